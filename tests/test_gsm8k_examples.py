@@ -59,21 +59,18 @@ def test_the_plain_loop_learns_the_problems_it_makes(tmp_path: Path) -> None:
     assert model.config.vocab_size == len(tokenizer)
 
 
-@pytest.mark.parametrize(
-    ("text", "right"),
-    [
-        ("so it is \\boxed{1024}.", True),
-        ("12 * 85 + 4 = 1,024\n#### 1,024", True),
-        ("\\boxed{7}, no, \\boxed{1024}", True),
-        ("#### 1024\nThat took 3 days.", True),
-        ("\\boxed{1024}, no, \\boxed{7}", False),
-        ("\\boxed{-1024}", False),
-        ("\\boxed{}", False),
-        ("It is 1024.", False),
-    ],
-)
-def test_the_plain_loop_rewards_right_answers(text: str, right: bool, plain: dict[str, Any]) -> None:
-    assert plain["is_right"](text, "12 * 85 = <<12*85=1020>>1020\n1020 + 4 = 1024\n#### 1,024") is right
+RIGHT = [
+    "so it is \\boxed{1024}.",
+    "12 * 85 + 4 = 1,024\n#### 1,024",
+    "\\boxed{7}, no, \\boxed{1024}",
+    "#### 1024\nThat took 3 days.",
+]
+WRONG = ["\\boxed{1024}, no, \\boxed{7}", "\\boxed{-1024}", "\\boxed{}", "It is 1024."]
+
+
+def test_the_plain_loop_rewards_right_answers(plain: dict[str, Any]) -> None:
+    solution = "12 * 85 = <<12*85=1020>>1020\n1020 + 4 = 1024\n#### 1,024"
+    assert [text for text in RIGHT + WRONG if plain["is_right"](text, solution)] == RIGHT
 
 
 @pytest.fixture(scope="module")

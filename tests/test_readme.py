@@ -113,7 +113,6 @@ def full_logits_loss(names: dict[str, Any], model: Any, loss_fn: GRPOLoss) -> tu
 def test_plain_loop_is_right_with_left_padding(local: dict[str, str], adapted: bool) -> None:
     """Log-probabilities, loss and gradients of its last step are those of full logits of sequences without padding."""
     load, loop = loop_block()
-    torch.manual_seed(0)
     names = run([load], local)
     if adapted:
         peft = pytest.importorskip("peft")

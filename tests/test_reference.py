@@ -130,7 +130,18 @@ def test_the_reference_has_every_loss_and_every_option() -> None:
 
 
 def test_reference_knows_nothing_of_the_library() -> None:
-    for module in ("reference", "reference_terms", "case_builder", "cases", "random_cases", "tolerance", "plain"):
+    for module in (
+        "reference",
+        "reference_head",
+        "reference_terms",
+        "case_builder",
+        "cases",
+        "head_cases",
+        "random_cases",
+        "head_bounds",
+        "tolerance",
+        "plain",
+    ):
         source = inspect.getsource(__import__(f"tests.support.{module}", fromlist=[module]))
         assert "import grpo_kernels" not in source
         assert "from grpo_kernels" not in source

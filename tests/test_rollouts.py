@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels import LossConfig, policy_loss_from_logps
 from grpo_kernels.rollouts import correct
 from tests.support.ranks import run_ranks
 from tests.support.verl_peer import verl_module
@@ -73,26 +72,6 @@ def close_metrics(found: dict[str, float], expected: dict[str, float]) -> None:
     assert all(name.endswith("seq_fraction_low") and not found[name] for name in found.keys() - expected.keys())
     for name, x in expected.items():
         assert found[name] == pytest.approx(x, rel=1e-6, abs=1e-6), name
-
-
-def per_sequence(x: Tensor) -> Tensor:
-    return x[:, None].expand(-1, 9)
-
-
-def sums(data: SimpleNamespace) -> Tensor:
-    return per_sequence(data.d.sum(1))
-
-
-def means(data: SimpleNamespace) -> Tensor:
-    return per_sequence(data.d.sum(1) / data.mask.sum(1))
-
-
-def largest(data: SimpleNamespace, x: Tensor) -> Tensor:
-    return per_sequence(x.masked_fill(~data.counts, -math.inf).amax(1))
-
-
-def within(x: Tensor, low: float, high: float) -> Tensor:
-    return (x >= low) & (x <= high)
 
 
 # verl
@@ -164,29 +143,82 @@ def test_sequences_without_a_token_enter_no_metric() -> None:
     assert not found.keep[[0, 1, -2, -1]].any()
 
 
-# NeMo-RL, OpenRLHF, slime without its helper
+# all trainers, by one plain function
 
 
-@pytest.mark.parametrize(("low", "high"), [(0.5, 5.0), (0.9, 1.1), (None, 2.0)])
-def test_tis_and_icepop(low: float | None, high: float) -> None:
+def written_out(
+    data: SimpleNamespace,
+    level: str = "token",
+    mode: str = "truncate",
+    clip_min: float | None = None,
+    clip_max: float | None = 2.0,
+    batch_normalize: bool = False,
+    reject: dict[str, tuple[float, float]] | None = None,
+    veto_threshold: float = 0.0,
+    safety_bound: float = 20.0,
+) -> tuple[Tensor, Tensor]:
+    """Weights and kept tokens, of whole padded sequences."""
+    counts, lengths = data.counts, data.mask.sum(1, keepdim=True)
+    aggregates = {
+        "token": lambda x: x,
+        "seq_sum": lambda x: torch.where(counts, x, 0.0).sum(1, keepdim=True),
+        "seq_mean": lambda x: torch.where(counts, x, 0.0).sum(1, keepdim=True) / lengths,
+        "seq_max": lambda x: x.masked_fill(~counts, -math.inf).amax(1, keepdim=True),
+    }
+    d = data.d.clamp(-safety_bound, safety_bound)
+    statistics = {"ratio": data.d, "k1": -d, "k2": d**2 / 2, "k3": d.exp() - 1 - d, "reverse_k3": (-d).exp() - 1 + d}
+
+    w = aggregates[{"token": "token", "sequence": "seq_sum", "geometric": "seq_mean"}[level]](data.d)
+    w = w.clamp(-safety_bound, safety_bound).exp()
+    low, high = clip_min or 0.0, math.inf if clip_max is None else clip_max
+    w = w.clamp(low, high) if mode == "truncate" else torch.where((w >= low) & (w <= high), w, 0.0)
+    if batch_normalize:
+        w = w / (w[counts] if level == "token" else w).mean()
+    keep = counts & ~((data.d.exp() < veto_threshold) & counts).any(1, keepdim=True)
+    for name, (least, most) in (reject or {}).items():
+        aggregate, kind = re.fullmatch(r"(token|seq_[a-z]+)_(\w+)", name).groups()  # type: ignore[union-attr]
+        x = aggregates[aggregate](statistics[kind])
+        x = x.clamp(-safety_bound, safety_bound).exp() if kind in ("ratio", "k1") else x
+        keep = keep & (x >= least) & (x <= most)
+    return torch.where(counts, w, 0.0), keep
+
+
+def another_batch() -> SimpleNamespace:
+    """Ratios that no safety bound meets, one of them e^-10."""
     data = batch(3)
-    data.d[3, 0], data.d[5, 0] = 4.0, -4.0  # none of these trainers has a safety bound
+    data.d[3, 0], data.d[5, 0], data.d[9, 0] = 4.0, -4.0, -10.0
     data.sampling = torch.where(data.counts, data.old - data.d, NAN)
-    for level, log_weight in {"token": data.d, "sequence": sums(data)}.items():
-        w = log_weight.exp()
-        bounds: dict[str, Any] = {"level": level, "clip_min": low, "clip_max": high, "safety_bound": math.inf}
-        close(ours(data, **bounds).weights, w.clamp(low or 0.0, high) * data.mask)
-        icepop = torch.where(within(w, low or 0.0, high), w, 0.0)
-        close(ours(data, mode="mask", **bounds).weights, icepop * data.mask)
+    return data
 
 
-@pytest.mark.parametrize(("low", "high"), [(0.999, 1.002), (0.5, 5.0), (0.97, 1.03)])
-def test_sequence_masked_tis(low: float, high: float) -> None:
-    data = batch(4)
-    found = ours(data, clip_max=None, reject={"seq_mean_ratio": (low, high)}, safety_bound=math.inf)
-    inside = within(means(data).exp(), low, high)
-    assert 0 < inside.sum() < inside.numel()
-    close(found.weights * found.keep, torch.where(inside, data.d.exp(), 0.0) * data.mask)
+@pytest.mark.parametrize("batch_normalize", [False, True])
+@pytest.mark.parametrize(("low", "high"), [(0.5, 5.0), (0.95, 1.1), (None, 2.0), (None, None)])
+@pytest.mark.parametrize("mode", ["truncate", "mask"])
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_weights(level: str, mode: str, low: float | None, high: float | None, batch_normalize: bool) -> None:
+    """Truncated, clipped or masked by NeMo-RL, OpenRLHF, AReaL and slime, normalised over the batch by slime."""
+    data, safety = another_batch(), 20.0 if batch_normalize else math.inf
+    options = {"level": level, "mode": mode, "clip_min": low, "clip_max": high, "safety_bound": safety}
+    found = ours(data, batch_normalize=batch_normalize, **options)
+    close(found.weights, written_out(data, batch_normalize=batch_normalize, **options)[0])
+
+
+@pytest.mark.parametrize("kind", ["ratio", "k1", "k2", "k3", "reverse_k3"])
+@pytest.mark.parametrize("aggregate", ["token", "seq_sum", "seq_mean", "seq_max"])
+def test_rejections(aggregate: str, kind: str) -> None:
+    """AReaL's k1 is a ratio's logarithm, its k3 ours of the other direction; slime has ratios and the veto."""
+    data = another_batch()
+    bounds = {"ratio": (0.97, 1.2), "k1": (0.8, 1.2)}.get(kind, (0.0, 0.03))
+    for veto in (1e-30, 1e-4):
+        found = ours(data, reject={f"{aggregate}_{kind}": bounds}, veto_threshold=veto)
+        weights, keep = written_out(data, reject={f"{aggregate}_{kind}": bounds}, veto_threshold=veto)
+        close(found.weights, weights)
+        assert torch.equal(found.keep.bool(), keep)
+        assert 0 < keep.sum() < data.mask.sum()
+        metrics = {name.removeprefix("rollout_corr/"): x for name, x in found.metrics.items()}
+        assert metrics["rollout_rs_masked_fraction"] == pytest.approx(1 - int(keep.sum()) / int(data.mask.sum()))
+        assert metrics["catastrophic_seq_fraction"] == pytest.approx((veto == 1e-4) / 24)  # row 9
+        assert metrics["catastrophic_token_fraction"] == pytest.approx((veto == 1e-4) / int(data.mask.sum()))
 
 
 def test_a_token_that_the_sampler_could_not_score_has_ratio_1_or_is_left_out_by_the_mask() -> None:
@@ -200,86 +232,6 @@ def test_a_token_that_the_sampler_could_not_score_has_ratio_1_or_is_left_out_by_
     theirs = torch.nan_to_num((data.old - data.sampling).exp(), nan=0.0, posinf=0.0, neginf=0.0).clamp(0.0, 2.0)
     scored = data.mask * data.sampling.isfinite()
     close(correct(data.old, data.sampling, scored, safety_bound=math.inf).weights, theirs * data.mask)
-
-
-# AReaL
-
-
-def areals_statistics(data: SimpleNamespace) -> dict[str, Tensor]:
-    return {"ratio": data.d, "k1": data.d, "k2": data.d**2 / 2, "k3": (-data.d).exp() - 1 + data.d}
-
-
-@pytest.mark.parametrize("aggregate", ["token", "sum", "mean", "max"])
-@pytest.mark.parametrize("kind", ["ratio", "k1", "k2", "k3"])
-def test_areals_mask(kind: str, aggregate: str) -> None:
-    """Its k1 is +D, which is a ratio's logarithm, and its k3 is ours of the other direction."""
-    data = batch(6)
-    x = areals_statistics(data)[kind]
-    if aggregate == "sum":
-        x = per_sequence(torch.where(data.counts, x, 0.0).sum(1))
-    elif aggregate == "mean":
-        x = per_sequence(torch.where(data.counts, x, 0.0).sum(1) / data.mask.sum(1))
-    elif aggregate == "max":
-        x = largest(data, x)
-    x = x.exp() if kind == "ratio" else x
-    low, high = {"ratio": (0.9, 1.2), "k1": (-0.1, 0.15), "k2": (0.0, 0.03), "k3": (0.0, 0.03)}[kind]
-    bounds = (math.exp(low), math.exp(high)) if kind == "k1" else (low, high)
-    prefix = aggregate if aggregate == "token" else f"seq_{aggregate}"
-    name = f"{prefix}_{ {'k1': 'ratio', 'k3': 'reverse_k3'}.get(kind, kind) }"
-
-    weight = means(data) if kind == "ratio" and aggregate != "token" else data.d
-    level = "geometric" if kind == "ratio" and aggregate != "token" else "token"
-    found = ours(data, level=level, clip_max=None, reject={name: bounds}, safety_bound=math.inf)
-    kept = within(x, low, high) & data.counts
-    assert 0 < kept.sum() < data.mask.sum()
-    assert torch.equal(found.keep.bool(), kept)
-    close(found.weights * found.keep, torch.where(kept, weight.exp(), 0.0))
-
-
-def test_areals_clamp() -> None:
-    data = batch(7)
-    options: dict[str, Any] = {"clip_min": 0.95, "clip_max": 1.1, "safety_bound": math.inf}
-    close(ours(data, **options).weights, data.d.exp().clamp(0.95, 1.1) * data.mask)
-    close(ours(data, level="geometric", **options).weights, means(data).exp().clamp(0.95, 1.1) * data.mask)
-    # by another statistic only the sequences beyond its bounds are clamped: two calls
-    rejected = ours(data, clip_max=None, reject={"seq_mean_k2": 0.01}, safety_bound=math.inf)
-    found = torch.where(rejected.keep.bool(), rejected.weights, ours(data, **options).weights)
-    inside = per_sequence((data.d**2 / 2).sum(1) / data.mask.sum(1)) <= 0.01
-    close(found, torch.where(inside, data.d.exp(), data.d.exp().clamp(0.95, 1.1)) * data.mask)
-
-
-# slime
-
-
-@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
-@pytest.mark.parametrize("mode", ["truncate", "clip", "mask"])
-def test_slimes_mis_with_veto(mode: str, level: str) -> None:
-    """`mis.py`: weights truncated, clipped or masked; rejection by a ratio; veto; normalised over the batch."""
-    data = batch(8)
-    data.d[9, 0] = -10.0
-    data.sampling = torch.where(data.counts, data.old - data.d, NAN)
-    low, high = 0.95, 1.1
-    log_weight = {"token": data.d, "sequence": sums(data), "geometric": means(data)}[level].clamp(-20, 20)
-    w = log_weight.exp()
-    statistic = {"token": "token_ratio", "sequence": "seq_sum_ratio", "geometric": "seq_mean_ratio"}[level]
-    bounds: dict[str, Any] = {
-        "truncate": {"clip_max": high},
-        "clip": {"clip_min": low, "clip_max": high},
-        "mask": {"clip_max": None},
-    }[mode]
-    bounded = {"truncate": w.clamp(0, high), "clip": w.clamp(low, high), "mask": w}[mode] * data.mask
-    vetoed = ((data.d < math.log(1e-4)) & data.counts).any(1, keepdim=True)
-    kept = within(w, low, high) & data.counts & ~vetoed
-    found = ours(
-        data, level=level, batch_normalize=True, reject={statistic: (low, high)}, veto_threshold=1e-4, **bounds
-    )
-    mean = bounded.sum() / data.mask.sum() if level == "token" else (bounded.sum(1) / data.mask.sum(1)).mean()
-    close(found.weights, bounded / mean)
-    assert torch.equal(found.keep.bool(), kept)
-    assert found.metrics["rollout_corr/catastrophic_seq_fraction"] == pytest.approx(2 / 24)  # rows 5 and 9
-    assert found.metrics["rollout_corr/catastrophic_token_fraction"] == pytest.approx(2 / int(data.mask.sum()))
-    share = 1 - int(kept.sum()) / int(data.mask.sum())
-    assert found.metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(share)
 
 
 # results
@@ -343,45 +295,6 @@ def test_weights_that_are_all_dropped_have_no_sample() -> None:
     assert found.metrics["rollout_corr/rollout_is_batch_norm_factor"] == 1.0
 
 
-def test_into_the_loss() -> None:
-    """Weights times keep count what is rejected in the denominator; keep as the mask does not."""
-    data = batch(11)
-    found = ours(data, reject={"token_ratio": (0.9, 1.1)})
-    old, advantages = data.old.nan_to_num(), torch.linspace(-1, 1, 24, dtype=FLOAT)
-    config = LossConfig(loss_type="bnpo")
-
-    def loss(mask: Tensor, ratio: Tensor) -> float:
-        out = policy_loss_from_logps(
-            old, old, mask, advantages, old_per_token_logps=old, importance_sampling_ratio=ratio, config=config
-        )
-        return out.loss.item()
-
-    terms = torch.where(found.keep.bool(), -advantages[:, None] * found.weights, 0.0).sum().item()
-    assert loss(found.keep, found.weights) == pytest.approx(terms / int(found.keep.sum()))
-    assert loss(data.mask, found.weights * found.keep) == pytest.approx(terms / int(data.mask.sum()))
-
-
-@pytest.mark.parametrize("mode", ["truncate", "mask"])
-@pytest.mark.parametrize("level", ["token", "sequence"])
-def test_trls_modes_are_those_that_the_loss_makes_itself(level: str, mode: str) -> None:
-    data = batch(14)
-    old, advantages = data.old.nan_to_num(), torch.linspace(-1, 1, 24, dtype=FLOAT)
-    config = LossConfig(
-        vllm_importance_sampling_correction=True,
-        vllm_importance_sampling_mode=f"{level}_{mode}",
-        vllm_importance_sampling_clip_max=1.1,
-        vllm_importance_sampling_clip_min=0.9,
-    )
-    made = policy_loss_from_logps(
-        old, old, data.mask, advantages, old_per_token_logps=old, sampling_per_token_logps=data.sampling, config=config
-    )
-    found = ours(data, level=level, mode=mode, clip_min=0.9, clip_max=1.1)
-    given = policy_loss_from_logps(
-        old, old, data.mask, advantages, old_per_token_logps=old, importance_sampling_ratio=found.weights
-    )
-    close(given.loss, made.loss)
-
-
 def normalized_part(rank: int, world_size: int) -> Any:
     import torch.distributed as dist
 
@@ -442,25 +355,26 @@ def test_options_are_checked(options: dict[str, Any], message: str) -> None:
         ours(batch(), **options)
 
 
-def test_tensors_are_checked() -> None:
-    x = -torch.ones(2, 3)
-    mask = torch.ones(2, 3)
-    for arguments, message in {
-        (x[0], x, mask): r"old_per_token_logps: expected shape \(B, T\), got \(3,\)",
-        (
-            x,
-            x[:1],
-            mask,
-        ): r"sampling_per_token_logps: expected shape that of old_per_token_logps = \(2, 3\), got \(1, 3\)",
-        (x, x, mask[:, :2]): r"completion_mask: expected shape that of old_per_token_logps = \(2, 3\), got \(2, 2\)",
-        (x, x, mask * NAN): "completion_mask: expected 0 or a number that is not, got nan",
-        (x / 0, x, mask): "old_per_token_logps: expected finite numbers where the mask counts, got -inf",
-        (x, -x, mask): "sampling_per_token_logps: expected log-probabilities, <= 0 where the mask counts",
-        (x.long(), x, mask): "old_per_token_logps: expected a floating-point tensor",
-        (None, x, mask): "old_per_token_logps: expected a tensor, got NoneType",
-    }.items():
-        with pytest.raises((TypeError, ValueError), match=f"^{message}"):
-            correct(*arguments)
+X, M = -torch.ones(2, 3), torch.ones(2, 3)
+OLD, SAMPLING = "old_per_token_logps", "sampling_per_token_logps"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((X[0], X, M), rf"{OLD}: expected shape \(B, T\), got \(3,\)"),
+        ((X, X[:1], M), rf"{SAMPLING}: expected shape that of {OLD} = \(2, 3\), got \(1, 3\)"),
+        ((X, X, M[:, :2]), rf"completion_mask: expected shape that of {OLD} = \(2, 3\), got \(2, 2\)"),
+        ((X, X, M * NAN), "completion_mask: expected 0 or a number that is not, got nan"),
+        ((X / 0, X, M), f"{OLD}: expected finite numbers where the mask counts, got -inf"),
+        ((X, -X, M), f"{SAMPLING}: expected log-probabilities, <= 0 where the mask counts"),
+        ((X.long(), X, M), f"{OLD}: expected a floating-point tensor"),
+        ((None, X, M), f"{OLD}: expected a tensor, got NoneType"),
+    ],
+)
+def test_tensors_are_checked(arguments: Any, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+        correct(*arguments)
 
 
 def test_the_page_shows_how_it_goes_into_trl_and_verl(monkeypatch: pytest.MonkeyPatch) -> None:

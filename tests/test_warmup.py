@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -105,61 +104,3 @@ def test_batches_need_no_variant_that_it_has_not_compiled() -> None:
     assert {*capped["needed"]} == {*capped["warm"]} == kernels
     assert {*plain["needed"]} == {*plain["warm"]} == kernels | {"diverge_kernel", "teacher_fused_kernel"}
     assert plain["missing"] == capped["missing"] == []
-
-
-GEMMA = {"model_type": "gemma2", "vocab_size": 256, "hidden_size": 24}  # whose soft-cap is 30 unless it says otherwise
-
-
-@pytest.mark.parametrize(
-    ("config", "said"),
-    [
-        (GEMMA, "V 256, H 24, bfloat16, dapo, soft-cap 30"),
-        ({**GEMMA, "final_logit_softcapping": 12.5}, "V 256, H 24, bfloat16, dapo, soft-cap 12.5"),
-        (
-            {"model_type": "granite", "vocab_size": 99, "hidden_size": 32, "logits_scaling": 8.0},
-            "V 99, H 32, bfloat16, dapo, logit scale 0.125",
-        ),
-        (
-            {"model_type": "cohere", "vocab_size": 1200, "hidden_size": 64, "logit_scale": 0.25},
-            "V 1,200, H 64, bfloat16, dapo, logit scale 0.25",
-        ),
-    ],
-)
-def test_a_models_config_is_read(
-    config: dict[str, Any],
-    said: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    pytest.importorskip("transformers")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert main(["warmup", "--config", str(tmp_path)]) == 0
-    assert capsys.readouterr().out.splitlines()[0] == said
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("warmup", "expected --model NAME, --config DIR, or both --vocab V and --hidden H"),
-        ("warmup --config . --vocab 3", "expected --model NAME, --config DIR, or both --vocab V and --hidden H"),
-        ("warmup --vocab 3", "--hidden: expected 1 to 1,000,000,000, got None"),
-        ("warmup --vocab 3 --hidden 0", "--hidden: expected 1 to 1,000,000,000, got 0"),
-        ("warmup --vocab 3 --hidden 3 --softcap 0", "--softcap: expected more than 0, got 0.0"),
-        ("warmup --config /no/such", "--config: expected a folder with config.json, got /no/such"),
-        ("--json warmup --vocab 3 --hidden 3", "warmup: expected neither --json nor --no-check before it"),
-    ],
-)
-def test_wrong_arguments_say_what_was_expected(
-    arguments: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        main(arguments.split())
-    assert message in capsys.readouterr().err
-
-
-def test_help_lists_it(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    assert re.search(r"^ +warmup +compile what the first calls", capsys.readouterr().out, re.MULTILINE)

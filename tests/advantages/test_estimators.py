@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,107 +54,66 @@ def test_every_estimator_of_verl_has_its_counterpart() -> None:
     assert names == grouped | token | {"optimal_token_baseline", "tir_optimal_token_baseline"}
 
 
-# those that were there before
+def gpg(rewards: Tensor, d: SimpleNamespace) -> Tensor:
+    """alpha is B / (rows of groups that differ), where verl has B / (rewards that are not 0)."""
+    useful = [bool((rewards[d.ids == i] != r).any()) for i, r in zip(d.ids, rewards, strict=True)].count(True)
+    return adv.gpg_advantages(rewards, group_ids=d.ids) * useful / int((rewards != 0).sum())
 
 
-def test_group_means_and_leave_one_out_are_verls() -> None:
-    data = batch(1)
-    rewards, single = data.rewards[:, 0], alone(data.ids)
-    sums, groups = at_last(rewards, data.mask), {"group_ids": data.ids}
-    for name, found in {
-        "grpo": adv.group_advantages(rewards, epsilon=1e-6, **groups),
-        "rloo": adv.rloo_advantages(rewards, **groups),
-        "rloo_vectorized": adv.rloo_advantages(rewards, **groups),
-    }.items():
-        expected = of_verl(name, data, sums)
-        close(spread(found, data.mask)[~single], expected[~single], 1e-6 if name == "grpo" else 1e-12)
+# one advantage a completion: ours, verl's options, tolerance
+PER_COMPLETION: dict[str, tuple[Callable[[Tensor, SimpleNamespace], Tensor], dict[str, Any], float]] = {
+    "grpo": (lambda r, d: adv.group_advantages(r, epsilon=1e-6, group_ids=d.ids), {}, 1e-6),
+    "grpo, no std": (lambda r, d: adv.group_advantages(r, scale="none", group_ids=d.ids),
+                     {"norm_adv_by_std_in_grpo": False}, 1e-12),
+    "rloo": (lambda r, d: adv.rloo_advantages(r, group_ids=d.ids), {}, 1e-12),
+    "rloo_vectorized": (lambda r, d: adv.rloo_advantages(r, group_ids=d.ids), {}, 1e-12),
+    "opo": (lambda r, d: adv.opo_advantages(r, d.mask, group_ids=d.ids), {}, 1e-12),
+    "grpo_passk": (lambda r, d: adv.passk_advantages(r, group_ids=d.ids),
+                   {"config": {"norm_adv_by_std_in_grpo": True}}, 1e-12),
+    "grpo_passk, no std": (lambda r, d: adv.passk_advantages(r, group_ids=d.ids, scale="none"),
+                           {"config": {"norm_adv_by_std_in_grpo": False}}, 1e-12),
+    "gpg": (gpg, {}, 1e-7),  # verl's alpha is float32
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PER_COMPLETION)
+def test_completions_get_verls(name: str) -> None:
+    """A group of one gets 0; verl has other rules for it, or refuses it. Of several best it picks one, to give it 0."""
+    estimate, options, tolerance = PER_COMPLETION[name]
+    for seed in range(6):
+        levels = name == "gpg" or seed % 3 == 1
+        data = batch(seed, holes=name == "opo" and seed % 2 == 1, levels=levels)
+        data.mask[:, 0] = True
+        if "passk" in name:
+            data.ids = torch.where(alone(data.ids), -5, data.ids)
+        rewards, single = data.rewards[:, 0], alone(data.ids)
+        found = estimate(rewards, data)
+        expected = of_verl(name.split(",")[0], data, at_last(rewards, data.mask), **options)
+        close(spread(found, data.mask)[~single], expected[~single], tolerance)
         assert not found[single].any()
-    expected = of_verl("grpo", data, sums, norm_adv_by_std_in_grpo=False)
-    close(spread(adv.group_advantages(rewards, scale="none", **groups), data.mask)[~single], expected[~single])
+        assert found.any() or levels
 
 
-def test_gae_and_reinforce_are_verls() -> None:
+@pytest.mark.parametrize("name", ["gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline"])
+def test_whitened_tokens_get_verls(name: str) -> None:
     """verl whitens with the std of samples, ours is that of all: a factor of sqrt((n - 1) / n)."""
     data = batch(2)
     data.ids = torch.where(alone(data.ids), -5, data.ids)
-    count = int(data.mask.sum())
-    factor = math.sqrt((count - 1) / count)
-    advantages, returns = adv.gae(data.token_rewards, data.logps, data.mask, 0.9, 0.8, whiten_advantages=True)
-    function = core_algos().get_adv_estimator_fn("gae")
-    theirs = function(data.token_rewards, data.logps, data.mask.to(FLOAT), torch.tensor(0.9), torch.tensor(0.8))
-    close(returns, theirs[1] * data.mask, 1e-6)  # its 0.9 is float32
-    close(advantages * factor, theirs[0] * data.mask, 1e-6)
-    rewards, kl = data.rewards[:, 0], data.ratio
-    found = adv.reinforce_plus_plus(rewards, data.mask, per_token_kl=kl, beta=0.1, gamma=0.9)
-    given = at_last(rewards, data.mask) - 0.1 * kl
-    expected = of_verl("reinforce_plus_plus", data, given, config=SimpleNamespace(gamma=0.9))
-    close(found * factor, expected, 1e-6)
-    found = adv.reinforce_plus_plus(rewards, data.mask, group_ids=data.ids)
-    expected = of_verl("reinforce_plus_plus_baseline", data, at_last(rewards, data.mask))
-    close(found * factor, expected, 1e-6)
-
-
-# one advantage a completion
-
-
-@pytest.mark.parametrize("scale", ["group", "none"])
-@pytest.mark.parametrize("levels", [False, True])
-def test_passk_is_verls(scale: str, levels: bool) -> None:
-    """It refuses groups of one, and picks one of several best, to which it gives 0."""
-    for seed in range(6):
-        data = batch(seed, levels=levels)
-        data.ids = torch.where(alone(data.ids), -5, data.ids)
-        total = data.rewards @ torch.tensor([1.0, 0.5], dtype=FLOAT)
-        config = {"norm_adv_by_std_in_grpo": scale == "group"}
-        expected = of_verl("grpo_passk", data, at_last(total, data.mask), config=config)
-        found = adv.passk_advantages(data.rewards, group_ids=data.ids, reward_weights=[1.0, 0.5], scale=scale)
-        close(spread(found, data.mask), expected)
-        assert levels or (found != 0).sum() == len(data.ids.unique()) - 1  # one best row in each group that differs
-
-
-def test_passk_is_the_gain_of_the_best_by_one_row() -> None:
-    found = adv.passk_advantages(torch.tensor([1.0, 3.0, 2.0, 5.0, 5.0, 0.0, NAN, NAN, 4.0]), 3, scale="none")
-    assert found.tolist() == [0, 1, 0, 0, 0, 0, 0, 0, 0]
-
-
-def test_opo_is_verls() -> None:
-    for seed in range(6):
-        data = batch(seed, holes=seed % 2 == 1)
-        data.mask[:, 0] = True
-        rewards = data.rewards[:, 0]
-        expected = of_verl("opo", data, at_last(rewards, data.mask))
-        single = alone(data.ids)
-        assert single.any()
-        close(expected[single], spread(rewards, data.mask)[single])  # verl: no baseline at all
-        found = adv.opo_advantages(rewards, data.mask, group_ids=data.ids)
-        assert not found[single].any()
-        close(spread(found, data.mask)[~single], expected[~single])
-
-
-def test_gpg_is_verls_but_for_the_scale() -> None:
-    """alpha is B / (rows of groups that differ), where verl has B / (rewards that are not 0)."""
-    scales = set()
-    for seed in range(6):
-        data = batch(seed, levels=True)
-        rewards = data.rewards[:, 0]
-        single = alone(data.ids)
-        expected = of_verl("gpg", data, at_last(rewards, data.mask))
-        same = [bool((rewards[data.ids == i] == r).all()) for i, r in zip(data.ids, rewards, strict=True)]
-        useful, nonzero = same.count(False), int((rewards != 0).sum())
-        scales.add(nonzero / useful)
-        found = adv.gpg_advantages(rewards, group_ids=data.ids)
-        close(spread(found, data.mask)[~single], expected[~single] * nonzero / useful, 1e-7)  # verl's alpha is float32
-        assert not found[single].any()
-        # What reward stands for wrong makes no difference here; verl's scale changes with it.
-        close(adv.gpg_advantages(rewards + 1, group_ids=data.ids), found)
-    assert len(scales) > 3
-
-
-def test_gpg_by_hand() -> None:
-    rewards = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 0.0])
-    assert adv.gpg_advantages(rewards, 2).tolist() == [1.5, -1.5, 0, 0, 0, 0]
-    assert adv.gpg_advantages(torch.ones(4), 2).tolist() == [0.0] * 4
-    assert adv.gpg_advantages(torch.tensor([1.0, 0.0, NAN, NAN]), 2).tolist() == [0.5, -0.5, 0, 0]
+    count, rewards = int(data.mask.sum()), data.rewards[:, 0]
+    last = at_last(rewards, data.mask)
+    if name == "gae":
+        found, returns = adv.gae(data.token_rewards, data.logps, data.mask, 0.9, 0.8, whiten_advantages=True)
+        function = core_algos().get_adv_estimator_fn("gae")
+        mask = data.mask.to(FLOAT)
+        expected, theirs = function(data.token_rewards, data.logps, mask, torch.tensor(0.9), torch.tensor(0.8))
+        close(returns, theirs * data.mask, 1e-6)  # its 0.9 is float32
+    elif name == "reinforce_plus_plus":
+        found = adv.reinforce_plus_plus(rewards, data.mask, per_token_kl=data.ratio, beta=0.1, gamma=0.9)
+        expected = of_verl(name, data, last - 0.1 * data.ratio, config=SimpleNamespace(gamma=0.9))
+    else:
+        found = adv.reinforce_plus_plus(rewards, data.mask, group_ids=data.ids)
+        expected = of_verl(name, data, last)
+    close(found * math.sqrt((count - 1) / count), expected * data.mask, 1e-6)
 
 
 # one advantage a token
@@ -177,18 +137,6 @@ def test_gdpo_is_verls(columns: int) -> None:
         expected = of_verl("gdpo", data, at_last(rewards[:, 0], data.mask), **options)
         found = adv.gdpo_advantages(rewards, data.mask, group_ids=data.ids, reward_weights=weights)
         close(found, expected, 1e-7 if columns == 1 else 1e-5)
-
-
-def test_gdpo_by_token_and_by_completion_agree_where_all_are_as_long() -> None:
-    data = batch(2)
-    mask = torch.ones_like(data.mask)
-    by_token = adv.gdpo_advantages(data.rewards, mask, group_ids=data.ids, epsilon=0.0)
-    options = {"aggregation": "normalize_then_sum", "epsilon": 0.0, "std": "sample"}
-    by_row = adv.group_advantages(data.rewards, group_ids=data.ids, **options)
-    factor = (by_token[:, 0] / by_row)[by_row != 0]
-    close(factor, factor[:1].expand_as(factor), 1e-9)
-    rows, tokens = len(by_row), mask.numel()
-    close(factor[0], torch.tensor(math.sqrt(rows / (rows - 1) * (tokens - 1) / tokens)), 1e-6)
 
 
 @pytest.mark.parametrize("holes", [False, True])

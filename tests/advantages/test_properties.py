@@ -143,29 +143,29 @@ def test_empty_batches(name: str) -> None:
         assert estimate(name, part(data, slice(None), 0)).shape == (13, *[0] * (whole.dim() - 1))
 
 
-# groups that span ranks
+# groups that span ranks: rows of the first of two, in a batch with an unscored row and in one that the second pads less
+SPLITS = {"about equal": 6, "unequal": 5, "nothing for the second": 13, "padded less": 6}
+CALLS = {name: x.call for name, x in ESTIMATORS.items()}
+CALLS["group_advantages, across ranks"] = lambda d, pg: adv.group_advantages(d.rewards, 13, process_group=pg)
 
-SPLITS = (6, 5, 13)  # rows of rank 0: about equal shares, unequal ones, and nothing for rank 1
 
-
-def of_ranks() -> tuple[SimpleNamespace, SimpleNamespace]:
-    """A batch with an unscored row; and one whose rows from the sixth on count nothing from column 4 on."""
-    data, padded = batch(7, holes=True), batch(8)
-    data.rewards[3] = NAN
-    padded.mask[6:, 4:] = False
-    return data, padded
+def of_ranks(split: str) -> SimpleNamespace:
+    """Holes and an unscored row; or rows that from the sixth on count nothing from column 4 on."""
+    data = batch(8 if split == "padded less" else 7, holes=split != "padded less")
+    if split == "padded less":
+        data.mask[6:, 4:] = False
+    else:
+        data.rewards[3] = NAN
+    return data
 
 
 def rank_task(rank: int, world_size: int) -> dict[str, Any]:
-    group, (data, padded) = torch.distributed.group.WORLD, of_ranks()
-    results: dict[str, Any] = {}
-    for first in SPLITS:
-        own = part(data, slice(0, first) if rank == 0 else slice(first, 13))
-        results[str(first)] = [estimate(name, own, group) for name in ESTIMATORS]
-        results[str(first)].append(adv.group_advantages(own.rewards, 13, process_group=group))
-    own = part(padded, slice(0, 6)) if rank == 0 else part(padded, slice(6, 13), 4)  # padded less far
-    results["ragged"] = [estimate(name, own, group) for name in ESTIMATORS]
-    results["alone"] = [estimate(name, data) for name in ESTIMATORS]  # no communication, though initialised
+    group, results = torch.distributed.group.WORLD, {}
+    for split, first in SPLITS.items():
+        rows, columns = (slice(0, first), None) if rank == 0 else (slice(first, 13), 4 if "less" in split else None)
+        results[split] = [call(part(of_ranks(split), rows, columns), group) for call in CALLS.values()]
+    # no communication, though initialised
+    results["alone"] = [call(of_ranks("unequal"), None) for call in CALLS.values()]
     try:
         adv.opo_advantages(torch.tensor([1.0, math.inf if rank else 2.0]), torch.ones(2, 3), 4, process_group=group)
     except ValueError as error:
@@ -175,17 +175,13 @@ def rank_task(rank: int, world_size: int) -> dict[str, Any]:
 
 def test_groups_that_span_ranks() -> None:
     first, second = run_ranks(rank_task, 2)
-    data, padded = of_ranks()
-    whole = [estimate(name, data) for name in ESTIMATORS]
-    for key in map(str, SPLITS):
-        expected = [*whole, adv.group_advantages(data.rewards, 13)]
-        for own, other, x in zip(first[key], second[key], expected, strict=True):
-            close(torch.cat([own, other]), x, 1e-10)
-    for name, own, other in zip(ESTIMATORS, first["ragged"], second["ragged"], strict=True):
-        x = estimate(name, padded)
-        close(torch.cat([own, torch.nn.functional.pad(other, (0, 3)) if x.dim() == 2 else other]), x, 1e-10)
-    for own, x in zip(first["alone"], whole, strict=True):
-        assert torch.equal(own, x)
+    for split in SPLITS:
+        for call, own, other in zip(CALLS.values(), first[split], second[split], strict=True):
+            x = call(of_ranks(split), None)
+            padding = x.shape[-1] - other.shape[-1] if x.dim() == 2 else 0
+            close(torch.cat([own, torch.nn.functional.pad(other, (0, padding))]), x, 1e-10)
+    for own, call in zip(first["alone"], CALLS.values(), strict=True):
+        assert torch.equal(own, call(of_ranks("unequal"), None))
     # Both ranks raise, the one whose rewards are fine too, and neither waits for the other.
     assert "process_group: rank 1 refuses" in first["message"]
     assert "got inf at (1, 0)" in second["message"]

@@ -53,6 +53,71 @@ CALLS: dict[str, Callable[..., Any]] = {
 }
 
 
+# what is made of a valid tensor, the error that it is, and what the message says that came, if not a tensor's looks
+KINDS: dict[str, tuple[Any, ...]] = {
+    "none": (lambda x: None, TypeError, "NoneType"),
+    "list": (lambda x: x.tolist(), TypeError, "list"),
+    "array": (lambda x: x.detach().numpy(), TypeError, "ndarray"),
+    "number": (lambda x: 0.5, TypeError, "float"),
+    "text": (lambda x: "vllm", TypeError, "str"),
+    "int": (lambda x: x.detach().long(), TypeError),
+    "int32": (lambda x: x.detach().int(), TypeError),
+    "bool": (lambda x: x > 0, TypeError),
+    "float": (lambda x: x.float(), TypeError),
+    "float8": (lambda x: x.detach().to(torch.float8_e4m3fn), TypeError),
+    "complex": (lambda x: x.detach().to(torch.complex64), TypeError),
+    "sparse": (lambda x: x.detach().to_sparse(), TypeError),
+    "csr": (lambda x: x.detach().to_sparse_csr(), TypeError),
+    "jagged": (lambda x: torch.nested.nested_tensor(list(x.detach()), layout=torch.jagged), TypeError),
+    "meta": (lambda x: x.detach().to("meta"), ValueError),
+    "first": (lambda x: x[0], ValueError),
+    "first_row": (lambda x: x[:1], ValueError),
+    "first_column": (lambda x: x[:, :1], ValueError),
+    "per_sequence": (lambda x: x[:, 0], ValueError),
+    "per_token": (lambda x: x[:, None].expand(-1, T), ValueError),
+    "scalar": (lambda x: x.flatten()[0], ValueError),
+    "nested": (lambda x: x[None], ValueError),
+    "column": (lambda x: x[:, None], ValueError),
+    "columns": (lambda x: x[:, :2], ValueError),
+    "fewer": (lambda x: x[:-1], ValueError),
+    "shorter": (lambda x: x[..., :-1], ValueError),
+    "flat": (lambda x: x.flatten(), ValueError),
+    "padded": (lambda x: x.view(B, T, *x.shape[1:]), ValueError),
+    "transposed": (lambda x: x.detach().T, ValueError),
+    "empty": (lambda x: x.detach().new_empty(0), ValueError),
+}
+# call, argument, and the kinds that it must not be
+TENSORS = [
+    ("loss", "hidden", "none array first nested int float8 complex sparse jagged meta"),
+    ("loss", "weight", "list transposed shorter first int32 sparse csr meta"),
+    ("loss", "bias", "shorter number empty"),
+    ("loss", "completion_ids", "float bool list shorter flat meta"),
+    ("loss", "completion_mask", "list per_sequence complex sparse meta"),
+    ("loss", "advantages", "fewer column scalar number meta"),
+    ("loss", "old_per_token_logps", "shorter int"),
+    ("loss", "ref_per_token_logps", "meta"),
+    ("loss", "sampling_per_token_logps", "flat text"),
+    ("loss", "importance_sampling_ratio", "columns first_row bool"),
+    ("packed", "hidden", "nested padded"),
+    ("packed", "advantages", "per_token"),
+    ("packed", "ref_per_token_logps", "padded"),
+    ("packed", "importance_sampling_ratio", "padded"),
+    ("packed", "cu_seqlens", "list nested meta"),
+    ("logprob", "hidden", "meta"),
+    ("logprob", "weight", "complex"),
+    ("logprob", "bias", "int meta"),
+    ("logprob", "ids", "float transposed"),
+    ("logprob", "mask", "shorter list"),
+    ("logprob", "temperature", "first_column scalar int32 meta"),
+    ("logprob", "expected", "shorter scalar number complex meta"),
+    ("expectation", "completion_mask", "list first"),
+    ("expectation", "advantages", "fewer"),
+    ("expectation", "old_per_token_logps", "int"),
+    ("expectation", "ref_per_token_logps", "shorter"),
+    ("expectation", "importance_sampling_ratio", "columns"),
+]
+
+
 @dataclass(frozen=True)
 class Wrong:
     """One wrong argument: `change` is its value, or a function of its valid one; `also` goes with it."""
@@ -79,94 +144,22 @@ def with_id(value: int) -> Callable[[Tensor], Tensor]:
     return change
 
 
-meta = lambda x: x.detach().to("meta")  # noqa: E731
-sparse = lambda x: x.detach().to_sparse()  # noqa: E731
-jagged = lambda x: torch.nested.nested_tensor(list(x.detach()), layout=torch.jagged)  # noqa: E731
-shorter = lambda x: x[..., :-1]  # noqa: E731
-as_complex = lambda x: x.detach().to(torch.complex64)  # noqa: E731
 never_called = lambda x: x  # noqa: E731
-
-HEAD = [
-    Wrong("loss", "hidden", None, TypeError, "NoneType"),
-    Wrong("loss", "hidden", lambda x: x.detach().numpy(), TypeError, "ndarray"),
-    Wrong("loss", "hidden", lambda x: x[0]),
-    Wrong("loss", "hidden", lambda x: x[None]),
-    Wrong("loss", "hidden", lambda x: x.detach().long(), TypeError),
-    Wrong("loss", "hidden", lambda x: x.detach().to(torch.float8_e4m3fn), TypeError),
-    Wrong("loss", "hidden", as_complex, TypeError),
-    Wrong("loss", "hidden", sparse, TypeError),
-    Wrong("loss", "hidden", jagged, TypeError),
-    Wrong("loss", "hidden", meta),
-    Wrong("packed", "hidden", lambda x: x[None]),
-    Wrong("packed", "hidden", lambda x: x.view(B, T, H)),
-    Wrong("logprob", "hidden", lambda x: x[0, 0], also={"ids": torch.tensor(1)}),
-    Wrong("logprob", "hidden", meta),
-    Wrong("loss", "weight", lambda x: x.tolist(), TypeError, "list"),
-    Wrong("loss", "weight", lambda x: x.detach().t()),
-    Wrong("loss", "weight", shorter),
-    Wrong("loss", "weight", lambda x: x[0]),
+OF_A_KIND = [Wrong(call, argument, *KINDS[kind]) for call, argument, kinds in TENSORS for kind in kinds.split()]
+VALUES = [
     Wrong("loss", "weight", lambda x: x.detach().new_empty(0), got="ZeRO-3"),
     Wrong("logprob", "weight", lambda x: x.detach().new_empty(0, H), got="ZeRO-3"),
-    Wrong("loss", "weight", lambda x: x.detach().int(), TypeError),
-    Wrong("loss", "weight", sparse, TypeError),
-    Wrong("loss", "weight", lambda x: x.detach().to_sparse_csr(), TypeError),
-    Wrong("loss", "weight", meta),
-    Wrong("logprob", "weight", as_complex, TypeError),
-    Wrong("loss", "bias", shorter),
-    Wrong("loss", "bias", 0.5, TypeError, "float"),
-    Wrong("loss", "bias", lambda x: x.detach().new_empty(0)),
-    Wrong("logprob", "bias", lambda x: x.detach().long(), TypeError),
-    Wrong("logprob", "bias", meta),
-]
-
-PER_TOKEN = [
-    Wrong("loss", "completion_ids", lambda x: x.float(), TypeError),
-    Wrong("loss", "completion_ids", lambda x: x > 0, TypeError),
-    Wrong("loss", "completion_ids", lambda x: x.tolist(), TypeError, "list"),
-    Wrong("loss", "completion_ids", shorter),
-    Wrong("loss", "completion_ids", lambda x: x.flatten()),
-    Wrong("loss", "completion_ids", meta),
-    Wrong("loss", "completion_ids", with_id(-1), got="-1"),
-    Wrong("loss", "completion_ids", with_id(V), got=str(V)),
-    Wrong("loss", "completion_ids", with_id(-100), got="-100"),
+    Wrong("logprob", "hidden", lambda x: x[0, 0], also={"ids": torch.tensor(1)}),
+    *(Wrong("loss", "completion_ids", with_id(x), got=str(x)) for x in (-1, V, -100)),
     Wrong("packed", "completion_ids", with_id(2**40), got=str(2**40)),
-    Wrong("logprob", "ids", lambda x: x.double(), TypeError),
-    Wrong("logprob", "ids", lambda x: x.T),
     Wrong("logprob", "ids", with_id(V), got=str(V)),
     Wrong("logprob", "ids", with_id(-100), got="-100", also={"mask": None}),
-    Wrong("loss", "completion_mask", lambda x: x.tolist(), TypeError, "list"),
-    Wrong("loss", "completion_mask", lambda x: x[:, 0]),
-    Wrong("loss", "completion_mask", as_complex, TypeError),
-    Wrong("loss", "completion_mask", sparse, TypeError),
-    Wrong("loss", "completion_mask", meta),
-    Wrong("logprob", "mask", shorter),
-    Wrong("logprob", "mask", lambda x: x.tolist(), TypeError, "list"),
-    Wrong("loss", "advantages", lambda x: x[:-1]),
-    Wrong("loss", "advantages", lambda x: x[:, None]),
-    Wrong("loss", "advantages", lambda x: x[0]),
-    Wrong("loss", "advantages", 1.0, TypeError, "float"),
-    Wrong("loss", "advantages", meta),
-    Wrong("packed", "advantages", lambda x: x[:, None].expand(B, T)),
-    Wrong("loss", "old_per_token_logps", shorter),
-    Wrong("loss", "old_per_token_logps", lambda x: x.long(), TypeError),
-    Wrong("loss", "ref_per_token_logps", None, got="None"),
-    Wrong("module", "ref_per_token_logps", None, got="None"),
-    Wrong("loss", "ref_per_token_logps", meta),
-    Wrong("packed", "ref_per_token_logps", lambda x: x.view(B, T)),
-    Wrong("loss", "sampling_per_token_logps", lambda x: x.flatten()),
-    Wrong("loss", "sampling_per_token_logps", "vllm", TypeError, "str"),
-    Wrong("loss", "importance_sampling_ratio", lambda x: x[:, :2]),
-    Wrong("loss", "importance_sampling_ratio", lambda x: x[:1]),
-    Wrong("loss", "importance_sampling_ratio", lambda x: x > 1, TypeError),
-    Wrong("packed", "importance_sampling_ratio", lambda x: x.view(B, T)),
-    Wrong("packed", "cu_seqlens", lambda x: x.tolist(), TypeError, "list"),
+    *(Wrong(call, "ref_per_token_logps", None, got="None") for call in ("loss", "module", "expectation")),
     Wrong("packed", "cu_seqlens", lambda x: x.float()),
-    Wrong("packed", "cu_seqlens", lambda x: x[None]),
     Wrong("packed", "cu_seqlens", lambda x: x[:0]),
     Wrong("packed", "cu_seqlens", lambda x: x + 1, got="[1, 6, 11, 16]"),
     Wrong("packed", "cu_seqlens", lambda x: x[:-1], got="[0, 5, 10]"),
     Wrong("packed", "cu_seqlens", torch.tensor([0, 9, 4, 15]), got="[0, 9, 4, 15]"),
-    Wrong("packed", "cu_seqlens", lambda x: x.to("meta")),
 ]
 
 SETTINGS = [
@@ -190,33 +183,17 @@ SETTINGS = [
     Wrong("logprob", "temperature", 0.0),
     Wrong("logprob", "temperature", NAN),
     Wrong("logprob", "temperature", "1", TypeError),
-    Wrong("logprob", "temperature", lambda x: x[:, :1]),
-    Wrong("logprob", "temperature", lambda x: x[0, 0]),
-    Wrong("logprob", "temperature", lambda x: x.int(), TypeError),
-    Wrong("logprob", "temperature", lambda x: x.to("meta")),
     Wrong("logprob", "temperature", lambda x: x - 50.0, got="-"),
     Wrong("logprob", "temperature", lambda x: x * NAN, got="nan"),
     Wrong("logprob", "final_logit_softcapping", 0.0),
     Wrong("logprob", "logit_scale", INF),
     Wrong("logprob", "logits_dtype", "bfloat16"),
     Wrong("logprob", "logits_dtype", torch.float32),
-    Wrong("logprob", "expected", shorter),
-    Wrong("logprob", "expected", lambda x: x[0, 0]),
-    Wrong("logprob", "expected", 1.0, TypeError, "float"),
-    Wrong("logprob", "expected", as_complex, TypeError),
-    Wrong("logprob", "expected", lambda x: x.to("meta")),
     Wrong("logprob", "expected", lambda x: (x, x, x)),
     Wrong("logprob", "expected[1]", lambda x: (x, x[:, 1:]), got=str((B, T - 1))),
     Wrong("logprob", "expected[1]", lambda x: (x, 1.0), TypeError, "float"),
     Wrong("logprob", "expected.graded", lambda x: Expectation(never_called, graded=x[:1] > 0), got=str((1, T))),
     Wrong("expectation", "config", None, TypeError, "NoneType"),
-    Wrong("expectation", "completion_mask", lambda x: x.tolist(), TypeError, "list"),
-    Wrong("expectation", "completion_mask", lambda x: x[0]),
-    Wrong("expectation", "advantages", lambda x: x[:-1]),
-    Wrong("expectation", "old_per_token_logps", lambda x: x.long(), TypeError),
-    Wrong("expectation", "ref_per_token_logps", shorter),
-    Wrong("expectation", "ref_per_token_logps", None, got="None"),
-    Wrong("expectation", "importance_sampling_ratio", lambda x: x[:, :2]),
     Wrong("expectation", "num_items_in_batch", -1),
 ]
 
@@ -296,7 +273,7 @@ def first() -> list[Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
-@pytest.mark.parametrize("wrong", [*HEAD, *PER_TOKEN, *SETTINGS], ids=str)
+@pytest.mark.parametrize("wrong", [*OF_A_KIND, *VALUES, *SETTINGS], ids=str)
 def test_wrong_argument(wrong: Wrong, first: list[Tensor]) -> None:
     given = valid(wrong.call)
     field = re.split(r"[.\[]", wrong.argument)[0]
@@ -368,7 +345,7 @@ def test_terms_that_an_objective_replaces(term: dict[str, float]) -> None:
 
 def test_next_good_call_gives_the_same_bits(first: list[Tensor]) -> None:
     """After all of the above, and right after a failure in the middle of a forward."""
-    for wrong in (*HEAD[:2], *SETTINGS[:2]):
+    for wrong in (*OF_A_KIND[:2], *SETTINGS[:2]):
         test_wrong_argument(wrong, first)
     test_wrong_objective("a scalar")
     assert all(torch.equal(x, y) for x, y in zip(first, good(), strict=True))

@@ -16,40 +16,36 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from grpo_kernels import Expectation, LossConfig, grpo_loss, linear_logprob, token_level
+from tests.support.case_builder import seeded
 from tests.support.flat import flat
 
 N, H, V = 16, 6, 11  # 16 rows: a multiple of 4, as is every part of them below, so that no product is padded
 PRODUCT = 2 * N * H * V
 HEAD = ("hidden", "weight", "bias")
 ENGINES = ("one_pass", "two_pass", "frozen")
-normal = torch.randn
+IDS = torch.arange(N) * 7 % V
+on_every_backend = pytest.mark.usefixtures("every_backend")
 
 
-pytestmark = pytest.mark.usefixtures("every_backend")
-
-
-def head(dtype: torch.dtype = torch.float64, frozen: str = "", n: int = N, h: int = H, v: int = V) -> dict[str, Tensor]:
-    """Leaves hidden (n, h), weight (v, h), bias (v,); those named in `frozen` want no gradient."""
-    g = torch.Generator().manual_seed(n)
-    made = {"hidden": (n, h), "weight": (v, h), "bias": (v,)}
+def head(dtype: torch.dtype = torch.float64, frozen: str = "") -> dict[str, Tensor]:
+    """Leaves hidden (N, H), weight (V, H), bias (V,), the same in every call; those in `frozen` want no gradient."""
+    g = seeded("head")
+    made = {"hidden": (N, H), "weight": (V, H), "bias": (V,)}
     leaves = {k: torch.randn(s, generator=g, dtype=torch.float64).to(dtype) for k, s in made.items()}
     return {k: x.requires_grad_(k not in frozen) for k, x in leaves.items()}
-
-
-IDS = torch.arange(N) * 7 % V
 
 
 def batch(given: dict[str, Tensor], **changes: Any) -> dict[str, Any]:
     """Arguments of `grpo_loss` around `head`'s tensors: 2 sequences of 8, everything counted."""
     dtype = torch.float64 if given["hidden"].dtype == torch.float64 else torch.float32
-    g = torch.Generator().manual_seed(1)
+    noise = torch.randn(2, N // 2, generator=seeded("old"), dtype=dtype)
     return {
         **given,
         "hidden": given["hidden"].view(2, N // 2, -1),
         "completion_ids": IDS.view(2, -1),
         "completion_mask": torch.ones(2, N // 2),
         "advantages": torch.tensor([1.3, -0.7], dtype=dtype),
-        "old_per_token_logps": -2.5 + 0.3 * torch.randn(2, N // 2, generator=g, dtype=dtype),
+        "old_per_token_logps": -2.5 + 0.3 * noise,
         **changes,
     }
 
@@ -59,25 +55,23 @@ def both(given: dict[str, Tensor], **options: Any) -> tuple[Tensor, Tensor]:
     return scores.logps, scores.entropies
 
 
-def eager(hidden: Tensor, weight: Tensor, bias: Tensor, ids: Tensor = IDS) -> tuple[Tensor, Tensor]:
+def eager(hidden: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     """Plain torch, with all logits there."""
     log_probs = torch.log_softmax(hidden @ weight.T + bias, dim=-1)
-    return log_probs.gather(-1, ids[..., None])[..., 0], -(log_probs.exp() * log_probs).sum(-1)
+    return log_probs.gather(-1, IDS[..., None])[..., 0], -(log_probs.exp() * log_probs).sum(-1)
 
 
-def grads(given: dict[str, Tensor], keep: bool = False) -> dict[str, Tensor | None]:
-    """The gradients, taken out of the leaves unless `keep`."""
-    found = {name: given[name].grad for name in HEAD}
+def grads(given: dict[str, Tensor]) -> dict[str, Tensor | None]:
+    """The gradients, taken out of the leaves."""
+    taken = {name: given[name].grad for name in HEAD}
     for name in HEAD:
-        given[name].grad = given[name].grad if keep else None
-    return found
+        given[name].grad = None
+    return taken
 
 
 def same_bits(one: dict[str, Tensor | None], other: dict[str, Tensor | None]) -> bool:
-    return one.keys() == other.keys() and all(
-        x is y is None or (x is not None and y is not None and torch.equal(x, y))
-        for x, y in ((one[name], other[name]) for name in one)
-    )
+    pairs = [(one[name], other[name]) for name in HEAD]
+    return all(x is y is None or (x is not None and y is not None and torch.equal(x, y)) for x, y in pairs)
 
 
 def counted(run: Callable[[], Any]) -> tuple[float, Any]:
@@ -97,6 +91,7 @@ def losses(engine: str, given: dict[str, Tensor], **changes: Any) -> Tensor:
     return flat(grpo_loss)(**batch(given, **changes), config=LossConfig(loss_type="dapo"), engine=engine).loss
 
 
+@on_every_backend
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("scale", [0.0, 1.0, 0.25, -3.0, 65536.0])
 def test_upstream_scale(engine: str, scale: float) -> None:
@@ -109,12 +104,13 @@ def test_upstream_scale(engine: str, scale: float) -> None:
             assert_close(grad, one[name] * scale, rtol=0 if scale != -3 else 1e-6, atol=0 if scale != -3 else 1e-7)
 
 
+@on_every_backend
 @pytest.mark.parametrize("engine", ENGINES)
 def test_retain_graph_gives_the_same_bits_three_times(engine: str) -> None:
     """Nothing that is stored is overwritten while the graph is kept, nor by another upstream gradient."""
     frozen, options = engine_options(engine)
     given = head(torch.float32, frozen)
-    upstream = [normal(N), normal(N), torch.linspace(-1, 2, N)]
+    upstream = [torch.randn(N), torch.randn(N), torch.linspace(-1, 2, N)]
     loss, (logps, _) = losses(engine, given), both(given, **options)
     fresh = [grads(given) for g in upstream for _ in (both(given, **options)[0].backward(g),)]
     losses(engine, given).backward()
@@ -131,15 +127,16 @@ def test_retain_graph_gives_the_same_bits_three_times(engine: str) -> None:
 
 
 UPSTREAM: dict[str, Callable[[], Tensor]] = {
-    "random": lambda: normal(N, dtype=torch.float64),
+    "random": lambda: torch.randn(N, dtype=torch.float64),
     "expanded": lambda: torch.ones((), dtype=torch.float64).expand(N),
-    "strided": lambda: normal(N, 3, dtype=torch.float64)[:, 1],
-    "backwards": lambda: normal(4, 4, dtype=torch.float64).T.reshape(-1).flip(0),
+    "strided": lambda: torch.randn(N, 3, dtype=torch.float64)[:, 1],
+    "backwards": lambda: torch.randn(4, 4, dtype=torch.float64).T.reshape(-1).flip(0),
     "zero": lambda: torch.zeros(N, dtype=torch.float64),
     "one row": lambda: torch.zeros(N, dtype=torch.float64).index_fill(0, torch.tensor([5]), 2.0),
 }
 
 
+@on_every_backend
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("kind", UPSTREAM)
 @pytest.mark.parametrize("of", ["logps", "entropy", "both"])
@@ -158,6 +155,7 @@ def test_upstream_gradient_per_token(engine: str, kind: str, of: str) -> None:
 FROZEN = [" ".join(x) for n in range(4) for x in itertools.combinations(HEAD, n)]
 
 
+@on_every_backend
 @pytest.mark.parametrize("frozen", FROZEN)
 @pytest.mark.parametrize("engine", ["score", *ENGINES])
 def test_frozen(frozen: str, engine: str) -> None:
@@ -183,7 +181,7 @@ def test_frozen(frozen: str, engine: str) -> None:
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("config", [LossConfig(), LossConfig(loss_type="vespo", entropy_coef=0.1)])
-def test_evaluation_does_forward_work_only(mode: Any, config: LossConfig) -> None:
+def test_evaluation_does_forward_work_only(mode: Any, config: LossConfig, every_backend: str) -> None:
     """One product, the same bits, no graph; also where an expectation or an objective is given."""
     given = head(torch.float32)
     trained = flat(grpo_loss)(**batch(given), config=config)
@@ -198,10 +196,12 @@ def test_evaluation_does_forward_work_only(mode: Any, config: LossConfig) -> Non
     assert flops == logprob_flops == 1
     assert not asked
     assert not (out.loss.requires_grad or logps.requires_grad or custom.loss.requires_grad)
-    assert torch.equal(out.loss, trained.loss.detach())
+    # the ratio in Triton's fused kernel is rounded otherwise than in `PolicyObjective`, which evaluates
+    assert_close(out.loss, trained.loss.detach(), rtol=2e-6 if every_backend == "triton" else 0, atol=0)
     assert torch.equal(out.per_token_logps, trained.per_token_logps)
 
 
+@on_every_backend
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("way", ["reentrant", "non-reentrant", "copies", "save_on_cpu"])
 def test_checkpoint_and_saved_tensor_hooks(engine: str, way: str) -> None:
@@ -244,6 +244,7 @@ def test_head_changed_in_place_after_the_forward(engine: str, name: str) -> None
             loss.backward()
 
 
+@on_every_backend
 @pytest.mark.parametrize("engine", ENGINES)
 def test_nothing_of_the_callers_is_written_or_read_again(engine: str) -> None:
     """Every argument keeps its bits; what the caller does afterwards to the other inputs changes nothing."""
@@ -283,11 +284,13 @@ TWICE: dict[str, Callable[[dict[str, Tensor]], Tensor]] = {
 
 
 @pytest.mark.parametrize("of", TWICE)
-def test_double_backward_raises(of: str) -> None:
+def test_double_backward_and_several_gradients_at_once_raise(of: str) -> None:
     """A penalty on a gradient is an error, never a constant, whichever input it is differentiated by."""
     given, scale = head(frozen="weight bias" if of == "frozen" else ""), torch.tensor(2.0).requires_grad_()
-    leaves = [x for x in given.values() if x.requires_grad]
-    gradients = torch.autograd.grad(TWICE[of](given) * scale, leaves, create_graph=True)
+    loss, leaves = TWICE[of](given) * scale, [x for x in given.values() if x.requires_grad]
+    with pytest.raises(RuntimeError, match=r"grpo_kernels: several gradients at once \(is_grads_batched=True"):
+        torch.autograd.grad(loss, leaves, torch.ones(3, dtype=loss.dtype), is_grads_batched=True, retain_graph=True)
+    gradients = torch.autograd.grad(loss, leaves, create_graph=True)
     for gradient, asked in itertools.product(gradients, (*leaves, scale)):
         whole = gradient.square().sum() + asked.square().sum()
         with pytest.raises(RuntimeError, match="twice"):
@@ -311,16 +314,7 @@ def test_function_transforms_raise() -> None:
             torch.func.grad(call)(given["hidden"])
 
 
-@pytest.mark.parametrize("of", TWICE)
-def test_several_gradients_at_once_raise(of: str) -> None:
-    given = head(frozen="weight bias" if of == "frozen" else "")
-    loss, leaves = TWICE[of](given), [x for x in given.values() if x.requires_grad]
-    upstream = torch.ones(3, dtype=loss.dtype)
-    with pytest.raises(RuntimeError, match=r"grpo_kernels: several gradients at once \(is_grads_batched=True"):
-        torch.autograd.grad(loss, leaves, upstream, is_grads_batched=True, retain_graph=True)
-    assert all(x is not None for x in torch.autograd.grad(loss, leaves))  # one after the other
-
-
+@on_every_backend
 @pytest.mark.parametrize("engine", ["one_pass", "frozen"])
 def test_gradients_of_a_kept_graph_share_no_memory(engine: str) -> None:
     """What the caller does to one is no affair of the next, nor of what is stored."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from functools import partial
 from typing import Any
@@ -79,7 +80,6 @@ class Policy(nn.Module):
 
     def __init__(self, config: LossConfig) -> None:
         super().__init__()
-        torch.manual_seed(0)  # two models are the same
         self.embedding = nn.Parameter(torch.randn(V, H))
         self.mix = nn.Parameter(torch.randn(H, H))
         self.loss = GRPOLoss(config)
@@ -92,7 +92,8 @@ class Policy(nn.Module):
 def test_in_a_model(options: dict[str, Any], autocast: bool) -> None:
     """Forward and backward, with a graph of its own under no_grad; under autocast the products are bf16."""
     config = LossConfig(**options)
-    slow, model = Policy(config), Policy(config)
+    slow = Policy(config)
+    model = copy.deepcopy(slow)
     fast, recorder = compiled(model)
 
     def step(call: Function, of: Policy, length: int) -> Results:

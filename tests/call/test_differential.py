@@ -1,13 +1,15 @@
 """The library against the float64 reference: fixed cases, random cases, every engine and backend.
 
 Random cases: 8 blocks of 100 a run; GRPO_KERNELS_RANDOM_FACTOR multiplies them. A failure prints the case's name, which
-has its seed: `check(random_case(seed))` replays it.
+has its seed: `check(random_case(seed))`, or `check_scores(random_divergence_case(seed))`, replays it.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import asdict
+from functools import lru_cache
 
 import pytest
 import torch
@@ -16,14 +18,17 @@ from grpo_kernels import GRPOLoss
 from tests.support.case_builder import Case
 from tests.support.cases import fixed_cases, random_case
 from tests.support.flat import flat
+from tests.support.head_cases import head_cases
 from tests.support.reference import ReferenceResult, reference_loss
-from tests.support.run_case import allowed_engines, arguments, config_of, run
-from tests.support.tolerance import assert_matches, bounds_of, compare
+from tests.support.run_case import allowed_engines, arguments, check_scores, config_of, engines_of, run
+from tests.support.score_cases import random_divergence_case, score_cases
+from tests.support.tolerance import Bounds, assert_matches, bounds_of, compare
 
 ENGINES = ("score", "frozen", "one_pass", "two_pass", "lean")
 BLOCKS, BLOCK_SIZE = 8, 100
 FACTOR = int(os.environ.get("GRPO_KERNELS_RANDOM_FACTOR", "1"))
 pytestmark = pytest.mark.usefixtures("every_backend")
+CASES = (*fixed_cases(), *head_cases())
 SPLITTABLE = [c for c in fixed_cases() if c.group in "ABDH" and not c.frozen and c.completion_mask.numel()]
 
 
@@ -38,11 +43,23 @@ def check_row_shares(case: Case, output, reference: ReferenceResult) -> None:
     assert float(carries) - 1e-6 <= float(output.metrics["rows/gradient"]) <= 1.0, case.name
 
 
-def check(case: Case, engines: tuple[str, ...] = ("auto", *ENGINES)) -> None:
-    """The library on `case`, by every engine that is exact for it; the others must refuse."""
+def truth_of(case: Case) -> tuple[ReferenceResult, Bounds]:
     reference = reference_loss(case)
-    bounds, allowed, done = bounds_of(reference, case), allowed_engines(case), set()
-    for engine in engines:
+    return reference, bounds_of(reference, case)
+
+
+@lru_cache(maxsize=1)  # the backends of a case come one after another
+def fixed_truth(i: int) -> tuple[ReferenceResult, Bounds]:
+    return truth_of(CASES[i])
+
+
+def check(
+    case: Case, engines: tuple[str, ...] = ("auto", *ENGINES), truth: tuple[ReferenceResult, Bounds] | None = None
+) -> None:
+    """The library on `case`, by every engine that is exact for it; the others must refuse."""
+    reference, bounds = truth or truth_of(case)
+    allowed, done = allowed_engines(case), set()
+    for engine in engines if case.kept_ids is None else ("auto",):
         if engine in allowed & done:  # "auto" came to it
             continue
         if engine != "auto" and engine not in allowed:
@@ -57,16 +74,30 @@ def check(case: Case, engines: tuple[str, ...] = ("auto", *ENGINES)) -> None:
             assert not missing, f"{case.name}: metrics missing: {missing}"
             attached = [name for name, x in output.metrics.items() if x.requires_grad]
             assert not attached, f"{case.name}: metrics attached to the graph: {attached}"
-            if engine == "auto" and not bounds.ambiguous:
+            if engine == "auto" and not bounds.ambiguous and case.kept_ids is None:
                 check_row_shares(case, output, reference)
         except Exception as error:
             error.add_note(f"{case.name}, engine {engine!r}") if hasattr(error, "add_note") else None
             raise
 
 
-@pytest.mark.parametrize("case", fixed_cases(), ids=lambda case: case.name)
-def test_fixed_case(case: Case) -> None:
-    check(case)
+def thinned(i: int, backend: str, engines: Iterable[str]) -> tuple[str, ...]:
+    """All of them in torch; of a compiled backend the library's choice and one of the others, in turn."""
+    others = sorted({*engines} - {"auto"})
+    return ("auto", *(others if backend == "torch" or not others else [others[i % len(others)]]))
+
+
+@pytest.mark.parametrize("every_backend", ["torch", "triton", "cpp"], indirect=True)
+@pytest.mark.parametrize("i", range(len(CASES)), ids=lambda i: CASES[i].name)
+def test_fixed_case(i: int, every_backend: str) -> None:
+    engines = ENGINES if every_backend == "torch" else allowed_engines(CASES[i])
+    check(CASES[i], thinned(i, every_backend, engines), fixed_truth(i))
+
+
+@pytest.mark.parametrize("part", range(8))
+def test_scores(part: int, every_backend: str) -> None:
+    for i, case in list(enumerate(score_cases()))[part :: 24 if every_backend == "triton" else 8]:
+        check_scores(case, thinned(i, every_backend, engines_of(case)))
 
 
 @pytest.mark.parametrize("block", range(BLOCKS * FACTOR))
@@ -74,6 +105,8 @@ def test_random_cases(block: int, every_backend: str) -> None:
     count = BLOCK_SIZE if every_backend == "torch" else BLOCK_SIZE // 10  # the interpreter is slow
     for seed in range(block * BLOCK_SIZE, block * BLOCK_SIZE + count):
         check(random_case(seed), ("auto", ENGINES[seed % 5]))
+    for seed in range(block * BLOCK_SIZE, block * BLOCK_SIZE + count // 4):
+        check_scores(random_divergence_case(seed), ("auto", ("one_pass", "two_pass", "lean")[seed % 3]))
 
 
 def test_module_equals_function() -> None:

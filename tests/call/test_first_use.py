@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 
-import grpo_kernels
 from grpo_kernels import GRPOLoss, Run, linear_logprob, policy_loss_from_logps
 from grpo_kernels.call import first_use
+from grpo_kernels.typing import BackendName, EngineName
 from tests.support.flat import flat
 from tests.support.small_batch import small_batch
 
@@ -30,54 +30,53 @@ def said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> p
     return caplog
 
 
-def test_the_first_call_says_backend_and_engine_and_why_and_no_other_does(said: pytest.LogCaptureFixture) -> None:
+def train(engine: EngineName = "auto", backend: BackendName = "torch") -> None:
+    flat(GRPOLoss(run=Run(engine, backend)))(**training_batch())
+
+
+def log_probabilities() -> None:
     batch = training_batch()
-    with said.at_level(logging.INFO, "grpo_kernels"):
-        for backend in ("torch", "torch", "auto"):
-            flat(GRPOLoss(run=Run(backend=backend)))(**batch)
-        linear_logprob(batch["hidden"], batch["weight"], batch["completion_ids"])
-    (line,) = said.messages
-    assert line == f"on cpu: backend torch (asked for), engine one_pass ({REASON} before the forward)"
+    linear_logprob(batch["hidden"], batch["weight"], batch["completion_ids"], run=TORCH)
 
 
-def test_without_an_expectation_that_is_the_reason_for_a_second_pass(said: pytest.LogCaptureFixture) -> None:
-    batch = training_batch()
-    with said.at_level(logging.INFO, "grpo_kernels"):
-        linear_logprob(batch["hidden"], batch["weight"], batch["completion_ids"], run=TORCH)
-    (line,) = said.messages
-    assert line.endswith(f"engine two_pass ({REASON} only in the backward, since no expected= was given)")
+def score() -> None:
+    with torch.no_grad():  # a trainer's old log-probabilities
+        log_probabilities()
 
 
-def test_the_first_call_that_trains_is_said_after_one_that_scores(said: pytest.LogCaptureFixture) -> None:
-    batch = training_batch()
-    given = batch["hidden"], batch["weight"], batch["completion_ids"]
-    with said.at_level(logging.INFO, "grpo_kernels"):
-        for _ in range(2):
-            with torch.no_grad():  # a trainer's old log-probabilities
-                linear_logprob(*given, run=TORCH)
-            flat(GRPOLoss(run=TORCH))(**batch)
-    engines = [line.partition("engine ")[2].split(" (")[0] for line in said.messages]
-    assert engines == ["score", "one_pass"]
+ONE_PASS = f"one_pass ({REASON} before the forward)"
+TWO_PASS = f"two_pass ({REASON} only in the backward, since no expected= was given)"
+SCORE = "score (no gradient is wanted)"
 
 
-def test_for_debugging_each_backend_and_engine_is_said_once(said: pytest.LogCaptureFixture) -> None:
-    batch = training_batch()
-    with said.at_level(logging.DEBUG, "grpo_kernels"):
-        for engine in ("auto", "two_pass", "auto", "lean"):
-            flat(GRPOLoss(run=Run(engine, "torch")))(**batch)
-        with torch.no_grad():
-            linear_logprob(batch["hidden"], batch["weight"], batch["completion_ids"], run=TORCH)
-    engines = [line.partition("engine ")[2].split(" (")[0] for line in said.messages]
-    assert engines == ["one_pass", "two_pass", "lean", "score"]
-    assert said.messages[1].endswith("engine two_pass (asked for)")
-    assert said.messages[3].endswith("engine score (no gradient is wanted)")
+@pytest.mark.parametrize(
+    ("level", "calls", "engines"),
+    [
+        # what a trainer does: once for training, once for scoring
+        (logging.INFO, [train, train, partial(train, backend="auto"), log_probabilities], [ONE_PASS]),
+        (logging.INFO, [log_probabilities], [TWO_PASS]),
+        (logging.INFO, [score, train, score, train], [SCORE, ONE_PASS]),
+        # for debugging, each engine once
+        (
+            logging.DEBUG,
+            [train, partial(train, "two_pass"), train, partial(train, "lean"), score],
+            [ONE_PASS, "two_pass (asked for)", "lean (asked for)", SCORE],
+        ),
+    ],
+)
+def test_backend_and_engine_and_why_are_said_once(
+    level: int, calls: list[Callable[[], None]], engines: list[str], said: pytest.LogCaptureFixture
+) -> None:
+    with said.at_level(level, "grpo_kernels"):
+        for call in calls:
+            call()
+    assert said.messages == [f"on cpu: backend torch (asked for), engine {engine}" for engine in engines]
 
 
 def test_a_line_that_nobody_could_read_is_said_again(said: pytest.LogCaptureFixture) -> None:
-    batch = training_batch()
     for level in (logging.WARNING, logging.INFO):
         with said.at_level(level, "grpo_kernels"):
-            flat(GRPOLoss(run=TORCH))(**batch)
+            train()
     assert len(said.messages) == 1
 
 
@@ -99,12 +98,6 @@ def test_the_output_says_which_backend_it_was(backend: str) -> None:
     assert policy_loss_from_logps(*given).backend == "torch"
 
 
-def test_the_library_says_nothing_where_nobody_asked(tmp_path) -> None:
-    code = """
-import torch, grpo_kernels
-hidden, weight, ids = torch.ones(5, 3), torch.ones(7, 3), torch.arange(5)
-grpo_kernels.linear_logprob(hidden, weight, ids, run=grpo_kernels.Run(backend="torch"))
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    assert [type(x) for x in logging.getLogger(grpo_kernels.__name__).handlers] == [logging.NullHandler]
+def test_the_library_leaves_logging_to_the_application() -> None:
+    """(That a call prints nothing: tests/test_package.py.)"""
+    assert [type(x) for x in logging.getLogger("grpo_kernels").handlers] == [logging.NullHandler]

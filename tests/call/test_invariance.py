@@ -20,7 +20,7 @@ NAN = math.nan
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-pytestmark = pytest.mark.usefixtures("every_backend")
+on_every_backend = pytest.mark.usefixtures("every_backend")
 
 
 @pytest.mark.parametrize(("loss_type", "level"), LOSSES)
@@ -115,6 +115,7 @@ def test_ratio_is_exactly_one_on_policy(dtype: torch.dtype, loss_type: str, ever
     assert all(torch.equal(grads[name], own[name]) for name in ("hidden", "weight"))
 
 
+@on_every_backend
 def test_rows_are_the_same_in_every_engine() -> None:
     """Which engine serves a call changes no bit of its log-probabilities and entropies."""
     case = make_case("engines", b=5, t=9, h=24, v=333, zero_adv=True)
@@ -127,6 +128,7 @@ def test_rows_are_the_same_in_every_engine() -> None:
         assert torch.equal(out.loss, outs[0].loss)
 
 
+@on_every_backend
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_temperature_is_applied_once_to_the_logits(dtype: torch.dtype) -> None:
     """After scale and soft-cap; one number is the same as that number for each row; the entropy has it, too."""
@@ -146,6 +148,7 @@ def test_temperature_is_applied_once_to_the_logits(dtype: torch.dtype) -> None:
             assert_close(one.entropies[0], every.entropies[i], rtol=1e-6, atol=1e-6)
 
 
+@on_every_backend
 def test_loss_and_logprob_take_the_same_temperature() -> None:
     """`config.temperature` is `linear_logprob`'s: the same bits."""
     case = make_case("temperature", temperature=0.6, final_logit_softcapping=4.0, logit_scale=1.3, mask="full")

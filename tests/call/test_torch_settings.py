@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +19,7 @@ from grpo_kernels.diagnostics import report
 from grpo_kernels.engine import probe
 from tests.support.flat import flat
 from tests.support.pretend_gpu import OnGPU, pretended
+from tests.support.ranks import server_context
 
 NUMERICS = Path(__file__).parents[2] / "docs" / "numerics.md"
 N, H, V = 256, 8, 300
@@ -33,9 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*CUDA is not available")  # of 
 
 def call(hidden: torch.dtype, weight: torch.dtype, *, there: bool = True, **options: Any) -> torch.Tensor:
     """Log-probabilities (N,) of tensors of these dtypes that train, `there` or on the CPU."""
-    g = torch.Generator().manual_seed(0)
-    tensors = [torch.randn(N, H, generator=g).to(hidden), torch.randn(V, H, generator=g).to(weight)]
-    given = [*tensors, torch.randint(V, (N,), generator=g)]
+    given = [torch.randn(N, H).to(hidden), torch.randn(V, H).to(weight), torch.randint(V, (N,))]
     given = [OnGPU(x) for x in given] if there else given
     for x in given[:2]:
         x.requires_grad_()
@@ -56,29 +52,19 @@ SETTINGS = {
 }
 
 
-# prints what the report shows after each of its arguments: torch is imported once, and a fork of the process set up
-SHOW = """
-import json, os, sys, torch, warnings
-from grpo_kernels import report
-warnings.filterwarnings("ignore", ".*fork", DeprecationWarning)  # of Python 3.12, where torch has threads
-for setting in sys.argv[1:]:
-    child = os.fork()
-    if child == 0:
-        exec(setting)
-        print(json.dumps(report.collect()["settings of torch"]), flush=True)
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0, setting
-"""
+def shown_after(setting: str) -> dict[str, str]:
+    """What the report shows after `setting`, which the process does."""
+    warnings.simplefilter("error")
+    exec(setting, {"torch": torch})
+    return report.collect()["settings of torch"]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 def test_the_report_shows_the_precision_of_fp32_products() -> None:
     """Whichever of torch's two ways of setting it was used, and without a warning or an error from the other."""
-    command = [sys.executable, "-W", "error", "-c", SHOW, *SETTINGS]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    for setting, line in zip(SETTINGS, done.stdout.splitlines(), strict=True):
-        shown = json.loads(line)
+    with server_context().Pool(1, maxtasksperchild=1) as pool:  # a process for each
+        reports = pool.map(shown_after, SETTINGS, chunksize=1)
+    for setting, shown in zip(SETTINGS, reports, strict=True):
         assert tuple(shown[name].split()[0].rstrip(",") for name in (CUDA, CPU)) == SETTINGS[setting], setting
         assert "fp32_precision" in shown[CUDA], setting
         assert ("not exact" in shown[CUDA]) == (SETTINGS[setting][0] != "full"), setting
@@ -112,25 +98,20 @@ def test_fp16_accumulation_is_refused_before_any_product(fp16_accumulation: None
     assert "refused" in report.collect()["settings of torch"]["float16 products, cuda"]
 
 
+def test_fp16_accumulation_concerns_adapters_and_nothing_else(fp16_accumulation: None) -> None:
+    a, b, hidden = (OnGPU(torch.randn(shape).half()) for shape in ((2, H), (V, 2), (N, H)))
+    with pytest.raises(RuntimeError, match=REFUSED):
+        call(BRAIN, BRAIN, lora=LoRA(a, b, input=hidden))
+    for dtype in (BRAIN, SINGLE):
+        torch.autograd.backward(call(dtype, dtype).sum())
+    call(HALF, HALF, there=False).sum().backward()
+
+
 def test_fp16_accumulation_is_refused_in_a_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     with pretended(monkeypatch):
         logps = call(HALF, HALF)
         with accumulating_in_fp16(), pytest.raises(RuntimeError, match=REFUSED):
             torch.autograd.backward(logps.sum())
-
-
-def test_fp16_accumulation_is_refused_for_an_adapter(fp16_accumulation: None) -> None:
-    adapter = LoRA(
-        OnGPU(torch.randn(2, H).half()), OnGPU(torch.randn(V, 2).half()), input=OnGPU(torch.randn(N, H).half())
-    )
-    with pytest.raises(RuntimeError, match=REFUSED):
-        call(BRAIN, BRAIN, lora=adapter)
-
-
-def test_fp16_accumulation_concerns_nothing_else(fp16_accumulation: None) -> None:
-    for dtype in (BRAIN, SINGLE):
-        torch.autograd.backward(call(dtype, dtype).sum())
-    call(HALF, HALF, there=False).sum().backward()
 
 
 def promotions(*pairs: tuple[torch.dtype, torch.dtype], **options: Any) -> list[str]:

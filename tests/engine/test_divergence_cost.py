@@ -82,7 +82,7 @@ def test_the_exact_kl_of_a_loss_adds_the_projection_of_the_reference(old: bool, 
 
 @pytest.mark.parametrize("engine", ["one_pass", "two_pass", "lean"])
 def test_the_workspace_holds_both_logits(engine: str) -> None:
-    n, v, h, workspace = 2048, 30011, 32, 16 * MIB
+    n, v, h, workspace = 1024, 15013, 32, 4 * MIB
     given = tensors("trainable", n, v, h)
     run = Run(engine=engine, workspace_bytes=workspace)
     with AllocationWatcher() as watch:

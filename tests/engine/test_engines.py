@@ -54,8 +54,7 @@ COST = {  # of the share s of rows with gradient: (head trains, head frozen)
 }
 
 
-@pytest.mark.parametrize("off_policy", [False, True], ids=["on-policy", "off-policy"])
-@pytest.mark.parametrize("share_zero", [0.0, 0.5])
+@pytest.mark.parametrize(("share_zero", "off_policy"), [(0.0, False), (0.5, False), (0.5, True)])
 @pytest.mark.parametrize("head", ["trainable", "frozen", "no grad"])
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("loss_type", LOSSES)

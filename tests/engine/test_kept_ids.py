@@ -1,4 +1,4 @@
-"""Sets as samplers hand them over, positions without one, divided and adapted heads, and the loss over kept sets."""
+"""Sets as samplers hand them over; positions without one; what the loss over kept sets says, costs and refuses."""
 
 from __future__ import annotations
 
@@ -6,33 +6,22 @@ import itertools
 import math
 from dataclasses import replace
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.testing import assert_close
 
-from grpo_kernels import (
-    GRPOLoss,
-    Head,
-    KeptIds,
-    LoRA,
-    LossConfig,
-    Scores,
-    grpo_loss,
-    linear_logprob,
-    policy_loss_from_logps,
-)
-from grpo_kernels.base import agreement
+from grpo_kernels import KeptIds, LoRA, LossConfig, grpo_loss, linear_logprob
+from tests.support.case_builder import Case, make_case
 from tests.support.flat import flat
-from tests.support.kept_scenes import BIG, Scene, assert_near, by_full_logits, compute, scene
 from tests.support.measure import count_flops
-from tests.support.ranks import run_ranks
+from tests.support.reference_head import kept_lanes
+from tests.support.run_case import arguments, config_of, packed, run, run_scores
+from tests.support.score_cases import HEADS, scored
 
-F64 = torch.float64
+SOME_WITHOUT = {"others": {"without_set": "full"}}
 
 
 def as_csr(kept: Tensor) -> KeptIds:
@@ -41,36 +30,23 @@ def as_csr(kept: Tensor) -> KeptIds:
     return KeptIds.from_counts(kept[kept >= 0], counts)
 
 
-def without_some(s: Scene) -> tuple[Scene, Tensor]:
-    """The scene with two sets that are empty and two that lack the sampled id; and where that is."""
-    kept, where = s.kept.clone(), torch.zeros(2, 9, dtype=torch.bool)
-    for i, (b, t) in enumerate(s.mask.nonzero()[1:5].tolist()):
-        kept[b, t] = -1 if i % 2 else kept[b, t].masked_fill(kept[b, t] == s.ids[b, t], -1)
-        where[b, t] = True
-    return s.but(kept=kept), where
-
-
-def whole_sets(s: Scene, where: Tensor) -> Scene:
-    """The scene with the whole vocabulary as the set of the positions `where`."""
-    vocab = s.weight.shape[0]
-    every = torch.arange(vocab).expand(2, 9, vocab)
-    padded = torch.nn.functional.pad(s.kept, (0, vocab - s.kept.shape[-1]), value=-1)
-    return s.but(kept=torch.where(where[..., None], every, padded))
-
-
-@pytest.mark.parametrize("dtype", [F64, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_kept_ids_are_the_padded_ids(dtype: torch.dtype) -> None:
-    s = scene("all", dtype)
-    want = compute(s)
-    for kept in (as_csr(s.kept), KeptIds.from_padded(s.kept), replace(as_csr(s.kept.int()))):
-        got = compute(s.but(kept=kept))
-        assert all(torch.equal(x, want[name]) for name, x in got.items())
+    """And with garbage in masked positions."""
+    case = scored("handed over", t=9, kept=14, dtype=dtype, **HEADS["all"])
+    want, padded = run_scores(case), case.kept_ids
+    garbage = padded.masked_fill((case.completion_mask == 0)[..., None], 10**6)
+    for kept in (as_csr(padded), KeptIds.from_padded(padded), replace(as_csr(padded.int())), as_csr(garbage)):
+        assert_close(run_scores(case.but(kept_ids=kept)), want, rtol=0, atol=0)
 
 
-def test_masked_positions_may_hold_garbage() -> None:
-    s = scene()
-    kept, want = as_csr(s.kept.masked_fill((s.mask == 0)[..., None], BIG)), compute(s)
-    assert all(torch.equal(x, want[name]) for name, x in compute(s.but(kept=kept)).items())
+def test_without_the_entropy_the_log_probabilities_are_the_same() -> None:
+    case = scored("no entropy", t=9, kept=14, **HEADS["all"])
+    given = {"hidden": case.hidden, "weight": case.weight, "ids": case.completion_ids, "mask": case.completion_mask}
+    want = flat(linear_logprob)(**given, kept_ids=case.kept_ids)
+    for kept in (case.kept_ids, as_csr(case.kept_ids)):
+        got = flat(linear_logprob)(**given, kept_ids=kept, entropy=False)
+        assert torch.equal(got.logps, want.logps) and got.entropies is None
 
 
 SAMPLED = torch.tensor([[1, 1, 0, 1], [1, 0, 0, 0]])  # multi-turn: the third token of the first is a tool's
@@ -154,73 +130,24 @@ def test_wrong_sets(name: str) -> None:
 
 
 def test_wrong_options() -> None:
-    s = scene()
-    given = s.hidden, s.weight, s.ids
+    case = scored("wrong", t=9, kept=14)
+    given, kept = (case.hidden, case.weight, case.completion_ids), case.kept_ids
     for options, message in (
-        ({"kept_ids": s.kept, "without_set": "all"}, "without_set: expected one of error, full"),
-        ({"kept_ids": s.kept, "entropy": "set"}, "entropy: expected True, False or 'full'"),
-        ({"kept_ids": s.kept, "engine": "one"}, "engine: expected one of"),
-        ({"kept_ids": s.kept, "backend": "c"}, "backend: expected one of"),
-        ({"kept_ids": s.kept, "extras": ("is_top1",)}, r"extras: expected none with kept_ids, got \('is_top1',\)"),
+        ({"kept_ids": kept, "without_set": "all"}, "without_set: expected one of error, full"),
+        ({"kept_ids": kept, "entropy": "set"}, "entropy: expected True, False or 'full'"),
+        ({"kept_ids": kept, "engine": "one"}, "engine: expected one of"),
+        ({"kept_ids": kept, "backend": "c"}, "backend: expected one of"),
+        ({"kept_ids": kept, "extras": ("is_top1",)}, r"extras: expected none with kept_ids, got \('is_top1',\)"),
         ({"without_set": "full"}, "without_set: expected 'error', the default, without kept_ids"),
+        (
+            {"kept_ids": torch.full_like(kept, -1)},
+            r"kept_ids: expected a set .* without_set='full' scores such positions",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             flat(linear_logprob)(*given, **options)
     with pytest.raises(TypeError, match="entropy: expected a bool without kept_ids, got 'full'"):
         linear_logprob(*given, entropy="full")
-    with pytest.raises(ValueError, match=r"kept_ids: expected a set .* without_set='full' scores such positions"):
-        compute(without_some(s)[0].but(kept=torch.full_like(s.kept, -1)))
-
-
-@pytest.mark.parametrize("dtype", [F64, torch.float32, torch.bfloat16])
-def test_without_a_set_it_is_the_whole_vocabulary(dtype: torch.dtype) -> None:
-    s, where = without_some(scene("all", dtype))
-    got = compute(s, without_set="full")
-    error = {F64: 1e-13, torch.float32: 3e-6, torch.bfloat16: 2.0**-8}[dtype]
-    assert_near(got, by_full_logits(whole_sets(s, where)), dtype, error)
-
-
-@pytest.mark.parametrize("without_set", ["error", "full"])
-def test_the_entropy_of_the_whole_vocabulary(without_set: str) -> None:
-    s, where = scene("all", F64), torch.zeros(2, 9, dtype=torch.bool)
-    if without_set == "full":
-        s, where = without_some(s)
-    nothing = torch.zeros(2, 9)
-    of_sets = by_full_logits(whole_sets(s, where).but(up=(s.up[0], nothing)))
-    of_all = by_full_logits(whole_sets(s, torch.ones_like(where)).but(up=(nothing, s.up[1])))
-    want = {name: x + of_all[name] for name, x in of_sets.items() if name.startswith("d_")}
-    want |= {"logps": of_sets["logps"], "entropies": of_all["entropies"]}
-    assert_near(compute(s, without_set=without_set, entropy="full"), want, F64, 1e-13)
-
-
-def test_without_the_entropy_the_log_probabilities_are_the_same() -> None:
-    s = scene("all")
-    given = {"hidden": s.hidden, "weight": s.weight, "ids": s.ids, "bias": s.bias, "mask": s.mask, **s.options}
-    want = flat(linear_logprob)(**given, kept_ids=s.kept)
-    for kept in (s.kept, as_csr(s.kept)):
-        got = flat(linear_logprob)(**given, kept_ids=kept, entropy=False)
-        assert torch.equal(got.logps, want.logps) and got.entropies is None
-
-
-@pytest.mark.parametrize("own_input", [False, True])
-def test_an_adapter_is_the_merged_head(own_input: bool) -> None:
-    s = scene("all", F64)
-    a, b = (torch.randn(shape, dtype=F64).requires_grad_() for shape in ((3, 12), (60, 3)))
-    hidden, weight = s.hidden.clone().requires_grad_(), s.weight.clone().requires_grad_()
-    given = torch.randn(2, 9, 12, dtype=F64) if own_input else None
-    inputs = hidden if given is None else given.requires_grad_()
-    leaves = [hidden, weight, a, b] + ([] if given is None else [given])
-
-    def with_gradients(scores: Scores) -> list[Tensor]:
-        found = [*scores.given.values()]
-        return [*found, *torch.autograd.grad(found, leaves, [x.double() for x in s.up])]
-
-    options = {"ids": s.ids, "kept_ids": s.kept, "mask": s.mask, "bias": s.bias, **s.options}
-    got = with_gradients(flat(linear_logprob)(hidden, weight, lora=LoRA(a, b, 0.7, given), **options))
-    wide = torch.cat([hidden, inputs], -1), torch.cat([weight, 0.7 * b @ a], -1)
-    want = with_gradients(flat(linear_logprob)(*wide, **options))
-    for x, y in zip(got, want, strict=True):
-        assert_close(x, y, rtol=1e-12, atol=1e-12)
 
 
 def test_flops_of_an_adapter_and_of_positions_without_a_set() -> None:
@@ -241,110 +168,30 @@ def test_flops_of_an_adapter_and_of_positions_without_a_set() -> None:
     assert count_flops(lambda: step(missing, without_set="full", expected=expected)) == of_sets + 3 * whole
 
 
-def test_rounded_logits() -> None:
-    s = scene("temperature", torch.bfloat16)
-    leaves = {name: x.detach().float().requires_grad_() for name, x in s.leaves().items()}
-    z = (leaves["hidden"] @ leaves["weight"].T).bfloat16().double() / s.options["temperature"]
-    inside = torch.zeros(2, 9, 61, dtype=torch.bool).scatter(-1, torch.where(s.kept < 0, 60, s.kept), True)[..., :60]
-    want = z.masked_fill(~inside, -math.inf).log_softmax(-1).gather(-1, s.ids[..., None])[..., 0] * (s.mask != 0)
-    given = {**s.leaves(), "ids": s.ids, "kept_ids": s.kept, "mask": s.mask, **s.options}
-    got = flat(linear_logprob)(**given, logits_dtype="input").logps
-    exact = flat(linear_logprob)(**given).logps
-    assert_close(got.double(), want, rtol=0, atol=1e-5)
-    assert (exact.double() - want).abs().max() > 1e-3
+def without_one(case: Case) -> Tensor:
+    """(B, T) bool: counted, and the set lacks the sampled id."""
+    lanes = kept_lanes(case.kept_ids.flatten(0, 1), case.weight.shape[0])
+    has = lanes.gather(1, case.completion_ids.reshape(-1, 1)).view(case.completion_ids.shape)
+    return (case.completion_mask != 0) & ~has
 
 
-def divided(rank: int, world_size: int) -> None:
-    """The same on every rank, and as in one process; the last rank has an id of few sets, or of none."""
-    s, where = without_some(scene("all", F64))
-    bounds = torch.linspace(0, 60, world_size + 1).int().tolist()
-    none_here = torch.where(s.kept >= bounds[-2], -1, s.kept)
-    none_here = torch.where(s.ids[..., None] == s.kept, s.kept, none_here)
-    g = torch.Generator().manual_seed(1)
-    lora = LoRA(*(torch.randn(shape, generator=g, dtype=F64) for shape in ((3, 12), (60, 3))), 0.7)
-    with pytest.raises(ValueError, match="sequence_group: expected None with kept_ids"):
-        grpo_loss(s.hidden, s.weight, s.ids, s.mask, ADVANTAGES, kept_ids=s.kept, sequence_group=dist.group.WORLD)
-    for kept, options in (
-        (s.kept, {"without_set": "full"}),
-        (as_csr(none_here), {"without_set": "full", "entropy": "full"}),
-        (none_here, {"without_set": "full", "lora": lora}),
-    ):
-        own, want = slice(bounds[rank], bounds[rank + 1]), compute(s.but(kept=kept), **options)
-        some = {**options, "process_group": dist.group.WORLD}
-        if "lora" in options:
-            some["lora"] = replace(lora, b=lora.b[own])
-        got = compute(s.but(kept=kept, weight=s.weight[own], bias=s.bias[own]), **some)
-        for name, x in want.items():
-            x = x[own] if name in ("d_weight", "d_bias") else x
-            assert_close(got[name], x, rtol=1e-12, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
-        head = Head(s.weight[own], s.bias[own], process_group=dist.group.WORLD)
-        advantages = torch.tensor([1.0, -1.0], dtype=F64)
-        with patch.object(agreement, "gather_stacked", wraps=agreement.gather_stacked) as asked:
-            out = grpo_loss(s.hidden, head, s.ids, s.mask, advantages, kept_ids=kept, without_set="full")
-        assert asked.call_count == 1  # the ranks compare the sets and the loss at once
-        assert out.metrics["kept/without_set"] == where.sum().double() / s.mask.sum()
-    if world_size == 1:
-        return
-    other = torch.where(s.kept == s.ids[..., None], s.kept, rank)
-    head = Head(s.weight[own], process_group=dist.group.WORLD)
-    with pytest.raises(ValueError, match=r"process_group: .*kept_ids"):
-        linear_logprob(s.hidden, head, s.ids, kept_ids=other, without_set="full", mask=s.mask)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_a_head_divided_among_ranks(world_size: int) -> None:
-    run_ranks(divided, world_size)
-
-
-ADVANTAGES = torch.tensor([1.0, -0.7], dtype=F64)
-
-
-def loss_inputs(s: Scene, where: Tensor) -> dict[str, Any]:
-    truth = by_full_logits(whole_sets(s, where))["logps"]
-    noise = 0.2 * torch.randn(2, 9, dtype=F64, generator=torch.Generator().manual_seed(2))
-    return {"old_per_token_logps": torch.where(truth == 0, truth, truth + noise), "num_items_in_batch": 11}
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        {},
-        {"importance_sampling_level": "sequence", "epsilon": 3e-4, "loss_type": "grpo"},
-        {"loss_type": "luspo", "entropy_coef": 0.02, "top_entropy_quantile": 0.6},
-    ],
-)
-@pytest.mark.parametrize("packed", [False, True])
-def test_the_loss_over_kept_sets(config: dict[str, Any], packed: bool) -> None:
-    s, where = without_some(scene("all", F64))
-    given = loss_inputs(s, where)
-    if "loss_type" in config:
-        del given["num_items_in_batch"]
-    config = {"entropy_coef": 0.01, **config}
-    oracle = by_full_logits(whole_sets(s, where))
-    scores = [oracle[name].clone().requires_grad_() for name in ("logps", "entropies")]
-    want = policy_loss_from_logps(*scores, s.mask, ADVANTAGES, config=LossConfig(**config), **given)
-    up = torch.autograd.grad(want.loss, scores)
-    through = by_full_logits(whole_sets(s, where).but(up=up))
-
-    leaves, constants = s.leaves(), dict(s.options)
-    temperature = constants.pop("temperature")
-    kept, ids, mask, hidden = as_csr(s.kept), s.ids, s.mask, leaves["hidden"]
-    if packed:
-        hidden, ids, mask = hidden.flatten(0, 1), ids.flatten(), mask.flatten()
-        given = {name: x.flatten() if isinstance(x, Tensor) else x for name, x in given.items()}
-        given["cu_seqlens"] = torch.tensor([0, 9, 18])
-    head = Head(leaves["weight"], leaves["bias"], **constants)
-    loss_fn = GRPOLoss(**config, temperature=temperature)
-    out = loss_fn(hidden, head, ids, mask, ADVANTAGES, kept_ids=kept, without_set="full", **given)
-    out.loss.backward()
+def test_what_the_loss_says_of_the_sets_padded_and_packed() -> None:
+    case = make_case("said", t=9, kept=14, bias=True, dtype=torch.float64, **SOME_WITHOUT)
+    out, grads = run(case)
     assert (out.engine, out.backend) == ("kept_sets", "torch")
-    assert_close(out.loss.detach(), want.loss.detach(), rtol=1e-12, atol=1e-12)
-    for name, x in leaves.items():
-        assert_close(x.grad, through[f"d_{name}"], rtol=1e-11, atol=1e-12)
-    n, sizes = int(s.mask.sum()), (s.kept >= 0).sum(-1)
-    assert out.metrics["kept/without_set"] == 4 / n
-    assert out.metrics["kept/size"] == sizes[(s.mask != 0) & ~where].double().mean()
-    assert_close(out.metrics["entropy"], want.metrics["entropy"])
+    counted, without = case.completion_mask != 0, without_one(case)
+    sizes = (case.kept_ids >= 0).sum(-1)
+    assert without.any() and out.metrics["kept/without_set"] == without.sum().double() / counted.sum()
+    assert out.metrics["kept/size"] == sizes[counted & ~without].double().mean()
+
+    given = arguments(case)
+    call, stays = packed(case, given)
+    call["kept_ids"] = as_csr(case.kept_ids[stays])
+    same = flat(grpo_loss)(**call, config=config_of(case))
+    same.loss.backward()
+    assert_close(same.loss, out.loss, rtol=1e-12, atol=1e-12)
+    for name in ("hidden", "weight", "bias"):
+        assert_close(given[name].grad, grads[name], rtol=1e-11, atol=1e-12)
 
 
 def test_flops_of_the_loss() -> None:
@@ -366,12 +213,11 @@ def test_flops_of_the_loss() -> None:
 
 
 def test_refusals_of_the_loss() -> None:
-    s = scene()
-    given: dict[str, Any] = {"kept_ids": s.kept}
-    args = s.hidden, s.weight, s.ids, s.mask, ADVANTAGES.float()
+    case = make_case("refused", t=9, kept=14, old=False)
+    args = case.hidden, case.weight, case.completion_ids, case.completion_mask, case.advantages
+    given: dict[str, Any] = {"kept_ids": case.kept_ids}
     grpo_loss(*args, **given)
-    reference = s.hidden, s.weight
-    of_whole = torch.full((2, 9), -1.0)
+    reference, of_whole = (case.hidden, case.weight), torch.full(case.completion_ids.shape, -1.0)
     for options, message in (
         ({"config": LossConfig(beta=0.1, kl_estimator="full"), "reference": reference}, "kl_estimator: .*kept_ids"),
         ({"old_per_token_logps": of_whole}, "old_per_token_logps: expected log-probabilities over the same kept sets"),

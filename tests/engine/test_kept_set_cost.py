@@ -17,11 +17,10 @@ N, H, V, K = 24, 16, 500, 8
 
 def uniform(n: int = N, k: int = K) -> dict[str, Tensor]:
     """n positions, k ids kept at each."""
-    g = torch.Generator().manual_seed(3)
-    kept = torch.rand(n, V, generator=g).argsort(-1)[:, :k].contiguous()
+    kept = torch.rand(n, V).argsort(-1)[:, :k].contiguous()
     return {
-        "hidden": torch.randn(n, H, generator=g).requires_grad_(),
-        "head": torch.randn(V, H, generator=g).requires_grad_(),
+        "hidden": torch.randn(n, H).requires_grad_(),
+        "head": torch.randn(V, H).requires_grad_(),
         "ids": kept[:, 0],
         "kept_ids": kept,
     }
@@ -75,7 +74,7 @@ def test_spans_hold_the_budget_and_cover_every_row() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_memory(dtype: torch.dtype) -> None:
     """Within the workspace, beside 8 bytes an entry; of the vocabulary's size is nothing but d weight."""
-    n, h, v, k, budget = 512, 32, 30_000, 40, 400_000
+    n, h, v, k, budget = 256, 32, 20_000, 40, 200_000
     kept = torch.randint(0, v, (n, k), dtype=torch.int32)
     hidden, weight = torch.randn(n, h).to(dtype).requires_grad_(), torch.randn(v, h).to(dtype)
     entries, rows, states = 8 * n * k, 60 * n, n * h * dtype.itemsize
@@ -90,9 +89,7 @@ def test_memory(dtype: torch.dtype) -> None:
             (scores.logps.sum() + scores.entropies.sum()).backward()
         head = v * h * (4 + (dtype.itemsize if dtype.itemsize == 2 else 0)) if trains else 0
         assert watch.peak <= budget + entries + rows + 2 * states + head
-        assert watch.largest == (v * h if trains else watch.largest)
-        if not trains:
-            assert watch.largest < v * h / 8
+        assert watch.largest == v * h if trains else watch.largest < v * h / 8
     with torch.no_grad(), AllocationWatcher() as watch:
         linear_logprob(hidden, weight, kept[:, 0], kept_ids=kept, run=run)
     assert watch.peak <= budget + rows  # nothing is kept for a backward that cannot come

@@ -13,14 +13,15 @@ from torch import Tensor
 
 from grpo_kernels import Head, LoRA, linear_logprob
 from grpo_kernels.engine import chunks, device, products, sweep
-from tests.support.adapter_case import check_adapter
 from tests.support.case_builder import make_case
 from tests.support.cases import fixed_cases
+from tests.support.head_cases import head_cases
 from tests.support.reference import reference_loss
 from tests.support.run_case import allowed_engines, run
 from tests.support.tolerance import assert_matches, bounds_of
 
 CASES = [c for c in fixed_cases() if c.hidden.dtype.itemsize == 2 and c.group in "ABCDGH"]
+ADAPTED = [c for c in head_cases() if c.lora_a is not None and 2 in (c.hidden.dtype.itemsize, c.lora_a.dtype.itemsize)]
 ENGINES = ("auto", "one_pass", "two_pass", "lean", "frozen")
 KILOBYTE = 2**10
 
@@ -51,19 +52,18 @@ def like_cuda(monkeypatch: pytest.MonkeyPatch) -> list[chunks.Group]:
     return seen
 
 
-@pytest.mark.parametrize("budget", [1, 4 * KILOBYTE, 16 * KILOBYTE, 2**29])
 @pytest.mark.parametrize("part", range(4))
-def test_equals_the_reference(like_cuda: list[chunks.Group], part: int, budget: int) -> None:
-    assert len(CASES) >= 60
-    for case in CASES[part::4]:
-        case = case.but(workspace_bytes=budget)
+def test_equals_the_reference(like_cuda: list[chunks.Group], part: int) -> None:
+    """Every case, of an adapter too, with groups of several chunks, and with another budget, in turn."""
+    assert len(CASES) >= 60 and len(ADAPTED) >= 10
+    for index, case in enumerate((CASES + ADAPTED)[part::4]):
         reference = reference_loss(case)
         bounds = bounds_of(reference, case)
-        for engine in ENGINES:
-            if engine == "auto" or engine in allowed_engines(case):
-                assert_matches(*run(case, engine), reference, case, bounds)
-    if budget == 4 * KILOBYTE:
-        assert any(len(group.chunks) > 1 for group in like_cuda)
+        for budget in (4 * KILOBYTE, (1, 16 * KILOBYTE, 2**29)[index % 3]):
+            for engine in ENGINES:
+                if engine == "auto" or engine in allowed_engines(case):
+                    assert_matches(*run(case.but(workspace_bytes=budget), engine), reference, case, bounds)
+    assert any(len(group.chunks) > 1 for group in like_cuda)
 
 
 @pytest.mark.parametrize("engine", ["one_pass", "two_pass", "lean"])
@@ -80,23 +80,6 @@ def test_fp16_gradients_do_not_underflow_whatever_the_loss_scale(
         _, grads = run(case.but(workspace_bytes=8 * KILOBYTE), engine)
     got, want = grads["weight"].double(), reference.d_weight
     assert float((got - want).norm() / want.norm()) < 2e-3
-
-
-@pytest.mark.parametrize("engine", ["one_pass", "two_pass", "lean"])
-@pytest.mark.parametrize(
-    ("base", "dtype"),
-    [
-        (torch.bfloat16, torch.float32),
-        (torch.float16, torch.float32),
-        (torch.bfloat16, torch.bfloat16),
-        (torch.float32, torch.bfloat16),
-    ],
-)
-def test_an_adapter_of_its_own_precision(
-    like_cuda: list[chunks.Group], base: torch.dtype, dtype: torch.dtype, engine: str
-) -> None:
-    """Operands of a product have one dtype, which `like_cuda` asserts; only d logits and what meets them is rounded."""
-    check_adapter(base, dtype, engine=engine, gradient=2.0**-6)
 
 
 def test_an_adapter_beside_a_float64_head(like_cuda: list[chunks.Group]) -> None:

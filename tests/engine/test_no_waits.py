@@ -15,6 +15,7 @@ from torch import Tensor
 import grpo_kernels
 from grpo_kernels import Expectation, Head, LoRA, LossConfig, Run, grpo_loss, linear_logprob
 from grpo_kernels.base import checks
+from tests.support.case_builder import seeded
 from tests.support.pretend_gpu import OnGPU, Waits, here, pretended
 
 B, T, H, V = 2, 5, 8, 19
@@ -53,7 +54,7 @@ def batch(
     *, dtype: torch.dtype = torch.float32, trains: tuple[bool, bool] = BOTH, there: bool = True
 ) -> dict[str, Any]:
     """Tensors of a call, `there` or on the CPU: the same numbers."""
-    draw = torch.Generator().manual_seed(0)
+    draw = seeded("no waits")
     given = {
         "hidden": torch.randn(B, T, H, generator=draw).to(dtype),
         "head": torch.randn(V, H, generator=draw).to(dtype),

@@ -1,19 +1,20 @@
-"""A few attacks, always the same, and whether what is planted is found, shrunk and repeated."""
+"""A few attacks, always the same; a planted fault is found, shrunk and repeated; calls that failed once."""
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis.database import InMemoryExampleDatabase
 from torch import Tensor
 
 from grpo_kernels.call import loss as call
 from grpo_kernels.objective.losses import LOSSES
 from tests.fuzz import __main__ as command
-from tests.fuzz import attack, categories
+from tests.fuzz import attack
 from tests.fuzz.expectations import EXPECTED
 from tests.fuzz.losses import LOSS
 from tests.support.random_cases import DTYPES
@@ -22,32 +23,39 @@ SAME = settings(attack.SETTINGS, derandomize=True)
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", categories.ALL)
+@pytest.mark.parametrize("name", command.CATEGORIES)
 def test_nothing_fails(name: str) -> None:
-    categories.ALL[name].run(SAME)
+    command.CATEGORIES[name].run(SAME)
 
 
-def test_a_planted_fault_is_found_shrunk_and_repeated(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_planted_fault_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under DAPO each token weighs a thousandth too much."""
     right = call.token_weights
 
     def wrong(config: Any, *rest: Any) -> Tensor:
-        weights = right(config, *rest)
-        return weights * 1.001 if config.loss_type == "dapo" else weights
+        return right(config, *rest) * (1.001 if config.loss_type == "dapo" else 1.0)
 
-    monkeypatch.setattr(categories, "SETTINGS", settings(SAME, derandomize=False))
-    again = ["--minutes", "0", "--category", "loss", "--seed", "7"]
     monkeypatch.setattr(call, "token_weights", wrong)
+    LOSS.check({"name": "fuzz/planted", "loss_type": "grpo"})
+    with pytest.raises(AssertionError, match="fuzz/planted"):
+        LOSS.check({"name": "fuzz/planted"})
+
+
+def test_what_fails_is_shrunk_and_repeated(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def only_other_losses(options: dict[str, Any]) -> None:
+        assert "loss_type" in options  # DAPO is what is chosen where nothing is
+
+    monkeypatch.setattr(command, "SETTINGS", settings(SAME, derandomize=False, max_examples=20))
+    monkeypatch.setitem(command.CATEGORIES, "loss", attack.Attack(LOSS.draw, only_other_losses))
+    again = ["--minutes", "0", "--category", "loss", "--seed", "7"]
     assert command.main(again) == 1
     told = capsys.readouterr().out
     assert f"python -m tests.fuzz {' '.join(again)}" in told
     smallest = told[told.index("Failing test case") :]
-    assert "'backend': 'torch'" in smallest and "loss_type" not in smallest  # DAPO is what is chosen where nothing is
+    assert "'backend': 'torch'" in smallest and "loss_type" not in smallest
     assert smallest.count("': ") <= 16
     assert not [name for name in ("packed", "strides", "garbage", "scale", "lora", "frozen") if f"'{name}'" in smallest]
-    monkeypatch.setattr(call, "token_weights", right)
+    monkeypatch.setitem(command.CATEGORIES, "loss", attack.Attack(LOSS.draw, lambda options: None))
     assert command.main(again) == 0
 
 
@@ -67,27 +75,20 @@ def test_failures_are_kept_and_tried_first() -> None:
 
 
 def test_random_calls_cover_what_they_are_to_cover() -> None:
-    """Of 400 drawn: every loss type, layout, and backend of a CPU."""
-    drawn: list[dict[str, Any]] = []
-    settings(SAME, max_examples=400)(given(options=LOSS.options())(lambda options: drawn.append(options)))()
+    """Of 400 drawn: every loss type, dtype, layout, and backend of a CPU."""
+    drawn = [LOSS.draw(random.Random(seed)) for seed in range(400)]
     assert {x.get("loss_type", "dapo") for x in drawn} == {*LOSSES}
     assert {x["backend"] for x in drawn} >= {"torch", "cpp"}
+    assert {x.get("dtype", torch.float32) for x in drawn} == {*DTYPES}
     for name in ("packed", "strides", "garbage", "scale", "lora", "no_mask", "engine", "sampling", "bias", "frozen"):
         assert sum(bool(x.get(name)) for x in drawn) >= 10, name
-    assert {x.get("dtype", torch.float32) for x in drawn} == {*DTYPES}
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"n": 2, "a": "random", "sent_entropy": "zeros", "bias": True},  # d hidden of a small row beside a large one
-        {"n": 2, "a": "random", "v": 130},  # d weight, where one row was expected to be twenty times the largest
-    ],
-)
-def test_what_failed_once(options: dict[str, Any]) -> None:
-    EXPECTED.check({"name": "expected/61673036677", **options})
-
-
+# d hidden of a small row beside a large one; d weight, where one row was expected to be twenty times the largest
+EXPECTED_THAT_FAILED: list[dict[str, Any]] = [
+    {"name": "expected/61673036677", "n": 2, "a": "random", "sent_entropy": "zeros", "bias": True},
+    {"name": "expected/61673036677", "n": 2, "a": "random", "v": 130},
+]
 # Probabilities below float32's least, times a divergence's slope of 80; and SAPO's gate near 1 in float64.
 LOSSES_THAT_FAILED: list[dict[str, Any]] = [
     {
@@ -101,11 +102,14 @@ LOSSES_THAT_FAILED: list[dict[str, Any]] = [
     {
         "name": "fuzz/321530804517", "mask": "full", "b": 2, "t": 5, "h": 8, "v": 2, "loss_type": "sapo",
         "kl_estimator": "k2", "sampling": True, "logit_scale": 2.0, "temperature": 0.9, "dtype": torch.float64,
-        "engine": 34, "backend": "torch", "scale": 17.0, "lora": 4,
+        "engine": 34, "backend": "torch", "scale": 17.0, "lora": 4, "shift": 3.0, "noise": 1.0,
     },
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("options", LOSSES_THAT_FAILED, ids=lambda options: options["loss_type"])
-def test_losses_that_failed_once(options: dict[str, Any]) -> None:
-    LOSS.check(options)
+FAILED_ONCE = [*((EXPECTED, x) for x in EXPECTED_THAT_FAILED), *((LOSS, x) for x in LOSSES_THAT_FAILED)]
+
+
+@pytest.mark.parametrize(("category", "options"), FAILED_ONCE)
+def test_what_failed_once(category: attack.Attack, options: dict[str, Any]) -> None:
+    category.check(options)

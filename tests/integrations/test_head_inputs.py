@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 from grpo_kernels import linear_logprob
 from grpo_kernels.integrations.transformers import HeadInputs, completion_logprobs, describe_head, head_inputs
 from tests.support import tiny_architectures as tiny
-from tests.support.model_checks import last_columns, peft_model, text_batch
+from tests.support.model_checks import peft_model, scene, text_batch, with_logits
 
 
 def next_logps(found: HeadInputs, ids: Tensor) -> Tensor:
@@ -52,15 +52,8 @@ def test_what_is_handed_over_gives_the_models_log_probabilities(kind: str, dtype
 
 
 def test_constants_that_the_config_does_not_name_are_measured() -> None:
-    model, (ids, _) = tiny.text_model("granite"), text_batch()
-    forward = model.forward
-
-    def scaling(**inputs: Any) -> Any:
-        output = forward(**inputs)
-        output.logits = 3 * output.logits
-        return output
-
-    model.forward = scaling
+    model, ids, *_ = scene("granite")
+    model = with_logits(model, lambda logits: 3 * logits)
     for _ in range(2):
         with head_inputs(model) as found:
             model(input_ids=ids)
@@ -69,8 +62,7 @@ def test_constants_that_the_config_does_not_name_are_measured() -> None:
 
 
 def test_no_logits_are_made_once_the_head_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny.text_model("qwen3")
-    ids, attention_mask = text_batch()
+    model, ids, attention_mask, _ = scene("qwen3")
     plain = model(input_ids=ids, attention_mask=attention_mask)
     with head_inputs(model):
         model(input_ids=ids, attention_mask=attention_mask)
@@ -84,7 +76,7 @@ def test_no_logits_are_made_once_the_head_is_known(monkeypatch: pytest.MonkeyPat
 
 
 def test_one_forward_is_expected() -> None:
-    model, (ids, _) = tiny.text_model("llama"), text_batch()
+    model, ids, *_ = scene()
     with pytest.raises(RuntimeError, match="expected one forward of the model inside, got none"), head_inputs(model):
         pass
     with head_inputs(model):
@@ -96,7 +88,7 @@ def test_one_forward_is_expected() -> None:
 
 def test_a_call_within_another_is_refused() -> None:
     """The outer one goes on, and the model is as before."""
-    model, (ids, attention_mask) = tiny.text_model("llama"), text_batch()
+    model, ids, attention_mask, _ = scene()
     with head_inputs(model) as found:
         with pytest.raises(RuntimeError, match="expected one whose head is not in use"), head_inputs(model):
             pass
@@ -106,12 +98,11 @@ def test_a_call_within_another_is_refused() -> None:
 
 
 def test_the_models_own_output_comes_back_without_logits() -> None:
-    model = tiny.text_model("qwen3_moe")
-    ids, attention_mask = text_batch()
+    model, *args = scene("qwen3_moe")
+    ids, attention_mask, _ = args
     wanted: dict[str, Any] = {"output_router_logits": True, "output_hidden_states": True}
     plain = model(input_ids=ids, attention_mask=attention_mask, **wanted)
     for _ in range(2):
-        args = (ids, attention_mask, last_columns(attention_mask))
         scores, output = completion_logprobs(model, *args, return_output=True, **wanted)
         assert type(output) is type(plain)
         assert (output.logits, "logits" in output) == (None, False)

@@ -28,12 +28,13 @@ from tests.support.liger_cases import (
     SETTINGS,
     SOURCES,
     TOKEN_LEVEL,
-    assert_is_trls,
     assert_same,
     call,
     case_of,
+    case_of_rank,
+    check,
+    losses_of_rank,
 )
-from tests.support.liger_ranks import case_of_rank, loss_of, losses
 from tests.support.ranks import run_ranks
 
 chunked_loss = pytest.importorskip("liger_kernel.chunked_loss")
@@ -46,15 +47,11 @@ def test_the_grid(loss_type: str, level: str, sources: str) -> None:
     clips = 0
     for options in SETTINGS:
         for delta in (None, 1.1) if loss_type in CLIPPED else (None,):
-            bias = delta is None
             loss = {"loss_type": loss_type, "importance_sampling_level": level, "delta": delta}
             name = f"{loss_type}/{level}/{delta}/{options['beta']}"
-            case, given = case_of(name, sources=sources, bias=bias, noise=0.35, **loss, **options)
-            ours = call(LigerFusedLinearGRPOLoss, case, given)
-            assert_is_trls(case, ours)
-            if not (loss_type == "luspo" and case.ref_per_token_logps is not None):  # see the differences below
-                assert_same(ours, call(Theirs, case, given))
-            clips += float(ours[1][-1])
+            case, given = case_of(name, sources=sources, bias=delta is None, noise=0.35, **loss, **options)
+            differs = loss_type == "luspo" and case.ref_per_token_logps is not None  # see the differences
+            clips += float(check(None if differs else Theirs, case, given)[1][-1])
     assert clips > 0 or sources == "ref_input" or loss_type in ("sapo", "vespo")
 
 
@@ -64,41 +61,42 @@ def test_importance_ratios_and_items(loss_type: str, ratio: str) -> None:
     level = "sequence" if loss_type == "luspo" else "token"
     loss = {"loss_type": loss_type, "importance_sampling_level": level, "beta": 0.0 if loss_type == "luspo" else 0.1}
     case, given = case_of(f"ratio/{loss_type}/{ratio}", ratio=ratio, num_items=23.0, mask="ragged", **loss)
-    ours = call(LigerFusedLinearGRPOLoss, case, given)
-    assert_is_trls(case, ours)
+    ours = check(None if ratio == "token" and loss_type in ("luspo", "vespo") else Theirs, case, given)
     if loss_type == "vespo" and ratio == "token":  # TRL's own ratio is 1 where masked, and Liger relies on it
         ratios = torch.where(case.completion_mask != 0, case.importance_sampling_ratio, 1.0)
         assert_same(ours, call(Theirs, case.but(importance_sampling_ratio=ratios), given))
-    elif not (loss_type == "luspo" and ratio == "token"):
-        assert_same(ours, call(Theirs, case, given))
     assert_same(ours, call(LigerFusedLinearGRPOLoss, case.but(num_items_in_batch=torch.tensor(23)), given), rtol=1e-6)
 
 
-@pytest.mark.parametrize("level", ["token", "sequence"])
-@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
-def test_bias_corrected_kl(loss_type: str, level: str) -> None:
-    loss = {"loss_type": loss_type, "importance_sampling_level": level, "beta": 0.2, "use_bias_correction_kl": True}
-    case, given = case_of("corrected", **loss, epsilon_high=0.3)
-    ours = call(LigerFusedLinearGRPOLoss, case, given)
-    assert_is_trls(case, ours)
-    assert_same(ours, call(Theirs, case, given))
+CORRECTED = {"beta": 0.2, "use_bias_correction_kl": True, "epsilon_high": 0.3}
+HOT = {"sources": "ref_input", "beta": 0.3, "loss_type": "grpo", "temperature": 1.7, "bias": True}
+SHAPES = ((1, 5, "full"), (4, 1, "full"), (2, 3, "none"), (3, 4, "first_empty"))  # one sequence, one token, none counts
+OTHERS: dict[str, dict[str, Any]] = {
+    **{
+        f"corrected/{loss_type}/{level}": {"loss_type": loss_type, "importance_sampling_level": level, **CORRECTED}
+        for loss_type in ("grpo", "dapo")
+        for level in ("token", "sequence")
+    },
+    "a reference at the same temperature": HOT,
+    **{
+        f"{b}x{t}/{loss_type}": {"b": b, "t": t, "mask": mask, "beta": 0.1, "loss_type": loss_type}
+        for b, t, mask in SHAPES
+        for loss_type in ("grpo", "dapo", "dr_grpo")
+    },
+}
 
 
-def test_a_reference_is_scored_at_the_same_temperature() -> None:
-    case, given = case_of("hot", sources="ref_input", beta=0.3, loss_type="grpo", temperature=1.7, bias=True)
-    ours = call(LigerFusedLinearGRPOLoss, case, given)
-    assert_is_trls(case, ours)
-    assert_same(ours, call(Theirs, case, given))
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_options_and_the_last_shapes(name: str) -> None:
+    check(Theirs, *case_of(name, **OTHERS[name]))
 
 
 @pytest.mark.parametrize("frozen", [("weight", "bias"), ("hidden",), ()])
 def test_frozen_parts_upstream_gradients_and_float64(frozen: tuple[str, ...]) -> None:
     for dtype in (torch.float32, torch.float64):
         case, given = case_of("frozen", bias=True, beta=0.1, loss_type="dapo", frozen=frozen, dtype=dtype)
-        ours = call(LigerFusedLinearGRPOLoss, case, given, scale=-3.5)
-        assert_is_trls(case, ours, scale=-3.5)
-        if dtype == torch.float32 and frozen != ("hidden",):  # Liger makes it anyway
-            assert_same(ours, call(Theirs, case, given, scale=-3.5))
+        compared = dtype == torch.float32 and frozen != ("hidden",)  # Liger makes it anyway
+        check(Theirs if compared else None, case, given, scale=-3.5)
 
 
 @pytest.mark.parametrize("sources", SOURCES)
@@ -107,20 +105,7 @@ def test_bf16(loss_type: str, level: str, sources: str) -> None:
     """Ours to the project's bounds; Liger's, whose logits are rounded, to those of its own tests."""
     loss = {"loss_type": loss_type, "importance_sampling_level": level, "beta": 0.1}
     case, given = case_of(f"bf16/{loss_type}", sources=sources, dtype=torch.bfloat16, bias=True, **loss)
-    case = case.but(advantages=case.advantages.bfloat16())
-    ours = call(LigerFusedLinearGRPOLoss, case, given)
-    assert_is_trls(case, ours)
-    assert_same(ours, call(Theirs, case, given), rtol=0.5, atol=0.1)
-
-
-def test_the_last_shapes() -> None:
-    """One sequence, one token, none that counts."""
-    for b, t, mask in ((1, 5, "full"), (4, 1, "full"), (2, 3, "none"), (3, 4, "first_empty")):
-        for loss_type in ("grpo", "dapo", "dr_grpo"):
-            case, given = case_of(f"{b}x{t}", b=b, t=t, mask=mask, beta=0.1, loss_type=loss_type)
-            ours = call(LigerFusedLinearGRPOLoss, case, given)
-            assert_is_trls(case, ours)
-            assert_same(ours, call(Theirs, case, given))
+    check(Theirs, case.but(advantages=case.advantages.bfloat16()), given, rtol=0.5, atol=0.1)
 
 
 def test_the_signatures_are_ligers() -> None:
@@ -202,11 +187,11 @@ def test_ranks_share_the_number_of_items() -> None:
     cases = [case_of_rank(rank, "dapo") for rank in range(2)]
     counted = sum(int(case.completion_mask.sum()) for case in cases)
     assert cases[0].completion_mask.sum() != cases[1].completion_mask.sum()
-    for rank, (*dapo, grpo) in enumerate(run_ranks(losses, 2)):
+    for rank, (*dapo, grpo) in enumerate(run_ranks(losses_of_rank, 2)):
         for loss, items in zip(dapo, (counted, 31, 31), strict=True):
             alone = cases[rank].but(num_items_in_batch=items / 2)
             assert_close(loss, call(Theirs, alone, {})[0], **LIGER)
-        assert_close(grpo, loss_of(case_of_rank(rank, "grpo")))
+        assert_close(grpo, call(LigerFusedLinearGRPOLoss, case_of_rank(rank, "grpo"), {})[0])
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from tests.support import nemo_rl_stand_ins
 from tests.support import tiny_architectures as tiny
 from tests.support import trainer_stand_ins as theirs
 from tests.support.model_checks import text_batch
+from tests.support.ranks import one_rank
 from tests.support.recipes import BLOCKS, assert_same, run
 from tests.support.trainer_stand_ins import module
 
@@ -35,6 +36,10 @@ def batch() -> SimpleNamespace:
         model=model, parameters=[*model.parameters()], ids=ids, attention_mask=attention_mask, count=count,
         mask=attention_mask[:, -count:].double(),
     )  # fmt: skip
+
+
+def parameters(*shapes: tuple[int, ...]) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.randn(shape, dtype=torch.float64)) for shape in shapes]
 
 
 @pytest.mark.parametrize("packing", [False, True])
@@ -104,8 +109,7 @@ def test_prime_rls_head_returns_what_it_did(monkeypatch: pytest.MonkeyPatch, way
         PrimeLmOutput=dict,
         sampling_replay_mask=theirs.sampling_replay_mask,
     )
-    weight, hidden = torch.randn(33, 8, dtype=torch.float64), torch.randn(2, 6, 8, dtype=torch.float64)
-    weight, hidden = nn.Parameter(weight), nn.Parameter(hidden)
+    weight, hidden = parameters((33, 8), (2, 6, 8))
     labels, temperature = torch.randint(33, (2, 6)), torch.rand(2, 6, dtype=torch.float64) + 0.5
     kept = torch.stack([labels, (labels + 1) % 33, (labels + 5) % 33, torch.full_like(labels, -1)], -1).int()
     kept[0, 1] = -1  # no set: the whole vocabulary
@@ -117,13 +121,8 @@ def test_prime_rls_head_returns_what_it_did(monkeypatch: pytest.MonkeyPatch, way
         head = heads.FusedOutputLinear(8, 33, chunk_size=4)
         head.weight = weight
         head.return_mask_logprobs = way == "log-probabilities of kept ids"
-        output = head(
-            hidden,
-            labels,
-            temperature=None if way == "supervised" else temperature,
-            sampling_mask=kept if replays else None,
-        )
-        return tuple(output.values())
+        t, mask = None if way == "supervised" else temperature, kept if replays else None
+        return tuple(head(hidden, labels, temperature=t, sampling_mask=mask).values())
 
     assert_same(compute, [weight, hidden], "prime-rl")
 
@@ -198,7 +197,7 @@ def test_torchtunes_loss_returns_what_it_did(monkeypatch: pytest.MonkeyPatch) ->
     name = "torchtune.dev.rl.linear_grpo_loss"
     losses = module(monkeypatch, name, LinearGRPOLoss=theirs.LinearGRPOLoss)
     model: Any = SimpleNamespace(output=nn.Linear(8, 33, bias=False, dtype=torch.float64))
-    hidden = nn.Parameter(torch.randn(3, 6, 8, dtype=torch.float64))
+    (hidden,) = parameters((3, 6, 8))
     targets, reference = torch.randint(33, (3, 6)), torch.randn(3, 6, dtype=torch.float64) - 3
     mask, advantages = torch.ones(3, 6, dtype=torch.bool), torch.randn(3, dtype=torch.float64)
     mask[0, 4:] = False
@@ -217,18 +216,59 @@ def test_nemo_rls_function_returns_what_it_did(monkeypatch: pytest.MonkeyPatch) 
     module(monkeypatch, "megatron.core.tensor_parallel", gather_from_sequence_parallel_region=lambda x, **options: x)
     name = "from_parallel_hidden_states_to_logprobs"
     utils = module(monkeypatch, "nemo_rl.distributed.model_utils", **{name: getattr(nemo_rl_stand_ins, name)})
-    hidden, weight = (nn.Parameter(torch.randn(shape, dtype=torch.float64)) for shape in ((6, 2, 8), (33, 8)))
+    hidden, weight = parameters((6, 2, 8), (33, 8))
     target = torch.randint(33, (2, 6))
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
     def compute() -> tuple[Tensor, ...]:
         options = {"vocab_start_index": 0, "vocab_end_index": 33, "tp_group": dist.group.WORLD, "chunk_size": 4}
         return (getattr(utils, name)(hidden, weight, None, target, **options, inference_only=False, cp_group=None),)
 
-    try:
+    with one_rank():
         assert_same(compute, [hidden, weight], "NeMo-RL")
-    finally:
-        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("processor", ["loss", "log-probabilities"])
+def test_nemo_rls_automodel_forward_returns_what_it_did(monkeypatch: pytest.MonkeyPatch, processor: str) -> None:
+    names = ("LossPostProcessor", "LogprobsPostProcessor", "need_top_k_or_top_p_filtering")
+    forward = "forward_with_post_processing_fn"
+    contents = {name: getattr(nemo_rl_stand_ins, name) for name in (*names, forward)}
+    train = module(monkeypatch, "nemo_rl.models.automodel.train", **contents)
+    worker = module(
+        monkeypatch, "nemo_rl.models.policy.workers.dtensor_policy_worker_v2", **{forward: contents[forward]}
+    )
+    model = tiny.text_model("qwen3", torch.float64)
+    ids, _ = text_batch()
+    lengths = torch.tensor([12, 10, 11])
+    attention_mask = (torch.arange(12) < lengths[:, None]).long()
+    masks = {"token_mask": attention_mask * (torch.arange(12) >= 5), "sample_mask": torch.tensor([1, 1, 0])}
+    data = {"input_ids": ids, "input_lengths": lengths, **masks}
+    inputs = SimpleNamespace(
+        input_ids=ids, attention_mask=attention_mask, position_ids=torch.arange(12).expand(3, 12), is_multimodal=False
+    )
+    batch = SimpleNamespace(data_dict=data, processed_inputs=inputs, original_batch_size=3, original_seq_len=12)
+    sampling: Any = SimpleNamespace(temperature=0.7, top_k=None, top_p=1.0)
+
+    class Loss:
+        use_fused_linear_logprobs = False
+
+        def __call__(self, logps: Tensor, data: Any, global_valid_toks: Tensor) -> tuple[Tensor, dict[str, Any]]:
+            counted = (data["token_mask"] * data["sample_mask"][:, None])[:, 1:]
+            return (logps.exp() * counted).sum() / global_valid_toks, {}
+
+    def compute() -> tuple[Tensor, ...]:
+        if processor == "loss":
+            process, owner = nemo_rl_stand_ins.LossPostProcessor(Loss()), train
+        else:
+            process, owner = nemo_rl_stand_ins.LogprobsPostProcessor(), worker
+        valid = {"global_valid_seqs": torch.tensor(2), "global_valid_toks": torch.tensor(9)}
+        found, _, _ = getattr(owner, forward)(model, process, batch, sampling_params=sampling, **valid)
+        return (found,)
+
+    assert_same(compute, [*model.parameters()], "NeMo-RL", 1, bound=1e-4)  # its norms compute in float32
+    sampling.top_k = 5
+    with pytest.raises(NotImplementedError, match="top-k"):
+        compute()
+    assert worker.forward_with_post_processing_fn(model, lambda **x: x["logits"], batch)[0].shape[-1] == tiny.VOCAB
 
 
 def test_rays_workers_get_the_lines(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,11 +291,8 @@ def test_rays_workers_get_the_lines(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_block_has_its_test() -> None:
-    tests = [
-        *Path(__file__).parent.glob("test_recipes*.py"),
-        Path(__file__).parents[1] / "support" / "megatron_recipes.py",
-    ]
-    source = "".join(path.read_text() for path in tests)
+    paths = Path(__file__), Path(__file__).parents[1] / "support" / "megatron_recipes.py"
+    source = "".join(path.read_text() for path in paths)
     for section, blocks in BLOCKS.items():
         for index in range(len(blocks)):
             calls = [f'"{section}", {index}', *([] if index else [f'"{section}")', f'"{section}", bound'])]

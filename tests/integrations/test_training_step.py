@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from typing import Any
 
@@ -17,7 +18,18 @@ from grpo_kernels.integrations.transformers import causal_lm_loss, completion_lo
 from grpo_kernels.integrations.transformers.forwards import TrunkInputs, Way
 from tests.support import tiny_architectures as tiny
 from tests.support.model_checks import peft_model
-from tests.support.training_step import FAMILIES, MODES, PADDED, assert_same, batch, family, loss_of, said_by
+from tests.support.training_step import (
+    FAMILIES,
+    MODES,
+    PADDED,
+    assert_modes_agree,
+    assert_same,
+    batch,
+    distance,
+    family,
+    loss_of,
+    said_by,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -32,29 +44,32 @@ def exact_layouts(body: Any, *names: str) -> str:
     return " ".join(name for name, verdict in found.items() if isinstance(verdict, Way))
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
-def test_families(kind: str) -> None:
+def assert_is_said(what: str, model: Any, given: dict[str, Any]) -> None:
+    """Loss and gradients are those of the padded forward, which runs after one warning that names `what`."""
+    said = said_by(lambda: assert_modes_agree(model, given, [{}]))
+    assert len(said) == 1 and what in said[0]
+
+
+@pytest.mark.parametrize(("kind", "attention"), [*zip(FAMILIES, itertools.cycle(("sdpa", "eager")))])
+def test_families(kind: str, attention: str) -> None:
     """Each has its expected verdict, in fp32 and bf16, and whatever is asked the padded loss and gradients."""
-    for dtype in (torch.float32, torch.bfloat16):
-        for names in ((), ("position_ids",)):
-            assert exact_layouts(family(kind, dtype).base_model, *names) == FAMILIES[kind], f"{dtype}, {names}"
-    for attention in ("sdpa", "eager"):
-        model, given = family(kind), batch()
-        if attention not in (model.config._attn_implementation, "eager"):
-            continue  # it has eager attention alone
+    for dtype, names in ((torch.float32, ()), (torch.bfloat16, ("position_ids",))):
+        assert exact_layouts(family(kind, dtype).base_model, *names) == FAMILIES[kind], f"{dtype}, {names}"
+    model, given = family(kind), batch()
+    if model.config._attn_implementation == "sdpa":  # else it has eager attention alone
         model.set_attn_implementation(attention)
-        want, gradients = loss_of(model, given, **PADDED)
-        for mode, options in MODES.items():
-            warn_once.cache_clear()
-            with warnings.catch_warnings(record=True) as said:
-                warnings.simplefilter("always")
-                out, got = loss_of(model, given, **options)
-            torch.testing.assert_close(out.loss, want.loss, rtol=2e-6, atol=2e-6)
-            assert_same(got, gradients)
-            exact = mode in FAMILIES[kind].split()
-            assert any("grpo_kernels" in str(x.message) for x in said) != exact, [str(x.message) for x in said]
-            assert (out.metrics["tokens/computed"] < 1) == ("trim" in FAMILIES[kind] and mode != "padded")
-            assert out.metrics["sequences/gradient"] == 0.5
+    want, gradients = loss_of(model, given, **PADDED)
+    for mode, options in MODES.items():
+        warn_once.cache_clear()
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            out, got = loss_of(model, given, **options)
+        torch.testing.assert_close(out.loss, want.loss, rtol=2e-6, atol=2e-6)
+        assert_same(got, gradients)
+        exact = mode in FAMILIES[kind].split()
+        assert any("grpo_kernels" in str(x.message) for x in said) != exact, [str(x.message) for x in said]
+        assert (out.metrics["tokens/computed"] < 1) == ("trim" in FAMILIES[kind] and mode != "padded")
+        assert out.metrics["sequences/gradient"] == 0.5
 
 
 def test_position_ids_of_the_caller() -> None:
@@ -63,11 +78,7 @@ def test_position_ids_of_the_caller() -> None:
     for positions in ((given["attention_mask"].cumsum(1) - 1).clamp(min=0), torch.arange(18).expand(6, 18)):
         for kind in ("gpt2", "llama"):
             model, case = family(kind), {**given, "position_ids": positions}
-            want, gradients = loss_of(model, case, **PADDED)
-            for options in MODES.values():
-                out, got = loss_of(model, case, **options)
-                torch.testing.assert_close(out.loss, want.loss, rtol=2e-6, atol=2e-6)
-                assert_same(got, gradients)
+            assert_modes_agree(model, case)
             assert loss_of(model, case)[0].metrics["tokens/computed"] < 0.6
 
 
@@ -80,9 +91,7 @@ def test_holes_in_a_sequence_are_left_out() -> None:
     given["completion_mask"][0, 2] = 0  # nothing predicts it
     for kind, said in (("qwen3", False), ("mistral", True)):
         model = tiny.text_model(kind, torch.float32)
-        _, gradients = loss_of(model, given, **PADDED)
-        for options in ({}, {"layout": "trim"}):
-            assert_same(loss_of(model, given, **options)[1], gradients)
+        assert_modes_agree(model, given)
         warn_once.cache_clear()
         assert any("padding within" in x for x in said_by(lambda m=model: loss_of(m, given))) is said
 
@@ -107,11 +116,7 @@ def test_turns_and_whole_batches_without_attention_mask() -> None:
     given["completion_mask"] = mask
     for attention in (given["attention_mask"], None):
         case = {**given, "attention_mask": attention}
-        want, gradients = loss_of(model, case, **PADDED)
-        for options in MODES.values():
-            out, got = loss_of(model, case, **options)
-            torch.testing.assert_close(out.loss, want.loss)
-            assert_same(got, gradients)
+        assert_modes_agree(model, case)
         assert loss_of(model, case)[0].metrics["tokens/computed"] < 0.75
 
 
@@ -120,10 +125,9 @@ def turns(count: int) -> tuple[dict[str, Tensor], int]:
 
     Each sample is the conversation so far, without any thinking, then the turn's own thinking and answer.
     """
-    draw = torch.Generator().manual_seed(3)
 
     def tokens(n: int) -> list[int]:
-        return torch.randint(3, 90, (n,), generator=draw).tolist()
+        return torch.randint(3, 90, (n,)).tolist()
 
     so_far, samples = tokens(4), []
     for _ in range(count):
@@ -144,10 +148,7 @@ def turns(count: int) -> tuple[dict[str, Tensor], int]:
 
 def test_turns_of_a_conversation_compute_each_prefix_once() -> None:
     model, (given, prefixes) = tiny.text_model("qwen3", torch.float32, max_position_embeddings=128), turns(10)
-    want, gradients = loss_of(model, given, **PADDED)
-    out, got = loss_of(model, given)
-    torch.testing.assert_close(out.loss, want.loss, rtol=2e-6, atol=2e-6)
-    assert_same(got, gradients)
+    out = assert_modes_agree(model, given, [{}])
     assert round(out.metrics["tokens/computed"].item() * given["input_ids"].numel()) == prefixes
     given.pop("advantages")
     with torch.no_grad():
@@ -204,10 +205,7 @@ def test_nothing_live_stays_attached() -> None:
 
 def test_skipped_sequences() -> None:
     model, given = family("llama"), batch()
-    want, gradients = loss_of(model, given, **PADDED)
-    out, got = loss_of(model, given, zero_advantage="skip")
-    torch.testing.assert_close(out.loss, want.loss)
-    assert_same(got, gradients)
+    out = assert_modes_agree(model, given, [{"zero_advantage": "skip"}])
     live = given["advantages"] != 0
     alone, _ = loss_of(model, {name: x[live] for name, x in given.items()})
     torch.testing.assert_close(out.metrics["entropy"], alone.metrics["entropy"])
@@ -261,15 +259,11 @@ def rope(kind: str) -> dict[str, Any]:
 def test_frequencies_that_depend_on_the_length_keep_the_padding(kind: str) -> None:
     """The longest position of the forward decides: sequences may run apart, columns stay."""
     model, given = tiny.text_model("llama" if kind == "dynamic" else "phi3", torch.float32, **rope(kind)), batch()
-    want, gradients = loss_of(model, given, **PADDED)
-    said = said_by(lambda: assert_same(loss_of(model, given)[1], gradients))
-    assert len(said) == 1 and f"RoPE of the kind '{kind}'" in said[0]
+    assert_is_said(f"RoPE of the kind '{kind}'", model, given)
     assert not said_by(lambda: loss_of(model, given)), "said once"
-    out, got = loss_of(model, given)
-    assert_same(got, gradients)
+    out = assert_modes_agree(model, given, [{}])
     assert out.metrics["tokens/computed"] == 1
     assert out.metrics["tokens/gradient"] == 0.5
-    torch.testing.assert_close(out.loss, want.loss)
 
 
 def test_a_sliding_window_shorter_than_the_sequences() -> None:
@@ -280,20 +274,15 @@ def test_a_sliding_window_shorter_than_the_sequences() -> None:
             model = tiny.text_model(kind, torch.float32, sliding_window=6)
             if attention == "eager" or model.config._attn_implementation == "sdpa":
                 model.set_attn_implementation(attention)
-            _, gradients = loss_of(model, given, **PADDED)
-            assert not said_by(lambda m=model, g=gradients: assert_same(loss_of(m, given)[1], g))
+            assert not said_by(lambda m=model: assert_modes_agree(m, given, [{}]))
             assert loss_of(model, given)[0].metrics["tokens/computed"] < 0.6
 
 
 def test_inputs_of_other_kinds_run_padded() -> None:
-    model, given = family("llama"), batch()
-    embedded = {**given, "inputs_embeds": None}
-    want, gradients = loss_of(model, embedded, **PADDED)
-    cache_said = said_by(lambda: assert_same(loss_of(model, {**given, "use_cache": True})[1], gradients))
-    hidden_said = said_by(lambda: assert_same(loss_of(model, {**given, "output_hidden_states": True})[1], gradients))
-    assert len(cache_said) == len(hidden_said) == 1
-    assert "use_cache" in cache_said[0] and "output_hidden_states" in hidden_said[0]
-    torch.testing.assert_close(loss_of(model, {**given, "use_cache": True})[0].loss, want.loss)
+    model, given = family("llama"), {**batch(), "inputs_embeds": None}
+    for name in ("use_cache", "output_hidden_states"):
+        assert_is_said(name, model, {**given, name: True})
+    assert_is_said("output_router_logits", family("qwen3_moe"), {**batch(), "output_router_logits": True})
 
 
 def test_context_parallel_runs_padded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,42 +301,29 @@ def test_images_and_text_of_vision_language_models() -> None:
     model, ids, inputs = tiny.qwen2_vl()
     completion = torch.ones(2, 5, dtype=torch.long)
     given: dict[str, Any] = {"input_ids": ids, "completion_mask": completion, "advantages": torch.tensor([1.0, 0.0])}
-    _, gradients = loss_of(model, {**given, **inputs}, **PADDED)
-    said = said_by(lambda: assert_same(loss_of(model, {**given, **inputs})[1], gradients))
-    assert len(said) == 1 and "pixel_values" in said[0]
+    assert_is_said("pixel_values", model, {**given, **inputs})
     text = {**given, "input_ids": ids.clamp(max=80), "attention_mask": torch.ones_like(ids)}
     text["attention_mask"][0, :3] = text["attention_mask"][1, :2] = 0
-    _, gradients = loss_of(model, text, **PADDED)
-    for options in MODES.values():
-        assert_same(loss_of(model, text, **options)[1], gradients)
+    assert_modes_agree(model, text)
     assert loss_of(model, text)[0].metrics["tokens/computed"] < 1
-
-
-def test_a_load_balancing_loss_trains_all() -> None:
-    model, given = family("qwen3_moe"), batch()
-    _, gradients = loss_of(model, {**given, "output_router_logits": True}, **PADDED)
-    said = said_by(lambda: assert_same(loss_of(model, {**given, "output_router_logits": True})[1], gradients))
-    assert len(said) == 1 and "output_router_logits" in said[0]
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpointing(reentrant: bool) -> None:
-    model, given = family("qwen3").train(), batch()
-    _, gradients = loss_of(model, given, **PADDED)
+    model = family("qwen3").train()
+    _, gradients = loss_of(model, batch(), **PADDED)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     if reentrant:
         model.enable_input_require_grads()
     for options in MODES.values():
-        assert_same(loss_of(model, given, **options)[1], gradients)
+        assert_same(loss_of(model, batch(), **options)[1], gradients)
 
 
 def test_adapters() -> None:
     places = ({"target_modules": ["q_proj", "up_proj"]}, {"target_modules": ["v_proj"], "modules_to_save": ["lm_head"]})
     for fields in places:
         model, given = peft_model(tiny.text_model("llama", torch.float32), **fields).float(), batch()
-        _, gradients = loss_of(model, given, **PADDED)
-        for options in MODES.values():
-            assert_same(loss_of(model, given, **options)[1], gradients)
+        assert_modes_agree(model, given)
 
 
 def test_sixteen_bits_and_autocast() -> None:
@@ -360,8 +336,7 @@ def test_sixteen_bits_and_autocast() -> None:
         for name, options in {"padded": PADDED, **MODES}.items():
             with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
                 _, got = loss_of(model, given, **options)
-            gap = sum((got[k].double() - x.double()).square().sum() for k, x in exact.items())
-            errors[name] = float(gap / sum(x.double().square().sum() for x in exact.values())) ** 0.5
+            errors[name] = distance(got, exact)
         assert max(errors.values()) <= 1.5 * errors["padded"], errors
 
 
@@ -377,11 +352,9 @@ def test_compiled_layers_see_few_shapes() -> None:
     torch._dynamo.reset()
     for layer in model.model.layers:
         layer.compile(backend=counted, dynamic=True)
-    draw = torch.Generator().manual_seed(5)
     for i in range(6):
-        last = torch.randint(8, 64, (4, 1), generator=draw)
-        mask = (torch.arange(90) < last).long()
-        given = {"input_ids": torch.randint(3, 90, (4, 90), generator=draw), "attention_mask": mask}
+        mask = (torch.arange(90) < torch.randint(8, 64, (4, 1))).long()
+        given = {"input_ids": torch.randint(3, 90, (4, 90)), "attention_mask": mask}
         given |= {"completion_mask": mask[:, 4:], "advantages": torch.tensor([1.0, 0.0, -1.0, 0.0])}
         out, _ = loss_of(model, given)
         assert round(out.metrics["tokens/computed"].item() * mask.numel()) % 64 == 0

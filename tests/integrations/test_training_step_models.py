@@ -7,7 +7,6 @@ A call may compute parts or the padded batch, as long as it gives the reference'
 from __future__ import annotations
 
 import functools
-import tempfile
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +19,6 @@ from transformers import LlamaForCausalLM
 from transformers.integrations.neftune import activate_neftune
 from transformers.utils import ModelOutput
 
-from benchmarks import tiny_run
 from grpo_kernels import GRPOLoss
 from grpo_kernels.base.checks import warn_once
 from grpo_kernels.integrations.transformers import causal_lm_loss, completion_logprobs
@@ -87,7 +85,6 @@ def llama() -> Any:
 def adapted(**fields: Any) -> Any:
     """A model with LoRA on attention."""
     peft = pytest.importorskip("peft")
-    torch.manual_seed(4)
     places = {"target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
     return peft.get_peft_model(llama(), peft.LoraConfig(r=3, lora_alpha=6, **places, **fields)).float().eval()
 
@@ -99,13 +96,10 @@ def invoked() -> tuple[Any, dict[str, Any]]:
     return adapted(alora_invocation_tokens=INVOCATION, init_lora_weights=False), given
 
 
-def test_an_invoked_adapter_can_train_at_the_first_call() -> None:
-    assert_trains_as_padded(*invoked())
-
-
 @pytest.mark.parametrize("rows", [6, 4])
-def test_an_invoked_adapter_is_seen_after_a_call_without_adapters(rows: int) -> None:
+def test_an_invoked_adapter_is_seen_at_the_first_call_and_after_one_without_adapters(rows: int) -> None:
     """The reference of a run with a KL term is scored first, with adapters off; four rows are narrower than L."""
+    assert_trains_as_padded(*invoked())
     model, given = invoked()
     with model.disable_adapter():
         given["ref_per_token_logps"] = logps_of(model, {name: given[name] for name in SCORED})
@@ -177,11 +171,10 @@ def test_a_passing_lack_of_memory_switches_nothing_off(failing: int, monkeypatch
 @pytest.mark.parametrize("rows", [1, 2, 3])
 def test_rows_that_are_packed_by_positions_stay_apart(rows: int) -> None:
     """Without attention mask, transformers tells the sequences of a row by positions that begin anew."""
-    draw = torch.Generator().manual_seed(0)
     lengths = [(6, 8), (9, 5), (4, 10)]
     positions = torch.stack([torch.cat([torch.arange(n) for n in both]) for both in lengths])[:rows]
     mask = (positions >= 3) & (torch.arange(14) < torch.tensor([14, 12, 10])[:rows, None])
-    given = {"input_ids": torch.randint(3, 90, (rows, 14), generator=draw), "attention_mask": None}
+    given = {"input_ids": torch.randint(3, 90, (rows, 14)), "attention_mask": None}
     given |= {"completion_mask": mask.long(), "position_ids": positions}
     model = llama()
     assert_scores_as_padded(model, given)
@@ -223,8 +216,7 @@ def test_values_that_were_not_computed_do_not_look_like_numbers() -> None:
     want = model(given["input_ids"], given["attention_mask"])
     for _ in range(2):  # the first call checks the head, too
         output = completion_logprobs(model, **given, return_output=True)[1]
-        pairs = [(output.values, want.values), (output.hidden_states[0], want.hidden_states[0])]
-        for value, theirs in pairs:
+        for value, theirs in ((output.values, want.values), (output.hidden_states[0], want.hidden_states[0])):
             real = given["attention_mask"].bool() & ~value.isnan().reshape(*value.shape[:2], -1).any(-1)
             assert real.any()
             torch.testing.assert_close(value[real], theirs[real], rtol=1e-5, atol=1e-5)
@@ -283,19 +275,22 @@ def test_a_run_without_signal_leaves_a_fresh_adapter_alone_if_it_is_padded() -> 
     """All rewards are equal and the policy is its reference: stock TRL makes no step. Adam makes one of a rounding."""
     trl, peft = pytest.importorskip("trl"), pytest.importorskip("peft")
     from grpo_kernels.integrations.trl import FusedGRPOTrainer
+    from tests.support.trl_training import train
 
     def constant(completion_ids: list[list[int]], **_: Any) -> list[float]:
         return [1.0] * len(completion_ids)
 
-    padded = functools.partial(FusedGRPOTrainer, layout="padded", zero_advantage="train")
-    for base, bound in ((trl.GRPOTrainer, 0.0), (padded, 0.0), (FusedGRPOTrainer, 1e-5)):
-        kept: list[Any] = []
+    padded = {"layout": "padded", "zero_advantage": "train"}
+    for base, more, bound in (
+        (trl.GRPOTrainer, {}, 0.0),
+        (FusedGRPOTrainer, padded, 0.0),
+        (FusedGRPOTrainer, {}, 1e-5),
+    ):
         lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-        with tempfile.TemporaryDirectory() as folder:
-            args = tiny_run.config(folder, 2, beta=0.04, steps_per_generation=4)
-            history = tiny_run.train(base, args, prepare=kept.append, reward_funcs=constant, peft_config=lora)
-        assert max(step["grad_norm"] for step in history.steps) <= bound
-        assert any(x.any() for name, x in kept[0].model.named_parameters() if "lora_B" in name) == (bound > 0)
+        run = train(base, beta=0.04, steps_per_generation=4, reward_funcs=constant, peft_config=lora, **more)
+        assert max(step["grad_norm"] for step in run.steps) <= bound
+        moved = [x for name, x in run.trainer.model.named_parameters() if "lora_B" in name and x.any()]
+        assert bool(moved) == (bound > 0)
 
 
 def test_noise_on_embeddings_has_the_magnitude_of_the_padded_width(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from grpo_kernels import GRPOLoss, Head, KeptIds
 from grpo_kernels.integrations.transformers import causal_lm_loss, completion_logprobs, describe_head
 from grpo_kernels.integrations.transformers.head import constants_of
 from tests.support import tiny_architectures as tiny
-from tests.support.model_checks import assert_as_model, last_columns, text_batch
+from tests.support.model_checks import assert_as_model, scene, with_logits
 
 # Their attention masks are no masks in float64: padding makes NaN there.
 DTYPES = {"gemma2": torch.float32, "bloom": torch.float32}
@@ -23,9 +23,8 @@ TRAINED = ("gemma2", "minicpm3", "cohere", "falcon_h1", "gpt_oss", "gptj", "gpt2
 
 @pytest.mark.parametrize("kind", tiny.TEXT)
 def test_logprobs_are_those_of_the_models_logits(kind: str) -> None:
-    model = tiny.text_model(kind, DTYPES.get(kind, torch.float64))
-    ids, attention_mask = text_batch()
-    assert_as_model(model, ids, last_columns(attention_mask), attention_mask=attention_mask)
+    model, ids, attention_mask, mask = scene(kind, DTYPES.get(kind, torch.float64))
+    assert_as_model(model, ids, mask, attention_mask=attention_mask)
     head = describe_head(model)
     assert head.weight is model.get_output_embeddings()
     assert (head.weight.bias is not None) == (kind in tiny.BIASED)
@@ -37,7 +36,6 @@ def test_logprobs_are_those_of_the_models_logits(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", tiny.VISION)
 def test_vision_language_models(kind: str) -> None:
-    torch.manual_seed(1)
     model, ids, inputs = tiny.VISION[kind]()
     mask = torch.ones(2, 6)
     mask[0, 4:] = 0
@@ -49,9 +47,7 @@ def test_vision_language_models(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", TRAINED)
 def test_gradients_of_all_parameters_are_those_through_the_logits(kind: str) -> None:
-    model = tiny.text_model(kind, DTYPES.get(kind, torch.float64))
-    ids, attention_mask = text_batch()
-    mask = last_columns(attention_mask)
+    model, ids, attention_mask, mask = scene(kind, DTYPES.get(kind, torch.float64))
     counted, parameters = mask.bool(), [x for x in model.parameters() if x.requires_grad]
 
     def gradients(logps: Tensor, entropies: Tensor) -> tuple[Tensor | None, ...]:
@@ -71,10 +67,7 @@ def test_gradients_of_all_parameters_are_those_through_the_logits(kind: str) -> 
 
 
 def test_the_loss_is_that_of_the_hidden_states() -> None:
-    model = tiny.text_model("granite")
-    ids, attention_mask = text_batch()
-    mask = last_columns(attention_mask)
-    torch.manual_seed(3)
+    model, ids, attention_mask, mask = scene("granite")
     inputs = {
         "old_per_token_logps": -4 + torch.randn(3, 5).double(),
         "ref_per_token_logps": -4 + torch.randn(3, 5).double(),
@@ -99,9 +92,7 @@ def test_the_loss_is_that_of_the_hidden_states() -> None:
 
 def test_over_the_sets_of_a_truncating_sampler() -> None:
     """Log-probabilities and the loss, in the first call of a model, which is checked, and after it."""
-    model = tiny.text_model("gemma3_text")
-    ids, attention_mask = text_batch()
-    mask = last_columns(attention_mask)
+    model, ids, attention_mask, mask = scene("gemma3_text")
     logits = model(input_ids=ids, attention_mask=attention_mask).logits[:, -6:-1].double() / 0.7
     kept = torch.cat([ids[:, -5:, None], logits.topk(6).indices], dim=-1)
     outside = torch.ones_like(logits, dtype=torch.bool).scatter(-1, kept, False)
@@ -118,9 +109,7 @@ def test_over_the_sets_of_a_truncating_sampler() -> None:
 
 
 def test_temperature_divides_what_the_cap_has_left() -> None:
-    model = tiny.text_model("gemma3_text")
-    ids, attention_mask = text_batch()
-    mask = last_columns(attention_mask)
+    model, ids, attention_mask, mask = scene("gemma3_text")
     got = completion_logprobs(model, ids, attention_mask, mask, temperature=0.4, entropy=False)
     want, _ = tiny.plain_logprobs(model, ids, 0.4, attention_mask=attention_mask)
     torch.testing.assert_close(got.logps, want[:, -5:] * mask, rtol=1e-6, atol=1e-6)
@@ -128,9 +117,8 @@ def test_temperature_divides_what_the_cap_has_left() -> None:
 
 
 def test_a_mixture_of_experts_adds_its_load_balancing_loss() -> None:
-    model = tiny.text_model("qwen3_moe")
-    ids, attention_mask = text_batch()
-    args = (model, GRPOLoss(), ids, attention_mask, last_columns(attention_mask), torch.tensor([1.0, -1.0, 0.5]))
+    model, ids, attention_mask, mask = scene("qwen3_moe")
+    args = (model, GRPOLoss(), ids, attention_mask, mask, torch.tensor([1.0, -1.0, 0.5]))
     plain = causal_lm_loss(*args).loss
     aux_loss = model(input_ids=ids, attention_mask=attention_mask, output_router_logits=True).aux_loss.double()
     with_aux = causal_lm_loss(*args, output_router_logits=True).loss
@@ -151,9 +139,8 @@ def body_calls(model: Any) -> list[bool]:
 
 
 def test_the_check_costs_nothing_and_leaves_nothing() -> None:
-    model = tiny.text_model("gemma3_text").train()
-    ids, attention_mask = text_batch()
-    mask = last_columns(attention_mask)
+    model, ids, attention_mask, mask = scene("gemma3_text")
+    model.train()
     calls, attributes, random = body_calls(model), set(vars(model.lm_head)), torch.get_rng_state()
     hooks = len(model.lm_head._forward_hooks)
     first = completion_logprobs(model, ids, attention_mask, mask).logps
@@ -169,9 +156,8 @@ def test_the_check_costs_nothing_and_leaves_nothing() -> None:
 
 
 def test_a_config_that_is_wrong_or_changes_is_measured() -> None:
-    model = tiny.text_model("hyperclovax")  # its logits_scaling is a factor; elsewhere the name is a divisor
-    ids, attention_mask = text_batch()
-    mask = last_columns(attention_mask)
+    # its logits_scaling is a factor; elsewhere the name is a divisor
+    model, ids, attention_mask, mask = scene("hyperclovax")
     assert describe_head(model).logit_scale == pytest.approx(1 / 3)
     calls = body_calls(model)
     for expected in (2, 3):
@@ -184,31 +170,18 @@ def test_a_config_that_is_wrong_or_changes_is_measured() -> None:
 
 
 def test_padding_rows_of_the_head_are_cut_off_as_the_model_does() -> None:
-    model = tiny.text_model("llama")
+    model, ids, attention_mask, mask = scene()
+    model = with_logits(model, lambda logits: logits[..., :90])
     forward = model.forward
-
-    def cut(*args: Any, **kwargs: Any) -> Any:
-        output = forward(*args, **kwargs)
-        output.logits = output.logits[..., :90]
-        return output
-
-    model.forward = cut
-    ids, attention_mask = text_batch()
-    assert_as_model(model, ids.clamp(max=89), last_columns(attention_mask), attention_mask=attention_mask)
+    assert_as_model(model, ids.clamp(max=89), mask, attention_mask=attention_mask)
     assert describe_head(model).vocab_size == 90
-    assert model.forward is cut
+    assert model.forward is forward
 
 
-def test_bfloat16_and_autocast() -> None:
-    model = tiny.text_model("gemma3_text", torch.bfloat16)
-    ids, attention_mask = text_batch()
-    mask = last_columns(attention_mask)
-    logps = completion_logprobs(model, ids, attention_mask, mask).logps
-    assert logps.dtype == torch.float32
-    want = tiny.plain_logprobs(model, ids, attention_mask=attention_mask)[0][:, -5:]
-    assert (logps - want)[mask.bool()].abs().max() < 0.05
-    model = tiny.text_model("gemma3_text", torch.float32)
-    with torch.autocast("cpu", torch.bfloat16):
+@pytest.mark.parametrize("autocast", [False, True])
+def test_bfloat16_and_autocast(autocast: bool) -> None:
+    model, ids, attention_mask, mask = scene("gemma3_text", torch.float32 if autocast else torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         logps = completion_logprobs(model, ids, attention_mask, mask).logps
         want = tiny.plain_logprobs(model, ids, attention_mask=attention_mask)[0][:, -5:]
     assert logps.dtype == torch.float32

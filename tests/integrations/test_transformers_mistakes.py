@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -11,11 +12,24 @@ pytest.importorskip("transformers")
 
 import transformers
 
-from grpo_kernels import GRPOLoss
+from grpo_kernels import GRPOLoss, LossConfig
 from grpo_kernels.base import checks
 from grpo_kernels.integrations.transformers import causal_lm_loss, completion_logprobs, describe_head
 from tests.support import tiny_architectures as tiny
-from tests.support.model_checks import last_columns, text_batch
+from tests.support.model_checks import scene
+
+IDS, ATTENTION, MASK = scene()[1:]  # the second sequence ends two columns before the last
+LOSS = {"loss_fn": GRPOLoss(), "advantages": torch.ones(3)}
+
+
+def but(mask: torch.Tensor, row: int, columns: Any, value: int) -> torch.Tensor:
+    mask = mask.clone()
+    mask[row, columns] = value
+    return mask
+
+
+IN_PADDING = but(MASK, 1, slice(3, None), 1)  # both columns are padding
+WITH_A_HOLE = but(ATTENTION, 2, 5, 0)
 
 
 @pytest.fixture(autouse=True)
@@ -23,109 +37,131 @@ def _warned_of_nothing() -> None:
     checks.warn_once.cache_clear()
 
 
-def encoder_decoders() -> dict[str, torch.nn.Module]:
+def call(model: Any = None, **changes: Any) -> Any:
+    """The loss if there are advantages, else log-probabilities; of a Llama if no model is named."""
+    model = tiny.text_model("llama") if model is None else model
+    given = {"input_ids": IDS, "attention_mask": ATTENTION, "completion_mask": MASK, **changes}
+    return (causal_lm_loss if "advantages" in changes else completion_logprobs)(model, **given)
+
+
+# what is wrong -> what is said of it
+VALUES: list[tuple[dict[str, Any], str]] = [
+    *(
+        ({"attention_mask": torch.ones(shape)}, r"attention_mask: expected shape \(B, L\) = \(3, 12\), got \(")
+        for shape in ((3, 11), (2, 12), (12,), (3, 1, 12))
+    ),
+    *(
+        ({"completion_mask": IN_PADDING, **more}, "completion_mask: expected 0 where attention_mask is 0, got .* 11 of")
+        for more in ({}, LOSS)
+    ),
+    (
+        {"completion_mask": MASK[:2]},
+        r"completion_mask: expected shape \(B, T\) with B = 3 and 0 < T <= 12, got \(2, 5\)",
+    ),
+    ({"completion_mask": torch.ones(3, 13)}, "completion_mask: expected shape"),
+    ({"input_ids": IDS[0]}, r"input_ids: expected shape \(B, L\)"),
+    ({"labels": IDS}, "labels: expected none"),
+    ({"loss_fn": GRPOLoss(), "temperature": 1.0}, r"temperature: expected None beside loss_fn, .* got 1\.0"),
+    *(({**LOSS, name: 1}, f"{name}: expected none here") for name in ("head", "run", "cu_seqlens", "sequence_group")),
+]
+TYPES: list[tuple[dict[str, Any], str]] = [
+    ({"attention_mask": [[1] * 12] * 3}, "attention_mask: expected a tensor, got list"),
+    ({"loss_fn": {}}, "loss_fn: expected a GRPOLoss, got dict"),
+    ({**LOSS, "loss_fn": LossConfig()}, "loss_fn: expected a GRPOLoss, got LossConfig"),
+]
+ELSEWHERE = ("bias", "engine", "process_group", "final_logit_softcapping")  # of `Head` and `Run`
+# transformers' forwards have **kwargs, in which a misspelt name vanishes: the loss was the on-policy one
+NAMES: list[tuple[dict[str, Any], str, str]] = [
+    *((LOSS, name, "") for name in ELSEWHERE),
+    (LOSS, "old_logps", r"a name that nothing there reads; did you mean old_per_token_logps\?"),
+    (LOSS, "num_items", r"a name that nothing there reads; did you mean num_items_in_batch\?"),
+    (LOSS, "mask", r"a name that nothing there reads; did you mean attention_mask or completion_mask\?"),
+    (LOSS, "output_hidden_state", r"a name that nothing there reads; did you mean output_hidden_states\?"),
+    (LOSS, "wandb", "a name that nothing there reads$"),
+    (LOSS, "temperature", r"a field of LossConfig: set it on the loss, GRPOLoss\(temperature=\.\.\.\)"),
+    (LOSS, "beta", r"a field of LossConfig: set it on the loss, GRPOLoss\(beta=\.\.\.\)"),
+    ({}, "temprature", r".*did you mean temperature\?"),
+    ({}, "num_items_in_batch", ".*a name that nothing there reads"),
+    ({}, "old_per_token_logps", ".*a name that nothing there reads"),
+    ({}, "epsilon", ".*a field of LossConfig"),
+]
+
+
+@pytest.mark.parametrize(
+    ("error", "changes", "message"), [*((ValueError, *x) for x in VALUES), *((TypeError, *x) for x in TYPES)]
+)
+def test_wrong_arguments_are_named(error: type[Exception], changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(error, match=f"^{message}"):
+        call(**changes)
+
+
+@pytest.mark.parametrize(("given", "name", "got"), NAMES)
+def test_names_that_nothing_reads_are_refused_before_the_model_runs(given: dict[str, Any], name: str, got: str) -> None:
+    model = tiny.text_model("llama")
+    model.register_forward_pre_hook(lambda *_: pytest.fail("the model has run"))
+    inputs = "an input of LlamaForCausalLM or the loss" if given else "an input of LlamaForCausalLM"
+    with pytest.raises(TypeError, match=f"^{name}: expected {inputs}, got {got}"):
+        call(model, **given, **{name: None})
+
+
+def test_logits_that_are_cut_off_before_the_completion() -> None:
+    with pytest.raises(RuntimeError, match="is logits_to_keep too small"):
+        call(logits_to_keep=5)
+    assert call(logits_to_keep=6).logps.shape == (3, 5)
+
+
+def encoder_decoders() -> list[torch.nn.Module]:
     bart = transformers.BartConfig(
         vocab_size=60, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
         decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, max_position_embeddings=32,
     )  # fmt: skip
-    t5 = transformers.T5Config(
-        vocab_size=60, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0
-    )
-    models = transformers.BartForConditionalGeneration(bart), transformers.T5ForConditionalGeneration(t5)
-    return {type(x).__name__: x for x in models}
+    sizes = {"vocab_size": 60, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    t5 = transformers.T5Config(decoder_start_token_id=0, **sizes)
+    return [transformers.BartForConditionalGeneration(bart), transformers.T5ForConditionalGeneration(t5)]
 
 
 def test_encoder_decoder_models_are_refused_by_name() -> None:
-    ids = torch.randint(3, 60, (2, 8))
-    for name, model in encoder_decoders().items():
+    for model in encoder_decoders():
+        name = type(model).__name__
         message = f"^model: expected a model of one sequence, .* got {name}, an encoder-decoder model"
-        for inputs in ({}, {"decoder_input_ids": ids}):
+        for inputs in ({}, {"decoder_input_ids": IDS}):
             with pytest.raises(TypeError, match=message):
-                completion_logprobs(model, ids, None, torch.ones(2, 4), **inputs)
+                call(model, **inputs)
         with pytest.raises(TypeError, match=message):
             describe_head(model)
 
 
-def padded() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Ids, attention mask and completion mask: the second sequence ends two columns before the last."""
-    ids, attention_mask = text_batch()
-    return ids, attention_mask, last_columns(attention_mask)
-
-
-@pytest.mark.parametrize("shape", [(3, 11), (2, 12), (12,), (3, 1, 12)])
-def test_an_attention_mask_of_another_shape(shape: tuple[int, ...]) -> None:
-    ids, _, mask = padded()
-    with pytest.raises(ValueError, match=r"^attention_mask: expected shape \(B, L\) = \(3, 12\), got \("):
-        completion_logprobs(tiny.text_model("llama"), ids, torch.ones(shape), mask)
-    with pytest.raises(TypeError, match=r"^attention_mask: expected a tensor, got list"):
-        completion_logprobs(tiny.text_model("llama"), ids, [[1] * 12] * 3, mask)  # type: ignore[arg-type]
-
-
-def test_tokens_that_count_in_padding() -> None:
-    ids, attention_mask, mask = padded()
-    mask[1, 3:] = 1  # both columns are padding
-    model = tiny.text_model("llama")
-    message = r"^completion_mask: expected 0 where attention_mask is 0, got .* in column 11 of sequence 1, with"
-    with pytest.raises(ValueError, match=message):
-        completion_logprobs(model, ids, attention_mask, mask)
-    with pytest.raises(ValueError, match=message):
-        causal_lm_loss(model, GRPOLoss(), ids, attention_mask, mask, torch.ones(3))
-
-
-def test_an_end_token_that_is_the_padding_token_too_may_count() -> None:
-    ids, attention_mask, mask = padded()
-    mask[1, 3] = 1
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        completion_logprobs(tiny.text_model("llama"), ids, attention_mask, mask)
-
-
-@pytest.mark.parametrize("what", ["first token", "hole"])
-def test_a_mask_that_is_likely_not_meant_warns_once(what: str) -> None:
-    ids, attention_mask, mask = padded()
-    if what == "hole":
-        attention_mask[2, 5], message = 0, "attention_mask: it has zeros between ones"
-    else:
-        mask, message = attention_mask, "completion_mask: it counts a token whose column before has attention_mask 0"
-    model = tiny.text_model("llama")
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        # an end token that is the padding token, too, may count
+        ({"completion_mask": but(MASK, 1, 3, 1)}, None),
+        # a hole with positions of its own is meant
+        ({"attention_mask": WITH_A_HOLE, "position_ids": (WITH_A_HOLE.cumsum(1) - 1).clamp(min=0)}, None),
+        ({"attention_mask": WITH_A_HOLE}, "attention_mask: it has zeros between ones"),
+        ({"completion_mask": ATTENTION}, "completion_mask: it counts a token whose column before has attention_mask 0"),
+    ],
+)
+def test_a_mask_that_is_likely_not_meant_warns_once(changes: dict[str, Any], said: str | None) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
-            completion_logprobs(model, ids, attention_mask, mask)
-    assert [x.filename for x in caught] == [__file__]
-    assert message in str(caught[0].message)
-
-
-def test_a_hole_with_positions_of_its_own_is_meant() -> None:
-    ids, attention_mask, mask = padded()
-    attention_mask[2, 5] = 0
-    positions = (attention_mask.cumsum(1) - 1).clamp(min=0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        completion_logprobs(tiny.text_model("llama"), ids, attention_mask, mask, position_ids=positions)
+            call(**changes)
+    assert [x.filename for x in caught] == [__file__] * (said is not None)
+    assert said is None or said in str(caught[0].message)
 
 
 def test_weights_in_the_place_of_a_completion_mask() -> None:
-    ids, attention_mask, mask = padded()
-    with pytest.warns(UserWarning, match="mask: it holds values other than 0 and 1"):
-        completion_logprobs(tiny.text_model("llama"), ids, attention_mask, 0.5 * mask)
-    with pytest.warns(UserWarning, match="completion_mask: it holds values other than 0 and 1"):
-        causal_lm_loss(tiny.text_model("llama"), GRPOLoss(), ids, attention_mask, 0.5 * mask, torch.ones(3))
+    for name, inputs in (("mask", {}), ("completion_mask", LOSS)):
+        with pytest.warns(UserWarning, match=f" {name}: it holds values other than 0 and 1"):
+            call(completion_mask=0.5 * MASK, **inputs)
 
 
 def test_log_probabilities_have_the_temperature_of_the_loss() -> None:
-    ids, attention_mask, mask = padded()
-    model = tiny.text_model("llama")
-    loss_fn = GRPOLoss(temperature=0.7)
+    loss = {**LOSS, "loss_fn": GRPOLoss(temperature=0.7)}
     for logits_dtype in ("float32", "input"):
         options = {"logits_dtype": logits_dtype}
-        old = completion_logprobs(model, ids, attention_mask, mask, loss_fn=loss_fn, **options).logps
-        plain = completion_logprobs(model, ids, attention_mask, mask, temperature=0.7).logps
-        torch.testing.assert_close(old, plain, rtol=1e-2, atol=1e-2)
-        given = {"old_per_token_logps": old.detach(), **options}
-        out = causal_lm_loss(model, loss_fn, ids, attention_mask, mask, torch.ones(3), **given)
-        torch.testing.assert_close(out.metrics["ratio"], torch.ones_like(out.metrics["ratio"]), rtol=1e-6, atol=0)
-    with pytest.raises(ValueError, match=r"^temperature: expected None beside loss_fn, .* got 1\.0"):
-        completion_logprobs(model, ids, attention_mask, mask, loss_fn=loss_fn, temperature=1.0)
-    with pytest.raises(TypeError, match=r"^loss_fn: expected a GRPOLoss, got dict"):
-        completion_logprobs(model, ids, attention_mask, mask, loss_fn={})  # type: ignore[call-overload]
+        old = call(loss_fn=loss["loss_fn"], **options).logps
+        torch.testing.assert_close(old, call(temperature=0.7).logps, rtol=1e-2, atol=1e-2)
+        ratio = call(**loss, old_per_token_logps=old.detach(), **options).metrics["ratio"]
+        torch.testing.assert_close(ratio, torch.ones_like(ratio), rtol=1e-6, atol=0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,86 +15,72 @@ import trl
 import trl.trainer.distillation_trainer as trl_distillation
 import trl.trainer.utils as trl_utils
 
-from benchmarks import parity, tiny_models, tiny_run
+from benchmarks import parity, tiny_models
 from grpo_kernels.integrations.trl import FusedDistillationTrainer, distillation, fused_head, patch_trl, unpatch_trl
+from tests.support.case_builder import seeded
 from tests.support.ranks import run_ranks
+from tests.support.trl_training import Run, Written, assert_same, mixed, train
 
 THEIRS = trl_distillation._chunked_divergence_loss
 WIDER = {"hidden_size": 48, "head_dim": 12}
 # name -> (student, teacher, how the teacher's config differs, beta, options)
 CASES: dict[str, tuple[str, str, dict[str, Any], float, dict[str, Any]]] = {
     "forward KL, a wider teacher": ("qwen3", "qwen3", WIDER, 0.0, {}),
-    "JSD, tied student": ("tied", "qwen3", {}, 0.5, {"temperature": 0.7}),
+    "JSD, tied student with adapters on the body": (
+        "tied", "qwen3", {}, 0.5, {"temperature": 0.7, "peft_config": parity.lora()}
+    ),
     "reverse KL, capped student and tied teacher": ("softcap", "tied", {}, 1.0, {}),
     "JSD, scaled student, capped teacher": ("logit_scale", "softcap", {}, 0.3, {}),
-    "reverse KL, a bias each, scaled teacher": ("bias", "logits_scaling", {}, 1.0, {}),
-}
+    "reverse KL, a bias each, scaled teacher": ("bias", "logits_scaling", {}, 1.0, {"temperature": 0.7}),
+}  # fmt: skip
 
 
-class Drawn:
-    """In front of a trainer: completions that no model has to write."""
-
-    def _generate_single_turn(self, prompt_ids: list[list[int]], *_: Any, **__: Any) -> list[list[int]]:
-        draw = torch.Generator().manual_seed(17 + self.state.global_step)  # type: ignore[attr-defined]
-        lengths = torch.randint(2, 7, (len(prompt_ids),), generator=draw).tolist()
-        return [torch.randint(3, tiny_models.VOCAB, (n,), generator=draw).tolist() for n in lengths]
+class Drawn(Written):
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> list[list[int]]:
+        return super()._generate_single_turn(*args, **kwargs)[0]
 
 
-class Written:
-    """In front of a trainer: the student's own completions."""
+def trained(trainer_class: type, name: str, **options: Any) -> Run:
+    student, teacher, changes, beta, of_case = CASES[name]
+    model = tiny_models.model(teacher, seed=5, num_hidden_layers=1, **changes)
+    sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_completion_length": 12}
+    given = {"model": student, "teacher_model": model, "beta": beta, **sizes, **of_case, **options}
+    return train(trainer_class, config_class=trl.DistillationConfig, **given)
 
 
-def trained(trainer_class: type, name: str, steps: int = 4, mixin: type = Drawn, **more: Any) -> list[dict[str, float]]:
-    """What a short run logged."""
-    trainer_class = type(trainer_class.__name__, (mixin, trainer_class), {})
-    student, teacher, changes, beta, options = CASES[name]
-    with tempfile.TemporaryDirectory() as folder:
-        common = tiny_run.common_options(folder, steps) | {"per_device_train_batch_size": 4}
-        sizes = {"gradient_accumulation_steps": 2, "max_completion_length": 6, "beta": beta}
-        args = trl.DistillationConfig(**{**common, **sizes, **options})
-        model = tiny_models.model(teacher, seed=5, **changes)
-        return tiny_run.train(trainer_class, args, kind=student, teacher_model=model, **more).steps
+STOCK, OURS = (mixed(Drawn, x) for x in (trl.DistillationTrainer, FusedDistillationTrainer))
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_training_is_the_same(name: str) -> None:
-    stock, ours = (trained(x, name) for x in (trl.DistillationTrainer, FusedDistillationTrainer))
-    assert stock[0]["loss"] > 1e-3
-    assert {"loss", "grad_norm", "entropy"} <= stock[0].keys()
-    assert max(parity.differences(stock, ours).values()) <= parity.TOLERANCE
+    stock, ours = (trained(x, name) for x in (STOCK, OURS))
+    assert stock.steps[0]["loss"] > 1e-3
+    assert {"loss", "grad_norm", "entropy"} <= stock.steps[0].keys()
+    assert_same(stock, ours)
     assert trl_distillation._chunked_divergence_loss is THEIRS
 
 
-def test_adapters_on_the_body_train_the_same() -> None:
-    name, options = "JSD, tied student", {"steps": 2, "peft_config": parity.lora()}
-    stock, ours = (trained(x, name, **options) for x in (trl.DistillationTrainer, FusedDistillationTrainer))
-    assert max(parity.differences(stock, ours).values()) <= parity.TOLERANCE
-
-
 def test_a_patched_trainer_is_the_same_and_unpatching_gives_trls_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of completions that the student writes."""
     calls = []
     ours = distillation.DIVERGENCE.ours
     monkeypatch.setattr(distillation.DIVERGENCE, "ours", lambda *a, **k: calls.append(1) or ours(*a, **k))
-    name = "JSD, tied student"
-    stock = trained(trl.DistillationTrainer, name, steps=1, mixin=Written)
+    name = "JSD, tied student with adapters on the body"
+    stock = trained(trl.DistillationTrainer, name, steps=1)
     assert not calls
     with patch_trl() as done:
         assert done
         assert trl_distillation._chunked_divergence_loss is distillation.DIVERGENCE.ours
-        patched = trained(trl.DistillationTrainer, name, steps=1, mixin=Written)
+        patched = trained(trl.DistillationTrainer, name, steps=1)
     assert len(calls) == 2
-    assert max(parity.differences(stock, patched).values()) <= parity.TOLERANCE
+    assert_same(stock, patched)
     assert trl_distillation._chunked_divergence_loss is THEIRS
 
 
 def inputs(width: int = 16, more_ids: int = 0) -> dict[str, Any]:
     """Of the function itself: NaN where nothing counts."""
-    g = torch.Generator().manual_seed(3)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=g)
-
-    mask = torch.rand(3, 7, generator=g) < 0.6
+    draw = partial(torch.randn, generator=seeded("distillation"))
+    mask = draw(3, 7) < 0.25
     student = draw(3, 7, 12).masked_fill(~mask[..., None], torch.nan)
     return {
         "student_hidden_states": student.requires_grad_(),
@@ -105,9 +91,14 @@ def inputs(width: int = 16, more_ids: int = 0) -> dict[str, Any]:
     }
 
 
+def finite(given: dict[str, Any]) -> dict[str, Any]:
+    states = given["student_hidden_states"].detach().nan_to_num(0.7)
+    return {**given, "student_hidden_states": states.requires_grad_()}
+
+
 def test_masked_positions_are_never_read() -> None:
     given = inputs()
-    clean = {**given, "student_hidden_states": given["student_hidden_states"].detach().nan_to_num(0.7).requires_grad_()}
+    clean = finite(given)
     results = []
     for function, each in ((distillation.divergence_loss, given), (THEIRS, clean)):
         loss, entropy, count = function(beta=0.5, num_items_in_batch=torch.tensor(40), **each)
@@ -135,9 +126,7 @@ def test_padding_rows_of_one_head_are_no_tokens() -> None:
 
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
 def test_each_head_is_projected_once(beta: float) -> None:
-    given = inputs(width=12)
-    states = given["student_hidden_states"].detach().nan_to_num().requires_grad_()
-    given |= {"student_hidden_states": states, "completion_mask": torch.ones(3, 7)}
+    given = finite(inputs(width=12)) | {"completion_mask": torch.ones(3, 7)}
     with FlopCounterMode(display=False) as counter:
         distillation.divergence_loss(beta=beta, **given)[0].backward()
     assert counter.get_total_flops() == 8 * 21 * 50 * 12  # two projections, d hidden and d weight
@@ -163,8 +152,7 @@ def divided(rank: int, world_size: int) -> dict[str, Any]:
     """The teacher's head divided by FSDP2; then the student's too."""
     from torch.distributed.fsdp import fully_shard
 
-    given = inputs()
-    given["student_hidden_states"] = given["student_hidden_states"].detach().nan_to_num().requires_grad_()
+    given = finite(inputs())
     heads = {}
     for name in ("student", "teacher"):
         weight = given[f"{name}_lm_head_weight"].detach()
@@ -183,8 +171,7 @@ def divided(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def test_a_divided_teacher_is_right_and_a_divided_student_that_trains_is_refused() -> None:
-    given = inputs()
-    given["student_hidden_states"] = given["student_hidden_states"].detach().nan_to_num().requires_grad_()
+    given = finite(inputs())
     loss, *_ = distillation.divergence_loss(beta=0.5, **given)
     loss.backward()
     want = {"loss": loss.detach(), "grad": given["student_lm_head_weight"].grad, "scored": loss.detach()}

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +18,8 @@ from benchmarks import parity, tiny_run
 from grpo_kernels.integrations.rows import KnownRows
 from grpo_kernels.integrations.trl import FusedGRPOTrainer, fused_head, patch_trl, unpatch_trl
 from grpo_kernels.integrations.trl.scoring import ModelCall
+from tests.support.case_builder import seeded
+from tests.support.trl_training import train
 
 THEIRS = trl_utils._ChunkedLogProbFunction
 
@@ -37,36 +37,31 @@ def _labelled() -> Dataset:
     return Dataset.from_dict({"prompt": list(prompts), "completion": list(completions), "label": list(labels)})
 
 
-def _others() -> dict[str, tuple[type, Any, dict[str, Any]]]:
+def _others() -> dict[str, tuple[type, type, dict[str, Any]]]:
     texts = Dataset.from_dict({"text": [f"{p} w5 w9" for p in tiny_run.dataset(16)["prompt"]]})
     rl = {"gradient_accumulation_steps": 2, "num_generations": 4, "max_completion_length": 8}
     return {
         "SFT": (trl.SFTTrainer, trl.SFTConfig, {"train_dataset": texts}),
         "DPO": (trl.DPOTrainer, trl.DPOConfig, {"train_dataset": _preferences()}),
         "KTO": (trl.KTOTrainer, trl.KTOConfig, {"train_dataset": _labelled()}),
-        "RLOO": (trl.RLOOTrainer, lambda **o: trl.RLOOConfig(**o, **rl), {"reward_funcs": tiny_run.reward}),
+        "RLOO": (trl.RLOOTrainer, trl.RLOOConfig, {"reward_funcs": tiny_run.reward, **rl}),
     }
 
 
 @pytest.mark.parametrize("name", ["SFT", "DPO", "KTO", "RLOO"])
-def test_patched_trainers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer_class, config_class, arguments = _others()[name]
+def test_patched_trainers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer_class, config_class, options = _others()[name]
     calls = []
     ours = fused_head.FusedHead.apply
     monkeypatch.setattr(fused_head.FusedHead, "apply", staticmethod(lambda *a: calls.append(len(a)) or ours(*a)))
-
-    def trained() -> list[dict[str, float]]:
-        args = config_class(**tiny_run.common_options(str(tmp_path), steps=2))
-        return tiny_run.train(trainer_class, args, **arguments).steps
-
-    stock = trained()
+    stock = train(trainer_class, config_class=config_class, **options)
     assert not calls
     with patch_trl() as done:
         assert done
-        patched = trained()
+        patched = train(trainer_class, config_class=config_class, **options)
     assert calls
     assert trl_utils._ChunkedLogProbFunction is THEIRS
-    for left, right in zip(stock, patched, strict=True):
+    for left, right in zip(stock.steps, patched.steps, strict=True):
         # absolute too: DPO's and KTO's figures are differences of whole sequences' log-probabilities
         assert right == pytest.approx(left, rel=parity.TOLERANCE, abs=parity.TOLERANCE, nan_ok=True)
 
@@ -138,11 +133,10 @@ def test_head_calls_have_the_options_of_the_patch_or_of_the_trainer(monkeypatch:
     with patch_trl():
         fused_head.FusedHead.apply(hidden, weight, None, ids, 1.0, 32)
         assert given() == [{"engine": "auto", "backend": "auto", "workspace_bytes": None}]
-    with tempfile.TemporaryDirectory() as folder:
-        tiny_run.train(FusedGRPOTrainer, tiny_run.config(folder, 1), **OPTIONS)
-        calls = given()
-        assert len(calls) >= 2
-        assert all(call == OPTIONS for call in calls)
+    train(FusedGRPOTrainer, 1, **OPTIONS)
+    calls = given()
+    assert len(calls) >= 2
+    assert all(call == OPTIONS for call in calls)
 
 
 @pytest.mark.parametrize(
@@ -179,16 +173,14 @@ def test_an_unknown_trl_is_left_alone(found: Any, monkeypatch: pytest.MonkeyPatc
     assert getattr(trl_utils, "_ChunkedLogProbFunction", None) is found
 
 
-def _head_inputs(rows: int = 9, **options: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(3)
-
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, **options).requires_grad_()
-
-    ids = torch.randint(0, 50, (rows,), generator=generator)
-    return draw(rows, 16), draw(50, 16), draw(50), ids
+def _head_inputs(rows: int = 9) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    draw = seeded("head of TRL")
+    ids = torch.randint(0, 50, (rows,), generator=draw)
+    hidden, weight, bias = (torch.randn(shape, generator=draw) for shape in ((rows, 16), (50, 16), (50,)))
+    return hidden.requires_grad_(), weight.requires_grad_(), bias.requires_grad_(), ids
 
 
+@pytest.mark.parametrize("needs", [("hidden", "weight"), ("hidden", "weight", "bias"), ("hidden",), ("weight",), ()])
 @pytest.mark.parametrize(
     "outputs",
     [
@@ -200,41 +192,27 @@ def _head_inputs(rows: int = 9, **options: Any) -> tuple[torch.Tensor, torch.Ten
     ],
     ids="-".join,
 )
-@pytest.mark.parametrize("with_bias", [False, True], ids=["", "bias"])
-def test_the_op_returns_what_trl_returns(outputs: tuple[str, ...], with_bias: bool) -> None:
-    found = []
+def test_the_op_returns_and_differentiates_what_trl_does(outputs: tuple[str, ...], needs: tuple[str, ...]) -> None:
+    of_op = []
     for op in (THEIRS, fused_head.FusedHead):
         hidden, weight, bias, ids = _head_inputs()
-        given = (hidden, weight, bias if with_bias else None, ids, 0.7, 32, 5.0, 0.5, outputs)
+        leaves = {"hidden": hidden, "weight": weight, "bias": bias}
+        for name, x in leaves.items():
+            x.requires_grad_(name in needs)
+        given = (hidden, weight, bias if "bias" in needs else None, ids, 0.7, 32, 5.0, 0.5, outputs)
         results = op.apply(*given)
         assert len(results) == 5
         total = results[0].sum() if results[1] is None else (results[0] - 0.3 * results[1]).sum()
-        total.backward()
-        assert (bias.grad is not None) == with_bias
-        found.append((*results, hidden.grad, weight.grad, bias.grad))
-    for theirs, ours in zip(*found, strict=True):
+        assert total.requires_grad == bool(needs)
+        if needs:
+            total.backward()
+        assert {name for name, x in leaves.items() if x.grad is not None} == {*needs}
+        of_op.append((*results, *(x.grad for x in leaves.values())))
+    for theirs, ours in zip(*of_op, strict=True):
         assert (theirs is None) == (ours is None)
         if theirs is not None:
             assert theirs.dtype == ours.dtype
             assert theirs.requires_grad == ours.requires_grad
-            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("needs", ["hidden", "weight", "nothing"])
-def test_the_op_differentiates_what_is_asked(needs: str) -> None:
-    grads = []
-    for op in (THEIRS, fused_head.FusedHead):
-        hidden, weight, _, ids = _head_inputs()
-        hidden.requires_grad_(needs == "hidden")
-        weight.requires_grad_(needs == "weight")
-        logps = op.apply(hidden, weight, None, ids, 1.0, 32, None, 1.0, ("log_probs",))[0]
-        assert logps.requires_grad == (needs != "nothing")
-        if logps.requires_grad:
-            logps.sum().backward()
-        grads.append((hidden.grad, weight.grad))
-    for theirs, ours in zip(*grads, strict=True):
-        assert (theirs is None) == (ours is None)
-        if theirs is not None:
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 

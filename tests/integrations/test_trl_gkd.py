@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import random
-import tempfile
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from datasets import Dataset
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
@@ -17,11 +15,10 @@ pytest.importorskip("trl")
 from trl.experimental.gkd import GKDConfig, GKDTrainer
 from trl.experimental.iw_opd import IWOPDConfig, IWOPDTrainer
 
-from benchmarks import parity, tiny_models, tiny_run
+from benchmarks import tiny_models
 from grpo_kernels.integrations.trl.gkd import FusedGKDTrainer
 from grpo_kernels.integrations.trl.iw_opd import FusedIWOPDTrainer
-
-STEPS = 3
+from tests.support.trl_training import Run, assert_same, train
 
 
 def conversations(rows: int = 32) -> Dataset:
@@ -36,30 +33,29 @@ def conversations(rows: int = 32) -> Dataset:
     )
 
 
-def trained(
-    trainer_class: type, student: str, teacher: str, prepare: Any = None, **options: Any
-) -> list[dict[str, float]]:
-    """What a short run logged."""
-    config_class, length = (
-        (GKDConfig, "max_new_tokens")
-        if issubclass(trainer_class, GKDTrainer)
-        else (IWOPDConfig, "max_completion_length")
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        common = tiny_run.common_options(folder, STEPS) | {"per_device_train_batch_size": 4}
-        args = config_class(**{**common, "gradient_accumulation_steps": 2, "max_length": 32, length: 6, **options})
-        model = tiny_models.model(teacher, seed=5)
-        tiny_models.tokenizer().save_pretrained(folder)  # IW-OPD compares the teacher's with the student's
-        model.config._name_or_path = folder
-        given = {"train_dataset": conversations(), "teacher_model": model, "prepare": prepare}
-        return tiny_run.train(trainer_class, args, kind=student, **given).steps
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Of the teacher's tokenizer, which IW-OPD compares with the student's."""
+    saved = str(tmp_path_factory.mktemp("teacher"))
+    tiny_models.tokenizer().save_pretrained(saved)
+    return saved
 
 
-def assert_same(stock: list[dict[str, float]], ours: list[dict[str, float]]) -> None:
-    assert len(stock) == STEPS
-    assert abs(stock[0]["loss"]) > 1e-3
-    assert {"loss", "grad_norm"} <= stock[0].keys() == ours[0].keys()
-    assert max(parity.differences(stock, ours).values()) <= parity.TOLERANCE
+def trained(trainer_class: type, folder: str, student: str, teacher: str, **options: Any) -> Run:
+    is_gkd = issubclass(trainer_class, GKDTrainer)
+    model = tiny_models.model(teacher, seed=5, num_hidden_layers=1)
+    model.config._name_or_path = folder
+    sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_length": 32}
+    sizes["max_new_tokens" if is_gkd else "max_completion_length"] = 6
+    given = {"model": student, "teacher_model": model, "train_dataset": conversations(), **sizes, **options}
+    return train(trainer_class, config_class=GKDConfig if is_gkd else IWOPDConfig, **given)
+
+
+def assert_trains_the_same(stock: Run, ours: Run) -> None:
+    assert len(stock.steps) == 2
+    assert abs(stock.steps[0]["loss"]) > 1e-3
+    assert {"loss", "grad_norm"} <= stock.steps[0].keys()
+    assert_same(stock, ours)
 
 
 @pytest.mark.parametrize(
@@ -71,9 +67,10 @@ def assert_same(stock: list[dict[str, float]], ours: list[dict[str, float]]) -> 
         ("bias", "logits_scaling", 1.0, 0.0),
     ],
 )
-def test_gkd_trains_the_same(student: str, teacher: str, beta: float, lmbda: float) -> None:
-    options = {"beta": beta, "lmbda": lmbda}
-    assert_same(*(trained(x, student, teacher, **options) for x in (GKDTrainer, FusedGKDTrainer)))
+def test_gkd_trains_the_same(folder: str, student: str, teacher: str, beta: float, lmbda: float) -> None:
+    given = (folder, student, teacher)
+    stock, ours = (trained(x, *given, beta=beta, lmbda=lmbda) for x in (GKDTrainer, FusedGKDTrainer))
+    assert_trains_the_same(stock, ours)
 
 
 @pytest.mark.parametrize(
@@ -84,10 +81,10 @@ def test_gkd_trains_the_same(student: str, teacher: str, beta: float, lmbda: flo
         ("qwen3", "tied", {"lmbda": 0.0, "distillation_objective": "jsd", "beta": 0.5, "loss_top_k": 0}),  # TRL's own
     ],
 )
-def test_iw_opd_trains_the_same(student: str, teacher: str, options: dict[str, Any]) -> None:
-    stock, ours = (trained(x, student, teacher, **options) for x in (IWOPDTrainer, FusedIWOPDTrainer))
-    assert ("iw_opd/mean_weight" in stock[0]) == ("distillation_objective" not in options)
-    assert_same(stock, ours)
+def test_iw_opd_trains_the_same(folder: str, student: str, teacher: str, options: dict[str, Any]) -> None:
+    stock, ours = (trained(x, folder, student, teacher, **options) for x in (IWOPDTrainer, FusedIWOPDTrainer))
+    assert ("iw_opd/mean_weight" in stock.steps[0]) == ("distillation_objective" not in options)
+    assert_trains_the_same(stock, ours)
 
 
 def batch(trainer: Any) -> dict[str, Tensor]:
@@ -99,7 +96,9 @@ def batch(trainer: Any) -> dict[str, Tensor]:
     ("trainer_classes", "products"),
     [((GKDTrainer, FusedGKDTrainer), (8, 8)), ((IWOPDTrainer, FusedIWOPDTrainer), (8, 10))],
 )
-def test_only_tokens_with_a_label_are_projected(trainer_classes: tuple[type, type], products: tuple[int, int]) -> None:
+def test_only_tokens_with_a_label_are_projected(
+    folder: str, trainer_classes: tuple[type, type], products: tuple[int, int]
+) -> None:
     """Products of both heads, in NVH: of all positions in TRL's, of the tokens with a label in ours."""
     flops: list[int] = []
     gradients: list[list[Tensor]] = []
@@ -116,8 +115,8 @@ def test_only_tokens_with_a_label_are_projected(trainer_classes: tuple[type, typ
         flops.append(counter.get_total_flops())
 
     for trainer_class in trainer_classes:
-        options = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
-        trained(trainer_class, "qwen3", "qwen3", prepare, lmbda=1.0, **options)
+        options = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "steps": 1, "lmbda": 1.0}
+        trained(trainer_class, folder, "qwen3", "qwen3", prepare=prepare, **options)
     head = tiny_models.VOCAB * 32
     theirs, ours = products
     assert sizes["counted"] < sizes["positions"] / 2
@@ -126,27 +125,17 @@ def test_only_tokens_with_a_label_are_projected(trainer_classes: tuple[type, typ
         torch.testing.assert_close(x, y, rtol=2e-4, atol=2e-6)
 
 
-def test_rows_are_logged_and_evaluation_is_trls_own() -> None:
-    logged: list[dict[str, float]] = []
+def test_rows_are_logged_and_evaluation_is_trls_own(folder: str) -> None:
     evaluated: list[float] = []
 
     def prepare(trainer: Any) -> None:
         inputs = batch(trainer)
         with torch.no_grad():
-            evaluated.extend(
-                [
-                    float(trainer.compute_loss(trainer.model, dict(inputs))),
-                    float(trainer.compute_loss(trainer.model, dict(inputs), return_outputs=True)[0]),
-                ]
-            )
+            evaluated.append(float(trainer.compute_loss(trainer.model, dict(inputs))))
+            evaluated.append(float(trainer.compute_loss(trainer.model, dict(inputs), return_outputs=True)[0]))
 
-        class Log(transformers.TrainerCallback):
-            def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
-                logged.append(logs)
-
-        trainer.add_callback(Log())
-
-    trained(FusedGKDTrainer, "qwen3", "tied", prepare, lmbda=0.0)
+    run = trained(FusedGKDTrainer, folder, "qwen3", "tied", prepare=prepare, lmbda=0.0)
+    logged = run.trainer.state.log_history[0]
     assert evaluated[0] == pytest.approx(evaluated[1], rel=1e-5)
-    assert 0.1 < logged[0]["rows/projected"] < 0.9
-    assert logged[0]["rows/gradient"] == 1.0
+    assert 0.1 < logged["rows/projected"] < 0.9
+    assert logged["rows/gradient"] == 1.0

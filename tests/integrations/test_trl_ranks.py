@@ -35,20 +35,16 @@ JOBS = {
     "DDP: regrouped": Job(arguments=REGROUPED),
     "FSDP2: regrouped": Job("FSDP2", arguments=REGROUPED),
 }
-HALVES: dict[str, Any] = {
-    "options": {"steps_per_generation": 4, "epsilon": 1e-3}
-}  # half of a batch is scored, its live sequences alone
-HALVES_JOBS = {
+# half of a batch is scored, its live sequences alone
+HALVES: dict[str, Any] = {"options": {"steps_per_generation": 4, "epsilon": 1e-3}}
+# the loss follows the reference's scoring
+ONCE: dict[str, Any] = {"lora": ("q_proj", "lm_head"), "options": {"beta": 0.04}}
+OTHER_JOBS = {
     "halves, stock": Job(stock=True, **HALVES),
     "halves, DDP": Job(**HALVES),
     "halves, FSDP2": Job("FSDP2", **HALVES),
-}
-ONCE: dict[str, Any] = {
-    "lora": ("q_proj", "lm_head"),
-    "options": {"beta": 0.04},
-}  # the loss follows the reference's scoring
-ONCE_JOBS = {"once, DDP": Job(**ONCE), "once, FSDP2": Job("FSDP2", **ONCE)}
-SKIP_JOBS = {
+    "once, DDP": Job(**ONCE),
+    "once, FSDP2": Job("FSDP2", **ONCE),
     "skip, stock": Job("FSDP1", stock=True, options={}),
     "skip, FSDP1": Job("FSDP1", options={}, arguments={"zero_advantage": "skip"}),
 }
@@ -66,16 +62,17 @@ BECOMES = {"DDP": "DistributedDataParallel", "FSDP1": "FullyShardedDataParallel"
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """By kind of model: where it is saved."""
-    found = {kind: str(tmp_path_factory.mktemp(kind)) for kind in ("qwen3", "tied")}
-    for kind, folder in found.items():
+    made = {kind: str(tmp_path_factory.mktemp(kind)) for kind in ("qwen3", "tied")}
+    for kind, folder in made.items():
         save_model(kind, folder)
-    return found
+    return made
 
 
 @pytest.fixture(scope="module")
 def logged(folders: dict[str, str]) -> list[dict[str, Found]]:
-    """By rank, by job: one set of processes, since they have much to import."""
-    return run_ranks(train_all, 2, JOBS | HALVES_JOBS | ONCE_JOBS | SKIP_JOBS, folders, seconds=300)
+    """By rank, by job: one set of processes, since they have much to import; ZeRO last, as it changes accelerate."""
+    zero = {} if zero3.needs_deepspeed.args[0] else ZERO_JOBS
+    return run_ranks(train_all, 2, JOBS | OTHER_JOBS | zero, folders)
 
 
 @cache
@@ -84,36 +81,46 @@ def of_one_process(kind: str, adapted: bool, folder: str) -> tuple[list[dict[str
     return train(Job(kind=kind, **ADAPTED) if adapted else Job(kind=kind, stock=True), folder)[:2]
 
 
-def check(name: str, job: Job, found: Found, folders: dict[str, str]) -> None:
+def check(name: str, job: Job, logged: list[dict[str, Found]], folders: dict[str, str]) -> None:
     want, moved = of_one_process(job.kind, bool(job.lora), folders[job.kind])
-    errors = parity.differences(want, found.steps)
-    assert max(errors["loss"], errors["grad_norm"]) < TOLERANCE, f"{name}: {errors}"
     assert all(x["grad_norm"] > 0.1 for x in want)
-    assert_same(found.moved, moved, TOLERANCE)
-    assert BECOMES.get(job.wrap.split(",")[0], "DeepSpeedEngine") in found.classes
-    assert found.head.startswith("FSDP") == (job.wrap in ("FSDP2", "FSDP2, head its own unit"))
+    for of_rank in logged:
+        ran = of_rank[name]
+        errors = parity.differences(want, ran.steps)
+        assert max(errors["loss"], errors["grad_norm"]) < TOLERANCE, errors
+        assert_same(ran.moved, moved, TOLERANCE)
+        assert BECOMES.get(job.wrap.split(",")[0], "DeepSpeedEngine") in ran.classes
+        assert ran.head.startswith("FSDP") == (job.wrap in ("FSDP2", "FSDP2, head its own unit"))
 
 
 @pytest.mark.parametrize("name", [name for name in JOBS if not name.startswith("DDP,")])
 def test_ddp_and_fsdp(name: str, logged: list[dict[str, Found]], folders: dict[str, str]) -> None:
-    for of_rank in logged:
-        check(name, JOBS[name], of_rank[name], folders)
+    check(name, JOBS[name], logged, folders)
 
 
-def test_metrics_are_those_of_stock_trl_on_as_many_processes(logged: list[dict[str, Found]]) -> None:
-    for of_rank in logged:
-        stock, ours = of_rank["DDP, entropy bonus, stock"].steps, of_rank["DDP, entropy bonus"].steps
-        assert max(parity.differences(stock, ours).values()) < TOLERANCE
+@zero3.needs_deepspeed
+@pytest.mark.parametrize("name", ZERO_JOBS)
+def test_zero(name: str, logged: list[dict[str, Found]], folders: dict[str, str]) -> None:
+    check(name, ZERO_JOBS[name], logged, folders)
 
 
-@pytest.mark.parametrize("name", ["halves, DDP", "halves, FSDP2"])
-def test_old_log_probabilities_are_those_of_stock_trl_on_as_many_processes(
-    name: str, logged: list[dict[str, Found]]
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("DDP, entropy bonus", "DDP, entropy bonus, stock"),
+        ("halves, DDP", "halves, stock"),
+        ("halves, FSDP2", "halves, stock"),
+        # PEFT switches the gradient of adapters off for the reference, and on again afterwards
+        ("once, FSDP2", "once, DDP"),
+    ],
+)
+def test_metrics_are_those_of_stock_trl_or_of_ddp_on_as_many_processes(
+    name: str, other: str, logged: list[dict[str, Found]]
 ) -> None:
     for of_rank in logged:
-        errors = parity.differences(of_rank["halves, stock"].steps, of_rank[name].steps)
+        errors = parity.differences(of_rank[other].steps, of_rank[name].steps)
         assert max(errors.values()) < TOLERANCE, errors
-        assert of_rank[name].steps[-1]["clip_ratio/region_mean"] > 0
+        assert of_rank[name].steps[-1]["clip_ratio/region_mean"] > 0 or "halves" not in name
 
 
 def test_sequences_are_skipped_under_fsdp1(logged: list[dict[str, Found]]) -> None:
@@ -124,22 +131,8 @@ def test_sequences_are_skipped_under_fsdp1(logged: list[dict[str, Found]]) -> No
         assert_same(ours.moved, stock.moved, TOLERANCE)
 
 
-def test_an_adapter_has_its_gradient_after_a_scoring_without_adapters(logged: list[dict[str, Found]]) -> None:
-    """PEFT switches the gradient of adapters off for the reference, and on again afterwards."""
-    for of_rank in logged:
-        errors = parity.differences(of_rank["once, DDP"].steps, of_rank["once, FSDP2"].steps)
-        assert max(errors.values()) < TOLERANCE, errors
-
-
 def test_the_gradient_is_foreseen_with_the_normaliser_of_all_processes(logged: list[dict[str, Found]]) -> None:
     """Else rows would be projected a second time: the bonus and the policy's term have different normalisers."""
     for of_rank in logged:
         counts = of_rank["DDP, entropy bonus"].counts
         assert counts.flops == 6 * counts.scored * counts.size > 0
-
-
-@zero3.needs_deepspeed
-def test_zero(folders: dict[str, str]) -> None:
-    for of_rank in run_ranks(train_all, 2, ZERO_JOBS, folders):
-        for name, job in ZERO_JOBS.items():
-            check(name, job, of_rank[name], folders)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import warnings
 from typing import Any
 
@@ -14,12 +13,13 @@ import trl
 from datasets import Dataset
 from trl.trainer.base_trainer import _BaseTrainer
 
-from benchmarks import tiny_models, tiny_run
+from benchmarks import tiny_models
 from grpo_kernels.base import checks
 from grpo_kernels.integrations.shares import Shares
 from grpo_kernels.integrations.trl import FusedDistillationTrainer, FusedGRPOTrainer, patch_trl
 from grpo_kernels.integrations.trl.row_count import count_rows
 from grpo_kernels.integrations.trl.scoring import PATCHED
+from tests.support.trl_training import Run, train
 
 ROWS = {"rows/projected", "rows/gradient"}
 
@@ -27,7 +27,6 @@ ROWS = {"rows/projected", "rows/gradient"}
 def logged(trainer_class: type[trl.GRPOTrainer]) -> tuple[list[dict[str, float]], list[dict[str, Any]]]:
     """The log's training steps of a short run, and the batches of its losses."""
     batches: list[dict[str, Any]] = []
-    trainers: list[Any] = []
 
     class Noted(trainer_class):  # type: ignore[misc, valid-type]
         def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
@@ -35,10 +34,12 @@ def logged(trainer_class: type[trl.GRPOTrainer]) -> tuple[list[dict[str, float]]
             batches.append(inputs)
             return super()._compute_loss(model, inputs)
 
-    with tempfile.TemporaryDirectory() as folder:
-        # the reward of the first steps is the same for some groups, which then have no gradient
-        tiny_run.train(Noted, tiny_run.config(folder, 2, temperature=0.2), prepare=trainers.append)
-    return [entry for entry in trainers[0].state.log_history if "loss" in entry], batches
+    # the reward of the first steps is the same for some groups, which then have no gradient
+    return steps_of(train(Noted, temperature=0.2)), batches
+
+
+def steps_of(run: Run) -> list[dict[str, float]]:
+    return [entry for entry in run.trainer.state.log_history if "loss" in entry]
 
 
 def shares(batches: list[dict[str, Any]]) -> dict[str, float]:
@@ -74,29 +75,18 @@ def test_a_trainer_that_makes_its_own_logits_is_named_once() -> None:
     gkd = pytest.importorskip("trl.experimental.gkd")
     turns = [{"role": "user", "content": "w1 w2"}, {"role": "assistant", "content": "w3 w4 w5"}]
     checks.warn_once.cache_clear()
-    with tempfile.TemporaryDirectory() as folder, patch_trl(), warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer = gkd.GKDTrainer(
-            model=tiny_models.model("qwen3"),
-            teacher_model=tiny_models.model("qwen3", seed=5),
-            args=gkd.GKDConfig(**tiny_run.common_options(folder, 2), lmbda=0.0),
-            train_dataset=Dataset.from_dict({"messages": [turns] * 16}),
-            processing_class=tiny_models.tokenizer(),
-        )
-        trainer.train()
+    given = {"teacher_model": tiny_models.model(), "train_dataset": Dataset.from_dict({"messages": [turns] * 16})}
+    given["prepare"] = lambda _: warnings.simplefilter("always")  # a tiny run is silent
+    with patch_trl(), pytest.warns(RuntimeWarning, match="patch_trl") as caught:
+        train(gkd.GKDTrainer, config_class=gkd.GKDConfig, lmbda=0.0, **given)
     found = [str(x.message) for x in caught if "patch_trl" in str(x.message)]
     assert len(found) == 1
     assert found[0].startswith("grpo_kernels: patch_trl: GKDTrainer has trained a step without TRL's fused head")
 
 
 def test_distillation_logs_its_rows() -> None:
-    trainers: list[Any] = []
-    with tempfile.TemporaryDirectory() as folder:
-        options = tiny_run.common_options(folder, 1) | {"per_device_train_batch_size": 4, "max_completion_length": 6}
-        args = trl.DistillationConfig(**options)
-        teacher = tiny_models.model("qwen3", seed=5)
-        tiny_run.train(FusedDistillationTrainer, args, teacher_model=teacher, prepare=trainers.append)
-    step = next(entry for entry in trainers[0].state.log_history if "loss" in entry)
+    options = {"per_device_train_batch_size": 4, "max_completion_length": 6, "teacher_model": tiny_models.model()}
+    step = steps_of(train(FusedDistillationTrainer, 1, config_class=trl.DistillationConfig, **options))[0]
     assert 0 < step["rows/projected"] <= 1
     assert step["rows/gradient"] == 1.0
 
@@ -118,7 +108,6 @@ def test_rows_are_counted_once_however_many_results_have_a_gradient_and_never_wi
 
 
 def test_what_was_counted_before_is_not_logged_after_patching() -> None:
-    x = torch.randn(4, requires_grad=True)
-    count_rows(PATCHED.shares, 4, None, (2 * x,))
+    count_rows(PATCHED.shares, 4, None, (2 * torch.randn(4, requires_grad=True),))
     with patch_trl():
         assert PATCHED.shares.take() == {}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-import tempfile
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,17 +17,19 @@ from trl import GRPOTrainer
 
 from benchmarks import tiny_run
 from grpo_kernels.integrations.trl import FusedGRPOTrainer, sampled_sets
+from tests.support import trl_training
+from tests.support.case_builder import seeded
+from tests.support.trl_training import Run
 
 KEPT = 5  # ids that the sampler keeps
 
 
 def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
     """Completions drawn from the top-k ids, with the sets as vLLM returns them; every fourth token is a tool's."""
-    draw = torch.Generator().manual_seed(17 + trainer.state.global_step)
-    found: dict[str, Any] = {name: [] for name in ("prompt_ids", "completion_ids", "logprobs", "env_mask")}
-    found["sampling_mask"] = []
-    tokenizer = trainer.processing_class
-    for prompt in tokenizer(prompts)["input_ids"]:
+    draw = seeded(f"rollout of step {trainer.state.global_step}")
+    names = ("prompt_ids", "completion_ids", "logprobs", "env_mask", "sampling_mask")
+    found: dict[str, Any] = {name: [] for name in names}
+    for prompt in trainer.processing_class(prompts)["input_ids"]:
         text, rows, logps, drawn = [*prompt], [], [], []
         for i in range(int(torch.randint(2, 9, (), generator=draw))):
             with torch.no_grad():
@@ -73,11 +76,8 @@ class Oracle(GRPOTrainer):
         return log_probs.gather(-1, input_ids[:, -logits_to_keep:, None])[..., 0], entropies, None
 
 
-def train(trainer: type, *, steps: int = 2, **options: Any) -> tiny_run.History:
-    more = {"rollout_func": rollout, **options.pop("more", {})}
-    with tempfile.TemporaryDirectory() as folder:
-        args = tiny_run.config(folder, steps, **{"temperature": 0.8, **options})
-        return tiny_run.train(trainer, args, **more)
+def train(trainer: type, steps: int = 2, **options: Any) -> Run:
+    return trl_training.train(trainer, steps, **{"rollout_func": rollout, "temperature": 0.8, **options})
 
 
 @pytest.mark.parametrize(
@@ -86,9 +86,10 @@ def train(trainer: type, *, steps: int = 2, **options: Any) -> tiny_run.History:
         {"beta": 0.04, "entropy_coef": 0.01, "steps_per_generation": 4},  # old log-probabilities and a reference
         {"loss_type": "dapo", "num_iterations": 2},
     ],
+    ids=["halves", "twice"],
 )
 def test_the_loss_is_over_the_sets(options: dict[str, Any]) -> None:
-    want, got = train(Oracle, **options), train(FusedGRPOTrainer, more={"sampling_mask": "error"}, **options)
+    want, got = train(Oracle, **options), train(FusedGRPOTrainer, sampling_mask="error", **options)
     assert got.losses == pytest.approx(want.losses, rel=1e-5, abs=1e-6)
     names = ("loss", "grad_norm", "entropy", *(("kl",) if "beta" in options else ()))
     assert 1 < got.steps[0]["kept/size"] < KEPT
@@ -99,18 +100,24 @@ def test_the_loss_is_over_the_sets(options: dict[str, Any]) -> None:
     assert other.losses != pytest.approx(want.losses, rel=1e-2, abs=1e-3)
 
 
-def test_a_token_without_a_set() -> None:
-    """An error, or the whole vocabulary."""
+def changed(change: Callable[[Any], Any]) -> Callable[[list[str], Any], dict[str, Any]]:
+    """A rollout whose sets are changed."""
 
-    def lost(prompts: list[str], trainer: Any) -> dict[str, Any]:
-        found = rollout(prompts, trainer)
-        found["sampling_mask"][0][0] = []
-        return found
+    def wrong(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        generated = rollout(prompts, trainer)
+        change(generated["sampling_mask"])
+        return generated
 
-    options: dict[str, Any] = {"steps": 2, "steps_per_generation": 4}
-    with pytest.raises(ValueError, match="kept_ids: expected a set where the mask counts"):
-        train(FusedGRPOTrainer, more={"sampling_mask": "error", "rollout_func": lost}, **options)
-    got = train(FusedGRPOTrainer, more={"sampling_mask": "full", "rollout_func": lost}, **options)
+    return wrong
+
+
+def without(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    return {name: x for name, x in rollout(prompts, trainer).items() if name != "sampling_mask"}
+
+
+def test_a_token_without_a_set_may_have_the_whole_vocabulary() -> None:
+    lost = changed(lambda sets: sets[0][0].clear())
+    got = train(FusedGRPOTrainer, steps=1, sampling_mask="full", rollout_func=lost)
     assert 0 < got.steps[0]["kept/without_set"] < 0.1
 
 
@@ -124,59 +131,56 @@ def test_a_token_without_a_set() -> None:
         ({"top_p": 0.9, "vllm_importance_sampling_correction": False}, False),
         ({"top_p": 0.9, "sampling_mask": "error"}, False),
     ],
+    ids=str,
 )
 def test_a_truncating_sampler_without_its_sets_is_warned_of(
-    options: dict[str, Any], warns: bool, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], warns: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     said: list[str] = []
     monkeypatch.setattr(sampled_sets, "warn_once", said.append)
-    more = {"sampling_mask": options.pop("sampling_mask", None)}
-    with tempfile.TemporaryDirectory() as folder:
-        args = tiny_run.config(folder, 1, **options)
-        defaults = {"top_p": 1.0, "top_k": 0, "min_p": None}
-        found = {name: getattr(args, name) for name in (*defaults, "vllm_importance_sampling_mode")}
-        trainer = SimpleNamespace(
-            args=SimpleNamespace(**found),
-            use_vllm=True,
-            vllm_importance_sampling_correction=args.vllm_importance_sampling_correction,
-            **more,
-        )
-        sampled_sets.warn_of_truncation(trainer)
-    assert [all(name in x for name in options if "vllm" not in name) for x in said] == [True] * warns
+    of_config = {name: x for name, x in options.items() if name != "sampling_mask"}
+    args = tiny_run.config(str(tmp_path), 1, **of_config)
+    trainer = SimpleNamespace(
+        args=args,
+        use_vllm=True,
+        vllm_importance_sampling_correction=args.vllm_importance_sampling_correction,
+        sampling_mask=options.get("sampling_mask"),
+    )
+    sampled_sets.warn_of_truncation(trainer)
+    assert [all(name in x for name in options) for x in said] == [True] * warns
 
 
-def without(prompts: list[str], trainer: Any) -> dict[str, Any]:
-    found = rollout(prompts, trainer)
-    del found["sampling_mask"]
-    return found
-
-
-def short(prompts: list[str], trainer: Any) -> dict[str, Any]:
-    found = rollout(prompts, trainer)
-    found["sampling_mask"][1].append([1])
-    return found
-
-
-def few(prompts: list[str], trainer: Any) -> dict[str, Any]:
-    found = rollout(prompts, trainer)
-    found["sampling_mask"].pop()
-    return found
+ERROR = {"sampling_mask": "error"}
 
 
 @pytest.mark.parametrize(
-    ("more", "message"),
+    ("options", "message"),
     [
-        ({"sampling_mask": True}, "expected one of 'error', 'full', or None, got True"),
-        ({"sampling_mask": "error", "rollout_func": None}, "expected None with no rollout_func, whose output has the"),
-        ({"sampling_mask": "error", "kl_estimator": "full"}, "expected None with kl_estimator='full'"),
+        ({"sampling_mask": True}, "sampling_mask: expected one of 'error', 'full', or None, got True"),
         (
-            {"sampling_mask": "error", "rollout_func": without},
-            "expected a list of them in rollout_func's output, got none",
+            {**ERROR, "rollout_func": None},
+            "sampling_mask: expected None with no rollout_func, whose output has the",
         ),
-        ({"sampling_mask": "error", "rollout_func": short}, "expected .* lists of ids for completion 1, one a token"),
-        ({"sampling_mask": "error", "rollout_func": few}, "expected the sets of 16 completions, got 15"),
+        ({**ERROR, "kl_estimator": "full"}, "sampling_mask: expected None with kl_estimator='full'"),
+        (
+            {**ERROR, "rollout_func": without},
+            "sampling_mask: expected a list of them in rollout_func's output, got none",
+        ),
+        (
+            {**ERROR, "rollout_func": changed(lambda sets: sets[1].append([1]))},
+            "sampling_mask: expected .* lists of ids for completion 1, one a token",
+        ),
+        (
+            {**ERROR, "rollout_func": changed(lambda sets: sets.pop())},
+            "sampling_mask: expected the sets of 16 completions, got 15",
+        ),
+        (
+            {**ERROR, "rollout_func": changed(lambda sets: sets[0][0].clear())},
+            "kept_ids: expected a set where the mask counts",
+        ),
     ],
+    ids=["name", "no rollout", "exact KL", "no sets", "a set too many", "a completion too few", "a token without one"],
 )
-def test_wrong_sets(more: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=f"sampling_mask: {message}"):
-        train(FusedGRPOTrainer, more=more, steps=1, beta=0.1)
+def test_wrong_sets(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        train(FusedGRPOTrainer, steps=1, beta=0.1, **options)

@@ -17,7 +17,17 @@ from grpo_kernels.integrations.transformers import attention, exactness
 from grpo_kernels.integrations.transformers.attention import Segments
 from tests.support import flash_stand_in
 from tests.support import tiny_architectures as tiny
-from tests.support.training_step import ALL, FAMILIES, MODES, PADDED, assert_same, batch, loss_of, said_by
+from tests.support.training_step import (
+    ALL,
+    FAMILIES,
+    MODES,
+    PADDED,
+    assert_modes_agree,
+    assert_same,
+    batch,
+    loss_of,
+    said_by,
+)
 
 IN_TREES = [kind for kind, layouts in FAMILIES.items() if layouts == ALL]
 WINDOWED = ("mistral", "gemma2", "gemma3_text", "gpt_oss", "cohere2")
@@ -27,7 +37,6 @@ NO_DROPOUT: dict[str, dict[str, float]] = {
     "bert": dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0),
     "phi": dict.fromkeys(("resid_pdrop", "embd_pdrop", "attention_dropout"), 0.0),
 }
-CHECKPOINTING = (None, {"use_reentrant": False}, {"use_reentrant": True})
 
 
 def cases() -> Iterator[tuple[str, str]]:
@@ -62,12 +71,12 @@ def model_of(kind: str, name: str, **fields: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize(("kind", "name"), CASES)
-def test_families(kind: str, name: str) -> None:
+@pytest.mark.parametrize(("kind", "name", "reentrant"), [(*case, bool(i % 2)) for i, case in enumerate(CASES)])
+def test_families(kind: str, name: str, reentrant: bool) -> None:
     """With and without activation checkpointing, which recomputes layers after the call of the model has ended."""
     model, given = model_of(kind, name, **NO_DROPOUT.get(kind, {})).train(), batch()
     want, gradients = loss_of(model, given, **PADDED)
-    for checkpointing in CHECKPOINTING:
+    for checkpointing in (None, {"use_reentrant": reentrant}):
         if checkpointing is not None:
             model.gradient_checkpointing_enable(checkpointing)
             model.enable_input_require_grads()
@@ -82,10 +91,9 @@ def test_a_call_for_each_segment_and_one_for_many_give_the_same(monkeypatch: pyt
     given = batch()
     for kind in ("qwen3", "mistral"):
         model = model_of(kind, "sdpa")
-        _, gradients = loss_of(model, given, **PADDED)
         for cells in (0.0, 1e9):
             monkeypatch.setattr("grpo_kernels.integrations.transformers.forwards.call_cells", lambda *_, n=cells: n)
-            assert_same(loss_of(model, given)[1], gradients)
+            assert_modes_agree(model, given, [{}])
 
 
 def test_completions_of_one_token() -> None:
@@ -93,9 +101,7 @@ def test_completions_of_one_token() -> None:
     given = {name: x[:, :10] if name != "completion_mask" else x[:, :2] for name, x in batch().items() if x.dim() == 2}
     given["advantages"] = batch()["advantages"]
     for name in ("sdpa", "eager", "flash_attention_2"):
-        model = model_of("llama", name)
-        _, gradients = loss_of(model, given, **PADDED)
-        assert_same(loss_of(model, given)[1], gradients)
+        assert_modes_agree(model_of("llama", name), given, [{}])
 
 
 def test_torchs_attention_for_ragged_batches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,9 +137,7 @@ def test_torchs_attention_that_is_not_exact_is_not_taken(monkeypatch: pytest.Mon
     for function in (wrong, refused):
         monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", function)
         model, given = model_of("qwen3", "sdpa"), batch()
-        _, gradients = loss_of(model, given, **PADDED)
-        assert_same(loss_of(model, given)[1], gradients)
-        assert loss_of(model, given)[0].metrics["tokens/computed"] < 0.6
+        assert assert_modes_agree(model, given, [{}, {}]).metrics["tokens/computed"] < 0.6
 
 
 def test_the_installed_torch_has_the_signature_that_is_known() -> None:

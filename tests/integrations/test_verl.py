@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -15,28 +14,21 @@ from torch import Tensor, nn
 pytest.importorskip("transformers")
 
 from benchmarks import tiny_models
-from grpo_kernels.integrations.verl import patch_verl, unpatch_verl
 from tests.support import verl_peer
+from tests.support.case_builder import seeded
 from tests.support.verl_peer import TEMPERATURE, relative
 
 Scored = tuple[Tensor, Tensor, dict[str, Tensor]]
 
 
 @pytest.fixture
-def verl_patch(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """verl's module that patches models, with our plug-in; everything is as before afterwards."""
-    module = verl_peer.monkey_patch()
-    attention = importlib.import_module("transformers.integrations.flash_attention")
-    name = "_flash_attention_forward"  # verl replaces it for good
-    monkeypatch.setattr(attention, name, getattr(attention, name))
-    unpatch_verl()
-    patch_verl()
-    yield module
-    unpatch_verl()
+def verl_patch() -> Iterator[ModuleType]:
+    """verl's module that patches models, with our plug-in."""
+    with verl_peer.patched() as module:
+        yield module
 
 
 def text_model(kind: str, dtype: torch.dtype = torch.float32) -> nn.Module:
-    torch.manual_seed(0)
     if kind == "qwen2":
         return verl_peer.text_model("Qwen2", vocab_size=203, num_hidden_layers=2).to(dtype)
     return verl_peer.with_own_class(tiny_models.model(kind, dtype=dtype))
@@ -44,8 +36,7 @@ def text_model(kind: str, dtype: torch.dtype = torch.float32) -> nn.Module:
 
 def batch(packed: bool) -> dict[str, Any]:
     """Two sequences, one of them shorter: padded on the left, or packed into one row as verl does without padding."""
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(2, 97, (2, 9), generator=generator)
+    ids = torch.randint(2, 97, (2, 9))
     if not packed:
         mask = torch.ones_like(ids)
         mask[0, :3] = 0
@@ -56,8 +47,7 @@ def batch(packed: bool) -> dict[str, Any]:
 
 def backward(model: nn.Module, logps: Tensor, entropy: Tensor) -> Scored:
     """The two, and the gradient of all parameters of a loss that reads both."""
-    generator = torch.Generator().manual_seed(2)
-    a, b = (torch.randn(logps.shape, generator=generator, dtype=torch.float64) for _ in range(2))
+    a, b = torch.randn((2, *logps.shape), generator=seeded("verl"), dtype=torch.float64)
     model.zero_grad()
     (logps.double() * a + entropy.double() * b).sum().backward()
     gradients = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
@@ -156,7 +146,6 @@ def test_what_a_model_does_to_its_logits(verl_patch: ModuleType, kind: str) -> N
 @pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v"])
 def test_vision_language(verl_patch: ModuleType, kind: str) -> None:
     """verl's families, each with its own forward; text alone, since its handling of images needs an older release."""
-    torch.manual_seed(0)
     model = verl_peer.vision_model(kind)
     inputs = {"input_ids": torch.randint(3, 80, (2, 9)), "position_ids": torch.arange(9).expand(4, 2, 9).contiguous()}
     found = []

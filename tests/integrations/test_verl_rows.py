@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -17,12 +18,14 @@ pytest.importorskip("verl")
 
 from grpo_kernels.integrations.verl import losses
 from tests.support import verl_engine
-from tests.support.verl_engine import HIDDEN, VOCAB, Step, config, gap, ppo_loss, run
+from tests.support.verl_engine import HIDDEN, OURS, SCORE, VOCAB, Step, config, gap, ppo_loss, run
 from tests.support.verl_peer import verl_module
 
-OURS = {"impl_backend": "grpo_kernels"}
 BYPASS = {"rollout_is": "token", "rollout_is_threshold": 1.1, "loss_type": "reinforce"}
 CLIPPED = {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.9_1.1"}
+SEQ_MEAN = {"loss_agg_mode": "seq-mean-token-mean"}
+ENTROPY = {"calculate_entropy": True}
+PADDED = {"use_remove_padding": False}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -59,62 +62,76 @@ def both(data: Any, loss: Any, **flags: Any) -> tuple[Step, Step]:
     assert ours.loss == pytest.approx(unfused.loss, abs=3e-7)
     assert gap(ours, unfused) < 2e-6
     reduce = verl_module("utils.metric").reduce_metrics
-    want, got = (reduce(dict(x.metrics)) for x in steps)
-    assert {name: float(x) for name, x in got.items()} == pytest.approx(
-        {name: float(x) for name, x in want.items()}, rel=1e-4, abs=1e-6
-    )
+    want, got = ({name: float(x) for name, x in reduce(dict(step.metrics)).items()} for step in steps)
+    assert got == pytest.approx(want, rel=1e-4, abs=1e-6)
     return unfused, ours
 
 
-ENTROPY = {"calculate_entropy": True}
-# name -> (configuration, mini-batch, flags of verl, whether rows without advantage are known to have no gradient)
-TOKEN_BY_TOKEN: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], bool]] = {
-    "vanilla": ({}, {}, {}, True),
-    "seq-mean-token-mean": ({"loss_agg_mode": "seq-mean-token-mean"}, {}, {}, True),
-    "dr_grpo": ({"loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": 1024}, {}, {}, True),
-    "tools": ({}, {"tools": True}, {}, True),
-    "rollout_is": ({}, {"weights": True}, {}, True),
-    "bypass": ({"mode": "bypass_mode", "correction": BYPASS}, {}, {}, True),
-    "bypass, clipped": ({"mode": "bypass_mode", "correction": CLIPPED}, {}, {}, True),
-    **{mode: ({"mode": mode}, {}, {}, True) for mode in ("cispo", "dppo_tv", "dppo_kl", "sapo", "gpg")},
-    "dro": ({"mode": "dro"}, {}, {}, False),
-    "kl": ({"use_kl_loss": True, "kl_loss_coef": 0.01}, {}, {}, False),
-    "entropy, seq-mean": ({"entropy_coeff": 0.01, "loss_agg_mode": "seq-mean-token-mean"}, {}, ENTROPY, False),
-    "entropy, as a metric": ({}, {}, ENTROPY, True),
+def padded_rows(engine: Any) -> None:
+    """verl's `pad_to_length` pads the packed row, and what is padded does not count."""
+    engine.pad_to_length, engine.pad_to_length_bucket = True, 64
+
+
+@dataclass(frozen=True)
+class Scene:
+    """One step of verl's engine, and how many products of V H it takes where a share s of the tokens is live."""
+
+    config: dict[str, Any] = field(default_factory=dict)
+    batch: dict[str, Any] = field(default_factory=dict)
+    flags: dict[str, Any] = field(default_factory=dict)
+    products: str = "2 + 4s"
+    jagged: bool = False  # responses without padding
+    padded: bool = False  # what verl projects
+
+
+SCENES = {
+    "vanilla": Scene(),
+    "seq-mean-token-mean": Scene(SEQ_MEAN),
+    "dr_grpo": Scene({"loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": 1024}),
+    "tools": Scene(batch={"tools": True}),
+    "rollout_is": Scene(batch={"weights": True}),
+    "bypass": Scene({"mode": "bypass_mode", "correction": BYPASS}),
+    "bypass, clipped": Scene({"mode": "bypass_mode", "correction": CLIPPED}),
+    **{mode: Scene({"mode": mode}) for mode in ("cispo", "dppo_tv", "dppo_kl", "sapo", "gpg")},
+    "entropy, as a metric": Scene(flags=ENTROPY),
+    # rows without advantage have a gradient
+    "dro": Scene({"mode": "dro"}, products="6"),
+    "kl": Scene({"use_kl_loss": True, "kl_loss_coef": 0.01}, products="6"),
+    "entropy, seq-mean": Scene({"entropy_coeff": 0.01, **SEQ_MEAN}, {}, ENTROPY, "6"),
+    "all tokens live": Scene(batch={"dead": 0}, products="6"),
+    # losses that read all tokens first: the rows that count, and those with a gradient again in the backward
+    "gspo": Scene({"mode": "gspo", "clip_ratio_low": 0.03, "clip_ratio_high": 0.04, **SEQ_MEAN}, products="2 + 6s"),
+    **{mode: Scene({"mode": mode}, products="2 + 6s") for mode in ("geo_mean", "clip_cov", "kl_cov")},
+    **{
+        f"bypass, {name} {value}": Scene(
+            {"mode": "bypass_mode", "correction": {**BYPASS, name: value}}, products="2 + 6s"
+        )
+        for name, value in (("rollout_is", "sequence"), ("rollout_is_batch_normalize", True))
+    },
+    # layouts: micro-batches, dynamic ones, padded inputs of the model
+    "micro-batches, jagged": Scene(flags={"micro": 4}, jagged=True),
+    "dynamic": Scene(flags={"use_dynamic_bsz": True}),
+    "padded inputs": Scene(flags=PADDED, padded=True),
+    "padded inputs, micro-batches, jagged": Scene(flags={**PADDED, "micro": 2}, padded=True, jagged=True),
+    "padded rows": Scene(flags={"prepare": padded_rows}, padded=True),
 }
 
 
-@pytest.mark.parametrize("name", TOKEN_BY_TOKEN)
+@pytest.mark.parametrize("name", SCENES)
 def test_the_gradient_is_foreseen(name: str) -> None:
-    """2 + 4s products of V H, where verl's own way takes 6 of all tokens, prompts too."""
-    options, made, flags, silent = TOKEN_BY_TOKEN[name]
-    data = batch(**made)
-    unfused, ours = both(data, ppo_loss(config(**options)), **flags)
-    tokens = data["input_ids"].values().numel() / int(data["response_mask"].sum())
-    assert nvh(unfused, data) == pytest.approx(6 * tokens)
-    assert nvh(ours, data) == pytest.approx(2 + 4 * (share(data) if silent else 1))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"mode": "gspo", "loss_agg_mode": "seq-mean-token-mean", "clip_ratio_low": 0.03, "clip_ratio_high": 0.04},
-        *({"mode": mode} for mode in ("geo_mean", "clip_cov", "kl_cov")),
-        {"mode": "bypass_mode", "correction": {**BYPASS, "rollout_is": "sequence"}},
-        {"mode": "bypass_mode", "correction": {**BYPASS, "rollout_is_batch_normalize": True}},
-    ],
-    ids=lambda options: options["mode"],
-)
-def test_a_loss_that_reads_all_tokens_first(options: dict[str, Any]) -> None:
-    """The rows that count, forward, and those with a gradient again in the backward: at most 2 + 6s."""
-    data = batch()
-    ours = both(data, ppo_loss(config(**options)))[1]
-    assert 2 + 4 * share(data) < nvh(ours, data) <= 2 + 6 * share(data) + 1e-9
-
-
-def test_all_tokens_live() -> None:
-    data = batch(dead=torch.zeros(8, dtype=torch.bool))
-    assert nvh(both(data, ppo_loss(config()))[1], data) == pytest.approx(6)
+    """verl's own way takes 6 products of all tokens, prompts too, and of padding."""
+    scene = SCENES[name]
+    data = batch(**scene.batch)
+    given = verl_engine.nested(data) if scene.jagged else data
+    unfused, ours = both(given, ppo_loss(config(**scene.config)), **scene.flags)
+    s, tokens = share(data), data["input_ids"].values().numel() / int(data["response_mask"].sum())
+    theirs = nvh(unfused, data)
+    assert theirs > 6 * tokens if scene.padded else theirs == pytest.approx(6 * tokens)
+    done, exact = nvh(ours, data), {"6": 6, "2 + 4s": 2 + 4 * s}
+    if scene.products in exact:
+        assert done == pytest.approx(exact[scene.products])
+    else:
+        assert 2 + 4 * s < done <= 2 + 6 * s + 1e-9
 
 
 def test_bf16_autocast() -> None:
@@ -141,84 +158,55 @@ def test_lora() -> None:
     assert all("lora" in name for name in ours.gradients)
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [{"micro": 4}, {"use_dynamic_bsz": True}, {"use_remove_padding": False}, {"use_remove_padding": False, "micro": 2}],
-    ids=str,
-)
-@pytest.mark.parametrize("jagged", [False, True], ids=["padded", "jagged"])
-def test_layouts(flags: dict[str, Any], jagged: bool) -> None:
-    """Micro-batches, dynamic ones, padded inputs of the model; and responses with and without padding."""
-    data = batch()
-    given = verl_engine.nested(data) if jagged else data
-    assert nvh(both(given, ppo_loss(config()), **flags)[1], data) == pytest.approx(2 + 4 * share(data))
-
-
-def test_static_padding() -> None:
-    """verl's `pad_to_length` pads the packed row, and what is padded does not count."""
-
-    def padded(engine: Any) -> None:
-        engine.pad_to_length, engine.pad_to_length_bucket = True, 64
-
-    data = batch()
-    assert data["input_ids"].values().numel() % 64
-    ours = both(data, ppo_loss(config()), prepare=padded)[1]
-    assert nvh(ours, data) == pytest.approx(2 + 4 * share(data))
-
-
 @pytest.mark.parametrize("tools", [False, True])
 def test_compute_log_prob(tools: bool) -> None:
     """verl's log-probabilities of old and reference policy: one product of the rows that count."""
     data = batch(tools=tools).exclude("old_log_probs", "advantages")
-    flags = {"forward_only": True, "calculate_entropy": True}
-    unfused, ours = (run(options, data, None, **flags) for options in (None, OURS))
+    unfused, ours = (run(options, data, None, forward_only=True, **ENTROPY) for options in (None, OURS))
     assert nvh(ours, data) == 2 < nvh(unfused, data)
-    mask = data["response_mask"] != 0
+    mask, padded = data["response_mask"] != 0, verl_module("workers.utils.padding").no_padding_2_padding
     for name, x in ours.model_output.items():
-        got, want = (
-            verl_module("workers.utils.padding").no_padding_2_padding(y, data) for y in (x, unfused.model_output[name])
-        )
+        got, want = padded(x, data), padded(unfused.model_output[name], data)
         torch.testing.assert_close(got[mask], want[mask], rtol=1e-5, atol=2e-6)
         assert not got[~mask].any()
 
 
 def test_sft() -> None:
     """verl's supervised loss has a mask over whole sequences, and no advantages."""
-    data = batch()
-    mask = torch.nested.nested_tensor_from_jagged(
-        (torch.arange(data["input_ids"].values().numel()) % 3 == 0).long(), data["input_ids"].offsets()
-    )
-    given = data.select("input_ids", "position_ids")
-    given["loss_mask"] = mask
+    data = batch().select("input_ids", "position_ids")
+    ids = data["input_ids"]
+    mask = (torch.arange(ids.values().numel()) % 3 == 0).long()
+    data["loss_mask"] = torch.nested.nested_tensor_from_jagged(mask, ids.offsets())
     loss = functools.partial(verl_module("workers.utils.losses").sft_loss, config=None)
-    unfused, ours = run(None, given, loss), run(OURS, given, loss)
+    unfused, ours = run(None, data, loss), run(OURS, data, loss)
     assert ours.loss == pytest.approx(unfused.loss, rel=1e-6)
     assert gap(ours, unfused) < 2e-6
-    assert ours.products.head == 6 * VOCAB * HIDDEN * int(mask.values().sum())
+    assert ours.products.head == 6 * VOCAB * HIDDEN * int(mask.sum())
 
 
 def test_what_another_may_read_is_computed() -> None:
     """An unknown loss, and a caller that wants the log-probabilities back (verl's Tinker worker), get all of them."""
-    data = batch()
-    theirs = ppo_loss(config())
+    data, theirs = batch(), ppo_loss(config())
 
     def prompts_too(model_output: Any, data: Any, dp_group: Any = None) -> Any:
         loss, metrics = theirs(model_output=model_output, data=data, dp_group=dp_group)
         return loss + 0.1 * model_output["log_probs"].values().mean(), metrics
 
     tokens = data["input_ids"].values().numel() / int(data["response_mask"].sum())
-    unfused, ours = both(data, functools.partial(prompts_too))
-    assert nvh(ours, data) == pytest.approx(8 * tokens)
-    unfused, ours = both(data, theirs, return_model_output=True)
-    torch.testing.assert_close(
-        ours.model_output["log_probs"].values(), unfused.model_output["log_probs"].values(), rtol=1e-5, atol=2e-6
-    )
+    assert nvh(both(data, functools.partial(prompts_too))[1], data) == pytest.approx(8 * tokens)
+    got, want = (step.model_output["log_probs"].values() for step in both(data, theirs, return_model_output=True))
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=2e-6)
 
 
-def test_a_wrong_expectation_costs_time_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_expectation_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It costs time alone; with `zero_advantage=score` the guard says so."""
     monkeypatch.setitem(losses.MODES, "dro", losses.MODES["vanilla"])  # but it has a gradient without an advantage
-    data = batch()
-    assert nvh(both(data, ppo_loss(config("dro")))[1], data) > 6
+    data, loss = batch(), ppo_loss(config("dro"))
+    unfused, ours = both(data, loss, micro=2)
+    assert nvh(ours, data) > 6
+    with pytest.warns(RuntimeWarning, match="zero_advantage: expected no gradient where all advantages are 0"):
+        score = run(SCORE, data, loss, micro=2)
+    assert gap(score, unfused) < 2e-6
 
 
 def test_verls_own_heads_are_left_alone() -> None:
@@ -226,3 +214,59 @@ def test_verls_own_heads_are_left_alone() -> None:
     steps = [run(options, data, ppo_loss(config()), strategy=None) for options in (None, {"impl_backend": "torch"})]
     assert gap(steps[1], steps[0]) < 2e-6
     assert nvh(steps[1], data) > nvh(steps[0], data)
+
+
+@pytest.mark.parametrize(
+    ("options", "flags", "reason"),
+    [
+        ({"use_kl_loss": True}, {}, "with a KL or entropy term"),
+        ({"entropy_coeff": 0.01}, ENTROPY, "with a KL or entropy term"),
+        ({"mode": "dro"}, {}, "with loss_mode=dro"),
+        ({"mode": "kl_cov"}, {}, "with loss_mode=kl_cov"),
+        ({"loss_agg_mode": "seq-mean-token-sum-norm"}, {}, "without loss_scale_factor"),
+        ({}, {"return_model_output": True}, "with return_model_output"),
+        (None, {}, "with another loss than ppo_loss"),
+    ],
+    ids=str,
+)
+def test_zero_advantage_is_refused(options: dict[str, Any] | None, flags: dict[str, Any], reason: str) -> None:
+    loss = (lambda **_: None) if options is None else ppo_loss(config(**options))
+    with pytest.raises(ValueError, match=rf"zero_advantage: expected 'train' .*{reason}.*, got 'score'"):
+        run(SCORE, batch(), loss, **flags)
+
+
+def test_names_and_values_of_zero_advantage() -> None:
+    data, loss = batch(), ppo_loss(config())
+    with pytest.raises(ValueError, match="zero_advantage: expected one of 'train', 'score', got 'skip'"):
+        run(OURS | {"zero_advantage": "skip"}, data, loss)
+    with pytest.raises(ValueError, match="expected impl_backend and zero_advantage, got zero_advantages"):
+        run(OURS | {"zero_advantages": "score"}, data, loss)
+    train = run(OURS | {"zero_advantage": "train"}, data, loss, micro=2)
+    assert train.products.all == run(OURS, data, loss, micro=2).products.all
+    assert run(SCORE, data, None, forward_only=True).model_output["log_probs"].values().any()
+
+
+@pytest.mark.parametrize(("dead", "mode"), [("half", "gspo"), ("half", "cispo"), ("all", "gspo"), ("none", "cispo")])
+def test_the_gradient_stays_with_zero_advantage(dead: str, mode: str) -> None:
+    """Also where no sequence has a gradient, or all have: then nothing is saved but what the head saves."""
+    silent: Any = {"half": torch.arange(8) % 2 == 0, "all": 8, "none": 0}[dead]
+    data, loss = verl_engine.batch(dead=silent), ppo_loss(config(mode, **SEQ_MEAN))
+    unfused, ours, score = (run(options, data, loss, micro=2, layers=2) for options in (None, OURS, SCORE))
+    assert score.loss == pytest.approx(unfused.loss, abs=1e-6)  # of up to 5, in fp32
+    if dead != "all":
+        assert gap(score, unfused) < 2e-6
+    else:
+        assert score.gradients.keys() == unfused.gradients.keys()
+        assert not any(x.any() for x in score.gradients.values())
+    tokens, graph = data["input_ids"].values().numel(), verl_engine.tokens_with_graph(data, 2)
+    assert graph == tokens if dead == "none" else graph < tokens
+    got, usual = (x.products.all - x.products.head for x in (score, ours))
+    assert got / usual == pytest.approx((tokens + 2 * graph) / (3 * tokens))
+
+
+def test_weights_of_0_count_as_no_advantage() -> None:
+    data = batch(dead=0).clone()
+    data["rollout_is_weights"] = (torch.arange(8) % 2).float()[:, None].expand(8, verl_engine.RESPONSE).contiguous()
+    unfused, ours, score = (run(x, data, ppo_loss(config()), micro=2, layers=2) for x in (None, OURS, SCORE))
+    assert gap(score, unfused) < 2e-6
+    assert score.products.all < 0.75 * ours.products.all

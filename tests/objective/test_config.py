@@ -19,9 +19,13 @@ from grpo_kernels.objective.losses import LOSSES
 SWITCH = "vllm_importance_sampling_correction"
 
 
-def trl_config(**options: object) -> Any:
-    trl = pytest.importorskip("trl")
-    return trl.GRPOConfig(output_dir="unused", bf16=False, use_cpu=True, report_to="none", **options)
+UNUSED = {"output_dir": "unused", "bf16": False, "use_cpu": True, "report_to": "none"}
+MODULES = {"DistillationConfig": "trl.trainer.distillation_config", "GMPOConfig": "trl.experimental.gmpo"}
+
+
+def trl_config(name: str = "GRPOConfig", **options: object) -> Any:
+    pytest.importorskip("trl")
+    return getattr(importlib.import_module(MODULES.get(name, "trl")), name)(**UNUSED, **options)
 
 
 # Fields of GRPOConfig that no loss of a batch of tokens depends on: the model, generation, rewards, the step, the log.
@@ -39,16 +43,6 @@ OF_THE_TRAINER = """
 OF_ADAPTIVE_ENTROPY = {"entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"}
 
 
-def trl_config_of(name: str, **options: object) -> Any:
-    modules = {
-        "RLOOConfig": "trl", "DPOConfig": "trl", "SFTConfig": "trl",
-        "DistillationConfig": "trl.trainer.distillation_config", "GMPOConfig": "trl.experimental.gmpo",
-    }  # fmt: skip
-    pytest.importorskip("trl")
-    made = getattr(importlib.import_module(modules[name]), name)
-    return made(output_dir="unused", bf16=False, use_cpu=True, report_to="none", **options)
-
-
 def test_every_field_of_trls_is_taken_refused_or_not_of_the_loss() -> None:
     """A field that a later TRL adds fails here until somebody has said which it is."""
     theirs = trl_config()
@@ -61,16 +55,9 @@ def test_every_field_of_trls_is_taken_refused_or_not_of_the_loss() -> None:
     assert all(getattr(theirs, name) == neutral for name, (neutral, _) in REFUSED.items())
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("use_adaptive_entropy", True),
-        ("mask_truncated_completions", True),
-        ("cast_lm_head_to_fp32", True),
-        ("router_aux_loss_coef", 0.1),
-    ],
-)
-def test_from_trl_refuses_what_it_cannot_hold(name: str, value: object) -> None:
+@pytest.mark.parametrize("name", REFUSED)
+def test_from_trl_refuses_what_it_cannot_hold(name: str) -> None:
+    value = 0.1 if name == "router_aux_loss_coef" else True
     given = trl_config(**{name: value})
     with pytest.raises(ValueError, match=rf"^{name}: expected (False|None), .* got {value}; .* in a copy"):
         LossConfig.from_trl(given)
@@ -80,11 +67,11 @@ def test_from_trl_refuses_what_it_cannot_hold(name: str, value: object) -> None:
 @pytest.mark.parametrize("name", ["RLOOConfig", "DPOConfig", "SFTConfig", "DistillationConfig"])
 def test_from_trl_refuses_the_arguments_of_another_loss(name: str) -> None:
     with pytest.raises(TypeError, match=rf"^args: expected a trl\.GRPOConfig or its like, got {name}, of a trainer"):
-        LossConfig.from_trl(trl_config_of(name))
+        LossConfig.from_trl(trl_config(name))
 
 
 def test_a_subclass_of_grpos_arguments_has_its_own_loss() -> None:
-    theirs = trl_config_of("GMPOConfig")
+    theirs = trl_config("GMPOConfig")
     with pytest.raises(TypeError, match=r"got GMPOConfig, .*; its loss, if it is meant: from_trl\(args, loss_type="):
         LossConfig.from_trl(theirs)
     assert LossConfig.from_trl(theirs, loss_type="gmpo").loss_type == "gmpo"
@@ -92,8 +79,7 @@ def test_a_subclass_of_grpos_arguments_has_its_own_loss() -> None:
     class Mine(type(trl_config())):  # type: ignore[misc]
         """A user's own options beside TRL's."""
 
-    mine = Mine(output_dir="unused", bf16=False, use_cpu=True, report_to="none", beta=0.1)
-    assert LossConfig.from_trl(mine).beta == 0.1
+    assert LossConfig.from_trl(Mine(**UNUSED, beta=0.1)).beta == 0.1
 
 
 def test_every_default_is_trls() -> None:
@@ -106,34 +92,17 @@ def test_every_default_is_trls() -> None:
 
 
 def test_from_trl_takes_every_field_over() -> None:
-    options = {
-        "loss_type": "vespo",
-        "importance_sampling_level": "sequence",
-        "epsilon": 0.1,
-        "epsilon_high": 0.3,
-        "delta": 4.0,
-        "beta": 0.05,
-        "use_bias_correction_kl": False,
-        "temperature": 0.7,
-        "top_entropy_quantile": 0.2,
-        "entropy_coef": 0.01,
-        "off_policy_mask_threshold": 0.5,
-        "max_completion_length": 77,
-        "sapo_temperature_pos": 1.1,
-        "sapo_temperature_neg": 1.2,
-        "vespo_k_pos": 1.3,
-        "vespo_lambda_pos": 1.4,
-        "vespo_k_neg": 1.5,
-        "vespo_lambda_neg": 1.6,
-        "vllm_importance_sampling_mode": "token_mask",
-        "vllm_importance_sampling_clip_max": None,
-        "vllm_importance_sampling_clip_min": 0.5,
-    }
+    options: dict[str, Any] = {
+        "loss_type": "vespo", "importance_sampling_level": "sequence", "epsilon": 0.1, "epsilon_high": 0.3,
+        "delta": 4.0, "beta": 0.05, "use_bias_correction_kl": False, "temperature": 0.7, "top_entropy_quantile": 0.2,
+        "entropy_coef": 0.01, "off_policy_mask_threshold": 0.5, "max_completion_length": 77,
+        "sapo_temperature_pos": 1.1, "sapo_temperature_neg": 1.2, "vespo_k_pos": 1.3, "vespo_lambda_pos": 1.4,
+        "vespo_k_neg": 1.5, "vespo_lambda_neg": 1.6, "vllm_importance_sampling_mode": "token_mask",
+        "vllm_importance_sampling_clip_max": None, "vllm_importance_sampling_clip_min": 0.5,
+    }  # fmt: skip
     theirs = {f.name for f in fields(trl_config())}
     assert set(options) == {f.name for f in fields(LossConfig)} & theirs - {SWITCH}
-    config = LossConfig.from_trl(trl_config(**options), kl_estimator="k1")
-    assert {name: getattr(config, name) for name in options} == options
-    assert config.kl_estimator == "k1"
+    assert LossConfig.from_trl(trl_config(**options), kl_estimator="k1") == LossConfig(**options, kl_estimator="k1")
 
 
 def test_from_trl_names_an_unknown_loss() -> None:
@@ -153,10 +122,6 @@ def test_every_published_algorithm_is_a_preset() -> None:
         "TIS", "ICEPOP", "MIS", "OPSM",
     }  # fmt: skip
     assert set(choices.PRESETS) == set(presets.__all__)
-    for name in presets.__all__:
-        assert isinstance(getattr(presets, name), LossConfig)
-    source = presets.__loader__.get_source(presets.__name__)  # type: ignore[union-attr]
-    assert source.count("https://") >= len(presets.__all__)
 
 
 def test_it_is_frozen_and_the_module_takes_its_fields() -> None:

@@ -20,24 +20,22 @@ class Scaled:
         return -2 * tokens.advantages * tokens.logps
 
 
-def test_custom_objective_without_gradient() -> None:
-    """no_grad and inference_mode give the value, of a coupled function too."""
-    inputs = small_batch()
-    want = flat(grpo_loss)(**inputs, objective=Scaled().loss).loss
+def training_batch(b: int = 4, t: int = 6) -> dict[str, Any]:
+    given = small_batch(b, t, completion_mask=torch.ones(b, t, dtype=torch.bool), trains=("hidden", "weight"))
+    return given | {"head": given.pop("weight")}
+
+
+def test_a_method_and_no_gradient() -> None:
+    """no_grad and inference_mode give the value, of a coupled function too; a method can be declared token-level."""
+    inputs = training_batch()
+    want = grpo_loss(**inputs, objective=Scaled().loss)
     for mode in (torch.no_grad(), torch.inference_mode()):
         with mode:
-            torch.testing.assert_close(flat(grpo_loss)(**inputs, objective=Scaled().loss).loss, want)
-
-
-def test_a_method_can_be_token_level() -> None:
-    inputs = small_batch()
-    inputs["hidden"].requires_grad_()
-    inputs["weight"].requires_grad_()
-    declared = token_level(Scaled().loss)
-    out = flat(grpo_loss)(**inputs, objective=declared)
-    assert out.engine == "one_pass"
+            torch.testing.assert_close(grpo_loss(**inputs, objective=Scaled().loss).loss, want.loss.detach())
+    declared = grpo_loss(**inputs, objective=token_level(Scaled().loss))
+    assert (want.engine, declared.engine) == ("two_pass", "one_pass")
     assert not hasattr(Scaled.loss, "token_level")  # the user's own function is left as it was
-    torch.testing.assert_close(out.loss, flat(grpo_loss)(**inputs, objective=Scaled().loss).loss)
+    torch.testing.assert_close(declared.loss, want.loss)
 
 
 def test_a_parameter_of_its_own_is_refused() -> None:
@@ -55,27 +53,35 @@ def test_a_parameter_of_its_own_is_refused() -> None:
     flat(grpo_loss)(**inputs, objective=lambda tokens: -scale.detach() * tokens.advantages * tokens.logps)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_tokens_know_their_sequence_and_position(packed: bool) -> None:
-    """Numbers of a sequence and of a column reach their tokens, token-level or not."""
-    inputs, generator = training_batch(), torch.Generator().manual_seed(2)
-    mask = inputs["completion_mask"]
-    b, t = mask.shape
-    of_sequence, of_column = torch.randn(b, generator=generator), torch.randn(t, generator=generator)
-    of_token = of_sequence[:, None] * of_column
-    if packed:
-        inputs |= {name: inputs[name].flatten(0, 1) for name in ("hidden", "completion_ids", "completion_mask")}
-        inputs["cu_seqlens"] = torch.arange(0, b * t + 1, t)
+@pytest.mark.parametrize("lengths", [(6, 6, 6, 6), (5, 6, 13)], ids=["padded", "packed"])
+def test_tokens_know_their_place(lengths: tuple[int, ...]) -> None:
+    """Numbers of a sequence, a column or a token reach their tokens, as the same numbers do as advantages."""
+    inputs, is_packed = training_batch(), len(set(lengths)) > 1
+    mask = inputs["completion_mask"] = torch.rand(4, 6) > 0.3
+    of_sequence, of_column = torch.randn(len(lengths)), torch.randn(max(lengths))
+    of_token = torch.cat([of_sequence[i] * of_column[:n] for i, n in enumerate(lengths)])
+    inputs["advantages"] = of_token.view(4, 6)
+    if is_packed:
+        flat_names = ("hidden", "completion_ids", "advantages")
+        inputs |= {name: inputs[name].flatten(0, 1).detach() for name in flat_names}
+        inputs |= {"completion_mask": mask.flatten(), "cu_seqlens": torch.tensor([0, *lengths]).cumsum(0)}
+        inputs["hidden"].requires_grad_()
+
+    def results(objective: Any) -> list[torch.Tensor]:
+        out = grpo_loss(**inputs, objective=objective)
+        return [out.loss.detach(), *torch.autograd.grad(out.loss, (inputs["hidden"], inputs["head"]))]
 
     def by_place(tokens: TokenInputs) -> torch.Tensor:
-        return of_sequence[tokens.sequence] * of_column[tokens.position] * tokens.logps
+        return -of_sequence[tokens.sequence] * of_column[tokens.position] * tokens.logps
 
     def by_index(tokens: TokenInputs) -> torch.Tensor:
-        return of_token.flatten()[tokens.index] * tokens.logps
+        assert tokens.index.shape == tokens.logps.shape
+        assert tokens.index.dtype == torch.int64
+        return -of_token[tokens.index] * tokens.logps
 
-    want = grpo_loss(**inputs, objective=by_index).loss
-    for objective in (by_place, token_level(by_place)):
-        torch.testing.assert_close(grpo_loss(**inputs, objective=objective).loss, want)
+    want = results(lambda tokens: -tokens.advantages * tokens.logps)
+    for objective in (by_place, by_index, token_level(by_place), token_level(by_index)):
+        torch.testing.assert_close(results(objective), want)
 
 
 def test_a_token_level_function_is_told_what_it_gets() -> None:
@@ -123,18 +129,8 @@ def random_loss(tokens: TokenInputs) -> torch.Tensor:
 
 
 COUPLED = [
-    coupled_by_mean,
-    coupled_by_gradient,
-    coupled_to_the_next,
-    coupled_by_entropies,
-    coupled_by_number,
-    random_loss,
-]
-
-
-def training_batch(b: int = 4, t: int = 6) -> dict[str, Any]:
-    given = small_batch(b, t, completion_mask=torch.ones(b, t, dtype=torch.bool), trains=("hidden", "weight"))
-    return given | {"head": given.pop("weight")}
+    coupled_by_mean, coupled_by_gradient, coupled_to_the_next, coupled_by_entropies, coupled_by_number, random_loss,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("tokens", [2, 3, 24])
@@ -185,35 +181,6 @@ def test_a_believed_function_is_not_verified_nor_one_without_gradient() -> None:
         assert grpo_loss(**inputs, objective=token_level(coupled_by_mean)).engine == "score"
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_index_is_where_a_token_stands(packed: bool) -> None:
-    """A closure over a tensor of the ids' shape gives what the same numbers as advantages give, chunk by chunk."""
-    inputs = training_batch()
-    mask = inputs["completion_mask"] = torch.rand(4, 6) > 0.3
-    extra = torch.randn(4, 6)
-    inputs["advantages"] = extra
-    if packed:
-        inputs |= {name: inputs[name].flatten(0, 1).detach() for name in ("hidden", "completion_ids", "advantages")}
-        inputs |= {"completion_mask": mask.flatten(), "cu_seqlens": torch.tensor([0, 5, 11, 24])}
-        inputs["hidden"].requires_grad_()
-
-    def grads(objective: Any) -> list[torch.Tensor]:
-        out = grpo_loss(**inputs, objective=objective)
-        return [out.loss.detach(), *torch.autograd.grad(out.loss, (inputs["hidden"], inputs["head"]))]
-
-    def plain(tokens: TokenInputs) -> torch.Tensor:
-        return -tokens.advantages * tokens.logps
-
-    def closure(tokens: TokenInputs) -> torch.Tensor:
-        assert tokens.index.shape == tokens.logps.shape
-        assert tokens.index.dtype == torch.int64
-        return -extra.flatten()[tokens.index] * tokens.logps
-
-    want = grads(plain)
-    for objective in (closure, token_level(closure)):
-        torch.testing.assert_close(grads(objective), want)
-
-
 @pytest.mark.parametrize(
     ("error", "message", "make"),
     [
@@ -222,12 +189,12 @@ def test_index_is_where_a_token_stands(packed: bool) -> None:
         (TypeError, "objective: expected a function of TokenInputs, got int", lambda: GRPOLoss(objective=3)),
         (ValueError, "beta: expected 0.0 beside", lambda: GRPOLoss(objective=coupled_by_mean, beta=0.1)),
         *(
-            case
-            for loss in (lambda **options: GRPOLoss(run=Run(**options)), LigerFusedLinearGRPOLoss)
-            for case in (
-                (ValueError, "engine: expected one of auto, .* got 'bad'", lambda loss=loss: loss(engine="bad")),
-                (ValueError, "backend: expected one of auto, .* got 'bad'", lambda loss=loss: loss(backend="bad")),
-                (ValueError, "workspace_bytes: .* got -1", lambda loss=loss: loss(workspace_bytes=-1)),
+            (ValueError, message, lambda make=make, option=option: make(**option))
+            for make in (lambda **options: GRPOLoss(run=Run(**options)), LigerFusedLinearGRPOLoss)
+            for option, message in (
+                ({"engine": "bad"}, "engine: expected one of auto, .* got 'bad'"),
+                ({"backend": "bad"}, "backend: expected one of auto, .* got 'bad'"),
+                ({"workspace_bytes": -1}, "workspace_bytes: .* got -1"),
             )
         ),
     ],

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from grpo_kernels import LossConfig, grpo_loss, linear_logprob, policy_loss_from_logps, token_level
+from grpo_kernels import LossConfig, linear_logprob, policy_loss_from_logps
 from tests.support.cases import CLIPPED, LOSSES, Case, make_case
 from tests.support.reference import reference_loss
+from tests.support.run_case import arguments, config_of, packed, run
 from tests.support.tolerance import assert_matches
 
 EVERYTHING: dict[str, Any] = {
     "beta": 0.05, "entropy_coef": 0.02, "off_policy_mask_threshold": 0.05, "top_entropy_quantile": 0.6,
 }  # fmt: skip
-PER_TOKEN = ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps")
 
 
 def case_of(loss_type: str, level: str, **changes: Any) -> Case:
@@ -29,20 +29,15 @@ def case_of(loss_type: str, level: str, **changes: Any) -> Case:
     return make_case(f"given/{loss_type}/{level}", loss_type=loss_type, importance_sampling_level=level, **options)
 
 
-def loss_inputs(case: Case) -> dict[str, Any]:
-    names = (*PER_TOKEN, "importance_sampling_ratio", "num_items_in_batch")
-    return {name: getattr(case, name) for name in names} | {"config": LossConfig(**case.config)}
-
-
-def by_two_steps(case: Case, **options: Any) -> tuple[Any, dict[str, Tensor]]:
+def by_two_steps(case: Case, *, is_packed: bool = False) -> tuple[Any, dict[str, Tensor | None]]:
     """Scored by `linear_logprob`, then the loss on that; with the gradients of the head's tensors."""
-    leaves = {name: getattr(case, name).detach().clone().requires_grad_() for name in ("hidden", "weight")}
-    scores = linear_logprob(leaves["hidden"], leaves["weight"], case.completion_ids, mask=case.completion_mask)
-    out = policy_loss_from_logps(
-        scores.logps, scores.entropies, case.completion_mask, case.advantages, **{**loss_inputs(case), **options}
-    )
+    given = arguments(case)
+    call = packed(case, given)[0] if is_packed else dict(given)
+    hidden, weight, ids, _, _ = (call.pop(x) for x in ("hidden", "weight", "completion_ids", "bias", "reference"))
+    scores = linear_logprob(hidden, weight, ids, mask=call["completion_mask"])
+    out = policy_loss_from_logps(scores.logps, scores.entropies, **call, config=config_of(case))
     out.loss.backward()
-    return out, {name: x.grad for name, x in leaves.items()}
+    return out, {name: given[name].grad for name in ("hidden", "weight")}
 
 
 @pytest.mark.parametrize(("loss_type", "level"), LOSSES)
@@ -50,12 +45,10 @@ def test_it_is_grpo_loss(loss_type: str, level: str) -> None:
     case = case_of(loss_type, level)
     out, grads = by_two_steps(case)
     assert_matches(out, grads, reference_loss(case), case)
-    want = grpo_loss(
-        case.hidden, case.weight, case.completion_ids, case.completion_mask, case.advantages, **loss_inputs(case)
-    )
+    want, _ = run(case)
     assert out.engine == "given"
     assert out.metrics.keys() == want.metrics.keys()
-    for name in want.metrics.keys() - {"rows/gradient"}:  # nothing wants a gradient in the second
+    for name in want.metrics:
         assert_close(out.metrics[name], want.metrics[name], msg=name)
 
 
@@ -66,38 +59,12 @@ def test_on_policy_and_empty(mask: str) -> None:
     assert_matches(out, grads, reference_loss(case), case)
 
 
-def test_a_custom_objective() -> None:
-    @token_level
-    def objective(tokens: Any) -> Tensor:
-        return -tokens.advantages * tokens.logps - 0.1 * tokens.entropies
-
-    case = make_case("given/custom", dtype=torch.float64)
-    config = LossConfig(loss_type="bnpo")
-    out, grads = by_two_steps(case, objective=objective, config=config, old_per_token_logps=None)
-    leaves = [getattr(case, name).detach().clone().requires_grad_() for name in ("hidden", "weight")]
-    want = grpo_loss(
-        *leaves, case.completion_ids, case.completion_mask, case.advantages, objective=objective, config=config
-    )
-    want.loss.backward()
-    assert_close(out.loss, want.loss)
-    for x, got in zip(leaves, grads.values(), strict=True):
-        assert_close(got, x.grad)
-
-
 def test_packed_is_padded() -> None:
-    case = case_of("grpo", "sequence", mask="full", dtype=torch.float64)
-    want, grads = by_two_steps(case)
-    b, t = case.completion_ids.shape
-    packed = {name: x.reshape(-1) for name, x in loss_inputs(case).items() if isinstance(x, Tensor) and x.dim() == 2}
-    leaves = [case.hidden.reshape(b * t, -1).clone().requires_grad_(), case.weight]
-    scores = linear_logprob(*leaves, case.completion_ids.reshape(-1))
-    bounds = torch.arange(0, b * t + 1, t)
-    out = policy_loss_from_logps(
-        scores.logps, scores.entropies, None, case.advantages, **{**loss_inputs(case), **packed}, cu_seqlens=bounds
-    )
-    out.loss.backward()
+    case = case_of("grpo", "sequence", dtype=torch.float64)
+    want, d_want = by_two_steps(case)
+    out, grads = by_two_steps(case, is_packed=True)
     assert_close(out.loss, want.loss)
-    assert_close(leaves[0].grad.view(b, t, -1), grads["hidden"])
+    assert_close(grads, d_want)
 
 
 def test_dtypes_masked_positions_and_a_second_derivative() -> None:

@@ -18,7 +18,6 @@ from grpo_kernels.batch.tokens import read_tokens
 from grpo_kernels.objective.normaliser import token_weights
 from grpo_kernels.objective.policy import PolicyObjective
 
-LOSS_TYPES = ["grpo", "bnpo", "dapo", "dr_grpo"]
 OPTIONS: dict[str, dict[str, Any]] = {
     "clip": {},
     "bounds": {"epsilon": 0.1, "epsilon_high": 0.3, "delta": 1.5},
@@ -29,34 +28,26 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def plain_code() -> str:
-    """The code of the docstring."""
-    blocks = re.findall(r"::\n\n((?:    .*\n|\n)+)", inspect.cleandoc(PolicyObjective.__doc__ or ""))
-    code = [textwrap.dedent(block).strip() for block in blocks]
-    assert len(code) == 1
-    return code[0]
-
-
 def plain_loss() -> Callable[..., Tensor]:
+    """The code of the docstring, which is short."""
+    blocks = re.findall(r"::\n\n((?:    .*\n|\n)+)", inspect.cleandoc(PolicyObjective.__doc__ or ""))
+    (code,) = (textwrap.dedent(block).strip() for block in blocks)
+    assert 10 < len(code.splitlines()) <= 25
     names: dict[str, Any] = {"torch": torch}
-    exec(plain_code(), names)
+    exec(code, names)
     return names["plain_loss"]
-
-
-def test_the_plain_version_is_short() -> None:
-    assert 10 < len(plain_code().splitlines()) <= 25
 
 
 @pytest.mark.parametrize("advantage", ["sequence", "token"])
 @pytest.mark.parametrize("on_policy", [False, True])
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("level", ["token", "sequence"])
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize(
+    ("loss_type", "level"), [("grpo", "token"), ("bnpo", "sequence"), ("dapo", "token"), ("dr_grpo", "sequence")]
+)
 def test_loss_and_gradient_are_those_of_the_plain_version(
     loss_type: str, level: str, options: str, on_policy: bool, advantage: str
 ) -> None:
-    g = torch.Generator().manual_seed(5)
-    draw = lambda: torch.randn(4, 7, generator=g, dtype=torch.float64) * 0.4 - 2  # noqa: E731
+    draw = lambda: torch.randn(4, 7, dtype=torch.float64) * 0.4 - 2  # noqa: E731
     mask = torch.arange(7) < torch.tensor([[7], [3], [1], [5]])
     logps, entropies = draw().requires_grad_(), draw().abs().requires_grad_()
     old, ref, importance_ratio = None if on_policy else draw(), draw(), draw().exp()

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from grpo_kernels import LossConfig, Run, grpo_loss, linear_logprob, policy_expectation, token_level
+from grpo_kernels import LossConfig, grpo_loss, linear_logprob, policy_expectation, token_level
 from tests.support.case_builder import Case, make_case
 from tests.support.cases import LOSSES, loss
+from tests.support.flat import flat
 from tests.support.reference import head, on_grid, reference_loss
-from tests.support.run_case import arguments
+from tests.support.run_case import arguments, config_of, packed, run
 from tests.support.sampler_ratio import MODES, PREFIX, given_ratio, trls_ratio
 
 BOUNDS = {f"{PREFIX}clip_max": 1.25, f"{PREFIX}clip_min": 0.7}
@@ -32,21 +32,6 @@ def unscored(case: Case) -> Case:
     assert sampling is not None
     nan = torch.arange(sampling.numel()).reshape(sampling.shape) % 7 == 3
     return case.but(sampling_per_token_logps=sampling.masked_fill(nan, math.nan))
-
-
-def given_of(case: Case) -> dict[str, Any]:
-    """Arguments of `grpo_loss` for a case whose head is a weight."""
-    given = arguments(case)
-    head, bias = given.pop("weight"), given.pop("bias")
-    assert bias is None
-    return {**given, "head": head}
-
-
-def run(case: Case, **options: Any) -> tuple[Any, list[Tensor]]:
-    given = given_of(case)
-    out = grpo_loss(**given, config=LossConfig(**case.config), run=Run(**options))
-    out.loss.backward()
-    return out, [x for x in (given["hidden"].grad, given["head"].grad) if x is not None]
 
 
 @pytest.mark.parametrize("old", [False, True], ids=["on-policy", "off-policy"])
@@ -68,8 +53,8 @@ def test_it_is_the_loss_with_trls_ratio(mode: str, old: bool) -> None:
             out, grads = run(case, backend=backend)
             close = {"rtol": 1e-9, "atol": 1e-12}
             torch.testing.assert_close(out.loss.detach(), want.loss, **close)
-            for x, y in zip(grads, (want.d_hidden, want.d_weight), strict=True):
-                torch.testing.assert_close(x, y, **close)
+            torch.testing.assert_close(grads["hidden"], want.d_hidden, **close)
+            torch.testing.assert_close(grads["weight"], want.d_weight, **close)
             for name in want.metrics.keys() & out.metrics.keys():
                 if loss_type != "gmpo" or name != "importance_sampling_ratio":
                     torch.testing.assert_close(out.metrics[name], want.metrics[name], **close)
@@ -88,7 +73,7 @@ def test_the_bits_are_those_of_the_ratio_given(mode: str, backend: str) -> None:
         out, grads = run(case, backend=backend, engine="two_pass")
         want, d_want = run(given_ratio(case, out.per_token_logps), backend=backend, engine="two_pass")
         assert torch.equal(out.loss, want.loss)
-        assert all(torch.equal(x, y) for x, y in zip(grads, d_want, strict=True))
+        assert all(torch.equal(grads[name], d_want[name]) for name in ("hidden", "weight"))
 
 
 def test_engines() -> None:
@@ -111,8 +96,7 @@ def test_engines() -> None:
         assert out.engine == engine, (mode, loss_type, level, old, frozen)
         other, d_other = run(case, engine="two_pass", backend="torch")
         torch.testing.assert_close(out.loss, other.loss, rtol=2e-6, atol=2e-6)
-        for x, y in zip(grads, d_other, strict=True):
-            torch.testing.assert_close(x, y, rtol=1e-4, atol=2e-6)
+        torch.testing.assert_close(grads, d_other, rtol=1e-4, atol=2e-6)
 
 
 def test_nothing_changes_without_the_option() -> None:
@@ -147,18 +131,16 @@ def test_metrics(mode: str) -> None:
     assert run(alone)[0].metrics["importance_sampling_ratio"] == 1
 
 
-def test_packed_sequences() -> None:
-    for mode in MODES:
-        case = make_case(f"packed/{mode}", mask="full", old=False, sampling=True, **correction(mode))
-        want, d_want = run(case)
-        given = {k: x.detach() if isinstance(x, Tensor) else x for k, x in given_of(case).items()}
-        rows = {k: x.flatten(0, 1) for k, x in given.items() if isinstance(x, Tensor) and x.dim() > 1 and k != "head"}
-        hidden = rows["hidden"].requires_grad_()
-        bounds = torch.arange(0, 3 * 7 + 1, 7)
-        out = grpo_loss(**given | rows | {"hidden": hidden}, config=LossConfig(**case.config), cu_seqlens=bounds)
-        out.loss.backward()
-        torch.testing.assert_close(out.loss, want.loss, rtol=1e-6, atol=1e-7)
-        torch.testing.assert_close(hidden.grad, d_want[0].flatten(0, 1), rtol=1e-5, atol=1e-7)
+@pytest.mark.parametrize("mode", MODES)
+def test_packed_sequences(mode: str) -> None:
+    case = make_case(f"packed/{mode}", old=False, sampling=True, **correction(mode))
+    want, d_want = run(case)
+    given = arguments(case)
+    rows, _ = packed(case, given)
+    out = flat(grpo_loss)(**rows, config=config_of(case))
+    out.loss.backward()
+    torch.testing.assert_close(out.loss, want.loss, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(given["hidden"].grad, d_want["hidden"], rtol=1e-5, atol=1e-7)
 
 
 @pytest.fixture
@@ -172,14 +154,15 @@ def fresh_compiler() -> Iterator[None]:
 def test_compiled(mode: str, fresh_compiler: None) -> None:
     """One graph, eager's bits, its metrics by name."""
     case = unscored(make_case("compiled", old=False, sampling=True, **correction(mode)))
-    fast = torch.compile(grpo_loss, backend="aot_eager", fullgraph=True)
-    found = []
-    for call in (grpo_loss, fast):
-        given = given_of(case)
-        out = call(**given, config=LossConfig(**case.config))
+    results = []
+    for call in (grpo_loss, torch.compile(grpo_loss, backend="aot_eager", fullgraph=True)):
+        given = arguments(case)
+        head = {"head": given.pop("weight")}
+        assert given.pop("bias") is None
+        out = call(**given, **head, config=config_of(case))
         out.loss.backward()
-        found.append((out.engine, [*out.metrics], [out.loss, *out.metrics.values(), given["hidden"].grad]))
-    (engine, names, eager), (engine_compiled, names_compiled, compiled) = found
+        results.append((out.engine, [*out.metrics], [out.loss, *out.metrics.values(), given["hidden"].grad]))
+    (engine, names, eager), (engine_compiled, names_compiled, compiled) = results
     assert (engine, names) == (engine_compiled, names_compiled)
     assert all(torch.equal(x, y) for x, y in zip(eager, compiled, strict=True))
 
@@ -188,14 +171,13 @@ def test_compiled(mode: str, fresh_compiler: None) -> None:
 def test_a_trainer_can_foresee_it(mode: str) -> None:
     """One pass where the ratio is a token's own; else which rows may carry gradient is all that is known."""
     case = make_case("foreseen", b=4, t=8, mask="full", zero_adv=True, old=False, sampling=True, **correction(mode))
-    config, given = LossConfig(**case.config), given_of(case)
-    of_head = ("hidden", "head", "completion_ids", "reference")
+    config, given = config_of(case), arguments(case)
+    of_head = ("hidden", "weight", "bias", "completion_ids", "reference")
     inputs = {k: x for k, x in given.items() if k not in of_head}
-    out = grpo_loss(**given, config=config)
-    out.loss.backward()
+    out, grads = run(case)
     expected = policy_expectation(config, **inputs)
     assert (expected.coefficients is None) == (mode == "sequence_mask")
-    hidden, weight = (given[k].detach().requires_grad_() for k in ("hidden", "head"))
+    hidden, weight = (given[k].detach().requires_grad_() for k in ("hidden", "weight"))
     a = -case.advantages[:, None] * trls_ratio(case, out.per_token_logps) / case.completion_mask.sum()
     with FlopCounterMode(display=False) as counter:
         logps = linear_logprob(hidden, weight, case.completion_ids, expected=expected).logps
@@ -203,21 +185,21 @@ def test_a_trainer_can_foresee_it(mode: str) -> None:
     if expected.coefficients is not None:
         graded = float(policy_expectation(config, **inputs).graded.float().mean())
         assert counter.get_total_flops() == round(2 * logps.numel() * weight.numel() * (1 + 2 * graded))
-    torch.testing.assert_close(hidden.grad, given["hidden"].grad, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(hidden.grad, grads["hidden"], rtol=1e-5, atol=1e-7)
 
 
 def test_wrong_arguments() -> None:
     case = make_case("wrong", sampling=True, ratio="token", **correction("token_mask"))
-    config, given = LossConfig(**case.config), given_of(case)
+    config, given, call = config_of(case), arguments(case), flat(grpo_loss)
     with pytest.raises(ValueError, match=r"^importance_sampling_ratio: expected None since vllm_.*_correction = True"):
-        grpo_loss(**given, config=config)
+        call(**given, config=config)
     given["importance_sampling_ratio"] = None
     with pytest.raises(ValueError, match=r"^sampling_per_token_logps: expected a tensor since vllm_.* got None"):
-        grpo_loss(**given | {"sampling_per_token_logps": None}, config=config)
+        call(**given | {"sampling_per_token_logps": None}, config=config)
     with pytest.raises(ValueError, match=r"^sampling_per_token_logps: expected a tensor since vllm_.* got None"):
-        policy_expectation(config, completion_mask=given["completion_mask"], advantages=given["advantages"])
+        policy_expectation(config, **{k: given[k] for k in ("completion_mask", "advantages")})
     with pytest.raises(ValueError, match=rf"^{PREFIX}correction: expected False beside an objective"):
-        grpo_loss(**given, config=config, objective=token_level(lambda tokens: -tokens.logps))
+        call(**given, config=config, objective=token_level(lambda tokens: -tokens.logps))
     for options, name in (
         ({"mode": "batch_mask"}, "mode"),
         ({"clip_max": 0.0}, "clip_max"),

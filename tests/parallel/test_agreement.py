@@ -14,51 +14,84 @@ from grpo_kernels.base.agreement import FIELDS, Each, check_same
 from tests.support.ranks import run_ranks
 
 FLOATS = torch.linspace(-2, 3, 1000)
+DIFFERS = "ValueError: process_group: expected the same call on every rank, got "
+REFUSED = r"ValueError: process_group: rank 1 refuses the call of f: KeyError: 'é+$"
+Values = dict[str, Any]
 
 
-def message(rank: int, enter: Callable[[dict[str, Any], int], Any], call: str = "f") -> str:
+def message(rank: int, enter: Callable[[int], Values], call: str = "f") -> str:
     """What the rank is told: its error, or nothing."""
     try:
         with check_same("process_group", dist.group.WORLD, call) as values:
-            enter(values, rank)
+            values |= enter(rank)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
 
 
-def refuse(values: dict[str, Any], rank: int) -> None:
-    values["half"] = "said"
+def refuse(rank: int) -> Values:
     if rank == 1:
         raise KeyError("é" * 400)
+    return {"half": "said"}
 
 
-def many(values: dict[str, Any], rank: int) -> None:
-    values |= {f"x{i}": (rank, i) for i in range(5)}
+def floats(change: Callable[[torch.Tensor], Any]) -> Callable[[int], Values]:
+    """Three tensors; `change` is made to the middle one on rank 1."""
 
-
-def interrupted(rank: int) -> None:
-    """A call that one rank leaves without a word: its next one meets the others' first."""
-    if rank == 1:
-        with pytest.raises(KeyboardInterrupt), check_same("process_group", dist.group.WORLD, "f"):
-            raise KeyboardInterrupt
-
-
-def floats(change: Callable[[torch.Tensor], Any]) -> Callable[[dict[str, Any], int], Any]:
-    def enter(values: dict[str, Any], rank: int) -> None:
+    def enter(rank: int) -> Values:
         x = FLOATS.clone()
         if rank == 1:
             change(x)
-        values |= {"before": torch.arange(1000), "x": x, "after": 2 * FLOATS}
+        return {"before": torch.arange(1000), "x": x, "after": 2 * FLOATS}
 
     return enter
 
 
-def full(values: dict[str, Any], rank: int) -> None:
-    values |= {str(i): Each(rank) for i in range(FIELDS)}
-
-
-def too_many(values: dict[str, Any], rank: int) -> None:
-    values |= {str(i): Each(rank) for i in range(FIELDS + 1)}
+# name -> (the values of a rank, a pattern of what it is told, or one for each rank)
+SCENES: dict[str, tuple[Callable[[int], Values], str | tuple[str, ...]]] = {
+    "alike": (lambda rank: {"a": 1, "b": None, "c": 0.5}, "$"),
+    "refused": (refuse, (REFUSED, "KeyError: 'é{400}'", REFUSED)),
+    "in step again": (lambda rank: {}, "$"),
+    "int": (lambda rank: {"n": 10 + rank // 2}, DIFFERS + r"n \[10, 10, 11\]$"),
+    "text": (
+        lambda rank: {"name": "ab"[rank // 2]},
+        (
+            *[DIFFERS + "name = a on rank [01], another on rank 2"] * 2,
+            DIFFERS + "name = b on rank 2, another on ranks 0, 1",
+        ),
+    ),
+    "many": (
+        lambda rank: {f"x{i}": (rank, i) for i in range(5)},
+        DIFFERS + r"x0 = \(\d, 0\) on .*; x1 = .*; x2 = .*; and 2 more$",
+    ),
+    "say": (lambda rank: {"n": Each(rank)}, "$"),
+    "full": (lambda rank: {str(i): Each(rank) for i in range(FIELDS)}, "$"),
+    "too many": (
+        lambda rank: {str(i): Each(rank) for i in range(FIELDS + 1)},
+        "AssertionError: more values than there is room for",
+    ),
+    "bits": (lambda rank: {"ids": torch.tensor([5, 6, 7 + rank])}, DIFFERS + "ids with other numbers on"),
+    "swapped": (
+        lambda rank: {"ids": torch.tensor([[1, 2, 3], [1, 3, 2]][rank % 2])},
+        DIFFERS + "ids with other numbers on",
+    ),
+    "other kind": (lambda rank: {"x": FLOATS.long() if rank else FLOATS}, DIFFERS + "other tensors of f on"),
+    "missing": (lambda rank: {} if rank else {"x": FLOATS}, DIFFERS + "other tensors of f on"),
+    "rounded": (floats(lambda x: x.mul_(1 + 1e-7)), "$"),
+    "one number": (floats(lambda x: x[17].neg_()), DIFFERS + "x with other numbers on"),
+    "moved": (floats(lambda x: x.copy_(x.flip(0))), DIFFERS + "x with other numbers on"),
+    "a tiny zero": (floats(lambda x: x[400].zero_()), DIFFERS + "x: its zeros with"),
+    "nan": (floats(lambda x: x[3].fill_(torch.nan)), DIFFERS + ".*; x: what is not finite with"),
+}
+# after them, with the order of calls
+SPECIAL: dict[str, str | tuple[str, ...]] = {
+    "told": r"\[10, 11, 12\]$",
+    "another call": (
+        *[DIFFERS + "f here, on rank [01], and another call on rank 2"] * 2,
+        DIFFERS + "g here, on rank 2, and another call on ranks 0, 1",
+    ),
+    "out of step": DIFFERS + r"calls out of step: as many before this one as \[20, 21, 20\]",
+}
 
 
 def told(group: Any, rank: int) -> Any:
@@ -69,63 +102,22 @@ def told(group: Any, rank: int) -> Any:
 
 
 def rank_task(rank: int, world_size: int) -> dict[str, str]:
-    said = {
-        "alike": message(rank, lambda values, _: values.update(a=1, b=None, c=0.5)),
-        "another call": message(rank, lambda values, _: None, call="g" if rank == 2 else "f"),
-        "refused": message(rank, refuse),
-        "in step again": message(rank, lambda values, _: None),
-        "int": message(rank, lambda values, rank: values.update(n=10 + rank // 2)),
-        "text": message(rank, lambda values, rank: values.update(name="ab"[rank // 2])),
-        "many": message(rank, many),
-        "say": message(rank, lambda values, rank: values.update(n=Each(rank))),
-        "full": message(rank, full),
-        "too many": message(rank, too_many),
-        "bits": message(rank, lambda values, rank: values.update(ids=torch.tensor([5, 6, 7 + rank]))),
-        "swapped": message(
-            rank, lambda values, rank: values.update(ids=torch.tensor([[1, 2, 3], [1, 3, 2]][rank % 2]))
-        ),
-        "other kind": message(rank, lambda values, rank: values.update(x=FLOATS.long() if rank else FLOATS)),
-        "missing": message(rank, lambda values, rank: values.update({} if rank else {"x": FLOATS})),
-        "rounded": message(rank, floats(lambda x: x.mul_(1 + 1e-7))),
-        "told": f"{told(dist.group.WORLD, rank)}",
-        "one number": message(rank, floats(lambda x: x[17].neg_())),
-        "moved": message(rank, floats(lambda x: x.copy_(x.flip(0)))),
-        "a tiny zero": message(rank, floats(lambda x: x[400].zero_())),
-        "nan": message(rank, floats(lambda x: x[3].fill_(torch.nan))),
-    }
-    interrupted(rank)
-    return said | {"out of step": message(rank, lambda values, _: None)}
+    said = {name: message(rank, enter) for name, (enter, _) in SCENES.items()}
+    said["told"] = f"{told(dist.group.WORLD, rank)}"
+    said["another call"] = message(rank, lambda rank: {}, call="g" if rank == 2 else "f")
+    if rank == 1:  # a call that one rank leaves without a word: its next one meets the others' first
+        with pytest.raises(KeyboardInterrupt), check_same("process_group", dist.group.WORLD, "f"):
+            raise KeyboardInterrupt
+    return said | {"out of step": message(rank, lambda rank: {})}
 
 
 def test_every_rank_is_told_the_same_thing() -> None:
-    ranks = run_ranks(rank_task, 3)
-    differs = "ValueError: process_group: expected the same call on every rank, got "
-    says = {  # a pattern for every rank
-        **dict.fromkeys(("alike", "in step again", "say", "full", "rounded"), ("$",) * 3),
-        "another call": (differs + "f here, on rank [01], and another call on rank 2",) * 2
-        + (differs + "g here, on rank 2, and another call on ranks 0, 1",),
-        "refused": (
-            r"ValueError: process_group: rank 1 refuses the call of f: KeyError: 'é+$",
-            "KeyError: 'é{400}'",
-            r"ValueError: process_group: rank 1 refuses the call of f: KeyError: 'é+$",
-        ),
-        "int": (differs + r"n \[10, 10, 11\]$",) * 3,
-        "text": (differs + "name = a on rank [01], another on rank 2",) * 2
-        + (differs + "name = b on rank 2, another on ranks 0, 1",),
-        "many": (differs + r"x0 = \(\d, 0\) on .*; x1 = .*; x2 = .*; and 2 more$",) * 3,
-        "told": (r"\[10, 11, 12\]$",) * 3,
-        "too many": ("AssertionError: more values than there is room for",) * 3,
-        **dict.fromkeys(("other kind", "missing"), (differs + "other tensors of f on",) * 3),
-        **dict.fromkeys(("bits", "swapped"), (differs + "ids with other numbers on",) * 3),
-        **dict.fromkeys(("one number", "moved"), (differs + "x with other numbers on",) * 3),
-        "a tiny zero": (differs + "x: its zeros with",) * 3,
-        "nan": (differs + ".*; x: what is not finite with",) * 3,
-        "out of step": (differs + r"calls out of step: as many before this one as \[20, 21, 20\]",) * 3,
-    }
-    assert says.keys() == ranks[0].keys()
-    for name, patterns in says.items():
-        for rank, pattern in enumerate(patterns):
-            assert re.match(pattern, ranks[rank][name]), (name, rank, ranks[rank][name])
+    patterns = {name: pattern for name, (_, pattern) in SCENES.items()} | SPECIAL
+    for rank, said in enumerate(run_ranks(rank_task, 3)):
+        assert said.keys() == patterns.keys()
+        for name, pattern in patterns.items():
+            expected = pattern if isinstance(pattern, str) else pattern[rank]
+            assert re.match(expected, said[name]), (name, rank, said[name])
 
 
 def test_no_group_says_nothing_and_no_other_thing_is_one() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,10 +14,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from grpo_kernels import GRPOLoss, LMHeadLogProb, LossConfig, LossOutput, attach, grpo_loss
 from tests.support import parallel_cases as cases
-from tests.support.case_builder import Case
+from tests.support.case_builder import Case, seeded
 from tests.support.parallel_adapters import PLACES, adapted, adapted_loss, adapted_truth
 from tests.support.parallel_cases import LOSSES, SETUPS, TIED, Run, relative_error, truth
-from tests.support.ranks import run_ranks
+from tests.support.ranks import Ranks
 from tests.support.reference import reference_loss
 from tests.support.tolerance import bounds_of
 
@@ -25,44 +27,37 @@ VARIANTS = [
     {"accumulate": accumulate, "last_empty": last_empty}
     for accumulate, last_empty in itertools.product((1, 2), (False, True))
 ]
-HSDP = ("FSDP2, head in the root unit", "FSDP2, head its own unit")
+OWN_UNIT, ROOT_UNIT = "FSDP2, head its own unit", "FSDP2, head in the root unit"
+BOTH = ("off-policy", "sequence ratio")
 Gradients = dict[str, Tensor]
+Scene = tuple[str, str, dict[str, Any]]  # a way to divide the model, a loss, options of model, batch and run
 
 
-def check(got: list[dict[Any, Any]], want: dict[Any, Gradients], dtype: torch.dtype = torch.float64) -> None:
-    """Every rank has the gradients wanted under each name."""
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks(2) as made:
+        yield made
+
+
+def gradients(setup: str, loss: str, *, adapter: str = "", accumulate: int = 1, **options: Any) -> Gradients:
+    """Of one run on this rank; `adapter` names the module that has one."""
+    of_run = {name: options.pop(name) for name in ("mesh", "last_empty") if name in options}
+    dtype = options.pop("dtype", torch.float64)
+    run = Run(SETUPS[setup], adapted_loss(adapter, loss) if adapter else LOSSES[loss], CPU, dtype, **of_run)
+    return run.train(adapted(adapter)) if adapter else run.gradients(accumulate, **options)
+
+
+@functools.cache
+def wanted(world_size: int, loss: str, *, adapter: str = "", dtype: torch.dtype | None = None, **options: Any) -> Any:
+    """Gradients of one process."""
+    return adapted_truth(adapter, LOSSES[loss]) if adapter else truth(LOSSES[loss], world_size, **options)
+
+
+def check(got: list[Gradients], want: Gradients, what: object, dtype: torch.dtype = torch.float64) -> None:
+    """Every rank has the gradients wanted."""
     for found in got:
-        assert found.keys() == want.keys()
-        for name, gradients in found.items():
-            errors = relative_error(gradients, want[name])
-            assert max(errors.values()) < EXACT[dtype], f"{name}: {errors}"
-
-
-def gradients(setup: str, loss: str, *, accumulate: int = 1, last_empty: bool = False, **options: Any) -> Gradients:
-    """Of one run on this rank."""
-    dtype, mesh = options.pop("dtype", torch.float64), options.pop("mesh", None)
-    run = Run(SETUPS[setup], LOSSES[loss], CPU, dtype, mesh, last_empty)
-    return run.gradients(accumulate, **options)
-
-
-def every_pair() -> dict[str, tuple[str, str, dict[str, Any]]]:
-    """Every way to divide the model with every loss; each way sees each of `VARIANTS`."""
-    pairs = {}
-    for (i, setup), (j, loss) in itertools.product(enumerate(SETUPS), enumerate(LOSSES)):
-        variant = VARIANTS[(i + j) % len(VARIANTS)]
-        pairs[f"{setup}: {loss}, {variant}"] = (setup, loss, variant)
-    return pairs
-
-
-def run_pairs(rank: int, world_size: int) -> dict[str, Gradients]:
-    return {name: gradients(setup, loss, **variant) for name, (setup, loss, variant) in every_pair().items()}
-
-
-def test_every_setup_has_the_gradients_of_one_process_with_every_loss() -> None:
-    wanted = {}
-    for name, (_, loss, variant) in every_pair().items():
-        wanted[name] = truth(LOSSES[loss], 2, **variant)
-    check(run_ranks(run_pairs, 2), wanted)
+        errors = relative_error(found, want)
+        assert max(errors.values()) < EXACT[dtype], f"{what}: {errors}"
 
 
 HEADS: dict[str, dict[str, Any]] = {
@@ -71,40 +66,51 @@ HEADS: dict[str, dict[str, Any]] = {
     "module": {"head": LMHeadLogProb},
     "tied, two parts": {"tied": True, "accumulate": 2, "last_empty": True},
 }
+SCENES: dict[str, list[Scene]] = {
+    "every setup with every loss": [  # each sees each of `VARIANTS`
+        (setup, loss, VARIANTS[(i + j) % len(VARIANTS)])
+        for (i, setup), (j, loss) in itertools.product(enumerate(SETUPS), enumerate(LOSSES))
+    ],
+    "heads": [
+        (setup, loss, options)
+        for (name, options), loss in itertools.product(HEADS.items(), BOTH)
+        for setup in (TIED if "tied" in name else ("DDP", OWN_UNIT))
+    ],
+    "float32": [(OWN_UNIT, loss, {"dtype": torch.float32}) for loss in BOTH],
+    "adapters": [
+        (setup, loss, {"adapter": where})
+        for where, loss in itertools.product(PLACES, BOTH)
+        for setup in ("DDP", ROOT_UNIT, OWN_UNIT, "FSDP2, head in a unit with another layer")
+    ],
+}
+HYBRID: list[Scene] = [
+    (setup, loss, VARIANTS[i])
+    for setup in (ROOT_UNIT, OWN_UNIT)
+    for loss, i in (("off-policy", 0), ("sequence ratio", 3), ("frozen head", 2), ("lean", 1))
+]
 
 
-def run_heads(rank: int, world_size: int) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for (name, options), loss in itertools.product(HEADS.items(), ("off-policy", "sequence ratio")):
-        for setup in TIED if "tied" in name else ("DDP", "FSDP2, head its own unit"):
-            found[f"{name}: {setup}: {loss}"] = gradients(setup, loss, **options)
-    for loss in ("off-policy", "sequence ratio"):
-        found[f"float32: {loss}"] = gradients("FSDP2, head its own unit", loss, dtype=torch.float32)
-    return found
+def run_scenes(rank: int, world_size: int, scenes: list[Scene]) -> list[Gradients]:
+    """On four ranks two replicas of two shards each."""
+    mesh = {"mesh": cases.hsdp_mesh("cpu", world_size)} if world_size == 4 else {}
+    return [gradients(setup, loss, **options, **mesh) for setup, loss, options in scenes]
 
 
-def test_tied_heads_heads_with_a_bias_the_module_and_float32() -> None:
-    got = run_ranks(run_heads, 2)
-    single = [{name: found.pop(name) for name in [*found] if name.startswith("float32")} for found in got]
-    losses = {name: LOSSES[name.split(": ")[-1]] for name in got[0]}
-    check(got, {name: truth(loss, 2, **HEADS[name.split(":")[0]]) for name, loss in losses.items()})
-    check(single, {name: truth(LOSSES[name.split(": ")[1]], 2) for name in single[0]}, torch.float32)
+def check_scenes(ranks: Ranks, scenes: list[Scene]) -> None:
+    found = zip(*ranks.run(run_scenes, scenes), strict=True)
+    for (setup, loss, options), got in zip(scenes, found, strict=True):
+        want = wanted(ranks.world_size, loss, **options)
+        check([*got], want, (setup, loss, options), options.get("dtype", torch.float64))
 
 
-def run_hybrid(rank: int, world_size: int) -> dict[str, Gradients]:
-    mesh = cases.hsdp_mesh("cpu", world_size)
-    return {
-        f"{setup}: {loss}: {i}": gradients(setup, loss, mesh=mesh, **VARIANTS[i])
-        for setup, (loss, i) in itertools.product(
-            HSDP, (("off-policy", 0), ("sequence ratio", 3), ("frozen head", 2), ("lean", 1))
-        )
-    }
+@pytest.mark.parametrize("name", SCENES)
+def test_gradients_are_those_of_one_process(ranks: Ranks, name: str) -> None:
+    check_scenes(ranks, SCENES[name])
 
 
 def test_two_replicas_of_two_shards_each() -> None:
-    got = run_ranks(run_hybrid, 4)
-    parts = {name: name.split(": ") for name in got[0]}
-    check(got, {name: truth(LOSSES[loss], 4, **VARIANTS[int(i)]) for name, (_, loss, i) in parts.items()})
+    with Ranks(4) as four:
+        check_scenes(four, HYBRID)
 
 
 def test_the_mean_over_uneven_ranks_is_the_loss_of_the_whole_batch() -> None:
@@ -116,13 +122,12 @@ def test_the_mean_over_uneven_ranks_is_the_loss_of_the_whole_batch() -> None:
     assert counts[0] != counts[1]
     model = cases.make_model(torch.float64, loss)
     cases.backward_by_reference(model, joined, loss, sum(counts), 1.0)
-    got = {name: x.grad for name, x in model.named_parameters()}
-    assert max(relative_error(got, truth(loss, 2)).values()) < EXACT[torch.float64]
+    check([{name: x.grad for name, x in model.named_parameters()}], truth(loss, 2), "joined")
 
 
 def run_full_tensor(rank: int, world_size: int) -> dict[str, Gradients]:
     """The head its own unit, its weight read as TRL and verl read it: ``weight.full_tensor()``."""
-    run = Run(SETUPS["FSDP2, head its own unit"], LOSSES["off-policy"], CPU, torch.float64)
+    run = Run(SETUPS[OWN_UNIT], LOSSES["off-policy"], CPU, torch.float64)
     found = {}
     for way in ("full_tensor", "attach"):
         model = cases.make_model(torch.float64, run.loss)
@@ -142,19 +147,19 @@ def run_full_tensor(rank: int, world_size: int) -> dict[str, Gradients]:
     return found
 
 
-def test_a_bare_full_tensor_gives_a_head_gradient_that_is_wrong_by_about_all_of_it() -> None:
+def test_a_bare_full_tensor_gives_a_head_gradient_that_is_wrong_by_about_all_of_it(ranks: Ranks) -> None:
     want = truth(LOSSES["off-policy"], 2)
-    for found in run_ranks(run_full_tensor, 2):
+    for found in ranks.run(run_full_tensor):
+        check([found["attach"]], want, "attach")
         wrong = found["full_tensor"].pop("lm_head.weight") - want["lm_head.weight"]
         assert 0.5 < float(wrong.norm() / want["lm_head.weight"].norm()) < 2.0
         others = {name: x for name, x in want.items() if name != "lm_head.weight"}
-        assert max(relative_error(found["full_tensor"], others).values()) < EXACT[torch.float64]  # only the head's
-        assert max(relative_error(found["attach"], want).values()) < EXACT[torch.float64]
+        check([found["full_tensor"]], others, "only the head's is wrong")
 
 
 def run_divided(rank: int, world_size: int) -> list[str]:
     """What is said of a head whose weight is not whole: outside the unit it belongs to, and read from outside."""
-    run = Run(SETUPS["FSDP2, head in the root unit"], LOSSES["off-policy"], CPU, torch.float64)
+    run = Run(SETUPS[ROOT_UNIT], LOSSES["off-policy"], CPU, torch.float64)
     model = cases.make_model(torch.float64, run.loss)
     run.setup.wrap(model, None)
     head = attach(model.lm_head)
@@ -168,11 +173,10 @@ def run_divided(rank: int, world_size: int) -> list[str]:
     return messages
 
 
-def test_a_divided_weight_raises_and_the_message_names_the_fix() -> None:
-    for messages in run_ranks(run_divided, 2):
-        for message in messages:
-            assert "pass the head's module in the place of its weight" in message
-            assert "process_group=" in message
+def test_a_divided_weight_raises_and_the_message_names_the_fix(ranks: Ranks) -> None:
+    for message in itertools.chain(*ranks.run(run_divided)):
+        assert "pass the head's module in the place of its weight" in message
+        assert "process_group=" in message
 
 
 def run_mixed(rank: int, world_size: int, output_dtype: torch.dtype | None) -> dict[str, Any]:
@@ -193,8 +197,10 @@ def run_mixed(rank: int, world_size: int, output_dtype: torch.dtype | None) -> d
 
 
 @pytest.mark.parametrize("output_dtype", [None, torch.bfloat16], ids=["", "bf16 outputs"])
-def test_mixed_precision_rounds_weights_and_hidden_states_and_nothing_else(output_dtype: torch.dtype | None) -> None:
-    got = run_ranks(run_mixed, 2, output_dtype)
+def test_mixed_precision_rounds_weights_and_hidden_states_and_nothing_else(
+    ranks: Ranks, output_dtype: torch.dtype | None
+) -> None:
+    got = ranks.run(run_mixed, output_dtype)
     weight = cases.make_model(torch.float32, LOSSES["sequence ratio"]).lm_head.weight.detach().bfloat16()
     total, allowed = torch.zeros(weight.shape, dtype=torch.float64), torch.zeros(weight.shape, dtype=torch.float64)
     for found in got:
@@ -213,16 +219,14 @@ def test_mixed_precision_rounds_weights_and_hidden_states_and_nothing_else(outpu
         assert bool(((found["grad"] - total).abs() <= allowed + 1e-7 * total.abs()).all())
 
 
-def run_logprobs(rank: int, world_size: int) -> dict[str, Gradients]:
+def run_logprobs(rank: int, world_size: int) -> dict[tuple[str, bool], Gradients]:
     """A loss of one's own, on log-probabilities that are changed in place first; with entropies and without."""
     found = {}
-    setups = ("DDP", "FSDP2, head its own unit", "FSDP2, head in the root unit")
-    for setup, entropy in itertools.product(setups, (True, False)):
+    for setup, entropy in itertools.product(("DDP", OWN_UNIT, ROOT_UNIT), (True, False)):
         run = Run(SETUPS[setup], LOSSES["off-policy"], CPU, torch.float64)
         model = cases.make_model(torch.float64, run.loss)
         wrapped = run.setup.wrap(model, None)
         head: Any = attach(model.lm_head)
-
         options = {"mask": run.batch.completion_mask, "entropy": entropy}
 
         def then(hidden: Tensor, head: Any = head, run: Run = run, options: Any = options) -> Any:
@@ -233,13 +237,8 @@ def run_logprobs(rank: int, world_size: int) -> dict[str, Gradients]:
         loss = scores.logps.square().sum()
         assert (scores.entropies is not None) == entropy
         (loss - scores.entropies.sum() if entropy else loss).backward()
-        found[f"{setup}, {entropy}"] = {name: cases.whole(x.grad) for name, x in model.named_parameters()}
+        found[setup, entropy] = {name: cases.whole(x.grad) for name, x in model.named_parameters()}
     return found
-
-
-def test_logprobs_and_entropies_of_a_divided_head_are_differentiable() -> None:
-    got = run_ranks(run_logprobs, 2)
-    check(got, {name: logprobs_truth(name.endswith("True")) for name in got[0]})
 
 
 def logprobs_truth(entropy: bool) -> Gradients:
@@ -254,33 +253,18 @@ def logprobs_truth(entropy: bool) -> Gradients:
     return {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
 
 
-ADAPTED = [
-    *itertools.product(
-        PLACES,
-        ("off-policy", "sequence ratio"),
-        ("DDP", *HSDP, "FSDP2, head in a unit with another layer"),
-    )
-]
-
-
-def run_adapters(rank: int, world_size: int) -> dict[Any, Gradients]:
-    found = {}
-    for where, loss, way in ADAPTED:
-        run = Run(SETUPS[way], adapted_loss(where, loss), CPU, torch.float64)
-        found[where, loss, way] = run.train(adapted(where))
-    return found
-
-
-def test_adapters_on_body_or_head() -> None:
-    check(run_ranks(run_adapters, 2), {case: adapted_truth(case[0], LOSSES[case[1]]) for case in ADAPTED})
+def test_logprobs_and_entropies_of_a_divided_head_are_differentiable(ranks: Ranks) -> None:
+    for found in ranks.run(run_logprobs):
+        for (setup, entropy), got in found.items():
+            check([got], logprobs_truth(entropy), setup)
 
 
 class ReturnsTheOutput(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.body, self.head = nn.Linear(6, 8), nn.Linear(8, 11, bias=False)
-        for i, x in enumerate(self.parameters()):
-            nn.init.normal_(x, generator=torch.Generator().manual_seed(i))
+        for name, x in self.named_parameters():
+            nn.init.normal_(x, generator=seeded(name))
         self.loss = GRPOLoss(loss_type="grpo")
 
     def forward(self, x: Tensor) -> LossOutput:
@@ -292,7 +276,7 @@ def static_graph_gradients(module: nn.Module, rank: int) -> list[Tensor]:
     """Two steps: the first is where DDP learns the graph."""
     for step in range(2):
         module.zero_grad()
-        out = module(torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(10 * step + rank)))
+        out = module(torch.randn(2, 5, 6, generator=seeded(f"step {step}, rank {rank}")))
         assert isinstance(out, LossOutput) and out.metrics.pairs["rows/projected"][1] == 10
         out.loss.backward()
     return [x.grad.clone() for x in module.parameters() if x.grad is not None]
@@ -302,8 +286,8 @@ def run_static_graph(rank: int, world_size: int) -> list[Tensor]:
     return static_graph_gradients(nn.parallel.DistributedDataParallel(ReturnsTheOutput(), static_graph=True), rank)
 
 
-def test_an_output_of_ddp_with_a_static_graph_keeps_its_gradients() -> None:
+def test_an_output_of_ddp_with_a_static_graph_keeps_its_gradients(ranks: Ranks) -> None:
     alone = [static_graph_gradients(ReturnsTheOutput(), rank) for rank in range(2)]
     want = [torch.stack(x).mean(0) for x in zip(*alone, strict=True)]
-    for found in run_ranks(run_static_graph, 2):
+    for found in ranks.run(run_static_graph):
         torch.testing.assert_close(found, want)

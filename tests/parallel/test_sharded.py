@@ -1,7 +1,7 @@
 """A head whose vocabulary is divided among processes, against the float64 reference of the whole one.
 
-Every fixed case of the differential suite runs on 2 or on 4 ranks, by one of the engines that are exact for it, in
-shards that are even or not, and every result and gradient is held to the bounds of a single process.
+A third of the cases of the differential suite runs on 2 or on 4 ranks, by one of the engines that are exact for it,
+in shards that are even or not, and every result and gradient is held to the bounds of a single process.
 """
 
 from __future__ import annotations
@@ -17,17 +17,21 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 
-from grpo_kernels import Head, LoRA, Run, Scores, grpo_loss, linear_divergence, linear_logprob
+from grpo_kernels import Head, LoRA, Run, grpo_loss, linear_divergence, linear_logprob
+from grpo_kernels.base import agreement
 from grpo_kernels.base import distributed as collectives
-from tests.support.case_builder import Case
+from tests.support.case_builder import make_case, seeded
 from tests.support.cases import fixed_cases
 from tests.support.flat import flat
+from tests.support.head_cases import head_cases
 from tests.support.ranks import run_ranks
-from tests.support.reference import reference_loss
-from tests.support.run_case import allowed_engines, arguments, config_of
-from tests.support.tolerance import assert_matches, bounds_of
+from tests.support.reference import reference_loss, reference_scores
+from tests.support.run_case import allowed_engines, engines_of, run, run_scores, upstream_of
+from tests.support.score_cases import score_cases
+from tests.support.tolerance import assert_matches, assert_scores, bounds_of
 
-CASES = [case for case in fixed_cases() if case.weight.shape[0] >= 10]
+CASES = [case for case in (*head_cases(), *fixed_cases()) if case.weight.shape[0] >= 10]
+SCORED = [case for case in score_cases() if case.weight.shape[0] >= 10]
 EXTRAS = ("log_sum_sq_probs", "mean_logits", "is_top1")
 
 
@@ -45,132 +49,98 @@ def same_on_every_rank(x: Tensor) -> bool:
     )
 
 
-def run_sharded(case: Case, engine: str, start: int, stop: int, **options: Any) -> tuple[Any, dict[str, Any]]:
-    """`run_case.run` with this rank's rows of the head; the gradients of the head are gathered to whole ones."""
-    given = arguments(case)
-    for name in ("weight", "bias"):
-        if given[name] is not None:
-            given[name] = given[name].detach()[start:stop].clone().requires_grad_(name not in case.frozen)
-    if given["reference"] is not None:
-        hidden, other = given["reference"]
-        bias = None if other.bias is None else other.bias[start:stop]
-        given["reference"] = hidden, replace(other, weight=other.weight[start:stop].clone(), bias=bias)
-    options = {"engine": engine, "workspace_bytes": case.workspace_bytes, **options}
-    output = flat(grpo_loss)(**given, config=config_of(case), **options, process_group=dist.group.WORLD)
-    if output.loss.requires_grad:
-        output.loss.backward()
-    grads = {name: None if given[name] is None else given[name].grad for name in ("hidden", "weight", "bias")}
-    for name in ("weight", "bias"):
-        if grads[name] is not None:
-            sizes = collectives.gather_stacked(torch.tensor(len(grads[name])), dist.group.WORLD).tolist()
-            grads[name] = collectives.gather_uneven(grads[name], sizes, dist.group.WORLD)
-    return output, grads
+def gathered(grads: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+    """Those of the head as of the whole one."""
+    for name in ("weight", "bias", "lora_b"):
+        x = grads[name]
+        if x is not None:
+            sizes = collectives.gather_stacked(torch.tensor(len(x)), dist.group.WORLD).tolist()
+            grads[name] = collectives.gather_uneven(x, sizes, dist.group.WORLD)
+    return grads
 
 
 def check_cases(rank: int, world_size: int, first: int) -> set[str]:
     engines = set()
-    for number, case in enumerate(CASES[first::2]):
+    for number, case in enumerate(CASES[first::6]):
         if number % 4 == 0:
             case = case.but(frozen=frozenset({"weight", "bias"}))
-        allowed = ["auto", *sorted(allowed_engines(case))]
-        engine = allowed[number % len(allowed)]
-        span = spans(case.weight.shape[0], world_size, uneven=number % 3 > 0)[rank]
-        output, grads = run_sharded(case, engine, *span, backend="torch" if number % 5 == 0 else "auto")
+        allowed = ["auto", *sorted(allowed_engines(case) - {"auto"})]
+        engine, uneven = allowed[number % len(allowed)], number % 3 > 0
+        rows = slice(*spans(case.weight.shape[0], world_size, uneven=uneven)[rank])
+        options = {"backend": "torch" if number % 5 == 0 else "auto", "rows": rows, "process_group": dist.group.WORLD}
+        output, grads = run(case, engine, **options)
         engines.add(output.engine)
         assert same_on_every_rank(output.loss.detach()), case.name
         assert grads["hidden"] is None or same_on_every_rank(grads["hidden"].float()), case.name
+        grads = gathered(grads)
         if rank == 0:
-            reference = reference_loss(case)
-            try:
-                assert_matches(output, grads, reference, case, bounds_of(reference, case))
-            except AssertionError as error:
-                raise AssertionError(f"{case.name}, engine {engine!r}, uneven {number % 3 > 0}: {error}") from None
+            reference, case = reference_loss(case), case.but(name=f"{case.name}, engine {engine!r}, uneven {uneven}")
+            assert_matches(output, grads, reference, case, bounds_of(reference, case))
     return engines
+
+
+def check_scores(rank: int, world_size: int, first: int) -> None:
+    """Adapters, kept sets, temperatures, divergences from another head and from a list."""
+    for number, case in enumerate(SCORED[first::5]):
+        engine, uneven = engines_of(case)[number % len(engines_of(case))], number % 3 > 0
+        rows = slice(*spans(case.weight.shape[0], world_size, uneven=uneven)[rank])
+        results, grads = run_scores(case, engine, rows=rows, process_group=dist.group.WORLD)
+        assert all(same_on_every_rank(x) for x in results.values()), case.name
+        grads = gathered(grads)
+        if rank == 0:
+            named = case.but(name=f"{case.name}, engine {engine!r}, uneven {uneven}")
+            assert_scores(named, reference_scores(case, upstream_of(case)), results, grads, engine)
+
+
+def check_every_case(rank: int, world_size: int, first: int) -> set[str]:
+    check_scores(rank, world_size, first)
+    return check_cases(rank, world_size, first)
 
 
 @pytest.mark.parametrize(("world_size", "first"), [(2, 0), (4, 1)])
 def test_every_case_is_exact_on_shards(world_size: int, first: int) -> None:
-    assert run_ranks(check_cases, world_size, first)[0] >= {"frozen", "one_pass", "two_pass", "lean"}
+    assert run_ranks(check_every_case, world_size, first)[0] >= {"frozen", "one_pass", "two_pass", "lean", "kept_sets"}
 
 
-def make_head(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-    """Hidden states, a head, ids, and the factors of an adapter; the same on every rank."""
-    g = torch.Generator().manual_seed(5)
-    shapes = {"hidden": (9, 8), "weight": (23, 8), "bias": (23,), "a": (2, 8), "b": (23, 2)}
+def make_head() -> dict[str, Tensor]:
+    """Hidden states, a head and ids; the same on every rank."""
+    g, shapes = seeded("head"), {"hidden": (9, 8), "weight": (23, 8), "bias": (23,)}
     made = {name: torch.randn(shape, generator=g, dtype=torch.float64) for name, shape in shapes.items()}
-    made = {name: x.to(dtype).requires_grad_() for name, x in made.items()}
-    return made | {"ids": torch.randint(19, (9,), generator=g)}
+    return {name: x.requires_grad_() for name, x in made.items()} | {"ids": torch.randint(19, (9,), generator=g)}
 
 
-def results(head: dict[str, Any], lora: LoRA | None, **options: Any) -> tuple[Scores, list[Tensor]]:
-    """All results of a call, and the gradients of some loss of them in all leaves that are there."""
-    found = flat(linear_logprob)(
-        head["hidden"], head["weight"], head["ids"], bias=head["bias"], extras=EXTRAS, lora=lora, **options
-    )
-    loss = (found.logps * torch.linspace(-1, 1, 9)).sum() + 0.3 * found.entropies.sum()
-    leaves = [head["hidden"], head["weight"], head["bias"], *([] if lora is None else [lora.a, lora.b])]
-    return found, list(torch.autograd.grad(loss, leaves))
-
-
-def check_outputs(rank: int, world_size: int) -> None:
-    """All results, an adapter, padding rows, a temperature a token: shards against the whole head."""
-    temperature = torch.linspace(0.5, 2.0, 9, dtype=torch.float64)
-    for dtype, bound in ((torch.float64, 1e-12), (torch.float32, 2e-5)):
-        for with_lora in (False, True):
-            for vocab_size in (None, 19):
-                head, options = make_head(dtype), {"temperature": temperature.to(dtype), "vocab_size": vocab_size}
-                lora = LoRA(head["a"], head["b"], 0.7) if with_lora else None
-                want, want_grads = results(head, lora, **options)
-                start, stop = spans(23, world_size, uneven=world_size == 2)[rank]
-                part = dict(head)
-                for name in ("weight", "bias", "b"):
-                    part[name] = head[name].detach()[start:stop].clone().requires_grad_()
-                lora = LoRA(head["a"], part["b"], 0.7) if with_lora else None
-                got, got_grads = results(part, lora, **options, process_group=dist.group.WORLD)
-                for name in ("logps", "entropies", *EXTRAS):
-                    x = getattr(got, name)
-                    torch.testing.assert_close(x, getattr(want, name), rtol=bound, atol=bound)
-                    assert same_on_every_rank(x.detach()), name
-                rows = (slice(None), slice(start, stop), slice(start, stop), slice(None), slice(start, stop))
-                for x, y, row in zip(got_grads, want_grads, rows, strict=False):
-                    torch.testing.assert_close(x, y[row], rtol=10 * bound, atol=10 * bound)
-                if vocab_size is not None and stop > vocab_size:
-                    assert not got_grads[1][max(0, vocab_size - start) :].any()
-
-
-def check_divergences(rank: int, world_size: int) -> None:
-    """Both heads divided: shards against whole heads, with every engine."""
-    g = torch.Generator().manual_seed(6)
-    shapes = ((9, 8), (23, 8), (9, 5), (23, 5))
-    whole = [
-        torch.randn(shape, generator=g, dtype=torch.float64).requires_grad_(i < 2) for i, shape in enumerate(shapes)
-    ]
-    start, stop = spans(23, world_size, uneven=True)[rank]
-    upstream = torch.linspace(0.1, 1.0, 9, dtype=torch.float64)
-    group = dist.group.WORLD
-    for kind in ({}, {"divergence": "forward_kl"}, {"divergence": "jsd", "beta": 0.3}):
-        for engine, vocab_size in product(("auto", "two_pass", "lean"), (None, 19)):
-            options: dict[str, Any] = {**kind, "engine": engine, "vocab_size": vocab_size}
-            want = diverge(*whole, **options)
-            want_grads = torch.autograd.grad(want, whole[:2], upstream)
-            part = [x.detach()[start:stop].clone().requires_grad_(i == 1) if i % 2 else x for i, x in enumerate(whole)]
-            got = diverge(*part, **options, process_group=group)
-            torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
-            assert same_on_every_rank(got.detach())
-            grads = torch.autograd.grad(got, part[:2], upstream)
-            torch.testing.assert_close(grads[0], want_grads[0], rtol=1e-11, atol=1e-13)
-            torch.testing.assert_close(grads[1], want_grads[1][start:stop], rtol=1e-11, atol=1e-13)
+def check_padding_rows(rank: int, world_size: int) -> None:
+    """All results of a head with rows beyond its vocabulary, on the last rank alone; shards against the whole head."""
+    start, stop = spans(23, world_size, uneven=world_size == 2)[rank]
+    upstream, group = torch.linspace(-1, 1, 9, dtype=torch.float64), dist.group.WORLD
+    head, teacher = make_head(), torch.randn(23, 8, dtype=torch.float64, generator=seeded("teacher"))
+    part = {name: head[name].detach()[start:stop].clone().requires_grad_() for name in ("weight", "bias")}
+    for vocab_size in (None, 19):
+        wholes, parts = (Head(x["weight"], x["bias"], vocab_size=vocab_size) for x in (head, part))
+        parts = replace(parts, process_group=group)
+        calls: dict[str, Any] = {
+            "scores": lambda of, rows: linear_logprob(head["hidden"], of, head["ids"], extras=EXTRAS),
+            "divergences": lambda of, rows: linear_divergence(head["hidden"], of, 0.5 * head["hidden"], teacher[rows]),
+        }
+        for call in calls.values():
+            found = []
+            for of, rows in ((wholes, slice(None)), (parts, slice(start, stop))):
+                scores = call(of, rows)
+                main = scores.divergence if scores.logps is None else scores.logps + 0.3 * scores.entropies
+                grads = torch.autograd.grad((main * upstream).sum(), [head["hidden"], of.weight, of.bias])
+                found.append((scores.given, grads))
+            (want, want_grads), (got, got_grads) = found
+            torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+            assert all(same_on_every_rank(x.detach()) for x in got.values())
+            cut = [want_grads[0], *(x[start:stop] for x in want_grads[1:])]
+            torch.testing.assert_close([*got_grads], cut, rtol=1e-11, atol=1e-11)
+            if vocab_size is not None and stop > vocab_size:
+                assert not got_grads[1][max(0, vocab_size - start) :].any()
     with pytest.raises(ValueError, match="teacher_weight"):
-        diverge(*part[:3], part[3][rank:], process_group=group)
+        linear_divergence(head["hidden"], parts, head["hidden"], teacher[start + rank : stop])
+    given = head["hidden"], parts, head["hidden"], teacher[start:stop]
     with pytest.raises(ValueError, match=r"\bbeta\b"):  # on all ranks
-        diverge(*part, divergence="jsd", beta=0.3 if rank else 0.5, process_group=group)
-
-
-def diverge(hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor, **options: Any) -> Tensor:
-    """The divergence from a teacher with a soft-cap."""
-    teacher_head = Head(teacher_weight, final_logit_softcapping=2.0)
-    found: Tensor = flat(linear_divergence)(hidden, weight, teacher_hidden, teacher_head, **options).divergence
-    return found
+        linear_divergence(*given, divergence="jsd", beta=0.3 if rank else 0.5)
 
 
 def check_edges(rank: int, world_size: int) -> None:
@@ -271,6 +241,43 @@ def check_errors(rank: int, world_size: int) -> None:
         linear_logprob(hidden, Head(part, process_group="tp"), ids)
 
 
+def check_kept_sets(rank: int, world_size: int) -> None:
+    """What the ranks say first, once; and what they must agree on."""
+    case = make_case("divided", t=9, kept=14, mask="full", loss_type="grpo", others={"without_set": "full"})
+    own = case.weight[rank * 25 : (rank + 1) * 25]
+    head = Head(own, process_group=dist.group.WORLD)
+    given = case.completion_ids, case.completion_mask, case.advantages
+    with mock.patch.object(agreement, "gather_stacked", wraps=agreement.gather_stacked) as asked:
+        grpo_loss(case.hidden, head, *given, kept_ids=case.kept_ids, without_set="full")
+    assert asked.call_count == 1  # the ranks compare the sets and the loss at once
+    with pytest.raises(ValueError, match="sequence_group: expected None with kept_ids"):
+        grpo_loss(case.hidden, case.weight, *given, kept_ids=case.kept_ids, sequence_group=dist.group.WORLD)
+    other = torch.where(case.kept_ids == case.completion_ids[..., None], case.kept_ids, rank)
+    with pytest.raises(ValueError, match=r"process_group: .*kept_ids"):
+        linear_logprob(case.hidden, head, case.completion_ids, kept_ids=other, without_set="full")
+
+
+def check_adapters(rank: int, world_size: int) -> None:
+    """What only one rank of two has of an adapter raises on both."""
+    hidden, weight, ids = torch.ones(3, 8), torch.ones(5, 8), torch.zeros(3, dtype=torch.long)
+    a, b = torch.ones(2, 8), torch.ones(5, 2)
+    differs = "^process_group: expected the same call on every rank, got "
+    x = hidden.clone().requires_grad_(rank == 1)
+    wrong = {
+        differs + r"gradients wanted of lora\.a or lora\.input \[0, 1\]": LoRA(a.clone().requires_grad_(rank == 1), b),
+        differs + r"gradients wanted of lora\.b \[0, 1\]": LoRA(a, b.clone().requires_grad_(rank == 1)),
+        differs + r"gradients wanted of lora\.a or .*\[0, 1\]$": LoRA(a, b, 1.0, x),
+        differs + r"lora\.a = torch\.float32 \([12], 8\) on rank [01], another": LoRA(a[rank:], b[:, rank:]),
+        differs + r"lora\.a = (None|torch\.float32 \(2, 8\)) on rank": None if rank else LoRA(a, b),
+        r"^lora: expected a LoRA, got tuple": (a, b),
+        r"^lora\.a: expected a tensor, got NoneType": LoRA(None, b),  # type: ignore[arg-type]
+    }
+    for says, lora in wrong.items():
+        head = Head(weight, lora=lora, process_group=dist.group.WORLD)  # type: ignore[arg-type]
+        with pytest.raises((TypeError, ValueError), match=says):
+            linear_logprob(hidden, head, ids)
+
+
 def check_traffic(rank: int, world_size: int) -> dict[str, list[int]]:
     """Numbers that a rank sends, forward and backward, of 64 rows, 16 at a time."""
     sent: dict[str, list[int]] = {}
@@ -327,10 +334,11 @@ def check_rest(rank: int, world_size: int) -> None:
 
 
 def check_all(rank: int, world_size: int) -> dict[str, list[int]]:
-    for check in (check_outputs, check_divergences, check_edges, check_expectation, check_dtensors, check_errors):
+    for check in (check_padding_rows, check_edges, check_expectation, check_dtensors, check_errors):
         check(rank, world_size)
     if world_size == 2:
-        check_rest(rank, world_size)
+        for check in (check_kept_sets, check_adapters, check_rest):
+            check(rank, world_size)
     return check_traffic(rank, world_size)
 
 

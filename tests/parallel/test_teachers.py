@@ -13,33 +13,33 @@ from grpo_kernels import Head, LossConfig, Run, attach, grpo_loss, linear_diverg
 from tests.support import parallel_cases as cases
 from tests.support.parallel_cases import LOSSES, SETUPS, Batch, TinyModel, relative_error
 from tests.support.ranks import run_ranks
+from tests.support.reference_terms import divergence
 from tests.support.zero3 import CONFIG, deepspeed, needs_deepspeed
 
 EXACT, EXACT_ZERO3 = 1e-13, 2e-7  # of the largest entry; DeepSpeed keeps gradients in float32
 KL = {"beta": 0.3, "kl_estimator": "full"}
 Gradients = dict[str, Tensor]
 
-# name -> (the student's way, the teacher's, what is computed, engine, tied)
-CASES: dict[str, tuple[str, str, str, str, bool]] = {
-    "DDP": ("DDP", "whole", "jsd", "auto", False),
-    "DDP, tied, lean": ("DDP", "head its own unit", "reverse_kl", "lean", True),
-    "own units": ("FSDP2, head its own unit", "head its own unit", "jsd", "auto", False),
-    "own units, two passes": (
-        "FSDP2, head its own unit, after the forward",
-        "head its own unit",
-        "jsd",
-        "two_pass",
-        False,
-    ),
-    "own units, lean": ("FSDP2, head its own unit", "head its own unit", "forward_kl", "lean", False),
-    "root units": ("FSDP2, head in the root unit", "head in the root unit", "reverse_kl", "auto", False),
-    "root units, two passes": ("FSDP2, head in the root unit", "head in the root unit", "jsd", "two_pass", False),
-    "root units, tied, lean": ("FSDP2, head in the root unit", "head in the root unit", "jsd", "lean", True),
-    "loss, own units": ("FSDP2, head its own unit", "head its own unit", "loss", "auto", False),
-    "loss, own units, two passes": ("FSDP2, head its own unit", "head its own unit", "loss", "two_pass", False),
-    "loss, root units, tied": ("FSDP2, head in the root unit", "head in the root unit", "loss", "auto", True),
-    "loss, DDP": ("DDP", "head in the root unit", "loss", "lean", False),
-}
+ROOT, OWN = "head in the root unit", "head its own unit"
+FROM_OWN = "FSDP2, head its own unit"
+FROM_ROOT = "FSDP2, head in the root unit"
+BETAS = {"reverse_kl": 1.0, "forward_kl": 0.0, "jsd": 0.5}
+
+# (the student's way, the teacher's, what is computed, engine, tied)
+CASES = (
+    ("DDP", "whole", "jsd", "auto", False),
+    ("DDP", OWN, "reverse_kl", "lean", True),
+    (FROM_OWN, OWN, "jsd", "auto", False),
+    (f"{FROM_OWN}, after the forward", OWN, "jsd", "two_pass", False),
+    (FROM_OWN, OWN, "forward_kl", "lean", False),
+    (FROM_ROOT, ROOT, "reverse_kl", "auto", False),
+    (FROM_ROOT, ROOT, "jsd", "two_pass", False),
+    (FROM_ROOT, ROOT, "jsd", "lean", True),
+    (FROM_OWN, OWN, "loss", "auto", False),
+    (FROM_OWN, OWN, "loss", "two_pass", False),
+    (FROM_ROOT, ROOT, "loss", "auto", True),
+    ("DDP", ROOT, "loss", "lean", False),
+)
 
 
 def make_teacher() -> TinyModel:
@@ -53,7 +53,7 @@ def make_teacher() -> TinyModel:
 
 def divided_teacher(way: str) -> TinyModel:
     teacher = make_teacher()
-    if way == "head its own unit":
+    if way == OWN:
         fully_shard(teacher.lm_head)
     if way != "whole":
         fully_shard(teacher)
@@ -114,31 +114,27 @@ def truth(what: str, tied: bool) -> Gradients:
             weight, run = student.lm_head.weight, Run(backend="torch")
             loss = grpo_loss(hidden, weight, config=LossConfig(**KL), run=run, **given).loss
         else:
-            log_p, log_q = (model.lm_head(x).log_softmax(-1) for model, x in ((student, hidden), (teacher, states)))
-            loss = (plain(what, log_p, log_q) * batch.completion_mask).sum() / items
+            logs = (model.lm_head(x).log_softmax(-1) for model, x in ((student, hidden), (teacher, states)))
+            log_p, log_q = (x.flatten(0, 1) for x in logs)
+            loss = (divergence(BETAS[what], log_p, log_q) * batch.completion_mask.flatten()).sum() / items
         (loss / 2).backward()
     return {name: x.grad for name, x in student.named_parameters() if x.grad is not None}
 
 
-def plain(divergence: str, log_p: Tensor, log_q: Tensor) -> Tensor:
-    if divergence == "jsd":
-        log_m = (0.5 * log_p.exp() + 0.5 * log_q.exp()).log()
-        return 0.5 * plain("reverse_kl", log_p, log_m) + 0.5 * plain("reverse_kl", log_q, log_m)
-    if divergence == "forward_kl":
-        return plain("reverse_kl", log_q, log_p)
-    return (log_p.exp() * (log_p - log_q)).sum(-1)
+def assert_those_of_one_process(found: list[list[Gradients]], wanted: list[Gradients], bound: float) -> None:
+    for of_rank in found:
+        for i, (got, want) in enumerate(zip(of_rank, wanted, strict=True)):
+            errors = relative_error(got, want)
+            assert max(errors.values()) < bound, f"case {i}: {errors}"
 
 
-def run_cases(rank: int, world_size: int) -> dict[str, Gradients]:
-    return {name: gradients(*case) for name, case in CASES.items()}
+def run_cases(rank: int, world_size: int) -> list[Gradients]:
+    return [gradients(*case) for case in CASES]
 
 
 def test_gradients_are_those_of_one_process() -> None:
-    wanted = {name: truth(what, tied) for name, (_, _, what, _, tied) in CASES.items()}
-    for found in run_ranks(run_cases, 2):
-        for name, want in wanted.items():
-            errors = relative_error(found[name], want)
-            assert max(errors.values()) < EXACT, f"{name}: {errors}"
+    wanted = [truth(what, tied) for _, _, what, _, tied in CASES]
+    assert_those_of_one_process(run_ranks(run_cases, 2), wanted, EXACT)
 
 
 ZERO3 = [("jsd", "auto"), ("jsd", "two_pass"), ("reverse_kl", "lean"), ("loss", "auto"), ("loss", "two_pass")]
@@ -168,17 +164,13 @@ def by_zero3(what: str, engine: str) -> Gradients:
     return found
 
 
-def run_zero3(rank: int, world_size: int) -> dict[str, Gradients]:
-    return {f"{what}, {engine}": by_zero3(what, engine) for what, engine in ZERO3}
+def run_zero3(rank: int, world_size: int) -> list[Gradients]:
+    return [by_zero3(what, engine) for what, engine in ZERO3]
 
 
 @needs_deepspeed
 def test_gradients_under_zero3_are_those_of_one_process() -> None:
-    wanted = {f"{what}, {engine}": truth(what, False) for what, engine in ZERO3}
-    for found in run_ranks(run_zero3, 2):
-        for name, want in wanted.items():
-            errors = relative_error(found[name], want)
-            assert max(errors.values()) < EXACT_ZERO3, f"{name}: {errors}"
+    assert_those_of_one_process(run_ranks(run_zero3, 2), [truth(what, False) for what, _ in ZERO3], EXACT_ZERO3)
 
 
 def heads() -> tuple[Any, nn.Module, Tensor]:

@@ -20,6 +20,7 @@ from tests.support.ranks import run_ranks
 from tests.support.zero3 import CONFIG, deepspeed, needs_deepspeed
 
 CPU = torch.device("cpu")
+BOTH = ("off-policy", "sequence ratio")
 EXACT = 2e-7  # of the largest entry: DeepSpeed keeps gradients in float32, whatever the model's dtype
 
 pytestmark = needs_deepspeed
@@ -52,10 +53,13 @@ class Zero3:
         """After its backward: by name, averaged over the ranks, whole."""
         self.engine.backward(loss)
         assert self.head.weight.numel() == 0
-        named = [(name, x) for name, x in self.model.named_parameters() if x.requires_grad]
-        found = {name: self.package.utils.safe_get_full_grad(x).clone() for name, x in named}
+        found = self.whole()
         self.engine.destroy()
         return found
+
+    def whole(self) -> dict[str, Tensor]:
+        named = [(name, x) for name, x in self.model.named_parameters() if x.requires_grad]
+        return {name: self.package.utils.safe_get_full_grad(x).clone() for name, x in named}
 
 
 def by_method(loss: str, **options: Any) -> dict[str, Tensor]:
@@ -64,12 +68,12 @@ def by_method(loss: str, **options: Any) -> dict[str, Tensor]:
     return zero3.gradients(zero3.run.score(zero3.engine, attach(zero3.head), zero3.run.batch))
 
 
-def in_two_parts(loss: str) -> dict[str, Tensor]:
+def in_two_parts(loss: str, accumulate: int) -> dict[str, Tensor]:
     """Two micro-batches: DeepSpeed divides each loss by their number."""
     zero3 = Zero3(loss)
     zero3.engine.destroy()
-    zero3.start(cases.make_model(torch.float64, zero3.run.loss), accumulate=2)
-    head, (first, second) = attach(zero3.head), cases.micro_batches(zero3.run.batch, 2)
+    zero3.start(cases.make_model(torch.float64, zero3.run.loss), accumulate)
+    head, (first, second) = attach(zero3.head), cases.micro_batches(zero3.run.batch, accumulate)
     zero3.engine.backward(2.0 * zero3.run.score(zero3.engine, head, first))
     zero3.engine.step()  # which counts them
     return zero3.gradients(2.0 * zero3.run.score(zero3.engine, head, second))
@@ -90,8 +94,7 @@ def gathered_by_hand(loss: str) -> dict[str, Tensor]:
     assert "pass the head's module in its place" in str(raised.value)
     with zero3.package.zero.GatheredParameters([zero3.head.weight]):
         zero3.engine.backward(zero3.call(hidden, zero3.head.weight))
-    named = [(name, x) for name, x in zero3.model.named_parameters() if x.requires_grad]
-    return {name: zero3.package.utils.safe_get_full_grad(x) for name, x in named}
+    return zero3.whole()
 
 
 def gathered_twice(loss: str) -> dict[str, Tensor]:
@@ -114,40 +117,30 @@ def with_adapter(loss: str, where: str) -> dict[str, Tensor]:
     return zero3.gradients(zero3.run.score(zero3.engine, attach(zero3.head), zero3.run.batch))
 
 
-# name -> (how, arguments, arguments of the truth)
-CASES: dict[str, tuple[Callable[..., dict[str, Tensor]], dict[str, Any], dict[str, Any]]] = {
-    **{
-        f"{loss}, {'inside' if inside else 'after'}": (by_method, {"loss": loss, "inside": inside}, {})
-        for loss, inside in itertools.product(LOSSES, (True, False))
-    },
-    **{
-        f"{loss}, a rank with nothing to score": (by_method, {"loss": loss, "last_empty": True}, {"last_empty": True})
-        for loss in ("off-policy", "sequence ratio")
-    },
-    "bias": (by_method, {"loss": "sequence ratio", "bias": True}, {"bias": True}),
-    "tied": (by_method, {"loss": "off-policy", "tied": True}, {"tied": True}),
-    "tied, two passes": (by_method, {"loss": "sequence ratio", "tied": True}, {"tied": True}),
-    "two micro-batches": (in_two_parts, {"loss": "off-policy"}, {"accumulate": 2}),
-    "function, one pass": (within_the_models_forward, {"loss": "off-policy"}, {}),
-    "function, two passes": (within_the_models_forward, {"loss": "sequence ratio"}, {}),
-    "gathered by hand": (gathered_by_hand, {"loss": "sequence ratio"}, {}),
-    "gathered twice": (gathered_twice, {"loss": "frozen head, sequence ratio"}, {}),
-}
+def of_one_process(loss: str, where: str = "", **options: Any) -> dict[str, Tensor]:
+    return adapted_truth(where, LOSSES[loss]) if where else truth(LOSSES[loss], 2, **options)
 
 
-ADAPTED = [*itertools.product(("off-policy", "sequence ratio"), PLACES)]
+EMPTY = {"last_empty": True}
+CASES: list[tuple[Callable[..., dict[str, Tensor]], str, dict[str, Any], dict[str, Any]]] = [
+    # how, the loss, options of the run, and options that the truth has as well
+    *((by_method, loss, {"inside": inside}, {}) for loss, inside in itertools.product(LOSSES, (True, False))),
+    *((by_method, loss, {}, options) for loss in BOTH for options in (EMPTY, {"tied": True})),
+    (by_method, "sequence ratio", {}, {"bias": True}),
+    (in_two_parts, "off-policy", {}, {"accumulate": 2}),
+    *((within_the_models_forward, loss, {}, {}) for loss in BOTH),
+    (gathered_by_hand, "sequence ratio", {}, {}),
+    (gathered_twice, "frozen head, sequence ratio", {}, {}),
+    *((with_adapter, loss, {}, {"where": where}) for loss, where in itertools.product(BOTH, PLACES)),
+]
 
 
-def run_cases(rank: int, world_size: int) -> dict[str, dict[str, Tensor]]:
-    found = {name: how(**given) for name, (how, given, _) in CASES.items()}
-    return found | {f"{loss}, adapter on {where}": with_adapter(loss, where) for loss, where in ADAPTED}
+def run_cases(rank: int, world_size: int) -> list[dict[str, Tensor]]:
+    return [how(loss, **options, **both) for how, loss, options, both in CASES]
 
 
 def test_gradients_are_those_of_one_process() -> None:
-    for found in run_ranks(run_cases, 2):
-        for name, (_, given, options) in CASES.items():
-            errors = relative_error(found[name], truth(LOSSES[given["loss"]], 2, **options))
-            assert max(errors.values()) < EXACT, f"{name}: {errors}"
-        for loss, where in ADAPTED:
-            errors = relative_error(found[f"{loss}, adapter on {where}"], adapted_truth(where, LOSSES[loss]))
-            assert max(errors.values()) < EXACT, f"{loss}, adapter on {where}: {errors}"
+    for gradients in run_ranks(run_cases, 2):
+        for found, (how, loss, options, both) in zip(gradients, CASES, strict=True):
+            errors = relative_error(found, of_one_process(loss, **both))
+            assert max(errors.values()) < EXACT, f"{how.__name__}, {loss}, {options}, {both}: {errors}"

@@ -3,18 +3,10 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from grpo_kernels import Head, LoRA, Run, grpo_loss, linear_logprob
 
 SCALING, RANK = 0.6, 3
-
-
-def factors(vocab: int, width: int) -> tuple[Tensor, Tensor]:
-    """A (r, H) and B (V, r) in float64."""
-    g = torch.Generator().manual_seed(11)
-    a, b = (torch.randn(shape, generator=g, dtype=torch.float64) * 0.4 for shape in ((RANK, width), (vocab, RANK)))
-    return a, b
 
 
 def check_adapter(
@@ -24,7 +16,8 @@ def check_adapter(
     width, vocab = 16, 50
     g = torch.Generator().manual_seed(3)
     hidden, weight = (torch.randn(shape, generator=g).to(device, base) for shape in ((1, n, width), (vocab, width)))
-    a, b = (x.to(device, dtype).requires_grad_() for x in factors(vocab, width))
+    shapes = (RANK, width), (vocab, RANK)
+    a, b = ((torch.randn(shape, generator=g) * 0.4).to(device, dtype).requires_grad_() for shape in shapes)
     hidden, ids = hidden.requires_grad_(), torch.randint(vocab, (1, n), generator=g).to(device)
     head, advantages = Head(weight, lora=LoRA(a, b, SCALING)), torch.ones(1, n, device=device)
 

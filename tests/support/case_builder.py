@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.support.reference import head, on_grid
+from tests.support.reference_head import head, on_grid
 
 DEFAULT_WORKSPACE = 512 * 2**20
 PER_TOKEN = ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps")
@@ -17,7 +17,7 @@ PER_TOKEN = ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_l
 
 @dataclass(frozen=True)
 class Case:
-    """Arguments of `grpo_loss`, and nothing of the library: `config` holds LossConfig fields by name."""
+    """Arguments of a call, and nothing of the library: `config` holds LossConfig fields by name."""
 
     name: str
     hidden: Tensor  # (B, T, H)
@@ -32,17 +32,29 @@ class Case:
     importance_sampling_ratio: Tensor | None = None  # (B, T), (B, 1) or (B,)
     num_items_in_batch: float | Tensor | None = None
     config: dict[str, Any] = field(default_factory=dict)
-    frozen: frozenset[str] = frozenset()  # of "hidden", "weight", "bias"
+    frozen: frozenset[str] = frozenset()  # of LEAVES
     workspace_bytes: int = DEFAULT_WORKSPACE
     others: dict[str, Any] = field(default_factory=dict)  # settings that are no fields of LossConfig
     teacher_hidden: Tensor | None = None  # (B, T, H'), of a case with another head, and so are the next ones
     teacher_weight: Tensor | None = None  # (V, H')
     teacher_bias: Tensor | None = None  # (V,)
+    lora_a: Tensor | None = None  # (r, H), of a case with an adapter, and so are the next ones
+    lora_b: Tensor | None = None  # (V, r)
+    lora_input: Tensor | None = None  # (B, T, H); None: hidden
+    temperature: Tensor | None = None  # (B, T), instead of the one in config
+    kept_ids: Tensor | None = None  # (B, T, K), padded with -1
+    listed_ids: Tensor | None = None  # (B, T, K), a teacher's most likely ones, padded with -1, and the next one
+    listed_logps: Tensor | None = None  # (B, T, K)
 
     @property
     def group(self) -> str:
         """The first word of the name."""
         return self.name.split("/")[0]
+
+    @property
+    def diverges(self) -> bool:
+        """Whether its scores have a divergence."""
+        return self.teacher_hidden is not None or self.listed_ids is not None
 
     def but(self, **changes: Any) -> Case:
         """A copy with some fields replaced; `config` and `others` are merged."""
@@ -54,11 +66,6 @@ class Case:
         named = {f.name: getattr(self, f.name) for f in fields(self)}
         floating = {k: x.to(dtype) for k, x in named.items() if isinstance(x, Tensor) and x.is_floating_point()}
         return replace(self, **floating)
-
-
-def thinned(cases: list[Case], backend: str) -> list[Case]:
-    """`cases`; for Triton, whose interpreter is slow, every third."""
-    return cases[::3] if backend == "triton" else cases
 
 
 def seeded(name: str) -> torch.Generator:
@@ -119,6 +126,12 @@ def make_case(
     workspace: int = DEFAULT_WORKSPACE,
     teacher: float | None = None,  # how far another head's logits lie from the policy's; None: there is no other
     teacher_h: int | None = None,  # its width; None: h, the same weight, and hidden states that differ
+    lora: int | None = None,  # rank of an adapter
+    lora_input: bool = False,  # the adapter has an input of its own
+    lora_dtype: torch.dtype | None = None,  # None: dtype
+    temperatures: bool = False,  # one per position
+    kept: int | None = None,  # ids in the largest kept set; with without_set = "full" some positions lack one
+    listed: int | None = None,  # ids of a teacher that lists its most likely ones
     others: dict[str, Any] | None = None,
     **config: Any,
 ) -> Case:
@@ -139,13 +152,22 @@ def make_case(
         num_items_in_batch=num_items,
         workspace_bytes=workspace,
     )
+    if lora is not None:
+        case = with_lora(case, lora, lora_input, lora_dtype or dtype)
+    if temperatures:
+        case = case.but(temperature=0.5 + torch.rand(b, t, generator=seeded(f"{name} temperatures")))
     # Two thirds of the ids are sampled from the policy itself, the others are any.
     everywhere = case.but(completion_mask=torch.ones(b, t, dtype=torch.long))
     probs = head(everywhere).log_probs.detach().exp()
     if len(probs):
         drawn = torch.multinomial(probs, 1, generator=g).reshape(b, t)
         ids = torch.where(torch.rand(b, t, generator=g) < 0.67, drawn, case.completion_ids)
-        case, everywhere = case.but(completion_ids=ids), everywhere.but(completion_ids=ids)
+        case = case.but(completion_ids=ids)
+    if kept is not None:
+        case = with_kept(case, kept)
+    if listed is not None:
+        case = with_listed(case, listed)
+    everywhere = case.but(completion_mask=everywhere.completion_mask)
     h64 = head(everywhere)
     logps = on_grid(h64.logps.detach(), h64.counted)
     old_logps = (logps + noise * normal(b, t) + shift * normal(b, 1)).float()
@@ -154,6 +176,8 @@ def make_case(
     wide = dtype if dtype == torch.float64 else torch.float32
     sampling_logps = (old_logps if old else logps) + 0.3 * normal(b, t) + 0.3 * normal(b, 1)
     old_logps, ref, sampling_logps = (x.clamp(max=-1e-3) for x in (old_logps, ref, sampling_logps))
+    if kept is not None:  # an id alone in its set is certain to every policy
+        old_logps, ref, sampling_logps = (x.masked_fill(logps == 0, 0.0) for x in (old_logps, ref, sampling_logps))
     if teacher is not None:
         case = with_teacher(case, teacher, teacher_h, g)
     return case.but(
@@ -177,3 +201,39 @@ def with_teacher(case: Case, distance: float, width: int | None, g: torch.Genera
     size = case.weight.float().norm(dim=1).mean().clamp(min=1e-3)
     hidden = (case.hidden.float() + normal(b, t, h) * distance / size).to(case.hidden.dtype)
     return case.but(teacher_hidden=hidden, teacher_weight=case.weight.clone(), teacher_bias=case.bias)
+
+
+def with_lora(case: Case, rank: int, own_input: bool, dtype: torch.dtype) -> Case:
+    """`case` with an adapter."""
+    g, (vocab, width) = seeded(f"{case.name} lora"), case.weight.shape
+    a, b = (torch.randn(shape, generator=g) * 0.4 for shape in ((rank, width), (vocab, rank)))
+    own = torch.randn(case.hidden.shape, generator=g).to(dtype) if own_input else None
+    return case.but(lora_a=a.to(dtype), lora_b=b.to(dtype), lora_input=own, others={"lora_scaling": 0.6})
+
+
+def with_kept(case: Case, most: int) -> Case:
+    """`case` with ragged sets in any order, padding among the ids; the sampled id is one of them.
+
+    The first sets have one id and all of them. With without_set = "full" some are empty, and some lack the sampled id.
+    """
+    g, ids = seeded(f"{case.name} kept"), case.completion_ids
+    b, t = ids.shape
+    shuffled = torch.rand(b, t, case.weight.shape[0], generator=g).scatter(-1, ids[..., None], -1.0).argsort(-1)
+    sizes = torch.randint(1, most + 1, (b, t, 1), generator=g)
+    sizes[0, 0], sizes[0, 1] = 1, most
+    kept = torch.where(torch.arange(most) < sizes, shuffled[..., :most], -1)
+    if case.others.get("without_set") == "full":
+        kind = torch.arange(b * t).view(b, t, 1) % 5
+        kept = torch.where((kind == 3) | ((kind == 4) & (kept == ids[..., None])), -1, kept)
+    kept = kept.gather(-1, torch.rand(b, t, most, generator=g).argsort(-1))
+    return case.but(kept_ids=kept)
+
+
+def with_listed(case: Case, k: int) -> Case:
+    """`case` with a teacher's ids; some entries are padding, one has no mass, a position lists nothing."""
+    g = seeded(f"{case.name} listed")
+    b, t = case.completion_ids.shape
+    ids = torch.rand(b, t, case.weight.shape[0], generator=g).argsort(-1)[..., :k]
+    logps = (2 * torch.randn(b, t, case.weight.shape[0], generator=g)).log_softmax(-1).gather(-1, ids)
+    ids[0, 0, 2], ids[0, 2], logps[0, 1, 1] = -1, -1, -torch.inf
+    return case.but(listed_ids=ids, listed_logps=logps.to(case.hidden.dtype))

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.interface import LogitTransform, RowStats
+from tests.support.head_bounds import UNITS
 from tests.support.row_cases import DEVICE, PLAIN
-from tests.support.tolerance import UNITS
 
 UNIT = UNITS[torch.float32]
 

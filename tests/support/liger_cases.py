@@ -1,4 +1,7 @@
-"""Cases in the words of Liger's call, and what its results are held against."""
+"""Cases in the words of Liger's call, and what its results are held against.
+
+It does not import Liger, which takes seconds, so that ranks need not.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
+from grpo_kernels.integrations.liger import LigerFusedLinearGRPOLoss
 from tests.support.case_builder import Case, make_case
 from tests.support.reference import ReferenceResult, head, on_grid, reference_loss
 from tests.support.tolerance import bounds_of, compare, compare_grads, computed_in
@@ -105,7 +109,7 @@ def assert_is_trls(case: Case, found: tuple[Any, ...], scale: float = 1.0) -> No
     limits = bounds_of(want, told)
     assert loss.dtype == computed_in(case)
     compare("loss", loss, want.loss, limits.loss, case)
-    compare_grads(grads, want, case, limits, scale)
+    compare_grads(grads, want, case, vars(limits), scale)
     *kl, share = metrics
     assert len(kl) == (1 if case.config.get("beta") else 0)
     for x in kl:
@@ -120,3 +124,26 @@ def assert_same(ours: tuple[Any, ...], theirs: tuple[Any, ...], **tolerance: flo
         assert (x is None) == (y is None)
         if x is not None:
             assert_close(x, y, **{**LIGER, **tolerance})
+
+
+def check(
+    theirs: Any, case: Case, given: dict[str, Tensor], *, scale: float = 1.0, **tolerance: float
+) -> tuple[Any, ...]:
+    """What ours returns, which is TRL's, and what Liger's class returns, unless it is None."""
+    ours = call(LigerFusedLinearGRPOLoss, case, given, scale=scale)
+    assert_is_trls(case, ours, scale)
+    if theirs is not None:
+        assert_same(ours, call(theirs, case, given, scale=scale), **tolerance)
+    return ours
+
+
+def case_of_rank(rank: int, loss_type: str) -> Case:
+    """Two sequences on the first rank, three on the second, of other lengths."""
+    return make_case(f"liger/rank {rank}", b=2 + rank, t=7, h=8, v=17, mask="ragged", loss_type=loss_type)
+
+
+def losses_of_rank(rank: int, world_size: int) -> list[Tensor]:
+    """Of dapo with no number of items, a float and a tensor, then of grpo."""
+    dapo, grpo = (case_of_rank(rank, loss_type) for loss_type in ("dapo", "grpo"))
+    cases = (*(dapo.but(num_items_in_batch=items) for items in (None, 31.0, torch.tensor(31))), grpo)
+    return [call(LigerFusedLinearGRPOLoss, case, {})[0] for case in cases]

@@ -29,6 +29,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.support import verl_engine
+from tests.support.case_builder import seeded
+from tests.support.trainer_stand_ins import scores_of
 from tests.support.verl_peer import TEMPERATURE, draw, relative, verl_module
 
 TOKENS = 30  # of the 32 rows of the head
@@ -44,15 +46,10 @@ def start(*, tensor: int = 1, context: int = 1) -> None:
 
 def megatron_model(sequence_parallel: bool, tied: bool) -> nn.Module:
     """A GPT model of Megatron without attention, whose kernels are for GPUs: embedding, MLP, head."""
-    layer = ModuleSpec(
-        TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            mlp=ModuleSpec(
-                MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-            ),
-            mlp_bda=get_bias_dropout_add,
-        ),
-    )
+    projections = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    mlp = ModuleSpec(MLP, submodules=projections)
+    submodules = TransformerLayerSubmodules(mlp=mlp, mlp_bda=get_bias_dropout_add)
+    layer = ModuleSpec(TransformerLayer, submodules=submodules)
     config = TransformerConfig(
         num_layers=1,
         hidden_size=16,
@@ -89,10 +86,7 @@ def engine_of(model: nn.Module) -> Any:
     made = owner.__new__(owner)
     made.module, made.is_value_model, made.enable_routing_replay, made.tf_config = [model], False, False, None
     made.engine_config = SimpleNamespace(
-        use_fused_kernels=True,
-        use_remove_padding=True,
-        pad_to_length=False,
-        dynamic_context_parallel=False,
+        use_fused_kernels=True, use_remove_padding=True, pad_to_length=False, dynamic_context_parallel=False
     )
     made.model_config = SimpleNamespace(
         fused_kernel_options={},
@@ -109,8 +103,18 @@ def ask_for_ours(engine: Any) -> None:
     engine._maybe_enable_fused_kernels()
 
 
+def by_hand(model: nn.Module, ids: Tensor, labels: Tensor) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """The whole weights, put together here, and the labels' log-probabilities and the entropies, of all logits."""
+    weights = {name: whole(name, x.detach()).requires_grad_() for name, x in model.named_parameters()}
+    embedding, up, down, *rest = weights.values()
+    x = F.embedding(ids, embedding)
+    head = rest[0] if rest else embedding
+    logits = (x + F.gelu(x @ up.T) @ down.T) @ head[:TOKENS].T
+    return weights, *scores_of(logits / TEMPERATURE, labels)
+
+
 def errors(sequence_parallel: bool, tied: bool) -> dict[str, float]:
-    """Errors of what verl's engine and fused forward make of a model, whose whole weights are put together here."""
+    """Errors of what verl's engine and fused forward make of a model."""
     model = megatron_model(sequence_parallel, tied)
     engine = engine_of(model)
     ids, a, b = (x[0] for x in draw((1, 8)))
@@ -125,12 +129,7 @@ def errors(sequence_parallel: bool, tied: bool) -> dict[str, float]:
     output = model(**inputs, temperature=TEMPERATURE)
     (output.log_probs * a + output.entropy * b).sum().backward()
 
-    weights = {name: whole(name, x.detach()).requires_grad_() for name, x in model.named_parameters()}
-    embedding, up, down, *rest = weights.values()
-    x = F.embedding(ids, embedding)
-    hidden = x + F.gelu(x @ up.T) @ down.T
-    logps = ((hidden @ (rest[0] if rest else embedding)[:TOKENS].T) / TEMPERATURE).log_softmax(-1)
-    chosen, entropy = logps.gather(-1, inputs["labels"][0][:, None])[:, 0], -(logps.exp() * logps).sum(-1)
+    weights, chosen, entropy = by_hand(model, ids, inputs["labels"][0])
     (chosen * a + entropy * b).sum().backward()
     found = {name: relative(whole(name, x.grad), weights[name].grad) for name, x in model.named_parameters()}
     return {**found, "logps": relative(output.log_probs, chosen), "entropy": relative(output.entropy, entropy)}
@@ -153,14 +152,10 @@ def rows(**options: Any) -> dict[str, float]:
     tensordict_utils.assign_non_tensor(data, **flags, **more)
     loss_function = verl_engine.ppo_loss(verl_engine.config(**options))
 
-    weights = [whole(name, x.detach()).requires_grad_() for name, x in model.named_parameters()]
-    embedding, up, down, head = weights
-    x = F.embedding(ids, embedding)
-    logps = (((x + F.gelu(x @ up.T) @ down.T) @ head[:TOKENS].T) / TEMPERATURE).log_softmax(-1)
-    chosen, entropy = logps.gather(-1, ids.roll(-1)[:, None])[:, 0], -(logps.exp() * logps).sum(-1)
+    weights, chosen, entropy = by_hand(model, ids, ids.roll(-1))
     given = {"log_probs": chosen, "entropy": entropy}
     old = verl_module("workers.utils.padding").no_padding_2_padding(chosen.detach(), data)
-    data["old_log_probs"] = old + 0.1 * torch.randn(old.shape, generator=torch.Generator().manual_seed(1))
+    data["old_log_probs"] = old + 0.1 * torch.randn(old.shape, generator=seeded("old"))
     nested = {name: torch.nested.nested_tensor_from_jagged(x, offsets) for name, x in given.items()}
     want = loss_function(model_output=nested, data=data)[0]
     want.backward()
@@ -174,9 +169,9 @@ def rows(**options: Any) -> dict[str, float]:
         loss, _ = finish(output)
         loss.backward()
     found = {"loss": abs(float(loss.detach()) - float(want))}
-    for (name, x), y in zip(model.named_parameters(), weights, strict=True):
+    for name, x in model.named_parameters():
         dist.all_reduce(x.grad, group=parallel_state.get_context_parallel_group())  # as Megatron does
-        found[name] = relative(whole(name, x.grad), y.grad)
+        found[name] = relative(whole(name, x.grad), weights[name].grad)
     operations = torch.tensor(products.head)
     dist.all_reduce(operations, group=parallel_state.get_context_parallel_group())
     counted, live = data["response_mask"] != 0, data["advantages"] != 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from tests.support import megatron_peer, slime_stand_ins
 from tests.support.recipes import run
 from tests.support.trainer_stand_ins import module, scores_of
-from tests.support.verl_peer import TEMPERATURE
+from tests.support.verl_peer import TEMPERATURE, draw
 
 ARGS = SimpleNamespace(
     allgather_cp=False, rollout_temperature=TEMPERATURE, vocab_size=32, custom_model_provider_path="x"
@@ -21,21 +22,16 @@ ARGS = SimpleNamespace(
 Models = tuple[Any, ...]  # with a recipe, and without
 
 
-def differences(world_size: int) -> dict[str, float]:
+def differences(tensor: int) -> dict[str, float]:
     """Largest relative difference of results and of gradients, with a recipe and without, by case."""
-    megatron_peer.start(tensor=world_size)
-    torch.manual_seed(3)
-    ids, fuse = torch.randint(megatron_peer.TOKENS, (2, 8)), run("Megatron-Core")["fuse"]
+    megatron_peer.start(tensor=tensor)
+    ids, fuse = draw((2, 8))[0], run("Megatron-Core")["fuse"]
     found = {}
-    for sequence_parallel in (False, True)[:world_size]:
-        for tied in (False, True):
-            for case in (scores, loss, slime):
-                models = (
-                    megatron_peer.megatron_model(sequence_parallel, tied),
-                    megatron_peer.megatron_model(sequence_parallel, tied),
-                )
-                name = f"{case.__name__}, sequence_parallel={sequence_parallel}, tied={tied}"
-                found[name] = difference(models, *case(fuse, models, ids))
+    for sequence_parallel, tied in itertools.product((False, True)[:tensor], (False, True)):
+        for case in (scores, loss, slime):
+            models = tuple(megatron_peer.megatron_model(sequence_parallel, tied) for _ in range(2))
+            name = f"{case.__name__}, sequence_parallel={sequence_parallel}, tied={tied}"
+            found[name] = difference(models, *case(fuse, models, ids))
     model = megatron_peer.megatron_model(False, False)
     model.config.mtp_num_layers = 1
     with pytest.raises(NotImplementedError, match="multi-token prediction"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -29,6 +30,25 @@ def last_columns(attention_mask: Tensor, count: int = 5) -> Tensor:
     mask = attention_mask[:, -count:].clone()
     mask[0, 3:] = 0
     return mask
+
+
+def scene(kind: str = "llama", dtype: torch.dtype = torch.float64, **fields: Any) -> tuple[Any, Tensor, Tensor, Tensor]:
+    """A model, and a batch for it: ids, their attention mask, a completion mask."""
+    ids, attention_mask = text_batch()
+    return tiny.text_model(kind, dtype, **fields), ids, attention_mask, last_columns(attention_mask)
+
+
+def with_logits(model: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """`model` with a forward that changes its logits in the end."""
+    forward = model.forward
+
+    def changed(*args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        output.logits = change(output.logits)
+        return output
+
+    model.forward = changed
+    return model
 
 
 def assert_as_model(model: Any, ids: Tensor, completion_mask: Tensor, **inputs: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,12 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
+from grpo_kernels import grpo_loss, linear_logprob
+from tests.support.cases import fixed_cases
+from tests.support.flat import flat
+from tests.support.run_case import arguments, config_of, constants_of, packed
+
+CASES = {case.name: case for case in fixed_cases()}
 HEAD = ("hidden", "weight", "bias")
 Function = Callable[..., Any]
 Arguments = dict[str, Any]
@@ -138,3 +144,73 @@ class Scene:
         given = tree_map_only(Tensor, mode.from_tensor, self.arguments())
         with mode:
             return self.results(self.function, given, self.upstreams[0])
+
+
+def loss_scene(name: str, frozen: str = "", *, is_packed: bool = False, autocast: bool = False, **run: Any) -> Scene:
+    """A call of `grpo_loss`, under an upstream gradient of 1 and one that is no power of two."""
+    case = replace(CASES[name], frozen=frozenset(frozen.split()))
+
+    def given() -> dict[str, Any]:
+        tensors = arguments(case)
+        if is_packed:
+            tensors = packed(case, tensors)[0]
+            tensors["hidden"] = tensors["hidden"].detach().requires_grad_()
+        return {**tensors, "config": config_of(case), "workspace_bytes": case.workspace_bytes, **run}
+
+    return Scene(f"loss {name}", flat(grpo_loss), given, loss_results, (1.0, -0.3), autocast=autocast)
+
+
+def score_scene(
+    name: str, frozen: str = "", upstream: tuple[float, float] = (1.0, 0.5), *,
+    eager: str = "auto", mask: bool = True, temperature: Tensor | None = None, autocast: bool = False, **options: Any,
+) -> Scene:  # fmt: skip
+    """A call of `linear_logprob`; `eager` is the engine of the eager call that has the same bits."""
+    case = replace(CASES[name], frozen=frozenset(frozen.split()))
+
+    def given() -> dict[str, Any]:
+        tensors = arguments(case)
+        named = {x: tensors[x] for x in ("hidden", "weight", "bias")} | constants_of(case)
+        named |= {"ids": case.completion_ids, "mask": case.completion_mask if mask else None}
+        return named | options | ({} if temperature is None else {"temperature": temperature})
+
+    others = {"engine": eager, "expected": None}
+    return Scene(f"scores {name}", flat(linear_logprob), given, score_results, (upstream,), others, autocast)
+
+
+# (engine that serves the call, the call)
+LOSSES = [
+    ("one_pass", loss_scene("A/dapo-t/on-policy/f32")),
+    ("one_pass", loss_scene("A/cispo-t/off-policy/bf16")),
+    ("one_pass", loss_scene("G/f64/grpo")),
+    ("one_pass", loss_scene("G/f16/sapo")),
+    ("one_pass", loss_scene("B/head/f32", autocast=True)),
+    ("one_pass", loss_scene("B/entropy/dapo-t", "weight bias")),
+    ("one_pass", loss_scene("B/bias/f32", "hidden weight")),
+    ("one_pass", loss_scene("B/kl/dapo-t", backend="triton")),
+    ("two_pass", loss_scene("B/everything/grpo-s")),
+    ("two_pass", loss_scene("B/everything/vespo-t")),
+    ("two_pass", loss_scene("B/everything/gmpo-t")),
+    ("two_pass", loss_scene("B/vespo-shape/batch")),
+    ("two_pass", loss_scene("G/transposed/grpo")),
+    ("two_pass", loss_scene("D/first_empty/gmpo", is_packed=True)),
+    ("two_pass", loss_scene("C/0x5/vespo")),
+    ("two_pass", loss_scene("D/none/vespo")),
+    ("lean", loss_scene("C/workspace-2/luspo", engine="lean")),
+    ("frozen", loss_scene("A/vespo-t/off-policy/f32", "weight bias")),
+    ("score", loss_scene("B/input-logits/bf16", "hidden weight bias")),
+]
+SCORES = [
+    score_scene("B/bias/f32"),
+    score_scene("B/bias/f32", autocast=True),
+    score_scene("B/head/f32", "bias", extras=("is_top1", "mean_logits")),
+    score_scene("B/hot/f32", "hidden", backend="triton"),
+    score_scene("B/input-logits/bf16", upstream=(1.0, 0.0), mask=False),
+    score_scene("C/1x40x8x33/dapo", upstream=(1.0, 0.0), temperature=torch.linspace(0.5, 1.5, 40)[None], entropy=False),
+    score_scene("G/sliced/dapo", expected=torch.ones(3, 8), engine="one_pass", eager="two_pass"),
+    score_scene("C/workspace-2/grpo", engine="lean", workspace_bytes=300, eager="lean"),
+    score_scene("G/f64/dapo", "hidden"),
+    score_scene("G/transposed/dapo", "weight bias", (0.3, 0.0), entropy=False),
+    score_scene("B/scale/f16", "weight bias", eager="two_pass"),
+    score_scene("C/0x5/dapo", "weight bias", (1.0, 0.0), entropy=False),
+    score_scene("B/softcap/f32", "hidden weight bias", extras=("is_top1", "log_sum_sq_probs")),
+]

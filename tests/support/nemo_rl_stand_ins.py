@@ -12,18 +12,18 @@ from tests.support.trainer_stand_ins import scores_of
 
 
 def from_parallel_hidden_states_to_logprobs(
-    tensor_parallel_hidden_states: Tensor,  # (S, B, H)
-    output_weight_layer: Tensor,  # (V, H)
-    runtime_gather_output: bool | None,
-    target: Tensor,  # (B, S)
-    vocab_start_index: int,
-    vocab_end_index: int,
-    tp_group: Any,
-    inference_only: bool = False,
-    cp_group: Any = None,
-    chunk_size: int | None = None,
-) -> Tensor:
-    """NeMo-RL 0.6.0's (7ea279a), on one rank."""
+    tensor_parallel_hidden_states,
+    output_weight_layer,
+    runtime_gather_output,
+    target,
+    vocab_start_index,
+    vocab_end_index,
+    tp_group,
+    inference_only=False,
+    cp_group=None,
+    chunk_size=None,
+):
+    """NeMo-RL 0.6.0's (7ea279a), on one rank: hidden states (S, B, H), weight (V, H), target (B, S)."""
     logits = tensor_parallel_hidden_states @ output_weight_layer.T
     return scores_of(logits.transpose(0, 1)[:, :-1], target[:, 1:])[0]
 
@@ -35,15 +35,7 @@ class LossPostProcessor:
         self.loss_fn, self.cp_size, self.enable_seq_packing = loss_fn, 1, False
         self.tp_mesh = SimpleNamespace(size=lambda: 1)
 
-    def __call__(
-        self,
-        logits: Tensor,
-        data_dict: Any,
-        processed_inputs: Any,
-        global_valid_seqs: Tensor,
-        global_valid_toks: Tensor,
-        sequence_dim: int = 1,
-    ) -> tuple[Tensor, dict[str, Any]]:
+    def __call__(self, logits, data_dict, processed_inputs, global_valid_seqs, global_valid_toks, sequence_dim=1):
         ids = data_dict["input_ids"]
         if self.loss_fn.use_fused_linear_logprobs:
             logps = logits[:, : ids.shape[1] - 1]
@@ -59,15 +51,7 @@ class LogprobsPostProcessor:
     def __init__(self) -> None:
         self.cp_size, self.enable_seq_packing, self.tp_mesh = 1, False, SimpleNamespace(size=lambda: 1)
 
-    def __call__(
-        self,
-        logits: Tensor,
-        data_dict: Any,
-        processed_inputs: Any,
-        original_batch_size: int,
-        original_seq_len: int,
-        sequence_dim: int = 1,
-    ) -> Tensor:
+    def __call__(self, logits, data_dict, processed_inputs, original_batch_size, original_seq_len, sequence_dim=1):
         logps = self._compute_local_logprobs(logits, processed_inputs.input_ids)
         logps = nn.functional.pad(logps, (1, 0))
         return logps * (torch.arange(logps.shape[1]) < data_dict["input_lengths"][:, None])
@@ -82,16 +66,16 @@ def need_top_k_or_top_p_filtering(sampling_params: Any) -> bool:
 
 
 def forward_with_post_processing_fn(
-    model: nn.Module,
-    post_processing_fn: Any,
-    processed_mb: Any,
-    is_reward_model: bool = False,
-    allow_flash_attn_args: bool = True,
-    global_valid_seqs: Tensor | None = None,
-    global_valid_toks: Tensor | None = None,
-    sampling_params: Any = None,
-    sequence_dim: int = 1,
-) -> tuple[Any, dict[str, Any], Any]:
+    model,
+    post_processing_fn,
+    processed_mb,
+    is_reward_model=False,
+    allow_flash_attn_args=True,
+    global_valid_seqs=None,
+    global_valid_toks=None,
+    sampling_params=None,
+    sequence_dim=1,
+):
     """NeMo-RL 0.6.0's (7ea279a), for the two processors above and others, which get the logits."""
     inputs = processed_mb.processed_inputs
     names = ("input_ids", "attention_mask", "position_ids")

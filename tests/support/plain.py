@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from tests.support.case_builder import Case
-from tests.support.reference import evaluate, head, mean_metrics, on_grid, teacher_log_probs
+from tests.support.reference import evaluate, mean_metrics
+from tests.support.reference_head import head, on_grid, teacher_log_probs
 from tests.support.reference_terms import divergence, settings
 
 Edit = Callable[[Tensor], Tensor]

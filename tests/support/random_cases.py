@@ -98,7 +98,11 @@ def with_garbage(case: Case, draw: random.Random) -> Case:
     """NaN, inf and ids out of range at the masked positions of every tensor that has one value per token."""
     masked = case.completion_mask == 0
     changes = {"completion_ids": case.completion_ids.masked_fill(masked, draw.choice((-100, -1, 10**6)))}
-    for name in ("hidden", "teacher_hidden", "advantages", "importance_sampling_ratio", *PER_TOKEN):
+    for name in ("kept_ids", "listed_ids"):
+        if getattr(case, name) is not None:
+            changes[name] = getattr(case, name).masked_fill(masked[..., None], 30_000)
+    names = ("hidden", "teacher_hidden", "lora_input", "temperature", "listed_logps", "advantages")
+    for name in (*names, "importance_sampling_ratio", *PER_TOKEN):
         tensor = getattr(case, name)
         if tensor is not None and tensor.shape[:2] == masked.shape:
             where = masked[..., None] if tensor.dim() == 3 else masked

@@ -7,6 +7,7 @@ may well differ in.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -75,75 +76,69 @@ CONSTANTS: dict[str, Any] = {"final_logit_softcapping": 5.0, "logit_scale": 0.5,
 
 def of_a_loss(call: str) -> list[Mismatch]:
     """What a loss has, whichever group its ranks share."""
+    other, bad = functools.partial(differs, call=call), functools.partial(alone, call=call)
     kinds = [config(call, **fields) for fields in CONFIGS]
-    kinds += [differs(name, call=call, **{name: value}) for name, value in CONSTANTS.items()]
-    kinds += [differs(f"presence of {name}", name, call, **{name: ones_like("completion_ids")}) for name in PER_TOKEN]
+    kinds += [other(name, **{name: value}) for name, value in CONSTANTS.items()]
+    kinds += [other(f"presence of {name}", name, **{name: ones_like("completion_ids")}) for name in PER_TOKEN]
     kinds += [
-        differs("absence of old_per_token_logps", call=call, both=OLD, old_per_token_logps=None),
-        differs("advantages 0", "advantages|graded", call, advantages=torch.zeros(2)),
-        differs("advantages a token", call=call, advantages=ones_like("completion_ids")),
-        differs("engine", call=call, engine="lean"),
-        differs("num_items_in_batch", call=call, both={"num_items_in_batch": 4.0}, num_items_in_batch=5.0),
-        differs("presence of num_items_in_batch", call=call, num_items_in_batch=5.0),
-        differs("objective", call=call, objective=lambda own: surrogate),
-        differs("vocab_size", r"vocab_size|\[0, V\) = \[0, 7\)", call=call, vocab_size=7),
-        differs("dtype of hidden", call=call, both=HALF, hidden=as_dtype("hidden", torch.float16)),
-        differs(
+        other("absence of old_per_token_logps", both=OLD, old_per_token_logps=None),
+        other("advantages 0", "advantages|graded", advantages=torch.zeros(2)),
+        other("advantages a token", advantages=ones_like("completion_ids")),
+        other("engine", engine="lean"),
+        other("num_items_in_batch", both={"num_items_in_batch": 4.0}, num_items_in_batch=5.0),
+        other("presence of num_items_in_batch", num_items_in_batch=5.0),
+        other("objective", objective=lambda own: surrogate),
+        other("vocab_size", r"vocab_size|\[0, V\) = \[0, 7\)", vocab_size=7),
+        other("dtype of hidden", both=HALF, hidden=as_dtype("hidden", torch.float16)),
+        other(
             "dtype of hidden and weight",
             "hidden|weight",
-            call,
             hidden=as_dtype("hidden", torch.float64),
             weight=as_dtype("weight", torch.float64),
         ),
-        differs("dtype of weight", "weight", call, weight=as_dtype("weight", torch.float64)),
-        differs(
-            "dtype of old_per_token_logps",
-            call=call,
-            both=OLD,
-            old_per_token_logps=as_dtype("old_per_token_logps", torch.float64),
+        other("dtype of weight", "weight", weight=as_dtype("weight", torch.float64)),
+        other(
+            "dtype of old_per_token_logps", both=OLD, old_per_token_logps=as_dtype("old_per_token_logps", torch.float64)
         ),
-        differs("hidden is frozen", "hidden|gradients", call, hidden=frozen("hidden")),
-        differs("weight is frozen", "weight|gradients", call, weight=frozen("weight")),
+        other("hidden is frozen", "hidden|gradients", hidden=frozen("hidden")),
+        other("weight is frozen", "weight|gradients", weight=frozen("weight")),
         Mismatch("no_grad", {}, "hidden|weight|gradients", call, no_grad=True),
-        differs(
-            "H of hidden and weight", "hidden|weight|H", call, hidden=longer("hidden", 2), weight=longer("weight", 1)
-        ),
-        differs(
+        other("H of hidden and weight", "hidden|weight|H", hidden=longer("hidden", 2), weight=longer("weight", 1)),
+        other(
             "one more sequence",
             "hidden|completion_ids|sequences|positions|shape",
-            call=call,
             hidden=longer("hidden", 0),
             completion_ids=longer("completion_ids", 0),
             completion_mask=None,
             advantages=torch.ones(3),
         ),
-        alone("completion_ids a list", call, completion_ids=[[1, 2, 3], [4, 5, 6]]),
-        alone("completion_ids out of range", call, completion_ids=lambda own: own["completion_ids"] + 100),
-        alone("completion_ids of another shape", call, completion_ids=lambda own: own["completion_ids"].flatten()),
-        alone("completion_mask a list", call, completion_mask=[[1, 1, 1], [1, 1, 0]]),
-        alone("completion_mask NaN", call, completion_mask=lambda own: own["completion_mask"] * NAN),
-        alone("completion_mask of another shape", call, completion_mask=torch.ones(2, 9)),
-        alone("hidden (H,)", call, hidden=torch.ones(4)),
-        alone("hidden a list", call, hidden=[1.0]),
-        alone("weight of integers", call, weight=lambda own: own["weight"].detach().long()),
-        alone("weight None", call, weight=None),
-        alone("reference a string", call, reference="x"),
-        alone("bias of another shape", call, bias=torch.ones(3)),
-        alone("lora a string", call, lora="adapter"),
-        alone("advantages of another shape", call, advantages=torch.ones(5)),
-        alone("advantages None", call, advantages=None),
-        alone("old_per_token_logps of another shape", call, old_per_token_logps=torch.ones(9, 9)),
-        alone("old_per_token_logps a list", call, both=OLD, old_per_token_logps=[1.0]),
-        alone("ref_per_token_logps missing", call, both=REF, ref_per_token_logps=None),
-        alone("num_items_in_batch NaN", call, num_items_in_batch=NAN),
-        alone("num_items_in_batch -1", call, both={"num_items_in_batch": 4.0}, num_items_in_batch=-1),
-        alone("config a dict", call, config={"beta": 0.1}),
-        alone("engine unknown", call, engine="fast"),
-        alone("backend unknown", call, backend="fortran"),
-        alone("workspace_bytes a string", call, workspace_bytes="much"),
-        alone("vocab_size 0", call, vocab_size=0),
-        alone("gather a string", call, gather="all"),
-        alone("objective a string", call, objective="ppo"),
+        bad("completion_ids a list", completion_ids=[[1, 2, 3], [4, 5, 6]]),
+        bad("completion_ids out of range", completion_ids=lambda own: own["completion_ids"] + 100),
+        bad("completion_ids of another shape", completion_ids=lambda own: own["completion_ids"].flatten()),
+        bad("completion_mask a list", completion_mask=[[1, 1, 1], [1, 1, 0]]),
+        bad("completion_mask NaN", completion_mask=lambda own: own["completion_mask"] * NAN),
+        bad("completion_mask of another shape", completion_mask=torch.ones(2, 9)),
+        bad("hidden (H,)", hidden=torch.ones(4)),
+        bad("hidden a list", hidden=[1.0]),
+        bad("weight of integers", weight=lambda own: own["weight"].detach().long()),
+        bad("weight None", weight=None),
+        bad("reference a string", reference="x"),
+        bad("bias of another shape", bias=torch.ones(3)),
+        bad("lora a string", lora="adapter"),
+        bad("advantages of another shape", advantages=torch.ones(5)),
+        bad("advantages None", advantages=None),
+        bad("old_per_token_logps of another shape", old_per_token_logps=torch.ones(9, 9)),
+        bad("old_per_token_logps a list", both=OLD, old_per_token_logps=[1.0]),
+        bad("ref_per_token_logps missing", both=REF, ref_per_token_logps=None),
+        bad("num_items_in_batch NaN", num_items_in_batch=NAN),
+        bad("num_items_in_batch -1", both={"num_items_in_batch": 4.0}, num_items_in_batch=-1),
+        bad("config a dict", config={"beta": 0.1}),
+        bad("engine unknown", engine="fast"),
+        bad("backend unknown", backend="fortran"),
+        bad("workspace_bytes a string", workspace_bytes="much"),
+        bad("vocab_size 0", vocab_size=0),
+        bad("gather a string", gather="all"),
+        bad("objective a string", objective="ppo"),
     ]
     return kinds
 

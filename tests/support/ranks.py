@@ -12,7 +12,8 @@ import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,16 @@ def run_ranks(
     """``[task(rank, world_size, *args) for each rank]``, as `Ranks.run`, in processes of their own."""
     with Ranks(world_size, seconds, backend) as ranks:
         return ranks.run(task, *args)
+
+
+@contextmanager
+def one_rank() -> Iterator[None]:
+    """A group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 class Ranks:

@@ -9,17 +9,17 @@ of exactly 0 adds exactly 0 to the policy term, and a sampling logp that is NaN 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from tests.support.reference_head import SCORES, Head, divergences_of, head, on_grid
 from tests.support.reference_terms import (
     CLIPPED,
     LOG_RATIO_LIMIT,
     OVERFLOW,
     TERMS,
-    divergence,
     gamma_weight,
     geometric_mean,
     kl_estimate,
@@ -31,59 +31,6 @@ from tests.support.reference_terms import (
 
 if TYPE_CHECKING:
     from tests.support.case_builder import Case
-
-
-@dataclass
-class Head:
-    """The projection of the n counted positions, in one dtype."""
-
-    counted: Tensor  # (B, T) bool
-    ids: Tensor  # (n,)
-    hidden: Tensor  # (n, H) leaf
-    weight: Tensor  # (V, H) leaf
-    bias: Tensor | None  # (V,) leaf
-    raw: Tensor  # (n, V) logit_scale * (hidden @ weight.T + bias)
-    log_probs: Tensor  # (n, V)
-    logps: Tensor  # (n,)
-    entropies: Tensor  # (n,)
-
-
-def teacher_log_probs(case: Case, dtype: torch.dtype = torch.float64) -> Tensor:
-    """(n, V) log-probabilities of the other head at the counted positions; constants."""
-    assert case.teacher_hidden is not None and case.teacher_weight is not None
-    bias = {} if case.teacher_bias is None else {"bias": case.teacher_bias}
-    o = settings(case)
-    options = {"final_logit_softcapping": o.teacher_final_logit_softcapping, "logit_scale": o.teacher_logit_scale}
-    other = case.but(hidden=case.teacher_hidden, weight=case.teacher_weight, **({"bias": None} | bias), config=options)
-    return head(other, dtype).log_probs.detach()
-
-
-def head(case: Case, dtype: torch.dtype = torch.float64, edit_raw=None) -> Head:
-    """Log-probabilities and entropies of the counted positions, straight from the full logits.
-
-    logits = softcap(logit_scale * (hidden @ weight.T + bias)) / temperature, softcap(x) = cap * tanh(x / cap);
-    entropy = -sum_v p_v log p_v over the lanes with p_v > 0.
-    """
-    o = settings(case)
-    counted = case.completion_mask != 0
-    flat = counted.reshape(-1).nonzero().squeeze(1)
-    ids = case.completion_ids.reshape(-1)[flat].long()
-    vocab = case.weight.shape[0]
-    if ((ids < 0) | (ids >= vocab)).any():
-        raise ValueError(f"completion_ids: a counted id lies outside [0, {vocab})")
-    leaf = lambda x: x.detach().to(dtype).requires_grad_()  # noqa: E731
-    hidden = leaf(case.hidden.reshape(-1, case.hidden.shape[-1])[flat])
-    weight, bias = leaf(case.weight), None if case.bias is None else leaf(case.bias)
-    raw = hidden @ weight.T
-    raw = o.logit_scale * (raw if bias is None else raw + bias)
-    raw = raw if edit_raw is None else edit_raw(raw)
-    cap = o.final_logit_softcapping
-    capped = raw if cap is None else cap * torch.tanh(raw / cap)
-    log_probs = torch.log_softmax(capped / o.temperature, dim=-1)
-    logps = log_probs.gather(1, ids[:, None]).squeeze(1)
-    banned = log_probs == float("-inf")
-    entropies = -(log_probs.exp() * log_probs.masked_fill(banned, 0.0)).sum(-1)
-    return Head(counted, ids, hidden, weight, bias, raw, log_probs, logps, entropies)
 
 
 @dataclass
@@ -247,22 +194,31 @@ def add_metrics(
 
 
 @dataclass
-class ReferenceResult:
-    """Everything the library returns, in float64, and the ingredients of its error bounds."""
+class ScoresResult:
+    """What scores are, in float64, and the gradients of all leaves under what arrives at them."""
 
-    loss: Tensor
-    logps: Tensor  # (B, T)
-    entropies: Tensor  # (B, T)
+    head: Head
+    logps: Tensor  # (B, T), as all up to d_divergences
+    entropies: Tensor
+    divergences: Tensor | None  # from another head's distributions
+    d_logps: Tensor  # d loss / d logp
+    d_entropies: Tensor
+    d_divergences: Tensor | None
     d_hidden: Tensor  # (B, T, H)
     d_weight: Tensor  # (V, H)
-    d_bias: Tensor | None  # (V,)
-    metrics: dict[str, Tensor]
-    d_logps: Tensor  # (B, T), d loss / d logp
-    d_entropies: Tensor  # (B, T)
-    head: Head
-    evaluation: Evaluation
-    divergences: Tensor | None = None  # (B, T), from another head's distributions
-    d_divergences: Tensor | None = None  # (B, T)
+    d_bias: Tensor | None = None  # (V,)
+    d_lora_a: Tensor | None = None  # (r, H)
+    d_lora_b: Tensor | None = None  # (V, r)
+    d_lora_input: Tensor | None = None  # (B, T, H)
+
+
+@dataclass
+class ReferenceResult(ScoresResult):
+    """Everything that a loss returns, in float64, and the ingredients of its error bounds."""
+
+    loss: Tensor = field(kw_only=True)
+    metrics: dict[str, Tensor] = field(kw_only=True)
+    evaluation: Evaluation = field(kw_only=True)
 
 
 def mean_metrics(evaluation: Evaluation) -> dict[str, Tensor]:
@@ -274,28 +230,46 @@ def mean_metrics(evaluation: Evaluation) -> dict[str, Tensor]:
     return {**means, **evaluation.extremes}
 
 
-def on_grid(rows: Tensor, counted: Tensor) -> Tensor:
-    """(n, ...) values of the counted positions -> (B, T, ...), 0 elsewhere, differentiable."""
-    grid = rows.new_zeros((counted.numel(), *rows.shape[1:]))
-    index = counted.reshape(-1).nonzero().squeeze(1)
-    return grid.index_put((index,), rows).reshape(*counted.shape, *rows.shape[1:])
+def on_grids(case: Case, h: Head, divergences: Tensor | None) -> list[Tensor]:
+    """Log-probabilities, entropies and, where there are some, divergences, (B, T) each, attached to the head."""
+    rows = [h.logps, h.entropies, *([] if divergences is None else [divergences])]
+    return [on_grid(x, h.counted) for x in rows]
+
+
+def through_head(h: Head, scores: list[Tensor], up: list[Tensor]) -> dict[str, Any]:
+    """The fields of a `ScoresResult`, given what arrives at the scores, (B, T) each."""
+    names = [*h.leaves]
+    gradients: tuple[Tensor | None, ...] = (None,) * len(names)
+    if h.counted.any():
+        gradients = torch.autograd.grad(scores, [*h.leaves.values()], up, allow_unused=True, retain_graph=True)
+    grads = {
+        name: torch.zeros_like(h.leaves[name]) if x is None else x for name, x in zip(names, gradients, strict=True)
+    }
+    grads = {name: on_grid(x, h.counted) if name in ("hidden", "lora_input") else x for name, x in grads.items()}
+    found = {"divergences": None} | dict(zip(SCORES, [x.detach() for x in scores], strict=False))
+    arrived = {"divergences": None} | dict(zip(SCORES, up, strict=False))
+    return {"head": h, **found, **{f"d_{name}": x for name, x in (arrived | grads).items()}}
 
 
 def reference_loss(case: Case) -> ReferenceResult:
     """Loss, per-token numbers, every gradient and the metrics of `case`, in float64 from its (rounded) inputs."""
-    h = head(case)
-    logps, entropies = on_grid(h.logps, h.counted), on_grid(h.entropies, h.counted)
-    o, divergences = settings(case), None
-    if o.beta != 0.0 and o.kl_estimator == "full":
-        divergences = on_grid(divergence(1.0, h.log_probs, teacher_log_probs(case)), h.counted)
-    evaluation = evaluate(case, logps, entropies, divergences)
-    wanted = [logps, entropies, h.hidden, h.weight, *(x for x in (h.bias, divergences) if x is not None)]
-    found = (None,) * len(wanted)
+    h, o = head(case), settings(case)
+    full = o.beta != 0.0 and o.kl_estimator == "full"
+    scores = on_grids(case, h, divergences_of(case, h.log_probs) if full else None)
+    evaluation = evaluate(case, *scores)
+    up: tuple[Tensor | None, ...] = (None,) * len(scores)
     if evaluation.loss.requires_grad and h.counted.any():
-        found = torch.autograd.grad(evaluation.loss, wanted, allow_unused=True, retain_graph=True)
-    grads = [torch.zeros_like(x) if g is None else g for x, g in zip(wanted, found, strict=True)]
+        up = torch.autograd.grad(evaluation.loss, scores, allow_unused=True, retain_graph=True)
+    arrives = [torch.zeros_like(x) if g is None else g for x, g in zip(scores, up, strict=True)]
     return ReferenceResult(
-        evaluation.loss.detach(), logps.detach(), entropies.detach(), on_grid(grads[2], h.counted), grads[3],
-        None if h.bias is None else grads[4], mean_metrics(evaluation), grads[0], grads[1], h, evaluation,
-        None if divergences is None else divergences.detach(), None if divergences is None else grads[-1],
+        **through_head(h, scores, arrives), loss=evaluation.loss.detach(), metrics=mean_metrics(evaluation),
+        evaluation=evaluation,
     )  # fmt: skip
+
+
+def reference_scores(case: Case, up: dict[str, Tensor]) -> ScoresResult:
+    """Log-probabilities, entropies, divergences, and every gradient under what arrives at them: `up` (B, T) by name."""
+    h = head(case)
+    scores = on_grids(case, h, divergences_of(case, h.log_probs))
+    arrives = [pick(up[name].double(), h.counted) for name, _ in zip(SCORES, scores, strict=False)]
+    return ScoresResult(**through_head(h, scores, arrives))

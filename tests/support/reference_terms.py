@@ -23,6 +23,8 @@ DEFAULTS = {
     "vespo_lambda_neg": 2.0,
     "kl_estimator": "k3", "final_logit_softcapping": None, "logit_scale": 1.0, "logits_dtype": "float32",
     "teacher_final_logit_softcapping": None, "teacher_logit_scale": 1.0, "beta_of_divergence": 1.0,
+    "lora_scaling": 1.0, "without_set": "error", "entropy_of": "the set", "arrives": "same", "more": False,
+    "divergence": "forward_kl", "tail": None, "log_prob_min_clamp": None, "loss_max_clamp": None,
 }  # fmt: skip
 # exp() of a log-ratio is cut here, far above all that float32 can hold, so that float64 never meets inf * 0.
 LOG_RATIO_LIMIT = {torch.float64: 600.0, torch.float32: 85.0}
@@ -196,3 +198,19 @@ def relative_entropy(log_x: Tensor, log_y: Tensor) -> Tensor:
     terms = (terms + only_y).masked_fill(ruled_out, float("inf")).sum(-1).detach()
     plain = (x * d).sum(-1)
     return terms + (plain - plain.detach())
+
+
+def listed_divergence(o: SimpleNamespace, log_p: Tensor, ids: Tensor, log_q: Tensor, least_rest: float) -> Tensor:
+    """(n,) from a teacher that gives log_q of K ids a row (n, K); what is -1 or of no mass is not listed."""
+    listed = (ids >= 0) & (log_q > -torch.inf)
+    log_p = log_p.gather(-1, ids.clamp(min=0))
+    log_q = pick(log_q, listed)
+    total = lambda x: pick(x, listed).sum(-1)  # noqa: E731
+    p_rest, q_rest = ((1 - total(x.exp())).clamp(min=least_rest) for x in (log_p, log_q))
+    if o.log_prob_min_clamp is not None:
+        log_p, log_q = (x.clamp(min=o.log_prob_min_clamp) for x in (log_p, log_q))
+    if o.divergence == "reverse_kl":
+        value = total(log_p.exp() * (log_p - log_q)) + p_rest * (p_rest / q_rest).log()
+    else:
+        value = total(log_q.exp() * (log_q - log_p)) + (q_rest * (q_rest / p_rest).log() if o.tail else 0.0)
+    return value if o.loss_max_clamp is None else value.clamp(min=-o.loss_max_clamp, max=o.loss_max_clamp)

@@ -2,14 +2,35 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from grpo_kernels import Head, LossConfig, LossOutput, grpo_loss
+from grpo_kernels import (
+    Head,
+    LoRA,
+    LossConfig,
+    LossOutput,
+    Run,
+    Scores,
+    grpo_loss,
+    linear_divergence,
+    linear_logprob,
+    topk_divergence,
+)
 from grpo_kernels.head.head import CONSTANTS
-from tests.support.case_builder import PER_TOKEN, Case
+from tests.support.case_builder import PER_TOKEN, Case, seeded
 from tests.support.flat import flat
+from tests.support.reference import reference_scores
+from tests.support.reference_head import LEAVES
 from tests.support.reference_terms import TERMS, settings
+from tests.support.tolerance import assert_scores
+
+KINDS = {1.0: {"divergence": "reverse_kl"}, 0.0: {"divergence": "forward_kl"}}
+WHOLE = slice(None)
+Gradients = dict[str, Tensor | None]
 
 
 def config_of(case: Case) -> LossConfig:
@@ -22,32 +43,52 @@ def constants_of(case: Case) -> dict[str, object]:
     return {name: x for name, x in case.config.items() if name in CONSTANTS}
 
 
-def arguments(case: Case) -> dict[str, Tensor | float | None]:
+def leaves_of(case: Case, rows: slice = WHOLE) -> dict[str, Tensor | None]:
+    """Every tensor that may want a gradient, as a leaf that wants one unless it is frozen; of the head these rows."""
+    of_head, made = ("weight", "bias", "lora_b"), {}
+    for name in LEAVES:
+        x = getattr(case, name)
+        if x is not None and rows != WHOLE and name in of_head:
+            x = x[rows].clone()
+        made[name] = None if x is None else x.detach().requires_grad_(name not in case.frozen)
+    return made
+
+
+def lora_of(case: Case, leaves: dict[str, Tensor | None]) -> LoRA | None:
+    """The adapter that these leaves are of."""
+    a, b = leaves["lora_a"], leaves["lora_b"]
+    return None if a is None or b is None else LoRA(a, b, settings(case).lora_scaling, leaves["lora_input"])
+
+
+def arguments(case: Case, rows: slice = WHOLE) -> dict[str, Any]:
     """Keyword arguments of ``flat(grpo_loss)``, to go with `config_of`; every head tensor is a leaf that wants a
     gradient unless it is frozen.
     """
-    leaf = lambda name: getattr(case, name).detach().requires_grad_(name not in case.frozen)  # noqa: E731
-    names = (
-        "completion_ids",
-        "completion_mask",
-        "advantages",
-        *PER_TOKEN,
-        "importance_sampling_ratio",
-        "num_items_in_batch",
-    )
-    head = {"hidden": leaf("hidden"), "weight": leaf("weight"), "bias": None if case.bias is None else leaf("bias")}
-    given = head | {name: getattr(case, name) for name in names}
-    return given | constants_of(case) | {"reference": reference_of(case)}
+    return loss_arguments(case, leaves_of(case, rows), rows)
 
 
-def reference_of(case: Case) -> tuple[Tensor, Head] | None:
-    """The case's other head, as the loss takes it."""
+def loss_arguments(case: Case, leaves: dict[str, Tensor | None], rows: slice = WHOLE) -> dict[str, Any]:
+    names = ("completion_ids", "completion_mask", "advantages", *PER_TOKEN, "importance_sampling_ratio")
+    given = {name: leaves[name] for name in ("hidden", "weight", "bias")}
+    given |= {name: getattr(case, name) for name in (*names, "num_items_in_batch")}
+    if case.lora_a is not None:
+        given["lora"] = lora_of(case, leaves)
+    return given | constants_of(case) | kept_of(case) | {"reference": reference_of(case, rows)}
+
+
+def kept_of(case: Case) -> dict[str, Any]:
+    """The sets, and what to do without one."""
+    return {} if case.kept_ids is None else {"kept_ids": case.kept_ids, "without_set": settings(case).without_set}
+
+
+def reference_of(case: Case, rows: slice = WHOLE) -> tuple[Tensor, Head] | None:
+    """The case's other head, as the loss takes it; these rows of it."""
     if case.teacher_hidden is None or case.teacher_weight is None:
         return None
     o = settings(case)
     head = Head(
-        case.teacher_weight,
-        case.teacher_bias,
+        case.teacher_weight[rows],
+        None if case.teacher_bias is None else case.teacher_bias[rows],
         final_logit_softcapping=o.teacher_final_logit_softcapping,
         logit_scale=o.teacher_logit_scale,
         logits_dtype=o.logits_dtype,
@@ -55,22 +96,110 @@ def reference_of(case: Case) -> tuple[Tensor, Head] | None:
     return case.teacher_hidden, head
 
 
+def gradients_of(leaves: dict[str, Tensor | None]) -> Gradients:
+    """Those that have arrived."""
+    return {name: None if x is None else x.grad for name, x in leaves.items()}
+
+
 def run(
-    case: Case, engine: str = "auto", scale: float = 1.0, backend: str = "auto"
-) -> tuple[LossOutput, dict[str, Tensor | None]]:
-    """The library's output, and its gradients under the upstream gradient `scale`."""
-    given = arguments(case)
-    options = {"engine": engine, "backend": backend, "workspace_bytes": case.workspace_bytes}
-    output = flat(grpo_loss)(**given, config=config_of(case), **options)
+    case: Case,
+    engine: str = "auto",
+    scale: float = 1.0,
+    backend: str = "auto",
+    *,
+    rows: slice = WHOLE,
+    **options: Any,
+) -> tuple[LossOutput, Gradients]:
+    """The library's output, and its gradients under the upstream gradient `scale`; with these rows of the head."""
+    leaves = leaves_of(case, rows)
+    options |= {"engine": engine, "backend": backend, "workspace_bytes": case.workspace_bytes}
+    output = flat(grpo_loss)(**loss_arguments(case, leaves, rows), config=config_of(case), **options)
     if output.loss.requires_grad:
         (output.loss * scale).backward()
-    return output, {name: None if given[name] is None else given[name].grad for name in ("hidden", "weight", "bias")}
+    return output, gradients_of(leaves)
+
+
+def upstream_of(case: Case) -> dict[str, Tensor]:
+    """What arrives at each score, (B, T): at divergences what the case says, at others only if it says so.
+
+    NaN where masked, of which nothing may get into a gradient.
+    """
+    g, shape = seeded(f"{case.name} upstream"), case.completion_mask.shape
+    kind = torch.float64 if case.hidden.dtype == torch.float64 else torch.float32
+    any_of = lambda: torch.randn(shape, generator=g).to(kind)  # noqa: E731
+    nothing, o = torch.zeros(shape, dtype=kind), settings(case)
+    c = {
+        "same": torch.full(shape, 0.37, dtype=kind),
+        "any": any_of(),
+        "some": torch.where(torch.rand(shape, generator=g) < 0.5, 0.25, 0.0).to(kind),
+        "none": nothing,
+    }[o.arrives]
+    more = o.more or not case.diverges
+    up = {"divergences": c, "entropies": any_of() if more else nothing, "logps": any_of() if more else nothing}
+    return {name: torch.where(case.completion_mask != 0, x, torch.nan) for name, x in up.items()}
+
+
+def scores(case: Case, leaves: dict[str, Tensor | None], engine: str, rows: slice, **options: Any) -> Scores:
+    """`linear_logprob`, or one of the two divergences, with all that the case has."""
+    o = settings(case)
+    head = Head(
+        leaves["weight"],
+        leaves["bias"],
+        lora_of(case, leaves),
+        options.pop("process_group", None),
+        **constants_of(case),
+    )
+    options["run"] = Run(engine, options.pop("backend", "auto"), case.workspace_bytes)
+    options["mask"] = case.completion_mask
+    options["temperature"] = o.temperature if case.temperature is None else case.temperature
+    if case.listed_ids is not None:
+        names = ("divergence", "tail", "log_prob_min_clamp", "loss_max_clamp")
+        options |= {name: getattr(o, name) for name in names}
+        return topk_divergence(leaves["hidden"], head, case.listed_ids, case.listed_logps, **options)
+    if case.teacher_hidden is not None:
+        kind = KINDS.get(o.beta_of_divergence, {"divergence": "jsd", "beta": o.beta_of_divergence})
+        given = {"ids": case.completion_ids, "entropy": True, **kind}
+        return linear_divergence(leaves["hidden"], head, *reference_of(case, rows), **given, **options)
+    options.setdefault("entropy", True if o.entropy_of == "the set" else "full")
+    return linear_logprob(leaves["hidden"], head, case.completion_ids, **kept_of(case), **options)
+
+
+def run_scores(
+    case: Case, engine: str = "auto", *, rows: slice = WHOLE, **options: Any
+) -> tuple[dict[str, Tensor], Gradients]:
+    """The library's results by name, and the gradients that `upstream_of` gives; with these rows of the head."""
+    leaves = leaves_of(case, rows)
+    found = scores(case, leaves, engine, rows, **options)
+    results = {"divergences": found.divergence, "entropies": found.entropies, "logps": found.logps}
+    results = {name: x for name, x in results.items() if x is not None}
+    up = upstream_of(case)
+    sent = [x for x in results if x == "divergences" or not case.diverges or settings(case).more]
+    if any(results[name].requires_grad for name in sent):
+        torch.autograd.backward([results[name] for name in sent], [up[name] for name in sent])
+    return {name: x.detach() for name, x in results.items()}, gradients_of(leaves)
+
+
+def engines_of(case: Case) -> tuple[str, ...]:
+    """Engines that give the case's scores, of which kept sets have no choice."""
+    if case.kept_ids is not None:
+        return ("auto",)
+    return ("auto", "one_pass", "two_pass", "lean") if case.diverges else ("auto", "two_pass", "lean")
+
+
+def check_scores(case: Case, engines: tuple[str, ...] = ()) -> None:
+    """Results and gradients of these engines, else of every one that serves the case, within their bounds."""
+    want = reference_scores(case, upstream_of(case))
+    for engine in engines or engines_of(case):
+        results, grads = run_scores(case, engine)
+        assert_scores(case.but(name=f"{case.name}, engine {engine}"), want, results, grads, engine)
 
 
 def allowed_engines(case: Case) -> set[str]:
     """Which engines are exact for the case, from what each needs to know and when."""
     o = settings(case)
-    trains = {name for name in ("hidden", "weight", "bias") if getattr(case, name) is not None} - case.frozen
+    if case.kept_ids is not None:
+        return {"auto"}
+    trains = {name for name in LEAVES if getattr(case, name) is not None} - case.frozen
     on_policy = case.old_per_token_logps is None
     full = o.beta != 0 and o.kl_estimator == "full"
     corrected = o.beta != 0 and o.use_bias_correction_kl and o.loss_type != "gmpo" and not full
@@ -80,7 +209,7 @@ def allowed_engines(case: Case) -> set[str]:
         coupled |= not on_policy or case.sampling_per_token_logps is not None
     coupled |= (corrected and by_sequence) if on_policy else by_sequence or TERMS[o.loss_type].per_sequence
     allowed = {"two_pass", "lean"} if coupled else {"two_pass", "lean", "one_pass"}
-    if not trains & {"weight", "bias"} and (o.entropy_coef == 0.0 or not trains) and not full:
+    if case.lora_a is None and not trains & {"weight", "bias"} and (o.entropy_coef == 0.0 or not trains) and not full:
         allowed.add("frozen")
     return allowed if trains else allowed | {"score"}
 
@@ -98,4 +227,7 @@ def packed(case: Case, given: dict) -> tuple[dict, Tensor]:
     if given["reference"] is not None:
         hidden, head = given["reference"]
         out["reference"] = hidden[stays], head
+    lora = given.get("lora")
+    if lora is not None and lora.input is not None:
+        out["lora"] = replace(lora, input=lora.input[stays])
     return out, stays

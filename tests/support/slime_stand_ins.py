@@ -5,8 +5,6 @@ Without context parallelism. Imported by ranks alone: Megatron-Core takes second
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from torch import Tensor
@@ -14,26 +12,13 @@ from torch import Tensor
 from tests.support.trainer_stand_ins import scores_of
 
 
-def _build_shifted_tokens(
-    T: int,
-    device: torch.device,
-    unconcat_tokens: list[Tensor],
-    total_lengths: list[int],
-    response_lengths: list[int],
-    allgather_cp: bool,
-) -> Tensor:
+def _build_shifted_tokens(T, device, unconcat_tokens, total_lengths, response_lengths, allgather_cp):
     """The token after each of the packed row, (T,)."""
     rows = [torch.cat([tokens[1:], tokens.new_zeros(1)]) for tokens in unconcat_tokens]
     return torch.nn.functional.pad(torch.cat(rows), (0, T - sum(total_lengths)))
 
 
-def _extract_per_sample(
-    log_prob_full: Tensor,
-    entropy_full: Tensor | None,
-    total_lengths: list[int],
-    response_lengths: list[int],
-    allgather_cp: bool,
-) -> tuple[list[Tensor], list[Tensor]]:
+def _extract_per_sample(log_prob_full, entropy_full, total_lengths, response_lengths, allgather_cp):
     """The part of each response, of (T,) each."""
     found: tuple[list[Tensor], list[Tensor]] = ([], [])
     end = 0
@@ -46,17 +31,17 @@ def _extract_per_sample(
 
 
 def get_log_probs_and_entropy(
-    logits: Tensor,
+    logits,
     *,
-    args: Any,
-    unconcat_tokens: list[Tensor],
-    total_lengths: list[int],
-    response_lengths: list[int],
-    with_entropy: bool = False,
-    non_loss_data: bool = True,
-    top_p_token_ids: Any = None,
-    top_p_token_offsets: Any = None,
-) -> tuple[Tensor, dict[str, list[Tensor]]]:
+    args,
+    unconcat_tokens,
+    total_lengths,
+    response_lengths,
+    with_entropy=False,
+    non_loss_data=True,
+    top_p_token_ids=None,
+    top_p_token_offsets=None,
+):
     whole = gather_from_tensor_model_parallel_region(logits)[0] / args.rollout_temperature
     lengths = total_lengths, response_lengths
     ids = _build_shifted_tokens(len(whole), whole.device, unconcat_tokens, *lengths, args.allgather_cp)

@@ -1,8 +1,10 @@
-"""What the tests of every backend's surrogates try, and the test that its fused kernel is the objective."""
+"""The tests that every backend's surrogates and KL estimators pass, and that its fused kernel is the objective."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import ClassVar
 
 import pytest
 import torch
@@ -15,9 +17,9 @@ from grpo_kernels.batch.tokens import read_tokens
 from grpo_kernels.objective.losses import LOSSES
 from grpo_kernels.objective.normaliser import token_weights
 from grpo_kernels.objective.policy import PolicyObjective
-from grpo_kernels.token_loss.formulas import ESTIMATORS, SURROGATES
+from grpo_kernels.token_loss.formulas import ESTIMATORS, SURROGATES, times
 from tests.support.reference_terms import TERMS, either, filled, vespo
-from tests.support.row_cases import DEVICE, ON_POLICY
+from tests.support.row_cases import DEVICE, ON_POLICY, same
 from tests.support.row_truth import U, check
 
 INF, NAN = math.inf, math.nan
@@ -26,12 +28,12 @@ LOG_RATIOS = (-INF, -200, -80, -3, -0.5, -0.25, -0.1, -1e-4, 0.0, 1e-6, 0.1, 0.1
 ADVANTAGES = (-2.5, -1.0, -1e-3, -0.0, 0.0, 1e-3, 0.7, 3.0)
 
 
-def grid(special: bool = False, device: str = DEVICE) -> tuple[Tensor, Tensor, Tensor]:
+def grid(device: str, special: bool = False) -> list[Tensor]:
     """Log-ratios, advantages and log-probabilities in all combinations."""
     ratios = [*LOG_RATIOS, 200, 800, INF, NAN] if special else list(LOG_RATIOS)
     logps = (-3.0, 0.0, -INF) if special else (-3.0, -0.2)
-    found = torch.cartesian_prod(*(torch.tensor(x) for x in (ratios, ADVANTAGES, logps))).to(device)
-    return tuple(x.contiguous() for x in found.unbind(1))  # type: ignore[return-value]
+    combinations = torch.cartesian_prod(*(torch.tensor(x) for x in (ratios, ADVANTAGES, logps))).to(device)
+    return [x.contiguous() for x in combinations.unbind(1)]
 
 
 # Loss type and options. At R = 0 the ratio is exactly 1, so that it meets a bound of 1 exactly, and both branches of a
@@ -91,13 +93,13 @@ def differentiated(name: str, constants: Constants, log_ratio: Tensor, advantage
     return torch.stack([loss.detach(), *(torch.zeros_like(ratio) if g is None else g for g in grads)])
 
 
-def test_every_surrogate_is_tried() -> None:
-    assert {name for name, _ in EACH} | {*ON_POLICY} == {*SURROGATES}
-
-
-def estimates(name: str, logps: Tensor, ref: Tensor) -> Tensor:
-    """What torch makes of an estimator: KL and its two derivatives in logp, (3, n)."""
-    return torch.stack(ESTIMATORS[name](logps, ref))
+def check_like(name: str, got: Tensor, want: Tensor, bound: Tensor, like: Tensor) -> None:
+    """Where `like`, from the same operations in the dtype of `got`, is no number, `got` is that; else near `want`."""
+    assert same(got.isnan(), like.isnan()), name
+    assert same(got.isinf(), like.isinf()), name
+    assert torch.equal(got[like.isinf()], like[like.isinf()]), name
+    number = like.isfinite() & want.isfinite()  # a ratio that is 0 in float32 may be more in float64, times -inf
+    check(name, got[number], want[number], bound[number])
 
 
 def estimates_differentiated(name: str, logps: Tensor, ref: Tensor) -> Tensor:
@@ -110,9 +112,85 @@ def estimates_differentiated(name: str, logps: Tensor, ref: Tensor) -> Tensor:
     return torch.stack([kl.detach(), *slopes])
 
 
-class FusedSuite:
+class SurrogateSuite:
     kernels: FusedRowBackend
     device = DEVICE
+    units: ClassVar = {torch.float32: U}  # of the dtypes that it computes in, the most precise at last
+    slack = 8  # roundings of a surrogate
+    log_ratios: Sequence[float] = (0.0,)  # that an estimator is tried with
+
+    def run(self, name: str, constants: Constants, *inputs: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+        """What `seen` has of a surrogate, and its log-ratios, advantages and log-probabilities as they came out."""
+        raise NotImplementedError
+
+    def seen(self, terms: Tensor) -> Tensor:
+        """What a backend shows of a loss and its derivatives in R and logp (3, n)."""
+        return terms
+
+    def estimate(self, name: str, corrects: bool, *inputs: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+        """KL, loss and slope (3, n) of an estimator; and log-probabilities, the reference's, log-ratios."""
+        raise NotImplementedError
+
+    def test_every_surrogate_is_tried(self) -> None:
+        assert {name for name, _ in EACH} | {*ON_POLICY} == {*SURROGATES}
+
+    @each_surrogate
+    def test_surrogates_are_those_of_torch(self, name: str, constants: Constants) -> None:
+        """In every branch, at ties, at exact bounds, and where the ratio overflows, is 0 or NaN."""
+        for dtype, unit in self.units.items():
+            got, inputs = self.run(name, constants, *(x.to(dtype) for x in grid(self.device, special=True)))
+            want = self.seen(mirrored(name, constants, *(x.double() for x in inputs)))
+            bound = self.slack * unit * want.abs() * steepness(name, constants, inputs[0])
+            check_like(f"{name} {dtype}", got, want, bound, self.seen(mirrored(name, constants, *inputs)))
+            assert (got[:, is_nothing(name, *inputs[:2])] == 0).all()
+
+    @each_surrogate
+    def test_surrogates_against_autograd(self, name: str, constants: Constants) -> None:
+        """The derivatives are those of the loss, written down anew."""
+        dtype, unit = [*self.units.items()][-1]
+        inputs = [x[grid(self.device)[0].abs() < 30].to(dtype) for x in grid(self.device)]
+        got, inputs = self.run(name, constants, *inputs)
+        want = self.seen(differentiated(name, constants, *inputs))
+        nonzero = inputs[1] != 0  # at 0 both branches tie, whatever the ratio: a share of nothing
+        bound = self.slack * unit * want.abs() * steepness(name, constants, inputs[0])
+        if name == "sapo" and dtype is torch.float64:
+            bound[1] += 2.0**-50 * inputs[0].exp() * inputs[1].abs()  # autograd's 1 - sigmoid cancels
+        check(name, got[:, nonzero], want[:, nonzero], bound[:, nonzero])
+        assert (got[:, ~nonzero] == 0).all()
+
+    @pytest.mark.parametrize("corrects", [False, True])
+    @pytest.mark.parametrize("name", ESTIMATORS)
+    def test_kl_estimators(self, name: str, corrects: bool) -> None:
+        """Against torch's, and the derivative against autograd."""
+        for dtype, unit in self.units.items():
+            ds = [*torch.linspace(-20, 20, 161).tolist(), 1e-6, -1e-6, 80, 200, 800, -1e4, -INF, INF, NAN]
+            log_ratios = self.log_ratios if corrects else (0.0,)
+            d, log_ratio = torch.cartesian_prod(torch.tensor(ds), torch.tensor(log_ratios)).to(self.device, dtype).T
+            logps = torch.where(d.abs() < 1, -0.5, 0.0).to(dtype)
+            got, (logps, ref, log_ratio) = self.estimate(name, corrects, logps, d, log_ratio)
+
+            def wanted(logps: Tensor, ref: Tensor, ratio: Tensor) -> Tensor:
+                kl, slope, corrected = ESTIMATORS[name](logps, ref)
+                if corrects:
+                    kl, slope = times(ratio, kl), times(ratio, corrected)
+                return torch.stack([kl, *torch.where(ratio.isnan(), NAN, torch.stack([kl, slope]))])
+
+            d, ratio = ref.double() - logps.double(), log_ratio.double().exp()
+            want, like = wanted(logps.double(), ref.double(), ratio), wanted(logps, ref, log_ratio.exp())
+            steep, grown = 1 + d.abs(), d.expm1().abs()
+            kl_size, slope_size = {
+                "k1": (d.abs(), torch.ones_like(d)),
+                "k2": (d * d / 2, d.abs()),
+                "k3": (grown + d.abs(), d.abs() / steep if corrects else torch.where(d < 0, grown / steep, grown)),
+            }[name]
+            bound = 8 * unit * steep * torch.stack([kl_size, kl_size, slope_size]) * ratio
+            check_like(f"{name} {dtype}", got, want, bound, like)
+            usual = got.isfinite().all(0) & (ratio < 1e30)
+            slope = estimates_differentiated(name, logps[usual], ref[usual])[1 + corrects] * ratio[usual]
+            rounding = (
+                2.0**-50 * (1 + d[usual].exp()) * ratio[usual]
+            )  # of autograd's own sum, of numbers as large as e^d
+            check(f"{name} slope", got[2][usual], slope, bound[2][usual] + rounding)
 
     @pytest.mark.parametrize("log_ratio", [None, -3.0, 0.3])
     @pytest.mark.parametrize("estimator", ESTIMATORS)

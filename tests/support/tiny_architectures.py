@@ -29,25 +29,15 @@ _TEXT: dict[str, Any] = {
 _GROUPED: dict[str, Any] = {"num_key_value_heads": 2}
 _HEADS: dict[str, Any] = {"num_key_value_heads": 2, "head_dim": 4}
 _EXPERTS: dict[str, Any] = {
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-}
+    "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+}  # fmt: skip
 _MAMBA: dict[str, Any] = {
-    "mamba_d_ssm": 32,
-    "mamba_n_heads": 4,
-    "mamba_d_head": 8,
-    "mamba_d_state": 8,
-    "mamba_n_groups": 1,
-}
+    "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1,
+}  # fmt: skip
 _LATENT: dict[str, Any] = {
-    "kv_lora_rank": 8,
-    "q_lora_rank": 8,
-    "qk_nope_head_dim": 4,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 4,
-}
+    "kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4,
+}  # fmt: skip
+_RECURRENT: dict[str, Any] = {"lru_width": 16, "attention_window_size": 8, "logits_soft_cap": 2.0, "head_dim": 4}
 
 # model type -> (config class, model class, fields)
 TEXT: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -58,11 +48,7 @@ TEXT: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", {**_HEADS, **_EXPERTS}),
     "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", {**_HEADS, "final_logit_softcapping": 1.5}),
     "gemma3_text": ("Gemma3TextConfig", "Gemma3ForCausalLM", {**_HEADS, "final_logit_softcapping": 0.7}),
-    "recurrent_gemma": (
-        "RecurrentGemmaConfig",
-        "RecurrentGemmaForCausalLM",
-        {"num_hidden_layers": 3, "lru_width": 16, "attention_window_size": 8, "logits_soft_cap": 2.0, "head_dim": 4},
-    ),
+    "recurrent_gemma": ("RecurrentGemmaConfig", "RecurrentGemmaForCausalLM", {"num_hidden_layers": 3, **_RECURRENT}),
     "granite": ("GraniteConfig", "GraniteForCausalLM", {**_GROUPED, "logits_scaling": 0.3}),
     "granitemoe": ("GraniteMoeConfig", "GraniteMoeForCausalLM", {**_GROUPED, **_EXPERTS, "logits_scaling": 4.0}),
     "hyperclovax": ("HyperCLOVAXConfig", "HyperCLOVAXForCausalLM", {**_HEADS, "logits_scaling": 3.0}),
@@ -88,16 +74,9 @@ TEXT: dict[str, tuple[str, str, dict[str, Any]]] = {
     "bert": ("BertConfig", "BertLMHeadModel", {"is_decoder": True}),
 }
 SCALED = (
-    "gemma2",
-    "gemma3_text",
-    "recurrent_gemma",
-    "granite",
-    "granitemoe",
-    "hyperclovax",
-    "cohere",
-    "cohere2",
-    "falcon_h1",
-)
+    "gemma2", "gemma3_text", "recurrent_gemma", "granite", "granitemoe", "hyperclovax",
+    "cohere", "cohere2", "falcon_h1",
+)  # fmt: skip
 BIASED = ("phi", "gptj", "bert")
 
 
@@ -135,25 +114,17 @@ def plain_logprobs(model: nn.Module, ids: Tensor, temperature: float = 1.0, **in
 
 def qwen2_vl(version: str = "Qwen2_5_VL") -> tuple[Any, Tensor, dict[str, Any]]:
     """(model, ids (2, 14), the model's other inputs), one image of four tokens a sequence."""
-    text = {
-        **_TEXT,
-        **_GROUPED,
-        "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1], "rope_theta": 1e4},
-    }
+    rope = {"rope_type": "default", "mrope_section": [1, 1], "rope_theta": 1e4}
     sizes = {"hidden_size": 16, "out_hidden_size": HIDDEN, "embed_dim": 16, "intermediate_size": 32, "num_heads": 2}
     vision = {"depth": 2, "patch_size": 4, "fullatt_block_indexes": [1], "window_size": 16, **sizes}
     if version == "Qwen2VL":
         vision |= {"hidden_size": HIDDEN}
     image, first, last = 90, 91, 92
     fields = {
-        "text_config": text,
-        "vision_config": vision,
-        "image_token_id": image,
-        "video_token_id": 93,
-        "vision_start_token_id": first,
-        "vision_end_token_id": last,
+        "text_config": {**_TEXT, **_GROUPED, "rope_parameters": rope}, "vision_config": vision,
+        "image_token_id": image, "video_token_id": 93, "vision_start_token_id": first, "vision_end_token_id": last,
         "tie_word_embeddings": False,
-    }
+    }  # fmt: skip
     model = build(f"{version}Config", f"{version}ForConditionalGeneration", fields)
     ids = torch.randint(3, 90, (2, 14))
     ids[:, 1:7] = torch.tensor([first, image, image, image, image, last])
@@ -170,13 +141,9 @@ def gemma3_vl() -> tuple[Any, Tensor, dict[str, Any]]:
     """Likewise."""
     text = {**_TEXT, **_HEADS, "final_logit_softcapping": 1.5, "sliding_window": 8}
     vision = {
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "image_size": 16,
-        "patch_size": 4,
-    }
+        "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "image_size": 16, "patch_size": 4,
+    }  # fmt: skip
     fields = {"text_config": text, "vision_config": vision, "mm_tokens_per_image": 4, "image_token_index": 90}
     model = build("Gemma3Config", "Gemma3ForConditionalGeneration", fields)
     ids = torch.randint(3, 90, (2, 14))

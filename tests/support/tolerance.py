@@ -6,7 +6,9 @@
   so that it widens by itself at clip edges and steep ratios; plus 16 float32 roundings of the terms in their sums.
 - gradients: to first order from those, plus one rounding of d logits in the input's dtype if that has 16 bits, the
   rounding of a float32-accumulated product, and one ulp of the output's dtype.
-- a divergence: to first order from the errors of both heads' logits, plus their square.
+- a divergence: to first order from the errors of both heads' logits, plus their square; from a teacher's list, as far
+  as it moves if the logits do.
+- an adapter: its rank's products count as the head's; between them is one rounding of the wider dtype.
 
 Where a discrete choice (top-entropy or off-policy mask) lies within the bounds, only logps and entropies are compared.
 """
@@ -15,42 +17,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tests.support.case_builder import PER_TOKEN, Case
-from tests.support.reference import Evaluation, Head, ReferenceResult, evaluate, head, on_grid, teacher_log_probs
-from tests.support.reference_terms import OVERFLOW, divergence, pick, settings
-
-
-@dataclass(frozen=True)
-class Unit:
-    """Relative roundings of the dtype that is computed in."""
-
-    product: float  # of a sum of products, relative to the sum of their absolute values
-    extra: float  # absolute, of a logp
-    term: float  # of a per-token term: some 16 elementary roundings
-    one: float  # of one operation
-    floor: float  # absolute, of anything: below it numbers lose bits to underflow
-
-
-UNITS = {
-    torch.float32: Unit(product=2.0**-22, extra=2e-5, term=2.0**-20, one=2.0**-23, floor=1e-36),
-    torch.float64: Unit(product=2.0**-51, extra=1e-11, term=2.0**-48, one=2.0**-52, floor=1e-300),
-}
-
-
-def computed_in(case: Case) -> torch.dtype:
-    """float64 inputs are computed in float64, all others in float32."""
-    return torch.float64 if torch.float64 in (case.hidden.dtype, case.weight.dtype) else torch.float32
-
-
-def compute_unit(case: Case) -> Unit:
-    """The roundings of the dtype the case is computed in."""
-    return UNITS[computed_in(case)]
+from tests.support.head_bounds import (
+    Diverging,
+    Unit,
+    compute_unit,
+    computed_in,
+    divergence_bounds,
+    head_bounds,
+    logit_bounds,
+    score_bounds,
+    spread,
+)
+from tests.support.reference import Evaluation, ReferenceResult, ScoresResult, evaluate
+from tests.support.reference_head import LEAVES, SCORES, on_grid
+from tests.support.reference_terms import OVERFLOW, pick, settings
 
 
 @dataclass
@@ -66,29 +53,9 @@ class Bounds:
     metrics: dict[str, float]
     ambiguous: bool  # a discrete choice could fall either way
     overflow: bool  # float32 overflows: the loss may be infinite, of the right sign
-
-
-def score_bounds(case: Case, want: ReferenceResult) -> tuple[Tensor, Tensor]:
-    """(n,) bounds of logps and of entropies at the counted positions."""
-    h = want.head
-    e = logit_error(case, h)
-    logs = h.log_probs.detach()
-    away = logs.masked_fill(logs.isinf(), 0.0) + h.entropies.detach()[:, None]
-    return e, e * (1 + (logs.exp() * away.abs()).sum(-1))
-
-
-def logit_error(case: Case, h: Head) -> Tensor:
-    """(n,) bound of the logits of the counted positions, and of their normaliser."""
-    o, unit = settings(case), compute_unit(case)
-    size = h.hidden.detach().abs() @ h.weight.detach().abs().T
-    if h.bias is not None:
-        size = size + h.bias.detach().abs().masked_fill(h.bias.isinf(), 0.0)
-    scale = abs(o.logit_scale) / o.temperature
-    e = 2 * unit.product * scale * size.amax(-1) + unit.extra
-    if o.logits_dtype == "input":
-        finite = h.raw.detach().masked_fill(h.raw.isinf(), 0.0)
-        e = e + torch.finfo(case.hidden.dtype).eps * finite.abs().amax(-1) / o.temperature
-    return e
+    d_lora_a: Tensor | None = None  # (r, H)
+    d_lora_b: Tensor | None = None  # (V, r)
+    d_lora_input: Tensor | None = None  # (B, T, H)
 
 
 def slopes(
@@ -122,11 +89,6 @@ def moved(
     return [at(sign) for sign in (1.0, -1.0, flip, -flip)]
 
 
-def spread(at_want: Tensor, at_moved: list[Tensor]) -> Tensor:
-    """Largest distance of the moved values from the value itself, element by element."""
-    return torch.stack([(x - at_want).abs() for x in at_moved]).amax(0).detach()
-
-
 def slope_sizes(case: Case, at: Evaluation, a: Tensor) -> Tensor:
     """(B, T): sum of the absolute values of the terms that d loss / d logp is summed from."""
     o, counted = settings(case), case.completion_mask != 0
@@ -153,95 +115,6 @@ def is_ambiguous(case: Case, want: ReferenceResult, e_entropy: Tensor, others: l
     threshold = below + (above - below) * (position - math.floor(position))
     error = 2 * e_entropy.max()
     return bool(abs(position - round(position)) < 1e-3 or threshold - below < error or above - threshold < error)
-
-
-@dataclass(frozen=True)
-class Diverging:
-    """What another head's distributions add, by row of the counted positions."""
-
-    value: Tensor  # (n,) bound of the divergence
-    slope: Tensor  # (n, V) d divergence / d z
-    slope_bound: Tensor  # (n, V)
-
-
-def divergence_bounds(case: Case, h: Head, e: Tensor) -> Diverging:
-    """What a divergence and its gradient may be off by, if the logits are by e (n,) and the teacher's by as much.
-
-    d D / d z_j = p_j (s_j - mean s) of the derivative s in p: log(p / q), or 1 - q / p, or (1 - beta) log(p / m). None
-    moves by more than the two logits and their normalisers do.
-    """
-    o, unit = settings(case), compute_unit(case)
-    log_p, log_q = h.log_probs.detach(), teacher_log_probs(case)
-    log_p.requires_grad_(False)
-    z, y = log_p.clone().requires_grad_(), log_q.clone().requires_grad_()
-    value = divergence(o.beta_of_divergence, z.log_softmax(-1), y.log_softmax(-1))
-    slopes_z, slopes_y = torch.autograd.grad(value.sum(), (z, y))
-    p, q = log_p.exp(), log_q.exp()
-    other = case.but(hidden=case.teacher_hidden, weight=case.teacher_weight, bias=case.teacher_bias)
-    options = {"final_logit_softcapping": o.teacher_final_logit_softcapping, "logit_scale": o.teacher_logit_scale}
-    e_y = logit_error(other.but(config=options), head(other.but(config=options)))
-    both = (e + e_y)[:, None]
-    size = slopes_z.abs() * e[:, None] + slopes_y.abs() * e_y[:, None]
-    error = size.nan_to_num(0.0).sum(-1) + 4 * both[:, 0] ** 2 + 4 * unit.term * value.detach().abs()
-    spread_of = {0.0: p + q, 1.0: p}.get(o.beta_of_divergence, p)
-    bound = 4 * both * spread_of + 2 * both * slopes_z.abs() + p * error[:, None]
-    bound = bound + unit.term * (slopes_z.abs() + p * (1 + value.detach()[:, None]))
-    return Diverging(error, slopes_z, bound)
-
-
-def logit_bounds(
-    case: Case,
-    want: ReferenceResult,
-    e: Tensor,
-    e_entropy: Tensor,
-    d_a: Tensor,
-    d_b: Tensor,
-    a_size: Tensor,
-    diverging: Diverging | None = None,
-) -> tuple[Tensor, Tensor]:
-    """(n, V): the gradient of the products' result (before bias, scale and soft-cap), and its bound.
-
-    d z_j = a (1[j = y] - p_j) - b p_j (log p_j + entropy) + c d D / d z_j, times scale / T and the soft-cap's slope.
-    """
-    o, unit, h = settings(case), compute_unit(case), want.head
-    rows = lambda x: x[h.counted][:, None]  # noqa: E731
-    a, b, d_a, d_b, a_size = map(rows, (want.d_logps, want.d_entropies, d_a, d_b, a_size))
-    e, e_entropy = e[:, None], e_entropy[:, None]
-    logs = h.log_probs.detach()
-    p = logs.exp()
-    hot = torch.nn.functional.one_hot(h.ids, logs.shape[1])
-    away = (logs.masked_fill(logs.isinf(), 0.0) + h.entropies.detach()[:, None]) * (p > 0)
-    dz = a * (hot - p) - b * p * away
-    bound = (d_a + unit.term * a_size) * (hot - p).abs() + a.abs() * p * e
-    bound = bound + (d_b + unit.term * b.abs()) * p * away.abs() + b.abs() * p * (away.abs() * e + e + e_entropy)
-    least = torch.finfo(computed_in(case)).smallest_normal  # a probability below it may count as 0
-    bound = bound + least * (a.abs() + b.abs() * away.abs())
-    if diverging is not None and want.d_divergences is not None:
-        c = rows(want.d_divergences)
-        dz = dz + torch.where(c == 0, 0.0, c * diverging.slope)
-        lost = least * (diverging.slope / p).nan_to_num(0.0, 0.0, 0.0).abs()
-        slope_bound = diverging.slope_bound + unit.term * diverging.slope.abs() + lost
-        bound = bound + torch.where(c == 0, 0.0, c.abs() * slope_bound)
-    chain = torch.full_like(dz, o.logit_scale / o.temperature)
-    slack = torch.zeros_like(dz)
-    cap = o.final_logit_softcapping
-    if cap is not None:
-        tanh = torch.tanh(h.raw.detach() / cap)
-        inner = 2 * tanh.abs() * (1 - tanh**2) * e * o.temperature / cap + 4 * unit.one
-        slack, chain = chain.abs() * inner, chain * (1 - tanh**2)
-    d_raw = dz * chain
-    bound = bound * chain.abs() + dz.abs() * slack
-    if case.hidden.dtype.itemsize == 2:
-        kind = torch.finfo(case.hidden.dtype)
-        bound = bound + kind.eps / 2 * d_raw.abs() + kind.smallest_normal * kind.eps
-    return d_raw, bound
-
-
-def ulp(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """One unit in the last place of `dtype` at `x`; inf where `dtype` overflows."""
-    kind = torch.finfo(dtype)
-    step = x.abs().clamp(min=kind.smallest_normal) * kind.eps
-    return torch.where(x.abs() > 0.99 * kind.max, math.inf, step)
 
 
 def metric_bounds(case: Case, want: ReferenceResult, others: list[Evaluation]) -> dict[str, float]:
@@ -285,26 +158,10 @@ def bounds_of(want: ReferenceResult, case: Case) -> Bounds:
     d_raw, d_raw_bound = logit_bounds(case, want, e, e_entropy, d_a, d_b, sizes, diverging)
     d_raw_bound = torch.where(lost[h.counted][:, None], math.inf, d_raw_bound)
     return Bounds(
-        e_grid, entropy_grid, loss_bound(want, at, unit), *head_bounds(case, want, d_raw, d_raw_bound),
-        metric_bounds(case, want, at), is_ambiguous(case, want, e_entropy, at), bool(lost.any()),
+        e_grid, entropy_grid, loss_bound(want, at, unit), **head_bounds(case, want, d_raw, d_raw_bound),
+        metrics=metric_bounds(case, want, at), ambiguous=is_ambiguous(case, want, e_entropy, at),
+        overflow=bool(lost.any()),
     )  # fmt: skip
-
-
-def head_bounds(
-    case: Case, want: ReferenceResult, d_raw: Tensor, d_raw_bound: Tensor
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Those of d hidden, d weight and d bias, from the gradient of the products' result and its bound (n, V)."""
-    unit, h = compute_unit(case), want.head
-    weight, hidden = h.weight.detach(), h.hidden.detach()
-    inf_at = lambda x: torch.nan_to_num(x, nan=math.inf, posinf=math.inf)  # noqa: E731  # of inf * 0
-    rows = d_raw_bound @ weight.abs() + 2 * unit.product * (d_raw.abs() @ weight.abs())
-    d_weight = d_raw_bound.T @ hidden.abs() + 2 * unit.product * (d_raw.abs().T @ hidden.abs())
-    d_bias = None
-    if h.bias is not None and case.bias is not None and want.d_bias is not None:
-        d_bias = d_raw_bound.sum(0) + 2 * unit.product * d_raw.abs().sum(0) + ulp(want.d_bias, case.bias.dtype)
-        d_bias = inf_at(d_bias)
-    d_hidden = on_grid(inf_at(rows), h.counted) + pick(ulp(want.d_hidden, case.hidden.dtype), h.counted[..., None])
-    return d_hidden, inf_at(d_weight) + ulp(want.d_weight, case.weight.dtype), d_bias
 
 
 def compare(name: str, got: Tensor, want: Tensor, bound: Tensor | float, case: Case) -> None:
@@ -355,19 +212,51 @@ def assert_matches(
     for name in reference.metrics.keys() & output.metrics.keys():
         compare(f"metrics[{name}]", output.metrics[name], reference.metrics[name], limits.metrics[name], case)
     if grads is not None:
-        compare_grads(grads, reference, case, limits, scale)
+        compare_grads(grads, reference, case, vars(limits), scale)
 
 
 def compare_grads(
-    grads: Mapping[str, Tensor | None], reference: ReferenceResult, case: Case, limits: Bounds, scale: float
+    grads: Mapping[str, Tensor | None], reference: ScoresResult, case: Case, limits: Mapping[str, Any], scale: float
 ) -> None:
     """A frozen tensor has no gradient; every other one has one, in its own dtype and within its bounds."""
-    for name in ("hidden", "weight", "bias"):
+    for name in LEAVES:
         tensor, got = getattr(case, name), grads.get(name)
         if tensor is None or name in case.frozen:
             assert got is None, f"{case.name}: d_{name}: a gradient for a tensor that asks for none"
             continue
         assert got is not None, f"{case.name}: d_{name}: no gradient"
         assert got.dtype == tensor.dtype, f"{case.name}: d_{name}: dtype {got.dtype}, expected {tensor.dtype}"
-        want, bound = getattr(reference, f"d_{name}"), getattr(limits, f"d_{name}")
+        want, bound = getattr(reference, f"d_{name}"), limits[f"d_{name}"]
         compare(f"d_{name}", got, scale * want, abs(scale) * bound, case)
+
+
+def assert_scores(
+    case: Case, want: ScoresResult, results: dict[str, Tensor], grads: dict[str, Tensor | None], engine: str = "auto"
+) -> None:
+    """Scores by name and gradients of an engine against the reference; a masked position has exactly 0."""
+    e, e_entropy = score_bounds(case, want)
+    diverging = divergence_bounds(case, want.head, e) if case.diverges else None
+    limits = {"logps": e, "entropies": e_entropy, "divergences": diverging and diverging.value}
+    expected = {"divergences"} if case.listed_ids is not None else {*SCORES[: 2 + case.diverges]}
+    assert results.keys() == expected, f"{case.name}: results {[*results]}"
+    for name, x in results.items():
+        assert x.dtype == computed_in(case), f"{case.name}: {name}: dtype {x.dtype}"
+        compare(name, x, getattr(want, name), on_grid(limits[name], want.head.counted), case)
+    d_raw, bound = raw_bounds(case, want, (e, e_entropy), diverging, engine)
+    compare_grads(grads, want, case, head_bounds(case, want, d_raw, bound), 1.0)
+
+
+def raw_bounds(
+    case: Case, want: ScoresResult, errors: tuple[Tensor, Tensor], diverging: Diverging | None, engine: str
+) -> tuple[Tensor, Tensor]:
+    """What was stored for an expectation that did not come true is taken off again: it counts with its size."""
+    zeros, o = torch.zeros_like(want.d_logps), settings(case)
+    d_raw, bound = logit_bounds(case, want, *errors, zeros, zeros, want.d_logps.abs(), diverging)
+    if diverging is None or engine not in ("auto", "one_pass") or (o.arrives == "same" and not o.more):
+        return d_raw, bound
+    # What is stored is the divergences' alone, so that it cancels nothing of the others.
+    largest = want.d_divergences.abs().max() if want.d_divergences.numel() else 0.0
+    slopes = torch.full_like(want.d_divergences, 2.0) * largest
+    stored = replace(want, d_logps=zeros, d_entropies=zeros, d_divergences=slopes)
+    more, more_bound = logit_bounds(case, stored, *errors, zeros, zeros, zeros, diverging)
+    return d_raw.abs() + more.abs(), bound + more_bound

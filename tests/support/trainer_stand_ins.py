@@ -66,17 +66,17 @@ class Actor(nn.Module):
 
     def forward(
         self,
-        sequences: Tensor,
-        action_mask: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        return_output: bool = False,
-        allgather_logits: bool = False,
-        return_logprobs: bool = False,
-        ring_attn_group: Any = None,
-        packed_seq_lens: Any = None,
-        return_entropy: bool = False,
-        **mm_inputs: Any,
-    ) -> Any:
+        sequences,
+        action_mask=None,
+        attention_mask=None,
+        return_output=False,
+        allgather_logits=False,
+        return_logprobs=False,
+        ring_attn_group=None,
+        packed_seq_lens=None,
+        return_entropy=False,
+        **mm_inputs,
+    ):
         if self.packing_samples:
             ids, positions, rolled, pad_len, indices = unpad_and_slice_tensor(sequences, attention_mask, None)
             attended = None
@@ -101,17 +101,17 @@ class HFModelWrapper(nn.Module):
 
     def forward(
         self,
-        sequences: Tensor,
-        num_actions: int,
-        attention_mask: Tensor | None = None,
-        temperature: float = 1.0,
-        return_output: bool = False,
-        compute_entropy: bool = False,
-        entropy_requires_grad: bool = True,
-        pixel_values: Any = None,
-        image_grid_thw: Any = None,
-        mm_token_type_ids: Any = None,
-    ) -> Any:
+        sequences,
+        num_actions,
+        attention_mask=None,
+        temperature=1.0,
+        return_output=False,
+        compute_entropy=False,
+        entropy_requires_grad=True,
+        pixel_values=None,
+        image_grid_thw=None,
+        mm_token_type_ids=None,
+    ):
         logps, entropies = next_scores(self.model, sequences, attention_mask, temperature)
         entropies = nn.functional.pad(entropies, (0, 1))
         entropies = entropies if entropy_requires_grad else entropies.detach()
@@ -134,15 +134,15 @@ class GRPOTrainer:
 
 
 def forward_for_logprobs(
-    model: nn.Module,
-    query_responses: Tensor,
-    attention_mask: Tensor | None,
-    position_ids: Tensor,
-    pad_token_id: int,
-    temperature: float,
-    return_entropy: bool = False,
-    pass_olmo_core_doc_lens: bool = False,
-) -> tuple[Tensor, Tensor | None]:
+    model,
+    query_responses,
+    attention_mask,
+    position_ids,
+    pad_token_id,
+    temperature,
+    return_entropy=False,
+    pass_olmo_core_doc_lens=False,
+):
     """Open-Instruct's at e6c3044 (2026-08-20)."""
     logits = model(input_ids=query_responses, attention_mask=attention_mask, position_ids=position_ids).logits
     logps, entropies = scores_of(logits[:, :-1] / temperature, query_responses[:, 1:])
@@ -155,7 +155,7 @@ def sampling_replay_mask(sampling_mask: Tensor, labels: Tensor) -> Tensor:
 
 
 class FusedOutputLinear(nn.Linear):
-    """prime-rl's after its pull request 3431 (reviewed on 2026-09-01): every model passes ``sampling_mask=``.
+    """prime-rl's after its pull request 3431 (reviewed on 2026-09-01): every model passes ``sampling_mask=`` (B, L, K).
 
     Two additions of later source are there, too: the loss of supervised training, which has no temperature, and
     `mask_logprobs`.
@@ -166,13 +166,7 @@ class FusedOutputLinear(nn.Linear):
         self.chunk_size = chunk_size
         self.return_mask_logprobs = False
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        labels: Tensor | None = None,
-        temperature: Tensor | None = None,
-        sampling_mask: Tensor | None = None,  # (B, L, K), padded with -1
-    ) -> Any:
+    def forward(self, hidden_states, labels=None, temperature=None, sampling_mask=None):
         logits = super().forward(hidden_states)
         if temperature is None:
             return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")}
@@ -194,14 +188,7 @@ class FusedOutputLinear(nn.Linear):
 class LinearGRPOLoss(nn.Module):
     """torchtune 0.7.0's (bd2a0fc): on-policy, a k3 term, a mean over each sequence and then over sequences."""
 
-    def __init__(
-        self,
-        num_output_chunks: int = 8,
-        epsilon: float = 0.1,
-        kl_coeff: float = 0.1,
-        ignore_index: int = -100,
-        mask_pre_projection: bool = True,
-    ) -> None:
+    def __init__(self, num_output_chunks=8, epsilon=0.1, kl_coeff=0.1, ignore_index=-100, mask_pre_projection=True):
         super().__init__()
         self.kl_coeff, self.linear_projection = kl_coeff, None
 
@@ -209,14 +196,8 @@ class LinearGRPOLoss(nn.Module):
         model.skip_output_layer = True
         self.linear_projection = model.output
 
-    def forward(
-        self,
-        pi_old_outputs: Tensor,  # hidden states
-        pi_outputs: Tensor,  # targets
-        ref_outputs: Tensor,  # log-probabilities
-        advantages: Tensor,
-        padding_masks: Tensor | None = None,
-    ) -> tuple[Tensor, ...]:
+    def forward(self, pi_old_outputs, pi_outputs, ref_outputs, advantages, padding_masks=None):
+        """Of hidden states, targets, and log-probabilities."""
         logps, _ = scores_of(self.linear_projection(pi_old_outputs), pi_outputs)
         policy = (logps - logps.detach()).exp() * advantages[:, None]
         kl = (ref_outputs - logps).exp() - (ref_outputs - logps) - 1

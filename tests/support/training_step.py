@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from transformers.models.gptj import modeling_gptj
 from grpo_kernels import GRPOLoss
 from grpo_kernels.integrations.transformers import causal_lm_loss
 from tests.support import tiny_architectures as tiny
+from tests.support.case_builder import seeded
 
 PADDED: dict[str, Any] = {"zero_advantage": "train", "layout": "padded"}
 MODES: dict[str, dict[str, Any]] = {mode: {"layout": mode} for mode in ("tree", "trim", "padded")}
@@ -38,7 +40,7 @@ def family(kind: str, dtype: torch.dtype = torch.float32) -> Any:
 
 def batch(sequences: int = 6) -> dict[str, Tensor]:
     """Two prompts with three completions each, padded on both sides; half of the advantages are 0."""
-    draw = torch.Generator().manual_seed(0)
+    draw = seeded("two prompts")
     prompts = torch.randint(3, 90, (2, 8), generator=draw).repeat_interleave(3, dim=0)
     ids = torch.cat([prompts, torch.randint(3, 90, (6, 10), generator=draw)], dim=1)
     first, last = torch.tensor([4, 4, 4, 0, 0, 0])[:, None], torch.tensor([18, 11, 15, 13, 10, 16])[:, None]
@@ -56,11 +58,25 @@ def loss_of(model: Any, given: dict[str, Any], **options: Any) -> tuple[Any, dic
     return out, {name: x.grad.clone() for name, x in model.named_parameters() if x.grad is not None}
 
 
-def assert_same(got: dict[str, Tensor], want: dict[str, Tensor], bound: float = 3e-6) -> None:
+def distance(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
+    """Norm of the difference over the norm."""
     assert got.keys() == want.keys()
-    gap = sum((got[name] - x).double().square().sum() for name, x in want.items())
-    norm = sum(x.double().square().sum() for x in want.values())
-    assert (gap / norm).item() ** 0.5 <= bound
+    gap = sum((got[name].double() - x.double()).square().sum() for name, x in want.items())
+    return float(gap / sum(x.double().square().sum() for x in want.values())) ** 0.5
+
+
+def assert_same(got: dict[str, Tensor], want: dict[str, Tensor], bound: float = 3e-6) -> None:
+    assert distance(got, want) <= bound
+
+
+def assert_modes_agree(model: Any, given: dict[str, Any], modes: Iterable[dict[str, Any]] = MODES.values()) -> Any:
+    """Loss and gradients in each mode are those of the padded forward; returns the output of the last one."""
+    want, gradients = loss_of(model, given, **PADDED)
+    for options in modes:
+        out, got = loss_of(model, given, **options)
+        torch.testing.assert_close(out.loss, want.loss, rtol=2e-6, atol=2e-6)
+        assert_same(got, gradients)
+    return out
 
 
 def said_by(call: Any) -> list[str]:

@@ -8,26 +8,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import tiny_models
+from tests.support.trl_training import Written
 
 
-class Drawn:
-    """In front of a trainer: completions that no model has to write."""
-
-    def _generate_single_turn(self, prompts: list[list[int]], *_: Any, **__: Any) -> tuple[list[Any], None]:
-        draw = torch.Generator().manual_seed(17 + self.state.global_step)  # type: ignore[attr-defined]
-        lengths = torch.randint(2, 7, (len(prompts),), generator=draw).tolist()
-        return [torch.randint(3, tiny_models.VOCAB, (n,), generator=draw).tolist() for n in lengths], None
-
-
-class Checked(Drawn):
+class Checked(Written):
     """Each loss, its gradient and its KL metric against all logits of policy and reference."""
 
     accelerator: Any
     args: Any
     ref_model: Any
-    kls: list[float]
     policy_loss: float
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.kls: list[float] = []
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         loss: Tensor = super()._compute_loss(model, inputs)  # type: ignore[misc]

@@ -118,25 +118,25 @@ def train_all(rank: int, world_size: int, jobs: dict[str, Job], folders: dict[st
     """For `run_ranks`: what came of each job, by its name."""
     from accelerate.state import AcceleratorState, GradientState
 
-    found = {}
+    results = {}
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")  # accelerate wants them, and the group is there
-    if any(job.wrap.startswith("ZeRO") for job in jobs.values()):
-        _find_deepspeed()
     for name, job in jobs.items():
+        if job.wrap.startswith("ZeRO") and "deepspeed" not in sys.modules:
+            _find_deepspeed()
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
         counts = head_flops.Counts()
         counting = head_flops.watched(counts) if job.counted else nullcontext()
         with counting as prepare, WRAPS[job.wrap]() as options:
             logged, moved, trainer = train(job, folders[job.kind], world_size, prepare, **options)
-        found[name] = Found(
+        results[name] = Found(
             steps=logged,
             classes=[x.__name__ for x in type(trainer.model_wrapped).__mro__],
             head=type(trainer.model.get_output_embeddings()).__name__,
             counts=counts,
             moved=moved,
         )
-    return found
+    return results
 
 
 @contextmanager

@@ -59,7 +59,7 @@ def train(
     trainer_class: Any,
     steps: int = 2,
     *,
-    config_class: type[trl.GRPOConfig] = trl.GRPOConfig,
+    config_class: Any = trl.GRPOConfig,
     model: str = "qwen3",
     dtype: torch.dtype = torch.float32,
     prepare: Callable[[Any], Any] | None = None,
@@ -79,7 +79,10 @@ def train(
             prepare(trainer)
 
     with tempfile.TemporaryDirectory() as folder:
-        args = tiny_run.config(folder, steps, config_class, **options)
+        if issubclass(config_class, trl.GRPOConfig):
+            args = tiny_run.config(folder, steps, config_class, **options)
+        else:
+            args = config_class(**{**tiny_run.common_options(folder, steps), **options})
         history = tiny_run.train(trainer_class, args, kind=model, dtype=dtype, prepare=begin, **arguments)
     return Run(history.steps, history.losses, trainers[0])
 

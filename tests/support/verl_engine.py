@@ -25,10 +25,13 @@ from torch.utils.flop_counter import flop_registry
 
 from grpo_kernels.integrations.verl import patch_verl, unpatch_verl
 from tests.support import verl_peer
+from tests.support.ranks import one_rank
 from tests.support.verl_peer import verl_module
 
 VOCAB, HIDDEN, PROMPT, RESPONSE = 211, 32, 24, 40
 OLD, REF = 0.1, 0.2  # deviations of old and reference log-probabilities from the model's
+OURS = {"impl_backend": "grpo_kernels"}  # verl's fused_kernel_options
+SCORE = OURS | {"zero_advantage": "score"}
 
 
 class Products(TorchDispatchMode):
@@ -73,12 +76,11 @@ def engine_module() -> ModuleType:
 @contextmanager
 def on_one_rank() -> Iterator[None]:
     """A group of this process alone, and verl as it is outside afterwards."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        unpatch_verl()
-        dist.destroy_process_group()
+    with one_rank():
+        try:
+            yield
+        finally:
+            unpatch_verl()
 
 
 def model(layers: int = 1, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -109,10 +111,8 @@ def ppo_loss(settings: Any) -> Any:
     return functools.partial(verl_module("workers.utils.losses").ppo_loss, config=settings)
 
 
-def batch(
-    size: int = 8, *, seed: int = 0, dead: Tensor | None = None, tools: bool = False, weights: bool = False
-) -> Any:
-    """A mini-batch as verl's trainer sends it: `dead` sequences (default: the first half) have the advantage 0."""
+def batch(size: int = 8, *, seed: int = 0, dead: int | Tensor = 4, tools: bool = False, weights: bool = False) -> Any:
+    """A mini-batch as verl's trainer sends it: `dead` sequences (the first so many, or a mask) have the advantage 0."""
     from tensordict import TensorDict
 
     g = torch.Generator().manual_seed(seed)
@@ -125,7 +125,7 @@ def batch(
     if tools:
         mask[:, 5:9] = 0
     advantages = torch.randn(size, 1, generator=g)
-    advantages[torch.arange(size) < size // 2 if dead is None else dead] = 0.0
+    advantages[torch.arange(size) < dead if isinstance(dead, int) else dead] = 0.0
     fields = {
         "input_ids": ids * there,
         "attention_mask": there,
@@ -270,27 +270,21 @@ def on_two_ranks(rank: int) -> dict[str, Any]:
     """Errors against verl's unfused head, and the products, of one mini-batch on ranks with different data."""
     dead = torch.rand(16, generator=torch.Generator().manual_seed(3 + rank)) < (0.5, 0.8)[rank]
     data, loss = batch(16, seed=rank, dead=dead), ppo_loss(config())
-    tokens, ours = data["input_ids"].values().numel(), {"impl_backend": "grpo_kernels"}
-    live = ours | {"zero_advantage": "score"}
-    counted, silent = (int(x.sum()) for x in (data["response_mask"] != 0, data["advantages"] == 0))
-    with_gradient = data["response_mask"].numel() - silent
+    tokens = data["input_ids"].values().numel()
+    counted, graded = (int(x.sum()) for x in (data["response_mask"] != 0, data["advantages"] != 0))
     found: dict[str, Any] = {}
-    for strategy in ("fsdp2", "fsdp"):
-        for micro in (2, 4):
-            unfused, rows, score = (
-                run(x, data, loss, micro=micro, strategy=strategy, layers=3) for x in (None, ours, live)
-            )
-            trunk = rows.products.all - rows.products.head
-            found[f"{strategy}, {micro}"] = {
-                "gaps": [gap(x, unfused) for x in (rows, score)],
-                "losses": [abs(x.loss - unfused.loss) for x in (rows, score)],
-                "head": [x.products.head / (VOCAB * HIDDEN * (2 * counted + 4 * with_gradient)) for x in (rows, score)],
-                "trunk": (score.products.all - score.products.head) / trunk,
-                "expected trunk": (tokens + 2 * tokens_with_graph(data, micro)) / (3 * tokens),
-                "MFLOP": [x.products.all / 1e6 for x in (unfused, rows, score)],
-            }
-        dynamic = [run(x, data, loss, use_dynamic_bsz=True, strategy=strategy, layers=3) for x in (None, live)]
-        found[f"{strategy}, dynamic"] = gap(dynamic[1], dynamic[0])
+    for strategy, micro in (("fsdp2", 2), ("fsdp", 4)):
+        flags = {"micro": micro, "strategy": strategy, "layers": 2}
+        unfused, rows, score = (run(options, data, loss, **flags) for options in (None, OURS, SCORE))
+        found[strategy] = {
+            "gaps": [gap(x, unfused) for x in (rows, score)],
+            "losses": [abs(x.loss - unfused.loss) for x in (rows, score)],
+            "head": [x.products.head / (VOCAB * HIDDEN * (2 * counted + 4 * graded)) for x in (rows, score)],
+            "trunk": (score.products.all - score.products.head) / (rows.products.all - rows.products.head),
+            "expected trunk": (tokens + 2 * tokens_with_graph(data, micro)) / (3 * tokens),
+        }
+        dynamic = [run(options, data, loss, use_dynamic_bsz=True, **flags) for options in (None, SCORE)]
+        found[strategy]["gaps"].append(gap(dynamic[1], dynamic[0]))
     return found
 
 
@@ -302,14 +296,7 @@ def on_ulysses() -> dict[str, Any]:
         flags: dict[str, Any] = {"layers": 0, "strategy": None, "calculate_entropy": bool(options)}
         loss = ppo_loss(config(loss_agg_mode="seq-mean-token-mean", **options))
         want = run(None, data, loss, **flags)
-        got = run(
-            {"impl_backend": "grpo_kernels"},
-            data,
-            loss,
-            prepare=divided_by_ulysses,
-            global_batch_size=len(data),
-            **flags,
-        )
+        got = run(OURS, data, loss, prepare=divided_by_ulysses, global_batch_size=len(data), **flags)
         verl_module("utils.ulysses").set_ulysses_sequence_parallel_group(None)
         for x in got.gradients.values():
             dist.all_reduce(x)

@@ -9,12 +9,17 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import Tensor
+
+from grpo_kernels.integrations.verl import patch_verl, unpatch_verl
+from tests.support.case_builder import seeded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -82,6 +87,21 @@ def monkey_patch() -> ModuleType:
     return module
 
 
+@contextmanager
+def patched() -> Iterator[ModuleType]:
+    """`monkey_patch` with our plug-in; everything is as before afterwards."""
+    module, name = monkey_patch(), "_flash_attention_forward"
+    attention = importlib.import_module("transformers.integrations.flash_attention")
+    before = getattr(attention, name)  # verl replaces it for good
+    unpatch_verl()
+    patch_verl()
+    try:
+        yield module
+    finally:
+        unpatch_verl()
+        setattr(attention, name, before)
+
+
 def with_own_class(model: PreTrainedModel) -> PreTrainedModel:
     """The model, of a subclass of its own: verl replaces the forward of a class, for every model there is of it."""
     cls = type(model)
@@ -115,10 +135,10 @@ def vision_model(kind: str) -> PreTrainedModel:
 
 
 def draw(shape: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
-    """Ids below 30, and weights of the log-probabilities and of the entropies in a loss."""
-    generator = torch.Generator().manual_seed(3)
-    ids = torch.randint(3, 30, shape, generator=generator)
-    a, b = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2))
+    """Ids below 30, and weights of the log-probabilities and of the entropies in a loss; the same on every rank."""
+    g = seeded("verl")
+    ids = torch.randint(3, 30, shape, generator=g)
+    a, b = torch.randn((2, *shape), generator=g, dtype=torch.float64)
     return ids, a, b
 
 

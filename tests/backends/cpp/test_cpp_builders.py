@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import multiprocessing
 import os
 import select
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 
 import pytest
@@ -20,29 +21,23 @@ from grpo_kernels.backends.cpp_rows import build, cache, compiler
 from tests.support.acted_build import GOOD, World, at_most
 
 
-def children(count: int, work: Callable[[], str]) -> Iterator[tuple[int, Path]]:
-    """Processes forked to do `work`, and files with what it returned."""
-    folder = Path(tempfile.mkdtemp(dir=tempfile.gettempdir()))
-    for index in range(count):
-        pid = os.fork()
-        if pid == 0:
-            status = 1
-            try:
-                (folder / str(index)).write_text(work())
-                status = 0
-            finally:
-                os._exit(status)
-        yield pid, folder / str(index)
+def fork(work: Callable[[], object]) -> ForkProcess:
+    process = multiprocessing.get_context("fork").Process(target=work, daemon=True)
+    process.start()
+    return process
+
+
+def wait_for(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.01)
 
 
 def test_many_processes_compile_once(world):
-    world.compiler(f'echo >> "{world.folder}/calls"; sleep 0.5; printf "{GOOD}" > "$out"')
-    started = list(children(4, lambda: world.find().origin))
-    with at_most(300):
-        assert [os.waitpid(pid, 0)[1] for pid, _ in started] == [0] * 4
-    origins = sorted(path.read_text()[:8] for _, path in started)
-    assert origins == ["built in", "cached", "cached", "cached"]
-    assert (world.folder / "calls").read_text() == "\n"
+    world.compiler(f'sleep 0.5; printf "{GOOD}" > "$out"')
+    processes = [fork(world.find) for _ in range(4)]
+    for process in processes:
+        process.join(300)
+    assert sorted(world.events().split(", ")) == ["compile", *["load cached"] * 4]
 
 
 def test_what_a_killed_build_left_is_removed_by_the_next(world):
@@ -56,41 +51,28 @@ def test_what_a_killed_build_left_is_removed_by_the_next(world):
     assert [x.exists() for x in folders] == [False, True]
 
 
-@contextmanager
-def held_lock(world: World) -> Iterator[int]:
-    """Another process has the lock of the build, and does nothing."""
-    folder = world.version_folder()
+@pytest.mark.parametrize("kept", [True, False], ids=["its holder sleeps", "its holder ends"])
+def test_lock_is_waited_for_until_it_ends_or_so_long_and_no_longer(world, kept):
+    folder, held = world.version_folder(), world.folder / "held"
+    if kept:
+        world.patch.setattr(cache, "LOCK_SECONDS", 0.3)
 
-    def hold() -> str:
+    def hold() -> None:
         with cache.one_builder(folder):
-            (folder / "held").touch()
-            time.sleep(60)
-        return ""
+            held.touch()
+            time.sleep(600)
 
-    ((pid, _),) = children(1, hold)
-    try:
-        while not (folder / "held").exists():
-            time.sleep(0.01)
-        yield pid
-    finally:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-
-
-def test_lock_is_waited_for_so_long_and_no_longer(world):
-    world.patch.setattr(cache, "LOCK_SECONDS", 0.3)
-    with held_lock(world), at_most(20):
+    holder = fork(hold)
+    with at_most(120):
+        wait_for(held)
         begun = time.monotonic()
+        if not kept:
+            threading.Timer(0.3, holder.kill).start()
         assert world.find().origin.startswith("built in ")
         assert time.monotonic() - begun >= 0.3
-
-
-def test_lock_ends_with_its_holder(world):
-    with held_lock(world) as pid, at_most(20):
-        begun = time.monotonic()
-        threading.Timer(0.3, os.kill, (pid, signal.SIGKILL)).start()
-        assert world.find().origin.startswith("built in ")
-        assert time.monotonic() - begun >= 0.3
+    assert holder.is_alive() == kept
+    holder.kill()
+    holder.join()
 
 
 def test_file_system_without_locks(world):
@@ -101,52 +83,43 @@ def test_file_system_without_locks(world):
     assert world.find().origin.startswith("built in ")
 
 
-class Nursery:
-    """A compiler that starts a child which would outlive it, and a pipe that tells whether it does."""
+@contextmanager
+def nursery(world: World) -> Iterator[Callable[[], bytes]]:
+    """A compiler with a child that would outlive it; the function has the child's next words, empty at its end."""
+    os.mkfifo(world.folder / "pipe")
+    end = os.open(world.folder / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    world.compiler(f'(trap "" TERM; echo born; sleep 600) > "{world.folder}/pipe" & wait')
 
-    def __init__(self, world: World) -> None:
-        os.mkfifo(world.folder / "pipe")
-        self._end = os.open(world.folder / "pipe", os.O_RDONLY | os.O_NONBLOCK)
-        world.compiler(f'(trap "" TERM; echo born; sleep 600) > "{world.folder}/pipe" & wait')
+    def words() -> bytes:
+        assert select.select([end], [], [], 120)[0], "still alive"
+        return os.read(end, 100)
 
-    def said(self) -> bytes:
-        """The child's next words, empty at its end."""
-        assert select.select([self._end], [], [], 10)[0], "still alive"
-        return os.read(self._end, 100)
-
-    def wait_for_birth(self) -> None:
-        while self.said() != b"born\n":
-            time.sleep(0.01)
-
-
-def left(world: World) -> list[Path]:
-    return list(world.version_folder().iterdir())
+    with at_most(300):
+        yield words
+    assert words() == b""
+    assert list(world.version_folder().iterdir()) == []
 
 
 def test_compiler_out_of_time_takes_its_children_along(world):
-    nursery = Nursery(world)
     world.patch.setattr(compiler, "COMPILER_SECONDS", 0.5)
-    with at_most(300):
-        assert "the compiler took more than 0.5 s" in world.refusal()
-        assert nursery.said() == b"born\n"
-        assert nursery.said() == b""
-    assert left(world) == []
+    with nursery(world) as words:
+        assert "the compiler took more than 0.5 s" in world.find().refusal
+        assert words() == b"born\n"
 
 
 def test_interrupted_compiler_takes_its_children_along(world):
-    nursery = Nursery(world)
+    with nursery(world) as words:
 
-    def interrupt() -> None:
-        nursery.wait_for_birth()
-        time.sleep(0.5)  # the child may speak before `Popen` has returned
-        os.kill(os.getpid(), signal.SIGINT)
+        def interrupt() -> None:
+            while words() != b"born\n":
+                time.sleep(0.01)
+            time.sleep(0.5)  # the child may speak before `Popen` has returned
+            os.kill(os.getpid(), signal.SIGINT)
 
-    threading.Thread(target=interrupt).start()
-    with at_most(300), pytest.raises(KeyboardInterrupt):
-        world.find()
-    assert nursery.said() == b""
-    assert left(world) == []
-    world.compiler(f'printf "{GOOD}" > "$out"')
+        threading.Thread(target=interrupt).start()
+        with pytest.raises(KeyboardInterrupt):
+            world.find()
+    world.compiles(GOOD)
     assert world.find().origin.startswith("built in ")
 
 
@@ -160,17 +133,11 @@ def test_fork_during_the_first_build(world):
     thread = threading.Thread(target=lambda: found.append(build.load()))
     thread.start()
     with at_most(300):
-        while not (world.folder / "begun").exists():
-            time.sleep(0.01)
-
-        def work() -> str:
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.alarm(10)
-            return build.load().origin
-
-        ((pid, origin),) = children(1, work)
+        wait_for(world.folder / "begun")
+        child = fork(lambda: (world.folder / "origin").write_text(build.load().origin))
         (world.folder / "go").touch()
-        assert os.waitpid(pid, 0)[1] == 0
+        child.join(120)
+        child.kill()
         thread.join()
-    assert origin.read_text() == "cached"
+    assert (world.folder / "origin").read_text() == "cached"
     assert found[0].origin.startswith("built in ")

@@ -67,7 +67,7 @@ def test_opcheck(kind: int, dtype: torch.dtype, calls: list[Call], monkeypatch: 
     use_every_op(dtype, kind)
     monkeypatch.undo()
     assert len(calls) == 9
-    for name, args, kwargs in calls:
+    for name, args, kwargs in calls if kind == 0 else calls[kind % 3 :: 3]:  # of the other dtypes a third each
         results = opcheck(getattr(torch.ops.grpo_kernels_cpp, name).default, args, kwargs)
         assert len(results) == 4
         assert set(results.values()) == {"SUCCESS"}, (name, results)

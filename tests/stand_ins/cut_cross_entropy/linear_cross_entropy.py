@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 
 import torch
-from torch import Tensor
 
 
 class LinearCrossEntropyImpl(enum.IntEnum):
@@ -16,16 +15,7 @@ class LinearCrossEntropyImpl(enum.IntEnum):
 LCE_IMPL_DEFAULT = LinearCrossEntropyImpl.CCE
 
 
-def linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    ids: Tensor,
-    *,
-    ignore_index: int,
-    softcap: float | None,
-    reduction: str,
-    impl: LinearCrossEntropyImpl,
-) -> Tensor:
+def linear_cross_entropy(hidden, weight, ids, *, ignore_index, softcap, reduction, impl):
     """-logp (B, T), 0 where the id is `ignore_index`."""
     assert reduction == "none" and isinstance(impl, LinearCrossEntropyImpl)
     logits = hidden.float() @ weight.float().T

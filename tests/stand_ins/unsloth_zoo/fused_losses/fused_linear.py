@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 
 def _use_triton(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def fused_linear_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    ids: Tensor,
-    *,
-    mask: Tensor | None,
-    logit_softcapping: float,
-    return_entropy: bool,
-    entropy_requires_grad: bool,
-) -> Tensor | tuple[Tensor, Tensor]:
+def fused_linear_logprobs(hidden, weight, ids, *, mask, logit_softcapping, return_entropy, entropy_requires_grad):
     """Log-probabilities (B, T), 0 where `mask` (bool) is false, and entropies (B, T) without a gradient."""
     assert not entropy_requires_grad
     logits = hidden.float() @ weight.float().T
