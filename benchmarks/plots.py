@@ -7,7 +7,6 @@ which dtype, on which device, at which shape and on which day. A provider has on
 from __future__ import annotations
 
 import re
-import statistics
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -142,7 +141,7 @@ End = tuple[float, str, str]  # of a line: y, what stands there, its colour
 def band(axes: Axes, x: Sequence[float], runs: Sequence[Sequence[float]], text: str, shade: str) -> End:
     """Draw the mean of some runs and the range that they fill; return the end of the mean, which `text` may show."""
     columns = list(zip(*runs, strict=True))
-    mean = [statistics.fmean(c) for c in columns]
+    mean = [sum(c) / len(c) for c in columns]
     axes.fill_between(x, [min(c) for c in columns], [max(c) for c in columns], color=shade, alpha=0.15, linewidth=0)
     axes.plot(x, mean, color=shade, linewidth=3.5)
     return mean[-1], text.format(mean[-1]), shade

@@ -161,14 +161,14 @@ class Timed:
         return optimizer
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        now = time.process_time()
         super().log(logs, *args, **kwargs)
         if "loss" in logs:  # TRL has added its metrics by now
-            now = time.process_time()
             self._spent["other"] = now - self._ended - self._spent.total()
             seconds = {name: round(self._spent[name], 5) for name in (*PHASES, "other")}
             self.steps.append({"logs": tiny_run.compared(self.state.log_history[-1]), "seconds": seconds})
             self._spent.clear()
-            self._ended = now
+            self._ended = time.process_time()
 
 
 class Given:
