@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -86,6 +87,46 @@ def test_speed_that_the_necessary_work_allows() -> None:
     """As in section 14 of the design, reckoned there by hand."""
     allowed = [shape.allowed(groups.Size()) for shape in groups.SHAPES]
     assert allowed == pytest.approx([1.19, 1.68, 1.62, 2.93], abs=0.005)
+
+
+def test_each_phase_has_its_seconds_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scoring and generation are called within the loss; logging belongs to no step."""
+    clock = [0]
+
+    class Trainer:
+        state = SimpleNamespace(log_history=[{"loss": 1.0}])
+
+        def takes(self, seconds: int) -> None:
+            clock[0] += seconds
+
+        def training_step(self) -> None:
+            self.takes(1)
+            self._generate()
+            with torch.no_grad():
+                self._get_per_token_logps_and_entropies()
+            self._get_per_token_logps_and_entropies()
+
+        def _generate(self) -> None:
+            self.takes(2)
+
+        def _get_per_token_logps_and_entropies(self) -> None:
+            self.takes(4)
+
+        def create_optimizer(self) -> SimpleNamespace:
+            return SimpleNamespace(step=lambda: self.takes(8))
+
+        def log(self, logs: dict[str, float]) -> None:
+            self.takes(100)
+
+    monkeypatch.setattr(step.time, "process_time", lambda: clock[0])
+    trainer = type("Both", (step.Timed, Trainer), {})()
+    for _ in range(2):
+        trainer.training_step()
+        trainer.create_optimizer().step()
+        trainer.takes(16)
+        trainer.log({"loss": 1.0})
+    seconds = {"generation": 2, "scoring": 4, "loss": 5, "optimizer": 8, "other": 16}
+    assert [x["seconds"] for x in trainer.steps] == [seconds] * 2
 
 
 def test_completions_are_the_same_in_every_run() -> None:
