@@ -102,9 +102,10 @@ def test_every_case_is_exact_on_shards(world_size: int, first: int) -> None:
     assert run_ranks(check_every_case, world_size, first)[0] >= {"frozen", "one_pass", "two_pass", "lean", "kept_sets"}
 
 
-def make_head() -> dict[str, Tensor]:
-    """Hidden states, a head and ids; the same on every rank."""
-    g, shapes = seeded("head"), {"hidden": (9, 8), "weight": (23, 8), "bias": (23,)}
+def make_head(name: str = "head") -> dict[str, Tensor]:
+    """Hidden states, a head with an adapter, and ids; the same on every rank."""
+    g = seeded(name)
+    shapes = {"hidden": (9, 8), "weight": (23, 8), "bias": (23,), "lora_a": (2, 8), "lora_b": (23, 2)}
     made = {name: torch.randn(shape, generator=g, dtype=torch.float64) for name, shape in shapes.items()}
     return {name: x.requires_grad_() for name, x in made.items()} | {"ids": torch.randint(19, (9,), generator=g)}
 
@@ -113,32 +114,38 @@ def check_padding_rows(rank: int, world_size: int) -> None:
     """All results of a head with rows beyond its vocabulary, on the last rank alone; shards against the whole head."""
     start, stop = spans(23, world_size, uneven=world_size == 2)[rank]
     upstream, group = torch.linspace(-1, 1, 9, dtype=torch.float64), dist.group.WORLD
-    head, teacher = make_head(), torch.randn(23, 8, dtype=torch.float64, generator=seeded("teacher"))
-    part = {name: head[name].detach()[start:stop].clone().requires_grad_() for name in ("weight", "bias")}
+    head, other = make_head(), {name: x.detach() for name, x in make_head("teacher").items()}
+    divided = ("weight", "bias", "lora_b")
+    part = head | {name: head[name].detach()[start:stop].clone().requires_grad_() for name in divided}
     for vocab_size in (None, 19):
-        wholes, parts = (Head(x["weight"], x["bias"], vocab_size=vocab_size) for x in (head, part))
+        wholes, parts = (
+            Head(x["weight"], x["bias"], LoRA(x["lora_a"], x["lora_b"]), vocab_size=vocab_size) for x in (head, part)
+        )
         parts = replace(parts, process_group=group)
         calls: dict[str, Any] = {
             "scores": lambda of, rows: linear_logprob(head["hidden"], of, head["ids"], extras=EXTRAS),
-            "divergences": lambda of, rows: linear_divergence(head["hidden"], of, 0.5 * head["hidden"], teacher[rows]),
+            "divergences": lambda of, rows: linear_divergence(
+                head["hidden"], of, other["hidden"], Head(other["weight"][rows], other["bias"][rows])
+            ),
         }
         for call in calls.values():
             found = []
             for of, rows in ((wholes, slice(None)), (parts, slice(start, stop))):
                 scores = call(of, rows)
                 main = scores.divergence if scores.logps is None else scores.logps + 0.3 * scores.entropies
-                grads = torch.autograd.grad((main * upstream).sum(), [head["hidden"], of.weight, of.bias])
+                leaves = [head["hidden"], head["lora_a"], of.weight, of.bias, of.lora.b]
+                grads = torch.autograd.grad((main * upstream).sum(), leaves)
                 found.append((scores.given, grads))
             (want, want_grads), (got, got_grads) = found
             torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
             assert all(same_on_every_rank(x.detach()) for x in got.values())
-            cut = [want_grads[0], *(x[start:stop] for x in want_grads[1:])]
+            cut = [*want_grads[:2], *(x[start:stop] for x in want_grads[2:])]
             torch.testing.assert_close([*got_grads], cut, rtol=1e-11, atol=1e-11)
             if vocab_size is not None and stop > vocab_size:
-                assert not got_grads[1][max(0, vocab_size - start) :].any()
+                assert not any(x[max(0, vocab_size - start) :].any() for x in got_grads[2:])
     with pytest.raises(ValueError, match="teacher_weight"):
-        linear_divergence(head["hidden"], parts, head["hidden"], teacher[start + rank : stop])
-    given = head["hidden"], parts, head["hidden"], teacher[start:stop]
+        linear_divergence(head["hidden"], parts, head["hidden"], other["weight"][start + rank : stop])
+    given = head["hidden"], parts, head["hidden"], other["weight"][start:stop]
     with pytest.raises(ValueError, match=r"\bbeta\b"):  # on all ranks
         linear_divergence(*given, divergence="jsd", beta=0.3 if rank else 0.5)
 
@@ -248,7 +255,10 @@ def check_kept_sets(rank: int, world_size: int) -> None:
     head = Head(own, process_group=dist.group.WORLD)
     given = case.completion_ids, case.completion_mask, case.advantages
     with mock.patch.object(agreement, "gather_stacked", wraps=agreement.gather_stacked) as asked:
-        grpo_loss(case.hidden, head, *given, kept_ids=case.kept_ids, without_set="full")
+        out = grpo_loss(case.hidden, head, *given, kept_ids=case.kept_ids, without_set="full")
+    whole = grpo_loss(case.hidden, case.weight, *given, kept_ids=case.kept_ids, without_set="full")
+    for name in ("kept/without_set", "kept/size"):
+        torch.testing.assert_close(out.metrics[name], whole.metrics[name], rtol=0, atol=0)
     assert asked.call_count == 1  # the ranks compare the sets and the loss at once
     with pytest.raises(ValueError, match="sequence_group: expected None with kept_ids"):
         grpo_loss(case.hidden, case.weight, *given, kept_ids=case.kept_ids, sequence_group=dist.group.WORLD)
