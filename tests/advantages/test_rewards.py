@@ -288,7 +288,9 @@ def test_an_interrupted_caller_cancels_its_functions():
     cancelled = threading.Event()
 
     async def judge(**kwargs):
-        while sys._current_frames()[threading.main_thread().ident].f_code.co_name != "wait":
+        for _ in range(60_000):  # until the caller waits
+            if sys._current_frames()[threading.main_thread().ident].f_code.co_name == "wait":
+                break
             await asyncio.sleep(0.001)
         signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)  # SIGINT may be ignored here
         try:

@@ -141,9 +141,8 @@ def turns(count: int) -> tuple[dict[str, Tensor], int]:
     begins = torch.tensor([[begin] for begin, _ in samples])
     given |= {"attention_mask": mask, "completion_mask": mask * (columns >= begins)}
     given["advantages"] = torch.linspace(-1.0, 1.2, count)
-    return given, len(
-        {tuple(ids[:n]) for _, ids in samples for n in range(1, len(ids))}
-    )  # the last token predicts none
+    prefixes = {tuple(ids[:n]) for _, ids in samples for n in range(1, len(ids))}  # the last token predicts none
+    return given, len(prefixes)
 
 
 def test_turns_of_a_conversation_compute_each_prefix_once() -> None:

@@ -1,5 +1,4 @@
-"""The plug-in for verl on two ranks: verl's FSDP wrapping, and its fused forward of a Megatron model, tensor parallel;
-and the recipes for Megatron's model.
+"""The plug-in for verl on two ranks, FSDP's and Megatron's fused forward, and the recipes for a Megatron model.
 
 Everything in float64, against one process, so that what is missing from a gradient cannot hide behind rounding.
 """

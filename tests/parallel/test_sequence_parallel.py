@@ -38,8 +38,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 NAMES = (
     "hidden", "teacher_hidden", "completion_ids", "completion_mask", "importance_sampling_ratio", "advantages",
 )  # fmt: skip
-# how the positions are split over the ranks, as shares: a rank may have none
 EVERY = {2: 1, 4: 5}  # which of the cases: with more processes than cores, collectives are slow
+# how the positions are split over the ranks, as shares: a rank may have none
 SPLITS = {2: ((1, 1), (3, 1), (0, 1), (1, 0)), 4: ((1, 1, 1, 1), (3, 1, 2, 2), (2, 0, 1, 1), (0, 0, 4, 0))}
 
 

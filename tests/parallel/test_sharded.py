@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 
-from grpo_kernels import Head, LoRA, Run, grpo_loss, linear_divergence, linear_logprob
+from grpo_kernels import Head, KeptIds, LoRA, Run, grpo_loss, linear_divergence, linear_logprob
 from grpo_kernels.base import agreement
 from grpo_kernels.base import distributed as collectives
 from tests.support.case_builder import make_case, seeded
@@ -249,16 +249,18 @@ def check_errors(rank: int, world_size: int) -> None:
 
 
 def check_kept_sets(rank: int, world_size: int) -> None:
-    """What the ranks say first, once; and what they must agree on."""
+    """What the ranks say first, once; that sets in one row are the padded ones; and what they must agree on."""
     case = make_case("divided", t=9, kept=14, mask="full", loss_type="grpo", others={"without_set": "full"})
     own = case.weight[rank * 25 : (rank + 1) * 25]
     head = Head(own, process_group=dist.group.WORLD)
     given = case.completion_ids, case.completion_mask, case.advantages
     with mock.patch.object(agreement, "gather_stacked", wraps=agreement.gather_stacked) as asked:
-        out = grpo_loss(case.hidden, head, *given, kept_ids=case.kept_ids, without_set="full")
+        in_a_row = KeptIds.from_padded(case.kept_ids)
+        out = grpo_loss(case.hidden, head, *given, kept_ids=in_a_row, without_set="full")
     whole = grpo_loss(case.hidden, case.weight, *given, kept_ids=case.kept_ids, without_set="full")
     for name in ("kept/without_set", "kept/size"):
         torch.testing.assert_close(out.metrics[name], whole.metrics[name], rtol=0, atol=0)
+    torch.testing.assert_close(out.loss, whole.loss)
     assert asked.call_count == 1  # the ranks compare the sets and the loss at once
     with pytest.raises(ValueError, match="sequence_group: expected None with kept_ids"):
         grpo_loss(case.hidden, case.weight, *given, kept_ids=case.kept_ids, sequence_group=dist.group.WORLD)

@@ -187,9 +187,8 @@ class SurrogateSuite:
             check_like(f"{name} {dtype}", got, want, bound, like)
             usual = got.isfinite().all(0) & (ratio < 1e30)
             slope = estimates_differentiated(name, logps[usual], ref[usual])[1 + corrects] * ratio[usual]
-            rounding = (
-                2.0**-50 * (1 + d[usual].exp()) * ratio[usual]
-            )  # of autograd's own sum, of numbers as large as e^d
+            # of autograd's own sum, of numbers as large as e^d
+            rounding = 2.0**-50 * (1 + d[usual].exp()) * ratio[usual]
             check(f"{name} slope", got[2][usual], slope, bound[2][usual] + rounding)
 
     @pytest.mark.parametrize("log_ratio", [None, -3.0, 0.3])

@@ -121,9 +121,19 @@ def noexec(world: World) -> Path:
     return world.version_folder()
 
 
-def cxx(body: str, last: Callable[[World], object] = lambda _: None) -> Callable[[World], object]:
-    """A compiler that does that, and what else is done."""
-    return lambda world: (world.compiler(body), last(world))[1]
+def cxx(body: str) -> Callable[[World], object]:
+    """A compiler that does that."""
+    return lambda world: world.compiler(body)
+
+
+def nothing_compiles_beside_a_bad_prebuilt(world: World) -> Path:
+    world.compiler("exit 1")
+    return world.put_prebuilt(BAD)
+
+
+def all_is_bad(world: World) -> Path:
+    world.compiles(BAD)
+    return world.put(BAD)
 
 
 AGAIN = "load cached, load cached, compile, load cached"  # tried twice: another process might have built meanwhile
@@ -152,10 +162,10 @@ REFUSED = (
     (cxx("echo last words >&2; exit 3"), "compile", "the compiler failed (exit status 3)"),
     (cxx("printf '\\377\\376' >&2; exit 1"), "compile", "the compiler failed (exit status 1)"),
     (cxx("exit 0"), "compile", "cxx wrote no library, although it ended well"),
-    (cxx("exit 1", lambda w: w.put_prebuilt(BAD)), "load prebuilt, compile", f"{NOT_LOADED}; the compiler failed"),
+    (nothing_compiles_beside_a_bad_prebuilt, "load prebuilt, compile", f"{NOT_LOADED}; the compiler failed"),
     (hanging, "compile", "the compiler took more than 0.5 s"),
     (lambda w: w.compiles(BAD), "compile, load cached", "does not load (invalid ELF header); try another compiler"),
-    (lambda w: (w.compiles(BAD), w.put(BAD))[1], AGAIN, f"{NOT_LOADED}; try another compiler"),
+    (all_is_bad, AGAIN, f"{NOT_LOADED}; try another compiler"),
     (lambda w: w.compiles(EMPTY), "compile, load cached", "has none of the ops stats, "),
     (lambda w: (w.sources / "ops.cpp").unlink(), "", "its sources are not in"),
     (lambda w: w.cache.write_text("a file"), "", "cannot be written"),
