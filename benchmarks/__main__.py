@@ -21,79 +21,59 @@ import torch
 from benchmarks import figures, machine, tables, words
 from benchmarks.cases import BenchCase
 from benchmarks.machine import ROOT
+from benchmarks.memory import give_back_what_is_freed
 from benchmarks.plan import APART, PARTS, cpu_cases, memory_cases
-from benchmarks.providers import PROVIDERS, named
-from benchmarks.run import How, Results, measure_case, measure_peaks
+from benchmarks.run import How, Results, measure_case
 
 DOCS, RESULTS = ROOT / "docs", ROOT / "benchmarks" / "results"
+THREADS = min(2, os.cpu_count() or 1)
 STEP = "step"  # the part that trains with TRL; only where asked for, it takes a quarter of an hour
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
-    parser.add_argument("--providers", nargs="+", help=f"only these: {' '.join(PROVIDERS)}; ours@MIB: that workspace")
-    parser.add_argument("--parts", nargs="+", choices=(*PARTS, APART, STEP), help="only these parts")
-    parser.add_argument("--cases", nargs="+", help="only the cases of these names")
-    parser.add_argument("--rounds", type=int, help="how often each provider is timed")
-    parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1))
+    parser.add_argument("--parts", nargs="+", choices=(*PARTS, APART, STEP), default=PARTS, help="only these parts")
     parser.add_argument("--save", type=Path, help="JSON file (default benchmarks/results/cpu[-part]-<date>.json)")
     parser.add_argument("--plot", action="store_true", help="tables and plots into docs/benchmarks.md, docs/plots/")
     parser.add_argument("--report", type=Path, metavar="JSON", help="measure nothing: show these results")
     parser.add_argument("--docs", type=Path, default=DOCS, help="where --plot writes")
     parser.add_argument("--smoke", action="store_true", help="everything at toy size, once")
     options = parser.parse_args(given)
-    try:
-        for name in options.providers or ():
-            named(name)
-        if options.report is not None:
-            json.loads(options.report.read_text())
-    except (OSError, ValueError) as error:
-        parser.error(str(error))
+    if options.report is not None and not options.report.is_file():
+        parser.error(f"--report: expected a file of results, got {options.report}")
     if options.smoke and options.plot and options.docs == DOCS:
         parser.error("--plot: expected --docs too with --smoke, whose figures are no measurement")
     return options
 
 
 def chosen(options: argparse.Namespace) -> list[BenchCase]:
-    """The cases that were asked for."""
-    parts = options.parts or ()
-    return [
-        _changed(case, options)
-        for case in [*cpu_cases(), *(memory_cases() if APART in parts else ())]
-        if (not parts or case.part in parts) and (not options.cases or case.name in options.cases)
-    ]
-
-
-def _changed(case: BenchCase, options: argparse.Namespace) -> BenchCase:
-    if options.providers:
-        case = replace(case, providers=tuple(options.providers))
-    if options.smoke:
-        case = replace(case.toy(), rounds=min(case.rounds, 1))
-    return case if options.rounds is None else replace(case, rounds=options.rounds if case.rounds else 0)
+    """The cases that were asked for, those of memory first."""
+    cases = [case for case in (*memory_cases(), *cpu_cases()) if case.part in options.parts]
+    return [replace(case.toy(), rounds=min(case.rounds, 1)) for case in cases] if options.smoke else cases
 
 
 def measure(options: argparse.Namespace, command: Sequence[str]) -> Results:
-    """Run what was asked for."""
-    torch.set_num_threads(options.threads)
+    torch.set_num_threads(THREADS)
     about = machine.about(on_gpu=False)
+    kind = "-smoke" if options.smoke else "" if options.parts == PARTS else f"-{'-'.join(options.parts)}"
     results = Results(
-        options.save or RESULTS / f"cpu{_kind(options)}-{about['date'][:10]}.json",
+        options.save or RESULTS / f"cpu{kind}-{about['date'][:10]}.json",
         **about,
         status="running",
         smoke=options.smoke,
         command=[words.tidy(x) for x in command],  # without places on this machine
-        threads=options.threads,
+        threads=THREADS,
         cases={},
     )
-    measure_peaks([x for x in chosen(options) if x.part == APART], results)
-    for case in (x for x in chosen(options) if x.part != APART):
+    if APART in options.parts:
+        give_back_what_is_freed()
+    for case in chosen(options):
         print(f"{case.name}: {', '.join(case.providers)}", flush=True)
         measure_case(case, case.providers, results, How())
-    if STEP in (options.parts or ()):
+    if STEP in options.parts:
         from benchmarks.step import measure_all
 
-        measure_all(results, toy=options.smoke, rounds=options.rounds)
+        measure_all(results, toy=options.smoke)
     results.merge(status="complete")
     return results
 
@@ -120,25 +100,14 @@ def with_others(data: dict[str, Any], folder: Path) -> dict[str, Any]:
     return page
 
 
-def _kind(options: argparse.Namespace) -> str:
-    """Return the end of the name of a file of results that does not hold all of them."""
-    if options.smoke:
-        return "-smoke"
-    if options.parts in ([STEP], [APART]):
-        return f"-{options.parts[0]}"
-    return "-part" if any((options.providers, options.parts, options.cases, options.rounds)) else ""
-
-
 def is_wrong(data: dict[str, Any]) -> bool:
-    """Whether the run was not complete, or ours was not right somewhere."""
-    cases = (data.get("cases") or {}).values()
-    ours = [x for case in cases for name, x in figures.providers(case).items() if figures.is_ours(name)]
-    wrong = any(x["status"] not in ("ok", "partial", "absent") for x in ours)
+    """True if the run was not complete, or ours was not right somewhere."""
+    providers = [x for case in (data.get("cases") or {}).values() for x in figures.providers(case).items()]
+    wrong = any(figures.is_ours(name) and x["status"] not in ("ok", "absent") for name, x in providers)
     return wrong or tables.step_is_wrong(data) or data["status"] != "complete"
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Run the command; its exit status."""
     options = arguments(given)
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     if options.report:

@@ -25,16 +25,7 @@ class Absence(Exception):
     """Something that cannot run here; the text says why."""
 
 
-@dataclass(frozen=True)
-class Head:
-    """An output projection: hidden size, vocabulary, soft-cap of the logits."""
-
-    h: int
-    v: int
-    softcap: float | None = None
-
-
-HEADS = {name: Head(h, v, SOFTCAPS.get(name)) for name, (v, h) in MODELS.items()}
+HEADS = {name: {"model": name, "h": h, "v": v, "softcap": SOFTCAPS.get(name)} for name, (v, h) in MODELS.items()}
 WORKLOADS: dict[str, dict[str, Any]] = {
     "all tokens": {},
     "padding": {"padding": 0.5},
@@ -103,7 +94,6 @@ class BenchCase:
 
     @property
     def teacher_width(self) -> int:
-        """H' of the teacher's head."""
         return self.teacher_h or self.h
 
     @property
@@ -114,7 +104,6 @@ class BenchCase:
 
     @property
     def nvh(self) -> float:
-        """The unit: counted tokens times V times H."""
         return float(self.counted) * self.v * self.h
 
     @property
@@ -127,16 +116,12 @@ class BenchCase:
         return replace(self, n=16, h=32, v=TOY_V, t=4, teacher_h=self.teacher_h and 48)
 
     def about(self) -> dict[str, Any]:
-        """What the results say of the case."""
         found = {k: x for k, x in asdict(self).items() if k not in ("name", "providers")}
         return {**found, "products_nvh": round(self.products_nvh, 3), "counted": self.counted}
 
 
 def case(name: str, model: str = "Qwen3-0.6B", workload: str = "all tokens", **fields: Any) -> BenchCase:
-    """`workload` on the head of `model`."""
-    head = HEADS[model]
-    shape = {"model": model, "h": head.h, "v": head.v, "softcap": head.softcap}
-    return BenchCase(name, **{**shape, **WORKLOADS[workload], **fields})
+    return BenchCase(name, **{**HEADS[model], **WORKLOADS[workload], **fields})
 
 
 @dataclass(frozen=True)
@@ -160,6 +145,12 @@ class Inputs:
     old: Tensor | None  # (B, T) fp32
     ref: Tensor | None  # (B, T) fp32
     teacher: Teacher | None = None
+
+    @property
+    def distils(self) -> tuple[Teacher, float]:
+        """The teacher, and TRL's beta of the divergence from it."""
+        assert self.teacher is not None and self.case.divergence is not None
+        return self.teacher, self.case.divergence
 
     @property
     def leaves(self) -> tuple[Tensor, ...]:
@@ -251,7 +242,6 @@ def policy_loss(inputs: Inputs, logps: Tensor, entropies: Tensor | None = None) 
 
 
 def counted_mean(values: Tensor, inputs: Inputs) -> Tensor:
-    """Of `values` (B, T) where the mask counts: a loss."""
     mask = inputs.mask.to(values.dtype)
     return (values * mask).sum() / mask.sum().clamp(min=1.0)
 

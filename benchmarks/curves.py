@@ -23,10 +23,10 @@ from benchmarks.machine import ROOT
 RESULTS, PLOTS = ROOT / "benchmarks" / "results", ROOT / "docs" / "plots"
 Runs = list[dict[str, Any]]
 
-FULL, SAMPLED, TOP = "full reverse KL", "sampled tokens", "top-8 forward KL"
+FULL, SAMPLED = "full reverse KL", "sampled tokens"
 LOSSES = {
     FULL: ("whole vocabulary", plots.BLUE),
-    TOP: ("teacher's top 8", plots.GREEN),
+    "top-8 forward KL": ("teacher's top 8", plots.GREEN),
     SAMPLED: ("sampled tokens", plots.GREY),
 }
 NATS = {y: f"{y:g}" for y in (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)}
@@ -40,7 +40,6 @@ METHODS = {
     "iterative GRPO, learnt reward": plots.PINK,
 }
 SELF_SAMPLED = ("online RFT", "GRPO, outcome", "GRPO, process", "iterative GRPO")  # and a right reward
-DRAWN_FROM = {"loss": "distillation", "method": "unified-view"}  # a key of each run: the figure
 
 
 def draw_distillation(data: dict[str, Any]) -> Figure:
@@ -54,19 +53,22 @@ def draw_distillation(data: dict[str, Any]) -> Figure:
     ]
     what = "Distillation on the student's own text"
     figure = plots.sheet(distillation_claim(data), _subtitle(data, what, shape), 4.6, notes)
+    steps = [i + (width + 1) / 2 for i in range(len(runs[0]["kl"]) - width + 1)]
     left, right = figure.subplots(1, 2)
     left.set_yscale("log")
-    for axes, key, factor in ((left, "kl", 1.0), (right, "right", 100.0)):
+    for axes, title, key, end in (
+        (left, "nats from the teacher", "kl", "{:.2f}"),
+        (right, "right answers", "right", "{:.0f} %"),
+    ):
+        factor = 1.0 if key == "kl" else 100.0
         ends = []
         for name, (text, color) in LOSSES.items():
             curves = [smooth([factor * x for x in run[key]], width) for run in runs if run["loss"] == name]
-            steps = [i + (width + 1) / 2 for i in range(len(curves[0]))]
-            end = plots.band(axes, steps, curves, color)
-            ends.append((end, f"{text}: {end:.2f}" if key == "kl" else f"{text}: {end:.0f} %", color))
+            ends.append(plots.band(axes, steps, curves, f"{text}: {end}", color))
         plots.scale(axes, *((NATS, *axes.get_ylim()) if key == "kl" else (plots.PERCENT, 0, 100)))
-        _along(axes, "optimizer step", [0, 20, 40, 60], 1.62 * steps[-1])
+        _along(axes, "optimizer step", range(0, 80, 20), 1.62 * steps[-1])
         plots.name_ends(axes, ends, steps[-1])
-        axes.set_title("nats from the teacher" if key == "kl" else "right answers", size=plots.TEXT - 1, loc="left")
+        axes.set_title(title, size=plots.TEXT - 1, loc="left")
     return figure
 
 
@@ -97,13 +99,12 @@ def draw_unified_view(data: dict[str, Any]) -> Figure:
     ends, last = [], 0.0
     for name, color in METHODS.items():
         of_method = [run for run in runs if run["method"] == name]
-        end = plots.band(
-            axes, of_method[0]["completions"], [[100 * x for x in run["reward"]] for run in of_method], color
-        )
-        ends.append((end, f"{name}: {end:.0f} %".replace(", learnt", ",\nlearnt"), color))
-        last = max(last, of_method[0]["completions"][-1])
+        used, curves = of_method[0]["completions"], [[100 * x for x in run["reward"]] for run in of_method]
+        text = f"{name}: {{:.0f}} %".replace(", learnt", ",\nlearnt")
+        ends.append(plots.band(axes, used, curves, text, color))
+        last = max(last, used[-1])
     plots.scale(axes, plots.PERCENT, 0, 100)
-    _along(axes, "completions used", [0, 2000, 4000, 6000, 8000], 1.5 * last)
+    _along(axes, "completions used", range(0, 10000, 2000), 1.5 * last)
     plots.name_ends(axes, ends, last)
     return figure
 
@@ -118,7 +119,6 @@ def unified_claim(data: dict[str, Any]) -> str:
 
 
 def smooth(values: Sequence[float], width: int) -> list[float]:
-    """Means of `width` values in a row."""
     return [statistics.fmean(values[i : i + width]) for i in range(len(values) - width + 1)]
 
 
@@ -130,41 +130,39 @@ def _subtitle(data: dict[str, Any], what: str, shape: str) -> list[str]:
     return [f"{what}, {words.DTYPES[data['dtype']]}", data["device"].upper(), shape, data["date"]]
 
 
-def _along(axes: Axes, label: str, ticks: list[int], end: float) -> None:
+def _along(axes: Axes, label: str, ticks: Sequence[int], end: float) -> None:
     axes.set_xlim(0, end)
     axes.set_xticks(ticks, [f"{x:,}" for x in ticks])
     axes.set_xlabel(label, loc="left")
 
 
-DRAWN: dict[str, Callable[[dict[str, Any]], Figure]] = {
-    "distillation": draw_distillation,
-    "unified-view": draw_unified_view,
+DRAWN: dict[str, tuple[str, Callable[[dict[str, Any]], Figure]]] = {  # figure: a key of each of its runs, and how
+    "distillation": ("loss", draw_distillation),
+    "unified-view": ("method", draw_unified_view),
 }
 
 
 def read(path: Path) -> tuple[str, dict[str, Any]]:
     """The figure that the curves of a file are for, and the curves."""
     data = json.loads(path.read_text())
-    name = next((figure for key, figure in DRAWN_FROM.items() if data.get("runs") and key in data["runs"][0]), None)
+    name = next((figure for figure, (key, _) in DRAWN.items() if data.get("runs") and key in data["runs"][0]), None)
     if name is None:
         raise ValueError(f"{path.name}: expected the curves of examples/distillation.py or examples/unified_view.py")
     return name, data
 
 
 def newest() -> list[Path]:
-    """The newest results of each figure."""
     return [sorted(RESULTS.glob(f"{name}-*.json"))[-1] for name in DRAWN]
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Run the command; its exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.curves", description=__doc__.splitlines()[0])
     parser.add_argument("files", type=Path, nargs="*", help="curves (default: the newest in benchmarks/results)")
     parser.add_argument("--output", type=Path, default=PLOTS, help="folder (default docs/plots)")
     options = parser.parse_args(given)
     for name, data in map(read, options.files or newest()):
         with plots.looks():
-            print(plots.save(DRAWN[name](data), options.output / f"{name}.png"))
+            print(plots.save(DRAWN[name][1](data), options.output / f"{name}.png"))
     return 0
 
 

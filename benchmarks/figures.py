@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 OURS, PRODUCTS = "ours", "products"
-RAN = ("ok", "partial")  # partial: right, and stopped before its last round
 
 Case = dict[str, Any]
 Provider = dict[str, Any]
@@ -25,41 +24,35 @@ def providers(case: Case) -> dict[str, Provider]:
 
 def ran(provider: Provider) -> bool:
     """Return True if it ran and was right."""
-    return provider.get("status") in RAN
+    return provider.get("status") == "ok"
+
+
+def measured(case: Case, name: str, *keys: str) -> Any:
+    """A value, by its keys, of a provider that ran and was right; None where there is none."""
+    value: Any = providers(case).get(name, {})
+    if not ran(value):
+        return None
+    for key in keys:
+        value = (value or {}).get(key)
+    return value
 
 
 def mode(case: Case) -> str:
-    """The mode that the case's providers are compared in."""
     return "score" if case.get("score") else "full"
 
 
-def timing(provider: Provider, mode: str) -> dict[str, Any] | None:
-    """Quantiles of the mode in milliseconds; None: it was not timed."""
-    quantiles = (provider.get("ms") or {}).get(mode) or {}
-    return quantiles if quantiles.get("median") is not None else None
-
-
 def median(case: Case, name: str) -> float | None:
-    """Milliseconds of a provider that ran and was right."""
-    provider = providers(case).get(name, {})
-    quantiles = timing(provider, mode(case))
-    return quantiles["median"] if quantiles and ran(provider) else None
+    value: float | None = measured(case, name, "ms", mode(case), "median")
+    return value
 
 
 def extra_mib(case: Case, name: str) -> float | None:
-    """Memory beyond the inputs and the returned gradients, of a provider that ran and was right."""
-    provider = providers(case).get(name, {})
-    return provider.get("extra_mib") if ran(provider) else None
-
-
-def error(case: Case, name: str, which: str) -> float | None:
-    """One of the errors of a provider that ran and was right."""
-    provider = providers(case).get(name, {})
-    return (provider.get("errors") or {}).get(which) if ran(provider) else None
+    """Memory of a provider beyond the inputs and the returned gradients."""
+    value: float | None = measured(case, name, "extra_mib")
+    return value
 
 
 def ratio(over: float | None, under: float | None) -> float | None:
-    """None where there is nothing to divide."""
     return None if over is None or not under else over / under
 
 
@@ -69,10 +62,14 @@ def over(case: Case, name: str, other: str) -> float | None:
     return ratio(median(case, name), beside.get("median") or median(case, other))
 
 
+def mib_over(case: Case, name: str) -> float | None:
+    """The memory of a provider over ours."""
+    return ratio(extra_mib(case, name), extra_mib(case, OURS))
+
+
 def in_seconds(cases: dict[str, Case]) -> bool:
     """Return True if these cases' times read better in seconds: the typical one takes a second or more."""
-    each = ((case, provider) for case in cases.values() for provider in providers(case).values())
-    ms = sorted(quantiles["median"] for case, x in each if (quantiles := timing(x, mode(case))))
+    ms = sorted(x for case in cases.values() for name in providers(case) if (x := median(case, name)) is not None)
     return bool(ms) and ms[len(ms) // 2] >= 1e3
 
 
@@ -88,18 +85,15 @@ def of_run(data: dict[str, Any], part: str) -> dict[str, Any]:
 
 
 def names(cases: dict[str, Case]) -> list[str]:
-    """Every provider of these cases, in the order met."""
     return list(dict.fromkeys(name for case in cases.values() for name in providers(case)))
 
 
-def series(data: dict[str, Any]) -> Iterator[tuple[str, dict[str, Case]]]:
-    """(axis, its cases from the smallest value to the largest), each with the providers that all of them have."""
+def series(data: dict[str, Any]) -> Iterator[tuple[str, list[Case]]]:
+    """(axis, its cases from the smallest value to the largest)."""
     for axis in ("n", "v", "share"):
-        points = [(x, c) for x, c in (data.get("cases") or {}).items() if axis in (c.get("series") or "").split()]
-        points.sort(key=lambda item: along(item[1], axis))
-        shared = [name for name in names(dict(points)) if all(name in providers(case) for _, case in points)]
-        if points:
-            yield axis, {x: {**c, "providers": {name: c["providers"][name] for name in shared}} for x, c in points}
+        cases = [x for x in (data.get("cases") or {}).values() if axis in (x.get("series") or "").split()]
+        if cases:
+            yield axis, sorted(cases, key=lambda case: along(case, axis))
 
 
 def along(case: Case, axis: str) -> float:
@@ -124,7 +118,6 @@ ONE_GROUP = "one group a micro-batch"  # the defaults, with other micro-batches
 
 
 def scenes(data: dict[str, Any]) -> dict[str, Scene]:
-    """The scenes of the training step, by name."""
     return (data.get("step") or {}).get("scenes") or {}
 
 

@@ -19,7 +19,7 @@ import sys
 import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,20 +31,17 @@ from benchmarks.machine import ROOT
 from benchmarks.plan import ANCHORS, GOAL_CASES, gpu_cases, passes
 from benchmarks.run import How, Results, describe, measure_case
 
-# A peer may bring the process down, so the benchmarks are the last.
-STEPS = ("smoke", "tests", "sanitizer", "step", "bench")
-SHARES = {"smoke": 0.25, "tests": 0.40, "sanitizer": 0.25, "step": 0.15}  # of the time left; the last gets all of it
 RESERVE_SECONDS = 5.0  # to write the end
 PEER_SECONDS = 8.0  # for the rounds of a peer and its anchors; building and checking it takes about as long
 PROFILED = ("main", "frozen")  # a missed goal has to be explained
+PYTEST = (sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider")
 SMOKE = "tests/gpu/test_gpu_smoke.py"
 ALONE = ("tests/gpu/test_gpu_memory.py", "tests/gpu/test_gpu_sizes.py")  # want a large part of the memory
 MOST_WORKERS = 12
 ONE_TEST_SECONDS = 150
-TOOLS = {
-    "memcheck": "not 151936 and not bandwidth and not out_dtype",
-    "racecheck": "9001 and bfloat16",
-}  # what it watches
+# What each tool watches.
+TOOLS = {"memcheck": "not 151936 and not bandwidth and not out_dtype", "racecheck": "9001 and bfloat16"}
+NOT_RUN = ("absent", "skipped", "out of time", "out of memory")
 FOUND = 99  # exit status if the tool found something
 PLACES = ("/usr/local/cuda/bin", "/opt/nvidia/bin")
 KERNELS = ROOT / "grpo_kernels" / "backends" / "triton_rows"
@@ -112,13 +109,13 @@ def main(given: Sequence[str] | None = None) -> int:
     out = options.out or ROOT / "benchmarks" / "results" / f"{name}-{about['date'][:10]}.json"
     command = list(sys.argv[1:] if given is None else given)
     results = Results(out, **about, status="running", dry_run=options.dry_run, command=command)
-    folder = out.with_name(out.name + ".logs")
+    folder = logs(results)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     started, status = time.time(), "interrupted"
     try:
         deadline.end_at_signals()
-        run_steps(results, options, folder)
+        run_steps(results, options)
         status = "interrupted" if deadline.is_asked() else "complete"
     except KeyboardInterrupt:
         pass
@@ -131,29 +128,23 @@ def main(given: Sequence[str] | None = None) -> int:
     return 0 if ok and status == "complete" else 1
 
 
-def run_steps(results: Results, options: argparse.Namespace, folder: Path) -> None:
-    """The steps asked for; one that fails is noted, and the next one runs. What they print stays in `folder`."""
+def logs(results: Results) -> Path:
+    """The folder of what the steps print."""
+    return results.path.with_name(results.path.name + ".logs")
+
+
+def run_steps(results: Results, options: argparse.Namespace) -> None:
+    """The steps asked for; one that fails is noted, and the next one runs."""
     end = time.time() + options.budget_seconds - RESERVE_SECONDS
     chosen = [step for step in STEPS if not options.only or step in options.only]
     for step in chosen:
         if deadline.is_asked():
             return
-        left = end - time.time()
-        until = end if step == chosen[-1] else time.time() + left * SHARES[step]
+        share, function = STEPS[step]
+        until = end if step == chosen[-1] else time.time() + share * (end - time.time())
         print(f"{step}: at most {until - time.time():.0f} s", flush=True)
         try:
-            if step == "smoke":
-                run_tests(results, "smoke", [SMOKE], until, folder, "not gpu" if options.dry_run else "gpu")
-            elif step == "tests":
-                some = [f"--ignore={name}" for name in ALONE]
-                run_tests(results, "together", ["tests/gpu", *some], time.time() + 0.75 * (until - time.time()), folder)
-                run_tests(results, "alone", [*ALONE, "-p", "no:xdist"], until, folder)
-            elif step == "sanitizer":
-                run_sanitizers(results, until, folder, toy=options.dry_run)
-            elif step == "step":
-                run_layouts(results, options, until)
-            else:
-                run_bench(results, options, until)
+            function(results, options, until)
         except Exception as error:
             results.merge("failed_steps", **{step: describe(error)})
             print(f"{step}: {describe(error)}", flush=True)
@@ -186,23 +177,32 @@ def run(command: Sequence[str], until: float, log: Path, **env: str) -> tuple[in
     return code, log.read_text(errors="replace")
 
 
-def run_tests(
-    results: Results, name: str, what: Sequence[str], until: float, folder: Path, marked: str = "gpu"
-) -> None:
-    """Run pytest on what is so `marked` of `what`, and put counts, failures and what the tests recorded into ``tests``.
+def run_smoke(results: Results, options: argparse.Namespace, until: float) -> None:
+    """The smoke test; of a dry run the same on a CPU."""
+    run_tests(results, "smoke", [SMOKE, "-m", "not gpu" if options.dry_run else "gpu"], until)
+
+
+def run_gpu_tests(results: Results, options: argparse.Namespace, until: float) -> None:
+    """The tests marked `gpu`, and by themselves those that want much memory."""
+    others = [f"--ignore={name}" for name in ALONE]
+    run_tests(results, "together", ["tests/gpu", "-m", "gpu", *others], time.time() + 0.75 * (until - time.time()))
+    run_tests(results, "alone", [*ALONE, "-m", "gpu", "-p", "no:xdist"], until)
+
+
+def run_tests(results: Results, name: str, what: Sequence[str], until: float) -> None:
+    """Run pytest on `what`, and put counts, failures and what the tests recorded into ``tests``.
 
     Several processes share the GPU where pytest-xdist is there: most of the time goes into compiling kernels.
     """
-    xml, log = folder / f"{name}.xml", folder / f"{name}.log"
-    command = [sys.executable, "-m", "pytest", "-v", "--color=no", "-p", "no:cacheprovider", "--tb=short", *what]
-    command += ["-m", marked, f"--junitxml={xml}", "--durations=10"]
+    xml = logs(results) / f"{name}.xml"
+    command = [*PYTEST, "--color=no", "--tb=short", *what, f"--junitxml={xml}", "--durations=10"]
     if importlib.util.find_spec("xdist") is not None and "no:xdist" not in what:
         command += ["-n", str(min(MOST_WORKERS, max(1, (os.cpu_count() or 1) * 3 // 4))), "--dist", "worksteal"]
     if importlib.util.find_spec("pytest_timeout") is not None:
         command.append(f"--timeout={ONE_TEST_SECONDS}")
     results.merge("tests", name, status="running")
     started = time.time()
-    code, output = run(command, until, log)
+    code, output = run(command, until, xml.with_suffix(".log"))
     results.merge("tests", name, seconds=round(time.time() - started, 1), **tests_summary(code, output, xml))
     print(f"{name}: {results.at('tests', name)['status']} {results.at('tests', name)['counts']}", flush=True)
 
@@ -222,40 +222,37 @@ def tests_summary(code: int | None, output: str, xml: Path) -> dict[str, Any]:
 def _from_xml(root: ElementTree.Element) -> dict[str, Any]:
     counts = Counter(passed=0, failed=0, error=0, skipped=0)
     failures, said, skips = [], {}, Counter[str]()
+    outcomes = {"failure": "failed", "error": "error", "skipped": "skipped"}
     for test in root.iter("testcase"):
         name = f"{test.get('classname', '')}::{test.get('name', '')}"
-        bad = next((x for x in test if x.tag in ("failure", "error")), None)
-        skipped = test.find("skipped")
-        if bad is not None:
-            counts["failed" if bad.tag == "failure" else "error"] += 1
-            failures.append({"test": name, "text": f"{bad.get('message') or ''}\n{bad.text or ''}"[:1500]})
-        elif skipped is not None:
-            counts["skipped"] += 1
-            skips[skipped.get("message") or ""] += 1
-        else:
-            counts["passed"] += 1
+        outcome = next((x for x in test if x.tag in outcomes), None)
+        counts["passed" if outcome is None else outcomes[outcome.tag]] += 1
+        if outcome is not None and outcome.tag == "skipped":
+            skips[outcome.get("message") or ""] += 1
+        elif outcome is not None:
+            failures.append({"test": name, "text": f"{outcome.get('message') or ''}\n{outcome.text or ''}"[:1500]})
         if recorded := {x.get("name"): x.get("value") for x in test.iter("property")}:
             said[name] = recorded
     return {"counts": counts, "failures": failures[:40], "skipped_for": skips, "said": said}
 
 
-def run_sanitizers(results: Results, until: float, folder: Path, *, toy: bool) -> None:
+def run_sanitizers(results: Results, options: argparse.Namespace, until: float) -> None:
     """Watch the small cases of the smoke test with each tool; the findings go into ``sanitizer``."""
     places = [shutil.which("compute-sanitizer"), *(f"{place}/compute-sanitizer" for place in PLACES)]
     tool = next((x for x in places if x and Path(x).exists()), None)
     for i, (check, which) in enumerate(TOOLS.items()):
-        if toy or tool is None:
-            reason = "dry run" if toy else "compute-sanitizer is not on the path"
+        if options.dry_run or tool is None:
+            reason = "dry run" if options.dry_run else "compute-sanitizer is not on the path"
             results.merge("sanitizer", check, status="absent", reason=reason)
             continue
         results.merge("sanitizer", check, status="running")
-        xml, log = folder / f"{check}.xml", folder / f"{check}.log"
+        xml = logs(results) / f"{check}.xml"
         command = [tool, f"--tool={check}", f"--error-exitcode={FOUND}", "--print-limit=50", "--launch-timeout=120"]
-        command += ["--target-processes=application-only", sys.executable, "-m", "pytest", "-v"]
-        command += ["-p", "no:cacheprovider", "-m", "gpu", SMOKE, "-k", which, f"--junitxml={xml}"]
+        command += ["--target-processes=application-only", *PYTEST, SMOKE, "-m", "gpu", "-k", which]
+        command.append(f"--junitxml={xml}")
         # without a pool, an access past the end of a tensor is one past the end of an allocation
         share = time.time() + (until - time.time()) / (len(TOOLS) - i)
-        code, output = run(command, share, log, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+        code, output = run(command, share, xml.with_suffix(".log"), PYTORCH_NO_CUDA_MEMORY_CACHING="1")
         tests = tests_summary(code, output, xml)["counts"]
         results.merge("sanitizer", check, counts=tests, **sanitizer_summary(code, output, tests))
 
@@ -308,11 +305,7 @@ def plan(
 ) -> list[Item]:
     """The items, the most important first: the goals, what explains them, other peers, other cases.
 
-    Args:
-        cases: names of some cases; None: all.
-        providers: names of some, which come with ours and the products; None: all.
-        profiles: whether steps of ours are profiled.
-        parts: whether the device and the row kernels are measured by themselves.
+    Of `cases` and `providers` None means all; ours and the products come with any provider.
     """
     goals, others = [], []
     for case in (x for x in gpu_cases() if not cases or x.name in cases):
@@ -343,10 +336,8 @@ def run_bench(results: Results, options: argparse.Namespace, until: float) -> No
     device = torch.device("cpu" if toy else "cuda")
     if toy:
         torch.set_num_threads(1)
-    how = How(
-        device, "triton" if toy else "auto", one_by_one=True, flush=options.flush_l2, once=toy, seconds=PEER_SECONDS,
-        until=until,
-    )  # fmt: skip
+    backend = "triton" if toy else "auto"
+    how = How(device, backend, one_by_one=True, flush=options.flush_l2, once=toy, seconds=PEER_SECONDS, until=until)
     cases = {case.name: case.toy() if toy else case for case in gpu_cases()}
     results.merge("clocks", before=machine.clocks())
     for item in plan(options.cases, options.providers, profiles=options.profile, parts=not options.no_micro):
@@ -361,6 +352,17 @@ def run_bench(results: Results, options: argparse.Namespace, until: float) -> No
             with results.noting("micro", item.kind):
                 PARTS[item.kind](device, results, toy=toy)
     results.merge("clocks", after=machine.clocks())
+
+
+# Each step's share of the time left, of which the last gets all. A peer may bring the process down, so the benchmarks
+# are the last.
+STEPS: dict[str, tuple[float, Callable[[Results, argparse.Namespace, float], None]]] = {
+    "smoke": (0.25, run_smoke),
+    "tests": (0.40, run_gpu_tests),
+    "sanitizer": (0.25, run_sanitizers),
+    "step": (0.15, run_layouts),
+    "bench": (1.0, run_bench),
+}
 
 
 # What came of it.
@@ -379,62 +381,53 @@ def conclude(results: Results) -> bool:
 
 def judge(cases: dict[str, Any]) -> list[dict[str, Any]]:
     """One entry a goal: what was wanted, what came, and "pass", "fail" or "not measured"."""
-    found = []
+    verdicts = []
     for goal in GOALS:
         names = FAMILIES.get(goal.over, (goal.over,))
         ratios = [figures.over(cases.get(goal.case, {}), name, goal.under) for name in names]
         value = min((x for x in ratios if x is not None), default=None)
         met = value is not None and (value >= goal.limit if goal.at_least else value <= goal.limit)
-        found.append(
-            {
-                "case": goal.case,
-                "figure": f"time, {goal.over} / {goal.under}",
-                "goal": f"{'>=' if goal.at_least else '<='} {goal.limit:.3g}",
-                "value": None if value is None else round(value, 3),
-                "verdict": "not measured" if value is None else "pass" if met else "fail",
-            }
-        )
-    return found
+        entry = {"case": goal.case, "figure": f"time, {goal.over} / {goal.under}"}
+        entry["goal"] = f"{'>=' if goal.at_least else '<='} {goal.limit:.3g}"
+        verdict = "not measured" if value is None else "pass" if met else "fail"
+        verdicts.append({**entry, "value": value and round(value, 3), "verdict": verdict})
+    return verdicts
 
 
 def is_well(data: dict[str, Any]) -> bool:
     """No failed test and some passed, no finding in our kernels, ours right in each case and layout, no missed goal."""
-    tests = [x for _, x in _tables(data.get("tests"))]
-    is_bad = any(x.get("status") != "passed" for x in tests)
+    tests = data.get("tests", {}).values()
+    failed = any(x.get("status") != "passed" for x in tests)
     nothing_ran = bool(tests) and not data.get("dry_run") and not any(x["counts"].get("passed") for x in tests)
-    found = any(x.get("in_our_kernels") for _, x in _tables(data.get("sanitizer")))
+    found = any(x.get("in_our_kernels") for x in data.get("sanitizer", {}).values())
     missed = any(goal["verdict"] == "fail" for goal in data.get("goals", []))
-    layouts = [y.get("status") for _, x in figures.layouts(data) for y in (x, *x.values()) if isinstance(y, dict)]
-    is_bad |= bool({"wrong", "error"} & {*layouts})
-    ours = {x["ours"].get("status") for _, c in _tables(data.get("cases")) if "ours" in (x := figures.providers(c))}
-    return not (is_bad or nothing_ran or found or missed or "failed_steps" in data) and ours <= {"ok", "partial"}
+    wrong = any(x["status"] in ("wrong", "error") for _, x in _statuses(data.get("layouts", {})))
+    ours = {x["ours"].get("status") for c in data.get("cases", {}).values() if "ours" in (x := figures.providers(c))}
+    is_bad = failed or nothing_ran or found or missed or wrong or "failed_steps" in data
+    return not is_bad and ours <= {"ok", "partial"}
 
 
 def lines(data: dict[str, Any]) -> Iterator[str]:
     """A line for each thing worth knowing beside the tables."""
-    for name, x in _tables(data.get("profile")):
+    for name, x in data.get("profile", {}).items():
         yield f"profile {name}: step {x.get('step_ms')} ms, kernels {x.get('kernels_ms')} ms {x.get('reason', '')}"
         yield from (f"  {k['ms']:9.3f} ms {k['calls']:4d} x {k['name'][:80]}" for k in x.get("kernels", [])[:8])
-    for name, x in _tables(data.get("micro")):
+    for name, x in data.get("micro", {}).items():
         yield f"{name}: {json.dumps({k: _rate(y) for k, y in x.items()})}"
-    for name, x in figures.layouts(data):
-        yield from (f"{name}, {layout}: {_layout(y)}" for layout, y in _tables(x))
-    for name, x in _tables(data.get("tests")):
+    for name, x in _statuses(data.get("layouts", {})):
+        if x["status"] != "ok":
+            yield f"{name}: {_why(x)} {x.get('errors', '')}"
+        else:
+            errors = "".join(f", {k} off by {e:.1e}" for k, e in x.get("errors", {}).items())
+            ms, mib = x.get("ms", {}).get("median"), x.get("peak_mib")
+            yield f"{name}: {ms} ms, {mib} MiB, {x['computed']:.0%} of the tokens{errors}"
+    for name, x in data.get("tests", {}).items():
         yield from (f"  {y['test']}: {y['text'][:160]!r}" for y in x.get("failures", []))
         yield from (f"  {test}: {said}" for test, said in x.get("said", {}).items() if name == "smoke")
         yield f"tests, {name}: {x['status']} {x.get('counts', '')}"
-    for name, x in _tables(data.get("sanitizer")):
+    for name, x in data.get("sanitizer", {}).items():
         yield f"{name}: {x['status']} {x.get('summary', '')} in our kernels: {x.get('in_our_kernels')}"
     yield from (f"step {name} failed: {why}" for name, why in data.get("failed_steps", {}).items())
-
-
-def _layout(found: dict[str, Any]) -> str:
-    """Milliseconds, peak memory, share of the padded tokens and errors of one layout."""
-    if found.get("status") != "ok":
-        return f"{found.get('status')} {found.get('reason', '')[:160]} {found.get('errors', '')}"
-    errors = "".join(f", {k} off by {x:.1e}" for k, x in found.get("errors", {}).items())
-    ms = found.get("ms", {}).get("median")
-    return f"{ms} ms, {found.get('peak_mib')} MiB, {found['computed']:.0%} of the tokens{errors}"
 
 
 def _rate(found: Any) -> Any:
@@ -450,26 +443,31 @@ def did_not_run(data: dict[str, Any]) -> list[str]:
     text = []
     if data.get("dry_run"):
         text.append("NOTHING RAN ON A GPU: a dry run, at toy sizes on a CPU, whose times say nothing")
-    for name, x in _tables(data.get("tests")):
+    for name, x in data.get("tests", {}).items():
         if x.get("skipped_for"):
             text.append(f"not run: {name}: " + ", ".join(f"{why!r} ({n})" for why, n in x["skipped_for"].items()))
-    for name, x in _tables(data.get("sanitizer")):
-        if x.get("status") in ("absent", "out of time"):
-            text.append(f"not run: {name}: {x['status']}, {x.get('reason', '')}")
-    for name, x in figures.layouts(data):
-        late = {"": x} if "status" in x else {f", {k}": y for k, y in _tables(x) if y.get("status") == "out of memory"}
-        text += [f"not run: {name}{k}: {y['status']}, {y.get('reason', '')[:200]}" for k, y in late.items()]
+    for part in ("sanitizer", "layouts"):
+        entries = _statuses(data.get(part, {}))
+        text += [f"not run: {name}: {_why(x)}" for name, x in entries if x["status"] in NOT_RUN]
     if late := data.get("not_begun"):
         text.append(f"not run: no time for {', '.join(late)}")
-    providers = [item for _, case in _tables(data.get("cases")) for item in figures.providers(case).items()]
+    providers = [item for case in data.get("cases", {}).values() for item in figures.providers(case).items()]
     ran = {name for name, x in providers if figures.ran(x) or x.get("status") == "wrong"}
-    why = {name: f"{x.get('status')}, {x.get('reason', '')[:200]}" for name, x in providers if name not in ran}
+    why = {name: _why(x) for name, x in providers if name not in ran}
     return text + [f"not run: {name} in any case: {reason}" for name, reason in why.items()]
 
 
-def _tables(found: Any) -> list[tuple[str, dict[str, Any]]]:
-    """The entries that are dictionaries; an error may stand beside them."""
-    return [(name, x) for name, x in (found or {}).items() if isinstance(x, dict)]
+def _why(entry: dict[str, Any]) -> str:
+    return f"{entry.get('status')}, {entry.get('reason', '')[:200]}"
+
+
+def _statuses(tree: dict[str, Any], *path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Name and content of each entry with a status, at any depth."""
+    if "status" in tree:
+        yield ", ".join(path), tree
+    for name, x in tree.items():
+        if isinstance(x, dict):
+            yield from _statuses(x, *path, name)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,9 @@ def measure_layouts(device: torch.device, results: Results, until: float, *, toy
     size, shapes = (TOY_SIZE, TOY_SHAPES) if toy else (SIZE, SHAPES)
     longest = max(x.prompt + x.completion for x in shapes)
     # made in bf16, as transformers loads models: frequencies of RoPE stay in fp32
-    truth = Truth.of(size.model(longest, dtype=torch.bfloat16).float().to(device), shapes[0])
+    model = size.model(longest, dtype=torch.bfloat16).float().to(device)
+    inputs = group(model, shapes[0])
+    truth = Truth(inputs, step(model, inputs, PADDED).loss.item(), gradient(model))
     for attention, package in ATTENTION.items():
         with results.noting("layouts", attention):
             if package and (toy or find_spec(package) is None):
@@ -61,19 +63,11 @@ class Truth(NamedTuple):
     loss: float
     gradient: Tensor
 
-    @classmethod
-    def of(cls, model: Any, shape: Shape) -> Truth:
-        inputs = group(model, shape)
-        return cls(inputs, step(model, inputs, PADDED).loss.item(), gradient(model))
-
     def errors(self, loss: float, found: Tensor) -> dict[str, float]:
         """Errors of a loss, absolute, and of a gradient and its norm, relative."""
         norm = self.gradient.norm()
-        return {
-            "loss": abs(loss - self.loss),
-            "gradient": ((found - self.gradient).norm() / norm).item(),
-            "grad_norm": ((found.norm() - norm).abs() / norm).item(),
-        }
+        errors = {"loss": abs(loss - self.loss), "gradient": ((found - self.gradient).norm() / norm).item()}
+        return {**errors, "grad_norm": ((found.norm() - norm).abs() / norm).item()}
 
 
 def _checked(

@@ -109,7 +109,6 @@ def group(model: PreTrainedModel, shape: Shape) -> dict[str, Tensor]:
 
 
 def step(model: PreTrainedModel, inputs: dict[str, Tensor], layout: Any) -> Any:
-    """Forward and backward of the loss; its result."""
     model.zero_grad()
     found = causal_lm_loss(model, LOSS, **inputs, zero_advantage="train", layout=layout)
     found.loss.backward()
@@ -121,15 +120,14 @@ def gradient(model: PreTrainedModel) -> Tensor:
     return torch.cat([x.grad.flatten().float() for x in model.parameters() if x.grad is not None])
 
 
-def measure_groups(results: Results, *, toy: bool = False, rounds: int | None = None) -> None:
+def measure_groups(results: Results, *, toy: bool = False) -> None:
     """Write ``step.groups``: CPU seconds of both layouts for each shape, after each shape."""
-    size, shapes = (TOY_SIZE, TOY_SHAPES) if toy else (Size(), SHAPES)
+    size, shapes, rounds = (TOY_SIZE, TOY_SHAPES, 1) if toy else (Size(), SHAPES, ROUNDS)
     model = size.model(max(x.prompt + x.completion for x in shapes))
     about = (
         f"Qwen3-like model with V {size.vocab}, H {size.hidden}, {size.layers} layers, fp32; one group, equal lengths, "
         "all sequences with gradient"
     )
-    rounds = rounds or (1 if toy else ROUNDS)
     watch = Watch()
     results.merge("step", "groups", about=about, rounds=rounds)
     for shape in shapes:

@@ -15,6 +15,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.flops import counter as operations
@@ -33,40 +34,23 @@ class Counts:
     steps: int = 0
 
 
-class _Mark(torch.autograd.Function):
-    """Identity on its tensors whose backward calls `note` first."""
-
-    @staticmethod
-    def forward(ctx: Any, note: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.note = note
-        ctx.set_materialize_grads(False)
-        return tuple(t.view_as(t) for t in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.note()
-        return (None, *grads)
-
-
 def counted(apply: Callable[..., Any], counter: FlopCounterMode, counts: Counts) -> Callable[..., Any]:
     """`apply` of a fused head with the operations of its calls that need a gradient added to `counts`."""
 
-    def enter(sign: int) -> Callable[[], None]:
-        def note() -> None:
-            counts.flops += sign * counter.get_total_flops()
-
-        return note
+    def note(sign: int) -> None:
+        counts.flops += sign * counter.get_total_flops()
 
     def wrapped(hidden: Tensor, weight: Tensor, *others: Any) -> Any:
         if not torch.is_grad_enabled():
             return apply(hidden, weight, *others)
         counts.rows += hidden.size(0)
         counts.size = weight.numel()
-        hidden, weight = _Mark.apply(enter(1), hidden, weight)  # backward: leaves the head
-        before = counter.get_total_flops()
+        hidden, weight = hidden.view_as(hidden), weight.view_as(weight)
+        note(-1)
         logps, entropy, *rest = apply(hidden, weight, *others)
-        counts.flops += counter.get_total_flops() - before
-        logps, entropy = _Mark.apply(enter(-1), logps, entropy)  # backward: enters the head
+        note(1)
+        register_multi_grad_hook([x for x in (logps, entropy) if x.requires_grad], lambda _: note(-1), mode="any")
+        register_multi_grad_hook([x for x in (hidden, weight) if x.requires_grad], lambda _: note(1))
         return logps, entropy, *rest
 
     return wrapped

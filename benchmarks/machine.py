@@ -15,7 +15,7 @@ import torch
 from grpo_kernels.diagnostics import report
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = (
+PACKAGES = (  # torch, what the providers are made of, and what measures
     "torch", "triton", "trl", "transformers", "liger-kernel", "verl", "unsloth_zoo", "cut-cross-entropy",
     "quack-kernels", "nvidia-cutlass-dsl", "numpy",
 )  # fmt: skip
@@ -33,13 +33,8 @@ def about(*, on_gpu: bool, commit: str | None = None) -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "commit": commit or git_commit(ROOT),
         "machine": found,
-        "versions": peer_versions(),
+        "versions": {name: _version(name) for name in PACKAGES},
     }
-
-
-def peer_versions() -> dict[str, str]:
-    """Of torch, of what the providers are made of, and of what measures; "absent" where not installed."""
-    return {name: _version(name) or "absent" for name in PACKAGES}
 
 
 def clocks() -> dict[str, str]:
@@ -57,11 +52,11 @@ def git_commit(root: Path) -> str | None:
         return None
 
 
-def _version(name: str) -> str | None:
+def _version(name: str) -> str:
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        return None
+        return "absent"
 
 
 def _nvidia_smi(*fields: str) -> dict[str, str]:

@@ -12,9 +12,10 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -66,49 +67,21 @@ class Result:
         return max(self.loss, self.grad_norm, self.metric) <= self.case.tolerance
 
 
-class InjectedRatio:
-    """Importance ratios as vLLM's sampler would give them, made up from the ids: both trainers get the same."""
-
-    use_vllm: bool
-
-    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
-        ratio = 0.4 + (inputs["completion_ids"] % 7) * 0.2
-        self.use_vllm = True
-        try:
-            return super()._compute_loss(model, {**inputs, "importance_sampling_ratio": ratio})  # type: ignore[misc]
-        finally:
-            self.use_vllm = False
-
-
-class InjectedTools:
-    """Every fifth id counts as a tool's output."""
-
-    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
-        ours = (inputs["completion_ids"] % 5 != 0).long()
-        return super()._compute_loss(model, {**inputs, "tool_mask": ours})  # type: ignore[misc]
-
-
-class InjectedSampling:
-    """Log-probabilities of a sampler that differs from the policy, for the off-policy mask."""
-
-    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
-        sampled = -3.5 + 0.5 * (inputs["completion_ids"] % 5)
-        return super()._compute_loss(model, {**inputs, "sampling_per_token_logps": sampled})  # type: ignore[misc]
-
-
-MIXINS = {"ratio": InjectedRatio, "tools": InjectedTools, "sampling": InjectedSampling}
+INJECTED: dict[str, Callable[[torch.Tensor], dict[str, torch.Tensor]]] = {
+    # importance ratios as vLLM's sampler would give them
+    "ratio": lambda ids: {"importance_sampling_ratio": 0.4 + (ids % 7) * 0.2},
+    # every fifth id counts as a tool's output
+    "tools": lambda ids: {"tool_mask": (ids % 5 != 0).long()},
+    # of a sampler that differs from the policy, for the off-policy mask
+    "sampling": lambda ids: {"sampling_per_token_logps": -3.5 + 0.5 * (ids % 5)},
+}
 
 
 def grid() -> Iterator[Case]:
     """The 64 configurations: loss type x ratio level x beta x num_iterations."""
-    for loss_type in LOSS_TYPES:
-        for level in ("token", "sequence"):
-            for beta in (0.0, 0.04):
-                for iterations in (1, 2):
-                    yield Case(
-                        f"{loss_type}, {level}, beta {beta:g}, num_iterations {iterations}",
-                        loss_options(loss_type, level, beta=beta, num_iterations=iterations),
-                    )
+    for loss_type, level, beta, n in product(LOSS_TYPES, ("token", "sequence"), (0.0, 0.04), (1, 2)):
+        options = loss_options(loss_type, level, beta=beta, num_iterations=n)
+        yield Case(f"{loss_type}, {level}, beta {beta:g}, num_iterations {n}", options)
 
 
 def loss_options(loss_type: str, level: str = "token", **others: Any) -> dict[str, Any]:
@@ -121,46 +94,47 @@ def loss_options(loss_type: str, level: str = "token", **others: Any) -> dict[st
     return options
 
 
-def extras() -> Iterator[Case]:
-    """Every other option that reaches the head or the gradient that comes back to it."""
-    twice = {"num_iterations": 2, "beta": 0.04}
-    yield Case("entropy bonus 0.01", {"entropy_coef": 0.01})
-    yield Case("entropy bonus 0.01, grpo", {"entropy_coef": 0.01, "loss_type": "grpo", **twice})
-    adaptive = {"use_adaptive_entropy": True, "entropy_target": 3.4, "entropy_coef_delta": 0.005}
-    yield Case("adaptive entropy bonus", {"entropy_coef": 0.01, **adaptive})
-    yield Case("top-entropy mask 0.5", {"top_entropy_quantile": 0.5, **twice})
-    yield Case("top-entropy mask 0.5, entropy bonus", {"top_entropy_quantile": 0.5, "entropy_coef": 0.01})
-    yield Case("off-policy mask", {"off_policy_mask_threshold": 0.02, **twice})
-    yield Case("off-policy mask, sampling logps", {"off_policy_mask_threshold": 0.5}, mixin="sampling")
-    yield Case("delta 1.1", {"delta": 1.1, **twice})
-    yield Case("no KL correction", {"use_bias_correction_kl": False, **twice})
-    yield Case("importance ratios as inputs", twice, mixin="ratio")
-    yield Case("importance ratios as inputs, vespo", loss_options("vespo", **twice), mixin="ratio")
-    yield Case("tool mask", twice, mixin="tools")
-    yield Case("temperature 0.7", {"temperature": 0.7, **twice})
-    yield Case("mask_truncated_completions", {"mask_truncated_completions": True, **twice})
-    yield Case("steps_per_generation 4", {"steps_per_generation": 4, "entropy_coef": 0.01})
-    yield Case("gradient checkpointing", {"gradient_checkpointing": True})
+TWICE = {"num_iterations": 2, "beta": 0.04}
+EXTRAS = [  # every other option that reaches the head or the gradient that comes back to it
+    Case("entropy bonus 0.01", {"entropy_coef": 0.01}),
+    Case("entropy bonus 0.01, grpo", {"entropy_coef": 0.01, "loss_type": "grpo", **TWICE}),
+    Case(
+        "adaptive entropy bonus",
+        {"entropy_coef": 0.01, "use_adaptive_entropy": True, "entropy_target": 3.4, "entropy_coef_delta": 0.005},
+    ),
+    Case("top-entropy mask 0.5", {"top_entropy_quantile": 0.5, **TWICE}),
+    Case("top-entropy mask 0.5, entropy bonus", {"top_entropy_quantile": 0.5, "entropy_coef": 0.01}),
+    Case("off-policy mask", {"off_policy_mask_threshold": 0.02, **TWICE}),
+    Case("off-policy mask, sampling logps", {"off_policy_mask_threshold": 0.5}, mixin="sampling"),
+    Case("delta 1.1", {"delta": 1.1, **TWICE}),
+    Case("no KL correction", {"use_bias_correction_kl": False, **TWICE}),
+    Case("importance ratios as inputs", TWICE, mixin="ratio"),
+    Case("importance ratios as inputs, vespo", loss_options("vespo", **TWICE), mixin="ratio"),
+    Case("tool mask", TWICE, mixin="tools"),
+    Case("temperature 0.7", {"temperature": 0.7, **TWICE}),
+    Case("mask_truncated_completions", {"mask_truncated_completions": True, **TWICE}),
+    Case("steps_per_generation 4", {"steps_per_generation": 4, "entropy_coef": 0.01}),
+    Case("gradient checkpointing", {"gradient_checkpointing": True}),
     # a saturated cap leaves many small gradients, whose last bits Adam's first steps turn into directions
-    yield Case("soft-capping (Gemma 2)", twice, kind="softcap", tolerance=1e-3)
-    yield Case("logit_scale, tied head (Cohere)", twice, kind="logit_scale")
-    yield Case("logits_scaling (Granite)", twice, kind="logits_scaling")
-    yield Case("bias (Phi)", twice, kind="bias")
-    yield Case("tied head (Qwen3)", twice, kind="tied")
-    yield Case("LoRA body, frozen head", {"learning_rate": 1e-2, **twice}, lora=True)
-    yield Case("LoRA body, frozen head, entropy bonus", {"learning_rate": 1e-2, "entropy_coef": 0.01}, lora=True)
+    Case("soft-capping (Gemma 2)", TWICE, kind="softcap", tolerance=1e-3),
+    Case("logit_scale, tied head (Cohere)", TWICE, kind="logit_scale"),
+    Case("logits_scaling (Granite)", TWICE, kind="logits_scaling"),
+    Case("bias (Phi)", TWICE, kind="bias"),
+    Case("tied head (Qwen3)", TWICE, kind="tied"),
+    Case("LoRA body, frozen head", {"learning_rate": 1e-2, **TWICE}, lora=True),
+    Case("LoRA body, frozen head, entropy bonus", {"learning_rate": 1e-2, "entropy_coef": 0.01}, lora=True),
     # A 16-bit body rounds at every layer: a different last bit of an fp32 gradient becomes 2^-9 there, and after some
     # ten steps another token is sampled. (So it is with stock TRL when only its head is replaced by log_softmax.)
-    fp32_head = {"cast_lm_head_to_fp32": True}
     # In 16 bits a tree rounds otherwise than padded rows, and a clip decision that flips is more than a rounding
-    yield Case(
+    Case(
         "bf16 body, fp32 head, padded, 6 steps",
-        fp32_head | twice,
+        {"cast_lm_head_to_fp32": True, **TWICE},
         dtype="bfloat16",
         tolerance=5e-2,
         most_steps=6,
         ours={"layout": "padded"},
-    )
+    ),
+]
 
 
 def run(case: Case, steps: int) -> Result:
@@ -173,17 +147,12 @@ def run(case: Case, steps: int) -> Result:
     began = time.perf_counter()
     histories = []
     for base in (GRPOTrainer, FusedGRPOTrainer):
+        arguments = {"peft_config": lora()} if case.lora else {}
+        arguments |= case.ours if base is FusedGRPOTrainer else {}
         with tempfile.TemporaryDirectory() as folder:
-            histories.append(
-                tiny_run.train(
-                    mixed(case, base),
-                    tiny_run.config(folder, min(steps, case.most_steps), **case.options),
-                    kind=case.kind,
-                    dtype=getattr(torch, case.dtype),
-                    **({"peft_config": lora()} if case.lora else {}),
-                    **(case.ours if base is FusedGRPOTrainer else {}),
-                )
-            )
+            options = tiny_run.config(folder, min(steps, case.most_steps), **case.options)
+            model = {"kind": case.kind, "dtype": getattr(torch, case.dtype)}
+            histories.append(tiny_run.train(mixed(case, base), options, **model, **arguments))
     stock, ours = histories
     worst = differences(stock.steps, ours.steps)
     loss, norm = worst.pop("loss"), worst.pop("grad_norm")
@@ -193,8 +162,21 @@ def run(case: Case, steps: int) -> Result:
 
 
 def mixed(case: Case, base: type) -> type:
-    """`base` with the case's mixin in front."""
-    return base if case.mixin is None else type(base.__name__, (MIXINS[case.mixin], base), {})
+    """`base`, whose batches have the case's `INJECTED` inputs as well, made up from the ids."""
+    if case.mixin is None:
+        return base
+    name = case.mixin
+
+    class Mixed(base):
+        def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+            self.use_vllm = name == "ratio"
+            try:
+                return super()._compute_loss(model, inputs | INJECTED[name](inputs["completion_ids"]))
+            finally:
+                self.use_vllm = False
+
+    Mixed.__name__ = base.__name__
+    return Mixed
 
 
 def lora() -> Any:
@@ -210,7 +192,7 @@ def differences(stock: list[dict[str, float]], ours: list[dict[str, float]]) -> 
         raise RuntimeError(f"stock logged {len(stock)} steps, ours {len(ours)}")
     worst: dict[str, float] = {}
     for left, right in zip(stock, ours, strict=True):
-        for name in left.keys() | right.keys():
+        for name in sorted(left.keys() | right.keys()):  # of equals the first is named
             worst[name] = max(worst.get(name, 0.0), difference(name, left.get(name), right.get(name)))
     return worst
 
@@ -291,7 +273,7 @@ def main() -> int:
     asked = parser.parse_args()
     from benchmarks import head_flops
 
-    cases = [case for case in [*grid(), *extras()] if asked.only in case.name]
+    cases = [case for case in [*grid(), *EXTRAS] if asked.only in case.name]
     results = []
     with ProcessPoolExecutor(asked.workers, mp_context=get_context("spawn")) as pool:
         for result in pool.map(run, cases, [asked.steps] * len(cases)):

@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.cases import HEADS, WORKLOADS, BenchCase, case
 from benchmarks.figures import is_ours
 
-# There liger_torch is what liger_ce chooses, and eager/selective another form of eager.
+# There liger_torch is what liger_ce chooses.
 ON_CPU = (
     "trl", "liger_grpo", "liger_ce", "verl_triton", "verl_torch", "unsloth", "cce", "quack", "linear_ce", "compiled",
     "eager",
@@ -20,9 +20,9 @@ GOAL_CASES = ("main", "frozen", "half_zero", "score")
 GOALS = (*ANCHORS, "trl", "liger_grpo", "liger_torch", "eager", "liger_ce")
 REST = (
     "unsloth", "verl_triton", "quack", "cce", "linear_ce", "compiled", "liger_grpo/uncompiled", "verl_torch",
-    "quack/chunked", "eager/selective",
+    "quack/chunked",
 )  # fmt: skip
-OURS = ("ours/two_pass", "ours/lean", "ours/expected", "ours/torch", "ours/no_mask")
+OURS = ("ours/two_pass", "ours/lean", "ours/torch")
 DISTILLING = (*ANCHORS, "trl", "liger_jsd", "liger_jsd/fused", "eager")
 OTHERS = ("all tokens", "distill")  # workloads with a place of their own
 SMALL: dict[str, Any] = {"n": 128, "t": 32}
@@ -62,7 +62,7 @@ def cpu_cases() -> list[BenchCase]:
         *(_scaled("v", v, v=v, **SMALL) for v in (32768, 65536)),
         *(_scaled("share", 1 - zero, zero_share=zero, **SMALL) for zero in (0.5, 0.75)),
     ]
-    distill = _distilling(HEADS["Qwen3-1.7B"].h, "Qwen3-0.6B", **SMALL)
+    distill = _distilling(HEADS["Qwen3-1.7B"]["h"], "Qwen3-0.6B", **SMALL)
     return main + workloads + distill + shapes + scaling + _exactness(n=256, t=32, v=32768)
 
 
@@ -125,12 +125,11 @@ def _edges(main: BenchCase) -> list[BenchCase]:
     """What users have and the main case has not: fp32 weights under autocast, odd V, small heads, few rows."""
     providers = (*ANCHORS, "trl", "liger_grpo", "liger_ce", "unsloth", "eager")
     mixed = {"weight_dtype": "float32", "autocast": True}
-    small = HEADS["Qwen3-0.6B"]
     shapes: dict[str, dict[str, Any]] = {
         "fp32 weight, autocast": mixed,
         "V 151665": {"v": 151665},
         "V 50257": {"v": 50257},
-        "H 1024": {"model": "Qwen3-0.6B", "h": small.h},
+        "H 1024": {"model": "Qwen3-0.6B", "h": 1024},
         "1024 rows": {"n": 1024},
     }
     modes: dict[str, dict[str, Any]] = {"": {}, ", frozen": {"frozen": True}, ", score": {"score": True}}
@@ -166,11 +165,6 @@ def _scaled(series: str, value: float, **fields: Any) -> BenchCase:
 
 def _exactness(**shape: int) -> list[BenchCase]:
     """In bf16, which is what heads are trained in; off-policy, with about one ratio in twenty clipped; not timed."""
-
-    def at(name: str, **fields: object) -> BenchCase:
-        return case(
-            name, drift=0.1, part="accuracy", dtype="bfloat16", rounds=0, providers=EXACTNESS, **shape,
-            **fields,
-        )  # fmt: skip
-
-    return [*(at(f"logits {scale:g}", scale=scale) for scale in SCALES), at("peaked", peaked=True)]
+    kinds = {**{f"logits {scale:g}": {"scale": scale} for scale in SCALES}, "peaked": {"peaked": True}}
+    common = {"drift": 0.1, "part": "accuracy", "dtype": "bfloat16", "rounds": 0, "providers": EXACTNESS, **shape}
+    return [case(name, **common, **kind) for name, kind in kinds.items()]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,22 @@ COLORS = {
 TEXT, SMALL = 17, 11  # points
 MARGIN, TITLE, LINE, FOOT, BAR = 0.3, 0.43, 0.31, 0.2, 0.54  # inches
 PERCENT = {y: f"{y} %" for y in (0, 25, 50, 75, 100)}
+LOOKS = {
+    "font.family": "DejaVu Sans",
+    "font.size": TEXT,
+    **dict.fromkeys(("figure.facecolor", "savefig.facecolor", "axes.facecolor"), CARD),
+    "text.color": INK,
+    "axes.labelcolor": SOFT,
+    "axes.labelsize": TEXT - 2,
+    "axes.edgecolor": GRID,
+    **{f"axes.spines.{side}": False for side in ("top", "right", "bottom", "left")},
+    "axes.axisbelow": True,
+    "grid.color": GRID,
+    "grid.linewidth": 1.0,
+    "xtick.color": SOFT,
+    "ytick.color": INK,
+    **{f"{axis}tick.{which}.size": 0 for axis in "xy" for which in ("major", "minor")},
+}
 
 
 @contextmanager
@@ -43,26 +59,7 @@ def looks() -> Iterator[None]:
     """Matplotlib's defaults and ours, whatever the user's own settings are."""
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
-        matplotlib.rcParams.update(
-            {
-                "font.family": "DejaVu Sans",
-                "font.size": TEXT,
-                "figure.facecolor": CARD,
-                "savefig.facecolor": CARD,
-                "axes.facecolor": CARD,
-                "text.color": INK,
-                "axes.labelcolor": SOFT,
-                "axes.labelsize": TEXT - 2,
-                "axes.edgecolor": GRID,
-                **{f"axes.spines.{side}": False for side in ("top", "right", "bottom", "left")},
-                "axes.axisbelow": True,
-                "grid.color": GRID,
-                "grid.linewidth": 1.0,
-                "xtick.color": SOFT,
-                "ytick.color": INK,
-                **{f"{axis}tick.{which}.size": 0 for axis in "xy" for which in ("major", "minor")},
-            }
-        )
+        matplotlib.rcParams.update(LOOKS)
         yield
 
 
@@ -73,12 +70,11 @@ def sheet(claim: str, subtitle: Sequence[str], body: float, notes: Sequence[str]
     small = [line for text in notes for line in textwrap.wrap(text, 124)]
     top = MARGIN + TITLE * len(titles) + LINE * len(about) + 0.15
     bottom = MARGIN + FOOT * len(small) + 0.1
-    height = top + body + bottom
+    height, left = top + body + bottom, MARGIN / WIDTH
     figure = Figure(figsize=(WIDTH, height), dpi=DPI)
-    at, left = MARGIN, MARGIN / WIDTH
-    figure.text(left, 1 - at / height, "\n".join(titles), size=24, weight="bold", va="top", linespacing=1.15)
-    at += TITLE * len(titles)
-    figure.text(left, 1 - at / height, "\n".join(about), size=15, color=SOFT, va="top", linespacing=1.25)
+    below = 1 - (MARGIN + TITLE * len(titles)) / height
+    figure.text(left, 1 - MARGIN / height, "\n".join(titles), size=24, weight="bold", va="top", linespacing=1.15)
+    figure.text(left, below, "\n".join(about), size=15, color=SOFT, va="top", linespacing=1.25)
     figure.text(left, MARGIN / height, "\n".join(small), size=SMALL, color=SOFT, va="bottom", linespacing=1.25)
     rect = (left, bottom / height, 1 - 2 * left, body / height)
     figure.set_layout_engine(ConstrainedLayoutEngine(rect=rect, w_pad=0.04, h_pad=0.04))
@@ -101,12 +97,10 @@ def balanced(text: str, width: int) -> list[str]:
 
 
 def color(name: str) -> str:
-    """Of a provider, the same in every figure."""
     return COLORS.get(re.split("[/@]", name)[0], INK)
 
 
 def three(value: float) -> str:
-    """Three digits, zeros at the end included."""
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:#.3g}"
 
 
@@ -117,25 +111,44 @@ def save(figure: Figure, path: Path) -> Path:
     return path
 
 
-def bars(axes: Axes, values: Sequence[float], colors: Sequence[str], texts: Sequence[str], bold: int) -> None:
-    """A bar for each value, the first on top, with its text at its end."""
-    axes.barh(range(len(values)), values, height=0.68, color=colors)
-    for y, (value, text) in enumerate(zip(values, texts, strict=True)):
-        weight = "bold" if y == bold else "normal"
-        axes.annotate(text, (value, y), (9, 0), textcoords="offset points", va="center", weight=weight)
-    axes.set_xlim(0, 1.45 * max(values))
+# Bars with their names; lines with their names at the end.
+
+
+def bars(
+    axes: Axes,
+    values: Mapping[str, float],
+    colors: Sequence[str],
+    texts: Sequence[str],
+    ours: int,
+    ends: Sequence[float] = (),
+) -> None:
+    """A named bar for each value, the first on top, with its text at its end, or at `ends`; ours stands out."""
+    axes.barh(range(len(values)), [*values.values()], height=0.68, color=colors)
+    for y, (end, text) in enumerate(zip(ends or values.values(), texts, strict=True)):
+        weight = "bold" if y == ours else "normal"
+        axes.annotate(text, (end, y), (9, 0), textcoords="offset points", va="center", weight=weight)
+    axes.set_xlim(0, 1.45 * max(values.values()))
     axes.set_xticks([])
+    axes.set_yticks(range(len(values)), [*values])
+    axes.set_ylim(len(values) - 0.45, -0.55)
+    for label in axes.get_yticklabels()[ours : ours + 1]:  # none where a panel to the left has the names
+        label.set(color=BLUE, fontweight="bold")
 
 
-def name_bars(axes: Axes, names: Sequence[str], ours: int) -> None:
-    """The name of each bar; the one of ours in its colour."""
-    axes.set_yticks(range(len(names)), list(names))
-    axes.set_ylim(len(names) - 0.45, -0.55)
-    axes.get_yticklabels()[ours].set(color=BLUE, fontweight="bold")
+End = tuple[float, str, str]  # of a line: y, what stands there, its colour
 
 
-def name_ends(axes: Axes, ends: Sequence[tuple[float, str, str]], x: float) -> None:
-    """At the end of each line its name in its colour, given as (y, name, colour); moved apart from each other."""
+def band(axes: Axes, x: Sequence[float], runs: Sequence[Sequence[float]], text: str, shade: str) -> End:
+    """Draw the mean of some runs and the range that they fill; return the end of the mean, which `text` may show."""
+    columns = list(zip(*runs, strict=True))
+    mean = [sum(c) / len(c) for c in columns]
+    axes.fill_between(x, [min(c) for c in columns], [max(c) for c in columns], color=shade, alpha=0.15, linewidth=0)
+    axes.plot(x, mean, color=shade, linewidth=3.5)
+    return mean[-1], text.format(mean[-1]), shade
+
+
+def name_ends(axes: Axes, ends: Sequence[End], x: float) -> None:
+    """At the end of each line its name in its colour; moved apart from each other."""
     move, back = axes.transData.transform, axes.transData.inverted().transform
     ordered = sorted(ends)
     low, high = (move((x, y))[1] for y in axes.get_ylim())
@@ -185,7 +198,7 @@ OPTIONS = (
 
 
 def draw_step(data: dict[str, Any]) -> Figure | None:
-    """None: the step of stock TRL or of ours was not timed."""
+    """Seconds and saved memory of each variant; None: the step of stock TRL or of ours was not timed."""
     if not (claim := tables.step_claim(data)):
         return None
     scene, run = next(iter(figures.scenes(data).values())), figures.of_run(data, "step")
@@ -195,15 +208,12 @@ def draw_step(data: dict[str, Any]) -> Figure | None:
     subtitle = conditions(run, "An optimizer step without generation", dtype, model, batch)
     figure = sheet(claim, subtitle, BAR * len(seconds) + 0.8, [OPTIONS, f"{_sentence(others)}.", words.made(run)])
     left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
-    over = {name: figures.faster(scene, name) or () for name in seconds}
-    texts = [
-        f"{three(x)} s" + ("" if name == STOCK else f"   {multiple(over[name][0])}x") for name, x in seconds.items()
-    ]
-    mib = [scene["variants"][name]["saved_mib"]["max"] for name in seconds]
     colors, ours = [color("trl" if name == STOCK else OURS) for name in seconds], [*seconds].index(DEFAULTS)
-    bars(left, [*seconds.values()], colors, texts, ours)
-    bars(right, mib, colors, [f"{three(x)} MiB" for x in mib], ours)
-    name_bars(left, [STEP_SHOWN[name] for name in seconds], ours)
+    over = {name: "" if name == STOCK else f"   {multiple(figures.faster(scene, name)[0])}x" for name in seconds}
+    mib = {STEP_SHOWN[name]: scene["variants"][name]["saved_mib"]["max"] for name in seconds}
+    bars(right, mib, colors, [f"{three(x)} MiB" for x in mib.values()], ours)
+    shown = {STEP_SHOWN[name]: x for name, x in seconds.items()}
+    bars(left, shown, colors, [f"{three(x)} s{over[name]}" for name, x in seconds.items()], ours)
     left.set_xlabel("CPU seconds, times as fast")
     right.set_xlabel("activations that the largest\nmicro-batch saves")
     return figure
@@ -219,40 +229,43 @@ MIB = {64: "64 MiB", 256: "256 MiB", 1024: "1 GiB", 4096: "4 GiB", 16384: "16 Gi
 
 
 def draw_memory(data: dict[str, Any]) -> Figure | None:
-    """None: memory was not measured on several numbers of tokens."""
+    """Extra memory of each provider; None: memory of ours was not measured on several numbers of tokens."""
     cases = tables.memory_cases(data)
-    lines = {name: line for name in figures.names(cases) if len(line := tables.memory_along(cases, name)) > 1}
+    lines = {
+        name: line
+        for name in figures.names(cases)
+        if len(line := {x["n"]: mib for x in cases.values() if (mib := figures.extra_mib(x, name))}) > 1
+    }
     if OURS not in lines:
         return None
     about = {key: x for key, x in words.common(cases).items() if key != "model"}  # of which there is the V only
     run, dtype = figures.of_run(data, "memory"), words.DTYPES.get(about.get("dtype", ""), "")
-    subtitle = conditions(
-        run, "Peak memory of one loss beyond its inputs and gradients", dtype, words.shape({**about, "dtype": ""})
-    )
+    what = "Peak memory of one loss beyond its inputs and gradients"
+    subtitle = conditions(run, what, dtype, words.shape({**about, "dtype": ""}))
     notes = [f"H is {about.get('h')}, which keeps the measurement cheap: the size of the logits does not depend on H."]
-    for case in cases.values():
-        for name, x in figures.providers(case).items():
-            if not figures.ran(x):
-                notes.append(f"No point of {words.brief_name(name)} at {case['n']:,}: {words.tidy(x.get('reason'))}.")
+    notes += [
+        f"No point of {words.brief_name(name)} at {case['n']:,}: {words.tidy(x.get('reason'))}."
+        for case in cases.values()
+        for name, x in figures.providers(case).items()
+        if not figures.ran(x)
+    ]
     figure = sheet(tables.memory_claim(data) or "Extra memory of one loss", subtitle, 5.3, [*notes, words.made(run)])
     axes = figure.subplots()
     axes.set(xscale="log", yscale="log", xlabel="tokens")
     ends = []
     for name, line in lines.items():
         style = "--" if figures.is_ours(name) and name != OURS else "-"
-        axes.plot(*zip(*line, strict=True), style, color=color(name), linewidth=5 if name == OURS else 3.5, marker="o")
+        axes.plot([*line], [*line.values()], style, color=color(name), linewidth=5 if name == OURS else 3.5, marker="o")
         text = f"set to {name.partition('@')[2]} MiB" if style == "--" else words.brief_name(name)
-        ends.append((line[-1][1], f"{text}: {_size(line[-1][1])}", color(name)))
-    tokens, mib = [case["n"] for case in cases.values()], [y for line in lines.values() for _, y in line]
+        last = line[max(line)]
+        size = f"{last / 1024:.1f} GiB" if last >= 1000 else f"{last:.0f} MiB"
+        ends.append((last, f"{text}: {size}", color(name)))
+    tokens, mib = [case["n"] for case in cases.values()], [y for line in lines.values() for y in line.values()]
     axes.set_xticks(tokens, [f"{n:,}" for n in tokens])
     axes.set_xlim(0.85 * min(tokens), 7 * max(tokens))
     scale(axes, MIB, 0.6 * min(mib), 1.6 * max(mib))
     name_ends(axes, ends, max(tokens))
     return figure
-
-
-def _size(mib: float) -> str:
-    return f"{mib / 1024:.1f} GiB" if mib >= 1000 else f"{mib:.0f} MiB"
 
 
 def draw_time(data: dict[str, Any]) -> Figure | None:
@@ -261,28 +274,23 @@ def draw_time(data: dict[str, Any]) -> Figure | None:
     if not (claim := tables.time_claim(data)):
         return None
     plain = [x for x in figures.providers(case) if not re.search("[/@]", x) and x != PRODUCTS]
-    seconds = {x: ms / 1e3 for x in plain if (ms := figures.median(case, x)) is not None}
-    names = sorted(seconds, key=lambda x: seconds[x])
+    spreads = {x: figures.measured(case, x, "ms", "full") for x in plain if figures.median(case, x) is not None}
+    names = sorted(spreads, key=lambda x: spreads[x]["median"])
+    middle, low, high = ([spreads[x][q] / 1e3 for x in names] for q in ("median", "p20", "p80"))
     dtype, ours = words.DTYPES.get(case.get("dtype", ""), ""), names.index(OURS)
     subtitle = conditions(data, "Forward and backward of one loss", dtype, words.shape({**case, "dtype": ""}))
     notes = [f"{_sentence([words.features(case), words.count(case['rounds'], 'round')])}."]
-    limit = figures.median(case, PRODUCTS)
-    if limit is not None:
-        is_limit = limit / 1e3 < min(seconds.values())
-        notes.append(f"The case's matrix products alone take {f'{three(limit / 1e3)} s' if is_limit else 'no less'}.")
+    if (limit := figures.median(case, PRODUCTS)) is not None:
+        least = f"{three(limit / 1e3)} s" if limit / 1e3 < middle[0] else "no less"
+        notes.append(f"The case's matrix products alone take {least}.")
     figure = sheet(claim, subtitle, BAR * len(names) + 0.75, [*notes, words.made(data)])
     axes = figure.subplots()
-    spreads = [figures.timing(figures.providers(case)[x], "full") or {} for x in names]
-    highs = [x["p80"] / 1e3 for x in spreads]
-    texts = [
-        f"{three(seconds[x])} s" + ("" if x == OURS else f"   {multiple(seconds[x] / seconds[OURS])}x") for x in names
-    ]
-    axes.barh(range(len(names)), [seconds[x] for x in names], height=0.68, color=[color(x) for x in names])
-    bars(axes, highs, ["none"] * len(names), texts, ours)
-    for y, x in enumerate(spreads):
-        axes.plot([x["p20"] / 1e3, x["p80"] / 1e3], [y, y], color=INK, linewidth=2, marker="|", markersize=12)
-    name_bars(axes, [words.brief_name(x) for x in names], ours)
-    axes.set_xlim(0, 1.28 * max(highs))
+    shown = dict(zip(map(words.brief_name, names), middle, strict=True))
+    texts = [f"{three(x)} s" + ("" if y == ours else f"   {multiple(x / middle[ours])}x") for y, x in enumerate(middle)]
+    bars(axes, shown, [color(x) for x in names], texts, ours, ends=high)
+    for y in range(len(names)):
+        axes.plot([low[y], high[y]], [y, y], color=INK, linewidth=2, marker="|", markersize=12)
+    axes.set_xlim(0, 1.28 * max(high))
     axes.set_xlabel("seconds, and times ours; lines: 20 to 80 % of the rounds")
     return figure
 
@@ -301,15 +309,3 @@ def render(data: dict[str, Any], folder: Path) -> list[Path]:
             else:
                 made.append(save(figure, folder / f"{name}.png"))
     return made
-
-
-# Lines with a band, against steps: the real run, and the curves of `benchmarks.curves`.
-
-
-def band(axes: Axes, x: Sequence[float], curves: Sequence[Sequence[float]], shade: str) -> float:
-    """The mean of some curves, and the range that they fill; returns where the mean ends."""
-    columns = list(zip(*curves, strict=True))
-    mean = [sum(c) / len(c) for c in columns]
-    axes.fill_between(x, [min(c) for c in columns], [max(c) for c in columns], color=shade, alpha=0.15, linewidth=0)
-    axes.plot(x, mean, color=shade, linewidth=3.5)
-    return mean[-1]

@@ -1,4 +1,4 @@
-"""Measure cases: each provider is held against float64, then timed in turn with others; and the peaks of memory.
+"""Measure cases: each provider is held against float64, then timed in turn with others, or its peak of memory taken.
 
 The results are in their file after every round, so that whatever happens next loses nothing.
 """
@@ -13,7 +13,7 @@ import os
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,8 +25,8 @@ from benchmarks import deadline, figures
 from benchmarks.cases import Absence, BenchCase, Inputs, make_inputs
 from benchmarks.flops import counter
 from benchmarks.machine import Watch
-from benchmarks.memory import MIB, Peak, available_bytes, give_back_what_is_freed
-from benchmarks.plan import ANCHORS
+from benchmarks.memory import MIB, Peak, available_bytes
+from benchmarks.plan import ANCHORS, APART
 from benchmarks.providers import Forward, Outcome, build, named
 from benchmarks.reference import Reference, errors, is_right, reference
 from benchmarks.timing import Clock, interleaved, quantiles
@@ -47,7 +47,6 @@ class Results:
         self.save()
 
     def at(self, *path: str) -> dict[str, Any]:
-        """The dictionary at `path`, made if it is not there."""
         here = self.data
         for key in path:
             here = here.setdefault(key, {})
@@ -149,59 +148,51 @@ class How:
 
 
 class Step:
-    """A forward, and the backward of its loss if that has one; `lap` is called between."""
+    """A forward, and the backward of its loss if that has one."""
 
-    def __init__(self, forward: Forward, *, lap: Callable[[], None] | None = None) -> None:
-        self._forward, self._lap = forward, lap
+    def __init__(self, forward: Forward) -> None:
+        self._forward = forward
 
     def __call__(self) -> Outcome:
         outcome = self._forward()
         if outcome.loss is not None and outcome.loss.requires_grad:
-            if self._lap is not None:
-                self._lap()
             outcome.loss.backward()
         return outcome
 
 
-def check(name: str, forward: Forward, inputs: Inputs, want: Reference) -> dict[str, Any]:
-    """Run the first call: ``status`` "checked" or "wrong", the errors, counted operations in NVH, and its time.
+def beyond(peak: Peak, inputs: Inputs) -> float | None:
+    """MiB at the `peak`, without the gradients that the step returned."""
+    extra = peak.extra_bytes(sum(x.grad.nbytes for x in inputs.leaves if x.grad is not None))
+    return None if extra is None else round(max(0, extra) / MIB, 1)
 
-    Products have no result to compare. In the part "accuracy" a peer's errors are what is measured, however large.
+
+def check(name: str, step: Step, inputs: Inputs, want: Reference) -> dict[str, Any]:
+    """Run the first call: ``status`` "checked" or "wrong", the errors, and counted operations in NVH.
+
+    Products have no result to compare. In the part "accuracy" a peer's errors are what is measured, however large. In
+    the part "memory" the peak is, and operations are not counted.
     """
-    provider = named(name, distils=inputs.teacher is not None)
+    provider, case = named(name, distils=inputs.teacher is not None), inputs.case
     inputs.clear_gradients()
-    operations = counter()
-    started = time.perf_counter()
-    with operations if provider.counted else nullcontext():
-        outcome = Step(forward)()
-    seconds = time.perf_counter() - started
-    found = errors(outcome, inputs, want) if provider.compared else {}
-    shown_as_it_is = inputs.case.part == "accuracy" and not figures.is_ours(name)
-    right = not provider.compared or shown_as_it_is or is_right(found, inputs.case)
+    operations, counts = counter(), provider.counted and case.part != APART
+    peak = Peak(inputs.hidden.device) if case.part == APART else None
+    with operations if counts else nullcontext():
+        outcome = step()
+    memory = {} if peak is None else {"extra_mib": beyond(peak, inputs)}
+    off = errors(outcome, inputs, want) if provider.compared else {}
+    shown_as_it_is = case.part == "accuracy" and not figures.is_ours(name)
     inputs.clear_gradients()
     return {
-        "status": "checked" if right else "wrong",
-        "errors": found,
+        "status": "checked" if not provider.compared or shown_as_it_is or is_right(off, case) else "wrong",
+        "errors": off,
         "note": outcome.note,
-        "flops_nvh": round(operations.get_total_flops() / inputs.case.nvh, 3) if provider.counted else None,
-        "first_call_s": round(seconds, 3),
-    }
-
-
-def times(full: Sequence[float], forward: Sequence[float], *, mode: str = "full") -> dict[str, Any]:
-    """``ms`` and ``samples_ms`` of the results, from milliseconds of whole steps (of `mode`) and of their forwards."""
-    samples: Mapping[str, Sequence[float]] = {mode: full}
-    if len(forward) == len(full):
-        backward = [a - b for a, b in zip(full, forward, strict=True)]
-        samples = {mode: full, "forward": forward, "backward": backward}
-    return {
-        "ms": {k: quantiles(list(x)) for k, x in samples.items()},
-        "samples_ms": {k: [round(ms, 4) for ms in x] for k, x in samples.items()},
+        "flops_nvh": round(operations.get_total_flops() / case.nvh, 3) if counts else None,
+        **memory,
     }
 
 
 def measure_case(case: BenchCase, providers: Sequence[str], results: Results, how: How) -> None:
-    """Measure `providers` of `case`; what was found of others before stays in the results."""
+    """Measure `providers` of `case`; what an earlier call measured of others stays in the results."""
     top = ("cases", case.name)
     gc.collect()
     gc.freeze()  # what was imported is not looked through again at every step
@@ -209,17 +200,15 @@ def measure_case(case: BenchCase, providers: Sequence[str], results: Results, ho
         results.merge(*top, **case.about(), status="running")
         results.at(*top, "providers")
         task = _Task(case, results, how)
-        groups = [list(providers)]
-        if how.one_by_one:
-            anchors = [x for x in providers if x in ANCHORS]
-            task.turn(anchors, are_anchors=True)
-            groups = [[x] for x in providers if x not in anchors]
+        anchors = [x for x in providers if x in ANCHORS] if how.one_by_one else []
+        task.anchors = task.turn(anchors)
+        turns = [[x] for x in providers if x not in anchors] if how.one_by_one else [list(providers)]
         late = []
-        for group in groups:
+        for names in turns:
             if deadline.is_past(how.until):
-                late += group
+                late += names
             else:
-                task.turn(group)
+                task.turn(names)
         for name in late:
             results.merge(*top, "providers", name, status="skipped", reason="no time left")
         results.merge(*top, status="partial" if late else "complete", cpu_of_others=task.watch.others())
@@ -228,76 +217,66 @@ def measure_case(case: BenchCase, providers: Sequence[str], results: Results, ho
 
 
 class _Task:
-    """The inputs of a case and their truth, and the anchors' steps."""
-
     def __init__(self, case: BenchCase, results: Results, how: How) -> None:
         self._case, self._results, self._how = case, results, how
-        self._inputs: Inputs = make_inputs(case, how.device)
-        self._want: Reference = reference(self._inputs)
+        self._inputs = make_inputs(case, how.device)
+        self._want = reference(self._inputs)
         self._clock = Clock(how.device, flush=how.flush)
         self._mode = "score" if case.score else "full"
         self._limit = FIRST_CALL_SECONDS if self._clock.on_gpu else None
-        self._anchors: dict[str, Step] = {}
+        self.anchors: dict[str, Step] = {}
         self.watch = Watch()
 
-    def turn(self, names: Sequence[str], *, are_anchors: bool = False) -> None:
-        """Check the providers `names`, and time those that are right, with the anchors."""
-        found = {name: step for name in names if (step := self._checked(name)) is not None}
-        if not self._anchors:
+    def turn(self, names: Sequence[str]) -> dict[str, Step]:
+        """Check the providers `names`, and time those that are right with the anchors; return their steps."""
+        steps = {name: step for name in names if (step := self._checked(name)) is not None}
+        if not self.anchors:
             self.watch = Watch()  # what the first checks compile is not other processes' work
-        if found:
-            with self._results.noting(*self._path(next(iter(found))), seconds=self._limit):
-                self._rounds(found)
-        if are_anchors:
-            self._anchors = found
+        if steps:
+            with self._results.noting(*self._path(next(iter(steps))), seconds=self._limit):
+                self._rounds(steps)
         self._inputs.clear_gradients()
-        if self._how.device.type == "cuda":
-            del found
+        if self._clock.on_gpu:
             gc.collect()
             torch.cuda.empty_cache()
+        return steps
 
     def _path(self, name: str) -> tuple[str, ...]:
         return ("cases", self._case.name, "providers", name)
 
     def _checked(self, name: str) -> Step | None:
         """Build and check a provider, and run it till it is warm; None if it has nothing to time."""
-        path = self._path(name)
-        is_known = figures.ran(self._results.at(*path))  # an anchor, which keeps what an earlier call found
-        path = (*path, "again") if is_known else path
-        step = None
+        path, case, inputs, warm = self._path(name), self._case, self._inputs, None
+        if figures.ran(self._results.at(*path)):  # an anchor, which keeps what an earlier call measured
+            path = (*path, "again")
         self._results.merge(*path, status="running")  # what it stays if the process ends here
         with self._results.noting(*path, seconds=self._limit):
-            forward = build(name, self._inputs, self._how.backend)
-            found = check(name, forward, self._inputs, self._want)
-            right = found["status"] == "checked"
-            status = "ok" if right and not self._case.rounds else found["status"]
-            self._results.merge(*path, **{**found, "status": status})
-            if not right or not self._case.rounds:
-                return None
-            warm = Step(forward, lap=self._clock.lap)
-            if self._clock.on_gpu:
-                self._inputs.clear_gradients()
-                peak = Peak(self._how.device)
-                warm()
-                self._results.merge(*path, extra_mib=self._beyond(peak))
-                for _ in range(WARM_UP):
-                    self._inputs.clear_gradients()
-                    warm()
-            step = warm
-        return step
+            if case.part == APART:
+                check_room(name, case, self._results.data)
+                few = make_inputs(replace(case, n=len(inputs.ids) * WARM_TOKENS, t=WARM_TOKENS), self._how.device)
+                Step(build(name, few, self._how.backend))()
+            step = Step(build(name, inputs, self._how.backend))
+            checked = check(name, step, inputs, self._want)
+            if checked["status"] == "checked" and not case.rounds:
+                checked["status"] = "ok"
+            self._results.merge(*path, **checked)
+            if checked["status"] == "checked":
+                if self._clock.on_gpu:
+                    peak = Peak(self._how.device)
+                    step()
+                    self._results.merge(*path, extra_mib=beyond(peak, inputs))
+                    for _ in range(WARM_UP):
+                        inputs.clear_gradients()
+                        step()
+                warm = step
+        return warm
 
-    def _beyond(self, peak: Peak) -> float | None:
-        returned = sum(x.grad.nbytes for x in self._inputs.leaves if x.grad is not None)
-        extra = peak.extra_bytes(returned)
-        return None if extra is None else round(max(0, extra) / MIB, 1)
-
-    def _rounds(self, found: dict[str, Step]) -> None:
-        """Time the steps of `found` and of the anchors, interleaved; after each round the results have all of them."""
-        steps = {**self._anchors, **found}
-        laps: dict[str, list[float]] = {name: [] for name in steps}
+    def _rounds(self, turn: dict[str, Step]) -> None:
+        """Time the steps of a turn and of the anchors, interleaved; after each round the results have all of them."""
+        steps = {**self.anchors, **turn}
         mib: dict[str, list[float]] = {name: [] for name in steps}
         peaks: list[Peak] = []
-        known = {name for name in found if figures.timing(self._results.at(*self._path(name)), self._mode)}
+        written = [name for name in turn if "ms" not in self._results.at(*self._path(name))]
 
         def before(_: str) -> None:
             self._inputs.clear_gradients()
@@ -305,15 +284,12 @@ class _Task:
                 peaks[:] = [Peak(self._how.device)]
 
         def after(name: str) -> None:
-            if self._clock.forward_ms is not None:
-                laps[name].append(self._clock.forward_ms)
-            if peaks and (extra := self._beyond(peaks[0])) is not None:
+            if peaks and (extra := beyond(peaks[0], self._inputs)) is not None:
                 mib[name].append(extra)
 
         def failed(name: str, error: Exception) -> None:
-            one = next(iter(found))
-            self._results.merge(*(self._path(name) if name in found else (*self._path(one), "failures", name)),
-                                **failure(error))  # fmt: skip
+            beside = (*self._path(next(iter(turn))), "failures", name)
+            self._results.merge(*(self._path(name) if name in turn else beside), **failure(error))
             steps.pop(name)
             check_device()
 
@@ -326,12 +302,15 @@ class _Task:
             until=min(self._how.until, time.time() + self._how.seconds),
             rounds=1 if self._how.once else self._case.rounds,
         ):
-            ms = {name: times(samples[name], laps[name], mode=self._mode) for name in steps if samples[name]}
-            of_anchors = {name: ms[name]["ms"][self._mode] for name in self._anchors if name in ms}
-            for name in [x for x in ms if x in found and x not in known]:
+            ms = {name: quantiles(x) for name, x in samples.items() if name in steps and x}
+            of_anchors = {name: ms[name] for name in self.anchors if name in ms}
+            for name in [x for x in written if x in ms]:
                 beside = {"anchors": of_anchors} if of_anchors else {}
-                memory = {"extra_mib": statistics.median(mib[name])} if mib[name] else {}
-                self._results.merge(*self._path(name), status="ok", **beside, **memory, **ms[name])
+                beside |= {"extra_mib": statistics.median(mib[name])} if mib[name] else {}
+                every = {self._mode: [round(x, 4) for x in samples[name]]}
+                self._results.merge(
+                    *self._path(name), status="ok", ms={self._mode: ms[name]}, samples_ms=every, **beside
+                )
         self._inputs.clear_gradients()
 
 
@@ -358,41 +337,6 @@ def measure_runs(
     for name, ms in found.items():
         results.merge(*top, name, status="ok", ms=ms)
     return {name: ms["median"] for name, ms in found.items()}
-
-
-def measure_peaks(cases: Iterable[BenchCase], results: Results, *, backend: str = "auto") -> None:
-    """Measure the part "memory": the peak of one step of each provider, on more and more tokens, which run once.
-
-    The fewest tokens come first, which tell who still has room for more.
-    """
-    ordered = sorted(cases, key=lambda x: x.n)
-    if ordered:  # else what is timed next pays for it
-        give_back_what_is_freed()
-    for case in ordered:
-        results.merge("cases", case.name, **case.about(), providers={})
-        inputs = make_inputs(case, CPU)
-        want = reference(inputs)
-        for name in case.providers:
-            path = ("cases", case.name, "providers", name)
-            with results.noting(*path):
-                results.merge(*path, **_peak(name, inputs, want, results.data, backend))
-            inputs.clear_gradients()
-
-
-def _peak(name: str, inputs: Inputs, want: Reference, data: dict[str, Any], backend: str) -> dict[str, Any]:
-    """Status, errors and ``extra_mib`` of one provider."""
-    check_room(name, inputs.case, data)
-    few = make_inputs(replace(inputs.case, n=len(inputs.ids) * WARM_TOKENS, t=WARM_TOKENS), CPU)
-    Step(build(name, few, backend))()
-    step = Step(build(name, inputs, backend))
-    peak = Peak(CPU)
-    outcome = step()
-    extra = peak.extra_bytes(sum(x.grad.nbytes for x in inputs.leaves if x.grad is not None))
-    if extra is None:
-        raise Absence("nothing measures memory here")
-    found = errors(outcome, inputs, want)
-    status = "ok" if is_right(found, inputs.case) else "wrong"
-    return {"status": status, "errors": found, "note": outcome.note, "extra_mib": round(max(0, extra) / MIB, 1)}
 
 
 def check_room(name: str, case: BenchCase, data: dict[str, Any]) -> None:

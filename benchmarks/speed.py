@@ -23,7 +23,6 @@ CASES = [case for case in cpu_cases() if case.part in ("main", "workloads")]
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_step(case: BenchCase, benchmark: Any, request: pytest.FixtureRequest) -> None:
-    """Forward and backward of the loss."""
     shown = case.toy() if request.config.getoption("--benchmark-disable") else case
     inputs = make_inputs(shown, CPU)
     step = Step(build("ours", inputs))

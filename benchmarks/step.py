@@ -16,7 +16,8 @@ import time
 import warnings
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -79,10 +80,11 @@ class Scene:
     rounds: int = 3
 
     def toy(self) -> Scene:
-        """The scene in seconds."""
+        """The scene in seconds; with two variants where another scene has all of them."""
         sizes = {"prompt": (4, 9), "completion": (6, 16), "vocab": 256, "hidden": 32, "layers": 2}
-        sequences = min(self.sequences, 4)
-        return replace(self, **sizes, sequences=sequences, micro_batches=8 // sequences, group=4, steps=2, rounds=1)
+        variants = (STOCK, DEFAULTS) if self.variants == MOST else self.variants
+        few = {"sequences": min(self.sequences, 4), "micro_batches": 8 // min(self.sequences, 4), "group": 4}
+        return replace(self, **sizes, **few, variants=variants, steps=2, rounds=1)
 
     def by_groups(self) -> Scene:
         """The scene with the same samples, one whole group in each micro-batch."""
@@ -91,7 +93,6 @@ class Scene:
 
     @property
     def about(self) -> str:
-        """The scene in words."""
         prompt = " to ".join(str(x) for x in sorted({*self.prompt}))
         kept = "; activation checkpointing" if self.checkpointing else ""
         loss = "" if self.loss_type == "dapo" else f"; loss of the type {self.loss_type}"
@@ -114,11 +115,66 @@ SCENES = {
 }  # fmt: skip
 
 
+PHASES = ("generation", "scoring", "loss", "optimizer")
+
+
+class Timed:
+    """In front of a trainer: one record a step, of what it logged and of the CPU seconds of each phase.
+
+    What a phase contains of another is not its own; "other" is what no phase is.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.steps: list[dict[str, Any]] = []
+        self._spent: Counter[str] = Counter()
+        self._open: list[float] = []  # seconds of the phases within each open one
+        self._ended = time.process_time()
+        super().__init__(*args, **kwargs)
+
+    @contextmanager
+    def _within(self, phase: str) -> Iterator[None]:
+        self._open.append(0.0)
+        started = time.process_time()
+        try:
+            yield
+        finally:
+            took = time.process_time() - started
+            self._spent[phase] += took - self._open.pop()
+            if self._open:
+                self._open[-1] += took
+
+    def _generate(self, *args: Any, **kwargs: Any) -> Any:
+        with self._within("generation"):
+            return super()._generate(*args, **kwargs)
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+        with self._within("loss" if torch.is_grad_enabled() else "scoring"):
+            return super()._get_per_token_logps_and_entropies(*args, **kwargs)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        with self._within("loss"):
+            return super().training_step(*args, **kwargs)
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        optimizer = super().create_optimizer(*args, **kwargs)
+        optimizer.step = self._within("optimizer")(optimizer.step)
+        return optimizer
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        now = time.process_time()
+        super().log(logs, *args, **kwargs)
+        if "loss" in logs:  # TRL has added its metrics by now
+            self._spent["other"] = now - self._ended - self._spent.total()
+            seconds = {name: round(self._spent[name], 5) for name in (*PHASES, "other")}
+            self.steps.append({"logs": tiny_run.compared(self.state.log_history[-1]), "seconds": seconds})
+            self._spent.clear()
+            self._ended = time.process_time()
+
+
 class Given:
-    """A trainer whose completions are given; the mixin goes in front of the trainer class."""
+    """In front of a trainer: its completions are given."""
 
     scene: Scene
-    given_seconds = 0.0  # CPU seconds of the generation that is replaced
     saved: list[int] | None = None  # bytes that the graph of each micro-batch saves; None: not counted
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -126,43 +182,29 @@ class Given:
         self._seen: Counter[tuple[int, ...]] = Counter()  # completions of each prompt so far
 
     def _generate_single_turn(self, prompt_ids: Sequence[Sequence[int]], *_: Any, **__: Any) -> Any:
-        started = time.process_time()
-        found = []
+        completions = []
         for prompt in map(tuple, prompt_ids):
-            found.append(completion(self.scene, f"{self._seen[prompt]} {prompt}"))
+            completions.append(completion(self.scene, f"{self._seen[prompt]} {prompt}"))
             self._seen[prompt] += 1
-        self.given_seconds += time.process_time() - started
-        return found, None
+        return completions, None
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         if self.saved is None:
-            return super()._compute_loss(model, inputs)  # type: ignore[misc]
+            return super()._compute_loss(model, inputs)
         with saved_bytes(model) as count:
-            loss: Tensor = super()._compute_loss(model, inputs)  # type: ignore[misc]
+            loss = super()._compute_loss(model, inputs)
             self.saved.append(count())
         return loss
 
 
-class Stock(Given, GRPOTrainer):
-    """TRL's."""
-
-
-class Ours(Given, FusedGRPOTrainer):
-    """TRL's with our options."""
-
-
-class StepClock(transformers.TrainerCallback):
-    """CPU seconds of each optimizer step without its generation."""
-
-    def __init__(self, trainer: Given) -> None:
-        self.trainer = trainer
-        self.seconds: list[float] = []
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._started = time.process_time() - self.trainer.given_seconds
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.seconds.append(time.process_time() - self.trainer.given_seconds - self._started)
+def trainer_of(options: dict[str, Any] | None, *mixins: type, **arguments: Any) -> Any:
+    """`FusedGRPOTrainer` with `options`, or TRL's trainer for None, behind `mixins`; it prints nothing."""
+    base = GRPOTrainer if options is None else FusedGRPOTrainer
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = type("Trainer", (*mixins, base), {})(**arguments, **(options or {}))
+    trainer.remove_callback(transformers.PrinterCallback)
+    return trainer
 
 
 def completion(scene: Scene, seed: str) -> list[int]:
@@ -185,7 +227,6 @@ def prompts(scene: Scene) -> Dataset:
 
 
 def policy(scene: Scene) -> Any:
-    """The model of the scene, the same weights each time."""
     return tiny_models.model(
         vocab_size=scene.vocab,
         hidden_size=scene.hidden,
@@ -220,28 +261,28 @@ def train(scene: Scene, name: str, *, watched: bool = False, **changed: Any) -> 
     }
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer: Any = (Stock if options is None else Ours)(
+        trainer = trainer_of(
+            options,
+            Timed,
+            Given,
             model=policy(scene),
             args=tiny_run.config(folder, scene.steps, **arguments),
             reward_funcs=tiny_run.reward,
             train_dataset=prompts(scene),
             processing_class=tiny_models.tokenizer(),
-            **(options or {}),
         )
         trainer.scene, trainer.saved = scene, [] if watched else None
-        trainer.remove_callback(transformers.PrinterCallback)
-        clock = StepClock(trainer)
-        trainer.add_callback(clock)
         trainer.train()
-    logs = [tiny_run.compared(x) for x in trainer.state.log_history if "loss" in x]
-    return trainer.model, {"seconds": clock.seconds, "logs": logs, "saved": trainer.saved}
+    logs, spent = ([x[key] for x in trainer.steps] for key in ("logs", "seconds"))
+    seconds = [sum(x.values()) - x["generation"] for x in spent]
+    return trainer.model, {"seconds": seconds, "logs": logs, "saved": trainer.saved}
 
 
 REGROUPED_TOLERANCE = 2e-5  # sums in another order; without regrouping: `parity.TOLERANCE`
 SGD_STEPS = 20
 
 
-def measure_all(results: Results, *, toy: bool = False, rounds: int | None = None) -> None:
+def measure_all(results: Results, *, toy: bool = False) -> None:
     """Write ``step`` into the results, after each measurement: ``scenes``, ``sgd``, ``groups`` and ``turns``."""
     threads = torch.get_num_threads()
     tiny_run.quiet()
@@ -250,11 +291,10 @@ def measure_all(results: Results, *, toy: bool = False, rounds: int | None = Non
         with freed_memory_kept():
             results.merge("runs", step={"threads": 1})
             for name, scene in SCENES.items():
-                scene = scene.toy() if toy else scene
-                scene = scene if rounds is None else replace(scene, rounds=rounds)
-                _measure(results, ("step", "scenes", name), scene)
-            _sgd(results, replace(Scene().toy(), steps=4 if toy else SGD_STEPS))
-            groups.measure_groups(results, toy=toy, rounds=rounds)
+                _measure(results, ("step", "scenes", name), scene.toy() if toy else scene)
+            few = {"steps": 3, "variants": (STOCK, DEFAULTS, ALL_OPTIONS)} if toy else {"steps": SGD_STEPS}
+            _sgd(results, replace(Scene().toy(), **few))
+            groups.measure_groups(results, toy=toy)
             groups.measure_turns(results, toy=toy)
     finally:
         gc.unfreeze()
@@ -262,7 +302,6 @@ def measure_all(results: Results, *, toy: bool = False, rounds: int | None = Non
 
 
 def _measure(results: Results, path: tuple[str, ...], scene: Scene) -> None:
-    """All variants of one scene."""
     watch = Watch()
     about = {k: x for k, x in asdict(scene).items() if k != "variants"}
     variants = {name: {"options": VARIANTS[name], "status": "not run"} for name in scene.variants}

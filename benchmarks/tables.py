@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import figures, words
-from benchmarks.figures import ALL_OPTIONS, DEFAULTS, ONE_GROUP, OURS, PRODUCTS, REGROUPED, STOCK, Case, Scene, ratio
-from benchmarks.words import markdown, multiple, number, share, small, times
+from benchmarks.figures import ALL_OPTIONS, DEFAULTS, ONE_GROUP, OURS, PRODUCTS, REGROUPED, STOCK, Case, ratio
+from benchmarks.words import markdown, multiple, number, share, small, times, with_range
 
 NOTES = (
     "**Time**: the median of the rounds, providers in turn, and the 20 and 80 % quantiles (of two or three rounds: the "
@@ -25,14 +25,12 @@ NOTES = (
     "More: [how it is measured](measuring.md).",
 )
 READING = "[How to read the tables](#how-to-read-the-tables), [conditions](#conditions-of-the-main-run)."
-TIMED = {"main": "Main cases", "edges": "Cases of users", "distill": "Distillation"}
 COMPARED_PARTS = ("main", "shapes", "workloads")
 AXES = {"n": "N", "v": "V", "share": "rows with gradient"}
 COMPARED = (PRODUCTS, "eager", "trl")  # with ours, over all cases
 CONDITIONS = ("products_nvh", "cpu_of_others", "rounds", "counted", "status")  # of a case, beside what is computed
 NOISE = "within noise"  # a limit that was measured as slower than what does more
 SHARES = ("sequences/gradient", "tokens/computed", "tokens/gradient")  # that our trainer logs
-Section = tuple[str, str, list[str]]  # title, the part that has its plot and perhaps a run of its own, its lines
 
 
 def lines(data: dict[str, Any], pictures: Mapping[str, str] | None = None) -> list[str]:
@@ -50,8 +48,7 @@ def lines(data: dict[str, Any], pictures: Mapping[str, str] | None = None) -> li
         text += [*body, "", f"Conditions: {words.footer(figures.of_run(data, part))}."]
     names = figures.names(data.get("cases") or {})
     known = [{"provider": f"`{x}`", "which is": words.label(x, data.get("versions"))} for x in names]
-    text += ["", "## How to read the tables", "", *(f"- {note}" for note in NOTES)]
-    text += ["", *markdown(known)]
+    text += ["", "## How to read the tables", "", *(f"- {note}" for note in NOTES), "", *markdown(known)]
     return [*text, "", "## Conditions of the main run", "", *(f"- {line}" for line in words.conditions(data))]
 
 
@@ -62,25 +59,20 @@ def write(data: dict[str, Any], path: Path, plots: Sequence[Path] = ()) -> None:
     path.write_text(words.page(lines(data, pictures)), encoding="utf-8")
 
 
-def _sections(data: dict[str, Any]) -> list[Section]:
-    """The sections of which there are results."""
-    sections: list[Section] = []
-    if figures.scenes(data):
-        sections.append(("A whole training step", "step", step_lines(data["step"])))
-    if peaks := figures.of_part(data, "memory"):
-        sections.append(("Memory against tokens", "memory", _memory_lines(peaks, data)))
-    if len(compared := figures.of_part(data, *COMPARED_PARTS)) > 1:
-        sections.append(("All cases", "", _overview(compared)))
-    for part, title in TIMED.items():
-        if cases := figures.of_part(data, part):
-            sections.append((title, "time" if part == "main" else "", _timed(cases)))
-    if series := dict(figures.series(data)):
-        sections.append(("Scaling", "", _scaling(series)))
-    if accuracy := figures.of_part(data, "accuracy"):
-        sections.append(("Accuracy", "", _accuracy_lines(accuracy)))
-    if data.get("goals"):
-        sections.append(("Goals", "", _goals(data["goals"])))
-    return sections
+def _sections(data: dict[str, Any]) -> list[tuple[str, str, list[str]]]:
+    """(title, part with the section's plot and perhaps a run of its own, lines) where there are results."""
+    sections = [
+        ("A whole training step", "step", step_lines(data.get("step") or {})),
+        ("Memory against tokens", "memory", _memory_lines(data)),
+        ("All cases", "", _overview(figures.of_part(data, *COMPARED_PARTS))),
+        ("Main cases", "time", _timed(figures.of_part(data, "main"))),
+        ("Cases of users", "", _timed(figures.of_part(data, "edges"))),
+        ("Distillation", "", _timed(figures.of_part(data, "distill"))),
+        ("Scaling", "", _scaling(data)),
+        ("Accuracy", "", _accuracy_lines(figures.of_part(data, "accuracy"))),
+        ("Goals", "", _goals(data.get("goals") or [])),
+    ]
+    return [section for section in sections if section[2]]
 
 
 def _goals(goals: Sequence[dict[str, Any]]) -> list[str]:
@@ -98,33 +90,30 @@ def _goals(goals: Sequence[dict[str, Any]]) -> list[str]:
 
 def step_claim(data: dict[str, Any]) -> str:
     """How many times as fast a step with our default options is; empty where one of the two is missing."""
-    scene = next(iter(figures.scenes(data).values()), None)
-    over = figures.faster(scene, DEFAULTS) if scene else None
-    return "" if over is None else f"Our training step is {multiple(over[0])} times as fast as stock TRL's on a CPU"
+    over = _faster(data, DEFAULTS)
+    return over and f"Our training step is {over} times as fast as stock TRL's on a CPU"
+
+
+def _faster(data: dict[str, Any], name: str) -> str:
+    """How many times as fast a variant is in the first scene."""
+    over = next((figures.faster(scene, name) for scene in figures.scenes(data).values()), None)
+    return "" if over is None else multiple(over[0])
 
 
 def memory_claim(data: dict[str, Any]) -> str:
     """The memory of the fullest peer over ours, at the most tokens that the peer could be measured with."""
-    cases = memory_cases(data)
-    most = []
-    for name in ("trl", "eager"):
-        line, ours = (dict(memory_along(cases, x)) for x in (name, OURS))
-        if line and (over := ratio(line[max(line)], ours.get(max(line)))):
-            most.append((max(line), over, f"{words.brief_name(name)} {'takes' if name == 'trl' else 'take'}"))
-    if not most:
-        return ""
-    tokens, over, who = max(most)
-    return f"At {tokens:,} tokens {who} {multiple(over)} times our memory"
+    for case in reversed(memory_cases(data).values()):
+        over = {name: x for name in ("trl", "eager") if (x := figures.mib_over(case, name))}
+        if over:
+            name = max(over, key=lambda x: over[x])
+            who = f"{words.brief_name(name)} {'takes' if name == 'trl' else 'take'}"
+            return f"At {case['n']:,} tokens {who} {multiple(over[name])} times our memory"
+    return ""
 
 
 def memory_cases(data: dict[str, Any]) -> dict[str, Case]:
     """The cases of the part, the fewest tokens first."""
     return dict(sorted(figures.of_part(data, "memory").items(), key=lambda item: item[1]["n"]))
-
-
-def memory_along(cases: dict[str, Case], name: str) -> list[tuple[int, float]]:
-    """(tokens, MiB) of a provider, where it was measured."""
-    return [(case["n"], mib) for case in cases.values() if (mib := figures.extra_mib(case, name))]
 
 
 def time_claim(data: dict[str, Any]) -> str:
@@ -153,8 +142,8 @@ def summary(data: dict[str, Any]) -> list[str]:
 def _step(data: dict[str, Any]) -> str:
     if not (claim := step_claim(data)):
         return ""
-    most = figures.faster(next(iter(figures.scenes(data).values())), ALL_OPTIONS)
-    options = f", {multiple(most[0])} times with all options" if most else ""
+    most = _faster(data, ALL_OPTIONS)
+    options = f", {most} times with all options" if most else ""
     return f"**{claim}**{options} (generation left out; a small model; half of the groups with equal rewards)."
 
 
@@ -164,14 +153,11 @@ def _memory(data: dict[str, Any]) -> str:
         return ""
     cases = memory_cases(data)
     case, text = list(cases.values())[-1], f"**{claim}** ({words.shape({**words.common(cases), 'model': None})})"
-    for name in _peers(case):
-        over = ratio(figures.extra_mib(case, name), figures.extra_mib(case, OURS))
-        text += f"; {words.brief_name(name)} takes {over:.1f} times ours" if over and over < 1 else ""
-    return f"{text}."
+    over = {name: x for name in _peers(case) if (x := figures.mib_over(case, name)) and x < 1}
+    return "; ".join([text, *(f"{words.brief_name(name)} takes {x:.1f} times ours" for name, x in over.items())]) + "."
 
 
 def _peers(case: Case) -> list[str]:
-    """The providers without ours and the limit."""
     return [x for x in figures.providers(case) if not figures.is_ours(x) and x != PRODUCTS]
 
 
@@ -191,7 +177,8 @@ def _accuracy(data: dict[str, Any]) -> str:
     """The largest mean error of a log-probability over the sizes of logits, ours and TRL's."""
     cases = figures.of_part(data, "accuracy")
     ours, theirs = (
-        max((figures.error(case, x, "logp_mean") or 0.0 for case in cases.values()), default=0.0) for x in (OURS, "trl")
+        max((figures.measured(case, x, "errors", "logp_mean") or 0.0 for case in cases.values()), default=0.0)
+        for x in (OURS, "trl")
     )
     if not ours or not theirs:
         return ""
@@ -213,12 +200,12 @@ def _timed(cases: dict[str, Case]) -> list[str]:
     for title, case in cases.items():
         ran = {name: x for name, x in figures.providers(case).items() if figures.ran(x)}
         for i, (name, x) in enumerate(ran.items()):
-            ms, errors = figures.timing(x, figures.mode(case)) or {}, x.get("errors") or {}
-            low, high = ("" if ms.get(q) is None else number(ms[q] / scale) for q in ("p20", "p80"))
+            ms, errors = figures.measured(case, name, "ms", figures.mode(case)) or {}, x.get("errors") or {}
+            middle, *ends = (number(ratio(ms.get(q), scale)) for q in ("median", "p20", "p80"))
             of_products = figures.over(case, name, PRODUCTS)
             rows.append({
-                "case": "" if i else title, "provider": f"`{name}`", unit: number(ms["median"] / scale) if ms else "",
-                "20 to 80 %": f"{low} to {high}" if low and high else "", "/ ours": _over_ours(case, name),
+                "case": "" if i else title, "provider": f"`{name}`", unit: middle,
+                "20 to 80 %": " to ".join(ends) if all(ends) else "", "/ ours": _over_ours(case, name),
                 "/ products": NOISE if of_products is not None and of_products < 1 else times(of_products),
                 "FLOPs, NVH": number(x.get("flops_nvh")),
                 "extra MiB": "" if name == PRODUCTS else number(x.get("extra_mib")),
@@ -226,11 +213,10 @@ def _timed(cases: dict[str, Case]) -> list[str]:
                 "mean divergence": "" if case.get("divergence") is None else small(errors.get("loss")),
                 "note": words.tidy(x.get("note") or ""),
             })  # fmt: skip
-    return [*words.about_all(cases), "", *markdown(rows), *_missing(cases)]
+    return [*words.about_all(cases), "", *markdown(rows), *_missing(cases)] if cases else []
 
 
 def _unit(cases: dict[str, Case]) -> tuple[str, float]:
-    """The unit of a table's times, in milliseconds."""
     return ("seconds", 1e3) if figures.in_seconds(cases) else ("ms", 1.0)
 
 
@@ -253,83 +239,82 @@ def _missing(cases: dict[str, Case]) -> list[str]:
 
 def _overview(cases: dict[str, Case]) -> list[str]:
     """A line a case: the time of ours, the others' over it, and the operations and memory of ours and of TRL's head."""
+    if len(cases) < 2:
+        return []
     unit, scale = _unit(cases)
-    first = next(iter(cases.values()))
+    same = {key: x for key, x in next(iter(cases.values())).items() if key not in CONDITIONS}
     busy = [case["cpu_of_others"] for case in cases.values() if case.get("cpu_of_others") is not None]
     rows = []
     for title, case in cases.items():
-        rest = {key: x for key, x in case.items() if key not in CONDITIONS and first.get(key, ...) != x}
-        ours, pair = figures.median(case, OURS), [figures.providers(case).get(name, {}) for name in (OURS, "trl")]
+        rest = {key: x for key, x in case.items() if key not in CONDITIONS and same.get(key, ...) != x}
+        both = {who: figures.providers(case).get(name, {}) for who, name in (("ours", OURS), ("TRL", "trl"))}
         rows.append({
             "case": title, "which is": words.about(rest),
-            f"ours, {unit}": "" if ours is None else number(ours / scale),
+            f"ours, {unit}": number(ratio(figures.median(case, OURS), scale)),
             **{f"{name} / ours": _over_ours(case, name) for name in COMPARED},
-            **{f"NVH, {who}": number(x.get("flops_nvh")) for who, x in zip(("ours", "TRL"), pair, strict=True)},
-            **{f"MiB, {who}": number(x.get("extra_mib")) for who, x in zip(("ours", "TRL"), pair, strict=True)},
+            **{f"NVH, {who}": number(x.get("flops_nvh")) for who, x in both.items()},
+            **{f"MiB, {who}": number(x.get("extra_mib")) for who, x in both.items()},
         })  # fmt: skip
-    same = {key: x for key, x in first.items() if key not in CONDITIONS}
     about = f"{words.about(same)}; the second column says what a case has instead."
     about += " Times over ours: at 2, ours is twice as fast. NVH: one product of the tokens with the head is 2."
     about += f" Other processes used at most {share(max(busy))} of the cores meanwhile." if busy else ""
     return [about, "", *markdown(rows)]
 
 
-def _scaling(series: dict[str, dict[str, Case]]) -> list[str]:
-    """A line for each point of each axis: the time and memory of ours, and the others' over them."""
-    every = {name: case for cases in series.values() for name, case in cases.items()}
-    names = [name for name in figures.names(every) if name not in (OURS, PRODUCTS)]
-    rows = []
-    for axis, cases in series.items():
-        for i, case in enumerate(cases.values()):
-            ours, mib = figures.median(case, OURS), figures.extra_mib(case, OURS)
-            rows.append({
-                "axis": "" if i else AXES[axis],
-                "value": share(figures.along(case, axis)) if axis == "share" else str(case[axis]),
-                "ours, ms": number(ours), "ours, MiB": number(mib),
-                **{f"{name} / ours, time": times(figures.over(case, name, OURS)) for name in names},
-                **{f"{name} / ours, MiB": times(ratio(figures.extra_mib(case, name), mib)) for name in names},
-            })  # fmt: skip
+def _scaling(data: dict[str, Any]) -> list[str]:
+    """A line for each point of each axis: the time and memory of ours, and of those that all points have over them."""
+    points = [(axis, i, case) for axis, cases in figures.series(data) for i, case in enumerate(cases)]
+    every = {str(i): case for i, (*_, case) in enumerate(points)}
+    names = [x for x in figures.names(every) if x != OURS and all(x in figures.providers(c) for c in every.values())]
+    rows = [
+        {
+            "axis": "" if i else AXES[axis],
+            "value": share(figures.along(case, axis)) if axis == "share" else str(case[axis]),
+            "ours, ms": number(figures.median(case, OURS)),
+            "ours, MiB": number(figures.extra_mib(case, OURS)),
+            **{f"{name} / ours, time": times(figures.over(case, name, OURS)) for name in names},
+            **{f"{name} / ours, MiB": times(figures.mib_over(case, name)) for name in names},
+        }
+        for axis, i, case in points
+    ]
     about = {key: x for key, x in words.common(every).items() if key != "rounds"}
-    return [f"{words.about(about)}.", "", *markdown(rows)]
+    return [f"{words.about(about)}.", "", *markdown(rows)] if rows else []
 
 
-def _memory_lines(cases: dict[str, Case], data: dict[str, Any]) -> list[str]:
+def _memory_lines(data: dict[str, Any]) -> list[str]:
     """MiB of each provider, a line a number of tokens, and TRL's and all logits over ours."""
-    ordered = sorted(cases.values(), key=lambda case: int(case["n"]))
-    names = figures.names(cases)
-    rows = []
-    for case in ordered:
-        mib = {name: figures.extra_mib(case, name) for name in names}
-        rows.append({
+    cases = memory_cases(data)
+    versions = data.get("versions")
+    rows = [
+        {
             "tokens": f"{case['n']:,}",
-            **{f"{words.label(name, data.get('versions'))}, MiB": number(mib[name]) for name in names},
-            **{f"{words.brief_name(x)} / ours": times(ratio(mib.get(x), mib.get(OURS))) for x in ("trl", "eager")},
-        })  # fmt: skip
+            **{f"{words.label(x, versions)}, MiB": number(figures.extra_mib(case, x)) for x in figures.names(cases)},
+            **{f"{words.brief_name(x)} / ours": times(figures.mib_over(case, x)) for x in ("trl", "eager")},
+        }
+        for case in cases.values()
+    ]
     about = {key: x for key, x in words.common(cases).items() if key not in ("rounds", "products_nvh", "model")}
-    return [
-        f"{words.about(about)}; sequences of {', '.join(str(x['t']) for x in ordered)} tokens in turn.",
+    text = [
+        f"{words.about(about)}; sequences of {', '.join(str(x['t']) for x in cases.values())} tokens in turn.",
         "The size of the logits does not depend on H; that of the weight and of its gradient does. So a ratio at a",
         "small H is not that of a model: [memory.md](memory.md#real-models) has those of models, computed, with Liger.",
         "", *markdown(rows), *_missing(cases),
     ]  # fmt: skip
+    return text if rows else []
 
 
 def _accuracy_lines(cases: dict[str, Case]) -> list[str]:
     """A line for each provider: its errors at each size of the logits."""
-    kinds: dict[str, tuple[str, Callable[[float | None], str]]] = {
-        "logp_mean": ("logp", small),
-        "d_hidden": ("d hidden", small),
-        "ratio_off": ("ratios off", lambda value: "" if value is None else share(value)),
-    }
+    kinds = {"logp_mean": ("logp", small), "d_hidden": ("d hidden", small), "ratio_off": ("ratios off", share)}
     rows = []
     for name in figures.names(cases):
         row = {
-            f"{text}, {title}": form(figures.error(case, name, kind))
+            f"{text}, {title}": form(figures.measured(case, name, "errors", kind))
             for kind, (text, form) in kinds.items()
             for title, case in cases.items()
         }
         rows += [{"provider": f"`{name}`", **row}] if any(row.values()) else []
-    return [
+    text = [
         "Each provider against float64, at the same hidden states and weight. Training does not make this comparison:",
         "there old and new log-probabilities come from one head, whose rounding they share, and a policy that did not",
         "move has ratios of 1 with any of them. The table says how far a head is from log-probabilities made",
@@ -337,6 +322,7 @@ def _accuracy_lines(cases: dict[str, Case]) -> list[str]:
         "ratios off: the share of the tokens whose ratio is off by more than 1 %.",
         "", f"{words.about(words.common(cases))}.", "", *markdown(rows),
     ]  # fmt: skip
+    return text if cases else []
 
 
 # The whole optimizer step, as `benchmarks.step` and `benchmarks.groups` measure it.
@@ -352,6 +338,9 @@ def step_is_wrong(data: dict[str, Any]) -> bool:
 
 def step_lines(step: dict[str, Any]) -> list[str]:
     """A table for each scene; the distance of the parameters after SGD; groups and turns."""
+    scenes = figures.scenes({"step": step})
+    if not scenes:
+        return []
     text = [
         "The columns: CPU seconds of a step; how many times as fast as stock TRL, the median of the rounds' ratios,",
         "with the least and the most of them; MiB of activations that the largest micro-batch keeps for its backward;",
@@ -359,10 +348,10 @@ def step_lines(step: dict[str, Any]) -> list[str]:
         "differences from stock TRL. [How it is measured](measuring.md#the-training-step);",
         "[the options](training-step.md).",
     ]
-    for i, (name, scene) in enumerate(step["scenes"].items()):
+    first = next(iter(scenes.values()))["about"]
+    for name, scene in scenes.items():
         count, rounds = words.count(scene["steps"] - 1, "step"), words.count(scene["rounds"], "round")
-        first = next(iter(step["scenes"].values()))["about"]
-        about = _difference(scene["about"], first) if i else first
+        about = first if scene["about"] == first else _difference(scene["about"], first)
         said = f"**{name}**: {about}" if about != name else f"**{name}**"  # which may say how the scene differs
         text += ["", f"{said}; {count} in {rounds}{words.busy(scene)}", ""]
         text += markdown([_variant(scene, x) for x in scene["variants"]])
@@ -379,32 +368,29 @@ def step_lines(step: dict[str, Any]) -> list[str]:
     return [*text, *_groups(step), *_turns(step)]
 
 
-def with_range(over: tuple[float, float, float], form: Callable[[float], str] = times) -> str:
-    """A middle value, and in brackets the least and the most."""
-    middle, least, most = map(form, over)
-    return f"{middle} ({least} to {most})"
-
-
 def _difference(about: str, first: str) -> str:
     """The clauses of a scene's description that those of the first scene lack."""
-    same = {clause for part in first.split("; ") for clause in part.split(", ")}
-    return ", ".join(x for part in about.split("; ") for x in part.split(", ") if x not in same) or "as the first"
+    clauses, same = (text.replace("; ", ", ").split(", ") for text in (about, first))
+    return ", ".join(x for x in clauses if x not in same)
 
 
-def _variant(scene: Scene, name: str) -> dict[str, str]:
+def _variant(scene: dict[str, Any], name: str) -> dict[str, str]:
     x, over = scene["variants"][name], figures.faster(scene, name)
     saved, shares, apart = (x.get(key) or {} for key in ("saved_mib", "shares", "differences"))
     return {
         "variant": name, "seconds": number(x.get("seconds"), 3), "times as fast": with_range(over) if over else "",
-        "saved MiB": number(saved.get("max"), 3),
-        **{key: share(round(shares[key], 3)) if key in shares else "" for key in SHARES[1:]},
+        "saved MiB": number(saved.get("max"), 3), **{key: _share(shares.get(key)) for key in SHARES[1:]},
         "loss": small(apart.get("loss")), "gradient norm": small(apart.get("grad_norm")),
         "metrics": small(apart.get("metrics")), "failed": words.failed(x),
     }  # fmt: skip
 
 
+def _share(value: float | None) -> str:
+    """A share with one digit behind the point."""
+    return share(None if value is None else round(value, 3))
+
+
 def _shapes(step: dict[str, Any]) -> dict[str, Any]:
-    """The shapes of the groups that were measured, by name."""
     shapes: dict[str, Any] = (step.get("groups") or {}).get("shapes") or {}
     return shapes
 
@@ -417,7 +403,7 @@ def _groups(step: dict[str, Any]) -> list[str]:
         rows.append({
             "shape": name, **{f"{layout}, seconds": number(seconds.get(layout), 3) for layout in ("padded", "tree")},
             "padded / tree": times(x.get("speed")), **{key: times(x.get(key)) for key in ("allowed", "reached")},
-            "tokens/computed": share(round(x["computed"], 3)) if "computed" in x else "",
+            "tokens/computed": _share(x.get("computed")),
             **{key: small(apart.get(key)) for key in ("loss", "gradient")}, "failed": words.failed(x),
         })  # fmt: skip
     if not rows:
@@ -432,12 +418,11 @@ def _groups(step: dict[str, Any]) -> list[str]:
 
 
 def _turns(step: dict[str, Any]) -> list[str]:
-    """A sentence on the conversation given turn by turn."""
     if "computed" not in (turns := step.get("turns") or {}):
         return []
     return [
         "",
         f"A conversation of {turns['count']} turns, a sample for each, whose template leaves out earlier thinking: of "
-        f"{turns['padded']:,} padded tokens {turns['computed']:,} are computed ({share(round(turns['share'], 3))}); "
+        f"{turns['padded']:,} padded tokens {turns['computed']:,} are computed ({_share(turns['share'])}); "
         f"{turns['prefixes']:,} prefixes are distinct.",
     ]

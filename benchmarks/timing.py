@@ -29,44 +29,26 @@ class Clock:
         flush: overwrite the L2 cache before each step.
         queued: leave the time the host takes to launch out of it: while the device sleeps, the step is put behind the
             first event. For steps of which the host knows all beforehand, such as one kernel.
-
-    Attributes:
-        forward_ms: of the last step, up to where it called `lap`; None if it did not.
-        flushed: what is overwritten before each step.
     """
 
     def __init__(self, device: torch.device, *, flush: bool = False, queued: bool = False) -> None:
         self.on_gpu = device.type == "cuda"
         self._cycles = FIRST_SLEEP if queued else 0
-        self.forward_ms: float | None = None
-        self._lap: Any = None
         flushes = flush and self.on_gpu
         self.flushed: Any = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device) if flushes else None
 
-    def lap(self) -> None:
-        """The forward is done."""
-        if self.on_gpu:
-            self._lap = torch.cuda.Event(enable_timing=True)
-            self._lap.record()
-        else:
-            self._lap = time.perf_counter()
-
     def time(self, step: Callable[[], Any]) -> float:
         """Run `step` once, by itself on the device."""
-        self._lap = self.forward_ms = None
         if not self.on_gpu:
             started = time.perf_counter()
             step()
-            ended = time.perf_counter()
-            self.forward_ms = None if self._lap is None else 1e3 * (self._lap - started)
-            return 1e3 * (ended - started)
+            return 1e3 * (time.perf_counter() - started)
         start, stop, in_time = self._on_gpu(step)
         while not in_time and self._cycles < LONGEST_SLEEP:
             self._cycles *= 2
             start, stop, in_time = self._on_gpu(step)
         if not in_time:
             raise TooLongToQueue(f"the host takes longer to launch the step than {self._cycles} cycles of the device")
-        self.forward_ms = None if self._lap is None else float(start.elapsed_time(self._lap))
         return float(start.elapsed_time(stop))
 
     def _on_gpu(self, step: Callable[[], Any]) -> tuple[Any, Any, bool]:
@@ -103,7 +85,6 @@ def quantiles(samples: list[float]) -> dict[str, Any]:
         "median": round(statistics.median(at), 4),
         "p20": round(pick(0.2), 4),
         "p80": round(pick(0.8), 4),
-        "min": round(at[0], 4),
     }
 
 

@@ -33,19 +33,19 @@ from typing import Any
 
 import torch
 import triton
-from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from grpo_kernels.backends.interface import Chunk, LogitTransform, RowStats
-from grpo_kernels.backends.triton_rows import configs, dot, fused, grad, stats
+from benchmarks.aot.kernels import Loss, dot_runs, row_runs
+from grpo_kernels.backends.triton_rows import configs
 from grpo_kernels.backends.triton_rows.configs import DotConfig, RowConfig, family
 from grpo_kernels.backends.triton_rows.device import arch_of
 from grpo_kernels.backends.triton_rows.rows import INTERPRETED
-from grpo_kernels.token_loss.record import TokenLoss
 
 Entry = dict[str, Any]
 Config = RowConfig | DotConfig
 SPLITS_AT_MOST = 256
+Workload = Callable[[Any], Callable[[], Any]]  # what is timed, for a configuration
+Winners = dict[int | None, dict[int, Config]]  # by width and vocabulary
 Part = Callable[[str, "Sizes", torch.device, "Budget"], list[Entry]]
 PLACEHOLDER = 0  # of `splits`: it follows from V
 SHORTLIST = 6
@@ -144,19 +144,17 @@ def main(given: Sequence[str] | None = None) -> int:
 
 def chosen(sizes: Sizes, options: argparse.Namespace) -> Sizes:
     """Those of the command line in the place of `sizes`'s own."""
-    return replace(
-        sizes,
-        vocabs=tuple(sorted(options.vocabs)) if options.vocabs else sizes.vocabs,
-        widths=tuple(sorted(options.widths)) if options.widths else sizes.widths,
-    )
+    asked = {name: tuple(sorted(getattr(options, name) or ())) for name in ("vocabs", "widths")}
+    return replace(sizes, **{name: values for name, values in asked.items() if values})
 
 
 def parts(kernels: Collection[str]) -> dict[str, Part]:
     """What shares entries of the table, by name, the most important first."""
-    found: dict[str, Part] = {}
-    for together in (["stats", "fused"], ["grad"]):
-        if together[0] in kernels:
-            found[" and ".join(together)] = functools.partial(tuned_rows, together)
+    found: dict[str, Part] = {
+        " and ".join(together): functools.partial(tuned_rows, together)
+        for together in (["stats", "fused"], ["grad"])
+        if together[0] in kernels
+    }
     for dtype, softcap in product((torch.bfloat16, torch.float32), (False, True)):
         if "dot" in kernels:
             name = f"dot, {8 * dtype.itemsize} bits{', soft-cap' if softcap else ''}"
@@ -182,13 +180,19 @@ def tune(parts: dict[str, Part], sizes: Sizes, device: torch.device, out: Path, 
 
 
 def tuned_rows(kernels: list[str], arch: str, sizes: Sizes, device: torch.device, budget: Budget) -> list[Entry]:
-    """The entries of row kernels that share theirs, for each size of vocabulary."""
-    first = row_runs(kernels[-1], sizes.row_counts[-1], sizes.vocabs[-1], device)
+    """The entries of row kernels that share theirs, for each size of vocabulary: fp32 logits, gradients in bf16."""
+
+    def runs(kernel: str, n: int, vocab: int) -> Workload:
+        out = torch.float32 if INTERPRETED else torch.bfloat16
+        options: dict[str, Any] = {"loss": Loss("clipped", "k3"), "out": out, "entropy": kernel == "stats"}
+        return row_runs(kernel, n=n, device=device, vocab=vocab, **options)
+
+    first = runs(kernels[-1], sizes.row_counts[-1], sizes.vocabs[-1])
     usable = shortlist(sizes.rows, first, lambda c: broken_rules(kernels, c, arch), budget)
-    winners: dict[int | None, dict[int, Config]] = {None: {}}
+    winners: Winners = {None: {}}
     for vocab in sizes.vocabs:
-        runs = [row_runs(kernel, n, vocab, device) for kernel in kernels for n in sizes.row_counts]
-        winners[None][vocab] = fastest(usable, runs, budget)
+        workloads = [runs(kernel, n, vocab) for kernel in kernels for n in sizes.row_counts]
+        winners[None][vocab] = fastest(usable, workloads, budget)
     return entries({"kernels": kernels}, winners, device)
 
 
@@ -196,15 +200,20 @@ def tuned_dot(
     dtype: torch.dtype, softcap: bool, arch: str, sizes: Sizes, device: torch.device, budget: Budget
 ) -> list[Entry]:
     """The entries of the scoring kernel for operands of `dtype`, for each width and size of vocabulary."""
+
+    def runs(n: int, width: int, vocab: int) -> Workload:
+        transform = "soft-cap" if softcap else "plain"
+        run_of = dot_runs(dtype, n=n, device=device, width=width, vocab=vocab, transform=transform)
+        return lambda c: run_of(replace(c, splits=configs.splits_of(vocab, c.block_v, SPLITS_AT_MOST)))
+
     able = [c for c in sizes.dot if not c.use_tma or family(arch) in ("sm_90", "sm_100")]
-    first = dot_runs(sizes.row_counts[-1], sizes.widths[-1], sizes.vocabs[-1], dtype, softcap, device)
+    first = runs(sizes.row_counts[-1], sizes.widths[-1], sizes.vocabs[-1])
     usable = shortlist(able, first, lambda c: broken_rules(["dot"], c, arch, dtype, softcap), budget)
-    winners: dict[int | None, dict[int, Config]] = {}
+    winners: Winners = {}
     for width, vocab in product(sizes.widths, sizes.vocabs):
-        runs = [dot_runs(n, width, vocab, dtype, softcap, device) for n in sizes.row_counts]
-        winners.setdefault(width, {})[vocab] = fastest(usable, runs, budget)
-    fixed = {"operand_bits": 8 * dtype.itemsize, "aligned": True, "softcap": softcap}
-    return entries(fixed, winners, device)
+        workloads = [runs(n, width, vocab) for n in sizes.row_counts]
+        winners.setdefault(width, {})[vocab] = fastest(usable, workloads, budget)
+    return entries({"operand_bits": 8 * dtype.itemsize, "aligned": True, "softcap": softcap}, winners, device)
 
 
 def broken_rules(
@@ -224,9 +233,7 @@ def broken_rules(
     return next((result.broken for c in cases if (result := compile_launch(c.caught(), arch)).broken), ())
 
 
-def fastest(
-    candidates: Iterable[Config], workloads: list[Callable[[Config], Callable[[], Any]]], budget: Budget
-) -> Config:
+def fastest(candidates: Iterable[Config], workloads: list[Workload], budget: Budget) -> Config:
     """The candidate with the least product of times, so that each workload counts alike."""
     times = {}
     for config in candidates:
@@ -236,9 +243,7 @@ def fastest(
     return min(times, key=times.__getitem__)
 
 
-def shortlist(
-    candidates: Iterable[Any], workload: Callable[[Any], Any], broken: Callable[[Any], Any], budget: Budget
-) -> list[Any]:
+def shortlist(candidates: Iterable[Any], workload: Workload, broken: Callable[[Any], Any], budget: Budget) -> list[Any]:
     """The fastest few by one workload that break no rule; to compile all for the rules would take longer."""
 
     def duration(config: Any) -> float:
@@ -260,41 +265,6 @@ def seconds(run: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def row_runs(kernel: str, n: int, vocab: int, device: torch.device) -> Callable[[RowConfig], Callable[[], Any]]:
-    """What is timed of a row kernel, for a configuration: fp32 logits, gradients in bf16."""
-    some = lambda: torch.rand(n, device=device)  # noqa: E731
-    logits = torch.randn(n, vocab, device=device) * 3
-    ids = torch.randint(vocab, (n,), device=device)
-    out = torch.empty(n, vocab, device=device, dtype=torch.float32 if INTERPRETED else torch.bfloat16)
-    plain, known = LogitTransform(), RowStats(-some(), logits.amax(1), some(), some())
-    loss = TokenLoss(
-        surrogate="clipped", kl="k3", corrects_kl=False, advantages=some(), d_logps=None, weights=some(), old=-some(),
-        ref=-some(), gate=None, constants=(0.8, 1.2, math.inf), beta=0.04, d_entropy=0.0,
-    )  # fmt: skip
-    a = some()
-    return {
-        "stats": lambda c: lambda: stats.launch_stats(Chunk(logits, ids, plain), c, entropy=True, extras=()),
-        "grad": lambda c: lambda: grad.launch_grad(Chunk(logits, ids, plain), known, a, None, out, c),
-        "fused": lambda c: lambda: fused.launch_fused(Chunk(logits, ids, plain), loss, out, c),
-    }[kernel]
-
-
-def dot_runs(
-    n: int, width: int, vocab: int, dtype: torch.dtype, softcap: bool, device: torch.device
-) -> Callable[[DotConfig], Callable[[], Any]]:
-    """What is timed of the scoring kernel, for a configuration."""
-    hidden = torch.randn(n, width, device=device).to(dtype)
-    weight = (torch.randn(vocab, width, device=device) * width**-0.5).to(dtype)
-    ids: Tensor = torch.randint(vocab, (n,), device=device)
-    transform = LogitTransform(softcap=30.0 if softcap else None)
-
-    def run_of(config: DotConfig) -> Callable[[], Any]:
-        tiles = replace(config, splits=configs.splits_of(vocab, config.block_v, SPLITS_AT_MOST))
-        return lambda: dot.launch_dot(hidden, weight, ids, transform, tiles, entropy=True)
-
-    return run_of
-
-
 # The table of tiles, `tuned.json`: entries from winners, merged into what is there, checked, written whole.
 
 
@@ -310,7 +280,7 @@ def write(table: dict[str, list[Entry]], out: Path) -> None:
     os.replace(beside, out)
 
 
-def entries(fixed: Entry, winners: dict[int | None, dict[int, Config]], device: torch.device) -> list[Entry]:
+def entries(fixed: Entry, winners: Winners, device: torch.device) -> list[Entry]:
     """The winners by width and vocabulary: neighbours that agree as one entry, the last of each without a bound."""
     measured = False if INTERPRETED else {
         "device": torch.cuda.get_device_name(device), "torch": torch.__version__, "triton": triton.__version__,
@@ -336,12 +306,13 @@ def joined(steps: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
 
 def merged(table: dict[str, list[Entry]], new: list[Entry]) -> dict[str, list[Entry]]:
     """The table with the new entries in the place of those that they make out of date."""
-    for kind, names in (("rows", ("kernels",)), ("dot", ("operand_bits", "aligned"))):
-        fresh = [e for e in new if ("kernels" in e) == (kind == "rows")]
-        replaced = {(e["family"], *(str(e[name]) for name in names)) for e in fresh}
-        kept = [e for e in table[kind] if (e["family"], *(str(e[name]) for name in names)) not in replaced]
-        table = {**table, kind: [*fresh, *kept]}
-    return table
+
+    def place(entry: Entry) -> tuple[Any, ...]:
+        return tuple(str(entry.get(name)) for name in ("family", "kernels", "operand_bits", "aligned"))
+
+    replaced = {place(e) for e in new}
+    fresh = {kind: [e for e in new if ("kernels" in e) == (kind == "rows")] for kind in table}
+    return {kind: [*fresh[kind], *(e for e in table[kind] if place(e) not in replaced)] for kind in table}
 
 
 def check_table(table: dict[str, list[Entry]]) -> None:
@@ -351,15 +322,12 @@ def check_table(table: dict[str, list[Entry]]) -> None:
         for kernel in configs.ROW_KERNELS:
             assert any(kernel in e["kernels"] and e["vocab_at_most"] is None for e in rows), (name, kernel)
         assert all(("stats" in e["kernels"]) == ("fused" in e["kernels"]) for e in rows), name
+        dots = [
+            e for e in table["dot"] if e["family"] == name and e["vocab_at_most"] is e["hidden_width_at_most"] is None
+        ]
         for wanted in product((16, 32), (True, False), (True, False)):
-            fits = [
-                e
-                for e in table["dot"]
-                if e["family"] == name
-                and e["vocab_at_most"] is e["hidden_width_at_most"] is None
-                and all(e[k] in (x, None) for k, x in zip(("operand_bits", "aligned", "softcap"), wanted, strict=True))
-            ]
-            assert fits, (name, wanted)
+            pairs = tuple(zip(("operand_bits", "aligned", "softcap"), wanted, strict=True))
+            assert any(all(e[key] in (x, None) for key, x in pairs) for e in dots), (name, wanted)
 
 
 def text_of(table: dict[str, list[Entry]]) -> str:

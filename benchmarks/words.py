@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.figures import Case
@@ -30,7 +30,9 @@ PATH = re.compile(r"(?<![\w./])(?:file://)?~?/(?:[\w.+@~-]+/)*([\w.+@~-]+)/?")
 
 def markdown(rows: Sequence[Mapping[str, str]]) -> list[str]:
     """A table with a column for each key of the first row; one that would be empty is left out."""
-    kept = [key for key in rows[0] if any(row[key] for row in rows)] if rows else []
+    if not rows:
+        return []
+    kept = [key for key in rows[0] if any(row[key] for row in rows)]
     lines = (kept, ["---"] * len(kept), *([row[key] for key in kept] for row in rows))
     return [f"| {' | '.join(line)} |" for line in lines]
 
@@ -48,12 +50,10 @@ def number(value: float | None, digits: int = 4) -> str:
 
 
 def small(value: float | None) -> str:
-    """An error, in two digits."""
     return "" if value is None else f"{value:.1e}" if value else "0"
 
 
 def times(value: float | None) -> str:
-    """A ratio in a table."""
     return "" if value is None else f"{value:.2f}"
 
 
@@ -62,9 +62,14 @@ def multiple(value: float) -> str:
     return f"{value:.1f}" if value < 9.95 else f"{value:,.0f}"
 
 
-def share(value: float) -> str:
-    """0.5 as 50 %."""
-    return f"{100 * value:.3g} %"
+def share(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:.3g} %"
+
+
+def with_range(over: tuple[float, float, float], form: Callable[[float], str] = times) -> str:
+    """A middle value, and in brackets the least and the most."""
+    middle, least, most = map(form, over)
+    return f"{middle} ({least} to {most})"
 
 
 def count(number: int, word: str) -> str:
@@ -118,7 +123,6 @@ def short(version: Any) -> str:
 
 
 def shape(case: Case) -> str:
-    """Model, sizes and dtype."""
     sizes = [f"{name.upper()} {case[name]}" for name in ("n", "t", "h", "v") if case.get(name) is not None]
     sizes.append(DTYPES.get(case.get("dtype", ""), ""))
     if case.get("weight_dtype"):
@@ -164,7 +168,7 @@ def about(case: Case) -> str:
 
 def common(cases: dict[str, Case]) -> Case:
     """The keys and values that all of them have."""
-    first = next(iter(cases.values()))
+    first = next(iter(cases.values()), {})
     return {key: value for key, value in first.items() if all(x.get(key, ...) == value for x in cases.values())}
 
 
@@ -200,7 +204,6 @@ def made(data: dict[str, Any]) -> str:
 
 
 def day(data: dict[str, Any]) -> str:
-    """The date of the run, without its time."""
     return str(data.get("date", ""))[:10]
 
 

@@ -23,9 +23,9 @@ def is_interpreted() -> bool:
     return True
 
 
-def in_processes(function: Callable[..., Any], places: Sequence[int], workers: int, *arguments: Any) -> Iterator[Any]:
-    """``function(place, *arguments)`` of each place, in processes that compile everything anew."""
+def in_processes(function: Callable[[Any], Any], cases: Sequence[Any], workers: int) -> Iterator[Any]:
+    """``function(case)`` of each case, in processes that compile everything anew."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TRITON_CACHE_DIR"] = folder
         with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-            yield from pool.map(function, places, *([x] * len(places) for x in arguments))
+            yield from pool.map(function, cases)

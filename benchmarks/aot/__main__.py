@@ -36,22 +36,22 @@ def main() -> int:
     from benchmarks.aot.matrix import HEADER, all_cases, line_of
 
     start = time.monotonic()
-    places = [
-        place
-        for place, case in enumerate(all_cases(arguments.quick))
+    cases = [
+        case
+        for case in all_cases(arguments.quick)
         if (not arguments.target or case.arch in arguments.target)
         and (not arguments.kernel or case.kernel in arguments.kernel)
     ]
-    if not places:
+    if not cases:
         print("error: nothing to compile: no such target or kernel", file=sys.stderr)
         return 2
-    print(f"Triton {triton.__version__}, {len(places)} kernels")
+    print(f"Triton {triton.__version__}, {len(cases)} kernels")
     print(HEADER)
     failures = 0
-    for line, is_broken in in_processes(line_of, places, arguments.workers, arguments.quick):
+    for line, is_broken in in_processes(line_of, cases, arguments.workers):
         print(line, flush=True)
         failures += is_broken
-    print(f"{failures} of {len(places)} break a rule; {time.monotonic() - start:.0f} s")
+    print(f"{failures} of {len(cases)} break a rule; {time.monotonic() - start:.0f} s")
     return 1 if failures else 0
 
 
@@ -64,15 +64,9 @@ def by_release(release: str, arguments: argparse.Namespace) -> int:
 
 
 def environment(release: str) -> dict[str, str]:
-    """The environment of a process that imports `release` of Triton, which is installed if it is not there."""
+    """The environment of a process that imports `release` of Triton, which is installed, alone, if it is not there."""
     if version("triton") == release:
         return dict(os.environ)
-    path = [str(installed(release)), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
-
-
-def installed(release: str) -> Path:
-    """The folder of `release`, without what it depends on: that is installed already."""
     folder = FOLDER / f"triton-{release}"
     stamp = folder / ".installed"
     if not stamp.exists():
@@ -81,7 +75,8 @@ def installed(release: str) -> Path:
         options = ["--no-deps", "--no-compile", "--upgrade", "--target", str(folder)]
         subprocess.run([*pip, *options, f"triton=={release}"], check=True)
         stamp.touch()
-    return folder
+    path = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
 
 
 if __name__ == "__main__":

@@ -82,10 +82,8 @@ def _specialise(value: Any, param: Any) -> tuple[Any, bool]:
         return f"*{TYPES[value.dtype]}", value.data_ptr() % 16 == 0
     if isinstance(value, TensorDescriptor):
         return f"tensordesc<{TYPES[value.base.dtype]}{list(value.block_shape)}>".replace(" ", ""), False
-    if isinstance(value, bool):
-        return "i1", False
-    if isinstance(value, float):
-        return "fp32", False
+    if isinstance(value, bool | float):
+        return ("i1" if isinstance(value, bool) else "fp32"), False
     if isinstance(value, int):
         if value == 1 and not param.do_not_specialize:
             return "constexpr", False

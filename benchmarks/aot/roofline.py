@@ -12,84 +12,74 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from benchmarks.aot import in_processes, is_interpreted
 from benchmarks.aot.checks import compile_for, nvidia_usage
-from benchmarks.aot.matrix import BF16, FP32, Case, H, N, V, empty, ids, pair_statistics, row_statistics, token_loss
+from benchmarks.aot.kernels import BF16, H, Loss, V
+from benchmarks.aot.matrix import Case
 from benchmarks.aot.sass import LOADS, SPILLING, STORES, Instruction, count, disassembled, inner_loops, moved
-from grpo_kernels.backends.interface import STATISTICS, Chunk, LogitTransform, Teacher
-from grpo_kernels.backends.triton_rows import divergence, dot, fused, grad, single_pass, stats, teacher_fused
+from grpo_kernels.backends.interface import STATISTICS
 from grpo_kernels.backends.triton_rows.configs import dot_config, row_config
-from grpo_kernels.engine.device import CUDA
 
 ARCH = "sm_90"
-ODD_V = 151665
-PLAIN, SOFTCAP = LogitTransform(), LogitTransform(softcap=30.0)
-# surrogate, KL estimator, whether it is corrected, gate, dtype of the gradient, entropy bonus
-CONSTANT = ("constant", None, False, False, BF16, 0.0)
-CLIPPED_KL = ("clipped", "k3", False, False, BF16, 0.0)
 DOCUMENT = Path(__file__).parents[2] / "docs" / "roofline.md"
 HEAD = "| kernel | variant | instructions | MUFU | bytes | registers | shared | CTAs/SM |"
 TABLE = re.compile(rf"By Triton (?P<triton>[\w.]+):\n\n{re.escape(HEAD)}\n\|[-:| ]+\|\n(?P<lines>(?:\|.*\n)+)")
+SWEEPS = {"fused": 2, "teacher_fused": 3}  # over a row; a further loop is for rare rows
+ENTRIES = {"single_pass": "stats", "diverge": "stats", "teacher_fused": "fused"}  # whose tiles a kernel has
+ODD = {"vocab": 151665}
+SOFTCAP = {"transform": "soft-cap"}
+CONSTANT = {"loss": Loss("constant")}
 
 
-@dataclass(frozen=True)
-class Counted:
-    """A launch to take apart."""
-
-    kernel: str
-    variant: str
-    launch: Callable[[], Any]
-    sweeps: int = 1  # over a row; a further loop is for rare rows
-    heads: int = 1  # whose logits are loaded
-
-
-def cases() -> list[Counted]:
+def cases() -> list[Case]:
     """All, in an order that does not change; a kernel to come is one more line."""
-    return [
-        Counted("stats", "plain", lambda: _stats()),
-        Counted("stats", f"plain, V {ODD_V}", lambda: _stats(vocab=ODD_V)),
-        Counted("stats", "soft-cap", lambda: _stats(SOFTCAP)),
-        Counted("stats", "all extras", lambda: _stats(extras=STATISTICS)),
-        Counted("fused", "constant", lambda: _fused(CONSTANT), sweeps=2),
-        Counted("fused", f"constant, V {ODD_V}", lambda: _fused(CONSTANT, vocab=ODD_V), sweeps=2),
-        Counted("fused", "constant, soft-cap", lambda: _fused(CONSTANT, SOFTCAP), sweeps=2),
-        Counted("fused", "clipped, KL", lambda: _fused(CLIPPED_KL), sweeps=2),
-        Counted("single_pass", "plain", lambda: _single_pass()),
-        Counted("single_pass", f"plain, V {ODD_V}", lambda: _single_pass(vocab=ODD_V)),
-        Counted("single_pass", "soft-cap", lambda: _single_pass(SOFTCAP)),
-        Counted("grad", "plain", lambda: _grad()),
-        Counted("grad", f"plain, V {ODD_V}", lambda: _grad(vocab=ODD_V)),
-        Counted("grad", "soft-cap", lambda: _grad(SOFTCAP)),
-        Counted("grad", "entropy gradient", lambda: _grad(has_b=True)),
-        Counted("diverge", "forward", lambda: _diverge(0.0), heads=2),
-        Counted("diverge", "reverse", lambda: _diverge(1.0), heads=2),
-        Counted("diverge", "Jensen-Shannon", lambda: _diverge(0.5), heads=2),
-        Counted("grad", "teacher, reverse", lambda: _teacher_grad(1.0), heads=2),
-        Counted("teacher_fused", "constant, reverse", lambda: _teacher_fused(1.0), sweeps=3, heads=2),
-        Counted("dot", "bf16", lambda: _dot()),
+    made = [
+        _case("stats", "plain"),
+        _case("stats", "plain, V 151665", **ODD),
+        _case("stats", "soft-cap", **SOFTCAP),
+        _case("stats", "all extras", extras=STATISTICS),
+        _case("fused", "constant", **CONSTANT),
+        _case("fused", "constant, V 151665", **CONSTANT, **ODD),
+        _case("fused", "constant, soft-cap", **CONSTANT, **SOFTCAP),
+        _case("fused", "clipped, KL", loss=Loss("clipped", "k3")),
+        _case("single_pass", "plain"),
+        _case("single_pass", "plain, V 151665", **ODD),
+        _case("single_pass", "soft-cap", **SOFTCAP),
+        _case("grad", "plain", entropy=False),
+        _case("grad", "plain, V 151665", entropy=False, **ODD),
+        _case("grad", "soft-cap", entropy=False, **SOFTCAP),
+        _case("grad", "entropy gradient"),
+        *(
+            _case("diverge", name, teacher=("plain", beta))
+            for name, beta in (("forward", 0.0), ("reverse", 1.0), ("Jensen-Shannon", 0.5))
+        ),
+        _case("grad", "teacher, reverse", entropy=False, teacher=("plain", 1.0)),
+        _case("teacher_fused", "constant, reverse", loss=Loss("constant", "full"), teacher=("plain", 1.0)),
     ]
+    return [*made, Case("dot", "bf16", ARCH, {"dtype": BF16}, dot_config(H, V, BF16, ARCH))]
 
 
-def counts_at(place: int) -> tuple[str, list[str]]:
-    """The line of the case at a place, and the rules that it breaks."""
-    case = cases()[place]
-    compiled = compile_for(Case(case.kernel, case.variant, ARCH, case.launch).caught(), ARCH)
+def _case(kernel: str, variant: str, **options: Any) -> Case:
+    """A row kernel on rows that begin where the engine lets them; an odd vocabulary must cost no more than another."""
+    config = row_config(ENTRIES.get(kernel, kernel), options.get("vocab", V), ARCH)
+    return Case(kernel, variant, ARCH, {"apart": True, "entropy": True, **options}, config)
+
+
+def counts_of(case: Case) -> tuple[str, list[str]]:
+    """The line of a case, and the rules that it breaks."""
+    compiled = compile_for(case.caught(), ARCH)
     code = disassembled(compiled.asm["cubin"])
-    is_dot = case.kernel == "dot"
-    loops = inner_loops(code, lambda x: x.name in (("HGMMA",) if is_dot else LOADS))[: case.sweeps]
+    is_dot, sweeps = case.kernel == "dot", SWEEPS.get(case.kernel, 1)
+    loops = inner_loops(code, lambda x: x.name in (("HGMMA",) if is_dot else LOADS))[:sweeps]
     registers, _ = nvidia_usage(compiled.asm)
     shared, threads = compiled.metadata.shared, 32 * compiled.metadata.num_warps
-    of_loops = [str(len(loops[0])), "", ""] if is_dot else _an_element(loops, case.heads)
+    heads = 2 if "teacher" in case.options else 1
+    of_loops = [str(len(loops[0])), "", ""] if is_dot else _an_element(loops, heads)
     cells = [*of_loops, str(registers), str(shared), str(ctas_per_sm(registers, threads, shared))]
-    broken = [f"expected {case.sweeps} loops over a row, got {len(loops)}"] if len(loops) < case.sweeps else []
+    broken = [f"expected {sweeps} loops over a row, got {len(loops)}"] if len(loops) < sweeps else []
     return f"| {' | '.join([case.kernel, case.variant, *cells])} |", broken + ([] if is_dot else _broken(loops))
 
 
@@ -125,62 +115,6 @@ def ctas_per_sm(registers: int, threads: int, shared: int) -> int:
     return min(by_registers, 2048 // threads, by_shared, 32)
 
 
-def _stats(transform: LogitTransform = PLAIN, *, vocab: int = V, extras: tuple[str, ...] = ()) -> Any:
-    return stats.launch_stats(_chunk(vocab, transform), row_config("stats", vocab, ARCH), entropy=True, extras=extras)
-
-
-def _fused(loss: Any, transform: LogitTransform = PLAIN, *, vocab: int = V) -> Any:
-    config = row_config("fused", vocab, ARCH)
-    return fused.launch_fused(_chunk(vocab, transform), token_loss(*loss), _rows(vocab, BF16), config)
-
-
-def _single_pass(transform: LogitTransform = PLAIN, *, vocab: int = V) -> Any:
-    config = row_config("stats", vocab, ARCH)
-    return single_pass.launch_single_pass(
-        _chunk(vocab, transform), _rows(vocab, BF16), config, entropy=True, extras=(), in_place=False
-    )
-
-
-def _grad(transform: LogitTransform = PLAIN, *, vocab: int = V, has_b: bool = False) -> Any:
-    b, config = empty(N) if has_b else None, row_config("grad", vocab, ARCH)
-    return grad.launch_grad(_chunk(vocab, transform), row_statistics(), empty(N), b, _rows(vocab, BF16), config)
-
-
-def _diverge(beta: float) -> Any:
-    known = row_statistics()
-    return divergence.launch_diverge(_pair(beta), known, known, row_config("stats", V, ARCH))
-
-
-def _teacher_grad(beta: float) -> Any:
-    config = row_config("grad", V, ARCH)
-    return grad.launch_grad(_pair(beta), pair_statistics(), empty(N), None, _rows(V, BF16), config, empty(N))
-
-
-def _teacher_fused(beta: float) -> Any:
-    loss = replace(token_loss(*CONSTANT), kl="full")
-    return teacher_fused.launch_teacher_fused(_pair(beta), loss, _rows(V, BF16), row_config("fused", V, ARCH))
-
-
-def _dot() -> Any:
-    hidden, weight = empty(N, H, dtype=BF16), empty(V, H, dtype=BF16)
-    config = dot_config(H, V, BF16, ARCH, softcap=False, aligned=dot.is_aligned(weight))
-    return dot.launch_dot(hidden, weight, ids(), PLAIN, config, entropy=True)
-
-
-def _chunk(vocab: int, transform: LogitTransform) -> Chunk:
-    return Chunk(_rows(vocab), ids(), transform)
-
-
-def _pair(beta: float) -> Chunk:
-    """A chunk with a teacher."""
-    return replace(_chunk(V, PLAIN), teacher=Teacher(_rows(V), PLAIN, beta))
-
-
-def _rows(vocab: int, dtype: torch.dtype = FP32) -> Tensor:
-    """Rows that begin where the engine lets them; an odd vocabulary must cost no more than another."""
-    return empty(N, CUDA.row_width(vocab), dtype=dtype)[:, :vocab]
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.aot.roofline", description=__doc__)
     parser.add_argument("--update", action="store_true", help="write the table of docs/roofline.md anew")
@@ -194,8 +128,9 @@ def main() -> int:
         return 2
     import triton
 
-    places = [i for i, case in enumerate(cases()) if (arguments.case or "") in f"{case.kernel} {case.variant}"]
-    found = list(in_processes(counts_at, places, arguments.workers))
+    everything = cases()
+    places = [i for i, x in enumerate(everything) if (arguments.case or "") in f"{x.kernel} {x.variant}"]
+    found = list(in_processes(counts_of, [everything[i] for i in places], arguments.workers))
     text = DOCUMENT.read_text()
     table = TABLE.search(text)
     assert table, f"no table in {DOCUMENT}"
@@ -204,11 +139,11 @@ def main() -> int:
         text = text[: table.start("lines")] + lines + text[table.end("lines") :]
         DOCUMENT.write_text(text.replace(f"By Triton {table['triton']}:", f"By Triton {triton.__version__}:"))
     is_pinned = triton.__version__ == table["triton"] and not arguments.update
-    expected = table["lines"].splitlines() if is_pinned else []
+    expected = table["lines"].splitlines()
     differs = 0
     print(HEAD)
     for place, (line, broken) in zip(places, found, strict=True):
-        if expected and expected[place] != line:
+        if is_pinned and expected[place] != line:
             broken.append(f"expected {expected[place]}")
         differs += bool(broken)
         print(line, *broken, sep="\n  BROKEN: ")

@@ -1,7 +1,7 @@
 """One adapter for each way to compute the case, each used as its users would, each loaded only when it is asked for.
 
 An adapter takes the inputs and returns the forward: a call that gives an `Outcome`, whose loss the harness
-differentiates. One that cannot do a case raises `Absence` with the reason.
+differentiates. One that cannot do a case raises `Absence` with the reason, beside what its entry here says.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from benchmarks.cases import Absence, Inputs, policy_loss
+from benchmarks.cases import Absence, Inputs, counted_mean, policy_loss
+
+IGNORE = -100  # id of a masked token, for a cross-entropy
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,8 @@ class Outcome:
 
 
 Forward = Callable[[], Outcome]
-Rows = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]  # (n, H), (n,) -> log-probabilities, entropies (n,)
+Scored = tuple[Tensor, Tensor | None]  # log-probabilities, entropies
+Rows = Callable[[Tensor, Tensor], Scored]  # (n, H), (n,) -> (n,) each
 
 
 @dataclass(frozen=True)
@@ -40,74 +43,82 @@ class Provider:
     """Where an adapter is, and what can be said of it.
 
     Attributes:
-        module: of this package.
-        function: in it, ``function(inputs)``, or with `arguments` too.
+        adapter: module of this package and function in it, ``function(inputs)``, or with `arguments` too.
         label: for readers, with "{}" for the version of `package`, a distribution.
         counted: its matrix products are torch's, so that torch can count their operations.
         compared: it has results to compare.
+        lacks: names of `LACKING`, for which it is absent.
     """
 
-    module: str
-    function: str
-    label: str = ""
+    adapter: str
+    label: str
     package: str = ""
     arguments: Mapping[str, str] = field(default_factory=dict)
     counted: bool = True
     compared: bool = True
+    lacks: tuple[str, ...] = ()
 
 
-PROVIDERS = {
-    "ours": Provider("ours", "ours", "grpo_kernels"),
-    "ours/torch": Provider("ours", "ours", "grpo_kernels, torch backend", arguments={"backend": "torch"}),
-    "ours/one_pass": Provider("ours", "ours", "grpo_kernels, one pass", arguments={"engine": "one_pass"}),
-    "ours/two_pass": Provider("ours", "ours", "grpo_kernels, two passes", arguments={"engine": "two_pass"}),
-    "ours/lean": Provider("ours", "ours", "grpo_kernels, lean engine", arguments={"engine": "lean"}),
-    "ours/score_dot": Provider(
-        "ours", "ours", "grpo_kernels, score_dot", arguments={"engine": "score_dot"}, counted=False
+LACKING: dict[str, tuple[Callable[[Inputs], bool], str]] = {  # the cases that want it, and the reason not to do them
+    "soft-cap": (lambda x: x.case.softcap is not None, "no soft-cap"),
+    "two dtypes": (
+        lambda x: x.weight.dtype != x.hidden.dtype,
+        "takes hidden states and weight of one dtype, under autocast too",
     ),
-    "ours/no_mask": Provider("ours", "ours", "grpo_kernels, no mask", arguments={"mask": "none"}),
-    "ours/expected": Provider("ours", "expected", "grpo_kernels, linear_logprob"),
-    "products": Provider("products", "products", "matrix products alone", compared=False),
-    "eager": Provider("torch_heads", "eager", "all logits, log_softmax"),
-    "eager/selective": Provider("torch_heads", "selective", "all logits, TRL's selective"),
-    "compiled": Provider("torch_heads", "compiled", "all logits, torch.compile", counted=False),
-    "linear_ce": Provider("torch_heads", "linear_ce", "torch {} linear_cross_entropy", "torch", counted=False),
-    "trl": Provider("trl", "trl", "TRL {} fused head", "trl"),
-    "liger_grpo": Provider("liger", "liger_grpo", "Liger {} fused GRPO loss", "liger-kernel"),
-    "liger_grpo/uncompiled": Provider("liger", "uncompiled", "Liger {} fused GRPO loss, not compiled", "liger-kernel"),
-    "liger_ce": Provider("liger", "liger_ce", "Liger {} scaled CE", "liger-kernel", counted=False),
-    "liger_torch": Provider("liger", "liger_torch", "Liger {} scaled CE, torch", "liger-kernel"),
-    "verl_torch": Provider("verl", "verl_torch", "verl {} torch head", "verl"),
-    "verl_triton": Provider("verl", "verl_triton", "verl {} Triton head", "verl", counted=False),
-    "unsloth": Provider("unsloth", "unsloth", "Unsloth {} fused log-probs", "unsloth_zoo", counted=False),
-    "cce": Provider("cce", "cce", "Apple CCE {}", "cut-cross-entropy", counted=False),
-    "quack": Provider("quack", "quack", "QuACK {} linear CE", "quack-kernels", counted=False),
-    "quack/chunked": Provider(
-        "quack", "chunked", "QuACK {} mean CE, no policy loss", "quack-kernels", counted=False, compared=False
-    ),
+    "CPU": (lambda x: not x.hidden.is_cuda, "its Triton kernel serves GPUs only"),
+    "scores": (lambda x: x.case.score, "it has no log-probabilities to give"),
+    "top entropy": (lambda x: x.case.top_entropy < 1, "it has no top-entropy mask"),
 }
+CAP, CE, GRPO = ("soft-cap",), ("soft-cap", "two dtypes"), ("scores", "top entropy", "soft-cap")
+PROVIDERS = {
+    "ours": Provider("ours.ours", "grpo_kernels"),
+    "ours/torch": Provider("ours.ours", "grpo_kernels, torch backend", arguments={"backend": "torch"}),
+    "ours/one_pass": Provider("ours.ours", "grpo_kernels, one pass", arguments={"engine": "one_pass"}),
+    "ours/two_pass": Provider("ours.ours", "grpo_kernels, two passes", arguments={"engine": "two_pass"}),
+    "ours/lean": Provider("ours.ours", "grpo_kernels, lean engine", arguments={"engine": "lean"}),
+    "ours/score_dot": Provider("ours.ours", "grpo_kernels, score_dot", "", {"engine": "score_dot"}, counted=False),
+    "products": Provider("torch_heads.products", "matrix products alone", compared=False),
+    "eager": Provider("torch_heads.eager", "all logits, log_softmax"),
+    "compiled": Provider("torch_heads.compiled", "all logits, torch.compile", counted=False),
+    "linear_ce": Provider(
+        "cross_entropies.linear_ce", "torch {} linear_cross_entropy", "torch", counted=False, lacks=CAP),
+    "trl": Provider("trl.trl", "TRL {} fused head", "trl"),
+    "liger_grpo": Provider("liger.liger_grpo", "Liger {} fused GRPO loss", "liger-kernel", lacks=GRPO),
+    "liger_grpo/uncompiled": Provider(
+        "liger.liger_grpo", "Liger {} fused GRPO loss, not compiled", "liger-kernel", {"compiled": ""}, lacks=GRPO),
+    "liger_ce": Provider("liger.liger_ce", "Liger {} scaled CE", "liger-kernel", counted=False, lacks=CE),
+    "liger_torch": Provider("liger.liger_torch", "Liger {} scaled CE, torch", "liger-kernel", lacks=CE),
+    "verl_torch": Provider("verl.verl_torch", "verl {} torch head", "verl", lacks=CE),
+    "verl_triton": Provider("verl.verl_triton", "verl {} Triton head", "verl", counted=False, lacks=("CPU", *CE)),
+    "unsloth": Provider("unsloth.unsloth", "Unsloth {} fused log-probs", "unsloth_zoo", counted=False),
+    "cce": Provider("cross_entropies.cce", "Apple CCE {}", "cut-cross-entropy", counted=False),
+    "quack": Provider("cross_entropies.quack", "QuACK {} linear CE", "quack-kernels", counted=False, lacks=CAP),
+    "quack/chunked": Provider(
+        "cross_entropies.quack_chunked", "QuACK {} mean CE, no policy loss", "quack-kernels", counted=False,
+        compared=False, lacks=CAP),
+}  # fmt: skip
 DISTILLERS = {  # of a case that has a teacher
-    "ours": Provider("divergence", "ours", "grpo_kernels"),
-    "ours/torch": Provider("divergence", "ours", "grpo_kernels, torch backend", arguments={"backend": "torch"}),
+    "ours": Provider("ours.divergence", "grpo_kernels"),
+    "ours/torch": Provider("ours.divergence", "grpo_kernels, torch backend", arguments={"backend": "torch"}),
     "products": PROVIDERS["products"],
-    "eager": Provider("divergence", "eager", "all logits, log_softmax"),
-    "compiled": Provider("divergence", "compiled", "all logits, torch.compile", counted=False),
-    "trl": Provider("divergence", "trl", "TRL {} fused head", "trl"),
-    "liger_jsd": Provider("divergence", "liger_jsd", "Liger {} chunked JSD loss, torch", "liger-kernel"),
-    "liger_jsd/fused": Provider("divergence", "liger_fused", "Liger {} fused JSD, Triton", "liger-kernel"),
+    "eager": Provider("torch_heads.divergence", "all logits, log_softmax"),
+    "compiled": Provider("torch_heads.compiled_divergence", "all logits, torch.compile", counted=False),
+    "trl": Provider("trl.divergence", "TRL {} fused head", "trl"),
+    "liger_jsd": Provider("liger.jsd", "Liger {} chunked JSD loss, torch", "liger-kernel", lacks=CAP),
+    "liger_jsd/fused": Provider("liger.fused_jsd", "Liger {} fused JSD, Triton", "liger-kernel", lacks=("CPU", *CAP)),
 }
 
 
 def named(name: str, *, distils: bool = False) -> Provider:
     """The provider `name`, of a policy loss or, if it `distils`, of a divergence, as far as it has one; ``ours@128`` is
-    ours with a workspace of 128 MiB.
+    ours with a workspace of so many MiB.
 
     Raises:
-        ValueError: there is none of that name.
+        ValueError: there is no provider of that name.
     """
     known = {**PROVIDERS, **DISTILLERS} if distils else {**DISTILLERS, **PROVIDERS}
     kind, _, mib = name.partition("@")
-    if kind in known and (not mib or (known[kind].function == "ours" and mib.isdigit())):
+    if kind in known and (not mib or (known[kind].adapter.startswith("ours.") and mib.isdigit())):
         found = known[kind]
         return replace(found, arguments={**found.arguments, **({"workspace": mib} if mib else {})})
     raise ValueError(f"providers: expected some of {', '.join(known)}, or ours@MIB, got {name!r}")
@@ -124,12 +135,16 @@ def build(name: str, inputs: Inputs, backend: str = "auto") -> Forward:
     provider = named(name, distils=distils)
     if name.partition("@")[0] not in (DISTILLERS if distils else PROVIDERS):
         raise Absence("no divergence from a teacher" if distils else "no policy loss")
-    arguments = {**({"backend": backend} if provider.function == "ours" else {}), **provider.arguments}
+    module, _, function = provider.adapter.partition(".")
+    arguments = {**({"backend": backend} if module == "ours" else {}), **provider.arguments}
     try:
-        function = getattr(importlib.import_module(f"benchmarks.providers.{provider.module}"), provider.function)
-        forward = function(inputs, **arguments)
+        adapter = getattr(importlib.import_module(f"benchmarks.providers.{module}"), function)
+        forward: Forward = adapter(inputs, **arguments)
     except ImportError as error:
         raise Absence(f"{type(error).__name__}: {error}") from error
+    for wants, reason in (LACKING[x] for x in provider.lacks):
+        if wants(inputs):
+            raise Absence(reason)
     return under_autocast(forward, inputs.hidden.device.type) if inputs.case.autocast else forward
 
 
@@ -143,54 +158,60 @@ def under_autocast(forward: Forward, device: str) -> Forward:
     return cast
 
 
-def from_logps(inputs: Inputs, logps: Callable[[], tuple[Tensor, Tensor | None]], note: str = "") -> Forward:
+def from_logps(inputs: Inputs, logps: Callable[[], Scored], note: str = "") -> Forward:
     """A forward around differentiable log-probabilities (B, T), and entropies (B, T) or None."""
 
-    def score() -> Outcome:
-        with torch.no_grad():
-            return Outcome(None, *logps(), note)
+    def forward() -> Outcome:
+        with torch.set_grad_enabled(not inputs.case.score):
+            scored, entropies = logps()
+            loss = None if inputs.case.score else policy_loss(inputs, scored, entropies)
+            return Outcome(loss, scored, entropies, note)
+
+    return forward
+
+
+def from_rows(inputs: Inputs, rows: Rows, note: str, *, packs: bool = True) -> Forward:
+    """A forward around `rows` of the tokens that count, as trainers do that pack sequences; or of all tokens."""
+    packs, counted = packs and inputs.case.padding > 0, inputs.mask.bool()
+
+    def whole(values: Tensor) -> Tensor:
+        return values.new_zeros(counted.shape).masked_scatter(counted, values) if packs else values.view(counted.shape)
+
+    def logps() -> Scored:
+        hidden, ids = (x[counted] if packs else x.flatten(0, 1) for x in (inputs.hidden, inputs.ids))
+        scored, entropies = rows(hidden, ids)
+        return whole(scored), None if entropies is None else whole(entropies)
+
+    return from_logps(inputs, logps, note)
+
+
+def from_nll(inputs: Inputs, nll: Callable[[Tensor, Tensor], Tensor], note: str) -> Forward:
+    """A forward around -logp (N,) of hidden states (N, H) and ids (N,), `IGNORE` where masked; without entropies."""
+    ids = without_masked(inputs)
+
+    def logps() -> Scored:
+        return -nll(inputs.hidden.reshape(-1, inputs.case.h), ids).view(inputs.ids.shape), None
+
+    return from_logps(inputs, logps, f"{note}, no entropy")
+
+
+def from_divergence(inputs: Inputs, divergence: Callable[[], Tensor], note: str) -> Forward:
+    """A forward around a differentiable divergence: of each token, (B, T), or the mean over the counted ones, ()."""
 
     def forward() -> Outcome:
-        found, entropies = logps()
-        return Outcome(policy_loss(inputs, found, entropies), found, entropies, note)
+        with torch.set_grad_enabled(not inputs.case.score):
+            value = divergence()
+            if value.ndim == 0:
+                return Outcome(value, note=note)
+            return Outcome(counted_mean(value, inputs), note=note, divergences=value)
 
-    return score if inputs.case.score else forward
-
-
-def check_dtypes(inputs: Inputs) -> None:
-    """Refuse a case in which autocast would have to bring hidden states and weight to one dtype.
-
-    Raises:
-        Absence: their dtypes differ.
-    """
-    if inputs.weight.dtype != inputs.hidden.dtype:
-        raise Absence(
-            f"takes hidden states and weight of one dtype, under autocast too; got {inputs.hidden.dtype} and"
-            f" {inputs.weight.dtype}"
-        )
+    return forward
 
 
-def packed(inputs: Inputs, function: Rows) -> tuple[Tensor, Tensor | None]:
-    """Apply `function` to the tokens that count, as trainers do that pack sequences.
-
-    Returns:
-        Log-probabilities (B, T), 0 where the mask is, and entropies (B, T) or None.
-    """
-    if not inputs.case.padding:
-        logps, entropies = function(inputs.hidden.reshape(-1, inputs.case.h), inputs.ids.reshape(-1))
-        return logps.view(inputs.ids.shape), None if entropies is None else entropies.view(inputs.ids.shape)
-    counted = inputs.mask.bool()
-    logps, entropies = function(inputs.hidden[counted], inputs.ids[counted])
-    return _whole(logps, counted), None if entropies is None else _whole(entropies, counted)
-
-
-def without_masked(inputs: Inputs, ignore_index: int) -> Tensor:
-    """`ids` (B, T) with `ignore_index` where the mask is 0."""
-    return inputs.ids.masked_fill(inputs.mask == 0, ignore_index) if inputs.case.padding else inputs.ids
-
-
-def _whole(values: Tensor, counted: Tensor) -> Tensor:
-    return values.new_zeros(counted.shape).masked_scatter(counted, values)
+def without_masked(inputs: Inputs) -> Tensor:
+    """Ids (N,) with `IGNORE` where the mask is 0."""
+    ids = inputs.ids.masked_fill(inputs.mask == 0, IGNORE) if inputs.case.padding else inputs.ids
+    return ids.reshape(-1)
 
 
 @contextmanager

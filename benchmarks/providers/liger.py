@@ -1,4 +1,4 @@
-"""Liger's two heads. Tested with 0.8.5.
+"""Liger's heads. Tested with 0.8.5, but for the Triton kernel of its JSD, which has not been run.
 
 `liger_grpo` is its own GRPO loss in chunks of a sequence, its default: 8 NVH, 6 with a frozen head. By default its
 loss mathematics is compiled, and on a GPU it is here. On a CPU it is not: there compiling took the first call 8 s
@@ -7,43 +7,32 @@ longer, and no later call was faster.
 `liger_ce` is its per-token cross-entropy with entropies, `LigerFusedLinearScaledCrossEntropyFunction`. verl calls it
 with ``impl_backend="liger"``: packed, always with the entropy. 8 NVH, with a frozen head too. On Hopper it is a CuTe
 DSL kernel for bf16; elsewhere torch, 512 tokens at a time, entropies in the dtype of the operands.
+
+`liger_jsd` is `LigerFusedLinearJSDLoss`: torch, in chunks of some 1,024 tokens, gradients in the forward, 8 NVH,
+scoring too; `LigerFusedLinearJSD` has a Triton kernel and smaller chunks. Either gives a mean alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
-from benchmarks.cases import EPSILON, Absence, Inputs
-from benchmarks.providers import Forward, Outcome, check_dtypes, from_logps, packed
+from benchmarks.cases import EPSILON, Inputs
+from benchmarks.providers import IGNORE, Forward, Outcome, Scored, from_divergence, from_rows, without_masked
 
-TEMPERATURE, IGNORE, TILES = 1.0, -100, 1  # as verl passes them
-
-
-def liger_grpo(inputs: Inputs) -> Forward:
-    """`LigerFusedLinearGRPOLoss` as it comes: a chunk of one sequence, on a GPU compiled."""
-    return _liger_grpo(inputs, compiled=inputs.hidden.is_cuda)
+TEMPERATURE, TILES = 1.0, 1  # as verl passes them
 
 
-def uncompiled(inputs: Inputs) -> Forward:
-    """The same with ``compiled=False``, which needs no compiler and may be faster."""
-    return _liger_grpo(inputs, compiled=False)
-
-
-def _liger_grpo(inputs: Inputs, *, compiled: bool) -> Forward:
+def liger_grpo(inputs: Inputs, *, compiled: str = "on a GPU") -> Forward:
+    """`LigerFusedLinearGRPOLoss` as it comes, a chunk of one sequence; not `compiled`, it needs no compiler."""
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
-    case = inputs.case
-    if case.score:
-        raise Absence("it has no log-probabilities to give")
-    if case.top_entropy < 1:
-        raise Absence("it has no top-entropy mask")
-    if case.softcap is not None:
-        raise Absence("it has no soft-cap")
+    case, compiles = inputs.case, bool(compiled) and inputs.hidden.is_cuda
     loss_fn = LigerFusedLinearGRPOLoss(
         beta=case.beta,
-        compiled=compiled,
+        compiled=compiles,
         use_ref_model=inputs.ref is not None,
         loss_type="dapo",
         importance_sampling_level="sequence" if case.sequence else "token",
@@ -61,7 +50,7 @@ def _liger_grpo(inputs: Inputs, *, compiled: bool) -> Forward:
             old_per_token_logps=inputs.old,
             ref_per_token_logps=inputs.ref,
         )
-        return Outcome(loss, note=f"chunk_size={loss_fn.chunk_size}, compiled={compiled}")
+        return Outcome(loss, note=f"chunk_size={loss_fn.chunk_size}, compiled={compiles}")
 
     return forward
 
@@ -71,38 +60,51 @@ def liger_ce(inputs: Inputs) -> Forward:
     from liger_kernel.ops import fused_linear_scaled_cross_entropy as module
 
     chosen = module._resolve_implementation(inputs.hidden.device)  # on Hopper: its CuTe DSL kernel, or ImportError
-    function, entropy = module.LigerFusedLinearScaledCrossEntropyFunction, _wants_entropy(inputs)
-
-    def apply(hidden: Tensor, ids: Tensor) -> object:
-        return function.apply(hidden, inputs.weight, ids, TEMPERATURE, IGNORE, TILES, entropy)
-
-    return _scaled_ce(inputs, apply, chosen.__name__)
+    return _scaled_ce(inputs, module.LigerFusedLinearScaledCrossEntropyFunction, chosen.__name__, TILES)
 
 
 def liger_torch(inputs: Inputs) -> Forward:
     """What it runs where it has no kernel of its own."""
     from liger_kernel.ops.fused_linear_scaled_cross_entropy import _FusedLinearPPOFallbackFunction as function
 
-    entropy = _wants_entropy(inputs)
-
-    def apply(hidden: Tensor, ids: Tensor) -> object:
-        return function.apply(hidden, inputs.weight, ids, TEMPERATURE, IGNORE, entropy)
-
-    return _scaled_ce(inputs, apply, function.__name__)
+    return _scaled_ce(inputs, function, function.__name__)
 
 
-def _wants_entropy(inputs: Inputs) -> bool:
-    return inputs.case.wants_entropy or not inputs.case.score
+def _scaled_ce(inputs: Inputs, function: Any, note: str, *tiles: int) -> Forward:
+    wants_entropy = inputs.case.wants_entropy or not inputs.case.score
 
-
-def _scaled_ce(inputs: Inputs, apply: Callable[[Tensor, Tensor], object], note: str) -> Forward:
-    if inputs.case.softcap is not None:
-        raise Absence("no soft-cap")
-    check_dtypes(inputs)
-
-    def rows(hidden: Tensor, ids: Tensor) -> tuple[Tensor, Tensor | None]:
-        found = apply(hidden, ids)
+    def rows(hidden: Tensor, ids: Tensor) -> Scored:
+        found = function.apply(hidden, inputs.weight, ids, TEMPERATURE, IGNORE, *tiles, wants_entropy)
         nll, entropies = found if isinstance(found, tuple) else (found, None)
         return -nll, entropies
 
-    return from_logps(inputs, lambda: packed(inputs, rows), note)
+    return from_rows(inputs, rows, note)
+
+
+def jsd(inputs: Inputs) -> Forward:
+    """`LigerFusedLinearJSDLoss` without its hard loss: torch, on a GPU compiled, as it comes."""
+    from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
+
+    on_gpu, (_, beta) = inputs.hidden.is_cuda, inputs.distils
+    loss_fn = LigerFusedLinearJSDLoss(weight_hard_loss=0.0, weight_soft_loss=1.0, beta=beta, compiled=on_gpu)
+    return _mean(inputs, loss_fn, f"chunk_size={loss_fn.chunk_size}, compiled={on_gpu}")
+
+
+def fused_jsd(inputs: Inputs) -> Forward:
+    """`LigerFusedLinearJSD`, by its own choice of kernel and of chunks."""
+    from liger_kernel.transformers import LigerFusedLinearJSD
+
+    return _mean(inputs, LigerFusedLinearJSD(jsd_beta=inputs.distils[1]), "jsd_loss_and_grad")
+
+
+def _mean(inputs: Inputs, function: Callable[..., Any], note: str) -> Forward:
+    """Its module on the tokens in one row; it makes the gradients in the forward, of a frozen head too."""
+    teacher, _ = inputs.distils
+    labels = without_masked(inputs)
+
+    def loss() -> Tensor:
+        hidden, of_teacher = (x.reshape(-1, x.shape[-1]) for x in (inputs.hidden, teacher.hidden))
+        mean: Tensor = function(hidden, inputs.weight, of_teacher, teacher.weight, labels)
+        return mean
+
+    return from_divergence(inputs, loss, note)

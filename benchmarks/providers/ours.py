@@ -1,4 +1,4 @@
-"""grpo_kernels: `GRPOLoss`, or `linear_logprob` to score, and for a trainer that owns its loss."""
+"""grpo_kernels: `GRPOLoss`, or `linear_logprob` to score; `linear_divergence` where there is a teacher."""
 
 from __future__ import annotations
 
@@ -6,24 +6,21 @@ from torch import Tensor
 
 from benchmarks.cases import EPSILON, Absence, Inputs
 from benchmarks.memory import MIB
-from benchmarks.providers import Forward, Outcome, from_logps
-from grpo_kernels import GRPOLoss, Head, Run, linear_logprob
+from benchmarks.providers import Forward, Outcome, Scored, from_divergence, from_logps
+from grpo_kernels import GRPOLoss, Head, Run, linear_divergence, linear_logprob
 from grpo_kernels.backends import choose_backend
 
 
-def ours(
-    inputs: Inputs, *, backend: str = "auto", engine: str = "auto", mask: str = "given", workspace: str = ""
-) -> Forward:
-    """The library as it comes, or with one of its engines, a backend, no mask, a workspace in MiB."""
-    case, name = inputs.case, _backend(inputs, backend)
-    run = Run(engine, name, int(workspace) * MIB if workspace else None)
+def ours(inputs: Inputs, *, backend: str, engine: str = "auto", workspace: str = "") -> Forward:
+    """The library as it comes, or with one of its engines, a backend, a workspace in MiB."""
+    case, run = inputs.case, _run(inputs, backend, engine, workspace)
     if case.score:
 
-        def score() -> tuple[Tensor, Tensor | None]:
+        def score() -> Scored:
             scores = linear_logprob(inputs.hidden, _head(inputs), inputs.ids, entropy=case.wants_entropy, run=run)
             return scores.logps, scores.entropies
 
-        return from_logps(inputs, score, f"score, backend {name}" if engine == "auto" else engine)
+        return from_logps(inputs, score, f"score, backend {run.backend}" if engine == "auto" else engine)
     loss_fn = GRPOLoss(
         epsilon=EPSILON,
         beta=case.beta,
@@ -32,44 +29,49 @@ def ours(
         top_entropy_quantile=case.top_entropy,
         run=run,
     )
-    completion_mask = None if mask == "none" else inputs.mask
 
     def forward() -> Outcome:
         out = loss_fn(
             inputs.hidden,
             _head(inputs),
             inputs.ids,
-            completion_mask,
+            inputs.mask,
             inputs.advantages,
             old_per_token_logps=inputs.old,
             ref_per_token_logps=inputs.ref,
         )
-        return Outcome(out.loss, out.per_token_logps, out.entropies, f"{out.engine}, backend {name}")
+        return Outcome(out.loss, out.per_token_logps, out.entropies, f"{out.engine}, backend {run.backend}")
 
     return forward
 
 
-def expected(inputs: Inputs, *, backend: str = "auto") -> Forward:
-    """What the TRL integration does: the loss stays the trainer's, and the head is told what gradient to expect."""
-    case, name = inputs.case, _backend(inputs, backend)
-    if case.score or case.sequence or case.drift or case.beta or case.top_entropy < 1:
-        raise Absence("measured on-policy, where the expected gradient is known beforehand")
-    gradient, run = (inputs.advantages[:, None] * inputs.mask).neg(), Run(backend=name)
+def divergence(inputs: Inputs, *, backend: str, workspace: str = "") -> Forward:
+    """`linear_divergence`, and the mean over the counted tokens, which is what it expects."""
+    (teacher, beta), run = inputs.distils, _run(inputs, backend, "auto", workspace)
+    kind = {0.0: "forward_kl", 1.0: "reverse_kl"}.get(beta, "jsd")
 
-    def logps() -> tuple[Tensor, Tensor | None]:
-        scores = linear_logprob(inputs.hidden, _head(inputs), inputs.ids, mask=inputs.mask, expected=gradient, run=run)
-        return scores.logps, scores.entropies
+    def divergences() -> Tensor:
+        return linear_divergence(
+            inputs.hidden,
+            _head(inputs),
+            teacher.hidden,
+            Head(teacher.weight, final_logit_softcapping=inputs.case.softcap),
+            mask=inputs.mask,
+            divergence=kind,
+            beta=beta if kind == "jsd" else None,
+            run=run,
+        ).divergence
 
-    return from_logps(inputs, logps, "expected")
+    return from_divergence(inputs, divergences, f"linear_divergence, backend {run.backend}")
 
 
 def _head(inputs: Inputs) -> Head:
     return Head(inputs.weight, final_logit_softcapping=inputs.case.softcap)
 
 
-def _backend(inputs: Inputs, backend: str) -> str:
+def _run(inputs: Inputs, backend: str, engine: str, workspace: str) -> Run:
     try:
         chosen, _ = choose_backend(backend, inputs.hidden.device)
     except ValueError as error:
         raise Absence(str(error)) from error
-    return chosen.name
+    return Run(engine, chosen.name, int(workspace) * MIB if workspace else None)

@@ -1,105 +1,135 @@
-"""Heads of torch alone: all logits at once, compiled or not, and torch's own linear cross-entropy.
+"""Heads of torch alone: all logits at once, compiled or not, and the limit: the matrix products by themselves.
 
 `compiled` is `torch.compile` of the eager step, the row work fused by inductor: 6 NVH, 4 with a frozen head. It is
 compiled in the first call of a shape, by the C++ compiler on a CPU and by Triton on a GPU. Masked positions are
 computed, as eager trainers do. A dispatch mode cannot count its operations: under one torch refuses to compile.
-
-`linear_ce` is `torch.nn.functional.linear_cross_entropy`, new in torch 2.13. With ``reduction="none"`` it gives -logp a
-token. In chunks (``options=``) its backward recomputes the logits: 8 NVH, 6 with a frozen head; without, it is all
-logits at once: 6 and 4. Its documentation says that chunks pay from as many tokens as the head's H: they are of some
-NH/V rows, and each touches the whole gradient of the weight. Masked tokens are its `ignore_index`: they have no loss,
-and are computed. Log-probabilities come in the dtype of the operands. In chunks its products are out of sight of a
-dispatch mode, inside a custom operator. Tested with torch 2.13.0.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.nn.functional import kl_div, linear
 
 from benchmarks.cases import Absence, Inputs, capped
-from benchmarks.providers import Forward, from_logps, without_masked
+from benchmarks.providers import Forward, Outcome, Scored, from_divergence, from_logps
 
 GRAPHS = 64  # a shape each; torch gives up past 8
-IGNORE = -100
+SLICE = 1024
 
 
 def eager(inputs: Inputs) -> Forward:
     """`torch.log_softmax` of the logits in fp32, and the tokens' picked from that."""
-
-    def found() -> tuple[Tensor, Tensor | None]:
-        log_p = torch.log_softmax(_logits(inputs).float(), dim=-1)
-        logps = log_p.gather(-1, inputs.ids[..., None])[..., 0]
-        return logps, entropies(log_p) if inputs.case.wants_entropy else None
-
-    return from_logps(inputs, found)
-
-
-def selective(inputs: Inputs) -> Forward:
-    """TRL's `selective_log_softmax`, which keeps no log-probability of other tokens."""
-    from trl.trainer.utils import selective_log_softmax
-
-    def found() -> tuple[Tensor, Tensor | None]:
-        logits = _logits(inputs)
-        logps = selective_log_softmax(logits, inputs.ids)
-        if not inputs.case.wants_entropy:
-            return logps, None
-        return logps, entropies(torch.log_softmax(logits.detach().float(), dim=-1))
-
-    return from_logps(inputs, found)
-
-
-@torch.no_grad()
-def entropies(log_p: Tensor) -> Tensor:
-    """(B, T), without gradient, of log-probabilities (B, T, V)."""
-    return -(log_p.exp() * log_p).sum(dim=-1)
-
-
-def _logits(inputs: Inputs) -> Tensor:
-    return capped(torch.nn.functional.linear(inputs.hidden, inputs.weight), inputs.case.softcap)
+    return from_logps(inputs, lambda: _scores(*_operands(inputs)))
 
 
 def compiled(inputs: Inputs) -> Forward:
     """One graph for the forward and one for the backward, for these shapes alone."""
+    function = _compiled(_scores)
+    return from_logps(inputs, lambda: function(*_operands(inputs)), "fullgraph, dynamic=False")
+
+
+def divergence(inputs: Inputs) -> Forward:
+    """All logits of both heads at once, and torch's `kl_div` of their `log_softmax`, in fp32."""
+    return from_divergence(inputs, lambda: _divergences(*_both(inputs)), "kl_div of log_softmax")
+
+
+def compiled_divergence(inputs: Inputs) -> Forward:
+    function = _compiled(_divergences)
+    return from_divergence(inputs, lambda: function(*_both(inputs)), "fullgraph, dynamic=False")
+
+
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     torch._dynamo.config.recompile_limit = GRAPHS
-    function = torch.compile(_logps_and_entropies, fullgraph=True, dynamic=False)
-    case = inputs.case
-
-    def logps() -> tuple[Tensor, Tensor | None]:
-        return function(inputs.hidden, inputs.weight, inputs.ids, case.softcap, case.wants_entropy)
-
-    return from_logps(inputs, logps, "fullgraph, dynamic=False")
+    return torch.compile(function, fullgraph=True, dynamic=False)
 
 
-def _logps_and_entropies(
+def _operands(inputs: Inputs) -> tuple[Any, ...]:
+    return inputs.hidden, inputs.weight, inputs.ids, inputs.case.softcap, inputs.case.wants_entropy
+
+
+def _both(inputs: Inputs) -> tuple[Any, ...]:
+    teacher, beta = inputs.distils
+    return inputs.hidden, inputs.weight, teacher.hidden, teacher.weight, beta, inputs.case.softcap
+
+
+def _log_p(hidden: Tensor, weight: Tensor, softcap: float | None) -> Tensor:
+    """(B, T, V), in fp32."""
+    return torch.log_softmax(capped(linear(hidden, weight), softcap).float(), dim=-1)
+
+
+def _scores(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float | None, wants_entropy: bool) -> Scored:
+    """Log-probabilities (B, T) of hidden states (B, T, H); entropies (B, T), without gradient, where wanted."""
+    log_p = _log_p(hidden, weight, softcap)
+    fixed = log_p.detach()
+    entropies = -(fixed.exp() * fixed).sum(dim=-1) if wants_entropy else None
+    return log_p.gather(-1, ids[..., None])[..., 0], entropies
+
+
+def _divergences(
     hidden: Tensor,  # (B, T, H)
     weight: Tensor,  # (V, H)
-    ids: Tensor,  # (B, T)
+    teacher_hidden: Tensor,  # (B, T, H')
+    teacher_weight: Tensor,  # (V, H')
+    beta: float,
     softcap: float | None,
-    wants_entropy: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """Log-probabilities (B, T), and entropies (B, T) without gradient where they are wanted."""
-    log_p = torch.log_softmax(capped(torch.nn.functional.linear(hidden, weight), softcap).float(), dim=-1)
-    logps = log_p.gather(-1, ids[..., None])[..., 0]
-    return logps, entropies(log_p.detach()) if wants_entropy else None
+) -> Tensor:
+    log_p, log_q = _log_p(hidden, weight, softcap), _log_p(teacher_hidden, teacher_weight, softcap)
+    if beta == 0.0:
+        return _kl(log_q, log_p)
+    if beta == 1.0:
+        return _kl(log_p, log_q)
+    shares = torch.tensor([1.0 - beta, beta], device=hidden.device).log()
+    log_m = torch.logaddexp(log_p + shares[0], log_q + shares[1])
+    return (1.0 - beta) * _kl(log_p, log_m) + beta * _kl(log_q, log_m)
 
 
-def linear_ce(inputs: Inputs) -> Forward:
-    """In chunks where its documentation recommends them, else without."""
-    function = getattr(torch.nn.functional, "linear_cross_entropy", None)
-    if function is None:
-        raise Absence(f"torch {torch.__version__} has no F.linear_cross_entropy")
-    case = inputs.case
-    if case.softcap is not None:
-        raise Absence("no soft-cap")
-    in_chunks = case.n >= case.h
-    options = torch.nn.LinearCrossEntropyOptions() if in_chunks else None
-    ids = without_masked(inputs, IGNORE).reshape(-1)
+def _kl(of: Tensor, to: Tensor) -> Tensor:
+    return kl_div(to, of, reduction="none", log_target=True).sum(dim=-1)
 
-    def logps() -> tuple[Tensor, None]:
-        hidden = inputs.hidden.reshape(-1, case.h)
-        nll = function(hidden, inputs.weight, ids, reduction="none", ignore_index=IGNORE, options=options)
-        return -nll.float().view(inputs.ids.shape), None
 
-    note = "in chunks, LinearCrossEntropyOptions()" if in_chunks else "options=None"
-    return from_logps(inputs, logps, f"{note}, no entropy")
+def products(inputs: Inputs) -> Forward:
+    """Only the matrix products that the case needs, whole, by the vendor's library: the limit that we compare with.
+
+    Logits of the counted rows in fp32, a teacher's too; d hidden and d weight of the rows that may carry gradient. Rows
+    that clipping stops are among those: which they are is known from the logits alone.
+    """
+    case, counted = inputs.case, inputs.mask.reshape(-1).bool()
+    pairs = [(inputs.hidden, inputs.weight)]
+    pairs += [] if inputs.teacher is None else [(inputs.teacher.hidden, inputs.teacher.weight)]
+    heads = [  # under autocast cast beforehand, the limit being the products
+        (states.detach().reshape(-1, states.shape[-1])[counted], weight.detach().to(states.dtype))
+        for states, weight in pairs
+    ]
+    hidden, weight = heads[0]
+    if not hidden.is_cuda and hidden.dtype != torch.float32:
+        raise Absence("no one limit: the CPU library's 16-bit products round their results, and exact ones are fp32's")
+    logits = hidden.new_empty(len(hidden), case.v, dtype=torch.float32)
+    _mm(hidden, weight.t(), logits)
+    runs = [(states, head.t(), logits) for states, head in heads]
+    if not case.score:
+        graded = round(len(hidden) * case.top_entropy) if case.top_entropy < 1 else case.graded
+        d_logits = hidden.new_empty(graded, case.v)  # of realistic values: an easy operand would run at higher clocks
+        for source, target in zip(logits.split(SLICE), d_logits.split(SLICE), strict=False):
+            target.copy_(torch.softmax(source[: len(target)], dim=1) / case.n)
+        runs.append((d_logits, weight, hidden.new_empty(graded, case.h)))
+        if not case.frozen:
+            d_weight = weight.new_empty(case.v, case.h, dtype=torch.float32)
+            runs.append((d_logits.t(), hidden[len(hidden) - graded :], d_weight))
+
+    def forward() -> Outcome:
+        for left, right, out in runs:
+            _mm(left, right, out)
+        return Outcome()
+
+    return forward
+
+
+def _mm(left: Tensor, right: Tensor, out: Tensor) -> None:
+    if out.dtype != left.dtype:
+        torch.mm(left, right, out_dtype=out.dtype, out=out)
+    else:
+        torch.mm(left, right, out=out)

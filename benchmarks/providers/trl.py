@@ -1,59 +1,78 @@
-"""TRL 1.16's fused head: the op its GRPO trainer calls through `add_fused_lm_head`, with its chunk size and outputs."""
+"""TRL 1.16's fused head: the op its GRPO trainer calls through `add_fused_lm_head`, with its chunk size and outputs.
+
+Its divergence is what its distillation trainer calls, `_chunked_divergence_loss` over `ChunkedDivergenceFunction`: the
+logits of both heads again in the backward, 12 NVH, and once more in the forward of a JSD, 16. Where a trainer cannot be
+imported, whose needs are many, its op is used by itself, whose needs are few.
+"""
 
 from __future__ import annotations
 
 import importlib
 import sys
 import types
+from contextlib import nullcontext
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from benchmarks.cases import Inputs
-from benchmarks.providers import Forward, from_logps, without_init
+from benchmarks.providers import Forward, Scored, from_divergence, from_rows, without_init
 
 OUTPUTS = ("log_probs", "entropy")  # what its GRPO trainer asks for
 
 
 def trl(inputs: Inputs) -> Forward:
     """The op, with the policy loss in torch behind it. Masked positions are left out where TRL leaves them out."""
-    note = ""
+    note, case = "", inputs.case
     try:
         from trl.trainer import utils
 
         op, chunk = utils._ChunkedLogProbFunction, utils._CHUNKED_LOGPROB_CHUNK_SIZE
-    except Exception as error:  # the trainer's needs are many; the op's are few
-        op, chunk = _op_alone(), 32768
-        note = f"trl.kernels alone, without the trainer ({type(error).__name__}: {error})"[:300]
-    case = inputs.case
+    except Exception as error:
+        op, chunk, note = _alone("chunked_logprob").ChunkedLogProbFunction, 32768, _without_the_trainer(error)
     outputs = OUTPUTS[:1] if case.score and not case.wants_entropy else OUTPUTS
-    counted = inputs.mask.bool()
-    compact = case.padding > 0 and importlib.import_module("trl.kernels.chunked_logprob")._use_triton(inputs.ids.device)
 
-    def whole(found: Tensor) -> Tensor:
-        if not compact:
-            return found.view(inputs.ids.shape)
-        return found.new_zeros(counted.shape).masked_scatter(counted, found)  # as TRL pads it again
-
-    def logps() -> tuple[Tensor, Tensor | None]:
-        hidden = inputs.hidden[counted] if compact else inputs.hidden.reshape(-1, case.h)
-        ids = inputs.ids[counted] if compact else inputs.ids.reshape(-1)
+    def rows(hidden: Tensor, ids: Tensor) -> Scored:
         found = op.apply(hidden, inputs.weight, None, ids, 1.0, chunk, case.softcap, 1.0, outputs)
-        return whole(found[0]), whole(found[1]) if "entropy" in outputs else None
+        return found[0], found[1] if "entropy" in outputs else None
 
-    return from_logps(inputs, logps, note)
-
-
-def _op_alone() -> type[torch.autograd.Function]:
-    stand_in_for_the_trainer()
-    return importlib.import_module("trl.kernels.chunked_logprob").ChunkedLogProbFunction
+    packs = importlib.import_module("trl.kernels.chunked_logprob")._use_triton(inputs.ids.device)
+    return from_rows(inputs, rows, note, packs=packs)
 
 
-def stand_in_for_the_trainer() -> None:
-    """Make `trl.kernels` importable where the trainers are not, of which it wants one function."""
-    from contextlib import nullcontext
+def divergence(inputs: Inputs) -> Forward:
+    """The loss of its distillation trainer, or the function under it."""
+    (teacher, beta), cap = inputs.distils, inputs.case.softcap
+    try:
+        function = importlib.import_module("trl.trainer.distillation_trainer")._chunked_divergence_loss
+    except Exception as error:
+        op, counted = _alone("chunked_divergence").ChunkedDivergenceFunction, inputs.mask.bool()
 
+        def divergences() -> Tensor:
+            of_student = (inputs.hidden[counted], inputs.weight, None)
+            of_teacher = (teacher.hidden[counted], teacher.weight, None)
+            found, _ = op.apply(*of_student, *of_teacher, beta, 1.0, 1.0, cap, 1.0, cap)
+            return found.new_zeros(counted.shape).masked_scatter(counted, found)
+
+        return from_divergence(inputs, divergences, _without_the_trainer(error))
+    caps = {"student_final_logit_softcapping": cap, "teacher_final_logit_softcapping": cap}
+
+    def loss() -> Tensor:
+        operands = (inputs.hidden, teacher.hidden, inputs.weight, teacher.weight, inputs.mask, beta)
+        mean: Tensor = function(*operands, **caps)[0]
+        return mean
+
+    return from_divergence(inputs, loss, "_chunked_divergence_loss")
+
+
+def _without_the_trainer(error: Exception) -> str:
+    return f"trl.kernels alone, without the trainer ({type(error).__name__}: {error})"[:300]
+
+
+def _alone(name: str) -> Any:
+    """A module of `trl.kernels` where the trainers are not importable, of which it wants one function."""
     without_init("trl", "trl.kernels", "trl.trainer")
     utils = types.ModuleType("trl.trainer.utils")
     utils.maybe_gather_lm_head_ctx = lambda *_: nullcontext()  # type: ignore[attr-defined]
     sys.modules["trl.trainer.utils"] = utils
+    return importlib.import_module(f"trl.kernels.{name}")

@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import importlib
 
-from torch import Tensor
-
 from benchmarks.cases import Inputs
-from benchmarks.providers import Forward, from_logps, without_init
+from benchmarks.providers import Forward, Scored, from_logps, without_init
 
 
 def unsloth(inputs: Inputs) -> Forward:
@@ -22,18 +20,15 @@ def unsloth(inputs: Inputs) -> Forward:
     without_init("unsloth_zoo", "unsloth_zoo.fused_losses")
     module = importlib.import_module("unsloth_zoo.fused_losses.fused_linear")
     case = inputs.case
-    mask = inputs.mask.bool() if case.padding else None
+    options = {
+        "mask": inputs.mask.bool() if case.padding else None,
+        "logit_softcapping": case.softcap or 0.0,
+        "return_entropy": case.wants_entropy,
+        "entropy_requires_grad": False,
+    }
 
-    def logps() -> tuple[Tensor, Tensor | None]:
-        found = module.fused_linear_logprobs(
-            inputs.hidden,
-            inputs.weight,
-            inputs.ids,
-            mask=mask,
-            logit_softcapping=case.softcap or 0.0,
-            return_entropy=case.wants_entropy,
-            entropy_requires_grad=False,
-        )
+    def logps() -> Scored:
+        found = module.fused_linear_logprobs(inputs.hidden, inputs.weight, inputs.ids, **options)
         return found if isinstance(found, tuple) else (found, None)
 
     note = "Triton" if module._use_triton(inputs.hidden.device) else "torch"

@@ -14,8 +14,8 @@ from types import ModuleType
 
 from torch import Tensor
 
-from benchmarks.cases import Absence, Inputs
-from benchmarks.providers import Forward, check_dtypes, empty_package, forgotten, from_logps, packed, without_init
+from benchmarks.cases import Inputs
+from benchmarks.providers import Forward, Scored, empty_package, forgotten, from_rows, without_init
 
 TEMPERATURE = 1.0
 APART = "verl_apart"  # stays in sys.modules, where verl does not
@@ -25,25 +25,21 @@ SIBLINGS = {"linear_cross_entropy": ("kernels",)}  # what a file imports beside 
 def verl_torch(inputs: Inputs) -> Forward:
     """`FusedLinearForPPO`: torch, 512 tokens at a time; logits and entropies rounded to the dtype of the operands."""
     function = module("experimental", "torch_functional").FusedLinearForPPO()
-    _check(inputs)
 
-    def rows(hidden: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    def rows(hidden: Tensor, ids: Tensor) -> Scored:
         return function(hidden, inputs.weight, ids, temperature=TEMPERATURE)
 
-    return from_logps(inputs, lambda: packed(inputs, rows), f"chunk_size={function.chunk_size}")
+    return from_rows(inputs, rows, f"chunk_size={function.chunk_size}")
 
 
 def verl_triton(inputs: Inputs) -> Forward:
     """`linear_cross_entropy`: Triton for the logits, torch's library for the gradients' products."""
     function = module("kernel", "linear_cross_entropy").linear_cross_entropy
-    if not inputs.hidden.is_cuda:
-        raise Absence("its Triton kernel serves GPUs only")
-    _check(inputs)
 
-    def rows(hidden: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    def rows(hidden: Tensor, ids: Tensor) -> Scored:
         return function(hidden, inputs.weight, ids, TEMPERATURE, "none")
 
-    return from_logps(inputs, lambda: packed(inputs, rows), "linear_cross_entropy")
+    return from_rows(inputs, rows, "linear_cross_entropy")
 
 
 @functools.cache
@@ -56,9 +52,3 @@ def module(folder: str, name: str) -> ModuleType:
         for sibling in SIBLINGS.get(name, ()):
             importlib.import_module(f"{APART}.{folder}.{sibling}")
         return importlib.import_module(f"{APART}.{folder}.{name}")
-
-
-def _check(inputs: Inputs) -> None:
-    if inputs.case.softcap is not None:
-        raise Absence("no soft-cap")
-    check_dtypes(inputs)

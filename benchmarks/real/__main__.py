@@ -8,47 +8,38 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks import machine, parity
 from benchmarks.figures import DEFAULTS, STOCK
 from benchmarks.machine import ROOT
 from benchmarks.real import errors, report
 from benchmarks.real.model import make
-from benchmarks.real.train import VARIANTS
-from benchmarks.run import Results
+from benchmarks.real.train import VARIANTS, train
+from benchmarks.run import Results, describe
 
 MODEL = ROOT / ".venv" / "real" / "model"
 SEEDS, STEPS = (0, 1, 2), 20
 STEPS_OF_OPTIONS = 10  # of the variants beside stock TRL and the defaults, at the first seed
-AT_ONCE = 2
+AT_ONCE, START = 2, "spawn"  # trainings, each in a new process
 TOLERANCE = 1e-3  # of a run of twenty steps: rounding grows from step to step
 
 
-@dataclass(frozen=True)
-class Job:
-    """One training."""
-
+class Job(NamedTuple):
     name: str
     seed: int
     steps: int
 
-    @property
-    def key(self) -> str:
-        return f"{self.name}, seed {self.seed}"
-
 
 def jobs(*, short: bool) -> list[Job]:
-    """All trainings, those that are compared beside each other."""
     if short:
         return [Job(name, 0, 2) for name in (STOCK, DEFAULTS)]
     main = [Job(name, seed, STEPS) for seed in SEEDS for name in (STOCK, DEFAULTS)]
@@ -59,23 +50,21 @@ def run_all(todo: Sequence[Job], results: Results, model: Path, *, short: bool) 
     """Run the trainings, `AT_ONCE` beside each other, and merge each into ``runs``."""
     with ThreadPoolExecutor(AT_ONCE) as pool:
         for job, run in zip(todo, pool.map(lambda job: _run(job, model, short=short), todo), strict=True):
-            results.merge("runs", **{job.key: {"name": job.name, "seed": job.seed, **run}})
-            print(f"{job.key}: {run['wall']} s, {run.get('reason', 'ok')[-300:]}", flush=True)
+            results.merge("runs", **{f"{job.name}, seed {job.seed}": {"name": job.name, "seed": job.seed, **run}})
+            print(f"{job.name}, seed {job.seed}: {run['wall']} s, {run.get('reason', 'ok')[-300:]}", flush=True)
 
 
 def _run(job: Job, model: Path, *, short: bool) -> dict[str, Any]:
     """One training in a process of its own: status, seconds on the wall, and what it logged or why it failed."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
-    with tempfile.TemporaryDirectory() as folder:
-        file, started = Path(folder) / "run.json", time.monotonic()
-        command = [sys.executable, "-m", "benchmarks.real.train", job.name, "--model", str(model)]
-        command += ["--save", str(file), "--seed", str(job.seed), "--steps", str(job.steps)]
-        command += ["--short"] if short else ["--tests"] if job.steps == STEPS else []
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-        wall = {"wall": round(time.monotonic() - started)}
-        if done.returncode:
-            return {**wall, "status": "error", "reason": done.stderr.strip()[-1500:]}
-        return {**wall, "status": "ok", **json.loads(file.read_text())}
+    started = time.monotonic()
+    tests = not short and job.steps == STEPS
+    with ProcessPoolExecutor(1, multiprocessing.get_context(START)) as alone:
+        try:
+            run = alone.submit(train, job.name, model, seed=job.seed, steps=job.steps, short=short, tests=tests)
+            outcome = {"status": "ok", **run.result()}
+        except Exception as error:  # of the training, with its traceback there, or BrokenProcessPool
+            outcome = {"status": "error", "reason": str(error.__cause__ or describe(error)).strip()[-1500:]}
+    return {"wall": round(time.monotonic() - started), **outcome}
 
 
 def compare(data: dict[str, Any]) -> None:
@@ -105,12 +94,12 @@ def is_wrong(data: dict[str, Any]) -> bool:
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Run the command; its exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.real", description=__doc__.splitlines()[0])
     parser.add_argument("--short", action="store_true", help="two steps of 16 completions, once: two minutes")
     parser.add_argument("--save", type=Path, help="JSON file (default benchmarks/results/cpu-real-<date>.json)")
     parser.add_argument("--report", type=Path, metavar="JSON", help="train nothing: show these results")
     options = parser.parse_args(given)
+    os.environ |= {"OMP_NUM_THREADS": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
     if options.report:
         data = json.loads(options.report.read_text())
     else:

@@ -8,7 +8,6 @@ falls on the other side of its clip bound: there several draws of the disturbanc
 from __future__ import annotations
 
 import tempfile
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,14 +16,12 @@ import torch
 from peft import LoraConfig
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
-from trl import GRPOTrainer
 
-from benchmarks import parity
+from benchmarks import parity, step
 from benchmarks.figures import DEFAULTS, STOCK
 from benchmarks.real import task
 from benchmarks.real.train import VARIANTS, config
 from benchmarks.run import Results
-from grpo_kernels.integrations.trl import FusedGRPOTrainer
 
 DRIFT = 0.1  # standard deviation of old against new log-probabilities
 DRAWS = {"bf16": 4}  # of the disturbance; else 1
@@ -33,8 +30,8 @@ KL = {"loss_type": "grpo", "beta": 0.04}
 OURS = [name for name in VARIANTS if name not in (STOCK, DEFAULTS, "regrouped", "skip, regrouped")]
 
 
-class Exact(GRPOTrainer):
-    """TRL's trainer with log-probabilities and entropies of all logits, in the model's precision."""
+class Exact:
+    """In front of TRL's trainer: log-probabilities and entropies of all logits, in the model's precision."""
 
     def _get_per_token_logps_and_entropies(
         self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, *_: Any, **__: Any
@@ -57,45 +54,45 @@ def cases() -> Iterator[tuple[str, dict[str, Any], str, list[str]]]:
             yield f"{name}, {precision}", options, precision, [STOCK, DEFAULTS]
 
 
-def trainer_of(base: type, model: Any, folder: str, options: dict[str, Any], *, lora: bool, **more: Any) -> Any:
-    """A trainer of the real run's configuration with `options`, of `model`."""
+def trainer_of(folder: Path, options: dict[str, Any], variant: str, *mixins: type, lora: bool = False) -> Any:
+    """A trainer of the real run's configuration with TRL's `options`, of the model in `folder`."""
     torch.manual_seed(0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return base(
-            model=model,
-            args=config(folder, 1, 0, **options),
-            reward_funcs=task.is_right,
-            train_dataset=task.training_problems(16, 0),
-            processing_class=AutoTokenizer.from_pretrained(model.config._name_or_path),
-            **({"peft_config": LoraConfig(**LORA)} if lora else {}),
-            **more,
-        )
+    return step.trainer_of(
+        VARIANTS[variant],
+        *mixins,
+        model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+        args=config(tempfile.gettempdir(), 1, 0, **options),
+        reward_funcs=task.is_right,
+        train_dataset=task.training_problems(16, 0),
+        processing_class=AutoTokenizer.from_pretrained(folder),
+        **({"peft_config": LoraConfig(**LORA)} if lora else {}),
+    )
 
 
-def gradient(trainer: Any, batch: dict[str, Any]) -> Tensor:
-    """All gradients of the loss of `batch` in one vector of float64."""
-    trainer.model.train()
+def gradient(trainer: Any, batch: dict[str, Any], dtype: torch.dtype, *, lora: bool) -> Tensor:
+    """All gradients of the loss of `batch`, of the model in `dtype`, in one vector of float64."""
+    model = trainer.model.train()
+    if lora:  # a fresh adapter adds 0, and half of its parameters would have no gradient
+        draw = torch.Generator().manual_seed(2)
+        for x in model.parameters():
+            if x.requires_grad:
+                x.data = 0.02 * torch.randn(x.shape, generator=draw)
+    model.to(dtype)
     trainer.current_gradient_accumulation_steps = 1
-    trainer._compute_loss(trainer.model, batch).backward()
-    found = [x.grad.double().flatten() for x in trainer.model.parameters() if x.grad is not None]
-    trainer.model.zero_grad(set_to_none=True)
-    return torch.cat(found)
+    trainer._compute_loss(model, batch).backward()
+    return torch.cat([x.grad.double().flatten() for x in model.parameters() if x.grad is not None])
 
 
 def generated(folder: Path) -> tuple[dict[str, Any], Tensor]:
     """TRL's first micro-batch, of 8 completions, and their log-probabilities under the model, (8, T)."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    with tempfile.TemporaryDirectory() as out:
-        trainer = trainer_of(GRPOTrainer, model, out, {}, lora=False)
-        set_seed(0)
-        inputs = next(iter(trainer.get_train_dataloader()))
-        trainer.model.train()
-        batch: dict[str, Any] = trainer._prepare_inputs(inputs)
-        with torch.no_grad():
-            ids, mask = (torch.cat([batch[f"prompt_{x}"], batch[f"completion_{x}"]], dim=1) for x in ("ids", "mask"))
-            columns = batch["completion_ids"].shape[1]
-            logps = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, columns)[0]
+    trainer = trainer_of(folder, {}, STOCK)
+    set_seed(0)
+    inputs = next(iter(trainer.get_train_dataloader()))
+    model = trainer.model.train()
+    batch: dict[str, Any] = trainer._prepare_inputs(inputs)
+    with torch.no_grad():
+        ids, mask = (torch.cat([batch[f"prompt_{x}"], batch[f"completion_{x}"]], dim=1) for x in ("ids", "mask"))
+        logps = trainer._get_per_token_logps_and_entropies(model, ids, mask, batch["completion_ids"].shape[1])[0]
     return batch, logps
 
 
@@ -113,36 +110,14 @@ def measure(results: Results, folder: Path) -> None:
     live = (batch["advantages"] != 0).sum().item()
     results.merge("errors", sequences=len(batch["advantages"]), with_gradient=live, cases={})
     for name, options, precision, variants in cases():
-        at = ("errors", "cases", name)
+        at, found = ("errors", "cases", name), {variant: [] for variant in variants}
+        lora, dtype = precision == "lora", torch.bfloat16 if precision == "bf16" else torch.float32
         with results.noting(*at):
-            draws = [disturbed(batch, logps, 1 + i) for i in range(DRAWS.get(precision, 1))]
-            found = [_errors(folder, x, options, precision, variants) for x in draws]
-            by_variant = {name: [x[name] for x in found] for name in variants}
-            results.merge(*at, status="ok", found=by_variant, precision=precision)
+            for i in range(DRAWS.get(precision, 1)):
+                drawn = disturbed(batch, logps, 1 + i)
+                exact = gradient(trainer_of(folder, options, STOCK, Exact, lora=lora), drawn, torch.float64, lora=lora)
+                for variant in variants:
+                    got = gradient(trainer_of(folder, options, variant, lora=lora), drawn, dtype, lora=lora)
+                    found[variant].append(((got - exact).norm() / exact.norm()).item())
+            results.merge(*at, status="ok", found=found, precision=precision)
         print(f"{name}: {results.at(*at)}", flush=True)
-
-
-def _errors(
-    folder: Path, batch: dict[str, Any], options: dict[str, Any], precision: str, variants: list[str]
-) -> dict[str, float]:
-    found: dict[str, float] = {}
-    lora, dtype = precision == "lora", torch.bfloat16 if precision == "bf16" else torch.float32
-    for variant in (None, *variants):
-        wanted = torch.float64 if variant is None else dtype
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        base: type = Exact if variant is None else GRPOTrainer if variant == STOCK else FusedGRPOTrainer
-        more = {} if variant is None else VARIANTS[variant] or {}
-        with tempfile.TemporaryDirectory() as out:
-            trainer = trainer_of(base, model, out, options, lora=lora, **more)
-            if lora:  # a fresh adapter adds 0, and half of its parameters would have no gradient
-                draw = torch.Generator().manual_seed(2)
-                for x in trainer.model.parameters():
-                    if x.requires_grad:
-                        x.data = 0.02 * torch.randn(x.shape, generator=draw)
-            trainer.model.to(wanted)
-            got = gradient(trainer, batch)
-        if variant is None:
-            exact = got
-        else:
-            found[variant] = ((got - exact).norm() / exact.norm()).item()
-    return found

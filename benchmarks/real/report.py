@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,9 @@ from matplotlib.figure import Figure
 
 from benchmarks import plots, words
 from benchmarks.figures import DEFAULTS, OURS, STOCK
-from benchmarks.real.train import PHASES
-from benchmarks.tables import SHARES, with_range
-from benchmarks.words import markdown, multiple, number, share, small, times
+from benchmarks.step import PHASES
+from benchmarks.tables import SHARES
+from benchmarks.words import markdown, multiple, number, share, small, times, with_range
 
 Run = dict[str, Any]
 EQUAL, REWARD, LENGTH = "frac_reward_zero_std", "reward", "completions/mean_length"
@@ -23,7 +22,6 @@ TASK = "SmolLM2-135M-Instruct, one-digit sums, groups of 8, all parameters, fp32
 
 
 def trained(data: dict[str, Any]) -> dict[str, Run]:
-    """The trainings that have steps, by key."""
     return {key: run for key, run in data["runs"].items() if run.get("steps")}
 
 
@@ -32,19 +30,20 @@ def named(data: dict[str, Any], name: str) -> list[Run]:
     return sorted((run for run in trained(data).values() if run["name"] == name), key=lambda run: run["seed"])
 
 
-def stock_of(data: dict[str, Any], run: Run) -> Run:
-    """Stock TRL's training at the seed of `run`."""
-    return next(x for x in named(data, STOCK) if x["seed"] == run["seed"])
-
-
 def seconds(run: Run, steps: slice, *phases: str) -> float:
     """CPU seconds of a step in `phases`, the mean over `steps`."""
     return statistics.fmean(sum(step["seconds"][x] for x in phases) for step in run["steps"][steps])
 
 
 def over(data: dict[str, Any], run: Run, steps: slice, *phases: str) -> float:
-    """Stock TRL's seconds in the same steps over those of `run`."""
-    return seconds(stock_of(data, run), steps, *phases) / seconds(run, steps, *phases)
+    """The seconds of stock TRL's training at that seed, in the same steps, over those of `run`."""
+    stock = next(x for x in named(data, STOCK) if x["seed"] == run["seed"])
+    return seconds(stock, steps, *phases) / seconds(run, steps, *phases)
+
+
+def faster(data: dict[str, Any], run: Run, steps: slice, *phases: str) -> str:
+    """A cell with the same, for trainings of ours."""
+    return "" if run["name"] == STOCK else times(over(data, run, steps, *phases))
 
 
 def claim(data: dict[str, Any]) -> str:
@@ -56,7 +55,6 @@ def claim(data: dict[str, Any]) -> str:
 
 
 def lines(data: dict[str, Any]) -> list[str]:
-    """The trainings, the steps, the options, and the errors."""
     return [*_trainings(data), *_steps(data), *_options(data), *_errors(data)]
 
 
@@ -64,12 +62,11 @@ def _trainings(data: dict[str, Any]) -> list[str]:
     rows = []
     for run in [x for name in (STOCK, DEFAULTS) for x in named(data, name)]:
         every = slice(len(run["steps"]))
-        over_stock = [times(over(data, run, every, *x)) for x in (("loss",), PHASES)]
         rows.append({
             "training": run["name"], "seed": str(run["seed"]),
             **{SHORT[x]: number(seconds(run, every, x), 3) for x in PHASES},
-            "times as fast, forward and backward": "" if run["name"] == STOCK else over_stock[0],
-            "times as fast, all": "" if run["name"] == STOCK else over_stock[1],
+            "times as fast, forward and backward": faster(data, run, every, "loss"),
+            "times as fast, all": faster(data, run, every, *PHASES),
             "right answers": " to ".join(share(x) for x in run["right"]), "peak MiB": f"{run['peak_mib']:,}",
             "steps alike": f"{run['alike']} of {len(run['steps'])}" if "alike" in run else "",
             "largest difference": small(run["worst"][1]) if "worst" in run else "",
@@ -103,12 +100,11 @@ def _options(data: dict[str, Any]) -> list[str]:
     rows = []
     for run in first:
         options = ", ".join(f"{name}={x!r}" for name, x in (run["options"] or {}).items())
-        is_stock = run["name"] == STOCK
         rows.append({
             "training": run["name"], "options": f"`{options}`" if options else "",
             "forward and backward, seconds": number(seconds(run, steps, "loss"), 3),
-            "times as fast": "" if is_stock else times(over(data, run, steps, "loss")),
-            "times as fast, all": "" if is_stock else times(over(data, run, steps, *PHASES)),
+            "times as fast": faster(data, run, steps, "loss"),
+            "times as fast, all": faster(data, run, steps, *PHASES),
             "peak MiB": f"{run['peak_mib']:,}",
         })  # fmt: skip
     about = f"Every option, the first {steps.stop} steps of seed 0, CPU seconds of a step:"
@@ -122,13 +118,11 @@ def _errors(data: dict[str, Any]) -> list[str]:
     names = list(dict.fromkeys(name for case in cases.values() for name in case.get("found", {})))
     rows = [
         {
-            "loss": name,
-            "precision": case.get("precision", "").replace("lora", "fp32, LoRA"),
-            **{x: _error(case.get("found", {}).get(x)) for x in names},
-            "failed": case.get("reason", ""),
+            "loss": name, "precision": case.get("precision", "").replace("lora", "fp32, LoRA"),
+            **{x: _error(case.get("found", {}).get(x)) for x in names}, "failed": case.get("reason", ""),
         }
         for name, case in cases.items()
-    ]
+    ]  # fmt: skip
     return [
         "",
         f"Errors of the gradient of one batch ({errors['sequences']} sequences, {errors['with_gradient']} with an "
@@ -141,7 +135,6 @@ def _errors(data: dict[str, Any]) -> list[str]:
 
 
 def _error(draws: list[float] | None) -> str:
-    """The mean of an error over draws, and its range."""
     if not draws:
         return ""
     mean = statistics.fmean(draws)
@@ -160,17 +153,17 @@ def draw(data: dict[str, Any]) -> Figure:
     ]
     figure = plots.sheet(claim(data), [TASK, words.where(data), seeds, words.day(data)], 6.2, notes)
     axes = figure.subplots(3, 1, sharex=True, height_ratios=(2, 2, 3))
-    curves: list[tuple[str, list[tuple[str, list[Run]]], Callable[[Any], float]]] = [
-        ("reward", [(OURS, ours)], lambda step: step["logs"][REWARD]),
-        ("groups with\nequal rewards", [(OURS, ours)], lambda step: step["logs"][EQUAL]),
-        ("CPU seconds", [("trl", stock), (OURS, ours)], lambda step: step["seconds"]["loss"]),
+    theirs, mine = ("stock TRL", stock, "trl"), ("grpo_kernels", ours, OURS)
+    rows: list[tuple[str, list[tuple[str, list[Run], str]], str, str]] = [
+        ("reward", [mine], "logs", REWARD),
+        ("groups with\nequal rewards", [mine], "logs", EQUAL),
+        ("CPU seconds", [theirs, mine], "seconds", "loss"),
     ]
-    for axis, (title, trainers, value) in zip(axes, curves, strict=True):
+    for axis, (title, trainers, kind, key) in zip(axes, rows, strict=True):
         ends = []
-        for name, runs in trainers:
-            values = [[value(step) for step in run["steps"]] for run in runs]
-            end = plots.band(axis, range(1, count + 1), values, plots.color(name))
-            ends.append((end, "stock TRL" if name == "trl" else "grpo_kernels", plots.color(name)))
+        for name, runs, provider in trainers:
+            values = [[step[kind][key] for step in run["steps"]] for run in runs]
+            ends.append(plots.band(axis, range(1, count + 1), values, name, plots.color(provider)))
         axis.set_ylabel(title)
         axis.set_ylim(bottom=0)
         axis.grid(axis="y")

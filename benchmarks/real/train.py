@@ -1,101 +1,24 @@
-"""``python -m benchmarks.real.train``: one training in this process; what it logged and took goes to a JSON file."""
+"""One training in this process: CPU seconds of each phase, and what it logged."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import resource
 import tempfile
-import time
 import warnings
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig
 
 from benchmarks import step, tiny_run
 from benchmarks.figures import ONE_GROUP
 from benchmarks.memory import MIB
 from benchmarks.real import task
-from grpo_kernels.integrations.trl import FusedGRPOTrainer
 
 VARIANTS = {name: options for name, options in step.VARIANTS.items() if name not in ("skip", ONE_GROUP)}
-PHASES = ("generation", "scoring", "loss", "optimizer")
-
-
-class Phases:
-    """CPU seconds of each phase of a step; what a phase contains of another is not its own."""
-
-    def __init__(self) -> None:
-        self.spent: Counter[str] = Counter()
-        self._open: list[float] = []  # seconds of the phases within each open one
-
-    @contextmanager
-    def within(self, name: str) -> Iterator[None]:
-        self._open.append(0.0)
-        started = time.process_time()
-        try:
-            yield
-        finally:
-            took = time.process_time() - started
-            self.spent[name] += took - self._open.pop()
-            if self._open:
-                self._open[-1] += took
-
-
-class Timed:
-    """In front of a trainer: phases, and one record a step."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.phases, self.steps = Phases(), []  # type: ignore[var-annotated]
-        super().__init__(*args, **kwargs)
-
-    def _generate(self, *args: Any, **kwargs: Any) -> Any:
-        with self.phases.within("generation"):
-            return super()._generate(*args, **kwargs)  # type: ignore[misc]
-
-    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
-        with self.phases.within("loss" if torch.is_grad_enabled() else "scoring"):
-            return super()._get_per_token_logps_and_entropies(*args, **kwargs)  # type: ignore[misc]
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        with self.phases.within("loss"):
-            found: Tensor = super().training_step(*args, **kwargs)  # type: ignore[misc]
-        return found
-
-    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
-        step = optimizer.step
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            with self.phases.within("optimizer"):
-                return step(*args, **kwargs)
-
-        optimizer.step = timed
-        return optimizer
-
-    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        super().log(logs, *args, **kwargs)  # type: ignore[misc]
-        if "loss" in logs:  # TRL has added its metrics by now
-            last = self.state.log_history[-1]  # type: ignore[attr-defined]
-            seconds = {name: round(self.phases.spent[name], 4) for name in PHASES}
-            self.steps.append({"logs": tiny_run.compared(last), "seconds": seconds})
-            self.phases.spent.clear()
-
-
-class Stock(Timed, GRPOTrainer):
-    """TRL's."""
-
-
-class Ours(Timed, FusedGRPOTrainer):
-    """TRL's with our options."""
 
 
 def right(model: nn.Module, tokenizer: Any, tokens: int) -> float:
@@ -132,6 +55,7 @@ def train(name: str, model: Path, *, seed: int, steps: int, short: bool, tests: 
     Args:
         tests: answer the problems that are held out, before and after.
     """
+    tiny_run.quiet()
     options, tokenizer = VARIANTS[name], AutoTokenizer.from_pretrained(model)
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     answered = []
@@ -141,38 +65,18 @@ def train(name: str, model: Path, *, seed: int, steps: int, short: bool, tests: 
         if tests:
             answered.append(right(policy, tokenizer, args.max_completion_length))
         set_seed(seed)
-        trainer: Any = (Stock if options is None else Ours)(
+        trainer = step.trainer_of(
+            options,
+            step.Timed,
             model=policy,
             args=args,
             reward_funcs=task.is_right,
             train_dataset=task.training_problems(400, seed),
             processing_class=tokenizer,
-            **(options or {}),
         )
-        trainer.remove_callback(transformers.PrinterCallback)
         trainer.train()
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / MIB
         if tests:
             answered.append(right(policy, tokenizer, args.max_completion_length))
     ours = sorted({str(x.message) for x in said if "grpo_kernels" in x.filename})
     return {"options": options, "steps": trainer.steps, "right": answered, "peak_mib": round(peak), "said": ours}
-
-
-def main(given: Sequence[str] | None = None) -> None:
-    """Run the command."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.real.train", description=__doc__.splitlines()[0])
-    parser.add_argument("name", choices=VARIANTS)
-    parser.add_argument("--model", type=Path, required=True, help="folder of the model")
-    parser.add_argument("--save", type=Path, required=True, help="JSON file")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--short", action="store_true", help="16 completions of 16 tokens a step")
-    parser.add_argument("--tests", action="store_true", help="answer the held-out problems before and after")
-    options = parser.parse_args(given)
-    tiny_run.quiet()
-    named = {k: getattr(options, k) for k in ("seed", "steps", "short", "tests")}
-    options.save.write_text(json.dumps(train(options.name, options.model, **named)))
-
-
-if __name__ == "__main__":
-    main()

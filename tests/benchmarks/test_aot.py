@@ -8,24 +8,21 @@ import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("triton")
 
 from benchmarks.aot import __main__ as aot_command
+from benchmarks.aot import roofline
 from benchmarks.aot.checks import broken_by_code, may_spill, narrow_products, spills_in_inner_loops
-from benchmarks.aot.roofline import ctas_per_sm
 from benchmarks.aot.sass import LOADS, inner_loops, moved, parsed
 from tests.support.planted import ROOT, Fault, plant
 
-KERNELS = (
-    *("stats", "grad", "fused", "single_pass", "diverge", "teacher_fused"),
-    *("dot", "combine", "scale"),
-)
+ROW_KERNELS = ("stats", "grad", "fused", "single_pass", "diverge", "teacher_fused")
+KERNELS = (*ROW_KERNELS, "dot", "combine", "scale")
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
-
-
 SELECT = Fault(
     "a select more in the loops",
     "grpo_kernels/backends/triton_rows/mathfn.py",
@@ -34,14 +31,12 @@ SELECT = Fault(
 )
 
 
-def run(module: str, *arguments: str, folder: Path = ROOT, **more: str) -> subprocess.CompletedProcess[str]:
+def run(module: str, *arguments: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
     """One of the two commands, in a checkout."""
     plain = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     path = os.pathsep.join([str(folder), plain.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", module, *arguments]
-    return subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, env={**plain, "PYTHONPATH": path, **more}
-    )
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, env={**plain, "PYTHONPATH": path})
 
 
 @pytest.mark.slow
@@ -74,20 +69,26 @@ def test_every_kernel_costs_what_the_document_says_and_a_select_more_is_noticed(
 
 
 @pytest.mark.parametrize(
-    ("module", "arguments", "message", "more"),
+    ("command", "arguments", "message"),
     [
-        ("benchmarks.aot", ("--quick",), "error: TRITON_INTERPRET is set", {"TRITON_INTERPRET": "1"}),
-        ("benchmarks.aot", ("--target", "sm_1"), "error: nothing to compile", {}),
-        ("benchmarks.aot.roofline", (), "error: TRITON_INTERPRET is set", {"TRITON_INTERPRET": "1"}),
-        ("benchmarks.aot.roofline", ("--case", "stats", "--update"), "error: --update writes all cases", {}),
+        (aot_command, ["--quick"], "error: TRITON_INTERPRET is set"),
+        (aot_command, ["--target", "sm_1"], "error: nothing to compile"),
+        (roofline, [], "error: TRITON_INTERPRET is set"),
+        (roofline, ["--case", "stats", "--update"], "error: --update writes all cases"),
     ],
+    ids=lambda x: x if isinstance(x, str) else "",
 )
 def test_it_refuses_what_it_cannot_do(
-    module: str, arguments: tuple[str, ...], message: str, more: dict[str, str]
+    command: Any,
+    arguments: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    done = run(module, *arguments, **more)
-    assert done.returncode == 2
-    assert message in done.stderr
+    monkeypatch.setattr(sys, "argv", ["command", *arguments])
+    monkeypatch.setenv("TRITON_INTERPRET", "1" if "TRITON_INTERPRET" in message else "0")
+    assert command.main() == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -106,43 +107,28 @@ def test_forbidden_instructions_are_noticed(code: str, arch: str, broken: str | 
     assert broken_by_code(code, arch) == ([] if broken is None else [broken])
 
 
-PID = "%pid = tt.get_program_id x : i32 loc(#loc)"
-RANGE = "%range = tt.make_range {end = 4 : i32, start = 0 : i32} : tensor<4xi32> loc(#loc)"
-STRIDE = "%stride = tt.splat %stride_n : i32 -> tensor<4xi32> loc(#loc)"
-PRODUCT = "%at = arith.muli %rows, %stride : tensor<4xi32> loc(#loc)"
+PID = "%pid = tt.get_program_id x : i32"
+RANGE = "%range = tt.make_range {end = 4 : i32, start = 0 : i32} : tensor<4xi32>"
+STRIDE = "%stride = tt.splat %stride_n : i32 -> tensor<4xi32>"
+PRODUCT = "%at = arith.muli %rows, %stride : tensor<4xi32>"
+SPLAT, SUM = "%first = tt.splat %pid : i32 -> tensor<4xi32>", "%rows = arith.addi %first, %range : tensor<4xi32>"
+LEFT, LEAST = "%left = tt.splat %n : i32 -> tensor<4xi32>", "%rows = arith.minsi %range, %left : tensor<4xi32>"
+WIDE = ("%row = arith.extsi %pid : i32 to i64", "%stride = arith.extsi %stride_n : i32 to i64")
 
 
 @pytest.mark.parametrize(
     ("lines", "broken"),
     [
-        ([PID, "%at = arith.muli %pid, %stride_n : i32 loc(#loc)"], "%stride_n * %pid"),
-        ([PID, "%at = arith.muli %pid, %teacher_stride_n : i32 loc(#loc)"], "%teacher_stride_n * %pid"),
-        (
-            [
-                *(PID, RANGE, "%first = tt.splat %pid : i32 -> tensor<4xi32> loc(#loc)"),
-                *("%rows = arith.addi %first, %range : tensor<4xi32> loc(#loc)", STRIDE, PRODUCT),
-            ],
-            "%stride_n * %rows",
-        ),
-        (  # within a tile
-            [
-                *(RANGE, "%left = tt.splat %n : i32 -> tensor<4xi32> loc(#loc)"),
-                *("%rows = arith.minsi %range, %left : tensor<4xi32> loc(#loc)", STRIDE, PRODUCT),
-            ],
-            None,
-        ),
-        (  # in 64 bits
-            [
-                *(PID, "%row = arith.extsi %pid : i32 to i64 loc(#loc)"),
-                "%stride = arith.extsi %stride_n : i32 to i64 loc(#loc)",
-                "%at = arith.muli %row, %stride : i64 loc(#loc)",
-            ],
-            None,
-        ),
+        ([PID, "%at = arith.muli %pid, %stride_n : i32"], "%stride_n * %pid"),
+        ([PID, "%at = arith.muli %pid, %teacher_stride_n : i32"], "%teacher_stride_n * %pid"),
+        ([PID, RANGE, SPLAT, SUM, STRIDE, PRODUCT], "%stride_n * %rows"),
+        ([RANGE, LEFT, LEAST, STRIDE, PRODUCT], None),  # within a tile
+        ([PID, *WIDE, "%at = arith.muli %row, %stride : i64"], None),  # in 64 bits
     ],
 )
 def test_a_narrow_product_of_a_row_and_its_stride_is_noticed(lines: list[str], broken: str | None) -> None:
-    assert narrow_products("\n".join(lines)) == ([f"a product in 32 bits: {broken}"] if broken else [])
+    ttir = "\n".join(f"{line} loc(#loc)" for line in lines)
+    assert narrow_products(ttir) == ([f"a product in 32 bits: {broken}"] if broken else [])
 
 
 @pytest.mark.parametrize(("place", "found"), [(0, False), (2, False), (4, True), (6, False), (8, False)])
@@ -208,4 +194,4 @@ def test_loops_are_told_apart() -> None:
     ],
 )
 def test_programs_of_a_multiprocessor(registers: int, threads: int, shared: int, ctas: int) -> None:
-    assert ctas_per_sm(registers, threads, shared) == ctas
+    assert roofline.ctas_per_sm(registers, threads, shared) == ctas

@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from benchmarks.plan import cpu_cases
-
 pytest.importorskip("pytest_benchmark")
 
+from benchmarks import speed
+from benchmarks.cases import BenchCase
 
-def test_every_case_runs_and_is_right() -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "benchmarks/speed.py",
-        "--benchmark-disable",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True)
-    cases = [case for case in cpu_cases() if case.part in ("main", "workloads")]
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"{len(cases)} passed" in done.stdout
+
+@pytest.mark.parametrize("case", speed.CASES, ids=lambda case: case.name)
+def test_every_case_runs_and_is_right(case: BenchCase, benchmark: Any) -> None:
+    config = SimpleNamespace(getoption={"--benchmark-disable": True}.__getitem__)
+    speed.test_step(case, benchmark, SimpleNamespace(config=config))

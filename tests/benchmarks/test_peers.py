@@ -20,8 +20,9 @@ import torch
 
 from benchmarks.cases import Absence, BenchCase, Inputs, make_inputs
 from benchmarks.machine import ROOT
-from benchmarks.providers import Forward, Outcome, build, forgotten, verl
+from benchmarks.providers import Outcome, build, forgotten, verl
 from benchmarks.reference import errors, is_right, reference
+from benchmarks.run import Step
 
 CPU = torch.device("cpu")
 TOY = BenchCase("toy").toy()
@@ -64,16 +65,12 @@ def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def run(forward: Forward) -> Outcome:
-    outcome = forward()
-    if outcome.loss is not None:
-        outcome.loss.backward()
+def run(name: str, inputs: Inputs) -> Outcome:
+    """What the provider computed, right."""
+    outcome = Step(build(name, inputs))()
+    off = errors(outcome, inputs, reference(inputs))
+    assert is_right(off, inputs.case), off
     return outcome
-
-
-def assert_right(outcome: Outcome, inputs: Inputs) -> None:
-    found = errors(outcome, inputs, reference(inputs))
-    assert is_right(found, inputs.case), found
 
 
 def is_installed(name: str) -> bool:
@@ -97,15 +94,14 @@ def expected_absence(name: str, case: BenchCase) -> str | None:
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 @pytest.mark.parametrize("name", ON_A_CPU)
-def test_the_result_is_right_or_there_is_a_reason(name: str, case: BenchCase):
+def test_the_result_is_right_or_there_is_a_reason(name: str, case: BenchCase) -> None:
     inputs = make_inputs(case, CPU)
     reason = expected_absence(name, case)
     if reason is not None:
         with pytest.raises(Absence, match=reason):
-            run(build(name, inputs))
+            run(name, inputs)
         return
-    outcome = run(build(name, inputs))
-    assert_right(outcome, inputs)
+    outcome = run(name, inputs)
     assert outcome.note
     if name in ("linear_ce", "unsloth"):  # less work than theirs who give entropies: to be seen beside its time
         assert ("no entropy" in outcome.note) == (outcome.entropies is None)
@@ -114,65 +110,32 @@ def test_the_result_is_right_or_there_is_a_reason(name: str, case: BenchCase):
 
 @pytest.mark.skipif(not HAS_LINEAR_CE, reason="torch has no F.linear_cross_entropy")
 @pytest.mark.parametrize("case", [x for x in CASES.values() if x.softcap is None and x.top_entropy == 1])
-def test_linear_ce_in_chunks(case: BenchCase):
+def test_linear_ce_in_chunks(case: BenchCase) -> None:
     """From as many tokens as its documentation recommends them for."""
-    inputs = make_inputs(replace(case, n=case.h), CPU)
-    outcome = run(build("linear_ce", inputs))
-    assert "in chunks" in outcome.note
-    assert_right(outcome, inputs)
-    assert "options=None" in run(build("linear_ce", make_inputs(replace(case, n=case.h - case.t), CPU))).note
+    assert "in chunks" in run("linear_ce", make_inputs(replace(case, n=case.h), CPU)).note
+    assert "options=None" in run("linear_ce", make_inputs(replace(case, n=case.h - case.t), CPU)).note
 
 
 @pytest.mark.slow  # compiles
-def test_compiled():
+def test_compiled() -> None:
     inputs = make_inputs(replace(TOY, softcap=5.0, padding=0.5, top_entropy=0.5), CPU)
     with torch._dynamo.config.patch(recompile_limit=8):  # which the adapter raises
-        forward = build("compiled", inputs)
+        step = Step(build("compiled", inputs))
         for _ in range(2):  # compiles, and takes what it compiled
             inputs.clear_gradients()
-            assert_right(run(forward), inputs)
+            assert is_right(errors(step(), inputs, reference(inputs)), inputs.case)
 
 
 @pytest.mark.parametrize("name", NEEDS_A_GPU)
-def test_needs_a_gpu_and_says_so(name: str):
+def test_needs_a_gpu_and_says_so(name: str) -> None:
     if not is_installed(name):
         pytest.skip(f"{name} is not installed")
     with pytest.raises(Absence, match=f"{NEEDS_A_GPU[name]}.*GPU|GPU.*{NEEDS_A_GPU[name]}"):
         build(name, make_inputs(TOY, CPU))
 
 
-@pytest.mark.parametrize("case", [CASES[name] for name in ("fp32", "soft-cap", "padding", "score, padding")])
-def test_the_call_of_cce(case: BenchCase, monkeypatch: pytest.MonkeyPatch):
-    """With the stand-in even where the package is, whose kernels need a GPU, choosing as it does without Triton."""
-    monkeypatch.setattr(sys, "path", [str(STAND_INS), *sys.path])
-    for module in [x for x in sys.modules if x.partition(".")[0] == "cut_cross_entropy"]:
-        monkeypatch.delitem(sys.modules, module)
-    package = importlib.import_module("cut_cross_entropy.linear_cross_entropy")
-    monkeypatch.setattr(package, "LCE_IMPL_DEFAULT", package.LinearCrossEntropyImpl.TORCH_COMPILE)
-    inputs = make_inputs(case, CPU)
-    outcome = run(build("cce", inputs))
-    assert_right(outcome, inputs)
-    assert outcome.note == "0, impl=torch_compile, no entropy"
-
-
-@pytest.mark.parametrize("target", ["test", "demo", "lint", "parity", "bench"])
-def test_only_bench_installs_what_is_not_permissive(target: str, tmp_path: Path):
-    """In an environment that is still to be made."""
-    command = ["make", "--dry-run", f"VENV={tmp_path}/venv", target]
-    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    files = set(re.findall(r"-r (requirements/\S+)", said))
-    named = {
-        line.partition("==")[0] for file in files for line in (ROOT / file).read_text().splitlines() if "==" in line
-    }
-    assert "verl" in named
-    assert RESTRICTED & named == (RESTRICTED if target == "bench" else set())
-    in_pyproject = (ROOT / "pyproject.toml").read_text() + (ROOT / "requirements/constraints.txt").read_text()
-    assert not any(package in in_pyproject for package in RESTRICTED)
-
-
-@pytest.mark.parametrize("name", PACKAGES)
-def test_a_package_that_is_missing_is_named(name: str, monkeypatch: pytest.MonkeyPatch):
-    package = PACKAGES[name]
+def hide(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on nothing of `package` is imported, and asking for it is an error."""
 
     class Hidden:
         def find_spec(self, module: str, *_: object) -> None:
@@ -181,33 +144,48 @@ def test_a_package_that_is_missing_is_named(name: str, monkeypatch: pytest.Monke
 
     for module in [x for x in sys.modules if x.partition(".")[0] == package]:
         monkeypatch.delitem(sys.modules, module)
-    verl.module.cache_clear()  # verl's adapter keeps what it imported
     monkeypatch.setattr(sys, "meta_path", [Hidden(), *sys.meta_path])
-    with pytest.raises(Absence, match=package):
+
+
+@pytest.mark.parametrize("case", [CASES[name] for name in ("fp32", "soft-cap", "padding", "score, padding")])
+def test_the_call_of_cce(case: BenchCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the stand-in even where the package is, whose kernels need a GPU, choosing as it does without Triton."""
+    monkeypatch.setattr(sys, "path", [str(STAND_INS), *sys.path])
+    for module in [x for x in sys.modules if x.partition(".")[0] == "cut_cross_entropy"]:
+        monkeypatch.delitem(sys.modules, module)
+    package = importlib.import_module("cut_cross_entropy.linear_cross_entropy")
+    monkeypatch.setattr(package, "LCE_IMPL_DEFAULT", package.LinearCrossEntropyImpl.TORCH_COMPILE)
+    assert run("cce", make_inputs(case, CPU)).note == "0, impl=torch_compile, no entropy"
+
+
+@pytest.mark.parametrize("targets", [("test", "demo", "lint", "parity"), ("bench",)], ids=" ".join)
+def test_only_bench_installs_what_is_not_permissive(targets: tuple[str, ...], tmp_path: Path) -> None:
+    """In an environment that is still to be made."""
+    command = ["make", "--dry-run", f"VENV={tmp_path}/venv", *targets]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    files = [(ROOT / file).read_text() for file in set(re.findall(r"-r (requirements/\S+)", said))]
+    named = set(re.findall(r"^([\w-]+)==", "\n".join(files), re.MULTILINE))
+    assert "verl" in named
+    assert RESTRICTED & named == (RESTRICTED if targets == ("bench",) else set())
+    in_pyproject = (ROOT / "pyproject.toml").read_text() + (ROOT / "requirements/constraints.txt").read_text()
+    assert not any(package in in_pyproject for package in RESTRICTED)
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_a_package_that_is_missing_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    hide(PACKAGES[name], monkeypatch)
+    verl.module.cache_clear()  # verl's adapter keeps what it imported
+    with pytest.raises(Absence, match=PACKAGES[name]):
         build(name, make_inputs(TOY, CPU))
 
 
-CALLED = """
-import subprocess
-import sys
-from benchmarks.providers import verl
-
-class Hidden:
-    def find_spec(self, name, *_):
-        if name.partition(".")[0] in ("ray", "verl") and armed:
-            raise ImportError(f"asked for {name}")
-
-armed = False
-sys.meta_path.insert(0, Hidden())
-head = verl.module("kernel", "linear_cross_entropy")
-armed = True
-exec("from . import kernels", vars(head))
-print("found", head.kernels.efficient_entropy_forward.__name__, sorted({"ray", "verl"} & set(sys.modules)))
-"""
-
-
 @pytest.mark.skipif(not is_installed("verl_triton"), reason="verl is not installed")
-def test_verl_finds_its_kernels_in_a_call_without_verl_itself():
+def test_verl_finds_its_kernels_in_a_call_without_verl_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its forward and backward say ``from . import kernels``, which must not import verl, and with it Ray."""
-    done = subprocess.run([sys.executable, "-c", CALLED], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout == "found efficient_entropy_forward []\n", done.stdout + done.stderr
+    verl.module.cache_clear()
+    head = verl.module("kernel", "linear_cross_entropy")
+    for package in ("ray", "verl"):
+        hide(package, monkeypatch)
+    exec("from . import kernels", vars(head))
+    assert head.kernels.efficient_entropy_forward.__name__ == "efficient_entropy_forward"
+    assert not {"ray", "verl"} & set(sys.modules)

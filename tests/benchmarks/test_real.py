@@ -1,9 +1,9 @@
-"""The real run, with a tiny model in place of the real one: what is measured, compared and reported."""
+"""The real run, with a tiny model in place of the real one: what is measured, compared, reported and to be expected."""
 
 from __future__ import annotations
 
 import copy
-import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +13,13 @@ pytest.importorskip("trl")
 
 from benchmarks import tiny_models
 from benchmarks.figures import DEFAULTS, STOCK
+from benchmarks.machine import ROOT
 from benchmarks.real import __main__ as command
-from benchmarks.real import report, task
+from benchmarks.real import expectations, report, task
 from benchmarks.real.model import make
-from benchmarks.real.train import PHASES, train
+from benchmarks.real.train import train
 from benchmarks.run import Results
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a tiny model and its tokenizer."""
-    folder = tmp_path_factory.mktemp("model")
-    tiny_models.tokenizer().save_pretrained(folder)
-    tiny_models.model("tied").save_pretrained(folder)
-    return folder
+from benchmarks.step import PHASES
 
 
 def by_length(completions: list[Any], *_: Any, **__: Any) -> list[float]:
@@ -36,14 +29,16 @@ def by_length(completions: list[Any], *_: Any, **__: Any) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def data(model: Path) -> dict[str, Any]:
+def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Results of two trainings of two steps."""
-    runs = {}
-    for name in (STOCK, DEFAULTS):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(task, "is_right", by_length)  # random words are never right
-            found = train(name, model, seed=0, steps=2, short=True, tests=True)
-        runs[f"{name}, seed 0"] = {"status": "ok", "name": name, "seed": 0, "wall": 1, **found}
+    folder, runs = tmp_path_factory.mktemp("model"), {}
+    tiny_models.tokenizer().save_pretrained(folder)
+    tiny_models.model("tied").save_pretrained(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(task, "is_right", by_length)  # random words are never right
+        for name in (STOCK, DEFAULTS):
+            run = train(name, folder, seed=0, steps=2, short=True, tests=True)
+            runs[f"{name}, seed 0"] = {"status": "ok", "name": name, "seed": 0, "wall": 1, **run}
     found = {"runs": runs, "short": False, "date": "2026-11-24T00:00:00+00:00", "device": "cpu", "commit": "0" * 40}
     command.compare(found)
     return found
@@ -52,7 +47,7 @@ def data(model: Path) -> dict[str, Any]:
 def test_both_are_timed_by_phase_and_train_alike(data: dict[str, Any]) -> None:
     stock, ours = data["runs"].values()
     for run in (stock, ours):
-        assert [set(step["seconds"]) for step in run["steps"]] == [set(PHASES)] * 2
+        assert [set(step["seconds"]) for step in run["steps"]] == [{*PHASES, "other"}] * 2
         assert all(step["seconds"][x] > 0 for step in run["steps"] for x in ("generation", "loss", "optimizer"))
         assert len(run["right"]) == 2
         assert all(step["logs"]["grad_norm"] > 0 for step in run["steps"])
@@ -80,9 +75,8 @@ def test_the_page_keeps_what_is_outside_of_its_marks(data: dict[str, Any], tmp_p
     report.write(data, tmp_path)
     text = page.read_text()
     assert text.startswith(f"# Before\n{report.BEGIN}\n\n![{report.claim(data)}](plots/real.png)")
-    assert text.endswith(f"{report.END}\nafter\n")
-    assert "old" not in text
-    assert (tmp_path / "plots" / "real.png").stat().st_size > 10_000
+    assert text.endswith(f"{report.END}\nafter\n") and "old" not in text
+    assert (tmp_path / "plots" / "real.png").exists()
     assert sum(line.startswith(f"| {DEFAULTS} | 0 |") for line in text.splitlines()) == 1
     cases = {"a": {"status": "error", "reason": "no room"}, "b": {"precision": "bf16", "found": {DEFAULTS: [0.1, 0.3]}}}
     with_errors = report.lines({**data, "errors": {"sequences": 8, "with_gradient": 8, "cases": cases}})
@@ -97,20 +91,45 @@ def test_the_reward_is_the_last_number() -> None:
     assert task.is_right(completions, [7] * 5) == [1.0, 0.0, 0.0, 0.0, 1.0]
     held_out = {f"Calculate {a} + {b}." for a, b in task.HELD_OUT}
     asked = {row["prompt"][-1]["content"] for row in task.training_problems(2000, 0)}
-    assert len(asked) == len(task.PAIRS) - len(held_out)
-    assert not asked & held_out
+    assert len(asked) == len(task.PAIRS) - len(held_out) and not asked & held_out
 
 
-def test_a_training_that_fails_is_noted_and_the_others_go_on(model: Path, tmp_path: Path) -> None:
+def broken_unless_defaults(name: str, model: Path, **options: Any) -> dict[str, Any]:
+    if name == "ends its process":
+        os._exit(1)
+    return {} | ({DEFAULTS: options}[name])
+
+
+def test_a_training_that_fails_is_noted_and_the_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "START", "fork")  # this process has imported what a training needs
+    monkeypatch.setattr(command, "AT_ONCE", 1)
+    monkeypatch.setattr(command, "train", broken_unless_defaults)
     results = Results(tmp_path / "results.json", runs={})
-    jobs = [command.Job("no such training", 0, 1), command.Job(DEFAULTS, 0, 1)]
-    command.run_all(jobs, results, model, short=True)
-    runs = json.loads((tmp_path / "results.json").read_text())["runs"]
-    assert [run["status"] for run in sorted(runs.values(), key=lambda run: run["name"])] == ["ok", "error"]
-    assert "invalid choice" in runs["no such training, seed 0"]["reason"]
+    jobs = [command.Job(name, 0, 1) for name in ("ends its process", "raises", DEFAULTS)]
+    command.run_all(jobs, results, tmp_path, short=True)
+    runs = results.data["runs"].values()
+    assert [run["status"] for run in runs] == ["error", "error", "ok"]
+    reasons = [run.get("reason", "") for run in runs]
+    assert "BrokenProcessPool" in reasons[0] and "in broken_unless_defaults" in reasons[1] and not reasons[2]
+    assert [run.get("tests") for run in runs] == [None, None, False]
 
 
 def test_without_its_packages_it_says_which(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match=r"expected the packages of requirements/real\.txt"):
         make(tmp_path / "model")
+
+
+def test_what_to_expect_is_the_products_counted_by_hand() -> None:
+    small, large = expectations.MODELS
+    assert (small.body, large.body) == (440_401_920, 6_945_767_424)
+    head = 151_936 * 4096
+    stock = 2 * 2 * large.body * 8 * 1280 + 6 * head * 8 * 512
+    ours = 1.5 * 2 * large.body * (256 + 8 * 512) + 3 * head * 8 * 512
+    for vllm, more in ((False, 0), (True, 2 * large.body * 8 * 1280 + 2 * head * 8 * 512)):
+        batch = expectations.Batch("", 256, vllm=vllm, equal=0.5)
+        assert expectations.gain(large, batch, lora=True, kl=False) == pytest.approx((stock + more) / ours)
+    equal = [expectations.Batch("", 256, equal=x) for x in (0.0, 1.0)]  # which gain nothing with a KL term
+    assert len({expectations.gain(small, x, lora=False, kl=True) for x in equal}) == 1
+    assert [expectations.whole(3.0, share) for share in (0.0, 0.5, 1.0)] == pytest.approx([3.0, 1.5, 1.0])
+    assert "\n".join(expectations.lines()) in (ROOT / "docs" / "real.md").read_text(encoding="utf-8")

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.nn.functional import kl_div, softmax
+from torch.nn.functional import kl_div
 
 pytest.importorskip("trl")
 pytest.importorskip("liger_kernel")
@@ -21,16 +19,18 @@ from benchmarks.__main__ import arguments, chosen, is_wrong, main, with_others
 from benchmarks.cases import HEADS, WORKLOADS, Absence, BenchCase, Inputs, case, make_inputs, policy_loss
 from benchmarks.flops import counter
 from benchmarks.machine import ROOT
-from benchmarks.memory import is_measured
+from benchmarks.memory import give_back_what_is_freed, is_measured
 from benchmarks.plan import cpu_cases, gpu_cases, memory_cases
-from benchmarks.providers import Outcome, build, named, torch_heads
-from benchmarks.reference import Reference, divergence_terms, errors, is_right, reference
-from benchmarks.run import How, Results, Step, check, check_room, measure_case, measure_peaks, times
+from benchmarks.providers import Outcome, build, cross_entropies, named, torch_heads
+from benchmarks.reference import Reference, divergence, errors, is_right, reference
+from benchmarks.run import How, Results, Step, check, check_room, measure_case
 
 CPU = torch.device("cpu")
-CASES = [replace(case(name, workload=name).toy(), n=64, t=8) for name in WORKLOADS]
-CASES += [replace(case(model, model).toy(), n=24) for model in HEADS]
-CASES += [replace(BenchCase("plain").toy(), frozen=True), replace(BenchCase("plain").toy(), score=True)]
+PLAIN = BenchCase("plain").toy()
+POLICIES = {name: replace(case(name, workload=name).toy(), n=64, t=8) for name in WORKLOADS if name != "distill"}
+POLICIES |= {model: replace(case(model, model).toy(), n=24) for model in HEADS}
+POLICIES |= {"more rows than are sampled, in two chunks": replace(PLAIN, n=320)}
+POLICIES |= {"frozen policy": replace(PLAIN, frozen=True), "scored": replace(PLAIN, score=True)}
 TOY = case("toy", workload="distill", part="distill", n=16, h=32, v=70, t=4)
 DISTILLING = {
     **{f"beta {beta:g}": replace(TOY, divergence=beta) for beta in (0.0, 0.3, 1.0)},
@@ -48,24 +48,22 @@ def stepped(given: BenchCase, name: str = "eager") -> tuple[Any, Reference, Outc
     return inputs, want, Step(build(name, inputs))()
 
 
-@pytest.mark.parametrize(
-    "given", CASES, ids=lambda x: f"{x.name}-{'frozen' if x.frozen else ''}{'score' if x.score else ''}"
-)
+@pytest.mark.parametrize("given", [*POLICIES.values(), *DISTILLING.values()], ids=[*POLICIES, *DISTILLING])
 def test_reference_is_right_and_sees_errors(given: BenchCase) -> None:
     """Plain autograd in float32 agrees with the reference to its rounding; with a planted fault it does not."""
     inputs, want, outcome = stepped(given)
     found = errors(outcome, inputs, want)
     assert is_right(found, given)
-    assert max(x for name, x in found.items() if name not in ("ratio_off", "clip_differs")) < 1e-5
-    assert found.get("ratio_off") == (0 if given.divergence is None else None) and not found.get("clip_differs")
+    assert max(found.values()) < 1e-5 or given.dtype != "float32"
+    assert found.get("ratio_off") == (0 if given.divergence is None else None)
     if not given.score:
         inputs.hidden.grad.mul_(1.5)
         assert not is_right(errors(outcome, inputs, want), given)
-    assert not is_right({**found, "logp_mean": float("nan")}, given)
+    assert not is_right({**found, "loss": 0.5, "logp_mean": float("nan")}, given)
     assert not is_right({}, given)
 
 
-@pytest.mark.parametrize("given", DISTILLING.values(), ids=DISTILLING.keys())
+@pytest.mark.parametrize("given", DISTILLING.values(), ids=DISTILLING)
 @pytest.mark.parametrize("name", ["ours/torch", "trl", "liger_jsd"])
 def test_every_divergence_is_right(name: str, given: BenchCase) -> None:
     if name == "liger_jsd" and given.softcap is not None:
@@ -76,29 +74,22 @@ def test_every_divergence_is_right(name: str, given: BenchCase) -> None:
     found = errors(outcome, inputs, want)
     assert is_right(found, given), found
     assert found["loss"] < 1e-6 or given.dtype != "float32"
-    assert not is_right({**found, "loss": 0.5}, given)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
-def test_the_truth_of_a_divergence_is_torchs_and_its_gradient(beta: float) -> None:
-    g = torch.Generator().manual_seed(3)
-    z, other = (2 * torch.randn(5, 9, generator=g, dtype=torch.float64) for _ in range(2))
-    z.requires_grad_()
-    p, q = softmax(z, dim=1), softmax(other, dim=1)
+def test_the_truth_of_a_divergence_is_torchs(beta: float) -> None:
+    p, q = (torch.randn(5, 9, dtype=torch.float64).softmax(dim=1) for _ in range(2))
     m = (1 - beta) * p + beta * q
     of_student, of_teacher = (kl_div(m.log(), x, reduction="none").sum(dim=1) for x in (p, q))
     want = {0.0: of_teacher, 1.0: of_student}.get(beta, (1 - beta) * of_student + beta * of_teacher)
-    value, k = divergence_terms(p.detach().log(), q.log(), beta)
-    d = k - p.detach() * k.sum(dim=1, keepdim=True)
-    torch.testing.assert_close(value.sum(dim=1), want.detach(), atol=1e-13, rtol=1e-12)
-    torch.testing.assert_close(d, torch.autograd.grad(want.sum(), z)[0], atol=1e-13, rtol=1e-12)
+    torch.testing.assert_close(divergence(p.log(), q.log(), beta), want, atol=1e-13, rtol=1e-12)
 
 
 def nvh(name: str, given: BenchCase) -> float:
     inputs = make_inputs(given, CPU)
-    found = check(name, build(name, inputs), inputs, reference(inputs))
-    assert found["status"] == "checked"
-    return float(found["flops_nvh"])
+    checked = check(name, Step(build(name, inputs)), inputs, reference(inputs))
+    assert checked["status"] == "checked"
+    return float(checked["flops_nvh"])
 
 
 @pytest.mark.parametrize(
@@ -125,16 +116,12 @@ def test_operations_of_a_product_with_another_dtype() -> None:
     assert formula(c, a, b, torch.float32, beta=1, out=c, out_val=c) == 2 * 3 * 5 * 7
 
 
-def test_shares_of_ratios_and_clip_decisions() -> None:
-    """Counted exactly: a log-probability that is off by 2 % is a ratio that is, and turns decisions near the clip."""
+def test_share_of_ratios() -> None:
+    """Counted exactly: a log-probability that is off by 2 % is a ratio that is."""
     inputs, want, outcome = stepped(replace(case("x", workload="off-policy").toy(), n=64, t=8))
     logps = outcome.logps.detach().clone()
     logps.view(-1)[:16] += 0.02
     assert errors(Outcome(logps=logps), inputs, want)["ratio_off"] == 0.25
-    drift = want.logps - inputs.old.double().reshape(-1)
-    moved = drift.exp().sub(1).abs() > 0.2
-    away = errors(Outcome(logps=inputs.old.clone()), inputs, want)["clip_differs"]  # a ratio of 1: never clipped
-    assert away == float(moved.double().mean()) > 0.1
 
 
 def test_inputs_are_as_their_case_says() -> None:
@@ -143,11 +130,11 @@ def test_inputs_are_as_their_case_says() -> None:
     half = replace(given, padding=0.0, zero_share=0.5)
     assert (given.products_nvh, half.graded, half.products_nvh) == (6.0, 64, 4.0)
     assert replace(half, beta=0.04).products_nvh == 6.0  # a KL term gives every token a gradient
-    peaked = replace(BenchCase("peaked", peaked=True), n=512, t=16, h=256, v=8192)
+    peaked = replace(BenchCase("peaked", peaked=True), n=256, t=16, h=256, v=8192)
     entropies = reference(make_inputs(peaked, CPU)).entropies
     assert 1e-4 < entropies.quantile(0.5) < 0.05 and 0.1 < entropies.quantile(0.8) < 1.0
     for scale in (10.0, 40.0):
-        inputs = make_inputs(replace(BenchCase("x", scale=scale), n=64, t=8, h=256, v=65536), CPU)
+        inputs = make_inputs(replace(BenchCase("x", scale=scale), n=64, t=8, h=256, v=16384), CPU)
         assert 0.8 * scale < float((inputs.hidden @ inputs.weight.t()).amax(dim=-1).mean().detach()) < 1.2 * scale
     distilled = make_inputs(replace(TOY, n=256, t=8, h=64, v=4000, teacher_h=96), CPU)
     assert distilled.teacher is not None and distilled.teacher.weight.shape == (4000, 96)
@@ -171,9 +158,11 @@ def test_what_fails_costs_no_other_provider(one_by_one: bool, monkeypatch: pytes
     path = tmp_path / "found.json"
     before: list[dict[str, Any]] = []
 
+    eager = torch_heads.eager
+
     def breaking(calls: int) -> Any:
         def built(inputs: Inputs) -> Any:
-            forward, left = torch_heads.eager(inputs), [calls]
+            forward, left = eager(inputs), [calls]
 
             def step() -> Outcome:
                 if not left[0]:
@@ -186,9 +175,9 @@ def test_what_fails_costs_no_other_provider(one_by_one: bool, monkeypatch: pytes
 
         return built
 
-    monkeypatch.setattr(torch_heads, "selective", breaking(0))
+    monkeypatch.setattr(cross_entropies, "linear_ce", breaking(0))
     monkeypatch.setattr(torch_heads, "compiled", breaking(2))
-    names = ("ours", "ours/torch", "eager/selective", "compiled", "eager")
+    names = ("ours", "ours/torch", "linear_ce", "compiled", "eager")
     results = Results(path, cases={})
     measure_case(replace(BenchCase("x").toy(), rounds=3), names, results, How(one_by_one=one_by_one, backend="torch"))
     found = results.data["cases"]["x"]["providers"]
@@ -202,25 +191,21 @@ def test_what_fails_costs_no_other_provider(one_by_one: bool, monkeypatch: pytes
 
 @pytest.mark.skipif(not is_measured(CPU), reason="needs Linux's /proc")
 def test_peaks_are_those_of_each_provider_and_no_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    give_back_what_is_freed()
     shape = {"part": "memory", "t": 8, "h": 8, "v": 32768, "rounds": 0}
-    cases = [BenchCase(f"tokens {n}", n=n, providers=("ours@4", "eager", "quack"), **shape) for n in (256, 64)]
+    cases = [BenchCase(f"tokens {n}", n=n, providers=("ours@4", "eager", "quack"), **shape) for n in (32, 128)]
     results = Results(tmp_path / "found.json", cases={})
-    measure_peaks(cases, results, backend="torch")
-    assert list(results.data["cases"]) == ["tokens 64", "tokens 256"]
-    large = results.data["cases"]["tokens 256"]["providers"]
+    for given in cases:
+        measure_case(given, given.providers, results, How(backend="torch"))
+    large = results.data["cases"]["tokens 128"]["providers"]
     assert [x["status"] for x in large.values()] == ["ok", "ok", "absent"] and large["quack"]["reason"]
-    assert large["eager"]["extra_mib"] > 60 > 12 > large["ours@4"]["extra_mib"]
+    assert large["eager"]["extra_mib"] > 30 > 12 > large["ours@4"]["extra_mib"]
     assert not any("ms" in x for x in large.values())
     monkeypatch.setattr(run, "available_bytes", lambda: 2**20)
-    with pytest.raises(Absence, match="would need about 0 GiB, and 0 GiB are free"):
-        check_room("eager", replace(cases[0], n=1024), results.data)
+    measure_case(replace(cases[0], name="tokens 512", n=512), ("eager",), results, How(backend="torch"))
+    eager = results.data["cases"]["tokens 512"]["providers"]["eager"]
+    assert eager == {"status": "absent", "reason": "would need about 0 GiB, and 0 GiB are free"}
     check_room("never measured", replace(cases[0], n=1024), results.data)
-
-
-def test_forward_and_backward_are_the_step() -> None:
-    measured = times([10.0, 12.0], [4.0, 5.0])
-    assert measured["samples_ms"] == {"full": [10.0, 12.0], "forward": [4.0, 5.0], "backward": [6.0, 7.0]}
-    assert list(times([3.0], [], mode="score")["ms"]) == ["score"]
 
 
 def test_plans() -> None:
@@ -238,17 +223,16 @@ def test_plans() -> None:
 
 
 def test_choices_and_refusals() -> None:
-    def names(*given: str) -> set[str]:
-        return {x.name for x in chosen(arguments(given))}
-
-    assert names("--cases", "gspo", "kl") == {"gspo", "kl"}
-    assert names("--parts", "accuracy") == {"logits 10", "logits 20", "logits 40", "peaked"}
-    (only,) = {x.providers for x in chosen(arguments(["--providers", "ours@64", "trl"]))}
-    assert only == ("ours@64", "trl")
-    for given in (["--smoke", "--plot"], ["--report", "nowhere.json"], ["--providers", "ours/expected@64"]):
+    assert [x.name for x in chosen(arguments([]))] == [x.name for x in cpu_cases()]
+    chosen_parts = chosen(arguments(["--parts", "accuracy", "memory"]))
+    assert [x.name for x in chosen_parts if x.part != "memory"] == ["logits 10", "logits 20", "logits 40", "peaked"]
+    assert [x.n for x in chosen_parts if x.part == "memory"] == sorted(x.n for x in memory_cases())
+    for given in (["--smoke", "--plot"], ["--report", "nowhere.json"]):
         with pytest.raises(SystemExit) as ended:
             arguments(given)
         assert ended.value.code == 2
+    with pytest.raises(ValueError, match=r"expected some of ours, .*, or ours@MIB, got 'trl@64'"):
+        named("trl@64")
     for name, given in (("unsloth", TOY), ("liger_jsd", replace(TOY, divergence=None)), ("liger_jsd/fused", TOY)):
         with pytest.raises(Absence, match=r"no divergence from a teacher|no policy loss|GPU"):
             build(name, make_inputs(given, CPU))
@@ -286,9 +270,7 @@ def test_exit_status() -> None:
 def test_smoke(tmp_path: Path) -> None:
     """The whole command at toy size: every part, table and plot."""
     out, docs = tmp_path / "found.json", tmp_path / "docs"
-    command = [sys.executable, "-m", "benchmarks", "--smoke", "--threads", "1", "--save", str(out), "--plot", "--docs"]
-    done = subprocess.run([*command, str(docs)], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert main(["--smoke", "--save", str(out), "--plot", "--docs", str(docs)]) == 0
     found = json.loads(out.read_text())
     assert found["status"] == "complete" and found["format"] == 2 and found["commit"]
     assert list(found["cases"]) == [x.name for x in cpu_cases()]

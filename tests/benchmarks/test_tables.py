@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import statistics
 from pathlib import Path
@@ -20,17 +19,12 @@ from tests.support.bench_results import parsed, results, sparse
 Data = dict[str, Any]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def data() -> Data:
     return results()
 
 
-def close(text: str, value: float) -> bool:
-    """Whether the text is the value, in the digits it is written in."""
-    return float(text) == pytest.approx(value, rel=6e-4, abs=1e-12)
-
-
-def test_the_pages_are_what_the_results_say(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_pages_are_what_the_results_say(tmp_path: Path) -> None:
     """Of the newest of those that are committed; nothing is measured."""
     newest = sorted((ROOT / "benchmarks" / "results").glob("cpu-20*.json"))[-1]
     assert command.main(["--report", str(newest), "--plot", "--docs", str(tmp_path)]) == 0
@@ -45,16 +39,15 @@ def test_the_pages_are_what_the_results_say(tmp_path: Path, capsys: pytest.Captu
 
 def test_claims_are_of_the_results_and_begin_the_page(data: Data, tmp_path: Path) -> None:
     """And each figure's title is its claim; the commit and the versions come last."""
-    of_case = data["cases"]["main"]["providers"]
-    trl, ours = (of_case[name]["ms"]["full"]["median"] for name in ("trl", "ours"))
+    trl, ours = (data["cases"]["main"]["providers"][name]["ms"]["full"]["median"] for name in ("trl", "ours"))
     assert tables.time_claim(data) == f"Our head is {trl / ours:.1f} times as fast as TRL's fused head"
     trl, ours = (data["cases"]["tokens 16384"]["providers"][name]["extra_mib"] for name in ("trl", "ours"))
     assert tables.memory_claim(data) == f"At 16,384 tokens TRL's fused head takes {trl / ours:.1f} times our memory"
     over = figures.faster(data["step"]["scenes"]["short prompts"], "defaults")[0]
     assert tables.step_claim(data) == f"Our training step is {over:.1f} times as fast as stock TRL's on a CPU"
-    with plots.looks():
-        drawn = {name: draw(data) for name, draw in plots.DRAWN.items()}
-    for name, figure in drawn.items():
+    for name, draw in plots.DRAWN.items():
+        with plots.looks():
+            figure = draw(data)
         title, subtitle, *_ = (" ".join(text.get_text().split()).replace("\u00a0", " ") for text in figure.texts)
         run = figures.of_run(data, name)
         assert title == tables.CLAIMS[name](data)
@@ -65,120 +58,67 @@ def test_claims_are_of_the_results_and_begin_the_page(data: Data, tmp_path: Path
     assert all(claim(data) in first for claim in tables.CLAIMS.values())
     assert "nothing is claimed for GPUs" in first and data["commit"] not in first
     assert data["commit"] in text[text.index("## Conditions of the main run") :]
+    data["cases"]["tokens 16384"]["providers"]["trl"] = {"status": "absent", "reason": "no room"}
+    assert tables.memory_claim(data).startswith("At 8,192 tokens all logits take")  # the more of the two
 
 
-def test_the_claim_on_memory_is_of_who_reached_the_most_tokens(data: Data) -> None:
-    changed = copy.deepcopy(data)
-    changed["cases"]["tokens 16384"]["providers"]["trl"] = {"status": "absent", "reason": "no room"}
-    assert tables.memory_claim(changed).startswith("At 8,192 tokens all logits take")  # the more of the two
+def test_a_few_cells_of_each_table(data: Data) -> None:
+    """The page as a whole is compared with the committed one."""
+    text = tables.lines(data)
 
+    def row(title: str, **where: str) -> dict[str, str]:
+        ((column, value),) = where.items()
+        return next(x for table in parsed(text, title) for x in table if x[column] == value)
 
-def test_the_summary_says_where_ours_is_behind(data: Data) -> None:
-    providers = data["cases"]["bf16"]["providers"]
-    ours, eager = (providers[name]["ms"]["full"]["median"] for name in ("ours", "eager"))
-    text = " ".join(tables.summary(data))
-    assert f"in the case `bf16`: all logits ({ours / eager:.2f} times as fast)" in text
-    assert "Liger's fused GRPO loss takes 0.4 times ours" in text
-    assert tables.summary(sparse()) == []
-
-
-def test_timed_tables(data: Data) -> None:
-    (rows,) = parsed(tables.lines(data), "Main cases")
-    case = data["cases"]["main"]
-    ran = {name: x for name, x in case["providers"].items() if x["status"] == "ok"}
-    rows = rows[: len(ran)]
-    assert rows[0]["case"] == "main" and not any(row["case"] for row in rows[1:])
-    assert [row["provider"] for row in rows] == [f"`{name}`" for name in ran]
-    ours, products = (ran[name]["ms"]["full"]["median"] for name in ("ours", "products"))
-    for row, (name, x) in zip(rows, ran.items(), strict=True):
-        ms = x["ms"]["full"]
-        assert close(row["seconds"], ms["median"] / 1e3)
-        low, high = row["20 to 80 %"].split(" to ")
-        assert close(low, ms["p20"] / 1e3) and close(high, ms["p80"] / 1e3)
-        for column, over in (("/ ours", ms["median"] / ours), ("/ products", ms["median"] / products)):
-            assert float(row[column]) == pytest.approx(over, abs=0.00501)
-        memory = x["extra_mib"] if name != "products" else None
-        for column, value in (("FLOPs, NVH", x["flops_nvh"]), ("extra MiB", memory)):
-            assert row[column] == "" if value is None else close(row[column], value)
-        assert row["logp"] == (f"{x['errors']['logp_mean']:.1e}" if "logp_mean" in x["errors"] else "")
-    text = "\n".join(tables.lines(data))
-    for name in case["providers"].keys() - ran.keys():
-        assert f"- `{name}`: absent: {case['providers'][name]['reason'][:12]}" in text
-
-
-def test_all_cases(data: Data) -> None:
-    (rows,) = parsed(tables.lines(data), "All cases")
-    cases = {x: case for x, case in data["cases"].items() if case["part"] in ("main", "shapes", "workloads")}
-    assert {row["case"] for row in rows} == cases.keys()
-    for row in rows:
-        providers = cases[row["case"]]["providers"]
-        mode = "score" if cases[row["case"]]["score"] else "full"
-        trl, ours = (providers[name]["ms"][mode]["median"] for name in ("trl", "ours"))
-        assert close(row["ours, seconds"], ours / 1e3)
-        assert float(row["trl / ours"]) == pytest.approx(trl / ours, abs=0.00501)
-        assert close(row["NVH, ours"], providers["ours"]["flops_nvh"])
-        assert close(row["MiB, ours"], providers["ours"]["extra_mib"])
-    which = {row["case"]: row["which is"] for row in rows}
-    assert which["gspo"] == "off-policy, ratio of the sequence"
-    assert which["half zero"] == "50 % of the groups with advantage 0"
-    assert which["Llama-3-8B"] == "Llama-3-8B: N 64, T 16, H 4096, V 128256; frozen head"
-
-
-def test_scaling_memory_and_accuracy(data: Data) -> None:
-    (rows,) = parsed(tables.lines(data), "Scaling")
-    points = {row["value"]: row for row in rows}
-    assert [row["axis"] for row in rows if row["axis"]] == ["N", "V", "rows with gradient"] and len(rows) == 9
-    for value, name in (("64", "n 64"), ("65536", "v 65536"), ("25 %", "share 0.25")):
-        ours, trl = (data["cases"][name]["providers"][x] for x in ("ours", "trl"))
-        assert close(points[value]["ours, ms"], ours["ms"]["full"]["median"])
-        over = trl["ms"]["full"]["median"] / ours["ms"]["full"]["median"]
-        assert float(points[value]["trl / ours, time"]) == pytest.approx(over, abs=0.00501)
-    (rows,) = parsed(tables.lines(data), "Memory against tokens")
-    for row in rows:
-        providers = data["cases"][f"tokens {row['tokens']}".replace(",", "")]["providers"]
-        mib = {x: p.get("extra_mib") for x, p in providers.items()}
-        assert close(row["grpo_kernels, MiB"], mib["ours"])
-        assert float(row["TRL's fused head / ours"]) == pytest.approx(mib["trl"] / mib["ours"], abs=0.00501)
-        assert (row["all logits, log_softmax, MiB"] == row["all logits / ours"] == "") is (mib["eager"] is None)
-    assert "- `eager`: absent: would need about 28 GiB, and 22 GiB are free (tokens 16384)" in tables.lines(data)
-    (rows,) = parsed(tables.lines(data), "Accuracy")
-    for row in rows:
-        for name in ("logits 10", "peaked"):
-            errors = data["cases"][name]["providers"][row["provider"].strip("`")]["errors"]
-            assert row[f"d hidden, {name}"] == f"{errors['d_hidden']:.1e}"
-            if "logp_mean" in errors:
-                assert row[f"logp, {name}"] == f"{errors['logp_mean']:.1e}"
-                assert row[f"ratios off, {name}"] == words.share(errors["ratio_off"])
+    main = data["cases"]["main"]["providers"]
+    ours, trl, products = (main[name]["ms"]["full"]["median"] for name in ("ours", "trl", "products"))
+    cells = row("Main cases", provider="`trl`")
+    assert (cells["/ ours"], cells["/ products"]) == (f"{trl / ours:.2f}", f"{trl / products:.2f}")
+    assert (cells["seconds"], cells["FLOPs, NVH"]) == (f"{trl / 1e3:.4g}", "8")
+    assert cells["extra MiB"] == f"{main['trl']['extra_mib']:.4g}"
+    assert row("All cases", case="main")["ours, seconds"] == f"{ours / 1e3:.4g}"
+    assert row("All cases", case="gspo")["which is"] == "off-policy, ratio of the sequence"
+    llama = "Llama-3-8B: N 64, T 16, H 4096, V 128256; frozen head"
+    assert row("All cases", case="Llama-3-8B")["which is"] == llama
+    of_64 = data["cases"]["n 64"]["providers"]["ours"]["ms"]["full"]["median"]
+    assert row("Scaling", value="64")["ours, ms"] == f"{of_64:.4g}"
+    trl, ours = (data["cases"]["tokens 2048"]["providers"][x]["extra_mib"] for x in ("trl", "ours"))
+    assert row("Memory against tokens", tokens="2,048")["TRL's fused head / ours"] == f"{trl / ours:.2f}"
+    assert row("Memory against tokens", tokens="16,384")["all logits / ours"] == ""
+    errors = data["cases"]["logits 10"]["providers"]["ours"]["errors"]
+    cells = row("Accuracy", provider="`ours`")
+    assert cells["logp, logits 10"] == f"{errors['logp_mean']:.1e}"
+    assert cells["d hidden, logits 10"] == f"{errors['d_hidden']:.1e}"
+    defaults = data["step"]["scenes"]["short prompts"]["variants"]["defaults"]
+    cells = row("A whole training step", variant="defaults")
+    assert (cells["seconds"], cells["saved MiB"]) == tuple(
+        f"{x:.3g}" for x in (defaults["seconds"], defaults["saved_mib"]["max"])
+    )
 
 
 def test_a_limit_slower_than_what_does_more_is_noise(data: Data) -> None:
-    changed = copy.deepcopy(data)
-    providers = changed["cases"]["main"]["providers"]
+    providers = data["cases"]["main"]["providers"]
     providers["products"]["ms"]["full"]["median"] = 1.1 * providers["ours"]["ms"]["full"]["median"]
-    text = tables.lines(changed)
+    text = tables.lines(data)
     rows = {row["provider"]: row for row in reversed(parsed(text, "Main cases")[0])}  # of the first case
     assert rows["`ours`"]["/ products"] == rows["`products`"]["/ ours"] == tables.NOISE
     assert float(rows["`trl`"]["/ products"]) > 1
     assert next(row for row in parsed(text, "All cases")[0] if row["case"] == "main")["products / ours"] == tables.NOISE
 
 
-def test_goals_and_conditions(data: Data) -> None:
+def test_goals_and_conditions_of_a_gpu() -> None:
     goals = [
         {"case": "main", "figure": "seconds, trl / ours", "goal": ">= 1.9", "value": 2.115, "verdict": "pass"},
         {"case": "gone", "figure": "seconds", "goal": "<= 1.05", "value": None, "verdict": "not measured"},
     ]
-    (rows,) = parsed(tables.lines({**data, "goals": goals}), "Goals")
-    assert [(row["measured"], row["verdict"]) for row in rows] == [("2.115", "pass"), ("", "not measured")]
-    text = "\n".join(tables.lines(data))
-    shown = ("AMD EPYC", "2 cores", "2 threads", "python 3.11.7", "liger-kernel 0.8.5", "cpp (CPU tensors;")
-    for part in (*shown, data["commit"], data["date"], "rounds: 2 to 3", "`trl` | TRL 1.16 fused head"):
-        assert part in text
     devices = {"cpu": "x86_64", "cuda:0": "NVIDIA H200, capability 9.0, 140 GiB, CUDA 13.0", "driver_version": "580.1"}
     machine = {"versions": {"python": "3.12.1"}, "system": {"os": "Linux"}, "devices": devices}
-    text = "\n".join(tables.lines({"format": 2, "device": "NVIDIA H200", "machine": machine, "cases": {}}))
+    text = tables.lines({"format": 2, "device": "NVIDIA H200", "machine": machine, "cases": {}, "goals": goals})
+    (rows,) = parsed(text, "Goals")
+    assert [(row["measured"], row["verdict"]) for row in rows] == [("2.115", "pass"), ("", "not measured")]
     for part in ("machine: NVIDIA H200", "capability 9.0, 140 GiB, CUDA 13.0", "580.1", "python 3.12.1"):
-        assert part in text
-    assert "triton" not in text and "None" not in text
+        assert part in "\n".join(text)
+    assert "triton" not in "\n".join(text) and "None" not in "\n".join(text)
 
 
 def test_a_run_that_was_stopped_has_the_tables_of_what_it_has(tmp_path: Path) -> None:
@@ -188,62 +128,46 @@ def test_a_run_that_was_stopped_has_the_tables_of_what_it_has(tmp_path: Path) ->
     assert "extra MiB" not in rows[0]
     for line in ("- `eager`: wrong: d_hidden (a)", "- `cce`: out of memory (a)", "- `liger_ce`: not run (a)"):
         assert line in text
-    assert "None" not in "\n".join(text)
+    assert "None" not in "\n".join(text) and tables.summary(sparse()) == []
     assert tables.lines({"format": 2, "cases": {}})
     assert plots.render(sparse(), tmp_path) == []
 
 
 def test_no_path_of_the_machine_and_no_number_that_wraps(data: Data, tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    changed = copy.deepcopy(data)
-    changed["cases"]["main"]["providers"]["ours"] |= {"status": "error", "reason": "/home/someone/x.py:3 and ~/a/b.so"}
-    tables.write(changed, page)
+    data["cases"]["main"]["providers"]["ours"] |= {"status": "error", "reason": "/home/someone/x.py:3 and ~/a/b.so"}
+    tables.write(data, page)
     text = page.read_text()
-    for part in ("/home", "/opt", "someone", "~/", str(tmp_path)):
-        assert part not in text
+    assert not [part for part in ("/home", "/opt", "someone", "~/", str(tmp_path)) if part in text]
     assert "x.py:3 and b.so" in text and "e\u20110" in text and "e-0" not in text
     assert words.tidy("ours/torch, 3 / 4, https://a.org/b/c and N/A") == "ours/torch, 3 / 4, https://a.org/b/c and N/A"
     assert words.tidy("at\n|x| /usr/lib/") == "at /x/ lib"
 
 
 def test_names_and_features() -> None:
-    versions = {"trl": "1.16.0", "liger-kernel": "0.8.5", "torch": "2.13.0+cpu", "verl": "absent"}
-    names = {
-        "trl": "TRL 1.16 fused head",
-        "liger_ce": "Liger 0.8.5 scaled CE",
-        "linear_ce": "torch 2.13 linear_cross_entropy",
-        "verl_torch": "verl torch head",
-        "ours@128": "grpo_kernels, 128 MiB",
-        "new@64": "new, 64 MiB",
-    }
+    versions = {"trl": "1.16.0", "torch": "2.13.0+cpu", "verl": "absent"}
+    names = {"trl": "TRL 1.16 fused head", "linear_ce": "torch 2.13 linear_cross_entropy"}
+    names |= {"verl_torch": "verl torch head", "ours@128": "grpo_kernels, 128 MiB", "new@64": "new, 64 MiB"}
     assert {x: words.label(x, versions) for x in names} == names
     wide = {"part": "distill", "divergence": 0.25, "teacher_h": 2048, "score": True, "frozen": False, "scale": 11.0}
-    assert (
-        words.features(wide)
-        == "JSD of beta 0.25 from a teacher, whose H is 2048, without gradients, logits to about 11"
-    )
-    assert words.features({**wide, "divergence": 1.0, "score": False}).startswith("reverse KL from a teacher, whose H")
+    said = "JSD of beta 0.25 from a teacher, whose H is 2048, without gradients, logits to about 11"
+    assert words.features(wide) == said
 
 
 def test_figures_draw_the_results(data: Data) -> None:
-    """The bars and lines of each; what was not measured is not drawn."""
     with plots.looks():
         step, memory, time = (plots.DRAWN[name](data) for name in ("step", "memory", "time"))
     scene = data["step"]["scenes"]["short prompts"]["variants"]
-    for axes, wanted in zip(step.axes, ("seconds", "saved_mib"), strict=True):
-        of_variants = [scene[name][wanted] for name in plots.STEP_SHOWN]
-        assert [bar.get_width() for bar in axes.patches] == [
-            x["max"] if wanted != "seconds" else x for x in of_variants
-        ]
-    ours = {n: data["cases"][f"tokens {n}"]["providers"]["ours"]["extra_mib"] for n in (128, 512, 2048, 8192, 16384)}
+    assert [bar.get_width() for bar in step.axes[0].patches] == [scene[name]["seconds"] for name in plots.STEP_SHOWN]
+    ours = {x["n"]: x["providers"]["ours"]["extra_mib"] for x in tables.memory_cases(data).values()}
     assert dict(zip(*memory.axes[0].lines[0].get_data(), strict=True)) == ours
     assert "would need about 28 GiB" in memory.texts[2].get_text()
     timed = {x: p["ms"]["full"]["median"] for x, p in data["cases"]["main"]["providers"].items() if "ms" in p}
     plain = sorted(ms / 1e3 for x, ms in timed.items() if x != "products" and "/" not in x and "@" not in x)
-    assert [bar.get_width() for bar in time.axes[0].patches][: len(plain)] == plain
+    assert [bar.get_width() for bar in time.axes[0].patches] == plain
 
 
-def test_curves_end_where_the_seeds_do() -> None:
+def test_curves_end_where_the_seeds_do(tmp_path: Path) -> None:
     distilled, unified = (curves.read(path)[1] for path in curves.newest())
     with plots.looks():
         left, right = curves.draw_distillation(distilled).axes
@@ -257,10 +181,6 @@ def test_curves_end_where_the_seeds_do() -> None:
     assert curves.distillation_claim(distilled) in " ".join((ROOT / "docs" / "divergences.md").read_text().split())
     assert curves.unified_claim(unified) in (ROOT / "docs" / "unified-view.md").read_text()
     assert plots.apart([1.0, 1.0, 9.0], 2.0) == [0.0, 2.0, 9.0]
-
-
-def test_other_files_than_curves_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "x.json"
-    path.write_text(json.dumps({"runs": [{"other": 1}]}))
+    (tmp_path / "x.json").write_text(json.dumps({"runs": [{"other": 1}]}))
     with pytest.raises(ValueError, match=r"x\.json: expected the curves of"):
-        curves.read(path)
+        curves.read(tmp_path / "x.json")

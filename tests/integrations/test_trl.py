@@ -91,7 +91,7 @@ def test_coupled_coefficients_cost_a_second_pass_at_most() -> None:
 
 
 def test_tool_tokens_are_not_projected() -> None:
-    with_tools = mixed(parity.InjectedTools, FusedGRPOTrainer)
+    with_tools = parity.mixed(parity.Case("", mixin="tools"), FusedGRPOTrainer)
     plain, ours = (head_flops.count(trainer, steps=1, beta=0.04) for trainer in (FusedGRPOTrainer, with_tools))
     assert plain.scored == ours.scored  # the same completions
     assert plain.flops == 6 * plain.scored * plain.size

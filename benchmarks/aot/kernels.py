@@ -1,0 +1,137 @@
+"""Calls of the launchers on new tensors: on a GPU to be timed, on torch's device "meta" to be compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.backends.interface import Chunk, DivergenceStats, LogitTransform, RowStats, Teacher
+from grpo_kernels.backends.triton_rows import divergence, dot, fused, grad, single_pass, stats, teacher_fused
+from grpo_kernels.backends.triton_rows.configs import DotConfig, RowConfig
+from grpo_kernels.objective import losses
+from grpo_kernels.objective.config import LossConfig
+from grpo_kernels.token_loss.record import TokenLoss
+
+N, V, H = 4, 151936, 4096
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+META = torch.device("meta")
+
+
+class Loss(NamedTuple):
+    """The form of a token's loss, which kernels are compiled for."""
+
+    surrogate: str
+    kl: str | None = None
+    corrects_kl: bool = False
+    has_gate: bool = False
+    d_entropy: float = 0.0
+
+    def of_rows(self, numbers: Callable[[], Tensor]) -> TokenLoss:
+        """The loss of rows whose weights, advantages and log-probabilities are of `numbers`."""
+        on_policy = self.surrogate in ("constant", "linear")
+        constants = {x.surrogate: x.constants(LossConfig()) for x in losses.LOSSES.values()}.get(self.surrogate, ())
+        return TokenLoss(
+            surrogate=self.surrogate,
+            constants=constants,
+            kl=self.kl,
+            corrects_kl=self.corrects_kl,
+            advantages=None if on_policy else numbers(),
+            d_logps=numbers() if on_policy else None,
+            weights=numbers(),
+            old=None if on_policy else -numbers(),
+            ref=None if self.kl in (None, "full") else -numbers(),
+            gate=numbers() if self.has_gate else None,
+            beta=0.04,
+            d_entropy=self.d_entropy,
+        )
+
+
+def transform_of(name: str, vocab: int, n: int = N, device: torch.device = META) -> LogitTransform:
+    """The transform of that name, for `n` rows of `vocab` logits."""
+    bias, inv_t = torch.randn(vocab, device=device), torch.rand(n, 1, device=device)
+    return {
+        "plain": LogitTransform(),
+        "bias": LogitTransform(scale=2.0, bias=bias),
+        "row T": LogitTransform(inv_temperature=inv_t),
+        "all": LogitTransform(softcap=30.0, inv_temperature=inv_t, bias=bias, rounded_to=BF16),
+        "rounded fp16": LogitTransform(rounded_to=FP16),
+        "soft-cap": LogitTransform(softcap=30.0),
+    }[name]
+
+
+def row_runs(
+    kernel: str,
+    *,
+    n: int = N,
+    device: torch.device = META,
+    vocab: int = V,
+    apart: bool = False,
+    transform: str = "plain",
+    teacher: tuple[str, float] | None = None,
+    out: torch.dtype | None = BF16,
+    loss: Loss | None = None,
+    entropy: bool = False,
+    extras: tuple[str, ...] = (),
+    in_place: bool = False,
+) -> Callable[[RowConfig], Callable[[], Any]]:
+    """Return a function of the configuration that returns the launch of a row kernel.
+
+    Args:
+        kernel: with a teacher "grad" is its kernel for two heads.
+        apart: rows begin at multiples of 64 elements, as the engine lays them on a GPU.
+        transform: a name of `transform_of`.
+        teacher: its transform, and beta.
+        out: dtype of the gradient; None: none is written.
+        entropy: statistics have it; "grad" has its gradient.
+    """
+
+    def rows(dtype: torch.dtype) -> Tensor:
+        width = -(-vocab // 64) * 64 if apart else vocab
+        return torch.empty(n, width, dtype=dtype, device=device)[:, :vocab]
+
+    def logits() -> Tensor:
+        return rows(FP32).normal_(std=3.0)
+
+    def numbers() -> Tensor:
+        return torch.rand(n, device=device)
+
+    pair = teacher and Teacher(logits(), transform_of(teacher[0], vocab, n, device), teacher[1])
+    ids = torch.randint(vocab, (n,), device=device)
+    chunk = Chunk(logits(), ids, transform_of(transform, vocab, n, device), teacher=pair)
+    diverged = pair and DivergenceStats(*(numbers() for _ in range(4)))
+    statistics = RowStats(-numbers(), chunk.logits.amax(1), numbers(), numbers(), divergence=diverged)
+    gradient = None if out is None else rows(out)
+    d_logp, d_entropy, d_divergence = numbers(), numbers() if entropy else None, pair and numbers()
+    of_rows = loss and loss.of_rows(numbers)
+    wanted = {"entropy": entropy, "extras": extras}
+    launch: Callable[[Any], Any] = {
+        "stats": lambda config: stats.launch_stats(chunk, config, **wanted),
+        "single_pass": lambda config: single_pass.launch_single_pass(
+            chunk, gradient, config, in_place=in_place, **wanted
+        ),
+        "grad": lambda config: grad.launch_grad(chunk, statistics, d_logp, d_entropy, gradient, config, d_divergence),
+        "fused": lambda config: fused.launch_fused(chunk, of_rows, gradient, config),
+        "teacher_fused": lambda config: teacher_fused.launch_teacher_fused(chunk, of_rows, gradient, config),
+        "diverge": lambda config: divergence.launch_diverge(chunk, statistics, statistics, config),
+    }[kernel]
+    return lambda config: partial(launch, config)
+
+
+def dot_runs(
+    dtype: torch.dtype,
+    *,
+    n: int = N,
+    device: torch.device = META,
+    width: int = H,
+    vocab: int = V,
+    transform: str = "plain",
+) -> Callable[[DotConfig], Callable[[], Any]]:
+    """Return a function of the configuration that returns the launch of the scoring kernel."""
+    hidden = torch.randn(n, width, device=device).to(dtype)
+    weight = (torch.randn(vocab, width, device=device) * width**-0.5).to(dtype)
+    ids, transform_ = torch.randint(vocab, (n,), device=device), transform_of(transform, vocab, n, device)
+    return lambda config: partial(dot.launch_dot, hidden, weight, ids, transform_, config, entropy=True)
