@@ -273,9 +273,13 @@ def train(scene: Scene, name: str, *, watched: bool = False, **changed: Any) -> 
         )
         trainer.scene, trainer.saved = scene, [] if watched else None
         trainer.train()
-    logs, spent = ([x[key] for x in trainer.steps] for key in ("logs", "seconds"))
-    seconds = [sum(x.values()) - x["generation"] for x in spent]
-    return trainer.model, {"seconds": seconds, "logs": logs, "saved": trainer.saved}
+    seconds = [without_generation(x["seconds"]) for x in trainer.steps]
+    return trainer.model, {"seconds": seconds, "logs": [x["logs"] for x in trainer.steps], "saved": trainer.saved}
+
+
+def without_generation(seconds: dict[str, float]) -> float:
+    """Seconds of a step, of those of its phases."""
+    return sum(seconds.values()) - seconds["generation"]
 
 
 REGROUPED_TOLERANCE = 2e-5  # sums in another order; without regrouping: `parity.TOLERANCE`

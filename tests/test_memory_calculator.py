@@ -42,6 +42,7 @@ TILES = (  # of others: where the number is in their source, its name here, and 
 
 SMALL = {"n": 128, "h": 32, "v": 3000, "t": 32}
 FEW = {"n": 64, "h": 128, "v": 3000, "t": 32}
+MANY = {"n": 2048, "h": 512, "v": 400, "t": 64, "frozen": True}  # d hidden is larger than the workspace
 CASES: dict[str, dict[str, Any]] = {
     "fp32": SMALL,
     "bf16": {**SMALL, "dtype": "bfloat16"},
@@ -52,6 +53,8 @@ CASES: dict[str, dict[str, Any]] = {
     "few rows": FEW,
     "few rows, bf16, frozen": {**FEW, "dtype": "bfloat16", "frozen": True},
     "small vocabulary": {**SMALL, "v": 400},
+    "many rows": MANY,
+    "many rows, half masked": {**MANY, "padding": 0.5},
 }
 
 

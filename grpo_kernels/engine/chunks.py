@@ -103,7 +103,7 @@ def divide(n: int, workspace_bytes: int, costs: Costs, device: Device = CPU) -> 
 
     def rows_of_chunk(per_group: int) -> int:
         row_bytes = costs.chunk_row_bytes + per_group * costs.group_row_bytes
-        return most_rows(row_bytes, workspace_bytes, costs.scratch_bytes, device)
+        return most_rows(row_bytes, workspace_bytes, costs.scratch_bytes, device.fewest_rows)
 
     sizes = {per_group: rows_of_chunk(per_group) for per_group in (CHUNKS_OF_A_GROUP if costs.grouped else ())}
     choices = ((per_group, least) for least in (LARGE_CHUNK_ROWS, LEAST_CHUNK_ROWS) for per_group in sizes)
@@ -126,22 +126,19 @@ def _even_parts(n: int, most: int, multiple: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(bounds))
 
 
-def most_rows(row_bytes: int, workspace_bytes: int, scratch_bytes: Callable[[int], int], device: Device = CPU) -> int:
+def most_rows(row_bytes: int, workspace_bytes: int, scratch_bytes: Callable[[int], int], least: int) -> int:
     """Return the most rows a chunk may have so that the workspace stays within `workspace_bytes`.
-
-    It is at least `Device.fewest_rows`, whatever the budget: fewer rows would be padded to that.
 
     Args:
         row_bytes: bytes for a row of a chunk, with the group that it belongs to.
         workspace_bytes: the budget.
         scratch_bytes: further bytes for a chunk with the given number of rows; not decreasing.
+        least: the result, where the budget allows fewer: they would be padded to that.
     """
-    least = device.fewest_rows
     low, high = least, max(least, workspace_bytes // row_bytes)
     while low < high:
         middle = (low + high + 1) // 2
-        rows = device.padded_rows(middle)
-        if rows * row_bytes + scratch_bytes(rows) <= workspace_bytes:
+        if middle * row_bytes + scratch_bytes(middle) <= workspace_bytes:
             low = middle
         else:
             high = middle - 1

@@ -127,6 +127,7 @@ def test_each_phase_has_its_seconds_alone(monkeypatch: pytest.MonkeyPatch) -> No
         trainer.log({"loss": 1.0})
     seconds = {"generation": 2, "scoring": 4, "loss": 5, "optimizer": 8, "other": 16}
     assert [x["seconds"] for x in trainer.steps] == [seconds] * 2
+    assert step.without_generation(seconds) == 4 + 5 + 8 + 16
 
 
 def test_completions_are_the_same_in_every_run() -> None:

@@ -192,7 +192,7 @@ def test_what_fails_costs_no_other_provider(one_by_one: bool, monkeypatch: pytes
 @pytest.mark.skipif(not is_measured(CPU), reason="needs Linux's /proc")
 def test_peaks_are_those_of_each_provider_and_no_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     give_back_what_is_freed()
-    shape = {"part": "memory", "t": 8, "h": 8, "v": 32768, "rounds": 0}
+    shape = {"part": "memory", "t": 8, "h": 128, "v": 32768, "rounds": 0}
     cases = [BenchCase(f"tokens {n}", n=n, providers=("ours@4", "eager", "quack"), **shape) for n in (32, 128)]
     results = Results(tmp_path / "found.json", cases={})
     for given in cases:
