@@ -101,14 +101,6 @@ def along(case: Case, axis: str) -> float:
     return 1.0 - case.get("zero_share", 0.0) if axis == "share" else case[axis]
 
 
-def layouts(data: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """("attention, shape", its layouts by name) of what `benchmarks.gpu_step` measured, or a status with its reason."""
-    for attention, shapes in (data.get("layouts") or {}).items():
-        if "status" in shapes:
-            yield attention, shapes
-        yield from ((f"{attention}, {shape}", x) for shape, x in shapes.items() if isinstance(x, dict))
-
-
 # The whole optimizer step, as `benchmarks.step` measures it.
 
 Scene = dict[str, Any]

@@ -115,5 +115,5 @@ def test_interleaving() -> None:
     assert [len(samples[name]) for name in names] == [12, 12, 1]
     assert list(failed) == ["bad"]
     assert ran[:3] != ran[3:6]  # another order
-    assert quantiles([3.0, 1.0, 2.0])["median"] == 2.0
+    assert quantiles([9.0, 1.0, 3.0, 2.0, 1.5, 8.0]) == {"samples": 6, "median": 2.5, "p20": 1.5, "p80": 8.0}
     assert quantiles([]) == {"samples": 0}

@@ -51,6 +51,8 @@ def test_both_are_timed_by_phase_and_train_alike(data: dict[str, Any]) -> None:
         assert all(step["seconds"][x] > 0 for step in run["steps"] for x in ("generation", "loss", "optimizer"))
         assert len(run["right"]) == 2
         assert all(step["logs"]["grad_norm"] > 0 for step in run["steps"])
+    slow, fast = (sum(step["seconds"]["loss"] for step in run["steps"]) for run in (stock, ours))
+    assert report.over(data, ours, slice(2), "loss") == pytest.approx(slow / fast)
     assert ours["alike"] == 2
     assert ours["worst"][1] <= command.TOLERANCE
     assert not command.is_wrong(data)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ import torch
 pytest.importorskip("trl")
 
 from benchmarks import __main__ as command
-from benchmarks import figures, groups, step, tables
+from benchmarks import figures, groups, parity, step, tables
 from benchmarks.memory import saved_bytes
 from benchmarks.run import Results
 from benchmarks.step import SCENES, VARIANTS, Scene, completion
@@ -146,6 +147,12 @@ def test_saved_bytes_are_those_of_graphs_that_live_without_parameters() -> None:
         assert count() == x.nbytes + z.nbytes, "a tensor counts once"
         del y, z
         assert count() == 0
+
+
+def test_a_metric_that_one_of_two_trainers_lacks_is_infinitely_off() -> None:
+    nan = float("nan")
+    stock, ours = {"loss": 0.5, "a": 4.0, "b": nan}, {"loss": 0.5, "a": 4.004, "b": nan, "c": 1.0}
+    assert parity.differences([stock], [ours]) == pytest.approx({"loss": 0.0, "a": 1e-3, "b": 0.0, "c": math.inf})
 
 
 def logs(**changed: float) -> list[dict[str, float]]:

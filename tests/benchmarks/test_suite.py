@@ -14,11 +14,11 @@ from torch.nn.functional import kl_div
 pytest.importorskip("trl")
 pytest.importorskip("liger_kernel")
 
-from benchmarks import run
+from benchmarks import machine, run
 from benchmarks.__main__ import arguments, chosen, is_wrong, main, with_others
 from benchmarks.cases import HEADS, WORKLOADS, Absence, BenchCase, Inputs, case, make_inputs, policy_loss
 from benchmarks.flops import counter
-from benchmarks.machine import ROOT
+from benchmarks.machine import ROOT, Watch
 from benchmarks.memory import give_back_what_is_freed, is_measured
 from benchmarks.plan import cpu_cases, gpu_cases, memory_cases
 from benchmarks.providers import Outcome, build, cross_entropies, named, torch_heads
@@ -94,19 +94,26 @@ def nvh(name: str, given: BenchCase) -> float:
 
 @pytest.mark.parametrize(
     ("name", "counted"),
-    {  # NVH of a policy loss, with a frozen head; of a divergence, with a frozen head, without gradients
-        "ours/torch": (6, 4, 8, 6, 4),
-        "products": (6, 4, 8, 6, 4),
-        "eager": (6, 4, 8, 6, 4),
-        "trl": (8, 6, 12, 10, 4),
+    {  # NVH of a policy loss, with half of the tokens masked, with a frozen head; of a divergence, with a frozen head,
+        # without gradients
+        "ours/torch": (6, 6, 4, 8, 6, 4),
+        "products": (6, 6, 4, 8, 6, 4),
+        "eager": (6, 12, 4, 8, 6, 4),
+        "trl": (8, 16, 6, 12, 10, 4),
     }.items(),
 )
 def test_counted_operations(name: str, counted: tuple[int, ...]) -> None:
     given = replace(BenchCase("x"), n=64, t=8, h=32, v=700)
-    cases = (given, replace(given, frozen=True), TOY, replace(TOY, frozen=True), replace(TOY, score=True))
+    cases = (given, replace(given, n=128, t=16, padding=0.5), replace(given, frozen=True))
+    cases += (TOY, replace(TOY, frozen=True), replace(TOY, score=True))
     assert tuple(nvh(name, x) for x in cases) == counted
     wider = replace(TOY, teacher_h=64)
     assert name == "trl" or nvh(name, wider) == wider.products_nvh == 2 + 2 * 64 / 32 + 4
+
+
+def test_who_packs_computes_the_tokens_that_count_alone() -> None:
+    padded = replace(BenchCase("x"), n=128, t=16, h=32, v=700, padding=0.5)
+    assert nvh("liger_torch", padded) == nvh("verl_torch", padded) == 8
 
 
 def test_operations_of_a_product_with_another_dtype() -> None:
@@ -114,6 +121,14 @@ def test_operations_of_a_product_with_another_dtype() -> None:
     formula = counter().flop_registry[torch.ops.aten.addmm]
     a, b, c = torch.zeros(3, 5), torch.zeros(5, 7), torch.zeros(3, 7)
     assert formula(c, a, b, torch.float32, beta=1, out=c, out_val=c) == 2 * 3 * 5 * 7
+
+
+def test_what_other_processes_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 10 seconds on 4 cores all were at work for 26, of which 6 were this process's."""
+    readings = iter(((1.0, 100.0, 3.0), (11.0, 126.0, 9.0)))
+    monkeypatch.setattr(Watch, "_read", staticmethod(lambda: next(readings)))
+    monkeypatch.setattr(machine.os, "cpu_count", lambda: 4)
+    assert Watch().others() == 0.5
 
 
 def test_share_of_ratios() -> None:
@@ -152,6 +167,14 @@ def test_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert found["ours"]["status"] == "ok" and found["ours"]["ms"]["full"]["samples"] == 2
 
 
+def test_what_there_was_no_time_for_is_noted(tmp_path: Path) -> None:
+    results, given = Results(tmp_path / "found.json", cases={}), replace(BenchCase("x").toy(), rounds=2)
+    measure_case(given, ("eager", "ours"), results, How(backend="torch", one_by_one=True, until=0.0))
+    found = results.data["cases"]["x"]
+    assert found["status"] == "partial" and found["providers"]["ours"]["status"] == "ok"
+    assert found["providers"]["eager"] == {"status": "skipped", "reason": "no time left"}
+
+
 @pytest.mark.parametrize("one_by_one", [False, True])
 def test_what_fails_costs_no_other_provider(one_by_one: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """In its first call, or in a timed step; what was timed before is in the file when it fails."""
@@ -165,6 +188,7 @@ def test_what_fails_costs_no_other_provider(one_by_one: bool, monkeypatch: pytes
             forward, left = eager(inputs), [calls]
 
             def step() -> Outcome:
+                assert all(x.grad is None for x in inputs.leaves), "a step that adds to gradients does more"
                 if not left[0]:
                     before.append(json.loads(path.read_text())["cases"]["x"]["providers"])
                     raise RuntimeError("broken")
