@@ -404,7 +404,7 @@ def is_well(data: dict[str, Any]) -> bool:
     wrong = any(x["status"] in ("wrong", "error") for _, x in _statuses(data.get("layouts", {})))
     ours = {x["ours"].get("status") for c in data.get("cases", {}).values() if "ours" in (x := figures.providers(c))}
     is_bad = failed or nothing_ran or found or missed or wrong or "failed_steps" in data
-    return not is_bad and ours <= {"ok", "partial"}
+    return not is_bad and ours <= {"ok"}
 
 
 def lines(data: dict[str, Any]) -> Iterator[str]:

@@ -110,7 +110,7 @@ def divide(n: int, workspace_bytes: int, costs: Costs, device: Device = CPU) -> 
     per_group = next((per_group for per_group, least in choices if sizes[per_group] >= least), 1)
     most = sizes.get(per_group) or rows_of_chunk(per_group)
     multiple = device.row_multiple
-    most -= most % multiple
+    most -= most % multiple  # to which a chunk's rows are padded
     groups = []
     for start, stop in _even_parts(n, per_group * most, multiple):
         rows = device.padded_rows(stop - start)
