@@ -1,11 +1,19 @@
-"""Training and evaluation mode of modules."""
+"""Calls of a module that change nothing in it: in evaluation mode, or as a guest."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import random
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+# Parts of the names of attributes that make a forward random; they are 0.0 where nothing is drawn.
+RANDOM = ("drop", "jitter", "noise")
 
 
 @contextmanager
@@ -18,3 +26,53 @@ def evaluating(module: nn.Module) -> Iterator[None]:
     finally:
         for x, training in modes:
             x.training = training
+
+
+@contextmanager
+def guest(
+    module: nn.Module, device: torch.device, parameters: Iterable[nn.Parameter] = ()
+) -> Iterator[list[Tensor]]:
+    """Inside, calls of `module` on `device` leave no trace, and draw nothing: rates of dropout are 0.
+
+    Buffers and attributes of the modules and random numbers are restored. The caller's autocast cache gets no entry
+    (a cast made without graph would serve the caller's own forward), and his hooks on saved tensors, such as a
+    checkpoint's, do not run. Leaves of the same memory stand in for `parameters`: their gradient runs no hook.
+
+    Yields:
+        the leaves, in the order of `parameters`.
+    """
+    leaves = {id(x): nn.Parameter(x.detach()) for x in parameters}
+    modules = [*module.modules()]
+    places = [(x, name, p) for x in modules for name, p in x._parameters.items() if id(p) in leaves]
+    before = [(x, dict(vars(x)), dict(x._buffers)) for x in modules]
+    kind = "cuda" if device.type in ("cpu", "meta") else device.type
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng([] if kind != device.type else [device], device_type=kind))
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x))
+        stack.callback(random.setstate, random.getstate())
+        stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
+        torch.set_autocast_cache_enabled(False)
+        try:
+            for owner, name, live in places:
+                owner._parameters[name] = leaves[id(live)]
+            for x, attributes, buffers in before:
+                x._buffers.update({name: b if b is None else b.clone() for name, b in buffers.items()})
+                x.training = x.training and not isinstance(x, nn.modules.dropout._DropoutNd)
+                for name in attributes:
+                    if isinstance(attributes[name], float) and any(part in name for part in RANDOM):
+                        vars(x)[name] = 0.0
+                if "_gradient_checkpointing_func" in attributes:  # transformers'; a reentrant one fills live gradients
+                    vars(x)["_gradient_checkpointing_func"] = partial(checkpoint, use_reentrant=False)
+            yield [*leaves.values()]
+        finally:
+            for owner, name, live in places:
+                owner._parameters[name] = live
+            for x, attributes, buffers in before:
+                _restore(vars(x), attributes)
+                _restore(x._buffers, buffers)
+
+
+def _restore(entries: dict[str, Any], before: dict[str, Any]) -> None:
+    if entries.keys() != before.keys() or any(entries[name] is not x for name, x in before.items()):
+        entries.clear()
+        entries.update(before)

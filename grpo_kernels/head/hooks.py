@@ -71,14 +71,16 @@ def run_pre_hooks(lm_head: nn.Module, hidden: Tensor) -> Tensor:
 
 def is_known(hook: Callable[..., Any]) -> bool:
     """Return True for a hook of ours, FSDP2's or DeepSpeed's."""
-    return _origin(hook).startswith(_KNOWN)
+    return origin(hook).startswith(_KNOWN)
 
 
-def _origin(hook: Any) -> str:
+def origin(hook: Any) -> str:
+    """Return the name of the module that a hook comes from; the hook may be an object or a partial."""
+    hook = getattr(hook, "func", hook)
     return str(getattr(hook, "__module__", None) or type(hook).__module__)
 
 
 def name_of(hook: Any) -> str:
     """Return the name by which a person would look for the hook, which may be an object or a partial."""
     hook = getattr(hook, "func", hook)
-    return f"{_origin(hook)}.{getattr(hook, '__qualname__', type(hook).__name__)}"
+    return f"{origin(hook)}.{getattr(hook, '__qualname__', type(hook).__name__)}"

@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -33,6 +34,14 @@ _CALL_FLOPS = {"cpu": 2.5e6}
 _CALL_FLOPS_ON_A_GPU = 2.5e9
 _VARLEN_PARAMETERS = {"query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k", "scale", "window_size"}
 _EAGER = "eager_attention_forward"
+
+
+# Arguments of attention that hold along a path: positions of the tokens, which no function reads here, and sinks.
+_OF_PATHS = {"position_ids", "s_aux", "sinks"}
+
+
+class NotAlongPaths(Exception):
+    """A model hands its attention something that cannot be carried along the paths of a tree; says what."""
 
 
 class SegmentGroup(NamedTuple):
@@ -71,14 +80,24 @@ def group(segments: Sequence[Segment], call_cells: float) -> list[SegmentGroup]:
 def cut(costs: Sequence[float], overhead: float) -> list[tuple[int, int]]:
     """Divide ascending `costs` into parts (first, end) of least cost: size x largest member + `overhead` for each part.
 
-    A dynamic programme over where the last part begins.
+    A dynamic programme over where the last part begins. With the largest member c of a part that begins at `first`, the
+    cost is a line in c, ``least[first] - first * c``. Slopes fall and c rises, so that a line once beaten stays
+    beaten: `lines` holds the others, the best one first.
     """
-    least, begin = [0.0], [0]
-    for end in range(1, len(costs) + 1):
-        options = [least[first] + (end - first) * costs[end - 1] + overhead for first in range(end)]
-        best = min(range(end), key=options.__getitem__)
-        least.append(options[best])
-        begin.append(best)
+    least, begin, lines = [0.0], [0], deque[int]()
+
+    def crossing(one: int, other: int) -> float:
+        return (least[other] - least[one]) / (other - one)
+
+    for end, cost in enumerate(costs, start=1):
+        new = end - 1
+        while len(lines) > 1 and crossing(lines[-1], new) <= crossing(lines[-2], lines[-1]):
+            lines.pop()
+        lines.append(new)
+        while len(lines) > 1 and crossing(lines[0], lines[1]) < cost:
+            lines.popleft()
+        begin.append(lines[0])
+        least.append(least[lines[0]] + (end - lines[0]) * cost + overhead)
     parts, end = [], len(costs)
     while end > 0:
         parts.append((begin[end], end))
@@ -90,7 +109,8 @@ def _padded(members: list[Segment], context: int) -> SegmentGroup:
     """Return the group of `members`, whose queries begin after `context` tokens of their paths."""
     width = max(len(x.path) for x in members)
     keys = torch.stack([torch.cat([x.path, x.path[-1:].expand(width - len(x.path))]) for x in members])
-    own = [torch.arange(x.context, len(x.path)) - context + i * (width - context) for i, x in enumerate(members)]
+    tokens = torch.arange(width, device="cpu") - context
+    own = [tokens[x.context : len(x.path)] + i * (width - context) for i, x in enumerate(members)]
     return SegmentGroup(keys[:, context:], keys, own, members)
 
 
@@ -99,13 +119,12 @@ class Segments:
 
     Attributes:
         consumed: number of layers whose attention has gone along the paths so far.
-        windows: number of those that have a sliding window.
     """
 
-    def __init__(self, segments: Sequence[Segment], *, call_cells: float, varlen: bool) -> None:
+    def __init__(self, segments: Sequence[Segment], *, varlen: bool) -> None:
         """`varlen`: True to take `torch.nn.attention.varlen` where it serves."""
-        self.segments, self.call_cells, self.varlen = segments, call_cells, varlen
-        self.consumed = self.windows = 0
+        self.segments, self.varlen = segments, varlen
+        self.consumed = 0
         self._kept: dict[Any, Any] = {}  # tensors on the device
 
     @torch.compiler.disable
@@ -115,13 +134,26 @@ class Segments:
         name: str,
         module: nn.Module,
         states: Sequence[Tensor],
+        mask: Any,
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """Return the attention's output (1, n, heads, d) from `states`: query, key and value (1, heads, n, d) each."""
+        """Return the attention's output (1, n, heads, d) from `states`: query, key and value (1, heads, n, d) each.
+
+        Raises:
+            NotAlongPaths: the model has a mask of its own, or hands over something else that is of each token.
+        """
+        tokens = states[0].shape[2]
+        if not isinstance(mask, Tensor) or (mask.numel() != 1 and tokens > 1):
+            shape = tuple(mask.shape) if isinstance(mask, Tensor) else mask
+            raise NotAlongPaths(f"its attention has a mask of its own ({shape})")
+        for key, x in [*enumerate(args), *kwargs.items()]:
+            is_number = x is None or isinstance(x, bool | int | float | str)
+            is_of_heads = isinstance(x, Tensor) and tokens not in x.shape
+            if not (is_number or is_of_heads or key in _OF_PATHS):
+                raise NotAlongPaths(f"its attention gets an argument {key!r} that may be of each token")
         window = kwargs.get("sliding_window")
         self.consumed += 1
-        self.windows += window is not None
         if is_flash(name):
             query, key, value = states
             paths, *lengths = self._lengths(query.device)
@@ -131,7 +163,7 @@ class Segments:
         if self.varlen and not args and self._fits_varlen(window, kwargs):
             return self._by_varlen(states, kwargs.get("scaling")), None
         rows = [x.transpose(1, 2)[0] for x in states]
-        groups, back = self._groups(rows[0].device)
+        groups, back = self._groups(rows[0])
         results = []
         for queries, keys in groups:
             at = (queries, keys, keys)
@@ -141,11 +173,15 @@ class Segments:
             results.append(output.flatten(0, 1))
         return torch.cat(results).index_select(0, back)[None], None
 
-    def _groups(self, device: torch.device) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
-        """(queries (n, q) and keys (n, k) of each call; for each token its place among all queries of all calls)."""
+    def _groups(self, query: Tensor) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
+        """(queries (n, q) and keys (n, k) of each call; for each token its place among all queries of all calls).
+
+        `query` (n, heads, d) is of the first layer that asks.
+        """
+        device = query.device
         if ("groups", device) not in self._kept:
-            groups = group(self.segments, self.call_cells)
-            back, used = torch.empty(max(x.stop for x in self.segments), dtype=torch.int64), 0
+            groups = group(self.segments, call_cells(query.shape[1] * query.shape[2], device))
+            back, used = torch.empty(max(x.stop for x in self.segments), dtype=torch.int64, device="cpu"), 0
             for each in groups:
                 for segment, places in zip(each.members, each.results, strict=True):
                     back[segment.start : segment.stop] = used + places
@@ -158,7 +194,8 @@ class Segments:
     def _lengths(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, int, int]:
         """(all paths one after the other; ends of segments and of paths, from 0 on; the longest of each)."""
         if ("lengths", device) not in self._kept:
-            counts = torch.tensor([[x.stop - x.start for x in self.segments], [len(x.path) for x in self.segments]])
+            counts = [[x.stop - x.start for x in self.segments], [len(x.path) for x in self.segments]]
+            counts = torch.tensor(counts, device="cpu")
             ends = nn.functional.pad(counts.cumsum(1), (1, 0)).to(torch.int32)
             paths = torch.cat([x.path for x in self.segments])
             on_device = [x.to(device, non_blocking=True) for x in (paths, *ends)]
@@ -185,7 +222,7 @@ class Segments:
 
     def _fits_varlen(self, window: int | None, kwargs: dict[str, Any]) -> bool:
         longest = max(len(x.path) for x in self.segments)
-        return not kwargs.get("dropout") and kwargs.get("position_bias") is None and (window or longest) >= longest
+        return not kwargs.get("dropout") and (window or longest) >= longest
 
     def _by_varlen(self, states: Sequence[Tensor], scale: float | None) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
@@ -209,11 +246,12 @@ def has_varlen(implementation: str, device: torch.device, dtype: torch.dtype) ->
     return {*inspect.signature(varlen_attn).parameters} >= _VARLEN_PARAMETERS | {"enable_gqa"}
 
 
-def call_cells(config: Any, device: torch.device) -> float:
-    """Cells (query times key, all heads) that `device` computes in the time of one more call of attention."""
-    heads = getattr(config, "num_attention_heads", None) or 1
-    size = getattr(config, "head_dim", None) or getattr(config, "hidden_size", heads) // heads
-    return _CALL_FLOPS.get(device.type, _CALL_FLOPS_ON_A_GPU) / (4 * heads * size)
+def call_cells(width: int, device: torch.device) -> float:
+    """Cells (query times key, all heads) that `device` computes in the time of one more call of attention.
+
+    `width` is the size of all heads of a token.
+    """
+    return _CALL_FLOPS.get(device.type, _CALL_FLOPS_ON_A_GPU) / (4 * width)
 
 
 def is_flash(implementation: str) -> bool:
@@ -254,7 +292,7 @@ def _wrapped(inner: Callable[..., Any], name: str) -> Callable[..., Any]:
     ) -> Any:
         if segments is None:
             return inner(module, query, key, value, attention_mask, *args, **kwargs)
-        return segments.attend(inner, name, module, (query, key, value), *args, **kwargs)
+        return segments.attend(inner, name, module, (query, key, value), attention_mask, *args, **kwargs)
 
     attention._takes_segments = True  # type: ignore[attr-defined]
     return attention

@@ -1,13 +1,14 @@
 """Find out for each model which layouts give the padded forward's numbers, and how to call the model for that.
 
-Layouts that the config or the layers rule out are refused by name. Every other layout is tried in a model's first call,
-on five short synthetic rows with dropout off, against the padded forward: hidden states, and the gradient of the small
-trainable parameters (norms, biases, adapters) for a random cotangent. The allowed difference is measured too: how much
-the padded forward changes by rounding when it gets a few more columns of padding. Where FSDP2 or ZeRO-3 has divided the
-parameters, only hidden states are compared.
+Layouts that the config or the layers rule out are refused by name. Every other layout is tried when it is first wanted,
+on two or three rows made of the batch's own tokens, as long as its longest row, against the padded forward: hidden
+states, and the gradient of the small trainable parameters (norms, biases, adapters) for a random cotangent. Where FSDP2
+or ZeRO-3 has divided the parameters, only hidden states are compared. The model runs as a `guest` in the mode of the
+call (train or eval) with dropout off, so that the trial leaves no trace in it.
 
-A verdict is kept while nothing changes that it depends on: attention, precision, device, the names of the inputs,
-hooks, and active adapters.
+A verdict holds for sequences up to the length that was compared, since models begin things late: sparse attention,
+windows, frequencies of positions. A longer batch tries again, at up to twice the length. It also holds only while
+nothing changes that it depends on (`_facts`).
 """
 
 from __future__ import annotations
@@ -15,86 +16,173 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from grpo_kernels.base.choices import BatchLayout, choices
-from grpo_kernels.base.modes import evaluating
-from grpo_kernels.head.hooks import is_known, name_of
+from grpo_kernels.base.modes import guest
+from grpo_kernels.head.hooks import name_of, origin
 from grpo_kernels.integrations.transformers import layout as layouts
-from grpo_kernels.integrations.transformers.attention import Segments, has_varlen
+from grpo_kernels.integrations.transformers.attention import NotAlongPaths, has_varlen
 from grpo_kernels.integrations.transformers.forwards import (
     Cells,
     TrunkInputs,
     Way,
     attention_of,
     run_layout,
+    setting,
     text_config,
 )
 
 MODES: tuple[Any, ...] = choices(BatchLayout)
-Verdicts = dict[str, Way | str]  # layout -> the way in which it is exact, or the reason why it is not
 
 _ROUNDING = 4  # a layout may be off by this many times the measured rounding, or the dtype's eps
+_MOST = 1e-2  # but by no more than this, or 16 times the dtype's eps: what is above it is no rounding
 _MORE_COLUMNS = 5
 _OF_LENGTH = ("dynamic", "longrope")  # kinds of RoPE whose frequencies depend on the longest position of a forward
 _SMALL = 2**17  # elements of a parameter whose gradient is compared
-_COLUMNS = 14  # of the synthetic rows
+_KEPT, _IN_A_ROW = 32, 8  # facts that are kept of a model, and that may be new in a row until trials end
+# Hooks that look at no columns, or make parameters and activations whole
+_HOOKS = ("torch.distributed.", "torch.nn.", "torch.utils.", "deepspeed.", "accelerate.", "transformers.", "peft.")
+_HOOK_KINDS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
-_found: weakref.WeakKeyDictionary[nn.Module, dict[Any, Verdicts]] = weakref.WeakKeyDictionary()
+
+@dataclass
+class Verdict:
+    """How a layout is exact for sequences of up to `length` columns; and the reason why not for longer ones."""
+
+    way: Way | None = None
+    length: int = 0
+    reason: str | None = None
 
 
-def verdicts(trunk: nn.Module, forward: Callable[..., Any], inputs: TrunkInputs, mode: str) -> Verdicts:
-    """Return for layout `mode` and the simpler ones whether `forward` of `trunk` is exact in them.
+@dataclass
+class _Model:
+    """What is known of a trunk: verdicts by facts, the oldest first, and how many calls in a row had new facts."""
 
-    The first time it runs the model, equally often on every rank.
+    verdicts: dict[Any, dict[str, Verdict]] = field(default_factory=dict)
+    new_in_a_row: int = 0
+
+
+_models: weakref.WeakKeyDictionary[nn.Module, _Model] = weakref.WeakKeyDictionary()
+
+
+class Exactness:
+    """Verdicts on the layouts of one batch.
+
+    Attributes:
+        length: columns of the batch's longest sequence, from its first token to the last that is read.
     """
-    modes, dtype = MODES[MODES.index(mode) :], _dtype(trunk)
-    names = tuple(sorted(inputs.per_token))
-    key = mode, attention_of(trunk), dtype, inputs.ids.device, names, frozenset(_hooks_and_adapters(trunk))
-    known = _found.setdefault(trunk, {})
-    if key in known:
-        return known[key]
-    verdicts: Verdicts = {name: reason for name in modes if (reason := _by_structure(name, trunk, forward)) is not None}
-    to_try = [name for name in modes if name not in verdicts]
-    try:
-        verdicts |= _by_trial(to_try, trunk, forward, inputs, dtype)
-    except torch.OutOfMemoryError:  # of this moment: the next call tries again
-        return verdicts | dict.fromkeys(to_try, "no memory is free for the trial of its first use")
-    except Exception as error:  # in the padded forward, which every verdict needs
-        verdicts |= dict.fromkeys(to_try, _described(error))
-    known[key] = {name: verdicts[name] for name in modes}
-    return known[key]
+
+    def __init__(self, trunk: nn.Module, forward: Callable[..., Any], inputs: TrunkInputs, cells: Cells) -> None:
+        self.trunk, self.forward, self.inputs, self.cells = trunk, forward, inputs, cells
+        self.length = cells.longest
+        model, facts = _models.setdefault(trunk, _Model()), _facts(trunk, forward, inputs)
+        model.new_in_a_row = 0 if facts in model.verdicts else model.new_in_a_row + 1
+        self._changes = model.new_in_a_row > _IN_A_ROW
+        self._verdicts = {} if self._changes else model.verdicts.setdefault(facts, {})
+        if len(model.verdicts) > _KEPT:
+            del model.verdicts[next(iter(model.verdicts))]
+
+    def verdict(self, mode: str) -> Way | str | None:
+        """Return the way in which layout `mode` is exact for this batch; or the reason why not; None: not tried."""
+        reason = self._reason_against(mode)
+        if reason is not None:
+            return reason
+        known = self._verdicts.setdefault(mode, Verdict())
+        return known.way if known.way is not None and self.length <= known.length else known.reason
+
+    def attempt(self, mode: str, forward: Callable[..., Any]) -> None:
+        """Find the verdict on layout `mode`, by forwards of the trunk.
+
+        Raises:
+            torch.OutOfMemoryError: nothing is found out.
+        """
+        known, every = self._verdicts[mode], torch.ones(len(self.cells.needed), dtype=torch.bool, device="cpu")
+        rows, lengths = self.cells.rows(every, padded=False, by_column=False), [self.length]
+        if known.way is not None:  # once more the length that was compared: few batches then have to try again
+            longest = setting(self.trunk, "max_position_embeddings") or 2 * known.length
+            longest = min(longest, self.cells.needed.numel() // min(3, max(2, len(rows))))
+            lengths.insert(0, max(self.length, min(2 * known.length, longest)))
+        for length in dict.fromkeys(lengths):
+            found = _Trial(self.trunk, forward, self.inputs, rows, length).outcome(mode)
+            if isinstance(found, Way):
+                known.way, known.length = found, length
+                return
+        known.reason = found
+
+    def refuse(self, mode: str, reason: str) -> None:
+        """Note that layout `mode` has failed for a batch of this length."""
+        self._verdicts[mode] = Verdict(reason=reason)
+
+    def _reason_against(self, mode: str) -> str | None:
+        """Return the reason against layout `mode` that hooks, config, layers or this batch show, or None."""
+        hook = _foreign_hook(self.trunk)
+        if hook is not None:
+            return f"the hook {hook} would be handed other columns than those of the batch"
+        if self._changes:
+            return "what its results depend on changes in each call"
+        if self.cells.padding_is_read and mode != "padded":
+            return "padding is read, and only the model knows what it attends to"
+        reason = _by_structure(mode, self.trunk, self.forward)
+        if reason is None and mode == "tree" and self.cells.has_holes and _has_window(self.trunk):
+            return "a sequence has padding within, which its sliding window counts"
+        return reason
 
 
 def fits_trees(trunk: nn.Module) -> bool | None:
-    """Return True if `trunk` has been exact in a tree in every call; None if it has not been tried."""
-    found = [verdicts["tree"] for verdicts in _found.get(trunk, {}).values() if "tree" in verdicts]
-    return all(isinstance(verdict, Way) for verdict in found) if found else None
+    """Return True if `trunk` has been exact in a tree whenever it was tried; None if it was not."""
+    found = [x["tree"] for x in _models.get(trunk, _Model()).verdicts.values() if "tree" in x]
+    tried = [x for x in found if x.way is not None or x.reason is not None]
+    return all(x.way is not None for x in tried) if tried else None
 
 
-def reason_against_tree(trunk: nn.Module, way: Way, cells: Cells) -> str | None:
-    """Return the reason why this batch is not exact in a tree, or None."""
-    if way.longest is not None and cells.needed.shape[1] > way.longest:
-        return f"its attention is not told of the sliding window of {way.longest} tokens"
-    if cells.has_holes and _window(trunk) is not None:  # which counts the holes
-        return "a sequence has padding within"
+def is_divided(trunk: nn.Module) -> bool:
+    """Return True if FSDP2 or ZeRO-3 has divided the parameters of `trunk`."""
+    return any(hasattr(x, "ds_status") or hasattr(x, "device_mesh") for x in trunk.parameters())
+
+
+def described(error: Exception) -> str:
+    """Return what `error` says, for a warning."""
+    if isinstance(error, NotAlongPaths):
+        return str(error)
+    return f"it raised {type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
+
+
+def _facts(trunk: nn.Module, forward: Callable[..., Any], inputs: TrunkInputs) -> Any:
+    """Everything that a verdict depends on, in a form that compares: this call's, the config's, each module's."""
+    device = inputs.ids.device
+    call = tuple(sorted(inputs.per_token)), tuple(sorted(inputs.constants.items())), device, _dtype(trunk, device)
+    modules = []
+    for x in trunk.modules():
+        own = vars(x)
+        ours = forward if x is trunk else own.get("forward")  # the trunk's own is replaced for the call
+        switches = tuple((name, v) for name, v in own.items() if isinstance(v, bool | float | str) and name[0] != "_")
+        trains = tuple(p is not None and p.requires_grad for p in x._parameters.values())
+        modules.append((weakref.ref(x), _identity(ours), _identity(type(x).forward), switches, trains, _active(x)))
+    return call, attention_of(trunk), repr(vars(text_config(trunk))), tuple(modules)
+
+
+def _identity(function: Any) -> Any:
+    """Return what tells `function` from any other, and keeps neither it nor the module of a method alive."""
+    function = getattr(function, "__func__", function)
+    return None if function is None else weakref.ref(function)
+
+
+def _foreign_hook(trunk: nn.Module) -> str | None:
+    """Return the name of a hook below `trunk` that may look at columns or change numbers, or None."""
+    everywhere: Any = torch.nn.modules.module
+    found = [getattr(everywhere, f"_global{kind}") for kind in _HOOK_KINDS]
+    found += [getattr(x, kind) for x in trunk.modules() if x is not trunk for kind in _HOOK_KINDS]
+    for hooks in found:
+        for hook in hooks.values():
+            if not origin(hook).startswith(_HOOKS):
+                return name_of(hook)
     return None
-
-
-def _hooks_and_adapters(trunk: nn.Module) -> Iterator[Any]:
-    """Everything around the modules of `trunk` that may change what they compute, in a form that compares."""
-    for i, module in enumerate(trunk.modules()):
-        for hooks in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks):
-            for key, hook in hooks.items():
-                if not is_known(hook):  # PEFT registers its partials anew in each call
-                    yield i, name_of(hook) if isinstance(hook, functools.partial) else key
-        if active := _active(module):
-            yield active
 
 
 def _active(module: Any) -> tuple[tuple[str, str], ...]:
@@ -107,19 +195,17 @@ def _active(module: Any) -> tuple[tuple[str, str], ...]:
 
 def _by_structure(mode: str, trunk: nn.Module, forward: Callable[..., Any]) -> str | None:
     """Return the reason against layout `mode` that config, layers or adapters show, or None."""
-    text, modules = text_config(trunk), [*trunk.modules()]
+    modules = [*trunk.modules()]
     if any("alora" in variant.lower() for module in modules for _, variant in _active(module)):
         return "aLoRA begins at columns of the padded batch"
-    if getattr(text, "max_position_embeddings", None) in range(1, _COLUMNS + _MORE_COLUMNS):
-        return f"the context is shorter than the {_COLUMNS + _MORE_COLUMNS} tokens of the trial of its first use"
-    kinds = {*_rope_types(getattr(text, "rope_parameters", None))} & {*_OF_LENGTH}
+    kinds = {*_rope_types(setting(trunk, "rope_parameters"))} & {*_OF_LENGTH}
     if mode != "padded" and kinds:
         return f"RoPE of the kind {kinds.pop()!r} depends on the longest position of a forward"
     if mode != "padded" and any(hasattr(x, "neftune_noise_alpha") for x in modules):
         return "NEFTune's noise depends on the number of columns"
     if mode != "tree":
         return None
-    if isinstance(getattr(text, "attention_chunk_size", None), int):
+    if isinstance(setting(trunk, "attention_chunk_size"), int):
         return "attention in chunks of columns"
     if any(isinstance(x, nn.Conv1d) for x in modules):
         return "layers with a state that goes from one sequence to the next"
@@ -129,53 +215,73 @@ def _by_structure(mode: str, trunk: nn.Module, forward: Callable[..., Any]) -> s
     return None
 
 
-def _by_trial(
-    modes: Sequence[str], trunk: nn.Module, forward: Callable[..., Any], inputs: TrunkInputs, dtype: torch.dtype
-) -> Verdicts:
-    """Run the synthetic rows in each of `modes`, and in the padded forward."""
-    found: Verdicts = {}
-    sharded = any(hasattr(x, "ds_status") or hasattr(x, "device_mesh") for x in trunk.parameters())
-    sharded = sharded or any(hasattr(x, "_fsdp_wrapped_module") for x in trunk.modules())
-    eager = torch.compiler.set_stance("force_eager")  # compiled layers would be compiled for the trial's shapes
-    with eager, torch.inference_mode(False), torch.set_grad_enabled(not sharded), evaluating(trunk):
-        trial = _Trial(trunk, forward, inputs)
-        want = trial.run("padded", trial.ways("padded")[0], parts=1)
-        wider = trial.run("padded", trial.ways("padded")[0], parts=1, more_columns=_MORE_COLUMNS)
-        rounding = [max(_off(a, b), torch.finfo(dtype).eps) for a, b in zip(wider, want, strict=True)]
-        allowed = [max(_ROUNDING * x, 1e-5) for x in rounding]
-        for mode in modes:
-            for way in trial.ways(mode):
-                found[mode] = trial.verdict(mode, way, want, allowed)
-                if isinstance(found[mode], Way):
-                    break
-    return found
+@dataclass
+class _Found:
+    """What a forward of the trial's rows gives."""
+
+    states: Tensor  # (n, H), hidden states of the needed cells
+    gradient: Tensor  # (m,), of the small parameters
+    buffers: dict[str, Tensor]  # those that it has changed in place
 
 
 class _Trial:
-    """Synthetic rows of a model, padded on both sides: a tree of depth three with two roots, of unequal lengths."""
+    """Two or three rows of a batch's tokens, padded on both sides, in a layout and in the padded forward.
 
-    def __init__(self, trunk: nn.Module, forward: Callable[..., Any], like: TrunkInputs) -> None:
-        """`like`: inputs of a call, whose names the synthetic inputs have."""
-        self.trunk, self.forward = trunk, forward
-        config: Any = trunk.config
-        special = {x for name, x in _numbers(config.to_dict()) if name.endswith(("_token_id", "_token_index"))}
-        usable = [x for x in range(min(text_config(trunk).vocab_size, 4096)) if x not in special]
-        ids = torch.tensor([[usable[(7 * r + 13 * c + 5) % len(usable)] for c in range(_COLUMNS)] for r in range(5)])
-        ids[1, :6], ids[2, :9], ids[4, :4] = ids[0, :6], ids[1, :9], ids[3, :4]
-        columns = torch.arange(_COLUMNS)
-        first, last = torch.tensor([[1], [1], [1], [0], [0]]), torch.tensor([[12], [14], [11], [9], [10]])
-        mask = (columns >= first) & (columns < last)
-        self.needed = mask & (columns >= 3) & (columns < last - 1)
-        per_token = {name: ids % 2 for name in like.per_token if name != "position_ids"}
-        if "position_ids" in like.per_token:
-            per_token["position_ids"] = (columns - first).clamp(min=0)
-        device = like.ids.device
-        per_token = {name: x.to(device, like.per_token[name].dtype) for name, x in per_token.items()}
-        self.inputs = TrunkInputs(ids.to(device), mask.long().to(device), per_token, like.constants)
-        self.parameters = [x for x in trunk.parameters() if x.requires_grad and x.numel() <= _SMALL]
-        self.segments: Segments | None = None
+    The second row begins as the first does; the third has nothing in common with them.
+    """
 
-    def ways(self, mode: str) -> list[Way]:
+    def __init__(
+        self, trunk: nn.Module, forward: Callable[..., Any], like: TrunkInputs, rows: list[layouts.Row], length: int
+    ) -> None:
+        """`rows` of the batch `like` give the tokens; the first row of the trial has `length` of them."""
+        self.trunk, self.forward, self.device = trunk, forward, like.ids.device
+        self.dtype, self.is_divided = _dtype(trunk, self.device), is_divided(trunk)
+        small = [x for x in trunk.parameters() if x.requires_grad and x.numel() <= _SMALL]
+        self.parameters = [] if self.is_divided else small
+        self.is_random = self.evaluates = False
+        self.layers = 0  # that have gone along the paths of a tree
+        pool = torch.cat([x.cells[x.attended] for x in sorted(rows, key=lambda x: -int(x.attended.sum()))])
+        cyclic, half = torch.arange(length, device="cpu") % len(pool), -(-length // 2)
+        first, other = pool[cyclic], pool.roll(-(len(pool) // 2))[cyclic]
+        tokens = [first, torch.cat([first[:half], other[half : -(-7 * length // 8)]]), other[:half].flip(0)]
+        tokens = tokens[: 3 if len(rows) > 2 else 2]
+        # each with padding on one side or both; of a batch of one sequence, the padded forward has one row
+        width = length + (2 if length + 2 <= (setting(trunk, "max_position_embeddings") or length + 2) else 0)
+        self.of_padded = [[0], [1]] if len(rows) == 1 else [[*range(len(tokens))]]
+        begins = [(width - length) // 2, width - len(tokens[1]), 0]
+        sources = pool.new_full((len(tokens), width), int(pool[0]))
+        mask, self.needed = torch.zeros(2, *sources.shape, dtype=torch.bool, device="cpu")
+        for i, (begin, own) in enumerate(zip(begins, tokens, strict=False)):
+            end, third = begin + len(own), begin + len(own) // 3
+            sources[i, begin:end], mask[i, begin:end] = own, True
+            self.needed[i, third : max(end - 1, third + 1)] = True
+        self.order = (mask.cumsum(1) - 1)[self.needed].argsort().to(self.device)
+        sources, mask = sources.to(self.device), mask.to(self.device)
+        per_token = {name: x.reshape(-1)[sources] * mask for name, x in like.per_token.items()}
+        if "position_ids" in per_token:
+            per_token["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
+        ids = like.ids.reshape(-1)[sources] * mask
+        self.inputs = TrunkInputs(ids, mask.long(), per_token, like.constants)
+
+    def outcome(self, mode: str) -> Way | str:
+        """Return the way in which layout `mode` is exact for these rows, or the reason why it is not.
+
+        Raises:
+            torch.OutOfMemoryError: from the model.
+        """
+        found: Way | str = ""
+        for way in self._ways(mode):
+            try:
+                found = self._compared(mode, way)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                found = f"in its trial, {described(error)}"
+            if isinstance(found, Way):
+                break
+        return found
+
+    def _ways(self, mode: str) -> list[Way]:
         """Return the ways to call the model that are tried for layout `mode`, the best first."""
         takes = "position_ids" in inspect.signature(self.forward).parameters
         if "position_ids" in self.inputs.per_token:
@@ -184,81 +290,103 @@ class _Trial:
             found = [Way("none")]
         else:
             found = [Way("column"), Way("depth"), *([] if mode == "tree" else [Way("none")])]
-        fits = has_varlen(attention_of(self.trunk), self.inputs.ids.device, _dtype(self.trunk))
+        fits = has_varlen(attention_of(self.trunk), self.device, self.dtype)
         return [replace(way, varlen=True) for way in found if mode == "tree" and fits] + found
 
-    def run(self, mode: str, way: Way, *, parts: int = 2, more_columns: int = 0) -> list[Tensor]:
-        """Return [hidden states (n, H) of the needed cells, gradients (m,)], computed in `parts` forwards."""
-        inputs = self.inputs.wider(more_columns) if more_columns else self.inputs
-        needed = nn.functional.pad(self.needed, (0, more_columns))
-        cells = inputs.on_cpu(needed)
-        hidden: dict[int, Tensor] = {}
-        for part in torch.arange(5).tensor_split(parts):
-            chosen = torch.isin(torch.arange(5), part)
-            rows = cells.rows(chosen, padded=mode == "padded", by_column=way.positions == "column")
-            layout = (layouts.tree if mode == "tree" else layouts.by_rows)(rows, graph=True)
-            output, segments = run_layout(self.trunk, self.forward, inputs, layout, way)
-            self.segments = segments or self.segments
-            flat = output.last_hidden_state.flatten(0, 1)
-            length = inputs.ids.shape[1]
-            at = (layout.cells // length * _COLUMNS + layout.cells % length).tolist()
-            hidden |= dict(zip(at, flat[layout.tokens.to(flat.device)], strict=True))
-        read = torch.stack([hidden[i] for i in self.needed.reshape(-1).nonzero().squeeze(1).tolist()])
-        return [read.detach(), self._gradients(read)]
-
-    def _gradients(self, read: Tensor) -> Tensor:
-        if not self.parameters or not read.requires_grad:
-            return read.new_zeros(1)
-        cotangent = torch.randn(read.shape, generator=torch.Generator().manual_seed(0)).to(read)
-        found = torch.autograd.grad(read, self.parameters, cotangent, allow_unused=True)
-        return torch.cat([x.flatten().float() for x in found if x is not None] or [read.new_zeros(1)])
-
-    def verdict(self, mode: str, way: Way, want: Sequence[Tensor], allowed: Sequence[float]) -> Way | str:
-        """Return `way`, with what a tree's forward has shown, if `mode` is exact in it, else the reason."""
-        try:
-            got = self.run(mode, way)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            return _described(error)
-        if mode == "tree":
-            seen = self.segments
-            if seen is None or not seen.consumed:
-                return "its attention is not looked up in transformers' table, so it sees no segments"
-            window = _window(self.trunk)
-            kinds = getattr(text_config(self.trunk), "layer_types", None)
-            windows = list(kinds).count("sliding_attention") if kinds else seen.consumed
-            told = window is None or seen.windows >= windows
-            way = replace(way, layers=seen.consumed, longest=None if told else window)
-        for name, a, b, most in zip(("hidden states", "gradients"), got, want, allowed, strict=True):
-            if not (off := _off(a, b)) <= most:
+    def _compared(self, mode: str, way: Way) -> Way | str:
+        want = self._want
+        parts = [[0, 1], [*range(2, len(self.needed))]] if mode == "tree" else [[0], [*range(1, len(self.needed))]]
+        got = self._run(mode, way, [x for x in parts if x])
+        if mode == "tree" and not self.layers:
+            return "its attention is not looked up in transformers' table, so it sees no segments"
+        for name in {*want.buffers, *got.buffers}:
+            pair = want.buffers.get(name), got.buffers.get(name)
+            if pair[0] is None or pair[1] is None or not torch.allclose(*pair, equal_nan=True):
+                return f"each forward changes a state of it ({name})"
+        floor = max(_ROUNDING * torch.finfo(self.dtype).eps, 1e-5)
+        for i, name in enumerate(("hidden states", "gradients")):
+            off = self._off(got, want)[i]
+            if not off <= floor and not off <= self._rounding[i]:
                 return f"{name} are off by {off:.1g} of their length from the padded forward's"
-        return way
+        return replace(way, layers=self.layers) if mode == "tree" else way
+
+    @functools.cached_property
+    def _want(self) -> _Found:
+        """What the padded forward gives: in the mode of the call, unless it draws random numbers there."""
+        found = self._run("padded", self._ways("padded")[0], self.of_padded)
+        if self.is_random:
+            self.evaluates = True
+            found = self._run("padded", self._ways("padded")[0], self.of_padded)
+        return found
+
+    @functools.cached_property
+    def _rounding(self) -> tuple[float, float]:
+        """Differences of hidden states and gradients that rounding may make."""
+        wider = self._run("padded", self._ways("padded")[0], self.of_padded, more_columns=_MORE_COLUMNS)
+        most = max(_MOST, 16 * torch.finfo(self.dtype).eps)
+        states, gradient = (min(_ROUNDING * x, most) for x in self._off(wider, self._want))
+        return states, gradient
+
+    def _off(self, got: _Found, want: _Found) -> tuple[float, float]:
+        """Norm of the difference over the norm: of hidden states, the largest in eight ranges of depths; of gradients."""
+        ranges = self.order.tensor_split(min(8, len(self.order)))
+        states = torch.stack([_distance(got.states[x], want.states[x]) for x in ranges])
+        return states.amax().item(), _distance(got.gradient, want.gradient).item()
+
+    def _run(self, mode: str, way: Way, parts: list[list[int]], *, more_columns: int = 0) -> _Found:
+        """Compute the rows, those of each of `parts` in a forward of its own."""
+        inputs = self.inputs.wider(more_columns) if more_columns else self.inputs
+        cells = inputs.on_cpu(nn.functional.pad(self.needed, (0, more_columns)))
+        places = torch.full(self.needed.shape, -1, device="cpu")
+        places[self.needed] = torch.arange(len(self.order), device="cpu")
+        places = nn.functional.pad(places, (0, more_columns), value=-1).reshape(-1)
+        states, gradient = None, torch.zeros(1, device=self.device)
+        draw = torch.Generator("cpu").manual_seed(0)
+        with (
+            torch.compiler.set_stance("force_eager"),  # compiled layers would be compiled for these shapes
+            torch.inference_mode(False),
+            torch.set_grad_enabled(not self.is_divided),
+            guest(self.trunk, self.device, self.parameters) as leaves,
+        ):
+            if self.evaluates:
+                self.trunk.eval()
+            numbers = _random_state(self.device)
+            versions = {name: x._version for name, x in self.trunk.named_buffers()}
+            for part in parts:
+                chosen = torch.isin(torch.arange(len(self.needed), device="cpu"), torch.tensor(part, device="cpu"))
+                rows = cells.rows(chosen, padded=mode == "padded", by_column=way.positions == "column")
+                layout = (layouts.tree if mode == "tree" else layouts.by_rows)(rows, graph=True)
+                output, segments = run_layout(self.trunk, self.forward, inputs, layout, way)
+                self.layers = segments.consumed if segments is not None else 0
+                at = places[layout.cells]
+                tokens, at = layout.tokens[at >= 0].to(self.device), at[at >= 0].to(self.device)
+                read = output.last_hidden_state.flatten(0, 1)[tokens]
+                if states is None:
+                    states = read.new_zeros(len(self.order), read.shape[1])
+                    cotangent = torch.randn(states.shape, generator=draw, device="cpu").to(states)
+                states[at] = read.detach()
+                if leaves and read.requires_grad:
+                    found = torch.autograd.grad(read, leaves, cotangent[at], materialize_grads=True)
+                    gradient = gradient + torch.cat([x.flatten().float() for x in found])
+            self.is_random = not torch.equal(numbers, _random_state(self.device))
+            changed = {name: x for name, x in self.trunk.named_buffers() if x._version > versions.get(name, x._version)}
+        assert states is not None
+        return _Found(states, gradient, changed)
 
 
-def _window(trunk: nn.Module) -> int | None:
-    """Sliding window of the layers of `trunk` in tokens, or None."""
-    found = getattr(text_config(trunk), "sliding_window", None)
-    return found if isinstance(found, int) else None
+def _random_state(device: torch.device) -> Tensor:
+    own = [] if device.type in ("cpu", "meta") else [torch.get_device_module(device.type).get_rng_state(device)]
+    return torch.cat([torch.get_rng_state(), *own])
 
 
-def _described(error: Exception) -> str:
-    return f"its trial raised {type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
-
-
-def _off(got: Tensor, want: Tensor) -> float:
+def _distance(got: Tensor, want: Tensor) -> Tensor:
     """Norm of the difference over the norm of `want`."""
-    if got.shape != want.shape:
-        return float("inf")
-    return ((got - want).double().norm() / want.double().norm().clamp(min=1e-30)).item()
+    return (got - want).double().norm() / want.double().norm().clamp(min=1e-30)
 
 
-def _numbers(fields: dict[str, Any]) -> Iterator[tuple[str, int]]:
-    for name, x in fields.items():
-        if isinstance(x, dict):
-            yield from _numbers(x)
-        elif isinstance(x, int) and not isinstance(x, bool):
-            yield str(name), x
+def _has_window(trunk: nn.Module) -> bool:
+    """Return True if layers of `trunk` have a sliding window."""
+    return isinstance(setting(trunk, "sliding_window"), int)
 
 
 def _rope_types(parameters: Any) -> Iterator[str]:
@@ -271,8 +399,8 @@ def _rope_types(parameters: Any) -> Iterator[str]:
         yield from _rope_types(x)
 
 
-def _dtype(trunk: nn.Module) -> torch.dtype:
-    """Precision of the trunk's products."""
-    found = next(x for x in trunk.parameters() if x.is_floating_point())
-    kind = found.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else found.dtype
+def _dtype(trunk: nn.Module, device: torch.device) -> torch.dtype:
+    """Precision of the trunk's products on `device`, where its inputs are."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.get_autocast_dtype(device.type)
+    return next(x.dtype for x in trunk.parameters() if x.is_floating_point())

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from grpo_kernels.integrations.transformers.attention import Segments, call_cells, install
+from grpo_kernels.integrations.transformers.attention import NotAlongPaths, Segments, install
 from grpo_kernels.integrations.transformers.layout import Row, TrunkLayout
 
 _RETURNED = ("output_hidden_states", "output_attentions", "output_router_logits")
@@ -26,13 +26,11 @@ class Way:
             would count; the number of tokens before the cell; or none.
         varlen: True to take `torch.nn.attention.varlen` for a tree where it serves.
         layers: layers whose attention goes along the paths of a tree; None: not known yet.
-        longest: most tokens of a path of a tree; None: any number.
     """
 
     positions: Positions
     varlen: bool = False
     layers: int | None = None
-    longest: int | None = None
 
 
 @dataclass(frozen=True)
@@ -67,15 +65,6 @@ class TrunkInputs:
         if constants.pop("use_cache", False):
             return "use_cache: expected False, a cache would be that of a part"
         return cls(ids, mask, per_token, constants)
-
-    @classmethod
-    def usual(cls, given: dict[str, Any]) -> TrunkInputs:
-        """Return ids, mask and, where `given` has them (B, L), position ids: stand-ins that have names and a device."""
-        like = next(x for x in given.values() if isinstance(x, Tensor))
-        ids = torch.ones(1, 2, dtype=torch.int64, device=like.device)
-        positions = given.get("position_ids")
-        has_positions = isinstance(positions, Tensor) and positions.dim() == 2
-        return cls(ids, ids, {"position_ids": ids} if has_positions else {}, {})
 
     def wider(self, columns: int) -> TrunkInputs:
         """Return these inputs with `columns` more of padding on the right, (B, L + columns)."""
@@ -116,6 +105,13 @@ class Cells:
         return bool((self.needed & ~self.attended).any())
 
     @property
+    def longest(self) -> int:
+        """Most columns of a sequence, from its first token to the last that is read; 0 if none is."""
+        columns = torch.arange(self.needed.shape[1], device="cpu")
+        first = torch.where(self.attended, columns, self.needed.shape[1]).amin(1)
+        return int((torch.where(self.needed, columns + 1, 0).amax(1) - first).amax())
+
+    @property
     def has_holes(self) -> bool:
         """True if a sequence has padding within."""
         begun, goes_on = self.attended.cumsum(1) > 0, self.needed.flip(1).cumsum(1).flip(1) > 0
@@ -129,7 +125,7 @@ class Cells:
             by_column: True if a cell's column is its position.
         """
         length = self.needed.shape[1]
-        columns, is_read = torch.arange(length), self.needed.any(1)
+        columns, is_read = torch.arange(length, device="cpu"), self.needed.any(1)
         first = torch.where(self.attended, columns, length).amin(1).tolist()
         end = torch.where(self.needed, columns + 1, 0).amax(1).tolist()
         values = [*self.values.values(), *([columns.expand(self.needed.shape)] if by_column else [])]
@@ -146,7 +142,7 @@ def run_layout(
     """Return the output of ``forward`` on the tokens of `layout`, with hidden states (b, w, H); and a tree's segments.
 
     Raises:
-        RuntimeError: a layer has not gone along the paths of a tree.
+        NotAlongPaths: a layer has not gone along the paths of a tree.
     """
     device = inputs.ids.device
     sources = layout.sources.to(device, non_blocking=True)
@@ -159,18 +155,16 @@ def run_layout(
     segments = None
     if layout.segments is not None:
         install(attention_of(trunk), trunk)
-        cells_of_a_call = call_cells(text_config(trunk), device)
-        segments = Segments(layout.segments, call_cells=cells_of_a_call, varlen=way.varlen)
-        # of four dimensions, as transformers then makes none itself; nobody reads it
+        segments = Segments(layout.segments, varlen=way.varlen)
+        # of four dimensions, as transformers then makes none itself; attention refuses any other
         found |= {"segments": segments, "attention_mask": torch.zeros(1, 1, 1, 1, device=device)}
     elif inputs.mask is not None or not bool(layout.attended.all()):
         found["attention_mask"] = layout.attended.to(device, torch.int64, non_blocking=True)
     output = forward(**found, **inputs.constants, **_without_cache(forward))
     if segments is not None and way.layers not in (None, segments.consumed):
-        raise RuntimeError(
-            f"layout: expected {way.layers} layers of {type(trunk).__name__} to compute attention along the paths of a "
-            f"tree, as in its first forward, got {segments.consumed}: has their attention been replaced since? Pass "
-            "layout='trim'"
+        raise NotAlongPaths(
+            f"{segments.consumed} of its layers have computed attention along the paths of a tree, and {way.layers} in "
+            "its first forward"
         )
     return output, segments
 
@@ -179,6 +173,14 @@ def text_config(trunk: nn.Module) -> Any:
     """Return the config of the trunk's decoder."""
     config: Any = trunk.config
     return config.get_text_config(decoder=True)
+
+
+def setting(trunk: nn.Module, name: str) -> Any:
+    """Return the value of `name` in the config of the trunk's decoder; None where it has none for all layers."""
+    try:
+        return getattr(text_config(trunk), name, None)
+    except RuntimeError:  # Gemma 4 has one for each kind of layer, and then no attribute
+        return None
 
 
 def attention_of(trunk: nn.Module) -> str:

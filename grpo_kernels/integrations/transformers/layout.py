@@ -76,12 +76,12 @@ class TrunkLayout:
 def tree(rows: Sequence[Row], *, graph: bool, multiple: int = 1) -> TrunkLayout:
     """Return the layout that computes each distinct prefix of `rows` once; its width is a multiple of `multiple`."""
     segments, sources, cells, tokens = [], [], [], []
-    before, path, count = rows[0].features[:0], torch.empty(0, dtype=torch.int64), 0
+    before, path, count = rows[0].features[:0], _range(0, 0), 0
     seen = [(row.cells[row.attended], row.features[row.attended]) for row in rows]
     for own, features in sorted(seen, key=lambda x: x[1].numpy().tobytes()):
         shared = common_prefix(before, features)
         before, new = features, own[shared:]
-        path = torch.cat([path[:shared], torch.arange(count, count + len(new))])
+        path = torch.cat([path[:shared], _range(count, count + len(new))])
         if len(new):
             segments.append(Segment(count, count + len(new), path))
         sources.append(new)
@@ -90,12 +90,12 @@ def tree(rows: Sequence[Row], *, graph: bool, multiple: int = 1) -> TrunkLayout:
         count += len(new)
     filling = -count % multiple
     if filling:
-        segments.append(Segment(count, count + filling, torch.arange(count, count + filling)))
+        segments.append(Segment(count, count + filling, _range(count, count + filling)))
         sources.append(sources[0][:1].expand(filling))
-    depths = torch.cat([torch.arange(x.context, len(x.path)) for x in segments])
+    depths = torch.cat([_range(x.context, len(x.path)) for x in segments])
     return TrunkLayout(
         torch.cat(sources)[None],
-        torch.ones(1, count + filling, dtype=torch.bool),
+        torch.ones(1, count + filling, dtype=torch.bool, device="cpu"),
         depths[None],
         torch.cat(cells),
         torch.cat(tokens),
@@ -114,11 +114,11 @@ def common_prefix(one: Tensor, other: Tensor) -> int:
 def by_rows(rows: Sequence[Row], *, graph: bool, multiple: int = 1) -> TrunkLayout:
     """Return the layout that has `rows` side by side, padded to a width that is a multiple of `multiple`."""
     width = -(-max(len(row.cells) for row in rows) // multiple) * multiple
-    sources, attended = torch.zeros(2, len(rows), width, dtype=torch.int64)
+    sources, attended = torch.zeros(2, len(rows), width, dtype=torch.int64, device="cpu")
     for i, row in enumerate(rows):
         sources[i, : len(row.cells)] = row.cells
         attended[i, : len(row.cells)] = row.attended
-    tokens = [i * width + torch.arange(len(row.cells)) for i, row in enumerate(rows)]
+    tokens = [_range(i * width, i * width + len(row.cells)) for i, row in enumerate(rows)]
     depths = (attended.cumsum(dim=1) - 1).clamp(min=0)
     cells = torch.cat([row.cells for row in rows])
     return TrunkLayout(sources, attended.bool(), depths, cells, torch.cat(tokens), graph)
@@ -126,12 +126,9 @@ def by_rows(rows: Sequence[Row], *, graph: bool, multiple: int = 1) -> TrunkLayo
 
 def anchor(*, graph: bool) -> TrunkLayout:
     """Return a layout of two tokens that fills no cell: it attaches a loss to the model, or keeps ranks in step."""
-    none = torch.empty(0, dtype=torch.int64)
-    return TrunkLayout(
-        torch.zeros(1, 2, dtype=torch.int64),
-        torch.ones(1, 2, dtype=torch.bool),
-        torch.arange(2)[None],
-        none,
-        none,
-        graph,
-    )
+    none, two = _range(0, 0), _range(0, 2)[None]
+    return TrunkLayout(torch.zeros_like(two), torch.ones_like(two, dtype=torch.bool), two, none, none, graph)
+
+
+def _range(start: int, stop: int) -> Tensor:
+    return torch.arange(start, stop, device="cpu")  # whatever the default device is

@@ -16,10 +16,11 @@ The guard: if gradient arrives at a cell that was not computed with a graph, the
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,9 +31,8 @@ from grpo_kernels.base.checks import is_dtensor, is_fake, warn_once
 from grpo_kernels.base.distributed import all_reduce, group_device
 from grpo_kernels.integrations.host import forward_name, replaced
 from grpo_kernels.integrations.shares import Shares
-from grpo_kernels.integrations.transformers import exactness
 from grpo_kernels.integrations.transformers import layout as layouts
-from grpo_kernels.integrations.transformers.exactness import Verdicts
+from grpo_kernels.integrations.transformers.exactness import MODES, Exactness, described
 from grpo_kernels.integrations.transformers.forwards import Cells, TrunkInputs, Way, run_layout
 from grpo_kernels.integrations.transformers.guard import guard
 from grpo_kernels.integrations.transformers.head import FSDP1, unwrapped
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _COMPILED_COLUMNS = 64  # if layers are compiled, widths are multiples of it, so that shapes recur
-_WORTH_A_TREE = 0.97  # share of the tokens side by side at which a tree takes as long (on a CPU: 0.99 to 1.00 times)
 _Planned = tuple[TrunkLayout, Way]
 
 
@@ -88,6 +87,16 @@ def live_trunk(
         _count(shares, len(needed), len(needed), *[needed.numel()] * 3)
 
 
+class _Batch(NamedTuple):
+    """Input of the trunk that can be computed in parts."""
+
+    inputs: TrunkInputs
+    cells: Cells
+    exactness: Exactness
+    rows: range  # places of its sequences among those of all calls
+    live: Tensor  # (B,) bool
+
+
 class _TrunkCall:
     """Stand-in for the forward of a trunk while a batch is scored."""
 
@@ -102,95 +111,169 @@ class _TrunkCall:
     ) -> None:
         self.trunk, self.forward, self.options = trunk, forward, options
         self.needed, self.live, self.shares = needed, live, shares
-        self.groups = _rank_groups(trunk)
+        self.groups = rank_groups(trunk)
         self.multiple = _COMPILED_COLUMNS if _is_compiled(trunk.modules()) else 1
         self.start = 0  # first sequence of the next call
         self.was_called = False
         self.computed: list[Tensor] = []
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the trunk's output, in one forward with a graph and one without."""
+        """Compute the trunk's output, in one forward with a graph and one without.
+
+        A layout that is not known at this length is tried first, and one that raises gives way to the next. Ranks that
+        run the trunk together agree on each step before it: on trials, on forwards, and on whether one has failed.
+        """
         self.was_called = True
         given = {**dict(zip(inspect.signature(self.forward).parameters, args, strict=False)), **kwargs}
+        batch, failed, output = self._batch(given), dict[str, str](), None
+        graph = torch.is_grad_enabled()
+        while True:
+            mode, way, planned = None, None, list[_Planned]()
+            if batch is not None and output is None:
+                mode, way = self._choice(batch, failed)
+            if batch is not None and mode is not None and way is not None:
+                try:
+                    planned = self._planned(batch, mode, way)
+                except Exception as error:
+                    failed[mode] = f"in planning it, {described(error)}"
+                    continue
+            tries = batch is not None and mode is not None and way is None
+            without = not graph or any(not layout.graph for layout, _ in planned)
+            wanted = [int(tries), int(graph), int(without)] if output is None else [0, 0, 0]
+            any_tries, *wanted = most_of_ranks(self.groups, wanted)
+            if any_tries:
+                with self._in_step(given) as forward:
+                    if batch is not None and mode is not None and way is None:
+                        self._try(batch, mode, forward, failed)
+                continue
+            if output is not None:
+                self._anchors(given, sum(wanted))
+            elif batch is None or mode is None:
+                output = self._as_given(given, sum(wanted) - 1)
+            else:
+                try:
+                    output = self._in_parts(batch, planned, wanted)
+                except torch.OutOfMemoryError:
+                    raise
+                except Exception as error:
+                    failed[mode] = described(error)
+                    batch.exactness.refuse(mode, failed[mode])
+            if not most_of_ranks(self.groups, [int(output is None)])[0]:
+                return output
+
+    def _batch(self, given: dict[str, Any]) -> _Batch | None:
+        """Return the inputs `given` by name as a batch; None, after a warning, if they run as they are."""
         inputs = TrunkInputs.of(self.trunk, given)
         if isinstance(inputs, str):
             say_once(self.trunk, inputs)
-            if self.groups:  # another rank may have inputs of the usual kind, and tries them with these parameters
-                exactness.verdicts(self.trunk, self.forward, TrunkInputs.usual(given), self.options.layout)
-            return self._as_given(given)
-        verdicts = exactness.verdicts(self.trunk, self.forward, inputs, self.options.layout)
+            return None
         sequences, length = inputs.ids.shape
         rows = range(self.start, self.start + sequences)
         self.start = rows.stop
         if rows.stop > self.needed.shape[0] or length != self.needed.shape[1]:
-            return self._as_given(given)
+            return None
         cells = inputs.on_cpu(self.needed[rows.start : rows.stop].to(inputs.ids.device))
-        mode = self._mode(verdicts, inputs, cells)
-        if mode is None:
-            return self._as_given(given)
-        live = torch.full((sequences,), torch.is_grad_enabled())
-        if torch.is_grad_enabled() and self.live is not None:
-            live = self.live[rows.start : rows.stop].cpu()
-        planned = [self._layout(mode, verdicts, cells, x, graph) for x, graph in ((live, True), (~live, False))]
-        graph = torch.is_grad_enabled()
-        wanted = self._most_of_ranks([int(graph), int(planned[1] is not None or not graph)])
-        anchors = [(layouts.anchor(graph=x), Way("none")) for x in (True, False)]
-        parts = [x or anchor for x, anchor, n in zip(planned, anchors, wanted, strict=True) if n]
-        return self._in_parts(inputs, parts, rows, live)
-
-    def _mode(self, verdicts: Verdicts, inputs: TrunkInputs, cells: Cells) -> str | None:
-        """Return the first layout, from that of the options on, that is exact for this batch; None if there is none."""
         if inputs.is_packed(cells):
             say_once(self.trunk, "rows hold several sequences (position_ids begin anew), so they run as given")
             return None
-        reasons = {mode: verdict if isinstance(verdict, str) else None for mode, verdict in verdicts.items()}
-        if cells.padding_is_read:  # only the model knows what padding attends to; the caller has been told
-            return "padded" if reasons["padded"] is None else None
-        if isinstance(tree := verdicts.get("tree"), Way):
-            reasons["tree"] = exactness.reason_against_tree(self.trunk, tree, cells)
-        mode = next((mode for mode, reason in reasons.items() if reason is None), None)
-        if mode != self.options.layout:
-            instead = f"layout={mode!r} serves" if mode else "all sequences run in one padded forward"
-            say_once(self.trunk, f"layout={self.options.layout!r}: {reasons[self.options.layout]}; {instead}")
-        return mode
+        live = torch.full((sequences,), torch.is_grad_enabled(), device="cpu")
+        if torch.is_grad_enabled() and self.live is not None:
+            live = self.live[rows.start : rows.stop].cpu()
+        return _Batch(inputs, cells, Exactness(self.trunk, self.forward, inputs, cells), rows, live)
 
-    def _layout(self, mode: str, verdicts: Verdicts, cells: Cells, chosen: Tensor, graph: bool) -> _Planned | None:
-        """Return a layout of the sequences `chosen` (B,), and the way to run it; None if nothing is read of them."""
-        way: Any = verdicts[mode]
-        rows = cells.rows(chosen, padded=mode == "padded", by_column=way.positions == "column")
-        if not rows:
-            return None
-        if mode == "tree":
-            tree = layouts.tree(rows, graph=graph, multiple=self.multiple)
-            padded = len(rows) * max(len(row.cells) for row in rows)
-            trim = verdicts["trim"]
-            if isinstance(trim, str) or self.multiple > 1 or tree.sources.numel() <= _WORTH_A_TREE * padded:
-                return tree, way
-            way = trim  # side by side nothing is computed twice either, or next to nothing
-        return layouts.by_rows(rows, graph=graph, multiple=self.multiple), way
+    def _choice(self, batch: _Batch, failed: dict[str, str]) -> tuple[str | None, Way | None]:
+        """Return the first layout, from that of the options on, that may serve, and its way: None if it is not known.
 
-    def _as_given(self, given: dict[str, Any]) -> Any:
-        """Run the padded forward, and as many forwards without graph as other ranks run."""
-        graph, without = torch.is_grad_enabled(), 0
-        ids: Any = given.get("input_ids")
-        if isinstance(ids, Tensor) and ids.dim() == 2:
-            _, without = self._most_of_ranks([int(graph), int(not graph)])
-            if graph:
-                _count(self.shares, len(ids), len(ids), ids.numel(), ids.numel(), ids.numel())
-        found = self.forward(**given)
-        for _ in range(without - int(not graph)):
-            with torch.no_grad():
-                self.forward(input_ids=ids[:1, :2])
+        Without such a layout, (None, None). Warn of the reason against the one that was asked for.
+        """
+        modes, reasons = MODES[MODES.index(self.options.layout) :], list[str]()
+        found: str | None = None
+        way: Way | None = None
+        for mode in modes:
+            verdict = failed[mode] if mode in failed else batch.exactness.verdict(mode)
+            if not isinstance(verdict, str):
+                found, way = mode, verdict
+                break
+            reasons.append(verdict)
+        if reasons and (found is None or way is not None) and not batch.cells.padding_is_read:
+            instead = f"layout={found!r} serves" if found else "all sequences run in one padded forward"
+            say_once(self.trunk, f"layout={self.options.layout!r}: {reasons[0]}; {instead}")
+        return found, way
+
+    def _try(self, batch: _Batch, mode: str, forward: Callable[..., Any], failed: dict[str, str]) -> None:
+        try:
+            batch.exactness.attempt(mode, forward)
+        except torch.OutOfMemoryError:  # of this moment: the next call tries again
+            failed[mode] = "no memory is free for its trial"
+
+    def _planned(self, batch: _Batch, mode: str, way: Way) -> list[_Planned]:
+        """Return the layouts of the sequences with and without gradient, those that have something to compute."""
+        found = []
+        for chosen, graph in ((batch.live, True), (~batch.live, False)):
+            rows = batch.cells.rows(chosen, padded=mode == "padded", by_column=way.positions == "column")
+            if rows:
+                layout = layouts.tree if mode == "tree" else layouts.by_rows
+                found.append((layout(rows, graph=graph, multiple=self.multiple), way))
         return found
 
-    def _in_parts(self, inputs: TrunkInputs, planned: Sequence[_Planned], rows: range, live: Tensor) -> Any:
-        """Return the trunk's output, its hidden states (B, L, H) from `planned`; `rows` have a graph where `live`."""
-        sequences, length = inputs.ids.shape
+    def _as_given(self, given: dict[str, Any], others: int) -> Any:
+        """Run the padded forward, and as many `others` as other ranks run."""
+        found = self.forward(**given)
+        self._anchors(given, others)
+        ids: Any = given.get("input_ids")
+        if isinstance(ids, Tensor) and ids.dim() == 2 and torch.is_grad_enabled():
+            _count(self.shares, len(ids), len(ids), ids.numel(), ids.numel(), ids.numel())
+        return found
+
+    @contextmanager
+    def _in_step(self, given: dict[str, Any]) -> Iterator[Callable[..., Any]]:
+        """Inside, the forward that is yielded may be called any number of times: other ranks run as many."""
+        if not self.groups:
+            yield self.forward
+            return
+
+        @functools.wraps(self.forward)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            most_of_ranks(self.groups, [1])
+            try:
+                return self.forward(*args, **kwargs)
+            except Exception:
+                self._anchors(given, 1)  # the others are within theirs
+                raise
+
+        yield forward
+        while most_of_ranks(self.groups, [0])[0]:
+            self._anchors(given, 1)
+
+    @torch.no_grad()
+    def _anchors(self, given: dict[str, Any], count: int) -> None:
+        """Run `count` forwards of two tokens, so that ranks stay in step."""
+        like = next(x for x in given.values() if isinstance(x, Tensor))
+        for _ in range(count):
+            self.forward(input_ids=torch.full((1, 2), _ordinary_id(self.trunk), device=like.device))
+
+    def _in_parts(self, batch: _Batch, planned: Sequence[_Planned], wanted: Sequence[int]) -> Any:
+        """Return the trunk's output, its hidden states (B, L, H) from `planned`.
+
+        `wanted` are the numbers of forwards with and without a graph; where there is no layout for one, it fills no
+        cell.
+        """
+        sequences, length = batch.inputs.ids.shape
         graph, cells, states = torch.is_grad_enabled(), [], []
         output: Any = None
-        for layout, way in planned:
-            with torch.set_grad_enabled(graph and layout.graph):
-                output, _ = run_layout(self.trunk, self.forward, inputs, layout, way)
+        missing = [(x, n) for x, n in zip((True, False), wanted, strict=True) if n]
+        planned = [
+            next((x for x in planned if x[0].graph == has_graph), (layouts.anchor(graph=has_graph), Way("none")))
+            for has_graph, _ in missing
+        ]
+        for i, (layout, way) in enumerate(planned):
+            try:
+                with torch.set_grad_enabled(graph and layout.graph):
+                    output, _ = run_layout(self.trunk, self.forward, batch.inputs, layout, way)
+            except Exception:
+                if self.groups:  # the others run this one and those after it
+                    self._anchors({"input_ids": batch.inputs.ids}, len(planned) - i)
+                raise
             hidden = output.last_hidden_state
             cells.append(layout.cells.to(hidden.device, non_blocking=True))
             states.append(hidden.flatten(0, 1).index_select(0, layout.tokens.to(hidden.device, non_blocking=True)))
@@ -201,15 +284,16 @@ class _TrunkCall:
         if graph:
             computed = [layout.sources.numel() for layout, _ in planned]
             gradient = sum(n for n, (layout, _) in zip(computed, planned, strict=True) if layout.graph)
-            _count(self.shares, int(live.sum()), sequences, sequences * length, sum(computed), gradient)
-            guard(hidden, [layout for layout, _ in planned], rows, live)
+            _count(self.shares, int(batch.live.sum()), sequences, sequences * length, sum(computed), gradient)
+            guard(hidden, [layout for layout, _ in planned], batch.rows, batch.live)
         return type(output)(**{**output, "last_hidden_state": hidden})
 
-    def _most_of_ranks(self, counts: list[int]) -> list[int]:
-        """Elementwise largest `counts` of the ranks that must run the trunk equally often."""
-        for group in self.groups:
-            counts = all_reduce(torch.tensor(counts, device=group_device(group)), "max", group).tolist()
-        return counts
+
+def most_of_ranks(groups: Sequence[ProcessGroup], counts: list[int]) -> list[int]:
+    """Return the elementwise largest `counts` of the ranks of `groups`; without any, those of this process."""
+    for group in groups:
+        counts = all_reduce(torch.tensor(counts, device=group_device(group)), "max", group).tolist()
+    return counts
 
 
 def _count(shares: Shares, live: int, sequences: int, positions: int, computed: int, gradient: int) -> None:
@@ -221,9 +305,24 @@ def _count(shares: Shares, live: int, sequences: int, positions: int, computed: 
 
 def trunk_of(model: nn.Module) -> nn.Module:
     """Return the module below the head whose forward the model's own forward calls; `model` may be wrapped."""
-    body: nn.Module = unwrapped(model)[1].base_model
+    base = unwrapped(model)[1]
+    body: nn.Module = base.base_model
+    if body is base:  # Llama 4's text model names its trunk "language_model", and has it as "model"
+        body = getattr(base, "model", base)
     decoder = getattr(body, "decoder", None)  # OPT's model calls its decoder, not the body's forward
     return decoder if isinstance(decoder, PreTrainedModel) else body
+
+
+def _ordinary_id(trunk: nn.Module) -> int:
+    """Return an id that stands for a token of text."""
+
+    def numbers(fields: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+        for name, x in fields.items():
+            yield from numbers(x) if isinstance(x, dict) else [(str(name), x)]
+
+    config: Any = trunk.config
+    special = {x for name, x in numbers(config.to_dict()) if name.endswith(("_token_id", "_token_index"))}
+    return next(x for x in range(len(special) + 1) if x not in special)
 
 
 def _reason_against(model: nn.Module, trunk: nn.Module) -> str | None:
@@ -242,7 +341,7 @@ def _reason_against(model: nn.Module, trunk: nn.Module) -> str | None:
     return None
 
 
-def _rank_groups(trunk: nn.Module) -> Sequence[ProcessGroup]:
+def rank_groups(trunk: nn.Module) -> Sequence[ProcessGroup]:
     """Process groups whose ranks run the trunk together: those over which FSDP2 or ZeRO-3 has divided it."""
     largest: Any = None
     for x in trunk.parameters():
