@@ -53,10 +53,10 @@ _HOOK_KINDS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_back
 
 @dataclass
 class Verdict:
-    """How a layout is exact for sequences of up to `length` columns; and the reason why not for longer ones."""
+    """How a layout is exact, for sequences and batches of up to `size`; and the reason why not for longer ones."""
 
     way: Way | None = None
-    length: int = 0
+    size: tuple[int, int] = (0, 0)
     reason: str | None = None
 
 
@@ -75,12 +75,12 @@ class Exactness:
     """Verdicts on the layouts of one batch.
 
     Attributes:
-        length: columns of the batch's longest sequence, from its first token to the last that is read.
+        size: columns of its longest sequence, from the first token to the last that is read; and of the batch.
     """
 
     def __init__(self, trunk: nn.Module, forward: Callable[..., Any], inputs: TrunkInputs, cells: Cells) -> None:
         self.trunk, self.forward, self.inputs, self.cells = trunk, forward, inputs, cells
-        self.length = cells.longest
+        self.size = cells.longest, cells.needed.shape[1]
         model, facts = _models.setdefault(trunk, _Model()), _facts(trunk, forward, inputs)
         model.new_in_a_row = 0 if facts in model.verdicts else model.new_in_a_row + 1
         self._changes = model.new_in_a_row > _IN_A_ROW
@@ -94,7 +94,8 @@ class Exactness:
         if reason is not None:
             return reason
         known = self._verdicts.setdefault(mode, Verdict())
-        return known.way if known.way is not None and self.length <= known.length else known.reason
+        fits = all(one <= other for one, other in zip(self.size, known.size, strict=True))
+        return known.way if known.way is not None and fits else known.reason
 
     def attempt(self, mode: str, forward: Callable[..., Any]) -> None:
         """Find the verdict on layout `mode`, by forwards of the trunk.
@@ -103,15 +104,16 @@ class Exactness:
             torch.OutOfMemoryError: nothing is found out.
         """
         known, every = self._verdicts[mode], torch.ones(len(self.cells.needed), dtype=torch.bool, device="cpu")
-        rows, lengths = self.cells.rows(every, padded=False, by_column=False), [self.length]
-        if known.way is not None:  # once more the length that was compared: few batches then have to try again
-            longest = setting(self.trunk, "max_position_embeddings") or 2 * known.length
-            longest = min(longest, self.cells.needed.numel() // min(3, max(2, len(rows))))
-            lengths.insert(0, max(self.length, min(2 * known.length, longest)))
-        for length in dict.fromkeys(lengths):
-            found = _Trial(self.trunk, forward, self.inputs, rows, length).outcome(mode)
+        rows, sizes = self.cells.rows(every, padded=False, by_column=False), [self.size]
+        if known.way is not None:  # once more what was compared, if this batch has as many tokens: few try again then
+            tokens, most = self.cells.needed.numel(), setting(self.trunk, "max_position_embeddings")
+            columns = min(2 * known.size[1], most or tokens, tokens // min(3, max(2, len(rows))))
+            columns = max(columns, self.size[1])
+            sizes.insert(0, (max(min(2 * known.size[0], columns), self.size[0]), columns))
+        for size in dict.fromkeys(sizes):
+            found = _Trial(self.trunk, forward, self.inputs, rows, size).outcome(mode)
             if isinstance(found, Way):
-                known.way, known.length = found, length
+                known.way, known.size = found, size
                 return
         known.reason = found
 
@@ -231,22 +233,29 @@ class _Trial:
     """
 
     def __init__(
-        self, trunk: nn.Module, forward: Callable[..., Any], like: TrunkInputs, rows: list[layouts.Row], length: int
+        self,
+        trunk: nn.Module,
+        forward: Callable[..., Any],
+        like: TrunkInputs,
+        rows: list[layouts.Row],
+        size: tuple[int, int],
     ) -> None:
-        """`rows` of the batch `like` give the tokens; the first row of the trial has `length` of them."""
+        """`rows` of the batch `like` give the tokens; the first row has as many as `size` says, and columns."""
         self.trunk, self.forward, self.device = trunk, forward, like.ids.device
         self.dtype, self.is_divided = _dtype(trunk, self.device), is_divided(trunk)
         small = [x for x in trunk.parameters() if x.requires_grad and x.numel() <= _SMALL]
         self.parameters = [] if self.is_divided else small
         self.is_random = self.evaluates = False
         self.layers = 0  # that have gone along the paths of a tree
+        length, width = size
         pool = torch.cat([x.cells[x.attended] for x in sorted(rows, key=lambda x: -int(x.attended.sum()))])
         cyclic, half = torch.arange(length, device="cpu") % len(pool), -(-length // 2)
         first, other = pool[cyclic], pool.roll(-(len(pool) // 2))[cyclic]
         tokens = [first, torch.cat([first[:half], other[half : -(-7 * length // 8)]]), other[:half].flip(0)]
         tokens = tokens[: 3 if len(rows) > 2 else 2]
         # each with padding on one side or both; of a batch of one sequence, the padded forward has one row
-        width = length + (2 if length + 2 <= (setting(trunk, "max_position_embeddings") or length + 2) else 0)
+        most = setting(trunk, "max_position_embeddings") or length + 2
+        width = max(width, length + 2 if length + 2 <= most else length)
         self.of_padded = [[0], [1]] if len(rows) == 1 else [[*range(len(tokens))]]
         begins = [(width - length) // 2, width - len(tokens[1]), 0]
         sources = pool.new_full((len(tokens), width), int(pool[0]))

@@ -27,7 +27,7 @@ def guard(
     """
     if not hidden.requires_grad:
         return
-    has_graph = torch.zeros(hidden.shape[0] * hidden.shape[1], dtype=torch.bool)
+    has_graph = torch.zeros(hidden.shape[0] * hidden.shape[1], dtype=torch.bool, device="cpu")
     for layout in layouts:
         if layout.graph:
             has_graph[layout.cells] = True

@@ -1,0 +1,548 @@
+"""The trial of a layout at a model's first calls leaves no trace, and its verdict holds as far as it was tried."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("transformers")
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from grpo_kernels import GRPOLoss
+from grpo_kernels.base.checks import warn_once
+from grpo_kernels.integrations.transformers import causal_lm_loss, completion_logprobs
+from tests.support import tiny_architectures as tiny
+from tests.support.training_step import MODES, PADDED, assert_same, batch, loss_of, said_by
+
+SCORED = ("input_ids", "attention_mask", "completion_mask")
+
+
+@pytest.fixture(autouse=True)
+def nothing_said() -> None:
+    warn_once.cache_clear()
+
+
+def llama(**fields: Any) -> Any:
+    return tiny.text_model("llama", torch.float32, **fields)
+
+
+def assert_right(model: Any, given: dict[str, Any], **more: Any) -> Any:
+    """The padded loss and gradients under the default layout; the output."""
+    want, gradients = loss_of(model, given, **PADDED, **more)
+    out, got = loss_of(model, given, **more)
+    torch.testing.assert_close(out.loss, want.loss, rtol=2e-6, atol=2e-6)
+    assert_same(got, gradients)
+    return out
+
+
+def is_a_tree(model: Any, given: dict[str, Any]) -> bool:
+    return bool(loss_of(model, given)[0].metrics["tokens/computed"] < 0.6)
+
+
+def lengthened(given: dict[str, Tensor], times: int) -> dict[str, Tensor]:
+    """The batch with each completion repeated."""
+    ends = {name: given[name] for name in SCORED}
+    for name in ("input_ids", "attention_mask"):
+        ends[name] = torch.cat([given[name][:, :8], *[given[name][:, 8:]] * times], dim=1)
+    ends["input_ids"] = (ends["input_ids"] + torch.arange(ends["input_ids"].shape[1])) % 87 + 3
+    ends["input_ids"][:3, :8], ends["input_ids"][3:, :8] = ends["input_ids"][0, :8], ends["input_ids"][3, :8]
+    # the attended tokens of a completion first
+    mask = ends["attention_mask"][:, 8:].sort(dim=1, descending=True).values
+    ends["attention_mask"] = torch.cat([given["attention_mask"][:, :8], mask], dim=1)
+    return {**given, **ends, "completion_mask": mask}
+
+
+# A guest in the user's model
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_hooks_on_parameters_and_modules_run_as_often_as_in_the_padded_forward(training: bool) -> None:
+    model, given, calls = llama().train(training), batch(), list[str]()
+    handles = [x.register_hook(lambda g, n=name: calls.append(n)) for name, x in model.named_parameters()]
+    handles += [
+        x.register_post_accumulate_grad_hook(lambda p, n=name: calls.append(n)) for name, x in model.named_parameters()
+    ]
+    loss_of(model, given)
+    assert sorted(calls) == sorted(2 * [name for name, _ in model.named_parameters()])
+    calls.clear()
+    modules = [x for x in model.model.modules() if not isinstance(x, nn.ModuleList)]
+    for i, x in enumerate(modules):
+        handles.append(x.register_forward_hook(lambda *_, n=str(i): calls.append(n)))
+        handles.append(x.register_forward_pre_hook(lambda *_, n=str(i): calls.append(n)))
+        handles.append(x.register_full_backward_hook(lambda *_, n=str(i): calls.append(n)))
+    fresh = llama().train(training)
+    with torch.nn.modules.module.register_module_forward_hook(lambda module, *_: calls.append("all")):
+        loss_of(fresh, given)
+    everything = sum(1 for _ in fresh.modules())
+    assert calls.count("all") <= everything
+    calls.clear()
+    loss_of(model, given)
+    seen = {str(i): calls.count(str(i)) for i in range(len(modules))}
+    _, want = loss_of(model, given, **PADDED)
+    for handle in handles:
+        handle.remove()
+    assert all(n <= 3 for n in seen.values()), seen
+    assert_same(loss_of(model, given)[1], want)
+
+
+class Observed(nn.Module):
+    """Scales by nothing, and keeps the largest number seen and how often it was called."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.calls = inner, 0
+        self.register_buffer("largest", torch.zeros(()))
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        with torch.no_grad():
+            self.largest.copy_(torch.maximum(self.largest, x.abs().amax()))
+            self.count.add_(1)
+        return self.inner(x)
+
+
+def test_buffers_and_attributes_are_those_of_one_padded_forward() -> None:
+    given, found = batch(), []
+    for options in (PADDED, {}):
+        model = llama()
+        model.model.layers[0].mlp = Observed(model.model.layers[0].mlp)
+        _, gradients = loss_of(model, given, **options)
+        seen = model.model.layers[0].mlp
+        found.append((seen.largest.item(), int(seen.count), seen.calls, gradients))
+    assert found[0][:3] == found[1][:3]
+    assert_same(found[1][3], found[0][3])
+
+
+def test_random_numbers_are_as_if_nothing_had_been_tried() -> None:
+    model, given = llama(attention_dropout=0.3).train(), batch()
+    model.set_attn_implementation("eager")
+    states = []
+    for _ in range(2):
+        torch.manual_seed(7)
+        loss_of(model, given)
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)
+
+
+class Normed(nn.Module):
+    """Normalises over the batch, as its mode says."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.norm = inner, nn.BatchNorm1d(tiny.HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(self.norm(x.flatten(0, 1)).view_as(x))
+
+
+def test_the_mode_of_the_call_is_tried() -> None:
+    given = batch()
+    for training in (True, False, True):
+        model = llama()
+        model.model.layers[0].mlp = Normed(model.model.layers[0].mlp)
+        model.train(training)
+        assert_right(model, given)
+    assert_right(model.eval(), given)
+    assert_right(model.train(), given)
+
+
+@pytest.mark.parametrize("layout", MODES)
+def test_autocasts_cache_gets_no_entry(layout: str) -> None:
+    """A cast of a weight that was made without graph would take the gradient of the caller's own forward."""
+    given, found = batch(), []
+    for options in (PADDED, {"layout": layout}):
+        model = llama()
+        for x in (model.model.embed_tokens.weight, model.model.norm.weight):
+            x.requires_grad_(True)
+        with torch.autocast("cpu", torch.bfloat16):
+            for _ in range(2):  # in one region
+                _, gradients = loss_of(model, given, **options)
+        found.append(gradients)
+    for name, want in found[0].items():
+        assert ((found[1][name] - want).norm() / want.norm()) < 0.1, name
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_around_the_first_call_recomputes_the_same(reentrant: bool) -> None:
+    model, given = llama(), batch()
+    _, want = loss_of(model, given, **PADDED)
+    model.zero_grad()
+
+    def loss(scale: Tensor) -> Tensor:
+        return causal_lm_loss(model, GRPOLoss(loss_type="dapo"), **given, num_items_in_batch=30.0).loss * scale
+
+    found = checkpoint(loss, torch.ones((), requires_grad=True), use_reentrant=reentrant)
+    found.backward()
+    assert_same({name: x.grad for name, x in model.named_parameters()}, want)
+
+
+def test_another_default_device_changes_nothing() -> None:
+    model, given = llama(), batch()
+    _, want = loss_of(model, given, **PADDED)
+    for order in ((True, False), (False, True)):
+        model = llama()
+        for is_meta in order:
+            torch.set_default_device("meta" if is_meta else "cpu")
+            try:
+                out, got = loss_of(model, given)
+            finally:
+                torch.set_default_device("cpu")
+            assert_same(got, want)
+            assert out.metrics["tokens/computed"] < 0.6
+
+
+# What a verdict depends on
+
+
+def changed_constant(model: Any) -> Iterator[dict[str, Any]]:
+    """Attention looks ahead, as an argument of the model says."""
+    yield {}
+    yield {"is_causal": False}
+
+
+def changed_submodule(model: Any) -> Iterator[dict[str, Any]]:
+    yield {}
+    model.model.layers[1].mlp = Mixing(model.model.layers[1].mlp)
+    yield {}
+
+
+def changed_forward(model: Any) -> Iterator[dict[str, Any]]:
+    yield {}
+    mlp = model.model.layers[1].mlp
+    mlp.forward = Mixing(mlp, mlp.forward).forward
+    yield {}
+
+
+def changed_partial(model: Any) -> Iterator[dict[str, Any]]:
+    mlp = model.model.layers[1].mlp
+    plain = mlp.forward
+
+    def mixed(x: Tensor, amount: float) -> Tensor:
+        return plain(x + amount * x.mean(1, keepdim=True))
+
+    for amount in (0.0, 0.5):
+        mlp.forward = functools.partial(mixed, amount=amount)
+        yield {}
+
+
+def changed_attribute(model: Any) -> Iterator[dict[str, Any]]:
+    model.model.layers[0].mlp = Mixing(model.model.layers[0].mlp)
+    for amount in (0.0, 0.5):
+        model.model.layers[0].mlp.amount = amount
+        yield {}
+
+
+def changed_rope(model: Any) -> Iterator[dict[str, Any]]:
+    yield {}
+    parameters = {"rope_type": "dynamic", "factor": 4.0, "original_max_position_embeddings": 8, "rope_theta": 1e4}
+    other = tiny.text_model("llama", torch.float32, rope_parameters=parameters, max_position_embeddings=8)
+    model.config.rope_parameters = other.config.rope_parameters
+    model.config.max_position_embeddings = 8
+    model.model.rotary_emb = other.model.rotary_emb
+    yield {}
+
+
+def changed_hook(model: Any) -> Iterator[dict[str, Any]]:
+    yield {}
+    with model.model.layers[0].register_forward_hook(lambda _, args, x: x + 0.1 * x.mean(1, keepdim=True)):
+        yield {}
+
+
+def changed_global_hook(model: Any) -> Iterator[dict[str, Any]]:
+    def mix(module: nn.Module, args: Any, x: Any) -> Any:
+        return x + 0.1 * x.mean(1, keepdim=True) if type(module).__name__ == "LlamaMLP" else None
+
+    yield {}
+    with torch.nn.modules.module.register_module_forward_hook(mix):
+        yield {}
+
+
+def changed_training(model: Any) -> Iterator[dict[str, Any]]:
+    """A layer that passes gradients on only within the padded batch's columns."""
+    for x in model.parameters():
+        x.requires_grad_(False)
+    model.model.norm.weight.requires_grad_(True)
+    mlp = Detaching(model.model.layers[0].mlp)
+    model.model.layers[0].mlp = mlp
+    yield {}
+    for x in model.parameters():
+        x.requires_grad_(True)
+    yield {}
+
+
+class Mixing(nn.Module):
+    """Adds a part of the mean over the columns, as no causal layer does."""
+
+    def __init__(self, inner: nn.Module, plain: Callable[..., Tensor] | None = None) -> None:
+        super().__init__()
+        self.plain, self.amount = plain or inner.forward, 0.5
+        if plain is None:
+            self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.plain(x + self.amount * x.mean(1, keepdim=True))
+
+
+class Detaching(nn.Module):
+    """Its gradient is that of the first row alone."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.inner(x[:1]), self.inner(x[1:]).detach()])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        changed_constant,
+        changed_submodule,
+        changed_forward,
+        changed_partial,
+        changed_attribute,
+        changed_rope,
+        changed_hook,
+        changed_global_hook,
+        changed_training,
+    ],
+)
+def test_what_a_verdict_depends_on_may_change(change: Callable[[Any], Iterator[dict[str, Any]]]) -> None:
+    """Right before and after, in every layout, and after the change is in none of them a tree."""
+    for options in MODES.values():
+        model = llama()
+        for i, more in enumerate(change(model)):
+            given = batch()
+            _, want = loss_of(model, given, **PADDED, **more)
+            out, got = loss_of(model, given, **options, **more)
+            assert_same(got, want)
+            assert i == 0 or out.metrics["tokens/computed"] == 1 or options["layout"] == "trim"
+
+
+def test_a_hook_or_forward_made_anew_in_each_step_means_no_trial_in_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    for is_hook in (True, False):
+        model, calls = llama(), list[int]()
+        forward = model.model.layers[0].mlp.forward
+        _, want = loss_of(model, batch(), **PADDED)
+        for _ in range(20):
+            if is_hook:
+                handle = model.model.layers[1].register_forward_hook(lambda *_: None)
+            else:
+                mlp = model.model.layers[0].mlp
+                mlp.forward = lambda x: calls.append(1) or forward(x)  # type: ignore[func-returns-value]
+            calls.clear()
+            _, got = loss_of(model, batch())
+            assert_same(got, want)
+            if is_hook:
+                handle.remove()
+        assert len(calls) <= 1, "one forward, without a trial"
+
+
+def test_a_difference_that_is_no_rounding_is_not_allowed() -> None:
+    """Experts that choose their tokens: padding changes them as much as a layout does."""
+
+    class Choosing(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: Tensor) -> Tensor:
+            flat = x.flatten(0, 1)
+            chosen = flat.sum(1).topk(max(1, len(flat) // 2)).indices
+            gate = torch.zeros(len(flat), 1).index_fill(0, chosen, 1.0)
+            return self.inner(x) * gate.view(*x.shape[:2], 1)
+
+    model = llama()
+    model.model.layers[0].mlp = Choosing(model.model.layers[0].mlp)
+    for options in MODES.values():
+        _, want = loss_of(model, batch(), **PADDED)
+        assert_same(loss_of(model, batch(), **options)[1], want)
+
+
+# A verdict has a length
+
+
+def test_what_begins_late_is_seen_when_it_begins() -> None:
+    """A window that stands in the mask alone: attention is not told of it."""
+    transformers = pytest.importorskip("transformers")
+    fields = {**tiny._TEXT, **tiny._GROUPED, "num_experts": 4, "num_experts_per_tok": 2}
+    config = transformers.OlmoeConfig(**{**fields, "max_position_embeddings": 256}, sliding_window=30)
+    torch.manual_seed(0)
+    model = transformers.OlmoeForCausalLM(config).float().eval()
+    for times, in_tree in ((1, True), (2, True), (8, False), (1, True), (6, False), (3, False)):
+        given = lengthened(batch(), times)
+        assert_right(model, given)
+        assert is_a_tree(model, given) == in_tree, times
+
+
+def test_a_longer_batch_tries_again_a_handful_of_times() -> None:
+    model, calls = llama(max_position_embeddings=2048), list[int]()
+    forward = model.model.layers[0].mlp.forward
+    model.model.layers[0].mlp.forward = lambda x: calls.append(1) or forward(x)  # type: ignore[func-returns-value]
+    tried = []
+    for times in range(1, 33):
+        given = lengthened(batch(), times)
+        calls.clear()
+        assert is_a_tree(model, given)
+        tried.append(len(calls) > 2)
+    assert sum(tried) <= 6, tried
+
+
+DSA: dict[str, Any] = {
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": 4,
+    "num_experts_per_tok": 2, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8,
+    "v_head_dim": 8, "head_dim": 4, "first_k_dense_replace": 1, "index_topk": 48, "index_head_dim": 8,
+    "index_n_heads": 16, "max_position_embeddings": 256, "pad_token_id": 0, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def test_a_selection_of_keys_in_the_mask_is_not_dropped() -> None:
+    """DeepSeek's sparse attention puts its choice of keys into the mask: no tree for it."""
+    transformers = pytest.importorskip("transformers")
+    if not hasattr(transformers, "GlmMoeDsaConfig"):
+        pytest.skip("this transformers has no GlmMoeDsa")
+    torch.manual_seed(0)
+    model = transformers.GlmMoeDsaForCausalLM(transformers.GlmMoeDsaConfig(**DSA)).float().eval()
+    said = said_by(lambda: assert_right(model, lengthened(batch(), 7)))
+    assert len(said) == 1 and "mask of its own" in said[0] and "layout='trim' serves" in said[0]
+
+
+@pytest.mark.parametrize("name", ["block_indices", "tuple_of_them"])
+def test_an_argument_of_attention_that_is_not_known_is_not_dropped(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def reading(module: nn.Module, query: Tensor, *args: Any, block_indices: Any = None, **kwargs: Any) -> Any:
+        tensor = block_indices[0] if isinstance(block_indices, tuple) else block_indices
+        output, weights = plain(module, query, *args, **kwargs)
+        return (output if tensor is None else output * tensor[..., None, None]), weights
+
+    class Handing(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner, self.layer_idx = inner, inner.layer_idx
+
+        def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+            of_tokens = hidden_states.mean((0, 2))[None].sigmoid()
+            given = (of_tokens,) if name == "tuple_of_them" else of_tokens
+            return self.inner(hidden_states, *args, block_indices=given, **kwargs)
+
+    monkeypatch.setitem(type(ALL_ATTENTION_FUNCTIONS)._global_mapping, "sdpa", reading)
+    model = llama()
+    model.set_attn_implementation("sdpa")
+    model.model.layers[1].self_attn = Handing(model.model.layers[1].self_attn)
+    said = said_by(lambda: loss_of(model, batch()))
+    assert len(said) == 1 and "block_indices" in said[0]
+
+
+# A layout that fails gives way
+
+
+@pytest.mark.parametrize("after", [0, 1, 2, 5])
+def test_a_forward_that_raises_in_the_default_layout_gives_way(after: int) -> None:
+    """In its trial, or later, in the call itself."""
+    model, given = llama(), batch()
+    _, want = loss_of(model, given, **PADDED)
+    forward, trees = model.model.layers[0].forward, list[int]()
+
+    def failing(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("segments") is not None:
+            trees.append(1)
+            if len(trees) > after:
+                raise IndexError("of a kernel that does not serve this shape")
+        return forward(hidden, *args, **kwargs)
+
+    model.model.layers[0].forward = failing
+    said = said_by(lambda: [assert_same(loss_of(model, given)[1], want) for _ in range(3)])
+    assert len(said) == 1 and "IndexError" in said[0] and "layout='trim' serves" in said[0]
+
+
+def test_what_the_padded_forward_raises_is_raised() -> None:
+    model = llama()
+    model.model.layers[0].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(KeyError("mine")))
+    with pytest.raises(KeyError, match="mine"):
+        loss_of(model, batch())
+
+
+def test_a_plan_that_fails_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    from grpo_kernels.integrations.transformers import layout
+
+    model, given = llama(), batch()
+    _, want = loss_of(model, given)
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(layout, "tree", failing)
+    said = said_by(lambda: assert_same(loss_of(model, given)[1], want))
+    assert len(said) == 1 and "ZeroDivisionError" in said[0]
+
+
+def test_layers_that_are_dropped_at_random_are_said() -> None:
+    model = tiny.text_model("opt", torch.float32, layerdrop=0.6, dropout=0.0, attention_dropout=0.0).train()
+    torch.manual_seed(0)
+    said = said_by(lambda: [loss_of(model, batch()) for _ in range(6)])
+    assert len(said) <= 1
+
+
+# Models of this year
+
+
+def test_token_types_of_the_caller_are_tried() -> None:
+    """Gemma 3 reads a 1 as an image: zeros, which are text, do not cost the tree."""
+    torch.manual_seed(0)
+    model = tiny.gemma3_vl()[0].float().eval()
+    given = batch()
+    given["token_type_ids"] = torch.zeros_like(given["input_ids"])
+    assert is_a_tree(model, given)
+    assert_right(model, given)
+
+
+@pytest.mark.parametrize("kind", ["Gemma4", "Llama4"])
+def test_this_years_models(kind: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    if not hasattr(transformers, f"{kind}TextConfig"):
+        pytest.skip(f"this transformers has no {kind}")
+    fields = {**tiny._TEXT, **tiny._HEADS, "head_dim": 8, "num_hidden_layers": 4}
+    if kind == "Gemma4":
+        layers = ["sliding_attention", "full_attention"] * 2
+        fields |= {"layer_types": layers, "global_head_dim": 16, "hidden_size_per_layer_input": 0}
+    else:
+        fields |= {"intermediate_size_mlp": 32, "num_local_experts": 2, "attention_chunk_size": 64}
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}TextConfig")(**fields)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).float().eval()
+    out = assert_right(model, batch())
+    assert out.metrics["tokens/computed"] < (0.6 if kind == "Gemma4" else 1)
+    assert out.metrics["tokens/gradient"] < 0.6
+
+
+def test_the_device_of_the_inputs_decides() -> None:
+    """As accelerate leaves an embedding on meta until its own forward."""
+    model, given = llama(), batch()
+    _, want = loss_of(model, given)
+    fresh = llama()
+    weight = fresh.model.embed_tokens.weight
+    fresh.model.embed_tokens.weight = nn.Parameter(weight.detach().to("meta"), requires_grad=False)
+    fresh.model.embed_tokens.forward = lambda ids: nn.functional.embedding(ids, weight)
+    got = loss_of(fresh, given)[1]
+    assert_same(got, {name: want[name] for name in got})
+    assert is_a_tree(fresh, given)
+
+
+def test_scores_in_inference_mode_come_first() -> None:
+    model, given = llama(), {name: batch()[name] for name in SCORED}
+    with torch.inference_mode():
+        first = completion_logprobs(model, **given).logps
+        inside = completion_logprobs(model, **{name: x.clone() for name, x in given.items()}).logps
+    want = completion_logprobs(model, **given, layout="padded").logps
+    torch.testing.assert_close(first.clone(), want, rtol=3e-6, atol=3e-6)
+    torch.testing.assert_close(inside.clone(), want, rtol=3e-6, atol=3e-6)
