@@ -9,28 +9,28 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels.integrations.transformers.layout import Row, TrunkLayout, anchor, by_rows, tree
+from grpo_kernels.integrations.transformers.layout import Rows, TrunkLayout, anchor, by_rows, tree
 
 LENGTH = 12
 
 
-def rows_of(sequences: list[list[int]]) -> list[Row]:
+def rows_of(sequences: list[list[int]]) -> Rows:
     """Each sequence in a line of its own of a batch (B, LENGTH), from the first column on."""
-    found = []
-    for i, ids in enumerate(sequences):
-        cells = i * LENGTH + torch.arange(len(ids))
-        found.append(Row(cells, torch.ones(len(ids), dtype=torch.bool), torch.tensor(ids)[:, None]))
-    return found
+    lengths, width = torch.tensor([[len(x)] for x in sequences]), max(map(len, sequences))
+    cells = torch.arange(len(sequences))[:, None] * LENGTH + torch.arange(width)
+    ids = torch.tensor([x + [77] * (width - len(x)) for x in sequences])
+    inside = torch.arange(width) < lengths
+    return Rows(cells, inside, inside.clone(), ids[..., None])
 
 
 def seen(layout: TrunkLayout) -> dict[int, list[int]]:
     """Token of the layout -> the tokens that it sees, itself the last."""
-    assert layout.segments is not None
-    found = {}
-    for segment in layout.segments:
-        for token in range(segment.start, segment.stop):
-            found[token] = segment.path[: segment.context + token - segment.start + 1].tolist()
-    return found
+    assert layout.paths is not None
+    found, paths = {}, layout.paths
+    for path, length, new in zip(paths.tokens.tolist(), paths.lengths.tolist(), paths.new.tolist(), strict=True):
+        for end in range(length - new + 1, length + 1):
+            found[path[end - 1]] = path[:end]
+    return dict(sorted(found.items()))
 
 
 def assert_is_the_prefix_tree(layout: TrunkLayout, sequences: list[list[int]]) -> None:
@@ -70,20 +70,21 @@ def test_prompts_turns_and_equal_completions_are_one_case(
 ) -> None:
     layout = tree(rows_of(sequences), graph=False)
     assert layout.sources.shape == (1, tokens)
-    assert layout.segments is not None and len(layout.segments) == segments
+    assert layout.paths is not None and len(layout.paths.lengths) == segments
     assert_is_the_prefix_tree(layout, sequences)
 
 
 def test_cells_that_differ_in_anything_the_model_reads_are_two_tokens() -> None:
     rows = rows_of([[1, 2, 3], [1, 2, 4]])
-    rows = [Row(x.cells, x.attended, torch.cat([x.features, torch.full((3, 1), i)], 1)) for i, x in enumerate(rows)]
+    types = torch.tensor([0, 1]).view(2, 1, 1).expand(2, 3, 1)
+    rows = Rows(rows.cells, rows.computed, rows.attended, torch.cat([rows.features, types], -1))
     assert tree(rows, graph=True).sources.shape == (1, 6), "such as positions or token types"
 
 
 def test_padding_within_a_row_is_left_out() -> None:
-    (row,) = rows_of([[1, 2, 3, 4]])
-    row.attended[1] = False
-    layout = tree([row], graph=True)
+    rows = rows_of([[1, 2, 3, 4]])
+    rows.attended[0, 1] = False
+    layout = tree(rows, graph=True)
     assert layout.sources.tolist() == [[0, 2, 3]]
     assert layout.depths.tolist() == [[0, 1, 2]]
     assert layout.cells.tolist() == [0, 2, 3]
@@ -144,15 +145,15 @@ def test_calls_see_each_tokens_path(call_cells: float) -> None:
         prompt = [7] * draw.randrange(1, 8)
         sequences = [[*prompt, *(draw.randrange(3) for _ in range(draw.randrange(4)))] for _ in range(5)]
         layout = tree(rows_of(sequences), graph=True)
-        assert layout.segments is not None
-        groups, places = group(layout.segments, call_cells), {}
+        assert layout.paths is not None
+        groups, places = group(layout.paths, call_cells), {}
         for each in groups:
             mask = attended(each.queries.shape[1], each.keys.shape[1])
-            for i, (segment, at) in enumerate(zip(each.members, each.results, strict=True)):
-                for token, place in zip(range(segment.start, segment.stop), at.tolist(), strict=True):
-                    line, column = divmod(place, each.queries.shape[1])
-                    assert line == i and each.queries[line, column] == token
-                    places[token] = each.keys[line][mask[column]].tolist()
+            for line, column in each.own.nonzero().tolist():
+                token = int(each.queries[line, column])
+                assert token not in places
+                places[token] = each.keys[line][mask[column]].tolist()
         assert places == seen(layout)
-        kinds = {x.context if x.context > x.stop - x.start else 0 for x in layout.segments}
+        pairs = zip(layout.paths.contexts.tolist(), layout.paths.new.tolist(), strict=True)
+        kinds = {context if context > new else 0 for context, new in pairs}
         assert len(groups) == len(kinds) or call_cells == 0.0

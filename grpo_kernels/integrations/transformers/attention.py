@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from grpo_kernels.integrations.transformers.layout import Segment
+from grpo_kernels.integrations.transformers.layout import Paths
 
 # Floating-point operations of attention in the time that one more call takes, forward and backward: 120 us at 20
 # GFLOP/s on a CPU core (measured, AVX2); on a GPU five launches of 5 us at 100 TFLOP/s (reckoned).
@@ -53,27 +53,25 @@ class SegmentGroup(NamedTuple):
 
     queries: Tensor  # (n, q), tokens of the layout
     keys: Tensor  # (n, k)
-    results: list[Tensor]  # for each segment (stop - start,): where its tokens stand among the n * q queries
-    members: list[Segment]
+    own: Tensor  # (n, q) bool, queries whose results are read: the segments'
 
 
-def group(segments: Sequence[Segment], call_cells: float) -> list[SegmentGroup]:
-    """Divide `segments` into calls of least cost.
+def group(paths: Paths, call_cells: float) -> list[SegmentGroup]:
+    """Divide the segments of `paths` into calls of least cost.
 
     A call of n paths of at most k tokens computes n k^2 / 2 cells (query times key) if it is whole. With the last q
     queries of each path alone it computes n q k, since it needs a mask; there as many tokens lie before the q in all of
     them. So a segment is in a whole call where its context is its shorter part. Each call costs `call_cells` besides.
     """
-    alike: dict[int, list[Segment]] = {}
-    for segment in segments:
-        own = segment.stop - segment.start
-        alike.setdefault(0 if segment.context <= own else segment.context, []).append(segment)
+    contexts = torch.where(paths.contexts <= paths.new, 0, paths.contexts)
+    order = paths.lengths.argsort(stable=True)
     found = []
-    for context, members in alike.items():
-        members = sorted(members, key=lambda x: len(x.path))
-        cells = [k * k / 2 if context == 0 else (k - context) * k for k in (len(x.path) for x in members)]
+    for context in contexts.unique().tolist():
+        members = order[contexts[order] == context]
+        lengths = paths.lengths[members].tolist()
+        cells = [k * k / 2 if context == 0 else (k - context) * k for k in lengths]
         for first, end in cut(cells, call_cells):
-            found.append(_padded(members[first:end], context))
+            found.append(_padded(paths, members[first:end], context))
     return found
 
 
@@ -105,13 +103,13 @@ def cut(costs: Sequence[float], overhead: float) -> list[tuple[int, int]]:
     return parts[::-1]
 
 
-def _padded(members: list[Segment], context: int) -> SegmentGroup:
-    """Return the group of `members`, whose queries begin after `context` tokens of their paths."""
-    width = max(len(x.path) for x in members)
-    keys = torch.stack([torch.cat([x.path, x.path[-1:].expand(width - len(x.path))]) for x in members])
-    tokens = torch.arange(width, device="cpu") - context
-    own = [tokens[x.context : len(x.path)] + i * (width - context) for i, x in enumerate(members)]
-    return SegmentGroup(keys[:, context:], keys, own, members)
+def _padded(paths: Paths, members: Tensor, context: int) -> SegmentGroup:
+    """Return the group of `members` (n,), whose queries begin after `context` tokens of their paths."""
+    lengths = paths.lengths[members, None]
+    columns = torch.arange(int(lengths.amax()), device="cpu")
+    keys = paths.tokens[members].gather(1, columns.minimum(lengths - 1))
+    own = (columns >= paths.contexts[members, None]) & (columns < lengths)
+    return SegmentGroup(keys[:, context:], keys, own[:, context:])
 
 
 class Segments:
@@ -121,9 +119,9 @@ class Segments:
         consumed: number of layers whose attention has gone along the paths so far.
     """
 
-    def __init__(self, segments: Sequence[Segment], *, varlen: bool) -> None:
+    def __init__(self, paths: Paths, *, varlen: bool) -> None:
         """`varlen`: True to take `torch.nn.attention.varlen` where it serves."""
-        self.segments, self.varlen = segments, varlen
+        self.paths, self.varlen = paths, varlen
         self.consumed = 0
         self._kept: dict[Any, Any] = {}  # tensors on the device
 
@@ -180,12 +178,11 @@ class Segments:
         """
         device = query.device
         if ("groups", device) not in self._kept:
-            groups = group(self.segments, call_cells(query.shape[1] * query.shape[2], device))
-            back, used = torch.empty(max(x.stop for x in self.segments), dtype=torch.int64, device="cpu"), 0
+            groups = group(self.paths, call_cells(query.shape[1] * query.shape[2], device))
+            back, used = torch.empty(int(self.paths.new.sum()), dtype=torch.int64, device="cpu"), 0
             for each in groups:
-                for segment, places in zip(each.members, each.results, strict=True):
-                    back[segment.start : segment.stop] = used + places
-                used += each.queries.numel()
+                back[each.queries[each.own]] = used + each.own.reshape(-1).nonzero().squeeze(1)
+                used += each.own.numel()
             indices = [tuple(x.to(device, non_blocking=True) for x in (each.queries, each.keys)) for each in groups]
             self._kept["groups", device] = indices, back.to(device, non_blocking=True)
         found: tuple[list[tuple[Tensor, Tensor]], Tensor] = self._kept["groups", device]
@@ -194,10 +191,10 @@ class Segments:
     def _lengths(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, int, int]:
         """(all paths one after the other; ends of segments and of paths, from 0 on; the longest of each)."""
         if ("lengths", device) not in self._kept:
-            counts = [[x.stop - x.start for x in self.segments], [len(x.path) for x in self.segments]]
-            counts = torch.tensor(counts, device="cpu")
+            counts = torch.stack([self.paths.new, self.paths.lengths])
             ends = nn.functional.pad(counts.cumsum(1), (1, 0)).to(torch.int32)
-            paths = torch.cat([x.path for x in self.segments])
+            inside = torch.arange(self.paths.tokens.shape[1], device="cpu") < self.paths.lengths[:, None]
+            paths = self.paths.tokens[inside]
             on_device = [x.to(device, non_blocking=True) for x in (paths, *ends)]
             self._kept["lengths", device] = (*on_device, *counts.amax(1).tolist())
         found: tuple[Tensor, Tensor, Tensor, int, int] = self._kept["lengths", device]
@@ -221,7 +218,7 @@ class Segments:
         return self._kept[key]
 
     def _fits_varlen(self, window: int | None, kwargs: dict[str, Any]) -> bool:
-        longest = max(len(x.path) for x in self.segments)
+        longest = int(self.paths.lengths.amax())
         return not kwargs.get("dropout") and (window or longest) >= longest
 
     def _by_varlen(self, states: Sequence[Tensor], scale: float | None) -> Tensor:

@@ -105,6 +105,7 @@ class Exactness:
         """
         known, every = self._verdicts[mode], torch.ones(len(self.cells.needed), dtype=torch.bool, device="cpu")
         rows, sizes = self.cells.rows(every, padded=False, by_column=False), [self.size]
+        assert rows is not None  # or there was a verdict
         if known.way is not None:  # once more what was compared, if this batch has as many tokens: few try again then
             tokens, most = self.cells.needed.numel(), setting(self.trunk, "max_position_embeddings")
             columns = min(2 * known.size[1], most or tokens, tokens // min(3, max(2, len(rows))))
@@ -237,7 +238,7 @@ class _Trial:
         trunk: nn.Module,
         forward: Callable[..., Any],
         like: TrunkInputs,
-        rows: list[layouts.Row],
+        rows: layouts.Rows,
         size: tuple[int, int],
     ) -> None:
         """`rows` of the batch `like` give the tokens; the first row has as many as `size` says, and columns."""
@@ -248,7 +249,8 @@ class _Trial:
         self.is_random = self.evaluates = False
         self.layers = 0  # that have gone along the paths of a tree
         length, width = size
-        pool = torch.cat([x.cells[x.attended] for x in sorted(rows, key=lambda x: -int(x.attended.sum()))])
+        longest_first = rows.attended.sum(1).argsort(descending=True, stable=True)
+        pool = rows.cells[longest_first][rows.attended[longest_first]]
         cyclic, half = torch.arange(length, device="cpu") % len(pool), -(-length // 2)
         first, other = pool[cyclic], pool.roll(-(len(pool) // 2))[cyclic]
         tokens = [first, torch.cat([first[:half], other[half : -(-7 * length // 8)]]), other[:half].flip(0)]
@@ -364,6 +366,7 @@ class _Trial:
             for part in parts:
                 chosen = torch.isin(torch.arange(len(self.needed), device="cpu"), torch.tensor(part, device="cpu"))
                 rows = cells.rows(chosen, padded=mode == "padded", by_column=way.positions == "column")
+                assert rows is not None
                 layout = (layouts.tree if mode == "tree" else layouts.by_rows)(rows, graph=True)
                 output, segments = run_layout(self.trunk, self.forward, inputs, layout, way)
                 self.layers = segments.consumed if segments is not None else 0

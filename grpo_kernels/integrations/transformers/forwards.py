@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_kernels.integrations.transformers.attention import NotAlongPaths, Segments, install
-from grpo_kernels.integrations.transformers.layout import Row, TrunkLayout
+from grpo_kernels.integrations.transformers.layout import Rows, TrunkLayout
 
 _RETURNED = ("output_hidden_states", "output_attentions", "output_router_logits")
 Positions = Literal["given", "column", "depth", "none"]
@@ -117,23 +117,28 @@ class Cells:
         begun, goes_on = self.attended.cumsum(1) > 0, self.needed.flip(1).cumsum(1).flip(1) > 0
         return bool((begun & goes_on & ~self.attended).any())
 
-    def rows(self, chosen: Tensor, *, padded: bool, by_column: bool) -> list[Row]:
-        """Return the part of each sequence `chosen` (B,) that has to be computed; without a needed cell it has none.
+    def rows(self, chosen: Tensor, *, padded: bool, by_column: bool) -> Rows | None:
+        """Return the part of each sequence `chosen` (B,) that has to be computed; None if nothing is read of them.
 
         Args:
             padded: True for all columns, False for those from the sequence's first token to its last needed one.
             by_column: True if a cell's column is its position.
         """
-        length = self.needed.shape[1]
-        columns, is_read = torch.arange(length, device="cpu"), self.needed.any(1)
-        first = torch.where(self.attended, columns, length).amin(1).tolist()
-        end = torch.where(self.needed, columns + 1, 0).amax(1).tolist()
-        values = [*self.values.values(), *([columns.expand(self.needed.shape)] if by_column else [])]
-        features, found = torch.stack(values, dim=-1), []
-        for row in (chosen & is_read).nonzero().squeeze(1).tolist():
-            part = slice(0, length) if padded else slice(first[row], end[row])
-            found.append(Row(row * length + columns[part], self.attended[row, part], features[row, part]))
-        return found
+        length, is_read = self.needed.shape[1], self.needed.any(1)
+        numbers = (chosen & is_read).nonzero()
+        if not len(numbers):
+            return None
+        first, end = torch.zeros_like(numbers), torch.full_like(numbers, length)
+        columns = torch.arange(length, device="cpu")
+        if not padded:
+            first = torch.where(self.attended, columns, length).amin(1)[numbers]
+            end = torch.where(self.needed, columns + 1, 0).amax(1)[numbers]
+        columns = first + torch.arange(int((end - first).amax()), device="cpu")
+        computed = columns < end
+        cells = numbers * length + columns.clamp(max=length - 1)
+        values = [x.reshape(-1)[cells] for x in self.values.values()] + ([columns] if by_column else [])
+        attended = self.attended.reshape(-1)[cells] & computed
+        return Rows(cells, computed, attended, torch.stack(values, dim=-1))
 
 
 def run_layout(
@@ -153,9 +158,9 @@ def run_layout(
     elif way.positions == "depth":
         found["position_ids"] = layout.depths.to(device, non_blocking=True)
     segments = None
-    if layout.segments is not None:
+    if layout.paths is not None:
         install(attention_of(trunk), trunk)
-        segments = Segments(layout.segments, varlen=way.varlen)
+        segments = Segments(layout.paths, varlen=way.varlen)
         # of four dimensions, as transformers then makes none itself; attention refuses any other
         found |= {"segments": segments, "attention_mask": torch.zeros(1, 1, 1, 1, device=device)}
     elif inputs.mask is not None or not bool(layout.attended.all()):

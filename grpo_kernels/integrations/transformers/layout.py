@@ -14,40 +14,51 @@ All tensors here are on the CPU, indices in int64; nothing depends on a model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 
 @dataclass(frozen=True)
-class Row:
-    """Cells of one sequence that have to be computed, in order, as indices into the flattened (B, L).
+class Rows:
+    """Cells of R sequences that have to be computed, in order, as indices into the flattened (B, L).
 
     Attributes:
-        cells: (n,); with padding within the row, the cells of that padding too.
-        attended: (n,) bool, False for padding.
-        features: (n, F) int64, whatever the trunk reads of a cell: token, position, token type.
+        cells: (R, w), with padding on the right; with padding within a sequence, the cells of that padding too.
+        computed: (R, w) bool, False right of a sequence's last cell.
+        attended: (R, w) bool, False for padding.
+        features: (R, w, F) int64, whatever the trunk reads of a cell: token, position, token type.
     """
 
     cells: Tensor
+    computed: Tensor
     attended: Tensor
     features: Tensor
 
+    def __len__(self) -> int:
+        return len(self.cells)
+
 
 @dataclass(frozen=True)
-class Segment:
-    """Tokens ``start`` to ``stop - 1`` of a layout; each sees `path` (k,), which ends with them, up to itself."""
+class Paths:
+    """The segments of a tree, S of them, in the order of their tokens: each token sees its path up to itself.
 
-    start: int
-    stop: int
-    path: Tensor
+    Attributes:
+        tokens: (S, k), the tokens of each path, with anything on the right.
+        lengths: (S,), number of tokens of each path.
+        new: (S,), number of those, the last ones of the path, that are the segment.
+    """
+
+    tokens: Tensor
+    lengths: Tensor
+    new: Tensor
 
     @property
-    def context(self) -> int:
-        """Number of tokens before the segment."""
-        return len(self.path) - (self.stop - self.start)
+    def contexts(self) -> Tensor:
+        """(S,), number of tokens before each segment."""
+        return self.lengths - self.new
 
 
 @dataclass(frozen=True)
@@ -61,7 +72,7 @@ class TrunkLayout:
         cells: (n,), cells that are filled in; empty if the forward only attaches a loss to the model.
         tokens: (n,), index into the flattened (b, w) of each cell's token.
         graph: True if the forward keeps a graph for the backward.
-        segments: the segments of a tree; None: tokens see the earlier tokens of their row.
+        paths: the segments of a tree; None: tokens see the earlier tokens of their row.
     """
 
     sources: Tensor
@@ -70,65 +81,56 @@ class TrunkLayout:
     cells: Tensor
     tokens: Tensor
     graph: bool
-    segments: tuple[Segment, ...] | None = None
+    paths: Paths | None = None
 
 
-def tree(rows: Sequence[Row], *, graph: bool, multiple: int = 1) -> TrunkLayout:
+def tree(rows: Rows, *, graph: bool, multiple: int = 1) -> TrunkLayout:
     """Return the layout that computes each distinct prefix of `rows` once; its width is a multiple of `multiple`."""
-    segments, sources, cells, tokens = [], [], [], []
-    before, path, count = rows[0].features[:0], _range(0, 0), 0
-    seen = [(row.cells[row.attended], row.features[row.attended]) for row in rows]
-    for own, features in sorted(seen, key=lambda x: x[1].numpy().tobytes()):
-        shared = common_prefix(before, features)
-        before, new = features, own[shared:]
-        path = torch.cat([path[:shared], _range(count, count + len(new))])
-        if len(new):
-            segments.append(Segment(count, count + len(new), path))
-        sources.append(new)
-        cells.append(own)
-        tokens.append(path)
-        count += len(new)
-    filling = -count % multiple
-    if filling:
-        segments.append(Segment(count, count + filling, _range(count, count + filling)))
-        sources.append(sources[0][:1].expand(filling))
-    depths = torch.cat([_range(x.context, len(x.path)) for x in segments])
-    return TrunkLayout(
-        torch.cat(sources)[None],
-        torch.ones(1, count + filling, dtype=torch.bool, device="cpu"),
-        depths[None],
-        torch.cat(cells),
-        torch.cat(tokens),
-        graph,
-        tuple(segments),
-    )
+    left = (~rows.attended).to(torch.uint8).argsort(dim=1, stable=True)  # attended cells first
+    lengths = rows.attended.sum(1)
+    places = _range(int(lengths.amax()))
+    inside, left = places < lengths[:, None], left[:, : len(places)]
+    cells = rows.cells.gather(1, left)
+    features = rows.features.gather(1, left[..., None].expand(-1, -1, rows.features.shape[2]))
+    features = torch.cat([inside[..., None], features * inside[..., None]], dim=-1)
+    order = features.flatten(1).unique(dim=0, return_inverse=True)[1].argsort(stable=True)
+    features, cells, lengths, inside = features[order], cells[order], lengths[order], inside[order]
+    same = (features[1:] == features[:-1]).all(-1) & inside[1:]
+    shared = pad(same.to(torch.int64).cumprod(1).sum(1), (1, 0))  # with the row before
+    new = lengths - shared
+    starts = new.cumsum(0) - new
+    # The token in column c of a row was computed by the last row so far that shares at most c tokens.
+    is_new = places >= shared[:, None]
+    owners = torch.where(is_new, _range(len(rows))[:, None], 0).cummax(0).values
+    tokens = (starts - shared)[owners] + places
+    own, is_new = new > 0, is_new & inside
+    paths = Paths(tokens[own], lengths[own], new[own])
+    sources, depths = cells[is_new], places.expand_as(cells)[is_new]
+    filling = -len(sources) % multiple
+    if filling:  # a root of its own
+        row = torch.arange(len(sources), len(sources) + filling, device="cpu")
+        width, count = max(filling, len(places)), torch.tensor([filling], device="cpu")
+        found = torch.cat([pad(paths.tokens, (0, width - len(places))), pad(row, (0, width - filling))[None]])
+        paths = Paths(found, torch.cat([paths.lengths, count]), torch.cat([paths.new, count]))
+        sources, depths = torch.cat([sources, sources[:1].expand(filling)]), torch.cat([depths, _range(filling)])
+    attended = torch.ones_like(sources, dtype=torch.bool)[None]
+    return TrunkLayout(sources[None], attended, depths[None], cells[inside], tokens[inside], graph, paths)
 
 
-def common_prefix(one: Tensor, other: Tensor) -> int:
-    """Return how many rows of `one` (n, F) and `other` (m, F) are equal from the first on."""
-    length = min(len(one), len(other))
-    unequal = (one[:length] != other[:length]).any(dim=1)
-    return int(unequal.to(torch.uint8).argmax()) if bool(unequal.any()) else length
-
-
-def by_rows(rows: Sequence[Row], *, graph: bool, multiple: int = 1) -> TrunkLayout:
+def by_rows(rows: Rows, *, graph: bool, multiple: int = 1) -> TrunkLayout:
     """Return the layout that has `rows` side by side, padded to a width that is a multiple of `multiple`."""
-    width = -(-max(len(row.cells) for row in rows) // multiple) * multiple
-    sources, attended = torch.zeros(2, len(rows), width, dtype=torch.int64, device="cpu")
-    for i, row in enumerate(rows):
-        sources[i, : len(row.cells)] = row.cells
-        attended[i, : len(row.cells)] = row.attended
-    tokens = [_range(i * width, i * width + len(row.cells)) for i, row in enumerate(rows)]
+    filling = -rows.cells.shape[1] % multiple
+    sources, computed, attended = (pad(x, (0, filling)) for x in (rows.cells, rows.computed, rows.attended))
     depths = (attended.cumsum(dim=1) - 1).clamp(min=0)
-    cells = torch.cat([row.cells for row in rows])
-    return TrunkLayout(sources, attended.bool(), depths, cells, torch.cat(tokens), graph)
+    tokens = _range(sources.numel()).view_as(sources)[computed]
+    return TrunkLayout(sources * computed, attended, depths, sources[computed], tokens, graph)
 
 
 def anchor(*, graph: bool) -> TrunkLayout:
     """Return a layout of two tokens that fills no cell: it attaches a loss to the model, or keeps ranks in step."""
-    none, two = _range(0, 0), _range(0, 2)[None]
+    none, two = _range(0), _range(2)[None]
     return TrunkLayout(torch.zeros_like(two), torch.ones_like(two, dtype=torch.bool), two, none, none, graph)
 
 
-def _range(start: int, stop: int) -> Tensor:
-    return torch.arange(start, stop, device="cpu")  # whatever the default device is
+def _range(stop: int) -> Tensor:
+    return torch.arange(stop, device="cpu")  # whatever the default device is

@@ -211,7 +211,7 @@ class _TrunkCall:
         found = []
         for chosen, graph in ((batch.live, True), (~batch.live, False)):
             rows = batch.cells.rows(chosen, padded=mode == "padded", by_column=way.positions == "column")
-            if rows:
+            if rows is not None:
                 layout = layouts.tree if mode == "tree" else layouts.by_rows
                 found.append((layout(rows, graph=graph, multiple=self.multiple), way))
         return found
