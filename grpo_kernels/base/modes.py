@@ -29,9 +29,7 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def guest(
-    module: nn.Module, device: torch.device, parameters: Iterable[nn.Parameter] = ()
-) -> Iterator[list[Tensor]]:
+def guest(module: nn.Module, device: torch.device, parameters: Iterable[nn.Parameter] = ()) -> Iterator[list[Tensor]]:
     """Inside, calls of `module` on `device` leave no trace, and draw nothing: rates of dropout are 0.
 
     Buffers and attributes of the modules and random numbers are restored. The caller's autocast cache gets no entry

@@ -1,4 +1,4 @@
-"""The trial of a layout where FSDP2 has divided the model: no gradient is lost to a cast, and no rank waits for ever."""
+"""The trial of a layout where FSDP2 has divided the model: no gradient is lost to a cast, and no rank waits."""
 
 from __future__ import annotations
 

@@ -48,6 +48,7 @@ _SMALL = 2**17  # elements of a parameter whose gradient is compared
 _KEPT, _IN_A_ROW = 32, 8  # facts that are kept of a model, and that may be new in a row until trials end
 # Hooks that look at no columns, or make parameters and activations whole
 _HOOKS = ("torch.distributed.", "torch.nn.", "torch.utils.", "deepspeed.", "accelerate.", "transformers.", "peft.")
+_SWITCHES = (bool, float, str)  # attributes of modules that may change what they compute
 _HOOK_KINDS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -81,19 +82,34 @@ class Exactness:
     def __init__(self, trunk: nn.Module, forward: Callable[..., Any], inputs: TrunkInputs, cells: Cells) -> None:
         self.trunk, self.forward, self.inputs, self.cells = trunk, forward, inputs, cells
         self.size = cells.longest, cells.needed.shape[1]
+        self._verdicts: dict[str, Verdict] = {}
+        self._reason: str | None = None  # against every layout
+        hook = _foreign_hook(trunk)
+        if hook is not None:
+            self._reason = f"the hook {hook} would be handed other columns than those of the batch"
+            return
         model, facts = _models.setdefault(trunk, _Model()), _facts(trunk, forward, inputs)
         model.new_in_a_row = 0 if facts in model.verdicts else model.new_in_a_row + 1
-        self._changes = model.new_in_a_row > _IN_A_ROW
-        self._verdicts = {} if self._changes else model.verdicts.setdefault(facts, {})
+        if model.new_in_a_row > _IN_A_ROW:
+            self._reason = "what its results depend on changes in each call"
+        self._verdicts = model.verdicts.setdefault(facts, {})
         if len(model.verdicts) > _KEPT:
             del model.verdicts[next(iter(model.verdicts))]
 
     def verdict(self, mode: str) -> Way | str | None:
         """Return the way in which layout `mode` is exact for this batch; or the reason why not; None: not tried."""
-        reason = self._reason_against(mode)
-        if reason is not None:
-            return reason
-        known = self._verdicts.setdefault(mode, Verdict())
+        cells = self.cells
+        if self._reason is not None:
+            return self._reason
+        if cells.padding_is_read and mode != "padded":
+            return "padding is read, and only the model knows what it attends to"
+        if mode == "tree" and cells.has_holes and _has_window(self.trunk):
+            return "a sequence has padding within, which its sliding window counts"
+        if mode not in self._verdicts:
+            self._verdicts[mode] = Verdict(reason=_by_structure(mode, self.trunk, self.forward))
+        known = self._verdicts[mode]
+        if self.size[0] <= 0 and known.reason is None:
+            return Way("none")  # nothing is read, nor computed
         fits = all(one <= other for one, other in zip(self.size, known.size, strict=True))
         return known.way if known.way is not None and fits else known.reason
 
@@ -116,25 +132,12 @@ class Exactness:
             if isinstance(found, Way):
                 known.way, known.size = found, size
                 return
-        known.reason = found
+            reason = found
+        known.reason = reason
 
     def refuse(self, mode: str, reason: str) -> None:
         """Note that layout `mode` has failed for a batch of this length."""
         self._verdicts[mode] = Verdict(reason=reason)
-
-    def _reason_against(self, mode: str) -> str | None:
-        """Return the reason against layout `mode` that hooks, config, layers or this batch show, or None."""
-        hook = _foreign_hook(self.trunk)
-        if hook is not None:
-            return f"the hook {hook} would be handed other columns than those of the batch"
-        if self._changes:
-            return "what its results depend on changes in each call"
-        if self.cells.padding_is_read and mode != "padded":
-            return "padding is read, and only the model knows what it attends to"
-        reason = _by_structure(mode, self.trunk, self.forward)
-        if reason is None and mode == "tree" and self.cells.has_holes and _has_window(self.trunk):
-            return "a sequence has padding within, which its sliding window counts"
-        return reason
 
 
 def fits_trees(trunk: nn.Module) -> bool | None:
@@ -158,42 +161,41 @@ def described(error: Exception) -> str:
 
 def _facts(trunk: nn.Module, forward: Callable[..., Any], inputs: TrunkInputs) -> Any:
     """Everything that a verdict depends on, in a form that compares: this call's, the config's, each module's."""
-    device = inputs.ids.device
-    call = tuple(sorted(inputs.per_token)), tuple(sorted(inputs.constants.items())), device, _dtype(trunk, device)
-    modules = []
+    device, found = inputs.ids.device, list[Any]()
     for x in trunk.modules():
         own = vars(x)
         ours = forward if x is trunk else own.get("forward")  # the trunk's own is replaced for the call
-        switches = tuple((name, v) for name, v in own.items() if isinstance(v, bool | float | str) and name[0] != "_")
-        trains = tuple(p is not None and p.requires_grad for p in x._parameters.values())
-        modules.append((weakref.ref(x), _identity(ours), _identity(type(x).forward), switches, trains, _active(x)))
-    return call, attention_of(trunk), repr(vars(text_config(trunk))), tuple(modules)
+        found += [weakref.ref(x), _identity(type(x).forward), None if ours is None else _identity(ours)]
+        found += [value for name, value in own.items() if type(value) in _SWITCHES and name[0] != "_"]
+        found += [p is not None and p.requires_grad for p in own["_parameters"].values()]
+        found += _active(x)
+    call = tuple(sorted(inputs.per_token)), tuple(sorted(inputs.constants.items())), device, _dtype(trunk, device)
+    return call, attention_of(trunk), repr(vars(text_config(trunk))), tuple(found)
 
 
 def _identity(function: Any) -> Any:
     """Return what tells `function` from any other, and keeps neither it nor the module of a method alive."""
-    function = getattr(function, "__func__", function)
-    return None if function is None else weakref.ref(function)
+    return weakref.ref(getattr(function, "__func__", function))
 
 
 def _foreign_hook(trunk: nn.Module) -> str | None:
     """Return the name of a hook below `trunk` that may look at columns or change numbers, or None."""
     everywhere: Any = torch.nn.modules.module
     found = [getattr(everywhere, f"_global{kind}") for kind in _HOOK_KINDS]
-    found += [getattr(x, kind) for x in trunk.modules() if x is not trunk for kind in _HOOK_KINDS]
-    for hooks in found:
-        for hook in hooks.values():
-            if not origin(hook).startswith(_HOOKS):
-                return name_of(hook)
-    return None
+    for x in trunk.modules():
+        if x is not trunk:
+            own = vars(x)
+            found += [own[kind] for kind in _HOOK_KINDS if own.get(kind)]
+    hooks = (hook for each in found for hook in each.values())
+    return next((name_of(hook) for hook in hooks if not origin(hook).startswith(_HOOKS)), None)
 
 
-def _active(module: Any) -> tuple[tuple[str, str], ...]:
+def _active(module: Any) -> list[tuple[str, str]]:
     """(name, variant of LoRA) of each adapter of PEFT that is active in a layer."""
-    if getattr(module, "disable_adapters", None) is not False:
-        return ()
+    if not hasattr(type(module), "disable_adapters") or module.disable_adapters:
+        return []
     variants = getattr(module, "lora_variant", {})
-    return tuple((name, type(variants.get(name)).__name__) for name in module.active_adapters)
+    return [(name, type(variants.get(name)).__name__) for name in module.active_adapters]
 
 
 def _by_structure(mode: str, trunk: nn.Module, forward: Callable[..., Any]) -> str | None:
@@ -311,8 +313,8 @@ class _Trial:
         if mode == "tree" and not self.layers:
             return "its attention is not looked up in transformers' table, so it sees no segments"
         for name in {*want.buffers, *got.buffers}:
-            pair = want.buffers.get(name), got.buffers.get(name)
-            if pair[0] is None or pair[1] is None or not torch.allclose(*pair, equal_nan=True):
+            one, other = want.buffers.get(name), got.buffers.get(name)
+            if one is None or other is None or not torch.allclose(one, other, equal_nan=True):
                 return f"each forward changes a state of it ({name})"
         floor = max(_ROUNDING * torch.finfo(self.dtype).eps, 1e-5)
         for i, name in enumerate(("hidden states", "gradients")):
@@ -339,7 +341,7 @@ class _Trial:
         return states, gradient
 
     def _off(self, got: _Found, want: _Found) -> tuple[float, float]:
-        """Norm of the difference over the norm: of hidden states, the largest in eight ranges of depths; of gradients."""
+        """Distances of hidden states, the largest in eight ranges of depths, and of gradients."""
         ranges = self.order.tensor_split(min(8, len(self.order)))
         states = torch.stack([_distance(got.states[x], want.states[x]) for x in ranges])
         return states.amax().item(), _distance(got.gradient, want.gradient).item()
