@@ -46,7 +46,7 @@ def guest(module: nn.Module, device: torch.device, parameters: Iterable[nn.Param
     kind = "cuda" if device.type in ("cpu", "meta") else device.type
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng([] if kind != device.type else [device], device_type=kind))
-        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x))
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda x: x))
         stack.callback(random.setstate, random.getstate())
         stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
         torch.set_autocast_cache_enabled(False)

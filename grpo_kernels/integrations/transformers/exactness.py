@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -39,6 +41,8 @@ from grpo_kernels.integrations.transformers.forwards import (
 )
 
 MODES: tuple[Any, ...] = choices(BatchLayout)
+
+_logger = logging.getLogger(__name__)
 
 _ROUNDING = 4  # a layout may be off by this many times the measured rounding, or the dtype's eps
 _MOST = 1e-2  # but by no more than this, or 16 times the dtype's eps: what is above it is no rounding
@@ -128,7 +132,17 @@ class Exactness:
             columns = max(columns, self.size[1])
             sizes.insert(0, (max(min(2 * known.size[0], columns), self.size[0]), columns))
         for size in dict.fromkeys(sizes):
-            found = _Trial(self.trunk, forward, self.inputs, rows, size).outcome(mode)
+            begin, trial = time.perf_counter(), _Trial(self.trunk, forward, self.inputs, rows, size)
+            found = trial.outcome(mode)
+            _logger.info(
+                "%s: layout %r tried on sequences of %d tokens in %d columns: %s (%d forwards, %d tokens, %.2f s)",
+                type(self.trunk).__name__,
+                mode,
+                *size,
+                found if isinstance(found, str) else "exact",
+                *trial.cost,
+                time.perf_counter() - begin,
+            )
             if isinstance(found, Way):
                 known.way, known.size = found, size
                 return
@@ -250,6 +264,7 @@ class _Trial:
         self.parameters = [] if self.is_divided else small
         self.is_random = self.evaluates = False
         self.layers = 0  # that have gone along the paths of a tree
+        self.cost = (0, 0)  # forwards, tokens
         length, width = size
         longest_first = rows.attended.sum(1).argsort(descending=True, stable=True)
         pool = rows.cells[longest_first][rows.attended[longest_first]]
@@ -372,6 +387,7 @@ class _Trial:
                 layout = (layouts.tree if mode == "tree" else layouts.by_rows)(rows, graph=True)
                 output, segments = run_layout(self.trunk, self.forward, inputs, layout, way)
                 self.layers = segments.consumed if segments is not None else 0
+                self.cost = self.cost[0] + 1, self.cost[1] + layout.sources.numel()
                 at = places[layout.cells]
                 tokens, at = layout.tokens[at >= 0].to(self.device), at[at >= 0].to(self.device)
                 read = output.last_hidden_state.flatten(0, 1)[tokens]
