@@ -121,11 +121,19 @@ class FusedLossMixin(LogsRows):
         if exact_kl.is_asked_for(self):
             exact_kl.check_trainer(self, self._loss_owner(), HEAD.is_known())
 
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train as TRL does; first score what an interrupted training has left unscored in TRL's buffer."""
+        for batch in self._old_scoring.due({}, self._buffered_inputs or ()):
+            self._score_old(batch)
+        return super().train(*args, **kwargs)  # type: ignore[misc]
+
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
         """Return TRL's micro-batch; after a generation, regroup all micro-batches if `regroup` is set.
 
         Before the optimizer step that ends with it, score the other micro-batches for which TRL's scoring was left out.
         """
+        if self.regroup and self._trains:
+            micro_batches.check_window(self)
         before = self._buffered_inputs
         inputs: dict[str, Any] = super()._prepare_inputs(generation_batch)  # type: ignore[misc]
         if not self._trains:
