@@ -25,9 +25,15 @@ def linear_of(lm_head: nn.Module, name: str = "lm_head") -> nn.Linear:
     base: Any = lm_head.base_layer if _is_peft_lora(lm_head) else lm_head
     if not isinstance(base, nn.Linear) or type(base).forward is not nn.Linear.forward:
         within = "" if base is lm_head else f" around {type(base).__module__}.{type(base).__name__}"
+        way_out = "take off, or merge, what is around it"
+        if type(lm_head).__module__.startswith("peft."):
+            way_out = (
+                "train it by LoRA (target_modules=['lm_head']), whole (modules_to_save=['lm_head']) or not at all "
+                "(what trains a tied embedding trains it, too)"
+            )
         raise TypeError(
             f"{name}: expected an nn.Linear with its own forward, or PEFT's LoRA layer around one, "
-            f"got {type(lm_head).__module__}.{type(lm_head).__name__}{within}"
+            f"got {type(lm_head).__module__}.{type(lm_head).__name__}{within}; {way_out}"
         )
     return base
 

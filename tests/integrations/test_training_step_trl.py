@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import tempfile
 from collections.abc import Callable
@@ -18,10 +19,15 @@ from trl import GRPOTrainer
 
 from benchmarks import parity, tiny_models, tiny_run
 from grpo_kernels.integrations.transformers.options import TrunkOptions
-from grpo_kernels.integrations.trl import FusedGRPOTrainer, fused_head, micro_batches
+from grpo_kernels.integrations.trl import (
+    FusedGRPOTrainer,
+    FusedLossMixin,
+    fused_head,
+    micro_batches,
+)
 from grpo_kernels.integrations.trl.scoring import CALL, PATCHED, SCORING, UNKNOWN_CALL
 from tests.support.training_step import distance
-from tests.support.trl_training import evaluations, train
+from tests.support.trl_training import evaluations, mixed, train
 
 B, P, T = 8, 10, 14
 Change = Callable[[dict[str, Any]], None]
@@ -339,6 +345,96 @@ def test_regrouped_steps_are_stock_trls(loss_type: str) -> None:
     errors = parity.differences(stock.steps, ours.steps)
     assert max(errors["loss"], errors["grad_norm"]) <= 2e-5, errors
     assert stock.losses != ours.losses, "no sample has another micro-batch"
+
+
+class Filter:
+    """In front of a trainer: half of the samples are kept, the first ones of each group."""
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        batch = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
+        size = len(batch["prompt_ids"])
+        kept = torch.arange(size).view(-1, 4)[:, :2].reshape(-1)
+        return {
+            name: x[kept] if isinstance(x, Tensor) and x.dim() and len(x) == size else x for name, x in batch.items()
+        }
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo"])
+@pytest.mark.parametrize("layout", ["tree", "trim"])
+@pytest.mark.parametrize("where", ["above", "below"])
+def test_a_subclass_that_keeps_a_part_of_the_samples(loss_type: str, layout: str, where: str) -> None:
+    """A regrouped micro-batch's share of the mean is of the samples that were kept."""
+    options = {**parity.loss_options(loss_type), "beta": 0.04, "optim": "sgd", "learning_rate": 0.05}
+    stock = train(mixed(Filter, GRPOTrainer), **options)
+    fused = mixed(Filter, FusedGRPOTrainer)
+    if where == "below":
+        fused = mixed(FusedLossMixin, mixed(Filter, GRPOTrainer))
+    ours = train(fused, regroup=True, layout=layout, tokens_per_forward=120, **options)
+    errors = parity.differences(stock.steps, ours.steps)
+    assert max(errors["loss"], errors["grad_norm"]) <= 2e-5, errors
+    assert stock.losses != ours.losses, "no sample has another micro-batch"
+
+
+class Interrupted:
+    """In front of a trainer: its training stops once, before the last loss of the optimizer step `stops_in`."""
+
+    stops_in = 2  # the first one of the second generation
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        state, accelerator = self.state, self.accelerator  # type: ignore[attr-defined]
+        if state.global_step == self.stops_in and accelerator.sync_gradients:
+            self.stops_in = -1
+            raise KeyboardInterrupt
+        loss: Tensor = super().training_step(*args, **kwargs)  # type: ignore[misc]
+        return loss
+
+
+def trained_again(trainer_class: type, **options: Any) -> Any:
+    """What a trainer has logged that was interrupted within an optimizer step and called again."""
+    found = []
+    with contextlib.suppress(KeyboardInterrupt):
+        train(mixed(Interrupted, trainer_class), prepare=found.append, **options)
+    history = tiny_run.History()
+    tiny_run.record(found[0], history)
+    found[0].train()
+    assert found[0].stops_in == -1
+    return history
+
+
+AGAIN: dict[str, dict[str, Any]] = {
+    "twice": {"num_iterations": 2},
+    "halves": {"steps_per_generation": 4},
+    "beta": {"num_iterations": 2, "beta": 0.04},
+    "once": {},
+}
+
+
+@pytest.mark.parametrize("name", AGAIN)
+def test_a_training_that_was_interrupted_goes_on_as_stock_trls(name: str) -> None:
+    options = {"steps": 4, "optim": "sgd", "learning_rate": 0.05, "epsilon": 0.02, **AGAIN[name]}
+    stock, ours = (trained_again(cls, **options) for cls in (GRPOTrainer, FusedGRPOTrainer))
+    assert len(stock.steps) == 4
+    assert max(parity.differences(stock.steps, ours.steps).values()) <= 1e-5
+    assert ours.losses == pytest.approx(stock.losses, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", AGAIN)
+def test_regrouped_windows_that_an_interrupt_has_shifted_are_an_error(name: str) -> None:
+    with pytest.raises(RuntimeError, match=r"regroup: expected .* of 2 micro-batches.* regroup=False"):
+        trained_again(FusedGRPOTrainer, regroup=True, steps=4, **AGAIN[name])
+
+
+def test_regrouped_training_goes_on_after_whole_steps() -> None:
+    """Half of a generation is left after the first training."""
+    options = {"steps_per_generation": 4, "optim": "sgd", "learning_rate": 0.05}
+    found = []
+    for base, more in ((GRPOTrainer, {}), (FusedGRPOTrainer, {"regroup": True})):
+        run = train(base, steps=1, **options, **more)
+        run.trainer.train()
+        found.append(run)
+    errors = parity.differences(found[0].steps, found[1].steps)
+    assert len(found[0].steps) == 2
+    assert max(errors["loss"], errors["grad_norm"]) <= 2e-5, errors
 
 
 def test_shares_are_logged_and_evaluation_is_stock_trls() -> None:

@@ -5,16 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 pytest.importorskip("trl")
+from trl import GRPOTrainer
 from trl.experimental.gmpo import GMPOConfig
 
 from benchmarks import parity, tiny_run
-from grpo_kernels.integrations.trl import FusedGRPOTrainer, fused_head
+from grpo_kernels.integrations.trl import FusedGRPOTrainer, FusedLossMixin, fused_head
 from tests.support.trl_all_logits import Checked
-from tests.support.trl_training import FusedGMPOTrainer, Written, mixed, train
+from tests.support.trl_training import Curious, FusedGMPOTrainer, Written, assert_same, mixed, train
 
 EXACT = {"kl_estimator": "full", "beta": 0.3, "learning_rate": 1e-2}
 TWICE = {"num_iterations": 2, **EXACT}
@@ -55,6 +57,113 @@ def test_the_exact_term_costs_no_product_beyond_that_of_the_reference() -> None:
             train(mixed(Written, FusedGRPOTrainer), 1, **EXACT | {"kl_estimator": name})
         counted.append(counter.get_total_flops())
     assert counted[0] == counted[1]
+
+
+def test_scorings_by_others_while_it_generates_are_true_and_change_nothing() -> None:
+    # a reward function, say, that scores completions of its own with policy and reference
+    stock = train(mixed(Curious, mixed(Written, GRPOTrainer)), beta=0.3)
+    plain = train(mixed(Written, FusedGRPOTrainer), **EXACT)
+    ours = train(mixed(Curious, mixed(Written, FusedGRPOTrainer)), **EXACT)
+    want, got = stock.trainer.seen, ours.trainer.seen
+    assert len(want) == len(got) == 8
+    for i in range(4):  # of the first generation: then the two trainings part
+        torch.testing.assert_close(got[i], want[i], rtol=1e-5, atol=1e-5)
+    assert ours.steps == plain.steps
+    assert ours.steps[0]["kl"] == 0.0
+
+
+class Rolled:
+    """In front of a trainer: within its loss it scores the rows in another order first, and keeps that in `seen`."""
+
+    def _get_per_token_logps_and_entropies(
+        self, model: Any, ids: Tensor, mask: Tensor, columns: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        score = super()._get_per_token_logps_and_entropies  # type: ignore[misc]
+        if torch.is_grad_enabled():
+            self.seen = score(model, ids.roll(1, 0), mask.roll(1, 0), columns)[0].detach()
+        return score(model, ids, mask, columns, *args, **kwargs)
+
+
+def test_another_scoring_within_the_loss_is_true_and_changes_nothing() -> None:
+    options = {"gradient_accumulation_steps": 1, "steps": 1}
+    stock = train(mixed(Rolled, mixed(Written, GRPOTrainer)), beta=0.3, **options)
+    plain, ours = (
+        train(cls, **EXACT, **options)
+        for cls in (mixed(Written, FusedGRPOTrainer), mixed(Rolled, mixed(Checked, FusedGRPOTrainer)))
+    )
+    torch.testing.assert_close(ours.trainer.seen, stock.trainer.seen, rtol=1e-5, atol=1e-5)
+    assert ours.losses == plain.losses
+
+
+class Half:
+    """In front of a trainer: it keeps every second sample, the last one first."""
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        batch = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
+        size = len(batch["prompt_ids"])
+        kept = {x: y for x, y in batch.items() if isinstance(y, Tensor) and y.dim() and len(y) == size}
+        return batch | {name: x.flip(0)[::2] for name, x in kept.items()}
+
+
+def test_a_subclass_below_may_choose_the_samples() -> None:
+    chosen = mixed(FusedLossMixin, mixed(Half, GRPOTrainer))
+    run = train(mixed(Checked, chosen), **EXACT | {"loss_type": "grpo"})
+    assert len(run.trainer.kls) == 4
+    assert max(run.trainer.kls) > 1e-4
+
+
+ALIKE: dict[str, dict[str, Any]] = {
+    "k3": {},
+    "full": {"kl_estimator": "full"},
+    "regrouped": {"regroup": True, "tokens_per_forward": 200},
+    "trim, twice": {"layout": "trim", "num_iterations": 2},
+    "halves, scored by TRL": {"steps_per_generation": 4, "fused_sampling_correction": False},
+}
+
+
+@pytest.mark.parametrize("name", ALIKE)
+@pytest.mark.parametrize("peft_config", [parity.lora(), None], ids=["LoRA", "all parameters"])
+def test_a_policy_that_is_its_reference_has_no_gradient_of_the_term(name: str, peft_config: Any) -> None:
+    """Not even a rounding, of which Adam would make a full step: groups of equal rewards change no parameter."""
+
+    def equal(prompts: list[str], **_: Any) -> list[float]:
+        return [1.0] * len(prompts)
+
+    options = {"beta": 0.04, "reward_funcs": equal, "peft_config": peft_config, **ALIKE[name]}
+    steps = train(mixed(Written, FusedGRPOTrainer), **options).steps
+    assert [(x["grad_norm"], x["kl"]) for x in steps] == [(0.0, 0.0)] * 2
+
+
+def test_adam_makes_stock_trls_steps_from_equal_weights() -> None:
+    """Groups of equal rewards among others: embeddings that only they read stay where they are."""
+    options = {"steps": 4, "beta": 0.04, "num_iterations": 2}
+    stock, ours = (train(mixed(Written, cls), **options) for cls in (GRPOTrainer, FusedGRPOTrainer))
+    assert_same(stock, ours)
+    theirs = dict(stock.trainer.model.named_parameters())
+    for name, x in ours.trainer.model.named_parameters():
+        torch.testing.assert_close(x, theirs[name], rtol=0, atol=1e-5, msg=name)
+
+
+class Reader(FusedGRPOTrainer):
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        batch = super()._generate_and_score_completions(inputs)
+        self.read = batch["ref_per_token_logps"]
+        return batch
+
+
+def test_trl_scores_the_reference_for_a_subclass_that_may_read_it() -> None:
+    trainer = train(Reader, beta=0.04, learning_rate=0.0).trainer
+    assert trainer.read.shape == (16, trainer.read.shape[1])
+    assert (trainer.read < 0).any()
+
+
+def test_a_reference_that_moves_is_scored_when_it_was() -> None:
+    """Two optimizer steps a generation, and a new reference after each."""
+    moving = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5}
+    options = {"steps": 4, "beta": 0.3, "steps_per_generation": 4, "learning_rate": 1e-2, **moving}
+    stock, ours = (train(mixed(Written, cls), optim="sgd", **options) for cls in (GRPOTrainer, FusedGRPOTrainer))
+    assert_same(stock, ours)
+    assert ours.steps[-1]["kl"] > 0
 
 
 REFUSED: dict[str, tuple[type, dict[str, Any], str]] = {

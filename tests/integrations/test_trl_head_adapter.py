@@ -107,6 +107,58 @@ def test_the_exact_kl_has_the_adapter_in_the_policy_and_not_in_the_reference() -
     assert min(kls) > 1e-3
 
 
+class Doubled(torch.nn.Module):
+    """A wrapper that nobody knows."""
+
+    def __init__(self, head: Any) -> None:
+        super().__init__()
+        self.inner, self.weight, self.bias = head, head.weight, head.bias
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return 2 * self.inner(hidden)
+
+
+class Wrapped:
+    """In front of a trainer: such a wrapper is around the head."""
+
+    def __init__(self, *, model: Any, **kwargs: Any) -> None:
+        model.set_output_embeddings(Doubled(model.get_output_embeddings()))
+        super().__init__(model=model, **kwargs)
+
+
+TOKENS = {"r": 4, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
+WRAPPERS: dict[str, tuple[type, dict[str, Any], str]] = {
+    "token indices": (
+        Ours,
+        {"peft_config": peft.LoraConfig(trainable_token_indices={"lm_head": [3, 4]}, **TOKENS)},
+        r"TrainableTokensWrapper; train it by LoRA \(target_modules=\['lm_head'\]\), whole",
+    ),
+    "token indices of a tied embedding": (
+        Ours,
+        {
+            "model": "tied",
+            "peft_config": peft.LoraConfig(trainable_token_indices={"embed_tokens": [3, 4]}, **TOKENS),
+        },
+        r"TrainableTokensWrapper; train it .* \(what trains a tied embedding trains it, too\)",
+    ),
+    "target parameters": (
+        Ours,
+        {"peft_config": peft.LoraConfig(target_parameters=["lm_head.weight"], **TOKENS)},
+        r"ParamWrapper; train it by LoRA \(target_modules=\['lm_head'\]\)",
+    ),
+    "unknown": (mixed(Wrapped, Ours), {}, r"Doubled; take off, or merge, what is around it"),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_what_is_around_the_head_is_refused_when_the_trainer_is_made(name: str) -> None:
+    trainer_class, options, says = WRAPPERS[name]
+    made: list[Any] = []
+    with pytest.raises(TypeError, match=rf"lm_head: expected an nn\.Linear .* got .*{says}"):
+        train(trainer_class, prepare=made.append, **options)
+    assert not made
+
+
 IA3 = peft.IA3Config(target_modules=["lm_head"], feedforward_modules=[])
 FP32 = {"cast_lm_head_to_fp32": True}
 

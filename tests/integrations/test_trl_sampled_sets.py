@@ -16,10 +16,10 @@ pytest.importorskip("trl")
 from trl import GRPOTrainer
 
 from benchmarks import tiny_run
-from grpo_kernels.integrations.trl import FusedGRPOTrainer, sampled_sets
+from grpo_kernels.integrations.trl import FusedGRPOTrainer, FusedLossMixin, sampled_sets
 from tests.support import trl_training
 from tests.support.case_builder import seeded
-from tests.support.trl_training import Run
+from tests.support.trl_training import Curious, Run, mixed
 
 KEPT = 5  # ids that the sampler keeps
 
@@ -98,6 +98,56 @@ def test_the_loss_is_over_the_sets(options: dict[str, Any]) -> None:
         assert {name: x[name] for name in names} == pytest.approx({name: y[name] for name in names}, rel=1e-4, abs=1e-6)
     other = train(FusedGRPOTrainer, **options)  # the sets are not asked for
     assert other.losses != pytest.approx(want.losses, rel=1e-2, abs=1e-3)
+
+
+@pytest.mark.parametrize("without_set", ["error", "full"])
+def test_scorings_by_others_while_it_generates_are_over_the_vocabulary(without_set: str) -> None:
+    # "twice" has TRL score nothing, with False it scores the completions over their sets
+    for correction in ("auto", False):
+        options = {"beta": 0.04, "num_iterations": 2, "sampling_mask": without_set}
+        options["fused_sampling_correction"] = correction
+        stock = train(mixed(Curious, GRPOTrainer), beta=0.04)
+        plain, ours = (train(cls, **options) for cls in (FusedGRPOTrainer, mixed(Curious, FusedGRPOTrainer)))
+        want, got = stock.trainer.seen, ours.trainer.seen
+        assert len(got) == 2
+        for i in range(2):
+            torch.testing.assert_close(got[i], want[i], rtol=1e-5, atol=1e-5)
+        assert ours.steps == plain.steps
+
+
+class Half:
+    """In front of a trainer: it keeps every second sample, the last one first."""
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        batch = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
+        size = len(batch["prompt_ids"])
+        kept = {name: x for name, x in batch.items() if isinstance(x, list) or x.dim()}
+        chosen = range(size - 1, 0, -2)
+        return batch | {
+            name: x[[*chosen]] if isinstance(x, Tensor) else [x[i] for i in chosen] for name, x in kept.items()
+        }
+
+
+def test_a_subclass_below_may_choose_the_samples() -> None:
+    """It gets the batch without the sets."""
+    options = {"beta": 0.04, "loss_type": "grpo"}
+    want = train(mixed(Half, Oracle), **options)
+    got = train(mixed(FusedLossMixin, mixed(Half, GRPOTrainer)), sampling_mask="error", **options)
+    assert got.losses == pytest.approx(want.losses, rel=1e-5, abs=1e-6)
+
+
+class Rewriter(FusedGRPOTrainer):
+    """Completions that nobody has sampled."""
+
+    def _generate(self, *args: Any, **kwargs: Any) -> Any:
+        generated = super()._generate(*args, **kwargs)
+        generated[1][0][0] = 9
+        return generated
+
+
+def test_completions_that_the_sets_are_not_of_are_an_error() -> None:
+    with pytest.raises(ValueError, match="sampling_mask: expected a batch of the completions that rollout_func"):
+        train(Rewriter, sampling_mask="full", rollout_func=lambda *x: rollout(*x))
 
 
 def changed(change: Callable[[Any], Any]) -> Callable[[list[str], Any], dict[str, Any]]:

@@ -41,6 +41,30 @@ class Written:
         return completions, None
 
 
+class Curious:
+    """In front of a trainer: it scores other completions whenever it can, and keeps the log-probabilities in `seen`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.seen: list[torch.Tensor] = []
+
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+        self._look()
+        return super()._generate_single_turn(*args, **kwargs)  # type: ignore[misc]
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
+        self._look()
+        return super()._calculate_rewards(*args, **kwargs)  # type: ignore[misc]
+
+    def _look(self) -> None:
+        policy, reference = self.model, self.ref_model  # type: ignore[attr-defined]
+        ids = 3 + torch.arange(16 * 9).view(16, 9) % 50
+        with torch.no_grad():
+            for model in (policy, reference):
+                score = self._get_per_token_logps_and_entropies  # type: ignore[attr-defined]
+                self.seen.append(score(model, ids, torch.ones_like(ids), 5)[0])
+
+
 @dataclasses.dataclass(frozen=True)
 class Run:
     """What a training has logged, one mapping an optimizer step; the loss of every micro-batch; and the trainer."""

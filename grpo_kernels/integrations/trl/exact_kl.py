@@ -1,9 +1,9 @@
 """The KL term of TRL's GRPO over the whole vocabulary, in place of its estimate from sampled tokens.
 
-TRL scores the completions with the reference model before the loss, and keeps (B, T) log-probabilities. Here the input
-of the reference's head, (B, T, H'), is kept instead. The loss's own call to the policy's head projects both inputs, and
-returns each token's divergence beside its log-probability. TRL computes its loss as if beta were 0; the term is
-added to it, with the same normaliser.
+Before the loss of a micro-batch its completions run through the reference (`old_scoring`), and the input of the
+reference's head, (B, T, H'), is kept in place of log-probabilities (B, T). The loss's own call to the policy's head
+projects both inputs, and returns each token's divergence beside its log-probability. TRL computes its loss as if beta
+were 0; the term is added to it, with the same normaliser.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ KEY = "ref_hidden_states"  # an entry of TRL's batch; TRL shuffles and splits it
 class ReferenceHead:
     """The reference's head, and its inputs, which are kept in place of its log-probabilities."""
 
-    def __init__(self, model: Any, labelled: Tensor) -> None:
-        """`labelled` (B, T) is True at completion tokens; `model` is read here, with the adapters active now."""
+    def __init__(self, model: Any, shape: torch.Size) -> None:
+        """`shape` is (B, T), that of the completions; `model` is read here, with the adapters active now."""
         head = inner_head(model.get_output_embeddings())
         self.linear = linear_of(head)
         if self.linear is not head and active_adapters(head):
@@ -47,7 +47,7 @@ class ReferenceHead:
                 "got 'full'"
             )
         self.constants = Head(None)
-        self._shape, self._hidden = labelled.shape, torch.empty(0)
+        self._shape, self._hidden = shape, torch.empty(0)
 
     def take(
         self,
@@ -61,7 +61,7 @@ class ReferenceHead:
         """Keep `hidden` (n, H'), at `positions` (n,) of the flattened (B, T), -1 outside, and what makes logits of its
         product with `head`.
 
-        The results are 0, (n,) each: nobody reads them.
+        The results are 0, (n,) each: this is our own call, and nobody reads them.
         """
         self.constants = replace(head, weight=None, bias=None, lora=None)
         if positions is None:
@@ -139,18 +139,6 @@ def check_trainer(trainer: Any, owner: type, compatible: bool) -> None:
             "sync_ref_model: expected False with kl_estimator = 'full', which keeps hidden states of one reference "
             "model for the head of the same, got True"
         )
-
-
-def is_reference(trainer: Any, model: Any) -> bool:
-    """Return True if `model` is now the reference: `ref_model`, or the policy with adapters off or "ref" on."""
-    if trainer.ref_model is not None:
-        return model is trainer.ref_model
-    if torch.is_grad_enabled():
-        return False
-    policy = trainer.accelerator.unwrap_model(trainer.model)
-    if "ref" in getattr(policy, "peft_config", {}):
-        return bool(policy.active_adapter == "ref")
-    return any(getattr(module, "disable_adapters", False) is True for module in policy.modules())
 
 
 def comparison_of(trainer: Any, inputs: dict[str, Any]) -> Comparison | None:

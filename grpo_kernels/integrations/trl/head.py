@@ -102,16 +102,15 @@ def adapters_allowed() -> AbstractContextManager[None]:
 
 
 def check_head(model: nn.Module, args: Any) -> None:
-    """Raise unless the adapters on the head of `model`, if there are any, can be computed with TRL's options `args`.
+    """Raise unless the head of `model`, with its adapters if there are any, can be computed with TRL's options `args`.
 
     Raises:
-        TypeError: another kind of adapter than LoRA, or LoRA around another kind of layer than ``nn.Linear``.
+        TypeError: a head that is not ``nn.Linear``, or has something other than LoRA around it.
         ValueError: a variant of LoRA, such as DoRA; or ``cast_lm_head_to_fp32``.
     """
     head = inner_head(causal_lm(model).get_output_embeddings())
-    if not _is_tuned(head):
+    if linear_of(head) is head:
         return
-    linear_of(head)
     active_adapters(head)
     if getattr(args, "cast_lm_head_to_fp32", False):
         raise ValueError(

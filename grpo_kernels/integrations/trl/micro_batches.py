@@ -19,6 +19,7 @@ from grpo_kernels.objective.normaliser import averaged_over
 REGROUPED = ("grpo", "sapo", "luspo", "dr_grpo", "dapo", "cispo", "vespo")
 _IMAGES = "pixel_values"
 EMPTY = "has_no_samples"  # entry of a micro-batch that regrouping has left without samples; it has one without tokens
+SIZE = "samples_before"  # entry of a regrouped micro-batch: the number of samples that TRL gave it
 
 
 def counted_tokens(inputs: dict[str, Any]) -> Tensor:
@@ -77,6 +78,20 @@ def _check_regroup(trainer: Any, owner: type) -> None:
         )
 
 
+def check_window(trainer: Any) -> None:
+    """Raise RuntimeError if the optimizer step that the next micro-batch ends does not end a window of `regrouped`.
+
+    TRL goes on with the rest of its buffer if ``train()`` is called again after an interrupt within a step.
+    """
+    window = min(trainer.args.gradient_accumulation_steps, trainer.args.steps_per_generation)
+    if trainer.accelerator.sync_gradients and (trainer._step + 1) % window:
+        raise RuntimeError(
+            f"regroup: expected optimizer steps of whole windows of {window} micro-batches, got one that ends within a "
+            "window: a training was interrupted within an optimizer step, and train() called again; make a new "
+            "trainer, which can resume from a checkpoint, or pass regroup=False"
+        )
+
+
 def regrouped(
     batches: list[dict[str, Any]], live: Sequence[Tensor | None], window: int, budget: int | None, *, in_trees: bool
 ) -> list[dict[str, Any]]:
@@ -107,7 +122,7 @@ def regrouped(
         lengths = merged["completion_mask"].sum(1).tolist()
         parts = divided(prompts, lengths, is_live, len(part), budget or size * columns, size, in_trees=in_trees)
         for batch, chosen in zip(part, parts, strict=True):
-            own = {name: _chosen(x, chosen or [0]) for name, x in merged.items()}
+            own = {name: _chosen(x, chosen or [0]) for name, x in merged.items()} | {SIZE: size}
             if not chosen:
                 own |= {EMPTY: True, "completion_mask": torch.zeros_like(own["completion_mask"])}
             found.append({**batch, **own})
@@ -177,10 +192,10 @@ def _joined(parts: Sequence[Any]) -> Any:
 
 
 def share_of_mean(trainer: Any, inputs: dict[str, Any]) -> float:
-    """Return the factor of a regrouped micro-batch's loss: its number of samples over TRL's, if it is their mean."""
-    if averaged_over(config_of_trainer(trainer.args), num_items=True) != "sequences":
+    """Return the factor of a micro-batch's loss: its number of samples over that before regrouping, if it is a mean."""
+    if SIZE not in inputs or averaged_over(config_of_trainer(trainer.args), num_items=True) != "sequences":
         return 1.0
-    return len(inputs["prompt_ids"]) / float(trainer.args.per_device_train_batch_size)
+    return len(inputs["prompt_ids"]) / float(inputs[SIZE])
 
 
 @contextmanager

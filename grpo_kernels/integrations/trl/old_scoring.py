@@ -1,4 +1,4 @@
-"""Old log-probabilities of TRL's batches from the losses themselves, not from a scoring of their own.
+"""Old log-probabilities from the losses themselves, and the reference's from just before them.
 
 TRL scores a generated batch with the policy before it trains on it: for the ratio to the sampler (`sampling`), or if
 the policy changes before all of the batch is used. Until the policy changes, a micro-batch's loss computes the same
@@ -9,19 +9,24 @@ log-probabilities. So TRL prepares the batch without that scoring here, and then
 
 They are kept for later passes over the batch (``num_iterations``). Sequences that cannot have a gradient are not scored
 unless something reads them (`reads_dead`).
+
+The reference scores a micro-batch just before its loss, in the rows and the layout of the loss. Where policy and
+reference are equal, the bits of their log-probabilities then are, too, and the gradient of the KL term is exactly 0. A
+rounding in place of that 0 would be a full step of Adam.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
+from trl.trainer.utils import use_adapter
 
 from grpo_kernels.base.checks import warn_once
 from grpo_kernels.integrations.host import replaced
@@ -29,7 +34,7 @@ from grpo_kernels.integrations.trl import sampling
 from grpo_kernels.integrations.trl.fused_head import HEAD
 from grpo_kernels.integrations.trl.micro_batches import EMPTY
 
-OLD, RATIO = "old_per_token_logps", "importance_sampling_ratio"
+OLD, RATIO, REFERENCE = "old_per_token_logps", "importance_sampling_ratio", "ref_per_token_logps"
 # Methods that read a batch or the log-probabilities of its loss, and the modules whose versions of them are known.
 _READERS = (
     "_generate_and_score_completions",
@@ -49,22 +54,24 @@ def check_option(value: Any) -> None:
 
 
 class OldScoring:
-    """Where a trainer's old log-probabilities come from: TRL's scoring, or its losses (`is_deferred`)."""
+    """What TRL is kept from scoring at a generation: the policy (`is_deferred`), the reference (`defers_reference`)."""
 
     def __init__(self) -> None:
         self.is_deferred: bool | None = None  # decided at the first generation
+        self.defers_reference = False  # decided with it
         self._generated_at = 0  # optimizer steps before the last generation
         self._buffered: dict[str, Any] | None = None  # the micro-batch of TRL's buffer whose loss comes next
         self._figures = sampling.SamplingFigures(0)
 
     def prepare(self, trainer: Any, prepare: Callable[[Any], dict[str, Any]], inputs: Any) -> dict[str, Any]:
-        """Return the batch of TRL's method `prepare`; if deferred, without old log-probabilities and ratio."""
+        """Return the batch of TRL's method `prepare`, without what is scored later."""
         if self.is_deferred is None:
-            self.is_deferred = _is_deferred(trainer)
-        if not self.is_deferred:
-            return prepare(inputs)
-        with _without_scoring(trainer):
+            self.is_deferred, self.defers_reference = _is_deferred(trainer), _defers_reference(trainer)
+        unreferenced = replaced(trainer, "beta", 0.0) if self.defers_reference else nullcontext()
+        with unreferenced, _without_scoring(trainer) if self.is_deferred else nullcontext():
             batch = prepare(inputs)
+        if not self.is_deferred:
+            return batch
         if sampling.is_corrected(trainer) and "sampling_per_token_logps" not in batch:
             raise ValueError("sampling_per_token_logps: expected them of the sampler for its correction, got None")
         trains = trainer.model.training
@@ -132,8 +139,19 @@ def reads_dead(trainer: Any) -> bool:
     return sampling.is_corrected(trainer) or measures_phi
 
 
-def score(trainer: Any, batch: dict[str, Any], live: Tensor | None) -> Tensor:
-    """Return the policy's log-probabilities (B, T) of a micro-batch, 0 where `live` (B,) is False.
+@contextmanager
+def as_reference(trainer: Any) -> Iterator[Any]:
+    """Inside, the model that is given is the reference."""
+    if trainer.ref_model is not None:
+        yield trainer.ref_model
+        return
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    with use_adapter(model, "ref" if "ref" in model.peft_config else None):
+        yield trainer.model
+
+
+def score(trainer: Any, model: Any, batch: dict[str, Any], live: Tensor | None = None) -> Tensor:
+    """Return the log-probabilities (B, T) of a micro-batch under `model`, 0 where `live` (B,) is False.
 
     With 0 for the old log-probability no ratio overflows.
     """
@@ -144,7 +162,7 @@ def score(trainer: Any, batch: dict[str, Any], live: Tensor | None) -> Tensor:
     images = {name: batch[name] for name in parameters if name in batch}
     with torch.no_grad(), disable_gradient_checkpointing(trainer.model, trainer.args.gradient_checkpointing_kwargs):
         logps, *_ = trainer._get_per_token_logps_and_entropies(
-            trainer.model,
+            model,
             torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
             torch.cat([batch["prompt_mask"], mask], dim=1),
             mask.size(1),
@@ -177,13 +195,29 @@ def _reason_against(trainer: Any) -> str | None:
     """Return None if losses and metrics stay TRL's, else the reason why not, and a way out."""
     if sampling.is_corrected(trainer) and trainer.trunk_options.zero_advantage == "skip":
         return "sampling/* metrics read the sequences that zero_advantage='skip' leaves out; 'score' computes less here"
-    for cls in type(trainer).__mro__:
-        name = next((name for name in _READERS if name in vars(cls)), None)
-        if name is not None and not cls.__module__.startswith(_KNOWN):
-            return f"{cls.__name__}.{name} may read its result; pass True if not"
+    reader = _reader(trainer, _READERS)
+    if reader is not None:
+        return f"{reader} may read its result; pass True if not"
     if any(_draws(module) for module in trainer.model.modules()):
         return "dropout, or noise, makes log-probabilities random; set it to 0, or pass True"
     return None
+
+
+def _reader(trainer: Any, names: Sequence[str]) -> str | None:
+    """Return the first method of `names` that a class has which is not known to us, or None."""
+    unknown = [cls for cls in type(trainer).__mro__ if not cls.__module__.startswith(_KNOWN)]
+    return next((f"{cls.__name__}.{name}" for cls in unknown for name in names if name in vars(cls)), None)
+
+
+def _defers_reference(trainer: Any) -> bool:
+    """Return True if TRL's scoring of the reference is left out: nobody reads it before a micro-batch is handed out.
+
+    A reference that moves (``sync_ref_model``) has to score at the generation.
+    """
+    if trainer.kl_estimator == "full":
+        return True
+    moves = getattr(trainer.args, "sync_ref_model", False)
+    return HEAD.is_known() and not moves and _reader(trainer, _READERS[:2]) is None
 
 
 def _draws(module: nn.Module) -> bool:

@@ -7,13 +7,13 @@ the batch's lists like its tensors. Old, reference and current log-probabilities
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from grpo_kernels.base.checks import warn_once
 from grpo_kernels.base.choices import WithoutSet, choices
@@ -29,6 +29,7 @@ KEY = "sampling_mask"  # of the rollout's output and of TRL's batch
 class SampledSets(NamedTuple):
     """The sets of one completion of T tokens."""
 
+    tokens: tuple[tuple[int, ...], tuple[int, ...]]  # of the prompt and of the completion
     ids: Tensor  # (M,) int32 or int64, one token after the other
     counts: Tensor  # (T,) int64
     drawn: Tensor  # (T,) bool: False where the token is a tool's
@@ -90,7 +91,7 @@ def taken(generated: tuple[Any, ...]) -> list[SampledSets]:
     Raises:
         ValueError: there are none, or not one list of ids for each token.
     """
-    _, completions, tool_masks, _, _, extra_fields, *_ = generated
+    prompts, completions, tool_masks, _, _, extra_fields, *_ = generated
     rows = extra_fields.pop(KEY, None)
     if rows is None:
         raise ValueError("sampling_mask: expected a list of them in rollout_func's output, got none")
@@ -103,21 +104,62 @@ def taken(generated: tuple[Any, ...]) -> list[SampledSets]:
                 f"sampling_mask: expected {len(ids)} lists of ids for completion {i}, one a token, got {len(sets)}"
             )
         drawn = torch.ones(len(ids), dtype=torch.bool) if tool_masks is None else torch.tensor(tool_masks[i]).bool()
-        found.append(SampledSets(*joined_ids("sampling_mask", sets), drawn))
+        tokens = tuple(map(int, prompts[i])), tuple(map(int, ids))
+        found.append(SampledSets(tokens, *joined_ids("sampling_mask", sets), drawn))
+    return found
+
+
+def of_rows(sets: Sequence[SampledSets | None], ids: Tensor, mask: Tensor, columns: int) -> list[SampledSets | None]:
+    """Return the sets of each row of `ids` (B, L), whose completion is in the last `columns`; None: it has none.
+
+    The tokens that `mask` (B, L) attends to decide. A reward function may score other rows in between, and a subclass
+    may leave samples out.
+    """
+    left: dict[Any, list[SampledSets]] = defaultdict(list)
+    for x in sets:
+        if x is not None:
+            left[x.tokens].append(x)
+    found: list[SampledSets | None] = []
+    for row, attended in zip(ids.cpu(), mask.cpu() != 0, strict=True):
+        prompt, completion = (
+            tuple(row[part][attended[part]].tolist()) for part in (slice(-columns), slice(-columns, None))
+        )
+        equal = left.get((prompt, completion), [None])
+        found.append(equal.pop(0) if len(equal) > 1 else equal[0])
+    return found
+
+
+def of_batch(sets: Sequence[SampledSets | None], batch: dict[str, Any]) -> list[SampledSets | None]:
+    """Return the sets of each sample of TRL's `batch`; None for one that is masked whole.
+
+    Raises:
+        ValueError: a sample is none of the completions that the sets are of.
+    """
+    mask = batch["completion_mask"]
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+    found = of_rows(sets, ids, torch.cat([batch["prompt_mask"], mask], dim=1), mask.shape[1])
+    if any(x is None and is_read for x, is_read in zip(found, mask.any(dim=1).tolist(), strict=True)):
+        raise ValueError(
+            "sampling_mask: expected a batch of the completions that rollout_func has returned, got others: a subclass "
+            "that changes them has to change their sets, before FusedLossMixin._generate returns"
+        )
     return found
 
 
 def scoring_over(
-    sets: Sequence[SampledSets], labelled: Tensor, without_set: WithoutSet
+    sets: Sequence[SampledSets | None], labelled: Tensor, without_set: WithoutSet
 ) -> tuple[Callable[..., Scores], Tensor]:
-    """Return (`ModelCall.compute` over the sets of a batch, the mask (B, T) of the drawn tokens); `labelled` (B, T)."""
-    columns = labelled.shape[1]
-    counts, drawn = (
-        torch.nn.functional.pad(x, (0, columns - x.shape[1])).to(labelled.device)
-        for x in (pad_sequence([getattr(one, name) for one in sets], batch_first=True) for name in ("counts", "drawn"))
-    )
-    kept = KeptIds.from_counts(torch.cat([x.ids for x in sets]).to(labelled.device), counts)
-    return partial(_score, kept, without_set), drawn
+    """Return (`ModelCall.compute` over the sets of a batch, the mask (B, T) of the drawn tokens); `labelled` (B, T).
+
+    Rows without sets have none at any token, and all of their tokens count as drawn.
+    """
+    counts, drawn, of_tokens = torch.zeros(labelled.shape, dtype=torch.int64), labelled.cpu().clone(), labelled.cpu()
+    for i, x in enumerate(sets):
+        if x is not None:
+            counts[i, of_tokens[i]], drawn[i, of_tokens[i]] = x.counts, x.drawn
+    ids = torch.cat([x.ids for x in sets if x is not None])
+    kept = KeptIds.from_counts(ids.to(labelled.device), counts.to(labelled.device))
+    return partial(_score, kept, without_set), drawn.to(labelled.device)
 
 
 def _score(

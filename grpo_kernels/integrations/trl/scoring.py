@@ -7,7 +7,7 @@ they are valid.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,17 +32,19 @@ class Scoring:
         run, logits_dtype: how head calls are computed.
         shares: where their rows are counted.
         rows: the (B, T) completion tokens that are read, and the gradient to expect there; None: not known.
-        sampled: a truncating sampler's sets, one record per completion.
+        ids: (B, L) of the loss's call: `rows`, `unscored` and `comparison` are of that call alone. None: of all.
+        sampled: a truncating sampler's sets, one record per completion, for the rows that have them (`of_rows`).
         unscored: inputs of the loss, as long as they lack old log-probabilities.
         comparison: of the loss's head calls with the reference, for the exact KL term.
-        reference_head: the reference's head with its inputs, once it has been scored for the exact KL term.
+        reference_head: what keeps the inputs of the reference's head, for the exact KL term.
     """
 
     run: Run = field(default_factory=Run)
     logits_dtype: LogitsDtype = "float32"
     shares: Shares = field(default_factory=Shares)
+    ids: Tensor | None = None
     rows: KnownRows | None = None
-    sampled: list[SampledSets] | None = None
+    sampled: Sequence[SampledSets | None] | None = None
     unscored: dict[str, Any] | None = None
     comparison: Comparison | None = None
     reference_head: ReferenceHead | None = None

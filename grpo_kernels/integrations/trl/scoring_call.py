@@ -14,7 +14,7 @@ from grpo_kernels.integrations.host import during
 from grpo_kernels.integrations.rows import KnownRows
 from grpo_kernels.integrations.shares import Shares
 from grpo_kernels.integrations.transformers.trunk import live_trunk
-from grpo_kernels.integrations.trl import exact_kl, sampled_sets
+from grpo_kernels.integrations.trl import sampled_sets
 from grpo_kernels.integrations.trl.expected_gradient import live_sequences
 from grpo_kernels.integrations.trl.fused_head import HEAD
 from grpo_kernels.integrations.trl.head import whole_heads
@@ -44,15 +44,17 @@ def _model_call(trainer: Any, scoring: Scoring, arguments: dict[str, Any], label
     compute = None if scoring.comparison is None else scoring.comparison.compare
     if labelled is None:
         return ModelCall(compute=compute)
-    rows, model = scoring.rows, arguments["model"]
+    rows = scoring.rows
     if rows is None or rows.counted.shape != labelled.shape or not torch.is_grad_enabled():
         rows = KnownRows(labelled)
-    if compute is None and exact_kl.is_asked_for(trainer) and exact_kl.is_reference(trainer, model):
-        scoring.reference_head = exact_kl.ReferenceHead(trainer.accelerator.unwrap_model(model), labelled)
+    if scoring.reference_head is not None:
         compute = scoring.reference_head.take
     elif scoring.sampled is not None and trainer.sampling_mask is not None:
-        compute, drawn = sampled_sets.scoring_over(scoring.sampled, labelled, trainer.sampling_mask)
-        rows = KnownRows(rows.counted * drawn, rows.fill, rows.expected)
+        ids, mask = arguments["input_ids"], arguments["attention_mask"]
+        sets = sampled_sets.of_rows(scoring.sampled, ids, mask, labelled.shape[1])
+        if any(x is not None for x in sets):
+            compute, drawn = sampled_sets.scoring_over(sets, labelled, trainer.sampling_mask)
+            rows = KnownRows(rows.counted * drawn, rows.fill, rows.expected)
     return ModelCall(labelled, arguments.get("batch_size") or labelled.size(0), rows, compute)
 
 

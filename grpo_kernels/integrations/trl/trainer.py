@@ -8,7 +8,7 @@ costs time and never changes the result.
 
 TRL calls `_prepare_inputs` and `_compute_loss` for each micro-batch. The chain of calls, one within the other::
 
-    _prepare_inputs                                    gives the micro-batch; at first generates and scores many
+    _prepare_inputs                                    generates; gives the micro-batch, which the reference scores
     _compute_loss                                      puts what is foreseen about the micro-batch into a `Scoring`
       TRL's _compute_loss
         _get_per_token_logps_and_entropies
@@ -58,8 +58,8 @@ class FusedLossMixin(LogsRows):
             conditions; an error without a sampler to correct for.
         kl_estimator: ``"k3"``, TRL's estimate from sampled tokens; or ``"full"``: the KL term (`beta`) and the metric
             ``kl`` are the divergence from the reference over the whole vocabulary, exact and with less variance.
-            `use_bias_correction_kl` does not apply to it. The batch then has the reference's hidden states, (B, T, H'),
-            in place of its log-probabilities.
+            `use_bias_correction_kl` does not apply to it. A micro-batch then has the reference's hidden states,
+            (B, T, H'), in place of its log-probabilities.
         zero_advantage, layout: as in `grpo_kernels.integrations.transformers.causal_lm_loss`: what the model computes
             below its head for sequences without gradient, for padding, and for prefixes that sequences share.
         regroup: True to bring the samples of an optimizer step together by prompt: micro-batches fill up one after the
@@ -78,6 +78,8 @@ class FusedLossMixin(LogsRows):
 
     args: Any
     accelerator: Any
+    beta: float
+    num_iterations: int
     _buffered_inputs: Any
 
     def __init__(
@@ -121,15 +123,23 @@ class FusedLossMixin(LogsRows):
         if exact_kl.is_asked_for(self):
             exact_kl.check_trainer(self, self._loss_owner(), HEAD.is_known())
 
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train as TRL does; first score what an interrupted training has left unscored in TRL's buffer."""
+        for batch in self._old_scoring.due({}, self._buffered_inputs or ()):
+            self._score_old(batch)
+        return super().train(*args, **kwargs)  # type: ignore[misc]
+
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
-        """Return TRL's micro-batch; after a generation, regroup all micro-batches if `regroup` is set.
+        """Return TRL's micro-batch, scored by the reference; after a generation, regroup all if `regroup` is set.
 
         Before the optimizer step that ends with it, score the other micro-batches for which TRL's scoring was left out.
         """
+        if self.regroup and self._trains:
+            micro_batches.check_window(self)
         before = self._buffered_inputs
         inputs: dict[str, Any] = super()._prepare_inputs(generation_batch)  # type: ignore[misc]
         if not self._trains:
-            return inputs
+            return self._with_reference(inputs)
         if self.regroup and self._buffered_inputs is not before:
             self._buffered_inputs = self._regrouped(self._buffered_inputs)
             inputs = self._buffered_inputs[self._step % len(self._buffered_inputs)]  # type: ignore[attr-defined]
@@ -137,25 +147,35 @@ class FusedLossMixin(LogsRows):
         for batch in due:
             self._score_old(batch)
         self._old_scoring.start(inputs)
-        return inputs
+        return self._with_reference(inputs)
+
+    def _with_reference(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Return the inputs of a loss, with the reference's log-probabilities or head inputs if TRL left them out."""
+        is_exact = exact_kl.is_asked_for(self)
+        name = exact_kl.KEY if is_exact else old_scoring.REFERENCE
+        is_left_out = self.beta != 0.0 and self._old_scoring.defers_reference and name not in inputs
+        if not is_left_out or (micro_batches.EMPTY in inputs and self._is_alone):
+            return inputs
+        scoring = self._scoring(sampled=inputs.get(sampled_sets.KEY))
+        with old_scoring.as_reference(self) as model, during(SCORING, scoring):
+            if is_exact:
+                unwrapped, shape = self.accelerator.unwrap_model(model), inputs["completion_ids"].shape
+                scoring.reference_head = self._reference_head = exact_kl.ReferenceHead(unwrapped, shape)
+            found = old_scoring.score(self, model, inputs)
+        if scoring.reference_head is not None:
+            found = scoring.reference_head.give()
+        if self._trains and self.num_iterations > 1:
+            inputs[name] = found  # of TRL's buffer, for later passes over it
+        return {**inputs, name: found}
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
-        """Return TRL's batch; with `sampling_mask` it has the sampler's sets.
-
-        For the exact KL term the reference's hidden states replace its log-probabilities.
-        """
+        """Return TRL's batch; with `sampling_mask` it has the sampler's sets."""
         scoring = self._scoring()
         with during(SCORING, scoring):
             prepare = super()._generate_and_score_completions  # type: ignore[misc]
             batch = self._old_scoring.prepare(self, prepare, inputs)
         if scoring.sampled is not None:
-            batch[sampled_sets.KEY] = scoring.sampled
-        if exact_kl.is_asked_for(self):
-            if scoring.reference_head is None:
-                raise RuntimeError("kl_estimator: expected trl to score its reference, got a batch without")
-            self._reference_head = scoring.reference_head
-            del batch["ref_per_token_logps"]
-            batch[exact_kl.KEY] = scoring.reference_head.give()
+            batch[sampled_sets.KEY] = sampled_sets.of_batch(scoring.sampled, batch)
         return batch
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -180,7 +200,7 @@ class FusedLossMixin(LogsRows):
             return False
         trunk = trunk_of(self.accelerator.unwrap_model(self.model))
         if exactness.fits_trees(trunk) is None:
-            old_scoring.score(self, micro_batches.first_sample(batch), None)
+            old_scoring.score(self, self.model, micro_batches.first_sample(batch))
         return exactness.fits_trees(trunk) is True
 
     def _score_old(self, batch: dict[str, Any]) -> None:
@@ -193,7 +213,7 @@ class FusedLossMixin(LogsRows):
             with_old = {**batch, old_scoring.OLD: torch.zeros_like(batch["completion_mask"], dtype=torch.float32)}
             live = self._live(with_old)
         with during(SCORING, self._scoring(sampled=batch.get(sampled_sets.KEY))):
-            self._old_scoring.take(self, batch, old_scoring.score(self, batch, live))
+            self._old_scoring.take(self, batch, old_scoring.score(self, self.model, batch, live))
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         """Compute TRL's loss; its head calls are told which gradient to expect."""
@@ -227,7 +247,8 @@ class FusedLossMixin(LogsRows):
             factor, rows = factor * of_tokens, expected_gradient.rows_of_loss(self, inputs, config)
         comparison = exact_kl.comparison_of(self, inputs)
         sampled = inputs.get(sampled_sets.KEY)
-        scoring = self._scoring(rows=rows, sampled=sampled, unscored=unscored, comparison=comparison)
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+        scoring = self._scoring(ids=ids, rows=rows, sampled=sampled, unscored=unscored, comparison=comparison)
         return inputs, scoring, factor, regroups or live is not None
 
     def _measured(self, inputs: dict[str, Any], *, may_be_empty: bool) -> AbstractContextManager[None]:
@@ -241,6 +262,8 @@ class FusedLossMixin(LogsRows):
         score = super()._get_per_token_logps_and_entropies  # type: ignore[misc]
         arguments = inspect.signature(score).bind(*args, **kwargs).arguments
         scoring = self._current()
+        if scoring.ids is not None and not torch.equal(scoring.ids, arguments["input_ids"]):
+            scoring = self._scoring(sampled=scoring.sampled)
         with only_needed(self, scoring, arguments):
             results = score(*args, **kwargs)
         if scoring.unscored is not None:
