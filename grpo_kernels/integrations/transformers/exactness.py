@@ -270,13 +270,13 @@ class _Trial:
         pool = rows.cells[longest_first][rows.attended[longest_first]]
         cyclic, half = torch.arange(length, device="cpu") % len(pool), -(-length // 2)
         first, other = pool[cyclic], pool.roll(-(len(pool) // 2))[cyclic]
-        tokens = [first, torch.cat([first[:half], other[half : -(-7 * length // 8)]]), other[:half].flip(0)]
+        tokens = [first, torch.cat([first[:half], other[half : half + -(-length // 8)]]), other[:half].flip(0)]
         tokens = tokens[: 3 if len(rows) > 2 else 2]
         # each with padding on one side or both; of a batch of one sequence, the padded forward has one row
         most = setting(trunk, "max_position_embeddings") or length + 2
         width = max(width, length + 2 if length + 2 <= most else length)
         self.of_padded = [[0], [1]] if len(rows) == 1 else [[*range(len(tokens))]]
-        begins = [(width - length) // 2, width - len(tokens[1]), 0]
+        begins = [(width - length) // 2] * 2 + [width - half]
         sources = pool.new_full((len(tokens), width), int(pool[0]))
         mask, self.needed = torch.zeros(2, *sources.shape, dtype=torch.bool, device="cpu")
         for i, (begin, own) in enumerate(zip(begins, tokens, strict=False)):
@@ -398,6 +398,7 @@ class _Trial:
                 if leaves and read.requires_grad:
                     found = torch.autograd.grad(read, leaves, cotangent[at], materialize_grads=True)
                     gradient = gradient + torch.cat([x.flatten().float() for x in found])
+                del output, read, segments  # the graph, before the next part has one
             self.is_random = not torch.equal(numbers, _random_state(self.device))
             changed = {name: x for name, x in self.trunk.named_buffers() if x._version > versions.get(name, x._version)}
         assert states is not None
