@@ -272,9 +272,10 @@ def test_equal_weights_have_a_ratio_of_1() -> None:
         assert max(x.abs().max() for x in got.values()) <= bound
 
 
-def test_a_run_without_signal_leaves_a_fresh_adapter_alone_if_it_is_padded() -> None:
-    """All rewards are equal and the policy is its reference: stock TRL makes no step. Adam makes one of a rounding."""
-    trl, peft = pytest.importorskip("trl"), pytest.importorskip("peft")
+def test_a_run_without_signal_leaves_a_fresh_adapter_alone() -> None:
+    """All rewards are equal and the policy is its reference: no step is made. Adam would make one of a rounding."""
+    peft = pytest.importorskip("peft")
+    trl = pytest.importorskip("trl")
     from grpo_kernels.integrations.trl import FusedGRPOTrainer
     from tests.support.trl_training import train
 
@@ -282,16 +283,11 @@ def test_a_run_without_signal_leaves_a_fresh_adapter_alone_if_it_is_padded() -> 
         return [1.0] * len(completion_ids)
 
     padded = {"layout": "padded", "zero_advantage": "train"}
-    for base, more, bound in (
-        (trl.GRPOTrainer, {}, 0.0),
-        (FusedGRPOTrainer, padded, 0.0),
-        (FusedGRPOTrainer, {}, 1e-5),
-    ):
+    for base, more in ((trl.GRPOTrainer, {}), (FusedGRPOTrainer, padded), (FusedGRPOTrainer, {})):
         lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
         run = train(base, beta=0.04, steps_per_generation=4, reward_funcs=constant, peft_config=lora, **more)
-        assert max(step["grad_norm"] for step in run.steps) <= bound
-        moved = [x for name, x in run.trainer.model.named_parameters() if "lora_B" in name and x.any()]
-        assert bool(moved) == (bound > 0)
+        assert all(step["grad_norm"] == 0.0 for step in run.steps)
+        assert not any(x.any() for name, x in run.trainer.model.named_parameters() if "lora_B" in name)
 
 
 def test_noise_on_embeddings_has_the_magnitude_of_the_padded_width(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,12 +23,13 @@ from grpo_kernels.integrations.transformers import head as heads
 from grpo_kernels.integrations.transformers.head_check import HeadCheck
 from grpo_kernels.integrations.transformers.inputs import Batch, check_attended, check_attention_mask
 from grpo_kernels.integrations.transformers.options import TrunkOptions
-from grpo_kernels.integrations.transformers.trunk import live_trunk
+from grpo_kernels.integrations.transformers.trunk import live_trunk, most_of_ranks, rank_groups, trunk_of
 
 PADDED = TrunkOptions(zero_advantage="train", layout="padded")
 _models_with_scalars: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # an output of theirs may need the whole batch
 Score = Callable[[Tensor, Head], tuple[Tensor, ...]]  # the head's input (B, L, H) -> results, attached
 Scored = tuple[tuple[Tensor, ...], ModelOutput, Shares]  # (results, output without logits, shares computed)
+_MOST_RUNS = 4  # of one call: its head's constants are measured, and a number of the whole batch is computed
 RESULTS, FIELDS = "results", "others"  # keys of the dict that the model returns: wrappers look into dicts
 
 
@@ -56,20 +57,31 @@ def run_scored(
     if not is_checked or batch.input_ids.device.type == "cpu":  # in later calls it would wait for the device
         check_attended(attention_mask, needed, has_positions="position_ids" in inputs)
 
-    def run(head: Head, check: HeadCheck | None) -> Scored:
-        of_trunk = (PADDED, None) if base in _models_with_scalars else (trunk, live)
+    groups = rank_groups(trunk_of(model))
+    for _ in range(_MOST_RUNS):
+        is_whole = base in _models_with_scalars
+        check = None if is_checked else HeadCheck(head, batch.counted_state)
         call, shares = HeadCall(head, score, check), Shares()
-        around = live_trunk(model, of_trunk[0], needed=needed, live=of_trunk[1], shares=shares)
+        options = (PADDED, None) if is_whole else (trunk, live)
+        around = live_trunk(model, options[0], needed=needed, live=options[1], shares=shares)
         with around as computed, call.within(base):
             returned = model(**inputs)
         call.check_output(returned)
         fields: dict[str, Any] = returned[FIELDS]
-        if computed and any(isinstance(x, Tensor) and x.dim() == 0 for x in pytree.tree_leaves(fields)):
+        has_scalar = any(isinstance(x, Tensor) and x.dim() == 0 for x in pytree.tree_leaves(fields))
+        if has_scalar and not is_whole and most_of_ranks(groups, [int(bool(computed))])[0]:
             _models_with_scalars.add(base)  # such as an aux_loss: it may be of all hidden states
-            return run(head, check)
+            continue
+        measured = head if check is None else check.verified(base)
+        if check is not None and heads.constants_of(measured) == heads.constants_of(head):
+            heads.remember(model, head, compared=check.is_finite)  # logits of a row of padding may be NaN
+        elif check is not None:  # all ranks measure the same
+            head = measured
+            continue
         return returned[RESULTS], call.output_type(**_nan_where_skipped(fields, computed)), shares
-
-    return run(head, None) if is_checked else _run_checked(model, head, batch.counted_state, run)
+    raise ValueError(
+        f"model: expected one scale, soft-cap or cut of the logits, got another in each run: {heads.constants_of(head)}"
+    )
 
 
 def _model_inputs(model: nn.Module, batch: Batch, inputs: dict[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
@@ -83,29 +95,6 @@ def _model_inputs(model: nn.Module, batch: Batch, inputs: dict[str, Any]) -> tup
     if "use_cache" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         inputs.setdefault("use_cache", False)
     return base, inputs
-
-
-def _run_checked(
-    model: nn.Module,
-    head: Head,
-    state_of: Callable[[Tensor], Tensor],
-    run: Callable[[Head, HeadCheck], Scored],
-) -> Scored:
-    """Return ``run(head, check)``; if the check measures other constants than those of `head`, run once more with them.
-
-    All ranks measure the same constants, so all run the model equally often.
-    """
-    for _ in range(2):
-        check = HeadCheck(head, state_of)
-        scored = run(head, check)
-        measured = check.verified(heads.causal_lm(model))
-        if heads.constants_of(measured) == heads.constants_of(head):
-            heads.remember(model, head, compared=check.is_finite)  # logits of a row of padding may be NaN
-            return scored
-        head = measured
-    raise ValueError(
-        f"model: expected one scale, soft-cap or cut of the logits, got another in each run: {heads.constants_of(head)}"
-    )
 
 
 def _nan_where_skipped(fields: dict[str, Any], computed: list[Tensor]) -> dict[str, Any]:
