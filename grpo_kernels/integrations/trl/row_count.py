@@ -44,11 +44,16 @@ def count_rows(shares: Shares, positions: int, mask: Tensor | None, results: Seq
     shares.add("rows/projected", projected, positions)
     shares.add("rows/gradient", 0, projected)
 
-    def look(gradients: Sequence[Tensor | None]) -> None:
-        graded = torch.stack([x != 0 for x in gradients if x is not None]).any(dim=0)
-        shares.add("rows/gradient", (graded if mask is None else graded & mask).sum(), 0)
+    counted = torch.zeros_like(attached[0], dtype=torch.bool)
 
-    torch.autograd.graph.register_multi_grad_hook(attached, look)
+    def look(gradient: Tensor) -> None:  # no hook on several tensors: torch's holds their nodes, which hold it
+        nonlocal counted
+        graded = (gradient != 0) if mask is None else (gradient != 0) & mask
+        shares.add("rows/gradient", (graded & ~counted).sum(), 0)
+        counted = counted | graded
+
+    for x in attached:
+        x.register_hook(look)
 
 
 class LogsRows:
