@@ -82,13 +82,17 @@ class _Handing(HeadCall):
     """A `HeadCall` whose one score is the head's input, and takes the place of the logits in the model's output."""
 
     def __init__(self, head: Head, check: HeadCheck | None) -> None:
-        super().__init__(head, self._keep, check)
+        super().__init__(head, _as_rows, check)
         self.dtype = torch.float32
 
-    def _keep(self, hidden: Tensor, head: Head) -> tuple[Tensor, ...]:
+    def _head_forward(self, hidden: Tensor, *others: Any, **named: Any) -> Tensor:
         self.dtype = hidden.dtype
-        return (hidden.to(torch.promote_types(hidden.dtype, torch.float32)),)  # beside the rows of the check
+        return super()._head_forward(hidden, *others, **named)
 
     def pack_output(self, output: Any) -> Any:
         (hidden,) = super().pack_output(output)[RESULTS]
         return type(output)(**{**output, "logits": hidden.to(self.dtype)})
+
+
+def _as_rows(hidden: Tensor, head: Head) -> tuple[Tensor, ...]:
+    return (hidden.to(torch.promote_types(hidden.dtype, torch.float32)),)  # beside the rows of the check
