@@ -23,7 +23,7 @@ from grpo_kernels import GRPOLoss
 from grpo_kernels.base.checks import warn_once
 from grpo_kernels.integrations.transformers import causal_lm_loss, completion_logprobs
 from tests.support import tiny_architectures as tiny
-from tests.support.training_step import assert_same, batch, said_by
+from tests.support.training_step import assert_modes_agree, assert_same, batch, said_by
 
 LOSS = GRPOLoss(loss_type="dapo")
 WITH_KL = GRPOLoss(loss_type="dapo", beta=0.04)
@@ -146,6 +146,16 @@ def test_a_context_may_be_short(context: int, width: int, positions: bool) -> No
     if positions:
         given["position_ids"] = (given["attention_mask"].cumsum(1) - 1).clamp(min=0)
     assert_trains_as_padded(model, given)
+
+
+@pytest.mark.parametrize("garbage", [False, True])
+def test_a_model_that_tells_padding_by_its_id_may_find_other_ids_there(garbage: bool) -> None:
+    """RoBERTa counts positions over ids that are not the padding's, whatever the mask says."""
+    fields = {**tiny._TEXT, "is_decoder": True}
+    model, given = tiny.build("RobertaConfig", "RobertaForCausalLM", fields, torch.float32), batch()
+    if garbage:
+        given["input_ids"] += 7 * (1 - given["attention_mask"])
+    assert_modes_agree(model, given)
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])

@@ -258,7 +258,8 @@ class _Trial:
         width = max(width, length + 2 if length + 2 <= most else length)
         self.of_padded = [[0], [1]] if len(rows) == 1 else [[*range(len(tokens))]]
         begins = [(width - length) // 2, width - len(tokens[1]), 0]
-        sources = pool.new_full((len(tokens), width), int(pool[0]))
+        # padding has ids of tokens: a model may tell it by its ids
+        sources = pool[torch.arange(width, device="cpu") % len(pool)].repeat(len(tokens), 1)
         mask, self.needed = torch.zeros(2, *sources.shape, dtype=torch.bool, device="cpu")
         for i, (begin, own) in enumerate(zip(begins, tokens, strict=False)):
             end, third = begin + len(own), begin + len(own) // 3
@@ -266,11 +267,10 @@ class _Trial:
             self.needed[i, third : max(end - 1, third + 1)] = True
         self.order = (mask.cumsum(1) - 1)[self.needed].argsort().to(self.device)
         sources, mask = sources.to(self.device), mask.to(self.device)
-        per_token = {name: x.reshape(-1)[sources] * mask for name, x in like.per_token.items()}
+        per_token = {name: x.reshape(-1)[sources] for name, x in like.per_token.items()}
         if "position_ids" in per_token:
             per_token["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
-        ids = like.ids.reshape(-1)[sources] * mask
-        self.inputs = TrunkInputs(ids, mask.long(), per_token, like.constants)
+        self.inputs = TrunkInputs(like.ids.reshape(-1)[sources], mask.long(), per_token, like.constants)
 
     def outcome(self, mode: str) -> Way | str:
         """Return the way in which layout `mode` is exact for these rows, or the reason why it is not.
