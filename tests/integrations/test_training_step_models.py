@@ -158,6 +158,23 @@ def test_a_model_that_tells_padding_by_its_id_may_find_other_ids_there(garbage: 
     assert_modes_agree(model, given)
 
 
+@pytest.mark.parametrize("position_ids", [False, True])
+def test_convolutions_over_sound_are_no_state_of_the_text(position_ids: bool) -> None:
+    """MOSS-Transcribe-Diarize hands positions on to its language model, though its own forward names none."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 16}
+    sound = {"d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 4, "encoder_ffn_dim": 16}
+    fields = {"text_config": {**tiny._TEXT, **tiny._HEADS}, "audio_config": {**sizes, **sound}}
+    kind = "MossTranscribeDiarize"
+    model, given = tiny.build(f"{kind}Config", f"{kind}ForConditionalGeneration", fields, torch.float32), batch()
+    if position_ids:
+        given["position_ids"] = (given["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    assert any(isinstance(x, nn.Conv1d) for x in model.modules())
+    _, want = padded(model, given)
+    out, got = ours(model, given)
+    assert_same(got, want)
+    assert out.metrics["tokens/computed"] < 0.6
+
+
 @pytest.mark.parametrize("failing", [0, 1, 2])
 def test_a_passing_lack_of_memory_switches_nothing_off(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One forward of the first call's trial fails; that call is right, and the next one computes parts."""

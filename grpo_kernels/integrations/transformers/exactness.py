@@ -209,10 +209,12 @@ def _by_structure(mode: str, trunk: nn.Module, forward: Callable[..., Any]) -> s
         return None
     if isinstance(setting(trunk, "attention_chunk_size"), int):
         return "attention in chunks of columns"
-    if any(isinstance(x, nn.Conv1d) for x in modules):
+    encoders = [x for x in modules if "text" not in getattr(x, "input_modalities", "text")]  # of images and sound
+    elsewhere = {y for x in encoders for y in x.modules()}
+    if any(isinstance(x, nn.Conv1d) and x not in elsewhere for x in modules):
         return "layers with a state that goes from one sequence to the next"
-    parameters = inspect.signature(forward).parameters
-    if "position_ids" not in parameters or not any(x.kind is x.VAR_KEYWORD for x in parameters.values()):
+    parameters = inspect.signature(forward).parameters.values()
+    if not _takes_positions(trunk, forward) or not any(x.kind is x.VAR_KEYWORD for x in parameters):
         return "its forward takes no position_ids, or no further arguments for its attention"
     return None
 
@@ -292,10 +294,9 @@ class _Trial:
 
     def _ways(self, mode: str) -> list[Way]:
         """Return the ways to call the model that are tried for layout `mode`, the best first."""
-        takes = "position_ids" in inspect.signature(self.forward).parameters
         if "position_ids" in self.inputs.per_token:
             found = [Way("given")]
-        elif mode == "padded" or not takes:
+        elif mode == "padded" or not _takes_positions(self.trunk, self.forward):
             found = [Way("none")]
         else:
             found = [Way("column"), Way("depth"), *([] if mode == "tree" else [Way("none")])]
@@ -391,6 +392,13 @@ def _random_state(device: torch.device) -> Tensor:
 def _distance(got: Tensor, want: Tensor) -> Tensor:
     """Norm of the difference over the norm of `want`."""
     return (got - want).double().norm() / want.double().norm().clamp(min=1e-30)
+
+
+def _takes_positions(trunk: nn.Module, forward: Callable[..., Any]) -> bool:
+    """Return True if `forward` takes position_ids, or the decoder to which a model with images or sound hands them."""
+    decoder: Any = trunk
+    forwards = forward, type(decoder.get_decoder()).forward
+    return any("position_ids" in inspect.signature(x).parameters for x in forwards)
 
 
 def _has_window(trunk: nn.Module) -> bool:
