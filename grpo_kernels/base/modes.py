@@ -32,9 +32,9 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 def guest(module: nn.Module, device: torch.device, parameters: Iterable[nn.Parameter] = ()) -> Iterator[list[Tensor]]:
     """Inside, calls of `module` on `device` leave no trace, and draw nothing: rates of dropout are 0.
 
-    Buffers and attributes of the modules and random numbers are restored. The caller's autocast cache gets no entry
-    (a cast made without graph would serve the caller's own forward), and his hooks on saved tensors, such as a
-    checkpoint's, do not run. Leaves of the same memory stand in for `parameters`: their gradient runs no hook.
+    Buffers, attributes and children of the modules and random numbers are restored. The caller's autocast cache gets
+    no entry (a cast made without graph would serve the caller's own forward), and his hooks on saved tensors, such as
+    a checkpoint's, do not run. Leaves of the same memory stand in for `parameters`: their gradient runs no hook.
 
     Yields:
         the leaves, in the order of `parameters`.
@@ -42,7 +42,7 @@ def guest(module: nn.Module, device: torch.device, parameters: Iterable[nn.Param
     leaves = {id(x): nn.Parameter(x.detach()) for x in parameters}
     modules = [*module.modules()]
     places = [(x, name, p) for x in modules for name, p in x._parameters.items() if id(p) in leaves]
-    before = [(x, dict(vars(x)), dict(x._buffers)) for x in modules]
+    before = [(x, dict(vars(x)), dict(x._buffers), dict(x._modules)) for x in modules]
     kind = "cuda" if device.type in ("cpu", "meta") else device.type
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng([] if kind != device.type else [device], device_type=kind))
@@ -53,7 +53,7 @@ def guest(module: nn.Module, device: torch.device, parameters: Iterable[nn.Param
         try:
             for owner, name, live in places:
                 owner._parameters[name] = leaves[id(live)]
-            for x, attributes, buffers in before:
+            for x, attributes, buffers, _ in before:
                 x._buffers.update({name: b if b is None else b.clone() for name, b in buffers.items()})
                 x.training = x.training and not isinstance(x, nn.modules.dropout._DropoutNd)
                 for name in attributes:
@@ -65,9 +65,10 @@ def guest(module: nn.Module, device: torch.device, parameters: Iterable[nn.Param
         finally:
             for owner, name, live in places:
                 owner._parameters[name] = live
-            for x, attributes, buffers in before:
+            for x, attributes, buffers, children in before:
                 _restore(vars(x), attributes)
                 _restore(x._buffers, buffers)
+                _restore(x._modules, children)
 
 
 def _restore(entries: dict[str, Any], before: dict[str, Any]) -> None:

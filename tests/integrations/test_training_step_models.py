@@ -6,6 +6,7 @@ A call may compute parts or the padded batch, as long as it gives the reference'
 
 from __future__ import annotations
 
+import copy
 import functools
 from dataclasses import dataclass
 from typing import Any
@@ -22,8 +23,9 @@ from transformers.utils import ModelOutput
 from grpo_kernels import GRPOLoss
 from grpo_kernels.base.checks import warn_once
 from grpo_kernels.integrations.transformers import causal_lm_loss, completion_logprobs
+from tests.integrations.test_trial import lengthened
 from tests.support import tiny_architectures as tiny
-from tests.support.training_step import assert_same, batch, said_by
+from tests.support.training_step import PADDED, assert_modes_agree, assert_same, batch, loss_of, said_by
 
 LOSS = GRPOLoss(loss_type="dapo")
 WITH_KL = GRPOLoss(loss_type="dapo", beta=0.04)
@@ -146,6 +148,44 @@ def test_a_context_may_be_short(context: int, width: int, positions: bool) -> No
     if positions:
         given["position_ids"] = (given["attention_mask"].cumsum(1) - 1).clamp(min=0)
     assert_trains_as_padded(model, given)
+
+
+@pytest.mark.parametrize("garbage", [False, True])
+def test_a_model_that_tells_padding_by_its_id_may_find_other_ids_there(garbage: bool) -> None:
+    """RoBERTa counts positions over ids that are not the padding's, whatever the mask says."""
+    fields = {**tiny._TEXT, "is_decoder": True}
+    model, given = tiny.build("RobertaConfig", "RobertaForCausalLM", fields, torch.float32), batch()
+    if garbage:
+        given["input_ids"] += 7 * (1 - given["attention_mask"])
+    assert_modes_agree(model, given)
+
+
+@pytest.mark.parametrize("position_ids", [False, True])
+def test_convolutions_over_sound_are_no_state_of_the_text(position_ids: bool) -> None:
+    """MOSS-Transcribe-Diarize hands positions on to its language model, though its own forward names none."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 16}
+    sound = {"d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 4, "encoder_ffn_dim": 16}
+    fields = {"text_config": {**tiny._TEXT, **tiny._HEADS}, "audio_config": {**sizes, **sound}}
+    kind = "MossTranscribeDiarize"
+    model, given = tiny.build(f"{kind}Config", f"{kind}ForConditionalGeneration", fields, torch.float32), batch()
+    if position_ids:
+        given["position_ids"] = (given["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    assert any(isinstance(x, nn.Conv1d) for x in model.modules())
+    _, want = padded(model, given)
+    out, got = ours(model, given)
+    assert_same(got, want)
+    assert out.metrics["tokens/computed"] < 0.6
+
+
+def test_a_trial_puts_back_the_modules_that_a_model_replaces() -> None:
+    """BigBird turns to full attention for good once it has seen a row that is short for its blocks."""
+    fields = {**tiny._TEXT, "is_decoder": True, "block_size": 4, "num_random_blocks": 1}
+    model, given = tiny.build("BigBirdConfig", "BigBirdForCausalLM", fields, torch.float32), lengthened(batch(), 3)
+    want, gradients = loss_of(copy.deepcopy(model), given, **PADDED)
+    out, got = loss_of(model, given)
+    torch.testing.assert_close(out.loss, want.loss, rtol=2e-6, atol=2e-6)
+    assert_same(got, gradients)
+    assert model.bert.attention_type == "block_sparse"
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])

@@ -226,10 +226,12 @@ def _by_structure(mode: str, trunk: nn.Module, forward: Callable[..., Any]) -> s
         return None
     if isinstance(setting(trunk, "attention_chunk_size"), int):
         return "attention in chunks of columns"
-    if any(isinstance(x, nn.Conv1d) for x in modules):
+    encoders = [x for x in modules if "text" not in getattr(x, "input_modalities", "text")]  # of images and sound
+    elsewhere = {y for x in encoders for y in x.modules()}
+    if any(isinstance(x, nn.Conv1d) and x not in elsewhere for x in modules):
         return "layers with a state that goes from one sequence to the next"
-    parameters = inspect.signature(forward).parameters
-    if "position_ids" not in parameters or not any(x.kind is x.VAR_KEYWORD for x in parameters.values()):
+    parameters = inspect.signature(forward).parameters.values()
+    if not _takes_positions(trunk, forward) or not any(x.kind is x.VAR_KEYWORD for x in parameters):
         return "its forward takes no position_ids, or no further arguments for its attention"
     return None
 
@@ -277,7 +279,8 @@ class _Trial:
         width = max(width, length + 2 if length + 2 <= most else length)
         self.of_padded = [[0], [1]] if len(rows) == 1 else [[*range(len(tokens))]]
         begins = [(width - length) // 2] * 2 + [width - half]
-        sources = pool.new_full((len(tokens), width), int(pool[0]))
+        # padding has ids of tokens: a model may tell it by its ids
+        sources = pool[torch.arange(width, device="cpu") % len(pool)].repeat(len(tokens), 1)
         mask, self.needed = torch.zeros(2, *sources.shape, dtype=torch.bool, device="cpu")
         for i, (begin, own) in enumerate(zip(begins, tokens, strict=False)):
             end, third = begin + len(own), begin + len(own) // 3
@@ -285,11 +288,10 @@ class _Trial:
             self.needed[i, third : max(end - 1, third + 1)] = True
         self.order = (mask.cumsum(1) - 1)[self.needed].argsort().to(self.device)
         sources, mask = sources.to(self.device), mask.to(self.device)
-        per_token = {name: x.reshape(-1)[sources] * mask for name, x in like.per_token.items()}
+        per_token = {name: x.reshape(-1)[sources] for name, x in like.per_token.items()}
         if "position_ids" in per_token:
             per_token["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
-        ids = like.ids.reshape(-1)[sources] * mask
-        self.inputs = TrunkInputs(ids, mask.long(), per_token, like.constants)
+        self.inputs = TrunkInputs(like.ids.reshape(-1)[sources], mask.long(), per_token, like.constants)
 
     def outcome(self, mode: str) -> Way | str:
         """Return the way in which layout `mode` is exact for these rows, or the reason why it is not.
@@ -311,10 +313,9 @@ class _Trial:
 
     def _ways(self, mode: str) -> list[Way]:
         """Return the ways to call the model that are tried for layout `mode`, the best first."""
-        takes = "position_ids" in inspect.signature(self.forward).parameters
         if "position_ids" in self.inputs.per_token:
             found = [Way("given")]
-        elif mode == "padded" or not takes:
+        elif mode == "padded" or not _takes_positions(self.trunk, self.forward):
             found = [Way("none")]
         else:
             found = [Way("column"), Way("depth"), *([] if mode == "tree" else [Way("none")])]
@@ -413,6 +414,13 @@ def _random_state(device: torch.device) -> Tensor:
 def _distance(got: Tensor, want: Tensor) -> Tensor:
     """Norm of the difference over the norm of `want`."""
     return (got - want).double().norm() / want.double().norm().clamp(min=1e-30)
+
+
+def _takes_positions(trunk: nn.Module, forward: Callable[..., Any]) -> bool:
+    """Return True if `forward` takes position_ids, or the decoder to which a model with images or sound hands them."""
+    decoder: Any = trunk
+    forwards = forward, type(decoder.get_decoder()).forward
+    return any("position_ids" in inspect.signature(x).parameters for x in forwards)
 
 
 def _has_window(trunk: nn.Module) -> bool:
