@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import _StopRecomputationError
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _COMPILED_COLUMNS = 64  # if layers are compiled, widths are multiples of it, so that shapes recur
+_NOT_OF_A_LAYOUT = (torch.OutOfMemoryError, _StopRecomputationError)
 _Planned = tuple[TrunkLayout, Way]
 
 
@@ -97,6 +99,14 @@ class _Batch(NamedTuple):
     live: Tensor  # (B,) bool
 
 
+class _Choice(NamedTuple):
+    """A layout for a batch."""
+
+    batch: _Batch
+    mode: str
+    planned: list[_Planned] | None  # its forwards; None: the layout has to be tried first
+
+
 class _TrunkCall:
     """Stand-in for the forward of a trunk while a batch is scored."""
 
@@ -128,36 +138,29 @@ class _TrunkCall:
         batch, failed, output = self._batch(given), dict[str, str](), None
         graph = torch.is_grad_enabled()
         while True:
-            mode, way, planned = None, None, list[_Planned]()
-            if batch is not None and output is None:
-                mode, way = self._choice(batch, failed)
-            if batch is not None and mode is not None and way is not None:
-                try:
-                    planned = self._planned(batch, mode, way)
-                except Exception as error:
-                    failed[mode] = f"in planning it, {described(error)}"
-                    continue
-            tries = batch is not None and mode is not None and way is None
+            choice = None if batch is None or output is not None else self._choice(batch, failed)
+            tries = choice is not None and choice.planned is None
+            planned = choice.planned or [] if choice is not None else []
             without = not graph or any(not layout.graph for layout, _ in planned)
             wanted = [int(tries), int(graph), int(without)] if output is None else [0, 0, 0]
             any_tries, *wanted = most_of_ranks(self.groups, wanted)
             if any_tries:
                 with self._in_step(given) as forward:
-                    if batch is not None and mode is not None and way is None:
-                        self._try(batch, mode, forward, failed)
+                    if choice is not None and tries:
+                        self._try(choice, forward, failed)
                 continue
             if output is not None:
                 self._anchors(given, sum(wanted))
-            elif batch is None or mode is None:
+            elif choice is None:
                 output = self._as_given(given, sum(wanted) - 1)
             else:
                 try:
-                    output = self._in_parts(batch, planned, wanted)
-                except torch.OutOfMemoryError:
+                    output = self._in_parts(choice.batch, planned, wanted)
+                except _NOT_OF_A_LAYOUT:
                     raise
                 except Exception as error:
-                    failed[mode] = described(error)
-                    batch.exactness.refuse(mode, failed[mode])
+                    failed[choice.mode] = described(error)
+                    choice.batch.exactness.refuse(choice.mode, failed[choice.mode])
             if not most_of_ranks(self.groups, [int(output is None)])[0]:
                 return output
 
@@ -181,30 +184,28 @@ class _TrunkCall:
             live = self.live[rows.start : rows.stop].cpu()
         return _Batch(inputs, cells, Exactness(self.trunk, self.forward, inputs, cells), rows, live)
 
-    def _choice(self, batch: _Batch, failed: dict[str, str]) -> tuple[str | None, Way | None]:
-        """Return the first layout, from that of the options on, that may serve, and its way: None if it is not known.
+    def _choice(self, batch: _Batch, failed: dict[str, str]) -> _Choice | None:
+        """Return the first layout, from that of the options on, that may serve; None: the batch runs as it is given.
 
-        Without such a layout, (None, None). Warn of the reason against the one that was asked for.
+        Warn of the reason against the one that was asked for, once that is settled.
         """
-        modes, reasons = MODES[MODES.index(self.options.layout) :], list[str]()
-        found: str | None = None
-        way: Way | None = None
-        for mode in modes:
+        reasons = []
+        found: _Choice | None = None
+        for mode in MODES[MODES.index(self.options.layout) :]:
             verdict = failed[mode] if mode in failed else batch.exactness.verdict(mode)
-            if not isinstance(verdict, str):
-                found, way = mode, verdict
-                break
+            if verdict is None:
+                return _Choice(batch, mode, None)
+            if isinstance(verdict, Way):
+                try:
+                    found = _Choice(batch, mode, self._planned(batch, mode, verdict))
+                    break
+                except Exception as error:
+                    verdict = failed[mode] = f"in planning it, {described(error)}"
             reasons.append(verdict)
-        if reasons and (found is None or way is not None) and not batch.cells.padding_is_read:
-            instead = f"layout={found!r} serves" if found else "all sequences run in one padded forward"
+        if reasons and not batch.cells.padding_is_read:
+            instead = f"layout={found.mode!r} serves" if found else "all sequences run in one padded forward"
             say_once(self.trunk, f"layout={self.options.layout!r}: {reasons[0]}; {instead}")
-        return found, way
-
-    def _try(self, batch: _Batch, mode: str, forward: Callable[..., Any], failed: dict[str, str]) -> None:
-        try:
-            batch.exactness.attempt(mode, forward)
-        except torch.OutOfMemoryError:  # of this moment: the next call tries again
-            failed[mode] = "no memory is free for its trial"
+        return found
 
     def _planned(self, batch: _Batch, mode: str, way: Way) -> list[_Planned]:
         """Return the layouts of the sequences with and without gradient, those that have something to compute."""
@@ -215,6 +216,12 @@ class _TrunkCall:
                 layout = layouts.tree if mode == "tree" else layouts.by_rows
                 found.append((layout(rows, graph=graph, multiple=self.multiple), way))
         return found
+
+    def _try(self, choice: _Choice, forward: Callable[..., Any], failed: dict[str, str]) -> None:
+        try:
+            choice.batch.exactness.attempt(choice.mode, forward)
+        except torch.OutOfMemoryError:  # of this moment: the next call tries again
+            failed[choice.mode] = "no memory is free for its trial"
 
     def _as_given(self, given: dict[str, Any], others: int) -> Any:
         """Run the padded forward, and as many `others` as other ranks run."""
@@ -261,11 +268,9 @@ class _TrunkCall:
         sequences, length = batch.inputs.ids.shape
         graph, cells, states = torch.is_grad_enabled(), [], []
         output: Any = None
-        missing = [(x, n) for x, n in zip((True, False), wanted, strict=True) if n]
-        planned = [
-            next((x for x in planned if x[0].graph == has_graph), (layouts.anchor(graph=has_graph), Way("none")))
-            for has_graph, _ in missing
-        ]
+        by_graph = {layout.graph: (layout, way) for layout, way in planned}
+        anchors = {x: (layouts.anchor(graph=x), Way("none")) for x in (True, False)}
+        planned = [by_graph.get(x, anchors[x]) for x, n in zip((True, False), wanted, strict=True) if n]
         for i, (layout, way) in enumerate(planned):
             try:
                 with torch.set_grad_enabled(graph and layout.graph):
