@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from transformers.utils import ModelOutput
 
+from grpo_kernels.base.modes import evaluating, guest
 from grpo_kernels.head.forward import within_forwards
 from grpo_kernels.head.head import Head
 from grpo_kernels.head.hooks import foreign_hooks
@@ -23,12 +25,13 @@ from grpo_kernels.integrations.transformers import head as heads
 from grpo_kernels.integrations.transformers.head_check import HeadCheck
 from grpo_kernels.integrations.transformers.inputs import Batch, check_attended, check_attention_mask
 from grpo_kernels.integrations.transformers.options import TrunkOptions
-from grpo_kernels.integrations.transformers.trunk import live_trunk, most_of_ranks, rank_groups, trunk_of
+from grpo_kernels.integrations.transformers.trunk import as_it_is, live_trunk, most_of_ranks, ordinary_id, rank_groups, trunk_of
 
 PADDED = TrunkOptions(zero_advantage="train", layout="padded")
 _models_with_scalars: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # an output of theirs may need the whole batch
 Score = Callable[[Tensor, Head], tuple[Tensor, ...]]  # the head's input (B, L, H) -> results, attached
 Scored = tuple[tuple[Tensor, ...], ModelOutput, Shares]  # (results, output without logits, shares computed)
+_factors: weakref.WeakKeyDictionary[nn.Module, float] = weakref.WeakKeyDictionary()  # on the body's output, by head
 _MOST_RUNS = 4  # of one call: its head's constants are measured, and a number of the whole batch is computed
 RESULTS, FIELDS = "results", "others"  # keys of the dict that the model returns: wrappers look into dicts
 
@@ -53,7 +56,8 @@ def run_scored(
     if "adapter_names" in inputs:  # PEFT's, one for each sequence of the padded batch
         trunk, live = PADDED, None
     attention_mask, needed = inputs.get("attention_mask"), batch.needed()
-    head, is_checked = heads.known_head(model)
+    facts = heads.facts_of(base, inputs)
+    head, is_checked = heads.known_head(model, facts)
     if not is_checked or batch.input_ids.device.type == "cpu":  # in later calls it would wait for the device
         check_attended(attention_mask, needed, has_positions="position_ids" in inputs)
 
@@ -74,7 +78,7 @@ def run_scored(
             continue
         measured = head if check is None else check.verified(base)
         if check is not None and heads.constants_of(measured) == heads.constants_of(head):
-            heads.remember(model, head, compared=check.is_finite)  # logits of a row of padding may be NaN
+            heads.remember(model, head, facts, compared=check.is_finite)  # logits of a row of padding may be NaN
         elif check is not None:  # all ranks measure the same
             head = measured
             continue
@@ -82,6 +86,61 @@ def run_scored(
     raise ValueError(
         f"model: expected one scale, soft-cap or cut of the logits, got another in each run: {heads.constants_of(head)}"
     )
+
+
+def measured_head(base: nn.Module, forward: Callable[..., Any]) -> Head:
+    """Return the head of `base` with the constants that turn the output of its body into the model's own logits.
+
+    For callers that run body and head themselves, and read the model's own `forward` nowhere else. The first time it
+    runs on two tokens, as a guest and within the caller's own call of `base`, so that FSDP2 and ZeRO-3 have made whole
+    what it reads.
+
+    Raises:
+        TypeError, ValueError: as `completion_logprobs`; or the model changes hidden states between body and head.
+    """
+    facts = heads.facts_of(base, {})
+    head, is_checked = heads.known_head(base, facts)
+    factor, body = _factors.get(head.weight, 1.0), trunk_of(base)
+    device = linear_of(head.weight).weight.device
+    states: list[Tensor] = []
+
+    def keep(hidden: Tensor, _: Head) -> tuple[Tensor, ...]:
+        states.append(hidden)
+        return (hidden.new_zeros(1, dtype=torch.promote_types(hidden.dtype, torch.float32)),)
+
+    def look(*args: Any) -> None:
+        output = args[-1]
+        states.append(output[0] if isinstance(output, tuple) else output.last_hidden_state)
+
+    for _ in range(0 if is_checked else 3):
+        check = HeadCheck(head, lambda hidden: hidden[0, -1])
+        call = HeadCall(head, keep, check)
+        ids = torch.full((1, 2), ordinary_id(base), device=device)
+        with torch.no_grad(), guest(base, device), evaluating(base), call.in_head(), as_it_is(body):
+            looking = body.register_forward_hook(look)
+            try:
+                call.pack_output(forward(input_ids=ids))
+            finally:
+                looking.remove()
+        made, of_body = (states.pop()[0, -1].double() for _ in range(2))
+        measured = check.verified(base)
+        factor = ((made @ of_body) / (of_body @ of_body)).item()
+        factor = 1.0 if abs(factor - 1.0) < 1e-3 else factor
+        if (made - factor * of_body).norm() > 1e-2 * made.norm():
+            raise ValueError(
+                f"model: expected a head that is given the output of its body, {type(base).__name__} changes it in "
+                "between; its own loss and log-probabilities are those of causal_lm_loss and completion_logprobs"
+            )
+        if heads.constants_of(measured) == heads.constants_of(head):
+            heads.remember(base, head, facts, compared=check.is_finite)
+            _factors[head.weight] = factor
+            break
+        head = measured
+    if factor != 1.0 and linear_of(head.weight).bias is not None:
+        raise ValueError(
+            f"model: expected a head without bias behind hidden states times {factor:g}, got one with bias"
+        )
+    return replace(head, logit_scale=head.logit_scale * factor)
 
 
 def _model_inputs(model: nn.Module, batch: Batch, inputs: dict[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
@@ -133,22 +192,29 @@ class HeadCall:
     @contextmanager
     def within(self, base: nn.Module) -> Iterator[None]:
         """Inside, this call replaces the head of `base`, and `base` returns its results."""
-        head, model_forward = self.head.weight, base.forward
-        name = forward_name(head)
+        model_forward = base.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self.pack_output(model_forward(*args, **kwargs))
+
+        with self.in_head(), replaced(base, "forward", forward):
+            yield
+
+    @contextmanager
+    def in_head(self) -> Iterator[None]:
+        """Inside, this call replaces the head; `pack_output` takes what the model returns."""
+        head, name = self.head.weight, forward_name(self.head.weight)
         self.project = getattr(head, name)
         if isinstance(getattr(self.project, "__self__", None), HeadCall):
             raise RuntimeError(
                 "model: expected one whose head is not in use, got one within head_inputs or another call of it"
             )
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            return self.pack_output(model_forward(*args, **kwargs))
-
-        with ExitStack() as stack:
-            stack.enter_context(replaced(head, name, self._head_forward))
-            stack.enter_context(replaced(base, "forward", forward))
-            stack.callback(head.register_forward_hook(self._unpack).remove)
-            yield
+        with replaced(head, name, self._head_forward):
+            unpacking = head.register_forward_hook(self._unpack)
+            try:
+                yield
+            finally:
+                unpacking.remove()
 
     def _head_forward(self, hidden: Tensor, *others: Any, **named: Any) -> Tensor:
         """Score `hidden` (B, L, H) in place of the head's forward; return the scores as (1, R, V)."""
@@ -170,7 +236,7 @@ class HeadCall:
         inner = [x for x in divided_modules(self.head.weight) if x is not self.head.weight]  # adapters, under ZeRO-3
         results = within_forwards(inner, compute, hidden)
         self.result_specs = [(x.shape, x.dtype) for x in results]
-        flat, vocab = torch.cat([x.reshape(-1) for x in results]), linear_of(self.head.weight).out_features
+        flat, vocab = torch.cat([x.reshape(-1) for x in results]), linear_of(self.head.weight).weight.shape[0]
         rows = nn.functional.pad(flat, (0, -flat.numel() % vocab)).view(-1, vocab)
         if self.check:
             rows = torch.cat([self.check.rows.to(rows.dtype), rows])

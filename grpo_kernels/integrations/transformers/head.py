@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -26,9 +27,10 @@ FSDP1 = "_fsdp_wrapped_module"  # the child of a FullyShardedDataParallel
 # Names under which wrappers hold the model: torch.compile, Lightning's Fabric, FSDP1, DDP, PEFT
 _WRAPPED = ("_orig_mod", "_forward_module", FSDP1, "module", "base_model", "model", "pretrained_model")
 
+_FACTS = 16  # that are kept of a head
 Constants = tuple[float, float | None, int | None]
-# head -> (the config's constants at the time, the measured ones, True if a row of logits has been compared too)
-_known: weakref.WeakKeyDictionary[nn.Module, tuple[Constants, Constants, bool]] = weakref.WeakKeyDictionary()
+# head -> facts of the call (`facts_of`) -> (the measured constants, True if a row of logits has been compared too)
+_known: weakref.WeakKeyDictionary[nn.Module, dict[Any, tuple[Constants, bool]]] = weakref.WeakKeyDictionary()
 
 
 def constants_of(head: Head) -> Constants:
@@ -76,8 +78,8 @@ def describe_head(model: nn.Module) -> Head:
     return known_head(model)[0]
 
 
-def known_head(model: nn.Module) -> tuple[Head, bool]:
-    """Return `describe_head`'s head, and True if it was compared with the model's logits under its present config."""
+def known_head(model: nn.Module, facts: Any = None) -> tuple[Head, bool]:
+    """Return `describe_head`'s head, and True if it was compared with the model's logits under the same `facts`."""
     base = causal_lm(model)
     if "decoder_input_ids" in inspect.signature(type(base).forward).parameters:
         raise TypeError(
@@ -89,14 +91,26 @@ def known_head(model: nn.Module) -> tuple[Head, bool]:
         raise TypeError(f"model: expected a causal language model, got {type(base).__name__}, which names no head")
     head = inner_head(head)
     linear_of(head)
-    guess = _from_config(base)
-    at_the_time, found, compared = _known.get(head, (None, guess, False))
-    return with_constants(head, found if at_the_time == guess else guess), compared and at_the_time == guess
+    facts = facts_of(base, {}) if facts is None else facts
+    constants, compared = _known.get(head, {}).get(facts, (_from_config(base), False))
+    return with_constants(head, constants), compared
 
 
-def remember(model: nn.Module, head: Head, compared: bool) -> None:
-    """Let `describe_head` return `head` from now on; `compared` as in `known_head`."""
-    _known[head.weight] = _from_config(causal_lm(model)), constants_of(head), compared
+def facts_of(base: PreTrainedModel, inputs: Mapping[str, Any]) -> Any:
+    """Return what the model's logits may depend on besides its head: config, code, and single values in `inputs`."""
+    inputs = {name: x for name, x in inputs.items() if name not in ("use_cache", "return_dict")}
+    values = [(name, x) for name, x in inputs.items() if isinstance(x, bool | int | float | str)]
+    tensors = [(name, x.item()) for name, x in inputs.items() if isinstance(x, Tensor) and x.numel() == 1]
+    code = [getattr(x, "__func__", x) for x in (type(base).forward, vars(base).get("forward")) if x is not None]
+    return _from_config(base), tuple(map(weakref.ref, code)), tuple(sorted([*values, *tensors], key=str))
+
+
+def remember(model: nn.Module, head: Head, facts: Any, compared: bool) -> None:
+    """Let `known_head` return `head` under these `facts` from now on; `compared` as there."""
+    known = _known.setdefault(head.weight, {})
+    known[facts] = constants_of(head), compared
+    if len(known) > _FACTS:  # of arguments that take a new value in each call
+        del known[next(iter(known))]
 
 
 def causal_lm(model: nn.Module) -> PreTrainedModel:

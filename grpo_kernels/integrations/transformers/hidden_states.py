@@ -57,7 +57,9 @@ def head_inputs(model: nn.Module) -> Iterator[HeadInputs]:
         TypeError, ValueError: as `completion_logprobs`; the model's logits are checked in its first call.
         RuntimeError: the model has not run inside, or has called its head more than once.
     """
-    base, (head, is_checked) = heads.causal_lm(model), heads.known_head(model)
+    base = heads.causal_lm(model)
+    facts = heads.facts_of(base, {})
+    head, is_checked = heads.known_head(model, facts)
     check = None if is_checked else HeadCheck(head, lambda hidden: hidden[0, 0])
     call, found = _Handing(head, check), HeadInputs()
 
@@ -75,7 +77,7 @@ def head_inputs(model: nn.Module) -> Iterator[HeadInputs]:
     found.of_model = head if check is None else check.verified(base)
     if check is not None:
         as_expected = heads.constants_of(found.of_model) == heads.constants_of(head)
-        heads.remember(model, found.of_model, compared=check.is_finite and as_expected)
+        heads.remember(model, found.of_model, facts, compared=check.is_finite and as_expected)
 
 
 class _Handing(HeadCall):

@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -87,6 +87,15 @@ def live_trunk(
         yield []
     if torch.is_grad_enabled():
         _count(shares, len(needed), len(needed), *[needed.numel()] * 3)
+
+
+@contextmanager
+def as_it_is(trunk: nn.Module) -> Iterator[None]:
+    """Inside, `trunk` runs its own forward, also within `live_trunk`."""
+    name = forward_name(trunk)
+    call = getattr(getattr(trunk, name), "__self__", None)
+    with replaced(trunk, name, call.forward) if isinstance(call, _TrunkCall) else nullcontext():
+        yield
 
 
 class _Batch(NamedTuple):
@@ -257,7 +266,7 @@ class _TrunkCall:
         """Run `count` forwards of two tokens, so that ranks stay in step."""
         like = next(x for x in given.values() if isinstance(x, Tensor))
         for _ in range(count):
-            self.forward(input_ids=torch.full((1, 2), _ordinary_id(self.trunk), device=like.device))
+            self.forward(input_ids=torch.full((1, 2), ordinary_id(self.trunk), device=like.device))
 
     def _in_parts(self, batch: _Batch, planned: Sequence[_Planned], wanted: Sequence[int]) -> Any:
         """Return the trunk's output, its hidden states (B, L, H) from `planned`.
@@ -318,14 +327,14 @@ def trunk_of(model: nn.Module) -> nn.Module:
     return decoder if isinstance(decoder, PreTrainedModel) else body
 
 
-def _ordinary_id(trunk: nn.Module) -> int:
+def ordinary_id(model: nn.Module) -> int:
     """Return an id that stands for a token of text."""
 
     def numbers(fields: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         for name, x in fields.items():
             yield from numbers(x) if isinstance(x, dict) else [(str(name), x)]
 
-    config: Any = trunk.config
+    config: Any = model.config
     special = {x for name, x in numbers(config.to_dict()) if name.endswith(("_token_id", "_token_index"))}
     return next(x for x in range(len(special) + 1) if x not in special)
 

@@ -7,6 +7,8 @@ returns the same five values. What a trainer knows about the rows is in `SCORING
 
 from __future__ import annotations
 
+import functools
+import types
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -15,15 +17,16 @@ import torch
 import trl.trainer.utils as trl_utils
 from torch import Tensor
 
-from grpo_kernels.base.checks import is_fake
+from grpo_kernels.base.checks import is_fake, warn_once
 from grpo_kernels.base.choices import Extra, LogitsDtype, choices
 from grpo_kernels.call.output import Scores
 from grpo_kernels.engine.request import Gather
 from grpo_kernels.head.head import Head
-from grpo_kernels.integrations.host import HostFunction
+from grpo_kernels.integrations.host import HostFunction, during
+from grpo_kernels.integrations.transformers.call import measured_head
 from grpo_kernels.integrations.trl.head import ModelHead
 from grpo_kernels.integrations.trl.row_count import count_rows
-from grpo_kernels.integrations.trl.scoring import CALL, SCORING, ModelCall, Scoring
+from grpo_kernels.integrations.trl.scoring import CALL, HEAD_OF_MODEL, SCORING, ModelCall, Scoring
 from grpo_kernels.logprob import linear_logprob
 
 EXTRAS: tuple[Extra, ...] = choices(Extra)  # type: ignore[assignment]
@@ -59,6 +62,11 @@ class FusedHead:
             "temperature": temperature,
         }
 
+        measured = HEAD_OF_MODEL.get()
+        if measured is not None:  # TRL reads the config, as names that mean another thing in another model
+            _warn_of_constants((final_logit_softcapping, logit_scale), measured)
+            final_logit_softcapping, logit_scale = measured.final_logit_softcapping, measured.logit_scale
+
         def score(hidden: Tensor, head: Head, gather: Gather | None) -> Scores:
             head = replace(
                 head,
@@ -74,6 +82,34 @@ class FusedHead:
             # ZeRO-3 partitions the weight again after the forward
             scores = score(hidden, Head(weight, bias), lambda: trl_utils.maybe_gather_lm_head_ctx(weight, bias))
         return scores.logps, scores.entropies, scores.log_sum_sq_probs, scores.mean_logits, scores.is_top1
+
+
+def add_fused_lm_head(model: Any, *args: Any, **kwargs: Any) -> None:
+    """Do what TRL's function does; the head's constants are those of the model's own logits, measured in a first call.
+
+    Raises:
+        ValueError: from the model, if its logits are not one product of its body's output with the head.
+    """
+    _theirs(model, *args, **kwargs)
+    fused = model.forward.__func__
+
+    @functools.wraps(fused)
+    def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+        if not fused_lm_head or not HEAD.is_ours():
+            return fused(self, *args, fused_lm_head=fused_lm_head, **kwargs)
+        with during(HEAD_OF_MODEL, measured_head(self, functools.partial(fused, self))):
+            return fused(self, *args, fused_lm_head=True, **kwargs)
+
+    model.forward = types.MethodType(forward, model)
+
+
+def _warn_of_constants(theirs: tuple[float | None, float], measured: Head) -> None:
+    ours = measured.final_logit_softcapping, measured.logit_scale
+    if theirs[0] != ours[0] or abs(theirs[1] - ours[1]) > 1e-6 * abs(ours[1]):
+        warn_once(
+            f"trl's fused head would use the soft-cap and scale {theirs} of the config, and the model's own logits have "
+            f"{ours}: these are used, so that losses are the model's and not stock trl's"
+        )
 
 
 def _score(scoring: Scoring, call: ModelCall, hidden: Tensor, head: Head, **options: Any) -> Scores:
@@ -114,6 +150,7 @@ def _operands_as_trls(hidden: Tensor, logits_dtype: LogitsDtype) -> AbstractCont
     return torch.autocast(kind, hidden.dtype)
 
 
+_theirs = trl_utils.add_fused_lm_head
 HEAD = HostFunction(
     trl_utils,
     "_ChunkedLogProbFunction",
@@ -121,3 +158,4 @@ HEAD = HostFunction(
     unknown="fused language-model head with the signature of trl 1.15 and 1.16; TRL works unchanged",
     needed=("add_fused_lm_head", "maybe_gather_lm_head_ctx"),
 )
+ADDING = HostFunction(trl_utils, "add_fused_lm_head", add_fused_lm_head, unknown="")

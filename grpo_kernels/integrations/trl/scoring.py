@@ -18,6 +18,7 @@ from torch import Tensor
 from grpo_kernels.base.choices import LogitsDtype
 from grpo_kernels.call.output import Scores
 from grpo_kernels.call.run import Run
+from grpo_kernels.head.head import Head
 from grpo_kernels.integrations.rows import KnownRows
 from grpo_kernels.integrations.shares import Shares
 from grpo_kernels.integrations.trl.exact_kl import Comparison, ReferenceHead
@@ -97,3 +98,4 @@ PATCHED = Scoring()  # of all other trainers: `patch_trl` sets its options, and 
 SCORING: ContextVar[Scoring] = ContextVar("grpo_kernels_trl_scoring", default=PATCHED)
 UNKNOWN_CALL = ModelCall()  # of all other trainers, too: nothing is known of its rows
 CALL: ContextVar[ModelCall] = ContextVar("grpo_kernels_trl_call", default=UNKNOWN_CALL)
+HEAD_OF_MODEL: ContextVar[Head | None] = ContextVar("grpo_kernels_trl_head", default=None)  # its measured constants

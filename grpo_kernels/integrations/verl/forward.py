@@ -88,6 +88,7 @@ FAMILIES = {
 
 # All that we have replaced in verl: functions of its modules (`plugin`), forwards of models' classes.
 patches = Patches("verl")
+_own: dict[type, Callable[..., Any]] = {}  # class of a model -> its forward before ours
 
 
 def changes(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
@@ -120,6 +121,7 @@ def use(model: Any) -> None:
 
     family = FAMILIES.get(model.config.model_type, DENSE)
     forward = _forward(family)
+    _own.setdefault(type(model), type(model).forward)
     check_module(describe_head(model).weight)  # an unknown kind of head is refused here, not within the first step
     setattr(model, MARK, BACKEND)
     patches.replace(type(model), "forward", forward)
@@ -138,13 +140,14 @@ def _forward(family: Family) -> Callable[..., Any]:
     if output is None or not {"log_probs", "entropy", *KEPT} <= {field.name for field in fields(output)}:
         raise LookupError(f"{family.output} has no log_probs and entropy")
 
-    from grpo_kernels.integrations.transformers.head import describe_head
+    from grpo_kernels.integrations.transformers.call import measured_head
 
     @functools.wraps(theirs)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = signature.bind(self, *args, **kwargs).arguments
         others = dict(given.pop(open_ended, {}))
         task = others.pop(ARGUMENT, None) or HeadTask()
+        head = measured_head(self, functools.partial(_own_forward(self), self))
         of_body = {key: x for key, x in given.items() if key not in NOT_THE_BODYS}
         if body is None:
             outputs = self.model(**of_body, **others)
@@ -154,7 +157,7 @@ def _forward(family: Family) -> Callable[..., Any]:
             outputs = body(self, **of_body)
         hidden = outputs[0]
         ids = _labels(given.get("shift_labels"), given.get("labels"), given.get("input_ids"))
-        head, temperature = describe_head(self), given.get("temperature", 1.0)
+        temperature = given.get("temperature", 1.0)
         results = {key: getattr(outputs, key, None) for key in KEPT}
         teacher = task.teacher
         if not (teacher and teacher.alone):
@@ -165,6 +168,11 @@ def _forward(family: Family) -> Callable[..., Any]:
         return output(**results)
 
     return forward
+
+
+def _own_forward(model: Any) -> Callable[..., Any]:
+    """Return the forward that the class of `model` had before ours."""
+    return next(_own[cls] for cls in type(model).__mro__ if cls in _own)
 
 
 def _labels(shift_labels: Tensor | None, labels: Tensor | None, input_ids: Tensor | None) -> Tensor:
