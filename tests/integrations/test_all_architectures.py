@@ -1,0 +1,126 @@
+"""Each architecture of transformers gets the padded numbers in its best layout, beyond its thresholds."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers")
+import transformers
+
+from grpo_kernels.base.checks import warn_once
+from grpo_kernels.integrations.transformers import completion_logprobs
+from tests.integrations.test_trial import SCORED, lengthened
+from tests.support import all_architectures as every
+from tests.support import tiny_architectures as tiny
+from tests.support.training_step import PADDED, assert_same, batch, loss_of, said_by
+
+ROOT = Path(__file__).parents[2]
+CONSTRAINTS = (ROOT / "requirements/constraints.txt").read_text().split()
+IS_PINNED = f"transformers=={transformers.__version__}" in CONSTRAINTS
+LAYOUTS = {"tree": 0.6, "trim": 0.8, "padded": 1.0}  # and the largest share of the cells that each computes
+
+
+@pytest.fixture(autouse=True)
+def nothing_said() -> None:
+    warn_once.cache_clear()
+
+
+def kinds(*outcomes: str) -> list[str]:
+    return sorted(kind for kind, x in every.OUTCOME.items() if x.layout in outcomes and kind in every.CLASSES)
+
+
+def short() -> dict[str, Tensor]:
+    """Ten columns, fewer than any threshold; the next batch has 88."""
+    given = batch()
+    return {
+        **given,
+        **{name: given[name][:, 2:12] for name in SCORED[:2]},
+        "completion_mask": given["completion_mask"][:, :4],
+    }
+
+
+def assert_right(model: Any, given: dict[str, Tensor]) -> float:
+    """Loss and gradients are the padded forward's; returns the share of the batch's cells that were computed."""
+    want, gradients = loss_of(model, given, **PADDED)
+    out, got = loss_of(model, given)
+    torch.testing.assert_close(out.loss, want.loss, rtol=3e-6, atol=3e-6)
+    idle = {name: torch.zeros_like(x) for name, x in model.named_parameters()}  # experts that no token has chosen
+    assert_same({**idle, **got}, {**idle, **gradients})
+    return float(out.metrics["tokens/computed"])
+
+
+def assert_own_logprobs(model: Any, given: dict[str, Tensor]) -> None:
+    """Log-probabilities are those of the model's own logits, without any of our code."""
+    ids, mask, counted = (given[name] for name in SCORED)
+    takes = "use_cache" in inspect.signature(model.forward).parameters
+    with torch.no_grad():
+        want, _ = tiny.plain_logprobs(model, ids, attention_mask=mask, **({"use_cache": False} if takes else {}))
+        got = completion_logprobs(model, ids, mask, counted).logps
+    torch.testing.assert_close(got.double(), want[:, -counted.shape[1] :] * counted, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", kinds(*LAYOUTS))
+def test_each_architecture_gets_the_padded_numbers_in_its_layout(kind: str) -> None:
+    model, given, shares = every.build(kind), lengthened(batch(), 8), list[float]()
+
+    def run() -> None:
+        # a short batch turns BigBird to full attention for good; Reformer takes whole chunks
+        if kind not in ("big_bird", "reformer"):
+            assert_right(model, short())
+        if kind != "reformer":  # which has a gradient in train mode alone
+            assert_own_logprobs(model, given)
+            shares.append(assert_right(model, given))
+        shares.append(assert_right(model.train(), given))
+
+    said = said_by(run)
+    if IS_PINNED:
+        layout, _, warned, _ = every.OUTCOME[kind]
+        better = [*LAYOUTS.values()][: [*LAYOUTS].index(layout)]
+        assert all(max(better, default=0) < share <= LAYOUTS[layout] for share in shares), (shares, said)
+        assert bool(said) == bool(warned)
+        assert any(re.search(warned, x) for x in said) or not warned, said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", kinds("refused"))
+def test_architectures_without_one_head_are_refused(kind: str) -> None:
+    for options in ({}, PADDED):
+        with pytest.raises((TypeError, RuntimeError), match=every.OUTCOME[kind].warned):
+            loss_of(every.build(kind), batch(), **options)
+
+
+@pytest.mark.parametrize("kind", ["phimoe", "qwen2_moe"])
+def test_a_window_in_the_mask_alone_is_all_that_keeps_a_model_from_a_tree(kind: str) -> None:
+    fields = {"sliding_window": None} if kind == "phimoe" else {"layer_types": ["full_attention"] * 2}
+    assert assert_right(every.build(kind, **fields), lengthened(batch(), 2)) < LAYOUTS["tree"]
+
+
+def test_the_list_has_each_type_once() -> None:
+    assert not [kind for kind, n in Counter(" ".join(x.kinds for x in every.OUTCOMES).split()).items() if n > 1]
+
+
+@pytest.mark.skipif(not IS_PINNED, reason="the list is that of the pinned transformers")
+def test_the_list_has_all_types_of_transformers() -> None:
+    new, gone = every.CLASSES.keys() - every.OUTCOME.keys(), every.OUTCOME.keys() - every.CLASSES.keys()
+    assert not new, f"run these types, and add them to OUTCOMES of tests/support/all_architectures.py: {sorted(new)}"
+    assert not gone, f"transformers no longer has these types; take them out of OUTCOMES: {sorted(gone)}"
+
+
+def test_the_page_has_the_list() -> None:
+    page = (ROOT / "docs/architectures.md").read_text()
+    assert every.table() in page, f"docs/architectures.md: expected this table\n{every.table()}"
+    counts = Counter(x.layout for x in every.OUTCOME.values())
+    sentence = (
+        f"Of {len(every.OUTCOME)} model types, {counts['tree']} run as a tree, {counts['trim']} trimmed and "
+        f"{counts['padded']} padded; {counts['refused']} are refused, and {counts['not built']} could not be built."
+    )
+    assert sentence in page.replace("\n", " "), sentence

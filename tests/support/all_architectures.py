@@ -1,0 +1,271 @@
+"""A tiny random model of every architecture that transformers maps to a causal language model.
+
+Sizes are set wherever a config has the field. Windows, blocks, compress ratios and the number of
+selected tokens are far below the length of the sequences that the sweep computes. There is one layer of
+each kind that the default config has.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from transformers import PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
+
+_NAMES = {
+    97: "vocab_size vocab_size_per_layer_input unpadded_vocab_size shape_vocab_size "
+    "pronunciation_vocab_size encoder_hash_byte_group_vocab",
+    16: "hidden_size d_model n_embd emb_dim embedding_dim embedding_size input_embedding_size "
+    "output_embedding_size word_embed_proj_dim lru_width moe_intermediate_size "
+    "shared_expert_intermediate_size index_n_heads shared_experts_intermediate_size "
+    "moe_shared_expert_intermediate_size expert_ffn_hidden_size hidden_size_per_layer_input "
+    "router_hidden_size pronunciation_embed_dim shape_embed_dim",
+    32: "intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim ffn_hidden_size dim_ff dff "
+    "d_inner shared_intermediate_size intermediate_size_mlp feed_forward_size "
+    "dense_intermediate_size mamba_d_ssm",
+    4: "num_attention_heads n_head num_heads n_heads attention_heads decoder_attention_heads "
+    "encoder_attention_heads num_decoder_attention_heads num_encoder_attention_heads "
+    "swa_num_attention_heads linear_num_key_heads linear_num_value_heads linear_num_heads "
+    "mamba_n_heads mamba_num_heads n_mamba_heads head_dim dim_head attention_head_size d_head "
+    "swa_head_dim kv_channels linear_key_head_dim linear_value_head_dim linear_head_dim "
+    "qk_nope_head_dim qk_rope_head_dim v_head_dim rotary_dim num_experts num_local_experts "
+    "n_routed_experts moe_num_experts",
+    2: "num_key_value_heads num_kv_heads kv_n_heads swa_num_key_value_heads num_experts_per_tok "
+    "num_experts_per_token moe_topk moe_k mamba_dt_rank time_step_rank num_codebooks "
+    "index_topk_blocks laurel_rank",
+    1: "n_group num_expert_group topk_group n_shared_experts num_shared_experts "
+    "moe_num_shared_experts mamba_n_groups n_groups index_local_blocks first_k_dense_replace "
+    "n_layers_per_attn_res_block",
+    8: "kv_lora_rank q_lora_rank qk_head_dim index_head_dim mamba_d_head mamba_headdim "
+    "mamba_head_dim mamba_d_state ssm_state_size state_size mamba_chunk_size chunk_size "
+    "block_size index_block_size",
+    12: "sliding_window window_size attention_chunk_size sliding_window_size "
+    "attention_window_size local_attention keep_window_size local_attention_window_len "
+    "index_topk rel_extent floor_scale log_scaling_n_floor",
+    256: "max_position_embeddings n_positions max_seq_len n_ctx context_length model_max_length "
+    "max_target_positions",
+}  # fmt: skip
+_SIZES = {name: size for size, names in _NAMES.items() for name in names.split()}
+_MAY_BE_NONE = ("head_dim", "num_key_value_heads", "sliding_window", "n_shared_experts", "n_routed_experts",
+                "num_experts_per_tok")  # fmt: skip
+_DEPTHS = (
+    "num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers", "encoder_layers", "num_decoder_layers",
+    "num_encoder_layers", "num_blocks", "depth",
+)  # fmt: skip
+_FIXED = {
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "is_decoder": True, "is_encoder_decoder": False,
+    "tie_word_embeddings": False, "use_sliding_window": True, "max_window_layers": 1,
+}  # fmt: skip
+
+_DOTS3 = {
+    "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_q_lora_rank": 8, "swa_kv_lora_rank": 8,
+    "swa_head_dim": 8, "swa_qk_nope_head_dim": 4, "swa_v_head_dim": 4,
+}  # fmt: skip
+_FOUR = ["sliding_attention", "full_attention"] * 2
+_QWEN4: dict[str, Any] = {
+    "indexer_n_heads": 16, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 12,
+    "indexer_compress_ratio": 4, "ple_layer_ids": [1], "ple_embed_dim": 16, "heads_per_ngram": 2, "ngram_size": 3,
+    "ngram_vocab_size_base": 50, "make_ngram_vocab_size_divisible_by": 8, "split_ngram_parts": 1, "hc_lowrank": 8,
+}  # fmt: skip
+
+# Fields of one type: what its own checks ask for, and layers that its default has none of.
+_FIELDS: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1]},
+    "big_bird": {"attention_type": "block_sparse", "block_size": 4, "num_random_blocks": 1},
+    "bigbird_pegasus": {"attention_type": "block_sparse", "block_size": 4, "num_random_blocks": 1},
+    "blt": {
+        f"{part}_config": {
+            "hidden_size": 16, "hidden_size_global": 16, "intermediate_size": 32, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "vocab_size": 97, "sliding_window": 12,
+        }
+        for part in ("patcher", "encoder", "decoder", "global")
+    },
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 0]}
+            for kind in ("sliding_attention", "full_attention")
+        },
+    },
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8}},
+    "deepseek_v4": {"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}},
+    "doge": {"sliding_window": None},  # which would leave nothing for its top keys to cut
+    "dots3_note": _DOTS3,
+    "dots3_note_text": _DOTS3,
+    "flint": {"mlp_only_layers": [0]},
+    "gemma3n_text": {
+        "layer_types": _FOUR, "num_hidden_layers": 4, "num_kv_shared_layers": 2, "intermediate_size": [32] * 4,
+        "activation_sparsity_pattern": [0.95, 0.0, 0.95, 0.0],
+    },
+    "gemma4_text": {"layer_types": _FOUR, "num_hidden_layers": 4, "num_kv_shared_layers": 2},
+    "glm_moe_dsa": {"indexer_types": ["full", "shared"]},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "lfm2": {"layer_types": ["conv", "full_attention"], "full_attn_idxs": [1], "num_hidden_layers": 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "mamba2": {"head_dim": 8},
+    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"], "index_n_heads": 2},
+    "qwen4_exp": _QWEN4,
+    "qwen4_exp_text": _QWEN4,
+    "recurrent_gemma": {"num_hidden_layers": 3},
+    "reformer": {"axial_pos_embds": False, "local_attn_chunk_length": 8, "lsh_attn_chunk_length": 8, "hash_seed": 0},
+    "xlm": {"causal": True},
+    "xmod": {"default_language": "en_XX"},
+    "zaya": {"num_experts_per_tok": 1, "layer_types": ["hybrid", "hybrid_sliding"]},
+}  # fmt: skip
+
+
+class Outcome(NamedTuple):
+    """What becomes of some model types: the layout that serves, or "refused" or "not built"; and why."""
+
+    layout: str
+    why: str
+    warned: str  # pattern of the warning, or of the error of a refusal
+    kinds: str
+
+
+OUTCOMES = [
+    Outcome(
+        "tree", "", "",
+        "afmoe apertus arcee aria_text axk1 beam bert bert-generation biogpt bitnet cohere "
+        "cohere2 cohere2_moe cohere_compass_text ctrl cwm dbrx deepseek_v2 deepseek_v3 "
+        "diffllama dots1 electra emu3 ernie ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo "
+        "flint fuyu gemma gemma2 gemma3 gemma3_text gemma3n_text gemma4 gemma4_text "
+        "gemma4_unified gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite got_ocr2 gpt-sw3 "
+        "gpt2 gpt_bigcode gpt_neox gpt_oss granite granite_swa granitemoe granitemoe_swa "
+        "granitemoeshared helium hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax "
+        "internlm3 iquestcoder jais2 jetmoe kolibri1 laguna llama longcat_flash mellum "
+        "mimo_v2_flash minicpm3 minimax_m2 ministral ministral3 mistral mixtral mllama "
+        "modernbert-decoder moshi moss_transcribe_diarize nanochat olmo olmo2 olmo3 olmoe opt "
+        "persimmon phi phi3 phi4_multimodal qwen2 qwen3 qwen3_moe roc_bert seed_oss smollm3 "
+        "solar_open starcoder2 vaultgemma whisper youtu",
+    ),
+    Outcome(
+        "trim", "layers carry a state from token to token", "layers with a state",
+        "bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid inkling2_text "
+        "inkling_text jamba kimi_linear lfm2 lfm2_moe lfm3 mamba mamba2 nemotron_h olmo_hybrid "
+        "qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp qwen4_exp_text "
+        "zamba zamba2 zaya",
+    ),
+    Outcome(
+        "trim", "linear attention carries a state from token to token", "are off by",
+        "minimax",
+    ),
+    Outcome(
+        "trim", "attention is a function of its own, not one of transformers' table",
+        "not looked up|it raised",
+        "codegen falcon git gpt_neo gpt_neox_japanese gptj megatron-bert nemotron openai-gpt "
+        "rembert stablelm xglm",
+    ),
+    Outcome(
+        "trim", "each token selects keys, by a mask of the model's own", "a mask of its own",
+        "axk2 deepseek_v32 dots3_note dots3_note_text glm_moe_dsa hy_v4",
+    ),
+    Outcome(
+        "trim", "distances (ALiBi) are counted in the attention mask", "takes no position_ids",
+        "bloom mpt",
+    ),
+    Outcome(
+        "trim", "the mask has a sliding window of which attention is not told; without a window: tree",
+        "are off by",
+        "phimoe qwen2_moe",
+    ),
+    Outcome(
+        "padded", "positions are columns of the batch", "takes no position_ids",
+        "bart bigbird_pegasus blenderbot blenderbot-small marian mbart mvp pegasus plbart "
+        "roformer trocr",
+    ),
+    Outcome(
+        "padded", "padding is told by its id, and counts if it has another one", "are off by",
+        "camembert data2vec-text roberta roberta-prelayernorm xlm-roberta xlm-roberta-xl xmod",
+    ),
+    Outcome(
+        "padded", "padding or later tokens are read", "takes no position_ids|a state|it raised",
+        "cpmant recurrent_gemma rwkv xlm xlnet xlstm",
+    ),
+    Outcome(
+        "padded", "blocks, patches or scales of attention go by columns of the batch",
+        "a mask of its own|it raised|chunks of columns",
+        "big_bird blt deepseek_v4 llama4 llama4_text minimax_m3_vl_text reformer",
+    ),
+    Outcome(
+        "padded", "each token selects keys, and other ones beside padding", "a mask of its own",
+        "doge",
+    ),
+    Outcome(
+        "refused", "a head for each codebook", "lm_head: expected an nn.Linear",
+        "musicgen musicgen_melody",
+    ),
+    Outcome(
+        "refused", "several predictions for each position", "expected hidden states of 6|view size",
+        "prophetnet",
+    ),
+    Outcome(
+        "not built", "its encoder of images needs timm; its text model is gemma3n_text", "",
+        "gemma3n",
+    ),
+    Outcome(
+        "not built", "a draft model, which is handed keys and values of the model that it drafts for",
+        "",
+        "gemma4_assistant gemma4_unified_assistant",
+    ),
+]  # fmt: skip
+OUTCOME = {kind: x for x in OUTCOMES for kind in x.kinds.split()}
+
+
+def table() -> str:
+    """The table of docs/architectures.md."""
+    rows = [f"| {x.layout} | {x.why} | {x.kinds.replace(' ', ', ')} |" for x in OUTCOMES]
+    return "\n".join(["| layout | why no better one | model types |", "| --- | --- | --- |", *rows])
+
+
+def config_of(kind: str, **fields: Any) -> Any:
+    """The small config of a model type: that of the decoder where the class for text takes it alone."""
+    cls = getattr(transformers, CLASSES[kind]).config_class
+    return cls(**{**_small(cls), **_FIELDS.get(kind, {}), **fields})
+
+
+def _small(cls: type[PretrainedConfig]) -> dict[str, Any]:
+    default = {name: x for name, x in vars(cls()).items() if not name.startswith("_")}
+    found = {name: x for name, x in _FIXED.items() if name in default}
+    for name, x in default.items():
+        is_number = isinstance(x, int) and not isinstance(x, bool)
+        if name in _SIZES and (is_number or (x is None and name in _MAY_BE_NONE)):
+            found[name] = _SIZES[name]
+        elif isinstance(x, float) and ("drop" in name or "noise" in name):
+            found[name] = 0.0
+        elif name == "rope_parameters" and x and "original_max_position_embeddings" in x:
+            found[name] = {**x, "original_max_position_embeddings": 16}
+        elif isinstance(x, PretrainedConfig):
+            found[name] = _small(type(x))
+    if "kv_lora_rank" in default and "num_key_value_heads" in found:
+        found["num_key_value_heads"] = found["num_attention_heads"]
+    depths = [name for name in _DEPTHS if isinstance(default.get(name), int)]
+    if depths:
+        lists = {name: x for name, x in default.items() if isinstance(x, list | tuple) and len(x) == default[depths[0]]}
+        kinds = {tuple(map(str, layer)): i for i, layer in reversed([*enumerate(zip(*lists.values(), strict=True))])}
+        chosen = sorted(kinds.values()) if len(kinds) > 1 else [0, 1]
+        found |= {name: [x[i] for i in chosen[:4]] for name, x in lists.items()}
+        found |= dict.fromkeys(depths, len(chosen[:4]))
+        if "sliding_window" in default and {*lists.get("layer_types", ())} == {"full_attention"}:
+            found["layer_types"] = ["full_attention", "sliding_attention"][: len(chosen)]
+    return found
+
+
+def build(kind: str, **fields: Any) -> Any:
+    """The tiny model of a type in evaluation mode; no weight is 0, and logits spread over several units.
+
+    fp32, but for Gemma 4: with random weights its own fp32 gradient is off by 1e-5 from that of fp64.
+    """
+    torch.manual_seed(0)
+    model = getattr(transformers, CLASSES[kind])(config_of(kind, **fields)).eval()
+    model = model.double() if kind.startswith("gemma4") else model.float()
+    with torch.no_grad():
+        for x in model.parameters():
+            x.add_(0.05 * torch.randn_like(x))
+        head = model.get_output_embeddings()
+        if hasattr(head, "weight"):
+            head.weight.normal_(0.0, 0.5)
+    return model
