@@ -205,6 +205,8 @@ def run(
     made = model(layers)
     if options is not None:
         verl_patch.patch_forward_with_backends(made, True, options["impl_backend"])
+        with torch.no_grad():  # a first call measures the head's constants, which are no operations of a step
+            made(input_ids=torch.ones(1, 2, dtype=torch.long), return_dict=True)
     if adapter:
         import peft
 

@@ -25,7 +25,14 @@ from grpo_kernels.integrations.transformers import head as heads
 from grpo_kernels.integrations.transformers.head_check import HeadCheck
 from grpo_kernels.integrations.transformers.inputs import Batch, check_attended, check_attention_mask
 from grpo_kernels.integrations.transformers.options import TrunkOptions
-from grpo_kernels.integrations.transformers.trunk import as_it_is, live_trunk, most_of_ranks, ordinary_id, rank_groups, trunk_of
+from grpo_kernels.integrations.transformers.trunk import (
+    as_it_is,
+    live_trunk,
+    most_of_ranks,
+    ordinary_id,
+    rank_groups,
+    trunk_of,
+)
 
 PADDED = TrunkOptions(zero_advantage="train", layout="padded")
 _models_with_scalars: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # an output of theirs may need the whole batch

@@ -86,7 +86,7 @@ def known_head(model: nn.Module, facts: Any = None) -> tuple[Head, bool]:
             f"model: expected a model of one sequence, prompt and completion, got {type(base).__name__}, an "
             "encoder-decoder model: call linear_logprob or grpo_loss with its decoder's hidden states and ids"
         )
-    head = base.get_output_embeddings()
+    head = type(base).get_output_embeddings(base)  # the class's, where the TRL trainer has put its own in its place
     if head is None:
         raise TypeError(f"model: expected a causal language model, got {type(base).__name__}, which names no head")
     head = inner_head(head)

@@ -84,6 +84,11 @@ class FusedHead:
         return scores.logps, scores.entropies, scores.log_sum_sq_probs, scores.mean_logits, scores.is_top1
 
 
+# Modules that copy TRL's function when they are imported
+ADDERS = [f"trl.trainer.{name}_trainer" for name in ("grpo", "rloo", "kto", "sft", "dpo")]
+ADDERS.append("trl.experimental.async_grpo.async_grpo_trainer")
+
+
 def add_fused_lm_head(model: Any, *args: Any, **kwargs: Any) -> None:
     """Do what TRL's function does; the head's constants are those of the model's own logits, measured in a first call.
 
@@ -107,8 +112,8 @@ def _warn_of_constants(theirs: tuple[float | None, float], measured: Head) -> No
     ours = measured.final_logit_softcapping, measured.logit_scale
     if theirs[0] != ours[0] or abs(theirs[1] - ours[1]) > 1e-6 * abs(ours[1]):
         warn_once(
-            f"trl's fused head would use the soft-cap and scale {theirs} of the config, and the model's own logits have "
-            f"{ours}: these are used, so that losses are the model's and not stock trl's"
+            f"trl's fused head would use the soft-cap and scale {theirs}, from the config; the model's own logits have "
+            f"{ours}, which are used, so that losses are the model's and not stock trl's"
         )
 
 
@@ -150,7 +155,7 @@ def _operands_as_trls(hidden: Tensor, logits_dtype: LogitsDtype) -> AbstractCont
     return torch.autocast(kind, hidden.dtype)
 
 
-_theirs = trl_utils.add_fused_lm_head
+_theirs: Any = getattr(trl_utils, "add_fused_lm_head", None)
 HEAD = HostFunction(
     trl_utils,
     "_ChunkedLogProbFunction",
@@ -158,4 +163,3 @@ HEAD = HostFunction(
     unknown="fused language-model head with the signature of trl 1.15 and 1.16; TRL works unchanged",
     needed=("add_fused_lm_head", "maybe_gather_lm_head_ctx"),
 )
-ADDING = HostFunction(trl_utils, "add_fused_lm_head", add_fused_lm_head, unknown="")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import trl.trainer.utils as trl_utils
+
 from grpo_kernels.base.choices import BackendName, EngineName, LogitsDtype
 from grpo_kernels.call.run import Run, check_run
 from grpo_kernels.head.head import Head
@@ -9,7 +11,7 @@ from grpo_kernels.integrations.host import Patches
 from grpo_kernels.integrations.shares import Shares
 from grpo_kernels.integrations.trl import row_count
 from grpo_kernels.integrations.trl.distillation import DIVERGENCE
-from grpo_kernels.integrations.trl.fused_head import HEAD
+from grpo_kernels.integrations.trl.fused_head import ADDERS, HEAD, add_fused_lm_head
 from grpo_kernels.integrations.trl.scoring import PATCHED
 
 _patches = Patches("trl")
@@ -74,6 +76,7 @@ def patch_trl(
         return Patch(False)
     PATCHED.logits_dtype, PATCHED.run, PATCHED.shares = logits_dtype, run, Shares()
     HEAD.replace(_patches)
+    _patches.replace(trl_utils, "add_fused_lm_head", add_fused_lm_head, importers=ADDERS)
     if not DIVERGENCE.is_known():
         DIVERGENCE.warn_unknown()
     DIVERGENCE.replace(_patches)

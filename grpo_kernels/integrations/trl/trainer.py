@@ -23,23 +23,24 @@ TRL calls `_prepare_inputs` and `_compute_loss` for each micro-batch. The chain 
 from __future__ import annotations
 
 import inspect
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, Literal
 
 import torch
+import trl.trainer.grpo_trainer as trl_grpo
 from torch import Tensor
 from trl import GRPOTrainer
 
 from grpo_kernels.base.choices import BackendName, BatchLayout, EngineName, WithoutSet, ZeroAdvantage
 from grpo_kernels.call.run import Run, check_run
-from grpo_kernels.integrations.host import during
+from grpo_kernels.integrations.host import during, replaced
 from grpo_kernels.integrations.transformers import exactness
 from grpo_kernels.integrations.transformers.options import TrunkOptions
 from grpo_kernels.integrations.transformers.trunk import trunk_of
 from grpo_kernels.integrations.trl import exact_kl, expected_gradient, micro_batches, old_scoring, sampled_sets
 from grpo_kernels.integrations.trl import head as heads
 from grpo_kernels.integrations.trl.expected_gradient import live_sequences
-from grpo_kernels.integrations.trl.fused_head import HEAD
+from grpo_kernels.integrations.trl.fused_head import HEAD, add_fused_lm_head
 from grpo_kernels.integrations.trl.row_count import LogsRows
 from grpo_kernels.integrations.trl.scoring import PATCHED, SCORING, Scoring
 from grpo_kernels.integrations.trl.scoring_call import only_needed
@@ -112,7 +113,10 @@ class FusedLossMixin(LogsRows):
         self.sampling_mask = sampling_mask
         self._old_scoring = old_scoring.OldScoring()
         self._reference_head: exact_kl.ReferenceHead | None = None  # of the reference's last scoring
-        with heads.adapters_allowed() if HEAD.is_known() else nullcontext():
+        with ExitStack() as stack:
+            if HEAD.is_known():
+                stack.enter_context(heads.adapters_allowed())
+                stack.enter_context(replaced(trl_grpo, "add_fused_lm_head", add_fused_lm_head))
             super().__init__(*args, **kwargs)
         if HEAD.is_known():
             heads.check_head(self.model, self.args)

@@ -121,7 +121,8 @@ def use(model: Any) -> None:
 
     family = FAMILIES.get(model.config.model_type, DENSE)
     forward = _forward(family)
-    _own.setdefault(type(model), type(model).forward)
+    if not type(model).forward.__module__.startswith("verl."):
+        _own[type(model)] = type(model).forward
     check_module(describe_head(model).weight)  # an unknown kind of head is refused here, not within the first step
     setattr(model, MARK, BACKEND)
     patches.replace(type(model), "forward", forward)
@@ -147,7 +148,7 @@ def _forward(family: Family) -> Callable[..., Any]:
         given = signature.bind(self, *args, **kwargs).arguments
         others = dict(given.pop(open_ended, {}))
         task = others.pop(ARGUMENT, None) or HeadTask()
-        head = measured_head(self, functools.partial(_own_forward(self), self))
+        head = measured_head(self, functools.partial(_own_forward(type(self)), self))
         of_body = {key: x for key, x in given.items() if key not in NOT_THE_BODYS}
         if body is None:
             outputs = self.model(**of_body, **others)
@@ -170,9 +171,10 @@ def _forward(family: Family) -> Callable[..., Any]:
     return forward
 
 
-def _own_forward(model: Any) -> Callable[..., Any]:
-    """Return the forward that the class of `model` had before ours."""
-    return next(_own[cls] for cls in type(model).__mro__ if cls in _own)
+def _own_forward(cls: type) -> Callable[..., Any]:
+    """Return the forward that a model's class had before verl's and ours."""
+    found = ((_own.get(x), vars(x).get("forward")) for x in cls.__mro__)
+    return next(x for pair in found for x in pair if x is not None and not x.__module__.startswith("verl."))
 
 
 def _labels(shift_labels: Tensor | None, labels: Tensor | None, input_ids: Tensor | None) -> Tensor:
