@@ -54,7 +54,13 @@ def run_scored(
     attention_mask, needed = inputs.get("attention_mask"), batch.needed()
     head, is_checked = heads.known_head(model)
     if not is_checked or batch.input_ids.device.type == "cpu":  # in later calls it would wait for the device
-        check_attended(attention_mask, needed, has_positions="position_ids" in inputs)
+        check_attended(
+            attention_mask,
+            needed,
+            input_ids=batch.input_ids,
+            config=base.config,
+            has_positions="position_ids" in inputs,
+        )
 
     def run(head: Head, check: HeadCheck | None) -> Scored:
         of_trunk = (PADDED, None) if base in _models_with_scalars else (trunk, live)
