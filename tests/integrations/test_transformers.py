@@ -47,7 +47,7 @@ def test_vision_language_models(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "opt", "bert", "bloom", "gptj"])
 def test_scores_are_those_that_generate_sampled_by(kind: str) -> None:
-    """Prompts padded on the left and no position_ids: a model with learned positions by itself counts padding."""
+    """Prompts are padded on the left, and nobody gives position_ids."""
     model = tiny.text_model(kind, DTYPES.get(kind, torch.float64))
     prompts, mask = torch.randint(3, tiny.VOCAB, (3, 8)), (torch.arange(8) >= torch.tensor([[0], [3], [5]])).long()
     options: dict[str, Any] = {"do_sample": False, "min_new_tokens": 4, "max_new_tokens": 4}

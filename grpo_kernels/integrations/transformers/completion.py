@@ -84,7 +84,8 @@ def completion_logprobs(
     Args:
         model: a causal language model of transformers; PEFT, DDP, FSDP2 or accelerate may be around it.
         input_ids: (B, L) prompt and completion.
-        attention_mask: (B, L), or None if there is no padding before a token that counts (a warning says if there is).
+        attention_mask: (B, L), or None if no padding comes before a token that counts. (A warning says so
+            if it does.)
         completion_mask: (B, T) for the last T <= L columns of `input_ids`, non-zero where a token counts. T may be the
             longest completion, as in TRL, or L, with completions anywhere. The token in column t is predicted from
             column t - 1, so column 0 of `input_ids` never counts.

@@ -121,7 +121,7 @@ def _named_by(module: nn.Module) -> Iterator[str]:
 
 
 def with_positions(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Return `inputs` of a forward with the ``position_ids`` that the model's `generate` counts from a mask (B, L).
+    """Return `inputs` of a forward with ``position_ids``, counted from a mask (B, L) as by `generate`.
 
     Nothing is added where the caller gives position_ids, where a forward does not take them, and to a
     model with positions of its own: of three dimensions, for images, or counted from padding tokens.
@@ -210,9 +210,9 @@ def check_attended(
 
 
 def _warn_of_attended_padding(input_ids: Tensor, needed: Tensor, config: Any) -> None:
-    """Warn, once, if a token that counts attends to padding tokens. Padding on the right does no harm.
+    """Warn, once, if a token that counts attends to padding tokens; those on the right do no harm.
 
-    A padding token that is an end or begin token too is padding only where several stand side by side.
+    A padding token that is an end or begin token too is padding only where two stand side by side.
     """
     pad = getattr(config, "pad_token_id", None)
     if pad is None:
@@ -224,7 +224,7 @@ def _warn_of_attended_padding(input_ids: Tensor, needed: Tensor, config: Any) ->
         padding = padding[:, 1:] & padding[:, :-1]
     if bool(padding.any()):
         warn_once(
-            f"attention_mask: got None, and input_ids with padding tokens (pad_token_id = {pad}) before a token that "
-            "counts, which attends to them as to text. Pass the tokenizer's attention_mask, with a 1 for each token of "
-            "the completion"
+            f"attention_mask: got None, and input_ids with padding tokens (pad_token_id = {pad}) before a "
+            "token that counts, which attends to them as to text. Pass the tokenizer's attention_mask, with "
+            "a 1 for each token of the completion"
         )
