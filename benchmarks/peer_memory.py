@@ -1,7 +1,8 @@
 """Memory that other heads allocate, by formulas read off their source as released; a test compares them with counts.
 
-A tile is the part of the logits that a head projects at a time. It lives in several copies: each operation of torch on
-it makes one. All figures are of a CPU, after ``loss.backward()`` without gradients of an earlier micro-batch.
+A tile is the part of the logits that a head projects at a time. On a CPU it lives in several copies, since each
+operation of torch makes one; TRL's Triton kernels work in place on a GPU. All logits and Liger's loss are torch's
+operations on both devices. Figures are after ``loss.backward()``, without gradients of an earlier micro-batch.
 """
 
 from __future__ import annotations
@@ -36,22 +37,30 @@ def all_logits(size: Size, softcap: bool) -> Need:
 
 
 def trl(size: Size, softcap: bool) -> Need:
-    """TRL 1.16's fused head, which projects again in the backward; every position, as its trainer does on a CPU.
+    """TRL 1.16's fused head, which projects again in the backward.
 
-    Of a tile there are the buffer of the product, and copies in fp32: three in the forward; in the backward seven and a
-    mask of bytes. With a soft-cap there is one more, its tanh.
+    On a CPU it is given every position. Of a tile there are the buffer of the product, and copies in
+    fp32: three in the forward; in the backward seven and a mask of bytes. With a soft-cap there is one
+    more, its tanh.
+
+    On a GPU it is given the positions that count. There is the buffer alone, and products of 16-bit
+    operands are added to the sums in fp32. At the end the sums are cast while all of them are alive.
     """
-    rows, columns = min(size.rows, TRL_ROWS), min(size.head.vocab, TRL_COLUMNS)
-    buffer, tile = rows * TRL_COLUMNS * size.head.itemsize, rows * columns * FP32
-    forward = buffer + 3 * tile
+    head, in_place = size.head, size.gpu is not None
+    positions = size.counted if in_place else size.rows
+    rows, columns = min(positions, TRL_ROWS), min(head.vocab, TRL_COLUMNS)
+    buffer, tile = rows * TRL_COLUMNS * head.itemsize, rows * columns * FP32
+    forward = buffer + (0 if in_place else 3 * tile)
     if size.score:
         return Need("TRL 1.16 fused head", forward, 0, 0)
-    accumulated = size.returned // size.head.itemsize * FP32
-    narrow = size.head.itemsize < FP32
-    row_work = (8 if softcap else 7) * tile + tile // FP32
-    converted = tile + max(columns, rows) * size.head.hidden * FP32 if narrow else 0  # operands of d hidden, d weight
-    backward = buffer + accumulated + max(row_work, converted, size.returned if narrow else 0)
-    return Need("TRL 1.16 fused head", max(forward, backward), size.returned, 0)
+    gradients = (positions + (0 if size.frozen else head.vocab)) * head.hidden
+    narrow, row_work, converted = head.itemsize < FP32, 0, 0
+    if not in_place:
+        row_work = (8 if softcap else 7) * tile + tile // FP32
+        converted = tile + max(columns, rows) * head.hidden * FP32 if narrow else 0  # operands of d hidden, d weight
+    returned = gradients * head.itemsize
+    backward = buffer + gradients * FP32 + max(row_work, converted, returned if narrow else 0)
+    return Need("TRL 1.16 fused head", max(forward, backward), returned, 0)
 
 
 def liger(size: Size, length: int) -> Need:

@@ -135,7 +135,11 @@ def summary(data: dict[str, Any]) -> list[str]:
     """The page's first lines: each claim with its shape, and the cases in which ours is behind."""
     text = [f"- {line}" for line in (_step(data), _memory(data), _time(data), _accuracy(data)) if line]
     if text and data.get("device") == "cpu":
-        text.append("- All figures are of CPUs. No GPU has measured anything yet, and nothing is claimed for GPUs.")
+        text.append(
+            "- All figures are of CPUs, where TRL's head is "
+            "[a fallback that also projects prompt and padding](costs.md#trl-on-a-cpu-and-on-a-gpu). No GPU has "
+            "measured anything yet, and nothing is claimed for GPUs."
+        )
     return text
 
 
@@ -346,7 +350,8 @@ def step_lines(step: dict[str, Any]) -> list[str]:
         "with the least and the most of them; MiB of activations that the largest micro-batch keeps for its backward;",
         "of the padded tokens the share that the model computes, and the share with a gradient; the largest",
         "differences from stock TRL. [How it is measured](measuring.md#the-training-step);",
-        "[the options](training-step.md).",
+        "[the options](training-step.md). Stock TRL runs its fallback for CPUs, whose head projects prompt and padding",
+        "too ([unlike on a GPU](costs.md#trl-on-a-cpu-and-on-a-gpu)).",
     ]
     first = next(iter(scenes.values()))["about"]
     for name, scene in scenes.items():

@@ -96,8 +96,7 @@ def complete(model: Any, tokenizer: Any, problems: list, limit: int, **how: Any)
     texts = tokenizer.batch_decode(completion_ids.where(mask == 1, tokenizer.pad_token_id), skip_special_tokens=True)
     rewards = [float(is_right(text, problem["answer"])) for text, problem in zip(texts, problems, strict=True)]
     attention_mask = torch.cat([batch["attention_mask"], mask], dim=1)
-    positions = (attention_mask.cumsum(1) - 1).clamp(min=0)
-    inputs = {"input_ids": ids, "attention_mask": attention_mask, "completion_mask": mask, "position_ids": positions}
+    inputs = {"input_ids": ids, "attention_mask": attention_mask, "completion_mask": mask}
     return torch.tensor(rewards, device=DEVICE), inputs
 
 

@@ -151,7 +151,7 @@ def grpo_loss(
         How it is computed:
 
         run: engine, backend, memory: `Run`.
-        fields: fields of `config`, which they replace: ``loss_type="grpo", beta=0.04``.
+        fields: fields of `config`, which they replace: ``epsilon_high=0.28``.
 
     Returns:
         The loss, which carries the gradient, each token's log-probability and entropy, and the metrics: a `LossOutput`.
@@ -193,11 +193,17 @@ _OF_CALL = [name for name in inspect.signature(grpo_loss).parameters if name != 
 
 
 class GRPOLoss(nn.Module):
-    """`grpo_loss` as a module.
+    """`grpo_loss` as a module; ``GRPOLoss()`` is TRL's default loss: DAPO's mean over tokens, no KL term.
+
+    ::
+
+        GRPOLoss(presets.GRPO)                 # the GRPO paper's loss, with its KL term: beta 0.04
+        GRPOLoss(presets.GRPO, beta=0.001)     # the same with another weight of the KL term
+        GRPOLoss(loss_type="grpo", beta=0.04)  # TRL's GRPO: its KL estimate is multiplied by the ratio
 
     Args:
-        config: the loss; or its fields as keyword arguments, ``GRPOLoss(loss_type="grpo", beta=0.04)``; given both, the
-            fields replace those of `config`.
+        config: the loss, `LossConfig`.
+        fields: fields of `config`, which they replace.
         objective, run: as in `grpo_loss`.
 
     Raises:

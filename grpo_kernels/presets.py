@@ -8,7 +8,8 @@ from __future__ import annotations
 from grpo_kernels.objective.config import LossConfig
 
 GRPO = LossConfig(loss_type="grpo", beta=0.04, use_bias_correction_kl=False)
-"""DeepSeekMath, https://arxiv.org/abs/2402.03300: mean over each sequence, then over sequences, with KL 0.04."""
+"""DeepSeekMath, https://arxiv.org/abs/2402.03300: mean over each sequence, then over sequences, with KL 0.04. The KL
+estimate is the paper's; TRL multiplies it by the ratio (``use_bias_correction_kl=True``)."""
 
 DR_GRPO = LossConfig(loss_type="dr_grpo")
 """Understanding R1-Zero-like training, https://arxiv.org/abs/2503.20783: a constant normaliser; advantages unscaled."""

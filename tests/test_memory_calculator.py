@@ -16,7 +16,7 @@ from benchmarks.providers import build
 from benchmarks.run import Step
 from grpo_kernels import Run, grpo_loss, linear_logprob
 from grpo_kernels.__main__ import main
-from grpo_kernels.diagnostics.head_shape import HeadShape
+from grpo_kernels.diagnostics.head_shape import MODELS, HeadShape
 from grpo_kernels.diagnostics.memory import GPU, MIB, Need, Size, estimate
 from tests.support.gpu_tape import GPUAllocations, taped, tensor
 from tests.support.measure import AllocationWatcher
@@ -143,6 +143,44 @@ def peak_on_a_gpu(size: Size, engine: str) -> int:
         return watch.peak
 
 
+class NoKernel:
+    """A Triton kernel of TRL's, which works in place: nothing is launched."""
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *args, **kwargs: None
+
+
+@pytest.mark.parametrize(
+    "step",
+    [{}, {"frozen": True}, {"score": True}, {"dtype": torch.float32}, {"rows": 1024}, {"masked": 0.5}],
+    ids=str,
+)
+def test_trls_figure_of_a_gpu_is_what_its_head_allocates_there(
+    step: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own code, with its kernels left out, on tensors without data; to 1 %."""
+    chunked = pytest.importorskip("trl.kernels.chunked_logprob")
+    for name in ("_forward_kernel", "_backward_kernel"):
+        monkeypatch.setattr(chunked, name, NoKernel())
+    fields: dict[str, Any] = {"dtype": torch.bfloat16, "rows": 8192, **step}
+    head = HeadShape(50_000, 1024, fields.pop("dtype"))
+    size = Size(head, gpu=GPU("H100", 80), **fields)
+    need = peer_memory.trl(size, softcap=False)
+    trains = not size.score
+    with taped():
+        assert chunked._use_triton(torch.device("cuda"))
+        hidden = tensor(size.counted, head.hidden, dtype=head.dtype).requires_grad_(trains)
+        weight = tensor(head.vocab, head.hidden, dtype=head.dtype).requires_grad_(trains and not size.frozen)
+        ids = OnGPU(torch.zeros(size.counted, dtype=torch.long))
+        with GPUAllocations() as watch, torch.set_grad_enabled(trains):
+            options = (None, ids, 1.0, peer_memory.TRL_COLUMNS, None, 1.0, ("entropy",))
+            logps, *_ = chunked.ChunkedLogProbFunction.apply(hidden, weight, *options)
+            if trains:
+                logps.sum().backward()
+    assert need.returned == sum(x.grad.nbytes for x in (hidden, weight) if x.grad is not None)
+    assert abs(need.peak - watch.peak) <= 0.01 * watch.peak, (need, watch.peak)
+
+
 def test_a_gpu_is_named_or_given_by_its_memory(capsys: pytest.CaptureFixture[str]) -> None:
     shares = []
     for gpus in (("h100", "80"), ("RTX 4090", "4090", "24")):
@@ -161,6 +199,44 @@ def test_a_model_is_known_by_its_name_in_any_case_and_with_its_organisation(caps
         said.add(capsys.readouterr().out)
     assert len(said) == 1
     assert said.pop().startswith("N 16,384, V 151,936, H 4,096,")
+
+
+SOFTCAPPED = ("Gemma-2-2B",)
+ON_A_GPU = GPU("H100", 80)
+
+
+def gib(model: str, rows: int, column: str, gpu: GPU | None) -> str:
+    """A cell of the page's tables; `column` is its header, without marks of code."""
+    workspace = 512 * MIB if "workspace" in column else None
+    size = Size(HeadShape(*MODELS[model], torch.bfloat16), rows=rows, gpu=gpu, workspace_bytes=workspace)
+    needs = {x.name: x for x in estimate(size)}
+    name = "lean" if "lean" in column else "one_pass"
+    if column.startswith(("all logits", "TRL", "Liger")):
+        peers = peer_memory.estimate(size, softcap=model in SOFTCAPPED)
+        needs, name = {x.name.partition(" ")[0]: x for x in peers}, column.partition(" ")[0]
+    return f"{needs[name].extra / 2**30:.1f}" if name in needs else ""
+
+
+@pytest.mark.parametrize("gpu", [None, ON_A_GPU], ids=["CPU", "GPU"])
+def test_the_page_has_these_figures(gpu: GPU | None) -> None:
+    """Every cell of its table of real models on a CPU, and of that on a GPU."""
+    page = (ROOT / "docs" / "memory.md").read_text().partition(f"### On a {'GPU' if gpu else 'CPU'}\n")[2]
+    lines = [line for line in page.partition("\n#")[0].splitlines() if line.startswith("|")]
+    header, _, *rows = ([cell.strip().replace("`", "") for cell in line.strip("|").split("|")] for line in lines)
+    assert len(rows) == 12
+    for model, tokens, *cells in rows:
+        wanted = [gib(model, int(tokens.replace(",", "")), column, gpu) for column in header[2:]]
+        assert cells == wanted, (model, tokens)
+
+
+def test_the_readme_has_one_row_for_each_device() -> None:
+    text = (ROOT / "README.md").read_text()
+    for place, gpu in (("on a GPU", ON_A_GPU), ("on a CPU", None)):
+        row = next(x for x in text.splitlines() if x.startswith("| memory") and place in x)
+        *peers, ours = (cell.strip() for cell in row.strip("|").split("|")[1:])
+        assert peers == [f"{gib('Qwen3-8B', 16_384, name, gpu)} GiB" for name in ("TRL", "Liger")]
+        columns = ["ours", "workspace", "lean workspace"] if gpu else ["ours", "lean"]
+        assert re.findall(r"[0-9]\.[0-9]", ours) == [gib("Qwen3-8B", 16_384, x, gpu) for x in columns]
 
 
 def test_tiles_are_those_of_the_releases() -> None:

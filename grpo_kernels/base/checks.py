@@ -32,8 +32,9 @@ _ELSEWHERE = {
 @functools.cache
 def warn_once(message: str, category: type[Warning] = UserWarning) -> None:
     """Warn of a likely mistake: once in a process, at the user's line that called."""
+    inner = ("grpo_kernels", "torch.")  # `nn.Module` calls forwards of ours
     level, frame = 1, sys._getframe()
-    while frame.f_back is not None and frame.f_globals["__name__"].startswith("grpo_kernels"):
+    while frame.f_back is not None and frame.f_globals["__name__"].startswith(inner):
         level, frame = level + 1, frame.f_back
     warnings.warn(f"grpo_kernels: {message}", category, stacklevel=level)
 

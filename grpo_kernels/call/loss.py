@@ -210,7 +210,6 @@ def counted_tokens(inputs: LossInputs, config: LossConfig, objective: Custom | N
         objective,
         num_items_in_batch=inputs.num_items_in_batch,
         old_per_token_logps=inputs.old_per_token_logps,
-        ref_per_token_logps=inputs.ref_per_token_logps,
         sampling_per_token_logps=inputs.sampling_per_token_logps,
     )
     return tokens

@@ -190,6 +190,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             attention_mask,
             advantages,
             old_per_token_logps=old_per_token_logps,
+            # Liger's call demands a reference for beta = 0, too
             ref_per_token_logps=ref_per_token_logps if config.beta != 0.0 else None,
             importance_sampling_ratio=vllm_is_ratio,
             num_items_in_batch=num_items_in_batch,

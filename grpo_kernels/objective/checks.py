@@ -75,6 +75,8 @@ def check_terms(
 ) -> None:
     """Raise unless a KL term has its reference, and all terms of the config are off beside a custom `objective`.
 
+    One warning for reference log-probabilities that nothing reads.
+
     Args:
         has_reference: True if there is a `reference`.
     """
@@ -89,6 +91,11 @@ def check_terms(
     if has_reference and (objective is not None or config.kl_estimator != "full"):
         why = "beside an objective" if objective is not None else f"with kl_estimator = {config.kl_estimator!r}"
         raise ValueError(f"reference: expected None {why}, which does not read it, got one")
+    if ref_per_token_logps is not None and objective is None and not config.estimates_kl:
+        why, instead = "beta = 0, so there is no KL term", "give beta a value"
+        if config.needs_reference_head:
+            why, instead = "kl_estimator = 'full', which reads `reference`", "choose another kl_estimator"
+        warn_once(f"ref_per_token_logps: not used with {why}; {instead}, or leave it out")
 
 
 SEQUENCE_EPSILON = 0.05  # far above all published values for a ratio per sequence
@@ -122,7 +129,6 @@ def warn_of_inputs(
     *,
     num_items_in_batch: Any,
     old_per_token_logps: Any,
-    ref_per_token_logps: Any,
     sampling_per_token_logps: Any,
 ) -> None:
     """Warn, once each, of inputs that nothing reads or that are too coarse for their use. The inputs are checked."""
@@ -131,8 +137,6 @@ def warn_of_inputs(
             f"num_items_in_batch: not used by loss_type = {config.loss_type!r}, a mean over the call. Under gradient "
             "accumulation divide the loss by the number of steps, and leave num_items_in_batch out"
         )
-    if ref_per_token_logps is not None and config.needs_reference_head:
-        warn_once("ref_per_token_logps: not used by kl_estimator = 'full', which reads `reference`; leave it out")
     if config.kl_estimator == "full" and config.beta == 0.0 and objective is None:
         warn_once("kl_estimator: 'full' has no part in a loss with beta = 0; give beta a value, or leave it out")
     if old_per_token_logps is not None and objective is None:

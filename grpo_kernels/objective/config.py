@@ -63,9 +63,10 @@ class LossConfig:
             `epsilon`, as in TRL. For ``"gmpo"`` the range is in log space.
         delta: upper bound of the unclipped ratio (two-sided clipping); the clipped loss types only.
         beta: weight of the KL term to the reference model; 0 turns it off.
-        use_bias_correction_kl: multiply the KL estimate by the ratio. Not for ``"gmpo"``; and ``"full"`` needs no
-            correction: over the old policy's tokens the expectation of the corrected estimate, sum_v old_v
-            (p_v / old_v) log(p_v / q_v), is the full KL itself.
+        use_bias_correction_kl: multiply the KL estimate by the ratio, as TRL does by default and the GRPO paper does
+            not: ``loss_type="grpo", beta=0.04`` is TRL's GRPO, `presets.GRPO` the paper's. Not for
+            ``"gmpo"``; and ``"full"`` needs no correction: over the old policy's tokens the expectation
+            of the corrected estimate, sum_v old_v (p_v / old_v) log(p_v / q_v), is the full KL itself.
         kl_estimator: *ours*; with d = ref - logp: ``"k3"`` exp(d) - d - 1 (TRL's), ``"k2"`` d^2 / 2, ``"k1"`` -d.
             ``"full"``: no estimate, but sum_v p_v log(p_v / q_v) over the vocabulary, with q from `reference`.
         temperature: the logits are divided by it.

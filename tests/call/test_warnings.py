@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_kernels import LossConfig, grpo_loss, linear_logprob, policy_loss_from_logps, presets
+from grpo_kernels import (
+    GRPOLoss,
+    LossConfig,
+    grpo_loss,
+    linear_logprob,
+    policy_expectation,
+    policy_loss_from_logps,
+    presets,
+)
 from grpo_kernels.base import checks
 from grpo_kernels.integrations.liger import LigerFusedLinearGRPOLoss
 from tests.support.flat import flat
@@ -57,6 +65,9 @@ def _warned_of_nothing() -> None:
         ({"old_per_token_logps": NORMAL}, presets.CISPO, None),
         ({"old_per_token_logps": NORMAL}, presets.GMPO, None),
         ({}, {"epsilon_high": 1.28}, None),  # nothing is clipped on-policy
+        ({"ref_per_token_logps": NORMAL}, {}, "ref_per_token_logps: not used with beta = 0"),
+        ({"ref_per_token_logps": NORMAL}, {"loss_type": "grpo", "beta": 0.04}, None),
+        ({"ref_per_token_logps": NORMAL, "objective": lambda tokens: tokens.logps}, {}, None),
         ({}, {"kl_estimator": "full"}, "kl_estimator: 'full' has no part in a loss with beta = 0"),
         *(({"completion_mask": torch.ones(2, 5).triu().to(dtype)}, {}, None) for dtype in MASKS),
     ],
@@ -96,6 +107,25 @@ def test_a_given_log_probability_warns_too() -> None:
 
 
 @pytest.mark.usefixtures("_warned_of_nothing")
+def test_a_reference_beside_beta_0_is_warned_of_wherever_it_comes_in() -> None:
+    """Over kept sets, from a module, and where a trainer of one's own asks for the gradient to expect."""
+    given = {**small_batch(), "ref_per_token_logps": NORMAL}
+    given["head"] = given.pop("weight")
+    tokens = {x: given[x] for x in ("completion_mask", "advantages")}
+    every = torch.arange(len(given["head"])).expand(2, 5, -1)
+    calls = (
+        lambda: grpo_loss(**given, kept_ids=every),
+        lambda: GRPOLoss(loss_type="grpo")(**given),
+        lambda: policy_expectation(LossConfig(), **tokens, ref_per_token_logps=NORMAL),
+    )
+    for call in calls:
+        checks.warn_once.cache_clear()
+        with pytest.warns(UserWarning, match="ref_per_token_logps: not used with beta = 0") as caught:
+            call()
+        assert [x.filename for x in caught] == [__file__]
+
+
+@pytest.mark.usefixtures("_warned_of_nothing")
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
 def test_ligers_call_which_always_has_a_number_of_items_does_not_warn(loss_type: str) -> None:
     given = [*small_batch().values()]
@@ -104,3 +134,11 @@ def test_ligers_call_which_always_has_a_number_of_items_does_not_warn(loss_type:
         warnings.simplefilter("error")
         found, several = (loss(*given, num_items_in_batch=items)[0] for items in (None, 40))
     assert torch.equal(several, found) == (loss_type == "grpo")
+
+
+@pytest.mark.usefixtures("_warned_of_nothing")
+def test_ligers_call_which_wants_a_reference_for_any_beta_does_not_warn() -> None:
+    loss = LigerFusedLinearGRPOLoss(beta=0.0)  # Liger's asserts that there is one
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loss(*small_batch().values(), ref_per_token_logps=NORMAL)

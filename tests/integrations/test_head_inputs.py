@@ -13,7 +13,13 @@ pytest.importorskip("transformers")
 from grpo_kernels import linear_logprob
 from grpo_kernels.integrations.transformers import HeadInputs, completion_logprobs, describe_head, head_inputs
 from tests.support import tiny_architectures as tiny
-from tests.support.model_checks import peft_model, scene, text_batch, with_logits
+from tests.support.model_checks import (
+    peft_model,
+    positions_of_generate,
+    scene,
+    text_batch,
+    with_logits,
+)
 
 
 def next_logps(found: HeadInputs, ids: Tensor) -> Tensor:
@@ -101,7 +107,8 @@ def test_the_models_own_output_comes_back_without_logits() -> None:
     model, *args = scene("qwen3_moe")
     ids, attention_mask, _ = args
     wanted: dict[str, Any] = {"output_router_logits": True, "output_hidden_states": True}
-    plain = model(input_ids=ids, attention_mask=attention_mask, **wanted)
+    placed = positions_of_generate(model, ids, attention_mask)
+    plain = model(input_ids=ids, attention_mask=attention_mask, **placed, **wanted)
     for _ in range(2):
         scores, output = completion_logprobs(model, *args, return_output=True, **wanted)
         assert type(output) is type(plain)

@@ -70,6 +70,7 @@ def test_a_patched_trl(kind: str) -> None:
 
     model, given = tiny.text_model(kind, torch.float32), batch()
     want = own_logps(model, given["input_ids"], given["attention_mask"])
+    completion_logprobs(model, **{name: given[name] for name in SCORED})  # which knows the head, not what is before it
     with patch_trl():
         said = said_by(lambda: torch.testing.assert_close(*compared(trls(model, given), want, given), **CLOSE))
     assert (len(said) == 1 and "soft-cap and scale" in said[0]) == (kind == "recurrent_gemma"), said

@@ -28,6 +28,7 @@ from tests.support.training_step import (
     distance,
     family,
     loss_of,
+    positions_left_to_the_model,
     said_by,
 )
 
@@ -74,6 +75,8 @@ def test_families(kind: str, attention: str) -> None:
         assert any("grpo_kernels" in str(x.message) for x in said) != exact, [str(x.message) for x in said]
         assert (out.metrics["tokens/computed"] < 1) == ("trim" in FAMILIES[kind] and mode != "padded")
         assert out.metrics["sequences/gradient"] == 0.5
+    with positions_left_to_the_model(model):
+        assert_modes_agree(model, given, [{}])
 
 
 def test_position_ids_of_the_caller() -> None:

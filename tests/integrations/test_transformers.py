@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 pytest.importorskip("transformers")
 
@@ -14,7 +14,7 @@ from grpo_kernels import GRPOLoss, Head, KeptIds
 from grpo_kernels.integrations.transformers import causal_lm_loss, completion_logprobs, describe_head
 from grpo_kernels.integrations.transformers.head import constants_of
 from tests.support import tiny_architectures as tiny
-from tests.support.model_checks import assert_as_model, scene, with_logits
+from tests.support.model_checks import assert_as_model, positions_of_generate, scene, with_logits
 
 # Their attention masks are no masks in float64: padding makes NaN there.
 DTYPES = {"gemma2": torch.float32, "bloom": torch.float32}
@@ -30,7 +30,7 @@ def test_logprobs_are_those_of_the_models_logits(kind: str) -> None:
     assert (head.weight.bias is not None) == (kind in tiny.BIASED)
     assert (constants_of(head) != (1.0, None, None)) == (kind in tiny.SCALED)
     anywhere = attention_mask * (torch.rand(ids.shape) < 0.5)  # turns of a conversation, over the whole sequence
-    anywhere[2, 1:3], anywhere[:, 0] = 1, 0
+    anywhere[2, 1:3], anywhere[:, 0], anywhere[0, 3] = 1, 0, 0  # padding predicts no token
     assert_as_model(model, ids, anywhere, attention_mask=attention_mask)
 
 
@@ -45,6 +45,41 @@ def test_vision_language_models(kind: str) -> None:
     assert (completion_logprobs(model, ids, completion_mask=mask, **other).logps - seen).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "opt", "bert", "bloom", "gptj"])
+def test_scores_are_those_that_generate_sampled_by(kind: str) -> None:
+    """Prompts are padded on the left, and nobody gives position_ids."""
+    model = tiny.text_model(kind, DTYPES.get(kind, torch.float64))
+    prompts, mask = torch.randint(3, tiny.VOCAB, (3, 8)), (torch.arange(8) >= torch.tensor([[0], [3], [5]])).long()
+    options: dict[str, Any] = {"do_sample": False, "min_new_tokens": 4, "max_new_tokens": 4}
+    options |= {"output_logits": True, "return_dict_in_generate": True}
+    found = model.generate(prompts * mask, attention_mask=mask, **options)
+    ids = found.sequences[:, 8:]
+    want = torch.stack(found.logits, dim=1).double().log_softmax(-1).gather(-1, ids[..., None])[..., 0]
+    batch = found.sequences, nn.functional.pad(mask, (0, 4), value=1), torch.ones_like(ids)
+    for layout in ("tree", "padded"):
+        scores = completion_logprobs(model, *batch, layout=layout)
+        out = causal_lm_loss(model, GRPOLoss(), *batch, torch.ones(3), layout=layout)
+        for logps in (scores.logps, out.per_token_logps):
+            torch.testing.assert_close(logps.double(), want, rtol=2e-5, atol=2e-5)
+
+
+def test_models_with_positions_of_their_own_keep_them() -> None:
+    """RoBERTa's begin after its padding id, which `generate` ignores; Qwen-VL's have three dimensions with an image."""
+    model = tiny.roberta()
+    ids, mask = torch.randint(3, tiny.VOCAB, (2, 9)), torch.ones(2, 9, dtype=torch.long)
+    mask[1, :4] = 0
+    ids = ids.where(mask == 1, model.config.pad_token_id)
+    alone = [tiny.plain_logprobs(model, ids[row : row + 1, first:])[0][:, -3:] for row, first in ((0, 0), (1, 4))]
+    got = completion_logprobs(model, ids, mask, torch.ones(2, 3)).logps
+    torch.testing.assert_close(got, torch.cat(alone))
+
+    model, ids, inputs = tiny.qwen2_vl()
+    ids[1] = ids[1].roll(3)
+    inputs = {**inputs, "mm_token_type_ids": (ids == model.config.image_token_id).long()}
+    inputs["attention_mask"][1, :3] = 0
+    assert_as_model(model, ids, torch.ones(2, 4), **inputs)
+
+
 @pytest.mark.parametrize("kind", TRAINED)
 def test_gradients_of_all_parameters_are_those_through_the_logits(kind: str) -> None:
     model, ids, attention_mask, mask = scene(kind, DTYPES.get(kind, torch.float64))
@@ -57,7 +92,8 @@ def test_gradients_of_all_parameters_are_those_through_the_logits(kind: str) -> 
         return torch.autograd.grad(loss, parameters, allow_unused=True)
 
     ours = gradients(**completion_logprobs(model, ids, attention_mask, mask).given)
-    theirs = gradients(*(x[:, -5:] for x in tiny.plain_logprobs(model, ids, attention_mask=attention_mask)))
+    placed = positions_of_generate(model, ids, attention_mask)
+    theirs = gradients(*(x[:, -5:] for x in tiny.plain_logprobs(model, ids, attention_mask=attention_mask, **placed)))
     bound = 1e-3 if next(model.parameters()).dtype == torch.float32 else 1e-5
     assert sum(x is not None for x in theirs) > len(parameters) // 2
     for x, y in zip(ours, theirs, strict=True):

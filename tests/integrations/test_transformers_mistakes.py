@@ -31,6 +31,8 @@ def but(mask: torch.Tensor, row: int, columns: Any, value: int) -> torch.Tensor:
 IN_PADDING = but(MASK, 1, slice(3, None), 1)  # both columns are padding
 WITH_A_HOLE = but(ATTENTION, 2, 5, 0)
 
+OWN_POSITIONS = {"model": tiny.qwen2_vl()[0], "layout": "padded"}
+
 
 @pytest.fixture(autouse=True)
 def _warned_of_nothing() -> None:
@@ -138,17 +140,44 @@ def test_encoder_decoder_models_are_refused_by_name() -> None:
         ({"completion_mask": but(MASK, 1, 3, 1)}, None),
         # a hole with positions of its own is meant
         ({"attention_mask": WITH_A_HOLE, "position_ids": (WITH_A_HOLE.cumsum(1) - 1).clamp(min=0)}, None),
-        ({"attention_mask": WITH_A_HOLE}, "attention_mask: it has zeros between ones"),
+        # ... and they are counted from it where the model takes them
+        ({"attention_mask": WITH_A_HOLE}, None),
+        ({"attention_mask": WITH_A_HOLE, **OWN_POSITIONS}, "attention_mask: it has zeros between ones"),
         ({"completion_mask": ATTENTION}, "completion_mask: it counts a token whose column before has attention_mask 0"),
     ],
 )
 def test_a_mask_that_is_likely_not_meant_warns_once(changes: dict[str, Any], said: str | None) -> None:
+    assert_warns_once(said, **changes)
+
+
+def assert_warns_once(said: str | None, **changes: Any) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
             call(**changes)
     assert [x.filename for x in caught] == [__file__] * (said is not None)
     assert said is None or said in str(caught[0].message)
+
+
+@pytest.mark.parametrize(
+    ("pad", "columns", "warns"),
+    [
+        (0, slice(0, 3), True),
+        (0, slice(8, 9), True),  # within the completion
+        (0, slice(11, 12), False),  # after the last token that counts
+        (None, slice(0, 3), False),
+        (2, slice(0, 3), True),
+        (2, slice(5, 6), False),  # of a conversation: the padding token ends turns, too
+    ],
+)
+def test_padding_that_is_attended_to_is_warned_of(pad: int | None, columns: slice, warns: bool) -> None:
+    model = tiny.text_model("llama", pad_token_id=pad)
+    given = {"model": model, "input_ids": but(IDS, 0, columns, pad or 0), "completion_mask": MASK}
+    said = f"attention_mask: got None, and input_ids with padding tokens (pad_token_id = {pad})"
+    assert_warns_once(said if warns else None, attention_mask=None, **given)
+    checks.warn_once.cache_clear()
+    assert_warns_once(None, **given)
+    assert_warns_once(said if warns else None, attention_mask=None, **LOSS, **given)
 
 
 def test_weights_in_the_place_of_a_completion_mask() -> None:

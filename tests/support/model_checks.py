@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.integrations.transformers import completion_logprobs
+from grpo_kernels.integrations.transformers.head import causal_lm
 from tests.support import tiny_architectures as tiny
 
 BOUNDS = {torch.float32: 2e-5, torch.float64: 1e-6}  # some models round their logits to float32
@@ -51,12 +53,22 @@ def with_logits(model: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return model
 
 
+def positions_of_generate(model: Any, ids: Tensor, attention_mask: Tensor, **inputs: Any) -> dict[str, Tensor]:
+    """The position ids that the model's `generate` hands to its forward, if that takes any."""
+    base = causal_lm(model)
+    if "position_ids" not in inspect.signature(type(base).forward).parameters:
+        return {}
+    given = {"attention_mask": attention_mask, **inputs}
+    return {"position_ids": base._prepare_position_ids_for_generation(ids, given)}
+
+
 def assert_as_model(model: Any, ids: Tensor, completion_mask: Tensor, **inputs: Any) -> None:
-    """Log-probabilities and entropies are the model's own where the mask counts, and 0 elsewhere."""
+    """Log-probabilities and entropies are those that `generate` samples from where the mask counts, 0 elsewhere."""
     counted = completion_mask.bool()
     bound = BOUNDS[next(model.parameters()).dtype]
+    placed = {**positions_of_generate(model, ids, **inputs), **inputs}
     with torch.no_grad():
-        want = [x[:, -completion_mask.shape[1] :] for x in tiny.plain_logprobs(model, ids, **inputs)]
+        want = [x[:, -completion_mask.shape[1] :] for x in tiny.plain_logprobs(model, ids, **placed)]
     got = completion_logprobs(model, ids, completion_mask=completion_mask, **inputs)
     for ours, theirs in zip((got.logps, got.entropies), want, strict=True):
         assert ours.shape == completion_mask.shape

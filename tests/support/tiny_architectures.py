@@ -103,6 +103,11 @@ def text_model(kind: str, dtype: torch.dtype = torch.float64, **fields: Any) -> 
     return build(config_class, model_class, {**_TEXT, **own, **fields}, dtype)
 
 
+def roberta() -> Any:
+    """A decoder whose positions begin after the id of its padding token, and are counted from the ids."""
+    return build("RobertaConfig", "RobertaForCausalLM", {**_TEXT, "is_decoder": True, "pad_token_id": 1})
+
+
 def plain_logprobs(model: nn.Module, ids: Tensor, temperature: float = 1.0, **inputs: Any) -> tuple[Tensor, Tensor]:
     """(logps, entropies), (B, L) each, of every token from the model's own logits; the first column is 0."""
     logits = model(input_ids=ids, **inputs).logits[:, :-1].double()

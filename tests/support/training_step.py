@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -56,6 +58,13 @@ def loss_of(model: Any, given: dict[str, Any], **options: Any) -> tuple[Any, dic
     out = causal_lm_loss(model, GRPOLoss(loss_type="dapo"), **given, num_items_in_batch=30.0, **options)
     out.loss.backward()
     return out, {name: x.grad.clone() for name, x in model.named_parameters() if x.grad is not None}
+
+
+@contextmanager
+def positions_left_to_the_model(model: Any) -> Iterator[None]:
+    """Inside, the model counts positions itself, as in TRL's trainer, which hands it none."""
+    with mock.patch.object(type(model), "_prepare_position_ids_for_generation"):
+        yield
 
 
 def distance(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:

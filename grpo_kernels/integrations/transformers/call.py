@@ -66,7 +66,13 @@ def run_scored(
     facts = heads.facts_of(base, inputs)
     head, is_checked = heads.known_head(model, facts)
     if not is_checked or batch.input_ids.device.type == "cpu":  # in later calls it would wait for the device
-        check_attended(attention_mask, needed, has_positions="position_ids" in inputs)
+        check_attended(
+            attention_mask,
+            needed,
+            input_ids=batch.input_ids,
+            config=base.config,
+            has_positions="position_ids" in inputs,
+        )
 
     groups = rank_groups(trunk_of(model))
     for _ in range(_MOST_RUNS):
@@ -119,7 +125,7 @@ def measured_head(base: nn.Module, forward: Callable[..., Any]) -> Head:
         output = args[-1]
         states.append(output[0] if isinstance(output, tuple) else output.last_hidden_state)
 
-    for _ in range(0 if is_checked else 3):
+    for _ in range(0 if is_checked and head.weight in _factors else 3):
         check = HeadCheck(head, lambda hidden: hidden[0, -1])
         call = HeadCall(head, keep, check)
         ids = torch.full((1, 2), ordinary_id(base), device=device)

@@ -35,7 +35,7 @@ from grpo_kernels.head.head import Head
 from grpo_kernels.integrations.transformers import head as heads
 from grpo_kernels.integrations.transformers.call import run_scored
 from grpo_kernels.integrations.transformers.head import causal_lm
-from grpo_kernels.integrations.transformers.inputs import Batch, check_names, moved
+from grpo_kernels.integrations.transformers.inputs import Batch, check_names, moved, with_positions
 from grpo_kernels.integrations.transformers.options import TrunkOptions, check_loss_fn, check_skip
 from grpo_kernels.loss import GRPOLoss, grpo_loss
 from grpo_kernels.objective.config import LossConfig
@@ -108,7 +108,7 @@ def causal_lm_loss(
         done[:] = [loss(states, whole, ids, mask, moved(advantages, states), **given)]
         return (done[0].loss,)
 
-    model_inputs = {"attention_mask": attention_mask, **inputs}
+    model_inputs = with_positions(model, {"attention_mask": attention_mask, **inputs})
     (loss,), output, shares = run_scored(model, batch, score, model_inputs, trunk, live)
     aux_loss = getattr(output, "aux_loss", None)
     if aux_loss is not None:

@@ -17,7 +17,7 @@ from grpo_kernels.call.output import Scores
 from grpo_kernels.head.head import Head
 from grpo_kernels.integrations.transformers import head as heads
 from grpo_kernels.integrations.transformers.call import run_scored
-from grpo_kernels.integrations.transformers.inputs import Batch, check_names, moved
+from grpo_kernels.integrations.transformers.inputs import Batch, check_names, moved, with_positions
 from grpo_kernels.integrations.transformers.options import TrunkOptions, temperature_of
 from grpo_kernels.logprob import linear_logprob
 from grpo_kernels.loss import GRPOLoss
@@ -84,7 +84,8 @@ def completion_logprobs(
     Args:
         model: a causal language model of transformers; PEFT, DDP, FSDP2 or accelerate may be around it.
         input_ids: (B, L) prompt and completion.
-        attention_mask: (B, L), or None.
+        attention_mask: (B, L), or None if no padding comes before a token that counts. (A warning says so
+            if it does.)
         completion_mask: (B, T) for the last T <= L columns of `input_ids`, non-zero where a token counts. T may be the
             longest completion, as in TRL, or L, with completions anywhere. The token in column t is predicted from
             column t - 1, so column 0 of `input_ids` never counts.
@@ -98,7 +99,9 @@ def completion_logprobs(
         return_output: True to return the model's own output too, such as a mixture of experts' ``aux_loss``.
         model_inputs: all other arguments of the model's forward: pixel_values, position_ids, token_type_ids, ...
             ``use_cache`` is False unless given. A name counts as the model's if it is a parameter of its forward, of a
-            wrapper's or of the body's, or one that transformers documents for all models.
+            wrapper's or of the body's, or one that transformers documents for all models. Without
+            position_ids they are counted from an `attention_mask` (B, L), as the model's `generate`
+            counts them; a model with positions of its own (RoBERTa, Qwen-VL) keeps those.
 
     Returns:
         `Scores` with `logps` (B, T) and, unless `entropy` is False, `entropies` (B, T): fp32 (fp64 for an fp64 model),
@@ -130,7 +133,8 @@ def completion_logprobs(
         )
         return tuple(found.given.values())
 
-    results, output, _ = run_scored(model, batch, score, {"attention_mask": attention_mask, **model_inputs}, trunk)
+    inputs = with_positions(model, {"attention_mask": attention_mask, **model_inputs})
+    results, output, _ = run_scored(model, batch, score, inputs, trunk)
     scores = Scores.of(logps=results[0], entropies=results[1] if entropy else None)
     return (scores, output) if return_output else scores
 

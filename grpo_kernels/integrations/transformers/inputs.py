@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import transformers.utils
 from torch import Tensor, nn
+from transformers import GenerationMixin
 
 from grpo_kernels.base.checks import check_shape, check_tensor, did_you_mean, warn_once
 from grpo_kernels.batch.kept_ids import KeptIds
@@ -119,6 +120,29 @@ def _named_by(module: nn.Module) -> Iterator[str]:
     yield from getattr(module, "special_peft_forward_args", ())  # PEFT takes these out of its **kwargs
 
 
+def with_positions(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return `inputs` of a forward with ``position_ids``, counted from a mask (B, L) as by `generate`.
+
+    Nothing is added where the caller gives position_ids, where a forward does not take them, and to a
+    model with positions of its own: of three dimensions, for images, or counted from padding tokens.
+    """
+    mask, hook = inputs.get("attention_mask"), "_prepare_position_ids_for_generation"
+    if inputs.get("position_ids") is not None or not isinstance(mask, Tensor) or mask.dim() != 2:
+        return inputs
+    wrappers, base = unwrapped(model)
+    takes = "position_ids" in inspect.signature(type(base).forward).parameters
+    for wrapper in wrappers:
+        parameters = inspect.signature(wrapper.forward).parameters
+        is_open = any(x.kind is x.VAR_KEYWORD for x in parameters.values())
+        takes = takes and (is_open or "position_ids" in parameters)
+    plain = getattr(GenerationMixin, hook, None)  # None before transformers 5
+    is_plain = plain is not None and getattr(type(base), hook, None) is plain
+    of_roberta = "create_position_ids_from_input_ids"
+    if not takes or not is_plain or any(hasattr(x, of_roberta) for x in base.modules()):
+        return inputs
+    return {**inputs, "position_ids": ((mask != 0).cumsum(1) - 1).masked_fill(mask == 0, 0)}
+
+
 def check_attention_mask(attention_mask: Any, input_ids: Tensor) -> None:
     """Raise unless `attention_mask` is None or has the shape (B, L) of `input_ids`.
 
@@ -134,21 +158,32 @@ def check_attention_mask(attention_mask: Any, input_ids: Tensor) -> None:
         check_shape("attention_mask", attention_mask, ("(B, L)", tuple(input_ids.shape)))
 
 
-def check_attended(attention_mask: Any, needed: Tensor, *, has_positions: bool) -> None:
+def check_attended(
+    attention_mask: Any,
+    needed: Tensor,  # (B, L) bool
+    *,
+    input_ids: Tensor,  # (B, L)
+    config: Any,
+    has_positions: bool,
+) -> None:
     """Check the values of an `attention_mask` (B, L). Waits for the device.
 
-    A token that counts within padding is an error. Two cases warn: a first token that counts though nothing predicts
-    it, since padding comes before it; and zeros between ones, after which positions are off. The token after the last 1
-    may count: it is the end token if that is the padding token too.
+    A token that counts within padding is an error. Three cases warn: no mask, though padding tokens come before a token
+    that counts; a first token that counts though nothing predicts it, since padding comes before it; and zeros between
+    ones, after which positions are off. The token after the last 1 may count: it is the end token if that is the
+    padding token too.
 
     Args:
         attention_mask: as `check_attention_mask` accepts it; only a mask of two dimensions is checked.
         needed: (B, L) bool, the columns whose hidden states predict a token that counts.
-        has_positions: True if the caller gives position_ids.
+        config: the model's.
+        has_positions: True if the forward is given position_ids.
 
     Raises:
         ValueError: a token counts in padding.
     """
+    if attention_mask is None:
+        _warn_of_attended_padding(input_ids, needed, config.get_text_config(decoder=True))
     if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2:
         return
     attended = attention_mask.to(needed.device) != 0
@@ -171,4 +206,25 @@ def check_attended(attention_mask: Any, needed: Tensor, *, has_positions: bool) 
             "attention_mask: it has zeros between ones, and a model without position_ids counts them as positions. Pad "
             "prompts on the left and completions on the right, or pass position_ids = (attention_mask.cumsum(1) - "
             "1).clamp(min=0)"
+        )
+
+
+def _warn_of_attended_padding(input_ids: Tensor, needed: Tensor, config: Any) -> None:
+    """Warn, once, if a token that counts attends to padding tokens; those on the right do no harm.
+
+    A padding token that is an end or begin token too is padding only where two stand side by side.
+    """
+    pad = getattr(config, "pad_token_id", None)
+    if pad is None:
+        return
+    of_text = [getattr(config, name, None) for name in ("eos_token_id", "bos_token_id")]
+    is_before = needed.flip(1).cumsum(1).flip(1) > 0
+    padding = (input_ids == pad) & is_before.to(input_ids.device)
+    if any(pad in (x if isinstance(x, list) else [x]) for x in of_text):
+        padding = padding[:, 1:] & padding[:, :-1]
+    if bool(padding.any()):
+        warn_once(
+            f"attention_mask: got None, and input_ids with padding tokens (pad_token_id = {pad}) before a "
+            "token that counts, which attends to them as to text. Pass the tokenizer's attention_mask, with "
+            "a 1 for each token of the completion"
         )

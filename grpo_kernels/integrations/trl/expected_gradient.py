@@ -85,9 +85,11 @@ def _policy_inputs(trainer: Any, inputs: dict[str, Any], config: LossConfig) -> 
     num_items / world_size * G / steps_per_generation instead. G is left out of both here, so that these three divide by
     num_items / (world_size * steps_per_generation).
     """
-    found = {name: inputs.get(name) for name in ("old_per_token_logps", "ref_per_token_logps")}
-    if config.estimates_kl and found["ref_per_token_logps"] is None:  # not scored yet; any values grade the same rows
-        found["ref_per_token_logps"] = torch.zeros_like(inputs["completion_mask"], dtype=torch.float32)
+    found = {"old_per_token_logps": inputs.get("old_per_token_logps")}
+    if config.estimates_kl:  # where it is not scored yet, any values grade the same rows
+        reference = inputs.get("ref_per_token_logps")
+        zeros = torch.zeros_like(inputs["completion_mask"], dtype=torch.float32)
+        found["ref_per_token_logps"] = zeros if reference is None else reference
     if config.masks_off_policy or config.corrects_sampling:
         found["sampling_per_token_logps"] = inputs.get("sampling_per_token_logps")
     enters = loss_of(config).importance_ratio

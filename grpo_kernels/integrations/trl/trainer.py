@@ -73,7 +73,9 @@ class FusedLossMixin(LogsRows):
             `without_set` of `grpo_kernels.linear_logprob`. None: over the whole vocabulary, as in TRL. Logged:
             ``kept/size``, the mean number of ids in a set, and ``kept/without_set``, the share of tokens without one.
         engine, backend, workspace_bytes: as in `grpo_kernels.Run`, of every call of the head: `engine` and
-            `backend` choose how it is computed, `workspace_bytes` bounds its temporary memory.
+            `backend` choose how it is computed, `workspace_bytes` bounds its temporary memory. On a GPU
+            with memory free the default takes more than TRL's head, ``workspace_bytes=512 * 2**20`` less:
+            docs/memory.md.
         args, kwargs: the trainer's own.
     """
 
@@ -315,10 +317,12 @@ class FusedGRPOTrainer(FusedLossMixin, GRPOTrainer):
     It also logs ``rows/projected`` and ``rows/gradient`` (`row_count`), which show that it is at work.
 
     With N completion tokens, a share s of which carries gradient, its head costs (2 + 4s)NVH floating-point
-    operations a step where TRL's costs 8NVH, and prompt, padding and tool tokens are not projected at all. Where the
-    loss couples tokens (a sequence-level ratio with old log-probabilities, vespo, an entropy quantile, an off-policy
-    mask) it costs (2 + 6s)NVH. Gradients are exact either way. With vLLM, and in the first of several optimizer
-    steps on a batch, ``fused_sampling_correction`` saves a forward of the whole model, see `FusedLossMixin`.
+    operations a step where TRL's costs 8NVH. Prompt, padding and tool tokens are not projected; TRL's head
+    projects tool tokens too and, where it has no Triton (on a CPU), prompt and padding. Where the loss
+    couples tokens (a sequence-level ratio with old log-probabilities, vespo, an entropy quantile, an
+    off-policy mask) it costs (2 + 6s)NVH. Gradients are exact either way. With vLLM, and in the first of
+    several optimizer steps on a batch, ``fused_sampling_correction`` saves a forward of the whole model,
+    see `FusedLossMixin`.
 
     Other trainers of the process are not touched; `patch_trl` is for those.
     """
