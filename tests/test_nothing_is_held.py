@@ -324,10 +324,16 @@ def test_steps_of_a_trainer(name: str) -> None:
 
 def test_steps_of_distillation() -> None:
     pytest.importorskip("trl")
+    import trl
     from transformers import TrainerCallback
 
-    from tests.integrations.test_trl_distillation import CASES as OF_DISTILLATION
-    from tests.integrations.test_trl_distillation import OURS, trained
+    from benchmarks import tiny_models
+    from grpo_kernels.integrations.trl import FusedDistillationTrainer
+    from tests.support.trl_training import Written, train
+
+    class Ours(Written, FusedDistillationTrainer):
+        def _generate_single_turn(self, *args: Any, **kwargs: Any) -> list[list[int]]:
+            return super()._generate_single_turn(*args, **kwargs)[0]  # type: ignore[no-any-return]
 
     class Counted(TrainerCallback):
         found: list[tuple[int, int, int]] = []  # noqa: RUF012
@@ -336,18 +342,23 @@ def test_steps_of_distillation() -> None:
             self.found.append(count())
 
     with counting() as count:
-        trained(OURS, next(iter(OF_DISTILLATION)), steps=6, callbacks=[Counted()])
+        teacher = tiny_models.model("qwen3", seed=5, num_hidden_layers=1)
+        sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_completion_length": 12}
+        of_config = {"config_class": trl.DistillationConfig, "beta": 0.5, **sizes}
+        train(Ours, 6, teacher_model=teacher, callbacks=[Counted()], **of_config)
     tensors = [x[0] for x in Counted.found]
     assert max(tensors[3:]) <= max(tensors[1:3]), tensors
 
 
 def test_verls_forward() -> None:
     pytest.importorskip("verl")
-    from tests.integrations.test_verl import batch, text_model
+    from benchmarks import tiny_models
     from tests.support import verl_peer
 
     with verl_peer.patched() as patch:
-        model, inputs = text_model("qwen3"), batch(packed=False)
+        model = verl_peer.with_own_class(tiny_models.model("qwen3"))
+        ids = torch.randint(2, 97, (2, 9))
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         patch.apply_monkey_patch(
             model, use_remove_padding=False, use_fused_kernels=True, fused_kernels_backend="grpo_kernels"
         )

@@ -17,10 +17,9 @@ import transformers
 
 from grpo_kernels.base.checks import warn_once
 from grpo_kernels.integrations.transformers import completion_logprobs
-from tests.integrations.test_trial import SCORED, lengthened
 from tests.support import all_architectures as every
 from tests.support import tiny_architectures as tiny
-from tests.support.training_step import PADDED, assert_same, batch, loss_of, said_by
+from tests.support.training_step import PADDED, SCORED, assert_same, batch, lengthened, loss_of, said_by
 
 ROOT = Path(__file__).parents[2]
 CONSTRAINTS = (ROOT / "requirements/constraints.txt").read_text().split()

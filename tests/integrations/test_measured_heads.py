@@ -89,10 +89,12 @@ def compared(got: Tensor, want: Tensor, given: dict[str, Tensor]) -> tuple[Tenso
 def test_a_body_whose_output_is_changed_before_the_head_is_refused_by_trls_seam() -> None:
     """BERT has a dense layer and a norm there, which trl leaves out."""
     pytest.importorskip("trl")
+    import trl.trainer.dpo_trainer as trl_dpo
+
     from grpo_kernels.integrations.trl import patch_trl
 
     with patch_trl(), pytest.raises(ValueError, match="BertLMHeadModel changes it in between"):
-        trls(tiny.text_model("bert", torch.float32), batch())
+        trl_dpo.add_fused_lm_head(tiny.text_model("bert", torch.float32))  # when a trainer is made
 
 
 @pytest.mark.parametrize("kind", ["recurrent_gemma", "hyperclovax"])
@@ -120,6 +122,27 @@ def test_the_trainer(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen
     for got, want, mask in seen:
         torch.testing.assert_close(got[mask.bool()], want[mask.bool()], rtol=1e-3, atol=1e-3)
+
+
+def test_distillation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Constants of student and teacher, under a name that trl does not read."""
+    trl = pytest.importorskip("trl")
+    from grpo_kernels.integrations.trl import FusedDistillationTrainer
+    from tests.support.trl_training import Written, train
+
+    class Ours(Written, FusedDistillationTrainer):
+        def _generate_single_turn(self, *args: Any, **kwargs: Any) -> list[list[int]]:
+            return super()._generate_single_turn(*args, **kwargs)[0]  # type: ignore[no-any-return]
+
+    sizes = {"vocab_size": tiny_models.VOCAB, "max_position_embeddings": 256}
+    model = tiny.text_model("recurrent_gemma", torch.float32, **sizes)
+    teacher = tiny.text_model("hyperclovax", torch.float32, **sizes)
+    monkeypatch.setattr(tiny_run, "model", lambda *_, **__: model)
+    options = {"config_class": trl.DistillationConfig, "beta": 0.5, "max_completion_length": 12}
+    run = train(Ours, 1, teacher_model=teacher, per_device_train_batch_size=4, **options)
+    student, other = run.trainer._heads
+    assert (student.final_logit_softcapping, student.logit_scale) == (2.0, 1.0)
+    assert (other.final_logit_softcapping, other.logit_scale) == (None, 3.0)
 
 
 def test_an_argument_that_divides_the_logits_is_measured_for_each_value() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import functools
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -16,29 +15,28 @@ import torch
 from torch import Tensor, nn
 
 pytest.importorskip("transformers")
-from transformers import LlamaForCausalLM
 from transformers.integrations.neftune import activate_neftune
-from transformers.utils import ModelOutput
 
 from grpo_kernels import GRPOLoss
 from grpo_kernels.base.checks import warn_once
 from grpo_kernels.integrations.transformers import causal_lm_loss, completion_logprobs
-from tests.integrations.test_trial import lengthened
 from tests.support import tiny_architectures as tiny
 from tests.support.training_step import (
     PADDED,
+    SCORED,
     assert_modes_agree,
     assert_same,
     batch,
+    lengthened,
     loss_of,
     positions_left_to_the_model,
+    reader,
     said_by,
 )
 
 LOSS = GRPOLoss(loss_type="dapo")
 WITH_KL = GRPOLoss(loss_type="dapo", beta=0.04)
 OF_LOSS = ("completion_mask", "advantages", "ref_per_token_logps")
-SCORED = ("input_ids", "attention_mask", "completion_mask")
 INVOCATION = [91, 92]
 
 
@@ -229,36 +227,6 @@ def test_rows_that_are_packed_by_positions_stay_apart(rows: int) -> None:
     model = llama()
     assert_scores_as_padded(model, given)
     assert_trains_as_padded(model, {**given, "advantages": torch.tensor([1.0, -0.5, -1.0])[:rows]})
-
-
-@dataclass
-class ReadOutput(ModelOutput):
-    logits: Tensor | None = None
-    values: Tensor | None = None
-    aux_loss: Tensor | None = None
-    hidden_states: tuple[Tensor, ...] | None = None
-    losses: tuple[Tensor, ...] | None = None
-
-
-class Reader(LlamaForCausalLM):  # type: ignore[misc]
-    """A model with a value head and a loss of its own, which read the hidden states of all attended tokens."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        self.value_head = nn.Linear(config.hidden_size, 1)
-        self.adds_loss = self.nests_loss = False
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, **kwargs: Any) -> ReadOutput:
-        hidden = self.model(input_ids, attention_mask=attention_mask, **kwargs).last_hidden_state
-        aux_loss = hidden[attention_mask.bool()].square().mean() if self.adds_loss else None
-        losses = None if aux_loss is None else (aux_loss,)
-        values = self.value_head(hidden)[..., 0]
-        return ReadOutput(self.lm_head(hidden), values, None if self.nests_loss else aux_loss, (hidden,), losses)
-
-
-def reader() -> Any:
-    torch.manual_seed(0)
-    return Reader(llama().config).eval()
 
 
 def test_values_that_were_not_computed_do_not_look_like_numbers() -> None:

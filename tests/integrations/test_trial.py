@@ -18,9 +18,7 @@ from grpo_kernels import GRPOLoss
 from grpo_kernels.base.checks import warn_once
 from grpo_kernels.integrations.transformers import causal_lm_loss, completion_logprobs
 from tests.support import tiny_architectures as tiny
-from tests.support.training_step import MODES, PADDED, assert_same, batch, loss_of, said_by
-
-SCORED = ("input_ids", "attention_mask", "completion_mask")
+from tests.support.training_step import MODES, PADDED, SCORED, assert_same, batch, lengthened, loss_of, said_by
 
 
 @pytest.fixture(autouse=True)
@@ -43,19 +41,6 @@ def assert_right(model: Any, given: dict[str, Any], **more: Any) -> Any:
 
 def is_a_tree(model: Any, given: dict[str, Any]) -> bool:
     return bool(loss_of(model, given)[0].metrics["tokens/computed"] < 0.6)
-
-
-def lengthened(given: dict[str, Tensor], times: int) -> dict[str, Tensor]:
-    """The batch with each completion repeated."""
-    ends = {name: given[name] for name in SCORED}
-    for name in ("input_ids", "attention_mask"):
-        ends[name] = torch.cat([given[name][:, :8], *[given[name][:, 8:]] * times], dim=1)
-    ends["input_ids"] = (ends["input_ids"] + torch.arange(ends["input_ids"].shape[1])) % 87 + 3
-    ends["input_ids"][:3, :8], ends["input_ids"][3:, :8] = ends["input_ids"][0, :8], ends["input_ids"][3, :8]
-    # the attended tokens of a completion first
-    mask = ends["attention_mask"][:, 8:].sort(dim=1, descending=True).values
-    ends["attention_mask"] = torch.cat([given["attention_mask"][:, :8], mask], dim=1)
-    return {**given, **ends, "completion_mask": mask}
 
 
 # A guest in the user's model

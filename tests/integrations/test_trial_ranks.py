@@ -15,7 +15,7 @@ from grpo_kernels import GRPOLoss
 from grpo_kernels.integrations.transformers import causal_lm_loss
 from tests.support import tiny_architectures as tiny
 from tests.support.ranks import run_ranks
-from tests.support.training_step import PADDED
+from tests.support.training_step import PADDED, reader
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "padded": PADDED,
@@ -156,8 +156,6 @@ def lengths_and_failures_on_one_rank(rank: int, world_size: int) -> list[bool]:
 
 def scalars_on_one_rank(rank: int, world_size: int) -> list[bool]:
     """The model's output has a number of its own; the rows of one rank run as given, since a hook looks at them."""
-    from tests.integrations.test_training_step_models import reader
-
     model = reader().train()
     model.adds_loss = True
     around, found = divided(model, model.model.layers), []

@@ -5,12 +5,15 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import LlamaForCausalLM
 from transformers.models.gptj import modeling_gptj
+from transformers.utils import ModelOutput
 
 from grpo_kernels import GRPOLoss
 from grpo_kernels.integrations.transformers import causal_lm_loss
@@ -20,6 +23,7 @@ from tests.support.case_builder import seeded
 PADDED: dict[str, Any] = {"zero_advantage": "train", "layout": "padded"}
 MODES: dict[str, dict[str, Any]] = {mode: {"layout": mode} for mode in ("tree", "trim", "padded")}
 ALL = "tree trim padded"
+SCORED = ("input_ids", "attention_mask", "completion_mask")
 # Layouts in which each family is exact.
 FAMILIES = {
     **dict.fromkeys(
@@ -50,6 +54,19 @@ def batch(sequences: int = 6) -> dict[str, Tensor]:
     advantages = torch.tensor([1.0, 0.0, -0.5, 0.0, 0.0, 0.7])
     found = {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask, "completion_mask": mask[:, 8:]}
     return {name: x[:sequences] for name, x in {**found, "advantages": advantages}.items()}
+
+
+def lengthened(given: dict[str, Tensor], times: int) -> dict[str, Tensor]:
+    """The batch with each completion repeated."""
+    ends = {name: given[name] for name in SCORED}
+    for name in ("input_ids", "attention_mask"):
+        ends[name] = torch.cat([given[name][:, :8], *[given[name][:, 8:]] * times], dim=1)
+    ends["input_ids"] = (ends["input_ids"] + torch.arange(ends["input_ids"].shape[1])) % 87 + 3
+    ends["input_ids"][:3, :8], ends["input_ids"][3:, :8] = ends["input_ids"][0, :8], ends["input_ids"][3, :8]
+    # the attended tokens of a completion first
+    mask = ends["attention_mask"][:, 8:].sort(dim=1, descending=True).values
+    ends["attention_mask"] = torch.cat([given["attention_mask"][:, :8], mask], dim=1)
+    return {**given, **ends, "completion_mask": mask}
 
 
 def loss_of(model: Any, given: dict[str, Any], **options: Any) -> tuple[Any, dict[str, Tensor]]:
@@ -93,3 +110,33 @@ def said_by(call: Any) -> list[str]:
         warnings.simplefilter("always")
         call()
     return [str(x.message) for x in found if "grpo_kernels" in str(x.message)]
+
+
+@dataclass
+class ReadOutput(ModelOutput):
+    logits: Tensor | None = None
+    values: Tensor | None = None
+    aux_loss: Tensor | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+    losses: tuple[Tensor, ...] | None = None
+
+
+class Reader(LlamaForCausalLM):  # type: ignore[misc]
+    """A model with a value head and a loss of its own, which read the hidden states of all attended tokens."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.value_head = nn.Linear(config.hidden_size, 1)
+        self.adds_loss = self.nests_loss = False
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, **kwargs: Any) -> ReadOutput:
+        hidden = self.model(input_ids, attention_mask=attention_mask, **kwargs).last_hidden_state
+        aux_loss = hidden[attention_mask.bool()].square().mean() if self.adds_loss else None
+        losses = None if aux_loss is None else (aux_loss,)
+        values = self.value_head(hidden)[..., 0]
+        return ReadOutput(self.lm_head(hidden), values, None if self.nests_loss else aux_loss, (hidden,), losses)
+
+
+def reader() -> Any:
+    torch.manual_seed(0)
+    return Reader(tiny.text_model("llama", torch.float32).config).eval()

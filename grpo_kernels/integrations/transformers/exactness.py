@@ -369,8 +369,7 @@ class _Trial:
         places = torch.full(self.needed.shape, -1, device="cpu")
         places[self.needed] = torch.arange(len(self.order), device="cpu")
         places = nn.functional.pad(places, (0, more_columns), value=-1).reshape(-1)
-        states, gradient = None, torch.zeros(1, device=self.device)
-        draw = torch.Generator("cpu").manual_seed(0)
+        found, states, gradient = list[Tensor](), list[Tensor](), torch.zeros(1, device=self.device)
         with (
             torch.compiler.set_stance("force_eager"),  # compiled layers would be compiled for these shapes
             torch.inference_mode(False),
@@ -390,20 +389,21 @@ class _Trial:
                 self.layers = segments.consumed if segments is not None else 0
                 self.cost = self.cost[0] + 1, self.cost[1] + layout.sources.numel()
                 at = places[layout.cells]
-                tokens, at = layout.tokens[at >= 0].to(self.device), at[at >= 0].to(self.device)
-                read = output.last_hidden_state.flatten(0, 1)[tokens]
-                if states is None:
-                    states = read.new_zeros(len(self.order), read.shape[1])
-                    cotangent = torch.randn(states.shape, generator=draw, device="cpu").to(states)
-                states[at] = read.detach()
+                hidden = output.last_hidden_state.flatten(0, 1)
+                read = hidden[layout.tokens[at >= 0].to(hidden.device)]
+                found.append(at[at >= 0])
+                states.append(read.detach())
                 if leaves and read.requires_grad:
-                    found = torch.autograd.grad(read, leaves, cotangent[at], materialize_grads=True)
-                    gradient = gradient + torch.cat([x.flatten().float() for x in found])
-                del output, read, segments  # the graph, before the next part has one
+                    draw = torch.Generator("cpu").manual_seed(0)
+                    cotangent = torch.randn(len(self.order), read.shape[1], generator=draw, device="cpu")
+                    pulled = cotangent[found[-1]].to(read)
+                    of_leaves = torch.autograd.grad(read, leaves, pulled, materialize_grads=True)
+                    gradient = gradient + torch.cat([x.flatten().float().to(self.device) for x in of_leaves])
+                del output, hidden, read, segments  # the graph, before the next part has one
             self.is_random = not torch.equal(numbers, _random_state(self.device))
             changed = {name: x for name, x in self.trunk.named_buffers() if x._version > versions.get(name, x._version)}
-        assert states is not None
-        return _Found(states, gradient, changed)
+        order = torch.cat(found).argsort()
+        return _Found(torch.cat(states).to(self.device)[order.to(self.device)], gradient, changed)
 
 
 def _random_state(device: torch.device) -> Tensor:

@@ -22,6 +22,8 @@ from grpo_kernels.divergence import linear_divergence
 from grpo_kernels.head.head import Head
 from grpo_kernels.head.module import whole_constant
 from grpo_kernels.integrations.host import HostFunction, during
+from grpo_kernels.integrations.transformers.head import causal_lm
+from grpo_kernels.integrations.trl.fused_head import constants_of, measured
 from grpo_kernels.integrations.trl.row_count import LogsRows, count_rows
 from grpo_kernels.integrations.trl.scoring import SCORING, Scoring
 
@@ -56,25 +58,18 @@ def divergence_loss(
     valid = completion_mask != 0
     if isinstance(num_items_in_batch, Tensor):
         num_items_in_batch = num_items_in_batch.to(valid.device)
+    heads = SCORING.get().heads
+    of_student = constants_of(heads[0], student_final_logit_softcapping, student_logit_scale)
+    of_teacher = constants_of(heads[1], teacher_final_logit_softcapping, teacher_logit_scale)
     expected = None  # the gradient of a mean
     if num_items_in_batch is not None:
         expected = (torch.ones((), device=valid.device) / num_items_in_batch).expand(valid.shape)
     with maybe_gather_lm_head_ctx(*student, *teacher):  # ZeRO-3
         found = linear_divergence(
             student_hidden_states,
-            Head(
-                weight,
-                bias,
-                final_logit_softcapping=student_final_logit_softcapping,
-                logit_scale=student_logit_scale,
-            ),
+            Head(weight, bias, **of_student),
             teacher_hidden_states,
-            Head(
-                teacher_weight,
-                teacher_bias,
-                final_logit_softcapping=teacher_final_logit_softcapping,
-                logit_scale=teacher_logit_scale,
-            ),
+            Head(teacher_weight, teacher_bias, **of_teacher),
             mask=valid,
             divergence="jsd",
             beta=beta,
@@ -126,8 +121,16 @@ class FusedDistillationTrainer(LogsRows, DistillationTrainer):
         if not DIVERGENCE.is_known():
             DIVERGENCE.warn_unknown()
         super().__init__(*args, **kwargs)
+        student, teacher = (
+            None if model is None else causal_lm(self.accelerator.unwrap_model(model))
+            for model in (self.model, self.teacher_model)
+        )
+        self._heads = (
+            None if student is None else measured(student),
+            None if teacher is None else measured(teacher),
+        )
 
     def _compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         """Compute TRL's loss, with our divergence."""
-        with DIVERGENCE.replaced(), during(SCORING, Scoring(shares=self._shares)):
+        with DIVERGENCE.replaced(), during(SCORING, Scoring(shares=self._shares, heads=self._heads)):
             return super()._compute_loss(*args, **kwargs)

@@ -62,18 +62,10 @@ class FusedHead:
             "temperature": temperature,
         }
 
-        measured = HEAD_OF_MODEL.get()
-        if measured is not None:  # TRL reads the config, as names that mean another thing in another model
-            _warn_of_constants((final_logit_softcapping, logit_scale), measured)
-            final_logit_softcapping, logit_scale = measured.final_logit_softcapping, measured.logit_scale
+        constants = constants_of(HEAD_OF_MODEL.get(), final_logit_softcapping, logit_scale)
 
         def score(hidden: Tensor, head: Head, gather: Gather | None) -> Scores:
-            head = replace(
-                head,
-                final_logit_softcapping=final_logit_softcapping,
-                logit_scale=logit_scale,
-                logits_dtype=scoring.logits_dtype,
-            )
+            head = replace(head, logits_dtype=scoring.logits_dtype, **constants)
             return _score(scoring, call, hidden, head, run=replace(scoring.run, gather=gather), **options)
 
         if isinstance(weight, ModelHead):
@@ -90,10 +82,9 @@ ADDERS.append("trl.experimental.async_grpo.async_grpo_trainer")
 
 
 def add_fused_lm_head(model: Any, *args: Any, **kwargs: Any) -> None:
-    """Do what TRL's function does; the head's constants are those of the model's own logits, measured in a first call.
+    """Do what TRL's function does; the head's constants are those of the model's own logits, measured.
 
-    Raises:
-        ValueError: from the model, if its logits are not one product of its body's output with the head.
+    They are measured in the first call, if they are not known by then.
     """
     _theirs(model, *args, **kwargs)
     fused = model.forward.__func__
@@ -108,13 +99,35 @@ def add_fused_lm_head(model: Any, *args: Any, **kwargs: Any) -> None:
     model.forward = types.MethodType(forward, model)
 
 
-def _warn_of_constants(theirs: tuple[float | None, float], measured: Head) -> None:
+def add_measured_lm_head(model: Any, *args: Any, **kwargs: Any) -> None:
+    """Do the same, and measure the constants before anything is generated.
+
+    Raises:
+        ValueError: the model's logits are not one product of its body's output with the head.
+    """
+    add_fused_lm_head(model, *args, **kwargs)
+    measured(model)
+
+
+def measured(model: Any) -> Head | None:
+    """Return `measured_head`, outside of a call of `model`; None where its parameters are not whole there."""
+    kinds = {type(x).__name__ for x in model.parameters()}
+    if kinds & {"DTensor", "FlatParameter"} or any(x.is_meta or hasattr(x, "ds_status") for x in model.parameters()):
+        return None
+    return measured_head(model, model.forward)
+
+
+def constants_of(measured: Head | None, cap: float | None, scale: float) -> dict[str, Any]:
+    """Return the soft-cap and scale of a `measured` head by name; those of TRL, from the config, without one."""
+    if measured is None:
+        return {"final_logit_softcapping": cap, "logit_scale": scale}
     ours = measured.final_logit_softcapping, measured.logit_scale
-    if theirs[0] != ours[0] or abs(theirs[1] - ours[1]) > 1e-6 * abs(ours[1]):
+    if cap != ours[0] or abs(scale - ours[1]) > 1e-6 * abs(ours[1]):
         warn_once(
-            f"trl's fused head would use the soft-cap and scale {theirs}, from the config; the model's own logits have "
+            f"trl's head would use the soft-cap and scale {(cap, scale)}, from the config; the model's own logits have "
             f"{ours}, which are used, so that losses are the model's and not stock trl's"
         )
+    return {"final_logit_softcapping": ours[0], "logit_scale": ours[1]}
 
 
 def _score(scoring: Scoring, call: ModelCall, hidden: Tensor, head: Head, **options: Any) -> Scores:

@@ -11,7 +11,7 @@ from grpo_kernels.integrations.host import Patches
 from grpo_kernels.integrations.shares import Shares
 from grpo_kernels.integrations.trl import row_count
 from grpo_kernels.integrations.trl.distillation import DIVERGENCE
-from grpo_kernels.integrations.trl.fused_head import ADDERS, HEAD, add_fused_lm_head
+from grpo_kernels.integrations.trl.fused_head import ADDERS, HEAD, add_measured_lm_head
 from grpo_kernels.integrations.trl.scoring import PATCHED
 
 _patches = Patches("trl")
@@ -76,7 +76,7 @@ def patch_trl(
         return Patch(False)
     PATCHED.logits_dtype, PATCHED.run, PATCHED.shares = logits_dtype, run, Shares()
     HEAD.replace(_patches)
-    _patches.replace(trl_utils, "add_fused_lm_head", add_fused_lm_head, importers=ADDERS)
+    _patches.replace(trl_utils, "add_fused_lm_head", add_measured_lm_head, importers=ADDERS)
     if not DIVERGENCE.is_known():
         DIVERGENCE.warn_unknown()
     DIVERGENCE.replace(_patches)

@@ -36,6 +36,7 @@ class Scoring:
         ids: (B, L) of the loss's call: `rows`, `unscored` and `comparison` are of that call alone. None: of all.
         sampled: a truncating sampler's sets, one record per completion, for the rows that have them (`of_rows`).
         unscored: inputs of the loss, as long as they lack old log-probabilities.
+        heads: measured heads of student and teacher, for distillation; None: TRL's constants serve.
         comparison: of the loss's head calls with the reference, for the exact KL term.
         reference_head: what keeps the inputs of the reference's head, for the exact KL term.
     """
@@ -48,6 +49,7 @@ class Scoring:
     sampled: Sequence[SampledSets | None] | None = None
     unscored: dict[str, Any] | None = None
     comparison: Comparison | None = None
+    heads: tuple[Head | None, Head | None] = (None, None)
     reference_head: ReferenceHead | None = None
 
 

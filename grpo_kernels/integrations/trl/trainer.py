@@ -35,12 +35,13 @@ from grpo_kernels.base.choices import BackendName, BatchLayout, EngineName, With
 from grpo_kernels.call.run import Run, check_run
 from grpo_kernels.integrations.host import during, replaced
 from grpo_kernels.integrations.transformers import exactness
+from grpo_kernels.integrations.transformers.head import causal_lm
 from grpo_kernels.integrations.transformers.options import TrunkOptions
 from grpo_kernels.integrations.transformers.trunk import trunk_of
 from grpo_kernels.integrations.trl import exact_kl, expected_gradient, micro_batches, old_scoring, sampled_sets
 from grpo_kernels.integrations.trl import head as heads
 from grpo_kernels.integrations.trl.expected_gradient import live_sequences
-from grpo_kernels.integrations.trl.fused_head import HEAD, add_fused_lm_head
+from grpo_kernels.integrations.trl.fused_head import HEAD, add_fused_lm_head, measured
 from grpo_kernels.integrations.trl.row_count import LogsRows
 from grpo_kernels.integrations.trl.scoring import PATCHED, SCORING, Scoring
 from grpo_kernels.integrations.trl.scoring_call import only_needed
@@ -122,6 +123,7 @@ class FusedLossMixin(LogsRows):
             super().__init__(*args, **kwargs)
         if HEAD.is_known():
             heads.check_head(self.model, self.args)
+            measured(causal_lm(self.accelerator.unwrap_model(self.model)))
         micro_batches.check_options(self, self._loss_owner())
         exact_kl.check_beta(self)
         sampled_sets.check_option(self, is_known=HEAD.is_known())
