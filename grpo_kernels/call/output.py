@@ -71,6 +71,11 @@ class Scores:
         results = {name: getattr(self, name) for name in _OF_SCORES}
         return {name: x for name, x in results.items() if x is not None}
 
+    def __getitem__(self, key: object) -> Tensor:
+        """Raise TypeError: results have names, and no order."""
+        names = ", ".join(f".{name}" for name in self.given)
+        raise TypeError(f"Scores: expected a result by its name, {names}, got [{key!r}]")
+
 
 _OF_SCORES = [x.name for x in fields(Scores)]
 _Context = tuple[str, str]  # engine, backend

@@ -265,3 +265,11 @@ def test_names_of_other_libraries_are_answered_with_ours(name: str, meant: str) 
     ):  # fmt: skip
         with pytest.raises(TypeError, match=rf"^{name}: expected an argument of {function} .* did you mean {meant}\?"):
             call(**{name: 0.1})
+
+
+def test_results_are_taken_by_name() -> None:
+    scores = linear_logprob(HIDDEN, WEIGHT, IDS)
+    with pytest.raises(TypeError, match=r"expected a result by its name, \.logps, \.entropies, got \[0\]"):
+        scores[0]
+    with pytest.raises(TypeError, match=r"\.logps"):
+        logps, _ = scores  # type: ignore[misc]
