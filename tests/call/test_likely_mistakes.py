@@ -272,4 +272,4 @@ def test_results_are_taken_by_name() -> None:
     with pytest.raises(TypeError, match=r"expected a result by its name, \.logps, \.entropies, got \[0\]"):
         scores[0]
     with pytest.raises(TypeError, match=r"\.logps"):
-        logps, _ = scores  # type: ignore[misc]
+        _logps, _ = scores  # type: ignore[misc]
