@@ -109,6 +109,7 @@ def images_on_one_rank(rank: int, world_size: int) -> list[bool]:
     given: dict[str, Any] = {"input_ids": ids, "completion_mask": completion, "advantages": torch.tensor([1.0, -1.0])}
     image = {**given, **{name: x.float() if x.is_floating_point() else x for name, x in inputs.items()}}
     text = {**given, "input_ids": ids.clamp(max=80), "attention_mask": torch.ones_like(ids)}
+    text["mm_token_type_ids"] = torch.zeros_like(ids)
     found = []
     for case in (text, image if rank else text, text, text if rank else image):
         around.zero_grad()
