@@ -19,7 +19,16 @@ from grpo_kernels.base.checks import warn_once
 from grpo_kernels.integrations.transformers import completion_logprobs
 from tests.support import all_architectures as every
 from tests.support import tiny_architectures as tiny
-from tests.support.training_step import PADDED, SCORED, assert_same, batch, lengthened, loss_of, said_by
+from tests.support.training_step import (
+    PADDED,
+    SCORED,
+    assert_same,
+    batch,
+    lengthened,
+    loss_of,
+    positions_left_to_the_model,
+    said_by,
+)
 
 ROOT = Path(__file__).parents[2]
 CONSTRAINTS = (ROOT / "requirements/constraints.txt").read_text().split()
@@ -62,7 +71,8 @@ def assert_own_logprobs(model: Any, given: dict[str, Tensor]) -> None:
     takes = "use_cache" in inspect.signature(model.forward).parameters
     with torch.no_grad():
         want, _ = tiny.plain_logprobs(model, ids, attention_mask=mask, **({"use_cache": False} if takes else {}))
-        got = completion_logprobs(model, ids, mask, counted).logps
+        with positions_left_to_the_model(model):
+            got = completion_logprobs(model, ids, mask, counted).logps
     torch.testing.assert_close(got.double(), want[:, -counted.shape[1] :] * counted, rtol=2e-5, atol=2e-5)
 
 

@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from grpo_kernels.head.forward import check_module
 from grpo_kernels.head.head import Head
@@ -103,6 +103,7 @@ def changes(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
     def patch_forward_with_backends(
         model: Any, use_fused_kernels: bool = False, fused_kernels_backend: str | None = None
     ) -> None:
+        _keep_own_forward(type(model))
         if use_fused_kernels and fused_kernels_backend == BACKEND:
             use(model)
         else:
@@ -121,8 +122,8 @@ def use(model: Any) -> None:
 
     family = FAMILIES.get(model.config.model_type, DENSE)
     forward = _forward(family)
-    if not type(model).forward.__module__.startswith("verl."):
-        _own[type(model)] = type(model).forward
+    _keep_own_forward(type(model))
+    _own_forward(type(model))
     check_module(describe_head(model).weight)  # an unknown kind of head is refused here, not within the first step
     setattr(model, MARK, BACKEND)
     patches.replace(type(model), "forward", forward)
@@ -171,10 +172,22 @@ def _forward(family: Family) -> Callable[..., Any]:
     return forward
 
 
+def _keep_own_forward(cls: Any) -> None:
+    if not cls.forward.__module__.startswith("verl."):  # which ours has, too
+        _own[cls] = cls.forward
+
+
 def _own_forward(cls: type) -> Callable[..., Any]:
-    """Return the forward that a model's class had before verl's and ours."""
-    found = ((_own.get(x), vars(x).get("forward")) for x in cls.__mro__)
-    return next(x for pair in found for x in pair if x is not None and not x.__module__.startswith("verl."))
+    """Return the forward that a model's class had before verl's and ours: its logits say what the head's constants are.
+
+    Raises:
+        LookupError: verl has replaced it before `patch_verl`.
+    """
+    for x in cls.__mro__:
+        found = _own.get(x) or vars(x).get("forward")
+        if found is not None and found is not nn.Module.forward and not found.__module__.startswith("verl."):
+            return found
+    raise LookupError(f"verl has replaced the forward of {cls.__name__} already; call patch_verl before verl does")
 
 
 def _labels(shift_labels: Tensor | None, labels: Tensor | None, input_ids: Tensor | None) -> Tensor:
