@@ -538,3 +538,52 @@ def test_scores_in_inference_mode_come_first() -> None:
     want = completion_logprobs(model, **given, layout="padded").logps
     torch.testing.assert_close(first.clone(), want, rtol=3e-6, atol=3e-6)
     torch.testing.assert_close(inside.clone(), want, rtol=3e-6, atol=3e-6)
+
+
+def test_forwards_of_any_kind_and_bodies_without_a_config() -> None:
+    """What cannot be looked at runs as the padded forward would, or is looked at all the same."""
+    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
+
+    class Bare:
+        """A callable that takes no weak references."""
+
+        __slots__ = ("inner",)
+
+        def __init__(self, inner: Any) -> None:
+            self.inner = inner
+
+        def __call__(self, x: Tensor) -> Tensor:
+            return self.inner(x)
+
+    model = llama()
+    model.model.layers[0].mlp.forward = Bare(model.model.layers[0].mlp.forward)
+    assert_right(model, batch())
+    model = llama()
+    mlp = nn.Sequential(nn.Linear(tiny.HIDDEN, 32), nn.SiLU(), nn.Linear(32, tiny.HIDDEN))
+    model.model.layers[0].mlp = torch.jit.script(mlp)
+    assert_right(model, batch())
+
+    class Body(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(97, 16)
+
+        def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> BaseModelOutput:
+            return BaseModelOutput(last_hidden_state=self.embedding(input_ids).cumsum(1))
+
+    class Plain(PreTrainedModel):  # type: ignore[misc]
+        config_class, base_model_prefix = PretrainedConfig, "model"
+
+        def __init__(self) -> None:
+            super().__init__(PretrainedConfig(vocab_size=97, hidden_size=16))
+            self.model, self.lm_head = Body(), nn.Linear(16, 97, bias=False)
+
+        def get_output_embeddings(self) -> nn.Module:
+            return self.lm_head
+
+        def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> CausalLMOutput:
+            return CausalLMOutput(logits=self.lm_head(self.model(input_ids, attention_mask).last_hidden_state))
+
+    said = said_by(lambda: assert_right(Plain(), batch()))
+    assert len(said) == 1 and "config" in said[0]

@@ -20,6 +20,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -189,7 +190,8 @@ def _facts(trunk: nn.Module, forward: Callable[..., Any], inputs: TrunkInputs) -
 
 def _identity(function: Any) -> Any:
     """Return what tells `function` from any other, and keeps neither it nor the module of a method alive."""
-    return weakref.ref(getattr(function, "__func__", function))
+    function = getattr(function, "__func__", function)
+    return weakref.ref(function) if isinstance(function, FunctionType) else id(function)
 
 
 def _foreign_hook(trunk: nn.Module) -> str | None:

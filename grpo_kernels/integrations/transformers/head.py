@@ -12,6 +12,7 @@ import inspect
 import weakref
 from collections.abc import Mapping
 from dataclasses import replace
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -102,7 +103,8 @@ def facts_of(base: PreTrainedModel, inputs: Mapping[str, Any]) -> Any:
     values = [(name, x) for name, x in inputs.items() if isinstance(x, bool | int | float | str)]
     tensors = [(name, x.item()) for name, x in inputs.items() if isinstance(x, Tensor) and x.numel() == 1]
     code = [getattr(x, "__func__", x) for x in (type(base).forward, vars(base).get("forward")) if x is not None]
-    return _from_config(base), tuple(map(weakref.ref, code)), tuple(sorted([*values, *tensors], key=str))
+    code = [weakref.ref(x) if isinstance(x, FunctionType) else id(x) for x in code]
+    return _from_config(base), tuple(code), tuple(sorted([*values, *tensors], key=str))
 
 
 def remember(model: nn.Module, head: Head, facts: Any, compared: bool) -> None:

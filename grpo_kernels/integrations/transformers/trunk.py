@@ -144,7 +144,7 @@ class _TrunkCall:
         """
         self.was_called = True
         given = {**dict(zip(inspect.signature(self.forward).parameters, args, strict=False)), **kwargs}
-        batch, failed, output = self._batch(given), dict[str, str](), None
+        batch, failed, output = self._batch_or_none(given), dict[str, str](), None
         graph = torch.is_grad_enabled()
         while True:
             choice = None if batch is None or output is not None else self._choice(batch, failed)
@@ -173,12 +173,22 @@ class _TrunkCall:
             if not most_of_ranks(self.groups, [int(output is None)])[0]:
                 return output
 
-    def _batch(self, given: dict[str, Any]) -> _Batch | None:
+    def _batch_or_none(self, given: dict[str, Any]) -> _Batch | None:
         """Return the inputs `given` by name as a batch; None, after a warning, if they run as they are."""
+        try:
+            found = self._batch(given)
+        except Exception as error:  # such as a body without a config
+            found = f"in reading its inputs, {described(error)}"
+        if not isinstance(found, str):
+            return found
+        say_once(self.trunk, found)
+        self.start = len(self.needed)  # the places of further calls are not known
+        return None
+
+    def _batch(self, given: dict[str, Any]) -> _Batch | str | None:
         inputs = TrunkInputs.of(self.trunk, given)
         if isinstance(inputs, str):
-            say_once(self.trunk, inputs)
-            return None
+            return inputs
         sequences, length = inputs.ids.shape
         rows = range(self.start, self.start + sequences)
         self.start = rows.stop
@@ -186,8 +196,7 @@ class _TrunkCall:
             return None
         cells = inputs.on_cpu(self.needed[rows.start : rows.stop].to(inputs.ids.device))
         if inputs.is_packed(cells):
-            say_once(self.trunk, "rows hold several sequences (position_ids begin anew), so they run as given")
-            return None
+            return "rows hold several sequences (position_ids begin anew), so they run as given"
         live = torch.full((sequences,), torch.is_grad_enabled(), device="cpu")
         if torch.is_grad_enabled() and self.live is not None:
             live = self.live[rows.start : rows.stop].cpu()
@@ -348,7 +357,7 @@ def _reason_against(model: nn.Module, trunk: nn.Module) -> str | None:
         return "the whole model is compiled; compile its layers instead (docs/training-step.md)"
     if any(FSDP1 in x._modules for x in (*wrappers, *trunk.modules())):
         return "FSDP1 has divided the model, whose units run one forward each; FSDP2 has no such limit"
-    attention = ALL_ATTENTION_FUNCTIONS.get(getattr(trunk.config, "_attn_implementation", ""), None)
+    attention = ALL_ATTENTION_FUNCTIONS.get(getattr(getattr(trunk, "config", None), "_attn_implementation", ""), None)
     replaced_by_ranks = nn.functional.scaled_dot_product_attention is not torch._C._nn.scaled_dot_product_attention
     if replaced_by_ranks or str(getattr(attention, "__module__", "")).startswith("deepspeed"):
         return "attention is not torch's own (context parallel): sequences may be divided over ranks"
