@@ -57,7 +57,8 @@ def guest(module: nn.Module, device: torch.device, parameters: Iterable[nn.Param
                 x._buffers.update({name: b if b is None else b.clone() for name, b in buffers.items()})
                 x.training = x.training and not isinstance(x, nn.modules.dropout._DropoutNd)
                 for name in attributes:
-                    if isinstance(attributes[name], float) and any(part in name for part in RANDOM):
+                    is_rate = attributes["training"] and isinstance(attributes[name], float)
+                    if is_rate and any(part in name for part in RANDOM):
                         vars(x)[name] = 0.0
                 if "_gradient_checkpointing_func" in attributes:  # transformers'; a reentrant one fills live gradients
                     vars(x)["_gradient_checkpointing_func"] = partial(checkpoint, use_reentrant=False)

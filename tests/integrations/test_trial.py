@@ -587,3 +587,59 @@ def test_forwards_of_any_kind_and_bodies_without_a_config() -> None:
 
     said = said_by(lambda: assert_right(Plain(), batch()))
     assert len(said) == 1 and "config" in said[0]
+
+
+def test_deep_models_in_sixteen_bits_keep_the_tree() -> None:
+    """Rounding grows with the depth."""
+    for kind, layers in (("llama", 24), ("qwen2", 24)):
+        model = tiny.text_model(kind, torch.bfloat16, num_hidden_layers=layers)
+        assert is_a_tree(model, batch()), kind
+
+
+def test_a_tree_that_rounding_allows_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rounding is measured by another forward, which counts no layers of the tree."""
+    from grpo_kernels.integrations.transformers import exactness
+
+    model = llama()
+    monkeypatch.setattr(exactness, "_distance", lambda *_: torch.tensor(1e-3))  # of the layout, and of the rounding
+    assert not said_by(lambda: loss_of(model, batch()))
+    assert is_a_tree(model, batch())
+
+
+def test_types_of_tokens_that_differ_are_no_tree() -> None:
+    """Gemma 3 lets tokens of an image see each other: zeros are a tree, and a later batch with ones is not."""
+    torch.manual_seed(0)
+    model, given = tiny.gemma3_vl()[0].float().eval(), batch()
+    given["token_type_ids"] = torch.zeros_like(given["input_ids"])
+    assert is_a_tree(model, given)
+    given["token_type_ids"][:, 9:12] = 1
+    for _ in range(2):
+        assert_right(model, given)
+
+
+def test_forwards_of_two_objects_and_whole_numbers_are_told_apart() -> None:
+    model = llama()
+    mlp = model.model.layers[0].mlp
+    plain = mlp.forward
+    for amount in (0.0, 0.5):
+        mixing = Mixing(mlp, plain)
+        mixing.amount = amount
+        mlp.forward = mixing.forward
+        assert_right(model, batch())
+    model = llama()
+    model.model.layers[0].mlp = Mixing(model.model.layers[0].mlp)
+    for amount in (0, 1):
+        model.model.layers[0].mlp.amount = amount
+        assert_right(model, batch())
+
+
+def test_few_rows_that_grow_are_tried_a_handful_of_times() -> None:
+    model, calls, tried = llama(max_position_embeddings=512), list[int](), 0
+    forward = model.model.layers[0].mlp.forward
+    model.model.layers[0].mlp.forward = lambda x: calls.append(1) or forward(x)  # type: ignore[func-returns-value]
+    for length in range(20, 60):
+        ids = torch.randint(3, 90, (1, length))
+        calls.clear()
+        completion_logprobs(model, ids, torch.ones_like(ids), torch.ones_like(ids[:, 4:]))
+        tried += len(calls) > 1
+    assert tried <= 8

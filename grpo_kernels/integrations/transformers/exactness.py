@@ -53,7 +53,8 @@ _SMALL = 2**17  # elements of a parameter whose gradient is compared
 _KEPT, _IN_A_ROW = 32, 8  # facts that are kept of a model, and that may be new in a row until trials end
 # Hooks that look at no columns, or make parameters and activations whole
 _HOOKS = ("torch.distributed.", "torch.nn.", "torch.utils.", "deepspeed.", "accelerate.", "transformers.", "peft.")
-_SWITCHES = (bool, float, str)  # attributes of modules that may change what they compute
+_SWITCHES = (bool, int, float, str)  # attributes of modules that may change what they compute
+_COUNTERS = ("_", "ds_", "applied_")  # but not those of DeepSpeed
 _HOOK_KINDS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -87,6 +88,9 @@ class Exactness:
     def __init__(self, trunk: nn.Module, forward: Callable[..., Any], inputs: TrunkInputs, cells: Cells) -> None:
         self.trunk, self.forward, self.inputs, self.cells = trunk, forward, inputs, cells
         self.size = cells.longest, cells.needed.shape[1]
+        types = (name for name in inputs.per_token if name != "position_ids")
+        values = ((name, cells.values[name][cells.attended]) for name in types)
+        self._differing = next((name for name, x in values if bool((x != x[:1]).any())), None)
         self._verdicts: dict[str, Verdict] = {}
         self._reason: str | None = None  # against every layout
         hook = _foreign_hook(trunk)
@@ -110,8 +114,14 @@ class Exactness:
             return "padding is read, and only the model knows what it attends to"
         if mode == "tree" and cells.has_holes and _has_window(self.trunk):
             return "a sequence has padding within, which its sliding window counts"
+        if mode == "tree" and self._differing is not None:
+            return f"{self._differing} differ between tokens, and may say which of them see each other"
         if mode not in self._verdicts:
-            self._verdicts[mode] = Verdict(reason=_by_structure(mode, self.trunk, self.forward))
+            try:
+                reason = _by_structure(mode, self.trunk, self.forward)
+            except Exception as error:
+                reason = f"in looking at its layers, {described(error)}"
+            self._verdicts[mode] = Verdict(reason=reason)
         known = self._verdicts[mode]
         if self.size[0] <= 0 and known.reason is None:
             return Way("none")  # nothing is read, nor computed
@@ -129,12 +139,18 @@ class Exactness:
         assert rows is not None  # or there was a verdict
         if known.way is not None:  # once more what was compared, if this batch has as many tokens: few try again then
             tokens, most = self.cells.needed.numel(), setting(self.trunk, "max_position_embeddings")
-            columns = min(2 * known.size[1], most or tokens, tokens // min(3, max(2, len(rows))))
+            headroom = max(tokens // min(3, max(2, len(rows))), 5 * self.size[1] // 4)
+            columns = min(2 * known.size[1], most or headroom, headroom)
             columns = max(columns, self.size[1])
             sizes.insert(0, (max(min(2 * known.size[0], columns), self.size[0]), columns))
         for size in dict.fromkeys(sizes):
             begin, trial = time.perf_counter(), _Trial(self.trunk, forward, self.inputs, rows, size)
-            found = trial.outcome(mode)
+            try:
+                found = trial.outcome(mode)
+            except torch.OutOfMemoryError:
+                if size == self.size:
+                    raise
+                continue
             _logger.info(
                 "%s: layout %r tried on sequences of %d tokens in %d columns: %s (%d forwards, %d tokens, %.2f s)",
                 type(self.trunk).__name__,
@@ -181,7 +197,7 @@ def _facts(trunk: nn.Module, forward: Callable[..., Any], inputs: TrunkInputs) -
         own = vars(x)
         ours = forward if x is trunk else own.get("forward")  # the trunk's own is replaced for the call
         found += [weakref.ref(x), _identity(type(x).forward), None if ours is None else _identity(ours)]
-        found += [value for name, value in own.items() if type(value) in _SWITCHES and name[0] != "_"]
+        found += [value for name, value in own.items() if type(value) in _SWITCHES and not name.startswith(_COUNTERS)]
         found += [p is not None and p.requires_grad for p in own["_parameters"].values()]
         found += _active(x)
     call = tuple(sorted(inputs.per_token)), tuple(sorted(inputs.constants.items())), device, _dtype(trunk, device)
@@ -190,8 +206,8 @@ def _facts(trunk: nn.Module, forward: Callable[..., Any], inputs: TrunkInputs) -
 
 def _identity(function: Any) -> Any:
     """Return what tells `function` from any other, and keeps neither it nor the module of a method alive."""
-    function = getattr(function, "__func__", function)
-    return weakref.ref(function) if isinstance(function, FunctionType) else id(function)
+    owner, function = getattr(function, "__self__", None), getattr(function, "__func__", function)
+    return weakref.ref(function) if isinstance(function, FunctionType) else id(function), id(owner)
 
 
 def _foreign_hook(trunk: nn.Module) -> str | None:
@@ -328,18 +344,21 @@ class _Trial:
         want = self._want
         parts = [[0, 1], [*range(2, len(self.needed))]] if mode == "tree" else [[0], [*range(1, len(self.needed))]]
         got = self._run(mode, way, [x for x in parts if x])
-        if mode == "tree" and not self.layers:
+        layers = self.layers  # before another forward counts its own
+        if mode == "tree" and not layers:
             return "its attention is not looked up in transformers' table, so it sees no segments"
         for name in {*want.buffers, *got.buffers}:
             one, other = want.buffers.get(name), got.buffers.get(name)
             if one is None or other is None or not torch.allclose(one, other, equal_nan=True):
                 return f"each forward changes a state of it ({name})"
-        floor = max(_ROUNDING * torch.finfo(self.dtype).eps, 1e-5)
+        # rounding grows with the root of the depth, and twice as far in gradients
+        eps, depth = torch.finfo(self.dtype).eps, max(1.0, (setting(self.trunk, "num_hidden_layers") or 1) / 8)
+        floor = max(_ROUNDING * eps * depth**0.5, 1e-5)
         for i, name in enumerate(("hidden states", "gradients")):
             off = self._off(got, want)[i]
-            if not off <= floor and not off <= self._rounding[i]:
+            if not off <= min((i + 1) * floor, max(_MOST, 16 * eps)) and not off <= self._rounding[i]:
                 return f"{name} are off by {off:.1g} of their length from the padded forward's"
-        return replace(way, layers=self.layers) if mode == "tree" else way
+        return replace(way, layers=layers) if mode == "tree" else way
 
     @functools.cached_property
     def _want(self) -> _Found:

@@ -104,7 +104,8 @@ def facts_of(base: PreTrainedModel, inputs: Mapping[str, Any]) -> Any:
     tensors = [(name, x.item()) for name, x in inputs.items() if isinstance(x, Tensor) and x.numel() == 1]
     code = [getattr(x, "__func__", x) for x in (type(base).forward, vars(base).get("forward")) if x is not None]
     code = [weakref.ref(x) if isinstance(x, FunctionType) else id(x) for x in code]
-    return _from_config(base), tuple(code), tuple(sorted([*values, *tensors], key=str))
+    scales = [(name, x) for part in (base, base.base_model) for name, x in vars(part).items() if isinstance(x, float)]
+    return _from_config(base), tuple(code), tuple(scales), tuple(sorted([*values, *tensors], key=str))
 
 
 def remember(model: nn.Module, head: Head, facts: Any, compared: bool) -> None:

@@ -240,6 +240,9 @@ class _TrunkCall:
             choice.batch.exactness.attempt(choice.mode, forward)
         except torch.OutOfMemoryError:  # of this moment: the next call tries again
             failed[choice.mode] = "no memory is free for its trial"
+        except Exception as error:
+            failed[choice.mode] = f"in making its trial, {described(error)}"
+            choice.batch.exactness.refuse(choice.mode, failed[choice.mode])
 
     def _as_given(self, given: dict[str, Any], others: int) -> Any:
         """Run the padded forward, and as many `others` as other ranks run."""
