@@ -26,8 +26,12 @@ REFERENCE = rf"^\[([^]]+)\]:[ \t]*(?!\s|{ELSEWHERE})\S.*\n?"  # [name]: of a fil
 
 def long_description(readme: str) -> str:
     """`readme` (markdown) without pictures, and with the words alone of links to files; code stays as it is."""
-    pieces = re.split(r"(^```.*?^```[^\n]*$)", readme, flags=re.DOTALL | re.MULTILINE)  # code at the odd places
-    names = [name for piece in pieces[::2] for name in re.findall(REFERENCE, piece, flags=re.MULTILINE)]
+    pieces = re.split(
+        r"(^```.*?^```[^\n]*$)", readme, flags=re.DOTALL | re.MULTILINE
+    )  # code at the odd places
+    names = [
+        name for piece in pieces[::2] for name in re.findall(REFERENCE, piece, flags=re.MULTILINE)
+    ]
     pieces[::2] = [without_files(piece, names) for piece in pieces[::2]]
     return "".join(pieces)
 
@@ -48,7 +52,10 @@ def without_files(prose: str, names: list[str]) -> str:
 class NativeWheel(bdist_wheel):
     """Takes the option, and tags the wheel with its platform alone."""
 
-    user_options: ClassVar = [*bdist_wheel.user_options, ("native", None, "with the C++ library inside")]
+    user_options: ClassVar = [
+        *bdist_wheel.user_options,
+        ("native", None, "with the C++ library inside"),
+    ]
 
     def initialize_options(self):
         super().initialize_options()
@@ -68,7 +75,11 @@ class Modules(build_py):
     """Without csrc/generate.py, which writes csrc/formulas.h in a checkout."""
 
     def find_package_modules(self, package, package_dir):
-        return [] if package == "grpo_kernels.csrc" else super().find_package_modules(package, package_dir)
+        return (
+            []
+            if package == "grpo_kernels.csrc"
+            else super().find_package_modules(package, package_dir)
+        )
 
 
 class BuildLibrary(build_ext):
@@ -79,7 +90,13 @@ class BuildLibrary(build_ext):
 
     def build_extension(self, extension):
         folder = Path(self.get_ext_fullpath(extension.name)).resolve().parent
-        command = [sys.executable, "-m", "grpo_kernels.backends.cpp_rows.build", "--into", str(folder)]
+        command = [
+            sys.executable,
+            "-m",
+            "grpo_kernels.backends.cpp_rows.build",
+            "--into",
+            str(folder),
+        ]
         subprocess.run(command, cwd=ROOT, check=True)
 
 

@@ -31,11 +31,21 @@ STEP = "step"  # the part that trains with TRL; only where asked for, it takes a
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
-    parser.add_argument("--parts", nargs="+", choices=(*PARTS, APART, STEP), default=PARTS, help="only these parts")
-    parser.add_argument("--save", type=Path, help="JSON file (default benchmarks/results/cpu[-part]-<date>.json)")
-    parser.add_argument("--plot", action="store_true", help="tables and plots into docs/benchmarks.md, docs/plots/")
-    parser.add_argument("--report", type=Path, metavar="JSON", help="measure nothing: show these results")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument(
+        "--parts", nargs="+", choices=(*PARTS, APART, STEP), default=PARTS, help="only these parts"
+    )
+    parser.add_argument(
+        "--save", type=Path, help="JSON file (default benchmarks/results/cpu[-part]-<date>.json)"
+    )
+    parser.add_argument(
+        "--plot", action="store_true", help="tables and plots into docs/benchmarks.md, docs/plots/"
+    )
+    parser.add_argument(
+        "--report", type=Path, metavar="JSON", help="measure nothing: show these results"
+    )
     parser.add_argument("--docs", type=Path, default=DOCS, help="where --plot writes")
     parser.add_argument("--smoke", action="store_true", help="everything at toy size, once")
     options = parser.parse_args(given)
@@ -49,13 +59,23 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 def chosen(options: argparse.Namespace) -> list[BenchCase]:
     """The cases that were asked for, those of memory first."""
     cases = [case for case in (*memory_cases(), *cpu_cases()) if case.part in options.parts]
-    return [replace(case.toy(), rounds=min(case.rounds, 1)) for case in cases] if options.smoke else cases
+    return (
+        [replace(case.toy(), rounds=min(case.rounds, 1)) for case in cases]
+        if options.smoke
+        else cases
+    )
 
 
 def measure(options: argparse.Namespace, command: Sequence[str]) -> Results:
     torch.set_num_threads(THREADS)
     about = machine.about(on_gpu=False)
-    kind = "-smoke" if options.smoke else "" if options.parts == PARTS else f"-{'-'.join(options.parts)}"
+    kind = (
+        "-smoke"
+        if options.smoke
+        else ""
+        if options.parts == PARTS
+        else f"-{'-'.join(options.parts)}"
+    )
     results = Results(
         options.save or RESULTS / f"cpu{kind}-{about['date'][:10]}.json",
         **about,
@@ -87,7 +107,11 @@ def with_others(data: dict[str, Any], folder: Path) -> dict[str, Any]:
     if data.get("smoke") or data.get("dry_run"):
         return data
     others = [json.loads(file.read_text()) for file in folder.glob("*.json")]
-    others = sorted((x for x in others if x.get("device") == data["device"]), key=lambda x: x["date"], reverse=True)
+    others = sorted(
+        (x for x in others if x.get("device") == data["device"]),
+        key=lambda x: x["date"],
+        reverse=True,
+    )
     base = next((x for x in (data, *others) if figures.of_part(x, "main")), data)
     page = {**base, "cases": dict(base.get("cases") or {}), "runs": dict(base.get("runs") or {})}
     for part in (STEP, APART):
@@ -96,14 +120,20 @@ def with_others(data: dict[str, Any], folder: Path) -> dict[str, Any]:
             page |= {part: source[part]} if part in source else {}
             page["cases"] |= figures.of_part(source, part)
             of_part = figures.of_run(source, part)
-            page["runs"][part] = {x: of_part.get(x) for x in ("date", "commit", "threads", "versions", "machine")}
+            page["runs"][part] = {
+                x: of_part.get(x) for x in ("date", "commit", "threads", "versions", "machine")
+            }
     return page
 
 
 def is_wrong(data: dict[str, Any]) -> bool:
     """True if the run was not complete, or ours was not right somewhere."""
-    providers = [x for case in (data.get("cases") or {}).values() for x in figures.providers(case).items()]
-    wrong = any(figures.is_ours(name) and x["status"] not in ("ok", "absent") for name, x in providers)
+    providers = [
+        x for case in (data.get("cases") or {}).values() for x in figures.providers(case).items()
+    ]
+    wrong = any(
+        figures.is_ours(name) and x["status"] not in ("ok", "absent") for name, x in providers
+    )
     return wrong or tables.step_is_wrong(data) or data["status"] != "complete"
 
 
@@ -121,7 +151,9 @@ def main(given: Sequence[str] | None = None) -> int:
     if options.plot:
         from benchmarks import plots
 
-        tables.write(page, options.docs / "benchmarks.md", plots.render(page, options.docs / "plots"))
+        tables.write(
+            page, options.docs / "benchmarks.md", plots.render(page, options.docs / "plots")
+        )
     return int(is_wrong(data))
 
 

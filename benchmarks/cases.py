@@ -25,7 +25,10 @@ class Absence(Exception):
     """Something that cannot run here; the text says why."""
 
 
-HEADS = {name: {"model": name, "h": h, "v": v, "softcap": SOFTCAPS.get(name)} for name, (v, h) in MODELS.items()}
+HEADS = {
+    name: {"model": name, "h": h, "v": v, "softcap": SOFTCAPS.get(name)}
+    for name, (v, h) in MODELS.items()
+}
 WORKLOADS: dict[str, dict[str, Any]] = {
     "all tokens": {},
     "padding": {"padding": 0.5},
@@ -57,11 +60,15 @@ class BenchCase:
     score: bool = False  # log-probabilities only, no gradient
     padding: float = 0.0  # share of positions that are masked: lengths go from short to full
     zero_share: float = 0.0  # of the sequences whose advantage is 0
-    drift: float = 0.0  # standard deviation of logp - old logp; 0: on-policy, no old log-probabilities
+    drift: float = (
+        0.0  # standard deviation of logp - old logp; 0: on-policy, no old log-probabilities
+    )
     top_entropy: float = 1.0  # share of the tokens, those of highest entropy, that carry the loss
     sequence: bool = False  # one ratio a sequence (GSPO)
     beta: float = 0.0  # KL to a reference policy, estimator k3
-    divergence: float | None = None  # instead of a policy loss: from a teacher, by TRL's beta, 0 forward KL, 1 reverse
+    divergence: float | None = (
+        None  # instead of a policy loss: from a teacher, by TRL's beta, 0 forward KL, 1 reverse
+    )
     teacher_h: int | None = None  # hidden size of the teacher, if not the student's
     scale: float = SCALE  # about the largest logit of a row
     peaked: bool = False  # most tokens nearly certain, as in a trained policy
@@ -120,7 +127,9 @@ class BenchCase:
         return {**found, "products_nvh": round(self.products_nvh, 3), "counted": self.counted}
 
 
-def case(name: str, model: str = "Qwen3-0.6B", workload: str = "all tokens", **fields: Any) -> BenchCase:
+def case(
+    name: str, model: str = "Qwen3-0.6B", workload: str = "all tokens", **fields: Any
+) -> BenchCase:
     return BenchCase(name, **{**HEADS[model], **WORKLOADS[workload], **fields})
 
 
@@ -171,7 +180,9 @@ def make_inputs(case: BenchCase, device: torch.device) -> Inputs:
         return torch.randn(shape, generator=g, device=device)
 
     weight_dtype = getattr(torch, case.weight_dtype or case.dtype)
-    spread = case.scale / 4.4  # the largest of some 10^5 normal numbers is about 4.4 standard deviations
+    spread = (
+        case.scale / 4.4
+    )  # the largest of some 10^5 normal numbers is about 4.4 standard deviations
     weight = _weight(case.h, case.v, spread, weight_dtype, device)
     hidden = normal(case.n, case.h)
     if case.peaked:
@@ -185,7 +196,11 @@ def make_inputs(case: BenchCase, device: torch.device) -> Inputs:
     ref = (logps + DRIFT * normal(case.n)).view(shape) if case.beta else None
     trains = not case.score
     hidden = hidden.view(batch, case.t, case.h)
-    teacher = None if case.divergence is None else make_teacher(hidden, weight, case.teacher_width, DRIFT, g)
+    teacher = (
+        None
+        if case.divergence is None
+        else make_teacher(hidden, weight, case.teacher_width, DRIFT, g)
+    )
     return Inputs(
         case,
         hidden.requires_grad_(trains),
@@ -199,7 +214,9 @@ def make_inputs(case: BenchCase, device: torch.device) -> Inputs:
     )
 
 
-def make_teacher(hidden: Tensor, weight: Tensor, width: int, drift: float, g: torch.Generator) -> Teacher:
+def make_teacher(
+    hidden: Tensor, weight: Tensor, width: int, drift: float, g: torch.Generator
+) -> Teacher:
     """A teacher of `width` H' >= H for hidden states (B, T, H) and weight (V, H).
 
     What it has of the student's hidden states is moved by `drift` of their standard deviation, 1, and what it has
@@ -210,7 +227,9 @@ def make_teacher(hidden: Tensor, weight: Tensor, width: int, drift: float, g: to
     own[..., :h] += hidden
     head = weight.new_empty(vocab, width)
     head[:, :h] = weight
-    for start in range(h, width, h):  # the next row's, so that no direction says what another one does
+    for start in range(
+        h, width, h
+    ):  # the next row's, so that no direction says what another one does
         columns = head[:, start : start + h]
         columns[:-1], columns[-1] = weight[1:, : columns.shape[1]], weight[0, : columns.shape[1]]
     return Teacher(own.to(torch.bfloat16).to(hidden.dtype), head)
@@ -234,7 +253,9 @@ def policy_loss(inputs: Inputs, logps: Tensor, entropies: Tensor | None = None) 
         if entropies is None:
             raise Absence("gives no entropy")
         entropies = entropies.detach().to(logps.dtype)
-        loss = loss * (entropies >= torch.quantile(entropies[inputs.mask.bool()], 1 - case.top_entropy))
+        loss = loss * (
+            entropies >= torch.quantile(entropies[inputs.mask.bool()], 1 - case.top_entropy)
+        )
     if inputs.ref is not None:
         d = inputs.ref.to(logps.dtype) - logps
         loss = loss + case.beta * (torch.exp(d) - d - 1)
@@ -258,7 +279,12 @@ def _weight(h: int, v: int, spread: float, dtype: torch.dtype, device: torch.dev
     Drawing so many numbers takes longer than a step, so every block of rows is the first with its columns moved on.
     """
     g = torch.Generator(device).manual_seed(SEED + 1)
-    block = torch.randn(min(v, 8192), h, generator=g, device=device).mul_(spread / h**0.5).to(torch.bfloat16).to(dtype)
+    block = (
+        torch.randn(min(v, 8192), h, generator=g, device=device)
+        .mul_(spread / h**0.5)
+        .to(torch.bfloat16)
+        .to(dtype)
+    )
     weight = torch.empty(v, h, dtype=dtype, device=device)
     for i, part in enumerate(weight.split(len(block))):
         at = i * 37 % h
@@ -266,7 +292,9 @@ def _weight(h: int, v: int, spread: float, dtype: torch.dtype, device: torch.dev
     return weight
 
 
-def _favourites(case: BenchCase, weight: Tensor, spread: float, noise: Tensor, g: torch.Generator) -> Tensor:
+def _favourites(
+    case: BenchCase, weight: Tensor, spread: float, noise: Tensor, g: torch.Generator
+) -> Tensor:
     """(N, H), added to hidden states: it lifts the logit of one token a row above the log-sum-exp of all others, by
     8 +- 5. Entropies then have a median of some 0.005 nats and an 80th percentile of some 0.4: those of trained models.
     """
@@ -276,7 +304,9 @@ def _favourites(case: BenchCase, weight: Tensor, spread: float, noise: Tensor, g
     return lift[:, None] * rows / rows.square().sum(dim=1, keepdim=True)
 
 
-def _sample(case: BenchCase, hidden: Tensor, weight: Tensor, g: torch.Generator) -> tuple[Tensor, Tensor]:
+def _sample(
+    case: BenchCase, hidden: Tensor, weight: Tensor, g: torch.Generator
+) -> tuple[Tensor, Tensor]:
     """Ids (N,) drawn from the softmax, by Gumbel noise, and their log-probabilities (N,)."""
     ids, logps = [], []
     for rows in hidden.split(SLICE_ROWS):

@@ -39,7 +39,12 @@ METHODS = {
     "iterative GRPO": plots.INK,
     "iterative GRPO, learnt reward": plots.PINK,
 }
-SELF_SAMPLED = ("online RFT", "GRPO, outcome", "GRPO, process", "iterative GRPO")  # and a right reward
+SELF_SAMPLED = (
+    "online RFT",
+    "GRPO, outcome",
+    "GRPO, process",
+    "iterative GRPO",
+)  # and a right reward
 
 
 def draw_distillation(data: dict[str, Any]) -> Figure:
@@ -63,7 +68,9 @@ def draw_distillation(data: dict[str, Any]) -> Figure:
         factor = 1.0 if key == "kl" else 100.0
         ends = []
         for name, (text, color) in LOSSES.items():
-            curves = [smooth([factor * x for x in run[key]], width) for run in runs if run["loss"] == name]
+            curves = [
+                smooth([factor * x for x in run[key]], width) for run in runs if run["loss"] == name
+            ]
             ends.append(plots.band(axes, steps, curves, f"{text}: {end}", color))
         plots.scale(axes, *((NATS, *axes.get_ylim()) if key == "kl" else (plots.PERCENT, 0, 100)))
         _along(axes, "optimizer step", range(0, 80, 20), 1.62 * steps[-1])
@@ -75,13 +82,17 @@ def draw_distillation(data: dict[str, Any]) -> Figure:
 def distillation_claim(data: dict[str, Any]) -> str:
     """The title: where the last pass of the fullest and of the sparsest loss ends."""
     full, sampled = (final(data["runs"], name, data["pass"]) for name in (FULL, SAMPLED))
-    first = f"Distilled over the whole vocabulary, the student ends {full:.2f} nats from its teacher"
+    first = (
+        f"Distilled over the whole vocabulary, the student ends {full:.2f} nats from its teacher"
+    )
     return f"{first}; {sampled:.2f} over sampled tokens"
 
 
 def final(runs: Runs, name: str, width: int) -> float:
     """The mean KL of the last pass over the problems, and of the seeds."""
-    return statistics.fmean(statistics.fmean(run["kl"][-width:]) for run in runs if run["loss"] == name)
+    return statistics.fmean(
+        statistics.fmean(run["kl"][-width:]) for run in runs if run["loss"] == name
+    )
 
 
 def draw_unified_view(data: dict[str, Any]) -> Figure:
@@ -94,12 +105,17 @@ def draw_unified_view(data: dict[str, Any]) -> Figure:
         "this task.",
         "examples/unified_view.py",
     ]
-    figure = plots.sheet(unified_claim(data), _subtitle(data, "Right answers while training", shape), 5.6, notes)
+    figure = plots.sheet(
+        unified_claim(data), _subtitle(data, "Right answers while training", shape), 5.6, notes
+    )
     axes = figure.subplots()
     ends, last = [], 0.0
     for name, color in METHODS.items():
         of_method = [run for run in runs if run["method"] == name]
-        used, curves = of_method[0]["completions"], [[100 * x for x in run["reward"]] for run in of_method]
+        used, curves = (
+            of_method[0]["completions"],
+            [[100 * x for x in run["reward"]] for run in of_method],
+        )
         text = f"{name}: {{:.0f}} %".replace(", learnt", ",\nlearnt")
         ends.append(plots.band(axes, used, curves, text, color))
         last = max(last, used[-1])
@@ -111,7 +127,10 @@ def draw_unified_view(data: dict[str, Any]) -> Figure:
 
 def unified_claim(data: dict[str, Any]) -> str:
     """The title: the methods with the policy's own samples, and RFT."""
-    rewards = {name: [run["reward"][-1] for run in data["runs"] if run["method"] == name] for name in METHODS}
+    rewards = {
+        name: [run["reward"][-1] for run in data["runs"] if run["method"] == name]
+        for name in METHODS
+    }
     means = {name: 100 * statistics.fmean(x) for name, x in rewards.items()}
     low, high = (bound(means[name] for name in SELF_SAMPLED) for bound in (min, max))
     first = f"Trained on its own checked samples, the model gets {low:.0f} to {high:.0f} % right"
@@ -136,7 +155,9 @@ def _along(axes: Axes, label: str, ticks: Sequence[int], end: float) -> None:
     axes.set_xlabel(label, loc="left")
 
 
-DRAWN: dict[str, tuple[str, Callable[[dict[str, Any]], Figure]]] = {  # figure: a key of each of its runs, and how
+DRAWN: dict[
+    str, tuple[str, Callable[[dict[str, Any]], Figure]]
+] = {  # figure: a key of each of its runs, and how
     "distillation": ("loss", draw_distillation),
     "unified-view": ("method", draw_unified_view),
 }
@@ -145,9 +166,18 @@ DRAWN: dict[str, tuple[str, Callable[[dict[str, Any]], Figure]]] = {  # figure: 
 def read(path: Path) -> tuple[str, dict[str, Any]]:
     """The figure that the curves of a file are for, and the curves."""
     data = json.loads(path.read_text())
-    name = next((figure for figure, (key, _) in DRAWN.items() if data.get("runs") and key in data["runs"][0]), None)
+    name = next(
+        (
+            figure
+            for figure, (key, _) in DRAWN.items()
+            if data.get("runs") and key in data["runs"][0]
+        ),
+        None,
+    )
     if name is None:
-        raise ValueError(f"{path.name}: expected the curves of examples/distillation.py or examples/unified_view.py")
+        raise ValueError(
+            f"{path.name}: expected the curves of examples/distillation.py or examples/unified_view.py"
+        )
     return name, data
 
 
@@ -156,8 +186,12 @@ def newest() -> list[Path]:
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.curves", description=__doc__.splitlines()[0])
-    parser.add_argument("files", type=Path, nargs="*", help="curves (default: the newest in benchmarks/results)")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.curves", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument(
+        "files", type=Path, nargs="*", help="curves (default: the newest in benchmarks/results)"
+    )
     parser.add_argument("--output", type=Path, default=PLOTS, help="folder (default docs/plots)")
     options = parser.parse_args(given)
     for name, data in map(read, options.files or newest()):

@@ -69,7 +69,12 @@ def mib_over(case: Case, name: str) -> float | None:
 
 def in_seconds(cases: dict[str, Case]) -> bool:
     """Return True if these cases' times read better in seconds: the typical one takes a second or more."""
-    ms = sorted(x for case in cases.values() for name in providers(case) if (x := median(case, name)) is not None)
+    ms = sorted(
+        x
+        for case in cases.values()
+        for name in providers(case)
+        if (x := median(case, name)) is not None
+    )
     return bool(ms) and ms[len(ms) // 2] >= 1e3
 
 
@@ -91,7 +96,9 @@ def names(cases: dict[str, Case]) -> list[str]:
 def series(data: dict[str, Any]) -> Iterator[tuple[str, list[Case]]]:
     """(axis, its cases from the smallest value to the largest)."""
     for axis in ("n", "v", "share"):
-        cases = [x for x in (data.get("cases") or {}).values() if axis in (x.get("series") or "").split()]
+        cases = [
+            x for x in (data.get("cases") or {}).values() if axis in (x.get("series") or "").split()
+        ]
         if cases:
             yield axis, sorted(cases, key=lambda case: along(case, axis))
 

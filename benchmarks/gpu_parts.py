@@ -21,7 +21,12 @@ from benchmarks.run import Results, Step, measure_runs
 from benchmarks.timing import Clock
 from grpo_kernels import Run, linear_logprob
 from grpo_kernels.backends import choose_backend
-from grpo_kernels.backends.interface import Chunk, FusedRowBackend, LogitTransform, SinglePassRowBackend
+from grpo_kernels.backends.interface import (
+    Chunk,
+    FusedRowBackend,
+    LogitTransform,
+    SinglePassRowBackend,
+)
 from grpo_kernels.token_loss.record import TokenLoss
 
 SPREAD = 2.5  # standard deviation of the logits
@@ -43,8 +48,13 @@ def measure_ceilings(device: torch.device, results: Results, *, toy: bool = Fals
         "copy": lambda: target.copy_(source),
         "matmul": lambda: torch.mm(left, right),
     }
-    found = measure_runs(runs, Clock(device, flush=True, queued=True), results, ("micro", "ceilings"), once=toy)
-    for name, amount, unit in (("copy", 2 * source.nbytes / 1e6, "gb_per_s"), ("matmul", 2 * n**3 / 1e9, "tflops")):
+    found = measure_runs(
+        runs, Clock(device, flush=True, queued=True), results, ("micro", "ceilings"), once=toy
+    )
+    for name, amount, unit in (
+        ("copy", 2 * source.nbytes / 1e6, "gb_per_s"),
+        ("matmul", 2 * n**3 / 1e9, "tflops"),
+    ):
         if name in found:
             results.merge("micro", "ceilings", name, **{unit: round(amount / found[name], 1)})
 
@@ -59,14 +69,23 @@ def measure_rows(device: torch.device, results: Results, *, toy: bool = False) -
         top = ("micro", "rows", name)
         with results.noting(*top, seconds=LIMIT):
             backend, _ = choose_backend(name, device)
-            runs, clock = _row_runs(backend, logits.clone(), ids), Clock(device, flush=True, queued=True)
-            found = measure_runs({run: x for run, (_, x) in runs.items()}, clock, results, top, once=toy)
+            runs, clock = (
+                _row_runs(backend, logits.clone(), ids),
+                Clock(device, flush=True, queued=True),
+            )
+            found = measure_runs(
+                {run: x for run, (_, x) in runs.items()}, clock, results, top, once=toy
+            )
             for run, ms in found.items():
                 gigabytes = runs[run][0] * n * vocab / 1e9
-                results.merge(*top, run, bytes_per_logit=runs[run][0], gb_per_s=round(1e3 * gigabytes / ms, 1))
+                results.merge(
+                    *top, run, bytes_per_logit=runs[run][0], gb_per_s=round(1e3 * gigabytes / ms, 1)
+                )
 
 
-def _row_runs(backend: Any, logits: Tensor, ids: Tensor) -> dict[str, tuple[int, Callable[[], Any]]]:
+def _row_runs(
+    backend: Any, logits: Tensor, ids: Tensor
+) -> dict[str, tuple[int, Callable[[], Any]]]:
     """The least bytes a logit that each run moves, and the run; the torch backend's grad writes into its input."""
     chunk = Chunk(logits, ids, LogitTransform())
     out = torch.empty_like(logits, dtype=torch.bfloat16)
@@ -98,11 +117,15 @@ def measure_scoring(device: torch.device, results: Results, *, toy: bool = False
         top = ("micro", "scoring", f"{n}x{h}x{v}")
         with results.noting(*top, seconds=LIMIT):
             hidden = torch.randn(n, h, generator=g, device=device).to(torch.bfloat16)
-            weight = (torch.randn(v, h, generator=g, device=device) * (SPREAD / h**0.5)).to(torch.bfloat16)
+            weight = (torch.randn(v, h, generator=g, device=device) * (SPREAD / h**0.5)).to(
+                torch.bfloat16
+            )
             ids = torch.randint(v, (n,), generator=g, device=device)
             with torch.no_grad():
                 runs: dict[str, Callable[[], Any]] = {
-                    engine: functools.partial(linear_logprob, hidden, weight, ids, run=Run(engine, "triton"))
+                    engine: functools.partial(
+                        linear_logprob, hidden, weight, ids, run=Run(engine, "triton")
+                    )
                     for engine in ("score", "score_dot")
                 }
                 logps = [run().logps for run in runs.values()]
@@ -111,7 +134,9 @@ def measure_scoring(device: torch.device, results: Results, *, toy: bool = False
                     results.merge(*top, engine, tflops=round(2.0 * n * h * v / 1e9 / ms, 1))
 
 
-def profile_step(case: BenchCase, device: torch.device, results: Results, *, toy: bool = False) -> None:
+def profile_step(
+    case: BenchCase, device: torch.device, results: Results, *, toy: bool = False
+) -> None:
     """One step of ours on `case`: its kernels by time, and how much of the step is none of them."""
     path = ("profile", case.name)
     with results.noting(*path, seconds=LIMIT):
@@ -127,20 +152,31 @@ def profile_step(case: BenchCase, device: torch.device, results: Results, *, toy
             step()
             if clock.on_gpu:
                 torch.cuda.synchronize()
-        where = "CUDA" if clock.on_gpu else "CPU"  # an operation's own entry counts its kernels again
+        where = (
+            "CUDA" if clock.on_gpu else "CPU"
+        )  # an operation's own entry counts its kernels again
         averages = [x for x in prof.key_averages() if str(x.device_type).endswith(where)]
         rows = [row for x in averages if (row := _row(x, clock.on_gpu))["ms"] > 0]
         rows.sort(key=lambda x: -x["ms"])
         total = sum(x["ms"] for x in rows)
         results.merge(
-            *path, status="ok", step_ms=round(ms, 3), kernels_ms=round(total, 3), distinct=len(rows), kernels=rows[:TOP]
+            *path,
+            status="ok",
+            step_ms=round(ms, 3),
+            kernels_ms=round(total, 3),
+            distinct=len(rows),
+            kernels=rows[:TOP],
         )
         inputs.clear_gradients()
 
 
 def _row(average: Any, on_gpu: bool) -> dict[str, Any]:
     microseconds = average.self_device_time_total if on_gpu else average.self_cpu_time_total
-    return {"name": str(average.key)[:160], "calls": average.count, "ms": round(microseconds / 1e3, 4)}
+    return {
+        "name": str(average.key)[:160],
+        "calls": average.count,
+        "ms": round(microseconds / 1e3, 4),
+    }
 
 
 PARTS = {"ceilings": measure_ceilings, "rows": measure_rows, "scoring": measure_scoring}

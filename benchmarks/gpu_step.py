@@ -22,15 +22,22 @@ from benchmarks.memory import MIB, Peak
 from benchmarks.run import Results, measure_runs
 from benchmarks.timing import Clock
 
-SIZE = Size(2048, 6144, 4, 16, 8, 128, 4096)  # the layers of Qwen3-1.7B; a small vocabulary, since the trunk is timed
+SIZE = Size(
+    2048, 6144, 4, 16, 8, 128, 4096
+)  # the layers of Qwen3-1.7B; a small vocabulary, since the trunk is timed
 SHAPES = (Shape(256, 1024, 8), Shape(1024, 2048, 8), Shape(4096, 1024, 16), Shape(8192, 8192, 16))
 LAYOUTS = (PADDED, "trim", TREE)
 ATTENTION = {"sdpa": None, "flash_attention_2": "flash_attn"}  # and the package that it needs
 LIMIT = 120.0  # seconds, after which a layout of a shape hangs
-TIMES_PADDED, FLOOR = 2.0, 1e-3  # an error may be that many times the padded batch's in bf16, and the floor
+TIMES_PADDED, FLOOR = (
+    2.0,
+    1e-3,
+)  # an error may be that many times the padded batch's in bf16, and the floor
 
 
-def measure_layouts(device: torch.device, results: Results, until: float, *, toy: bool = False) -> None:
+def measure_layouts(
+    device: torch.device, results: Results, until: float, *, toy: bool = False
+) -> None:
     """Write ``layouts``, by attention and shape, after each layout; past `until` no shape is begun."""
     size, shapes = (TOY_SIZE, TOY_SHAPES) if toy else (SIZE, SHAPES)
     longest = max(x.prompt + x.completion for x in shapes)
@@ -42,7 +49,9 @@ def measure_layouts(device: torch.device, results: Results, until: float, *, toy
         with results.noting("layouts", attention):
             if package and (toy or find_spec(package) is None):
                 raise Absence("dry run" if toy else "not installed")
-            model = size.model(longest, dtype=torch.bfloat16, attn_implementation=attention).to(device)
+            model = size.model(longest, dtype=torch.bfloat16, attn_implementation=attention).to(
+                device
+            )
             for shape in shapes:
                 at = ("layouts", attention, shape.name)
                 if deadline.is_past(until):
@@ -50,7 +59,9 @@ def measure_layouts(device: torch.device, results: Results, until: float, *, toy
                     continue
                 with results.noting(*at):
                     inputs = truth.inputs if shape == shapes[0] else group(model, shape)
-                    right = _checked(model, inputs, results, at, truth if shape == shapes[0] else None)
+                    right = _checked(
+                        model, inputs, results, at, truth if shape == shapes[0] else None
+                    )
                     with results.noting(*at, seconds=LIMIT):
                         measure_runs(right, Clock(device), results, at, once=toy)
                 model.zero_grad()
@@ -66,12 +77,19 @@ class Truth(NamedTuple):
     def errors(self, loss: float, found: Tensor) -> dict[str, float]:
         """Errors of a loss, absolute, and of a gradient and its norm, relative."""
         norm = self.gradient.norm()
-        errors = {"loss": abs(loss - self.loss), "gradient": ((found - self.gradient).norm() / norm).item()}
+        errors = {
+            "loss": abs(loss - self.loss),
+            "gradient": ((found - self.gradient).norm() / norm).item(),
+        }
         return {**errors, "grad_norm": ((found.norm() - norm).abs() / norm).item()}
 
 
 def _checked(
-    model: Any, inputs: dict[str, Tensor], results: Results, path: tuple[str, ...], truth: Truth | None
+    model: Any,
+    inputs: dict[str, Tensor],
+    results: Results,
+    path: tuple[str, ...],
+    truth: Truth | None,
 ) -> dict[str, Callable[[], Any]]:
     """Write status, peak memory and errors of each layout; the steps of those that are right."""
     found: dict[str, Callable[[], Any]] = {}
@@ -83,8 +101,13 @@ def _checked(
             model.zero_grad()
             peak = Peak(model.device)
             out = run()
-            extra = peak.extra_bytes(sum(x.grad.nbytes for x in model.parameters() if x.grad is not None))
-            about: dict[str, Any] = {"status": "ok", "computed": out.metrics["tokens/computed"].item()}
+            extra = peak.extra_bytes(
+                sum(x.grad.nbytes for x in model.parameters() if x.grad is not None)
+            )
+            about: dict[str, Any] = {
+                "status": "ok",
+                "computed": out.metrics["tokens/computed"].item(),
+            }
             about |= {} if extra is None else {"peak_mib": round(max(0, extra) / MIB, 1)}
             if truth is not None:
                 about["errors"] = errors = truth.errors(out.loss.item(), gradient(model))

@@ -26,7 +26,7 @@ from benchmarks.parity import TOLERANCE
 from benchmarks.run import Results
 from benchmarks.timing import order
 from grpo_kernels import GRPOLoss
-from grpo_kernels.integrations.transformers import causal_lm_loss, completion_logprobs
+from grpo_kernels.transformers import causal_lm_loss, completion_logprobs
 
 TREE, PADDED = "tree", "padded"
 DRIFT = 0.1  # standard deviation of new against old log-probabilities, without which no loss depends on the model
@@ -98,14 +98,28 @@ TOY_SIZE, TOY_SHAPES = Size(32, 64, 2, 2, 1, 16, 500), (Shape(12, 20, 4), Shape(
 def group(model: PreTrainedModel, shape: Shape) -> dict[str, Tensor]:
     """Arguments of `causal_lm_loss` for one group of `shape`; old log-probabilities are those of `model`, disturbed."""
     draw, device = torch.Generator().manual_seed(1), model.device
-    prompt = torch.randint(model.config.vocab_size, (1, shape.prompt), generator=draw).expand(shape.group, -1)
-    completions = torch.randint(model.config.vocab_size, (shape.group, shape.completion), generator=draw)
-    noise, advantages = torch.randn(completions.shape, generator=draw), torch.randn(shape.group, generator=draw)
-    ids, mask = torch.cat([prompt, completions], dim=1).to(device), torch.ones_like(completions).to(device)
+    prompt = torch.randint(model.config.vocab_size, (1, shape.prompt), generator=draw).expand(
+        shape.group, -1
+    )
+    completions = torch.randint(
+        model.config.vocab_size, (shape.group, shape.completion), generator=draw
+    )
+    noise, advantages = (
+        torch.randn(completions.shape, generator=draw),
+        torch.randn(shape.group, generator=draw),
+    )
+    ids, mask = (
+        torch.cat([prompt, completions], dim=1).to(device),
+        torch.ones_like(completions).to(device),
+    )
     found = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "completion_mask": mask}
     with torch.no_grad():
         logps = completion_logprobs(model, **found, entropy=False).logps
-    return {**found, "advantages": advantages.to(device), "old_per_token_logps": logps + DRIFT * noise.to(device)}
+    return {
+        **found,
+        "advantages": advantages.to(device),
+        "old_per_token_logps": logps + DRIFT * noise.to(device),
+    }
 
 
 def step(model: PreTrainedModel, inputs: dict[str, Tensor], layout: Any) -> Any:
@@ -209,4 +223,10 @@ def _counted(size: Size, samples: list[tuple[list[int], list[int]]]) -> dict[str
     # what predicts a token is the token before it: a row's last one is not computed
     distinct = len({tuple(row[:end]) for row in rows for end in range(1, len(row))})
     status = "ok" if computed == distinct else "wrong"
-    return {"status": status, "padded": ids.numel(), "computed": computed, "prefixes": distinct, "share": share}
+    return {
+        "status": status,
+        "padded": ids.numel(),
+        "computed": computed,
+        "prefixes": distinct,
+        "share": share,
+    }

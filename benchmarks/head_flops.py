@@ -34,7 +34,9 @@ class Counts:
     steps: int = 0
 
 
-def counted(apply: Callable[..., Any], counter: FlopCounterMode, counts: Counts) -> Callable[..., Any]:
+def counted(
+    apply: Callable[..., Any], counter: FlopCounterMode, counts: Counts
+) -> Callable[..., Any]:
     """`apply` of a fused head with the operations of its calls that need a gradient added to `counts`."""
 
     def note(sign: int) -> None:
@@ -49,8 +51,12 @@ def counted(apply: Callable[..., Any], counter: FlopCounterMode, counts: Counts)
         note(-1)
         logps, entropy, *rest = apply(hidden, weight, *others)
         note(1)
-        register_multi_grad_hook([x for x in (logps, entropy) if x.requires_grad], lambda _: note(-1), mode="any")
-        register_multi_grad_hook([x for x in (hidden, weight) if x.requires_grad], lambda _: note(1))
+        register_multi_grad_hook(
+            [x for x in (logps, entropy) if x.requires_grad], lambda _: note(-1), mode="any"
+        )
+        register_multi_grad_hook(
+            [x for x in (hidden, weight) if x.requires_grad], lambda _: note(1)
+        )
         return logps, entropy, *rest
 
     return wrapped
@@ -61,7 +67,7 @@ def watched(counts: Counts, compact: bool = False) -> Iterator[Callable[[Any], N
     """Counts the head calls of both trainers; yields the hook that counts a trainer's tokens."""
     import trl.trainer.utils as trl_utils
 
-    from grpo_kernels.integrations.trl import fused_head
+    from grpo_kernels.trl import fused_head
 
     def prepare(trainer: Any) -> None:
         compute = trainer._compute_loss
@@ -88,13 +94,22 @@ def watched(counts: Counts, compact: bool = False) -> Iterator[Callable[[Any], N
         yield prepare
 
 
-def count(trainer_class: type, *, compact: bool = False, steps: int = 2, kind: str = "qwen3", **options: Any) -> Counts:
+def count(
+    trainer_class: type,
+    *,
+    compact: bool = False,
+    steps: int = 2,
+    kind: str = "qwen3",
+    **options: Any,
+) -> Counts:
     """Head operations of `steps` optimiser steps of the tiny run of `tiny_run.py`."""
     from benchmarks import tiny_run
 
     counts = Counts(steps=steps)
     with tempfile.TemporaryDirectory() as folder, watched(counts, compact) as prepare:
-        tiny_run.train(trainer_class, tiny_run.config(folder, steps, **options), kind=kind, prepare=prepare)
+        tiny_run.train(
+            trainer_class, tiny_run.config(folder, steps, **options), kind=kind, prepare=prepare
+        )
     return counts
 
 
@@ -102,7 +117,7 @@ def table() -> list[str]:
     """Markdown: default options, both trainers, as TRL calls its head without and with Triton."""
     from trl import GRPOTrainer
 
-    from grpo_kernels.integrations.trl import FusedGRPOTrainer
+    from grpo_kernels.trl import FusedGRPOTrainer
 
     lines = [
         "| trainer | rows given to the head | completion tokens | with gradient | counted | formula | value |",

@@ -19,13 +19,23 @@ PACKAGES = (  # torch, what the providers are made of, and what measures
     "torch", "triton", "trl", "transformers", "liger-kernel", "verl", "unsloth_zoo", "cut-cross-entropy",
     "quack-kernels", "nvidia-cutlass-dsl", "numpy",
 )  # fmt: skip
-CLOCKS = ("clocks.sm", "clocks.mem", "clocks.max.sm", "power.draw", "power.limit", "temperature.gpu", "utilization.gpu")
+CLOCKS = (
+    "clocks.sm",
+    "clocks.mem",
+    "clocks.max.sm",
+    "power.draw",
+    "power.limit",
+    "temperature.gpu",
+    "utilization.gpu",
+)
 
 
 def about(*, on_gpu: bool, commit: str | None = None) -> dict[str, Any]:
     """Device, date, commit, machine and versions of a run; `commit` where the caller knows better than the checkout."""
     found = report.collect()
-    found["backend"]["C++ library"] = found["backend"]["C++ library"].split(",")[0]  # without places on this machine
+    found["backend"]["C++ library"] = found["backend"]["C++ library"].split(",")[
+        0
+    ]  # without places on this machine
     found["devices"] |= _nvidia_smi("driver_version")
     return {
         "format": 2,
@@ -61,14 +71,18 @@ def _version(name: str) -> str:
 
 def _nvidia_smi(*fields: str) -> dict[str, str]:
     try:
-        line = _output("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader").splitlines()[0]
+        line = _output(
+            "nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"
+        ).splitlines()[0]
     except (OSError, subprocess.SubprocessError, IndexError):
         return {}
     return dict(zip(fields, (x.strip() for x in line.split(",")), strict=False))
 
 
 def _output(*command: str) -> str:
-    return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=20, check=True
+    ).stdout.strip()
 
 
 class Watch:
@@ -88,7 +102,9 @@ class Watch:
     def _read() -> tuple[float, float, float] | None:
         """Seconds: on the wall, of all cores at work, of this process's."""
         try:
-            user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
+            user, nice, system, _, _, irq, softirq, steal = map(
+                int, Path("/proc/stat").read_text().split()[1:9]
+            )
         except (OSError, ValueError):
             return None
         busy = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")

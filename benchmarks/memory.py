@@ -48,7 +48,9 @@ class Peak:
         if self._device.type == "cuda":
             torch.cuda.synchronize()
             return int(torch.cuda.max_memory_allocated()) - self._before - returned
-        return status_bytes("VmHWM") - self._before - returned if is_measured(self._device) else None
+        return (
+            status_bytes("VmHWM") - self._before - returned if is_measured(self._device) else None
+        )
 
 
 class _Held:
@@ -69,7 +71,9 @@ def saved_bytes(model: nn.Module) -> Iterator[Callable[[], int]]:
         return found
 
     def count() -> int:
-        storages = {x.tensor.untyped_storage().data_ptr(): x.tensor.untyped_storage().nbytes() for x in held}
+        storages = {
+            x.tensor.untyped_storage().data_ptr(): x.tensor.untyped_storage().nbytes() for x in held
+        }
         for parameter in model.parameters():
             storages.pop(parameter.untyped_storage().data_ptr(), None)
         return sum(storages.values())

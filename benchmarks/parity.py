@@ -79,7 +79,9 @@ INJECTED: dict[str, Callable[[torch.Tensor], dict[str, torch.Tensor]]] = {
 
 def grid() -> Iterator[Case]:
     """The 64 configurations: loss type x ratio level x beta x num_iterations."""
-    for loss_type, level, beta, n in product(LOSS_TYPES, ("token", "sequence"), (0.0, 0.04), (1, 2)):
+    for loss_type, level, beta, n in product(
+        LOSS_TYPES, ("token", "sequence"), (0.0, 0.04), (1, 2)
+    ):
         options = loss_options(loss_type, level, beta=beta, num_iterations=n)
         yield Case(f"{loss_type}, {level}, beta {beta:g}, num_iterations {n}", options)
 
@@ -100,10 +102,17 @@ EXTRAS = [  # every other option that reaches the head or the gradient that come
     Case("entropy bonus 0.01, grpo", {"entropy_coef": 0.01, "loss_type": "grpo", **TWICE}),
     Case(
         "adaptive entropy bonus",
-        {"entropy_coef": 0.01, "use_adaptive_entropy": True, "entropy_target": 3.4, "entropy_coef_delta": 0.005},
+        {
+            "entropy_coef": 0.01,
+            "use_adaptive_entropy": True,
+            "entropy_target": 3.4,
+            "entropy_coef_delta": 0.005,
+        },
     ),
     Case("top-entropy mask 0.5", {"top_entropy_quantile": 0.5, **TWICE}),
-    Case("top-entropy mask 0.5, entropy bonus", {"top_entropy_quantile": 0.5, "entropy_coef": 0.01}),
+    Case(
+        "top-entropy mask 0.5, entropy bonus", {"top_entropy_quantile": 0.5, "entropy_coef": 0.01}
+    ),
     Case("off-policy mask", {"off_policy_mask_threshold": 0.02, **TWICE}),
     Case("off-policy mask, sampling logps", {"off_policy_mask_threshold": 0.5}, mixin="sampling"),
     Case("delta 1.1", {"delta": 1.1, **TWICE}),
@@ -122,7 +131,11 @@ EXTRAS = [  # every other option that reaches the head or the gradient that come
     Case("bias (Phi)", TWICE, kind="bias"),
     Case("tied head (Qwen3)", TWICE, kind="tied"),
     Case("LoRA body, frozen head", {"learning_rate": 1e-2, **TWICE}, lora=True),
-    Case("LoRA body, frozen head, entropy bonus", {"learning_rate": 1e-2, "entropy_coef": 0.01}, lora=True),
+    Case(
+        "LoRA body, frozen head, entropy bonus",
+        {"learning_rate": 1e-2, "entropy_coef": 0.01},
+        lora=True,
+    ),
     # A 16-bit body rounds at every layer: a different last bit of an fp32 gradient becomes 2^-9 there, and after some
     # ten steps another token is sampled. (So it is with stock TRL when only its head is replaced by log_softmax.)
     # In 16 bits a tree rounds otherwise than padded rows, and a clip decision that flips is more than a rounding
@@ -142,7 +155,7 @@ def run(case: Case, steps: int) -> Result:
     from trl import GRPOTrainer
 
     from benchmarks import tiny_run
-    from grpo_kernels.integrations.trl import FusedGRPOTrainer
+    from grpo_kernels.trl import FusedGRPOTrainer
 
     began = time.perf_counter()
     histories = []
@@ -157,8 +170,13 @@ def run(case: Case, steps: int) -> Result:
     worst = differences(stock.steps, ours.steps)
     loss, norm = worst.pop("loss"), worst.pop("grad_norm")
     name = max(worst, key=lambda key: worst[key])
-    clipped = max(max(s.get("clip_ratio/region_mean", 0.0), s.get("cispo_clip_ratio", 0.0)) for s in stock.steps)
-    return Result(case, loss, norm, worst[name], name, clipped, len(stock.steps), time.perf_counter() - began)
+    clipped = max(
+        max(s.get("clip_ratio/region_mean", 0.0), s.get("cispo_clip_ratio", 0.0))
+        for s in stock.steps
+    )
+    return Result(
+        case, loss, norm, worst[name], name, clipped, len(stock.steps), time.perf_counter() - began
+    )
 
 
 def mixed(case: Case, base: type) -> type:
@@ -171,7 +189,9 @@ def mixed(case: Case, base: type) -> type:
         def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
             self.use_vllm = name == "ratio"
             try:
-                return super()._compute_loss(model, inputs | INJECTED[name](inputs["completion_ids"]))
+                return super()._compute_loss(
+                    model, inputs | INJECTED[name](inputs["completion_ids"])
+                )
             finally:
                 self.use_vllm = False
 
@@ -183,7 +203,9 @@ def lora() -> Any:
     """Adapters on the attention of the body; the head stays frozen."""
     from peft import LoraConfig
 
-    return LoraConfig(r=4, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], task_type="CAUSAL_LM")
+    return LoraConfig(
+        r=4, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], task_type="CAUSAL_LM"
+    )
 
 
 def differences(stock: list[dict[str, float]], ours: list[dict[str, float]]) -> dict[str, float]:
@@ -193,7 +215,9 @@ def differences(stock: list[dict[str, float]], ours: list[dict[str, float]]) -> 
     worst: dict[str, float] = {}
     for left, right in zip(stock, ours, strict=True):
         for name in sorted(left.keys() | right.keys()):  # of equals the first is named
-            worst[name] = max(worst.get(name, 0.0), difference(name, left.get(name), right.get(name)))
+            worst[name] = max(
+                worst.get(name, 0.0), difference(name, left.get(name), right.get(name))
+            )
     return worst
 
 
@@ -203,7 +227,9 @@ def difference(name: str, stock: float | None, ours: float | None) -> float:
         return math.inf
     if stock == ours or (math.isnan(stock) and math.isnan(ours)):
         return 0.0
-    gap = abs(ours - stock) / max(abs(stock), LOSS_FLOOR if name in ("loss", "policy_loss") else METRIC_FLOOR)
+    gap = abs(ours - stock) / max(
+        abs(stock), LOSS_FLOOR if name in ("loss", "policy_loss") else METRIC_FLOOR
+    )
     return gap if math.isfinite(gap) else math.inf
 
 
@@ -265,11 +291,15 @@ def page(results: list[Result], flops: list[str], steps: int) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.parity", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.parity",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--steps", type=int, default=20, help="optimiser steps of each run")
     parser.add_argument("--workers", type=int, default=2, help="processes")
-    parser.add_argument("--only", default="", help="run the configurations whose name contains this; writes no page")
+    parser.add_argument(
+        "--only", default="", help="run the configurations whose name contains this; writes no page"
+    )
     asked = parser.parse_args()
     from benchmarks import head_flops
 

@@ -33,7 +33,9 @@ def all_logits(size: Size, softcap: bool) -> Need:
     if size.score:
         return Need("all logits, log_softmax", forward, 0, 0)
     of_weight = logits * size.head.itemsize + size.returned  # while d weight is made
-    return Need("all logits, log_softmax", max(3 * FP32 * logits + capped, of_weight), size.returned, kept)
+    return Need(
+        "all logits, log_softmax", max(3 * FP32 * logits + capped, of_weight), size.returned, kept
+    )
 
 
 def trl(size: Size, softcap: bool) -> Need:
@@ -57,7 +59,9 @@ def trl(size: Size, softcap: bool) -> Need:
     narrow, row_work, converted = head.itemsize < FP32, 0, 0
     if not in_place:
         row_work = (8 if softcap else 7) * tile + tile // FP32
-        converted = tile + max(columns, rows) * head.hidden * FP32 if narrow else 0  # operands of d hidden, d weight
+        converted = (
+            tile + max(columns, rows) * head.hidden * FP32 if narrow else 0
+        )  # operands of d hidden, d weight
     returned = gradients * head.itemsize
     backward = buffer + gradients * FP32 + max(row_work, converted, returned if narrow else 0)
     return Need("TRL 1.16 fused head", max(forward, backward), returned, 0)
@@ -69,14 +73,25 @@ def liger(size: Size, length: int) -> Need:
     Each sequence has gradients of its own in fp32, that of the weight too, which are added to those that are returned.
     """
     rows, columns = min(length, LIGER_ROWS), min(size.head.vocab, LIGER_COLUMNS)
-    tile, slab = rows * columns * FP32, columns * size.head.hidden * FP32  # a slab of the weight, or of its gradient
+    tile, slab = (
+        rows * columns * FP32,
+        columns * size.head.hidden * FP32,
+    )  # a slab of the weight, or of its gradient
     narrow, of_rows = size.head.itemsize < FP32, rows * size.head.hidden * FP32
-    products = 3 * tile + (slab if narrow or not size.frozen else 0) + (of_rows if narrow or size.frozen else 0)
+    products = (
+        3 * tile
+        + (slab if narrow or not size.frozen else 0)
+        + (of_rows if narrow or size.frozen else 0)
+    )
     of_sequence = (length + (0 if size.frozen else size.head.vocab)) * size.head.hidden
     rounded = of_sequence * size.head.itemsize if narrow else 0
-    alone = size.head.vocab <= LIGER_COLUMNS and length <= LIGER_ROWS  # else two are there while the next is made
+    alone = (
+        size.head.vocab <= LIGER_COLUMNS and length <= LIGER_ROWS
+    )  # else two are there while the next is made
     row_work = (3 if alone else 5) * tile
     in_sequence = size.returned + of_sequence * FP32 + max(row_work, products, rounded)
     d_hidden = size.rows * size.head.hidden * size.head.itemsize  # of all sequences, concatenated
     joined = size.returned + d_hidden
-    return Need("Liger 0.8.5 fused GRPO loss", max(in_sequence, joined), size.returned, size.returned)
+    return Need(
+        "Liger 0.8.5 fused GRPO loss", max(in_sequence, joined), size.returned, size.returned
+    )

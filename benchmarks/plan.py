@@ -43,17 +43,39 @@ def cpu_cases() -> list[BenchCase]:
     everything = ("ours", "ours@64", "ours/torch", "products", *ON_CPU)
     main = [
         case("main", series="n v share", rounds=3, providers=everything, **SMALL),
-        case("frozen", frozen=True, providers=("ours", "products", "eager", "trl", "unsloth"), **SMALL, **LIMITED),
+        case(
+            "frozen",
+            frozen=True,
+            providers=("ours", "products", "eager", "trl", "unsloth"),
+            **SMALL,
+            **LIMITED,
+        ),
         case("score", score=True, providers=(*SHORT, "unsloth", "liger_ce"), **SMALL, **LIMITED),
         case("bf16", dtype="bfloat16", providers=SHORT, **SMALL, **LIMITED),
     ]
     workloads = [
-        case(name, workload=name, part="workloads", providers=("ours", "products", "trl"), **SMALL, **LIMITED)
+        case(
+            name,
+            workload=name,
+            part="workloads",
+            providers=("ours", "products", "trl"),
+            **SMALL,
+            **LIMITED,
+        )
         for name in WORKLOADS
         if name not in OTHERS
     ]
     shapes = [  # frozen: the gradient of such a head alone is gigabytes
-        case(model, model, part="shapes", n=64, t=16, frozen=True, providers=("ours", "products", "trl"), **LIMITED)
+        case(
+            model,
+            model,
+            part="shapes",
+            n=64,
+            t=16,
+            frozen=True,
+            providers=("ours", "products", "trl"),
+            **LIMITED,
+        )
         for model in HEADS
         if model != "Qwen3-0.6B"
     ]
@@ -73,14 +95,34 @@ def memory_cases() -> list[BenchCase]:
     """
     providers = ("ours", "ours@64", "eager", "trl", "liger_grpo")
     return [
-        case(f"tokens {n}", part=APART, n=n, t=n // COMPLETIONS, h=64, rounds=0, providers=providers) for n in TOKENS
+        case(
+            f"tokens {n}", part=APART, n=n, t=n // COMPLETIONS, h=64, rounds=0, providers=providers
+        )
+        for n in TOKENS
     ]
 
 
 def gpu_cases() -> list[BenchCase]:
     """In bf16, the most important first: how many there is time for is not known beforehand."""
-    main = case("main", "Qwen3-8B", n=8192, t=512, dtype="bfloat16", rounds=ROUNDS, providers=GOALS + REST + OURS)
-    trainable = (*ANCHORS, "trl", "liger_ce", "unsloth", "ours/two_pass", "ours/lean", "eager", "verl_triton")
+    main = case(
+        "main",
+        "Qwen3-8B",
+        n=8192,
+        t=512,
+        dtype="bfloat16",
+        rounds=ROUNDS,
+        providers=GOALS + REST + OURS,
+    )
+    trainable = (
+        *ANCHORS,
+        "trl",
+        "liger_ce",
+        "unsloth",
+        "ours/two_pass",
+        "ours/lean",
+        "eager",
+        "verl_triton",
+    )
     some = ("unsloth", "verl_triton", "quack", "cce", "linear_ce", "compiled")
     found = [
         main,
@@ -99,7 +141,9 @@ def gpu_cases() -> list[BenchCase]:
     }  # fmt: skip
     for model in HEADS:
         if model != main.model:
-            found.append(case(model, model, part="shapes", **{**large, "n": 8192, "providers": trainable}))
+            found.append(
+                case(model, model, part="shapes", **{**large, "n": 8192, "providers": trainable})
+            )
     found += [_scaled("n", n, **{**large, "n": n}) for n in (1024, 2048, 8192, 16384, 32768)]
     found += [_scaled("v", v, v=v, **large) for v in (32768, 65536, 262144)]
     found += [_scaled("share", 1 - zero, zero_share=zero, **large) for zero in (0.25, 0.5, 0.75)]
@@ -132,7 +176,11 @@ def _edges(main: BenchCase) -> list[BenchCase]:
         "H 1024": {"model": "Qwen3-0.6B", "h": 1024},
         "1024 rows": {"n": 1024},
     }
-    modes: dict[str, dict[str, Any]] = {"": {}, ", frozen": {"frozen": True}, ", score": {"score": True}}
+    modes: dict[str, dict[str, Any]] = {
+        "": {},
+        ", frozen": {"frozen": True},
+        ", score": {"score": True},
+    }
     return [
         replace(main, name=name + mode, part="edges", providers=providers, **fields, **how)
         for name, fields in shapes.items()
@@ -160,11 +208,26 @@ def _distilling(wider: int, model: str, **fields: Any) -> list[BenchCase]:
 
 def _scaled(series: str, value: float, **fields: Any) -> BenchCase:
     """A point on the axes `series`: the number of tokens, the vocabulary, the share of rows that carry gradient."""
-    return case(f"{series} {value}", part="scaling", series=series, **{"providers": ("ours", "eager", "trl"), **fields})
+    return case(
+        f"{series} {value}",
+        part="scaling",
+        series=series,
+        **{"providers": ("ours", "eager", "trl"), **fields},
+    )
 
 
 def _exactness(**shape: int) -> list[BenchCase]:
     """In bf16, which is what heads are trained in; off-policy, with about one ratio in twenty clipped; not timed."""
-    kinds = {**{f"logits {scale:g}": {"scale": scale} for scale in SCALES}, "peaked": {"peaked": True}}
-    common = {"drift": 0.1, "part": "accuracy", "dtype": "bfloat16", "rounds": 0, "providers": EXACTNESS, **shape}
+    kinds = {
+        **{f"logits {scale:g}": {"scale": scale} for scale in SCALES},
+        "peaked": {"peaked": True},
+    }
+    common = {
+        "drift": 0.1,
+        "part": "accuracy",
+        "dtype": "bfloat16",
+        "rounds": 0,
+        "providers": EXACTNESS,
+        **shape,
+    }
     return [case(name, **common, **kind) for name, kind in kinds.items()]

@@ -26,7 +26,14 @@ from benchmarks.words import multiple
 
 WIDTH, DPI = 11.0, 120  # inches
 CARD, INK, SOFT, GRID = "#fbfbf9", "#1f2328", "#57606a", "#d8dee4"
-BLUE, GREEN, ORANGE, GREY, PURPLE, PINK = "#0072B2", "#009E73", "#D55E00", "#6E7781", "#7B5EA7", "#CC79A7"
+BLUE, GREEN, ORANGE, GREY, PURPLE, PINK = (
+    "#0072B2",
+    "#009E73",
+    "#D55E00",
+    "#6E7781",
+    "#7B5EA7",
+    "#CC79A7",
+)
 # Okabe and Ito's colours and some greys, which the colour-blind can tell apart; what is drawn has its name beside it.
 COLORS = {
     "ours": BLUE, "eager": GREY, "compiled": "#9AA5B1", "linear_ce": PURPLE, "trl": ORANGE, "liger_grpo": GREEN,
@@ -66,16 +73,34 @@ def looks() -> Iterator[None]:
 def sheet(claim: str, subtitle: Sequence[str], body: float, notes: Sequence[str] = ()) -> Figure:
     """A figure with `body` inches for its axes, under the claim and its conditions; `notes` stand below."""
     titles = balanced(claim, 54)
-    about = balanced(re.sub(r"\b([NTHV]) (?=\d)", "\\1\u00a0", "; ".join(x for x in subtitle if x)), 92)
+    about = balanced(
+        re.sub(r"\b([NTHV]) (?=\d)", "\\1\u00a0", "; ".join(x for x in subtitle if x)), 92
+    )
     small = [line for text in notes for line in textwrap.wrap(text, 124)]
     top = MARGIN + TITLE * len(titles) + LINE * len(about) + 0.15
     bottom = MARGIN + FOOT * len(small) + 0.1
     height, left = top + body + bottom, MARGIN / WIDTH
     figure = Figure(figsize=(WIDTH, height), dpi=DPI)
     below = 1 - (MARGIN + TITLE * len(titles)) / height
-    figure.text(left, 1 - MARGIN / height, "\n".join(titles), size=24, weight="bold", va="top", linespacing=1.15)
+    figure.text(
+        left,
+        1 - MARGIN / height,
+        "\n".join(titles),
+        size=24,
+        weight="bold",
+        va="top",
+        linespacing=1.15,
+    )
     figure.text(left, below, "\n".join(about), size=15, color=SOFT, va="top", linespacing=1.25)
-    figure.text(left, MARGIN / height, "\n".join(small), size=SMALL, color=SOFT, va="bottom", linespacing=1.25)
+    figure.text(
+        left,
+        MARGIN / height,
+        "\n".join(small),
+        size=SMALL,
+        color=SOFT,
+        va="bottom",
+        linespacing=1.25,
+    )
     rect = (left, bottom / height, 1 - 2 * left, body / height)
     figure.set_layout_engine(ConstrainedLayoutEngine(rect=rect, w_pad=0.04, h_pad=0.04))
     return figure
@@ -126,23 +151,36 @@ def bars(
     axes.barh(range(len(values)), [*values.values()], height=0.68, color=colors)
     for y, (end, text) in enumerate(zip(ends or values.values(), texts, strict=True)):
         weight = "bold" if y == ours else "normal"
-        axes.annotate(text, (end, y), (9, 0), textcoords="offset points", va="center", weight=weight)
+        axes.annotate(
+            text, (end, y), (9, 0), textcoords="offset points", va="center", weight=weight
+        )
     axes.set_xlim(0, 1.45 * max(values.values()))
     axes.set_xticks([])
     axes.set_yticks(range(len(values)), [*values])
     axes.set_ylim(len(values) - 0.45, -0.55)
-    for label in axes.get_yticklabels()[ours : ours + 1]:  # none where a panel to the left has the names
+    for label in axes.get_yticklabels()[
+        ours : ours + 1
+    ]:  # none where a panel to the left has the names
         label.set(color=BLUE, fontweight="bold")
 
 
 End = tuple[float, str, str]  # of a line: y, what stands there, its colour
 
 
-def band(axes: Axes, x: Sequence[float], runs: Sequence[Sequence[float]], text: str, shade: str) -> End:
+def band(
+    axes: Axes, x: Sequence[float], runs: Sequence[Sequence[float]], text: str, shade: str
+) -> End:
     """Draw the mean of some runs and the range that they fill; return the end of the mean, which `text` may show."""
     columns = list(zip(*runs, strict=True))
     mean = [sum(c) / len(c) for c in columns]
-    axes.fill_between(x, [min(c) for c in columns], [max(c) for c in columns], color=shade, alpha=0.15, linewidth=0)
+    axes.fill_between(
+        x,
+        [min(c) for c in columns],
+        [max(c) for c in columns],
+        color=shade,
+        alpha=0.15,
+        linewidth=0,
+    )
     axes.plot(x, mean, color=shade, linewidth=3.5)
     return mean[-1], text.format(mean[-1]), shade
 
@@ -206,10 +244,21 @@ def draw_step(data: dict[str, Any]) -> Figure | None:
     model, batch, *others = scene["about"].split("; ")
     model, _, dtype = model.rpartition(", ")
     subtitle = conditions(run, "An optimizer step without generation", dtype, model, batch)
-    figure = sheet(claim, subtitle, BAR * len(seconds) + 0.8, [OPTIONS, f"{_sentence(others)}.", words.made(run)])
+    figure = sheet(
+        claim,
+        subtitle,
+        BAR * len(seconds) + 0.8,
+        [OPTIONS, f"{_sentence(others)}.", words.made(run)],
+    )
     left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
-    colors, ours = [color("trl" if name == STOCK else OURS) for name in seconds], [*seconds].index(DEFAULTS)
-    over = {name: "" if name == STOCK else f"   {multiple(figures.faster(scene, name)[0])}x" for name in seconds}
+    colors, ours = (
+        [color("trl" if name == STOCK else OURS) for name in seconds],
+        [*seconds].index(DEFAULTS),
+    )
+    over = {
+        name: "" if name == STOCK else f"   {multiple(figures.faster(scene, name)[0])}x"
+        for name in seconds
+    }
     mib = {STEP_SHOWN[name]: scene["variants"][name]["saved_mib"]["max"] for name in seconds}
     bars(right, mib, colors, [f"{three(x)} MiB" for x in mib.values()], ours)
     shown = {STEP_SHOWN[name]: x for name, x in seconds.items()}
@@ -234,33 +283,53 @@ def draw_memory(data: dict[str, Any]) -> Figure | None:
     lines = {
         name: line
         for name in figures.names(cases)
-        if len(line := {x["n"]: mib for x in cases.values() if (mib := figures.extra_mib(x, name))}) > 1
+        if len(line := {x["n"]: mib for x in cases.values() if (mib := figures.extra_mib(x, name))})
+        > 1
     }
     if OURS not in lines:
         return None
-    about = {key: x for key, x in words.common(cases).items() if key != "model"}  # of which there is the V only
+    about = {
+        key: x for key, x in words.common(cases).items() if key != "model"
+    }  # of which there is the V only
     run, dtype = figures.of_run(data, "memory"), words.DTYPES.get(about.get("dtype", ""), "")
     what = "Peak memory of one loss beyond its inputs and gradients"
     subtitle = conditions(run, what, dtype, words.shape({**about, "dtype": ""}))
-    notes = [f"H is {about.get('h')}, which keeps the measurement cheap: the size of the logits does not depend on H."]
+    notes = [
+        f"H is {about.get('h')}, which keeps the measurement cheap: the size of the logits does not depend on H."
+    ]
     notes += [
         f"No point of {words.brief_name(name)} at {case['n']:,}: {words.tidy(x.get('reason'))}."
         for case in cases.values()
         for name, x in figures.providers(case).items()
         if not figures.ran(x)
     ]
-    figure = sheet(tables.memory_claim(data) or "Extra memory of one loss", subtitle, 5.3, [*notes, words.made(run)])
+    figure = sheet(
+        tables.memory_claim(data) or "Extra memory of one loss",
+        subtitle,
+        5.3,
+        [*notes, words.made(run)],
+    )
     axes = figure.subplots()
     axes.set(xscale="log", yscale="log", xlabel="tokens")
     ends = []
     for name, line in lines.items():
         style = "--" if figures.is_ours(name) and name != OURS else "-"
-        axes.plot([*line], [*line.values()], style, color=color(name), linewidth=5 if name == OURS else 3.5, marker="o")
+        axes.plot(
+            [*line],
+            [*line.values()],
+            style,
+            color=color(name),
+            linewidth=5 if name == OURS else 3.5,
+            marker="o",
+        )
         text = f"set to {name.partition('@')[2]} MiB" if style == "--" else words.brief_name(name)
         last = line[max(line)]
         size = f"{last / 1024:.1f} GiB" if last >= 1000 else f"{last:.0f} MiB"
         ends.append((last, f"{text}: {size}", color(name)))
-    tokens, mib = [case["n"] for case in cases.values()], [y for line in lines.values() for y in line.values()]
+    tokens, mib = (
+        [case["n"] for case in cases.values()],
+        [y for line in lines.values() for y in line.values()],
+    )
     axes.set_xticks(tokens, [f"{n:,}" for n in tokens])
     axes.set_xlim(0.85 * min(tokens), 7 * max(tokens))
     scale(axes, MIB, 0.6 * min(mib), 1.6 * max(mib))
@@ -274,11 +343,17 @@ def draw_time(data: dict[str, Any]) -> Figure | None:
     if not (claim := tables.time_claim(data)):
         return None
     plain = [x for x in figures.providers(case) if not re.search("[/@]", x) and x != PRODUCTS]
-    spreads = {x: figures.measured(case, x, "ms", "full") for x in plain if figures.median(case, x) is not None}
+    spreads = {
+        x: figures.measured(case, x, "ms", "full")
+        for x in plain
+        if figures.median(case, x) is not None
+    }
     names = sorted(spreads, key=lambda x: spreads[x]["median"])
     middle, low, high = ([spreads[x][q] / 1e3 for x in names] for q in ("median", "p20", "p80"))
     dtype, ours = words.DTYPES.get(case.get("dtype", ""), ""), names.index(OURS)
-    subtitle = conditions(data, "Forward and backward of one loss", dtype, words.shape({**case, "dtype": ""}))
+    subtitle = conditions(
+        data, "Forward and backward of one loss", dtype, words.shape({**case, "dtype": ""})
+    )
     notes = [f"{_sentence([words.features(case), words.count(case['rounds'], 'round')])}."]
     if (limit := figures.median(case, PRODUCTS)) is not None:
         least = f"{three(limit / 1e3)} s" if limit / 1e3 < middle[0] else "no less"
@@ -286,7 +361,10 @@ def draw_time(data: dict[str, Any]) -> Figure | None:
     figure = sheet(claim, subtitle, BAR * len(names) + 0.75, [*notes, words.made(data)])
     axes = figure.subplots()
     shown = dict(zip(map(words.brief_name, names), middle, strict=True))
-    texts = [f"{three(x)} s" + ("" if y == ours else f"   {multiple(x / middle[ours])}x") for y, x in enumerate(middle)]
+    texts = [
+        f"{three(x)} s" + ("" if y == ours else f"   {multiple(x / middle[ours])}x")
+        for y, x in enumerate(middle)
+    ]
     bars(axes, shown, [color(x) for x in names], texts, ours, ends=high)
     for y in range(len(names)):
         axes.plot([low[y], high[y]], [y, y], color=INK, linewidth=2, marker="|", markersize=12)

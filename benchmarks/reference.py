@@ -61,10 +61,15 @@ def reference(inputs: Inputs) -> Reference:
             values = divergence(log_p, capped(z, case.softcap).log_softmax(dim=1), beta)
         (slopes,) = torch.autograd.grad(values.sum(), x)
         of_sample = slopes[torch.isin(at, sampled)]
-        d_sample = sum(s @ w.double() for s, w in zip(of_sample.split(SLICE, dim=1), weight.split(SLICE), strict=True))
+        d_sample = sum(
+            s @ w.double()
+            for s, w in zip(of_sample.split(SLICE, dim=1), weight.split(SLICE), strict=True)
+        )
         entropies = -(fixed.exp() * fixed).sum(dim=1)
         of_chunks.append((logps.detach(), entropies, values.detach(), d_sample, slopes[:, tokens]))
-    logps, entropies, values, d_sample, of_tokens = (torch.cat(x) for x in zip(*of_chunks, strict=True))
+    logps, entropies, values, d_sample, of_tokens = (
+        torch.cat(x) for x in zip(*of_chunks, strict=True)
+    )
     leaf = values.clone().requires_grad_()
     if inputs.teacher is None:
         loss = policy_loss(inputs, leaf.view(shape), entropies.view(shape))
@@ -73,7 +78,9 @@ def reference(inputs: Inputs) -> Reference:
     (a,) = torch.autograd.grad(loss, leaf)
     divergences = None if inputs.teacher is None else values
     d_hidden, d_weight = a[sampled, None] * d_sample, (a[:, None] * of_tokens).t() @ hidden
-    return Reference(logps, entropies, loss.detach(), sampled, d_hidden, tokens, d_weight, divergences)
+    return Reference(
+        logps, entropies, loss.detach(), sampled, d_hidden, tokens, d_weight, divergences
+    )
 
 
 def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -101,10 +108,15 @@ def errors(outcome: Outcome, inputs: Inputs, want: Reference) -> dict[str, float
     if outcome.loss is not None:
         found["loss"] = float((outcome.loss.detach().double() - want.loss).abs())
     if outcome.divergences is not None and want.divergences is not None:
-        found["divergence"] = _relative(outcome.divergences.detach().reshape(-1)[counted], want.divergences[counted])
+        found["divergence"] = _relative(
+            outcome.divergences.detach().reshape(-1)[counted], want.divergences[counted]
+        )
     if outcome.logps is not None:
         signed = (outcome.logps.detach().double().reshape(-1) - want.logps)[counted]
-        found["logp_mean"], found["logp_max"] = float(signed.abs().mean()), float(signed.abs().max())
+        found["logp_mean"], found["logp_max"] = (
+            float(signed.abs().mean()),
+            float(signed.abs().max()),
+        )
         found["ratio_off"] = float((torch.expm1(signed).abs() > 0.01).double().mean())
     if outcome.entropies is not None:
         off = (outcome.entropies.detach().double().reshape(-1) - want.entropies).abs()[counted]
@@ -126,8 +138,12 @@ def is_right(found: dict[str, float], case: BenchCase) -> bool:
     exact = CHOSEN_EXACT_LIMITS if chosen else EXACT_LIMITS
     limits = (CHOSEN_LIMITS if chosen else LIMITS) if rounds else exact
     scored = {"logp_mean"} if case.divergence is None else {"loss"}
-    needed = scored if case.score else {"loss", "d_hidden"} | (set() if case.frozen else {"d_weight"})
-    return needed <= found.keys() and all(found[name] <= limits[name] for name in limits if name in found)
+    needed = (
+        scored if case.score else {"loss", "d_hidden"} | (set() if case.frozen else {"d_weight"})
+    )
+    return needed <= found.keys() and all(
+        found[name] <= limits[name] for name in limits if name in found
+    )
 
 
 def _sampled(ids: Tensor, vocab: int) -> tuple[Tensor, Tensor]:

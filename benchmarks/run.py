@@ -183,7 +183,9 @@ def check(name: str, step: Step, inputs: Inputs, want: Reference) -> dict[str, A
     shown_as_it_is = case.part == "accuracy" and not figures.is_ours(name)
     inputs.clear_gradients()
     return {
-        "status": "checked" if not provider.compared or shown_as_it_is or is_right(off, case) else "wrong",
+        "status": "checked"
+        if not provider.compared or shown_as_it_is or is_right(off, case)
+        else "wrong",
         "errors": off,
         "note": outcome.note,
         "flops_nvh": round(operations.get_total_flops() / case.nvh, 3) if counts else None,
@@ -202,7 +204,9 @@ def measure_case(case: BenchCase, providers: Sequence[str], results: Results, ho
         task = _Task(case, results, how)
         anchors = [x for x in providers if x in ANCHORS] if how.one_by_one else []
         task.anchors = task.turn(anchors)
-        turns = [[x] for x in providers if x not in anchors] if how.one_by_one else [list(providers)]
+        turns = (
+            [[x] for x in providers if x not in anchors] if how.one_by_one else [list(providers)]
+        )
         late = []
         for names in turns:
             if deadline.is_past(how.until):
@@ -211,7 +215,9 @@ def measure_case(case: BenchCase, providers: Sequence[str], results: Results, ho
                 task.turn(names)
         for name in late:
             results.merge(*top, "providers", name, status="skipped", reason="no time left")
-        results.merge(*top, status="partial" if late else "complete", cpu_of_others=task.watch.others())
+        results.merge(
+            *top, status="partial" if late else "complete", cpu_of_others=task.watch.others()
+        )
     finally:
         gc.unfreeze()
 
@@ -247,13 +253,17 @@ class _Task:
     def _checked(self, name: str) -> Step | None:
         """Build and check a provider, and run it till it is warm; None if it has nothing to time."""
         path, case, inputs, warm = self._path(name), self._case, self._inputs, None
-        if figures.ran(self._results.at(*path)):  # an anchor, which keeps what an earlier call measured
+        if figures.ran(
+            self._results.at(*path)
+        ):  # an anchor, which keeps what an earlier call measured
             path = (*path, "again")
         self._results.merge(*path, status="running")  # what it stays if the process ends here
         with self._results.noting(*path, seconds=self._limit):
             if case.part == APART:
                 check_room(name, case, self._results.data)
-                few = make_inputs(replace(case, n=len(inputs.ids) * WARM_TOKENS, t=WARM_TOKENS), self._how.device)
+                few = make_inputs(
+                    replace(case, n=len(inputs.ids) * WARM_TOKENS, t=WARM_TOKENS), self._how.device
+                )
                 Step(build(name, few, self._how.backend))()
             step = Step(build(name, inputs, self._how.backend))
             checked = check(name, step, inputs, self._want)
@@ -309,13 +319,22 @@ class _Task:
                 beside |= {"extra_mib": statistics.median(mib[name])} if mib[name] else {}
                 every = {self._mode: [round(x, 4) for x in samples[name]]}
                 self._results.merge(
-                    *self._path(name), status="ok", ms={self._mode: ms[name]}, samples_ms=every, **beside
+                    *self._path(name),
+                    status="ok",
+                    ms={self._mode: ms[name]},
+                    samples_ms=every,
+                    **beside,
                 )
         self._inputs.clear_gradients()
 
 
 def measure_runs(
-    runs: dict[str, Callable[[], Any]], clock: Clock, results: Results, top: tuple[str, ...], *, once: bool
+    runs: dict[str, Callable[[], Any]],
+    clock: Clock,
+    results: Results,
+    top: tuple[str, ...],
+    *,
+    once: bool,
 ) -> dict[str, float]:
     """Median milliseconds of each of `runs`, warmed up and interleaved; written under `top` too."""
     warm = {}
@@ -351,4 +370,6 @@ def check_room(name: str, case: BenchCase, data: dict[str, Any]) -> None:
         return
     n, mib = max(known)
     if (needed := mib * MIB * case.n / n) > ROOM * room:
-        raise Absence(f"would need about {needed / 2**30:.0f} GiB, and {room / 2**30:.0f} GiB are free")
+        raise Absence(
+            f"would need about {needed / 2**30:.0f} GiB, and {room / 2**30:.0f} GiB are free"
+        )

@@ -34,7 +34,7 @@ from benchmarks.memory import MIB, freed_memory_kept, saved_bytes
 from benchmarks.run import Results
 from benchmarks.tables import SHARES
 from benchmarks.timing import order
-from grpo_kernels.integrations.trl import FusedGRPOTrainer
+from grpo_kernels.trl import FusedGRPOTrainer
 
 # name: options of FusedGRPOTrainer
 VARIANTS: dict[str, dict[str, Any] | None] = {
@@ -83,7 +83,11 @@ class Scene:
         """The scene in seconds; with two variants where another scene has all of them."""
         sizes = {"prompt": (4, 9), "completion": (6, 16), "vocab": 256, "hidden": 32, "layers": 2}
         variants = (STOCK, DEFAULTS) if self.variants == MOST else self.variants
-        few = {"sequences": min(self.sequences, 4), "micro_batches": 8 // min(self.sequences, 4), "group": 4}
+        few = {
+            "sequences": min(self.sequences, 4),
+            "micro_batches": 8 // min(self.sequences, 4),
+            "group": 4,
+        }
         return replace(self, **sizes, **few, variants=variants, steps=2, rounds=1)
 
     def by_groups(self) -> Scene:
@@ -166,7 +170,9 @@ class Timed:
         if "loss" in logs:  # TRL has added its metrics by now
             self._spent["other"] = now - self._ended - self._spent.total()
             seconds = {name: round(self._spent[name], 5) for name in (*PHASES, "other")}
-            self.steps.append({"logs": tiny_run.compared(self.state.log_history[-1]), "seconds": seconds})
+            self.steps.append(
+                {"logs": tiny_run.compared(self.state.log_history[-1]), "seconds": seconds}
+            )
             self._spent.clear()
             self._ended = time.process_time()
 
@@ -175,7 +181,9 @@ class Given:
     """In front of a trainer: its completions are given."""
 
     scene: Scene
-    saved: list[int] | None = None  # bytes that the graph of each micro-batch saves; None: not counted
+    saved: list[int] | None = (
+        None  # bytes that the graph of each micro-batch saves; None: not counted
+    )
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -221,7 +229,10 @@ def prompts(scene: Scene) -> Dataset:
     found = []
     for i in range(64):
         length = draw.randint(*scene.prompt)
-        words = [f"w{i % 2}", *(f"w{draw.randrange(1, tiny_models.WORDS)}" for _ in range(length - 1))]
+        words = [
+            f"w{i % 2}",
+            *(f"w{draw.randrange(1, tiny_models.WORDS)}" for _ in range(length - 1)),
+        ]
         found.append(" ".join(words))
     return Dataset.from_dict({"prompt": found})
 
@@ -239,7 +250,9 @@ def policy(scene: Scene) -> Any:
     )
 
 
-def train(scene: Scene, name: str, *, watched: bool = False, **changed: Any) -> tuple[Any, dict[str, Any]]:
+def train(
+    scene: Scene, name: str, *, watched: bool = False, **changed: Any
+) -> tuple[Any, dict[str, Any]]:
     """Train one variant; returns its model and ``seconds`` by step, ``logs`` by step, ``saved`` bytes by micro-batch.
 
     Args:
@@ -274,7 +287,11 @@ def train(scene: Scene, name: str, *, watched: bool = False, **changed: Any) -> 
         trainer.scene, trainer.saved = scene, [] if watched else None
         trainer.train()
     seconds = [without_generation(x["seconds"]) for x in trainer.steps]
-    return trainer.model, {"seconds": seconds, "logs": [x["logs"] for x in trainer.steps], "saved": trainer.saved}
+    return trainer.model, {
+        "seconds": seconds,
+        "logs": [x["logs"] for x in trainer.steps],
+        "saved": trainer.saved,
+    }
 
 
 def without_generation(seconds: dict[str, float]) -> float:
@@ -296,7 +313,11 @@ def measure_all(results: Results, *, toy: bool = False) -> None:
             results.merge("runs", step={"threads": 1})
             for name, scene in SCENES.items():
                 _measure(results, ("step", "scenes", name), scene.toy() if toy else scene)
-            few = {"steps": 3, "variants": (STOCK, DEFAULTS, ALL_OPTIONS)} if toy else {"steps": SGD_STEPS}
+            few = (
+                {"steps": 3, "variants": (STOCK, DEFAULTS, ALL_OPTIONS)}
+                if toy
+                else {"steps": SGD_STEPS}
+            )
             _sgd(results, replace(Scene().toy(), **few))
             groups.measure_groups(results, toy=toy)
             groups.measure_turns(results, toy=toy)
@@ -321,7 +342,10 @@ def _measure(results: Results, path: tuple[str, ...], scene: Scene) -> None:
                 if i == 0:
                     results.merge(*at, **_compared(name, stock, found))
                 else:
-                    samples = [*results.at(*at).get("samples", []), [round(x, 5) for x in found["seconds"][1:]]]
+                    samples = [
+                        *results.at(*at).get("samples", []),
+                        [round(x, 5) for x in found["seconds"][1:]],
+                    ]
                     results.merge(*at, samples=samples, seconds=seconds(samples))
     results.merge(*path, cpu_of_others=watch.others())
 
@@ -333,14 +357,24 @@ def _compared(name: str, stock: list[dict[str, float]], found: dict[str, Any]) -
     apart = _apart(stock, logs)
     metrics = {k: x for k, x in apart.items() if k not in ("loss", "grad_norm")}
     worst = max(metrics, key=lambda k: metrics[k])
-    differences = {"loss": apart["loss"], "grad_norm": apart["grad_norm"], "metrics": metrics[worst], "worst": worst}
+    differences = {
+        "loss": apart["loss"],
+        "grad_norm": apart["grad_norm"],
+        "metrics": metrics[worst],
+        "worst": worst,
+    }
     other_means = divides or options.get("zero_advantage") == "skip"  # by intent
     bound = REGROUPED_TOLERANCE if divides else parity.TOLERANCE
-    checked = [differences[k] for k in ("loss", "grad_norm", *(() if other_means else ("metrics",)))]
+    checked = [
+        differences[k] for k in ("loss", "grad_norm", *(() if other_means else ("metrics",)))
+    ]
     return {
         "status": "ok" if max(checked) <= bound else "wrong",
         "differences": differences,
-        "saved_mib": {"mean": statistics.fmean(found["saved"]) / MIB, "max": max(found["saved"]) / MIB},
+        "saved_mib": {
+            "mean": statistics.fmean(found["saved"]) / MIB,
+            "max": max(found["saved"]) / MIB,
+        },
         "shares": {k: statistics.fmean(log[k] for log in logs) for k in SHARES if k in logs[0]},
     }
 
@@ -349,7 +383,9 @@ def _apart(stock: list[dict[str, float]], logs: list[dict[str, float]]) -> dict[
     """The largest difference over the steps of each figure that stock TRL logs."""
     if not stock:
         raise RuntimeError(f"expected the logs of {STOCK} to compare with, got none")
-    return parity.differences(stock, [{k: x for k, x in log.items() if k in stock[0]} for log in logs])
+    return parity.differences(
+        stock, [{k: x for k, x in log.items() if k in stock[0]} for log in logs]
+    )
 
 
 def seconds(samples: Sequence[Sequence[float]]) -> float:
@@ -366,5 +402,7 @@ def _sgd(results: Results, scene: Scene) -> None:
         if name == STOCK:
             stock, logs = end, found["logs"]
         apart = {"parameters": ((end - stock).norm() / (stock - start).norm()).item()}
-        apart |= {k: x for k, x in _apart(logs, found["logs"]).items() if k in ("loss", "grad_norm")}
+        apart |= {
+            k: x for k, x in _apart(logs, found["logs"]).items() if k in ("loss", "grad_norm")
+        }
         results.merge("step", "sgd", name, **apart)

@@ -8,7 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import figures, words
-from benchmarks.figures import ALL_OPTIONS, DEFAULTS, ONE_GROUP, OURS, PRODUCTS, REGROUPED, STOCK, Case, ratio
+from benchmarks.figures import (
+    ALL_OPTIONS,
+    DEFAULTS,
+    ONE_GROUP,
+    OURS,
+    PRODUCTS,
+    REGROUPED,
+    STOCK,
+    Case,
+    ratio,
+)
 from benchmarks.words import markdown, multiple, number, share, small, times, with_range
 
 NOTES = (
@@ -24,11 +34,19 @@ NOTES = (
     "**logp**: the mean error of the log-probabilities against float64.",
     "More: [how it is measured](measuring.md).",
 )
-READING = "[How to read the tables](#how-to-read-the-tables), [conditions](#conditions-of-the-main-run)."
+READING = (
+    "[How to read the tables](#how-to-read-the-tables), [conditions](#conditions-of-the-main-run)."
+)
 COMPARED_PARTS = ("main", "shapes", "workloads")
 AXES = {"n": "N", "v": "V", "share": "rows with gradient"}
 COMPARED = (PRODUCTS, "eager", "trl")  # with ours, over all cases
-CONDITIONS = ("products_nvh", "cpu_of_others", "rounds", "counted", "status")  # of a case, beside what is computed
+CONDITIONS = (
+    "products_nvh",
+    "cpu_of_others",
+    "rounds",
+    "counted",
+    "status",
+)  # of a case, beside what is computed
 NOISE = "within noise"  # a limit that was measured as slower than what does more
 SHARES = ("sequences/gradient", "tokens/computed", "tokens/gradient")  # that our trainer logs
 
@@ -41,20 +59,46 @@ def lines(data: dict[str, Any], pictures: Mapping[str, str] | None = None) -> li
     """
     text = summary(data)
     if pictures is not None:
-        text = ["# Benchmarks", "", *text, "", f"{READING} Written by `python -m benchmarks`; do not edit."]
+        text = [
+            "# Benchmarks",
+            "",
+            *text,
+            "",
+            f"{READING} Written by `python -m benchmarks`; do not edit.",
+        ]
     for title, part, body in _sections(data):
         text += ["", f"## {title}", ""]
-        text += [f"![{CLAIMS[part](data)}]({pictures[part]})", ""] if part in (pictures or {}) else []
+        text += (
+            [f"![{CLAIMS[part](data)}]({pictures[part]})", ""] if part in (pictures or {}) else []
+        )
         text += [*body, "", f"Conditions: {words.footer(figures.of_run(data, part))}."]
     names = figures.names(data.get("cases") or {})
-    known = [{"provider": f"`{x}`", "which is": words.label(x, data.get("versions"))} for x in names]
-    text += ["", "## How to read the tables", "", *(f"- {note}" for note in NOTES), "", *markdown(known)]
-    return [*text, "", "## Conditions of the main run", "", *(f"- {line}" for line in words.conditions(data))]
+    known = [
+        {"provider": f"`{x}`", "which is": words.label(x, data.get("versions"))} for x in names
+    ]
+    text += [
+        "",
+        "## How to read the tables",
+        "",
+        *(f"- {note}" for note in NOTES),
+        "",
+        *markdown(known),
+    ]
+    return [
+        *text,
+        "",
+        "## Conditions of the main run",
+        "",
+        *(f"- {line}" for line in words.conditions(data)),
+    ]
 
 
 def write(data: dict[str, Any], path: Path, plots: Sequence[Path] = ()) -> None:
     """Write the page, with the figures as `plots.render` returns them."""
-    pictures = {plot.stem: Path(os.path.relpath(plot.resolve(), path.resolve().parent)).as_posix() for plot in plots}
+    pictures = {
+        plot.stem: Path(os.path.relpath(plot.resolve(), path.resolve().parent)).as_posix()
+        for plot in plots
+    }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(words.page(lines(data, pictures)), encoding="utf-8")
 
@@ -125,15 +169,23 @@ def time_claim(data: dict[str, Any]) -> str:
 def main_case(data: dict[str, Any]) -> Case:
     """The first case of the main part with forward and backward."""
     cases = figures.of_part(data, "main").values()
-    return next((case for case in cases if figures.mode(case) == "full" and figures.median(case, OURS)), {})
+    return next(
+        (case for case in cases if figures.mode(case) == "full" and figures.median(case, OURS)), {}
+    )
 
 
-CLAIMS: dict[str, Callable[[dict[str, Any]], str]] = {"step": step_claim, "memory": memory_claim, "time": time_claim}
+CLAIMS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "step": step_claim,
+    "memory": memory_claim,
+    "time": time_claim,
+}
 
 
 def summary(data: dict[str, Any]) -> list[str]:
     """The page's first lines: each claim with its shape, and the cases in which ours is behind."""
-    text = [f"- {line}" for line in (_step(data), _memory(data), _time(data), _accuracy(data)) if line]
+    text = [
+        f"- {line}" for line in (_step(data), _memory(data), _time(data), _accuracy(data)) if line
+    ]
     if text and data.get("device") == "cpu":
         text.append(
             "- All figures are of CPUs, where TRL's head is "
@@ -156,9 +208,20 @@ def _memory(data: dict[str, Any]) -> str:
     if not (claim := memory_claim(data)):
         return ""
     cases = memory_cases(data)
-    case, text = list(cases.values())[-1], f"**{claim}** ({words.shape({**words.common(cases), 'model': None})})"
+    case, text = (
+        list(cases.values())[-1],
+        f"**{claim}** ({words.shape({**words.common(cases), 'model': None})})",
+    )
     over = {name: x for name in _peers(case) if (x := figures.mib_over(case, name)) and x < 1}
-    return "; ".join([text, *(f"{words.brief_name(name)} takes {x:.1f} times ours" for name, x in over.items())]) + "."
+    return (
+        "; ".join(
+            [
+                text,
+                *(f"{words.brief_name(name)} takes {x:.1f} times ours" for name, x in over.items()),
+            ]
+        )
+        + "."
+    )
 
 
 def _peers(case: Case) -> list[str]:
@@ -172,7 +235,11 @@ def _time(data: dict[str, Any]) -> str:
     text = f"**{claim}** for one loss ({words.shape(main_case(data))})."
     for title, case in figures.of_part(data, "main").items():
         over = {x: figures.over(case, x, OURS) or 1.0 for x in _peers(case)}
-        ahead = [f"{words.brief_name(x)} ({1 / time:.2f} times as fast)" for x, time in over.items() if time < 0.98]
+        ahead = [
+            f"{words.brief_name(x)} ({1 / time:.2f} times as fast)"
+            for x, time in over.items()
+            if time < 0.98
+        ]
         text += f" Faster than ours in the case `{title}`: {', '.join(ahead)}." if ahead else ""
     return text
 
@@ -181,7 +248,10 @@ def _accuracy(data: dict[str, Any]) -> str:
     """The largest mean error of a log-probability over the sizes of logits, ours and TRL's."""
     cases = figures.of_part(data, "accuracy")
     ours, theirs = (
-        max((figures.measured(case, x, "errors", "logp_mean") or 0.0 for case in cases.values()), default=0.0)
+        max(
+            (figures.measured(case, x, "errors", "logp_mean") or 0.0 for case in cases.values()),
+            default=0.0,
+        )
         for x in (OURS, "trl")
     )
     if not ours or not theirs:
@@ -204,7 +274,10 @@ def _timed(cases: dict[str, Case]) -> list[str]:
     for title, case in cases.items():
         ran = {name: x for name, x in figures.providers(case).items() if figures.ran(x)}
         for i, (name, x) in enumerate(ran.items()):
-            ms, errors = figures.measured(case, name, "ms", figures.mode(case)) or {}, x.get("errors") or {}
+            ms, errors = (
+                figures.measured(case, name, "ms", figures.mode(case)) or {},
+                x.get("errors") or {},
+            )
             middle, *ends = (number(ratio(ms.get(q), scale)) for q in ("median", "p20", "p80"))
             of_products = figures.over(case, name, PRODUCTS)
             rows.append({
@@ -237,7 +310,10 @@ def _missing(cases: dict[str, Case]) -> list[str]:
         for name, x in figures.providers(case).items():
             if not figures.ran(x):
                 reasons.setdefault(f"`{name}`: {words.failed(x) or 'not run'}", []).append(title)
-    lines = [f"- {what}" + (f" ({', '.join(titles)})" if len(cases) > 1 else "") for what, titles in reasons.items()]
+    lines = [
+        f"- {what}" + (f" ({', '.join(titles)})" if len(cases) > 1 else "")
+        for what, titles in reasons.items()
+    ]
     return ["", *lines] if lines else []
 
 
@@ -247,11 +323,18 @@ def _overview(cases: dict[str, Case]) -> list[str]:
         return []
     unit, scale = _unit(cases)
     same = {key: x for key, x in next(iter(cases.values())).items() if key not in CONDITIONS}
-    busy = [case["cpu_of_others"] for case in cases.values() if case.get("cpu_of_others") is not None]
+    busy = [
+        case["cpu_of_others"] for case in cases.values() if case.get("cpu_of_others") is not None
+    ]
     rows = []
     for title, case in cases.items():
-        rest = {key: x for key, x in case.items() if key not in CONDITIONS and same.get(key, ...) != x}
-        both = {who: figures.providers(case).get(name, {}) for who, name in (("ours", OURS), ("TRL", "trl"))}
+        rest = {
+            key: x for key, x in case.items() if key not in CONDITIONS and same.get(key, ...) != x
+        }
+        both = {
+            who: figures.providers(case).get(name, {})
+            for who, name in (("ours", OURS), ("TRL", "trl"))
+        }
         rows.append({
             "case": title, "which is": words.about(rest),
             f"ours, {unit}": number(ratio(figures.median(case, OURS), scale)),
@@ -261,15 +344,23 @@ def _overview(cases: dict[str, Case]) -> list[str]:
         })  # fmt: skip
     about = f"{words.about(same)}; the second column says what a case has instead."
     about += " Times over ours: at 2, ours is twice as fast. NVH: one product of the tokens with the head is 2."
-    about += f" Other processes used at most {share(max(busy))} of the cores meanwhile." if busy else ""
+    about += (
+        f" Other processes used at most {share(max(busy))} of the cores meanwhile." if busy else ""
+    )
     return [about, "", *markdown(rows)]
 
 
 def _scaling(data: dict[str, Any]) -> list[str]:
     """A line for each point of each axis: the time and memory of ours, and of those that all points have over them."""
-    points = [(axis, i, case) for axis, cases in figures.series(data) for i, case in enumerate(cases)]
+    points = [
+        (axis, i, case) for axis, cases in figures.series(data) for i, case in enumerate(cases)
+    ]
     every = {str(i): case for i, (*_, case) in enumerate(points)}
-    names = [x for x in figures.names(every) if x != OURS and all(x in figures.providers(c) for c in every.values())]
+    names = [
+        x
+        for x in figures.names(every)
+        if x != OURS and all(x in figures.providers(c) for c in every.values())
+    ]
     rows = [
         {
             "axis": "" if i else AXES[axis],
@@ -292,12 +383,22 @@ def _memory_lines(data: dict[str, Any]) -> list[str]:
     rows = [
         {
             "tokens": f"{case['n']:,}",
-            **{f"{words.label(x, versions)}, MiB": number(figures.extra_mib(case, x)) for x in figures.names(cases)},
-            **{f"{words.brief_name(x)} / ours": times(figures.mib_over(case, x)) for x in ("trl", "eager")},
+            **{
+                f"{words.label(x, versions)}, MiB": number(figures.extra_mib(case, x))
+                for x in figures.names(cases)
+            },
+            **{
+                f"{words.brief_name(x)} / ours": times(figures.mib_over(case, x))
+                for x in ("trl", "eager")
+            },
         }
         for case in cases.values()
     ]
-    about = {key: x for key, x in words.common(cases).items() if key not in ("rounds", "products_nvh", "model")}
+    about = {
+        key: x
+        for key, x in words.common(cases).items()
+        if key not in ("rounds", "products_nvh", "model")
+    }
     text = [
         f"{words.about(about)}; sequences of {', '.join(str(x['t']) for x in cases.values())} tokens in turn.",
         "The size of the logits does not depend on H; that of the weight and of its gradient does. So a ratio at a",
@@ -309,7 +410,11 @@ def _memory_lines(data: dict[str, Any]) -> list[str]:
 
 def _accuracy_lines(cases: dict[str, Case]) -> list[str]:
     """A line for each provider: its errors at each size of the logits."""
-    kinds = {"logp_mean": ("logp", small), "d_hidden": ("d hidden", small), "ratio_off": ("ratios off", share)}
+    kinds = {
+        "logp_mean": ("logp", small),
+        "d_hidden": ("d hidden", small),
+        "ratio_off": ("ratios off", share),
+    }
     rows = []
     for name in figures.names(cases):
         row = {
@@ -355,9 +460,14 @@ def step_lines(step: dict[str, Any]) -> list[str]:
     ]
     first = next(iter(scenes.values()))["about"]
     for name, scene in scenes.items():
-        count, rounds = words.count(scene["steps"] - 1, "step"), words.count(scene["rounds"], "round")
+        count, rounds = (
+            words.count(scene["steps"] - 1, "step"),
+            words.count(scene["rounds"], "round"),
+        )
         about = first if scene["about"] == first else _difference(scene["about"], first)
-        said = f"**{name}**: {about}" if about != name else f"**{name}**"  # which may say how the scene differs
+        said = (
+            f"**{name}**: {about}" if about != name else f"**{name}**"
+        )  # which may say how the scene differs
         text += ["", f"{said}; {count} in {rounds}{words.busy(scene)}", ""]
         text += markdown([_variant(scene, x) for x in scene["variants"]])
         if over := figures.faster(scene, REGROUPED, than=ONE_GROUP):

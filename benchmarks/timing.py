@@ -35,7 +35,9 @@ class Clock:
         self.on_gpu = device.type == "cuda"
         self._cycles = FIRST_SLEEP if queued else 0
         flushes = flush and self.on_gpu
-        self.flushed: Any = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device) if flushes else None
+        self.flushed: Any = (
+            torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device) if flushes else None
+        )
 
     def time(self, step: Callable[[], Any]) -> float:
         """Run `step` once, by itself on the device."""
@@ -48,7 +50,9 @@ class Clock:
             self._cycles *= 2
             start, stop, in_time = self._on_gpu(step)
         if not in_time:
-            raise TooLongToQueue(f"the host takes longer to launch the step than {self._cycles} cycles of the device")
+            raise TooLongToQueue(
+                f"the host takes longer to launch the step than {self._cycles} cycles of the device"
+            )
         return float(start.elapsed_time(stop))
 
     def _on_gpu(self, step: Callable[[], Any]) -> tuple[Any, Any, bool]:

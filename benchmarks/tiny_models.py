@@ -34,8 +34,16 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {**_GROUPED, "tie_word_embeddings": False}),
     "tied": ("Qwen3Config", "Qwen3ForCausalLM", {**_GROUPED, "tie_word_embeddings": True}),
     "softcap": ("Gemma2Config", "Gemma2ForCausalLM", {**_GROUPED, "final_logit_softcapping": 2.0}),
-    "logit_scale": ("CohereConfig", "CohereForCausalLM", {"num_key_value_heads": 2, "logit_scale": 0.25}),
-    "logits_scaling": ("GraniteConfig", "GraniteForCausalLM", {"num_key_value_heads": 2, "logits_scaling": 2.0}),
+    "logit_scale": (
+        "CohereConfig",
+        "CohereForCausalLM",
+        {"num_key_value_heads": 2, "logit_scale": 0.25},
+    ),
+    "logits_scaling": (
+        "GraniteConfig",
+        "GraniteForCausalLM",
+        {"num_key_value_heads": 2, "logits_scaling": 2.0},
+    ),
     "bias": ("PhiConfig", "PhiForCausalLM", {"num_key_value_heads": 4}),
 }
 
@@ -46,13 +54,19 @@ def tokenizer() -> PreTrainedTokenizerFast:
     core = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     made = PreTrainedTokenizerFast(
-        tokenizer_object=core, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", padding_side="left"
+        tokenizer_object=core,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        padding_side="left",
     )
     made.chat_template = CHAT_TEMPLATE
     return made
 
 
-def model(kind: str = "qwen3", seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
+def model(
+    kind: str = "qwen3", seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any
+) -> PreTrainedModel:
     """A causal language model of one of `KINDS` with random weights, the same ones for the same seed; `changes` replace
     fields of its config.
 
@@ -64,7 +78,10 @@ def model(kind: str = "qwen3", seed: int = 0, dtype: torch.dtype = torch.float32
     config = getattr(transformers, config_name)(**{**_SHAPE, **fields, **changes})
     made = getattr(transformers, model_name)(config)
     with torch.no_grad():
-        head, lean = made.get_output_embeddings(), torch.tensor([1.0, -1.0]).repeat(config.hidden_size // 2)
+        head, lean = (
+            made.get_output_embeddings(),
+            torch.tensor([1.0, -1.0]).repeat(config.hidden_size // 2),
+        )
         head.weight.normal_(0.0, 0.3)
         if head.bias is not None:
             head.bias.normal_(0.0, 0.3)

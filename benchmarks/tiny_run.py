@@ -61,7 +61,9 @@ def common_options(output_dir: str, steps: int) -> dict[str, Any]:
     }
 
 
-def config(output_dir: str, steps: int = 4, config_class: type[GRPOConfig] = GRPOConfig, **options: Any) -> GRPOConfig:
+def config(
+    output_dir: str, steps: int = 4, config_class: type[GRPOConfig] = GRPOConfig, **options: Any
+) -> GRPOConfig:
     """A GRPO configuration of 16 completions of at most 12 tokens a step, in 2 accumulated micro-batches, on a CPU."""
     base: dict[str, Any] = {
         **common_options(output_dir, steps),
@@ -99,7 +101,9 @@ def train(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         policy = model(kind, dtype=dtype)
-        policy.save_pretrained(args.output_dir)  # TRL loads the reference model from where the policy came
+        policy.save_pretrained(
+            args.output_dir
+        )  # TRL loads the reference model from where the policy came
         policy.config._name_or_path = args.output_dir
         given: dict[str, Any] = {"reward_funcs": reward} if isinstance(args, GRPOConfig) else {}
         given = {"train_dataset": dataset(), **given, **arguments}
@@ -134,7 +138,9 @@ def record(trainer: Any, history: History) -> None:
 
 def compared(logs: dict[str, float]) -> dict[str, float]:
     """The logged values that the loss and the sampled text decide, without clocks and schedules."""
-    return {name: float(v) for name, v in logs.items() if not any(part in name for part in NOT_COMPARED)}
+    return {
+        name: float(v) for name, v in logs.items() if not any(part in name for part in NOT_COMPARED)
+    }
 
 
 def quiet() -> None:

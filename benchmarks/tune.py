@@ -69,7 +69,9 @@ REAL = Sizes(
     rows=tuple(
         RowConfig(1, block_v, warps, stages)
         for block_v, warps, stages in product((1024, 2048, 4096, 8192), (4, 8, 16), (1, 2, 3, 4))
-        if 8 <= block_v // (32 * warps) <= 32  # columns a thread: at best four, or eight, of each quarter
+        if 8
+        <= block_v // (32 * warps)
+        <= 32  # columns a thread: at best four, or eight, of each quarter
     ),
     dot=tuple(
         DotConfig(block_n, block_v, block_h, PLACEHOLDER, warps, stages, use_tma)
@@ -88,7 +90,10 @@ TOY = Sizes(
     widths=(16, 32),
     vocabs=(40, 100),
     rows=(RowConfig(16, 32, 1, 1), RowConfig(16, 64, 1, 1)),
-    dot=(DotConfig(16, 16, 16, PLACEHOLDER, 1, 1, False), DotConfig(16, 32, 16, PLACEHOLDER, 1, 1, False)),
+    dot=(
+        DotConfig(16, 16, 16, PLACEHOLDER, 1, 1, False),
+        DotConfig(16, 32, 16, PLACEHOLDER, 1, 1, False),
+    ),
 )
 
 
@@ -113,13 +118,31 @@ class Budget:
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.tune", description=__doc__.partition("\n")[0])
-    parser.add_argument("--dry-run", action="store_true", help="toy sizes; the table is not touched")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="instead of the package's own table")
-    parser.add_argument("--budget-seconds", type=float, help="stop after that; finished parts are written")
-    parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=KERNELS, help="only these; stats: and fused")
-    parser.add_argument("--vocabs", nargs="+", type=int, metavar="V", help="only these sizes of the vocabulary")
-    parser.add_argument("--widths", nargs="+", type=int, metavar="H", help="only these hidden sizes, for dot")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.tune", description=__doc__.partition("\n")[0]
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="toy sizes; the table is not touched"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="instead of the package's own table"
+    )
+    parser.add_argument(
+        "--budget-seconds", type=float, help="stop after that; finished parts are written"
+    )
+    parser.add_argument(
+        "--kernels",
+        nargs="+",
+        choices=KERNELS,
+        default=KERNELS,
+        help="only these; stats: and fused",
+    )
+    parser.add_argument(
+        "--vocabs", nargs="+", type=int, metavar="V", help="only these sizes of the vocabulary"
+    )
+    parser.add_argument(
+        "--widths", nargs="+", type=int, metavar="H", help="only these hidden sizes, for dot"
+    )
     return parser.parse_args(given)
 
 
@@ -128,7 +151,10 @@ def main(given: Sequence[str] | None = None) -> int:
     options = arguments(given)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" and not (options.dry_run and INTERPRETED):
-        print("error: no GPU to time on; --dry-run with TRITON_INTERPRET=1 needs none", file=sys.stderr)
+        print(
+            "error: no GPU to time on; --dry-run with TRITON_INTERPRET=1 needs none",
+            file=sys.stderr,
+        )
         return 2
     sizes = chosen(TOY if options.dry_run else REAL, options)
     if options.dry_run:
@@ -162,7 +188,9 @@ def parts(kernels: Collection[str]) -> dict[str, Part]:
     return found
 
 
-def tune(parts: dict[str, Part], sizes: Sizes, device: torch.device, out: Path, budget: Budget) -> list[str]:
+def tune(
+    parts: dict[str, Part], sizes: Sizes, device: torch.device, out: Path, budget: Budget
+) -> list[str]:
     """Do the parts and write the table after each; the names of those that there was no time for."""
     arch, missed = arch_of(device), list(parts)
     table = json.loads((out if out.exists() else own_table()).read_text())
@@ -179,12 +207,18 @@ def tune(parts: dict[str, Part], sizes: Sizes, device: torch.device, out: Path, 
     return missed
 
 
-def tuned_rows(kernels: list[str], arch: str, sizes: Sizes, device: torch.device, budget: Budget) -> list[Entry]:
+def tuned_rows(
+    kernels: list[str], arch: str, sizes: Sizes, device: torch.device, budget: Budget
+) -> list[Entry]:
     """The entries of row kernels that share theirs, for each size of vocabulary: fp32 logits, gradients in bf16."""
 
     def runs(kernel: str, n: int, vocab: int) -> Workload:
         out = torch.float32 if INTERPRETED else torch.bfloat16
-        options: dict[str, Any] = {"loss": Loss("clipped", "k3"), "out": out, "entropy": kernel == "stats"}
+        options: dict[str, Any] = {
+            "loss": Loss("clipped", "k3"),
+            "out": out,
+            "entropy": kernel == "stats",
+        }
         return row_runs(kernel, n=n, device=device, vocab=vocab, **options)
 
     first = runs(kernels[-1], sizes.row_counts[-1], sizes.vocabs[-1])
@@ -204,20 +238,30 @@ def tuned_dot(
     def runs(n: int, width: int, vocab: int) -> Workload:
         transform = "soft-cap" if softcap else "plain"
         run_of = dot_runs(dtype, n=n, device=device, width=width, vocab=vocab, transform=transform)
-        return lambda c: run_of(replace(c, splits=configs.splits_of(vocab, c.block_v, SPLITS_AT_MOST)))
+        return lambda c: run_of(
+            replace(c, splits=configs.splits_of(vocab, c.block_v, SPLITS_AT_MOST))
+        )
 
     able = [c for c in sizes.dot if not c.use_tma or family(arch) in ("sm_90", "sm_100")]
     first = runs(sizes.row_counts[-1], sizes.widths[-1], sizes.vocabs[-1])
-    usable = shortlist(able, first, lambda c: broken_rules(["dot"], c, arch, dtype, softcap), budget)
+    usable = shortlist(
+        able, first, lambda c: broken_rules(["dot"], c, arch, dtype, softcap), budget
+    )
     winners: Winners = {}
     for width, vocab in product(sizes.widths, sizes.vocabs):
         workloads = [runs(n, width, vocab) for n in sizes.row_counts]
         winners.setdefault(width, {})[vocab] = fastest(usable, workloads, budget)
-    return entries({"operand_bits": 8 * dtype.itemsize, "aligned": True, "softcap": softcap}, winners, device)
+    return entries(
+        {"operand_bits": 8 * dtype.itemsize, "aligned": True, "softcap": softcap}, winners, device
+    )
 
 
 def broken_rules(
-    kernels: list[str], config: Config, arch: str, dtype: torch.dtype = torch.float32, softcap: bool = False
+    kernels: list[str],
+    config: Config,
+    arch: str,
+    dtype: torch.dtype = torch.float32,
+    softcap: bool = False,
 ) -> tuple[str, ...]:
     """The rules that the kernels break by these tiles, in any variant; interpreted kernels have no rules."""
     if INTERPRETED:
@@ -230,7 +274,9 @@ def broken_rules(
         cases = matrix.dot_cases(arch, config, dtype, softcap=softcap, aligned=True)
     else:
         cases = (case for kernel in kernels for case in matrix.row_cases(kernel, arch, config))
-    return next((result.broken for c in cases if (result := compile_launch(c.caught(), arch)).broken), ())
+    return next(
+        (result.broken for c in cases if (result := compile_launch(c.caught(), arch)).broken), ()
+    )
 
 
 def fastest(candidates: Iterable[Config], workloads: list[Workload], budget: Budget) -> Config:
@@ -243,7 +289,9 @@ def fastest(candidates: Iterable[Config], workloads: list[Workload], budget: Bud
     return min(times, key=times.__getitem__)
 
 
-def shortlist(candidates: Iterable[Any], workload: Workload, broken: Callable[[Any], Any], budget: Budget) -> list[Any]:
+def shortlist(
+    candidates: Iterable[Any], workload: Workload, broken: Callable[[Any], Any], budget: Budget
+) -> list[Any]:
     """The fastest few by one workload that break no rule; to compile all for the rules would take longer."""
 
     def duration(config: Any) -> float:
@@ -257,7 +305,9 @@ def shortlist(candidates: Iterable[Any], workload: Workload, broken: Callable[[A
 def seconds(run: Callable[[], Any]) -> float:
     if not INTERPRETED:
         try:
-            return float(triton.testing.do_bench(run, warmup=20, rep=80, return_mode="median")) / 1e3
+            return (
+                float(triton.testing.do_bench(run, warmup=20, rep=80, return_mode="median")) / 1e3
+            )
         except OutOfResources:  # more shared memory than a program may have
             return math.inf
     start = time.perf_counter()
@@ -294,13 +344,25 @@ def entries(fixed: Entry, winners: Winners, device: torch.device) -> list[Entry]
             if isinstance(config, DotConfig):
                 del values["splits"]
                 bounds = {"hidden_width_at_most": width, **bounds, "splits_at_most": SPLITS_AT_MOST}
-            found.append({"family": family(arch_of(device)), **fixed, **bounds, **values, "measured": measured})
+            found.append(
+                {
+                    "family": family(arch_of(device)),
+                    **fixed,
+                    **bounds,
+                    **values,
+                    "measured": measured,
+                }
+            )
     return found
 
 
 def joined(steps: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
     """(bound, what holds up to it), without the steps that the next one repeats; the last has no bound."""
-    kept = [step for step, after in zip(steps, [*steps[1:], (None, None)], strict=True) if step[1] != after[1]]
+    kept = [
+        step
+        for step, after in zip(steps, [*steps[1:], (None, None)], strict=True)
+        if step[1] != after[1]
+    ]
     return [*kept[:-1], (None, kept[-1][1])]
 
 
@@ -308,11 +370,16 @@ def merged(table: dict[str, list[Entry]], new: list[Entry]) -> dict[str, list[En
     """The table with the new entries in the place of those that they make out of date."""
 
     def place(entry: Entry) -> tuple[Any, ...]:
-        return tuple(str(entry.get(name)) for name in ("family", "kernels", "operand_bits", "aligned"))
+        return tuple(
+            str(entry.get(name)) for name in ("family", "kernels", "operand_bits", "aligned")
+        )
 
     replaced = {place(e) for e in new}
     fresh = {kind: [e for e in new if ("kernels" in e) == (kind == "rows")] for kind in table}
-    return {kind: [*fresh[kind], *(e for e in table[kind] if place(e) not in replaced)] for kind in table}
+    return {
+        kind: [*fresh[kind], *(e for e in table[kind] if place(e) not in replaced)]
+        for kind in table
+    }
 
 
 def check_table(table: dict[str, list[Entry]]) -> None:
@@ -320,10 +387,15 @@ def check_table(table: dict[str, list[Entry]]) -> None:
     for name in configs.FAMILIES:
         rows = [e for e in table["rows"] if e["family"] == name]
         for kernel in configs.ROW_KERNELS:
-            assert any(kernel in e["kernels"] and e["vocab_at_most"] is None for e in rows), (name, kernel)
+            assert any(kernel in e["kernels"] and e["vocab_at_most"] is None for e in rows), (
+                name,
+                kernel,
+            )
         assert all(("stats" in e["kernels"]) == ("fused" in e["kernels"]) for e in rows), name
         dots = [
-            e for e in table["dot"] if e["family"] == name and e["vocab_at_most"] is e["hidden_width_at_most"] is None
+            e
+            for e in table["dot"]
+            if e["family"] == name and e["vocab_at_most"] is e["hidden_width_at_most"] is None
         ]
         for wanted in product((16, 32), (True, False), (True, False)):
             pairs = tuple(zip(("operand_bits", "aligned", "softcap"), wanted, strict=True))

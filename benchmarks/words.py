@@ -22,7 +22,13 @@ BRIEF = {  # in a figure, whose footer has the versions
     "cce": "Apple CCE",
     "quack": "QuACK",
 }
-PACKAGES = {"torch": "torch", "trl": "TRL", "liger-kernel": "Liger", "verl": "verl", "unsloth_zoo": "Unsloth"}
+PACKAGES = {
+    "torch": "torch",
+    "trl": "TRL",
+    "liger-kernel": "Liger",
+    "verl": "verl",
+    "unsloth_zoo": "Unsloth",
+}
 DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
 DIVERGENCES = {0.0: "forward KL", 1.0: "reverse KL"}  # by TRL's beta
 PATH = re.compile(r"(?<![\w./])(?:file://)?~?/(?:[\w.+@~-]+/)*([\w.+@~-]+)/?")
@@ -93,7 +99,9 @@ def failed(x: dict[str, Any]) -> str:
 def busy(measured: dict[str, Any]) -> str:
     """How much of the machine other processes used."""
     others = measured.get("cpu_of_others")
-    return "" if others is None else f"; other processes used {share(others)} of the cores meanwhile"
+    return (
+        "" if others is None else f"; other processes used {share(others)} of the cores meanwhile"
+    )
 
 
 # Providers.
@@ -116,14 +124,22 @@ def brief_name(name: str) -> str:
 
 def short(version: Any) -> str:
     """1.16 for 1.16.0, 2.13 for 2.13.0+cpu; nothing for what is absent."""
-    return "" if version in (None, "absent") else re.sub(r"^(\d+\.\d+)\.0$", r"\1", str(version).split("+")[0])
+    return (
+        ""
+        if version in (None, "absent")
+        else re.sub(r"^(\d+\.\d+)\.0$", r"\1", str(version).split("+")[0])
+    )
 
 
 # Cases.
 
 
 def shape(case: Case) -> str:
-    sizes = [f"{name.upper()} {case[name]}" for name in ("n", "t", "h", "v") if case.get(name) is not None]
+    sizes = [
+        f"{name.upper()} {case[name]}"
+        for name in ("n", "t", "h", "v")
+        if case.get(name) is not None
+    ]
     sizes.append(DTYPES.get(case.get("dtype", ""), ""))
     if case.get("weight_dtype"):
         sizes.append(f"weight {DTYPES[case['weight_dtype']]}")
@@ -149,10 +165,18 @@ def features(case: Case) -> str:
         words.append(f"{share(case['zero_share'])} of the groups with advantage 0")
     if case.get("top_entropy", 1.0) < 1.0:
         words.append(f"the {share(case['top_entropy'])} of highest entropy")
-    named = {"sequence": "ratio of the sequence", "peaked": "peaked", "autocast": "under autocast to bf16"}
+    named = {
+        "sequence": "ratio of the sequence",
+        "peaked": "peaked",
+        "autocast": "under autocast to bf16",
+    }
     words += [text for key, text in named.items() if case.get(key)]
     scale = None if case.get("peaked") else case.get("scale")
-    of_value = (("KL", case.get("beta")), ("soft-cap", case.get("softcap")), ("logits to about", scale))
+    of_value = (
+        ("KL", case.get("beta")),
+        ("soft-cap", case.get("softcap")),
+        ("logits to about", scale),
+    )
     return ", ".join([*words, *(f"{text} {value:g}" for text, value in of_value if value)])
 
 
@@ -169,7 +193,11 @@ def about(case: Case) -> str:
 def common(cases: dict[str, Case]) -> Case:
     """The keys and values that all of them have."""
     first = next(iter(cases.values()), {})
-    return {key: value for key, value in first.items() if all(x.get(key, ...) == value for x in cases.values())}
+    return {
+        key: value
+        for key, value in first.items()
+        if all(x.get(key, ...) == value for x in cases.values())
+    }
 
 
 def about_all(cases: dict[str, Case]) -> list[str]:
@@ -198,7 +226,11 @@ def where(data: dict[str, Any]) -> str:
 def made(data: dict[str, Any]) -> str:
     """The packages, and ten digits of the commit."""
     versions = data.get("versions") or {}
-    packages = [f"{words} {short(versions.get(name))}" for name, words in PACKAGES.items() if short(versions.get(name))]
+    packages = [
+        f"{words} {short(versions.get(name))}"
+        for name, words in PACKAGES.items()
+        if short(versions.get(name))
+    ]
     commit, dash, rest = str(data.get("commit") or "unknown").partition("-")
     return "; ".join(x for x in (", ".join(packages), f"commit {commit[:10]}{dash}{rest}") if x)
 
@@ -221,12 +253,16 @@ def conditions(data: dict[str, Any]) -> list[str]:
     parts = [device, *(f"{name} {text}" for name, text in devices if name != "cpu"), cores, threads]
     versions = {name: (machine.get("versions") or {}).get(name) for name in ("python", "triton")}
     versions |= data.get("versions") or {}
-    rounds = sorted({case["rounds"] for case in (data.get("cases") or {}).values() if case.get("rounds")})
+    rounds = sorted(
+        {case["rounds"] for case in (data.get("cases") or {}).values() if case.get("rounds")}
+    )
     command = "python -m benchmarks" + ("" if data.get("device") in (None, "cpu") else ".gpu")
     lines = {
         "machine": ", ".join(x for x in (*parts, str(system.get("os", ""))) if x),
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items() if version),
-        "backend": ", ".join(f"{name}: {text}" for name, text in (machine.get("backend") or {}).items()),
+        "backend": ", ".join(
+            f"{name}: {text}" for name, text in (machine.get("backend") or {}).items()
+        ),
         "commit": data.get("commit"),
         "date": data.get("date"),
         "rounds": " to ".join(map(str, dict.fromkeys((rounds[0], rounds[-1])))) if rounds else None,

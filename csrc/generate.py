@@ -28,7 +28,9 @@ class Numbers(ast.NodeTransformer):
     """0.5 -> T(0.5)."""
 
     def visit_Constant(self, node: ast.Constant) -> ast.expr:
-        assert isinstance(node.value, float), f"line {node.lineno}: expected floats only, got {node.value!r}"
+        assert isinstance(node.value, float), (
+            f"line {node.lineno}: expected floats only, got {node.value!r}"
+        )
         return ast.Call(ast.Name("T"), [node], [])
 
 
@@ -56,9 +58,15 @@ def header(source: str) -> str:
     ]
     for name, count in zip(surrogates, counts, strict=True):
         constants = "".join(f", c[{i}]" for i in range(count))
-        lines.append(f"    case Surrogate::{name}: return {name}(log_ratio, advantage, logp{constants});")
+        lines.append(
+            f"    case Surrogate::{name}: return {name}(log_ratio, advantage, logp{constants});"
+        )
     lines += ["  }", "  return {NAN, NAN, NAN};", "}", ""]
-    lines += ["template <class T>", "Estimated<T> estimate_kl(Estimator which, T logp, T ref) {", "  switch (which) {"]
+    lines += [
+        "template <class T>",
+        "Estimated<T> estimate_kl(Estimator which, T logp, T ref) {",
+        "  switch (which) {",
+    ]
     lines += [f"    case Estimator::{name}: return {name}(logp, ref);" for name in estimators]
     lines += ["    case Estimator::none: break;", "  }", "  return {NAN, NAN, NAN};", "}", ""]
     return "\n".join([*lines, "}  // namespace grpo_kernels", ""])

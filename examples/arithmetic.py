@@ -46,10 +46,14 @@ def build_tokenizer(vocab_size: int = 64) -> PreTrainedTokenizerFast:
     """A character tokenizer; entries beyond the task's characters are unused, as reserved entries are in real ones."""
     used = [PAD, EOS, *CHARACTERS]
     entries = used + [f"<unused_{i}>" for i in range(vocab_size - len(used))]
-    tokenizer = Tokenizer(models.WordLevel({entry: i for i, entry in enumerate(entries)}, unk_token=PAD))
+    tokenizer = Tokenizer(
+        models.WordLevel({entry: i for i, entry in enumerate(entries)}, unk_token=PAD)
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, padding_side="left")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, padding_side="left"
+    )
 
 
 def build_model(
@@ -80,7 +84,9 @@ def make_problem(terms: Sequence[int]) -> Problem:
     if len(terms) not in (2, 3):
         raise ValueError(f"terms: expected 2 or 3 digits, got {len(terms)}")
     prompt = "+".join(map(str, terms)) + "="
-    working = "".join(f"{sum(terms[:i])}+{terms[i]}=" for i in range(2, len(terms))) + str(sum(terms))
+    working = "".join(f"{sum(terms[:i])}+{terms[i]}=" for i in range(2, len(terms))) + str(
+        sum(terms)
+    )
     return Problem(prompt, working, sum(terms))
 
 
@@ -137,7 +143,10 @@ def warm_start(
         batch = generator.choices(problems, k=batch_size)
         workings = [noisy_working(problem, noise, generator) for problem in batch]
         longest = max(map(len, workings))
-        texts = [p.prompt + w + EOS + PAD * (longest - len(w)) for p, w in zip(batch, workings, strict=True)]
+        texts = [
+            p.prompt + w + EOS + PAD * (longest - len(w))
+            for p, w in zip(batch, workings, strict=True)
+        ]
         ids = encode(tokenizer, texts)
         labels = ids.masked_fill(ids == tokenizer.pad_token_id, -100)[:, prompt_length:]
         logits = model(input_ids=ids).logits[:, prompt_length - 1 : -1]
@@ -175,7 +184,8 @@ def sample(
     is_eos = completion_ids == tokenizer.eos_token_id
     completion_mask = (is_eos.cumsum(1) - is_eos.long() == 0).long()
     texts = tokenizer.batch_decode(
-        completion_ids.where(completion_mask.bool(), tokenizer.pad_token_id), skip_special_tokens=True
+        completion_ids.where(completion_mask.bool(), tokenizer.pad_token_id),
+        skip_special_tokens=True,
     )
     return Rollout(prompt_ids, completion_ids, completion_mask, repeated, texts)
 
@@ -189,15 +199,28 @@ def warm_model(
     model = build_model(tokenizer, seed=seed)
     problems = all_problems(largest=largest)
     print(f"warm start: {steps} supervised steps, in which a small model learns to write sums")
-    warm_start(model, tokenizer, problems, steps=steps, noise=noise, batch_size=32, learning_rate=5e-3, seed=seed)
+    warm_start(
+        model,
+        tokenizer,
+        problems,
+        steps=steps,
+        noise=noise,
+        batch_size=32,
+        learning_rate=5e-3,
+        seed=seed,
+    )
     return model, tokenizer, problems
 
 
 def hidden_states(model: Qwen3ForCausalLM, rollout: Rollout) -> Tensor:
     """The states that predict the completion: (B, T, H), aligned with `completion_ids`. The head is not run."""
     ids = torch.cat([rollout.prompt_ids, rollout.completion_ids], dim=1)
-    attention_mask = torch.cat([torch.ones_like(rollout.prompt_ids), rollout.completion_mask], dim=1)
-    states = model.model(input_ids=ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
+    attention_mask = torch.cat(
+        [torch.ones_like(rollout.prompt_ids), rollout.completion_mask], dim=1
+    )
+    states = model.model(
+        input_ids=ids, attention_mask=attention_mask, use_cache=False
+    ).last_hidden_state
     return states[:, rollout.prompt_ids.shape[1] - 1 : -1]
 
 
@@ -215,7 +238,10 @@ def accuracy(rollout: Rollout) -> Tensor:
 
 
 def evaluate(
-    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, problems: Sequence[Problem], seed: int = 0
+    model: Qwen3ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    problems: Sequence[Problem],
+    seed: int = 0,
 ) -> float:
     """Share of right answers, sampled at temperature 1 with a fixed seed; the global random state is left as it was."""
     with torch.random.fork_rng():

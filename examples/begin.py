@@ -15,7 +15,9 @@ def begin(doc: str) -> None:
     sys.stdout.reconfigure(line_buffering=True)  # each line at once, in a pipe too
     print(doc.splitlines()[0])
     threads = os.environ.setdefault("OMP_NUM_THREADS", str(free_cores()))
-    print(f"threads: {threads} (OMP_NUM_THREADS); the first import of everything takes some seconds")
+    print(
+        f"threads: {threads} (OMP_NUM_THREADS); the first import of everything takes some seconds"
+    )
     shown = logging.StreamHandler(sys.stdout)
     shown.setFormatter(logging.Formatter("grpo_kernels: %(message)s"))
     logger = logging.getLogger("grpo_kernels")

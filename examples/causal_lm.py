@@ -28,7 +28,7 @@ from transformers import (
 
 from grpo_kernels import GRPOLoss
 from grpo_kernels.advantages import group_advantages
-from grpo_kernels.integrations.transformers import causal_lm_loss, completion_logprobs, describe_head
+from grpo_kernels.transformers import causal_lm_loss, completion_logprobs, describe_head
 
 GROUP, PROMPTS, PROMPT, COMPLETION = 8, 4, 4, 8
 LOW = 16  # ids below are rewarded
@@ -63,7 +63,9 @@ def train(model: Any, steps: int) -> tuple[float, float, float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0.0)
     rewards, gap = [], 0.0
     for _ in range(0, steps, 2):
-        prompts = torch.randint(LOW, SHAPE["vocab_size"], (PROMPTS, PROMPT)).repeat_interleave(GROUP, dim=0)
+        prompts = torch.randint(LOW, SHAPE["vocab_size"], (PROMPTS, PROMPT)).repeat_interleave(
+            GROUP, dim=0
+        )
         ids = model.generate(
             input_ids=prompts,
             attention_mask=torch.ones_like(prompts),
@@ -80,7 +82,9 @@ def train(model: Any, steps: int) -> tuple[float, float, float]:
             old = completion_logprobs(model, ids, attention_mask, mask, loss_fn=loss_fn).logps
             gap = max(gap, (old - own_logprobs(model, ids)).abs().max().item())
         for _ in range(2):
-            out = causal_lm_loss(model, loss_fn, ids, attention_mask, mask, advantages, old_per_token_logps=old)
+            out = causal_lm_loss(
+                model, loss_fn, ids, attention_mask, mask, advantages, old_per_token_logps=old
+            )
             optimizer.zero_grad()
             out.loss.backward()
             optimizer.step()
@@ -95,7 +99,9 @@ def own_logprobs(model: Any, ids: Tensor) -> Tensor:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=40, help="optimiser steps of each model, two a batch")
+    parser.add_argument(
+        "--steps", type=int, default=40, help="optimiser steps of each model, two a batch"
+    )
     steps = parser.parse_args().steps
 
     worst, rises = 0.0, []

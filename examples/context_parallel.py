@@ -46,7 +46,9 @@ def run(rank: int, store: str) -> None:
     whole.loss.backward()
 
     columns = slice(rank * T // RANKS, (rank + 1) * T // RANKS)
-    part = {name: x if name in ("head", "advantages") else x[:, columns] for name, x in given.items()}
+    part = {
+        name: x if name in ("head", "advantages") else x[:, columns] for name, x in given.items()
+    }
     part |= {name: part[name].detach().clone().requires_grad_() for name in ("hidden", "head")}
     out = loss_fn(**part, sequence_group=dist.group.WORLD)
     out.loss.backward()
@@ -58,8 +60,12 @@ def run(rank: int, store: str) -> None:
     worst = torch.tensor([max(((x - y).abs().max() / y.abs().max()).item() for x, y in pairs)])
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     if rank == 0:
-        print(f"clipped: {whole.metrics['clip_ratio/region_mean']:.2f} of the sequences; engine {out.engine}")
-        print(f"loss of the whole sequences {whole.loss:+.6f}, of the ranks' parts together {loss:+.6f}")
+        print(
+            f"clipped: {whole.metrics['clip_ratio/region_mean']:.2f} of the sequences; engine {out.engine}"
+        )
+        print(
+            f"loss of the whole sequences {whole.loss:+.6f}, of the ranks' parts together {loss:+.6f}"
+        )
         print(f"largest difference of a gradient {worst.item():.1e} of the largest entry")
     assert abs(loss.item() - whole.loss.item()) < 1e-6
     assert worst.item() < 1e-5

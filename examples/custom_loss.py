@@ -30,13 +30,17 @@ def asymmetric(tokens: TokenInputs) -> Tensor:
     return -torch.minimum(ratio, cap) * tokens.advantages * tokens.logps - 0.001 * tokens.entropies
 
 
-def by_autograd(hidden: Tensor, weight: Tensor, ids: Tensor, mask: Tensor, advantages: Tensor, old: Tensor) -> Tensor:
+def by_autograd(
+    hidden: Tensor, weight: Tensor, ids: Tensor, mask: Tensor, advantages: Tensor, old: Tensor
+) -> Tensor:
     """The same loss in plain torch, with all logits in memory: mean over the counted tokens."""
     logps = torch.log_softmax(hidden @ weight.T, dim=-1)
     entropies = -(logps.exp() * logps).sum(-1)
     chosen = logps.gather(-1, ids[..., None]).squeeze(-1)
     given = advantages[:, None].expand_as(ids)
-    per_token = asymmetric(TokenInputs(chosen, entropies, mask.bool(), given, old, None, None, None))
+    per_token = asymmetric(
+        TokenInputs(chosen, entropies, mask.bool(), given, old, None, None, None)
+    )
     return (per_token * mask).sum() / mask.sum()
 
 
@@ -56,14 +60,21 @@ def main() -> None:
         ids, mask = rollout.completion_ids, rollout.completion_mask
         advantages = group_advantages(accuracy(rollout), num_generations=8)
         with torch.no_grad():
-            old = linear_logprob(hidden_states(model, rollout), head, ids, mask=mask, entropy=False).logps
+            old = linear_logprob(
+                hidden_states(model, rollout), head, ids, mask=mask, entropy=False
+            ).logps
         for _ in range(2):
             states = hidden_states(model, rollout)
-            out = grpo_loss(states, head, ids, mask, advantages, old_per_token_logps=old, objective=asymmetric)
+            out = grpo_loss(
+                states, head, ids, mask, advantages, old_per_token_logps=old, objective=asymmetric
+            )
             plain = by_autograd(states, head, ids, mask, advantages, old)
             ours = torch.autograd.grad(out.loss, (states, head), retain_graph=True)
             theirs = torch.autograd.grad(plain, (states, head), retain_graph=True)
-            gaps = [((a - b).abs().max() / b.abs().max()).item() for a, b in zip(ours, theirs, strict=True)]
+            gaps = [
+                ((a - b).abs().max() / b.abs().max()).item()
+                for a, b in zip(ours, theirs, strict=True)
+            ]
             worst = max(worst, *gaps)
             optimizer.zero_grad()
             out.loss.backward()

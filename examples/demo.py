@@ -29,13 +29,21 @@ if __name__ == "__main__":
 
 import torch
 import transformers
-from arithmetic import Problem, all_problems, build_model, build_tokenizer, evaluate, final_answer, warm_start
+from arithmetic import (
+    Problem,
+    all_problems,
+    build_model,
+    build_tokenizer,
+    evaluate,
+    final_answer,
+    warm_start,
+)
 from datasets import Dataset
 from demo_report import SHARES, draw, table
 from head_cost import HeadMeter, compare_heads
 from trl import GRPOConfig, GRPOTrainer
 
-from grpo_kernels.integrations.trl import FusedGRPOTrainer
+from grpo_kernels.trl import FusedGRPOTrainer
 
 SEED = 0
 PACKAGES = ("torch", "trl", "transformers")
@@ -45,7 +53,9 @@ MIN_RISE, MAX_LOSS_DIFFERENCE, MAX_GRADIENT_DIFFERENCE = 0.2, 2e-5, 1e-4
 
 def sums_up(completions: list[str], answer: list[int], **_: Any) -> list[float]:
     """The reward: 1 where the number after the last "=" is the sum."""
-    return [float(final_answer(text) == right) for text, right in zip(completions, answer, strict=True)]
+    return [
+        float(final_answer(text) == right) for text, right in zip(completions, answer, strict=True)
+    ]
 
 
 class Recorded:
@@ -84,7 +94,9 @@ class Recorded:
         finally:
             self.generation_seconds += time.process_time() - started
 
-    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
         loss = super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
         self.losses.append(loss.item())
         self.completions.append(hash(inputs["completion_ids"].numpy().tobytes()))
@@ -95,7 +107,9 @@ class Recorded:
         steps, total = self.state.global_step, self.args.max_steps  # type: ignore[attr-defined]
         if "loss" in logs and (steps % 10 == 0 or steps in (1, total)):
             rewards = [entry["reward"] for entry in self.state.log_history if "reward" in entry]
-            print(f"  {self.title}: step {steps:3d} of {total}, reward {rewards[-1]:.3f}", flush=True)
+            print(
+                f"  {self.title}: step {steps:3d} of {total}, reward {rewards[-1]:.3f}", flush=True
+            )
 
 
 class StepTimes(transformers.TrainerCallback):
@@ -152,9 +166,17 @@ def train(
         logging_steps=1,
         disable_tqdm=True,
     )
-    data = Dataset.from_list([{"prompt": problem.prompt, "answer": problem.answer} for problem in problems])
+    data = Dataset.from_list(
+        [{"prompt": problem.prompt, "answer": problem.answer} for problem in problems]
+    )
     model = copy.deepcopy(warm)
-    trainer = kind(model=model, reward_funcs=sums_up, args=config, train_dataset=data, processing_class=tokenizer)
+    trainer = kind(
+        model=model,
+        reward_funcs=sums_up,
+        args=config,
+        train_dataset=data,
+        processing_class=tokenizer,
+    )
     trainer.remove_callback(transformers.PrinterCallback)
     meter = trainer.meter
     meter.attach(model)
@@ -201,12 +223,17 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     model = build_model(tokenizer, seed=SEED)
     problems = all_problems(largest=LARGEST_DIGIT)
     held_out, training = problems[: len(problems) // 5], problems[len(problems) // 5 :]
-    print(f"Qwen3 model, {sum(p.numel() for p in model.parameters()):,} parameters, vocabulary {len(tokenizer)}")
+    print(
+        f"Qwen3 model, {sum(p.numel() for p in model.parameters()):,} parameters, vocabulary {len(tokenizer)}"
+    )
     print(f"Warm start: {options.warm_steps} supervised steps on noisy sums", flush=True)
 
     def warm(step: int, loss: float) -> None:
         if (step + 1) % 50 == 0:
-            print(f"  warm start: step {step + 1:3d} of {options.warm_steps}, loss {loss:.3f}", flush=True)
+            print(
+                f"  warm start: step {step + 1:3d} of {options.warm_steps}, loss {loss:.3f}",
+                flush=True,
+            )
 
     warm_start(
         model, tokenizer, problems, steps=options.warm_steps, noise=0.3, batch_size=64, learning_rate=5e-3, seed=SEED,
@@ -235,7 +262,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "steps": options.steps,
         "threads": torch.get_num_threads(),
         "machine": platform.processor() or platform.machine(),
-        "versions": {"python": platform.python_version()} | {name: version(name) for name in PACKAGES},
+        "versions": {"python": platform.python_version()}
+        | {name: version(name) for name in PACKAGES},
     }
     for figures in runs.values():
         del figures["completions"]  # compared; of no interest to a reader
@@ -250,13 +278,19 @@ def complaints(summary: dict[str, Any]) -> list[str]:
         found.append(f"the reward rose by {rise:.3f}, expected at least {MIN_RISE}")
     if not summary["max_loss_difference"] <= MAX_LOSS_DIFFERENCE:
         apart = summary["max_loss_difference"]
-        found.append(f"the losses are up to {apart:.1e} apart, expected at most {MAX_LOSS_DIFFERENCE}")
+        found.append(
+            f"the losses are up to {apart:.1e} apart, expected at most {MAX_LOSS_DIFFERENCE}"
+        )
     if summary["steps_compared"] < min(10, summary["steps"]):
-        found.append(f"the runs sampled the same completions in only {summary['steps_compared']} steps")
+        found.append(
+            f"the runs sampled the same completions in only {summary['steps_compared']} steps"
+        )
     for name, pair in summary["head"].items():
         if not pair["gradient_difference"] <= MAX_GRADIENT_DIFFERENCE:
             apart = pair["gradient_difference"]
-            found.append(f"head, {name} groups: the gradients are {apart:.1e} of the largest entry apart")
+            found.append(
+                f"head, {name} groups: the gradients are {apart:.1e} of the largest entry apart"
+            )
     return found
 
 
@@ -264,7 +298,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=Path("build/demo"))
     parser.add_argument("--steps", type=int, default=50, help="optimiser steps of each run")
-    parser.add_argument("--smoke", action="store_true", help="a few steps and a small head; the reward is not judged")
+    parser.add_argument(
+        "--smoke",
+        action="store_true",
+        help="a few steps and a small head; the reward is not judged",
+    )
     options = parser.parse_args()
     if options.steps < 3:
         parser.error(
@@ -282,7 +320,9 @@ def main() -> int:
     (options.output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     draw(summary, options.output / "curves.png")
     print(table(summary))
-    print(f"{options.output / 'summary.json'} and curves.png written after {summary['seconds']:.0f} s")
+    print(
+        f"{options.output / 'summary.json'} and curves.png written after {summary['seconds']:.0f} s"
+    )
     found = complaints(summary)
     if options.smoke:
         found = [complaint for complaint in found if not complaint.startswith("the reward")]

@@ -22,15 +22,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gsm8k import Options, exact_match, model_arguments, parse, problems, smoke_model, train_and_evaluate
+from gsm8k import (
+    Options,
+    exact_match,
+    model_arguments,
+    parse,
+    problems,
+    smoke_model,
+    train_and_evaluate,
+)
 from trl import DistillationConfig
 
-from grpo_kernels.integrations.trl import FusedDistillationTrainer
+from grpo_kernels.trl import FusedDistillationTrainer
 
 DEFAULTS = {
     "output_dir": "out/distill",
     "teacher_model_name_or_path": "Qwen/Qwen3-4B",
-    "teacher_model_init_kwargs": {"dtype": "auto"},  # it does not train, so the dtype of its checkpoint will do
+    "teacher_model_init_kwargs": {
+        "dtype": "auto"
+    },  # it does not train, so the dtype of its checkpoint will do
     "learning_rate": 1e-5,
 }
 SMOKE = {"output_dir": "out/distill-smoke", "per_device_train_batch_size": 4}
@@ -41,10 +51,16 @@ class Trainer(FusedDistillationTrainer):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         batch = super()._generate_and_score_completions(inputs)
-        texts = self.processing_class.batch_decode(batch["completion_ids"], skip_special_tokens=True)
-        right = exact_match([[{"content": text}] for text in texts], [row["solution"] for row in inputs])
+        texts = self.processing_class.batch_decode(
+            batch["completion_ids"], skip_special_tokens=True
+        )
+        right = exact_match(
+            [[{"content": text}] for text in texts], [row["solution"] for row in inputs]
+        )
         found = self.accelerator.gather(torch.tensor(right, device=self.accelerator.device))
-        self._metrics["train" if self.model.training else "eval"]["accuracy"].append(found.mean().item())
+        self._metrics["train" if self.model.training else "eval"]["accuracy"].append(
+            found.mean().item()
+        )
         return batch
 
 
@@ -62,7 +78,9 @@ def main() -> None:
         eval_dataset=data["test"],
         **model_arguments(model),
     )
-    train_and_evaluate(trainer, options, {"eval_loss": "divergence from the teacher", "eval_accuracy": "accuracy"})
+    train_and_evaluate(
+        trainer, options, {"eval_loss": "divergence from the teacher", "eval_accuracy": "accuracy"}
+    )
 
 
 if __name__ == "__main__":

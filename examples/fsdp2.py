@@ -52,7 +52,9 @@ def batch(rank: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def one_process() -> dict[str, Tensor]:
     """Gradients of the plain model for the whole batch."""
     model = Model()
-    tokens, ids, mask, advantages = (torch.cat(parts) for parts in zip(*map(batch, range(RANKS)), strict=True))
+    tokens, ids, mask, advantages = (
+        torch.cat(parts) for parts in zip(*map(batch, range(RANKS)), strict=True)
+    )
     grpo_loss(model(tokens), model.lm_head, ids, mask, advantages, config=CONFIG).loss.backward()
     return {name: x.grad for name, x in model.named_parameters()}
 

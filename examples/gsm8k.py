@@ -25,7 +25,9 @@ AFTER_HASHES = re.compile(r"####\s*\$?(-?\d[\d,]*(?:\.\d+)?)")
 # Values of TRL's options: of every run where they are not TRL's defaults, and then those of --smoke.
 DEFAULTS = {
     "model_name_or_path": "Qwen/Qwen3-0.6B",
-    "chat_template_kwargs": {"enable_thinking": False},  # Qwen3's thinking takes more tokens than a completion has here
+    "chat_template_kwargs": {
+        "enable_thinking": False
+    },  # Qwen3's thinking takes more tokens than a completion has here
     "num_train_epochs": 1,
     "per_device_train_batch_size": 8,
     "gradient_accumulation_steps": 8,
@@ -54,9 +56,16 @@ class Options:
     dataset_name: str = field(
         default="openai/gsm8k", metadata={"help": "its name on the Hub, or a copy: gsm8k_plain.py"}
     )
-    eval_problems: int = field(default=256, metadata={"help": "test problems to evaluate on; there are 1319"})
-    resume: bool = field(default=False, metadata={"help": "go on from the last checkpoint in output_dir"})
-    smoke: bool = field(default=False, metadata={"help": "a tiny model, thirty problems, ten steps; on a CPU, offline"})
+    eval_problems: int = field(
+        default=256, metadata={"help": "test problems to evaluate on; there are 1319"}
+    )
+    resume: bool = field(
+        default=False, metadata={"help": "go on from the last checkpoint in output_dir"}
+    )
+    smoke: bool = field(
+        default=False,
+        metadata={"help": "a tiny model, thirty problems, ten steps; on a CPU, offline"},
+    )
 
 
 def parse(
@@ -66,7 +75,9 @@ def parse(
 
     An unknown name is an error. --smoke changes defaults only, so that options beside it still count.
     """
-    parser = TrlParser((options, config, ModelConfig), description=doc.splitlines()[0], allow_abbrev=False)
+    parser = TrlParser(
+        (options, config, ModelConfig), description=doc.splitlines()[0], allow_abbrev=False
+    )
     chosen = {**DEFAULTS, **defaults, **({**SMOKE, **smoke} if "--smoke" in sys.argv else {})}
     unknown = parser.set_defaults_with_config(**chosen)
     assert not unknown, unknown
@@ -78,9 +89,13 @@ def parse(
     if parsed.eval_problems < 1:
         raise SystemExit(f"--eval_problems: expected at least 1, got {parsed.eval_problems}")
     if Path(args.output_dir).is_file():
-        raise SystemExit(f"--output_dir: expected a folder, or a name that is free, got the file {args.output_dir}")
+        raise SystemExit(
+            f"--output_dir: expected a folder, or a name that is free, got the file {args.output_dir}"
+        )
     if args.use_vllm and not is_vllm_available():
-        raise SystemExit("--use_vllm: vLLM is not installed; pip install 'trl[vllm]', or leave the option out")
+        raise SystemExit(
+            "--use_vllm: vLLM is not installed; pip install 'trl[vllm]', or leave the option out"
+        )
     args.model_init_kwargs = {
         "revision": model.model_revision,
         "attn_implementation": model.attn_implementation,
@@ -106,21 +121,34 @@ def problems(options: Options) -> DatasetDict:
 
     def prepare(row: dict[str, str]) -> dict[str, Any]:
         prompt = [{"role": "user", "content": f"{row['question']}\n{INSTRUCTION}"}]
-        return {"prompt": prompt, "solution": row["answer"].split("####")[-1].strip().replace(",", "")}
+        return {
+            "prompt": prompt,
+            "solution": row["answer"].split("####")[-1].strip().replace(",", ""),
+        }
 
     return found.map(prepare, remove_columns=["question", "answer"])
 
 
-def exact_match(completions: list[list[dict[str, str]]], solution: list[str], **kwargs: Any) -> list[float | None]:
+def exact_match(
+    completions: list[list[dict[str, str]]], solution: list[str], **kwargs: Any
+) -> list[float | None]:
     """The reward, 1 for a right answer and else 0: TRL's accuracy_reward of what stands in \\boxed{} or after ####.
 
     That needs math-verify. Without it the last number of the completion is compared with the solution.
     """
     if is_math_verify_available():
-        texts = [AFTER_HASHES.sub(r"\\boxed{\1}", completion[-1]["content"]) for completion in completions]
+        texts = [
+            AFTER_HASHES.sub(r"\\boxed{\1}", completion[-1]["content"])
+            for completion in completions
+        ]
         return accuracy_reward([[{"content": text}] for text in texts], solution)
-    last = [(NUMBER.findall(completion[-1]["content"]) or ["nan"])[-1].replace(",", "") for completion in completions]
-    return [float(float(found) == float(wanted)) for found, wanted in zip(last, solution, strict=True)]
+    last = [
+        (NUMBER.findall(completion[-1]["content"]) or ["nan"])[-1].replace(",", "")
+        for completion in completions
+    ]
+    return [
+        float(float(found) == float(wanted)) for found, wanted in zip(last, solution, strict=True)
+    ]
 
 
 class SaysThatNothingIsLearnt(TrainerCallback):
@@ -146,17 +174,23 @@ def train_and_evaluate(trainer: Any, options: Options, metrics: dict[str, str]) 
     args = trainer.args
     trainer.add_callback(SaysThatNothingIsLearnt())
     checkpoint = args.resume_from_checkpoint or options.resume or None
-    args.eval_on_start = checkpoint is None  # by train(), which first divides the model over the GPUs
+    args.eval_on_start = (
+        checkpoint is None
+    )  # by train(), which first divides the model over the GPUs
     say = trainer.accelerator.print
     if not is_math_verify_available():
-        say("math-verify is not installed: the last number of each completion is compared with the solution")
+        say(
+            "math-verify is not installed: the last number of each completion is compared with the solution"
+        )
     trainer.train(resume_from_checkpoint=checkpoint)
     trainer.evaluate()
     trainer.save_model()
     say(f"steps: {trainer.state.global_step}; model and checkpoints in {args.output_dir}")
     for name, title in metrics.items():
         values = [entry[name] for entry in trainer.state.log_history if name in entry]
-        say(f"{title}, {len(trainer.eval_dataset)} test problems: {values[0]:.3f} before, {values[-1]:.3f} after")
+        say(
+            f"{title}, {len(trainer.eval_dataset)} test problems: {values[0]:.3f} before, {values[-1]:.3f} after"
+        )
     trainer.end()
 
 
@@ -171,7 +205,9 @@ def smoke_problems() -> DatasetDict:
         for name in names
         for first, second in ((1, 1), (1, 2), (2, 1))
     ]
-    return DatasetDict({"train": Dataset.from_list(rows[:21]), "test": Dataset.from_list(rows[21:])})
+    return DatasetDict(
+        {"train": Dataset.from_list(rows[:21]), "test": Dataset.from_list(rows[21:])}
+    )
 
 
 def smoke_model(folder: Path, hidden_size: int, seed: int) -> str:
@@ -179,11 +215,23 @@ def smoke_model(folder: Path, hidden_size: int, seed: int) -> str:
     state = PartialState()
     if state.is_local_main_process:
         words = {word for row in smoke_problems()["train"] for word in row["question"].split()}
-        vocab = ["<pad>", "<eos>", "<unk>", *sorted(words), *(rf"\boxed{{{x}}}" for x in range(1, 6))]
-        core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(vocab)}, unk_token="<unk>"))
+        vocab = [
+            "<pad>",
+            "<eos>",
+            "<unk>",
+            *sorted(words),
+            *(rf"\boxed{{{x}}}" for x in range(1, 6)),
+        ]
+        core = Tokenizer(
+            models.WordLevel({word: i for i, word in enumerate(vocab)}, unk_token="<unk>")
+        )
         core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
         tokenizer = PreTrainedTokenizerFast(
-            tokenizer_object=core, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", padding_side="left"
+            tokenizer_object=core,
+            pad_token="<pad>",
+            eos_token="<eos>",
+            unk_token="<unk>",
+            padding_side="left",
         )
         tokenizer.chat_template = "{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}"
         tokenizer.save_pretrained(folder)

@@ -27,7 +27,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from grpo_kernels import GRPOLoss
 from grpo_kernels.advantages import group_advantages
-from grpo_kernels.integrations.transformers import causal_lm_loss, completion_logprobs
+from grpo_kernels.transformers import causal_lm_loss, completion_logprobs
 
 try:
     from math_verify import parse, verify
@@ -36,7 +36,13 @@ except ImportError:
 
 ASK = "Think step by step, and write the final answer as \\boxed{number}."
 NOTHING_LEARNT = "no group has had unequal rewards so far, so nothing was learnt: is the task too hard, or too easy?"
-OPTIONS = {"model": "Qwen/Qwen3-0.6B", "data": "openai/gsm8k", "prompts": 16, "group": 8, "updates": 2}
+OPTIONS = {
+    "model": "Qwen/Qwen3-0.6B",
+    "data": "openai/gsm8k",
+    "prompts": 16,
+    "group": 8,
+    "updates": 2,
+}
 OPTIONS |= {
     "micro_batch": 32,
     "steps": 100,
@@ -48,7 +54,12 @@ OPTIONS |= {
 }
 SMOKE = {"lr": 1e-3, "max_new_tokens": 8, "test": 6, "steps": 10, "micro_batch": 24}
 GREEDY = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
-WHOLE = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}  # the distribution that the loss is of
+WHOLE = {
+    "do_sample": True,
+    "temperature": 1.0,
+    "top_k": 0,
+    "top_p": 1.0,
+}  # the distribution that the loss is of
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # fp32 weights, bf16 products: at this learning rate most updates are smaller than half a step of a bf16 weight.
 AUTOCAST = torch.autocast(DEVICE, torch.bfloat16, enabled=DEVICE == "cuda")
@@ -65,10 +76,16 @@ def splits(name: str) -> Any:
     else:
         found = datasets.load_dataset(name, *([] if path.is_dir() else ["main"]))
     if isinstance(found, datasets.Dataset) or set(found) == {"train"}:
-        found = (found if isinstance(found, datasets.Dataset) else found["train"]).train_test_split(0.1, seed=0)
-    columns = {split: found[split].column_names if split in found else None for split in ("train", "test")}
+        found = (found if isinstance(found, datasets.Dataset) else found["train"]).train_test_split(
+            0.1, seed=0
+        )
+    columns = {
+        split: found[split].column_names if split in found else None for split in ("train", "test")
+    }
     if not all(x and {"question", "answer"} <= {*x} for x in columns.values()):
-        raise SystemExit(f"data: expected splits train and test with columns question and answer, got {columns}")
+        raise SystemExit(
+            f"data: expected splits train and test with columns question and answer, got {columns}"
+        )
     return found
 
 
@@ -79,22 +96,37 @@ def is_right(text: str, answer: str) -> bool:
     if len(pieces) > 1 and verify is not None:
         return verify(parse(gold), parse(found))
     number = re.search(r"-?\d[\d,]*(\.\d+)?", found)
-    return len(pieces) > 1 and number is not None and float(number[0].replace(",", "")) == float(gold)
+    return (
+        len(pieces) > 1 and number is not None and float(number[0].replace(",", "")) == float(gold)
+    )
 
 
 @torch.no_grad()
 @AUTOCAST
-def complete(model: Any, tokenizer: Any, problems: list, limit: int, **how: Any) -> tuple[torch.Tensor, dict]:
+def complete(
+    model: Any, tokenizer: Any, problems: list, limit: int, **how: Any
+) -> tuple[torch.Tensor, dict]:
     """Generate a completion for each problem: rewards (B,), and what the loss takes of prompts and completions."""
     chats = [[{"role": "user", "content": f"{problem['question']} {ASK}"}] for problem in problems]
-    prompts = tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True, enable_thinking=False)
-    batch = tokenizer(prompts, padding=True, add_special_tokens=False, return_tensors="pt").to(DEVICE)
+    prompts = tokenizer.apply_chat_template(
+        chats, tokenize=False, add_generation_prompt=True, enable_thinking=False
+    )
+    batch = tokenizer(prompts, padding=True, add_special_tokens=False, return_tensors="pt").to(
+        DEVICE
+    )
     ids = model.generate(**batch, max_new_tokens=limit, pad_token_id=tokenizer.pad_token_id, **how)
     completion_ids = ids[:, batch["input_ids"].shape[1] :]
-    ends = torch.isin(completion_ids, torch.tensor(model.generation_config.eos_token_id, device=DEVICE)).long()
+    ends = torch.isin(
+        completion_ids, torch.tensor(model.generation_config.eos_token_id, device=DEVICE)
+    ).long()
     mask = (ends.cumsum(1) - ends == 0).long()  # up to the first end of sequence, which counts
-    texts = tokenizer.batch_decode(completion_ids.where(mask == 1, tokenizer.pad_token_id), skip_special_tokens=True)
-    rewards = [float(is_right(text, problem["answer"])) for text, problem in zip(texts, problems, strict=True)]
+    texts = tokenizer.batch_decode(
+        completion_ids.where(mask == 1, tokenizer.pad_token_id), skip_special_tokens=True
+    )
+    rewards = [
+        float(is_right(text, problem["answer"]))
+        for text, problem in zip(texts, problems, strict=True)
+    ]
     attention_mask = torch.cat([batch["attention_mask"], mask], dim=1)
     inputs = {"input_ids": ids, "attention_mask": attention_mask, "completion_mask": mask}
     return torch.tensor(rewards, device=DEVICE), inputs
@@ -103,41 +135,84 @@ def complete(model: Any, tokenizer: Any, problems: list, limit: int, **how: Any)
 def made_here() -> tuple[Any, Any, list[dict]]:
     """Model, tokenizer and problems of `--smoke`; the model has been taught answers of which half are right."""
     ways = [(who, a, b) for who in ("Ann", "Ben", "Eve May") for a in range(1, 6) for b in (1, 2)]
-    sums = [(f"{who} has {a} apples and buys {b} more. How many apples are there now?", a + b) for who, a, b in ways]
+    sums = [
+        (f"{who} has {a} apples and buys {b} more. How many apples are there now?", a + b)
+        for who, a, b in ways
+    ]
     words = ["<pad>", "<eos>", *sorted(set(re.findall(r"\w+|\W", f"{sums} {ASK}\n")))]
     core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, "<pad>"))
-    core.pre_tokenizer, core.decoder = pre_tokenizers.Split(Regex(r"\w+|\W"), "isolated"), decoders.Fuse()
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>")
+    core.pre_tokenizer, core.decoder = (
+        pre_tokenizers.Split(Regex(r"\w+|\W"), "isolated"),
+        decoders.Fuse(),
+    )
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token="<pad>", eos_token="<eos>"
+    )
     tokenizer.padding_side, tokenizer.chat_template = "left", "{{ messages[0].content + '\n' }}"
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "initializer_range": 0.1}
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": len(words)}
-    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes, pad_token_id=0, eos_token_id=1))
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "initializer_range": 0.1,
+    }
+    sizes |= {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": len(words),
+    }
+    model = transformers.Qwen3ForCausalLM(
+        transformers.Qwen3Config(**sizes, pad_token_id=0, eos_token_id=1)
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for _ in range(80):
-        taught = [(q, random.choice([x, random.randint(2, 7)])) for q, x in random.choices(sums, k=32)]
-        batch = tokenizer([f"{q} {ASK}\n\\boxed{{{x}}}<eos>" for q, x in taught], padding=True, return_tensors="pt")
+        taught = [
+            (q, random.choice([x, random.randint(2, 7)])) for q, x in random.choices(sums, k=32)
+        ]
+        batch = tokenizer(
+            [f"{q} {ASK}\n\\boxed{{{x}}}<eos>" for q, x in taught],
+            padding=True,
+            return_tensors="pt",
+        )
         labels = batch["input_ids"].clone()
         labels[:, :-6] = -100  # but for the tokens of the answer: \ boxed { 7 } <eos>
         optimizer.zero_grad()
         model(**batch, labels=labels).loss.backward()
         optimizer.step()
-    return model, tokenizer, [{"question": question, "answer": f"#### {x}"} for question, x in random.sample(sums, 30)]
+    return (
+        model,
+        tokenizer,
+        [{"question": question, "answer": f"#### {x}"} for question, x in random.sample(sums, 30)],
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--smoke", action="store_true", help="ten steps of a tiny model on problems made here")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--smoke", action="store_true", help="ten steps of a tiny model on problems made here"
+    )
     for name, value in {**OPTIONS, **(SMOKE if "--smoke" in sys.argv else {})}.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value, help=f"{value} by default")
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=type(value),
+            default=value,
+            help=f"{value} by default",
+        )
     args = parser.parse_args()
     for name, value in vars(args).items():
         least = 0 if name in ("seed", "steps") else 1
         if type(value) is int and value < least:
             parser.error(f"--{name.replace('_', '-')}: expected at least {least}, got {value}")
     if args.micro_batch % args.group:
-        parser.error(f"--micro-batch: expected whole groups of {args.group}, got {args.micro_batch}")
+        parser.error(
+            f"--micro-batch: expected whole groups of {args.group}, got {args.micro_batch}"
+        )
     if Path(args.output).is_file():
-        parser.error(f"--output: expected a folder, or a name that is free, got the file {args.output}")
+        parser.error(
+            f"--output: expected a folder, or a name that is free, got the file {args.output}"
+        )
     transformers.set_seed(args.seed)
     if args.smoke:
         model, tokenizer, problems = made_here()
@@ -148,14 +223,19 @@ def main() -> None:
         tokenizer = transformers.AutoTokenizer.from_pretrained(args.model, padding_side="left")
         model = transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
     model.to(DEVICE)
-    print(f"device: {DEVICE}; reward:", "math-verify" if verify else "equal numbers (math-verify is not installed)")
+    print(
+        f"device: {DEVICE}; reward:",
+        "math-verify" if verify else "equal numbers (math-verify is not installed)",
+    )
     before, _ = complete(model, tokenizer, test[: args.test], args.max_new_tokens, **GREEDY)
     print(f"right before training: {before.mean():.3f} of {len(before)} test problems")
     ever_live = 0.0
     loss_fn = GRPOLoss(loss_type="dapo", epsilon=0.2, epsilon_high=0.28)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.0)
     for step in range(1, args.steps + 1):
-        problems = [problem for problem in random.sample(train, args.prompts) for _ in range(args.group)]
+        problems = [
+            problem for problem in random.sample(train, args.prompts) for _ in range(args.group)
+        ]
         rewards, inputs = complete(model, tokenizer, problems, args.max_new_tokens, **WHOLE)
         advantages = group_advantages(rewards, num_generations=args.group)
         count = inputs["completion_mask"].sum()  # of the whole batch, so that micro-batches add up
@@ -163,11 +243,17 @@ def main() -> None:
         parts = [{name: x[rows] for name, x in inputs.items()} for rows in slices]
         with torch.no_grad(), AUTOCAST:
             scores = [completion_logprobs(model, **part, loss_fn=loss_fn) for part in parts]
-        entropy = (torch.cat([x.entropies for x in scores]) * inputs["completion_mask"]).sum() / count
+        entropy = (
+            torch.cat([x.entropies for x in scores]) * inputs["completion_mask"]
+        ).sum() / count
         for _ in range(args.updates):
             live = 0.0
             for part, old, rows in zip(parts, [x.logps for x in scores], slices, strict=True):
-                given = {"advantages": advantages[rows], "old_per_token_logps": old, "num_items_in_batch": count}
+                given = {
+                    "advantages": advantages[rows],
+                    "old_per_token_logps": old,
+                    "num_items_in_batch": count,
+                }
                 with AUTOCAST:
                     out = causal_lm_loss(model, loss_fn, **part, **given, zero_advantage="skip")
                 out.loss.backward()
@@ -175,7 +261,10 @@ def main() -> None:
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-        print(f"step {step}: reward {rewards.mean():.3f}, entropy {entropy:.3f}, gradient norm {norm:.3f},", end=" ")
+        print(
+            f"step {step}: reward {rewards.mean():.3f}, entropy {entropy:.3f}, gradient norm {norm:.3f},",
+            end=" ",
+        )
         print(f"sequences with gradient {live:.3f}", flush=True)
         ever_live += live
         if step == min(5, args.steps) and not ever_live:
@@ -183,7 +272,9 @@ def main() -> None:
     after, _ = complete(model, tokenizer, test[: args.test], args.max_new_tokens, **GREEDY)
     model.save_pretrained(args.output)
     tokenizer.save_pretrained(args.output)
-    print(f"saved in {args.output}; test problems right: {before.mean():.3f} before, {after.mean():.3f} after")
+    print(
+        f"saved in {args.output}; test problems right: {before.mean():.3f} before, {after.mean():.3f} after"
+    )
 
 
 if __name__ == "__main__":

@@ -26,13 +26,25 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gsm8k import Options, exact_match, model_arguments, parse, problems, smoke_model, train_and_evaluate
+from gsm8k import (
+    Options,
+    exact_match,
+    model_arguments,
+    parse,
+    problems,
+    smoke_model,
+    train_and_evaluate,
+)
 from trl import GRPOConfig
 
-from grpo_kernels.integrations.trl import FusedGRPOTrainer
+from grpo_kernels.trl import FusedGRPOTrainer
 
 DEFAULTS = {"output_dir": "out/gsm8k", "num_generations": 8, "num_generations_eval": 1}
-SMOKE = {"output_dir": "out/gsm8k-smoke", "num_generations_eval": 8, "per_device_eval_batch_size": 24}
+SMOKE = {
+    "output_dir": "out/gsm8k-smoke",
+    "num_generations_eval": 8,
+    "per_device_eval_batch_size": 24,
+}
 
 
 @dataclass
@@ -41,13 +53,17 @@ class StepOptions(Options):
 
     layout: str = field(default="tree", metadata={"choices": ["tree", "trim", "padded"]})
     zero_advantage: str = field(default="score", metadata={"choices": ["score", "skip", "train"]})
-    regroup: bool = field(default=False, metadata={"help": "completions of a prompt share a micro-batch"})
+    regroup: bool = field(
+        default=False, metadata={"help": "completions of a prompt share a micro-batch"}
+    )
 
 
 def main() -> None:
     options, args, model = parse(__doc__, StepOptions, GRPOConfig, DEFAULTS, SMOKE)
     if options.smoke:
-        model.model_name_or_path = smoke_model(Path(args.output_dir) / "model", hidden_size=32, seed=0)
+        model.model_name_or_path = smoke_model(
+            Path(args.output_dir) / "model", hidden_size=32, seed=0
+        )
     data = problems(options)
     trainer = FusedGRPOTrainer(
         args=args,

@@ -42,10 +42,16 @@ class HeadMeter(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if self.inside:
             # In-place products (addmm_) are not in torch's table; they cost what their namesakes do.
-            formula = flop_registry.get(getattr(torch.ops.aten, func._overloadpacket.__name__.rstrip("_"), None))
+            formula = flop_registry.get(
+                getattr(torch.ops.aten, func._overloadpacket.__name__.rstrip("_"), None)
+            )
             if formula is not None:
                 self.flops += formula(*args, **(kwargs or {}), out_val=result)
-            inputs = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+            inputs = {
+                x.untyped_storage()._cdata
+                for x in tree_leaves((args, kwargs))
+                if isinstance(x, Tensor)
+            }
             for leaf in tree_leaves(result):
                 if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in inputs:
                     self._follow(leaf.untyped_storage())
@@ -120,7 +126,9 @@ class HeadBatch:
     mask: Tensor  # (B, T)
 
 
-def head_batch(vocab: int, hidden_size: int, sequences: int, length: int, seed: int = 0) -> HeadBatch:
+def head_batch(
+    vocab: int, hidden_size: int, sequences: int, length: int, seed: int = 0
+) -> HeadBatch:
     """Random hidden states of unit scale and a head with the usual initialisation, in fp32."""
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(sequences, length, hidden_size, generator=generator)
@@ -151,10 +159,14 @@ def trl_head_loss(batch: HeadBatch, advantages: Tensor) -> Tensor:
 
 def our_head_loss(batch: HeadBatch, advantages: Tensor) -> Tensor:
     """The same loss by `grpo_loss`."""
-    return grpo_loss(batch.hidden, batch.weight, batch.ids, batch.mask, advantages, config=LossConfig()).loss
+    return grpo_loss(
+        batch.hidden, batch.weight, batch.ids, batch.mask, advantages, config=LossConfig()
+    ).loss
 
 
-def measure(loss: Callable[[HeadBatch, Tensor], Tensor], batch: HeadBatch, advantages: Tensor) -> dict[str, Any]:
+def measure(
+    loss: Callable[[HeadBatch, Tensor], Tensor], batch: HeadBatch, advantages: Tensor
+) -> dict[str, Any]:
     """One forward and backward: seconds, peak_bytes, flops, in units of NVH too, the loss and both gradients."""
     batch.hidden.grad = batch.weight.grad = None
     meter = HeadMeter()
@@ -176,7 +188,9 @@ def measure_both(batch: HeadBatch, advantages: Tensor) -> list[dict[str, Any]]:
     """TRL's figures and ours, one after the other; a line says how far it is."""
     found = [measure(loss, batch, advantages) for loss in (trl_head_loss, our_head_loss)]
     (theirs, ours), live = (x["seconds"] for x in found), (advantages != 0).float().mean().item()
-    print(f"  {live:.0%} of the sequences with gradient: stock TRL {theirs:.1f} s, grpo_kernels {ours:.1f} s")
+    print(
+        f"  {live:.0%} of the sequences with gradient: stock TRL {theirs:.1f} s, grpo_kernels {ours:.1f} s"
+    )
     return found
 
 
@@ -197,7 +211,9 @@ def compare_heads(
     found: dict[str, dict[str, Any]] = {}
     for name, given in (("all", advantages), ("half", half)):
         theirs, ours = measure_both(batch, given)
-        for _ in range(repeats - 1):  # turn and turn about; the smallest time is the one with the least disturbance
+        for _ in range(
+            repeats - 1
+        ):  # turn and turn about; the smallest time is the one with the least disturbance
             for best, again in zip((theirs, ours), measure_both(batch, given), strict=True):
                 best["seconds"] = min(best["seconds"], again["seconds"])
         pairs = zip(theirs.pop("gradients"), ours.pop("gradients"), strict=True)

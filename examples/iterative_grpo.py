@@ -40,7 +40,10 @@ class RewardModel:
 
     def train(self, rollout: Rollout, steps: int, batch: int = 64, replayed: float = 0.1) -> float:
         """Optimiser steps on `rollout`, the share `replayed` of each batch from earlier ones; returns the last loss."""
-        texts = [problem.prompt + text for problem, text in zip(rollout.problems, rollout.texts, strict=True)]
+        texts = [
+            problem.prompt + text
+            for problem, text in zip(rollout.problems, rollout.texts, strict=True)
+        ]
         new = list(zip(texts, accuracy(rollout).tolist(), strict=True))
         old = round(replayed * batch) if self.history else 0
         for _ in range(steps):
@@ -56,12 +59,16 @@ class RewardModel:
     def score(self, rollout: Rollout) -> torch.Tensor:
         """The probability of being right, (B,)."""
         prompts = [problem.prompt for problem in rollout.problems]
-        return compute_rewards([self.model], prompts, rollout.texts, processing_classes=self.tokenizer)[:, 0].sigmoid()
+        return compute_rewards(
+            [self.model], prompts, rollout.texts, processing_classes=self.tokenizer
+        )[:, 0].sigmoid()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=6, help="steps of each of the three iterations")
+    parser.add_argument(
+        "--steps", type=int, default=6, help="steps of each of the three iterations"
+    )
     steps = parser.parse_args().steps
 
     random.seed(0)
@@ -78,9 +85,14 @@ def main() -> None:
             batch = rollout.completion_ids, rollout.completion_mask
             given = {}
             with torch.no_grad():
-                for name, model in (("old_per_token_logps", policy), ("ref_per_token_logps", reference)):
+                for name, model in (
+                    ("old_per_token_logps", policy),
+                    ("ref_per_token_logps", reference),
+                ):
                     states, head = hidden_states(model, rollout), model.lm_head
-                    given[name] = linear_logprob(states, head, batch[0], mask=batch[1], entropy=False).logps
+                    given[name] = linear_logprob(
+                        states, head, batch[0], mask=batch[1], entropy=False
+                    ).logps
             scores = reward_model.score(rollout)
             advantages = group_advantages(scores, num_generations=8)
             for _ in range(2):  # mu
@@ -95,7 +107,9 @@ def main() -> None:
     after = evaluate(policy, tokenizer, problems * 4)
     right, scores = accuracy(start).bool(), reward_model.score(start)
     told = (scores[right].mean() - scores[~right].mean()).item()
-    print(f"right answers: {before:.3f} before, {after:.3f} after; score of right less wrong ones {told:.3f}")
+    print(
+        f"right answers: {before:.3f} before, {after:.3f} after; score of right less wrong ones {told:.3f}"
+    )
     assert after > before + 0.1, "the share of right answers did not rise"
     assert told > 0.2, "the reward model cannot tell right answers from wrong ones"
 

@@ -16,7 +16,16 @@ if __name__ == "__main__":
     begin(__doc__)
 
 import torch
-from arithmetic import Problem, Rollout, accuracy, encode, evaluate, hidden_states, take_step, warm_model
+from arithmetic import (
+    Problem,
+    Rollout,
+    accuracy,
+    encode,
+    evaluate,
+    hidden_states,
+    take_step,
+    warm_model,
+)
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
@@ -26,7 +35,10 @@ from grpo_kernels.advantages import group_advantages
 
 @torch.no_grad()
 def sample_truncated(
-    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, problems: list[Problem], num_generations: int
+    model: Qwen3ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    problems: list[Problem],
+    num_generations: int,
 ) -> tuple[Rollout, Tensor, Tensor]:
     """A rollout at top-k 12 and top-p 0.95; the kept ids (B, T, K), padded with -1; the sampler's own logps (B, T)."""
     repeated = [problem for problem in problems for _ in range(num_generations)]
@@ -44,7 +56,9 @@ def sample_truncated(
     completion_ids = found.sequences[:, prompt_ids.shape[1] :]
     is_eos = completion_ids == tokenizer.eos_token_id
     mask = (is_eos.cumsum(1) - is_eos.long() == 0).long()
-    texts = tokenizer.batch_decode(completion_ids.where(mask.bool(), tokenizer.pad_token_id), skip_special_tokens=True)
+    texts = tokenizer.batch_decode(
+        completion_ids.where(mask.bool(), tokenizer.pad_token_id), skip_special_tokens=True
+    )
     scores = torch.stack(found.scores, dim=1)  # (B, T, V), -inf where cut
     largest = int(scores.isfinite().sum(-1).max())
     kept = scores.topk(largest, dim=-1)
@@ -66,7 +80,9 @@ def main() -> None:
     off_kept = off_full = 0.0
     for step in range(0, steps, 2):
         first = step * 8 % len(problems)
-        rollout, kept_ids, sampler = sample_truncated(model, tokenizer, problems[first : first + 16], 8)
+        rollout, kept_ids, sampler = sample_truncated(
+            model, tokenizer, problems[first : first + 16], 8
+        )
         ids, mask = rollout.completion_ids, rollout.completion_mask
         advantages = group_advantages(accuracy(rollout), num_generations=8)
         for update in range(2):
@@ -74,9 +90,14 @@ def main() -> None:
             given = {"old_per_token_logps": sampler, "kept_ids": kept_ids, "config": config}
             out = grpo_loss(states, head, ids, mask, advantages, **given)
             if update == 0:  # nothing has moved since the sampler
-                full = linear_logprob(states.detach(), head.detach(), ids, mask=mask, entropy=False).logps
+                full = linear_logprob(
+                    states.detach(), head.detach(), ids, mask=mask, entropy=False
+                ).logps
                 counted = mask.bool()
-                off_kept = max(off_kept, ((out.per_token_logps - sampler).exp() - 1)[counted].abs().max().item())
+                off_kept = max(
+                    off_kept,
+                    ((out.per_token_logps - sampler).exp() - 1)[counted].abs().max().item(),
+                )
                 off_full = max(off_full, ((full - sampler).exp() - 1)[counted].abs().mean().item())
             take_step(optimizer, out.loss)
         if step % 8 == 0 or step >= steps - 2:
@@ -87,7 +108,9 @@ def main() -> None:
             )
     after = evaluate(model, tokenizer, problems * 4)
     print(f"right answers: {before:.3f} before, {after:.3f} after")
-    print(f"ratio to the sampler: off by {off_kept:.1e} at most; {off_full:.3f} on average over the whole vocabulary")
+    print(
+        f"ratio to the sampler: off by {off_kept:.1e} at most; {off_full:.3f} on average over the whole vocabulary"
+    )
     assert off_kept < 1e-3, "the ratio over the kept set is not 1"
     assert off_full > 0.005, "the ratio over the whole vocabulary shows no truncation"
     assert after > before + 0.1, "the share of right answers did not rise"

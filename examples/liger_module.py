@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from grpo_kernels import linear_logprob
-from grpo_kernels.integrations.liger import LigerFusedLinearGRPOLoss, patch_liger, unpatch_liger
+from grpo_kernels.liger import LigerFusedLinearGRPOLoss, patch_liger, unpatch_liger
 
 B, T, H, V = 8, 16, 64, 1000
 Batch = dict[str, Tensor]
@@ -56,7 +56,12 @@ def main() -> None:
     batch, worst, products = make_batch(), 0.0, []
     settings = {
         "dapo": {"beta": 0.04, "loss_type": "dapo", "epsilon_high": 0.28},
-        "gspo": {"beta": 0.0, "loss_type": "grpo", "importance_sampling_level": "sequence", "use_ref_model": False},
+        "gspo": {
+            "beta": 0.0,
+            "loss_type": "grpo",
+            "importance_sampling_level": "sequence",
+            "use_ref_model": False,
+        },
     }
     has_liger = importlib.util.find_spec("liger_kernel") is not None
     for name, setting in settings.items():
@@ -67,7 +72,10 @@ def main() -> None:
             from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss as Theirs
 
             theirs, made = run(Theirs(**setting, compiled=False), batch)
-            gaps = [((x - y).abs().max() / (1e-3 + y.abs().max())).item() for x, y in zip(ours, theirs, strict=True)]
+            gaps = [
+                ((x - y).abs().max() / (1e-3 + y.abs().max())).item()
+                for x, y in zip(ours, theirs, strict=True)
+            ]
             worst = max(worst, *gaps)
             print(f"      Liger {theirs[0]:+.6f}, clipped {theirs[-3]:.3f}, products {made:.2f}")
     if has_liger:

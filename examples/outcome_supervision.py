@@ -25,13 +25,19 @@ from grpo_kernels.rewards import compute_rewards, reward_names
 
 def right(completions: list[str], answer: list[int], **_: Any) -> list[float]:
     """1 for the right number."""
-    return [float(final_answer(text) == number) for text, number in zip(completions, answer, strict=True)]
+    return [
+        float(final_answer(text) == number)
+        for text, number in zip(completions, answer, strict=True)
+    ]
 
 
 async def close(completions: list[str], answer: list[int], **_: Any) -> list[float | None]:
     """1 less a fifth for each unit that the number is off; None, not scored, where there is no number."""
     found = [final_answer(text) for text in completions]
-    return [None if n is None else max(0.0, 1 - abs(n - a) / 5) for n, a in zip(found, answer, strict=True)]
+    return [
+        None if n is None else max(0.0, 1 - abs(n - a) / 5)
+        for n, a in zip(found, answer, strict=True)
+    ]
 
 
 def finished(completion_ids: list[list[int]], eos: list[int], **_: Any) -> list[float]:
@@ -80,7 +86,9 @@ def main() -> None:
             print(f"step {step + 1:3d}  " + "  ".join(f"{name} {mean:.3f}" for name, mean in means))
     rounds = min(4, max(steps // 2, 1))
     before, after = torch.stack(history[:rounds]).mean(0), torch.stack(history[-rounds:]).mean(0)
-    print(f"weighted reward: {before @ WEIGHTS:.3f} in the first {rounds} steps, {after @ WEIGHTS:.3f} in the last")
+    print(
+        f"weighted reward: {before @ WEIGHTS:.3f} in the first {rounds} steps, {after @ WEIGHTS:.3f} in the last"
+    )
     assert after @ WEIGHTS > before @ WEIGHTS + 0.1, "the weighted reward did not rise"
     assert after[0] > before[0] + 0.1, "the share of right answers did not rise"
 

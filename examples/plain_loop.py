@@ -39,9 +39,13 @@ def main() -> None:
         ids, mask = rollout.completion_ids, rollout.completion_mask
         advantages = group_advantages(accuracy(rollout), num_generations=8)
         with torch.no_grad():
-            old = linear_logprob(hidden_states(model, rollout), head, ids, mask=mask, entropy=False).logps
+            old = linear_logprob(
+                hidden_states(model, rollout), head, ids, mask=mask, entropy=False
+            ).logps
         for _ in range(2):
-            out = loss_function(hidden_states(model, rollout), head, ids, mask, advantages, old_per_token_logps=old)
+            out = loss_function(
+                hidden_states(model, rollout), head, ids, mask, advantages, old_per_token_logps=old
+            )
             optimizer.zero_grad()
             out.loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

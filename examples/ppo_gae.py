@@ -31,7 +31,10 @@ def main() -> None:
     head = model.lm_head
     value_head = nn.Sequential(nn.Linear(head.in_features, 64), nn.Tanh(), nn.Linear(64, 1))
     before = evaluate(model, tokenizer, problems * 4)
-    groups = [{"params": model.parameters(), "lr": 1e-3}, {"params": value_head.parameters(), "lr": 5e-3}]
+    groups = [
+        {"params": model.parameters(), "lr": 1e-3},
+        {"params": value_head.parameters(), "lr": 5e-3},
+    ]
     optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
     errors = []
     for step in range(0, steps, 2):
@@ -43,11 +46,17 @@ def main() -> None:
             states = hidden_states(model, rollout)
             old = linear_logprob(states, head, ids, mask=mask, entropy=False).logps
             values = value_head(states).squeeze(-1)
-        advantages, returns = gae(accuracy(rollout), values, mask, gamma=1.0, lam=0.95, whiten_advantages=True)
+        advantages, returns = gae(
+            accuracy(rollout), values, mask, gamma=1.0, lam=0.95, whiten_advantages=True
+        )
         for epoch in range(2):
             states = hidden_states(model, rollout)
-            out = grpo_loss(states, head, ids, mask, advantages, old_per_token_logps=old, config=presets.PPO)
-            value_loss = (value_head(states.detach()).squeeze(-1) - returns)[counted].square().mean()
+            out = grpo_loss(
+                states, head, ids, mask, advantages, old_per_token_logps=old, config=presets.PPO
+            )
+            value_loss = (
+                (value_head(states.detach()).squeeze(-1) - returns)[counted].square().mean()
+            )
             optimizer.zero_grad()
             (out.loss + 0.5 * value_loss).backward()
             optimizer.step()

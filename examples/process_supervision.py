@@ -25,7 +25,9 @@ from grpo_kernels.advantages import process_advantages
 def score_steps(rollout: Rollout) -> tuple[list[list[float]], list[list[int]]]:
     """Rewards of each completion's steps, and the index of each step's last token (one token a character)."""
     rewards, ends = [], []
-    for text, problem, mask in zip(rollout.texts, rollout.problems, rollout.completion_mask, strict=True):
+    for text, problem, mask in zip(
+        rollout.texts, rollout.problems, rollout.completion_mask, strict=True
+    ):
         last = int(mask.sum()) - 1
         first, equals, second = text.partition("=")
         terms = first.split("+")
@@ -53,7 +55,9 @@ def main() -> None:
         rollout = sample(model, tokenizer, problems[first : first + batch], num_generations=8)
         ids, mask = rollout.completion_ids, rollout.completion_mask
         rewards, ends = score_steps(rollout)
-        advantages = process_advantages(rewards, ends, num_generations=8, completion_mask=mask)  # (B, T)
+        advantages = process_advantages(
+            rewards, ends, num_generations=8, completion_mask=mask
+        )  # (B, T)
         states = hidden_states(model, rollout)
         out = grpo_loss(states, model.lm_head, ids, mask, advantages, config=presets.DAPO)
         optimizer.zero_grad()

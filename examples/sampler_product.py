@@ -27,7 +27,9 @@ class Multiply(torch.autograd.Function):
     """``product(rows (n, H), weight.T (H, V))``, differentiable whatever the product is."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    def forward(
+        ctx: Any, rows: Tensor, weight: Tensor, product: Callable[[Tensor, Tensor], Tensor]
+    ) -> Tensor:
         ctx.save_for_backward(rows, weight)
         return product(rows, weight.t())
 

@@ -23,7 +23,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from grpo_kernels import LossConfig, grpo_loss, linear_logprob
 from grpo_kernels.advantages import group_advantages
 
-INSIDE = LossConfig(vllm_importance_sampling_correction=True, vllm_importance_sampling_mode="token_truncate")
+INSIDE = LossConfig(
+    vllm_importance_sampling_correction=True, vllm_importance_sampling_mode="token_truncate"
+)
 
 
 def main() -> None:
@@ -43,7 +45,9 @@ def main() -> None:
         rollout = sample(sampler, tokenizer, problems[first : first + 16], num_generations=8)
         ids, mask = rollout.completion_ids, rollout.completion_mask
         with torch.no_grad():  # as an inference engine reports them
-            sampled = linear_logprob(hidden_states(sampler, rollout), sampler.lm_head, ids, mask=mask).logps
+            sampled = linear_logprob(
+                hidden_states(sampler, rollout), sampler.lm_head, ids, mask=mask
+            ).logps
         advantages = group_advantages(accuracy(rollout), num_generations=8)
 
         with FlopCounterMode(display=False) as one_forward:
@@ -59,14 +63,22 @@ def main() -> None:
             inside = torch.autograd.grad(out.loss, parameters)
         with FlopCounterMode(display=False) as two_forwards:
             with torch.no_grad():
-                old = linear_logprob(hidden_states(model, rollout), head, ids, mask=mask, entropy=False).logps
+                old = linear_logprob(
+                    hidden_states(model, rollout), head, ids, mask=mask, entropy=False
+                ).logps
             ratio = torch.exp(old - sampled.float()).clamp(max=3.0)
             states = hidden_states(model, rollout)
             given = grpo_loss(states, head, ids, mask, advantages, importance_sampling_ratio=ratio)
             beforehand = torch.autograd.grad(given.loss, parameters)
 
         largest = max(x.abs().max().item() for x in beforehand)
-        worst = max(worst, *((x - y).abs().max().item() / largest for x, y in zip(inside, beforehand, strict=True)))
+        worst = max(
+            worst,
+            *(
+                (x - y).abs().max().item() / largest
+                for x, y in zip(inside, beforehand, strict=True)
+            ),
+        )
         for parameter, gradient in zip(parameters, inside, strict=True):
             parameter.grad = gradient
         optimizer.step()

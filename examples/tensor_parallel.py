@@ -61,7 +61,9 @@ def run(rank: int, store: str) -> None:
             assert abs(loss - want_loss.item()) < 1e-6
             assert gap < 1e-5
         worst = max(gap for *_, gap in every)
-        print(f"loss of the whole head {want_loss.item():+.6f}; largest difference of a gradient {worst:.1e}")
+        print(
+            f"loss of the whole head {want_loss.item():+.6f}; largest difference of a gradient {worst:.1e}"
+        )
     dist.destroy_process_group()
 
 

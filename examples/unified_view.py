@@ -49,10 +49,17 @@ from process_supervision import score_steps
 from torch import Tensor
 
 from grpo_kernels import LossConfig, grpo_loss, linear_logprob, presets
-from grpo_kernels.advantages import group_advantages, process_advantages, rejection_sampling_advantages
+from grpo_kernels.advantages import (
+    group_advantages,
+    process_advantages,
+    rejection_sampling_advantages,
+)
 
 PROMPTS, GENERATIONS, NOISE = 16, 8, 0.5
-LABELLED, ITERATIONS = 4, 3  # samples a problem that a learnt reward begins with; see `Method.renews`
+LABELLED, ITERATIONS = (
+    4,
+    3,
+)  # samples a problem that a learnt reward begins with; see `Method.renews`
 LEARNT = "iterative GRPO, learnt reward"
 Begin, Run = tuple[Any, Any, list[Problem]], dict[str, Any]
 
@@ -86,7 +93,9 @@ def outcome(rollout: Rollout) -> Tensor:
 
 def process(rollout: Rollout) -> Tensor:
     """GRPO with process supervision: what the steps still to come are worth, (B, T)."""
-    return process_advantages(*score_steps(rollout), GENERATIONS, completion_mask=rollout.completion_mask)
+    return process_advantages(
+        *score_steps(rollout), GENERATIONS, completion_mask=rollout.completion_mask
+    )
 
 
 def learnt(reward_model: RewardModel, rollout: Rollout) -> Tensor:
@@ -113,7 +122,12 @@ METHODS = {
     "iterative GRPO": Method("policy", outcome, presets.GRPO, renews=True),
     LEARNT: Method("policy", None, presets.GRPO, renews=True),
 }
-CHECKED = ("online RFT", "GRPO, outcome", "GRPO, process", "iterative GRPO")  # the policy's own samples, a right reward
+CHECKED = (
+    "online RFT",
+    "GRPO, outcome",
+    "GRPO, process",
+    "iterative GRPO",
+)  # the policy's own samples, a right reward
 
 
 def demonstrate(tokenizer: Any, problems: Sequence[Problem]) -> Rollout:
@@ -123,17 +137,23 @@ def demonstrate(tokenizer: Any, problems: Sequence[Problem]) -> Rollout:
     longest = max(map(len, texts)) + 1
     ids = encode(tokenizer, [text + EOS + PAD * (longest - len(text) - 1) for text in texts])
     mask = (ids != tokenizer.pad_token_id).long()
-    return Rollout(encode(tokenizer, [problem.prompt for problem in repeated]), ids, mask, repeated, texts)
+    return Rollout(
+        encode(tokenizer, [problem.prompt for problem in repeated]), ids, mask, repeated, texts
+    )
 
 
-def completions(data: str, models: dict[str, Any], tokenizer: Any, problems: Sequence[Problem]) -> Rollout:
+def completions(
+    data: str, models: dict[str, Any], tokenizer: Any, problems: Sequence[Problem]
+) -> Rollout:
     """`GENERATIONS` of each problem, as `Method.data` says."""
     if data == "demonstrations":
         return demonstrate(tokenizer, problems)
     return sample(models[data], tokenizer, problems, GENERATIONS)
 
 
-def loss(policy: Any, reference: Any, rollout: Rollout, coefficients: Tensor, config: LossConfig) -> Tensor:
+def loss(
+    policy: Any, reference: Any, rollout: Rollout, coefficients: Tensor, config: LossConfig
+) -> Tensor:
     """The one call that all methods make."""
     batch, ref = (rollout.completion_ids, rollout.completion_mask), None
     if config.beta:
@@ -141,7 +161,9 @@ def loss(policy: Any, reference: Any, rollout: Rollout, coefficients: Tensor, co
             states, head = hidden_states(reference, rollout), reference.lm_head
             ref = linear_logprob(states, head, batch[0], mask=batch[1], entropy=False).logps
     states, head = hidden_states(policy, rollout), policy.lm_head
-    return grpo_loss(states, head, *batch, coefficients, ref_per_token_logps=ref, config=config).loss
+    return grpo_loss(
+        states, head, *batch, coefficients, ref_per_token_logps=ref, config=config
+    ).loss
 
 
 def train(warm: Begin, name: str, seed: int, size: Size) -> Run:
@@ -188,10 +210,14 @@ def ends(runs: Sequence[Run], name: str) -> list[float]:
 
 def table(runs: Sequence[Run]) -> list[str]:
     """Of each method the reward at the end, mean and range over the seeds, and the completions that had a say."""
-    lines = [f"{'method':<32}{'reward at the end':>24}{'completions':>13}{'with a coefficient':>20}"]
+    lines = [
+        f"{'method':<32}{'reward at the end':>24}{'completions':>13}{'with a coefficient':>20}"
+    ]
     for name in METHODS:
         some, last = [run for run in runs if run["method"] == name], ends(runs, name)
-        share = statistics.fmean(run["carried"][-1] / (run["completions"][-1] - run["completions"][0]) for run in some)
+        share = statistics.fmean(
+            run["carried"][-1] / (run["completions"][-1] - run["completions"][0]) for run in some
+        )
         reward = f"{statistics.fmean(last):.3f} ({min(last):.3f}-{max(last):.3f})"
         lines.append(f"{name:<32}{reward:>24}{some[0]['completions'][-1]:>13}{share:>20.2f}")
     return lines
@@ -206,9 +232,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--processes", type=int, default=2, help="runs at a time, one thread each")
-    parser.add_argument("--quick", action="store_true", help="an easier task and a few steps; nothing is judged")
+    parser.add_argument(
+        "--quick", action="store_true", help="an easier task and a few steps; nothing is judged"
+    )
     parser.add_argument("--output", type=Path, default=Path("build/unified_view"))
-    parser.add_argument("--report", type=Path, metavar="JSON", help="train nothing: show these curves")
+    parser.add_argument(
+        "--report", type=Path, metavar="JSON", help="train nothing: show these curves"
+    )
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
     runs = json.loads(options.report.read_text())["runs"] if options.report else train_all(options)
@@ -217,9 +247,16 @@ def main() -> None:
     own = [mean[name] for name in CHECKED]
     if not options.quick:
         assert mean["RFT"] > mean["SFT"] + 0.1, "rejecting wrong answers is no better than SFT"
-        assert min(own) > mean["RFT"] + 0.1, "the policy's own samples are no better than the first model's"
-    print(f"The policy's own samples, checked: {min(own):.0%} to {max(own):.0%} right in the end.", end=" ")
-    print(f"The first model's samples, checked: {mean['RFT']:.0%}. Demonstrations: {mean['SFT']:.0%}")
+        assert min(own) > mean["RFT"] + 0.1, (
+            "the policy's own samples are no better than the first model's"
+        )
+    print(
+        f"The policy's own samples, checked: {min(own):.0%} to {max(own):.0%} right in the end.",
+        end=" ",
+    )
+    print(
+        f"The first model's samples, checked: {mean['RFT']:.0%}. Demonstrations: {mean['SFT']:.0%}"
+    )
 
 
 def train_all(options: argparse.Namespace) -> list[Run]:
@@ -229,14 +266,23 @@ def train_all(options: argparse.Namespace) -> list[Run]:
     work = [(warm, name, seed, size) for seed in range(1, options.seeds + 1) for name in METHODS]
     runs = []
     with (
-        multiprocessing.get_context("spawn").Pool(options.processes) if options.processes > 1 else nullcontext() as pool
+        multiprocessing.get_context("spawn").Pool(options.processes)
+        if options.processes > 1
+        else nullcontext() as pool
     ):
         for run in pool.imap(_run, work) if pool else map(_run, work):
             first, *_, last = run["reward"]
-            print(f"{run['method']}, seed {run['seed']}: {first:.3f} right before, {last:.3f} after", flush=True)
+            print(
+                f"{run['method']}, seed {run['seed']}: {first:.3f} right before, {last:.3f} after",
+                flush=True,
+            )
             runs.append(run)
     lines = ",\n".join(json.dumps(run) for run in runs)
-    made = {"date": datetime.date.today().isoformat(), "versions": {"torch": torch.__version__}, "device": "cpu"}
+    made = {
+        "date": datetime.date.today().isoformat(),
+        "versions": {"torch": torch.__version__},
+        "device": "cpu",
+    }
     head = json.dumps({**made, "dtype": "float32", "model": "H 64, 2 layers", "v": 64})[1:-1]
     (options.output / "curves.json").write_text(f'{{{head}, "runs": [\n{lines}\n]}}\n')
     return runs

@@ -38,7 +38,9 @@ def by_autograd(
     """The same loss in plain torch, with all logits in memory, and how many tokens it has dropped."""
     logps = torch.log_softmax(hidden @ weight.T, dim=-1).gather(-1, ids[..., None]).squeeze(-1)
     given = advantages[:, None].expand_as(ids)
-    per_token = drawing()(TokenInputs(logps, torch.zeros_like(logps), mask.bool(), given, old, None, None, None))
+    per_token = drawing()(
+        TokenInputs(logps, torch.zeros_like(logps), mask.bool(), given, old, None, None, None)
+    )
     dropped = int(((per_token == 0) & (given != 0) & mask.bool()).sum())
     return (per_token * mask).sum() / mask.sum(), dropped
 
@@ -59,7 +61,9 @@ def main() -> None:
         ids, mask = rollout.completion_ids, rollout.completion_mask
         advantages = opo_advantages(accuracy(rollout), mask, num_generations=8)
         with torch.no_grad():
-            old = linear_logprob(hidden_states(model, rollout), head, ids, mask=mask, entropy=False).logps
+            old = linear_logprob(
+                hidden_states(model, rollout), head, ids, mask=mask, entropy=False
+            ).logps
         for _ in range(2):
             states = hidden_states(model, rollout)
             batch = (states, head, ids, mask, advantages)
@@ -67,7 +71,10 @@ def main() -> None:
             plain, dropped = by_autograd(*batch, old)
             ours = torch.autograd.grad(out.loss, (states, head), retain_graph=True)
             theirs = torch.autograd.grad(plain, (states, head), retain_graph=True)
-            gaps = [((a - b).abs().max() / b.abs().max()).item() for a, b in zip(ours, theirs, strict=True)]
+            gaps = [
+                ((a - b).abs().max() / b.abs().max()).item()
+                for a, b in zip(ours, theirs, strict=True)
+            ]
             worst, drawn = max(worst, *gaps), drawn + dropped
             optimizer.zero_grad()
             out.loss.backward()

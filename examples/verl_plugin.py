@@ -21,7 +21,9 @@ import torch
 import verl  # loads the plug-in
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
-from verl.models.transformers.monkey_patch import patch_forward_with_backends  # what verl's engine calls
+from verl.models.transformers.monkey_patch import (
+    patch_forward_with_backends,
+)  # what verl's engine calls
 
 STEPS = 4
 LENGTHS = (13, 20)  # of the sequences, packed into one row

@@ -17,7 +17,7 @@
     a model's head     Head, LoRA; attach, LMHeadLogProb
     how it is computed Run
     before the loss    advantages, rewards, rollouts
-    trainers           integrations.trl, .verl, .liger, .transformers: imported when first asked for
+    trainers           trl, verl, liger, transformers: modules, imported when first asked for
     annotations        typing
     for bug reports    report
 
@@ -28,11 +28,14 @@ checks results against float64. All other modules (`backends`, `base`, `batch`, 
 
 from __future__ import annotations
 
+import importlib
 import logging
 from typing import TYPE_CHECKING, Any
 
-from grpo_kernels import advantages, integrations, objectives, presets, report, rewards, rollouts
-from grpo_kernels import typing as typing  # not in __all__: import * would hide Python's module typing
+from grpo_kernels import advantages, objectives, presets, report, rewards, rollouts
+from grpo_kernels import (
+    typing as typing,
+)  # not in __all__: import * would hide Python's module typing
 from grpo_kernels.batch.kept_ids import KeptIds
 from grpo_kernels.call.moved import gone
 from grpo_kernels.call.output import LossOutput, Scores
@@ -52,7 +55,9 @@ from grpo_kernels.objective.metrics import Metrics
 from grpo_kernels.topk_divergence import topk_divergence
 
 __version__ = "0.1.0"
-logging.getLogger(__name__).addHandler(logging.NullHandler())  # the application decides what to show
+logging.getLogger(__name__).addHandler(
+    logging.NullHandler()
+)  # the application decides what to show
 
 __all__ = [
     "Expectation",
@@ -70,7 +75,6 @@ __all__ = [
     "advantages",
     "attach",
     "grpo_loss",
-    "integrations",
     "linear_divergence",
     "linear_logprob",
     "objectives",
@@ -85,10 +89,14 @@ __all__ = [
 ]
 
 
+_TRAINERS = ("liger", "transformers", "trl", "verl")
+
 if not TYPE_CHECKING:  # to a type checker there is no such name
 
     def __getattr__(name: str) -> Any:
-        """Return, for a name that has gone, a function that raises TypeError and says what to call instead."""
+        """Import a trainer's module when it is first asked for: it may need the package it is named after."""
+        if name in _TRAINERS:
+            return importlib.import_module(f"{__name__}.{name}")
         return gone(name)
 
 

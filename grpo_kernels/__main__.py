@@ -48,7 +48,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         print(
             json.dumps(
-                {"environment": environment, "checks": [check.as_dict() for check in checks], "ok": ok}, indent=2
+                {
+                    "environment": environment,
+                    "checks": [check.as_dict() for check in checks],
+                    "ok": ok,
+                },
+                indent=2,
             )
         )
     elif checks:

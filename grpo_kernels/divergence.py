@@ -88,7 +88,9 @@ def linear_divergence(
     """
     outputs = ("entropy",) if entropy else ()
     call = DivergenceCall(mask, temperature, outputs, ids, expected, beta_of(divergence, beta))
-    student = LMHead.of_call(hidden, Head.of(head), OtherHead(teacher_hidden, teacher_head, "teacher_"))
+    student = LMHead.of_call(
+        hidden, Head.of(head), OtherHead(teacher_hidden, teacher_head, "teacher_")
+    )
     return _diverge(call, student, Execution.of(run))
 
 
@@ -96,7 +98,9 @@ def linear_divergence(
 def _diverge(call: DivergenceCall, head: LMHead, execution: Execution) -> Scores:
     """Compute the divergence over the ids that both heads have."""
     with whole_reference(head) as whole:
-        return score(call, whole if whole.process_group is not None else _over_common_ids(whole), execution)
+        return score(
+            call, whole if whole.process_group is not None else _over_common_ids(whole), execution
+        )
 
 
 def _over_common_ids(head: LMHead) -> LMHead:

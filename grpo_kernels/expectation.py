@@ -52,6 +52,8 @@ def policy_expectation(
     check_loss(inputs, config, has_reference=config.needs_reference_head)
     check_tensor("completion_mask", completion_mask)
     if completion_mask.dim() != 2:
-        raise ValueError(f"completion_mask: expected shape (B, T), got {tuple(completion_mask.shape)}")
+        raise ValueError(
+            f"completion_mask: expected shape (B, T), got {tuple(completion_mask.shape)}"
+        )
     tokens = read_tokens(inputs.with_blank_ids(completion_mask), torch.float32)
     return Loss.of(inputs, tokens, config).expectation()

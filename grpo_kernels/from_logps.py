@@ -69,7 +69,9 @@ def policy_loss_from_logps(
     return _loss_of(logps, entropies, inputs, config, objective)
 
 
-_OF_CALL = [name for name in inspect.signature(policy_loss_from_logps).parameters if name != "fields"]
+_OF_CALL = [
+    name for name in inspect.signature(policy_loss_from_logps).parameters if name != "fields"
+]
 
 
 @breaks_graph

@@ -107,7 +107,14 @@ def linear_logprob(
         if extras:
             raise ValueError(f"extras: expected none with kept_ids, got {extras}")
         sets = KeptCall(
-            mask, temperature, (), ids, expected, kept_ids=kept_ids, without_set=without_set, entropy_over=entropy
+            mask,
+            temperature,
+            (),
+            ids,
+            expected,
+            kept_ids=kept_ids,
+            without_set=without_set,
+            entropy_over=entropy,
         )
         return _score_kept(sets, lm_head, execution)
     check_without_set(without_set)

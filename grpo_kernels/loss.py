@@ -46,7 +46,13 @@ from grpo_kernels.engine.autograd import PolicyLoss
 from grpo_kernels.head.head import Head, HeadLike
 from grpo_kernels.head.lm_head import LMHead
 from grpo_kernels.head.other_head import OtherHead
-from grpo_kernels.objective.checks import FIELDS, check_config, check_names, check_objective, config_with
+from grpo_kernels.objective.checks import (
+    FIELDS,
+    check_config,
+    check_names,
+    check_objective,
+    config_with,
+)
 from grpo_kernels.objective.config import LossConfig
 from grpo_kernels.objective.custom import TokenInputs
 
@@ -169,7 +175,9 @@ def grpo_loss(
     lm_head = LMHead.of_call(hidden, Head.of(head), OtherHead.of_reference(reference))
     execution = Execution.of(run, sequence_group=sequence_group)
     if kept_ids is not None:
-        return breaks_graph(kept_loss)(KeptLossCall.of(call, kept_ids, without_set), lm_head, execution)
+        return breaks_graph(kept_loss)(
+            KeptLossCall.of(call, kept_ids, without_set), lm_head, execution
+        )
     check_without_set(without_set)
     return _loss(call, lm_head, execution)
 
@@ -180,13 +188,19 @@ def _loss(call: LossCall, head: LMHead, execution: Execution) -> LossOutput:
     with whole_reference(head) as whole:
         head, request, loss = plan_call(call, whole, execution)
         group = None if call.objective is None else execution.sequence_group
-        with check_same("sequence_group", group, "the objective of grpo_loss"):  # it may raise on one rank alone
+        with check_same(
+            "sequence_group", group, "the objective of grpo_loss"
+        ):  # it may raise on one rank alone
             operands = head.operands(request.rows.positions)
             first, evaluation = first_pass(loss, operands, request)
-        value, *scores = PolicyLoss.apply(request, evaluation.loss, first, operands.teacher, *operands)
+        value, *scores = PolicyLoss.apply(
+            request, evaluation.loss, first, operands.teacher, *operands
+        )
     logps, entropies = (x.view(loss.tokens.layout.shape) for x in scores)
     metrics = loss.metrics(first.entropies, evaluation, request)
-    return LossOutput(value, logps, entropies, metrics, request.engine.name, request.plan.backend.name)
+    return LossOutput(
+        value, logps, entropies, metrics, request.engine.name, request.plan.backend.name
+    )
 
 
 _OF_CALL = [name for name in inspect.signature(grpo_loss).parameters if name != "fields"]
@@ -222,7 +236,9 @@ class GRPOLoss(nn.Module):
         config = LossConfig() if config is None else config
         check_config(config)
         refuse_moved("GRPOLoss", fields)
-        check_names(fields, "a field of LossConfig", FIELDS, "an argument of the module's call", _OF_CALL)
+        check_names(
+            fields, "a field of LossConfig", FIELDS, "an argument of the module's call", _OF_CALL
+        )
         self.config = replace(config, **fields)
         check_objective(self.config, objective)
         Execution.of(run).check()
@@ -242,11 +258,21 @@ class GRPOLoss(nn.Module):
 
         `inputs` are the other arguments of `grpo_loss`: old_per_token_logps, ref_per_token_logps, cu_seqlens, ...
         """
-        check_names(inputs, "an argument of grpo_loss", _OF_CALL, "a field, as in GRPOLoss(...)", FIELDS)
-        options: dict[str, Any] = {"config": self.config, "objective": self.objective, "run": self.run}
-        return grpo_loss(hidden, head, completion_ids, completion_mask, advantages, **options, **inputs)
+        check_names(
+            inputs, "an argument of grpo_loss", _OF_CALL, "a field, as in GRPOLoss(...)", FIELDS
+        )
+        options: dict[str, Any] = {
+            "config": self.config,
+            "objective": self.objective,
+            "run": self.run,
+        }
+        return grpo_loss(
+            hidden, head, completion_ids, completion_mask, advantages, **options, **inputs
+        )
 
-    if TYPE_CHECKING:  # the call runs the hooks, then `forward`; `nn.Module` declares that it returns Any
+    if (
+        TYPE_CHECKING
+    ):  # the call runs the hooks, then `forward`; `nn.Module` declares that it returns Any
 
         def __call__(
             self,

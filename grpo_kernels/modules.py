@@ -22,7 +22,9 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def _method(function: Callable[Concatenate[Tensor, HeadLike, P], T]) -> Callable[Concatenate[Any, Tensor, P], T]:
+def _method(
+    function: Callable[Concatenate[Tensor, HeadLike, P], T],
+) -> Callable[Concatenate[Any, Tensor, P], T]:
     """Return a call as a method of a head, which takes its second place."""
 
     @functools.wraps(function)
@@ -32,7 +34,9 @@ def _method(function: Callable[Concatenate[Tensor, HeadLike, P], T]) -> Callable
     hidden, _, *others = inspect.signature(function).parameters.values()
     this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
     method.__signature__ = inspect.signature(function).replace(parameters=[this, hidden, *others])  # type: ignore[attr-defined]
-    method.__doc__ = f"`{function.__name__}` with this head; arguments, results and errors as there."
+    method.__doc__ = (
+        f"`{function.__name__}` with this head; arguments, results and errors as there."
+    )
     return method
 
 
@@ -64,7 +68,9 @@ class _Attached(_Scores):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         made = super().__reduce_ex__(protocol)
-        if "_before" not in vars(type(self)):  # a subclass of the attached class, such as a parametrized one
+        if "_before" not in vars(
+            type(self)
+        ):  # a subclass of the attached class, such as a parametrized one
             return made
         return _reattached, (self._before,), *made[2:]
 
@@ -73,7 +79,9 @@ def _attached_class(lm_head: nn.Module) -> type[nn.Module]:
     cls: Any = type(lm_head)
     if is_parametrized(lm_head) and len(cls.__bases__) == 1:
         # parametrization made a class for this object alone; `remove_parametrizations` removes it, so it stays in front
-        attributes = {name: x for name, x in vars(cls).items() if name not in ("__dict__", "__weakref__")}
+        attributes = {
+            name: x for name, x in vars(cls).items() if name not in ("__dict__", "__weakref__")
+        }
         return type(cls.__name__, (_attached(cls.__bases__[0]),), attributes)
     return _attached(cls)
 
@@ -82,7 +90,12 @@ def _attached_class(lm_head: nn.Module) -> type[nn.Module]:
 def _attached(cls: Any) -> type[nn.Module]:  # Any: to mypy a class of modules is not hashable
     if cls is nn.Linear:
         return LMHeadLogProb
-    names = {"_before": cls, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    names = {
+        "_before": cls,
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+    }
     return type(cls.__name__, (_Attached, cls), names)
 
 

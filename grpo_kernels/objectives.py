@@ -5,7 +5,17 @@ SkyRL, ROLL and ms-swift, and of AReaL's M2PO mask, in `grpo_kernels.objective.n
 """
 
 from grpo_kernels.objective.named_losses import fipo, icepop, ipo, kpop, m2po_mask, rollout_is, topr
-from grpo_kernels.objective.verl_losses import cispo, clip_cov, dppo_kl, dppo_tv, dro, geo_mean, gpg, gspo, kl_cov
+from grpo_kernels.objective.verl_losses import (
+    cispo,
+    clip_cov,
+    dppo_kl,
+    dppo_tv,
+    dro,
+    geo_mean,
+    gpg,
+    gspo,
+    kl_cov,
+)
 
 __all__ = [
     "cispo", "clip_cov", "dppo_kl", "dppo_tv", "dro", "fipo", "geo_mean", "gpg", "gspo", "icepop", "ipo", "kl_cov",

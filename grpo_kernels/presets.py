@@ -17,7 +17,9 @@ DR_GRPO = LossConfig(loss_type="dr_grpo")
 DAPO = LossConfig(loss_type="dapo", epsilon=0.2, epsilon_high=0.28)
 """DAPO, https://arxiv.org/abs/2503.14476: mean over all tokens of the batch, higher upper clip."""
 
-GSPO = LossConfig(loss_type="grpo", importance_sampling_level="sequence", epsilon=3e-4, epsilon_high=4e-4)
+GSPO = LossConfig(
+    loss_type="grpo", importance_sampling_level="sequence", epsilon=3e-4, epsilon_high=4e-4
+)
 """Group sequence policy optimisation, https://arxiv.org/abs/2507.18071: one ratio per sequence, a narrow clip."""
 
 CISPO = LossConfig(loss_type="cispo", epsilon_high=5.0)
@@ -26,7 +28,9 @@ CISPO = LossConfig(loss_type="cispo", epsilon_high=5.0)
 SAPO = LossConfig(loss_type="sapo")
 """Soft adaptive policy optimisation, https://arxiv.org/abs/2511.20347: a sigmoid gate in place of the clip."""
 
-LUSPO = LossConfig(loss_type="luspo", importance_sampling_level="sequence", epsilon=2e-3, epsilon_high=2.5e-3)
+LUSPO = LossConfig(
+    loss_type="luspo", importance_sampling_level="sequence", epsilon=2e-3, epsilon_high=2.5e-3
+)
 """Length-unbiased sequence policy optimisation, https://arxiv.org/abs/2602.05261."""
 
 VESPO = LossConfig(loss_type="vespo")

@@ -17,7 +17,9 @@ import numpy as np
 import pytest
 import torch
 
-if not torch.cuda.is_available():  # before Triton is imported: its kernels then run in its interpreter
+if (
+    not torch.cuda.is_available()
+):  # before Triton is imported: its kernels then run in its interpreter
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from torch.utils import deterministic
@@ -37,7 +39,9 @@ if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("trito
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What needs a GPU is skipped without one; of what every backend runs, two of three are slow in the interpreter."""
     interpreted = [
-        x for x in items if getattr(x, "callspec", None) and x.callspec.params.get("every_backend") == "triton"
+        x
+        for x in items
+        if getattr(x, "callspec", None) and x.callspec.params.get("every_backend") == "triton"
     ]
     for i, item in enumerate(interpreted):
         if i % 3:
@@ -49,9 +53,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    skipped = [report for report in terminalreporter.stats.get("skipped", []) if NO_GPU in str(report.longrepr)]
+    skipped = [
+        report
+        for report in terminalreporter.stats.get("skipped", [])
+        if NO_GPU in str(report.longrepr)
+    ]
     if skipped:
-        terminalreporter.write_line(f"{len(skipped)} tests marked gpu did NOT run: {NO_GPU}", yellow=True)
+        terminalreporter.write_line(
+            f"{len(skipped)} tests marked gpu did NOT run: {NO_GPU}", yellow=True
+        )
 
 
 @pytest.fixture(autouse=True)
@@ -66,9 +76,14 @@ def _same_start() -> None:
 @pytest.fixture(autouse=True)
 def _uninitialised_memory_is_nan() -> Iterator[None]:
     """`torch.empty` and its kin come full of NaN (integers: the largest), so that reading what nobody wrote shows."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
     filled = deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True, warn_only=True)  # the filling needs it; determinism itself is not tested
+    torch.use_deterministic_algorithms(
+        True, warn_only=True
+    )  # the filling needs it; determinism itself is not tested
     deterministic.fill_uninitialized_memory = True
     yield
     deterministic.fill_uninitialized_memory = filled
@@ -82,7 +97,9 @@ def every_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 
     def chosen(name: str, device: torch.device, dtype: torch.dtype = torch.float32):
         if name == "auto":
-            name = "torch" if request.param == "triton" and dtype == torch.float64 else request.param
+            name = (
+                "torch" if request.param == "triton" and dtype == torch.float64 else request.param
+            )
         return choose(name, device, dtype)
 
     monkeypatch.setattr(planned_head, "choose_backend", chosen)

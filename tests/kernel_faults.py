@@ -58,9 +58,19 @@ FAULTS = [
         "offs_v[None, :] < V - first_id + 1",
         DOT,
     ),
-    Fault("no mask without a target", DOT_KERNEL, "has_target | (first_id + BLOCK_V > V)", "has_target", DOT),
     Fault(
-        "no target without a mask", DOT_KERNEL, "has_target | (first_id + BLOCK_V > V)", "first_id + BLOCK_V > V", DOT
+        "no mask without a target",
+        DOT_KERNEL,
+        "has_target | (first_id + BLOCK_V > V)",
+        "has_target",
+        DOT,
+    ),
+    Fault(
+        "no target without a mask",
+        DOT_KERNEL,
+        "has_target | (first_id + BLOCK_V > V)",
+        "first_id + BLOCK_V > V",
+        DOT,
     ),
     Fault(
         "a part of the vocabulary ends too early",
@@ -77,15 +87,22 @@ FAULTS = [
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument(
-        "names", nargs="*", help=f"faults whose name contains one of these, or {COMPILED!r}; all without"
+        "names",
+        nargs="*",
+        help=f"faults whose name contains one of these, or {COMPILED!r}; all without",
     )
     parser.add_argument("--workers", type=int, default=2)
     options = parser.parse_args()
-    chosen = [f for f in FAULTS if not options.names or any(name in f.name for name in options.names)]
+    chosen = [
+        f for f in FAULTS if not options.names or any(name in f.name for name in options.names)
+    ]
     left = []
     with concurrent.futures.ThreadPoolExecutor(options.workers) as pool:
         for fault, (alive, line, seconds) in zip(chosen, pool.map(survives, chosen), strict=True):
-            print(f"{'SURVIVES' if alive else 'caught':8s}  {fault.name:48s} {seconds:5.0f} s  {line}", flush=True)
+            print(
+                f"{'SURVIVES' if alive else 'caught':8s}  {fault.name:48s} {seconds:5.0f} s  {line}",
+                flush=True,
+            )
             left += [fault.name] if alive else []
     print(f"{len(chosen) - len(left)} of {len(chosen)} faults caught", flush=True)
     if options.names and COMPILED not in options.names:

@@ -29,15 +29,26 @@ from grpo_kernels.backends.interface import Chunk, LogitTransform
 from tests.support.row_cases import ISAS
 
 ROOT = Path(__file__).parents[1]
-FLAGS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-O1", "-g")
-PRELOADED = ("libasan.", "libstdc++.")  # the second, or exceptions thrown by what was loaded before it are not seen
+FLAGS = (
+    "-fsanitize=address,undefined",
+    "-fno-sanitize-recover=all",
+    "-fno-omit-frame-pointer",
+    "-O1",
+    "-g",
+)
+PRELOADED = (
+    "libasan.",
+    "libstdc++.",
+)  # the second, or exceptions thrown by what was loaded before it are not seen
 OPTIONS = {
     "ASAN_OPTIONS": "detect_leaks=0:handle_segv=2",  # Python frees little at its end; pytest handles signals
     "UBSAN_OPTIONS": "print_stacktrace=1",
     "OMP_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "passive",
 }
-LOAD = "import sys, torch; torch.ops.load_library(sys.argv[1]); isa = torch.ops.grpo_kernels_cpp.isa\n"
+LOAD = (
+    "import sys, torch; torch.ops.load_library(sys.argv[1]); isa = torch.ops.grpo_kernels_cpp.isa\n"
+)
 TRY = LOAD + "from tests.sanitize import try_findings; try_findings(); print(isa(''))"
 TEST = LOAD + "import pytest; isa(sys.argv[2]); sys.exit(pytest.main(sys.argv[3:]))"
 # stderr is left alone, where a report goes that the process does not survive
@@ -62,11 +73,20 @@ def build_sanitized(folder: Path) -> tuple[Path, dict[str, str]]:
     """The library, and the environment that a process needs to load it."""
     library = folder / "sanitized.so"
     build.compile_library(build.source_folder(), library, FLAGS)
-    linked = subprocess.run(["ldd", str(library)], capture_output=True, text=True, check=True).stdout
-    words = [line.split() for line in linked.splitlines()]  # libasan.so.8 => /lib/libasan.so.8 (0x...)
-    found = [next((w[2] for w in words if w[0].startswith(name) and len(w) > 2), None) for name in PRELOADED]
+    linked = subprocess.run(
+        ["ldd", str(library)], capture_output=True, text=True, check=True
+    ).stdout
+    words = [
+        line.split() for line in linked.splitlines()
+    ]  # libasan.so.8 => /lib/libasan.so.8 (0x...)
+    found = [
+        next((w[2] for w in words if w[0].startswith(name) and len(w) > 2), None)
+        for name in PRELOADED
+    ]
     if None in found:
-        raise NotSeen(f"expected a library linked with {' and '.join(PRELOADED)}, as GCC makes it, got:\n{linked}")
+        raise NotSeen(
+            f"expected a library linked with {' and '.join(PRELOADED)}, as GCC makes it, got:\n{linked}"
+        )
     return library, {**os.environ, **OPTIONS, "LD_PRELOAD": ":".join(filter(None, found))}
 
 
@@ -114,7 +134,9 @@ def try_findings() -> None:
 def check_findings(library: Path, environment: dict[str, str]) -> str:
     """Raise unless the sanitizers find what they should; the best instruction set of this processor."""
     command = [sys.executable, "-c", TRY, str(library)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS
+    )
     for finding, words in FINDINGS.items():
         if words not in done.stderr or f"{finding.__name__} dies" not in done.stdout:
             raise NotSeen(f"{finding.__name__} was not seen:\n{done.stdout}{done.stderr[-2000:]}")
@@ -125,7 +147,11 @@ def suites(best: str, *, quick: bool) -> list[tuple[str, list[str]]]:
     """Instruction sets and pytest's arguments."""
     files = sorted(Path(__file__).parent.rglob("test_*.py"))
     engine = [str(file.relative_to(ROOT)) for file in files if "every_backend" in file.read_text()]
-    rows = [str(file.relative_to(ROOT)) for file in files if file.match("test_cpp_*") and file.name not in BUILDING]
+    rows = [
+        str(file.relative_to(ROOT))
+        for file in files
+        if file.match("test_cpp_*") and file.name not in BUILDING
+    ]
     if quick:
         return [("auto", [*rows, RANDOM, *SOME])]
     others = [(isa, [*rows, *OTHERS]) for isa in ISAS[: ISAS.index(best)]]
@@ -133,21 +159,30 @@ def suites(best: str, *, quick: bool) -> list[tuple[str, list[str]]]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.sanitize", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--quick", action="store_true", help="200 random cases and some of the row tests")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.sanitize", description=__doc__.split("\n\n")[0]
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="200 random cases and some of the row tests"
+    )
     quick = parser.parse_args(arguments).quick
     with tempfile.TemporaryDirectory() as folder:
         begun = time.perf_counter()
         library, environment = build_sanitized(Path(folder))
         print(f"built in {time.perf_counter() - begun:.0f} s", flush=True)
         best = check_findings(library, environment)
-        print(f"reads and writes too far, and unaligned ones, are seen; instruction sets up to {best}", flush=True)
+        print(
+            f"reads and writes too far, and unaligned ones, are seen; instruction sets up to {best}",
+            flush=True,
+        )
         environment["GRPO_KERNELS_RANDOM_FACTOR"] = "1" if quick else str(FACTOR)
         runs, failed = suites(best, quick=quick), 0
         for isa, chosen in runs:
             print(f"{isa}: {' '.join(chosen)}", flush=True)
             command = [sys.executable, "-c", TEST, str(library), isa, *ARGUMENTS, *chosen]
-            done = subprocess.run(command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, timeout=SECONDS)
+            done = subprocess.run(
+                command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, timeout=SECONDS
+            )
             failed += done.returncode != 0
     print(f"{failed} of {len(runs)} runs failed, in {time.perf_counter() - begun:.0f} s")
     return 1 if failed else 0

@@ -18,7 +18,11 @@ import grpo_kernels
 from grpo_kernels.__main__ import main
 
 LLAMA = {"model_type": "llama", "vocab_size": 3000, "hidden_size": 128}
-GEMMA = {"model_type": "gemma2", "vocab_size": 256, "hidden_size": 24}  # whose soft-cap is 30 unless it says otherwise
+GEMMA = {
+    "model_type": "gemma2",
+    "vocab_size": 256,
+    "hidden_size": 24,
+}  # whose soft-cap is 30 unless it says otherwise
 
 
 def written(config: dict[str, Any], folder: Path) -> str:
@@ -45,7 +49,9 @@ def test_json_report_and_self_check(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(said["environment"]["backend"]) >= {"cpu"}
 
 
-def test_text_report_version_and_help(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_report_version_and_help(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "argv", ["grpo_kernels", "--no-check"])
     with pytest.raises(SystemExit, match="0"):
         runpy.run_module("grpo_kernels", run_name="__main__")
@@ -66,7 +72,9 @@ def test_a_reader_that_has_enough_gets_no_traceback() -> None:
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "grpo_kernels", "memory", "--model", "Qwen3-8B", "--rows", "8"]
-    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=300, check=False
+    )
     os.close(writer)
     assert (done.returncode, done.stderr) == (1, "")
 
@@ -85,18 +93,27 @@ LARGE = "expected 1 to 1,000,000,000, got"
         ("memory --rows 8 --vocab 9 --hidden 4 --gpu 4091", "or the GPU's memory in GiB, got 4091"),
         ("memory --rows 8 --vocab 9 --hidden 4 --gpu G7", "--gpu: expected A10G, A100, "),
         ("memory --rows 8 --vocab 9 --hidden 4 --gpu -1", "or the GPU's memory in GiB, got -1"),
-        ("memory --rows 8 --config /nowhere", "--config: expected a folder with config.json, got /nowhere"),
+        (
+            "memory --rows 8 --config /nowhere",
+            "--config: expected a folder with config.json, got /nowhere",
+        ),
         ("memory --rows 0 --vocab 9 --hidden 4", f"--rows: {LARGE} 0"),
         ("memory --rows 99999999999999999999 --vocab 9 --hidden 4", f"--rows: {LARGE} 9999"),
         (
             "memory --rows 8 --vocab 9 --hidden 4 --mask 1",
             "--mask: expected a share of at least 0 and less than 1, got 1.0",
         ),
-        ("memory --rows 8 --vocab 9 --hidden 4 --workspace 0", "--workspace: expected at least 1, got 0"),
+        (
+            "memory --rows 8 --vocab 9 --hidden 4 --workspace 0",
+            "--workspace: expected at least 1, got 0",
+        ),
         ("warmup --config . --vocab 3", SIZES),
         ("warmup --vocab 3 --hidden 0", f"--hidden: {LARGE} 0"),
         ("warmup --vocab 3 --hidden 3 --softcap 0", "--softcap: expected more than 0, got 0.0"),
-        ("--json warmup --vocab 3 --hidden 3", "warmup: expected neither --json nor --no-check before it"),
+        (
+            "--json warmup --vocab 3 --hidden 3",
+            "warmup: expected neither --json nor --no-check before it",
+        ),
     ],
 )
 def test_wrong_arguments_say_what_was_expected(
@@ -110,7 +127,10 @@ def test_wrong_arguments_say_what_was_expected(
     [
         LLAMA,
         {"model_type": "gpt2", "vocab_size": 3000, "n_embd": 128},  # its name for H
-        {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", "vocab_size": 3000, "hidden_size": 128}},
+        {
+            "model_type": "gemma3",
+            "text_config": {"model_type": "gemma3_text", "vocab_size": 3000, "hidden_size": 128},
+        },
     ],
     ids=lambda x: x["model_type"],
 )
@@ -140,7 +160,11 @@ def test_config_gives_the_sizes_of_any_model(
     ],
 )
 def test_config_gives_the_constants_of_the_head(
-    config: dict[str, Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+    config: dict[str, Any],
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: Any,
 ) -> None:
     pytest.importorskip("transformers")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -148,7 +172,9 @@ def test_config_gives_the_constants_of_the_head(
     assert capsys.readouterr().out.splitlines()[0] == said
 
 
-def test_config_that_transformers_does_not_know_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_that_transformers_does_not_know_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     said = refused(capsys, "memory", "--config", written({"model_type": "no-such-model"}, tmp_path))
     assert f"--config: {tmp_path / 'config.json'} cannot be read" in said
     assert "give --vocab and --hidden" in said
@@ -176,7 +202,12 @@ def test_a_configs_own_code_is_not_run(
     (tmp_path / "own.py").write_text(
         f"from transformers import PretrainedConfig\nopen({str(ran)!r}, 'w')\nclass Own(PretrainedConfig):\n    pass\n"
     )
-    config = {"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}, "vocab_size": 9, "hidden_size": 4}
+    config = {
+        "model_type": "own",
+        "auto_map": {"AutoConfig": "own.Own"},
+        "vocab_size": 9,
+        "hidden_size": 4,
+    }
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     assert "cannot be read" in refused(capsys, "memory", "--config", written(config, tmp_path))
     assert not ran.exists()

@@ -22,6 +22,7 @@ from grpo_kernels import typing
 
 DOCS = Path(__file__).parents[1] / "docs"
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+DOORS = tuple(f"grpo_kernels.{name}" for name in ("liger", "transformers", "trl", "verl"))
 PAGES = sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
 
 
@@ -33,10 +34,17 @@ def blocks(page: str) -> list[str]:
 def test_shown_code_is_python_and_imports_what_there_is(page: str) -> None:
     for block in blocks(page):
         for node in ast.walk(ast.parse(block)):
-            if not (isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "grpo_kernels"):
+            if not (
+                isinstance(node, ast.ImportFrom)
+                and (node.module or "").split(".")[0] == "grpo_kernels"
+            ):
                 continue
-            trainers = node.module.startswith("grpo_kernels.integrations")  # whose packages are slow to import
-            known = check.public_names(node.module) if trainers else dir(importlib.import_module(node.module))
+            trainers = node.module.startswith(DOORS)  # whose packages are slow to import
+            known = (
+                check.public_names(node.module)
+                if trainers
+                else dir(importlib.import_module(node.module))
+            )
             known = [name.rpartition(".")[2] for name in known]
             assert [alias.name for alias in node.names if alias.name not in known] == []
 
@@ -61,10 +69,12 @@ def shown_calls(block: str) -> Iterator[tuple[str, Any, ast.Call]]:
     for node in ast.walk(ast.parse(block)):
         if isinstance(node, ast.ImportFrom) and node.module in (
             "grpo_kernels",
-            "grpo_kernels.integrations.transformers",
+            "grpo_kernels.transformers",
         ):
             module = importlib.import_module(node.module)
-            known |= {alias.asname or alias.name: getattr(module, alias.name) for alias in node.names}
+            known |= {
+                alias.asname or alias.name: getattr(module, alias.name) for alias in node.names
+            }
     every = {**{name: getattr(grpo_kernels, name) for name in grpo_kernels.__all__}, **known}
     for node in ast.walk(ast.parse(block)):
         if isinstance(node, ast.Call):
@@ -89,7 +99,9 @@ def test_shown_calls_have_arguments_that_there_are(page: str) -> None:
 def test_calls_are_found_and_wrong_arguments_in_them() -> None:
     block = "import grpo_kernels as g\nfrom grpo_kernels import GRPOLoss as Loss\nLoss(epsilom=1)\ng.grpo_loss(beta=1)"
     calls = shown_calls(block.replace("g.", "grpo_kernels."))
-    unknown = [call.keywords[0].arg not in (keywords_of(function) or ()) for _, function, call in calls]
+    unknown = [
+        call.keywords[0].arg not in (keywords_of(function) or ()) for _, function, call in calls
+    ]
     assert unknown == [True, False]
 
 
@@ -101,7 +113,9 @@ class PositionalModel(nn.Module):
         self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(32, width)
         self.lm_head = nn.Linear(width, vocabulary, bias=False)
 
-    def model(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor):
+    def model(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor
+    ):
         x = (self.tokens(input_ids) + self.positions(position_ids)) * attention_mask.unsqueeze(-1)
         return SimpleNamespace(last_hidden_state=torch.tanh(x.cumsum(dim=1)))
 
@@ -127,13 +141,17 @@ def test_the_plain_loop_of_the_start_page_is_right_with_prompts_padded_on_the_le
         alone = model.lm_head(body.last_hidden_state).log_softmax(-1)[0, len(prompt) - 1 : -1]
         expected = alone.gather(1, completion_ids[row, :n, None])[:, 0]
         torch.testing.assert_close(logps[row, :n], expected.detach(), rtol=0, atol=1e-10)
-    torch.testing.assert_close(out.per_token_logps * completion_mask, logps * completion_mask, rtol=0, atol=0)
+    torch.testing.assert_close(
+        out.per_token_logps * completion_mask, logps * completion_mask, rtol=0, atol=0
+    )
     assert model.tokens.weight.grad.abs().max() > 0
 
 
 def site_of(tmp_path: Path, body: str) -> Path:
     (tmp_path / "api").mkdir()
-    entries = "".join(f"<h2 id='{name}'></h2>" for module in check.PUBLIC for name in check.public_names(module))
+    entries = "".join(
+        f"<h2 id='{name}'></h2>" for module in check.PUBLIC for name in check.public_names(module)
+    )
     (tmp_path / "api" / "all.html").write_text(entries)
     (tmp_path / "picture.svg").write_text("<svg/>")
     (tmp_path / "index.html").write_text(f"<h1 id='top'></h1>{body}")
@@ -150,7 +168,10 @@ def test_a_site_without_faults_passes(tmp_path: Path) -> None:
     [
         ("<a href='missing.html'></a>", "leads to missing.html, which is not there"),
         ("<a href='#nowhere'></a>", "leads to #nowhere, which has no such anchor"),
-        ("<a href='api/all.html#nowhere'></a>", "leads to api/all.html#nowhere, which has no such anchor"),
+        (
+            "<a href='api/all.html#nowhere'></a>",
+            "leads to api/all.html#nowhere, which has no such anchor",
+        ),
         ("<a href='../README.md'></a>", "leads to ../README.md, which is not there"),
         ("<img src='missing.png'>", "leads to missing.png, which is not there"),
         ("<img src='https://example.org/a.png'>", "loads https://example.org/a.png from elsewhere"),
@@ -158,7 +179,9 @@ def test_a_site_without_faults_passes(tmp_path: Path) -> None:
         ("<pre class='mermaid'></pre>", "has a mermaid diagram"),
     ],
 )
-def test_a_fault_of_the_site_is_named(body: str, fault: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_fault_of_the_site_is_named(
+    body: str, fault: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     assert check.main(site_of(tmp_path, body)) == 1
     assert f"index.html: {fault}" in capsys.readouterr().out
 

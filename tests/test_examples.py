@@ -45,9 +45,17 @@ EXAMPLES: dict[str, tuple[int | None, str]] = {
     "sampler_product": (None, "sampler's bits: 192 of 192"),
     "distillation": (28, "nats from the teacher:"),
 }
-APART = {"fsdp2", "tensor_parallel", "context_parallel", "verl_plugin"}  # start processes, or change what is imported
+APART = {
+    "fsdp2",
+    "tensor_parallel",
+    "context_parallel",
+    "verl_plugin",
+}  # start processes, or change what is imported
 SCRIPTS = {"gsm8k_trl", "distill"}  # of a real run; --smoke makes a small one
-LAUNCHED = {"fsdp2": "FSDPQwen3ForCausalLM", "zero3": "DeepSpeedEngine"}  # what becomes of the model
+LAUNCHED = {
+    "fsdp2": "FSDPQwen3ForCausalLM",
+    "zero3": "DeepSpeedEngine",
+}  # what becomes of the model
 FIGURES = {"seconds", "peak_bytes", "flops", "flops_nvh", "loss"}
 
 
@@ -55,7 +63,9 @@ def run_python(*arguments: str, beside: tuple[str, ...] = ()) -> str:
     """What a Python with a single thread printed, which finds the checkout; fails with all of it if it fails."""
     path = os.pathsep.join(filter(None, [str(ROOT), *beside, os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(
+        [sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=900
+    )
     assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
@@ -78,7 +88,11 @@ def test_an_example_shows_what_it_claims(name: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     steps, says = EXAMPLES[name]
     options = [] if steps is None else ["--steps", str(steps)]
-    output = run_example(name, *options) if name in APART else run_forked(name, *options, folder=tmp_path)
+    output = (
+        run_example(name, *options)
+        if name in APART
+        else run_forked(name, *options, folder=tmp_path)
+    )
     printed = output.strip().splitlines()
     assert printed[0] == docstring(name).splitlines()[0]
     assert printed[1].startswith("threads: ")
@@ -93,13 +107,19 @@ def docstring(name: str) -> str:
 def test_every_script_is_covered() -> None:
     shared = {"arithmetic", "begin", "demo", "demo_report", "gsm8k", "head_cost", "unified_view"}
     apart = SCRIPTS | {"gsm8k_plain"}  # tests/test_gsm8k_examples.py
-    assert {path.stem for path in (ROOT / "examples").glob("*.py")} == shared | apart | set(EXAMPLES)
-    assert {path.stem for path in (ROOT / "examples" / "accelerate").glob("*.yaml")} == set(LAUNCHED)
+    assert {path.stem for path in (ROOT / "examples").glob("*.py")} == shared | apart | set(
+        EXAMPLES
+    )
+    assert {path.stem for path in (ROOT / "examples" / "accelerate").glob("*.yaml")} == set(
+        LAUNCHED
+    )
 
 
 def before_and_after(printed: str, title: str) -> tuple[float, float]:
     """Both values of a metric, from the line that a script ends with."""
-    found = re.findall(rf"^{title}, 9 test problems: ([\d.]+) before, ([\d.]+) after$", printed, re.MULTILINE)
+    found = re.findall(
+        rf"^{title}, 9 test problems: ([\d.]+) before, ([\d.]+) after$", printed, re.MULTILINE
+    )
     assert len(found) == 1, printed
     return float(found[0][0]), float(found[0][1])
 
@@ -111,9 +131,14 @@ def test_grpo_on_gsm8k_learns_writes_checkpoints_and_resumes(tmp_path: Path) -> 
     assert f"steps: 10; model and checkpoints in {tmp_path}" in printed
     before, after = before_and_after(printed, "accuracy")
     assert 0 < before < after
-    states = [json.loads((tmp_path / f"checkpoint-{step}/trainer_state.json").read_text()) for step in (5, 10)]
+    states = [
+        json.loads((tmp_path / f"checkpoint-{step}/trainer_state.json").read_text())
+        for step in (5, 10)
+    ]
     assert [state["global_step"] for state in states] == [5, 10]
-    assert {entry["step"] for entry in states[1]["log_history"] if "loss" in entry} == set(range(1, 11))
+    assert {entry["step"] for entry in states[1]["log_history"] if "loss" in entry} == set(
+        range(1, 11)
+    )
     assert any(0 < entry.get("sequences/gradient", 0) < 1 for entry in states[1]["log_history"])
 
     options = ["--smoke", "--output_dir", str(tmp_path), "--resume", "--max_steps", "12"]
@@ -143,8 +168,18 @@ def test_distillation_brings_the_student_nearer_to_the_teacher(tmp_path: Path) -
 def test_gsm8k_on_two_processes(kind: str, tmp_path: Path) -> None:
     pytest.importorskip("trl")
     configuration = str(ROOT / "examples" / "accelerate" / f"{kind}.yaml")
-    launch = ["-m", "accelerate.commands.launch", "--config_file", configuration, "--num_processes", "2"]
-    script = [str(ROOT / "tests" / "support" / "launched.py"), str(ROOT / "examples" / "gsm8k_trl.py")]
+    launch = [
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        configuration,
+        "--num_processes",
+        "2",
+    ]
+    script = [
+        str(ROOT / "tests" / "support" / "launched.py"),
+        str(ROOT / "examples" / "gsm8k_trl.py"),
+    ]
     options = ["--main_process_port", "0", *script, "--smoke", "--output_dir", str(tmp_path)]
     printed = run_python(*launch, *options, beside=(str(zero3.FOLDER),) if kind == "zero3" else ())
     assert f"prepared: {LAUNCHED[kind]}" in printed
@@ -181,17 +216,28 @@ def gsm8k(monkeypatch: pytest.MonkeyPatch) -> Any:
         ("distill", "--lora 8", "lora"),
         ("distill", "--config {folder}/config.yaml", "epochs"),
         ("gsm8k_trl", "--eval_problems 0", "--eval_problems: expected .*, got .*0"),
-        ("gsm8k_trl", "--output_dir {folder}/config.yaml", "--output_dir: expected .*, got .*config.yaml"),
+        (
+            "gsm8k_trl",
+            "--output_dir {folder}/config.yaml",
+            "--output_dir: expected .*, got .*config.yaml",
+        ),
     ],
 )
 def test_options_that_cannot_be_are_errors_before_anything_is_read(
-    script: str, given: str, message: str, gsm8k: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    script: str,
+    given: str,
+    message: str,
+    gsm8k: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     import trl
 
     (tmp_path / "config.yaml").write_text("epochs: 3\n")
     config = {"distill": trl.DistillationConfig, "gsm8k_trl": trl.GRPOConfig}[script]
-    monkeypatch.setattr(sys, "argv", [f"{script}.py", "--smoke", *given.format(folder=tmp_path).split()])
+    monkeypatch.setattr(
+        sys, "argv", [f"{script}.py", "--smoke", *given.format(folder=tmp_path).split()]
+    )
     with pytest.raises(SystemExit, match=message):
         gsm8k.parse("On GSM8K", gsm8k.Options, config, {}, {})
 
@@ -205,18 +251,27 @@ def test_problems_are_read_from_copies_of_any_form(gsm8k: Any, tmp_path: Path) -
         rows.to_parquet(str(tmp_path / f"{split}.parquet"))
     for name in ("saved", "files"):
         found = gsm8k.splits(str(tmp_path / name))
-        assert {split: found[split]["question"] for split in found} == {x: made[x]["question"] for x in made}
+        assert {split: found[split]["question"] for split in found} == {
+            x: made[x]["question"] for x in made
+        }
     for name in ("files/train.jsonl", "train.parquet"):  # a tenth is for the test
         found = gsm8k.splits(str(tmp_path / name))
         assert (len(found["train"]), len(found["test"])) == (18, 3)
     made["train"].rename_column("answer", "solution").to_json(str(tmp_path / "other.jsonl"))
-    with pytest.raises(SystemExit, match="expected splits train and test with columns question and answer, got"):
+    with pytest.raises(
+        SystemExit, match="expected splits train and test with columns question and answer, got"
+    ):
         gsm8k.splits(str(tmp_path / "other.jsonl"))
 
 
-def test_a_run_without_unequal_rewards_says_so_once(gsm8k: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_without_unequal_rewards_says_so_once(
+    gsm8k: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     for shares, said in (([1.0] * 9, 1), ([1.0, 1.0, 0.5, 1.0, 1.0, 1.0], 0)):
-        callback, state = gsm8k.SaysThatNothingIsLearnt(), SimpleNamespace(is_world_process_zero=True)
+        callback, state = (
+            gsm8k.SaysThatNothingIsLearnt(),
+            SimpleNamespace(is_world_process_zero=True),
+        )
         for share in shares:
             callback.on_log(None, state, None, logs={"frac_reward_zero_std": share})
             callback.on_log(None, state, None, logs={"eval_loss": 0.0})
@@ -230,12 +285,19 @@ def test_a_run_without_unequal_rewards_says_so_once(gsm8k: Any, capsys: pytest.C
         (["--test", "0"], "--test: expected at least 1, got 0"),
         (["--micro-batch", "0"], "--micro-batch: expected at least 1, got 0"),
         (["--micro-batch", "12"], "--micro-batch: expected whole groups of 8, got 12"),
-        (["--output", __file__], "--output: expected a folder, or a name that is free, got the file"),
+        (
+            ["--output", __file__],
+            "--output: expected a folder, or a name that is free, got the file",
+        ),
         (["--epochs", "3"], "unrecognized arguments: --epochs 3"),
     ],
 )
 def test_the_plain_loop_refuses_options_that_cannot_be(
-    gsm8k: Any, given: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    gsm8k: Any,
+    given: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["gsm8k_plain.py", "--smoke", *given])
     with pytest.raises(SystemExit):
@@ -243,31 +305,49 @@ def test_the_plain_loop_refuses_options_that_cannot_be(
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="needs an environment without vLLM")
-def test_vllm_that_is_not_installed_is_an_error(gsm8k: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is not None, reason="needs an environment without vLLM"
+)
+def test_vllm_that_is_not_installed_is_an_error(
+    gsm8k: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     from trl import GRPOConfig
 
-    monkeypatch.setattr(sys, "argv", ["gsm8k_trl.py", "--smoke", "--use_vllm", "--output_dir", str(tmp_path)])
+    monkeypatch.setattr(
+        sys, "argv", ["gsm8k_trl.py", "--smoke", "--use_vllm", "--output_dir", str(tmp_path)]
+    )
     with pytest.raises(SystemExit, match="vLLM is not installed"):
         gsm8k.parse("On GSM8K", gsm8k.Options, GRPOConfig, {}, {})
 
 
 @pytest.mark.parametrize("with_math_verify", [False, True])
-def test_the_reward_is_an_exact_match(gsm8k: Any, monkeypatch: pytest.MonkeyPatch, with_math_verify: bool) -> None:
+def test_the_reward_is_an_exact_match(
+    gsm8k: Any, monkeypatch: pytest.MonkeyPatch, with_math_verify: bool
+) -> None:
     if with_math_verify:
         pytest.importorskip("math_verify")
     monkeypatch.setattr(gsm8k, "is_math_verify_available", lambda: with_math_verify)
-    right = [r"so 3 * 14 = 42, thus \boxed{42}", "3 * 14\n#### 42", r"That makes \boxed{42.0}.", "#### $42"]
+    right = [
+        r"so 3 * 14 = 42, thus \boxed{42}",
+        "3 * 14\n#### 42",
+        r"That makes \boxed{42.0}.",
+        "#### $42",
+    ]
     wrong = [r"\boxed{43}", "42 of 50, so\n#### 8", "", "none", r"42 in the end: \boxed{4}"]
     completions = [[{"role": "assistant", "content": text}] for text in right + wrong]
     expected = [1.0] * len(right) + [0.0] * len(wrong)
     assert gsm8k.exact_match(completions, ["42"] * len(completions)) == expected
 
 
-def test_a_solution_is_the_number_of_the_answer(gsm8k: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_solution_is_the_number_of_the_answer(
+    gsm8k: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from datasets import Dataset, DatasetDict
 
-    row = {"question": "How many are 4 times 300?", "answer": "4 * 300 = <<4*300=1200>>1,200\n#### 1,200"}
+    row = {
+        "question": "How many are 4 times 300?",
+        "answer": "4 * 300 = <<4*300=1200>>1,200\n#### 1,200",
+    }
     data = DatasetDict({name: Dataset.from_list([row] * 3) for name in ("train", "test")})
     monkeypatch.setattr(gsm8k, "splits", lambda name: data)
     found = gsm8k.problems(gsm8k.Options(eval_problems=2))
@@ -282,7 +362,13 @@ def test_demo_writes_its_summary_and_picture(tmp_path: Path) -> None:
         pytest.importorskip(needed)
     printed = run_example("demo", "--smoke", "--output", str(tmp_path))
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert {"reward_start", "reward_end", "reward_end_trl", "max_loss_difference", "versions"} <= summary.keys()
+    assert {
+        "reward_start",
+        "reward_end",
+        "reward_end_trl",
+        "max_loss_difference",
+        "versions",
+    } <= summary.keys()
     assert summary["max_loss_difference"] <= 1e-5
     assert summary["steps_compared"] == summary["steps"]
     for run in summary["runs"].values():
@@ -311,10 +397,14 @@ def test_the_unified_view_trains_every_method(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     options = ["--quick", "--seeds", "1", "--processes", "1", "--output", str(tmp_path)]
     printed = run_forked("unified_view", *options, folder=tmp_path)
-    runs = {run["method"]: run for run in json.loads((tmp_path / "curves.json").read_text())["runs"]}
+    runs = {
+        run["method"]: run for run in json.loads((tmp_path / "curves.json").read_text())["runs"]
+    }
     assert len(runs) == 7
     learnt = runs.pop("iterative GRPO, learnt reward")
-    assert learnt["completions"] == [x + 4 * 27 for x in (0, 128, 256)], "its labelled samples count too"
+    assert learnt["completions"] == [x + 4 * 27 for x in (0, 128, 256)], (
+        "its labelled samples count too"
+    )
     for name, run in runs.items():
         assert run["completions"] == [0, 128, 256]
         assert run["reward"][0] == runs["SFT"]["reward"][0], "all begin with one model"

@@ -51,10 +51,15 @@ def test_the_plain_loop_learns_the_problems_it_makes(tmp_path: Path) -> None:
     rewards, entropies, norms, shares = zip(*steps, strict=True)
     assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.3, printed
     assert all(0 < x < 3 for x in (*entropies, *norms)), printed
-    assert 0 < min(shares) < 1, "in a group whose answers are all right or all wrong, no sequence has a gradient"
+    assert 0 < min(shares) < 1, (
+        "in a group whose answers are all right or all wrong, no sequence has a gradient"
+    )
     assert re.search(r"device: \S+; reward: (math-verify|equal numbers)", printed)
     assert re.search(r"test problems right: \d\.\d+ before, \d\.\d+ after$", printed, re.M)
-    tokenizer, model = AutoTokenizer.from_pretrained(saved), AutoModelForCausalLM.from_pretrained(saved)
+    tokenizer, model = (
+        AutoTokenizer.from_pretrained(saved),
+        AutoModelForCausalLM.from_pretrained(saved),
+    )
     assert tokenizer.padding_side == "left"
     assert model.config.vocab_size == len(tokenizer)
 
@@ -93,8 +98,15 @@ def composed(tmp_path_factory: pytest.TempPathFactory) -> Any:
         "GSM8K": "/data/gsm8k",
     }
     command = ["bash", str(ROOT / "examples" / "gsm8k_verl.sh")]
-    command += [f"actor_rollout_ref.model.path={folder / 'model'}", "trainer.n_gpus_per_node=2", "--cfg", "job"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, cwd=folder)
+    command += [
+        f"actor_rollout_ref.model.path={folder / 'model'}",
+        "trainer.n_gpus_per_node=2",
+        "--cfg",
+        "job",
+    ]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=300, cwd=folder
+    )
     assert done.returncode == 0, done.stderr
     return OmegaConf.create(done.stdout)
 
@@ -106,7 +118,10 @@ def test_verl_accepts_the_configuration(composed: Any) -> None:
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.utils.config import omega_conf_to_dataclass, validate_config
 
-    needs = {"use_reference_policy": need_reference_policy(composed), "use_critic": need_critic(composed)}
+    needs = {
+        "use_reference_policy": need_reference_policy(composed),
+        "use_critic": need_critic(composed),
+    }
     assert needs == {"use_reference_policy": False, "use_critic": False}
     validate_config(composed, **needs)
     assert composed.trainer.n_gpus_per_node == 2, "what follows the script's name comes last"
@@ -125,7 +140,9 @@ def test_the_options_arrive_in_verls_engine(composed: Any) -> None:
 
     from tests.support import verl_engine
 
-    model, actor = (omega_conf_to_dataclass(composed.actor_rollout_ref[name]) for name in ("model", "actor"))
+    model, actor = (
+        omega_conf_to_dataclass(composed.actor_rollout_ref[name]) for name in ("model", "actor")
+    )
     assert model.use_fused_kernels and model.use_remove_padding
     assert model.fused_kernel_options == {"impl_backend": "grpo_kernels", "zero_advantage": "score"}
     assert actor.engine.strategy == "fsdp2"
@@ -133,14 +150,17 @@ def test_the_options_arrive_in_verls_engine(composed: Any) -> None:
     with verl_engine.on_one_rank():
         data = verl_engine.batch()
         settings = {"use_dynamic_bsz": actor.use_dynamic_bsz, "strategy": actor.engine.strategy}
-        unfused, ours = (verl_engine.run(x, data, loss, **settings) for x in (None, model.fused_kernel_options))
+        unfused, ours = (
+            verl_engine.run(x, data, loss, **settings) for x in (None, model.fused_kernel_options)
+        )
     assert verl_engine.gap(ours, unfused) < 2e-6
     assert ours.loss == pytest.approx(unfused.loss, abs=1e-6)
     assert ours.products.all < 0.6 * unfused.products.all
 
 
 @pytest.mark.parametrize(
-    "name", ["use_fused_kernel", "fused_kernel_options.implbackend", "fused_kernel_options.zero_advantage"]
+    "name",
+    ["use_fused_kernel", "fused_kernel_options.implbackend", "fused_kernel_options.zero_advantage"],
 )
 def test_an_unknown_name_is_an_error(composed: Any, name: str) -> None:
     """Within verl's own files, where `zero_advantage` is unknown too: hence the + before it."""
@@ -150,5 +170,8 @@ def test_an_unknown_name_is_an_error(composed: Any, name: str) -> None:
     known = "actor_rollout_ref.model.use_fused_kernels=True"
     with initialize_config_module("verl.trainer.config", version_base=None):
         assert compose("ppo_trainer", [known]).actor_rollout_ref.model.use_fused_kernels
-        with pytest.raises(ConfigCompositionException, match=rf"Could not override 'actor_rollout_ref.model.{name}'"):
+        with pytest.raises(
+            ConfigCompositionException,
+            match=rf"Could not override 'actor_rollout_ref.model.{name}'",
+        ):
             compose("ppo_trainer", [known, f"actor_rollout_ref.model.{name}=x"])

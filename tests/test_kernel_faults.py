@@ -24,4 +24,6 @@ def test_the_runner_tells_caught_from_not() -> None:
     fault = replace(next(f for f in FAULTS if "phantom" in f.name), tests=QUICK)
     assert not survives(fault)[0]
     assert survives(replace(fault, new=fault.old))[0]
-    assert survives(replace(fault, tests=("tests/test_there_is_no_such_file.py",)))[0]  # proves nothing
+    assert survives(replace(fault, tests=("tests/test_there_is_no_such_file.py",)))[
+        0
+    ]  # proves nothing

@@ -36,13 +36,29 @@ PROVIDERS = {
 TILES = (  # of others: where the number is in their source, its name here, and what a small case has in its place
     ("trl.kernels.chunked_logprob", "TOKEN_CHUNK_SIZE", "TRL_ROWS", 4096),
     ("trl.trainer.utils", "_CHUNKED_LOGPROB_CHUNK_SIZE", "TRL_COLUMNS", 2048),
-    ("liger_kernel.chunked_loss.fused_linear_ppo", "_SELECTIVE_LOGPROB_SEQ_CHUNK_SIZE", "LIGER_ROWS", 2048),
-    ("liger_kernel.chunked_loss.fused_linear_ppo", "_SELECTIVE_LOGPROB_VOCAB_CHUNK_SIZE", "LIGER_COLUMNS", 512),
+    (
+        "liger_kernel.chunked_loss.fused_linear_ppo",
+        "_SELECTIVE_LOGPROB_SEQ_CHUNK_SIZE",
+        "LIGER_ROWS",
+        2048,
+    ),
+    (
+        "liger_kernel.chunked_loss.fused_linear_ppo",
+        "_SELECTIVE_LOGPROB_VOCAB_CHUNK_SIZE",
+        "LIGER_COLUMNS",
+        512,
+    ),
 )
 
 SMALL = {"n": 128, "h": 32, "v": 3000, "t": 32}
 FEW = {"n": 64, "h": 128, "v": 3000, "t": 32}
-MANY = {"n": 2048, "h": 512, "v": 400, "t": 64, "frozen": True}  # d hidden is larger than the workspace
+MANY = {
+    "n": 2048,
+    "h": 512,
+    "v": 400,
+    "t": 64,
+    "frozen": True,
+}  # d hidden is larger than the workspace
 CASES: dict[str, dict[str, Any]] = {
     "fp32": SMALL,
     "bf16": {**SMALL, "dtype": "bfloat16"},
@@ -104,7 +120,9 @@ def test_every_figure_is_what_is_allocated(name: str) -> None:
         assert abs(need.peak - peak) <= 0.02 * peak + 40 * 4 * fields["n"], (need, peak)
 
 
-@pytest.mark.filterwarnings("ignore:.*CUDA is not available")  # of torch.autocast("cuda", enabled=False)
+@pytest.mark.filterwarnings(
+    "ignore:.*CUDA is not available"
+)  # of torch.autocast("cuda", enabled=False)
 @pytest.mark.parametrize(
     ("step", "dtype"),
     [
@@ -117,7 +135,9 @@ def test_every_figure_is_what_is_allocated(name: str) -> None:
     ],
     ids=str,
 )
-def test_figures_of_a_gpu_are_what_the_engines_allocate_there(step: dict[str, Any], dtype: torch.dtype) -> None:
+def test_figures_of_a_gpu_are_what_the_engines_allocate_there(
+    step: dict[str, Any], dtype: torch.dtype
+) -> None:
     """At a real size, to 5 %."""
     size = Size(HeadShape(151_936, 4096, dtype), gpu=GPU("H100", 80), **{"rows": 16_384, **step})
     for need in estimate(size):
@@ -131,7 +151,9 @@ def peak_on_a_gpu(size: Size, engine: str) -> int:
     b = size.rows // t
     with taped():
         hidden = tensor(b, t, head.hidden, dtype=head.dtype).requires_grad_(not size.score)
-        weight = tensor(head.vocab, head.hidden, dtype=head.dtype).requires_grad_(not (size.score or size.frozen))
+        weight = tensor(head.vocab, head.hidden, dtype=head.dtype).requires_grad_(
+            not (size.score or size.frozen)
+        )
         ids, mask = torch.zeros(b, t, dtype=torch.long), torch.arange(t) >= t * size.masked
         given = hidden, weight, OnGPU(ids), OnGPU(mask.expand(b, t).long())
         with GPUAllocations() as watch:
@@ -152,7 +174,14 @@ class NoKernel:
 
 @pytest.mark.parametrize(
     "step",
-    [{}, {"frozen": True}, {"score": True}, {"dtype": torch.float32}, {"rows": 1024}, {"masked": 0.5}],
+    [
+        {},
+        {"frozen": True},
+        {"score": True},
+        {"dtype": torch.float32},
+        {"rows": 1024},
+        {"masked": 0.5},
+    ],
     ids=str,
 )
 def test_trls_figure_of_a_gpu_is_what_its_head_allocates_there(
@@ -170,7 +199,9 @@ def test_trls_figure_of_a_gpu_is_what_its_head_allocates_there(
     with taped():
         assert chunked._use_triton(torch.device("cuda"))
         hidden = tensor(size.counted, head.hidden, dtype=head.dtype).requires_grad_(trains)
-        weight = tensor(head.vocab, head.hidden, dtype=head.dtype).requires_grad_(trains and not size.frozen)
+        weight = tensor(head.vocab, head.hidden, dtype=head.dtype).requires_grad_(
+            trains and not size.frozen
+        )
         ids = OnGPU(torch.zeros(size.counted, dtype=torch.long))
         with GPUAllocations() as watch, torch.set_grad_enabled(trains):
             options = (None, ids, 1.0, peer_memory.TRL_COLUMNS, None, 1.0, ("entropy",))
@@ -192,7 +223,9 @@ def test_a_gpu_is_named_or_given_by_its_memory(capsys: pytest.CaptureFixture[str
         shares.clear()
 
 
-def test_a_model_is_known_by_its_name_in_any_case_and_with_its_organisation(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_is_known_by_its_name_in_any_case_and_with_its_organisation(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     said = set()
     for name in ("Qwen3-8B", "qwen3-8b", "Qwen/Qwen3-8B"):
         assert main(["memory", "--model", name]) == 0
@@ -208,7 +241,9 @@ ON_A_GPU = GPU("H100", 80)
 def gib(model: str, rows: int, column: str, gpu: GPU | None) -> str:
     """A cell of the page's tables; `column` is its header, without marks of code."""
     workspace = 512 * MIB if "workspace" in column else None
-    size = Size(HeadShape(*MODELS[model], torch.bfloat16), rows=rows, gpu=gpu, workspace_bytes=workspace)
+    size = Size(
+        HeadShape(*MODELS[model], torch.bfloat16), rows=rows, gpu=gpu, workspace_bytes=workspace
+    )
     needs = {x.name: x for x in estimate(size)}
     name = "lean" if "lean" in column else "one_pass"
     if column.startswith(("all logits", "TRL", "Liger")):
@@ -220,9 +255,15 @@ def gib(model: str, rows: int, column: str, gpu: GPU | None) -> str:
 @pytest.mark.parametrize("gpu", [None, ON_A_GPU], ids=["CPU", "GPU"])
 def test_the_page_has_these_figures(gpu: GPU | None) -> None:
     """Every cell of its table of real models on a CPU, and of that on a GPU."""
-    page = (ROOT / "docs" / "memory.md").read_text().partition(f"### On a {'GPU' if gpu else 'CPU'}\n")[2]
+    page = (
+        (ROOT / "docs" / "memory.md")
+        .read_text()
+        .partition(f"### On a {'GPU' if gpu else 'CPU'}\n")[2]
+    )
     lines = [line for line in page.partition("\n#")[0].splitlines() if line.startswith("|")]
-    header, _, *rows = ([cell.strip().replace("`", "") for cell in line.strip("|").split("|")] for line in lines)
+    header, _, *rows = (
+        [cell.strip().replace("`", "") for cell in line.strip("|").split("|")] for line in lines
+    )
     assert len(rows) == 12
     for model, tokens, *cells in rows:
         wanted = [gib(model, int(tokens.replace(",", "")), column, gpu) for column in header[2:]]
@@ -236,7 +277,9 @@ def test_the_readme_has_one_row_for_each_device() -> None:
         *peers, ours = (cell.strip() for cell in row.strip("|").split("|")[1:])
         assert peers == [f"{gib('Qwen3-8B', 16_384, name, gpu)} GiB" for name in ("TRL", "Liger")]
         columns = ["ours", "workspace", "lean workspace"] if gpu else ["ours", "lean"]
-        assert re.findall(r"[0-9]\.[0-9]", ours) == [gib("Qwen3-8B", 16_384, x, gpu) for x in columns]
+        assert re.findall(r"[0-9]\.[0-9]", ours) == [
+            gib("Qwen3-8B", 16_384, x, gpu) for x in columns
+        ]
 
 
 def test_tiles_are_those_of_the_releases() -> None:

@@ -69,7 +69,9 @@ def assert_nothing_is_held(call: Callable[[], Any]) -> None:
         for _ in range(CALLS - 2):
             call()
         after = count()
-    assert before == after, f"tensors, bytes, saved tensors after call 2 and {CALLS}: {before}, {after}"
+    assert before == after, (
+        f"tensors, bytes, saved tensors after call 2 and {CALLS}: {before}, {after}"
+    )
 
 
 B, T, H, V, K = 2, 5, 8, 24, 6
@@ -143,7 +145,11 @@ def divergence(**more: Any) -> Callable[[], None]:
 
 def top_k() -> None:
     ids = torch.arange(K).expand(B, T, K)
-    backward(topk_divergence(*operands(), ids, torch.randn(B, T, K).log_softmax(-1), mask=MASK).divergence)
+    backward(
+        topk_divergence(
+            *operands(), ids, torch.randn(B, T, K).log_softmax(-1), mask=MASK
+        ).divergence
+    )
 
 
 def kept() -> Any:
@@ -182,7 +188,9 @@ CASES: dict[str, Callable[[], None]] = {
     "loss, KL": loss(beta=0.1, ref_per_token_logps=torch.full((B, T), -3.0)),
     "loss, a module": of_module(nn.Linear(H, V)),
     "loss, kept sets": loss(kept_ids=kept()),
-    "loss, kept sets, lean": loss(kept_ids=KeptIds.of(kept()) if hasattr(KeptIds, "of") else kept(), run=Run("lean")),
+    "loss, kept sets, lean": loss(
+        kept_ids=KeptIds.of(kept()) if hasattr(KeptIds, "of") else kept(), run=Run("lean")
+    ),
     "objective by token": loss(objective=own),
     "objective by sequence": loss(objective=own_of_sequences),
     "scores": scores(),
@@ -229,7 +237,7 @@ def test_what_is_held_is_seen() -> None:
 )
 def test_calls_with_a_model(kind: str, options: dict[str, Any]) -> None:
     pytest.importorskip("transformers")
-    from grpo_kernels.integrations.transformers import causal_lm_loss, completion_logprobs, head_inputs
+    from grpo_kernels.transformers import causal_lm_loss, completion_logprobs, head_inputs
     from tests.support import tiny_architectures as tiny
     from tests.support.training_step import batch
 
@@ -264,7 +272,7 @@ def test_calls_with_a_model(kind: str, options: dict[str, Any]) -> None:
 def test_no_parameter_of_an_earlier_call_is_held() -> None:
     """A node that gathers a parameter's gradient knows its shape: it must be gone when the parameter is replaced."""
     pytest.importorskip("transformers")
-    from grpo_kernels.integrations.transformers import causal_lm_loss
+    from grpo_kernels.transformers import causal_lm_loss
     from tests.support import tiny_architectures as tiny
     from tests.support.training_step import batch
 
@@ -299,7 +307,7 @@ def test_steps_of_a_trainer(name: str) -> None:
     trl = pytest.importorskip("trl")
     from transformers import TrainerCallback
 
-    from grpo_kernels.integrations.trl import FusedGRPOTrainer, patch_trl, unpatch_trl
+    from grpo_kernels.trl import FusedGRPOTrainer, patch_trl, unpatch_trl
     from tests.support.trl_training import train
 
     class Counted(TrainerCallback):
@@ -313,7 +321,12 @@ def test_steps_of_a_trainer(name: str) -> None:
     try:
         with counting() as count:
             stock = name in ("stock", "patched")
-            train(trl.GRPOTrainer if stock else FusedGRPOTrainer, 6, callbacks=[Counted()], **TRAINERS[name])
+            train(
+                trl.GRPOTrainer if stock else FusedGRPOTrainer,
+                6,
+                callbacks=[Counted()],
+                **TRAINERS[name],
+            )
     finally:
         unpatch_trl()
     tensors = [x[0] for x in Counted.found]
@@ -328,7 +341,7 @@ def test_steps_of_distillation() -> None:
     from transformers import TrainerCallback
 
     from benchmarks import tiny_models
-    from grpo_kernels.integrations.trl import FusedDistillationTrainer
+    from grpo_kernels.trl import FusedDistillationTrainer
     from tests.support.trl_training import Written, train
 
     class Ours(Written, FusedDistillationTrainer):
@@ -343,7 +356,11 @@ def test_steps_of_distillation() -> None:
 
     with counting() as count:
         teacher = tiny_models.model("qwen3", seed=5, num_hidden_layers=1)
-        sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_completion_length": 12}
+        sizes = {
+            "per_device_train_batch_size": 4,
+            "gradient_accumulation_steps": 2,
+            "max_completion_length": 12,
+        }
         of_config = {"config_class": trl.DistillationConfig, "beta": 0.5, **sizes}
         train(Ours, 6, teacher_model=teacher, callbacks=[Counted()], **of_config)
     tensors = [x[0] for x in Counted.found]
@@ -360,7 +377,10 @@ def test_verls_forward() -> None:
         ids = torch.randint(2, 97, (2, 9))
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         patch.apply_monkey_patch(
-            model, use_remove_padding=False, use_fused_kernels=True, fused_kernels_backend="grpo_kernels"
+            model,
+            use_remove_padding=False,
+            use_fused_kernels=True,
+            fused_kernels_backend="grpo_kernels",
         )
 
         def call() -> None:

@@ -19,7 +19,13 @@ ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text()
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PYTHON = [code for language, code in BLOCK.findall(TEXT) if language == "python"]
-SHELL = [line for language, code in BLOCK.findall(TEXT) if language != "python" for line in code.splitlines() if line]
+SHELL = [
+    line
+    for language, code in BLOCK.findall(TEXT)
+    if language != "python"
+    for line in code.splitlines()
+    if line
+]
 
 
 def test_shell_blocks_name_what_exists() -> None:
@@ -33,7 +39,9 @@ def test_shell_blocks_name_what_exists() -> None:
         else:
             assert words[:2] == ["pip", "install"], line
             extra = re.search(r"\[(\w+)\]", line)
-            assert extra is None or f"\n{extra[1]} = [" in (ROOT / "pyproject.toml").read_text(), line
+            assert extra is None or f"\n{extra[1]} = [" in (ROOT / "pyproject.toml").read_text(), (
+                line
+            )
 
 
 def test_links_lead_to_files_of_the_checkout() -> None:
@@ -41,7 +49,9 @@ def test_links_lead_to_files_of_the_checkout() -> None:
     for target in re.findall(r"\[[^\]]*\]\(([^)]+)\)", TEXT):
         assert "://" not in target
         assert (ROOT / target.partition("#")[0]).exists(), target
-    assert all(re.fullmatch(r"!\[[^\]]+\]\([^)]+\)", line) for line in TEXT.splitlines() if "![" in line)
+    assert all(
+        re.fullmatch(r"!\[[^\]]+\]\([^)]+\)", line) for line in TEXT.splitlines() if "![" in line
+    )
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +69,9 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {"Qwen/Qwen3-0.6B": str(folder / "model"), "trl-lib/tldr": str(folder / "data")}
 
 
-def run(blocks: list[str], local: dict[str, str], names: dict[str, Any] | None = None) -> dict[str, Any]:
+def run(
+    blocks: list[str], local: dict[str, str], names: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """Execute the blocks in order; what they have defined."""
     names = {"__name__": "readme"} if names is None else names
     for code in blocks:
@@ -71,7 +83,10 @@ def run(blocks: list[str], local: dict[str, str], names: dict[str, Any] | None =
 
 
 def test_every_block_runs_as_it_is_written(
-    local: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    local: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """All of them, in order, each with the names of those before it."""
     for needed in ("trl", "datasets", "transformers"):
@@ -79,10 +94,14 @@ def test_every_block_runs_as_it_is_written(
     from trl.trainer import grpo_trainer
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(grpo_trainer, "GRPOConfig", functools.partial(grpo_trainer.GRPOConfig, use_cpu=True))
+    monkeypatch.setattr(
+        grpo_trainer, "GRPOConfig", functools.partial(grpo_trainer.GRPOConfig, use_cpu=True)
+    )
     assert len(PYTHON) == 2
     run(PYTHON, local)
-    assert (tmp_path / "model-GRPO" / "checkpoint-3").is_dir()  # a step for each epoch of the one prompt
+    assert (
+        tmp_path / "model-GRPO" / "checkpoint-3"
+    ).is_dir()  # a step for each epoch of the one prompt
     assert capsys.readouterr().out.count("reward ") >= 2
 
 
@@ -93,7 +112,9 @@ def loop_block() -> tuple[str, str]:
     return load, marker + loop
 
 
-def full_logits_loss(names: dict[str, Any], model: Any, loss_fn: GRPOLoss) -> tuple[Any, torch.Tensor]:
+def full_logits_loss(
+    names: dict[str, Any], model: Any, loss_fn: GRPOLoss
+) -> tuple[Any, torch.Tensor]:
     """Loss and log-probabilities of the last batch from all logits, each sequence alone and without padding."""
     ids, attended, counted = (names[x] for x in ("input_ids", "attention", "completion_mask"))
     advantages = names["group_advantages"](names["rewards"], num_generations=8)
@@ -103,7 +124,8 @@ def full_logits_loss(names: dict[str, Any], model: Any, loss_fn: GRPOLoss) -> tu
         sequence, length = ids[row][kept], int(counted[row].sum())
         scored = model(input_ids=sequence[None]).logits[0, -length - 1 : -1].log_softmax(-1)
         logps = logps.index_put(
-            (torch.tensor(row), torch.arange(length)), scored.gather(1, sequence[-length:, None])[:, 0]
+            (torch.tensor(row), torch.arange(length)),
+            scored.gather(1, sequence[-length:, None])[:, 0],
         )
     ratio = (logps - logps.detach()).exp() * counted
     return -(ratio * advantages[:, None]).sum() / counted.sum(), logps
@@ -116,7 +138,9 @@ def test_plain_loop_is_right_with_left_padding(local: dict[str, str], adapted: b
     names = run([load], local)
     if adapted:
         peft = pytest.importorskip("peft")
-        config = peft.LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False, r=4)
+        config = peft.LoraConfig(
+            target_modules=["q_proj", "down_proj"], init_lora_weights=False, r=4
+        )
         names["model"] = peft.get_peft_model(names["model"], config)
     before: dict[str, torch.Tensor] = {}
 

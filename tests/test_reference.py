@@ -42,19 +42,25 @@ def relative(got: torch.Tensor, want: torch.Tensor) -> float:
 def differences_from_trl(case: Case, trl: OracleResult) -> dict[str, float]:
     """Relative for the loss and the gradients, absolute for the metrics."""
     ours, _ = known(case)
-    found = {name: relative(getattr(ours, name), getattr(trl, name)) for name in ("loss", "d_hidden", "d_weight")}
+    found = {
+        name: relative(getattr(ours, name), getattr(trl, name))
+        for name in ("loss", "d_hidden", "d_weight")
+    }
     if trl.d_bias is not None:
         found["d_bias"] = relative(ours.d_bias, trl.d_bias)
     # TRL puts its 0 / 1 shares in float32.
     return found | {
-        f"{name} / 1e4": abs(float(ours.metrics[name]) - value) / 1e4 for name, value in trl.metrics.items()
+        f"{name} / 1e4": abs(float(ours.metrics[name]) - value) / 1e4
+        for name, value in trl.metrics.items()
     }
 
 
 @pytest.mark.parametrize(("loss_type", "level"), IN_TRL)
 def test_reference_equals_trl(loss_type: str, level: str) -> None:
     cases = [
-        c for c in IN_DOMAIN if (settings(c).loss_type, settings(c).importance_sampling_level) == (loss_type, level)
+        c
+        for c in IN_DOMAIN
+        if (settings(c).loss_type, settings(c).importance_sampling_level) == (loss_type, level)
     ]
     assert len(cases) >= 4
     for case in cases:
@@ -69,7 +75,9 @@ def test_enough_cases() -> None:
     assert len(cases) >= 270
     assert len({case.name for case in cases}) == len(cases)
     assert len(IN_DOMAIN) >= 100
-    assert {(settings(c).loss_type, settings(c).importance_sampling_level) for c in IN_DOMAIN} == set(IN_TRL)
+    assert {
+        (settings(c).loss_type, settings(c).importance_sampling_level) for c in IN_DOMAIN
+    } == set(IN_TRL)
     undecided = [case.name for case in cases if known(case)[1].ambiguous]
     assert not undecided, f"a discrete choice lies within the bounds: {undecided}"
 
@@ -94,14 +102,18 @@ def test_tolerance_rejects(fault: Fault) -> None:
             continue
         missed.append(case.name)
     assert cases
-    assert len(cases) - len(missed) >= fault.share * len(cases), f"{len(missed)} of {len(cases)} missed: {missed[:5]}"
+    assert len(cases) - len(missed) >= fault.share * len(cases), (
+        f"{len(missed)} of {len(cases)} missed: {missed[:5]}"
+    )
 
 
 def test_a_failure_names_the_worst_element() -> None:
     case = next(case for case in fixed_cases() if case.name == "A/dapo-t/off-policy/f32")
     output, grads = plain(case)
     grads["weight"][3, 5] += 1e-3
-    with pytest.raises(AssertionError, match=r"A/dapo-t/off-policy/f32: d_weight\[3, 5\]: got .* want .* allowed"):
+    with pytest.raises(
+        AssertionError, match=r"A/dapo-t/off-policy/f32: d_weight\[3, 5\]: got .* want .* allowed"
+    ):
         assert_matches(output, grads, known(case)[0], case)
 
 

@@ -25,7 +25,10 @@ TOKEN_BOUNDS = {"k1": "0.8_1.3", "k2": "0.05", "k3": "0.04"}
 VERLS_REJECTIONS = [
     *((f"token_{kind}", bound) for kind, bound in TOKEN_BOUNDS.items()),
     *((f"seq_sum_{kind}", bound) for kind, bound in SEQUENCE_BOUNDS.items()),
-    *((f"seq_mean_{kind}", bound) for kind, bound in (("k1", "0.95_1.1"), ("k2", "0.05"), ("k3", "0.05"))),
+    *(
+        (f"seq_mean_{kind}", bound)
+        for kind, bound in (("k1", "0.95_1.1"), ("k2", "0.05"), ("k3", "0.05"))
+    ),
     *((f"seq_max_{kind}", bound) for kind, bound in (("k2", "0.2"), ("k3", "0.3"))),
 ]
 
@@ -33,9 +36,16 @@ VERLS_REJECTIONS = [
 def batch(seed: int = 0, rows: int = 24, length: int = 9, scale: float = 0.3) -> SimpleNamespace:
     """Log-probabilities of two policies whose gap differs from row to row; NaN where masked, holes included."""
     gen = torch.Generator().manual_seed(seed)
-    old = torch.log_softmax(2 * torch.randn(rows, length, 5, generator=gen, dtype=FLOAT), dim=-1)[..., 0] - 0.01
+    old = (
+        torch.log_softmax(2 * torch.randn(rows, length, 5, generator=gen, dtype=FLOAT), dim=-1)[
+            ..., 0
+        ]
+        - 0.01
+    )
     gaps = (
-        scale * torch.rand(rows, 1, generator=gen, dtype=FLOAT) * torch.randn(rows, length, generator=gen, dtype=FLOAT)
+        scale
+        * torch.rand(rows, 1, generator=gen, dtype=FLOAT)
+        * torch.randn(rows, length, generator=gen, dtype=FLOAT)
     )
     mask = torch.arange(length) < torch.randint(1, length + 1, (rows, 1), generator=gen)
     mask[: rows // 2, 1:] &= torch.rand(rows // 2, length - 1, generator=gen) < 0.7
@@ -51,10 +61,14 @@ def batch(seed: int = 0, rows: int = 24, length: int = 9, scale: float = 0.3) ->
     )
 
 
-def of_verl(data: SimpleNamespace, **options: Any) -> tuple[Tensor | None, Tensor, dict[str, float]]:
+def of_verl(
+    data: SimpleNamespace, **options: Any
+) -> tuple[Tensor | None, Tensor, dict[str, float]]:
     helper = verl_module("trainer.ppo.rollout_corr_helper")
     old, sampling = data.old.nan_to_num(nan=-1.0), data.sampling.nan_to_num(nan=-1.0)
-    weights, mask, metrics = helper.compute_rollout_correction_and_rejection_mask(old, sampling, data.mask, **options)
+    weights, mask, metrics = helper.compute_rollout_correction_and_rejection_mask(
+        old, sampling, data.mask, **options
+    )
     return None if weights is None else weights.batch["rollout_is_weights"], mask, metrics
 
 
@@ -69,7 +83,10 @@ def close(found: Tensor, expected: Tensor, tolerance: float = 1e-12) -> None:
 def close_metrics(found: dict[str, float], expected: dict[str, float]) -> None:
     """Every metric of verl's, to 1e-6; it has no fraction below a bound for statistics that have none."""
     assert expected.keys() <= found.keys()
-    assert all(name.endswith("seq_fraction_low") and not found[name] for name in found.keys() - expected.keys())
+    assert all(
+        name.endswith("seq_fraction_low") and not found[name]
+        for name in found.keys() - expected.keys()
+    )
     for name, x in expected.items():
         assert found[name] == pytest.approx(x, rel=1e-6, abs=1e-6), name
 
@@ -89,7 +106,10 @@ def test_weights_are_verls(level: str, threshold: float | str, batch_normalize: 
         data = batch(seed)
         found = ours(data, level=level, batch_normalize=batch_normalize, **bounds)
         weights, mask, metrics = of_verl(
-            data, rollout_is=level, rollout_is_threshold=threshold, rollout_is_batch_normalize=batch_normalize
+            data,
+            rollout_is=level,
+            rollout_is_threshold=threshold,
+            rollout_is_batch_normalize=batch_normalize,
         )
         assert weights is not None
         close(found.weights, weights, 1e-6)
@@ -115,7 +135,12 @@ def test_every_rejection_of_verl_is_there_and_a_list_of_them_is_an_and() -> None
     helper = verl_module("trainer.ppo.rollout_corr_helper")
     assert {name for name, _ in VERLS_REJECTIONS} == helper.SUPPORTED_ROLLOUT_RS_OPTIONS
     data = batch(1)
-    found = ours(data, level="sequence", clip_max=3.0, reject={"token_k1": 1.2, "seq_max_k3": 0.5, "seq_mean_k2": 0.2})
+    found = ours(
+        data,
+        level="sequence",
+        clip_max=3.0,
+        reject={"token_k1": 1.2, "seq_max_k3": 0.5, "seq_mean_k2": 0.2},
+    )
     weights, mask, metrics = of_verl(
         data,
         rollout_is="sequence",
@@ -131,11 +156,17 @@ def test_every_rejection_of_verl_is_there_and_a_list_of_them_is_an_and() -> None
 
 def test_sequences_without_a_token_enter_no_metric() -> None:
     data = batch(2)
-    options: dict[str, Any] = {"level": "sequence", "batch_normalize": True, "reject": {"seq_sum_k1": 2.0}}
+    options: dict[str, Any] = {
+        "level": "sequence",
+        "batch_normalize": True,
+        "reject": {"seq_sum_k1": 2.0},
+    }
     alone = ours(data, **options)
     nothing = torch.full((2, 9), NAN, dtype=FLOAT)
     padded = [torch.cat([nothing, x, nothing]) for x in (data.old, data.sampling)]
-    found = correct(*padded, torch.cat([torch.zeros(2, 9), data.mask, torch.zeros(2, 9)]), **options)
+    found = correct(
+        *padded, torch.cat([torch.zeros(2, 9), data.mask, torch.zeros(2, 9)]), **options
+    )
     assert found.metrics == alone.metrics
     assert torch.equal(found.weights[2:-2], alone.weights)
     assert torch.equal(found.keep[2:-2], alone.keep.float())
@@ -166,9 +197,17 @@ def written_out(
         "seq_max": lambda x: x.masked_fill(~counts, -math.inf).amax(1, keepdim=True),
     }
     d = data.d.clamp(-safety_bound, safety_bound)
-    statistics = {"ratio": data.d, "k1": -d, "k2": d**2 / 2, "k3": d.exp() - 1 - d, "reverse_k3": (-d).exp() - 1 + d}
+    statistics = {
+        "ratio": data.d,
+        "k1": -d,
+        "k2": d**2 / 2,
+        "k3": d.exp() - 1 - d,
+        "reverse_k3": (-d).exp() - 1 + d,
+    }
 
-    w = aggregates[{"token": "token", "sequence": "seq_sum", "geometric": "seq_mean"}[level]](data.d)
+    w = aggregates[{"token": "token", "sequence": "seq_sum", "geometric": "seq_mean"}[level]](
+        data.d
+    )
     w = w.clamp(-safety_bound, safety_bound).exp()
     low, high = clip_min or 0.0, math.inf if clip_max is None else clip_max
     w = w.clamp(low, high) if mode == "truncate" else torch.where((w >= low) & (w <= high), w, 0.0)
@@ -195,10 +234,18 @@ def another_batch() -> SimpleNamespace:
 @pytest.mark.parametrize(("low", "high"), [(0.5, 5.0), (0.95, 1.1), (None, 2.0), (None, None)])
 @pytest.mark.parametrize("mode", ["truncate", "mask"])
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
-def test_weights(level: str, mode: str, low: float | None, high: float | None, batch_normalize: bool) -> None:
+def test_weights(
+    level: str, mode: str, low: float | None, high: float | None, batch_normalize: bool
+) -> None:
     """Truncated, clipped or masked by NeMo-RL, OpenRLHF, AReaL and slime, normalised over the batch by slime."""
     data, safety = another_batch(), 20.0 if batch_normalize else math.inf
-    options = {"level": level, "mode": mode, "clip_min": low, "clip_max": high, "safety_bound": safety}
+    options = {
+        "level": level,
+        "mode": mode,
+        "clip_min": low,
+        "clip_max": high,
+        "safety_bound": safety,
+    }
     found = ours(data, batch_normalize=batch_normalize, **options)
     close(found.weights, written_out(data, batch_normalize=batch_normalize, **options)[0])
 
@@ -211,14 +258,20 @@ def test_rejections(aggregate: str, kind: str) -> None:
     bounds = {"ratio": (0.97, 1.2), "k1": (0.8, 1.2)}.get(kind, (0.0, 0.03))
     for veto in (1e-30, 1e-4):
         found = ours(data, reject={f"{aggregate}_{kind}": bounds}, veto_threshold=veto)
-        weights, keep = written_out(data, reject={f"{aggregate}_{kind}": bounds}, veto_threshold=veto)
+        weights, keep = written_out(
+            data, reject={f"{aggregate}_{kind}": bounds}, veto_threshold=veto
+        )
         close(found.weights, weights)
         assert torch.equal(found.keep.bool(), keep)
         assert 0 < keep.sum() < data.mask.sum()
         metrics = {name.removeprefix("rollout_corr/"): x for name, x in found.metrics.items()}
-        assert metrics["rollout_rs_masked_fraction"] == pytest.approx(1 - int(keep.sum()) / int(data.mask.sum()))
+        assert metrics["rollout_rs_masked_fraction"] == pytest.approx(
+            1 - int(keep.sum()) / int(data.mask.sum())
+        )
         assert metrics["catastrophic_seq_fraction"] == pytest.approx((veto == 1e-4) / 24)  # row 9
-        assert metrics["catastrophic_token_fraction"] == pytest.approx((veto == 1e-4) / int(data.mask.sum()))
+        assert metrics["catastrophic_token_fraction"] == pytest.approx(
+            (veto == 1e-4) / int(data.mask.sum())
+        )
 
 
 def test_a_token_that_the_sampler_could_not_score_has_ratio_1_or_is_left_out_by_the_mask() -> None:
@@ -228,10 +281,17 @@ def test_a_token_that_the_sampler_could_not_score_has_ratio_1_or_is_left_out_by_
     found = ours(data)
     assert found.weights[2, 0] == 1.0
     assert found.weights[7, 0] == 2.0
-    assert all(math.isfinite(found.metrics[f"rollout_corr/rollout_is_{name}"]) for name in ("mean", "std", "max"))
-    theirs = torch.nan_to_num((data.old - data.sampling).exp(), nan=0.0, posinf=0.0, neginf=0.0).clamp(0.0, 2.0)
+    assert all(
+        math.isfinite(found.metrics[f"rollout_corr/rollout_is_{name}"])
+        for name in ("mean", "std", "max")
+    )
+    theirs = torch.nan_to_num(
+        (data.old - data.sampling).exp(), nan=0.0, posinf=0.0, neginf=0.0
+    ).clamp(0.0, 2.0)
     scored = data.mask * data.sampling.isfinite()
-    close(correct(data.old, data.sampling, scored, safety_bound=math.inf).weights, theirs * data.mask)
+    close(
+        correct(data.old, data.sampling, scored, safety_bound=math.inf).weights, theirs * data.mask
+    )
 
 
 # results
@@ -245,14 +305,24 @@ def test_packed_batches(level: str) -> None:
     lengths[1] = 0
     inside = torch.arange(data.mask.shape[1]) < lengths[:, None]
     mask = data.mask * inside
-    options = {"level": level, "mode": "mask", "clip_max": 1.1, "reject": {"seq_max_k2": 0.1}, "veto_threshold": 1e-3}
+    options = {
+        "level": level,
+        "mode": "mask",
+        "clip_max": 1.1,
+        "reject": {"seq_max_k2": 0.1},
+        "veto_threshold": 1e-3,
+    }
     want = correct(data.old, data.sampling, mask, **options)
     bounds = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
-    found = correct(*(x[inside] for x in (data.old, data.sampling, mask)), cu_seqlens=bounds, **options)
+    found = correct(
+        *(x[inside] for x in (data.old, data.sampling, mask)), cu_seqlens=bounds, **options
+    )
     assert torch.equal(found.weights, want.weights[inside])
     assert torch.equal(found.keep, want.keep[inside])
     assert found.metrics == pytest.approx(want.metrics, rel=1e-12, nan_ok=True)
-    with pytest.raises(ValueError, match=r"old_per_token_logps: expected shape \(N,\), since there are cu_seqlens"):
+    with pytest.raises(
+        ValueError, match=r"old_per_token_logps: expected shape \(N,\), since there are cu_seqlens"
+    ):
         correct(data.old, data.sampling, mask, cu_seqlens=bounds)
     with pytest.raises(ValueError, match="cu_seqlens: expected to rise from 0 to N"):
         correct(*(x[inside] for x in (data.old, data.sampling, mask)), cu_seqlens=bounds[:-1])
@@ -262,7 +332,11 @@ def test_dtypes_and_no_gradient() -> None:
     data = batch(9)
     old = data.old.float().requires_grad_()
     found = correct(old, data.sampling.float(), data.counts, reject={"token_k2": 0.1})
-    assert (found.weights.dtype, found.keep.dtype, found.weights.requires_grad) == (torch.float32, torch.bool, False)
+    assert (found.weights.dtype, found.keep.dtype, found.weights.requires_grad) == (
+        torch.float32,
+        torch.bool,
+        False,
+    )
     expected = ours(data, reject={"token_k2": 0.1})
     close(found.weights.double(), expected.weights, 1e-5)
     assert torch.equal(found.keep, expected.keep.bool())
@@ -273,7 +347,9 @@ def test_nothing_counts() -> None:
     nothing = torch.full((3, 4), NAN)
     for x in (nothing, nothing[:0], nothing[:, :0]):
         mask = torch.zeros(x.shape)
-        found = correct(x, x, mask, batch_normalize=True, reject={"seq_max_k3": 1.0}, veto_threshold=0.1)
+        found = correct(
+            x, x, mask, batch_normalize=True, reject={"seq_max_k3": 1.0}, veto_threshold=0.1
+        )
         assert found.weights.shape == found.keep.shape == x.shape
         assert not found.weights.any()
         assert not found.keep.any()
@@ -281,7 +357,9 @@ def test_nothing_counts() -> None:
 
 
 def test_one_token_of_one_sequence() -> None:
-    found = correct(torch.tensor([[-1.0]]), torch.tensor([[-1.5]]), torch.ones(1, 1), reject={"token_k1": 2.0})
+    found = correct(
+        torch.tensor([[-1.0]]), torch.tensor([[-1.5]]), torch.ones(1, 1), reject={"token_k1": 2.0}
+    )
     assert found.weights.item() == pytest.approx(math.exp(0.5))
     assert found.metrics["rollout_corr/rollout_is_seq_std"] == 0.0
     assert found.metrics["rollout_corr/kl"] == pytest.approx(-0.5)
@@ -312,7 +390,13 @@ def normalized_part(rank: int, world_size: int) -> Any:
         for level in ("token", "sequence")
     ]
     try:
-        correct(data.old[rows], data.sampling[rows], data.mask[rows], clip_max=2.0 + rank, process_group=group)
+        correct(
+            data.old[rows],
+            data.sampling[rows],
+            data.mask[rows],
+            clip_max=2.0 + rank,
+            process_group=group,
+        )
     except ValueError as error:
         return parts, str(error)
     return parts, "no error"
@@ -323,7 +407,9 @@ def test_ranks_share_the_mean_and_have_to_agree() -> None:
     (first, error), (second, _) = run_ranks(normalized_part, 2)
     close(torch.cat([first[0], second[0]]), ours(data, batch_normalize=True).weights)
     data.mask[20:] = 0
-    close(torch.cat([first[1], second[1]]), ours(data, level="sequence", batch_normalize=True).weights)
+    close(
+        torch.cat([first[1], second[1]]), ours(data, level="sequence", batch_normalize=True).weights
+    )
     assert "clip_max = 2.0 on rank 0, another on rank 1" in error
 
 
@@ -333,7 +419,10 @@ def test_ranks_share_the_mean_and_have_to_agree() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"level": "seq"}, "level: expected one of 'token', 'sequence', 'geometric' or None, got 'seq'"),
+        (
+            {"level": "seq"},
+            "level: expected one of 'token', 'sequence', 'geometric' or None, got 'seq'",
+        ),
         ({"mode": "clip"}, "mode: expected one of 'truncate', 'mask', got 'clip'"),
         ({"clip_max": 0}, "clip_max: expected a finite number > 0, got 0"),
         ({"clip_min": -1.0}, "clip_min: expected a finite number >= 0, got -1.0"),
@@ -341,13 +430,31 @@ def test_ranks_share_the_mean_and_have_to_agree() -> None:
         ({"veto_threshold": NAN}, "veto_threshold: expected a finite number > 0, got nan"),
         ({"safety_bound": -1.0}, "safety_bound: expected a finite number > 0, got -1.0"),
         ({"batch_normalize": 1}, "batch_normalize: expected True or False, got 1"),
-        ({"level": None, "batch_normalize": True}, "level: expected one of 'token', .* ask for weights, got None"),
-        ({"reject": [("token_k1", 2.0)]}, "reject: expected a mapping from statistics to bounds, or None, got list"),
-        ({"reject": {"seq_k1": 2.0}}, "reject: expected names among 'token_ratio', .*, got 'seq_k1'; did you mean"),
+        (
+            {"level": None, "batch_normalize": True},
+            "level: expected one of 'token', .* ask for weights, got None",
+        ),
+        (
+            {"reject": [("token_k1", 2.0)]},
+            "reject: expected a mapping from statistics to bounds, or None, got list",
+        ),
+        (
+            {"reject": {"seq_k1": 2.0}},
+            "reject: expected names among 'token_ratio', .*, got 'seq_k1'; did you mean",
+        ),
         ({"reject": {"token_k2": "2"}}, r"reject\['token_k2'\]: expected a number, got '2'"),
-        ({"reject": {"token_k1": (0.0, 2.0)}}, r"reject\['token_k1'\]: expected a finite number > 0, got 0.0"),
-        ({"reject": {"token_k1": 0.5}}, r"reject\['token_k1'\]: expected a lower bound of at most .*, got 0.5"),
-        ({"reject": {"token_ratio": (2, 1)}}, r"reject\['token_ratio'\]: expected a lower bound .*, got \(2, 1\)"),
+        (
+            {"reject": {"token_k1": (0.0, 2.0)}},
+            r"reject\['token_k1'\]: expected a finite number > 0, got 0.0",
+        ),
+        (
+            {"reject": {"token_k1": 0.5}},
+            r"reject\['token_k1'\]: expected a lower bound of at most .*, got 0.5",
+        ),
+        (
+            {"reject": {"token_ratio": (2, 1)}},
+            r"reject\['token_ratio'\]: expected a lower bound .*, got \(2, 1\)",
+        ),
     ],
 )
 def test_options_are_checked(options: dict[str, Any], message: str) -> None:
@@ -364,7 +471,10 @@ OLD, SAMPLING = "old_per_token_logps", "sampling_per_token_logps"
     [
         ((X[0], X, M), rf"{OLD}: expected shape \(B, T\), got \(3,\)"),
         ((X, X[:1], M), rf"{SAMPLING}: expected shape that of {OLD} = \(2, 3\), got \(1, 3\)"),
-        ((X, X, M[:, :2]), rf"completion_mask: expected shape that of {OLD} = \(2, 3\), got \(2, 2\)"),
+        (
+            (X, X, M[:, :2]),
+            rf"completion_mask: expected shape that of {OLD} = \(2, 3\), got \(2, 2\)",
+        ),
         ((X, X, M * NAN), "completion_mask: expected 0 or a number that is not, got nan"),
         ((X / 0, X, M), f"{OLD}: expected finite numbers where the mask counts, got -inf"),
         ((X, -X, M), f"{SAMPLING}: expected log-probabilities, <= 0 where the mask counts"),
@@ -387,7 +497,9 @@ def test_the_page_shows_how_it_goes_into_trl_and_verl(monkeypatch: pytest.Monkey
         "completion_mask": data.mask,
         "tool_mask": tools,
     }
-    stock = type("GRPOTrainer", (), {"_generate_and_score_completions": lambda self, inputs: dict(inputs)})
+    stock = type(
+        "GRPOTrainer", (), {"_generate_and_score_completions": lambda self, inputs: dict(inputs)}
+    )
     monkeypatch.setitem(sys.modules, "trl", SimpleNamespace(GRPOTrainer=stock))
     page = (Path(__file__).parents[1] / "docs" / "rollout-correction.md").read_text()
     _, in_trl, in_verl = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
@@ -398,7 +510,11 @@ def test_the_page_shows_how_it_goes_into_trl_and_verl(monkeypatch: pytest.Monkey
     assert torch.equal(output["importance_sampling_ratio"], expected.weights)
     assert torch.equal(output["completion_mask"] * output["tool_mask"], expected.keep)
 
-    held = {"old_log_probs": data.old, "rollout_log_probs": data.sampling, "response_mask": data.mask}
+    held = {
+        "old_log_probs": data.old,
+        "rollout_log_probs": data.sampling,
+        "response_mask": data.mask,
+    }
     names |= {"batch": SimpleNamespace(batch=held), "metrics": {}}
     exec(in_verl, names)
     expected = ours(data, veto_threshold=1e-4)

@@ -44,8 +44,12 @@ PYRIGHT = {"include": [USER.name], "pythonVersion": "3.10", "typeCheckingMode": 
 def run(folder: Path, *arguments: str) -> str:
     """What a checker prints; it finds the package by itself in the environment, where `pip install -e .` has put it."""
     command = [sys.executable, "-m", *arguments]
-    environment = {name: x for name, x in os.environ.items() if name not in ("PYTHONPATH", "MYPYPATH")}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, check=False)
+    environment = {
+        name: x for name, x in os.environ.items() if name not in ("PYTHONPATH", "MYPYPATH")
+    }
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=folder, env=environment, check=False
+    )
     assert done.returncode == 1, done.stdout + done.stderr  # errors were found
     return done.stdout
 
@@ -53,7 +57,10 @@ def run(folder: Path, *arguments: str) -> str:
 def by_mypy(folder: Path) -> dict[int, str]:
     (folder / "mypy.ini").write_text(MYPY)
     said = run(folder, "mypy", "--cache-dir", str(ROOT / ".mypy_cache" / "user"), USER.name)
-    return {int(line): text for line, text in re.findall(rf"^{USER.name}:(\d+): error: (.*)$", said, re.MULTILINE)}
+    return {
+        int(line): text
+        for line, text in re.findall(rf"^{USER.name}:(\d+): error: (.*)$", said, re.MULTILINE)
+    }
 
 
 def by_pyright(folder: Path) -> dict[int, str]:
@@ -95,7 +102,9 @@ HANDED_ON = {
 }
 
 
-@pytest.mark.parametrize("name", [name for name in typing.__all__ if name.endswith(("Keywords", "Fields"))])
+@pytest.mark.parametrize(
+    "name", [name for name in typing.__all__ if name.endswith(("Keywords", "Fields"))]
+)
 def test_keywords_that_are_handed_on_have_the_names_and_types_of_the_function(name: str) -> None:
     assert annotations_in(getattr(typing, name)) == HANDED_ON[name]
 

@@ -27,7 +27,8 @@ def test_without_a_gpu_the_library_is_built(
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "V 70, H 8, bfloat16, dapo"
     assert re.fullmatch(
-        r"  C\+\+ library, for CPU tensors +\d+\.\d s  (cached|prebuilt|loaded before|built in .*)", said[1]
+        r"  C\+\+ library, for CPU tensors +\d+\.\d s  (cached|prebuilt|loaded before|built in .*)",
+        said[1],
     )
     assert said[2:] == [
         "Triton's kernels: none compiled; that needs the GPU that they are for, and there is none here",
@@ -49,7 +50,11 @@ def test_a_library_that_cannot_be_built_is_a_failure(
 def pretend_gpu(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     """A GPU in name: the steps run on the CPU, with `backend`."""
     steps = warmup.steps
-    monkeypatch.setattr(warmup, "steps", lambda head, *_, **given: steps(head, torch.device("cpu"), backend, **given))
+    monkeypatch.setattr(
+        warmup,
+        "steps",
+        lambda head, *_, **given: steps(head, torch.device("cpu"), backend, **given),
+    )
     for name, value in {
         "is_available": True,
         "get_device_name": "a pretended GPU",
@@ -59,7 +64,9 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
 
 
-@pytest.mark.parametrize("options", ["", "--bias --softcap 5 --dtype fp32 --loss-type gmpo", "--teacher --dtype fp16"])
+@pytest.mark.parametrize(
+    "options", ["", "--bias --softcap 5 --dtype fp32 --loss-type gmpo", "--teacher --dtype fp16"]
+)
 def test_every_step_runs_on_a_gpu(
     options: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -71,13 +78,19 @@ def test_every_step_runs_on_a_gpu(
     assert "Triton's kernels, on a pretended GPU" in said
     names = [*warmup.LOSSES, "log-probabilities", "log-probabilities, frozen head"]
     exact = "loss, exact KL to a reference"
-    names += ["divergence from a teacher", exact, f"{exact}, two passes"] if "--teacher" in options else []
+    names += (
+        ["divergence from a teacher", exact, f"{exact}, two passes"]
+        if "--teacher" in options
+        else []
+    )
     timed = re.findall(r"^  (\S.*?) +\d+\.\d s$", said, re.MULTILINE)
     assert sorted(timed) == sorted(names)
     assert said.endswith("done\n")
 
 
-def test_a_step_that_fails_stops_no_other(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_fails_stops_no_other(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     pretend_gpu(monkeypatch, "torch")
 
     def fails(*_: Any, **options: Any) -> None:
@@ -102,5 +115,9 @@ def test_batches_need_no_variant_that_it_has_not_compiled() -> None:
     plain, capped = json.loads(run.stdout)
     kernels = {"stats_kernel", "grad_kernel", "fused_kernel", "single_pass_kernel", "scale_kernel"}
     assert {*capped["needed"]} == {*capped["warm"]} == kernels
-    assert {*plain["needed"]} == {*plain["warm"]} == kernels | {"diverge_kernel", "teacher_fused_kernel"}
+    assert (
+        {*plain["needed"]}
+        == {*plain["warm"]}
+        == kernels | {"diverge_kernel", "teacher_fused_kernel"}
+    )
     assert plain["missing"] == capped["missing"] == []

@@ -19,7 +19,9 @@ from grpo_kernels.backends.cpp_rows import build
 from tests.support.acted_build import script
 
 CHECKOUT = Path(grpo_kernels.__file__).parents[1]
-SOURCES = {path.name for path in (CHECKOUT / "csrc").iterdir() if path.suffix in (".cpp", ".h", ".inl")}
+SOURCES = {
+    path.name for path in (CHECKOUT / "csrc").iterdir() if path.suffix in (".cpp", ".h", ".inl")
+}
 LIBRARY = "grpo_kernels/backends/cpp_rows/grpo_kernels_cpp.so"
 TOP = {"pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE"}
 MADE = {"PKG-INFO", "setup.cfg"}
@@ -31,7 +33,9 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the checkout: packing leaves files behind."""
     folder = tmp_path_factory.mktemp("tree")
     for name in ("grpo_kernels", "csrc"):
-        shutil.copytree(CHECKOUT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+        shutil.copytree(
+            CHECKOUT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.so")
+        )
     for name in TOP:
         shutil.copy(CHECKOUT / name, folder)
     return folder
@@ -64,7 +68,12 @@ def modules() -> set[str]:
 def in_installed(code: str, wheel: Path, folder: Path) -> list[str]:
     """The words that `code` prints where `wheel` is installed, with neither a compiler nor a cache."""
     zipfile.ZipFile(wheel).extractall(folder)
-    environment = {"PYTHONPATH": folder, "PATH": "", "CXX": "", "TORCH_EXTENSIONS_DIR": folder / "cache"}
+    environment = {
+        "PYTHONPATH": folder,
+        "PATH": "",
+        "CXX": "",
+        "TORCH_EXTENSIONS_DIR": folder / "cache",
+    }
     words = run(sys.executable, "-c", code, cwd=folder.parent, **environment).split()
     assert not (folder / "cache").exists()
     return words
@@ -73,7 +82,9 @@ def in_installed(code: str, wheel: Path, folder: Path) -> list[str]:
 def test_wheels_native_and_pure(tree, tmp_path):
     """In one test, since what one leaves behind must not get into the other."""
     (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / "torch.py").write_text("raise ImportError('a plain build imports no torch')")
+    (tmp_path / "broken" / "torch.py").write_text(
+        "raise ImportError('a plain build imports no torch')"
+    )
     copier = script(tmp_path / "cxx", f'cp "{build.load().path}" "$out"')
     native = pack(tree, "wheel", tmp_path / "native", NATIVE, CXX=copier)
     pure = pack(tree, "wheel", tmp_path / "pure", PYTHONPATH=tmp_path / "broken")
@@ -102,7 +113,9 @@ def test_native_wheel_without_a_compiler_is_refused(tree, tmp_path):
 
 def test_a_source_archive_has_all_that_a_wheel_is_made_of_and_no_part_of_the_tests(tree, tmp_path):
     (tree / "tests").mkdir()
-    (tree / "tests" / "test_something.py").write_text("# setuptools would take it, and leave what it imports")
+    (tree / "tests" / "test_something.py").write_text(
+        "# setuptools would take it, and leave what it imports"
+    )
     with tarfile.open(pack(tree, "sdist", tmp_path / "sdist")) as file:
         file.extractall(tmp_path, filter="data")
     (unpacked,) = (path for path in tmp_path.iterdir() if path.name != "sdist")
@@ -118,8 +131,13 @@ def test_a_source_archive_has_all_that_a_wheel_is_made_of_and_no_part_of_the_tes
 
 def test_one_version_everywhere():
     texts = {name: (CHECKOUT / name).read_text() for name in ("pyproject.toml", "CITATION.cff")}
-    found = {name: re.search(r'^version(?:: | = ")([^"\n]+)', text, re.MULTILINE) for name, text in texts.items()}
-    assert {name: match and match[1] for name, match in found.items()} == dict.fromkeys(texts, grpo_kernels.__version__)
+    found = {
+        name: re.search(r'^version(?:: | = ")([^"\n]+)', text, re.MULTILINE)
+        for name, text in texts.items()
+    }
+    assert {name: match and match[1] for name, match in found.items()} == dict.fromkeys(
+        texts, grpo_kernels.__version__
+    )
 
 
 def test_our_readme_has_no_link_to_a_file_on_a_package_index(tree):
@@ -129,4 +147,6 @@ def test_our_readme_has_no_link_to_a_file_on_a_package_index(tree):
     assert shown.startswith("# ")
     assert len(prose) > 1000
     assert not re.findall(r"<img|<picture|!\[", prose)
-    assert not [target for target in re.findall(r"\]\(([^)]*)\)", prose) if not target.startswith("http")]
+    assert not [
+        target for target in re.findall(r"\]\(([^)]*)\)", prose) if not target.startswith("http")
+    ]

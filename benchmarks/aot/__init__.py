@@ -19,11 +19,16 @@ def is_interpreted() -> bool:
     """Return True, and say so, if Triton interprets kernels, which then cannot be compiled."""
     if os.environ.get("TRITON_INTERPRET", "0") in ("", "0"):
         return False
-    print("error: TRITON_INTERPRET is set, and interpreted kernels cannot be compiled", file=sys.stderr)
+    print(
+        "error: TRITON_INTERPRET is set, and interpreted kernels cannot be compiled",
+        file=sys.stderr,
+    )
     return True
 
 
-def in_processes(function: Callable[[Any], Any], cases: Sequence[Any], workers: int) -> Iterator[Any]:
+def in_processes(
+    function: Callable[[Any], Any], cases: Sequence[Any], workers: int
+) -> Iterator[Any]:
     """``function(case)`` of each case, in processes that compile everything anew."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TRITON_CACHE_DIR"] = folder

@@ -26,7 +26,13 @@ from benchmarks.aot.sass import SPILLING, Instruction, count, disassembled, inne
 from grpo_kernels.backends.triton_rows.configs import family
 
 # The most shared memory of a program; "default" stands for all other devices.
-SHARED_BYTES = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536, "default": 65536}
+SHARED_BYTES = {
+    "sm_80": 166912,
+    "sm_90": 232448,
+    "sm_100": 232448,
+    "gfx942": 65536,
+    "default": 65536,
+}
 # The PTX or assembly of the instructions that the tensor cores are for.
 TENSOR_CORES = {
     "sm_80": r"\bmma\.sync",
@@ -39,7 +45,11 @@ TENSOR_CORES = {
 # written and read once a row, or once a tile (`dot`). docs/kernels.md says what they cost.
 SPILLS = {
     "3.8": {("sm_80", "dot_kernel"): 264, ("sm_90", "stats_kernel"): 8},
-    "3.9": {("sm_90", "diverge_kernel"): 16, ("sm_90", "teacher_fused_kernel"): 24, ("sm_90", "dot_kernel"): 56},
+    "3.9": {
+        ("sm_90", "diverge_kernel"): 16,
+        ("sm_90", "teacher_fused_kernel"): 24,
+        ("sm_90", "dot_kernel"): 56,
+    },
 }
 ARGUMENTS_OF_ROWS = re.compile(r"%((teacher_)?stride_\w+|splits)$")
 SPREADING = ("tt.splat", "tt.broadcast", "tt.expand_dims", "tt.reshape")
@@ -58,7 +68,11 @@ class Result:
 
 def target_of(arch: str) -> GPUTarget:
     """Of ``"sm_90"``, ``"gfx942"``."""
-    return GPUTarget("hip", arch, 64) if arch.startswith("gfx") else GPUTarget("cuda", int(arch[3:]), 32)
+    return (
+        GPUTarget("hip", arch, 64)
+        if arch.startswith("gfx")
+        else GPUTarget("cuda", int(arch[3:]), 32)
+    )
 
 
 def compile_for(launch: Launch, arch: str) -> Any:
@@ -119,9 +133,16 @@ def _number(pattern: str, text: str) -> int:
 
 def broken_by_code(text: str, arch: str) -> list[str]:
     if arch.startswith("gfx"):
-        rules = {"double precision": r"\bv_\w*_f64", "an atomic": r"\b(global|flat|buffer|ds)_\w*atomic"}
+        rules = {
+            "double precision": r"\bv_\w*_f64",
+            "an atomic": r"\b(global|flat|buffer|ds)_\w*atomic",
+        }
     else:
-        rules = {"double precision": r"\.f64\b", "an atomic": r"^\s*(@%p\d+ )?(atom|red)\.", "TF32": r"\.tf32\b"}
+        rules = {
+            "double precision": r"\.f64\b",
+            "an atomic": r"^\s*(@%p\d+ )?(atom|red)\.",
+            "TF32": r"\.tf32\b",
+        }
     found = {name: re.search(rule, text, re.MULTILINE) for name, rule in rules.items()}
     return [f"{name}: {match.group(0).strip()}" for name, match in found.items() if match]
 
@@ -167,7 +188,8 @@ def narrow_products(ttir: str) -> list[str]:
         if operation in ("arith.minsi", *SPREADING):
             return any(map(within_tile, arguments))
         return operation in ("tt.make_range", "arith.constant") or (
-            operation in ("arith.addi", "arith.subi", "arith.muli") and all(map(within_tile, arguments))
+            operation in ("arith.addi", "arith.subi", "arith.muli")
+            and all(map(within_tile, arguments))
         )
 
     return [

@@ -9,8 +9,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.interface import Chunk, DivergenceStats, LogitTransform, RowStats, Teacher
-from grpo_kernels.backends.triton_rows import divergence, dot, fused, grad, single_pass, stats, teacher_fused
+from grpo_kernels.backends.interface import (
+    Chunk,
+    DivergenceStats,
+    LogitTransform,
+    RowStats,
+    Teacher,
+)
+from grpo_kernels.backends.triton_rows import (
+    divergence,
+    dot,
+    fused,
+    grad,
+    single_pass,
+    stats,
+    teacher_fused,
+)
 from grpo_kernels.backends.triton_rows.configs import DotConfig, RowConfig
 from grpo_kernels.objective import losses
 from grpo_kernels.objective.config import LossConfig
@@ -33,7 +47,9 @@ class Loss(NamedTuple):
     def of_rows(self, numbers: Callable[[], Tensor]) -> TokenLoss:
         """The loss of rows whose weights, advantages and log-probabilities are of `numbers`."""
         on_policy = self.surrogate in ("constant", "linear")
-        constants = {x.surrogate: x.constants(LossConfig()) for x in losses.LOSSES.values()}.get(self.surrogate, ())
+        constants = {x.surrogate: x.constants(LossConfig()) for x in losses.LOSSES.values()}.get(
+            self.surrogate, ()
+        )
         return TokenLoss(
             surrogate=self.surrogate,
             constants=constants,
@@ -103,7 +119,9 @@ def row_runs(
     ids = torch.randint(vocab, (n,), device=device)
     chunk = Chunk(logits(), ids, transform_of(transform, vocab, n, device), teacher=pair)
     diverged = pair and DivergenceStats(*(numbers() for _ in range(4)))
-    statistics = RowStats(-numbers(), chunk.logits.amax(1), numbers(), numbers(), divergence=diverged)
+    statistics = RowStats(
+        -numbers(), chunk.logits.amax(1), numbers(), numbers(), divergence=diverged
+    )
     gradient = None if out is None else rows(out)
     d_logp, d_entropy, d_divergence = numbers(), numbers() if entropy else None, pair and numbers()
     of_rows = loss and loss.of_rows(numbers)
@@ -113,9 +131,13 @@ def row_runs(
         "single_pass": lambda config: single_pass.launch_single_pass(
             chunk, gradient, config, in_place=in_place, **wanted
         ),
-        "grad": lambda config: grad.launch_grad(chunk, statistics, d_logp, d_entropy, gradient, config, d_divergence),
+        "grad": lambda config: grad.launch_grad(
+            chunk, statistics, d_logp, d_entropy, gradient, config, d_divergence
+        ),
         "fused": lambda config: fused.launch_fused(chunk, of_rows, gradient, config),
-        "teacher_fused": lambda config: teacher_fused.launch_teacher_fused(chunk, of_rows, gradient, config),
+        "teacher_fused": lambda config: teacher_fused.launch_teacher_fused(
+            chunk, of_rows, gradient, config
+        ),
         "diverge": lambda config: divergence.launch_diverge(chunk, statistics, statistics, config),
     }[kernel]
     return lambda config: partial(launch, config)
@@ -133,5 +155,10 @@ def dot_runs(
     """Return a function of the configuration that returns the launch of the scoring kernel."""
     hidden = torch.randn(n, width, device=device).to(dtype)
     weight = (torch.randn(vocab, width, device=device) * width**-0.5).to(dtype)
-    ids, transform_ = torch.randint(vocab, (n,), device=device), transform_of(transform, vocab, n, device)
-    return lambda config: partial(dot.launch_dot, hidden, weight, ids, transform_, config, entropy=True)
+    ids, transform_ = (
+        torch.randint(vocab, (n,), device=device),
+        transform_of(transform, vocab, n, device),
+    )
+    return lambda config: partial(
+        dot.launch_dot, hidden, weight, ids, transform_, config, entropy=True
+    )

@@ -50,7 +50,9 @@ def caught() -> Iterator[list[Launch]]:
 
     def catch(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         assert not args, f"{self.__name__}: launched with positional arguments"
-        assert "enable_fp_fusion" in kwargs, f"{self.__name__}: its default differs between releases of Triton"
+        assert "enable_fp_fusion" in kwargs, (
+            f"{self.__name__}: its default differs between releases of Triton"
+        )
         launches.append(replace(describe(self, kwargs), programs=math.prod(grid)))
 
     with mock.patch.object(JITFunction, "run", catch):
@@ -81,11 +83,17 @@ def _specialise(value: Any, param: Any) -> tuple[Any, bool]:
     if isinstance(value, torch.Tensor):
         return f"*{TYPES[value.dtype]}", value.data_ptr() % 16 == 0
     if isinstance(value, TensorDescriptor):
-        return f"tensordesc<{TYPES[value.base.dtype]}{list(value.block_shape)}>".replace(" ", ""), False
+        return f"tensordesc<{TYPES[value.base.dtype]}{list(value.block_shape)}>".replace(
+            " ", ""
+        ), False
     if isinstance(value, bool | float):
         return ("i1" if isinstance(value, bool) else "fp32"), False
     if isinstance(value, int):
         if value == 1 and not param.do_not_specialize:
             return "constexpr", False
-        return "i32" if abs(value) < 2**31 else "i64", value % 16 == 0 and not param.do_not_specialize
-    raise TypeError(f"{param.name}: expected a tensor, a descriptor or a number, got {type(value).__name__}")
+        return "i32" if abs(
+            value
+        ) < 2**31 else "i64", value % 16 == 0 and not param.do_not_specialize
+    raise TypeError(
+        f"{param.name}: expected a tensor, a descriptor or a number, got {type(value).__name__}"
+    )

@@ -59,8 +59,17 @@ class Case:
 
 def all_cases(quick: bool) -> list[Case]:
     """All of them, in an order that does not change; of the fallback only what is quick, and if `quick`, nothing."""
-    made = [case for arch in (*TARGETS, FALLBACK) for kind in (_rows, _dot, _others) for case in kind(arch)]
-    return [x for x in made if (x.is_quick and not quick if x.arch == FALLBACK else x.is_quick or not quick)]
+    made = [
+        case
+        for arch in (*TARGETS, FALLBACK)
+        for kind in (_rows, _dot, _others)
+        for case in kind(arch)
+    ]
+    return [
+        x
+        for x in made
+        if (x.is_quick and not quick if x.arch == FALLBACK else x.is_quick or not quick)
+    ]
 
 
 def line_of(case: Case) -> tuple[str, bool]:
@@ -103,11 +112,17 @@ def _stats() -> Variants:
     for vocab, extras, name in product((V, RAGGED_V), ((), STATISTICS), TRANSFORMS):
         if vocab == V or name == "all":
             options = {"vocab": vocab, "transform": name, "entropy": bool(extras), "extras": extras}
-            yield f"{name}{' extras' if extras else ''}", name == "all" and (vocab == V) == bool(extras), options
+            yield (
+                f"{name}{' extras' if extras else ''}",
+                name == "all" and (vocab == V) == bool(extras),
+                options,
+            )
 
 
 def _grad() -> Variants:
-    for vocab, dtype, has_b, name in product((V, RAGGED_V), (FP32, BF16, FP16), (False, True), TRANSFORMS):
+    for vocab, dtype, has_b, name in product(
+        (V, RAGGED_V), (FP32, BF16, FP16), (False, True), TRANSFORMS
+    ):
         if name in ("plain", "all") if vocab == V else (name == "all" and dtype == BF16):
             options = {"vocab": vocab, "transform": name, "out": dtype, "entropy": has_b}
             is_quick = (name, dtype, has_b, vocab) == ("all", BF16, True, V)
@@ -123,12 +138,26 @@ def _single_pass() -> Variants:
         (V, "all", BF16, False, STATISTICS),
         (RAGGED_V, "all", BF16, False, STATISTICS),
     ):
-        options = {"vocab": vocab, "transform": name, "out": dtype, "in_place": in_place, "apart": True}
-        text = f"{name} {SHORT[dtype]}{' in place' if in_place else ''}{' extras' if extras else ''}"
-        yield text, bool(extras) and vocab == V, {**options, "entropy": bool(extras), "extras": extras}
+        options = {
+            "vocab": vocab,
+            "transform": name,
+            "out": dtype,
+            "in_place": in_place,
+            "apart": True,
+        }
+        text = (
+            f"{name} {SHORT[dtype]}{' in place' if in_place else ''}{' extras' if extras else ''}"
+        )
+        yield (
+            text,
+            bool(extras) and vocab == V,
+            {**options, "entropy": bool(extras), "extras": extras},
+        )
 
 
-LOSSES: tuple[tuple[Loss, torch.dtype | None], ...] = (  # and the gradient's dtype; None: none is written
+LOSSES: tuple[
+    tuple[Loss, torch.dtype | None], ...
+] = (  # and the gradient's dtype; None: none is written
     (Loss("clipped"), FP32),
     (Loss("clipped", "k3", corrects_kl=True, has_gate=True, d_entropy=0.01), BF16),
     (Loss("clipped", "k1"), None),
@@ -171,7 +200,11 @@ def _teacher_grad() -> Variants:
     for text, is_quick, options in _diverge():
         for dtype, has_b in ((FP32, False), (BF16, True), (FP16, True)):
             if dtype == BF16 or text == "plain, plain beta 1":
-                yield f"{text} {SHORT[dtype]}", is_quick, {**options, "out": dtype, "entropy": has_b}
+                yield (
+                    f"{text} {SHORT[dtype]}",
+                    is_quick,
+                    {**options, "out": dtype, "entropy": has_b},
+                )
 
 
 def _teacher_fused(arch: str) -> Variants:
@@ -181,7 +214,11 @@ def _teacher_fused(arch: str) -> Variants:
             loss, out = Loss("linear", "full"), FP32
         # the largest takes half a minute to compile: where it is tightest, and elsewhere what the loss needs
         is_quick = is_largest if arch in ("sm_80", FALLBACK) else text == "plain, plain beta 1"
-        yield f"{text} {loss.surrogate} {SHORT[out]}", is_quick, {**options, "loss": loss, "out": out}
+        yield (
+            f"{text} {loss.surrogate} {SHORT[out]}",
+            is_quick,
+            {**options, "loss": loss, "out": out},
+        )
 
 
 def _dot(arch: str) -> Iterator[Case]:
@@ -191,21 +228,37 @@ def _dot(arch: str) -> Iterator[Case]:
                 yield from dot_cases(arch, config, dtype, softcap=softcap, aligned=aligned)
 
 
-def dot_cases(arch: str, config: DotConfig, dtype: torch.dtype, *, softcap: bool, aligned: bool) -> Iterator[Case]:
+def dot_cases(
+    arch: str, config: DotConfig, dtype: torch.dtype, *, softcap: bool, aligned: bool
+) -> Iterator[Case]:
     """The variants of the scoring kernel by the tiles of `config`."""
     for name, width in product(TRANSFORMS, (H, RAGGED_H) if aligned else (RAGGED_H + 1,)):
         is_wanted = dtype != FP16 or (name, width) in (("plain", H), ("all", RAGGED_H))
         if is_wanted and softcap == (name == "all"):
             tile = f"{config.block_n}x{config.block_v}x{config.block_h}"
             loads = "descriptors" if config.use_tma and aligned else "pointers"
-            is_quick = width != H and (name, dtype) in (("bias", BF16), ("all", BF16), ("all", FP32))
+            is_quick = width != H and (name, dtype) in (
+                ("bias", BF16),
+                ("all", BF16),
+                ("all", FP32),
+            )
             options = {"dtype": dtype, "width": width, "transform": name}
-            yield Case("dot", f"{tile} H {width} {name} {SHORT[dtype]} {loads}", arch, options, config, is_quick)
+            yield Case(
+                "dot",
+                f"{tile} H {width} {name} {SHORT[dtype]} {loads}",
+                arch,
+                options,
+                config,
+                is_quick,
+            )
 
 
 def _others(arch: str) -> Iterator[Case]:
     for splits, entropy in product((1, 200, 256), (False, True)):
-        text, options = f"{splits} splits{' entropy' if entropy else ''}", {"splits": splits, "entropy": entropy}
+        text, options = (
+            f"{splits} splits{' entropy' if entropy else ''}",
+            {"splits": splits, "entropy": entropy},
+        )
         yield Case("combine", text, arch, options, is_quick=splits == 200)
     for dtype in (FP32, BF16, FP16):
         yield Case("scale", SHORT[dtype], arch, {"dtype": dtype}, is_quick=dtype == BF16)

@@ -19,16 +19,31 @@ from benchmarks.aot import in_processes, is_interpreted
 from benchmarks.aot.checks import compile_for, nvidia_usage
 from benchmarks.aot.kernels import BF16, H, Loss, V
 from benchmarks.aot.matrix import Case
-from benchmarks.aot.sass import LOADS, SPILLING, STORES, Instruction, count, disassembled, inner_loops, moved
+from benchmarks.aot.sass import (
+    LOADS,
+    SPILLING,
+    STORES,
+    Instruction,
+    count,
+    disassembled,
+    inner_loops,
+    moved,
+)
 from grpo_kernels.backends.interface import STATISTICS
 from grpo_kernels.backends.triton_rows.configs import dot_config, row_config
 
 ARCH = "sm_90"
 DOCUMENT = Path(__file__).parents[2] / "docs" / "roofline.md"
 HEAD = "| kernel | variant | instructions | MUFU | bytes | registers | shared | CTAs/SM |"
-TABLE = re.compile(rf"By Triton (?P<triton>[\w.]+):\n\n{re.escape(HEAD)}\n\|[-:| ]+\|\n(?P<lines>(?:\|.*\n)+)")
+TABLE = re.compile(
+    rf"By Triton (?P<triton>[\w.]+):\n\n{re.escape(HEAD)}\n\|[-:| ]+\|\n(?P<lines>(?:\|.*\n)+)"
+)
 SWEEPS = {"fused": 2, "teacher_fused": 3}  # over a row; a further loop is for rare rows
-ENTRIES = {"single_pass": "stats", "diverge": "stats", "teacher_fused": "fused"}  # whose tiles a kernel has
+ENTRIES = {
+    "single_pass": "stats",
+    "diverge": "stats",
+    "teacher_fused": "fused",
+}  # whose tiles a kernel has
 ODD = {"vocab": 151665}
 SOFTCAP = {"transform": "soft-cap"}
 CONSTANT = {"loss": Loss("constant")}
@@ -57,7 +72,12 @@ def cases() -> list[Case]:
             for name, beta in (("forward", 0.0), ("reverse", 1.0), ("Jensen-Shannon", 0.5))
         ),
         _case("grad", "teacher, reverse", entropy=False, teacher=("plain", 1.0)),
-        _case("teacher_fused", "constant, reverse", loss=Loss("constant", "full"), teacher=("plain", 1.0)),
+        _case(
+            "teacher_fused",
+            "constant, reverse",
+            loss=Loss("constant", "full"),
+            teacher=("plain", 1.0),
+        ),
     ]
     return [*made, Case("dot", "bf16", ARCH, {"dtype": BF16}, dot_config(H, V, BF16, ARCH))]
 
@@ -79,17 +99,26 @@ def counts_of(case: Case) -> tuple[str, list[str]]:
     heads = 2 if "teacher" in case.options else 1
     of_loops = [str(len(loops[0])), "", ""] if is_dot else _an_element(loops, heads)
     cells = [*of_loops, str(registers), str(shared), str(ctas_per_sm(registers, threads, shared))]
-    broken = [f"expected {sweeps} loops over a row, got {len(loops)}"] if len(loops) < sweeps else []
-    return f"| {' | '.join([case.kernel, case.variant, *cells])} |", broken + ([] if is_dot else _broken(loops))
+    broken = (
+        [f"expected {sweeps} loops over a row, got {len(loops)}"] if len(loops) < sweeps else []
+    )
+    return f"| {' | '.join([case.kernel, case.variant, *cells])} |", broken + (
+        [] if is_dot else _broken(loops)
+    )
 
 
 def _an_element(loops: list[list[Instruction]], heads: int) -> list[str]:
     """Instructions, results of the special function unit, and bytes; a number for each sweep where they differ."""
-    elements = [moved(loop, LOADS) // (4 * heads) for loop in loops]  # of a thread in a round, each logit in fp32
-    instructions = " + ".join(f"{len(loop) / n:.1f}" for loop, n in zip(loops, elements, strict=True))
+    elements = [
+        moved(loop, LOADS) // (4 * heads) for loop in loops
+    ]  # of a thread in a round, each logit in fp32
+    instructions = " + ".join(
+        f"{len(loop) / n:.1f}" for loop, n in zip(loops, elements, strict=True)
+    )
     specials = sum(count(loop, "MUFU") / n for loop, n in zip(loops, elements, strict=True))
     loaded, stored = (
-        sum(moved(loop, names) // n for loop, n in zip(loops, elements, strict=True)) for names in (LOADS, STORES)
+        sum(moved(loop, names) // n for loop, n in zip(loops, elements, strict=True))
+        for names in (LOADS, STORES)
     )
     return [instructions, f"{specials:.2f}", f"{loaded} + {stored}"]
 
@@ -99,7 +128,9 @@ def _broken(loops: list[list[Instruction]]) -> list[str]:
     for loop in loops:
         forbidden = {"SHFL": count(loop, "SHFL"), "spilled": count(loop, *SPILLING)}
         forbidden["narrow loads"] = sum(x.name in LOADS and x.bytes < 16 for x in loop)
-        found += [f"{times} {what} in a loop over a row" for what, times in forbidden.items() if times]
+        found += [
+            f"{times} {what} in a loop over a row" for what, times in forbidden.items() if times
+        ]
     return found
 
 
@@ -117,8 +148,12 @@ def ctas_per_sm(registers: int, threads: int, shared: int) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.aot.roofline", description=__doc__)
-    parser.add_argument("--update", action="store_true", help="write the table of docs/roofline.md anew")
-    parser.add_argument("--case", metavar="TEXT", help="only those whose kernel and variant contain this")
+    parser.add_argument(
+        "--update", action="store_true", help="write the table of docs/roofline.md anew"
+    )
+    parser.add_argument(
+        "--case", metavar="TEXT", help="only those whose kernel and variant contain this"
+    )
     parser.add_argument("--workers", type=int, default=2, metavar="N")
     arguments = parser.parse_args()
     if is_interpreted():
@@ -129,7 +164,9 @@ def main() -> int:
     import triton
 
     everything = cases()
-    places = [i for i, x in enumerate(everything) if (arguments.case or "") in f"{x.kernel} {x.variant}"]
+    places = [
+        i for i, x in enumerate(everything) if (arguments.case or "") in f"{x.kernel} {x.variant}"
+    ]
     found = list(in_processes(counts_of, [everything[i] for i in places], arguments.workers))
     text = DOCUMENT.read_text()
     table = TABLE.search(text)
@@ -137,7 +174,9 @@ def main() -> int:
     if arguments.update:
         lines = "".join(f"{line}\n" for line, _ in found)
         text = text[: table.start("lines")] + lines + text[table.end("lines") :]
-        DOCUMENT.write_text(text.replace(f"By Triton {table['triton']}:", f"By Triton {triton.__version__}:"))
+        DOCUMENT.write_text(
+            text.replace(f"By Triton {table['triton']}:", f"By Triton {triton.__version__}:")
+        )
     is_pinned = triton.__version__ == table["triton"] and not arguments.update
     expected = table["lines"].splitlines()
     differs = 0
@@ -148,7 +187,9 @@ def main() -> int:
         differs += bool(broken)
         print(line, *broken, sep="\n  BROKEN: ")
     if not is_pinned and not arguments.update:
-        print(f"by Triton {triton.__version__}; the document's are by {table['triton']}, and were not compared")
+        print(
+            f"by Triton {triton.__version__}; the document's are by {table['triton']}, and were not compared"
+        )
     print(f"{differs} of {len(places)} kernels are not as in {DOCUMENT.name}")
     return 1 if differs else 0
 

@@ -80,7 +80,9 @@ def inner_loops(
         if x.name == "BRA" and x.target in place and place[x.target] <= i
     ]
     working = [span for span in spans if any(map(works, instructions[span[0] : span[1] + 1]))]
-    inner = [a for a in working if not any(a != b and a[0] <= b[0] and b[1] <= a[1] for b in working)]
+    inner = [
+        a for a in working if not any(a != b and a[0] <= b[0] and b[1] <= a[1] for b in working)
+    ]
     return [instructions[start : end + 1] for start, end in sorted(inner)]
 
 

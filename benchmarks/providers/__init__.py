@@ -59,7 +59,9 @@ class Provider:
     lacks: tuple[str, ...] = ()
 
 
-LACKING: dict[str, tuple[Callable[[Inputs], bool], str]] = {  # the cases that want it, and the reason not to do them
+LACKING: dict[
+    str, tuple[Callable[[Inputs], bool], str]
+] = {  # the cases that want it, and the reason not to do them
     "soft-cap": (lambda x: x.case.softcap is not None, "no soft-cap"),
     "two dtypes": (
         lambda x: x.weight.dtype != x.hidden.dtype,
@@ -99,13 +101,21 @@ PROVIDERS = {
 }  # fmt: skip
 DISTILLERS = {  # of a case that has a teacher
     "ours": Provider("ours.divergence", "grpo_kernels"),
-    "ours/torch": Provider("ours.divergence", "grpo_kernels, torch backend", arguments={"backend": "torch"}),
+    "ours/torch": Provider(
+        "ours.divergence", "grpo_kernels, torch backend", arguments={"backend": "torch"}
+    ),
     "products": PROVIDERS["products"],
     "eager": Provider("torch_heads.divergence", "all logits, log_softmax"),
-    "compiled": Provider("torch_heads.compiled_divergence", "all logits, torch.compile", counted=False),
+    "compiled": Provider(
+        "torch_heads.compiled_divergence", "all logits, torch.compile", counted=False
+    ),
     "trl": Provider("trl.divergence", "TRL {} fused head", "trl"),
-    "liger_jsd": Provider("liger.jsd", "Liger {} chunked JSD loss, torch", "liger-kernel", lacks=CAP),
-    "liger_jsd/fused": Provider("liger.fused_jsd", "Liger {} fused JSD, Triton", "liger-kernel", lacks=("CPU", *CAP)),
+    "liger_jsd": Provider(
+        "liger.jsd", "Liger {} chunked JSD loss, torch", "liger-kernel", lacks=CAP
+    ),
+    "liger_jsd/fused": Provider(
+        "liger.fused_jsd", "Liger {} fused JSD, Triton", "liger-kernel", lacks=("CPU", *CAP)
+    ),
 }
 
 
@@ -175,10 +185,16 @@ def from_rows(inputs: Inputs, rows: Rows, note: str, *, packs: bool = True) -> F
     packs, counted = packs and inputs.case.padding > 0, inputs.mask.bool()
 
     def whole(values: Tensor) -> Tensor:
-        return values.new_zeros(counted.shape).masked_scatter(counted, values) if packs else values.view(counted.shape)
+        return (
+            values.new_zeros(counted.shape).masked_scatter(counted, values)
+            if packs
+            else values.view(counted.shape)
+        )
 
     def logps() -> Scored:
-        hidden, ids = (x[counted] if packs else x.flatten(0, 1) for x in (inputs.hidden, inputs.ids))
+        hidden, ids = (
+            x[counted] if packs else x.flatten(0, 1) for x in (inputs.hidden, inputs.ids)
+        )
         scored, entropies = rows(hidden, ids)
         return whole(scored), None if entropies is None else whole(entropies)
 

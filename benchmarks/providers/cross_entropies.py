@@ -41,10 +41,14 @@ def linear_ce(inputs: Inputs) -> Forward:
     options = torch.nn.LinearCrossEntropyOptions() if in_chunks else None
 
     def nll(hidden: Tensor, ids: Tensor) -> Tensor:
-        found = function(hidden, inputs.weight, ids, reduction="none", ignore_index=IGNORE, options=options)
+        found = function(
+            hidden, inputs.weight, ids, reduction="none", ignore_index=IGNORE, options=options
+        )
         return found.float()
 
-    return from_nll(inputs, nll, "in chunks, LinearCrossEntropyOptions()" if in_chunks else "options=None")
+    return from_nll(
+        inputs, nll, "in chunks, LinearCrossEntropyOptions()" if in_chunks else "options=None"
+    )
 
 
 def cce(inputs: Inputs) -> Forward:
@@ -54,7 +58,12 @@ def cce(inputs: Inputs) -> Forward:
 
     if package.LinearCrossEntropyImpl.CCE == CHOSEN and not inputs.hidden.is_cuda:
         raise Absence("the Triton kernels it chooses serve GPUs only")
-    options = {"ignore_index": IGNORE, "softcap": inputs.case.softcap, "reduction": "none", "impl": CHOSEN}
+    options = {
+        "ignore_index": IGNORE,
+        "softcap": inputs.case.softcap,
+        "reduction": "none",
+        "impl": CHOSEN,
+    }
 
     def nll(hidden: Tensor, ids: Tensor) -> Tensor:
         return package.linear_cross_entropy(hidden, inputs.weight, ids, **options)
@@ -68,7 +77,9 @@ def quack(inputs: Inputs) -> Forward:
     from quack.linear_cross_entropy import linear_cross_entropy_func
 
     def nll(hidden: Tensor, ids: Tensor) -> Tensor:
-        return linear_cross_entropy_func(hidden, inputs.weight, None, ids, ignore_index=IGNORE, reduction="none")
+        return linear_cross_entropy_func(
+            hidden, inputs.weight, None, ids, ignore_index=IGNORE, reduction="none"
+        )
 
     return from_nll(inputs, nll, "all logits at once")
 
@@ -84,7 +95,9 @@ def quack_chunked(inputs: Inputs) -> Forward:
     note = f"mean cross-entropy, no policy loss: not compared; {'scaled-exp' if scaled else 'chunked'}, no entropy"
 
     def forward() -> Outcome:
-        loss = function(inputs.hidden.reshape(-1, inputs.case.h), inputs.weight, ids, ignore_index=IGNORE)
+        loss = function(
+            inputs.hidden.reshape(-1, inputs.case.h), inputs.weight, ids, ignore_index=IGNORE
+        )
         return Outcome(loss if loss.requires_grad else None, note=note)
 
     return forward

@@ -20,7 +20,15 @@ from typing import Any
 from torch import Tensor
 
 from benchmarks.cases import EPSILON, Inputs
-from benchmarks.providers import IGNORE, Forward, Outcome, Scored, from_divergence, from_rows, without_masked
+from benchmarks.providers import (
+    IGNORE,
+    Forward,
+    Outcome,
+    Scored,
+    from_divergence,
+    from_rows,
+    without_masked,
+)
 
 TEMPERATURE, TILES = 1.0, 1  # as verl passes them
 
@@ -59,13 +67,19 @@ def liger_ce(inputs: Inputs) -> Forward:
     """By its own choice of kernel for the device."""
     from liger_kernel.ops import fused_linear_scaled_cross_entropy as module
 
-    chosen = module._resolve_implementation(inputs.hidden.device)  # on Hopper: its CuTe DSL kernel, or ImportError
-    return _scaled_ce(inputs, module.LigerFusedLinearScaledCrossEntropyFunction, chosen.__name__, TILES)
+    chosen = module._resolve_implementation(
+        inputs.hidden.device
+    )  # on Hopper: its CuTe DSL kernel, or ImportError
+    return _scaled_ce(
+        inputs, module.LigerFusedLinearScaledCrossEntropyFunction, chosen.__name__, TILES
+    )
 
 
 def liger_torch(inputs: Inputs) -> Forward:
     """What it runs where it has no kernel of its own."""
-    from liger_kernel.ops.fused_linear_scaled_cross_entropy import _FusedLinearPPOFallbackFunction as function
+    from liger_kernel.ops.fused_linear_scaled_cross_entropy import (
+        _FusedLinearPPOFallbackFunction as function,
+    )
 
     return _scaled_ce(inputs, function, function.__name__)
 
@@ -74,7 +88,9 @@ def _scaled_ce(inputs: Inputs, function: Any, note: str, *tiles: int) -> Forward
     wants_entropy = inputs.case.wants_entropy or not inputs.case.score
 
     def rows(hidden: Tensor, ids: Tensor) -> Scored:
-        found = function.apply(hidden, inputs.weight, ids, TEMPERATURE, IGNORE, *tiles, wants_entropy)
+        found = function.apply(
+            hidden, inputs.weight, ids, TEMPERATURE, IGNORE, *tiles, wants_entropy
+        )
         nll, entropies = found if isinstance(found, tuple) else (found, None)
         return -nll, entropies
 
@@ -86,7 +102,9 @@ def jsd(inputs: Inputs) -> Forward:
     from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
 
     on_gpu, (_, beta) = inputs.hidden.is_cuda, inputs.distils
-    loss_fn = LigerFusedLinearJSDLoss(weight_hard_loss=0.0, weight_soft_loss=1.0, beta=beta, compiled=on_gpu)
+    loss_fn = LigerFusedLinearJSDLoss(
+        weight_hard_loss=0.0, weight_soft_loss=1.0, beta=beta, compiled=on_gpu
+    )
     return _mean(inputs, loss_fn, f"chunk_size={loss_fn.chunk_size}, compiled={on_gpu}")
 
 

@@ -17,10 +17,14 @@ def ours(inputs: Inputs, *, backend: str, engine: str = "auto", workspace: str =
     if case.score:
 
         def score() -> Scored:
-            scores = linear_logprob(inputs.hidden, _head(inputs), inputs.ids, entropy=case.wants_entropy, run=run)
+            scores = linear_logprob(
+                inputs.hidden, _head(inputs), inputs.ids, entropy=case.wants_entropy, run=run
+            )
             return scores.logps, scores.entropies
 
-        return from_logps(inputs, score, f"score, backend {run.backend}" if engine == "auto" else engine)
+        return from_logps(
+            inputs, score, f"score, backend {run.backend}" if engine == "auto" else engine
+        )
     loss_fn = GRPOLoss(
         epsilon=EPSILON,
         beta=case.beta,
@@ -40,7 +44,9 @@ def ours(inputs: Inputs, *, backend: str, engine: str = "auto", workspace: str =
             old_per_token_logps=inputs.old,
             ref_per_token_logps=inputs.ref,
         )
-        return Outcome(out.loss, out.per_token_logps, out.entropies, f"{out.engine}, backend {run.backend}")
+        return Outcome(
+            out.loss, out.per_token_logps, out.entropies, f"{out.engine}, backend {run.backend}"
+        )
 
     return forward
 

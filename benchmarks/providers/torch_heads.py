@@ -61,7 +61,9 @@ def _log_p(hidden: Tensor, weight: Tensor, softcap: float | None) -> Tensor:
     return torch.log_softmax(capped(linear(hidden, weight), softcap).float(), dim=-1)
 
 
-def _scores(hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float | None, wants_entropy: bool) -> Scored:
+def _scores(
+    hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float | None, wants_entropy: bool
+) -> Scored:
     """Log-probabilities (B, T) of hidden states (B, T, H); entropies (B, T), without gradient, where wanted."""
     log_p = _log_p(hidden, weight, softcap)
     fixed = log_p.detach()
@@ -106,13 +108,17 @@ def products(inputs: Inputs) -> Forward:
     ]
     hidden, weight = heads[0]
     if not hidden.is_cuda and hidden.dtype != torch.float32:
-        raise Absence("no one limit: the CPU library's 16-bit products round their results, and exact ones are fp32's")
+        raise Absence(
+            "no one limit: the CPU library's 16-bit products round their results, and exact ones are fp32's"
+        )
     logits = hidden.new_empty(len(hidden), case.v, dtype=torch.float32)
     _mm(hidden, weight.t(), logits)
     runs = [(states, head.t(), logits) for states, head in heads]
     if not case.score:
         graded = round(len(hidden) * case.top_entropy) if case.top_entropy < 1 else case.graded
-        d_logits = hidden.new_empty(graded, case.v)  # of realistic values: an easy operand would run at higher clocks
+        d_logits = hidden.new_empty(
+            graded, case.v
+        )  # of realistic values: an easy operand would run at higher clocks
         for source, target in zip(logits.split(SLICE), d_logits.split(SLICE), strict=False):
             target.copy_(torch.softmax(source[: len(target)], dim=1) / case.n)
         runs.append((d_logits, weight, hidden.new_empty(graded, case.h)))

@@ -29,7 +29,11 @@ def trl(inputs: Inputs) -> Forward:
 
         op, chunk = utils._ChunkedLogProbFunction, utils._CHUNKED_LOGPROB_CHUNK_SIZE
     except Exception as error:
-        op, chunk, note = _alone("chunked_logprob").ChunkedLogProbFunction, 32768, _without_the_trainer(error)
+        op, chunk, note = (
+            _alone("chunked_logprob").ChunkedLogProbFunction,
+            32768,
+            _without_the_trainer(error),
+        )
     outputs = OUTPUTS[:1] if case.score and not case.wants_entropy else OUTPUTS
 
     def rows(hidden: Tensor, ids: Tensor) -> Scored:
@@ -44,7 +48,9 @@ def divergence(inputs: Inputs) -> Forward:
     """The loss of its distillation trainer, or the function under it."""
     (teacher, beta), cap = inputs.distils, inputs.case.softcap
     try:
-        function = importlib.import_module("trl.trainer.distillation_trainer")._chunked_divergence_loss
+        function = importlib.import_module(
+            "trl.trainer.distillation_trainer"
+        )._chunked_divergence_loss
     except Exception as error:
         op, counted = _alone("chunked_divergence").ChunkedDivergenceFunction, inputs.mask.bool()
 

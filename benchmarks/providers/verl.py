@@ -19,7 +19,9 @@ from benchmarks.providers import Forward, Scored, empty_package, forgotten, from
 
 TEMPERATURE = 1.0
 APART = "verl_apart"  # stays in sys.modules, where verl does not
-SIBLINGS = {"linear_cross_entropy": ("kernels",)}  # what a file imports beside itself, not before it is called
+SIBLINGS = {
+    "linear_cross_entropy": ("kernels",)
+}  # what a file imports beside itself, not before it is called
 
 
 def verl_torch(inputs: Inputs) -> Forward:

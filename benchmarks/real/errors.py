@@ -34,7 +34,13 @@ class Exact:
     """In front of TRL's trainer: log-probabilities and entropies of all logits, in the model's precision."""
 
     def _get_per_token_logps_and_entropies(
-        self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, *_: Any, **__: Any
+        self,
+        model: Any,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        *_: Any,
+        **__: Any,
     ) -> Any:
         z = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
         log_probs = (z[:, -logits_to_keep - 1 : -1] / self.temperature).log_softmax(-1)
@@ -54,7 +60,9 @@ def cases() -> Iterator[tuple[str, dict[str, Any], str, list[str]]]:
             yield f"{name}, {precision}", options, precision, [STOCK, DEFAULTS]
 
 
-def trainer_of(folder: Path, options: dict[str, Any], variant: str, *mixins: type, lora: bool = False) -> Any:
+def trainer_of(
+    folder: Path, options: dict[str, Any], variant: str, *mixins: type, lora: bool = False
+) -> Any:
     """A trainer of the real run's configuration with TRL's `options`, of the model in `folder`."""
     torch.manual_seed(0)
     return step.trainer_of(
@@ -91,8 +99,13 @@ def generated(folder: Path) -> tuple[dict[str, Any], Tensor]:
     model = trainer.model.train()
     batch: dict[str, Any] = trainer._prepare_inputs(inputs)
     with torch.no_grad():
-        ids, mask = (torch.cat([batch[f"prompt_{x}"], batch[f"completion_{x}"]], dim=1) for x in ("ids", "mask"))
-        logps = trainer._get_per_token_logps_and_entropies(model, ids, mask, batch["completion_ids"].shape[1])[0]
+        ids, mask = (
+            torch.cat([batch[f"prompt_{x}"], batch[f"completion_{x}"]], dim=1)
+            for x in ("ids", "mask")
+        )
+        logps = trainer._get_per_token_logps_and_entropies(
+            model, ids, mask, batch["completion_ids"].shape[1]
+        )[0]
     return batch, logps
 
 
@@ -100,7 +113,9 @@ def disturbed(batch: dict[str, Any], logps: Tensor, draw: int) -> dict[str, Any]
     """`batch` with old and reference log-probabilities near `logps`."""
     generator = torch.Generator().manual_seed(draw)
     names = ("old_per_token_logps", "ref_per_token_logps")
-    return batch | {name: logps + DRIFT * torch.randn(logps.shape, generator=generator) for name in names}
+    return batch | {
+        name: logps + DRIFT * torch.randn(logps.shape, generator=generator) for name in names
+    }
 
 
 def measure(results: Results, folder: Path) -> None:
@@ -115,9 +130,16 @@ def measure(results: Results, folder: Path) -> None:
         with results.noting(*at):
             for i in range(DRAWS.get(precision, 1)):
                 drawn = disturbed(batch, logps, 1 + i)
-                exact = gradient(trainer_of(folder, options, STOCK, Exact, lora=lora), drawn, torch.float64, lora=lora)
+                exact = gradient(
+                    trainer_of(folder, options, STOCK, Exact, lora=lora),
+                    drawn,
+                    torch.float64,
+                    lora=lora,
+                )
                 for variant in variants:
-                    got = gradient(trainer_of(folder, options, variant, lora=lora), drawn, dtype, lora=lora)
+                    got = gradient(
+                        trainer_of(folder, options, variant, lora=lora), drawn, dtype, lora=lora
+                    )
                     found[variant].append(((got - exact).norm() / exact.norm()).item())
             results.merge(*at, status="ok", found=found, precision=precision)
         print(f"{name}: {results.at(*at)}", flush=True)

@@ -51,7 +51,9 @@ BATCHES = (
     Batch("prompt 256, with vLLM", 256, vllm=True),
     Batch("prompt 2,048, without vLLM", 2048),
     Batch("prompt 2,048, with vLLM", 2048, vllm=True),
-    Batch("the least", 256, longest=MEAN, equal=0.0),  # all completions equally long, no equal rewards
+    Batch(
+        "the least", 256, longest=MEAN, equal=0.0
+    ),  # all completions equally long, no equal rewards
 )
 
 

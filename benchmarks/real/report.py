@@ -18,7 +18,12 @@ from benchmarks.words import markdown, multiple, number, share, small, times, wi
 Run = dict[str, Any]
 EQUAL, REWARD, LENGTH = "frac_reward_zero_std", "reward", "completions/mean_length"
 LEARNING = slice(7)  # steps before the task is solved, in which few groups have equal rewards
-SHORT = {"generation": "generation", "scoring": "scoring", "loss": "forward and backward", "optimizer": "optimizer"}
+SHORT = {
+    "generation": "generation",
+    "scoring": "scoring",
+    "loss": "forward and backward",
+    "optimizer": "optimizer",
+}
 TASK = "SmolLM2-135M-Instruct, one-digit sums, groups of 8, all parameters, fp32, beta 0"
 
 
@@ -28,7 +33,9 @@ def trained(data: dict[str, Any]) -> dict[str, Run]:
 
 def named(data: dict[str, Any], name: str) -> list[Run]:
     """The trainings of one variant, by seed."""
-    return sorted((run for run in trained(data).values() if run["name"] == name), key=lambda run: run["seed"])
+    return sorted(
+        (run for run in trained(data).values() if run["name"] == name), key=lambda run: run["seed"]
+    )
 
 
 def seconds(run: Run, steps: slice, *phases: str) -> float:
@@ -50,7 +57,11 @@ def faster(data: dict[str, Any], run: Run, steps: slice, *phases: str) -> str:
 def gained(data: dict[str, Any], run: Run, *phases: str) -> str:
     """A cell for trainings of ours: the same over all steps and, in brackets, while the model learns."""
     steps = slice(len(run["steps"])), LEARNING
-    return "" if run["name"] == STOCK else "{} ({})".format(*(times(over(data, run, x, *phases)) for x in steps))
+    return (
+        ""
+        if run["name"] == STOCK
+        else "{} ({})".format(*(times(over(data, run, x, *phases)) for x in steps))
+    )
 
 
 def claim(data: dict[str, Any]) -> str:
@@ -59,7 +70,8 @@ def claim(data: dict[str, Any]) -> str:
     if not runs:
         return ""
     every, first = (
-        multiple(statistics.fmean(over(data, run, steps, "loss") for run in runs)) for steps in (slice(None), LEARNING)
+        multiple(statistics.fmean(over(data, run, steps, "loss") for run in runs))
+        for steps in (slice(None), LEARNING)
     )
     return (
         f"SmolLM2 learns sums, forward and backward {every} times as fast as stock TRL's on a CPU, "
@@ -84,7 +96,9 @@ def _trainings(data: dict[str, Any]) -> list[str]:
             "steps alike": f"{run['alike']} of {len(run['steps'])}" if "alike" in run else "",
             "largest difference": small(run["worst"][1]) if "worst" in run else "",
         })  # fmt: skip
-    about = f"CPU seconds of a step, the mean of all steps; in brackets of steps 1 to {LEARNING.stop}:"
+    about = (
+        f"CPU seconds of a step, the mean of all steps; in brackets of steps 1 to {LEARNING.stop}:"
+    )
     return [about, "", *markdown(rows)]
 
 

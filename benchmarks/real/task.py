@@ -16,7 +16,13 @@ def problems(pairs: list[tuple[int, int]]) -> Dataset:
     """Conversations that ask for the sum of each pair, and the answers."""
     system = {"role": "system", "content": "Answer with one number."}
     return Dataset.from_list(
-        [{"prompt": [system, {"role": "user", "content": f"Calculate {a} + {b}."}], "answer": a + b} for a, b in pairs]
+        [
+            {
+                "prompt": [system, {"role": "user", "content": f"Calculate {a} + {b}."}],
+                "answer": a + b,
+            }
+            for a, b in pairs
+        ]
     )
 
 
@@ -28,5 +34,7 @@ def training_problems(count: int, seed: int) -> Dataset:
 
 def is_right(completions: list[Any], answer: list[int], **_: Any) -> list[float]:
     """1 for each completion whose last number is the answer, else 0."""
-    found = [re.findall(r"-?\d+", x[-1]["content"] if isinstance(x, list) else x) for x in completions]
+    found = [
+        re.findall(r"-?\d+", x[-1]["content"] if isinstance(x, list) else x) for x in completions
+    ]
     return [float(x[-1:] == [str(want)]) for x, want in zip(found, answer, strict=True)]

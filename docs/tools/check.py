@@ -24,12 +24,19 @@ PUBLIC = (
     "grpo_kernels.presets",
     "grpo_kernels.rewards",
     "grpo_kernels.rollouts",
-    "grpo_kernels.integrations.liger",
-    "grpo_kernels.integrations.transformers",
-    "grpo_kernels.integrations.trl",
-    "grpo_kernels.integrations.verl",
+    "grpo_kernels.liger",
+    "grpo_kernels.transformers",
+    "grpo_kernels.trl",
+    "grpo_kernels.verl",
 )
-LOADED = {("img", "src"), ("script", "src"), ("link", "href"), ("source", "src"), ("iframe", "src"), ("object", "data")}
+LOADED = {
+    ("img", "src"),
+    ("script", "src"),
+    ("link", "href"),
+    ("source", "src"),
+    ("iframe", "src"),
+    ("object", "data"),
+}
 REMOTE_STYLE = re.compile(r"""(?:url\(|@import)\s*["']?(?:https?:)?//""")
 
 
@@ -39,7 +46,9 @@ class Page(HTMLParser):
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.anchors: set[str] = set()
-        self.links: list[tuple[str, str]] = []  # (what is led to, whether it is "loaded" or "linked")
+        self.links: list[
+            tuple[str, str]
+        ] = []  # (what is led to, whether it is "loaded" or "linked")
         self.classes: set[str] = set()
         self.feed(path.read_text())
 
@@ -68,7 +77,9 @@ def faults_of_page(path: Path, site: Path) -> list[str]:
     """What is wrong with the links of one page, a line each."""
     page, faults = page_at(path), []
     if "mermaid" in page.classes:
-        faults.append("has a mermaid diagram, for which browsers would load a script from elsewhere: draw an SVG")
+        faults.append(
+            "has a mermaid diagram, for which browsers would load a script from elsewhere: draw an SVG"
+        )
     for link, kind in page.links:
         target = urlsplit(link)
         if target.scheme or target.netloc:
@@ -80,7 +91,11 @@ def faults_of_page(path: Path, site: Path) -> list[str]:
             at /= "index.html"
         if not at.is_relative_to(site) or not at.is_file():
             faults.append(f"leads to {link}, which is not there")
-        elif target.fragment and at.suffix == ".html" and unquote(target.fragment) not in page_at(at).anchors:
+        elif (
+            target.fragment
+            and at.suffix == ".html"
+            and unquote(target.fragment) not in page_at(at).anchors
+        ):
             faults.append(f"leads to {link}, which has no such anchor")
     return [f"{path.relative_to(site)}: {fault}" for fault in faults]
 
@@ -97,7 +112,9 @@ def public_names(module: str) -> list[str]:
 
 def undocumented(site: Path) -> list[str]:
     """Public names without an entry in the API pages."""
-    documented = {anchor for path in (site / "api").glob("*.html") for anchor in page_at(path).anchors}
+    documented = {
+        anchor for path in (site / "api").glob("*.html") for anchor in page_at(path).anchors
+    }
     names = [name for module in PUBLIC for name in public_names(module)]
     return [f"api/: {name} is public and has no entry" for name in names if name not in documented]
 

@@ -21,12 +21,15 @@ from mkdocs.structure.pages import Page
 log = get_plugin_logger(__name__)
 
 ROOT = Path(__file__).parents[2]
-PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}  # of the repository: of the site
+PAGES = {
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+}  # of the repository: of the site
 LINK = re.compile(r"(?<!!)\[(?P<text>(?:[^\[\]]|\[[^\]]*\])+)\]\((?P<target>[^()\s]+)\)")
 # Not the names of objectives and presets, which are those of loss types, too, nor of modules, which are arguments' too.
 NAMES = {
     name.rpartition(".")[2]: name
-    for module in ("", ".advantages", ".integrations.transformers", ".integrations.trl", ".integrations.verl")
+    for module in ("", ".advantages", ".transformers", ".trl", ".verl")
     for name in public_names(f"grpo_kernels{module}")
     if name not in PUBLIC
 }
@@ -34,10 +37,14 @@ CODE = re.compile(rf"<code>({'|'.join(NAMES)})</code>(?!</a>)")
 ITEM = r'<li class="doc-section-item field-body">\s*<b><code>'
 # A group's name, which was taken for an argument; and several fields of a line, the last taken for types.
 GROUP = re.compile(ITEM + r"([A-Z]\w*(?: \w+)+)</code></b>\s*\u2013\s*<div[^>]*>\s*</div>\s*</li>")
-SEVERAL = re.compile(rf"({ITEM})((?:<[^>]*>)?\w+,(?:<[^>]*>)?)</code></b>\s*\(<code>(.*?)</code>\)", re.DOTALL)
+SEVERAL = re.compile(
+    rf"({ITEM})((?:<[^>]*>)?\w+,(?:<[^>]*>)?)</code></b>\s*\(<code>(.*?)</code>\)", re.DOTALL
+)
 TAG = re.compile(r"<[^>]*>")
 EXPONENT = re.compile(r"(<(?P<tag>pre|code)\b.*?</(?P=tag)>)|(?<=\de)-(?=\d)", re.DOTALL)
-PATH = re.compile(r"(?<=<code>)\w[\w/]*\.py(?=</code>)")  # may be broken after a slash or an underscore
+PATH = re.compile(
+    r"(?<=<code>)\w[\w/]*\.py(?=</code>)"
+)  # may be broken after a slash or an underscore
 BREAK = re.compile(r"[/_]")
 FIGURE = re.compile(r'<img [^>]*\bsrc="([^"]+)"[^>]*>')
 FENCE = re.compile(r"^(```.*?^```)", re.MULTILINE | re.DOTALL)
@@ -83,10 +90,14 @@ def _api(html: str) -> str:
     html = html.replace("::</p>", ":</p>")
     html = GROUP.sub(r'</ul><p class="doc-group">\1</p><ul>', html)
     html = SEVERAL.sub(together, html)
-    return CODE.sub(lambda code: f'<autoref identifier="{NAMES[code[1]]}" optional>{code[0]}</autoref>', html)
+    return CODE.sub(
+        lambda code: f'<autoref identifier="{NAMES[code[1]]}" optional>{code[0]}</autoref>', html
+    )
 
 
-def _rewritten(link: re.Match[str], source: Path, page: Page, config: MkDocsConfig, files: Files) -> str:
+def _rewritten(
+    link: re.Match[str], source: Path, page: Page, config: MkDocsConfig, files: Files
+) -> str:
     text, target = link["text"], link["target"]
     path, _, anchor = target.partition("#")
     if not path or ":" in path:

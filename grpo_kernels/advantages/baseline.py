@@ -31,7 +31,9 @@ def remax_advantages(
     """
     mask = checks.bool_mask(completion_mask)
     checks.expect_shape("baselines", baselines, mask.shape[:1], "(B,)")
-    checks.require_all(~baselines.isinf(), baselines, "baselines", "finite values, or NaN for an unscored row")
+    checks.require_all(
+        ~baselines.isinf(), baselines, "baselines", "finite values, or NaN for an unscored row"
+    )
     result = _rewards_to_go(rewards, mask) - widen(baselines)[:, None]
     dtype = torch.promote_types(checks.float_dtype(rewards), checks.float_dtype(baselines))
     return torch.where(mask, result.nan_to_num(nan=0.0), 0.0).to(dtype)
@@ -69,7 +71,9 @@ def optimal_token_baseline(
         "process_group", process_group, "optimal_token_baseline", handle_zero_tail=handle_zero_tail
     ) as values:
         if not isinstance(handle_zero_tail, bool):
-            raise TypeError(f"handle_zero_tail: expected a bool, got {type(handle_zero_tail).__name__}")
+            raise TypeError(
+                f"handle_zero_tail: expected a bool, got {type(handle_zero_tail).__name__}"
+            )
         mask = checks.bool_mask(completion_mask)
         to_go = _rewards_to_go(rewards, mask)
         logps = checks.counted_values("old_per_token_logps", old_per_token_logps, mask)
@@ -84,9 +88,14 @@ def optimal_token_baseline(
         if factor is not None:
             factor = checks.counted_values("importance_sampling_ratio", factor, mask).square()
         ids = stats.check_grouping(len(mask), num_generations, group_ids, mask.device, values)
-        values |= {"whether there is importance_sampling_ratio": factor is not None, "columns": Each(mask.shape[1])}
+        values |= {
+            "whether there is importance_sampling_ratio": factor is not None,
+            "columns": Each(mask.shape[1]),
+        }
     groups = stats.groups_of_samples(ids, num_generations, values, process_group)
-    others = (squares - torch.exp(2 * logps)).clamp(min=0.0)  # squared probabilities of the tokens not chosen
+    others = (squares - torch.exp(2 * logps)).clamp(
+        min=0.0
+    )  # squared probabilities of the tokens not chosen
     energy = torch.where(mask, torch.expm1(logps).square() + others, 0.0)
     if factor is not None:
         energy = energy * factor
@@ -113,7 +122,9 @@ def _rewards_to_go(rewards: Tensor, mask: Tensor) -> Tensor:
     else:
         checks.expect_shape("rewards", rewards, mask.shape[:1], "(B,)")
         per_token = torch.where(last_counted(mask), widen(rewards)[:, None], 0.0)
-    checks.require_all(~per_token.isinf(), per_token, "rewards", "finite values, or NaN for an unscored row")
+    checks.require_all(
+        ~per_token.isinf(), per_token, "rewards", "finite values, or NaN for an unscored row"
+    )
     unscored = per_token.isnan().any(dim=1, keepdim=True)
     return torch.where(unscored, stats.NAN, discounted_sums(per_token.nan_to_num(nan=0.0), 1.0))
 

@@ -38,7 +38,11 @@ def reward_table(
         weights = widen(_numbers("reward_weights", reward_weights)).to(table.device)
         expect_shape("reward_weights", weights, table.shape[1:], "(F,)")
         require_all(weights.isfinite(), weights, "reward_weights", "finite values")
-    values |= {"F of rewards": table.shape[1], "dtype of rewards": rewards.dtype, "reward_weights": weights}
+    values |= {
+        "F of rewards": table.shape[1],
+        "dtype of rewards": rewards.dtype,
+        "reward_weights": weights,
+    }
     return table, weights
 
 

@@ -41,7 +41,9 @@ def distillation_advantages(
     student = checks.counted_values("student_logps", student_logps, mask)
     bound = math.inf if clip is None else clip
     result = coefficient * (teacher - student).clamp(-bound, bound)
-    dtype = torch.promote_types(checks.float_dtype(teacher_logps), checks.float_dtype(student_logps))
+    dtype = torch.promote_types(
+        checks.float_dtype(teacher_logps), checks.float_dtype(student_logps)
+    )
     if advantages is not None:
         checks.real_tensor("advantages", advantages)
         if advantages.dim() == 1:

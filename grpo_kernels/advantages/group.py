@@ -65,7 +65,9 @@ def group_advantages(
         if scale == "batch":
             _, spread, _ = stats.moments(total, batch, correction)
         if scale == "mean":
-            spread = stats.group_sums(total.nan_to_num(nan=0.0), groups)[groups.of_row] / count.clamp(min=1)
+            spread = stats.group_sums(total.nan_to_num(nan=0.0), groups)[
+                groups.of_row
+            ] / count.clamp(min=1)
             result = torch.where(spread > 0, result, 0.0)
         if scale != "none":
             result = stats.divide(result, spread + epsilon)
@@ -138,7 +140,9 @@ def passk_advantages(
     total = stats.weighted_sum(table, weights)
     is_best = total == stats.group_extremes(total, groups, "max")[groups.of_row]
     best = stats.group_sums(is_best.to(total.dtype), groups)[groups.of_row]
-    second = stats.group_extremes(torch.where(is_best, stats.NAN, total), groups, "max")[groups.of_row]
+    second = stats.group_extremes(torch.where(is_best, stats.NAN, total), groups, "max")[
+        groups.of_row
+    ]
     result = torch.where(is_best & (best == 1) & second.isfinite(), total - second, 0.0)
     if scale == "group":
         _, spread, _ = stats.moments(total, groups, correction)

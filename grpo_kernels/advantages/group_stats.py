@@ -82,7 +82,9 @@ def weighted_sum(table: Tensor, weights: Tensor) -> Tensor:
     return torch.where(unscored, NAN, (table * weights).nansum(dim=1, keepdim=True))
 
 
-def summed_z_scores(table: Tensor, weights: Tensor, groups: Groups, correction: int, epsilon: float) -> Tensor:
+def summed_z_scores(
+    table: Tensor, weights: Tensor, groups: Groups, correction: int, epsilon: float
+) -> Tensor:
     """(N, F), weights (F,) -> (N, 1): the weighted sum of (x - mean) / (std + epsilon), NaN for an unscored row."""
     centred, std, _ = moments(table, groups, correction)
     return weighted_sum(divide(centred, std + epsilon), weights)
@@ -95,7 +97,10 @@ def one_group(rows: int, device: torch.device, process_group: ProcessGroup | Non
 
 def describe_grouping(rows: int, num_generations: Any, group_ids: Any) -> dict[str, Any]:
     """Return the number of rows and the form of their groups, if they have any, for the ranks to compare."""
-    forms = {"num_generations": num_generations, "whether there are group_ids": group_ids is not None}
+    forms = {
+        "num_generations": num_generations,
+        "whether there are group_ids": group_ids is not None,
+    }
     return {"rows": Each(rows), **forms}
 
 
@@ -119,7 +124,11 @@ def check_grouping(
         got = "neither" if group_ids is None else "both"
         raise ValueError(f"num_generations, group_ids: expected exactly one of the two, got {got}")
     if group_ids is not None:
-        ids = torch.as_tensor(group_ids, device=device) if rows else torch.zeros(0, dtype=torch.int64, device=device)
+        ids = (
+            torch.as_tensor(group_ids, device=device)
+            if rows
+            else torch.zeros(0, dtype=torch.int64, device=device)
+        )
         if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
             raise TypeError(f"group_ids: expected integers, got {ids.dtype}")
         checks.expect_shape("group_ids", ids, (rows,), "(B,)")
@@ -128,14 +137,21 @@ def check_grouping(
         raise TypeError(f"num_generations: expected an int, got {type(num_generations).__name__}")
     if num_generations < fewest:
         reason = (
-            " completions of a prompt: alone each has advantage 0, and nothing trains" if num_generations == 1 else ""
+            " completions of a prompt: alone each has advantage 0, and nothing trains"
+            if num_generations == 1
+            else ""
         )
-        raise ValueError(f"num_generations: expected at least {fewest}{reason}, got {num_generations}")
+        raise ValueError(
+            f"num_generations: expected at least {fewest}{reason}, got {num_generations}"
+        )
     return torch.arange(rows, device=device)
 
 
 def groups_of_samples(
-    ids: Tensor, num_generations: int | None, values: Mapping[str, Any], process_group: ProcessGroup | None
+    ids: Tensor,
+    num_generations: int | None,
+    values: Mapping[str, Any],
+    process_group: ProcessGroup | None,
 ) -> Groups:
     """Return the groups of all ranks from the `ids` of `check_grouping`, after the ranks have agreed on `values`.
 
@@ -145,12 +161,18 @@ def groups_of_samples(
         ValueError: on all ranks: the rows are not a multiple of ``num_generations``.
     """
     rows, rows_by_rank = len(ids), values["rows"]  # which `check_same` made a list
-    start = 0 if process_group is None else sum(rows_by_rank[: torch.distributed.get_rank(process_group)])
+    start = (
+        0
+        if process_group is None
+        else sum(rows_by_rank[: torch.distributed.get_rank(process_group)])
+    )
     if num_generations is None:
         all_ids = ids if process_group is None else gather_uneven(ids, rows_by_rank, process_group)
         unique, index = all_ids.unique(return_inverse=True)
         return Groups(index[start : start + rows], len(unique), process_group)
     total = sum(rows_by_rank)
     if total % num_generations:
-        raise ValueError(f"num_generations: expected a divisor of the {total} rewards, got {num_generations}")
+        raise ValueError(
+            f"num_generations: expected a divisor of the {total} rewards, got {num_generations}"
+        )
     return Groups((start + ids) // num_generations, total // num_generations, process_group)

@@ -40,18 +40,24 @@ def process_advantages(
     Groups as in ``group_advantages``. Source: https://arxiv.org/abs/2402.03300 (section 4.1.3)
     Raises ValueError for infinite rewards, ends out of range and shapes that disagree.
     """
-    with check_same("process_group", process_group, "process_advantages", std=std, epsilon=epsilon) as values:
+    with check_same(
+        "process_group", process_group, "process_advantages", std=std, epsilon=epsilon
+    ) as values:
         correction = checks.std_correction(std)
         checks.in_interval("epsilon", epsilon)
         table, ends = _step_table(step_rewards, step_ends)
         batch_size, steps = table.shape
         mask = _process_mask(completion_mask, length, batch_size, table.device)
         x = widen(table)
-        checks.require_all(~x.isinf(), x, "step_rewards", "finite values, or NaN for an unscored step")
+        checks.require_all(
+            ~x.isinf(), x, "step_rewards", "finite values, or NaN for an unscored step"
+        )
         in_range = x.isnan() | ((ends >= 0) & (ends < mask.shape[1]))
         checks.require_all(in_range, ends, "step_ends", f"indices in [0, T) = [0, {mask.shape[1]})")
         values |= {"dtype of step_rewards": table.dtype}
-        ids = stats.check_grouping(batch_size, num_generations, group_ids, x.device, values, fewest=1)
+        ids = stats.check_grouping(
+            batch_size, num_generations, group_ids, x.device, values, fewest=1
+        )
     groups = stats.groups_of_samples(ids, num_generations, values, process_group)
     by_step = groups._replace(of_row=groups.of_row.repeat_interleave(steps))
     centred, spread, _ = stats.moments(x.reshape(-1, 1), by_step, correction)
@@ -62,7 +68,9 @@ def process_advantages(
     return torch.where(mask, discounted_sums(at_ends, 1.0), 0.0).to(checks.float_dtype(table))
 
 
-def _process_mask(completion_mask: Tensor | None, length: int | None, rows: int, device: torch.device) -> Tensor:
+def _process_mask(
+    completion_mask: Tensor | None, length: int | None, rows: int, device: torch.device
+) -> Tensor:
     """Mask (B, T) bool, from `completion_mask` or `length`; exactly one is given."""
     if (completion_mask is None) == (length is None):
         got = "neither" if length is None else "both"
@@ -79,7 +87,8 @@ def _process_mask(completion_mask: Tensor | None, length: int | None, rows: int,
 
 
 def _step_table(
-    step_rewards: Tensor | Sequence[Sequence[float | None]], step_ends: Tensor | Sequence[Sequence[int]]
+    step_rewards: Tensor | Sequence[Sequence[float | None]],
+    step_ends: Tensor | Sequence[Sequence[int]],
 ) -> tuple[Tensor, Tensor]:
     """Rewards and ends as (B, S) tensors; ragged lists are padded with NaN and -1."""
     if not isinstance(step_rewards, Tensor):
@@ -87,7 +96,9 @@ def _step_table(
         if not isinstance(step_ends, Tensor):
             wanted, got = [len(row) for row in rows], [len(row) for row in step_ends]
             if wanted != got:
-                raise ValueError(f"step_ends: expected as many ends as step_rewards, {wanted} by row, got {got}")
+                raise ValueError(
+                    f"step_ends: expected as many ends as step_rewards, {wanted} by row, got {got}"
+                )
         step_rewards = _padded(rows, stats.NAN, torch.float32)
     if not isinstance(step_ends, Tensor):
         step_ends = _padded(step_ends, -1, torch.int64)
@@ -102,4 +113,6 @@ def _step_table(
 
 def _padded(rows: Sequence[Sequence[float]], fill: float, dtype: torch.dtype) -> Tensor:
     width = max(map(len, rows), default=0)
-    return torch.tensor([[*row, *[fill] * (width - len(row))] for row in rows], dtype=dtype).view(len(rows), width)
+    return torch.tensor([[*row, *[fill] * (width - len(row))] for row in rows], dtype=dtype).view(
+        len(rows), width
+    )

@@ -49,7 +49,9 @@ def _bound(threshold: float | Tensor, total: Tensor) -> Tensor:
     """Check `threshold` and expand it to `total` (B,), the rewards; infinity accepts all scored rows, or none."""
     if not isinstance(threshold, Tensor):
         if isinstance(threshold, bool) or not isinstance(threshold, (int, float)):
-            raise TypeError(f"threshold: expected a number or a tensor, got {type(threshold).__name__}")
+            raise TypeError(
+                f"threshold: expected a number or a tensor, got {type(threshold).__name__}"
+            )
         if math.isnan(threshold):
             raise ValueError("threshold: expected a number other than NaN, got nan")
         return total.new_full(total.shape, threshold)

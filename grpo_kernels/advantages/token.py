@@ -102,17 +102,25 @@ def reinforce_plus_plus(
         checks.expect_shape("rewards", rewards, (len(mask), *rewards.shape[1:]), "(B,) or (B, F)")
         total = stats.weighted_sum(table, weights)
         scored = mask & ~total.isnan()
-        penalty = 0.0 if per_token_kl is None else beta * checks.counted_values("per_token_kl", per_token_kl, scored)
+        penalty = (
+            0.0
+            if per_token_kl is None
+            else beta * checks.counted_values("per_token_kl", per_token_kl, scored)
+        )
         if num_generations is None and group_ids is None:
             values |= stats.describe_grouping(len(table), None, None)
         else:
             ids = stats.check_grouping(len(table), num_generations, group_ids, table.device, values)
     if ids is not None:
-        total, _, _ = stats.moments(total, stats.groups_of_samples(ids, num_generations, values, process_group), 0)
+        total, _, _ = stats.moments(
+            total, stats.groups_of_samples(ids, num_generations, values, process_group), 0
+        )
     x = torch.where(last_counted(scored), total, 0.0) - penalty
     order, _ = counted_first(scored)
     returns = torch.zeros_like(x).scatter(1, order, discounted_sums(x.gather(1, order), gamma))
-    return _whitened(returns, scored, process_group, epsilon=epsilon).to(checks.float_dtype(rewards))
+    return _whitened(returns, scored, process_group, epsilon=epsilon).to(
+        checks.float_dtype(rewards)
+    )
 
 
 @torch.no_grad()
@@ -160,14 +168,21 @@ def whiten(
 
     ``shift_mean=False`` divides only. Equal numbers give exactly 0 (with ``shift_mean``).
     """
-    options = {"shift_mean": shift_mean, "std": std, "epsilon": epsilon, "dtype of x": getattr(x, "dtype", None)}
+    options = {
+        "shift_mean": shift_mean,
+        "std": std,
+        "epsilon": epsilon,
+        "dtype of x": getattr(x, "dtype", None),
+    }
     with check_same("process_group", process_group, "whiten", **options):
         correction = checks.std_correction(std)
         checks.in_interval("epsilon", epsilon)
         mask = checks.bool_mask(completion_mask)
         checks.expect_shape("x", x, mask.shape, "(B, T)")
         counted = checks.counted_values("x", x, mask)
-    result = _whitened(counted, mask, process_group, correction=correction, epsilon=epsilon, shift_mean=shift_mean)
+    result = _whitened(
+        counted, mask, process_group, correction=correction, epsilon=epsilon, shift_mean=shift_mean
+    )
     return result.to(checks.float_dtype(x))
 
 
@@ -182,7 +197,9 @@ def _whitened(
 ) -> Tensor:
     """`whiten` without its checks, in the dtype of `x`."""
     flat = torch.where(mask, x, stats.NAN).reshape(-1, 1)
-    centred, spread, _ = stats.moments(flat, stats.one_group(len(flat), x.device, process_group), correction)
+    centred, spread, _ = stats.moments(
+        flat, stats.one_group(len(flat), x.device, process_group), correction
+    )
     result = stats.divide(centred if shift_mean else flat, spread + epsilon).view(mask.shape)
     return torch.where(mask, result, 0.0)
 

@@ -31,7 +31,9 @@ def check_backend(name: object) -> None:
         raise ValueError(f"backend: expected one of {', '.join(NAMES)}, got {name!r}")
 
 
-def choose_backend(name: str, device: torch.device, dtype: torch.dtype = torch.float32) -> tuple[RowBackend, str]:
+def choose_backend(
+    name: str, device: torch.device, dtype: torch.dtype = torch.float32
+) -> tuple[RowBackend, str]:
     """Return the row backend for logits of `dtype` on `device`, and the reason for the choice, in words.
 
     The first choice of the CPU's kernels in a process may compile them, once.
@@ -46,7 +48,9 @@ def choose_backend(name: str, device: torch.device, dtype: torch.dtype = torch.f
     return _loaded(chosen), reason
 
 
-def name_backend(name: str, device: torch.device, dtype: torch.dtype = torch.float32) -> tuple[str, str]:
+def name_backend(
+    name: str, device: torch.device, dtype: torch.dtype = torch.float32
+) -> tuple[str, str]:
     """Do as `choose_backend`, but return the backend's name, one of `BACKENDS`, and the reason."""
     check_backend(name)
     if name != "auto":
@@ -72,4 +76,12 @@ def _loaded(name: str) -> RowBackend:
     return _backend(name).load()
 
 
-__all__ = ["BACKENDS", "LogitTransform", "RowBackend", "RowStats", "check_backend", "choose_backend", "name_backend"]
+__all__ = [
+    "BACKENDS",
+    "LogitTransform",
+    "RowBackend",
+    "RowStats",
+    "check_backend",
+    "choose_backend",
+    "name_backend",
+]

@@ -142,17 +142,29 @@ class RowStats:
             none, flags = like.new_empty(0, dtype=dtype), like.new_empty(0, dtype=torch.bool)
             empty = {name: flags if name == "is_top1" else none for name in extras}
             diverged = DivergenceStats(none, none, none, none) if divergence else None
-            return RowStats(none, none, none, none if entropy else None, empty, dict.fromkeys(terms, none), diverged)
+            return RowStats(
+                none,
+                none,
+                none,
+                none if entropy else None,
+                empty,
+                dict.fromkeys(terms, none),
+                diverged,
+            )
         if len(chunks) == 1:
             return chunks[0]
         return RowStats(
             torch.cat([chunk.logps for chunk in chunks]),
             torch.cat([chunk.max_logit for chunk in chunks]),
             torch.cat([chunk.log_sum for chunk in chunks]),
-            torch.cat([chunk.entropies for chunk in chunks if chunk.entropies is not None]) if entropy else None,
+            torch.cat([chunk.entropies for chunk in chunks if chunk.entropies is not None])
+            if entropy
+            else None,
             {name: torch.cat([chunk.extras[name] for chunk in chunks]) for name in extras},
             {name: torch.cat([chunk.terms[name] for chunk in chunks]) for name in terms},
-            DivergenceStats.concatenate([chunk.divergence for chunk in chunks if chunk.divergence is not None]),
+            DivergenceStats.concatenate(
+                [chunk.divergence for chunk in chunks if chunk.divergence is not None]
+            ),
         )
 
 
@@ -256,7 +268,13 @@ class DotRowBackend(RowBackend, Protocol):
     """Backend that can also do the projection, without logits in memory."""
 
     def score_dot(
-        self, hidden: Tensor, weight: Tensor, ids: Tensor, transform: LogitTransform, *, entropy: bool
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        ids: Tensor,
+        transform: LogitTransform,
+        *,
+        entropy: bool,
     ) -> RowStats:
         """`stats` of ``hidden @ weight.T``, (n, H) and (V, H) of one dtype, not float64; accumulated in fp32."""
         ...

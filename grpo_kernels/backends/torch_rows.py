@@ -84,7 +84,10 @@ class TorchRows:
         n, vocab = logits.shape
         names = ["logps", "max_logit", "log_sum", *(["entropies"] if entropy else [])]
         out = {name: logits.new_empty(n) for name in names}
-        more = {name: logits.new_empty(n, dtype=torch.bool if name == "is_top1" else None) for name in extras}
+        more = {
+            name: logits.new_empty(n, dtype=torch.bool if name == "is_top1" else None)
+            for name in extras
+        }
         scratch = logits.new_empty(2, _block_rows(n, vocab), vocab)
         for block in _blocks(n, vocab):
             shifted, exps = scratch[:, : block.stop - block.start]
@@ -107,7 +110,9 @@ class TorchRows:
             block_stats = replace(take(stats, block), divergence=take(normalisers, block))
             terms, k = _terms(chunk.logits[block], chunk.teacher, block, block_stats)
             value[block], sum_k[block] = terms.sum(dim=1), k.sum(dim=1)
-        odd = _offset(stats, normalisers) * 0.0  # NaN where a row of the teacher has no finite logit, or NaN
+        odd = (
+            _offset(stats, normalisers) * 0.0
+        )  # NaN where a row of the teacher has no finite logit, or NaN
         return value + odd, sum_k + odd
 
     def grad(
@@ -151,7 +156,13 @@ class TorchRows:
         torch.mul(x, factor, out=out)
 
     def _grad_with_teacher(
-        self, chunk: Chunk, stats: RowStats, d_logp: Tensor, d_entropy: Tensor | None, d_divergence: Tensor, out: Tensor
+        self,
+        chunk: Chunk,
+        stats: RowStats,
+        d_logp: Tensor,
+        d_entropy: Tensor | None,
+        d_divergence: Tensor,
+        out: Tensor,
     ) -> None:
         """Do `grad` a few rows at a time, and add the divergence's part."""
         assert chunk.teacher is not None
@@ -161,7 +172,9 @@ class TorchRows:
             z, block_stats = logits[block], take(stats, block)
             assert block_stats.divergence is not None
             more = _terms(z, chunk.teacher, block, block_stats)[1]
-            p = torch.exp(z - block_stats.max_logit[:, None]).mul_(torch.exp(-block_stats.log_sum)[:, None])
+            p = torch.exp(z - block_stats.max_logit[:, None]).mul_(
+                torch.exp(-block_stats.log_sum)[:, None]
+            )
             more.sub_(p.mul_(block_stats.divergence.sum_k[:, None])).mul_(d_divergence[block, None])
             rows_inv_t = inv_t[block] if isinstance(inv_t, Tensor) else inv_t
             factor = transform.scale * rows_inv_t
@@ -170,7 +183,13 @@ class TorchRows:
             more.mul_(factor)
             plain = replace(chunk, logits=z, ids=chunk.ids[block], teacher=None)
             plain = replace(plain, transform=replace(transform, inv_temperature=rows_inv_t))
-            self.grad(plain, block_stats, d_logp[block], None if d_entropy is None else d_entropy[block], z)
+            self.grad(
+                plain,
+                block_stats,
+                d_logp[block],
+                None if d_entropy is None else d_entropy[block],
+                z,
+            )
             z.add_(more)
         if out is not logits:
             out.copy_(logits)
@@ -186,10 +205,18 @@ def _terms(z: Tensor, teacher: Teacher, block: slice, stats: RowStats) -> tuple[
     y, divergence = teacher.logits[block], stats.divergence
     assert divergence is not None
     d = z - y
-    d = torch.where(torch.isnan(d), 0.0, d - _offset(stats, divergence)[:, None])  # p = q = 0; else the offset is NaN
+    d = torch.where(
+        torch.isnan(d), 0.0, d - _offset(stats, divergence)[:, None]
+    )  # p = q = 0; else the offset is NaN
     ahead = d >= 0.0
-    lead = torch.where(ahead, z - stats.max_logit[:, None], y - divergence.max_logit[:, None]).exp_()
-    lead.mul_(torch.where(ahead, torch.exp(-stats.log_sum)[:, None], torch.exp(-divergence.log_sum)[:, None]))
+    lead = torch.where(
+        ahead, z - stats.max_logit[:, None], y - divergence.max_logit[:, None]
+    ).exp_()
+    lead.mul_(
+        torch.where(
+            ahead, torch.exp(-stats.log_sum)[:, None], torch.exp(-divergence.log_sum)[:, None]
+        )
+    )
     return terms_of(teacher.jsd_beta)(d, lead, teacher.jsd_beta)
 
 
@@ -209,19 +236,25 @@ def _block_stats(
     rest = exps.scatter_(1, argmax, 0.0).sum(dim=1, keepdim=True)  # all but the largest, which is 1
     is_inf = top == torch.inf  # the others' probability is 0, also if several are inf
     rest = rest.masked_fill_(is_inf, 0.0)
-    others = torch.where(is_argmax, rest, 1.0 + (rest - exp_target))  # all but the target; >= 1, so nothing cancels
+    others = torch.where(
+        is_argmax, rest, 1.0 + (rest - exp_target)
+    )  # all but the target; >= 1, so nothing cancels
     log_sum = torch.log1p(rest)
     margin = others.log() + (top - target)
     out["logps"].copy_(-torch.logaddexp(torch.zeros_like(margin), margin)[:, 0])
     out["max_logit"].copy_(top[:, 0])
     out["log_sum"].copy_(log_sum[:, 0])
     if "log_sum_sq_probs" in extras:
-        squares = torch.linalg.vector_norm(exps, dim=1, keepdim=True).square().masked_fill_(is_inf, 0.0)
+        squares = (
+            torch.linalg.vector_norm(exps, dim=1, keepdim=True).square().masked_fill_(is_inf, 0.0)
+        )
         extras["log_sum_sq_probs"].copy_((squares.log1p() - 2 * log_sum)[:, 0])
     if "mean_logits" in extras:
         extras["mean_logits"].copy_(z.mean(dim=1))
     if "is_top1" in extras:  # of equal logits the one with the lowest id counts as the largest
-        extras["is_top1"].copy_((is_argmax & ~log_sum.isnan())[:, 0])  # False where there is no largest
+        extras["is_top1"].copy_(
+            (is_argmax & ~log_sum.isnan())[:, 0]
+        )  # False where there is no largest
     if "entropies" in out:
         mean_shifted = exps.mul_(shifted.clamp_(min=LOWEST)).sum(dim=1, keepdim=True) / (1 + rest)
         out["entropies"].copy_((log_sum - mean_shifted)[:, 0])
@@ -250,7 +283,9 @@ def _block_grad_(
         assert stats.entropies is not None
         entropies = stats.entropies[:, None]
         torch.exp(z, out=exps)
-        z.clamp_(min=LOWEST).add_(entropies - log_sum).mul_(-d_entropy).sub_(d_logp).mul_(exps.mul_(inv_sum))
+        z.clamp_(min=LOWEST).add_(entropies - log_sum).mul_(-d_entropy).sub_(d_logp).mul_(
+            exps.mul_(inv_sum)
+        )
         target = target - d_entropy * torch.exp(logps) * (logps.clamp_min(LOWEST) + entropies)
     here = (columns >= 0) & (columns < z.shape[1])
     columns = torch.where(here, columns, 0)

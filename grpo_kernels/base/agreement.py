@@ -40,7 +40,9 @@ class Each(int):
 
 
 @contextmanager
-def check_same(argument: str, group: ProcessGroup | None, call: str, /, **values: Any) -> Iterator[dict[str, Any]]:
+def check_same(
+    argument: str, group: ProcessGroup | None, call: str, /, **values: Any
+) -> Iterator[dict[str, Any]]:
     """Check that all ranks of `group` make the same call. The block holds all code that may raise on one rank alone.
 
         with check_same("process_group", group, "f", scale=scale) as values:
@@ -73,7 +75,13 @@ def check_same(argument: str, group: ProcessGroup | None, call: str, /, **values
         tensors = {name: x for name, x in values.items() if isinstance(x, Tensor)}
         plain = {name: x for name, x in values.items() if name not in tensors}
         kinds = {name: x.is_floating_point() for name, x in tensors.items()}
-        numbers = [*called, _number([*plain]), _number(kinds), *_packed(""), *map(_number, plain.values())]
+        numbers = [
+            *called,
+            _number([*plain]),
+            _number(kinds),
+            *_packed(""),
+            *map(_number, plain.values()),
+        ]
         sent = _filled(numbers, [x.to(device) for x in _digests(tensors.values())], device)
     except Exception as error:
         refusal = _packed(f"{type(error).__name__}: {error}")
@@ -115,7 +123,10 @@ def _mismatch(
     calls, before, names, kinds = table[:, :_HEADER].T.tolist()
     if others := _others(calls, rank):
         return f"{expected} {call} here, on rank {rank}, and another call on {_ranks(others)}"
-    refusals = [_TEXT.pack(*x).rstrip(b"\0").decode(errors="ignore") for x in table[:, _HEADER:_START].tolist()]
+    refusals = [
+        _TEXT.pack(*x).rstrip(b"\0").decode(errors="ignore")
+        for x in table[:, _HEADER:_START].tolist()
+    ]
     for other, refusal in enumerate(refusals):
         if refusal:
             return f"rank {other} refuses the call of {call}: {refusal}"
@@ -136,7 +147,9 @@ def _mismatch(
             return f"{expected} other tensors of {call} on {_ranks(others)} than on rank {rank}"
         for name, every in _compared(tensors, columns[len(plain) :]):
             if others := _others(every, rank):
-                differences.append(f"{name} with other numbers on {_ranks(others)} than on rank {rank}")
+                differences.append(
+                    f"{name} with other numbers on {_ranks(others)} than on rank {rank}"
+                )
     more = f"; and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
     return f"{expected} {'; '.join(differences[:SHOWN])}{more}" if differences else None
 
@@ -189,11 +202,17 @@ def _sketches(x: Tensor) -> Tensor:
     """
     places = torch.arange(1, x.shape[1] + 1, device=x.device)
     finite = torch.isfinite(x)
-    kinds = torch.where(torch.isnan(x), 1, torch.where(x > 0, 2, 3))  # of numbers that are not finite
+    kinds = torch.where(
+        torch.isnan(x), 1, torch.where(x > 0, 2, 3)
+    )  # of numbers that are not finite
     values = torch.where(finite, x, 0.0).double()
-    weights = 0.5 + (places * 40503 % 65536).double() / 65536  # Fibonacci hashing: no two neighbours weigh alike
+    weights = (
+        0.5 + (places * 40503 % 65536).double() / 65536
+    )  # Fibonacci hashing: no two neighbours weigh alike
     sums = torch.stack([(values * weights).sum(dim=1), values.abs().sum(dim=1)]).view(torch.int64)
-    zeros, others = ((places * flags).sum(dim=1) for flags in (x == 0, torch.where(finite, 0, kinds)))
+    zeros, others = (
+        (places * flags).sum(dim=1) for flags in (x == 0, torch.where(finite, 0, kinds))
+    )
     return torch.stack([sums[0], zeros, others, sums[1]], dim=1)
 
 

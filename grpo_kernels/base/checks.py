@@ -22,8 +22,13 @@ HIGHEST_MEAN_LOG_RATIO = math.log(20)  # over a batch's tokens
 
 # Names of other trainers (verl, OpenRLHF, Liger, TRL's PPO) for options of ours.
 _ELSEWHERE = {
-    **dict.fromkeys(("clip_eps", "clip_ratio", "clip_range", "cliprange", "eps", "eps_clip", "epsilon_low"), "epsilon"),
-    **dict.fromkeys(("clip_ratio_high", "eps_clip_high", "eps_high", "clip_eps_high"), "epsilon_high"),
+    **dict.fromkeys(
+        ("clip_eps", "clip_ratio", "clip_range", "cliprange", "eps", "eps_clip", "epsilon_low"),
+        "epsilon",
+    ),
+    **dict.fromkeys(
+        ("clip_ratio_high", "eps_clip_high", "eps_high", "clip_eps_high"), "epsilon_high"
+    ),
     **dict.fromkeys(("kl_coef", "kl_beta", "kl_loss_coef"), "beta"),
     **dict.fromkeys(("entropy_coeff", "entropy_bonus"), "entropy_coef"),
 }
@@ -46,7 +51,9 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
         return f"; did you mean {_ELSEWHERE[name]}?"
     name = name.replace("log_prob", "logp").replace("logprob", "logp")
     parts = {*name.split("_")}
-    longer = [x for x in candidates if parts <= {*x.split("_")}]  # such as old_per_token_logps for old_logps
+    longer = [
+        x for x in candidates if parts <= {*x.split("_")}
+    ]  # such as old_per_token_logps for old_logps
     near = longer if len(parts) > 1 else []
     near = near or difflib.get_close_matches(name, candidates, n=1)
     near = near or [x for x in candidates if x.endswith(f"_{name}")] or longer
@@ -78,7 +85,9 @@ def check_tensor(name: str, x: Any, *, like: Tensor | None = None, floating: boo
             "parallel): pass Head(weight, process_group=...), the group over which it is"
         )
     if floating and x.dtype not in FLOATING:
-        raise TypeError(f"{name}: expected a floating-point tensor of 16, 32 or 64 bits, got {x.dtype}")
+        raise TypeError(
+            f"{name}: expected a floating-point tensor of 16, 32 or 64 bits, got {x.dtype}"
+        )
     if x.is_complex() or x.is_quantized or x.is_nested or x.layout is not torch.strided:
         raise TypeError(f"{name}: expected a dense real tensor, got {x.dtype}, {x.layout}")
     if x.device.type == "meta":
@@ -94,7 +103,9 @@ def check_shape(name: str, x: Tensor, *shapes: tuple[str, tuple[int, ...]]) -> N
         raise ValueError(f"{name}: expected shape {wanted}, got {tuple(x.shape)}")
 
 
-def check_head(hidden: Any, weight: Any, bias: Any, *, ranks: tuple[int, ...] | None = None) -> None:
+def check_head(
+    hidden: Any, weight: Any, bias: Any, *, ranks: tuple[int, ...] | None = None
+) -> None:
     """Raise unless hidden states (..., H), weight (V, H) and bias (V,) fit each other.
 
     `ranks`: allowed values of `hidden.dim()`; None: any from 2 up.
@@ -104,7 +115,9 @@ def check_head(hidden: Any, weight: Any, bias: Any, *, ranks: tuple[int, ...] | 
         wanted = " or ".join({2: "(N, H) with cu_seqlens", 3: "(B, T, H)"}[rank] for rank in ranks)
         raise ValueError(f"hidden: expected shape {wanted}, got {tuple(hidden.shape)}")
     if hidden.dim() < 2:
-        raise ValueError(f"hidden: expected shape (..., H) of at least two dimensions, got {tuple(hidden.shape)}")
+        raise ValueError(
+            f"hidden: expected shape (..., H) of at least two dimensions, got {tuple(hidden.shape)}"
+        )
     check_tensor("weight", weight, like=hidden, floating=True)
     if weight.numel() == 0:
         raise ValueError(
@@ -117,7 +130,11 @@ def check_head(hidden: Any, weight: Any, bias: Any, *, ranks: tuple[int, ...] | 
         swapped = weight.dim() == 2 and weight.shape[0] == hidden.shape[-1]
         raise ValueError(
             f"weight: expected shape (V, H) with H = {hidden.shape[-1]} as in hidden, got {tuple(weight.shape)}"
-            + ("; it looks transposed, or hidden like logits: pass the hidden states before lm_head" if swapped else "")
+            + (
+                "; it looks transposed, or hidden like logits: pass the hidden states before lm_head"
+                if swapped
+                else ""
+            )
         )
     if bias is not None:
         check_tensor("bias", bias, like=hidden, floating=True)
@@ -134,7 +151,9 @@ def first_rows(name: str, x: Any, weight: Tensor, count: int) -> Any:
         return x
     rows = weight.shape[0]
     if x.shape[:1] != (rows,):
-        raise ValueError(f"{name}: expected a row for each of the {rows} of weight, got shape {tuple(x.shape)}")
+        raise ValueError(
+            f"{name}: expected a row for each of the {rows} of weight, got shape {tuple(x.shape)}"
+        )
     return x[:count]
 
 
@@ -155,7 +174,9 @@ def check_ids(name: str, ids: Any, hidden: Tensor) -> None:
         raise TypeError(f"{name}: expected integer ids, got {ids.dtype}")
     shape, got = tuple(hidden.shape[:-1]), tuple(ids.shape)
     if shape != got:
-        raise ValueError(f"{name}: expected shape hidden.shape[:-1] = {shape}, got {got}{_shift(shape, got)}")
+        raise ValueError(
+            f"{name}: expected shape hidden.shape[:-1] = {shape}, got {got}{_shift(shape, got)}"
+        )
 
 
 def _shift(hidden: tuple[int, ...], ids: tuple[int, ...]) -> str:
@@ -201,7 +222,9 @@ def check_counted_ids(name: str, ids: Tensor, vocab: int) -> Tensor | None:
         return outside
     if bool(outside.any()):
         bad = ids[outside][0].item()
-        raise ValueError(f"{name}: expected ids in [0, V) = [0, {vocab}) where the mask counts, got {bad}")
+        raise ValueError(
+            f"{name}: expected ids in [0, V) = [0, {vocab}) where the mask counts, got {bad}"
+        )
     return None
 
 
@@ -253,7 +276,9 @@ def check_budget(workspace_bytes: Any) -> None:
 def check_gather(gather: Any) -> None:
     """Raise TypeError unless `gather` is a function or None: it is called in the backward only."""
     if gather is not None and not callable(gather):
-        raise TypeError(f"gather: expected a function that makes a context, got {type(gather).__name__}")
+        raise TypeError(
+            f"gather: expected a function that makes a context, got {type(gather).__name__}"
+        )
 
 
 def is_dtensor(x: Any) -> bool:
@@ -282,7 +307,9 @@ def check_fake(
     """
     for name, x in refused.items():
         if x is not None:
-            raise ValueError(f"{name}: expected None with fake tensors, which have no data, got one")
+            raise ValueError(
+                f"{name}: expected None with fake tensors, which have no data, got one"
+            )
     check_head(hidden, weight, bias)
     check_ids(*ids, hidden)
     if mask[1] is not None:

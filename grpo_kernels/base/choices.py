@@ -7,14 +7,18 @@ from typing import Any, Literal, get_args
 LossTypeName = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo", "gmpo"]
 ImportanceSamplingLevel = Literal["token", "sequence"]
 KLEstimator = Literal["k1", "k2", "k3", "full"]
-SamplingMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "sequence_mean_mask"]
+SamplingMode = Literal[
+    "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "sequence_mean_mask"
+]
 LogitsDtype = Literal["float32", "input"]
 
 EngineName = Literal["auto", "score", "frozen", "one_pass", "two_pass", "lean", "score_dot"]
 BackendName = Literal["auto", "torch", "triton", "cpp"]
 
 ZeroAdvantage = Literal["score", "skip", "train"]
-BatchLayout = Literal["tree", "trim", "padded"]  # the first that is exact, from the one asked for on
+BatchLayout = Literal[
+    "tree", "trim", "padded"
+]  # the first that is exact, from the one asked for on
 
 Extra = Literal["log_sum_sq_probs", "mean_logits", "is_top1"]  # further results of `linear_logprob`
 DivergenceName = Literal["reverse_kl", "forward_kl", "jsd"]

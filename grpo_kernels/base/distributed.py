@@ -28,7 +28,9 @@ def check_group(name: str, process_group: Any) -> None:
         )
 
 
-def all_reduce(x: Tensor, op: Literal["sum", "min", "max"], process_group: ProcessGroup | None) -> Tensor:
+def all_reduce(
+    x: Tensor, op: Literal["sum", "min", "max"], process_group: ProcessGroup | None
+) -> Tensor:
     """Reduce `x` in place over the group's ranks and return it; without a group, return it as it is."""
     if process_group is None:
         return x
@@ -51,8 +53,13 @@ def group_device(process_group: ProcessGroup) -> torch.device:
     """Return the device of tensors that ranks exchange: the GPU if the group serves it, even for CPU tensors."""
     import torch.distributed as dist
 
-    if torch.accelerator.is_available() and (here := torch.accelerator.current_accelerator()) is not None:
-        served = dict(x.split(":") for x in dist.get_backend_config(process_group).split(","))  # cpu:gloo,cuda:nccl
+    if (
+        torch.accelerator.is_available()
+        and (here := torch.accelerator.current_accelerator()) is not None
+    ):
+        served = dict(
+            x.split(":") for x in dist.get_backend_config(process_group).split(",")
+        )  # cpu:gloo,cuda:nccl
         if served.get(here.type, "gloo") != "gloo":
             return here
     return torch.device("cpu")

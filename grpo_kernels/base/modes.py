@@ -29,7 +29,9 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def guest(module: nn.Module, device: torch.device, parameters: Iterable[nn.Parameter] = ()) -> Iterator[list[Tensor]]:
+def guest(
+    module: nn.Module, device: torch.device, parameters: Iterable[nn.Parameter] = ()
+) -> Iterator[list[Tensor]]:
     """Inside, calls of `module` on `device` leave no trace, and draw nothing: rates of dropout are 0.
 
     Buffers, attributes and children of the modules and random numbers are restored. The caller's autocast cache gets
@@ -45,7 +47,9 @@ def guest(module: nn.Module, device: torch.device, parameters: Iterable[nn.Param
     before = [(x, dict(vars(x)), dict(x._buffers), dict(x._modules)) for x in modules]
     kind = "cuda" if device.type in ("cpu", "meta") else device.type
     with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng([] if kind != device.type else [device], device_type=kind))
+        stack.enter_context(
+            torch.random.fork_rng([] if kind != device.type else [device], device_type=kind)
+        )
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda x: x))
         stack.callback(random.setstate, random.getstate())
         stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
@@ -54,14 +58,20 @@ def guest(module: nn.Module, device: torch.device, parameters: Iterable[nn.Param
             for owner, name, live in places:
                 owner._parameters[name] = leaves[id(live)]
             for x, attributes, buffers, _ in before:
-                x._buffers.update({name: b if b is None else b.clone() for name, b in buffers.items()})
+                x._buffers.update(
+                    {name: b if b is None else b.clone() for name, b in buffers.items()}
+                )
                 x.training = x.training and not isinstance(x, nn.modules.dropout._DropoutNd)
                 for name in attributes:
                     is_rate = attributes["training"] and isinstance(attributes[name], float)
                     if is_rate and any(part in name for part in RANDOM):
                         vars(x)[name] = 0.0
-                if "_gradient_checkpointing_func" in attributes:  # transformers'; a reentrant one fills live gradients
-                    vars(x)["_gradient_checkpointing_func"] = partial(checkpoint, use_reentrant=False)
+                if (
+                    "_gradient_checkpointing_func" in attributes
+                ):  # transformers'; a reentrant one fills live gradients
+                    vars(x)["_gradient_checkpointing_func"] = partial(
+                        checkpoint, use_reentrant=False
+                    )
             yield [*leaves.values()]
         finally:
             for owner, name, live in places:

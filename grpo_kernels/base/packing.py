@@ -12,7 +12,9 @@ from torch import Tensor
 from grpo_kernels.base.checks import check_tensor
 
 
-def sequences_of(of_tokens: Tensor, cu_seqlens: Any) -> tuple[int, int, Callable[[Tensor], tuple[Tensor, Tensor]]]:
+def sequences_of(
+    of_tokens: Tensor, cu_seqlens: Any
+) -> tuple[int, int, Callable[[Tensor], tuple[Tensor, Tensor]]]:
     """Return B, the longest length, and a function: positions (n,) in the flattened batch -> sequence, index in it.
 
     Args:
@@ -27,7 +29,11 @@ def sequences_of(of_tokens: Tensor, cu_seqlens: Any) -> tuple[int, int, Callable
         width = max(columns, 1)
         return batch, columns, lambda positions: (positions // width, positions % width)
     check_tensor("cu_seqlens", cu_seqlens)
-    if cu_seqlens.dtype not in (torch.int64, torch.int32) or cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1:
+    if (
+        cu_seqlens.dtype not in (torch.int64, torch.int32)
+        or cu_seqlens.dim() != 1
+        or cu_seqlens.numel() < 1
+    ):
         raise ValueError(
             f"cu_seqlens: expected int32 or int64 of shape (B + 1,), got {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
         )

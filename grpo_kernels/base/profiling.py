@@ -25,4 +25,8 @@ _NOTHING = nullcontext()
 def phase(name: Phase) -> AbstractContextManager[Any]:
     """Return the range ``grpo_kernels::<name>`` for a ``with`` statement; one that does nothing without a profiler."""
     # torch has no public test for a profiler, and a `record_function` costs time without one, too
-    return record_function(f"grpo_kernels::{name}") if torch._C._autograd._profiler_enabled() else _NOTHING
+    return (
+        record_function(f"grpo_kernels::{name}")
+        if torch._C._autograd._profiler_enabled()
+        else _NOTHING
+    )

@@ -26,7 +26,9 @@ def _mapped(change: Callable[[Tensor], Any], x: Any) -> Any:
     if isinstance(x, Tensor):
         return change(x)
     if is_dataclass(x) and not isinstance(x, type):
-        return replace(x, **{field.name: _mapped(change, getattr(x, field.name)) for field in fields(x)})
+        return replace(
+            x, **{field.name: _mapped(change, getattr(x, field.name)) for field in fields(x)}
+        )
     if isinstance(x, dict):
         return {name: _mapped(change, value) for name, value in x.items()}
     if isinstance(x, tuple):

@@ -21,7 +21,9 @@ def discounted_sums(x: Tensor, discount: float) -> Tensor:
 
 def sequence_means(x: Tensor, mask: Tensor) -> Tensor:
     """(B, T) -> (B, 1): the mean over each row's counted positions, 0 in a row without any."""
-    return torch.where(mask, x, 0.0).sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)
+    return torch.where(mask, x, 0.0).sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(
+        min=1
+    )
 
 
 def counted_first(mask: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-CORRECTION = "vllm_importance_sampling_correction"  # TRL's trainer makes the ratio, so the loss must not
+CORRECTION = (
+    "vllm_importance_sampling_correction"  # TRL's trainer makes the ratio, so the loss must not
+)
 
 # name -> (value with which it does nothing, what to do instead)
 REFUSED: dict[str, tuple[Any, str]] = {
@@ -13,7 +15,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
         False,
         "its controller is the trainer's: change the coefficient between steps, replace(config, entropy_coef=...)",
     ),
-    "mask_truncated_completions": (False, "set completion_mask to 0 in every completion without an end token"),
+    "mask_truncated_completions": (
+        False,
+        "set completion_mask to 0 in every completion without an end token",
+    ),
     "cast_lm_head_to_fp32": (False, "pass the weight in float32"),
     "router_aux_loss_coef": (None, "pass it to causal_lm_loss"),
 }
@@ -27,8 +32,16 @@ def check_args(args: Any, overrides: Collection[str]) -> None:
         ValueError: an option of `REFUSED` is on.
     """
     of_trl = [x.__name__ for x in type(args).__mro__ if x.__module__.partition(".")[0] == "trl"]
-    if of_trl and of_trl[0] != "GRPOConfig" and not ("GRPOConfig" in of_trl and "loss_type" in overrides):
-        hint = "; its loss, if it is meant: from_trl(args, loss_type=...)" if "GRPOConfig" in of_trl else ""
+    if (
+        of_trl
+        and of_trl[0] != "GRPOConfig"
+        and not ("GRPOConfig" in of_trl and "loss_type" in overrides)
+    ):
+        hint = (
+            "; its loss, if it is meant: from_trl(args, loss_type=...)"
+            if "GRPOConfig" in of_trl
+            else ""
+        )
         raise TypeError(
             f"args: expected a trl.GRPOConfig or its like, got {type(args).__name__}, of a trainer with another "
             f"loss{hint}"
@@ -50,10 +63,18 @@ def loss_fields(args: Any, names: Collection[str], optional: Collection[str]) ->
     """
     names = {name for name in names if hasattr(args, name)} - {CORRECTION}
     if not names:
-        hint = "; of a mapping: trl.GRPOConfig(**args), or LossConfig(**args)" if isinstance(args, Mapping) else ""
-        raise TypeError(f"args: expected a trl.GRPOConfig or its like, got {type(args).__name__}{hint}")
+        hint = (
+            "; of a mapping: trl.GRPOConfig(**args), or LossConfig(**args)"
+            if isinstance(args, Mapping)
+            else ""
+        )
+        raise TypeError(
+            f"args: expected a trl.GRPOConfig or its like, got {type(args).__name__}{hint}"
+        )
     values = {name: getattr(args, name) for name in names}
-    values = {name: value for name, value in values.items() if value is not None or name in optional}
+    values = {
+        name: value for name, value in values.items() if value is not None or name in optional
+    }
     if getattr(args, "vllm_importance_sampling_cap", None) is not None:
         values["vllm_importance_sampling_clip_max"] = args.vllm_importance_sampling_cap
     return values

@@ -48,7 +48,9 @@ class KeptIds:
         """
         check_tensor("mask", mask)
         if mask.dim() != 2 or len(rows) != mask.shape[0]:
-            raise ValueError(f"mask: expected shape (B, T) with B = {len(rows)}, as rows, got {tuple(mask.shape)}")
+            raise ValueError(
+                f"mask: expected shape (B, T) with B = {len(rows)}, as rows, got {tuple(mask.shape)}"
+            )
         sampled = mask.detach().cpu() != 0
         for i, (lists, wanted) in enumerate(zip(rows, sampled.sum(dim=1).tolist(), strict=True)):
             if len(lists) != wanted:
@@ -110,10 +112,15 @@ class KeptIds:
     def at(self, positions: Tensor) -> KeptIds:
         """Return the sets at `positions`, (n,) int64; -1: no set. Waits for the device."""
         inside = positions.clamp(min=0)
-        starts, counts = self.offsets[inside], self.offsets.diff()[inside].masked_fill(positions < 0, 0)
+        starts, counts = (
+            self.offsets[inside],
+            self.offsets.diff()[inside].masked_fill(positions < 0, 0),
+        )
         offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
         place = torch.arange(int(offsets[-1]), device=positions.device)
-        return KeptIds(self.ids[place + torch.repeat_interleave(starts - offsets[:-1], counts)], offsets)
+        return KeptIds(
+            self.ids[place + torch.repeat_interleave(starts - offsets[:-1], counts)], offsets
+        )
 
     def to(self, device: Any) -> KeptIds:
         """Return the same sets on `device`."""
@@ -173,7 +180,9 @@ def check_without_set(without_set: Any) -> None:
         ValueError: it has another value.
     """
     if without_set != "error":
-        raise ValueError(f"without_set: expected 'error', the default, without kept_ids, got {without_set!r}")
+        raise ValueError(
+            f"without_set: expected 'error', the default, without kept_ids, got {without_set!r}"
+        )
 
 
 def _check_ids(name: str, x: Any, ids: Tensor) -> None:

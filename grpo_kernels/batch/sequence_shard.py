@@ -39,7 +39,9 @@ class SequenceShard:
     def reports_on(self) -> Tensor:
         """(B,) bool: sequences that this rank reports on. The first rank with a token does; rank 0 if none has."""
         has = self.counts > 0
-        first = has.to(torch.uint8).argmax(dim=0)  # the first of equal values: rank 0 if no rank has a token
+        first = has.to(torch.uint8).argmax(
+            dim=0
+        )  # the first of equal values: rank 0 if no rank has a token
         return first == self.rank
 
     def sum(self, x: Tensor) -> Tensor:

@@ -28,7 +28,9 @@ class Layout:
     batch: int  # B
     columns: int  # T, or the longest packed sequence
     shape: tuple[int, ...]  # of the caller's per-token tensors, (B, T) or (N,)
-    shard: SequenceShard | None = None  # the ranks that have the other tokens of these sequences; None: all are here
+    shard: SequenceShard | None = (
+        None  # the ranks that have the other tokens of these sequences; None: all are here
+    )
 
     @cached_property
     def lengths(self) -> Tensor:
@@ -57,7 +59,9 @@ class Layout:
         """(n,) -> (B,): the sum over this rank's tokens; a packed batch needs no (B, longest) tensor for it."""
         if len(self.shape) == 2:
             return self.dense(x).sum(dim=1)
-        return torch.segment_reduce(x.double(), "sum", lengths=self.lengths, unsafe=True).to(x.dtype)
+        return torch.segment_reduce(x.double(), "sum", lengths=self.lengths, unsafe=True).to(
+            x.dtype
+        )
 
     def over_ranks(self, x: Tensor) -> Tensor:
         """Sum `x`, of one shape on all ranks, over the ranks. A collective, if there is a shard."""
@@ -85,14 +89,18 @@ class Tokens:
     ref_per_token_logps: Tensor | None = None
     sampling_per_token_logps: Tensor | None = None
     importance_sampling_ratio: Tensor | None = None
-    sequence_ratio: Tensor | None = None  # (B,): importance_sampling_ratio, if the caller passed one per sequence
+    sequence_ratio: Tensor | None = (
+        None  # (B,): importance_sampling_ratio, if the caller passed one per sequence
+    )
     advantages_per_sequence: bool = False  # True if the caller passed (B,)
 
     def at(self, index: Tensor) -> Tokens:
         """Return the tokens at `index` (m,), for computations token by token; fields not per token stay whole."""
         whole = ("layout", "sequence_ratio", "advantages_per_sequence")
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return Tokens(**{name: x if x is None or name in whole else x[index] for name, x in values.items()})
+        return Tokens(
+            **{name: x if x is None or name in whole else x[index] for name, x in values.items()}
+        )
 
     @property
     def present(self) -> tuple[str, ...]:
@@ -102,7 +110,9 @@ class Tokens:
     @property
     def unexpanded_ratio(self) -> Tensor | None:
         """The importance sampling ratio, (n,), or (B,) where it is per sequence."""
-        return self.importance_sampling_ratio if self.sequence_ratio is None else self.sequence_ratio
+        return (
+            self.importance_sampling_ratio if self.sequence_ratio is None else self.sequence_ratio
+        )
 
     def __len__(self) -> int:
         return self.ids.shape[0]
@@ -164,12 +174,20 @@ def read_tokens(inputs: LossInputs, dtype: torch.dtype) -> Tokens:
     ratio = inputs.importance_sampling_ratio
     if ratio is not None:
         check_tensor("importance_sampling_ratio", ratio, like=completion_ids, floating=True)
-        check_shape("importance_sampling_ratio", ratio, (written, shape), ("(B, 1)", (batch, 1)), ("(B,)", (batch,)))
+        check_shape(
+            "importance_sampling_ratio",
+            ratio,
+            (written, shape),
+            ("(B, 1)", (batch, 1)),
+            ("(B,)", (batch,)),
+        )
 
     positions = counted_positions("completion_mask", completion_mask, completion_ids)
     layout = Layout(positions, *locate(positions), batch, columns, shape)
 
-    def per_sequence(x: Tensor) -> bool:  # if B = N, (B,) is per sequence; if T = 1, (B, 1) is per token
+    def per_sequence(
+        x: Tensor,
+    ) -> bool:  # if B = N, (B,) is per sequence; if T = 1, (B, 1) is per token
         return x.shape == (batch,) or x.shape != shape
 
     def rows(x: Tensor, index: Tensor) -> Tensor:
@@ -184,6 +202,8 @@ def read_tokens(inputs: LossInputs, dtype: torch.dtype) -> Tokens:
         advantages=either(advantages),
         advantages_per_sequence=per_sequence(advantages),
         importance_sampling_ratio=None if ratio is None else either(ratio),
-        sequence_ratio=ratio.detach().reshape(-1).to(dtype) if ratio is not None and per_sequence(ratio) else None,
+        sequence_ratio=ratio.detach().reshape(-1).to(dtype)
+        if ratio is not None and per_sequence(ratio)
+        else None,
         **{name: None if x is None else rows(x, positions) for name, x in inputs.logps.items()},
     )

@@ -25,10 +25,14 @@ def beta_of(divergence: Any, beta: Any) -> float:
         TypeError, ValueError: an unknown divergence, a wrong `beta`, or a `beta` without ``"jsd"``.
     """
     if divergence not in DIVERGENCES:
-        raise ValueError(f"divergence: expected one of {', '.join(DIVERGENCES)}, got {divergence!r}")
+        raise ValueError(
+            f"divergence: expected one of {', '.join(DIVERGENCES)}, got {divergence!r}"
+        )
     if divergence != "jsd":
         if beta is not None:
-            raise ValueError(f"beta: expected None with divergence = {divergence!r}, which has none, got {beta!r}")
+            raise ValueError(
+                f"beta: expected None with divergence = {divergence!r}, which has none, got {beta!r}"
+            )
         return 1.0 if divergence == "reverse_kl" else 0.0
     beta = 0.5 if beta is None else beta
     check_beta("beta", beta)
@@ -58,14 +62,27 @@ class DivergenceCall(ScoreCall):
         expected = self.expected
         if isinstance(expected, Expectation):
             ids = self.ids_of(hidden)
-            return read_expected(expected, ids, positions, dtype, entropy=self.entropy, divergence=True)
+            return read_expected(
+                expected, ids, positions, dtype, entropy=self.entropy, divergence=True
+            )
         pair = expected if isinstance(expected, tuple) else (expected,)
         if len(pair) not in ((1, 2) if self.scores_ids else (1,)):
-            raise ValueError(f"expected: expected a tensor, or with ids two, got a tuple of {len(pair)}")
+            raise ValueError(
+                f"expected: expected a tensor, or with ids two, got a tuple of {len(pair)}"
+            )
         names = ("expected", "expected[1]")
-        weights = [divergence_weights(name, x, hidden, positions, dtype) for name, x in zip(names, pair, strict=False)]
-        return ExpectedRows.of(Coefficients(d_logp=weights[1] if len(weights) == 2 else None, d_divergence=weights[0]))
+        weights = [
+            divergence_weights(name, x, hidden, positions, dtype)
+            for name, x in zip(names, pair, strict=False)
+        ]
+        return ExpectedRows.of(
+            Coefficients(d_logp=weights[1] if len(weights) == 2 else None, d_divergence=weights[0])
+        )
 
     def described_outputs(self, rows: Rows) -> dict[str, Any]:
         """Return the results to compute, and their options, by name."""
-        return {"beta": self.jsd_beta, "whether there are ids": self.ids is not None, **super().described_outputs(rows)}
+        return {
+            "beta": self.jsd_beta,
+            "whether there are ids": self.ids is not None,
+            **super().described_outputs(rows),
+        }

@@ -36,7 +36,9 @@ class Expectation:
     has_entropy_gradient: bool = True
 
 
-Expected = Tensor | tuple[Tensor, Tensor | None] | Expectation | Callable[[Tensor, Tensor, Tensor], Any]
+Expected = (
+    Tensor | tuple[Tensor, Tensor | None] | Expectation | Callable[[Tensor, Tensor, Tensor], Any]
+)
 
 KIND = "expected (coefficients, graded, of the entropy)"  # name of the value that ranks compare
 
@@ -88,7 +90,9 @@ class ExpectedRows:
     of_entropy: bool = False
     of_logps: bool = True
     coefficients: Coefficients | None = None  # (n,), if they are known before the forward
-    is_captured: bool = False  # True in a CUDA graph: comparing with the upstream gradient would wait
+    is_captured: bool = (
+        False  # True in a CUDA graph: comparing with the upstream gradient would wait
+    )
 
     is_expected = True
 
@@ -99,15 +103,24 @@ class ExpectedRows:
         def look_up(index: Tensor, _: RowStats) -> Coefficients:
             return take(coefficients, index)
 
-        return ExpectedRows(look_up, of_logps=coefficients.d_logp is not None, coefficients=coefficients)
+        return ExpectedRows(
+            look_up, of_logps=coefficients.d_logp is not None, coefficients=coefficients
+        )
 
     def described(self) -> dict[str, Any]:
         """Return the facts that must be equal on all ranks."""
         if self.coefficients is not None:
-            of_result = {"expected": self.coefficients.d_divergence, "expected[1]": self.coefficients.d_logp}
+            of_result = {
+                "expected": self.coefficients.d_divergence,
+                "expected[1]": self.coefficients.d_logp,
+            }
             return {KIND: "numbers", **{name: x for name, x in of_result.items() if x is not None}}
         kind = self.coefficients_of is not None, self.may_have_grad is not None, self.of_entropy
-        nonzero = {} if self.may_have_grad is None else {"expected: where it is not 0": self.may_have_grad}
+        nonzero = (
+            {}
+            if self.may_have_grad is None
+            else {"expected: where it is not 0": self.may_have_grad}
+        )
         return {KIND: kind, **nonzero}
 
     @property
@@ -175,13 +188,19 @@ def read_expected(
     Raises:
         TypeError, ValueError: `expected` does not fit the ids, or is a tuple that is not (a, b).
     """
-    if isinstance(expected, tuple) and (len(expected) != 2 or (expected[1] is not None and not entropy)):
+    if isinstance(expected, tuple) and (
+        len(expected) != 2 or (expected[1] is not None and not entropy)
+    ):
         pair = "(a, b)" if entropy else "(a, None) since there is no entropy"
-        raise ValueError(f"expected: expected a tensor, {pair} or an Expectation, got a tuple of {len(expected)}")
+        raise ValueError(
+            f"expected: expected a tensor, {pair} or an Expectation, got a tuple of {len(expected)}"
+        )
     if expected is None:
         return ExpectedRows()
 
-    def usable(x: Tensor) -> Tensor:  # 0 where products with x could overflow, or lose bits to underflow
+    def usable(
+        x: Tensor,
+    ) -> Tensor:  # 0 where products with x could overflow, or lose bits to underflow
         x, largest = x.to(dtype), torch.finfo(dtype).max ** 0.5
         return torch.where((x.abs() <= largest) & (x.abs() >= 1 / largest), x, 0.0)
 
@@ -198,7 +217,9 @@ def read_expected(
         def compute(index: Tensor, stats: RowStats) -> Coefficients:
             assert coefficients is not None
             answer = coefficients(positions[index], stats.logps, stats.entropies)
-            a, b, c, *_ = (*answer, None, None) if isinstance(answer, tuple) else (answer, None, None)
+            a, b, c, *_ = (
+                (*answer, None, None) if isinstance(answer, tuple) else (answer, None, None)
+            )
             # no gradient can come from a result that the call does not have
             numbers = (a, None if stats.entropies is None else b, c if divergence else None)
             for name, x in zip(("expected", "expected[1]", "expected[2]"), numbers, strict=True):
@@ -207,8 +228,12 @@ def read_expected(
                     check_shape(name, x, ("that of the index", tuple(index.shape)))
             return Coefficients(*(None if x is None else usable(x) for x in numbers))
 
-        may_have_grad = None if expected.graded is None else rows("expected.graded", expected.graded).bool()
-        return ExpectedRows(None if coefficients is None else compute, may_have_grad, expected.has_entropy_gradient)
+        may_have_grad = (
+            None if expected.graded is None else rows("expected.graded", expected.graded).bool()
+        )
+        return ExpectedRows(
+            None if coefficients is None else compute, may_have_grad, expected.has_entropy_gradient
+        )
 
     a, b = expected if isinstance(expected, tuple) else (expected, None)
     a = usable(rows("expected", a))

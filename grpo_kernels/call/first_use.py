@@ -15,7 +15,12 @@ _logged: set[tuple[str, ...]] = set()
 
 
 def log_use(
-    device: torch.device, backend: str, why_backend: str, engine: Engine, call: Situation, execution: Execution
+    device: torch.device,
+    backend: str,
+    why_backend: str,
+    engine: Engine,
+    call: Situation,
+    execution: Execution,
 ) -> None:
     """Log which backend and engine serve a call, and why: at INFO the first call on a kind of device and, if that only
     scores, the first that trains; at DEBUG each other pair of backend and engine.
@@ -24,10 +29,24 @@ def log_use(
     """
     kind, use = device.type, "scores" if call.no_gradient else "trains"
     is_known = (kind, "trains") in _logged or (kind, use) in _logged
-    level, key = (logging.DEBUG, (kind, backend, engine.name)) if is_known else (logging.INFO, (kind, use))
+    level, key = (
+        (logging.DEBUG, (kind, backend, engine.name)) if is_known else (logging.INFO, (kind, use))
+    )
     if key in _logged or not _logger.isEnabledFor(level):
         return
     _logged.update({(kind, use), (kind, backend, engine.name)})
     compiled = execution.needs_grad is not None  # only the ops of a compiled graph set it
-    why = "chosen when the graph was compiled" if compiled else why_engine(engine, call, execution.engine)
-    _logger.log(level, "on %s: backend %s (%s), engine %s (%s)", kind, backend, why_backend, engine.name, why)
+    why = (
+        "chosen when the graph was compiled"
+        if compiled
+        else why_engine(engine, call, execution.engine)
+    )
+    _logger.log(
+        level,
+        "on %s: backend %s (%s), engine %s (%s)",
+        kind,
+        backend,
+        why_backend,
+        engine.name,
+        why,
+    )

@@ -36,7 +36,9 @@ from grpo_kernels.engine.special.kept_sets import KeptSetLogprob, KeptSets, Span
 from grpo_kernels.head.lm_head import LMHead
 
 WORKSPACE_BYTES = 64 * 2**20  # by default: a larger workspace is no faster
-ENTRY_BYTES = 64  # per kept id, besides its row of the head, while sets are counted, sorted and reduced
+ENTRY_BYTES = (
+    64  # per kept id, besides its row of the head, while sets are counted, sorted and reduced
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,8 +51,12 @@ class KeptCall(ScoreCall):
     ids: Tensor
     kept_ids: Tensor | KeptIds = field(kw_only=True)
     without_set: WithoutSet = field(kw_only=True)
-    entropy_over: bool | str = field(kw_only=True)  # True: the sets, "full": the whole vocabulary, False: no entropy
-    others: Mapping[str, Tensor | None] = field(default_factory=dict)  # other policies' log-probabilities, (...) each
+    entropy_over: bool | str = field(
+        kw_only=True
+    )  # True: the sets, "full": the whole vocabulary, False: no entropy
+    others: Mapping[str, Tensor | None] = field(
+        default_factory=dict
+    )  # other policies' log-probabilities, (...) each
 
     function = "linear_logprob with kept_ids"
     backend = "torch"
@@ -74,7 +80,9 @@ class KeptCall(ScoreCall):
     def check_sets(self, execution: Execution) -> None:
         """Raise unless the sets fit the ids and the options have valid values."""
         if self.without_set not in choices(WithoutSet):
-            raise ValueError(f"without_set: expected one of {', '.join(choices(WithoutSet))}, got {self.without_set!r}")
+            raise ValueError(
+                f"without_set: expected one of {', '.join(choices(WithoutSet))}, got {self.without_set!r}"
+            )
         if not isinstance(self.entropy_over, bool) and self.entropy_over != "full":
             raise ValueError(f"entropy: expected True, False or 'full', got {self.entropy_over!r}")
         check_run(execution)
@@ -82,7 +90,11 @@ class KeptCall(ScoreCall):
 
     def described(self, planned: PlannedHead, rows: Rows, read: Any) -> dict[str, Any]:
         """Return the values that must be equal on all ranks of a divided head."""
-        return {**super().described(planned, rows, read), "entropy": self.entropy_over, **self.described_sets(planned)}
+        return {
+            **super().described(planned, rows, read),
+            "entropy": self.entropy_over,
+            **self.described_sets(planned),
+        }
 
     def described_sets(self, planned: PlannedHead) -> dict[str, Any]:
         """Return the values of the sets that must be equal on all ranks of a divided head."""
@@ -107,7 +119,9 @@ def score_kept(call: KeptCall, head: LMHead, execution: Execution) -> Scores:
     Raises:
         TypeError, ValueError: a wrong argument; the message names it. With a group, on all of its ranks.
     """
-    planned, rows, _ = check_call(call, head, execution)  # it has checked `expected`, which few rows may need
+    planned, rows, _ = check_call(
+        call, head, execution
+    )  # it has checked `expected`, which few rows may need
     return scored_kept(call, planned, rows, call.expected)[0]
 
 
@@ -140,16 +154,24 @@ def scored_kept(
         full = scored(call, planned.head, whole)
         logps = torch.where(without, full.logps, logps)
         if call.entropy:
-            entropies = full.entropies if entropies is None else torch.where(without, full.entropies, entropies)
+            entropies = (
+                full.entropies
+                if entropies is None
+                else torch.where(without, full.entropies, entropies)
+            )
     return Scores.of(logps=logps, entropies=entropies), survey.metrics(plan.accumulator)
 
 
-def _plan_whole(call: KeptCall, planned: PlannedHead, rows: Rows, expected: Expected | None) -> Request:
+def _plan_whole(
+    call: KeptCall, planned: PlannedHead, rows: Rows, expected: Expected | None
+) -> Request:
     """Return the request that scores `rows` over the whole vocabulary."""
     dtype = planned.plan.accumulator
     gradient = read_expected(expected, call.ids, rows.positions, dtype, entropy=call.entropy)
     engine = planned.choose_engine(gradient, only_logps=True)
-    return planned.request(planned.check_range(call.ids_name, rows), gradient, engine, entropy=call.entropy)
+    return planned.request(
+        planned.check_range(call.ids_name, rows), gradient, engine, entropy=call.entropy
+    )
 
 
 class Survey(NamedTuple):
@@ -186,7 +208,11 @@ def _survey(call: KeptCall, head: LMHead, plan: HeadPlan, rows: Rows) -> Survey:
         place = torch.arange(start, start + ids.shape[0], device=ids.device)
         owner = torch.searchsorted(sets.offsets, place, right=True) - 1
         exists = (ids >= 0) & (ids < vocab)
-        flags = exists, exists & (ids >= first) & (ids < first + rows_here), (ids < -1) | (ids >= vocab)
+        flags = (
+            exists,
+            exists & (ids >= first) & (ids < first + rows_here),
+            (ids < -1) | (ids >= vocab),
+        )
         for count, flag in zip(counts, (*flags, exists & (ids == sampled[owner])), strict=True):
             count.index_add_(0, owner, flag.long())
     sizes, local, outside, hits = counts[:, rows.positions]
@@ -232,7 +258,12 @@ def _wrong(call: KeptCall, position: Tensor, size: int, outside: int, vocab: int
 
 
 def _plan_sets(
-    call: KeptCall, planned: PlannedHead, plan: HeadPlan, rows: Rows, survey: Survey, operands: Operands
+    call: KeptCall,
+    planned: PlannedHead,
+    plan: HeadPlan,
+    rows: Rows,
+    survey: Survey,
+    operands: Operands,
 ) -> tuple[KeptSets, bool]:
     """Plan the work; also return True if a position has no set. Waits for the device, to read the sets' sizes."""
     sets, first_id = call.sets, 0 if plan.shard is None else plan.shard.start
@@ -241,7 +272,9 @@ def _plan_sets(
     longest = sets.offsets.diff()[rows.positions][order]
     sizes, lists, without = torch.stack([local, longest, survey.without.long()]).tolist()
     count = bisect.bisect_left(sizes, 0, key=operator.neg)
-    row_bytes = 2 * plan.accumulator.itemsize * sum(matrix.shape[1] for _, matrix in operands.factors())
+    row_bytes = (
+        2 * plan.accumulator.itemsize * sum(matrix.shape[1] for _, matrix in operands.factors())
+    )
     head_bytes = entry_bytes(operands, plan)
     kept_sets = KeptSets(
         rows=replace(rows, ids=rows.ids - first_id, invalid=survey.invalid),
@@ -258,7 +291,9 @@ def _plan_sets(
     return kept_sets, any(without)
 
 
-def plan_spans(sizes: list[int], longest: list[int], budget: int, head_bytes: int, row_bytes: int) -> list[Span]:
+def plan_spans(
+    sizes: list[int], longest: list[int], budget: int, head_bytes: int, row_bytes: int
+) -> list[Span]:
     """Return spans of rows that fit the budget, each set at least half as long as the largest of its span.
 
     Padding then costs at most as much as the sets themselves.
@@ -274,7 +309,9 @@ def plan_spans(sizes: list[int], longest: list[int], budget: int, head_bytes: in
     while start < len(sizes):
         width = sizes[start]
         most = max(1, budget // (width * head_bytes + most_left[start] * ENTRY_BYTES + row_bytes))
-        stop = bisect.bisect_right(sizes, -width / 2, lo=start, hi=min(len(sizes), start + most), key=operator.neg)
+        stop = bisect.bisect_right(
+            sizes, -width / 2, lo=start, hi=min(len(sizes), start + most), key=operator.neg
+        )
         spans.append(Span(slice(start, stop), width, max(longest[start:stop])))
         start = stop
     return spans

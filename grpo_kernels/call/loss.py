@@ -19,7 +19,13 @@ from grpo_kernels.batch.tokens import Tokens, read_tokens
 from grpo_kernels.call.expected import Expectation, fuses
 from grpo_kernels.call.plan import Call
 from grpo_kernels.call.planned_head import PlannedHead
-from grpo_kernels.call.ranks import check_sequence_group, options_of_loss, part_of_loss, sharded, tokens_of_loss
+from grpo_kernels.call.ranks import (
+    check_sequence_group,
+    options_of_loss,
+    part_of_loss,
+    sharded,
+    tokens_of_loss,
+)
 from grpo_kernels.call.run import Execution
 from grpo_kernels.engine.head_plan import HeadPlan
 from grpo_kernels.engine.passes import of_loss
@@ -52,9 +58,13 @@ class Loss:
     is_expected, of_logps = False, True
 
     @staticmethod
-    def of(inputs: LossInputs, tokens: Tokens, config: LossConfig, objective: Custom | None = None) -> Loss:
+    def of(
+        inputs: LossInputs, tokens: Tokens, config: LossConfig, objective: Custom | None = None
+    ) -> Loss:
         """Return the loss that `config` describes, or the custom one. A collective, if the tokens are a shard."""
-        weights = token_weights(config, tokens.layout, inputs.num_items_in_batch, tokens.advantages.dtype)
+        weights = token_weights(
+            config, tokens.layout, inputs.num_items_in_batch, tokens.advantages.dtype
+        )
         num_items = inputs.num_items_in_batch is not None
         if objective is not None:
             return Loss(config, tokens, CustomObjective(objective, tokens, weights), num_items)
@@ -97,29 +107,44 @@ class Loss:
         divergences = None if stats.divergence is None else stats.divergence.value
         return self.objective.evaluate(stats.logps, stats.entropies, divergences)
 
-    def metrics(self, entropies: Tensor, evaluation: Evaluation, request: Request | None = None) -> Metrics:
+    def metrics(
+        self, entropies: Tensor, evaluation: Evaluation, request: Request | None = None
+    ) -> Metrics:
         """Return the metrics, from the entropies (n,) and the evaluation of all tokens.
 
         Without a `request` the log-probabilities come from elsewhere.
         """
         with_grad = evaluation.has_gradient
         if request is not None and not request.engine.recomputes:
-            with_grad = torch.full_like(self.tokens.ids, request.engine.stores_gradient, dtype=torch.bool)
+            with_grad = torch.full_like(
+                self.tokens.ids, request.engine.stores_gradient, dtype=torch.bool
+            )
             with_grad = with_grad if request.may_have_grad is None else request.may_have_grad
         if self.tokens.old_per_token_logps is not None:
             warn_of_ratio(evaluation.terms.token_log_ratio)
-        return loss_metrics(self.config, self.tokens, entropies, evaluation, with_grad.sum(), num_items=self.num_items)
+        return loss_metrics(
+            self.config,
+            self.tokens,
+            entropies,
+            evaluation,
+            with_grad.sum(),
+            num_items=self.num_items,
+        )
 
     def expectation(self) -> Expectation:
         """Return the gradient that log-probabilities and entropies will get, for ids of the batch's shape."""
         layout, dtype = self.tokens.layout, self.tokens.advantages.dtype
-        row = torch.zeros(math.prod(layout.shape), dtype=torch.long, device=self.tokens.ids.device)  # of each position
+        row = torch.zeros(
+            math.prod(layout.shape), dtype=torch.long, device=self.tokens.ids.device
+        )  # of each position
         row[layout.positions] = torch.arange(len(self.tokens), device=row.device)
         may_have_grad = self.may_have_grad
         if may_have_grad is None:
             may_have_grad = torch.ones_like(self.tokens.ids, dtype=torch.bool)
 
-        def coefficients(index: Tensor, logps: Tensor, entropies: Tensor | None) -> tuple[Tensor | None, ...]:
+        def coefficients(
+            index: Tensor, logps: Tensor, entropies: Tensor | None
+        ) -> tuple[Tensor | None, ...]:
             entropies = logps if entropies is None else entropies
             return self.objective.coefficients_of(row[index], logps.to(dtype), entropies.to(dtype))
 
@@ -177,7 +202,9 @@ class LossCall(Call[Tokens, Loss]):
         return {"hidden": planned.head.hidden, **self.inputs.numbers}
 
 
-def first_pass(loss: Loss, operands: Operands, request: Request) -> tuple[ForwardResult, Evaluation]:
+def first_pass(
+    loss: Loss, operands: Operands, request: Request
+) -> tuple[ForwardResult, Evaluation]:
     """Do the first pass over the rows, and evaluate the loss of their statistics."""
     with torch.no_grad(), phase("loss"):
         first = request.engine.first_pass(operands, request)
@@ -187,7 +214,11 @@ def first_pass(loss: Loss, operands: Operands, request: Request) -> tuple[Forwar
 
 
 def check_loss(
-    inputs: LossInputs, config: LossConfig, objective: Custom | None = None, *, has_reference: bool = False
+    inputs: LossInputs,
+    config: LossConfig,
+    objective: Custom | None = None,
+    *,
+    has_reference: bool = False,
 ) -> None:
     """Raise unless `inputs` have all that the loss reads; `read_tokens` checks their shapes.
 
@@ -200,7 +231,9 @@ def check_loss(
     check_num_items(inputs.num_items_in_batch)
 
 
-def counted_tokens(inputs: LossInputs, config: LossConfig, objective: Custom | None, dtype: torch.dtype) -> Tokens:
+def counted_tokens(
+    inputs: LossInputs, config: LossConfig, objective: Custom | None, dtype: torch.dtype
+) -> Tokens:
     """Return the tokens that count, log-probabilities checked; warn of inputs that the loss does not use."""
     tokens = read_tokens(inputs, dtype)
     for name in inputs.logps:

@@ -14,7 +14,9 @@ from grpo_kernels.engine.first_order import first_order
 from grpo_kernels.objective.evaluation import Evaluation
 
 
-def loss_from_logps(loss: Loss, logps: Tensor, entropies: Tensor, *, engine: str = "given") -> LossOutput:
+def loss_from_logps(
+    loss: Loss, logps: Tensor, entropies: Tensor, *, engine: str = "given"
+) -> LossOutput:
     """Return the value of `loss`, with its gradient in `logps` and `entropies`, both (B, T) or (N,).
 
     Args:
@@ -25,7 +27,9 @@ def loss_from_logps(loss: Loss, logps: Tensor, entropies: Tensor, *, engine: str
     evaluation = loss.objective.evaluate(*rows)
     value = _LossFromLogps.apply(logps, entropies, evaluation, layout)
     scores = [layout.scatter(x) for x in rows]
-    return LossOutput(value, scores[0], scores[1], loss.metrics(rows[1], evaluation), engine, "torch")
+    return LossOutput(
+        value, scores[0], scores[1], loss.metrics(rows[1], evaluation), engine, "torch"
+    )
 
 
 @first_order
@@ -33,7 +37,9 @@ class _LossFromLogps(torch.autograd.Function):
     """``forward(ctx, logps, entropies, evaluation, layout)`` -> the loss () of `evaluation`, with its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, logps: Tensor, entropies: Tensor, evaluation: Evaluation, layout: Layout) -> Tensor:
+    def forward(
+        ctx: Any, logps: Tensor, entropies: Tensor, evaluation: Evaluation, layout: Layout
+    ) -> Tensor:
         ctx.layout, ctx.dtypes = layout, (logps.dtype, entropies.dtype)
         ctx.save_for_backward(evaluation.d_logp, evaluation.coefficients.d_entropy)
         return evaluation.loss.clone()
@@ -41,4 +47,11 @@ class _LossFromLogps(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
         grads = [None if x is None else ctx.layout.scatter(d_loss * x) for x in ctx.saved_tensors]
-        return *(None if x is None else x.to(dtype) for x, dtype in zip(grads, ctx.dtypes, strict=True)), None, None
+        return (
+            *(
+                None if x is None else x.to(dtype)
+                for x, dtype in zip(grads, ctx.dtypes, strict=True)
+            ),
+            None,
+            None,
+        )

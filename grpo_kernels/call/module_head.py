@@ -31,7 +31,9 @@ def takes_heads(function: F) -> F:
         head = Head.of(head)
         if not isinstance(head.weight, nn.Module):
             return function(hidden, head, *args, **options)
-        return within_module(lambda states, whole: function(states, whole, *args, **options), hidden, head)
+        return within_module(
+            lambda states, whole: function(states, whole, *args, **options), hidden, head
+        )
 
     return cast(Any, call)
 
@@ -54,14 +56,18 @@ def within_module(call: Callable[[Tensor, Head], Any], hidden: Tensor, head: Hea
             hidden = run_pre_hooks(module, hidden)
         weight, bias, lora = parameters_of(module, hidden)
         if lora is not None and head.lora is not None:
-            raise ValueError("lora: expected None, since PEFT's adapters are taken from lm_head, got a LoRA")
+            raise ValueError(
+                "lora: expected None, since PEFT's adapters are taken from lm_head, got a LoRA"
+            )
         output = call(hidden, replace(head, weight=weight, bias=bias, lora=lora or head.lora))
         done.append(output)
         if isinstance(output, LossOutput):
             return (output.loss,)
         return tuple(x.clone() for x in output.given.values())  # no views: FSDP2 warns of them
 
-    hooks_have_run = is_fsdp_unit(module) or module in divided_modules(module)  # `within_forwards` calls it
+    hooks_have_run = is_fsdp_unit(module) or module in divided_modules(
+        module
+    )  # `within_forwards` calls it
     results, output = within_head(module, compute, hidden), done[0]
     if isinstance(output, LossOutput):
         return replace(output, loss=results[0])
@@ -78,7 +84,9 @@ def whole_reference(head: LMHead) -> Iterator[LMHead]:
     other = other.read(head)
     module, name = other.weight, f"{other.prefix}head"
     if other.bias is not None:
-        raise ValueError(f"{other.prefix}bias: expected None, since it is that of the module, got another")
+        raise ValueError(
+            f"{other.prefix}bias: expected None, since it is that of the module, got another"
+        )
     check_module(module, name)
     check_present(module, name)
     sharded = head.process_group is not None or is_dtensor(head.hidden)

@@ -112,7 +112,9 @@ def _flatten_scores(scores: Scores) -> tuple[list[Any], list[str]]:
     return [*scores.given.values()], [*scores.given]
 
 
-def _flatten_scores_with_keys(scores: Scores) -> tuple[list[tuple[pytree.KeyEntry, Any]], list[str]]:
+def _flatten_scores_with_keys(
+    scores: Scores,
+) -> tuple[list[tuple[pytree.KeyEntry, Any]], list[str]]:
     return [(pytree.GetAttrKey(name), x) for name, x in scores.given.items()], [*scores.given]
 
 

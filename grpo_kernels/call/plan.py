@@ -26,7 +26,9 @@ class Call(Generic[T, G]):
 
     function: ClassVar[str]  # the public function's name
     ids_name: ClassVar[str] = "ids"  # the name of its argument
-    backend: ClassVar[BackendName | None] = None  # overrides that of the execution, unless it is None
+    backend: ClassVar[BackendName | None] = (
+        None  # overrides that of the execution, unless it is None
+    )
     jsd_beta: float = 1.0  # the divergence from the head's reference, see `Teacher`
 
     @property
@@ -86,12 +88,20 @@ def check_call(call: Call[T, G], head: LMHead, execution: Execution) -> tuple[Pl
             planned = plan_head(local, execution, backend=call.backend, jsd_beta=call.jsd_beta)
             rows, read = call.read(planned)
             if head.process_group is not None:
-                of_shards |= planned.described_rows() | execution.described() | call.described(planned, rows, read)
+                of_shards |= (
+                    planned.described_rows()
+                    | execution.described()
+                    | call.described(planned, rows, read)
+                )
         if head.process_group is not None:
             planned = planned.divided(of_shards)
         rows = call.check_range(planned, rows)
         if execution.sequence_group is not None:
-            of_parts |= {"vocab_size": head.vocab_size, **planned.described(), **execution.described()}
+            of_parts |= {
+                "vocab_size": head.vocab_size,
+                **planned.described(),
+                **execution.described(),
+            }
             of_parts |= call.described_part(planned, read)
     return planned, rows, read
 
@@ -104,7 +114,9 @@ def plan_call(call: Call[T, G], head: LMHead, execution: Execution) -> tuple[LMH
         TypeError, ValueError: as `check_call`; or no engine of that name gives this gradient.
     """
     planned, rows, read = check_call(call, head, execution)
-    with check_same("sequence_group", execution.sequence_group, f"the engine of {call.function}") as values:
+    with check_same(
+        "sequence_group", execution.sequence_group, f"the engine of {call.function}"
+    ) as values:
         gradient = call.gradient(planned, read)
         engine = planned.choose_engine(gradient, only_logps=not call.extras)
         values[LEAN.name] = Each(engine is LEAN)

@@ -68,7 +68,9 @@ class PlannedHead:
             budget = default_workspace(widest, self.needs_grad, memory, heads=heads)
         plan = replace(self.plan, shard=shard, memory=memory, workspace_bytes=budget)
         if plan.teacher is not None:
-            plan = replace(plan, teacher=replace(plan.teacher, memory=memory, workspace_bytes=budget))
+            plan = replace(
+                plan, teacher=replace(plan.teacher, memory=memory, workspace_bytes=budget)
+            )
         return replace(self, head=head, plan=plan)
 
     def check_range(self, name: str, rows: Rows) -> Rows:
@@ -78,7 +80,9 @@ class PlannedHead:
             ValueError: on a CPU, an id is out of range.
         """
         shard: Shard | None = self.plan.shard
-        vocab, start = (self.head.weight.shape[0], 0) if shard is None else (shard.vocab, shard.start)
+        vocab, start = (
+            (self.head.weight.shape[0], 0) if shard is None else (shard.vocab, shard.start)
+        )
         ids, marked = rows.ids, None
         invalid = check_counted_ids(name, ids, vocab)
         if invalid is not None:
@@ -88,7 +92,9 @@ class PlannedHead:
     def choose_engine(self, gradient: RowGradient, *, only_logps: bool) -> Engine:
         """Return the requested engine, or the cheapest; `only_logps`: no output but log-probability and entropy."""
         plain, needs_grad = self.head.lora is None and self.head.reference is None, self.needs_grad
-        frozen_head = needs_grad.hidden and not needs_grad.head  # only then: `of_entropy` may evaluate an objective
+        frozen_head = (
+            needs_grad.hidden and not needs_grad.head
+        )  # only then: `of_entropy` may evaluate an objective
         situation = Situation(
             gradient.coupling,
             hidden_trains=needs_grad.hidden,
@@ -96,19 +102,36 @@ class PlannedHead:
             entropy_gradient=frozen_head and gradient.of_entropy,
             mixed_gradient=self.plan.teacher is not None and gradient.of_logps,
             tight_memory=self.plan.memory.tight,
-            scores_without_logits=only_logps and plain and isinstance(self.plan.backend, DotRowBackend),
+            scores_without_logits=only_logps
+            and plain
+            and isinstance(self.plan.backend, DotRowBackend),
         )
         engine = choose_engine(situation, self.execution.engine)
-        log_use(self.head.hidden.device, self.plan.backend.name, self.why_backend, engine, situation, self.execution)
+        log_use(
+            self.head.hidden.device,
+            self.plan.backend.name,
+            self.why_backend,
+            engine,
+            situation,
+            self.execution,
+        )
         return engine
 
     def with_backend(self) -> PlannedHead:
         """Return the same head with the backend that its execution names."""
-        backend, why = choose_backend(self.execution.backend, self.head.hidden.device, self.plan.compute_dtype)
+        backend, why = choose_backend(
+            self.execution.backend, self.head.hidden.device, self.plan.compute_dtype
+        )
         return replace(self, plan=replace(self.plan, backend=backend), why_backend=why)
 
     def request(
-        self, rows: Rows, gradient: RowGradient, engine: Engine, *, entropy: bool = True, extras: tuple[str, ...] = ()
+        self,
+        rows: Rows,
+        gradient: RowGradient,
+        engine: Engine,
+        *,
+        entropy: bool = True,
+        extras: tuple[str, ...] = (),
     ) -> Request:
         """Return the request for `rows`, and as much of their gradient as `engine` computes in its first pass."""
         return Request(
@@ -147,7 +170,13 @@ def plan_head(
     other, asks_tight = head.reference, execution.engine == "auto"
     of_reference = None if other is None else (other.weight, other.compute_dtype(dtype))
     memory = FreeMemory.of(
-        weight, head.hidden, needs_grad, dtype, budget, asks_tight=asks_tight, reference=of_reference
+        weight,
+        head.hidden,
+        needs_grad,
+        dtype,
+        budget,
+        asks_tight=asks_tight,
+        reference=of_reference,
     )
     if budget is None:
         budget = default_workspace(weight, needs_grad, memory, heads=1 if other is None else 2)
@@ -167,7 +196,9 @@ def plan_head(
 def _plan_reference(reference: OtherHead, plan: HeadPlan, dtype: torch.dtype) -> HeadPlan:
     """Plan the reference's projection, given the policy's `plan`, whose products take operands of `dtype`."""
     operand_dtype, prefix = reference.compute_dtype(dtype), reference.prefix
-    _warn_if_promoted(f"{prefix}hidden", reference.hidden, f"{prefix}weight", reference.weight, operand_dtype)
+    _warn_if_promoted(
+        f"{prefix}hidden", reference.hidden, f"{prefix}weight", reference.weight, operand_dtype
+    )
     return replace(plan, compute_dtype=operand_dtype, **_constants(reference.head, operand_dtype))
 
 
@@ -180,7 +211,9 @@ def _constants(head: Head, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def _warn_if_promoted(name: str, hidden: Tensor, weight_name: str, weight: Tensor, dtype: torch.dtype) -> None:
+def _warn_if_promoted(
+    name: str, hidden: Tensor, weight_name: str, weight: Tensor, dtype: torch.dtype
+) -> None:
     """Warn, once, if dtype promotion makes the products fp32, which is likely a mistake.
 
     That is, for a 16-bit weight, on a GPU that multiplies 16-bit operands an order of magnitude faster. An fp32 weight
@@ -194,7 +227,9 @@ def _warn_if_promoted(name: str, hidden: Tensor, weight_name: str, weight: Tenso
 
 
 @functools.cache
-def _warn_of_promotion(name: str, hidden: torch.dtype, weight_name: str, weight: torch.dtype) -> None:
+def _warn_of_promotion(
+    name: str, hidden: torch.dtype, weight_name: str, weight: torch.dtype
+) -> None:
     warnings.warn(
         f"grpo_kernels: {name} in {hidden} with a {weight_name} in {weight}, outside autocast, is multiplied in "
         f"torch.float32, which takes a GPU about ten times as long as 16 bits. Cast {name} to the dtype of "

@@ -19,10 +19,15 @@ if TYPE_CHECKING:
 
 
 def options_of_loss(
-    config: LossConfig, objective: Callable[..., Any] | None, num_items_in_batch: float | Tensor | None
+    config: LossConfig,
+    objective: Callable[..., Any] | None,
+    num_items_in_batch: float | Tensor | None,
 ) -> dict[str, Any]:
     """Return the options of a loss by name."""
-    options = {**{x.name: getattr(config, x.name) for x in fields(config)}, "objective": _named(objective)}
+    options = {
+        **{x.name: getattr(config, x.name) for x in fields(config)},
+        "objective": _named(objective),
+    }
     count, name = num_items_in_batch, "num_items_in_batch"
     if isinstance(count, Tensor):
         return {**options, name: "a tensor", f"{name}, the tensor": count.double()}
@@ -36,11 +41,17 @@ def tokens_of_loss(tokens: Tokens, inputs: Mapping[str, Tensor | None]) -> dict[
         "completion_mask": tokens.layout.positions,
         "cu_seqlens": tokens.layout.sequence,
         "completion_ids": tokens.ids,
-        **{name: getattr(tokens, name) for name, x in inputs.items() if name != "hidden" and x is not None},
+        **{
+            name: getattr(tokens, name)
+            for name, x in inputs.items()
+            if name != "hidden" and x is not None
+        },
     }
 
 
-def check_sequence_group(sequence_group: ProcessGroup | None, cu_seqlens: Any, objective: Any) -> None:
+def check_sequence_group(
+    sequence_group: ProcessGroup | None, cu_seqlens: Any, objective: Any
+) -> None:
     """Raise unless the other arguments go with a `sequence_group`."""
     if sequence_group is None:
         return
@@ -74,8 +85,14 @@ def sharded(tokens: Tokens, group: ProcessGroup) -> Tokens:
     import torch.distributed as dist
 
     layout, counts = tokens.layout, tokens.layout.lengths
-    counts = gather_stacked(counts, group) if layout.batch > 0 else counts.new_zeros(dist.get_world_size(group), 0)
-    return replace(tokens, layout=replace(layout, shard=SequenceShard(group, dist.get_rank(group), counts)))
+    counts = (
+        gather_stacked(counts, group)
+        if layout.batch > 0
+        else counts.new_zeros(dist.get_world_size(group), 0)
+    )
+    return replace(
+        tokens, layout=replace(layout, shard=SequenceShard(group, dist.get_rank(group), counts))
+    )
 
 
 def _named(objective: Callable[..., Any] | None) -> str | None:
@@ -86,4 +103,6 @@ def _named(objective: Callable[..., Any] | None) -> str | None:
     if not is_dataclass(objective):
         return name
     values = {x.name: getattr(objective, x.name) for x in fields(objective)}
-    return f"{name}({', '.join(f'{k}={x}' for k, x in values.items() if isinstance(x, (int, float)))})"
+    return (
+        f"{name}({', '.join(f'{k}={x}' for k, x in values.items() if isinstance(x, (int, float)))})"
+    )

@@ -47,15 +47,23 @@ class Execution(Run):
     """A `Run` in a call, with further options that decide how it is computed."""
 
     sequence_group: ProcessGroup | None = field(default=None, kw_only=True)  # as in `grpo_loss`
-    needs_grad: NeedsGrad | None = field(default=None, kw_only=True)  # None: of the tensors that train
-    dtype: torch.dtype | None = field(default=None, kw_only=True)  # of the operands; None: `LMHead.compute_dtype`
-    run: Any = field(default=None, kw_only=True)  # the argument `run`; `check` raises if it is no `Run`
+    needs_grad: NeedsGrad | None = field(
+        default=None, kw_only=True
+    )  # None: of the tensors that train
+    dtype: torch.dtype | None = field(
+        default=None, kw_only=True
+    )  # of the operands; None: `LMHead.compute_dtype`
+    run: Any = field(
+        default=None, kw_only=True
+    )  # the argument `run`; `check` raises if it is no `Run`
 
     @staticmethod
     def of(run: Any, *, sequence_group: ProcessGroup | None = None) -> Execution:
         """Return the options `run` (None: the defaults) of a call; `check` checks them."""
         options = run if isinstance(run, Run) else Run()
-        return Execution(*[getattr(options, name) for name in _OF_RUN], sequence_group=sequence_group, run=run)
+        return Execution(
+            *[getattr(options, name) for name in _OF_RUN], sequence_group=sequence_group, run=run
+        )
 
     def check(self) -> None:
         """Raise TypeError unless the argument `run` is None or a `Run` whose `gather` is a function."""
@@ -65,7 +73,11 @@ class Execution(Run):
 
     def described(self) -> dict[str, Any]:
         """Return the options that must be equal on all ranks."""
-        return {"engine": self.engine, "backend": self.backend, "workspace_bytes": self.workspace_bytes}
+        return {
+            "engine": self.engine,
+            "backend": self.backend,
+            "workspace_bytes": self.workspace_bytes,
+        }
 
 
 def check_run(run: Run) -> None:

@@ -69,7 +69,9 @@ class ScoreCall(Call[ExpectedRows, ExpectedRows]):
             check_ids("ids", self.ids, hidden)
         unknown = set(self.outputs) - {"entropy", *STATISTICS}
         if unknown:
-            raise ValueError(f"extras: expected some of {', '.join(STATISTICS)}, got {sorted(unknown)}")
+            raise ValueError(
+                f"extras: expected some of {', '.join(STATISTICS)}, got {sorted(unknown)}"
+            )
 
     def ids_of(self, hidden: Tensor) -> Tensor:
         """Return the ids, or zeros, one per position of hidden states (..., H)."""
@@ -88,7 +90,9 @@ class ScoreCall(Call[ExpectedRows, ExpectedRows]):
 
     def expectation(self, hidden: Tensor, positions: Tensor, dtype: torch.dtype) -> ExpectedRows:
         """Return the expected gradient at `positions` (n,)."""
-        return read_expected(self.expected, self.ids_of(hidden), positions, dtype, entropy=self.entropy)
+        return read_expected(
+            self.expected, self.ids_of(hidden), positions, dtype, entropy=self.entropy
+        )
 
     def described_outputs(self, rows: Rows) -> dict[str, Any]:
         """Return the results to compute, and their options, by name."""
@@ -122,14 +126,22 @@ def score(call: ScoreCall, head: LMHead, execution: Execution) -> Scores:
 def scored(call: ScoreCall, head: LMHead, request: Request) -> Scores:
     """Run one forward of a planned call."""
     operands = head.operands(request.rows.positions)
-    logps, entropies, divergence, *extras = LinearLogprob.apply(request, operands.teacher, *operands)
-    results = {"logps": logps if call.scores_ids else None, "entropies": entropies, "divergence": divergence}
+    logps, entropies, divergence, *extras = LinearLogprob.apply(
+        request, operands.teacher, *operands
+    )
+    results = {
+        "logps": logps if call.scores_ids else None,
+        "entropies": entropies,
+        "divergence": divergence,
+    }
     results |= dict(zip(request.extras, extras, strict=True))
     shape = head.hidden.shape[:-1]
     return Scores(**{name: x.view(shape) for name, x in results.items() if x is not None})
 
 
-def _inv_temperature(temperature: float | Tensor, ids: Tensor, positions: Tensor, dtype: torch.dtype) -> float | Tensor:
+def _inv_temperature(
+    temperature: float | Tensor, ids: Tensor, positions: Tensor, dtype: torch.dtype
+) -> float | Tensor:
     """Return 1 / temperature of the rows at `positions` (n,) of `ids`: a number, or (n, 1) if it is one per position.
 
     Raises:
@@ -145,7 +157,9 @@ def _inv_temperature(temperature: float | Tensor, ids: Tensor, positions: Tensor
     bad = ~((rows > 0) & torch.isfinite(rows))
     if rows.device.type == "cpu" and bool(bad.any()):
         got = rows[bad][0].item()
-        raise ValueError(f"temperature: expected finite numbers > 0 where the mask counts, got {got}")
+        raise ValueError(
+            f"temperature: expected finite numbers > 0 where the mask counts, got {got}"
+        )
     return (1.0 / rows)[:, None]
 
 

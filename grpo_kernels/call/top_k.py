@@ -21,7 +21,11 @@ DIVERGENCES = choices(TopKDivergenceName)
 
 
 def measure_of(
-    divergence: Any, tail: Any, log_prob_min_clamp: Any, loss_max_clamp: Any, dtypes: tuple[torch.dtype, ...]
+    divergence: Any,
+    tail: Any,
+    log_prob_min_clamp: Any,
+    loss_max_clamp: Any,
+    dtypes: tuple[torch.dtype, ...],
 ) -> Measure:
     """Return the divergence that these arguments describe; `dtypes`: those of the result and of the teacher's logps.
 
@@ -29,7 +33,9 @@ def measure_of(
         TypeError, ValueError: an unknown divergence, or options that do not go together.
     """
     if divergence not in DIVERGENCES:
-        raise ValueError(f"divergence: expected one of {', '.join(DIVERGENCES)}, got {divergence!r}")
+        raise ValueError(
+            f"divergence: expected one of {', '.join(DIVERGENCES)}, got {divergence!r}"
+        )
     reverse = divergence == "reverse_kl"
     if tail is not None and not isinstance(tail, bool):
         raise TypeError(f"tail: expected a bool or None, got {tail!r}")
@@ -75,7 +81,9 @@ class TopKCall(ScoreCall):
         ids, logps = self.teacher_ids, self.teacher_logps
         check_tensor("teacher_ids", ids, like=hidden)
         if ids.dtype not in (torch.int64, torch.int32, torch.int16):
-            raise TypeError(f"teacher_ids: expected signed integer ids of 16, 32 or 64 bits, got {ids.dtype}")
+            raise TypeError(
+                f"teacher_ids: expected signed integer ids of 16, 32 or 64 bits, got {ids.dtype}"
+            )
         shape = (*hidden.shape[:-1], max(1, ids.shape[-1] if ids.dim() else 0))
         check_shape("teacher_ids", ids, ("(*that of hidden without H, K), K > 0", shape))
         check_tensor("teacher_logps", logps, like=hidden, floating=True)
@@ -89,7 +97,10 @@ class TopKCall(ScoreCall):
             (planned.plan.accumulator, self.teacher_logps.dtype),
         )
         measure = measure_of(self.divergence, self.tail, *clamps, dtypes)
-        ids, logps = (x.detach().flatten(0, -2)[rows.positions] for x in (self.teacher_ids, self.teacher_logps))
+        ids, logps = (
+            x.detach().flatten(0, -2)[rows.positions]
+            for x in (self.teacher_ids, self.teacher_logps)
+        )
         return replace(rows, top_k=TopKTeacher(ids.long(), logps.double(), measure)), expected
 
     def expectation(self, hidden: Tensor, positions: Tensor, dtype: torch.dtype) -> ExpectedRows:
@@ -104,7 +115,9 @@ class TopKCall(ScoreCall):
             ValueError: on a CPU, an id is neither -1 nor in [0, V).
         """
         shard, teacher = planned.plan.shard, rows.top_k
-        vocab, start = (planned.head.weight.shape[0], 0) if shard is None else (shard.vocab, shard.start)
+        vocab, start = (
+            (planned.head.weight.shape[0], 0) if shard is None else (shard.vocab, shard.start)
+        )
         assert teacher is not None
         ids, logps = teacher.ids, teacher.logps
         outside = (ids < -1) | (ids >= vocab)
@@ -114,13 +127,19 @@ class TopKCall(ScoreCall):
                 f"teacher_ids: expected ids in [0, V) = [0, {vocab}), or -1 for padding, where the mask counts, "
                 f"got {bad}"
             )
-        ids = torch.where(logps == -torch.inf, -1, ids)  # padding, which must not be the first of a repeated id
+        ids = torch.where(
+            logps == -torch.inf, -1, ids
+        )  # padding, which must not be the first of a repeated id
         ids, order = ids.sort(dim=1, stable=True)
         logps = logps.gather(1, order)
         padding = ids == -1
         padding[:, 1:] |= ids[:, 1:] == ids[:, :-1]
-        logps = logps.masked_fill(padding, -torch.inf).masked_fill(outside.any(dim=1, keepdim=True), torch.nan)
-        return replace(rows, ids=rows.ids - start, top_k=TopKTeacher(ids - start, logps, teacher.measure))
+        logps = logps.masked_fill(padding, -torch.inf).masked_fill(
+            outside.any(dim=1, keepdim=True), torch.nan
+        )
+        return replace(
+            rows, ids=rows.ids - start, top_k=TopKTeacher(ids - start, logps, teacher.measure)
+        )
 
     def described_outputs(self, rows: Rows) -> dict[str, Any]:
         """Return the results to compute, and their options, by name."""

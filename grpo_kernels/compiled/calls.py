@@ -49,11 +49,17 @@ def eagerly(function: Callable[..., T], *arguments: Any, **options: Any) -> T:
     return function(*arguments, **options)
 
 
-def policy_loss(eager: Callable[..., LossOutput], call: LossCall, head: LMHead, execution: Execution) -> LossOutput:
+def policy_loss(
+    eager: Callable[..., LossOutput], call: LossCall, head: LMHead, execution: Execution
+) -> LossOutput:
     """Compute the loss by one op, or by `eager` if a graph cannot hold the call."""
     check_config(call.config)
     execution.check()
-    group, ids, mask = execution.sequence_group, call.inputs.completion_ids, call.inputs.completion_mask
+    group, ids, mask = (
+        execution.sequence_group,
+        call.inputs.completion_ids,
+        call.inputs.completion_mask,
+    )
     head, execution = _for_fakes(
         head,
         execution,
@@ -68,10 +74,14 @@ def policy_loss(eager: Callable[..., LossOutput], call: LossCall, head: LMHead, 
     return eagerly(eager, call, head, execution)
 
 
-def linear_logprob(eager: Callable[..., Scores], call: ScoreCall, head: LMHead, execution: Execution) -> Scores:
+def linear_logprob(
+    eager: Callable[..., Scores], call: ScoreCall, head: LMHead, execution: Execution
+) -> Scores:
     """Compute log-probabilities by one op, which ignores an expectation; or by `eager`."""
     execution.check()
-    if call.expected is not None and execution.engine == ONE_PASS.name:  # an expectation only buys speed
+    if (
+        call.expected is not None and execution.engine == ONE_PASS.name
+    ):  # an expectation only buys speed
         execution = replace(execution, engine="auto")
     head, execution = _for_fakes(head, execution, ("ids", call.ids), ("mask", call.mask))
     if head.is_plain and execution.gather is None:
@@ -86,7 +96,14 @@ def _for_fakes(
     if torch.compiler.is_compiling():
         return head, execution
     check_fake(
-        head.hidden, head.weight, head.bias, ids, mask, lora=head.lora, process_group=head.process_group, **refused
+        head.hidden,
+        head.weight,
+        head.bias,
+        ids,
+        mask,
+        lora=head.lora,
+        process_group=head.process_group,
+        **refused,
     )
     return replace(head, vocab_size=None), replace(execution, gather=None)
 
@@ -111,8 +128,17 @@ def _policy_loss(
     )
     if num_items_in_batch is not None and not isinstance(num_items_in_batch, Tensor):
         # torch.full would specialise the graph on the number: a new graph for each value
-        num_items_in_batch = torch.ones((), dtype=torch.float64, device=hidden.device) * num_items_in_batch
-    computed = (*_constants(head), engine, execution.backend, execution.workspace_bytes, dtype, _three(needs_grad))
+        num_items_in_batch = (
+            torch.ones((), dtype=torch.float64, device=hidden.device) * num_items_in_batch
+        )
+    computed = (
+        *_constants(head),
+        engine,
+        execution.backend,
+        execution.workspace_bytes,
+        dtype,
+        _three(needs_grad),
+    )
     results = loss_op.LossResults(
         *_POLICY_LOSS(
             hidden.detach(),
@@ -138,11 +164,20 @@ def _policy_loss(
             loss = _Stored.apply(hidden, weight, bias, mask, loss, *stored)
         else:
             settings = logprob_op.Settings(temperature, *computed)
-            stats = (results.logps, results.entropies if has_b else None, results.max_logit, results.log_sum)
-            logps, entropies = _SecondPass.apply(settings, hidden, weight, bias, ids, mask, None, *stats)
+            stats = (
+                results.logps,
+                results.entropies if has_b else None,
+                results.max_logit,
+                results.log_sum,
+            )
+            logps, entropies = _SecondPass.apply(
+                settings, hidden, weight, bias, ids, mask, None, *stats
+            )
             d_entropies = results.d_entropies if has_b else None
             loss = _Coefficients.apply(logps, entropies, loss, results.d_logps, d_entropies)
-    pairs = {name: (x[0], x[1]) for name, x in zip(pair_names, results.pairs.unbind(0), strict=True)}
+    pairs = {
+        name: (x[0], x[1]) for name, x in zip(pair_names, results.pairs.unbind(0), strict=True)
+    }
     extremes = dict(zip(extreme_names, results.extremes.unbind(0), strict=True))
     sequences = ids.shape[0] if inputs.cu_seqlens is None else inputs.cu_seqlens.shape[0] - 1
     metrics = Metrics(pairs, extremes, sequences=sequences, loss_over=loss_over)
@@ -213,7 +248,14 @@ def _linear_logprob(call: ScoreCall, head: LMHead, execution: Execution) -> Scor
         dtype=head.compute_dtype(),
         wants=_three(needs_grad),
     )
-    inputs = (hidden.detach(), weight.detach(), None if bias is None else bias.detach(), ids, mask, temperatures)
+    inputs = (
+        hidden.detach(),
+        weight.detach(),
+        None if bias is None else bias.detach(),
+        ids,
+        mask,
+        temperatures,
+    )
     results = logprob_op.ScoreResults(*_LINEAR_LOGPROB(*inputs, list(outputs), *settings))
     logps, entropies = results.logps, results.entropies if entropy else None
     if needs_grad.hidden or needs_grad.head:
@@ -221,13 +263,17 @@ def _linear_logprob(call: ScoreCall, head: LMHead, execution: Execution) -> Scor
             logps = _Stored.apply(hidden, weight, bias, mask, logps, results.d_hidden, None, None)
         else:
             stats = (logps, entropies, results.max_logit, results.log_sum)
-            logps, entropies = _SecondPass.apply(settings, hidden, weight, bias, ids, mask, temperatures, *stats)
+            logps, entropies = _SecondPass.apply(
+                settings, hidden, weight, bias, ids, mask, temperatures, *stats
+            )
     extras = dict(zip([x for x in outputs if x != "entropy"], results.extras, strict=True))
     return Scores.of(logps=logps, entropies=entropies, **extras)
 
 
 @torch.compiler.assume_constant_result
-def _plan_logprob(hidden_trains: bool, head_trains: bool, entropy: bool, engine: str) -> tuple[str, bool]:
+def _plan_logprob(
+    hidden_trains: bool, head_trains: bool, entropy: bool, engine: str
+) -> tuple[str, bool]:
     """Return the engine's name, and True if it stores d logp / d hidden."""
     situation = Situation(
         Coupling.CROSS_TOKEN,
@@ -270,7 +316,11 @@ class _Stored(torch.autograd.Function):
         gradients = [
             (x * factor).to(dtype) if wanted else None
             for x, factor, dtype, wanted in zip(
-                stored, (of_rows[..., None], upstream, upstream), ctx.dtypes, needed[:3], strict=True
+                stored,
+                (of_rows[..., None], upstream, upstream),
+                ctx.dtypes,
+                needed[:3],
+                strict=True,
             )
         ]
         return *gradients, None, None, None, None, None
@@ -293,10 +343,16 @@ class _SecondPass(torch.autograd.Function):
         return logps, entropies
 
     @staticmethod
-    def backward(ctx: Any, d_logps: Tensor, d_entropies: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, d_logps: Tensor, d_entropies: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
-        grads = _LINEAR_LOGPROB_BACKWARD(*saved[:6], d_logps, d_entropies, *saved[6:], *ctx.settings)
-        gradients = [x if wanted else None for x, wanted in zip(grads, ctx.settings.wants, strict=True)]
+        grads = _LINEAR_LOGPROB_BACKWARD(
+            *saved[:6], d_logps, d_entropies, *saved[6:], *ctx.settings
+        )
+        gradients = [
+            x if wanted else None for x, wanted in zip(grads, ctx.settings.wants, strict=True)
+        ]
         return None, *gradients, *[None] * 7
 
 
@@ -304,7 +360,9 @@ class _Coefficients(torch.autograd.Function):
     """A loss with a = d loss / d logp and b = d loss / d entropy: ``forward(ctx, logps, entropies, loss, a, b)``."""
 
     @staticmethod
-    def forward(ctx: Any, logps: Tensor, entropies: Tensor | None, loss: Tensor, a: Tensor, b: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, logps: Tensor, entropies: Tensor | None, loss: Tensor, a: Tensor, b: Tensor | None
+    ) -> Tensor:
         ctx.save_for_backward(a, b)
         return loss.clone()
 

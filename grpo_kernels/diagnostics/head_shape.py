@@ -48,14 +48,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that describe a head."""
     models = parser.add_mutually_exclusive_group()
     models.add_argument(
-        "--model", type=_model, metavar="NAME", help=f"take the head of this model: {', '.join(MODELS)}"
+        "--model",
+        type=_model,
+        metavar="NAME",
+        help=f"take the head of this model: {', '.join(MODELS)}",
     )
     models.add_argument(
-        "--config", type=Path, metavar="DIR", help="take the head of any model from its config.json, in DIR"
+        "--config",
+        type=Path,
+        metavar="DIR",
+        help="take the head of any model from its config.json, in DIR",
     )
     parser.add_argument("--vocab", type=int, help="V: the size of the vocabulary")
     parser.add_argument("--hidden", type=int, help="H: the size of the hidden states")
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of hidden states and weight; default: bf16")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="bf16", help="of hidden states and weight; default: bf16"
+    )
 
 
 def described(parser: argparse.ArgumentParser, options: argparse.Namespace) -> HeadShape:
@@ -79,7 +87,9 @@ def _model(argument: str) -> str:
     name = argument.rpartition("/")[2].casefold()
     model = next((x for x in MODELS if x.casefold() == name), None)
     if model is None:
-        raise argparse.ArgumentTypeError(f"expected {', '.join(MODELS)}, or --config DIR for another, got {argument}")
+        raise argparse.ArgumentTypeError(
+            f"expected {', '.join(MODELS)}, or --config DIR for another, got {argument}"
+        )
     return model
 
 
@@ -95,16 +105,26 @@ def _configured(parser: argparse.ArgumentParser, folder: Path, dtype: torch.dtyp
 
         read = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         config: Any = read.get_text_config(decoder=True)
-        sizes: dict[str, Any] = {name: getattr(config, name, None) for name in ("vocab_size", "hidden_size")}
+        sizes: dict[str, Any] = {
+            name: getattr(config, name, None) for name in ("vocab_size", "hidden_size")
+        }
     except Exception as error:  # the checks of a config may raise anything
         reason = (str(error).splitlines() or [""])[0]
-        parser.error(f"--config: {folder / 'config.json'} cannot be read ({reason}); give --vocab and --hidden")
+        parser.error(
+            f"--config: {folder / 'config.json'} cannot be read ({reason}); give --vocab and --hidden"
+        )
     for name, value in sizes.items():
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST:
-            parser.error(f"--config: expected a {name} of 1 to {MOST:,}, got {value!r}; give --vocab and --hidden")
+            parser.error(
+                f"--config: expected a {name} of 1 to {MOST:,}, got {value!r}; give --vocab and --hidden"
+            )
     for name in (*FACTORS, *DIVISORS, *CAPS):
         value = getattr(config, name, None)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0):
-            parser.error(f"--config: expected a {name} above 0, got {value!r}; give --vocab and --hidden")
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, int | float) or not value > 0
+        ):
+            parser.error(
+                f"--config: expected a {name} above 0, got {value!r}; give --vocab and --hidden"
+            )
     constants = scale_and_cap(lambda name: getattr(config, name, None))
     return HeadShape(sizes["vocab_size"], sizes["hidden_size"], dtype, *constants)

@@ -79,10 +79,20 @@ class Size:
         """Bytes of the gradients that a step leaves behind."""
         if self.score:
             return 0
-        return (self.rows + (0 if self.frozen else self.head.vocab)) * self.head.hidden * self.head.itemsize
+        return (
+            (self.rows + (0 if self.frozen else self.head.vocab))
+            * self.head.hidden
+            * self.head.itemsize
+        )
 
     def __str__(self) -> str:
-        kind = "log-probabilities alone" if self.score else "frozen head" if self.frozen else "trainable head"
+        kind = (
+            "log-probabilities alone"
+            if self.score
+            else "frozen head"
+            if self.frozen
+            else "trainable head"
+        )
         masked = f", {self.masked:.0%} of the positions masked" if self.masked else ""
         return f"N {self.rows:,}, {self.head}, {kind}{masked}; MiB on a {'CPU' if self.gpu is None else 'GPU'}"
 
@@ -112,12 +122,17 @@ def estimate(size: Size) -> list[Need]:
 
 
 def _estimate(size: Size) -> list[Need]:
-    shape, wants = size.head, NeedsGrad(hidden=not size.score, weight=not (size.score or size.frozen))
+    shape, wants = (
+        size.head,
+        NeedsGrad(hidden=not size.score, weight=not (size.score or size.frozen)),
+    )
     new = partial(torch.empty, dtype=shape.dtype, device="meta")
     head = Operands(new(size.rows, shape.hidden), new(shape.vocab, shape.hidden))
     indices = new(size.counted, dtype=torch.int64)
     rows = Rows(indices, indices)
-    config = HeadPlan(CppRows(), shape.dtype, size.workspace_bytes or default_workspace(head.weight, wants))
+    config = HeadPlan(
+        CppRows(), shape.dtype, size.workspace_bytes or default_workspace(head.weight, wants)
+    )
 
     scored = planned_bytes(rows, head, config, None)
     if size.score:
@@ -127,7 +142,12 @@ def _estimate(size: Size) -> list[Need]:
     graded = accumulated + planned_bytes(rows, head, config, wants)
     returning = accumulated + _rounded(size)
     needs = [
-        Need("frozen" if size.frozen else "one_pass", max(graded, returning), size.returned, accumulated),
+        Need(
+            "frozen" if size.frozen else "one_pass",
+            max(graded, returning),
+            size.returned,
+            accumulated,
+        ),
         Need("two_pass", max(scored, graded, returning), size.returned, 0),
     ]
     if not size.frozen:  # lean writes d weight a slice at a time, and accumulates only d hidden
@@ -140,7 +160,10 @@ def _estimate(size: Size) -> list[Need]:
 def _rounded(size: Size) -> int:
     """Bytes of the rounded copies that are returned; fp32 needs none, except of d hidden if not all rows count."""
     row_bytes = size.head.hidden * size.head.itemsize
-    of_hidden, of_weight = size.rows * row_bytes, (0 if size.frozen else size.head.vocab) * row_bytes
+    of_hidden, of_weight = (
+        size.rows * row_bytes,
+        (0 if size.frozen else size.head.vocab) * row_bytes,
+    )
     whole = size.counted == size.rows
     if size.head.itemsize == FP32:
         return 0 if whole else of_hidden
@@ -150,13 +173,21 @@ def _rounded(size: Size) -> int:
 def render(size: Size, needs: list[Need]) -> str:
     """Return the needs as a table, in MiB; on a GPU with the share of its memory that has to be free."""
     gpu = size.gpu
-    cells = [list(COLUMNS), *([x.name, *(f"{b / MIB:,.0f}" for b in (x.extra, x.peak, x.kept))] for x in needs)]
+    cells = [
+        list(COLUMNS),
+        *([x.name, *(f"{b / MIB:,.0f}" for b in (x.extra, x.peak, x.kept))] for x in needs),
+    ]
     if gpu is not None:
         shares = (f"{x.peak / (gpu.gib * 1024 * MIB):.1%}" for x in needs)
         cells = [[*row, cell] for row, cell in zip(cells, [f"of {gpu}", *shares], strict=True)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
     lines = [
-        "  ".join([row[0].ljust(widths[0]), *(x.rjust(w) for x, w in zip(row[1:], widths[1:], strict=True))])
+        "  ".join(
+            [
+                row[0].ljust(widths[0]),
+                *(x.rjust(w) for x, w in zip(row[1:], widths[1:], strict=True)),
+            ]
+        )
         for row in cells
     ]
     return "\n".join([str(size), "", *lines, "", NOTES, *([] if gpu is None else [GPU_NOTE])])
@@ -165,13 +196,34 @@ def render(size: Size, needs: list[Need]) -> str:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``python -m grpo_kernels memory``."""
     head_shape.add_arguments(parser)
-    parser.add_argument("--rows", type=int, default=ROWS, help=f"N: positions of the batch, B * T; default: {ROWS:,}")
-    parser.add_argument("--frozen", action="store_true", help="the head does not train, as with LoRA on the body")
-    parser.add_argument("--score", action="store_true", help="no gradient: old or reference log-probabilities")
-    parser.add_argument("--mask", type=float, default=0.0, help="share of the positions that do not count; default: 0")
-    parser.add_argument("--workspace", type=int, metavar="MIB", help="workspace_bytes, in MiB; default: the library's")
     parser.add_argument(
-        "--gpu", metavar="NAME", help=f"on a GPU, and as a share of its memory: {', '.join(GPUS)}, or its memory in GiB"
+        "--rows",
+        type=int,
+        default=ROWS,
+        help=f"N: positions of the batch, B * T; default: {ROWS:,}",
+    )
+    parser.add_argument(
+        "--frozen", action="store_true", help="the head does not train, as with LoRA on the body"
+    )
+    parser.add_argument(
+        "--score", action="store_true", help="no gradient: old or reference log-probabilities"
+    )
+    parser.add_argument(
+        "--mask",
+        type=float,
+        default=0.0,
+        help="share of the positions that do not count; default: 0",
+    )
+    parser.add_argument(
+        "--workspace",
+        type=int,
+        metavar="MIB",
+        help="workspace_bytes, in MiB; default: the library's",
+    )
+    parser.add_argument(
+        "--gpu",
+        metavar="NAME",
+        help=f"on a GPU, and as a share of its memory: {', '.join(GPUS)}, or its memory in GiB",
     )
 
 
@@ -207,5 +259,7 @@ def _gpu(parser: argparse.ArgumentParser, argument: str) -> GPU:
     except ValueError:
         gib = 0.0
     if not 0.0 < gib <= MOST_GIB:
-        parser.error(f"--gpu: expected {', '.join(GPUS)}, or the GPU's memory in GiB, got {argument}")
+        parser.error(
+            f"--gpu: expected {', '.join(GPUS)}, or the GPU's memory in GiB, got {argument}"
+        )
     return GPU("the GPU", gib)

@@ -33,7 +33,10 @@ PRECISIONS = {  # of float32 products, by torch's names
 def collect() -> Report:
     """Collect the report: section -> name -> text. Of the packages that it names, only torch is imported."""
     return {
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
+        "versions": {
+            "python": platform.python_version(),
+            **{name: _version(name) for name in PACKAGES},
+        },
         "system": {
             "os": platform.platform(),
             "cpu": _cpu_name(),
@@ -42,7 +45,10 @@ def collect() -> Report:
             "torch cpu capability": torch.backends.cpu.get_cpu_capability(),
         },
         "devices": {str(device): _describe(device) for device in devices()},
-        "backend": {**{str(device): _backend(device) for device in devices()}, "C++ library": _library()},
+        "backend": {
+            **{str(device): _backend(device) for device in devices()},
+            "C++ library": _library(),
+        },
         "defaults": {"workspace": _default_workspace()},
         "settings of torch": _settings(),
     }
@@ -50,7 +56,10 @@ def collect() -> Report:
 
 def devices() -> list[torch.device]:
     """The CPU, and every CUDA or ROCm device."""
-    return [torch.device("cpu"), *(torch.device("cuda", index) for index in range(torch.cuda.device_count()))]
+    return [
+        torch.device("cpu"),
+        *(torch.device("cuda", index) for index in range(torch.cuda.device_count())),
+    ]
 
 
 def render(report: Report) -> str:
@@ -77,7 +86,9 @@ def _cpu_name() -> str:
     """The processor's name where the system tells it, else the architecture."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
-            names = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]
+            names = [
+                line.split(":", 1)[1].strip() for line in file if line.startswith("model name")
+            ]
     except OSError:
         names = []
     return names[0] if names else platform.processor() or platform.machine()
@@ -117,7 +128,10 @@ def _default_workspace() -> str:
 
 def _settings() -> dict[str, str]:
     """The settings of torch, in this process, that change the results of products."""
-    cuda, mkldnn = torch.backends.cuda.matmul, cast(Any, torch.backends.mkldnn)  # its type stub lacks matmul
+    cuda, mkldnn = (
+        torch.backends.cuda.matmul,
+        cast(Any, torch.backends.mkldnn),
+    )  # its type stub lacks matmul
     # allow_tf32 and get_float32_matmul_precision raise where the newer fp32_precision was set; this shows both
     settings = {
         "float32 products, cpu": ("mkldnn", mkldnn.matmul.fp32_precision),

@@ -37,7 +37,10 @@ DIVERGENCES: tuple[DivergenceName, ...] = get_args(DivergenceName)
 
 # name -> differences from the default case: dapo, token ratios, old log-probabilities, a trainable head
 CASES: dict[str, dict[str, Any]] = {
-    **{name: {"loss_type": name} for name in ("grpo", "bnpo", "dr_grpo", "dapo", "sapo", "luspo", "vespo")},
+    **{
+        name: {"loss_type": name}
+        for name in ("grpo", "bnpo", "dr_grpo", "dapo", "sapo", "luspo", "vespo")
+    },
     "cispo": {"loss_type": "cispo", "epsilon_high": 1.2},
     "gmpo": {"loss_type": "gmpo", "importance_sampling_level": "sequence"},
     "grpo, sequence ratios": {"loss_type": "grpo", "importance_sampling_level": "sequence"},
@@ -98,7 +101,9 @@ def _cases(head: HeadShape) -> dict[str, Callable[[HeadShape, torch.device], Pai
         for seed, (name, options) in enumerate(CASES.items())
         if head == SMALL or name in WIDE
     }
-    divergences = {f"linear_divergence: {name}": partial(_divergence_case, name) for name in DIVERGENCES}
+    divergences = {
+        f"linear_divergence: {name}": partial(_divergence_case, name) for name in DIVERGENCES
+    }
     return {**losses, "linear_logprob: bias, soft-cap, scale": _logprob_case, **divergences}
 
 
@@ -141,10 +146,16 @@ def _drawn(head: HeadShape, draw: torch.Generator) -> tuple[Tensor, Tensor, Tens
     """hidden (B, T, H), weight (V, H), ids (B, T)."""
     hidden = torch.randn(BATCH, TIME, head.hidden, generator=draw)
     weight = torch.randn(head.vocab, head.hidden, generator=draw) / head.hidden**0.5
-    return hidden.to(head.dtype), weight.to(head.dtype), torch.randint(head.vocab, (BATCH, TIME), generator=draw)
+    return (
+        hidden.to(head.dtype),
+        weight.to(head.dtype),
+        torch.randint(head.vocab, (BATCH, TIME), generator=draw),
+    )
 
 
-def _loss_case(options: Mapping[str, Any], seed: int, head: HeadShape, device: torch.device) -> Pairs:
+def _loss_case(
+    options: Mapping[str, Any], seed: int, head: HeadShape, device: torch.device
+) -> Pairs:
     """Return the results of `grpo_loss`, and of the formula in float64 on the same values."""
     fields = {name: value for name, value in options.items() if name not in ("on_policy", "frozen")}
     config = LossConfig(temperature=0.9, max_completion_length=2 * TIME, **fields)
@@ -167,7 +178,13 @@ def _loss_case(options: Mapping[str, Any], seed: int, head: HeadShape, device: t
     logps, entropy = _full_logits(h64, w64, ids, config.temperature)
     log_ratio = logps - (logps.detach() if options.get("on_policy") else old.double())
     loss = _formula(
-        config, logps, entropy, log_ratio, ref.double() - logps, mask.double(), advantages.double()[:, None]
+        config,
+        logps,
+        entropy,
+        log_ratio,
+        ref.double() - logps,
+        mask.double(),
+        advantages.double()[:, None],
     )
     loss.backward()
     pairs = {
@@ -196,7 +213,9 @@ def _logprob_case(head: HeadShape, device: torch.device) -> Pairs:
     exact = _full_logits(full[0], full[1], ids, temperature, full[2], scale, cap)
     (torch.stack(exact) * upstream).sum().backward()
     names = ("gradient of hidden", "gradient of weight", "gradient of bias")
-    pairs = {name: (mine.grad, theirs.grad) for name, mine, theirs in zip(names, ours, full, strict=True)}
+    pairs = {
+        name: (mine.grad, theirs.grad) for name, mine, theirs in zip(names, ours, full, strict=True)
+    }
     return {"logps": (scores.logps, exact[0]), "entropy": (scores.entropies, exact[1]), **pairs}
 
 
@@ -273,7 +292,9 @@ def _formula(
     return (per_token * share).sum() - config.entropy_coef * (entropy * mask).sum() / mask.sum()
 
 
-def _surrogate(config: LossConfig, logps: Tensor, log_ratio: Tensor, lengths: Tensor, advantages: Tensor) -> Tensor:
+def _surrogate(
+    config: LossConfig, logps: Tensor, log_ratio: Tensor, lengths: Tensor, advantages: Tensor
+) -> Tensor:
     """Policy term per token, (B, T) or (B, 1)."""
     ratio, high = log_ratio.exp(), config.clip_high
     if config.loss_type == "cispo":

@@ -64,13 +64,18 @@ def steps(
     calls: dict[str, Callable[[], None]] = {
         "log-probabilities": partial(_logps, head, device, backend, "score"),
         "log-probabilities, frozen head": partial(_logps, head, device, backend, "frozen"),
-        **{name: partial(loss, logps, config, **options) for name, (logps, config, options) in LOSSES.items()},
+        **{
+            name: partial(loss, logps, config, **options)
+            for name, (logps, config, options) in LOSSES.items()
+        },
     }
     if teacher:
         calls["divergence from a teacher"] = partial(_divergence, head, device, backend)
         exact, logps = {"beta": 0.04, "kl_estimator": "full"}, ("old", "reference")
         for suffix, engine in (("", "auto"), (", two passes", "two_pass")):
-            calls[f"loss, exact KL to a reference{suffix}"] = partial(loss, logps, exact, engine=engine)
+            calls[f"loss, exact KL to a reference{suffix}"] = partial(
+                loss, logps, exact, engine=engine
+            )
     return calls
 
 
@@ -110,7 +115,9 @@ def _divergence(head: HeadShape, device: torch.device, backend: BackendName) -> 
         _constant_head(head, weight, bias),
         run=Run(backend=backend),
     )
-    (scores.divergence * torch.arange(TIME, device=device)).sum().backward()  # unequal: equal ones would take one pass
+    (
+        scores.divergence * torch.arange(TIME, device=device)
+    ).sum().backward()  # unequal: equal ones would take one pass
 
 
 def _loss(
@@ -123,7 +130,9 @@ def _loss(
     engine: Any = "auto",
 ) -> None:
     hidden, weight, ids, bias = _tensors(head, device)
-    logps = torch.full((BATCH, TIME), -math.log(head.vocab), device=device)  # of zero logits: no ratio is clipped
+    logps = torch.full(
+        (BATCH, TIME), -math.log(head.vocab), device=device
+    )  # of zero logits: no ratio is clipped
     options: dict[str, Any] = {}
     if "reference" in inputs:
         options["reference"] = hidden.detach(), _constant_head(head, weight, bias)
@@ -132,7 +141,9 @@ def _loss(
         _head(head, weight, bias),
         ids,
         None,
-        torch.arange(BATCH, dtype=torch.float32, device=device),  # the first sequence has no gradient
+        torch.arange(
+            BATCH, dtype=torch.float32, device=device
+        ),  # the first sequence has no gradient
         old_per_token_logps=logps if "old" in inputs else None,
         ref_per_token_logps=logps if "ref" in inputs else None,
         config=LossConfig(loss_type=loss_type, **config),
@@ -178,8 +189,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     head_shape.add_arguments(parser)
     parser.add_argument("--softcap", type=float, help="of the logits, as in Gemma 2")
     parser.add_argument("--bias", action="store_true", help="the head has one")
-    parser.add_argument("--loss-type", choices=choices(LossTypeName), default="dapo", help="default: dapo")
-    parser.add_argument("--teacher", action="store_true", help="divergences from another head, too: the slowest of all")
+    parser.add_argument(
+        "--loss-type", choices=choices(LossTypeName), default="dapo", help="default: dapo"
+    )
+    parser.add_argument(
+        "--teacher",
+        action="store_true",
+        help="divergences from another head, too: the slowest of all",
+    )
 
 
 def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
@@ -198,7 +215,9 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         calls = steps(head, device, "triton", loss_type=options.loss_type, teacher=options.teacher)
         done += [timed(name, partial(on_gpu, call)) for name, call in calls.items()]
     else:
-        print("Triton's kernels: none compiled; that needs the GPU that they are for, and there is none here")
+        print(
+            "Triton's kernels: none compiled; that needs the GPU that they are for, and there is none here"
+        )
     failed = done.count(False)
     print(f"{failed} of {len(done)} steps FAILED" if failed else "done")
     return 1 if failed else 0

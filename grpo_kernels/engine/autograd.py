@@ -49,7 +49,9 @@ class PolicyLoss(torch.autograd.Function):
             _save(ctx, None, replace(first, stats=None, coefficients=NO_COEFFICIENTS))
         elif request.engine.recomputes:
             _save(ctx, head, first)
-        logps, entropies = (scatter(x, request.rows, head.hidden.shape[0]) for x in (stats.logps, first.entropies))
+        logps, entropies = (
+            scatter(x, request.rows, head.hidden.shape[0]) for x in (stats.logps, first.entropies)
+        )
         ctx.mark_non_differentiable(logps, entropies)
         return loss.clone(), logps, entropies  # the copy joins the graph, `loss` must not
 
@@ -57,9 +59,17 @@ class PolicyLoss(torch.autograd.Function):
     def backward(ctx: Any, d_loss: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         request, (head, first) = ctx.request, _saved(ctx)
         if not request.engine.recomputes:
-            return None, None, None, None, *returned(first.grads, ctx.shapes, request, first.grad_rows, d_loss)
+            return (
+                None,
+                None,
+                None,
+                None,
+                *returned(first.grads, ctx.shapes, request, first.grad_rows, d_loss),
+            )
         with request.gathered_weight():
-            grads, indices = second_pass(head, request, first.stats, map_tensors(d_loss.mul, first.coefficients))
+            grads, indices = second_pass(
+                head, request, first.stats, map_tensors(d_loss.mul, first.coefficients)
+            )
         return None, None, None, None, *returned(grads, ctx.shapes, request, indices)
 
 
@@ -89,9 +99,15 @@ class LinearLogprob(torch.autograd.Function):
             _save(ctx, head, first)
         n = head.hidden.shape[0]
         extras = [scatter(stats.extras[name], request.rows, n) for name in request.extras]
-        with_entropy = request.entropy and stats.entropies is not None  # a fused kernel always computes it
-        entropies = scatter(cast(Tensor, stats.entropies), request.rows, n) if with_entropy else None
-        divergences = None if stats.divergence is None else scatter(stats.divergence.value, request.rows, n)
+        with_entropy = (
+            request.entropy and stats.entropies is not None
+        )  # a fused kernel always computes it
+        entropies = (
+            scatter(cast(Tensor, stats.entropies), request.rows, n) if with_entropy else None
+        )
+        divergences = (
+            None if stats.divergence is None else scatter(stats.divergence.value, request.rows, n)
+        )
         ctx.mark_non_differentiable(*extras)
         return scatter(stats.logps, request.rows, n), entropies, divergences, *extras
 
@@ -132,7 +148,11 @@ def _saved(ctx: Any) -> tuple[Any, Any]:  # Operands, ForwardResult
 
 
 def _gradient(
-    request: Request, shapes: GradientShapes, head: Operands, first: ForwardResult, upstream: Coefficients
+    request: Request,
+    shapes: GradientShapes,
+    head: Operands,
+    first: ForwardResult,
+    upstream: Coefficients,
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of the head's tensors, from `upstream`, the gradient of each result, (N,)."""
     rows, stats, stored, grad_rows = request.rows, first.stats, first.grads, first.grad_rows
@@ -146,7 +166,10 @@ def _gradient(
         total, indices = second_pass(head, request, stats, upstream)
         return returned(total, shapes, request, indices)
     if request.engine.stores is Stored.PER_ROW:
-        factor, remainder = main[grad_rows, None], request.with_main(main.index_fill(0, grad_rows, 0.0), upstream)
+        factor, remainder = (
+            main[grad_rows, None],
+            request.with_main(main.index_fill(0, grad_rows, 0.0), upstream),
+        )
         alone = all(x is None or x is main for x in upstream)
         complete = alone and grad_rows.shape[0] == len(rows)  # then nothing waits for the device
         any_left = not complete and check_remainder(remainder, upstream)[0]
@@ -163,7 +186,9 @@ def _gradient(
     if request.engine.stores is Stored.GRADIENT and 2 * len(indices) > len(rows):
         warn_once(WRONG_EXPECTATION)
     scaled = map_tensors(lambda x: _times(x, factor, x.dtype, request.plan.backend), stored)
-    total = _merge(scaled, grad_rows, more, indices, len(rows), _ratio(upstream, remainder, indices))
+    total = _merge(
+        scaled, grad_rows, more, indices, len(rows), _ratio(upstream, remainder, indices)
+    )
     every = torch.arange(len(rows), device=rows.positions.device)
     return returned(total, shapes, request, every)
 
@@ -178,7 +203,9 @@ WRONG_EXPECTATION = (
 def _all_coefficients(request: Request, stats: RowStats) -> Coefficients:
     """Return the coefficients of all rows of a loss that is fused."""
     assert request.coefficients_of is not None
-    return request.coefficients_of(torch.arange(len(request.rows), device=request.rows.positions.device), stats)
+    return request.coefficients_of(
+        torch.arange(len(request.rows), device=request.rows.positions.device), stats
+    )
 
 
 def _ratio(upstream: Coefficients, remainder: Coefficients, indices: Tensor) -> Tensor:
@@ -215,7 +242,9 @@ def _times(x: Tensor, factor: Tensor | None, dtype: torch.dtype, backend: RowBac
     return out
 
 
-def _merge(stored: Gradients, grad_rows: Tensor, more: Gradients, indices: Tensor, n: int, ratio: Tensor) -> Gradients:
+def _merge(
+    stored: Gradients, grad_rows: Tensor, more: Gradients, indices: Tensor, n: int, ratio: Tensor
+) -> Gradients:
     """Add the stored gradients, of rows `grad_rows`, and those of a second sweep of rows `indices`; for all n rows.
 
     A row with one coefficient gets `ratio` (m,) times its gradient from the second sweep, and nothing stored: their sum
@@ -245,7 +274,11 @@ def _merge(stored: Gradients, grad_rows: Tensor, more: Gradients, indices: Tenso
 
 
 def returned(
-    grads: Gradients, shapes: GradientShapes, request: Request, indices: Tensor, factor: Tensor | None = None
+    grads: Gradients,
+    shapes: GradientShapes,
+    request: Request,
+    indices: Tensor,
+    factor: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients times `factor`, () or (m, 1), in the shapes and dtypes of `shapes`, each rounded once.
 
@@ -258,18 +291,26 @@ def returned(
         return _times(x, factor, dtype, backend)
 
     def row_by_row(x: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        if shard is not None:  # sum over all rows of the call: their number is the same on every rank
+        if (
+            shard is not None
+        ):  # sum over all rows of the call: their number is the same on every rank
             summed = shard.sum_(all_rows(_times(x, factor, x.dtype, backend), indices, len(rows)))
             return all_rows(summed.to(dtype), rows.positions, shape[0])
-        positions = rows.positions if indices.shape == rows.positions.shape else rows.positions[indices]
+        positions = (
+            rows.positions if indices.shape == rows.positions.shape else rows.positions[indices]
+        )
         return all_rows(_times(x, factor, dtype, backend), positions, shape[0])
 
     gradients = HeadTensors(
         None if grads.hidden is None else row_by_row(grads.hidden, *shapes.hidden),
         None if grads.weight is None else whole(grads.weight, shapes.weight[1]),
         None if grads.bias is None or shapes.bias is None else whole(grads.bias, shapes.bias[1]),
-        None if grads.lora_u is None or shapes.lora_u is None else row_by_row(grads.lora_u, *shapes.lora_u),
-        None if grads.lora_b is None or shapes.lora_b is None else whole(grads.lora_b, shapes.lora_b[1]),
+        None
+        if grads.lora_u is None or shapes.lora_u is None
+        else row_by_row(grads.lora_u, *shapes.lora_u),
+        None
+        if grads.lora_b is None or shapes.lora_b is None
+        else whole(grads.lora_b, shapes.lora_b[1]),
     )
     return tuple(gradients)
 

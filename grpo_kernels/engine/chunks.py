@@ -54,10 +54,16 @@ class Costs:
     def taken(self, group: Group) -> int:
         """Return the bytes of the largest chunk of a group, and of the group around it."""
         rows = group.chunk_rows
-        return rows * self.chunk_row_bytes + group.rows * self.group_row_bytes + self.scratch_bytes(rows)
+        return (
+            rows * self.chunk_row_bytes
+            + group.rows * self.group_row_bytes
+            + self.scratch_bytes(rows)
+        )
 
 
-def plan_groups(rows: Rows, head: Operands, plan: HeadPlan, needs_grad: NeedsGrad | None) -> list[Group]:
+def plan_groups(
+    rows: Rows, head: Operands, plan: HeadPlan, needs_grad: NeedsGrad | None
+) -> list[Group]:
     """Return the groups of a sweep over `rows`."""
     costs, device = costs_of(rows, head, plan, needs_grad), device_of(head.weight.device)
     return divide(len(rows), plan.workspace_bytes, costs, device)
@@ -68,29 +74,47 @@ def planned_bytes(rows: Rows, head: Operands, plan: HeadPlan, needs_grad: NeedsG
     `Device.fewest_rows`. Works on meta tensors too.
     """
     costs = costs_of(rows, head, plan, needs_grad)
-    return max((costs.taken(group) for group in plan_groups(rows, head, plan, needs_grad)), default=0)
+    return max(
+        (costs.taken(group) for group in plan_groups(rows, head, plan, needs_grad)), default=0
+    )
 
 
 def costs_of(rows: Rows, head: Operands, plan: HeadPlan, needs_grad: NeedsGrad | None) -> Costs:
     """Return the costs of a sweep: a chunk's logits; a group's operands, and its d logits if of another dtype."""
-    products, device = plan.products(widest_part(head.weight, plan.shard)), device_of(head.weight.device)
+    products, device = (
+        plan.products(widest_part(head.weight, plan.shard)),
+        device_of(head.weight.device),
+    )
     vocab = products.weight.shape[0]
     width = device.row_width(vocab)
     row_bytes = width * plan.accumulator.itemsize
     separate = needs_grad is not None and products.gradient_dtype != plan.accumulator
-    chunk_row_bytes, slice_bytes, with_teacher = row_bytes, products.slice_bytes, plan.teacher is not None
+    chunk_row_bytes, slice_bytes, with_teacher = (
+        row_bytes,
+        products.slice_bytes,
+        plan.teacher is not None,
+    )
     if rows.top_k is not None:
         chunk_row_bytes += rows.top_k.row_bytes()
     if plan.teacher is not None and head.teacher is not None:
         other = plan.teacher.products(widest_part(head.teacher.weight, plan.shard))
-        chunk_row_bytes, slice_bytes = 2 * row_bytes + other.hidden_bytes(), max(slice_bytes, other.slice_bytes)
+        chunk_row_bytes, slice_bytes = (
+            2 * row_bytes + other.hidden_bytes(),
+            max(slice_bytes, other.slice_bytes),
+        )
 
-    group_row_bytes = products.hidden_bytes() + (width * products.gradient_dtype.itemsize if separate else 0)
+    group_row_bytes = products.hidden_bytes() + (
+        width * products.gradient_dtype.itemsize if separate else 0
+    )
 
     def scratch_bytes(m: int) -> int:  # products and row work never run at the same time
-        return max(slice_bytes, plan.backend.scratch_rows(m, vocab, teacher=with_teacher) * row_bytes)
+        return max(
+            slice_bytes, plan.backend.scratch_rows(m, vocab, teacher=with_teacher) * row_bytes
+        )
 
-    grouped = separate and needs_grad is not None and needs_grad.weight and not products.scales_gradient
+    grouped = (
+        separate and needs_grad is not None and needs_grad.weight and not products.scales_gradient
+    )
     return Costs(chunk_row_bytes, group_row_bytes, grouped, scratch_bytes)
 
 
@@ -105,8 +129,13 @@ def divide(n: int, workspace_bytes: int, costs: Costs, device: Device = CPU) -> 
         row_bytes = costs.chunk_row_bytes + per_group * costs.group_row_bytes
         return most_rows(row_bytes, workspace_bytes, costs.scratch_bytes, device.fewest_rows)
 
-    sizes = {per_group: rows_of_chunk(per_group) for per_group in (CHUNKS_OF_A_GROUP if costs.grouped else ())}
-    choices = ((per_group, least) for least in (LARGE_CHUNK_ROWS, LEAST_CHUNK_ROWS) for per_group in sizes)
+    sizes = {
+        per_group: rows_of_chunk(per_group)
+        for per_group in (CHUNKS_OF_A_GROUP if costs.grouped else ())
+    }
+    choices = (
+        (per_group, least) for least in (LARGE_CHUNK_ROWS, LEAST_CHUNK_ROWS) for per_group in sizes
+    )
     per_group = next((per_group for per_group, least in choices if sizes[per_group] >= least), 1)
     most = sizes.get(per_group) or rows_of_chunk(per_group)
     multiple = device.row_multiple
@@ -122,11 +151,17 @@ def divide(n: int, workspace_bytes: int, costs: Costs, device: Device = CPU) -> 
 def _even_parts(n: int, most: int, multiple: int) -> list[tuple[int, int]]:
     """Return [0, n) in the fewest parts of at most `most`; each part starts at a multiple of `multiple`."""
     count = -(-n // most)
-    bounds = [min(n, -(-(n * i // count) // multiple) * multiple) for i in range(count + 1)] if count else []
+    bounds = (
+        [min(n, -(-(n * i // count) // multiple) * multiple) for i in range(count + 1)]
+        if count
+        else []
+    )
     return list(itertools.pairwise(bounds))
 
 
-def most_rows(row_bytes: int, workspace_bytes: int, scratch_bytes: Callable[[int], int], least: int) -> int:
+def most_rows(
+    row_bytes: int, workspace_bytes: int, scratch_bytes: Callable[[int], int], least: int
+) -> int:
     """Return the most rows a chunk may have so that the workspace stays within `workspace_bytes`.
 
     Args:

@@ -20,15 +20,27 @@ class Device:
     fewest_rows: int  # of a product; fewer are padded
     row_multiple: int  # a product's rows are padded to a multiple of this
     width_multiple: int  # rows of logits start at multiples of this many elements
-    mixed_products: Callable[[torch.dtype], bool]  # True if operands of the dtype have products with fp32 results
+    mixed_products: Callable[
+        [torch.dtype], bool
+    ]  # True if operands of the dtype have products with fp32 results
     mixed_mm: Callable[..., None]  # (left, right, out, *, add): such a product
     slow_fp32: bool  # True if fp32 products are much slower than 16-bit ones
-    fp32_rows: int | None  # of an fp32 product: one tile, so that a row's bits do not depend on other rows; None: all
-    casts_into: bool  # True if ``x * factor`` is rounded to 16 bits in one pass, without a temporary
-    workspaces: tuple[int, ...]  # default budgets of chunks in bytes, few, rising; more free memory, larger budget
+    fp32_rows: (
+        int | None
+    )  # of an fp32 product: one tile, so that a row's bits do not depend on other rows; None: all
+    casts_into: (
+        bool  # True if ``x * factor`` is rounded to 16 bits in one pass, without a temporary
+    )
+    workspaces: tuple[
+        int, ...
+    ]  # default budgets of chunks in bytes, few, rising; more free memory, larger budget
     free: Callable[[torch.device], int] | None  # bytes that the driver has free; None: never asked
-    unused: Callable[[torch.device], int]  # unused bytes in torch's allocator that it could give back
-    is_capturing: Callable[[], bool]  # a CUDA graph: nothing may wait for the device, or depend on its free memory
+    unused: Callable[
+        [torch.device], int
+    ]  # unused bytes in torch's allocator that it could give back
+    is_capturing: Callable[
+        [], bool
+    ]  # a CUDA graph: nothing may wait for the device, or depend on its free memory
 
     def padded_rows(self, n: int) -> int:
         """Return the number of rows that the products of `n` rows are padded to.
@@ -64,7 +76,8 @@ def _unused(device: torch.device) -> int:
     """Return the bytes of the allocator's wholly free blocks; it cannot give back the free part of a block in use."""
     stats = torch.cuda.memory_stats_as_nested_dict(device)
     reserved, active, fragments = (
-        stats[f"{name}_bytes"]["all"]["current"] for name in ("reserved", "active", "inactive_split")
+        stats[f"{name}_bytes"]["all"]["current"]
+        for name in ("reserved", "active", "inactive_split")
     )
     return int(reserved - active - fragments)
 
@@ -102,7 +115,9 @@ CUDA = Device(
     workspaces=(512 * MIB, 768 * MIB, 1024 * MIB, 1536 * MIB, 2048 * MIB, 3072 * MIB),
     free=_asked(lambda device: torch.cuda.mem_get_info(device)[0]),
     unused=_asked(_unused),
-    is_capturing=lambda: torch.cuda.is_current_stream_capturing(),  # looked up when asked: tests replace it
+    is_capturing=lambda: (
+        torch.cuda.is_current_stream_capturing()
+    ),  # looked up when asked: tests replace it
 )
 ROCM = replace(CUDA, mixed_products=lambda dtype: probe.multiplies(dtype, _mixed_mm))
 _KINDS = {"cpu": CPU, "cuda": CUDA, "meta": CPU}  # a new kind of device gets an entry here
@@ -120,4 +135,8 @@ def meta_tensors_of(kind: Device) -> Iterator[None]:
 
 def device_of(device: torch.device) -> Device:
     """The kind of `device`; kinds without an entry are taken for a CPU."""
-    return ROCM if device.type == "cuda" and torch.version.hip is not None else _KINDS.get(device.type, CPU)
+    return (
+        ROCM
+        if device.type == "cuda" and torch.version.hip is not None
+        else _KINDS.get(device.type, CPU)
+    )

@@ -75,7 +75,9 @@ LEAN = Engine(
 
 # In order of preference; at equal cost frozen comes before one_pass, since it needs no coefficients. The last two are
 # for special cases: `lean` where memory is short, `score_dot` where it is asked for.
-_ENGINES: dict[str, Engine] = {engine.name: engine for engine in (SCORE, FROZEN, ONE_PASS, TWO_PASS, LEAN, SCORE_DOT)}
+_ENGINES: dict[str, Engine] = {
+    engine.name: engine for engine in (SCORE, FROZEN, ONE_PASS, TWO_PASS, LEAN, SCORE_DOT)
+}
 ENGINES = tuple(_ENGINES)
 NAMES = choices(EngineName)  # names that calls take: "auto" and these
 
@@ -105,7 +107,9 @@ def choose_engine(call: Situation, name: str = "auto") -> Engine:
     engine = _ENGINES[name]
     if not engine.serves(call):
         needs = engine.needs.format(coupling=call.coupling.value)
-        raise ValueError(f"engine: expected one that gives this gradient, got {name!r}, which needs {needs}")
+        raise ValueError(
+            f"engine: expected one that gives this gradient, got {name!r}, which needs {needs}"
+        )
     return SCORE if call.no_gradient and engine is not SCORE_DOT else engine
 
 

@@ -63,7 +63,9 @@ class _Tie(torch.autograd.Function):
 
 def _is_batched(x: Tensor) -> bool:
     """Return True if `x` is batched by one of torch's two vmaps."""
-    return bool(torch._C._functorch.is_legacy_batchedtensor(x) or torch._C._functorch.is_batchedtensor(x))
+    return bool(
+        torch._C._functorch.is_legacy_batchedtensor(x) or torch._C._functorch.is_batchedtensor(x)
+    )
 
 
 class _Refusal(torch.autograd.Function):

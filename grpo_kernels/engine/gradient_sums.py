@@ -13,22 +13,32 @@ from grpo_kernels.engine.records import Gradients, NeedsGrad, Operands
 class GradientSums:
     """The gradients of the head's tensors, summed over the groups."""
 
-    def __init__(self, head: Operands, n: int, groups: list[Group], plan: HeadPlan, needs_grad: NeedsGrad) -> None:
+    def __init__(
+        self, head: Operands, n: int, groups: list[Group], plan: HeadPlan, needs_grad: NeedsGrad
+    ) -> None:
         self._head, self._n, self._dtype, self._wants = head, n, plan.accumulator, needs_grad
         self._backend = plan.backend
         self._padded = max((group.start + group.rows for group in groups), default=0)
-        self._rows: list[Tensor | None] = []  # per factor: (n, K), and padding, which the next group overwrites
+        self._rows: list[
+            Tensor | None
+        ] = []  # per factor: (n, K), and padding, which the next group overwrites
         self._matrices: list[Tensor | None] = []  # (V, K)
         self._bias: Tensor | None = None  # (V,)
-        self._fp16_scale: Tensor | None = None  # () factor that matrices and bias carry, but the rows do not
+        self._fp16_scale: Tensor | None = (
+            None  # () factor that matrices and bias carry, but the rows do not
+        )
 
     def _allocate(self) -> None:
         """Allocate the sums: not before the first group's d logits are under way."""
         new, dtype, needs_grad = self._head.hidden, self._dtype, self._wants
         # the first group's product writes the matrices; without a group they are 0
         new_matrix = new.new_empty if self._n > 0 else new.new_zeros
-        for (x, matrix), (needs_rows, needs_matrix) in zip(self._head.factors(), needs_grad.factors(), strict=False):
-            self._rows.append(new.new_empty(self._padded, x.shape[1], dtype=dtype) if needs_rows else None)
+        for (x, matrix), (needs_rows, needs_matrix) in zip(
+            self._head.factors(), needs_grad.factors(), strict=False
+        ):
+            self._rows.append(
+                new.new_empty(self._padded, x.shape[1], dtype=dtype) if needs_rows else None
+            )
             self._matrices.append(new_matrix(matrix.shape, dtype=dtype) if needs_matrix else None)
         if needs_grad.bias:
             self._bias = new.new_zeros(self._head.weight.shape[0], dtype=dtype)
@@ -47,7 +57,9 @@ class GradientSums:
         if fp16_scale is not None and self._fp16_scale is not None:
             self._rescale(fp16_scale / self._fp16_scale)
         self._fp16_scale = fp16_scale
-        for factor, x, rows, matrix in zip(products, features, self._rows, self._matrices, strict=True):
+        for factor, x, rows, matrix in zip(
+            products, features, self._rows, self._matrices, strict=True
+        ):
             if rows is not None:
                 factor.d_hidden(d_logits, rows[group.start : group.start + group.rows])
                 if fp16_scale is not None:

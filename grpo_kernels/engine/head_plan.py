@@ -7,7 +7,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.interface import Chunk, DivergenceStats, LogitTransform, RowBackend, RowStats
+from grpo_kernels.backends.interface import (
+    Chunk,
+    DivergenceStats,
+    LogitTransform,
+    RowBackend,
+    RowStats,
+)
 from grpo_kernels.base.distributed import gather_stacked
 from grpo_kernels.engine.memory import AMPLE, FreeMemory
 from grpo_kernels.engine.products import Products, accumulator_of, converted_dtype
@@ -47,10 +53,15 @@ class HeadPlan:
         _, *adapter = head.factors()
         return [self.compute_dtype, *(torch.promote_types(u.dtype, b.dtype) for u, b in adapter)]
 
-    def all_products(self, head: HeadTensors[Tensor], columns: slice = slice(None)) -> list[Products]:
+    def all_products(
+        self, head: HeadTensors[Tensor], columns: slice = slice(None)
+    ) -> list[Products]:
         """Return the products of `HeadTensors.factors`, in their order."""
         pairs = zip(head.factors(), self.operand_dtypes(head), strict=True)
-        return [Products(matrix[columns], dtype, self.accumulator, self._slice_bytes) for (_, matrix), dtype in pairs]
+        return [
+            Products(matrix[columns], dtype, self.accumulator, self._slice_bytes)
+            for (_, matrix), dtype in pairs
+        ]
 
     @property
     def _slice_bytes(self) -> int:
@@ -65,7 +76,9 @@ class HeadPlan:
             return head
         teacher = head.teacher
         if teacher is not None and self.teacher is not None:
-            teacher = replace(teacher, weight=_converted(teacher.weight, self.teacher.compute_dtype))
+            teacher = replace(
+                teacher, weight=_converted(teacher.weight, self.teacher.compute_dtype)
+            )
         return replace(head, weight=_converted(head.weight, self.compute_dtype), teacher=teacher)
 
     def transform(self, bias: Tensor | None, inv_temperature: float | Tensor) -> LogitTransform:
@@ -73,7 +86,9 @@ class HeadPlan:
         rounded_to = self.compute_dtype if self.round_logits else None
         return LogitTransform(self.logit_scale, self.softcap, inv_temperature, bias, rounded_to)
 
-    def stats(self, chunk: Chunk, rows: Rows, *, entropy: bool, extras: tuple[str, ...]) -> RowStats:
+    def stats(
+        self, chunk: Chunk, rows: Rows, *, entropy: bool, extras: tuple[str, ...]
+    ) -> RowStats:
         """Reduce the rows of a chunk; the log-probability is NaN where a row is invalid.
 
         With a teacher, compute the divergence, too, from both heads' statistics.
@@ -85,7 +100,9 @@ class HeadPlan:
             if self.shard is not None:
                 parts = gather_stacked(torch.stack([value, sum_k]), self.shard.process_group)
                 value, sum_k = parts.sum(dim=0).unbind()
-            stats = replace(stats, divergence=DivergenceStats(value, sum_k, teacher.max_logit, teacher.log_sum))
+            stats = replace(
+                stats, divergence=DivergenceStats(value, sum_k, teacher.max_logit, teacher.log_sum)
+            )
         if rows.invalid is not None:
             stats.logps.masked_fill_(rows.invalid, torch.nan)
         return stats if rows.top_k is None else rows.top_k.diverged(stats, self.shard)
@@ -95,7 +112,9 @@ class HeadPlan:
             return self.backend.stats(chunk, entropy=entropy, extras=extras)
         return self.shard.stats(self.backend, chunk, entropy=entropy, extras=extras)
 
-    def grad(self, chunk: Chunk, rows: Rows, stats: RowStats, coefficients: Coefficients, out: Tensor) -> None:
+    def grad(
+        self, chunk: Chunk, rows: Rows, stats: RowStats, coefficients: Coefficients, out: Tensor
+    ) -> None:
         """``out = d loss / d (raw projection)``, (n, V), of rows with these statistics.
 
         With a `TopKTeacher`, d_divergence is the only coefficient that is read.

@@ -11,7 +11,11 @@ from grpo_kernels.engine.device import CUDA, Device, device_of
 from grpo_kernels.engine.products import accumulator_of, converted_dtype
 from grpo_kernels.engine.records import NeedsGrad
 
-CHUNKS_OF_A_GROUP = (8, 4, 2)  # the most with `LARGE_CHUNK_ROWS` each, else with `LEAST_CHUNK_ROWS`; see `chunks`
+CHUNKS_OF_A_GROUP = (
+    8,
+    4,
+    2,
+)  # the most with `LARGE_CHUNK_ROWS` each, else with `LEAST_CHUNK_ROWS`; see `chunks`
 LARGE_CHUNK_ROWS, LEAST_CHUNK_ROWS = 1024, 256
 
 
@@ -58,11 +62,15 @@ class FreeMemory:
             if wanted
         )
         if workspace_bytes is None:
-            budgets = _steps(large_workspace(weight, needs_grad, heads=1 if reference is None else 2), device)
+            budgets = _steps(
+                large_workspace(weight, needs_grad, heads=1 if reference is None else 2), device
+            )
         else:
             budgets = [workspace_bytes]
         free = device.free(weight.device)
-        if gradients + copies + budgets[-1] > free:  # only then ask the allocator, which takes longer
+        if (
+            gradients + copies + budgets[-1] > free
+        ):  # only then ask the allocator, which takes longer
             free += device.unused(weight.device)
         converts = gradients + copies + budgets[0] <= free
         held = gradients + (copies if converts else 0)
@@ -76,7 +84,9 @@ class FreeMemory:
 AMPLE = FreeMemory(tight=False, converts=True, workspace=max(CUDA.workspaces))
 
 
-def default_workspace(weight: Tensor, needs_grad: NeedsGrad, memory: FreeMemory = AMPLE, *, heads: int = 1) -> int:
+def default_workspace(
+    weight: Tensor, needs_grad: NeedsGrad, memory: FreeMemory = AMPLE, *, heads: int = 1
+) -> int:
     """Return the default budget in bytes: `large_workspace`, but at most `memory.workspace`."""
     return min(large_workspace(weight, needs_grad, heads), memory.workspace)
 
@@ -89,7 +99,9 @@ def large_workspace(weight: Tensor, needs_grad: NeedsGrad, heads: int = 1) -> in
     matter.
     """
     device, (vocab, width) = device_of(weight.device), weight.shape
-    chunks = CHUNKS_OF_A_GROUP[0] if needs_grad.weight else 1  # chunks whose d logits exist at a time
+    chunks = (
+        CHUNKS_OF_A_GROUP[0] if needs_grad.weight else 1
+    )  # chunks whose d logits exist at a time
     d_logits = 2 * chunks if needs_grad.hidden or needs_grad.head else 0
     row_bytes = device.row_width(vocab) * (4 * heads + d_logits) + width * 4 * chunks
     return min(max(device.workspaces[0], LARGE_CHUNK_ROWS * row_bytes), device.workspaces[-1])

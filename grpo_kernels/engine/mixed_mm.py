@@ -71,7 +71,20 @@ def _compute(left: Tensor, right: Tensor, out: Tensor, add: bool) -> None:
     (left, of_left, left_step), (right, of_right, right_step) = _operand(left), _operand(right)
     (m, k), n, beta = left.shape, right.shape[1], 1.0 if add else 0.0
     a, b = (left.data_ptr(), left_step), (right.data_ptr(), right_step)
-    gemm(ROW_MAJOR, of_left, of_right, m, n, k, 1.0, *a, *b, beta, out.data_ptr(), max(out.stride(0), n))
+    gemm(
+        ROW_MAJOR,
+        of_left,
+        of_right,
+        m,
+        n,
+        k,
+        1.0,
+        *a,
+        *b,
+        beta,
+        out.data_ptr(),
+        max(out.stride(0), n),
+    )
 
 
 def _operand(x: Tensor) -> tuple[Tensor, int, int]:

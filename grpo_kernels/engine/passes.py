@@ -18,7 +18,13 @@ from grpo_kernels.base.records import take
 from grpo_kernels.engine.device import device_of
 from grpo_kernels.engine.records import Gradients, Index, NeedsGrad, Operands, Rows
 from grpo_kernels.engine.request import ForwardResult, Request, Stored
-from grpo_kernels.engine.row_steps import Derive, Fuse, Reduce, ReduceThenDerive, gradient_of_one_result
+from grpo_kernels.engine.row_steps import (
+    Derive,
+    Fuse,
+    Reduce,
+    ReduceThenDerive,
+    gradient_of_one_result,
+)
 from grpo_kernels.engine.special.slices import sweep_slices
 from grpo_kernels.engine.sweep import sweep
 from grpo_kernels.token_loss.record import NO_COEFFICIENTS, Coefficients
@@ -36,17 +42,31 @@ def store(head: Operands, request: Request) -> ForwardResult:
 
     Waits for the device once, to count these rows, unless `may_have_grad` is None.
     """
-    rows, plan, may_have_grad, token_loss = request.rows, request.plan, request.may_have_grad, request.token_loss
+    rows, plan, may_have_grad, token_loss = (
+        request.rows,
+        request.plan,
+        request.may_have_grad,
+        request.token_loss,
+    )
     head, products = plan.converted(head), plan.products(head.weight)
     every = torch.arange(len(rows), device=rows.positions.device)
     grad_rows = every if may_have_grad is None else indices_of(may_have_grad)
     all_have_grad = grad_rows.shape[0] == len(rows)
     with_gradient, recorded = request.needs_grad, _Recorded(request, grad_rows)
-    graded, graded_loss = (rows, token_loss) if all_have_grad else take((rows, token_loss), grad_rows)
+    graded, graded_loss = (
+        (rows, token_loss) if all_have_grad else take((rows, token_loss), grad_rows)
+    )
     step: Reduce
-    results: Any = {"diverges": request.diverges, "entropy": request.entropy, "extras": request.extras}
+    results: Any = {
+        "diverges": request.diverges,
+        "entropy": request.entropy,
+        "extras": request.extras,
+    }
     if request.engine.stores is Stored.PER_ROW:
-        step, with_gradient = gradient_of_one_result(plan, products, _ones(request), **results), NeedsGrad(hidden=True)
+        step, with_gradient = (
+            gradient_of_one_result(plan, products, _ones(request), **results),
+            NeedsGrad(hidden=True),
+        )
     elif graded_loss is not None:
         step = Fuse(plan, products, recorded, graded_loss, diverges=request.diverges)
     else:
@@ -55,16 +75,22 @@ def store(head: Operands, request: Request) -> ForwardResult:
     stats = step.statistics(head.hidden)
     if not all_have_grad:
         assert may_have_grad is not None
-        others = may_have_grad.to(torch.uint8).argsort(stable=True)[: len(rows) - grad_rows.shape[0]]
+        others = may_have_grad.to(torch.uint8).argsort(stable=True)[
+            : len(rows) - grad_rows.shape[0]
+        ]
         other_step = _reduce(request)
         if token_loss is not None:
-            other_step = Fuse(plan, products, recorded, take(token_loss, others), diverges=request.diverges)
+            other_step = Fuse(
+                plan, products, recorded, take(token_loss, others), diverges=request.diverges
+            )
         sweep(head, take(rows, others), plan, other_step)
         stats = _interleave(stats, grad_rows, other_step.statistics(head.hidden), others)
     return ForwardResult(stats, grads, grad_rows, recorded.coefficients)
 
 
-def recompute(head: Operands, request: Request, stats: RowStats, coefficients: Coefficients) -> Gradients:
+def recompute(
+    head: Operands, request: Request, stats: RowStats, coefficients: Coefficients
+) -> Gradients:
     """Find the gradient of all rows of `request`, given their statistics (n,), on logits that are projected again."""
     plan = request.plan
     step = Derive(plan, plan.products(head.weight), coefficients, stats)
@@ -73,7 +99,9 @@ def recompute(head: Operands, request: Request, stats: RowStats, coefficients: C
     return grads
 
 
-def recompute_slices(head: Operands, request: Request, stats: RowStats, coefficients: Coefficients) -> Gradients:
+def recompute_slices(
+    head: Operands, request: Request, stats: RowStats, coefficients: Coefficients
+) -> Gradients:
     """Do the same as `recompute`, one slice of the vocabulary at a time."""
     return sweep_slices(head, request.rows, request.plan, stats, coefficients, request.needs_grad)
 
@@ -106,7 +134,10 @@ def second_pass(
     indices, coefficients = _nonzero(coefficients)
     request = replace(request, rows=take(request.rows, indices))
     if coefficients.d_divergence is None:  # then the gradient has no part of the teacher's
-        head, request = replace(head, teacher=None), replace(request, plan=replace(request.plan, teacher=None))
+        head, request = (
+            replace(head, teacher=None),
+            replace(request, plan=replace(request.plan, teacher=None)),
+        )
     return request.engine.second_pass(head, request, *take((stats, coefficients), indices)), indices
 
 
@@ -174,7 +205,9 @@ class _Recorded:
 
 
 def _reduce(request: Request) -> Reduce:
-    return Reduce(request.plan, diverges=request.diverges, entropy=request.entropy, extras=request.extras)
+    return Reduce(
+        request.plan, diverges=request.diverges, entropy=request.entropy, extras=request.extras
+    )
 
 
 def _ones(request: Request) -> Callable[[Index, RowStats], Coefficients]:

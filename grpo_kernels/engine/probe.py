@@ -13,7 +13,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-M, N, K = 16, 24, 512  # sums of small integers up to 512 * 15 * 15: exact in fp32, mostly inexact in 16 bits
+M, N, K = (
+    16,
+    24,
+    512,
+)  # sums of small integers up to 512 * 15 * 15: exact in fp32, mostly inexact in 16 bits
 
 _logger = logging.getLogger(__name__)
 _works: dict[torch.dtype, bool] = {}
@@ -33,7 +37,9 @@ def multiplies(dtype: torch.dtype, mixed_mm: Callable[..., None]) -> bool:
         _logger.info(
             "products of %s operands with float32 results: %s",
             dtype,
-            "used" if trouble is None else f"not used, operands are converted to float32 ({trouble})",
+            "used"
+            if trouble is None
+            else f"not used, operands are converted to float32 ({trouble})",
         )
     return _works[dtype]
 
@@ -43,7 +49,9 @@ def _trouble(dtype: torch.dtype, mixed_mm: Callable[..., None]) -> str | None:
     with torch.no_grad(), torch.autocast("cuda", enabled=False):
         left, right = (_integers(rows, columns).to("cuda") for rows, columns in ((M, K), (K, N)))
         want = left @ right
-        for of_left, of_right, add in itertools.product((_rows, _columns), (_rows, _columns), (False, True)):
+        for of_left, of_right, add in itertools.product(
+            (_rows, _columns), (_rows, _columns), (False, True)
+        ):
             out = torch.ones_like(want)
             try:
                 mixed_mm(of_left(left.to(dtype)), of_right(right.to(dtype)), out, add=add)

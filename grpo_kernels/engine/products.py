@@ -34,19 +34,27 @@ class Products:
         slice_bytes: bytes of the weight to convert at a time, if it must be converted.
     """
 
-    def __init__(self, weight: Tensor, compute_dtype: torch.dtype, accumulator: torch.dtype, slice_bytes: int) -> None:
+    def __init__(
+        self, weight: Tensor, compute_dtype: torch.dtype, accumulator: torch.dtype, slice_bytes: int
+    ) -> None:
         self.weight, self.compute_dtype, self.accumulator = weight, compute_dtype, accumulator
         narrow = (compute_dtype.itemsize, accumulator.itemsize) == (2, 4)
         mixed = narrow and device_of(weight.device).mixed_products(compute_dtype)
         if mixed:
             _check_accumulation(compute_dtype)
         self._operand = compute_dtype if mixed else accumulator
-        copied = 0 if weight.dtype == compute_dtype else compute_dtype.itemsize  # bytes of an element of the weight
+        copied = (
+            0 if weight.dtype == compute_dtype else compute_dtype.itemsize
+        )  # bytes of an element of the weight
         copied += 0 if self._operand == compute_dtype else self._operand.itemsize
         self._slice_rows = weight.shape[0]
         if copied:
-            self._slice_rows = min(self._slice_rows, max(1, slice_bytes // (weight.shape[1] * copied)))
-        self.slice_bytes = self._slice_rows * weight.shape[1] * copied  # 0 if the weight is an operand as it is
+            self._slice_rows = min(
+                self._slice_rows, max(1, slice_bytes // (weight.shape[1] * copied))
+            )
+        self.slice_bytes = (
+            self._slice_rows * weight.shape[1] * copied
+        )  # 0 if the weight is an operand as it is
 
     @property
     def gradient_dtype(self) -> torch.dtype:
@@ -67,7 +75,10 @@ class Products:
         return self.gradient_dtype == torch.float16
 
     def scaled(
-        self, coefficients: Coefficients, transform: LogitTransform, divergence: DivergenceStats | None = None
+        self,
+        coefficients: Coefficients,
+        transform: LogitTransform,
+        divergence: DivergenceStats | None = None,
     ) -> tuple[Coefficients, Tensor | None]:
         """Return the coefficients times the power of two () that brings d logits into range, and that power or None.
 
@@ -82,7 +93,9 @@ class Products:
         size = d_logp.abs() if d_entropy is None else d_logp.abs() + ENTROPY_BOUND * d_entropy.abs()
         if d_divergence is not None:
             assert divergence is not None
-            size = size + d_divergence.abs() * (1.0 + divergence.value.abs() + divergence.sum_k.abs())
+            size = size + d_divergence.abs() * (
+                1.0 + divergence.value.abs() + divergence.sum_k.abs()
+            )
         size = size * abs(transform.scale) * (inv_t[:, 0] if isinstance(inv_t, Tensor) else inv_t)
         scale = torch.exp2(torch.floor(torch.log2(HIGHEST_FP16 / size.amax().clamp(min=1e-30))))
         scale = torch.where(torch.isfinite(size).all(), scale, 1.0)

@@ -40,7 +40,9 @@ class Projection:
         """Return the operands of m positions, (m, K) for each product, and the teacher's hidden states, (m, H')."""
         selected = [x[positions] for x in self._hidden]
         of_teacher = None if self._teacher is None else self._teacher.hidden[positions]
-        return [product.operand(x) for product, x in zip(self.products, selected, strict=True)], of_teacher
+        return [
+            product.operand(x) for product, x in zip(self.products, selected, strict=True)
+        ], of_teacher
 
     def new_logits(self, rows: int) -> tuple[Tensor, Tensor | None]:
         """Return memory for the logits of this many rows, and for the teacher's if there is one."""
@@ -54,7 +56,9 @@ class Projection:
 
     def _new(self, rows: int, dtype: torch.dtype) -> Tensor:
         like, columns = self._hidden[0], self.products[0].weight.shape[0]
-        return like.new_empty(rows, device_of(like.device).row_width(columns), dtype=dtype)[:, :columns]
+        return like.new_empty(rows, device_of(like.device).row_width(columns), dtype=dtype)[
+            :, :columns
+        ]
 
     def project(
         self,

@@ -69,7 +69,9 @@ class NeedsGrad(HeadTensors[bool]):
 class Operands(HeadTensors[Tensor]):
     """The tensors to project with, and if a divergence from a teacher is wanted, the teacher's as constants."""
 
-    teacher: HeadTensors[Tensor] | None = None  # hidden (N, H') of the same positions, weight (V, H'), bias (V,)
+    teacher: HeadTensors[Tensor] | None = (
+        None  # hidden (N, H') of the same positions, weight (V, H'), bias (V,)
+    )
 
 
 def row_bias(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -92,4 +94,6 @@ class Rows:
         return self.positions.shape[0]
 
 
-CoefficientsOf = Callable[[Tensor, RowStats], Coefficients]  # of the rows at an index (m,), from their statistics
+CoefficientsOf = Callable[
+    [Tensor, RowStats], Coefficients
+]  # of the rows at an index (m,), from their statistics

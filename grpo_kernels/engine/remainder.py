@@ -8,7 +8,9 @@ from torch import Tensor
 from grpo_kernels.base.quantile import quantile_of_numbers
 from grpo_kernels.token_loss.record import Coefficients
 
-FAR_TOO_LARGE = 8.0  # remainder over upstream; beyond, more than three bits would cancel in d weight
+FAR_TOO_LARGE = (
+    8.0  # remainder over upstream; beyond, more than three bits would cancel in d weight
+)
 
 
 def check_remainder(remainder: Coefficients, upstream: Coefficients) -> tuple[bool, bool]:
@@ -33,8 +35,12 @@ def split_off(upstream: Coefficients, expected: Coefficients) -> tuple[Tensor, C
     (A trainer's gradient of a token is a sum of terms that may nearly cancel.) Non-finite values never fit.
     """
     pairs = list(zip(upstream, expected, strict=True))
-    ratios = torch.cat([x / y for x, y in pairs if x is not None and y is not None])  # nan or inf where y = 0
-    s = torch.nan_to_num(quantile_of_numbers(torch.where(torch.isfinite(ratios), ratios, torch.nan), 0.5), nan=0.0)
+    ratios = torch.cat(
+        [x / y for x, y in pairs if x is not None and y is not None]
+    )  # nan or inf where y = 0
+    s = torch.nan_to_num(
+        quantile_of_numbers(torch.where(torch.isfinite(ratios), ratios, torch.nan), 0.5), nan=0.0
+    )
 
     def remainder(x: Tensor, y: Tensor) -> Tensor:
         fit, eps = s * y, torch.finfo(x.dtype).eps

@@ -77,8 +77,12 @@ class Engine:
     serves: Callable[[Situation], bool]
     needs: str  # condition of `serves`, in words; {coupling} is replaced by the call's `Coupling.value`
     first_pass: Callable[[Operands, Request], ForwardResult]
-    second_pass: Callable[[Operands, Request, RowStats, Coefficients], Gradients]  # on the rows with gradient
-    comes_first: Callable[[Situation], bool] = lambda _: False  # True if "auto" prefers it to all others
+    second_pass: Callable[
+        [Operands, Request, RowStats, Coefficients], Gradients
+    ]  # on the rows with gradient
+    comes_first: Callable[[Situation], bool] = lambda _: (
+        False
+    )  # True if "auto" prefers it to all others
 
     @property
     def recomputes(self) -> bool:
@@ -101,11 +105,21 @@ class Request:
     engine: Engine
     entropy: bool = True
     extras: tuple[str, ...] = ()
-    coefficients_of: CoefficientsOf | None = None  # the true ones for `PolicyLoss`, the expected for `LinearLogprob`
-    token_loss: TokenLoss | None = None  # the same, as a loss that a backend fuses; its terms reach `evaluate`
-    compares: bool = False  # True if the backward compares these coefficients with the gradient that arrives
-    may_have_grad: Tensor | None = None  # (n,) bool: rows that may carry gradient; None: all of them
-    gathered_weight: Gather = nullcontext  # context in which the backward has the whole weight (ZeRO-3)
+    coefficients_of: CoefficientsOf | None = (
+        None  # the true ones for `PolicyLoss`, the expected for `LinearLogprob`
+    )
+    token_loss: TokenLoss | None = (
+        None  # the same, as a loss that a backend fuses; its terms reach `evaluate`
+    )
+    compares: bool = (
+        False  # True if the backward compares these coefficients with the gradient that arrives
+    )
+    may_have_grad: Tensor | None = (
+        None  # (n,) bool: rows that may carry gradient; None: all of them
+    )
+    gathered_weight: Gather = (
+        nullcontext  # context in which the backward has the whole weight (ZeRO-3)
+    )
 
     @property
     def diverges(self) -> bool:
@@ -118,7 +132,9 @@ class Request:
         """
         return coefficients.d_divergence if self.diverges else coefficients.d_logp
 
-    def with_main(self, value: Tensor, coefficients: Coefficients = NO_COEFFICIENTS) -> Coefficients:
+    def with_main(
+        self, value: Tensor, coefficients: Coefficients = NO_COEFFICIENTS
+    ) -> Coefficients:
         """Return `coefficients` with `value` (n,) in the place of `main`."""
         if self.diverges:
             return coefficients._replace(d_divergence=value)

@@ -24,7 +24,9 @@ from grpo_kernels.engine.products import Products
 from grpo_kernels.engine.records import Index, Rows
 from grpo_kernels.token_loss.record import Coefficients, TokenLoss
 
-_CoefficientsAt = Callable[[Index, RowStats], Coefficients]  # of the rows at an index, given their statistics
+_CoefficientsAt = Callable[
+    [Index, RowStats], Coefficients
+]  # of the rows at an index, given their statistics
 
 
 class Reduce:
@@ -41,12 +43,16 @@ class Reduce:
 
     terms: tuple[str, ...] = ()  # of a fused loss
 
-    def __init__(self, plan: HeadPlan, *, diverges: bool, entropy: bool, extras: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, plan: HeadPlan, *, diverges: bool, entropy: bool, extras: tuple[str, ...] = ()
+    ) -> None:
         self.plan, self.entropy, self.extras, self._diverges = plan, entropy, extras, diverges
         self.fp16_scale: Tensor | None = None
         self._parts: list[RowStats] = []
 
-    def __call__(self, chunk: Chunk, rows: Rows, index: Index, count: int, d_logits: Tensor | None) -> None:
+    def __call__(
+        self, chunk: Chunk, rows: Rows, index: Index, count: int, d_logits: Tensor | None
+    ) -> None:
         """Do the row work on a chunk.
 
         Args:
@@ -96,27 +102,45 @@ class ReduceThenDerive(Reduce):
         super().__init__(plan, diverges=diverges, entropy=entropy, extras=extras)
         self._products, self._coefficients_of = products, coefficients_of
 
-    def __call__(self, chunk: Chunk, rows: Rows, index: Index, count: int, d_logits: Tensor | None) -> None:
+    def __call__(
+        self, chunk: Chunk, rows: Rows, index: Index, count: int, d_logits: Tensor | None
+    ) -> None:
         stats = self._stats(chunk, rows)
         if d_logits is not None:
             self._derive(chunk, rows, index, stats, d_logits)
         self._keep(stats, count)
 
-    def _derive(self, chunk: Chunk, rows: Rows, index: Index, stats: RowStats, d_logits: Tensor) -> None:
+    def _derive(
+        self, chunk: Chunk, rows: Rows, index: Index, stats: RowStats, d_logits: Tensor
+    ) -> None:
         d_logp, *others = self._coefficients_of(index, stats)
-        coefficients = Coefficients(torch.zeros_like(stats.logps) if d_logp is None else d_logp, *others)
-        coefficients, self.fp16_scale = self._products.scaled(coefficients, chunk.transform, stats.divergence)
+        coefficients = Coefficients(
+            torch.zeros_like(stats.logps) if d_logp is None else d_logp, *others
+        )
+        coefficients, self.fp16_scale = self._products.scaled(
+            coefficients, chunk.transform, stats.divergence
+        )
         self.plan.grad(chunk, rows, stats, coefficients, d_logits)
 
 
 class Derive(ReduceThenDerive):
     """The gradient of `coefficients` (n,), given the rows' statistics `stats` (n,)."""
 
-    def __init__(self, plan: HeadPlan, products: Products, coefficients: Coefficients, stats: RowStats) -> None:
-        super().__init__(plan, products, lambda index, _: take(coefficients, index), diverges=False, entropy=False)
+    def __init__(
+        self, plan: HeadPlan, products: Products, coefficients: Coefficients, stats: RowStats
+    ) -> None:
+        super().__init__(
+            plan,
+            products,
+            lambda index, _: take(coefficients, index),
+            diverges=False,
+            entropy=False,
+        )
         self._all_stats = stats
 
-    def __call__(self, chunk: Chunk, rows: Rows, index: Index, count: int, d_logits: Tensor | None) -> None:
+    def __call__(
+        self, chunk: Chunk, rows: Rows, index: Index, count: int, d_logits: Tensor | None
+    ) -> None:
         assert d_logits is not None
         self._derive(chunk, rows, index, take(self._all_stats, index), d_logits)
 
@@ -139,7 +163,9 @@ class Fuse(ReduceThenDerive):
         super().__init__(plan, products, coefficients_of, diverges=diverges, entropy=True)
         self._token_loss, self.terms = token_loss, token_loss.terms
 
-    def __call__(self, chunk: Chunk, rows: Rows, index: Index, count: int, d_logits: Tensor | None) -> None:
+    def __call__(
+        self, chunk: Chunk, rows: Rows, index: Index, count: int, d_logits: Tensor | None
+    ) -> None:
         backend, scales = self.plan.backend, self._products.scales_gradient
         assert isinstance(backend, FusedRowBackend)
         marked = chunk if rows.marked is None else replace(chunk, ids=rows.marked)
@@ -156,11 +182,15 @@ class SinglePass(Reduce):
         super().__init__(plan, diverges=False, entropy=entropy, extras=extras)
         self._factors: list[Tensor] = []
 
-    def __call__(self, chunk: Chunk, rows: Rows, index: Index, count: int, d_logits: Tensor | None) -> None:
+    def __call__(
+        self, chunk: Chunk, rows: Rows, index: Index, count: int, d_logits: Tensor | None
+    ) -> None:
         backend = self.plan.backend
         assert isinstance(backend, SinglePassRowBackend)
         assert d_logits is not None
-        stats, factor = backend.single_pass(chunk, d_logits, entropy=self.entropy, extras=self.extras)
+        stats, factor = backend.single_pass(
+            chunk, d_logits, entropy=self.entropy, extras=self.extras
+        )
         if rows.invalid is not None:
             for x in (stats.logps, factor):
                 x.masked_fill_(rows.invalid, torch.nan)
@@ -185,6 +215,11 @@ def gradient_of_one_result(
     returns 1 for that result's coefficient.
     """
     whole = plan.shard is None  # else ranks exchange their statistics before the gradient
-    if whole and not diverges and not products.scales_gradient and isinstance(plan.backend, SinglePassRowBackend):
+    if (
+        whole
+        and not diverges
+        and not products.scales_gradient
+        and isinstance(plan.backend, SinglePassRowBackend)
+    ):
         return SinglePass(plan, entropy=entropy, extras=extras)
     return ReduceThenDerive(plan, products, ones, diverges=diverges, entropy=entropy, extras=extras)

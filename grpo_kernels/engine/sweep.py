@@ -29,7 +29,9 @@ def sweep(
     groups, projection = plan_groups(rows, head, plan, needs_grad), Projection(head, plan)
     sums = None if needs_grad is None else GradientSums(head, len(rows), groups, plan, needs_grad)
     with torch.autocast(head.hidden.device.type, enabled=False), torch.no_grad():
-        logits, teacher_logits = projection.new_logits(max((group.chunk_rows for group in groups), default=0))
+        logits, teacher_logits = projection.new_logits(
+            max((group.chunk_rows for group in groups), default=0)
+        )
         d_logits = logits if projection.in_place else None
         for group in groups:
             index = _index(group, rows)
@@ -39,7 +41,9 @@ def sweep(
                 out = logits[:m], None if teacher_logits is None else teacher_logits[:m]
                 with phase("logits"):
                     chunk, chunk_rows = projection.project(operands, part, rows, at, out)
-                if sums is not None and d_logits is None:  # not before the first product is under way
+                if (
+                    sums is not None and d_logits is None
+                ):  # not before the first product is under way
                     d_logits = projection.new_d_logits(max(group.rows for group in groups))
                 target = None if sums is None or d_logits is None else d_logits[part]
                 with phase("rows"):
@@ -48,7 +52,13 @@ def sweep(
                 if len(group) < group.rows:
                     d_logits[len(group) : group.rows] = 0.0
                 with phase("gradients"):
-                    sums.add(group, projection.products, operands[0], d_logits[: group.rows], step.fp16_scale)
+                    sums.add(
+                        group,
+                        projection.products,
+                        operands[0],
+                        d_logits[: group.rows],
+                        step.fp16_scale,
+                    )
     return None if sums is None else sums.gradients(step.row_factor())
 
 
@@ -63,7 +73,11 @@ def _index(group: Group, rows: Rows) -> Index:
 
 def _part(index: Index, part: slice) -> Index:
     """Return the index of a `part` of the rows at `index`."""
-    return slice(index.start + part.start, index.start + part.stop) if isinstance(index, slice) else index[part]
+    return (
+        slice(index.start + part.start, index.start + part.stop)
+        if isinstance(index, slice)
+        else index[part]
+    )
 
 
 def _positions(rows: Rows, index: Index, n: int) -> Index:

@@ -69,7 +69,9 @@ class Shard:
         extras: tuple[str, ...],
     ) -> RowStats:
         """`RowBackend.stats` of the whole vocabulary. Every rank of the group has to call it for the same rows."""
-        stats = backend.stats(replace(chunk, ids=self.local_ids(chunk.ids)), entropy=entropy, extras=extras)
+        stats = backend.stats(
+            replace(chunk, ids=self.local_ids(chunk.ids)), entropy=entropy, extras=extras
+        )
         return self.joined(stats, chunk.ids, chunk.transform)
 
     def local_ids(self, ids: Tensor) -> Tensor:
@@ -84,12 +86,18 @@ class Shard:
             max_logit = max_logit.masked_fill((transform.bias == -torch.inf).all(), -torch.inf)
         columns = [max_logit, stats.log_sum, stats.logps, *stats.extras.values()]
         columns += [] if stats.entropies is None else [stats.entropies]
-        parts = gather_stacked(torch.stack([x.to(stats.logps.dtype) for x in columns]), self.process_group)
+        parts = gather_stacked(
+            torch.stack([x.to(stats.logps.dtype) for x in columns]), self.process_group
+        )
         first = [sum(self.sizes[:rank]) - self.start for rank in range(len(self.sizes))]
-        here = torch.stack([(ids >= x) & (ids < x + size) for x, size in zip(first, self.sizes, strict=True)])
+        here = torch.stack(
+            [(ids >= x) & (ids < x + size) for x, size in zip(first, self.sizes, strict=True)]
+        )
         return self._join(parts.unbind(1), here, extras, entropy=stats.entropies is not None)
 
-    def _join(self, parts: tuple[Tensor, ...], here: Tensor, extras: tuple[str, ...], *, entropy: bool) -> RowStats:
+    def _join(
+        self, parts: tuple[Tensor, ...], here: Tensor, extras: tuple[str, ...], *, entropy: bool
+    ) -> RowStats:
         """Join the numbers of all ranks, (R, n) each, to statistics (n,); `here` (R, n) marks the rank with the id."""
         most, log_sum, logps = parts[:3]
         nothing = most == -torch.inf  # all tokens of the rank are banned: its sum is 0
@@ -110,16 +118,25 @@ class Shard:
             return x.masked_fill(~here, 0.0).sum(dim=0)
 
         # log of a rank's sum over the target's term; on the target's rank the sum of the others: exp(-logp) - 1
-        excess = torch.where(here, torch.log(-torch.expm1(logps)), (most - at_target(most)) + log_sum)
+        excess = torch.where(
+            here, torch.log(-torch.expm1(logps)), (most - at_target(most)) + log_sum
+        )
         excess = excess - torch.where(here, 0.0, at_target(log_sum)) - at_target(logps)
         # the difference adds 0, or NaN if no logit is finite or one is +inf
-        margin = torch.logsumexp(excess.masked_fill(nothing, -torch.inf), dim=0) + (max_logit - max_logit)[0]
+        margin = (
+            torch.logsumexp(excess.masked_fill(nothing, -torch.inf), dim=0)
+            + (max_logit - max_logit)[0]
+        )
         more = dict(zip(extras, parts[3:], strict=False))
         joined_extras: dict[str, Tensor] = {}
         if "log_sum_sq_probs" in more:
-            joined_extras["log_sum_sq_probs"] = torch.logsumexp(2 * log_weights + more["log_sum_sq_probs"], dim=0)
+            joined_extras["log_sum_sq_probs"] = torch.logsumexp(
+                2 * log_weights + more["log_sum_sq_probs"], dim=0
+            )
         if "mean_logits" in more:
-            totals = [mean * size for mean, size in zip(more["mean_logits"], self.sizes, strict=True)]
+            totals = [
+                mean * size for mean, size in zip(more["mean_logits"], self.sizes, strict=True)
+            ]
             joined_extras["mean_logits"] = torch.stack(totals).sum(dim=0) / self.vocab
         if "is_top1" in more:
             joined_extras["is_top1"] = at_target(more["is_top1"] * top) != 0
@@ -127,7 +144,9 @@ class Shard:
             logps=-torch.logaddexp(torch.zeros_like(margin), margin),
             max_logit=max_logit[0],
             log_sum=joined,
-            entropies=weighted(parts[-1].masked_fill(nothing, 0.0) - log_weights) if entropy else None,
+            entropies=weighted(parts[-1].masked_fill(nothing, 0.0) - log_weights)
+            if entropy
+            else None,
             extras=joined_extras,
         )
 

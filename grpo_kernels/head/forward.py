@@ -28,8 +28,12 @@ def check_module(lm_head: nn.Module, name: str = "lm_head") -> None:
             logits.
     """
     for module in (lm_head, linear_of(lm_head, name)):
-        if "forward" in vars(module) and not hasattr(module, "_hf_hook"):  # accelerate's changes no number
-            raise TypeError(f"{name}: expected an nn.Linear with its own forward, got one whose forward was replaced")
+        if "forward" in vars(module) and not hasattr(
+            module, "_hf_hook"
+        ):  # accelerate's changes no number
+            raise TypeError(
+                f"{name}: expected an nn.Linear with its own forward, got one whose forward was replaced"
+            )
     check_hooks(lm_head, name)
 
 
@@ -39,7 +43,7 @@ def check_present(lm_head: nn.Module, name: str = "lm_head") -> None:
     if hasattr(linear, "_hf_hook") and linear.weight.is_meta:
         raise ValueError(
             f"{name}: expected its weight on a device, got it offloaded by accelerate: leave the head on a device "
-            "(device_map), or use causal_lm_loss and completion_logprobs of grpo_kernels.integrations.transformers, "
+            "(device_map), or use causal_lm_loss and completion_logprobs of grpo_kernels.transformers, "
             "which score within its forward"
         )
 
@@ -74,7 +78,9 @@ def within_head(head: nn.Module, compute: Compute, hidden: Tensor) -> tuple[Tens
     return done[0]
 
 
-def within_forwards(modules: Sequence[nn.Module], compute: Compute, hidden: Tensor) -> tuple[Tensor, ...]:
+def within_forwards(
+    modules: Sequence[nn.Module], compute: Compute, hidden: Tensor
+) -> tuple[Tensor, ...]:
     """Run ``compute(hidden)`` in the place of the forward of each of `modules`, so that the hooks around them run.
 
     ZeRO-3's hooks make the parameters whole for the forward, and from the backward until gradients are accumulated.
@@ -82,7 +88,9 @@ def within_forwards(modules: Sequence[nn.Module], compute: Compute, hidden: Tens
     if not modules:
         return compute(hidden)
     first, others = modules[0], modules[1:]
-    replaced = vars(first).get("forward")  # a forward that was set on the object, such as accelerate's
+    replaced = vars(first).get(
+        "forward"
+    )  # a forward that was set on the object, such as accelerate's
     first.forward = partial(within_forwards, others, compute)
     try:
         return first(hidden)

@@ -58,14 +58,18 @@ class Head:
     logits_dtype: LogitsDtype = "float32"
 
     def __post_init__(self) -> None:
-        if torch.compiler.is_compiling():  # a number may be an input of the graph; the op makes a head, and checks it
+        if (
+            torch.compiler.is_compiling()
+        ):  # a number may be an input of the graph; the op makes a head, and checks it
             return
         cap, scale, allowed = self.final_logit_softcapping, self.logit_scale, choices(LogitsDtype)
         if cap is not None:
             check_number("final_logit_softcapping", cap, 0.0)
         check_number("logit_scale", scale)
         if self.logits_dtype not in allowed:
-            raise ValueError(f"logits_dtype: expected one of {', '.join(allowed)}, got {self.logits_dtype!r}")
+            raise ValueError(
+                f"logits_dtype: expected one of {', '.join(allowed)}, got {self.logits_dtype!r}"
+            )
         # as Python's types, from numpy's or enums
         object.__setattr__(self, "final_logit_softcapping", None if cap is None else float(cap))
         object.__setattr__(self, "logit_scale", float(scale))
@@ -79,7 +83,11 @@ class Head:
     @property
     def own_constants(self) -> list[str]:
         """Return the names of the constants that are not their defaults."""
-        return [x.name for x in fields(Head) if x.name in CONSTANTS and getattr(self, x.name) != x.default]
+        return [
+            x.name
+            for x in fields(Head)
+            if x.name in CONSTANTS and getattr(self, x.name) != x.default
+        ]
 
 
 HeadLike = Head | Tensor | nn.Module

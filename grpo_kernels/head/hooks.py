@@ -59,7 +59,9 @@ def run_pre_hooks(lm_head: nn.Module, hidden: Tensor) -> Tensor:
             args, kwargs = hook(lm_head, args, kwargs) or (args, kwargs)
         else:
             changed = hook(lm_head, args)
-            args = args if changed is None else changed if isinstance(changed, tuple) else (changed,)
+            args = (
+                args if changed is None else changed if isinstance(changed, tuple) else (changed,)
+            )
         if len(args) != 1 or kwargs:
             got = [*(type(x).__name__ for x in args), *kwargs]
             raise TypeError(

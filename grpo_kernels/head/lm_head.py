@@ -28,7 +28,10 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-_NAMES = {"lora_u": "lora.a or lora.input", "lora_b": "lora.b"}  # the caller's names for fields of `NeedsGrad`
+_NAMES = {
+    "lora_u": "lora.a or lora.input",
+    "lora_b": "lora.b",
+}  # the caller's names for fields of `NeedsGrad`
 
 
 _OF_HEAD = [x.name for x in fields(Head)]
@@ -39,12 +42,16 @@ class LMHead(Head):
     """A `Head` in a call: with the hidden states that it projects, and the second head, a reference or teacher."""
 
     hidden: Tensor = field(kw_only=True)  # (..., H)
-    reference: OtherHead | None = field(default=None, kw_only=True)  # divided over the ranks as `weight` is
+    reference: OtherHead | None = field(
+        default=None, kw_only=True
+    )  # divided over the ranks as `weight` is
 
     @staticmethod
     def of_call(hidden: Tensor, head: Head, reference: OtherHead | None = None) -> LMHead:
         """Return `head` with the hidden states of a call."""
-        return LMHead(*[getattr(head, name) for name in _OF_HEAD], hidden=hidden, reference=reference)
+        return LMHead(
+            *[getattr(head, name) for name in _OF_HEAD], hidden=hidden, reference=reference
+        )
 
     def grouped(self) -> LMHead:
         """Return the head with its process group: the argument, or that of the DTensors hidden and weight.
@@ -80,21 +87,32 @@ class LMHead(Head):
             if size is None or not isinstance(weight, Tensor) or weight.dim() == 0:
                 return head
             if size > weight.shape[0]:
-                raise ValueError(f"vocab_size: expected at most the {weight.shape[0]} rows of weight, got {size}")
+                raise ValueError(
+                    f"vocab_size: expected at most the {weight.shape[0]} rows of weight, got {size}"
+                )
             return head._first_rows(size)
         lora = self.lora
         if lora is not None:
             a, b = (_local(f"lora.{x}", getattr(lora, x), group, sharded=x == "b") for x in "ab")
-            lora = replace(lora, a=a, b=b, input=_local("lora.input", lora.input, group, sharded=False))
+            lora = replace(
+                lora, a=a, b=b, input=_local("lora.input", lora.input, group, sharded=False)
+            )
         hidden = _local("hidden", self.hidden, group, sharded=False)
-        weight, bias = (_local(x, getattr(self, x), group, sharded=True) for x in ("weight", "bias"))
+        weight, bias = (
+            _local(x, getattr(self, x), group, sharded=True) for x in ("weight", "bias")
+        )
         if other is not None:
             names = ("hidden", "weight", "bias")
             other = other.with_tensors(
-                *(_local(f"{other.prefix}{x}", getattr(other, x), group, sharded=x != "hidden") for x in names)
+                *(
+                    _local(f"{other.prefix}{x}", getattr(other, x), group, sharded=x != "hidden")
+                    for x in names
+                )
             )
         if isinstance(weight, Tensor) and weight.dim() == 2 and weight.shape[0] == 0:
-            raise ValueError("weight: expected at least one row of the vocabulary on every rank, got none")
+            raise ValueError(
+                "weight: expected at least one row of the vocabulary on every rank, got none"
+            )
         return replace(self, hidden=hidden, weight=weight, bias=bias, lora=lora, reference=other)
 
     def check(self, *, ranks: tuple[int, ...] | None = None) -> None:
@@ -115,11 +133,16 @@ class LMHead(Head):
         if lora is None:
             return needs_grad
         x = self.hidden if lora.input is None else lora.input
-        return replace(needs_grad, lora_u=x.requires_grad or lora.a.requires_grad, lora_b=lora.b.requires_grad)
+        return replace(
+            needs_grad, lora_u=x.requires_grad or lora.a.requires_grad, lora_b=lora.b.requires_grad
+        )
 
     def compute_dtype(self) -> torch.dtype:
         """Return the dtype of the products' operands: autocast's within autocast, else that of the tensors."""
-        dtype, kind = torch.promote_types(self.hidden.dtype, self.weight.dtype), self.hidden.device.type
+        dtype, kind = (
+            torch.promote_types(self.hidden.dtype, self.weight.dtype),
+            self.hidden.device.type,
+        )
         if dtype != torch.float64 and torch.is_autocast_enabled(kind):
             return torch.get_autocast_dtype(kind)
         return dtype
@@ -132,9 +155,13 @@ class LMHead(Head):
         teacher = None
         if self.reference is not None:
             other = self.reference.hidden
-            tensors = HeadTensors(other.reshape(-1, other.shape[-1]), self.reference.weight, self.reference.bias)
+            tensors = HeadTensors(
+                other.reshape(-1, other.shape[-1]), self.reference.weight, self.reference.bias
+            )
             teacher = tensors.map(Tensor.detach)
-        return Operands(hidden, self.weight, self.bias, lora_u, None if lora is None else lora.b, teacher)
+        return Operands(
+            hidden, self.weight, self.bias, lora_u, None if lora is None else lora.b, teacher
+        )
 
     def described(self, needs_grad: NeedsGrad, plan: HeadPlan, *, divided: bool) -> dict[str, Any]:
         """Return the values that ranks compare: all tensors but `hidden`, which of them train, how rows are projected.
@@ -167,7 +194,10 @@ class LMHead(Head):
             return {"reference": None}
         return {
             "reference": tuple(getattr(other.head, name) for name in CONSTANTS),
-            f"{other.prefix}hidden": (str(other.hidden.dtype), other.hidden.shape[-1]),  # its rows are those of hidden
+            f"{other.prefix}hidden": (
+                str(other.hidden.dtype),
+                other.hidden.shape[-1],
+            ),  # its rows are those of hidden
             f"{other.prefix}weight": described(other.weight, varying=varying),
             f"{other.prefix}bias": described(other.bias, varying=varying),
         }
@@ -182,14 +212,25 @@ class LMHead(Head):
         import torch.distributed as dist
 
         assert self.process_group is not None
-        sizes, rank, vocab_size = values["rows of weight"], dist.get_rank(self.process_group), self.vocab_size
+        sizes, rank, vocab_size = (
+            values["rows of weight"],
+            dist.get_rank(self.process_group),
+            self.vocab_size,
+        )
         if vocab_size is not None:
             if vocab_size > sum(sizes):
-                raise ValueError(f"vocab_size: expected at most the {sum(sizes)} rows of all shards, got {vocab_size}")
+                raise ValueError(
+                    f"vocab_size: expected at most the {sum(sizes)} rows of all shards, got {vocab_size}"
+                )
             starts = [sum(sizes[:rank]) for rank in range(len(sizes))]
-            sizes = [min(size, max(0, vocab_size - start)) for size, start in zip(sizes, starts, strict=True)]
+            sizes = [
+                min(size, max(0, vocab_size - start))
+                for size, start in zip(sizes, starts, strict=True)
+            ]
         if min(sizes) == 0:
-            raise ValueError(f"weight: expected at least one row of the vocabulary on every rank, got {sizes}")
+            raise ValueError(
+                f"weight: expected at least one row of the vocabulary on every rank, got {sizes}"
+            )
         memory = FreeMemory(
             tight=any(values["tight"]),
             converts=all(values["converts"]),
@@ -217,7 +258,9 @@ def _sharding_group(weight: Any) -> ProcessGroup:
     """Return the group of the one mesh dimension over which `weight`, a DTensor, is sharded."""
     dims = [i for i, placement in enumerate(weight.placements) if not placement.is_replicate()]
     if len(dims) != 1 or not weight.placements[dims[0]].is_shard(0):
-        raise ValueError(f"weight: expected a DTensor sharded once, by rows: Shard(0), got {weight.placements}")
+        raise ValueError(
+            f"weight: expected a DTensor sharded once, by rows: Shard(0), got {weight.placements}"
+        )
     group: ProcessGroup = weight.device_mesh.get_group(dims[0])
     return group
 
@@ -227,11 +270,17 @@ def _local(name: str, x: Any, process_group: ProcessGroup, *, sharded: bool) -> 
     if not is_dtensor(x):
         return x
     if sharded:
-        if _sharding_group(x) is not process_group and _ranks(_sharding_group(x)) != _ranks(process_group):
-            raise ValueError(f"{name}: expected a DTensor sharded over process_group, got {x.placements}")
+        if _sharding_group(x) is not process_group and _ranks(_sharding_group(x)) != _ranks(
+            process_group
+        ):
+            raise ValueError(
+                f"{name}: expected a DTensor sharded over process_group, got {x.placements}"
+            )
         return x.to_local()
     if not all(placement.is_replicate() for placement in x.placements):
-        raise ValueError(f"{name}: expected a replicated DTensor, or a plain tensor, got {x.placements}")
+        raise ValueError(
+            f"{name}: expected a replicated DTensor, or a plain tensor, got {x.placements}"
+        )
     return x.to_local(grad_placements=x.placements)
 
 

@@ -53,19 +53,32 @@ def parameters_of(lm_head: nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor | 
     for _, b, scaling, _ in layers:
         if b.bias is not None:
             bias = scaling * b.bias if bias is None else bias + scaling * b.bias
-    drops = [isinstance(dropout, nn.Dropout) and dropout.training and dropout.p > 0.0 for *_, dropout in layers]
+    drops = [
+        isinstance(dropout, nn.Dropout) and dropout.training and dropout.p > 0.0
+        for *_, dropout in layers
+    ]
     if len(layers) == 1:
         a, b, scaling, dropout = layers[0]
-        dtype = torch.promote_types(hidden.dtype, a.weight.dtype)  # PEFT casts its input for `a` before dropout
-        return weight, bias, LoRA(a.weight, b.weight, scaling, dropout(hidden.to(dtype)) if drops[0] else None)
+        dtype = torch.promote_types(
+            hidden.dtype, a.weight.dtype
+        )  # PEFT casts its input for `a` before dropout
+        return (
+            weight,
+            bias,
+            LoRA(a.weight, b.weight, scaling, dropout(hidden.to(dtype)) if drops[0] else None),
+        )
     if any(drops):
-        raise ValueError(f"lm_head: expected one active adapter if there is dropout, got {len(layers)}: lora_dropout=0")
+        raise ValueError(
+            f"lm_head: expected one active adapter if there is dropout, got {len(layers)}: lora_dropout=0"
+        )
     low = torch.cat([scaling * a.weight for a, _, scaling, _ in layers])
     return weight, bias, LoRA(low, torch.cat([b.weight for _, b, _, _ in layers], dim=1))
 
 
 @contextmanager
-def constants_of(head: nn.Module, name: str, *, sharded: bool = False) -> Iterator[tuple[Tensor, Tensor | None]]:
+def constants_of(
+    head: nn.Module, name: str, *, sharded: bool = False
+) -> Iterator[tuple[Tensor, Tensor | None]]:
     """Yield the whole weight and bias of a head that does not train here: the second head of a call.
 
     Both may be kept after the context. If FSDP2 or ZeRO-3 has divided them, all ranks gather them together, each into a
@@ -116,7 +129,11 @@ def gather_of(parameters: Iterable[Tensor]) -> Gather | None:
 
 def divided_modules(lm_head: nn.Module) -> list[nn.Module]:
     """Return those modules of the head, itself included, that own parameters which ZeRO-3 has divided."""
-    return [x for x in lm_head.modules() if any(hasattr(p, "ds_status") for p in x.parameters(recurse=False))]
+    return [
+        x
+        for x in lm_head.modules()
+        if any(hasattr(p, "ds_status") for p in x.parameters(recurse=False))
+    ]
 
 
 def _is_peft_lora(lm_head: nn.Module) -> bool:
@@ -138,5 +155,9 @@ def active_adapters(layer: Any) -> list[tuple[Any, Any, float, Any]]:
     for name in names:
         if name in getattr(layer, "lora_variant", {}):
             kind = type(layer.lora_variant[name]).__name__
-            raise ValueError(f"lm_head: expected adapters that are plain LoRA, got {kind} as {name!r}")
-    return [(layer.lora_A[x], layer.lora_B[x], layer.scaling[x], layer.lora_dropout[x]) for x in names]
+            raise ValueError(
+                f"lm_head: expected adapters that are plain LoRA, got {kind} as {name!r}"
+            )
+    return [
+        (layer.lora_A[x], layer.lora_B[x], layer.scaling[x], layer.lora_dropout[x]) for x in names
+    ]

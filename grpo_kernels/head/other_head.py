@@ -37,7 +37,9 @@ class OtherHead:
         """Return the argument `reference`, (hidden states, head) or None, as a record; `read` checks it."""
         if reference is None:
             return None
-        hidden, head = reference if isinstance(reference, tuple) and len(reference) == 2 else (reference, None)
+        hidden, head = (
+            reference if isinstance(reference, tuple) and len(reference) == 2 else (reference, None)
+        )
         return OtherHead(hidden, head, "reference.")
 
     def read(self, policy: Head) -> OtherHead:
@@ -50,7 +52,9 @@ class OtherHead:
         """
         if self.head is None:
             got = type(self.hidden).__name__
-            wanted = f"(hidden, head), got {got}" if self.prefix == "reference." else "a head, got None"
+            wanted = (
+                f"(hidden, head), got {got}" if self.prefix == "reference." else "a head, got None"
+            )
             raise TypeError(f"{self.prefix.rstrip('._')}: expected {wanted}")
         if not isinstance(self.head, Head):
             for name in policy.own_constants:
@@ -60,11 +64,15 @@ class OtherHead:
                 )
         head = Head.of(self.head)
         if head.lora is not None:
-            raise ValueError(f"{self.prefix}head.lora: expected None, since the head is a constant, got a LoRA")
+            raise ValueError(
+                f"{self.prefix}head.lora: expected None, since the head is a constant, got a LoRA"
+            )
         for name in ("process_group", "vocab_size"):
             value, of_policy = getattr(head, name), getattr(policy, name)
             if value is not None and value is not of_policy and value != of_policy:
-                raise ValueError(f"{self.prefix}head.{name}: expected None or that of the other head, got {value!r}")
+                raise ValueError(
+                    f"{self.prefix}head.{name}: expected None or that of the other head, got {value!r}"
+                )
         return replace(self, head=head)
 
     @property
@@ -107,7 +115,9 @@ class OtherHead:
         Both heads share one accumulator dtype, so float64 is for both or for neither.
         """
         dtype = torch.promote_types(self.hidden.dtype, self.weight.dtype)
-        if of_policy == torch.float64 or (torch.is_autocast_enabled(self.hidden.device.type) and dtype.itemsize > 2):
+        if of_policy == torch.float64 or (
+            torch.is_autocast_enabled(self.hidden.device.type) and dtype.itemsize > 2
+        ):
             return of_policy
         return torch.float32 if dtype == torch.float64 else dtype
 
@@ -121,7 +131,11 @@ class OtherHead:
         Raises:
             ValueError: the bias does not fit the weight.
         """
-        if not isinstance(self.weight, Tensor) or self.weight.dim() == 0 or self.weight.shape[0] <= count:
+        if (
+            not isinstance(self.weight, Tensor)
+            or self.weight.dim() == 0
+            or self.weight.shape[0] <= count
+        ):
             return self
         bias = first_rows(f"{self.prefix}bias", self.bias, self.weight, count)
         return self.with_tensors(self.hidden, self.weight[:count], bias)

@@ -19,7 +19,9 @@ _BESIDE_AN_OBJECTIVE = ("loss_type", "max_completion_length", "temperature")
 def check_config(config: Any) -> None:
     """Raise unless `config` is a LossConfig."""
     if not isinstance(config, LossConfig):
-        raise TypeError(f"config: expected a LossConfig, got {type(config).__name__}{preset_hint(config)}")
+        raise TypeError(
+            f"config: expected a LossConfig, got {type(config).__name__}{preset_hint(config)}"
+        )
 
 
 def config_with(
@@ -42,7 +44,11 @@ def config_with(
 
 
 def check_names(
-    names: Iterable[str], what: str, allowed: Collection[str], elsewhere: str = "", others: Collection[str] = ()
+    names: Iterable[str],
+    what: str,
+    allowed: Collection[str],
+    elsewhere: str = "",
+    others: Collection[str] = (),
 ) -> None:
     """Raise TypeError unless all `names` are `allowed`; the message suggests one of those, or one of `others`."""
     for name in names:
@@ -60,7 +66,9 @@ def check_objective(config: LossConfig, objective: Any) -> None:
     if objective is None:
         return
     if not callable(objective):
-        raise TypeError(f"objective: expected a function of TokenInputs, got {type(objective).__name__}")
+        raise TypeError(
+            f"objective: expected a function of TokenInputs, got {type(objective).__name__}"
+        )
     for option in fields(LossConfig):
         value, default = getattr(config, option.name), option.default
         if option.name not in _BESIDE_AN_OBJECTIVE and value != default:
@@ -71,7 +79,11 @@ def check_objective(config: LossConfig, objective: Any) -> None:
 
 
 def check_terms(
-    config: LossConfig, ref_per_token_logps: Any, objective: Any = None, *, has_reference: bool = False
+    config: LossConfig,
+    ref_per_token_logps: Any,
+    objective: Any = None,
+    *,
+    has_reference: bool = False,
 ) -> None:
     """Raise unless a KL term has its reference, and all terms of the config are off beside a custom `objective`.
 
@@ -82,19 +94,28 @@ def check_terms(
     """
     check_objective(config, objective)
     if config.estimates_kl and ref_per_token_logps is None:
-        raise ValueError(f"ref_per_token_logps: expected a tensor since beta = {config.beta}, got None")
+        raise ValueError(
+            f"ref_per_token_logps: expected a tensor since beta = {config.beta}, got None"
+        )
     if config.needs_reference_head and not has_reference:
         raise ValueError(
             f"reference: expected (hidden, head), which grpo_loss takes, since kl_estimator = 'full' and beta = "
             f"{config.beta}, got None"
         )
     if has_reference and (objective is not None or config.kl_estimator != "full"):
-        why = "beside an objective" if objective is not None else f"with kl_estimator = {config.kl_estimator!r}"
+        why = (
+            "beside an objective"
+            if objective is not None
+            else f"with kl_estimator = {config.kl_estimator!r}"
+        )
         raise ValueError(f"reference: expected None {why}, which does not read it, got one")
     if ref_per_token_logps is not None and objective is None and not config.estimates_kl:
         why, instead = "beta = 0, so there is no KL term", "give beta a value"
         if config.needs_reference_head:
-            why, instead = "kl_estimator = 'full', which reads `reference`", "choose another kl_estimator"
+            why, instead = (
+                "kl_estimator = 'full', which reads `reference`",
+                "choose another kl_estimator",
+            )
         warn_once(f"ref_per_token_logps: not used with {why}; {instead}, or leave it out")
 
 
@@ -138,7 +159,9 @@ def warn_of_inputs(
             "accumulation divide the loss by the number of steps, and leave num_items_in_batch out"
         )
     if config.kl_estimator == "full" and config.beta == 0.0 and objective is None:
-        warn_once("kl_estimator: 'full' has no part in a loss with beta = 0; give beta a value, or leave it out")
+        warn_once(
+            "kl_estimator: 'full' has no part in a loss with beta = 0; give beta a value, or leave it out"
+        )
     if old_per_token_logps is not None and objective is None:
         _warn_of_clipping(config)
     reads_sampling = objective is not None or config.masks_off_policy or config.corrects_sampling

@@ -7,7 +7,9 @@ from typing import Any
 from torch import Tensor
 
 
-def outside_range(config: Any, ratio: Tensor, token_log_ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
+def outside_range(
+    config: Any, ratio: Tensor, token_log_ratio: Tensor, advantages: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return (below, above), (n,) bool: ratio < 1 - epsilon and A < 0; ratio > 1 + epsilon_high and A > 0."""
     if config.delta is not None:  # as in TRL, after the upper bound
         ratio = ratio.clamp(max=config.delta)
@@ -15,7 +17,9 @@ def outside_range(config: Any, ratio: Tensor, token_log_ratio: Tensor, advantage
     return below & (advantages < 0), above & (advantages > 0)
 
 
-def outside_log_range(config: Any, ratio: Tensor, token_log_ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
+def outside_log_range(
+    config: Any, ratio: Tensor, token_log_ratio: Tensor, advantages: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return (below, above), (n,) bool, likewise of each token's log-ratio and [-epsilon, epsilon_high]."""
     below, above = token_log_ratio < -config.epsilon, token_log_ratio > config.clip_high
     return below & (advantages < 0), above & (advantages > 0)

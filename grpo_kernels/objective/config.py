@@ -108,7 +108,9 @@ class LossConfig:
     entropy_coef: float = 0.0
     off_policy_mask_threshold: float | None = None
     vllm_importance_sampling_correction: bool = False
-    vllm_importance_sampling_mode: SamplingMode = field(default="sequence_mask", metadata=_one_of(SamplingMode))
+    vllm_importance_sampling_mode: SamplingMode = field(
+        default="sequence_mask", metadata=_one_of(SamplingMode)
+    )
     vllm_importance_sampling_clip_max: float | None = field(default=3.0, metadata=_above(0.0))
     vllm_importance_sampling_clip_min: float | None = field(default=None, metadata=_at_least(0.0))
     max_completion_length: int = field(default=512, metadata=_at_least(1))
@@ -123,17 +125,23 @@ class LossConfig:
         """Refuse options that were fields in 0.1.0.dev, with their new place."""
         for name in options:
             if name in ("final_logit_softcapping", "logit_scale", "logits_dtype"):
-                raise TypeError(f"{name}: no field of LossConfig any more, but Head(weight, {name}=...)")
+                raise TypeError(
+                    f"{name}: no field of LossConfig any more, but Head(weight, {name}=...)"
+                )
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for option in fields(self):  # stored as Python's types, from numpy's or enums
             object.__setattr__(self, option.name, _checked(option, getattr(self, option.name)))
         if self.top_entropy_quantile > 1.0:
-            raise ValueError(f"top_entropy_quantile: expected a number in [0, 1], got {self.top_entropy_quantile!r}")
+            raise ValueError(
+                f"top_entropy_quantile: expected a number in [0, 1], got {self.top_entropy_quantile!r}"
+            )
         self._check_sampling_bounds()
         # as Python writes them: a config may be made within a compiled graph, where `json` cannot be traced
-        values = ", ".join([f"{option.name!r}: {getattr(self, option.name)!r}" for option in fields(self)])
+        values = ", ".join(
+            [f"{option.name!r}: {getattr(self, option.name)!r}" for option in fields(self)]
+        )
         object.__setattr__(self, "_key", "{" + values + "}")
 
     def _check_sampling_bounds(self) -> None:
@@ -143,7 +151,11 @@ class LossConfig:
                 "vllm_importance_sampling_clip_min: expected a number below vllm_importance_sampling_clip_max = "
                 f"{high}, got {low}"
             )
-        if self.vllm_importance_sampling_correction and self.truncates_sampling_ratio and low is high is None:
+        if (
+            self.vllm_importance_sampling_correction
+            and self.truncates_sampling_ratio
+            and low is high is None
+        ):
             raise ValueError(
                 "vllm_importance_sampling_clip_max: expected a number, or one for vllm_importance_sampling_clip_min, "
                 f"since vllm_importance_sampling_mode = {self.vllm_importance_sampling_mode!r}, got None for both"
@@ -192,7 +204,9 @@ class LossConfig:
     @property
     def corrects_sampling(self) -> bool:
         """True if the importance sampling ratio is computed within the loss."""
-        return self.vllm_importance_sampling_correction and loss_of(self).importance_ratio is not None
+        return (
+            self.vllm_importance_sampling_correction and loss_of(self).importance_ratio is not None
+        )
 
     @property
     def sampling_ratio_is_per_sequence(self) -> bool:
@@ -211,7 +225,9 @@ class LossConfig:
             on_policy: True without old log-probabilities.
             sampled: True with the sampler's log-probabilities.
         """
-        if self.top_entropy_quantile < 1.0 or (self.masks_off_policy and (sampled or not on_policy)):
+        if self.top_entropy_quantile < 1.0 or (
+            self.masks_off_policy and (sampled or not on_policy)
+        ):
             return True
         reads_sequence = self.vllm_importance_sampling_mode.startswith("sequence_")
         if on_policy and self.corrects_sampling and (reads_sequence or self.ratio_is_per_sequence):
@@ -287,7 +303,11 @@ def _checked(option: Field[Any], value: Any) -> Any:
 def preset_hint(name: Any) -> str:
     """Return a hint that points to the preset of this `name`, or nothing."""
     preset = str(name).upper().replace("-", "_")
-    return f"; grpo_kernels.presets.{preset} is that loss: GRPOLoss(presets.{preset})" if preset in PRESETS else ""
+    return (
+        f"; grpo_kernels.presets.{preset} is that loss: GRPOLoss(presets.{preset})"
+        if preset in PRESETS
+        else ""
+    )
 
 
 @functools.lru_cache(maxsize=1024)

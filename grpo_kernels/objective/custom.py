@@ -69,16 +69,25 @@ class TokenInputs:
     def __post_init__(self) -> None:
         absent = [name for name in ("index", "sequence", "position") if getattr(self, name) is None]
         if absent:
-            places = torch.arange(self.logps.numel(), device=self.logps.device).view(self.logps.shape)
+            places = torch.arange(self.logps.numel(), device=self.logps.device).view(
+                self.logps.shape
+            )
             columns = max(1, self.logps.shape[-1])
-            defaults = {"index": places, "sequence": places // columns, "position": places % columns}
+            defaults = {
+                "index": places,
+                "sequence": places // columns,
+                "position": places % columns,
+            }
             for name in absent:
                 object.__setattr__(self, name, defaults[name])
 
 
 TOLERANCE = 1e-3  # relative to a number, or to the mean size of all: far above rounding
 FEW = 64
-SCATTER, SCATTER_MODULUS = 2_654_435_761, 2**32  # Knuth's multiplicative hash: an order without a pattern
+SCATTER, SCATTER_MODULUS = (
+    2_654_435_761,
+    2**32,
+)  # Knuth's multiplicative hash: an order without a pattern
 
 PerTokenLoss = Callable[[TokenInputs], Tensor]
 
@@ -98,7 +107,9 @@ def token_level(objective: PerTokenLoss, *, verify: bool = True) -> PerTokenLoss
         TypeError: `objective` is no function, or `verify` no bool. ValueError, in a call: the function couples tokens.
     """
     if not callable(objective):
-        raise TypeError(f"objective: expected a function of TokenInputs, got {type(objective).__name__}")
+        raise TypeError(
+            f"objective: expected a function of TokenInputs, got {type(objective).__name__}"
+        )
     if not isinstance(verify, bool):
         raise TypeError(f"verify: expected a bool, got {verify!r}")
 
@@ -116,7 +127,9 @@ class CustomObjective:
 
     is_known = False
 
-    def __init__(self, function: PerTokenLoss, tokens: Tokens, weights: Tensor, chosen: Tensor | None = None) -> None:
+    def __init__(
+        self, function: PerTokenLoss, tokens: Tokens, weights: Tensor, chosen: Tensor | None = None
+    ) -> None:
         """Take `tokens`, and their `weights` (n,); `chosen` (n,) are their indices in the layout (None: all of it)."""
         self.function, self.tokens, self.weights, self._chosen = function, tokens, weights, chosen
 
@@ -158,12 +171,18 @@ class CustomObjective:
         result, per_token = self._evaluate(logps, entropies)
         verified: set[tuple[str, ...]] | None = getattr(self.function, "verified", None)
         present = self.tokens.present
-        can_tell = len(self.tokens) > 1 and not torch.is_inference_mode_enabled() and not is_captured(logps)
+        can_tell = (
+            len(self.tokens) > 1
+            and not torch.is_inference_mode_enabled()
+            and not is_captured(logps)
+        )
         if verified is not None and can_tell and present not in verified:
             verified.update([present] if self._verify(logps, entropies, result, per_token) else [])
         return result
 
-    def _verify(self, logps: Tensor, entropies: Tensor, whole: Evaluation, per_token: Tensor) -> bool:
+    def _verify(
+        self, logps: Tensor, entropies: Tensor, whole: Evaluation, per_token: Tensor
+    ) -> bool:
         """Raise unless each part of the tokens has the same loss and gradient alone as among all. Return False if all
         gradients are 0, which proves nothing (advantages of 0).
 
@@ -181,10 +200,15 @@ class CustomObjective:
             if of_whole is not None or of_alone is not None:
                 nothing = torch.zeros_like(logps)
                 pairs.append(
-                    (nothing[part] if of_alone is None else of_alone, nothing if of_whole is None else of_whole)
+                    (
+                        nothing[part] if of_alone is None else of_alone,
+                        nothing if of_whole is None else of_whole,
+                    )
                 )
             differences += [_difference(x, y[part], y) for x, y in pairs]
-        worst, largest = torch.stack([torch.stack(differences).max(), whole.d_logp.abs().max()]).tolist()
+        worst, largest = torch.stack(
+            [torch.stack(differences).max(), whole.d_logp.abs().max()]
+        ).tolist()
         if worst > TOLERANCE:
             name = getattr(self.function, "__name__", type(self.function).__name__)
             raise ValueError(
@@ -206,10 +230,14 @@ class CustomObjective:
             per_token = self._call(logps, entropies)
             loss = (self.weights * per_token).sum()
             if not loss.requires_grad:
-                raise ValueError("objective: expected a loss that depends on tokens.logps or tokens.entropies")
+                raise ValueError(
+                    "objective: expected a loss that depends on tokens.logps or tokens.entropies"
+                )
             _check_leaves(loss, logps, entropies)
             d_logp, d_entropy = torch.autograd.grad(loss, (logps, entropies), allow_unused=True)
-        coefficients = Coefficients(torch.zeros_like(logps) if d_logp is None else d_logp, d_entropy)
+        coefficients = Coefficients(
+            torch.zeros_like(logps) if d_logp is None else d_logp, d_entropy
+        )
         result = Evaluation(loss.detach(), coefficients, loss.detach())
         return result, per_token.detach()
 
@@ -233,7 +261,10 @@ class CustomObjective:
             ref_per_token_logps=optional(tokens.ref_per_token_logps),
             sampling_per_token_logps=optional(tokens.sampling_per_token_logps),
             importance_sampling_ratio=optional(tokens.importance_sampling_ratio),
-            **{name: shaped(x if self._chosen is None else x[self._chosen]) for name, x in places.items()},
+            **{
+                name: shaped(x if self._chosen is None else x[self._chosen])
+                for name, x in places.items()
+            },
         )
         try:
             per_token = self.function(inputs)
@@ -254,7 +285,11 @@ class CustomObjective:
                 f"[tokens.index], (B,)[tokens.sequence] or (T,)[tokens.position]; got an error: {error}"
             ) from error
         if not isinstance(per_token, Tensor) or per_token.shape != inputs.logps.shape:
-            got = tuple(per_token.shape) if isinstance(per_token, Tensor) else type(per_token).__name__
+            got = (
+                tuple(per_token.shape)
+                if isinstance(per_token, Tensor)
+                else type(per_token).__name__
+            )
             raise ValueError(
                 f"objective: expected a per-token loss of the shape of tokens.logps = {tuple(inputs.logps.shape)}, "
                 f"got {got}"

@@ -21,7 +21,9 @@ class Terms:
     phi: Tensor | None = None
     on_policy_keep: Tensor | None = None  # bool: not dropped by the off-policy mask
     importance_sampling_ratio: Tensor | None = None  # (n,), or (B,) if it is one per sequence
-    sampling_difference: Tensor | None = None  # old - sampling logp, if the loss made the ratio from it
+    sampling_difference: Tensor | None = (
+        None  # old - sampling logp, if the loss made the ratio from it
+    )
 
 
 @dataclass(frozen=True)
@@ -42,4 +44,6 @@ class Evaluation:
     @property
     def has_gradient(self) -> Tensor:
         """(n,) bool: the tokens that have a coefficient other than 0."""
-        return functools.reduce(torch.logical_or, (x != 0 for x in self.coefficients if x is not None))
+        return functools.reduce(
+            torch.logical_or, (x != 0 for x in self.coefficients if x is not None)
+        )

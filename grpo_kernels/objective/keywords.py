@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import TypedDict
 
-from grpo_kernels.base.choices import ImportanceSamplingLevel, KLEstimator, LossTypeName, SamplingMode
+from grpo_kernels.base.choices import (
+    ImportanceSamplingLevel,
+    KLEstimator,
+    LossTypeName,
+    SamplingMode,
+)
 
 
 class LossFields(TypedDict, total=False):

@@ -10,14 +10,21 @@ from torch import Tensor
 
 from grpo_kernels.batch.tokens import Tokens
 
-LOWEST_LOG_WEIGHT, HIGHEST_LOG_WEIGHT = math.log(1e-8), 20.0  # VESPO's range of log weights, as in TRL
+LOWEST_LOG_WEIGHT, HIGHEST_LOG_WEIGHT = (
+    math.log(1e-8),
+    20.0,
+)  # VESPO's range of log weights, as in TRL
 
 
 class LogRatio:
     """R of each token, and the way back from d loss / d R to d loss / d logp."""
 
     def __init__(
-        self, tokens: Tokens | None, log_ratio: Tensor, passes: Tensor | None = None, kept: Tensor | None = None
+        self,
+        tokens: Tokens | None,
+        log_ratio: Tensor,
+        passes: Tensor | None = None,
+        kept: Tensor | None = None,
     ) -> None:
         """Take `log_ratio` (n,) as R; with `tokens`, its mean over the sequence's `kept` tokens, and `passes` (n,) bool
         says which tokens get d R.
@@ -47,10 +54,14 @@ class LogRatio:
 
 def of_level(config: Any, tokens: Tokens, token_log_ratio: Tensor, kept: Tensor | None) -> LogRatio:
     """Return R by `importance_sampling_level`: each token's own, or its sequence's mean; `kept` is not read."""
-    return LogRatio(tokens if config.importance_sampling_level == "sequence" else None, token_log_ratio)
+    return LogRatio(
+        tokens if config.importance_sampling_level == "sequence" else None, token_log_ratio
+    )
 
 
-def clipped_mean(config: Any, tokens: Tokens, token_log_ratio: Tensor, kept: Tensor | None) -> LogRatio:
+def clipped_mean(
+    config: Any, tokens: Tokens, token_log_ratio: Tensor, kept: Tensor | None
+) -> LogRatio:
     """Return GMPO's R: the sequence's mean of `kept` log-ratios, each clipped from above if A > 0, else from below."""
     up, low, high = tokens.advantages > 0, -config.epsilon, config.clip_high
     bounded = torch.where(up, token_log_ratio.clamp(max=high), token_log_ratio.clamp(min=low))
@@ -62,9 +73,13 @@ def clipped_mean(config: Any, tokens: Tokens, token_log_ratio: Tensor, kept: Ten
 
 def sequence_log_weight(tokens: Tokens, token_log_ratio: Tensor) -> Tensor:
     """(n,) VESPO's log w of a token's sequence: clamped log-ratios and log importance ratios, summed."""
-    log_weight = tokens.layout.sequence_sum(token_log_ratio.clamp(-HIGHEST_LOG_WEIGHT, HIGHEST_LOG_WEIGHT))
+    log_weight = tokens.layout.sequence_sum(
+        token_log_ratio.clamp(-HIGHEST_LOG_WEIGHT, HIGHEST_LOG_WEIGHT)
+    )
     if tokens.sequence_ratio is not None:
-        log_weight = log_weight + tokens.sequence_ratio.log().clamp(LOWEST_LOG_WEIGHT, HIGHEST_LOG_WEIGHT)
+        log_weight = log_weight + tokens.sequence_ratio.log().clamp(
+            LOWEST_LOG_WEIGHT, HIGHEST_LOG_WEIGHT
+        )
     elif tokens.importance_sampling_ratio is not None:
         log_is = tokens.importance_sampling_ratio.log().clamp(LOWEST_LOG_WEIGHT, HIGHEST_LOG_WEIGHT)
         log_weight = log_weight + tokens.layout.sequence_sum(log_is)

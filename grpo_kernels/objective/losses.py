@@ -30,8 +30,12 @@ class LossType:
     name: LossTypeName
     surrogate: str  # a name in `formulas.SURROGATES`
     constants: Callable[[Config], tuple[float, ...]]  # the surrogate's, in its order
-    normaliser: Literal["sequence_mean", "token_mean", "num_items", "max_length", "sequence_sum"]  # see `normaliser`
-    is_linear: bool = False  # the policy term is a constant times logp, rather than a function of the ratio
+    normaliser: Literal[
+        "sequence_mean", "token_mean", "num_items", "max_length", "sequence_sum"
+    ]  # see `normaliser`
+    is_linear: bool = (
+        False  # the policy term is a constant times logp, rather than a function of the ratio
+    )
 
     # R of each token: config, tokens, token log-ratios (n,), and the tokens of high entropy -> LogRatio
     log_ratio: Callable[[Config, Tokens, Tensor, Tensor | None], LogRatio] = of_level
@@ -60,7 +64,11 @@ class LossType:
 
 def clip_range(config: Config) -> tuple[float, float, float]:
     """PPO's bounds of the ratio, and the upper bound of the unclipped one."""
-    return 1 - config.epsilon, 1 + config.clip_high, math.inf if config.delta is None else config.delta
+    return (
+        1 - config.epsilon,
+        1 + config.clip_high,
+        math.inf if config.delta is None else config.delta,
+    )
 
 
 def vespo_shape(config: Config) -> tuple[float, float, float, float]:

@@ -50,11 +50,15 @@ def metric_names(
         "ratio": True,
         "vespo/phi_seq_mean": loss_type.phi is not None,
         "cispo_clip_ratio": loss_type.capped is not None,
-        **dict.fromkeys(("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"), clips),
+        **dict.fromkeys(
+            ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"), clips
+        ),
     }
     extremes = dict.fromkeys(_SAMPLING_EXTREMES, corrects)
     extremes |= dict.fromkeys(("clip_ratio/low_min", "clip_ratio/high_max"), clips)
-    return tuple(name for name, x in pairs.items() if x), tuple(name for name, x in extremes.items() if x)
+    return tuple(name for name, x in pairs.items() if x), tuple(
+        name for name, x in extremes.items() if x
+    )
 
 
 def loss_metrics(
@@ -95,12 +99,18 @@ def loss_metrics(
     part.pairs["rows/gradient"] = (with_grad.to(entropies.dtype), part.number(n))
     if terms.kl is not None:
         part.over_tokens("kl", terms.kl)
-    ratio = tokens.unexpanded_ratio if terms.importance_sampling_ratio is None else terms.importance_sampling_ratio
+    ratio = (
+        tokens.unexpanded_ratio
+        if terms.importance_sampling_ratio is None
+        else terms.importance_sampling_ratio
+    )
     if ratio is not None:
         per_sequence = tokens.sequence_ratio is not None
         if terms.sampling_difference is not None:
             per_sequence = config.sampling_ratio_is_per_sequence
-        (part.over_sequences if per_sequence else part.over_tokens)("importance_sampling_ratio", ratio)
+        (part.over_sequences if per_sequence else part.over_tokens)(
+            "importance_sampling_ratio", ratio
+        )
     if terms.on_policy_keep is not None:
         part.over_tokens("off_policy_masked", ~terms.on_policy_keep)
     if tokens.sampling_per_token_logps is not None:
@@ -108,8 +118,13 @@ def loss_metrics(
     if terms.sampling_difference is not None and ratio is not None:
         gap, missing = terms.sampling_difference.abs(), torch.isnan(terms.sampling_difference)
         scored = (~missing).sum(dtype=gap.dtype)
-        part.pairs["sampling/sampling_logp_difference/mean"] = (torch.where(missing, 0.0, gap).sum(), scored)
-        for name, x, largest in zip(_SAMPLING_EXTREMES, (gap, ratio, ratio), (True, False, True), strict=True):
+        part.pairs["sampling/sampling_logp_difference/mean"] = (
+            torch.where(missing, 0.0, gap).sum(),
+            scored,
+        )
+        for name, x, largest in zip(
+            _SAMPLING_EXTREMES, (gap, ratio, ratio), (True, False, True), strict=True
+        ):
             part.extremes[name] = (extreme(x, largest=largest), largest)
     if terms.log_ratio is not None:
         _add_ratio_metrics(config, tokens, terms, part)
@@ -126,7 +141,9 @@ class _Part:
         self._numbers: dict[float, Tensor] = {}
         self.clipped: dict[str, Tensor] = {}  # (B,) clipped tokens of each sequence
         self.clipped_once = False  # True: `clipped` counts a sequence as a whole
-        self.extremes: dict[str, tuple[Tensor, bool]] = {}  # the value, and True if it is the largest
+        self.extremes: dict[
+            str, tuple[Tensor, bool]
+        ] = {}  # the value, and True if it is the largest
 
     def number(self, x: float) -> Tensor:
         """Return `x` on the device, (), one tensor per value."""
@@ -137,7 +154,10 @@ class _Part:
     def over_tokens(self, name: str, x: Tensor) -> None:
         """Add the mean of `x` (n,) as metric `name`."""
         self._summed[name] = x
-        self.pairs[name] = (x, self.number(x.shape[0]))  # keeps the place in the order; `joined` sums x
+        self.pairs[name] = (
+            x,
+            self.number(x.shape[0]),
+        )  # keeps the place in the order; `joined` sums x
 
     def over_sequences(self, name: str, x: Tensor) -> None:
         """Add the mean of `x` (B,), of which only the sequences that this rank reports on are read."""
@@ -145,7 +165,10 @@ class _Part:
         if shard is None:
             self.pairs[name] = (x.sum(), self.number(self.layout.batch))
         else:
-            self.pairs[name] = (torch.where(shard.reports_on, x, 0.0).sum(), shard.reports_on.to(x.dtype).sum())
+            self.pairs[name] = (
+                torch.where(shard.reports_on, x, 0.0).sum(),
+                shard.reports_on.to(x.dtype).sum(),
+            )
 
     def over_shared(self, name: str, x: Tensor, *, empty: float = 0.0) -> None:
         """Add the mean over the sequences of `x` (n,), shared by a sequence's tokens; `empty` where it has none."""
@@ -172,8 +195,14 @@ class _Part:
         shard, pairs, clipped = self.layout.shard, self.pairs, self.clipped
         extremes = {name: x for name, (x, _) in self.extremes.items()}
         if shard is not None:
-            of_part = [*(x for pair in pairs.values() for x in pair), *clipped.values(), *extremes.values()]
-            of_ranks = gather_stacked(torch.cat([x.reshape(-1) for x in of_part]), shard.group)  # (R, ...)
+            of_part = [
+                *(x for pair in pairs.values() for x in pair),
+                *clipped.values(),
+                *extremes.values(),
+            ]
+            of_ranks = gather_stacked(
+                torch.cat([x.reshape(-1) for x in of_part]), shard.group
+            )  # (R, ...)
             per_sequence, last = len(clipped) * self.layout.batch, of_ranks.shape[1] - len(extremes)
             sums = of_ranks[:, :last].sum(dim=0)
             both = sums[: last - per_sequence].view(-1, 2)
@@ -184,21 +213,29 @@ class _Part:
             columns = zip(extremes, of_ranks[:, last:].unbind(1), largest, strict=True)
             extremes = {name: extreme(x, largest=is_largest) for name, x, is_largest in columns}
         for name, x in clipped.items():
-            share = x if self.clipped_once else x / self.layout.lengths  # NaN for one without tokens
+            share = (
+                x if self.clipped_once else x / self.layout.lengths
+            )  # NaN for one without tokens
             extremes[name] = extreme(share, largest=name.endswith("max"))
         return Metrics(pairs, extremes, sequences=self.layout.batch, loss_over=loss_over)
 
     def _add_up(self) -> None:
         """Sum over the tokens: all numbers in one sum, all flags in another; clipped tokens by sequence."""
         for flags in (False, True):
-            summands = {name: x for name, x in self._summed.items() if (x.dtype == torch.bool) == flags}
+            summands = {
+                name: x for name, x in self._summed.items() if (x.dtype == torch.bool) == flags
+            }
             if summands:
                 sums = torch.stack([*summands.values()]).sum(dim=1, dtype=self._like.dtype)
                 totals = zip(summands, sums.unbind(), strict=True)
                 self.pairs |= {name: (x, self.pairs[name][1]) for name, x in totals}
         if self.clipped and not self.clipped_once:
-            ones = torch.stack([*self.clipped.values()], dim=1).to(self._like.dtype)  # counted exactly, in any order
-            counts = ones.new_zeros(self.layout.batch, ones.shape[1]).index_add_(0, self.layout.sequence, ones)
+            ones = torch.stack([*self.clipped.values()], dim=1).to(
+                self._like.dtype
+            )  # counted exactly, in any order
+            counts = ones.new_zeros(self.layout.batch, ones.shape[1]).index_add_(
+                0, self.layout.sequence, ones
+            )
             self.clipped = dict(zip(self.clipped, counts.unbind(1), strict=True))
 
 

@@ -99,7 +99,9 @@ class Metrics(Mapping[str, Tensor]):
     def stacked(self) -> tuple[Tensor, Tensor]:
         """The pairs (K, 2) and the extremes (E,), each in one tensor."""
         pairs = torch.stack([x for pair in self.pairs.values() for x in pair]).view(-1, 2)
-        return pairs, torch.stack([*self._extremes.values()]) if self._extremes else pairs.new_empty(0)
+        return pairs, torch.stack(
+            [*self._extremes.values()]
+        ) if self._extremes else pairs.new_empty(0)
 
     def __getitem__(self, name: str) -> Tensor:
         if name in self._extremes:
@@ -142,7 +144,9 @@ class _Context(NamedTuple):
 def _flatten(metrics: Metrics) -> tuple[list[Any], _Context]:
     pairs, extremes = metrics._pairs, metrics._extremes
     leaves = [*(x for pair in pairs.values() for x in pair), *extremes.values()]
-    return leaves, _Context((*pairs,), (*extremes,), metrics.sequences, metrics.loss_over, metrics._lost)
+    return leaves, _Context(
+        (*pairs,), (*extremes,), metrics.sequences, metrics.loss_over, metrics._lost
+    )
 
 
 def _flatten_with_keys(metrics: Metrics) -> tuple[list[tuple[pytree.KeyEntry, Any]], _Context]:
@@ -166,7 +170,9 @@ pytree.register_pytree_node(
     _unflatten,
     serialized_type_name="grpo_kernels.Metrics",
     to_dumpable_context=lambda context: context,
-    from_dumpable_context=lambda x: _Context(tuple(x[0]), tuple(x[1]), *x[2:]),  # JSON knows lists only
+    from_dumpable_context=lambda x: _Context(
+        tuple(x[0]), tuple(x[1]), *x[2:]
+    ),  # JSON knows lists only
     flatten_with_keys_fn=_flatten_with_keys,
 )
 

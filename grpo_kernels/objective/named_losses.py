@@ -71,7 +71,9 @@ class ipo(NamedLoss):
         logps, sampled = tokens.logps.detach(), _sampled(tokens)
         keep = (torch.exp(logps) - torch.exp(sampled)).abs() <= self.eps
         log_ratio, highest = tokens.logps - sampled, math.log(self.ratio_max)
-        capped = torch.where(log_ratio > highest, highest + tokens.logps - logps, log_ratio)  # gradient: the cap
+        capped = torch.where(
+            log_ratio > highest, highest + tokens.logps - logps, log_ratio
+        )  # gradient: the cap
         return _kept(keep, capped, tokens) + _squared(self.kl_tau, log_ratio)
 
 
@@ -235,17 +237,24 @@ def m2po_mask(
         TypeError, ValueError: a wrong argument; the message names it.
     """
     check_number("threshold", threshold, lowest=0.0)
-    logps = {"old_per_token_logps": old_per_token_logps, "sampling_per_token_logps": sampling_per_token_logps}
+    logps = {
+        "old_per_token_logps": old_per_token_logps,
+        "sampling_per_token_logps": sampling_per_token_logps,
+    }
     check_tensor("completion_mask", completion_mask)
     for name, x in logps.items():
         check_tensor(name, x, like=completion_mask, floating=True)
         check_shape(name, x, ("that of completion_mask", tuple(completion_mask.shape)))
     counts = completion_mask != 0
     wide = torch.promote_types(old_per_token_logps.dtype, torch.float32)
-    moved = torch.nan_to_num(old_per_token_logps.to(wide) - sampling_per_token_logps, nan=0.0)[counts].square()
+    moved = torch.nan_to_num(old_per_token_logps.to(wide) - sampling_per_token_logps, nan=0.0)[
+        counts
+    ].square()
     places = moved.argsort(descending=True)
     number = torch.arange(len(moved), 0, -1, device=moved.device)
-    rest = moved[places].flip(0).cumsum(0).flip(0) / number  # the mean of a token's and of all smaller d^2
+    rest = (
+        moved[places].flip(0).cumsum(0).flip(0) / number
+    )  # the mean of a token's and of all smaller d^2
     kept = torch.empty_like(counts[counts])
     kept[places] = (rest < threshold) | (number == 1)
     return counts.masked_scatter(counts, kept)

@@ -27,7 +27,10 @@ from grpo_kernels.objective.losses import loss_of
 
 
 def token_weights(
-    config: LossConfig, layout: Layout, num_items_in_batch: float | Tensor | None, dtype: torch.dtype
+    config: LossConfig,
+    layout: Layout,
+    num_items_in_batch: float | Tensor | None,
+    dtype: torch.dtype,
 ) -> Tensor:
     """Return each counted token's weight (n,). `num_items_in_batch`: a number, tensor () or None; below 1 it is 1."""
     batch, device = max(layout.batch, 1), layout.positions.device
@@ -45,9 +48,13 @@ def token_weights(
     if normaliser == "token_mean" or num_items_in_batch is None:
         return one_over(max(layout.total, 1))
     if isinstance(num_items_in_batch, Tensor):
-        if num_items_in_batch.device.type == "cpu":  # a copy to the device would wait for the device
+        if (
+            num_items_in_batch.device.type == "cpu"
+        ):  # a copy to the device would wait for the device
             return one_over(max(float(num_items_in_batch.item()), 1.0))
-        return one_over(1) / num_items_in_batch.detach().reshape(()).to(device, dtype).clamp(min=1.0)
+        return one_over(1) / num_items_in_batch.detach().reshape(()).to(device, dtype).clamp(
+            min=1.0
+        )
     return one_over(max(float(num_items_in_batch), 1.0))
 
 

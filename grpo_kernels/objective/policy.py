@@ -85,7 +85,12 @@ class PolicyObjective:
         self.lacks_ratio = config.corrects_sampling and tokens.importance_sampling_ratio is None
         if self.lacks_ratio and old is not None:  # old and sampling logps are enough for it
             tokens, self.lacks_ratio = with_sampling_ratio(config, tokens, old), False
-        self.config, self.tokens, self.weights, self.loss_type = config, tokens, weights, loss_of(config)
+        self.config, self.tokens, self.weights, self.loss_type = (
+            config,
+            tokens,
+            weights,
+            loss_of(config),
+        )
         self.couples_tokens = config.couples_tokens(on_policy=self.on_policy, sampled=sampled)
         self.is_known = config.knows_gradient(on_policy=self.on_policy, sampled=sampled)
         self.has_entropy_gradient = config.entropy_coef != 0.0
@@ -114,8 +119,12 @@ class PolicyObjective:
         moves = tokens.advantages != 0
         if tokens.importance_sampling_ratio is not None and config.multiplies_by_importance_ratio:
             moves &= tokens.importance_sampling_ratio != 0
-        if config.ratio_is_per_sequence:  # a token whose own term is 0 still gets gradient through the shared ratio
-            moves = tokens.layout.sequence_sum(moves.to(tokens.advantages))[tokens.layout.sequence] > 0
+        if (
+            config.ratio_is_per_sequence
+        ):  # a token whose own term is 0 still gets gradient through the shared ratio
+            moves = (
+                tokens.layout.sequence_sum(moves.to(tokens.advantages))[tokens.layout.sequence] > 0
+            )
         return moves
 
     def coefficients_of(self, index: Tensor, logps: Tensor, entropies: Tensor) -> Coefficients:
@@ -124,7 +133,12 @@ class PolicyObjective:
         if self.on_policy and not self.lacks_ratio:
             d_logp = torch.where(torch.isnan(logps), logps, self._at_ratio_one.d_logp[index])
             if self.config.estimates_kl:
-                d_logp = d_logp + self._at(index)._estimated_kl(LogRatio(None, torch.zeros_like(logps)), logps)[1]
+                d_logp = (
+                    d_logp
+                    + self._at(index)._estimated_kl(LogRatio(None, torch.zeros_like(logps)), logps)[
+                        1
+                    ]
+                )
         else:
             d_logp = self._at(index)._per_token(logps, None, None)[1]
         d_entropy = torch.full_like(logps, self._d_entropy) if self.has_entropy_gradient else None
@@ -174,18 +188,29 @@ class PolicyObjective:
         bonus, d_entropy = self._entropy_bonus(entropies, None)
         log_ratio = terms["log_ratio"]
         sampling = self._sampling_terms(None)
-        all_terms = Terms(log_ratio, log_ratio, terms.get("kl"), at_one.phi, at_one.on_policy_keep, *sampling)
+        all_terms = Terms(
+            log_ratio, log_ratio, terms.get("kl"), at_one.phi, at_one.on_policy_keep, *sampling
+        )
         loss = policy_loss if bonus is None else policy_loss - bonus
-        return Evaluation(loss, Coefficients(terms["d_logp"], d_entropy, self._d_divergence()), policy_loss, all_terms)
+        return Evaluation(
+            loss,
+            Coefficients(terms["d_logp"], d_entropy, self._d_divergence()),
+            policy_loss,
+            all_terms,
+        )
 
-    def evaluate(self, logps: Tensor, entropies: Tensor, divergences: Tensor | None = None) -> Evaluation:
+    def evaluate(
+        self, logps: Tensor, entropies: Tensor, divergences: Tensor | None = None
+    ) -> Evaluation:
         """The loss and its gradient at `logps`, `entropies` and, from a second head, `divergences`, (n,) each."""
         keep_entropy = keep_high_entropy(self.config, self.tokens, entropies)
         loss, d_logp, terms = self._per_token(logps, keep_entropy, divergences)
         policy_loss = (self.weights * loss).sum()
         bonus, d_entropy = self._entropy_bonus(entropies, keep_entropy)
         loss = policy_loss if bonus is None else policy_loss - bonus
-        return Evaluation(loss, Coefficients(d_logp, d_entropy, self._d_divergence()), policy_loss, terms)
+        return Evaluation(
+            loss, Coefficients(d_logp, d_entropy, self._d_divergence()), policy_loss, terms
+        )
 
     def _per_token(
         self, logps: Tensor, keep_entropy: Tensor | None, divergences: Tensor | None
@@ -199,7 +224,9 @@ class PolicyObjective:
             complete = PolicyObjective(config, with_sampling_ratio(config, tokens, logps), weights)
             return complete._per_token(logps, keep_entropy, divergences)
         old = tokens.old_per_token_logps
-        token_log_ratio = torch.where(torch.isnan(logps), logps, 0.0) if old is None else logps - old
+        token_log_ratio = (
+            torch.where(torch.isnan(logps), logps, 0.0) if old is None else logps - old
+        )
         log_ratio = self.loss_type.log_ratio(config, tokens, token_log_ratio, keep_entropy)
         (loss, d_log_ratio, d_logps), phi = self._surrogate(log_ratio.value, token_log_ratio, logps)
 
@@ -208,7 +235,9 @@ class PolicyObjective:
         if gate is not None:
             loss, d_log_ratio, d_logps = (times(x, gate) for x in (loss, d_log_ratio, d_logps))
         if old is None:
-            loss = loss + (logps - logps)  # NaN where logps are not finite; the gradient is left as it is
+            loss = loss + (
+                logps - logps
+            )  # NaN where logps are not finite; the gradient is left as it is
         a = log_ratio.to_logps(weights * d_log_ratio) + weights * d_logps
 
         kl = divergences
@@ -248,17 +277,23 @@ class PolicyObjective:
         None where it is 1 everywhere.
         """
         tokens = self.tokens
-        gate = tokens.importance_sampling_ratio if self.config.multiplies_by_importance_ratio else None
+        gate = (
+            tokens.importance_sampling_ratio if self.config.multiplies_by_importance_ratio else None
+        )
         for keep in (on_policy_keep, keep_entropy):
             if keep is not None and self.loss_type.masks:
-                gate = torch.where(keep, torch.ones_like(tokens.advantages) if gate is None else gate, 0.0)
+                gate = torch.where(
+                    keep, torch.ones_like(tokens.advantages) if gate is None else gate, 0.0
+                )
         return gate
 
     def _estimated_kl(self, log_ratio: LogRatio, logps: Tensor) -> tuple[Tensor, Tensor]:
         """The KL estimate per token, without beta, and its part of a = d loss / d logp, with beta."""
         config, weights = self.config, self.config.beta * self.weights
         assert self.tokens.ref_per_token_logps is not None
-        kl, d_kl, d_corrected = ESTIMATORS[config.kl_estimator](logps, self.tokens.ref_per_token_logps)
+        kl, d_kl, d_corrected = ESTIMATORS[config.kl_estimator](
+            logps, self.tokens.ref_per_token_logps
+        )
         if not config.corrects_kl:
             return kl, weights * d_kl
         ratio = torch.exp(log_ratio.value)
@@ -267,10 +302,16 @@ class PolicyObjective:
             a = a + (log_ratio.to_logps(weights * kl) - weights * kl)
         return kl, a
 
-    def _entropy_bonus(self, entropies: Tensor, keep: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    def _entropy_bonus(
+        self, entropies: Tensor, keep: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
         """``entropy_coef`` times the mean entropy of the kept tokens, and d loss / d entropy."""
         if not self.has_entropy_gradient:
             return None, None
         kept = torch.ones_like(entropies) if keep is None else keep.to(entropies.dtype)
-        weight = self.config.entropy_coef * kept / self.tokens.layout.over_ranks(kept.sum()).clamp(min=1.0)
+        weight = (
+            self.config.entropy_coef
+            * kept
+            / self.tokens.layout.over_ranks(kept.sum()).clamp(min=1.0)
+        )
         return times(entropies, weight).sum(), -weight

@@ -29,7 +29,9 @@ from grpo_kernels.batch.tokens import Tokens
 from grpo_kernels.objective.config import LossConfig
 
 
-def check_sampling(config: LossConfig, sampling_per_token_logps: Any, importance_sampling_ratio: Any) -> None:
+def check_sampling(
+    config: LossConfig, sampling_per_token_logps: Any, importance_sampling_ratio: Any
+) -> None:
     """Raise ValueError if the loss is to compute the ratio, but the caller passes it, or no sampling logps."""
     if not config.vllm_importance_sampling_correction:
         return
@@ -57,7 +59,9 @@ def with_sampling_ratio(config: LossConfig, tokens: Tokens, logps: Tensor) -> To
     if config.vllm_importance_sampling_mode == "sequence_mean_mask":
         means = layout.sequence_sum(difference) / layout.lengths.clamp(min=1)
         inside = (bounded_ratio(config, means) != 0)[layout.sequence]
-        return replace(tokens, importance_sampling_ratio=torch.where(inside, torch.exp(difference), 0.0))
+        return replace(
+            tokens, importance_sampling_ratio=torch.where(inside, torch.exp(difference), 0.0)
+        )
     if not config.sampling_ratio_is_per_sequence:
         return replace(tokens, importance_sampling_ratio=bounded_ratio(config, difference))
     ratio = bounded_ratio(config, layout.sequence_sum(difference))

@@ -30,6 +30,10 @@ def keep_on_policy(config: LossConfig, tokens: Tokens, logps: Tensor) -> Tensor 
     if sampled is None:  # the current policy's own tokens
         return (tokens.advantages >= 0) | (config.off_policy_mask_threshold >= 0)
     difference = sampled - logps
-    evidence = torch.where(torch.isnan(difference), 0.0, difference)  # 0 if the sampler could not score it
+    evidence = torch.where(
+        torch.isnan(difference), 0.0, difference
+    )  # 0 if the sampler could not score it
     mean = tokens.layout.sequence_sum(evidence) / tokens.layout.lengths.clamp(min=1)
-    return (tokens.advantages >= 0) | (mean <= config.off_policy_mask_threshold)[tokens.layout.sequence]
+    return (tokens.advantages >= 0) | (mean <= config.off_policy_mask_threshold)[
+        tokens.layout.sequence
+    ]

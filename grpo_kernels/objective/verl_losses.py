@@ -45,9 +45,15 @@ from grpo_kernels.token_loss.formulas import times
 __all__ = ["cispo", "clip_cov", "dppo_kl", "dppo_tv", "dro", "geo_mean", "gpg", "gspo", "kl_cov"]
 
 # Bounds of a field, as `check_number` takes them
-AT_LEAST_0, ABOVE_0, ANY_NUMBER = {"lowest": 0.0, "inclusive": True}, {"lowest": 0.0}, {"inclusive": True}
+AT_LEAST_0, ABOVE_0, ANY_NUMBER = (
+    {"lowest": 0.0, "inclusive": True},
+    {"lowest": 0.0},
+    {"inclusive": True},
+)
 LARGEST_LOG_RATIO = 20.0  # verl's clamp of R where the ratio is a constant
-LARGEST_SEQUENCE_LOG_RATIO = 10.0  # verl's upper bound of log s in gspo; beyond it there is no gradient
+LARGEST_SEQUENCE_LOG_RATIO = (
+    10.0  # verl's upper bound of log s in gspo; beyond it there is no gradient
+)
 
 
 @dataclass(frozen=True)
@@ -81,7 +87,9 @@ class Ranged(NamedLoss):
     def _clipped(self, log_ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
         """PPO's ``-min(e^R A, clip(e^R) A)``, and where it is clipped; a ratio beyond its bound is never used."""
         up = advantages > 0
-        bound = torch.where(up, torch.full_like(log_ratio, 1 + self.clip_ratio_high), 1 - self.clip_ratio_low)
+        bound = torch.where(
+            up, torch.full_like(log_ratio, 1 + self.clip_ratio_high), 1 - self.clip_ratio_low
+        )
         ratio = torch.exp(log_ratio.detach())
         beyond = torch.where(up, ratio > bound, ratio < bound) & (advantages != 0)
         inside = times_exp(torch.where(beyond, 0.0, log_ratio), advantages)
@@ -145,7 +153,9 @@ class dppo_tv(Ranged):
     def loss(self, tokens: TokenInputs) -> Tensor:
         moved = torch.exp(tokens.logps.detach()) - torch.exp(tokens.old_per_token_logps)
         up = tokens.advantages > 0
-        return self._kept(tokens, torch.where(up, moved <= self.clip_ratio_high, moved >= -self.clip_ratio_low))
+        return self._kept(
+            tokens, torch.where(up, moved <= self.clip_ratio_high, moved >= -self.clip_ratio_low)
+        )
 
     def _kept(self, tokens: TokenInputs, keep: Tensor) -> Tensor:
         weight = -_constant_ratio(tokens).clamp(max=self.clip_ratio_c) * tokens.advantages
@@ -191,13 +201,22 @@ class clip_cov(Ranged):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.generator is not None and getattr(self.generator, "device", None) != torch.device("cpu"):
-            raise TypeError(f"generator: expected a torch.Generator on the CPU, got {self.generator!r}")
+        if self.generator is not None and getattr(self.generator, "device", None) != torch.device(
+            "cpu"
+        ):
+            raise TypeError(
+                f"generator: expected a torch.Generator on the CPU, got {self.generator!r}"
+            )
 
     def loss(self, tokens: TokenInputs) -> Tensor:
         loss, clipped = self._clipped(tokens.logps - tokens.old_per_token_logps, tokens.advantages)
         covariance = _covariance(tokens)
-        eligible = (covariance > self.clip_cov_lb) & (covariance < self.clip_cov_ub) & tokens.mask & ~clipped
+        eligible = (
+            (covariance > self.clip_cov_lb)
+            & (covariance < self.clip_cov_ub)
+            & tokens.mask
+            & ~clipped
+        )
         places = eligible.flatten().nonzero()[:, 0]
         number = max(int(self.clip_cov_ratio * int(tokens.mask.sum())), 1)
         drawn = torch.randperm(len(places), generator=self.generator)[:number]
@@ -220,7 +239,9 @@ class kl_cov(NamedLoss):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.kl_cov_ratio > 1:
-            raise ValueError(f"kl_cov_ratio: expected a number in (0, 1], got {self.kl_cov_ratio!r}")
+            raise ValueError(
+                f"kl_cov_ratio: expected a number in (0, 1], got {self.kl_cov_ratio!r}"
+            )
 
     def loss(self, tokens: TokenInputs) -> Tensor:
         log_ratio = tokens.logps - tokens.old_per_token_logps
@@ -228,7 +249,9 @@ class kl_cov(NamedLoss):
         places = tokens.mask.flatten().nonzero()[:, 0]
         number = min(max(1, int(len(places) * self.kl_cov_ratio)), len(places))
         highest = places[_covariance(tokens).flatten()[places].topk(number).indices]
-        return loss + torch.where(_at_places(highest, tokens.mask), self.ppo_kl_coef * log_ratio.abs(), 0.0)
+        return loss + torch.where(
+            _at_places(highest, tokens.mask), self.ppo_kl_coef * log_ratio.abs(), 0.0
+        )
 
 
 class gspo(Ranged):
@@ -253,12 +276,20 @@ class geo_mean(Ranged):
     the ratio, and it can be compiled.
     """
 
-    def __call__(self, tokens: TokenInputs) -> Tensor:  # the importance sampling ratios are in the exponent
+    def __call__(
+        self, tokens: TokenInputs
+    ) -> Tensor:  # the importance sampling ratios are in the exponent
         log_ratio, up = tokens.logps - tokens.old_per_token_logps, tokens.advantages > 0
-        bounded = torch.where(up, _at_most(self.clip_ratio_high, log_ratio), -_at_most(self.clip_ratio_low, -log_ratio))
+        bounded = torch.where(
+            up,
+            _at_most(self.clip_ratio_high, log_ratio),
+            -_at_most(self.clip_ratio_low, -log_ratio),
+        )
         exponent = sequence_means(torch.where(tokens.advantages == 0, 0.0, bounded), tokens.mask)
         if tokens.importance_sampling_ratio is not None:
-            log_weight = torch.log(tokens.importance_sampling_ratio + 1e-10)  # verl's: a ratio may be 0
+            log_weight = torch.log(
+                tokens.importance_sampling_ratio + 1e-10
+            )  # verl's: a ratio may be 0
             exponent = exponent + sequence_means(log_weight, tokens.mask)
         return -times_exp(exponent.expand_as(log_ratio), tokens.advantages)
 

@@ -23,7 +23,11 @@ from grpo_kernels.rewards.loop_thread import failure, run_together
 __all__ = ["compute_rewards", "reward_names"]
 
 RewardFunc = Callable[..., Any]  # an nn.Module is one too
-_AS_THEY_ARE = ("trainer_state", "log_extra", "log_metric")  # arguments that TRL passes beside the columns
+_AS_THEY_ARE = (
+    "trainer_state",
+    "log_extra",
+    "log_metric",
+)  # arguments that TRL passes beside the columns
 _SHOWN = 80  # characters of a prompt or completion in a warning
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -57,7 +61,12 @@ def compute_rewards(
     names = reward_names(funcs)
     _check_batch(prompts, completions, completion_ids, columns)
     tokenizers = _tokenizers(processing_classes, funcs, names)
-    inputs = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids, **columns}
+    inputs = {
+        "prompts": prompts,
+        "completions": completions,
+        "completion_ids": completion_ids,
+        **columns,
+    }
 
     def score(func: RewardFunc, name: str, tokenizer: Any) -> Any:
         with _named(name):
@@ -69,13 +78,19 @@ def compute_rewards(
     if len(prompts) == 0:
         return torch.empty(0, len(funcs), dtype=torch.float32, device=device)
     is_async = [_is_async(func) for func in funcs]
-    returned = [None if is_async[i] else score(funcs[i], names[i], tokenizers[i]) for i in range(len(funcs))]
+    returned = [
+        None if is_async[i] else score(funcs[i], names[i], tokenizers[i]) for i in range(len(funcs))
+    ]
     concurrent = [i for i in range(len(funcs)) if is_async[i]]
     if concurrent:
-        values = run_together([(names[i], functools.partial(funcs[i], **inputs)) for i in concurrent])
+        values = run_together(
+            [(names[i], functools.partial(funcs[i], **inputs)) for i in concurrent]
+        )
         for i, value in zip(concurrent, values, strict=True):
             returned[i] = value
-    table = [_column(value, name, len(prompts)) for value, name in zip(returned, names, strict=True)]
+    table = [
+        _column(value, name, len(prompts)) for value, name in zip(returned, names, strict=True)
+    ]
     rewards = torch.tensor(table, dtype=torch.float32).T.contiguous()
     _warn_unscored(rewards, prompts, completions)
     return rewards.to(device)
@@ -106,11 +121,15 @@ def _as_list(reward_funcs: Any) -> list[Any]:
                 "with transformers.AutoModelForSequenceClassification.from_pretrained, and pass it"
             )
         if not callable(func):
-            raise TypeError(f"reward_funcs[{i}]: expected a callable or an nn.Module, got {type(func).__name__}")
+            raise TypeError(
+                f"reward_funcs[{i}]: expected a callable or an nn.Module, got {type(func).__name__}"
+            )
     return funcs
 
 
-def _check_batch(prompts: Any, completions: Any, completion_ids: Any, columns: dict[str, Any]) -> None:
+def _check_batch(
+    prompts: Any, completions: Any, completion_ids: Any, columns: dict[str, Any]
+) -> None:
     if not isinstance(prompts, (list, tuple)):
         raise TypeError(f"prompts: expected a list, got {type(prompts).__name__}")
     rest = {"completions": completions, "completion_ids": completion_ids, **columns}
@@ -118,9 +137,13 @@ def _check_batch(prompts: Any, completions: Any, completion_ids: Any, columns: d
         if name in _AS_THEY_ARE or (name == "completion_ids" and values is None):
             continue
         if isinstance(values, (str, bytes, dict)) or not hasattr(values, "__len__"):
-            raise TypeError(f"{name}: expected a list with one entry per prompt, got {type(values).__name__}")
+            raise TypeError(
+                f"{name}: expected a list with one entry per prompt, got {type(values).__name__}"
+            )
         if len(values) != len(prompts):
-            raise ValueError(f"{name}: expected length {len(prompts)}, one entry per prompt, got {len(values)}")
+            raise ValueError(
+                f"{name}: expected length {len(prompts)}, one entry per prompt, got {len(values)}"
+            )
 
 
 def _tokenizers(processing_classes: Any, funcs: list[Any], names: list[str]) -> list[Any]:
@@ -135,10 +158,14 @@ def _tokenizers(processing_classes: Any, funcs: list[Any], names: list[str]) -> 
         if not isinstance(func, nn.Module):
             continue
         if tokenizer is None:
-            raise ValueError(f"processing_classes[{i}]: expected the tokenizer of reward model {names[i]!r}, got None")
+            raise ValueError(
+                f"processing_classes[{i}]: expected the tokenizer of reward model {names[i]!r}, got None"
+            )
         pad = getattr(tokenizer, "pad_token_id", None)
         if pad is None:
-            raise ValueError(f"processing_classes[{i}]: expected a tokenizer with a pad token, got pad_token_id None")
+            raise ValueError(
+                f"processing_classes[{i}]: expected a tokenizer with a pad token, got pad_token_id None"
+            )
         config = getattr(func, "config", None)
         # A decoder's score is that of the last token other than config.pad_token_id: with a wrong id, of a wrong token.
         if config is not None and getattr(config, "pad_token_id", pad) != pad:
@@ -156,18 +183,31 @@ def _model_rewards(model: nn.Module, tokenizer: Any, inputs: dict[str, Any]) -> 
     plain = isinstance(pairs[0][0], str)
     for row, pair in enumerate(pairs):
         if any(isinstance(part, str) != plain for part in pair):
-            raise TypeError(f"row {row}: expected {'strings' if plain else 'lists of messages'} as in row 0's prompt")
+            raise TypeError(
+                f"row {row}: expected {'strings' if plain else 'lists of messages'} as in row 0's prompt"
+            )
     if plain:
         texts = [prompt + completion for prompt, completion in pairs]
     else:
-        texts = [tokenizer.apply_chat_template([*prompt, *reply], tokenize=False) for prompt, reply in pairs]
-    batch = tokenizer(text=texts, return_tensors="pt", padding=True, padding_side="right", add_special_tokens=False)
+        texts = [
+            tokenizer.apply_chat_template([*prompt, *reply], tokenize=False)
+            for prompt, reply in pairs
+        ]
+    batch = tokenizer(
+        text=texts,
+        return_tensors="pt",
+        padding=True,
+        padding_side="right",
+        add_special_tokens=False,
+    )
     parameter = next(model.parameters(), None)
     device = torch.device("cpu") if parameter is None else parameter.device
     with evaluating(model):
         logits: Tensor = model(**{name: values.to(device) for name, values in batch.items()}).logits
     if logits.dim() != 2 or logits.shape[1] == 0:
-        raise ValueError(f"logits: expected shape (B, 1) = ({len(pairs)}, 1), got {tuple(logits.shape)}")
+        raise ValueError(
+            f"logits: expected shape (B, 1) = ({len(pairs)}, 1), got {tuple(logits.shape)}"
+        )
     return logits[:, 0].float()
 
 
@@ -201,9 +241,13 @@ def _column(values: Any, name: str, length: int) -> list[float]:
                 f"reward function {name!r}: expected a list of {length} rewards, got a {returned} without them: {error}"
             ) from error
     if not isinstance(values, (list, tuple)):
-        raise ValueError(f"reward function {name!r}: expected a list of {length} rewards, got {returned}")
+        raise ValueError(
+            f"reward function {name!r}: expected a list of {length} rewards, got {returned}"
+        )
     if len(values) != length:
-        raise ValueError(f"reward function {name!r}: expected {length} rewards, one per completion, got {len(values)}")
+        raise ValueError(
+            f"reward function {name!r}: expected {length} rewards, one per completion, got {len(values)}"
+        )
     return [_number(value, name, row) for row, value in enumerate(values)]
 
 
@@ -221,7 +265,9 @@ def _number(value: Any, name: str, row: int) -> float:
         expected = "a number within float32's range or None"
     except Exception:  # whatever an object's __float__ raises
         pass
-    raise ValueError(f"reward function {name!r}: expected {expected} for row {row}, got {_shortened(value)}")
+    raise ValueError(
+        f"reward function {name!r}: expected {expected} for row {row}, got {_shortened(value)}"
+    )
 
 
 def _warn_unscored(rewards: Tensor, prompts: Sequence[Any], completions: Sequence[Any]) -> None:

@@ -38,7 +38,9 @@ class _LoopThread(threading.Thread):
         raised: BaseException | None = None
         try:
             self.loop.run_forever()
-        except BaseException as error:  # SystemExit or KeyboardInterrupt, from a task or callback of a function
+        except (
+            BaseException
+        ) as error:  # SystemExit or KeyboardInterrupt, from a task or callback of a function
             raised = error
         with _starting:  # from here on nobody sends anything to this loop
             if _loop_thread is self:
@@ -71,7 +73,9 @@ def run_together(calls: list[tuple[str, Callable[[], Awaitable[Any]]]]) -> list[
     """
     global _loop_thread
     if threading.current_thread() is _loop_thread:
-        raise RuntimeError("compute_rewards: called inside an async reward function, whose loop it would wait for")
+        raise RuntimeError(
+            "compute_rewards: called inside an async reward function, whose loop it would wait for"
+        )
     with _starting:
         if _loop_thread is None or not _loop_thread.is_alive():
             _loop_thread = _LoopThread()
@@ -87,20 +91,28 @@ def run_together(calls: list[tuple[str, Callable[[], Awaitable[Any]]]]) -> list[
         raised = thread.ended.result()
         how = "was stopped" if raised is None else f"was ended by {type(raised).__name__}: {raised}"
         names = ", ".join(repr(name) for name, _ in calls)
-        raise RuntimeError(f"reward function{'s' if calls[1:] else ''} {names}: the event loop {how}") from raised
+        raise RuntimeError(
+            f"reward function{'s' if calls[1:] else ''} {names}: the event loop {how}"
+        ) from raised
     for _, error in outcomes.result():
         if error is not None:
             raise error
     return [value for value, _ in outcomes.result()]
 
 
-async def _outcomes(calls: list[tuple[str, Callable[[], Awaitable[Any]]]]) -> list[tuple[Any, RuntimeError | None]]:
+async def _outcomes(
+    calls: list[tuple[str, Callable[[], Awaitable[Any]]]],
+) -> list[tuple[Any, RuntimeError | None]]:
     """Return the result of each function, or the error that ended it."""
 
-    async def outcome(name: str, call: Callable[[], Awaitable[Any]]) -> tuple[Any, RuntimeError | None]:
+    async def outcome(
+        name: str, call: Callable[[], Awaitable[Any]]
+    ) -> tuple[Any, RuntimeError | None]:
         try:
             return await call(), None
-        except BaseException as error:  # asyncio would let SystemExit and KeyboardInterrupt end the loop
+        except (
+            BaseException
+        ) as error:  # asyncio would let SystemExit and KeyboardInterrupt end the loop
             raised = failure(name, error)
             raised.__cause__ = error
             return None, raised

@@ -21,14 +21,26 @@ from grpo_kernels.rollouts.rules import STATISTICS, Rule
 
 
 def options(
-    level: Any, mode: Any, clip_max: Any, clip_min: Any, batch_normalize: Any, veto_threshold: Any, safety_bound: Any
+    level: Any,
+    mode: Any,
+    clip_max: Any,
+    clip_min: Any,
+    batch_normalize: Any,
+    veto_threshold: Any,
+    safety_bound: Any,
 ) -> None:
     """Raise TypeError or ValueError unless the options, named as in ``correct``, are in range and fit each other."""
     if level not in (*choices(CorrectionLevel), None):
-        raise ValueError(f"level: expected one of {_listed(choices(CorrectionLevel))} or None, got {level!r}")
+        raise ValueError(
+            f"level: expected one of {_listed(choices(CorrectionLevel))} or None, got {level!r}"
+        )
     if mode not in choices(CorrectionMode):
         raise ValueError(f"mode: expected one of {_listed(choices(CorrectionMode))}, got {mode!r}")
-    for name, bound in {"clip_max": clip_max, "clip_min": clip_min, "veto_threshold": veto_threshold}.items():
+    for name, bound in {
+        "clip_max": clip_max,
+        "clip_min": clip_min,
+        "veto_threshold": veto_threshold,
+    }.items():
         if bound is not None:
             check_number(name, bound, lowest=0, inclusive=name == "clip_min")
     if clip_min is not None and clip_max is not None and clip_min > clip_max:
@@ -49,7 +61,9 @@ def rules(reject: Any) -> list[Rule]:
     if reject is None:
         return []
     if not isinstance(reject, Mapping):
-        raise TypeError(f"reject: expected a mapping from statistics to bounds, or None, got {type(reject).__name__}")
+        raise TypeError(
+            f"reject: expected a mapping from statistics to bounds, or None, got {type(reject).__name__}"
+        )
     return [_rule(name, bound) for name, bound in reject.items()]
 
 
@@ -84,7 +98,10 @@ def counted(old: Any, sampling: Any, completion_mask: Any, *, packed: bool) -> T
         raise ValueError(f"old_per_token_logps: expected shape {expected}, got {tuple(old.shape)}")
     check_tensor("sampling_per_token_logps", sampling, like=old, floating=True)
     check_tensor("completion_mask", completion_mask, like=old)
-    for name, x in {"sampling_per_token_logps": sampling, "completion_mask": completion_mask}.items():
+    for name, x in {
+        "sampling_per_token_logps": sampling,
+        "completion_mask": completion_mask,
+    }.items():
         check_shape(name, x, ("that of old_per_token_logps", tuple(old.shape)))
     counts = completion_mask != 0
     if bool(completion_mask.ne(counts).any()):
@@ -92,7 +109,9 @@ def counted(old: Any, sampling: Any, completion_mask: Any, *, packed: bool) -> T
     rows = old[counts]
     if not bool(rows.isfinite().all()):
         bad = rows[~rows.isfinite()][0].item()
-        raise ValueError(f"old_per_token_logps: expected finite numbers where the mask counts, got {bad}")
+        raise ValueError(
+            f"old_per_token_logps: expected finite numbers where the mask counts, got {bad}"
+        )
     check_logps("old_per_token_logps", rows)
     check_logps("sampling_per_token_logps", sampling[counts])
     return counts

@@ -93,10 +93,22 @@ def correct(
     verl's ``rollout_corr_helper``.
     Raises ValueError for arguments out of range and shapes that disagree, TypeError for wrong types.
     """
-    settings = {"level": level, "mode": mode, "clip_max": clip_max, "clip_min": clip_min, "reject": reject}
-    settings |= {"batch_normalize": batch_normalize, "veto_threshold": veto_threshold, "safety_bound": safety_bound}
+    settings = {
+        "level": level,
+        "mode": mode,
+        "clip_max": clip_max,
+        "clip_min": clip_min,
+        "reject": reject,
+    }
+    settings |= {
+        "batch_normalize": batch_normalize,
+        "veto_threshold": veto_threshold,
+        "safety_bound": safety_bound,
+    }
     with check_same("process_group", process_group, "correct", **settings):
-        checks.options(level, mode, clip_max, clip_min, batch_normalize, veto_threshold, safety_bound)
+        checks.options(
+            level, mode, clip_max, clip_min, batch_normalize, veto_threshold, safety_bound
+        )
         rules = checks.rules(reject)
         inputs = old_per_token_logps, sampling_per_token_logps, completion_mask
         counted = checks.counted(*inputs, packed=cu_seqlens is not None)
@@ -111,7 +123,9 @@ def correct(
     sequences = counts.any(dim=1)
     mask = counts[sequences]
     old = torch.where(mask, widen(padded(old_per_token_logps)[sequences]), 0.0)
-    d = torch.where(mask, scored_difference(old, widen(padded(sampling_per_token_logps)[sequences])), 0.0)
+    d = torch.where(
+        mask, scored_difference(old, widen(padded(sampling_per_token_logps)[sequences])), 0.0
+    )
     results = metrics.off_policy(old, d, mask, safety_bound)
 
     weights = mask.to(d.dtype)
@@ -142,11 +156,15 @@ def correct(
     whole_weights[sequences], whole_kept[sequences] = weights, kept
     weights, kept = (x[place].view(counted.shape) for x in (whole_weights, whole_kept))
     keep = completion_mask.masked_fill(~kept, 0)
-    return Correction(weights.to(old_per_token_logps.dtype), keep, metrics.read(results) if len(mask) else {})
+    return Correction(
+        weights.to(old_per_token_logps.dtype), keep, metrics.read(results) if len(mask) else {}
+    )
 
 
 def _mean(weights: Tensor, process_group: ProcessGroup | None) -> Tensor:
     """Mean () of the weights (n,) of all ranks; 1 where it is too small to divide by."""
-    total, count = all_reduce(torch.stack([weights.sum(), weights.new_tensor(len(weights))]), "sum", process_group)
+    total, count = all_reduce(
+        torch.stack([weights.sum(), weights.new_tensor(len(weights))]), "sum", process_group
+    )
     mean = total / count
     return torch.where(mean > SMALLEST_MEAN, mean, 1.0)

@@ -42,7 +42,12 @@ def off_policy(old: Tensor, d: Tensor, mask: Tensor, safety_bound: float) -> Met
 
 
 def of_weights(
-    raw: Tensor, bounded: Tensor, mask: Tensor, mode: str, clip_min: float | None, clip_max: float | None
+    raw: Tensor,
+    bounded: Tensor,
+    mask: Tensor,
+    mode: str,
+    clip_min: float | None,
+    clip_max: float | None,
 ) -> Metrics:
     """Metrics of the weights before normalisation; without ``clip_min``, a weight below 1 / ``clip_max`` is low."""
     high = math.inf if clip_max is None else clip_max
@@ -56,7 +61,9 @@ def of_weights(
     results |= _outside("ratio_fraction", raw[mask] if of_tokens else raw, low, high)
     results |= _outside("seq_fraction", row_means(raw.expand_as(mask), mask), low, high)
     squares = tokens.square().mean()
-    results["eff_sample_size"] = tokens.mean().square() / squares.clamp(min=torch.finfo(squares.dtype).tiny)
+    results["eff_sample_size"] = tokens.mean().square() / squares.clamp(
+        min=torch.finfo(squares.dtype).tiny
+    )
     if mode == "mask":
         results["oob_ratio"] = _share(tokens != raw.expand_as(mask)[mask])
     return {f"rollout_is_{name}": x for name, x in results.items()}
@@ -72,7 +79,9 @@ def of_rule(rule: Rule, values: Tensor, inside: Tensor, mask: Tensor) -> Metrics
     results |= _outside("fraction", judged, rule.low, rule.high)
     results |= _outside("seq_fraction", sequences, rule.low, rule.high)
     prefix = f"rollout_rs_{rule.name}"
-    return {f"{prefix}_{name}": x for name, x in results.items()} | rejected(prefix, inside & mask, mask)
+    return {f"{prefix}_{name}": x for name, x in results.items()} | rejected(
+        prefix, inside & mask, mask
+    )
 
 
 def of_veto(vetoed: Tensor, mask: Tensor) -> Metrics:
@@ -86,7 +95,10 @@ def of_veto(vetoed: Tensor, mask: Tensor) -> Metrics:
 def rejected(prefix: str, kept: Tensor, mask: Tensor) -> Metrics:
     """Shares of the tokens, and of the sequences that lose one."""
     gone = mask & ~kept
-    return {f"{prefix}_masked_fraction": _share(gone[mask]), f"{prefix}_seq_masked_fraction": _share(gone.any(dim=1))}
+    return {
+        f"{prefix}_masked_fraction": _share(gone[mask]),
+        f"{prefix}_seq_masked_fraction": _share(gone.any(dim=1)),
+    }
 
 
 def read(results: Mapping[str, Tensor]) -> dict[str, float]:

@@ -50,7 +50,9 @@ DIVERGENCES: dict[str, Callable[[Tensor], Tensor]] = {  # of D, of any shape
 _WEIGHT_LEVELS = {"token": "token", "sequence": "seq_sum", "geometric": "seq_mean"}
 
 # name -> (level, kind)
-STATISTICS = {f"{level}_{kind}": (level, kind) for level in _AGGREGATES for kind in ("ratio", *DIVERGENCES)}
+STATISTICS = {
+    f"{level}_{kind}": (level, kind) for level in _AGGREGATES for kind in ("ratio", *DIVERGENCES)
+}
 
 
 def log_ratio(level: str, d: Tensor, mask: Tensor) -> Tensor:

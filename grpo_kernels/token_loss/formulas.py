@@ -29,7 +29,9 @@ def clipped(log_ratio, advantage, logp, low, high, delta):
     free = times(clamp_max(ratio, delta), advantage)
     bounded = clamp(ratio, low, high) * advantage
     loss = -minimum(free, bounded)  # of a NaN ratio both are NaN
-    share = where(free == bounded, 0.5, type_as(free < bounded, ratio))  # of the gradient, for `free`
+    share = where(
+        free == bounded, 0.5, type_as(free < bounded, ratio)
+    )  # of the gradient, for `free`
     inside = (ratio >= low) & (ratio <= high)
     passes = where(ratio <= delta, share, 0.0) + where(inside, 1.0 - share, 0.0)
     return loss, -times(ratio, passes * advantage), full_like(loss, 0.0)
@@ -61,7 +63,9 @@ def vespo(log_weight, advantage, logp, k_pos, lambda_pos, k_neg, lambda_neg):
 def phi(log_weight, advantage, k_pos, lambda_pos, k_neg, lambda_neg):
     """``log phi = lambda + k log w - lambda w``, k and lambda by the sign of A."""
     k = where(advantage >= 0.0, full_like(log_weight, k_pos), full_like(log_weight, k_neg))
-    rate = where(advantage >= 0.0, full_like(log_weight, lambda_pos), full_like(log_weight, lambda_neg))
+    rate = where(
+        advantage >= 0.0, full_like(log_weight, lambda_pos), full_like(log_weight, lambda_neg)
+    )
     return exp(rate + k * log_weight - rate * exp(log_weight))
 
 

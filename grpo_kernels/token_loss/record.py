@@ -20,7 +20,12 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-LOSS_TERMS = ("loss", "d_logp", "log_ratio", "kl")  # per-token results of a fused kernel, besides the statistics
+LOSS_TERMS = (
+    "loss",
+    "d_logp",
+    "log_ratio",
+    "kl",
+)  # per-token results of a fused kernel, besides the statistics
 
 
 class Coefficients(NamedTuple):
@@ -28,7 +33,9 @@ class Coefficients(NamedTuple):
 
     d_logp: Tensor | None = None  # d loss / d log-probability
     d_entropy: Tensor | None = None  # d loss / d entropy
-    d_divergence: Tensor | None = None  # d loss / d divergence from a second head (reference or teacher)
+    d_divergence: Tensor | None = (
+        None  # d loss / d divergence from a second head (reference or teacher)
+    )
 
 
 NO_COEFFICIENTS = Coefficients()
@@ -40,7 +47,9 @@ class TokenLoss:
 
     surrogate: str  # one of `formulas.SURROGATES`
     constants: tuple[float, ...]  # of the surrogate, in the order of its arguments
-    kl: str | None  # one of `formulas.ESTIMATORS`, or "full" with a second head; None without a KL term
+    kl: (
+        str | None
+    )  # one of `formulas.ESTIMATORS`, or "full" with a second head; None without a KL term
     corrects_kl: bool  # the estimate is multiplied by exp(R)
     advantages: Tensor | None  # A; None on-policy
     d_logps: Tensor | None  # only on-policy: the policy term's derivative, weight and gate included

@@ -33,9 +33,13 @@ def of_verl(name: str, data: SimpleNamespace, rewards: Tensor, **options: Any) -
     """verl's advantages (B, T) of rewards (B, T)."""
     function = core_algos().get_adv_estimator_fn(name)
     grouped = (
-        {} if name in ("remax", "reinforce_plus_plus") else {"index": np.array([str(i) for i in data.ids.tolist()])}
+        {}
+        if name in ("remax", "reinforce_plus_plus")
+        else {"index": np.array([str(i) for i in data.ids.tolist()])}
     )
-    return function(token_level_rewards=rewards.clone(), response_mask=data.mask.to(FLOAT), **grouped, **options)[0]
+    return function(
+        token_level_rewards=rewards.clone(), response_mask=data.mask.to(FLOAT), **grouped, **options
+    )[0]
 
 
 def spread(result: Tensor, mask: Tensor) -> Tensor:
@@ -56,7 +60,9 @@ def test_every_estimator_of_verl_has_its_counterpart() -> None:
 
 def gpg(rewards: Tensor, d: SimpleNamespace) -> Tensor:
     """alpha is B / (rows of groups that differ), where verl has B / (rewards that are not 0)."""
-    useful = [bool((rewards[d.ids == i] != r).any()) for i, r in zip(d.ids, rewards, strict=True)].count(True)
+    useful = [
+        bool((rewards[d.ids == i] != r).any()) for i, r in zip(d.ids, rewards, strict=True)
+    ].count(True)
     return adv.gpg_advantages(rewards, group_ids=d.ids) * useful / int((rewards != 0).sum())
 
 
@@ -102,13 +108,19 @@ def test_whitened_tokens_get_verls(name: str) -> None:
     count, rewards = int(data.mask.sum()), data.rewards[:, 0]
     last = at_last(rewards, data.mask)
     if name == "gae":
-        found, returns = adv.gae(data.token_rewards, data.logps, data.mask, 0.9, 0.8, whiten_advantages=True)
+        found, returns = adv.gae(
+            data.token_rewards, data.logps, data.mask, 0.9, 0.8, whiten_advantages=True
+        )
         function = core_algos().get_adv_estimator_fn("gae")
         mask = data.mask.to(FLOAT)
-        expected, theirs = function(data.token_rewards, data.logps, mask, torch.tensor(0.9), torch.tensor(0.8))
+        expected, theirs = function(
+            data.token_rewards, data.logps, mask, torch.tensor(0.9), torch.tensor(0.8)
+        )
         close(returns, theirs * data.mask, 1e-6)  # its 0.9 is float32
     elif name == "reinforce_plus_plus":
-        found = adv.reinforce_plus_plus(rewards, data.mask, per_token_kl=data.ratio, beta=0.1, gamma=0.9)
+        found = adv.reinforce_plus_plus(
+            rewards, data.mask, per_token_kl=data.ratio, beta=0.1, gamma=0.9
+        )
         expected = of_verl(name, data, last - 0.1 * data.ratio, config=SimpleNamespace(gamma=0.9))
     else:
         found = adv.reinforce_plus_plus(rewards, data.mask, group_ids=data.ids)
@@ -148,7 +160,11 @@ def test_remax_is_verls(holes: bool) -> None:
     close(adv.remax_advantages(junk, data.baselines, data.mask), expected * data.mask)
     outcome = data.rewards[:, 0]
     found = adv.remax_advantages(outcome, data.baselines, data.mask)
-    close(found, of_verl("remax", data, at_last(outcome, data.mask), reward_baselines=data.baselines) * data.mask)
+    close(
+        found,
+        of_verl("remax", data, at_last(outcome, data.mask), reward_baselines=data.baselines)
+        * data.mask,
+    )
     close(found, spread(outcome - data.baselines, data.mask))
 
 
@@ -161,12 +177,29 @@ def test_optimal_token_baseline_is_verls(name: str, weighted: bool, tail: bool) 
         data = batch(seed, holes=name.startswith("tir") and seed % 2 == 1)
         numbers = {"old_log_probs": data.logps, "sum_pi_squared": data.squares}
         ratio = data.ratio if weighted else None
-        expected = of_verl(name, data, data.token_rewards, **numbers, rollout_is_weights=ratio, handle_zero_tail=tail)
-        junk = [torch.where(data.mask, x, NAN) for x in (data.token_rewards, data.logps, data.squares, data.ratio)]
-        options = {"importance_sampling_ratio": junk[3] if weighted else None, "handle_zero_tail": tail}
-        found = adv.optimal_token_baseline(junk[0], data.mask, *junk[1:3], group_ids=data.ids, **options)
+        expected = of_verl(
+            name,
+            data,
+            data.token_rewards,
+            **numbers,
+            rollout_is_weights=ratio,
+            handle_zero_tail=tail,
+        )
+        junk = [
+            torch.where(data.mask, x, NAN)
+            for x in (data.token_rewards, data.logps, data.squares, data.ratio)
+        ]
+        options = {
+            "importance_sampling_ratio": junk[3] if weighted else None,
+            "handle_zero_tail": tail,
+        }
+        found = adv.optimal_token_baseline(
+            junk[0], data.mask, *junk[1:3], group_ids=data.ids, **options
+        )
         single = alone(data.ids)
-        if not tail:  # a group of one: what it gets is its own baseline, while verl leaves it without
+        if (
+            not tail
+        ):  # a group of one: what it gets is its own baseline, while verl leaves it without
             assert not found[single].any()
             found, expected = found[~single], expected[~single]
         close(found, expected, 1e-6)  # 1e-8 in verl's denominators
@@ -177,11 +210,17 @@ def test_a_baseline_lies_between_the_returns() -> None:
     """Where pi rounds to 1, verl's 1 - 2 pi + sum pi^2 is rounding noise of either sign, and so are its weights."""
     data = batch(3, rows=6)
     data.ids, data.mask = torch.zeros(6, dtype=torch.long), torch.ones(6, 7, dtype=torch.bool)
-    noise = 1e-7 * torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0, -1.01], dtype=FLOAT)[:, None].expand(6, 7)
+    noise = 1e-7 * torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0, -1.01], dtype=FLOAT)[:, None].expand(
+        6, 7
+    )
     logps, squares = torch.full((6, 7), -1e-9, dtype=FLOAT), 1 + noise
     rewards = data.rewards[:, 0]
     theirs = of_verl(
-        "optimal_token_baseline", data, at_last(rewards, data.mask), old_log_probs=logps, sum_pi_squared=squares
+        "optimal_token_baseline",
+        data,
+        at_last(rewards, data.mask),
+        old_log_probs=logps,
+        sum_pi_squared=squares,
     )
     found = adv.optimal_token_baseline(rewards, data.mask, logps, squares, 6)
     for result, within in ((found, True), (theirs, False)):
@@ -192,7 +231,9 @@ def test_a_baseline_lies_between_the_returns() -> None:
 def test_remax_of_a_prompt_without_a_baseline() -> None:
     mask = torch.ones(4, 2)
     assert not adv.remax_advantages(torch.ones(4), torch.full((4,), NAN), mask).any()
-    assert adv.remax_advantages(torch.ones(4).bfloat16(), torch.zeros(4), mask).dtype == torch.float32
+    assert (
+        adv.remax_advantages(torch.ones(4).bfloat16(), torch.zeros(4), mask).dtype == torch.float32
+    )
 
 
 def test_certain_tokens_have_no_baseline() -> None:

@@ -20,7 +20,11 @@ each = pytest.mark.parametrize("name", ESTIMATORS)
 
 def those(**wanted: bool) -> Any:
     """The estimators with these properties."""
-    chosen = [name for name, x in ESTIMATORS.items() if all(getattr(x, key) == value for key, value in wanted.items())]
+    chosen = [
+        name
+        for name, x in ESTIMATORS.items()
+        if all(getattr(x, key) == value for key, value in wanted.items())
+    ]
     return pytest.mark.parametrize("name", chosen)
 
 
@@ -59,7 +63,9 @@ def test_equal_rewards_give_exactly_zero(name: str, dtype: torch.dtype) -> None:
     for value in (0.1, 1e8, -3.3e7, 1e-30, 0.0):
         for size in (1, 3, 7, 11):
             data = batch(5, rows=size + 4)
-            data.rewards = torch.tensor([value] * size + [NAN, 1.0, 2.0, 4.0], dtype=dtype)[:, None].repeat(1, 2)
+            data.rewards = torch.tensor([value] * size + [NAN, 1.0, 2.0, 4.0], dtype=dtype)[
+                :, None
+            ].repeat(1, 2)
             data.ids = torch.tensor([0] * (size + 1) + [1] * 3)
             found = estimate(name, data)
             assert not found[: size + 1].any()
@@ -146,7 +152,9 @@ def test_empty_batches(name: str) -> None:
 # groups that span ranks: rows of the first of two, in a batch with an unscored row and in one that the second pads less
 SPLITS = {"about equal": 6, "unequal": 5, "nothing for the second": 13, "padded less": 6}
 CALLS = {name: x.call for name, x in ESTIMATORS.items()}
-CALLS["group_advantages, across ranks"] = lambda d, pg: adv.group_advantages(d.rewards, 13, process_group=pg)
+CALLS["group_advantages, across ranks"] = lambda d, pg: adv.group_advantages(
+    d.rewards, 13, process_group=pg
+)
 
 
 def of_ranks(split: str) -> SimpleNamespace:
@@ -162,12 +170,20 @@ def of_ranks(split: str) -> SimpleNamespace:
 def rank_task(rank: int, world_size: int) -> dict[str, Any]:
     group, results = torch.distributed.group.WORLD, {}
     for split, first in SPLITS.items():
-        rows, columns = (slice(0, first), None) if rank == 0 else (slice(first, 13), 4 if "less" in split else None)
-        results[split] = [call(part(of_ranks(split), rows, columns), group) for call in CALLS.values()]
+        rows, columns = (
+            (slice(0, first), None)
+            if rank == 0
+            else (slice(first, 13), 4 if "less" in split else None)
+        )
+        results[split] = [
+            call(part(of_ranks(split), rows, columns), group) for call in CALLS.values()
+        ]
     # no communication, though initialised
     results["alone"] = [call(of_ranks("unequal"), None) for call in CALLS.values()]
     try:
-        adv.opo_advantages(torch.tensor([1.0, math.inf if rank else 2.0]), torch.ones(2, 3), 4, process_group=group)
+        adv.opo_advantages(
+            torch.tensor([1.0, math.inf if rank else 2.0]), torch.ones(2, 3), 4, process_group=group
+        )
     except ValueError as error:
         results["message"] = str(error)
     return results

@@ -47,7 +47,10 @@ def column(func, **options):
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
+    transformers, tokenizers = (
+        pytest.importorskip("transformers"),
+        pytest.importorskip("tokenizers"),
+    )
     vocab = {word: i for i, word in enumerate(WORDS)}
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="<unk>"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
@@ -81,7 +84,9 @@ def test_matrix_of_several_functions_and_columns():
         assert completion_ids == [[1], [2], [3]]
         return [float(int(c.split()[0]) == a) for c, a in zip(completions, answer, strict=True)]
 
-    rewards = compute_rewards([right, lengths], PROMPTS, COMPLETIONS, [[1], [2], [3]], answer=[2, 4, 6])
+    rewards = compute_rewards(
+        [right, lengths], PROMPTS, COMPLETIONS, [[1], [2], [3]], answer=[2, 4, 6]
+    )
     assert rewards.dtype == torch.float32
     assert rewards.is_contiguous()
     assert rewards.tolist() == [[1.0, 2.0], [1.0, 6.0], [0.0, 2.0]]
@@ -115,17 +120,25 @@ def test_kinds_of_returned_values(values):
 def test_none_becomes_nan_without_warning_where_another_function_scored():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        rewards = compute_rewards([lambda **kwargs: [1.0, None, 2.0], lengths], PROMPTS, COMPLETIONS)
-    assert torch.equal(rewards.isnan(), torch.tensor([[False, False], [True, False], [False, False]]))
+        rewards = compute_rewards(
+            [lambda **kwargs: [1.0, None, 2.0], lengths], PROMPTS, COMPLETIONS
+        )
+    assert torch.equal(
+        rewards.isnan(), torch.tensor([[False, False], [True, False], [False, False]])
+    )
 
 
 def test_warning_names_the_rows_nobody_scored():
     funcs = [nothing, lambda **kwargs: [None, 3.0, None]]
     prompts = [*PROMPTS[:2], "x" * 500]
-    with pytest.warns(UserWarning, match="rows 0, 2; row 0: prompt '1 . 1 =', completion ' 2'") as caught:
+    with pytest.warns(
+        UserWarning, match="rows 0, 2; row 0: prompt '1 . 1 =', completion ' 2'"
+    ) as caught:
         compute_rewards(funcs, prompts, COMPLETIONS)
     assert caught[0].filename == __file__
-    with pytest.warns(UserWarning, match=r"for row 0; row 0: prompt 'x{50,90}\.\.\., completion") as caught:
+    with pytest.warns(
+        UserWarning, match=r"for row 0; row 0: prompt 'x{50,90}\.\.\., completion"
+    ) as caught:
         compute_rewards(nothing, ["x" * 500], ["y"])
     assert len(str(caught[0].message)) < 250
 
@@ -192,7 +205,11 @@ class AsyncJudge:
 
 @pytest.mark.parametrize(
     "func",
-    [functools.partial(async_lengths, extra=1), AsyncJudge(), lambda **kwargs: async_lengths(**kwargs)],
+    [
+        functools.partial(async_lengths, extra=1),
+        AsyncJudge(),
+        lambda **kwargs: async_lengths(**kwargs),
+    ],
     ids=["partial", "object", "lambda"],
 )
 def test_async_in_disguise(func):
@@ -279,7 +296,9 @@ def test_what_runs_on_a_loop_that_is_stopped_is_cancelled():
         finally:
             cleaned.set()
 
-    with pytest.raises(RuntimeError, match="reward functions 'waits', 'stops_its_loop': the event loop was stopped"):
+    with pytest.raises(
+        RuntimeError, match="reward functions 'waits', 'stops_its_loop': the event loop was stopped"
+    ):
         compute_rewards([waits, stops_its_loop], PROMPTS, COMPLETIONS)
     assert cleaned.wait(120)
 
@@ -292,7 +311,9 @@ def test_an_interrupted_caller_cancels_its_functions():
             if sys._current_frames()[threading.main_thread().ident].f_code.co_name == "wait":
                 break
             await asyncio.sleep(0.001)
-        signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)  # SIGINT may be ignored here
+        signal.pthread_kill(
+            threading.main_thread().ident, signal.SIGUSR1
+        )  # SIGINT may be ignored here
         try:
             await asyncio.Event().wait()
         except asyncio.CancelledError:
@@ -327,9 +348,15 @@ def test_nested_async_calls_raise_instead_of_waiting_for_themselves():
 
 
 def test_model_scores_prompt_plus_completion_whatever_the_padding(model, tokenizer):
-    rewards = compute_rewards([lengths, model], PROMPTS, COMPLETIONS, processing_classes=[None, tokenizer])
-    assert rewards[:, 1].tolist() == scores_alone(model, [p + c for p, c in zip(PROMPTS, COMPLETIONS, strict=True)])
-    assert len({round(score, 4) for score in rewards[:, 1].tolist()}) == 3  # or a constant would pass
+    rewards = compute_rewards(
+        [lengths, model], PROMPTS, COMPLETIONS, processing_classes=[None, tokenizer]
+    )
+    assert rewards[:, 1].tolist() == scores_alone(
+        model, [p + c for p, c in zip(PROMPTS, COMPLETIONS, strict=True)]
+    )
+    assert (
+        len({round(score, 4) for score in rewards[:, 1].tolist()}) == 3
+    )  # or a constant would pass
     assert rewards[:, 0].tolist() == LENGTHS
 
 
@@ -348,7 +375,9 @@ def test_model_is_evaluated_and_left_in_the_mode_it_was_in(model, tokenizer):
     model.model.embed_tokens.eval()
     try:
         for _ in range(2):  # attention dropout of 0.5 would show
-            assert torch.equal(compute_rewards(model, PROMPTS, COMPLETIONS, processing_classes=tokenizer), expected)
+            assert torch.equal(
+                compute_rewards(model, PROMPTS, COMPLETIONS, processing_classes=tokenizer), expected
+            )
         assert (model.training, model.model.embed_tokens.training) == (True, False)
     finally:
         model.eval()
@@ -406,8 +435,22 @@ def test_names(model):
 
     named = nn.Linear(1, 1)
     named.config = SimpleNamespace(_name_or_path="someone/their-reward-model/")
-    funcs = [lengths, functools.partial(functools.partial(lengths, a=1), b=2), Judge(), lambda: None, model, named]
-    expected = ["lengths", "lengths", "Judge", "<lambda>", "Qwen2ForSequenceClassification", "their-reward-model"]
+    funcs = [
+        lengths,
+        functools.partial(functools.partial(lengths, a=1), b=2),
+        Judge(),
+        lambda: None,
+        model,
+        named,
+    ]
+    expected = [
+        "lengths",
+        "lengths",
+        "Judge",
+        "<lambda>",
+        "Qwen2ForSequenceClassification",
+        "their-reward-model",
+    ]
     assert reward_names(funcs) == expected
     assert reward_names(lengths) == ["lengths"]
 
@@ -447,13 +490,28 @@ class Hostile:
         ([1.0, 2.0, 3j], "expected a number or None for row 2, got 3j"),
         (torch.zeros(3, 2), r"expected a number or None for row 0, got \[0.0, 0.0\]"),
         ([torch.zeros(2), 0.0, 0.0], "expected a number or None for row 0, got tensor"),
-        ([1.0, 10**400, 1.0], "expected a number within float32's range or None for row 1, got 1000"),
-        ([1.0, 1.0, 10**5000], "expected a number within float32's range or None for row 2, got int that cannot be"),
-        ([1.0, 1.0, -1e39], r"expected a number within float32's range or None for row 2, got -1e\+39"),
-        (torch.zeros(3, device="meta"), "expected a list of 3 rewards, got a Tensor without them: Cannot copy out of"),
+        (
+            [1.0, 10**400, 1.0],
+            "expected a number within float32's range or None for row 1, got 1000",
+        ),
+        (
+            [1.0, 1.0, 10**5000],
+            "expected a number within float32's range or None for row 2, got int that cannot be",
+        ),
+        (
+            [1.0, 1.0, -1e39],
+            r"expected a number within float32's range or None for row 2, got -1e\+39",
+        ),
+        (
+            torch.zeros(3, device="meta"),
+            "expected a list of 3 rewards, got a Tensor without them: Cannot copy out of",
+        ),
         (torch.zeros(3).to_sparse(), "expected a list of 3 rewards, got a Tensor without them: "),
         ([torch.zeros((), device="meta")] * 3, "expected a number or None for row 0, got tensor"),
-        ([0.0, Hostile(), 0.0], "expected a number or None for row 1, got Hostile that cannot be written"),
+        (
+            [0.0, Hostile(), 0.0],
+            "expected a number or None for row 1, got Hostile that cannot be written",
+        ),
     ],
 )
 def test_wrong_returns_name_the_function(returned, message):
@@ -467,7 +525,11 @@ def test_wrong_returns_name_the_function(returned, message):
 @pytest.mark.parametrize(
     ("error", "message", "arguments"),
     [
-        (TypeError, r"reward_funcs\[1\]: .* got the name 'org/rm'; load", {"reward_funcs": [lengths, "org/rm"]}),
+        (
+            TypeError,
+            r"reward_funcs\[1\]: .* got the name 'org/rm'; load",
+            {"reward_funcs": [lengths, "org/rm"]},
+        ),
         (TypeError, r"reward_funcs\[0\]: .* got int", {"reward_funcs": 3}),
         (ValueError, "reward_funcs: expected at least one function", {"reward_funcs": []}),
         (TypeError, "prompts: expected a list, got str", {"prompts": "abc"}),

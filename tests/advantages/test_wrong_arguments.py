@@ -104,7 +104,9 @@ def test_the_arguments_of_these_tests_are_right(name: str) -> None:
 
 
 @pytest.mark.parametrize(("error", "argument", "value", "message"), OF_ALL)
-def test_a_wrong_argument_is_named(error: type[Exception], argument: str, value: Any, message: str) -> None:
+def test_a_wrong_argument_is_named(
+    error: type[Exception], argument: str, value: Any, message: str
+) -> None:
     """By every estimator that takes it; groups are named in one way at a time."""
     takers = [name for name in adv.__all__ if argument in TAKES[name]]
     assert takers
@@ -115,7 +117,9 @@ def test_a_wrong_argument_is_named(error: type[Exception], argument: str, value:
 
 
 @pytest.mark.parametrize(("error", "name", "changes", "message"), OF_ONE)
-def test_of_one_estimator(error: type[Exception], name: str, changes: dict[str, Any], message: str) -> None:
+def test_of_one_estimator(
+    error: type[Exception], name: str, changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises(error, match=f"^{message}"):
         call(name, **changes)
 
@@ -129,7 +133,9 @@ def test_groups_are_named_in_one_way(name: str) -> None:
             call(name, num_generations=None)
 
 
-@pytest.mark.parametrize("name", [name for name in adv.__all__ if {"rewards", "completion_mask"} <= TAKES[name]])
+@pytest.mark.parametrize(
+    "name", [name for name in adv.__all__ if {"rewards", "completion_mask"} <= TAKES[name]]
+)
 def test_as_many_rewards_as_rows_of_the_mask(name: str) -> None:
     with pytest.raises(ValueError, match=r"^rewards: .*= \(4,.*\), got \(3,\)"):
         call(name, rewards=R[:3])
@@ -137,6 +143,12 @@ def test_as_many_rewards_as_rows_of_the_mask(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in adv.__all__ if "process_group" in TAKES[name]])
 def test_what_is_no_process_group_is_refused_first_of_all(name: str) -> None:
-    required = [x.name for x in inspect.signature(getattr(adv, name)).parameters.values() if x.default is x.empty]
-    with pytest.raises(TypeError, match=r"^process_group: expected a torch.distributed.ProcessGroup .* got str"):
+    required = [
+        x.name
+        for x in inspect.signature(getattr(adv, name)).parameters.values()
+        if x.default is x.empty
+    ]
+    with pytest.raises(
+        TypeError, match=r"^process_group: expected a torch.distributed.ProcessGroup .* got str"
+    ):
         getattr(adv, name)(**dict.fromkeys(required), process_group="x")

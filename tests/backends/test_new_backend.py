@@ -49,18 +49,29 @@ def new_backend(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_auto_takes_it_where_it_serves() -> None:
     chosen, reason = backends.choose_backend("auto", META)
     assert (type(chosen), reason) == (MetaRows, "meta tensors")
-    assert backends.name_backend("auto", META, torch.float64) == ("torch", "not new: it is slow in torch.float64")
+    assert backends.name_backend("auto", META, torch.float64) == (
+        "torch",
+        "not new: it is slow in torch.float64",
+    )
 
 
 def test_it_serves_if_asked_for_or_says_why_not() -> None:
     assert backends.name_backend("new", META, torch.float64) == ("new", "asked for")
-    with pytest.raises(ValueError, match=r"can serve here, got 'new': it serves meta tensors, and these are cpu"):
+    with pytest.raises(
+        ValueError, match=r"can serve here, got 'new': it serves meta tensors, and these are cpu"
+    ):
         backends.name_backend("new", torch.device("cpu"))
-    with pytest.raises(ValueError, match="backend: expected one of auto, new, torch, triton, cpp, got 'newer'"):
+    with pytest.raises(
+        ValueError, match="backend: expected one of auto, new, torch, triton, cpp, got 'newer'"
+    ):
         backends.choose_backend("newer", META)
 
 
 def test_one_backend_is_preferred_for_a_cpu() -> None:
     assert backends.name_backend("torch", META) == ("torch", "asked for")
-    unwanted = [name for name in backends.BACKENDS if not backends._backend(name).prefers(torch.device("cpu"))]
+    unwanted = [
+        name
+        for name in backends.BACKENDS
+        if not backends._backend(name).prefers(torch.device("cpu"))
+    ]
     assert unwanted == ["new", "torch", "triton"]

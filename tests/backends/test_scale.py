@@ -11,7 +11,20 @@ from grpo_kernels.backends.interface import RowBackend
 from tests.support.on_device import same_bits
 
 CPU = torch.device("cpu")
-SPECIAL = [0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1e-45, 1e-40, 6e-8, 65519.9, 65520.0, 3e38, 2.0**-149]
+SPECIAL = [
+    0.0,
+    -0.0,
+    float("inf"),
+    -float("inf"),
+    float("nan"),
+    1e-45,
+    1e-40,
+    6e-8,
+    65519.9,
+    65520.0,
+    3e38,
+    2.0**-149,
+]
 
 
 @pytest.fixture(params=["torch", "cpp", "triton"])
@@ -30,7 +43,9 @@ def numbers(*shape: int) -> Tensor:
 
 def same(x: Tensor, y: Tensor) -> bool:
     """Bit for bit; one NaN is like another."""
-    return torch.equal(x.isnan(), y.isnan()) and same_bits(*(z.masked_fill(z.isnan(), 0.0) for z in (x, y)))
+    return torch.equal(x.isnan(), y.isnan()) and same_bits(
+        *(z.masked_fill(z.isnan(), 0.0) for z in (x, y))
+    )
 
 
 def check(backend: RowBackend, x: Tensor, factor: Tensor, dtype: torch.dtype) -> None:
@@ -47,7 +62,9 @@ def check(backend: RowBackend, x: Tensor, factor: Tensor, dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(0, 8), (1,), (4095,), (1, 4096), (4097,), (97, 127), (3, 4096)])
-def test_bits_are_those_of_torch(backend: RowBackend, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_bits_are_those_of_torch(
+    backend: RowBackend, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
     for factor in (0.3, -1e-5, 2.0**15, float("nan")):
         check(backend, numbers(*shape), torch.tensor(factor), dtype)
 

@@ -21,9 +21,15 @@ def test_same_bits_as_torch(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for q in PLACES:
         assert torch.equal(quantile.quantile(x, q), torch.quantile(x, q))
         assert quantile.quantile(holes, q).isnan() == holes.isnan().any()
-        got, want = quantile.quantile_of_numbers(holes, q), torch.nanquantile(holes, q, interpolation="lower")
+        got, want = (
+            quantile.quantile_of_numbers(holes, q),
+            torch.nanquantile(holes, q, interpolation="lower"),
+        )
         assert torch.equal(got.nan_to_num(7.0), want.nan_to_num(7.0))
-    assert quantile.quantile_of_numbers(x[:0], 0.5).isnan() and quantile.quantile_of_numbers(x * NAN, 0.5).isnan()
+    assert (
+        quantile.quantile_of_numbers(x[:0], 0.5).isnan()
+        and quantile.quantile_of_numbers(x * NAN, 0.5).isnan()
+    )
 
 
 def test_torch_takes_as_many_as_it_is_given() -> None:
@@ -34,7 +40,10 @@ def test_torch_takes_as_many_as_it_is_given() -> None:
 
 def test_losses_beyond_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """The threshold on entropies, and the scale of an expectation, are those that torch finds."""
-    hidden, weight = torch.randn(4, 7, 8, dtype=torch.float64), torch.randn(11, 8, dtype=torch.float64)
+    hidden, weight = (
+        torch.randn(4, 7, 8, dtype=torch.float64),
+        torch.randn(11, 8, dtype=torch.float64),
+    )
     ids, advantages = torch.randint(11, (4, 7)), torch.randn(4)
     expected = torch.randn(4, 7, dtype=torch.float64)
 
@@ -43,7 +52,10 @@ def test_losses_beyond_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
         config = LossConfig(top_entropy_quantile=0.3)
         out = grpo_loss(leaf, weight, ids, None, advantages, config=config)
         logps = linear_logprob(leaf, weight.clone().requires_grad_(), ids, expected=expected).logps
-        return [out.loss.detach(), *torch.autograd.grad(out.loss + (expected * 3 * logps).sum(), leaf)]
+        return [
+            out.loss.detach(),
+            *torch.autograd.grad(out.loss + (expected * 3 * logps).sum(), leaf),
+        ]
 
     want = results()
     monkeypatch.setattr(quantile, "MOST", 0)

@@ -36,7 +36,9 @@ def run(module: str, *arguments: str, folder: Path = ROOT) -> subprocess.Complet
     plain = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     path = os.pathsep.join([str(folder), plain.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", module, *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, env={**plain, "PYTHONPATH": path})
+    return subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, env={**plain, "PYTHONPATH": path}
+    )
 
 
 @pytest.mark.slow
@@ -55,7 +57,9 @@ def test_every_kernel_keeps_the_rules_on_every_target() -> None:
 
 
 @pytest.mark.slow
-def test_every_kernel_costs_what_the_document_says_and_a_select_more_is_noticed(tmp_path: Path) -> None:
+def test_every_kernel_costs_what_the_document_says_and_a_select_more_is_noticed(
+    tmp_path: Path,
+) -> None:
     done = run("benchmarks.aot.roofline")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "BROKEN" not in done.stdout
@@ -63,7 +67,9 @@ def test_every_kernel_costs_what_the_document_says_and_a_select_more_is_noticed(
     plant(SELECT, tmp_path)
     (tmp_path / "docs").mkdir()
     shutil.copy(ROOT / "docs" / "roofline.md", tmp_path / "docs")
-    done = run("benchmarks.aot.roofline", "--case", "stats all extras", "--workers", "1", folder=tmp_path)
+    done = run(
+        "benchmarks.aot.roofline", "--case", "stats all extras", "--workers", "1", folder=tmp_path
+    )
     assert done.returncode == 1, done.stdout + done.stderr
     assert "BROKEN: expected | stats | all extras" in done.stdout
 
@@ -100,7 +106,11 @@ def test_it_refuses_what_it_cannot_do(
         ("\tmma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32", "sm_80", "TF32: .tf32"),
         ("\tv_add_f64 v[0:1], v[2:3], v[4:5]", "gfx942", "double precision: v_add_f64"),
         ("\tglobal_atomic_add_f32 v0, v1, s[0:1]", "gfx942", "an atomic: global_atomic"),
-        ("\tredux.sync.max.s32 %r1, %r2, %r3;\n\tadd.f32 %f1, %f2, %f3;\n\tmov.b64 %rd1, %rd2;", "sm_90", None),
+        (
+            "\tredux.sync.max.s32 %r1, %r2, %r3;\n\tadd.f32 %f1, %f2, %f3;\n\tmov.b64 %rd1, %rd2;",
+            "sm_90",
+            None,
+        ),
     ],
 )
 def test_forbidden_instructions_are_noticed(code: str, arch: str, broken: str | None) -> None:
@@ -111,8 +121,14 @@ PID = "%pid = tt.get_program_id x : i32"
 RANGE = "%range = tt.make_range {end = 4 : i32, start = 0 : i32} : tensor<4xi32>"
 STRIDE = "%stride = tt.splat %stride_n : i32 -> tensor<4xi32>"
 PRODUCT = "%at = arith.muli %rows, %stride : tensor<4xi32>"
-SPLAT, SUM = "%first = tt.splat %pid : i32 -> tensor<4xi32>", "%rows = arith.addi %first, %range : tensor<4xi32>"
-LEFT, LEAST = "%left = tt.splat %n : i32 -> tensor<4xi32>", "%rows = arith.minsi %range, %left : tensor<4xi32>"
+SPLAT, SUM = (
+    "%first = tt.splat %pid : i32 -> tensor<4xi32>",
+    "%rows = arith.addi %first, %range : tensor<4xi32>",
+)
+LEFT, LEAST = (
+    "%left = tt.splat %n : i32 -> tensor<4xi32>",
+    "%rows = arith.minsi %range, %left : tensor<4xi32>",
+)
 WIDE = ("%row = arith.extsi %pid : i32 to i64", "%stride = arith.extsi %stride_n : i32 to i64")
 
 
@@ -126,30 +142,42 @@ WIDE = ("%row = arith.extsi %pid : i32 to i64", "%stride = arith.extsi %stride_n
         ([PID, *WIDE, "%at = arith.muli %row, %stride : i64"], None),  # in 64 bits
     ],
 )
-def test_a_narrow_product_of_a_row_and_its_stride_is_noticed(lines: list[str], broken: str | None) -> None:
+def test_a_narrow_product_of_a_row_and_its_stride_is_noticed(
+    lines: list[str], broken: str | None
+) -> None:
     ttir = "\n".join(f"{line} loc(#loc)" for line in lines)
     assert narrow_products(ttir) == ([f"a product in 32 bits: {broken}"] if broken else [])
 
 
-@pytest.mark.parametrize(("place", "found"), [(0, False), (2, False), (4, True), (6, False), (8, False)])
+@pytest.mark.parametrize(
+    ("place", "found"), [(0, False), (2, False), (4, True), (6, False), (8, False)]
+)
 def test_spills_in_inner_loops_are_noticed(place: int, found: bool) -> None:
     """A loop in a loop, and a spill before both, in the outer one ahead of the inner, in the inner one, and so on."""
     code = ["MOV R1, R2", ".L_1:", "MOV R2, R3", ".L_2:", "FADD R2, R2, R1", "@P0 BRA `(.L_2)"]
     code += ["FMUL R1, R2, R2", "@P1 BRA `(.L_1)", "EXIT"]
     code.insert(place, "STL [R1], R5")
-    lines = (x if x.endswith(":") else f"        /*{16 * i:04x}*/  {x} ;" for i, x in enumerate(code))
+    lines = (
+        x if x.endswith(":") else f"        /*{16 * i:04x}*/  {x} ;" for i, x in enumerate(code)
+    )
     assert spills_in_inner_loops(parsed("\n".join(lines))) == found
 
 
-def test_a_child_imports_the_release_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_imports_the_release_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(aot_command, "FOLDER", tmp_path)
-    assert aot_command.environment(version("triton")).get("PYTHONPATH") == os.environ.get("PYTHONPATH")
+    assert aot_command.environment(version("triton")).get("PYTHONPATH") == os.environ.get(
+        "PYTHONPATH"
+    )
     package = tmp_path / "triton-0.0.1" / "triton"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("__version__ = '0.0.1'")
     (package.parent / ".installed").touch()
     command = [sys.executable, "-c", "import triton; print(triton.__version__)"]
-    done = subprocess.run(command, capture_output=True, text=True, env=aot_command.environment("0.0.1"))
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=aot_command.environment("0.0.1")
+    )
     assert done.stdout.strip() == "0.0.1", done.stderr
 
 
@@ -175,7 +203,10 @@ def test_loops_are_told_apart() -> None:
     """The inner one of two, and one that only waits."""
     code = parsed(LOOPS)
     assert [x.name for x in code[:3]] == ["LDC", "LDG", "LDGSTS"]
-    assert [[x.name for x in loop] for loop in inner_loops(code)] == [["LDGSTS", "LDG", "BRA"], ["SYNCS", "BRA"]]
+    assert [[x.name for x in loop] for loop in inner_loops(code)] == [
+        ["LDGSTS", "LDG", "BRA"],
+        ["SYNCS", "BRA"],
+    ]
     (reading,) = inner_loops(code, lambda x: x.name in LOADS)
     assert (moved(reading, LOADS), moved(code, LOADS)) == (8 + 2, 16 + 8 + 2)
     with pytest.raises(ValueError, match="no instructions"):

@@ -38,7 +38,9 @@ def test_dry_run(tmp_path: Path) -> None:
     """Every step and every section; ours is right in a case of each kind, the file as documented."""
     out = tmp_path / "results.json"
     options = ["--profile", "--out", str(out), "--budget-seconds", "1800", "--cases", *CASES]
-    done = subprocess.run(command(*options), cwd=ROOT, env=TOY, capture_output=True, text=True, timeout=2000)
+    done = subprocess.run(
+        command(*options), cwd=ROOT, env=TOY, capture_output=True, text=True, timeout=2000
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     found = json.loads(out.read_text())
     assert (found["status"], found["dry_run"]) == ("complete", True)
@@ -53,25 +55,40 @@ def test_dry_run(tmp_path: Path) -> None:
         "not run: flash_attention_2: absent, dry run",
         "not run: quack in any case: absent, its kernels serve GPUs from H100 on",
     ):
-        assert any(x.startswith(line) for x in done.stdout.splitlines()[-25:]), (line, done.stdout[-3000:])
-    assert {"smoke.log", "smoke.xml", "together.log"} <= {x.name for x in (tmp_path / "results.json.logs").iterdir()}
+        assert any(x.startswith(line) for x in done.stdout.splitlines()[-25:]), (
+            line,
+            done.stdout[-3000:],
+        )
+    assert {"smoke.log", "smoke.xml", "together.log"} <= {
+        x.name for x in (tmp_path / "results.json.logs").iterdir()
+    }
     assert list(found["cases"])[:3] == ["main", "frozen", "score"]
     assert sorted(found["cases"]) == sorted(CASES)
     for case in (case for case in gpu_cases() if case.name in CASES):
         providers = found["cases"][case.name]["providers"]
         assert set(providers) == set(case.providers)
-        assert all(x["status"] == "ok" for name, x in providers.items() if name.startswith("ours")), providers
+        assert all(
+            x["status"] == "ok" for name, x in providers.items() if name.startswith("ours")
+        ), providers
         timed = {name: x for name, x in providers.items() if x["status"] == "ok" and case.rounds}
-        assert all(x["ms"]["score" if case.score else "full"]["samples"] >= 1 for x in timed.values())
+        assert all(
+            x["ms"]["score" if case.score else "full"]["samples"] >= 1 for x in timed.values()
+        )
         # the products are absent from a CPU, where in bf16 they are no limit
-        assert all(list(x["anchors"]) == ["ours"] for name, x in timed.items() if name != "ours"), case.name
+        assert all(list(x["anchors"]) == ["ours"] for name, x in timed.items() if name != "ours"), (
+            case.name
+        )
         assert providers.get("products", {"status": "absent"})["status"] == "absent"
         ours = providers["ours"]["errors"]
         assert ours.get("logp_mean", 0.0) < 1e-5
         # Triton's interpreter cuts d logits off to bf16, where it should round
         assert max(ours.get("d_hidden", 0.0), ours.get("d_weight", 0.0)) < 1e-2
     assert found["micro"]["rows"]["triton"]["fused"]["status"] == "ok"
-    assert set(found["micro"]["scoring"]["16x32x70"]) == {"score", "score_dot", "logp_max_difference"}
+    assert set(found["micro"]["scoring"]["16x32x70"]) == {
+        "score",
+        "score_dot",
+        "logp_max_difference",
+    }
     assert found["profile"]["main"]["kernels"]
     assert "goals" not in found  # a CPU at toy size has none
 
@@ -88,26 +105,43 @@ def test_layouts_of_a_training_step(tmp_path: Path) -> None:
     assert len(layouts["sdpa"]) == 2
     for i, (shape, found) in enumerate(layouts["sdpa"].items()):
         assert list(found) == ["padded", "trim", "tree"]
-        assert found["padded"]["computed"] == 1 > found["trim"]["computed"] > found["tree"]["computed"]
+        assert (
+            found["padded"]["computed"] == 1 > found["trim"]["computed"] > found["tree"]["computed"]
+        )
         for layout, x in found.items():
             assert x["status"] == "ok" and x["ms"]["samples"] == 1
             assert ("errors" in x) is (i == 0)
-            assert any(line.startswith(f"sdpa, {shape}, {layout}: {x['ms']['median']} ms, ") for line in said)
+            assert any(
+                line.startswith(f"sdpa, {shape}, {layout}: {x['ms']['median']} ms, ")
+                for line in said
+            )
 
 
 def test_what_did_not_run_is_said_and_is_no_failure() -> None:
     """No room, no time, no package; what is wrong or unable to run is a failure."""
     of_shape = {"padded": {"status": "ok"}, "tree": {"status": "out of memory", "reason": "64 GiB"}}
     shapes = {"P 1": of_shape, "P 2": {"status": "skipped", "reason": "no time left"}}
-    counts = {"status": "passed", "counts": {"passed": 1, "skipped": 7}, "skipped_for": {"no device": 7}}
+    counts = {
+        "status": "passed",
+        "counts": {"passed": 1, "skipped": 7},
+        "skipped_for": {"no device": 7},
+    }
     data: dict[str, Any] = {
         "tests": {"together": counts},
         "not_begun": {"case score": "no time left", "rows": "no time left"},
         "sanitizer": {"memcheck": {"status": "clean"}, "racecheck": {"status": "out of time"}},
         "layouts": {"sdpa": shapes, "flash": {"status": "absent", "reason": "not installed"}},
         "cases": {
-            "main": {"providers": {"ours": {"status": "ok"}, "cce": {"status": "absent", "reason": "no wheel"}}},
-            "score": {"status": "skipped", "providers": {"quack": {"status": "error", "reason": "x"}}},
+            "main": {
+                "providers": {
+                    "ours": {"status": "ok"},
+                    "cce": {"status": "absent", "reason": "no wheel"},
+                }
+            },
+            "score": {
+                "status": "skipped",
+                "providers": {"quack": {"status": "error", "reason": "x"}},
+            },
             "frozen": {"providers": {"quack": {"status": "ok"}}},
         },
     }
@@ -123,16 +157,26 @@ def test_what_did_not_run_is_said_and_is_no_failure() -> None:
     ]
 
 
-def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu_it_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert gpu.main([]) == 2
     assert "--dry-run" in capsys.readouterr().err
 
 
-def test_what_is_known_survives_an_interrupt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_known_survives_an_interrupt(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """In the background of a shell, too, where SIGINT is ignored."""
     out = tmp_path / "results.json"
-    background = ["sh", "-c", 'trap "" INT; exec "$@"', "sh", *command("--only", "bench", "--out", str(out))]
+    background = [
+        "sh",
+        "-c",
+        'trap "" INT; exec "$@"',
+        "sh",
+        *command("--only", "bench", "--out", str(out)),
+    ]
     process = subprocess.Popen(background, cwd=ROOT, env=TOY, stdout=subprocess.DEVNULL)
     try:
         until = time.time() + 300
@@ -157,7 +201,10 @@ def test_goals_come_first() -> None:
     first = {x.case: set(x.providers) for x in items[: len(GOAL_CASES)]}
     assert tuple(first) == GOAL_CASES
     for goal in GOALS:
-        assert goal.under in first[goal.case] and {*FAMILIES.get(goal.over, (goal.over,))} & first[goal.case]
+        assert (
+            goal.under in first[goal.case]
+            and {*FAMILIES.get(goal.over, (goal.over,))} & first[goal.case]
+        )
     assert [x.kind for x in items[4:9]] == ["profile", "profile", *PARTS]
     for case in gpu_cases():
         of_case = [x.providers for x in items if x.kind == "case" and x.case == case.name]
@@ -199,7 +246,10 @@ WRONG = {"status": "wrong"}
         (True, {"cases": {"main": times(ours=1.0)}}),
         (False, {"goals": [{"verdict": "fail"}]}),
         (False, {"cases": {"score": {"providers": {"ours": WRONG}}}}),
-        (False, {"tests": {"together": {"status": "passed", "counts": {"skipped": 200}}}}),  # nothing ran on a GPU
+        (
+            False,
+            {"tests": {"together": {"status": "passed", "counts": {"skipped": 200}}}},
+        ),  # nothing ran on a GPU
         (False, {"tests": {"smoke": {"status": "out of time", "counts": {"passed": 3}}}}),
         (False, {"sanitizer": {"memcheck": {"status": "found", "in_our_kernels": 1}}}),
         (False, {"failed_steps": {"bench": "RuntimeError"}}),
@@ -252,7 +302,9 @@ def test_the_sanitizers_watch_every_kernel() -> None:
     command = [sys.executable, "-c", COLLECT, gpu.SMOKE, "test_kernel", *gpu.TOOLS.values()]
     done = subprocess.run(command, cwd=ROOT, env=ALONE, capture_output=True, text=True)
     _, *selected = done.stdout.split("selected:")
-    everything, *watched = [set(re.findall(r"::test_kernel\[cuda-(\w+)-", said)) for said in selected]
+    everything, *watched = [
+        set(re.findall(r"::test_kernel\[cuda-(\w+)-", said)) for said in selected
+    ]
     assert len(everything) >= 9
     assert watched == [everything] * len(gpu.TOOLS), done.stdout
     assert all("151936" not in said for said in selected[1:])

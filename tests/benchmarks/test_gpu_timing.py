@@ -77,7 +77,15 @@ def test_a_launch_is_no_part_of_a_kernels_time(monkeypatch: pytest.MonkeyPatch) 
         device.clock(queued=True).time(step)
     device = Device(monkeypatch)
     device.clock().time(step)
-    assert device.asked == ["synchronize", "flush", "synchronize", "event", "launch", "event", "wait"]
+    assert device.asked == [
+        "synchronize",
+        "flush",
+        "synchronize",
+        "event",
+        "launch",
+        "event",
+        "wait",
+    ]
 
 
 @pytest.mark.parametrize("measure", [gpu_parts.measure_ceilings, gpu_parts.measure_rows])
@@ -115,5 +123,10 @@ def test_interleaving() -> None:
     assert [len(samples[name]) for name in names] == [12, 12, 1]
     assert list(failed) == ["bad"]
     assert ran[:3] != ran[3:6]  # another order
-    assert quantiles([9.0, 1.0, 3.0, 2.0, 1.5, 8.0]) == {"samples": 6, "median": 2.5, "p20": 1.5, "p80": 8.0}
+    assert quantiles([9.0, 1.0, 3.0, 2.0, 1.5, 8.0]) == {
+        "samples": 6,
+        "median": 2.5,
+        "p20": 1.5,
+        "p80": 8.0,
+    }
     assert quantiles([]) == {"samples": 0}

@@ -74,7 +74,11 @@ def run(name: str, inputs: Inputs) -> Outcome:
 
 
 def is_installed(name: str) -> bool:
-    return name not in PACKAGES or name in STOOD_IN_FOR or importlib.util.find_spec(PACKAGES[name]) is not None
+    return (
+        name not in PACKAGES
+        or name in STOOD_IN_FOR
+        or importlib.util.find_spec(PACKAGES[name]) is not None
+    )
 
 
 def expected_absence(name: str, case: BenchCase) -> str | None:
@@ -103,17 +107,24 @@ def test_the_result_is_right_or_there_is_a_reason(name: str, case: BenchCase) ->
         return
     outcome = run(name, inputs)
     assert outcome.note
-    if name in ("linear_ce", "unsloth"):  # less work than theirs who give entropies: to be seen beside its time
+    if name in (
+        "linear_ce",
+        "unsloth",
+    ):  # less work than theirs who give entropies: to be seen beside its time
         assert ("no entropy" in outcome.note) == (outcome.entropies is None)
     assert (outcome.entropies is not None) or not case.wants_entropy or name not in GIVES_ENTROPY
 
 
 @pytest.mark.skipif(not HAS_LINEAR_CE, reason="torch has no F.linear_cross_entropy")
-@pytest.mark.parametrize("case", [x for x in CASES.values() if x.softcap is None and x.top_entropy == 1])
+@pytest.mark.parametrize(
+    "case", [x for x in CASES.values() if x.softcap is None and x.top_entropy == 1]
+)
 def test_linear_ce_in_chunks(case: BenchCase) -> None:
     """From as many tokens as its documentation recommends them for."""
     assert "in chunks" in run("linear_ce", make_inputs(replace(case, n=case.h), CPU)).note
-    assert "options=None" in run("linear_ce", make_inputs(replace(case, n=case.h - case.t), CPU)).note
+    assert (
+        "options=None" in run("linear_ce", make_inputs(replace(case, n=case.h - case.t), CPU)).note
+    )
 
 
 @pytest.mark.slow  # compiles
@@ -147,7 +158,9 @@ def hide(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "meta_path", [Hidden(), *sys.meta_path])
 
 
-@pytest.mark.parametrize("case", [CASES[name] for name in ("fp32", "soft-cap", "padding", "score, padding")])
+@pytest.mark.parametrize(
+    "case", [CASES[name] for name in ("fp32", "soft-cap", "padding", "score, padding")]
+)
 def test_the_call_of_cce(case: BenchCase, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the stand-in even where the package is, whose kernels need a GPU, choosing as it does without Triton."""
     monkeypatch.setattr(sys, "path", [str(STAND_INS), *sys.path])
@@ -159,7 +172,9 @@ def test_the_call_of_cce(case: BenchCase, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("targets", [("test", "demo", "lint", "parity"), ("bench",)], ids=" ".join)
-def test_only_bench_installs_what_is_not_permissive(targets: tuple[str, ...], tmp_path: Path) -> None:
+def test_only_bench_installs_what_is_not_permissive(
+    targets: tuple[str, ...], tmp_path: Path
+) -> None:
     """In an environment that is still to be made."""
     command = ["make", "--dry-run", f"VENV={tmp_path}/venv", *targets]
     said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -167,7 +182,9 @@ def test_only_bench_installs_what_is_not_permissive(targets: tuple[str, ...], tm
     named = set(re.findall(r"^([\w-]+)==", "\n".join(files), re.MULTILINE))
     assert "verl" in named
     assert RESTRICTED & named == (RESTRICTED if targets == ("bench",) else set())
-    in_pyproject = (ROOT / "pyproject.toml").read_text() + (ROOT / "requirements/constraints.txt").read_text()
+    in_pyproject = (ROOT / "pyproject.toml").read_text() + (
+        ROOT / "requirements/constraints.txt"
+    ).read_text()
     assert not any(package in in_pyproject for package in RESTRICTED)
 
 
@@ -180,7 +197,9 @@ def test_a_package_that_is_missing_is_named(name: str, monkeypatch: pytest.Monke
 
 
 @pytest.mark.skipif(not is_installed("verl_triton"), reason="verl is not installed")
-def test_verl_finds_its_kernels_in_a_call_without_verl_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verl_finds_its_kernels_in_a_call_without_verl_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Its forward and backward say ``from . import kernels``, which must not import verl, and with it Ray."""
     verl.module.cache_clear()
     head = verl.module("kernel", "linear_cross_entropy")

@@ -39,7 +39,13 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         for name in (STOCK, DEFAULTS):
             run = train(name, folder, seed=0, steps=2, short=True, tests=True)
             runs[f"{name}, seed 0"] = {"status": "ok", "name": name, "seed": 0, "wall": 1, **run}
-    found = {"runs": runs, "short": False, "date": "2026-11-24T00:00:00+00:00", "device": "cpu", "commit": "0" * 40}
+    found = {
+        "runs": runs,
+        "short": False,
+        "date": "2026-11-24T00:00:00+00:00",
+        "device": "cpu",
+        "commit": "0" * 40,
+    }
     command.compare(found)
     return found
 
@@ -48,7 +54,11 @@ def test_both_are_timed_by_phase_and_train_alike(data: dict[str, Any]) -> None:
     stock, ours = data["runs"].values()
     for run in (stock, ours):
         assert [set(step["seconds"]) for step in run["steps"]] == [{*PHASES, "other"}] * 2
-        assert all(step["seconds"][x] > 0 for step in run["steps"] for x in ("generation", "loss", "optimizer"))
+        assert all(
+            step["seconds"][x] > 0
+            for step in run["steps"]
+            for x in ("generation", "loss", "optimizer")
+        )
         assert len(run["right"]) == 2
         assert all(step["logs"]["grad_norm"] > 0 for step in run["steps"])
     slow, fast = (sum(step["seconds"]["loss"] for step in run["steps"]) for run in (stock, ours))
@@ -80,9 +90,17 @@ def test_the_page_keeps_what_is_outside_of_its_marks(data: dict[str, Any], tmp_p
     assert text.endswith(f"{report.END}\nafter\n") and "old" not in text
     assert (tmp_path / "plots" / "real.png").exists()
     assert sum(line.startswith(f"| {DEFAULTS} | 0 |") for line in text.splitlines()) == 1
-    cases = {"a": {"status": "error", "reason": "no room"}, "b": {"precision": "bf16", "found": {DEFAULTS: [0.1, 0.3]}}}
-    with_errors = report.lines({**data, "errors": {"sequences": 8, "with_gradient": 8, "cases": cases}})
-    assert with_errors[-2:] == ["| a |  |  | no room |", "| b | bf16 | 2.0e-01 (1.0e-01 to 3.0e-01) |  |"]
+    cases = {
+        "a": {"status": "error", "reason": "no room"},
+        "b": {"precision": "bf16", "found": {DEFAULTS: [0.1, 0.3]}},
+    }
+    with_errors = report.lines(
+        {**data, "errors": {"sequences": 8, "with_gradient": 8, "cases": cases}}
+    )
+    assert with_errors[-2:] == [
+        "| a |  |  | no room |",
+        "| b | bf16 | 2.0e-01 (1.0e-01 to 3.0e-01) |  |",
+    ]
     page.write_text("# No marks\n")
     with pytest.raises(ValueError, match="expected one <!-- measured --> and one"):
         report.write(data, tmp_path)
@@ -102,7 +120,9 @@ def broken_unless_defaults(name: str, model: Path, **options: Any) -> dict[str, 
     return {} | ({DEFAULTS: options}[name])
 
 
-def test_a_training_that_fails_is_noted_and_the_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_training_that_fails_is_noted_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(command, "START", "fork")  # this process has imported what a training needs
     monkeypatch.setattr(command, "AT_ONCE", 1)
     monkeypatch.setattr(command, "train", broken_unless_defaults)
@@ -112,13 +132,21 @@ def test_a_training_that_fails_is_noted_and_the_others_go_on(tmp_path: Path, mon
     runs = results.data["runs"].values()
     assert [run["status"] for run in runs] == ["error", "error", "ok"]
     reasons = [run.get("reason", "") for run in runs]
-    assert "BrokenProcessPool" in reasons[0] and "in broken_unless_defaults" in reasons[1] and not reasons[2]
+    assert (
+        "BrokenProcessPool" in reasons[0]
+        and "in broken_unless_defaults" in reasons[1]
+        and not reasons[2]
+    )
     assert [run.get("tests") for run in runs] == [None, None, False]
 
 
-def test_without_its_packages_it_says_which(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_its_packages_it_says_which(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ModuleNotFoundError, match=r"expected the packages of requirements/real\.txt"):
+    with pytest.raises(
+        ModuleNotFoundError, match=r"expected the packages of requirements/real\.txt"
+    ):
         make(tmp_path / "model")
 
 
@@ -130,8 +158,16 @@ def test_what_to_expect_is_the_products_counted_by_hand() -> None:
     ours = 1.5 * 2 * large.body * (256 + 8 * 512) + 3 * head * 8 * 512
     for vllm, more in ((False, 0), (True, 2 * large.body * 8 * 1280 + 2 * head * 8 * 512)):
         batch = expectations.Batch("", 256, vllm=vllm, equal=0.5)
-        assert expectations.gain(large, batch, lora=True, kl=False) == pytest.approx((stock + more) / ours)
-    equal = [expectations.Batch("", 256, equal=x) for x in (0.0, 1.0)]  # which gain nothing with a KL term
+        assert expectations.gain(large, batch, lora=True, kl=False) == pytest.approx(
+            (stock + more) / ours
+        )
+    equal = [
+        expectations.Batch("", 256, equal=x) for x in (0.0, 1.0)
+    ]  # which gain nothing with a KL term
     assert len({expectations.gain(small, x, lora=False, kl=True) for x in equal}) == 1
-    assert [expectations.whole(3.0, share) for share in (0.0, 0.5, 1.0)] == pytest.approx([3.0, 1.5, 1.0])
-    assert "\n".join(expectations.lines()) in (ROOT / "docs" / "real.md").read_text(encoding="utf-8")
+    assert [expectations.whole(3.0, share) for share in (0.0, 0.5, 1.0)] == pytest.approx(
+        [3.0, 1.5, 1.0]
+    )
+    assert "\n".join(expectations.lines()) in (ROOT / "docs" / "real.md").read_text(
+        encoding="utf-8"
+    )

@@ -17,7 +17,16 @@ pytest.importorskip("liger_kernel")
 
 from benchmarks import machine, run
 from benchmarks.__main__ import arguments, chosen, is_wrong, main, with_others
-from benchmarks.cases import HEADS, WORKLOADS, Absence, BenchCase, Inputs, case, make_inputs, policy_loss
+from benchmarks.cases import (
+    HEADS,
+    WORKLOADS,
+    Absence,
+    BenchCase,
+    Inputs,
+    case,
+    make_inputs,
+    policy_loss,
+)
 from benchmarks.flops import counter
 from benchmarks.machine import ROOT, Watch
 from benchmarks.memory import give_back_what_is_freed, is_measured
@@ -28,7 +37,11 @@ from benchmarks.run import How, Results, Step, check, check_room, measure_case
 
 CPU = torch.device("cpu")
 PLAIN = BenchCase("plain").toy()
-POLICIES = {name: replace(case(name, workload=name).toy(), n=64, t=8) for name in WORKLOADS if name != "distill"}
+POLICIES = {
+    name: replace(case(name, workload=name).toy(), n=64, t=8)
+    for name in WORKLOADS
+    if name != "distill"
+}
 POLICIES |= {model: replace(case(model, model).toy(), n=24) for model in HEADS}
 POLICIES |= {"more rows than are sampled, in two chunks": replace(PLAIN, n=320)}
 POLICIES |= {"frozen policy": replace(PLAIN, frozen=True), "scored": replace(PLAIN, score=True)}
@@ -49,7 +62,9 @@ def stepped(given: BenchCase, name: str = "eager") -> tuple[Any, Reference, Outc
     return inputs, want, Step(build(name, inputs))()
 
 
-@pytest.mark.parametrize("given", [*POLICIES.values(), *DISTILLING.values()], ids=[*POLICIES, *DISTILLING])
+@pytest.mark.parametrize(
+    "given", [*POLICIES.values(), *DISTILLING.values()], ids=[*POLICIES, *DISTILLING]
+)
 def test_reference_is_right_and_sees_errors(given: BenchCase) -> None:
     """Plain autograd in float32 agrees with the reference to its rounding; with a planted fault it does not."""
     inputs, want, outcome = stepped(given)
@@ -112,7 +127,9 @@ def test_counted_operations(name: str, counted: tuple[int, ...]) -> None:
     assert name == "trl" or nvh(name, wider) == wider.products_nvh == 2 + 2 * 64 / 32 + 4
 
 
-NEEDS_VERL = pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="verl is not installed")
+NEEDS_VERL = pytest.mark.skipif(
+    importlib.util.find_spec("verl") is None, reason="verl is not installed"
+)
 
 
 @pytest.mark.parametrize("name", ["liger_torch", pytest.param("verl_torch", marks=NEEDS_VERL)])
@@ -154,14 +171,20 @@ def test_inputs_are_as_their_case_says() -> None:
     assert 1e-4 < entropies.quantile(0.5) < 0.05 and 0.1 < entropies.quantile(0.8) < 1.0
     for scale in (10.0, 40.0):
         inputs = make_inputs(replace(BenchCase("x", scale=scale), n=64, t=8, h=256, v=16384), CPU)
-        assert 0.8 * scale < float((inputs.hidden @ inputs.weight.t()).amax(dim=-1).mean().detach()) < 1.2 * scale
+        assert (
+            0.8 * scale
+            < float((inputs.hidden @ inputs.weight.t()).amax(dim=-1).mean().detach())
+            < 1.2 * scale
+        )
     distilled = make_inputs(replace(TOY, n=256, t=8, h=64, v=4000, teacher_h=96), CPU)
     assert distilled.teacher is not None and distilled.teacher.weight.shape == (4000, 96)
     assert 0.05 < float(reference(distilled).loss) < 0.5  # near the student, and another head
 
 
 def test_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("benchmarks.providers.policy_loss", lambda *given: 1.001 * policy_loss(*given))
+    monkeypatch.setattr(
+        "benchmarks.providers.policy_loss", lambda *given: 1.001 * policy_loss(*given)
+    )
     given = replace(BenchCase("x", providers=("eager", "ours", "quack")).toy(), rounds=2)
     results = Results(tmp_path / "found.json", cases={})
     measure_case(given, given.providers, results, How(backend="torch"))
@@ -172,15 +195,22 @@ def test_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 def test_what_there_was_no_time_for_is_noted(tmp_path: Path) -> None:
-    results, given = Results(tmp_path / "found.json", cases={}), replace(BenchCase("x").toy(), rounds=2)
-    measure_case(given, ("eager", "ours"), results, How(backend="torch", one_by_one=True, until=0.0))
+    results, given = (
+        Results(tmp_path / "found.json", cases={}),
+        replace(BenchCase("x").toy(), rounds=2),
+    )
+    measure_case(
+        given, ("eager", "ours"), results, How(backend="torch", one_by_one=True, until=0.0)
+    )
     found = results.data["cases"]["x"]
     assert found["status"] == "partial" and found["providers"]["ours"]["status"] == "ok"
     assert found["providers"]["eager"] == {"status": "skipped", "reason": "no time left"}
 
 
 @pytest.mark.parametrize("one_by_one", [False, True])
-def test_what_fails_costs_no_other_provider(one_by_one: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_fails_costs_no_other_provider(
+    one_by_one: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """In its first call, or in a timed step; what was timed before is in the file when it fails."""
     path = tmp_path / "found.json"
     before: list[dict[str, Any]] = []
@@ -192,7 +222,9 @@ def test_what_fails_costs_no_other_provider(one_by_one: bool, monkeypatch: pytes
             forward, left = eager(inputs), [calls]
 
             def step() -> Outcome:
-                assert all(x.grad is None for x in inputs.leaves), "a step that adds to gradients does more"
+                assert all(x.grad is None for x in inputs.leaves), (
+                    "a step that adds to gradients does more"
+                )
                 if not left[0]:
                     before.append(json.loads(path.read_text())["cases"]["x"]["providers"])
                     raise RuntimeError("broken")
@@ -207,30 +239,48 @@ def test_what_fails_costs_no_other_provider(one_by_one: bool, monkeypatch: pytes
     monkeypatch.setattr(torch_heads, "compiled", breaking(2))
     names = ("ours", "ours/torch", "linear_ce", "compiled", "eager")
     results = Results(path, cases={})
-    measure_case(replace(BenchCase("x").toy(), rounds=3), names, results, How(one_by_one=one_by_one, backend="torch"))
+    measure_case(
+        replace(BenchCase("x").toy(), rounds=3),
+        names,
+        results,
+        How(one_by_one=one_by_one, backend="torch"),
+    )
     found = results.data["cases"]["x"]["providers"]
     assert [found[x]["status"] for x in names] == ["ok", "ok", "error", "error", "ok"]
     assert "RuntimeError: broken" in found["compiled"]["reason"]
-    assert [found[x]["ms"]["full"]["samples"] for x in ("ours", "ours/torch", "compiled", "eager")] == [3, 3, 1, 3]
-    assert [x for x in names if "anchors" in found[x]] == (["ours/torch", "compiled", "eager"] if one_by_one else [])
+    assert [
+        found[x]["ms"]["full"]["samples"] for x in ("ours", "ours/torch", "compiled", "eager")
+    ] == [3, 3, 1, 3]
+    assert [x for x in names if "anchors" in found[x]] == (
+        ["ours/torch", "compiled", "eager"] if one_by_one else []
+    )
     assert ("ms" in before[0]["ours"]) is one_by_one
     assert "ms" in before[1]["ours"]
 
 
 @pytest.mark.skipif(not is_measured(CPU), reason="needs Linux's /proc")
-def test_peaks_are_those_of_each_provider_and_no_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peaks_are_those_of_each_provider_and_no_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     give_back_what_is_freed()
     shape = {"part": "memory", "t": 8, "h": 128, "v": 32768, "rounds": 0}
-    cases = [BenchCase(f"tokens {n}", n=n, providers=("ours@4", "eager", "quack"), **shape) for n in (32, 128)]
+    cases = [
+        BenchCase(f"tokens {n}", n=n, providers=("ours@4", "eager", "quack"), **shape)
+        for n in (32, 128)
+    ]
     results = Results(tmp_path / "found.json", cases={})
     for given in cases:
         measure_case(given, given.providers, results, How(backend="torch"))
     large = results.data["cases"]["tokens 128"]["providers"]
-    assert [x["status"] for x in large.values()] == ["ok", "ok", "absent"] and large["quack"]["reason"]
+    assert [x["status"] for x in large.values()] == ["ok", "ok", "absent"] and large["quack"][
+        "reason"
+    ]
     assert large["eager"]["extra_mib"] > 30 > 12 > large["ours@4"]["extra_mib"]
     assert not any("ms" in x for x in large.values())
     monkeypatch.setattr(run, "available_bytes", lambda: 2**20)
-    measure_case(replace(cases[0], name="tokens 512", n=512), ("eager",), results, How(backend="torch"))
+    measure_case(
+        replace(cases[0], name="tokens 512", n=512), ("eager",), results, How(backend="torch")
+    )
     eager = results.data["cases"]["tokens 512"]["providers"]["eager"]
     assert eager == {"status": "absent", "reason": "would need about 0 GiB, and 0 GiB are free"}
     check_room("never measured", replace(cases[0], n=1024), results.data)
@@ -245,15 +295,26 @@ def test_plans() -> None:
         distilled = [x for x in plan if x.part == "distill"]
         assert {x.divergence for x in distilled} == {0.0, 0.5, 1.0}
         assert all(x.providers[:2] == ("ours", "products") for x in distilled)
-    for given in (x for x in cpu_cases() if "products" in x.providers and x.part in ("main", "workloads", "shapes")):
-        assert given.rounds >= 3, given.name  # the limit as often as the rest, and often enough to be one
+    for given in (
+        x
+        for x in cpu_cases()
+        if "products" in x.providers and x.part in ("main", "workloads", "shapes")
+    ):
+        assert given.rounds >= 3, (
+            given.name
+        )  # the limit as often as the rest, and often enough to be one
     assert not {x.name for x in cpu_cases()} & {x.name for x in memory_cases()}
 
 
 def test_choices_and_refusals() -> None:
     assert [x.name for x in chosen(arguments([]))] == [x.name for x in cpu_cases()]
     chosen_parts = chosen(arguments(["--parts", "accuracy", "memory"]))
-    assert [x.name for x in chosen_parts if x.part != "memory"] == ["logits 10", "logits 20", "logits 40", "peaked"]
+    assert [x.name for x in chosen_parts if x.part != "memory"] == [
+        "logits 10",
+        "logits 20",
+        "logits 40",
+        "peaked",
+    ]
     assert [x.n for x in chosen_parts if x.part == "memory"] == sorted(x.n for x in memory_cases())
     for given in (["--smoke", "--plot"], ["--report", "nowhere.json"]):
         with pytest.raises(SystemExit) as ended:
@@ -261,7 +322,11 @@ def test_choices_and_refusals() -> None:
         assert ended.value.code == 2
     with pytest.raises(ValueError, match=r"expected some of ours, .*, or ours@MIB, got 'trl@64'"):
         named("trl@64")
-    for name, given in (("unsloth", TOY), ("liger_jsd", replace(TOY, divergence=None)), ("liger_jsd/fused", TOY)):
+    for name, given in (
+        ("unsloth", TOY),
+        ("liger_jsd", replace(TOY, divergence=None)),
+        ("liger_jsd/fused", TOY),
+    ):
         with pytest.raises(Absence, match=r"no divergence from a teacher|no policy loss|GPU"):
             build(name, make_inputs(given, CPU))
 
@@ -274,20 +339,36 @@ def test_parts_measured_apart_come_from_the_newest_run_on_such_a_device(tmp_path
         return {"device": device, "date": f"day {day}", "commit": str(day), "cases": made, **more}
 
     whole, memory, step = results(1, "main"), results(2, "memory"), results(3, step={"scenes": {}})
-    others = [whole, memory, step, results(4, "main", "memory", device="gpu"), {"format": "another"}]
+    others = [
+        whole,
+        memory,
+        step,
+        results(4, "main", "memory", device="gpu"),
+        {"format": "another"},
+    ]
     for i, data in enumerate(others):
         (tmp_path / f"{i}.json").write_text(json.dumps(data))
     for data in (whole, memory, step):
         page = with_others(data, tmp_path)
-        assert {name: case["day"] for name, case in page["cases"].items()} == {"main": 1, "memory": 2}
+        assert {name: case["day"] for name, case in page["cases"].items()} == {
+            "main": 1,
+            "memory": 2,
+        }
         assert page["step"] == {"scenes": {}}
-        assert (page["date"], page["runs"]["memory"]["date"], page["runs"]["step"]["commit"]) == ("day 1", "day 2", "3")
+        assert (page["date"], page["runs"]["memory"]["date"], page["runs"]["step"]["commit"]) == (
+            "day 1",
+            "day 2",
+            "3",
+        )
     assert with_others({**memory, "smoke": True}, tmp_path) == {**memory, "smoke": True}
 
 
 def test_exit_status() -> None:
     def data(status: str, ours: str) -> dict[str, Any]:
-        return {"status": status, "cases": {"x": {"providers": {"ours": {"status": ours}, "trl": {"status": "wrong"}}}}}
+        return {
+            "status": status,
+            "cases": {"x": {"providers": {"ours": {"status": ours}, "trl": {"status": "wrong"}}}},
+        }
 
     assert not is_wrong(data("complete", "ok"))
     assert is_wrong(data("complete", "wrong"))
@@ -306,10 +387,18 @@ def test_smoke(tmp_path: Path) -> None:
         providers = found["cases"][given.name]["providers"]
         assert list(providers) == list(given.providers)
         for name, x in providers.items():
-            assert x["status"] == "ok" or (x["status"] == "absent" and x["reason"]), (given.name, name, x)
-            if name.split("/")[0] in ("ours", "eager", "trl") or (name == "products" and given.dtype == "float32"):
+            assert x["status"] == "ok" or (x["status"] == "absent" and x["reason"]), (
+                given.name,
+                name,
+                x,
+            )
+            if name.split("/")[0] in ("ours", "eager", "trl") or (
+                name == "products" and given.dtype == "float32"
+            ):
                 assert x["status"] == "ok", (given.name, name, x)
     page = (docs / "benchmarks.md").read_text()
-    assert {plot.name for plot in (docs / "plots").iterdir()} == {"time.png"} and "plots/time.png" in page
+    assert {plot.name for plot in (docs / "plots").iterdir()} == {
+        "time.png"
+    } and "plots/time.png" in page
     assert str(tmp_path) not in page and str(ROOT) not in page + out.read_text()
     assert main(["--report", str(out)]) == 0

@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from grpo_kernels import Expectation, GRPOLoss, LossConfig, Run, grpo_loss, linear_logprob, policy_expectation
+from grpo_kernels import (
+    Expectation,
+    GRPOLoss,
+    LossConfig,
+    Run,
+    grpo_loss,
+    linear_logprob,
+    policy_expectation,
+)
 from tests.support.flat import flat
 from tests.support.small_batch import OPTIONAL, small_batch
 
@@ -35,7 +43,11 @@ def valid(call: str) -> dict[str, Any]:
         return {"config": LossConfig(beta=0.1), **inputs}
     if call != "packed":
         return {**head, "completion_ids": ids, **inputs, "config": config}
-    packed = {name: x.detach().flatten(0, 1) for name, x in inputs.items() if isinstance(x, Tensor) and x.dim() == 2}
+    packed = {
+        name: x.detach().flatten(0, 1)
+        for name, x in inputs.items()
+        if isinstance(x, Tensor) and x.dim() == 2
+    }
     hidden = head["hidden"].detach().reshape(B * T, H).requires_grad_()
     bounds = torch.arange(0, B * T + 1, T, dtype=torch.int32)
     return {
@@ -47,7 +59,9 @@ def valid(call: str) -> dict[str, Any]:
 CALLS: dict[str, Callable[..., Any]] = {
     "loss": flat(grpo_loss),
     "packed": flat(grpo_loss),
-    "module": lambda config, engine="auto", **inputs: flat(GRPOLoss(config, run=Run(engine)))(**inputs),
+    "module": lambda config, engine="auto", **inputs: flat(GRPOLoss(config, run=Run(engine)))(
+        **inputs
+    ),
     "logprob": flat(linear_logprob),
     "expectation": policy_expectation,
 }
@@ -68,7 +82,10 @@ KINDS: dict[str, tuple[Any, ...]] = {
     "complex": (lambda x: x.detach().to(torch.complex64), TypeError),
     "sparse": (lambda x: x.detach().to_sparse(), TypeError),
     "csr": (lambda x: x.detach().to_sparse_csr(), TypeError),
-    "jagged": (lambda x: torch.nested.nested_tensor(list(x.detach()), layout=torch.jagged), TypeError),
+    "jagged": (
+        lambda x: torch.nested.nested_tensor(list(x.detach()), layout=torch.jagged),
+        TypeError,
+    ),
     "meta": (lambda x: x.detach().to("meta"), ValueError),
     "first": (lambda x: x[0], ValueError),
     "first_row": (lambda x: x[:1], ValueError),
@@ -126,7 +143,9 @@ class Wrong:
     argument: str
     change: Any
     error: type[Exception] = ValueError
-    got: str | None = None  # what the message says that came, if not a tensor's shape, dtype, device or the value
+    got: str | None = (
+        None  # what the message says that came, if not a tensor's shape, dtype, device or the value
+    )
     also: dict[str, Any] | None = None
 
     def __str__(self) -> str:
@@ -145,7 +164,11 @@ def with_id(value: int) -> Callable[[Tensor], Tensor]:
 
 
 never_called = lambda x: x  # noqa: E731
-OF_A_KIND = [Wrong(call, argument, *KINDS[kind]) for call, argument, kinds in TENSORS for kind in kinds.split()]
+OF_A_KIND = [
+    Wrong(call, argument, *KINDS[kind])
+    for call, argument, kinds in TENSORS
+    for kind in kinds.split()
+]
 VALUES = [
     Wrong("loss", "weight", lambda x: x.detach().new_empty(0), got="ZeRO-3"),
     Wrong("logprob", "weight", lambda x: x.detach().new_empty(0, H), got="ZeRO-3"),
@@ -154,7 +177,10 @@ VALUES = [
     Wrong("packed", "completion_ids", with_id(2**40), got=str(2**40)),
     Wrong("logprob", "ids", with_id(V), got=str(V)),
     Wrong("logprob", "ids", with_id(-100), got="-100", also={"mask": None}),
-    *(Wrong(call, "ref_per_token_logps", None, got="None") for call in ("loss", "module", "expectation")),
+    *(
+        Wrong(call, "ref_per_token_logps", None, got="None")
+        for call in ("loss", "module", "expectation")
+    ),
     Wrong("packed", "cu_seqlens", lambda x: x.float()),
     Wrong("packed", "cu_seqlens", lambda x: x[:0]),
     Wrong("packed", "cu_seqlens", lambda x: x + 1, got="[1, 6, 11, 16]"),
@@ -192,7 +218,12 @@ SETTINGS = [
     Wrong("logprob", "expected", lambda x: (x, x, x)),
     Wrong("logprob", "expected[1]", lambda x: (x, x[:, 1:]), got=str((B, T - 1))),
     Wrong("logprob", "expected[1]", lambda x: (x, 1.0), TypeError, "float"),
-    Wrong("logprob", "expected.graded", lambda x: Expectation(never_called, graded=x[:1] > 0), got=str((1, T))),
+    Wrong(
+        "logprob",
+        "expected.graded",
+        lambda x: Expectation(never_called, graded=x[:1] > 0),
+        got=str((1, T)),
+    ),
     Wrong("expectation", "config", None, TypeError, "NoneType"),
     Wrong("expectation", "num_items_in_batch", -1),
 ]
@@ -225,7 +256,11 @@ CONFIG: list[tuple[str, Any, type[Exception]]] = [
 
 def tensors(given: dict[str, Any]) -> dict[str, Tensor]:
     """The plain tensors among the arguments, whose bits can be looked at."""
-    return {k: x for k, x in given.items() if type(x) is Tensor and x.layout is torch.strided and not x.is_meta}
+    return {
+        k: x
+        for k, x in given.items()
+        if type(x) is Tensor and x.layout is torch.strided and not x.is_meta
+    }
 
 
 def bits(x: Tensor) -> Tensor:
@@ -233,10 +268,15 @@ def bits(x: Tensor) -> Tensor:
     return x.detach().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
 
 
-def refuse(call: str, argument: str, given: dict[str, Any], error: type[Exception], got: str | None) -> None:
+def refuse(
+    call: str, argument: str, given: dict[str, Any], error: type[Exception], got: str | None
+) -> None:
     """`given` raises `error`, which names the argument and what came; nothing was computed, written or accumulated."""
     before = {name: x.detach().clone() for name, x in tensors(given).items()}
-    with pytest.raises((TypeError, ValueError)) as raised, FlopCounterMode(display=False) as counter:
+    with (
+        pytest.raises((TypeError, ValueError)) as raised,
+        FlopCounterMode(display=False) as counter,
+    ):
         CALLS[call](**given)
     assert type(raised.value) is error
     message, value = str(raised.value), given.get(argument)
@@ -247,7 +287,9 @@ def refuse(call: str, argument: str, given: dict[str, Any], error: type[Exceptio
         assert got in message, message
     elif isinstance(value, Tensor):
         shape = "" if value.is_nested else str(tuple(value.shape))
-        assert any(x and x in came for x in (shape, str(value.dtype), value.device.type, str(value.layout))), message
+        assert any(
+            x and x in came for x in (shape, str(value.dtype), value.device.type, str(value.layout))
+        ), message
     else:
         assert repr(value) in came or type(value).__name__ in came, message
     assert counter.get_total_flops() == 0
@@ -264,7 +306,15 @@ def good() -> list[Tensor]:
     logps, entropies = scores.logps, scores.entropies
     (out.loss + (logps * logps.detach()).sum() + entropies.sum()).backward()
     grads = [x[name].grad for x in (given, other) for name in ("hidden", "weight", "bias")]
-    return [out.loss, out.per_token_logps, out.entropies, *dict(out.metrics).values(), logps, entropies, *grads]
+    return [
+        out.loss,
+        out.per_token_logps,
+        out.entropies,
+        *dict(out.metrics).values(),
+        logps,
+        entropies,
+        *grads,
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -282,7 +332,9 @@ def test_wrong_argument(wrong: Wrong, first: list[Tensor]) -> None:
     refuse(wrong.call, wrong.argument, given | (wrong.also or {}), wrong.error, wrong.got)
 
 
-@pytest.mark.parametrize(("field", "value", "error"), CONFIG, ids=lambda x: str(getattr(x, "__name__", x)))
+@pytest.mark.parametrize(
+    ("field", "value", "error"), CONFIG, ids=lambda x: str(getattr(x, "__name__", x))
+)
 def test_wrong_config(field: str, value: Any, error: type[Exception]) -> None:
     for make in (LossConfig, GRPOLoss):
         with pytest.raises(error, match=rf"^{field}: expected .+, got ") as raised:
@@ -302,7 +354,9 @@ def mesh() -> Iterator[Any]:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("argument", ["hidden", "weight", "bias", "completion_ids", "completion_mask", "advantages"])
+@pytest.mark.parametrize(
+    "argument", ["hidden", "weight", "bias", "completion_ids", "completion_mask", "advantages"]
+)
 def test_dtensor(argument: str, mesh: Any) -> None:
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -313,7 +367,10 @@ def test_dtensor(argument: str, mesh: Any) -> None:
 
 @pytest.mark.parametrize("engine", ["score", "one_pass", "frozen"])
 def test_engine_that_cannot(engine: str) -> None:
-    for call, extra in (("logprob", {"expected": None}), ("loss", {"config": LossConfig(loss_type="vespo")})):
+    for call, extra in (
+        ("logprob", {"expected": None}),
+        ("loss", {"config": LossConfig(loss_type="vespo")}),
+    ):
         given = {**valid(call), **extra, "engine": engine}
         with pytest.raises(ValueError, match=f"^engine: .*{engine}.* needs "):
             CALLS[call](**given)
@@ -335,10 +392,14 @@ def test_wrong_objective(kind: str) -> None:
         flat(grpo_loss)(**given | {"config": LossConfig()}, objective=OBJECTIVES[kind])
 
 
-@pytest.mark.parametrize("term", [{"beta": 0.1}, {"entropy_coef": 0.1}, {"top_entropy_quantile": 0.5}, {"delta": 2.0}])
+@pytest.mark.parametrize(
+    "term", [{"beta": 0.1}, {"entropy_coef": 0.1}, {"top_entropy_quantile": 0.5}, {"delta": 2.0}]
+)
 def test_terms_that_an_objective_replaces(term: dict[str, float]) -> None:
     given = valid("loss") | {"config": LossConfig(**term)}
-    with pytest.raises(ValueError, match=rf"^{next(iter(term))}: expected .+ beside an objective, .+ got "):
+    with pytest.raises(
+        ValueError, match=rf"^{next(iter(term))}: expected .+ beside an objective, .+ got "
+    ):
         flat(grpo_loss)(**given, objective=lambda tokens: tokens.logps)
     assert all(x.grad is None for x in tensors(given).values() if x.is_leaf)
 

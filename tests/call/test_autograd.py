@@ -19,7 +19,11 @@ from grpo_kernels import Expectation, LossConfig, grpo_loss, linear_logprob, tok
 from tests.support.case_builder import seeded
 from tests.support.flat import flat
 
-N, H, V = 16, 6, 11  # 16 rows: a multiple of 4, as is every part of them below, so that no product is padded
+N, H, V = (
+    16,
+    6,
+    11,
+)  # 16 rows: a multiple of 4, as is every part of them below, so that no product is padded
 PRODUCT = 2 * N * H * V
 HEAD = ("hidden", "weight", "bias")
 ENGINES = ("one_pass", "two_pass", "frozen")
@@ -31,7 +35,9 @@ def head(dtype: torch.dtype = torch.float64, frozen: str = "") -> dict[str, Tens
     """Leaves hidden (N, H), weight (V, H), bias (V,), the same in every call; those in `frozen` want no gradient."""
     g = seeded("head")
     made = {"hidden": (N, H), "weight": (V, H), "bias": (V,)}
-    leaves = {k: torch.randn(s, generator=g, dtype=torch.float64).to(dtype) for k, s in made.items()}
+    leaves = {
+        k: torch.randn(s, generator=g, dtype=torch.float64).to(dtype) for k, s in made.items()
+    }
     return {k: x.requires_grad_(k not in frozen) for k, x in leaves.items()}
 
 
@@ -71,7 +77,9 @@ def grads(given: dict[str, Tensor]) -> dict[str, Tensor | None]:
 
 def same_bits(one: dict[str, Tensor | None], other: dict[str, Tensor | None]) -> bool:
     pairs = [(one[name], other[name]) for name in HEAD]
-    return all(x is y is None or (x is not None and y is not None and torch.equal(x, y)) for x, y in pairs)
+    return all(
+        x is y is None or (x is not None and y is not None and torch.equal(x, y)) for x, y in pairs
+    )
 
 
 def counted(run: Callable[[], Any]) -> tuple[float, Any]:
@@ -88,7 +96,9 @@ def engine_options(engine: str) -> tuple[str, dict[str, Any]]:
 
 
 def losses(engine: str, given: dict[str, Tensor], **changes: Any) -> Tensor:
-    return flat(grpo_loss)(**batch(given, **changes), config=LossConfig(loss_type="dapo"), engine=engine).loss
+    return flat(grpo_loss)(
+        **batch(given, **changes), config=LossConfig(loss_type="dapo"), engine=engine
+    ).loss
 
 
 @on_every_backend
@@ -101,7 +111,12 @@ def test_upstream_scale(engine: str, scale: float) -> None:
     (losses(engine, given) * scale).backward()
     for name, grad in grads(given).items():
         if grad is not None:
-            assert_close(grad, one[name] * scale, rtol=0 if scale != -3 else 1e-6, atol=0 if scale != -3 else 1e-7)
+            assert_close(
+                grad,
+                one[name] * scale,
+                rtol=0 if scale != -3 else 1e-6,
+                atol=0 if scale != -3 else 1e-7,
+            )
 
 
 @on_every_backend
@@ -181,7 +196,9 @@ def test_frozen(frozen: str, engine: str) -> None:
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("config", [LossConfig(), LossConfig(loss_type="vespo", entropy_coef=0.1)])
-def test_evaluation_does_forward_work_only(mode: Any, config: LossConfig, every_backend: str) -> None:
+def test_evaluation_does_forward_work_only(
+    mode: Any, config: LossConfig, every_backend: str
+) -> None:
     """One product, the same bits, no graph; also where an expectation or an objective is given."""
     given = head(torch.float32)
     trained = flat(grpo_loss)(**batch(given), config=config)
@@ -197,7 +214,9 @@ def test_evaluation_does_forward_work_only(mode: Any, config: LossConfig, every_
     assert not asked
     assert not (out.loss.requires_grad or logps.requires_grad or custom.loss.requires_grad)
     # the ratio in Triton's fused kernel is rounded otherwise than in `PolicyObjective`, which evaluates
-    assert_close(out.loss, trained.loss.detach(), rtol=2e-6 if every_backend == "triton" else 0, atol=0)
+    assert_close(
+        out.loss, trained.loss.detach(), rtol=2e-6 if every_backend == "triton" else 0, atol=0
+    )
     assert torch.equal(out.per_token_logps, trained.per_token_logps)
 
 
@@ -218,7 +237,9 @@ def test_checkpoint_and_saved_tensor_hooks(engine: str, way: str) -> None:
     if way in ("reentrant", "non-reentrant"):
         checkpoint(run, *given.values(), use_reentrant=way == "reentrant").backward()
     else:
-        hooks = save_on_cpu() if way == "save_on_cpu" else saved_tensors_hooks(torch.clone, torch.clone)
+        hooks = (
+            save_on_cpu() if way == "save_on_cpu" else saved_tensors_hooks(torch.clone, torch.clone)
+        )
         with hooks:
             loss = run(*given.values())
         loss.backward()
@@ -258,7 +279,9 @@ def test_nothing_of_the_callers_is_written_or_read_again(engine: str) -> None:
 
     def run() -> Tensor:
         loss = flat(grpo_loss)(**inputs, engine=engine).loss
-        return loss + flat(linear_logprob)(**given, **side, engine=engine).logps.dot(torch.linspace(-1, 2, N))
+        return loss + flat(linear_logprob)(**given, **side, engine=engine).logps.dot(
+            torch.linspace(-1, 2, N)
+        )
 
     run().backward()
     want = grads(given)
@@ -286,10 +309,17 @@ TWICE: dict[str, Callable[[dict[str, Tensor]], Tensor]] = {
 @pytest.mark.parametrize("of", TWICE)
 def test_double_backward_and_several_gradients_at_once_raise(of: str) -> None:
     """A penalty on a gradient is an error, never a constant, whichever input it is differentiated by."""
-    given, scale = head(frozen="weight bias" if of == "frozen" else ""), torch.tensor(2.0).requires_grad_()
+    given, scale = (
+        head(frozen="weight bias" if of == "frozen" else ""),
+        torch.tensor(2.0).requires_grad_(),
+    )
     loss, leaves = TWICE[of](given) * scale, [x for x in given.values() if x.requires_grad]
-    with pytest.raises(RuntimeError, match=r"grpo_kernels: several gradients at once \(is_grads_batched=True"):
-        torch.autograd.grad(loss, leaves, torch.ones(3, dtype=loss.dtype), is_grads_batched=True, retain_graph=True)
+    with pytest.raises(
+        RuntimeError, match=r"grpo_kernels: several gradients at once \(is_grads_batched=True"
+    ):
+        torch.autograd.grad(
+            loss, leaves, torch.ones(3, dtype=loss.dtype), is_grads_batched=True, retain_graph=True
+        )
     gradients = torch.autograd.grad(loss, leaves, create_graph=True)
     for gradient, asked in itertools.product(gradients, (*leaves, scale)):
         whole = gradient.square().sum() + asked.square().sum()
@@ -300,7 +330,10 @@ def test_double_backward_and_several_gradients_at_once_raise(of: str) -> None:
 def test_what_refuses_to_be_differentiated_keeps_nothing() -> None:
     given = head()
     hidden = given["hidden"] * 1.0
-    loss, seen = flat(grpo_loss)(**batch(given | {"hidden": hidden}), engine="one_pass").loss, weakref.ref(hidden)
+    loss, seen = (
+        flat(grpo_loss)(**batch(given | {"hidden": hidden}), engine="one_pass").loss,
+        weakref.ref(hidden),
+    )
     del hidden
     assert seen() is None
     torch.autograd.grad(loss, given["hidden"], create_graph=True)[0].sum()
@@ -309,7 +342,10 @@ def test_what_refuses_to_be_differentiated_keeps_nothing() -> None:
 
 def test_function_transforms_raise() -> None:
     given = {k: x.detach() for k, x in head().items()}
-    for call in (lambda x: both({**given, "hidden": x})[0].sum(), lambda x: losses("auto", {**given, "hidden": x})):
+    for call in (
+        lambda x: both({**given, "hidden": x})[0].sum(),
+        lambda x: losses("auto", {**given, "hidden": x}),
+    ):
         with pytest.raises(RuntimeError, match="setup_context"):
             torch.func.grad(call)(given["hidden"])
 

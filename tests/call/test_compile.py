@@ -17,7 +17,15 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from grpo_kernels import GRPOLoss, Head, LossConfig, LossOutput, grpo_loss, linear_logprob
 from tests.support.case_builder import make_case
 from tests.support.flat import flat
-from tests.support.modes import Arguments, Function, Results, assert_same_bits, compiled, loss_results, score_results
+from tests.support.modes import (
+    Arguments,
+    Function,
+    Results,
+    assert_same_bits,
+    compiled,
+    loss_results,
+    score_results,
+)
 from tests.support.run_case import arguments, config_of, packed
 
 H, V = 8, 19
@@ -36,7 +44,9 @@ def batch(size: int = 2, length: int = 5, **options: Any) -> Arguments:
 
 def score_batch(size: int, length: int) -> Arguments:
     given = batch(size, length, bias=True)
-    return {name: given[name] for name in ("hidden", "weight", "bias")} | {"ids": given["completion_ids"]}
+    return {name: given[name] for name in ("hidden", "weight", "bias")} | {
+        "ids": given["completion_ids"]
+    }
 
 
 def assert_as_eager(fast: Function, function: Function = LOSS, **options: Any) -> None:
@@ -60,7 +70,9 @@ SIZES = {
         ("lengths", flat(linear_logprob), score_batch, score_results),
     ],
 )
-def test_at_most_two_graphs(changing: str, function: Function, make: Function, results: Function) -> None:
+def test_at_most_two_graphs(
+    changing: str, function: Function, make: Function, results: Function
+) -> None:
     fast, recorder = compiled(function)
     for size in SIZES[changing]:
         assert_same_bits(results(fast, make(*size)), results(function, make(*size)))
@@ -98,7 +110,14 @@ def test_in_a_model(options: dict[str, Any], autocast: bool) -> None:
 
     def step(call: Function, of: Policy, length: int) -> Results:
         given = batch(2, length, frozen=("bias",), **EVERY, **options)
-        names = ("weight", "config", "reference", "final_logit_softcapping", "logit_scale", "logits_dtype")
+        names = (
+            "weight",
+            "config",
+            "reference",
+            "final_logit_softcapping",
+            "logit_scale",
+            "logits_dtype",
+        )
         ids = given.pop("hidden").sum(-1).long() % V
         given = {name: x for name, x in given.items() if name not in names}
         of.zero_grad()
@@ -153,7 +172,12 @@ def test_constants_of_the_head_may_change() -> None:
         return grpo_loss(head=head, **given)
 
     inside, with_head = compiled(LOSS)[0], compiled(outside)[0]
-    for constants in ({}, {"logit_scale": 1.5}, {"logit_scale": 0.7}, {"final_logit_softcapping": 2.5}):
+    for constants in (
+        {},
+        {"logit_scale": 1.5},
+        {"logit_scale": 0.7},
+        {"final_logit_softcapping": 2.5},
+    ):
         assert_as_eager(inside, **constants)
     for constants in ({"logit_scale": 1.5}, {"final_logit_softcapping": 2.5}):
         given = {name: x for name, x in batch(**constants).items() if name not in constants}
@@ -176,7 +200,9 @@ def test_values_raise_as_in_eager_mode() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             fast(**batch() | wrong)
-    with pytest.raises(Exception, match="engine: expected one of auto"):  # whatever the compiler makes of it
+    with pytest.raises(
+        Exception, match="engine: expected one of auto"
+    ):  # whatever the compiler makes of it
         fast(**batch(), engine="none")
     with pytest.raises(ValueError, match="temperature: expected"):
         compiled(flat(linear_logprob))[0](**score_batch(2, 5), temperature=torch.zeros(2, 5))
@@ -206,7 +232,9 @@ def test_exported_graph_runs() -> None:
     torch.export.save(torch.export.export(Loss(), (given,)), file)
     file.seek(0)
     want, again = Loss()(given), torch.export.load(file).module()
-    assert_same_bits(loss_results(lambda **_: again(given), given), loss_results(lambda **_: want, given))
+    assert_same_bits(
+        loss_results(lambda **_: again(given), given), loss_results(lambda **_: want, given)
+    )
 
 
 def test_an_output_is_a_pytree() -> None:
@@ -234,5 +262,7 @@ def test_inductor() -> None:
     """The default backend: one graph with all of it."""
     counter = CompileCounterWithBackend("inductor")
     fast = torch.compile(LOSS, backend=counter, fullgraph=True)
-    assert_same_bits(loss_results(fast, batch(**TERMS), 0.3), loss_results(LOSS, batch(**TERMS), 0.3))
+    assert_same_bits(
+        loss_results(fast, batch(**TERMS), 0.3), loss_results(LOSS, batch(**TERMS), 0.3)
+    )
     assert counter.frame_count == 1

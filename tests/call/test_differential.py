@@ -20,7 +20,14 @@ from tests.support.cases import fixed_cases, random_case
 from tests.support.flat import flat
 from tests.support.head_cases import head_cases
 from tests.support.reference import ReferenceResult, reference_loss
-from tests.support.run_case import allowed_engines, arguments, check_scores, config_of, engines_of, run
+from tests.support.run_case import (
+    allowed_engines,
+    arguments,
+    check_scores,
+    config_of,
+    engines_of,
+    run,
+)
 from tests.support.score_cases import random_divergence_case, score_cases
 from tests.support.tolerance import Bounds, assert_matches, bounds_of, compare
 
@@ -29,7 +36,9 @@ BLOCKS, BLOCK_SIZE = 8, 100
 FACTOR = int(os.environ.get("GRPO_KERNELS_RANDOM_FACTOR", "1"))
 pytestmark = pytest.mark.usefixtures("every_backend")
 CASES = (*fixed_cases(), *head_cases())
-SPLITTABLE = [c for c in fixed_cases() if c.group in "ABDH" and not c.frozen and c.completion_mask.numel()]
+SPLITTABLE = [
+    c for c in fixed_cases() if c.group in "ABDH" and not c.frozen and c.completion_mask.numel()
+]
 
 
 def check_row_shares(case: Case, output, reference: ReferenceResult) -> None:
@@ -37,7 +46,9 @@ def check_row_shares(case: Case, output, reference: ReferenceResult) -> None:
     counted = reference.head.counted
     projected = counted.double().mean() if counted.numel() else torch.zeros(())
     assert abs(float(output.metrics["rows/projected"]) - float(projected)) < 1e-6, case.name
-    carries = (reference.d_logps.abs() + reference.d_entropies.abs() > 1e-30).sum() / counted.sum().clamp(min=1)
+    carries = (
+        reference.d_logps.abs() + reference.d_entropies.abs() > 1e-30
+    ).sum() / counted.sum().clamp(min=1)
     if set(case.frozen) >= {"hidden", "weight"} or torch.isnan(reference.loss):
         return
     assert float(carries) - 1e-6 <= float(output.metrics["rows/gradient"]) <= 1.0, case.name
@@ -54,7 +65,9 @@ def fixed_truth(i: int) -> tuple[ReferenceResult, Bounds]:
 
 
 def check(
-    case: Case, engines: tuple[str, ...] = ("auto", *ENGINES), truth: tuple[ReferenceResult, Bounds] | None = None
+    case: Case,
+    engines: tuple[str, ...] = ("auto", *ENGINES),
+    truth: tuple[ReferenceResult, Bounds] | None = None,
 ) -> None:
     """The library on `case`, by every engine that is exact for it; the others must refuse."""
     reference, bounds = truth or truth_of(case)
@@ -77,7 +90,9 @@ def check(
             if engine == "auto" and not bounds.ambiguous and case.kept_ids is None:
                 check_row_shares(case, output, reference)
         except Exception as error:
-            error.add_note(f"{case.name}, engine {engine!r}") if hasattr(error, "add_note") else None
+            error.add_note(f"{case.name}, engine {engine!r}") if hasattr(
+                error, "add_note"
+            ) else None
             raise
 
 
@@ -106,7 +121,9 @@ def test_random_cases(block: int, every_backend: str) -> None:
     for seed in range(block * BLOCK_SIZE, block * BLOCK_SIZE + count):
         check(random_case(seed), ("auto", ENGINES[seed % 5]))
     for seed in range(block * BLOCK_SIZE, block * BLOCK_SIZE + count // 4):
-        check_scores(random_divergence_case(seed), ("auto", ("one_pass", "two_pass", "lean")[seed % 3]))
+        check_scores(
+            random_divergence_case(seed), ("auto", ("one_pass", "two_pass", "lean")[seed % 3])
+        )
 
 
 def test_module_equals_function() -> None:
@@ -128,4 +145,6 @@ def test_metric_pairs_add_up() -> None:
         metrics = run(case)[0].metrics
         for name, (total, count) in metrics.pairs.items():
             assert total.dim() == count.dim() == 0
-            compare(f"pairs[{name}]", metrics[name], (total / count.clamp(min=1)).double(), 1e-6, case)
+            compare(
+                f"pairs[{name}]", metrics[name], (total / count.clamp(min=1)).double(), 1e-6, case
+            )

@@ -10,7 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_kernels import Head, LoRA, LossConfig, Run, grpo_loss, linear_divergence, policy_loss_from_logps
+from grpo_kernels import (
+    Head,
+    LoRA,
+    LossConfig,
+    Run,
+    grpo_loss,
+    linear_divergence,
+    policy_loss_from_logps,
+)
 from tests.support.case_builder import Case
 from tests.support.reference_head import head, teacher_log_probs
 from tests.support.reference_terms import divergence
@@ -25,7 +33,9 @@ def divergence_of(*given: Any, **options: Any) -> torch.Tensor:
 @pytest.mark.parametrize("beta", BETAS)
 def test_of_equal_heads_value_and_gradient_are_exactly_0(beta: float, every_backend: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        case = diverging(f"equal/{beta}", beta=beta, teacher=0.0, dtype=dtype, bias=True, temperature=0.7)
+        case = diverging(
+            f"equal/{beta}", beta=beta, teacher=0.0, dtype=dtype, bias=True, temperature=0.7
+        )
         found, grads = run_scores(case.but(teacher_hidden=case.hidden))
         assert not found["divergences"].any()
         assert not any(x.any() for x in grads.values() if x is not None)
@@ -36,13 +46,21 @@ def test_banned_ids_are_infinite_only_where_they_must_be(every_backend: str) -> 
     lanes, ids = torch.arange(10), case.completion_ids
     banned = (lanes % 3 == 0) & ~torch.isin(lanes, ids)
     assert banned.any()
-    for student, teacher, infinite in ((False, True, (1.0,)), (True, False, (0.0,)), (True, True, ())):
+    for student, teacher, infinite in (
+        (False, True, (1.0,)),
+        (True, False, (0.0,)),
+        (True, True, ()),
+    ):
         bias = case.bias.masked_fill(banned, -math.inf) if student else case.bias
         other = case.bias.masked_fill(banned, -math.inf) if teacher else case.bias
         for beta in BETAS[:3]:
             made = case.but(bias=bias, teacher_bias=other, others={"beta_of_divergence": beta})
             if beta in infinite:
-                assert bool(run_scores(made)[0]["divergences"].isinf().all()), (student, teacher, beta)
+                assert bool(run_scores(made)[0]["divergences"].isinf().all()), (
+                    student,
+                    teacher,
+                    beta,
+                )
             else:
                 check_scores(made, ("auto", "two_pass"))
 
@@ -51,19 +69,29 @@ def test_only_the_common_ids_count() -> None:
     case = diverging("common", v=40, mask="full", bias=True)
     wide = lambda x: torch.cat([x, torch.full_like(x[:7], 3.0)])  # noqa: E731
     plain = divergence_of(case.hidden, case.weight, case.teacher_hidden, case.teacher_weight)
-    for weight, teacher in ((wide(case.weight), case.teacher_weight), (case.weight, wide(case.teacher_weight))):
+    for weight, teacher in (
+        (wide(case.weight), case.teacher_weight),
+        (case.weight, wide(case.teacher_weight)),
+    ):
         assert torch.equal(divergence_of(case.hidden, weight, case.teacher_hidden, teacher), plain)
-    some = divergence_of(case.hidden, Head(case.weight, vocab_size=31), case.teacher_hidden, case.teacher_weight)
+    some = divergence_of(
+        case.hidden, Head(case.weight, vocab_size=31), case.teacher_hidden, case.teacher_weight
+    )
     theirs = Head(case.teacher_weight, vocab_size=31)
     assert torch.equal(divergence_of(case.hidden, case.weight, case.teacher_hidden, theirs), some)
-    cut = divergence_of(case.hidden, case.weight[:31], case.teacher_hidden, case.teacher_weight[:31])
+    cut = divergence_of(
+        case.hidden, case.weight[:31], case.teacher_hidden, case.teacher_weight[:31]
+    )
     assert torch.equal(some, cut)
 
 
 def test_what_is_expected_changes_no_result(every_backend: str) -> None:
     case = diverging("expected", arrives="any", mask="full", dtype=torch.float64)
     plain, grads = run_scores(case)
-    for expected in (upstream_of(case)["divergences"], torch.rand(case.completion_mask.shape, dtype=torch.float64)):
+    for expected in (
+        upstream_of(case)["divergences"],
+        torch.rand(case.completion_mask.shape, dtype=torch.float64),
+    ):
         found, same = run_scores(case, expected=expected)
         assert torch.equal(found["divergences"], plain["divergences"])
         for name in ("hidden", "weight"):
@@ -85,7 +113,11 @@ WRONG = [
     ({"divergence": "jsd", "beta": 1.5}, ValueError, r"beta: expected a number in \[0, 1\]"),
     ({"divergence": "jsd", "beta": "half"}, TypeError, "beta: expected a number"),
     ({"ids": torch.zeros(3, 8, dtype=torch.long)}, ValueError, "ids: expected shape"),
-    ({"expected": (torch.ones(3, 7), torch.ones(3, 7))}, ValueError, "expected: expected a tensor, or with ids two"),
+    (
+        {"expected": (torch.ones(3, 7), torch.ones(3, 7))},
+        ValueError,
+        "expected: expected a tensor, or with ids two",
+    ),
     ({"run": Run("score_dot")}, ValueError, "engine"),
     ({"temperature": 0.0}, ValueError, "temperature"),
     ({"mask": torch.ones(3, 8)}, ValueError, "mask: expected shape"),
@@ -98,7 +130,9 @@ WRONG = [
 def test_wrong_arguments_are_named(options: dict, error: type[Exception], match: str) -> None:
     case = diverging("wrong")
     with pytest.raises(error, match=match):
-        linear_divergence(case.hidden, case.weight, case.teacher_hidden, case.teacher_weight, **options)
+        linear_divergence(
+            case.hidden, case.weight, case.teacher_hidden, case.teacher_weight, **options
+        )
 
 
 @pytest.mark.parametrize(
@@ -106,9 +140,21 @@ def test_wrong_arguments_are_named(options: dict, error: type[Exception], match:
     [
         ({}, {"bias": torch.zeros(49)}, "teacher_bias: expected shape"),
         ({"vocab_size": 51}, {}, "vocab_size: expected at most"),
-        ({}, {"lora": LoRA(torch.zeros(2, 16), torch.zeros(50, 2))}, r"teacher_head\.lora: expected None"),
-        ({"logit_scale": 2.0}, None, "teacher_head: expected a Head, which says its own logit_scale, .* 2.0"),
-        ({"final_logit_softcapping": 9.0}, None, "teacher_head: expected a Head, which says its own final_logit_soft"),
+        (
+            {},
+            {"lora": LoRA(torch.zeros(2, 16), torch.zeros(50, 2))},
+            r"teacher_head\.lora: expected None",
+        ),
+        (
+            {"logit_scale": 2.0},
+            None,
+            "teacher_head: expected a Head, which says its own logit_scale, .* 2.0",
+        ),
+        (
+            {"final_logit_softcapping": 9.0},
+            None,
+            "teacher_head: expected a Head, which says its own final_logit_soft",
+        ),
     ],
 )
 def test_wrong_heads_are_named(student: dict, teacher: dict | None, match: str) -> None:
@@ -153,7 +199,9 @@ def student_of(case: Case, dtype: torch.dtype) -> Case:
 
 
 def teacher_of(case: Case, dtype: torch.dtype) -> Case:
-    return case.but(teacher_hidden=case.teacher_hidden.to(dtype), teacher_weight=case.teacher_weight.to(dtype))
+    return case.but(
+        teacher_hidden=case.teacher_hidden.to(dtype), teacher_weight=case.teacher_weight.to(dtype)
+    )
 
 
 @pytest.mark.parametrize("far", [False, True])
@@ -192,7 +240,9 @@ def test_within_autocast_operands_are_rounded_to_its_dtype() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         found, grads = run_scores(case)
     rounded = case.to(torch.bfloat16).to(torch.float32)
-    torch.testing.assert_close(found["divergences"], run_scores(rounded)[0]["divergences"], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        found["divergences"], run_scores(rounded)[0]["divergences"], rtol=1e-5, atol=1e-5
+    )
     assert grads["hidden"].dtype == grads["weight"].dtype == torch.float32
 
 
@@ -225,15 +275,30 @@ def test_compiled_code_breaks_its_graph_and_has_the_same_bits() -> None:
 
 
 LOSS_WRONG = [
-    ({}, {"kl_estimator": "full", "beta": 0.1}, ValueError, r"reference: expected \(hidden, head\)"),
-    ({"reference": "given"}, {"beta": 0.1}, ValueError, "reference: expected None with kl_estimator = 'k3'"),
+    (
+        {},
+        {"kl_estimator": "full", "beta": 0.1},
+        ValueError,
+        r"reference: expected \(hidden, head\)",
+    ),
+    (
+        {"reference": "given"},
+        {"beta": 0.1},
+        ValueError,
+        "reference: expected None with kl_estimator = 'k3'",
+    ),
     (
         {"reference": 3},
         {"kl_estimator": "full", "beta": 0.1},
         TypeError,
         r"reference: expected \(hidden, head\), got int",
     ),
-    ({"reference": "narrow"}, {"kl_estimator": "full", "beta": 0.1}, ValueError, "reference.weight: expected shape"),
+    (
+        {"reference": "narrow"},
+        {"kl_estimator": "full", "beta": 0.1},
+        ValueError,
+        "reference.weight: expected shape",
+    ),
 ]
 
 
@@ -251,9 +316,15 @@ def test_a_loss_says_what_reference_it_takes(options, config, error, match) -> N
 
 def test_given_log_probabilities_have_no_full_kl() -> None:
     logps = torch.zeros(3, 7)
-    with pytest.raises(ValueError, match=r"reference: expected \(hidden, head\), which grpo_loss takes"):
+    with pytest.raises(
+        ValueError, match=r"reference: expected \(hidden, head\), which grpo_loss takes"
+    ):
         policy_loss_from_logps(
-            logps, logps, torch.ones(3, 7), torch.ones(3), config=LossConfig(beta=0.1, kl_estimator="full")
+            logps,
+            logps,
+            torch.ones(3, 7),
+            torch.ones(3),
+            config=LossConfig(beta=0.1, kl_estimator="full"),
         )
 
 
@@ -263,7 +334,9 @@ def test_the_bias_correction_has_nothing_to_correct() -> None:
     h = head(case)
     log_p, log_q = h.log_probs.detach(), teacher_log_probs(case)
     old = torch.randn(log_p.shape, dtype=torch.float64).log_softmax(-1)
-    corrected = (old.exp() * (log_p - old).exp() * (torch.expm1(log_q - log_p) - (log_q - log_p))).sum(-1)
+    corrected = (
+        old.exp() * (log_p - old).exp() * (torch.expm1(log_q - log_p) - (log_q - log_p))
+    ).sum(-1)
     torch.testing.assert_close(corrected, divergence(1.0, log_p, log_q))
     plain = {"beta": 0.1, "kl_estimator": "full"}
     one, other = (LossConfig(**plain, use_bias_correction_kl=x) for x in (True, False))

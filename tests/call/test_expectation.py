@@ -34,17 +34,26 @@ def leaves(frozen: bool = False) -> list[Tensor]:
     """hidden, weight, bias; the head wants no gradient if `frozen`."""
     g = torch.Generator().manual_seed(2)
     shapes = ((N, H), (V, H), (V,))
-    return [torch.randn(s, generator=g).requires_grad_(i == 0 or not frozen) for i, s in enumerate(shapes)]
+    return [
+        torch.randn(s, generator=g).requires_grad_(i == 0 or not frozen)
+        for i, s in enumerate(shapes)
+    ]
 
 
-def run(g: Tensor | None, h: Tensor | None, frozen: bool = False, **options: Any) -> tuple[float, list[Tensor | None]]:
+def run(
+    g: Tensor | None, h: Tensor | None, frozen: bool = False, **options: Any
+) -> tuple[float, list[Tensor | None]]:
     """Products (in those of all rows) and gradients, when g arrives for the logps and h for the entropies."""
     hidden, weight, bias = leaves(frozen)
 
     def step() -> None:
         scores = flat(linear_logprob)(hidden, weight, IDS, bias=bias, **options)
         outputs = scores.logps, scores.entropies
-        pairs = [(out, up) for out, up in zip(outputs, (g, h), strict=True) if out is not None and up is not None]
+        pairs = [
+            (out, up)
+            for out, up in zip(outputs, (g, h), strict=True)
+            if out is not None and up is not None
+        ]
         torch.autograd.backward([out for out, _ in pairs], [up for _, up in pairs])
 
     return count_flops(step) / (2 * N * H * V), [x.grad for x in (hidden, weight, bias)]
@@ -74,7 +83,9 @@ RIGHT: dict[str, Any] = {
     "of another dtype": A.double() * 7,
     "pair without entropies": (A, None),
     "function": lambda index, logps, entropies: A[index] * 3,
-    "expectation": Expectation(lambda index, logps, entropies: (A[index], None), has_entropy_gradient=False),
+    "expectation": Expectation(
+        lambda index, logps, entropies: (A[index], None), has_entropy_gradient=False
+    ),
     "graded": Expectation(lambda index, logps, entropies: A[index], graded=torch.ones(N)),
 }
 
@@ -92,7 +103,9 @@ def test_right_with_the_same_factor_is_the_same_bits() -> None:
     """Scaled by a power of two, a right expectation gives the bits of the gradient that was computed for it."""
     one = run(A, None, expected=A)[1]
     for c in (1.0, -0.25, 1024.0):
-        assert all(torch.equal(x, y * c) for x, y in zip(run(A * c, None, expected=A)[1], one, strict=True))
+        assert all(
+            torch.equal(x, y * c) for x, y in zip(run(A * c, None, expected=A)[1], one, strict=True)
+        )
 
 
 PAIRS: dict[str, Any] = {
@@ -130,14 +143,24 @@ WRONG: dict[str, Callable[[], tuple[Any, Tensor | None, Tensor | None]]] = {
     "a and b, but only a comes": lambda: ((A, B), A, None),
     "a and b, but only b comes": lambda: ((A, B), None, B),
     "a and b of different scale": lambda: ((A, 3 * B), A, B),
-    **{f"{x} times too large in a row": lambda x=x: (ONES.index_fill(0, ROW, x), ONES, None) for x in FAR},
-    **{f"{x} in a row": lambda x=x: (A.index_fill(0, ROW, x), A, None) for x in (float("nan"), float("inf"))},
+    **{
+        f"{x} times too large in a row": lambda x=x: (ONES.index_fill(0, ROW, x), ONES, None)
+        for x in FAR
+    },
+    **{
+        f"{x} in a row": lambda x=x: (A.index_fill(0, ROW, x), A, None)
+        for x in (float("nan"), float("inf"))
+    },
     "nothing but that half is graded": lambda: (Expectation(None, torch.arange(N) % 2), A, B),
     "nothing but that none is graded": lambda: (Expectation(None, torch.zeros(N)), None, B),
     "nothing but that all are graded": lambda: (Expectation(None, ONES), A, None),
     "tiny": lambda: (A * 1e-30, torch.randn(N), None),
     "huge": lambda: (A * 1e30, torch.randn(N), None),
-    "the largest there is": lambda: (A.sign() * torch.finfo(torch.float32).max, torch.randn(N), None),
+    "the largest there is": lambda: (
+        A.sign() * torch.finfo(torch.float32).max,
+        torch.randn(N),
+        None,
+    ),
     "beyond float32": lambda: (A.double() * 1e300, torch.randn(N), None),
     "subnormal, of what is tiny": lambda: (A * 1e-42, A * 1e-12, None),
     "nothing comes": lambda: (A, torch.zeros(N), None),
@@ -149,14 +172,20 @@ WRONG: dict[str, Callable[[], tuple[Any, Tensor | None, Tensor | None]]] = {
     "only where nothing comes, b": lambda: ((A, B * 0), A * 0, B),
     "graded nowhere": lambda: (Expectation(lambda *x: A[x[0]], graded=torch.zeros(N)), A, None),
     "graded wrongly": lambda: (Expectation(ask, graded=torch.arange(N) % 2), A, B),
-    "graded and wrong": lambda: (Expectation(lambda *x: x[1] * 0 + 1, graded=torch.arange(N) % 3), A, B),
+    "graded and wrong": lambda: (
+        Expectation(lambda *x: x[1] * 0 + 1, graded=torch.arange(N) % 3),
+        A,
+        B,
+    ),
 }
 
 
 @pytest.mark.parametrize("kind", WRONG)
 def test_whatever_is_expected(kind: str, every_backend: str) -> None:
     """The gradient is that of what came, at twice the cost of a right expectation at most."""
-    by_one_pass = [] if kind.startswith("nothing but") else [(False, "one_pass")]  # which needs coefficients
+    by_one_pass = (
+        [] if kind.startswith("nothing but") else [(False, "one_pass")]
+    )  # which needs coefficients
     others = [(True, "auto"), *by_one_pass] if every_backend == "cpp" else []
     for frozen, engine in [(False, "auto"), *others]:
         expected, g, h = WRONG[kind]()
@@ -172,9 +201,19 @@ COSTS: dict[str, tuple[Any, Tensor | None, Tensor | None, float]] = {
     "the entropies' gradient was not expected": (A, A, B, 6.0),
     "nothing was expected": (torch.zeros(N), A, None, 4.0),
     "nothing comes": (A, torch.zeros(N), None, 3.0),
-    "half is known to carry none": (A * (torch.arange(N) < 16), A * (torch.arange(N) < 16), None, 2.0),
+    "half is known to carry none": (
+        A * (torch.arange(N) < 16),
+        A * (torch.arange(N) < 16),
+        None,
+        2.0,
+    ),
     "half was wrongly said to carry none": (A * (torch.arange(N) < 16), A, None, 2.0 + 1.5),
-    "graded: 8 rows": (Expectation(lambda *x: A[x[0]], FIRST), A * FIRST, None, (3 * CPU.padded_rows(8) + N - 8) / N),
+    "graded: 8 rows": (
+        Expectation(lambda *x: A[x[0]], FIRST),
+        A * FIRST,
+        None,
+        (3 * CPU.padded_rows(8) + N - 8) / N,
+    ),
 }
 
 
@@ -198,12 +237,18 @@ def test_infinite_upstream_gradient_surfaces(rows: slice) -> None:
 def test_nan_upstream_gradient_surfaces() -> None:
     got = run(A.index_fill(0, ROW, float("nan")), None, expected=A)[1]
     assert got[0] is not None and got[1] is not None
-    assert bool(got[0].isnan().all(1)[5]) and not bool(got[0][:5].isnan().any()) and bool(got[1].isnan().any())
+    assert (
+        bool(got[0].isnan().all(1)[5])
+        and not bool(got[0][:5].isnan().any())
+        and bool(got[1].isnan().any())
+    )
 
 
 def test_expected_entropy_gradient_without_entropies() -> None:
     """No gradient of an entropy can come where there is none: given as a tensor it is an error, else not asked for."""
-    with pytest.raises(ValueError, match=r"^expected: expected .*\(a, None\) since there is no entropy"):
+    with pytest.raises(
+        ValueError, match=r"^expected: expected .*\(a, None\) since there is no entropy"
+    ):
         run(A, None, entropy=False, expected=(A, B))
     both = Expectation(lambda index, logps, entropies: (A[index], B[index]))
     got = run(A, None, entropy=False, expected=both)[1]
@@ -237,17 +282,25 @@ def told(case: Case) -> tuple[LossOutput, dict[str, Any], Expectation, Tensor, T
     (a, b) is what arrives from a trainer with its own loss.
     """
     config, given = config_of(case), arguments(case)
-    inputs = {k: x for k, x in given.items() if k not in ("hidden", "weight", "bias", "completion_ids", "reference")}
+    inputs = {
+        k: x
+        for k, x in given.items()
+        if k not in ("hidden", "weight", "bias", "completion_ids", "reference")
+    }
     out = flat(grpo_loss)(**given, config=config)
     leaves = [x.clone().requires_grad_() for x in (out.per_token_logps, out.entropies)]
     a, b = torch.autograd.grad(evaluate(case, *leaves).loss, leaves, allow_unused=True)
     return out, given, policy_expectation(config, **inputs), a, b
 
 
-def assert_foreseen(case: Case, expected_flops: Callable[[LossOutput, Tensor], float]) -> Expectation:
+def assert_foreseen(
+    case: Case, expected_flops: Callable[[LossOutput, Tensor], float]
+) -> Expectation:
     """The gradient by `linear_logprob` is that of the loss, at the expected cost."""
     out, given, expected, a, b = told(case)
-    hidden, weight = (given[k].detach().requires_grad_(k not in case.frozen) for k in ("hidden", "weight"))
+    hidden, weight = (
+        given[k].detach().requires_grad_(k not in case.frozen) for k in ("hidden", "weight")
+    )
 
     def step() -> None:
         scores = linear_logprob(hidden, weight, case.completion_ids, expected=expected)
@@ -265,13 +318,21 @@ KNOWN = [x for x in LOSSES if x[1] == "token" and not reference_terms.TERMS[x[0]
 
 @pytest.mark.parametrize(("loss_type", "level"), KNOWN)
 @pytest.mark.parametrize(
-    "options", [{}, {"beta": 0.1}, {"entropy_coef": 0.05}, {"ratio": "token"}, {"old": False}], ids=str
+    "options",
+    [{}, {"beta": 0.1}, {"entropy_coef": 0.05}, {"ratio": "token"}, {"old": False}],
+    ids=str,
 )
-def test_policy_expectation_foresees_the_loss(loss_type: str, level: str, options: dict[str, Any]) -> None:
+def test_policy_expectation_foresees_the_loss(
+    loss_type: str, level: str, options: dict[str, Any]
+) -> None:
     """For every loss without coupled tokens nothing is computed twice, and rows without gradient are only projected."""
-    case = make_case(f"foresee/{loss_type}", b=4, t=8, mask="full", zero_adv=True, loss_type=loss_type, **options)
+    case = make_case(
+        f"foresee/{loss_type}", b=4, t=8, mask="full", zero_adv=True, loss_type=loss_type, **options
+    )
     product = 2 * case.completion_ids.numel() * case.weight.numel()
-    assert_foreseen(case, lambda out, a: round(product * (1 + 2 * float(out.metrics["rows/gradient"]))))
+    assert_foreseen(
+        case, lambda out, a: round(product * (1 + 2 * float(out.metrics["rows/gradient"])))
+    )
 
 
 COUPLED = [
@@ -293,7 +354,9 @@ def test_policy_expectation_of_coupled_tokens(options: dict[str, Any], frozen: b
 
     expected = assert_foreseen(case, flops)
     assert expected.coefficients is None
-    assert expected.graded is not None and torch.equal(expected.graded, (case.advantages != 0)[:, None].expand(4, 8))
+    assert expected.graded is not None and torch.equal(
+        expected.graded, (case.advantages != 0)[:, None].expand(4, 8)
+    )
 
 
 @pytest.mark.parametrize("outlier", [1e4, 1e8])
@@ -313,7 +376,9 @@ def test_a_row_that_gets_no_gradient_after_all_is_exactly_zero() -> None:
     assert bool((d_hidden[[3, 7]] == 0).all()) and bool((d_hidden[:3] != 0).any())
 
 
-@pytest.mark.parametrize("wrong", [1.0, torch.tensor(1.0), torch.ones(N, 1)], ids=["number", "0-d", "column"])
+@pytest.mark.parametrize(
+    "wrong", [1.0, torch.tensor(1.0), torch.ones(N, 1)], ids=["number", "0-d", "column"]
+)
 def test_function_of_the_wrong_kind(wrong: Any) -> None:
     with pytest.raises((TypeError, ValueError), match=r"^expected: expected .+, got "):
         run(A, None, expected=lambda index, logps, entropies: wrong)

@@ -16,15 +16,22 @@ from tests.support.flat import flat
 from tests.support.small_batch import small_batch
 
 TORCH = Run(backend="torch")
-REASON = "the cheapest where hidden states and head train, and a token's share of the gradient is known"
+REASON = (
+    "the cheapest where hidden states and head train, and a token's share of the gradient is known"
+)
 
 
 def training_batch() -> dict[str, torch.Tensor]:
-    return {name: x.requires_grad_() if name in ("hidden", "weight") else x for name, x in small_batch().items()}
+    return {
+        name: x.requires_grad_() if name in ("hidden", "weight") else x
+        for name, x in small_batch().items()
+    }
 
 
 @pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+def said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> pytest.LogCaptureFixture:
     """A process in which nothing was called yet."""
     monkeypatch.setattr(first_use, "_logged", set())
     return caplog
@@ -53,7 +60,11 @@ SCORE = "score (no gradient is wanted)"
     ("level", "calls", "engines"),
     [
         # what a trainer does: once for training, once for scoring
-        (logging.INFO, [train, train, partial(train, backend="auto"), log_probabilities], [ONE_PASS]),
+        (
+            logging.INFO,
+            [train, train, partial(train, backend="auto"), log_probabilities],
+            [ONE_PASS],
+        ),
         (logging.INFO, [log_probabilities], [TWO_PASS]),
         (logging.INFO, [score, train, score, train], [SCORE, ONE_PASS]),
         # for debugging, each engine once
@@ -70,7 +81,9 @@ def test_backend_and_engine_and_why_are_said_once(
     with said.at_level(level, "grpo_kernels"):
         for call in calls:
             call()
-    assert said.messages == [f"on cpu: backend torch (asked for), engine {engine}" for engine in engines]
+    assert said.messages == [
+        f"on cpu: backend torch (asked for), engine {engine}" for engine in engines
+    ]
 
 
 def test_a_line_that_nobody_could_read_is_said_again(said: pytest.LogCaptureFixture) -> None:

@@ -63,19 +63,31 @@ def test_gradcheck_of_linear_logprob(kind: str, expected: str | None) -> None:
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_gradcheck_of_a_custom_objective(level: str) -> None:
-    function = lambda tokens: torch.tanh(tokens.logps) * tokens.advantages - 0.3 * tokens.entropies**2  # noqa: E731
-    function = token_level(function) if level == "token" else lambda x: x.logps.sum(1, keepdim=True) * x.entropies
+    function = lambda tokens: (  # noqa: E731
+        torch.tanh(tokens.logps) * tokens.advantages - 0.3 * tokens.entropies**2
+    )
+    function = (
+        token_level(function)
+        if level == "token"
+        else lambda x: x.logps.sum(1, keepdim=True) * x.entropies
+    )
     ids, mask = torch.tensor([[0, 4, 2], [1, 3, 2]]), torch.tensor([[1, 1, 1], [1, 0, 1]])
     advantages = torch.tensor([1.0, -2.0], dtype=F64)
-    assert gradcheck(lambda h, w: grpo_loss(h, w, ids, mask, advantages, objective=function).loss, leaves(False))
+    assert gradcheck(
+        lambda h, w: grpo_loss(h, w, ids, mask, advantages, objective=function).loss, leaves(False)
+    )
 
 
-def run(case: Case, scale: float = 1.0, engine: str = "auto", **changes: Any) -> tuple[Tensor, dict[str, Tensor]]:
+def run(
+    case: Case, scale: float = 1.0, engine: str = "auto", **changes: Any
+) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss and the gradients under the upstream gradient `scale`, divided by it again, in float64."""
     given = arguments(case) | changes
     out = flat(grpo_loss)(**given, config=config_of(case), engine=engine)
     (out.loss * scale).backward()
-    return out.loss.detach(), {k: given[k].grad.double() / scale for k in HEAD if given[k] is not None}
+    return out.loss.detach(), {
+        k: given[k].grad.double() / scale for k in HEAD if given[k] is not None
+    }
 
 
 def far(x: Tensor, y: Tensor) -> float:
@@ -86,7 +98,9 @@ def far(x: Tensor, y: Tensor) -> float:
 @pytest.mark.parametrize("engine", ["one_pass", "two_pass"])
 def test_fp16_gradients_survive_under_a_loss_scale(engine: str) -> None:
     """The scale enters before the rounding: what would be flushed without it is not with it."""
-    case = make_case("fp16", b=8, t=16, dtype=torch.float16, num_items=2e5, bias=True, entropy_coef=1e-4)
+    case = make_case(
+        "fp16", b=8, t=16, dtype=torch.float16, num_items=2e5, bias=True, entropy_coef=1e-4
+    )
     want = run(case.to(torch.float32))[1]
     scaled, unscaled = run(case, 65536.0, engine)[1], run(case, 1.0, engine)[1]
     for name in HEAD:
@@ -107,7 +121,9 @@ def test_fp16_gradients_of_logps_survive(expected: Tensor | None) -> None:
     assert all(far(x, y) < 1e-3 for x, y in zip(*got, strict=True))
 
 
-AUTOCAST = [(a, b) for a in (torch.float32, torch.bfloat16) for b in (torch.float32, torch.bfloat16)]
+AUTOCAST = [
+    (a, b) for a in (torch.float32, torch.bfloat16) for b in (torch.float32, torch.bfloat16)
+]
 
 
 @pytest.mark.parametrize("dtypes", AUTOCAST, ids=str)
@@ -129,7 +145,9 @@ def test_autocast(dtypes: tuple[torch.dtype, torch.dtype], engine: str, lower: t
     assert torch.equal(out.loss, want.loss)
     assert out.loss.dtype == logps.dtype == torch.float32
     assert torch.equal(out.per_token_logps, want.per_token_logps)
-    assert torch.equal(logps, linear_logprob(cast["hidden"], cast["weight"], case.completion_ids).logps)
+    assert torch.equal(
+        logps, linear_logprob(cast["hidden"], cast["weight"], case.completion_ids).logps
+    )
     for name in HEAD:
         assert given[name].grad.dtype == given[name].dtype
         coarsest = max(torch.finfo(x.dtype).eps for x in (given[name], cast[name]))
@@ -147,9 +165,14 @@ def test_mixed_dtypes(hidden: torch.dtype, weight: torch.dtype) -> None:
     both = torch.promote_types(hidden, weight)
     assert loss.dtype == (F64 if both == F64 else torch.float32)
     assert_close(loss.double(), want_loss, rtol=1e-5, atol=1e-6)
-    rounded = both if device_of(case.hidden.device).mixed_products(both) else torch.float32  # d logits
+    rounded = (
+        both if device_of(case.hidden.device).mixed_products(both) else torch.float32
+    )  # d logits
     for name, dtype in zip(HEAD, (hidden, weight, torch.float32), strict=True):
-        assert far(got[name], want[name]) < max(2 * torch.finfo(x).eps for x in (dtype, rounded)) + 1e-5, name
+        assert (
+            far(got[name], want[name])
+            < max(2 * torch.finfo(x).eps for x in (dtype, rounded)) + 1e-5
+        ), name
 
 
 def split(case: Case, sizes: list[int]) -> list[Case]:
@@ -175,7 +198,9 @@ def share(case: Case, whole: Case) -> float:
 def test_micro_batches_add_up(loss_type: str, level: str, sizes: list[int]) -> None:
     """One denominator, given by the caller: any split, fully masked parts included, sums to the whole."""
     beta = {"beta": 0.1, "loss_type": loss_type, "importance_sampling_level": level}
-    case = make_case("split", b=8, mask="first_empty", num_items=33.0, bias=True, ratio="token", **beta)
+    case = make_case(
+        "split", b=8, mask="first_empty", num_items=33.0, bias=True, ratio="token", **beta
+    )
     loss, want = run(case)
     parts = [(share(part, case), *run(part)) for part in split(case, sizes)]
     assert_close(sum(factor * x for factor, x, _ in parts), loss, rtol=2e-6, atol=2e-7)
@@ -189,9 +214,18 @@ def test_denominator_counts_what_the_numerator_counts() -> None:
     """Without num_items_in_batch it is the mask's own count, and never less than 1."""
     case = make_case("count", b=4, mask="holes")
     items = int((case.completion_mask != 0).sum())
-    by_items = [x for x, loss in reference_terms.TERMS.items() if loss.normaliser is reference_terms.num_items]
+    by_items = [
+        x
+        for x, loss in reference_terms.TERMS.items()
+        if loss.normaliser is reference_terms.num_items
+    ]
     for loss_type in by_items:
-        own, given = (run(case.but(config={"loss_type": loss_type}, num_items_in_batch=x)) for x in (None, items))
+        own, given = (
+            run(case.but(config={"loss_type": loss_type}, num_items_in_batch=x))
+            for x in (None, items)
+        )
         assert torch.equal(own[0], given[0])
         for tiny in (0, 0.3, torch.tensor(0)):
-            assert torch.equal(run(case.but(num_items_in_batch=tiny))[0], run(case.but(num_items_in_batch=1))[0])
+            assert torch.equal(
+                run(case.but(num_items_in_batch=tiny))[0], run(case.but(num_items_in_batch=1))[0]
+            )

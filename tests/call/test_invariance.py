@@ -26,9 +26,20 @@ on_every_backend = pytest.mark.usefixtures("every_backend")
 @pytest.mark.parametrize(("loss_type", "level"), LOSSES)
 def test_padding_changes_nothing(loss_type: str, level: str) -> None:
     """Five more masked columns, left or right, full of NaN: the same loss, metrics and gradients."""
-    options = {} if loss_type == "gmpo" else {"entropy_coef": 0.01, "ratio": "token", "adv": "token"}
-    case = make_case("padding", beta=0.1, **options, loss_type=loss_type, importance_sampling_level=level)
-    names = ("hidden", "completion_ids", "completion_mask", "importance_sampling_ratio", "advantages", *PER_TOKEN)
+    options = (
+        {} if loss_type == "gmpo" else {"entropy_coef": 0.01, "ratio": "token", "adv": "token"}
+    )
+    case = make_case(
+        "padding", beta=0.1, **options, loss_type=loss_type, importance_sampling_level=level
+    )
+    names = (
+        "hidden",
+        "completion_ids",
+        "completion_mask",
+        "importance_sampling_ratio",
+        "advantages",
+        *PER_TOKEN,
+    )
     out, grads = run(case)
     for left, right in ((0, 5), (5, 0), (1, 63)):
         wide = {}
@@ -41,25 +52,33 @@ def test_padding_changes_nothing(loss_type: str, level: str) -> None:
             wide[name] = torch.cat([pad(left), x, pad(right)], 1)
         padded, wide_grads = run(case.but(**wide))
         keep = slice(left, left + 7)
-        assert_close(padded.loss, out.loss, rtol=2e-7, atol=0)  # the sum over a sequence may be in another order
+        assert_close(
+            padded.loss, out.loss, rtol=2e-7, atol=0
+        )  # the sum over a sequence may be in another order
         assert torch.equal(padded.per_token_logps[:, keep], out.per_token_logps)
         assert_close(wide_grads["hidden"][:, keep], grads["hidden"], rtol=1e-6, atol=1e-8)
         assert_close(wide_grads["weight"], grads["weight"], rtol=1e-5, atol=1e-7)
         for name, x in out.metrics.items():
-            assert name == "rows/projected" or torch.allclose(x, padded.metrics[name], equal_nan=True), name
+            assert name == "rows/projected" or torch.allclose(
+                x, padded.metrics[name], equal_nan=True
+            ), name
 
 
 @pytest.mark.parametrize(("loss_type", "level"), LOSSES)
 def test_packed_is_padded(loss_type: str, level: str) -> None:
     """The packed form is the padded one: the same bits of logps and entropies, the loss to rounding."""
-    case = make_case("packed", b=5, mask="ragged", beta=0.1, loss_type=loss_type, importance_sampling_level=level)
+    case = make_case(
+        "packed", b=5, mask="ragged", beta=0.1, loss_type=loss_type, importance_sampling_level=level
+    )
     given = arguments(case)
     cut, stays = packed(case, given)
     out, one = flat(grpo_loss)(**cut, config=config_of(case)), run(case)
     out.loss.backward()
     assert torch.equal(out.per_token_logps, one[0].per_token_logps[stays])
     assert torch.equal(out.entropies, one[0].entropies[stays])
-    assert_close(out.loss, one[0].loss, rtol=5e-7, atol=0)  # VESPO weighs by e to the sum over a sequence
+    assert_close(
+        out.loss, one[0].loss, rtol=5e-7, atol=0
+    )  # VESPO weighs by e to the sum over a sequence
     assert_close(given["hidden"].grad, one[1]["hidden"], rtol=1e-6, atol=1e-8)
     assert_close(given["weight"].grad, one[1]["weight"], rtol=1e-5, atol=1e-7)
 
@@ -69,9 +88,13 @@ SHAPES = [(16, 50), (64, 151), (7, 1000), (96, 33), (33, 4097)]
 
 @pytest.mark.parametrize(("h", "v"), SHAPES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_row_does_not_depend_on_its_batch(h: int, v: int, dtype: torch.dtype, every_backend: str) -> None:
+def test_a_row_does_not_depend_on_its_batch(
+    h: int, v: int, dtype: torch.dtype, every_backend: str
+) -> None:
     """Alone, in batches of any size, permuted: the same bits of its log-probability and entropy."""
-    most = 64 if every_backend == "torch" or v < 100 else 17 if v < 200 else 4  # the interpreter is slow
+    most = (
+        64 if every_backend == "torch" or v < 100 else 17 if v < 200 else 4
+    )  # the interpreter is slow
     hidden, weight = torch.randn(most, h).to(dtype), (torch.randn(v, h) / h**0.5).to(dtype)
     ids = torch.randint(0, v, (most,))
 
@@ -88,22 +111,32 @@ def test_a_row_does_not_depend_on_its_batch(h: int, v: int, dtype: torch.dtype, 
             assert same(every[start : start + n]), f"{n} rows from {start}"
     assert same(torch.randperm(most))
     assert same(every[:5].repeat(3))
-    if dtype == torch.float32:  # 16-bit weights are converted in slices whose width depends on the workspace
+    if (
+        dtype == torch.float32
+    ):  # 16-bit weights are converted in slices whose width depends on the workspace
         for rows in (5, 13, 29):
             assert same(every, Run(workspace_bytes=rows * v * 8)), f"chunks of about {rows} rows"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "cispo", "vespo", "gmpo"])
-def test_ratio_is_exactly_one_on_policy(dtype: torch.dtype, loss_type: str, every_backend: str) -> None:
+def test_ratio_is_exactly_one_on_policy(
+    dtype: torch.dtype, loss_type: str, every_backend: str
+) -> None:
     """Old log-probabilities from another batch, another call and no gradient are those of this one."""
-    case = make_case("on-policy", b=6, t=9, h=24, v=333, dtype=dtype, loss_type=loss_type, temperature=0.7)
+    case = make_case(
+        "on-policy", b=6, t=9, h=24, v=333, dtype=dtype, loss_type=loss_type, temperature=0.7
+    )
     with torch.no_grad():
         rows = [
-            linear_logprob(case.hidden[i, :n].clone(), case.weight, case.completion_ids[i, :n], temperature=0.7).logps
+            linear_logprob(
+                case.hidden[i, :n].clone(), case.weight, case.completion_ids[i, :n], temperature=0.7
+            ).logps
             for i, n in enumerate((9, 9))
         ]
-        rest = linear_logprob(case.hidden[2:].flip(0), case.weight, case.completion_ids[2:].flip(0), temperature=0.7)
+        rest = linear_logprob(
+            case.hidden[2:].flip(0), case.weight, case.completion_ids[2:].flip(0), temperature=0.7
+        )
     old = torch.stack([*rows, *rest.logps.flip(0)])
     out, grads = run(case.but(old_per_token_logps=old))
     on_policy, own = run(case.but(old_per_token_logps=None))
@@ -132,7 +165,11 @@ def test_rows_are_the_same_in_every_engine() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_temperature_is_applied_once_to_the_logits(dtype: torch.dtype) -> None:
     """After scale and soft-cap; one number is the same as that number for each row; the entropy has it, too."""
-    hidden, weight, bias = torch.randn(13, 8).to(dtype), torch.randn(21, 8).to(dtype), torch.randn(21).to(dtype)
+    hidden, weight, bias = (
+        torch.randn(13, 8).to(dtype),
+        torch.randn(21, 8).to(dtype),
+        torch.randn(21).to(dtype),
+    )
     ids, t = torch.arange(13), torch.linspace(0.4, 2.0, 13)
     for cap, scale in ((None, 1.0), (3.0, 1.0), (2.0, -0.7)):
         raw = scale * (hidden.double() @ weight.double().T + bias.double())
@@ -141,7 +178,9 @@ def test_temperature_is_applied_once_to_the_logits(dtype: torch.dtype) -> None:
         head = Head(weight, bias, final_logit_softcapping=cap, logit_scale=scale)
         every = linear_logprob(hidden, head, ids, temperature=t)
         assert_close(every.logps.double(), log_probs[range(13), ids], rtol=1e-5, atol=2e-5)
-        assert_close(every.entropies.double(), -(log_probs.exp() * log_probs).sum(-1), rtol=1e-5, atol=2e-5)
+        assert_close(
+            every.entropies.double(), -(log_probs.exp() * log_probs).sum(-1), rtol=1e-5, atol=2e-5
+        )
         for i in range(13):
             one = linear_logprob(hidden[i : i + 1], head, ids[i : i + 1], temperature=float(t[i]))
             assert_close(one.logps[0], every.logps[i], rtol=1e-6, atol=1e-6)
@@ -151,7 +190,9 @@ def test_temperature_is_applied_once_to_the_logits(dtype: torch.dtype) -> None:
 @on_every_backend
 def test_loss_and_logprob_take_the_same_temperature() -> None:
     """`config.temperature` is `linear_logprob`'s: the same bits."""
-    case = make_case("temperature", temperature=0.6, final_logit_softcapping=4.0, logit_scale=1.3, mask="full")
+    case = make_case(
+        "temperature", temperature=0.6, final_logit_softcapping=4.0, logit_scale=1.3, mask="full"
+    )
     head = Head(case.weight, final_logit_softcapping=4.0, logit_scale=1.3)
     scores = linear_logprob(case.hidden, head, case.completion_ids, temperature=0.6)
     out = run(case)[0]

@@ -30,7 +30,9 @@ from tests.support.small_batch import small_batch
 BATCH = small_batch()
 HIDDEN, WEIGHT, IDS = BATCH["hidden"], BATCH["weight"], BATCH["completion_ids"]
 LOGITS = HIDDEN @ WEIGHT.T
-SHARED = {name: x for name, x in BATCH.items() if name not in ("hidden", "weight", "completion_ids")}
+SHARED = {
+    name: x for name, x in BATCH.items() if name not in ("hidden", "weight", "completion_ids")
+}
 HEAD = attach(nn.Linear(*reversed(WEIGHT.shape), bias=False))
 
 CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
@@ -44,17 +46,20 @@ CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_logits_in_the_place_of_hidden_states(call: Callable[[Tensor, Tensor], Any]) -> None:
     vocab, width = WEIGHT.shape
-    message = (
-        rf"^hidden: expected hidden states of width H = {width}, .* got \(.*{vocab}\): these look like logits: pass the"
-    )
+    message = rf"^hidden: expected hidden states of width H = {width}, .* got \(.*{vocab}\): these look like logits: pass the"
     with pytest.raises(ValueError, match=message):
         call(LOGITS, IDS)
 
 
 def test_logits_of_a_teacher_and_a_weight_with_rows_and_columns_swapped() -> None:
-    with pytest.raises(ValueError, match=r"^teacher_hidden: expected hidden states .*: these look like logits: pass"):
+    with pytest.raises(
+        ValueError,
+        match=r"^teacher_hidden: expected hidden states .*: these look like logits: pass",
+    ):
         linear_divergence(HIDDEN, WEIGHT, LOGITS, WEIGHT)
-    with pytest.raises(ValueError, match=r"^weight: expected shape \(V, H\) .*; it looks transposed"):
+    with pytest.raises(
+        ValueError, match=r"^weight: expected shape \(V, H\) .*; it looks transposed"
+    ):
         linear_logprob(HIDDEN, WEIGHT.T, IDS)
 
 
@@ -62,10 +67,13 @@ def test_logits_of_a_teacher_and_a_weight_with_rows_and_columns_swapped() -> Non
 def test_one_position_or_one_id_too_many(call: Callable[[Tensor, Tensor], Any]) -> None:
     longer = torch.cat([HIDDEN, HIDDEN[:, :1]], dim=1)
     with pytest.raises(
-        ValueError, match=r"ids: .*token t is position t - 1: drop the last position, hidden\[\.\.\., :-1, :\]"
+        ValueError,
+        match=r"ids: .*token t is position t - 1: drop the last position, hidden\[\.\.\., :-1, :\]",
     ):
         call(longer, IDS)
-    with pytest.raises(ValueError, match=r"ids: .*token t is position t - 1: drop the first id, \[\.\.\., 1:\]"):
+    with pytest.raises(
+        ValueError, match=r"ids: .*token t is position t - 1: drop the first id, \[\.\.\., 1:\]"
+    ):
         call(HIDDEN[:, :-1], IDS)
     call(longer[..., :-1, :], IDS)  # as it says
 
@@ -79,7 +87,10 @@ LOSSES: dict[str, Callable[..., Any]] = {
     ),
 }
 PACKED = {name: x.reshape(10, *x.shape[2:]) for name, x in BATCH.items() if x.shape[:2] == (2, 5)}
-PACKED |= {"advantages": BATCH["advantages"], "cu_seqlens": torch.tensor([0, 5, 10], dtype=torch.int32)}
+PACKED |= {
+    "advantages": BATCH["advantages"],
+    "cu_seqlens": torch.tensor([0, 5, 10], dtype=torch.int32),
+}
 
 
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
@@ -94,15 +105,32 @@ def test_every_loss_takes_the_same_shapes(loss: Callable[..., Any]) -> None:
     ):
         assert loss(**{**given, **fine}).loss.isfinite()
     for given, name, wrong, message in (
-        (unpacked, "advantages", advantages[:, None], r"\(B,\) = \(2,\) or \(B, T\) = \(2, 5\), got \(2, 1\)"),
-        (PACKED, "advantages", advantages[:, None], r"\(B,\) = \(2,\) or \(N,\) = \(10,\), got \(2, 1\)"),
-        (PACKED, "advantages", logps.view(1, 10), r"\(B,\) = \(2,\) or \(N,\) = \(10,\), got \(1, 10\)"),
+        (
+            unpacked,
+            "advantages",
+            advantages[:, None],
+            r"\(B,\) = \(2,\) or \(B, T\) = \(2, 5\), got \(2, 1\)",
+        ),
+        (
+            PACKED,
+            "advantages",
+            advantages[:, None],
+            r"\(B,\) = \(2,\) or \(N,\) = \(10,\), got \(2, 1\)",
+        ),
+        (
+            PACKED,
+            "advantages",
+            logps.view(1, 10),
+            r"\(B,\) = \(2,\) or \(N,\) = \(10,\), got \(1, 10\)",
+        ),
         (PACKED, "completion_mask", logps.view(1, 10), r".* = \(10,\), got \(1, 10\)"),
         (PACKED, "old_per_token_logps", logps.view(1, 10), r"\(N,\) = \(10,\), got \(1, 10\)"),
     ):
         with pytest.raises(ValueError, match=rf"^{name}: expected shape {message}$"):
             loss(**{**given, name: wrong})
-    with pytest.raises(ValueError, match=r"expected shape \(N,( H)?\) with cu_seqlens, got \(1, 10(, 4)?\)"):
+    with pytest.raises(
+        ValueError, match=r"expected shape \(N,( H)?\) with cu_seqlens, got \(1, 10(, 4)?\)"
+    ):
         loss(**{**PACKED, "hidden": PACKED["hidden"][None]})
     for given, name in (
         (unpacked, "advantages"),
@@ -122,8 +150,14 @@ def with_kl(tokens: TokenInputs) -> Tensor:
 
 READING: list[tuple[Callable[[TokenInputs], Tensor], str]] = [
     (with_kl, "importance_sampling_ratio, ref_per_token_logps"),
-    (lambda tokens: tokens.sampling_per_token_logps.exp() * tokens.logps, "sampling_per_token_logps"),
-    (lambda tokens: torch.exp(tokens.importance_sampling_ratio) * tokens.logps, "importance_sampling_ratio"),
+    (
+        lambda tokens: tokens.sampling_per_token_logps.exp() * tokens.logps,
+        "sampling_per_token_logps",
+    ),
+    (
+        lambda tokens: torch.exp(tokens.importance_sampling_ratio) * tokens.logps,
+        "importance_sampling_ratio",
+    ),
 ]
 
 
@@ -133,10 +167,15 @@ def test_an_objective_that_reads_what_was_not_given(
     objective: Callable[[TokenInputs], Tensor], absent: str, declare: Callable[[Any], Any]
 ) -> None:
     read = ", ".join(f"tokens.{name}" for name in absent.split(", "))
-    with pytest.raises(ValueError, match=rf"^objective: expected {absent} beside .* since it reads {read}, got None$"):
+    with pytest.raises(
+        ValueError,
+        match=rf"^objective: expected {absent} beside .* since it reads {read}, got None$",
+    ):
         flat(grpo_loss)(**BATCH, objective=declare(objective))
     with pytest.raises(ValueError, match=rf"^objective: expected {absent} beside"):
-        policy_loss_from_logps(-torch.ones(IDS.shape), torch.ones(IDS.shape), **SHARED, objective=declare(objective))
+        policy_loss_from_logps(
+            -torch.ones(IDS.shape), torch.ones(IDS.shape), **SHARED, objective=declare(objective)
+        )
     there = {"ref_per_token_logps": -torch.ones(IDS.shape)}
     assert flat(grpo_loss)(**BATCH, **there, objective=declare(with_kl)).loss.isfinite()
 
@@ -149,14 +188,18 @@ def test_an_objectives_own_mistake_stays_its_own() -> None:
         flat(grpo_loss)(**BATCH, objective=wrong)
 
 
-@pytest.mark.parametrize("name", ["old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps"])
+@pytest.mark.parametrize(
+    "name", ["old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps"]
+)
 def test_probabilities_or_likelihoods_in_the_place_of_log_probabilities(name: str) -> None:
     config = LossConfig(beta=0.1, off_policy_mask_threshold=1.0)
     right = torch.linspace(-3.0, -1.0, 10).view(2, 5)
     masked = torch.tensor([[1, 1, 1, 1, 0], [1, 1, 0, 0, 0]])
     given = {**BATCH, "ref_per_token_logps": right, "completion_mask": masked, "config": config}
     for wrong in (-right, right.exp()):
-        with pytest.raises(ValueError, match=rf"^{name}: expected log-probabilities, <= 0 .*, got none below 0"):
+        with pytest.raises(
+            ValueError, match=rf"^{name}: expected log-probabilities, <= 0 .*, got none below 0"
+        ):
             flat(grpo_loss)(**{**given, name: wrong})
     garbage = torch.where(masked == 0, 1e9, right)
     rounded = torch.full((2, 5), 1e-6)  # tokens that are nearly certain
@@ -165,11 +208,26 @@ def test_probabilities_or_likelihoods_in_the_place_of_log_probabilities(name: st
 
 
 MOVED = [
-    (lambda: flat(grpo_loss)(**BATCH, outputs=()), "outputs: no argument of grpo_loss any more, but entropy=, "),
-    (lambda: grpo_loss(HIDDEN, WEIGHT, IDS, **SHARED, engine="lean"), "engine: no .*, but run=Run(engine=...)"),
-    (lambda: grpo_loss(HIDDEN, WEIGHT, IDS, **SHARED, bias=None), "bias: no .*, but Head(weight, bias=...), "),
-    (lambda: grpo_loss(**BATCH), "weight: no argument of grpo_loss any more, but the second argument, head: "),
-    (lambda: linear_logprob(HIDDEN, WEIGHT, IDS, gather=None), "gather: no .*, but run=Run(gather=...)"),
+    (
+        lambda: flat(grpo_loss)(**BATCH, outputs=()),
+        "outputs: no argument of grpo_loss any more, but entropy=, ",
+    ),
+    (
+        lambda: grpo_loss(HIDDEN, WEIGHT, IDS, **SHARED, engine="lean"),
+        "engine: no .*, but run=Run(engine=...)",
+    ),
+    (
+        lambda: grpo_loss(HIDDEN, WEIGHT, IDS, **SHARED, bias=None),
+        "bias: no .*, but Head(weight, bias=...), ",
+    ),
+    (
+        lambda: grpo_loss(**BATCH),
+        "weight: no argument of grpo_loss any more, but the second argument, head: ",
+    ),
+    (
+        lambda: linear_logprob(HIDDEN, WEIGHT, IDS, gather=None),
+        "gather: no .*, but run=Run(gather=...)",
+    ),
     (
         lambda: linear_divergence(HIDDEN, WEIGHT, HIDDEN, WEIGHT, teacher_logit_scale=2.0),
         "teacher_logit_scale: no .*, but Head(teacher_weight, logit_scale=...), the fourth argument",
@@ -178,36 +236,70 @@ MOVED = [
         lambda: LossConfig(logit_scale=2.0),
         "logit_scale: no field of LossConfig any more, but Head(weight, logit_scale=",
     ),
-    (lambda: GRPOLoss(backend="torch"), "backend: no argument of GRPOLoss any more, but run=Run(backend=...)"),
-    (lambda: GRPOLoss(logit_scale=2.0), "logit_scale: no .*, but Head(weight, logit_scale=...), the second"),
-    (lambda: grpo_kernels.linear_logprob_with(HIDDEN), "linear_logprob_with: no longer .*; call linear_logprob("),
-    (lambda: grpo_kernels.kept_set_logprob(HIDDEN), "kept_set_logprob: .* linear_logprob(..., kept_ids=...)"),
-    (lambda: grpo_kernels.ReferenceHead(HIDDEN, WEIGHT), "ReferenceHead: .* call reference=(hidden, head)"),
+    (
+        lambda: GRPOLoss(backend="torch"),
+        "backend: no argument of GRPOLoss any more, but run=Run(backend=...)",
+    ),
+    (
+        lambda: GRPOLoss(logit_scale=2.0),
+        "logit_scale: no .*, but Head(weight, logit_scale=...), the second",
+    ),
+    (
+        lambda: grpo_kernels.linear_logprob_with(HIDDEN),
+        "linear_logprob_with: no longer .*; call linear_logprob(",
+    ),
+    (
+        lambda: grpo_kernels.kept_set_logprob(HIDDEN),
+        "kept_set_logprob: .* linear_logprob(..., kept_ids=...)",
+    ),
+    (
+        lambda: grpo_kernels.ReferenceHead(HIDDEN, WEIGHT),
+        "ReferenceHead: .* call reference=(hidden, head)",
+    ),
 ]
 ALMOST_RIGHT = [
     (
         lambda: GRPOLoss(old_logps=IDS),
         "old_logps: expected a field of LossConfig, .* did you mean old_per_token_logps? It is an argument",
     ),
-    (lambda: GRPOLoss(num_items_in_batch=3), "num_items_in_batch: .*; it is an argument of the module's call"),
+    (
+        lambda: GRPOLoss(num_items_in_batch=3),
+        "num_items_in_batch: .*; it is an argument of the module's call",
+    ),
     (lambda: GRPOLoss(epsilon_hi=0.3), "epsilon_hi: .*; did you mean epsilon_high?"),
-    (lambda: flat(GRPOLoss())(**BATCH, old_logps=IDS), "old_logps: .*; did you mean old_per_token_logps?"),
+    (
+        lambda: flat(GRPOLoss())(**BATCH, old_logps=IDS),
+        "old_logps: .*; did you mean old_per_token_logps?",
+    ),
     (lambda: flat(GRPOLoss())(**BATCH, beta=0.1), "beta: .*; it is a field, as in GRPOLoss"),
-    (lambda: GRPOLoss("DAPO"), "config: expected a LossConfig, got str; grpo_kernels.presets.DAPO is"),
-    (lambda: flat(grpo_loss)(**{**BATCH, "weight": WEIGHT.numpy()}), "weight: expected a tensor, got ndarray"),
-    (lambda: grpo_loss(HIDDEN, nn.Embedding(9, 4), IDS, **SHARED), "lm_head: expected an nn.Linear .*Embedding"),
+    (
+        lambda: GRPOLoss("DAPO"),
+        "config: expected a LossConfig, got str; grpo_kernels.presets.DAPO is",
+    ),
+    (
+        lambda: flat(grpo_loss)(**{**BATCH, "weight": WEIGHT.numpy()}),
+        "weight: expected a tensor, got ndarray",
+    ),
+    (
+        lambda: grpo_loss(HIDDEN, nn.Embedding(9, 4), IDS, **SHARED),
+        "lm_head: expected an nn.Linear .*Embedding",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("call", "message"), [*MOVED, *ALMOST_RIGHT])
-def test_names_that_are_almost_right_or_of_the_first_interface(call: Callable[[], Any], message: str) -> None:
+def test_names_that_are_almost_right_or_of_the_first_interface(
+    call: Callable[[], Any], message: str
+) -> None:
     parts = [re.escape(part) for part in message.split(".*")]
     with pytest.raises(TypeError, match=f"^{'.*'.join(parts)}"):
         call()
 
 
 def test_a_name_that_never_was() -> None:
-    with pytest.raises(AttributeError, match=r"^module 'grpo_kernels' has no attribute 'linear_loss'$"):
+    with pytest.raises(
+        AttributeError, match=r"^module 'grpo_kernels' has no attribute 'linear_loss'$"
+    ):
         grpo_kernels.linear_loss  # noqa: B018
 
 
@@ -220,13 +312,26 @@ def test_a_preset_in_the_place_of_a_loss_type(name: str) -> None:
 
 
 def test_a_bias_of_another_head_than_the_weight_that_is_cut() -> None:
-    hidden, weight, longer, bias = torch.ones(2, 3, 4), torch.ones(20, 4), torch.ones(40, 4), torch.zeros(20)
+    hidden, weight, longer, bias = (
+        torch.ones(2, 3, 4),
+        torch.ones(20, 4),
+        torch.ones(40, 4),
+        torch.zeros(20),
+    )
     ids = torch.zeros(2, 3, dtype=torch.long)
     adapter = LoRA(torch.ones(2, 4), torch.ones(20, 2))
     for name, shape, call in (
-        ("teacher_bias", "(20,)", lambda: linear_divergence(hidden, weight, hidden, Head(longer, bias))),
+        (
+            "teacher_bias",
+            "(20,)",
+            lambda: linear_divergence(hidden, weight, hidden, Head(longer, bias)),
+        ),
         ("bias", "(20,)", lambda: linear_logprob(hidden, Head(longer, bias, vocab_size=20), ids)),
-        ("lora.b", "(20, 2)", lambda: linear_logprob(hidden, Head(longer, lora=adapter, vocab_size=20), ids)),
+        (
+            "lora.b",
+            "(20, 2)",
+            lambda: linear_logprob(hidden, Head(longer, lora=adapter, vocab_size=20), ids),
+        ),
     ):
         message = f"{name}: expected a row for each of the 40 of weight, got shape {shape}"
         with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
@@ -263,13 +368,18 @@ def test_names_of_other_libraries_are_answered_with_ours(name: str, meant: str) 
         (lambda **more: policy_loss_from_logps(torch.zeros(IDS.shape), torch.zeros(IDS.shape), **SHARED, **more),
          "policy_loss_from_logps"),
     ):  # fmt: skip
-        with pytest.raises(TypeError, match=rf"^{name}: expected an argument of {function} .* did you mean {meant}\?"):
+        with pytest.raises(
+            TypeError,
+            match=rf"^{name}: expected an argument of {function} .* did you mean {meant}\?",
+        ):
             call(**{name: 0.1})
 
 
 def test_results_are_taken_by_name() -> None:
     scores = linear_logprob(HIDDEN, WEIGHT, IDS)
-    with pytest.raises(TypeError, match=r"expected a result by its name, \.logps, \.entropies, got \[0\]"):
+    with pytest.raises(
+        TypeError, match=r"expected a result by its name, \.logps, \.entropies, got \[0\]"
+    ):
         scores[0]
     with pytest.raises(TypeError, match=r"\.logps"):
         _logps, _ = scores  # type: ignore[misc]

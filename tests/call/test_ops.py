@@ -49,7 +49,11 @@ def test_config_survives_its_key() -> None:
 
     for config in (
         LossConfig(),
-        LossConfig(epsilon=numpy.float32(0.1), beta=numpy.float64(0.3), max_completion_length=numpy.int64(7)),
+        LossConfig(
+            epsilon=numpy.float32(0.1),
+            beta=numpy.float64(0.3),
+            max_completion_length=numpy.int64(7),
+        ),
         LossConfig(importance_sampling_level=Kind.GSPO, delta=3, top_entropy_quantile=0.3),
         LossConfig(epsilon=random.random(), kl_estimator="k1", use_bias_correction_kl=False),
     ):

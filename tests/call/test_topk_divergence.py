@@ -21,7 +21,9 @@ B, T, H, V, K = 2, 13, 8, 50, 5
 REVERSE = {"divergence": "reverse_kl"}
 
 
-def case_of(name: str = "listed", listed: int = K, others: dict[str, Any] = REVERSE, **options: Any) -> Case:
+def case_of(
+    name: str = "listed", listed: int = K, others: dict[str, Any] = REVERSE, **options: Any
+) -> Case:
     return scored(name, b=B, t=T, h=H, v=V, listed=listed, others=others, **options)
 
 
@@ -57,7 +59,10 @@ def test_small_divergences_do_not_cancel(name: str, distance: float) -> None:
 
 
 def test_a_tail_of_nothing_on_both_sides_adds_nothing() -> None:
-    hidden, weight = torch.eye(2, 3)[:1].requires_grad_(), torch.tensor([[60.0, 0, 0], [0, 0, 0], [-60.0, 0, 0]])
+    hidden, weight = (
+        torch.eye(2, 3)[:1].requires_grad_(),
+        torch.tensor([[60.0, 0, 0], [0, 0, 0], [-60.0, 0, 0]]),
+    )
     ids, logps = torch.tensor([[0]]), torch.tensor([[0.0]])
     for name in ("forward_kl", "reverse_kl"):
         found = divergence_of(hidden, weight, ids, logps, divergence=name, tail=True)
@@ -68,7 +73,11 @@ def test_a_tail_of_nothing_on_both_sides_adds_nothing() -> None:
 
 def test_a_student_that_rules_an_id_out() -> None:
     hidden, weight = torch.ones(1, 2, requires_grad=True), torch.randn(4, 2)
-    bias, ids, logps = torch.tensor([0.0, -math.inf, 0.0, 0.0]), torch.tensor([[0, 1]]), torch.tensor([[-1.0, -2.0]])
+    bias, ids, logps = (
+        torch.tensor([0.0, -math.inf, 0.0, 0.0]),
+        torch.tensor([[0, 1]]),
+        torch.tensor([[-1.0, -2.0]]),
+    )
     found = divergence_of(hidden, Head(weight, bias), ids, logps, divergence="reverse_kl")
     found.sum().backward()
     assert bool(found.isfinite().all())
@@ -82,7 +91,9 @@ def test_repetition_padding_and_order_do_not_matter() -> None:
     ids, logps = case.listed_ids, case.listed_logps
     more = torch.cat([ids[..., order], ids[..., :2], torch.full((B, T, 3), -1)], -1)
     # A repetition of what counts has any mass; a first one without mass hides nothing.
-    again = torch.full((B, T, 2), -0.1).double().masked_fill(logps[..., :2] == -torch.inf, -torch.inf)
+    again = (
+        torch.full((B, T, 2), -0.1).double().masked_fill(logps[..., :2] == -torch.inf, -torch.inf)
+    )
     logps = torch.cat([logps[..., order], again, torch.full((B, T, 3), 7.0)], -1)
     got = run_scores(case.but(listed_ids=more, listed_logps=logps))
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)
@@ -93,7 +104,9 @@ def test_nothing_counted_is_zero_with_gradients() -> None:
     nothing = torch.full_like(case.listed_ids, -1)
     for mask in (torch.zeros_like(case.completion_mask), case.completion_mask):
         found, grads = run_scores(case.but(completion_mask=mask, listed_ids=nothing))
-        assert not found["divergences"].any() and not any(x.any() for x in grads.values() if x is not None)
+        assert not found["divergences"].any() and not any(
+            x.any() for x in grads.values() if x is not None
+        )
 
 
 def test_autocast_and_rounded_logits() -> None:
@@ -101,13 +114,22 @@ def test_autocast_and_rounded_logits() -> None:
     case = case_of(others={"tail": True})
     rounded = case.to(torch.bfloat16).but(listed_logps=case.listed_logps).to(torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found, coarse = (run_scores(case.but(config=x))[0]["divergences"] for x in ({}, {"logits_dtype": "input"}))
+        found, coarse = (
+            run_scores(case.but(config=x))[0]["divergences"]
+            for x in ({}, {"logits_dtype": "input"})
+        )
     want = reference_scores(rounded, upstream_of(rounded)).divergences
     assert float((found - want).abs().max()) < 5e-6
     assert 1e-4 < float((coarse - found).abs().max()) < 0.1
 
 
-COSTS = {"auto": (6, 4), "one_pass": (6, 4), "two_pass": (8, 6), "lean": (8, 6), "frozen": (None, 4)}
+COSTS = {
+    "auto": (6, 4),
+    "one_pass": (6, 4),
+    "two_pass": (8, 6),
+    "lean": (8, 6),
+    "frozen": (None, 4),
+}
 
 
 @pytest.mark.parametrize("engine", COSTS)
@@ -116,7 +138,10 @@ def test_cost(engine: str) -> None:
     case = case.but(completion_mask=torch.arange(T).expand(B, T) < 8)  # the rows are a whole block
     for frozen, cost in zip((frozenset(), frozenset({"weight"})), COSTS[engine], strict=True):
         if cost is not None:
-            assert count_flops(lambda x=frozen: run_scores(case.but(frozen=x), engine)) == cost * 16 * V * H
+            assert (
+                count_flops(lambda x=frozen: run_scores(case.but(frozen=x), engine))
+                == cost * 16 * V * H
+            )
     every = frozenset({"weight", "hidden"})
     assert count_flops(lambda: run_scores(case.but(frozen=every))) == 2 * 16 * V * H
 
@@ -129,16 +154,22 @@ def test_memory_stays_within_the_workspace() -> None:
     topk_divergence(hidden, weight, ids, logps, **call)
     with AllocationWatcher() as watcher:
         topk_divergence(hidden, weight, ids, logps, **call)
-    inputs = n * (16 * 4 + 8 * k * 8)  # d hidden; the ids and logps in order, and what it takes to sort them
+    inputs = n * (
+        16 * 4 + 8 * k * 8
+    )  # d hidden; the ids and logps in order, and what it takes to sort them
     assert watcher.peak < budget + inputs
 
 
-def test_what_does_not_exist_is_an_error_here_and_nan_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_exist_is_an_error_here_and_nan_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     case = case_of()
     ids = case.listed_ids.clone()
     ids[1, 3, 2] = V
     given = case.hidden, case.weight, ids, case.listed_logps
-    with pytest.raises(ValueError, match=r"teacher_ids: expected ids in \[0, V\) = \[0, 50\), or -1 .* got 50"):
+    with pytest.raises(
+        ValueError, match=r"teacher_ids: expected ids in \[0, V\) = \[0, 50\), or -1 .* got 50"
+    ):
         topk_divergence(*given)
     with pretended(monkeypatch):
         found = divergence_of(*(OnGPU(x.clone()) for x in given), run=Run(backend="torch"))
@@ -148,21 +179,43 @@ def test_what_does_not_exist_is_an_error_here_and_nan_elsewhere(monkeypatch: pyt
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"divergence": "jsd"}, ValueError, "divergence: expected one of forward_kl, reverse_kl, got 'jsd'"),
+        (
+            {"divergence": "jsd"},
+            ValueError,
+            "divergence: expected one of forward_kl, reverse_kl, got 'jsd'",
+        ),
         ({"divergence": "reverse_kl", "tail": False}, ValueError, "tail: expected True or None"),
         ({"tail": 1}, TypeError, "tail: expected a bool or None, got 1"),
-        ({"tail": True, "log_prob_min_clamp": -9.0}, ValueError, "log_prob_min_clamp: expected None with a tail"),
+        (
+            {"tail": True, "log_prob_min_clamp": -9.0},
+            ValueError,
+            "log_prob_min_clamp: expected None with a tail",
+        ),
         ({"loss_max_clamp": 0.0}, ValueError, "loss_max_clamp: expected a finite number > 0"),
-        ({"outputs": ("student_mass",)}, TypeError, "outputs: no argument of topk_divergence any more"),
+        (
+            {"outputs": ("student_mass",)},
+            TypeError,
+            "outputs: no argument of topk_divergence any more",
+        ),
         ({"expected": torch.ones(3)}, ValueError, "expected: expected shape"),
-        ({"teacher_ids": torch.zeros(B, T, K)}, TypeError, "teacher_ids: expected signed integer ids"),
-        ({"teacher_ids": torch.zeros(B, T, 0, dtype=torch.long)}, ValueError, "teacher_ids: expected shape"),
+        (
+            {"teacher_ids": torch.zeros(B, T, K)},
+            TypeError,
+            "teacher_ids: expected signed integer ids",
+        ),
+        (
+            {"teacher_ids": torch.zeros(B, T, 0, dtype=torch.long)},
+            ValueError,
+            "teacher_ids: expected shape",
+        ),
         ({"teacher_logps": torch.zeros(B, T)}, ValueError, "teacher_logps: expected shape"),
         ({"run": Run("score_dot")}, ValueError, "engine: expected"),
     ],
     ids=str,
 )
-def test_wrong_arguments_are_named(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_wrong_arguments_are_named(
+    changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
     case = case_of()
     given = {"teacher_ids": case.listed_ids, "teacher_logps": case.listed_logps, **changes}
     with pytest.raises(error, match=message):

@@ -26,10 +26,14 @@ N, H, V = 256, 8, 300
 CUDA, CPU = "float32 products, cuda", "float32 products, cpu"
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*CUDA is not available")  # of torch.autocast("cuda", enabled=False)
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*CUDA is not available"
+)  # of torch.autocast("cuda", enabled=False)
 
 
-def call(hidden: torch.dtype, weight: torch.dtype, *, there: bool = True, **options: Any) -> torch.Tensor:
+def call(
+    hidden: torch.dtype, weight: torch.dtype, *, there: bool = True, **options: Any
+) -> torch.Tensor:
     """Log-probabilities (N,) of tensors of these dtypes that train, `there` or on the CPU."""
     given = [torch.randn(N, H).to(hidden), torch.randn(V, H).to(weight), torch.randint(V, (N,))]
     given = [OnGPU(x) for x in given] if there else given
@@ -46,8 +50,14 @@ SETTINGS = {
     "torch.set_float32_matmul_precision('medium')": ("TF32", "bfloat16"),
     "torch.backends.cuda.matmul.fp32_precision = 'tf32'": ("TF32", "full"),
     "torch.backends.fp32_precision = 'tf32'": ("TF32", "TF32"),
-    "torch.backends.fp32_precision = 'tf32'; torch.backends.cuda.matmul.fp32_precision = 'ieee'": ("full", "TF32"),
-    "torch.set_float32_matmul_precision('high'); torch.backends.cuda.matmul.fp32_precision = 'ieee'": ("full", "TF32"),
+    "torch.backends.fp32_precision = 'tf32'; torch.backends.cuda.matmul.fp32_precision = 'ieee'": (
+        "full",
+        "TF32",
+    ),
+    "torch.set_float32_matmul_precision('high'); torch.backends.cuda.matmul.fp32_precision = 'ieee'": (
+        "full",
+        "TF32",
+    ),
     "torch.backends.mkldnn.matmul.fp32_precision = 'bf16'": ("full", "bfloat16"),
 }
 
@@ -65,7 +75,9 @@ def test_the_report_shows_the_precision_of_fp32_products() -> None:
     with server_context().Pool(1, maxtasksperchild=1) as pool:  # a process for each
         reports = pool.map(shown_after, SETTINGS, chunksize=1)
     for setting, shown in zip(SETTINGS, reports, strict=True):
-        assert tuple(shown[name].split()[0].rstrip(",") for name in (CUDA, CPU)) == SETTINGS[setting], setting
+        assert (
+            tuple(shown[name].split()[0].rstrip(",") for name in (CUDA, CPU)) == SETTINGS[setting]
+        ), setting
         assert "fp32_precision" in shown[CUDA], setting
         assert ("not exact" in shown[CUDA]) == (SETTINGS[setting][0] != "full"), setting
 
@@ -86,11 +98,15 @@ def fp16_accumulation(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-REFUSED = r"torch\.backends\.cuda\.matmul\.allow_fp16_accumulation: expected False .*float16.*, got True"
+REFUSED = (
+    r"torch\.backends\.cuda\.matmul\.allow_fp16_accumulation: expected False .*float16.*, got True"
+)
 
 
 @pytest.mark.parametrize("engine", ["auto", "one_pass", "two_pass", "lean"])
-def test_fp16_accumulation_is_refused_before_any_product(fp16_accumulation: None, engine: str) -> None:
+def test_fp16_accumulation_is_refused_before_any_product(
+    fp16_accumulation: None, engine: str
+) -> None:
     options = {"expected": OnGPU(torch.ones(N))} if engine == "one_pass" else {}
     with FlopCounterMode(display=False) as counter, pytest.raises(RuntimeError, match=REFUSED):
         call(HALF, HALF, engine=engine, **options)
@@ -131,9 +147,15 @@ def test_a_promotion_to_fp32_warns_once(monkeypatch: pytest.MonkeyPatch) -> None
         assert "torch.bfloat16" in said
         assert "autocast" in said
         assert len(promotions((HALF, BRAIN))) == 1  # two kinds of 16 bits have only fp32 in common
-        given = [torch.randn(1, 4, H), torch.randn(V, H).half(), torch.zeros(1, 4, dtype=torch.long)]
+        given = [
+            torch.randn(1, 4, H),
+            torch.randn(V, H).half(),
+            torch.zeros(1, 4, dtype=torch.long),
+        ]
         planned_head._warn_of_promotion.cache_clear()
-        with pytest.warns(RuntimeWarning, match=r"hidden in torch\.float32 with a weight in torch\.float16"):
+        with pytest.warns(
+            RuntimeWarning, match=r"hidden in torch\.float32 with a weight in torch\.float16"
+        ):
             grpo_loss(*map(OnGPU, given), None, OnGPU(torch.ones(1)), run=Run(backend="torch"))
 
 

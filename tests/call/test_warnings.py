@@ -18,7 +18,7 @@ from grpo_kernels import (
     presets,
 )
 from grpo_kernels.base import checks
-from grpo_kernels.integrations.liger import LigerFusedLinearGRPOLoss
+from grpo_kernels.liger import LigerFusedLinearGRPOLoss
 from tests.support.flat import flat
 from tests.support.small_batch import small_batch
 
@@ -35,14 +35,26 @@ def _warned_of_nothing() -> None:
 @pytest.mark.parametrize(
     ("options", "config", "message"),
     [
-        ({"num_items_in_batch": 7}, {"loss_type": "grpo"}, "num_items_in_batch: not used by loss_type = 'grpo'"),
+        (
+            {"num_items_in_batch": 7},
+            {"loss_type": "grpo"},
+            "num_items_in_batch: not used by loss_type = 'grpo'",
+        ),
         ({"num_items_in_batch": 7}, {"loss_type": "dapo"}, None),
         ({"sampling_per_token_logps": NORMAL}, {}, "sampling_per_token_logps: not used"),
         ({"sampling_per_token_logps": NORMAL}, {"off_policy_mask_threshold": 1.0}, None),
-        ({"sampling_per_token_logps": NORMAL}, {"off_policy_mask_threshold": 1.0, "loss_type": "gmpo"}, "sampling_per"),
+        (
+            {"sampling_per_token_logps": NORMAL},
+            {"off_policy_mask_threshold": 1.0, "loss_type": "gmpo"},
+            "sampling_per",
+        ),
         ({"sampling_per_token_logps": NORMAL}, {"vllm_importance_sampling_correction": True}, None),
         ({"sampling_per_token_logps": NORMAL, "objective": lambda tokens: tokens.logps}, {}, None),
-        ({"old_per_token_logps": NORMAL.bfloat16()}, {}, "old_per_token_logps: rounded to torch.bfloat16"),
+        (
+            {"old_per_token_logps": NORMAL.bfloat16()},
+            {},
+            "old_per_token_logps: rounded to torch.bfloat16",
+        ),
         ({"old_per_token_logps": NORMAL}, {}, None),
         *(
             ({"completion_mask": mask}, {}, "completion_mask: it holds values other than 0 and 1")
@@ -56,11 +68,31 @@ def _warned_of_nothing() -> None:
                 -torch.ones(2, 5),
             )
         ),
-        ({"old_per_token_logps": torch.full((2, 5), -25.0)}, {}, "old_per_token_logps: the mean ratio to them"),
-        ({"old_per_token_logps": torch.full((2, 5), -25.0)}, {"loss_type": "gmpo"}, "old_per_token_logps: the mean"),
-        ({"old_per_token_logps": NORMAL}, {"epsilon_high": 1.28}, "epsilon_high: the upper bound of the ratio is 1 +"),
-        ({"old_per_token_logps": NORMAL}, {"epsilon": 1.5, "epsilon_high": 0.3}, "epsilon: ratios are clipped to [1 -"),
-        ({"old_per_token_logps": NORMAL}, {"importance_sampling_level": "sequence"}, "epsilon: 0.2 with importance_"),
+        (
+            {"old_per_token_logps": torch.full((2, 5), -25.0)},
+            {},
+            "old_per_token_logps: the mean ratio to them",
+        ),
+        (
+            {"old_per_token_logps": torch.full((2, 5), -25.0)},
+            {"loss_type": "gmpo"},
+            "old_per_token_logps: the mean",
+        ),
+        (
+            {"old_per_token_logps": NORMAL},
+            {"epsilon_high": 1.28},
+            "epsilon_high: the upper bound of the ratio is 1 +",
+        ),
+        (
+            {"old_per_token_logps": NORMAL},
+            {"epsilon": 1.5, "epsilon_high": 0.3},
+            "epsilon: ratios are clipped to [1 -",
+        ),
+        (
+            {"old_per_token_logps": NORMAL},
+            {"importance_sampling_level": "sequence"},
+            "epsilon: 0.2 with importance_",
+        ),
         ({"old_per_token_logps": NORMAL}, presets.GSPO, None),
         ({"old_per_token_logps": NORMAL}, presets.CISPO, None),
         ({"old_per_token_logps": NORMAL}, presets.GMPO, None),
@@ -72,7 +104,9 @@ def _warned_of_nothing() -> None:
         *(({"completion_mask": torch.ones(2, 5).triu().to(dtype)}, {}, None) for dtype in MASKS),
     ],
 )
-def test_what_is_likely_not_meant_is_warned_of_once(options: Any, config: Any, message: str | None) -> None:
+def test_what_is_likely_not_meant_is_warned_of_once(
+    options: Any, config: Any, message: str | None
+) -> None:
     loss = config if isinstance(config, LossConfig) else LossConfig(**config)
     given = {**small_batch(), **options, "config": loss}
     weight = given.pop("weight")
@@ -95,14 +129,20 @@ def test_a_workspace_of_a_few_bytes_warns_once() -> None:
         warnings.simplefilter("always")
         for size in (64, 512, 2**20):
             flat(grpo_loss)(**small_batch(), workspace_bytes=size)
-    assert [str(x.message)[:50] for x in caught] == ["grpo_kernels: workspace_bytes: less than 1 MiB, so"]
+    assert [str(x.message)[:50] for x in caught] == [
+        "grpo_kernels: workspace_bytes: less than 1 MiB, so"
+    ]
 
 
 @pytest.mark.usefixtures("_warned_of_nothing")
 def test_a_given_log_probability_warns_too() -> None:
     scores = torch.zeros(1, 2), torch.zeros(1, 2)
-    with pytest.warns(UserWarning, match="num_items_in_batch: not used by loss_type = 'bnpo'") as caught:
-        policy_loss_from_logps(*scores, None, torch.ones(1), num_items_in_batch=2, config=LossConfig(loss_type="bnpo"))
+    with pytest.warns(
+        UserWarning, match="num_items_in_batch: not used by loss_type = 'bnpo'"
+    ) as caught:
+        policy_loss_from_logps(
+            *scores, None, torch.ones(1), num_items_in_batch=2, config=LossConfig(loss_type="bnpo")
+        )
     assert caught[0].filename == __file__
 
 
@@ -120,7 +160,9 @@ def test_a_reference_beside_beta_0_is_warned_of_wherever_it_comes_in() -> None:
     )
     for call in calls:
         checks.warn_once.cache_clear()
-        with pytest.warns(UserWarning, match="ref_per_token_logps: not used with beta = 0") as caught:
+        with pytest.warns(
+            UserWarning, match="ref_per_token_logps: not used with beta = 0"
+        ) as caught:
             call()
         assert [x.filename for x in caught] == [__file__]
 

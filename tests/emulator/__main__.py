@@ -16,13 +16,19 @@ PARTS = {"quick": "quick", "slow": "slow", "all": ""}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.emulator", description=(__doc__ or "").split("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.emulator", description=(__doc__ or "").split("\n\n")[0]
+    )
     parser.add_argument("--part", choices=PARTS, default="all")
     options, others = parser.parse_known_args(arguments)
     os.environ["TRITON_INTERPRET"] = "0"
     import pytest
 
-    files = [] if any(x.partition("::")[0].endswith(".py") for x in others) else [str(path) for path in RUNS]
+    files = (
+        []
+        if any(x.partition("::")[0].endswith(".py") for x in others)
+        else [str(path) for path in RUNS]
+    )
     plugin = ["-p", "tests.emulator.plugin", "-m", PARTS[options.part]]
     return int(pytest.main([*plugin, *others, *files]))
 

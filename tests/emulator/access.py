@@ -39,7 +39,9 @@ def _store(lanes: Lanes, space: str, kind: str, place: str, registers: str) -> N
     chosen = lanes.chosen()
     memory, addresses, programs = _place(lanes, space, place, chosen)
     bits = f"b{8 * TYPES[kind].itemsize}"
-    values = np.stack([lanes.everywhere(lanes.get(name, bits))[chosen] for name in elements(registers)], axis=1)
+    values = np.stack(
+        [lanes.everywhere(lanes.get(name, bits))[chosen] for name in elements(registers)], axis=1
+    )
     memory.store(addresses, values, programs, lanes.who(chosen))
 
 
@@ -60,10 +62,14 @@ def _matrix(lanes: Lanes, name: str, count: str, first: str, second: str) -> Non
             values[chosen] = memory.load(at, 4, 1, programs[chosen], lanes.who(chosen))[:, 0]
             lanes.put(register, values)
         else:
-            memory.store(at, lanes.get(register, "b32")[chosen, None], programs[chosen], lanes.who(chosen))
+            memory.store(
+                at, lanes.get(register, "b32")[chosen, None], programs[chosen], lanes.who(chosen)
+            )
 
 
-def _place(lanes: Lanes, space: str, place: str, chosen: NDArray[np.int64]) -> tuple[Space, NDArray, NDArray]:
+def _place(
+    lanes: Lanes, space: str, place: str, chosen: NDArray[np.int64]
+) -> tuple[Space, NDArray, NDArray]:
     """The memory, and the addresses and programs of the lanes that are `chosen`."""
     base, offset = address(place)
     kind = "u64" if space == "global" else "u32"

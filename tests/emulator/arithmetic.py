@@ -31,7 +31,10 @@ def flushed(x: Floats, flush: str | None) -> Floats:
 @known(r"(add|sub|mul)(?:\.rn)?(\.ftz)?\.f32")
 def _float(lanes: Lanes, name: str, flush: str | None, d: str, a: str, b: str) -> None:
     x, y = (flushed(lanes.get(operand, "f32"), flush) for operand in (a, b))
-    lanes.put(d, flushed({"add": operator.add, "sub": operator.sub, "mul": operator.mul}[name](x, y), flush))
+    lanes.put(
+        d,
+        flushed({"add": operator.add, "sub": operator.sub, "mul": operator.mul}[name](x, y), flush),
+    )
 
 
 @known(r"fma\.rn(\.ftz)?\.f32")
@@ -55,13 +58,17 @@ def fused_multiply_add(x: Floats, y: Floats, z: Floats) -> Floats:
         part = total - product
         error = (product - (total - part)) + (addend - part)
         away = np.where(error != 0, np.where((error > 0) == (total > 0), 1, -1), 0)
-        odd = np.where((bits & 1) == 0, bits + np.where(away < 0, -1, np.minimum(away, 1)), bits).view(np.float64)
+        odd = np.where(
+            (bits & 1) == 0, bits + np.where(away < 0, -1, np.minimum(away, 1)), bits
+        ).view(np.float64)
         found = np.where(unsure, odd, total).astype(np.float32)
     return found
 
 
 @known(r"(min|max)(\.ftz)?(\.NaN)?\.f32")
-def _float_extreme(lanes: Lanes, name: str, flush: str | None, keeps_nan: str | None, d: str, a: str, b: str) -> None:
+def _float_extreme(
+    lanes: Lanes, name: str, flush: str | None, keeps_nan: str | None, d: str, a: str, b: str
+) -> None:
     x, y = (flushed(lanes.get(operand, "f32"), flush) for operand in (a, b))
     keep = {"min": np.minimum, "max": np.maximum} if keeps_nan else {"min": np.fmin, "max": np.fmax}
     lanes.put(d, keep[name](x, y))
@@ -86,7 +93,13 @@ def _divide(lanes: Lanes, flush: str | None, d: str, a: str, b: str) -> None:
 @known(rf"(add|sub|min|max)\.{INTEGER}")
 @known(rf"(mul)\.lo\.{INTEGER}")
 def _integer(lanes: Lanes, name: str, kind: str, d: str, a: str, b: str) -> None:
-    functions = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "min": np.minimum, "max": np.maximum}
+    functions = {
+        "add": np.add,
+        "sub": np.subtract,
+        "mul": np.multiply,
+        "min": np.minimum,
+        "max": np.maximum,
+    }
     lanes.put(d, functions[name](lanes.get(a, kind), lanes.get(b, kind)))
 
 
@@ -153,7 +166,11 @@ def _bit_field(lanes: Lanes, kind: str, d: str, a: str, start: str, length: str)
         up = (32 - start_at - bits).astype(np.uint32)
         lanes.put(d, (x << up).view(np.int32) >> (32 - bits).astype(np.int32))
     else:
-        lanes.put(d, (x >> start_at) & ((np.uint64(1) << bits.astype(np.uint64)) - np.uint64(1)).astype(np.uint32))
+        lanes.put(
+            d,
+            (x >> start_at)
+            & ((np.uint64(1) << bits.astype(np.uint64)) - np.uint64(1)).astype(np.uint32),
+        )
 
 
 @known(r"lop3\.b32")
@@ -173,13 +190,23 @@ COMPARISONS = {
 
 
 @known(r"setp\.(eq|ne|lt|le|gt|ge|lo|ls|hi|hs)(?:\.(and|or|xor))?\.([sub](?:16|32|64))")
-def _compare(lanes: Lanes, name: str, join: str | None, kind: str, d: str, a: str, b: str, c: str = "1") -> None:
+def _compare(
+    lanes: Lanes, name: str, join: str | None, kind: str, d: str, a: str, b: str, c: str = "1"
+) -> None:
     _put_joined(lanes, d, COMPARISONS[name](lanes.get(a, kind), lanes.get(b, kind)), join, c)
 
 
 @known(r"setp\.(eq|ne|lt|le|gt|ge)(u?)(?:\.(and|or|xor))?(\.ftz)?\.f32")
 def _compare_floats(
-    lanes: Lanes, name: str, unordered: str, join: str | None, flush: str | None, d: str, a: str, b: str, c: str = "1"
+    lanes: Lanes,
+    name: str,
+    unordered: str,
+    join: str | None,
+    flush: str | None,
+    d: str,
+    a: str,
+    b: str,
+    c: str = "1",
 ) -> None:
     x, y = (flushed(lanes.get(operand, "f32"), flush) for operand in (a, b))
     odd = np.isnan(x) | np.isnan(y)
@@ -188,11 +215,15 @@ def _compare_floats(
 
 
 @known(r"setp\.(num|nan)(?:\.(and|or|xor))?(?:\.ftz)?\.f32")
-def _compare_with_nan(lanes: Lanes, name: str, join: str | None, d: str, a: str, b: str, c: str = "1") -> None:
+def _compare_with_nan(
+    lanes: Lanes, name: str, join: str | None, d: str, a: str, b: str, c: str = "1"
+) -> None:
     odd = np.isnan(lanes.get(a, "f32")) | np.isnan(lanes.get(b, "f32"))
     _put_joined(lanes, d, odd if name == "nan" else ~odd, join, c)
 
 
-def _put_joined(lanes: Lanes, d: str, found: NDArray[np.bool_], join: str | None, other: str) -> None:
+def _put_joined(
+    lanes: Lanes, d: str, found: NDArray[np.bool_], join: str | None, other: str
+) -> None:
     functions = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}
     lanes.put(d, functions[join](found, lanes.predicate(other)) if join else found)

@@ -19,7 +19,9 @@ from tests.emulator.numbers import TYPES, UNSIGNED, Values, constant
 from tests.emulator.ptx import Instruction, Kernel
 from tests.emulator.races import WARP, Who
 
-ANYTHING = 0x7FC0DEAD_7FC0DEAD  # in a register that nobody wrote: a NaN, or an address that leads nowhere
+ANYTHING = (
+    0x7FC0DEAD_7FC0DEAD  # in a register that nobody wrote: a NaN, or an address that leads nowhere
+)
 
 
 class Lanes:
@@ -120,7 +122,9 @@ class Lanes:
         if found is None:
             bits = self.kernel.bits(name)
             dtype = UNSIGNED[bits] if bits else np.dtype(bool)
-            found = self.registers[name] = np.full(self.count, ANYTHING % 2**bits if bits else True, dtype)
+            found = self.registers[name] = np.full(
+                self.count, ANYTHING % 2**bits if bits else True, dtype
+            )
         return found
 
     # -- running
@@ -144,7 +148,9 @@ class Lanes:
                 here = runs & (self._at == at)
                 self._run_until_parting(at, None if here.all() else here, targets)
 
-    def _run_until_parting(self, at: int, here: NDArray[np.bool_] | None, targets: set[int]) -> None:
+    def _run_until_parting(
+        self, at: int, here: NDArray[np.bool_] | None, targets: set[int]
+    ) -> None:
         """The lanes that are `here`, up to where some go elsewhere, wait or return, or others may join."""
         everyone: Any = slice(None) if here is None else here
         while True:
@@ -171,7 +177,9 @@ class Lanes:
                 self._at[everyone] = at
                 return
 
-    def _guarded(self, step: Instruction, here: NDArray[np.bool_] | None) -> NDArray[np.bool_] | None:
+    def _guarded(
+        self, step: Instruction, here: NDArray[np.bool_] | None
+    ) -> NDArray[np.bool_] | None:
         assert step.guard is not None
         guard = self._register(step.guard)
         guard = ~guard if step.negated else guard
@@ -184,7 +192,9 @@ class Lanes:
         places = self._at.reshape(-1, self.threads)
         arrived = waits.any(1)
         if (arrived & gone.any(1)).any():
-            raise Fault(f"{self.kernel.name}: threads wait at a barrier for others that have returned")
+            raise Fault(
+                f"{self.kernel.name}: threads wait at a barrier for others that have returned"
+            )
         if (places[arrived] != places[arrived, :1]).any():
             raise Fault(f"{self.kernel.name}: threads of a program wait at different barriers")
         self.epoch[arrived] += 1
@@ -194,7 +204,9 @@ class Lanes:
 def _smallest(kernel: Kernel) -> int:
     """Bytes of the smallest access to shared memory."""
     kinds = [
-        step.opcode.rsplit(".", 1)[1] for step in kernel.code if step.opcode.startswith(("ld.shared", "st.shared"))
+        step.opcode.rsplit(".", 1)[1]
+        for step in kernel.code
+        if step.opcode.startswith(("ld.shared", "st.shared"))
     ]
     matrices = [2 for step in kernel.code if step.opcode.startswith(("ldmatrix", "stmatrix"))]
     return min([16, *matrices, *(TYPES[kind].itemsize for kind in kinds)])

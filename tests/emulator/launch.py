@@ -94,7 +94,11 @@ class Emulation:
         self.tally.launches[compiled.kernel.name] += 1
 
     def _compiled(self, launch: Launch) -> Compiled:
-        key = (self.arch, launch.kernel.__name__, *(repr(x) for x in (launch.signature, launch.constexprs)))
+        key = (
+            self.arch,
+            launch.kernel.__name__,
+            *(repr(x) for x in (launch.signature, launch.constexprs)),
+        )
         key += tuple(repr(x) for x in (launch.attrs, launch.options))
         self.tally.variants.add(key)
         if key not in _COMPILED:
@@ -104,7 +108,9 @@ class Emulation:
             self.tally.compiling += time.perf_counter() - begun
             if "tt.dot" in found.asm["ttir"]:
                 name = launch.kernel.__name__
-                raise UnknownInstruction(f"{name}: expected a kernel without tl.dot, got one with it")
+                raise UnknownInstruction(
+                    f"{name}: expected a kernel without tl.dot, got one with it"
+                )
             kernel = parse(found.asm["ptx"])
             _COMPILED[key] = Compiled(kernel, 32 * found.metadata.num_warps, found.metadata.shared)
         return _COMPILED[key]
@@ -139,20 +145,26 @@ class Before:
             return Before(0, 0, 0)
         n, block = given["n"], given["BLOCK_N"]
         if rows % block:
-            raise ValueError(f"rows_before: expected a multiple of the tile's {block} rows, got {rows}")
+            raise ValueError(
+                f"rows_before: expected a multiple of the tile's {block} rows, got {rows}"
+            )
         return Before(rows, rows // block * (programs // -(-n // block)), n)
 
     def word(self, name: str, value: Any, kind: str, memory: Global) -> int:
         """An argument as the kernel gets it."""
         if isinstance(value, Tensor):
             is_of_rows = self.rows and value.dim() > 0 and len(value) == self.n
-            return memory.pointer(name) - (self.rows * value.stride(0) * value.element_size() if is_of_rows else 0)
+            return memory.pointer(name) - (
+                self.rows * value.stride(0) * value.element_size() if is_of_rows else 0
+            )
         if kind == "fp32":
             return int(struct.unpack("<I", struct.pack("<f", float(value)))[0])
         return int(value) + (self.rows if name == "n" else 0)
 
 
-def _values(function: JITFunction, given: dict[str, Any], signature: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:
+def _values(
+    function: JITFunction, given: dict[str, Any], signature: dict[str, Any]
+) -> Iterator[tuple[str, Any, str]]:
     """Name, value and type of what a compiled kernel takes, tuples one by one."""
     for param in function.params:
         kind, value = signature[param.name], given.get(param.name, param.default)

@@ -32,7 +32,13 @@ class RowsApart(TritonRows):
         return super().diverge(_apart(chunk), stats, teacher)
 
     def grad(
-        self, chunk: Chunk, stats: RowStats, a: Tensor, b: Tensor | None, out: Tensor, c: Tensor | None = None
+        self,
+        chunk: Chunk,
+        stats: RowStats,
+        a: Tensor,
+        b: Tensor | None,
+        out: Tensor,
+        c: Tensor | None = None,
     ) -> None:
         with _written(chunk, out) as (wide, wide_out):
             super().grad(wide, stats, a, b, wide_out, c)

@@ -34,7 +34,9 @@ class Space:
         self.written = np.zeros(cells, bool)
         self.trace = Trace(cells, threads)
 
-    def locate(self, addresses: Places, width: int, programs: NDArray[np.int64]) -> tuple[Places, Places]:
+    def locate(
+        self, addresses: Places, width: int, programs: NDArray[np.int64]
+    ) -> tuple[Places, Places]:
         """Places (k,) of accesses of `width` bytes, and their cells (k, w).
 
         Raises:
@@ -42,16 +44,22 @@ class Space:
         """
         raise NotImplementedError
 
-    def load(self, addresses: Places, size: int, count: int, programs: NDArray[np.int64], who: Who) -> NDArray:
+    def load(
+        self, addresses: Places, size: int, count: int, programs: NDArray[np.int64], who: Who
+    ) -> NDArray:
         """`count` neighbours of `size` bytes from each address, (k, count), as unsigned integers."""
         places, cells = self._access(addresses, size * count, programs)
         unwritten = ~self.written[cells]
         if unwritten.any():
-            raise Fault(f"reads {self.name} memory that nobody wrote, {self._where(addresses, unwritten.any(1))}")
+            raise Fault(
+                f"reads {self.name} memory that nobody wrote, {self._where(addresses, unwritten.any(1))}"
+            )
         self.trace.read(cells, who)
         return self._elements(size)[(places // size)[:, None] + np.arange(count)]
 
-    def store(self, addresses: Places, values: NDArray, programs: NDArray[np.int64], who: Who) -> None:
+    def store(
+        self, addresses: Places, values: NDArray, programs: NDArray[np.int64], who: Who
+    ) -> None:
         """The opposite: `values` (k, count)."""
         size, count = values.dtype.itemsize, values.shape[1]
         places, cells = self._access(addresses, size * count, programs)
@@ -61,13 +69,19 @@ class Space:
         other = (self._elements(size)[at] != values).any(1)
         if other.any():
             where = self._where(addresses, other)
-            raise Fault(f"race: lanes write different values to {self.name} memory at once, {where}")
+            raise Fault(
+                f"race: lanes write different values to {self.name} memory at once, {where}"
+            )
         self.written[cells] = True
 
-    def _access(self, addresses: Places, width: int, programs: NDArray[np.int64]) -> tuple[Places, Places]:
+    def _access(
+        self, addresses: Places, width: int, programs: NDArray[np.int64]
+    ) -> tuple[Places, Places]:
         misaligned = addresses % width != 0
         if misaligned.any():
-            raise Fault(f"misaligned: {width} bytes of {self.name} memory {self._where(addresses, misaligned)}")
+            raise Fault(
+                f"misaligned: {width} bytes of {self.name} memory {self._where(addresses, misaligned)}"
+            )
         return self.locate(addresses, width, programs)
 
     def _elements(self, size: int) -> NDArray:
@@ -86,11 +100,15 @@ class Shared(Space):
         self._size, self._cell = -(-max(size, 16) // 16) * 16, cell
         super().__init__(programs * self._size, programs * self._size // cell, threads)
 
-    def locate(self, addresses: Places, width: int, programs: NDArray[np.int64]) -> tuple[Places, Places]:
+    def locate(
+        self, addresses: Places, width: int, programs: NDArray[np.int64]
+    ) -> tuple[Places, Places]:
         outside = (addresses < 0) | (addresses + width > self._size)
         if outside.any():
             where = self._where(addresses, outside)
-            raise Fault(f"outside of the {self._size} bytes of shared memory that a program has, {where}")
+            raise Fault(
+                f"outside of the {self._size} bytes of shared memory that a program has, {where}"
+            )
         places = addresses + programs * self._size
         return places, (places // self._cell)[:, None] + np.arange(max(1, width // self._cell))
 
@@ -134,7 +152,9 @@ class Global(Space):
         size, cells = GAP, 0
         for names, first, last in _overlapping(tensors):
             place = -(-size // PAGE) * PAGE + first % PAGE
-            region = Region(names, tuple(tensors[name] for name in names), first, last, place, cells)
+            region = Region(
+                names, tuple(tensors[name] for name in names), first, last, place, cells
+            )
             self.regions.append(region)
             size, cells = place + last - first + GAP, cells + region.cells
         super().__init__(-(-size // PAGE) * PAGE, cells, threads)
@@ -158,23 +178,37 @@ class Global(Space):
     def copy_back(self) -> None:
         """What is in memory now goes to the tensors."""
         for region in self.regions:
-            _bytes(region)[...] = self.data[region.place : region.place + region.last - region.first]
+            _bytes(region)[...] = self.data[
+                region.place : region.place + region.last - region.first
+            ]
 
-    def locate(self, addresses: Places, width: int, programs: NDArray[np.int64]) -> tuple[Places, Places]:
+    def locate(
+        self, addresses: Places, width: int, programs: NDArray[np.int64]
+    ) -> tuple[Places, Places]:
         places = addresses - BASE
-        index = int(np.searchsorted(self._places, places[0], "right")) - 1 if len(self._places) else -1
+        index = (
+            int(np.searchsorted(self._places, places[0], "right")) - 1 if len(self._places) else -1
+        )
         if index < 0:
-            raise Fault(f"outside of every argument, {self._where(addresses, addresses == addresses[0])}")
+            raise Fault(
+                f"outside of every argument, {self._where(addresses, addresses == addresses[0])}"
+            )
         region = self.regions[index]
         inside = places - region.place
         outside = (inside < 0) | (inside + width > region.last - region.first)
         if not outside.any():
-            cells = region.cell + (inside // region.size)[:, None] + np.arange(max(1, width // region.size))
+            cells = (
+                region.cell
+                + (inside // region.size)[:, None]
+                + np.arange(max(1, width // region.size))
+            )
             outside = ~self._is_element[cells].all(1)
         if outside.any():
             byte = int(inside[outside][0])
             names = " and ".join(region.names)
-            raise Fault(f"outside of the elements of {names}: byte {byte} of {region.last - region.first}")
+            raise Fault(
+                f"outside of the elements of {names}: byte {byte} of {region.last - region.first}"
+            )
         return places, cells
 
 
@@ -183,7 +217,9 @@ def _overlapping(tensors: dict[str, Tensor]) -> list[tuple[tuple[str, ...], int,
     extents = []
     for name, x in tensors.items():
         if x.numel() > 0:
-            most = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+            most = sum(
+                (size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)
+            )
             extents.append((x.data_ptr(), x.data_ptr() + (most + 1) * x.element_size(), name))
     found: list[tuple[tuple[str, ...], int, int]] = []
     for first, last, name in sorted(extents):

@@ -51,7 +51,9 @@ def _select(lanes: Lanes, kind: str, d: str, a: str, b: str, p: str) -> None:
 
 @known(r"prmt\.b32")
 def _permute_bytes(lanes: Lanes, d: str, a: str, b: str, selector: str) -> None:
-    low, high, places = (lanes.get(operand, "b32").astype(np.uint64) for operand in (a, b, selector))
+    low, high, places = (
+        lanes.get(operand, "b32").astype(np.uint64) for operand in (a, b, selector)
+    )
     both, found = low | high << np.uint64(32), np.zeros(lanes.count, np.uint64)
     for i in range(4):
         place = places >> np.uint64(4 * i)
@@ -70,7 +72,9 @@ def _to_16_bits(lanes: Lanes, kind: str, d: str, a: str) -> None:
 @known(r"cvt\.rn\.(bf16|f16)x2\.f32")
 def _two_to_16_bits(lanes: Lanes, kind: str, d: str, high: str, low: str) -> None:
     x, y = (lanes.get(operand, "f32") for operand in (high, low))
-    top, bottom = (to_bfloat16(z) if kind == "bf16" else z.astype(np.float16).view(np.uint16) for z in (x, y))
+    top, bottom = (
+        to_bfloat16(z) if kind == "bf16" else z.astype(np.float16).view(np.uint16) for z in (x, y)
+    )
     lanes.put(d, top.astype(np.uint32) << np.uint32(16) | bottom)
 
 
@@ -91,7 +95,9 @@ def _to_whole(lanes: Lanes, rounding: str, flush: str | None, d: str, a: str) ->
 def _to_integer(lanes: Lanes, rounding: str, flush: str | None, kind: str, d: str, a: str) -> None:
     """The nearest number that there is, and 0 of NaN."""
     limits = np.iinfo(TYPES[kind])
-    x = np.nan_to_num(ROUNDINGS[rounding](flushed(lanes.get(a, "f32"), flush).astype(np.float64)), nan=0.0)
+    x = np.nan_to_num(
+        ROUNDINGS[rounding](flushed(lanes.get(a, "f32"), flush).astype(np.float64)), nan=0.0
+    )
     inside = np.maximum(np.where(x < limits.max, x, 0.0), limits.min).astype(TYPES[kind])
     lanes.put(d, np.where(x < limits.max, inside, TYPES[kind].type(limits.max)))
 

@@ -13,8 +13,17 @@ from numpy.typing import NDArray
 Values = NDArray[Any]
 
 UNSIGNED = {bits: np.dtype(f"u{bits // 8}") for bits in (8, 16, 32, 64)}
-TYPES = {f"{kind}{bits}": np.dtype(f"{'iu'[kind != 's']}{bits // 8}") for kind in "sub" for bits in UNSIGNED}
-TYPES |= {"f16": np.dtype("f2"), "f32": np.dtype("f4"), "f64": np.dtype("f8"), "bf16": np.dtype("u2")}
+TYPES = {
+    f"{kind}{bits}": np.dtype(f"{'iu'[kind != 's']}{bits // 8}")
+    for kind in "sub"
+    for bits in UNSIGNED
+}
+TYPES |= {
+    "f16": np.dtype("f2"),
+    "f32": np.dtype("f4"),
+    "f64": np.dtype("f8"),
+    "bf16": np.dtype("u2"),
+}
 
 
 @functools.cache
@@ -30,4 +39,6 @@ def constant(operand: str, kind: str) -> Values:
             .view(dtype)
         )
     number = 0 if operand == "global_smem" else int(operand, 0)
-    return np.asarray(number & ((1 << 8 * dtype.itemsize) - 1), UNSIGNED[8 * dtype.itemsize]).view(dtype)
+    return np.asarray(number & ((1 << 8 * dtype.itemsize) - 1), UNSIGNED[8 * dtype.itemsize]).view(
+        dtype
+    )

@@ -29,7 +29,9 @@ from tests.emulator.scenes import SCENES, Scene
 
 ARCHES = ("sm_80", "sm_90")
 BOUND = re.compile(r"setp\.(?:lt|le|gt|ge|lo|ls|hi|hs)(?:\.\w+)?\.([su](?:16|32|64))")
-PRODUCT = re.compile(r"(mul\.lo\.[sub]64|mul\.wide\.[su]32|mad\.wide\.[su]32|mad\.lo\.[su]64|shl\.b64)")
+PRODUCT = re.compile(
+    r"(mul\.lo\.[sub]64|mul\.wide\.[su]32|mad\.wide\.[su]32|mad\.lo\.[su]64|shl\.b64)"
+)
 # Faults that have an effect and that nothing can notice: patterns of the kernel's and the fault's name, and the reason.
 REASONS = (
     (
@@ -37,8 +39,16 @@ REASONS = (
         r"barrier [^(]*\((barrier\.py:\d+ @ )?(fused|single_pass)\.py:\d+\)$",
         "reductions with barriers of their own lie between the reads and the writes",
     ),
-    (".*", r".*setp.* moved by \+1 \(standard.py", "a lane more of a reduction adds up what nobody reads"),
-    (".*", r".*setp.* moved by \+1 \(steps.py", "a row past the last repeats it: the same numbers are stored again"),
+    (
+        ".*",
+        r".*setp.* moved by \+1 \(standard.py",
+        "a lane more of a reduction adds up what nobody reads",
+    ),
+    (
+        ".*",
+        r".*setp.* moved by \+1 \(steps.py",
+        "a row past the last repeats it: the same numbers are stored again",
+    ),
 )
 
 
@@ -111,7 +121,9 @@ def offsets_cut(kernel: Kernel) -> Iterator[Planted]:
         if PRODUCT.fullmatch(step.opcode):
             name, _, kind = step.opcode.rpartition(".")
             d, a, b, *addend = step.operands
-            product = Instruction(f"{name.replace('mad', 'mul')}.{kind}", ("%whole_0", a, b), line=step.line)
+            product = Instruction(
+                f"{name.replace('mad', 'mul')}.{kind}", ("%whole_0", a, b), line=step.line
+            )
             wide = "s64" if name.endswith("wide") else kind
             cut = [
                 product,
@@ -140,7 +152,11 @@ def _trap(step: Instruction) -> list[Instruction]:
     guard = [Instruction("mov.pred", ("%probe_2", step.guard))]
     if step.negated:
         guard.append(Instruction("not.pred", ("%probe_2", "%probe_2")))
-    return [*guard, Instruction("and.pred", ("%probe_0", "%probe_0", "%probe_2")), Instruction("trap", (), "%probe_0")]
+    return [
+        *guard,
+        Instruction("and.pred", ("%probe_0", "%probe_0", "%probe_2")),
+        Instruction("trap", (), "%probe_0"),
+    ]
 
 
 def rewritten(kernel: Kernel, steps: dict[int, list[Instruction]]) -> Kernel:
@@ -152,7 +168,12 @@ def rewritten(kernel: Kernel, steps: dict[int, list[Instruction]]) -> Kernel:
         code += steps.get(place, [step])
     moved.append(len(code))
     labels = {name: moved[place] for name, place in kernel.labels.items()}
-    more = {f"%moved{bits}_": bits for bits in (16, 32, 64)} | {"%probe_": 0, "%whole_": 64, "%cut_": 64, "%half_": 32}
+    more = {f"%moved{bits}_": bits for bits in (16, 32, 64)} | {
+        "%probe_": 0,
+        "%whole_": 64,
+        "%cut_": 64,
+        "%half_": 32,
+    }
     return replace(kernel, code=tuple(code), labels=labels, registers=kernel.registers | more)
 
 
@@ -187,7 +208,9 @@ class Stage:
         """Play with the fault, and with its trap if nobody noticed."""
         found = Outcome(self._arch, planted.kernel.name, planted.name)
         try:
-            got = self._play(lambda kernel: planted.kernel if kernel.name == planted.kernel.name else kernel)
+            got = self._play(
+                lambda kernel: planted.kernel if kernel.name == planted.kernel.name else kernel
+            )
         except Fault as fault:
             return replace(found, noticed=str(fault))
         if not all(map(torch.equal, map(_bytes, got), map(_bytes, self._want))):
@@ -220,7 +243,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.emulator.planted", description=(__doc__ or "").split("\n\n")[0]
     )
-    parser.add_argument("kernels", nargs="*", help="kernels whose name contains one of these; all without")
+    parser.add_argument(
+        "kernels", nargs="*", help="kernels whose name contains one of these; all without"
+    )
     parser.add_argument("--arch", action="append", choices=ARCHES)
     parser.add_argument("--verbose", action="store_true", help="print every fault")
     options = parser.parse_args()
@@ -233,7 +258,10 @@ def main() -> int:
             stage = Stage(scene, arch)
             found = [stage.outcome(planted) for planted in faults(stage.kernels[scene.kernel])]
             outcomes += found
-            noticed, idle = sum(bool(x.noticed) for x in found), sum(x.reason.startswith("no effect") for x in found)
+            noticed, idle = (
+                sum(bool(x.noticed) for x in found),
+                sum(x.reason.startswith("no effect") for x in found),
+            )
             print(
                 f"{arch} {scene.name:32s} {noticed} of {len(found)} faults noticed, {idle} without effect, "
                 f"{time.perf_counter() - begun:.0f} s", flush=True,
@@ -246,7 +274,9 @@ def main() -> int:
     for kind in ("taken out", "moved", "cut"):
         of_kind = [x for x in outcomes if kind in x.fault]
         idle = sum(x.reason.startswith("no effect") for x in of_kind)
-        print(f"{kind}: {sum(bool(x.noticed) for x in of_kind)} of {len(of_kind)} noticed, {idle} without effect")
+        print(
+            f"{kind}: {sum(bool(x.noticed) for x in of_kind)} of {len(of_kind)} noticed, {idle} without effect"
+        )
     return 1 if unexplained or not outcomes else 0
 
 

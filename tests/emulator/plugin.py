@@ -20,7 +20,9 @@ ARCHES = ("sm_80", "sm_90")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--arch", action="append", choices=ARCHES, help="emulate this one alone; may be repeated")
+    parser.addoption(
+        "--arch", action="append", choices=ARCHES, help="emulate this one alone; may be repeated"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -43,7 +45,13 @@ def emulation(request: pytest.FixtureRequest) -> Iterator[Emulation]:
     request.node.user_properties.append(
         (
             "emulated",
-            (dict(tally.launches), [*map(list, tally.variants)], dict(tally.executed), tally.running, tally.compiling),
+            (
+                dict(tally.launches),
+                [*map(list, tally.variants)],
+                dict(tally.executed),
+                tally.running,
+                tally.compiling,
+            ),
         )
     )
 
@@ -70,7 +78,9 @@ class _Sums:
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         of_kernel = Counter(name for _arch, name, *_rest in self.variants)
         for name, launches in sorted(self.launches.items()):
-            terminalreporter.write_line(f"emulated {name}: {of_kernel[name]} variants, {launches} launches")
+            terminalreporter.write_line(
+                f"emulated {name}: {of_kernel[name]} variants, {launches} launches"
+            )
         steps, opcodes = sum(self.executed.values()), len(self.executed)
         terminalreporter.write_line(
             f"emulated {steps} instructions of {opcodes} opcodes in {self.running:.0f} s; "

@@ -34,10 +34,14 @@ class Instruction:
     guard: str | None = None  # a predicate: lanes where it is false do nothing
     negated: bool = False  # lanes where it is true do nothing
     line: str = ""  # of the source: "steps.py:93"
-    callers: tuple[str, ...] = ()  # the lines that call the function of that line, the nearest first
+    callers: tuple[
+        str, ...
+    ] = ()  # the lines that call the function of that line, the nearest first
 
     def __str__(self) -> str:
-        return f"{self.opcode} {', '.join(self.operands)}" + (f" ({self.line})" if self.line else "")
+        return f"{self.opcode} {', '.join(self.operands)}" + (
+            f" ({self.line})" if self.line else ""
+        )
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,9 @@ def parse(text: str) -> Kernel:
     while at < end:
         found = STATEMENT.match(body, at)
         if found is None:
-            raise UnknownInstruction(f"{name}: expected a statement of PTX, got {body[at : at + 80].strip()!r}")
+            raise UnknownInstruction(
+                f"{name}: expected a statement of PTX, got {body[at : at + 80].strip()!r}"
+            )
         at = found.end()
         if found["label"]:
             labels[found["label"]] = len(code)
@@ -83,18 +89,35 @@ def parse(text: str) -> Kernel:
             line = f"{files.get(found['file'], '?')}:{found['line']}"
             callers = tuple(re.findall(r"@\[ ([^\s:]+:\d+)", found["callers"]))
         elif found["kind"]:
-            prefixes = (re.sub(r"<\d+>$|\d*$", "", each.strip()) for each in found["registers"].split(","))
+            prefixes = (
+                re.sub(r"<\d+>$|\d*$", "", each.strip()) for each in found["registers"].split(",")
+            )
             registers |= dict.fromkeys(prefixes, BITS[found["kind"]])
         elif found["opcode"]:
             operands = split(found["operands"])
-            code.append(Instruction(found["opcode"], operands, found["guard"], found["negated"] == "!", line, callers))
-    return Kernel(name, tuple(re.findall(r"(\w+_param_\d+)", parameters)), registers, tuple(code), labels)
+            code.append(
+                Instruction(
+                    found["opcode"],
+                    operands,
+                    found["guard"],
+                    found["negated"] == "!",
+                    line,
+                    callers,
+                )
+            )
+    return Kernel(
+        name, tuple(re.findall(r"(\w+_param_\d+)", parameters)), registers, tuple(code), labels
+    )
 
 
 @functools.cache
 def split(operands: str) -> tuple[str, ...]:
     """The operands between commas, without those inside of braces."""
-    return tuple(part.strip() for part in re.split(r",(?![^{]*\})", operands)) if operands.strip() else ()
+    return (
+        tuple(part.strip() for part in re.split(r",(?![^{]*\})", operands))
+        if operands.strip()
+        else ()
+    )
 
 
 @functools.cache

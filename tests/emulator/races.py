@@ -58,7 +58,9 @@ class Trace:
         if (before != NOBODY).any():  # those that a barrier separates from now on can be forgotten
             forgotten = (before == NOBODY) | self._ordered(seen, cells, who, before)
             breadth = np.where(
-                forgotten, breadth, np.maximum(seen.breadth[cells], self._relation(before, who.lane))
+                forgotten,
+                breadth,
+                np.maximum(seen.breadth[cells], self._relation(before, who.lane)),
             ).astype(np.int8)
         seen.put(cells, who, breadth)
         last = seen.lane[cells]
@@ -82,18 +84,28 @@ class Trace:
         if clash.any():
             row, column = np.argwhere(clash)[0]
             lane, other = int(who.lane[row, 0]), int(before[row, column])
-            raise Fault(f"race: {self._name(lane)} {what.format(self._name(other))}, and no barrier is between them")
+            raise Fault(
+                f"race: {self._name(lane)} {what.format(self._name(other))}, and no barrier is between them"
+            )
 
     def _ordered(self, seen: Seen, cells: Numbers, who: Who, before: Numbers) -> NDArray[np.bool_]:
         """Whether a barrier lies between who was there `before` and `who`."""
         breadth = seen.breadth[cells]
-        by_program = (before // self._threads == who.lane // self._threads) & (breadth <= OF_PROGRAM)
+        by_program = (before // self._threads == who.lane // self._threads) & (
+            breadth <= OF_PROGRAM
+        )
         by_warp = (before // WARP == who.lane // WARP) & (breadth <= OF_WARP)
-        return (by_program & (seen.epoch[cells] < who.epoch)) | (by_warp & (seen.warp_epoch[cells] < who.warp_epoch))
+        return (by_program & (seen.epoch[cells] < who.epoch)) | (
+            by_warp & (seen.warp_epoch[cells] < who.warp_epoch)
+        )
 
     def _relation(self, x: Numbers, y: Numbers) -> NDArray[np.int8]:
         """The smallest of `LANE` to `OF_ALL` that holds both lanes."""
-        apart = (x != y).astype(np.int8) + (x // WARP != y // WARP) + (x // self._threads != y // self._threads)
+        apart = (
+            (x != y).astype(np.int8)
+            + (x // WARP != y // WARP)
+            + (x // self._threads != y // self._threads)
+        )
         return (LANE + apart).astype(np.int8)
 
     def _name(self, lane: int) -> str:

@@ -8,7 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.interface import Chunk, DivergenceStats, LogitTransform, RowStats, Teacher
+from grpo_kernels.backends.interface import (
+    Chunk,
+    DivergenceStats,
+    LogitTransform,
+    RowStats,
+    Teacher,
+)
 from grpo_kernels.backends.triton_rows.combine import launch_combine
 from grpo_kernels.backends.triton_rows.rows import TritonRows
 from tests.emulator.layouts import apart
@@ -37,7 +43,11 @@ def chunk_of(*, teacher: bool = False, layout: Callable[[Tensor], Tensor] = apar
     n = len(IDS)
     inv_t, bias = torch.rand(n, 1) + 1.0, torch.randn(VOCAB)
     transform = LogitTransform(scale=1.5, softcap=60.0, inv_temperature=inv_t, bias=bias)
-    other = Teacher(layout(3 * torch.randn(n, VOCAB)), LogitTransform(scale=0.8), 1.0) if teacher else None
+    other = (
+        Teacher(layout(3 * torch.randn(n, VOCAB)), LogitTransform(scale=0.8), 1.0)
+        if teacher
+        else None
+    )
     raw = 3 * torch.randn(n, VOCAB)
     raw[:, -1], raw[-1, 5000] = 9.0, 200.0
     return Chunk(layout(raw), torch.tensor(IDS), transform, teacher=other)
@@ -46,7 +56,9 @@ def chunk_of(*, teacher: bool = False, layout: Callable[[Tensor], Tensor] = apar
 def known_stats(n: int) -> RowStats:
     """Statistics that need not fit the rows."""
     other = DivergenceStats(torch.rand(n), torch.rand(n), 9 + torch.rand(n), torch.rand(n))
-    return RowStats(-torch.rand(n), 20 + torch.rand(n), torch.rand(n), torch.rand(n), divergence=other)
+    return RowStats(
+        -torch.rand(n), 20 + torch.rand(n), torch.rand(n), torch.rand(n), divergence=other
+    )
 
 
 def _stats() -> list[Tensor]:

@@ -22,7 +22,9 @@ def numbers(n: int = 32) -> torch.Tensor:
 
 def test_a_kernel_that_keeps_the_rules() -> None:
     x = numbers()
-    execute(f"{OWN} ld.global.b32 %r2, [%rd11]; add.s32 %r2, %r2, %r0; st.global.b32 [%rd11], %r2;", x)
+    execute(
+        f"{OWN} ld.global.b32 %r2, [%rd11]; add.s32 %r2, %r2, %r0; st.global.b32 [%rd11], %r2;", x
+    )
     assert torch.equal(x, 2 * numbers())
 
 
@@ -47,12 +49,17 @@ def test_what_is_near_in_memory_belongs_to_others() -> None:
 
 def test_guarded_lanes_reach_nothing() -> None:
     x = numbers(31)
-    execute(f"{OWN} setp.lt.u32 %p1, %r0, 31; @%p1 ld.global.b32 %r2, [%rd11]; @%p1 st.global.b32 [%rd11], %r2;", x)
+    execute(
+        f"{OWN} setp.lt.u32 %p1, %r0, 31; @%p1 ld.global.b32 %r2, [%rd11]; @%p1 st.global.b32 [%rd11], %r2;",
+        x,
+    )
     with pytest.raises(Fault, match="outside of"):
         execute(f"{OWN} setp.lt.u32 %p1, %r0, 32; @%p1 ld.global.b32 %r2, [%rd11];", x)
 
 
-@pytest.mark.parametrize("code", ["ld.global.v2.b32 {%r2, %r3}, [%rd0+4];", "ld.global.b64 %rd2, [%rd0+4];"])
+@pytest.mark.parametrize(
+    "code", ["ld.global.v2.b32 {%r2, %r3}, [%rd0+4];", "ld.global.b64 %rd2, [%rd0+4];"]
+)
 def test_misaligned(code: str) -> None:
     with pytest.raises(Fault, match="misaligned: 8 bytes of global memory"):
         execute(code, numbers())
@@ -83,10 +90,16 @@ def test_shared_memory_read_before_it_is_written() -> None:
         execute(store, shared=64)
 
 
-@pytest.mark.parametrize(("threads", "other", "barrier"), [(32, 4, "bar.warp.sync -1;"), (64, 128, BARRIER)])
+@pytest.mark.parametrize(
+    ("threads", "other", "barrier"), [(32, 4, "bar.warp.sync -1;"), (64, 128, BARRIER)]
+)
 def test_races_of_threads(threads: int, other: int, barrier: str) -> None:
     """Of a warp, ordered by a barrier of warps, and of two warps, for which that is not enough."""
-    store, load, next_of = f"{SPOT} st.shared.b32 [%r10], %r0;", "ld.shared.b32 %r2, [%r12];", NEXT.format(other)
+    store, load, next_of = (
+        f"{SPOT} st.shared.b32 [%r10], %r0;",
+        "ld.shared.b32 %r2, [%r12];",
+        NEXT.format(other),
+    )
     for barriers in ("", "" if threads == 32 else "bar.warp.sync -1;"):
         with pytest.raises(Fault, match=r"race: .* reads what thread \d+ of program 0 wrote"):
             execute(store + barriers + next_of + load, threads=threads, shared=256)
@@ -102,9 +115,7 @@ def test_races_of_threads(threads: int, other: int, barrier: str) -> None:
 def test_many_readers_are_all_remembered() -> None:
     """Threads read one place, one of them last; it writes there without a barrier after the others."""
     write = "setp.eq.u32 %p1, %r0, 63; @%p1 st.shared.b32 [global_smem], %r0;"
-    start = (
-        f"setp.eq.u32 %p2, %r0, 0; @%p2 st.shared.b32 [global_smem], %r0; {BARRIER} ld.shared.b32 %r2, [global_smem];"
-    )
+    start = f"setp.eq.u32 %p2, %r0, 0; @%p2 st.shared.b32 [global_smem], %r0; {BARRIER} ld.shared.b32 %r2, [global_smem];"
     again = "setp.gt.u32 %p3, %r0, 31; @%p3 ld.shared.b32 %r3, [global_smem];"
     with pytest.raises(Fault, match="race: thread 63 of program 0 writes what"):
         execute(start + again + write, threads=64, shared=16)
@@ -123,9 +134,13 @@ def test_races_of_programs(programs: int) -> None:
     first, last = "setp.eq.u32 %p1, %r1, 0;", f"setp.eq.u32 %p1, %r1, {programs - 1};"
     read, write = "ld.global.b32 %r2, [%rd0];", "@%p1 st.global.b32 [%rd0], 7;"
     for chosen in (first, last):
-        with pytest.raises(Fault, match=r"race: .* of program \d writes what thread \d+ of program \d read"):
+        with pytest.raises(
+            Fault, match=r"race: .* of program \d writes what thread \d+ of program \d read"
+        ):
             execute(f"{read} {BARRIER} {chosen} {write}", numbers(), programs=programs)
-        with pytest.raises(Fault, match=r"race: .* of program \d reads what thread \d+ of program \d wrote"):
+        with pytest.raises(
+            Fault, match=r"race: .* of program \d reads what thread \d+ of program \d wrote"
+        ):
             execute(f"{chosen} {write} {BARRIER} {read}", numbers(), programs=programs)
     execute(read, numbers(), programs=programs)
     with pytest.raises(Fault, match="race: "):
@@ -136,8 +151,13 @@ def test_barriers_that_not_all_threads_reach() -> None:
     with pytest.raises(Fault, match="wait at a barrier for others that have returned"):
         execute("setp.gt.u32 %p1, %r0, 40; @%p1 ret; bar.sync 0;", threads=64)
     with pytest.raises(Fault, match="wait at different barriers"):
-        execute("setp.gt.u32 %p1, %r0, 40; @%p1 bra $A; bar.sync 0; bra $B; $A: bar.sync 0; $B:", threads=64)
-    execute("setp.gt.u32 %p1, %r0, 40; @%p1 bra $A; add.s32 %r2, %r0, 1; $A: bar.sync 0;", threads=64)
+        execute(
+            "setp.gt.u32 %p1, %r0, 40; @%p1 bra $A; bar.sync 0; bra $B; $A: bar.sync 0; $B:",
+            threads=64,
+        )
+    execute(
+        "setp.gt.u32 %p1, %r0, 40; @%p1 bra $A; add.s32 %r2, %r0, 1; $A: bar.sync 0;", threads=64
+    )
 
 
 def test_a_part_of_a_warp_in_an_instruction_of_whole_ones() -> None:
@@ -148,7 +168,9 @@ def test_a_part_of_a_warp_in_an_instruction_of_whole_ones() -> None:
         execute(shuffle.replace("-1", "65535"))
 
 
-@pytest.mark.parametrize("opcode", ["mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32", "add.sat.s32", "frob.b32"])
+@pytest.mark.parametrize(
+    "opcode", ["mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32", "add.sat.s32", "frob.b32"]
+)
 def test_unknown_instructions_are_named(opcode: str) -> None:
     with pytest.raises(UnknownInstruction, match=f"got {opcode}"):
         execute(f"{opcode} %r2, %r0, %r0;")

@@ -106,8 +106,15 @@ def test_one_rounding_of_a_product_and_a_sum() -> None:
 
 
 def test_bfloat16_is_rounded_to_the_nearest() -> None:
-    x = torch.cat([torch.randn(10_000), torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, INF, -INF, 3.4e38, 0.0, -0.0])])
-    assert np.array_equal(to_bfloat16(x.numpy()), x.bfloat16().view(torch.int16).numpy().view(np.uint16))
+    x = torch.cat(
+        [
+            torch.randn(10_000),
+            torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, INF, -INF, 3.4e38, 0.0, -0.0]),
+        ]
+    )
+    assert np.array_equal(
+        to_bfloat16(x.numpy()), x.bfloat16().view(torch.int16).numpy().view(np.uint16)
+    )
 
 
 def test_text_is_read_as_written() -> None:
@@ -121,7 +128,10 @@ def test_text_is_read_as_written() -> None:
     $L__BB0_2: ld.global.v2.b32 { %r2, %r3 }, [%rd0+16];
     """
     head = '.file 1 "/somewhere/steps.py"\n'
-    kernel = parse(head + TEXT.format(parameters=".param .u64 written_param_0", threads=32, loads="", body=body))
+    kernel = parse(
+        head
+        + TEXT.format(parameters=".param .u64 written_param_0", threads=32, loads="", body=body)
+    )
     assert kernel.parameters == ("written_param_0",)
     compare, branch, load, _ret = kernel.code[-4:]
     assert (compare.opcode, compare.line) == ("setp.eq.s32", "steps.py:12")

@@ -14,8 +14,23 @@ ARCHES = pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 
 
 def run_part(part: str, arch: str) -> None:
-    command = [sys.executable, "-m", "tests.emulator", "--part", part, "--arch", arch, "-q", "-p", "no:cacheprovider"]
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "TRITON_INTERPRET"))}
+    command = [
+        sys.executable,
+        "-m",
+        "tests.emulator",
+        "--part",
+        part,
+        "--arch",
+        arch,
+        "-q",
+        "-p",
+        "no:cacheprovider",
+    ]
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("PYTEST", "TRITON_INTERPRET"))
+    }
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert " passed" in done.stdout

@@ -21,7 +21,9 @@ def _shuffle(lanes: Lanes, mode: str, d: str, a: str, b: str, clamp: str, member
     bounds = lanes.get(clamp, "u32").astype(np.int64)
     lane, segment = lanes.lane % WARP, bounds >> 8 & 31
     least, most = lane & segment, (lane & segment) | (bounds & 31 & ~segment)
-    to = {"bfly": lane ^ by, "up": lane - by, "down": lane + by, "idx": least | (by & ~segment)}[mode]
+    to = {"bfly": lane ^ by, "up": lane - by, "down": lane + by, "idx": least | (by & ~segment)}[
+        mode
+    ]
     inside = to >= most if mode == "up" else to <= most
     destination, *inside_of = d.split("|")
     lanes.put(destination, values[lanes.lane - lane + np.where(inside, to, lane)])
@@ -37,7 +39,10 @@ def _reduce(lanes: Lanes, name: str, kind: str, d: str, a: str, members: str) ->
         "xor": np.bitwise_xor,
     }  # fmt: skip
     values = lanes.everywhere(lanes.get(a, kind))
-    lanes.put(d, functions[name].reduce(values.reshape(-1, WARP), axis=1).astype(values.dtype).repeat(WARP))
+    lanes.put(
+        d,
+        functions[name].reduce(values.reshape(-1, WARP), axis=1).astype(values.dtype).repeat(WARP),
+    )
 
 
 @known(r"vote\.sync\.(any|all)\.pred")

@@ -28,7 +28,9 @@ TEXT = """
 """
 
 
-def execute(body: str, *tensors: Tensor, threads: int = WARP, programs: int = 1, shared: int = 0) -> Lanes:
+def execute(
+    body: str, *tensors: Tensor, threads: int = WARP, programs: int = 1, shared: int = 0
+) -> Lanes:
     """Run `body` where %r0 is the thread, %r1 the program and %rd0, %rd1, ... point to `tensors`."""
     names = [f"written_param_{i}" for i in range(len(tensors))]
     text = TEXT.format(
@@ -39,7 +41,16 @@ def execute(body: str, *tensors: Tensor, threads: int = WARP, programs: int = 1,
     )
     memory = Global(dict(zip(names, tensors, strict=True)), threads)
     pointers = {name: memory.pointer(name) for name in names}
-    lanes = Lanes(parse(text), pointers, memory, shared, programs=programs, threads=threads, first=0, count=programs)
+    lanes = Lanes(
+        parse(text),
+        pointers,
+        memory,
+        shared,
+        programs=programs,
+        threads=threads,
+        first=0,
+        count=programs,
+    )
     lanes.run()
     memory.copy_back()
     return lanes

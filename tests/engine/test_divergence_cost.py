@@ -60,8 +60,12 @@ def test_only_the_rows_that_count_are_projected() -> None:
     assert nvh("trainable", mask=mask) == 8 * 3 / 4
 
 
-@pytest.mark.parametrize(("old", "level", "cost"), [(False, "token", 8), (True, "token", 8), (True, "sequence", 12)])
-def test_the_exact_kl_of_a_loss_adds_the_projection_of_the_reference(old: bool, level: str, cost: int) -> None:
+@pytest.mark.parametrize(
+    ("old", "level", "cost"), [(False, "token", 8), (True, "token", 8), (True, "sequence", 12)]
+)
+def test_the_exact_kl_of_a_loss_adds_the_projection_of_the_reference(
+    old: bool, level: str, cost: int
+) -> None:
     config = LossConfig(beta=0.1, kl_estimator="full", importance_sampling_level=level)
     for head, engines in (("trainable", cost), ("frozen", cost - 2), ("no grad", 4)):
         hidden, weight, other, other_weight = tensors(head)
@@ -125,7 +129,9 @@ def test_waits_for_the_device(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("trains", [(True, True), (True, False), (False, False)])
-def test_without_a_mask_it_can_be_captured(trains: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_mask_it_can_be_captured(
+    trains: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain = linear_divergence(*tensors("no grad"), run=ON_TORCH).divergence
     with pretended(monkeypatch, capturing=True) as waits:
         given = on_gpu(trains)
@@ -144,13 +150,17 @@ def test_an_expectation_can_be_captured(monkeypatch: pytest.MonkeyPatch) -> None
     want.sum().backward()
     with pretended(monkeypatch, capturing=True) as waits:
         given = on_gpu((True, True))[:2]
-        found = linear_logprob(*given, OnGPU(ids), expected=OnGPU(torch.ones(N)), run=ON_TORCH).logps
+        found = linear_logprob(
+            *given, OnGPU(ids), expected=OnGPU(torch.ones(N)), run=ON_TORCH
+        ).logps
         torch.autograd.backward(found.sum())
         assert not waits
         torch.testing.assert_close(here(given[1].grad), weight.grad, rtol=1e-5, atol=1e-5)
 
 
-def test_a_loss_with_the_exact_kl_waits_no_more_and_can_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loss_with_the_exact_kl_waits_no_more_and_can_be_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     config = Config(beta=0.1, kl_estimator="full", loss_type="grpo")
     with pretended(monkeypatch, capturing=True) as waits:
         hidden, weight, other, other_weight = on_gpu((True, True))

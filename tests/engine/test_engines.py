@@ -58,9 +58,13 @@ COST = {  # of the share s of rows with gradient: (head trains, head frozen)
 @pytest.mark.parametrize("head", ["trainable", "frozen", "no grad"])
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("loss_type", LOSSES)
-def test_cost_of_every_loss(loss_type: str, level: str, head: str, share_zero: float, off_policy: bool) -> None:
+def test_cost_of_every_loss(
+    loss_type: str, level: str, head: str, share_zero: float, off_policy: bool
+) -> None:
     inputs = batch(share_zero, head)
-    config = LossConfig(loss_type=loss_type, importance_sampling_level=level, epsilon=100.0)  # nothing is clipped
+    config = LossConfig(
+        loss_type=loss_type, importance_sampling_level=level, epsilon=100.0
+    )  # nothing is clipped
     if off_policy:
         inputs["old_per_token_logps"] = inputs["ref_per_token_logps"] * 0 - 4.2
     couples = off_policy and (level == "sequence" or reference_terms.TERMS[loss_type].per_sequence)
@@ -79,13 +83,19 @@ def test_cost_of_every_loss(loss_type: str, level: str, head: str, share_zero: f
     [
         ({"beta": 0.1}, "one_pass", "frozen"),
         ({"beta": 0.1, "importance_sampling_level": "sequence"}, "two_pass", "frozen"),
-        ({"beta": 0.1, "importance_sampling_level": "sequence", "use_bias_correction_kl": False}, "one_pass", "frozen"),
+        (
+            {"beta": 0.1, "importance_sampling_level": "sequence", "use_bias_correction_kl": False},
+            "one_pass",
+            "frozen",
+        ),
         ({"entropy_coef": 0.01}, "one_pass", "one_pass"),
         ({"entropy_coef": 0.01, "beta": 0.1}, "one_pass", "one_pass"),
     ],
     ids=str,
 )
-def test_cost_where_every_row_carries_gradient(options: dict[str, Any], trainable: str, frozen: str) -> None:
+def test_cost_where_every_row_carries_gradient(
+    options: dict[str, Any], trainable: str, frozen: str
+) -> None:
     """With a KL term or an entropy bonus, an advantage of 0 leaves no row without gradient."""
     for head, name in (("trainable", trainable), ("frozen", frozen)):
         cost, engine = nvh(batch(0.5, head), LossConfig(**options))
@@ -97,7 +107,11 @@ def test_two_passes_skip_rows_whose_coefficient_came_out_zero() -> None:
     """The top-entropy mask leaves a quarter of the rows: 2 + 6/4; with an entropy bonus and a frozen head 2 + 4/4."""
     for head, config, want in (
         ("trainable", LossConfig(top_entropy_quantile=0.25), 2 + 6 * 0.25),
-        ("frozen", LossConfig(top_entropy_quantile=0.25), 4),  # the gradient of all logps was taken in the forward
+        (
+            "frozen",
+            LossConfig(top_entropy_quantile=0.25),
+            4,
+        ),  # the gradient of all logps was taken in the forward
         ("frozen", LossConfig(top_entropy_quantile=0.25, entropy_coef=0.1), 2 + 4 * 0.25),
     ):
         cost, engine = nvh(batch(0.0, head), config)

@@ -26,7 +26,9 @@ MIB, GIB = 2**20, 2**30
 N, H, V = 8192, 4096, 151936
 BF16, FP32 = torch.bfloat16, torch.float32
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*CUDA is not available")  # of torch.autocast("cuda", enabled=False)
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*CUDA is not available"
+)  # of torch.autocast("cuda", enabled=False)
 
 
 def step(
@@ -55,7 +57,9 @@ def step(
         head.requires_grad_(not frozen)
         advantages = torch.ones(batch)
         advantages[: int(batch * zero_share)] = 0.0
-        torch.autograd.backward(flat(grpo_loss)(hidden, head, ids, mask, OnGPU(advantages), **options).loss)
+        torch.autograd.backward(
+            flat(grpo_loss)(hidden, head, ids, mask, OnGPU(advantages), **options).loss
+        )
     return tape
 
 
@@ -68,7 +72,9 @@ def main_step() -> Tape:
     return step()
 
 
-def groups_of(n: int, v: int, h: int, workspace: int, *, gradient: bool, grouped: bool) -> tuple[list[Group], int, int]:
+def groups_of(
+    n: int, v: int, h: int, workspace: int, *, gradient: bool, grouped: bool
+) -> tuple[list[Group], int, int]:
     """As a sweep in bf16 plans them, and what a row of a chunk and of a group takes."""
     chunk, group = 4 * CUDA.row_width(v), 2 * h + (2 * CUDA.row_width(v) if gradient else 0)
     costs = Costs(chunk, group, grouped, scratch_bytes=lambda rows: 0)
@@ -80,7 +86,9 @@ def groups_of(n: int, v: int, h: int, workspace: int, *, gradient: bool, grouped
 def test_a_small_workspace_multiplies_no_work(v: int, workspace: int) -> None:
     """Rows computed over rows asked, and the budget, which one tile of rows may exceed."""
     for n, h, (gradient, grouped) in itertools.product(
-        (1, 100, 128, 1000, 1024, 1025, 3000, 8192, 65_536), (896, 4096), ((False, False), (True, False), (True, True))
+        (1, 100, 128, 1000, 1024, 1025, 3000, 8192, 65_536),
+        (896, 4096),
+        ((False, False), (True, False), (True, True)),
     ):
         groups, chunk, group = groups_of(n, v, h, workspace, gradient=gradient, grouped=grouped)
         computed = sum(g.rows for g in groups)
@@ -117,12 +125,16 @@ def test_an_fp32_weight_is_converted_once(main_step: Tape) -> None:
     casts = [x for x in found.of("launch") if x.written == 2 * V * H and x.shape == (V, H)]
     assert len(casts) == 1
     for kind in ("product", "rows"):
-        assert sum(x.moved for x in found.of(kind)) <= 1.1 * sum(x.moved for x in main_step.of(kind))
+        assert sum(x.moved for x in found.of(kind)) <= 1.1 * sum(
+            x.moved for x in main_step.of(kind)
+        )
 
 
 @pytest.mark.parametrize("kind", ["frozen", "scoring"])
 def test_an_fp32_weight_is_converted_once_elsewhere(kind: str) -> None:
-    plain, found = (step(frozen=True, weight=w) if kind == "frozen" else scored(weight=w) for w in (BF16, FP32))
+    plain, found = (
+        step(frozen=True, weight=w) if kind == "frozen" else scored(weight=w) for w in (BF16, FP32)
+    )
     assert len(found.of("product")) <= 1.1 * len(plain.of("product"))
     assert len([x for x in found.of("launch") if x.shape == (V, H)]) == 1
 
@@ -130,7 +142,9 @@ def test_an_fp32_weight_is_converted_once_elsewhere(kind: str) -> None:
 def test_without_room_an_fp32_weight_is_converted_in_slices() -> None:
     with mock.patch.object(FreeMemory, "of", return_value=replace(AMPLE, converts=False)):
         found = step(n=1024, weight=FP32, engine="one_pass")
-    copies = [x.written for x in found.of("launch", "_to_copy") if x.shape[1:] == (H,) and x.shape[0] != V]
+    copies = [
+        x.written for x in found.of("launch", "_to_copy") if x.shape[1:] == (H,) and x.shape[0] != V
+    ]
     assert len(copies) > 30
     assert max(copies) <= 32 * MIB
 
@@ -144,7 +158,9 @@ def test_rows_of_logits_are_aligned_whatever_the_vocabulary(v: int, engine: str)
     assert all(x.aligned for x in (*found.of("product"), *found.of("rows")))
 
 
-@pytest.mark.parametrize("shape", ["frozen", "scoring", "H 896", "H 1024, frozen", "N 8192, V 50257"])
+@pytest.mark.parametrize(
+    "shape", ["frozen", "scoring", "H 896", "H 1024, frozen", "N 8192, V 50257"]
+)
 def test_default_chunks_are_large(shape: str) -> None:
     found = {
         "frozen": lambda: step(frozen=True),
@@ -156,7 +172,9 @@ def test_default_chunks_are_large(shape: str) -> None:
     assert min(x.shape[0] for x in found.of("rows")) >= 1024
 
 
-def room(free: int, unused: int | None = 0, fragments: int = 0, **asked: Any) -> tuple[FreeMemory, list[str]]:
+def room(
+    free: int, unused: int | None = 0, fragments: int = 0, **asked: Any
+) -> tuple[FreeMemory, list[str]]:
     """`FreeMemory.of` a bf16 weight with its gradient, and what was asked for it.
 
     Given what the driver has free, and what the allocator has reserved for nobody, in whole blocks and in fragments of
@@ -166,7 +184,11 @@ def room(free: int, unused: int | None = 0, fragments: int = 0, **asked: Any) ->
     dtype = asked.pop("dtype", BF16)
     size = dtype.itemsize
     in_use = 5 * GIB
-    held = {"reserved": in_use + (unused or 0) + fragments, "active": in_use, "inactive_split": fragments}
+    held = {
+        "reserved": in_use + (unused or 0) + fragments,
+        "active": in_use,
+        "inactive_split": fragments,
+    }
     stats = {f"{name}_bytes": {"all": {"current": x}} for name, x in held.items()}
 
     def told(name: str, value: Any) -> Callable[..., Any]:
@@ -185,11 +207,20 @@ def room(free: int, unused: int | None = 0, fragments: int = 0, **asked: Any) ->
     )
     weight, hidden = (
         SimpleNamespace(
-            shape=(k, H), dtype=dtype, device=torch.device("cuda"), numel=lambda k=k: k * H, element_size=lambda: size
+            shape=(k, H),
+            dtype=dtype,
+            device=torch.device("cuda"),
+            numel=lambda k=k: k * H,
+            element_size=lambda: size,
         )
         for k in (V, N)
     )
-    given: dict[str, Any] = {"needs_grad": NeedsGrad(True, True), "workspace_bytes": None, "asks_tight": True, **asked}
+    given: dict[str, Any] = {
+        "needs_grad": NeedsGrad(True, True),
+        "workspace_bytes": None,
+        "asks_tight": True,
+        **asked,
+    }
     with mock.patch.object(memory.torch, "cuda", cuda):
         return FreeMemory.of(weight, hidden, compute_dtype=BF16, **given), calls  # type: ignore[arg-type]
 
@@ -205,7 +236,9 @@ def test_the_allocator_is_asked_only_where_the_driver_has_not_enough() -> None:
     assert room(none, None)[0] == least  # raises nothing
     assert not room(none, none, asks_tight=False)[0].tight
     assert not room(none, none, needs_grad=NeedsGrad(hidden=True))[0].tight
-    assert room(GRADIENTS + 64 * MIB, workspace_bytes=64 * MIB)[0] == replace(AMPLE, workspace=64 * MIB)
+    assert room(GRADIENTS + 64 * MIB, workspace_bytes=64 * MIB)[0] == replace(
+        AMPLE, workspace=64 * MIB
+    )
 
 
 def test_the_workspace_grows_in_steps_with_what_is_free() -> None:
@@ -215,7 +248,9 @@ def test_the_workspace_grows_in_steps_with_what_is_free() -> None:
         workspace = room(GRADIENTS + beside)[0].workspace
         assert workspace <= max(512 * MIB, beside)
         groups, _, _ = groups_of(N, V, H, workspace, gradient=True, grouped=True)
-        found.setdefault(workspace, set()).add(tuple(c.stop - c.start for g in groups for c in g.chunks))
+        found.setdefault(workspace, set()).add(
+            tuple(c.stop - c.start for g in groups for c in g.chunks)
+        )
     assert [*found] == [x * MIB for x in (512, 768, 1024, 1536, 2048, 3072)]
     assert all(len(chunks) == 1 for chunks in found.values())
     assert all(1024 in chunks for x, (chunks,) in found.items() if x >= 1536 * MIB)
@@ -281,7 +316,9 @@ def test_the_backward_scales_and_casts_in_one_pass(main_step: Tape) -> None:
 
 # Counted so on the code before: 225 launches besides products and row kernels; 30 operations of the host, 15 of them
 # launches, between the last wait and the first product.
-@pytest.mark.parametrize(("kind", "before"), [("launch", 225), ("after the wait", 30), ("launch after the wait", 15)])
+@pytest.mark.parametrize(
+    ("kind", "before"), [("launch", 225), ("after the wait", 30), ("launch after the wait", 15)]
+)
 def test_small_launches_are_few(kind: str, before: int, main_step: Tape) -> None:
     after = main_step.after_last_wait()
     count = {

@@ -36,20 +36,32 @@ def test_kept_ids_are_the_padded_ids(dtype: torch.dtype) -> None:
     case = scored("handed over", t=9, kept=14, dtype=dtype, **HEADS["all"])
     want, padded = run_scores(case), case.kept_ids
     garbage = padded.masked_fill((case.completion_mask == 0)[..., None], 10**6)
-    for kept in (as_csr(padded), KeptIds.from_padded(padded), replace(as_csr(padded.int())), as_csr(garbage)):
+    for kept in (
+        as_csr(padded),
+        KeptIds.from_padded(padded),
+        replace(as_csr(padded.int())),
+        as_csr(garbage),
+    ):
         assert_close(run_scores(case.but(kept_ids=kept)), want, rtol=0, atol=0)
 
 
 def test_without_the_entropy_the_log_probabilities_are_the_same() -> None:
     case = scored("no entropy", t=9, kept=14, **HEADS["all"])
-    given = {"hidden": case.hidden, "weight": case.weight, "ids": case.completion_ids, "mask": case.completion_mask}
+    given = {
+        "hidden": case.hidden,
+        "weight": case.weight,
+        "ids": case.completion_ids,
+        "mask": case.completion_mask,
+    }
     want = flat(linear_logprob)(**given, kept_ids=case.kept_ids)
     for kept in (case.kept_ids, as_csr(case.kept_ids)):
         got = flat(linear_logprob)(**given, kept_ids=kept, entropy=False)
         assert torch.equal(got.logps, want.logps) and got.entropies is None
 
 
-SAMPLED = torch.tensor([[1, 1, 0, 1], [1, 0, 0, 0]])  # multi-turn: the third token of the first is a tool's
+SAMPLED = torch.tensor(
+    [[1, 1, 0, 1], [1, 0, 0, 0]]
+)  # multi-turn: the third token of the first is a tool's
 ROWS = [[[2, 5, 7], [4], [0, 3]], [[1, 6]]]  # vLLM: ascending; SGLang: by falling weight
 WANT = [[[2, 5, 7], [4], [], [0, 3]], [[1, 6], [], [], []]]
 
@@ -64,9 +76,13 @@ def test_rows_of_vllm_and_sglang() -> None:
     falling = [[[7, 2, 5], None, [3, 0]], [[6, 1]]]  # None: no set
     assert lists(KeptIds.from_rows(falling, SAMPLED.bool()))[:2] == [[7, 2, 5], []]
     assert lists(KeptIds.from_rows([], torch.zeros(0, 3))) == []
-    with pytest.raises(ValueError, match=r"rows: expected 3 lists of ids for sequence 0, .*, got 2"):
+    with pytest.raises(
+        ValueError, match=r"rows: expected 3 lists of ids for sequence 0, .*, got 2"
+    ):
         KeptIds.from_rows([ROWS[0][:2], ROWS[1]], SAMPLED)
-    with pytest.raises(ValueError, match=r"mask: expected shape \(B, T\) with B = 1, as rows, got \(2, 4\)"):
+    with pytest.raises(
+        ValueError, match=r"mask: expected shape \(B, T\) with B = 1, as rows, got \(2, 4\)"
+    ):
         KeptIds.from_rows(ROWS[:1], SAMPLED)
 
 
@@ -87,7 +103,9 @@ class Logprob(NamedTuple):
 
 
 def test_the_log_probabilities_of_vllm_hold_the_sets() -> None:
-    rows = [[{i: Logprob(-1.0) for i in ids} | {9: Logprob(-math.inf)} for ids in row] for row in ROWS]
+    rows = [
+        [{i: Logprob(-1.0) for i in ids} | {9: Logprob(-math.inf)} for ids in row] for row in ROWS
+    ]
     assert lists(KeptIds.from_logprobs(rows, SAMPLED)) == [ids for rows in WANT for ids in rows]
     plain = [[{i: x.logprob for i, x in token.items()} for token in row] for row in rows]
     assert lists(KeptIds.from_logprobs(plain, SAMPLED)) == [ids for rows in WANT for ids in rows]
@@ -97,25 +115,61 @@ def test_the_log_probabilities_of_vllm_hold_the_sets() -> None:
 def test_counts_of_prime_rl_and_offsets_of_slime() -> None:
     flat = [i for rows in WANT for ids in rows for i in ids]
     counts = [[len(ids) for ids in rows] for rows in WANT]
-    prime = KeptIds.from_counts(torch.tensor(flat, dtype=torch.int32), torch.tensor(counts, dtype=torch.int32))
-    slime = KeptIds(torch.tensor(flat), torch.tensor([0, 3, 4, 4, 6, 8, 8, 8, 8], dtype=torch.int32))
+    prime = KeptIds.from_counts(
+        torch.tensor(flat, dtype=torch.int32), torch.tensor(counts, dtype=torch.int32)
+    )
+    slime = KeptIds(
+        torch.tensor(flat), torch.tensor([0, 3, 4, 4, 6, 8, 8, 8, 8], dtype=torch.int32)
+    )
     for kept in (prime, slime):
         assert lists(kept) == [ids for rows in WANT for ids in rows]
         ids = torch.tensor([[5, 4, 0, 3], [6, 0, 0, 0]])
         hidden, weight = torch.randn(2, 4, 3), torch.randn(8, 3)
         logps = linear_logprob(hidden, weight, ids, kept_ids=kept, mask=SAMPLED).logps
-        assert logps[0, 1] == 0 and bool((logps[SAMPLED == 0] == 0).all()) and bool((logps[0, [0, 3]] < 0).all())
+        assert (
+            logps[0, 1] == 0
+            and bool((logps[SAMPLED == 0] == 0).all())
+            and bool((logps[0, [0, 3]] < 0).all())
+        )
 
 
 IDS = torch.zeros(4, dtype=torch.long)
 WRONG: dict[str, tuple[Any, type[Exception], str]] = {
-    "floats": (KeptIds(torch.zeros(4), torch.arange(5)), TypeError, "kept_ids.ids: expected signed integer"),
-    "float bounds": (KeptIds(IDS, torch.arange(5.0)), TypeError, "kept_ids.offsets: expected int32 or int64"),
-    "too few": (KeptIds(IDS, torch.arange(4)), ValueError, r"kept_ids.offsets: expected shape .*= \(5,\), got \(4,\)"),
-    "short": (KeptIds(IDS, torch.tensor([0, 1, 2, 3, 3])), ValueError, "from 0 to M = 4 that never fall, .*0 to 3"),
-    "late": (KeptIds(IDS, torch.tensor([1, 1, 2, 3, 4])), ValueError, "from 0 to M = 4 that never fall, .*1 to 4"),
-    "falling": (KeptIds(IDS, torch.tensor([0, 3, 2, 3, 4])), ValueError, "from 0 to M = 4 that never fall"),
-    "two dimensions": (KeptIds(IDS.view(2, 2), torch.arange(5)), ValueError, r"kept_ids.ids: expected shape \(M,\)"),
+    "floats": (
+        KeptIds(torch.zeros(4), torch.arange(5)),
+        TypeError,
+        "kept_ids.ids: expected signed integer",
+    ),
+    "float bounds": (
+        KeptIds(IDS, torch.arange(5.0)),
+        TypeError,
+        "kept_ids.offsets: expected int32 or int64",
+    ),
+    "too few": (
+        KeptIds(IDS, torch.arange(4)),
+        ValueError,
+        r"kept_ids.offsets: expected shape .*= \(5,\), got \(4,\)",
+    ),
+    "short": (
+        KeptIds(IDS, torch.tensor([0, 1, 2, 3, 3])),
+        ValueError,
+        "from 0 to M = 4 that never fall, .*0 to 3",
+    ),
+    "late": (
+        KeptIds(IDS, torch.tensor([1, 1, 2, 3, 4])),
+        ValueError,
+        "from 0 to M = 4 that never fall, .*1 to 4",
+    ),
+    "falling": (
+        KeptIds(IDS, torch.tensor([0, 3, 2, 3, 4])),
+        ValueError,
+        "from 0 to M = 4 that never fall",
+    ),
+    "two dimensions": (
+        KeptIds(IDS.view(2, 2), torch.arange(5)),
+        ValueError,
+        r"kept_ids.ids: expected shape \(M,\)",
+    ),
     "a list": ([[1], [2], [3], [4]], TypeError, "kept_ids: expected a tensor, got list"),
 }
 
@@ -137,7 +191,10 @@ def test_wrong_options() -> None:
         ({"kept_ids": kept, "entropy": "set"}, "entropy: expected True, False or 'full'"),
         ({"kept_ids": kept, "engine": "one"}, "engine: expected one of"),
         ({"kept_ids": kept, "backend": "c"}, "backend: expected one of"),
-        ({"kept_ids": kept, "extras": ("is_top1",)}, r"extras: expected none with kept_ids, got \('is_top1',\)"),
+        (
+            {"kept_ids": kept, "extras": ("is_top1",)},
+            r"extras: expected none with kept_ids, got \('is_top1',\)",
+        ),
         ({"without_set": "full"}, "without_set: expected 'error', the default, without kept_ids"),
         (
             {"kept_ids": torch.full_like(kept, -1)},
@@ -161,11 +218,16 @@ def test_flops_of_an_adapter_and_of_positions_without_a_set() -> None:
         scores = flat(linear_logprob)(hidden, weight, kept[:, 0].clamp(0), kept_ids=kept, **options)
         scores.logps.sum().backward()
 
-    assert count_flops(lambda: step(kept, lora=LoRA(a, b))) == 3 * (2 * n * k * (h + r) + 2 * n * r * h)
+    assert count_flops(lambda: step(kept, lora=LoRA(a, b))) == 3 * (
+        2 * n * k * (h + r) + 2 * n * r * h
+    )
     of_sets, whole = 6 * 16 * k * h, 2 * 16 * v * h
     assert count_flops(lambda: step(missing, without_set="full")) == of_sets + 4 * whole
     expected = torch.ones(n)
-    assert count_flops(lambda: step(missing, without_set="full", expected=expected)) == of_sets + 3 * whole
+    assert (
+        count_flops(lambda: step(missing, without_set="full", expected=expected))
+        == of_sets + 3 * whole
+    )
 
 
 def without_one(case: Case) -> Tensor:
@@ -181,7 +243,9 @@ def test_what_the_loss_says_of_the_sets_padded_and_packed() -> None:
     assert (out.engine, out.backend) == ("kept_sets", "torch")
     counted, without = case.completion_mask != 0, without_one(case)
     sizes = (case.kept_ids >= 0).sum(-1)
-    assert without.any() and out.metrics["kept/without_set"] == without.sum().double() / counted.sum()
+    assert (
+        without.any() and out.metrics["kept/without_set"] == without.sum().double() / counted.sum()
+    )
     assert out.metrics["kept/size"] == sizes[counted & ~without].double().mean()
 
     given = arguments(case)
@@ -204,12 +268,19 @@ def test_flops_of_the_loss() -> None:
 
     def run(**config: Any) -> int:
         given = {"kept_ids": kept, "without_set": "full", "old_per_token_logps": old}
-        out = grpo_loss(hidden, weight, ids, None, torch.ones(1), config=LossConfig(**config), **given)
+        out = grpo_loss(
+            hidden, weight, ids, None, torch.ones(1), config=LossConfig(**config), **given
+        )
         return count_flops(out.loss.backward)
 
     of_sets, whole = 4 * 16 * k * h, 2 * 16 * v * h
-    assert run(epsilon=100.0, epsilon_high=100.0) == of_sets  # the whole vocabulary's was computed in the forward
-    assert run(importance_sampling_level="sequence", epsilon=100.0, epsilon_high=100.0) == of_sets + 3 * whole
+    assert (
+        run(epsilon=100.0, epsilon_high=100.0) == of_sets
+    )  # the whole vocabulary's was computed in the forward
+    assert (
+        run(importance_sampling_level="sequence", epsilon=100.0, epsilon_high=100.0)
+        == of_sets + 3 * whole
+    )
 
 
 def test_refusals_of_the_loss() -> None:
@@ -219,8 +290,14 @@ def test_refusals_of_the_loss() -> None:
     grpo_loss(*args, **given)
     reference, of_whole = (case.hidden, case.weight), torch.full(case.completion_ids.shape, -1.0)
     for options, message in (
-        ({"config": LossConfig(beta=0.1, kl_estimator="full"), "reference": reference}, "kl_estimator: .*kept_ids"),
-        ({"old_per_token_logps": of_whole}, "old_per_token_logps: expected log-probabilities over the same kept sets"),
+        (
+            {"config": LossConfig(beta=0.1, kl_estimator="full"), "reference": reference},
+            "kl_estimator: .*kept_ids",
+        ),
+        (
+            {"old_per_token_logps": of_whole},
+            "old_per_token_logps: expected log-probabilities over the same kept sets",
+        ),
         (
             {"ref_per_token_logps": of_whole, "config": LossConfig(beta=0.1)},
             "ref_per_token_logps: expected log-probabilities over the same kept sets, .* got -1: make them",
@@ -229,5 +306,7 @@ def test_refusals_of_the_loss() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             grpo_loss(*args, **given, **options)
-    with pytest.raises(ValueError, match="without_set: expected 'error', the default, without kept_ids"):
+    with pytest.raises(
+        ValueError, match="without_set: expected 'error', the default, without kept_ids"
+    ):
         grpo_loss(*args, without_set="full")

@@ -36,7 +36,9 @@ def compute(case: Case, **options: Any) -> dict[str, Tensor]:
 def arguments(case: Case) -> dict[str, Any]:
     """Those of `linear_logprob` with a plain head."""
     names = {"hidden": "hidden", "head": "weight", "ids": "completion_ids", "kept_ids": "kept_ids"}
-    return {name: getattr(case, field) for name, field in names.items()} | {"mask": case.completion_mask}
+    return {name: getattr(case, field) for name, field in names.items()} | {
+        "mask": case.completion_mask
+    }
 
 
 def assert_same_bits(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
@@ -111,9 +113,14 @@ def test_mixed_dtypes_are_used_as_stored() -> None:
         check_scores(case.but(hidden=case.hidden.to(hidden), weight=case.weight.to(weight)))
 
 
-@pytest.mark.parametrize(("shape", "k"), [((0,), 3), ((2, 0), 3), ((0, 4), 0), ((2, 3), 0), ((2, 3), 4)])
+@pytest.mark.parametrize(
+    ("shape", "k"), [((0,), 3), ((2, 0), 3), ((0, 4), 0), ((2, 3), 0), ((2, 3), 4)]
+)
 def test_nothing_to_score_is_an_attached_zero(shape: tuple[int, ...], k: int) -> None:
-    hidden, weight = torch.randn(*shape, 5, requires_grad=True), torch.randn(7, 5, requires_grad=True)
+    hidden, weight = (
+        torch.randn(*shape, 5, requires_grad=True),
+        torch.randn(7, 5, requires_grad=True),
+    )
     ids, kept = torch.full(shape, BIG), torch.full((*shape, k), BIG)
     scores = linear_logprob(hidden, weight, ids, kept_ids=kept, mask=torch.zeros(shape))
     logps, entropies = scores.logps, scores.entropies
@@ -148,17 +155,37 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         r"kept_ids: expected ids .* or -1, got -2 at position \(0, 1\)",
     ),
-    "shape": ({"kept_ids": torch.zeros(2, 3, 4, dtype=torch.long)}, ValueError, r"kept_ids: expected shape .*K\)"),
+    "shape": (
+        {"kept_ids": torch.zeros(2, 3, 4, dtype=torch.long)},
+        ValueError,
+        r"kept_ids: expected shape .*K\)",
+    ),
     "no width": ({"kept_ids": torch.tensor(1)}, ValueError, r"kept_ids: expected shape .*K\)"),
-    "floats": ({"kept_ids": torch.zeros(2, 2, 4)}, TypeError, "kept_ids: expected signed integer ids"),
-    "unsigned": ({"kept_ids": torch.zeros(2, 2, 4, dtype=torch.uint8)}, TypeError, "kept_ids: .*got torch.uint8"),
+    "floats": (
+        {"kept_ids": torch.zeros(2, 2, 4)},
+        TypeError,
+        "kept_ids: expected signed integer ids",
+    ),
+    "unsigned": (
+        {"kept_ids": torch.zeros(2, 2, 4, dtype=torch.uint8)},
+        TypeError,
+        "kept_ids: .*got torch.uint8",
+    ),
     "a list": ({"kept_ids": [[1]]}, TypeError, "kept_ids: expected a tensor, got list"),
     "temperature": ({"temperature": 0.0}, ValueError, "temperature: expected a finite number > 0"),
-    "temperatures": ({"temperature": torch.zeros(2, 2)}, ValueError, "temperature: expected finite numbers > 0"),
+    "temperatures": (
+        {"temperature": torch.zeros(2, 2)},
+        ValueError,
+        "temperature: expected finite numbers > 0",
+    ),
     "cap": ({"final_logit_softcapping": -1.0}, ValueError, "final_logit_softcapping"),
     "mask": ({"mask": torch.ones(4)}, ValueError, "mask: expected shape"),
     "bias": ({"bias": torch.ones(3)}, ValueError, "bias: expected shape"),
-    "workspace": ({"workspace_bytes": 0}, ValueError, "workspace_bytes: expected a number of bytes > 0"),
+    "workspace": (
+        {"workspace_bytes": 0},
+        ValueError,
+        "workspace_bytes: expected a number of bytes > 0",
+    ),
 }
 
 
@@ -184,7 +211,10 @@ def test_on_a_gpu_wrong_ids_make_their_position_nan(monkeypatch: pytest.MonkeyPa
     kept[1, 1] = torch.where(kept[1, 1] == ids[1, 1], -1, kept[1, 1])
     kept[1, 1, 0] = ids[1, 1] ^ 1  # another
     with pretended(monkeypatch) as waits:
-        hidden, weight = OnGPU(case.hidden.clone()).requires_grad_(), OnGPU(case.weight.clone()).requires_grad_()
+        hidden, weight = (
+            OnGPU(case.hidden.clone()).requires_grad_(),
+            OnGPU(case.weight.clone()).requires_grad_(),
+        )
         scores = linear_logprob(hidden, weight, OnGPU(ids), kept_ids=OnGPU(kept))
         assert waits == ["tolist"]
     wrong = torch.zeros(2, 9, dtype=torch.bool)

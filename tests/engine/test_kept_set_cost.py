@@ -61,12 +61,23 @@ def test_flops_of_ragged_sets_go_with_their_sizes() -> None:
 
 def test_spans_hold_the_budget_and_cover_every_row() -> None:
     sizes = sorted(torch.randint(2, 300, (500,)).tolist(), reverse=True)
-    longest = [size + extra for size, extra in zip(sizes, torch.randint(0, 50, (500,)).tolist(), strict=True)]
+    longest = [
+        size + extra
+        for size, extra in zip(sizes, torch.randint(0, 50, (500,)).tolist(), strict=True)
+    ]
     at = 0
     for rows, width, entries in plan_spans(sizes, longest, 100_000, 64, 500):
-        assert rows.start == at and rows.stop > at and width == sizes[at] and entries == max(longest[rows])
+        assert (
+            rows.start == at
+            and rows.stop > at
+            and width == sizes[at]
+            and entries == max(longest[rows])
+        )
         assert sizes[rows.stop - 1] >= width / 2
-        assert rows.stop == at + 1 or (rows.stop - at) * (width * 64 + entries * ENTRY_BYTES + 500) <= 100_000
+        assert (
+            rows.stop == at + 1
+            or (rows.stop - at) * (width * 64 + entries * ENTRY_BYTES + 500) <= 100_000
+        )
         at = rows.stop
     assert at == len(sizes) and plan_spans([], [], 1, 1, 1) == []
 

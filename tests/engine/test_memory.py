@@ -109,7 +109,9 @@ def test_saved_for_backward_is_little() -> None:
     assert 0 < sum(saved.values()) <= 8 * 1024 * 8
 
 
-@pytest.mark.parametrize(("row", "budget", "scratch"), [(10, 1000, 0), (7, 1000, 333), (5, 3, 0), (8, 800, 16)])
+@pytest.mark.parametrize(
+    ("row", "budget", "scratch"), [(10, 1000, 0), (7, 1000, 333), (5, 3, 0), (8, 800, 16)]
+)
 def test_chunk_rows_fills_the_budget(row: int, budget: int, scratch: int) -> None:
     rows = most_rows(row, budget, lambda m: scratch, least=16)
     assert rows == 16 or rows * row + scratch <= budget

@@ -22,13 +22,19 @@ def numbers(*shape: int) -> Tensor:
 @has_mkl
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize(
-    ("m", "k", "n"), [(1, 1, 1), (16, 32, 700), (5, 1, 9), (1, 40, 33), (130, 7, 1), (3, 0, 4), (0, 3, 4)]
+    ("m", "k", "n"),
+    [(1, 1, 1), (16, 32, 700), (5, 1, 9), (1, 40, 33), (130, 7, 1), (3, 0, 4), (0, 3, 4)],
 )
 def test_products_are_summed_in_fp32(m: int, k: int, n: int, add: bool) -> None:
     """Of rows or columns that are contiguous, apart or strided, into rows that lie apart."""
     wide_left, wide_right = numbers(m, 2 * k + 3), numbers(k, 2 * n + 3)
     lefts = [numbers(m, k), numbers(k, m).t(), wide_left[:, 2 : k + 2], wide_left[:, : 2 * k : 2]]
-    rights = [numbers(k, n), numbers(n, k).t(), wide_right[:, 1 : n + 1], wide_right[:, : 2 * n : 2]]
+    rights = [
+        numbers(k, n),
+        numbers(n, k).t(),
+        wide_right[:, 1 : n + 1],
+        wide_right[:, : 2 * n : 2],
+    ]
     for left, right in zip(lefts, rights, strict=True):
         for out in (torch.ones(m, n), torch.ones(m, n + 5)[:, :n], torch.ones(n, m).t()):
             mixed_mm.mixed_mm(left, right, out, add=add)
@@ -78,16 +84,24 @@ def test_which_processors_it_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @has_mkl
 @pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32])
-def test_engines_agree_with_converted_operands(monkeypatch: pytest.MonkeyPatch, weight_dtype: torch.dtype) -> None:
+def test_engines_agree_with_converted_operands(
+    monkeypatch: pytest.MonkeyPatch, weight_dtype: torch.dtype
+) -> None:
     """Forward to the rounding of fp32, backward to that of d logits; a weight of fp32 is converted slice by slice."""
     hidden, weight = numbers(2, 40, 48), numbers(3000, 48).to(weight_dtype)
     ids = torch.randint(3000, (2, 40))
     found = []
     for mixed in (False, True):
-        monkeypatch.setitem(device._KINDS, "cpu", replace(device.CPU, mixed_products=lambda dtype, mixed=mixed: mixed))
+        monkeypatch.setitem(
+            device._KINDS,
+            "cpu",
+            replace(device.CPU, mixed_products=lambda dtype, mixed=mixed: mixed),
+        )
         leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
         with torch.autocast("cpu", torch.bfloat16):
-            out = grpo_loss(*leaves, ids, None, torch.tensor([1.0, -0.5]), run=Run(workspace_bytes=2**20))
+            out = grpo_loss(
+                *leaves, ids, None, torch.tensor([1.0, -0.5]), run=Run(workspace_bytes=2**20)
+            )
         out.loss.backward()
         found.append((out.per_token_logps, [x.grad.double() for x in leaves]))
     torch.testing.assert_close(found[0][0], found[1][0], rtol=0, atol=2e-5)

@@ -21,7 +21,11 @@ from tests.support.run_case import allowed_engines, run
 from tests.support.tolerance import assert_matches, bounds_of
 
 CASES = [c for c in fixed_cases() if c.hidden.dtype.itemsize == 2 and c.group in "ABCDGH"]
-ADAPTED = [c for c in head_cases() if c.lora_a is not None and 2 in (c.hidden.dtype.itemsize, c.lora_a.dtype.itemsize)]
+ADAPTED = [
+    c
+    for c in head_cases()
+    if c.lora_a is not None and 2 in (c.hidden.dtype.itemsize, c.lora_a.dtype.itemsize)
+]
 ENGINES = ("auto", "one_pass", "two_pass", "lean", "frozen")
 KILOBYTE = 2**10
 
@@ -34,7 +38,9 @@ def like_cuda(monkeypatch: pytest.MonkeyPatch) -> list[chunks.Group]:
     def product(left: Tensor, right: Tensor, out: Tensor, *, add: bool = False) -> None:
         assert left.dtype == right.dtype, "operands of one product have one dtype"
         sizes = (left.itemsize, out.itemsize)
-        assert sizes[0] == sizes[1] or sizes == (2, 4), "a result is as precise as its operands, or fp32 of 16 bits"
+        assert sizes[0] == sizes[1] or sizes == (2, 4), (
+            "a result is as precise as its operands, or fp32 of 16 bits"
+        )
         found = left.to(out.dtype) @ right.to(out.dtype)
         out.copy_(out + found if add else found)
 
@@ -62,7 +68,9 @@ def test_equals_the_reference(like_cuda: list[chunks.Group], part: int) -> None:
         for budget in (4 * KILOBYTE, (1, 16 * KILOBYTE, 2**29)[index % 3]):
             for engine in ENGINES:
                 if engine == "auto" or engine in allowed_engines(case):
-                    assert_matches(*run(case.but(workspace_bytes=budget), engine), reference, case, bounds)
+                    assert_matches(
+                        *run(case.but(workspace_bytes=budget), engine), reference, case, bounds
+                    )
     assert any(len(group.chunks) > 1 for group in like_cuda)
 
 
@@ -93,7 +101,9 @@ def test_an_adapter_beside_a_float64_head(like_cuda: list[chunks.Group]) -> None
         logits = hidden.double() @ weight.T + (x @ leaves[0].T).double() @ leaves[1].double().T
         want = torch.log_softmax(logits, -1).gather(1, ids[:, None])[:, 0]
         torch.testing.assert_close(logps, want)
-        for found, exact in zip(*(torch.autograd.grad(y.sum(), leaves) for y in (logps, want)), strict=True):
+        for found, exact in zip(
+            *(torch.autograd.grad(y.sum(), leaves) for y in (logps, want)), strict=True
+        ):
             torch.testing.assert_close(found, exact)
 
 

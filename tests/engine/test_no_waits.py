@@ -37,8 +37,18 @@ CALLS = {
     "two_pass": (SEQUENCE, BOTH, "two_pass", (1, 1)),
     "two_pass-bonus": (replace(SEQUENCE, entropy_coef=0.01), BOTH, "two_pass", (1, 1)),
     "two_pass-vespo": (LossConfig(loss_type="vespo"), BOTH, "two_pass", (1, 1)),
-    "two_pass-gmpo-top-entropy": (LossConfig(loss_type="gmpo", top_entropy_quantile=0.5), BOTH, "two_pass", (1, 1)),
-    "two_pass-off-policy-mask": (LossConfig(off_policy_mask_threshold=0.1), BOTH, "two_pass", (1, 1)),
+    "two_pass-gmpo-top-entropy": (
+        LossConfig(loss_type="gmpo", top_entropy_quantile=0.5),
+        BOTH,
+        "two_pass",
+        (1, 1),
+    ),
+    "two_pass-off-policy-mask": (
+        LossConfig(off_policy_mask_threshold=0.1),
+        BOTH,
+        "two_pass",
+        (1, 1),
+    ),
     "lean": (SEQUENCE, BOTH, "lean", (1, 1)),
     "score": (ALL_TERMS, NEITHER, "score", (1, 0)),
     **{
@@ -47,7 +57,9 @@ CALLS = {
     },
 }
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*CUDA is not available")  # of torch.autocast("cuda", enabled=False)
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*CUDA is not available"
+)  # of torch.autocast("cuda", enabled=False)
 
 
 def batch(
@@ -69,14 +81,18 @@ def batch(
     return given
 
 
-def call(name: str, waits: Waits, *, there: bool = True, mask: Tensor | None = None, **options: Any) -> dict[str, Any]:
+def call(
+    name: str, waits: Waits, *, there: bool = True, mask: Tensor | None = None, **options: Any
+) -> dict[str, Any]:
     """Forward and backward: results, and under "waits" how many each of them had."""
     config, trains, engine, _ = CALLS[name]
     given = batch(there=there, trains=trains, **options)
     if name.endswith("on-policy"):
         del given["old_per_token_logps"]
     waits.clear()
-    out = grpo_loss(**given, completion_mask=mask, config=config, run=Run(engine=engine, backend="torch"))
+    out = grpo_loss(
+        **given, completion_mask=mask, config=config, run=Run(engine=engine, backend="torch")
+    )
     assert out.engine == engine
     forward = len(waits)
     if out.loss.requires_grad:
@@ -100,7 +116,9 @@ def test_captured(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
         if key == "rows/gradient":  # captured, all rows go through the products
             continue
         rounding = 1e-5 if dtype == torch.float32 else 2e-2  # d logits in bf16
-        torch.testing.assert_close(x, want[key], rtol=rounding, atol=rounding, msg=key, equal_nan=True)
+        torch.testing.assert_close(
+            x, want[key], rtol=rounding, atol=rounding, msg=key, equal_nan=True
+        )
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -114,7 +132,9 @@ def test_waits_with_a_mask(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", ["one_pass", "score"])
-def test_a_mask_of_floats_is_looked_at_in_the_same_wait(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mask_of_floats_is_looked_at_in_the_same_wait(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     want = call(name, Waits(), there=False, mask=MASK)
     with pretended(monkeypatch) as waits:
         found = call(name, waits, mask=OnGPU(1.0 * MASK))
@@ -122,7 +142,9 @@ def test_a_mask_of_floats_is_looked_at_in_the_same_wait(name: str, monkeypatch: 
         checks.warn_once.cache_clear()
         with pytest.warns(UserWarning, match="completion_mask: it holds values other than 0 and 1"):
             odd = call(name, waits, mask=OnGPU(torch.where(MASK == 0, 0.0, -torch.inf)))
-        with pytest.raises(ValueError, match=r"^completion_mask: expected 0 or a number that is not, got nan"):
+        with pytest.raises(
+            ValueError, match=r"^completion_mask: expected 0 or a number that is not, got nan"
+        ):
             call(name, waits, mask=OnGPU(MASK / MASK))
         given = [batch()[x].detach() for x in ("hidden", "head", "completion_ids")]
         with pytest.raises(ValueError, match=r"^mask: expected 0 or a number that is not, got nan"):
@@ -145,7 +167,9 @@ def test_packed_reads_its_bounds_once(device: str, monkeypatch: pytest.MonkeyPat
     bounds = torch.tensor([0, 4, 10])
     with pretended(monkeypatch) as waits:
         given = {name: x.detach() for name, x in batch().items()}
-        given |= {name: x.flatten(0, 1) for name, x in given.items() if name not in ("head", "advantages")}
+        given |= {
+            name: x.flatten(0, 1) for name, x in given.items() if name not in ("head", "advantages")
+        }
         bounds = OnGPU(bounds) if device == "cuda" else bounds
         grpo_loss(**given, completion_mask=None, cu_seqlens=bounds, config=SEQUENCE, run=ON_TORCH)
     assert waits == (["tolist"] if device == "cuda" else [])
@@ -172,7 +196,9 @@ def test_custom_objective(monkeypatch: pytest.MonkeyPatch) -> None:
     # the first call verifies that tokens are not coupled
     for objective, expected in ((rowwise, (2, 0)), (rowwise, (1, 0)), (whole, (1, 1))):
         with pretended(monkeypatch) as waits:
-            out = grpo_loss(**batch(), completion_mask=OnGPU(MASK), objective=objective, run=ON_TORCH)
+            out = grpo_loss(
+                **batch(), completion_mask=OnGPU(MASK), objective=objective, run=ON_TORCH
+            )
             forward = len(waits)
             torch.autograd.backward(out.loss)
             assert (forward, len(waits) - forward) == expected
@@ -246,7 +272,9 @@ def test_captured_linear_logprob(monkeypatch: pytest.MonkeyPatch) -> None:
         with pretended(monkeypatch, capturing=True):
             given = batch(trains=trains)
             run = Run(engine="two_pass", backend="torch")
-            scores = linear_logprob(given["hidden"], given["head"], given["completion_ids"], run=run)
+            scores = linear_logprob(
+                given["hidden"], given["head"], given["completion_ids"], run=run
+            )
             assert scores.logps is not None and scores.entropies is not None
             torch.autograd.backward((scores.logps + scores.entropies).sum())
 
@@ -256,7 +284,9 @@ def test_an_id_that_does_not_exist_makes_its_row_nan(monkeypatch: pytest.MonkeyP
     with pretended(monkeypatch) as waits:
         given = batch(trains=NEITHER)
         given["completion_ids"] = OnGPU(torch.tensor([[0, V, 1, 2, 3], [4, 5, -1, 6, 7]]))
-        logps = linear_logprob(given["hidden"], given["head"], given["completion_ids"], run=ON_TORCH).logps
+        logps = linear_logprob(
+            given["hidden"], given["head"], given["completion_ids"], run=ON_TORCH
+        ).logps
     assert waits == []
     assert here(logps).isnan().nonzero().tolist() == [[0, 1], [1, 2]]
 
@@ -276,5 +306,8 @@ def test_a_wait_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     with pretended(monkeypatch) as waits:
         reads(OnGPU(torch.arange(3.0)))
     assert len(waits) == 7
-    with pretended(monkeypatch, capturing=True), pytest.raises(RuntimeError, match="while a graph is captured"):
+    with (
+        pretended(monkeypatch, capturing=True),
+        pytest.raises(RuntimeError, match="while a graph is captured"),
+    ):
         reads(OnGPU(torch.arange(3.0)))

@@ -18,7 +18,9 @@ from tests.support.pretend_gpu import OnGPU, Waits, pretended
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*CUDA is not available")  # of torch.autocast("cuda", enabled=False)
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*CUDA is not available"
+)  # of torch.autocast("cuda", enabled=False)
 
 
 @pytest.fixture
@@ -47,7 +49,9 @@ def as_it_is(right: Any, *operands: Any, **options: Any) -> Tensor:
 
 
 def absent(right: Any, *operands: Any, **options: Any) -> Tensor:
-    raise RuntimeError("gemm input type at::BFloat16 and output type float not allowed with ROCm\nmore")
+    raise RuntimeError(
+        "gemm input type at::BFloat16 and output type float not allowed with ROCm\nmore"
+    )
 
 
 def rounded(right: Any, *operands: Any, out: Tensor, **options: Any) -> Tensor:
@@ -77,7 +81,9 @@ def test_products_that_are_right_are_used(
     assert ROCM.mixed_products(BF16)
     assert len(seen) == tried > 0  # once
     hidden, weight = OnGPU(torch.randn(4, 8).to(BF16)), OnGPU(torch.randn(20, 8).to(BF16))
-    linear_logprob(hidden, weight, OnGPU(torch.zeros(4, dtype=torch.long)), run=Run(backend="torch"))
+    linear_logprob(
+        hidden, weight, OnGPU(torch.zeros(4, dtype=torch.long)), run=Run(backend="torch")
+    )
     assert seen[tried:] == [BF16]
 
 
@@ -91,7 +97,11 @@ def test_products_that_are_right_are_used(
     ],
 )
 def test_products_that_are_wrong_are_not_used(
-    rocm: Waits, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, change: Any, why: str
+    rocm: Waits,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    change: Any,
+    why: str,
 ) -> None:
     seen = product(monkeypatch, change)
     caplog.set_level(logging.INFO, logger="grpo_kernels")

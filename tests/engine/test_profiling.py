@@ -17,8 +17,15 @@ CALLS |= {"lean": CALLS["two_pass"]}
 
 
 def step(engine: Any) -> None:
-    hidden, weight = torch.randn(2, 9, 8, requires_grad=True), torch.randn(33, 8, requires_grad=True)
-    ids, mask, run = torch.randint(33, (2, 9)), torch.ones(2, 9), Run(engine=engine, backend="torch")
+    hidden, weight = (
+        torch.randn(2, 9, 8, requires_grad=True),
+        torch.randn(33, 8, requires_grad=True),
+    )
+    ids, mask, run = (
+        torch.randint(33, (2, 9)),
+        torch.ones(2, 9),
+        Run(engine=engine, backend="torch"),
+    )
     grpo_loss(hidden, weight, ids, mask, torch.tensor([1.0, -1.0]), run=run).loss.backward()
 
 
@@ -37,7 +44,9 @@ def test_a_trace_has_the_phases_of_a_call_with_their_products_inside(engine: str
     assert products
     for product in products:
         at = product.time_range
-        assert any(x.time_range.start <= at.start and at.end <= x.time_range.end for x in around), product
+        assert any(x.time_range.start <= at.start and at.end <= x.time_range.end for x in around), (
+            product
+        )
 
 
 def test_without_a_profiler_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,5 +55,8 @@ def test_without_a_profiler_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(profiling, "record_function", record)
     step("one_pass")
-    with pytest.raises(AssertionError, match="grpo_kernels::loss"), profile(activities=[ProfilerActivity.CPU]):
+    with (
+        pytest.raises(AssertionError, match="grpo_kernels::loss"),
+        profile(activities=[ProfilerActivity.CPU]),
+    ):
         step("one_pass")

@@ -26,7 +26,9 @@ HOSTILE: dict[str, Any] = {
     "zeros": lambda x, g: x * 0,
     "-0.0": lambda x, g: x * -0.0,
     "some zeros": lambda x, g: x.masked_fill(torch.rand(x.shape, generator=g) < 0.5, 0.0),
-    "some rows wrong": lambda x, g: torch.where(torch.rand(x.shape, generator=g) < 0.3, -2 * x + 0.3, x),
+    "some rows wrong": lambda x, g: torch.where(
+        torch.rand(x.shape, generator=g) < 0.3, -2 * x + 0.3, x
+    ),
     "some rows huge": lambda x, g: torch.where(torch.rand(x.shape, generator=g) < 0.3, 1e37, x),
     "random": lambda x, g: torch.randn(x.shape, generator=g),
     "subnormal": lambda x, g: x * 1e-41,
@@ -85,7 +87,16 @@ def draw(random_: Any) -> Options:
 
 def build(options: Options) -> Case:
     """A case of one sequence of n tokens; the loss in it plays no part."""
-    names = ("bias", "dtype", "temperature", "logit_scale", "final_logit_softcapping", "workspace", "frozen", "mask")
+    names = (
+        "bias",
+        "dtype",
+        "temperature",
+        "logit_scale",
+        "final_logit_softcapping",
+        "workspace",
+        "frozen",
+        "mask",
+    )
     given = {name: options[name] for name in names if name in options}
     shape = {"b": 1, "t": options.get("n", 5), "h": options.get("h", 3), "v": options.get("v", 7)}
     return make_case(options.get("name", "expected"), **{"mask": "full", **given, **shape})
@@ -94,12 +105,19 @@ def build(options: Options) -> Case:
 def expectation(options: Options, g: Tensor, h: Tensor, random_: torch.Generator) -> Any:
     """What `linear_logprob` is told to expect where g and h will come."""
     a = HOSTILE[options.get("a", "right")](g, random_)
-    b = HOSTILE[options["b"]](h, random_) if "b" in options and "no_entropy" not in options else None
+    b = (
+        HOSTILE[options["b"]](h, random_)
+        if "b" in options and "no_entropy" not in options
+        else None
+    )
     form = options.get("form", "tensor")
     if form.startswith("pair"):
         return a, b if form == "pair" else None
     rows = lambda index, logps, entropies: a.flatten()[index]  # noqa: E731
-    pairs = lambda index, logps, entropies: (a.flatten()[index], None if b is None else b.flatten()[index])  # noqa: E731
+    pairs = lambda index, logps, entropies: (  # noqa: E731
+        a.flatten()[index],
+        None if b is None else b.flatten()[index],
+    )
     graded = torch.rand(g.shape, generator=random_) < 0.5
     return {
         "tensor": a,
@@ -118,10 +136,21 @@ def check(options: Options) -> None:
     g, h = torch.randn(2, *case.completion_ids.shape, generator=random_)
     g = SENT[options.get("sent", "normal")](g, random_)
     asks_entropy = "no_entropy" not in options
-    h = SENT[options["sent_entropy"]](h, random_) if "sent_entropy" in options and asks_entropy else h * 0
+    h = (
+        SENT[options["sent_entropy"]](h, random_)
+        if "sent_entropy" in options and asks_entropy
+        else h * 0
+    )
     tensors = {name: getattr(case, name) for name in ("hidden", "weight", "bias")}
-    leaves = {k: None if x is None else x.detach().requires_grad_(k not in case.frozen) for k, x in tensors.items()}
-    config = {k: case.config[k] for k in ("temperature", "logit_scale", "final_logit_softcapping") if k in case.config}
+    leaves = {
+        k: None if x is None else x.detach().requires_grad_(k not in case.frozen)
+        for k, x in tensors.items()
+    }
+    config = {
+        k: case.config[k]
+        for k in ("temperature", "logit_scale", "final_logit_softcapping")
+        if k in case.config
+    }
     expected = expectation(options, g, h, random_)
     engine = "auto"
     if "one_pass" in options and options.get("form") != "no coefficients":
@@ -132,13 +161,17 @@ def check(options: Options) -> None:
         workspace_bytes=case.workspace_bytes, **config,
     )  # fmt: skip
     logps, entropies = scores.logps, scores.entropies
-    total = (logps * g).sum() + (0.0 if entropies is None or "sent_entropy" not in options else (entropies * h).sum())
+    total = (logps * g).sum() + (
+        0.0 if entropies is None or "sent_entropy" not in options else (entropies * h).sum()
+    )
     if total.requires_grad:
         total.backward()
     compare(case, leaves, logps, g.double(), h.double())
 
 
-def compare(case: Case, leaves: dict[str, Tensor | None], logps: Tensor, g: Tensor, h: Tensor) -> None:
+def compare(
+    case: Case, leaves: dict[str, Tensor | None], logps: Tensor, g: Tensor, h: Tensor
+) -> None:
     """Each entry within some roundings of the absolute values that it is the sum of.
 
     What was stored for an expectation may be `FAR_TOO_LARGE` times what came, in every row: its rounding stays.
@@ -152,14 +185,18 @@ def compare(case: Case, leaves: dict[str, Tensor | None], logps: Tensor, g: Tens
     hot = torch.nn.functional.one_hot(want.ids, p.shape[1])
     largest = FAR_TOO_LARGE * torch.maximum(g.abs().max(), h.abs().max()) if g.numel() else 0.0
     scale = abs(case.config.get("logit_scale", 1.0)) / case.config.get("temperature", 1.0)
-    size = scale * (a * (hot + p) + b * p * away + 0.0012 * largest * (hot + p + p * away))  # 2^-23 in float32
+    size = scale * (
+        a * (hot + p) + b * p * away + 0.0012 * largest * (hot + p + p * away)
+    )  # 2^-23 in float32
     sizes = {
         "hidden": on_grid(size @ want.weight.detach().abs(), counted),
         "weight": size.T @ want.hidden.detach().abs(),
         "bias": size.sum(0),
     }
     off = (logps.detach() - on_grid(want.logps, counted)).abs()
-    assert float(off.max()) <= unit * (1 + float(want.raw.abs().max() if want.raw.numel() else 0)), "logps"
+    assert float(off.max()) <= unit * (
+        1 + float(want.raw.abs().max() if want.raw.numel() else 0)
+    ), "logps"
     for name, leaf in leaves.items():
         if leaf is None or not leaf.requires_grad:
             continue
@@ -169,7 +206,9 @@ def compare(case: Case, leaves: dict[str, Tensor | None], logps: Tensor, g: Tens
         wrong = ~((got - grad).abs() <= unit * sizes[name] + 1e-35)  # NaN is wrong, too
         if bool(wrong.any()):
             where = tuple(wrong.nonzero()[0].tolist())
-            raise AssertionError(f"d {name}{list(where)}: got {got[where]:.6g}, want {grad[where]:.6g}")
+            raise AssertionError(
+                f"d {name}{list(where)}: got {got[where]:.6g}, want {grad[where]:.6g}"
+            )
 
 
 EXPECTED = Attack(draw, check)

@@ -19,7 +19,14 @@ from tests.support.flat import flat
 from tests.support.random_cases import case_options, with_garbage
 from tests.support.reference import ReferenceResult, reference_loss
 from tests.support.reference_head import LEAVES, head, on_grid
-from tests.support.run_case import allowed_engines, config_of, gradients_of, leaves_of, loss_arguments, packed
+from tests.support.run_case import (
+    allowed_engines,
+    config_of,
+    gradients_of,
+    leaves_of,
+    loss_arguments,
+    packed,
+)
 from tests.support.sampler_ratio import MODES, PREFIX, given_ratio
 from tests.support.tolerance import Bounds, assert_matches, bounds_of
 
@@ -27,7 +34,9 @@ OWN = ("name", "engine", "backend", "packed", "strides", "garbage", "scale", "no
 HAS_INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1" or torch.cuda.is_available()
 TRITON_SHARE = 0.06  # the interpreter takes a hundred times as long
 TRITON_SHAPE = {"b": 2, "t": 4, "h": 8, "v": 33}
-PLAIN = {x.name: x.default for x in (*fields(LossConfig), *signature(make_case).parameters.values())}
+PLAIN = {
+    x.name: x.default for x in (*fields(LossConfig), *signature(make_case).parameters.values())
+}
 
 
 def draw(random_: Any) -> Options:
@@ -40,8 +49,15 @@ def draw(random_: Any) -> Options:
         options |= TRITON_SHAPE
         options["dtype"] = torch.float32
     if options["loss_type"] != "gmpo" and "ratio" not in options and random_.random() < 0.25:
-        options |= {"sampling": True, PREFIX + "correction": True, PREFIX + "mode": random_.choice(MODES)}
-        options |= {PREFIX + "clip_max": random_.choice((1.1, 3.0)), PREFIX + "clip_min": random_.choice((None, 0.7))}
+        options |= {
+            "sampling": True,
+            PREFIX + "correction": True,
+            PREFIX + "mode": random_.choice(MODES),
+        }
+        options |= {
+            PREFIX + "clip_max": random_.choice((1.1, 3.0)),
+            PREFIX + "clip_min": random_.choice((None, 0.7)),
+        }
         options["dtype"] = torch.float64
     own: Options = {
         "engine": sometimes(0.8, random_.randrange(60)),
@@ -65,15 +81,26 @@ def draw(random_: Any) -> Options:
 
 def build(options: Options) -> tuple[Case, Case]:
     """The case for the library; and for the reference, whose sampler's ratio is ready made."""
-    if options.get("dtype") != torch.float64:  # the reference takes that ratio as exact, and bounds no rounding of it
+    if (
+        options.get("dtype") != torch.float64
+    ):  # the reference takes that ratio as exact, and bounds no rounding of it
         options = {k: x for k, x in options.items() if not k.startswith(PREFIX)}
-    case = same = make_case(options.get("name", "fuzz"), **{k: x for k, x in options.items() if k not in OWN})
+    case = same = make_case(
+        options.get("name", "fuzz"), **{k: x for k, x in options.items() if k not in OWN}
+    )
     if case.config.get(PREFIX + "correction") and case.sampling_per_token_logps is not None:
         scored = head(same)
         logps = on_grid(scored.logps.detach(), scored.counted)
-        same = given_ratio(same, logps if case.old_per_token_logps is None else case.old_per_token_logps)
-        if case.config.get(PREFIX + "mode", "sequence_mask") in ("sequence_mask", "sequence_truncate"):
-            same = same.but(importance_sampling_ratio=same.importance_sampling_ratio[:, 0])  # (B, 1) could be (B, T)
+        same = given_ratio(
+            same, logps if case.old_per_token_logps is None else case.old_per_token_logps
+        )
+        if case.config.get(PREFIX + "mode", "sequence_mask") in (
+            "sequence_mask",
+            "sequence_truncate",
+        ):
+            same = same.but(
+                importance_sampling_ratio=same.importance_sampling_ratio[:, 0]
+            )  # (B, 1) could be (B, T)
     for name in [name for name in same.config if name.startswith(PREFIX)]:
         del same.config[name]
     if "garbage" in options:
@@ -86,10 +113,17 @@ def engine_of(options: Options, case: Case) -> str:
     allowed = allowed_engines(case)
     mode = case.config.get(PREFIX + "mode", "sequence_mask")
     if case.config.get(PREFIX + "correction"):  # of the ratio that is made here
-        by_sequence = mode.startswith("sequence") or case.config.get("importance_sampling_level") == "sequence"
+        by_sequence = (
+            mode.startswith("sequence")
+            or case.config.get("importance_sampling_level") == "sequence"
+        )
         couples = by_sequence and case.old_per_token_logps is None
         allowed -= {"one_pass"} if couples or case.config.get("loss_type") == "vespo" else set()
-    return sorted(allowed)[options["engine"] % len(allowed)] if "engine" in options and allowed else "auto"
+    return (
+        sorted(allowed)[options["engine"] % len(allowed)]
+        if "engine" in options and allowed
+        else "auto"
+    )
 
 
 def with_strides(x: Any) -> Any:
@@ -106,7 +140,10 @@ def check(options: Options) -> None:
     case, same = build(options)
     strided = with_strides if "strides" in options else lambda x: x
     leaves = {name: strided(x) for name, x in leaves_of(case).items()}
-    given = {name: x if name in leaves else strided(x) for name, x in loss_arguments(case, leaves).items()}
+    given = {
+        name: x if name in leaves else strided(x)
+        for name, x in loss_arguments(case, leaves).items()
+    }
     if "no_mask" in options and bool((case.completion_mask != 0).all()):
         given["completion_mask"] = None
     call, stays = given, None
@@ -142,7 +179,10 @@ def widened(bounds: Bounds, want: ReferenceResult) -> Bounds:
         bounds,
         loss=more(bounds.loss, want.loss),
         metrics={name: more(bound, want.metrics[name]) for name, bound in bounds.metrics.items()},
-        **{name: None if bound is None else more(bound, getattr(want, name)) for name, bound in named.items()},
+        **{
+            name: None if bound is None else more(bound, getattr(want, name))
+            for name, bound in named.items()
+        },
     )
 
 
@@ -152,7 +192,10 @@ def padded(out: Any, stays: Tensor | None) -> Any:
         return out
     grid = lambda x: x.new_zeros(stays.shape).masked_scatter(stays, x)  # noqa: E731
     return SimpleNamespace(
-        loss=out.loss, per_token_logps=grid(out.per_token_logps), entropies=grid(out.entropies), metrics=out.metrics
+        loss=out.loss,
+        per_token_logps=grid(out.per_token_logps),
+        entropies=grid(out.entropies),
+        metrics=out.metrics,
     )
 
 

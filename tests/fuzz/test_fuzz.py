@@ -41,7 +41,9 @@ def test_a_planted_fault_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
         LOSS.check({"name": "fuzz/planted"})
 
 
-def test_what_fails_is_shrunk_and_repeated(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_fails_is_shrunk_and_repeated(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def only_other_losses(options: dict[str, Any]) -> None:
         assert "loss_type" in options  # DAPO is what is chosen where nothing is
 
@@ -54,7 +56,11 @@ def test_what_fails_is_shrunk_and_repeated(monkeypatch: pytest.MonkeyPatch, caps
     smallest = told[told.index("Failing test case") :]
     assert "'backend': 'torch'" in smallest and "loss_type" not in smallest
     assert smallest.count("': ") <= 16
-    assert not [name for name in ("packed", "strides", "garbage", "scale", "lora", "frozen") if f"'{name}'" in smallest]
+    assert not [
+        name
+        for name in ("packed", "strides", "garbage", "scale", "lora", "frozen")
+        if f"'{name}'" in smallest
+    ]
     monkeypatch.setitem(command.CATEGORIES, "loss", attack.Attack(LOSS.draw, lambda options: None))
     assert command.main(again) == 0
 
@@ -66,7 +72,9 @@ def test_failures_are_kept_and_tried_first() -> None:
         tried.append(options["x"])
         assert options["x"] < 300
 
-    kept = settings(attack.SETTINGS, derandomize=False, database=InMemoryExampleDatabase(), max_examples=1000)
+    kept = settings(
+        attack.SETTINGS, derandomize=False, database=InMemoryExampleDatabase(), max_examples=1000
+    )
     for _ in range(2):
         tried.clear()
         with pytest.raises(AssertionError):
@@ -80,7 +88,18 @@ def test_random_calls_cover_what_they_are_to_cover() -> None:
     assert {x.get("loss_type", "dapo") for x in drawn} == {*LOSSES}
     assert {x["backend"] for x in drawn} >= {"torch", "cpp"}
     assert {x.get("dtype", torch.float32) for x in drawn} == {*DTYPES}
-    for name in ("packed", "strides", "garbage", "scale", "lora", "no_mask", "engine", "sampling", "bias", "frozen"):
+    for name in (
+        "packed",
+        "strides",
+        "garbage",
+        "scale",
+        "lora",
+        "no_mask",
+        "engine",
+        "sampling",
+        "bias",
+        "frozen",
+    ):
         assert sum(bool(x.get(name)) for x in drawn) >= 10, name
 
 
@@ -107,7 +126,10 @@ LOSSES_THAT_FAILED: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-FAILED_ONCE = [*((EXPECTED, x) for x in EXPECTED_THAT_FAILED), *((LOSS, x) for x in LOSSES_THAT_FAILED)]
+FAILED_ONCE = [
+    *((EXPECTED, x) for x in EXPECTED_THAT_FAILED),
+    *((LOSS, x) for x in LOSSES_THAT_FAILED),
+]
 
 
 @pytest.mark.parametrize(("category", "options"), FAILED_ONCE)

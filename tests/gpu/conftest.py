@@ -29,7 +29,10 @@ def gpu(request: pytest.FixtureRequest) -> torch.device:
 @pytest.fixture
 def as_in_use() -> Iterator[None]:
     """Without the suite's deterministic mode, whose operations wait, allocate and run differently."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
     torch.use_deterministic_algorithms(False)
     yield
     torch.use_deterministic_algorithms(before[0], warn_only=before[1])

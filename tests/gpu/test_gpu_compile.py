@@ -28,7 +28,9 @@ def loss(hidden: Tensor, weight: Tensor, ids: Tensor, advantages: Tensor) -> Ten
 
 
 @pytest.mark.parametrize("function", [linear, loss])
-def test_compiles_whole_for_all_lengths(device: torch.device, function: Callable[..., Tensor], as_in_use: None) -> None:
+def test_compiles_whole_for_all_lengths(
+    device: torch.device, function: Callable[..., Tensor], as_in_use: None
+) -> None:
     """One graph for the first length and one for all others, without breaks; the results are the eager ones."""
     on_gpu = device.type == "cuda"
     h, v = (256, 32_003) if on_gpu else (16, 70)

@@ -17,10 +17,16 @@ from tests.support.tolerance import assert_matches, bounds_of, compare, computed
 PARTS = 24
 CPU_PART = 47  # every so many cases on a CPU
 TRAINING = ("auto", "one_pass", "two_pass", "lean", "frozen", "score")
-SCORED = [c for c in fixed_cases() if c.group in "ABC" and c.completion_mask.any() and computed_in(c) == torch.float32]
+SCORED = [
+    c
+    for c in fixed_cases()
+    if c.group in "ABC" and c.completion_mask.any() and computed_in(c) == torch.float32
+]
 
 
-def chosen(cases: list[Case], device: torch.device, part: int, parts: int, every: int) -> list[Case]:
+def chosen(
+    cases: list[Case], device: torch.device, part: int, parts: int, every: int
+) -> list[Case]:
     """The cases of one part; on a CPU all of them are few, and in the first part."""
     if device.type == "cuda":
         return cases[part::parts]
@@ -69,7 +75,11 @@ def test_wide_cases(device: torch.device, backend: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("frozen", ["weight bias", "hidden", "hidden weight bias"])
 def test_frozen(device: torch.device, frozen: str, backend: str) -> None:
-    cases = [c for c in fixed_cases() if c.group in "AB" and not c.frozen and computed_in(c) == torch.float32]
+    cases = [
+        c
+        for c in fixed_cases()
+        if c.group in "AB" and not c.frozen and computed_in(c) == torch.float32
+    ]
     failures: dict[str, Exception] = {}
     tried = 0
     for case in cases[:: 6 if device.type == "cuda" else 90]:

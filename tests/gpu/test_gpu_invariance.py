@@ -18,12 +18,18 @@ from tests.support.on_device import BACKENDS, copy_of, gradients, leaves, same_b
 DTYPES = [torch.bfloat16, torch.float32, torch.float16]
 RERUNS = {"cuda": 20, "cpu": 2}
 ENGINES = {"score": ("score", "score_dot"), "loss": ("one_pass", "two_pass", "lean")}
-BIG = [(700, 4096, 151_936, torch.bfloat16), (700, 512, 32_003, torch.bfloat16), (300, 96, 4097, torch.float32)]
+BIG = [
+    (700, 4096, 151_936, torch.bfloat16),
+    (700, 512, 32_003, torch.bfloat16),
+    (300, 96, 4097, torch.float32),
+]
 TINY = (20, 16, 70)
 CLOSE = 1e-5  # of a log-probability: the order of a sum over H in fp32
 
 
-def scored(hidden: Tensor, weight: Tensor, ids: Tensor, engine: str, backend: str) -> tuple[Tensor, Tensor]:
+def scored(
+    hidden: Tensor, weight: Tensor, ids: Tensor, engine: str, backend: str
+) -> tuple[Tensor, Tensor]:
     with torch.no_grad():
         found = linear_logprob(hidden, weight, ids, run=Run(engine, backend))
     assert found.logps is not None
@@ -75,7 +81,14 @@ def test_every_run_has_the_same_bits(
 @pytest.mark.parametrize(("engine", "backend"), combinations())
 @pytest.mark.parametrize(("n", "h", "v", "dtype"), BIG, ids=str)
 def test_a_row_does_not_depend_on_its_batch(
-    device: torch.device, n: int, h: int, v: int, dtype: torch.dtype, engine: str, backend: str, as_in_use: None
+    device: torch.device,
+    n: int,
+    h: int,
+    v: int,
+    dtype: torch.dtype,
+    engine: str,
+    backend: str,
+    as_in_use: None,
 ) -> None:
     """Alone, in parts of any size, permuted, repeated, in chunks."""
     if device.type == "cpu":
@@ -89,7 +102,9 @@ def test_a_row_does_not_depend_on_its_batch(
     wrong = []
     for name, index in parts.items():
         found = scored(hidden[index], weight, ids[index], engine, backend)
-        if not agrees(found, tuple(x[index] for x in whole), dtype=dtype, engine=engine, backend=backend):
+        if not agrees(
+            found, tuple(x[index] for x in whole), dtype=dtype, engine=engine, backend=backend
+        ):
             wrong.append((name, float((found[0] - whole[0][index]).abs().max())))
     assert not wrong, wrong
 
@@ -106,7 +121,9 @@ def test_masked_positions_and_padding_change_no_bit(
     run = Run(backend=backend)
     alone = linear_logprob(hidden[mask], weight, ids[mask], run=run)
     pad = lambda x, value: torch.cat([x, x.new_full((len(x), 3, *x.shape[2:]), value)], 1)  # noqa: E731
-    wide = linear_logprob(pad(hidden, torch.nan), weight, pad(ids, -100), mask=pad(mask, False), run=run)
+    wide = linear_logprob(
+        pad(hidden, torch.nan), weight, pad(ids, -100), mask=pad(mask, False), run=run
+    )
     for name in ("logps", "entropies"):
         got, want = getattr(wide, name), getattr(alone, name)
         assert same_bits(got[:, :8][mask], want)
@@ -131,7 +148,13 @@ def test_the_ratio_is_exactly_one_on_policy(
 
     def step(old_per_token_logps: Tensor | None) -> tuple[Any, tuple[Tensor, ...]]:
         out = grpo_loss(
-            hidden, weight, ids, None, advantages, old_per_token_logps=old_per_token_logps, run=Run(engine, backend)
+            hidden,
+            weight,
+            ids,
+            None,
+            advantages,
+            old_per_token_logps=old_per_token_logps,
+            run=Run(engine, backend),
         )
         return out, gradients(out.loss, [hidden, weight])
 
@@ -149,7 +172,9 @@ def test_the_ratio_is_exactly_one_on_policy(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_rows_are_the_same_in_every_engine(device: torch.device, backend: str, as_in_use: None) -> None:
+def test_rows_are_the_same_in_every_engine(
+    device: torch.device, backend: str, as_in_use: None
+) -> None:
     n, h, v = (640, 512, 32_003) if device.type == "cuda" else (16, 16, 70)
     hidden, weight, ids = leaves(device, n, h, v, torch.bfloat16)
     want = scored(hidden, weight, ids, "score", backend)

@@ -26,7 +26,9 @@ def step(hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, **option
     """One step; the engine that served. Gradients are in the leaves."""
     h = hidden.shape[-1]
     advantages = torch.ones(len(ids) // 8, device=ids.device)
-    out = grpo_loss(hidden.view(-1, 8, h), weight, ids.view(-1, 8), None, advantages, run=Run(**options))
+    out = grpo_loss(
+        hidden.view(-1, 8, h), weight, ids.view(-1, 8), None, advantages, run=Run(**options)
+    )
     out.loss.backward()
     return out.engine
 
@@ -71,13 +73,22 @@ def test_the_peak_is_within_the_documented_budget(
     clear(hidden, weight)
     if workspace is None:
         workspace = (
-            large_workspace(weight, NeedsGrad(True, weight.requires_grad)) if device.type == "cuda" else 512 * MIB
+            large_workspace(weight, NeedsGrad(True, weight.requires_grad))
+            if device.type == "cuda"
+            else 512 * MIB
         )
     d_hidden, d_weight = 4 * n * h, 4 * v * h
-    stored = {"one_pass": d_hidden + d_weight, "two_pass": d_hidden + d_weight, "lean": d_hidden, "frozen": d_hidden}
+    stored = {
+        "one_pass": d_hidden + d_weight,
+        "two_pass": d_hidden + d_weight,
+        "lean": d_hidden,
+        "frozen": d_hidden,
+    }
     returned = 2 * n * h + (2 * v * h if engine != "frozen" else 0)
     rounding = ROUNDING
-    if device.type == "cpu":  # Triton's interpreter keeps what it was launched with last until it is collected
+    if (
+        device.type == "cpu"
+    ):  # Triton's interpreter keeps what it was launched with last until it is collected
         rounding = 4 * n * v if backend == "triton" else 0
     limit = workspace + stored[engine] + returned + 2 * n * h + VECTORS * 8 * n + rounding
     peak = peak_of(lambda: step(hidden, weight, ids, **options), device)
@@ -90,7 +101,13 @@ def test_nothing_of_the_size_of_the_logits_is_made(device: torch.device, backend
     n, h, v = (16_384, 64, 151_936) if device.type == "cuda" else (512, 8, 300)
     hidden, weight, ids = leaves(device, n, h, v, torch.bfloat16)
     with AllocationWatcher() as watch:
-        step(hidden, weight, ids, backend=backend, workspace_bytes=512 * MIB if device.type == "cuda" else 2**16)
+        step(
+            hidden,
+            weight,
+            ids,
+            backend=backend,
+            workspace_bytes=512 * MIB if device.type == "cuda" else 2**16,
+        )
     assert 0 < watch.largest < n * v / 8
 
 
@@ -105,7 +122,9 @@ def test_scoring_without_logits_needs_no_workspace(device: torch.device, as_in_u
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("engine", ["one_pass", "lean"])
-def test_a_hundred_steps_leave_nothing_behind(gpu: torch.device, engine: str, backend: str, as_in_use: None) -> None:
+def test_a_hundred_steps_leave_nothing_behind(
+    gpu: torch.device, engine: str, backend: str, as_in_use: None
+) -> None:
     hidden, weight, ids = leaves(gpu, 1024, 512, 32_003, torch.bfloat16)
     levels = []
     for _ in range(100):
@@ -116,7 +135,9 @@ def test_a_hundred_steps_leave_nothing_behind(gpu: torch.device, engine: str, ba
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_lean_is_chosen_where_memory_is_short(gpu: torch.device, backend: str, as_in_use: None) -> None:
+def test_lean_is_chosen_where_memory_is_short(
+    gpu: torch.device, backend: str, as_in_use: None
+) -> None:
     """Something else holds nearly all of the device: an accumulator for d weight would not fit, and is not needed."""
     n, h, v, workspace = 512, 1024, 151_936, 128 * MIB
     hidden, weight, ids = leaves(gpu, n, h, v, torch.bfloat16)
@@ -127,7 +148,9 @@ def test_lean_is_chosen_where_memory_is_short(gpu: torch.device, backend: str, a
     clear(hidden, weight)
     ballast = []
     try:
-        keep = 2 * v * h + workspace + 256 * MIB  # the gradient and the workspace, but no accumulator of 4 V H
+        keep = (
+            2 * v * h + workspace + 256 * MIB
+        )  # the gradient and the workspace, but no accumulator of 4 V H
         free, _ = torch.cuda.mem_get_info()
         ballast.append(torch.empty(max(0, free - keep) // MIB * MIB, dtype=torch.uint8, device=gpu))
         assert step(hidden, weight, ids, **options) == "lean"

@@ -28,13 +28,19 @@ HSDP = ("FSDP2, head in the root unit", "FSDP2, head its own unit")
 QUICK = ("off-policy", "sequence ratio")
 
 
-def compare(rank: int, world_size: int, device_type: str) -> dict[tuple[str, str, torch.dtype], float]:
+def compare(
+    rank: int, world_size: int, device_type: str
+) -> dict[tuple[str, str, torch.dtype], float]:
     """The error of every case, by how the model is divided, the loss and the dtype."""
     on_gpus = device_type == "cuda"
     if on_gpus:
         torch.cuda.set_device(rank)
     device = torch.device(device_type, rank if on_gpus else 0)
-    mesh = cases.hsdp_mesh(device_type, world_size) if world_size >= 4 and world_size % 2 == 0 else None
+    mesh = (
+        cases.hsdp_mesh(device_type, world_size)
+        if world_size >= 4 and world_size % 2 == 0
+        else None
+    )
     dtypes = [torch.float64, torch.float32] if on_gpus else [torch.float32]
     found = {}
     for dtype, loss in itertools.product(dtypes, LOSSES if on_gpus else QUICK):
@@ -44,13 +50,22 @@ def compare(rank: int, world_size: int, device_type: str) -> dict[tuple[str, str
         for setup in HSDP if mesh is not None else ():
             error = data_parallel(setup, loss, device, dtype, mesh, want)
             found[setup.replace("FSDP2", "HSDP"), loss, dtype] = error
-        found["head sharded by rows", loss, dtype] = sharded_head(rank, world_size, loss, device, dtype)
-        found["FSDP2, mixed precision", loss, torch.bfloat16] = mixed_precision(loss, device, world_size)
+        found["head sharded by rows", loss, dtype] = sharded_head(
+            rank, world_size, loss, device, dtype
+        )
+        found["FSDP2, mixed precision", loss, torch.bfloat16] = mixed_precision(
+            loss, device, world_size
+        )
     return found
 
 
 def data_parallel(
-    setup: str, loss: str, device: torch.device, dtype: torch.dtype, mesh: DeviceMesh | None, want: dict[str, Tensor]
+    setup: str,
+    loss: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    mesh: DeviceMesh | None,
+    want: dict[str, Tensor],
 ) -> float:
     """Two micro-batches, of which the first leaves its gradients unreduced."""
     got = Run(SETUPS[setup], LOSSES[loss], device, dtype, mesh).gradients(accumulate=2)
@@ -64,7 +79,9 @@ def mixed_precision(loss: str, device: torch.device, world_size: int) -> float:
     return max(relative_error(got, truth(LOSSES[loss], world_size)).values())
 
 
-def sharded_head(rank: int, world_size: int, name: str, device: torch.device, dtype: torch.dtype) -> float:
+def sharded_head(
+    rank: int, world_size: int, name: str, device: torch.device, dtype: torch.dtype
+) -> float:
     """The head divided over all ranks, the batch the same on each: gradients of the rows and of hidden states."""
     loss, batch = LOSSES[name], cases.make_batch(0, world_size, dtype, last_empty=False)
     model = cases.make_model(torch.float64, loss)
@@ -74,11 +91,18 @@ def sharded_head(rank: int, world_size: int, name: str, device: torch.device, dt
     leaf = hidden.to(device).requires_grad_()
     part = weight.tensor_split(world_size)[rank].to(device).requires_grad_(not loss.frozen_head)
     moved = {key: x.to(device) if isinstance(x, Tensor) else x for key, x in given.items()}
-    options = {"config": LossConfig(**loss.config), "engine": loss.engine, "process_group": dist.group.WORLD}
+    options = {
+        "config": LossConfig(**loss.config),
+        "engine": loss.engine,
+        "process_group": dist.group.WORLD,
+    }
     flat(grpo_loss)(leaf, part, **moved, **options).loss.backward()
     got, expected = {"hidden": leaf.grad.cpu()}, {"hidden": want.d_hidden}
     if not loss.frozen_head:
-        got["weight"], expected["weight"] = part.grad.cpu(), want.d_weight.tensor_split(world_size)[rank]
+        got["weight"], expected["weight"] = (
+            part.grad.cpu(),
+            want.d_weight.tensor_split(world_size)[rank],
+        )
     return max(relative_error(got, expected).values())
 
 
@@ -88,5 +112,7 @@ def test_gradients_are_those_of_one_process(device: torch.device) -> None:
         pytest.skip("needs two GPUs")
     backend = "nccl" if device.type == "cuda" else "gloo"
     for found in run_ranks(compare, world_size, device.type, backend=backend, seconds=600):
-        wrong = {case: error for case, error in found.items() if not error <= BOUNDS[case[2]]}  # nor is NaN within it
+        wrong = {
+            case: error for case, error in found.items() if not error <= BOUNDS[case[2]]
+        }  # nor is NaN within it
         assert not wrong

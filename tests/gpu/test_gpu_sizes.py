@@ -22,7 +22,9 @@ def needs(device: torch.device, gigabytes: float) -> None:
 
 
 @pytest.mark.parametrize("kernel", ["stats", "grad", "fused"])
-def test_row_kernels_beyond_2_to_the_31_logits(device: torch.device, kernel: str, as_in_use: None) -> None:
+def test_row_kernels_beyond_2_to_the_31_logits(
+    device: torch.device, kernel: str, as_in_use: None
+) -> None:
     """Rows on both sides of the element 2^31 have the bits that they have in a small tensor."""
     n, v = (14_200, 151_936) if device.type == "cuda" else (9, 70)
     needs(device, 30)
@@ -36,7 +38,11 @@ def test_row_kernels_beyond_2_to_the_31_logits(device: torch.device, kernel: str
     alone = backend.stats(Chunk(some[:few].clone(), ids[:few], transform), entropy=True)
     if kernel == "stats":
         found = backend.stats(Chunk(logits, ids, transform), entropy=True)
-        rows = torch.arange(n, device=device) % few if device.type == "cuda" else torch.arange(few, device=device)
+        rows = (
+            torch.arange(n, device=device) % few
+            if device.type == "cuda"
+            else torch.arange(few, device=device)
+        )
         assert found.entropies is not None
         assert alone.entropies is not None
         for got, want in ((found.logps, alone.logps), (found.entropies, alone.entropies)):
@@ -48,7 +54,13 @@ def test_row_kernels_beyond_2_to_the_31_logits(device: torch.device, kernel: str
     if kernel == "grad":
         stats = backend.stats(Chunk(logits, ids, transform), entropy=True)
         backend.grad(Chunk(logits, ids, transform), stats, ones, ones * 0.1, out)
-        backend.grad(Chunk(some[:few].clone(), ids[:few], transform), alone, ones[:few], ones[:few] * 0.1, want)
+        backend.grad(
+            Chunk(some[:few].clone(), ids[:few], transform),
+            alone,
+            ones[:few],
+            ones[:few] * 0.1,
+            want,
+        )
     else:
         loss = clipped(ones)
         backend.fused(Chunk(logits, ids, transform), loss, out)
@@ -102,9 +114,13 @@ def test_more_than_2_to_the_31_logits(
     assert relative(d_weight, torch.stack([x[3].double() for x in parts]).sum(0)) < BF16_GRADIENT
 
 
-@pytest.mark.parametrize(("engine", "backend"), on_backends("one_pass", "two_pass", "lean", "score_dot"))
 @pytest.mark.parametrize(
-    ("n", "h", "v"), [(131_072, 32, 512), (200, 64, 300_001), (70_001, 16, 33)], ids=["rows", "columns", "odd"]
+    ("engine", "backend"), on_backends("one_pass", "two_pass", "lean", "score_dot")
+)
+@pytest.mark.parametrize(
+    ("n", "h", "v"),
+    [(131_072, 32, 512), (200, 64, 300_001), (70_001, 16, 33)],
+    ids=["rows", "columns", "odd"],
 )
 def test_many_rows_and_many_columns(
     device: torch.device, n: int, h: int, v: int, engine: str, backend: str, as_in_use: None

@@ -29,17 +29,33 @@ pytest.importorskip("triton")
 from benchmarks.timing import Clock
 from grpo_kernels import LossConfig, Run, grpo_loss, linear_logprob
 from grpo_kernels.backends import choose_backend, triton_rows
-from grpo_kernels.backends.interface import STATISTICS, Chunk, DivergenceStats, LogitTransform, RowStats, Teacher
+from grpo_kernels.backends.interface import (
+    STATISTICS,
+    Chunk,
+    DivergenceStats,
+    LogitTransform,
+    RowStats,
+    Teacher,
+)
 from grpo_kernels.backends.triton_rows import rows as row_work
 from grpo_kernels.engine.device import device_of
 from grpo_kernels.engine.engines import ENGINES
 from grpo_kernels.token_loss.record import TokenLoss
 
-Compared = tuple[str, Tensor, Tensor, Tensor | float, float]  # name, ours, float64's, its size, error allowed of that
+Compared = tuple[
+    str, Tensor, Tensor, Tensor | float, float
+]  # name, ours, float64's, its size, error allowed of that
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 STATISTIC = 2e-5  # allowed of a statistic, of 1 + its size
-GRADIENT = {FP32: 1e-4, BF16: 5e-3, FP16: 6e-4}  # allowed of d logits by their dtype: half a unit and more
-PRODUCT = {FP32: 1e-4, BF16: 1e-2}  # allowed of a whole gradient by the dtype of the head, in the norm
+GRADIENT = {
+    FP32: 1e-4,
+    BF16: 5e-3,
+    FP16: 6e-4,
+}  # allowed of d logits by their dtype: half a unit and more
+PRODUCT = {
+    FP32: 1e-4,
+    BF16: 1e-2,
+}  # allowed of a whole gradient by the dtype of the head, in the norm
 SCALE = 1024.0  # of the coefficients, so that gradients of a long row are normal numbers of fp16
 ROWS = 16
 VOCABS = (9001, 1088, 151936)
@@ -59,7 +75,9 @@ class Rows:
         size: (n, V) what terms of a gradient are made of.
     """
 
-    def __init__(self, device: torch.device, vocab: int, dtype: torch.dtype, in_place: bool) -> None:
+    def __init__(
+        self, device: torch.device, vocab: int, dtype: torch.dtype, in_place: bool
+    ) -> None:
         self.device, self.vocab, self.dtype = device, vocab, dtype
         torch.manual_seed(vocab)
         normal = lambda *shape: torch.randn(shape, device=device)  # noqa: E731
@@ -70,7 +88,9 @@ class Rows:
         if vocab % 16:  # all that a head may have
             inv_t, bias, beta = 1.0 + 0.1 * normal(ROWS, 1), normal(vocab), 0.5
             transform = replace(transform, scale=1.5, softcap=6.0, inv_temperature=inv_t, bias=bias)
-        ids = torch.linspace(0, vocab - 1, ROWS).long().to(device)  # the first and the last among them
+        ids = (
+            torch.linspace(0, vocab - 1, ROWS).long().to(device)
+        )  # the first and the last among them
         raw[torch.arange(0, ROWS, 2), ids[::2]] += 20.0  # every other target is certain
         teacher = Teacher(padded(teacher_raw), LogitTransform(), beta)
         self.pair = Chunk(padded(raw), ids, transform, teacher=teacher)
@@ -80,24 +100,36 @@ class Rows:
         self.raw = raw.double().requires_grad_()
         self.all_logps = log_probs(self.raw, transform)
         self.logps = self.all_logps.gather(1, ids[:, None])[:, 0]
-        probs, teacher_logps = self.all_logps.exp(), log_probs(teacher_raw.double(), LogitTransform())
+        probs, teacher_logps = (
+            self.all_logps.exp(),
+            log_probs(teacher_raw.double(), LogitTransform()),
+        )
         self.entropies = -(probs * self.all_logps).sum(1)
         self.divergence = divergence(self.all_logps, teacher_logps, beta)
         self.size = probs.detach() + teacher_logps.exp()
 
     def statistics(self, kernels: Any) -> RowStats:
         """Ours, of the pair."""
-        stats, teacher = kernels.stats(self.chunk, entropy=True), kernels.stats(self.pair.of_teacher(), entropy=False)
+        stats, teacher = (
+            kernels.stats(self.chunk, entropy=True),
+            kernels.stats(self.pair.of_teacher(), entropy=False),
+        )
         found = kernels.diverge(self.pair, stats, teacher)
-        return replace(stats, divergence=DivergenceStats(*found, teacher.max_logit, teacher.log_sum))
+        return replace(
+            stats, divergence=DivergenceStats(*found, teacher.max_logit, teacher.log_sum)
+        )
 
     def gradient(self, loss: Tensor, factor: Tensor | None = None) -> Iterator[Compared]:
         """`out`, times a `factor` (n, 1) if there is one, against d loss.sum() / d raw; the padding stays."""
         (want,) = torch.autograd.grad(loss.sum(), self.raw, retain_graph=True)
-        found, coefficient = (self.out, SCALE) if factor is None else (self.out.double() * factor.double(), 1.0)
+        found, coefficient = (
+            (self.out, SCALE) if factor is None else (self.out.double() * factor.double(), 1.0)
+        )
         size = want.abs() + coefficient * self.size + torch.finfo(self.out.dtype).smallest_normal
         yield "d logits", found, want, size, GRADIENT[self.out.dtype]
-        beyond = self.out.as_strided((ROWS, self.out.stride(0) - self.vocab), self.out.stride(), self.vocab)
+        beyond = self.out.as_strided(
+            (ROWS, self.out.stride(0) - self.vocab), self.out.stride(), self.vocab
+        )
         yield "padding", beyond.isnan(), torch.ones_like(beyond, dtype=torch.float64), 1.0, 0.5
 
     def of(self, stats: RowStats) -> Iterator[Compared]:
@@ -143,7 +175,9 @@ def divergence(logps: Tensor, teacher_logps: Tensor, beta: float) -> Tensor:
 
 def padded(x: Tensor, dtype: torch.dtype = FP32) -> Tensor:
     """`x` (n, V) in rows that are as far apart as the engine's, with NaN between them."""
-    rows = torch.full((len(x), -(-(x.shape[1] + 1) // 64) * 64), math.nan, dtype=dtype, device=x.device)
+    rows = torch.full(
+        (len(x), -(-(x.shape[1] + 1) // 64) * 64), math.nan, dtype=dtype, device=x.device
+    )
     rows[:, : x.shape[1]] = x
     return rows[:, : x.shape[1]]
 
@@ -152,7 +186,13 @@ def compare_stats(case: Rows, kernels: Any) -> Iterator[Compared]:
     stats = kernels.stats(case.chunk, entropy=True, extras=STATISTICS)
     yield from case.of(stats)
     squares = (2.0 * case.all_logps).logsumexp(1)
-    yield "log_sum_sq_probs", stats.extras["log_sum_sq_probs"], squares, 1.0 + squares.abs(), STATISTIC
+    yield (
+        "log_sum_sq_probs",
+        stats.extras["log_sum_sq_probs"],
+        squares,
+        1.0 + squares.abs(),
+        STATISTIC,
+    )
     is_top1 = (case.all_logps.argmax(1) == case.chunk.ids).double()
     yield "is_top1", stats.extras["is_top1"], is_top1, 1.0, 0.5
 
@@ -185,7 +225,9 @@ def compare_single_pass(case: Rows, kernels: Any) -> Iterator[Compared]:
 
 def compare_teacher_grad(case: Rows, kernels: Any) -> Iterator[Compared]:
     kernels.grad(case.pair, case.statistics(kernels), case.a, case.b, case.out, case.c)
-    yield from case.gradient(case.a * case.logps + case.b * case.entropies + case.c * case.divergence)
+    yield from case.gradient(
+        case.a * case.logps + case.b * case.entropies + case.c * case.divergence
+    )
 
 
 def compare_teacher_fused(case: Rows, kernels: Any) -> Iterator[Compared]:
@@ -201,7 +243,13 @@ def compare_scale(case: Rows, kernels: Any) -> Iterator[Compared]:
     want = case.raw.detach() * factor.double()
     out = x if case.out is case.chunk.logits else torch.empty_like(x, dtype=case.dtype)
     kernels.scale(x, factor, out)
-    yield "product", out, want, want.abs() + torch.finfo(case.dtype).smallest_normal, GRADIENT[case.dtype]
+    yield (
+        "product",
+        out,
+        want,
+        want.abs() + torch.finfo(case.dtype).smallest_normal,
+        GRADIENT[case.dtype],
+    )
 
 
 def compare_dot(case: Rows, kernels: Any) -> Iterator[Compared]:
@@ -211,7 +259,10 @@ def compare_dot(case: Rows, kernels: Any) -> Iterator[Compared]:
     transform = replace(case.chunk.transform, rounded_to=None)
     stats = kernels.score_dot(hidden, weight, case.chunk.ids, transform, entropy=True)
     logps = log_probs(hidden.double() @ weight.double().T, transform)
-    target, entropies = logps.gather(1, case.chunk.ids[:, None])[:, 0], -(logps.exp() * logps).sum(1)
+    target, entropies = (
+        logps.gather(1, case.chunk.ids[:, None])[:, 0],
+        -(logps.exp() * logps).sum(1),
+    )
     yield "logps", stats.logps, target, 1.0 + target.abs(), STATISTIC
     yield "entropies", stats.entropies, entropies, 1.0 + entropies, STATISTIC
 
@@ -244,7 +295,10 @@ def compare_engine(
     ids = torch.randint(vocab, (b, t)).to(device)
     h64, w64 = (x.detach().double().requires_grad_(x.requires_grad) for x in (hidden, weight))
     all_logps = (h64 @ w64.T).log_softmax(-1)
-    logps, entropies = all_logps.gather(-1, ids[..., None])[..., 0], -(all_logps.exp() * all_logps).sum(-1)
+    logps, entropies = (
+        all_logps.gather(-1, ids[..., None])[..., 0],
+        -(all_logps.exp() * all_logps).sum(-1),
+    )
     if engine in ("score", "score_dot"):
         with torch.no_grad():
             found = linear_logprob(hidden, weight, ids, run=Run(engine, "triton"))
@@ -255,7 +309,9 @@ def compare_engine(
         return
     mask = torch.ones(b, t, device=device)
     mask[0, t // 2 :] = 0.0
-    advantages = torch.tensor([1.0, -1.0, 0.0, 0.5], device=device)  # of one sequence none: nothing to compute
+    advantages = torch.tensor(
+        [1.0, -1.0, 0.0, 0.5], device=device
+    )  # of one sequence none: nothing to compute
     old = logps.detach().float() + 0.2 * torch.randn(b, t, device=device)
     out = grpo_loss(
         hidden, weight, ids, mask, advantages, config=LossConfig(epsilon=0.2), old_per_token_logps=old,
@@ -267,7 +323,13 @@ def compare_engine(
     loss = (per_token * mask).sum() / mask.sum()
     loss.backward()
     yield "loss", out.loss, loss.detach(), 1.0, STATISTIC
-    yield "logps", out.per_token_logps, (logps * mask).detach(), 1.0 + logps.detach().abs(), STATISTIC
+    yield (
+        "logps",
+        out.per_token_logps,
+        (logps * mask).detach(),
+        1.0 + logps.detach().abs(),
+        STATISTIC,
+    )
     for name, x, x64 in (("d hidden", hidden, h64), ("d weight", weight, w64)):
         if x64.grad is not None:
             assert x.grad is not None
@@ -322,10 +384,17 @@ FORMS = [
 
 
 @pytest.mark.parametrize(
-    ("kernel", "vocab", "dtype"), FORMS, ids=lambda x: short(x) if isinstance(x, torch.dtype) else str(x)
+    ("kernel", "vocab", "dtype"),
+    FORMS,
+    ids=lambda x: short(x) if isinstance(x, torch.dtype) else str(x),
 )
 def test_kernel(
-    device: torch.device, kernel: str, vocab: int, dtype: torch.dtype, record_property: Any, as_in_use: None
+    device: torch.device,
+    kernel: str,
+    vocab: int,
+    dtype: torch.dtype,
+    record_property: Any,
+    as_in_use: None,
 ) -> None:
     if device.type == "cpu" and vocab not in CPU_VOCABS:
         pytest.skip("too much for Triton's interpreter")
@@ -333,12 +402,17 @@ def test_kernel(
         pytest.skip("Triton's interpreter has no exact bf16")
     vocab = CPU_VOCABS[vocab] if device.type == "cpu" else vocab
     for in_place in ways(kernel, dtype):
-        hold(KERNELS[kernel](Rows(device, vocab, dtype, in_place), triton_kernels(device)), record_property)
+        hold(
+            KERNELS[kernel](Rows(device, vocab, dtype, in_place), triton_kernels(device)),
+            record_property,
+        )
 
 
 @pytest.mark.parametrize("vocab", VOCABS[1:])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_engine(device: torch.device, engine: str, vocab: int, record_property: Any, as_in_use: None) -> None:
+def test_engine(
+    device: torch.device, engine: str, vocab: int, record_property: Any, as_in_use: None
+) -> None:
     if device.type == "cpu" and vocab not in CPU_VOCABS:
         pytest.skip("too much for Triton's interpreter")
     shape, dtype = ((4, 16, 128), BF16) if device.type == "cuda" else ((4, 4, 16), FP32)
@@ -347,7 +421,9 @@ def test_engine(device: torch.device, engine: str, vocab: int, record_property: 
 
 @pytest.mark.parametrize("add", [False, True], ids=["mm", "addmm"])
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=short)
-def test_product_with_out_dtype(gpu: torch.device, dtype: torch.dtype, add: bool, record_property: Any) -> None:
+def test_product_with_out_dtype(
+    gpu: torch.device, dtype: torch.dtype, add: bool, record_property: Any
+) -> None:
     if not device_of(gpu).mixed_products(dtype):
         pytest.skip(f"on this device operands of {short(dtype)} are converted to float32")
     hold(compare_product(dtype, add, gpu), record_property)
@@ -365,7 +441,8 @@ def test_bandwidth(gpu: torch.device, record_property: Any, as_in_use: None) -> 
 def kernel_functions() -> set[str]:
     """What is launched: every function of the backend that Triton compiles and that is named a kernel."""
     modules = [
-        importlib.import_module(f"{triton_rows.__name__}.{x.name}") for x in pkgutil.iter_modules(triton_rows.__path__)
+        importlib.import_module(f"{triton_rows.__name__}.{x.name}")
+        for x in pkgutil.iter_modules(triton_rows.__path__)
     ]
     return {name for module in modules for name in vars(module) if name.endswith("_kernel")}
 
@@ -389,7 +466,9 @@ def test_a_wrong_kernel_is_noticed(kernel: str) -> None:
 
     for place in (1099, 1100):
         with mock.patch.object(row_work, f"launch_{kernel}", wrong(place)):
-            assert worst(KERNELS[kernel](Rows(cpu, 1100, FP32, False), triton_kernels(cpu)))[0] > 1, place
+            assert (
+                worst(KERNELS[kernel](Rows(cpu, 1100, FP32, False), triton_kernels(cpu)))[0] > 1
+            ), place
 
 
 PRETENDED = """
@@ -415,6 +494,8 @@ print(*sorted({x.kernel.__name__ for x in launches}))
 def test_the_sizes_of_a_gpu_launch_every_kernel() -> None:
     """On tensors without memory that say they are on a GPU. A new kernel that no check launches fails here."""
     plain = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", PRETENDED], cwd=ROOT, env=plain, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", PRETENDED], cwd=ROOT, env=plain, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert set(done.stdout.split()) == kernel_functions()

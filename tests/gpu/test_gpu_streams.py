@@ -11,15 +11,30 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import LossConfig, Run, grpo_loss, linear_logprob
-from tests.support.on_device import BACKENDS, Graphed, copy_of, gradients, leaves, on_backends, same_bits, waits
+from tests.support.on_device import (
+    BACKENDS,
+    Graphed,
+    copy_of,
+    gradients,
+    leaves,
+    on_backends,
+    same_bits,
+    waits,
+)
 
 SHAPES = {"cuda": (512, 256, 32_003), "cpu": (24, 16, 70)}
 SLEEP_CYCLES = 40_000_000  # some 20 ms: what is launched on the wrong stream runs long before its input is there
 REPLAYS = {"cuda": 100, "cpu": 3}
-CONFIGS = {"on-policy": LossConfig(), "kl": LossConfig(beta=0.05), "entropy": LossConfig(entropy_coef=0.01)}
+CONFIGS = {
+    "on-policy": LossConfig(),
+    "kl": LossConfig(beta=0.05),
+    "entropy": LossConfig(entropy_coef=0.01),
+}
 
 
-def batch(device: torch.device, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> dict[str, Any]:
+def batch(
+    device: torch.device, dtype: torch.dtype = torch.bfloat16, seed: int = 0
+) -> dict[str, Any]:
     """Arguments of `grpo_loss` for sequences of 8, every position counted."""
     n, h, v = SHAPES[device.type]
     hidden, weight, ids = leaves(device, n, h, v, dtype, seed)
@@ -168,7 +183,9 @@ WAITS = {
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("head", ["trains", "frozen", "no gradient"])
 @pytest.mark.parametrize("config", CONFIGS)
-def test_waits_without_a_mask(gpu: torch.device, config: str, head: str, backend: str, as_in_use: None) -> None:
+def test_waits_without_a_mask(
+    gpu: torch.device, config: str, head: str, backend: str, as_in_use: None
+) -> None:
     given = batch(gpu)
     given["head"].requires_grad_(head == "trains")
     given["hidden"].requires_grad_(head != "no gradient")
@@ -192,12 +209,16 @@ def test_waits_without_a_mask(gpu: torch.device, config: str, head: str, backend
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_scoring_without_a_mask_does_not_wait(gpu: torch.device, backend: str, as_in_use: None) -> None:
+def test_scoring_without_a_mask_does_not_wait(
+    gpu: torch.device, backend: str, as_in_use: None
+) -> None:
     given = batch(gpu)
 
     def step() -> None:
         with torch.no_grad():
-            linear_logprob(given["hidden"], given["head"], given["completion_ids"], run=Run(backend=backend))
+            linear_logprob(
+                given["hidden"], given["head"], given["completion_ids"], run=Run(backend=backend)
+            )
 
     step()
     assert waits(step) == []

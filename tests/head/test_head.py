@@ -35,7 +35,9 @@ IDS = torch.arange(10).view(2, 5) % 9
         (ValueError, "logits_dtype", torch.float32),
     ],
 )
-def test_wrong_constants_are_refused_where_it_is_made(error: type[Exception], name: str, value: Any) -> None:
+def test_wrong_constants_are_refused_where_it_is_made(
+    error: type[Exception], name: str, value: Any
+) -> None:
     with pytest.raises(error, match=rf"^{name}: expected .+, got "):
         Head(WEIGHT, **{name: value})
 
@@ -50,7 +52,8 @@ def test_numpy_numbers_are_numbers() -> None:
         found, want = (linear_logprob(HIDDEN, x, IDS) for x in (head, plain))
         assert torch.equal(found.logps, want.logps) and torch.equal(found.entropies, want.entropies)
         losses = [
-            grpo_loss(HIDDEN, x, IDS, None, torch.tensor([1.0, -1.0]), loss_type="grpo").loss for x in (head, plain)
+            grpo_loss(HIDDEN, x, IDS, None, torch.tensor([1.0, -1.0]), loss_type="grpo").loss
+            for x in (head, plain)
         ]
         assert torch.equal(*losses)
 
@@ -71,6 +74,7 @@ def test_a_weight_or_a_module_stands_for_a_head_of_it() -> None:
 def test_the_constants_are_no_fields_of_a_loss() -> None:
     assert not {*CONSTANTS} & {x.name for x in dataclasses.fields(LossConfig)}
     with pytest.raises(
-        TypeError, match=r"^logit_scale: no argument of GRPOLoss any more, but Head\(weight, logit_scale="
+        TypeError,
+        match=r"^logit_scale: no argument of GRPOLoss any more, but Head\(weight, logit_scale=",
     ):
         GRPOLoss(logit_scale=2.0)  # type: ignore[call-arg]

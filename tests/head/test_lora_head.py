@@ -26,7 +26,9 @@ def test_no_product_of_the_two_factors_is_made(trains_head: bool, products: int)
     head, ids = Head(weight, lora=LoRA(a, b)), torch.randint(vocab, (n,))
 
     def step() -> None:
-        linear_logprob(hidden, head, ids, entropy=False, expected=torch.ones(n)).logps.sum().backward()
+        linear_logprob(
+            hidden, head, ids, entropy=False, expected=torch.ones(n)
+        ).logps.sum().backward()
 
     assert count_flops(step) == products * n * vocab * width + 6 * n * rank * (vocab + width)
 
@@ -45,15 +47,26 @@ def test_an_adapter_that_does_not_fit_is_refused() -> None:
     for says, lora in wrong.items():
         with pytest.raises((TypeError, ValueError), match=says):
             linear_logprob(hidden, Head(weight, lora=lora), ids)  # type: ignore[arg-type]
-    leaf, head = hidden.view(1, 3, 8).requires_grad_(), Head(weight, lora=LoRA(a.requires_grad_(), b))
-    with pytest.raises(ValueError, match=r"engine: expected one that gives this gradient, got 'frozen', .* lora"):
+    leaf, head = (
+        hidden.view(1, 3, 8).requires_grad_(),
+        Head(weight, lora=LoRA(a.requires_grad_(), b)),
+    )
+    with pytest.raises(
+        ValueError, match=r"engine: expected one that gives this gradient, got 'frozen', .* lora"
+    ):
         grpo_loss(leaf, head, ids[None], None, torch.ones(1), run=Run(engine="frozen"))
 
 
 def test_two_kinds_of_16_bits() -> None:
     """Hidden states in bf16 may be larger than any number of an adapter in fp16."""
-    hidden, weight = torch.tensor([[1e5, 1.0]], dtype=torch.bfloat16), torch.zeros(3, 2, dtype=torch.bfloat16)
-    a, b = (x.to(torch.float16) for x in (torch.tensor([[1e-4, 0.5]]), torch.tensor([[0.25], [0.5], [-1.0]])))
+    hidden, weight = (
+        torch.tensor([[1e5, 1.0]], dtype=torch.bfloat16),
+        torch.zeros(3, 2, dtype=torch.bfloat16),
+    )
+    a, b = (
+        x.to(torch.float16)
+        for x in (torch.tensor([[1e-4, 0.5]]), torch.tensor([[0.25], [0.5], [-1.0]]))
+    )
     logps = linear_logprob(hidden, Head(weight, lora=LoRA(a, b)), torch.tensor([1])).logps
     want = torch.log_softmax(hidden.double() @ a.double().T @ b.double().T, -1)[:, 1]
     torch.testing.assert_close(logps.double(), want, rtol=1e-5, atol=0)

@@ -67,7 +67,9 @@ def test_methods_are_the_functions_with_the_heads_own_parameters(maker: str, bia
     leaves = [hidden, *head.parameters()]
     for got, expected in ((ours.loss, want.loss), (scores.logps.sum(), None)):
         expected = plain_logps(head, hidden, 0.8).mul(MASK).sum() if expected is None else expected
-        for x, y in zip(torch.autograd.grad(got, leaves), torch.autograd.grad(expected, leaves), strict=True):
+        for x, y in zip(
+            torch.autograd.grad(got, leaves), torch.autograd.grad(expected, leaves), strict=True
+        ):
             assert_close(x, y, rtol=1e-12, atol=1e-13)
     assert head.logprobs(hidden, IDS, entropy=False).entropies is None
     with torch.no_grad():
@@ -78,18 +80,27 @@ def test_methods_are_the_functions_with_the_heads_own_parameters(maker: str, bia
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("constants", [{}, {"final_logit_softcapping": 2.0, "logit_scale": 1.5}])
-def test_every_call_takes_a_module_or_a_head_around_one(constants: dict[str, Any], bias: bool) -> None:
+def test_every_call_takes_a_module_or_a_head_around_one(
+    constants: dict[str, Any], bias: bool
+) -> None:
     head, hidden = attached(bias), states()
     teacher = torch.randn(V, H, dtype=torch.float64)
     calls: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
         "logprobs": (linear_logprob, (IDS,)),
         "loss": (grpo_loss, (IDS, MASK, ADVANTAGES)),
         "divergence": (linear_divergence, (1.3 * hidden.detach(), Head(teacher))),
-        "topk_divergence": (topk_divergence, (IDS[..., None], torch.full((B, T, 1), -1.0, dtype=torch.float64))),
+        "topk_divergence": (
+            topk_divergence,
+            (IDS[..., None], torch.full((B, T, 1), -1.0, dtype=torch.float64)),
+        ),
     }
 
     def results(out: Any) -> dict[str, Tensor]:
-        return {"loss": out.loss, "logps": out.per_token_logps} if isinstance(out, LossOutput) else out.given
+        return (
+            {"loss": out.loss, "logps": out.per_token_logps}
+            if isinstance(out, LossOutput)
+            else out.given
+        )
 
     for name, (call, others) in calls.items():
         want = results(call(hidden, Head(head.weight, head.bias, **constants), *others))
@@ -122,7 +133,9 @@ def test_the_head_stays_a_linear_layer_that_can_be_copied_and_saved(maker: str) 
             other.weight.zero_()
             other.bias.zero_()
         logps = other.logprobs(hidden, IDS).logps  # of the copy's parameters, not of the first's
-        assert_close(logps, torch.full((B, T), -torch.log(torch.tensor(float(V))), dtype=torch.float64))
+        assert_close(
+            logps, torch.full((B, T), -torch.log(torch.tensor(float(V))), dtype=torch.float64)
+        )
     assert attach(head) is head
 
 
@@ -152,7 +165,9 @@ class NormedHead(nn.Linear):
     ids=["embedding", "own forward", "sequential"],
 )
 def test_what_is_not_a_linear_head_is_refused_by_name(head: nn.Module, named: str) -> None:
-    with pytest.raises(TypeError, match=f"lm_head: expected an nn.Linear with its own forward.*got .*{named}"):
+    with pytest.raises(
+        TypeError, match=f"lm_head: expected an nn.Linear with its own forward.*got .*{named}"
+    ):
         attach(head)
 
 
@@ -186,7 +201,9 @@ MADE: dict[str, Callable[[], nn.Module]] = {
     "pruned": lambda: prune.random_unstructured(linear(), "weight", 0.3),
     "input": lambda: with_pre_hook(lambda module, args: 1.5 * args[0]),
     "input, as a tuple": lambda: with_pre_hook(lambda module, args: (args[0].tanh(),)),
-    "input, with names": lambda: with_pre_hook(lambda m, args, kwargs: ((-args[0],), kwargs), with_kwargs=True),
+    "input, with names": lambda: with_pre_hook(
+        lambda m, args, kwargs: ((-args[0],), kwargs), with_kwargs=True
+    ),
     "observed": lambda: with_pre_hook(lambda m, args, kwargs: None, with_kwargs=True),
 }
 
@@ -206,10 +223,13 @@ def test_what_happens_before_the_forward_happens_before_a_score(case: str) -> No
     want = plain_logps(theirs, hidden)
     assert_close(logps, want, rtol=1e-12, atol=1e-12)
     found, expected = (
-        torch.autograd.grad(x.sum(), [hidden, *head.parameters()]) for x, head in ((logps, ours), (want, theirs))
+        torch.autograd.grad(x.sum(), [hidden, *head.parameters()])
+        for x, head in ((logps, ours), (want, theirs))
     )
     assert_close(found, expected, rtol=1e-10, atol=1e-11)
-    assert_close(ours.state_dict(), theirs.state_dict(), rtol=1e-12, atol=1e-12)  # one power iteration, not two
+    assert_close(
+        ours.state_dict(), theirs.state_dict(), rtol=1e-12, atol=1e-12
+    )  # one power iteration, not two
 
 
 def test_parametrizations_can_be_put_on_and_taken_off_around_attach() -> None:
@@ -234,13 +254,18 @@ def double(module: nn.Module, args: Any, output: Tensor) -> Tensor:
         ("register_full_backward_pre_hook", "backward pre-hook"),
     ],
 )
-def test_hooks_that_would_be_handed_logits_are_refused_by_name(maker: str, register: str, kind: str) -> None:
+def test_hooks_that_would_be_handed_logits_are_refused_by_name(
+    maker: str, register: str, kind: str
+) -> None:
     head = MAKERS[maker]()
     handle = getattr(head, register)(double)
     message = rf"lm_head: expected no {kind}, .*got {__name__}\.double"
     with pytest.raises(TypeError, match=message):
         attach(head)
-    for call in (lambda: head.logprobs(states(), IDS), lambda: head.loss(states(), IDS, MASK, ADVANTAGES)):
+    for call in (
+        lambda: head.logprobs(states(), IDS),
+        lambda: head.loss(states(), IDS, MASK, ADVANTAGES),
+    ):
         with pytest.raises(TypeError, match=message):
             call()
     handle.remove()
@@ -249,11 +274,16 @@ def test_hooks_that_would_be_handed_logits_are_refused_by_name(maker: str, regis
 
 def test_pre_hooks_that_give_more_than_hidden_states_are_refused() -> None:
     head = attach(with_pre_hook(lambda m, args, kwargs: (args, {"names": 1}), with_kwargs=True))
-    with pytest.raises(TypeError, match=r"lm_head: expected its forward pre-hooks to give one input, got .*'names'\]"):
+    with pytest.raises(
+        TypeError,
+        match=r"lm_head: expected its forward pre-hooks to give one input, got .*'names'\]",
+    ):
         head.logprobs(states(), IDS)
 
 
-@pytest.mark.parametrize("make", [linear, lambda: peft_head(2), module], ids=["linear", "PEFT", "LMHeadLogProb"])
+@pytest.mark.parametrize(
+    "make", [linear, lambda: peft_head(2), module], ids=["linear", "PEFT", "LMHeadLogProb"]
+)
 def test_a_copy_or_replica_scores_with_its_own_weight(make: Callable[[], Any]) -> None:
     head, hidden = attach(make()), states()
     base = getattr(head, "base_layer", head)
@@ -283,7 +313,9 @@ def test_pefts_layer_stays_what_it_is_and_can_be_saved() -> None:
     assert type(loaded) is type(head)
     assert_close(loaded.logprobs(hidden, IDS).logps, head.logprobs(hidden, IDS).logps)
     head.base_layer.register_forward_pre_hook(lambda module, args: args)
-    with pytest.raises(TypeError, match=r"lm_head\.base_layer: expected no forward pre-hook, .*lambda"):
+    with pytest.raises(
+        TypeError, match=r"lm_head\.base_layer: expected no forward pre-hook, .*lambda"
+    ):
         head.logprobs(hidden, IDS)
 
 
@@ -291,7 +323,9 @@ def test_a_head_that_accelerate_has_offloaded_is_told_what_to_do() -> None:
     accelerate = pytest.importorskip("accelerate")
     head = linear()
     accelerate.cpu_offload(head, execution_device="cpu")
-    with pytest.raises(ValueError, match=r"lm_head: expected its weight on a device, .*device_map.*causal_lm_loss"):
+    with pytest.raises(
+        ValueError, match=r"lm_head: expected its weight on a device, .*device_map.*causal_lm_loss"
+    ):
         attach(head).logprobs(states(), IDS)
 
 
@@ -303,9 +337,14 @@ def test_wrong_arguments_are_named_as_by_the_functions() -> None:
         head.loss(states(), IDS, MASK, ADVANTAGES, epsilom=0.1)
     with pytest.raises(ValueError, match=r"bias: expected None, since it is lm_head's own"):
         grpo_loss(states(), Head(head, torch.zeros(V, dtype=torch.float64)), IDS, MASK, ADVANTAGES)
-    with pytest.raises(TypeError, match=r"^bias: no argument of grpo_loss any more, but Head\(weight, bias=\.\.\.\)"):
+    with pytest.raises(
+        TypeError,
+        match=r"^bias: no argument of grpo_loss any more, but Head\(weight, bias=\.\.\.\)",
+    ):
         head.loss(states(), IDS, MASK, ADVANTAGES, bias=torch.zeros(V, dtype=torch.float64))
-    with pytest.raises(TypeError, match=r"^outputs: no argument of linear_logprob any more, but .*extras="):
+    with pytest.raises(
+        TypeError, match=r"^outputs: no argument of linear_logprob any more, but .*extras="
+    ):
         head.logprobs(states(), IDS, outputs=("log_sum_sq_probs",))
     with pytest.raises(TypeError, match=r"unexpected keyword argument 'extra'"):
         head.logprobs(states(), IDS, extra=("log_sum_sq_probs",))
@@ -333,7 +372,9 @@ def peft_head(*ranks: int, bias: bool = False, **options: Any) -> Any:
 PEFT: dict[str, Callable[[], Any]] = {
     "one adapter": lambda: peft_head(2),
     "two adapters": lambda: peft_head(2, 3),
-    "rank-stabilised, bias of head and adapter": lambda: peft_head(4, bias=True, use_rslora=True, lora_bias=True),
+    "rank-stabilised, bias of head and adapter": lambda: peft_head(
+        4, bias=True, use_rslora=True, lora_bias=True
+    ),
     "two with biases": lambda: peft_head(2, 1, bias=True, lora_bias=True),
     "dropout": lambda: peft_head(3, lora_dropout=0.4),
     "two with dropout, evaluated": lambda: peft_head(2, 2, lora_dropout=0.4).eval(),
@@ -342,7 +383,9 @@ PEFT: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("case", PEFT)
 @pytest.mark.parametrize("base_trains", [False, True])
-def test_peft_adapters_on_the_head_have_the_gradients_of_pefts_own_forward(case: str, base_trains: bool) -> None:
+def test_peft_adapters_on_the_head_have_the_gradients_of_pefts_own_forward(
+    case: str, base_trains: bool
+) -> None:
     head, hidden = PEFT[case](), states()
     head.base_layer.requires_grad_(base_trains)
     attach(head)
@@ -372,7 +415,9 @@ def test_merged_and_disabled_adapters_mean_the_base_weight_alone() -> None:
     head.enable_adapters(True)
     assert_close(head.logprobs(hidden, IDS).logps, active, rtol=1e-10, atol=1e-11)
     head.set_adapter(["a1"])
-    assert_close(head.logprobs(hidden, IDS).logps, plain_logps(head, hidden), rtol=1e-10, atol=1e-11)
+    assert_close(
+        head.logprobs(hidden, IDS).logps, plain_logps(head, hidden), rtol=1e-10, atol=1e-11
+    )
 
 
 def test_a_loss_trains_the_adapters_of_a_frozen_head_in_one_pass() -> None:
@@ -386,12 +431,19 @@ def test_a_loss_trains_the_adapters_of_a_frozen_head_in_one_pass() -> None:
 
 def test_adapters_that_are_not_plain_lora_are_refused_by_name() -> None:
     dora = attach(peft_head(2, use_dora=True))
-    with pytest.raises(ValueError, match=r"lm_head: expected adapters that are plain LoRA, got DoraLinear.* as 'a0'"):
+    with pytest.raises(
+        ValueError,
+        match=r"lm_head: expected adapters that are plain LoRA, got DoraLinear.* as 'a0'",
+    ):
         dora.logprobs(states(), IDS)
-    with pytest.raises(ValueError, match=r"lm_head: expected one active adapter if there is dropout, got 2"):
+    with pytest.raises(
+        ValueError, match=r"lm_head: expected one active adapter if there is dropout, got 2"
+    ):
         attach(peft_head(2, 2, lora_dropout=0.4)).logprobs(states(), IDS)
     with pytest.raises(ValueError, match=r"lora: expected None, since PEFT's adapters"):
-        linear_logprob(states(), Head(peft_head(2), lora=LoRA(torch.zeros(1, H), torch.zeros(V, 1))), IDS)
+        linear_logprob(
+            states(), Head(peft_head(2), lora=LoRA(torch.zeros(1, H), torch.zeros(V, 1))), IDS
+        )
     peft = pytest.importorskip("peft")
     model = nn.ModuleDict({"lm_head": nn.Linear(H, V)})
     peft.inject_adapter_in_model(peft.LoHaConfig(r=2, target_modules=["lm_head"]), model)

@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 import transformers
 
 from grpo_kernels.base.checks import warn_once
-from grpo_kernels.integrations.transformers import completion_logprobs
+from grpo_kernels.transformers import completion_logprobs
 from tests.support import all_architectures as every
 from tests.support import tiny_architectures as tiny
 from tests.support.training_step import (
@@ -33,7 +33,11 @@ from tests.support.training_step import (
 ROOT = Path(__file__).parents[2]
 CONSTRAINTS = (ROOT / "requirements/constraints.txt").read_text().split()
 IS_PINNED = f"transformers=={transformers.__version__}" in CONSTRAINTS
-LAYOUTS = {"tree": 0.6, "trim": 0.8, "padded": 1.0}  # and the largest share of the cells that each computes
+LAYOUTS = {
+    "tree": 0.6,
+    "trim": 0.8,
+    "padded": 1.0,
+}  # and the largest share of the cells that each computes
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +46,9 @@ def nothing_said() -> None:
 
 
 def kinds(*outcomes: str) -> list[str]:
-    return sorted(kind for kind, x in every.OUTCOME.items() if x.layout in outcomes and kind in every.CLASSES)
+    return sorted(
+        kind for kind, x in every.OUTCOME.items() if x.layout in outcomes and kind in every.CLASSES
+    )
 
 
 def short() -> dict[str, Tensor]:
@@ -60,7 +66,9 @@ def assert_right(model: Any, given: dict[str, Tensor]) -> float:
     want, gradients = loss_of(model, given, **PADDED)
     out, got = loss_of(model, given)
     torch.testing.assert_close(out.loss, want.loss, rtol=3e-6, atol=3e-6)
-    idle = {name: torch.zeros_like(x) for name, x in model.named_parameters()}  # experts that no token has chosen
+    idle = {
+        name: torch.zeros_like(x) for name, x in model.named_parameters()
+    }  # experts that no token has chosen
     assert_same({**idle, **got}, {**idle, **gradients})
     return float(out.metrics["tokens/computed"])
 
@@ -70,10 +78,14 @@ def assert_own_logprobs(model: Any, given: dict[str, Tensor]) -> None:
     ids, mask, counted = (given[name] for name in SCORED)
     takes = "use_cache" in inspect.signature(model.forward).parameters
     with torch.no_grad():
-        want, _ = tiny.plain_logprobs(model, ids, attention_mask=mask, **({"use_cache": False} if takes else {}))
+        want, _ = tiny.plain_logprobs(
+            model, ids, attention_mask=mask, **({"use_cache": False} if takes else {})
+        )
         with positions_left_to_the_model(model):
             got = completion_logprobs(model, ids, mask, counted).logps
-    torch.testing.assert_close(got.double(), want[:, -counted.shape[1] :] * counted, rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(
+        got.double(), want[:, -counted.shape[1] :] * counted, rtol=2e-5, atol=2e-5
+    )
 
 
 @pytest.mark.slow
@@ -94,7 +106,10 @@ def test_each_architecture_gets_the_padded_numbers_in_its_layout(kind: str) -> N
     if IS_PINNED:
         layout, _, warned, _ = every.OUTCOME[kind]
         better = [*LAYOUTS.values()][: [*LAYOUTS].index(layout)]
-        assert all(max(better, default=0) < share <= LAYOUTS[layout] for share in shares), (shares, said)
+        assert all(max(better, default=0) < share <= LAYOUTS[layout] for share in shares), (
+            shares,
+            said,
+        )
         assert bool(said) == bool(warned)
         assert any(re.search(warned, x) for x in said) or not warned, said
 
@@ -109,19 +124,32 @@ def test_architectures_without_one_head_are_refused(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["phimoe", "qwen2_moe"])
 def test_a_window_in_the_mask_alone_is_all_that_keeps_a_model_from_a_tree(kind: str) -> None:
-    fields = {"sliding_window": None} if kind == "phimoe" else {"layer_types": ["full_attention"] * 2}
+    fields = (
+        {"sliding_window": None} if kind == "phimoe" else {"layer_types": ["full_attention"] * 2}
+    )
     assert assert_right(every.build(kind, **fields), lengthened(batch(), 2)) < LAYOUTS["tree"]
 
 
 def test_the_list_has_each_type_once() -> None:
-    assert not [kind for kind, n in Counter(" ".join(x.kinds for x in every.OUTCOMES).split()).items() if n > 1]
+    assert not [
+        kind
+        for kind, n in Counter(" ".join(x.kinds for x in every.OUTCOMES).split()).items()
+        if n > 1
+    ]
 
 
 @pytest.mark.skipif(not IS_PINNED, reason="the list is that of the pinned transformers")
 def test_the_list_has_all_types_of_transformers() -> None:
-    new, gone = every.CLASSES.keys() - every.OUTCOME.keys(), every.OUTCOME.keys() - every.CLASSES.keys()
-    assert not new, f"run these types, and add them to OUTCOMES of tests/support/all_architectures.py: {sorted(new)}"
-    assert not gone, f"transformers no longer has these types; take them out of OUTCOMES: {sorted(gone)}"
+    new, gone = (
+        every.CLASSES.keys() - every.OUTCOME.keys(),
+        every.OUTCOME.keys() - every.CLASSES.keys(),
+    )
+    assert not new, (
+        f"run these types, and add them to OUTCOMES of tests/support/all_architectures.py: {sorted(new)}"
+    )
+    assert not gone, (
+        f"transformers no longer has these types; take them out of OUTCOMES: {sorted(gone)}"
+    )
 
 
 def test_the_page_has_the_list() -> None:

@@ -75,25 +75,40 @@ class Scores(nn.Module):
 
 def test_a_module_may_return_what_the_loss_returned() -> None:
     torch.manual_seed(0)
-    model, hidden, ids, mask = Scores(), torch.randn(2, 5, H), torch.randint(V, (2, 5)), torch.ones(2, 5)
-    given = {"old_per_token_logps": -3 + torch.rand(2, 5), "ref_per_token_logps": -3 + torch.rand(2, 5)}
+    model, hidden, ids, mask = (
+        Scores(),
+        torch.randn(2, 5, H),
+        torch.randint(V, (2, 5)),
+        torch.ones(2, 5),
+    )
+    given = {
+        "old_per_token_logps": -3 + torch.rand(2, 5),
+        "ref_per_token_logps": -3 + torch.rand(2, 5),
+    }
     out = Wrapper(model)(hidden, ids, mask, **given)
     d_weight = torch.autograd.grad(out.loss, model.head.weight)
     with torch.autocast("cpu", torch.bfloat16):
-        want = model(hidden.bfloat16(), ids, mask, **{name: x.bfloat16() for name, x in given.items()})
+        want = model(
+            hidden.bfloat16(), ids, mask, **{name: x.bfloat16() for name, x in given.items()}
+        )
     assert isinstance(out, LossOutput)
-    assert_close((out.loss, out.per_token_logps, out.entropies), (want.loss, want.per_token_logps, want.entropies))
+    assert_close(
+        (out.loss, out.per_token_logps, out.entropies),
+        (want.loss, want.per_token_logps, want.entropies),
+    )
     assert_close(d_weight, torch.autograd.grad(want.loss, model.head.weight))
     assert out.engine == want.engine
     assert_close(dict(out.metrics), dict(want.metrics))
-    with pytest.raises(RuntimeError, match=r"metrics: .*return out\.metrics\.pairs beside the loss"):
+    with pytest.raises(
+        RuntimeError, match=r"metrics: .*return out\.metrics\.pairs beside the loss"
+    ):
         _ = out.metrics.pairs
     assert_close(applied(want.metrics.pairs, torch.clone), want.metrics.pairs)
 
 
 def test_causal_lm_loss_of_a_wrapped_model() -> None:
     pytest.importorskip("transformers")
-    from grpo_kernels.integrations.transformers import causal_lm_loss, completion_logprobs
+    from grpo_kernels.transformers import causal_lm_loss, completion_logprobs
     from tests.support import tiny_architectures as tiny
     from tests.support.model_checks import last_columns, text_batch
 
@@ -106,8 +121,12 @@ def test_causal_lm_loss_of_a_wrapped_model() -> None:
     assert_close(out.loss, want.loss)
     assert_close(out.per_token_logps, want.per_token_logps)
     parameter = model.model.embed_tokens.weight
-    assert_close(torch.autograd.grad(out.loss, parameter), torch.autograd.grad(want.loss, parameter))
+    assert_close(
+        torch.autograd.grad(out.loss, parameter), torch.autograd.grad(want.loss, parameter)
+    )
     with pytest.raises(TypeError, match=r"old_logps: .* did you mean old_per_token_logps\?"):
         causal_lm_loss(Wrapper(model), GRPOLoss(), *batch, torch.ones(3), old_logps=None)
-    with pytest.raises(ValueError, match=r"expected results of torch\.float64, .* has made them torch\.float32"):
+    with pytest.raises(
+        ValueError, match=r"expected results of torch\.float64, .* has made them torch\.float32"
+    ):
         completion_logprobs(Wrapper(tiny.text_model("llama")).double(), *batch)

@@ -11,7 +11,7 @@ from torch import Tensor
 pytest.importorskip("transformers")
 
 from grpo_kernels import linear_logprob
-from grpo_kernels.integrations.transformers import HeadInputs, completion_logprobs, describe_head, head_inputs
+from grpo_kernels.transformers import HeadInputs, completion_logprobs, describe_head, head_inputs
 from tests.support import tiny_architectures as tiny
 from tests.support.model_checks import (
     peft_model,
@@ -32,7 +32,9 @@ def next_logps(found: HeadInputs, ids: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("kind", ["gemma3_text", "granite", "cohere", "gptj", "gpt2", "adapter"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_what_is_handed_over_gives_the_models_log_probabilities(kind: str, dtype: torch.dtype) -> None:
+def test_what_is_handed_over_gives_the_models_log_probabilities(
+    kind: str, dtype: torch.dtype
+) -> None:
     """In the first call, in which the model's logits are checked, and in the second."""
     model = tiny.text_model("llama" if kind == "adapter" else kind, dtype)
     if kind == "adapter":
@@ -41,7 +43,9 @@ def test_what_is_handed_over_gives_the_models_log_probabilities(kind: str, dtype
     ids, attention_mask = ids[2:], attention_mask[2:]
     parameters = [x for x in model.parameters() if x.requires_grad]
     plain = tiny.plain_logprobs(model, ids, attention_mask=attention_mask)[0][:, 1:]
-    bound = 1e-5 if dtype == torch.float64 else 0.05  # some models compute norms and logits in float32
+    bound = (
+        1e-5 if dtype == torch.float64 else 0.05
+    )  # some models compute norms and logits in float32
     for _ in range(2):
         with head_inputs(model) as found:
             output = model(input_ids=ids, attention_mask=attention_mask)
@@ -52,7 +56,11 @@ def test_what_is_handed_over_gives_the_models_log_probabilities(kind: str, dtype
         torch.testing.assert_close(logps.double(), plain.double(), rtol=bound, atol=bound)
         if dtype == torch.float64:
             for x, y in zip(
-                *(torch.autograd.grad(x.sum(), parameters, retain_graph=True) for x in (logps, plain)), strict=True
+                *(
+                    torch.autograd.grad(x.sum(), parameters, retain_graph=True)
+                    for x in (logps, plain)
+                ),
+                strict=True,
             ):
                 torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
 
@@ -83,7 +91,10 @@ def test_no_logits_are_made_once_the_head_is_known(monkeypatch: pytest.MonkeyPat
 
 def test_one_forward_is_expected() -> None:
     model, ids, *_ = scene()
-    with pytest.raises(RuntimeError, match="expected one forward of the model inside, got none"), head_inputs(model):
+    with (
+        pytest.raises(RuntimeError, match="expected one forward of the model inside, got none"),
+        head_inputs(model),
+    ):
         pass
     with head_inputs(model):
         model(input_ids=ids)
@@ -96,7 +107,10 @@ def test_a_call_within_another_is_refused() -> None:
     """The outer one goes on, and the model is as before."""
     model, ids, attention_mask, _ = scene()
     with head_inputs(model) as found:
-        with pytest.raises(RuntimeError, match="expected one whose head is not in use"), head_inputs(model):
+        with (
+            pytest.raises(RuntimeError, match="expected one whose head is not in use"),
+            head_inputs(model),
+        ):
             pass
         model(input_ids=ids, attention_mask=attention_mask)
     assert found.hidden.shape[-1] == tiny.HIDDEN
@@ -117,4 +131,6 @@ def test_the_models_own_output_comes_back_without_logits() -> None:
         torch.testing.assert_close(output.hidden_states[-1], plain.hidden_states[-1])
         torch.testing.assert_close(scores.given, completion_logprobs(model, *args, **wanted).given)
     router = model.model.layers[0].mlp.gate.weight
-    torch.testing.assert_close(*(torch.autograd.grad(x.aux_loss, router)[0] for x in (output, plain)))
+    torch.testing.assert_close(
+        *(torch.autograd.grad(x.aux_loss, router)[0] for x in (output, plain))
+    )

@@ -1,4 +1,4 @@
-"""`grpo_kernels.integrations.host`: whatever is given back is what was there, and only where it is still ours."""
+"""`grpo_kernels.host`: whatever is given back is what was there, and only where it is still ours."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from grpo_kernels.integrations.host import HostFunction, Patches, during, replaced
+from grpo_kernels.host import HostFunction, Patches, during, replaced
 
 
 def ours() -> None: ...
@@ -47,7 +47,9 @@ def test_a_class_that_inherits_what_is_ours() -> None:
     assert parent.f is child.f is theirs
 
 
-def test_the_log_says_what_is_replaced_and_given_back(owner: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_says_what_is_replaced_and_given_back(
+    owner: ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
     patches = Patches("someone's package")
     child = type("Child", (type("Parent", (), {"f": theirs}),), {"__module__": "somewhere"})
     with caplog.at_level(logging.INFO, "grpo_kernels"):
@@ -96,7 +98,12 @@ def test_a_function_of_another_release_is_left_alone(owner: ModuleType) -> None:
 
     owner.__version__ = "9"
     function = HostFunction(owner, "f", ours, unknown="function f", needed=("g",))
-    for f, g, is_known in ((theirs, True, True), (theirs, False, False), (other, True, False), (ours, False, True)):
+    for f, g, is_known in (
+        (theirs, True, True),
+        (theirs, False, False),
+        (other, True, False),
+        (ours, False, True),
+    ):
         owner.f = f
         vars(owner).pop("g", None)
         if g:

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from grpo_kernels.integrations import liger
-from grpo_kernels.integrations.liger import LigerFusedLinearGRPOLoss, patch_liger, unpatch_liger
+from grpo_kernels import liger
+from grpo_kernels.liger import LigerFusedLinearGRPOLoss, patch_liger, unpatch_liger
 from tests.support.liger_cases import (
     CLIPPED,
     GRID,
@@ -49,8 +49,12 @@ def test_the_grid(loss_type: str, level: str, sources: str) -> None:
         for delta in (None, 1.1) if loss_type in CLIPPED else (None,):
             loss = {"loss_type": loss_type, "importance_sampling_level": level, "delta": delta}
             name = f"{loss_type}/{level}/{delta}/{options['beta']}"
-            case, given = case_of(name, sources=sources, bias=delta is None, noise=0.35, **loss, **options)
-            differs = loss_type == "luspo" and case.ref_per_token_logps is not None  # see the differences
+            case, given = case_of(
+                name, sources=sources, bias=delta is None, noise=0.35, **loss, **options
+            )
+            differs = (
+                loss_type == "luspo" and case.ref_per_token_logps is not None
+            )  # see the differences
             clips += float(check(None if differs else Theirs, case, given)[1][-1])
     assert clips > 0 or sources == "ref_input" or loss_type in ("sapo", "vespo")
 
@@ -59,21 +63,44 @@ def test_the_grid(loss_type: str, level: str, sources: str) -> None:
 @pytest.mark.parametrize("loss_type", [*CLIPPED, *TOKEN_LEVEL])
 def test_importance_ratios_and_items(loss_type: str, ratio: str) -> None:
     level = "sequence" if loss_type == "luspo" else "token"
-    loss = {"loss_type": loss_type, "importance_sampling_level": level, "beta": 0.0 if loss_type == "luspo" else 0.1}
-    case, given = case_of(f"ratio/{loss_type}/{ratio}", ratio=ratio, num_items=23.0, mask="ragged", **loss)
-    ours = check(None if ratio == "token" and loss_type in ("luspo", "vespo") else Theirs, case, given)
-    if loss_type == "vespo" and ratio == "token":  # TRL's own ratio is 1 where masked, and Liger relies on it
+    loss = {
+        "loss_type": loss_type,
+        "importance_sampling_level": level,
+        "beta": 0.0 if loss_type == "luspo" else 0.1,
+    }
+    case, given = case_of(
+        f"ratio/{loss_type}/{ratio}", ratio=ratio, num_items=23.0, mask="ragged", **loss
+    )
+    ours = check(
+        None if ratio == "token" and loss_type in ("luspo", "vespo") else Theirs, case, given
+    )
+    if (
+        loss_type == "vespo" and ratio == "token"
+    ):  # TRL's own ratio is 1 where masked, and Liger relies on it
         ratios = torch.where(case.completion_mask != 0, case.importance_sampling_ratio, 1.0)
         assert_same(ours, call(Theirs, case.but(importance_sampling_ratio=ratios), given))
-    assert_same(ours, call(LigerFusedLinearGRPOLoss, case.but(num_items_in_batch=torch.tensor(23)), given), rtol=1e-6)
+    assert_same(
+        ours,
+        call(LigerFusedLinearGRPOLoss, case.but(num_items_in_batch=torch.tensor(23)), given),
+        rtol=1e-6,
+    )
 
 
 CORRECTED = {"beta": 0.2, "use_bias_correction_kl": True, "epsilon_high": 0.3}
 HOT = {"sources": "ref_input", "beta": 0.3, "loss_type": "grpo", "temperature": 1.7, "bias": True}
-SHAPES = ((1, 5, "full"), (4, 1, "full"), (2, 3, "none"), (3, 4, "first_empty"))  # one sequence, one token, none counts
+SHAPES = (
+    (1, 5, "full"),
+    (4, 1, "full"),
+    (2, 3, "none"),
+    (3, 4, "first_empty"),
+)  # one sequence, one token, none counts
 OTHERS: dict[str, dict[str, Any]] = {
     **{
-        f"corrected/{loss_type}/{level}": {"loss_type": loss_type, "importance_sampling_level": level, **CORRECTED}
+        f"corrected/{loss_type}/{level}": {
+            "loss_type": loss_type,
+            "importance_sampling_level": level,
+            **CORRECTED,
+        }
         for loss_type in ("grpo", "dapo")
         for level in ("token", "sequence")
     },
@@ -94,17 +121,23 @@ def test_other_options_and_the_last_shapes(name: str) -> None:
 @pytest.mark.parametrize("frozen", [("weight", "bias"), ("hidden",), ()])
 def test_frozen_parts_upstream_gradients_and_float64(frozen: tuple[str, ...]) -> None:
     for dtype in (torch.float32, torch.float64):
-        case, given = case_of("frozen", bias=True, beta=0.1, loss_type="dapo", frozen=frozen, dtype=dtype)
+        case, given = case_of(
+            "frozen", bias=True, beta=0.1, loss_type="dapo", frozen=frozen, dtype=dtype
+        )
         compared = dtype == torch.float32 and frozen != ("hidden",)  # Liger makes it anyway
         check(Theirs if compared else None, case, given, scale=-3.5)
 
 
 @pytest.mark.parametrize("sources", SOURCES)
-@pytest.mark.parametrize(("loss_type", "level"), [("dapo", "token"), ("grpo", "sequence"), ("sapo", "token")])
+@pytest.mark.parametrize(
+    ("loss_type", "level"), [("dapo", "token"), ("grpo", "sequence"), ("sapo", "token")]
+)
 def test_bf16(loss_type: str, level: str, sources: str) -> None:
     """Ours to the project's bounds; Liger's, whose logits are rounded, to those of its own tests."""
     loss = {"loss_type": loss_type, "importance_sampling_level": level, "beta": 0.1}
-    case, given = case_of(f"bf16/{loss_type}", sources=sources, dtype=torch.bfloat16, bias=True, **loss)
+    case, given = case_of(
+        f"bf16/{loss_type}", sources=sources, dtype=torch.bfloat16, bias=True, **loss
+    )
     check(Theirs, case.but(advantages=case.advantages.bfloat16()), given, rtol=0.5, atol=0.1)
 
 
@@ -114,7 +147,9 @@ def test_the_signatures_are_ligers() -> None:
         theirs = inspect.signature(getattr(Theirs, function)).parameters
         ours = inspect.signature(getattr(LigerFusedLinearGRPOLoss, function)).parameters
         assert [*ours][: len(theirs)] == [*theirs]
-        assert {name: ours[name].default for name in theirs} == {name: x.default for name, x in theirs.items()}
+        assert {name: ours[name].default for name in theirs} == {
+            name: x.default for name, x in theirs.items()
+        }
         assert all(x.kind is x.KEYWORD_ONLY for name, x in ours.items() if name not in theirs)
     attributes = {name for name in vars(Theirs()) if not name.startswith("_")}
     assert attributes - {"training"} <= vars(LigerFusedLinearGRPOLoss()).keys()
@@ -148,10 +183,22 @@ def test_the_trainers_calls() -> None:
         ({"loss_type": "ppo"}, {}, "loss_type: expected one of"),
         ({"sapo_temperature_neg": 0.0}, {}, "sapo_temperature_neg: expected a finite number > 0"),
         ({"delta": -1.0}, {}, "delta: expected a finite number > 0"),
-        ({"loss_type": "dr_grpo", "max_completion_length": None}, {}, "max_completion_length: expected an int"),
-        ({"loss_type": "cispo", "importance_sampling_level": "sequence"}, {}, "Sequence-level importance sampling"),
+        (
+            {"loss_type": "dr_grpo", "max_completion_length": None},
+            {},
+            "max_completion_length: expected an int",
+        ),
+        (
+            {"loss_type": "cispo", "importance_sampling_level": "sequence"},
+            {},
+            "Sequence-level importance sampling",
+        ),
         ({"beta": 0.1}, {}, "ref_per_token_logps: expected it, or ref_input and ref_weight"),
-        ({"beta": 0.1}, {"ref_input": torch.zeros(2, 3, 4)}, "ref_per_token_logps: expected it, or ref_input"),
+        (
+            {"beta": 0.1},
+            {"ref_input": torch.zeros(2, 3, 4)},
+            "ref_per_token_logps: expected it, or ref_input",
+        ),
         ({}, {"attention_mask": None}, "attention_mask: expected a tensor"),
         ({}, {"attention_mask": torch.ones(2)}, "attention_mask: expected shape"),
         ({}, {"selected_token_ids": torch.zeros(2, 3)}, "selected_token_ids: expected integer ids"),
@@ -218,9 +265,22 @@ def divided(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def test_a_divided_weight_is_whole_in_the_backward_too(divided: Any) -> None:
     """TRL gathers around the call; a ratio a sequence needs the weight again later."""
     hidden, mask = torch.randn(2, 3, 4, requires_grad=True), torch.ones(2, 3)
-    ids, advantages, old = torch.randint(11, (2, 3)), torch.tensor([1.0, -0.5]), -2.5 * torch.ones(2, 3)
-    loss_fn = LigerFusedLinearGRPOLoss(beta=0.0, loss_type="grpo", importance_sampling_level="sequence")
-    plain = loss_fn(hidden, divided.weight.detach().requires_grad_(), ids, mask, advantages, old_per_token_logps=old)[0]
+    ids, advantages, old = (
+        torch.randint(11, (2, 3)),
+        torch.tensor([1.0, -0.5]),
+        -2.5 * torch.ones(2, 3),
+    )
+    loss_fn = LigerFusedLinearGRPOLoss(
+        beta=0.0, loss_type="grpo", importance_sampling_level="sequence"
+    )
+    plain = loss_fn(
+        hidden,
+        divided.weight.detach().requires_grad_(),
+        ids,
+        mask,
+        advantages,
+        old_per_token_logps=old,
+    )[0]
     (want,) = torch.autograd.grad(plain, hidden)
     with divided.gather([divided.weight]):
         loss, _ = loss_fn(hidden, divided.weight, ids, mask, advantages, old_per_token_logps=old)
@@ -251,7 +311,11 @@ class TestPatch:
             assert found is self.trainer.LigerFusedLinearGRPOLoss is LigerFusedLinearGRPOLoss
             unpatch_liger()
             unpatch_liger()
-            assert chunked_loss.LigerFusedLinearGRPOLoss is self.trainer.LigerFusedLinearGRPOLoss is Theirs
+            assert (
+                chunked_loss.LigerFusedLinearGRPOLoss
+                is self.trainer.LigerFusedLinearGRPOLoss
+                is Theirs
+            )
 
     def test_a_trainer_imported_meanwhile_gets_ligers_back_too(self) -> None:
         del self.trainer.LigerFusedLinearGRPOLoss
@@ -270,7 +334,10 @@ class TestPatch:
             def forward(self, *args: Any, temperatures: Any = None) -> Any:
                 raise AssertionError
 
-        for new, said in ((Newer, r"forward\(args\), forward\(temperatures\)"), (None, "has no LigerFused")):
+        for new, said in (
+            (Newer, r"forward\(args\), forward\(temperatures\)"),
+            (None, "has no LigerFused"),
+        ):
             with monkeypatch.context() as patch:
                 patch.setattr(chunked_loss, "LigerFusedLinearGRPOLoss", new)
                 with pytest.warns(UserWarning, match=said):

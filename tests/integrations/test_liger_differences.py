@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from grpo_kernels.integrations.liger import LigerFusedLinearGRPOLoss
+from grpo_kernels.liger import LigerFusedLinearGRPOLoss
 from tests.support.case_builder import Case
 from tests.support.liger_cases import (
     assert_is_trls,
@@ -35,14 +35,24 @@ def pin(case: Case, given: dict[str, Tensor] | None = None, **settings: Any) -> 
 def test_luspo_depends_on_the_padding() -> None:
     loss = {"loss_type": "luspo", "importance_sampling_level": "sequence", "beta": 0.5}
     case, _ = case_of("luspo", mask="ragged", **loss)
-    names = ("hidden", "completion_ids", "completion_mask", "old_per_token_logps", "ref_per_token_logps")
-    longer = {x: torch.cat([getattr(case, x), torch.zeros_like(getattr(case, x))], dim=1) for x in names}
+    names = (
+        "hidden",
+        "completion_ids",
+        "completion_mask",
+        "old_per_token_logps",
+        "ref_per_token_logps",
+    )
+    longer = {
+        x: torch.cat([getattr(case, x), torch.zeros_like(getattr(case, x))], dim=1) for x in names
+    }
     padded = case.but(**longer)
     assert_close(truth(case).loss, truth(padded).loss)
     assert pin(case) > 0.1
     assert pin(padded) > 10
     theirs = call(Theirs, case, {})[2]["hidden"]
-    assert theirs[case.completion_mask == 0].abs().amax() > 0.01  # d loss / d a state that is padding
+    assert (
+        theirs[case.completion_mask == 0].abs().amax() > 0.01
+    )  # d loss / d a state that is padding
 
 
 def test_advantages_a_token() -> None:
@@ -53,7 +63,9 @@ def test_advantages_a_token() -> None:
 
 
 def test_an_fp32_head_is_rounded() -> None:
-    case, _ = case_of("fp32 head", h=64, v=50, spread=6.0, noise=0.02, shift=0.0, loss_type="dapo", beta=0.0)
+    case, _ = case_of(
+        "fp32 head", h=64, v=50, spread=6.0, noise=0.02, shift=0.0, loss_type="dapo", beta=0.0
+    )
     case = case.but(hidden=case.hidden.bfloat16(), weight=case.weight)
     scored = head(case)
     case = case.but(old_per_token_logps=on_grid(scored.logps.detach(), scored.counted).float())
@@ -69,7 +81,16 @@ def test_bf16_logits_are_rounded() -> None:
 
 def test_d_weight_is_summed_in_the_weights_dtype() -> None:
     """One sequence at a time, so that the error grows with their number."""
-    case, _ = case_of("many", b=64, t=2, mask="full", loss_type="dapo", dtype=torch.bfloat16, spread=0.5, old=False)
+    case, _ = case_of(
+        "many",
+        b=64,
+        t=2,
+        mask="full",
+        loss_type="dapo",
+        dtype=torch.bfloat16,
+        spread=0.5,
+        old=False,
+    )
     want, far = truth(case).d_weight, []
     for cls in (LigerFusedLinearGRPOLoss, Theirs):
         d_weight = call(cls, case, {})[2]["weight"]
@@ -116,7 +137,13 @@ def test_products() -> None:
 
     def score(cls: Any) -> int:
         loss_fn = cls(beta=0.0, compiled=False, use_ref_model=False)
-        args = (case.hidden, case.weight, case.completion_ids, case.completion_mask, case.advantages)
+        args = (
+            case.hidden,
+            case.weight,
+            case.completion_ids,
+            case.completion_mask,
+            case.advantages,
+        )
         with torch.no_grad():
             return count_flops(lambda: loss_fn(*args))
 

@@ -12,12 +12,21 @@ pytest.importorskip("transformers")
 from benchmarks import tiny_models, tiny_run
 from grpo_kernels import GRPOLoss
 from grpo_kernels.base.checks import warn_once
-from grpo_kernels.integrations.transformers import causal_lm_loss, completion_logprobs, describe_head
+from grpo_kernels.transformers import causal_lm_loss, completion_logprobs, describe_head
 from tests.support import tiny_architectures as tiny
 from tests.support.training_step import batch, said_by
 
 SCORED = ("input_ids", "attention_mask", "completion_mask")
-SCALED = ("hyperclovax", "recurrent_gemma", "granite", "cohere2", "gemma2", "minicpm3", "falcon_h1", "llama")
+SCALED = (
+    "hyperclovax",
+    "recurrent_gemma",
+    "granite",
+    "cohere2",
+    "gemma2",
+    "minicpm3",
+    "falcon_h1",
+    "llama",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +37,11 @@ def nothing_said() -> None:
 def own_logps(model: Any, ids: Tensor, mask: Tensor, **inputs: Any) -> Tensor:
     """(B, L - 1), of each next token."""
     with torch.no_grad():
-        logits = type(model).forward(model, input_ids=ids, attention_mask=mask, use_cache=False, **inputs).logits
+        logits = (
+            type(model)
+            .forward(model, input_ids=ids, attention_mask=mask, use_cache=False, **inputs)
+            .logits
+        )
     return logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
 
 
@@ -43,10 +56,15 @@ def test_verls_forward(kind: str) -> None:
         model = verl_peer.with_own_class(tiny.text_model(kind, torch.float32))
         want = own_logps(model, ids, mask)
         patch.apply_monkey_patch(
-            model, use_remove_padding=False, use_fused_kernels=True, fused_kernels_backend="grpo_kernels"
+            model,
+            use_remove_padding=False,
+            use_fused_kernels=True,
+            fused_kernels_backend="grpo_kernels",
         )
         for _ in range(2):
-            got = model(input_ids=ids, attention_mask=mask, return_dict=True, use_cache=False).log_probs[:, :-1]
+            got = model(
+                input_ids=ids, attention_mask=mask, return_dict=True, use_cache=False
+            ).log_probs[:, :-1]
             counted = mask[:, 1:].bool() & mask[:, :-1].bool()
             torch.testing.assert_close(got[counted], want[counted], rtol=1e-4, atol=1e-4)
 
@@ -57,7 +75,11 @@ def trls(model: Any, given: dict[str, Tensor]) -> Tensor:
 
     trl_dpo.add_fused_lm_head(model, outputs=("log_probs",))
     labels = given["input_ids"].masked_fill(given["attention_mask"] == 0, -100)
-    inputs = {"input_ids": given["input_ids"], "attention_mask": given["attention_mask"], "labels": labels}
+    inputs = {
+        "input_ids": given["input_ids"],
+        "attention_mask": given["attention_mask"],
+        "labels": labels,
+    }
     for _ in range(2):
         found = model(**inputs, fused_lm_head=True).log_probs
     return found
@@ -66,13 +88,17 @@ def trls(model: Any, given: dict[str, Tensor]) -> Tensor:
 @pytest.mark.parametrize("kind", SCALED)
 def test_a_patched_trl(kind: str) -> None:
     pytest.importorskip("trl")
-    from grpo_kernels.integrations.trl import patch_trl
+    from grpo_kernels.trl import patch_trl
 
     model, given = tiny.text_model(kind, torch.float32), batch()
     want = own_logps(model, given["input_ids"], given["attention_mask"])
-    completion_logprobs(model, **{name: given[name] for name in SCORED})  # which knows the head, not what is before it
+    completion_logprobs(
+        model, **{name: given[name] for name in SCORED}
+    )  # which knows the head, not what is before it
     with patch_trl():
-        said = said_by(lambda: torch.testing.assert_close(*compared(trls(model, given), want, given), **CLOSE))
+        said = said_by(
+            lambda: torch.testing.assert_close(*compared(trls(model, given), want, given), **CLOSE)
+        )
     assert (len(said) == 1 and "soft-cap and scale" in said[0]) == (kind == "recurrent_gemma"), said
     assert torch.equal(own_logps(model, given["input_ids"], given["attention_mask"]), want)
 
@@ -91,7 +117,7 @@ def test_a_body_whose_output_is_changed_before_the_head_is_refused_by_trls_seam(
     pytest.importorskip("trl")
     import trl.trainer.dpo_trainer as trl_dpo
 
-    from grpo_kernels.integrations.trl import patch_trl
+    from grpo_kernels.trl import patch_trl
 
     with patch_trl(), pytest.raises(ValueError, match="BertLMHeadModel changes it in between"):
         trl_dpo.add_fused_lm_head(tiny.text_model("bert", torch.float32))  # when a trainer is made
@@ -101,7 +127,7 @@ def test_a_body_whose_output_is_changed_before_the_head_is_refused_by_trls_seam(
 def test_the_trainer(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it scores is what the model's own logits say."""
     pytest.importorskip("trl")
-    from grpo_kernels.integrations.trl import FusedGRPOTrainer
+    from grpo_kernels.trl import FusedGRPOTrainer
     from tests.support.trl_training import train
 
     seen: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -116,7 +142,9 @@ def test_the_trainer(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
             seen.append((found[0].detach(), want, mask[:, -count:]))
             return found
 
-    model = tiny.text_model(kind, torch.float32, vocab_size=tiny_models.VOCAB, max_position_embeddings=256)
+    model = tiny.text_model(
+        kind, torch.float32, vocab_size=tiny_models.VOCAB, max_position_embeddings=256
+    )
     monkeypatch.setattr(tiny_run, "model", lambda *_, **__: model)
     train(Watched, 1, temperature=1.0)
     assert seen
@@ -127,7 +155,7 @@ def test_the_trainer(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_distillation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Constants of student and teacher, under a name that trl does not read."""
     trl = pytest.importorskip("trl")
-    from grpo_kernels.integrations.trl import FusedDistillationTrainer
+    from grpo_kernels.trl import FusedDistillationTrainer
     from tests.support.trl_training import Written, train
 
     class Ours(Written, FusedDistillationTrainer):
@@ -159,8 +187,15 @@ def test_an_argument_that_divides_the_logits_is_measured_for_each_value() -> Non
         for divisor in (1.0, 2.0, torch.tensor(3.0), 1.0, torch.tensor(0.5)):
             got = completion_logprobs(model, **given, divisor=divisor, layout=layout).logps
             with torch.no_grad():
-                logits = forward(given["input_ids"], attention_mask=given["attention_mask"], divisor=divisor).logits
-            want = logits[:, 7:-1].log_softmax(-1).gather(-1, given["input_ids"][:, 8:, None]).squeeze(-1)
+                logits = forward(
+                    given["input_ids"], attention_mask=given["attention_mask"], divisor=divisor
+                ).logits
+            want = (
+                logits[:, 7:-1]
+                .log_softmax(-1)
+                .gather(-1, given["input_ids"][:, 8:, None])
+                .squeeze(-1)
+            )
             counted = given["completion_mask"].bool()
             torch.testing.assert_close(got[counted], want[counted], rtol=1e-5, atol=1e-5)
 
@@ -186,12 +221,16 @@ def test_a_copy_of_a_tied_head_has_the_size_of_its_weight() -> None:
     """PEFT's copy of a head that stays tied says another number of outputs than it has."""
     peft = pytest.importorskip("peft")
     model = tiny.text_model("qwen2", torch.float32)
-    config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"], ensure_weight_tying=True)
+    config = peft.LoraConfig(
+        r=2, target_modules=["q_proj"], modules_to_save=["lm_head"], ensure_weight_tying=True
+    )
     wrapped, given = peft.get_peft_model(model, config), batch()
     scored = {name: given[name] for name in SCORED}
     got = completion_logprobs(wrapped, **scored).logps
     with torch.no_grad():
-        logits = wrapped(input_ids=given["input_ids"], attention_mask=given["attention_mask"]).logits
+        logits = wrapped(
+            input_ids=given["input_ids"], attention_mask=given["attention_mask"]
+        ).logits
     want = logits[:, 7:-1].log_softmax(-1).gather(-1, given["input_ids"][:, 8:, None]).squeeze(-1)
     counted = given["completion_mask"].bool()
     torch.testing.assert_close(got[counted], want[counted], rtol=1e-5, atol=1e-5)

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from grpo_kernels.integrations.packages import needed
+from grpo_kernels.host import needed
 
 USES = {  # package -> what needs it, and how to install that
-    "trl": ("import grpo_kernels.integrations.trl", "'trl>=1.16'"),
-    "transformers": ("import grpo_kernels.integrations.transformers", "transformers"),
-    "liger_kernel": ("from grpo_kernels.integrations.liger import patch_liger; patch_liger()", "liger-kernel"),
-    "verl": ("from grpo_kernels.integrations.verl import patch_verl; patch_verl()", "'verl>=0.9'"),
+    "trl": ("import grpo_kernels.trl", "'trl>=1.16'"),
+    "transformers": ("import grpo_kernels.transformers", "transformers"),
+    "liger_kernel": ("from grpo_kernels.liger import patch_liger; patch_liger()", "liger-kernel"),
+    "verl": ("from grpo_kernels.verl import patch_verl; patch_verl()", "'verl>=0.9'"),
 }
 WITHOUT = f"""
 import json, sys
@@ -39,7 +39,9 @@ print(json.dumps(said))
 
 
 def test_a_package_that_is_not_installed_is_named_with_its_extra() -> None:
-    done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT], capture_output=True, text=True, timeout=120, check=True
+    )
     assert json.loads(done.stdout) == {
         package: [
             "ModuleNotFoundError",
@@ -50,23 +52,28 @@ def test_a_package_that_is_not_installed_is_named_with_its_extra() -> None:
     }
 
 
-@pytest.mark.parametrize(("name", "what"), [("", "LaterTrainer"), (".later", "it")], ids=["name", "module"])
+@pytest.mark.parametrize(
+    ("name", "what"), [("", "LaterTrainer"), (".later", "it")], ids=["name", "module"]
+)
 def test_a_release_without_what_is_imported_is_named_with_its_version(
     name: str, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "old_trainer").mkdir()
     (tmp_path / "old_trainer" / "__init__.py").touch()
     (tmp_path / "old_trainer-0.9.dist-info").mkdir()
-    (tmp_path / "old_trainer-0.9.dist-info" / "METADATA").write_text("Name: old_trainer\nVersion: 0.9\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    expected = (
-        r"^expected a release of old_trainer that grpo_kernels knows, got old_trainer 0\.9, .*--upgrade 'x\[y\]'$"
+    (tmp_path / "old_trainer-0.9.dist-info" / "METADATA").write_text(
+        "Name: old_trainer\nVersion: 0.9\n"
     )
+    monkeypatch.syspath_prepend(tmp_path)
+    expected = r"^expected a release of old_trainer that grpo_kernels knows, got old_trainer 0\.9, .*--upgrade 'x\[y\]'$"
     with pytest.raises(ImportError, match=expected), needed("'x[y]'", "old_trainer"):
         exec(f"from old_trainer{name} import {what}")
     monkeypatch.delitem(sys.modules, "old_trainer")
 
 
 def test_an_error_of_another_package_is_left_as_it_is() -> None:
-    with pytest.raises(ModuleNotFoundError, match=r"^No module named 'no_such_package'$"), needed("trl", "trl"):
+    with (
+        pytest.raises(ModuleNotFoundError, match=r"^No module named 'no_such_package'$"),
+        needed("trl", "trl"),
+    ):
         importlib.import_module("no_such_package")

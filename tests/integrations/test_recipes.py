@@ -17,7 +17,7 @@ from torch.testing import assert_close
 
 pytest.importorskip("transformers")
 
-from grpo_kernels.integrations.liger import LigerFusedLinearGRPOLoss, unpatch_liger
+from grpo_kernels.liger import LigerFusedLinearGRPOLoss, unpatch_liger
 from tests.support import nemo_rl_stand_ins
 from tests.support import tiny_architectures as tiny
 from tests.support import trainer_stand_ins as theirs
@@ -48,30 +48,52 @@ def test_openrlhfs_actor_returns_what_it_did(
 ) -> None:
     actor_class = type("Actor", (theirs.Actor,), {})
     module(monkeypatch, "openrlhf.models.actor", Actor=actor_class)
-    packed = {name: getattr(theirs, name) for name in ("unpad_and_slice_tensor", "gather_and_pad_tensor")}
+    packed = {
+        name: getattr(theirs, name) for name in ("unpad_and_slice_tensor", "gather_and_pad_tensor")
+    }
     module(monkeypatch, "openrlhf.models.ring_attn_utils", **packed)
     model = tiny.text_model("qwen3_moe", torch.float64)
     model.config.output_router_logits, model.config.use_cache = True, False  # as OpenRLHF sets them
     actor = actor_class(model, 0.7, packing_samples=packing)
 
     def compute() -> tuple[Tensor, ...]:
-        options = {"ring_attn_group": None, "packed_seq_lens": None, "return_output": True, "return_entropy": True}
+        options = {
+            "ring_attn_group": None,
+            "packed_seq_lens": None,
+            "return_output": True,
+            "return_entropy": True,
+        }
         logps, output = actor(batch.ids, batch.mask, attention_mask=batch.attention_mask, **options)
         return logps, output.entropy[:, -batch.count :] * batch.mask, output.aux_loss
 
-    assert_same(compute, [*model.parameters()], "OpenRLHF", bound=1e-5)  # its norms and router compute in float32
+    assert_same(
+        compute, [*model.parameters()], "OpenRLHF", bound=1e-5
+    )  # its norms and router compute in float32
     with pytest.raises(NotImplementedError, match="pixel_values"):
         actor(batch.ids, batch.mask, batch.attention_mask, pixel_values=batch.mask)
 
 
-def test_skyrls_wrapper_returns_what_it_did(monkeypatch: pytest.MonkeyPatch, batch: SimpleNamespace) -> None:
+def test_skyrls_wrapper_returns_what_it_did(
+    monkeypatch: pytest.MonkeyPatch, batch: SimpleNamespace
+) -> None:
     wrapper_class = type("HFModelWrapper", (theirs.HFModelWrapper,), {})
-    module(monkeypatch, "skyrl.backends.skyrl_train.workers.model_wrapper", HFModelWrapper=wrapper_class)
+    module(
+        monkeypatch,
+        "skyrl.backends.skyrl_train.workers.model_wrapper",
+        HFModelWrapper=wrapper_class,
+    )
     wrapper = wrapper_class(batch.model)
 
     def compute() -> tuple[Tensor, ...]:
-        options = {"temperature": 0.7, "return_output": True, "compute_entropy": True, "pixel_values": None}
-        logps, output = wrapper(batch.ids, batch.count, attention_mask=batch.attention_mask, **options)
+        options = {
+            "temperature": 0.7,
+            "return_output": True,
+            "compute_entropy": True,
+            "pixel_values": None,
+        }
+        logps, output = wrapper(
+            batch.ids, batch.count, attention_mask=batch.attention_mask, **options
+        )
         return logps * batch.mask, output["entropy"][:, -batch.count - 1 : -1] * batch.mask
 
     assert_same(compute, batch.parameters, "SkyRL")
@@ -84,7 +106,11 @@ def clipped(logps: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> Ten
 
 def assert_clipped(loss_of: Callable[[Tensor, Tensor, Tensor, Tensor], Any], *shape: int) -> None:
     logps = (torch.randn(shape, dtype=torch.float64) - 4).requires_grad_()
-    old, advantages, mask = torch.randn_like(logps) - 4, torch.randn_like(logps), torch.rand(shape) < 0.7
+    old, advantages, mask = (
+        torch.randn_like(logps) - 4,
+        torch.randn_like(logps),
+        torch.rand(shape) < 0.7,
+    )
     (expected,) = torch.autograd.grad(clipped(logps, old, advantages, mask), logps)
     loss = loss_of(logps, old, advantages, mask)
     assert_close(loss, clipped(logps, old, advantages, mask))
@@ -97,10 +123,14 @@ def test_skyrls_registered_loss_is_a_sum_of_clipped_terms(monkeypatch: pytest.Mo
     module(monkeypatch, "skyrl.backends.skyrl_train.utils.ppo_utils", register_policy_loss=register)
     run("SkyRL", 1)
     config = SimpleNamespace(eps_clip_low=0.2, eps_clip_high=0.28)
-    assert_clipped(lambda x, old, a, mask: registered["dapo"](x, old, a, config, mask.double())[0], 3, 5)
+    assert_clipped(
+        lambda x, old, a, mask: registered["dapo"](x, old, a, config, mask.double())[0], 3, 5
+    )
 
 
-@pytest.mark.parametrize("way", ["whole vocabulary", "kept sets", "log-probabilities of kept ids", "supervised"])
+@pytest.mark.parametrize(
+    "way", ["whole vocabulary", "kept sets", "log-probabilities of kept ids", "supervised"]
+)
 def test_prime_rls_head_returns_what_it_did(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     heads = module(
         monkeypatch,
@@ -111,7 +141,9 @@ def test_prime_rls_head_returns_what_it_did(monkeypatch: pytest.MonkeyPatch, way
     )
     weight, hidden = parameters((33, 8), (2, 6, 8))
     labels, temperature = torch.randint(33, (2, 6)), torch.rand(2, 6, dtype=torch.float64) + 0.5
-    kept = torch.stack([labels, (labels + 1) % 33, (labels + 5) % 33, torch.full_like(labels, -1)], -1).int()
+    kept = torch.stack(
+        [labels, (labels + 1) % 33, (labels + 5) % 33, torch.full_like(labels, -1)], -1
+    ).int()
     kept[0, 1] = -1  # no set: the whole vocabulary
     kept[0, 2, 0] = -1  # a set without the label: the whole vocabulary, too
     kept[1, 3, 1:] = -1  # the label alone: its log-probability is 0
@@ -134,22 +166,32 @@ def test_prime_rls_custom_loss_is_a_sum_of_clipped_terms(monkeypatch: pytest.Mon
 
     def loss_of(logps: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         inputs = {"inference_logprobs": old, "advantages": advantages, "loss_mask": mask}
-        loss: Tensor = my_loss(SimpleNamespace(trainer_logprobs=logps, **inputs), epsilon_high=0.28).loss
+        loss: Tensor = my_loss(
+            SimpleNamespace(trainer_logprobs=logps, **inputs), epsilon_high=0.28
+        ).loss
         return loss
 
     assert_clipped(loss_of, 9)
 
 
-def test_open_instructs_function_returns_what_it_did(monkeypatch: pytest.MonkeyPatch, batch: SimpleNamespace) -> None:
-    utils = module(monkeypatch, "open_instruct.grpo_utils", forward_for_logprobs=theirs.forward_for_logprobs)
+def test_open_instructs_function_returns_what_it_did(
+    monkeypatch: pytest.MonkeyPatch, batch: SimpleNamespace
+) -> None:
+    utils = module(
+        monkeypatch, "open_instruct.grpo_utils", forward_for_logprobs=theirs.forward_for_logprobs
+    )
     batch.model.config.use_cache = False
     ids = batch.ids[:1].clamp(min=1)
     ids[0, -2:] = 0  # padding
     length = ids.shape[1]
-    positions = torch.cat([torch.arange(4), torch.arange(length - 4)])[None]  # two sequences in one row
+    positions = torch.cat([torch.arange(4), torch.arange(length - 4)])[
+        None
+    ]  # two sequences in one row
 
     def compute() -> tuple[Tensor, ...]:
-        found = utils.forward_for_logprobs(batch.model, ids, None, positions, 0, 0.7, return_entropy=True)
+        found = utils.forward_for_logprobs(
+            batch.model, ids, None, positions, 0, 0.7, return_entropy=True
+        )
         return tuple(x * (ids[:, 1:] != 0) for x in found)
 
     assert_same(compute, batch.parameters, "Open-Instruct")
@@ -159,22 +201,41 @@ def test_open_instructs_function_returns_what_it_did(monkeypatch: pytest.MonkeyP
 def test_ms_swifts_forward_returns_what_it_did(
     monkeypatch: pytest.MonkeyPatch, batch: SimpleNamespace, padding_free: bool
 ) -> None:
-    trainer_class = type("GRPOTrainer", (theirs.GRPOTrainer,), {"template": SimpleNamespace(padding_free=padding_free)})
+    trainer_class = type(
+        "GRPOTrainer",
+        (theirs.GRPOTrainer,),
+        {"template": SimpleNamespace(padding_free=padding_free)},
+    )
     module(monkeypatch, "swift.rlhf_trainers.grpo_trainer", GRPOTrainer=trainer_class)
-    inputs, keep, mask = {"input_ids": batch.ids, "attention_mask": batch.attention_mask}, batch.count, batch.mask
-    if padding_free:  # one row: all sequences without their padding, from the first completion token on
+    inputs, keep, mask = (
+        {"input_ids": batch.ids, "attention_mask": batch.attention_mask},
+        batch.count,
+        batch.mask,
+    )
+    if (
+        padding_free
+    ):  # one row: all sequences without their padding, from the first completion token on
         real = batch.attention_mask != 0
         positions = (batch.attention_mask.cumsum(1) - 1)[real][None]
-        inputs, keep = {"input_ids": batch.ids[real][None], "position_ids": positions}, positions.shape[1] - 3
-        mask = (positions[:, -keep:] != 0).double()  # nothing predicts the first token of a sequence
+        inputs, keep = (
+            {"input_ids": batch.ids[real][None], "position_ids": positions},
+            positions.shape[1] - 3,
+        )
+        mask = (
+            positions[:, -keep:] != 0
+        ).double()  # nothing predicts the first token of a sequence
 
     def compute() -> tuple[Tensor, ...]:
         trainer: Any = trainer_class()
-        found = trainer._get_logps_via_local_forward(batch.model, {**inputs}, keep, inputs["input_ids"], True)
+        found = trainer._get_logps_via_local_forward(
+            batch.model, {**inputs}, keep, inputs["input_ids"], True
+        )
         assert [x.shape for x in found] == [mask.shape, mask.shape]
         return tuple(x * mask for x in found)
 
-    assert_same(compute, batch.parameters, "ms-swift", 1, bound=1e-4)  # trimmed, and its norms compute in float32
+    assert_same(
+        compute, batch.parameters, "ms-swift", 1, bound=1e-4
+    )  # trimmed, and its norms compute in float32
 
 
 @pytest.fixture
@@ -183,7 +244,9 @@ def liger() -> Iterator[Any]:
     unpatch_liger()
 
 
-def test_ms_swift_and_axolotl_construct_our_class(monkeypatch: pytest.MonkeyPatch, liger: Any) -> None:
+def test_ms_swift_and_axolotl_construct_our_class(
+    monkeypatch: pytest.MonkeyPatch, liger: Any
+) -> None:
     run("ms-swift")
     assert liger.LigerFusedLinearGRPOLoss is LigerFusedLinearGRPOLoss
     unpatch_liger()
@@ -201,7 +264,12 @@ def test_torchtunes_loss_returns_what_it_did(monkeypatch: pytest.MonkeyPatch) ->
     targets, reference = torch.randint(33, (3, 6)), torch.randn(3, 6, dtype=torch.float64) - 3
     mask, advantages = torch.ones(3, 6, dtype=torch.bool), torch.randn(3, dtype=torch.float64)
     mask[0, 4:] = False
-    inputs = {"pi_old_outputs": hidden, "pi_outputs": targets, "ref_outputs": reference, "advantages": advantages}
+    inputs = {
+        "pi_old_outputs": hidden,
+        "pi_outputs": targets,
+        "ref_outputs": reference,
+        "advantages": advantages,
+    }
     found = []
     for loss_class in (losses.LinearGRPOLoss, run("torchtune")["FusedGRPOLoss"]):
         loss_fn = loss_class(kl_coeff=0.04)
@@ -213,45 +281,74 @@ def test_torchtunes_loss_returns_what_it_did(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_nemo_rls_function_returns_what_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
-    module(monkeypatch, "megatron.core.tensor_parallel", gather_from_sequence_parallel_region=lambda x, **options: x)
+    module(
+        monkeypatch,
+        "megatron.core.tensor_parallel",
+        gather_from_sequence_parallel_region=lambda x, **options: x,
+    )
     name = "from_parallel_hidden_states_to_logprobs"
-    utils = module(monkeypatch, "nemo_rl.distributed.model_utils", **{name: getattr(nemo_rl_stand_ins, name)})
+    utils = module(
+        monkeypatch, "nemo_rl.distributed.model_utils", **{name: getattr(nemo_rl_stand_ins, name)}
+    )
     hidden, weight = parameters((6, 2, 8), (33, 8))
     target = torch.randint(33, (2, 6))
 
     def compute() -> tuple[Tensor, ...]:
-        options = {"vocab_start_index": 0, "vocab_end_index": 33, "tp_group": dist.group.WORLD, "chunk_size": 4}
-        return (getattr(utils, name)(hidden, weight, None, target, **options, inference_only=False, cp_group=None),)
+        options = {
+            "vocab_start_index": 0,
+            "vocab_end_index": 33,
+            "tp_group": dist.group.WORLD,
+            "chunk_size": 4,
+        }
+        return (
+            getattr(utils, name)(
+                hidden, weight, None, target, **options, inference_only=False, cp_group=None
+            ),
+        )
 
     with one_rank():
         assert_same(compute, [hidden, weight], "NeMo-RL")
 
 
 @pytest.mark.parametrize("processor", ["loss", "log-probabilities"])
-def test_nemo_rls_automodel_forward_returns_what_it_did(monkeypatch: pytest.MonkeyPatch, processor: str) -> None:
+def test_nemo_rls_automodel_forward_returns_what_it_did(
+    monkeypatch: pytest.MonkeyPatch, processor: str
+) -> None:
     names = ("LossPostProcessor", "LogprobsPostProcessor", "need_top_k_or_top_p_filtering")
     forward = "forward_with_post_processing_fn"
     contents = {name: getattr(nemo_rl_stand_ins, name) for name in (*names, forward)}
     train = module(monkeypatch, "nemo_rl.models.automodel.train", **contents)
     worker = module(
-        monkeypatch, "nemo_rl.models.policy.workers.dtensor_policy_worker_v2", **{forward: contents[forward]}
+        monkeypatch,
+        "nemo_rl.models.policy.workers.dtensor_policy_worker_v2",
+        **{forward: contents[forward]},
     )
     model = tiny.text_model("qwen3", torch.float64)
     ids, _ = text_batch()
     lengths = torch.tensor([12, 10, 11])
     attention_mask = (torch.arange(12) < lengths[:, None]).long()
-    masks = {"token_mask": attention_mask * (torch.arange(12) >= 5), "sample_mask": torch.tensor([1, 1, 0])}
+    masks = {
+        "token_mask": attention_mask * (torch.arange(12) >= 5),
+        "sample_mask": torch.tensor([1, 1, 0]),
+    }
     data = {"input_ids": ids, "input_lengths": lengths, **masks}
     inputs = SimpleNamespace(
-        input_ids=ids, attention_mask=attention_mask, position_ids=torch.arange(12).expand(3, 12), is_multimodal=False
+        input_ids=ids,
+        attention_mask=attention_mask,
+        position_ids=torch.arange(12).expand(3, 12),
+        is_multimodal=False,
     )
-    batch = SimpleNamespace(data_dict=data, processed_inputs=inputs, original_batch_size=3, original_seq_len=12)
+    batch = SimpleNamespace(
+        data_dict=data, processed_inputs=inputs, original_batch_size=3, original_seq_len=12
+    )
     sampling: Any = SimpleNamespace(temperature=0.7, top_k=None, top_p=1.0)
 
     class Loss:
         use_fused_linear_logprobs = False
 
-        def __call__(self, logps: Tensor, data: Any, global_valid_toks: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        def __call__(
+            self, logps: Tensor, data: Any, global_valid_toks: Tensor
+        ) -> tuple[Tensor, dict[str, Any]]:
             counted = (data["token_mask"] * data["sample_mask"][:, None])[:, 1:]
             return (logps.exp() * counted).sum() / global_valid_toks, {}
 
@@ -261,14 +358,21 @@ def test_nemo_rls_automodel_forward_returns_what_it_did(monkeypatch: pytest.Monk
         else:
             process, owner = nemo_rl_stand_ins.LogprobsPostProcessor(), worker
         valid = {"global_valid_seqs": torch.tensor(2), "global_valid_toks": torch.tensor(9)}
-        found, _, _ = getattr(owner, forward)(model, process, batch, sampling_params=sampling, **valid)
+        found, _, _ = getattr(owner, forward)(
+            model, process, batch, sampling_params=sampling, **valid
+        )
         return (found,)
 
-    assert_same(compute, [*model.parameters()], "NeMo-RL", 1, bound=1e-4)  # its norms compute in float32
+    assert_same(
+        compute, [*model.parameters()], "NeMo-RL", 1, bound=1e-4
+    )  # its norms compute in float32
     sampling.top_k = 5
     with pytest.raises(NotImplementedError, match="top-k"):
         compute()
-    assert worker.forward_with_post_processing_fn(model, lambda **x: x["logits"], batch)[0].shape[-1] == tiny.VOCAB
+    assert (
+        worker.forward_with_post_processing_fn(model, lambda **x: x["logits"], batch)[0].shape[-1]
+        == tiny.VOCAB
+    )
 
 
 def test_rays_workers_get_the_lines(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,5 +399,8 @@ def test_every_block_has_its_test() -> None:
     source = "".join(path.read_text() for path in paths)
     for section, blocks in BLOCKS.items():
         for index in range(len(blocks)):
-            calls = [f'"{section}", {index}', *([] if index else [f'"{section}")', f'"{section}", bound'])]
+            calls = [
+                f'"{section}", {index}',
+                *([] if index else [f'"{section}")', f'"{section}", bound']),
+            ]
             assert any(call in source for call in calls), f"{section}, block {index}"

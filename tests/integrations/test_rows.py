@@ -1,12 +1,11 @@
-"""`grpo_kernels.integrations.rows` and `shares`: facts about the rows of one call, and what is logged of them."""
+"""`grpo_kernels.host` and `shares`: facts about the rows of one call, and what is logged of them."""
 
 from __future__ import annotations
 
 import torch
 
 from grpo_kernels import Expectation
-from grpo_kernels.integrations.rows import KnownRows
-from grpo_kernels.integrations.shares import Shares
+from grpo_kernels.host import KnownRows, Shares
 
 COUNTED = torch.tensor([[1, 0, 1], [0, 1, 1]])
 FILL = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], dtype=torch.float64)
@@ -48,7 +47,9 @@ def test_rows_of_which_less_is_known() -> None:
     assert expected is not None
     assert expected.coefficients is None, "a gradient that is not known row by row"
     with torch.no_grad():
-        assert KnownRows(COUNTED, expected=Expectation(asked)).at(torch.tensor([0])).expected is None
+        assert (
+            KnownRows(COUNTED, expected=Expectation(asked)).at(torch.tensor([0])).expected is None
+        )
 
 
 def test_shares_are_of_all_calls_since_the_last_log() -> None:

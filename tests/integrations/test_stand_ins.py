@@ -50,7 +50,9 @@ def arguments_of(source: str, name: str) -> ast.arguments:
     """The arguments of a function or method, without annotations."""
     node: Any = ast.parse(source)
     for part in name.split("."):
-        node = [x for x in node.body if getattr(x, "name", None) == part][-1]  # the last: after its overloads
+        node = [x for x in node.body if getattr(x, "name", None) == part][
+            -1
+        ]  # the last: after its overloads
     for argument in ast.walk(node.args):
         if isinstance(argument, ast.arg):
             argument.annotation = None
@@ -58,7 +60,9 @@ def arguments_of(source: str, name: str) -> ast.arguments:
     return arguments
 
 
-@pytest.mark.parametrize(("module", "name"), [(module, name) for module, names in TRAINERS.items() for name in names])
+@pytest.mark.parametrize(
+    ("module", "name"), [(module, name) for module, names in TRAINERS.items() for name in names]
+)
 def test_a_trainers_stand_in_has_its_signature(module: str, name: str) -> None:
     own = SUPPORT / f"{module.partition('.')[0]}_stand_ins.py"
     file = own if own.exists() else SUPPORT / "trainer_stand_ins.py"
@@ -69,7 +73,9 @@ def test_a_trainers_stand_in_has_its_signature(module: str, name: str) -> None:
 @pytest.mark.parametrize(("module", "name"), PEERS)
 def test_a_peers_stand_in_has_arguments_that_it_has(module: str, name: str) -> None:
     """Those that the adapter passes by keyword; the first three it passes by position."""
-    stand_in = arguments_of(STAND_INS.joinpath(*module.split(".")).with_suffix(".py").read_text(), name)
+    stand_in = arguments_of(
+        STAND_INS.joinpath(*module.split(".")).with_suffix(".py").read_text(), name
+    )
     found = arguments_of(source_of(module), name)
     assert len(found.args) >= len(stand_in.args)
     assert {x.arg for x in stand_in.kwonlyargs} <= {x.arg for x in (*found.args, *found.kwonlyargs)}

@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 from benchmarks import tiny_models
 from grpo_kernels import GRPOLoss
 from grpo_kernels.base.checks import warn_once
-from grpo_kernels.integrations.transformers import causal_lm_loss, completion_logprobs
+from grpo_kernels.transformers import causal_lm_loss, completion_logprobs
 from tests.support import tiny_architectures as tiny
 from tests.support.model_checks import peft_model
 from tests.support.training_step import (
@@ -54,12 +54,18 @@ def assert_is_said(what: str, model: Any, given: dict[str, Any]) -> None:
     assert len(said) == 1 and what in said[0]
 
 
-@pytest.mark.parametrize(("kind", "attention"), [*zip(FAMILIES, itertools.cycle(("sdpa", "eager")))])
+@pytest.mark.parametrize(
+    ("kind", "attention"), [*zip(FAMILIES, itertools.cycle(("sdpa", "eager")))]
+)
 def test_families(kind: str, attention: str) -> None:
     """Each has its expected verdict, in fp32 and bf16, and whatever is asked the padded loss and gradients."""
     model, given = family(kind), batch()
     positions = (given["attention_mask"].cumsum(1) - 1).clamp(min=0)
-    more = {"position_ids": positions} if "position_ids" in inspect.signature(type(model).forward).parameters else {}
+    more = (
+        {"position_ids": positions}
+        if "position_ids" in inspect.signature(type(model).forward).parameters
+        else {}
+    )
     assert exact_layouts(family(kind, torch.bfloat16), {**given, **more}) == FAMILIES[kind]
     if model.config._attn_implementation == "sdpa":  # else it has eager attention alone
         model.set_attn_implementation(attention)
@@ -72,8 +78,12 @@ def test_families(kind: str, attention: str) -> None:
         torch.testing.assert_close(out.loss, want.loss, rtol=2e-6, atol=2e-6)
         assert_same(got, gradients)
         exact = mode in FAMILIES[kind].split()
-        assert any("grpo_kernels" in str(x.message) for x in said) != exact, [str(x.message) for x in said]
-        assert (out.metrics["tokens/computed"] < 1) == ("trim" in FAMILIES[kind] and mode != "padded")
+        assert any("grpo_kernels" in str(x.message) for x in said) != exact, [
+            str(x.message) for x in said
+        ]
+        assert (out.metrics["tokens/computed"] < 1) == (
+            "trim" in FAMILIES[kind] and mode != "padded"
+        )
         assert out.metrics["sequences/gradient"] == 0.5
     with positions_left_to_the_model(model):
         assert_modes_agree(model, given, [{}])
@@ -82,7 +92,10 @@ def test_families(kind: str, attention: str) -> None:
 def test_position_ids_of_the_caller() -> None:
     """Counted from 0 in each row or by columns: they serve as they are."""
     given = batch()
-    for positions in ((given["attention_mask"].cumsum(1) - 1).clamp(min=0), torch.arange(18).expand(6, 18)):
+    for positions in (
+        (given["attention_mask"].cumsum(1) - 1).clamp(min=0),
+        torch.arange(18).expand(6, 18),
+    ):
         for kind in ("gpt2", "llama"):
             model, case = family(kind), {**given, "position_ids": positions}
             assert_modes_agree(model, case)
@@ -100,7 +113,9 @@ def test_holes_in_a_sequence_are_left_out() -> None:
         model = tiny.text_model(kind, torch.float32)
         assert_modes_agree(model, given)
         warn_once.cache_clear()
-        assert any("padding within" in x for x in said_by(lambda m=model: loss_of(m, given))) is said
+        assert (
+            any("padding within" in x for x in said_by(lambda m=model: loss_of(m, given))) is said
+        )
 
 
 def test_log_probabilities_with_and_without_gradient() -> None:
@@ -148,18 +163,25 @@ def turns(count: int) -> tuple[dict[str, Tensor], int]:
     begins = torch.tensor([[begin] for begin, _ in samples])
     given |= {"attention_mask": mask, "completion_mask": mask * (columns >= begins)}
     given["advantages"] = torch.linspace(-1.0, 1.2, count)
-    prefixes = {tuple(ids[:n]) for _, ids in samples for n in range(1, len(ids))}  # the last token predicts none
+    prefixes = {
+        tuple(ids[:n]) for _, ids in samples for n in range(1, len(ids))
+    }  # the last token predicts none
     return given, len(prefixes)
 
 
 def test_turns_of_a_conversation_compute_each_prefix_once() -> None:
-    model, (given, prefixes) = tiny.text_model("qwen3", torch.float32, max_position_embeddings=128), turns(10)
+    model, (given, prefixes) = (
+        tiny.text_model("qwen3", torch.float32, max_position_embeddings=128),
+        turns(10),
+    )
     out = assert_modes_agree(model, given, [{}])
     assert round(out.metrics["tokens/computed"].item() * given["input_ids"].numel()) == prefixes
     given.pop("advantages")
     with torch.no_grad():
         padded = completion_logprobs(model, **given, layout="padded").given
-        torch.testing.assert_close(completion_logprobs(model, **given).given, padded, rtol=3e-6, atol=3e-6)
+        torch.testing.assert_close(
+            completion_logprobs(model, **given).given, padded, rtol=3e-6, atol=3e-6
+        )
 
 
 def test_padding_is_never_read() -> None:
@@ -177,13 +199,15 @@ def test_padding_is_never_read() -> None:
 @pytest.mark.parametrize("options", MODES.values(), ids=MODES)
 def test_the_guard(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """A sequence that is wrongly taken for one without gradient is an error of the backward, not a loss of gradient."""
-    from grpo_kernels.integrations.transformers import causal_lm
+    from grpo_kernels.transformers import causal_lm
 
     def wrong(*_: Any) -> Tensor:
         return torch.tensor([True, False, False, False, False, True])
 
     monkeypatch.setattr(causal_lm, "_live", wrong)
-    with pytest.raises(RuntimeError, match=r"no gradient for the sequences \[2\], .*; pass zero_advantage='train'"):
+    with pytest.raises(
+        RuntimeError, match=r"no gradient for the sequences \[2\], .*; pass zero_advantage='train'"
+    ):
         loss_of(family("qwen3"), batch(), **options)
 
 
@@ -193,7 +217,9 @@ def test_the_guard_sees_columns_that_were_cut() -> None:
     model.model.register_forward_hook(lambda *_: kept.append(_[2].last_hidden_state))
     kept: list[Tensor] = []
     out = causal_lm_loss(model, GRPOLoss(), **given)
-    with pytest.raises(RuntimeError, match=r"layout: expected gradient at completion tokens alone.*layout='padded'"):
+    with pytest.raises(
+        RuntimeError, match=r"layout: expected gradient at completion tokens alone.*layout='padded'"
+    ):
         (out.loss + kept[-1][0, 0].sum()).backward()
 
 
@@ -221,7 +247,9 @@ def test_skipped_sequences() -> None:
         ({"loss_type": "bnpo"}, "'bnpo'.* num_items_in_batch=completion_mask.sum"),
         ({}, "'dapo'.* num_items_in_batch=completion_mask.sum"),
     ):
-        with pytest.raises(ValueError, match=f"zero_advantage: expected 'score' or 'train' .*{message}"):
+        with pytest.raises(
+            ValueError, match=f"zero_advantage: expected 'score' or 'train' .*{message}"
+        ):
             causal_lm_loss(model, GRPOLoss(**fields), **given, zero_advantage="skip")
 
 
@@ -248,23 +276,38 @@ def test_what_is_computed_is_counted() -> None:
         loss_of(model, given, **options)  # the modes are tried
         with FlopCounterMode(display=False) as counter:
             out, _ = loss_of(model, given, **options)
-        computed, gradient = (out.metrics[f"tokens/{name}"].item() * 6 * 18 for name in ("computed", "gradient"))
+        computed, gradient = (
+            out.metrics[f"tokens/{name}"].item() * 6 * 18 for name in ("computed", "gradient")
+        )
         assert 0 < gradient <= computed <= 6 * 18
-        counts = counter.get_flop_counts()["LlamaForCausalLM.model"]  # in torch 2.15 of attention too
-        counted = sum(n for op, n in counts.items() if op in (torch.ops.aten.mm, torch.ops.aten.addmm))
+        counts = counter.get_flop_counts()[
+            "LlamaForCausalLM.model"
+        ]  # in torch 2.15 of attention too
+        counted = sum(
+            n for op, n in counts.items() if op in (torch.ops.aten.mm, torch.ops.aten.addmm)
+        )
         assert counted == round(2 * weights * (computed + 2 * gradient)), options
 
 
 def rope(kind: str) -> dict[str, Any]:
     extra = {"longrope": {"short_factor": [1.0, 1.0], "long_factor": [2.0, 2.0]}}.get(kind, {})
-    parameters = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 8, **extra}
+    parameters = {
+        "rope_type": kind,
+        "rope_theta": 1e4,
+        "factor": 2.0,
+        "original_max_position_embeddings": 8,
+        **extra,
+    }
     return {"rope_parameters": parameters}
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_frequencies_that_depend_on_the_length_keep_the_padding(kind: str) -> None:
     """The longest position of the forward decides: sequences may run apart, columns stay."""
-    model, given = tiny.text_model("llama" if kind == "dynamic" else "phi3", torch.float32, **rope(kind)), batch()
+    model, given = (
+        tiny.text_model("llama" if kind == "dynamic" else "phi3", torch.float32, **rope(kind)),
+        batch(),
+    )
     assert_is_said(f"RoPE of the kind '{kind}'", model, given)
     assert not said_by(lambda: loss_of(model, given)), "said once"
     out = assert_modes_agree(model, given, [{}])
@@ -288,7 +331,9 @@ def test_inputs_of_other_kinds_run_padded() -> None:
     model, given = family("llama"), {**batch(), "inputs_embeds": None}
     for name in ("use_cache", "output_hidden_states"):
         assert_is_said(name, model, {**given, name: True})
-    assert_is_said("output_router_logits", family("qwen3_moe"), {**batch(), "output_router_logits": True})
+    assert_is_said(
+        "output_router_logits", family("qwen3_moe"), {**batch(), "output_router_logits": True}
+    )
 
 
 def test_context_parallel_runs_padded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,7 +341,11 @@ def test_context_parallel_runs_padded(monkeypatch: pytest.MonkeyPatch) -> None:
     model, given = family("llama"), batch()
     _, gradients = loss_of(model, given, **PADDED)
     attention = torch.nn.functional.scaled_dot_product_attention
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", lambda *args, **k: attention(*args, **k))
+    monkeypatch.setattr(
+        torch.nn.functional,
+        "scaled_dot_product_attention",
+        lambda *args, **k: attention(*args, **k),
+    )
     said = said_by(lambda: assert_same(loss_of(model, given)[1], gradients))
     assert len(said) == 1 and "context parallel" in said[0]
     assert loss_of(model, given)[0].metrics["tokens/gradient"] == 1
@@ -306,7 +355,11 @@ def test_images_and_text_of_vision_language_models() -> None:
     """With images the padded forward runs; text alone is trimmed, and not packed where positions have three parts."""
     model, ids, inputs = tiny.qwen2_vl()
     completion = torch.ones(2, 5, dtype=torch.long)
-    given: dict[str, Any] = {"input_ids": ids, "completion_mask": completion, "advantages": torch.tensor([1.0, 0.0])}
+    given: dict[str, Any] = {
+        "input_ids": ids,
+        "completion_mask": completion,
+        "advantages": torch.tensor([1.0, 0.0]),
+    }
     assert_is_said("pixel_values", model, {**given, **inputs})
     text = {**given, "input_ids": ids.clamp(max=80), "attention_mask": torch.ones_like(ids)}
     text["attention_mask"][0, :3] = text["attention_mask"][1, :2] = 0
@@ -326,9 +379,15 @@ def test_activation_checkpointing(reentrant: bool) -> None:
 
 
 def test_adapters() -> None:
-    places = ({"target_modules": ["q_proj", "up_proj"]}, {"target_modules": ["v_proj"], "modules_to_save": ["lm_head"]})
+    places = (
+        {"target_modules": ["q_proj", "up_proj"]},
+        {"target_modules": ["v_proj"], "modules_to_save": ["lm_head"]},
+    )
     for fields in places:
-        model, given = peft_model(tiny.text_model("llama", torch.float32), **fields).float(), batch()
+        model, given = (
+            peft_model(tiny.text_model("llama", torch.float32), **fields).float(),
+            batch(),
+        )
         assert_modes_agree(model, given)
 
 

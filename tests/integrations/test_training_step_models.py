@@ -19,7 +19,7 @@ from transformers.integrations.neftune import activate_neftune
 
 from grpo_kernels import GRPOLoss
 from grpo_kernels.base.checks import warn_once
-from grpo_kernels.integrations.transformers import causal_lm_loss, completion_logprobs
+from grpo_kernels.transformers import causal_lm_loss, completion_logprobs
 from tests.support import tiny_architectures as tiny
 from tests.support.training_step import (
     PADDED,
@@ -51,19 +51,27 @@ def gradients_of(model: Any, loss: Tensor) -> dict[str, Tensor]:
     return {name: x.grad.clone() for name, x in model.named_parameters() if x.grad is not None}
 
 
-def padded(model: Any, given: dict[str, Any], loss_fn: GRPOLoss = LOSS) -> tuple[Any, dict[str, Tensor]]:
+def padded(
+    model: Any, given: dict[str, Any], loss_fn: GRPOLoss = LOSS
+) -> tuple[Any, dict[str, Tensor]]:
     """The model's own output on the padded batch, and the gradients of the loss, with the output's `aux_loss`."""
     head, states = model.get_output_embeddings(), []
     with head.register_forward_pre_hook(lambda _, args: states.append(args[0])):
-        output = model(**{name: x for name, x in given.items() if name not in OF_LOSS}, use_cache=False)
+        output = model(
+            **{name: x for name, x in given.items() if name not in OF_LOSS}, use_cache=False
+        )
     count = given["completion_mask"].shape[1]
     ahead = nn.functional.pad(states[0][:, :-1], (0, 0, 1, 0))[:, -count:]
     of_loss = {name: given[name] for name in OF_LOSS if name in given}
-    out = loss_fn(ahead, head.weight, given["input_ids"][:, -count:], num_items_in_batch=30.0, **of_loss)
+    out = loss_fn(
+        ahead, head.weight, given["input_ids"][:, -count:], num_items_in_batch=30.0, **of_loss
+    )
     return output, gradients_of(model, out.loss + (getattr(output, "aux_loss", None) or 0.0))
 
 
-def ours(model: Any, given: dict[str, Any], loss_fn: GRPOLoss = LOSS, **more: Any) -> tuple[Any, dict[str, Tensor]]:
+def ours(
+    model: Any, given: dict[str, Any], loss_fn: GRPOLoss = LOSS, **more: Any
+) -> tuple[Any, dict[str, Tensor]]:
     out = causal_lm_loss(model, loss_fn, **given, num_items_in_batch=30.0, **more)
     return out, gradients_of(model, out.loss)
 
@@ -78,7 +86,9 @@ def assert_scores_as_padded(model: Any, given: dict[str, Any]) -> None:
     with torch.no_grad():
         want, _ = tiny.plain_logprobs(model, given["input_ids"], use_cache=False, **inputs)
     mask = given["completion_mask"]
-    torch.testing.assert_close(logps_of(model, given).double(), want[:, -mask.shape[1] :] * mask, rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(
+        logps_of(model, given).double(), want[:, -mask.shape[1] :] * mask, rtol=2e-5, atol=2e-5
+    )
 
 
 def assert_trains_as_padded(model: Any, given: dict[str, Any], loss_fn: GRPOLoss = LOSS) -> None:
@@ -94,7 +104,11 @@ def adapted(**fields: Any) -> Any:
     """A model with LoRA on attention."""
     peft = pytest.importorskip("peft")
     places = {"target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
-    return peft.get_peft_model(llama(), peft.LoraConfig(r=3, lora_alpha=6, **places, **fields)).float().eval()
+    return (
+        peft.get_peft_model(llama(), peft.LoraConfig(r=3, lora_alpha=6, **places, **fields))
+        .float()
+        .eval()
+    )
 
 
 def invoked() -> tuple[Any, dict[str, Any]]:
@@ -105,7 +119,9 @@ def invoked() -> tuple[Any, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("rows", [6, 4])
-def test_an_invoked_adapter_is_seen_at_the_first_call_and_after_one_without_adapters(rows: int) -> None:
+def test_an_invoked_adapter_is_seen_at_the_first_call_and_after_one_without_adapters(
+    rows: int,
+) -> None:
     """The reference of a run with a KL term is scored first, with adapters off; four rows are narrower than L."""
     with pytest.warns(UserWarning, match="aLoRA begins at columns of the padded batch"):
         assert_trains_as_padded(*invoked())
@@ -122,9 +138,13 @@ def test_a_hook_that_goes_by_row_is_seen_whenever_it_is_registered(is_late: bool
     model, given = llama(), {**batch(), "advantages": torch.tensor([0.0, 1.0, -0.5, 0.0, 0.0, 0.7])}
     if is_late:
         ours(model, given)
-    with model.model.layers[0].register_forward_hook(lambda _, args, x: torch.cat([2 * x[:1], x[1:]])):
+    with model.model.layers[0].register_forward_hook(
+        lambda _, args, x: torch.cat([2 * x[:1], x[1:]])
+    ):
         assert_trains_as_padded(model, given)
-    assert ours(model, given)[0].metrics["tokens/computed"] < 1, "the verdict on the hook outlives the hook"
+    assert ours(model, given)[0].metrics["tokens/computed"] < 1, (
+        "the verdict on the hook outlives the hook"
+    )
 
 
 @pytest.mark.parametrize("drawn", [False, True])
@@ -170,11 +190,24 @@ def test_a_model_that_tells_padding_by_its_id_may_find_other_ids_there(garbage: 
 @pytest.mark.parametrize("position_ids", [False, True])
 def test_convolutions_over_sound_are_no_state_of_the_text(position_ids: bool) -> None:
     """MOSS-Transcribe-Diarize hands positions on to its language model, though its own forward names none."""
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 16}
-    sound = {"d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 4, "encoder_ffn_dim": 16}
+    sizes = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "intermediate_size": 16,
+    }
+    sound = {
+        "d_model": 16,
+        "encoder_layers": 1,
+        "encoder_attention_heads": 4,
+        "encoder_ffn_dim": 16,
+    }
     fields = {"text_config": {**tiny._TEXT, **tiny._HEADS}, "audio_config": {**sizes, **sound}}
     kind = "MossTranscribeDiarize"
-    model, given = tiny.build(f"{kind}Config", f"{kind}ForConditionalGeneration", fields, torch.float32), batch()
+    model, given = (
+        tiny.build(f"{kind}Config", f"{kind}ForConditionalGeneration", fields, torch.float32),
+        batch(),
+    )
     if position_ids:
         given["position_ids"] = (given["attention_mask"].cumsum(1) - 1).clamp(min=0)
     assert any(isinstance(x, nn.Conv1d) for x in model.modules())
@@ -187,7 +220,10 @@ def test_convolutions_over_sound_are_no_state_of_the_text(position_ids: bool) ->
 def test_a_trial_puts_back_the_modules_that_a_model_replaces() -> None:
     """BigBird turns to full attention for good once it has seen a row that is short for its blocks."""
     fields = {**tiny._TEXT, "is_decoder": True, "block_size": 4, "num_random_blocks": 1}
-    model, given = tiny.build("BigBirdConfig", "BigBirdForCausalLM", fields, torch.float32), lengthened(batch(), 3)
+    model, given = (
+        tiny.build("BigBirdConfig", "BigBirdForCausalLM", fields, torch.float32),
+        lengthened(batch(), 3),
+    )
     want, gradients = loss_of(copy.deepcopy(model), given, **PADDED)
     out, got = loss_of(model, given)
     torch.testing.assert_close(out.loss, want.loss, rtol=2e-6, atol=2e-6)
@@ -196,7 +232,9 @@ def test_a_trial_puts_back_the_modules_that_a_model_replaces() -> None:
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])
-def test_a_passing_lack_of_memory_switches_nothing_off(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_passing_lack_of_memory_switches_nothing_off(
+    failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One forward of the first call's trial fails; that call is right, and the next one computes parts."""
     model, calls = llama(), []
     forward = model.model.forward
@@ -234,8 +272,13 @@ def test_values_that_were_not_computed_do_not_look_like_numbers() -> None:
     want = model(given["input_ids"], given["attention_mask"])
     for _ in range(2):  # the first call checks the head, too
         output = completion_logprobs(model, **given, return_output=True)[1]
-        for value, theirs in ((output.values, want.values), (output.hidden_states[0], want.hidden_states[0])):
-            real = given["attention_mask"].bool() & ~value.isnan().reshape(*value.shape[:2], -1).any(-1)
+        for value, theirs in (
+            (output.values, want.values),
+            (output.hidden_states[0], want.hidden_states[0]),
+        ):
+            real = given["attention_mask"].bool() & ~value.isnan().reshape(
+                *value.shape[:2], -1
+            ).any(-1)
             assert real.any()
             torch.testing.assert_close(value[real], theirs[real], rtol=1e-5, atol=1e-5)
 
@@ -263,7 +306,9 @@ def test_a_loss_of_the_models_own_has_its_padded_value_or_is_said(zero_advantage
     model, given, found = reader(), batch(), []
     model.adds_loss = True
     output, want = padded(model, given)
-    policy = causal_lm_loss(llama(), LOSS, **given, num_items_in_batch=30.0).loss  # on-policy, so that of any model
+    policy = causal_lm_loss(
+        llama(), LOSS, **given, num_items_in_batch=30.0
+    ).loss  # on-policy, so that of any model
     options = {"zero_advantage": zero_advantage, "router_aux_loss_coef": 1.0}
     try:
         said = said_by(lambda: found.append(ours(model, given, **options)))
@@ -282,7 +327,9 @@ def test_equal_weights_have_a_ratio_of_1() -> None:
     for scored in ([[0, 1, 2, 3, 4, 5]], [[0, 1, 2], [3, 4, 5]]):
         with model.disable_adapter():
             for rows in scored:
-                given["ref_per_token_logps"][rows] = logps_of(model, {name: given[name][rows] for name in SCORED})
+                given["ref_per_token_logps"][rows] = logps_of(
+                    model, {name: given[name][rows] for name in SCORED}
+                )
         out, got = ours(model, given, WITH_KL)
         bound = 0 if len(scored) == 1 else 1e-7
         assert abs(out.loss) <= bound
@@ -293,7 +340,7 @@ def test_a_run_without_signal_leaves_a_fresh_adapter_alone() -> None:
     """All rewards are equal and the policy is its reference: no step is made. Adam would make one of a rounding."""
     peft = pytest.importorskip("peft")
     trl = pytest.importorskip("trl")
-    from grpo_kernels.integrations.trl import FusedGRPOTrainer
+    from grpo_kernels.trl import FusedGRPOTrainer
     from tests.support.trl_training import train
 
     def constant(completion_ids: list[list[int]], **_: Any) -> list[float]:
@@ -302,12 +349,18 @@ def test_a_run_without_signal_leaves_a_fresh_adapter_alone() -> None:
     padded = {"layout": "padded", "zero_advantage": "train"}
     for base, more in ((trl.GRPOTrainer, {}), (FusedGRPOTrainer, padded), (FusedGRPOTrainer, {})):
         lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-        run = train(base, beta=0.04, steps_per_generation=4, reward_funcs=constant, peft_config=lora, **more)
+        run = train(
+            base, beta=0.04, steps_per_generation=4, reward_funcs=constant, peft_config=lora, **more
+        )
         assert all(step["grad_norm"] == 0.0 for step in run.steps)
-        assert not any(x.any() for name, x in run.trainer.model.named_parameters() if "lora_B" in name)
+        assert not any(
+            x.any() for name, x in run.trainer.model.named_parameters() if "lora_B" in name
+        )
 
 
-def test_noise_on_embeddings_has_the_magnitude_of_the_padded_width(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_noise_on_embeddings_has_the_magnitude_of_the_padded_width(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """NEFTune divides its noise by the square root of the forward's cells."""
     model, given, uniform = llama().train(), batch(), Tensor.uniform_
     activate_neftune(model, 1.0)

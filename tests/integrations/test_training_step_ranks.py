@@ -13,7 +13,7 @@ from torch import Tensor, nn
 pytest.importorskip("transformers")
 from benchmarks import tiny_models
 from grpo_kernels import GRPOLoss
-from grpo_kernels.integrations.transformers import causal_lm_loss, completion_logprobs
+from grpo_kernels.transformers import causal_lm_loss, completion_logprobs
 from tests.support import zero3
 from tests.support.ranks import run_ranks
 
@@ -54,7 +54,9 @@ def batch(rank: int, advantages: str) -> dict[str, Tensor]:
     prompts, lengths = torch.tensor([2, 2, 5, 5]), torch.randint(2, 9, (4,), generator=draw)
     ids = torch.randint(3, tiny_models.VOCAB, (4, 13), generator=draw)
     ids[1, :5], ids[3, :5] = ids[0, :5], ids[2, :5]
-    mask = torch.cat([torch.arange(5) >= 5 - prompts[:, None], torch.arange(8) < lengths[:, None]], dim=1).long()
+    mask = torch.cat(
+        [torch.arange(5) >= 5 - prompts[:, None], torch.arange(8) < lengths[:, None]], dim=1
+    ).long()
     return {
         "input_ids": ids.masked_fill(mask == 0, 0),
         "attention_mask": mask,
@@ -63,7 +65,9 @@ def batch(rank: int, advantages: str) -> dict[str, Tensor]:
     }
 
 
-def step(model: nn.Module, rank: int, advantages: str, options: dict[str, Any]) -> tuple[Any, Tensor]:
+def step(
+    model: nn.Module, rank: int, advantages: str, options: dict[str, Any]
+) -> tuple[Any, Tensor]:
     """(output of the loss, log-probabilities under no_grad)."""
     given = batch(rank, advantages)
     scored = {name: given[name] for name in ("input_ids", "attention_mask", "completion_mask")}
@@ -75,7 +79,9 @@ def step(model: nn.Module, rank: int, advantages: str, options: dict[str, Any]) 
 
 
 @functools.cache
-def of_one_process(kind: str, advantages: str) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
+def of_one_process(
+    kind: str, advantages: str
+) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
     """(losses and log-probabilities by rank, mean gradients), all sequences padded and with a graph."""
     model = tiny_models.model(kind).train()
     losses, logps = [], []
@@ -119,7 +125,9 @@ def run_all(rank: int, world_size: int, jobs: list[Job]) -> list[Any]:
         for name, x in model.named_parameters():
             assert x.grad is not None, f"{name}: no gradient"
             gradients[name] = x.grad.full_tensor() if hasattr(x.grad, "full_tensor") else x.grad
-        shares = {name: out.metrics[name].item() for name in ("sequences/gradient", "tokens/gradient")}
+        shares = {
+            name: out.metrics[name].item() for name in ("sequences/gradient", "tokens/gradient")
+        }
         found.append((out.loss.detach(), logps, gradients, shares))
     return found
 
@@ -137,8 +145,12 @@ def run_zero3(rank: int, world_size: int, jobs: list[Job]) -> list[Any]:
         for _ in range(2):
             out, logps = step(engine, rank, advantages, OPTIONS[options])
             engine.backward(out.loss)
-        gradients = {name: package.utils.safe_get_full_grad(x) / 2 for name, x in model.named_parameters()}
-        shares = {name: out.metrics[name].item() for name in ("sequences/gradient", "tokens/gradient")}
+        gradients = {
+            name: package.utils.safe_get_full_grad(x) / 2 for name, x in model.named_parameters()
+        }
+        shares = {
+            name: out.metrics[name].item() for name in ("sequences/gradient", "tokens/gradient")
+        }
         found.append((out.loss.detach(), logps, gradients, shares))
         engine.destroy()
     return found
@@ -151,13 +163,22 @@ def check(jobs: list[Job], ranks: list[list[Any]]) -> None:
         for rank, found in enumerate(ranks):
             loss, logps, got, shares = found[i]
             where = f"{wrap}, {kind}, {advantages}, {options}, rank {rank}"
-            torch.testing.assert_close(loss, losses[rank], rtol=1e-5, atol=1e-6, msg=lambda m, w=where: f"{w}: {m}")
-            torch.testing.assert_close(logps, scores[rank], rtol=1e-5, atol=1e-5, msg=lambda m, w=where: f"{w}: {m}")
-            assert shares["sequences/gradient"] == sum(x != 0 for x in ADVANTAGES[advantages][rank]) / 4, where
+            torch.testing.assert_close(
+                loss, losses[rank], rtol=1e-5, atol=1e-6, msg=lambda m, w=where: f"{w}: {m}"
+            )
+            torch.testing.assert_close(
+                logps, scores[rank], rtol=1e-5, atol=1e-5, msg=lambda m, w=where: f"{w}: {m}"
+            )
+            assert (
+                shares["sequences/gradient"]
+                == sum(x != 0 for x in ADVANTAGES[advantages][rank]) / 4
+            ), where
             assert shares["tokens/gradient"] < 0.8, where
             for name, x in gradients.items():
                 error = (got[name] - x).abs().max()
-                assert error <= 2e-6 * largest + 1e-9, f"{where}, {name}: {error:.1e} of {largest:.1e}"
+                assert error <= 2e-6 * largest + 1e-9, (
+                    f"{where}, {name}: {error:.1e} of {largest:.1e}"
+                )
 
 
 def test_ddp_and_fsdp2() -> None:

@@ -18,14 +18,14 @@ import trl.trainer.utils as trl_utils
 from trl import GRPOTrainer
 
 from benchmarks import parity, tiny_models, tiny_run
-from grpo_kernels.integrations.transformers.options import TrunkOptions
-from grpo_kernels.integrations.trl import (
+from grpo_kernels.body.options import TrunkOptions
+from grpo_kernels.trl import (
     FusedGRPOTrainer,
     FusedLossMixin,
     fused_head,
     micro_batches,
 )
-from grpo_kernels.integrations.trl.scoring import CALL, PATCHED, SCORING, UNKNOWN_CALL
+from grpo_kernels.trl.scoring import CALL, PATCHED, SCORING, UNKNOWN_CALL
 from tests.support.training_step import distance
 from tests.support.trl_training import evaluations, mixed, train
 
@@ -116,7 +116,10 @@ CASES: dict[str, tuple[tuple[Change, ...], dict[str, Any]]] = {
     "off-policy mask": ((old,), {"off_policy_mask_threshold": 0.01}),
     "delta": ((old,), {"delta": 1.5}),
     "truncated": ((truncated,), {}),
-    "tools": ((old, tools), {"epsilon": 0.9, "epsilon_high": 3.0}),  # some sequences have few tokens: not all clipped
+    "tools": (
+        (old, tools),
+        {"epsilon": 0.9, "epsilon_high": 3.0},
+    ),  # some sequences have few tokens: not all clipped
     "advantages per token": ((per_token,), {}),
     "token ratios": ((old, token_ratios), {}),
     "sequence ratios": ((old, sequence_ratios), {}),
@@ -138,7 +141,11 @@ def model() -> Any:
 
 def trainer_of(base: type, options: dict[str, Any], **more: Any) -> Any:
     beta = options.get("beta", 0.0)
-    sizes = {"per_device_train_batch_size": B, "num_generations": 4, "gradient_checkpointing": False}
+    sizes = {
+        "per_device_train_batch_size": B,
+        "num_generations": 4,
+        "gradient_checkpointing": False,
+    }
     args = tiny_run.config(tempfile.gettempdir(), **{**sizes, **options, "beta": 0.0})
     tiny_run.quiet()
     policy = model()
@@ -203,12 +210,16 @@ def test_loss_gradients_and_metrics_are_stock_trls(name: str) -> None:
         assert not gradients["lm_head.weight"].any() or distance(got, gradients) <= 5e-6, saving
         graphs, live_graphs = ours._shares.pairs["sequences/gradient"][0], int(live.sum())
         assert graphs >= live_graphs, f"{saving}: {graphs} of {live_graphs} live sequences"
-        assert graphs == live_graphs or name not in EXACTLY_LIVE, f"{saving}: {graphs} for {live_graphs}"
+        assert graphs == live_graphs or name not in EXACTLY_LIVE, (
+            f"{saving}: {graphs} for {live_graphs}"
+        )
         ours._shares.pairs.clear()
         if saving != "skip":
             assert got_metrics.keys() == metrics.keys()
             for metric, x in metrics.items():
-                assert parity.difference(metric, x, got_metrics[metric]) <= 1e-5, f"{saving}: {metric}"
+                assert parity.difference(metric, x, got_metrics[metric]) <= 1e-5, (
+                    f"{saving}: {metric}"
+                )
 
 
 def test_skipped_sequences_leave_the_metrics() -> None:
@@ -258,7 +269,13 @@ def test_nothing_is_left_of_a_loss_that_raises(monkeypatch: pytest.MonkeyPatch) 
     trunk = trainer.model.model
 
     def fail(*_: Any, **__: Any) -> None:
-        seen.append((CALL.get().rows is None, trl_utils._ChunkedLogProbFunction is theirs, "forward" in vars(trunk)))
+        seen.append(
+            (
+                CALL.get().rows is None,
+                trl_utils._ChunkedLogProbFunction is theirs,
+                "forward" in vars(trunk),
+            )
+        )
         raise MemoryError
 
     monkeypatch.setattr(fused_head, "linear_logprob", fail)
@@ -274,25 +291,57 @@ def test_nothing_is_left_of_a_loss_that_raises(monkeypatch: pytest.MonkeyPatch) 
 
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "quantile": ({"top_entropy_quantile": 0.4}, {"zero_advantage": "skip"}, "zero_advantage: .*top_entropy_quantile"),
-    "adaptive": ({"use_adaptive_entropy": True}, {"zero_advantage": "skip"}, "zero_advantage: .*use_adaptive_entropy"),
+    "quantile": (
+        {"top_entropy_quantile": 0.4},
+        {"zero_advantage": "skip"},
+        "zero_advantage: .*top_entropy_quantile",
+    ),
+    "adaptive": (
+        {"use_adaptive_entropy": True},
+        {"zero_advantage": "skip"},
+        "zero_advantage: .*use_adaptive_entropy",
+    ),
     "correction": (
         {},
         {"zero_advantage": "skip", "fused_sampling_correction": True},
         "zero_advantage: .*fused_sampling_correction",
     ),
-    "bnpo": ({"loss_type": "bnpo"}, {"regroup": True}, "regroup: expected False with loss_type='bnpo'"),
-    "bonus": ({"entropy_coef": 0.01}, {"regroup": True}, "regroup: expected False with entropy_coef"),
-    "quantile, regrouped": ({"top_entropy_quantile": 0.4}, {"regroup": True}, "regroup: .*top_entropy_quantile"),
+    "bnpo": (
+        {"loss_type": "bnpo"},
+        {"regroup": True},
+        "regroup: expected False with loss_type='bnpo'",
+    ),
+    "bonus": (
+        {"entropy_coef": 0.01},
+        {"regroup": True},
+        "regroup: expected False with entropy_coef",
+    ),
+    "quantile, regrouped": (
+        {"top_entropy_quantile": 0.4},
+        {"regroup": True},
+        "regroup: .*top_entropy_quantile",
+    ),
     "windows": (
         {"gradient_accumulation_steps": 4, "steps_per_generation": 6},
         {"regroup": True},
         "regroup: expected gradient_accumulation_steps and steps_per_generation of which one divides the other, got 4",
     ),
-    "name": ({}, {"zero_advantage": "drop"}, "zero_advantage: expected one of 'score', 'skip', 'train', got 'drop'"),
+    "name": (
+        {},
+        {"zero_advantage": "drop"},
+        "zero_advantage: expected one of 'score', 'skip', 'train', got 'drop'",
+    ),
     "layout": ({}, {"layout": True}, "layout: expected one of 'tree', 'trim', 'padded', got True"),
-    "budget": ({}, {"regroup": True, "tokens_per_forward": 0}, "tokens_per_forward: expected a number of tokens"),
-    "no regroup": ({}, {"tokens_per_forward": 64}, "tokens_per_forward: expected None without regroup=True, .* got 64"),
+    "budget": (
+        {},
+        {"regroup": True, "tokens_per_forward": 0},
+        "tokens_per_forward: expected a number of tokens",
+    ),
+    "no regroup": (
+        {},
+        {"tokens_per_forward": 64},
+        "tokens_per_forward: expected None without regroup=True, .* got 64",
+    ),
 }
 
 
@@ -317,9 +366,14 @@ def test_samples_are_divided_by_prompts_within_a_budget() -> None:
         prompts = [(g,) * 5 for g in (draw.randrange(groups) for _ in range(samples))]
         lengths = [draw.randrange(1, 9) for _ in range(samples)]
         for in_trees in (True, False):
-            parts = micro_batches.divided(prompts, lengths, [True] * samples, count, size * 14, size, in_trees=in_trees)
+            parts = micro_batches.divided(
+                prompts, lengths, [True] * samples, count, size * 14, size, in_trees=in_trees
+            )
             assert sorted(i for part in parts for i in part) == [*range(samples)]
-            used = [sum(lengths[i] for i in part) + 5 * len({prompts[i] for i in part}) for part in parts]
+            used = [
+                sum(lengths[i] for i in part) + 5 * len({prompts[i] for i in part})
+                for part in parts
+            ]
             assert max(used) <= size * 14, "a padded micro-batch has as many"
             assert in_trees or {len(part) for part in parts} == {size}
 
@@ -338,7 +392,12 @@ def test_micro_batches_that_are_left_compute_and_measure_nothing() -> None:
 @pytest.mark.parametrize("loss_type", ["grpo", "luspo", "dr_grpo", "dapo"])  # each normaliser
 def test_regrouped_steps_are_stock_trls(loss_type: str) -> None:
     """An optimizer step of two micro-batches, twice on each generation of four."""
-    options = {**parity.loss_options(loss_type), "num_iterations": 2, "steps_per_generation": 4, "steps": 4}
+    options = {
+        **parity.loss_options(loss_type),
+        "num_iterations": 2,
+        "steps_per_generation": 4,
+        "steps": 4,
+    }
     options |= {"optim": "sgd", "learning_rate": 0.05}
     stock = train(GRPOTrainer, **options)
     ours = train(FusedGRPOTrainer, regroup=True, tokens_per_forward=200, **options)
@@ -355,16 +414,24 @@ class Filter:
         size = len(batch["prompt_ids"])
         kept = torch.arange(size).view(-1, 4)[:, :2].reshape(-1)
         return {
-            name: x[kept] if isinstance(x, Tensor) and x.dim() and len(x) == size else x for name, x in batch.items()
+            name: x[kept] if isinstance(x, Tensor) and x.dim() and len(x) == size else x
+            for name, x in batch.items()
         }
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo"])
 @pytest.mark.parametrize("layout", ["tree", "trim"])
 @pytest.mark.parametrize("where", ["above", "below"])
-def test_a_subclass_that_keeps_a_part_of_the_samples(loss_type: str, layout: str, where: str) -> None:
+def test_a_subclass_that_keeps_a_part_of_the_samples(
+    loss_type: str, layout: str, where: str
+) -> None:
     """A regrouped micro-batch's share of the mean is of the samples that were kept."""
-    options = {**parity.loss_options(loss_type), "beta": 0.04, "optim": "sgd", "learning_rate": 0.05}
+    options = {
+        **parity.loss_options(loss_type),
+        "beta": 0.04,
+        "optim": "sgd",
+        "learning_rate": 0.05,
+    }
     stock = train(mixed(Filter, GRPOTrainer), **options)
     fused = mixed(Filter, FusedGRPOTrainer)
     if where == "below":
@@ -420,7 +487,9 @@ def test_a_training_that_was_interrupted_goes_on_as_stock_trls(name: str) -> Non
 
 @pytest.mark.parametrize("name", AGAIN)
 def test_regrouped_windows_that_an_interrupt_has_shifted_are_an_error(name: str) -> None:
-    with pytest.raises(RuntimeError, match=r"regroup: expected .* of 2 micro-batches.* regroup=False"):
+    with pytest.raises(
+        RuntimeError, match=r"regroup: expected .* of 2 micro-batches.* regroup=False"
+    ):
         trained_again(FusedGRPOTrainer, regroup=True, steps=4, **AGAIN[name])
 
 
@@ -440,7 +509,10 @@ def test_regrouped_training_goes_on_after_whole_steps() -> None:
 def test_shares_are_logged_and_evaluation_is_stock_trls() -> None:
     options = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 8}
     options["eval_dataset"] = tiny_run.dataset(8)
-    stock, ours = train(GRPOTrainer, **options), train(FusedGRPOTrainer, zero_advantage="skip", **options)
+    stock, ours = (
+        train(GRPOTrainer, **options),
+        train(FusedGRPOTrainer, zero_advantage="skip", **options),
+    )
     assert parity.differences(stock.steps, ours.steps)["grad_norm"] <= 1e-5
     wanted, got = evaluations(stock.trainer), evaluations(ours.trainer)
     assert len(wanted) == 2

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 pytest.importorskip("transformers")
 
 from grpo_kernels import GRPOLoss, Head, KeptIds
-from grpo_kernels.integrations.transformers import causal_lm_loss, completion_logprobs, describe_head
-from grpo_kernels.integrations.transformers.head import constants_of
+from grpo_kernels.transformers import causal_lm_loss, completion_logprobs, describe_head
+from grpo_kernels.transformers.head import constants_of
 from tests.support import tiny_architectures as tiny
 from tests.support.model_checks import assert_as_model, positions_of_generate, scene, with_logits
 
@@ -29,7 +29,9 @@ def test_logprobs_are_those_of_the_models_logits(kind: str) -> None:
     assert head.weight is model.get_output_embeddings()
     assert (head.weight.bias is not None) == (kind in tiny.BIASED)
     assert (constants_of(head) != (1.0, None, None)) == (kind in tiny.SCALED)
-    anywhere = attention_mask * (torch.rand(ids.shape) < 0.5)  # turns of a conversation, over the whole sequence
+    anywhere = attention_mask * (
+        torch.rand(ids.shape) < 0.5
+    )  # turns of a conversation, over the whole sequence
     anywhere[2, 1:3], anywhere[:, 0], anywhere[0, 3] = 1, 0, 0  # padding predicts no token
     assert_as_model(model, ids, anywhere, attention_mask=attention_mask)
 
@@ -42,19 +44,26 @@ def test_vision_language_models(kind: str) -> None:
     assert_as_model(model, ids, mask, **inputs)
     seen = completion_logprobs(model, ids, completion_mask=mask, **inputs).logps
     other = {**inputs, "pixel_values": -inputs["pixel_values"]}
-    assert (completion_logprobs(model, ids, completion_mask=mask, **other).logps - seen).abs().max() > 1e-3
+    assert (
+        completion_logprobs(model, ids, completion_mask=mask, **other).logps - seen
+    ).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "opt", "bert", "bloom", "gptj"])
 def test_scores_are_those_that_generate_sampled_by(kind: str) -> None:
     """Prompts are padded on the left, and nobody gives position_ids."""
     model = tiny.text_model(kind, DTYPES.get(kind, torch.float64))
-    prompts, mask = torch.randint(3, tiny.VOCAB, (3, 8)), (torch.arange(8) >= torch.tensor([[0], [3], [5]])).long()
+    prompts, mask = (
+        torch.randint(3, tiny.VOCAB, (3, 8)),
+        (torch.arange(8) >= torch.tensor([[0], [3], [5]])).long(),
+    )
     options: dict[str, Any] = {"do_sample": False, "min_new_tokens": 4, "max_new_tokens": 4}
     options |= {"output_logits": True, "return_dict_in_generate": True}
     found = model.generate(prompts * mask, attention_mask=mask, **options)
     ids = found.sequences[:, 8:]
-    want = torch.stack(found.logits, dim=1).double().log_softmax(-1).gather(-1, ids[..., None])[..., 0]
+    want = (
+        torch.stack(found.logits, dim=1).double().log_softmax(-1).gather(-1, ids[..., None])[..., 0]
+    )
     batch = found.sequences, nn.functional.pad(mask, (0, 4), value=1), torch.ones_like(ids)
     for layout in ("tree", "padded"):
         scores = completion_logprobs(model, *batch, layout=layout)
@@ -69,7 +78,10 @@ def test_models_with_positions_of_their_own_keep_them() -> None:
     ids, mask = torch.randint(3, tiny.VOCAB, (2, 9)), torch.ones(2, 9, dtype=torch.long)
     mask[1, :4] = 0
     ids = ids.where(mask == 1, model.config.pad_token_id)
-    alone = [tiny.plain_logprobs(model, ids[row : row + 1, first:])[0][:, -3:] for row, first in ((0, 0), (1, 4))]
+    alone = [
+        tiny.plain_logprobs(model, ids[row : row + 1, first:])[0][:, -3:]
+        for row, first in ((0, 0), (1, 4))
+    ]
     got = completion_logprobs(model, ids, mask, torch.ones(2, 3)).logps
     torch.testing.assert_close(got, torch.cat(alone))
 
@@ -93,13 +105,20 @@ def test_gradients_of_all_parameters_are_those_through_the_logits(kind: str) -> 
 
     ours = gradients(**completion_logprobs(model, ids, attention_mask, mask).given)
     placed = positions_of_generate(model, ids, attention_mask)
-    theirs = gradients(*(x[:, -5:] for x in tiny.plain_logprobs(model, ids, attention_mask=attention_mask, **placed)))
+    theirs = gradients(
+        *(
+            x[:, -5:]
+            for x in tiny.plain_logprobs(model, ids, attention_mask=attention_mask, **placed)
+        )
+    )
     bound = 1e-3 if next(model.parameters()).dtype == torch.float32 else 1e-5
     assert sum(x is not None for x in theirs) > len(parameters) // 2
     for x, y in zip(ours, theirs, strict=True):
         assert (x is None) == (y is None)
         if x is not None and y is not None:
-            torch.testing.assert_close(x, y, rtol=bound, atol=bound * max(1.0, y.abs().max().item()))
+            torch.testing.assert_close(
+                x, y, rtol=bound, atol=bound * max(1.0, y.abs().max().item())
+            )
 
 
 def test_the_loss_is_that_of_the_hidden_states() -> None:
@@ -132,16 +151,29 @@ def test_over_the_sets_of_a_truncating_sampler() -> None:
     logits = model(input_ids=ids, attention_mask=attention_mask).logits[:, -6:-1].double() / 0.7
     kept = torch.cat([ids[:, -5:, None], logits.topk(6).indices], dim=-1)
     outside = torch.ones_like(logits, dtype=torch.bool).scatter(-1, kept, False)
-    want = logits.masked_fill(outside, -torch.inf).log_softmax(-1).gather(-1, ids[:, -5:, None])[..., 0] * mask
+    want = (
+        logits.masked_fill(outside, -torch.inf)
+        .log_softmax(-1)
+        .gather(-1, ids[:, -5:, None])[..., 0]
+        * mask
+    )
     for _ in range(2):
-        got = completion_logprobs(model, ids, attention_mask, mask, temperature=0.7, kept_ids=kept).logps
+        got = completion_logprobs(
+            model, ids, attention_mask, mask, temperature=0.7, kept_ids=kept
+        ).logps
         torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-6)
     loss_fn, advantages = GRPOLoss(temperature=0.7), torch.tensor([1.0, 0.0, 0.3])
     for zero_advantage in ("score", "train"):
-        given = {"kept_ids": KeptIds.from_padded(kept), "old_per_token_logps": want, "zero_advantage": zero_advantage}
+        given = {
+            "kept_ids": KeptIds.from_padded(kept),
+            "old_per_token_logps": want,
+            "zero_advantage": zero_advantage,
+        }
         out = causal_lm_loss(model, loss_fn, ids, attention_mask, mask, advantages, **given)
         assert (out.engine, float(out.metrics["kept/size"])) == ("kept_sets", 7.0)
-        torch.testing.assert_close(out.metrics["ratio"].double(), torch.ones((), dtype=torch.double))
+        torch.testing.assert_close(
+            out.metrics["ratio"].double(), torch.ones((), dtype=torch.double)
+        )
 
 
 def test_temperature_divides_what_the_cap_has_left() -> None:
@@ -156,7 +188,9 @@ def test_a_mixture_of_experts_adds_its_load_balancing_loss() -> None:
     model, ids, attention_mask, mask = scene("qwen3_moe")
     args = (model, GRPOLoss(), ids, attention_mask, mask, torch.tensor([1.0, -1.0, 0.5]))
     plain = causal_lm_loss(*args).loss
-    aux_loss = model(input_ids=ids, attention_mask=attention_mask, output_router_logits=True).aux_loss.double()
+    aux_loss = model(
+        input_ids=ids, attention_mask=attention_mask, output_router_logits=True
+    ).aux_loss.double()
     with_aux = causal_lm_loss(*args, output_router_logits=True).loss
     torch.testing.assert_close(with_aux - plain, model.config.router_aux_loss_coef * aux_loss)
     twice = causal_lm_loss(*args, output_router_logits=True, router_aux_loss_coef=2.0).loss
@@ -216,7 +250,9 @@ def test_padding_rows_of_the_head_are_cut_off_as_the_model_does() -> None:
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_bfloat16_and_autocast(autocast: bool) -> None:
-    model, ids, attention_mask, mask = scene("gemma3_text", torch.float32 if autocast else torch.bfloat16)
+    model, ids, attention_mask, mask = scene(
+        "gemma3_text", torch.float32 if autocast else torch.bfloat16
+    )
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         logps = completion_logprobs(model, ids, attention_mask, mask).logps
         want = tiny.plain_logprobs(model, ids, attention_mask=attention_mask)[0][:, -5:]

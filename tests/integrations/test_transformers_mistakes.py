@@ -14,7 +14,7 @@ import transformers
 
 from grpo_kernels import GRPOLoss, LossConfig
 from grpo_kernels.base import checks
-from grpo_kernels.integrations.transformers import causal_lm_loss, completion_logprobs, describe_head
+from grpo_kernels.transformers import causal_lm_loss, completion_logprobs, describe_head
 from tests.support import tiny_architectures as tiny
 from tests.support.model_checks import scene
 
@@ -49,11 +49,17 @@ def call(model: Any = None, **changes: Any) -> Any:
 # what is wrong -> what is said of it
 VALUES: list[tuple[dict[str, Any], str]] = [
     *(
-        ({"attention_mask": torch.ones(shape)}, r"attention_mask: expected shape \(B, L\) = \(3, 12\), got \(")
+        (
+            {"attention_mask": torch.ones(shape)},
+            r"attention_mask: expected shape \(B, L\) = \(3, 12\), got \(",
+        )
         for shape in ((3, 11), (2, 12), (12,), (3, 1, 12))
     ),
     *(
-        ({"completion_mask": IN_PADDING, **more}, "completion_mask: expected 0 where attention_mask is 0, got .* 11 of")
+        (
+            {"completion_mask": IN_PADDING, **more},
+            "completion_mask: expected 0 where attention_mask is 0, got .* 11 of",
+        )
         for more in ({}, LOSS)
     ),
     (
@@ -63,8 +69,14 @@ VALUES: list[tuple[dict[str, Any], str]] = [
     ({"completion_mask": torch.ones(3, 13)}, "completion_mask: expected shape"),
     ({"input_ids": IDS[0]}, r"input_ids: expected shape \(B, L\)"),
     ({"labels": IDS}, "labels: expected none"),
-    ({"loss_fn": GRPOLoss(), "temperature": 1.0}, r"temperature: expected None beside loss_fn, .* got 1\.0"),
-    *(({**LOSS, name: 1}, f"{name}: expected none here") for name in ("head", "run", "cu_seqlens", "sequence_group")),
+    (
+        {"loss_fn": GRPOLoss(), "temperature": 1.0},
+        r"temperature: expected None beside loss_fn, .* got 1\.0",
+    ),
+    *(
+        ({**LOSS, name: 1}, f"{name}: expected none here")
+        for name in ("head", "run", "cu_seqlens", "sequence_group")
+    ),
 ]
 TYPES: list[tuple[dict[str, Any], str]] = [
     ({"attention_mask": [[1] * 12] * 3}, "attention_mask: expected a tensor, got list"),
@@ -77,10 +89,22 @@ NAMES: list[tuple[dict[str, Any], str, str]] = [
     *((LOSS, name, "") for name in ELSEWHERE),
     (LOSS, "old_logps", r"a name that nothing there reads; did you mean old_per_token_logps\?"),
     (LOSS, "num_items", r"a name that nothing there reads; did you mean num_items_in_batch\?"),
-    (LOSS, "mask", r"a name that nothing there reads; did you mean attention_mask or completion_mask\?"),
-    (LOSS, "output_hidden_state", r"a name that nothing there reads; did you mean output_hidden_states\?"),
+    (
+        LOSS,
+        "mask",
+        r"a name that nothing there reads; did you mean attention_mask or completion_mask\?",
+    ),
+    (
+        LOSS,
+        "output_hidden_state",
+        r"a name that nothing there reads; did you mean output_hidden_states\?",
+    ),
     (LOSS, "wandb", "a name that nothing there reads$"),
-    (LOSS, "temperature", r"a field of LossConfig: set it on the loss, GRPOLoss\(temperature=\.\.\.\)"),
+    (
+        LOSS,
+        "temperature",
+        r"a field of LossConfig: set it on the loss, GRPOLoss\(temperature=\.\.\.\)",
+    ),
     (LOSS, "beta", r"a field of LossConfig: set it on the loss, GRPOLoss\(beta=\.\.\.\)"),
     ({}, "temprature", r".*did you mean temperature\?"),
     ({}, "num_items_in_batch", ".*a name that nothing there reads"),
@@ -90,15 +114,20 @@ NAMES: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(
-    ("error", "changes", "message"), [*((ValueError, *x) for x in VALUES), *((TypeError, *x) for x in TYPES)]
+    ("error", "changes", "message"),
+    [*((ValueError, *x) for x in VALUES), *((TypeError, *x) for x in TYPES)],
 )
-def test_wrong_arguments_are_named(error: type[Exception], changes: dict[str, Any], message: str) -> None:
+def test_wrong_arguments_are_named(
+    error: type[Exception], changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises(error, match=f"^{message}"):
         call(**changes)
 
 
 @pytest.mark.parametrize(("given", "name", "got"), NAMES)
-def test_names_that_nothing_reads_are_refused_before_the_model_runs(given: dict[str, Any], name: str, got: str) -> None:
+def test_names_that_nothing_reads_are_refused_before_the_model_runs(
+    given: dict[str, Any], name: str, got: str
+) -> None:
     model = tiny.text_model("llama")
     model.register_forward_pre_hook(lambda *_: pytest.fail("the model has run"))
     inputs = "an input of LlamaForCausalLM or the loss" if given else "an input of LlamaForCausalLM"
@@ -117,15 +146,27 @@ def encoder_decoders() -> list[torch.nn.Module]:
         vocab_size=60, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
         decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, max_position_embeddings=32,
     )  # fmt: skip
-    sizes = {"vocab_size": 60, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    sizes = {
+        "vocab_size": 60,
+        "d_model": 16,
+        "d_kv": 8,
+        "d_ff": 16,
+        "num_layers": 1,
+        "num_heads": 2,
+    }
     t5 = transformers.T5Config(decoder_start_token_id=0, **sizes)
-    return [transformers.BartForConditionalGeneration(bart), transformers.T5ForConditionalGeneration(t5)]
+    return [
+        transformers.BartForConditionalGeneration(bart),
+        transformers.T5ForConditionalGeneration(t5),
+    ]
 
 
 def test_encoder_decoder_models_are_refused_by_name() -> None:
     for model in encoder_decoders():
         name = type(model).__name__
-        message = f"^model: expected a model of one sequence, .* got {name}, an encoder-decoder model"
+        message = (
+            f"^model: expected a model of one sequence, .* got {name}, an encoder-decoder model"
+        )
         for inputs in ({}, {"decoder_input_ids": IDS}):
             with pytest.raises(TypeError, match=message):
                 call(model, **inputs)
@@ -139,14 +180,28 @@ def test_encoder_decoder_models_are_refused_by_name() -> None:
         # an end token that is the padding token, too, may count
         ({"completion_mask": but(MASK, 1, 3, 1)}, None),
         # a hole with positions of its own is meant
-        ({"attention_mask": WITH_A_HOLE, "position_ids": (WITH_A_HOLE.cumsum(1) - 1).clamp(min=0)}, None),
+        (
+            {
+                "attention_mask": WITH_A_HOLE,
+                "position_ids": (WITH_A_HOLE.cumsum(1) - 1).clamp(min=0),
+            },
+            None,
+        ),
         # ... and they are counted from it where the model takes them
         ({"attention_mask": WITH_A_HOLE}, None),
-        ({"attention_mask": WITH_A_HOLE, **OWN_POSITIONS}, "attention_mask: it has zeros between ones"),
-        ({"completion_mask": ATTENTION}, "completion_mask: it counts a token whose column before has attention_mask 0"),
+        (
+            {"attention_mask": WITH_A_HOLE, **OWN_POSITIONS},
+            "attention_mask: it has zeros between ones",
+        ),
+        (
+            {"completion_mask": ATTENTION},
+            "completion_mask: it counts a token whose column before has attention_mask 0",
+        ),
     ],
 )
-def test_a_mask_that_is_likely_not_meant_warns_once(changes: dict[str, Any], said: str | None) -> None:
+def test_a_mask_that_is_likely_not_meant_warns_once(
+    changes: dict[str, Any], said: str | None
+) -> None:
     assert_warns_once(said, **changes)
 
 
@@ -170,7 +225,9 @@ def assert_warns_once(said: str | None, **changes: Any) -> None:
         (2, slice(5, 6), False),  # of a conversation: the padding token ends turns, too
     ],
 )
-def test_padding_that_is_attended_to_is_warned_of(pad: int | None, columns: slice, warns: bool) -> None:
+def test_padding_that_is_attended_to_is_warned_of(
+    pad: int | None, columns: slice, warns: bool
+) -> None:
     model = tiny.text_model("llama", pad_token_id=pad)
     given = {"model": model, "input_ids": but(IDS, 0, columns, pad or 0), "completion_mask": MASK}
     said = f"attention_mask: got None, and input_ids with padding tokens (pad_token_id = {pad})"

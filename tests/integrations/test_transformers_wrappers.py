@@ -13,7 +13,7 @@ from torch import Tensor, nn
 pytest.importorskip("transformers")
 
 from grpo_kernels.base.checks import warn_once
-from grpo_kernels.integrations.transformers import completion_logprobs
+from grpo_kernels.transformers import completion_logprobs
 from tests.support import tiny_architectures as tiny
 from tests.support.model_checks import assert_as_model, peft_model, scene, with_logits
 
@@ -34,7 +34,9 @@ def test_peft(fields: dict[str, Any]) -> None:
     with_adapter = completion_logprobs(model, ids, attention_mask, mask).logps
     with model.disable_adapter():  # the reference model of a trainer with LoRA
         assert_as_model(model, ids, mask, attention_mask=attention_mask)
-        assert (completion_logprobs(model, ids, attention_mask, mask).logps - with_adapter).abs().max() > 0.01
+        assert (
+            completion_logprobs(model, ids, attention_mask, mask).logps - with_adapter
+        ).abs().max() > 0.01
     parameters = [x for x in model.parameters() if x.requires_grad]
     ours = torch.autograd.grad((with_adapter * mask).sum(), parameters)
     plain = tiny.plain_logprobs(model, ids, attention_mask=attention_mask)[0][:, -5:]
@@ -97,12 +99,17 @@ def test_hooks_on_the_head() -> None:
     assert seen
     handles.append(model.lm_head.register_forward_hook(double))
     for _ in range(2):
-        with pytest.raises(TypeError, match=r"expected forward hooks on its head that change nothing, got .*\.double"):
+        with pytest.raises(
+            TypeError,
+            match=r"expected forward hooks on its head that change nothing, got .*\.double",
+        ):
             completion_logprobs(model, *args)
     for handle in handles:
         handle.remove()
     model = peft_model(tiny.text_model("llama"), target_modules=["lm_head"])
-    with pytest.raises(ValueError, match="expected its head to be given hidden states alone, got adapter_names"):
+    with pytest.raises(
+        ValueError, match="expected its head to be given hidden states alone, got adapter_names"
+    ):
         completion_logprobs(model, *args, adapter_names=["default", "__base__", "default"])
 
 
@@ -112,10 +119,14 @@ def test_a_compiled_model_notices_that_its_head_is_another_for_the_call() -> Non
     with torch.no_grad():
         before = compiled(input_ids=ids, attention_mask=attention_mask).logits
         warn_once.cache_clear()
-        with pytest.warns(UserWarning, match="the whole model is compiled; compile its layers instead"):
+        with pytest.warns(
+            UserWarning, match="the whole model is compiled; compile its layers instead"
+        ):
             got = completion_logprobs(compiled, ids, attention_mask, mask).logps
         assert torch.equal(compiled(input_ids=ids, attention_mask=attention_mask).logits, before)
-    assert torch.equal(got, completion_logprobs(model, ids, attention_mask, mask, layout="padded").logps)
+    assert torch.equal(
+        got, completion_logprobs(model, ids, attention_mask, mask, layout="padded").logps
+    )
 
 
 def masked(logits: Tensor) -> Tensor:
@@ -160,10 +171,18 @@ growing = itertools.count(2)  # another scale every time
             r"model: expected one scale, .* got another in each run",
         ),
         (bent, ValueError, "own log-probabilities differ"),
-        (lambda model: with_head(model, TWO), TypeError, r"got torch\.nn\.modules\.container\.Sequential"),
+        (
+            lambda model: with_head(model, TWO),
+            TypeError,
+            r"got torch\.nn\.modules\.container\.Sequential",
+        ),
         (lambda model: with_head(model, LIST), TypeError, "ModuleList"),
         (lambda model: model.model, TypeError, "names no head"),
-        (lambda _: nn.Linear(2, 2), TypeError, "expected a transformers model, wrapped or not, got Linear"),
+        (
+            lambda _: nn.Linear(2, 2),
+            TypeError,
+            "expected a transformers model, wrapped or not, got Linear",
+        ),
         (without_its_head, RuntimeError, "was not called"),
     ],
 )
@@ -174,7 +193,9 @@ def test_heads_that_cannot_be_expressed_are_refused(
     head = model.lm_head
     with pytest.raises(error, match=message):
         completion_logprobs(change(model), *batch)
-    assert "forward" not in vars(head) or change is bent, "a call that fails has to leave the head as it was"
+    assert "forward" not in vars(head) or change is bent, (
+        "a call that fails has to leave the head as it was"
+    )
 
 
 class Wrapper(nn.Module):
@@ -190,7 +211,9 @@ def test_results_are_not_rounded_on_their_way_out() -> None:
             return {**found, "results": tuple(x.bfloat16() for x in found["results"])}
 
     model, *batch = scene()
-    with pytest.raises(ValueError, match=r"expected results of torch\.float64, .* has made them torch\.bfloat16"):
+    with pytest.raises(
+        ValueError, match=r"expected results of torch\.float64, .* has made them torch\.bfloat16"
+    ):
         completion_logprobs(Rounds(model), *batch)
 
 
@@ -201,12 +224,20 @@ def test_names_of_wrappers_bodies_and_of_all_models_are_known() -> None:
 
     model, *batch = scene("granitemoe")
     want = completion_logprobs(model, *batch).logps
-    names = {"weigh": 2.0, "output_attentions": False, "position_ids": None, "use_cache": False, "return_dict": True}
+    names = {
+        "weigh": 2.0,
+        "output_attentions": False,
+        "position_ids": None,
+        "use_cache": False,
+        "return_dict": True,
+    }
     torch.testing.assert_close(completion_logprobs(Weighs(model), *batch, **names).logps, want)
     with pytest.raises(TypeError, match="weigh: expected an input of GraniteMoeForCausalLM, got"):
         completion_logprobs(model, *batch, weigh=2.0)
     adapted = peft_model(tiny.text_model("llama"), target_modules=["q_proj"])
-    mixed = completion_logprobs(adapted, *batch, adapter_names=["default", "__base__", "default"]).logps
+    mixed = completion_logprobs(
+        adapted, *batch, adapter_names=["default", "__base__", "default"]
+    ).logps
     torch.testing.assert_close(mixed[::2], completion_logprobs(adapted, *batch).logps[::2])
     with adapted.disable_adapter():
         torch.testing.assert_close(mixed[1], completion_logprobs(adapted, *batch).logps[1])

@@ -16,9 +16,19 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from grpo_kernels import GRPOLoss
 from grpo_kernels.base.checks import warn_once
-from grpo_kernels.integrations.transformers import causal_lm_loss, completion_logprobs
+from grpo_kernels.body import trial
+from grpo_kernels.transformers import causal_lm_loss, completion_logprobs
 from tests.support import tiny_architectures as tiny
-from tests.support.training_step import MODES, PADDED, SCORED, assert_same, batch, lengthened, loss_of, said_by
+from tests.support.training_step import (
+    MODES,
+    PADDED,
+    SCORED,
+    assert_same,
+    batch,
+    lengthened,
+    loss_of,
+    said_by,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -47,11 +57,16 @@ def is_a_tree(model: Any, given: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_hooks_on_parameters_and_modules_run_as_often_as_in_the_padded_forward(training: bool) -> None:
+def test_hooks_on_parameters_and_modules_run_as_often_as_in_the_padded_forward(
+    training: bool,
+) -> None:
     model, given, calls = llama().train(training), batch(), list[str]()
-    handles = [x.register_hook(lambda g, n=name: calls.append(n)) for name, x in model.named_parameters()]
+    handles = [
+        x.register_hook(lambda g, n=name: calls.append(n)) for name, x in model.named_parameters()
+    ]
     handles += [
-        x.register_post_accumulate_grad_hook(lambda p, n=name: calls.append(n)) for name, x in model.named_parameters()
+        x.register_post_accumulate_grad_hook(lambda p, n=name: calls.append(n))
+        for name, x in model.named_parameters()
     ]
     loss_of(model, given)
     assert sorted(calls) == sorted(2 * [name for name, _ in model.named_parameters()])
@@ -62,7 +77,9 @@ def test_hooks_on_parameters_and_modules_run_as_often_as_in_the_padded_forward(t
         handles.append(x.register_forward_pre_hook(lambda *_, n=str(i): calls.append(n)))
         handles.append(x.register_full_backward_hook(lambda *_, n=str(i): calls.append(n)))
     fresh = llama().train(training)
-    with torch.nn.modules.module.register_module_forward_hook(lambda module, *_: calls.append("all")):
+    with torch.nn.modules.module.register_module_forward_hook(
+        lambda module, *_: calls.append("all")
+    ):
         loss_of(fresh, given)
     everything = sum(1 for _ in fresh.modules())
     assert calls.count("all") <= everything
@@ -161,7 +178,10 @@ def test_a_checkpoint_around_the_first_call_recomputes_the_same(reentrant: bool)
     model.zero_grad()
 
     def loss(scale: Tensor) -> Tensor:
-        return causal_lm_loss(model, GRPOLoss(loss_type="dapo"), **given, num_items_in_batch=30.0).loss * scale
+        return (
+            causal_lm_loss(model, GRPOLoss(loss_type="dapo"), **given, num_items_in_batch=30.0).loss
+            * scale
+        )
 
     found = checkpoint(loss, torch.ones((), requires_grad=True), use_reentrant=reentrant)
     found.backward()
@@ -226,8 +246,15 @@ def changed_attribute(model: Any) -> Iterator[dict[str, Any]]:
 
 def changed_rope(model: Any) -> Iterator[dict[str, Any]]:
     yield {}
-    parameters = {"rope_type": "dynamic", "factor": 4.0, "original_max_position_embeddings": 8, "rope_theta": 1e4}
-    other = tiny.text_model("llama", torch.float32, rope_parameters=parameters, max_position_embeddings=8)
+    parameters = {
+        "rope_type": "dynamic",
+        "factor": 4.0,
+        "original_max_position_embeddings": 8,
+        "rope_theta": 1e4,
+    }
+    other = tiny.text_model(
+        "llama", torch.float32, rope_parameters=parameters, max_position_embeddings=8
+    )
     model.config.rope_parameters = other.config.rope_parameters
     model.config.max_position_embeddings = 8
     model.model.rotary_emb = other.model.rotary_emb
@@ -236,7 +263,9 @@ def changed_rope(model: Any) -> Iterator[dict[str, Any]]:
 
 def changed_hook(model: Any) -> Iterator[dict[str, Any]]:
     yield {}
-    with model.model.layers[0].register_forward_hook(lambda _, args, x: x + 0.1 * x.mean(1, keepdim=True)):
+    with model.model.layers[0].register_forward_hook(
+        lambda _, args, x: x + 0.1 * x.mean(1, keepdim=True)
+    ):
         yield {}
 
 
@@ -300,7 +329,9 @@ class Detaching(nn.Module):
         changed_training,
     ],
 )
-def test_what_a_verdict_depends_on_may_change(change: Callable[[Any], Iterator[dict[str, Any]]]) -> None:
+def test_what_a_verdict_depends_on_may_change(
+    change: Callable[[Any], Iterator[dict[str, Any]]],
+) -> None:
     """Right before and after, in every layout, and after the change is in none of them a tree."""
     for options in MODES.values():
         model = llama()
@@ -366,7 +397,9 @@ def test_what_begins_late_is_seen_when_it_begins() -> None:
     """A window that stands in the mask alone: attention is not told of it."""
     transformers = pytest.importorskip("transformers")
     fields = {**tiny._TEXT, **tiny._GROUPED, "num_experts": 4, "num_experts_per_tok": 2}
-    config = transformers.OlmoeConfig(**{**fields, "max_position_embeddings": 256}, sliding_window=30)
+    config = transformers.OlmoeConfig(
+        **{**fields, "max_position_embeddings": 256}, sliding_window=30
+    )
     torch.manual_seed(0)
     model = transformers.OlmoeForCausalLM(config).float().eval()
     for times, in_tree in ((1, True), (2, True), (8, False), (1, True), (6, False), (3, False)):
@@ -409,10 +442,14 @@ def test_a_selection_of_keys_in_the_mask_is_not_dropped() -> None:
 
 
 @pytest.mark.parametrize("name", ["block_indices", "tuple_of_them"])
-def test_an_argument_of_attention_that_is_not_known_is_not_dropped(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_argument_of_attention_that_is_not_known_is_not_dropped(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
-    def reading(module: nn.Module, query: Tensor, *args: Any, block_indices: Any = None, **kwargs: Any) -> Any:
+    def reading(
+        module: nn.Module, query: Tensor, *args: Any, block_indices: Any = None, **kwargs: Any
+    ) -> Any:
         tensor = block_indices[0] if isinstance(block_indices, tuple) else block_indices
         output, weights = plain(module, query, *args, **kwargs)
         return (output if tensor is None else output * tensor[..., None, None]), weights
@@ -459,13 +496,15 @@ def test_a_forward_that_raises_in_the_default_layout_gives_way(after: int) -> No
 
 def test_what_the_padded_forward_raises_is_raised() -> None:
     model = llama()
-    model.model.layers[0].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(KeyError("mine")))
+    model.model.layers[0].register_forward_pre_hook(
+        lambda *_: (_ for _ in ()).throw(KeyError("mine"))
+    )
     with pytest.raises(KeyError, match="mine"):
         loss_of(model, batch())
 
 
 def test_a_plan_that_fails_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    from grpo_kernels.integrations.transformers import layout
+    from grpo_kernels.body import layout
 
     model, given = llama(), batch()
     _, want = loss_of(model, given)
@@ -479,7 +518,9 @@ def test_a_plan_that_fails_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_layers_that_are_dropped_at_random_are_said() -> None:
-    model = tiny.text_model("opt", torch.float32, layerdrop=0.6, dropout=0.0, attention_dropout=0.0).train()
+    model = tiny.text_model(
+        "opt", torch.float32, layerdrop=0.6, dropout=0.0, attention_dropout=0.0
+    ).train()
     torch.manual_seed(0)
     said = said_by(lambda: [loss_of(model, batch()) for _ in range(6)])
     assert len(said) <= 1
@@ -569,7 +610,9 @@ def test_forwards_of_any_kind_and_bodies_without_a_config() -> None:
             super().__init__()
             self.embedding = nn.Embedding(97, 16)
 
-        def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> BaseModelOutput:
+        def forward(
+            self, input_ids: Tensor, attention_mask: Tensor | None = None
+        ) -> BaseModelOutput:
             return BaseModelOutput(last_hidden_state=self.embedding(input_ids).cumsum(1))
 
     class Plain(PreTrainedModel):  # type: ignore[misc]
@@ -582,8 +625,12 @@ def test_forwards_of_any_kind_and_bodies_without_a_config() -> None:
         def get_output_embeddings(self) -> nn.Module:
             return self.lm_head
 
-        def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> CausalLMOutput:
-            return CausalLMOutput(logits=self.lm_head(self.model(input_ids, attention_mask).last_hidden_state))
+        def forward(
+            self, input_ids: Tensor, attention_mask: Tensor | None = None
+        ) -> CausalLMOutput:
+            return CausalLMOutput(
+                logits=self.lm_head(self.model(input_ids, attention_mask).last_hidden_state)
+            )
 
     said = said_by(lambda: assert_right(Plain(), batch()))
     assert len(said) == 1 and "config" in said[0]
@@ -598,10 +645,11 @@ def test_deep_models_in_sixteen_bits_keep_the_tree() -> None:
 
 def test_a_tree_that_rounding_allows_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rounding is measured by another forward, which counts no layers of the tree."""
-    from grpo_kernels.integrations.transformers import exactness
 
     model = llama()
-    monkeypatch.setattr(exactness, "_distance", lambda *_: torch.tensor(1e-3))  # of the layout, and of the rounding
+    monkeypatch.setattr(
+        trial, "_distance", lambda *_: torch.tensor(1e-3)
+    )  # of the layout, and of the rounding
     assert not said_by(lambda: loss_of(model, batch()))
     assert is_a_tree(model, batch())
 

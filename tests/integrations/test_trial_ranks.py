@@ -12,7 +12,7 @@ from torch import Tensor, nn
 pytest.importorskip("transformers")
 from benchmarks import tiny_models
 from grpo_kernels import GRPOLoss
-from grpo_kernels.integrations.transformers import causal_lm_loss
+from grpo_kernels.transformers import causal_lm_loss
 from tests.support import tiny_architectures as tiny
 from tests.support.ranks import run_ranks
 from tests.support.training_step import PADDED, reader
@@ -46,9 +46,13 @@ def batch(rank: int, length: int = 13) -> dict[str, Tensor]:
     }  # fmt: skip
 
 
-def loss_of(model: nn.Module, rank: int, given: dict[str, Any] | None = None, **options: Any) -> Tensor:
+def loss_of(
+    model: nn.Module, rank: int, given: dict[str, Any] | None = None, **options: Any
+) -> Tensor:
     loss_fn = GRPOLoss(loss_type="dapo")
-    return causal_lm_loss(model, loss_fn, **(given or batch(rank)), num_items_in_batch=20.0, **options).loss
+    return causal_lm_loss(
+        model, loss_fn, **(given or batch(rank)), num_items_in_batch=20.0, **options
+    ).loss
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:
@@ -71,7 +75,9 @@ def train(rank: int, world_size: int, jobs: list[Job]) -> list[Any]:
 
             torch.manual_seed(3)
             places = ["q_proj", "v_proj", "up_proj"]
-            model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=places, init_lora_weights=False))
+            model = peft.get_peft_model(
+                model, peft.LoraConfig(r=4, target_modules=places, init_lora_weights=False)
+            )
         around = divided(model, layers)
         steps = []
         for _ in range(3):
@@ -102,12 +108,21 @@ def images_on_one_rank(rank: int, world_size: int) -> list[bool]:
     """Text first; then an image on one rank and text on the other."""
     model, ids, inputs = tiny.qwen2_vl()
     model = model.float()
-    for x in model.model.visual.parameters():  # a unit reduces the gradients that it has: as many on each rank
+    for x in (
+        model.model.visual.parameters()
+    ):  # a unit reduces the gradients that it has: as many on each rank
         x.requires_grad_(False)
     around = divided(model, model.model.language_model.layers)
     completion = torch.ones(2, 5, dtype=torch.long)
-    given: dict[str, Any] = {"input_ids": ids, "completion_mask": completion, "advantages": torch.tensor([1.0, -1.0])}
-    image = {**given, **{name: x.float() if x.is_floating_point() else x for name, x in inputs.items()}}
+    given: dict[str, Any] = {
+        "input_ids": ids,
+        "completion_mask": completion,
+        "advantages": torch.tensor([1.0, -1.0]),
+    }
+    image = {
+        **given,
+        **{name: x.float() if x.is_floating_point() else x for name, x in inputs.items()},
+    }
     text = {**given, "input_ids": ids.clamp(max=80), "attention_mask": torch.ones_like(ids)}
     text["mm_token_type_ids"] = torch.zeros_like(ids)
     found = []
@@ -146,7 +161,12 @@ def lengths_and_failures_on_one_rank(rank: int, world_size: int) -> list[bool]:
 
     failing.__signature__ = __import__("inspect").signature(forward)  # type: ignore[attr-defined]
     model.model.forward = failing
-    errors: list[Any] = [torch.OutOfMemoryError("of a trial"), False, ValueError("of a call"), False]
+    errors: list[Any] = [
+        torch.OutOfMemoryError("of a trial"),
+        False,
+        ValueError("of a call"),
+        False,
+    ]
     for i, error in enumerate(errors):
         fails[0] = error if rank == 0 else False
         around.zero_grad()
@@ -165,12 +185,19 @@ def scalars_on_one_rank(rank: int, world_size: int) -> list[bool]:
             model.model.layers[0].mlp.register_forward_hook(lambda *_: None)
         around.zero_grad()
         loss_of(around, rank, router_aux_loss_coef=1.0).backward()
-        found.append(all(x is not None for name, x in gradients_of(around).items() if "value_head" not in name))
+        found.append(
+            all(
+                x is not None
+                for name, x in gradients_of(around).items()
+                if "value_head" not in name
+            )
+        )
     return found
 
 
 @pytest.mark.parametrize(
-    "task", [images_on_one_rank, hooks_on_one_rank, lengths_and_failures_on_one_rank, scalars_on_one_rank]
+    "task",
+    [images_on_one_rank, hooks_on_one_rank, lengths_and_failures_on_one_rank, scalars_on_one_rank],
 )
 def test_ranks_agree_on_what_they_run(task: Any) -> None:
     for found in run_ranks(task, 2, seconds=60.0):

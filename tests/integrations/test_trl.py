@@ -14,7 +14,7 @@ from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 
 from benchmarks import head_flops, parity, tiny_models
 from grpo_kernels import Expectation
-from grpo_kernels.integrations.trl import FusedGRPOTrainer, FusedLossMixin, expected_gradient, fused_head
+from grpo_kernels.trl import FusedGRPOTrainer, FusedLossMixin, expected_gradient, fused_head
 from tests.support.trl_training import FusedGMPOTrainer, assert_same, mixed, train
 
 THEIRS = trl_utils._ChunkedLogProbFunction
@@ -42,7 +42,9 @@ def test_training_is_the_same(name: str) -> None:
     assert trl_utils._ChunkedLogProbFunction is THEIRS
 
 
-def test_a_mixture_of_experts_trains_the_same_with_its_load_balancing_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mixture_of_experts_trains_the_same_with_its_load_balancing_loss(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     fields = {**tiny_models.KINDS["qwen3"][2], **experts}
     monkeypatch.setitem(tiny_models.KINDS, "moe", ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", fields))
@@ -64,23 +66,37 @@ def test_liger_layers_leave_the_head_to_us_and_its_own_head_is_refused() -> None
 
 @pytest.mark.parametrize("compact", [False, True], ids=["every position", "labelled rows"])
 def test_head_flops_of_default_options(compact: bool) -> None:
-    stock, ours = (head_flops.count(cls, steps=1, compact=compact) for cls in (trl.GRPOTrainer, FusedGRPOTrainer))
+    stock, ours = (
+        head_flops.count(cls, steps=1, compact=compact)
+        for cls in (trl.GRPOTrainer, FusedGRPOTrainer)
+    )
     assert stock.flops == 8 * stock.rows * stock.size
     assert (ours.rows, ours.scored, ours.live) == (stock.rows, stock.scored, stock.live)
     assert 0 < ours.live < ours.scored
     assert ours.flops == (6 * ours.live + 2 * (ours.scored - ours.live)) * ours.size
 
 
-UNCORRECTED = {"importance_sampling_level": "sequence", "beta": 0.04, "use_bias_correction_kl": False}
+UNCORRECTED = {
+    "importance_sampling_level": "sequence",
+    "beta": 0.04,
+    "use_bias_correction_kl": False,
+}
 
 
 @pytest.mark.parametrize(
     "options",
-    [{"entropy_coef": 0.01, "loss_type": "grpo", **TWICE}, {"loss_type": "dr_grpo", "steps": 1, **UNCORRECTED}],
+    [
+        {"entropy_coef": 0.01, "loss_type": "grpo", **TWICE},
+        {"loss_type": "dr_grpo", "steps": 1, **UNCORRECTED},
+    ],
     ids=str,
 )
-def test_no_row_is_computed_twice_where_the_gradient_can_be_foreseen(options: dict[str, Any]) -> None:
-    ours = head_flops.count(FusedGRPOTrainer, **options)  # beta or the bonus: every row carries gradient
+def test_no_row_is_computed_twice_where_the_gradient_can_be_foreseen(
+    options: dict[str, Any],
+) -> None:
+    ours = head_flops.count(
+        FusedGRPOTrainer, **options
+    )  # beta or the bonus: every row carries gradient
     assert ours.flops == 6 * ours.scored * ours.size
 
 
@@ -92,7 +108,9 @@ def test_coupled_coefficients_cost_a_second_pass_at_most() -> None:
 
 def test_tool_tokens_are_not_projected() -> None:
     with_tools = parity.mixed(parity.Case("", mixin="tools"), FusedGRPOTrainer)
-    plain, ours = (head_flops.count(trainer, steps=1, beta=0.04) for trainer in (FusedGRPOTrainer, with_tools))
+    plain, ours = (
+        head_flops.count(trainer, steps=1, beta=0.04) for trainer in (FusedGRPOTrainer, with_tools)
+    )
     assert plain.scored == ours.scored  # the same completions
     assert plain.flops == 6 * plain.scored * plain.size
     assert ours.flops % (6 * ours.size) == 0
@@ -104,7 +122,9 @@ def test_wrong_expectation_changes_no_loss(monkeypatch: pytest.MonkeyPatch) -> N
 
     def wrong(config: Any, *, completion_mask: torch.Tensor, **_: Any) -> Expectation:
         asked.append(config)
-        drawn = torch.tensor([float(i % 7 - 3 + len(asked)) for i in range(completion_mask.numel())])
+        drawn = torch.tensor(
+            [float(i % 7 - 3 + len(asked)) for i in range(completion_mask.numel())]
+        )
         return Expectation(lambda index, logps, entropies: drawn[index])
 
     monkeypatch.setattr(expected_gradient, "policy_expectation", wrong)
@@ -133,12 +153,16 @@ def test_a_subclass_keeps_its_own_loss() -> None:
 
 
 def test_gmpo_keeps_its_own_loss() -> None:
-    assert_same(*(train(cls, config_class=GMPOConfig, **TWICE) for cls in (GMPOTrainer, FusedGMPOTrainer)))
+    assert_same(
+        *(train(cls, config_class=GMPOConfig, **TWICE) for cls in (GMPOTrainer, FusedGMPOTrainer))
+    )
 
 
 def test_inputs_that_only_trl_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     warned: list[str] = []
-    monkeypatch.setattr(expected_gradient.warnings, "warn", lambda text, *_, **__: warned.append(str(text)))
+    monkeypatch.setattr(
+        expected_gradient.warnings, "warn", lambda text, *_, **__: warned.append(str(text))
+    )
     ours = train(mixed(Columns, FusedGRPOTrainer))
     assert any("not foreseen: advantages: expected shape" in text for text in warned)
     assert_same(train(mixed(Columns, trl.GRPOTrainer)), ours)

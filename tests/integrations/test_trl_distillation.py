@@ -16,7 +16,13 @@ import trl.trainer.distillation_trainer as trl_distillation
 import trl.trainer.utils as trl_utils
 
 from benchmarks import parity, tiny_models
-from grpo_kernels.integrations.trl import FusedDistillationTrainer, distillation, fused_head, patch_trl, unpatch_trl
+from grpo_kernels.trl import (
+    FusedDistillationTrainer,
+    distillation,
+    fused_head,
+    patch_trl,
+    unpatch_trl,
+)
 from tests.support.case_builder import seeded
 from tests.support.ranks import run_ranks
 from tests.support.trl_training import Run, Written, assert_same, mixed, train
@@ -43,7 +49,11 @@ class Drawn(Written):
 def trained(trainer_class: type, name: str, **options: Any) -> Run:
     student, teacher, changes, beta, of_case = CASES[name]
     model = tiny_models.model(teacher, seed=5, num_hidden_layers=1, **changes)
-    sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_completion_length": 12}
+    sizes = {
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "max_completion_length": 12,
+    }
     given = {"model": student, "teacher_model": model, "beta": beta, **sizes, **of_case, **options}
     return train(trainer_class, config_class=trl.DistillationConfig, **given)
 
@@ -60,11 +70,15 @@ def test_training_is_the_same(name: str) -> None:
     assert trl_distillation._chunked_divergence_loss is THEIRS
 
 
-def test_a_patched_trainer_is_the_same_and_unpatching_gives_trls_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_patched_trainer_is_the_same_and_unpatching_gives_trls_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Of completions that the student writes."""
     calls = []
     ours = distillation.DIVERGENCE.ours
-    monkeypatch.setattr(distillation.DIVERGENCE, "ours", lambda *a, **k: calls.append(1) or ours(*a, **k))
+    monkeypatch.setattr(
+        distillation.DIVERGENCE, "ours", lambda *a, **k: calls.append(1) or ours(*a, **k)
+    )
     name = "JSD, tied student with adapters on the body"
     stock = trained(trl.DistillationTrainer, name, steps=1)
     assert not calls
@@ -159,7 +173,9 @@ def divided(rank: int, world_size: int) -> dict[str, Any]:
         heads[name] = torch.nn.Linear(weight.shape[1], 50, bias=False)
         heads[name].weight.data.copy_(weight)
         fully_shard(heads[name])
-    loss, *_ = distillation.divergence_loss(beta=0.5, **{**given, "teacher_lm_head_weight": heads["teacher"].weight})
+    loss, *_ = distillation.divergence_loss(
+        beta=0.5, **{**given, "teacher_lm_head_weight": heads["teacher"].weight}
+    )
     loss.backward()
     found = {"loss": loss.detach(), "grad": given["student_lm_head_weight"].grad}
     both = {**given, **{f"{name}_lm_head_weight": head.weight for name, head in heads.items()}}
@@ -174,6 +190,10 @@ def test_a_divided_teacher_is_right_and_a_divided_student_that_trains_is_refused
     given = finite(inputs())
     loss, *_ = distillation.divergence_loss(beta=0.5, **given)
     loss.backward()
-    want = {"loss": loss.detach(), "grad": given["student_lm_head_weight"].grad, "scored": loss.detach()}
+    want = {
+        "loss": loss.detach(),
+        "grad": given["student_lm_head_weight"].grad,
+        "scored": loss.detach(),
+    }
     for found in run_ranks(divided, 2):
         torch.testing.assert_close(found, want)

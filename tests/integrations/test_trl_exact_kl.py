@@ -14,7 +14,7 @@ from trl import GRPOTrainer
 from trl.experimental.gmpo import GMPOConfig
 
 from benchmarks import parity, tiny_run
-from grpo_kernels.integrations.trl import FusedGRPOTrainer, FusedLossMixin, fused_head
+from grpo_kernels.trl import FusedGRPOTrainer, FusedLossMixin, fused_head
 from tests.support.trl_all_logits import Checked
 from tests.support.trl_training import Curious, FusedGMPOTrainer, Written, assert_same, mixed, train
 
@@ -26,7 +26,9 @@ class CheckedTools(Checked):
     """Every fifth id counts as a tool's output."""
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        return super()._compute_loss(model, {**inputs, "tool_mask": (inputs["completion_ids"] % 5 != 0).long()})
+        return super()._compute_loss(
+            model, {**inputs, "tool_mask": (inputs["completion_ids"] % 5 != 0).long()}
+        )
 
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 8}
@@ -89,7 +91,10 @@ def test_another_scoring_within_the_loss_is_true_and_changes_nothing() -> None:
     stock = train(mixed(Rolled, mixed(Written, GRPOTrainer)), beta=0.3, **options)
     plain, ours = (
         train(cls, **EXACT, **options)
-        for cls in (mixed(Written, FusedGRPOTrainer), mixed(Rolled, mixed(Checked, FusedGRPOTrainer)))
+        for cls in (
+            mixed(Written, FusedGRPOTrainer),
+            mixed(Rolled, mixed(Checked, FusedGRPOTrainer)),
+        )
     )
     torch.testing.assert_close(ours.trainer.seen, stock.trainer.seen, rtol=1e-5, atol=1e-5)
     assert ours.losses == plain.losses
@@ -101,7 +106,9 @@ class Half:
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         batch = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
         size = len(batch["prompt_ids"])
-        kept = {x: y for x, y in batch.items() if isinstance(y, Tensor) and y.dim() and len(y) == size}
+        kept = {
+            x: y for x, y in batch.items() if isinstance(y, Tensor) and y.dim() and len(y) == size
+        }
         return batch | {name: x.flip(0)[::2] for name, x in kept.items()}
 
 
@@ -123,7 +130,9 @@ ALIKE: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", ALIKE)
 @pytest.mark.parametrize("peft_config", [parity.lora(), None], ids=["LoRA", "all parameters"])
-def test_a_policy_that_is_its_reference_has_no_gradient_of_the_term(name: str, peft_config: Any) -> None:
+def test_a_policy_that_is_its_reference_has_no_gradient_of_the_term(
+    name: str, peft_config: Any
+) -> None:
     """Not even a rounding, of which Adam would make a full step: groups of equal rewards change no parameter."""
 
     def equal(prompts: list[str], **_: Any) -> list[float]:
@@ -161,16 +170,35 @@ def test_a_reference_that_moves_is_scored_when_it_was() -> None:
     """Two optimizer steps a generation, and a new reference after each."""
     moving = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5}
     options = {"steps": 4, "beta": 0.3, "steps_per_generation": 4, "learning_rate": 1e-2, **moving}
-    stock, ours = (train(mixed(Written, cls), optim="sgd", **options) for cls in (GRPOTrainer, FusedGRPOTrainer))
+    stock, ours = (
+        train(mixed(Written, cls), optim="sgd", **options)
+        for cls in (GRPOTrainer, FusedGRPOTrainer)
+    )
     assert_same(stock, ours)
     assert ours.steps[-1]["kl"] > 0
 
 
 REFUSED: dict[str, tuple[type, dict[str, Any], str]] = {
-    "name": (FusedGRPOTrainer, {"kl_estimator": "k1"}, "kl_estimator: expected 'k3', which is TRL's own, or 'full'"),
-    "no KL term": (FusedGRPOTrainer, {"beta": 0.0}, "kl_estimator: expected 'k3' with beta = 0, .* got 'full'; give"),
-    "loss of its own": (FusedGMPOTrainer, {"config_class": GMPOConfig}, "GMPOTrainer has a loss of its own"),
-    "moving reference": (FusedGRPOTrainer, {"sync_ref_model": True}, "sync_ref_model: expected False"),
+    "name": (
+        FusedGRPOTrainer,
+        {"kl_estimator": "k1"},
+        "kl_estimator: expected 'k3', which is TRL's own, or 'full'",
+    ),
+    "no KL term": (
+        FusedGRPOTrainer,
+        {"beta": 0.0},
+        "kl_estimator: expected 'k3' with beta = 0, .* got 'full'; give",
+    ),
+    "loss of its own": (
+        FusedGMPOTrainer,
+        {"config_class": GMPOConfig},
+        "GMPOTrainer has a loss of its own",
+    ),
+    "moving reference": (
+        FusedGRPOTrainer,
+        {"sync_ref_model": True},
+        "sync_ref_model: expected False",
+    ),
 }
 
 

@@ -15,9 +15,9 @@ import trl.trainer.utils as trl_utils
 from datasets import Dataset
 
 from benchmarks import parity, tiny_run
-from grpo_kernels.integrations.rows import KnownRows
-from grpo_kernels.integrations.trl import FusedGRPOTrainer, fused_head, patch_trl, unpatch_trl
-from grpo_kernels.integrations.trl.scoring import ModelCall
+from grpo_kernels.host import KnownRows
+from grpo_kernels.trl import FusedGRPOTrainer, fused_head, patch_trl, unpatch_trl
+from grpo_kernels.trl.scoring import ModelCall
 from tests.support.case_builder import seeded
 from tests.support.trl_training import train
 
@@ -26,15 +26,22 @@ THEIRS = trl_utils._ChunkedLogProbFunction
 
 def _preferences() -> Dataset:
     prompts = tiny_run.dataset(16)["prompt"]
-    better, worse = ([f" w{(7 * i + k) % 200} w{(3 * i) % 200}" for i in range(16)] for k in (1, 50))
+    better, worse = (
+        [f" w{(7 * i + k) % 200} w{(3 * i) % 200}" for i in range(16)] for k in (1, 50)
+    )
     return Dataset.from_dict({"prompt": list(prompts), "chosen": better, "rejected": worse})
 
 
 def _labelled() -> Dataset:
     pairs = _preferences()
-    both = [(p, c, i % 2 == 0) for i, (p, c) in enumerate(zip(pairs["prompt"], pairs["chosen"], strict=True))]
+    both = [
+        (p, c, i % 2 == 0)
+        for i, (p, c) in enumerate(zip(pairs["prompt"], pairs["chosen"], strict=True))
+    ]
     prompts, completions, labels = zip(*both, strict=True)
-    return Dataset.from_dict({"prompt": list(prompts), "completion": list(completions), "label": list(labels)})
+    return Dataset.from_dict(
+        {"prompt": list(prompts), "completion": list(completions), "label": list(labels)}
+    )
 
 
 def _others() -> dict[str, tuple[type, type, dict[str, Any]]]:
@@ -53,7 +60,9 @@ def test_patched_trainers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer_class, config_class, options = _others()[name]
     calls = []
     ours = fused_head.FusedHead.apply
-    monkeypatch.setattr(fused_head.FusedHead, "apply", staticmethod(lambda *a: calls.append(len(a)) or ours(*a)))
+    monkeypatch.setattr(
+        fused_head.FusedHead, "apply", staticmethod(lambda *a: calls.append(len(a)) or ours(*a))
+    )
     stock = train(trainer_class, config_class=config_class, **options)
     assert not calls
     with patch_trl() as done:
@@ -85,7 +94,8 @@ def test_logits_rounded_as_trls_are(kept_in: torch.dtype) -> None:
     """TRL rounds logits, and the head before, to the dtype of the hidden states; ours only if they are asked to."""
     hidden, weight, _, ids = _head_inputs()
     hidden, weight = (
-        x.detach().to(dtype).requires_grad_() for x, dtype in ((hidden, torch.bfloat16), (weight, kept_in))
+        x.detach().to(dtype).requires_grad_()
+        for x, dtype in ((hidden, torch.bfloat16), (weight, kept_in))
     )
     given = (hidden, weight, None, ids, 0.7, 32, 5.0, 0.5, ("log_probs", "entropy"))
     logits = 5 * torch.tanh(0.5 * (hidden.double() @ weight.double().t()) / 5) / 0.7
@@ -96,18 +106,26 @@ def test_logits_rounded_as_trls_are(kept_in: torch.dtype) -> None:
         gradients = [torch.autograd.grad(x.sum(), weight)[0] for x in (ours, theirs)]
         assert [x.dtype for x in gradients] == [kept_in, kept_in]
         torch.testing.assert_close(*gradients, rtol=2e-2, atol=2e-2)
-        return [float((ours.detach().double() - x).abs().max()) for x in (theirs.detach().double(), exact)]
+        return [
+            float((ours.detach().double() - x).abs().max())
+            for x in (theirs.detach().double(), exact)
+        ]
 
     with patch_trl(logits_dtype="input") as done:
         assert done
         from_theirs, from_exact = errors()
         assert from_theirs < 1e-5 < 1e-3 < from_exact
-        with pytest.raises(ValueError, match="logits_dtype: expected 'input', that of the patch in force, got 'float"):
+        with pytest.raises(
+            ValueError,
+            match="logits_dtype: expected 'input', that of the patch in force, got 'float",
+        ):
             patch_trl()
     with patch_trl():
         from_theirs, from_exact = errors()
         assert from_exact < 1e-5 < 1e-3 < from_theirs
-    with pytest.raises(ValueError, match="logits_dtype: expected one of float32, input, got 'bfloat16'"):
+    with pytest.raises(
+        ValueError, match="logits_dtype: expected one of float32, input, got 'bfloat16'"
+    ):
         patch_trl(logits_dtype="bfloat16")
     assert trl_utils._ChunkedLogProbFunction is THEIRS
 
@@ -115,20 +133,29 @@ def test_logits_rounded_as_trls_are(kept_in: torch.dtype) -> None:
 OPTIONS: dict[str, Any] = {"engine": "lean", "backend": "torch", "workspace_bytes": 2**16}
 
 
-def test_head_calls_have_the_options_of_the_patch_or_of_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_head_calls_have_the_options_of_the_patch_or_of_the_trainer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     seen: list[dict[str, Any]] = []
     compute = fused_head.linear_logprob
-    monkeypatch.setattr(fused_head, "linear_logprob", lambda *a, **k: seen.append(k) or compute(*a, **k))
+    monkeypatch.setattr(
+        fused_head, "linear_logprob", lambda *a, **k: seen.append(k) or compute(*a, **k)
+    )
 
     def given() -> list[dict[str, Any]]:
-        found, seen[:] = [{name: getattr(call["run"], name) for name in OPTIONS} for call in seen], []
+        found, seen[:] = (
+            [{name: getattr(call["run"], name) for name in OPTIONS} for call in seen],
+            [],
+        )
         return found
 
     hidden, weight, _, ids = _head_inputs()
     with patch_trl(**OPTIONS):
         fused_head.FusedHead.apply(hidden, weight, None, ids, 1.0, 32)[0].sum().backward()
         assert given() == [OPTIONS]
-        with pytest.raises(ValueError, match="engine: expected 'lean', that of the patch in force, got 'auto'"):
+        with pytest.raises(
+            ValueError, match="engine: expected 'lean', that of the patch in force, got 'auto'"
+        ):
             patch_trl()
     with patch_trl():
         fused_head.FusedHead.apply(hidden, weight, None, ids, 1.0, 32)
@@ -176,11 +203,15 @@ def test_an_unknown_trl_is_left_alone(found: Any, monkeypatch: pytest.MonkeyPatc
 def _head_inputs(rows: int = 9) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     draw = seeded("head of TRL")
     ids = torch.randint(0, 50, (rows,), generator=draw)
-    hidden, weight, bias = (torch.randn(shape, generator=draw) for shape in ((rows, 16), (50, 16), (50,)))
+    hidden, weight, bias = (
+        torch.randn(shape, generator=draw) for shape in ((rows, 16), (50, 16), (50,))
+    )
     return hidden.requires_grad_(), weight.requires_grad_(), bias.requires_grad_(), ids
 
 
-@pytest.mark.parametrize("needs", [("hidden", "weight"), ("hidden", "weight", "bias"), ("hidden",), ("weight",), ()])
+@pytest.mark.parametrize(
+    "needs", [("hidden", "weight"), ("hidden", "weight", "bias"), ("hidden",), ("weight",), ()]
+)
 @pytest.mark.parametrize(
     "outputs",
     [
@@ -192,7 +223,9 @@ def _head_inputs(rows: int = 9) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
     ],
     ids="-".join,
 )
-def test_the_op_returns_and_differentiates_what_trl_does(outputs: tuple[str, ...], needs: tuple[str, ...]) -> None:
+def test_the_op_returns_and_differentiates_what_trl_does(
+    outputs: tuple[str, ...], needs: tuple[str, ...]
+) -> None:
     of_op = []
     for op in (THEIRS, fused_head.FusedHead):
         hidden, weight, bias, ids = _head_inputs()
@@ -230,8 +263,12 @@ def test_autocast_multiplies_in_its_dtype_and_keeps_fp32_gradients() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         logps = fused_head.FusedHead.apply(hidden, weight, None, ids, 1.0, 32)[0]
     logps.sum().backward()
-    rounded = (hidden.detach().bfloat16().float() @ weight.detach().bfloat16().float().t()).log_softmax(-1)
-    torch.testing.assert_close(logps.detach(), rounded.gather(1, ids[:, None])[:, 0], rtol=1e-5, atol=1e-5)
+    rounded = (
+        hidden.detach().bfloat16().float() @ weight.detach().bfloat16().float().t()
+    ).log_softmax(-1)
+    torch.testing.assert_close(
+        logps.detach(), rounded.gather(1, ids[:, None])[:, 0], rtol=1e-5, atol=1e-5
+    )
     assert all(x.grad is not None and x.grad.dtype == torch.float32 for x in (hidden, weight))
 
 
@@ -252,7 +289,9 @@ def test_a_partitioned_weight_is_gathered_for_the_backward(monkeypatch: pytest.M
     plain = THEIRS.apply(hidden, weight, None, ids, 1.0, 32, None, 1.0, ("log_probs",))[0]
     d_plain = torch.autograd.grad((plain * torch.arange(len(ids))).sum(), (hidden, weight))
     monkeypatch.setattr(trl_utils, "maybe_gather_lm_head_ctx", gather)
-    logps = fused_head.FusedHead.apply(hidden, weight, None, ids, 1.0, 32, None, 1.0, ("log_probs",))[0]
+    logps = fused_head.FusedHead.apply(
+        hidden, weight, None, ids, 1.0, 32, None, 1.0, ("log_probs",)
+    )[0]
     weight.data = apart
     found = torch.autograd.grad((logps * torch.arange(len(ids))).sum(), (hidden, weight))
     assert gathered

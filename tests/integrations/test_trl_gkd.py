@@ -16,8 +16,8 @@ from trl.experimental.gkd import GKDConfig, GKDTrainer
 from trl.experimental.iw_opd import IWOPDConfig, IWOPDTrainer
 
 from benchmarks import tiny_models
-from grpo_kernels.integrations.trl.gkd import FusedGKDTrainer
-from grpo_kernels.integrations.trl.iw_opd import FusedIWOPDTrainer
+from grpo_kernels.trl.gkd import FusedGKDTrainer
+from grpo_kernels.trl.iw_opd import FusedIWOPDTrainer
 from tests.support.trl_training import Run, assert_same, train
 
 
@@ -29,7 +29,12 @@ def conversations(rows: int = 32) -> Dataset:
 
     turns = [(text(draw.randrange(2, 6)), text(draw.randrange(1, 7))) for _ in range(rows)]
     return Dataset.from_dict(
-        {"messages": [[{"role": "user", "content": x}, {"role": "assistant", "content": y}] for x, y in turns]}
+        {
+            "messages": [
+                [{"role": "user", "content": x}, {"role": "assistant", "content": y}]
+                for x, y in turns
+            ]
+        }
     )
 
 
@@ -47,7 +52,13 @@ def trained(trainer_class: type, folder: str, student: str, teacher: str, **opti
     model.config._name_or_path = folder
     sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_length": 32}
     sizes["max_new_tokens" if is_gkd else "max_completion_length"] = 6
-    given = {"model": student, "teacher_model": model, "train_dataset": conversations(), **sizes, **options}
+    given = {
+        "model": student,
+        "teacher_model": model,
+        "train_dataset": conversations(),
+        **sizes,
+        **options,
+    }
     return train(trainer_class, config_class=GKDConfig if is_gkd else IWOPDConfig, **given)
 
 
@@ -67,9 +78,13 @@ def assert_trains_the_same(stock: Run, ours: Run) -> None:
         ("bias", "logits_scaling", 1.0, 0.0),
     ],
 )
-def test_gkd_trains_the_same(folder: str, student: str, teacher: str, beta: float, lmbda: float) -> None:
+def test_gkd_trains_the_same(
+    folder: str, student: str, teacher: str, beta: float, lmbda: float
+) -> None:
     given = (folder, student, teacher)
-    stock, ours = (trained(x, *given, beta=beta, lmbda=lmbda) for x in (GKDTrainer, FusedGKDTrainer))
+    stock, ours = (
+        trained(x, *given, beta=beta, lmbda=lmbda) for x in (GKDTrainer, FusedGKDTrainer)
+    )
     assert_trains_the_same(stock, ours)
 
 
@@ -78,11 +93,19 @@ def test_gkd_trains_the_same(folder: str, student: str, teacher: str, beta: floa
     [
         ("softcap", "qwen3", {"temperature": 0.7}),
         ("tied", "logit_scale", {"iw_opd_gamma": 0.8}),
-        ("qwen3", "tied", {"lmbda": 0.0, "distillation_objective": "jsd", "beta": 0.5, "loss_top_k": 0}),  # TRL's own
+        (
+            "qwen3",
+            "tied",
+            {"lmbda": 0.0, "distillation_objective": "jsd", "beta": 0.5, "loss_top_k": 0},
+        ),  # TRL's own
     ],
 )
-def test_iw_opd_trains_the_same(folder: str, student: str, teacher: str, options: dict[str, Any]) -> None:
-    stock, ours = (trained(x, folder, student, teacher, **options) for x in (IWOPDTrainer, FusedIWOPDTrainer))
+def test_iw_opd_trains_the_same(
+    folder: str, student: str, teacher: str, options: dict[str, Any]
+) -> None:
+    stock, ours = (
+        trained(x, folder, student, teacher, **options) for x in (IWOPDTrainer, FusedIWOPDTrainer)
+    )
     assert ("iw_opd/mean_weight" in stock.steps[0]) == ("distillation_objective" not in options)
     assert_trains_the_same(stock, ours)
 
@@ -110,12 +133,19 @@ def test_only_tokens_with_a_label_are_projected(
         sizes.update(positions=inputs["labels"].numel(), counted=int(counted.sum()))
         trainer.compute_loss(trainer.model, dict(inputs))  # the first call checks the head
         with FlopCounterMode(display=False) as counter:
-            loss = trainer.compute_loss(trainer.model, dict(inputs), num_items_in_batch=torch.tensor(40))
+            loss = trainer.compute_loss(
+                trainer.model, dict(inputs), num_items_in_batch=torch.tensor(40)
+            )
             gradients.append([*torch.autograd.grad(loss, [*trainer.model.parameters()])])
         flops.append(counter.get_total_flops())
 
     for trainer_class in trainer_classes:
-        options = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "steps": 1, "lmbda": 1.0}
+        options = {
+            "per_device_train_batch_size": 8,
+            "gradient_accumulation_steps": 1,
+            "steps": 1,
+            "lmbda": 1.0,
+        }
         trained(trainer_class, folder, "qwen3", "qwen3", prepare=prepare, **options)
     head = tiny_models.VOCAB * 32
     theirs, ours = products
@@ -132,7 +162,9 @@ def test_rows_are_logged_and_evaluation_is_trls_own(folder: str) -> None:
         inputs = batch(trainer)
         with torch.no_grad():
             evaluated.append(float(trainer.compute_loss(trainer.model, dict(inputs))))
-            evaluated.append(float(trainer.compute_loss(trainer.model, dict(inputs), return_outputs=True)[0]))
+            evaluated.append(
+                float(trainer.compute_loss(trainer.model, dict(inputs), return_outputs=True)[0])
+            )
 
     run = trained(FusedGKDTrainer, folder, "qwen3", "tied", prepare=prepare, lmbda=0.0)
     logged = run.trainer.state.log_history[0]

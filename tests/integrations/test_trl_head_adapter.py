@@ -14,14 +14,17 @@ pytest.importorskip("peft")
 import peft
 import trl
 
-from grpo_kernels.integrations.trl import FusedGRPOTrainer
-from grpo_kernels.integrations.trl.head import adapters_allowed
+from grpo_kernels.trl import FusedGRPOTrainer
+from grpo_kernels.trl.head import adapters_allowed
 from tests.support import trl_training
 from tests.support.trl_all_logits import Checked
 from tests.support.trl_training import Run, Written, mixed
 
 TWICE = {"num_iterations": 2, "beta": 0.04}
-SHAPE = {"init_lora_weights": False, "task_type": "CAUSAL_LM"}  # both factors random: the adapter counts at once
+SHAPE = {
+    "init_lora_weights": False,
+    "task_type": "CAUSAL_LM",
+}  # both factors random: the adapter counts at once
 ON_HEAD = {"r": 4, "target_modules": ["q_proj", "lm_head"], **SHAPE}
 on_head = partial(peft.LoraConfig, **ON_HEAD)
 Ours, Stock = mixed(Written, FusedGRPOTrainer), mixed(Written, trl.GRPOTrainer)
@@ -37,7 +40,10 @@ class AllLogits(Written, trl.GRPOTrainer):
     def _get_per_token_logps_and_entropies(
         self, model: Any, ids: Tensor, attention_mask: Tensor, count: int, *_: Any, **options: Any
     ) -> Any:
-        logits = model(input_ids=ids, attention_mask=attention_mask).logits[:, -count - 1 : -1] / self.temperature
+        logits = (
+            model(input_ids=ids, attention_mask=attention_mask).logits[:, -count - 1 : -1]
+            / self.temperature
+        )
         log_probs = logits.log_softmax(-1)
         labelled = attention_mask[:, -count:]
         logps = labelled * log_probs.gather(-1, ids[:, -count:, None])[..., 0]
@@ -54,14 +60,20 @@ def assert_same(stock: Run, ours: Run) -> None:
     trl_training.assert_same(stock, ours)
     theirs = dict(stock.trainer.model.named_parameters())
     for name, x in ours.trainer.model.named_parameters():
-        torch.testing.assert_close(x, theirs[name], rtol=1e-5, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}")
+        torch.testing.assert_close(
+            x, theirs[name], rtol=1e-5, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}"
+        )
 
 
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "reference without adapters, two iterations": ("qwen3", ON_HEAD, TWICE),
     "entropy bonus, frozen bias": ("bias", ON_HEAD, {"entropy_coef": 0.01}),
     "tied, rank-stabilised": ("tied", {**ON_HEAD, "use_rslora": True}, TWICE),
-    "soft-cap, bias of the adapter": ("softcap", {**ON_HEAD, "lora_bias": True}, {"loss_type": "grpo"}),
+    "soft-cap, bias of the adapter": (
+        "softcap",
+        {**ON_HEAD, "lora_bias": True},
+        {"loss_type": "grpo"},
+    ),
 }
 
 
@@ -69,9 +81,13 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 def test_training_is_that_of_all_logits(name: str) -> None:
     kind, shape, options = CASES[name]
     config = peft.LoraConfig(**shape)
-    stock, ours = (train(cls, model=kind, peft_config=config, **options) for cls in (AllLogits, Ours))
+    stock, ours = (
+        train(cls, model=kind, peft_config=config, **options) for cls in (AllLogits, Ours)
+    )
     assert_same(stock, ours)
-    assert "lora_B" in "".join(name for name, _ in ours.trainer.model.get_output_embeddings().named_modules())
+    assert "lora_B" in "".join(
+        name for name, _ in ours.trainer.model.get_output_embeddings().named_modules()
+    )
 
 
 class Adapted:
@@ -87,14 +103,23 @@ def test_an_adapter_that_is_there_already_is_its_own_reference() -> None:
     assert_same(stock, ours)
     assert "ref" in ours.trainer.model.get_output_embeddings().lora_A
     assert ours.steps[-1]["kl"] > 0
-    with pytest.raises(ValueError, match="kl_estimator: expected 'k3' where the reference is an adapter of its own"):
+    with pytest.raises(
+        ValueError, match="kl_estimator: expected 'k3' where the reference is an adapter of its own"
+    ):
         train(mixed(Adapted, Ours), kl_estimator="full", **TWICE)
 
 
 @pytest.mark.parametrize(
-    "shape", [{"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, {"target_modules": "all-linear"}], ids=str
+    "shape",
+    [
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+        {"target_modules": "all-linear"},
+    ],
+    ids=str,
 )
-def test_a_trained_copy_of_the_head_and_all_linear_layers_are_as_in_stock_trl(shape: dict[str, Any]) -> None:
+def test_a_trained_copy_of_the_head_and_all_linear_layers_are_as_in_stock_trl(
+    shape: dict[str, Any],
+) -> None:
     """PEFT's "all-linear" leaves the head out."""
     options = {"peft_config": peft.LoraConfig(r=4, **shape, **SHAPE), **TWICE}
     assert_same(*(train(cls, **options) for cls in (Stock, Ours)))
@@ -137,7 +162,9 @@ WRAPPERS: dict[str, tuple[type, dict[str, Any], str]] = {
         Ours,
         {
             "model": "tied",
-            "peft_config": peft.LoraConfig(trainable_token_indices={"embed_tokens": [3, 4]}, **TOKENS),
+            "peft_config": peft.LoraConfig(
+                trainable_token_indices={"embed_tokens": [3, 4]}, **TOKENS
+            ),
         },
         r"TrainableTokensWrapper; train it .* \(what trains a tied embedding trains it, too\)",
     ),

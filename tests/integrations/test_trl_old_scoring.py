@@ -11,8 +11,15 @@ from trl import GRPOTrainer
 from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 
 from benchmarks import parity, tiny_run
-from grpo_kernels.integrations.trl import FusedGRPOTrainer
-from tests.support.trl_training import FusedGMPOTrainer, Run, assert_same, count_scored, evaluations, train
+from grpo_kernels.trl import FusedGRPOTrainer
+from tests.support.trl_training import (
+    FusedGMPOTrainer,
+    Run,
+    assert_same,
+    count_scored,
+    evaluations,
+    train,
+)
 
 # a generation is 2 micro-batches of 8, trained on twice
 TWICE: dict[str, Any] = {"num_iterations": 2}
@@ -53,20 +60,29 @@ def test_training_is_the_same_and_less_is_scored(name: str) -> None:
     assert_same(stock, ours)
     theirs, scored = stock.trainer.scored, ours.trainer.scored
     assert (theirs["forwards"], scored["forwards"]) == (stock_forwards, our_forwards)
-    assert ours.trainer.args.gradient_accumulation_steps == options.get("gradient_accumulation_steps", 2)
+    assert ours.trainer.args.gradient_accumulation_steps == options.get(
+        "gradient_accumulation_steps", 2
+    )
     if our_forwards:
-        dead_are_scored = name in ("vespo", "beta")  # phi_seq_mean reads them; the KL term is a gradient
+        dead_are_scored = name in (
+            "vespo",
+            "beta",
+        )  # phi_seq_mean reads them; the KL term is a gradient
         share = scored["sequences"] / theirs["sequences"] / (our_forwards / stock_forwards)
         assert share > 0.9 if dead_are_scored else 0.2 < share < 0.8
 
 
 def test_gmpo() -> None:
-    stock, ours = (counted(cls, config_class=GMPOConfig, **BOTH) for cls in (GMPOTrainer, FusedGMPOTrainer))
+    stock, ours = (
+        counted(cls, config_class=GMPOConfig, **BOTH) for cls in (GMPOTrainer, FusedGMPOTrainer)
+    )
     assert_same(stock, ours)
     assert ours.trainer.scored["forwards"] == stock.trainer.scored["forwards"] / 2
 
 
-@pytest.mark.parametrize("more", [{"kl_estimator": "full"}, {"zero_advantage": "skip"}, {"regroup": True}], ids=str)
+@pytest.mark.parametrize(
+    "more", [{"kl_estimator": "full"}, {"zero_advantage": "skip"}, {"regroup": True}], ids=str
+)
 def test_other_options(more: dict[str, Any]) -> None:
     """Against the same options with TRL's scoring."""
     options = BOTH | more | ({"beta": 0.04} if "kl_estimator" in more else {"epsilon": 0.02})
@@ -75,21 +91,35 @@ def test_other_options(more: dict[str, Any]) -> None:
         counted(FusedGRPOTrainer, **options),
     )
     compared = [
-        [{k: x for k, x in step.items() if "/" not in k or "clip" in k} for step in run.steps] for run in (want, got)
+        [{k: x for k, x in step.items() if "/" not in k or "clip" in k} for step in run.steps]
+        for run in (want, got)
     ]
     assert max(parity.differences(*compared).values()) <= parity.TOLERANCE
     assert want.trainer.scored["forwards"] == 4
-    assert got.trainer.scored["forwards"] == 2 + ("regroup" in more)  # which tries the model on a sample
+    assert got.trainer.scored["forwards"] == 2 + (
+        "regroup" in more
+    )  # which tries the model on a sample
 
 
 def test_evaluation_scores_nothing_beforehand() -> None:
-    options = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 8, "steps": 2, **TWICE}
-    stock, ours = (counted(x, eval_dataset=tiny_run.dataset(8), **options) for x in (GRPOTrainer, FusedGRPOTrainer))
+    options = {
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "per_device_eval_batch_size": 8,
+        "steps": 2,
+        **TWICE,
+    }
+    stock, ours = (
+        counted(x, eval_dataset=tiny_run.dataset(8), **options)
+        for x in (GRPOTrainer, FusedGRPOTrainer)
+    )
     batches = 2 * 4  # of 8 prompts, 4 completions each, in each of two evaluations
     assert stock.trainer.scored["forwards"] == 2 * batches + 2  # the loss's with them
     assert ours.trainer.scored["forwards"] == batches
     for want, got in zip(evaluations(stock.trainer), evaluations(ours.trainer), strict=True):
-        assert got == pytest.approx(want | {k: x for k, x in got.items() if k not in want}, rel=1e-5, abs=1e-6)
+        assert got == pytest.approx(
+            want | {k: x for k, x in got.items() if k not in want}, rel=1e-5, abs=1e-6
+        )
 
 
 class Reader(FusedGRPOTrainer):
@@ -120,11 +150,14 @@ def test_a_policy_that_has_changed_is_an_error() -> None:
     batch = {k: x for k, x in trainer._buffered_inputs[0].items() if k != "old_per_token_logps"}
     trainer.model.train()
     with pytest.raises(
-        RuntimeError, match=r"old_per_token_logps: expected them .* step 0, got None at step 1; pass fused"
+        RuntimeError,
+        match=r"old_per_token_logps: expected them .* step 0, got None at step 1; pass fused",
     ):
         trainer._compute_loss(trainer.model, batch)
 
 
 def test_the_option_is_checked() -> None:
-    with pytest.raises(ValueError, match="fused_sampling_correction: expected 'auto', True or False, got 'on'"):
+    with pytest.raises(
+        ValueError, match="fused_sampling_correction: expected 'auto', True or False, got 'on'"
+    ):
         train(FusedGRPOTrainer, fused_sampling_correction="on")

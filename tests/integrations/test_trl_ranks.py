@@ -18,8 +18,14 @@ from tests.support.trl_ranks import Found, Job, save_model, train, train_all
 
 TOLERANCE = 1e-5
 ADAPTED: dict[str, Any] = {"lora": ("q_proj", "lm_head"), "arguments": {"kl_estimator": "full"}}
-REGROUPED: dict[str, Any] = {"regroup": True, "tokens_per_forward": 10_000}  # the last micro-batches have no samples
-BONUS = {"entropy_coef": 0.01, "num_iterations": 2}  # a mean over micro-batches: other ones on one process
+REGROUPED: dict[str, Any] = {
+    "regroup": True,
+    "tokens_per_forward": 10_000,
+}  # the last micro-batches have no samples
+BONUS = {
+    "entropy_coef": 0.01,
+    "num_iterations": 2,
+}  # a mean over micro-batches: other ones on one process
 JOBS = {
     "DDP": Job(),
     "DDP, entropy bonus": Job(options=BONUS, counted=True),
@@ -56,7 +62,11 @@ ZERO_JOBS = {
     "ZeRO-3, tied": Job("ZeRO-3", kind="tied"),
     "ZeRO-3, adapter on the head, exact KL": Job("ZeRO-3", **ADAPTED),
 }
-BECOMES = {"DDP": "DistributedDataParallel", "FSDP1": "FullyShardedDataParallel", "FSDP2": "FSDPModule"}
+BECOMES = {
+    "DDP": "DistributedDataParallel",
+    "FSDP1": "FullyShardedDataParallel",
+    "FSDP2": "FSDPModule",
+}
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +86,9 @@ def logged(folders: dict[str, str]) -> list[dict[str, Found]]:
 
 
 @cache
-def of_one_process(kind: str, adapted: bool, folder: str) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
+def of_one_process(
+    kind: str, adapted: bool, folder: str
+) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
     """Stock TRL; with an adapter on the head, which it refuses, ours: `test_trl_head_adapter.py` compares that."""
     return train(Job(kind=kind, **ADAPTED) if adapted else Job(kind=kind, stock=True), folder)[:2]
 
@@ -131,7 +143,9 @@ def test_sequences_are_skipped_under_fsdp1(logged: list[dict[str, Found]]) -> No
         assert_same(ours.moved, stock.moved, TOLERANCE)
 
 
-def test_the_gradient_is_foreseen_with_the_normaliser_of_all_processes(logged: list[dict[str, Found]]) -> None:
+def test_the_gradient_is_foreseen_with_the_normaliser_of_all_processes(
+    logged: list[dict[str, Found]],
+) -> None:
     """Else rows would be projected a second time: the bonus and the policy's term have different normalisers."""
     for of_rank in logged:
         counts = of_rank["DDP, entropy bonus"].counts

@@ -16,7 +16,7 @@ pytest.importorskip("trl")
 from trl import GRPOTrainer
 
 from benchmarks import tiny_run
-from grpo_kernels.integrations.trl import FusedGRPOTrainer, FusedLossMixin, sampled_sets
+from grpo_kernels.trl import FusedGRPOTrainer, FusedLossMixin, sampled_sets
 from tests.support import trl_training
 from tests.support.case_builder import seeded
 from tests.support.trl_training import Curious, Run, mixed
@@ -33,7 +33,10 @@ def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
         text, rows, logps, drawn = [*prompt], [], [], []
         for i in range(int(torch.randint(2, 9, (), generator=draw))):
             with torch.no_grad():
-                z = trainer.model(input_ids=torch.tensor([text])).logits[0, -1] / trainer.temperature
+                z = (
+                    trainer.model(input_ids=torch.tensor([text])).logits[0, -1]
+                    / trainer.temperature
+                )
             drawn.append(int(i % 4 != 2))
             kept = z.topk(1 + (i % KEPT)).indices.sort().values
             of_set = z[kept].log_softmax(-1)
@@ -62,9 +65,17 @@ class Oracle(GRPOTrainer):
         return super()._compute_loss(model, inputs)
 
     def _get_per_token_logps_and_entropies(
-        self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, *_: Any, **__: Any
+        self,
+        model: Any,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        *_: Any,
+        **__: Any,
     ) -> Any:
-        z = model(input_ids=input_ids, attention_mask=attention_mask).logits[:, -logits_to_keep - 1 : -1]
+        z = model(input_ids=input_ids, attention_mask=attention_mask).logits[
+            :, -logits_to_keep - 1 : -1
+        ]
         outside = torch.zeros_like(z, dtype=torch.bool)
         for i, rows in enumerate(self.rows):
             for t, ids in enumerate(rows):
@@ -77,13 +88,19 @@ class Oracle(GRPOTrainer):
 
 
 def train(trainer: type, steps: int = 2, **options: Any) -> Run:
-    return trl_training.train(trainer, steps, **{"rollout_func": rollout, "temperature": 0.8, **options})
+    return trl_training.train(
+        trainer, steps, **{"rollout_func": rollout, "temperature": 0.8, **options}
+    )
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        {"beta": 0.04, "entropy_coef": 0.01, "steps_per_generation": 4},  # old log-probabilities and a reference
+        {
+            "beta": 0.04,
+            "entropy_coef": 0.01,
+            "steps_per_generation": 4,
+        },  # old log-probabilities and a reference
         {"loss_type": "dapo", "num_iterations": 2},
     ],
     ids=["halves", "twice"],
@@ -95,7 +112,9 @@ def test_the_loss_is_over_the_sets(options: dict[str, Any]) -> None:
     assert 1 < got.steps[0]["kept/size"] < KEPT
     assert got.steps[0]["kept/without_set"] == 0
     for x, y in zip(got.steps, want.steps, strict=True):
-        assert {name: x[name] for name in names} == pytest.approx({name: y[name] for name in names}, rel=1e-4, abs=1e-6)
+        assert {name: x[name] for name in names} == pytest.approx(
+            {name: y[name] for name in names}, rel=1e-4, abs=1e-6
+        )
     other = train(FusedGRPOTrainer, **options)  # the sets are not asked for
     assert other.losses != pytest.approx(want.losses, rel=1e-2, abs=1e-3)
 
@@ -107,7 +126,9 @@ def test_scorings_by_others_while_it_generates_are_over_the_vocabulary(without_s
         options = {"beta": 0.04, "num_iterations": 2, "sampling_mask": without_set}
         options["fused_sampling_correction"] = correction
         stock = train(mixed(Curious, GRPOTrainer), beta=0.04)
-        plain, ours = (train(cls, **options) for cls in (FusedGRPOTrainer, mixed(Curious, FusedGRPOTrainer)))
+        plain, ours = (
+            train(cls, **options) for cls in (FusedGRPOTrainer, mixed(Curious, FusedGRPOTrainer))
+        )
         want, got = stock.trainer.seen, ours.trainer.seen
         assert len(got) == 2
         for i in range(2):
@@ -124,7 +145,8 @@ class Half:
         kept = {name: x for name, x in batch.items() if isinstance(x, list) or x.dim()}
         chosen = range(size - 1, 0, -2)
         return batch | {
-            name: x[[*chosen]] if isinstance(x, Tensor) else [x[i] for i in chosen] for name, x in kept.items()
+            name: x[[*chosen]] if isinstance(x, Tensor) else [x[i] for i in chosen]
+            for name, x in kept.items()
         }
 
 
@@ -146,7 +168,9 @@ class Rewriter(FusedGRPOTrainer):
 
 
 def test_completions_that_the_sets_are_not_of_are_an_error() -> None:
-    with pytest.raises(ValueError, match="sampling_mask: expected a batch of the completions that rollout_func"):
+    with pytest.raises(
+        ValueError, match="sampling_mask: expected a batch of the completions that rollout_func"
+    ):
         train(Rewriter, sampling_mask="full", rollout_func=lambda *x: rollout(*x))
 
 
@@ -206,12 +230,18 @@ ERROR = {"sampling_mask": "error"}
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"sampling_mask": True}, "sampling_mask: expected one of 'error', 'full', or None, got True"),
+        (
+            {"sampling_mask": True},
+            "sampling_mask: expected one of 'error', 'full', or None, got True",
+        ),
         (
             {**ERROR, "rollout_func": None},
             "sampling_mask: expected None with no rollout_func, whose output has the",
         ),
-        ({**ERROR, "kl_estimator": "full"}, "sampling_mask: expected None with kl_estimator='full'"),
+        (
+            {**ERROR, "kl_estimator": "full"},
+            "sampling_mask: expected None with kl_estimator='full'",
+        ),
         (
             {**ERROR, "rollout_func": without},
             "sampling_mask: expected a list of them in rollout_func's output, got none",
@@ -229,7 +259,15 @@ ERROR = {"sampling_mask": "error"}
             "kept_ids: expected a set where the mask counts",
         ),
     ],
-    ids=["name", "no rollout", "exact KL", "no sets", "a set too many", "a completion too few", "a token without one"],
+    ids=[
+        "name",
+        "no rollout",
+        "exact KL",
+        "no sets",
+        "a set too many",
+        "a completion too few",
+        "a token without one",
+    ],
 )
 def test_wrong_sets(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -16,7 +16,7 @@ from trl import GRPOTrainer
 from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 
 from benchmarks import parity, tiny_run
-from grpo_kernels.integrations.trl import FusedGRPOTrainer, old_scoring
+from grpo_kernels.trl import FusedGRPOTrainer, old_scoring
 from tests.support.case_builder import seeded
 from tests.support.trl_training import (
     FusedGMPOTrainer,
@@ -35,15 +35,23 @@ CLIP = {"vllm_importance_sampling_clip_max": 1.3, "vllm_importance_sampling_clip
 class Sampler(Written):
     """In front of a trainer: what it generates, as from vLLM."""
 
-    def _generate_single_turn(self, prompts: list[list[int]], *_: Any, **__: Any) -> tuple[list[Any], list[Any]]:
+    def _generate_single_turn(
+        self, prompts: list[list[int]], *_: Any, **__: Any
+    ) -> tuple[list[Any], list[Any]]:
         completions, _ = super()._generate_single_turn(prompts)
         noise, logps = seeded("noise of the sampler"), []
         for prompt, ids in zip(prompts, completions, strict=True):
             with torch.no_grad():
                 logits = self.model(input_ids=torch.tensor([[*prompt, *ids]])).logits  # type: ignore[attr-defined]
-            scores = logits[0, len(prompt) - 1 : -1].log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
+            scores = (
+                logits[0, len(prompt) - 1 : -1]
+                .log_softmax(-1)
+                .gather(1, torch.tensor(ids)[:, None])[:, 0]
+            )
             noisy = scores + 0.15 * torch.randn(len(ids), generator=noise)
-            logps.append([None if i == 5 else x for i, x in enumerate(noisy.tolist())])  # None: could not score it
+            logps.append(
+                [None if i == 5 else x for i, x in enumerate(noisy.tolist())]
+            )  # None: could not score it
         return completions, logps
 
 
@@ -73,12 +81,19 @@ GSPO = {"loss_type": "grpo", "importance_sampling_level": "sequence"}
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 8}
 CASES: dict[str, dict[str, Any]] = {
     "token_truncate": mode("token_truncate", steps=2),
-    "token_mask, tools, vespo": mode("token_mask", loss_type="vespo", entropy_coef=0.01, mixin=Tools),
+    "token_mask, tools, vespo": mode(
+        "token_mask", loss_type="vespo", entropy_coef=0.01, mixin=Tools
+    ),
     "sequence_truncate, GSPO, beta": mode("sequence_truncate", beta=0.04, **GSPO),
     "sequence_mask, off-policy mask, evaluation": mode(
-        "sequence_mask", off_policy_mask_threshold=0.02, eval_dataset=tiny_run.dataset(8), **EVALUATED
+        "sequence_mask",
+        off_policy_mask_threshold=0.02,
+        eval_dataset=tiny_run.dataset(8),
+        **EVALUATED,
     ),
-    "the batch twice": mode("token_truncate", gradient_accumulation_steps=4, num_iterations=2, steps_per_generation=2),
+    "the batch twice": mode(
+        "token_truncate", gradient_accumulation_steps=4, num_iterations=2, steps_per_generation=2
+    ),
     "the batch twice, two steps": mode("sequence_truncate", num_iterations=2, steps=4),
 }
 # an optimizer step takes half of the generated batch: the other half has to be scored
@@ -105,7 +120,10 @@ def test_training_is_the_same(name: str) -> None:
     ratios = [step[measured] for step in ours.steps if measured in step]
     assert ratios and all(0.1 < x < 1.5 and x != 1 for x in ratios)
     wanted, got = (
-        [{k: x for k, x in log.items() if k.startswith("eval_")} for log in evaluations(run.trainer)]
+        [
+            {k: x for k, x in log.items() if k.startswith("eval_")}
+            for log in evaluations(run.trainer)
+        ]
         for run in (stock, ours)
     )
     assert got == [pytest.approx(x, rel=1e-5, abs=1e-6) for x in wanted]
@@ -137,8 +155,16 @@ def test_a_forward_of_the_model_is_saved() -> None:
 
     for fused in (True, False):
         with FlopCounterMode(display=False) as counter:
-            padded = {"layout": "padded", "zero_advantage": "train"}  # nothing is tried on a model then
-            options = {"fused_sampling_correction": fused, **padded, **CLIP, **mode("token_truncate")}
+            padded = {
+                "layout": "padded",
+                "zero_advantage": "train",
+            }  # nothing is tried on a model then
+            options = {
+                "fused_sampling_correction": fused,
+                **padded,
+                **CLIP,
+                **mode("token_truncate"),
+            }
             train(mixed(Sampler, FusedGRPOTrainer), 1, prepare=count, **options)
         flops[fused] = counter.get_total_flops()
         assert bool(scored) is not fused
@@ -162,8 +188,12 @@ def test_regrouped_samples_have_the_same_sampler_metrics(name: str) -> None:
     metrics = []
     for more in ({}, {"regroup": True, "tokens_per_forward": 10_000}):
         run = sampled(FusedGRPOTrainer, loss_type="grpo", **more, **mode(name))
-        metrics.append([{k: x for k, x in step.items() if k.startswith("sampling/")} for step in run.steps])
-        assert any("has_no_samples" in batch for batch in run.trainer._buffered_inputs) is bool(more)
+        metrics.append(
+            [{k: x for k, x in step.items() if k.startswith("sampling/")} for step in run.steps]
+        )
+        assert any("has_no_samples" in batch for batch in run.trainer._buffered_inputs) is bool(
+            more
+        )
     assert metrics[0][0]
     assert max(parity.differences(*metrics).values()) <= parity.TOLERANCE
 
@@ -184,7 +214,9 @@ def test_a_sampler_without_log_probabilities_is_an_error() -> None:
 @pytest.mark.parametrize("corrects", [True, False])
 def test_a_correction_without_a_sampler_is_refused(corrects: bool) -> None:
     options = {"vllm_importance_sampling_correction": corrects, "fused_sampling_correction": True}
-    with pytest.raises(ValueError, match=r"^fused_sampling_correction: expected False without a sampler"):
+    with pytest.raises(
+        ValueError, match=r"^fused_sampling_correction: expected False without a sampler"
+    ):
         train(FusedGRPOTrainer, **options)
 
 
@@ -197,10 +229,15 @@ class Reader(FusedGRPOTrainer):
 class WithDropout(FusedGRPOTrainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.model.model.layers[0].mlp.act_fn = torch.nn.Sequential(torch.nn.SiLU(), torch.nn.Dropout(0.1))
+        self.model.model.layers[0].mlp.act_fn = torch.nn.Sequential(
+            torch.nn.SiLU(), torch.nn.Dropout(0.1)
+        )
 
 
-SKIP, NO_SKIP = {"zero_advantage": "skip"}, "sampling/* metrics read the sequences that zero_advantage="
+SKIP, NO_SKIP = (
+    {"zero_advantage": "skip"},
+    "sampling/* metrics read the sequences that zero_advantage=",
+)
 FUSED, CORRECTED = "fused_sampling_correction", "vllm_importance_sampling_correction"
 
 
@@ -209,15 +246,31 @@ FUSED, CORRECTED = "fused_sampling_correction", "vllm_importance_sampling_correc
     [
         (FusedGRPOTrainer, SKIP, True, NO_SKIP),
         (Reader, {}, True, "Reader._compute_loss may read its result; pass True if not"),
-        (WithDropout, {}, True, "dropout, or noise, makes log-probabilities random; set it to 0, or pass True"),
+        (
+            WithDropout,
+            {},
+            True,
+            "dropout, or noise, makes log-probabilities random; set it to 0, or pass True",
+        ),
         (WithDropout, {FUSED: True}, False, None),
         (Reader, {FUSED: False}, True, None),
         (Reader, {CORRECTED: False}, False, None),
     ],
-    ids=["skip", "a subclass", "dropout", "dropout, asked for", "not asked for", "nothing to correct"],
+    ids=[
+        "skip",
+        "a subclass",
+        "dropout",
+        "dropout, asked for",
+        "not asked for",
+        "nothing to correct",
+    ],
 )
 def test_where_it_does_not_apply_trl_scores_and_it_is_said(
-    base: type, options: dict[str, Any], scores: bool, said: str | None, monkeypatch: pytest.MonkeyPatch
+    base: type,
+    options: dict[str, Any],
+    scores: bool,
+    said: str | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     warned: list[str] = []
     monkeypatch.setattr(old_scoring, "warn_once", warned.append)

@@ -13,8 +13,8 @@ pytest.importorskip("transformers")
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from grpo_kernels.base.checks import warn_once
-from grpo_kernels.integrations.transformers import attention, exactness
-from grpo_kernels.integrations.transformers.attention import Segments
+from grpo_kernels.body import attention, exactness
+from grpo_kernels.body.attention import Segments
 from tests.support import flash_stand_in
 from tests.support import tiny_architectures as tiny
 from tests.support.training_step import (
@@ -44,7 +44,9 @@ def cases() -> Iterator[tuple[str, str]]:
         yield kind, "eager"
         if model._supports_sdpa:
             yield kind, "sdpa"
-        if model._supports_flash_attn and kind != "gpt2":  # transformers' flash attention looks for an nn.Linear in it
+        if (
+            model._supports_flash_attn and kind != "gpt2"
+        ):  # transformers' flash attention looks for an nn.Linear in it
             yield kind, "flash_attention_2"
             if kind in ("qwen3", "gpt_oss"):
                 yield kind, flash_stand_in.HUB
@@ -62,7 +64,9 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def model_of(kind: str, name: str, **fields: Any) -> Any:
     """A model of the attention implementation `name`, whose windows, where it has any, are shorter than the batch."""
-    model = tiny.text_model(kind, torch.float32, **({"sliding_window": 6} if kind in WINDOWED else {}), **fields)
+    model = tiny.text_model(
+        kind, torch.float32, **({"sliding_window": 6} if kind in WINDOWED else {}), **fields
+    )
     for key, x in model.named_parameters():
         if key.endswith("sinks"):
             torch.nn.init.normal_(x)
@@ -70,7 +74,9 @@ def model_of(kind: str, name: str, **fields: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize(("kind", "name", "reentrant"), [(*case, bool(i % 2)) for i, case in enumerate(CASES)])
+@pytest.mark.parametrize(
+    ("kind", "name", "reentrant"), [(*case, bool(i % 2)) for i, case in enumerate(CASES)]
+)
 def test_families(kind: str, name: str, reentrant: bool) -> None:
     """With and without activation checkpointing, which recomputes layers after the call of the model has ended."""
     model, given = model_of(kind, name, **NO_DROPOUT.get(kind, {})).train(), batch()
@@ -86,18 +92,24 @@ def test_families(kind: str, name: str, reentrant: bool) -> None:
         assert out.metrics["tokens/computed"] < 0.6
 
 
-def test_a_call_for_each_segment_and_one_for_many_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_for_each_segment_and_one_for_many_give_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     given = batch()
     for kind in ("qwen3", "mistral"):
         model = model_of(kind, "sdpa")
         for cells in (0.0, 1e9):
-            monkeypatch.setattr("grpo_kernels.integrations.transformers.attention.call_cells", lambda *_, n=cells: n)
+            monkeypatch.setattr("grpo_kernels.body.attention.call_cells", lambda *_, n=cells: n)
             assert_modes_agree(model, given, [{}])
 
 
 def test_completions_of_one_token() -> None:
     """A single query sees all keys, with heads in groups; the last tokens of completions are not computed."""
-    given = {name: x[:, :10] if name != "completion_mask" else x[:, :2] for name, x in batch().items() if x.dim() == 2}
+    given = {
+        name: x[:, :10] if name != "completion_mask" else x[:, :2]
+        for name, x in batch().items()
+        if x.dim() == 2
+    }
     given["advantages"] = batch()["advantages"]
     for name in ("sdpa", "eager", "flash_attention_2"):
         assert_modes_agree(model_of("llama", name), given, [{}])
@@ -167,7 +179,9 @@ def test_attention_that_is_replaced_later_gives_way(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", dropping)
     said = said_by(lambda: assert_same(loss_of(model, given)[1], gradients))
     assert len(said) == 1 and "0 of its layers" in said[0] and "layout='trim' serves" in said[0]
-    monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", lambda *args, **kwargs: ours(*args, **kwargs))
+    monkeypatch.setitem(
+        AttentionInterface._global_mapping, "sdpa", lambda *args, **kwargs: ours(*args, **kwargs)
+    )
     assert_same(loss_of(model, given)[1], gradients)
 
 
@@ -178,10 +192,14 @@ def test_without_segments_the_wrapper_does_nothing() -> None:
     loss_of(model, batch())
     assert torch.equal(model(input_ids=ids).logits, before)
     wrapped = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    assert wrapped.__module__ == "transformers.integrations.sdpa_attention", "DeepSpeed's is told by its module"
+    assert wrapped.__module__ == "transformers.integrations.sdpa_attention", (
+        "DeepSpeed's is told by its module"
+    )
 
 
-def test_a_model_that_does_not_tell_its_window_is_not_taken_at_long_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_does_not_tell_its_window_is_not_taken_at_long_sequences(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Rows that fit into the window do not show it: a longer batch is tried again."""
     attend = Segments.attend
 
@@ -190,10 +208,17 @@ def test_a_model_that_does_not_tell_its_window_is_not_taken_at_long_sequences(mo
 
     monkeypatch.setattr(Segments, "attend", silent)
     model, given = tiny.text_model("mistral", torch.float32, sliding_window=8), batch()
-    short = {name: x[3:] if x.dim() == 1 else x[3:, : 8 if x.shape[1] == 18 else 0] for name, x in given.items()}
+    short = {
+        name: x[3:] if x.dim() == 1 else x[3:, : 8 if x.shape[1] == 18 else 0]
+        for name, x in given.items()
+    }
     short["completion_mask"] = short["attention_mask"][:, 4:]
     for case, expected in ((short, 0), (given, 1), (short, 0)):
         _, gradients = loss_of(model, case, **PADDED)
-        said = said_by(lambda case=case, gradients=gradients: assert_same(loss_of(model, case)[1], gradients))
+        said = said_by(
+            lambda case=case, gradients=gradients: assert_same(loss_of(model, case)[1], gradients)
+        )
         assert len(said) == expected
-        assert not said or ("hidden states are off" in said[0] and "layout='trim' serves" in said[0])
+        assert not said or (
+            "hidden states are off" in said[0] and "layout='trim' serves" in said[0]
+        )

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels.integrations.transformers.layout import Rows, TrunkLayout, anchor, by_rows, tree
+from grpo_kernels.body.layout import Rows, TrunkLayout, anchor, by_rows, tree
 
 LENGTH = 12
 
@@ -27,7 +27,9 @@ def seen(layout: TrunkLayout) -> dict[int, list[int]]:
     """Token of the layout -> the tokens that it sees, itself the last."""
     assert layout.paths is not None
     found, paths = {}, layout.paths
-    for path, length, new in zip(paths.tokens.tolist(), paths.lengths.tolist(), paths.new.tolist(), strict=True):
+    for path, length, new in zip(
+        paths.tokens.tolist(), paths.lengths.tolist(), paths.new.tolist(), strict=True
+    ):
         for end in range(length - new + 1, length + 1):
             found[path[end - 1]] = path[:end]
     return dict(sorted(found.items()))
@@ -40,7 +42,9 @@ def assert_is_the_prefix_tree(layout: TrunkLayout, sequences: list[list[int]]) -
     values = ids.reshape(-1)[layout.sources[0]].tolist()
     prefixes = {tuple(x[:n]) for x in sequences for n in range(1, len(x) + 1)}
     found = seen(layout)
-    assert sorted(tuple(values[i] for i in path) for path in found.values()) == sorted(prefixes), "each prefix once"
+    assert sorted(tuple(values[i] for i in path) for path in found.values()) == sorted(prefixes), (
+        "each prefix once"
+    )
     assert all(path[-1] == token for token, path in found.items())
     assert layout.depths[0].tolist() == [len(found[i]) - 1 for i in range(len(found))]
     token_of = dict(zip(layout.cells.tolist(), layout.tokens.tolist(), strict=True))
@@ -52,14 +56,21 @@ def assert_is_the_prefix_tree(layout: TrunkLayout, sequences: list[list[int]]) -
 def test_each_distinct_prefix_is_computed_once() -> None:
     draw = random.Random(1)
     for _ in range(30):
-        sequences = [[draw.randrange(2) for _ in range(draw.randrange(1, LENGTH))] for _ in range(draw.randrange(1, 9))]
+        sequences = [
+            [draw.randrange(2) for _ in range(draw.randrange(1, LENGTH))]
+            for _ in range(draw.randrange(1, 9))
+        ]
         assert_is_the_prefix_tree(tree(rows_of(sequences), graph=True), sequences)
 
 
 @pytest.mark.parametrize(
     ("sequences", "tokens", "segments"),
     [
-        ([[1, 2, 3, 4], [1, 2, 5], [1, 2, 3, 6, 7]], 7, 3),  # a prompt, and a completion that goes on as another begins
+        (
+            [[1, 2, 3, 4], [1, 2, 5], [1, 2, 3, 6, 7]],
+            7,
+            3,
+        ),  # a prompt, and a completion that goes on as another begins
         ([[1, 2, 3], [1, 2, 3]], 3, 1),  # equal
         ([[1, 2, 3], [1, 2]], 3, 2),  # one within the other
         ([[1, 2], [3, 4, 5]], 5, 2),  # two roots
@@ -114,17 +125,22 @@ def test_an_anchor_fills_nothing() -> None:
 
 
 pytest.importorskip("transformers")
-from grpo_kernels.integrations.transformers.attention import cut, group  # noqa: E402
+from grpo_kernels.body.attention import cut, group  # noqa: E402
 
 
 def test_parts_cost_the_least_of_all() -> None:
     draw = random.Random(3)
 
     def cost(ends: tuple[int, ...], costs: list[int], overhead: int) -> int:
-        return sum((b - a) * costs[b - 1] + overhead for a, b in itertools.pairwise((0, *ends, len(costs))))
+        return sum(
+            (b - a) * costs[b - 1] + overhead for a, b in itertools.pairwise((0, *ends, len(costs)))
+        )
 
     for _ in range(20):
-        costs, overhead = sorted(draw.randrange(1, 40) for _ in range(6)), draw.choice([0, 3, 20, 200])
+        costs, overhead = (
+            sorted(draw.randrange(1, 40) for _ in range(6)),
+            draw.choice([0, 3, 20, 200]),
+        )
         parts = cut(costs, overhead)
         assert [x for first, end in parts for x in range(first, end)] == [*range(6)]
         every = [ends for n in range(6) for ends in itertools.combinations(range(1, 6), n)]
@@ -143,7 +159,9 @@ def test_calls_see_each_tokens_path(call_cells: float) -> None:
     draw = random.Random(2)
     for _ in range(20):
         prompt = [7] * draw.randrange(1, 8)
-        sequences = [[*prompt, *(draw.randrange(3) for _ in range(draw.randrange(4)))] for _ in range(5)]
+        sequences = [
+            [*prompt, *(draw.randrange(3) for _ in range(draw.randrange(4)))] for _ in range(5)
+        ]
         layout = tree(rows_of(sequences), graph=True)
         assert layout.paths is not None
         groups, places = group(layout.paths, call_cells), {}

@@ -64,10 +64,15 @@ def own_logits(model: nn.Module, inputs: dict[str, Any]) -> Scored:
     return backward(model, logps.gather(-1, ids[..., None])[..., 0], entropy)
 
 
-def through_verl(patch: ModuleType, backend: str, model: nn.Module, inputs: dict[str, Any], **more: Any) -> Scored:
+def through_verl(
+    patch: ModuleType, backend: str, model: nn.Module, inputs: dict[str, Any], **more: Any
+) -> Scored:
     """As verl's FSDP engine calls a model that it has patched."""
     patch.apply_monkey_patch(
-        model, use_remove_padding="position_ids" in inputs, use_fused_kernels=True, fused_kernels_backend=backend
+        model,
+        use_remove_padding="position_ids" in inputs,
+        use_fused_kernels=True,
+        fused_kernels_backend=backend,
     )
     output = model(**inputs, temperature=TEMPERATURE, return_dict=True, use_cache=False, **more)
     assert type(output).__name__.endswith("CausalLMOutputForPPO")
@@ -115,16 +120,29 @@ def test_labels(verl_patch: ModuleType) -> None:
     """`shift_labels` first, then `labels`, then `input_ids`; the ids are aligned with the hidden states, or refused."""
     model, inputs = text_model("qwen3"), batch(packed=False)
     others = (inputs["input_ids"] + 1) % 97
-    for more in ({}, {"labels": others}, {"labels": others, "shift_labels": inputs["input_ids"].clamp(max=5)}):
+    for more in (
+        {},
+        {"labels": others},
+        {"labels": others, "shift_labels": inputs["input_ids"].clamp(max=5)},
+    ):
         want = through_verl(verl_patch, "torch", model, inputs, **more)
-        assert max(errors(through_verl(verl_patch, "grpo_kernels", model, inputs, **more), want).values()) < 1e-4
+        assert (
+            max(
+                errors(
+                    through_verl(verl_patch, "grpo_kernels", model, inputs, **more), want
+                ).values()
+            )
+            < 1e-4
+        )
     with pytest.raises(ValueError, match=r"shift_labels: expected \(2, 9\)"):
         model(**inputs, return_dict=True, shift_labels=others[:, 1:])
     with pytest.raises(ValueError, match=r"shift_labels: .*none of them"):
         model(inputs_embeds=model.model.embed_tokens(inputs["input_ids"]), return_dict=True)
 
 
-def test_a_divided_sequence_needs_its_labels(verl_patch: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_divided_sequence_needs_its_labels(
+    verl_patch: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, inputs = text_model("qwen3"), batch(packed=False)
     through_verl(verl_patch, "grpo_kernels", model, inputs)
     ulysses = verl_peer.verl_module("utils.ulysses")
@@ -139,7 +157,9 @@ def test_what_a_model_does_to_its_logits(verl_patch: ModuleType, kind: str) -> N
     """verl's fused heads leave it out; its other path, and the sampler, do not."""
     model, inputs = text_model(kind, torch.float64), {"input_ids": batch(packed=False)["input_ids"]}
     want = own_logits(model, inputs)
-    assert max(errors(through_verl(verl_patch, "grpo_kernels", model, inputs), want).values()) < 1e-11
+    assert (
+        max(errors(through_verl(verl_patch, "grpo_kernels", model, inputs), want).values()) < 1e-11
+    )
     assert (through_verl(verl_patch, "torch", model, inputs)[0] - want[0]).abs().max() > 0.1
 
 
@@ -147,11 +167,18 @@ def test_what_a_model_does_to_its_logits(verl_patch: ModuleType, kind: str) -> N
 def test_vision_language(verl_patch: ModuleType, kind: str) -> None:
     """verl's families, each with its own forward; text alone, since its handling of images needs an older release."""
     model = verl_peer.vision_model(kind)
-    inputs = {"input_ids": torch.randint(3, 80, (2, 9)), "position_ids": torch.arange(9).expand(4, 2, 9).contiguous()}
+    inputs = {
+        "input_ids": torch.randint(3, 80, (2, 9)),
+        "position_ids": torch.arange(9).expand(4, 2, 9).contiguous(),
+    }
     found = []
     for backend in ("torch", "grpo_kernels"):
-        verl_patch.patch_forward_with_backends(model, use_fused_kernels=True, fused_kernels_backend=backend)
-        output = model(**inputs, attention_mask=torch.ones(2, 9), temperature=TEMPERATURE, use_cache=False)
+        verl_patch.patch_forward_with_backends(
+            model, use_fused_kernels=True, fused_kernels_backend=backend
+        )
+        output = model(
+            **inputs, attention_mask=torch.ones(2, 9), temperature=TEMPERATURE, use_cache=False
+        )
         found.append((*backward(model, output.log_probs, output.entropy), type(output)))
     assert found[0][3] is found[1][3]
     assert max(errors(found[1][:3], found[0][:3]).values()) < 1e-5

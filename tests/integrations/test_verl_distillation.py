@@ -15,7 +15,7 @@ from torch.testing import assert_close
 pytest.importorskip("transformers")
 
 from grpo_kernels import topk_divergence
-from grpo_kernels.integrations.verl import distillation, engine
+from grpo_kernels.verl import distillation, engine
 from tests.support import verl_engine, verl_peer
 from tests.support.verl_peer import TEMPERATURE, verl_module
 
@@ -69,7 +69,9 @@ def model() -> Iterator[nn.Module]:
 def forward(model: nn.Module, ids: Tensor, given: Any = None, **inputs: Any) -> Any:
     """As verl's engine calls it, with a teacher."""
     task = {} if given is None else {"grpo_kernels_task": engine.HeadTask(teacher=given)}
-    return model(input_ids=ids, temperature=TEMPERATURE, use_cache=False, return_dict=True, **inputs, **task)
+    return model(
+        input_ids=ids, temperature=TEMPERATURE, use_cache=False, return_dict=True, **inputs, **task
+    )
 
 
 @pytest.mark.parametrize("alone", [True, False])
@@ -77,11 +79,19 @@ def test_the_forward_gives_what_verls_engine_reads(model: nn.Module, alone: bool
     ids, logps = teacher()
     tokens = torch.randint(VOCAB, (1, sum(LENGTHS)))
     inputs = {"attention_mask": None, "position_ids": torch.arange(sum(LENGTHS))[None]}
-    out = forward(model, tokens, distillation.TeacherLogprobs(ids[None], logps[None], -6.0, alone=alone), **inputs)
+    out = forward(
+        model,
+        tokens,
+        distillation.TeacherLogprobs(ids[None], logps[None], -6.0, alone=alone),
+        **inputs,
+    )
     assert (out.log_probs is None) == (out.entropy is None) == alone
     aux = out.fused_linear_aux
     got = torch.autograd.grad(aux.distillation_losses.sum(), [*model.parameters()])
-    logits = type(model).__mro__[1].forward(model, input_ids=tokens, **inputs, use_cache=False).logits / TEMPERATURE
+    logits = (
+        type(model).__mro__[1].forward(model, input_ids=tokens, **inputs, use_cache=False).logits
+        / TEMPERATURE
+    )
     want = verls(logits, ids, logps, -6.0)
     for name in ("distillation_losses", "student_mass", "teacher_mass"):
         assert_close(getattr(aux, name), want[name], rtol=1e-4, atol=1e-5)
@@ -93,7 +103,9 @@ def test_a_forward_without_a_teacher_returns_verls_class(model: nn.Module) -> No
     tokens = torch.tensor([[3, 4, 5]])
     assert not hasattr(forward(model, tokens), "fused_linear_aux")
     ids, logps = (x[None] for x in teacher())
-    with pytest.raises(ValueError, match=r"teacher_ids: expected \(1, 3, 'K'\), K a position, got \(1, 13, 6\)"):
+    with pytest.raises(
+        ValueError, match=r"teacher_ids: expected \(1, 3, 'K'\), K a position, got \(1, 13, 6\)"
+    ):
         forward(model, tokens, distillation.TeacherLogprobs(ids, logps, None, alone=True))
 
 
@@ -125,15 +137,21 @@ def distilling(data: Any, **fields: Any) -> tuple[Any, Any]:
     return data, functools.partial(loss, config=verl_engine.config(), distillation_config=config)
 
 
-@pytest.mark.parametrize(("rewards", "products"), [(False, 6), (True, 12)], ids=["alone", "with rewards"])
+@pytest.mark.parametrize(
+    ("rewards", "products"), [(False, 6), (True, 12)], ids=["alone", "with rewards"]
+)
 def test_within_verls_engine(group: None, rewards: bool, products: int) -> None:
     """Loss, gradient and metrics are those of verl's unfused path; only rows that count are projected."""
     data, loss = distilling(verl_engine.batch(dead=0, tools=True), use_task_rewards=rewards)
     flags = {"distillation_use_topk": True, "distillation_only": not rewards}
-    unfused, ours = (verl_engine.run(options, data, loss, **flags) for options in (None, verl_engine.OURS))
+    unfused, ours = (
+        verl_engine.run(options, data, loss, **flags) for options in (None, verl_engine.OURS)
+    )
     assert ours.loss == pytest.approx(unfused.loss, rel=1e-6)
     assert verl_engine.gap(ours, unfused) < 5e-6
-    assert ours.metrics["distillation/student_mass"] == pytest.approx(unfused.metrics["distillation/student_mass"])
+    assert ours.metrics["distillation/student_mass"] == pytest.approx(
+        unfused.metrics["distillation/student_mass"]
+    )
     counted = int(data["response_mask"].sum())
     done = ours.products.head / (verl_engine.VOCAB * verl_engine.HIDDEN * counted)
     assert products <= done < products + 2.1

@@ -20,10 +20,10 @@ import torch
 pytest.importorskip("transformers")
 
 from benchmarks import tiny_models
-from grpo_kernels.integrations.verl import engine as verl_engine
-from grpo_kernels.integrations.verl import forward as verl_forward
-from grpo_kernels.integrations.verl import megatron as verl_megatron
-from grpo_kernels.integrations.verl import patch_verl, plugin, unpatch_verl
+from grpo_kernels.verl import engine as verl_engine
+from grpo_kernels.verl import forward as verl_forward
+from grpo_kernels.verl import megatron as verl_megatron
+from grpo_kernels.verl import patch_verl, plugin, unpatch_verl
 from tests.support import verl_peer
 
 pytestmark = verl_peer.needs_verl
@@ -31,7 +31,7 @@ pytestmark = verl_peer.needs_verl
 # What a user's process does, with the package installed: it imports verl, and nothing of ours
 FRESH = """
 import sys, verl
-assert "grpo_kernels.integrations.verl_plugin" in sys.modules, "not loaded: install the package again, for its metadata"
+assert "grpo_kernels.verl_plugin" in sys.modules, "not loaded: install the package again, for its metadata"
 assert "transformers.modeling_utils" not in sys.modules, "a process that asks for nothing must not pay for the models"
 print([type(finder).__module__ for finder in sys.meta_path])
 """
@@ -63,7 +63,9 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
 
 
 def test_import_verl_is_enough(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", FRESH], capture_output=True, text=True, timeout=600, cwd=tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", FRESH], capture_output=True, text=True, timeout=600, cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr
     assert plugin.__name__ in done.stdout.splitlines()[-1]
 
@@ -113,13 +115,25 @@ def other(model: Any, more: Any) -> None:
     [
         (verl_forward.changes, {}, "patch_forward_with_backends"),
         (verl_forward.changes, {"patch_forward_with_backends": other}, "expected the parameters"),
-        (verl_forward.changes, {"patch_forward_with_backends": None}, "has no function patch_forward"),
+        (
+            verl_forward.changes,
+            {"patch_forward_with_backends": None},
+            "has no function patch_forward",
+        ),
         (verl_megatron.function_changes, {}, "linear_cross_entropy"),
-        (verl_megatron.function_changes, {"linear_cross_entropy": other}, "expected the parameters"),
+        (
+            verl_megatron.function_changes,
+            {"linear_cross_entropy": other},
+            "expected the parameters",
+        ),
         (verl_megatron.forward_changes, {}, "linear_cross_entropy"),
         (verl_megatron.forward_changes, {"linear_cross_entropy": other}, "expected the parameters"),
         (verl_megatron.engine_changes, {}, "MegatronEngine"),
-        (verl_megatron.engine_changes, {"MegatronEngine": other}, "has no function _maybe_enable_fused_kernels"),
+        (
+            verl_megatron.engine_changes,
+            {"MegatronEngine": other},
+            "has no function _maybe_enable_fused_kernels",
+        ),
         (
             verl_megatron.engine_changes,
             {"MegatronEngine": type("Engine", (), {"_maybe_enable_fused_kernels": property()})},
@@ -145,9 +159,13 @@ def test_what_is_not_as_we_know_it_is_left_alone(
 def test_an_unknown_forward_is_refused() -> None:
     """Whoever asks for ours must not get another head in silence."""
     with pytest.raises(LookupError, match="forward_with_torch_backend"):
-        verl_forward._forward(dataclasses.replace(verl_forward.DENSE, forward="self input_ids kwargs"))
+        verl_forward._forward(
+            dataclasses.replace(verl_forward.DENSE, forward="self input_ids kwargs")
+        )
     with pytest.raises(LookupError, match="CausalLMOutputWithPast has no log_probs"):
-        verl_forward._forward(dataclasses.replace(verl_forward.DENSE, output="CausalLMOutputWithPast"))
+        verl_forward._forward(
+            dataclasses.replace(verl_forward.DENSE, output="CausalLMOutputWithPast")
+        )
     model = tiny_models.model("qwen3")
     model.lm_head = torch.nn.Sequential(model.lm_head)
     with pytest.raises(TypeError, match="head"):
@@ -156,7 +174,8 @@ def test_an_unknown_forward_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "asked", [(True, "torch"), (True, "triton"), (True, "liger"), (False, "grpo_kernels"), (True, None)]
+    "asked",
+    [(True, "torch"), (True, "triton"), (True, "liger"), (False, "grpo_kernels"), (True, None)],
 )
 def test_verls_own_backends_are_verls(asked: tuple[bool, str | None]) -> None:
     module = verl_peer.monkey_patch()
@@ -191,15 +210,18 @@ def test_an_error_while_loading_is_told(monkeypatch: pytest.MonkeyPatch) -> None
     def broken() -> None:
         raise RuntimeError("broken")
 
-    monkeypatch.setattr("grpo_kernels.integrations.verl.patch_verl", broken)
-    monkeypatch.delitem(sys.modules, "grpo_kernels.integrations.verl_plugin", raising=False)
-    with pytest.warns(RuntimeWarning, match="could not be loaded.*broken"), pytest.raises(RuntimeError):
-        importlib.import_module("grpo_kernels.integrations.verl_plugin")
+    monkeypatch.setattr("grpo_kernels.verl.patch_verl", broken)
+    monkeypatch.delitem(sys.modules, "grpo_kernels.verl_plugin", raising=False)
+    with (
+        pytest.warns(RuntimeWarning, match="could not be loaded.*broken"),
+        pytest.raises(RuntimeError),
+    ):
+        importlib.import_module("grpo_kernels.verl_plugin")
 
 
 def test_it_loads_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "grpo_kernels.integrations.verl_plugin", raising=False)
+    monkeypatch.delitem(sys.modules, "grpo_kernels.verl_plugin", raising=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        importlib.import_module("grpo_kernels.integrations.verl_plugin")
+        importlib.import_module("grpo_kernels.verl_plugin")
     assert plugin._importer in sys.meta_path

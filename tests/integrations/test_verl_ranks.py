@@ -40,7 +40,9 @@ def patched(backend: str, kind: str = "Qwen3", **fields: Any) -> nn.Module:
     module = verl_peer.monkey_patch()
     torch.manual_seed(0)
     sees = kind.endswith("_vl")
-    model = (verl_peer.vision_model(kind) if sees else verl_peer.text_model(kind, **fields)).double()
+    model = (
+        verl_peer.vision_model(kind) if sees else verl_peer.text_model(kind, **fields)
+    ).double()
     module.patch_forward_with_backends(model, use_fused_kernels=True, fused_kernels_backend=backend)
     return model
 
@@ -57,7 +59,9 @@ def on_fsdp2(backend: str, kind: str = "Qwen3", **fields: Any) -> dict[str, floa
     model, sees = patched(backend, kind, **fields), kind.endswith("_vl")
     want = in_one_process(model, sees)
     mesh = init_device_mesh("cpu", (RANKS,))
-    verl_peer.verl_module("utils.fsdp_utils").apply_fsdp2(model, {"mesh": mesh, "reshard_after_forward": True}, {})
+    verl_peer.verl_module("utils.fsdp_utils").apply_fsdp2(
+        model, {"mesh": mesh, "reshard_after_forward": True}, {}
+    )
     assert isinstance(model.lm_head, FSDPModule) == (not fields.get("tie_word_embeddings"))
     for row in (2 * dist.get_rank(), 2 * dist.get_rank() + 1):
         loss_of(model, slice(row, row + 1), sees).backward()
@@ -69,17 +73,27 @@ def on_fsdp2(backend: str, kind: str = "Qwen3", **fields: Any) -> dict[str, floa
 def on_fsdp1(use_orig_params: bool) -> dict[str, float]:
     """verl's strategy ``fsdp``: layers and the root, whose flat parameter the head is in. By a step of SGD."""
     model = patched("grpo_kernels")
-    want, before = in_one_process(model), {name: x.detach().clone() for name, x in model.named_parameters()}
+    want, before = (
+        in_one_process(model),
+        {name: x.detach().clone() for name, x in model.named_parameters()},
+    )
     policy = verl_peer.verl_module("utils.fsdp_utils").get_fsdp_wrap_policy(model, {})
     mesh, device = init_device_mesh("cpu", (RANKS,)), torch.device("cpu")
     wrapped = FullyShardedDataParallel(
-        model, auto_wrap_policy=policy, device_mesh=mesh, device_id=device, use_orig_params=use_orig_params
+        model,
+        auto_wrap_policy=policy,
+        device_mesh=mesh,
+        device_id=device,
+        use_orig_params=use_orig_params,
     )
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=1.0)
     loss_of(wrapped, slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2), sees=False).backward()
     optimizer.step()
     with FullyShardedDataParallel.summon_full_params(wrapped):
-        after = {name.replace("_fsdp_wrapped_module.", ""): x.detach() for name, x in wrapped.named_parameters()}
+        after = {
+            name.replace("_fsdp_wrapped_module.", ""): x.detach()
+            for name, x in wrapped.named_parameters()
+        }
         return {name: relative(before[name] - after[name], want[name]) for name in want}
 
 
@@ -97,17 +111,26 @@ def everything(rank: int, world_size: int) -> dict[str, Any]:
         on_fsdp2("torch")
     except RuntimeError as error:
         found["verl text"] = str(error)
-    from tests.support import megatron_peer, megatron_recipes  # not above: it takes seconds, and only the ranks need it
+    from tests.support import (
+        megatron_peer,
+        megatron_recipes,
+    )  # not above: it takes seconds, and only the ranks need it
 
     found["steps"], found["ulysses"] = verl_engine.on_two_ranks(rank), verl_engine.on_ulysses()
     for context in (1, 2):
         megatron_peer.start(tensor=world_size // context, context=context)
-        for name, options in {"vanilla": {}, "gspo": {"mode": "gspo"}, "entropy": {"entropy_coeff": 0.01}}.items():
+        for name, options in {
+            "vanilla": {},
+            "gspo": {"mode": "gspo"},
+            "entropy": {"entropy_coeff": 0.01},
+        }.items():
             found[f"megatron rows {context} {name}"] = megatron_peer.rows(**options)
     megatron_peer.start(tensor=world_size)
     for sequence_parallel in (False, True):
         for tied in (False, True):
-            found[f"megatron {sequence_parallel} {tied}"] = megatron_peer.errors(sequence_parallel, tied)
+            found[f"megatron {sequence_parallel} {tied}"] = megatron_peer.errors(
+                sequence_parallel, tied
+            )
     found["recipes"] = {tensor: megatron_recipes.differences(tensor) for tensor in (1, world_size)}
     return found
 
@@ -128,7 +151,9 @@ def test_what_verl_makes_of_a_head_of_its_own(found: dict[str, Any]) -> None:
     """With FSDP2 and an untied head: the text models' forward cannot run, and the others lose the head's gradient."""
     assert "mixed torch.Tensor and DTensor" in found["verl text"]
     assert found["verl vision"].pop("lm_head.weight") > 0.5
-    assert max(found["verl vision"].values()) < 1e-5  # the other parameters'; its softmax is in float32
+    assert (
+        max(found["verl vision"].values()) < 1e-5
+    )  # the other parameters'; its softmax is in float32
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
@@ -145,7 +170,9 @@ def test_sequences_without_gradient_run_without_a_graph(found: dict[str, Any]) -
         for name, step in steps.items():
             assert max(step["gaps"]) < 2e-6, name  # of the last, micro-batches are dynamic
             assert max(step["losses"]) < 1e-7, name
-            assert step["head"] == pytest.approx([1, 1], abs=0.01), name  # fewer than 16 rows are padded to 16
+            assert step["head"] == pytest.approx([1, 1], abs=0.01), (
+                name
+            )  # fewer than 16 rows are padded to 16
             assert step["trunk"] == pytest.approx(step["expected trunk"]), name
             assert step["trunk"] < 0.7, name
 
@@ -156,9 +183,13 @@ def test_ulysses(found: dict[str, Any], name: str, nvh: float) -> None:
     assert nvh <= found["ulysses"][name]["nvh"] < nvh + 0.15  # as above, on each rank
 
 
-@pytest.mark.parametrize(("name", "row", "live"), [("vanilla", 2, 4), ("gspo", 2, 6), ("entropy", 6, 0)])
+@pytest.mark.parametrize(
+    ("name", "row", "live"), [("vanilla", 2, 4), ("gspo", 2, 6), ("entropy", 6, 0)]
+)
 @pytest.mark.parametrize("context", [1, 2])
-def test_rows_of_megatron(found: dict[str, Any], context: int, name: str, row: int, live: int) -> None:
+def test_rows_of_megatron(
+    found: dict[str, Any], context: int, name: str, row: int, live: int
+) -> None:
     """Divided by context, the rows lie where verl's own preprocessing puts them; else the vocabulary is divided."""
     step = dict(found[f"megatron rows {context} {name}"])
     nvh, share = step.pop("nvh"), step.pop("share")

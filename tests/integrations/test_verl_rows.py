@@ -16,7 +16,7 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("verl")
 
-from grpo_kernels.integrations.verl import losses
+from grpo_kernels.verl import losses
 from tests.support import verl_engine
 from tests.support.verl_engine import HIDDEN, OURS, SCORE, VOCAB, Step, config, gap, ppo_loss, run
 from tests.support.verl_peer import verl_module
@@ -62,7 +62,9 @@ def both(data: Any, loss: Any, **flags: Any) -> tuple[Step, Step]:
     assert ours.loss == pytest.approx(unfused.loss, abs=3e-7)
     assert gap(ours, unfused) < 2e-6
     reduce = verl_module("utils.metric").reduce_metrics
-    want, got = ({name: float(x) for name, x in reduce(dict(step.metrics)).items()} for step in steps)
+    want, got = (
+        {name: float(x) for name, x in reduce(dict(step.metrics)).items()} for step in steps
+    )
     assert got == pytest.approx(want, rel=1e-4, abs=1e-6)
     return unfused, ours
 
@@ -100,8 +102,14 @@ SCENES = {
     "entropy, seq-mean": Scene({"entropy_coeff": 0.01, **SEQ_MEAN}, {}, ENTROPY, "6"),
     "all tokens live": Scene(batch={"dead": 0}, products="6"),
     # losses that read all tokens first: the rows that count, and those with a gradient again in the backward
-    "gspo": Scene({"mode": "gspo", "clip_ratio_low": 0.03, "clip_ratio_high": 0.04, **SEQ_MEAN}, products="2 + 6s"),
-    **{mode: Scene({"mode": mode}, products="2 + 6s") for mode in ("geo_mean", "clip_cov", "kl_cov")},
+    "gspo": Scene(
+        {"mode": "gspo", "clip_ratio_low": 0.03, "clip_ratio_high": 0.04, **SEQ_MEAN},
+        products="2 + 6s",
+    ),
+    **{
+        mode: Scene({"mode": mode}, products="2 + 6s")
+        for mode in ("geo_mean", "clip_cov", "kl_cov")
+    },
     **{
         f"bypass, {name} {value}": Scene(
             {"mode": "bypass_mode", "correction": {**BYPASS, name: value}}, products="2 + 6s"
@@ -112,7 +120,9 @@ SCENES = {
     "micro-batches, jagged": Scene(flags={"micro": 4}, jagged=True),
     "dynamic": Scene(flags={"use_dynamic_bsz": True}),
     "padded inputs": Scene(flags=PADDED, padded=True),
-    "padded inputs, micro-batches, jagged": Scene(flags={**PADDED, "micro": 2}, padded=True, jagged=True),
+    "padded inputs, micro-batches, jagged": Scene(
+        flags={**PADDED, "micro": 2}, padded=True, jagged=True
+    ),
     "padded rows": Scene(flags={"prepare": padded_rows}, padded=True),
 }
 
@@ -162,9 +172,14 @@ def test_lora() -> None:
 def test_compute_log_prob(tools: bool) -> None:
     """verl's log-probabilities of old and reference policy: one product of the rows that count."""
     data = batch(tools=tools).exclude("old_log_probs", "advantages")
-    unfused, ours = (run(options, data, None, forward_only=True, **ENTROPY) for options in (None, OURS))
+    unfused, ours = (
+        run(options, data, None, forward_only=True, **ENTROPY) for options in (None, OURS)
+    )
     assert nvh(ours, data) == 2 < nvh(unfused, data)
-    mask, padded = data["response_mask"] != 0, verl_module("workers.utils.padding").no_padding_2_padding
+    mask, padded = (
+        data["response_mask"] != 0,
+        verl_module("workers.utils.padding").no_padding_2_padding,
+    )
     for name, x in ours.model_output.items():
         got, want = padded(x, data), padded(unfused.model_output[name], data)
         torch.testing.assert_close(got[mask], want[mask], rtol=1e-5, atol=2e-6)
@@ -194,24 +209,34 @@ def test_what_another_may_read_is_computed() -> None:
 
     tokens = data["input_ids"].values().numel() / int(data["response_mask"].sum())
     assert nvh(both(data, functools.partial(prompts_too))[1], data) == pytest.approx(8 * tokens)
-    got, want = (step.model_output["log_probs"].values() for step in both(data, theirs, return_model_output=True))
+    got, want = (
+        step.model_output["log_probs"].values()
+        for step in both(data, theirs, return_model_output=True)
+    )
     torch.testing.assert_close(got, want, rtol=1e-5, atol=2e-6)
 
 
 def test_a_wrong_expectation_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """It costs time alone; with `zero_advantage=score` the guard says so."""
-    monkeypatch.setitem(losses.MODES, "dro", losses.MODES["vanilla"])  # but it has a gradient without an advantage
+    monkeypatch.setitem(
+        losses.MODES, "dro", losses.MODES["vanilla"]
+    )  # but it has a gradient without an advantage
     data, loss = batch(), ppo_loss(config("dro"))
     unfused, ours = both(data, loss, micro=2)
     assert nvh(ours, data) > 6
-    with pytest.warns(RuntimeWarning, match="zero_advantage: expected no gradient where all advantages are 0"):
+    with pytest.warns(
+        RuntimeWarning, match="zero_advantage: expected no gradient where all advantages are 0"
+    ):
         score = run(SCORE, data, loss, micro=2)
     assert gap(score, unfused) < 2e-6
 
 
 def test_verls_own_heads_are_left_alone() -> None:
     data = batch()
-    steps = [run(options, data, ppo_loss(config()), strategy=None) for options in (None, {"impl_backend": "torch"})]
+    steps = [
+        run(options, data, ppo_loss(config()), strategy=None)
+        for options in (None, {"impl_backend": "torch"})
+    ]
     assert gap(steps[1], steps[0]) < 2e-6
     assert nvh(steps[1], data) > nvh(steps[0], data)
 
@@ -229,29 +254,41 @@ def test_verls_own_heads_are_left_alone() -> None:
     ],
     ids=str,
 )
-def test_zero_advantage_is_refused(options: dict[str, Any] | None, flags: dict[str, Any], reason: str) -> None:
+def test_zero_advantage_is_refused(
+    options: dict[str, Any] | None, flags: dict[str, Any], reason: str
+) -> None:
     loss = (lambda **_: None) if options is None else ppo_loss(config(**options))
-    with pytest.raises(ValueError, match=rf"zero_advantage: expected 'train' .*{reason}.*, got 'score'"):
+    with pytest.raises(
+        ValueError, match=rf"zero_advantage: expected 'train' .*{reason}.*, got 'score'"
+    ):
         run(SCORE, batch(), loss, **flags)
 
 
 def test_names_and_values_of_zero_advantage() -> None:
     data, loss = batch(), ppo_loss(config())
-    with pytest.raises(ValueError, match="zero_advantage: expected one of 'train', 'score', got 'skip'"):
+    with pytest.raises(
+        ValueError, match="zero_advantage: expected one of 'train', 'score', got 'skip'"
+    ):
         run(OURS | {"zero_advantage": "skip"}, data, loss)
-    with pytest.raises(ValueError, match="expected impl_backend and zero_advantage, got zero_advantages"):
+    with pytest.raises(
+        ValueError, match="expected impl_backend and zero_advantage, got zero_advantages"
+    ):
         run(OURS | {"zero_advantages": "score"}, data, loss)
     train = run(OURS | {"zero_advantage": "train"}, data, loss, micro=2)
     assert train.products.all == run(OURS, data, loss, micro=2).products.all
     assert run(SCORE, data, None, forward_only=True).model_output["log_probs"].values().any()
 
 
-@pytest.mark.parametrize(("dead", "mode"), [("half", "gspo"), ("half", "cispo"), ("all", "gspo"), ("none", "cispo")])
+@pytest.mark.parametrize(
+    ("dead", "mode"), [("half", "gspo"), ("half", "cispo"), ("all", "gspo"), ("none", "cispo")]
+)
 def test_the_gradient_stays_with_zero_advantage(dead: str, mode: str) -> None:
     """Also where no sequence has a gradient, or all have: then nothing is saved but what the head saves."""
     silent: Any = {"half": torch.arange(8) % 2 == 0, "all": 8, "none": 0}[dead]
     data, loss = verl_engine.batch(dead=silent), ppo_loss(config(mode, **SEQ_MEAN))
-    unfused, ours, score = (run(options, data, loss, micro=2, layers=2) for options in (None, OURS, SCORE))
+    unfused, ours, score = (
+        run(options, data, loss, micro=2, layers=2) for options in (None, OURS, SCORE)
+    )
     assert score.loss == pytest.approx(unfused.loss, abs=1e-6)  # of up to 5, in fp32
     if dead != "all":
         assert gap(score, unfused) < 2e-6
@@ -266,7 +303,11 @@ def test_the_gradient_stays_with_zero_advantage(dead: str, mode: str) -> None:
 
 def test_weights_of_0_count_as_no_advantage() -> None:
     data = batch(dead=0).clone()
-    data["rollout_is_weights"] = (torch.arange(8) % 2).float()[:, None].expand(8, verl_engine.RESPONSE).contiguous()
-    unfused, ours, score = (run(x, data, ppo_loss(config()), micro=2, layers=2) for x in (None, OURS, SCORE))
+    data["rollout_is_weights"] = (
+        (torch.arange(8) % 2).float()[:, None].expand(8, verl_engine.RESPONSE).contiguous()
+    )
+    unfused, ours, score = (
+        run(x, data, ppo_loss(config()), micro=2, layers=2) for x in (None, OURS, SCORE)
+    )
     assert gap(score, unfused) < 2e-6
     assert score.products.all < 0.75 * ours.products.all

@@ -20,7 +20,10 @@ SWITCH = "vllm_importance_sampling_correction"
 
 
 UNUSED = {"output_dir": "unused", "bf16": False, "use_cpu": True, "report_to": "none"}
-MODULES = {"DistillationConfig": "trl.trainer.distillation_config", "GMPOConfig": "trl.experimental.gmpo"}
+MODULES = {
+    "DistillationConfig": "trl.trainer.distillation_config",
+    "GMPOConfig": "trl.experimental.gmpo",
+}
 
 
 def trl_config(name: str = "GRPOConfig", **options: object) -> Any:
@@ -40,13 +43,23 @@ OF_THE_TRAINER = """
     log_unique_prompts log_completions_hub_repo use_transformers_continuous_batching
     transformers_continuous_batching_config use_transformers_paged
 """
-OF_ADAPTIVE_ENTROPY = {"entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"}
+OF_ADAPTIVE_ENTROPY = {
+    "entropy_coef_min",
+    "entropy_coef_max",
+    "entropy_coef_delta",
+    "entropy_target",
+}
 
 
 def test_every_field_of_trls_is_taken_refused_or_not_of_the_loss() -> None:
     """A field that a later TRL adds fails here until somebody has said which it is."""
     theirs = trl_config()
-    inherited = {x.name for base in type(theirs).__mro__[1:] if dataclasses.is_dataclass(base) for x in fields(base)}
+    inherited = {
+        x.name
+        for base in type(theirs).__mro__[1:]
+        if dataclasses.is_dataclass(base)
+        for x in fields(base)
+    }
     found = {x.name for x in fields(theirs)} - inherited
     taken = ({x.name for x in fields(LossConfig)} & found) | {"vllm_importance_sampling_cap"}
     groups = (taken, {*REFUSED}, OF_ADAPTIVE_ENTROPY, {*OF_THE_TRAINER.split()})
@@ -59,20 +72,26 @@ def test_every_field_of_trls_is_taken_refused_or_not_of_the_loss() -> None:
 def test_from_trl_refuses_what_it_cannot_hold(name: str) -> None:
     value = 0.1 if name == "router_aux_loss_coef" else True
     given = trl_config(**{name: value})
-    with pytest.raises(ValueError, match=rf"^{name}: expected (False|None), .* got {value}; .* in a copy"):
+    with pytest.raises(
+        ValueError, match=rf"^{name}: expected (False|None), .* got {value}; .* in a copy"
+    ):
         LossConfig.from_trl(given)
     assert config_of_trainer(given) == LossConfig()  # of a trainer that does it itself
 
 
 @pytest.mark.parametrize("name", ["RLOOConfig", "DPOConfig", "SFTConfig", "DistillationConfig"])
 def test_from_trl_refuses_the_arguments_of_another_loss(name: str) -> None:
-    with pytest.raises(TypeError, match=rf"^args: expected a trl\.GRPOConfig or its like, got {name}, of a trainer"):
+    with pytest.raises(
+        TypeError, match=rf"^args: expected a trl\.GRPOConfig or its like, got {name}, of a trainer"
+    ):
         LossConfig.from_trl(trl_config(name))
 
 
 def test_a_subclass_of_grpos_arguments_has_its_own_loss() -> None:
     theirs = trl_config("GMPOConfig")
-    with pytest.raises(TypeError, match=r"got GMPOConfig, .*; its loss, if it is meant: from_trl\(args, loss_type="):
+    with pytest.raises(
+        TypeError, match=r"got GMPOConfig, .*; its loss, if it is meant: from_trl\(args, loss_type="
+    ):
         LossConfig.from_trl(theirs)
     assert LossConfig.from_trl(theirs, loss_type="gmpo").loss_type == "gmpo"
 
@@ -102,7 +121,9 @@ def test_from_trl_takes_every_field_over() -> None:
     }  # fmt: skip
     theirs = {f.name for f in fields(trl_config())}
     assert set(options) == {f.name for f in fields(LossConfig)} & theirs - {SWITCH}
-    assert LossConfig.from_trl(trl_config(**options), kl_estimator="k1") == LossConfig(**options, kl_estimator="k1")
+    assert LossConfig.from_trl(trl_config(**options), kl_estimator="k1") == LossConfig(
+        **options, kl_estimator="k1"
+    )
 
 
 def test_from_trl_names_an_unknown_loss() -> None:
@@ -110,9 +131,13 @@ def test_from_trl_names_an_unknown_loss() -> None:
         LossConfig.from_trl(trl_config(loss_type="later"))
 
 
-@pytest.mark.parametrize("args", [None, "grpo", {"beta": 0.04}, {}, 3, object()], ids=lambda x: type(x).__name__)
+@pytest.mark.parametrize(
+    "args", [None, "grpo", {"beta": 0.04}, {}, 3, object()], ids=lambda x: type(x).__name__
+)
 def test_from_trl_refuses_what_has_no_fields(args: object) -> None:
-    with pytest.raises(TypeError, match=f"^args: expected a trl.GRPOConfig or its like, got {type(args).__name__}"):
+    with pytest.raises(
+        TypeError, match=f"^args: expected a trl.GRPOConfig or its like, got {type(args).__name__}"
+    ):
         LossConfig.from_trl(args)
 
 
@@ -131,7 +156,16 @@ def test_it_is_frozen_and_the_module_takes_its_fields() -> None:
     assert GRPOLoss(presets.DAPO, epsilon_high=0.3).config.epsilon_high == 0.3
     with pytest.raises(TypeError, match="epsilom"):
         GRPOLoss(epsilom=0.1)
-    assert {*LOSSES} >= {"grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"}  # TRL's
+    assert {*LOSSES} >= {
+        "grpo",
+        "bnpo",
+        "dr_grpo",
+        "dapo",
+        "cispo",
+        "sapo",
+        "luspo",
+        "vespo",
+    }  # TRL's
 
 
 def test_numpy_numbers_are_numbers() -> None:

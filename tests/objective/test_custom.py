@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from grpo_kernels import GRPOLoss, Run, TokenInputs, grpo_loss, token_level
-from grpo_kernels.integrations.liger import LigerFusedLinearGRPOLoss
+from grpo_kernels.liger import LigerFusedLinearGRPOLoss
 from tests.support.flat import flat
 from tests.support.small_batch import small_batch
 
@@ -21,7 +21,9 @@ class Scaled:
 
 
 def training_batch(b: int = 4, t: int = 6) -> dict[str, Any]:
-    given = small_batch(b, t, completion_mask=torch.ones(b, t, dtype=torch.bool), trains=("hidden", "weight"))
+    given = small_batch(
+        b, t, completion_mask=torch.ones(b, t, dtype=torch.bool), trains=("hidden", "weight")
+    )
     return given | {"head": given.pop("weight")}
 
 
@@ -31,7 +33,9 @@ def test_a_method_and_no_gradient() -> None:
     want = grpo_loss(**inputs, objective=Scaled().loss)
     for mode in (torch.no_grad(), torch.inference_mode()):
         with mode:
-            torch.testing.assert_close(grpo_loss(**inputs, objective=Scaled().loss).loss, want.loss.detach())
+            torch.testing.assert_close(
+                grpo_loss(**inputs, objective=Scaled().loss).loss, want.loss.detach()
+            )
     declared = grpo_loss(**inputs, objective=token_level(Scaled().loss))
     assert (want.engine, declared.engine) == ("two_pass", "one_pass")
     assert not hasattr(Scaled.loss, "token_level")  # the user's own function is left as it was
@@ -48,9 +52,13 @@ def test_a_parameter_of_its_own_is_refused() -> None:
         token_level(lambda tokens: tokens.logps * scale.exp()),
     ]
     for function in functions:
-        with pytest.raises(ValueError, match=r"objective: expected no tensor that trains but tokens\.logps"):
+        with pytest.raises(
+            ValueError, match=r"objective: expected no tensor that trains but tokens\.logps"
+        ):
             flat(grpo_loss)(**inputs, objective=function)
-    flat(grpo_loss)(**inputs, objective=lambda tokens: -scale.detach() * tokens.advantages * tokens.logps)
+    flat(grpo_loss)(
+        **inputs, objective=lambda tokens: -scale.detach() * tokens.advantages * tokens.logps
+    )
 
 
 @pytest.mark.parametrize("lengths", [(6, 6, 6, 6), (5, 6, 13)], ids=["padded", "packed"])
@@ -64,12 +72,18 @@ def test_tokens_know_their_place(lengths: tuple[int, ...]) -> None:
     if is_packed:
         flat_names = ("hidden", "completion_ids", "advantages")
         inputs |= {name: inputs[name].flatten(0, 1).detach() for name in flat_names}
-        inputs |= {"completion_mask": mask.flatten(), "cu_seqlens": torch.tensor([0, *lengths]).cumsum(0)}
+        inputs |= {
+            "completion_mask": mask.flatten(),
+            "cu_seqlens": torch.tensor([0, *lengths]).cumsum(0),
+        }
         inputs["hidden"].requires_grad_()
 
     def results(objective: Any) -> list[torch.Tensor]:
         out = grpo_loss(**inputs, objective=objective)
-        return [out.loss.detach(), *torch.autograd.grad(out.loss, (inputs["hidden"], inputs["head"]))]
+        return [
+            out.loss.detach(),
+            *torch.autograd.grad(out.loss, (inputs["hidden"], inputs["head"])),
+        ]
 
     def by_place(tokens: TokenInputs) -> torch.Tensor:
         return -of_sequence[tokens.sequence] * of_column[tokens.position] * tokens.logps
@@ -87,7 +101,10 @@ def test_tokens_know_their_place(lengths: tuple[int, ...]) -> None:
 def test_a_token_level_function_is_told_what_it_gets() -> None:
     inputs = training_batch()
     bonus = torch.arange(float(inputs["completion_mask"].shape[1]))
-    with pytest.raises(ValueError, match=r"objective: expected a function of .* tokens, .*\(T,\)\[tokens.position\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"objective: expected a function of .* tokens, .*\(T,\)\[tokens.position\]",
+    ):
         grpo_loss(**inputs, objective=token_level(lambda tokens: -tokens.logps * bonus))
 
 
@@ -99,7 +116,9 @@ def test_a_token_level_function_is_told_what_it_gets() -> None:
     ],
 )  # fmt: skip
 def test_fields_that_it_replaces_are_refused(name: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=f"{name}: expected .* beside an objective, .*, got {value!r}"):
+    with pytest.raises(
+        ValueError, match=f"{name}: expected .* beside an objective, .*, got {value!r}"
+    ):
         GRPOLoss(objective=Scaled().loss, **{name: value})
 
 
@@ -107,7 +126,9 @@ def coupled_by_mean(tokens: TokenInputs) -> torch.Tensor:
     return -tokens.advantages * (tokens.logps - tokens.logps.mean())
 
 
-def coupled_by_gradient(tokens: TokenInputs) -> torch.Tensor:  # whose value is 0 on-policy, coupled or not
+def coupled_by_gradient(
+    tokens: TokenInputs,
+) -> torch.Tensor:  # whose value is 0 on-policy, coupled or not
     ratio = torch.exp(tokens.logps - tokens.old_per_token_logps)
     return -tokens.advantages * (ratio / ratio.mean())
 
@@ -141,7 +162,9 @@ def test_a_token_level_function_that_couples_tokens_is_refused(function: Any, to
     if tokens < 24:
         inputs["advantages"] = inputs["advantages"][:, None] * (1.0 + torch.arange(6))
     for _ in range(2):  # not only once
-        with pytest.raises(ValueError, match=f"^objective: .* as '{function.__name__}' is declared token_level"):
+        with pytest.raises(
+            ValueError, match=f"^objective: .* as '{function.__name__}' is declared token_level"
+        ):
             grpo_loss(**inputs, objective=token_level(function))
 
 
@@ -156,7 +179,10 @@ def test_declarations_are_verified_once_for_each_kind_of_call() -> None:
     inputs = training_batch()
     plain = 2  # a chunk's coefficients, and the loss
     old = torch.full((4, 6), -2.0)
-    few = {**inputs, "completion_mask": torch.eye(4, 6)[:, :6] * torch.tensor([1.0, 0, 0, 0])[:, None]}
+    few = {
+        **inputs,
+        "completion_mask": torch.eye(4, 6)[:, :6] * torch.tensor([1.0, 0, 0, 0])[:, None],
+    }
     for given, evaluations in (
         ({**few}, plain),  # one token: nothing to be told
         ({**inputs, "advantages": torch.zeros(4)}, plain + 3),  # nor by gradients of 0
@@ -176,7 +202,10 @@ def test_declarations_are_verified_once_for_each_kind_of_call() -> None:
 
 def test_a_believed_function_is_not_verified_nor_one_without_gradient() -> None:
     inputs = training_batch()
-    assert grpo_loss(**inputs, objective=token_level(coupled_by_mean, verify=False)).engine == "one_pass"
+    assert (
+        grpo_loss(**inputs, objective=token_level(coupled_by_mean, verify=False)).engine
+        == "one_pass"
+    )
     with torch.inference_mode():
         assert grpo_loss(**inputs, objective=token_level(coupled_by_mean)).engine == "score"
 
@@ -184,10 +213,26 @@ def test_a_believed_function_is_not_verified_nor_one_without_gradient() -> None:
 @pytest.mark.parametrize(
     ("error", "message", "make"),
     [
-        (TypeError, "objective: expected a function of TokenInputs, got int", lambda: token_level(3)),
-        (TypeError, "verify: expected a bool, got 1", lambda: token_level(coupled_by_mean, verify=1)),
-        (TypeError, "objective: expected a function of TokenInputs, got int", lambda: GRPOLoss(objective=3)),
-        (ValueError, "beta: expected 0.0 beside", lambda: GRPOLoss(objective=coupled_by_mean, beta=0.1)),
+        (
+            TypeError,
+            "objective: expected a function of TokenInputs, got int",
+            lambda: token_level(3),
+        ),
+        (
+            TypeError,
+            "verify: expected a bool, got 1",
+            lambda: token_level(coupled_by_mean, verify=1),
+        ),
+        (
+            TypeError,
+            "objective: expected a function of TokenInputs, got int",
+            lambda: GRPOLoss(objective=3),
+        ),
+        (
+            ValueError,
+            "beta: expected 0.0 beside",
+            lambda: GRPOLoss(objective=coupled_by_mean, beta=0.1),
+        ),
         *(
             (ValueError, message, lambda make=make, option=option: make(**option))
             for make in (lambda **options: GRPOLoss(run=Run(**options)), LigerFusedLinearGRPOLoss)

@@ -26,14 +26,21 @@ def case_of(loss_type: str, level: str, **changes: Any) -> Case:
         options |= {"off_policy_mask_threshold": None, "ratio": None}
     if loss_type in CLIPPED:
         options["delta"] = 1.5
-    return make_case(f"given/{loss_type}/{level}", loss_type=loss_type, importance_sampling_level=level, **options)
+    return make_case(
+        f"given/{loss_type}/{level}",
+        loss_type=loss_type,
+        importance_sampling_level=level,
+        **options,
+    )
 
 
 def by_two_steps(case: Case, *, is_packed: bool = False) -> tuple[Any, dict[str, Tensor | None]]:
     """Scored by `linear_logprob`, then the loss on that; with the gradients of the head's tensors."""
     given = arguments(case)
     call = packed(case, given)[0] if is_packed else dict(given)
-    hidden, weight, ids, _, _ = (call.pop(x) for x in ("hidden", "weight", "completion_ids", "bias", "reference"))
+    hidden, weight, ids, _, _ = (
+        call.pop(x) for x in ("hidden", "weight", "completion_ids", "bias", "reference")
+    )
     scores = linear_logprob(hidden, weight, ids, mask=call["completion_mask"])
     out = policy_loss_from_logps(scores.logps, scores.entropies, **call, config=config_of(case))
     out.loss.backward()
@@ -69,7 +76,9 @@ def test_packed_is_padded() -> None:
 
 def test_dtypes_masked_positions_and_a_second_derivative() -> None:
     """16-bit log-probabilities give the loss in fp32 and get their gradient in 16 bits; what is masked is not read."""
-    logps, entropies = (torch.tensor([[x, torch.nan]], dtype=torch.bfloat16).requires_grad_() for x in (-1.5, 2.0))
+    logps, entropies = (
+        torch.tensor([[x, torch.nan]], dtype=torch.bfloat16).requires_grad_() for x in (-1.5, 2.0)
+    )
     mask = torch.tensor([[1, 0]])
     config = LossConfig(entropy_coef=0.5)
     out = policy_loss_from_logps(logps, entropies, mask, torch.tensor([2.0]), config=config)
@@ -91,7 +100,10 @@ def test_dtypes_masked_positions_and_a_second_derivative() -> None:
         ({"logps": torch.zeros(2, 3, dtype=torch.long)}, "logps: expected a floating-point tensor"),
         ({"entropies": None}, "entropies: expected a tensor, got NoneType"),
         ({"entropies": torch.zeros(2, 2)}, "entropies: expected shape"),
-        ({"config": LossConfig(beta=0.1)}, "ref_per_token_logps: expected a tensor since beta = 0.1"),
+        (
+            {"config": LossConfig(beta=0.1)},
+            "ref_per_token_logps: expected a tensor since beta = 0.1",
+        ),
         ({"config": 3}, "config: expected a LossConfig"),
         ({"advantages": torch.zeros(3)}, "advantages: expected shape"),
         ({"completion_mask": torch.ones(2)}, "completion_mask: expected shape"),
@@ -102,7 +114,12 @@ def test_dtypes_masked_positions_and_a_second_derivative() -> None:
 )
 def test_wrong_arguments(changes: dict[str, Any], message: str) -> None:
     zeros = torch.zeros(2, 3)
-    good = {"logps": zeros, "entropies": zeros, "completion_mask": torch.ones(2, 3), "advantages": torch.zeros(2)}
+    good = {
+        "logps": zeros,
+        "entropies": zeros,
+        "completion_mask": torch.ones(2, 3),
+        "advantages": torch.zeros(2),
+    }
     policy_loss_from_logps(**good)
     with pytest.raises((TypeError, ValueError), match=message):
         policy_loss_from_logps(**{**good, **changes})

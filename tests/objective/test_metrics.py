@@ -10,7 +10,10 @@ from grpo_kernels.objective.losses import LOSSES
 from tests.support.flat import flat
 from tests.support.small_batch import small_batch
 
-MERGED = [*((x, None) for x in LOSSES), *((x.name, 17) for x in LOSSES.values() if x.normaliser == "num_items")]
+MERGED = [
+    *((x, None) for x in LOSSES),
+    *((x.name, 17) for x in LOSSES.values() if x.normaliser == "num_items"),
+]
 
 
 @pytest.mark.parametrize(("loss_type", "items"), MERGED)
@@ -34,7 +37,13 @@ def test_metrics_of_micro_batches_merge(loss_type: str, items: int | None) -> No
     merged = Metrics.merge([first, Metrics.merge(rest)])
     assert list(merged) == list(whole)
     torch.testing.assert_close(dict(merged), dict(whole))
-    assert torch.stack([first["policy_loss"], rest[0]["policy_loss"]]).sub(whole["policy_loss"]).abs().min() > 1e-3
+    assert (
+        torch.stack([first["policy_loss"], rest[0]["policy_loss"]])
+        .sub(whole["policy_loss"])
+        .abs()
+        .min()
+        > 1e-3
+    )
     for name, pair in merged.pairs.items():
         torch.testing.assert_close(pair, whole.pairs[name])
 
@@ -42,7 +51,9 @@ def test_metrics_of_micro_batches_merge(loss_type: str, items: int | None) -> No
 def test_metrics_of_different_losses_do_not_merge() -> None:
     inputs = small_batch()
     inputs["num_items_in_batch"] = 10
-    dapo, bnpo = (flat(grpo_loss)(**inputs, config=LossConfig(loss_type=x)).metrics for x in ("dapo", "bnpo"))
+    dapo, bnpo = (
+        flat(grpo_loss)(**inputs, config=LossConfig(loss_type=x)).metrics for x in ("dapo", "bnpo")
+    )
     for parts in ([dapo, bnpo], []):
         with pytest.raises(ValueError, match=r"^parts: expected the metrics of one loss"):
             Metrics.merge(parts)
@@ -54,7 +65,11 @@ def test_metrics_are_a_mapping_that_knows_near_names() -> None:
     inputs = small_batch()
     inputs["old_per_token_logps"] = -torch.ones(inputs["completion_ids"].shape)
     metrics = flat(grpo_loss)(**inputs).metrics
-    for asked, near in {"clip_ratio": "clip_ratio/low_mean", "entropies": "entropy", "kl": "policy_loss"}.items():
+    for asked, near in {
+        "clip_ratio": "clip_ratio/low_mean",
+        "entropies": "entropy",
+        "kl": "policy_loss",
+    }.items():
         with pytest.raises(KeyError, match=rf"metrics: expected one of .*{near}.*; got '{asked}'"):
             metrics[asked]
         assert asked not in metrics

@@ -35,7 +35,11 @@ def test_scores_of_topr_are_by_position() -> None:
     rows = {name: x.flatten() for name, x in arguments(given).items()}
     zeros, bounds = torch.zeros(B * T, dtype=FLOAT), torch.arange(0, B * T + 1, T)
     out = policy_loss_from_logps(
-        given["logps"].flatten(), zeros, **rows, objective=objectives.topr(given["scores"].flatten()), cu_seqlens=bounds
+        given["logps"].flatten(),
+        zeros,
+        **rows,
+        objective=objectives.topr(given["scores"].flatten()),
+        cu_seqlens=bounds,
     )
     torch.testing.assert_close(out.loss, wanted[0])
 
@@ -56,7 +60,9 @@ def sequence_weight(x: Given) -> Tensor:
 
 
 def opsm_keep(x: Given, delta: float = 1e-4) -> Tensor:
-    moved = torch.where(x["mask"], x["sampling"] - x["logps"], 0.0).sum(dim=1) / x["mask"].sum(dim=1).clamp(min=1)
+    moved = torch.where(x["mask"], x["sampling"] - x["logps"], 0.0).sum(dim=1) / x["mask"].sum(
+        dim=1
+    ).clamp(min=1)
     return ~((x["advantages"] < 0) & (moved[:, None] > delta))
 
 
@@ -78,7 +84,10 @@ def test_presets_are_the_sources(name: str) -> None:
         found = ours(given, config=getattr(presets, name))
         agree(found, with_gradient(lambda x: mean_of(formula, x, mode), given))
         plain = with_gradient(lambda x: mean_of(ppo, x, mode), given)[1] != 0
-        kept, dropped = kept + int((found[1] != 0).sum()), dropped + int((plain & (found[1] == 0)).sum())
+        kept, dropped = (
+            kept + int((found[1] != 0).sum()),
+            dropped + int((plain & (found[1] == 0)).sum()),
+        )
     assert kept > 0
     assert (dropped > 0) == (name != "TIS")
 
@@ -96,7 +105,9 @@ def test_m2po_drops_the_largest_until_the_mean_is_below(threshold: float) -> Non
     for seed in range(5):
         given = off_policy(seed)
         mask, old, sampling = given["mask"], given["old"], given["sampling"]
-        found = objectives.m2po_mask(*(x.masked_fill(~mask, torch.nan) for x in (old, sampling)), mask, threshold)
+        found = objectives.m2po_mask(
+            *(x.masked_fill(~mask, torch.nan) for x in (old, sampling)), mask, threshold
+        )
         squares = (old - sampling).nan_to_num(nan=0.0)[mask].square()
         dropped = largest_dropped(squares.tolist(), threshold)
         assert not (found & ~mask).any()
@@ -107,7 +118,9 @@ def test_m2po_drops_the_largest_until_the_mean_is_below(threshold: float) -> Non
         if threshold == 0.04:
             assert 0 < dropped < len(squares) - 1
     assert not objectives.m2po_mask(old, sampling, torch.zeros(B, T)).any()
-    packed = objectives.m2po_mask(old.flatten(), sampling.flatten(), mask.flatten().long(), threshold)
+    packed = objectives.m2po_mask(
+        old.flatten(), sampling.flatten(), mask.flatten().long(), threshold
+    )
     assert torch.equal(packed.view(B, T), found)
 
 
@@ -124,15 +137,26 @@ def test_m2po_checks_its_arguments() -> None:
     zeros = torch.zeros(2, 3)
     with pytest.raises(ValueError, match=r"threshold: .* > 0, got 0"):
         objectives.m2po_mask(zeros, zeros, zeros, threshold=0)
-    with pytest.raises(ValueError, match=r"old_per_token_logps: expected shape .* = \(2, 3\), got \(2, 2\)"):
+    with pytest.raises(
+        ValueError, match=r"old_per_token_logps: expected shape .* = \(2, 3\), got \(2, 2\)"
+    ):
         objectives.m2po_mask(zeros[:, :2], zeros, zeros)
 
 
 def test_ratios_that_overflow_on_a_branch_not_taken() -> None:
     """e^99 in float32, beyond the bound or capped; a sampler's probability of 0."""
     logps = torch.full((1, 3), -1.0)
-    given = {"logps": logps, "advantages": torch.ones(1, 3), "mask": torch.ones(1, 3, dtype=torch.bool)}
+    given = {
+        "logps": logps,
+        "advantages": torch.ones(1, 3),
+        "mask": torch.ones(1, 3, dtype=torch.bool),
+    }
     given["sampling"] = torch.tensor([[-100.0, -math.inf, -1.0]])
-    for objective in (objectives.ipo(), objectives.icepop(), objectives.rollout_is(), objectives.kpop(kl_tau=0.0)):
+    for objective in (
+        objectives.ipo(),
+        objectives.icepop(),
+        objectives.rollout_is(),
+        objectives.kpop(kl_tau=0.0),
+    ):
         _, gradient = ours(given, objective=objective)
         torch.testing.assert_close(gradient, torch.tensor([0.0, 0.0, -1 / 3]))

@@ -58,9 +58,17 @@ ADDED = (  # file, the beginning of a list, its end, what comes before that end
 # Tests that go through all losses in one loop: through the new ones only.
 NARROWED = (
     ("tests/support/random_cases.py", "choice(tuple(TERMS)", ")", "[-2:]"),
-    ("tests/parallel/test_sequence_parallel.py", "import arguments, config_of", "\n", "\nLOSSES = LOSSES[-4:]"),
+    (
+        "tests/parallel/test_sequence_parallel.py",
+        "import arguments, config_of",
+        "\n",
+        "\nLOSSES = LOSSES[-4:]",
+    ),
 )
-SUITES = [f"tests/{x}" for x in ("call", "engine", "head", "objective", "parallel", "token_loss", "backends")]
+SUITES = [
+    f"tests/{x}"
+    for x in ("call", "engine", "head", "objective", "parallel", "token_loss", "backends")
+]
 FILES = ["tests/test_catalogue.py", "tests/test_reference.py", "tests/test_types.py"]
 # Parametrised by a loss, about the list of them, or going through all of them.
 CHOSEN = (
@@ -97,6 +105,11 @@ def test_the_recipe_adds_losses_to_every_suite(tmp_path: Path) -> None:
     suites = ["-m", "pytest", *options, *SUITES, *FILES]
     for command in (["csrc/generate.py"], suites):
         done = subprocess.run(
-            [sys.executable, *command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=1500
+            [sys.executable, *command],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=1500,
         )
         assert done.returncode == 0, done.stdout + done.stderr

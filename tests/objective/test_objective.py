@@ -30,7 +30,9 @@ def tokens_of(old: torch.Tensor | None, advantages: torch.Tensor, **more: Any) -
 
 
 def objective(config: LossConfig, tokens: Tokens) -> PolicyObjective:
-    return PolicyObjective(config, tokens, token_weights(config, tokens.layout, None, torch.float64))
+    return PolicyObjective(
+        config, tokens, token_weights(config, tokens.layout, None, torch.float64)
+    )
 
 
 def test_no_loss_stands_in_for_another() -> None:
@@ -52,7 +54,9 @@ def test_no_loss_stands_in_for_another() -> None:
 @pytest.mark.parametrize("beta", [0.0, 0.2])
 @pytest.mark.parametrize("old_given", [False, True])
 @pytest.mark.parametrize("loss_type", LOSSES)
-def test_coefficients_of_some_rows_are_those_of_all(loss_type: str, old_given: bool, beta: float) -> None:
+def test_coefficients_of_some_rows_are_those_of_all(
+    loss_type: str, old_given: bool, beta: float
+) -> None:
     """What the one-pass engine asks for, a chunk at a time, is what the whole evaluation gives."""
     draw = lambda: torch.randn(2, 5, dtype=torch.float64) * 0.3 - 2  # noqa: E731
     old = draw() if old_given else None
@@ -87,12 +91,16 @@ def test_rewards_in_the_place_of_advantages_show_in_the_metrics() -> None:
         (rewards - rewards.float().mean(), 0.0, 0.0),
         (rewards[:, None].expand(inputs["completion_ids"].shape).float(), None, None),
     ):
-        metrics = flat(grpo_loss)(**{**inputs, "advantages": advantages, "completion_mask": None}).metrics
+        metrics = flat(grpo_loss)(
+            **{**inputs, "advantages": advantages, "completion_mask": None}
+        ).metrics
         assert metrics["advantages/mean"] == (0.5 if mean is None else mean)
         assert metrics["advantages/zero"] == (0.5 if zero is None else zero)
 
 
-@pytest.mark.parametrize("items", [20, 20.0, np.int64(20), torch.tensor(20), torch.tensor([20]), torch.tensor([[20]])])
+@pytest.mark.parametrize(
+    "items", [20, 20.0, np.int64(20), torch.tensor(20), torch.tensor([20]), torch.tensor([[20]])]
+)
 def test_num_items_in_whatever_form(items: Any) -> None:
     inputs = small_batch()
     old = torch.full((2, 5), -2.0)

@@ -12,21 +12,35 @@ from torch import Tensor
 
 from grpo_kernels import GRPOLoss, Run, grpo_loss, objectives
 from grpo_kernels.objective import named_losses, verl_losses
-from tests.support.objective_sources import MODES, OF_VERL, SOURCES, TOKEN_LEVEL, Source, with_gradient
+from tests.support.objective_sources import (
+    MODES,
+    OF_VERL,
+    SOURCES,
+    TOKEN_LEVEL,
+    Source,
+    with_gradient,
+)
 from tests.support.off_policy import FLOAT, B, Given, T, agree, arguments, off_policy, ours
 
 each = pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize(("name", "mode"), [(name, mode) for name, x in SOURCES.items() for mode in x.modes])
+@pytest.mark.parametrize(
+    ("name", "mode"), [(name, mode) for name, x in SOURCES.items() for mode in x.modes]
+)
 def test_values_and_gradients_are_the_sources(name: str, mode: str, weighted: bool) -> None:
     source = SOURCES[name]
-    rtol = max(source.rtol, 1e-7) if mode == "seq-mean-token-mean" else source.rtol  # verl's lengths plus 1e-8
+    rtol = (
+        max(source.rtol, 1e-7) if mode == "seq-mean-token-mean" else source.rtol
+    )  # verl's lengths plus 1e-8
     for seed in range(4):
         given = off_policy(seed, per_token=source.per_token, weighted=weighted)
         found = ours(
-            given, objective=source.make(), config=MODES[mode], num_items_in_batch=1 if mode == "token-sum" else None
+            given,
+            objective=source.make(),
+            config=MODES[mode],
+            num_items_in_batch=1 if mode == "token-sum" else None,
         )
         agree(found, with_gradient(source.loss, given, mode), rtol)
 
@@ -60,7 +74,9 @@ def test_from_hidden_states(source: Source, trains: bool) -> None:
         config=MODES[source.modes[0]],
         run=Run(workspace_bytes=1 << 10),
     )
-    assert out.engine == ("frozen" if not trains else "one_pass" if source.name in TOKEN_LEVEL else "two_pass")
+    assert out.engine == (
+        "frozen" if not trains else "one_pass" if source.name in TOKEN_LEVEL else "two_pass"
+    )
     rtol = max(source.rtol / 10, 1e-10)
     torch.testing.assert_close(out.loss, wanted.detach(), rtol=rtol, atol=1e-13)
     for x, y in zip(torch.autograd.grad(out.loss, leaves), gradients, strict=True):
@@ -82,7 +98,9 @@ def test_on_policy_and_packed(source: Source) -> None:
     rows = {name: x.flatten() for name, x in arguments(given).items()}
     options["objective"] = source.make()
     bounds = torch.arange(0, B * T + 1, T)
-    packed = grpo_loss(hidden.flatten(0, 1), weight, ids.flatten(), **rows, cu_seqlens=bounds, **options)
+    packed = grpo_loss(
+        hidden.flatten(0, 1), weight, ids.flatten(), **rows, cu_seqlens=bounds, **options
+    )
     torch.testing.assert_close(packed.loss, out.loss)
 
 
@@ -132,8 +150,18 @@ def test_objectives_are_values() -> None:
         ("dppo_kl", {"clip_ratio_c": 0.0}, ValueError, "clip_ratio_c: .* > 0, got 0"),
         ("clip_cov", {"clip_cov_ratio": 0}, ValueError, "clip_cov_ratio: .* > 0, got 0"),
         ("clip_cov", {"clip_cov_ub": float("nan")}, ValueError, "clip_cov_ub: .* got nan"),
-        ("clip_cov", {"generator": 3}, TypeError, "generator: expected a torch.Generator on the CPU, got 3"),
-        ("kl_cov", {"kl_cov_ratio": 2}, ValueError, r"kl_cov_ratio: expected a number in \(0, 1\], got 2"),
+        (
+            "clip_cov",
+            {"generator": 3},
+            TypeError,
+            "generator: expected a torch.Generator on the CPU, got 3",
+        ),
+        (
+            "kl_cov",
+            {"kl_cov_ratio": 2},
+            ValueError,
+            r"kl_cov_ratio: expected a number in \(0, 1\], got 2",
+        ),
         ("ipo", {"eps": -0.1}, ValueError, "eps: expected a finite number >= 0, got -0.1"),
         ("ipo", {"ratio_max": 0.0}, ValueError, "ratio_max: .* > 0, got 0"),
         ("icepop", {"ratio_low": 0}, ValueError, "ratio_low: .* > 0, got 0"),
@@ -142,7 +170,9 @@ def test_objectives_are_values() -> None:
         ("topr", {"scores": [1.0]}, TypeError, r"scores: expected a tensor, got list"),
     ],
 )
-def test_wrong_arguments(name: str, fields: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_wrong_arguments(
+    name: str, fields: dict[str, Any], error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         getattr(objectives, name)(**fields)
     assert objectives.clip_cov(clip_cov_lb=-1.0)

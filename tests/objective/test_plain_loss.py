@@ -30,7 +30,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def plain_loss() -> Callable[..., Tensor]:
     """The code of the docstring, which is short."""
-    blocks = re.findall(r"::\n\n((?:    .*\n|\n)+)", inspect.cleandoc(PolicyObjective.__doc__ or ""))
+    blocks = re.findall(
+        r"::\n\n((?:    .*\n|\n)+)", inspect.cleandoc(PolicyObjective.__doc__ or "")
+    )
     (code,) = (textwrap.dedent(block).strip() for block in blocks)
     assert 10 < len(code.splitlines()) <= 25
     names: dict[str, Any] = {"torch": torch}
@@ -42,7 +44,8 @@ def plain_loss() -> Callable[..., Tensor]:
 @pytest.mark.parametrize("on_policy", [False, True])
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize(
-    ("loss_type", "level"), [("grpo", "token"), ("bnpo", "sequence"), ("dapo", "token"), ("dr_grpo", "sequence")]
+    ("loss_type", "level"),
+    [("grpo", "token"), ("bnpo", "sequence"), ("dapo", "token"), ("dr_grpo", "sequence")],
 )
 def test_loss_and_gradient_are_those_of_the_plain_version(
     loss_type: str, level: str, options: str, on_policy: bool, advantage: str
@@ -55,24 +58,33 @@ def test_loss_and_gradient_are_those_of_the_plain_version(
     if advantage == "token":
         advantages = advantages + draw()
     config = LossConfig(
-        loss_type=loss_type, importance_sampling_level=level, max_completion_length=9, **OPTIONS[options]
+        loss_type=loss_type,
+        importance_sampling_level=level,
+        max_completion_length=9,
+        **OPTIONS[options],
     )
 
     loss = plain_loss()(config, mask, logps, entropies, advantages, old, ref, importance_ratio)
     loss.backward()
 
     per_call = advantages if advantage == "token" else advantages[:, 0]
-    inputs = LossInputs(torch.zeros(4, 7, dtype=torch.long), mask, per_call, old, ref, None, importance_ratio)
+    inputs = LossInputs(
+        torch.zeros(4, 7, dtype=torch.long), mask, per_call, old, ref, None, importance_ratio
+    )
     tokens = read_tokens(inputs, torch.float64)
     weights = token_weights(config, tokens.layout, None, torch.float64)
-    result = PolicyObjective(config, tokens, weights).evaluate(logps[mask].detach(), entropies[mask].detach())
+    result = PolicyObjective(config, tokens, weights).evaluate(
+        logps[mask].detach(), entropies[mask].detach()
+    )
 
     torch.testing.assert_close(result.loss, loss.detach(), rtol=1e-12, atol=1e-14)
     assert logps.grad is not None and logps.grad[mask].abs().max() > 0
     torch.testing.assert_close(result.d_logp, logps.grad[mask], rtol=1e-12, atol=1e-14)
     if config.entropy_coef != 0:
         assert entropies.grad is not None and result.coefficients.d_entropy is not None
-        torch.testing.assert_close(result.coefficients.d_entropy, entropies.grad[mask], rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(
+            result.coefficients.d_entropy, entropies.grad[mask], rtol=1e-12, atol=1e-14
+        )
     else:
         assert result.coefficients.d_entropy is None
     assert logps.grad[~mask].abs().max() == 0

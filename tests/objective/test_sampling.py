@@ -41,9 +41,15 @@ def test_it_is_the_loss_with_trls_ratio(mode: str, old: bool) -> None:
     small = {"b": 4, "t": 6, "h": 6, "v": 20, "dtype": torch.float64, "sampling": True}
     moved = 0
     for i, (loss_type, level) in enumerate(LOSSES):
-        extra = {} if loss_type == "gmpo" else ({"beta": 0.05}, {"entropy_coef": 0.1}, {}, {"temperature": 0.8})[i % 4]
+        extra = (
+            {}
+            if loss_type == "gmpo"
+            else ({"beta": 0.05}, {"entropy_coef": 0.1}, {}, {"temperature": 0.8})[i % 4]
+        )
         kind = loss(loss_type, level) | ({"epsilon_high": 1.1} if loss_type == "cispo" else {})
-        case = unscored(make_case(f"sampling/{mode}/{i}", old=old, **small, **kind, **extra, **correction(mode)))
+        case = unscored(
+            make_case(f"sampling/{mode}/{i}", old=old, **small, **kind, **extra, **correction(mode))
+        )
         scored = head(case)
         logps = on_grid(scored.logps.detach(), scored.counted)
         base = logps if case.old_per_token_logps is None else case.old_per_token_logps
@@ -59,7 +65,9 @@ def test_it_is_the_loss_with_trls_ratio(mode: str, old: bool) -> None:
                 if loss_type != "gmpo" or name != "importance_sampling_ratio":
                     torch.testing.assert_close(out.metrics[name], want.metrics[name], **close)
         assert ("importance_sampling_ratio" in out.metrics) == (loss_type != "gmpo")
-        moved += not torch.allclose(reference_loss(same.but(importance_sampling_ratio=None)).loss, want.loss)
+        moved += not torch.allclose(
+            reference_loss(same.but(importance_sampling_ratio=None)).loss, want.loss
+        )
     assert moved == len(LOSSES) - 1  # GMPO has no ratio
 
 
@@ -67,11 +75,17 @@ def test_it_is_the_loss_with_trls_ratio(mode: str, old: bool) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_the_bits_are_those_of_the_ratio_given(mode: str, backend: str) -> None:
     """In float32, by the engine that serves both."""
-    for i, (loss_type, level) in enumerate((("dapo", "token"), ("grpo", "sequence"), ("vespo", "token"))):
-        case = unscored(make_case(f"bits/{mode}/{i}", old=False, sampling=True, **loss(loss_type, level)))
+    for i, (loss_type, level) in enumerate(
+        (("dapo", "token"), ("grpo", "sequence"), ("vespo", "token"))
+    ):
+        case = unscored(
+            make_case(f"bits/{mode}/{i}", old=False, sampling=True, **loss(loss_type, level))
+        )
         case = case.but(config=correction(mode))
         out, grads = run(case, backend=backend, engine="two_pass")
-        want, d_want = run(given_ratio(case, out.per_token_logps), backend=backend, engine="two_pass")
+        want, d_want = run(
+            given_ratio(case, out.per_token_logps), backend=backend, engine="two_pass"
+        )
         assert torch.equal(out.loss, want.loss)
         assert all(torch.equal(grads[name], d_want[name]) for name in ("hidden", "weight"))
 
@@ -82,7 +96,14 @@ def test_engines() -> None:
         ("token_mask", "dapo", "token", False, (), "one_pass"),
         ("token_truncate", "cispo", "token", False, (), "one_pass"),
         ("token_mask", "dapo", "token", True, (), "one_pass"),
-        ("sequence_mask", "dapo", "token", True, (), "one_pass"),  # made of the old ones, which are known
+        (
+            "sequence_mask",
+            "dapo",
+            "token",
+            True,
+            (),
+            "one_pass",
+        ),  # made of the old ones, which are known
         ("sequence_mask", "dapo", "token", False, (), "two_pass"),
         ("sequence_mask", "dapo", "token", False, ("weight",), "frozen"),
         ("sequence_mean_mask", "dapo", "token", True, (), "one_pass"),
@@ -91,7 +112,14 @@ def test_engines() -> None:
         ("token_mask", "vespo", "token", False, (), "two_pass"),
         ("sequence_mask", "gmpo", "token", False, (), "one_pass"),  # which ignores it
     ):
-        case = make_case("engines", old=old, sampling=True, frozen=frozen, **loss(loss_type, level), **correction(mode))
+        case = make_case(
+            "engines",
+            old=old,
+            sampling=True,
+            frozen=frozen,
+            **loss(loss_type, level),
+            **correction(mode),
+        )
         out, grads = run(case)
         assert out.engine == engine, (mode, loss_type, level, old, frozen)
         other, d_other = run(case, engine="two_pass", backend="torch")
@@ -127,7 +155,9 @@ def test_metrics(mode: str) -> None:
     }.items():
         torch.testing.assert_close(out.metrics[name], want, rtol=1e-6, atol=1e-7)
     assert 0 < out.metrics["sampling_unscored"] < 0.4
-    alone = case.but(sampling_per_token_logps=torch.full_like(case.sampling_per_token_logps, math.nan))
+    alone = case.but(
+        sampling_per_token_logps=torch.full_like(case.sampling_per_token_logps, math.nan)
+    )
     assert run(alone)[0].metrics["importance_sampling_ratio"] == 1
 
 
@@ -161,7 +191,9 @@ def test_compiled(mode: str, fresh_compiler: None) -> None:
         assert given.pop("bias") is None
         out = call(**given, **head, config=config_of(case))
         out.loss.backward()
-        results.append((out.engine, [*out.metrics], [out.loss, *out.metrics.values(), given["hidden"].grad]))
+        results.append(
+            (out.engine, [*out.metrics], [out.loss, *out.metrics.values(), given["hidden"].grad])
+        )
     (engine, names, eager), (engine_compiled, names_compiled, compiled) = results
     assert (engine, names) == (engine_compiled, names_compiled)
     assert all(torch.equal(x, y) for x, y in zip(eager, compiled, strict=True))
@@ -170,7 +202,16 @@ def test_compiled(mode: str, fresh_compiler: None) -> None:
 @pytest.mark.parametrize("mode", ["token_mask", "sequence_mask"])
 def test_a_trainer_can_foresee_it(mode: str) -> None:
     """One pass where the ratio is a token's own; else which rows may carry gradient is all that is known."""
-    case = make_case("foreseen", b=4, t=8, mask="full", zero_adv=True, old=False, sampling=True, **correction(mode))
+    case = make_case(
+        "foreseen",
+        b=4,
+        t=8,
+        mask="full",
+        zero_adv=True,
+        old=False,
+        sampling=True,
+        **correction(mode),
+    )
     config, given = config_of(case), arguments(case)
     of_head = ("hidden", "weight", "bias", "completion_ids", "reference")
     inputs = {k: x for k, x in given.items() if k not in of_head}
@@ -178,27 +219,42 @@ def test_a_trainer_can_foresee_it(mode: str) -> None:
     expected = policy_expectation(config, **inputs)
     assert (expected.coefficients is None) == (mode == "sequence_mask")
     hidden, weight = (given[k].detach().requires_grad_() for k in ("hidden", "weight"))
-    a = -case.advantages[:, None] * trls_ratio(case, out.per_token_logps) / case.completion_mask.sum()
+    a = (
+        -case.advantages[:, None]
+        * trls_ratio(case, out.per_token_logps)
+        / case.completion_mask.sum()
+    )
     with FlopCounterMode(display=False) as counter:
         logps = linear_logprob(hidden, weight, case.completion_ids, expected=expected).logps
         logps.backward(a.expand_as(logps))
     if expected.coefficients is not None:
         graded = float(policy_expectation(config, **inputs).graded.float().mean())
-        assert counter.get_total_flops() == round(2 * logps.numel() * weight.numel() * (1 + 2 * graded))
+        assert counter.get_total_flops() == round(
+            2 * logps.numel() * weight.numel() * (1 + 2 * graded)
+        )
     torch.testing.assert_close(hidden.grad, grads["hidden"], rtol=1e-5, atol=1e-7)
 
 
 def test_wrong_arguments() -> None:
     case = make_case("wrong", sampling=True, ratio="token", **correction("token_mask"))
     config, given, call = config_of(case), arguments(case), flat(grpo_loss)
-    with pytest.raises(ValueError, match=r"^importance_sampling_ratio: expected None since vllm_.*_correction = True"):
+    with pytest.raises(
+        ValueError,
+        match=r"^importance_sampling_ratio: expected None since vllm_.*_correction = True",
+    ):
         call(**given, config=config)
     given["importance_sampling_ratio"] = None
-    with pytest.raises(ValueError, match=r"^sampling_per_token_logps: expected a tensor since vllm_.* got None"):
+    with pytest.raises(
+        ValueError, match=r"^sampling_per_token_logps: expected a tensor since vllm_.* got None"
+    ):
         call(**given | {"sampling_per_token_logps": None}, config=config)
-    with pytest.raises(ValueError, match=r"^sampling_per_token_logps: expected a tensor since vllm_.* got None"):
+    with pytest.raises(
+        ValueError, match=r"^sampling_per_token_logps: expected a tensor since vllm_.* got None"
+    ):
         policy_expectation(config, **{k: given[k] for k in ("completion_mask", "advantages")})
-    with pytest.raises(ValueError, match=rf"^{PREFIX}correction: expected False beside an objective"):
+    with pytest.raises(
+        ValueError, match=rf"^{PREFIX}correction: expected False beside an objective"
+    ):
         call(**given, config=config, objective=token_level(lambda tokens: -tokens.logps))
     for options, name in (
         ({"mode": "batch_mask"}, "mode"),
@@ -210,12 +266,16 @@ def test_wrong_arguments() -> None:
     ):
         with pytest.raises((TypeError, ValueError), match=rf"^{PREFIX}{name}: expected .+, got "):
             LossConfig(**{PREFIX + key: value for key, value in options.items()})
-    LossConfig(**correction("sequence_mask") | {f"{PREFIX}clip_max": None, f"{PREFIX}clip_min": None})
+    LossConfig(
+        **correction("sequence_mask") | {f"{PREFIX}clip_max": None, f"{PREFIX}clip_min": None}
+    )
 
 
 def test_from_trl() -> None:
     """The trainer makes the ratio, so it is not made again; TRL's deprecated name for the upper bound is understood."""
-    theirs = SimpleNamespace(**{f"{PREFIX}correction": True, f"{PREFIX}mode": "token_mask", f"{PREFIX}clip_max": None})
+    theirs = SimpleNamespace(
+        **{f"{PREFIX}correction": True, f"{PREFIX}mode": "token_mask", f"{PREFIX}clip_max": None}
+    )
     config = LossConfig.from_trl(theirs)
     assert config == LossConfig(**{f"{PREFIX}mode": "token_mask", f"{PREFIX}clip_max": None})
     assert LossConfig.from_trl(theirs, **{f"{PREFIX}correction": True}).corrects_sampling

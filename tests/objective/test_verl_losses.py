@@ -10,7 +10,16 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import LossConfig, TokenInputs, objectives
-from tests.support.objective_sources import FACTOR, MODES, OF_VERL, SEED, of_verl, verl_config, verl_loss, with_gradient
+from tests.support.objective_sources import (
+    FACTOR,
+    MODES,
+    OF_VERL,
+    SEED,
+    of_verl,
+    verl_config,
+    verl_loss,
+    with_gradient,
+)
 from tests.support.off_policy import Given, agree, off_policy, ours
 from tests.support.verl_peer import verl_module
 
@@ -45,7 +54,12 @@ DOCUMENTED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 def test_what_else_the_page_says(row: str) -> None:
     name, theirs, here = DOCUMENTED[row]
     if name == "bypass_mode":
-        options = {"loss_type": row.split()[-1], "rollout_is": "token", "rollout_is_threshold": 2.0, "rollout_rs": None}
+        options = {
+            "loss_type": row.split()[-1],
+            "rollout_is": "token",
+            "rollout_is_threshold": 2.0,
+            "rollout_rs": None,
+        }
         correction = verl_module("trainer.config").RolloutCorrectionConfig(**options)
         theirs = {"options": {"rollout_correction": correction}}
     for seed in range(3):
@@ -55,10 +69,14 @@ def test_what_else_the_page_says(row: str) -> None:
         if row.endswith("reinforce"):
             given["ratio"] = torch.exp(given["logps"] - given["old"]).clamp(max=2.0)
         exact = not ("mode" in theirs or name == "bypass_mode")
-        agree(ours(given, **here), wanted, 1e-11 if exact else 1e-6)  # sequences' lengths plus 1e-8; weights in float32
+        agree(
+            ours(given, **here), wanted, 1e-11 if exact else 1e-6
+        )  # sequences' lengths plus 1e-8; weights in float32
 
 
-@pytest.mark.parametrize("mode", ["seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
+@pytest.mark.parametrize(
+    "mode", ["seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+)
 def test_without_a_global_batch_size_verl_leaves_out_empty_sequences(mode: str) -> None:
     given = off_policy(6)
     wanted = by_verl("dro", given, mode, info={"loss_scale_factor": FACTOR})
@@ -88,7 +106,9 @@ def test_draws_are_of_the_generator_or_torchs_own() -> None:
     default = objectives.clip_cov(**OF_VERL["clip_cov"])
     assert torch.equal(first, gradient(default))
     assert not all(torch.equal(first, gradient(default)) for _ in range(8))
-    nothing_drawn = objectives.clip_cov(**OF_VERL["clip_cov"] | {"clip_cov_lb": 1e9, "clip_cov_ub": 1e10})
+    nothing_drawn = objectives.clip_cov(
+        **OF_VERL["clip_cov"] | {"clip_cov_lb": 1e9, "clip_cov_ub": 1e10}
+    )
     drawn = (first == 0) & (gradient(nothing_drawn) != 0)
     assert drawn.sum() == int(0.1 * len(first))
 
@@ -107,7 +127,14 @@ def per_token(objective: Any, given: Given) -> tuple[Tensor, Tensor]:
     """The objective's losses and the gradient of their sum."""
     logps = given["logps"].clone().requires_grad_()
     tokens = TokenInputs(
-        logps, torch.zeros_like(logps), given["mask"], given["advantages"], given["old"], None, None, None
+        logps,
+        torch.zeros_like(logps),
+        given["mask"],
+        given["advantages"],
+        given["old"],
+        None,
+        None,
+        None,
     )
     losses = objective(tokens)
     return losses.detach(), torch.autograd.grad(losses.sum(), logps)[0]
@@ -128,21 +155,32 @@ def test_a_bound_that_is_met_exactly_passes_the_gradient(advantage: float) -> No
     """In any release of torch, whose clamp has a derivative there that is 1 up to 2.13 and then 0."""
     old = -1.0 - advantage * 0.25
     at_bound = single([-1.0], [old], [advantage])
-    _, gradient = per_token(objectives.geo_mean(clip_ratio_low=0.25, clip_ratio_high=0.25), at_bound)
+    _, gradient = per_token(
+        objectives.geo_mean(clip_ratio_low=0.25, clip_ratio_high=0.25), at_bound
+    )
     torch.testing.assert_close(gradient, -advantage * torch.exp(at_bound["logps"] - old))
     largest = single([-1.0], [-11.0], [advantage])
-    _, gradient = per_token(objectives.gspo(clip_ratio_low=0.0, clip_ratio_high=float(torch.e**11)), largest)
+    _, gradient = per_token(
+        objectives.gspo(clip_ratio_low=0.0, clip_ratio_high=float(torch.e**11)), largest
+    )
     torch.testing.assert_close(gradient, torch.full((1, 1), -advantage * torch.e**10))
 
 
 @pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
 def test_ratios_that_overflow_on_a_branch_not_taken(name: str) -> None:
     """e^99 in float32: beyond the bound where A > 0, of no effect where A = 0. verl's gradient is NaN there."""
-    given = single([-1.0, -1.0, -2.0], [-100.0, -1.0, -2.0], [0.0 if name == "kl_cov" else 1.0, -0.5, 0.5])
+    given = single(
+        [-1.0, -1.0, -2.0], [-100.0, -1.0, -2.0], [0.0 if name == "kl_cov" else 1.0, -0.5, 0.5]
+    )
     assert by_verl(name, given)[1].isnan().any()
-    options = {"kl_cov": {"ppo_kl_coef": 0.0}, "clip_cov": {"clip_cov_lb": 50.0, "clip_cov_ub": 51.0}}[name]
+    options = {
+        "kl_cov": {"ppo_kl_coef": 0.0},
+        "clip_cov": {"clip_cov_lb": 50.0, "clip_cov_ub": 51.0},
+    }[name]
     losses, gradient = per_token(getattr(objectives, name)(**options), given)
-    torch.testing.assert_close(losses, torch.tensor([[0.0 if name == "kl_cov" else -1.2, 0.5, -0.5]]))
+    torch.testing.assert_close(
+        losses, torch.tensor([[0.0 if name == "kl_cov" else -1.2, 0.5, -0.5]])
+    )
     torch.testing.assert_close(gradient, torch.tensor([[0.0, 0.5, -0.5]]))
 
 
@@ -156,6 +194,8 @@ def test_ratios_that_overflow_where_they_count_are_seen() -> None:
 
 def test_probabilities_that_round_above_one() -> None:
     """A logp of 1e-7 is a probability of 1, rounded: no NaN in the KL, and it is judged like its neighbour."""
-    losses, gradient = per_token(objectives.dppo_kl(), single([1e-7, 0.0, -1e-7], [-1e-3] * 3, [1.0, 1.0, 1.0]))
+    losses, gradient = per_token(
+        objectives.dppo_kl(), single([1e-7, 0.0, -1e-7], [-1e-3] * 3, [1.0, 1.0, 1.0])
+    )
     assert (gradient != 0).all()
     assert losses.isfinite().all()

@@ -70,12 +70,18 @@ SCENES: dict[str, tuple[Callable[[int], Values], str | tuple[str, ...]]] = {
         lambda rank: {str(i): Each(rank) for i in range(FIELDS + 1)},
         "AssertionError: more values than there is room for",
     ),
-    "bits": (lambda rank: {"ids": torch.tensor([5, 6, 7 + rank])}, DIFFERS + "ids with other numbers on"),
+    "bits": (
+        lambda rank: {"ids": torch.tensor([5, 6, 7 + rank])},
+        DIFFERS + "ids with other numbers on",
+    ),
     "swapped": (
         lambda rank: {"ids": torch.tensor([[1, 2, 3], [1, 3, 2]][rank % 2])},
         DIFFERS + "ids with other numbers on",
     ),
-    "other kind": (lambda rank: {"x": FLOATS.long() if rank else FLOATS}, DIFFERS + "other tensors of f on"),
+    "other kind": (
+        lambda rank: {"x": FLOATS.long() if rank else FLOATS},
+        DIFFERS + "other tensors of f on",
+    ),
     "missing": (lambda rank: {} if rank else {"x": FLOATS}, DIFFERS + "other tensors of f on"),
     "rounded": (floats(lambda x: x.mul_(1 + 1e-7)), "$"),
     "one number": (floats(lambda x: x[17].neg_()), DIFFERS + "x with other numbers on"),
@@ -105,7 +111,9 @@ def rank_task(rank: int, world_size: int) -> dict[str, str]:
     said = {name: message(rank, enter) for name, (enter, _) in SCENES.items()}
     said["told"] = f"{told(dist.group.WORLD, rank)}"
     said["another call"] = message(rank, lambda rank: {}, call="g" if rank == 2 else "f")
-    if rank == 1:  # a call that one rank leaves without a word: its next one meets the others' first
+    if (
+        rank == 1
+    ):  # a call that one rank leaves without a word: its next one meets the others' first
         with pytest.raises(KeyboardInterrupt), check_same("process_group", dist.group.WORLD, "f"):
             raise KeyboardInterrupt
     return said | {"out of step": message(rank, lambda rank: {})}

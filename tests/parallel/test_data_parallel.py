@@ -30,7 +30,9 @@ VARIANTS = [
 OWN_UNIT, ROOT_UNIT = "FSDP2, head its own unit", "FSDP2, head in the root unit"
 BOTH = ("off-policy", "sequence ratio")
 Gradients = dict[str, Tensor]
-Scene = tuple[str, str, dict[str, Any]]  # a way to divide the model, a loss, options of model, batch and run
+Scene = tuple[
+    str, str, dict[str, Any]
+]  # a way to divide the model, a loss, options of model, batch and run
 
 
 @pytest.fixture(scope="module")
@@ -39,21 +41,42 @@ def ranks() -> Iterator[Ranks]:
         yield made
 
 
-def gradients(setup: str, loss: str, *, adapter: str = "", accumulate: int = 1, **options: Any) -> Gradients:
+def gradients(
+    setup: str, loss: str, *, adapter: str = "", accumulate: int = 1, **options: Any
+) -> Gradients:
     """Of one run on this rank; `adapter` names the module that has one."""
     of_run = {name: options.pop(name) for name in ("mesh", "last_empty") if name in options}
     dtype = options.pop("dtype", torch.float64)
-    run = Run(SETUPS[setup], adapted_loss(adapter, loss) if adapter else LOSSES[loss], CPU, dtype, **of_run)
+    run = Run(
+        SETUPS[setup],
+        adapted_loss(adapter, loss) if adapter else LOSSES[loss],
+        CPU,
+        dtype,
+        **of_run,
+    )
     return run.train(adapted(adapter)) if adapter else run.gradients(accumulate, **options)
 
 
 @functools.cache
-def wanted(world_size: int, loss: str, *, adapter: str = "", dtype: torch.dtype | None = None, **options: Any) -> Any:
+def wanted(
+    world_size: int,
+    loss: str,
+    *,
+    adapter: str = "",
+    dtype: torch.dtype | None = None,
+    **options: Any,
+) -> Any:
     """Gradients of one process."""
-    return adapted_truth(adapter, LOSSES[loss]) if adapter else truth(LOSSES[loss], world_size, **options)
+    return (
+        adapted_truth(adapter, LOSSES[loss])
+        if adapter
+        else truth(LOSSES[loss], world_size, **options)
+    )
 
 
-def check(got: list[Gradients], want: Gradients, what: object, dtype: torch.dtype = torch.float64) -> None:
+def check(
+    got: list[Gradients], want: Gradients, what: object, dtype: torch.dtype = torch.float64
+) -> None:
     """Every rank has the gradients wanted."""
     for found in got:
         errors = relative_error(found, want)
@@ -147,7 +170,9 @@ def run_full_tensor(rank: int, world_size: int) -> dict[str, Gradients]:
     return found
 
 
-def test_a_bare_full_tensor_gives_a_head_gradient_that_is_wrong_by_about_all_of_it(ranks: Ranks) -> None:
+def test_a_bare_full_tensor_gives_a_head_gradient_that_is_wrong_by_about_all_of_it(
+    ranks: Ranks,
+) -> None:
     want = truth(LOSSES["off-policy"], 2)
     for found in ranks.run(run_full_tensor):
         check([found["attach"]], want, "attach")
@@ -166,8 +191,13 @@ def run_divided(rank: int, world_size: int) -> list[str]:
     hidden = torch.randn(cases.SEQUENCES, cases.COLUMNS, cases.WIDTH, dtype=torch.float64)
     given = cases.arguments(run.loss, run.batch, run.items)
     messages = []
-    for call in (lambda: head.loss(hidden, **given), lambda: grpo_loss(hidden, head.weight, **given)):
-        with pytest.raises(ValueError, match="weight: expected a plain tensor, got a DTensor") as raised:
+    for call in (
+        lambda: head.loss(hidden, **given),
+        lambda: grpo_loss(hidden, head.weight, **given),
+    ):
+        with pytest.raises(
+            ValueError, match="weight: expected a plain tensor, got a DTensor"
+        ) as raised:
             call()
         messages.append(str(raised.value))
     return messages
@@ -180,7 +210,9 @@ def test_a_divided_weight_raises_and_the_message_names_the_fix(ranks: Ranks) -> 
 
 
 def run_mixed(rank: int, world_size: int, output_dtype: torch.dtype | None) -> dict[str, Any]:
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=output_dtype)
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=output_dtype
+    )
     wrap = cases.units("mid", "lm_head", mp_policy=policy)
     run = Run(cases.Setup(wrap, inside=False), LOSSES["sequence ratio"], CPU, torch.float32)
     model = cases.make_model(torch.float32, run.loss)
@@ -189,7 +221,9 @@ def run_mixed(rank: int, world_size: int, output_dtype: torch.dtype | None) -> d
     given = cases.arguments(run.loss, run.batch, run.items)
     out = attach(model.lm_head).loss(hidden, config=LossConfig(**run.loss.config), **given)
     with torch.no_grad():
-        scores = model.lm_head.logprobs(hidden, run.batch.completion_ids, mask=run.batch.completion_mask)
+        scores = model.lm_head.logprobs(
+            hidden, run.batch.completion_ids, mask=run.batch.completion_mask
+        )
     out.loss.backward()
     results = {"hidden": hidden.detach(), "loss": out.loss.detach(), "logps": out.per_token_logps}
     scored = {"scored": scores.logps, "entropies": scores.entropies}
@@ -201,12 +235,19 @@ def test_mixed_precision_rounds_weights_and_hidden_states_and_nothing_else(
     ranks: Ranks, output_dtype: torch.dtype | None
 ) -> None:
     got = ranks.run(run_mixed, output_dtype)
-    weight = cases.make_model(torch.float32, LOSSES["sequence ratio"]).lm_head.weight.detach().bfloat16()
-    total, allowed = torch.zeros(weight.shape, dtype=torch.float64), torch.zeros(weight.shape, dtype=torch.float64)
+    weight = (
+        cases.make_model(torch.float32, LOSSES["sequence ratio"]).lm_head.weight.detach().bfloat16()
+    )
+    total, allowed = (
+        torch.zeros(weight.shape, dtype=torch.float64),
+        torch.zeros(weight.shape, dtype=torch.float64),
+    )
     for found in got:
         assert found["hidden"].dtype == torch.bfloat16
         assert found["loss"].dtype == found["logps"].dtype == found["scored"].dtype == torch.float32
-        case = Case("", found["hidden"], weight, config=LOSSES["sequence ratio"].config, **found["given"])
+        case = Case(
+            "", found["hidden"], weight, config=LOSSES["sequence ratio"].config, **found["given"]
+        )
         want = reference_loss(case)
         bounds = bounds_of(want, case)
         assert not bounds.ambiguous
@@ -283,7 +324,9 @@ def static_graph_gradients(module: nn.Module, rank: int) -> list[Tensor]:
 
 
 def run_static_graph(rank: int, world_size: int) -> list[Tensor]:
-    return static_graph_gradients(nn.parallel.DistributedDataParallel(ReturnsTheOutput(), static_graph=True), rank)
+    return static_graph_gradients(
+        nn.parallel.DistributedDataParallel(ReturnsTheOutput(), static_graph=True), rank
+    )
 
 
 def test_an_output_of_ddp_with_a_static_graph_keeps_its_gradients(ranks: Ranks) -> None:

@@ -42,7 +42,9 @@ def problems(ranks: Ranks, group: str, index: int, odd: int) -> list[str]:
             if kind.fits:
                 found += [f"{said} refused it: {message}"] if error else []
             elif error not in ("TypeError", "ValueError"):
-                found.append(f"{said} raised {error}: {message[:200]}" if error else f"{said} accepted it")
+                found.append(
+                    f"{said} raised {error}: {message[:200]}" if error else f"{said} accepted it"
+                )
             elif not re.search(kind.names, message):
                 found.append(f"{said} does not name {kind.names!r}: {message}")
             elif kind.alone and rank != odd and not re.search(rf"\brank\D{{0,3}}{odd}\b", message):
@@ -78,6 +80,8 @@ def _hang(rank: int, world_size: int) -> int:
 
 def test_ranks_that_hang_are_replaced() -> None:
     with Ranks(seconds=2.0) as ranks:
-        with pytest.raises(AssertionError, match=r"ranks \[1\] did not return within 2 s\nresults: \{0: 0\}"):
+        with pytest.raises(
+            AssertionError, match=r"ranks \[1\] did not return within 2 s\nresults: \{0: 0\}"
+        ):
             ranks.run(_hang)
         assert ranks.run(max) == [2, 2] and ranks.starts == 2

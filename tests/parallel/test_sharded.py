@@ -45,7 +45,8 @@ def spans(vocab: int, parts: int, *, uneven: bool = False) -> list[tuple[int, in
 def same_on_every_rank(x: Tensor) -> bool:
     """Bit by bit, NaN too."""
     return all(
-        torch.equal(x.nan_to_num(), other.nan_to_num()) for other in collectives.gather_stacked(x, dist.group.WORLD)
+        torch.equal(x.nan_to_num(), other.nan_to_num())
+        for other in collectives.gather_stacked(x, dist.group.WORLD)
     )
 
 
@@ -67,14 +68,21 @@ def check_cases(rank: int, world_size: int, first: int) -> set[str]:
         allowed = ["auto", *sorted(allowed_engines(case) - {"auto"})]
         engine, uneven = allowed[number % len(allowed)], number % 3 > 0
         rows = slice(*spans(case.weight.shape[0], world_size, uneven=uneven)[rank])
-        options = {"backend": "torch" if number % 5 == 0 else "auto", "rows": rows, "process_group": dist.group.WORLD}
+        options = {
+            "backend": "torch" if number % 5 == 0 else "auto",
+            "rows": rows,
+            "process_group": dist.group.WORLD,
+        }
         output, grads = run(case, engine, **options)
         engines.add(output.engine)
         assert same_on_every_rank(output.loss.detach()), case.name
         assert grads["hidden"] is None or same_on_every_rank(grads["hidden"].float()), case.name
         grads = gathered(grads)
         if rank == 0:
-            reference, case = reference_loss(case), case.but(name=f"{case.name}, engine {engine!r}, uneven {uneven}")
+            reference, case = (
+                reference_loss(case),
+                case.but(name=f"{case.name}, engine {engine!r}, uneven {uneven}"),
+            )
             assert_matches(output, grads, reference, case, bounds_of(reference, case))
     return engines
 
@@ -99,15 +107,31 @@ def check_every_case(rank: int, world_size: int, first: int) -> set[str]:
 
 @pytest.mark.parametrize(("world_size", "first"), [(2, 0), (4, 1)])
 def test_every_case_is_exact_on_shards(world_size: int, first: int) -> None:
-    assert run_ranks(check_every_case, world_size, first)[0] >= {"frozen", "one_pass", "two_pass", "lean", "kept_sets"}
+    assert run_ranks(check_every_case, world_size, first)[0] >= {
+        "frozen",
+        "one_pass",
+        "two_pass",
+        "lean",
+        "kept_sets",
+    }
 
 
 def make_head(name: str = "head") -> dict[str, Tensor]:
     """Hidden states, a head with an adapter, and ids; the same on every rank."""
     g = seeded(name)
-    shapes = {"hidden": (9, 8), "weight": (23, 8), "bias": (23,), "lora_a": (2, 8), "lora_b": (23, 2)}
-    made = {name: torch.randn(shape, generator=g, dtype=torch.float64) for name, shape in shapes.items()}
-    return {name: x.requires_grad_() for name, x in made.items()} | {"ids": torch.randint(19, (9,), generator=g)}
+    shapes = {
+        "hidden": (9, 8),
+        "weight": (23, 8),
+        "bias": (23,),
+        "lora_a": (2, 8),
+        "lora_b": (23, 2),
+    }
+    made = {
+        name: torch.randn(shape, generator=g, dtype=torch.float64) for name, shape in shapes.items()
+    }
+    return {name: x.requires_grad_() for name, x in made.items()} | {
+        "ids": torch.randint(19, (9,), generator=g)
+    }
 
 
 def check_padding_rows(rank: int, world_size: int) -> None:
@@ -116,23 +140,35 @@ def check_padding_rows(rank: int, world_size: int) -> None:
     upstream, group = torch.linspace(-1, 1, 9, dtype=torch.float64), dist.group.WORLD
     head, other = make_head(), {name: x.detach() for name, x in make_head("teacher").items()}
     divided = ("weight", "bias", "lora_b")
-    part = head | {name: head[name].detach()[start:stop].clone().requires_grad_() for name in divided}
+    part = head | {
+        name: head[name].detach()[start:stop].clone().requires_grad_() for name in divided
+    }
     for vocab_size in (None, 19):
         wholes, parts = (
-            Head(x["weight"], x["bias"], LoRA(x["lora_a"], x["lora_b"]), vocab_size=vocab_size) for x in (head, part)
+            Head(x["weight"], x["bias"], LoRA(x["lora_a"], x["lora_b"]), vocab_size=vocab_size)
+            for x in (head, part)
         )
         parts = replace(parts, process_group=group)
         calls: dict[str, Any] = {
-            "scores": lambda of, rows: linear_logprob(head["hidden"], of, head["ids"], extras=EXTRAS),
+            "scores": lambda of, rows: linear_logprob(
+                head["hidden"], of, head["ids"], extras=EXTRAS
+            ),
             "divergences": lambda of, rows: linear_divergence(
-                head["hidden"], of, other["hidden"], Head(other["weight"][rows], other["bias"][rows])
+                head["hidden"],
+                of,
+                other["hidden"],
+                Head(other["weight"][rows], other["bias"][rows]),
             ),
         }
         for call in calls.values():
             found = []
             for of, rows in ((wholes, slice(None)), (parts, slice(start, stop))):
                 scores = call(of, rows)
-                main = scores.divergence if scores.logps is None else scores.logps + 0.3 * scores.entropies
+                main = (
+                    scores.divergence
+                    if scores.logps is None
+                    else scores.logps + 0.3 * scores.entropies
+                )
                 leaves = [head["hidden"], head["lora_a"], of.weight, of.bias, of.lora.b]
                 grads = torch.autograd.grad((main * upstream).sum(), leaves)
                 found.append((scores.given, grads))
@@ -144,7 +180,9 @@ def check_padding_rows(rank: int, world_size: int) -> None:
             if vocab_size is not None and stop > vocab_size:
                 assert not any(x[max(0, vocab_size - start) :].any() for x in got_grads[2:])
     with pytest.raises(ValueError, match="teacher_weight"):
-        linear_divergence(head["hidden"], parts, head["hidden"], other["weight"][start + rank : stop])
+        linear_divergence(
+            head["hidden"], parts, head["hidden"], other["weight"][start + rank : stop]
+        )
     given = head["hidden"], parts, head["hidden"], other["weight"][start:stop]
     with pytest.raises(ValueError, match=r"\bbeta\b"):  # on all ranks
         linear_divergence(*given, divergence="jsd", beta=0.3 if rank else 0.5)
@@ -159,7 +197,9 @@ def check_edges(rank: int, world_size: int) -> None:
     ids = torch.tensor([3, 20, 2, 9, 9, 0, 23, 6, 7, 13])
     start, stop = spans(vocab, world_size)[rank]
     most = vocab // world_size
-    for banned, cap in product((slice(0, 0), slice(0, most), slice(vocab - most, vocab)), (None, 5.0)):
+    for banned, cap in product(
+        (slice(0, 0), slice(0, most), slice(vocab - most, vocab)), (None, 5.0)
+    ):
         bias = torch.zeros(vocab)
         bias[banned] = -torch.inf
         exact = logits.double() + bias
@@ -167,7 +207,9 @@ def check_edges(rank: int, world_size: int) -> None:
         want = exact.gather(1, ids[:, None])[:, 0]
         want_entropy = -(exact.exp() * exact.masked_fill(exact.isinf(), 0.0)).sum(-1)
         part = torch.eye(vocab)[start:stop].requires_grad_()
-        head = Head(part, bias[start:stop], process_group=dist.group.WORLD, final_logit_softcapping=cap)
+        head = Head(
+            part, bias[start:stop], process_group=dist.group.WORLD, final_logit_softcapping=cap
+        )
         scores = linear_logprob(logits, head, ids)
         torch.testing.assert_close(scores.logps.double(), want, rtol=3e-6, atol=0)
         torch.testing.assert_close(scores.entropies.double(), want_entropy, rtol=3e-6, atol=0)
@@ -203,21 +245,30 @@ def check_dtensors(rank: int, world_size: int) -> None:
     )
     for hidden_too in (False, True):
         weight, bias = (
-            distribute_tensor(head[x].detach(), mesh, [Shard(0)]).requires_grad_() for x in ("weight", "bias")
+            distribute_tensor(head[x].detach(), mesh, [Shard(0)]).requires_grad_()
+            for x in ("weight", "bias")
         )
         hidden = head["hidden"].detach().clone()
-        hidden = (distribute_tensor(hidden, mesh, [Replicate()]) if hidden_too else hidden).requires_grad_()
+        hidden = (
+            distribute_tensor(hidden, mesh, [Replicate()]) if hidden_too else hidden
+        ).requires_grad_()
         group = None if hidden_too else mesh.get_group()
         scores = linear_logprob(hidden, Head(weight, bias, process_group=group), head["ids"])
         (scores.logps.sum() + scores.entropies.sum()).backward()
         for x, y in zip((hidden, weight, bias), want, strict=True):
             got = x.grad if x is hidden and not hidden_too else x.grad.full_tensor()
             torch.testing.assert_close(got, y, rtol=1e-12, atol=1e-12)
-    compiled = torch.compile(linear_logprob, backend="eager")(hidden, Head(weight, bias), head["ids"])
+    compiled = torch.compile(linear_logprob, backend="eager")(
+        hidden, Head(weight, bias), head["ids"]
+    )
     torch.testing.assert_close(compiled.logps, scores.logps, rtol=0, atol=0)
     with pytest.raises(ValueError, match=r"weight: expected a DTensor sharded once, by rows"):
-        linear_logprob(hidden, distribute_tensor(head["weight"].detach(), mesh, [Shard(1)]), head["ids"])
-    with pytest.raises(ValueError, match=r"weight: .* got a DTensor.*the head's module.*process_group="):
+        linear_logprob(
+            hidden, distribute_tensor(head["weight"].detach(), mesh, [Shard(1)]), head["ids"]
+        )
+    with pytest.raises(
+        ValueError, match=r"weight: .* got a DTensor.*the head's module.*process_group="
+    ):
         linear_logprob(head["hidden"], weight, head["ids"])
 
 
@@ -250,7 +301,9 @@ def check_errors(rank: int, world_size: int) -> None:
 
 def check_kept_sets(rank: int, world_size: int) -> None:
     """What the ranks say first, once; that sets in one row are the padded ones; and what they must agree on."""
-    case = make_case("divided", t=9, kept=14, mask="full", loss_type="grpo", others={"without_set": "full"})
+    case = make_case(
+        "divided", t=9, kept=14, mask="full", loss_type="grpo", others={"without_set": "full"}
+    )
     own = case.weight[rank * 25 : (rank + 1) * 25]
     head = Head(own, process_group=dist.group.WORLD)
     given = case.completion_ids, case.completion_mask, case.advantages
@@ -263,7 +316,13 @@ def check_kept_sets(rank: int, world_size: int) -> None:
     torch.testing.assert_close(out.loss, whole.loss)
     assert asked.call_count == 1  # the ranks compare the sets and the loss at once
     with pytest.raises(ValueError, match="sequence_group: expected None with kept_ids"):
-        grpo_loss(case.hidden, case.weight, *given, kept_ids=case.kept_ids, sequence_group=dist.group.WORLD)
+        grpo_loss(
+            case.hidden,
+            case.weight,
+            *given,
+            kept_ids=case.kept_ids,
+            sequence_group=dist.group.WORLD,
+        )
     other = torch.where(case.kept_ids == case.completion_ids[..., None], case.kept_ids, rank)
     with pytest.raises(ValueError, match=r"process_group: .*kept_ids"):
         linear_logprob(case.hidden, head, case.completion_ids, kept_ids=other, without_set="full")
@@ -276,10 +335,16 @@ def check_adapters(rank: int, world_size: int) -> None:
     differs = "^process_group: expected the same call on every rank, got "
     x = hidden.clone().requires_grad_(rank == 1)
     wrong = {
-        differs + r"gradients wanted of lora\.a or lora\.input \[0, 1\]": LoRA(a.clone().requires_grad_(rank == 1), b),
-        differs + r"gradients wanted of lora\.b \[0, 1\]": LoRA(a, b.clone().requires_grad_(rank == 1)),
+        differs + r"gradients wanted of lora\.a or lora\.input \[0, 1\]": LoRA(
+            a.clone().requires_grad_(rank == 1), b
+        ),
+        differs + r"gradients wanted of lora\.b \[0, 1\]": LoRA(
+            a, b.clone().requires_grad_(rank == 1)
+        ),
         differs + r"gradients wanted of lora\.a or .*\[0, 1\]$": LoRA(a, b, 1.0, x),
-        differs + r"lora\.a = torch\.float32 \([12], 8\) on rank [01], another": LoRA(a[rank:], b[:, rank:]),
+        differs + r"lora\.a = torch\.float32 \([12], 8\) on rank [01], another": LoRA(
+            a[rank:], b[:, rank:]
+        ),
         differs + r"lora\.a = (None|torch\.float32 \(2, 8\)) on rank": None if rank else LoRA(a, b),
         r"^lora: expected a LoRA, got tuple": (a, b),
         r"^lora\.a: expected a tensor, got NoneType": LoRA(None, b),  # type: ignore[arg-type]
@@ -306,7 +371,9 @@ def check_traffic(rank: int, world_size: int) -> dict[str, list[int]]:
         with wrapped["all_gather"], wrapped["all_reduce"]:
             part = weight[slice(*spans(300, world_size)[rank])].clone().requires_grad_()
             run = Run(engine=engine, workspace_bytes=20 * 4 * -(-300 // world_size))
-            out = grpo_loss(leaf, Head(part, process_group=dist.group.WORLD), ids, None, advantages, run=run)
+            out = grpo_loss(
+                leaf, Head(part, process_group=dist.group.WORLD), ids, None, advantages, run=run
+            )
             out.loss.backward()
         sent[engine] = counts
     return sent

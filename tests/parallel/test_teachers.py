@@ -67,17 +67,24 @@ def make_batch(rank: int) -> Batch:
 def gradients(student_way: str, teacher_way: str, what: str, engine: str, tied: bool) -> Gradients:
     """Of one run on this rank."""
     run = cases.Run(SETUPS[student_way], LOSSES["off-policy"], torch.device("cpu"), torch.float64)
-    student, teacher = cases.make_model(torch.float64, run.loss, tied=tied), divided_teacher(teacher_way)
+    student, teacher = (
+        cases.make_model(torch.float64, run.loss, tied=tied),
+        divided_teacher(teacher_way),
+    )
     wrapped, batch = run.setup.wrap(student, None), run.batch
     with torch.no_grad():
         states = teacher(batch.tokens)
 
     def then(hidden: Tensor) -> Tensor:
-        return score(attach(student.lm_head), hidden, states, teacher.lm_head, batch, run.items, what, engine)
+        return score(
+            attach(student.lm_head), hidden, states, teacher.lm_head, batch, run.items, what, engine
+        )
 
     loss = wrapped(batch.tokens, then) if run.setup.inside else then(wrapped(batch.tokens))
     loss.backward()
-    return {name: cases.whole(x.grad) for name, x in student.named_parameters() if x.grad is not None}
+    return {
+        name: cases.whole(x.grad) for name, x in student.named_parameters() if x.grad is not None
+    }
 
 
 def score(
@@ -92,18 +99,29 @@ def score(
 ) -> Tensor:
     if what == "loss":
         given = cases.arguments(LOSSES["off-policy"], batch, items)
-        out = head.loss(hidden, config=LossConfig(**KL), reference=(states, teacher_head), run=Run(engine), **given)
+        out = head.loss(
+            hidden,
+            config=LossConfig(**KL),
+            reference=(states, teacher_head),
+            run=Run(engine),
+            **given,
+        )
         assert engine in ("auto", out.engine)
         loss: Tensor = out.loss
         return loss
-    found = head.divergence(hidden, states, teacher_head, mask=batch.completion_mask, divergence=what, run=Run(engine))
+    found = head.divergence(
+        hidden, states, teacher_head, mask=batch.completion_mask, divergence=what, run=Run(engine)
+    )
     total: Tensor = found.divergence.sum() / items
     return total
 
 
 def truth(what: str, tied: bool) -> Gradients:
     """The mean over ranks, with all logits of the divergence."""
-    student, teacher = cases.make_model(torch.float64, LOSSES["off-policy"], tied=tied), make_teacher()
+    student, teacher = (
+        cases.make_model(torch.float64, LOSSES["off-policy"], tied=tied),
+        make_teacher(),
+    )
     items = cases.items_per_rank(2, last_empty=False)
     for rank in range(2):
         batch = make_batch(rank)
@@ -114,14 +132,21 @@ def truth(what: str, tied: bool) -> Gradients:
             weight, run = student.lm_head.weight, Run(backend="torch")
             loss = grpo_loss(hidden, weight, config=LossConfig(**KL), run=run, **given).loss
         else:
-            logs = (model.lm_head(x).log_softmax(-1) for model, x in ((student, hidden), (teacher, states)))
+            logs = (
+                model.lm_head(x).log_softmax(-1)
+                for model, x in ((student, hidden), (teacher, states))
+            )
             log_p, log_q = (x.flatten(0, 1) for x in logs)
-            loss = (divergence(BETAS[what], log_p, log_q) * batch.completion_mask.flatten()).sum() / items
+            loss = (
+                divergence(BETAS[what], log_p, log_q) * batch.completion_mask.flatten()
+            ).sum() / items
         (loss / 2).backward()
     return {name: x.grad for name, x in student.named_parameters() if x.grad is not None}
 
 
-def assert_those_of_one_process(found: list[list[Gradients]], wanted: list[Gradients], bound: float) -> None:
+def assert_those_of_one_process(
+    found: list[list[Gradients]], wanted: list[Gradients], bound: float
+) -> None:
     for of_rank in found:
         for i, (got, want) in enumerate(zip(of_rank, wanted, strict=True)):
             errors = relative_error(got, want)
@@ -137,13 +162,22 @@ def test_gradients_are_those_of_one_process() -> None:
     assert_those_of_one_process(run_ranks(run_cases, 2), wanted, EXACT)
 
 
-ZERO3 = [("jsd", "auto"), ("jsd", "two_pass"), ("reverse_kl", "lean"), ("loss", "auto"), ("loss", "two_pass")]
+ZERO3 = [
+    ("jsd", "auto"),
+    ("jsd", "two_pass"),
+    ("reverse_kl", "lean"),
+    ("loss", "auto"),
+    ("loss", "two_pass"),
+]
 
 
 def by_zero3(what: str, engine: str) -> Gradients:
     """Both models divided, the teacher's without an optimizer."""
     package = deepspeed()
-    batch, items = make_batch(torch.distributed.get_rank()), cases.items_per_rank(2, last_empty=False)
+    batch, items = (
+        make_batch(torch.distributed.get_rank()),
+        cases.items_per_rank(2, last_empty=False),
+    )
     student, teacher = cases.make_model(torch.float64, LOSSES["off-policy"]), make_teacher()
     trained, _, *_ = package.initialize(
         model=student, config=CONFIG, optimizer=torch.optim.SGD(student.parameters(), lr=0.0)
@@ -154,11 +188,15 @@ def by_zero3(what: str, engine: str) -> Gradients:
         states = frozen(batch.tokens)
 
     def then(hidden: Tensor) -> Tensor:
-        return score(attach(student.lm_head), hidden, states, teacher.lm_head, batch, items, what, engine)
+        return score(
+            attach(student.lm_head), hidden, states, teacher.lm_head, batch, items, what, engine
+        )
 
     trained.backward(trained(batch.tokens, then))
     assert teacher.lm_head.weight.numel() == student.lm_head.weight.numel() == 0
-    found = {name: package.utils.safe_get_full_grad(x).clone() for name, x in student.named_parameters()}
+    found = {
+        name: package.utils.safe_get_full_grad(x).clone() for name, x in student.named_parameters()
+    }
     trained.destroy()
     frozen.destroy()
     return found
@@ -170,7 +208,9 @@ def run_zero3(rank: int, world_size: int) -> list[Gradients]:
 
 @needs_deepspeed
 def test_gradients_under_zero3_are_those_of_one_process() -> None:
-    assert_those_of_one_process(run_ranks(run_zero3, 2), [truth(what, False) for what, _ in ZERO3], EXACT_ZERO3)
+    assert_those_of_one_process(
+        run_ranks(run_zero3, 2), [truth(what, False) for what, _ in ZERO3], EXACT_ZERO3
+    )
 
 
 def heads() -> tuple[Any, nn.Module, Tensor]:
@@ -200,11 +240,17 @@ def hooked() -> nn.Module:
     ],
     ids=["adapter", "hook", "embedding", "other ids"],
 )
-def test_a_head_that_cannot_be_compared_with_is_refused(make: Any, error: type[Exception], message: str | None) -> None:
+def test_a_head_that_cannot_be_compared_with_is_refused(
+    make: Any, error: type[Exception], message: str | None
+) -> None:
     head, _, hidden = heads()
     ids, states = torch.zeros(2, 3, dtype=torch.long), torch.randn(2, 3, 4)
-    with pytest.raises(error, match=(message or "reference.weight: expected shape").format("reference.head")):
-        head.loss(hidden, ids, None, torch.ones(2), config=LossConfig(**KL), reference=(states, make()))
+    with pytest.raises(
+        error, match=(message or "reference.weight: expected shape").format("reference.head")
+    ):
+        head.loss(
+            hidden, ids, None, torch.ones(2), config=LossConfig(**KL), reference=(states, make())
+        )
     if message is not None:
         with pytest.raises(error, match=message.format("teacher_head")):
             head.divergence(hidden, states, make())
@@ -228,9 +274,14 @@ def test_arguments_that_the_heads_have_themselves_are_refused() -> None:
         linear_divergence(hidden, Head(head, bias), states, teacher)
     with pytest.raises(ValueError, match=r"^teacher_bias: expected None"):
         head.divergence(hidden, states, Head(teacher, bias))
-    with pytest.raises(TypeError, match=r"^outputs: no argument of linear_divergence any more, but entropy="):
+    with pytest.raises(
+        TypeError, match=r"^outputs: no argument of linear_divergence any more, but entropy="
+    ):
         head.divergence(hidden, states, teacher, outputs=("entropy",))
-    assert {*head.divergence(hidden, states, teacher, entropy=True).given} == {"divergence", "entropies"}
+    assert {*head.divergence(hidden, states, teacher, entropy=True).given} == {
+        "divergence",
+        "entropies",
+    }
     given = torch.zeros(2, 3, dtype=torch.long), None, torch.ones(2)
     with pytest.raises(ValueError, match=r"reference\.bias: expected None"):
         head.loss(hidden, *given, config=LossConfig(**KL), reference=(states, Head(teacher, bias)))

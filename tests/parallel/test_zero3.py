@@ -21,7 +21,9 @@ from tests.support.zero3 import CONFIG, deepspeed, needs_deepspeed
 
 CPU = torch.device("cpu")
 BOTH = ("off-policy", "sequence ratio")
-EXACT = 2e-7  # of the largest entry: DeepSpeed keeps gradients in float32, whatever the model's dtype
+EXACT = (
+    2e-7  # of the largest entry: DeepSpeed keeps gradients in float32, whatever the model's dtype
+)
 
 pytestmark = needs_deepspeed
 
@@ -29,7 +31,9 @@ pytestmark = needs_deepspeed
 class Zero3:
     """A tiny model on this rank, divided."""
 
-    def __init__(self, loss: str, *, inside: bool = True, last_empty: bool = False, **options: Any) -> None:
+    def __init__(
+        self, loss: str, *, inside: bool = True, last_empty: bool = False, **options: Any
+    ) -> None:
         self.package = deepspeed()
         setup = cases.Setup(cases.ddp, inside)  # `wrap` is not used
         self.run = Run(setup, LOSSES[loss], CPU, torch.float64, last_empty=last_empty)
@@ -40,14 +44,18 @@ class Zero3:
         trained = [x for x in self.model.parameters() if x.requires_grad]
         config = {**CONFIG, "gradient_accumulation_steps": accumulate}
         optimizer = torch.optim.SGD(trained, lr=0.0)
-        self.engine, *_ = self.package.initialize(model=self.model, config=config, optimizer=optimizer)
+        self.engine, *_ = self.package.initialize(
+            model=self.model, config=config, optimizer=optimizer
+        )
         assert self.head.weight.numel() == 0
 
     def call(self, hidden: Tensor, weight: Tensor, gather: Any = None) -> Tensor:
         """`grpo_loss` itself."""
         given = cases.arguments(self.run.loss, self.run.batch, self.run.items)
         run = grpo_kernels.Run(gather=gather)
-        return grpo_loss(hidden, weight, config=LossConfig(**self.run.loss.config), run=run, **given).loss
+        return grpo_loss(
+            hidden, weight, config=LossConfig(**self.run.loss.config), run=run, **given
+        ).loss
 
     def gradients(self, loss: Tensor) -> dict[str, Tensor]:
         """After its backward: by name, averaged over the ranks, whole."""
@@ -82,14 +90,18 @@ def in_two_parts(loss: str, accumulate: int) -> dict[str, Tensor]:
 def within_the_models_forward(loss: str) -> dict[str, Tensor]:
     """The function with ``lm_head.weight``: within the forward, ZeRO-3 sees that it is read."""
     zero3 = Zero3(loss)
-    return zero3.gradients(zero3.engine(zero3.run.batch.tokens, lambda hidden: zero3.call(hidden, zero3.head.weight)))
+    return zero3.gradients(
+        zero3.engine(zero3.run.batch.tokens, lambda hidden: zero3.call(hidden, zero3.head.weight))
+    )
 
 
 def gathered_by_hand(loss: str) -> dict[str, Tensor]:
     """What the message for an empty weight says, in full: forward and backward within one context."""
     zero3 = Zero3(loss)
     hidden = zero3.engine(zero3.run.batch.tokens)
-    with pytest.raises(ValueError, match=r"weight: .*which is empty; under DeepSpeed ZeRO-3") as raised:
+    with pytest.raises(
+        ValueError, match=r"weight: .*which is empty; under DeepSpeed ZeRO-3"
+    ) as raised:
         zero3.call(hidden, zero3.head.weight)
     assert "pass the head's module in its place" in str(raised.value)
     with zero3.package.zero.GatheredParameters([zero3.head.weight]):
@@ -124,14 +136,20 @@ def of_one_process(loss: str, where: str = "", **options: Any) -> dict[str, Tens
 EMPTY = {"last_empty": True}
 CASES: list[tuple[Callable[..., dict[str, Tensor]], str, dict[str, Any], dict[str, Any]]] = [
     # how, the loss, options of the run, and options that the truth has as well
-    *((by_method, loss, {"inside": inside}, {}) for loss, inside in itertools.product(LOSSES, (True, False))),
+    *(
+        (by_method, loss, {"inside": inside}, {})
+        for loss, inside in itertools.product(LOSSES, (True, False))
+    ),
     *((by_method, loss, {}, options) for loss in BOTH for options in (EMPTY, {"tied": True})),
     (by_method, "sequence ratio", {}, {"bias": True}),
     (in_two_parts, "off-policy", {}, {"accumulate": 2}),
     *((within_the_models_forward, loss, {}, {}) for loss in BOTH),
     (gathered_by_hand, "sequence ratio", {}, {}),
     (gathered_twice, "frozen head, sequence ratio", {}, {}),
-    *((with_adapter, loss, {}, {"where": where}) for loss, where in itertools.product(BOTH, PLACES)),
+    *(
+        (with_adapter, loss, {}, {"where": where})
+        for loss, where in itertools.product(BOTH, PLACES)
+    ),
 ]
 
 
@@ -143,4 +161,6 @@ def test_gradients_are_those_of_one_process() -> None:
     for gradients in run_ranks(run_cases, 2):
         for found, (how, loss, options, both) in zip(gradients, CASES, strict=True):
             errors = relative_error(found, of_one_process(loss, **both))
-            assert max(errors.values()) < EXACT, f"{how.__name__}, {loss}, {options}, {both}: {errors}"
+            assert max(errors.values()) < EXACT, (
+                f"{how.__name__}, {loss}, {options}, {both}: {errors}"
+            )

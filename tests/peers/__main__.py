@@ -33,10 +33,15 @@ class Peer:
     ways: tuple[str, ...]
     select: str = ""  # pytest's -k
     environment: Mapping[str, str] = field(default_factory=dict)
-    known: Mapping[str, str] = field(default_factory=dict)  # pattern of "way: test" -> why its outcome is another
+    known: Mapping[str, str] = field(
+        default_factory=dict
+    )  # pattern of "way: test" -> why its outcome is another
 
     def why(self, way: str, test: str) -> str | None:
-        return next((reason for what, reason in self.known.items() if re.search(what, f"{way}: {test}")), None)
+        return next(
+            (reason for what, reason in self.known.items() if re.search(what, f"{way}: {test}")),
+            None,
+        )
 
 
 ROUNDED = "expects logits rounded to 16 bits"
@@ -69,10 +74,20 @@ PEERS = (
         "test/chunked_loss/test_grpo_loss.py",
         ("patch_liger",),
         select="not 8-128-1024-4096",  # of the grid the small shape, 3 x 47 x 31 x 123
-        environment={"TORCHDYNAMO_DISABLE": "1"},  # else every test compiles Liger's module anew: hours
-        known={r"-sequence-luspo-True-\w+-\w+-0\.1-.*-dtype1-": "expects luspo's KL term to count padding"},
+        environment={
+            "TORCHDYNAMO_DISABLE": "1"
+        },  # else every test compiles Liger's module anew: hours
+        known={
+            r"-sequence-luspo-True-\w+-\w+-0\.1-.*-dtype1-": "expects luspo's KL term to count padding"
+        },
     ),
-    Peer("verl", "VERL_SOURCE", "tests", "tests/trainer/ppo/test_core_algos_on_cpu.py", ("grpo_kernels.advantages",)),
+    Peer(
+        "verl",
+        "VERL_SOURCE",
+        "tests",
+        "tests/trainer/ppo/test_core_algos_on_cpu.py",
+        ("grpo_kernels.advantages",),
+    ),
 )
 
 
@@ -107,7 +122,9 @@ def outcomes(report: Path) -> dict[str, str]:
     for case in ET.parse(report).iter("testcase"):
         tags = {child.tag for child in case}
         what = next((x for x in ("error", "failure", "skipped") if x in tags), "passed")
-        found[f"{case.get('classname')}::{case.get('name')}"] = "failed" if what == "failure" else what
+        found[f"{case.get('classname')}::{case.get('name')}"] = (
+            "failed" if what == "failure" else what
+        )
     return found
 
 
@@ -118,7 +135,9 @@ def row(peer: Peer, way: str, found: dict[str, str]) -> str:
 
 def main(options: Sequence[str]) -> int:
     """0 if every test has the same outcome with ours, but for those known; `options` are for pytest."""
-    given = [(peer, Path(os.environ[peer.variable])) for peer in PEERS if os.environ.get(peer.variable)]
+    given = [
+        (peer, Path(os.environ[peer.variable])) for peer in PEERS if os.environ.get(peer.variable)
+    ]
     if not given:
         variables = dict.fromkeys(peer.variable for peer in PEERS)
         print(f"no source is given: set {', '.join(variables)} to their folders")
@@ -140,7 +159,10 @@ def main(options: Sequence[str]) -> int:
             print(row(peer, way, ours), flush=True)
             for test in (test for test, outcome in stock.items() if outcome != ours.get(test)):
                 reason = peer.why(way, test)
-                told.append(f"{way}: {test}: {ours.get(test)}" + (f" (known: it {reason})" if reason else ""))
+                told.append(
+                    f"{way}: {test}: {ours.get(test)}"
+                    + (f" (known: it {reason})" if reason else "")
+                )
                 lost |= reason is None
     print("\n".join(told) if told else "every test has the same outcome with ours")
     return int(lost)

@@ -35,7 +35,10 @@ def test_outcomes_of_a_source_are_compared(
     monkeypatch.setenv("THEIR_SOURCE", str(tmp_path))
     assert peers.main(["-k", "not slow"]) == 1
     told = capsys.readouterr().out
-    assert "test_theirs.py | as it is | 3 | 1 | 0 | 1 |" in told and "| another way | 1 | 3 | 0 | 1 |" in told
+    assert (
+        "test_theirs.py | as it is | 3 | 1 | 0 | 1 |" in told
+        and "| another way | 1 | 3 | 0 | 1 |" in told
+    )
     assert told.splitlines()[-3:] == [
         "another way: tests.test_theirs::test_known: failed (known: it expects theirs)",
         "another way: tests.test_theirs::test_of_theirs: failed",
@@ -45,7 +48,9 @@ def test_outcomes_of_a_source_are_compared(
     capsys.readouterr()
     peers.main(["-k", "nothing"])
     assert "not run: no test of tests/test_theirs.py is selected" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match=r"torch, as it is: pytest ended with 4(?s:.)*unrecognized"):
+    with pytest.raises(
+        SystemExit, match=r"torch, as it is: pytest ended with 4(?s:.)*unrecognized"
+    ):
         peers.main(["--no-such-option"])
 
 

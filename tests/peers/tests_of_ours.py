@@ -36,7 +36,9 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """TRL's function has a path for CPUs, and so have we: its tests run here too."""
     for node in {node for item in items for node in item.listchain() if node.name == HEAD_TESTS}:
-        node.own_markers[:] = [m for m in node.own_markers if m.kwargs.get("reason") != "test requires accelerator"]
+        node.own_markers[:] = [
+            m for m in node.own_markers if m.kwargs.get("reason") != "test requires accelerator"
+        ]
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -59,7 +61,9 @@ def _trl_without_hub() -> None:
         return lambda: importlib.util.find_spec(asked[1]) is not None
 
     packages.__getattr__ = has  # type: ignore[attr-defined]
-    if not torch.cuda.is_available():  # its kernels would stay in the models of all later tests, and run on GPUs alone
+    if (
+        not torch.cuda.is_available()
+    ):  # its kernels would stay in the models of all later tests, and run on GPUs alone
         packages.is_liger_kernel_available = lambda *_, **__: False
 
 
@@ -67,7 +71,7 @@ def _trl(**options: str) -> None:
     """Their head, wherever they look it up; tests of it take it from the package."""
     import trl.kernels as kernels
 
-    from grpo_kernels.integrations.trl import fused_head, patch_trl
+    from grpo_kernels.trl import fused_head, patch_trl
 
     _count_heads()
     if not patch_trl(**options):
@@ -83,20 +87,20 @@ def _fused_trainer() -> None:
     """Our trainer under the name of theirs."""
     import trl
 
-    from grpo_kernels.integrations.trl import FusedGRPOTrainer
+    from grpo_kernels.trl import FusedGRPOTrainer
 
     _count_heads()
     trl.GRPOTrainer = FusedGRPOTrainer
 
 
 def _count_heads() -> None:
-    from grpo_kernels.integrations.trl import fused_head
+    from grpo_kernels.trl import fused_head
 
     fused_head.FusedHead.apply = staticmethod(counted(fused_head.FusedHead.apply))
 
 
 def _liger() -> None:
-    from grpo_kernels.integrations import liger
+    from grpo_kernels import liger
 
     liger.grpo_loss = counted(liger.grpo_loss)
     if not liger.patch_liger():
@@ -120,7 +124,14 @@ def _verl() -> None:
 
     @torch.no_grad()
     def gae(token_level_rewards: Any, values: Any, response_mask: Any, gamma: Any, lam: Any) -> Any:
-        return ours.gae(token_level_rewards, values, response_mask, float(gamma), float(lam), whiten_advantages=True)
+        return ours.gae(
+            token_level_rewards,
+            values,
+            response_mask,
+            float(gamma),
+            float(lam),
+            whiten_advantages=True,
+        )
 
     @torch.no_grad()
     def rloo(token_level_rewards: Any, response_mask: Any, index: Any, **rest: Any) -> Any:
@@ -133,7 +144,9 @@ def _verl() -> None:
         norm_adv_by_std_in_grpo: bool = True, **rest: Any,
     ) -> Any:  # fmt: skip
         rewards, scale = token_level_rewards.sum(-1), "group" if norm_adv_by_std_in_grpo else "none"
-        result = ours.group_advantages(rewards, group_ids=groups(index), scale=scale, epsilon=epsilon)
+        result = ours.group_advantages(
+            rewards, group_ids=groups(index), scale=scale, epsilon=epsilon
+        )
         return spread(result, response_mask)
 
     for name, function in {

@@ -62,7 +62,13 @@ REWARD = {
     "tiny-Qwen3ForSequenceClassification": "Qwen3Config",
     "tiny-LlamaForSequenceClassification-3.2": "LlamaConfig",
 }
-TEMPLATES = {"Qwen3": "qwen3", "Llama": "llama3_2", "Cohere2": "cohere2", "GptOss": "gptoss", "Glm4Moe": "glm4moe"}
+TEMPLATES = {
+    "Qwen3": "qwen3",
+    "Llama": "llama3_2",
+    "Cohere2": "cohere2",
+    "GptOss": "gptoss",
+    "Glm4Moe": "glm4moe",
+}
 PROMPTS = (
     "Short is better than",
     "What is plain is",
@@ -81,7 +87,9 @@ def make(folder: Path) -> None:
     for name, (config, fields) in CAUSAL.items():
         _write(owner / name, config, fields, transformers.AutoModelForCausalLM)
     for name, config in REWARD.items():
-        _write(owner / name, config, {"num_labels": 1}, transformers.AutoModelForSequenceClassification)
+        _write(
+            owner / name, config, {"num_labels": 1}, transformers.AutoModelForSequenceClassification
+        )
     _remote(owner)
     _prompts(owner / "zen")
 
@@ -96,13 +104,24 @@ def _write(folder: Path, config_class: str, fields: dict[str, Any], auto: Any) -
 def tokenizer(model: str) -> PreTrainedTokenizerFast:
     """Bytes, and the special tokens; with the chat template of the model's family, which TRL brings along."""
     core = Tokenizer(models.BPE({x: i for i, x in enumerate(BYTES)}, merges=[]))
-    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    core.pre_tokenizer, core.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     core.add_special_tokens(list(SPECIAL))
     made = PreTrainedTokenizerFast(
-        tokenizer_object=core, pad_token=SPECIAL[0], eos_token=SPECIAL[1], bos_token=SPECIAL[4], padding_side="left"
+        tokenizer_object=core,
+        pad_token=SPECIAL[0],
+        eos_token=SPECIAL[1],
+        bos_token=SPECIAL[4],
+        padding_side="left",
     )
-    family = next((t for start, t in TEMPLATES.items() if model.startswith(f"tiny-{start}")), "qwen2_5")
-    made.chat_template = (Path(trl.__file__).parent / "chat_templates" / f"{family}.jinja").read_text()
+    family = next(
+        (t for start, t in TEMPLATES.items() if model.startswith(f"tiny-{start}")), "qwen2_5"
+    )
+    made.chat_template = (
+        Path(trl.__file__).parent / "chat_templates" / f"{family}.jinja"
+    ).read_text()
     return made
 
 
@@ -116,7 +135,10 @@ def _remote(owner: Path) -> None:
         "class RemoteForCausalLM(Qwen2ForCausalLM):\n    config_class = RemoteConfig\n"
     )
     config = json.loads((folder / "config.json").read_text())
-    config["auto_map"] = {"AutoConfig": "modeling.RemoteConfig", "AutoModelForCausalLM": "modeling.RemoteForCausalLM"}
+    config["auto_map"] = {
+        "AutoConfig": "modeling.RemoteConfig",
+        "AutoModelForCausalLM": "modeling.RemoteForCausalLM",
+    }
     config |= {"model_type": "remote", "architectures": ["RemoteForCausalLM"]}
     (folder / "config.json").write_text(json.dumps(config))
 

@@ -55,8 +55,14 @@ def at_most(seconds: int) -> Iterator[None]:
 
 def lines(code: str, folder: Path = CHECKOUT, **environment: object) -> list[str]:
     """What a Python process of its own prints, in `folder`."""
-    changed = os.environ | {"PYTHONPATH": str(CHECKOUT)} | {name: str(value) for name, value in environment.items()}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=folder, env=changed)
+    changed = (
+        os.environ
+        | {"PYTHONPATH": str(CHECKOUT)}
+        | {name: str(value) for name, value in environment.items()}
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=folder, env=changed
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
@@ -64,12 +70,17 @@ def lines(code: str, folder: Path = CHECKOUT, **environment: object) -> list[str
 def losses(backends: Sequence[str], folder: Path, cxx: Path) -> list[Any]:
     """A process's warnings of each backend, its log-probabilities, and what then lies in `folder`, the cache's."""
     code = LOSS.format(backends=backends)
-    return [json.loads(line) for line in lines(code, folder, TORCH_EXTENSIONS_DIR=folder / "cache", CXX=cxx)]
+    return [
+        json.loads(line)
+        for line in lines(code, folder, TORCH_EXTENSIONS_DIR=folder / "cache", CXX=cxx)
+    ]
 
 
 def script(path: Path, body: str) -> Path:
     """A compiler in sh; $out is the file it is to write."""
-    path.write_text(f'#!/bin/sh\nfor word; do [ "$last" = -o ] && out=$word; last=$word; done\n{body}\n')
+    path.write_text(
+        f'#!/bin/sh\nfor word; do [ "$last" = -o ] && out=$word; last=$word; done\n{body}\n'
+    )
     path.chmod(0o755)
     return path
 
@@ -89,7 +100,9 @@ class World:
         self.home, self.temporary = self.folder / "home", self.folder / "temporary"
         for folder in (self.home, self.temporary):
             folder.mkdir(mode=0o700)
-        self.sources, self.cache, self.prebuilt = (self.home / name for name in ("csrc", "cache", "prebuilt.so"))
+        self.sources, self.cache, self.prebuilt = (
+            self.home / name for name in ("csrc", "cache", "prebuilt.so")
+        )
         self.patch.setenv("TORCH_EXTENSIONS_DIR", str(self.cache))
         self.sources.mkdir()
         (self.sources / "ops.cpp").write_text("// 1")
@@ -117,7 +130,10 @@ class World:
         return self.prebuilt
 
     def compiler(self, body: str) -> None:
-        self.patch.setenv("CXX", str(script(self.folder / "cxx", f'echo compile >> "{self.folder}/events"; {body}')))
+        self.patch.setenv(
+            "CXX",
+            str(script(self.folder / "cxx", f'echo compile >> "{self.folder}/events"; {body}')),
+        )
 
     def compiles(self, content: str) -> None:
         self.compiler(f'printf "{content}" > "$out"')

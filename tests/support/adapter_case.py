@@ -10,14 +10,26 @@ SCALING, RANK = 0.6, 3
 
 
 def check_adapter(
-    base: torch.dtype, dtype: torch.dtype, *, n: int = 12, device: str = "cpu", gradient: float, **options: str
+    base: torch.dtype,
+    dtype: torch.dtype,
+    *,
+    n: int = 12,
+    device: str = "cpu",
+    gradient: float,
+    **options: str,
 ) -> None:
     """`base` is the head's dtype, `dtype` the adapter's; `gradient` bounds errors relative to the largest entry."""
     width, vocab = 16, 50
     g = torch.Generator().manual_seed(3)
-    hidden, weight = (torch.randn(shape, generator=g).to(device, base) for shape in ((1, n, width), (vocab, width)))
+    hidden, weight = (
+        torch.randn(shape, generator=g).to(device, base)
+        for shape in ((1, n, width), (vocab, width))
+    )
     shapes = (RANK, width), (vocab, RANK)
-    a, b = ((torch.randn(shape, generator=g) * 0.4).to(device, dtype).requires_grad_() for shape in shapes)
+    a, b = (
+        (torch.randn(shape, generator=g) * 0.4).to(device, dtype).requires_grad_()
+        for shape in shapes
+    )
     hidden, ids = hidden.requires_grad_(), torch.randint(vocab, (1, n), generator=g).to(device)
     head, advantages = Head(weight, lora=LoRA(a, b, SCALING)), torch.ones(1, n, device=device)
 
@@ -29,7 +41,9 @@ def check_adapter(
         found = linear_logprob(hidden, head, ids, run=Run(backend=options.get("backend", "auto")))
     torch.testing.assert_close(found.logps.double(), want, rtol=0, atol=3e-6)
 
-    out = grpo_loss(hidden, head, ids, None, advantages, old_per_token_logps=want.float(), run=Run(**options))
+    out = grpo_loss(
+        hidden, head, ids, None, advantages, old_per_token_logps=want.float(), run=Run(**options)
+    )
     out.loss.backward()
     leaves = [x.detach().double().requires_grad_() for x in (hidden, a, b)]
     logits = leaves[0] @ (weight.double() + SCALING * leaves[2] @ leaves[1]).T

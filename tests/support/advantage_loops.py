@@ -44,27 +44,43 @@ def weighted(row, weights):
 def z_scores(values, ids, correction, epsilon, over="group"):
     out = []
     for value, own in zip(values, ids, strict=True):
-        mean, spread = mean_std([v for v, i in zip(values, ids, strict=True) if i == own], correction)
+        mean, spread = mean_std(
+            [v for v, i in zip(values, ids, strict=True) if i == own], correction
+        )
         if over == "batch":
             spread = mean_std(values, correction)[1]
         if over == "mean":
             spread = mean
         no_signal = over == "mean" and not mean > 0
-        out.append(0.0 if no_signal else value - mean if over == "none" else (value - mean) / (spread + epsilon))
+        out.append(
+            0.0
+            if no_signal
+            else value - mean
+            if over == "none"
+            else (value - mean) / (spread + epsilon)
+        )
     return out
 
 
 def loop_group(table, ids, weights, scale, std, aggregation, epsilon):
     correction = 1 if std == "sample" else 0
     if aggregation == "sum_then_normalize":
-        result = z_scores([weighted(row, weights) for row in table], ids, correction, epsilon, scale)
+        result = z_scores(
+            [weighted(row, weights) for row in table], ids, correction, epsilon, scale
+        )
     else:
-        columns = [z_scores(list(column), ids, correction, epsilon) for column in zip(*table, strict=True)]
+        columns = [
+            z_scores(list(column), ids, correction, epsilon) for column in zip(*table, strict=True)
+        ]
         rows = list(zip(*columns, strict=True))
         totals = []
         for row, given in zip(rows, table, strict=True):
             unscored = all(math.isnan(r) for r in given)
-            totals.append(NAN if unscored else math.fsum(w * z for w, z in zip(weights, row, strict=True) if z == z))
+            totals.append(
+                NAN
+                if unscored
+                else math.fsum(w * z for w, z in zip(weights, row, strict=True) if z == z)
+            )
         mean, spread = mean_std(totals, correction)
         result = [(t - mean) / (spread + epsilon) for t in totals]
     return [0.0 if math.isnan(a) else a for a in result]
@@ -73,7 +89,9 @@ def loop_group(table, ids, weights, scale, std, aggregation, epsilon):
 def loop_rloo(values, ids, normalize, epsilon):
     out = []
     for i, value in enumerate(values):
-        others = [v for j, v in enumerate(values) if ids[j] == ids[i] and j != i and not math.isnan(v)]
+        others = [
+            v for j, v in enumerate(values) if ids[j] == ids[i] and j != i and not math.isnan(v)
+        ]
         out.append(value - math.fsum(others) / len(others) if others else NAN)
     if normalize:
         mean, spread = mean_std(out, 1)
@@ -87,7 +105,11 @@ def loop_process(rewards, ends, ids, mask, correction, epsilon):
         pool = [r for row, i in zip(rewards, ids, strict=True) if i == own for r in row]
         mean, spread = mean_std(pool, correction)
         for t in range(len(mask[b])):
-            steps = [(r - mean) / (spread + epsilon) for r, e in zip(rewards[b], ends[b], strict=True) if e >= t]
+            steps = [
+                (r - mean) / (spread + epsilon)
+                for r, e in zip(rewards[b], ends[b], strict=True)
+                if e >= t
+            ]
             out[b][t] = math.fsum(s for s in steps if not math.isnan(s)) if mask[b][t] else 0.0
     return out
 

@@ -244,8 +244,15 @@ def _small(cls: type[PretrainedConfig]) -> dict[str, Any]:
         found["num_key_value_heads"] = found["num_attention_heads"]
     depths = [name for name in _DEPTHS if isinstance(default.get(name), int)]
     if depths:
-        lists = {name: x for name, x in default.items() if isinstance(x, list | tuple) and len(x) == default[depths[0]]}
-        kinds = {tuple(map(str, layer)): i for i, layer in reversed([*enumerate(zip(*lists.values(), strict=True))])}
+        lists = {
+            name: x
+            for name, x in default.items()
+            if isinstance(x, list | tuple) and len(x) == default[depths[0]]
+        }
+        kinds = {
+            tuple(map(str, layer)): i
+            for i, layer in reversed([*enumerate(zip(*lists.values(), strict=True))])
+        }
         chosen = sorted(kinds.values()) if len(kinds) > 1 else [0, 1]
         found |= {name: [x[i] for i in chosen[:4]] for name, x in lists.items()}
         found |= dict.fromkeys(depths, len(chosen[:4]))

@@ -27,13 +27,19 @@ def instructions() -> list[str]:
     logits, chunk_rows = new(4, 9001), (new(4) for _ in range(4))
     chunk = Chunk(logits, new(4, dtype=torch.int64), LogitTransform(softcap=30.0))
     with caught() as launches:
-        grad.launch_grad(chunk, RowStats(*chunk_rows), new(4), None, logits, RowConfig(1, 1024, 4, 1))
+        grad.launch_grad(
+            chunk, RowStats(*chunk_rows), new(4), None, logits, RowConfig(1, 1024, 4, 1)
+        )
     text: str = compile_for(launches[0], "sm_90").asm["ptx"].split(".section\t.debug")[0]
     return [line for line in text.splitlines() if not DEBUG_LINE.match(line)]
 
 
 if __name__ == "__main__":
-    old, new = ("debug_barrier", "barrier") if hasattr(tl, "debug_barrier") else ("barrier", "debug_barrier")
+    old, new = (
+        ("debug_barrier", "barrier")
+        if hasattr(tl, "debug_barrier")
+        else ("barrier", "debug_barrier")
+    )
     by_old = instructions()
     setattr(tl, new, getattr(tl, old))
     delattr(tl, old)

@@ -18,9 +18,19 @@ def sparse() -> dict[str, Any]:
     """A run that was stopped early, and in which a lot went wrong."""
     full = {"samples": 1, "median": 12.5, "p20": None, "p80": None, "min": 12.5}
     found = {
-        "ours": {"status": "ok", "ms": {"full": full}, "errors": {}, "flops_nvh": None, "extra_mib": None},
+        "ours": {
+            "status": "ok",
+            "ms": {"full": full},
+            "errors": {},
+            "flops_nvh": None,
+            "extra_mib": None,
+        },
         "trl": {"status": "ok", "ms": {"full": {"samples": 0}}},
-        "eager": {"status": "wrong", "reason": "d_hidden", "ms": {"full": {"samples": 2, "median": 10.0}}},
+        "eager": {
+            "status": "wrong",
+            "reason": "d_hidden",
+            "ms": {"full": {"samples": 2, "median": 10.0}},
+        },
         "cce": {"status": "out of memory"},
         "liger_ce": {},
     }

@@ -34,8 +34,12 @@ class Case:
     config: dict[str, Any] = field(default_factory=dict)
     frozen: frozenset[str] = frozenset()  # of LEAVES
     workspace_bytes: int = DEFAULT_WORKSPACE
-    others: dict[str, Any] = field(default_factory=dict)  # settings that are no fields of LossConfig
-    teacher_hidden: Tensor | None = None  # (B, T, H'), of a case with another head, and so are the next ones
+    others: dict[str, Any] = field(
+        default_factory=dict
+    )  # settings that are no fields of LossConfig
+    teacher_hidden: Tensor | None = (
+        None  # (B, T, H'), of a case with another head, and so are the next ones
+    )
     teacher_weight: Tensor | None = None  # (V, H')
     teacher_bias: Tensor | None = None  # (V,)
     lora_a: Tensor | None = None  # (r, H), of a case with an adapter, and so are the next ones
@@ -43,7 +47,9 @@ class Case:
     lora_input: Tensor | None = None  # (B, T, H); None: hidden
     temperature: Tensor | None = None  # (B, T), instead of the one in config
     kept_ids: Tensor | None = None  # (B, T, K), padded with -1
-    listed_ids: Tensor | None = None  # (B, T, K), a teacher's most likely ones, padded with -1, and the next one
+    listed_ids: Tensor | None = (
+        None  # (B, T, K), a teacher's most likely ones, padded with -1, and the next one
+    )
     listed_logps: Tensor | None = None  # (B, T, K)
 
     @property
@@ -64,7 +70,11 @@ class Case:
     def to(self, dtype: torch.dtype) -> Case:
         """All floating-point tensors in `dtype`, whatever they were."""
         named = {f.name: getattr(self, f.name) for f in fields(self)}
-        floating = {k: x.to(dtype) for k, x in named.items() if isinstance(x, Tensor) and x.is_floating_point()}
+        floating = {
+            k: x.to(dtype)
+            for k, x in named.items()
+            if isinstance(x, Tensor) and x.is_floating_point()
+        }
         return replace(self, **floating)
 
 
@@ -124,13 +134,16 @@ def make_case(
     num_items: float | None = None,
     frozen: tuple[str, ...] = (),
     workspace: int = DEFAULT_WORKSPACE,
-    teacher: float | None = None,  # how far another head's logits lie from the policy's; None: there is no other
-    teacher_h: int | None = None,  # its width; None: h, the same weight, and hidden states that differ
+    teacher: float
+    | None = None,  # how far another head's logits lie from the policy's; None: there is no other
+    teacher_h: int
+    | None = None,  # its width; None: h, the same weight, and hidden states that differ
     lora: int | None = None,  # rank of an adapter
     lora_input: bool = False,  # the adapter has an input of its own
     lora_dtype: torch.dtype | None = None,  # None: dtype
     temperatures: bool = False,  # one per position
-    kept: int | None = None,  # ids in the largest kept set; with without_set = "full" some positions lack one
+    kept: int
+    | None = None,  # ids in the largest kept set; with without_set = "full" some positions lack one
     listed: int | None = None,  # ids of a teacher that lists its most likely ones
     others: dict[str, Any] | None = None,
     **config: Any,
@@ -155,7 +168,9 @@ def make_case(
     if lora is not None:
         case = with_lora(case, lora, lora_input, lora_dtype or dtype)
     if temperatures:
-        case = case.but(temperature=0.5 + torch.rand(b, t, generator=seeded(f"{name} temperatures")))
+        case = case.but(
+            temperature=0.5 + torch.rand(b, t, generator=seeded(f"{name} temperatures"))
+        )
     # Two thirds of the ids are sampled from the policy itself, the others are any.
     everywhere = case.but(completion_mask=torch.ones(b, t, dtype=torch.long))
     probs = head(everywhere).log_probs.detach().exp()
@@ -177,11 +192,15 @@ def make_case(
     sampling_logps = (old_logps if old else logps) + 0.3 * normal(b, t) + 0.3 * normal(b, 1)
     old_logps, ref, sampling_logps = (x.clamp(max=-1e-3) for x in (old_logps, ref, sampling_logps))
     if kept is not None:  # an id alone in its set is certain to every policy
-        old_logps, ref, sampling_logps = (x.masked_fill(logps == 0, 0.0) for x in (old_logps, ref, sampling_logps))
+        old_logps, ref, sampling_logps = (
+            x.masked_fill(logps == 0, 0.0) for x in (old_logps, ref, sampling_logps)
+        )
     if teacher is not None:
         case = with_teacher(case, teacher, teacher_h, g)
     return case.but(
-        advantages=(torch.where(keep, case.advantages, 0.0) if zero_adv else case.advantages).to(wide),
+        advantages=(torch.where(keep, case.advantages, 0.0) if zero_adv else case.advantages).to(
+            wide
+        ),
         old_per_token_logps=old_logps.to(wide) if old else None,
         ref_per_token_logps=ref.to(wide) if config.get("beta") else None,
         sampling_per_token_logps=sampling_logps.to(wide) if sampling else None,
@@ -195,12 +214,17 @@ def with_teacher(case: Case, distance: float, width: int | None, g: torch.Genera
     normal = lambda *shape: torch.randn(shape, generator=g)  # noqa: E731
     if width is not None:
         vocab, dtype = case.weight.shape[0], case.weight.dtype
-        hidden, weight = normal(b, t, width).to(dtype), (normal(vocab, width) * distance / width**0.5).to(dtype)
+        hidden, weight = (
+            normal(b, t, width).to(dtype),
+            (normal(vocab, width) * distance / width**0.5).to(dtype),
+        )
         bias = None if case.bias is None else normal(vocab).to(dtype)
         return case.but(teacher_hidden=hidden, teacher_weight=weight, teacher_bias=bias)
     size = case.weight.float().norm(dim=1).mean().clamp(min=1e-3)
     hidden = (case.hidden.float() + normal(b, t, h) * distance / size).to(case.hidden.dtype)
-    return case.but(teacher_hidden=hidden, teacher_weight=case.weight.clone(), teacher_bias=case.bias)
+    return case.but(
+        teacher_hidden=hidden, teacher_weight=case.weight.clone(), teacher_bias=case.bias
+    )
 
 
 def with_lora(case: Case, rank: int, own_input: bool, dtype: torch.dtype) -> Case:
@@ -208,7 +232,9 @@ def with_lora(case: Case, rank: int, own_input: bool, dtype: torch.dtype) -> Cas
     g, (vocab, width) = seeded(f"{case.name} lora"), case.weight.shape
     a, b = (torch.randn(shape, generator=g) * 0.4 for shape in ((rank, width), (vocab, rank)))
     own = torch.randn(case.hidden.shape, generator=g).to(dtype) if own_input else None
-    return case.but(lora_a=a.to(dtype), lora_b=b.to(dtype), lora_input=own, others={"lora_scaling": 0.6})
+    return case.but(
+        lora_a=a.to(dtype), lora_b=b.to(dtype), lora_input=own, others={"lora_scaling": 0.6}
+    )
 
 
 def with_kept(case: Case, most: int) -> Case:
@@ -218,7 +244,11 @@ def with_kept(case: Case, most: int) -> Case:
     """
     g, ids = seeded(f"{case.name} kept"), case.completion_ids
     b, t = ids.shape
-    shuffled = torch.rand(b, t, case.weight.shape[0], generator=g).scatter(-1, ids[..., None], -1.0).argsort(-1)
+    shuffled = (
+        torch.rand(b, t, case.weight.shape[0], generator=g)
+        .scatter(-1, ids[..., None], -1.0)
+        .argsort(-1)
+    )
     sizes = torch.randint(1, most + 1, (b, t, 1), generator=g)
     sizes[0, 0], sizes[0, 1] = 1, most
     kept = torch.where(torch.arange(most) < sizes, shuffled[..., :most], -1)
@@ -234,6 +264,8 @@ def with_listed(case: Case, k: int) -> Case:
     g = seeded(f"{case.name} listed")
     b, t = case.completion_ids.shape
     ids = torch.rand(b, t, case.weight.shape[0], generator=g).argsort(-1)[..., :k]
-    logps = (2 * torch.randn(b, t, case.weight.shape[0], generator=g)).log_softmax(-1).gather(-1, ids)
+    logps = (
+        (2 * torch.randn(b, t, case.weight.shape[0], generator=g)).log_softmax(-1).gather(-1, ids)
+    )
     ids[0, 0, 2], ids[0, 2], logps[0, 1, 1] = -1, -1, -torch.inf
     return case.but(listed_ids=ids, listed_logps=logps.to(case.hidden.dtype))

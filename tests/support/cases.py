@@ -21,7 +21,12 @@ from tests.support.reference_terms import CLIPPED, TERMS
 __all__ = ["LOSSES", "Case", "fixed_cases", "random_case", "wide_cases"]
 
 # (loss type, level): GMPO has one level only.
-LOSSES = [(x, level) for x in TERMS for level in ("token", "sequence") if (x, level) != ("gmpo", "sequence")]
+LOSSES = [
+    (x, level)
+    for x in TERMS
+    for level in ("token", "sequence")
+    if (x, level) != ("gmpo", "sequence")
+]
 SHORT = {"token": "t", "sequence": "s"}
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "f64": torch.float64}
 
@@ -36,8 +41,12 @@ def group_a() -> Iterator[Case]:
         for short in ("f32", "bf16"):
             kind = loss(x, level) | {"dtype": DTYPES[short]}
             cap = {"epsilon_high": 1.2} if x == "cispo" else {"epsilon_high": 0.28}
-            yield make_case(f"A/{x}-{SHORT[level]}/off-policy/{short}", b=5, noise=0.4, **kind, **cap)
-            yield make_case(f"A/{x}-{SHORT[level]}/on-policy/{short}", old=False, zero_adv=True, **kind, **cap)
+            yield make_case(
+                f"A/{x}-{SHORT[level]}/off-policy/{short}", b=5, noise=0.4, **kind, **cap
+            )
+            yield make_case(
+                f"A/{x}-{SHORT[level]}/on-policy/{short}", old=False, zero_adv=True, **kind, **cap
+            )
 
 
 def group_b() -> Iterator[Case]:
@@ -50,7 +59,9 @@ def group_b() -> Iterator[Case]:
     }  # fmt: skip
     for name, options in heads.items():
         for short in ("f32", "bf16", "f16"):
-            yield make_case(f"B/{name}/{short}", dtype=DTYPES[short], beta=0.05, entropy_coef=0.01, **options)
+            yield make_case(
+                f"B/{name}/{short}", dtype=DTYPES[short], beta=0.05, entropy_coef=0.01, **options
+            )
     options = {
         "delta": {"delta": 1.1, "epsilon_high": 0.3}, "delta-wide": {"delta": 1.6}, "epsilons": {"epsilon_high": 0.05},
         "no-epsilon": {"epsilon": 0.0}, "kl": {"beta": 0.04},
@@ -69,21 +80,39 @@ def group_b() -> Iterator[Case]:
     }  # fmt: skip
     for name, option in options.items():
         for x, level in (("dapo", "token"), ("grpo", "sequence")):
-            yield make_case(f"B/{name}/{x}-{SHORT[level]}", b=4, noise=0.35, **loss(x, level), **option)
+            yield make_case(
+                f"B/{name}/{x}-{SHORT[level]}", b=4, noise=0.35, **loss(x, level), **option
+            )
     everything = {
         "beta": 0.05, "entropy_coef": 0.02, "bias": True, "final_logit_softcapping": 6.0, "temperature": 0.9,
         "delta": 1.5,
     }  # fmt: skip
-    coupled = {"ratio": "token", "adv": "token", "off_policy_mask_threshold": 0.08, "sampling": True}
+    coupled = {
+        "ratio": "token",
+        "adv": "token",
+        "off_policy_mask_threshold": 0.08,
+        "sampling": True,
+    }
     for x, level in LOSSES:
         extra = {"beta": 0.1, "top_entropy_quantile": 0.47} if x == "gmpo" else everything | coupled
         yield make_case(f"B/everything/{x}-{SHORT[level]}", b=4, t=9, **loss(x, level), **extra)
-    vespo = {"vespo_k_pos": 1.3, "vespo_lambda_pos": 0.7, "vespo_k_neg": 0.4, "vespo_lambda_neg": 2.2}
+    vespo = {
+        "vespo_k_pos": 1.3,
+        "vespo_lambda_pos": 0.7,
+        "vespo_k_neg": 0.4,
+        "vespo_lambda_neg": 2.2,
+    }
     for ratio in (None, "token", "masked", "sequence", "batch"):
-        yield make_case(f"B/vespo-shape/{ratio}", loss_type="vespo", ratio=ratio, num_items=11.0, **vespo)
-    yield make_case("B/sapo-shape", loss_type="sapo", sapo_temperature_pos=0.6, sapo_temperature_neg=2.3)
+        yield make_case(
+            f"B/vespo-shape/{ratio}", loss_type="vespo", ratio=ratio, num_items=11.0, **vespo
+        )
+    yield make_case(
+        "B/sapo-shape", loss_type="sapo", sapo_temperature_pos=0.6, sapo_temperature_neg=2.3
+    )
     for short in ("bf16", "f16"):
-        yield make_case(f"B/input-logits/{short}", dtype=DTYPES[short], logits_dtype="input", beta=0.1)
+        yield make_case(
+            f"B/input-logits/{short}", dtype=DTYPES[short], logits_dtype="input", beta=0.1
+        )
 
 
 def group_c() -> Iterator[Case]:
@@ -94,19 +123,53 @@ def group_c() -> Iterator[Case]:
     ]  # fmt: skip
     for b, t, h, v in shapes:
         for x, level in (("dapo", "token"), ("sapo", "sequence")):
-            yield make_case(f"C/{b}x{t}x{h}x{v}/{x}", b=b, t=t, h=h, v=v, mask="ragged", beta=0.02, **loss(x, level))
+            yield make_case(
+                f"C/{b}x{t}x{h}x{v}/{x}",
+                b=b,
+                t=t,
+                h=h,
+                v=v,
+                mask="ragged",
+                beta=0.02,
+                **loss(x, level),
+            )
     for b, t in ((0, 5), (3, 0), (0, 0)):
-        for x, level in (("dapo", "token"), ("luspo", "sequence"), ("vespo", "token"), ("gmpo", "token")):
+        for x, level in (
+            ("dapo", "token"),
+            ("luspo", "sequence"),
+            ("vespo", "token"),
+            ("gmpo", "token"),
+        ):
             yield make_case(f"C/{b}x{t}/{x}", b=b, t=t, beta=0.1, **loss(x, level))
     # Rows of the workspace: a budget that no row fits, one, a few, one less and one more than all of them.
     for rows in (0.01, 1, 2, 5, 27, 28, 29):
         for x, level in (("dapo", "token"), ("luspo", "sequence"), ("grpo", "token")):
-            size = {"b": 4, "t": 7, "h": 9, "v": 40, "mask": "full", "workspace": round(rows * 40 * 4)}
+            size = {
+                "b": 4,
+                "t": 7,
+                "h": 9,
+                "v": 40,
+                "mask": "full",
+                "workspace": round(rows * 40 * 4),
+            }
             yield make_case(f"C/workspace-{rows}/{x}", entropy_coef=0.01, **size, **loss(x, level))
     yield make_case("C/long", b=2, t=160, h=12, v=80, mask="ragged", workspace=2**13, beta=0.1)
-    yield make_case("C/long/bf16", b=2, t=160, h=12, v=80, dtype=torch.bfloat16, mask="ragged", workspace=2**13)
-    yield make_case("C/wide", b=2, t=6, h=20, v=5000, dtype=torch.bfloat16, workspace=2**15, beta=0.1)
-    yield make_case("C/wide/bias", b=2, t=6, h=20, v=700, bias=True, workspace=2**15, final_logit_softcapping=9.0)
+    yield make_case(
+        "C/long/bf16", b=2, t=160, h=12, v=80, dtype=torch.bfloat16, mask="ragged", workspace=2**13
+    )
+    yield make_case(
+        "C/wide", b=2, t=6, h=20, v=5000, dtype=torch.bfloat16, workspace=2**15, beta=0.1
+    )
+    yield make_case(
+        "C/wide/bias",
+        b=2,
+        t=6,
+        h=20,
+        v=700,
+        bias=True,
+        workspace=2**15,
+        final_logit_softcapping=9.0,
+    )
 
 
 def group_d() -> Iterator[Case]:
@@ -137,7 +200,14 @@ def poison(case: Case, name: str, value: float | int) -> Case:
 
 
 def group_e() -> Iterator[Case]:
-    full = {"b": 4, "beta": 0.1, "sampling": True, "ratio": "token", "adv": "token", "off_policy_mask_threshold": 0.2}
+    full = {
+        "b": 4,
+        "beta": 0.1,
+        "sampling": True,
+        "ratio": "token",
+        "adv": "token",
+        "off_policy_mask_threshold": 0.2,
+    }
     names = ("hidden", *PER_TOKEN, "importance_sampling_ratio", "advantages")
     for name in names:
         for value in (math.nan, math.inf, -math.inf, 1e30):
@@ -146,13 +216,17 @@ def group_e() -> Iterator[Case]:
         yield poison(make_case(f"E/ids/{value}", **full), "completion_ids", value)
     for x, level in LOSSES:
         options = {"b": 4, "beta": 0.1} if x == "gmpo" else full
-        case = make_case(f"E/everything/{x}-{SHORT[level]}", mask="first_empty", **options, **loss(x, level))
+        case = make_case(
+            f"E/everything/{x}-{SHORT[level]}", mask="first_empty", **options, **loss(x, level)
+        )
         for name in names:
             tensor = getattr(case, name)
             if tensor is not None and (name != "advantages" or tensor.dim() == 2):
                 case = poison(case, name, math.nan)
         yield poison(case, "completion_ids", -100)
-    yield poison(make_case("E/entropy-mask", top_entropy_quantile=0.41, entropy_coef=0.1), "hidden", math.nan)
+    yield poison(
+        make_case("E/entropy-mask", top_entropy_quantile=0.41, entropy_coef=0.1), "hidden", math.nan
+    )
 
 
 def extreme(name: str, by: float, sign: int | None, every: int = 2, **options) -> Case:
@@ -180,7 +254,14 @@ def group_f_ratios() -> Iterator[Case]:
     yield extreme("old-minus-inf", -math.inf, +1)
     yield extreme("old-plus-inf", math.inf, -1)
     yield extreme("large-ratio", -60.0, -1, delta=None)
-    dropped = extreme("overflow-off-policy-masked", -300.0, -1, sampling=True, off_policy_mask_threshold=0.5, every=1)
+    dropped = extreme(
+        "overflow-off-policy-masked",
+        -300.0,
+        -1,
+        sampling=True,
+        off_policy_mask_threshold=0.5,
+        every=1,
+    )
     yield dropped.but(sampling_per_token_logps=dropped.sampling_per_token_logps + 5.0)
 
 
@@ -189,24 +270,45 @@ def group_f() -> Iterator[Case]:
     for name, by in (("below", -300.0), ("above", 30.0), ("overflow", 300.0)):
         for estimator in ("k1", "k2", "k3"):
             case = make_case(f"F/ref-{name}/{estimator}", beta=0.1, kl_estimator=estimator)
-            some = torch.arange(case.ref_per_token_logps.shape[1]) % 3 > 0  # log-probabilities are not all above 0
+            some = (
+                torch.arange(case.ref_per_token_logps.shape[1]) % 3 > 0
+            )  # log-probabilities are not all above 0
             yield case.but(ref_per_token_logps=case.ref_per_token_logps + by * some)
     for spread in (15.0, 40.0, 100.0):
         for short in ("f32", "bf16"):
             yield make_case(
-                f"F/confident-{spread:g}/{short}", spread=spread, dtype=DTYPES[short], entropy_coef=0.1, beta=0.01
+                f"F/confident-{spread:g}/{short}",
+                spread=spread,
+                dtype=DTYPES[short],
+                entropy_coef=0.1,
+                beta=0.01,
             )
     for short in ("f32", "f16", "bf16"):
-        yield make_case(f"F/logits-1e5-capped/{short}", spread=3e4, dtype=DTYPES[short], final_logit_softcapping=9.0)
-        yield make_case(f"F/tiny-cap/{short}", spread=5.0, dtype=DTYPES[short], final_logit_softcapping=0.3, old=False)
+        yield make_case(
+            f"F/logits-1e5-capped/{short}",
+            spread=3e4,
+            dtype=DTYPES[short],
+            final_logit_softcapping=9.0,
+        )
+        yield make_case(
+            f"F/tiny-cap/{short}",
+            spread=5.0,
+            dtype=DTYPES[short],
+            final_logit_softcapping=0.3,
+            old=False,
+        )
     yield make_case("F/logits-1e5/f16", spread=3e4, dtype=torch.float16, old=False)
     for temperature in (0.02, 50.0):
-        yield make_case(f"F/temperature-{temperature}", temperature=temperature, entropy_coef=0.1, beta=0.01)
+        yield make_case(
+            f"F/temperature-{temperature}", temperature=temperature, entropy_coef=0.1, beta=0.01
+        )
     for scale in (1e-4, 1e4):
         case = make_case(f"F/advantages-{scale:g}", loss_type="cispo", epsilon_high=2.0)
         yield case.but(advantages=case.advantages * scale)
     for short in ("f32", "bf16"):
-        case = make_case(f"F/banned-lanes/{short}", bias=True, dtype=DTYPES[short], entropy_coef=0.1)
+        case = make_case(
+            f"F/banned-lanes/{short}", bias=True, dtype=DTYPES[short], entropy_coef=0.1
+        )
         lanes = ~torch.isin(torch.arange(50), case.completion_ids)
         yield case.but(bias=case.bias.masked_fill(lanes & (torch.arange(50) % 3 == 0), -math.inf))
     for x in ("dapo", "grpo"):
@@ -227,31 +329,67 @@ def group_f() -> Iterator[Case]:
 def group_g() -> Iterator[Case]:
     for x, level in LOSSES[::2]:
         for short in ("f64", "f16"):
-            options = {} if x == "gmpo" else {"entropy_coef": 0.02, "ratio": "token", "final_logit_softcapping": 5.0}
-            yield make_case(f"G/{short}/{x}", dtype=DTYPES[short], beta=0.05, bias=True, **options, **loss(x, level))
+            options = (
+                {}
+                if x == "gmpo"
+                else {"entropy_coef": 0.02, "ratio": "token", "final_logit_softcapping": 5.0}
+            )
+            yield make_case(
+                f"G/{short}/{x}",
+                dtype=DTYPES[short],
+                beta=0.05,
+                bias=True,
+                **options,
+                **loss(x, level),
+            )
     for x, level in (("dapo", "token"), ("grpo", "sequence")):
-        base = {"beta": 0.1, "ratio": "token", "sampling": True, "off_policy_mask_threshold": 0.3} | loss(x, level)
+        base = {
+            "beta": 0.1,
+            "ratio": "token",
+            "sampling": True,
+            "off_policy_mask_threshold": 0.3,
+        } | loss(x, level)
         case = make_case(f"G/transposed/{x}", **base)
         flip = lambda tensor: tensor.transpose(0, 1).contiguous().transpose(0, 1)  # noqa: E731
-        names = ("hidden", "weight", "completion_ids", "completion_mask", "importance_sampling_ratio", *PER_TOKEN)
+        names = (
+            "hidden",
+            "weight",
+            "completion_ids",
+            "completion_mask",
+            "importance_sampling_ratio",
+            *PER_TOKEN,
+        )
         yield case.but(**{name: flip(getattr(case, name)) for name in names})
         case = make_case(f"G/sliced/{x}", b=6, t=9, h=20, **base)
-        cut = {"hidden": case.hidden[::2, 1:, 2:18], "weight": case.weight[:, 2:18], "advantages": case.advantages[::2]}
+        cut = {
+            "hidden": case.hidden[::2, 1:, 2:18],
+            "weight": case.weight[:, 2:18],
+            "advantages": case.advantages[::2],
+        }
         names = ("completion_ids", "completion_mask", "importance_sampling_ratio", *PER_TOKEN)
         yield case.but(**cut, **{name: getattr(case, name)[::2, 1:] for name in names})
         case = make_case(f"G/expanded/{x}", **base)
-        cut = {"advantages": case.advantages[:1].expand(3), "completion_ids": case.completion_ids[:1].expand(3, -1)}
+        cut = {
+            "advantages": case.advantages[:1].expand(3),
+            "completion_ids": case.completion_ids[:1].expand(3, -1),
+        }
         yield case.but(hidden=case.hidden[:1].expand(3, -1, -1), **cut)
         for kind in (torch.bool, torch.int32, torch.uint8, torch.float32, torch.bfloat16):
             case = make_case(f"G/mask-{str(kind)[6:]}/{x}", **base)
             yield case.but(completion_mask=case.completion_mask.to(kind))
         case = make_case(f"G/mask-values/{x}", **base)
-        yield case.but(completion_mask=case.completion_mask * torch.tensor([0.25, 3.0, -1.0, 1.0, 1e-6, 2.0, 7.0]))
+        yield case.but(
+            completion_mask=case.completion_mask
+            * torch.tensor([0.25, 3.0, -1.0, 1.0, 1e-6, 2.0, 7.0])
+        )
         case = make_case(f"G/int32-ids/{x}", **base)
         yield case.but(completion_ids=case.completion_ids.to(torch.int32))
         case = make_case(f"G/16-bit-inputs/{x}", dtype=torch.bfloat16, **base)
         yield case.but(
-            **{k: getattr(case, k).bfloat16() for k in ("advantages", "importance_sampling_ratio", *PER_TOKEN)}
+            **{
+                k: getattr(case, k).bfloat16()
+                for k in ("advantages", "importance_sampling_ratio", *PER_TOKEN)
+            }
         )
 
 

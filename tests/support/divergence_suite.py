@@ -10,7 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.interface import Chunk, FusedRowBackend, LogitTransform, RowBackend, RowStats, Teacher
+from grpo_kernels.backends.interface import (
+    Chunk,
+    FusedRowBackend,
+    LogitTransform,
+    RowBackend,
+    RowStats,
+    Teacher,
+)
 from grpo_kernels.base.records import take
 from tests.support.divergence_truth import divergence
 from tests.support.row_cases import (
@@ -41,7 +48,9 @@ class DivergenceSuite:
     betas: Sequence[float] = BETAS
     vocabs: Sequence[int] = (1, 2, 15, 16, 17, 127, 4097)
     wide = 300  # of the tests that need one size
-    subsets: Sequence[Sequence[int]] = ((17, 3, 4),)  # rows that have the same bits in a batch of their own
+    subsets: Sequence[Sequence[int]] = (
+        (17, 3, 4),
+    )  # rows that have the same bits in a batch of their own
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Every test that takes one, for each of `betas`."""
@@ -54,13 +63,17 @@ class DivergenceSuite:
     def ids(self, n: int, vocab: int) -> Tensor:
         return torch.randint(vocab, (n,), device=self.device)
 
-    def transforms(self, n: int, vocab: int, kinds: Sequence[int], rounded_to: torch.dtype | None = None) -> Two:
+    def transforms(
+        self, n: int, vocab: int, kinds: Sequence[int], rounded_to: torch.dtype | None = None
+    ) -> Two:
         """Two of those of `make_transform`; rows of float64 are not rounded."""
         dtype = None if self.dtype == torch.float64 else rounded_to
         first, second = (make_transform(n, vocab, kind, dtype, self.device) for kind in kinds)
         return first, second
 
-    def chunk(self, raw: Tensor, other: Tensor, beta: float, ids: Tensor | None = None, two: Two = PLAINS) -> Chunk:
+    def chunk(
+        self, raw: Tensor, other: Tensor, beta: float, ids: Tensor | None = None, two: Two = PLAINS
+    ) -> Chunk:
         """Copies of the raw projections of both heads (n, V), prepared."""
         raw, other = raw.to(self.device, self.dtype), other.to(self.device, self.dtype)
         if self.dtype == torch.float64:
@@ -72,7 +85,13 @@ class DivergenceSuite:
         return statistics(self.kernels, chunk, ())
 
     def grad(
-        self, chunk: Chunk, stats: RowStats, a: Tensor, b: Tensor | None, c: Tensor, out: Tensor | None = None
+        self,
+        chunk: Chunk,
+        stats: RowStats,
+        a: Tensor,
+        b: Tensor | None,
+        c: Tensor,
+        out: Tensor | None = None,
     ) -> Tensor:
         """The gradient (n, V); the chunk stays."""
         logits = chunk.logits.clone()
@@ -85,18 +104,31 @@ class DivergenceSuite:
         return self.grad(chunk, stats, 0 * one, None, one)
 
     def check_rows(
-        self, raw: Tensor, other: Tensor, beta: float, two: Two = PLAINS, used: Sequence[str] = ("abc", "c")
+        self,
+        raw: Tensor,
+        other: Tensor,
+        beta: float,
+        two: Two = PLAINS,
+        used: Sequence[str] = ("abc", "c"),
     ) -> None:
         """Values against float64, and gradients of which the coefficients in `used` are there."""
         ids = self.ids(*raw.shape)
         chunk = self.chunk(raw, other, beta, ids, two)
         student, teacher = truth(raw, ids, two[0]), truth(other, torch.zeros_like(ids), two[1])
-        want, stats, name = divergence(student, teacher, beta), self.stats(chunk), f"{tuple(raw.shape)} {beta}"
+        want, stats, name = (
+            divergence(student, teacher, beta),
+            self.stats(chunk),
+            f"{tuple(raw.shape)} {beta}",
+        )
         assert stats.divergence is not None
         check(f"{name}: value", stats.divergence.value, want.value, want.bound)
         a, b, c = self.randn(3, len(ids))
         for names in used:
-            factors = a if "a" in names else 0 * a, b if "b" in names else None, c if "c" in names else 0 * c
+            factors = (
+                a if "a" in names else 0 * a,
+                b if "b" in names else None,
+                c if "c" in names else 0 * c,
+            )
             of_others, bound = gradient(student, ids, *factors[:2])
             want_all = of_others + factors[2][:, None] * want.gradient
             allowed = bound + factors[2].abs()[:, None] * want.gradient_bound
@@ -148,15 +180,36 @@ class DivergenceSuite:
                 assert not stats.divergence.sum_k.any()
                 assert not self.gradient_of_divergence(chunk, stats).any()
 
-    @pytest.mark.parametrize("banned", ["student", "teacher", "both", "more by the student", "more by the teacher"])
+    @pytest.mark.parametrize(
+        "banned", ["student", "teacher", "both", "more by the student", "more by the teacher"]
+    )
     def test_banned_ids(self, banned: str, beta: float) -> None:
         """Logits of -inf: only where one needs what the other bans is the divergence infinite; never NaN."""
         raw, other = 2 * self.randn(4, self.wide), 2 * self.randn(4, self.wide)
-        raw[:, 5 : 9 if banned in ("student", "both") else 12 if banned == "more by the student" else 5] = -INF
-        other[:, 5 : 9 if banned in ("teacher", "both") else 12 if banned == "more by the teacher" else 5] = -INF
+        raw[
+            :,
+            5 : 9
+            if banned in ("student", "both")
+            else 12
+            if banned == "more by the student"
+            else 5,
+        ] = -INF
+        other[
+            :,
+            5 : 9
+            if banned in ("teacher", "both")
+            else 12
+            if banned == "more by the teacher"
+            else 5,
+        ] = -INF
         if banned.startswith("more"):
             (other if banned == "more by the student" else raw)[:, 5:9] = -INF
-        unmet = {"student": 0.0, "more by the student": 0.0, "teacher": 1.0, "more by the teacher": 1.0}.get(banned)
+        unmet = {
+            "student": 0.0,
+            "more by the student": 0.0,
+            "teacher": 1.0,
+            "more by the teacher": 1.0,
+        }.get(banned)
         if beta != unmet:
             self.check_rows(raw, other, beta)
             return
@@ -201,14 +254,21 @@ class DivergenceSuite:
             for x, y in zip(stats.divergence[:2], want.divergence[:2], strict=True):
                 assert torch.equal(x.isnan(), lost)
                 assert same(x[~lost], y[~lost])
-            d, want_d = self.gradient_of_divergence(chunk, stats), self.gradient_of_divergence(clean_chunk, want)
+            d, want_d = (
+                self.gradient_of_divergence(chunk, stats),
+                self.gradient_of_divergence(clean_chunk, want),
+            )
             assert torch.equal(d.isnan().any(1), lost)
             assert same(d[~lost], want_d[~lost])
 
     def test_bits_of_a_row_are_its_own(self, beta: float) -> None:
         """In a batch, permuted, among others, and of fused kernels alone too."""
         for vocab in (self.vocabs[-2], self.wide):
-            raw, other, ids = 3 * self.randn(20, vocab), 3 * self.randn(20, vocab), self.ids(20, vocab)
+            raw, other, ids = (
+                3 * self.randn(20, vocab),
+                3 * self.randn(20, vocab),
+                self.ids(20, vocab),
+            )
             a, b, c = self.randn(3, 20)
             chunk = self.chunk(raw, other, beta, ids)
             stats = self.stats(chunk)
@@ -228,7 +288,11 @@ class DivergenceSuite:
         assert chunk.teacher is not None
         stats, (a, b, c) = self.stats(chunk), self.randn(3, n)
         teachers, want = chunk.teacher.logits.clone(), self.grad(chunk, stats, a, b, c)
-        for dtype in (torch.float32, torch.bfloat16, torch.float16) if self.dtype == torch.float32 else (self.dtype,):
+        for dtype in (
+            (torch.float32, torch.bfloat16, torch.float16)
+            if self.dtype == torch.float32
+            else (self.dtype,)
+        ):
             wide = torch.full((n, vocab + 9), 77.0, dtype=dtype, device=self.device)
             self.grad(chunk, stats, a, b, c, wide[:, 3:-6])
             assert torch.equal(wide[:, 3:-6], want.to(dtype))
@@ -240,7 +304,11 @@ class DivergenceSuite:
 
     def test_parts_of_a_vocabulary(self, beta: float) -> None:
         """Divergences of the columns' parts add up, and gradients of parts are those of the whole."""
-        raw, other, ids = 3 * self.randn(6, self.wide), 3 * self.randn(6, self.wide), self.ids(6, self.wide)
+        raw, other, ids = (
+            3 * self.randn(6, self.wide),
+            3 * self.randn(6, self.wide),
+            self.ids(6, self.wide),
+        )
         whole = self.chunk(raw, other, beta, ids)
         stats, (a, b, c) = self.stats(whole), self.randn(3, 6)
         known = stats.divergence
@@ -252,7 +320,9 @@ class DivergenceSuite:
             parts.append(replace(chunk, first_id=start))
         found = [self.kernels.diverge(part, stats, teacher) for part in parts]
         for i, want in enumerate(known[:2]):
-            torch.testing.assert_close(torch.stack([x[i] for x in found]).sum(0), want, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(
+                torch.stack([x[i] for x in found]).sum(0), want, rtol=1e-5, atol=1e-6
+            )
         d = torch.cat([self.grad(part, stats, a, b, c) for part in parts], 1)
         torch.testing.assert_close(d, self.grad(whole, stats, a, b, c), rtol=1e-6, atol=1e-9)
 
@@ -265,7 +335,9 @@ class FusedDivergenceSuite(DivergenceSuite):
 
     def test_fused_is_one_after_the_other(self, beta: float) -> None:
         """Statistics and divergence with the bits of `stats` and `diverge`, the loss, and the gradient of `grad`."""
-        for kind in range(self.betas.index(beta), 7, len(self.betas)):  # each surrogate with one of `betas`
+        for kind in range(
+            self.betas.index(beta), 7, len(self.betas)
+        ):  # each surrogate with one of `betas`
             n, vocab = 5, (self.wide, self.vocabs[kind % len(self.vocabs)])[kind % 2]
             raw, other, ids = self.randn(n, vocab), self.randn(n, vocab), self.ids(n, vocab)
             chunk = self.chunk(raw, other, beta, ids, self.transforms(n, vocab, (kind, kind + 3)))
@@ -279,7 +351,12 @@ class FusedDivergenceSuite(DivergenceSuite):
             assert same(found.terms["kl"], want.divergence.value)
             terms = loss_terms(loss, found.logps, found.terms["log_ratio"])
             added = loss.beta * loss.weights.double() * want.divergence.value
-            check("loss", found.terms["loss"], terms["loss"][0] + added, 8 * U * (terms["loss"][1] + added))
+            check(
+                "loss",
+                found.terms["loss"],
+                terms["loss"][0] + added,
+                8 * U * (terms["loss"][1] + added),
+            )
             check("d_logp", found.terms["d_logp"], terms["d_logp"][0], 8 * U * terms["d_logp"][1])
             b, c = torch.full_like(loss.weights, loss.d_entropy), loss.beta * loss.weights
             d = self.grad(chunk, want, found.terms["d_logp"], b if loss.d_entropy else None, c)
@@ -292,7 +369,10 @@ class FusedDivergenceSuite(DivergenceSuite):
         ids = torch.tensor([4, -1, self.wide - 1], device=self.device)
         for kind in (0, 3, 5, 6):
             chunk = self.chunk(self.randn(3, self.wide), self.randn(3, self.wide), beta, ids)
-            out, loss = torch.empty_like(chunk.logits), full_loss(-torch.ones_like(chunk.logits[:, 0]), kind)
+            out, loss = (
+                torch.empty_like(chunk.logits),
+                full_loss(-torch.ones_like(chunk.logits[:, 0]), kind),
+            )
             found = self.kernels.fused(chunk, loss, out)
             for x in (found.logps, found.terms["loss"], found.terms["d_logp"], out[:, 7]):
                 assert x.isnan().tolist() == [False, True, False]

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from tests.support.row_truth import Truth, U
 
-RELATIVE = 1e-5  # of a term: its exponentials are off by a few units in the last place times |log p|
+RELATIVE = (
+    1e-5  # of a term: its exponentials are off by a few units in the last place times |log p|
+)
 LOWEST = -1e4  # in the place of -inf: e^ of it is 0 in float64 too, and 0 * it is 0
 
 
@@ -40,12 +42,20 @@ def divergence(student: Truth, teacher: Truth, beta: float) -> Divergence:
     moved = (error * (slopes[0].abs() + slopes[1].abs())).sum(1)
     bound = RELATIVE * value.abs() + 2 * moved + 4 * (1 + value.abs()) * shared.square()
 
-    k = p * d if beta == 1.0 else p - q if beta == 0.0 else (1 - beta) * p * (logs - _mixture(logs, other_logs, beta))
+    k = (
+        p * d
+        if beta == 1.0
+        else p - q
+        if beta == 0.0
+        else (1 - beta) * p * (logs - _mixture(logs, other_logs, beta))
+    )
     k = torch.where(p + q > 0, k, 0.0)
     size = RELATIVE * k.abs() + 4 * error * (p * (1 + d.abs().clamp(max=1e3)) + q)
     size = size + p * size.sum(1, keepdim=True)
     gradient = slopes[0] * student.slope
-    return Divergence(value, bound, gradient, size * student.slope.abs() + gradient.abs() * student.slope_error)
+    return Divergence(
+        value, bound, gradient, size * student.slope.abs() + gradient.abs() * student.slope_error
+    )
 
 
 def _defined(logs: Tensor, other_logs: Tensor, beta: float) -> Tensor:

@@ -31,7 +31,9 @@ def want_of(hidden: Tensor, weight: Tensor, ids: Tensor, transform: LogitTransfo
     h, w, cap = hidden.double(), weight.double(), transform.softcap
     inv_t = transform.inv_temperature
     inv_t = inv_t.double() if isinstance(inv_t, Tensor) else inv_t
-    bias = torch.zeros(len(w), device=h.device) if transform.bias is None else transform.bias.double()
+    bias = (
+        torch.zeros(len(w), device=h.device) if transform.bias is None else transform.bias.double()
+    )
     raw = h @ w.T + bias
     size = (h.abs() @ w.abs().T + bias.abs().masked_fill(bias.isinf(), 0.0)).amax(1, keepdim=True)
     error = 2 * UNIT.product * size
@@ -53,7 +55,9 @@ def want_of(hidden: Tensor, weight: Tensor, ids: Tensor, transform: LogitTransfo
         "log_sum": (z - top[:, None]).logsumexp(1),
         "entropies": entropies,
     }
-    return Want(values, {"logps": e, "max_logit": e, "log_sum": e, "entropies": e * (1 + (p * away).sum(1))})
+    return Want(
+        values, {"logps": e, "max_logit": e, "log_sum": e, "entropies": e * (1 + (p * away).sum(1))}
+    )
 
 
 def check(stats: RowStats, want: Want, what: object = "") -> None:
@@ -64,4 +68,6 @@ def check(stats: RowStats, want: Want, what: object = "") -> None:
         fits = (got.double() - value).abs() <= want.bounds[name]
         fits |= (got == value) | (got.isnan() & value.isnan())
         worst = (~fits).nonzero()[:1].flatten().tolist()
-        assert fits.all(), f"{what}: {name}{worst}: got {got[worst]}, want {value[worst]} +- {want.bounds[name][worst]}"
+        assert fits.all(), (
+            f"{what}: {name}{worst}: got {got[worst]}, want {value[worst]} +- {want.bounds[name][worst]}"
+        )

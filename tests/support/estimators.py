@@ -21,7 +21,9 @@ from grpo_kernels import advantages as adv
 FLOAT = torch.float64
 
 
-def batch(seed: int, *, holes: bool = False, rows: int = 13, length: int = 7, levels: bool = False) -> SimpleNamespace:
+def batch(
+    seed: int, *, holes: bool = False, rows: int = 13, length: int = 7, levels: bool = False
+) -> SimpleNamespace:
     """Groups of unequal size in any order, one of one row, one of equal rewards; token numbers of a softmax."""
     gen = torch.Generator().manual_seed(seed)
     ids = torch.cat([torch.randint(3, (rows - 4,), generator=gen), torch.tensor([3, 4, 4, 4])])
@@ -53,9 +55,13 @@ def batch(seed: int, *, holes: bool = False, rows: int = 13, length: int = 7, le
 PER_TOKEN = ("mask", "token_rewards", "logps", "squares", "ratio")
 
 
-def part(data: SimpleNamespace, rows: slice | Tensor, columns: int | None = None) -> SimpleNamespace:
+def part(
+    data: SimpleNamespace, rows: slice | Tensor, columns: int | None = None
+) -> SimpleNamespace:
     """These rows of a batch, padded to so many columns only."""
-    cut = {name: x[rows, :columns] if name in PER_TOKEN else x[rows] for name, x in vars(data).items()}
+    cut = {
+        name: x[rows, :columns] if name in PER_TOKEN else x[rows] for name, x in vars(data).items()
+    }
     return SimpleNamespace(**cut)
 
 
@@ -63,11 +69,15 @@ def part(data: SimpleNamespace, rows: slice | Tensor, columns: int | None = None
 class Estimator:
     """One way to call a function of `grpo_kernels.advantages`, and which properties it has."""
 
-    call: Callable[[SimpleNamespace, Any], Tensor]  # a batch, a process group -> advantages (B,) or (B, T)
+    call: Callable[
+        [SimpleNamespace, Any], Tensor
+    ]  # a batch, a process group -> advantages (B,) or (B, T)
     centred: bool = False  # a group of equal rewards gets exactly 0
     shifts: bool = False  # a constant added to all rewards changes nothing
     degree: int | None = None  # k: rewards times 2 give advantages times 2^k
-    unscored: bool = True  # a row whose reward is NaN gets 0, and the other rows what they get without it
+    unscored: bool = (
+        True  # a row whose reward is NaN gets 0, and the other rows what they get without it
+    )
 
 
 def groups(d: SimpleNamespace, process_group: Any) -> dict[str, Any]:
@@ -86,7 +96,9 @@ def of_group(scale: str, aggregation: str, epsilon: float) -> Estimator:
 
 
 def token_baseline(d: SimpleNamespace, rewards: Tensor, pg: Any, **options: Any) -> Tensor:
-    return adv.optimal_token_baseline(rewards, d.mask, d.logps, d.squares, **options, **groups(d, pg))
+    return adv.optimal_token_baseline(
+        rewards, d.mask, d.logps, d.squares, **options, **groups(d, pg)
+    )
 
 
 def last_value(d: SimpleNamespace) -> Tensor:

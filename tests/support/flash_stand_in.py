@@ -54,7 +54,9 @@ def ragged(
         visible = ahead >= 0
         if window_size[0] >= 0:
             visible = visible & (ahead <= window_size[0])
-        scores = torch.einsum("qhd,khd->hqk", q, k) * (q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
+        scores = torch.einsum("qhd,khd->hqk", q, k) * (
+            q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+        )
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
         scores = scores.masked_fill(~visible, -torch.inf)
@@ -91,7 +93,9 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     options = functools.partial(flash._process_flash_attention_kwargs, supports_mapping=known)
     functions = (_dense, ragged, None, flash._pad_input, flash._unpad_input)
     with monkeypatch.context() as patch:
-        patch.setattr(flash, "lazy_import_flash_attention", lambda *_, **__: (functions, (options, options)))
+        patch.setattr(
+            flash, "lazy_import_flash_attention", lambda *_, **__: (functions, (options, options))
+        )
         AttentionInterface.register(HUB, flash_attention_forward)
         AttentionMaskInterface.register(HUB, flash_attention_mask)
         yield

@@ -28,7 +28,14 @@ WITHOUT_DATA = 2**18  # elements: larger tensors have none
 aten = torch.ops.aten
 PRODUCTS = {aten.mm, aten.addmm, aten.bmm}
 # what allocates, or makes a view, and launches nothing; views are known by their aliases
-NOTHING = {aten.empty, aten.empty_strided, aten.empty_like, aten.new_empty, aten.new_empty_strided, aten.detach}
+NOTHING = {
+    aten.empty,
+    aten.empty_strided,
+    aten.empty_like,
+    aten.new_empty,
+    aten.new_empty_strided,
+    aten.detach,
+}
 NOTHING |= {aten.lift_fresh, aten.alias, aten._local_scalar_dense}
 
 
@@ -83,7 +90,9 @@ class Tape:
     def made(self, name: str, result: Tensor) -> None:
         """A tensor was made on the device."""
         kind = "view" if name == "empty" or result.numel() == 0 else "launch"
-        self.events.append(Event(kind, name, 0, tuple(result.shape), 0, result.nbytes if kind == "launch" else 0))
+        self.events.append(
+            Event(kind, name, 0, tuple(result.shape), 0, result.nbytes if kind == "launch" else 0)
+        )
 
     def wait(self, name: str) -> None:
         """The host waits for the device."""
@@ -100,16 +109,22 @@ class Tape:
             self.events.append(Event("view", str(func)))
             return
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        if any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns):
+        if any(
+            r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns
+        ):
             self.events.append(Event("view", str(func)))
             return
         written = sum(x.nbytes for x in outputs)
-        read = sum(_touched(x, outputs) for x in inputs if not _is_only_written(x, func, args, kwargs))
+        read = sum(
+            _touched(x, outputs) for x in inputs if not _is_only_written(x, func, args, kwargs)
+        )
         if packet in PRODUCTS:
             left, right = [x for x in inputs if x.dim() == 2 and x is not outputs[0]][-2:]
             (m, k), n = left.shape, right.shape[1]
             aligned = all(_is_aligned(x) for x in (left, right, outputs[0]))
-            self.events.append(Event("product", str(func), 2 * m * n * k, (m, n, k), read, written, aligned))
+            self.events.append(
+                Event("product", str(func), 2 * m * n * k, (m, n, k), read, written, aligned)
+            )
             return
         shape = tuple(outputs[0].shape) if outputs else ()
         self.events.append(Event("launch", str(func), 0, shape, read, written))
@@ -118,7 +133,10 @@ class Tape:
         """A row kernel that reads each logit `reads` times."""
         n, vocab = logits.shape
         aligned = all(_is_aligned(pretend_gpu.here(x)) for x in (logits, out) if x is not None)
-        read, written = reads * n * vocab * logits.element_size(), 0 if out is None else n * vocab * out.element_size()
+        read, written = (
+            reads * n * vocab * logits.element_size(),
+            0 if out is None else n * vocab * out.element_size(),
+        )
         self.events.append(Event("rows", name, 0, (n, vocab), read, written, aligned))
 
 
@@ -126,7 +144,9 @@ def _is_aligned(x: Tensor) -> bool:
     """Whether the rows, or columns, of `x` (m, n) start at multiples of 16 bytes."""
     apart = max(x.stride())
     return (
-        min(x.stride()) == 1 and apart * x.element_size() % 16 == 0 and x.storage_offset() * x.element_size() % 16 == 0
+        min(x.stride()) == 1
+        and apart * x.element_size() % 16 == 0
+        and x.storage_offset() * x.element_size() % 16 == 0
     )
 
 
@@ -139,7 +159,9 @@ def _is_only_written(x: Tensor, func: Any, args: Any, kwargs: Any) -> bool:
     named = kwargs.get("out")
     if x is named:
         return not (func.overloadpacket == aten.addmm and args and args[0] is x)
-    return func.overloadpacket in (aten.copy_, aten.fill_, aten.zero_) and bool(args) and x is args[0]
+    return (
+        func.overloadpacket in (aten.copy_, aten.fill_, aten.zero_) and bool(args) and x is args[0]
+    )
 
 
 class GPUAllocations(AllocationWatcher):
@@ -175,12 +197,20 @@ class NotedRows:
         return stats.logps, stats.logps
 
     def grad(
-        self, chunk: Chunk, stats: RowStats, a: Tensor, b: Tensor | None, out: Tensor, c: Tensor | None = None
+        self,
+        chunk: Chunk,
+        stats: RowStats,
+        a: Tensor,
+        b: Tensor | None,
+        out: Tensor,
+        c: Tensor | None = None,
     ) -> None:
         self._tape.rows("grad", chunk.logits, out)
 
     def scale(self, x: Tensor, factor: Tensor, out: Tensor) -> None:
-        self._tape.events.append(Event("launch", "scale", 0, tuple(x.shape), x.nbytes + factor.nbytes, out.nbytes))
+        self._tape.events.append(
+            Event("launch", "scale", 0, tuple(x.shape), x.nbytes + factor.nbytes, out.nbytes)
+        )
 
     def fused(self, chunk: Chunk, token_loss: TokenLoss, out: Tensor | None) -> RowStats:
         self._tape.rows("fused", chunk.logits, out, reads=1 if out is None else 2)
@@ -193,7 +223,9 @@ class NotedRows:
         found = self._statistics(chunk.logits, extras)
         return found, found.logps
 
-    def _statistics(self, logits: Tensor, extras: tuple[str, ...] = (), terms: tuple[str, ...] = ()) -> RowStats:
+    def _statistics(
+        self, logits: Tensor, extras: tuple[str, ...] = (), terms: tuple[str, ...] = ()
+    ) -> RowStats:
         new = lambda: pretend_gpu.OnGPU(torch.zeros(logits.shape[0]))  # noqa: E731
         more = ({name: new() for name in names} for names in (extras, terms))
         return RowStats(new(), new(), new(), new(), *more)

@@ -10,7 +10,14 @@ from torch import Tensor
 
 from tests.support.case_builder import Case
 from tests.support.reference import ScoresResult
-from tests.support.reference_head import Head, divergences_of, head, on_grid, teacher_case, teacher_log_probs
+from tests.support.reference_head import (
+    Head,
+    divergences_of,
+    head,
+    on_grid,
+    teacher_case,
+    teacher_log_probs,
+)
 from tests.support.reference_terms import divergence, pick, settings
 
 
@@ -27,20 +34,30 @@ class Unit:
 
 
 UNITS = {
-    torch.float32: Unit(product=2.0**-22, extra=2e-5, extra_of_few=2e-6, term=2.0**-20, one=2.0**-23, floor=1e-36),
-    torch.float64: Unit(product=2.0**-51, extra=1e-11, extra_of_few=1e-13, term=2.0**-48, one=2.0**-52, floor=1e-300),
+    torch.float32: Unit(
+        product=2.0**-22, extra=2e-5, extra_of_few=2e-6, term=2.0**-20, one=2.0**-23, floor=1e-36
+    ),
+    torch.float64: Unit(
+        product=2.0**-51, extra=1e-11, extra_of_few=1e-13, term=2.0**-48, one=2.0**-52, floor=1e-300
+    ),
 }
 
 
 def computed_in(case: Case) -> torch.dtype:
     """float64 inputs are computed in float64, all others in float32."""
-    return torch.float64 if torch.float64 in (case.hidden.dtype, case.weight.dtype) else torch.float32
+    return (
+        torch.float64 if torch.float64 in (case.hidden.dtype, case.weight.dtype) else torch.float32
+    )
 
 
 def compute_unit(case: Case) -> Unit:
     """The roundings of the dtype the case is computed in; of a few ids logps are all but exact."""
     unit = UNITS[computed_in(case)]
-    return unit if case.kept_ids is None and case.listed_ids is None else replace(unit, extra=unit.extra_of_few)
+    return (
+        unit
+        if case.kept_ids is None and case.listed_ids is None
+        else replace(unit, extra=unit.extra_of_few)
+    )
 
 
 def score_bounds(case: Case, want: ScoresResult) -> tuple[Tensor, Tensor]:
@@ -61,14 +78,22 @@ def logit_error(case: Case, h: Head) -> Tensor:
         size = size + of["bias"].abs().masked_fill(of["bias"].isinf(), 0.0)
     rounding = torch.zeros_like(size)
     if "lora_a" in of:
-        seen, between = of.get("lora_input", of["hidden"]), abs(o.lora_scaling) * of["lora_b"].abs().T
+        seen, between = (
+            of.get("lora_input", of["hidden"]),
+            abs(o.lora_scaling) * of["lora_b"].abs().T,
+        )
         size = size + seen.abs() @ of["lora_a"].abs().T @ between
         rounding = 2 * between_products(case) * ((seen @ of["lora_a"].T).abs() @ between)
     if o.logits_dtype == "input":
-        rounding = torch.finfo(case.hidden.dtype).eps * h.raw.detach().masked_fill(h.raw.isinf(), 0.0).abs()
+        rounding = (
+            torch.finfo(case.hidden.dtype).eps
+            * h.raw.detach().masked_fill(h.raw.isinf(), 0.0).abs()
+        )
         rounding = rounding / abs(o.logit_scale)
     error = (2 * unit.product * size + rounding) * abs(o.logit_scale) / h.temperature
-    return error.masked_fill(h.wide_log_probs.isinf() & h.log_probs.isinf(), 0.0).amax(-1) + unit.extra
+    return (
+        error.masked_fill(h.wide_log_probs.isinf() & h.log_probs.isinf(), 0.0).amax(-1) + unit.extra
+    )
 
 
 def between_products(case: Case) -> float:
@@ -112,7 +137,9 @@ def divergence_bounds(case: Case, h: Head, e: Tensor) -> Diverging:
     e_y = logit_error(other, head(other))
     both = (e + e_y)[:, None]
     size = slopes_z.abs() * e[:, None] + slopes_y.abs() * e_y[:, None]
-    error = size.nan_to_num(0.0).sum(-1) + 4 * both[:, 0] ** 2 + 4 * unit.term * value.detach().abs()
+    error = (
+        size.nan_to_num(0.0).sum(-1) + 4 * both[:, 0] ** 2 + 4 * unit.term * value.detach().abs()
+    )
     spread_of = {0.0: p + q, 1.0: p}.get(o.beta_of_divergence, p)
     bound = 4 * both * spread_of + 2 * both * slopes_z.abs() + p * error[:, None]
     bound = bound + unit.term * (slopes_z.abs() + p * (1 + value.detach()[:, None]))
@@ -130,11 +157,17 @@ def listed_bounds(case: Case, h: Head, e: Tensor) -> Diverging:
         return value.detach(), torch.autograd.grad(value.sum(), z)[0]
 
     value, slope = at(0.0)
-    signs = torch.sign(torch.randn(4, *log_p.shape, generator=torch.Generator().manual_seed(7), dtype=log_p.dtype))
-    values, slopes = zip(*(at(e[:, None] * sign) for sign in (1.0, slope.sign(), -slope.sign(), *signs)), strict=True)
+    signs = torch.sign(
+        torch.randn(4, *log_p.shape, generator=torch.Generator().manual_seed(7), dtype=log_p.dtype)
+    )
+    values, slopes = zip(
+        *(at(e[:, None] * sign) for sign in (1.0, slope.sign(), -slope.sign(), *signs)), strict=True
+    )
     error = spread(value, list(values)) + unit.extra + unit.term * value.abs()
     sizes = slope.abs() + log_p.exp() * (1 + value.abs()[:, None])
-    return Diverging(error, slope, 2 * spread(slope, list(slopes)) + (2 * unit.extra + unit.term) * sizes)
+    return Diverging(
+        error, slope, 2 * spread(slope, list(slopes)) + (2 * unit.extra + unit.term) * sizes
+    )
 
 
 def logit_bounds(
@@ -162,7 +195,11 @@ def logit_bounds(
     away = (logs.masked_fill(logs.isinf(), 0.0) + h.entropies.detach()[:, None]) * (wide > 0)
     dz = a * (hot - p) - b * wide * away
     bound = (d_a + unit.term * a_size) * (hot - p).abs() + a.abs() * p * e
-    bound = bound + (d_b + unit.term * b.abs()) * wide * away.abs() + b.abs() * wide * (away.abs() * e + e + e_entropy)
+    bound = (
+        bound
+        + (d_b + unit.term * b.abs()) * wide * away.abs()
+        + b.abs() * wide * (away.abs() * e + e + e_entropy)
+    )
     least = torch.finfo(computed_in(case)).smallest_normal  # a probability below it may count as 0
     bound = bound + least * (a.abs() + b.abs() * away.abs())
     if case.kept_ids is not None:  # outside of its set nothing is computed
@@ -195,7 +232,9 @@ def ulp(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(x.abs() > 0.99 * kind.max, math.inf, step)
 
 
-def head_bounds(case: Case, want: ScoresResult, d_raw: Tensor, d_raw_bound: Tensor) -> dict[str, Tensor | None]:
+def head_bounds(
+    case: Case, want: ScoresResult, d_raw: Tensor, d_raw_bound: Tensor
+) -> dict[str, Tensor | None]:
     """Bounds of the leaves' gradients by name, from the gradient of the products' result and its bound (n, V)."""
     unit, h, scaling = compute_unit(case), want.head, settings(case).lora_scaling
     of = {name: x.detach().abs() for name, x in h.leaves.items()}
@@ -230,4 +269,6 @@ def in_two_parts(case: Case, name: str) -> bool:
     """Whether the gradient is a sum of two, each rounded: of sets and of the vocabulary, or through an adapter, too."""
     o = settings(case)
     through_both = name == "hidden" and case.lora_a is not None and case.lora_input is None
-    return through_both or (case.kept_ids is not None and (o.without_set == "full" or o.entropy_of != "the set"))
+    return through_both or (
+        case.kept_ids is not None and (o.without_set == "full" or o.entropy_of != "the set")
+    )

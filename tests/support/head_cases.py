@@ -30,23 +30,52 @@ def group_i() -> Iterator[Case]:
     }  # fmt: skip
     for name, option in options.items():
         for short in ("f64", "f32"):
-            case = make_case(f"I/{name}/{short}", **{"b": 4, "lora": 3, "dtype": DTYPES[short]} | option)
-            yield poison(poison(case, "lora_input", math.nan), "hidden", math.nan) if name == "garbage" else case
+            case = make_case(
+                f"I/{name}/{short}", **{"b": 4, "lora": 3, "dtype": DTYPES[short]} | option
+            )
+            yield (
+                poison(poison(case, "lora_input", math.nan), "hidden", math.nan)
+                if name == "garbage"
+                else case
+            )
     for short, kind in DTYPES.items():
         for adapter in ("f32", "bf16") if short != "f64" else ("f64",):
             dtypes = {"dtype": kind, "lora_dtype": DTYPES[adapter]}
             yield make_case(f"I/{adapter}-on-{short}/plain", b=4, lora=3, **dtypes)
-            yield make_case(f"I/{adapter}-on-{short}/input", b=4, lora=3, lora_input=True, frozen=("weight",), **dtypes)
+            yield make_case(
+                f"I/{adapter}-on-{short}/input",
+                b=4,
+                lora=3,
+                lora_input=True,
+                frozen=("weight",),
+                **dtypes,
+            )
 
 
 def group_j() -> Iterator[Case]:
     """Losses over kept sets, with and without positions that have none."""
-    head = {"bias": True, "final_logit_softcapping": 4.0, "logit_scale": 1.6, "temperature": 1.3, "b": 4}
+    head = {
+        "bias": True,
+        "final_logit_softcapping": 4.0,
+        "logit_scale": 1.6,
+        "temperature": 1.3,
+        "b": 4,
+    }
     for i, (x, level) in enumerate(LOSSES):
         for without in ("error", "full"):
-            options = {"dtype": DTYPES["f32" if i % 2 else "f64"], "others": {"without_set": without}}
+            options = {
+                "dtype": DTYPES["f32" if i % 2 else "f64"],
+                "others": {"without_set": without},
+            }
             extra = {} if x == "gmpo" else {"entropy_coef": 0.02}
-            yield make_case(f"J/{x}-{SHORT[level]}/{without}", kept=14, **head, **options, **extra, **loss(x, level))
+            yield make_case(
+                f"J/{x}-{SHORT[level]}/{without}",
+                kept=14,
+                **head,
+                **options,
+                **extra,
+                **loss(x, level),
+            )
     full = {"others": {"without_set": "full"}, "b": 4, "kept": 9}
     yield make_case("J/kl", beta=0.1, **full)
     yield make_case("J/on-policy", old=False, zero_adv=True, **full)

@@ -48,7 +48,9 @@ def prepare() -> None:
         return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
 
     def quiet_launch(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with np.errstate(all="ignore"):  # -inf - -inf and the like, of which the kernels keep nothing
+        with np.errstate(
+            all="ignore"
+        ):  # -inf - -inf and the like, of which the kernels keep nothing
             return launch(self, *args, **kwargs)
 
     def call_patched_once(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -17,7 +17,10 @@ from grpo_kernels.backends.triton_rows.divergence import diverge_kernel, launch_
 from grpo_kernels.backends.triton_rows.fused import fused_kernel, launch_fused
 from grpo_kernels.backends.triton_rows.grad import grad_kernel, launch_grad
 from grpo_kernels.backends.triton_rows.stats import launch_stats, stats_kernel
-from grpo_kernels.backends.triton_rows.teacher_fused import launch_teacher_fused, teacher_fused_kernel
+from grpo_kernels.backends.triton_rows.teacher_fused import (
+    launch_teacher_fused,
+    teacher_fused_kernel,
+)
 from grpo_kernels.token_loss.record import TokenLoss
 
 V = 1024
@@ -48,15 +51,21 @@ def launch_all(n: int, at: int, swept: float) -> None:
     )  # fmt: skip
     config = {kernel: row_config(kernel, V, "sm_90") for kernel in ("stats", "grad", "fused")}
     stats = launch_stats(Chunk(x, ids, transform), config["stats"], entropy=True, extras=())
-    launch_grad(Chunk(x, ids, transform, at), replace(stats, logps=ones), ones, ones, x, config["grad"])
-    known = replace(loss, surrogate="linear", constants=(), advantages=None, d_logps=ones, old=None, gate=None)
+    launch_grad(
+        Chunk(x, ids, transform, at), replace(stats, logps=ones), ones, ones, x, config["grad"]
+    )
+    known = replace(
+        loss, surrogate="linear", constants=(), advantages=None, d_logps=ones, old=None, gate=None
+    )
     for each in (loss, known):
         launch_fused(Chunk(x, ids, transform), each, x, config["fused"])
     pair = Chunk(x, ids, transform, at, Teacher(x, transform, (0.5 + swept) / 2))
     launch_diverge(pair, stats, stats, config["stats"])
     diverged = replace(stats, logps=ones, divergence=DivergenceStats(ones, ones, ones, ones))
     launch_grad(pair, diverged, ones, ones, x, config["grad"], ones)
-    launch_teacher_fused(pair, replace(loss, kl="full", ref=None, corrects_kl=False), x, config["fused"])
+    launch_teacher_fused(
+        pair, replace(loss, kl="full", ref=None, corrects_kl=False), x, config["fused"]
+    )
 
 
 def variants() -> dict[str, int]:
@@ -66,7 +75,9 @@ def variants() -> dict[str, int]:
 def main() -> None:
     driver.set_active(NoDriver())
     run = jit.JITFunction.run
-    jit.JITFunction.run = lambda self, *args, grid, warmup, **kwargs: run(self, *args, grid=grid, warmup=True, **kwargs)
+    jit.JITFunction.run = lambda self, *args, grid, warmup, **kwargs: run(
+        self, *args, grid=grid, warmup=True, **kwargs
+    )
     found = []
     for n, at, swept in ((64, 0, 0.0), (1, 1, 0.2), (17, 2, 1.0)):
         launch_all(n, at, swept)

@@ -30,7 +30,10 @@ def main() -> None:
             self.print(f"prepared: {type(x).__name__}")
         return prepared
 
-    with fsdp2_without_gpus(), mock.patch.object(accelerate.accelerator.Accelerator, "prepare", told):
+    with (
+        fsdp2_without_gpus(),
+        mock.patch.object(accelerate.accelerator.Accelerator, "prepare", told),
+    ):
         runpy.run_path(sys.argv[0], run_name="__main__")
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from grpo_kernels.integrations.liger import LigerFusedLinearGRPOLoss
+from grpo_kernels.liger import LigerFusedLinearGRPOLoss
 from tests.support.case_builder import Case, make_case
 from tests.support.reference import ReferenceResult, head, on_grid, reference_loss
 from tests.support.tolerance import bounds_of, compare, compare_grads, computed_in
@@ -19,7 +19,12 @@ from tests.support.tolerance import bounds_of, compare, compare_grads, computed_
 TOKEN_LEVEL = ("cispo", "sapo", "vespo")  # Liger has no sequence level for these
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 GRID = [
-    *((x, level) for x in CLIPPED for level in ("token", "sequence") if (x, level) != ("luspo", "token")),
+    *(
+        (x, level)
+        for x in CLIPPED
+        for level in ("token", "sequence")
+        if (x, level) != ("luspo", "token")
+    ),
     *((x, "token") for x in TOKEN_LEVEL),
 ]
 SETTINGS = (  # beta, epsilon, temperature
@@ -30,9 +35,19 @@ SOURCES = ("ref and old logps", "ref_input", "old logps")
 LIGER = {"rtol": 2e-4, "atol": 2e-5}  # of Liger to us, where both are right, in fp32
 
 
-def case_of(name: str, *, sources: str = "ref and old logps", **options: Any) -> tuple[Case, dict[str, Tensor]]:
+def case_of(
+    name: str, *, sources: str = "ref and old logps", **options: Any
+) -> tuple[Case, dict[str, Tensor]]:
     """A case, and what else the call gets: the reference's hidden states and head where it is scored in the loss."""
-    options = {"b": 3, "t": 7, "h": 8, "v": 17, "use_bias_correction_kl": False, "max_completion_length": 9, **options}
+    options = {
+        "b": 3,
+        "t": 7,
+        "h": 8,
+        "v": 17,
+        "use_bias_correction_kl": False,
+        "max_completion_length": 9,
+        **options,
+    }
     case = make_case(f"liger/{name}/{sources}", **{"old": sources != "ref_input", **options})
     if sources == "old logps":
         return case.but(ref_per_token_logps=None), {}
@@ -78,12 +93,18 @@ def call(
         **given,
     )
     (scale * loss).backward()
-    return loss.detach(), metrics, {name: None if x is None else x.grad for name, x in leaves.items()}
+    return (
+        loss.detach(),
+        metrics,
+        {name: None if x is None else x.grad for name, x in leaves.items()},
+    )
 
 
 def truth(case: Case) -> ReferenceResult:
     """TRL's loss in float64; without a reference model it has no KL term."""
-    return reference_loss(case if case.ref_per_token_logps is not None else case.but(config={"beta": 0.0}))
+    return reference_loss(
+        case if case.ref_per_token_logps is not None else case.but(config={"beta": 0.0})
+    )
 
 
 def clipped(case: Case, want: ReferenceResult) -> Tensor:
@@ -91,7 +112,9 @@ def clipped(case: Case, want: ReferenceResult) -> Tensor:
     ratio, config = want.evaluation.log_ratios.detach().exp(), case.config
     advantages = case.advantages.double()
     advantages = advantages if advantages.dim() == 2 else advantages[:, None]
-    high = {"cispo": config.get("epsilon_high", 0.2)}.get(config["loss_type"], 1 + config.get("epsilon_high", 0.2))
+    high = {"cispo": config.get("epsilon_high", 0.2)}.get(
+        config["loss_type"], 1 + config.get("epsilon_high", 0.2)
+    )
     found = (ratio > high) & (advantages > 0)
     if config["loss_type"] != "cispo":
         found |= (ratio < 1 - config.get("epsilon", 0.2)) & (advantages < 0)
@@ -114,13 +137,21 @@ def assert_is_trls(case: Case, found: tuple[Any, ...], scale: float = 1.0) -> No
     assert len(kl) == (1 if case.config.get("beta") else 0)
     for x in kl:
         compare(
-            "kl", x, want.metrics.get("kl", torch.zeros((), dtype=torch.float64)), limits.metrics.get("kl", 0.0), case
+            "kl",
+            x,
+            want.metrics.get("kl", torch.zeros((), dtype=torch.float64)),
+            limits.metrics.get("kl", 0.0),
+            case,
         )
     assert_close(share.double(), clipped(case, want), rtol=0, atol=1e-6)
 
 
 def assert_same(ours: tuple[Any, ...], theirs: tuple[Any, ...], **tolerance: float) -> None:
-    for x, y in zip((ours[0], *ours[1], *ours[2].values()), (theirs[0], *theirs[1], *theirs[2].values()), strict=True):
+    for x, y in zip(
+        (ours[0], *ours[1], *ours[2].values()),
+        (theirs[0], *theirs[1], *theirs[2].values()),
+        strict=True,
+    ):
         assert (x is None) == (y is None)
         if x is not None:
             assert_close(x, y, **{**LIGER, **tolerance})
@@ -139,11 +170,16 @@ def check(
 
 def case_of_rank(rank: int, loss_type: str) -> Case:
     """Two sequences on the first rank, three on the second, of other lengths."""
-    return make_case(f"liger/rank {rank}", b=2 + rank, t=7, h=8, v=17, mask="ragged", loss_type=loss_type)
+    return make_case(
+        f"liger/rank {rank}", b=2 + rank, t=7, h=8, v=17, mask="ragged", loss_type=loss_type
+    )
 
 
 def losses_of_rank(rank: int, world_size: int) -> list[Tensor]:
     """Of dapo with no number of items, a float and a tensor, then of grpo."""
     dapo, grpo = (case_of_rank(rank, loss_type) for loss_type in ("dapo", "grpo"))
-    cases = (*(dapo.but(num_items_in_batch=items) for items in (None, 31.0, torch.tensor(31))), grpo)
+    cases = (
+        *(dapo.but(num_items_in_batch=items) for items in (None, 31.0, torch.tensor(31))),
+        grpo,
+    )
     return [call(LigerFusedLinearGRPOLoss, case, {})[0] for case in cases]

@@ -34,7 +34,9 @@ class AllocationWatcher(TorchDispatchMode):
         self._known: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {self.storage(x)._cdata for x in tree_iter((args, kwargs)) if isinstance(x, torch.Tensor)}
+        given = {
+            self.storage(x)._cdata for x in tree_iter((args, kwargs)) if isinstance(x, torch.Tensor)
+        }
         out = func(*args, **(kwargs or {}))
         for x in tree_iter(out):
             if isinstance(x, torch.Tensor):

@@ -18,7 +18,11 @@ import transformers
 from megatron.core import parallel_state
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, get_cuda_rng_tracker
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    get_cuda_rng_tracker,
+)
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -41,7 +45,9 @@ def start(*, tensor: int = 1, context: int = 1) -> None:
     torch.cuda.current_device = lambda: "cpu"
     get_cuda_rng_tracker().fork = nullcontext
     parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor, context_parallel_size=context)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tensor, context_parallel_size=context
+    )
 
 
 def megatron_model(sequence_parallel: bool, tied: bool) -> nn.Module:
@@ -84,9 +90,17 @@ def engine_of(model: nn.Module) -> Any:
     """verl's engine around `model`, without its constructor; its fused head is verl's own until `ask_for_ours`."""
     owner = verl_module("workers.engine.megatron.transformer_impl").MegatronEngineWithLMHead
     made = owner.__new__(owner)
-    made.module, made.is_value_model, made.enable_routing_replay, made.tf_config = [model], False, False, None
+    made.module, made.is_value_model, made.enable_routing_replay, made.tf_config = (
+        [model],
+        False,
+        False,
+        None,
+    )
     made.engine_config = SimpleNamespace(
-        use_fused_kernels=True, use_remove_padding=True, pad_to_length=False, dynamic_context_parallel=False
+        use_fused_kernels=True,
+        use_remove_padding=True,
+        pad_to_length=False,
+        dynamic_context_parallel=False,
     )
     made.model_config = SimpleNamespace(
         fused_kernel_options={},
@@ -103,9 +117,13 @@ def ask_for_ours(engine: Any) -> None:
     engine._maybe_enable_fused_kernels()
 
 
-def by_hand(model: nn.Module, ids: Tensor, labels: Tensor) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+def by_hand(
+    model: nn.Module, ids: Tensor, labels: Tensor
+) -> tuple[dict[str, Tensor], Tensor, Tensor]:
     """The whole weights, put together here, and the labels' log-probabilities and the entropies, of all logits."""
-    weights = {name: whole(name, x.detach()).requires_grad_() for name, x in model.named_parameters()}
+    weights = {
+        name: whole(name, x.detach()).requires_grad_() for name, x in model.named_parameters()
+    }
     embedding, up, down, *rest = weights.values()
     x = F.embedding(ids, embedding)
     head = rest[0] if rest else embedding
@@ -118,11 +136,20 @@ def errors(sequence_parallel: bool, tied: bool) -> dict[str, float]:
     model = megatron_model(sequence_parallel, tied)
     engine = engine_of(model)
     ids, a, b = (x[0] for x in draw((1, 8)))
-    inputs = {"input_ids": ids[None], "position_ids": None, "attention_mask": None, "labels": ids.roll(-1)[None]}
-    with pytest.raises((RuntimeError, AssertionError), match=r"NVTX|^$"):  # verl's own kernel, which wants a GPU
+    inputs = {
+        "input_ids": ids[None],
+        "position_ids": None,
+        "attention_mask": None,
+        "labels": ids.roll(-1)[None],
+    }
+    with pytest.raises(
+        (RuntimeError, AssertionError), match=r"NVTX|^$"
+    ):  # verl's own kernel, which wants a GPU
         model(**inputs, temperature=TEMPERATURE)
     engine.model_config.fused_kernel_options["zero_advantage"] = "score"
-    with pytest.raises(ValueError, match=r"zero_advantage: expected 'train' with Megatron's engine, got 'score'"):
+    with pytest.raises(
+        ValueError, match=r"zero_advantage: expected 'train' with Megatron's engine, got 'score'"
+    ):
         ask_for_ours(engine)
     del engine.model_config.fused_kernel_options["zero_advantage"]
     ask_for_ours(engine)
@@ -131,8 +158,15 @@ def errors(sequence_parallel: bool, tied: bool) -> dict[str, float]:
 
     weights, chosen, entropy = by_hand(model, ids, inputs["labels"][0])
     (chosen * a + entropy * b).sum().backward()
-    found = {name: relative(whole(name, x.grad), weights[name].grad) for name, x in model.named_parameters()}
-    return {**found, "logps": relative(output.log_probs, chosen), "entropy": relative(output.entropy, entropy)}
+    found = {
+        name: relative(whole(name, x.grad), weights[name].grad)
+        for name, x in model.named_parameters()
+    }
+    return {
+        **found,
+        "logps": relative(output.log_probs, chosen),
+        "entropy": relative(output.entropy, entropy),
+    }
 
 
 def rows(**options: Any) -> dict[str, float]:
@@ -147,8 +181,17 @@ def rows(**options: Any) -> dict[str, float]:
     ids, offsets = data["input_ids"].values() % TOKENS, data["input_ids"].offsets()
     data["input_ids"] = torch.nested.nested_tensor_from_jagged(ids, offsets)
     tensordict_utils = verl_module("utils.tensordict_utils")
-    flags = {"calculate_entropy": True, "temperature": TEMPERATURE, "global_batch_size": len(data), "dp_size": 1}
-    more = {"use_fused_kernels": True, "batch_num_tokens": int(data["response_mask"].sum()), "num_micro_batch": 1}
+    flags = {
+        "calculate_entropy": True,
+        "temperature": TEMPERATURE,
+        "global_batch_size": len(data),
+        "dp_size": 1,
+    }
+    more = {
+        "use_fused_kernels": True,
+        "batch_num_tokens": int(data["response_mask"].sum()),
+        "num_micro_batch": 1,
+    }
     tensordict_utils.assign_non_tensor(data, **flags, **more)
     loss_function = verl_engine.ppo_loss(verl_engine.config(**options))
 
@@ -170,7 +213,9 @@ def rows(**options: Any) -> dict[str, float]:
         loss.backward()
     found = {"loss": abs(float(loss.detach()) - float(want))}
     for name, x in model.named_parameters():
-        dist.all_reduce(x.grad, group=parallel_state.get_context_parallel_group())  # as Megatron does
+        dist.all_reduce(
+            x.grad, group=parallel_state.get_context_parallel_group()
+        )  # as Megatron does
         found[name] = relative(whole(name, x.grad), weights[name].grad)
     operations = torch.tensor(products.head)
     dist.all_reduce(operations, group=parallel_state.get_context_parallel_group())

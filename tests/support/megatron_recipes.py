@@ -17,7 +17,10 @@ from tests.support.trainer_stand_ins import module, scores_of
 from tests.support.verl_peer import TEMPERATURE, draw
 
 ARGS = SimpleNamespace(
-    allgather_cp=False, rollout_temperature=TEMPERATURE, vocab_size=32, custom_model_provider_path="x"
+    allgather_cp=False,
+    rollout_temperature=TEMPERATURE,
+    vocab_size=32,
+    custom_model_provider_path="x",
 )
 Models = tuple[Any, ...]  # with a recipe, and without
 
@@ -43,7 +46,9 @@ def scores(fuse: Any, models: Models, ids: Tensor) -> tuple[Any, Any]:
     """Over the rows that are tokens, 30 of 32."""
     fused, stock = models
     score, labels = fuse(fused, megatron_peer.TOKENS), ids.roll(-1, 1)
-    logits = gather_from_tensor_model_parallel_region(stock(ids, None, None))[..., : megatron_peer.TOKENS]
+    logits = gather_from_tensor_model_parallel_region(stock(ids, None, None))[
+        ..., : megatron_peer.TOKENS
+    ]
     found = score(fused(ids, None, None), labels, temperature=TEMPERATURE)
     return found, scores_of(logits / TEMPERATURE, labels)
 
@@ -60,19 +65,32 @@ def slime(fuse: Any, models: Models, ids: Tensor) -> tuple[Any, Any]:
         assert args.custom_model_provider_path is None
         return lambda **stage: models[0]
 
-    functions = {name: getattr(slime_stand_ins, name) for name in ("_build_shifted_tokens", "_extract_per_sample")}
+    functions = {
+        name: getattr(slime_stand_ins, name)
+        for name in ("_build_shifted_tokens", "_extract_per_sample")
+    }
     package = "slime.backends.megatron_utils"
     with pytest.MonkeyPatch.context() as patch:
         module(patch, "my_megatron", fuse=fuse)
         module(patch, "megatron.training", get_args=lambda: ARGS)
         module(patch, f"{package}.model_provider", get_model_provider_func=provider)
-        actor, functions_of_loss = module(patch, f"{package}.actor"), module(patch, f"{package}.loss", **functions)
+        actor, functions_of_loss = (
+            module(patch, f"{package}.actor"),
+            module(patch, f"{package}.loss", **functions),
+        )
         assert run("slime")["model_provider"]() is models[0]
     assert actor.get_log_probs_and_entropy is functions_of_loss.get_log_probs_and_entropy
     found = []
-    passed = {"args": ARGS, "unconcat_tokens": [*ids], "total_lengths": [8, 8], "response_lengths": [3, 5]}
+    passed = {
+        "args": ARGS,
+        "unconcat_tokens": [*ids],
+        "total_lengths": [8, 8],
+        "response_lengths": [3, 5],
+    }
     for model, owner in zip(models, (actor, slime_stand_ins), strict=True):
-        _, values = owner.get_log_probs_and_entropy(model(ids.view(1, -1), None, None), **passed, with_entropy=True)
+        _, values = owner.get_log_probs_and_entropy(
+            model(ids.view(1, -1), None, None), **passed, with_entropy=True
+        )
         assert [len(x) for x in values["log_probs"]] == [3, 5]
         found.append([torch.cat(values[name]) for name in ("log_probs", "entropy")])
     with pytest.raises(NotImplementedError, match="top_p_token_ids"):
@@ -86,5 +104,7 @@ def difference(models: Models, *results: Any) -> float:
         torch.manual_seed(4)
         sum((x * torch.randn(x.shape, dtype=torch.float64)).sum() for x in values).backward()
     pairs = [*zip(*results, strict=True)]
-    pairs += [(x.grad, y.grad) for x, y in zip(*(model.parameters() for model in models), strict=True)]
+    pairs += [
+        (x.grad, y.grad) for x, y in zip(*(model.parameters() for model in models), strict=True)
+    ]
     return max(float(((x - y).norm() / y.norm()).detach()) for x, y in pairs)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels.integrations.transformers import completion_logprobs
-from grpo_kernels.integrations.transformers.head import causal_lm
+from grpo_kernels.transformers import completion_logprobs
+from grpo_kernels.transformers.head import causal_lm
 from tests.support import tiny_architectures as tiny
 
 BOUNDS = {torch.float32: 2e-5, torch.float64: 1e-6}  # some models round their logits to float32
@@ -34,7 +34,9 @@ def last_columns(attention_mask: Tensor, count: int = 5) -> Tensor:
     return mask
 
 
-def scene(kind: str = "llama", dtype: torch.dtype = torch.float64, **fields: Any) -> tuple[Any, Tensor, Tensor, Tensor]:
+def scene(
+    kind: str = "llama", dtype: torch.dtype = torch.float64, **fields: Any
+) -> tuple[Any, Tensor, Tensor, Tensor]:
     """A model, and a batch for it: ids, their attention mask, a completion mask."""
     ids, attention_mask = text_batch()
     return tiny.text_model(kind, dtype, **fields), ids, attention_mask, last_columns(attention_mask)
@@ -53,7 +55,9 @@ def with_logits(model: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return model
 
 
-def positions_of_generate(model: Any, ids: Tensor, attention_mask: Tensor, **inputs: Any) -> dict[str, Tensor]:
+def positions_of_generate(
+    model: Any, ids: Tensor, attention_mask: Tensor, **inputs: Any
+) -> dict[str, Tensor]:
     """The position ids that the model's `generate` hands to its forward, if that takes any."""
     base = causal_lm(model)
     if "position_ids" not in inspect.signature(type(base).forward).parameters:
@@ -68,7 +72,9 @@ def assert_as_model(model: Any, ids: Tensor, completion_mask: Tensor, **inputs: 
     bound = BOUNDS[next(model.parameters()).dtype]
     placed = {**positions_of_generate(model, ids, **inputs), **inputs}
     with torch.no_grad():
-        want = [x[:, -completion_mask.shape[1] :] for x in tiny.plain_logprobs(model, ids, **placed)]
+        want = [
+            x[:, -completion_mask.shape[1] :] for x in tiny.plain_logprobs(model, ids, **placed)
+        ]
     got = completion_logprobs(model, ids, completion_mask=completion_mask, **inputs)
     for ours, theirs in zip((got.logps, got.entropies), want, strict=True):
         assert ours.shape == completion_mask.shape
@@ -82,7 +88,9 @@ def peft_model(model: Any, **fields: Any) -> Any:
     """`model` with LoRA, whose second factor is drawn too: a fresh adapter adds nothing."""
     peft = pytest.importorskip("peft")
     torch.manual_seed(4)
-    wrapped = peft.get_peft_model(model, peft.LoraConfig(r=3, lora_alpha=6, **fields)).to(torch.float64)
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(r=3, lora_alpha=6, **fields)).to(
+        torch.float64
+    )
     with torch.no_grad():
         for name, x in wrapped.named_parameters():
             if "lora_B" in name:

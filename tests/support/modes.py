@@ -44,7 +44,9 @@ class Recorder:
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
         self.graphs += 1
-        return aot_autograd(fw_compiler=self._runner("forward"), bw_compiler=self._runner("backward"))(graph, inputs)
+        return aot_autograd(
+            fw_compiler=self._runner("forward"), bw_compiler=self._runner("backward")
+        )(graph, inputs)
 
     def _runner(self, direction: str) -> Function:
         calls = self.calls
@@ -82,14 +84,23 @@ def loss_results(function: Function, given: Arguments, upstream: float = 1.0) ->
     out = function(**given)
     if out.loss.requires_grad:
         (out.loss * upstream).backward()
-    tensors = {"loss": out.loss, "logps": out.per_token_logps, "entropies": out.entropies, **out.metrics}
-    pairs = {f"{name}[{i}]": x for name, pair in out.metrics.pairs.items() for i, x in enumerate(pair)}
+    tensors = {
+        "loss": out.loss,
+        "logps": out.per_token_logps,
+        "entropies": out.entropies,
+        **out.metrics,
+    }
+    pairs = {
+        f"{name}[{i}]": x for name, pair in out.metrics.pairs.items() for i, x in enumerate(pair)
+    }
     merged_by = {"sequences": out.metrics.sequences, "loss over": out.metrics.loss_over}
     chosen = {"engine": out.engine, "backend": out.backend, "requires grad": out.loss.requires_grad}
     return {**chosen, **merged_by, **tensors, **pairs, **gradients(given)}
 
 
-def score_results(function: Function, given: Arguments, upstream: tuple[float, float] = (1.0, 0.5)) -> Results:
+def score_results(
+    function: Function, given: Arguments, upstream: tuple[float, float] = (1.0, 0.5)
+) -> Results:
     """All that `linear_logprob` returns, and its gradients; that of the first position is 0, of masked ones NaN."""
     scores, mask = function(**given), given.get("mask")
     weights = torch.arange(float(given["ids"].numel())).view(given["ids"].shape)
@@ -115,7 +126,10 @@ def assert_same_bits(got: Results, want: Results) -> None:
 
 def looks(results: Results) -> Results:
     """Shape, dtype and device of each tensor; what is no tensor as it is."""
-    return {k: (tuple(x.shape), x.dtype, x.device) if isinstance(x, Tensor) else x for k, x in results.items()}
+    return {
+        k: (tuple(x.shape), x.dtype, x.device) if isinstance(x, Tensor) else x
+        for k, x in results.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -146,7 +160,9 @@ class Scene:
             return self.results(self.function, given, self.upstreams[0])
 
 
-def loss_scene(name: str, frozen: str = "", *, is_packed: bool = False, autocast: bool = False, **run: Any) -> Scene:
+def loss_scene(
+    name: str, frozen: str = "", *, is_packed: bool = False, autocast: bool = False, **run: Any
+) -> Scene:
     """A call of `grpo_loss`, under an upstream gradient of 1 and one that is no power of two."""
     case = replace(CASES[name], frozen=frozenset(frozen.split()))
 
@@ -155,9 +171,16 @@ def loss_scene(name: str, frozen: str = "", *, is_packed: bool = False, autocast
         if is_packed:
             tensors = packed(case, tensors)[0]
             tensors["hidden"] = tensors["hidden"].detach().requires_grad_()
-        return {**tensors, "config": config_of(case), "workspace_bytes": case.workspace_bytes, **run}
+        return {
+            **tensors,
+            "config": config_of(case),
+            "workspace_bytes": case.workspace_bytes,
+            **run,
+        }
 
-    return Scene(f"loss {name}", flat(grpo_loss), given, loss_results, (1.0, -0.3), autocast=autocast)
+    return Scene(
+        f"loss {name}", flat(grpo_loss), given, loss_results, (1.0, -0.3), autocast=autocast
+    )
 
 
 def score_scene(
@@ -174,7 +197,9 @@ def score_scene(
         return named | options | ({} if temperature is None else {"temperature": temperature})
 
     others = {"engine": eager, "expected": None}
-    return Scene(f"scores {name}", flat(linear_logprob), given, score_results, (upstream,), others, autocast)
+    return Scene(
+        f"scores {name}", flat(linear_logprob), given, score_results, (upstream,), others, autocast
+    )
 
 
 # (engine that serves the call, the call)
@@ -205,7 +230,12 @@ SCORES = [
     score_scene("B/head/f32", "bias", extras=("is_top1", "mean_logits")),
     score_scene("B/hot/f32", "hidden", backend="triton"),
     score_scene("B/input-logits/bf16", upstream=(1.0, 0.0), mask=False),
-    score_scene("C/1x40x8x33/dapo", upstream=(1.0, 0.0), temperature=torch.linspace(0.5, 1.5, 40)[None], entropy=False),
+    score_scene(
+        "C/1x40x8x33/dapo",
+        upstream=(1.0, 0.0),
+        temperature=torch.linspace(0.5, 1.5, 40)[None],
+        entropy=False,
+    ),
     score_scene("G/sliced/dapo", expected=torch.ones(3, 8), engine="one_pass", eager="two_pass"),
     score_scene("C/workspace-2/grpo", engine="lean", workspace_bytes=300, eager="lean"),
     score_scene("G/f64/dapo", "hidden"),

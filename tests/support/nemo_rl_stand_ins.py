@@ -35,7 +35,15 @@ class LossPostProcessor:
         self.loss_fn, self.cp_size, self.enable_seq_packing = loss_fn, 1, False
         self.tp_mesh = SimpleNamespace(size=lambda: 1)
 
-    def __call__(self, logits, data_dict, processed_inputs, global_valid_seqs, global_valid_toks, sequence_dim=1):
+    def __call__(
+        self,
+        logits,
+        data_dict,
+        processed_inputs,
+        global_valid_seqs,
+        global_valid_toks,
+        sequence_dim=1,
+    ):
         ids = data_dict["input_ids"]
         if self.loss_fn.use_fused_linear_logprobs:
             logps = logits[:, : ids.shape[1] - 1]
@@ -49,9 +57,21 @@ class LogprobsPostProcessor:
     """NeMo-RL 0.6.0's (7ea279a), on one rank."""
 
     def __init__(self) -> None:
-        self.cp_size, self.enable_seq_packing, self.tp_mesh = 1, False, SimpleNamespace(size=lambda: 1)
+        self.cp_size, self.enable_seq_packing, self.tp_mesh = (
+            1,
+            False,
+            SimpleNamespace(size=lambda: 1),
+        )
 
-    def __call__(self, logits, data_dict, processed_inputs, original_batch_size, original_seq_len, sequence_dim=1):
+    def __call__(
+        self,
+        logits,
+        data_dict,
+        processed_inputs,
+        original_batch_size,
+        original_seq_len,
+        sequence_dim=1,
+    ):
         logps = self._compute_local_logprobs(logits, processed_inputs.input_ids)
         logps = nn.functional.pad(logps, (1, 0))
         return logps * (torch.arange(logps.shape[1]) < data_dict["input_lengths"][:, None])
@@ -62,7 +82,9 @@ class LogprobsPostProcessor:
 
 def need_top_k_or_top_p_filtering(sampling_params: Any) -> bool:
     """NeMo-RL 0.6.0's (7ea279a)."""
-    return sampling_params is not None and (sampling_params.top_k is not None or sampling_params.top_p != 1.0)
+    return sampling_params is not None and (
+        sampling_params.top_k is not None or sampling_params.top_p != 1.0
+    )
 
 
 def forward_with_post_processing_fn(
@@ -83,7 +105,11 @@ def forward_with_post_processing_fn(
     logits = logits / (1.0 if sampling_params is None else sampling_params.temperature)
     passed = {"logits": logits, "data_dict": processed_mb.data_dict, "processed_inputs": inputs}
     if isinstance(post_processing_fn, LossPostProcessor):
-        return *post_processing_fn(**passed, global_valid_seqs=None, global_valid_toks=global_valid_toks), processed_mb
-    sizes = {name: getattr(processed_mb, name) for name in ("original_batch_size", "original_seq_len")}
+        return *post_processing_fn(
+            **passed, global_valid_seqs=None, global_valid_toks=global_valid_toks
+        ), processed_mb
+    sizes = {
+        name: getattr(processed_mb, name) for name in ("original_batch_size", "original_seq_len")
+    }
     found = post_processing_fn(**passed, **sizes)
     return found, {"logprobs": found}, processed_mb

@@ -56,7 +56,9 @@ def verl_config(options: dict[str, Any], info: dict[str, Any]) -> Any:
         strategy="fsdp",
         rollout_n=1,
         ppo_micro_batch_size_per_gpu=1,
-        policy_loss=actor.PolicyLossConfig(**{key: x for key, x in options.items() if key in of_policy_loss}),
+        policy_loss=actor.PolicyLossConfig(
+            **{key: x for key, x in options.items() if key in of_policy_loss}
+        ),
         global_batch_info=info,
         **{key: x for key, x in options.items() if key not in of_policy_loss},
     )
@@ -74,14 +76,20 @@ def verl_loss(
     info = {"global_batch_size": B, "loss_scale_factor": FACTOR} if info is None else info
     config = verl_config(OF_VERL[name] if options is None else options, info)
     mask = given["mask"]
-    old, logps, advantages = (torch.where(mask, given[key], 0.0) for key in ("old", "logps", "advantages"))
+    old, logps, advantages = (
+        torch.where(mask, given[key], 0.0) for key in ("old", "logps", "advantages")
+    )
     torch.manual_seed(SEED)
     function = core_algos().get_policy_loss_fn(name)
-    loss, _ = function(old, logps, advantages, mask.to(logps.dtype), mode, config, given.get("ratio"))
+    loss, _ = function(
+        old, logps, advantages, mask.to(logps.dtype), mode, config, given.get("ratio")
+    )
     return loss
 
 
-def with_gradient(source: Callable[..., Tensor], given: Given, *rest: Any, **how: Any) -> tuple[Tensor, Tensor]:
+def with_gradient(
+    source: Callable[..., Tensor], given: Given, *rest: Any, **how: Any
+) -> tuple[Tensor, Tensor]:
     """Value of `source(given, ...)` and its gradient at the counted tokens."""
     logps = given["logps"].clone().requires_grad_()
     loss = source(given | {"logps": logps}, *rest, **how)
@@ -94,7 +102,9 @@ def mean_of(formula: Callable[[Given], Tensor], given: Given, mode: str = "token
     mask = given["mask"]
     if "sampling" in given:
         unscored = given["sampling"].isnan()
-        given = given | {"sampling": torch.where(unscored, given["logps"].detach(), given["sampling"])}
+        given = given | {
+            "sampling": torch.where(unscored, given["logps"].detach(), given["sampling"])
+        }
     per_token = torch.where(mask, formula(given) * given.get("ratio", 1.0), 0.0)
     if mode == "token-mean":
         return per_token.sum() / mask.sum()
@@ -142,7 +152,12 @@ def ppo(x: Given, low: float = 0.2, high: float = 0.2) -> Tensor:
 
 
 def fipo(
-    x: Given, decay_rate: float = 32.0, low: float = 0.0, high: float = 0.2, safety: float = 4.0, ranged: float = 0.2
+    x: Given,
+    decay_rate: float = 32.0,
+    low: float = 0.0,
+    high: float = 0.2,
+    safety: float = 4.0,
+    ranged: float = 0.2,
 ) -> Tensor:
     log_ratio = torch.where(x["mask"], x["logps"] - x["old"], 0.0).detach()
     place = torch.arange(T, dtype=FLOAT)
@@ -169,7 +184,10 @@ class Source:
 
 
 def written_out(objective: Any, formula: Callable[..., Tensor], *parameters: float) -> Source:
-    return Source(lambda: objective, lambda given, mode: mean_of(lambda x: formula(x, *parameters), given, mode))
+    return Source(
+        lambda: objective,
+        lambda given, mode: mean_of(lambda x: formula(x, *parameters), given, mode),
+    )
 
 
 def by_verl(name: str) -> Source:
@@ -180,7 +198,9 @@ def by_verl(name: str) -> Source:
     return Source(make, loss, tuple(MODES), rtol=1e-12)
 
 
-fast_fipo = objectives.fipo(0.1, 0.1, decay_rate=3.0, influence_low=0.3, influence_high=0.4, safety_threshold=1.2)
+fast_fipo = objectives.fipo(
+    0.1, 0.1, decay_rate=3.0, influence_low=0.3, influence_high=0.4, safety_threshold=1.2
+)
 SOURCES = {
     **{name: by_verl(name) for name in OF_VERL},
     "ipo": written_out(objectives.ipo(), ipo),
@@ -191,10 +211,25 @@ SOURCES = {
     "kpop": written_out(objectives.kpop(), kpop),
     "kpop, near": written_out(objectives.kpop(threshold=0.01, kl_tau=0.0), kpop, 0.01, 0.0),
     "rollout_is": written_out(objectives.rollout_is(), rollout_is),
-    "rollout_is, far": written_out(objectives.rollout_is(eps_clip_low=0.5, eps_clip_high=1.0), rollout_is, 0.5, 1.0),
+    "rollout_is, far": written_out(
+        objectives.rollout_is(eps_clip_low=0.5, eps_clip_high=1.0), rollout_is, 0.5, 1.0
+    ),
     "topr": written_out(objectives.topr(), topr),
-    "topr, weighted": written_out(objectives.topr(positive_weight=0.5, negative_weight=2.0), topr, 0.5, 2.0),
+    "topr, weighted": written_out(
+        objectives.topr(positive_weight=0.5, negative_weight=2.0), topr, 0.5, 2.0
+    ),
     "fipo": written_out(objectives.fipo(), fipo),
     "fipo, fast": written_out(fast_fipo, fipo, 3.0, 0.3, 0.4, 1.2, 0.1),
 }
-TOKEN_LEVEL = {"gpg", "dro", "cispo", "dppo_tv", "dppo_kl", "icepop", "ipo", "kpop", "rollout_is", "topr"}
+TOKEN_LEVEL = {
+    "gpg",
+    "dro",
+    "cispo",
+    "dppo_tv",
+    "dppo_kl",
+    "icepop",
+    "ipo",
+    "kpop",
+    "rollout_is",
+    "topr",
+}

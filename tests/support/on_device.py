@@ -21,13 +21,17 @@ BACKENDS = ("torch", "triton")
 
 def on_backends(*engines: str) -> list[tuple[str, str]]:
     """Each engine with each backend that has it."""
-    return [(engine, x) for engine in engines for x in BACKENDS if (engine, x) != ("score_dot", "torch")]
+    return [
+        (engine, x) for engine in engines for x in BACKENDS if (engine, x) != ("score_dot", "torch")
+    ]
 
 
 def move(case: Case, device: torch.device) -> Case:
     """The case with every tensor on `device`."""
     named = {f.name: getattr(case, f.name) for f in fields(case)}
-    return replace(case, **{name: x.to(device) for name, x in named.items() if isinstance(x, Tensor)})
+    return replace(
+        case, **{name: x.to(device) for name, x in named.items() if isinstance(x, Tensor)}
+    )
 
 
 def run_on(
@@ -35,7 +39,11 @@ def run_on(
 ) -> tuple[SimpleNamespace, dict[str, Tensor | None], str]:
     """The library's results for `case` on `device`, back on the CPU; and the engine that served."""
     output, grads = run(move(case, device), engine, backend=backend)
-    return on_cpu(output), {name: None if x is None else x.cpu() for name, x in grads.items()}, output.engine
+    return (
+        on_cpu(output),
+        {name: None if x is None else x.cpu() for name, x in grads.items()},
+        output.engine,
+    )
 
 
 def on_cpu(output: LossOutput) -> SimpleNamespace:
@@ -49,12 +57,22 @@ def on_cpu(output: LossOutput) -> SimpleNamespace:
 
 
 def leaves(
-    device: torch.device, n: int, h: int, v: int, dtype: torch.dtype, seed: int = 0, spread: float = 2.0
+    device: torch.device,
+    n: int,
+    h: int,
+    v: int,
+    dtype: torch.dtype,
+    seed: int = 0,
+    spread: float = 2.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Hidden states (n, H), weight (V, H), ids (n,), seeded; the first two want gradients."""
     g = torch.Generator(device).manual_seed(seed)
     hidden = torch.randn(n, h, generator=g, device=device).to(dtype).requires_grad_()
-    weight = (torch.randn(v, h, generator=g, device=device) * (spread / h**0.5)).to(dtype).requires_grad_()
+    weight = (
+        (torch.randn(v, h, generator=g, device=device) * (spread / h**0.5))
+        .to(dtype)
+        .requires_grad_()
+    )
     return hidden, weight, torch.randint(v, (n,), generator=g, device=device)
 
 
@@ -126,7 +144,9 @@ class Graphed:
         if self._graph is not None:
             self._graph.replay()
         else:
-            for old, new in zip(tree_flatten(self.results)[0], tree_flatten(self._function())[0], strict=True):
+            for old, new in zip(
+                tree_flatten(self.results)[0], tree_flatten(self._function())[0], strict=True
+            ):
                 old.copy_(new)
         return self.results
 
@@ -141,7 +161,11 @@ def waits(function: Callable[[], Any]) -> list[str]:
             function()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    return [f"{w.filename.rpartition('/')[2]}:{w.lineno}" for w in caught if "called a synchronizing" in str(w.message)]
+    return [
+        f"{w.filename.rpartition('/')[2]}:{w.lineno}"
+        for w in caught
+        if "called a synchronizing" in str(w.message)
+    ]
 
 
 def gradients(loss: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -152,5 +176,7 @@ def gradients(loss: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
 def report(failures: Mapping[str, Exception], of: int) -> None:
     """Raise one error for all failures of a loop, so that a run tells as much as it can."""
     if failures:
-        first = "\n".join(f"{name}: {type(e).__name__}: {str(e)[:300]}" for name, e in list(failures.items())[:12])
+        first = "\n".join(
+            f"{name}: {type(e).__name__}: {str(e)[:300]}" for name, e in list(failures.items())[:12]
+        )
         raise AssertionError(f"{len(failures)} of {of} failed:\n{first}")

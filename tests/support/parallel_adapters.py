@@ -24,7 +24,9 @@ def adapted(where: str) -> cases.TinyModel:
         for i, (name, x) in enumerate(model.named_parameters()):
             x.requires_grad_("lora_" in name)
             if "lora_" in name:
-                values = torch.randn(x.shape, generator=torch.Generator().manual_seed(i), dtype=torch.float64)
+                values = torch.randn(
+                    x.shape, generator=torch.Generator().manual_seed(i), dtype=torch.float64
+                )
                 x.copy_(values * 0.5)
     return model
 
@@ -36,8 +38,19 @@ def adapted_truth(where: str, loss: cases.Loss) -> dict[str, Tensor]:
         batch = cases.make_batch(rank, 2, torch.float64, last_empty=False)
         hidden, weight, head = model(batch.tokens), model.lm_head.weight, model.lm_head
         if where == "lm_head":
-            weight = weight + head.scaling["default"] * head.lora_B["default"].weight @ head.lora_A["default"].weight
-        case = Case("", hidden.detach(), weight.detach(), config=loss.config, **cases.arguments(loss, batch, items))
+            weight = (
+                weight
+                + head.scaling["default"]
+                * head.lora_B["default"].weight
+                @ head.lora_A["default"].weight
+            )
+        case = Case(
+            "",
+            hidden.detach(),
+            weight.detach(),
+            config=loss.config,
+            **cases.arguments(loss, batch, items),
+        )
         want = reference_loss(case)
         for x, grad in ((hidden, want.d_hidden), (weight, want.d_weight)):
             if x.requires_grad:
@@ -47,4 +60,6 @@ def adapted_truth(where: str, loss: cases.Loss) -> dict[str, Tensor]:
 
 def adapted_loss(where: str, loss: str) -> cases.Loss:
     """One of `LOSSES` and the engine that serves it here: a head of which nothing trains has one of its own."""
-    return cases.Loss(LOSSES[loss].config, serves="frozen" if where == "mid" else LOSSES[loss].serves)
+    return cases.Loss(
+        LOSSES[loss].config, serves="frozen" if where == "mid" else LOSSES[loss].serves
+    )

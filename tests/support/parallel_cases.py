@@ -29,7 +29,9 @@ SEQUENCES, COLUMNS = 4, 5  # of one rank
 class TinyModel(nn.Module):
     """Embedding, one layer with tanh, head. Its forward gives hidden states, or what `then` makes of them."""
 
-    def __init__(self, *, tied: bool = False, bias: bool = False, head: type[nn.Linear] = nn.Linear) -> None:
+    def __init__(
+        self, *, tied: bool = False, bias: bool = False, head: type[nn.Linear] = nn.Linear
+    ) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, WIDTH)
         self.mid = nn.Linear(WIDTH, WIDTH)
@@ -61,7 +63,9 @@ LOSSES = {
     "sequence ratio": Loss(SEQUENCE, serves="two_pass"),
     "lean": Loss({}, engine="lean", serves="lean"),
     "frozen head": Loss({}, frozen_head=True, serves="frozen"),
-    "frozen head, sequence ratio": Loss({**SEQUENCE, "entropy_coef": 0.01}, frozen_head=True, serves="two_pass"),
+    "frozen head, sequence ratio": Loss(
+        {**SEQUENCE, "entropy_coef": 0.01}, frozen_head=True, serves="two_pass"
+    ),
 }
 
 
@@ -70,7 +74,9 @@ def make_model(dtype: torch.dtype, loss: Loss, **options: Any) -> TinyModel:
     made = TinyModel(**options)
     with torch.no_grad():
         for i, x in enumerate(made.parameters()):
-            values = torch.randn(x.shape, generator=torch.Generator().manual_seed(i), dtype=torch.float64)
+            values = torch.randn(
+                x.shape, generator=torch.Generator().manual_seed(i), dtype=torch.float64
+            )
             x.copy_(values * 2.0 / WIDTH**0.5)
     made.lm_head.requires_grad_(not loss.frozen_head)
     return made.to(dtype)
@@ -114,7 +120,10 @@ def arguments(loss: Loss, batch: Batch, num_items: float) -> dict[str, Any]:
 
 def items_per_rank(world_size: int, **options: Any) -> float:
     """Counted tokens of all ranks over their number: the normaliser of a loss whose gradients are averaged."""
-    masks = [make_batch(rank, world_size, torch.float64, **options).completion_mask for rank in range(world_size)]
+    masks = [
+        make_batch(rank, world_size, torch.float64, **options).completion_mask
+        for rank in range(world_size)
+    ]
     return sum(int(x.sum()) for x in masks) / world_size
 
 
@@ -131,16 +140,27 @@ def truth(
     model = make_model(torch.float64, loss, **options)
     items = items_per_rank(world_size, last_empty=last_empty)
     for rank in range(world_size):
-        for batch in micro_batches(make_batch(rank, world_size, torch.float64, last_empty=last_empty), accumulate):
+        for batch in micro_batches(
+            make_batch(rank, world_size, torch.float64, last_empty=last_empty), accumulate
+        ):
             backward_by_reference(model, batch, loss, items, 1.0 / world_size)
     return {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
 
 
-def backward_by_reference(model: TinyModel, batch: Batch, loss: Loss, items: float, factor: float) -> Tensor:
+def backward_by_reference(
+    model: TinyModel, batch: Batch, loss: Loss, items: float, factor: float
+) -> Tensor:
     """Add `factor` times the gradient of the reference's loss to the model's; the loss."""
     hidden = model(batch.tokens)
     weight, bias = model.lm_head.weight, model.lm_head.bias
-    case = Case("", hidden.detach(), weight.detach(), bias=bias, config=loss.config, **arguments(loss, batch, items))
+    case = Case(
+        "",
+        hidden.detach(),
+        weight.detach(),
+        bias=bias,
+        config=loss.config,
+        **arguments(loss, batch, items),
+    )
     want = reference_loss(case)
     if hidden.requires_grad:
         hidden.backward(factor * want.d_hidden)
@@ -155,7 +175,9 @@ class Setup:
     """How the model is divided, and where its loss is computed."""
 
     wrap: Callable[[TinyModel, DeviceMesh | None], nn.Module]
-    inside: bool = True  # within the model's forward; or after it, from the hidden states it returns
+    inside: bool = (
+        True  # within the model's forward; or after it, from the hidden states it returns
+    )
     attach_first: bool = False
 
 
@@ -253,7 +275,10 @@ def whole(x: Tensor) -> Tensor:
 def relative_error(got: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, float]:
     """Largest difference over the largest entry, by name; the names must be the same."""
     assert got.keys() == want.keys(), f"gradients of {sorted(got)}, expected of {sorted(want)}"
-    return {name: float((got[name].double() - x).abs().max() / x.abs().max()) for name, x in want.items()}
+    return {
+        name: float((got[name].double() - x).abs().max() / x.abs().max())
+        for name, x in want.items()
+    }
 
 
 def hsdp_mesh(device: str, world_size: int) -> DeviceMesh:

@@ -29,9 +29,14 @@ def same(x: Tensor) -> Tensor:
 class Hooks:
     """Where a fault may sit."""
 
-    case: Callable[[Case], Case] = lambda case: case  # what the loss is told, as against what the head is told
+    case: Callable[[Case], Case] = lambda case: (
+        case
+    )  # what the loss is told, as against what the head is told
     raw: Edit = same  # (n, V) the products' result
-    slopes: Callable[[Case, Tensor, Tensor], tuple[Tensor, Tensor]] = lambda case, a, b: (a, b)  # (B, T) each
+    slopes: Callable[[Case, Tensor, Tensor], tuple[Tensor, Tensor]] = lambda case, a, b: (
+        a,
+        b,
+    )  # (B, T) each
     d_raw: Edit = same  # (n, V) the gradient of the products' result
     loss: Edit = same
     logps: Edit = same
@@ -45,7 +50,9 @@ class Hooks:
     accumulate: torch.dtype | None = None  # the weight gradient's accumulator, one row at a time
 
 
-def plain(case: Case, hooks: Hooks | None = None) -> tuple[SimpleNamespace, dict[str, Tensor | None]]:
+def plain(
+    case: Case, hooks: Hooks | None = None
+) -> tuple[SimpleNamespace, dict[str, Tensor | None]]:
     """(output, gradients by name) in float32 (float64 for float64 inputs)."""
     hooks = hooks or Hooks()
     dtype = torch.float64 if case.hidden.dtype == torch.float64 else torch.float32
@@ -57,7 +64,11 @@ def plain(case: Case, hooks: Hooks | None = None) -> tuple[SimpleNamespace, dict
         scores.append(divergence(1.0, h.log_probs, teacher_log_probs(told, dtype)))
     leaves = [on_grid(x.detach(), h.counted).requires_grad_() for x in scores]
     at = evaluate(told, *leaves)
-    found = torch.autograd.grad(at.loss, leaves, allow_unused=True) if at.loss.requires_grad else (None,) * len(leaves)
+    found = (
+        torch.autograd.grad(at.loss, leaves, allow_unused=True)
+        if at.loss.requires_grad
+        else (None,) * len(leaves)
+    )
     a, b, *c = (torch.zeros_like(x) if g is None else g for g, x in zip(found, leaves, strict=True))
     a, b = hooks.slopes(case, a, b)
     more = pulled(told, h, c[0], leaves[2].detach(), hooks) if full else 0.0

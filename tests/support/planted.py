@@ -13,7 +13,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 COPIED = ("grpo_kernels", "csrc", "tests", "benchmarks", "pyproject.toml")
-IGNORED = shutil.ignore_patterns("__pycache__", "results", "*.so")  # a library built beforehand has no fault
+IGNORED = shutil.ignore_patterns(
+    "__pycache__", "results", "*.so"
+)  # a library built beforehand has no fault
 ROWS = ("tests/backends/triton/test_triton_rows.py",)
 SECONDS = 600  # for one fault; far more than the tests take
 
@@ -55,9 +57,20 @@ def survives(fault: Fault) -> tuple[bool, str, float]:
         plant(fault, Path(name))
         caches = dict.fromkeys(("TRITON_CACHE_DIR", "TORCH_EXTENSIONS_DIR"), f"{name}/cache")
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": name, **caches}
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *fault.tests]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-x",
+            "-p",
+            "no:cacheprovider",
+            *fault.tests,
+        ]
         try:
-            done = subprocess.run(command, cwd=name, env=environment, capture_output=True, text=True, timeout=SECONDS)
+            done = subprocess.run(
+                command, cwd=name, env=environment, capture_output=True, text=True, timeout=SECONDS
+            )
         except subprocess.TimeoutExpired:
             return True, f"nothing failed within {SECONDS} s", time.perf_counter() - begun
     said = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
@@ -65,5 +78,9 @@ def survives(fault: Fault) -> tuple[bool, str, float]:
     caught = (done.returncode == 1 and bool(said)) or done.returncode < 0
     if "the compiler failed" in done.stdout:
         return True, "it does not compile", time.perf_counter() - begun
-    last = said[0] if said else f"exit status {done.returncode}: {(done.stdout + done.stderr)[-200:]!r}"
+    last = (
+        said[0]
+        if said
+        else f"exit status {done.returncode}: {(done.stdout + done.stderr)[-200:]!r}"
+    )
     return not caught, last.split(" - ")[0], time.perf_counter() - begun

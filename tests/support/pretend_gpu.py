@@ -34,7 +34,10 @@ HOPPER = types.SimpleNamespace(
     name="NVIDIA H100", major=9, minor=0, multi_processor_count=132, warp_size=32, total_memory=80 * 2**30,
     shared_memory_per_multiprocessor=233472, shared_memory_per_block_optin=232448, gcnArchName="",
 )  # fmt: skip
-WIDE_PRODUCTS = {aten.mm.dtype_out, aten.addmm.dtype_out}  # 16-bit operands, fp32 results: CUDA only
+WIDE_PRODUCTS = {
+    aten.mm.dtype_out,
+    aten.addmm.dtype_out,
+}  # 16-bit operands, fp32 results: CUDA only
 
 
 class Waits(list[str]):
@@ -62,7 +65,11 @@ class OnGPU(Tensor):
     @staticmethod
     def __new__(cls, data: Tensor) -> OnGPU:
         made = torch.Tensor._make_wrapper_subclass(
-            cls, data.shape, strides=data.stride(), storage_offset=data.storage_offset(), dtype=data.dtype
+            cls,
+            data.shape,
+            strides=data.stride(),
+            storage_offset=data.storage_offset(),
+            dtype=data.dtype,
         )
         made.data_here = data
         return made
@@ -99,7 +106,10 @@ class OnGPU(Tensor):
             WAITS.add(str(func))
         here_args, here_kwargs = tree_map(here, args), tree_map(here, kwargs)
         if any(x.data_here.is_meta for x in inputs if isinstance(x, OnGPU)):
-            here_args, here_kwargs = tree_map(_without_data, here_args), tree_map(_without_data, here_kwargs)
+            here_args, here_kwargs = (
+                tree_map(_without_data, here_args),
+                tree_map(_without_data, here_kwargs),
+            )
             if "device" in here_kwargs:
                 here_kwargs = {**here_kwargs, "device": "meta"}
         if func is aten._local_scalar_dense.default and here_args[0].is_meta:
@@ -131,7 +141,9 @@ def _wide_product(*operands: Any, out: Tensor, **_: Any) -> Tensor:
     return out.copy_(product if not start else start[0] + product)
 
 
-def _makes_there(make: Callable[..., Tensor], *, copies: bool, memory: bool) -> Callable[..., Tensor]:
+def _makes_there(
+    make: Callable[..., Tensor], *, copies: bool, memory: bool
+) -> Callable[..., Tensor]:
     """A function that makes tensors, with ``device="cuda"``; `copies` if it takes its data from the host."""
 
     def made(*args: Any, device: Any = None, **kwargs: Any) -> Tensor:
@@ -147,7 +159,9 @@ def _makes_there(make: Callable[..., Tensor], *, copies: bool, memory: bool) -> 
     return made
 
 
-def _to(move: Callable[..., Tensor], x: Tensor, *args: Any, non_blocking: bool = False, **kwargs: Any) -> Tensor:
+def _to(
+    move: Callable[..., Tensor], x: Tensor, *args: Any, non_blocking: bool = False, **kwargs: Any
+) -> Tensor:
     """``x.to(...)`` between the devices, or on one of them."""
     target, rest = (args[0], args[1:]) if args else (kwargs.pop("device", None), ())
     if isinstance(target, Tensor):
@@ -165,7 +179,11 @@ def _to(move: Callable[..., Tensor], x: Tensor, *args: Any, non_blocking: bool =
 
 @contextmanager
 def pretended(
-    monkeypatch: pytest.MonkeyPatch, *, capturing: bool = False, tape: Any = None, memory: bool = True
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    capturing: bool = False,
+    tape: Any = None,
+    memory: bool = True,
 ) -> Iterator[Waits]:
     """Within, tensors may be `OnGPU`, and the waits are listed; while `capturing` a graph, each is an error.
 
@@ -175,11 +193,24 @@ def pretended(
     plenty = 2**40
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (plenty, plenty))
-    nothing = {f"{name}_bytes": {"all": {"current": 0}} for name in ("reserved", "active", "inactive_split")}
+    nothing = {
+        f"{name}_bytes": {"all": {"current": 0}}
+        for name in ("reserved", "active", "inactive_split")
+    }
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device=None: nothing)
-    made = ("arange", "empty", "full", "ones", "zeros", "tensor", *(() if memory else ("linspace", "randint", "randn")))
+    made = (
+        "arange",
+        "empty",
+        "full",
+        "ones",
+        "zeros",
+        "tensor",
+        *(() if memory else ("linspace", "randint", "randn")),
+    )
     for name in made:
-        monkeypatch.setattr(torch, name, _makes_there(getattr(torch, name), copies=name == "tensor", memory=memory))
+        monkeypatch.setattr(
+            torch, name, _makes_there(getattr(torch, name), copies=name == "tensor", memory=memory)
+        )
     if not memory:
         monkeypatch.setattr(symbolic, "meta_nonzero_assume_all_nonzero", True)
         monkeypatch.setattr(torch.cuda, "device", lambda device=None: nullcontext())

@@ -55,21 +55,34 @@ def head_options(draw: random.Random) -> dict[str, object]:
         "temperature": sometimes(0.4, draw.choice((0.5, 0.9, 1.7)), 1.0),
         "dtype": draw.choice(DTYPES),
         "spread": draw.choice((0.3, 2.0, 2.0, 8.0, 20.0)),
-        "frozen": sometimes(0.25, draw.choice((("weight", "bias"), ("hidden",), ("bias",), ("weight",))), ()),
+        "frozen": sometimes(
+            0.25, draw.choice((("weight", "bias"), ("hidden",), ("bias",), ("weight",))), ()
+        ),
     }
 
 
 def case_options(draw: random.Random) -> dict[str, object]:
     """What `make_case` takes: shapes B 0-6, T 0-14, H 1-40, V 1-200, any loss, any head."""
     shape = {"b": draw.choice((0, 1, 2, 3, 4, 6)), "t": draw.choice((0, 1, 2, 5, 7, 11, 14))}
-    shape |= {"h": draw.choice((1, 3, 8, 16, 31, 40)), "v": draw.choice((1, 2, 7, 33, 64, 129, 200))}
+    shape |= {
+        "h": draw.choice((1, 3, 8, 16, 31, 40)),
+        "v": draw.choice((1, 2, 7, 33, 64, 129, 200)),
+    }
     if draw.random() < 0.8:
         shape = {k: max(x, 2) for k, x in shape.items()}
-    mask = draw.choice(("ragged", "ragged", "holes", "holes", "full", "left", "one", "first_empty", "none"))
+    mask = draw.choice(
+        ("ragged", "ragged", "holes", "holes", "full", "left", "one", "first_empty", "none")
+    )
     if not shape["b"] * shape["t"]:
         mask = "ragged"
     workspace = draw.choice((2**29, 2**29, 4 * shape["v"], 20 * shape["v"], 200 * shape["v"]))
-    options = {"mask": mask, "workspace": workspace, **shape, **loss_options(draw), **head_options(draw)}
+    options = {
+        "mask": mask,
+        "workspace": workspace,
+        **shape,
+        **loss_options(draw),
+        **head_options(draw),
+    }
     return options | (teacher_options(draw) if options["kl_estimator"] == "full" else {})
 
 
@@ -97,7 +110,9 @@ def random_case(seed: int) -> Case:
 def with_garbage(case: Case, draw: random.Random) -> Case:
     """NaN, inf and ids out of range at the masked positions of every tensor that has one value per token."""
     masked = case.completion_mask == 0
-    changes = {"completion_ids": case.completion_ids.masked_fill(masked, draw.choice((-100, -1, 10**6)))}
+    changes = {
+        "completion_ids": case.completion_ids.masked_fill(masked, draw.choice((-100, -1, 10**6)))
+    }
     for name in ("kept_ids", "listed_ids"):
         if getattr(case, name) is not None:
             changes[name] = getattr(case, name).masked_fill(masked[..., None], 30_000)

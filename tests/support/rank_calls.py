@@ -28,7 +28,9 @@ class Call:
     function: Callable[..., Any]
     whole: Callable[[], Arguments]
     part: Callable[[Arguments, int], Arguments]
-    part_of_result: Callable[[Mapping[str, Tensor], int], Mapping[str, Tensor]] = lambda whole, rank: whole
+    part_of_result: Callable[[Mapping[str, Tensor], int], Mapping[str, Tensor]] = (
+        lambda whole, rank: whole
+    )
 
     def right_part(self, both: Mapping[str, Any], rank: int) -> Arguments:
         """What the rank gives, if all do right; `both` is what this call has besides the usual."""
@@ -52,7 +54,11 @@ def results(output: Any) -> dict[str, Tensor]:
         return dict(zip(("advantages", "returns"), output, strict=True))
     if isinstance(output, Scores):
         return output.given
-    return {"logps": output.per_token_logps, "loss": output.loss, "policy_loss": output.metrics["policy_loss"]}
+    return {
+        "logps": output.per_token_logps,
+        "loss": output.loss,
+        "policy_loss": output.metrics["policy_loss"],
+    }
 
 
 def cut(x: Tensor, sizes: tuple[int, ...], rank: int, dim: int = 0) -> Tensor:
@@ -82,11 +88,19 @@ def _logprob() -> Arguments:
 
 def _divergence() -> Arguments:
     g = seeded("teacher of ranks")
-    return _head(teacher_hidden=torch.randn(2, 3, 5, generator=g), teacher_weight=torch.randn(10, 5, generator=g))
+    return _head(
+        teacher_hidden=torch.randn(2, 3, 5, generator=g),
+        teacher_weight=torch.randn(10, 5, generator=g),
+    )
 
 
 def _diverge(
-    hidden: Tensor, weight: Tensor, *, teacher_weight: Tensor, teacher_logit_scale: float = 1.0, **given: Any
+    hidden: Tensor,
+    weight: Tensor,
+    *,
+    teacher_weight: Tensor,
+    teacher_logit_scale: float = 1.0,
+    **given: Any,
 ) -> Scores:
     """`linear_divergence` with the fields of all its records as arguments of its own."""
     teacher_head = Head(teacher_weight, logit_scale=teacher_logit_scale)
@@ -101,7 +115,10 @@ def _top_k() -> Arguments:
 
 def _shard(whole: Arguments, rank: int) -> Arguments:
     """The head's rows divided."""
-    part = whole | {"process_group": dist.group.WORLD, "hidden": whole["hidden"].detach().requires_grad_()}
+    part = whole | {
+        "process_group": dist.group.WORLD,
+        "hidden": whole["hidden"].detach().requires_grad_(),
+    }
     for name in ("weight", "bias", "teacher_weight"):
         if part.get(name) is not None:
             part[name] = cut(part[name], ROWS, rank)
@@ -114,7 +131,8 @@ def _columns(whole: Arguments, rank: int) -> Arguments:
     """Every sequence divided."""
     tokens = {k: x for k, x in whole.items() if isinstance(x, Tensor) and x.shape[:2] == (2, 3)}
     tokens = {
-        k: cut(x, COLUMNS, rank, 1) if x.is_floating_point() else x.split(COLUMNS, 1)[rank] for k, x in tokens.items()
+        k: cut(x, COLUMNS, rank, 1) if x.is_floating_point() else x.split(COLUMNS, 1)[rank]
+        for k, x in tokens.items()
     }
     return whole | tokens | {"sequence_group": dist.group.WORLD}
 
@@ -125,7 +143,11 @@ def _own_columns(whole: Mapping[str, Tensor], rank: int) -> Mapping[str, Tensor]
 
 def _samples(whole: Arguments, rank: int) -> Arguments:
     """The completions divided."""
-    rows = {k: x.split(SAMPLES)[rank] for k, x in whole.items() if isinstance(x, Tensor) and len(x) == sum(SAMPLES)}
+    rows = {
+        k: x.split(SAMPLES)[rank]
+        for k, x in whole.items()
+        if isinstance(x, Tensor) and len(x) == sum(SAMPLES)
+    }
     return whole | rows | {"process_group": dist.group.WORLD}
 
 

@@ -19,7 +19,10 @@ from tests.support.rank_kinds import Mismatch, alone, config, differs, fits
 
 NAN = math.nan
 OLD = {"old_per_token_logps": torch.tensor([[-1.0, -2.0, -0.5], [-1.5, -0.25, -3.0]])}
-HALF = {"hidden": torch.ones(2, 3, 4, dtype=torch.bfloat16), "weight": torch.ones(10, 4, dtype=torch.bfloat16)}
+HALF = {
+    "hidden": torch.ones(2, 3, 4, dtype=torch.bfloat16),
+    "weight": torch.ones(10, 4, dtype=torch.bfloat16),
+}
 REF = {"config": LossConfig(beta=0.1), "ref_per_token_logps": -torch.ones(2, 3)}
 BIAS = torch.linspace(-1.0, 1.0, 10)
 ADAPTER = LoRA(torch.ones(2, 4), torch.ones(10, 2), 0.5)
@@ -27,7 +30,12 @@ PACKED = {
     "hidden": torch.ones(6, 4, requires_grad=True), "completion_ids": torch.arange(6), "completion_mask": torch.ones(6),
     "cu_seqlens": torch.tensor([0, 2, 6]),
 }  # fmt: skip
-PER_TOKEN = ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps", "importance_sampling_ratio")
+PER_TOKEN = (
+    "old_per_token_logps",
+    "ref_per_token_logps",
+    "sampling_per_token_logps",
+    "importance_sampling_ratio",
+)
 
 
 @token_level
@@ -63,7 +71,9 @@ def frozen(name: str) -> Any:
 def longer(name: str, dim: int) -> Any:
     """The rank's own tensor, one entry longer."""
     return lambda own: (
-        torch.cat([own[name], own[name].narrow(dim, 0, 1)], dim).detach().requires_grad_(own[name].requires_grad)
+        torch.cat([own[name], own[name].narrow(dim, 0, 1)], dim)
+        .detach()
+        .requires_grad_(own[name].requires_grad)
     )
 
 
@@ -71,7 +81,11 @@ CONFIGS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.5}, {"loss_type": "grpo"}, {"loss_type": "vespo"}, {"importance_sampling_level": "sequence"},
     {"epsilon": 0.3}, {"entropy_coef": 0.1}, {"top_entropy_quantile": 0.5}, {"off_policy_mask_threshold": 0.5},
 )  # fmt: skip
-CONSTANTS: dict[str, Any] = {"final_logit_softcapping": 5.0, "logit_scale": 0.5, "logits_dtype": "input"}  # of a head
+CONSTANTS: dict[str, Any] = {
+    "final_logit_softcapping": 5.0,
+    "logit_scale": 0.5,
+    "logits_dtype": "input",
+}  # of a head
 
 
 def of_a_loss(call: str) -> list[Mismatch]:
@@ -79,7 +93,10 @@ def of_a_loss(call: str) -> list[Mismatch]:
     other, bad = functools.partial(differs, call=call), functools.partial(alone, call=call)
     kinds = [config(call, **fields) for fields in CONFIGS]
     kinds += [other(name, **{name: value}) for name, value in CONSTANTS.items()]
-    kinds += [other(f"presence of {name}", name, **{name: ones_like("completion_ids")}) for name in PER_TOKEN]
+    kinds += [
+        other(f"presence of {name}", name, **{name: ones_like("completion_ids")})
+        for name in PER_TOKEN
+    ]
     kinds += [
         other("absence of old_per_token_logps", both=OLD, old_per_token_logps=None),
         other("advantages 0", "advantages|graded", advantages=torch.zeros(2)),
@@ -98,12 +115,19 @@ def of_a_loss(call: str) -> list[Mismatch]:
         ),
         other("dtype of weight", "weight", weight=as_dtype("weight", torch.float64)),
         other(
-            "dtype of old_per_token_logps", both=OLD, old_per_token_logps=as_dtype("old_per_token_logps", torch.float64)
+            "dtype of old_per_token_logps",
+            both=OLD,
+            old_per_token_logps=as_dtype("old_per_token_logps", torch.float64),
         ),
         other("hidden is frozen", "hidden|gradients", hidden=frozen("hidden")),
         other("weight is frozen", "weight|gradients", weight=frozen("weight")),
         Mismatch("no_grad", {}, "hidden|weight|gradients", call, no_grad=True),
-        other("H of hidden and weight", "hidden|weight|H", hidden=longer("hidden", 2), weight=longer("weight", 1)),
+        other(
+            "H of hidden and weight",
+            "hidden|weight|H",
+            hidden=longer("hidden", 2),
+            weight=longer("weight", 1),
+        ),
         other(
             "one more sequence",
             "hidden|completion_ids|sequences|positions|shape",
@@ -114,7 +138,10 @@ def of_a_loss(call: str) -> list[Mismatch]:
         ),
         bad("completion_ids a list", completion_ids=[[1, 2, 3], [4, 5, 6]]),
         bad("completion_ids out of range", completion_ids=lambda own: own["completion_ids"] + 100),
-        bad("completion_ids of another shape", completion_ids=lambda own: own["completion_ids"].flatten()),
+        bad(
+            "completion_ids of another shape",
+            completion_ids=lambda own: own["completion_ids"].flatten(),
+        ),
         bad("completion_mask a list", completion_mask=[[1, 1, 1], [1, 1, 0]]),
         bad("completion_mask NaN", completion_mask=lambda own: own["completion_mask"] * NAN),
         bad("completion_mask of another shape", completion_mask=torch.ones(2, 9)),
@@ -148,20 +175,34 @@ def of_a_sharded_head() -> list[Mismatch]:
     counted = "mask|counted"
     return [
         *of_a_loss("loss"),
-        differs("completion_mask counts one less", counted, completion_mask=torch.tensor([[1, 1, 0], [1, 1, 0]])),
+        differs(
+            "completion_mask counts one less",
+            counted,
+            completion_mask=torch.tensor([[1, 1, 0], [1, 1, 0]]),
+        ),
         differs(
             "completion_mask counts others",
             f"{counted}|ids|checksum",
             completion_mask=torch.tensor([[1, 1, 1], [1, 0, 1]]),
         ),
         differs("completion_mask None", counted, completion_mask=None),
-        differs("completion_ids", "ids", completion_ids=lambda own: (own["completion_ids"] + 1) % 10),
+        differs(
+            "completion_ids", "ids", completion_ids=lambda own: (own["completion_ids"] + 1) % 10
+        ),
         differs("one advantage 0", "advantages|graded", advantages=torch.tensor([1.0, 0.0])),
         differs("bias", bias=lambda own: BIAS[: len(own["weight"])]),
-        differs("bias is frozen", "bias|gradients", both={"bias": BIAS.clone().requires_grad_()}, bias=frozen("bias")),
+        differs(
+            "bias is frozen",
+            "bias|gradients",
+            both={"bias": BIAS.clone().requires_grad_()},
+            bias=frozen("bias"),
+        ),
         differs("lora", lora=lambda own: LoRA(torch.ones(2, 4), torch.ones(len(own["weight"]), 2))),
         differs(
-            "lora.scaling", "lora", both={"lora": ADAPTER}, lora=lambda own: LoRA(own["lora"].a, own["lora"].b, 0.25)
+            "lora.scaling",
+            "lora",
+            both={"lora": ADAPTER},
+            lora=lambda own: LoRA(own["lora"].a, own["lora"].b, 0.25),
         ),
         differs("backend", backend="torch", both={"backend": "cpp"}),
         differs("workspace_bytes", workspace_bytes=4000),
@@ -180,7 +221,9 @@ def of_a_sharded_head() -> list[Mismatch]:
             both=PACKED | {"advantages": torch.ones(6)},
             cu_seqlens=torch.tensor([0, 3, 6]),
         ),
-        Mismatch("another function", {}, "function|call|linear_logprob|grpo_loss", other_call="logprob"),
+        Mismatch(
+            "another function", {}, "function|call|linear_logprob|grpo_loss", other_call="logprob"
+        ),
         differs("extras", call="logprob", extras=("is_top1",)),
         differs("no entropy", "entropy", "logprob", entropy=False),
         differs("mask", "mask|counted", "logprob", mask=torch.tensor([[1, 1, 1], [1, 1, 0]])),
@@ -204,7 +247,13 @@ def of_logits(call: str) -> list[Mismatch]:
     return [
         differs("temperature", call=call, temperature=0.5),
         differs("a temperature a token", "temperature", call, temperature=torch.full((2, 3), 0.5)),
-        differs("other temperatures", "temperature", call, both={"temperature": each}, temperature=each.flip(0)),
+        differs(
+            "other temperatures",
+            "temperature",
+            call,
+            both={"temperature": each},
+            temperature=each.flip(0),
+        ),
         differs("soft-cap", "softcapping", call, final_logit_softcapping=5.0),
         differs("logit_scale", call=call, logit_scale=2.0),
         differs("logits_dtype", call=call, logits_dtype="input"),
@@ -226,7 +275,12 @@ def of_split_sequences() -> list[Mismatch]:
             both={"importance_sampling_ratio": torch.ones(2, 3)},
             importance_sampling_ratio=torch.ones(2),
         ),
-        alone("an objective that raises", "sequence loss", both={"objective": surrogate}, objective=lambda own: broken),
+        alone(
+            "an objective that raises",
+            "sequence loss",
+            both={"objective": surrogate},
+            objective=lambda own: broken,
+        ),
         alone("cu_seqlens", "sequence loss", cu_seqlens=torch.tensor([0, 3])),
         alone(
             "an objective of whole sequences",
@@ -257,14 +311,47 @@ def of_estimators() -> list[Mismatch]:
         differs("epsilon", call="group", epsilon=0.1),
         differs("num_generations", form, "group", num_generations=4),
         differs("group form", form, "group", **ids),
-        differs("F of rewards", "rewards|F|shape", "group", rewards=lambda own: own["rewards"][:, None].expand(-1, 2)),
-        differs("dtype float64 of rewards", "rewards|dtype", "group", rewards=as_dtype("rewards", torch.float64)),
-        differs("dtype bfloat16 of rewards", "rewards|dtype", "group", rewards=as_dtype("rewards", torch.bfloat16)),
-        differs("dtype int64 of rewards", "rewards|dtype", "group", rewards=as_dtype("rewards", torch.int64)),
+        differs(
+            "F of rewards",
+            "rewards|F|shape",
+            "group",
+            rewards=lambda own: own["rewards"][:, None].expand(-1, 2),
+        ),
+        differs(
+            "dtype float64 of rewards",
+            "rewards|dtype",
+            "group",
+            rewards=as_dtype("rewards", torch.float64),
+        ),
+        differs(
+            "dtype bfloat16 of rewards",
+            "rewards|dtype",
+            "group",
+            rewards=as_dtype("rewards", torch.bfloat16),
+        ),
+        differs(
+            "dtype int64 of rewards",
+            "rewards|dtype",
+            "group",
+            rewards=as_dtype("rewards", torch.int64),
+        ),
         differs("presence of reward_weights", "reward_weights", "group", reward_weights=[2.0]),
-        differs("reward_weights", call="group", both=two | {"reward_weights": [1.0, 2.0]}, reward_weights=[2.0, 1.0]),
-        Mismatch("another estimator", {}, "function|call|advantages|estimator", "group", other_call="gpg"),
-        Mismatch("whitening instead", {}, "function|call|advantages|estimator|whiten", "group", other_call="whiten"),
+        differs(
+            "reward_weights",
+            call="group",
+            both=two | {"reward_weights": [1.0, 2.0]},
+            reward_weights=[2.0, 1.0],
+        ),
+        Mismatch(
+            "another estimator", {}, "function|call|advantages|estimator", "group", other_call="gpg"
+        ),
+        Mismatch(
+            "whitening instead",
+            {},
+            "function|call|advantages|estimator|whiten",
+            "group",
+            other_call="whiten",
+        ),
         differs("normalize", call="rloo", normalize=True),
         differs("epsilon of rloo", "epsilon", "rloo", both={"normalize": True}, epsilon=0.1),
         differs("group form of rloo", form, "rloo", **ids),
@@ -272,7 +359,12 @@ def of_estimators() -> list[Mismatch]:
         differs("std of passk", "std", "passk", std="population"),
         differs("num_generations of gpg", form, "gpg", num_generations=4),
         differs("num_generations of opo", form, "opo", num_generations=4),
-        differs("F of gdpo", "rewards|F|shape", "gdpo", rewards=lambda own: own["rewards"][:, None].expand(-1, 2)),
+        differs(
+            "F of gdpo",
+            "rewards|F|shape",
+            "gdpo",
+            rewards=lambda own: own["rewards"][:, None].expand(-1, 2),
+        ),
         differs("epsilon of gdpo", "epsilon", "gdpo", epsilon=0.1),
         differs("std of process", "std", "process", std="sample"),
         differs("epsilon of process", "epsilon", "process", epsilon=0.1),
@@ -281,9 +373,14 @@ def of_estimators() -> list[Mismatch]:
         differs("lam of gae", "lam", "gae", lam=0.5),
         differs("whiten_advantages of gae", "whiten_advantages", "gae", whiten_advantages=False),
         differs("last_value of gae", "last_value", "gae", last_value=ones_like("values", 1)),
-        differs("beta of reinforce++", "beta", "reinforce++", both={"per_token_kl": VALUES}, beta=0.5),
         differs(
-            "per_token_kl of reinforce++", "per_token_kl", "reinforce++", per_token_kl=ones_like("completion_mask")
+            "beta of reinforce++", "beta", "reinforce++", both={"per_token_kl": VALUES}, beta=0.5
+        ),
+        differs(
+            "per_token_kl of reinforce++",
+            "per_token_kl",
+            "reinforce++",
+            per_token_kl=ones_like("completion_mask"),
         ),
         differs("group form of reinforce++", form, "reinforce++", num_generations=2),
         differs("shift_mean of whiten", "shift_mean", "whiten", shift_mean=False),
@@ -292,7 +389,10 @@ def of_estimators() -> list[Mismatch]:
         differs("dtype of whiten", "x|dtype", "whiten", x=as_dtype("x", torch.float64)),
         differs("handle_zero_tail of otb", "handle_zero_tail", "otb", handle_zero_tail=False),
         differs(
-            "ratio of otb", "importance_sampling_ratio", "otb", importance_sampling_ratio=ones_like("completion_mask")
+            "ratio of otb",
+            "importance_sampling_ratio",
+            "otb",
+            importance_sampling_ratio=ones_like("completion_mask"),
         ),
         alone("std unknown", "group", std="robust"),
         alone("scale unknown", "group", scale="all"),
@@ -302,16 +402,28 @@ def of_estimators() -> list[Mismatch]:
         alone("num_generations 0", "group", num_generations=0),
         alone("num_generations True", "group", num_generations=True),
         alone("both group forms", "group", group_ids=lambda own: torch.arange(len(own["rewards"]))),
-        alone("group_ids of floats", "group", num_generations=None, both=GROUPED, group_ids=ones_like("rewards", 1)),
+        alone(
+            "group_ids of floats",
+            "group",
+            num_generations=None,
+            both=GROUPED,
+            group_ids=ones_like("rewards", 1),
+        ),
         alone("group_ids of another length", "group", both=GROUPED, group_ids=torch.arange(7)),
         alone("reward_weights of another length", "group", reward_weights=[1.0, 2.0, 3.0]),
         alone("reward_weights NaN", "group", both={"reward_weights": [2.0]}, reward_weights=[NAN]),
-        alone("completion_mask NaN", "opo", completion_mask=lambda own: own["completion_mask"] * NAN),
+        alone(
+            "completion_mask NaN", "opo", completion_mask=lambda own: own["completion_mask"] * NAN
+        ),
         alone("completion_mask 1-D", "opo", completion_mask=torch.ones(3)),
         alone("values NaN", "gae", values=lambda own: own["values"] * NAN),
         alone("values of another shape", "gae", values=torch.ones(1, 7)),
         alone("gamma 2", "gae", gamma=2.0),
-        alone("last_value infinite", "gae", last_value=lambda own: torch.full((len(own["values"]),), math.inf)),
+        alone(
+            "last_value infinite",
+            "gae",
+            last_value=lambda own: torch.full((len(own["values"]),), math.inf),
+        ),
         alone("step_ends out of range", "process", step_ends=lambda own: own["step_ends"] + 100),
         alone(
             "per_token_kl infinite",
@@ -338,11 +450,18 @@ FITTING = {
             both={"config": LossConfig(temperature=1)},
             config=LossConfig(temperature=1.0),
         ),
-        fits("strides of hidden", hidden=lambda own: own["hidden"].mT.contiguous().mT.detach().requires_grad_()),
+        fits(
+            "strides of hidden",
+            hidden=lambda own: own["hidden"].mT.contiguous().mT.detach().requires_grad_(),
+        ),
         fits("a mask of bool", completion_mask=lambda own: own["completion_mask"].bool()),
     ],
     "sequence_group": [
-        fits("nothing counts here", "sequence loss", completion_mask=lambda own: own["completion_mask"] * 0),
+        fits(
+            "nothing counts here",
+            "sequence loss",
+            completion_mask=lambda own: own["completion_mask"] * 0,
+        ),
         fits(
             "a mask of ones",
             "sequence loss",
@@ -351,9 +470,19 @@ FITTING = {
         ),
     ],
     "advantages": [
-        fits("no rows here", "group", both=GROUPED, rewards=torch.ones(0), group_ids=torch.ones(0, dtype=torch.long)),
+        fits(
+            "no rows here",
+            "group",
+            both=GROUPED,
+            rewards=torch.ones(0),
+            group_ids=torch.ones(0, dtype=torch.long),
+        ),
         fits("nothing scored here", "group", rewards=lambda own: own["rewards"] * NAN),
-        fits("other ids of groups", "group", both=GROUPED, group_ids=lambda own: own["group_ids"] + 7),
-        fits("nothing counts here", "whiten", completion_mask=lambda own: own["completion_mask"] * 0),
+        fits(
+            "other ids of groups", "group", both=GROUPED, group_ids=lambda own: own["group_ids"] + 7
+        ),
+        fits(
+            "nothing counts here", "whiten", completion_mask=lambda own: own["completion_mask"] * 0
+        ),
     ],
 }

@@ -42,7 +42,11 @@ def server_context() -> Any:
 
 
 def run_ranks(
-    task: Callable[..., Any], world_size: int, *args: Any, backend: str = "gloo", seconds: float = SECONDS
+    task: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    backend: str = "gloo",
+    seconds: float = SECONDS,
 ) -> list[Any]:
     """``[task(rank, world_size, *args) for each rank]``, as `Ranks.run`, in processes of their own."""
     with Ranks(world_size, seconds, backend) as ranks:
@@ -65,7 +69,9 @@ class Ranks:
     Tasks are functions of a module.
     """
 
-    def __init__(self, world_size: int = 2, seconds: float = SECONDS, backend: str = "gloo") -> None:
+    def __init__(
+        self, world_size: int = 2, seconds: float = SECONDS, backend: str = "gloo"
+    ) -> None:
         self.world_size, self.seconds, self.backend = world_size, seconds, backend
         self.starts = 0
         self._ranks: list[tuple[Any, Connection]] = []
@@ -90,7 +96,13 @@ class Ranks:
         self.starts += 1
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
-            args = (rank, self.world_size, self.backend, os.path.join(self._folder.name, "store"), theirs)
+            args = (
+                rank,
+                self.world_size,
+                self.backend,
+                os.path.join(self._folder.name, "store"),
+                theirs,
+            )
             process = context.Process(target=_serve, args=args, daemon=True)
             process.start()
             theirs.close()
@@ -107,7 +119,9 @@ class Ranks:
                 assert isinstance(pipe, Connection)
                 rank = waiting.pop(pipe)
                 try:
-                    results[rank], error = torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False)
+                    results[rank], error = torch.load(
+                        io.BytesIO(pipe.recv_bytes()), weights_only=False
+                    )
                 except EOFError:
                     error = self._last_words(rank)
                 if error is not None:
@@ -118,7 +132,10 @@ class Ranks:
         self.close()
         told = [f"rank {rank}: {error}" for rank, error in errors.items()]
         if waiting:
-            told.append(f"ranks {sorted(waiting.values())} did not return" + ("" if told else f" within {seconds:g} s"))
+            told.append(
+                f"ranks {sorted(waiting.values())} did not return"
+                + ("" if told else f" within {seconds:g} s")
+            )
         raise AssertionError("\n".join([*told, f"results: {results}"]))
 
     def _last_words(self, rank: int) -> str:
@@ -151,7 +168,9 @@ def _serve(rank: int, world_size: int, backend: str, store: str, pipe: Connectio
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     os.dup2(os.open(f"{store}.{rank}", os.O_CREAT | os.O_WRONLY), 2)  # gloo's last words among them
     torch.set_num_threads(1)
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world_size)
+    dist.init_process_group(
+        backend, init_method=f"file://{store}", rank=rank, world_size=world_size
+    )
     pipe.send_bytes(_packed((None, None)))
     while True:
         try:

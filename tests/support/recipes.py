@@ -13,7 +13,10 @@ from torch.testing import assert_close
 
 PAGE = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
 SECTIONS = dict(zip(*[iter(re.split(r"^## (.*)$", PAGE, flags=re.M)[1:])] * 2, strict=True))
-BLOCKS = {name: re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S) for name, text in SECTIONS.items()}
+BLOCKS = {
+    name: re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)
+    for name, text in SECTIONS.items()
+}
 
 
 def run(section: str, index: int = 0) -> dict[str, Any]:

@@ -41,11 +41,15 @@ class Evaluation:
     policy: Tensor  # 0-d, the surrogate's share alone (no KL, no entropy bonus)
     log_ratios: Tensor  # (B, T), the log of the ratio that each token's surrogate sees (gmpo: before their mean)
     parts: dict[str, Tensor]  # their sums add up to the loss
-    sizes: dict[str, Tensor]  # for each part the sum of the absolute values of what it is summed from
+    sizes: dict[
+        str, Tensor
+    ]  # for each part the sum of the absolute values of what it is summed from
     kl_size: Tensor  # (B, T), the same for each token's KL estimate, before its weight
     kl_slope_size: Tensor  # (B, T), the same for d KL term / d logp
     overflow: Tensor  # (B, T) bool: float32 cannot hold the token's term
-    keeps: list[Tensor] = field(default_factory=list)  # discrete decisions (off-policy mask, top-entropy mask)
+    keeps: list[Tensor] = field(
+        default_factory=list
+    )  # discrete decisions (off-policy mask, top-entropy mask)
     # name -> (values, which of them count): the metric is their mean
     means: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     extremes: dict[str, Tensor] = field(default_factory=dict)
@@ -59,12 +63,18 @@ def policy_masks(
     keeps: dict[str, Tensor] = {}
     if o.top_entropy_quantile < 1.0:
         pool = entropies.detach()[counted]
-        high = entropies.detach() >= torch.quantile(pool, 1 - o.top_entropy_quantile) if len(pool) else counted
+        high = (
+            entropies.detach() >= torch.quantile(pool, 1 - o.top_entropy_quantile)
+            if len(pool)
+            else counted
+        )
         keeps["high entropy"] = counted & high
     if o.off_policy_mask_threshold is not None:
         sampling = case.sampling_per_token_logps
         evidence = old if sampling is None else pick(sampling.to(logps.dtype), counted)
-        drift = pick(evidence - logps.detach(), counted).nan_to_num(nan=0.0, posinf=1e30, neginf=-1e30)
+        drift = pick(evidence - logps.detach(), counted).nan_to_num(
+            nan=0.0, posinf=1e30, neginf=-1e30
+        )
         drift = drift.sum(1, keepdim=True) / counted.sum(1, keepdim=True).clamp(min=1)
         keeps["on policy"] = (adv >= 0) | (drift <= o.off_policy_mask_threshold)
     acts = counted & (adv != 0)
@@ -73,7 +83,9 @@ def policy_masks(
     return acts, keeps
 
 
-def evaluate(case: Case, logps: Tensor, entropies: Tensor, divergences: Tensor | None = None) -> Evaluation:
+def evaluate(
+    case: Case, logps: Tensor, entropies: Tensor, divergences: Tensor | None = None
+) -> Evaluation:
     """The loss from per-token `logps` and `entropies`, both (B, T), 0 where masked, in the dtype to compute in.
 
     And from the `divergences` of another head's distributions, where that is the KL term.
@@ -81,7 +93,11 @@ def evaluate(case: Case, logps: Tensor, entropies: Tensor, divergences: Tensor |
     o, counted, dtype = settings(case), case.completion_mask != 0, logps.dtype
     adv = case.advantages.to(dtype)
     adv = pick(adv, counted) if adv.dim() == 2 else adv[:, None]
-    old = logps.detach() if case.old_per_token_logps is None else pick(case.old_per_token_logps.to(dtype), counted)
+    old = (
+        logps.detach()
+        if case.old_per_token_logps is None
+        else pick(case.old_per_token_logps.to(dtype), counted)
+    )
     log_ratio = pick(logps - old, counted)
     log_w = log_ratio
     if o.importance_sampling_level == "sequence":
@@ -98,10 +114,14 @@ def evaluate(case: Case, logps: Tensor, entropies: Tensor, divergences: Tensor |
         unweighted = (parts * len(parts)).expand_as(logps)
     else:
         phi = gamma_weight(o, adv, log_ratio, counted, case) if surrogate is vespo else None
-        unweighted = pick(surrogate(o, full.exp(), pick(adv.expand_as(logps), acts), logps, phi), acts)
+        unweighted = pick(
+            surrogate(o, full.exp(), pick(adv.expand_as(logps), acts), logps, phi), acts
+        )
         share = case.importance_sampling_ratio
         if share is not None and phi is None:
-            unweighted = unweighted * pick(share.to(dtype)[:, None] if share.dim() == 1 else share.to(dtype), counted)
+            unweighted = unweighted * pick(
+                share.to(dtype)[:, None] if share.dim() == 1 else share.to(dtype), counted
+            )
         parts = weights * unweighted
     zeros = torch.zeros_like(logps)
     result = Evaluation(
@@ -113,7 +133,10 @@ def evaluate(case: Case, logps: Tensor, entropies: Tensor, divergences: Tensor |
         result.parts["kl"] = o.beta * weights * divergences
         result.sizes["kl"] = result.parts["kl"].detach().abs()
         result.loss = result.loss + result.parts["kl"].sum()
-        result.means["kl"], result.kl_size = (divergences.detach(), counted), divergences.detach().abs()
+        result.means["kl"], result.kl_size = (
+            (divergences.detach(), counted),
+            divergences.detach().abs(),
+        )
     elif o.beta != 0.0:
         add_kl(result, case, logps, ratio, weights)
     result.means["policy_loss"] = (result.loss.detach()[None], torch.ones(1, dtype=torch.bool))
@@ -140,7 +163,10 @@ def add_kl(result: Evaluation, case: Case, logps: Tensor, ratio: Tensor, weights
             lengths = counted.sum(1, keepdim=True).clamp(min=1)
             through_ratio = through_ratio.sum(1, keepdim=True) / lengths
     kl = pick(kl, counted)
-    result.parts["kl"], result.sizes["kl"] = o.beta * weights * kl, (o.beta * weights * size).detach()
+    result.parts["kl"], result.sizes["kl"] = (
+        o.beta * weights * kl,
+        (o.beta * weights * size).detach(),
+    )
     result.kl_size = pick(size.detach(), counted)
     result.kl_slope_size = pick(o.beta * (weights * slope + through_ratio), counted).detach()
     result.overflow = result.overflow | (counted & (o.beta * size > OVERFLOW))
@@ -149,17 +175,28 @@ def add_kl(result: Evaluation, case: Case, logps: Tensor, ratio: Tensor, weights
 
 
 def add_metrics(
-    result: Evaluation, case: Case, ratio: Tensor, log_ratio: Tensor, adv: Tensor, phi: Tensor | None, keeps: dict
+    result: Evaluation,
+    case: Case,
+    ratio: Tensor,
+    log_ratio: Tensor,
+    adv: Tensor,
+    phi: Tensor | None,
+    keeps: dict,
 ) -> None:
     """Clip shares, ratios and masks. What is one value a sequence is averaged over sequences, the rest over tokens."""
     o, counted, dtype = settings(case), case.completion_mask != 0, ratio.dtype
     sequences = torch.ones(len(counted), 1, dtype=torch.bool)
-    by_sequence, adv_by_sequence = o.importance_sampling_level == "sequence", case.advantages.dim() == 1
+    by_sequence, adv_by_sequence = (
+        o.importance_sampling_level == "sequence",
+        case.advantages.dim() == 1,
+    )
     either = sequences if by_sequence and adv_by_sequence else counted
     of_adv = sequences if adv_by_sequence else counted
     if o.loss_type == "gmpo":
         acts = keeps.get("high entropy", counted)
-        mean = pick(result.log_ratios.detach(), acts).sum(1, keepdim=True) / acts.sum(1, keepdim=True).clamp(min=1)
+        mean = pick(result.log_ratios.detach(), acts).sum(1, keepdim=True) / acts.sum(
+            1, keepdim=True
+        ).clamp(min=1)
         result.means["ratio"] = (mean.exp(), sequences)
     else:
         result.means["ratio"] = (ratio, sequences if by_sequence else counted)
@@ -178,7 +215,10 @@ def add_metrics(
         result.means["cispo_clip_ratio"] = (capped.to(dtype), either)
     if o.loss_type in CLIPPED:
         bounded = ratio if o.delta is None else ratio.clamp(max=o.delta)
-        low, high = (bounded < 1 - o.epsilon) & (adv < 0), (bounded > 1 + o.epsilon_high) & (adv > 0)
+        low, high = (
+            (bounded < 1 - o.epsilon) & (adv < 0),
+            (bounded > 1 + o.epsilon_high) & (adv > 0),
+        )
     elif o.loss_type == "gmpo":
         low, high = (log_ratio < -o.epsilon) & (adv < 0), (log_ratio > o.epsilon_high) & (adv > 0)
         either = counted
@@ -241,11 +281,17 @@ def through_head(h: Head, scores: list[Tensor], up: list[Tensor]) -> dict[str, A
     names = [*h.leaves]
     gradients: tuple[Tensor | None, ...] = (None,) * len(names)
     if h.counted.any():
-        gradients = torch.autograd.grad(scores, [*h.leaves.values()], up, allow_unused=True, retain_graph=True)
+        gradients = torch.autograd.grad(
+            scores, [*h.leaves.values()], up, allow_unused=True, retain_graph=True
+        )
     grads = {
-        name: torch.zeros_like(h.leaves[name]) if x is None else x for name, x in zip(names, gradients, strict=True)
+        name: torch.zeros_like(h.leaves[name]) if x is None else x
+        for name, x in zip(names, gradients, strict=True)
     }
-    grads = {name: on_grid(x, h.counted) if name in ("hidden", "lora_input") else x for name, x in grads.items()}
+    grads = {
+        name: on_grid(x, h.counted) if name in ("hidden", "lora_input") else x
+        for name, x in grads.items()
+    }
     found = {"divergences": None} | dict(zip(SCORES, [x.detach() for x in scores], strict=False))
     arrived = {"divergences": None} | dict(zip(SCORES, up, strict=False))
     return {"head": h, **found, **{f"d_{name}": x for name, x in (arrived | grads).items()}}

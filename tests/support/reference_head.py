@@ -13,7 +13,14 @@ from tests.support.reference_terms import divergence, listed_divergence, setting
 if TYPE_CHECKING:
     from tests.support.case_builder import Case
 
-LEAVES = ("hidden", "weight", "bias", "lora_a", "lora_b", "lora_input")  # fields of a case that may want a gradient
+LEAVES = (
+    "hidden",
+    "weight",
+    "bias",
+    "lora_a",
+    "lora_b",
+    "lora_input",
+)  # fields of a case that may want a gradient
 SCORES = ("logps", "entropies", "divergences")
 
 
@@ -47,7 +54,10 @@ class Head:
 def teacher_case(case: Case) -> Case:
     """The case with the other head in the place of the policy's."""
     o = settings(case)
-    options = {"final_logit_softcapping": o.teacher_final_logit_softcapping, "logit_scale": o.teacher_logit_scale}
+    options = {
+        "final_logit_softcapping": o.teacher_final_logit_softcapping,
+        "logit_scale": o.teacher_logit_scale,
+    }
     return case.but(
         hidden=case.teacher_hidden, weight=case.teacher_weight, bias=case.teacher_bias, config=options,
         lora_a=None, lora_b=None, lora_input=None,
@@ -73,7 +83,9 @@ def head(case: Case, dtype: torch.dtype = torch.float64, edit_raw=None) -> Head:
     if ((ids < 0) | (ids >= vocab)).any():
         raise ValueError(f"completion_ids: a counted id lies outside [0, {vocab})")
     tensors = {name: getattr(case, name) for name in LEAVES if getattr(case, name) is not None}
-    leaves = {name: rows(x) if name in ("hidden", "lora_input") else x for name, x in tensors.items()}
+    leaves = {
+        name: rows(x) if name in ("hidden", "lora_input") else x for name, x in tensors.items()
+    }
     leaves = {name: x.detach().to(dtype).requires_grad_() for name, x in leaves.items()}
     raw = leaves["hidden"] @ leaves["weight"].T
     if "lora_a" in leaves:
@@ -83,13 +95,17 @@ def head(case: Case, dtype: torch.dtype = torch.float64, edit_raw=None) -> Head:
     raw = raw if edit_raw is None else edit_raw(raw)
     cap = o.final_logit_softcapping
     capped = raw if cap is None else cap * torch.tanh(raw / cap)
-    temperature = o.temperature if case.temperature is None else rows(case.temperature).to(dtype)[:, None]
+    temperature = (
+        o.temperature if case.temperature is None else rows(case.temperature).to(dtype)[:, None]
+    )
     log_probs = wide = torch.log_softmax(capped / temperature, dim=-1)
     if case.kept_ids is not None:
         inside = kept_lanes(rows(case.kept_ids).long(), vocab)
         if o.without_set == "full":
             inside = inside | ~inside.gather(1, ids[:, None])
-        log_probs = torch.log_softmax((capped / temperature).masked_fill(~inside, -torch.inf), dim=-1)
+        log_probs = torch.log_softmax(
+            (capped / temperature).masked_fill(~inside, -torch.inf), dim=-1
+        )
         wide = log_probs if o.entropy_of == "the set" else wide
     logps = log_probs.gather(1, ids[:, None]).squeeze(1)
     entropies = -(wide.exp() * wide.masked_fill(wide == -torch.inf, 0.0)).sum(-1)
@@ -107,7 +123,9 @@ def divergences_of(case: Case, log_probs: Tensor) -> Tensor | None:
     if case.listed_ids is not None and case.listed_logps is not None:
         counted = case.completion_mask != 0
         ids, logps = case.listed_ids[counted].long(), case.listed_logps[counted].double()
-        return listed_divergence(settings(case), log_probs, ids, logps, torch.finfo(case.listed_logps.dtype).eps)
+        return listed_divergence(
+            settings(case), log_probs, ids, logps, torch.finfo(case.listed_logps.dtype).eps
+        )
     if case.teacher_hidden is None:
         return None
     return divergence(settings(case).beta_of_divergence, log_probs, teacher_log_probs(case))

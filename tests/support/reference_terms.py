@@ -55,7 +55,9 @@ def kl_estimate(o: SimpleNamespace, logps: Tensor, ref: Tensor) -> tuple[Tensor,
     return grown - d - 1, grown.detach() + d.abs() + 1, grown.detach() + 1
 
 
-def gamma_weight(o: SimpleNamespace, adv: Tensor, log_ratio: Tensor, counted: Tensor, case: Case) -> Tensor:
+def gamma_weight(
+    o: SimpleNamespace, adv: Tensor, log_ratio: Tensor, counted: Tensor, case: Case
+) -> Tensor:
     """VESPO's weight of a sequence, exp(lambda + k log w - lambda w), without gradient. (B, 1) or, by adv, (B, T)."""
     lowest = torch.tensor(1e-8, dtype=torch.float64).log().item()
     log_w = log_ratio.detach().clamp(-20, 20).sum(1, keepdim=True)
@@ -63,7 +65,11 @@ def gamma_weight(o: SimpleNamespace, adv: Tensor, log_ratio: Tensor, counted: Te
         ratio = case.importance_sampling_ratio.to(log_w.dtype)
         ratio = ratio[:, None] if ratio.dim() == 1 else ratio
         log_is = ratio.log().clamp(lowest, 20)
-        log_w = log_w + (log_is if ratio.shape[1] != counted.shape[1] else pick(log_is, counted).sum(1, keepdim=True))
+        log_w = log_w + (
+            log_is
+            if ratio.shape[1] != counted.shape[1]
+            else pick(log_is, counted).sum(1, keepdim=True)
+        )
     log_w = log_w.clamp(lowest, 20)
     k = either(adv >= 0, o.vespo_k_pos, o.vespo_k_neg, log_w.dtype)
     lam = either(adv >= 0, o.vespo_lambda_pos, o.vespo_lambda_neg, log_w.dtype).clamp(min=1e-4)
@@ -85,22 +91,32 @@ def clip(x: Tensor, low: float = -math.inf, high: float = math.inf) -> Tensor:
     return torch.where(x < low, low, torch.where(x > high, high, x))
 
 
-def clipped(o: SimpleNamespace, ratio: Tensor, adv: Tensor, logps: Tensor, phi: Tensor | None) -> Tensor:
+def clipped(
+    o: SimpleNamespace, ratio: Tensor, adv: Tensor, logps: Tensor, phi: Tensor | None
+) -> Tensor:
     bounded = ratio if o.delta is None else clip(ratio, high=o.delta)
     return -torch.min(bounded * adv, clip(ratio, 1 - o.epsilon, 1 + o.epsilon_high) * adv)
 
 
-def cispo(o: SimpleNamespace, ratio: Tensor, adv: Tensor, logps: Tensor, phi: Tensor | None) -> Tensor:
+def cispo(
+    o: SimpleNamespace, ratio: Tensor, adv: Tensor, logps: Tensor, phi: Tensor | None
+) -> Tensor:
     return -ratio.detach().clamp(max=o.epsilon_high) * adv * logps
 
 
-def sapo(o: SimpleNamespace, ratio: Tensor, adv: Tensor, logps: Tensor, phi: Tensor | None) -> Tensor:
+def sapo(
+    o: SimpleNamespace, ratio: Tensor, adv: Tensor, logps: Tensor, phi: Tensor | None
+) -> Tensor:
     tau = either(adv > 0, o.sapo_temperature_pos, o.sapo_temperature_neg, adv.dtype)
-    gate = torch.nn.functional.logsigmoid(tau * (ratio - 1)).exp()  # its slope keeps its digits near a gate of 1
+    gate = torch.nn.functional.logsigmoid(
+        tau * (ratio - 1)
+    ).exp()  # its slope keeps its digits near a gate of 1
     return -gate * 4 / tau * adv
 
 
-def vespo(o: SimpleNamespace, ratio: Tensor, adv: Tensor, logps: Tensor, phi: Tensor | None) -> Tensor:
+def vespo(
+    o: SimpleNamespace, ratio: Tensor, adv: Tensor, logps: Tensor, phi: Tensor | None
+) -> Tensor:
     assert phi is not None
     return -phi * adv * logps
 
@@ -129,8 +145,12 @@ def sequence_sum(o: SimpleNamespace, m: Tensor, items: float) -> Tensor:
 class Loss:
     """What tells a loss from the others: an entry of `TERMS`, by which every suite has it."""
 
-    surrogate: Callable[..., Tensor] | None  # the per-token policy loss (B, T) before masks; None: `geometric_mean`
-    normaliser: Callable[..., Tensor]  # weights (B, T) from the mask: loss = sum(weight * per-token loss)
+    surrogate: (
+        Callable[..., Tensor] | None
+    )  # the per-token policy loss (B, T) before masks; None: `geometric_mean`
+    normaliser: Callable[
+        ..., Tensor
+    ]  # weights (B, T) from the mask: loss = sum(weight * per-token loss)
     per_sequence: bool = False  # one ratio per sequence at any level
     in_trl: bool = True
 
@@ -149,7 +169,9 @@ TERMS = {
 CLIPPED = tuple(name for name, loss in TERMS.items() if loss.surrogate is clipped)
 
 
-def token_weights(o: SimpleNamespace, counted: Tensor, items: float | Tensor | None, dtype: torch.dtype) -> Tensor:
+def token_weights(
+    o: SimpleNamespace, counted: Tensor, items: float | Tensor | None, dtype: torch.dtype
+) -> Tensor:
     """(B, T): the normaliser's weights; without `items` the counted tokens are meant."""
     m = counted.to(dtype)
     return TERMS[o.loss_type].normaliser(o, m, float(m.sum() if items is None else items))
@@ -160,7 +182,9 @@ def geometric_mean(
 ) -> tuple[Tensor, Tensor]:
     """GMPO: -A * exp(mean of the one-sidedly clipped log-ratios over the active tokens), (B, 1); those, (B, T)."""
     clamped = clip(log_ratio, -o.epsilon, o.epsilon_high)
-    clipped = torch.where(adv > 0, torch.minimum(log_ratio, clamped), torch.maximum(log_ratio, clamped))
+    clipped = torch.where(
+        adv > 0, torch.minimum(log_ratio, clamped), torch.maximum(log_ratio, clamped)
+    )
     clipped = pick(clipped.clamp(max=LOG_RATIO_LIMIT[log_ratio.dtype]), active)
     mean = clipped.sum(1, keepdim=True) / active.sum(1, keepdim=True).clamp(min=1)
     valid = counted.any(1, keepdim=True) & (adv != 0)
@@ -178,7 +202,9 @@ def divergence(beta: float, log_p: Tensor, log_q: Tensor) -> Tensor:
         return relative_entropy(log_q, log_p)
     shares = torch.tensor([1 - beta, beta], dtype=log_p.dtype).log()
     nowhere = log_p.isinf() & log_q.isinf()  # where the derivative of logaddexp is NaN
-    terms = [x.masked_fill(nowhere, 0.0) + share for x, share in zip((log_p, log_q), shares, strict=True)]
+    terms = [
+        x.masked_fill(nowhere, 0.0) + share for x, share in zip((log_p, log_q), shares, strict=True)
+    ]
     mixture = torch.logaddexp(*terms).masked_fill(nowhere, -float("inf"))
     return (1 - beta) * relative_entropy(log_p, mixture) + beta * relative_entropy(log_q, mixture)
 
@@ -200,7 +226,9 @@ def relative_entropy(log_x: Tensor, log_y: Tensor) -> Tensor:
     return terms + (plain - plain.detach())
 
 
-def listed_divergence(o: SimpleNamespace, log_p: Tensor, ids: Tensor, log_q: Tensor, least_rest: float) -> Tensor:
+def listed_divergence(
+    o: SimpleNamespace, log_p: Tensor, ids: Tensor, log_q: Tensor, least_rest: float
+) -> Tensor:
     """(n,) from a teacher that gives log_q of K ids a row (n, K); what is -1 or of no mass is not listed."""
     listed = (ids >= 0) & (log_q > -torch.inf)
     log_p = log_p.gather(-1, ids.clamp(min=0))
@@ -212,5 +240,11 @@ def listed_divergence(o: SimpleNamespace, log_p: Tensor, ids: Tensor, log_q: Ten
     if o.divergence == "reverse_kl":
         value = total(log_p.exp() * (log_p - log_q)) + p_rest * (p_rest / q_rest).log()
     else:
-        value = total(log_q.exp() * (log_q - log_p)) + (q_rest * (q_rest / p_rest).log() if o.tail else 0.0)
-    return value if o.loss_max_clamp is None else value.clamp(min=-o.loss_max_clamp, max=o.loss_max_clamp)
+        value = total(log_q.exp() * (log_q - log_p)) + (
+            q_rest * (q_rest / p_rest).log() if o.tail else 0.0
+        )
+    return (
+        value
+        if o.loss_max_clamp is None
+        else value.clamp(min=-o.loss_max_clamp, max=o.loss_max_clamp)
+    )

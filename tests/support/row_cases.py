@@ -8,7 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.interface import Chunk, DivergenceStats, LogitTransform, RowBackend, RowStats, Teacher
+from grpo_kernels.backends.interface import (
+    Chunk,
+    DivergenceStats,
+    LogitTransform,
+    RowBackend,
+    RowStats,
+    Teacher,
+)
 from grpo_kernels.objective.config import LossConfig
 from grpo_kernels.objective.losses import LOSSES
 from grpo_kernels.token_loss.formulas import ESTIMATORS
@@ -49,7 +56,9 @@ def make_loss(logps: Tensor, kind: int) -> TokenLoss:
     slopes, on_policy, constants = some(), surrogate in ON_POLICY, ()
     if not on_policy:
         high = 1.28 if surrogate == "cispo" else 0.28
-        constants = FUSED[surrogate].constants(LossConfig(epsilon_high=high, delta=None if kind % 7 else 1.5))
+        constants = FUSED[surrogate].constants(
+            LossConfig(epsilon_high=high, delta=None if kind % 7 else 1.5)
+        )
     return TokenLoss(
         surrogate=surrogate,
         constants=constants,
@@ -79,7 +88,12 @@ def tensors_of(stats: RowStats) -> dict[str, Tensor]:
     """All tensors of `stats` by their names."""
     found = {field: getattr(stats, field) for field in FIELDS}
     of_pair = {} if stats.divergence is None else stats.divergence._asdict()
-    return found | stats.extras | stats.terms | {f"divergence {field}": x for field, x in of_pair.items()}
+    return (
+        found
+        | stats.extras
+        | stats.terms
+        | {f"divergence {field}": x for field, x in of_pair.items()}
+    )
 
 
 def same(x: Tensor, y: Tensor) -> bool:
@@ -92,7 +106,9 @@ def same(x: Tensor, y: Tensor) -> bool:
 def in_double(values: Any) -> Any:
     """A dataclass with its floating tensors in float64."""
     tensors = {f.name: getattr(values, f.name) for f in fields(values)}
-    return replace(values, **{name: x.double() for name, x in tensors.items() if isinstance(x, Tensor)})
+    return replace(
+        values, **{name: x.double() for name, x in tensors.items() if isinstance(x, Tensor)}
+    )
 
 
 def prepared(kernels: RowBackend, chunk: Chunk) -> Chunk:

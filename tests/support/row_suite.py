@@ -8,7 +8,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.interface import Chunk, FusedRowBackend, LogitTransform, RowStats, SinglePassRowBackend
+from grpo_kernels.backends.interface import (
+    Chunk,
+    FusedRowBackend,
+    LogitTransform,
+    RowStats,
+    SinglePassRowBackend,
+)
 from grpo_kernels.backends.torch_rows import TorchRows
 from grpo_kernels.base.records import take
 from tests.support.row_cases import (
@@ -51,7 +57,9 @@ def check_kernels(
     d, bound = gradient(at, ids, a, b)
     check(f"{name}: d raw", out, d, bound + _rounding(d, dtype))
     TorchRows().grad(in_torch, stats, a, b, z)
-    cancelled = 0.0 if transform.softcap is None else 16 * U * (d / at.slope).abs()  # in torch's 1 - tanh^2
+    cancelled = (
+        0.0 if transform.softcap is None else 16 * U * (d / at.slope).abs()
+    )  # in torch's 1 - tanh^2
     check(f"{name}: d raw of torch", out, z, 2 * bound + cancelled + _rounding(d, dtype))
 
     loss, out = make_loss(stats.logps, kind), torch.empty_like(out)
@@ -59,7 +67,9 @@ def check_kernels(
     assert_same(fused, stats, name)
     assert set(fused.terms) == set(loss.terms)
     for term, (of_loss, size) in loss_terms(loss, fused.logps, fused.terms["log_ratio"]).items():
-        check(f"{name}: {loss.surrogate} {loss.kl} {term}", fused.terms[term], of_loss, 8 * U * size)
+        check(
+            f"{name}: {loss.surrogate} {loss.kl} {term}", fused.terms[term], of_loss, 8 * U * size
+        )
     d, bound = gradient(at, ids, fused.terms["d_logp"], torch.full_like(a, loss.d_entropy))
     check(f"{name}: d raw, fused", out, d, bound + _rounding(d, dtype))
 
@@ -74,13 +84,19 @@ def check_single_pass(
     check_stats(stats, at)
     want, bound = gradient(at, chunk.ids, torch.ones_like(scale), None)
     # e^(z - ref) and e^(m - ref) are up to e^40: each is off by 40 u, as e^(z - m) is where z is as far below
-    bound = bound + (kind.eps / 2 + 160 * U) * want.abs() + kind.tiny * scale[:, None].abs().double()
+    bound = (
+        bound + (kind.eps / 2 + 160 * U) * want.abs() + kind.tiny * scale[:, None].abs().double()
+    )
     check(f"{tuple(want.shape)}: d raw", out.double() * scale.double()[:, None], want, bound)
     return stats, scale
 
 
 def check_single_pass_of_special_rows(
-    kernels: SinglePassRowBackend, raw: Tensor, ids: Tensor, softcap: float | None, dtypes: Sequence[torch.dtype]
+    kernels: SinglePassRowBackend,
+    raw: Tensor,
+    ids: Tensor,
+    softcap: float | None,
+    dtypes: Sequence[torch.dtype],
 ) -> None:
     """Rows (9, V) get infinities and NaN: what `stats` and then `grad` give, and the last row as without the others."""
     vocab = raw.shape[1]
@@ -130,17 +146,28 @@ class RowSuite:
         for vocab in self.vocabs:
             chunk, order = self.chunk(40, vocab, 3), torch.randperm(40, device=self.device)
             whole = statistics(self.kernels, chunk)
-            fused = self.kernels.fused(chunk, make_loss(whole.logps, 9), torch.empty_like(chunk.logits))
+            fused = self.kernels.fused(
+                chunk, make_loss(whole.logps, 9), torch.empty_like(chunk.logits)
+            )
             assert_same(fused, whole)
             for index in (order, *order[:3].split(1)):
-                assert_same(statistics(self.kernels, _part(chunk, index)), take(whole, index), f"rows {index}")
+                assert_same(
+                    statistics(self.kernels, _part(chunk, index)),
+                    take(whole, index),
+                    f"rows {index}",
+                )
             for other in self.likewise:
-                assert_same(statistics(other, _part(chunk, order)), take(whole, order), "another kernel")
+                assert_same(
+                    statistics(other, _part(chunk, order)), take(whole, order), "another kernel"
+                )
             for _ in range(3):
                 assert_same(statistics(self.kernels, chunk), whole, "again")
 
     def test_entropy_does_not_depend_on_the_target(self) -> None:
-        raw, ids = torch.randn(1, 50, device=self.device).repeat(50, 1), torch.arange(50, device=self.device)
+        raw, ids = (
+            torch.randn(1, 50, device=self.device).repeat(50, 1),
+            torch.arange(50, device=self.device),
+        )
         stats = self.kernels.stats(Chunk(raw, ids, PLAIN), entropy=True)
         assert stats.entropies is not None
         for x in (stats.entropies, stats.log_sum, stats.max_logit):

@@ -17,7 +17,9 @@ from grpo_kernels.token_loss.formulas import ESTIMATORS, SURROGATES, times
 from grpo_kernels.token_loss.record import TokenLoss
 
 U = 2.0**-24
-TERMS = 32 * U  # of a sum: a lane's roundings, its rescaling each time it meets a larger logit, the tree of lanes
+TERMS = (
+    32 * U
+)  # of a sum: a lane's roundings, its rescaling each time it meets a larger logit, the tree of lanes
 FEW = 8 * U
 FLOOR = 1e-36  # of everything: below it numbers lose bits to underflow
 
@@ -40,13 +42,23 @@ def truth(raw: Tensor, ids: Tensor, transform: LogitTransform) -> Truth:
     x = x if transform.rounded_to is None else x.to(transform.rounded_to)
     x, inv_t, cap = x.double(), transform.inv_temperature, transform.softcap
     inv_t = inv_t.double() if isinstance(inv_t, Tensor) else inv_t
-    z, slope, slope_error = x * transform.scale * inv_t, torch.ones_like(x) * transform.scale * inv_t, 0 * x + FEW
+    z, slope, slope_error = (
+        x * transform.scale * inv_t,
+        torch.ones_like(x) * transform.scale * inv_t,
+        0 * x + FEW,
+    )
     if cap is not None:
         inner = x * transform.scale / cap
         z, q = torch.tanh(inner) * cap * inv_t, torch.exp(-2 * inner.abs())
         slope, slope_error = slope * 4 * q / (1 + q).square(), 16 * U * (1 + inner.abs())
     finite = z.masked_fill(z.isinf(), 0.0)
-    roundings = 12 if cap is not None else 0 if isinstance(inv_t, float) and transform.scale * inv_t == 1.0 else 4
+    roundings = (
+        12
+        if cap is not None
+        else 0
+        if isinstance(inv_t, float) and transform.scale * inv_t == 1.0
+        else 4
+    )
     e = roundings * U * finite.abs().amax(1, keepdim=True)
 
     top, argmax = z.amax(1, keepdim=True), z.argmax(1)
@@ -57,7 +69,10 @@ def truth(raw: Tensor, ids: Tensor, transform: LogitTransform) -> Truth:
     d = torch.where(p > 0, top - z, 0.0)
     entropy = log_sum + (p * d).sum(1)
     away = torch.where(p > 0, logs + entropy[:, None], 0.0)
-    log_others, margin = _log_sum(z - top, ids), (top - z).gather(1, ids[:, None])[:, 0]  # what logp is computed from
+    log_others, margin = (
+        _log_sum(z - top, ids),
+        (top - z).gather(1, ids[:, None])[:, 0],
+    )  # what logp is computed from
     want = {
         "logps": -torch.logaddexp(torch.zeros_like(margin), log_others + margin),
         "max_logit": top[:, 0],
@@ -86,20 +101,33 @@ def gradient(at: Truth, ids: Tensor, a: Tensor, b: Tensor | None) -> tuple[Tenso
     others = -torch.expm1(at.want["logps"])[:, None]
     finite = torch.where(p > 0, at.logs, 0.0)
     away = torch.where(p > 0, finite + at.want["entropies"][:, None], 0.0)
-    a, b = a.double()[:, None], torch.zeros_like(a).double()[:, None] if b is None else b.double()[:, None]
+    a, b = (
+        a.double()[:, None],
+        torch.zeros_like(a).double()[:, None] if b is None else b.double()[:, None],
+    )
     dz = a * torch.where(hot > 0, others, -p) - b * p * away
     rho = 2 * at.e + TERMS + 4 * U * finite.abs() + at.bound["log_sum"][:, None]
     size = torch.where(hot > 0, others * FEW + p * at.bound["logps"][:, None], p * rho) * a.abs()
-    size = size + b.abs() * p * (away.abs() * rho + 2 * at.e + at.bound["entropies"][:, None] + FEW * finite.abs())
-    size = size + b.abs() * p * (FEW * (1 + at.want["entropies"][:, None]) + at.bound["logps"][:, None])
-    return dz * at.slope, (size + FEW * dz.abs()) * at.slope.abs() + (dz * at.slope).abs() * at.slope_error
+    size = size + b.abs() * p * (
+        away.abs() * rho + 2 * at.e + at.bound["entropies"][:, None] + FEW * finite.abs()
+    )
+    size = size + b.abs() * p * (
+        FEW * (1 + at.want["entropies"][:, None]) + at.bound["logps"][:, None]
+    )
+    return dz * at.slope, (size + FEW * dz.abs()) * at.slope.abs() + (
+        dz * at.slope
+    ).abs() * at.slope_error
 
 
-def loss_terms(loss: TokenLoss, logps: Tensor, log_ratio: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+def loss_terms(
+    loss: TokenLoss, logps: Tensor, log_ratio: Tensor
+) -> dict[str, tuple[Tensor, Tensor]]:
     """The terms of `loss` (n,) by `formulas` in float64, and the sizes of what they are sums of."""
     slopes = loss.d_logps if loss.advantages is None else loss.advantages
     assert slopes is not None
-    logps, log_ratio, slopes, weights = (x.double() for x in (logps, log_ratio, slopes, loss.weights))
+    logps, log_ratio, slopes, weights = (
+        x.double() for x in (logps, log_ratio, slopes, loss.weights)
+    )
     ratio = log_ratio.exp()
     if loss.old is None:
         policy, a = times(logps, slopes) if loss.surrogate == "linear" else 0 * logps, slopes
@@ -114,7 +142,9 @@ def loss_terms(loss: TokenLoss, logps: Tensor, log_ratio: Tensor) -> dict[str, t
     if loss.kl is None or loss.ref is None:
         return {"loss": (policy, size), "d_logp": (a, size)}
     kl, d_kl, d_corrected = ESTIMATORS[loss.kl](logps, loss.ref.double())
-    kl_size = (1 + (loss.ref - logps).abs().exp() + (loss.ref - logps).square()) * (1 + log_ratio.exp())
+    kl_size = (1 + (loss.ref - logps).abs().exp() + (loss.ref - logps).square()) * (
+        1 + log_ratio.exp()
+    )
     if loss.corrects_kl:
         kl, d_kl = log_ratio.exp() * kl, log_ratio.exp() * d_corrected
     size = size + loss.beta * weights * kl_size
@@ -127,7 +157,9 @@ def loss_terms(loss: TokenLoss, logps: Tensor, log_ratio: Tensor) -> dict[str, t
 
 def check(name: str, got: Tensor, want: Tensor, bound: Tensor) -> None:
     """Raise with the worst element, unless every |got - want| is within its bound."""
-    assert got.shape == want.shape, f"{name}: shape {tuple(got.shape)}, expected {tuple(want.shape)}"
+    assert got.shape == want.shape, (
+        f"{name}: shape {tuple(got.shape)}, expected {tuple(want.shape)}"
+    )
     error, bound = (got.double() - want.double()).abs(), bound + FLOOR
     excess = torch.where(got == want, 0.0, torch.nan_to_num(error / bound, nan=torch.inf))
     worst = excess.argmax()
@@ -139,7 +171,13 @@ def check(name: str, got: Tensor, want: Tensor, bound: Tensor) -> None:
 
 def check_stats(got: RowStats, at: Truth, slack: float = 1.0) -> None:
     """Every statistic there is but `is_top1`."""
-    found = {"logps": got.logps, "max_logit": got.max_logit, "log_sum": got.log_sum, **got.extras, **got.terms}
+    found = {
+        "logps": got.logps,
+        "max_logit": got.max_logit,
+        "log_sum": got.log_sum,
+        **got.extras,
+        **got.terms,
+    }
     if got.entropies is not None:
         found["entropies"] = got.entropies
     for name in found.keys() & at.want.keys():

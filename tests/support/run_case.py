@@ -57,7 +57,11 @@ def leaves_of(case: Case, rows: slice = WHOLE) -> dict[str, Tensor | None]:
 def lora_of(case: Case, leaves: dict[str, Tensor | None]) -> LoRA | None:
     """The adapter that these leaves are of."""
     a, b = leaves["lora_a"], leaves["lora_b"]
-    return None if a is None or b is None else LoRA(a, b, settings(case).lora_scaling, leaves["lora_input"])
+    return (
+        None
+        if a is None or b is None
+        else LoRA(a, b, settings(case).lora_scaling, leaves["lora_input"])
+    )
 
 
 def arguments(case: Case, rows: slice = WHOLE) -> dict[str, Any]:
@@ -67,8 +71,16 @@ def arguments(case: Case, rows: slice = WHOLE) -> dict[str, Any]:
     return loss_arguments(case, leaves_of(case, rows), rows)
 
 
-def loss_arguments(case: Case, leaves: dict[str, Tensor | None], rows: slice = WHOLE) -> dict[str, Any]:
-    names = ("completion_ids", "completion_mask", "advantages", *PER_TOKEN, "importance_sampling_ratio")
+def loss_arguments(
+    case: Case, leaves: dict[str, Tensor | None], rows: slice = WHOLE
+) -> dict[str, Any]:
+    names = (
+        "completion_ids",
+        "completion_mask",
+        "advantages",
+        *PER_TOKEN,
+        "importance_sampling_ratio",
+    )
     given = {name: leaves[name] for name in ("hidden", "weight", "bias")}
     given |= {name: getattr(case, name) for name in (*names, "num_items_in_batch")}
     if case.lora_a is not None:
@@ -78,7 +90,11 @@ def loss_arguments(case: Case, leaves: dict[str, Tensor | None], rows: slice = W
 
 def kept_of(case: Case) -> dict[str, Any]:
     """The sets, and what to do without one."""
-    return {} if case.kept_ids is None else {"kept_ids": case.kept_ids, "without_set": settings(case).without_set}
+    return (
+        {}
+        if case.kept_ids is None
+        else {"kept_ids": case.kept_ids, "without_set": settings(case).without_set}
+    )
 
 
 def reference_of(case: Case, rows: slice = WHOLE) -> tuple[Tensor, Head] | None:
@@ -113,7 +129,9 @@ def run(
     """The library's output, and its gradients under the upstream gradient `scale`; with these rows of the head."""
     leaves = leaves_of(case, rows)
     options |= {"engine": engine, "backend": backend, "workspace_bytes": case.workspace_bytes}
-    output = flat(grpo_loss)(**loss_arguments(case, leaves, rows), config=config_of(case), **options)
+    output = flat(grpo_loss)(
+        **loss_arguments(case, leaves, rows), config=config_of(case), **options
+    )
     if output.loss.requires_grad:
         (output.loss * scale).backward()
     return output, gradients_of(leaves)
@@ -135,11 +153,17 @@ def upstream_of(case: Case) -> dict[str, Tensor]:
         "none": nothing,
     }[o.arrives]
     more = o.more or not case.diverges
-    up = {"divergences": c, "entropies": any_of() if more else nothing, "logps": any_of() if more else nothing}
+    up = {
+        "divergences": c,
+        "entropies": any_of() if more else nothing,
+        "logps": any_of() if more else nothing,
+    }
     return {name: torch.where(case.completion_mask != 0, x, torch.nan) for name, x in up.items()}
 
 
-def scores(case: Case, leaves: dict[str, Tensor | None], engine: str, rows: slice, **options: Any) -> Scores:
+def scores(
+    case: Case, leaves: dict[str, Tensor | None], engine: str, rows: slice, **options: Any
+) -> Scores:
     """`linear_logprob`, or one of the two divergences, with all that the case has."""
     o = settings(case)
     head = Head(
@@ -155,11 +179,15 @@ def scores(case: Case, leaves: dict[str, Tensor | None], engine: str, rows: slic
     if case.listed_ids is not None:
         names = ("divergence", "tail", "log_prob_min_clamp", "loss_max_clamp")
         options |= {name: getattr(o, name) for name in names}
-        return topk_divergence(leaves["hidden"], head, case.listed_ids, case.listed_logps, **options)
+        return topk_divergence(
+            leaves["hidden"], head, case.listed_ids, case.listed_logps, **options
+        )
     if case.teacher_hidden is not None:
         kind = KINDS.get(o.beta_of_divergence, {"divergence": "jsd", "beta": o.beta_of_divergence})
         given = {"ids": case.completion_ids, "entropy": True, **kind}
-        return linear_divergence(leaves["hidden"], head, *reference_of(case, rows), **given, **options)
+        return linear_divergence(
+            leaves["hidden"], head, *reference_of(case, rows), **given, **options
+        )
     options.setdefault("entropy", True if o.entropy_of == "the set" else "full")
     return linear_logprob(leaves["hidden"], head, case.completion_ids, **kept_of(case), **options)
 
@@ -183,7 +211,9 @@ def engines_of(case: Case) -> tuple[str, ...]:
     """Engines that give the case's scores, of which kept sets have no choice."""
     if case.kept_ids is not None:
         return ("auto",)
-    return ("auto", "one_pass", "two_pass", "lean") if case.diverges else ("auto", "two_pass", "lean")
+    return (
+        ("auto", "one_pass", "two_pass", "lean") if case.diverges else ("auto", "two_pass", "lean")
+    )
 
 
 def check_scores(case: Case, engines: tuple[str, ...] = ()) -> None:
@@ -207,9 +237,16 @@ def allowed_engines(case: Case) -> set[str]:
     coupled = o.top_entropy_quantile < 1.0
     if o.off_policy_mask_threshold is not None:
         coupled |= not on_policy or case.sampling_per_token_logps is not None
-    coupled |= (corrected and by_sequence) if on_policy else by_sequence or TERMS[o.loss_type].per_sequence
+    coupled |= (
+        (corrected and by_sequence) if on_policy else by_sequence or TERMS[o.loss_type].per_sequence
+    )
     allowed = {"two_pass", "lean"} if coupled else {"two_pass", "lean", "one_pass"}
-    if case.lora_a is None and not trains & {"weight", "bias"} and (o.entropy_coef == 0.0 or not trains) and not full:
+    if (
+        case.lora_a is None
+        and not trains & {"weight", "bias"}
+        and (o.entropy_coef == 0.0 or not trains)
+        and not full
+    ):
         allowed.add("frozen")
     return allowed if trains else allowed | {"score"}
 
@@ -220,7 +257,12 @@ def packed(case: Case, given: dict) -> tuple[dict, Tensor]:
     steps = torch.arange(counted.shape[1]) + 1
     lengths = (counted * steps).amax(1)
     stays = steps <= lengths[:, None]
-    out = dict(given, cu_seqlens=torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).to(torch.int32))
+    out = dict(
+        given,
+        cu_seqlens=torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).to(
+            torch.int32
+        ),
+    )
     for name, x in given.items():
         if isinstance(x, Tensor) and x.shape[:2] == counted.shape and name != "weight":
             out[name] = x[stays]

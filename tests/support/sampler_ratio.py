@@ -18,12 +18,16 @@ def trls_ratio(case: Case, old: Tensor) -> Tensor:
     """As TRL 1.16 writes it: (B, T), 1 where masked, or (B, 1); the last mode as OpenRLHF does."""
     assert case.sampling_per_token_logps is not None
     config, mask = config_of(case), (case.completion_mask != 0).to(old.dtype)
-    difference = torch.nan_to_num((old - case.sampling_per_token_logps.to(old.dtype)) * mask, nan=0.0)
+    difference = torch.nan_to_num(
+        (old - case.sampling_per_token_logps.to(old.dtype)) * mask, nan=0.0
+    )
     mode, low, high = (getattr(config, PREFIX + x) for x in ("mode", "clip_min", "clip_max"))
     if mode == "sequence_mean_mask":
         mean = torch.exp(difference.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1))
         return difference.exp() * ((mean >= (low or 0.0)) & (mean <= (high or math.inf)))
-    ratio = torch.exp(difference.sum(-1, keepdim=True) if mode.startswith("sequence") else difference)
+    ratio = torch.exp(
+        difference.sum(-1, keepdim=True) if mode.startswith("sequence") else difference
+    )
     if mode.endswith("truncate"):
         return torch.clamp(ratio, min=low, max=high)
     low, high = -math.inf if low is None else low, math.inf if high is None else high
@@ -32,4 +36,6 @@ def trls_ratio(case: Case, old: Tensor) -> Tensor:
 
 def given_ratio(case: Case, old: Tensor) -> Case:
     """The same loss, with the ratio made beforehand."""
-    return case.but(importance_sampling_ratio=trls_ratio(case, old), config={f"{PREFIX}correction": False})
+    return case.but(
+        importance_sampling_ratio=trls_ratio(case, old), config={f"{PREFIX}correction": False}
+    )

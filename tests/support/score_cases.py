@@ -41,12 +41,21 @@ def kept() -> Iterator[Case]:
     """Over kept sets: every head in every dtype, in turn with positions without a set and the whole entropy."""
     for i, (name, options) in enumerate(HEADS.items()):
         for j, (short, dtype) in enumerate(DTYPES.items()):
-            others = {"without_set": ("error", "full")[(i + j) % 2], "entropy_of": ("the set", "all")[(i + j) // 2 % 2]}
+            others = {
+                "without_set": ("error", "full")[(i + j) % 2],
+                "entropy_of": ("the set", "all")[(i + j) // 2 % 2],
+            }
             more = {"workspace": (2**29, 2_000, 1)[(i + j) % 3]}
             more["frozen"] = (("hidden",), (), ("weight",), ("bias",))[(i + 2 * j) % 4]
-            case = scored(f"kept/{name}/{short}", kept=14, t=9, dtype=dtype, others=others, **more | options)
-            yield case.but(kept_ids=case.kept_ids.to((torch.int64, torch.int32, torch.int16)[(i + j) % 3]))
-    yield scored("kept/input-logits", kept=14, dtype=torch.bfloat16, logits_dtype="input", temperature=0.7)
+            case = scored(
+                f"kept/{name}/{short}", kept=14, t=9, dtype=dtype, others=others, **more | options
+            )
+            yield case.but(
+                kept_ids=case.kept_ids.to((torch.int64, torch.int32, torch.int16)[(i + j) % 3])
+            )
+    yield scored(
+        "kept/input-logits", kept=14, dtype=torch.bfloat16, logits_dtype="input", temperature=0.7
+    )
     yield scored("kept/whole vocabulary", kept=50, bias=True)
     yield scored("kept/one id", kept=1)
 
@@ -66,16 +75,27 @@ def listed() -> Iterator[Case]:
             for short in ("f64", "f32"):
                 shape = {"t": 13, "listed": 5, "dtype": DTYPES[short]}
                 shape |= {"workspace": (2**29, 2_000)[j % 2], "mask": ("holes", "full")[j // 2 % 2]}
-                yield scored(f"listed/{name}/{of_head}/{short}", **{**shape, **options, **frozen}, others=others)
+                yield scored(
+                    f"listed/{name}/{of_head}/{short}",
+                    **{**shape, **options, **frozen},
+                    others=others,
+                )
     yield scored("listed/all are listed", listed=50, others={"divergence": "reverse_kl"})
 
 
-def diverging(name: str, *, beta: float = 1.0, arrives: str = "same", more: bool = False, **options: Any) -> Case:
+def diverging(
+    name: str, *, beta: float = 1.0, arrives: str = "same", more: bool = False, **options: Any
+) -> Case:
     """A divergence from another head, and what arrives: the same for all, "any", "some" or "none" of it.
 
     With `more` something arrives at the entropies and log-probabilities, too.
     """
-    others = {"beta_of_divergence": beta, "arrives": arrives, "more": more, **options.pop("others", {})}
+    others = {
+        "beta_of_divergence": beta,
+        "arrives": arrives,
+        "more": more,
+        **options.pop("others", {}),
+    }
     return scored(name, others=others, **{"teacher": 0.3} | options)
 
 
@@ -97,20 +117,34 @@ def from_teacher() -> Iterator[Case]:
             yield diverging(f"teacher/{name}/{beta}", beta=beta, **options)
     for beta in BETAS:
         for short, dtype in DTYPES.items():
-            yield diverging(f"teacher/{short}/{beta}", beta=beta, dtype=dtype, teacher_h=24, bias=True, arrives="any")
+            yield diverging(
+                f"teacher/{short}/{beta}",
+                beta=beta,
+                dtype=dtype,
+                teacher_h=24,
+                bias=True,
+                arrives="any",
+            )
 
 
 @cache
 def score_cases() -> tuple[Case, ...]:
     """All of them, each with a name of its own; every second with garbage where the mask is 0."""
     cases = [case for group in (whole, kept, listed, from_teacher) for case in group()]
-    return tuple(with_garbage(case, random.Random(case.name)) if i % 2 else case for i, case in enumerate(cases))
+    return tuple(
+        with_garbage(case, random.Random(case.name)) if i % 2 else case
+        for i, case in enumerate(cases)
+    )
 
 
 def random_divergence_case(seed: int) -> Case:
     """Any head, teacher and divergence, often with garbage where masked."""
     draw = random.Random(f"divergence {seed}")
-    shape = {"b": draw.choice((1, 2, 3, 6)), "t": draw.choice((1, 2, 5, 11)), "h": draw.choice((1, 3, 16, 31))}
+    shape = {
+        "b": draw.choice((1, 2, 3, 6)),
+        "t": draw.choice((1, 2, 5, 11)),
+        "h": draw.choice((1, 3, 16, 31)),
+    }
     vocab = draw.choice((2, 7, 33, 64, 129, 200))
     case = diverging(
         f"divergence/{seed}",

@@ -12,7 +12,9 @@ from torch import Tensor
 from tests.support.trainer_stand_ins import scores_of
 
 
-def _build_shifted_tokens(T, device, unconcat_tokens, total_lengths, response_lengths, allgather_cp):
+def _build_shifted_tokens(
+    T, device, unconcat_tokens, total_lengths, response_lengths, allgather_cp
+):
     """The token after each of the packed row, (T,)."""
     rows = [torch.cat([tokens[1:], tokens.new_zeros(1)]) for tokens in unconcat_tokens]
     return torch.nn.functional.pad(torch.cat(rows), (0, T - sum(total_lengths)))
@@ -44,6 +46,11 @@ def get_log_probs_and_entropy(
 ):
     whole = gather_from_tensor_model_parallel_region(logits)[0] / args.rollout_temperature
     lengths = total_lengths, response_lengths
-    ids = _build_shifted_tokens(len(whole), whole.device, unconcat_tokens, *lengths, args.allgather_cp)
+    ids = _build_shifted_tokens(
+        len(whole), whole.device, unconcat_tokens, *lengths, args.allgather_cp
+    )
     logps, entropies = _extract_per_sample(*scores_of(whole, ids), *lengths, args.allgather_cp)
-    return whole.new_empty(0), {"log_probs": logps, **({"entropy": entropies} if with_entropy else {})}
+    return whole.new_empty(0), {
+        "log_probs": logps,
+        **({"entropy": entropies} if with_entropy else {}),
+    }

@@ -20,7 +20,12 @@ from grpo_kernels.token_loss.record import TokenLoss
 
 
 def tile(vocab: int) -> RowConfig:
-    return RowConfig(block_n=16, block_v=16 if vocab < 40 else 64 if vocab < 128 else 128, num_warps=2, num_stages=1)
+    return RowConfig(
+        block_n=16,
+        block_v=16 if vocab < 40 else 64 if vocab < 128 else 128,
+        num_warps=2,
+        num_stages=1,
+    )
 
 
 class SmallTiles(TritonRows):
@@ -36,7 +41,13 @@ class SmallTiles(TritonRows):
         return launch_diverge(chunk, stats, teacher, self._tile(chunk.logits))
 
     def grad(
-        self, chunk: Chunk, stats: RowStats, a: Tensor, b: Tensor | None, out: Tensor, c: Tensor | None = None
+        self,
+        chunk: Chunk,
+        stats: RowStats,
+        a: Tensor,
+        b: Tensor | None,
+        out: Tensor,
+        c: Tensor | None = None,
     ) -> None:
         launch_grad(chunk, stats, a, b, out, self._tile(chunk.logits), c)
 
@@ -48,4 +59,6 @@ class SmallTiles(TritonRows):
         self, chunk: Chunk, out: Tensor, *, entropy: bool, extras: tuple[str, ...] = ()
     ) -> tuple[RowStats, Tensor]:
         config, in_place = self._tile(chunk.logits), out.data_ptr() == chunk.logits.data_ptr()
-        return launch_single_pass(chunk, out, config, entropy=entropy, extras=extras, in_place=in_place)
+        return launch_single_pass(
+            chunk, out, config, entropy=entropy, extras=extras, in_place=in_place
+        )

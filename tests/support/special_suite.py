@@ -32,7 +32,10 @@ class SpecialSuite:
 
     def check_row(self, raw: Tensor, ids: list[int], transform: LogitTransform = PLAIN) -> RowStats:
         """Statistics and gradients of one row (V,) for each of `ids`, and of the same by the fused kernel."""
-        rows, index = raw.to(self.device, self.dtype).repeat(len(ids), 1), torch.tensor(ids, device=self.device)
+        rows, index = (
+            raw.to(self.device, self.dtype).repeat(len(ids), 1),
+            torch.tensor(ids, device=self.device),
+        )
         chunk, at = Chunk(rows, index, transform), truth(rows, index, transform)
         stats = statistics(self.kernels, chunk)
         check_stats(stats, at)
@@ -44,7 +47,9 @@ class SpecialSuite:
         loss = make_loss(stats.logps, 9)
         fused = self.kernels.fused(chunk, loss, out)
         assert_same(fused, stats)
-        self.kernels.grad(chunk, stats, fused.terms["d_logp"], torch.full_like(a, loss.d_entropy), by_grad)
+        self.kernels.grad(
+            chunk, stats, fused.terms["d_logp"], torch.full_like(a, loss.d_entropy), by_grad
+        )
         assert torch.equal(out.nan_to_num(), by_grad.nan_to_num())
         return stats
 
@@ -53,7 +58,12 @@ class SpecialSuite:
         """Their probability and gradient are 0, and logp of such a target is -inf."""
         for vocab in self.vocabs:
             raw, most = torch.randn(vocab), vocab - 1
-            many = {"first": 1, "some": vocab // 2, "all but one": most, "first block": min(self.block, most)}[gone]
+            many = {
+                "first": 1,
+                "some": vocab // 2,
+                "all but one": most,
+                "first block": min(self.block, most),
+            }[gone]
             raw[:many] = -INF
             stats = self.check_row(raw, [0, vocab - 1, vocab // 2])
             assert stats.logps[0] == -INF
@@ -100,7 +110,9 @@ class SpecialSuite:
         """Of four logits that one lane takes at once, and of the next four: whichever is the largest."""
         orders = torch.tensor(list(itertools.permutations((0.0, 2.0, 5.0, 30.0))))
         for offset in (-1.0, 20.0):
-            raw = torch.cat([orders, orders.flip(0) + offset], 1).repeat_interleave(self.block // 4, dim=1)
+            raw = torch.cat([orders, orders.flip(0) + offset], 1).repeat_interleave(
+                self.block // 4, dim=1
+            )
             raw = (raw + torch.rand_like(raw)).to(self.device, self.dtype)
             ids = torch.randint(raw.shape[1], (len(raw),), device=self.device)
             stats = statistics(self.kernels, Chunk(raw, ids, PLAIN))
@@ -116,7 +128,11 @@ class SpecialSuite:
 
     def test_softcap_of_huge_logits_and_phantom_lanes(self) -> None:
         """cap * tanh is a number for the lanes beyond the vocabulary as well, and -inf has a probability."""
-        for raw in (torch.randn(5) * 100, torch.tensor([1e30, -1e30, 0.0, INF, -INF]), torch.full((19,), -50.0)):
+        for raw in (
+            torch.randn(5) * 100,
+            torch.tensor([1e30, -1e30, 0.0, INF, -INF]),
+            torch.full((19,), -50.0),
+        ):
             for cap in (0.5, 30.0):
                 transform = LogitTransform(scale=2.0, softcap=cap, inv_temperature=0.7)
                 self.check_row(raw, [0, 1, 2, len(raw) - 1], transform)
@@ -136,13 +152,19 @@ class SpecialSuite:
             lost = raw.isnan().any(1) | (raw == -INF).all(1)
             a = b = torch.ones_like(clean[:, 0])
             chunk, out = Chunk(raw, ids, PLAIN), torch.empty_like(raw)
-            stats, want = statistics(self.kernels, chunk), statistics(self.kernels, Chunk(clean, ids, PLAIN))
+            stats, want = (
+                statistics(self.kernels, chunk),
+                statistics(self.kernels, Chunk(clean, ids, PLAIN)),
+            )
             fused = self.kernels.fused(chunk, make_loss(a, 0), out)
             for found in (stats, fused):
                 for x in (found.logps, found.log_sum, found.entropies):
                     assert x is not None
                     assert torch.equal(x.isnan(), lost)
-            assert torch.equal(stats.max_logit.isnan(), raw.isnan().any(1) | (lost if self.infinity_is_nan else False))
+            assert torch.equal(
+                stats.max_logit.isnan(),
+                raw.isnan().any(1) | (lost if self.infinity_is_nan else False),
+            )
             index = torch.nonzero(~lost)[:, 0]
             assert_same(take(stats, index), take(want, index))
             assert torch.equal(out.isnan().any(1), lost)
@@ -160,9 +182,17 @@ class SpecialSuite:
             got, want = statistics(self.kernels, chunk), statistics(TorchRows(), chunk)
             assert got.entropies is not None
             assert want.entropies is not None
-            assert got.logps.isnan().tolist() == want.logps.isnan().tolist() == [True, False, True, False]
+            assert (
+                got.logps.isnan().tolist()
+                == want.logps.isnan().tolist()
+                == [True, False, True, False]
+            )
             assert got.logps[1] == want.logps[1] == -INF
-            assert got.entropies.isnan().tolist() == want.entropies.isnan().tolist() == [True, True, True, False]
+            assert (
+                got.entropies.isnan().tolist()
+                == want.entropies.isnan().tolist()
+                == [True, True, True, False]
+            )
             assert got.max_logit[:2].tolist() == [INF, INF]
             for x in (got.log_sum, got.extras["log_sum_sq_probs"]):
                 assert x[:2].tolist() == [0.0, 0.0]
@@ -175,7 +205,10 @@ class SpecialSuite:
     def test_no_token_is_the_largest_of_a_row_without_one(self) -> None:
         raw = self.randn(4, 40)
         raw[:2, 3], raw[2] = NAN, -INF
-        ids = torch.tensor([3, int(raw[1].nan_to_num(nan=-INF).argmax()), 0, int(raw[3].argmax())], device=self.device)
+        ids = torch.tensor(
+            [3, int(raw[1].nan_to_num(nan=-INF).argmax()), 0, int(raw[3].argmax())],
+            device=self.device,
+        )
         got = statistics(self.kernels, Chunk(raw, ids, PLAIN))
         assert got.extras["is_top1"].tolist() == [False, False, False, True]
 

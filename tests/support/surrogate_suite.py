@@ -24,7 +24,26 @@ from tests.support.row_truth import U, check
 
 INF, NAN = math.inf, math.nan
 Constants = tuple[float, ...]
-LOG_RATIOS = (-INF, -200, -80, -3, -0.5, -0.25, -0.1, -1e-4, 0.0, 1e-6, 0.1, 0.17, 0.25, 0.5, 3, 20, 87, 88.5)
+LOG_RATIOS = (
+    -INF,
+    -200,
+    -80,
+    -3,
+    -0.5,
+    -0.25,
+    -0.1,
+    -1e-4,
+    0.0,
+    1e-6,
+    0.1,
+    0.17,
+    0.25,
+    0.5,
+    3,
+    20,
+    87,
+    88.5,
+)
 ADVANTAGES = (-2.5, -1.0, -1e-3, -0.0, 0.0, 1e-3, 0.7, 3.0)
 
 
@@ -32,7 +51,9 @@ def grid(device: str, special: bool = False) -> list[Tensor]:
     """Log-ratios, advantages and log-probabilities in all combinations."""
     ratios = [*LOG_RATIOS, 200, 800, INF, NAN] if special else list(LOG_RATIOS)
     logps = (-3.0, 0.0, -INF) if special else (-3.0, -0.2)
-    combinations = torch.cartesian_prod(*(torch.tensor(x) for x in (ratios, ADVANTAGES, logps))).to(device)
+    combinations = torch.cartesian_prod(*(torch.tensor(x) for x in (ratios, ADVANTAGES, logps))).to(
+        device
+    )
     return [x.contiguous() for x in combinations.unbind(1)]
 
 
@@ -51,7 +72,10 @@ CASES: list[tuple[str, dict[str, float]]] = [
     *((name, {}) for name, loss in LOSSES.items() if loss.surrogate not in ("clipped", "cispo")),
 ]
 LOSS_OF = {
-    (LOSSES[name].surrogate, LOSSES[name].constants(LossConfig(loss_type=name, **options))): (name, options)
+    (LOSSES[name].surrogate, LOSSES[name].constants(LossConfig(loss_type=name, **options))): (
+        name,
+        options,
+    )
     for name, options in CASES
 }
 EACH = [*LOSS_OF]
@@ -77,7 +101,9 @@ def is_nothing(name: str, log_ratio: Tensor, advantages: Tensor) -> Tensor:
     return (advantages == 0) & ~log_ratio.isnan() & (log_ratio.isfinite() | (name != "vespo"))
 
 
-def differentiated(name: str, constants: Constants, log_ratio: Tensor, advantages: Tensor, logps: Tensor) -> Tensor:
+def differentiated(
+    name: str, constants: Constants, log_ratio: Tensor, advantages: Tensor, logps: Tensor
+) -> Tensor:
     """The loss by the reference, in float64, and its derivatives in R and logp by autograd: (3, n)."""
     log_ratio, advantages, logps = (x.double().clone() for x in (log_ratio, advantages, logps))
     log_ratio.requires_grad_()
@@ -86,11 +112,15 @@ def differentiated(name: str, constants: Constants, log_ratio: Tensor, advantage
     loss_type, options = LOSS_OF[name, constants]
     o, surrogate, phi = filled(**options), TERMS[loss_type].surrogate, None
     if surrogate is vespo:
-        k, rate = (either(advantages >= 0, constants[i], constants[i + 2], ratio.dtype) for i in (0, 1))
+        k, rate = (
+            either(advantages >= 0, constants[i], constants[i + 2], ratio.dtype) for i in (0, 1)
+        )
         phi = (ratio**k * torch.exp(rate * (1 - ratio))).detach()
     loss = -ratio * advantages if surrogate is None else surrogate(o, ratio, advantages, logps, phi)
     grads = torch.autograd.grad(loss.sum(), [log_ratio, logps], allow_unused=True)
-    return torch.stack([loss.detach(), *(torch.zeros_like(ratio) if g is None else g for g in grads)])
+    return torch.stack(
+        [loss.detach(), *(torch.zeros_like(ratio) if g is None else g for g in grads)]
+    )
 
 
 def check_like(name: str, got: Tensor, want: Tensor, bound: Tensor, like: Tensor) -> None:
@@ -98,7 +128,9 @@ def check_like(name: str, got: Tensor, want: Tensor, bound: Tensor, like: Tensor
     assert same(got.isnan(), like.isnan()), name
     assert same(got.isinf(), like.isinf()), name
     assert torch.equal(got[like.isinf()], like[like.isinf()]), name
-    number = like.isfinite() & want.isfinite()  # a ratio that is 0 in float32 may be more in float64, times -inf
+    number = (
+        like.isfinite() & want.isfinite()
+    )  # a ratio that is 0 in float32 may be more in float64, times -inf
     check(name, got[number], want[number], bound[number])
 
 
@@ -115,11 +147,15 @@ def estimates_differentiated(name: str, logps: Tensor, ref: Tensor) -> Tensor:
 class SurrogateSuite:
     kernels: FusedRowBackend
     device = DEVICE
-    units: ClassVar = {torch.float32: U}  # of the dtypes that it computes in, the most precise at last
+    units: ClassVar = {
+        torch.float32: U
+    }  # of the dtypes that it computes in, the most precise at last
     slack = 8  # roundings of a surrogate
     log_ratios: Sequence[float] = (0.0,)  # that an estimator is tried with
 
-    def run(self, name: str, constants: Constants, *inputs: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+    def run(
+        self, name: str, constants: Constants, *inputs: Tensor
+    ) -> tuple[Tensor, Sequence[Tensor]]:
         """What `seen` has of a surrogate, and its log-ratios, advantages and log-probabilities as they came out."""
         raise NotImplementedError
 
@@ -127,7 +163,9 @@ class SurrogateSuite:
         """What a backend shows of a loss and its derivatives in R and logp (3, n)."""
         return terms
 
-    def estimate(self, name: str, corrects: bool, *inputs: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+    def estimate(
+        self, name: str, corrects: bool, *inputs: Tensor
+    ) -> tuple[Tensor, Sequence[Tensor]]:
         """KL, loss and slope (3, n) of an estimator; and log-probabilities, the reference's, log-ratios."""
         raise NotImplementedError
 
@@ -138,10 +176,14 @@ class SurrogateSuite:
     def test_surrogates_are_those_of_torch(self, name: str, constants: Constants) -> None:
         """In every branch, at ties, at exact bounds, and where the ratio overflows, is 0 or NaN."""
         for dtype, unit in self.units.items():
-            got, inputs = self.run(name, constants, *(x.to(dtype) for x in grid(self.device, special=True)))
+            got, inputs = self.run(
+                name, constants, *(x.to(dtype) for x in grid(self.device, special=True))
+            )
             want = self.seen(mirrored(name, constants, *(x.double() for x in inputs)))
             bound = self.slack * unit * want.abs() * steepness(name, constants, inputs[0])
-            check_like(f"{name} {dtype}", got, want, bound, self.seen(mirrored(name, constants, *inputs)))
+            check_like(
+                f"{name} {dtype}", got, want, bound, self.seen(mirrored(name, constants, *inputs))
+            )
             assert (got[:, is_nothing(name, *inputs[:2])] == 0).all()
 
     @each_surrogate
@@ -154,7 +196,9 @@ class SurrogateSuite:
         nonzero = inputs[1] != 0  # at 0 both branches tie, whatever the ratio: a share of nothing
         bound = self.slack * unit * want.abs() * steepness(name, constants, inputs[0])
         if name == "sapo" and dtype is torch.float64:
-            bound[1] += 2.0**-50 * inputs[0].exp() * inputs[1].abs()  # autograd's 1 - sigmoid cancels
+            bound[1] += (
+                2.0**-50 * inputs[0].exp() * inputs[1].abs()
+            )  # autograd's 1 - sigmoid cancels
         check(name, got[:, nonzero], want[:, nonzero], bound[:, nonzero])
         assert (got[:, ~nonzero] == 0).all()
 
@@ -163,9 +207,24 @@ class SurrogateSuite:
     def test_kl_estimators(self, name: str, corrects: bool) -> None:
         """Against torch's, and the derivative against autograd."""
         for dtype, unit in self.units.items():
-            ds = [*torch.linspace(-20, 20, 161).tolist(), 1e-6, -1e-6, 80, 200, 800, -1e4, -INF, INF, NAN]
+            ds = [
+                *torch.linspace(-20, 20, 161).tolist(),
+                1e-6,
+                -1e-6,
+                80,
+                200,
+                800,
+                -1e4,
+                -INF,
+                INF,
+                NAN,
+            ]
             log_ratios = self.log_ratios if corrects else (0.0,)
-            d, log_ratio = torch.cartesian_prod(torch.tensor(ds), torch.tensor(log_ratios)).to(self.device, dtype).T
+            d, log_ratio = (
+                torch.cartesian_prod(torch.tensor(ds), torch.tensor(log_ratios))
+                .to(self.device, dtype)
+                .T
+            )
             logps = torch.where(d.abs() < 1, -0.5, 0.0).to(dtype)
             got, (logps, ref, log_ratio) = self.estimate(name, corrects, logps, d, log_ratio)
 
@@ -176,29 +235,53 @@ class SurrogateSuite:
                 return torch.stack([kl, *torch.where(ratio.isnan(), NAN, torch.stack([kl, slope]))])
 
             d, ratio = ref.double() - logps.double(), log_ratio.double().exp()
-            want, like = wanted(logps.double(), ref.double(), ratio), wanted(logps, ref, log_ratio.exp())
+            want, like = (
+                wanted(logps.double(), ref.double(), ratio),
+                wanted(logps, ref, log_ratio.exp()),
+            )
             steep, grown = 1 + d.abs(), d.expm1().abs()
             kl_size, slope_size = {
                 "k1": (d.abs(), torch.ones_like(d)),
                 "k2": (d * d / 2, d.abs()),
-                "k3": (grown + d.abs(), d.abs() / steep if corrects else torch.where(d < 0, grown / steep, grown)),
+                "k3": (
+                    grown + d.abs(),
+                    d.abs() / steep if corrects else torch.where(d < 0, grown / steep, grown),
+                ),
             }[name]
             bound = 8 * unit * steep * torch.stack([kl_size, kl_size, slope_size]) * ratio
             check_like(f"{name} {dtype}", got, want, bound, like)
             usual = got.isfinite().all(0) & (ratio < 1e30)
-            slope = estimates_differentiated(name, logps[usual], ref[usual])[1 + corrects] * ratio[usual]
+            slope = (
+                estimates_differentiated(name, logps[usual], ref[usual])[1 + corrects]
+                * ratio[usual]
+            )
             # of autograd's own sum, of numbers as large as e^d
             rounding = 2.0**-50 * (1 + d[usual].exp()) * ratio[usual]
             check(f"{name} slope", got[2][usual], slope, bound[2][usual] + rounding)
 
     @pytest.mark.parametrize("log_ratio", [None, -3.0, 0.3])
     @pytest.mark.parametrize("estimator", ESTIMATORS)
-    def test_corrected_kl_gradient_however_far_the_reference(self, estimator: str, log_ratio: float | None) -> None:
+    def test_corrected_kl_gradient_however_far_the_reference(
+        self, estimator: str, log_ratio: float | None
+    ) -> None:
         """r (kl + kl') to 1e-6. Of k3 that is -r d, of which nothing is left where two parts of e^d are added up."""
         raw = torch.randn(12, 3, device=self.device)
         ids = torch.zeros(12, dtype=torch.long, device=self.device)
         logps = self.kernels.stats(Chunk(raw, ids, LogitTransform()), entropy=False).logps
-        distances = [-90.0, -16.0, -1e-3, 1e-3, 0.3, 4.0, 10.0, 16.0, 30.0, 60.0, 88.0, 300.0]  # e^88 is the last
+        distances = [
+            -90.0,
+            -16.0,
+            -1e-3,
+            1e-3,
+            0.3,
+            4.0,
+            10.0,
+            16.0,
+            30.0,
+            60.0,
+            88.0,
+            300.0,
+        ]  # e^88 is the last
         shape = lambda x: x.view(12, 1)  # noqa: E731
         inputs = LossInputs(
             shape(ids),
@@ -209,24 +292,41 @@ class SurrogateSuite:
         )
         tokens = read_tokens(inputs, torch.float32)
         config = LossConfig(beta=0.5, kl_estimator=estimator)
-        made = PolicyObjective(config, tokens, token_weights(config, tokens.layout, None, torch.float32))
+        made = PolicyObjective(
+            config, tokens, token_weights(config, tokens.layout, None, torch.float32)
+        )
         loss = made.token_loss()
         assert loss is not None
         fused = self.kernels.fused(Chunk(raw, ids, LogitTransform()), loss, None)
         found = {"fused": fused.terms["d_logp"], "evaluated": made.evaluate(logps, logps).d_logp}
-        found["in part"] = made.coefficients_of(torch.arange(12, device=self.device), logps, logps)[0]
+        found["in part"] = made.coefficients_of(torch.arange(12, device=self.device), logps, logps)[
+            0
+        ]
         at = logps.double()
         assert tokens.ref_per_token_logps is not None
         d = tokens.ref_per_token_logps.double() - at
-        r = torch.ones_like(at) if tokens.old_per_token_logps is None else (at - tokens.old_per_token_logps).exp()
-        want = 0.5 * made.weights.double() * r * {"k1": 1 - d, "k2": d * d / 2 - d, "k3": -d}[estimator]
+        r = (
+            torch.ones_like(at)
+            if tokens.old_per_token_logps is None
+            else (at - tokens.old_per_token_logps).exp()
+        )
+        want = (
+            0.5
+            * made.weights.double()
+            * r
+            * {"k1": 1 - d, "k2": d * d / 2 - d, "k3": -d}[estimator]
+        )
         for name, x in found.items():
-            torch.testing.assert_close(x.double(), want, rtol=1e-6, atol=0, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(
+                x.double(), want, rtol=1e-6, atol=0, msg=lambda m, n=name: f"{n}: {m}"
+            )
 
     @pytest.mark.parametrize("estimator", [None, *ESTIMATORS])
     @pytest.mark.parametrize("off_policy", [False, True], ids=["on-policy", "off-policy"])
     @pytest.mark.parametrize("loss_type", LOSSES)
-    def test_fused_kernel_is_the_objective(self, loss_type: str, off_policy: bool, estimator: str | None) -> None:
+    def test_fused_kernel_is_the_objective(
+        self, loss_type: str, off_policy: bool, estimator: str | None
+    ) -> None:
         """The loss, its terms and its derivative, put together by `assemble`, are those of `evaluate`."""
         draw = lambda: torch.randn(2, 5, device=self.device) * 0.3 - 2  # noqa: E731
         config = LossConfig(
@@ -247,7 +347,9 @@ class SurrogateSuite:
             importance_sampling_ratio=torch.rand(2, 5, device=self.device) + 0.5,
         )
         tokens = read_tokens(inputs, torch.float32)
-        made = PolicyObjective(config, tokens, token_weights(config, tokens.layout, None, torch.float32))
+        made = PolicyObjective(
+            config, tokens, token_weights(config, tokens.layout, None, torch.float32)
+        )
         loss = made.token_loss()
         assert (loss is None) == made.couples_tokens
         if loss is None:
@@ -255,7 +357,10 @@ class SurrogateSuite:
         raw = torch.randn(10, 7, device=self.device)
         found = self.kernels.fused(Chunk(raw, tokens.ids, LogitTransform()), loss, None)
         assert found.entropies is not None
-        got, want = made.assemble(found.terms, found.entropies), made.evaluate(found.logps, found.entropies)
+        got, want = (
+            made.assemble(found.terms, found.entropies),
+            made.evaluate(found.logps, found.entropies),
+        )
         for name in ("loss", "d_logp", "policy_loss"):
             x = getattr(want, name)
             check(name, getattr(got, name), x, 64 * U * (1 + x.abs()))

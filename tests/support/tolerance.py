@@ -72,7 +72,11 @@ def slopes(
 
 
 def moved(
-    case: Case, want: ReferenceResult, e: Tensor, e_entropy: Tensor, e_divergence: Tensor | float = 0.0
+    case: Case,
+    want: ReferenceResult,
+    e: Tensor,
+    e_entropy: Tensor,
+    e_divergence: Tensor | float = 0.0,
 ) -> list[tuple[Evaluation, Tensor, Tensor]]:
     """The reference at logps, entropies and divergences that are off by their bounds, in four patterns of signs."""
     counted, unit, g = want.head.counted, compute_unit(case), torch.Generator().manual_seed(7)
@@ -93,15 +97,23 @@ def slope_sizes(case: Case, at: Evaluation, a: Tensor) -> Tensor:
     """(B, T): sum of the absolute values of the terms that d loss / d logp is summed from."""
     o, counted = settings(case), case.completion_mask != 0
     size = a.abs() + at.kl_slope_size
-    if not at.log_ratios.requires_grad or o.importance_sampling_level != "sequence" or not at.policy.requires_grad:
+    if (
+        not at.log_ratios.requires_grad
+        or o.importance_sampling_level != "sequence"
+        or not at.policy.requires_grad
+    ):
         return size
     (g,) = torch.autograd.grad(at.policy, at.log_ratios, allow_unused=True, retain_graph=True)
     if g is None:
         return size
-    return size + pick(g.abs().sum(1, keepdim=True) / counted.sum(1, keepdim=True).clamp(min=1), counted)
+    return size + pick(
+        g.abs().sum(1, keepdim=True) / counted.sum(1, keepdim=True).clamp(min=1), counted
+    )
 
 
-def is_ambiguous(case: Case, want: ReferenceResult, e_entropy: Tensor, others: list[Evaluation]) -> bool:
+def is_ambiguous(
+    case: Case, want: ReferenceResult, e_entropy: Tensor, others: list[Evaluation]
+) -> bool:
     """Whether a token or sequence could fall on either side of the top-entropy or off-policy threshold."""
     o = settings(case)
     pairs = [zip(want.evaluation.keeps, x.keeps, strict=True) for x in others]
@@ -114,7 +126,11 @@ def is_ambiguous(case: Case, want: ReferenceResult, e_entropy: Tensor, others: l
     below, above = pool[math.floor(position)], pool[math.ceil(position)]
     threshold = below + (above - below) * (position - math.floor(position))
     error = 2 * e_entropy.max()
-    return bool(abs(position - round(position)) < 1e-3 or threshold - below < error or above - threshold < error)
+    return bool(
+        abs(position - round(position)) < 1e-3
+        or threshold - below < error
+        or above - threshold < error
+    )
 
 
 def metric_bounds(case: Case, want: ReferenceResult, others: list[Evaluation]) -> dict[str, float]:
@@ -151,7 +167,10 @@ def bounds_of(want: ReferenceResult, case: Case) -> Bounds:
     e_divergence = 0.0 if diverging is None else on_grid(diverging.value, h.counted)
     others = moved(case, want, e_grid, entropy_grid, e_divergence)
     at = [x for x, _, _ in others]
-    d_a, d_b = spread(want.d_logps, [a for _, a, _ in others]), spread(want.d_entropies, [b for _, _, b in others])
+    d_a, d_b = (
+        spread(want.d_logps, [a for _, a, _ in others]),
+        spread(want.d_entropies, [b for _, _, b in others]),
+    )
     lost = want.evaluation.overflow & h.counted
     d_a = torch.where(lost, math.inf, d_a)
     sizes = slope_sizes(case, want.evaluation, want.d_logps)
@@ -166,12 +185,18 @@ def bounds_of(want: ReferenceResult, case: Case) -> Bounds:
 
 def compare(name: str, got: Tensor, want: Tensor, bound: Tensor | float, case: Case) -> None:
     """Raise with the worst element, unless every |got - want| is within its bound and NaN meets NaN."""
-    assert got.shape == want.shape, f"{case.name}: {name}: shape {tuple(got.shape)}, expected {tuple(want.shape)}"
+    assert got.shape == want.shape, (
+        f"{case.name}: {name}: shape {tuple(got.shape)}, expected {tuple(want.shape)}"
+    )
     got = got.detach().double()
     bound = torch.as_tensor(bound, dtype=torch.float64).expand_as(want)
-    bound = torch.where(bound > 0, bound + compute_unit(case).floor, bound)  # where exactly 0 is asked for, exactly 0
+    bound = torch.where(
+        bound > 0, bound + compute_unit(case).floor, bound
+    )  # where exactly 0 is asked for, exactly 0
     error = (got - want).abs()
-    excess = torch.where(error <= bound, 0.0, torch.nan_to_num(error / bound, nan=math.inf, posinf=math.inf))
+    excess = torch.where(
+        error <= bound, 0.0, torch.nan_to_num(error / bound, nan=math.inf, posinf=math.inf)
+    )
     excess = torch.where((got == want) | bound.isposinf(), 0.0, excess)
     excess = torch.where(want.isnan(), torch.where(got.isnan(), 0.0, math.inf), excess)
     if excess.numel() == 0 or not bool((excess > 0).any()):
@@ -210,13 +235,23 @@ def assert_matches(
     else:
         compare("loss", output.loss, reference.loss, limits.loss, case)
     for name in reference.metrics.keys() & output.metrics.keys():
-        compare(f"metrics[{name}]", output.metrics[name], reference.metrics[name], limits.metrics[name], case)
+        compare(
+            f"metrics[{name}]",
+            output.metrics[name],
+            reference.metrics[name],
+            limits.metrics[name],
+            case,
+        )
     if grads is not None:
         compare_grads(grads, reference, case, vars(limits), scale)
 
 
 def compare_grads(
-    grads: Mapping[str, Tensor | None], reference: ScoresResult, case: Case, limits: Mapping[str, Any], scale: float
+    grads: Mapping[str, Tensor | None],
+    reference: ScoresResult,
+    case: Case,
+    limits: Mapping[str, Any],
+    scale: float,
 ) -> None:
     """A frozen tensor has no gradient; every other one has one, in its own dtype and within its bounds."""
     for name in LEAVES:
@@ -225,13 +260,19 @@ def compare_grads(
             assert got is None, f"{case.name}: d_{name}: a gradient for a tensor that asks for none"
             continue
         assert got is not None, f"{case.name}: d_{name}: no gradient"
-        assert got.dtype == tensor.dtype, f"{case.name}: d_{name}: dtype {got.dtype}, expected {tensor.dtype}"
+        assert got.dtype == tensor.dtype, (
+            f"{case.name}: d_{name}: dtype {got.dtype}, expected {tensor.dtype}"
+        )
         want, bound = getattr(reference, f"d_{name}"), limits[f"d_{name}"]
         compare(f"d_{name}", got, scale * want, abs(scale) * bound, case)
 
 
 def assert_scores(
-    case: Case, want: ScoresResult, results: dict[str, Tensor], grads: dict[str, Tensor | None], engine: str = "auto"
+    case: Case,
+    want: ScoresResult,
+    results: dict[str, Tensor],
+    grads: dict[str, Tensor | None],
+    engine: str = "auto",
 ) -> None:
     """Scores by name and gradients of an engine against the reference; a masked position has exactly 0."""
     e, e_entropy = score_bounds(case, want)
@@ -247,12 +288,20 @@ def assert_scores(
 
 
 def raw_bounds(
-    case: Case, want: ScoresResult, errors: tuple[Tensor, Tensor], diverging: Diverging | None, engine: str
+    case: Case,
+    want: ScoresResult,
+    errors: tuple[Tensor, Tensor],
+    diverging: Diverging | None,
+    engine: str,
 ) -> tuple[Tensor, Tensor]:
     """What was stored for an expectation that did not come true is taken off again: it counts with its size."""
     zeros, o = torch.zeros_like(want.d_logps), settings(case)
     d_raw, bound = logit_bounds(case, want, *errors, zeros, zeros, want.d_logps.abs(), diverging)
-    if diverging is None or engine not in ("auto", "one_pass") or (o.arrives == "same" and not o.more):
+    if (
+        diverging is None
+        or engine not in ("auto", "one_pass")
+        or (o.arrives == "same" and not o.more)
+    ):
         return d_raw, bound
     # What is stored is the divergences' alone, so that it cancels nothing of the others.
     largest = want.d_divergences.abs().max() if want.d_divergences.numel() else 0.0

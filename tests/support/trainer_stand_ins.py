@@ -35,23 +35,36 @@ def scores_of(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
     return logps.gather(-1, ids[..., None])[..., 0], -(logps.exp() * logps).sum(-1)
 
 
-def next_scores(model: nn.Module, ids: Tensor, attention_mask: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def next_scores(
+    model: nn.Module, ids: Tensor, attention_mask: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
     """Of every token but the first: (B, L - 1) each."""
     positions = (attention_mask.cumsum(-1) - 1).masked_fill(attention_mask == 0, 1)
-    logits = model(input_ids=ids, attention_mask=attention_mask, position_ids=positions, use_cache=False).logits
+    logits = model(
+        input_ids=ids, attention_mask=attention_mask, position_ids=positions, use_cache=False
+    ).logits
     return scores_of(logits[:, :-1] / temperature, ids[:, 1:])
 
 
-def unpad_and_slice_tensor(sequences: Tensor, attention_mask: Tensor, ring_attn_group: Any) -> tuple[Any, ...]:
+def unpad_and_slice_tensor(
+    sequences: Tensor, attention_mask: Tensor, ring_attn_group: Any
+) -> tuple[Any, ...]:
     """OpenRLHF 0.11.0's (3c3be62), without a ring: the tokens that are attended, in one row (1, N)."""
     indices = attention_mask.flatten().nonzero()[:, 0]
     positions = (attention_mask.cumsum(-1) - 1).clamp(min=0)
-    ids, positions, rolled = (x.flatten()[indices][None] for x in (sequences, positions, sequences.roll(-1, 1)))
+    ids, positions, rolled = (
+        x.flatten()[indices][None] for x in (sequences, positions, sequences.roll(-1, 1))
+    )
     return ids, positions, rolled, 0, indices
 
 
 def gather_and_pad_tensor(
-    tensor: Tensor, ring_attn_group: Any, ring_attn_pad_len: int, indices: Tensor, batch: int, seqlen: int
+    tensor: Tensor,
+    ring_attn_group: Any,
+    ring_attn_pad_len: int,
+    indices: Tensor,
+    batch: int,
+    seqlen: int,
 ) -> Tensor:
     """OpenRLHF 0.11.0's (3c3be62), without a ring: (1, N) back to (batch, seqlen)."""
     return tensor.new_zeros(batch * seqlen).index_put((indices,), tensor[0]).view(batch, seqlen)
@@ -78,7 +91,9 @@ class Actor(nn.Module):
         **mm_inputs,
     ):
         if self.packing_samples:
-            ids, positions, rolled, pad_len, indices = unpad_and_slice_tensor(sequences, attention_mask, None)
+            ids, positions, rolled, pad_len, indices = unpad_and_slice_tensor(
+                sequences, attention_mask, None
+            )
             attended = None
         else:
             ids, attended, rolled = sequences, attention_mask, sequences.roll(-1, 1)
@@ -86,7 +101,9 @@ class Actor(nn.Module):
         output = self.model(ids, attention_mask=attended, position_ids=positions)
         scores = scores_of(output["logits"] / self.temperature, rolled)
         if self.packing_samples:
-            scores = [gather_and_pad_tensor(x, None, pad_len, indices, *sequences.shape) for x in scores]
+            scores = [
+                gather_and_pad_tensor(x, None, pad_len, indices, *sequences.shape) for x in scores
+            ]
         logps, output.entropy = scores[0][:, :-1], scores[1][:, :-1]
         logps = logps[:, -action_mask.shape[1] :] * action_mask
         return (logps, output) if return_output else logps
@@ -97,7 +114,12 @@ class HFModelWrapper(nn.Module):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.model, self.remove_microbatch_padding, self.sequence_parallel_size, self.is_vlm = model, False, 1, False
+        self.model, self.remove_microbatch_padding, self.sequence_parallel_size, self.is_vlm = (
+            model,
+            False,
+            1,
+            False,
+        )
 
     def forward(
         self,
@@ -126,7 +148,12 @@ class GRPOTrainer:
     template = SimpleNamespace(padding_free=False)
 
     def _get_logps_via_local_forward(
-        self, model: nn.Module, model_inputs: Any, logits_to_keep: int, input_ids: Tensor, compute_entropy: bool = False
+        self,
+        model: nn.Module,
+        model_inputs: Any,
+        logits_to_keep: int,
+        input_ids: Tensor,
+        compute_entropy: bool = False,
     ) -> tuple[Tensor, Tensor]:
         logits = model(**model_inputs, use_cache=False, logits_to_keep=logits_to_keep + 1).logits
         logits = logits[:, -logits_to_keep - 1 : -1]
@@ -144,7 +171,9 @@ def forward_for_logprobs(
     pass_olmo_core_doc_lens=False,
 ):
     """Open-Instruct's at e6c3044 (2026-08-20)."""
-    logits = model(input_ids=query_responses, attention_mask=attention_mask, position_ids=position_ids).logits
+    logits = model(
+        input_ids=query_responses, attention_mask=attention_mask, position_ids=position_ids
+    ).logits
     logps, entropies = scores_of(logits[:, :-1] / temperature, query_responses[:, 1:])
     return logps, entropies.detach() if return_entropy else None
 
@@ -169,17 +198,25 @@ class FusedOutputLinear(nn.Linear):
     def forward(self, hidden_states, labels=None, temperature=None, sampling_mask=None):
         logits = super().forward(hidden_states)
         if temperature is None:
-            return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")}
+            return {
+                "loss": nn.functional.cross_entropy(
+                    logits.flatten(0, 1), labels.flatten(), reduction="sum"
+                )
+            }
         logits = logits / temperature[..., None]
         logps, entropies = scores_of(logits, labels)
         output = {"logprobs": logps, "entropy": entropies}
         if sampling_mask is not None:
             replayed = sampling_replay_mask(sampling_mask, labels)[..., None]
             kept = replayed & (sampling_mask >= 0)
-            kept_logits = logits.gather(-1, sampling_mask.clamp(min=0).long()).masked_fill(~kept, -1e30)
+            kept_logits = logits.gather(-1, sampling_mask.clamp(min=0).long()).masked_fill(
+                ~kept, -1e30
+            )
             normalizers = kept_logits.logsumexp(-1, keepdim=True)
             target_logits = logits.gather(-1, labels[..., None])
-            output["logprobs"] = (target_logits - normalizers).where(replayed, logps[..., None])[..., 0]
+            output["logprobs"] = (target_logits - normalizers).where(replayed, logps[..., None])[
+                ..., 0
+            ]
             if self.return_mask_logprobs:
                 output["mask_logprobs"] = (kept_logits - normalizers).where(kept, 0)
         return output
@@ -188,7 +225,14 @@ class FusedOutputLinear(nn.Linear):
 class LinearGRPOLoss(nn.Module):
     """torchtune 0.7.0's (bd2a0fc): on-policy, a k3 term, a mean over each sequence and then over sequences."""
 
-    def __init__(self, num_output_chunks=8, epsilon=0.1, kl_coeff=0.1, ignore_index=-100, mask_pre_projection=True):
+    def __init__(
+        self,
+        num_output_chunks=8,
+        epsilon=0.1,
+        kl_coeff=0.1,
+        ignore_index=-100,
+        mask_pre_projection=True,
+    ):
         super().__init__()
         self.kl_coeff, self.linear_projection = kl_coeff, None
 
@@ -203,4 +247,11 @@ class LinearGRPOLoss(nn.Module):
         kl = (ref_outputs - logps).exp() - (ref_outputs - logps) - 1
         means = [((x * padding_masks).sum(1) / padding_masks.sum(1)).mean() for x in (policy, kl)]
         loss = self.kl_coeff * means[1] - means[0]
-        return loss, means[0].detach(), means[1].detach(), loss.new_tensor(1.0), loss.new_tensor(0.0), logps
+        return (
+            loss,
+            means[0].detach(),
+            means[1].detach(),
+            loss.new_tensor(1.0),
+            loss.new_tensor(0.0),
+            logps,
+        )

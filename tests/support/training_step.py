@@ -16,7 +16,7 @@ from transformers.models.gptj import modeling_gptj
 from transformers.utils import ModelOutput
 
 from grpo_kernels import GRPOLoss
-from grpo_kernels.integrations.transformers import causal_lm_loss
+from grpo_kernels.transformers import causal_lm_loss
 from tests.support import tiny_architectures as tiny
 from tests.support.case_builder import seeded
 
@@ -49,10 +49,17 @@ def batch(sequences: int = 6) -> dict[str, Tensor]:
     draw = seeded("two prompts")
     prompts = torch.randint(3, 90, (2, 8), generator=draw).repeat_interleave(3, dim=0)
     ids = torch.cat([prompts, torch.randint(3, 90, (6, 10), generator=draw)], dim=1)
-    first, last = torch.tensor([4, 4, 4, 0, 0, 0])[:, None], torch.tensor([18, 11, 15, 13, 10, 16])[:, None]
+    first, last = (
+        torch.tensor([4, 4, 4, 0, 0, 0])[:, None],
+        torch.tensor([18, 11, 15, 13, 10, 16])[:, None],
+    )
     mask = ((torch.arange(18) >= first) & (torch.arange(18) < last)).long()
     advantages = torch.tensor([1.0, 0.0, -0.5, 0.0, 0.0, 0.7])
-    found = {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask, "completion_mask": mask[:, 8:]}
+    found = {
+        "input_ids": ids.masked_fill(mask == 0, 0),
+        "attention_mask": mask,
+        "completion_mask": mask[:, 8:],
+    }
     return {name: x[:sequences] for name, x in {**found, "advantages": advantages}.items()}
 
 
@@ -62,7 +69,10 @@ def lengthened(given: dict[str, Tensor], times: int) -> dict[str, Tensor]:
     for name in ("input_ids", "attention_mask"):
         ends[name] = torch.cat([given[name][:, :8], *[given[name][:, 8:]] * times], dim=1)
     ends["input_ids"] = (ends["input_ids"] + torch.arange(ends["input_ids"].shape[1])) % 87 + 3
-    ends["input_ids"][:3, :8], ends["input_ids"][3:, :8] = ends["input_ids"][0, :8], ends["input_ids"][3, :8]
+    ends["input_ids"][:3, :8], ends["input_ids"][3:, :8] = (
+        ends["input_ids"][0, :8],
+        ends["input_ids"][3, :8],
+    )
     # the attended tokens of a completion first
     mask = ends["attention_mask"][:, 8:].sort(dim=1, descending=True).values
     ends["attention_mask"] = torch.cat([given["attention_mask"][:, :8], mask], dim=1)
@@ -72,7 +82,9 @@ def lengthened(given: dict[str, Tensor], times: int) -> dict[str, Tensor]:
 def loss_of(model: Any, given: dict[str, Any], **options: Any) -> tuple[Any, dict[str, Tensor]]:
     """(output, gradients)."""
     model.zero_grad()
-    out = causal_lm_loss(model, GRPOLoss(loss_type="dapo"), **given, num_items_in_batch=30.0, **options)
+    out = causal_lm_loss(
+        model, GRPOLoss(loss_type="dapo"), **given, num_items_in_batch=30.0, **options
+    )
     out.loss.backward()
     return out, {name: x.grad.clone() for name, x in model.named_parameters() if x.grad is not None}
 
@@ -95,7 +107,9 @@ def assert_same(got: dict[str, Tensor], want: dict[str, Tensor], bound: float = 
     assert distance(got, want) <= bound
 
 
-def assert_modes_agree(model: Any, given: dict[str, Any], modes: Iterable[dict[str, Any]] = MODES.values()) -> Any:
+def assert_modes_agree(
+    model: Any, given: dict[str, Any], modes: Iterable[dict[str, Any]] = MODES.values()
+) -> Any:
     """Loss and gradients in each mode are those of the padded forward; returns the output of the last one."""
     want, gradients = loss_of(model, given, **PADDED)
     for options in modes:
@@ -134,7 +148,9 @@ class Reader(LlamaForCausalLM):  # type: ignore[misc]
         aux_loss = hidden[attention_mask.bool()].square().mean() if self.adds_loss else None
         losses = None if aux_loss is None else (aux_loss,)
         values = self.value_head(hidden)[..., 0]
-        return ReadOutput(self.lm_head(hidden), values, None if self.nests_loss else aux_loss, (hidden,), losses)
+        return ReadOutput(
+            self.lm_head(hidden), values, None if self.nests_loss else aux_loss, (hidden,), losses
+        )
 
 
 def reader() -> Any:

@@ -34,7 +34,9 @@ class Checked(Written):
         self.kls.append(kl)
         if torch.is_grad_enabled():
             trained = [x for x in model.parameters() if x.requires_grad]
-            found, wanted = (torch.autograd.grad(x, trained, retain_graph=True) for x in (loss, want))
+            found, wanted = (
+                torch.autograd.grad(x, trained, retain_graph=True) for x in (loss, want)
+            )
             largest = max(float(x.abs().max()) for x in wanted)
             for got, right in zip(found, wanted, strict=True):
                 assert float((got - right).abs().max()) <= 2e-5 * largest
@@ -46,7 +48,9 @@ class Checked(Written):
         attended = torch.cat([inputs["prompt_mask"], mask], 1)
 
         def log_probs(of: Any) -> Tensor:
-            logits = of(input_ids=everything, attention_mask=attended).logits / self.args.temperature
+            logits = (
+                of(input_ids=everything, attention_mask=attended).logits / self.args.temperature
+            )
             return logits[:, -ids.shape[1] - 1 : -1].log_softmax(-1)
 
         policy = log_probs(model)
@@ -62,10 +66,17 @@ class Checked(Written):
         counted = mask * inputs.get("tool_mask", 1)
         ratio = (logps - old).exp()
         if self.args.importance_sampling_level == "sequence":
-            ratio = ((logps - old) * counted).sum(1, keepdim=True).div(counted.sum(1, keepdim=True)).exp()
+            ratio = (
+                ((logps - old) * counted)
+                .sum(1, keepdim=True)
+                .div(counted.sum(1, keepdim=True))
+                .exp()
+            )
         advantages = inputs["advantages"][:, None]
         clipped = ratio.clamp(1 - self.args.epsilon, 1 + self.args.epsilon)
-        per_token = -torch.minimum(ratio * advantages, clipped * advantages) + self.args.beta * divergence
+        per_token = (
+            -torch.minimum(ratio * advantages, clipped * advantages) + self.args.beta * divergence
+        )
         trains = model.training
         accumulated = self.current_gradient_accumulation_steps if trains else 1  # type: ignore[attr-defined]
         if self.args.loss_type == "dapo":

@@ -37,9 +37,17 @@ def in_domain(case: Case) -> bool:
     o = settings(case)
     b, t = case.completion_mask.shape
     counted = case.completion_mask != 0
-    tensors = (case.hidden, case.weight, case.bias, case.old_per_token_logps, case.ref_per_token_logps)
+    tensors = (
+        case.hidden,
+        case.weight,
+        case.bias,
+        case.old_per_token_logps,
+        case.ref_per_token_logps,
+    )
     finite = all(x is None or bool(torch.isfinite(x).all()) for x in (*tensors, case.advantages))
-    rolled_out = bool(((case.completion_ids >= 0) & (case.completion_ids < case.weight.shape[0])).all())
+    rolled_out = bool(
+        ((case.completion_ids >= 0) & (case.completion_ids < case.weight.shape[0])).all()
+    )
     # With one column TRL takes every metric for one value per sequence, and counts masked sequences too.
     one_column = t == 1 and not bool(counted.all())
     ours = o.kl_estimator != "k3" or o.logits_dtype != "float32" or not TERMS[o.loss_type].in_trl
@@ -62,7 +70,9 @@ def default_float64():
         torch.set_default_dtype(before)
 
 
-def full_logits(case: Case, o: SimpleNamespace, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def full_logits(
+    case: Case, o: SimpleNamespace, hidden: Tensor, weight: Tensor, bias: Tensor | None
+) -> Tensor:
     """(B, T, V): the order of TRL's fused head: bias, scale, soft-cap, temperature."""
     logits = torch.nn.functional.linear(hidden, weight, bias) * o.logit_scale
     cap = o.final_logit_softcapping
@@ -79,7 +89,9 @@ def trainers() -> tuple[type, type]:
     return grpo.GRPOTrainer, gmpo.GMPOTrainer
 
 
-def stub_trainer(case: Case, o: SimpleNamespace, logps: Tensor, entropies: Tensor, grpo: type) -> SimpleNamespace:
+def stub_trainer(
+    case: Case, o: SimpleNamespace, logps: Tensor, entropies: Tensor, grpo: type
+) -> SimpleNamespace:
     """The attributes `_compute_loss` reads, for one process and one gradient accumulation step."""
     accelerator = SimpleNamespace(
         num_processes=1,
@@ -133,14 +145,17 @@ def trl_loss(case: Case) -> OracleResult:
             "completion_mask": mask,
             "advantages": exact.advantages,
             "num_items_in_batch": torch.as_tensor(
-                mask.sum() if case.num_items_in_batch is None else case.num_items_in_batch, dtype=torch.float64
+                mask.sum() if case.num_items_in_batch is None else case.num_items_in_batch,
+                dtype=torch.float64,
             ),
         }
         ratio = exact.importance_sampling_ratio
         if ratio is not None:
             ratio = ratio[:, None] if ratio.dim() == 1 else ratio
             # TRL's own ratio is exactly 1 at masked positions, and vespo relies on it.
-            inputs["importance_sampling_ratio"] = ratio if ratio.shape[1] == 1 else torch.where(mask != 0, ratio, 1.0)
+            inputs["importance_sampling_ratio"] = (
+                ratio if ratio.shape[1] == 1 else torch.where(mask != 0, ratio, 1.0)
+            )
         for name in ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps"):
             if getattr(exact, name) is not None:
                 inputs[name] = getattr(exact, name)
@@ -150,4 +165,6 @@ def trl_loss(case: Case) -> OracleResult:
     grads = [torch.zeros_like(x) if g is None else g for g, x in zip(grads, leaves, strict=True)]
     metrics = {k: x[-1] for k, x in trainer._metrics["train"].items() if not math.isnan(x[-1])}
     metrics.pop("entropy_coef", None)
-    return OracleResult(loss.detach(), grads[0], grads[1], grads[2] if len(grads) > 2 else None, metrics)
+    return OracleResult(
+        loss.detach(), grads[0], grads[1], grads[2] if len(grads) > 2 else None, metrics
+    )

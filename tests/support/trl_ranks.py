@@ -25,7 +25,7 @@ from torch import Tensor
 from benchmarks import head_flops, tiny_models, tiny_run
 from grpo_kernels.base.checks import is_dtensor
 from grpo_kernels.head.module import gather_of
-from grpo_kernels.integrations.trl import FusedGRPOTrainer
+from grpo_kernels.trl import FusedGRPOTrainer
 from tests.support.trl_training import Written
 
 SEQUENCES = 8  # of all processes together, a micro-batch
@@ -64,7 +64,11 @@ class Found:
 
 
 def train(
-    job: Job, folder: str, processes: int = 1, prepare: Callable[[Any], None] | None = None, **options: Any
+    job: Job,
+    folder: str,
+    processes: int = 1,
+    prepare: Callable[[Any], None] | None = None,
+    **options: Any,
 ) -> tuple[list[dict[str, float]], dict[str, Tensor], Any]:
     """What two steps have logged, what they have added to each parameter, and the trainer; `folder`: `save_model`."""
     tiny_run.quiet()
@@ -74,12 +78,16 @@ def train(
     if job.lora:
         from peft import LoraConfig
 
-        chosen = LoraConfig(r=4, target_modules=[*job.lora], init_lora_weights=False, task_type="CAUSAL_LM")
+        chosen = LoraConfig(
+            r=4, target_modules=[*job.lora], init_lora_weights=False, task_type="CAUSAL_LM"
+        )
         arguments["peft_config"] = chosen
     history = tiny_run.History()
     with tempfile.TemporaryDirectory() as output:
         options = {"optim": "sgd", "learning_rate": 0.1, **job.options, **options}
-        args = tiny_run.config(output, 2, per_device_train_batch_size=SEQUENCES // processes, **options)
+        args = tiny_run.config(
+            output, 2, per_device_train_batch_size=SEQUENCES // processes, **options
+        )
         trainer = (StockWritten if job.stock else OursWritten)(
             model=policy,
             args=args,
@@ -105,8 +113,13 @@ def _whole_parameters(model: Any) -> dict[str, Tensor]:
     is_fsdp1 = isinstance(model, FullyShardedDataParallel)
     gather = gather_of(model.parameters()) or nullcontext
     with FullyShardedDataParallel.summon_full_params(model) if is_fsdp1 else gather():
-        names = {name.replace("_fsdp_wrapped_module.", ""): x.detach() for name, x in model.named_parameters()}
-        return {name: (x.full_tensor() if is_dtensor(x) else x).clone() for name, x in names.items()}
+        names = {
+            name.replace("_fsdp_wrapped_module.", ""): x.detach()
+            for name, x in model.named_parameters()
+        }
+        return {
+            name: (x.full_tensor() if is_dtensor(x) else x).clone() for name, x in names.items()
+        }
 
 
 def save_model(kind: str, folder: str) -> None:
@@ -114,12 +127,16 @@ def save_model(kind: str, folder: str) -> None:
     tiny_models.model(kind, num_hidden_layers=1).save_pretrained(folder)
 
 
-def train_all(rank: int, world_size: int, jobs: dict[str, Job], folders: dict[str, str]) -> dict[str, Found]:
+def train_all(
+    rank: int, world_size: int, jobs: dict[str, Job], folders: dict[str, str]
+) -> dict[str, Found]:
     """For `run_ranks`: what came of each job, by its name."""
     from accelerate.state import AcceleratorState, GradientState
 
     results = {}
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")  # accelerate wants them, and the group is there
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT="29500"
+    )  # accelerate wants them, and the group is there
     for name, job in jobs.items():
         if job.wrap.startswith("ZeRO") and "deepspeed" not in sys.modules:
             _find_deepspeed()
@@ -156,7 +173,9 @@ def fsdp2_without_gpus() -> Iterator[None]:
         begin(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
         if fsdp_plugin is not None:
             self.fsdp_plugin = fsdp_plugin
-            self.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+            self.distributed_type = PartialState._shared_state["distributed_type"] = (
+                DistributedType.FSDP
+            )
 
     with mock.patch.object(AcceleratorState, "__init__", as_on_a_gpu):
         yield
@@ -167,13 +186,19 @@ def _fsdp2(*, root_alone: bool = False, **variables: str) -> Iterator[dict[str, 
     import accelerate.accelerator
     from torch.distributed.fsdp import fully_shard
 
-    asked = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "true"}
+    asked = {
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_VERSION": "2",
+        "FSDP_RESHARD_AFTER_FORWARD": "true",
+    }
     asked |= {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", **variables}
     with fsdp2_without_gpus(), mock.patch.dict(os.environ, asked):
         if not root_alone:
             yield {}
             return
-        with mock.patch.object(accelerate.accelerator, "fsdp2_prepare_model", lambda _, model: fully_shard(model)):
+        with mock.patch.object(
+            accelerate.accelerator, "fsdp2_prepare_model", lambda _, model: fully_shard(model)
+        ):
             yield {}
 
 
@@ -187,18 +212,31 @@ def _fsdp1(*, original: bool) -> Iterator[dict[str, Any]]:
     """`original`: `use_orig_params`."""
     from torch.distributed.fsdp import _init_utils
 
-    asked = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1", "FSDP_SHARDING_STRATEGY": "FULL_SHARD"}
-    asked |= {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_TRANSFORMER_CLS_TO_WRAP": "Qwen3DecoderLayer"}
+    asked = {
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_VERSION": "1",
+        "FSDP_SHARDING_STRATEGY": "FULL_SHARD",
+    }
+    asked |= {
+        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+        "FSDP_TRANSFORMER_CLS_TO_WRAP": "Qwen3DecoderLayer",
+    }
     asked["FSDP_USE_ORIG_PARAMS"] = str(original).lower()
     # accelerate names the device cpu:0, and torch compares it with cpu
-    on_cpu = mock.patch.object(_init_utils, "_get_device_from_device_id", return_value=torch.device("cpu"))
+    on_cpu = mock.patch.object(
+        _init_utils, "_get_device_from_device_id", return_value=torch.device("cpu")
+    )
     with fsdp2_without_gpus(), mock.patch.dict(os.environ, asked), on_cpu:
         yield {}
 
 
 @contextmanager
 def _zero(stage: int) -> Iterator[dict[str, Any]]:
-    automatic = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+    automatic = (
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "gradient_clipping",
+    )
     yield {
         "deepspeed": {
             "zero_optimization": {
@@ -236,6 +274,10 @@ def _find_deepspeed() -> None:
 
     for module in (accelerate.utils, accelerate.accelerator, transformers.trainer):
         for name in vars(wrappers):
-            if "DeepSpeed" in name or name in ("DummyOptim", "DummyScheduler", "map_pytorch_optim_to_deepspeed"):
+            if "DeepSpeed" in name or name in (
+                "DummyOptim",
+                "DummyScheduler",
+                "map_pytorch_optim_to_deepspeed",
+            ):
                 setattr(module, name, getattr(wrappers, name))
     importlib.reload(sys.modules["transformers.integrations.deepspeed"])  # whose base class it is

@@ -16,7 +16,7 @@ import trl
 from trl.experimental.gmpo import GMPOTrainer
 
 from benchmarks import parity, tiny_models, tiny_run
-from grpo_kernels.integrations.trl import FusedLossMixin
+from grpo_kernels.trl import FusedLossMixin
 
 gc.freeze()  # accelerate collects garbage after every training, for a third of a second with all that is imported here
 
@@ -36,7 +36,10 @@ class Written:
         for prompt in map(tuple, prompt_ids):
             draw = random.Random(hash((prompt, seen[prompt], self._calls)))
             seen[prompt] += 1
-            words = [draw.randrange(len(tiny_models.SPECIAL), tiny_models.VOCAB) for _ in range(draw.randrange(2, 11))]
+            words = [
+                draw.randrange(len(tiny_models.SPECIAL), tiny_models.VOCAB)
+                for _ in range(draw.randrange(2, 11))
+            ]
             completions.append([*words, 1])  # the end of the sequence
         return completions, None
 
@@ -107,7 +110,9 @@ def train(
             args = tiny_run.config(folder, steps, config_class, **options)
         else:
             args = config_class(**{**tiny_run.common_options(folder, steps), **options})
-        history = tiny_run.train(trainer_class, args, kind=model, dtype=dtype, prepare=begin, **arguments)
+        history = tiny_run.train(
+            trainer_class, args, kind=model, dtype=dtype, prepare=begin, **arguments
+        )
     return Run(history.steps, history.losses, trainers[0])
 
 

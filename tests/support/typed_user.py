@@ -27,7 +27,7 @@ from grpo_kernels import (
     token_level,
     topk_divergence,
 )
-from grpo_kernels.integrations.transformers import causal_lm_loss
+from grpo_kernels.transformers import causal_lm_loss
 from grpo_kernels.typing import BackendName, EngineName, LossFields
 
 x, ids, mask, rewards = torch.randn(2, 3, 4), torch.ones(2, 3), torch.ones(2, 3), torch.ones(2)

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
-from grpo_kernels.integrations.verl import patch_verl, unpatch_verl
+from grpo_kernels.verl import patch_verl, unpatch_verl
 from tests.support import verl_peer
 from tests.support.ranks import one_rank
 from tests.support.verl_peer import verl_module
@@ -85,7 +85,9 @@ def on_one_rank() -> Iterator[None]:
 
 def model(layers: int = 1, dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(0)
-    made = verl_peer.text_model("Qwen3", vocab_size=VOCAB, hidden_size=HIDDEN, num_hidden_layers=layers)
+    made = verl_peer.text_model(
+        "Qwen3", vocab_size=VOCAB, hidden_size=HIDDEN, num_hidden_layers=layers
+    )
     return made.to(dtype)
 
 
@@ -111,7 +113,14 @@ def ppo_loss(settings: Any) -> Any:
     return functools.partial(verl_module("workers.utils.losses").ppo_loss, config=settings)
 
 
-def batch(size: int = 8, *, seed: int = 0, dead: int | Tensor = 4, tools: bool = False, weights: bool = False) -> Any:
+def batch(
+    size: int = 8,
+    *,
+    seed: int = 0,
+    dead: int | Tensor = 4,
+    tools: bool = False,
+    weights: bool = False,
+) -> Any:
     """A mini-batch as verl's trainer sends it: `dead` sequences (the first so many, or a mask) have the advantage 0."""
     from tensordict import TensorDict
 
@@ -135,7 +144,9 @@ def batch(size: int = 8, *, seed: int = 0, dead: int | Tensor = 4, tools: bool =
         "response_mask": mask,
         "advantages": advantages * mask,
     }
-    data = verl_module("workers.utils.padding").left_right_2_no_padding(TensorDict(fields, batch_size=[size]))
+    data = verl_module("workers.utils.padding").left_right_2_no_padding(
+        TensorDict(fields, batch_size=[size])
+    )
     logps = run(None, data, None, forward_only=True).model_output["log_probs"]
     logps = verl_module("workers.utils.padding").no_padding_2_padding(logps, data)
     for name, deviation in (("old_log_probs", OLD), ("ref_log_prob", REF)):
@@ -154,9 +165,18 @@ def nested(data: Any) -> Any:
     def jagged(rows: list[Tensor]) -> Tensor:
         return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
 
-    for name in ("response_mask", "old_log_probs", "advantages", "ref_log_prob", "loss_mask", "responses"):
+    for name in (
+        "response_mask",
+        "old_log_probs",
+        "advantages",
+        "ref_log_prob",
+        "loss_mask",
+        "responses",
+    ):
         made[name] = jagged([x[:n] for x, n in zip(data[name], lengths[1], strict=True)])
-    made["prompts"] = jagged([x[PROMPT - n :] for x, n in zip(data["prompts"], lengths[0], strict=True)])
+    made["prompts"] = jagged(
+        [x[PROMPT - n :] for x, n in zip(data["prompts"], lengths[0], strict=True)]
+    )
     return made
 
 
@@ -166,19 +186,32 @@ def engine(module: nn.Module, options: dict[str, str], strategy: str | None) -> 
     made = owner.__new__(owner)
     made.model_config = SimpleNamespace(fused_kernel_options=options)
     made.engine_config = SimpleNamespace(
-        use_no_sync_for_gradient_accumulation=True, entropy_checkpointing=False, entropy_from_logits_with_chunking=False
+        use_no_sync_for_gradient_accumulation=True,
+        entropy_checkpointing=False,
+        entropy_from_logits_with_chunking=False,
     )
-    made.use_ulysses_sp, made.ulysses_sequence_parallel_size, made.ulysses_device_mesh = False, 1, None
+    made.use_ulysses_sp, made.ulysses_sequence_parallel_size, made.ulysses_device_mesh = (
+        False,
+        1,
+        None,
+    )
     made.pad_to_length, made.pad_to_length_bucket = False, 1
     made._autocast_dtype, made.scaler = torch.float32, None
     made.compute_entropy_from_logits = verl_module("utils.torch_functional").entropy_from_logits
-    mesh, utilities = init_device_mesh("cpu", (dist.get_world_size(),)), verl_module("utils.fsdp_utils")
+    mesh, utilities = (
+        init_device_mesh("cpu", (dist.get_world_size(),)),
+        verl_module("utils.fsdp_utils"),
+    )
     if strategy == "fsdp2":
         utilities.apply_fsdp2(module, {"mesh": mesh, "reshard_after_forward": True}, {})
     if strategy == "fsdp":
         policy = utilities.get_fsdp_wrap_policy(module, {})
         module = FullyShardedDataParallel(
-            module, auto_wrap_policy=policy, device_mesh=mesh, device_id=torch.device("cpu"), use_orig_params=True
+            module,
+            auto_wrap_policy=policy,
+            device_mesh=mesh,
+            device_id=torch.device("cpu"),
+            use_orig_params=True,
         )
     made.module = module
     return made
@@ -205,13 +238,17 @@ def run(
     made = model(layers)
     if options is not None:
         verl_patch.patch_forward_with_backends(made, True, options["impl_backend"])
-        with torch.no_grad():  # a first call measures the head's constants, which are no operations of a step
+        with (
+            torch.no_grad()
+        ):  # a first call measures the head's constants, which are no operations of a step
             made(input_ids=torch.ones(1, 2, dtype=torch.long), return_dict=True)
     if adapter:
         import peft
 
         targets = ["q_proj", "v_proj"]
-        made = peft.get_peft_model(made, peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
+        made = peft.get_peft_model(
+            made, peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False)
+        )
     the_engine = engine(made, options or {}, strategy)
     if prepare is not None:
         prepare(the_engine)
@@ -239,7 +276,9 @@ def gradients_of(module: nn.Module, *, whole: bool) -> dict[str, Tensor]:
     if not whole:
         with FullyShardedDataParallel.summon_full_params(module, with_grads=True):
             found = gradients_of(module, whole=True)
-            return {name.replace("_fsdp_wrapped_module.", ""): x.clone() for name, x in found.items()}
+            return {
+                name.replace("_fsdp_wrapped_module.", ""): x.clone() for name, x in found.items()
+            }
     found = {name: x.grad for name, x in module.named_parameters() if x.grad is not None}
     return {name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in found.items()}
 
@@ -277,15 +316,23 @@ def on_two_ranks(rank: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for strategy, micro in (("fsdp2", 2), ("fsdp", 4)):
         flags = {"micro": micro, "strategy": strategy, "layers": 2}
-        unfused, rows, score = (run(options, data, loss, **flags) for options in (None, OURS, SCORE))
+        unfused, rows, score = (
+            run(options, data, loss, **flags) for options in (None, OURS, SCORE)
+        )
         found[strategy] = {
             "gaps": [gap(x, unfused) for x in (rows, score)],
             "losses": [abs(x.loss - unfused.loss) for x in (rows, score)],
-            "head": [x.products.head / (VOCAB * HIDDEN * (2 * counted + 4 * graded)) for x in (rows, score)],
-            "trunk": (score.products.all - score.products.head) / (rows.products.all - rows.products.head),
+            "head": [
+                x.products.head / (VOCAB * HIDDEN * (2 * counted + 4 * graded))
+                for x in (rows, score)
+            ],
+            "trunk": (score.products.all - score.products.head)
+            / (rows.products.all - rows.products.head),
             "expected trunk": (tokens + 2 * tokens_with_graph(data, micro)) / (3 * tokens),
         }
-        dynamic = [run(options, data, loss, use_dynamic_bsz=True, **flags) for options in (None, SCORE)]
+        dynamic = [
+            run(options, data, loss, use_dynamic_bsz=True, **flags) for options in (None, SCORE)
+        ]
         found[strategy]["gaps"].append(gap(dynamic[1], dynamic[0]))
     return found
 
@@ -298,7 +345,9 @@ def on_ulysses() -> dict[str, Any]:
         flags: dict[str, Any] = {"layers": 0, "strategy": None, "calculate_entropy": bool(options)}
         loss = ppo_loss(config(loss_agg_mode="seq-mean-token-mean", **options))
         want = run(None, data, loss, **flags)
-        got = run(OURS, data, loss, prepare=divided_by_ulysses, global_batch_size=len(data), **flags)
+        got = run(
+            OURS, data, loss, prepare=divided_by_ulysses, global_batch_size=len(data), **flags
+        )
         verl_module("utils.ulysses").set_ulysses_sequence_parallel_group(None)
         for x in got.gradients.values():
             dist.all_reduce(x)

@@ -18,13 +18,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels.integrations.verl import patch_verl, unpatch_verl
+from grpo_kernels.verl import patch_verl, unpatch_verl
 from tests.support.case_builder import seeded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-needs_verl = pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="verl is not installed")
+needs_verl = pytest.mark.skipif(
+    importlib.util.find_spec("verl") is None, reason="verl is not installed"
+)
 
 TEMPERATURE = 0.7
 VISION = {"qwen2_vl": "Qwen2VL", "qwen3_vl": "Qwen3VL", "qwen3_5": "Qwen3_5", "glm4v": "Glm4v"}
@@ -40,7 +42,13 @@ _TEXT: dict[str, Any] = {
     "pad_token_id": 0,
     "tie_word_embeddings": False,
 }
-_EYES: dict[str, Any] = {"depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 32, "patch_size": 2}
+_EYES: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 16,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+    "patch_size": 2,
+}
 _MROPE: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]}}
 _LINEAR: dict[str, Any] = {
     "layer_types": ["full_attention"],
@@ -51,11 +59,27 @@ _LINEAR: dict[str, Any] = {
 }
 # kind -> (its class without the ending, fields of the text model, fields of the vision model)
 _VISION_KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "qwen2_vl": ("Qwen2VL", _MROPE, {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2}),
-    "qwen2_5_vl": ("Qwen2_5_VL", _MROPE, {**_EYES, "intermediate_size": 16, "fullatt_block_indexes": [0]}),
-    "qwen3_vl": ("Qwen3VL", _MROPE, {**_EYES, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}),
+    "qwen2_vl": (
+        "Qwen2VL",
+        _MROPE,
+        {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2},
+    ),
+    "qwen2_5_vl": (
+        "Qwen2_5_VL",
+        _MROPE,
+        {**_EYES, "intermediate_size": 16, "fullatt_block_indexes": [0]},
+    ),
+    "qwen3_vl": (
+        "Qwen3VL",
+        _MROPE,
+        {**_EYES, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+    ),
     "qwen3_5": ("Qwen3_5", _LINEAR, {**_EYES, "num_position_embeddings": 16}),
-    "glm4v": ("Glm4v", {"rope_parameters": {**_MROPE["rope_parameters"], "partial_rotary_factor": 1.0}}, _EYES),
+    "glm4v": (
+        "Glm4v",
+        {"rope_parameters": {**_MROPE["rope_parameters"], "partial_rotary_factor": 1.0}},
+        _EYES,
+    ),
 }
 
 

@@ -46,7 +46,9 @@ def like_a_gpu() -> Iterator[list[Launch]]:
 
 def variants(launches: list[Launch]) -> dict[str, str]:
     """The kernel of each variant, by all that it is compiled for."""
-    described = ((x.kernel.__name__, x.signature, x.constexprs, x.attrs, x.options) for x in launches)
+    described = (
+        (x.kernel.__name__, x.signature, x.constexprs, x.attrs, x.options) for x in launches
+    )
     return {repr(x): x[0] for x in described}
 
 
@@ -69,7 +71,9 @@ def batches(vocab: int, softcap: float | None, *, teacher: bool) -> None:
         ({"importance_sampling_level": "sequence"}, {"old_per_token_logps": old}, "auto"),
         ({"entropy_coef": 0.1}, {"old_per_token_logps": old}, "two_pass"),
         ({"entropy_coef": 0.1}, {"old_per_token_logps": old}, "auto"),
-        *([({}, {"old_per_token_logps": old}, "lean")] if vocab % 128 == 0 else []),  # else its slices differ
+        *(
+            [({}, {"old_per_token_logps": old}, "lean")] if vocab % 128 == 0 else []
+        ),  # else its slices differ
     )
     for config, given, engine in calls:
         options = {"config": LossConfig(**config), "run": replace(run, engine=engine), **given}
@@ -80,13 +84,18 @@ def batches(vocab: int, softcap: float | None, *, teacher: bool) -> None:
     linear_logprob(hidden, Head(weight.detach(), **constants), ids, run=run).logps.sum().backward()
     if not teacher:
         return
-    other = torch.randn(b, t, 2 * H).bfloat16(), Head(torch.randn(vocab, 2 * H).bfloat16(), **constants)
+    other = (
+        torch.randn(b, t, 2 * H).bfloat16(),
+        Head(torch.randn(vocab, 2 * H).bfloat16(), **constants),
+    )
     found = linear_divergence(hidden, head, *other, run=run)
     (found.divergence * torch.randn(b, t)).sum().backward()
     options = {"old_per_token_logps": old, "reference": other, "run": run}
     for level in ("token", "sequence"):
         exact = LossConfig(beta=0.1, kl_estimator="full", importance_sampling_level=level)
-        (2.0 * grpo_loss(hidden, head, ids, mask, advantages, config=exact, **options).loss).backward()
+        (
+            2.0 * grpo_loss(hidden, head, ids, mask, advantages, config=exact, **options).loss
+        ).backward()
 
 
 def compared(vocab: int, softcap: float | None, *, teacher: bool) -> dict[str, Any]:

@@ -36,7 +36,9 @@ def told(**changes) -> Hooks:
 
 def has(**wanted) -> Callable[[Case], bool]:
     """float32 cases with these settings; None means: any that is not the default."""
-    return lambda case: f32(case) and all(getattr(settings(case), k) in v for k, v in wanted.items())
+    return lambda case: (
+        f32(case) and all(getattr(settings(case), k) in v for k, v in wanted.items())
+    )
 
 
 def full_kl(case: Case) -> bool:
@@ -72,7 +74,9 @@ def swap_epsilons(case: Case) -> Case:
 
 def padded_mean(case: Case) -> Case:
     """Each sequence divided by the padded length."""
-    return case.but(config={"loss_type": "dr_grpo", "max_completion_length": case.completion_mask.shape[1]})
+    return case.but(
+        config={"loss_type": "dr_grpo", "max_completion_length": case.completion_mask.shape[1]}
+    )
 
 
 def shrink(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
@@ -113,10 +117,18 @@ FAULTS = [
     Fault(
         "logits in bfloat16",
         Hooks(raw=shrink(torch.bfloat16)),
-        lambda c: c.group in ("A", "B") and c.hidden.dtype != torch.float16 and settings(c).logits_dtype == "float32",
+        lambda c: (
+            c.group in ("A", "B")
+            and c.hidden.dtype != torch.float16
+            and settings(c).logits_dtype == "float32"
+        ),
     ),
     Fault("logits in float16", Hooks(raw=shrink(torch.float16)), f32),
-    Fault("logits off by 2^-12 (TF32)", Hooks(raw=lambda x: x * (1 + 2**-12 * torch.cos(1e4 * x))), f32),
+    Fault(
+        "logits off by 2^-12 (TF32)",
+        Hooks(raw=lambda x: x * (1 + 2**-12 * torch.cos(1e4 * x))),
+        f32,
+    ),
     Fault("last vocabulary lane lost", Hooks(raw=lane_lost), f32),
     Fault("temperature 1 % off", Hooks(raw=lambda x: 1.01 * x), f32),
     Fault("d logits not divided by the temperature", Hooks(d_raw=lambda x: 1.25 * x), f32),
@@ -138,13 +150,28 @@ FAULTS = [
     Fault(
         "last row's gradient lost",
         Hooks(d_raw=last_row_lost),
-        lambda c: f32(c) and settings(c).entropy_coef != 0 and settings(c).top_entropy_quantile == 1,
+        lambda c: (
+            f32(c) and settings(c).entropy_coef != 0 and settings(c).top_entropy_quantile == 1
+        ),
     ),
-    Fault("weight gradient summed in bfloat16", Hooks(accumulate=torch.bfloat16), lambda c: c.name == "C/long/bf16"),
-    Fault("bias gradient lost", Hooks(grads={"bias": torch.zeros_like}), lambda c: f32(c) and c.bias is not None),
+    Fault(
+        "weight gradient summed in bfloat16",
+        Hooks(accumulate=torch.bfloat16),
+        lambda c: c.name == "C/long/bf16",
+    ),
+    Fault(
+        "bias gradient lost",
+        Hooks(grads={"bias": torch.zeros_like}),
+        lambda c: f32(c) and c.bias is not None,
+    ),
     Fault("epsilons swapped", Hooks(case=swap_epsilons), clipping, 0.9),
     Fault("nothing clipped", told(config={"epsilon": 50.0, "epsilon_high": 50.0}), clipping, 0.8),
-    Fault("delta ignored", told(config={"delta": None}), lambda c: clipping(c) and settings(c).delta is not None, 0.5),
+    Fault(
+        "delta ignored",
+        told(config={"delta": None}),
+        lambda c: clipping(c) and settings(c).delta is not None,
+        0.5,
+    ),
     Fault("old logps ignored", told(old_per_token_logps=None), off_policy),
     Fault(
         "old logps in bfloat16",
@@ -174,14 +201,19 @@ FAULTS = [
     ),
     Fault("full KL: the mean not taken off", Hooks(pull=lambda p, d, kl: p * d), full_kl, 0.9),
     Fault(
-        "full KL: the gradient of the other direction", Hooks(pull=lambda p, d, kl: p - p * (-d).exp()), full_kl, 0.9
+        "full KL: the gradient of the other direction",
+        Hooks(pull=lambda p, d, kl: p - p * (-d).exp()),
+        full_kl,
+        0.9,
     ),
     Fault(
         "full KL without a soft-cap of the reference",
         told(others={"teacher_final_logit_softcapping": None}),
         lambda c: full_kl(c) and settings(c).teacher_final_logit_softcapping is not None,
     ),
-    Fault("KL dropped", told(config={"beta": 0.0}), lambda c: off_policy(c) and settings(c).beta != 0),
+    Fault(
+        "KL dropped", told(config={"beta": 0.0}), lambda c: off_policy(c) and settings(c).beta != 0
+    ),
     Fault(
         "k2 for k3",
         told(config={"kl_estimator": "k2"}),
@@ -235,6 +267,8 @@ FAULTS = [
     Fault("entropies in bfloat16", Hooks(entropies=shrink(torch.bfloat16)), f32),
     Fault("clip shares swapped", Hooks(metrics=swapped), clipping, 0.8),
     Fault(
-        "float32 for float64", Hooks(grads=all_grads(shrink(torch.float32))), lambda c: c.hidden.dtype == torch.float64
+        "float32 for float64",
+        Hooks(grads=all_grads(shrink(torch.float32))),
+        lambda c: c.hidden.dtype == torch.float64,
     ),
 ]

@@ -17,7 +17,10 @@ from tests.support import parallel_cases as cases
 FOLDER = Path(sys.prefix) / "zero3"  # where `make` puts it: requirements/zero3.txt
 CONFIG = {
     "train_micro_batch_size_per_gpu": cases.SEQUENCES,
-    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},  # small parameters are divided too
+    "zero_optimization": {
+        "stage": 3,
+        "stage3_param_persistence_threshold": 0,
+    },  # small parameters are divided too
     "zero_allow_untested_optimizer": True,  # torch's
     "zero_force_ds_cpu_optimizer": False,
 }
@@ -34,7 +37,9 @@ def deepspeed() -> Any:
     if FOLDER.is_dir() and str(FOLDER) not in sys.path:
         sys.path.append(str(FOLDER))
     package = importlib.import_module("deepspeed")
-    package.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it compiles faster collectives, for a minute
+    package.ops.__compatible_ops__["deepspeed_shm_comm"] = (
+        False  # else it compiles faster collectives, for a minute
+    )
     # on a processor with fp16 it goes by the model's dtype where on others it takes bf16, and refuses float64
     package.accelerator.get_accelerator().is_fp16_supported = lambda: False
     gc.freeze()  # it collects garbage at every start, seconds with all that is imported here

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from trl.trainer.utils import _ChunkedLogProbFunction
 
 from grpo_kernels import GRPOLoss, Head, KeptIds, linear_logprob, rollouts
-from grpo_kernels.integrations.transformers import completion_logprobs, head_inputs
+from grpo_kernels.transformers import completion_logprobs, head_inputs
 from tests.vllm.engine import CASES
 
 ROOT = Path(__file__).parents[2]
@@ -61,9 +61,14 @@ def corrected(logps: Tensor, samples: Samples, **options: Any) -> tuple[int, dic
     sampling = torch.zeros(mask.shape, dtype=torch.float64)
     sampling[mask != 0] = of_engine(samples)
     found = rollouts.correct(logps.double(), sampling, mask, **options)
-    metrics = {x: found.metrics[f"rollout_corr/rollout_is_{x}"] for x in ("mean", "eff_sample_size")}
+    metrics = {
+        x: found.metrics[f"rollout_corr/rollout_is_{x}"] for x in ("mean", "eff_sample_size")
+    }
     kept = int(found.keep.any(dim=1).sum())
-    print(f"{options} keeps {kept} of {len(mask)} sequences;", {name: round(x, 3) for name, x in metrics.items()})
+    print(
+        f"{options} keeps {kept} of {len(mask)} sequences;",
+        {name: round(x, 3) for name, x in metrics.items()},
+    )
     return kept, metrics
 
 
@@ -80,17 +85,25 @@ def test_log_probabilities_in_fp32_are_the_engines(name: str, sampled: dict[str,
     samples, options = sampled[name], CASES[name]
     given = batch(samples)
     if "top_k" in options:
-        given["kept_ids"] = KeptIds.from_logprobs([x["top"] for x in samples], given["completion_mask"])
+        given["kept_ids"] = KeptIds.from_logprobs(
+            [x["top"] for x in samples], given["completion_mask"]
+        )
     model = AutoModelForCausalLM.from_pretrained(FP32, dtype=torch.float32)
     with torch.no_grad():
-        logps = completion_logprobs(model, **given, temperature=options["temperature"], entropy=False).logps
+        logps = completion_logprobs(
+            model, **given, temperature=options["temperature"], entropy=False
+        ).logps
     gaps = (of_samples(logps, samples) - of_engine(samples)).abs()
-    print(f"{name}: {len(gaps)} tokens, off by {gaps.mean():.1e} in the mean, {gaps.max():.1e} at most")
+    print(
+        f"{name}: {len(gaps)} tokens, off by {gaps.mean():.1e} in the mean, {gaps.max():.1e} at most"
+    )
     assert gaps.max() < NEAR
     if "top_k" in options:  # without the sets
         del given["kept_ids"]
         with torch.no_grad():
-            logps = completion_logprobs(model, **given, temperature=options["temperature"], entropy=False).logps
+            logps = completion_logprobs(
+                model, **given, temperature=options["temperature"], entropy=False
+            ).logps
         _, metrics = corrected(logps, samples)
         assert metrics["mean"] < 0.97
         assert metrics["eff_sample_size"] > 0.9  # which does not show the truncation
@@ -105,7 +118,10 @@ def scorers(model: Any, samples: Samples, temperature: float) -> dict[str, Tenso
             model(input_ids=given["input_ids"], attention_mask=given["attention_mask"])
         hidden, ids = found.hidden[:, -columns - 1 : -1], given["input_ids"][:, -columns:]
         weight = found.of_model.weight.weight
-        heads = {"ours": Head(weight), 'ours, `logits_dtype="input"`': Head(weight, logits_dtype="input")}
+        heads = {
+            "ours": Head(weight),
+            'ours, `logits_dtype="input"`': Head(weight, logits_dtype="input"),
+        }
         ours = {
             name: linear_logprob(hidden, head, ids, temperature=temperature, entropy=False).logps
             for name, head in heads.items()
@@ -120,7 +136,9 @@ def scorers(model: Any, samples: Samples, temperature: float) -> dict[str, Tenso
 
 
 @pytest.mark.parametrize("head", [None, "float32"])
-def test_in_bf16_ours_are_as_near_to_the_engines_as_trls_or_nearer(head: str | None, tmp_path: Path) -> None:
+def test_in_bf16_ours_are_as_near_to_the_engines_as_trls_or_nearer(
+    head: str | None, tmp_path: Path
+) -> None:
     """Hidden states are those of transformers, which differ from vLLM's: that is most of the gap. The table of
     docs/same-numbers.md."""
     more = [] if head is None else ["--head", head]
@@ -141,7 +159,10 @@ def test_in_bf16_ours_are_as_near_to_the_engines_as_trls_or_nearer(head: str | N
             )
         assert gaps["ours"] < 1.05 * gaps["TRL"]  # 0.84 to 1.01 of it
         bounds = ((0.999, 1.002), (0.97, 1.03))
-        few, most = (corrected(scored["ours"], sampled[name], reject={"seq_mean_ratio": x})[0] for x in bounds)
+        few, most = (
+            corrected(scored["ours"], sampled[name], reject={"seq_mean_ratio": x})[0]
+            for x in bounds
+        )
         assert few < most / 2  # of completions of at most 64 tokens
 
 
@@ -151,7 +172,9 @@ def trained(kind: str, folder: Path, *options: str) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(save.read_text())
     for log in found["logs"]:
         shown = {
-            k: round(x, 5) for k, x in log.items() if k in ("loss", "grad_norm") or "ratio/mean" in k or "kept" in k
+            k: round(x, 5)
+            for k, x in log.items()
+            if k in ("loss", "grad_norm") or "ratio/mean" in k or "kept" in k
         }
         print(kind, *options, shown, f"scored {found['scored']}, losses {found['losses']}")
     return found
@@ -162,7 +185,8 @@ RATIO = "sampling/importance_sampling_ratio/mean"
 
 def test_trl_with_a_colocated_engine_trains_alike_and_scores_less(tmp_path: Path) -> None:
     stock, ours, scored = (
-        trained(*x) for x in (("stock", tmp_path), ("ours", tmp_path), ("ours", tmp_path, "--scored"))
+        trained(*x)
+        for x in (("stock", tmp_path), ("ours", tmp_path), ("ours", tmp_path, "--scored"))
     )
     for theirs, *others in zip(stock["logs"], ours["logs"], scored["logs"], strict=True):
         for mine in others:
@@ -174,7 +198,10 @@ def test_trl_with_a_colocated_engine_trains_alike_and_scores_less(tmp_path: Path
 
 def test_with_truncation_the_sets_keep_the_ratio_at_one(tmp_path: Path) -> None:
     """Stock TRL multiplies the loss by a ratio far below 1."""
-    stock, ours = trained("stock", tmp_path, "--truncated"), trained("ours", tmp_path, "--truncated", "--sets")
+    stock, ours = (
+        trained("stock", tmp_path, "--truncated"),
+        trained("ours", tmp_path, "--truncated", "--sets"),
+    )
     assert all(log[RATIO] < 0.7 for log in stock["logs"])
     assert all(log[RATIO] == pytest.approx(1.0, abs=2e-3) for log in ours["logs"])
     assert all(1 < log["kept/size"] <= 50 and log["kept/without_set"] == 0 for log in ours["logs"])

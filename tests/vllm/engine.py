@@ -28,7 +28,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True, help="folder of the model")
     parser.add_argument("--dtype", required=True, choices=["float32", "bfloat16"])
-    parser.add_argument("--head", choices=["float32"], help="precision of the head, if it is another")
+    parser.add_argument(
+        "--head", choices=["float32"], help="precision of the head, if it is another"
+    )
     parser.add_argument("--cases", nargs="+", choices=CASES, required=True)
     parser.add_argument("--save", type=Path, required=True)
     options = parser.parse_args()
@@ -37,7 +39,10 @@ def main() -> None:
         model=options.model, dtype=options.dtype, enforce_eager=True, max_model_len=512, seed=1, max_logprobs=KEPT,
         logprobs_mode="processed_logprobs", **more,
     )  # fmt: skip
-    chats = [[{"role": "system", "content": "Be brief."}, {"role": "user", "content": x}] for x in QUESTIONS]
+    chats = [
+        [{"role": "system", "content": "Be brief."}, {"role": "user", "content": x}]
+        for x in QUESTIONS
+    ]
     found = {}
     for name in options.cases:
         params = SamplingParams(n=2, max_tokens=64, logprobs=KEPT, **CASES[name])
@@ -45,7 +50,10 @@ def main() -> None:
             {
                 "prompt": [*request.prompt_token_ids],
                 "ids": [*sample.token_ids],
-                "logps": [token[i].logprob for token, i in zip(sample.logprobs, sample.token_ids, strict=True)],
+                "logps": [
+                    token[i].logprob
+                    for token, i in zip(sample.logprobs, sample.token_ids, strict=True)
+                ],
                 "top": [{i: x.logprob for i, x in token.items()} for token in sample.logprobs],
             }
             for request in engine.chat(chats, params, use_tqdm=False)

@@ -42,7 +42,9 @@ class Cpp(Backend):
     def refusal(self, device: torch.device, dtype: torch.dtype, *, asked_for: bool) -> str | None:
         if device.type != "cpu":
             return f"it serves CPU tensors, and these are {device.type} tensors"
-        from grpo_kernels.backends.cpp_rows.build import load  # not at import: `build` is also run as a command
+        from grpo_kernels.backends.cpp_rows.build import (
+            load,
+        )  # not at import: `build` is also run as a command
 
         library = load()
         if library.warning:
@@ -111,7 +113,9 @@ class CppRows:
         d_divergence: Tensor | None = None,
     ) -> None:
         divergence = None if d_divergence is None else stats.divergence
-        chunk = replace(chunk, teacher=None) if d_divergence is None else chunk  # which is then ignored
+        chunk = (
+            replace(chunk, teacher=None) if d_divergence is None else chunk
+        )  # which is then ignored
         torch.ops.grpo_kernels_cpp.grad(
             *_rows(chunk),
             *_teacher(chunk),
@@ -172,7 +176,9 @@ class _Columns:
 
     def __init__(self, logits: Tensor) -> None:
         if logits.device.type != "cpu":
-            raise ValueError(f"backend: expected CPU tensors for 'cpp', got {logits.device.type} tensors")
+            raise ValueError(
+                f"backend: expected CPU tensors for 'cpp', got {logits.device.type} tensors"
+            )
         self._logits = logits
         self._dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
 
@@ -196,4 +202,10 @@ def _numbers(transform: LogitTransform) -> tuple[Any, ...]:
     """Return bias, inverse temperatures per row or None, inner, outer, has_softcap, rounded_to."""
     inv_t = transform.inv_temperature
     per_row = inv_t.reshape(-1).contiguous() if isinstance(inv_t, Tensor) else None
-    return transform.bias, per_row, *transform.factors(), transform.softcap is not None, transform.rounded_to
+    return (
+        transform.bias,
+        per_row,
+        *transform.factors(),
+        transform.softcap is not None,
+        transform.rounded_to,
+    )

@@ -29,7 +29,13 @@ from pathlib import Path
 
 import torch
 
-from grpo_kernels.backends.cpp_rows.cache import Untrusted, digest, libraries, one_builder, own_folder
+from grpo_kernels.backends.cpp_rows.cache import (
+    Untrusted,
+    digest,
+    libraries,
+    one_builder,
+    own_folder,
+)
 from grpo_kernels.backends.cpp_rows.compiler import (
     BUILD,
     FLAGS,
@@ -40,7 +46,13 @@ from grpo_kernels.backends.cpp_rows.compiler import (
     source_files,
 )
 
-OPS = {"stats": 15, "diverge": 22, "grad": 28, "fused": 40, "isa": 1}  # numbers of arguments, as `CppRows` calls them
+OPS = {
+    "stats": 15,
+    "diverge": 22,
+    "grad": 28,
+    "fused": 40,
+    "isa": 1,
+}  # numbers of arguments, as `CppRows` calls them
 PACKAGE = Path(__file__).resolve().parents[2]
 PREBUILT = Path(__file__).resolve().with_name(f"{NAME}.so")
 WORK = "building-"  # begins the name of the folder that a build works in
@@ -62,7 +74,9 @@ class Library:
     """Outcome of `load`."""
 
     origin: str = ""  # "prebuilt", "cached", "built in 3.1 s", "built in 3.1 s for this process alone", "loaded before"
-    path: Path | None = None  # unknown if it was loaded before; none if it was for this process alone
+    path: Path | None = (
+        None  # unknown if it was loaded before; none if it was for this process alone
+    )
     refusal: str | None = None  # why there is no library, and the way to fix that
     warning: str | None = None  # why another library was not used, and the way to fix that
 
@@ -76,7 +90,9 @@ def load() -> Library:
 @functools.cache
 def _load_once() -> Library:
     try:
-        if has_ops("the library that was loaded before"):  # someone's own build, such as one with sanitizers
+        if has_ops(
+            "the library that was loaded before"
+        ):  # someone's own build, such as one with sanitizers
             return Library("loaded before")
         return load_from(PREBUILT, source_folder())
     except Unavailable as why:
@@ -128,13 +144,18 @@ def _from_cache(root: Path, sources: Path, troubles: list[str]) -> Library:
 
 
 def _cached(folder: Path, troubles: list[str]) -> Library | None:
-    return next((Library("cached", path) for path in libraries(folder, troubles) if _loads(path, troubles)), None)
+    return next(
+        (Library("cached", path) for path in libraries(folder, troubles) if _loads(path, troubles)),
+        None,
+    )
 
 
 def _build(folder: Path, sources: Path, troubles: list[str]) -> Library:
     """Compile a library beside its place in `folder`, move it there, and load it."""
     if sys.platform == "linux" and os.statvfs(folder).f_flag & os.ST_NOEXEC:
-        raise Unavailable(f"{folder} is mounted noexec; set TORCH_EXTENSIONS_DIR elsewhere, {OR_WHEEL}")
+        raise Unavailable(
+            f"{folder} is mounted noexec; set TORCH_EXTENSIONS_DIR elsewhere, {OR_WHEEL}"
+        )
     warning = f"the C++ library was compiled again: {'; '.join(troubles)}" if troubles else None
     start = time.perf_counter()
     _remove_left_over(folder)
@@ -186,7 +207,9 @@ def has_ops(source: str) -> bool:
     """
     prefix, has_kernel = f"{NAME}::", torch._C._dispatch_has_computed_kernel_for_dispatch_key
     ours = [x for x in torch._C._jit_get_all_schemas() if x.name.startswith(prefix)]
-    counts = {x.name.removeprefix(prefix): len(x.arguments) for x in ours if has_kernel(x.name, "CPU")}
+    counts = {
+        x.name.removeprefix(prefix): len(x.arguments) for x in ours if has_kernel(x.name, "CPU")
+    }
     ops = {name: counts[name] for name in OPS if name in counts}
     if ours and ops != OPS:
         raise Unavailable(
@@ -200,7 +223,9 @@ def check_platform() -> None:
     if sys.platform == "win32":
         raise Unavailable("there is no Windows build; use WSL")
     if tuple(int(x) for x in torch.__version__.split(".")[:2]) < (2, 11):
-        raise Unavailable(f"torch {torch.__version__} is older than 2.11, whose stable ABI is needed; upgrade torch")
+        raise Unavailable(
+            f"torch {torch.__version__} is older than 2.11, whose stable ABI is needed; upgrade torch"
+        )
 
 
 def source_folder() -> Path:
@@ -215,7 +240,9 @@ def cache_folder() -> Path:
     try:
         return Path(chosen or Path.home() / ".cache").absolute() / "grpo_kernels"
     except RuntimeError as error:
-        raise Unavailable(f"no place for a cache ({error}); set TORCH_EXTENSIONS_DIR or HOME, {OR_WHEEL}") from None
+        raise Unavailable(
+            f"no place for a cache ({error}); set TORCH_EXTENSIONS_DIR or HOME, {OR_WHEEL}"
+        ) from None
 
 
 def cache_key(sources: Path) -> str:

@@ -88,7 +88,9 @@ def one_builder(folder: Path) -> Iterator[None]:
         yield
     finally:
         with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing would not do: a process forked meanwhile has it open too
+            fcntl.flock(
+                descriptor, fcntl.LOCK_UN
+            )  # closing would not do: a process forked meanwhile has it open too
         os.close(descriptor)
 
 
@@ -98,7 +100,9 @@ def _check(path: Path, status: os.stat_result, *, ours: bool) -> None:
     writers = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     if not ours:
         owners.add(os.lstat("/").st_uid)  # root, as a user namespace without root shows it
-        if status.st_mode & stat.S_ISVTX or (writers == stat.S_IWGRP and _is_own_group(status.st_gid)):
+        if status.st_mode & stat.S_ISVTX or (
+            writers == stat.S_IWGRP and _is_own_group(status.st_gid)
+        ):
             writers = 0
     if writers or status.st_uid not in owners or stat.S_ISLNK(status.st_mode):
         raise Untrusted(
@@ -114,4 +118,8 @@ def _is_own_group(group: int) -> bool:
         user, entry = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
     except KeyError:
         return False
-    return group == user.pw_gid and entry.gr_name == user.pw_name and set(entry.gr_mem) <= {user.pw_name}
+    return (
+        group == user.pw_gid
+        and entry.gr_name == user.pw_name
+        and set(entry.gr_mem) <= {user.pw_name}
+    )

@@ -49,11 +49,15 @@ def compiler() -> list[str]:
     try:
         named = shlex.split(words)
     except ValueError as error:
-        raise Unavailable(f"no C++ compiler: expected a command in CXX, got {words!r} ({error}); mend it") from None
+        raise Unavailable(
+            f"no C++ compiler: expected a command in CXX, got {words!r} ({error}); mend it"
+        ) from None
     compilers = list(filter(None, map(shutil.which, named[:1] or COMPILERS)))
     if not compilers:
         sought = f"{named[0]}, which CXX names," if named else f"any of {', '.join(COMPILERS)}"
-        raise Unavailable(f"no C++ compiler: {sought} is not on PATH; install one, name one in CXX, {OR_WHEEL}")
+        raise Unavailable(
+            f"no C++ compiler: {sought} is not on PATH; install one, name one in CXX, {OR_WHEEL}"
+        )
     return [compilers[0], *named[1:]]
 
 
@@ -73,11 +77,15 @@ def compile_library(sources: Path, output: Path, extra: Sequence[str] = ()) -> N
         f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-lc10",
         *(["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else []),
     ]  # fmt: skip
-    _logger.info("compiling the C++ kernels with %s; once, unless torch or the sources change", command[0])
+    _logger.info(
+        "compiling the C++ kernels with %s; once, unless torch or the sources change", command[0]
+    )
     _logger.debug("the command: %s", shlex.join(command))
     start = time.perf_counter()
     line = "grpo_kernels: compiling the C++ kernels for the CPU, up to half a minute; once, then they are cached"
-    notice = Timer(SILENT_SECONDS, print, [line], {"file": sys.stderr, "flush": True})  # the log may have no reader
+    notice = Timer(
+        SILENT_SECONDS, print, [line], {"file": sys.stderr, "flush": True}
+    )  # the log may have no reader
     notice.daemon = True
     notice.start()
     try:
@@ -109,7 +117,9 @@ def _run(command: Sequence[str], output: Path) -> str | None:
             except BaseException:
                 if process.returncode is None:  # not reaped yet, so that its id is still its own
                     with suppress(ProcessLookupError, PermissionError):
-                        os.killpg(process.pid, signal.SIGTERM)  # at which a compiler removes its temporary files
+                        os.killpg(
+                            process.pid, signal.SIGTERM
+                        )  # at which a compiler removes its temporary files
                         time.sleep(0.2)
                         os.killpg(process.pid, signal.SIGKILL)
                 raise

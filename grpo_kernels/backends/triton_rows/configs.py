@@ -25,7 +25,11 @@ Entry = dict[str, Any]
 REGISTERS = 65536  # of an NVIDIA multiprocessor
 COLUMNS_OF_WARP = 4 * 32  # of a step, at least: a lane of four columns for each thread
 
-ROW_KERNELS = ("stats", "fused", "grad")  # the first two share their entries, so that the statistics' bits agree
+ROW_KERNELS = (
+    "stats",
+    "fused",
+    "grad",
+)  # the first two share their entries, so that the statistics' bits agree
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,9 @@ class RowConfig:
     block_v: int
     num_warps: int
     num_stages: int
-    maxnreg: int | None = None  # registers per thread of the fused kernel for two heads; None: the assembler decides
+    maxnreg: int | None = (
+        None  # registers per thread of the fused kernel for two heads; None: the assembler decides
+    )
 
     def for_two_heads(self, vocab: int) -> RowConfig:
         """Return the same tile, and so the same bits; with twice the threads if the vocabulary is no multiple of 16.
@@ -52,7 +58,10 @@ class RowConfig:
         """Return `arguments`, with `maxnreg` if it is set: by itself the assembler takes fewer registers and spills."""
         if self.maxnreg is None:
             return self.arguments()
-        return {**self.arguments(), "maxnreg": min(self.maxnreg, REGISTERS // (32 * self.num_warps))}
+        return {
+            **self.arguments(),
+            "maxnreg": min(self.maxnreg, REGISTERS // (32 * self.num_warps)),
+        }
 
     def arguments(self) -> dict[str, Any]:
         """Launch arguments: the kernel's constants, and how to compile it."""
@@ -97,13 +106,21 @@ def row_config(kernel: str, vocab: int, arch: str) -> RowConfig:
             config = _row_config(e)
             least = COLUMNS_OF_WARP * config.num_warps
             block_v = min(config.block_v, max(_next_power_of_2(vocab), least))
-            maxnreg = None if arch.startswith("gfx") else config.maxnreg  # AMD's compiler knows no such option
+            maxnreg = (
+                None if arch.startswith("gfx") else config.maxnreg
+            )  # AMD's compiler knows no such option
             return replace(config, block_v=block_v, maxnreg=maxnreg)
     raise LookupError(f"{TABLE}: no tile of kernel {kernel!r} on {arch}")
 
 
 def dot_config(
-    hidden_width: int, vocab: int, dtype: torch.dtype, arch: str, *, softcap: bool = False, aligned: bool = True
+    hidden_width: int,
+    vocab: int,
+    dtype: torch.dtype,
+    arch: str,
+    *,
+    softcap: bool = False,
+    aligned: bool = True,
 ) -> DotConfig:
     """The tiles of the scoring kernel for hidden (n, hidden_width) and weight (vocab, hidden_width) of `dtype`.
 
@@ -120,10 +137,16 @@ def dot_config(
 
 def row_configs(kernel: str, family_name: str) -> list[RowConfig]:
     """All tiles that the table has for a kernel on a family of devices."""
-    return list(dict.fromkeys(_row_config(e) for e in _entries("rows", family_name) if kernel in e["kernels"]))
+    return list(
+        dict.fromkeys(
+            _row_config(e) for e in _entries("rows", family_name) if kernel in e["kernels"]
+        )
+    )
 
 
-def dot_configs(operand_bits: int, family_name: str, vocab: int, *, softcap: bool, aligned: bool) -> list[DotConfig]:
+def dot_configs(
+    operand_bits: int, family_name: str, vocab: int, *, softcap: bool, aligned: bool
+) -> list[DotConfig]:
     """All tiles that the table has for the scoring kernel on a family of devices."""
     entries = _dot_entries(operand_bits, family_name, softcap=softcap, aligned=aligned)
     return list(dict.fromkeys(_dot_config(e, vocab) for e in entries))
@@ -137,7 +160,9 @@ def splits_of(vocab: int, block_v: int, at_most: int) -> int:
 
 @functools.cache
 def _table() -> dict[str, list[Entry]]:
-    table: dict[str, list[Entry]] = json.loads(resources.files(__package__).joinpath(TABLE).read_text())
+    table: dict[str, list[Entry]] = json.loads(
+        resources.files(__package__).joinpath(TABLE).read_text()
+    )
     return table
 
 
@@ -145,9 +170,15 @@ def _entries(kind: str, family_name: str) -> list[Entry]:
     return [e for e in _table()[kind] if e["family"] == family_name]
 
 
-def _dot_entries(operand_bits: int, family_name: str, *, softcap: bool, aligned: bool) -> list[Entry]:
+def _dot_entries(
+    operand_bits: int, family_name: str, *, softcap: bool, aligned: bool
+) -> list[Entry]:
     wanted = {"operand_bits": operand_bits, "softcap": softcap, "aligned": aligned}
-    return [e for e in _entries("dot", family_name) if all(e[name] in (x, None) for name, x in wanted.items())]
+    return [
+        e
+        for e in _entries("dot", family_name)
+        if all(e[name] in (x, None) for name, x in wanted.items())
+    ]
 
 
 def _row_config(entry: Entry) -> RowConfig:
@@ -156,7 +187,9 @@ def _row_config(entry: Entry) -> RowConfig:
 
 def _dot_config(entry: Entry, vocab: int) -> DotConfig:
     splits = splits_of(vocab, entry["block_v"], entry["splits_at_most"])
-    return DotConfig(splits=splits, **{f.name: entry[f.name] for f in fields(DotConfig) if f.name != "splits"})
+    return DotConfig(
+        splits=splits, **{f.name: entry[f.name] for f in fields(DotConfig) if f.name != "splits"}
+    )
 
 
 def _within(bound: int | None, x: int) -> bool:

@@ -51,7 +51,9 @@ def _missing(error: Exception) -> str | None:
             "gcc), or set CC"
         )
     scheme = sysconfig.get_default_scheme()
-    headers = Path(sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)["include"])
+    headers = Path(
+        sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)["include"]
+    )
     if isinstance(error, subprocess.CalledProcessError) and not (headers / "Python.h").is_file():
         return (
             f"Triton needs Python's headers, and there is no Python.h in {headers}: install them (Debian, Ubuntu: "

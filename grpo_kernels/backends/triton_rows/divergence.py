@@ -59,11 +59,19 @@ _NAMES: dict[str, Any] = {
     "__name__": divergence.__name__,
     "tl": tl,  # the interpreter looks for it
     "exp": exp_term,  # its arguments are <= 0, its results terms of a sum
-    **{f.__name__: f for f in (clamp_max, full_like, log1p, magnitude, mixture_series, phi_series, where)},
-    **{name: tl.constexpr(getattr(divergence, name)) for name in ("INF", "FAR", "NEAR", "NEAR_MIXTURE", "ALMOST")},
+    **{
+        f.__name__: f
+        for f in (clamp_max, full_like, log1p, magnitude, mixture_series, phi_series, where)
+    },
+    **{
+        name: tl.constexpr(getattr(divergence, name))
+        for name in ("INF", "FAR", "NEAR", "NEAR_MIXTURE", "ALMOST")
+    },
 }
 compiled(divergence.powers, _NAMES)
-_TERMS = {f: compiled(f, _NAMES) for f in (divergence.forward, divergence.reverse, divergence.mixed)}
+_TERMS = {
+    f: compiled(f, _NAMES) for f in (divergence.forward, divergence.reverse, divergence.mixed)
+}
 
 
 def terms_of(beta: float) -> Any:
@@ -84,7 +92,9 @@ def teacher_arguments(teacher: Teacher, diverged: DivergenceStats) -> dict[str, 
     }
 
 
-def launch_diverge(chunk: Chunk, stats: RowStats, teacher: RowStats, config: RowConfig) -> tuple[Tensor, Tensor]:
+def launch_diverge(
+    chunk: Chunk, stats: RowStats, teacher: RowStats, config: RowConfig
+) -> tuple[Tensor, Tensor]:
     """The divergence and the sum of k (n,) of a chunk with a teacher, given both heads' statistics."""
     assert chunk.teacher is not None
     (n, vocab), new = chunk.logits.shape, chunk.logits.new_empty
@@ -143,7 +153,9 @@ def diverge_kernel(
 ):
     """The divergence of `BLOCK_N` rows, and the sum of their k."""
     rows, is_row = row_block(tl.program_id(0), n, BLOCK_N)
-    row_ptrs, inner, outer = head_rows(logits_ptr, stride_n, rows, inv_t_ptr, inner, outer, HAS_SOFTCAP)
+    row_ptrs, inner, outer = head_rows(
+        logits_ptr, stride_n, rows, inv_t_ptr, inner, outer, HAS_SOFTCAP
+    )
     head = (row_ptrs, bias_ptr, inner, outer)
     teacher_ptrs, teacher_inner, teacher_outer = head_rows(
         teacher_logits_ptr, teacher_stride_n, rows, teacher_inv_t_ptr, teacher_inner, teacher_outer,
@@ -209,7 +221,9 @@ def diverge_step(
 ):  # fmt: skip
     """Add four columns for each lane, from `load_logits`; beyond the vocabulary terms and k are 0."""
     W: tl.constexpr = value.shape[1]
-    z0, z1, z2, z3, _id0, _id1, _id2, _id3 = load_logits(head, start, end, HAS_SOFTCAP, ROUNDED_TO, W)
+    z0, z1, z2, z3, _id0, _id1, _id2, _id3 = load_logits(
+        head, start, end, HAS_SOFTCAP, ROUNDED_TO, W
+    )
     y0, y1, y2, y3, _id0, _id1, _id2, _id3 = load_logits(
         teacher, start, end, TEACHER_HAS_SOFTCAP, TEACHER_ROUNDED_TO, W
     )
@@ -227,13 +241,23 @@ def terms(z, y, known, beta, TERMS: tl.constexpr):
     d = z - y
     d = tl.where(d == d, d - offset, 0.0)  # -inf - -inf: p = q = 0
     ahead = d >= 0.0
-    lead = exp_term(tl.where(ahead, z - m, y - teacher_m)) * tl.where(ahead, inv_sum, teacher_inv_sum)
+    lead = exp_term(tl.where(ahead, z - m, y - teacher_m)) * tl.where(
+        ahead, inv_sum, teacher_inv_sum
+    )
     return TERMS(d, lead, beta)
 
 
 @triton.jit
 def k_of(
-    x, y, head, teacher, known, beta, TERMS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, TEACHER_HAS_SOFTCAP: tl.constexpr
+    x,
+    y,
+    head,
+    teacher,
+    known,
+    beta,
+    TERMS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    TEACHER_HAS_SOFTCAP: tl.constexpr,
 ):
     """k of the projections x of the student and y of the teacher, (R, W)."""
     z = scaled(x, head, HAS_SOFTCAP)

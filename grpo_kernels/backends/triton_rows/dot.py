@@ -33,7 +33,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 GROUP = 16
 MOST_STRIDE = 2**23  # elements: offsets within a tile of 256 rows fit in 32 bits
 
-FLOOR = tl.constexpr(-3.4028234663852886e38)  # the lowest finite number, for logits; LOWEST is for exponents
+FLOOR = tl.constexpr(
+    -3.4028234663852886e38
+)  # the lowest finite number, for logits; LOWEST is for exponents
 
 
 def score_dot(
@@ -54,23 +56,39 @@ def score_dot(
         ValueError: operands that the kernel cannot take. The engine "score", which stores logits, takes them.
     """
     if hidden.dtype not in DTYPES:
-        raise ValueError(f"hidden: expected float32, bfloat16 or float16, got {hidden.dtype}; engine='score' takes it")
+        raise ValueError(
+            f"hidden: expected float32, bfloat16 or float16, got {hidden.dtype}; engine='score' takes it"
+        )
     if weight.dtype != hidden.dtype:
-        raise ValueError(f"weight: expected the dtype of hidden, {hidden.dtype}, got {weight.dtype}")
+        raise ValueError(
+            f"weight: expected the dtype of hidden, {hidden.dtype}, got {weight.dtype}"
+        )
     if not hidden.is_cuda and isinstance(dot_kernel, triton.JITFunction):
         raise ValueError(
             "backend: 'triton' expected tensors on a GPU (or TRITON_INTERPRET=1 before Triton is imported), "
             f"got {hidden.device.type} tensors"
         )
     if config is None:
-        arch, (vocab, width), has_softcap = arch_of(hidden.device), weight.shape, transform.softcap is not None
-        config = dot_config(width, vocab, hidden.dtype, arch, softcap=has_softcap, aligned=is_aligned(weight))
+        arch, (vocab, width), has_softcap = (
+            arch_of(hidden.device),
+            weight.shape,
+            transform.softcap is not None,
+        )
+        config = dot_config(
+            width, vocab, hidden.dtype, arch, softcap=has_softcap, aligned=is_aligned(weight)
+        )
     with on(hidden.device):
         return launch_dot(hidden, weight, ids, transform, config, entropy=entropy)
 
 
 def launch_dot(
-    hidden: Tensor, weight: Tensor, ids: Tensor, transform: LogitTransform, config: DotConfig, *, entropy: bool
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    transform: LogitTransform,
+    config: DotConfig,
+    *,
+    entropy: bool,
 ) -> RowStats:
     """Do `score_dot` by the tiles of `config`, without checks, on the current device."""
     (n, width), vocab = hidden.shape, weight.shape[0]
@@ -79,13 +97,17 @@ def launch_dot(
     if n == 0:
         return launch_combine(maxima, rests, ts, target, ids, vocab, entropy=entropy)
     weight, stride_wv = _with_stride(weight)
-    hidden, stride_hn = _with_stride(hidden, copies=is_aligned(weight) and not is_aligned(hidden))  # for wide loads
+    hidden, stride_hn = _with_stride(
+        hidden, copies=is_aligned(weight) and not is_aligned(hidden)
+    )  # for wide loads
     use_tma = config.use_tma and is_aligned(weight)
     h: Any = hidden
     w: Any = weight
     if use_tma:
         h = TensorDescriptor(hidden, [n, width], [stride_hn, 1], [config.block_n, config.block_h])
-        w = TensorDescriptor(weight, [vocab, width], [stride_wv, 1], [config.block_v, config.block_h])
+        w = TensorDescriptor(
+            weight, [vocab, width], [stride_wv, 1], [config.block_v, config.block_h]
+        )
     dot_kernel[(triton.cdiv(n, config.block_n) * config.splits,)](
         # data
         hidden=h,
@@ -109,7 +131,9 @@ def launch_dot(
         # the tile
         USE_TMA=use_tma,
         EVEN_H=width % config.block_h == 0,
-        UPCAST=not isinstance(dot_kernel, triton.JITFunction),  # the interpreter takes bf16 for integers
+        UPCAST=not isinstance(
+            dot_kernel, triton.JITFunction
+        ),  # the interpreter takes bf16 for integers
         BLOCK_N=config.block_n,
         BLOCK_V=config.block_v,
         BLOCK_H=config.block_h,
@@ -135,7 +159,9 @@ def is_aligned(x: Tensor) -> bool:
 
     Wide loads by pointers need that; a tensor descriptor would do with less.
     """
-    return x.numel() > 0 and x.data_ptr() % 16 == 0 and x.stride(0) % 16 == 0 and x.shape[1] % 16 == 0
+    return (
+        x.numel() > 0 and x.data_ptr() % 16 == 0 and x.stride(0) % 16 == 0 and x.shape[1] % 16 == 0
+    )
 
 
 @triton.jit(do_not_specialize=["n", "V", "splits", "tiles_per_split"])
@@ -180,7 +206,9 @@ def dot_kernel(
     first_row = (first_block + place % in_group) * BLOCK_N
     split = place // in_group
 
-    offs_n = tl.minimum(tl.arange(0, BLOCK_N), n - 1 - first_row)  # past the end, the last row again
+    offs_n = tl.minimum(
+        tl.arange(0, BLOCK_N), n - 1 - first_row
+    )  # past the end, the last row again
     rows = first_row.to(tl.int64) + offs_n
     ids = tl.load(ids_ptr + rows).to(tl.int32)
     inner, outer = row_factors(inv_t_ptr, rows[:, None], inner, outer, HAS_SOFTCAP)
@@ -215,13 +243,17 @@ def dot_kernel(
                 h_ptr += BLOCK_H
                 w_ptr += BLOCK_H
         if bias_ptr is not None:
-            x += tl.load(bias_ptr + first_id + offs_v, mask=offs_v < V - first_id, other=0.0)[None, :]
+            x += tl.load(bias_ptr + first_id + offs_v, mask=offs_v < V - first_id, other=0.0)[
+                None, :
+            ]
         if ROUNDED_TO is not None:
             x = x.to(ROUNDED_TO).to(tl.float32)
         z = scaled(x, head, HAS_SOFTCAP)
         offs_y = ids - first_id
         has_target = tl.max(((offs_y >= 0) & (offs_y < BLOCK_V)).to(tl.int32), axis=0) > 0
-        if has_target | (first_id + BLOCK_V > V):  # few tiles; the others need neither mask nor search
+        if has_target | (
+            first_id + BLOCK_V > V
+        ):  # few tiles; the others need neither mask nor search
             z = tl.where(offs_v[None, :] < V - first_id, z, float("-inf"))
             target += tl.sum(tl.where(offs_y[:, None] == offs_v[None, :], z, 0.0), axis=1)
         tile_m, tile_rest, tile_t = tile_sums(z)

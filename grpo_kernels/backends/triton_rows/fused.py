@@ -15,7 +15,13 @@ from torch import Tensor
 from grpo_kernels.backends.interface import Chunk, RowStats
 from grpo_kernels.backends.triton_rows.barrier import barrier
 from grpo_kernels.backends.triton_rows.configs import RowConfig
-from grpo_kernels.backends.triton_rows.grad import of_raw, row_terms, store_target, target_gradient, write_gradient
+from grpo_kernels.backends.triton_rows.grad import (
+    of_raw,
+    row_terms,
+    store_target,
+    target_gradient,
+    write_gradient,
+)
 from grpo_kernels.backends.triton_rows.mathfn import exp
 from grpo_kernels.backends.triton_rows.reduce import finish, target_logp
 from grpo_kernels.backends.triton_rows.steps import load_at, reduce_rows, row_block
@@ -121,13 +127,22 @@ def fused_kernel(
 ):
     """`BLOCK_N` rows, from raw projection to loss and, with `out_ptr`, gradient; a KL term if there is `ref_ptr`."""
     rows, is_row = row_block(tl.program_id(0), n, BLOCK_N)
-    row_ptrs, inner, outer = head_rows(logits_ptr, stride_n, rows, inv_t_ptr, inner, outer, HAS_SOFTCAP)
+    row_ptrs, inner, outer = head_rows(
+        logits_ptr, stride_n, rows, inv_t_ptr, inner, outer, HAS_SOFTCAP
+    )
     head = (row_ptrs, bias_ptr, inner, outer)  # see `head_rows`
-    ids = tl.load(ids_ptr + rows)  # in [0, V), or -1: the caller has marked all invalid ids, those of V or more, too
+    ids = tl.load(
+        ids_ptr + rows
+    )  # in [0, V), or -1: the caller has marked all invalid ids, those of V or more, too
     is_id = (ids >= 0) & (ids < V)
     x_target = load_at(head, ids, is_id, ROUNDED_TO)
     z_target = tl.reshape(scaled(x_target, head, HAS_SOFTCAP), ids.shape)
-    wanted = (True, False, False, False)  # of (t, squares, total, top_id), see `steps`; m, rest, t: see `reduce`
+    wanted = (
+        True,
+        False,
+        False,
+        False,
+    )  # of (t, squares, total, top_id), see `steps`; m, rest, t: see `reduce`
     m, rest, t, _squares, _total, _top_id = reduce_rows(
         head, V, HAS_SOFTCAP, ROUNDED_TO, wanted, BLOCK_N, BLOCK_V, NUM_STAGES
     )
@@ -180,7 +195,11 @@ def fused_kernel(
                 HAS_SOFTCAP, ROUNDED_TO, BLOCK_V,
             )  # fmt: skip
         d_target = target_gradient(
-            logp[:, None], entropy[:, None], d_logp[:, None], d_entropies[:, None], HAS_ENTROPY_GRADIENT
+            logp[:, None],
+            entropy[:, None],
+            d_logp[:, None],
+            d_entropies[:, None],
+            HAS_ENTROPY_GRADIENT,
         )
         # overwrites what `write_gradient` wrote: it begins with a barrier
         store_target(out_ptrs, ids, is_id & is_row, of_raw(d_target, x_target, head, HAS_SOFTCAP))
@@ -197,11 +216,15 @@ def policy_loss(rows, logp, tokens, constants, SURROGATE: tl.constexpr):
     weight = tl.load(weights_ptr + rows)
     if old_ptr is None:
         log_ratio = tl.where(logp == logp, 0.0, logp)
-        loss, d_log_ratio, d_logp = SURROGATE(log_ratio, tl.load(d_policy_ptr + rows), logp, *constants)
+        loss, d_log_ratio, d_logp = SURROGATE(
+            log_ratio, tl.load(d_policy_ptr + rows), logp, *constants
+        )
         loss += logp - logp  # NaN without a finite log-probability: nothing else makes it NaN
     else:
         log_ratio = logp - tl.load(old_ptr + rows)
-        loss, d_log_ratio, d_logp = SURROGATE(log_ratio, tl.load(advantages_ptr + rows), logp, *constants)
+        loss, d_log_ratio, d_logp = SURROGATE(
+            log_ratio, tl.load(advantages_ptr + rows), logp, *constants
+        )
         if gate_ptr is not None:
             gate = tl.load(gate_ptr + rows)
             loss = times(loss, gate)

@@ -125,7 +125,9 @@ def grad_kernel(
     rows, is_row = row_block(tl.program_id(0) // parts, n, BLOCK_N)
     first = (tl.program_id(0) % parts) * (STEPS * BLOCK_V)
     last = tl.minimum(first + STEPS * BLOCK_V, V)
-    row_ptrs, inner, outer = head_rows(logits_ptr, stride_n, rows, inv_t_ptr, inner, outer, HAS_SOFTCAP)
+    row_ptrs, inner, outer = head_rows(
+        logits_ptr, stride_n, rows, inv_t_ptr, inner, outer, HAS_SOFTCAP
+    )
     head = (row_ptrs, bias_ptr, inner, outer)
     out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * stride_out_n
 
@@ -164,12 +166,24 @@ def grad_kernel(
         if has_target:  # before the loop, which has no registers left for this
             logp = tl.load(logps_ptr + rows)[:, None]
             y_target = load_at(teacher, target, is_here, TEACHER_ROUNDED_TO)
-            k = k_of(x_target, y_target, head, teacher, known, jsd_beta, TERMS, HAS_SOFTCAP, TEACHER_HAS_SOFTCAP)
-            d_target = target_gradient(logp, entropy, d_logp, d_entropy, d_entropy_ptr is not None) + d_divergence * (
-                k - exp(logp) * sum_k
+            k = k_of(
+                x_target,
+                y_target,
+                head,
+                teacher,
+                known,
+                jsd_beta,
+                TERMS,
+                HAS_SOFTCAP,
+                TEACHER_HAS_SOFTCAP,
             )
+            d_target = target_gradient(
+                logp, entropy, d_logp, d_entropy, d_entropy_ptr is not None
+            ) + d_divergence * (k - exp(logp) * sum_k)
             d_target = of_raw(d_target, x_target, head, HAS_SOFTCAP)
-    level, tilt = row_terms(head, log_sum, entropy, taken_off, d_entropy, d_entropy_ptr is not None, HAS_SOFTCAP)
+    level, tilt = row_terms(
+        head, log_sum, entropy, taken_off, d_entropy, d_entropy_ptr is not None, HAS_SOFTCAP
+    )
     whole = tl.minimum(last, V // BLOCK_V * BLOCK_V)
     for start in tl.range(first, whole, BLOCK_V, num_stages=NUM_STAGES):
         write_gradient(
@@ -192,7 +206,15 @@ def grad_kernel(
 
 
 @triton.jit
-def row_terms(head, log_sum, entropy, d_logp, d_entropy, HAS_ENTROPY_GRADIENT: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
+def row_terms(
+    head,
+    log_sum,
+    entropy,
+    d_logp,
+    d_entropy,
+    HAS_ENTROPY_GRADIENT: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+):
     """Return the row terms (R, 1) that `write_gradient` needs: d x_j is e^(z_j - m) (level + tilt (z_j - m)).
 
     d z_j = d_logp (1[j = y] - p_j) - d_entropy p_j (log p_j + entropy), and log p_j = z_j - m - log_sum. Both terms
@@ -243,17 +265,69 @@ def write_gradient(
     It goes by quarters: a thread reads and writes four neighbours at a time, a warp whole sectors, even of 16 bits. All
     quarters are read before the first is written: the compiler has to assume that a write changes what is read next.
     """
-    x0, x1, x2, x3, columns0, columns1, columns2, columns3 = load_step(head, start, end, ROUNDED_TO, BLOCK_V // 4)
+    x0, x1, x2, x3, columns0, columns1, columns2, columns3 = load_step(
+        head, start, end, ROUNDED_TO, BLOCK_V // 4
+    )
     y0, y1, y2, y3 = x0, x1, x2, x3
     if TERMS is not None:
-        y0, y1, y2, y3, _id0, _id1, _id2, _id3 = load_step(pair[0], start, end, TEACHER_ROUNDED_TO, BLOCK_V // 4)
-    d0 = gradient(x0, y0, head, m, level, tilt, HAS_ENTROPY_GRADIENT, HAS_SOFTCAP, pair, TERMS, TEACHER_HAS_SOFTCAP)
+        y0, y1, y2, y3, _id0, _id1, _id2, _id3 = load_step(
+            pair[0], start, end, TEACHER_ROUNDED_TO, BLOCK_V // 4
+        )
+    d0 = gradient(
+        x0,
+        y0,
+        head,
+        m,
+        level,
+        tilt,
+        HAS_ENTROPY_GRADIENT,
+        HAS_SOFTCAP,
+        pair,
+        TERMS,
+        TEACHER_HAS_SOFTCAP,
+    )
     store_rows(out_ptrs, d0, columns0, end, is_row)
-    d1 = gradient(x1, y1, head, m, level, tilt, HAS_ENTROPY_GRADIENT, HAS_SOFTCAP, pair, TERMS, TEACHER_HAS_SOFTCAP)
+    d1 = gradient(
+        x1,
+        y1,
+        head,
+        m,
+        level,
+        tilt,
+        HAS_ENTROPY_GRADIENT,
+        HAS_SOFTCAP,
+        pair,
+        TERMS,
+        TEACHER_HAS_SOFTCAP,
+    )
     store_rows(out_ptrs, d1, columns1, end, is_row)
-    d2 = gradient(x2, y2, head, m, level, tilt, HAS_ENTROPY_GRADIENT, HAS_SOFTCAP, pair, TERMS, TEACHER_HAS_SOFTCAP)
+    d2 = gradient(
+        x2,
+        y2,
+        head,
+        m,
+        level,
+        tilt,
+        HAS_ENTROPY_GRADIENT,
+        HAS_SOFTCAP,
+        pair,
+        TERMS,
+        TEACHER_HAS_SOFTCAP,
+    )
     store_rows(out_ptrs, d2, columns2, end, is_row)
-    d3 = gradient(x3, y3, head, m, level, tilt, HAS_ENTROPY_GRADIENT, HAS_SOFTCAP, pair, TERMS, TEACHER_HAS_SOFTCAP)
+    d3 = gradient(
+        x3,
+        y3,
+        head,
+        m,
+        level,
+        tilt,
+        HAS_ENTROPY_GRADIENT,
+        HAS_SOFTCAP,
+        pair,
+        TERMS,
+        TEACHER_HAS_SOFTCAP,
+    )
     store_rows(out_ptrs, d3, columns3, end, is_row)
 
 
@@ -272,7 +346,9 @@ def gradient(
         d = d * bend(x, head)
     if TERMS is not None:
         teacher, known, steep, beta = pair
-        more = steep * k_of(x, y, head, teacher, known, beta, TERMS, HAS_SOFTCAP, TEACHER_HAS_SOFTCAP)
+        more = steep * k_of(
+            x, y, head, teacher, known, beta, TERMS, HAS_SOFTCAP, TEACHER_HAS_SOFTCAP
+        )
         if HAS_SOFTCAP:
             more = more * bend(x, head)
         d = d + more

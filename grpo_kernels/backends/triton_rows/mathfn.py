@@ -32,9 +32,13 @@ def exp_term(x):
 @triton.jit
 def exp(x):
     """e^x with the same relative error for all x: the power of 2 is split off, and multiplied in again."""
-    x = tl.where(x > 89.0, 89.0, tl.where(x < -104.0, -104.0, x))  # inf and 0 from there on; NaN passes
+    x = tl.where(
+        x > 89.0, 89.0, tl.where(x < -104.0, -104.0, x)
+    )  # inf and 0 from there on; NaN passes
     n = tl.floor(x * LOG2_E + 0.5)
-    return 2.0 * tl.exp((x - n * LN2_HIGH) - n * LN2_LOW) * tl.exp2(n - 1.0)  # 2^n overflows before e^x does
+    return (
+        2.0 * tl.exp((x - n * LN2_HIGH) - n * LN2_LOW) * tl.exp2(n - 1.0)
+    )  # 2^n overflows before e^x does
 
 
 @triton.jit
@@ -42,7 +46,9 @@ def log1p(x):
     """log(1 + x) for x > -1. It adds what 1 + x lost to rounding, which is nothing below -1/2, where 1 + x is exact."""
     u = 1.0 + x
     lost = x - (u - 1.0)
-    return tl.where(u - 1.0 == x, tl.log(u), tl.log(u) + lost / u)  # nothing is lost, also where x is inf
+    return tl.where(
+        u - 1.0 == x, tl.log(u), tl.log(u) + lost / u
+    )  # nothing is lost, also where x is inf
 
 
 @triton.jit

@@ -121,7 +121,9 @@ def target_logp(m, rest, z):
 
     Its own term is left out of the sum: log p = -log(1 + sum of the others / e^(z - m)).
     """
-    others = tl.where(z == m, rest, 1.0 + (rest - exp(z - m)))  # in the second case >= 1: nothing cancels
+    others = tl.where(
+        z == m, rest, 1.0 + (rest - exp(z - m))
+    )  # in the second case >= 1: nothing cancels
     return -softplus(tl.log(others) + (m - z))
 
 

@@ -79,15 +79,25 @@ class TritonRows:
     ) -> tuple[RowStats, Tensor]:
         """See `SinglePassRowBackend`; `out` in float16 would overflow."""
         if out.dtype == torch.float16:
-            raise ValueError("out: expected float32 or bfloat16, got float16, which e^40 does not fit")
+            raise ValueError(
+                "out: expected float32 or bfloat16, got float16, which e^40 does not fit"
+            )
         logits = chunk.logits
         config = _config("stats", chunk)  # the same tile, so that the statistics have the same bits
         in_place = out.dtype == logits.dtype and out.data_ptr() == logits.data_ptr()
         with on(logits.device):
-            return launch_single_pass(chunk, out, config, entropy=entropy, extras=extras, in_place=in_place)
+            return launch_single_pass(
+                chunk, out, config, entropy=entropy, extras=extras, in_place=in_place
+            )
 
     def score_dot(
-        self, hidden: Tensor, weight: Tensor, ids: Tensor, transform: LogitTransform, *, entropy: bool
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        ids: Tensor,
+        transform: LogitTransform,
+        *,
+        entropy: bool,
     ) -> RowStats:
         return score_dot(hidden, weight, ids, transform, entropy=entropy)
 

@@ -14,7 +14,13 @@ def launch_scale(x: Tensor, factor: Tensor, out: Tensor) -> None:
     n = x.numel()
     if n > 0:
         scale_kernel[(triton.cdiv(n, BLOCK),)](
-            x_ptr=x, factor_ptr=factor, out_ptr=out, n=n, BLOCK=BLOCK, num_warps=NUM_WARPS, enable_fp_fusion=False
+            x_ptr=x,
+            factor_ptr=factor,
+            out_ptr=out,
+            n=n,
+            BLOCK=BLOCK,
+            num_warps=NUM_WARPS,
+            enable_fp_fusion=False,
         )
 
 

@@ -26,7 +26,12 @@ from grpo_kernels.backends.triton_rows.barrier import barrier
 from grpo_kernels.backends.triton_rows.configs import RowConfig
 from grpo_kernels.backends.triton_rows.grad import row_terms, store_rows, write_gradient
 from grpo_kernels.backends.triton_rows.mathfn import exp, exp_term, expm1
-from grpo_kernels.backends.triton_rows.stats import new_statistics, pointers, store_statistics, sums_for
+from grpo_kernels.backends.triton_rows.stats import (
+    new_statistics,
+    pointers,
+    store_statistics,
+    sums_for,
+)
 from grpo_kernels.backends.triton_rows.steps import (
     fold_step,
     load_at,
@@ -38,9 +43,18 @@ from grpo_kernels.backends.triton_rows.steps import (
     reduce_rows,
     row_block,
 )
-from grpo_kernels.backends.triton_rows.transform import PER_ROW, bend, chunk_arguments, head_rows, row_slope, scaled
+from grpo_kernels.backends.triton_rows.transform import (
+    PER_ROW,
+    bend,
+    chunk_arguments,
+    head_rows,
+    row_slope,
+    scaled,
+)
 
-FARTHEST = tl.constexpr(40.0)  # e^40 times the size of a vocabulary is far below the largest float32 and bfloat16
+FARTHEST = tl.constexpr(
+    40.0
+)  # e^40 times the size of a vocabulary is far below the largest float32 and bfloat16
 
 
 def launch_single_pass(
@@ -105,7 +119,9 @@ def single_pass_kernel(
     """`BLOCK_N` rows, from raw projection to statistics and gradient."""
     LANES: tl.constexpr = BLOCK_V // 4
     rows, is_row = row_block(tl.program_id(0), n, BLOCK_N)
-    row_ptrs, inner, outer = head_rows(logits_ptr, stride_n, rows, inv_t_ptr, inner, outer, HAS_SOFTCAP)
+    row_ptrs, inner, outer = head_rows(
+        logits_ptr, stride_n, rows, inv_t_ptr, inner, outer, HAS_SOFTCAP
+    )
     head = (row_ptrs, bias_ptr, inner, outer)
     out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * stride_out_n
     ids = tl.load(ids_ptr + rows)
@@ -127,11 +143,17 @@ def single_pass_kernel(
         sums = no_logits(BLOCK_N, LANES)
         whole = V // BLOCK_V * BLOCK_V
         for start in tl.range(0, whole, BLOCK_V, num_stages=NUM_STAGES):
-            sums = reduce_and_write(sums, head, out_ptrs, start, None, is_row, ref, HAS_SOFTCAP, ROUNDED_TO, wanted)
+            sums = reduce_and_write(
+                sums, head, out_ptrs, start, None, is_row, ref, HAS_SOFTCAP, ROUNDED_TO, wanted
+            )
         if whole < V:
-            sums = reduce_and_write(sums, head, out_ptrs, whole, V, is_row, ref, HAS_SOFTCAP, ROUNDED_TO, wanted)
+            sums = reduce_and_write(
+                sums, head, out_ptrs, whole, V, is_row, ref, HAS_SOFTCAP, ROUNDED_TO, wanted
+            )
         sums = merge_lanes(sums, V, wanted)
-    rest, log_sum, logp = store_statistics(rows, is_row, ids, V, sums, tl.reshape(z_target, ids.shape), results)
+    rest, log_sum, logp = store_statistics(
+        rows, is_row, ids, V, sums, tl.reshape(z_target, ids.shape), results
+    )
 
     m = sums[0][:, None]
     rest = rest[:, None]
@@ -140,7 +162,9 @@ def single_pass_kernel(
     sum_exp = exp(m - ref) * (1.0 + rest)
     in_row = row_slope(head, HAS_SOFTCAP)
     scale = tl.where(is_near, -in_row / sum_exp, 1.0)
-    d_target = expm1(logp)[:, None] * tl.where(is_near, sum_exp, -in_row)  # 1 - p, which must not cancel
+    d_target = expm1(logp)[:, None] * tl.where(
+        is_near, sum_exp, -in_row
+    )  # 1 - p, which must not cancel
     if HAS_SOFTCAP:
         d_target *= bend(x_target, head)
     tl.store(scale_ptr + rows[:, None], scale, mask=is_row[:, None])
@@ -151,9 +175,35 @@ def single_pass_kernel(
         level, tilt = row_terms(head, log_sum, 0.0, one, 0.0, False, HAS_SOFTCAP)
         whole = V // BLOCK_V * BLOCK_V
         for start in tl.range(0, whole, BLOCK_V, num_stages=NUM_STAGES):
-            write_gradient(head, out_ptrs, start, None, again, m, level, tilt, False, HAS_SOFTCAP, ROUNDED_TO, BLOCK_V)
+            write_gradient(
+                head,
+                out_ptrs,
+                start,
+                None,
+                again,
+                m,
+                level,
+                tilt,
+                False,
+                HAS_SOFTCAP,
+                ROUNDED_TO,
+                BLOCK_V,
+            )
         if whole < V:
-            write_gradient(head, out_ptrs, whole, V, again, m, level, tilt, False, HAS_SOFTCAP, ROUNDED_TO, BLOCK_V)
+            write_gradient(
+                head,
+                out_ptrs,
+                whole,
+                V,
+                again,
+                m,
+                level,
+                tilt,
+                False,
+                HAS_SOFTCAP,
+                ROUNDED_TO,
+                BLOCK_V,
+            )
         barrier()
     mask = (is_id & is_row)[:, None]
     tl.store(out_ptrs + ids[:, None], d_target.to(out_ptr.dtype.element_ty), mask=mask)
@@ -161,7 +211,16 @@ def single_pass_kernel(
 
 @triton.jit
 def reduce_and_write(
-    sums, head, out_ptrs, start, end, is_row, ref, HAS_SOFTCAP: tl.constexpr, ROUNDED_TO: tl.constexpr, wanted
+    sums,
+    head,
+    out_ptrs,
+    start,
+    end,
+    is_row,
+    ref,
+    HAS_SOFTCAP: tl.constexpr,
+    ROUNDED_TO: tl.constexpr,
+    wanted,
 ):
     """Reduce as `reduce_step` does, and write e^(z - ref)."""
     LANES: tl.constexpr = sums[0].shape[1]

@@ -19,7 +19,9 @@ from grpo_kernels.backends.triton_rows.steps import load_at, reduce_rows, row_bl
 from grpo_kernels.backends.triton_rows.transform import PER_ROW, chunk_arguments, head_rows, scaled
 
 
-def launch_stats(chunk: Chunk, config: RowConfig, *, entropy: bool, extras: tuple[str, ...]) -> RowStats:
+def launch_stats(
+    chunk: Chunk, config: RowConfig, *, entropy: bool, extras: tuple[str, ...]
+) -> RowStats:
     """The statistics of the rows of `chunk`."""
     stats = new_statistics(chunk.logits, entropy=entropy, extras=extras)
     grid = (triton.cdiv(len(chunk.logits), config.block_n),)
@@ -30,7 +32,10 @@ def launch_stats(chunk: Chunk, config: RowConfig, *, entropy: bool, extras: tupl
 def new_statistics(logits: Tensor, *, entropy: bool, extras: tuple[str, ...]) -> RowStats:
     """Memory for the statistics of each row."""
     n = len(logits)
-    more = {name: logits.new_empty(n, dtype=torch.bool if name == "is_top1" else None) for name in extras}
+    more = {
+        name: logits.new_empty(n, dtype=torch.bool if name == "is_top1" else None)
+        for name in extras
+    }
     logps, max_logit, log_sum = (logits.new_empty(n) for _ in range(3))
     return RowStats(logps, max_logit, log_sum, logits.new_empty(n) if entropy else None, more)
 
@@ -79,13 +84,17 @@ def stats_kernel(
 ):
     """Statistics of `BLOCK_N` rows; a pointer is None where its result is not wanted."""
     rows, is_row = row_block(tl.program_id(0), n, BLOCK_N)
-    row_ptrs, inner, outer = head_rows(logits_ptr, stride_n, rows, inv_t_ptr, inner, outer, HAS_SOFTCAP)
+    row_ptrs, inner, outer = head_rows(
+        logits_ptr, stride_n, rows, inv_t_ptr, inner, outer, HAS_SOFTCAP
+    )
     head = (row_ptrs, bias_ptr, inner, outer)
     ids = tl.load(ids_ptr + rows)
     results = (
         logps_ptr, max_logit_ptr, log_sum_ptr, entropies_ptr, log_sum_sq_probs_ptr, mean_logits_ptr, is_top1_ptr,
     )  # fmt: skip
-    sums = reduce_rows(head, V, HAS_SOFTCAP, ROUNDED_TO, sums_for(results), BLOCK_N, BLOCK_V, NUM_STAGES)
+    sums = reduce_rows(
+        head, V, HAS_SOFTCAP, ROUNDED_TO, sums_for(results), BLOCK_N, BLOCK_V, NUM_STAGES
+    )
     x_target = load_at(head, ids, (ids >= 0) & (ids < V), ROUNDED_TO)
     z_target = tl.reshape(scaled(x_target, head, HAS_SOFTCAP), ids.shape)
     store_statistics(rows, is_row, ids, V, sums, z_target, results)
@@ -95,7 +104,12 @@ def stats_kernel(
 def sums_for(results):
     """Return `wanted` (see `steps`) for `results`: a pointer is None where its result is not wanted."""
     _logps, _max_logit, _log_sum, entropies, log_sum_sq_probs, mean_logits, is_top1 = results
-    return entropies is not None, log_sum_sq_probs is not None, mean_logits is not None, is_top1 is not None
+    return (
+        entropies is not None,
+        log_sum_sq_probs is not None,
+        mean_logits is not None,
+        is_top1 is not None,
+    )
 
 
 @triton.jit
@@ -106,7 +120,15 @@ def store_statistics(rows, is_row, ids, V, sums, z_target, results):
     of pointers in the order of the kernel's arguments, None where a result is not wanted.
     """
     m, rest, t, squares, total, top_id = sums
-    logps_ptr, max_logit_ptr, log_sum_ptr, entropies_ptr, log_sum_sq_probs_ptr, mean_logits_ptr, is_top1_ptr = results
+    (
+        logps_ptr,
+        max_logit_ptr,
+        log_sum_ptr,
+        entropies_ptr,
+        log_sum_sq_probs_ptr,
+        mean_logits_ptr,
+        is_top1_ptr,
+    ) = results
     rest, log_sum, entropy = finish(m, rest, t)
     logp = target_logp(m, rest, z_target)
     tl.store(logps_ptr + rows, logp, mask=is_row)

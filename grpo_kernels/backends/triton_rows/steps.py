@@ -11,7 +11,13 @@ each true or false when the kernel is compiled. A sum that is not asked for is a
 import triton
 import triton.language as tl
 
-from grpo_kernels.backends.triton_rows.reduce import fold, fold_squares, merge, merge_squares, sum_lanes
+from grpo_kernels.backends.triton_rows.reduce import (
+    fold,
+    fold_squares,
+    merge,
+    merge_squares,
+    sum_lanes,
+)
 from grpo_kernels.backends.triton_rows.transform import load_projection, scaled
 
 
@@ -53,9 +59,13 @@ def no_logits(R: tl.constexpr, LANES: tl.constexpr):
 
 
 @triton.jit
-def reduce_step(sums, head, start, end, HAS_SOFTCAP: tl.constexpr, ROUNDED_TO: tl.constexpr, wanted):
+def reduce_step(
+    sums, head, start, end, HAS_SOFTCAP: tl.constexpr, ROUNDED_TO: tl.constexpr, wanted
+):
     """Fold four logits into each lane of `sums` (R, W), from `load_logits`."""
-    z0, z1, z2, z3, id0, id1, id2, id3 = load_logits(head, start, end, HAS_SOFTCAP, ROUNDED_TO, sums[0].shape[1])
+    z0, z1, z2, z3, id0, id1, id2, id3 = load_logits(
+        head, start, end, HAS_SOFTCAP, ROUNDED_TO, sums[0].shape[1]
+    )
     return fold_step(sums, z0, z1, z2, z3, id0, id1, id2, id3, end, wanted)
 
 
@@ -65,7 +75,9 @@ def fold_step(sums, z0, z1, z2, z3, id0, id1, id2, id3, end, wanted):
     m, rest, t, squares, total, top_id = sums
     with_entropy, with_squares, with_total, with_top_id = wanted
     if with_total:
-        total += (number(z0, id0, end) + number(z1, id1, end)) + (number(z2, id2, end) + number(z3, id3, end))
+        total += (number(z0, id0, end) + number(z1, id1, end)) + (
+            number(z2, id2, end) + number(z3, id3, end)
+        )
     if with_top_id:
         top_id = first_top(m, top_id, z0, id0, z1, id1, z2, id2, z3, id3)
     m, rest, t_new, keep, e0, e1, e2, e3 = fold(m, rest, t, z0, z1, z2, z3)
@@ -96,7 +108,9 @@ def merge_lanes(sums, V, wanted):
 
 
 @triton.jit
-def load_logits(head, start, end, HAS_SOFTCAP: tl.constexpr, ROUNDED_TO: tl.constexpr, W: tl.constexpr):
+def load_logits(
+    head, start, end, HAS_SOFTCAP: tl.constexpr, ROUNDED_TO: tl.constexpr, W: tl.constexpr
+):
     """Four tiles (R, W) of scaled logits side by side, and the columns (1, W) of each, from `load_step`."""
     x0, x1, x2, x3, id0, id1, id2, id3 = load_step(head, start, end, ROUNDED_TO, W)
     z0 = logits(x0, id0, end, head, HAS_SOFTCAP)
@@ -135,7 +149,9 @@ def logits(x, columns, end, head, HAS_SOFTCAP: tl.constexpr):
     """z of x, -inf beyond the vocabulary."""
     z = scaled(x, head, HAS_SOFTCAP)
     if end is not None:
-        z = tl.where(columns < end, z, float("-inf"))  # after the transform, which would make -inf a number
+        z = tl.where(
+            columns < end, z, float("-inf")
+        )  # after the transform, which would make -inf a number
     return z
 
 
@@ -163,4 +179,6 @@ def first_top(m, top_id, z0, id0, z1, id1, z2, id2, z3, id3):
 def load_at(head, ids, mask, ROUNDED_TO: tl.constexpr):
     """The projection (R, 1) at one column of each row, as from `load_x`; 0 where `mask` (R,) is not set."""
     row_ptrs, bias_ptr, _inner, _outer = head
-    return load_projection(row_ptrs + ids[:, None], bias_ptr, ids[:, None], mask[:, None], ROUNDED_TO)
+    return load_projection(
+        row_ptrs + ids[:, None], bias_ptr, ids[:, None], mask[:, None], ROUNDED_TO
+    )

@@ -52,7 +52,10 @@ def full_like(x, value):
 _GLOBALS: dict[str, Any] = {
     "__name__": formulas.__name__,
     "tl": tl,  # the interpreter looks for it
-    **{f.__name__: f for f in (clamp, clamp_max, exp, expm1, full_like, minimum, sigmoid, type_as, where)},
+    **{
+        f.__name__: f
+        for f in (clamp, clamp_max, exp, expm1, full_like, minimum, sigmoid, type_as, where)
+    },
 }
 
 
@@ -70,4 +73,7 @@ for _helper in formulas.HELPERS:
     compiled(_helper)
 times = _GLOBALS["times"]
 SURROGATES = {name: compiled(f) for name, f in formulas.SURROGATES.items()}
-ESTIMATORS: dict[str | None, Any] = {None: None, **{name: compiled(f) for name, f in formulas.ESTIMATORS.items()}}
+ESTIMATORS: dict[str | None, Any] = {
+    None: None,
+    **{name: compiled(f) for name, f in formulas.ESTIMATORS.items()},
+}

@@ -13,13 +13,36 @@ from torch import Tensor
 from grpo_kernels.backends.interface import Chunk, DivergenceStats, RowStats
 from grpo_kernels.backends.triton_rows.barrier import barrier
 from grpo_kernels.backends.triton_rows.configs import RowConfig
-from grpo_kernels.backends.triton_rows.divergence import diverge_rows, k_of, normalisers, teacher_arguments
+from grpo_kernels.backends.triton_rows.divergence import (
+    diverge_rows,
+    k_of,
+    normalisers,
+    teacher_arguments,
+)
 from grpo_kernels.backends.triton_rows.fused import loss_arguments, policy_loss
-from grpo_kernels.backends.triton_rows.grad import of_raw, row_terms, store_target, target_gradient, write_gradient
+from grpo_kernels.backends.triton_rows.grad import (
+    of_raw,
+    row_terms,
+    store_target,
+    target_gradient,
+    write_gradient,
+)
 from grpo_kernels.backends.triton_rows.mathfn import exp
 from grpo_kernels.backends.triton_rows.reduce import finish, target_logp
-from grpo_kernels.backends.triton_rows.steps import load_at, merge_lanes, no_logits, reduce_step, row_block
-from grpo_kernels.backends.triton_rows.transform import PER_ROW, chunk_arguments, head_rows, row_slope, scaled
+from grpo_kernels.backends.triton_rows.steps import (
+    load_at,
+    merge_lanes,
+    no_logits,
+    reduce_step,
+    row_block,
+)
+from grpo_kernels.backends.triton_rows.transform import (
+    PER_ROW,
+    chunk_arguments,
+    head_rows,
+    row_slope,
+    scaled,
+)
 from grpo_kernels.token_loss.record import TokenLoss
 
 
@@ -114,7 +137,9 @@ def teacher_fused_kernel(
 ):
     """`BLOCK_N` rows, from both raw projections to loss and, with `out_ptr`, gradient."""
     rows, is_row = row_block(tl.program_id(0), n, BLOCK_N)
-    row_ptrs, inner, outer = head_rows(logits_ptr, stride_n, rows, inv_t_ptr, inner, outer, HAS_SOFTCAP)
+    row_ptrs, inner, outer = head_rows(
+        logits_ptr, stride_n, rows, inv_t_ptr, inner, outer, HAS_SOFTCAP
+    )
     head = (row_ptrs, bias_ptr, inner, outer)
     teacher_ptrs, teacher_inner, teacher_outer = head_rows(
         teacher_logits_ptr, teacher_stride_n, rows, teacher_inv_t_ptr, teacher_inner, teacher_outer,
@@ -160,14 +185,26 @@ def teacher_fused_kernel(
         logp, log_sum, entropy = logp[:, None], log_sum[:, None], entropy[:, None]
         d_entropies = tl.zeros_like(d_logp) + d_entropy
         taken_off = d_logp + d_divergence * sum_k
-        level, tilt = row_terms(head, log_sum, entropy, taken_off, d_entropies, HAS_ENTROPY_GRADIENT, HAS_SOFTCAP)
+        level, tilt = row_terms(
+            head, log_sum, entropy, taken_off, d_entropies, HAS_ENTROPY_GRADIENT, HAS_SOFTCAP
+        )
         pair = (teacher, known, d_divergence * row_slope(head, HAS_SOFTCAP), jsd_beta)
         out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * stride_out_n
         mask = is_row & (ids >= 0) & (ids < V)
         x_target = load_at(head, ids, mask, ROUNDED_TO)
         y_target = load_at(teacher, ids, mask, TEACHER_ROUNDED_TO)
         d_target = target_gradient(logp, entropy, d_logp, d_entropies, HAS_ENTROPY_GRADIENT)
-        k = k_of(x_target, y_target, head, teacher, known, jsd_beta, TERMS, HAS_SOFTCAP, TEACHER_HAS_SOFTCAP)
+        k = k_of(
+            x_target,
+            y_target,
+            head,
+            teacher,
+            known,
+            jsd_beta,
+            TERMS,
+            HAS_SOFTCAP,
+            TEACHER_HAS_SOFTCAP,
+        )
         d_target += d_divergence * (k - exp(logp) * sum_k)
         d_target = of_raw(d_target, x_target, head, HAS_SOFTCAP)
         barrier()  # `out` may be `logits`: all threads have read before one writes
@@ -202,13 +239,27 @@ def reduce_both(
     for start in tl.range(0, whole, BLOCK_V, num_stages=NUM_STAGES):
         sums = reduce_step(sums, head, start, None, HAS_SOFTCAP, ROUNDED_TO, wanted)
         teacher_sums = reduce_step(
-            teacher_sums, teacher, start, None, TEACHER_HAS_SOFTCAP, TEACHER_ROUNDED_TO, wanted_of_teacher
+            teacher_sums,
+            teacher,
+            start,
+            None,
+            TEACHER_HAS_SOFTCAP,
+            TEACHER_ROUNDED_TO,
+            wanted_of_teacher,
         )
     if whole < V:
         sums = reduce_step(sums, head, whole, V, HAS_SOFTCAP, ROUNDED_TO, wanted)
         teacher_sums = reduce_step(
-            teacher_sums, teacher, whole, V, TEACHER_HAS_SOFTCAP, TEACHER_ROUNDED_TO, wanted_of_teacher
+            teacher_sums,
+            teacher,
+            whole,
+            V,
+            TEACHER_HAS_SOFTCAP,
+            TEACHER_ROUNDED_TO,
+            wanted_of_teacher,
         )
     m, rest, t, _squares, _total, _top_id = merge_lanes(sums, V, wanted)
-    teacher_m, teacher_rest, teacher_t, _squares, _total, _top_id = merge_lanes(teacher_sums, V, wanted_of_teacher)
+    teacher_m, teacher_rest, teacher_t, _squares, _total, _top_id = merge_lanes(
+        teacher_sums, V, wanted_of_teacher
+    )
     return m, rest, t, teacher_m, teacher_rest, teacher_t

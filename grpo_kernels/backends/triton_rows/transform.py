@@ -18,8 +18,24 @@ from grpo_kernels.backends.triton_rows.mathfn import quarter_tanh_slope, tanh
 
 # Arguments with one number per row. Each is read once, so that its alignment is not worth a variant of the kernel.
 PER_ROW = [
-    *("ids_ptr", "inv_t_ptr", "logps_ptr", "max_logit_ptr", "log_sum_ptr", "entropies_ptr", "log_sum_sq_probs_ptr"),
-    *("mean_logits_ptr", "is_top1_ptr", "d_logp_ptr", "d_entropy_ptr", "loss_ptr", "log_ratio_ptr", "kl_ptr"),
+    *(
+        "ids_ptr",
+        "inv_t_ptr",
+        "logps_ptr",
+        "max_logit_ptr",
+        "log_sum_ptr",
+        "entropies_ptr",
+        "log_sum_sq_probs_ptr",
+    ),
+    *(
+        "mean_logits_ptr",
+        "is_top1_ptr",
+        "d_logp_ptr",
+        "d_entropy_ptr",
+        "loss_ptr",
+        "log_ratio_ptr",
+        "kl_ptr",
+    ),
     *("advantages_ptr", "d_policy_ptr", "weights_ptr", "old_ptr", "ref_ptr", "gate_ptr"),
     *(
         "teacher_inv_t_ptr",
@@ -55,7 +71,12 @@ def head_arguments(logits: Tensor, transform: LogitTransform) -> dict[str, Any]:
 def chunk_arguments(chunk: Chunk) -> dict[str, Any]:
     """Kernel arguments that describe `chunk`."""
     n, vocab = chunk.logits.shape
-    return {"ids_ptr": chunk.ids, "n": n, "V": vocab, **head_arguments(chunk.logits, chunk.transform)}
+    return {
+        "ids_ptr": chunk.ids,
+        "n": n,
+        "V": vocab,
+        **head_arguments(chunk.logits, chunk.transform),
+    }
 
 
 @triton.jit

@@ -95,7 +95,9 @@ def run(
         entropies=per_token(stats.entropies),
         max_logit=per_token(stats.max_logit, wanted=recomputes),
         log_sum=per_token(stats.log_sum, wanted=recomputes),
-        d_hidden=new() if d_hidden is None else all_rows(d_hidden, rows.positions, ids.numel()).view(hidden.shape),
+        d_hidden=new()
+        if d_hidden is None
+        else all_rows(d_hidden, rows.positions, ids.numel()).view(hidden.shape),
         extras=[per_token(stats.extras[name]) for name in call.extras],
     )
 
@@ -120,7 +122,10 @@ def fake(
         max_logit=new(ids.shape, wanted=engine.recomputes),
         log_sum=new(ids.shape, wanted=engine.recomputes),
         d_hidden=new(hidden.shape, wanted=engine.stores is Stored.PER_ROW),
-        extras=[hidden.new_empty(ids.shape, dtype=torch.bool) if x == "is_top1" else new(ids.shape) for x in extras],
+        extras=[
+            hidden.new_empty(ids.shape, dtype=torch.bool) if x == "is_top1" else new(ids.shape)
+            for x in extras
+        ],
     )
 
 
@@ -154,7 +159,9 @@ def run_backward(
     if temperatures is not None:
         inv_t = (1.0 / temperatures.reshape(-1).to(plan.accumulator))[:, None]
     flat = ids.reshape(-1).long()
-    flat = torch.where((flat < 0) | (flat >= weight.shape[0]), 0, flat)  # masked, or invalid and its logp NaN
+    flat = torch.where(
+        (flat < 0) | (flat >= weight.shape[0]), 0, flat
+    )  # masked, or invalid and its logp NaN
     rows = Rows(torch.arange(count, device=ids.device), flat, inv_t)
     stats = RowStats(
         logps=logps.reshape(-1),
@@ -162,11 +169,17 @@ def run_backward(
         log_sum=log_sum.reshape(-1),
         entropies=None if entropies is None else entropies.reshape(-1),
     )
-    request = Request(rows=rows, plan=plan, needs_grad=planned.needs_grad, engine=engine_named(settings.engine))
-    coefficients = Coefficients(upstream(d_logps), None if d_entropies is None else upstream(d_entropies))
+    request = Request(
+        rows=rows, plan=plan, needs_grad=planned.needs_grad, engine=engine_named(settings.engine)
+    )
+    coefficients = Coefficients(
+        upstream(d_logps), None if d_entropies is None else upstream(d_entropies)
+    )
     operands = head.operands(rows.positions)
     grads, indices = second_pass(operands, request, stats, coefficients)
-    d_hidden, d_weight, d_bias, *_ = returned(grads, operands.map(shape_and_dtype), request, indices)
+    d_hidden, d_weight, d_bias, *_ = returned(
+        grads, operands.map(shape_and_dtype), request, indices
+    )
     return (
         hidden.new_empty(0) if d_hidden is None else d_hidden.view(hidden.shape),
         hidden.new_empty(0) if d_weight is None else d_weight,
@@ -174,11 +187,17 @@ def run_backward(
     )
 
 
-def fake_backward(hidden: Tensor, weight: Tensor, bias: Tensor | None, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+def fake_backward(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, *others: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return tensors with the shapes of the results of `run_backward`."""
 
     def like(x: Tensor | None, wanted: bool) -> Tensor:
         return x.new_empty(x.shape) if x is not None and wanted else hidden.new_empty(0)
 
     needs_grad = NeedsGrad(*Settings(*others[-len(Settings._fields) :]).wants)
-    return like(hidden, needs_grad.hidden), like(weight, needs_grad.weight), like(bias, needs_grad.bias)
+    return (
+        like(hidden, needs_grad.hidden),
+        like(weight, needs_grad.weight),
+        like(bias, needs_grad.bias),
+    )

@@ -95,9 +95,15 @@ def run(*arguments: Any) -> LossResults:
     pairs, extremes = loss.metrics(first.entropies, evaluation, request).stacked()
 
     def per_token(x: Tensor | None, *, wanted: bool = True) -> Tensor:
-        return new() if x is None or not wanted else scatter(x, rows, n).view(args.completion_ids.shape)
+        return (
+            new()
+            if x is None or not wanted
+            else scatter(x, rows, n).view(args.completion_ids.shape)
+        )
 
-    d_hidden, d_weight, d_bias = (None, None, None) if grads is None else (grads.hidden, grads.weight, grads.bias)
+    d_hidden, d_weight, d_bias = (
+        (None, None, None) if grads is None else (grads.hidden, grads.weight, grads.bias)
+    )
     if d_hidden is not None:
         assert first.grad_rows is not None
         d_hidden = all_rows(d_hidden, rows.positions[first.grad_rows], n).view(args.hidden.shape)
@@ -137,7 +143,9 @@ def fake(*arguments: Any) -> LossResults:
         extremes=new((len(extremes),)),
         d_hidden=new(args.hidden.shape, wanted=stores and args.wants[0]),
         d_weight=new(args.weight.shape, wanted=stores and args.wants[1]),
-        d_bias=new() if args.bias is None else new(args.bias.shape, wanted=stores and args.wants[2]),
+        d_bias=new()
+        if args.bias is None
+        else new(args.bias.shape, wanted=stores and args.wants[2]),
         d_logps=new(ids.shape, wanted=recomputes),
         d_entropies=new(ids.shape, wanted=recomputes and config.entropy_coef != 0.0),
         max_logit=new(ids.shape, wanted=recomputes),

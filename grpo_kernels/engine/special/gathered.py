@@ -34,7 +34,9 @@ class Gathered:
         entries: number of rows to gather at a time.
     """
 
-    def __init__(self, matrix: Tensor, dtype: torch.dtype, accumulator: torch.dtype, entries: int) -> None:
+    def __init__(
+        self, matrix: Tensor, dtype: torch.dtype, accumulator: torch.dtype, entries: int
+    ) -> None:
         self.entries, self._matrix, self._dtypes = entries, matrix.detach(), (dtype, accumulator)
         stages = _stages(matrix.dtype, *self._dtypes)
         self._stages = [matrix.new_empty(entries, matrix.shape[1], dtype=x) for x in stages]

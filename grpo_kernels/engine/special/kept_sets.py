@@ -55,7 +55,9 @@ class KeptSets:
     plan: HeadPlan
     needs_grad: NeedsGrad
     entropy: bool
-    gathered_weight: Gather = nullcontext  # context in which the backward has the whole weight (ZeRO-3)
+    gathered_weight: Gather = (
+        nullcontext  # context in which the backward has the whole weight (ZeRO-3)
+    )
 
     @property
     def first_id(self) -> int:
@@ -91,7 +93,11 @@ class KeptSetLogprob(torch.autograd.Function):
                 at = sets.order[span.rows]
                 kept, target = _in_order(sets, at, span, head.weight.shape[0])
                 block = _SavedBlock(kept, _logits(factors, head, sets, at, kept), target)
-                _write(stats, at, _ROWS.stats(_chunk(block, sets, at, target.clamp(min=0)), entropy=sets.entropy))
+                _write(
+                    stats,
+                    at,
+                    _ROWS.stats(_chunk(block, sets, at, target.clamp(min=0)), entropy=sets.entropy),
+                )
                 if any(sets.needs_grad):
                     blocks.append(block)
             if shard is not None:
@@ -99,33 +105,47 @@ class KeptSetLogprob(torch.autograd.Function):
         ctx.sets, ctx.count = sets, len(tensors)
         ctx.save_for_backward(*tensors, *_numbers(stats), *itertools.chain(*blocks))
         logps, entropies = stats.logps, stats.entropies
-        return _result(logps, sets, head), None if entropies is None else _result(entropies, sets, head)
+        return _result(logps, sets, head), None if entropies is None else _result(
+            entropies, sets, head
+        )
 
     @staticmethod
-    def backward(ctx: Any, d_logps: Tensor | None, d_entropies: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, d_logps: Tensor | None, d_entropies: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         sets: KeptSets = ctx.sets
         with sets.gathered_weight(), torch.autocast(sets.ids.device.type, enabled=False):
             saved = iter(ctx.saved_tensors)
-            head, stats = Operands(*itertools.islice(saved, ctx.count)), RowStats(*itertools.islice(saved, 4))
+            head, stats = (
+                Operands(*itertools.islice(saved, ctx.count)),
+                RowStats(*itertools.islice(saved, 4)),
+            )
             upstream = [x for x in (d_logps, d_entropies) if x is not None]
             if not upstream:
                 return None, *(None for _ in head)
             sums, factors = _GradientSums(head, sets), _factors(head, sets)
             for span in sets.spans:
-                at, block = sets.order[span.rows], _SavedBlock(*itertools.islice(saved, len(_SavedBlock._fields)))
+                at, block = (
+                    sets.order[span.rows],
+                    _SavedBlock(*itertools.islice(saved, len(_SavedBlock._fields))),
+                )
                 moved = torch.stack([x[sets.rows.positions[at]] != 0 for x in upstream]).any(dim=0)
                 index = moved.nonzero()[:, 0]
                 if not len(index):
                     continue
                 at, block = at[index], take(block, index)
-                sums.add(factors, block.kept, _d_raw(block, sets, at, stats, d_logps, d_entropies), at)
+                sums.add(
+                    factors, block.kept, _d_raw(block, sets, at, stats, d_logps, d_entropies), at
+                )
         return None, *sums.gradients()
 
 
 def _factors(head: Operands, sets: KeptSets) -> list[Gathered]:
     """Return the gathered rows of each factor, for as many entries at a time as the workspace holds."""
     plan = sets.plan
-    largest = max(((span.rows.stop - span.rows.start) * span.width for span in sets.spans), default=0)
+    largest = max(
+        ((span.rows.stop - span.rows.start) * span.width for span in sets.spans), default=0
+    )
     entries = min(max(1, plan.workspace_bytes // entry_bytes(head, plan)), largest)
     pairs = zip(head.factors(), plan.operand_dtypes(head), strict=True)
     return [Gathered(matrix, dtype, plan.accumulator, entries) for (_, matrix), dtype in pairs]
@@ -184,7 +204,9 @@ def _padding(kept: Tensor) -> Tensor:
     return padding
 
 
-def _logits(factors: list[Gathered], head: Operands, sets: KeptSets, at: Tensor, kept: Tensor) -> Tensor:
+def _logits(
+    factors: list[Gathered], head: Operands, sets: KeptSets, at: Tensor, kept: Tensor
+) -> Tensor:
     """Return the logits (r, w) of the ids `kept`, -inf in the padding."""
     positions = sets.rows.positions[at]
     z = head.hidden.new_zeros(kept.shape, dtype=sets.plan.accumulator)
@@ -198,13 +220,27 @@ def _logits(factors: list[Gathered], head: Operands, sets: KeptSets, at: Tensor,
 
 
 def _d_raw(
-    block: _SavedBlock, sets: KeptSets, at: Tensor, stats: RowStats, d_logps: Tensor | None, d_entropies: Tensor | None
+    block: _SavedBlock,
+    sets: KeptSets,
+    at: Tensor,
+    stats: RowStats,
+    d_logps: Tensor | None,
+    d_entropies: Tensor | None,
 ) -> Tensor:
     """Return d loss / d (raw projection), (r, w), of the rows `at` (r,), from the statistics (n,) and upstream (N,)."""
     chunk, positions = _chunk(block, sets, at, block.target), sets.rows.positions[at]
-    d_logp, d_entropy = (None if x is None else x[positions].to(sets.plan.accumulator) for x in (d_logps, d_entropies))
+    d_logp, d_entropy = (
+        None if x is None else x[positions].to(sets.plan.accumulator)
+        for x in (d_logps, d_entropies)
+    )
     stats = take(stats, at)
-    _ROWS.grad(chunk, stats, torch.zeros_like(stats.logps) if d_logp is None else d_logp, d_entropy, chunk.logits)
+    _ROWS.grad(
+        chunk,
+        stats,
+        torch.zeros_like(stats.logps) if d_logp is None else d_logp,
+        d_entropy,
+        chunk.logits,
+    )
     return chunk.logits.masked_fill_(_padding(block.kept), 0.0)
 
 
@@ -218,11 +254,17 @@ class _GradientSums:
 
     def __init__(self, head: Operands, sets: KeptSets) -> None:
         self._head, self._sets, dtype = head, sets, sets.plan.accumulator
-        divided = sets.plan.shard is not None  # then d hidden is a sum over the ranks, rounded after it
+        divided = (
+            sets.plan.shard is not None
+        )  # then d hidden is a sum over the ranks, rounded after it
         self._rows: list[Tensor | None] = []
         self._matrices: list[Tensor | None] = []
-        for (x, matrix), (rows, whole) in zip(head.factors(), sets.needs_grad.factors(), strict=False):
-            self._rows.append(torch.zeros_like(x, dtype=dtype if divided else x.dtype) if rows else None)
+        for (x, matrix), (rows, whole) in zip(
+            head.factors(), sets.needs_grad.factors(), strict=False
+        ):
+            self._rows.append(
+                torch.zeros_like(x, dtype=dtype if divided else x.dtype) if rows else None
+            )
             self._matrices.append(torch.zeros_like(matrix, dtype=dtype) if whole else None)
         self._bias = None
         if head.bias is not None and sets.needs_grad.bias:
@@ -231,7 +273,9 @@ class _GradientSums:
     def add(self, factors: list[Gathered], kept: Tensor, d_raw: Tensor, at: Tensor) -> None:
         """Add the gradient of the rows `at` (r,), from the ids (r, w) and d raw (r, w) of their sets."""
         positions, features = self._sets.rows.positions[at], (x for x, _ in self._head.factors())
-        for factor, x, rows, matrix in zip(factors, features, self._rows, self._matrices, strict=True):
+        for factor, x, rows, matrix in zip(
+            factors, features, self._rows, self._matrices, strict=True
+        ):
             states = factor.operand(x[positions])
             d_states = torch.zeros_like(states)
             for columns in factor.pieces(*kept.shape):
@@ -255,4 +299,6 @@ class _GradientSums:
         (hidden, *lora_u), (weight, *lora_b) = self._rows, self._matrices
         sums = HeadTensors(hidden, weight, self._bias, *lora_u, *lora_b)
         pairs = zip(sums, self._head, strict=True)
-        return HeadTensors(*(None if x is None or like is None else x.to(like.dtype) for x, like in pairs))
+        return HeadTensors(
+            *(None if x is None or like is None else x.to(like.dtype) for x, like in pairs)
+        )

@@ -14,10 +14,15 @@ def score_without_logits(head: Operands, request: Request) -> ForwardResult:
     """Find the statistics of all rows."""
     plan, rows = request.plan, request.rows
     assert isinstance(plan.backend, DotRowBackend)
-    hidden, weight = head.hidden[rows.positions].to(plan.compute_dtype), head.weight.to(plan.compute_dtype)
+    hidden, weight = (
+        head.hidden[rows.positions].to(plan.compute_dtype),
+        head.weight.to(plan.compute_dtype),
+    )
     transform = plan.transform(row_bias(head.bias, plan.accumulator), rows.inv_temperature)
     ids = rows.ids if plan.shard is None else plan.shard.local_ids(rows.ids)
-    stats = plan.backend.score_dot(hidden, weight.contiguous(), ids, transform, entropy=request.entropy)
+    stats = plan.backend.score_dot(
+        hidden, weight.contiguous(), ids, transform, entropy=request.entropy
+    )
     if plan.shard is not None:
         stats = plan.shard.joined(stats, rows.ids, transform)
     if rows.invalid is not None:

@@ -24,28 +24,43 @@ from grpo_kernels.token_loss.record import Coefficients
 
 MOST_ROWS = 8192  # rows at a time; with more, slices would get narrow
 SLICE_MULTIPLE = 128  # columns; slices start at multiples of it
-FEATURES_SHARE = 4  # the operands of the rows at a time take at most 1 / FEATURES_SHARE of the workspace
+FEATURES_SHARE = (
+    4  # the operands of the rows at a time take at most 1 / FEATURES_SHARE of the workspace
+)
 
 
 def sweep_slices(
-    head: Operands, rows: Rows, plan: HeadPlan, stats: RowStats, coefficients: Coefficients, needs_grad: NeedsGrad
+    head: Operands,
+    rows: Rows,
+    plan: HeadPlan,
+    stats: RowStats,
+    coefficients: Coefficients,
+    needs_grad: NeedsGrad,
 ) -> Gradients:
     """Return the gradient of `rows`, n of them, given their statistics and coefficients (n,).
 
     It is the same as from `sweep`, but d weight and d lora_b are in their own dtype, rounded once.
     """
     d_logp, *others = coefficients
-    coefficients = Coefficients(torch.zeros_like(stats.logps) if d_logp is None else d_logp, *others)
+    coefficients = Coefficients(
+        torch.zeros_like(stats.logps) if d_logp is None else d_logp, *others
+    )
     transform = plan.transform(row_bias(head.bias, plan.accumulator), rows.inv_temperature)
     # one factor for all rows and slices, since the gradients are summed over both
-    coefficients, fp16_scale = plan.products(head.weight).scaled(coefficients, transform, stats.divergence)
+    coefficients, fp16_scale = plan.products(head.weight).scaled(
+        coefficients, transform, stats.divergence
+    )
     n, vocab, dtype = len(rows), head.weight.shape[0], plan.accumulator
     rows_at_once, columns_at_once, _ = plan_slices(rows, head, plan, needs_grad)
     blocks = _blocks(rows, stats, coefficients, rows_at_once)
     m = blocks[-1].indices.stop if blocks else 0
-    new = head.hidden.new_empty if blocks else head.hidden.new_zeros  # the first block, or slice, overwrites
+    new = (
+        head.hidden.new_empty if blocks else head.hidden.new_zeros
+    )  # the first block, or slice, overwrites
     d_rows, d_matrices = [], []  # one per factor
-    for (x, matrix), (needs_rows, needs_matrix) in zip(head.factors(), needs_grad.factors(), strict=False):
+    for (x, matrix), (needs_rows, needs_matrix) in zip(
+        head.factors(), needs_grad.factors(), strict=False
+    ):
         d_rows.append(new(m, x.shape[1], dtype=dtype) if needs_rows else None)
         d_matrices.append(new(matrix.shape, dtype=matrix.dtype) if needs_matrix else None)
     d_bias = head.hidden.new_zeros(vocab, dtype=dtype) if needs_grad.bias else None
@@ -88,7 +103,9 @@ def _blocks(rows: Rows, stats: RowStats, coefficients: Coefficients, most: int) 
         m = device.padded_rows(count)
         index = torch.arange(start, start + m, device=rows.positions.device)
         index[count:] = start  # padding repeats the first row
-        blocks.append(_Block(slice(start, start + m), count, *take((rows, stats, coefficients), index)))
+        blocks.append(
+            _Block(slice(start, start + m), count, *take((rows, stats, coefficients), index))
+        )
     return blocks
 
 
@@ -109,7 +126,10 @@ class _Slice:
         self._targets = [None if whole is None else whole[columns] for whole in d_matrices]
         # a target in the accumulator's dtype is summed in place; any other apart, and rounded at the end
         dtype = plan.accumulator
-        self._parts = [x if x is None or x.dtype == dtype else torch.empty_like(x, dtype=dtype) for x in self._targets]
+        self._parts = [
+            x if x is None or x.dtype == dtype else torch.empty_like(x, dtype=dtype)
+            for x in self._targets
+        ]
 
     def add(self, block: _Block) -> None:
         """Add the gradient of a block of rows."""
@@ -117,7 +137,9 @@ class _Slice:
         operands = projection.operands(block.rows.positions)
         d_logits = self._d_logits(block, operands)
         with phase("gradients"):
-            for product, x, rows, part in zip(projection.products, operands[0], self._d_rows, self._parts, strict=True):
+            for product, x, rows, part in zip(
+                projection.products, operands[0], self._d_rows, self._parts, strict=True
+            ):
                 if rows is not None:
                     product.d_hidden(d_logits, rows[block.indices], first=self._columns.start == 0)
                 if part is not None:
@@ -148,7 +170,9 @@ class _Slice:
         return d_logits
 
 
-def plan_slices(rows: Rows, head: Operands, plan: HeadPlan, needs_grad: NeedsGrad) -> tuple[int, int, int]:
+def plan_slices(
+    rows: Rows, head: Operands, plan: HeadPlan, needs_grad: NeedsGrad
+) -> tuple[int, int, int]:
     """Return the rows and the columns to take at a time, so that the workspace stays within its budget, and the bytes
     that they take; works on meta tensors too.
 
@@ -162,10 +186,16 @@ def plan_slices(rows: Rows, head: Operands, plan: HeadPlan, needs_grad: NeedsGra
     logit_bytes = size + (0 if dtype == plan.accumulator else dtype.itemsize)
     row_bytes = 0 if rows.top_k is None else rows.top_k.row_bytes()
     column_bytes = padding_bytes = 0
-    for p, (x, matrix), (_, wanted) in zip(factors, head.factors(), needs_grad.factors(), strict=False):
-        converted = 0 if p.gradient_dtype == dtype else dtype.itemsize  # for an adapter more precise than d logits
+    for p, (x, matrix), (_, wanted) in zip(
+        factors, head.factors(), needs_grad.factors(), strict=False
+    ):
+        converted = (
+            0 if p.gradient_dtype == dtype else dtype.itemsize
+        )  # for an adapter more precise than d logits
         row_bytes += p.hidden_bytes() + x.shape[1] * (_copied_bytes(x, p) + converted)
-        column_bytes += x.shape[1] * (converted + (size if wanted and matrix.dtype != plan.accumulator else 0))
+        column_bytes += x.shape[1] * (
+            converted + (size if wanted and matrix.dtype != plan.accumulator else 0)
+        )
         padding_bytes += tile * x.shape[1] * size  # for d hidden
     with_teacher = plan.teacher is not None
     teacher = head.teacher
@@ -174,7 +204,9 @@ def plan_slices(rows: Rows, head: Operands, plan: HeadPlan, needs_grad: NeedsGra
         factors = [*factors, p]
         logit_bytes += size
         row_bytes += p.hidden_bytes() + teacher.hidden.shape[1] * _copied_bytes(teacher.hidden, p)
-    row_free = padding_bytes + max(p.slice_bytes for p in factors)  # the weights are converted one after the other
+    row_free = padding_bytes + max(
+        p.slice_bytes for p in factors
+    )  # the weights are converted one after the other
 
     def taken(m: int, columns: int) -> int:
         logits = m * logit_bytes + plan.backend.scratch_rows(m, least, teacher=with_teacher) * size

@@ -28,7 +28,13 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.divergence import forward, reverse
-from grpo_kernels.backends.interface import Chunk, DivergenceStats, LogitTransform, RowBackend, RowStats
+from grpo_kernels.backends.interface import (
+    Chunk,
+    DivergenceStats,
+    LogitTransform,
+    RowBackend,
+    RowStats,
+)
 from grpo_kernels.backends.torch_rows import TorchRows
 
 if TYPE_CHECKING:
@@ -107,7 +113,9 @@ class TopKTeacher:
         extras = {**stats.extras, "student_mass": mass}
         return replace(stats, divergence=DivergenceStats(value, sum_k, none, none), extras=extras)
 
-    def grad(self, backend: RowBackend, chunk: Chunk, stats: RowStats, d_divergence: Tensor, out: Tensor) -> None:
+    def grad(
+        self, backend: RowBackend, chunk: Chunk, stats: RowStats, d_divergence: Tensor, out: Tensor
+    ) -> None:
         """``out = d_divergence * d D / d (raw projection)``, (n, V), as `RowBackend.grad` would write it.
 
         Args:
@@ -118,8 +126,14 @@ class TopKTeacher:
         columns, here = self._columns(chunk.logits.shape[1], chunk.first_id)
         nowhere = torch.full_like(chunk.ids, -1)
         alone = replace(stats, divergence=None)  # for the backend there is no teacher
-        backend.grad(replace(chunk, ids=nowhere), alone, d_divergence * stats.divergence.sum_k, None, out)
-        d_raw = self._d_logits(stats, self.z) * d_divergence[:, None] * _d_projection(self.z, chunk.transform)
+        backend.grad(
+            replace(chunk, ids=nowhere), alone, d_divergence * stats.divergence.sum_k, None, out
+        )
+        d_raw = (
+            self._d_logits(stats, self.z)
+            * d_divergence[:, None]
+            * _d_projection(self.z, chunk.transform)
+        )
         _overwrite(out, columns, here, d_raw.to(out.dtype))
 
     def _columns(self, width: int, first_id: int) -> tuple[Tensor, Tensor]:
@@ -194,4 +208,6 @@ def _overwrite(out: Tensor, columns: Tensor, here: Tensor, values: Tensor) -> No
     """
     first = here.to(torch.uint8).argmax(dim=1, keepdim=True)
     kept = torch.where(here.any(dim=1, keepdim=True), values.gather(1, first), out[:, :1])
-    out.scatter_(1, torch.where(here, columns, columns.gather(1, first)), torch.where(here, values, kept))
+    out.scatter_(
+        1, torch.where(here, columns, columns.gather(1, first)), torch.where(here, values, kept)
+    )

@@ -52,7 +52,11 @@ def test_key_is_of_sources_flags_and_torch(world, monkeypatch):
 
 @pytest.mark.parametrize(
     ("torch_extensions", "xdg", "expected"),
-    [("/a", "/b", "/a/grpo_kernels"), ("", "/b", "/b/grpo_kernels"), ("", "", "/home/c/.cache/grpo_kernels")],
+    [
+        ("/a", "/b", "/a/grpo_kernels"),
+        ("", "/b", "/b/grpo_kernels"),
+        ("", "", "/home/c/.cache/grpo_kernels"),
+    ],
 )
 def test_where_the_cache_is(monkeypatch, torch_extensions, xdg, expected):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", torch_extensions)
@@ -66,7 +70,10 @@ def test_the_log_says_that_it_is_compiled_and_for_debugging_how(world, caplog):
         world.find()
         world.find()  # now it is cached, and nothing is said
     begins, ends = [record.getMessage() for record in caplog.records]
-    assert begins == f"compiling the C++ kernels with {world.folder / 'cxx'}; once, unless torch or the sources change"
+    assert (
+        begins
+        == f"compiling the C++ kernels with {world.folder / 'cxx'}; once, unless torch or the sources change"
+    )
     assert re.fullmatch(r"compiled the C\+\+ kernels in \d+\.\d s", ends)
 
     caplog.clear()
@@ -80,12 +87,20 @@ def test_the_log_says_that_it_is_compiled_and_for_debugging_how(world, caplog):
 
 
 def test_torch_builds_nothing_and_auto_warns_once_and_goes_on_with_it(tmp_path):
-    failing = script(tmp_path / "cxx", f'echo call >> "{tmp_path}/calls"; echo no such luck >&2; exit 1')
+    failing = script(
+        tmp_path / "cxx", f'echo call >> "{tmp_path}/calls"; echo no such luck >&2; exit 1'
+    )
     torchs, autos = losses(["torch", "auto"], tmp_path, failing)
     assert torchs[0] == []
     assert torchs[2] == ["cxx"], "what lies there"
     (warned,), logps, _ = autos
-    for word in ("slower", "the compiler failed", "backends.cpp_rows.build", "make wheel", 'backend="torch"'):
+    for word in (
+        "slower",
+        "the compiler failed",
+        "backends.cpp_rows.build",
+        "make wheel",
+        'backend="torch"',
+    ):
         assert word in warned
     assert (tmp_path / "calls").read_text() == "call\n"
     torch.testing.assert_close(torch.tensor(logps), torch.full((5,), 1 / 7).log())
@@ -94,21 +109,27 @@ def test_torch_builds_nothing_and_auto_warns_once_and_goes_on_with_it(tmp_path):
 @pytest.fixture
 def refused(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A process whose library cannot be had."""
-    monkeypatch.setattr(build, "load", lambda: build.Library(refusal="no C++ compiler; install one"))
+    monkeypatch.setattr(
+        build, "load", lambda: build.Library(refusal="no C++ compiler; install one")
+    )
     checks.warn_once.cache_clear()
     yield
     checks.warn_once.cache_clear()
 
 
 def test_forced_backend_fails_loudly(refused):
-    with pytest.raises(ValueError, match="can serve here, got 'cpp': no C\\+\\+ compiler; install one"):
+    with pytest.raises(
+        ValueError, match="can serve here, got 'cpp': no C\\+\\+ compiler; install one"
+    ):
         backends.choose_backend("cpp", CPU)
     with pytest.raises(ValueError, match="it serves CPU tensors, and these are meta tensors"):
         backends.choose_backend("cpp", torch.device("meta"))
 
 
 def test_warning_of_the_cache_comes_once_and_is_in_the_report(monkeypatch, cpp_library):
-    monkeypatch.setattr(build, "load", lambda: build.Library("built", warning="not safe; remove it"))
+    monkeypatch.setattr(
+        build, "load", lambda: build.Library("built", warning="not safe; remove it")
+    )
     checks.warn_once.cache_clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -20,7 +20,14 @@ import torch
 from grpo_kernels.backends.cpp_rows import build, cache, compiler
 from tests.support.acted_build import BAD, EMPTY, GOOD, World, at_most, losses, name_of, script
 
-WAYS_OUT = ("CXX", "make wheel", "upgrade torch", "install grpo_kernels again", "WSL", "TORCH_EXTENSIONS_DIR")
+WAYS_OUT = (
+    "CXX",
+    "make wheel",
+    "upgrade torch",
+    "install grpo_kernels again",
+    "WSL",
+    "TORCH_EXTENSIONS_DIR",
+)
 BUILT, ALONE = "built in ", "s for this process alone"
 Row = tuple[Callable[[World], object], str, str, tuple[str, ...]]
 
@@ -93,7 +100,12 @@ def entry(kind: str, name: str) -> Row:
         ENTRIES[kind](path)
         return path
 
-    return make, "compile, load cached", BUILT, ("{at} is not yours alone (l",) if "link" in kind else ()
+    return (
+        make,
+        "compile, load cached",
+        BUILT,
+        ("{at} is not yours alone (l",) if "link" in kind else (),
+    )
 
 
 def without_home(world: World) -> None:
@@ -143,10 +155,30 @@ LIBRARIES = {
     "nothing": (lambda _: None, "compile, load cached", BUILT, ()),
     "a library": (lambda w: w.put(GOOD), "load cached", "cached", ()),
     "two": (lambda w: (w.put(GOOD), w.put_prebuilt(GOOD)), "load prebuilt", "prebuilt", ()),
-    "a prebuilt, no home": (lambda w: (w.put_prebuilt(GOOD), without_home(w)), "load prebuilt", "prebuilt", ()),
-    "a bad prebuilt": (lambda w: w.put_prebuilt(BAD), "load prebuilt, compile, load cached", BUILT, (NOT_LOADED,)),
-    "a truncated library": (lambda w: w.put(GOOD).write_text(GOOD[:4]), "compile, load cached", BUILT, ()),
-    "a bad library": (lambda w: w.put(BAD), AGAIN, BUILT, (f"the C++ library was compiled again: {NOT_LOADED}",)),
+    "a prebuilt, no home": (
+        lambda w: (w.put_prebuilt(GOOD), without_home(w)),
+        "load prebuilt",
+        "prebuilt",
+        (),
+    ),
+    "a bad prebuilt": (
+        lambda w: w.put_prebuilt(BAD),
+        "load prebuilt, compile, load cached",
+        BUILT,
+        (NOT_LOADED,),
+    ),
+    "a truncated library": (
+        lambda w: w.put(GOOD).write_text(GOOD[:4]),
+        "compile, load cached",
+        BUILT,
+        (),
+    ),
+    "a bad library": (
+        lambda w: w.put(BAD),
+        AGAIN,
+        BUILT,
+        (f"the C++ library was compiled again: {NOT_LOADED}",),
+    ),
     "one without the ops": (
         lambda w: w.put(EMPTY),
         AGAIN,
@@ -157,14 +189,30 @@ LIBRARIES = {
 # What is done, what the next process does about it, and why it has no library.
 REFUSED = (
     (without_compiler, "", "no C++ compiler: any of c++, g++, clang++ is not on PATH"),
-    (lambda w: w.patch.setenv("CXX", "nix -O3"), "", "no C++ compiler: nix, which CXX names, is not on PATH"),
-    (lambda w: w.patch.setenv("CXX", 'g++ "'), "", "expected a command in CXX, got 'g++ \"' (No closing quotation)"),
+    (
+        lambda w: w.patch.setenv("CXX", "nix -O3"),
+        "",
+        "no C++ compiler: nix, which CXX names, is not on PATH",
+    ),
+    (
+        lambda w: w.patch.setenv("CXX", 'g++ "'),
+        "",
+        "expected a command in CXX, got 'g++ \"' (No closing quotation)",
+    ),
     (cxx("echo last words >&2; exit 3"), "compile", "the compiler failed (exit status 3)"),
     (cxx("printf '\\377\\376' >&2; exit 1"), "compile", "the compiler failed (exit status 1)"),
     (cxx("exit 0"), "compile", "cxx wrote no library, although it ended well"),
-    (nothing_compiles_beside_a_bad_prebuilt, "load prebuilt, compile", f"{NOT_LOADED}; the compiler failed"),
+    (
+        nothing_compiles_beside_a_bad_prebuilt,
+        "load prebuilt, compile",
+        f"{NOT_LOADED}; the compiler failed",
+    ),
     (hanging, "compile", "the compiler took more than 0.5 s"),
-    (lambda w: w.compiles(BAD), "compile, load cached", "does not load (invalid ELF header); try another compiler"),
+    (
+        lambda w: w.compiles(BAD),
+        "compile, load cached",
+        "does not load (invalid ELF header); try another compiler",
+    ),
     (all_is_bad, AGAIN, f"{NOT_LOADED}; try another compiler"),
     (lambda w: w.compiles(EMPTY), "compile, load cached", "has none of the ops stats, "),
     (lambda w: (w.sources / "ops.cpp").unlink(), "", "its sources are not in"),
@@ -172,12 +220,20 @@ REFUSED = (
     (noexec, "", "{at} is mounted noexec; set TORCH_EXTENSIONS_DIR elsewhere"),
     (without_home, "", "home directory.); set TORCH_EXTENSIONS_DIR or HOME"),
     (lambda w: w.patch.setattr(sys, "platform", "win32"), "", "no Windows build"),
-    (lambda w: w.patch.setattr(torch, "__version__", "2.10.1+cu"), "", "torch 2.10.1+cu is older than 2.11"),
+    (
+        lambda w: w.patch.setattr(torch, "__version__", "2.10.1+cu"),
+        "",
+        "torch 2.10.1+cu is older than 2.11",
+    ),
 )
 ROWS: dict[str, Row] = {
     **{name: untrusted(*row) for name, row in UNTRUSTED.items()},
     **{f"{kind} of any name": entry(kind, "0123456789abcdef.so") for kind in ENTRIES},
-    **{f"{kind} of the right name": entry(kind, name_of(GOOD)) for kind in ENTRIES if kind != "a folder"},
+    **{
+        f"{kind} of the right name": entry(kind, name_of(GOOD))
+        for kind in ENTRIES
+        if kind != "a folder"
+    },
     **LIBRARIES,
     **{said: (make, events, "", (said,)) for make, events, said in REFUSED},
 }
@@ -239,8 +295,14 @@ def test_sticky_folders_links_above_and_a_group_of_ones_own_are_safe(world, monk
     own = grp.struct_group((user.pw_name, "x", user.pw_gid, []))
     real.chmod(0o770)
     os.chown(real, -1, user.pw_gid)
-    for members, name, safe in (([], own.gr_name, True), (["eve"], own.gr_name, False), ([], "staff", False)):
-        monkeypatch.setattr(grp, "getgrgid", lambda _, x=(name, "x", own.gr_gid, members): grp.struct_group(x))
+    for members, name, safe in (
+        ([], own.gr_name, True),
+        (["eve"], own.gr_name, False),
+        ([], "staff", False),
+    ):
+        monkeypatch.setattr(
+            grp, "getgrgid", lambda _, x=(name, "x", own.gr_gid, members): grp.struct_group(x)
+        )
         assert (world.find().origin == "cached") == safe
 
 
@@ -282,10 +344,14 @@ def test_ops_are_checked(monkeypatch, change, found):
     if found is None:
         assert build.has_ops("a file")
         return
-    with pytest.raises(build.Unavailable, match=r"^a file: expected the ops .*; remove it and start again") as caught:
+    with pytest.raises(
+        build.Unavailable, match=r"^a file: expected the ops .*; remove it and start again"
+    ) as caught:
         build.has_ops("a file")
     assert found in str(caught.value)
-    refused = build._load_once.__wrapped__()  # no other is loaded beside it, which would end the process
+    refused = (
+        build._load_once.__wrapped__()
+    )  # no other is loaded beside it, which would end the process
     assert refused.refusal.startswith("the library that was loaded before: expected the ops ")
     library._destroy()
 
@@ -297,7 +363,14 @@ def test_planted_library_does_not_run(tmp_path, cpp_library):
     folder = tmp_path / "cache" / "grpo_kernels" / build.cache_key(build.source_folder())
     cache.own_folder(folder, made=2)
     planted = folder / "planted.so"
-    command = [*compiler.compiler(), "-shared", "-fPIC", str(tmp_path / "planted.cpp"), "-o", str(planted)]
+    command = [
+        *compiler.compiler(),
+        "-shared",
+        "-fPIC",
+        str(tmp_path / "planted.cpp"),
+        "-o",
+        str(planted),
+    ]
     subprocess.run(command, check=True)
     planted.rename(folder / f"{cache.digest(planted)}.so")
     folder.chmod(0o777)

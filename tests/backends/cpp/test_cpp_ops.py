@@ -11,8 +11,22 @@ from torch import Tensor
 from torch.library import opcheck
 
 from grpo_kernels.backends.cpp_rows import CppRows
-from grpo_kernels.backends.interface import Chunk, DivergenceStats, LogitTransform, RowStats, Teacher
-from tests.support.row_cases import EXTRAS, PLAIN, full_loss, in_double, make_loss, make_transform, rows
+from grpo_kernels.backends.interface import (
+    Chunk,
+    DivergenceStats,
+    LogitTransform,
+    RowStats,
+    Teacher,
+)
+from tests.support.row_cases import (
+    EXTRAS,
+    PLAIN,
+    full_loss,
+    in_double,
+    make_loss,
+    make_transform,
+    rows,
+)
 
 pytestmark = pytest.mark.usefixtures("cpp_library")
 
@@ -42,11 +56,15 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
 def use_every_op(dtype: torch.dtype, kind: int) -> None:
     """Each op, with and without what is optional."""
     (raw, ids), kernels = rows(N, V, "cpu"), CppRows()
-    transform = make_transform(N, V, kind, None if dtype == torch.float64 else torch.bfloat16, "cpu")
+    transform = make_transform(
+        N, V, kind, None if dtype == torch.float64 else torch.bfloat16, "cpu"
+    )
     raw, transform = raw.to(dtype), in_double(transform) if dtype == torch.float64 else transform
     stats = kernels.stats(Chunk(raw, ids, transform), entropy=True, extras=EXTRAS)
     kernels.stats(Chunk(raw, ids, PLAIN), entropy=False)
-    kernels.grad(Chunk(raw, ids, transform, 3), stats, stats.logps, stats.entropies, torch.empty_like(raw))
+    kernels.grad(
+        Chunk(raw, ids, transform, 3), stats, stats.logps, stats.entropies, torch.empty_like(raw)
+    )
     kernels.grad(Chunk(raw, ids, PLAIN), stats, stats.logps, None, torch.empty_like(raw))
     kernels.fused(Chunk(raw, ids, transform), make_loss(stats.logps, kind), torch.empty_like(raw))
     kernels.fused(Chunk(raw, ids, PLAIN), make_loss(stats.logps, kind + 4), None)
@@ -63,11 +81,15 @@ def with_divergence(kernels: CppRows, chunk: Chunk, stats: RowStats) -> RowStats
 
 
 @pytest.mark.parametrize(("kind", "dtype"), list(enumerate(DTYPES)), ids=str)
-def test_opcheck(kind: int, dtype: torch.dtype, calls: list[Call], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_opcheck(
+    kind: int, dtype: torch.dtype, calls: list[Call], monkeypatch: pytest.MonkeyPatch
+) -> None:
     use_every_op(dtype, kind)
     monkeypatch.undo()
     assert len(calls) == 9
-    for name, args, kwargs in calls if kind == 0 else calls[kind % 3 :: 3]:  # of the other dtypes a third each
+    for name, args, kwargs in (
+        calls if kind == 0 else calls[kind % 3 :: 3]
+    ):  # of the other dtypes a third each
         results = opcheck(getattr(torch.ops.grpo_kernels_cpp, name).default, args, kwargs)
         assert len(results) == 4
         assert set(results.values()) == {"SUCCESS"}, (name, results)
@@ -78,7 +100,10 @@ def test_schemas_return_nothing_and_write_what_they_say() -> None:
         schema = getattr(torch.ops.grpo_kernels_cpp, name).default._schema
         assert schema.is_mutable
         assert not schema.returns
-        assert all((x.alias_info is not None and x.alias_info.is_write) == x.kwarg_only for x in schema.arguments)
+        assert all(
+            (x.alias_info is not None and x.alias_info.is_write) == x.kwarg_only
+            for x in schema.arguments
+        )
 
 
 def test_refusals() -> None:
@@ -111,7 +136,9 @@ def test_refusals() -> None:
 def test_refusals_of_teachers() -> None:
     (raw, ids), kernels = rows(N, V, "cpu"), CppRows()
     chunk = Chunk(raw, ids, PLAIN, teacher=Teacher(raw.flip(0), PLAIN, 0.5))
-    stats = with_divergence(kernels, chunk, kernels.stats(replace(chunk, teacher=None), entropy=False))
+    stats = with_divergence(
+        kernels, chunk, kernels.stats(replace(chunk, teacher=None), entropy=False)
+    )
     a, out, plain = stats.logps, torch.empty_like(raw), replace(chunk, teacher=None)
 
     def refused(message: str, logits: Tensor = raw, beta: float = 0.5, **transform: Any) -> None:
@@ -132,7 +159,9 @@ def test_refusals_of_teachers() -> None:
         kernels.diverge(plain, stats, stats)
     without = replace(stats, divergence=None)
     for some, known, c in ((chunk, without, a), (plain, stats, a), (plain, without, a)):
-        with pytest.raises(RuntimeError, match="d_divergence, sum_k, teacher_max_logit, teacher_log_sum: expected"):
+        with pytest.raises(
+            RuntimeError, match="d_divergence, sum_k, teacher_max_logit, teacher_log_sum: expected"
+        ):
             kernels.grad(some, known, a, None, out, c)
     with pytest.raises(RuntimeError, match="kl: expected"):
         kernels.fused(plain, full_loss(a, 0), out)

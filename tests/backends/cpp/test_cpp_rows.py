@@ -37,7 +37,32 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 ROUNDINGS = (None, torch.bfloat16, torch.float16)
 # 12 x 24 shapes: of less than a vector, of one, of several and a tail; of less than a tile of sums, one, and two.
 NS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 33)
-VOCABS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 97, 127, 128, 129, 255, 256, 257)
+VOCABS = (
+    1,
+    2,
+    3,
+    4,
+    5,
+    7,
+    8,
+    9,
+    15,
+    16,
+    17,
+    31,
+    32,
+    33,
+    63,
+    64,
+    65,
+    97,
+    127,
+    128,
+    129,
+    255,
+    256,
+    257,
+)
 WIDE = (4095, 4096, 4097, 8191, 8192, 8193, 9000)
 each_pair = pytest.mark.parametrize("beta", [None, *BETAS])  # without a teacher, and with one
 
@@ -90,7 +115,12 @@ def test_every_kernel_on_every_shape(n: int) -> None:
 
 
 def chunk_of(
-    n: int, vocab: int, kind: int, dtype: torch.dtype, beta: float | None, rounded_to: torch.dtype | None = None
+    n: int,
+    vocab: int,
+    kind: int,
+    dtype: torch.dtype,
+    beta: float | None,
+    rounded_to: torch.dtype | None = None,
 ) -> Chunk:
     """Rows of transform number `kind`, and if there is a `beta` a teacher with another."""
     raw, ids = rows(n, vocab, CPU)
@@ -98,7 +128,9 @@ def chunk_of(
     if dtype == torch.float64:
         two = [in_double(replace(transform, rounded_to=None)) for transform in two]
     other = 3 * torch.randn(n, vocab)
-    if n > 8:  # infinities, NaN, ties, logits far apart; heads that are equal, near one another and far apart
+    if (
+        n > 8
+    ):  # infinities, NaN, ties, logits far apart; heads that are equal, near one another and far apart
         raw[1, vocab // 2 :], other[1, vocab // 3 :] = -torch.inf, -torch.inf
         raw[2, vocab // 3], raw[3, vocab // 2], other[8, 0] = torch.inf, torch.nan, torch.nan
         raw[4:6] *= torch.tensor([[1e4], [1e-4]])
@@ -118,7 +150,9 @@ def outcomes(chunk: Chunk, kind: int = 3) -> dict[str, Tensor]:
         loss = make(stats.logps.nan_to_num(neginf=-9.0), kind)
     c = None if chunk.teacher is None else c
     names = ("d", "d entropy", "d fused")
-    found = {"in place": chunk.logits.clone()} | {name: torch.empty_like(chunk.logits, dtype=wide) for name in names}
+    found = {"in place": chunk.logits.clone()} | {
+        name: torch.empty_like(chunk.logits, dtype=wide) for name in names
+    }
     CPP.grad(chunk, stats, a, None, found["d"], c)
     CPP.grad(chunk, stats, a, b, found["d entropy"], c)
     CPP.grad(replace(chunk, logits=found["in place"]), stats, a, b, found["in place"], c)
@@ -145,7 +179,9 @@ def test_every_instruction_set_gives_the_same_bits(dtype: torch.dtype, beta: flo
 
 
 @pytest.mark.parametrize(
-    ("dtype", "beta"), [*((dtype, None) for dtype in DTYPES), *((torch.float32, beta) for beta in BETAS)], ids=str
+    ("dtype", "beta"),
+    [*((dtype, None) for dtype in DTYPES), *((torch.float32, beta) for beta in BETAS)],
+    ids=str,
 )
 def test_any_number_of_threads_gives_the_same_bits(dtype: torch.dtype, beta: float | None) -> None:
     """Enough logits for each thread to have some."""
@@ -168,7 +204,11 @@ def test_rows_of_16_bits_are_those_numbers(dtype: torch.dtype, beta: float | Non
             teacher = chunk.teacher and replace(chunk.teacher, logits=chunk.teacher.logits.float())
             wide = replace(chunk, logits=chunk.logits.float(), teacher=teacher)
             want = outcomes(wide, kind)
-            for mixed in (chunk, replace(chunk, teacher=teacher), replace(wide, teacher=chunk.teacher)):
+            for mixed in (
+                chunk,
+                replace(chunk, teacher=teacher),
+                replace(wide, teacher=chunk.teacher),
+            ):
                 in_place = want["in place"].to(mixed.logits.dtype)
                 assert_all_same(outcomes(mixed, kind), want | {"in place": in_place}, (vocab, kind))
 
@@ -188,7 +228,9 @@ def test_float64_rows(beta: float | None) -> None:
             else:
                 scaled = LogitTransform(scale=0.7) if vocab == 33 else PLAIN
                 teacher = Teacher(raw + sizes * torch.randn_like(raw), scaled, beta)
-            chunk = Chunk(raw, ids, in_double(make_transform(6, vocab, kind, None, CPU)), teacher=teacher)
+            chunk = Chunk(
+                raw, ids, in_double(make_transform(6, vocab, kind, None, CPU)), teacher=teacher
+            )
             in_torch = prepared(TorchRows(), chunk)
             stats, want = statistics(CPP, chunk), statistics(TorchRows(), in_torch)
             for name, x in tensors_of(stats).items():

@@ -41,7 +41,11 @@ def fused(logps: Tensor, **changes: Any) -> RowStats:
         "d_entropy": 0.0,
     }
     options["d_logps" if changes.get("old") is None else "advantages"] = torch.zeros_like(logps)
-    return CPP.fused(Chunk(raw, torch.zeros(len(raw), dtype=torch.int64), PLAIN), TokenLoss(**options | changes), None)
+    return CPP.fused(
+        Chunk(raw, torch.zeros(len(raw), dtype=torch.int64), PLAIN),
+        TokenLoss(**options | changes),
+        None,
+    )
 
 
 class TestCpp(SurrogateSuite):
@@ -76,7 +80,9 @@ class TestCpp(SurrogateSuite):
 @each_dtype
 def test_known_losses(dtype: torch.dtype) -> None:
     """On-policy: the derivative is what `d_logps` holds, the loss that times logp, or left out; or NaN."""
-    logps, a = torch.cartesian_prod(torch.tensor([-3.0, -0.2, 0.0, -INF]), torch.tensor([-2.0, -0.0, 0.0, 3.0])).T
+    logps, a = torch.cartesian_prod(
+        torch.tensor([-3.0, -0.2, 0.0, -INF]), torch.tensor([-2.0, -0.0, 0.0, 3.0])
+    ).T
     logps, a = logps.to(dtype), a.to(dtype).contiguous()
     for name in ON_POLICY:
         found = fused(logps, surrogate=name, d_logps=a, weights=torch.full_like(a, 7.0))
@@ -90,8 +96,17 @@ def test_no_log_probability() -> None:
     """NaN in loss and derivative, also where neither would need it."""
     for name, constants in [*EACH, *((name, ()) for name in ON_POLICY)]:
         logps = torch.tensor([NAN, -1.0])
-        found = fused(logps, surrogate=name, constants=constants, old=None if name in ON_POLICY else torch.zeros(2))
-        assert found.terms["loss"].isnan().tolist() == found.terms["d_logp"].isnan().tolist() == [True, False]
+        found = fused(
+            logps,
+            surrogate=name,
+            constants=constants,
+            old=None if name in ON_POLICY else torch.zeros(2),
+        )
+        assert (
+            found.terms["loss"].isnan().tolist()
+            == found.terms["d_logp"].isnan().tolist()
+            == [True, False]
+        )
 
 
 def test_whole_losses() -> None:

@@ -17,7 +17,16 @@ from torch import Tensor
 from grpo_kernels.backends.cpp_rows import CppRows
 from grpo_kernels.backends.interface import Chunk, LogitTransform, RowStats
 from grpo_kernels.token_loss.record import TokenLoss
-from tests.support.row_cases import EXTRAS, FIELDS, ISAS, assert_same, make_loss, make_transform, rows, same
+from tests.support.row_cases import (
+    EXTRAS,
+    FIELDS,
+    ISAS,
+    assert_same,
+    make_loss,
+    make_transform,
+    rows,
+    same,
+)
 from tests.support.row_suite import check_kernels
 
 pytestmark = pytest.mark.usefixtures("cpp_library")
@@ -45,8 +54,18 @@ def check(seed: int) -> None:
     torch.manual_seed(seed)
     torch.set_num_threads(draw.choice((1, 1, 2)))
     n, kind, dtype = draw.choice((0, 1, 1, 2, 3, 5, 9)), draw.randrange(420), draw.choice(DTYPES)
-    vocab = draw.choice((1, draw.randint(1, 70), draw.randint(1, 70), draw.randint(71, 600), draw.randint(4000, 8400)))
-    rounded_to = None if dtype == torch.float64 else draw.choice((None, None, torch.bfloat16, torch.float16))
+    vocab = draw.choice(
+        (
+            1,
+            draw.randint(1, 70),
+            draw.randint(1, 70),
+            draw.randint(71, 600),
+            draw.randint(4000, 8400),
+        )
+    )
+    rounded_to = (
+        None if dtype == torch.float64 else draw.choice((None, None, torch.bfloat16, torch.float16))
+    )
     transform = make_transform(n, vocab, kind, rounded_to, "cpu")
     raw, ids = rows(n, vocab, "cpu")
     if transform.softcap is None:  # its bounds are for logits that it does not flatten
@@ -54,23 +73,34 @@ def check(seed: int) -> None:
     if draw.random() < 0.2:
         raw = raw.round()  # ties
     if draw.random() < 0.5 and n:
-        raw[:, draw.choice((0, 15, 31, 32, 4080, 4095, 4096, vocab - 1)) % vocab] = raw.amax() + draw.choice((0, 1, 20))
+        raw[:, draw.choice((0, 15, 31, 32, 4080, 4095, 4096, vocab - 1)) % vocab] = (
+            raw.amax() + draw.choice((0, 1, 20))
+        )
     if draw.random() < 0.2:
         raw[(torch.rand(n, vocab) < 0.3).scatter(1, ids[:, None], False)] = -torch.inf
     raw = raw.to(dtype).to(torch.float64 if dtype == torch.float64 else torch.float32)
     transform = with_tensors(transform, raw.dtype)
-    kernels, of_out = Everywhere(dtype, draw), dtype if dtype == torch.float64 else draw.choice(DTYPES[:3])
+    kernels, of_out = (
+        Everywhere(dtype, draw),
+        dtype if dtype == torch.float64 else draw.choice(DTYPES[:3]),
+    )
     if n:
         check_kernels(kernels, raw, ids, transform, kind, of_out)
     else:
         check_no_rows(kernels, raw, ids, transform, kind)
 
 
-def check_no_rows(kernels: Everywhere, raw: Tensor, ids: Tensor, transform: LogitTransform, kind: int) -> None:
+def check_no_rows(
+    kernels: Everywhere, raw: Tensor, ids: Tensor, transform: LogitTransform, kind: int
+) -> None:
     stats = kernels.stats(Chunk(raw, ids, transform), entropy=True, extras=EXTRAS)
-    fused = kernels.fused(Chunk(raw, ids, transform), make_loss(stats.logps, kind), torch.empty_like(raw))
+    fused = kernels.fused(
+        Chunk(raw, ids, transform), make_loss(stats.logps, kind), torch.empty_like(raw)
+    )
     kernels.grad(Chunk(raw, ids, transform), stats, stats.logps, stats.logps, torch.empty_like(raw))
-    assert all(x.shape == (0,) for x in (fused.logps, *stats.extras.values(), *fused.terms.values()))
+    assert all(
+        x.shape == (0,) for x in (fused.logps, *stats.extras.values(), *fused.terms.values())
+    )
 
 
 def with_tensors(transform: LogitTransform, dtype: torch.dtype) -> LogitTransform:
@@ -111,7 +141,10 @@ class Everywhere(CppRows):
     def grad(self, chunk: Chunk, stats: RowStats, a: Tensor, b: Tensor | None, out: Tensor) -> None:
         logits, ids, transform = chunk.logits, chunk.ids, chunk.transform
         vocab = logits.shape[1]
-        cut, in_place = self._draw.randint(0, vocab), out.dtype == self._dtype and self._draw.random() < 0.5
+        cut, in_place = (
+            self._draw.randint(0, vocab),
+            out.dtype == self._dtype and self._draw.random() < 0.5,
+        )
         bad, odd = self._some_beyond(chunk)
         is_target = torch.arange(vocab) == ids[:, None]
 
@@ -119,7 +152,11 @@ class Everywhere(CppRows):
             x = self._placed(logits, self._dtype, UNTOUCHED)
             to = x if in_place else self._placed(out, out.dtype, UNTOUCHED)
             for part in parts:
-                some = transform if transform.bias is None else replace(transform, bias=transform.bias[part])
+                some = (
+                    transform
+                    if transform.bias is None
+                    else replace(transform, bias=transform.bias[part])
+                )
                 cut_out = Chunk(x[:, part], targets, some, part.start)
                 super(Everywhere, self).grad(cut_out, stats, a, b, to[:, part])
             assert_untouched_around(to)
@@ -130,7 +167,9 @@ class Everywhere(CppRows):
             if i == 0:
                 out.copy_(whole)
             assert same(whole.contiguous(), out.contiguous())
-            assert same(run(ids, slice(0, cut), slice(cut, vocab)).contiguous(), out.contiguous()), cut
+            assert same(
+                run(ids, slice(0, cut), slice(cut, vocab)).contiguous(), out.contiguous()
+            ), cut
             if vocab > 1:  # a row without a target is that of another target, where that is not
                 other = torch.where(is_target, run((ids + 1) % vocab, slice(0, vocab)), whole)
                 want = torch.where(bad[:, None], other, whole)
@@ -162,7 +201,9 @@ class Everywhere(CppRows):
     def _placed(self, x: Tensor, dtype: torch.dtype, around: float) -> Tensor:
         """A copy of `x` (n, V): its memory ends with its last row; rows follow each other, or stand apart."""
         n, vocab = x.shape
-        left, gap = self._draw.choice(((0, 0), (self._draw.randint(0, 9), self._draw.randint(0, 40))))
+        left, gap = self._draw.choice(
+            ((0, 0), (self._draw.randint(0, 9), self._draw.randint(0, 40)))
+        )
         memory = torch.full((left + n * (vocab + gap) - gap if n else 0,), around, dtype=dtype)
         return memory.as_strided((n, vocab), (vocab + gap, 1), left if n else 0).copy_(x)
 

@@ -85,7 +85,9 @@ def test_the_scaling_kernel_accesses_128_bits_on_every_target() -> None:
         counts, is_amd = Counter(accesses), target.startswith("gfx")
         of_thread = 4096 // (8 * (64 if is_amd else 32))  # numbers
         reads, writes = (
-            ("global_load_dwordx4", "global_store_dwordx4") if is_amd else ("ld.global.v4.b32", "st.global.v4.b32")
+            ("global_load_dwordx4", "global_store_dwordx4")
+            if is_amd
+            else ("ld.global.v4.b32", "st.global.v4.b32")
         )
         assert counts[reads] == of_thread * 4 // 16, (target, counts)
         assert counts[writes] == of_thread * int(target[-1]) // 16, (target, counts)

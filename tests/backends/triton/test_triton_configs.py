@@ -25,24 +25,46 @@ from grpo_kernels.backends.triton_rows.configs import (
 )
 from grpo_kernels.backends.triton_rows.dot import MOST_STRIDE
 
-ARCHES = ("sm_75", "sm_80", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "gfx90a", "gfx942", "gfx950", "cpu")
+ARCHES = (
+    "sm_75",
+    "sm_80",
+    "sm_89",
+    "sm_90",
+    "sm_100",
+    "sm_103",
+    "sm_120",
+    "gfx90a",
+    "gfx942",
+    "gfx950",
+    "cpu",
+)
 HEADS = tuple(product((896, 1024, 2048, 4096, 5120), (32000, 128256, 151936, 201088, 256000)))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def test_families() -> None:
-    of = {"sm_80": "sm_80", "sm_89": "default", "sm_90": "sm_90", "sm_103": "sm_100", "sm_120": "default"}
+    of = {
+        "sm_80": "sm_80",
+        "sm_89": "default",
+        "sm_90": "sm_90",
+        "sm_103": "sm_100",
+        "sm_120": "default",
+    }
     of |= {"gfx942": "gfx942", "gfx950": "gfx942", "gfx90a": "default", "cpu": "interpreter"}
     assert {arch: family(arch) for arch in of} == of
 
 
 @pytest.mark.parametrize("arch", ARCHES)
 def test_every_head_has_tiles(arch: str) -> None:
-    for (width, vocab), dtype, softcap, aligned in product(HEADS, DTYPES, (False, True), (False, True)):
+    for (width, vocab), dtype, softcap, aligned in product(
+        HEADS, DTYPES, (False, True), (False, True)
+    ):
         config = dot_config(width, vocab, dtype, arch, softcap=softcap, aligned=aligned)
         tiles = -(-vocab // config.block_v)
         per_split = config.tiles_per_split(vocab)
-        assert (config.splits - 1) * per_split < tiles <= config.splits * per_split, "a part without a tile"
+        assert (config.splits - 1) * per_split < tiles <= config.splits * per_split, (
+            "a part without a tile"
+        )
         assert min(config.block_n, config.block_v, config.block_h) >= 16, "what tl.dot needs"
         assert config.block_n * MOST_STRIDE < 2**31
         if config.use_tma:
@@ -61,7 +83,10 @@ def test_a_small_vocabulary_has_a_small_tile(vocab: int) -> None:
 
 def test_amd_is_not_told_of_registers() -> None:
     """Its compiler refuses the option, which entries of the default family have for NVIDIA."""
-    given = {arch: row_config("fused", 151936, arch).arguments_with_register_limit() for arch in ("sm_86", "gfx90a")}
+    given = {
+        arch: row_config("fused", 151936, arch).arguments_with_register_limit()
+        for arch in ("sm_86", "gfx90a")
+    }
     assert given["sm_86"]["maxnreg"] == 168
     assert "maxnreg" not in given["gfx90a"]
 
@@ -76,7 +101,16 @@ def test_a_thread_reads_16_bytes_at_a_time(name: str) -> None:
 
 
 def test_splits() -> None:
-    assert [splits_of(vocab, 16, 4) for vocab in (1, 16, 17, 64, 65, 80, 96, 129)] == [1, 1, 2, 4, 3, 3, 3, 3]
+    assert [splits_of(vocab, 16, 4) for vocab in (1, 16, 17, 64, 65, 80, 96, 129)] == [
+        1,
+        1,
+        2,
+        4,
+        3,
+        3,
+        3,
+        3,
+    ]
 
 
 def test_unknown() -> None:
@@ -151,7 +185,9 @@ def test_the_tuner_writes_after_each_part(
     looks = itertools.count()
 
     def check(self: tune.Budget) -> None:
-        if next(looks) == 8:  # six in the first part: two tiles on the shortlist, two at each of two vocabularies
+        if (
+            next(looks) == 8
+        ):  # six in the first part: two tiles on the shortlist, two at each of two vocabularies
             raise tune.OutOfTime
 
     monkeypatch.setattr(tune.Budget, "check", check)
@@ -177,7 +213,9 @@ def test_the_tuner_does_a_subset(tmp_path: Path) -> None:
     assert list(tune.parts(["dot"])) == [
         "dot, 16 bits", "dot, 16 bits, soft-cap", "dot, 32 bits", "dot, 32 bits, soft-cap",
     ]  # fmt: skip
-    sizes = tune.chosen(tune.REAL, tune.arguments(["--vocabs", "151936", "32000", "--widths", "4096"]))
+    sizes = tune.chosen(
+        tune.REAL, tune.arguments(["--vocabs", "151936", "32000", "--widths", "4096"])
+    )
     assert (sizes.vocabs, sizes.widths) == ((32000, 151936), (4096,))
 
 

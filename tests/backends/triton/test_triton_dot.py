@@ -23,10 +23,14 @@ from tests.support.row_cases import DEVICE, FIELDS, PLAIN, make_transform
 NS = (1, 2, 15, 16, 17, 33)
 WIDTHS = (1, 8, 15, 33, 48)
 VOCABS = (1, 15, 16, 17, 33, 65, 97)
-TILE = DotConfig(block_n=16, block_v=16, block_h=16, splits=2, num_warps=4, num_stages=1, use_tma=False)
+TILE = DotConfig(
+    block_n=16, block_v=16, block_h=16, splits=2, num_warps=4, num_stages=1, use_tma=False
+)
 
 
-def score(hidden: Tensor, weight: Tensor, ids: Tensor, transform: LogitTransform = PLAIN, **tile: object) -> RowStats:
+def score(
+    hidden: Tensor, weight: Tensor, ids: Tensor, transform: LogitTransform = PLAIN, **tile: object
+) -> RowStats:
     return score_dot(hidden, weight, ids, transform, entropy=True, config=replace(TILE, **tile))
 
 
@@ -40,10 +44,16 @@ def assert_same(left: RowStats, right: RowStats, rows: Tensor | slice = slice(No
 @pytest.mark.parametrize("n", NS)
 def test_every_shape(n: int, dtype: torch.dtype) -> None:
     """A shape is of one of the two, in turn."""
-    for kind, (width, vocab) in [*enumerate(product(WIDTHS, VOCABS), n)][(n // 2 + (dtype == torch.float16)) % 2 :: 2]:
+    for kind, (width, vocab) in [*enumerate(product(WIDTHS, VOCABS), n)][
+        (n // 2 + (dtype == torch.float16)) % 2 :: 2
+    ]:
         hidden, weight, ids = operands(n, width, vocab, dtype)
         transform = make_transform(n, vocab, kind, None)
-        tile = {"block_v": 16 if vocab < 40 else 32, "splits": (1, 2, 3)[kind % 3], "use_tma": kind % 5 < 2}
+        tile = {
+            "block_v": 16 if vocab < 40 else 32,
+            "splits": (1, 2, 3)[kind % 3],
+            "use_tma": kind % 5 < 2,
+        }
         stats = score(hidden, weight, ids, transform, **tile)
         check(stats, want_of(hidden, weight, ids, transform), (n, width, vocab, tile))
 
@@ -60,7 +70,9 @@ def test_rounded_logits_and_bfloat16(kind: int, rounded_to: torch.dtype) -> None
 def test_logits_are_rounded_once_with_the_bias_in(rounded_to: torch.dtype) -> None:
     hidden, weight, ids = operands(5, 1, 40, torch.float32)
     bias = torch.randn(40, device=DEVICE)
-    stats = score(torch.ones_like(hidden), weight, ids, LogitTransform(bias=bias, rounded_to=rounded_to))
+    stats = score(
+        torch.ones_like(hidden), weight, ids, LogitTransform(bias=bias, rounded_to=rounded_to)
+    )
     rounded = (weight + bias[:, None]).to(rounded_to).float()
     assert_same(stats, score(torch.ones_like(hidden), rounded, ids))
 
@@ -76,8 +88,12 @@ def test_columns_past_the_vocabulary_do_not_count(softcap: float | None, use_tma
     stats = score(hidden, weight, ids, LogitTransform(softcap=softcap), use_tma=use_tma)
     want = want_of(hidden, weight, ids, LogitTransform(softcap=softcap))
     check(stats, want)
-    torch.testing.assert_close(stats.logps[0].double(), want.values["logps"][0], rtol=1e-4, atol=0.0)
-    torch.testing.assert_close(stats.entropies.double(), want.values["entropies"], rtol=1e-4, atol=0.0)
+    torch.testing.assert_close(
+        stats.logps[0].double(), want.values["logps"][0], rtol=1e-4, atol=0.0
+    )
+    torch.testing.assert_close(
+        stats.entropies.double(), want.values["entropies"], rtol=1e-4, atol=0.0
+    )
 
 
 def test_a_certain_token_keeps_its_digits() -> None:
@@ -149,7 +165,9 @@ def test_an_infinite_logit() -> None:
     hidden, weight, _ = operands(2, 8, 40, torch.float32)
     bias = torch.zeros(40, device=DEVICE)
     bias[17] = torch.inf
-    stats = score(hidden, weight, torch.tensor([3, 30], device=DEVICE), LogitTransform(bias=bias), splits=3)
+    stats = score(
+        hidden, weight, torch.tensor([3, 30], device=DEVICE), LogitTransform(bias=bias), splits=3
+    )
     assert stats.logps.tolist() == [-torch.inf] * 2
     assert stats.max_logit.tolist() == [torch.inf] * 2
     assert stats.entropies.isnan().all()
@@ -219,7 +237,11 @@ def test_strides(use_tma: bool) -> None:
     assert_same(want, score(hidden, spread[:, ::2], ids, use_tma=use_tma))
     repeated = score(hidden[:1].expand(20, -1), weight, ids, use_tma=use_tma)
     assert_same(repeated, score(hidden[[0] * 20], weight, ids))
-    assert_same(want, score(hidden[:1].as_strided((1, 16), (3, 1)), weight, ids[:1], use_tma=use_tma), slice(1))
+    assert_same(
+        want,
+        score(hidden[:1].as_strided((1, 16), (3, 1)), weight, ids[:1], use_tma=use_tma),
+        slice(1),
+    )
 
 
 def test_no_rows() -> None:
@@ -241,5 +263,7 @@ def test_what_it_refuses() -> None:
     hidden, weight, ids = operands(5, 8, 40, torch.float32)
     with pytest.raises(ValueError, match="weight: expected the dtype of hidden"):
         score_dot(hidden, weight.half(), ids, PLAIN, entropy=True)
-    with pytest.raises(ValueError, match=r"hidden: expected float32, bfloat16 or float16, got torch\.float64"):
+    with pytest.raises(
+        ValueError, match=r"hidden: expected float32, bfloat16 or float16, got torch\.float64"
+    ):
         score_dot(hidden.double(), weight.double(), ids, PLAIN, entropy=True)

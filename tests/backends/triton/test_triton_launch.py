@@ -54,7 +54,9 @@ def run(folder: Path, change: str, **more: str) -> list[str]:
     env = {name: x for name, x in os.environ.items() if name not in ("TRITON_INTERPRET", "CC")}
     env |= {"TRITON_CACHE_DIR": str(folder), **more}
     code = BEFORE + change + AFTER
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
@@ -62,23 +64,42 @@ def run(folder: Path, change: str, **more: str) -> list[str]:
 @pytest.mark.parametrize(
     ("change", "env", "reason"),
     [
-        (NO_DRIVER_LIBRARY, {"PATH": "/no"}, "Triton needs a C compiler, and there is no gcc or clang: install gcc"),
+        (
+            NO_DRIVER_LIBRARY,
+            {"PATH": "/no"},
+            "Triton needs a C compiler, and there is no gcc or clang: install gcc",
+        ),
         (
             NO_DRIVER_LIBRARY,
             {"CC": "/no/cc"},
             "Triton cannot start: FileNotFoundError: [Errno 2] No such file",
         ),
-        (NO_DRIVER_LIBRARY + NO_HEADERS, {}, "Triton needs Python's headers, and there is no Python.h in /no: install"),
-        ("nvidia.libcuda_dirs = lambda: [][0]\n", {}, "Triton cannot start: IndexError: list index out of range"),
+        (
+            NO_DRIVER_LIBRARY + NO_HEADERS,
+            {},
+            "Triton needs Python's headers, and there is no Python.h in /no: install",
+        ),
+        (
+            "nvidia.libcuda_dirs = lambda: [][0]\n",
+            {},
+            "Triton cannot start: IndexError: list index out of range",
+        ),
     ],
 )
-def test_it_is_said_once_and_torch_serves(tmp_path: Path, change: str, env: dict[str, str], reason: str) -> None:
+def test_it_is_said_once_and_torch_serves(
+    tmp_path: Path, change: str, env: dict[str, str], reason: str
+) -> None:
     auto, warned, named, torch, started = run(tmp_path, change, **env)
     assert auto.startswith(f"torch | not triton: {reason}")
-    assert warned.startswith("1 | grpo_kernels: on the GPU, losses and log-probabilities run in torch operations")
+    assert warned.startswith(
+        "1 | grpo_kernels: on the GPU, losses and log-probabilities run in torch operations"
+    )
     assert reason in warned
     assert named.startswith(f"backend: expected one that can serve here, got 'triton': {reason}")
-    assert torch == "torch not triton: its kernels compute in float32, and these inputs ask for float64"
+    assert (
+        torch
+        == "torch not triton: its kernels compute in float32, and these inputs ask for float64"
+    )
     assert started == "1"
 
 

@@ -21,7 +21,36 @@ from tests.support.special_suite import SpecialSuite, check_many_rows
 
 # Rows of one tile, of less and of more; lanes that see no logit, one, or several.
 NS = (1, 2, 3, 5, 8, 16, 17)
-VOCABS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 96, 97, 127, 128, 129, 191, 192, 193)
+VOCABS = (
+    1,
+    2,
+    3,
+    4,
+    5,
+    7,
+    8,
+    9,
+    15,
+    16,
+    17,
+    31,
+    32,
+    33,
+    47,
+    48,
+    49,
+    63,
+    64,
+    65,
+    96,
+    97,
+    127,
+    128,
+    129,
+    191,
+    192,
+    193,
+)
 
 
 def small(block_n: int, block_v: int) -> SmallTiles:
@@ -42,7 +71,9 @@ class TestDivergence(FusedDivergenceSuite):
 
     kernels = small(16, 256)
     vocabs = (2, 600) if DEVICE == "cpu" else (1, 2, 127, 128, 129, 4097)
-    betas = BETAS[:3] if DEVICE == "cpu" else BETAS  # the interpreter takes its time, and 0.1 and 0.9 compile to 0.5's
+    betas = (
+        BETAS[:3] if DEVICE == "cpu" else BETAS
+    )  # the interpreter takes its time, and 0.1 and 0.9 compile to 0.5's
 
 
 @pytest.mark.parametrize("n", NS)

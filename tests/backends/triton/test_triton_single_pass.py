@@ -23,7 +23,9 @@ ONE_BY_ONE = SmallTiles(lambda vocab: TILE, block_n=1)
 DTYPES = (torch.float32, torch.bfloat16)
 
 
-def check_pass(chunk: Chunk, dtype: torch.dtype = torch.float32, kernels: SmallTiles = KERNELS) -> Tensor:
+def check_pass(
+    chunk: Chunk, dtype: torch.dtype = torch.float32, kernels: SmallTiles = KERNELS
+) -> Tensor:
     """The rows' factors (n,)."""
     stats, scale = check_single_pass(kernels, chunk, dtype)
     assert_same(stats, statistics(kernels, chunk))
@@ -39,9 +41,13 @@ def test_shapes(kind: int) -> None:
         check_pass(Chunk(raw, ids, transform), DTYPES[(i + kind // 2) % 2])
 
 
-@pytest.mark.parametrize(("kernels", "dtype"), [(KERNELS, DTYPES[0]), (ONE_BY_ONE, DTYPES[1])], ids=["block", "rows"])
+@pytest.mark.parametrize(
+    ("kernels", "dtype"), [(KERNELS, DTYPES[0]), (ONE_BY_ONE, DTYPES[1])], ids=["block", "rows"]
+)
 @pytest.mark.parametrize("cap", [None, 60.0])
-def test_where_the_reference_is_far_below(cap: float | None, kernels: SmallTiles, dtype: torch.dtype) -> None:
+def test_where_the_reference_is_far_below(
+    cap: float | None, kernels: SmallTiles, dtype: torch.dtype
+) -> None:
     """How far the largest logit is above the first columns and the target decides whether a row is read again."""
     raw = torch.randn(8, 70, device=DEVICE)
     ids = torch.tensor([0, 3, 69, 40, 41, 2, 1, 1], device=DEVICE)

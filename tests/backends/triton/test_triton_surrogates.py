@@ -70,7 +70,9 @@ def test_elementary_functions(name: str) -> None:
     """Relative error of a few units in the last place, over the whole range and next to 0."""
     truth, low, high = FUNCTIONS[name]
     size = torch.logspace(-30, 30, 1500)
-    x = torch.cat([torch.linspace(max(low, -100.0), min(high, 100.0), 2000), size, -size, torch.zeros(1)])
+    x = torch.cat(
+        [torch.linspace(max(low, -100.0), min(high, 100.0), 2000), size, -size, torch.zeros(1)]
+    )
     x = x[(x >= low) & (x <= high)].to(DEVICE)
     got = torch.empty_like(x)
     elementwise_kernel[(1,)](x, got, x.numel(), F=getattr(mathfn, name), BLOCK=8192)
@@ -103,7 +105,9 @@ class TestTriton(SurrogateSuite):
     kernels = TritonRows()
     slack = 16
 
-    def run(self, name: str, constants: Constants, *inputs: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def run(
+        self, name: str, constants: Constants, *inputs: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
         n = inputs[0].numel()
         out, block = torch.empty(3, n, device=DEVICE), triton.next_power_of_2(n)
         surrogate_kernel[(1,)](*inputs, out, n, constants, SURROGATE=SURROGATES[name], BLOCK=block)
@@ -118,6 +122,9 @@ class TestTriton(SurrogateSuite):
     def test_known_losses(self) -> None:
         """On-policy: the derivative is given, the loss that times logp, or left out."""
         log_ratio, d_logps, logps = grid(DEVICE, special=True)
-        for name, loss in (("constant", torch.zeros_like(logps)), ("linear", times(logps, d_logps))):
+        for name, loss in (
+            ("constant", torch.zeros_like(logps)),
+            ("linear", times(logps, d_logps)),
+        ):
             out, _ = self.run(name, (), log_ratio, d_logps, logps)
             assert torch.equal(out, torch.stack([loss, torch.zeros_like(loss), d_logps]))

@@ -42,7 +42,10 @@ def _like_a_gpu() -> Iterator[None]:
 
 
 def case_of(name: str, **options) -> Case:
-    return make_case(name, **{"b": 2, "t": 6, "h": 32, "v": 9001, "dtype": torch.bfloat16, "beta": 0.04} | options)
+    return make_case(
+        name,
+        **{"b": 2, "t": 6, "h": 32, "v": 9001, "dtype": torch.bfloat16, "beta": 0.04} | options,
+    )
 
 
 @pytest.mark.parametrize(
@@ -69,24 +72,35 @@ def test_every_engine(engine: str, frozen: tuple[str, ...], emulation: Emulation
 
 @pytest.mark.parametrize("engine", ["one_pass", "two_pass", "lean"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("options", [{"final_logit_softcapping": 20.0, "entropy_coef": 0.01}, {"bias": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"final_logit_softcapping": 20.0, "entropy_coef": 0.01}, {"bias": True}], ids=str
+)
 def test_more_of_the_head(engine: str, dtype: torch.dtype, options: dict) -> None:
     case = case_of(f"emulated {engine} {options}", dtype=dtype, temperature=0.8, **options)
     reference = reference_loss(case)
-    assert_matches(*run(case, engine, backend="triton"), reference, case, bounds_of(reference, case))
+    assert_matches(
+        *run(case, engine, backend="triton"), reference, case, bounds_of(reference, case)
+    )
 
 
 @pytest.mark.parametrize("engine", ["one_pass", "two_pass", "lean"])
 def test_a_divergence_from_a_teacher(engine: str) -> None:
     case = case_of(f"emulated teacher {engine}", teacher=0.3, kl_estimator="full")
     reference = reference_loss(case)
-    assert_matches(*run(case, engine, backend="triton"), reference, case, bounds_of(reference, case))
+    assert_matches(
+        *run(case, engine, backend="triton"), reference, case, bounds_of(reference, case)
+    )
 
 
 @quick
 def test_the_scoring_kernel_is_refused_by_name() -> None:
     hidden, weight, ids = torch.ones(2, 64), torch.ones(96, 64), torch.tensor([0, 95])
-    tile = DotConfig(block_n=16, block_v=16, block_h=16, splits=1, num_warps=4, num_stages=1, use_tma=False)
+    tile = DotConfig(
+        block_n=16, block_v=16, block_h=16, splits=1, num_warps=4, num_stages=1, use_tma=False
+    )
     for dtype in (torch.bfloat16, torch.float32):
-        with pytest.raises(UnknownInstruction, match=r"dot_kernel: expected a kernel without tl\.dot, got one with it"):
+        with pytest.raises(
+            UnknownInstruction,
+            match=r"dot_kernel: expected a kernel without tl\.dot, got one with it",
+        ):
             launch_dot(hidden.to(dtype), weight.to(dtype), ids, PLAIN, tile, entropy=True)

@@ -38,7 +38,11 @@ class Divergences(FusedDivergenceSuite):
 def test_values_and_gradients(vocab: int, layout: str, kinds: tuple[int, int], beta: float) -> None:
     """The kernels of two heads; targets in quarters of tiles and in the tail; in place and not."""
     suite = Divergences(layout)
-    ids = torch.tensor(sorted({x for x in (0, 1024, 4095, 4096, 8192) if x < vocab and vocab < 10**5} | {vocab - 1}))
+    ids = torch.tensor(
+        sorted(
+            {x for x in (0, 1024, 4095, 4096, 8192) if x < vocab and vocab < 10**5} | {vocab - 1}
+        )
+    )
     n = len(ids)
     raw, other = 3 * torch.randn(2, n, vocab)
     two = suite.transforms(n, vocab, kinds)
@@ -55,7 +59,12 @@ def test_values_and_gradients(vocab: int, layout: str, kinds: tuple[int, int], b
     assert torch.equal(out, suite.grad(chunk, stats, a, b if loss.d_entropy else None, c))
     of_others, bound = gradient(student, ids, a, b)
     total = of_others + c[:, None] * want.gradient
-    check("d raw", out, total, bound + c[:, None] * want.gradient_bound + 4 * U * (of_others.abs() + total.abs()))
+    check(
+        "d raw",
+        out,
+        total,
+        bound + c[:, None] * want.gradient_bound + 4 * U * (of_others.abs() + total.abs()),
+    )
     suite.kernels.fused(chunk, loss, chunk.logits)
     assert torch.equal(chunk.logits, out)
 
@@ -70,7 +79,10 @@ def test_offsets_beyond_32_bits(emulation: Emulation) -> None:
     def everything() -> list[torch.Tensor]:
         chunk = suite.chunk(raw, other, 1.0, ids)
         stats = suite.stats(chunk)
-        d, found = suite.grad(chunk, stats, *torch.ones(3, 2)), suite.kernels.fused(chunk, loss, chunk.logits)
+        d, found = (
+            suite.grad(chunk, stats, *torch.ones(3, 2)),
+            suite.kernels.fused(chunk, loss, chunk.logits),
+        )
         assert isinstance(stats.divergence, DivergenceStats)
         return [*stats.divergence, d, found.terms["loss"], chunk.logits]
 

@@ -15,12 +15,27 @@ from grpo_kernels.backends.triton_rows.scale import launch_scale
 from tests.emulator.launch import Emulation
 from tests.emulator.layouts import RowsApart
 from tests.support.row_cases import EXTRAS, assert_same, make_loss, make_transform, same
-from tests.support.row_suite import RowSuite, check_kernels, check_single_pass, check_single_pass_of_special_rows
+from tests.support.row_suite import (
+    RowSuite,
+    check_kernels,
+    check_single_pass,
+    check_single_pass_of_special_rows,
+)
 from tests.support.special_suite import SpecialSuite
 
 INF, NAN = math.inf, math.nan
 TILE = 4096  # columns of a step on both architectures
-TARGETS = (0, 1023, 1024, 2050, 4095, 4096, 8191, 8192, 9000)  # quarters of tiles, their ends, the tail of V 9001
+TARGETS = (
+    0,
+    1023,
+    1024,
+    2050,
+    4095,
+    4096,
+    8191,
+    8192,
+    9000,
+)  # quarters of tiles, their ends, the tail of V 9001
 BACKENDS = {"apart": RowsApart(), "together": TritonRows()}
 quick, slow = pytest.mark.quick, pytest.mark.slow
 
@@ -46,17 +61,23 @@ def rows_of(vocab: int, targets: tuple[int, ...] = TARGETS) -> tuple[Tensor, Ten
         (1, "together", 1, torch.float32),
     ],
 )
-def test_statistics_gradient_and_loss(vocab: int, layout: str, kind: int, dtype: torch.dtype) -> None:
+def test_statistics_gradient_and_loss(
+    vocab: int, layout: str, kind: int, dtype: torch.dtype
+) -> None:
     """`stats`, `grad` and `fused`: the transforms of `make_transform` and its losses, in turn."""
     raw, ids = rows_of(vocab)
     rounded_to = dtype if dtype != torch.float32 else None
-    check_kernels(BACKENDS[layout], raw, ids, make_transform(len(ids), vocab, kind, rounded_to), kind, dtype)
+    check_kernels(
+        BACKENDS[layout], raw, ids, make_transform(len(ids), vocab, kind, rounded_to), kind, dtype
+    )
 
 
 @pytest.mark.parametrize("kind", [pytest.param(1, marks=quick), 3])
 def test_a_large_vocabulary(kind: int) -> None:
     raw, ids = rows_of(151_936, (70_000,))
-    check_kernels(TritonRows(), raw, ids, make_transform(2, 151_936, kind, None), kind, torch.bfloat16)
+    check_kernels(
+        TritonRows(), raw, ids, make_transform(2, 151_936, kind, None), kind, torch.bfloat16
+    )
 
 
 @pytest.mark.parametrize("kind", range(12))
@@ -86,7 +107,12 @@ def test_single_pass(vocab: int, layout: str, kind: int, dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize(
     ("layout", "kind"),
-    [pytest.param("apart", 3, marks=quick), pytest.param("together", 0, marks=slow), ("together", 3), ("apart", 0)],
+    [
+        pytest.param("apart", 3, marks=quick),
+        pytest.param("together", 0, marks=slow),
+        ("together", 3),
+        ("apart", 0),
+    ],
 )
 def test_gradients_replace_logits(layout: str, kind: int) -> None:
     """Of `grad`, `fused` and `single_pass`: as those written elsewhere, and the single pass as `grad`."""
@@ -119,7 +145,8 @@ def test_special_values(cap: float | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("splits", "entropy"), [pytest.param(7, True, marks=quick), pytest.param(200, False, marks=quick), (200, True)]
+    ("splits", "entropy"),
+    [pytest.param(7, True, marks=quick), pytest.param(200, False, marks=quick), (200, True)],
 )
 def test_combine(splits: int, entropy: bool) -> None:
     """The reduction of `dot`'s parts: of a whole row's running sums, cut in parts."""
@@ -131,17 +158,23 @@ def test_combine(splits: int, entropy: bool) -> None:
     rest, t = e.sum(2) - 1, (e * (raw - m[..., None])).sum(2)
     flat = raw.reshape(n, -1)
     target = flat.gather(1, ids.clamp(min=0)[:, None])[:, 0]
-    stats = launch_combine(*(x.float() for x in (m, rest, t, target)), ids, splits * each, entropy=entropy)
+    stats = launch_combine(
+        *(x.float() for x in (m, rest, t, target)), ids, splits * each, entropy=entropy
+    )
     logs = flat.log_softmax(1)
     want = logs.gather(1, ids.clamp(min=0)[:, None])[:, 0]
     assert stats.logps[0].isnan()
     torch.testing.assert_close(stats.logps[1:].double(), want[1:], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(stats.log_sum.double(), -logs.amax(1), rtol=1e-5, atol=1e-6)
     if entropy:
-        torch.testing.assert_close(stats.entropies.double(), -(logs.exp() * logs).sum(1), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            stats.entropies.double(), -(logs.exp() * logs).sum(1), rtol=1e-5, atol=1e-6
+        )
 
 
-@pytest.mark.parametrize("dtype", [pytest.param(torch.bfloat16, marks=quick), torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.bfloat16, marks=quick), torch.float16, torch.float32]
+)
 @pytest.mark.parametrize("n", [7 * 9001, 2 * TILE])
 def test_scale(n: int, dtype: torch.dtype) -> None:
     """A gradient times a number, as torch would round it; in fp32 in place."""
@@ -152,7 +185,8 @@ def test_scale(n: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    ("before", "layout"), [pytest.param(250_000, "apart", marks=quick), (250_000, "together"), (2**20, "apart")]
+    ("before", "layout"),
+    [pytest.param(250_000, "apart", marks=quick), (250_000, "together"), (2**20, "apart")],
 )
 def test_offsets_beyond_32_bits(before: int, layout: str, emulation: Emulation) -> None:
     """So many rows come before those that are there: more than 2^31 logits, and the same bits."""

@@ -1,5 +1,0 @@
-"""verl with `impl_backend=grpo_kernels` among its fused heads."""
-
-from grpo_kernels.integrations.verl.plugin import patch_verl, unpatch_verl
-
-__all__ = ["patch_verl", "unpatch_verl"]

@@ -1,0 +1,348 @@
+"""One forward of a transformers model whose head scores tokens in place of projecting."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from transformers.utils import ModelOutput
+
+from grpo_kernels.base.modes import evaluating, guest
+from grpo_kernels.body.inputs import Batch, check_attended, check_attention_mask
+from grpo_kernels.body.options import TrunkOptions
+from grpo_kernels.body.trunk import (
+    as_it_is,
+    live_trunk,
+    most_of_ranks,
+    ordinary_id,
+    rank_groups,
+    trunk_of,
+)
+from grpo_kernels.head.forward import within_forwards
+from grpo_kernels.head.head import Head
+from grpo_kernels.head.hooks import foreign_hooks
+from grpo_kernels.head.module import divided_modules, linear_of
+from grpo_kernels.host import Shares, forward_name, replaced
+from grpo_kernels.transformers import head as heads
+from grpo_kernels.transformers.head_check import HeadCheck
+
+PADDED = TrunkOptions(zero_advantage="train", layout="padded")
+_models_with_scalars: weakref.WeakSet[nn.Module] = (
+    weakref.WeakSet()
+)  # an output of theirs may need the whole batch
+Score = Callable[
+    [Tensor, Head], tuple[Tensor, ...]
+]  # the head's input (B, L, H) -> results, attached
+Scored = tuple[
+    tuple[Tensor, ...], ModelOutput, Shares
+]  # (results, output without logits, shares computed)
+_factors: weakref.WeakKeyDictionary[nn.Module, float] = (
+    weakref.WeakKeyDictionary()
+)  # on the body's output, by head
+_MOST_RUNS = (
+    4  # of one call: its head's constants are measured, and a number of the whole batch is computed
+)
+RESULTS, FIELDS = (
+    "results",
+    "others",
+)  # keys of the dict that the model returns: wrappers look into dicts
+
+
+def run_scored(
+    model: nn.Module,
+    batch: Batch,
+    score: Score,
+    inputs: dict[str, Any],
+    trunk: TrunkOptions,
+    live: Tensor | None = None,  # (B,) bool
+) -> Scored:
+    """Run `model` with `score` in its head; return (the scores, the model's output without logits, shares computed).
+
+    `trunk` and `live` go to `live_trunk`. The first time, the model's logits are checked (`head_check`), and where
+    the config was wrong the model runs once more, with the constants that were measured.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as `completion_logprobs`.
+    """
+    base, inputs = _model_inputs(model, batch, inputs)
+    if "adapter_names" in inputs:  # PEFT's, one for each sequence of the padded batch
+        trunk, live = PADDED, None
+    attention_mask, needed = inputs.get("attention_mask"), batch.needed()
+    facts = heads.facts_of(base, inputs)
+    head, is_checked = heads.known_head(model, facts)
+    if (
+        not is_checked or batch.input_ids.device.type == "cpu"
+    ):  # in later calls it would wait for the device
+        check_attended(
+            attention_mask,
+            needed,
+            input_ids=batch.input_ids,
+            config=base.config,
+            has_positions="position_ids" in inputs,
+        )
+
+    groups = rank_groups(trunk_of(model))
+    for _ in range(_MOST_RUNS):
+        is_whole = base in _models_with_scalars
+        check = None if is_checked else HeadCheck(head, batch.counted_state)
+        call, shares = HeadCall(head, score, check), Shares()
+        options = (PADDED, None) if is_whole else (trunk, live)
+        around = live_trunk(model, options[0], needed=needed, live=options[1], shares=shares)
+        with around as computed, call.within(base):
+            returned = model(**inputs)
+        call.check_output(returned)
+        fields: dict[str, Any] = returned[FIELDS]
+        has_scalar = any(isinstance(x, Tensor) and x.dim() == 0 for x in pytree.tree_leaves(fields))
+        if has_scalar and not is_whole and most_of_ranks(groups, [int(bool(computed))])[0]:
+            _models_with_scalars.add(base)  # such as an aux_loss: it may be of all hidden states
+            continue
+        measured = head if check is None else check.verified(base)
+        if check is not None and heads.constants_of(measured) == heads.constants_of(head):
+            heads.remember(
+                model, head, facts, compared=check.is_finite
+            )  # logits of a row of padding may be NaN
+        elif check is not None:  # all ranks measure the same
+            head = measured
+            continue
+        return returned[RESULTS], call.output_type(**_nan_where_skipped(fields, computed)), shares
+    raise ValueError(
+        f"model: expected one scale, soft-cap or cut of the logits, got another in each run: {heads.constants_of(head)}"
+    )
+
+
+def measured_head(base: nn.Module, forward: Callable[..., Any]) -> Head:
+    """Return the head of `base` with the constants that turn the output of its body into the model's own logits.
+
+    For callers that run body and head themselves, and read the model's own `forward` nowhere else. The first time it
+    runs on two tokens, as a guest and within the caller's own call of `base`, so that FSDP2 and ZeRO-3 have made whole
+    what it reads.
+
+    Raises:
+        TypeError, ValueError: as `completion_logprobs`; or the model changes hidden states between body and head.
+    """
+    facts = heads.facts_of(base, {})
+    head, is_checked = heads.known_head(base, facts)
+    factor, body = _factors.get(head.weight, 1.0), trunk_of(base)
+    device = linear_of(head.weight).weight.device
+    states: list[Tensor] = []
+
+    def keep(hidden: Tensor, _: Head) -> tuple[Tensor, ...]:
+        states.append(hidden)
+        return (hidden.new_zeros(1, dtype=torch.promote_types(hidden.dtype, torch.float32)),)
+
+    def look(*args: Any) -> None:
+        output = args[-1]
+        states.append(output[0] if isinstance(output, tuple) else output.last_hidden_state)
+
+    for _ in range(0 if is_checked and head.weight in _factors else 3):
+        check = HeadCheck(head, lambda hidden: hidden[0, -1])
+        call = HeadCall(head, keep, check)
+        ids = torch.full((1, 2), ordinary_id(base), device=device)
+        with torch.no_grad(), guest(base, device), evaluating(base), call.in_head(), as_it_is(body):
+            looking = body.register_forward_hook(look)
+            try:
+                call.pack_output(forward(input_ids=ids))
+            finally:
+                looking.remove()
+        made, of_body = (states.pop()[0, -1].double() for _ in range(2))
+        measured = check.verified(base)
+        factor = ((made @ of_body) / (of_body @ of_body)).item()
+        factor = 1.0 if abs(factor - 1.0) < 1e-3 else factor
+        if (made - factor * of_body).norm() > 1e-2 * made.norm():
+            raise ValueError(
+                f"model: expected a head that is given the output of its body, {type(base).__name__} changes it in "
+                "between; its own loss and log-probabilities are those of causal_lm_loss and completion_logprobs"
+            )
+        if heads.constants_of(measured) == heads.constants_of(head):
+            heads.remember(base, head, facts, compared=check.is_finite)
+            _factors[head.weight] = factor
+            break
+        head = measured
+    if factor != 1.0 and linear_of(head.weight).bias is not None:
+        raise ValueError(
+            f"model: expected a head without bias behind hidden states times {factor:g}, got one with bias"
+        )
+    return replace(head, logit_scale=head.logit_scale * factor)
+
+
+def _model_inputs(
+    model: nn.Module, batch: Batch, inputs: dict[str, Any]
+) -> tuple[nn.Module, dict[str, Any]]:
+    """Return (the transformers model, the arguments of its forward); check the labels and the mask in `inputs`."""
+    if inputs.get("labels") is not None:
+        raise ValueError(
+            "labels: expected none, since there are no logits to hold them against; got labels"
+        )
+    inputs = {
+        "input_ids": batch.input_ids,
+        **{name: x for name, x in inputs.items() if x is not None},
+    }
+    check_attention_mask(inputs.get("attention_mask"), batch.input_ids)
+    base = heads.causal_lm(model)
+    parameters = inspect.signature(type(base).forward).parameters
+    if "use_cache" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        inputs.setdefault("use_cache", False)
+    return base, inputs
+
+
+def _nan_where_skipped(fields: dict[str, Any], computed: list[Tensor]) -> dict[str, Any]:
+    """Return the fields of an output, NaN at the cells that the trunk has skipped; `computed` (b, L) bool each.
+
+    A tensor (B, L, ...) is marked wherever it is in a field, such as in a tuple of hidden states.
+    """
+    if not computed:
+        return fields
+    skipped = ~torch.cat(computed)
+
+    def mark(x: Any) -> Any:
+        if not isinstance(x, Tensor) or x.shape[:2] != skipped.shape or not x.is_floating_point():
+            return x
+        return x.masked_fill(
+            skipped.to(x.device).reshape(*skipped.shape, *(1,) * (x.dim() - 2)), float("nan")
+        )
+
+    marked: dict[str, Any] = pytree.tree_map(mark, fields)
+    return marked
+
+
+class HeadCall:
+    """Stand-in for a head during one forward: it scores, and returns the scores in place of logits.
+
+    The scores are laid out in a (1, R, V) tensor, so that the model can treat them as logits of a vocabulary. With a
+    `check`, its two rows come first.
+    """
+
+    def __init__(self, head: Head, score: Score, check: HeadCheck | None) -> None:
+        self.head, self.score, self.check = head, score, check
+        self.project: Callable[..., Tensor] = head.weight.forward
+        self.result_specs: list[
+            tuple[torch.Size, torch.dtype]
+        ] = []  # of each result, once the head has run
+        self.rows = torch.empty(0)  # output of the head, (R, V)
+        self.results: tuple[Tensor, ...] | None = None
+        self.output_type = ModelOutput
+
+    @contextmanager
+    def within(self, base: nn.Module) -> Iterator[None]:
+        """Inside, this call replaces the head of `base`, and `base` returns its results."""
+        model_forward = base.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self.pack_output(model_forward(*args, **kwargs))
+
+        with self.in_head(), replaced(base, "forward", forward):
+            yield
+
+    @contextmanager
+    def in_head(self) -> Iterator[None]:
+        """Inside, this call replaces the head; `pack_output` takes what the model returns."""
+        head, name = self.head.weight, forward_name(self.head.weight)
+        self.project = getattr(head, name)
+        if isinstance(getattr(self.project, "__self__", None), HeadCall):
+            raise RuntimeError(
+                "model: expected one whose head is not in use, got one within head_inputs or another call of it"
+            )
+        with replaced(head, name, self._head_forward):
+            unpacking = head.register_forward_hook(self._unpack)
+            try:
+                yield
+            finally:
+                unpacking.remove()
+
+    def _head_forward(self, hidden: Tensor, *others: Any, **named: Any) -> Tensor:
+        """Score `hidden` (B, L, H) in place of the head's forward; return the scores as (1, R, V)."""
+        if self.result_specs:
+            raise RuntimeError(
+                f"model: expected a forward that calls its head once, {self._name()} is called again"
+            )
+        if (
+            others or named
+        ):  # such as PEFT's adapter_names, which give each row its own adapter on the head
+            given = [*(type(x).__name__ for x in others), *named]
+            raise ValueError(
+                f"model: expected its head to be given hidden states alone, got {', '.join(given)} as well"
+            )
+        if self.check:
+            self.check.project(hidden, self.project)
+
+        def compute(hidden: Tensor) -> tuple[Tensor, ...]:
+            if self.check:
+                self.check.score()
+            return self.score(hidden, self.head)
+
+        inner = [
+            x for x in divided_modules(self.head.weight) if x is not self.head.weight
+        ]  # adapters, under ZeRO-3
+        results = within_forwards(inner, compute, hidden)
+        self.result_specs = [(x.shape, x.dtype) for x in results]
+        flat, vocab = (
+            torch.cat([x.reshape(-1) for x in results]),
+            linear_of(self.head.weight).weight.shape[0],
+        )
+        rows = nn.functional.pad(flat, (0, -flat.numel() % vocab)).view(-1, vocab)
+        if self.check:
+            rows = torch.cat([self.check.rows.to(rows.dtype), rows])
+        self.rows = rows.detach()
+        return rows[
+            None
+        ].clone()  # no view: FSDP2 would lose its hook on it if the model wrote into its logits
+
+    def _unpack(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        """Take the results out of the head's `output`. This hook is the last, so gradients pass through all others."""
+        hooks = foreign_hooks(module)
+        if hooks and not torch.allclose(
+            output[0].detach().to(self.rows), self.rows, rtol=0, atol=0, equal_nan=True
+        ):
+            raise TypeError(
+                f"model: expected forward hooks on its head that change nothing, got {', '.join(hooks)}"
+            )
+        flat = output[0, 2 if self.check else 0 :].reshape(-1)
+        sizes = [shape.numel() for shape, _ in self.result_specs]
+        pieces = flat[: sum(sizes)].split(sizes)
+        # copies, since a model may write into its logits
+        self.results = tuple(
+            x.view(shape).clone() for x, (shape, _) in zip(pieces, self.result_specs, strict=True)
+        )
+
+    def pack_output(self, output: Any) -> Any:
+        """Return a dict in place of the model's `output`: the results, and the output's fields without logits."""
+        if self.results is None:
+            raise RuntimeError(
+                f"model: expected a forward that calls its head, {self._name()} was not called"
+            )
+        if self.check:
+            self.check.take(output)
+        if not isinstance(output, ModelOutput):
+            raise ValueError(
+                f"model: expected an output with logits (B, T, V), got {type(output).__name__}"
+            )
+        self.output_type = type(output)
+        return {
+            RESULTS: self.results,
+            FIELDS: {name: x for name, x in output.items() if name != "logits"},
+        }
+
+    def check_output(self, returned: Any) -> None:
+        """Raise unless `returned` holds the results, in at least the precision that they were computed in."""
+        if not isinstance(returned, dict) or RESULTS not in returned:
+            raise RuntimeError(
+                "model: expected a wrapper that calls the model's forward, which is replaced for this call, and returns"
+                f" its result, got {type(returned).__name__}; a compiled model may run the forward that it was "
+                "compiled with: compile its layers instead"
+            )
+        for x, (_, dtype) in zip(returned[RESULTS], self.result_specs, strict=True):
+            if x.dtype.itemsize < dtype.itemsize:
+                raise ValueError(
+                    f"model: expected results of {dtype}, and a wrapper of the model has made them {x.dtype}; under "
+                    "FSDP2, leave output_dtype out of MixedPrecisionPolicy"
+                )
+
+    def _name(self) -> str:
+        return type(self.head.weight).__name__

@@ -1,0 +1,16 @@
+"""TRL's trainers with their language-model head computed by `grpo_kernels`."""
+
+from grpo_kernels.host import needed
+
+with needed("'trl>=1.16'", "trl", "transformers"):
+    from grpo_kernels.trl.distillation import FusedDistillationTrainer
+    from grpo_kernels.trl.patch import patch_trl, unpatch_trl
+    from grpo_kernels.trl.trainer import FusedGRPOTrainer, FusedLossMixin
+
+__all__ = [
+    "FusedDistillationTrainer",
+    "FusedGRPOTrainer",
+    "FusedLossMixin",
+    "patch_trl",
+    "unpatch_trl",
+]

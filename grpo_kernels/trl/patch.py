@@ -1,0 +1,94 @@
+"""`patch_trl`: compute the fused head of every TRL trainer, and the divergence of its DistillationTrainer."""
+
+from __future__ import annotations
+
+import trl.trainer.utils as trl_utils
+
+from grpo_kernels.base.choices import BackendName, EngineName, LogitsDtype
+from grpo_kernels.call.run import Run, check_run
+from grpo_kernels.head.head import Head
+from grpo_kernels.host import Patches, Shares
+from grpo_kernels.trl import row_count
+from grpo_kernels.trl.distillation import DIVERGENCE
+from grpo_kernels.trl.fused_head import ADDERS, HEAD, add_measured_lm_head
+from grpo_kernels.trl.scoring import PATCHED
+
+_patches = Patches("trl")
+
+
+class Patch(int):
+    """1 if TRL is patched, 0 if it was left alone. As a context manager it undoes on exit what it did."""
+
+    undoes: bool = False
+
+    def __enter__(self) -> Patch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.undoes:
+            unpatch_trl()
+
+
+def patch_trl(
+    *,
+    logits_dtype: LogitsDtype = "float32",
+    engine: EngineName = "auto",
+    backend: BackendName = "auto",
+    workspace_bytes: int | None = None,
+) -> Patch:
+    """Compute the fused head of every TRL trainer (GRPO, RLOO, DPO, KTO, SFT, AsyncGRPO) with `grpo_kernels`.
+
+    The divergence of its DistillationTrainer is replaced too, or a warning says that this TRL's is unknown. Models,
+    configurations and losses stay TRL's; models that already have their fused head use ours from the next call on.
+    Trainers also log ``rows/projected`` and ``rows/gradient`` (`row_count`), which show that the patch is at work. A
+    trainer that computes all logits itself (GKD, IW-OPD, GOLD, TPO, A2PO, CPO, ORPO, SDFT, SDPO) logs neither, and
+    warns once. Calling `patch_trl` again changes nothing.
+
+    Args:
+        logits_dtype: as in `Head`: ``"float32"``, unrounded logits; or ``"input"``: with 16-bit hidden states
+            an fp32 head is rounded to 16 bits first, then the logits, as in TRL. It applies to `FusedGRPOTrainer` too
+            while patched, but not to distillation, whose logits TRL does not round.
+        engine, backend, workspace_bytes: as in `Run`, of every call of a fused head; `FusedGRPOTrainer` has
+            its own. They do not apply to distillation.
+
+    Returns:
+        a true value if TRL is patched; a false one, after a warning, if this TRL is unknown and was left alone. The
+        value is also a context manager: ``with patch_trl(): trainer.train()``.
+
+    Raises:
+        ValueError: an unknown `logits_dtype`, `engine` or `backend`, or another than that of the patch in force.
+    """
+    Head(None, logits_dtype=logits_dtype)  # raises for an unknown one
+    run = Run(engine, backend, workspace_bytes)
+    check_run(run)
+    if HEAD.is_ours():
+        pairs = [
+            (x, getattr(PATCHED.run, x), getattr(run, x))
+            for x in ("engine", "backend", "workspace_bytes")
+        ]
+        for name, in_force, value in [("logits_dtype", PATCHED.logits_dtype, logits_dtype), *pairs]:
+            if value != in_force:
+                raise ValueError(
+                    f"{name}: expected {in_force!r}, that of the patch in force, got {value!r}; "
+                    "unpatch_trl() comes first"
+                )
+        return Patch(True)
+    if not HEAD.is_known():
+        HEAD.warn_unknown()
+        return Patch(False)
+    PATCHED.logits_dtype, PATCHED.run, PATCHED.shares = logits_dtype, run, Shares()
+    HEAD.replace(_patches)
+    _patches.replace(trl_utils, "add_fused_lm_head", add_measured_lm_head, importers=ADDERS)
+    if not DIVERGENCE.is_known():
+        DIVERGENCE.warn_unknown()
+    DIVERGENCE.replace(_patches)
+    row_count.patch(_patches)
+    done = Patch(True)
+    done.undoes = True
+    return done
+
+
+def unpatch_trl() -> None:
+    """Give TRL its own functions back. Without `patch_trl` before, nothing changes."""
+    _patches.restore()
+    PATCHED.logits_dtype, PATCHED.run, PATCHED.shares = "float32", Run(), Shares()

@@ -1,0 +1,258 @@
+"""verl's Megatron engine: our function in place of its fused ``linear_cross_entropy``.
+
+verl's fused forwards (with Megatron's output processor, of a whole GPT model, and overlapped) look the function up in
+their module, and call it with the hidden states, which are the same on all tensor parallel ranks, and each rank's own
+rows of the head. No forward passes on which `impl_backend` was asked for, but the engine knows. So the engine marks the
+head's weight, and for a marked weight our function runs.
+
+Rows: the engine's `forward_step` notes the micro-batch and its loss. The fused forward divides the labels over context
+parallel ranks by ``preprocess_thd_engine``; we send the numbers of the rows the same way, and read there which of
+this rank's rows count. The overlapped schedule does not come by here: all rows count.
+
+The gradient of the hidden states: verl's kernel returns a partial sum, over each rank's own rows of the head. If the
+sequence is divided too, as it is by default, that is right: the gather in front of the head sums over the ranks in its
+backward. If it is not divided, nothing sums, and verl's gradient of everything below the head is wrong. Ours is the
+whole sum; in front of a gather, which will sum over the ranks, each rank returns an equal share of it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from grpo_kernels.head.head import Head
+from grpo_kernels.host import KnownRows, during, function_of, parameter_names
+from grpo_kernels.logprob import linear_logprob
+from grpo_kernels.verl import zero_advantage
+from grpo_kernels.verl.engine import BACKEND
+from grpo_kernels.verl.rows import flag, numbers_of, packed_rows
+
+DIVIDE = (
+    "input_ids",
+    "pre_process",
+    "need_roll",
+    "use_fp8_padding",
+    "local_cp_size",
+    "min_local_rows",
+    "pad_to_length_bucket",
+    "cp_layout",
+)
+PARAMETERS = ("ctx", "hidden", "weight", "labels", "temperature", "reduction", "dist_process_group")
+MARK = "_grpo_kernels_score"  # attribute of a head's weight: our function for it
+STEP = ("self", "batch_iter", "model", "logits_processor_func", "postprocess_micro_batch_func")
+
+
+class _MicroBatch:
+    """The micro-batch in hand.
+
+    Attributes:
+        rows: those that count, in verl's packed order; None: all do.
+        numbers: those of this rank's rows among them, as its labels lie; None before the labels are divided.
+    """
+
+    def __init__(self, rows: KnownRows | None) -> None:
+        self.rows = rows
+        self.numbers: Tensor | None = None
+
+    def here(self) -> KnownRows | None:
+        return (
+            None
+            if self.rows is None or self.numbers is None
+            else self.rows.at(self.numbers.reshape(-1) - 1)
+        )
+
+
+_micro_batch: ContextVar[_MicroBatch | None] = ContextVar("micro_batch", default=None)
+
+
+def function_changes(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
+    """Yield the replacement in `module`, one of verl.models.mcore that has a fused forward.
+
+    Raises:
+        LookupError: its function is not the one we know.
+    """
+    theirs = getattr(module, "linear_cross_entropy", None)
+    # The `apply` of an autograd function, whose parameters are those of its forward
+    forward = getattr(getattr(theirs, "__self__", None), "forward", None)
+    names = None if forward is None else parameter_names(forward)
+    if names != PARAMETERS:
+        raise LookupError(
+            f"linear_cross_entropy: expected the parameters {PARAMETERS}, got {names}"
+        )
+    assert theirs is not None
+    yield module, "linear_cross_entropy", _dispatching(theirs)
+
+
+def forward_changes(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
+    """Yield the replacements in verl.models.mcore.model_forward_fused.
+
+    Raises:
+        LookupError: it has no ``linear_cross_entropy`` and ``preprocess_thd_engine`` as we know them.
+    """
+    yield from function_changes(module)
+    divide = function_of(module, "preprocess_thd_engine", DIVIDE)
+
+    @functools.wraps(divide)
+    def preprocess_thd_engine(
+        input_ids: Any, *args: Any, need_roll: bool = False, **options: Any
+    ) -> Any:
+        micro_batch = _micro_batch.get()
+        if (
+            need_roll and micro_batch is not None and micro_batch.rows is not None
+        ):  # these are the labels
+            numbers = torch.nested.nested_tensor_from_jagged(
+                numbers_of(micro_batch.rows), input_ids.offsets()
+            )
+            micro_batch.numbers = divide(numbers, *args, **options)[0]
+        return divide(input_ids, *args, need_roll=need_roll, **options)
+
+    yield module, "preprocess_thd_engine", preprocess_thd_engine
+
+
+def engine_changes(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
+    """Yield the replacements for verl.workers.engine.megatron.transformer_impl.
+
+    Raises:
+        LookupError: the engines have no ``_maybe_enable_fused_kernels`` and ``forward_step`` as we know them.
+    """
+    engine = getattr(module, "MegatronEngine", None)
+    if engine is None:
+        raise LookupError(f"{module.__name__} has no MegatronEngine")
+    theirs = function_of(engine, "_maybe_enable_fused_kernels", ("self",))
+    with_head = getattr(module, "MegatronEngineWithLMHead", None)
+    if with_head is None:
+        raise LookupError(f"{module.__name__} has no MegatronEngineWithLMHead")
+    step = function_of(with_head, "forward_step", STEP)
+
+    @functools.wraps(theirs)
+    def _maybe_enable_fused_kernels(self: Any) -> None:
+        theirs(self)
+        if _is_ours(self):
+            if zero_advantage.is_asked_for(self.model_config.fused_kernel_options):
+                raise ValueError(
+                    f"{zero_advantage.WHERE}: expected 'train' with Megatron's engine, got 'score'"
+                )
+            from verl.models.mcore import model_forward_fused  # importing it replaces its function
+
+            vocab_size = self.model_config.hf_config.get_text_config().vocab_size
+            for model in self.module:
+                model = model_forward_fused._get_patching_model(model)
+                if model is not None:
+                    mark(model, vocab_size)
+
+    @functools.wraps(step)
+    def forward_step(
+        self: Any,
+        batch_iter: Any,
+        model: Any,
+        logits_processor_func: Any,
+        postprocess_micro_batch_func: Any,
+    ) -> Any:
+        batch = next(batch_iter).to(module.get_device_id())
+        rows = None
+        if _is_ours(self) and flag(batch, "use_fused_kernels", default=True):
+            loss_function = postprocess_micro_batch_func.keywords["loss_function"]
+            rows = packed_rows(batch, loss_function, self.get_data_parallel_group())
+        with during(_micro_batch, _MicroBatch(rows)):
+            return step(
+                self, iter([batch]), model, logits_processor_func, postprocess_micro_batch_func
+            )
+
+    yield engine, "_maybe_enable_fused_kernels", _maybe_enable_fused_kernels
+    yield with_head, "forward_step", forward_step
+
+
+def _is_ours(engine: Any) -> bool:
+    options = engine.model_config.fused_kernel_options or {}
+    return bool(engine.engine_config.use_fused_kernels and options.get("impl_backend") == BACKEND)
+
+
+def mark(model: Any, vocab_size: int | None = None) -> None:
+    """Mark the head of `model`, Megatron's GPTModel: fused calls are ours; `vocab_size` as in `score`."""
+    ours = functools.partial(
+        score, sequence_parallel=bool(model.config.sequence_parallel), vocab_size=vocab_size
+    )
+    layers = (
+        getattr(model, "output_layer", None),
+        getattr(getattr(model, "embedding", None), "word_embeddings", None),
+    )
+    tied = model.share_embeddings_and_output_weights
+    for layer in layers if tied else layers[:1]:
+        weight = getattr(layer, "weight", None)
+        if weight is not None:  # other pipeline stages have none
+            setattr(weight, MARK, ours)
+
+
+def _dispatching(theirs: Callable[..., Any]) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    def linear_cross_entropy(
+        hidden: Tensor,  # (N, H) or (S, B, H)
+        weight: Tensor,  # (V / ranks, H)
+        labels: Tensor,  # (N,) or (B, S)
+        temperature: float = 1.0,
+        reduction: str = "none",
+        dist_process_group: dist.ProcessGroup | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """(log-probabilities, entropies), (N,) each."""
+        function = getattr(weight, MARK, theirs)
+        found: tuple[Tensor, Tensor | None] = function(
+            hidden, weight, labels, temperature, reduction, dist_process_group
+        )
+        return found
+
+    return linear_cross_entropy
+
+
+def score(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    temperature: float,
+    reduction: str,
+    process_group: dist.ProcessGroup | None,
+    *,
+    sequence_parallel: bool,
+    vocab_size: int | None,
+) -> tuple[Tensor, Tensor | None]:
+    """verl's ``linear_cross_entropy`` with our engines: log-probabilities and, if they are read, entropies.
+
+    Args:
+        sequence_parallel: True if a gather over the tensor parallel ranks stands before the head.
+        vocab_size: rows of the whole head that are tokens, or None for all: Megatron pads the rest.
+
+    Raises:
+        ValueError: a reduction other than 'none', or labels that are not in the order of the hidden states.
+    """
+    if reduction != "none":
+        raise ValueError(f"reduction: expected 'none', got {reduction!r}")
+    if hidden.dim() == 3 and hidden.size(1) != 1 and hidden.shape[:2] != labels.shape:
+        # (S, B, H) flattens to another order than (B, S)
+        raise ValueError(
+            f"hidden: expected (S, 1, H), one packed sequence, got {tuple(hidden.shape)}"
+        )
+    ranks = 1 if process_group is None else dist.get_world_size(process_group)
+    if ranks == 1:
+        process_group = None
+    elif sequence_parallel and hidden.requires_grad:
+        hidden = hidden.view_as(hidden)  # the hook is this call's, not the caller's
+        hidden.register_hook(lambda d_hidden: d_hidden / ranks)
+    if vocab_size is not None and vocab_size >= ranks * weight.size(0):
+        vocab_size = None
+    micro_batch = _micro_batch.get()
+    rows = None if micro_batch is None else micro_batch.here()
+    found = linear_logprob(
+        hidden.reshape(-1, hidden.size(-1)),
+        Head(weight, process_group=process_group, vocab_size=vocab_size),
+        labels.reshape(-1),
+        mask=None if rows is None else rows.counted,
+        expected=None if rows is None else rows.expected,
+        entropy=rows is None or rows.entropy,
+        temperature=temperature,
+    )
+    return (found.logps if rows is None else rows.filled(found.logps)), found.entropies

@@ -1,0 +1,18 @@
+"""Entry point that ``import verl`` loads (group ``verl.plugins``): importing it calls `patch_verl`.
+
+verl logs the errors of a plug-in where nobody reads them, so an error here is also a warning.
+"""
+
+import warnings
+
+try:
+    from grpo_kernels.verl import patch_verl
+
+    patch_verl()
+except Exception as error:
+    warnings.warn(
+        f"grpo_kernels: the plug-in for verl could not be loaded, impl_backend=grpo_kernels is not there: {error!r}",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    raise
