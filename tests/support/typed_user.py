@@ -150,7 +150,7 @@ assert_type(advantages.group_advantages(rewards, 2, scale="none", std="populatio
 advantages.group_advantages(rewards, 2, scale="nothing")  # wrong
 grpo_kernels.grpo_los(*loss_args)  # wrong
 print(grpo_kernels.integration)  # wrong
-grpo_kernels.integrations.trl.patch_trl()
+grpo_kernels.trl.patch_trl()
 causal_lm_loss(nn.Linear(2, 2), loss_fn, ids, None, mask, rewards, layout="trim", zero_advantage="skip")
 causal_lm_loss(nn.Linear(2, 2), loss_fn, ids, None, mask, rewards, logits_dtype="input")
 causal_lm_loss(nn.Linear(2, 2), loss_fn, ids, None, mask, rewards, layout="pack")  # wrong
