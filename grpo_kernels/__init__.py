@@ -91,7 +91,12 @@ __all__ = [
 
 _TRAINERS = ("liger", "transformers", "trl", "verl")
 
-if not TYPE_CHECKING:  # to a type checker there is no such name
+if TYPE_CHECKING:
+    from grpo_kernels import liger as liger
+    from grpo_kernels import transformers as transformers
+    from grpo_kernels import trl as trl
+    from grpo_kernels import verl as verl
+else:
 
     def __getattr__(name: str) -> Any:
         """Import a trainer's module when it is first asked for: it may need the package it is named after."""
