@@ -37,7 +37,6 @@ from grpo_kernels import (
     typing as typing,
 )  # not in __all__: import * would hide Python's module typing
 from grpo_kernels.batch.kept_ids import KeptIds
-from grpo_kernels.call.moved import gone
 from grpo_kernels.call.output import LossOutput, Scores
 from grpo_kernels.call.run import Run
 from grpo_kernels.compiled import ops as ops  # registers the ops, for graphs that were saved
@@ -102,7 +101,7 @@ else:
         """Import a trainer's module when it is first asked for: it may need the package it is named after."""
         if name in _TRAINERS:
             return importlib.import_module(f"{__name__}.{name}")
-        return gone(name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -37,7 +37,6 @@ from grpo_kernels.batch.kept_ids import KeptIds, check_without_set
 from grpo_kernels.call.kept_loss import KeptLossCall, kept_loss
 from grpo_kernels.call.loss import LossCall, first_pass
 from grpo_kernels.call.module_head import takes_heads, whole_reference
-from grpo_kernels.call.moved import refuse_moved
 from grpo_kernels.call.output import LossOutput
 from grpo_kernels.call.plan import plan_call
 from grpo_kernels.call.run import Execution, Run, check_run
@@ -235,7 +234,6 @@ class GRPOLoss(nn.Module):
         super().__init__()
         config = LossConfig() if config is None else config
         check_config(config)
-        refuse_moved("GRPOLoss", fields)
         check_names(
             fields, "a field of LossConfig", FIELDS, "an argument of the module's call", _OF_CALL
         )

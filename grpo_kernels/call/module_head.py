@@ -11,7 +11,6 @@ from typing import Any, TypeVar, cast
 from torch import Tensor, nn
 
 from grpo_kernels.base.checks import is_dtensor
-from grpo_kernels.call.moved import refuse_moved
 from grpo_kernels.call.output import LossOutput, Scores
 from grpo_kernels.head.forward import check_module, check_present, is_fsdp_unit, within_head
 from grpo_kernels.head.head import Head
@@ -26,8 +25,7 @@ def takes_heads(function: F) -> F:
     """Let a function of hidden states and a `Head` of tensors take a plain weight or a module too."""
 
     @functools.wraps(function)
-    def call(hidden: Any, head: Any = None, *args: Any, **options: Any) -> Any:
-        refuse_moved(function.__name__, options)
+    def call(hidden: Any, head: Any, *args: Any, **options: Any) -> Any:
         head = Head.of(head)
         if not isinstance(head.weight, nn.Module):
             return function(hidden, head, *args, **options)

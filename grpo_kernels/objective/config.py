@@ -121,15 +121,6 @@ class LossConfig:
     vespo_k_neg: float = field(default=3.0, metadata=_at_least(0.0))
     vespo_lambda_neg: float = field(default=2.0, metadata=_at_least(0.0))
 
-    def __new__(cls, *_: Any, **options: Any) -> LossConfig:
-        """Refuse options that were fields in 0.1.0.dev, with their new place."""
-        for name in options:
-            if name in ("final_logit_softcapping", "logit_scale", "logits_dtype"):
-                raise TypeError(
-                    f"{name}: no field of LossConfig any more, but Head(weight, {name}=...)"
-                )
-        return super().__new__(cls)
-
     def __post_init__(self) -> None:
         for option in fields(self):  # stored as Python's types, from numpy's or enums
             object.__setattr__(self, option.name, _checked(option, getattr(self, option.name)))

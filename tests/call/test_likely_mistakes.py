@@ -207,56 +207,6 @@ def test_probabilities_or_likelihoods_in_the_place_of_log_probabilities(name: st
         assert flat(grpo_loss)(**{**given, name: fine}).loss.isfinite()
 
 
-MOVED = [
-    (
-        lambda: flat(grpo_loss)(**BATCH, outputs=()),
-        "outputs: no argument of grpo_loss any more, but entropy=, ",
-    ),
-    (
-        lambda: grpo_loss(HIDDEN, WEIGHT, IDS, **SHARED, engine="lean"),
-        "engine: no .*, but run=Run(engine=...)",
-    ),
-    (
-        lambda: grpo_loss(HIDDEN, WEIGHT, IDS, **SHARED, bias=None),
-        "bias: no .*, but Head(weight, bias=...), ",
-    ),
-    (
-        lambda: grpo_loss(**BATCH),
-        "weight: no argument of grpo_loss any more, but the second argument, head: ",
-    ),
-    (
-        lambda: linear_logprob(HIDDEN, WEIGHT, IDS, gather=None),
-        "gather: no .*, but run=Run(gather=...)",
-    ),
-    (
-        lambda: linear_divergence(HIDDEN, WEIGHT, HIDDEN, WEIGHT, teacher_logit_scale=2.0),
-        "teacher_logit_scale: no .*, but Head(teacher_weight, logit_scale=...), the fourth argument",
-    ),
-    (
-        lambda: LossConfig(logit_scale=2.0),
-        "logit_scale: no field of LossConfig any more, but Head(weight, logit_scale=",
-    ),
-    (
-        lambda: GRPOLoss(backend="torch"),
-        "backend: no argument of GRPOLoss any more, but run=Run(backend=...)",
-    ),
-    (
-        lambda: GRPOLoss(logit_scale=2.0),
-        "logit_scale: no .*, but Head(weight, logit_scale=...), the second",
-    ),
-    (
-        lambda: grpo_kernels.linear_logprob_with(HIDDEN),
-        "linear_logprob_with: no longer .*; call linear_logprob(",
-    ),
-    (
-        lambda: grpo_kernels.kept_set_logprob(HIDDEN),
-        "kept_set_logprob: .* linear_logprob(..., kept_ids=...)",
-    ),
-    (
-        lambda: grpo_kernels.ReferenceHead(HIDDEN, WEIGHT),
-        "ReferenceHead: .* call reference=(hidden, head)",
-    ),
-]
 ALMOST_RIGHT = [
     (
         lambda: GRPOLoss(old_logps=IDS),
@@ -287,10 +237,8 @@ ALMOST_RIGHT = [
 ]
 
 
-@pytest.mark.parametrize(("call", "message"), [*MOVED, *ALMOST_RIGHT])
-def test_names_that_are_almost_right_or_of_the_first_interface(
-    call: Callable[[], Any], message: str
-) -> None:
+@pytest.mark.parametrize(("call", "message"), ALMOST_RIGHT)
+def test_names_that_are_almost_right(call: Callable[[], Any], message: str) -> None:
     parts = [re.escape(part) for part in message.split(".*")]
     with pytest.raises(TypeError, match=f"^{'.*'.join(parts)}"):
         call()

@@ -192,11 +192,6 @@ def test_what_does_not_exist_is_an_error_here_and_nan_elsewhere(
             "log_prob_min_clamp: expected None with a tail",
         ),
         ({"loss_max_clamp": 0.0}, ValueError, "loss_max_clamp: expected a finite number > 0"),
-        (
-            {"outputs": ("student_mass",)},
-            TypeError,
-            "outputs: no argument of topk_divergence any more",
-        ),
         ({"expected": torch.ones(3)}, ValueError, "expected: expected shape"),
         (
             {"teacher_ids": torch.zeros(B, T, K)},

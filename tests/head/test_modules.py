@@ -337,15 +337,6 @@ def test_wrong_arguments_are_named_as_by_the_functions() -> None:
         head.loss(states(), IDS, MASK, ADVANTAGES, epsilom=0.1)
     with pytest.raises(ValueError, match=r"bias: expected None, since it is lm_head's own"):
         grpo_loss(states(), Head(head, torch.zeros(V, dtype=torch.float64)), IDS, MASK, ADVANTAGES)
-    with pytest.raises(
-        TypeError,
-        match=r"^bias: no argument of grpo_loss any more, but Head\(weight, bias=\.\.\.\)",
-    ):
-        head.loss(states(), IDS, MASK, ADVANTAGES, bias=torch.zeros(V, dtype=torch.float64))
-    with pytest.raises(
-        TypeError, match=r"^outputs: no argument of linear_logprob any more, but .*extras="
-    ):
-        head.logprobs(states(), IDS, outputs=("log_sum_sq_probs",))
     with pytest.raises(TypeError, match=r"unexpected keyword argument 'extra'"):
         head.logprobs(states(), IDS, extra=("log_sum_sq_probs",))
 

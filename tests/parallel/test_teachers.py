@@ -274,10 +274,6 @@ def test_arguments_that_the_heads_have_themselves_are_refused() -> None:
         linear_divergence(hidden, Head(head, bias), states, teacher)
     with pytest.raises(ValueError, match=r"^teacher_bias: expected None"):
         head.divergence(hidden, states, Head(teacher, bias))
-    with pytest.raises(
-        TypeError, match=r"^outputs: no argument of linear_divergence any more, but entropy="
-    ):
-        head.divergence(hidden, states, teacher, outputs=("entropy",))
     assert {*head.divergence(hidden, states, teacher, entropy=True).given} == {
         "divergence",
         "entropies",
