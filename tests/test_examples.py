@@ -44,6 +44,7 @@ EXAMPLES: dict[str, tuple[int | None, str]] = {
     "kept_set": (16, "ratio to the sampler:"),
     "sampler_product": (None, "sampler's bits: 192 of 192"),
     "distillation": (28, "nats from the teacher:"),
+    "gkd_trl": (12, "largest difference from TRL's:"),
 }
 APART = {
     "fsdp2",

@@ -99,7 +99,7 @@ def _check_student(weight: Tensor) -> None:
         raise ValueError(
             "student_lm_head_weight: expected a plain tensor, as it is within the forward of the FSDP2 unit that "
             "lm_head belongs to, got a DTensor. Do not make lm_head a unit of its own, or compute the loss with "
-            "grpo_kernels.attach(lm_head).divergence"
+            "grpo_kernels.linear_divergence, which takes lm_head itself"
         )
 
 

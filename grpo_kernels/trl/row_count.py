@@ -97,7 +97,7 @@ def _warn_not_reached(trainer: str) -> None:
     warn_once(
         f"patch_trl: {trainer} has trained a step without TRL's fused head, so nothing of it is computed by "
         "grpo_kernels. It makes all logits itself, as TRL's GKD, IW-OPD, GOLD, TPO, A2PO, CPO, ORPO, SDFT and SDPO "
-        "trainers do; for the first two there are FusedGKDTrainer and FusedIWOPDTrainer, for the others "
-        "attach(model.lm_head) in a loss of your own",
+        "trainers do; in a loss of your own, linear_divergence and linear_logprob take the place of logits: "
+        "examples/gkd_trl.py",
         RuntimeWarning,
     )

@@ -1,0 +1,122 @@
+"""GKD with TRL's experimental trainer and no logits: a subclass that replaces the loss.
+
+TRL's GKDTrainer makes the logits (B, L, V) of student and teacher. Here `head_inputs` takes the
+input of both heads out of the models' own forwards, and `linear_divergence` projects only tokens
+that have a label. The same lines serve other trainers that make all logits. TRL's IWOPDTrainer
+reads log-probabilities of the sampled tokens only: `completion_logprobs` gives those, for student
+and teacher. `topk_divergence` replaces `linear_divergence` where only the top of the teacher's
+logits is known. The heads must be whole outside of the forward: one process, or DDP.
+The claims at the end: both trainers log the same losses, and the student comes nearer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import warnings
+from typing import Any
+
+from begin import begin
+
+if __name__ == "__main__":
+    begin(__doc__)
+
+import torch
+import transformers
+from arithmetic import all_problems, build_model, build_tokenizer
+from datasets import Dataset
+
+from grpo_kernels import linear_divergence
+from grpo_kernels.transformers import head_inputs
+
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # read when the next import runs
+from trl.experimental.gkd import GKDConfig, GKDTrainer
+
+
+class FusedGKDTrainer(GKDTrainer):
+    """Losses and gradients of TRL's GKDTrainer; in 16 bits the divergence is in float32."""
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        if return_outputs:  # an evaluation, which reads the logits
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        given = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+        self.teacher_model.eval()
+        with torch.no_grad(), head_inputs(self.teacher_model) as teacher:
+            self.teacher_model(**given)
+        with head_inputs(model) as student:
+            model(**given)
+        hidden, teacher_hidden = student.hidden[:, :-1], teacher.hidden[:, :-1]
+        mask = inputs["labels"][:, 1:] != -100
+        divergence = linear_divergence(
+            hidden,
+            student.head(hidden),
+            teacher_hidden,
+            teacher.head(teacher_hidden),
+            mask=mask,
+            divergence="jsd",
+            beta=self.beta,
+        ).divergence
+        items = mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+        return divergence.sum() / items
+
+
+def losses(trainer_class: type, steps: int) -> list[float]:
+    """Train a small student of a larger teacher, and return the logged losses."""
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    turns = [
+        [{"role": "user", "content": x.prompt}, {"role": "assistant", "content": x.working}]
+        for x in all_problems()
+    ]
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        args = GKDConfig(
+            folder,
+            max_steps=steps,
+            per_device_train_batch_size=16,
+            gradient_accumulation_steps=2,
+            learning_rate=5e-3,
+            beta=0.5,
+            lmbda=0.0,  # on the demonstrations; 1.0: on what the student writes
+            max_length=32,
+            logging_steps=1,
+            use_cpu=True,
+            bf16=False,
+            report_to="none",
+            save_strategy="no",
+            disable_tqdm=True,
+        )
+        trainer = trainer_class(
+            model=build_model(tokenizer, hidden_size=32, layers=1, seed=1),
+            teacher_model=build_model(tokenizer),
+            args=args,
+            train_dataset=Dataset.from_dict({"messages": turns}),
+            processing_class=tokenizer,
+        )
+        trainer.remove_callback(transformers.PrinterCallback)
+        trainer.train()
+    return [x["loss"] for x in trainer.state.log_history if "loss" in x]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=20, help="optimiser steps of each trainer")
+    steps = parser.parse_args().steps
+    ours, stock = losses(FusedGKDTrainer, steps), losses(GKDTrainer, steps)
+    for step in range(0, steps, max(1, steps // 4)):
+        print(f"step {step:3d}  loss {ours[step]:.5f}  TRL's {stock[step]:.5f}")
+    worst = max(abs(x - y) for x, y in zip(ours, stock, strict=True))
+    print(f"loss: {ours[0]:.4f} -> {ours[-1]:.4f}, largest difference from TRL's: {worst:.1e}")
+    assert worst < 1e-6, "the losses are not those of TRL's trainer"
+    assert ours[-1] < 0.8 * ours[0], "the student did not come nearer to the teacher"
+
+
+if __name__ == "__main__":
+    main()
