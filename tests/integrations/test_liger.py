@@ -1,60 +1,140 @@
-"""Liger's call: the grid of Liger's own public tests, against Liger's module and against TRL's formulas in float64.
+"""Liger's call: the axes of Liger's own public tests, against Liger's module and TRL's float64.
 
-(linkedin/Liger-Kernel, test/chunked_loss/test_grpo_loss.py, by its axes: loss types, levels, KL and clip settings,
-where reference and old log-probabilities come from, bias, delta, dtypes; smaller tensors.) Where Liger is not
-TRL, test_liger_differences.py says by how much.
+(linkedin/Liger-Kernel, test/chunked_loss/test_grpo_loss.py; smaller tensors.) `test_differences`
+pins the rows of docs/start/liger.md where Liger 0.8.5 is not TRL.
 """
 
 from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.testing import assert_close
 
 from grpo_kernels import liger
-from grpo_kernels.liger import LigerFusedLinearGRPOLoss, patch_liger, unpatch_liger
-from tests.support.liger_cases import (
-    CLIPPED,
-    GRID,
-    LIGER,
-    SETTINGS,
-    SOURCES,
-    TOKEN_LEVEL,
-    assert_same,
-    call,
-    case_of,
-    case_of_rank,
-    check,
-    losses_of_rank,
-)
+from grpo_kernels.liger import LigerFusedLinearGRPOLoss as Ours
+from grpo_kernels.liger import patch_liger, unpatch_liger
+from tests.support.case_builder import make_case
+from tests.support.measure import count_flops
 from tests.support.ranks import run_ranks
+from tests.support.reference import head, on_grid, reference_loss
+from tests.support.tolerance import bounds_of, compare, compare_grads, computed_in
 
 chunked_loss = pytest.importorskip("liger_kernel.chunked_loss")
 Theirs = chunked_loss.LigerFusedLinearGRPOLoss
+
+TOKEN_LEVEL = ("cispo", "sapo", "vespo")  # Liger has no sequence level for these
+CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
+GRID = [(x, level) for x in CLIPPED for level in ("token", "sequence")]
+GRID = [x for x in GRID if x != ("luspo", "token")] + [(x, "token") for x in TOKEN_LEVEL]
+SOURCES = ("ref and old logps", "ref_input", "old logps")
+NEAR = {"rtol": 2e-4, "atol": 2e-5}  # of Liger to us, where both are right, in fp32
+LEAVES = ("hidden", "weight", "bias")
+
+
+def case_of(name: str, sources: str = SOURCES[0], **options: Any) -> tuple[Any, dict[str, Any]]:
+    """A case, and the reference's hidden states and head where the loss scores them."""
+    base = {"b": 3, "t": 7, "h": 8, "v": 17, "old": sources != "ref_input"}
+    base |= {"use_bias_correction_kl": False, "max_completion_length": 9}
+    case = make_case(f"liger/{name}/{sources}", **{**base, **options})
+    if sources == "old logps":
+        return case.but(ref_per_token_logps=None), {}
+    if sources == SOURCES[0] or case.ref_per_token_logps is None:
+        return case, {}
+    noise = [0.1 * torch.randn(x.shape).to(x.dtype) for x in (case.hidden, case.weight)]
+    reference = case.but(hidden=case.hidden + noise[0], weight=case.weight + noise[1])
+    scored = head(reference)
+    given = {"ref_input": reference.hidden, "ref_weight": reference.weight}
+    given |= {} if case.bias is None else {"ref_bias": case.bias}
+    return case.but(ref_per_token_logps=on_grid(scored.logps.detach(), scored.counted)), given
+
+
+def call(cls: Any, case: Any, given: Any = None, *, scale: float = 1.0, **settings: Any) -> Any:
+    """(loss, metrics, the gradients of `scale` times the loss)."""
+    given, has_ref = given or {}, case.ref_per_token_logps is not None
+    config = {"epsilon_high": 0.2, "beta": 0.0, "compiled": False, **case.config}
+    config |= {"epsilon_low": config.pop("epsilon", 0.2), "use_ref_model": has_ref}
+    leaves = {x: getattr(case, x) for x in LEAVES if getattr(case, x) is not None}
+    leaves = {x: y.clone().requires_grad_(x not in case.frozen) for x, y in leaves.items()}
+    loss, metrics = cls(**{**config, **settings})(
+        leaves["hidden"],
+        leaves["weight"],
+        case.completion_ids,
+        case.completion_mask,
+        case.advantages,
+        bias=leaves.get("bias"),
+        old_per_token_logps=case.old_per_token_logps,
+        ref_per_token_logps=None if given else case.ref_per_token_logps,
+        vllm_is_ratio=case.importance_sampling_ratio,
+        num_items_in_batch=case.num_items_in_batch,
+        **given,
+    )
+    (scale * loss).backward()
+    assert not any(x.requires_grad for x in metrics)
+    return loss.detach(), metrics, {name: x.grad for name, x in leaves.items()}
+
+
+def without_reference(case: Any) -> Any:
+    return case if case.ref_per_token_logps is not None else case.but(config={"beta": 0.0})
+
+
+def assert_is_trls(case: Any, found: Any, scale: float = 1.0) -> None:
+    """Loss, metrics and gradients are those of TRL's formulas, within the project's bounds."""
+    (loss, (*kl, share), grads), told = found, without_reference(case)
+    want = reference_loss(told)
+    limits = bounds_of(want, told)
+    assert loss.dtype == computed_in(case)
+    compare("loss", loss, want.loss, limits.loss, case)
+    compare_grads(grads, want, case, vars(limits), scale)
+    assert len(kl) == (1 if case.config.get("beta") else 0)
+    zero = torch.zeros((), dtype=torch.float64)
+    for x in kl:
+        compare("kl", x, want.metrics.get("kl", zero), limits.metrics.get("kl", 0.0), case)
+    # Liger's clip metric: of all counted tokens, those clipped where it matters, whatever delta is
+    ratio, config = want.evaluation.log_ratios.detach().exp(), case.config
+    sign = case.advantages if case.advantages.dim() == 2 else case.advantages[:, None]
+    is_cispo, high = config["loss_type"] == "cispo", config.get("epsilon_high", 0.2)
+    clipped = (ratio > (high if is_cispo else 1 + high)) & (sign > 0)
+    clipped |= (ratio < 1 - config.get("epsilon", 0.2)) & (sign < 0) & (not is_cispo)
+    clipped &= (case.completion_mask != 0) & (config["loss_type"] not in ("sapo", "vespo"))
+    counted = (case.completion_mask != 0).sum().clamp(min=1).double()
+    assert_close(share.double(), clipped.sum() / counted, rtol=0, atol=1e-6)
+
+
+def assert_same(ours: Any, theirs: Any, **tolerance: float) -> None:
+    for x, y in zip(ours[:2], theirs[:2], strict=True):
+        assert_close(x, y, **{**NEAR, **tolerance})
+    for name in ours[2]:
+        assert (ours[2][name] is None) == (theirs[2][name] is None)
+        if ours[2][name] is not None:
+            assert_close(ours[2][name], theirs[2][name], **{**NEAR, **tolerance})
+
+
+def check(theirs: Any, case: Any, given: Any, *, scale: float = 1.0, **tolerance: float) -> Any:
+    """Ours is TRL's, and Liger's unless that is None."""
+    ours = call(Ours, case, given, scale=scale)
+    assert_is_trls(case, ours, scale)
+    if theirs is not None:
+        assert_same(ours, call(theirs, case, given, scale=scale), **tolerance)
+    return ours
 
 
 @pytest.mark.parametrize("sources", SOURCES)
 @pytest.mark.parametrize(("loss_type", "level"), GRID)
 def test_the_grid(loss_type: str, level: str, sources: str) -> None:
-    clips = 0
-    for options in SETTINGS:
+    clips, loss = 0.0, {"loss_type": loss_type, "importance_sampling_level": level}
+    for beta, epsilon, temperature in ((0.1, 0.2, 1.0), (0.0, 0.1, 2.0)):
+        loss |= {"beta": beta, "epsilon": epsilon, "epsilon_high": epsilon}
         for delta in (None, 1.1) if loss_type in CLIPPED else (None,):
-            loss = {"loss_type": loss_type, "importance_sampling_level": level, "delta": delta}
-            name = f"{loss_type}/{level}/{delta}/{options['beta']}"
-            case, given = case_of(
-                name, sources=sources, bias=delta is None, noise=0.35, **loss, **options
-            )
-            differs = (
-                loss_type == "luspo" and case.ref_per_token_logps is not None
-            )  # see the differences
+            loss |= {"temperature": temperature, "delta": delta, "bias": delta is None}
+            name = f"{loss_type}/{level}/{delta}/{beta}"
+            case, given = case_of(name, sources, noise=0.35, **loss)
+            differs = loss_type == "luspo" and case.ref_per_token_logps is not None
             clips += float(check(None if differs else Theirs, case, given)[1][-1])
     assert clips > 0 or sources == "ref_input" or loss_type in ("sapo", "vespo")
 
@@ -62,55 +142,29 @@ def test_the_grid(loss_type: str, level: str, sources: str) -> None:
 @pytest.mark.parametrize("ratio", ["token", "sequence", "batch"])
 @pytest.mark.parametrize("loss_type", [*CLIPPED, *TOKEN_LEVEL])
 def test_importance_ratios_and_items(loss_type: str, ratio: str) -> None:
-    level = "sequence" if loss_type == "luspo" else "token"
-    loss = {
-        "loss_type": loss_type,
-        "importance_sampling_level": level,
-        "beta": 0.0 if loss_type == "luspo" else 0.1,
-    }
-    case, given = case_of(
-        f"ratio/{loss_type}/{ratio}", ratio=ratio, num_items=23.0, mask="ragged", **loss
-    )
-    ours = check(
-        None if ratio == "token" and loss_type in ("luspo", "vespo") else Theirs, case, given
-    )
-    if (
-        loss_type == "vespo" and ratio == "token"
-    ):  # TRL's own ratio is 1 where masked, and Liger relies on it
+    is_luspo = loss_type == "luspo"
+    options = {"importance_sampling_level": "sequence" if is_luspo else "token", "mask": "ragged"}
+    options |= {"beta": 0.0 if is_luspo else 0.1, "num_items": 23.0, "loss_type": loss_type}
+    case, given = case_of(f"ratio/{loss_type}/{ratio}", ratio=ratio, **options)
+    differs = ratio == "token" and loss_type in ("luspo", "vespo")
+    ours = check(None if differs else Theirs, case, given)
+    if differs and loss_type == "vespo":  # TRL's own ratio is 1 where masked, as Liger needs it
         ratios = torch.where(case.completion_mask != 0, case.importance_sampling_ratio, 1.0)
         assert_same(ours, call(Theirs, case.but(importance_sampling_ratio=ratios), given))
-    assert_same(
-        ours,
-        call(LigerFusedLinearGRPOLoss, case.but(num_items_in_batch=torch.tensor(23)), given),
-        rtol=1e-6,
-    )
+    items = case.but(num_items_in_batch=torch.tensor(23))
+    assert_same(ours, call(Ours, items, given), rtol=1e-6)
 
 
-CORRECTED = {"beta": 0.2, "use_bias_correction_kl": True, "epsilon_high": 0.3}
 HOT = {"sources": "ref_input", "beta": 0.3, "loss_type": "grpo", "temperature": 1.7, "bias": True}
-SHAPES = (
-    (1, 5, "full"),
-    (4, 1, "full"),
-    (2, 3, "none"),
-    (3, 4, "first_empty"),
-)  # one sequence, one token, none counts
-OTHERS: dict[str, dict[str, Any]] = {
-    **{
-        f"corrected/{loss_type}/{level}": {
-            "loss_type": loss_type,
-            "importance_sampling_level": level,
-            **CORRECTED,
-        }
-        for loss_type in ("grpo", "dapo")
-        for level in ("token", "sequence")
-    },
-    "a reference at the same temperature": HOT,
-    **{
-        f"{b}x{t}/{loss_type}": {"b": b, "t": t, "mask": mask, "beta": 0.1, "loss_type": loss_type}
-        for b, t, mask in SHAPES
-        for loss_type in ("grpo", "dapo", "dr_grpo")
-    },
-}
+OTHERS: dict[str, dict[str, Any]] = {"a reference at the same temperature": HOT}
+for loss_type, level in ((x, y) for x in ("grpo", "dapo") for y in ("token", "sequence")):
+    corrected = {"beta": 0.2, "use_bias_correction_kl": True, "epsilon_high": 0.3}
+    corrected |= {"loss_type": loss_type, "importance_sampling_level": level}
+    OTHERS[f"corrected/{loss_type}/{level}"] = corrected
+for b, t, mask in ((1, 5, "full"), (4, 1, "full"), (2, 3, "none"), (3, 4, "first_empty")):
+    for loss_type in ("grpo", "dapo", "dr_grpo"):
+        shape = {"b": b, "t": t, "mask": mask, "beta": 0.1, "loss_type": loss_type}
+        OTHERS[f"{b}x{t}/{loss_type}"] = shape
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -120,24 +174,20 @@ def test_other_options_and_the_last_shapes(name: str) -> None:
 
 @pytest.mark.parametrize("frozen", [("weight", "bias"), ("hidden",), ()])
 def test_frozen_parts_upstream_gradients_and_float64(frozen: tuple[str, ...]) -> None:
+    options = {"bias": True, "beta": 0.1, "loss_type": "dapo", "frozen": frozen}
     for dtype in (torch.float32, torch.float64):
-        case, given = case_of(
-            "frozen", bias=True, beta=0.1, loss_type="dapo", frozen=frozen, dtype=dtype
-        )
+        case, given = case_of("frozen", dtype=dtype, **options)
         compared = dtype == torch.float32 and frozen != ("hidden",)  # Liger makes it anyway
         check(Theirs if compared else None, case, given, scale=-3.5)
 
 
 @pytest.mark.parametrize("sources", SOURCES)
-@pytest.mark.parametrize(
-    ("loss_type", "level"), [("dapo", "token"), ("grpo", "sequence"), ("sapo", "token")]
-)
-def test_bf16(loss_type: str, level: str, sources: str) -> None:
+@pytest.mark.parametrize("loss", [("dapo", "token"), ("grpo", "sequence"), ("sapo", "token")])
+def test_bf16(loss: tuple[str, str], sources: str) -> None:
     """Ours to the project's bounds; Liger's, whose logits are rounded, to those of its own tests."""
-    loss = {"loss_type": loss_type, "importance_sampling_level": level, "beta": 0.1}
-    case, given = case_of(
-        f"bf16/{loss_type}", sources=sources, dtype=torch.bfloat16, bias=True, **loss
-    )
+    options = {"loss_type": loss[0], "importance_sampling_level": loss[1], "beta": 0.1}
+    options |= {"dtype": torch.bfloat16, "bias": True}
+    case, given = case_of(f"bf16/{loss[0]}", sources, **options)
     check(Theirs, case.but(advantages=case.advantages.bfloat16()), given, rtol=0.5, atol=0.1)
 
 
@@ -145,202 +195,249 @@ def test_the_signatures_are_ligers() -> None:
     """Name, order and default of every argument; ours come after them, by keyword alone."""
     for function in ("__init__", "forward"):
         theirs = inspect.signature(getattr(Theirs, function)).parameters
-        ours = inspect.signature(getattr(LigerFusedLinearGRPOLoss, function)).parameters
+        ours = inspect.signature(getattr(Ours, function)).parameters
         assert [*ours][: len(theirs)] == [*theirs]
-        assert {name: ours[name].default for name in theirs} == {
-            name: x.default for name, x in theirs.items()
-        }
+        assert {x: ours[x].default for x in theirs} == {x: y.default for x, y in theirs.items()}
         assert all(x.kind is x.KEYWORD_ONLY for name, x in ours.items() if name not in theirs)
     attributes = {name for name in vars(Theirs()) if not name.startswith("_")}
-    assert attributes - {"training"} <= vars(LigerFusedLinearGRPOLoss()).keys()
+    assert attributes <= vars(Ours()).keys()
 
 
-def test_the_trainers_calls() -> None:
-    """TRL 1.10 to 1.12 and ms-swift 4.6 give keywords; what they change afterwards counts."""
+def test_an_attribute_that_a_trainer_changes_counts() -> None:
     case, _ = case_of("trainers", beta=0.1, loss_type="dapo", ratio="token")
-    loss_fn = LigerFusedLinearGRPOLoss(
-        beta=0.1, compiled=False, epsilon_low=0.2, epsilon_high=0.2, temperature=1.0, use_ref_model=True,
-        loss_type="grpo", max_completion_length=7, importance_sampling_level="token", delta=None,
-        use_bias_correction_kl=False, sapo_temperature_pos=1.0, sapo_temperature_neg=1.05, vespo_k_pos=2.0,
-        vespo_k_neg=3.0, vespo_lambda_pos=3.0, vespo_lambda_neg=2.0, chunk_size=4,
-    )  # fmt: skip
+    args = case.hidden, case.weight, case.completion_ids, case.completion_mask, case.advantages
+    loss_fn = Ours(beta=0.1, loss_type="grpo", epsilon_high=0.2)
     loss_fn.loss_type = "dapo"
-    loss, metrics = loss_fn(
-        _input=case.hidden, lin_weight=case.weight, selected_token_ids=case.completion_ids,
-        attention_mask=case.completion_mask, advantages=case.advantages, bias=None,
-        old_per_token_logps=case.old_per_token_logps, ref_per_token_logps=case.ref_per_token_logps,
-        vllm_is_ratio=case.importance_sampling_ratio, num_items_in_batch=case.completion_mask.sum(),
-    )  # fmt: skip
-    want = call(LigerFusedLinearGRPOLoss, case, {})
-    assert_close(loss, want[0])
-    assert_close(metrics, want[1])
-    assert not any(x.requires_grad for x in metrics)
+    logps = {x: getattr(case, x) for x in ("old_per_token_logps", "ref_per_token_logps")}
+    found = loss_fn(*args, vllm_is_ratio=case.importance_sampling_ratio, **logps)
+    assert_close(found, call(Ours, case)[:2])
 
 
-@pytest.mark.parametrize(
-    ("settings", "inputs", "message"),
-    [
-        ({"loss_type": "ppo"}, {}, "loss_type: expected one of"),
-        ({"sapo_temperature_neg": 0.0}, {}, "sapo_temperature_neg: expected a finite number > 0"),
-        ({"delta": -1.0}, {}, "delta: expected a finite number > 0"),
-        (
-            {"loss_type": "dr_grpo", "max_completion_length": None},
-            {},
-            "max_completion_length: expected an int",
-        ),
-        (
-            {"loss_type": "cispo", "importance_sampling_level": "sequence"},
-            {},
-            "Sequence-level importance sampling",
-        ),
-        ({"beta": 0.1}, {}, "ref_per_token_logps: expected it, or ref_input and ref_weight"),
-        (
-            {"beta": 0.1},
-            {"ref_input": torch.zeros(2, 3, 4)},
-            "ref_per_token_logps: expected it, or ref_input",
-        ),
-        ({}, {"attention_mask": None}, "attention_mask: expected a tensor"),
-        ({}, {"attention_mask": torch.ones(2)}, "attention_mask: expected shape"),
-        ({}, {"selected_token_ids": torch.zeros(2, 3)}, "selected_token_ids: expected integer ids"),
-        ({}, {"_input": [1]}, "_input: expected a tensor"),
-        ({}, {"lin_weight": torch.zeros(5, 3)}, "weight: expected shape"),
-        ({}, {"vllm_is_ratio": torch.ones(3)}, "importance_sampling_ratio: expected shape"),
-    ],
-)
-def test_wrong_arguments(settings: dict[str, Any], inputs: dict[str, Any], message: str) -> None:
-    good: dict[str, Any] = {
-        "_input": torch.zeros(2, 3, 4), "lin_weight": torch.zeros(5, 4), "attention_mask": torch.ones(2, 3),
-        "selected_token_ids": torch.zeros(2, 3, dtype=torch.long), "advantages": torch.ones(2),
-    }  # fmt: skip
-    LigerFusedLinearGRPOLoss(beta=0.0)(**good)
+LOGPS, ZEROS = "ref_per_token_logps: expected it, or ref_input", torch.zeros(2, 3, 4)
+WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"loss_type": "ppo"}, {}, "loss_type: expected one of"),
+    ({"loss_type": "gmpo"}, {}, "loss_type: Liger's call has no 'gmpo'"),
+    ({"sapo_temperature_neg": 0.0}, {}, "sapo_temperature_neg: expected a finite number > 0"),
+    ({"delta": -1.0}, {}, "delta: expected a finite number > 0"),
+    ({"engine": "fast"}, {}, "engine: expected one of"),
+    ({"loss_type": "dr_grpo"}, {}, "max_completion_length: expected an int"),
+    ({"loss_type": "sapo", "importance_sampling_level": "sequence"}, {}, "Sequence-level impo"),
+    ({"beta": 0.1}, {}, LOGPS),
+    ({"beta": 0.1}, {"ref_input": ZEROS}, LOGPS),
+    ({}, {"attention_mask": None}, "attention_mask: expected a tensor"),
+    ({}, {"attention_mask": torch.ones(2)}, "attention_mask: expected shape"),
+    ({}, {"selected_token_ids": torch.zeros(2, 3)}, "selected_token_ids: expected integer ids"),
+    ({}, {"_input": [1]}, "_input: expected a tensor"),
+    ({}, {"lin_weight": torch.zeros(5, 3)}, "weight: expected shape"),
+    ({}, {"vllm_is_ratio": torch.ones(3)}, "importance_sampling_ratio: expected shape"),
+]
+
+
+@pytest.mark.parametrize(("settings", "inputs", "message"), WRONG)
+def test_wrong_arguments(settings: Any, inputs: Any, message: str) -> None:
+    good: dict[str, Any] = {"_input": ZEROS, "lin_weight": torch.zeros(5, 4)}
+    good |= {"attention_mask": torch.ones(2, 3), "advantages": torch.ones(2)}
+    good |= {"selected_token_ids": torch.zeros(2, 3, dtype=torch.long)}
+    Ours(beta=0.0)(**good)
     with pytest.raises((TypeError, ValueError), match=message):
-        LigerFusedLinearGRPOLoss(**{"beta": 0.0, **settings})(**{**good, **inputs})
+        Ours(**{"beta": 0.0, **settings})(**{**good, **inputs})
 
 
 def test_a_reference_given_twice_is_the_log_probabilities() -> None:
-    case, given = case_of("twice", sources="ref_input", beta=0.1, loss_type="dapo")
-    want = call(LigerFusedLinearGRPOLoss, case, {})
-    loss_fn = LigerFusedLinearGRPOLoss(beta=0.1, loss_type="dapo")
-    args = (case.hidden, case.weight, case.completion_ids, case.completion_mask, case.advantages)
+    case, given = case_of("twice", "ref_input", beta=0.1, loss_type="dapo")
+    args = case.hidden, case.weight, case.completion_ids, case.completion_mask, case.advantages
     given["ref_input"] = torch.zeros_like(given["ref_input"])
     with pytest.warns(UserWarning, match="Using ref_per_token_logps"):
-        loss, _ = loss_fn(*args, ref_per_token_logps=case.ref_per_token_logps, **given)
-    assert_close(loss, want[0])
+        loss, _ = Ours(beta=0.1)(*args, ref_per_token_logps=case.ref_per_token_logps, **given)
+    assert_close(loss, call(Ours, case)[0])
+
+
+def case_of_rank(rank: int, loss_type: str) -> Any:
+    return make_case(
+        f"liger/rank {rank}", b=2 + rank, h=8, v=17, mask="ragged", loss_type=loss_type
+    )
+
+
+def losses_of_rank(rank: int, world_size: int) -> list[torch.Tensor]:
+    """Of dapo with no number of items, a float and a tensor, then of grpo."""
+    dapo, grpo = (case_of_rank(rank, loss_type) for loss_type in ("dapo", "grpo"))
+    items = (None, 31.0, torch.tensor(31))
+    return [call(Ours, x)[0] for x in (*(dapo.but(num_items_in_batch=n) for n in items), grpo)]
 
 
 def test_ranks_share_the_number_of_items() -> None:
-    """What a rank divides by is the number of all ranks over their number, as in Liger; which waits for ever where they
-    have unequal numbers of sequences, since it asks the others once a sequence."""
+    """A rank divides by the number of all ranks over their number, as Liger's does; which waits
+    for ever where they have unequal numbers of sequences, since it asks the others once for each."""
     cases = [case_of_rank(rank, "dapo") for rank in range(2)]
     counted = sum(int(case.completion_mask.sum()) for case in cases)
-    assert cases[0].completion_mask.sum() != cases[1].completion_mask.sum()
     for rank, (*dapo, grpo) in enumerate(run_ranks(losses_of_rank, 2)):
         for loss, items in zip(dapo, (counted, 31, 31), strict=True):
             alone = cases[rank].but(num_items_in_batch=items / 2)
-            assert_close(loss, call(Theirs, alone, {})[0], **LIGER)
-        assert_close(grpo, call(LigerFusedLinearGRPOLoss, case_of_rank(rank, "grpo"), {})[0])
+            assert_close(loss, call(Theirs, alone)[0], **NEAR)
+        assert_close(grpo, call(Ours, case_of_rank(rank, "grpo"))[0])
 
 
-@pytest.fixture
-def divided(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A parameter as ZeRO-3 divides it: whole inside `GatheredParameters` alone."""
-    weight = torch.nn.Parameter(torch.randn(11, 4))
-    full, gathered = weight.data, []
+def test_a_divided_weight_is_whole_in_the_backward_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TRL gathers a weight of ZeRO-3 around the call; a ratio per sequence needs it again later."""
+    weight, gathered = torch.nn.Parameter(torch.randn(11, 4)), []
+    full, weight.ds_status = weight.data, SimpleNamespace(name="AVAILABLE")
 
     @contextmanager
-    def gather(parameters: list[Tensor]) -> Iterator[None]:
+    def gather(parameters: Any) -> Any:
         assert parameters[0] is weight
         gathered.append(True)
         weight.data, weight.ds_status.name = full, "AVAILABLE"
         yield
         weight.data, weight.ds_status.name = torch.empty(0), "NOT_AVAILABLE"
 
-    weight.ds_status = SimpleNamespace(name="AVAILABLE")
     deepspeed = ModuleType("deepspeed")
     deepspeed.zero = SimpleNamespace(GatheredParameters=gather)
     monkeypatch.setitem(sys.modules, "deepspeed", deepspeed)
-    return SimpleNamespace(weight=weight, gather=gather, gathered=gathered)
-
-
-def test_a_divided_weight_is_whole_in_the_backward_too(divided: Any) -> None:
-    """TRL gathers around the call; a ratio a sequence needs the weight again later."""
-    hidden, mask = torch.randn(2, 3, 4, requires_grad=True), torch.ones(2, 3)
-    ids, advantages, old = (
-        torch.randint(11, (2, 3)),
-        torch.tensor([1.0, -0.5]),
-        -2.5 * torch.ones(2, 3),
-    )
-    loss_fn = LigerFusedLinearGRPOLoss(
-        beta=0.0, loss_type="grpo", importance_sampling_level="sequence"
-    )
-    plain = loss_fn(
-        hidden,
-        divided.weight.detach().requires_grad_(),
-        ids,
-        mask,
-        advantages,
-        old_per_token_logps=old,
-    )[0]
+    hidden, ids = torch.randn(2, 3, 4, requires_grad=True), torch.randint(11, (2, 3))
+    others = ids, torch.ones(2, 3), torch.tensor([1.0, -0.5])
+    old = {"old_per_token_logps": -2.5 * torch.ones(2, 3)}
+    loss_fn = Ours(beta=0.0, loss_type="grpo", importance_sampling_level="sequence")
+    plain = loss_fn(hidden, full.clone().requires_grad_(), *others, **old)[0]
     (want,) = torch.autograd.grad(plain, hidden)
-    with divided.gather([divided.weight]):
-        loss, _ = loss_fn(hidden, divided.weight, ids, mask, advantages, old_per_token_logps=old)
-    assert divided.weight.numel() == 0
-    d_hidden, d_weight = torch.autograd.grad(loss, (hidden, divided.weight))
-    assert len(divided.gathered) == 2
+    with gather([weight]):
+        loss, _ = loss_fn(hidden, weight, *others, **old)
+    assert weight.numel() == 0
+    d_hidden, d_weight = torch.autograd.grad(loss, (hidden, weight))
+    assert len(gathered) == 2
     assert d_weight.shape == (11, 4)
     assert_close(d_hidden, want)
+
+
+def pin(case: Any, **settings: Any) -> float:
+    """Ours is TRL's; returns how far Liger's loss is from that."""
+    assert_is_trls(case, call(Ours, case, **settings))
+    return abs(float(call(Theirs, case, **settings)[0]) - float(reference_loss(case).loss))
+
+
+def with_old(case: Any) -> Any:
+    scored = head(case)
+    return case.but(old_per_token_logps=on_grid(scored.logps.detach(), scored.counted).float())
+
+
+WIDE = {"h": 64, "v": 50, "spread": 6.0, "loss_type": "dapo"}
+
+
+def test_differences() -> None:
+    loss = {"loss_type": "luspo", "importance_sampling_level": "sequence", "beta": 0.5}
+    case, _ = case_of("luspo", mask="ragged", **loss)  # a mean over padding too
+    of_tokens = ("hidden", "completion_ids", "completion_mask")
+    names = (*of_tokens, "old_per_token_logps", "ref_per_token_logps")
+    tensors = {x: getattr(case, x) for x in names}
+    padded = case.but(**{x: torch.cat([y, torch.zeros_like(y)], 1) for x, y in tensors.items()})
+    assert_close(reference_loss(case).loss, reference_loss(padded).loss)
+    assert pin(case) > 0.1
+    assert pin(padded) > 10
+    assert call(Theirs, case)[2]["hidden"][case.completion_mask == 0].abs().amax() > 0.01
+
+    case, _ = case_of("token advantages", adv="token", loss_type="dapo")
+    assert pin(case) < 1e-5
+    assert pin(case, chunk_size=3) > 0.5
+
+    case, _ = case_of("fp32 head", noise=0.02, shift=0.0, beta=0.0, **WIDE)
+    assert pin(with_old(case.but(hidden=case.hidden.bfloat16()))) > 5e-3  # the head is rounded
+    case, _ = case_of("bf16 logits", dtype=torch.bfloat16, **WIDE)
+    assert pin(with_old(case)) > 5e-4  # the logits are
+
+    case, _ = case_of("vespo", mask="ragged", loss_type="vespo", ratio="token")
+    assert pin(case) > 0.5  # ratios of masked positions count
+
+    case, _ = case_of("no reference", loss_type="dapo", beta=0.0)
+    assert_is_trls(case, call(Ours, case, use_ref_model=True))
+    with pytest.raises(AssertionError, match="use_ref_model"):
+        call(Theirs, case, use_ref_model=True)
+
+
+def test_d_weight_is_not_summed_in_16_bits() -> None:
+    options = {"b": 64, "t": 2, "mask": "full", "spread": 0.5, "old": False, "loss_type": "dapo"}
+    case, _ = case_of("many", dtype=torch.bfloat16, **options)
+    want = reference_loss(case).d_weight
+    found = [call(cls, case)[2]["weight"].double() for cls in (Ours, Theirs)]
+    ours, theirs = (float((x - want).norm() / want.norm()) for x in found)
+    assert ours < 2.5e-3
+    assert theirs > 2 * ours
+
+
+def test_what_is_not_read() -> None:
+    """A masked position's NaN, which makes Liger's loss NaN; an id that does not exist raises."""
+    case, _ = case_of("masked", mask="ragged", loss_type="dapo")
+    masked = (case.completion_mask == 0)[..., None]
+    garbage = case.but(hidden=case.hidden.masked_fill(masked, torch.nan))
+    assert_same(call(Ours, garbage), call(Ours, case), rtol=0.0, atol=0.0)
+    assert call(Theirs, garbage)[0].isnan()
+    case, _ = case_of("id", mask="full", loss_type="dapo")
+    case.completion_ids[1, 2] = 99
+    assert call(Theirs, case)[0].isfinite()
+    with pytest.raises(ValueError, match=r"completion_ids: expected ids in \[0, V\) = \[0, 17\)"):
+        call(Ours, case)
+
+
+def test_products() -> None:
+    """Liger projects masked positions and makes gradients that nobody asked for."""
+    options = {"b": 4, "t": 16, "mask": "holes", "loss_type": "dapo"}
+    case, _ = case_of("flops", "ref_input", **options)
+    product = 2 * case.hidden.shape[-1] * case.weight.shape[0]
+    counted, everything = int(case.completion_mask.sum()), case.completion_mask.numel()
+    assert 12 <= counted < everything
+    args = case.hidden, case.weight, case.completion_ids, case.completion_mask, case.advantages
+    score = {}
+    for cls in (Ours, Theirs):
+        loss_fn = cls(beta=0.0, compiled=False, use_ref_model=False)
+        with torch.no_grad():
+            score[cls] = count_flops(lambda: loss_fn(*args))  # noqa: B023
+    assert count_flops(lambda: call(Ours, case)) == 3 * product * counted
+    assert count_flops(lambda: call(Theirs, case)) == 4 * product * everything
+    assert score[Ours] == product * counted
+    assert score[Theirs] >= 2 * product * everything
 
 
 class TestPatch:
     """`patch_liger` where the trainers look."""
 
     @pytest.fixture(autouse=True)
-    def _trl_that_bound_the_name(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-        self.trainer = ModuleType("trl.trainer.grpo_trainer")  # TRL <= 1.12
-        self.trainer.LigerFusedLinearGRPOLoss = Theirs
-        monkeypatch.setitem(sys.modules, "trl.trainer.grpo_trainer", self.trainer)
-        yield
+    def trainer(self, monkeypatch: pytest.MonkeyPatch) -> Any:
+        trainer = ModuleType("trl.trainer.grpo_trainer")  # TRL <= 1.12 binds the name
+        trainer.LigerFusedLinearGRPOLoss = Theirs
+        monkeypatch.setitem(sys.modules, "trl.trainer.grpo_trainer", trainer)
+        yield trainer
         unpatch_liger()
         assert chunked_loss.LigerFusedLinearGRPOLoss is Theirs
 
-    def test_there_and_back(self) -> None:
+    def test_there_and_back(self, trainer: Any) -> None:
         for _ in range(2):
-            assert patch_liger() and patch_liger()
-            from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss as found
-
-            assert found is self.trainer.LigerFusedLinearGRPOLoss is LigerFusedLinearGRPOLoss
+            assert patch_liger()
+            assert patch_liger()
+            assert chunked_loss.LigerFusedLinearGRPOLoss is Ours
+            assert trainer.LigerFusedLinearGRPOLoss is Ours
             unpatch_liger()
             unpatch_liger()
-            assert (
-                chunked_loss.LigerFusedLinearGRPOLoss
-                is self.trainer.LigerFusedLinearGRPOLoss
-                is Theirs
-            )
+            assert chunked_loss.LigerFusedLinearGRPOLoss is Theirs
+            assert trainer.LigerFusedLinearGRPOLoss is Theirs
 
-    def test_a_trainer_imported_meanwhile_gets_ligers_back_too(self) -> None:
-        del self.trainer.LigerFusedLinearGRPOLoss
+    def test_a_trainer_imported_meanwhile_and_somebody_elses_class(self, trainer: Any) -> None:
+        del trainer.LigerFusedLinearGRPOLoss
         patch_liger()
-        self.trainer.LigerFusedLinearGRPOLoss = chunked_loss.LigerFusedLinearGRPOLoss
+        trainer.LigerFusedLinearGRPOLoss = chunked_loss.LigerFusedLinearGRPOLoss
         unpatch_liger()
-        assert self.trainer.LigerFusedLinearGRPOLoss is Theirs
-
-    def test_somebody_elses_class_is_left_alone(self) -> None:
-        self.trainer.LigerFusedLinearGRPOLoss = int
+        assert trainer.LigerFusedLinearGRPOLoss is Theirs
+        trainer.LigerFusedLinearGRPOLoss = int
         patch_liger()
-        assert self.trainer.LigerFusedLinearGRPOLoss is int
+        assert trainer.LigerFusedLinearGRPOLoss is int
 
     def test_an_unknown_liger_is_left_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
         class Newer(Theirs):
             def forward(self, *args: Any, temperatures: Any = None) -> Any:
                 raise AssertionError
 
-        for new, said in (
-            (Newer, r"forward\(args\), forward\(temperatures\)"),
-            (None, "has no LigerFused"),
-        ):
+        said = r"takes forward\(args\), forward\(temperatures\)"
+        for new, warning in ((Newer, said), (None, "has no LigerFused")):
             with monkeypatch.context() as patch:
                 patch.setattr(chunked_loss, "LigerFusedLinearGRPOLoss", new)
-                with pytest.warns(UserWarning, match=said):
+                with pytest.warns(UserWarning, match=warning):
                     assert not patch_liger()
                 assert chunked_loss.LigerFusedLinearGRPOLoss is new
 
