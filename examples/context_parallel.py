@@ -1,7 +1,9 @@
-"""Sequences split over two processes, GSPO: ratios, lengths and normalisers are those of the whole sequences.
+"""Sequences split over two processes, GSPO: ratios and lengths are those of whole sequences.
 
-Each process has its part of the tokens of every sequence, and the whole head. The claims at the end: the parts' losses
-add up to the loss of the whole sequences, and so do their gradients of the head; d hidden is that of its own tokens.
+Each process has its part of the tokens of every sequence, and the whole head. It scores its own
+tokens, gathers the other processes' log-probabilities and entropies (two numbers per token), and
+computes the loss of the whole sequences. The claims at the end: the loss is that of one process which has all tokens;
+the gradients of the head add up to its gradient; d hidden is that of the process's own tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from grpo_kernels import GRPOLoss, linear_logprob, presets
+from grpo_kernels import GRPOLoss, linear_logprob, policy_loss_from_logps, presets
 
 B, T, H, V, RANKS = 4, 12, 64, 1000, 2
 
@@ -37,35 +39,48 @@ def batch() -> dict[str, Tensor]:
     return made | {"old_per_token_logps": logps + 3e-3 * torch.randn(B, T, generator=g)}
 
 
+def gathered(x: Tensor) -> Tensor:
+    """(B, T_local) -> (B, T), with a graph to this rank's own columns."""
+    parts = [torch.empty_like(x) for _ in range(RANKS)]
+    dist.all_gather(parts, x.detach().contiguous())
+    parts[dist.get_rank()] = x
+    return torch.cat(parts, dim=1)
+
+
 def run(rank: int, store: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
-    loss_fn, given = GRPOLoss(presets.GSPO), batch()
+    given = batch()
     given["hidden"].requires_grad_()
     given["head"].requires_grad_()
-    whole = loss_fn(**given)
+    whole = GRPOLoss(presets.GSPO)(**given)
     whole.loss.backward()
 
     columns = slice(rank * T // RANKS, (rank + 1) * T // RANKS)
-    part = {
-        name: x if name in ("head", "advantages") else x[:, columns] for name, x in given.items()
-    }
-    part |= {name: part[name].detach().clone().requires_grad_() for name in ("hidden", "head")}
-    out = loss_fn(**part, sequence_group=dist.group.WORLD)
-    out.loss.backward()
+    hidden, ids, mask = (
+        given[x].detach()[:, columns] for x in ("hidden", "completion_ids", "completion_mask")
+    )
+    hidden = hidden.clone().requires_grad_()
+    head = given["head"].detach().clone().requires_grad_()
+    scores = linear_logprob(hidden, head, ids, mask=mask)
+    out = policy_loss_from_logps(
+        gathered(scores.logps),
+        gathered(scores.entropies),
+        given["completion_mask"],  # the rest is small and whole on every rank: (B, T) and (B,)
+        given["advantages"],
+        old_per_token_logps=given["old_per_token_logps"],
+        config=presets.GSPO,
+    )
+    out.loss.backward()  # where gradients are averaged over these ranks (DDP, FSDP): RANKS * out.loss
 
-    loss, d_head = out.loss.detach().clone(), part["head"].grad
-    dist.all_reduce(loss)
+    loss, d_head = out.loss.detach(), head.grad
     dist.all_reduce(d_head)
-    pairs = ((part["hidden"].grad, given["hidden"].grad[:, columns]), (d_head, given["head"].grad))
+    pairs = ((hidden.grad, given["hidden"].grad[:, columns]), (d_head, given["head"].grad))
     worst = torch.tensor([max(((x - y).abs().max() / y.abs().max()).item() for x, y in pairs)])
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     if rank == 0:
-        print(
-            f"clipped: {whole.metrics['clip_ratio/region_mean']:.2f} of the sequences; engine {out.engine}"
-        )
-        print(
-            f"loss of the whole sequences {whole.loss:+.6f}, of the ranks' parts together {loss:+.6f}"
-        )
+        clipped = out.metrics["clip_ratio/region_mean"]
+        print(f"clipped: {clipped:.2f} of the sequences")
+        print(f"loss in one process {whole.loss:+.6f}, of gathered tokens {loss:+.6f}")
         print(f"largest difference of a gradient {worst.item():.1e} of the largest entry")
     assert abs(loss.item() - whole.loss.item()) < 1e-6
     assert worst.item() < 1e-5

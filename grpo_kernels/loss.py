@@ -30,7 +30,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from grpo_kernels.base.agreement import check_same
 from grpo_kernels.base.choices import WithoutSet
 from grpo_kernels.batch.inputs import LossInputs
 from grpo_kernels.batch.kept_ids import KeptIds, check_without_set
@@ -56,7 +55,6 @@ from grpo_kernels.objective.config import LossConfig
 from grpo_kernels.objective.custom import TokenInputs
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
     from typing_extensions import Unpack
 
     from grpo_kernels.call.keywords import LossInputKeywords
@@ -83,9 +81,8 @@ def grpo_loss(
     importance_sampling_ratio: Tensor | None = None,  # (B, T), (B, 1) or (B,); (N,)
     kept_ids: Tensor | KeptIds | None = None,  # (B, T, K) or (N, K)
     without_set: WithoutSet = "error",
-    # packed and distributed sequences
+    # packed sequences
     cu_seqlens: Tensor | None = None,  # (B + 1,)
-    sequence_group: ProcessGroup | None = None,
     # how it is computed
     run: Run | None = None,
     **fields: Unpack[LossFields],
@@ -142,16 +139,10 @@ def grpo_loss(
         without_set: treatment of a position whose set is empty or lacks the sampled id: ``"error"`` refuses it,
             ``"full"`` scores it over the whole vocabulary.
 
-        Packed and distributed sequences:
+        Packed sequences:
 
         cu_seqlens: bounds of the packed sequences, (B + 1,) int32 or int64; per-token arguments are then (N,). The host
             reads the bounds.
-        sequence_group: process group over whose ranks the tokens of each sequence are split (context parallel,
-            Ulysses). Each rank passes its (B, T_local) part of every sequence: parts in the order of the ranks, of any
-            length, ids shifted before the split. Per-sequence arguments, (B,), are passed whole. The ranks' losses add
-            up to the loss of the whole sequences, their gradients to its gradients; metrics are of the whole sequences.
-            Where gradients are averaged over the ranks (DDP, FSDP), multiply the loss by their number. Breaks the graph
-            of torch.compile.
 
         How it is computed:
 
@@ -172,7 +163,7 @@ def grpo_loss(
     )  # fmt: skip
     call = LossCall(inputs, config, objective)
     lm_head = LMHead.of_call(hidden, Head.of(head), OtherHead.of_reference(reference))
-    execution = Execution.of(run, sequence_group=sequence_group)
+    execution = Execution.of(run)
     if kept_ids is not None:
         return breaks_graph(kept_loss)(
             KeptLossCall.of(call, kept_ids, without_set), lm_head, execution
@@ -186,12 +177,8 @@ def _loss(call: LossCall, head: LMHead, execution: Execution) -> LossOutput:
     """Plan the call, run one forward, and return its results."""
     with whole_reference(head) as whole:
         head, request, loss = plan_call(call, whole, execution)
-        group = None if call.objective is None else execution.sequence_group
-        with check_same(
-            "sequence_group", group, "the objective of grpo_loss"
-        ):  # it may raise on one rank alone
-            operands = head.operands(request.rows.positions)
-            first, evaluation = first_pass(loss, operands, request)
+        operands = head.operands(request.rows.positions)
+        first, evaluation = first_pass(loss, operands, request)
         value, *scores = PolicyLoss.apply(
             request, evaluation.loss, first, operands.teacher, *operands
         )

@@ -1,1 +1,1 @@
-"""The tokens that count, of padded and packed batches, and of sequences that ranks share."""
+"""The tokens that count, of padded and packed batches, and kept sets."""

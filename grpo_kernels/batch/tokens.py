@@ -15,7 +15,6 @@ from torch import Tensor
 from grpo_kernels.base.checks import check_mask, check_mask_values, check_shape, check_tensor
 from grpo_kernels.base.packing import sequences_of
 from grpo_kernels.batch.inputs import LossInputs
-from grpo_kernels.batch.sequence_shard import SequenceShard
 
 
 @dataclass(frozen=True)
@@ -28,22 +27,17 @@ class Layout:
     batch: int  # B
     columns: int  # T, or the longest packed sequence
     shape: tuple[int, ...]  # of the caller's per-token tensors, (B, T) or (N,)
-    shard: SequenceShard | None = (
-        None  # the ranks that have the other tokens of these sequences; None: all are here
-    )
 
     @cached_property
     def lengths(self) -> Tensor:
         """Counted tokens of each sequence, (B,) int64."""
-        if self.shard is not None:
-            return self.shard.counts.sum(dim=0)
         counts = torch.zeros(self.batch, dtype=torch.long, device=self.sequence.device)
         return counts.index_add_(0, self.sequence, torch.ones_like(self.sequence))
 
     @property
     def total(self) -> int:
         """Counted tokens of all sequences."""
-        return self.positions.shape[0] if self.shard is None else sum(self.shard.sizes)
+        return self.positions.shape[0]
 
     def dense(self, x: Tensor) -> Tensor:
         """(n,) -> (B, T), 0 where masked."""
@@ -52,24 +46,12 @@ class Layout:
         return full
 
     def sequence_sum(self, x: Tensor) -> Tensor:
-        """(n,) -> (B,): the sum over each sequence's counted tokens. A collective, if there is a shard."""
-        return self.over_ranks(self.local_sum(x))
-
-    def local_sum(self, x: Tensor) -> Tensor:
-        """(n,) -> (B,): the sum over this rank's tokens; a packed batch needs no (B, longest) tensor for it."""
+        """(n,) -> (B,): the sum over each sequence's tokens; a packed batch needs no (B, longest) tensor for it."""
         if len(self.shape) == 2:
             return self.dense(x).sum(dim=1)
         return torch.segment_reduce(x.double(), "sum", lengths=self.lengths, unsafe=True).to(
             x.dtype
         )
-
-    def over_ranks(self, x: Tensor) -> Tensor:
-        """Sum `x`, of one shape on all ranks, over the ranks. A collective, if there is a shard."""
-        return x if self.shard is None else self.shard.sum(x)
-
-    def of_all_ranks(self, x: Tensor) -> Tensor:
-        """(n,) -> the values of all ranks' tokens. A collective, if there is a shard."""
-        return x if self.shard is None else self.shard.rows(x)
 
     def scatter(self, x: Tensor) -> Tensor:
         """(n,) -> the caller's shape, 0 where masked."""

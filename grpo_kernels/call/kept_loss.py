@@ -48,8 +48,6 @@ class KeptLossCall(KeptCall):
                 "kl_estimator: expected 'k1', 'k2' or 'k3' with kept_ids, which truncate the policy, got 'full', the "
                 "divergence over the whole vocabulary"
             )
-        if execution.sequence_group is not None:
-            raise ValueError("sequence_group: expected None with kept_ids, got a process group")
         head = self.loss.check(head, execution)
         self.check_sets(execution)
         return head

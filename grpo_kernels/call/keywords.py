@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypedDict
+from typing import TypedDict
 
 from torch import Tensor
 
 from grpo_kernels.base.choices import WithoutSet
 from grpo_kernels.batch.kept_ids import KeptIds
 from grpo_kernels.head.head import HeadLike
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 class LossInputKeywords(TypedDict, total=False):
@@ -26,4 +23,3 @@ class LossInputKeywords(TypedDict, total=False):
     kept_ids: Tensor | KeptIds | None
     without_set: WithoutSet
     cu_seqlens: Tensor | None
-    sequence_group: ProcessGroup | None

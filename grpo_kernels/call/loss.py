@@ -19,13 +19,7 @@ from grpo_kernels.batch.tokens import Tokens, read_tokens
 from grpo_kernels.call.expected import Expectation, fuses
 from grpo_kernels.call.plan import Call
 from grpo_kernels.call.planned_head import PlannedHead
-from grpo_kernels.call.ranks import (
-    check_sequence_group,
-    options_of_loss,
-    part_of_loss,
-    sharded,
-    tokens_of_loss,
-)
+from grpo_kernels.call.ranks import options_of_loss, tokens_of_loss
 from grpo_kernels.call.run import Execution
 from grpo_kernels.engine.head_plan import HeadPlan
 from grpo_kernels.engine.passes import of_loss
@@ -61,17 +55,14 @@ class Loss:
     def of(
         inputs: LossInputs, tokens: Tokens, config: LossConfig, objective: Custom | None = None
     ) -> Loss:
-        """Return the loss that `config` describes, or the custom one. A collective, if the tokens are a shard."""
+        """Return the loss that `config` describes, or the custom one."""
         weights = token_weights(
             config, tokens.layout, inputs.num_items_in_batch, tokens.advantages.dtype
         )
         num_items = inputs.num_items_in_batch is not None
         if objective is not None:
             return Loss(config, tokens, CustomObjective(objective, tokens, weights), num_items)
-        policy = PolicyObjective(config, tokens, weights)
-        if tokens.layout.shard is not None:
-            policy.evaluate_at_ratio_one()
-        return Loss(config, tokens, policy, num_items)
+        return Loss(config, tokens, PolicyObjective(config, tokens, weights), num_items)
 
     @property
     def coupling(self) -> Coupling:
@@ -171,7 +162,6 @@ class LossCall(Call[Tokens, Loss]):
         check_loss(inputs, self.config, self.objective, has_reference=head.reference is not None)
         if not self.config.needs_reference_head:  # beta is 0
             head = replace(head, reference=None)
-        check_sequence_group(execution.sequence_group, inputs.cu_seqlens, self.objective)
         head.check(ranks=(3,) if inputs.cu_seqlens is None else (2,))
         check_ids("completion_ids", inputs.completion_ids, head.hidden)
         return head
@@ -185,15 +175,9 @@ class LossCall(Call[Tokens, Loss]):
         """Return the values that must be equal on all ranks of a divided head."""
         return self._options() | tokens_of_loss(read, self._numbers(planned))
 
-    def described_part(self, planned: PlannedHead, read: Tokens) -> dict[str, Any]:
-        """Return the values that must be equal on all ranks that have parts of the same sequences."""
-        return self._options() | part_of_loss(read, self._numbers(planned))
-
     def gradient(self, planned: PlannedHead, read: Tokens) -> Loss:
-        """Return the loss of the tokens. A collective, if ranks share the sequences."""
-        group = planned.execution.sequence_group
-        tokens = read if group is None else sharded(read, group)
-        return Loss.of(self.inputs, tokens, self.config, self.objective)
+        """Return the loss of the tokens."""
+        return Loss.of(self.inputs, read, self.config, self.objective)
 
     def _options(self) -> dict[str, Any]:
         return options_of_loss(self.config, self.objective, self.inputs.num_items_in_batch)

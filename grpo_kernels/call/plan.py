@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Generic, TypeVar
 
-from grpo_kernels.base.agreement import Each, check_same
+from grpo_kernels.base.agreement import check_same
 from grpo_kernels.base.choices import BackendName
 from grpo_kernels.call.expected import RowGradient
 from grpo_kernels.call.planned_head import PlannedHead, plan_head
 from grpo_kernels.call.run import Execution
-from grpo_kernels.engine.engines import LEAN
 from grpo_kernels.engine.records import Rows
 from grpo_kernels.engine.request import Request
 from grpo_kernels.head.lm_head import LMHead
@@ -57,10 +56,6 @@ class Call(Generic[T, G]):
         """Return the values that must be equal on all ranks of a divided head."""
         raise NotImplementedError
 
-    def described_part(self, planned: PlannedHead, read: T) -> dict[str, Any]:
-        """Return the values that must be equal on all ranks that have parts of the same sequences."""
-        raise NotImplementedError
-
     def check_range(self, planned: PlannedHead, rows: Rows) -> Rows:
         """Return the rows with ids checked for range and counted from this rank's first row.
 
@@ -70,7 +65,7 @@ class Call(Generic[T, G]):
         return planned.check_range(self.ids_name, rows)
 
     def gradient(self, planned: PlannedHead, read: T) -> G:
-        """Return the rows' gradient as far as it is known. A collective, if ranks share the sequences."""
+        """Return the rows' gradient as far as it is known."""
         raise NotImplementedError
 
 
@@ -81,29 +76,20 @@ def check_call(call: Call[T, G], head: LMHead, execution: Execution) -> tuple[Pl
         TypeError, ValueError: a wrong argument; the message names it. With a group, on all of its ranks.
     """
     head = head.grouped()
-    with check_same("sequence_group", execution.sequence_group, call.function) as of_parts:
-        with check_same("process_group", head.process_group, call.function) as of_shards:
-            local = call.check(head.local(), execution)
-            execution.check()
-            planned = plan_head(local, execution, backend=call.backend, jsd_beta=call.jsd_beta)
-            rows, read = call.read(planned)
-            if head.process_group is not None:
-                of_shards |= (
-                    planned.described_rows()
-                    | execution.described()
-                    | call.described(planned, rows, read)
-                )
+    with check_same("process_group", head.process_group, call.function) as of_shards:
+        local = call.check(head.local(), execution)
+        execution.check()
+        planned = plan_head(local, execution, backend=call.backend, jsd_beta=call.jsd_beta)
+        rows, read = call.read(planned)
         if head.process_group is not None:
-            planned = planned.divided(of_shards)
-        rows = call.check_range(planned, rows)
-        if execution.sequence_group is not None:
-            of_parts |= {
-                "vocab_size": head.vocab_size,
-                **planned.described(),
-                **execution.described(),
-            }
-            of_parts |= call.described_part(planned, read)
-    return planned, rows, read
+            of_shards |= (
+                planned.described_rows()
+                | execution.described()
+                | call.described(planned, rows, read)
+            )
+    if head.process_group is not None:
+        planned = planned.divided(of_shards)
+    return planned, call.check_range(planned, rows), read
 
 
 def plan_call(call: Call[T, G], head: LMHead, execution: Execution) -> tuple[LMHead, Request, G]:
@@ -114,13 +100,7 @@ def plan_call(call: Call[T, G], head: LMHead, execution: Execution) -> tuple[LMH
         TypeError, ValueError: as `check_call`; or no engine of that name gives this gradient.
     """
     planned, rows, read = check_call(call, head, execution)
-    with check_same(
-        "sequence_group", execution.sequence_group, f"the engine of {call.function}"
-    ) as values:
-        gradient = call.gradient(planned, read)
-        engine = planned.choose_engine(gradient, only_logps=not call.extras)
-        values[LEAN.name] = Each(engine is LEAN)
-    if any(values[LEAN.name]):  # a rank is short of memory
-        engine = LEAN
+    gradient = call.gradient(planned, read)
+    engine = planned.choose_engine(gradient, only_logps=not call.extras)
     request = planned.request(rows, gradient, engine, entropy=call.entropy, extras=call.extras)
     return planned.head, request, gradient

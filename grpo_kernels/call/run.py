@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -13,9 +13,6 @@ from grpo_kernels.base.choices import BackendName, EngineName
 from grpo_kernels.engine.engines import check_engine
 from grpo_kernels.engine.records import NeedsGrad
 from grpo_kernels.engine.request import Gather
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +43,6 @@ _OF_RUN = [x.name for x in fields(Run)]
 class Execution(Run):
     """A `Run` in a call, with further options that decide how it is computed."""
 
-    sequence_group: ProcessGroup | None = field(default=None, kw_only=True)  # as in `grpo_loss`
     needs_grad: NeedsGrad | None = field(
         default=None, kw_only=True
     )  # None: of the tensors that train
@@ -58,12 +54,10 @@ class Execution(Run):
     )  # the argument `run`; `check` raises if it is no `Run`
 
     @staticmethod
-    def of(run: Any, *, sequence_group: ProcessGroup | None = None) -> Execution:
+    def of(run: Any) -> Execution:
         """Return the options `run` (None: the defaults) of a call; `check` checks them."""
         options = run if isinstance(run, Run) else Run()
-        return Execution(
-            *[getattr(options, name) for name in _OF_RUN], sequence_group=sequence_group, run=run
-        )
+        return Execution(*[getattr(options, name) for name in _OF_RUN], run=run)
 
     def check(self) -> None:
         """Raise TypeError unless the argument `run` is None or a `Run` whose `gather` is a function."""

@@ -55,21 +55,16 @@ def policy_loss(
     """Compute the loss by one op, or by `eager` if a graph cannot hold the call."""
     check_config(call.config)
     execution.check()
-    group, ids, mask = (
-        execution.sequence_group,
-        call.inputs.completion_ids,
-        call.inputs.completion_mask,
-    )
+    ids, mask = call.inputs.completion_ids, call.inputs.completion_mask
     head, execution = _for_fakes(
         head,
         execution,
         ("completion_ids", ids),
         ("completion_mask", mask),
-        sequence_group=group,
         objective=call.objective,
         reference=head.reference,
     )
-    if head.is_plain and execution.gather is None and group is None and call.objective is None:
+    if head.is_plain and execution.gather is None and call.objective is None:
         return LossOutput(*_policy_loss(call.inputs, head, execution, call.config))
     return eagerly(eager, call, head, execution)
 

@@ -45,9 +45,8 @@ class TokenInputs:
         advantages: each token's.
         old_per_token_logps: the current ones, held constant, if the caller gave none.
         ref_per_token_logps, sampling_per_token_logps, importance_sampling_ratio: None if the caller gave none.
-        index: int64, the token's place in the caller's flattened batch, of B * T or packed N places; with a
-            `sequence_group`, in this rank's own part, (B, T_local). ``extra.flatten()[tokens.index]`` reads a tensor of
-            the shape of the ids.
+        index: int64, the token's place in the caller's flattened batch, of B * T or packed N places:
+            ``extra.flatten()[tokens.index]`` reads a tensor of the shape of the ids.
         sequence: int64, the number of the token's sequence, in [0, B): ``bonus[tokens.sequence]`` reads a tensor (B,).
         position: int64, the token's place in its sequence, the column of a padded batch: ``bonus[tokens.position]``
             reads a tensor (T,).

@@ -10,7 +10,6 @@ import math
 import torch
 from torch import Tensor
 
-from grpo_kernels.base.distributed import gather_stacked
 from grpo_kernels.batch.tokens import Layout, Tokens
 from grpo_kernels.objective.config import LossConfig
 from grpo_kernels.objective.evaluation import Evaluation, Terms
@@ -84,14 +83,11 @@ def loss_metrics(
     ``off_policy_masked``, the share of the counted tokens that were dropped; ``rows/projected``, the share of the
     positions that were projected; ``rows/gradient``, the share of the projected positions that got a backward product,
     `with_grad` of them.
-
-    If the tokens of the sequences are split over ranks, all metrics are those of the whole sequences, the same on every
-    rank, joined in one collective.
     """
     layout, terms = tokens.layout, evaluation.terms
     part = _Part(layout, entropies)
-    n, reports = len(tokens), layout.shard is None or layout.shard.rank == 0
-    part.pairs["policy_loss"] = (evaluation.policy_loss, part.number(int(reports)))
+    n = len(tokens)
+    part.pairs["policy_loss"] = (evaluation.policy_loss, part.number(1))
     part.over_tokens("entropy", entropies)
     part.over_tokens("advantages/mean", tokens.advantages)
     part.over_tokens("advantages/zero", tokens.advantages == 0)
@@ -125,14 +121,14 @@ def loss_metrics(
         for name, x, largest in zip(
             _SAMPLING_EXTREMES, (gap, ratio, ratio), (True, False, True), strict=True
         ):
-            part.extremes[name] = (extreme(x, largest=largest), largest)
+            part.extremes[name] = extreme(x, largest=largest)
     if terms.log_ratio is not None:
         _add_ratio_metrics(config, tokens, terms, part)
     return part.joined(averaged_over(config, num_items=num_items))
 
 
 class _Part:
-    """This rank's share of the metrics. Sums over all tokens are taken once, at the end."""
+    """The metrics while they are collected. Sums over all tokens are taken once, at the end."""
 
     def __init__(self, layout: Layout, like: Tensor) -> None:
         self.layout, self._like = layout, like
@@ -141,9 +137,7 @@ class _Part:
         self._numbers: dict[float, Tensor] = {}
         self.clipped: dict[str, Tensor] = {}  # (B,) clipped tokens of each sequence
         self.clipped_once = False  # True: `clipped` counts a sequence as a whole
-        self.extremes: dict[
-            str, tuple[Tensor, bool]
-        ] = {}  # the value, and True if it is the largest
+        self.extremes: dict[str, Tensor] = {}
 
     def number(self, x: float) -> Tensor:
         """Return `x` on the device, (), one tensor per value."""
@@ -160,15 +154,8 @@ class _Part:
         )  # keeps the place in the order; `joined` sums x
 
     def over_sequences(self, name: str, x: Tensor) -> None:
-        """Add the mean of `x` (B,), of which only the sequences that this rank reports on are read."""
-        shard, x = self.layout.shard, x.to(self._like.dtype)
-        if shard is None:
-            self.pairs[name] = (x.sum(), self.number(self.layout.batch))
-        else:
-            self.pairs[name] = (
-                torch.where(shard.reports_on, x, 0.0).sum(),
-                shard.reports_on.to(x.dtype).sum(),
-            )
+        """Add the mean of `x` (B,)."""
+        self.pairs[name] = (x.to(self._like.dtype).sum(), self.number(self.layout.batch))
 
     def over_shared(self, name: str, x: Tensor, *, empty: float = 0.0) -> None:
         """Add the mean over the sequences of `x` (n,), shared by a sequence's tokens; `empty` where it has none."""
@@ -183,41 +170,18 @@ class _Part:
     def count_clipped(self, name: str, x: Tensor, *, once: bool) -> None:
         """Count each sequence's clipped tokens `x` (n,) bool; `once`: count a sequence, clipped as a whole, as one."""
         self.clipped_once = once
-        if not once:
-            self.clipped[name] = x
-            return
-        shard, shared = self.layout.shard, self.shared(x)
-        self.clipped[name] = shared if shard is None else torch.where(shard.reports_on, shared, 0.0)
+        self.clipped[name] = self.shared(x) if once else x
 
     def joined(self, loss_over: str) -> Metrics:
-        """Return the metrics, joined from all ranks' parts."""
+        """Return the metrics."""
         self._add_up()
-        shard, pairs, clipped = self.layout.shard, self.pairs, self.clipped
-        extremes = {name: x for name, (x, _) in self.extremes.items()}
-        if shard is not None:
-            of_part = [
-                *(x for pair in pairs.values() for x in pair),
-                *clipped.values(),
-                *extremes.values(),
-            ]
-            of_ranks = gather_stacked(
-                torch.cat([x.reshape(-1) for x in of_part]), shard.group
-            )  # (R, ...)
-            per_sequence, last = len(clipped) * self.layout.batch, of_ranks.shape[1] - len(extremes)
-            sums = of_ranks[:, :last].sum(dim=0)
-            both = sums[: last - per_sequence].view(-1, 2)
-            pairs = {name: (x[0], x[1]) for name, x in zip(pairs, both, strict=True)}
-            counts = sums[last - per_sequence :].view(len(clipped), self.layout.batch)
-            clipped = dict(zip(clipped, counts, strict=True))
-            largest = [x for _, x in self.extremes.values()]
-            columns = zip(extremes, of_ranks[:, last:].unbind(1), largest, strict=True)
-            extremes = {name: extreme(x, largest=is_largest) for name, x, is_largest in columns}
-        for name, x in clipped.items():
+        for name, x in self.clipped.items():
             share = (
                 x if self.clipped_once else x / self.layout.lengths
             )  # NaN for one without tokens
-            extremes[name] = extreme(share, largest=name.endswith("max"))
-        return Metrics(pairs, extremes, sequences=self.layout.batch, loss_over=loss_over)
+            self.extremes[name] = extreme(share, largest=name.endswith("max"))
+        layout = self.layout
+        return Metrics(self.pairs, self.extremes, sequences=layout.batch, loss_over=loss_over)
 
     def _add_up(self) -> None:
         """Sum over the tokens: all numbers in one sum, all flags in another; clipped tokens by sequence."""

@@ -95,13 +95,6 @@ class PolicyObjective:
         self.is_known = config.knows_gradient(on_policy=self.on_policy, sampled=sampled)
         self.has_entropy_gradient = config.entropy_coef != 0.0
 
-    def evaluate_at_ratio_one(self) -> None:
-        """Evaluate at ratio 1 now, not at the first chunk of rows: it may need all ranks, and a rank without rows has
-        no chunk.
-        """
-        if self.on_policy and not self.couples_tokens and not self.lacks_ratio:
-            _ = self._at_ratio_one
-
     @cached_property
     def _at_ratio_one(self) -> Evaluation:
         """The policy term where every ratio is 1: its derivative a depends on no log-probability."""
@@ -309,9 +302,5 @@ class PolicyObjective:
         if not self.has_entropy_gradient:
             return None, None
         kept = torch.ones_like(entropies) if keep is None else keep.to(entropies.dtype)
-        weight = (
-            self.config.entropy_coef
-            * kept
-            / self.tokens.layout.over_ranks(kept.sum()).clamp(min=1.0)
-        )
+        weight = self.config.entropy_coef * kept / kept.sum().clamp(min=1.0)
         return times(entropies, weight).sum(), -weight

@@ -14,10 +14,9 @@ def keep_high_entropy(config: LossConfig, tokens: Tokens, entropies: Tensor) -> 
     """(n,) bool: the share `top_entropy_quantile` of highest entropy (https://arxiv.org/abs/2506.01939); None: all."""
     if config.top_entropy_quantile == 1.0:
         return None
-    every = tokens.layout.of_all_ranks(entropies)
-    if every.numel() == 0:
+    if entropies.numel() == 0:
         return torch.zeros_like(entropies, dtype=torch.bool)
-    return entropies >= quantile(every, 1 - config.top_entropy_quantile)
+    return entropies >= quantile(entropies, 1 - config.top_entropy_quantile)
 
 
 def keep_on_policy(config: LossConfig, tokens: Tokens, logps: Tensor) -> Tensor | None:

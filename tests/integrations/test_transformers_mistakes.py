@@ -73,10 +73,7 @@ VALUES: list[tuple[dict[str, Any], str]] = [
         {"loss_fn": GRPOLoss(), "temperature": 1.0},
         r"temperature: expected None beside loss_fn, .* got 1\.0",
     ),
-    *(
-        ({**LOSS, name: 1}, f"{name}: expected none here")
-        for name in ("head", "run", "cu_seqlens", "sequence_group")
-    ),
+    *(({**LOSS, name: 1}, f"{name}: expected none here") for name in ("head", "run", "cu_seqlens")),
 ]
 TYPES: list[tuple[dict[str, Any], str]] = [
     ({"attention_mask": [[1] * 12] * 3}, "attention_mask: expected a tensor, got list"),

@@ -56,15 +56,7 @@ ADDED = (  # file, the beginning of a list, its end, what comes before that end
     ("tests/support/reference_terms.py", "TERMS = {", "\n}", TERMS),
 )  # fmt: skip
 # Tests that go through all losses in one loop: through the new ones only.
-NARROWED = (
-    ("tests/support/random_cases.py", "choice(tuple(TERMS)", ")", "[-2:]"),
-    (
-        "tests/parallel/test_sequence_parallel.py",
-        "import arguments, config_of",
-        "\n",
-        "\nLOSSES = LOSSES[-4:]",
-    ),
-)
+NARROWED = (("tests/support/random_cases.py", "choice(tuple(TERMS)", ")", "[-2:]"),)
 SUITES = [
     f"tests/{x}"
     for x in ("call", "engine", "head", "objective", "parallel", "token_loss", "backends")
@@ -73,7 +65,7 @@ FILES = ["tests/test_catalogue.py", "tests/test_reference.py", "tests/test_types
 # Parametrised by a loss, about the list of them, or going through all of them.
 CHOSEN = (
     "novel", "test_reference.py and not equals_trl", "test_config.py", "test_formulas.py", "it_is_the_loss",
-    "the_types_have", "every_surrogate", "every_loss_takes", "every_case_is_exact", "parts_add_up_to_the_whole",
+    "the_types_have", "every_surrogate", "every_loss_takes", "every_case_is_exact",
     "test_differential.py and random_cases and torch-0",
 )  # fmt: skip
 

@@ -131,6 +131,6 @@ def test_every_rank_is_told_the_same_thing() -> None:
 def test_no_group_says_nothing_and_no_other_thing_is_one() -> None:
     assert told(None, 1) == [11]
     not_a_group: Any = "tp"
-    error = r"^sequence_group: expected a torch.distributed.ProcessGroup.*, got str"
-    with pytest.raises(TypeError, match=error), check_same("sequence_group", not_a_group, "f"):
+    error = r"^process_group: expected a torch.distributed.ProcessGroup.*, got str"
+    with pytest.raises(TypeError, match=error), check_same("process_group", not_a_group, "f"):
         pass

@@ -315,14 +315,6 @@ def check_kept_sets(rank: int, world_size: int) -> None:
         torch.testing.assert_close(out.metrics[name], whole.metrics[name], rtol=0, atol=0)
     torch.testing.assert_close(out.loss, whole.loss)
     assert asked.call_count == 1  # the ranks compare the sets and the loss at once
-    with pytest.raises(ValueError, match="sequence_group: expected None with kept_ids"):
-        grpo_loss(
-            case.hidden,
-            case.weight,
-            *given,
-            kept_ids=case.kept_ids,
-            sequence_group=dist.group.WORLD,
-        )
     other = torch.where(case.kept_ids == case.completion_ids[..., None], case.kept_ids, rank)
     with pytest.raises(ValueError, match=r"process_group: .*kept_ids"):
         linear_logprob(case.hidden, head, case.completion_ids, kept_ids=other, without_set="full")

@@ -17,7 +17,6 @@ from tests.support.flat import flat
 
 Arguments = dict[str, Any]
 ROWS = (4, 6)  # of the head, on each rank
-COLUMNS = (2, 1)  # of each sequence
 SAMPLES = (3, 1)  # rewards
 
 
@@ -127,20 +126,6 @@ def _shard(whole: Arguments, rank: int) -> Arguments:
     return part
 
 
-def _columns(whole: Arguments, rank: int) -> Arguments:
-    """Every sequence divided."""
-    tokens = {k: x for k, x in whole.items() if isinstance(x, Tensor) and x.shape[:2] == (2, 3)}
-    tokens = {
-        k: cut(x, COLUMNS, rank, 1) if x.is_floating_point() else x.split(COLUMNS, 1)[rank]
-        for k, x in tokens.items()
-    }
-    return whole | tokens | {"sequence_group": dist.group.WORLD}
-
-
-def _own_columns(whole: Mapping[str, Tensor], rank: int) -> Mapping[str, Tensor]:
-    return {"logps": whole["logps"].split(COLUMNS, 1)[rank], "policy_loss": whole["policy_loss"]}
-
-
 def _samples(whole: Arguments, rank: int) -> Arguments:
     """The completions divided."""
     rows = {
@@ -172,7 +157,6 @@ CALLS = {
     "logprob": Call(flat(linear_logprob), _logprob, _shard),
     "divergence": Call(_diverge, _divergence, _shard),
     "topk": Call(flat(topk_divergence), _top_k, _shard),
-    "sequence loss": Call(flat(grpo_loss), _loss, _columns, _own_columns),
     "group": _estimator(adv.group_advantages, **PAIRS),
     "rloo": _estimator(adv.rloo_advantages, **PAIRS),
     "passk": _estimator(adv.passk_advantages, **PAIRS),

@@ -261,36 +261,6 @@ def of_logits(call: str) -> list[Mismatch]:
     ]
 
 
-def of_split_sequences() -> list[Mismatch]:
-    """sequence_group: all but the tokens is the same on every rank."""
-    return [
-        *of_a_loss("sequence loss"),
-        differs("V of weight", "weight|V|vocab", "sequence loss", weight=longer("weight", 0)),
-        differs("bias", call="sequence loss", bias=BIAS),
-        differs("lora", call="sequence loss", lora=ADAPTER),
-        differs(
-            "importance_sampling_ratio one a sequence",
-            "importance_sampling_ratio",
-            "sequence loss",
-            both={"importance_sampling_ratio": torch.ones(2, 3)},
-            importance_sampling_ratio=torch.ones(2),
-        ),
-        alone(
-            "an objective that raises",
-            "sequence loss",
-            both={"objective": surrogate},
-            objective=lambda own: broken,
-        ),
-        alone("cu_seqlens", "sequence loss", cu_seqlens=torch.tensor([0, 3])),
-        alone(
-            "an objective of whole sequences",
-            "sequence loss",
-            both={"objective": surrogate},
-            objective=lambda own: lambda tokens: tokens.logps,
-        ),
-    ]
-
-
 def of_estimators() -> list[Mismatch]:
     """advantages: all but the rows is the same on every rank."""
     two = {"rewards": torch.tensor([[1.0, 0.0], [0.0, 0.5], [0.25, 0.25], [2.0, 1.0]])}
@@ -439,7 +409,6 @@ def of_estimators() -> list[Mismatch]:
 GROUPED = {"num_generations": None, "group_ids": torch.tensor([0, 1, 0, 1])}
 MISMATCHES = {
     "process_group": of_a_sharded_head(),
-    "sequence_group": of_split_sequences(),
     "advantages": of_estimators(),
 }
 FITTING = {
@@ -455,19 +424,6 @@ FITTING = {
             hidden=lambda own: own["hidden"].mT.contiguous().mT.detach().requires_grad_(),
         ),
         fits("a mask of bool", completion_mask=lambda own: own["completion_mask"].bool()),
-    ],
-    "sequence_group": [
-        fits(
-            "nothing counts here",
-            "sequence loss",
-            completion_mask=lambda own: own["completion_mask"] * 0,
-        ),
-        fits(
-            "a mask of ones",
-            "sequence loss",
-            both={"completion_mask": None},
-            completion_mask=ones_like("completion_ids"),
-        ),
     ],
     "advantages": [
         fits(
