@@ -1,12 +1,11 @@
-"""What is measured on a GPU beside the cases: the device, the row kernels, scoring without logits, a step's profile.
+"""What is measured on a GPU beside the cases: the device, the row kernels, a step's profile.
 
 Copies, products and kernels are queued while the device sleeps: launching a kernel of 150 microseconds takes the host
-60 to 110, which would count as its time otherwise. Scoring is a whole call, timed as such.
+60 to 110, which would count as its time otherwise.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +18,6 @@ from benchmarks.cases import SEED, BenchCase, make_inputs
 from benchmarks.providers import build
 from benchmarks.run import Results, Step, measure_runs
 from benchmarks.timing import Clock
-from grpo_kernels import Run, linear_logprob
 from grpo_kernels.backends import choose_backend
 from grpo_kernels.backends.interface import (
     Chunk,
@@ -33,7 +31,6 @@ SPREAD = 2.5  # standard deviation of the logits
 COPY_BYTES = 2 * 2**30
 SQUARE = 8192
 ROWS, VOCAB = 1024, 151936
-SCORE_SHAPES = ((8192, 4096, 151936), (1024, 4096, 151936), (8192, 1024, 151936))
 LIMIT = 180.0  # seconds, after which a part hangs
 TOP = 25  # kernels of a profile
 
@@ -110,30 +107,6 @@ def _row_runs(
     return runs
 
 
-def measure_scoring(device: torch.device, results: Results, *, toy: bool = False) -> None:
-    """``score_dot`` against ``score``: the same numbers, without and with logits in memory."""
-    g = torch.Generator(device).manual_seed(SEED)
-    for n, h, v in ((16, 32, 70),) if toy else SCORE_SHAPES:
-        top = ("micro", "scoring", f"{n}x{h}x{v}")
-        with results.noting(*top, seconds=LIMIT):
-            hidden = torch.randn(n, h, generator=g, device=device).to(torch.bfloat16)
-            weight = (torch.randn(v, h, generator=g, device=device) * (SPREAD / h**0.5)).to(
-                torch.bfloat16
-            )
-            ids = torch.randint(v, (n,), generator=g, device=device)
-            with torch.no_grad():
-                runs: dict[str, Callable[[], Any]] = {
-                    engine: functools.partial(
-                        linear_logprob, hidden, weight, ids, run=Run(engine, "triton")
-                    )
-                    for engine in ("score", "score_dot")
-                }
-                logps = [run().logps for run in runs.values()]
-                results.merge(*top, logp_max_difference=float((logps[0] - logps[1]).abs().max()))
-                for engine, ms in measure_runs(runs, Clock(device), results, top, once=toy).items():
-                    results.merge(*top, engine, tflops=round(2.0 * n * h * v / 1e9 / ms, 1))
-
-
 def profile_step(
     case: BenchCase, device: torch.device, results: Results, *, toy: bool = False
 ) -> None:
@@ -179,4 +152,4 @@ def _row(average: Any, on_gpu: bool) -> dict[str, Any]:
     }
 
 
-PARTS = {"ceilings": measure_ceilings, "rows": measure_rows, "scoring": measure_scoring}
+PARTS = {"ceilings": measure_ceilings, "rows": measure_rows}

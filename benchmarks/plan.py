@@ -128,7 +128,7 @@ def gpu_cases() -> list[BenchCase]:
         main,
         replace(main, name="frozen", frozen=True, providers=(*GOALS, *some, "ours/one_pass")),
         replace(main, name="half_zero", zero_share=0.5, providers=(*GOALS, *some)),
-        replace(main, name="score", score=True, providers=(*GOALS, *some, "ours/score_dot")),
+        replace(main, name="score", score=True, providers=(*GOALS, *some)),
         *_distilling(5120, main.model, n=4096, t=512, dtype="bfloat16", rounds=ROUNDS),
         *_edges(main),
         *_exactness(n=2048, t=128),

@@ -74,7 +74,7 @@ def linear_divergence(
             sum or a mean. Where it is right, it saves the recomputation; the gradient is exact in any case. With `ids`
             it may be a pair, of the divergences and of the log-probabilities. It may also be an `Expectation`, which
             has the entropies too.
-        run: engine (but ``"score_dot"``), backend, memory: `Run`.
+        run: engine, backend, memory: `Run`.
 
     Returns:
         `Scores` with `divergence`, and `entropies` and `logps` if they are asked for. A divergence is inf only where it

@@ -66,7 +66,7 @@ def topk_divergence(
         loss_max_clamp: bound to which |D| is clamped; a position where it is reached gives no gradient.
         expected: the upstream gradient of each divergence, up to one common factor; None: the same for all. Where it is
             right, it saves the recomputation; the gradient is exact in any case.
-        run: engine (but ``"score_dot"``), backend, memory: `Run`.
+        run: engine, backend, memory: `Run`.
 
     Returns:
         `Scores` with `divergence`, and without gradient `student_mass`, sum_k p_k.

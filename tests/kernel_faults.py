@@ -2,8 +2,8 @@
 
 `python -m tests.kernel_faults [name ...]` plants those of `FAULTS` in a copy of the sources (`planted`) and prints a
 table. It fails if a fault survives. Then, or where `compiled` is among the names, `emulator.planted` plants faults in
-compiled kernels: in their barriers, masks and offsets. What that cannot do is here: the scoring kernel, which is not
-emulated, and where rows are looked for. (Faults in the arithmetic that every backend shares are in
+compiled kernels: in their barriers, masks and offsets. What that cannot do is here:
+where rows are looked for. (Faults in the arithmetic that every backend shares are in
 `support/wrong_candidates.py`; they are planted in a candidate, not in the sources.)
 """
 
@@ -18,8 +18,6 @@ from tests.support.planted import Fault, survives
 
 COMPILED = "compiled"  # stands for the faults in compiled kernels
 KERNELS, ENGINE = "grpo_kernels/backends/triton_rows/", "grpo_kernels/engine/"
-DOT_KERNEL = KERNELS + "dot.py"
-DOT = ("tests/backends/triton/test_triton_dot.py",)
 
 FAULTS = [
     # Each of these survived when it was planted first. A test was added then.
@@ -43,44 +41,6 @@ FAULTS = [
         "(plan.teacher, of_teacher[: part.stop - part.start], ",
         ("tests/engine/test_mixed_products.py",),
     ),
-    Fault(
-        "hidden states taken to be H apart",
-        DOT_KERNEL,
-        "first_row.to(tl.int64) * stride_hn",
-        "first_row.to(tl.int64) * H",
-        DOT,
-    ),
-    # the rest of the scoring kernel
-    Fault(
-        "a phantom column of the last tile",
-        DOT_KERNEL,
-        "offs_v[None, :] < V - first_id",
-        "offs_v[None, :] < V - first_id + 1",
-        DOT,
-    ),
-    Fault(
-        "no mask without a target",
-        DOT_KERNEL,
-        "has_target | (first_id + BLOCK_V > V)",
-        "has_target",
-        DOT,
-    ),
-    Fault(
-        "no target without a mask",
-        DOT_KERNEL,
-        "has_target | (first_id + BLOCK_V > V)",
-        "first_id + BLOCK_V > V",
-        DOT,
-    ),
-    Fault(
-        "a part of the vocabulary ends too early",
-        DOT_KERNEL,
-        "first_tile + tiles_per_split,",
-        "first_tile + tiles_per_split - 1,",
-        DOT,
-    ),
-    Fault("every tile's maximum counted", DOT_KERNEL, "(tops - 1.0)", "tops", DOT),
-    Fault("any part stores the target", DOT_KERNEL, "mask=mask_n & is_here", "mask=mask_n", DOT),
 ]
 
 

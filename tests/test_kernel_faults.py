@@ -9,7 +9,7 @@ import pytest
 from tests.kernel_faults import FAULTS
 from tests.support.planted import ROOT, survives
 
-QUICK = ("tests/backends/triton/test_triton_dot.py", "-k", "columns_past")
+QUICK = ("tests/backends/triton/test_triton_rows.py", "-k", "strided")
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
@@ -21,7 +21,7 @@ def test_each_still_has_its_place(fault) -> None:
 
 @pytest.mark.slow
 def test_the_runner_tells_caught_from_not() -> None:
-    fault = replace(next(f for f in FAULTS if "phantom" in f.name), tests=QUICK)
+    fault = replace(next(f for f in FAULTS if "gradient stored" in f.name), tests=QUICK)
     assert not survives(fault)[0]
     assert survives(replace(fault, new=fault.old))[0]
     assert survives(replace(fault, tests=("tests/test_there_is_no_such_file.py",)))[

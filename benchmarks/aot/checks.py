@@ -2,10 +2,9 @@
 
 - No register is spilled, but for `SPILLS`, and a program's shared memory is within the device's: the compiler looks at
   neither.
-- No double precision, which is slow, and a sign that a number was not cast; no TF32 in place of fp32.
+- No double precision, which is slow, and a sign that a number was not cast.
 - No atomics: the order of their additions, and with it the bits, would differ from run to run.
 - Strides are multiplied in 64 bits: rows * vocabulary passes 2^31. Only the places within a tile may do with 32.
-- The scoring kernel uses the tensor cores for 16-bit operands, and tensor descriptors where it was told to.
 """
 
 from __future__ import annotations
@@ -33,25 +32,16 @@ SHARED_BYTES = {
     "gfx942": 65536,
     "default": 65536,
 }
-# The PTX or assembly of the instructions that the tensor cores are for.
-TENSOR_CORES = {
-    "sm_80": r"\bmma\.sync",
-    "sm_90": r"\bwgmma\.mma_async",
-    "sm_100": r"\btcgen05\.mma",
-    "sm_120": r"\bmma\.sync",
-    "gfx942": r"\bv_mfma_",
-}
 # Bytes of a thread that a release of Triton spills, by target and kernel: none in an inner loop, so that they are
-# written and read once a row, or once a tile (`dot`). docs/kernels.md says what they cost.
+# written and read once a row. docs/kernels.md says what they cost.
 SPILLS = {
-    "3.8": {("sm_80", "dot_kernel"): 264, ("sm_90", "stats_kernel"): 8},
+    "3.8": {("sm_90", "stats_kernel"): 8},
     "3.9": {
         ("sm_90", "diverge_kernel"): 16,
         ("sm_90", "teacher_fused_kernel"): 24,
-        ("sm_90", "dot_kernel"): 56,
     },
 }
-ARGUMENTS_OF_ROWS = re.compile(r"%((teacher_)?stride_\w+|splits)$")
+ARGUMENTS_OF_ROWS = re.compile(r"%(teacher_)?stride_\w+$")
 SPREADING = ("tt.splat", "tt.broadcast", "tt.expand_dims", "tt.reshape")
 
 
@@ -97,7 +87,6 @@ def compile_launch(launch: Launch, arch: str) -> Result:
         broken.append(f"{spilled} bytes spilled, some in an inner loop")
     if shared > SHARED_BYTES[family(arch)]:
         broken.append(f"{shared} bytes of shared memory, of {SHARED_BYTES[family(arch)]}")
-    broken += _broken_by_dot(launch, text, arch)
     return Result(registers, spilled, shared, compiled.metadata.num_warps, tuple(broken))
 
 
@@ -141,27 +130,13 @@ def broken_by_code(text: str, arch: str) -> list[str]:
         rules = {
             "double precision": r"\.f64\b",
             "an atomic": r"^\s*(@%p\d+ )?(atom|red)\.",
-            "TF32": r"\.tf32\b",
         }
     found = {name: re.search(rule, text, re.MULTILINE) for name, rule in rules.items()}
     return [f"{name}: {match.group(0).strip()}" for name, match in found.items() if match]
 
 
-def _broken_by_dot(launch: Launch, text: str, arch: str) -> list[str]:
-    """The rules of the scoring kernel."""
-    operand = launch.signature.get("hidden")
-    if operand is None:
-        return []
-    broken = []
-    if "fp32" not in operand and not re.search(TENSOR_CORES[arch], text):
-        broken.append(f"no {TENSOR_CORES[arch]}")
-    if operand.startswith("tensordesc") and "cp.async.bulk.tensor" not in text:
-        broken.append("no tensor copies in spite of its descriptors")
-    return broken
-
-
 def narrow_products(ttir: str) -> list[str]:
-    """32-bit products of a stride (or of the splits of a row) with anything but constants and places within a tile."""
+    """32-bit products of a stride with anything but constants and places within a tile."""
     made: dict[str, list[tuple[str, list[str]]]] = {}  # sibling regions may use a name twice
     products: list[list[str]] = []
     for line in ttir.splitlines():

@@ -18,14 +18,13 @@ from grpo_kernels.backends.interface import (
 )
 from grpo_kernels.backends.triton_rows import (
     divergence,
-    dot,
     fused,
     grad,
     single_pass,
     stats,
     teacher_fused,
 )
-from grpo_kernels.backends.triton_rows.configs import DotConfig, RowConfig
+from grpo_kernels.backends.triton_rows.configs import RowConfig
 from grpo_kernels.objective import losses
 from grpo_kernels.objective.config import LossConfig
 from grpo_kernels.token_loss.record import TokenLoss
@@ -141,24 +140,3 @@ def row_runs(
         "diverge": lambda config: divergence.launch_diverge(chunk, statistics, statistics, config),
     }[kernel]
     return lambda config: partial(launch, config)
-
-
-def dot_runs(
-    dtype: torch.dtype,
-    *,
-    n: int = N,
-    device: torch.device = META,
-    width: int = H,
-    vocab: int = V,
-    transform: str = "plain",
-) -> Callable[[DotConfig], Callable[[], Any]]:
-    """Return a function of the configuration that returns the launch of the scoring kernel."""
-    hidden = torch.randn(n, width, device=device).to(dtype)
-    weight = (torch.randn(vocab, width, device=device) * width**-0.5).to(dtype)
-    ids, transform_ = (
-        torch.randint(vocab, (n,), device=device),
-        transform_of(transform, vocab, n, device),
-    )
-    return lambda config: partial(
-        dot.launch_dot, hidden, weight, ids, transform_, config, entropy=True
-    )

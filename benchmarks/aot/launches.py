@@ -15,7 +15,6 @@ from unittest import mock
 
 import torch
 from triton.runtime.jit import JITFunction
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 TYPES = {
     torch.float32: "fp32",
@@ -82,10 +81,6 @@ def _specialise(value: Any, param: Any) -> tuple[Any, bool]:
         return "constexpr", False
     if isinstance(value, torch.Tensor):
         return f"*{TYPES[value.dtype]}", value.data_ptr() % 16 == 0
-    if isinstance(value, TensorDescriptor):
-        return f"tensordesc<{TYPES[value.base.dtype]}{list(value.block_shape)}>".replace(
-            " ", ""
-        ), False
     if isinstance(value, bool | float):
         return ("i1" if isinstance(value, bool) else "fp32"), False
     if isinstance(value, int):
@@ -94,6 +89,4 @@ def _specialise(value: Any, param: Any) -> tuple[Any, bool]:
         return "i32" if abs(
             value
         ) < 2**31 else "i64", value % 16 == 0 and not param.do_not_specialize
-    raise TypeError(
-        f"{param.name}: expected a tensor, a descriptor or a number, got {type(value).__name__}"
-    )
+    raise TypeError(f"{param.name}: expected a tensor or a number, got {type(value).__name__}")

@@ -16,17 +16,16 @@ import torch
 from torch import Tensor
 
 from benchmarks.aot.checks import Result, compile_launch
-from benchmarks.aot.kernels import BF16, FP16, FP32, META, H, Loss, N, V, dot_runs, row_runs
+from benchmarks.aot.kernels import BF16, FP16, FP32, META, H, Loss, V, row_runs
 from benchmarks.aot.launches import Launch, caught
 from grpo_kernels.backends.interface import STATISTICS
 from grpo_kernels.backends.triton_rows import configs
-from grpo_kernels.backends.triton_rows.combine import launch_combine
-from grpo_kernels.backends.triton_rows.configs import DotConfig, RowConfig, family
+from grpo_kernels.backends.triton_rows.configs import RowConfig, family
 from grpo_kernels.backends.triton_rows.scale import launch_scale
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 FALLBACK = "sm_120"  # of the family "default": only what is quick
-RAGGED_V, RAGGED_H = 50257, 1008  # 1008 is no multiple of a tile, 1009 of nothing
+RAGGED_V = 50257
 TRANSFORMS = ("plain", "bias", "row T", "all", "rounded fp16")
 SHORT = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}
 HEADER = f"{'target':8} {'kernel':11} {'variant':50} {'registers':>9} {'spilled':>7} {'shared':>6} {'warps':>5}"
@@ -40,16 +39,13 @@ class Case:
     variant: str
     arch: str
     options: dict[str, Any]
-    config: RowConfig | DotConfig | None = None
+    config: RowConfig | None = None
     is_quick: bool = False
 
     def caught(self) -> Launch:
         """The kernel's launch."""
         if self.config is None:
-            run = {"combine": _combine, "scale": _scale}[self.kernel]
-            launch = partial(run, **self.options)
-        elif isinstance(self.config, DotConfig):
-            launch = dot_runs(**self.options)(self.config)
+            launch = partial(_scale, **self.options)
         else:
             launch = row_runs(self.kernel, **self.options)(self.config)
         with caught() as launches:
@@ -60,10 +56,7 @@ class Case:
 def all_cases(quick: bool) -> list[Case]:
     """All of them, in an order that does not change; of the fallback only what is quick, and if `quick`, nothing."""
     made = [
-        case
-        for arch in (*TARGETS, FALLBACK)
-        for kind in (_rows, _dot, _others)
-        for case in kind(arch)
+        case for arch in (*TARGETS, FALLBACK) for kind in (_rows, _scales) for case in kind(arch)
     ]
     return [
         x
@@ -221,45 +214,7 @@ def _teacher_fused(arch: str) -> Variants:
         )
 
 
-def _dot(arch: str) -> Iterator[Case]:
-    for bits, softcap, aligned in product((16, 32), (False, True), (True, False)):
-        for config in configs.dot_configs(bits, family(arch), V, softcap=softcap, aligned=aligned):
-            for dtype in (BF16, FP16) if bits == 16 else (FP32,):
-                yield from dot_cases(arch, config, dtype, softcap=softcap, aligned=aligned)
-
-
-def dot_cases(
-    arch: str, config: DotConfig, dtype: torch.dtype, *, softcap: bool, aligned: bool
-) -> Iterator[Case]:
-    """The variants of the scoring kernel by the tiles of `config`."""
-    for name, width in product(TRANSFORMS, (H, RAGGED_H) if aligned else (RAGGED_H + 1,)):
-        is_wanted = dtype != FP16 or (name, width) in (("plain", H), ("all", RAGGED_H))
-        if is_wanted and softcap == (name == "all"):
-            tile = f"{config.block_n}x{config.block_v}x{config.block_h}"
-            loads = "descriptors" if config.use_tma and aligned else "pointers"
-            is_quick = width != H and (name, dtype) in (
-                ("bias", BF16),
-                ("all", BF16),
-                ("all", FP32),
-            )
-            options = {"dtype": dtype, "width": width, "transform": name}
-            yield Case(
-                "dot",
-                f"{tile} H {width} {name} {SHORT[dtype]} {loads}",
-                arch,
-                options,
-                config,
-                is_quick,
-            )
-
-
-def _others(arch: str) -> Iterator[Case]:
-    for splits, entropy in product((1, 200, 256), (False, True)):
-        text, options = (
-            f"{splits} splits{' entropy' if entropy else ''}",
-            {"splits": splits, "entropy": entropy},
-        )
-        yield Case("combine", text, arch, options, is_quick=splits == 200)
+def _scales(arch: str) -> Iterator[Case]:
     for dtype in (FP32, BF16, FP16):
         yield Case("scale", SHORT[dtype], arch, {"dtype": dtype}, is_quick=dtype == BF16)
 
@@ -267,11 +222,6 @@ def _others(arch: str) -> Iterator[Case]:
 def empty(*shape: int, dtype: torch.dtype = FP32) -> Tensor:
     """A tensor to compile for."""
     return torch.empty(shape, dtype=dtype, device=META)
-
-
-def _combine(splits: int, entropy: bool) -> None:
-    parts = empty(N, splits)
-    launch_combine(parts, parts, parts, empty(N), empty(N, dtype=torch.int64), V, entropy=entropy)
 
 
 def _scale(dtype: torch.dtype) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.aot import in_processes, is_interpreted
 from benchmarks.aot.checks import compile_for, nvidia_usage
-from benchmarks.aot.kernels import BF16, H, Loss, V
+from benchmarks.aot.kernels import Loss, V
 from benchmarks.aot.matrix import Case
 from benchmarks.aot.sass import (
     LOADS,
@@ -30,7 +30,7 @@ from benchmarks.aot.sass import (
     moved,
 )
 from grpo_kernels.backends.interface import STATISTICS
-from grpo_kernels.backends.triton_rows.configs import dot_config, row_config
+from grpo_kernels.backends.triton_rows.configs import row_config
 
 ARCH = "sm_90"
 DOCUMENT = Path(__file__).parents[2] / "docs" / "roofline.md"
@@ -51,7 +51,7 @@ CONSTANT = {"loss": Loss("constant")}
 
 def cases() -> list[Case]:
     """All, in an order that does not change; a kernel to come is one more line."""
-    made = [
+    return [
         _case("stats", "plain"),
         _case("stats", "plain, V 151665", **ODD),
         _case("stats", "soft-cap", **SOFTCAP),
@@ -79,7 +79,6 @@ def cases() -> list[Case]:
             teacher=("plain", 1.0),
         ),
     ]
-    return [*made, Case("dot", "bf16", ARCH, {"dtype": BF16}, dot_config(H, V, BF16, ARCH))]
 
 
 def _case(kernel: str, variant: str, **options: Any) -> Case:
@@ -92,19 +91,21 @@ def counts_of(case: Case) -> tuple[str, list[str]]:
     """The line of a case, and the rules that it breaks."""
     compiled = compile_for(case.caught(), ARCH)
     code = disassembled(compiled.asm["cubin"])
-    is_dot, sweeps = case.kernel == "dot", SWEEPS.get(case.kernel, 1)
-    loops = inner_loops(code, lambda x: x.name in (("HGMMA",) if is_dot else LOADS))[:sweeps]
+    sweeps = SWEEPS.get(case.kernel, 1)
+    loops = inner_loops(code, lambda x: x.name in LOADS)[:sweeps]
     registers, _ = nvidia_usage(compiled.asm)
     shared, threads = compiled.metadata.shared, 32 * compiled.metadata.num_warps
     heads = 2 if "teacher" in case.options else 1
-    of_loops = [str(len(loops[0])), "", ""] if is_dot else _an_element(loops, heads)
-    cells = [*of_loops, str(registers), str(shared), str(ctas_per_sm(registers, threads, shared))]
+    cells = [
+        *_an_element(loops, heads),
+        str(registers),
+        str(shared),
+        str(ctas_per_sm(registers, threads, shared)),
+    ]
     broken = (
         [f"expected {sweeps} loops over a row, got {len(loops)}"] if len(loops) < sweeps else []
     )
-    return f"| {' | '.join([case.kernel, case.variant, *cells])} |", broken + (
-        [] if is_dot else _broken(loops)
-    )
+    return f"| {' | '.join([case.kernel, case.variant, *cells])} |", broken + _broken(loops)
 
 
 def _an_element(loops: list[list[Instruction]], heads: int) -> list[str]:

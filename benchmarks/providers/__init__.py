@@ -78,7 +78,6 @@ PROVIDERS = {
     "ours/one_pass": Provider("ours.ours", "grpo_kernels, one pass", arguments={"engine": "one_pass"}),
     "ours/two_pass": Provider("ours.ours", "grpo_kernels, two passes", arguments={"engine": "two_pass"}),
     "ours/lean": Provider("ours.ours", "grpo_kernels, lean engine", arguments={"engine": "lean"}),
-    "ours/score_dot": Provider("ours.ours", "grpo_kernels, score_dot", "", {"engine": "score_dot"}, counted=False),
     "products": Provider("torch_heads.products", "matrix products alone", compared=False),
     "eager": Provider("torch_heads.eager", "all logits, log_softmax"),
     "compiled": Provider("torch_heads.compiled", "all logits, torch.compile", counted=False),

@@ -261,20 +261,3 @@ class SinglePassRowBackend(RowBackend, Protocol):
         are not finite, scale is 1 and `out` is the gradient for a = 1.
         """
         ...
-
-
-@runtime_checkable
-class DotRowBackend(RowBackend, Protocol):
-    """Backend that can also do the projection, without logits in memory."""
-
-    def score_dot(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        ids: Tensor,
-        transform: LogitTransform,
-        *,
-        entropy: bool,
-    ) -> RowStats:
-        """`stats` of ``hidden @ weight.T``, (n, H) and (V, H) of one dtype, not float64; accumulated in fp32."""
-        ...

@@ -12,7 +12,7 @@ SamplingMode = Literal[
 ]
 LogitsDtype = Literal["float32", "input"]
 
-EngineName = Literal["auto", "score", "frozen", "one_pass", "two_pass", "lean", "score_dot"]
+EngineName = Literal["auto", "score", "frozen", "one_pass", "two_pass", "lean"]
 BackendName = Literal["auto", "torch", "triton", "cpp"]
 
 ZeroAdvantage = Literal["score", "skip", "train"]

@@ -168,7 +168,7 @@ def _plan_whole(
     """Return the request that scores `rows` over the whole vocabulary."""
     dtype = planned.plan.accumulator
     gradient = read_expected(expected, call.ids, rows.positions, dtype, entropy=call.entropy)
-    engine = planned.choose_engine(gradient, only_logps=True)
+    engine = planned.choose_engine(gradient)
     return planned.request(
         planned.check_range(call.ids_name, rows), gradient, engine, entropy=call.entropy
     )

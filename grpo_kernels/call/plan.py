@@ -101,6 +101,6 @@ def plan_call(call: Call[T, G], head: LMHead, execution: Execution) -> tuple[LMH
     """
     planned, rows, read = check_call(call, head, execution)
     gradient = call.gradient(planned, read)
-    engine = planned.choose_engine(gradient, only_logps=not call.extras)
+    engine = planned.choose_engine(gradient)
     request = planned.request(rows, gradient, engine, entropy=call.entropy, extras=call.extras)
     return planned.head, request, gradient

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends import choose_backend
-from grpo_kernels.backends.interface import DotRowBackend
 from grpo_kernels.base.agreement import Each
 from grpo_kernels.base.checks import check_budget, check_counted_ids
 from grpo_kernels.base.choices import BackendName
@@ -89,9 +88,9 @@ class PlannedHead:
             ids, marked = ids.masked_fill(invalid, 0), ids.masked_fill(invalid, -1)
         return replace(rows, ids=ids - start if start else ids, invalid=invalid, marked=marked)
 
-    def choose_engine(self, gradient: RowGradient, *, only_logps: bool) -> Engine:
-        """Return the requested engine, or the cheapest; `only_logps`: no output but log-probability and entropy."""
-        plain, needs_grad = self.head.lora is None and self.head.reference is None, self.needs_grad
+    def choose_engine(self, gradient: RowGradient) -> Engine:
+        """Return the requested engine, or the cheapest."""
+        needs_grad = self.needs_grad
         frozen_head = (
             needs_grad.hidden and not needs_grad.head
         )  # only then: `of_entropy` may evaluate an objective
@@ -102,9 +101,6 @@ class PlannedHead:
             entropy_gradient=frozen_head and gradient.of_entropy,
             mixed_gradient=self.plan.teacher is not None and gradient.of_logps,
             tight_memory=self.plan.memory.tight,
-            scores_without_logits=only_logps
-            and plain
-            and isinstance(self.plan.backend, DotRowBackend),
         )
         engine = choose_engine(situation, self.execution.engine)
         log_use(

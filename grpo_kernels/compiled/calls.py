@@ -213,7 +213,6 @@ def _plan_loss(
         hidden_trains=hidden_trains,
         head_trains=head_trains,
         entropy_gradient=has_b and not head_trains,
-        scores_without_logits=True,  # the op checks the backend
     )
     chosen = choose_engine(situation, engine)
     names = metric_names(config, importance_ratio=importance_ratio, sampled=sampled)
@@ -275,7 +274,6 @@ def _plan_logprob(
         hidden_trains=hidden_trains,
         head_trains=head_trains,
         entropy_gradient=False,  # as in the eager call, where only the backward can tell
-        scores_without_logits=True,  # the op checks the backend
     )
     chosen = choose_engine(situation, engine)
     if chosen.stores is Stored.PER_ROW and entropy:

@@ -6,7 +6,6 @@ Costs in NVH floating point operations, for N projected rows, a share s of which
 engine     what it does                                head and hidden train    head frozen
 ========== =========================================== ======================== ==================
 score      project                                     2 (no gradient at all)
-score_dot  the same without any logits in memory       2 (no gradient at all)
 frozen     project; d logp / d hidden, scaled later    (not possible)           2 + 2s
 one_pass   project; gradient on the same logits        2 + 4s                   2 + 2s
 two_pass   project; later project again, gradient      2 + 6s                   2 + 4s
@@ -29,7 +28,6 @@ from __future__ import annotations
 from grpo_kernels.base.choices import EngineName, choices
 from grpo_kernels.engine.passes import recompute, recompute_slices, score, store
 from grpo_kernels.engine.request import Coupling, Engine, Situation, Stored
-from grpo_kernels.engine.special.score_dot import SCORE_DOT
 
 SCORE = Engine(
     name="score",
@@ -73,10 +71,10 @@ LEAN = Engine(
     comes_first=lambda call: call.tight_memory and call.head_trains,
 )
 
-# In order of preference; at equal cost frozen comes before one_pass, since it needs no coefficients. The last two are
-# for special cases: `lean` where memory is short, `score_dot` where it is asked for.
+# In order of preference; at equal cost frozen comes before one_pass, since it needs no coefficients. `lean` is for short
+# memory.
 _ENGINES: dict[str, Engine] = {
-    engine.name: engine for engine in (SCORE, FROZEN, ONE_PASS, TWO_PASS, LEAN, SCORE_DOT)
+    engine.name: engine for engine in (SCORE, FROZEN, ONE_PASS, TWO_PASS, LEAN)
 }
 ENGINES = tuple(_ENGINES)
 NAMES = choices(EngineName)  # names that calls take: "auto" and these
@@ -110,7 +108,7 @@ def choose_engine(call: Situation, name: str = "auto") -> Engine:
         raise ValueError(
             f"engine: expected one that gives this gradient, got {name!r}, which needs {needs}"
         )
-    return SCORE if call.no_gradient and engine is not SCORE_DOT else engine
+    return SCORE if call.no_gradient else engine
 
 
 def why_engine(engine: Engine, call: Situation, name: str = "auto") -> str:

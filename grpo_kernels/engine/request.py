@@ -43,7 +43,6 @@ class Situation:
         entropy_gradient: True if the loss depends on the entropies; read, and so asked, only if the head is frozen.
         mixed_gradient: True if the loss depends on the divergences, and on log-probabilities as well.
         tight_memory: True if an accumulator for d weight would not fit.
-        scores_without_logits: True if the backend can compute all outputs without logits in memory.
     """
 
     coupling: Coupling
@@ -52,7 +51,6 @@ class Situation:
     entropy_gradient: bool
     mixed_gradient: bool = False
     tight_memory: bool = False
-    scores_without_logits: bool = False
 
     @property
     def no_gradient(self) -> bool:

@@ -21,7 +21,7 @@ from benchmarks.aot.sass import LOADS, inner_loops, moved, parsed
 from tests.support.planted import ROOT, Fault, plant
 
 ROW_KERNELS = ("stats", "grad", "fused", "single_pass", "diverge", "teacher_fused")
-KERNELS = (*ROW_KERNELS, "dot", "combine", "scale")
+KERNELS = (*ROW_KERNELS, "scale")
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 SELECT = Fault(
     "a select more in the loops",
@@ -52,8 +52,6 @@ def test_every_kernel_keeps_the_rules_on_every_target() -> None:
         assert 0 < registers <= 512
         assert spilled <= may_spill(line[0], f"{line[1]}_kernel")
         assert warps in (1, 2, 4, 8, 16)
-    for loads in ("descriptors", "pointers"):
-        assert any(loads in line for line in lines)
 
 
 @pytest.mark.slow
@@ -63,7 +61,7 @@ def test_every_kernel_costs_what_the_document_says_and_a_select_more_is_noticed(
     done = run("benchmarks.aot.roofline")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "BROKEN" not in done.stdout
-    assert done.stdout.endswith("0 of 21 kernels are not as in roofline.md\n")
+    assert done.stdout.endswith("0 of 20 kernels are not as in roofline.md\n")
     plant(SELECT, tmp_path)
     (tmp_path / "docs").mkdir()
     shutil.copy(ROOT / "docs" / "roofline.md", tmp_path / "docs")
@@ -103,7 +101,6 @@ def test_it_refuses_what_it_cannot_do(
         ("\tadd.f64 \t%fd1, %fd2, %fd3;", "sm_90", "double precision: .f64"),
         ("\t@%p1 atom.global.add.f32 \t%f1, [%rd1], %f2;", "sm_90", "an atomic: @%p1 atom."),
         ("\tred.global.add.f32 \t[%rd1], %f2;", "sm_80", "an atomic: red."),
-        ("\tmma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32", "sm_80", "TF32: .tf32"),
         ("\tv_add_f64 v[0:1], v[2:3], v[4:5]", "gfx942", "double precision: v_add_f64"),
         ("\tglobal_atomic_add_f32 v0, v1, s[0:1]", "gfx942", "an atomic: global_atomic"),
         (

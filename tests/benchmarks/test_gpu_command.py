@@ -84,11 +84,6 @@ def test_dry_run(tmp_path: Path) -> None:
         # Triton's interpreter cuts d logits off to bf16, where it should round
         assert max(ours.get("d_hidden", 0.0), ours.get("d_weight", 0.0)) < 1e-2
     assert found["micro"]["rows"]["triton"]["fused"]["status"] == "ok"
-    assert set(found["micro"]["scoring"]["16x32x70"]) == {
-        "score",
-        "score_dot",
-        "logp_max_difference",
-    }
     assert found["profile"]["main"]["kernels"]
     assert "goals" not in found  # a CPU at toy size has none
 
@@ -205,7 +200,7 @@ def test_goals_come_first() -> None:
             goal.under in first[goal.case]
             and {*FAMILIES.get(goal.over, (goal.over,))} & first[goal.case]
         )
-    assert [x.kind for x in items[4:9]] == ["profile", "profile", *PARTS]
+    assert [x.kind for x in items[4:8]] == ["profile", "profile", *PARTS]
     for case in gpu_cases():
         of_case = [x.providers for x in items if x.kind == "case" and x.case == case.name]
         assert sorted({name for names in of_case for name in names}) == sorted(case.providers)
@@ -305,7 +300,7 @@ def test_the_sanitizers_watch_every_kernel() -> None:
     everything, *watched = [
         set(re.findall(r"::test_kernel\[cuda-(\w+)-", said)) for said in selected
     ]
-    assert len(everything) >= 9
+    assert len(everything) >= 8
     assert watched == [everything] * len(gpu.TOOLS), done.stdout
     assert all("151936" not in said for said in selected[1:])
 

@@ -118,7 +118,7 @@ WRONG = [
         ValueError,
         "expected: expected a tensor, or with ids two",
     ),
-    ({"run": Run("score_dot")}, ValueError, "engine"),
+    ({"run": Run("fast")}, ValueError, "engine: expected one of"),
     ({"temperature": 0.0}, ValueError, "temperature"),
     ({"mask": torch.ones(3, 8)}, ValueError, "mask: expected shape"),
     ({"expected": torch.ones(3, 8)}, ValueError, "expected: expected shape"),

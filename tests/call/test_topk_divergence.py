@@ -204,7 +204,7 @@ def test_what_does_not_exist_is_an_error_here_and_nan_elsewhere(
             "teacher_ids: expected shape",
         ),
         ({"teacher_logps": torch.zeros(B, T)}, ValueError, "teacher_logps: expected shape"),
-        ({"run": Run("score_dot")}, ValueError, "engine: expected"),
+        ({"run": Run("fast")}, ValueError, "engine: expected"),
     ],
     ids=str,
 )

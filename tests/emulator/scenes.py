@@ -15,7 +15,6 @@ from grpo_kernels.backends.interface import (
     RowStats,
     Teacher,
 )
-from grpo_kernels.backends.triton_rows.combine import launch_combine
 from grpo_kernels.backends.triton_rows.rows import TritonRows
 from tests.emulator.layouts import apart
 from tests.support.row_cases import EXTRAS, full_loss, make_loss
@@ -103,14 +102,6 @@ def _teacher_fused() -> list[Tensor]:
     return [found.logps, *found.terms.values(), chunk.logits]
 
 
-def _combine() -> list[Tensor]:
-    n, splits = 6, 200
-    m, rest, t = torch.randn(n, splits), torch.rand(n, splits), -torch.rand(n, splits)
-    found = launch_combine(m, rest, t, m[:, 3].clone(), torch.arange(n), VOCAB, entropy=True)
-    assert found.entropies is not None
-    return [found.logps, found.max_logit, found.log_sum, found.entropies]
-
-
 SCENES = (
     Scene("stats", "stats_kernel", _stats),
     Scene("fused, in place", "fused_kernel", _fused),
@@ -120,5 +111,4 @@ SCENES = (
     Scene("diverge", "diverge_kernel", _diverge),
     Scene("grad with a teacher, in place", "grad_kernel", _teacher_grad),
     Scene("teacher_fused, in place", "teacher_fused_kernel", _teacher_fused),
-    Scene("combine", "combine_kernel", _combine, rows_before=12_000_000),
 )

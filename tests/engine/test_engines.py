@@ -196,11 +196,7 @@ def test_choose_engine_refuses_what_would_be_wrong() -> None:
         choose_engine(Situation(Coupling.KNOWN, **trains), "fast")
     for engine in ENGINES:  # without a gradient nothing but the forward is done, whatever was asked
         none = {"hidden_trains": False, "head_trains": False, "entropy_gradient": False}
-        wanted = engine if engine == "score_dot" else "score"
-        situation = Situation(Coupling.KNOWN, **none, scores_without_logits=True)
-        assert choose_engine(situation, engine).name == wanted
-    with pytest.raises(ValueError, match="triton backend"):
-        choose_engine(Situation(Coupling.KNOWN, **none), "score_dot")
+        assert choose_engine(Situation(Coupling.KNOWN, **none), engine).name == "score"
 
 
 @pytest.mark.parametrize("engine", ["one_pass", "two_pass"])

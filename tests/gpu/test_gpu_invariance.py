@@ -17,7 +17,7 @@ from tests.support.on_device import BACKENDS, copy_of, gradients, leaves, same_b
 
 DTYPES = [torch.bfloat16, torch.float32, torch.float16]
 RERUNS = {"cuda": 20, "cpu": 2}
-ENGINES = {"score": ("score", "score_dot"), "loss": ("one_pass", "two_pass", "lean")}
+ENGINES = ("one_pass", "two_pass", "lean")
 BIG = [
     (700, 4096, 151_936, torch.bfloat16),
     (700, 512, 32_003, torch.bfloat16),
@@ -27,35 +27,24 @@ TINY = (20, 16, 70)
 CLOSE = 1e-5  # of a log-probability: the order of a sum over H in fp32
 
 
-def scored(
-    hidden: Tensor, weight: Tensor, ids: Tensor, engine: str, backend: str
-) -> tuple[Tensor, Tensor]:
+def scored(hidden: Tensor, weight: Tensor, ids: Tensor, backend: str) -> tuple[Tensor, Tensor]:
     with torch.no_grad():
-        found = linear_logprob(hidden, weight, ids, run=Run(engine, backend))
+        found = linear_logprob(hidden, weight, ids, run=Run(backend=backend))
     assert found.logps is not None
     assert found.entropies is not None
     return found.logps, found.entropies
 
 
-def agrees(got: Any, want: Any, *, dtype: torch.dtype, engine: str, backend: str) -> bool:
+def agrees(got: Any, want: Any, *, dtype: torch.dtype, backend: str) -> bool:
     """Whether per-row results of other numbers of rows are what is promised of them."""
-    if engine == "score_dot" or (dtype == torch.float32 and backend == "triton"):
+    if dtype == torch.float32 and backend == "triton":
         return same_bits(got, want)
     return all(bool(((x - y).abs() <= CLOSE).all()) for x, y in zip(got, want, strict=True))
 
 
-def combinations() -> list[tuple[str, str]]:
-    return [
-        (engine, backend)
-        for engine in ENGINES["score"]
-        for backend in BACKENDS
-        if (engine, backend) != ("score_dot", "torch")
-    ]
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("engine", ENGINES["loss"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_every_run_has_the_same_bits(
     device: torch.device, engine: str, dtype: torch.dtype, backend: str, as_in_use: None
 ) -> None:
@@ -78,7 +67,7 @@ def test_every_run_has_the_same_bits(
         assert same_bits(step(), first), f"run {i + 2}"
 
 
-@pytest.mark.parametrize(("engine", "backend"), combinations())
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("n", "h", "v", "dtype"), BIG, ids=str)
 def test_a_row_does_not_depend_on_its_batch(
     device: torch.device,
@@ -86,7 +75,6 @@ def test_a_row_does_not_depend_on_its_batch(
     h: int,
     v: int,
     dtype: torch.dtype,
-    engine: str,
     backend: str,
     as_in_use: None,
 ) -> None:
@@ -94,17 +82,15 @@ def test_a_row_does_not_depend_on_its_batch(
     if device.type == "cpu":
         n, h, v = TINY
     hidden, weight, ids = (x.detach() for x in leaves(device, n, h, v, dtype))
-    whole, every = scored(hidden, weight, ids, engine, backend), torch.arange(n, device=device)
+    whole, every = scored(hidden, weight, ids, backend), torch.arange(n, device=device)
     parts = {"permuted": torch.randperm(n, device=device), "repeated": every[:7].repeat(3)}
     for size in (1, 2, 5, 64, 127, 128, 129, 256, 300, 511):
         if size < n:
             parts |= {f"{size} first": every[:size], f"{size} last": every[n - size :]}
     wrong = []
     for name, index in parts.items():
-        found = scored(hidden[index], weight, ids[index], engine, backend)
-        if not agrees(
-            found, tuple(x[index] for x in whole), dtype=dtype, engine=engine, backend=backend
-        ):
+        found = scored(hidden[index], weight, ids[index], backend)
+        if not agrees(found, tuple(x[index] for x in whole), dtype=dtype, backend=backend):
             wrong.append((name, float((found[0] - whole[0][index]).abs().max())))
     assert not wrong, wrong
 
@@ -132,7 +118,7 @@ def test_masked_positions_and_padding_change_no_bit(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("engine", ENGINES["loss"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_the_ratio_is_exactly_one_on_policy(
     device: torch.device, engine: str, dtype: torch.dtype, backend: str, as_in_use: None
 ) -> None:
@@ -143,7 +129,7 @@ def test_the_ratio_is_exactly_one_on_policy(
     b, t, h, v = (24, 40, 512, 32_003) if device.type == "cuda" else (3, 4, 16, 70)
     hidden, weight, ids = leaves(device, b * t, h, v, dtype)
     hidden, ids = hidden.detach().view(b, t, h).requires_grad_(), ids.view(b, t)
-    old = torch.stack([scored(hidden[i], weight, ids[i], "score", backend)[0] for i in range(b)])
+    old = torch.stack([scored(hidden[i], weight, ids[i], backend)[0] for i in range(b)])
     advantages = torch.linspace(-1, 1, b, device=device)
 
     def step(old_per_token_logps: Tensor | None) -> tuple[Any, tuple[Tensor, ...]]:
@@ -177,8 +163,8 @@ def test_rows_are_the_same_in_every_engine(
 ) -> None:
     n, h, v = (640, 512, 32_003) if device.type == "cuda" else (16, 16, 70)
     hidden, weight, ids = leaves(device, n, h, v, torch.bfloat16)
-    want = scored(hidden, weight, ids, "score", backend)
-    for engine in ENGINES["loss"]:
+    want = scored(hidden, weight, ids, backend)
+    for engine in ENGINES:
         out = grpo_loss(
             hidden.view(-1, 8, h), weight, ids.view(-1, 8), None, torch.ones(n // 8, device=device),
             run=Run(engine, backend),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_kernels import Run, grpo_loss, linear_logprob
+from grpo_kernels import Run, grpo_loss
 from grpo_kernels.engine.memory import large_workspace
 from grpo_kernels.engine.records import NeedsGrad
 from tests.support.measure import AllocationWatcher
@@ -109,15 +109,6 @@ def test_nothing_of_the_size_of_the_logits_is_made(device: torch.device, backend
             workspace_bytes=512 * MIB if device.type == "cuda" else 2**16,
         )
     assert 0 < watch.largest < n * v / 8
-
-
-def test_scoring_without_logits_needs_no_workspace(device: torch.device, as_in_use: None) -> None:
-    n, h, v = (8192, 512, 151_936) if device.type == "cuda" else (64, 16, 300)
-    hidden, weight, ids = (x.detach() for x in leaves(device, n, h, v, torch.bfloat16))
-    run = lambda: linear_logprob(hidden, weight, ids, run=Run("score_dot", "triton"))  # noqa: E731
-    run()
-    limit = 64 * MIB if device.type == "cuda" else 4 * n * v
-    assert peak_of(run, device) <= limit + 2 * n * h
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -252,22 +252,7 @@ def compare_scale(case: Rows, kernels: Any) -> Iterator[Compared]:
     )
 
 
-def compare_dot(case: Rows, kernels: Any) -> Iterator[Compared]:
-    """`dot` and `combine`: hidden states (n, 128) and weight (V, 128) in place of the logits, which are not rounded."""
-    hidden = torch.randn(ROWS, 128, device=case.device).to(case.dtype)
-    weight = (torch.randn(case.vocab, 128, device=case.device) / 4).to(case.dtype)
-    transform = replace(case.chunk.transform, rounded_to=None)
-    stats = kernels.score_dot(hidden, weight, case.chunk.ids, transform, entropy=True)
-    logps = log_probs(hidden.double() @ weight.double().T, transform)
-    target, entropies = (
-        logps.gather(1, case.chunk.ids[:, None])[:, 0],
-        -(logps.exp() * logps).sum(1),
-    )
-    yield "logps", stats.logps, target, 1.0 + target.abs(), STATISTIC
-    yield "entropies", stats.entropies, entropies, 1.0 + entropies, STATISTIC
-
-
-# By the name of the kernel; `teacher_grad` is `grad` with a teacher, `dot` has `combine` in it. Those of `WRITES` write
+# By the name of the kernel; `teacher_grad` is `grad` with a teacher. Those of `WRITES` write
 # a gradient, also over the logits.
 KERNELS: dict[str, Callable[[Rows, Any], Iterator[Compared]]] = {
     "stats": compare_stats,
@@ -278,7 +263,6 @@ KERNELS: dict[str, Callable[[Rows, Any], Iterator[Compared]]] = {
     "teacher_grad": compare_teacher_grad,
     "teacher_fused": compare_teacher_fused,
     "scale": compare_scale,
-    "dot": compare_dot,
 }
 WRITES = ("grad", "fused", "single_pass", "teacher_grad", "teacher_fused", "scale")
 
@@ -299,7 +283,7 @@ def compare_engine(
         all_logps.gather(-1, ids[..., None])[..., 0],
         -(all_logps.exp() * all_logps).sum(-1),
     )
-    if engine in ("score", "score_dot"):
+    if engine == "score":
         with torch.no_grad():
             found = linear_logprob(hidden, weight, ids, run=Run(engine, "triton"))
         assert found.logps is not None

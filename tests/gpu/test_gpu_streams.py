@@ -147,7 +147,7 @@ def test_a_graph_of_the_loss_replays(
             assert same_bits(found, copy_of(step())), f"replay {i}"
 
 
-@pytest.mark.parametrize(("engine", "backend"), on_backends("score", "score_dot", "two_pass"))
+@pytest.mark.parametrize(("engine", "backend"), on_backends("score", "two_pass"))
 def test_a_graph_of_the_log_probabilities_replays(
     device: torch.device, engine: str, backend: str, as_in_use: None
 ) -> None:

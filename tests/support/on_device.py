@@ -20,10 +20,8 @@ BACKENDS = ("torch", "triton")
 
 
 def on_backends(*engines: str) -> list[tuple[str, str]]:
-    """Each engine with each backend that has it."""
-    return [
-        (engine, x) for engine in engines for x in BACKENDS if (engine, x) != ("score_dot", "torch")
-    ]
+    """Each engine with each backend."""
+    return [(engine, x) for engine in engines for x in BACKENDS]
 
 
 def move(case: Case, device: torch.device) -> Case:

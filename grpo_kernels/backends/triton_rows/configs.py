@@ -1,10 +1,10 @@
 """Tile shapes, warps and pipeline stages of every kernel, from a table: `tuned.json`.
 
-The table was filled in beforehand (`benchmarks/tune.py`); nothing is timed at run time: the winner would change from
-one run to the next, and with it the results' bits, which have to be the same in every run. For the same reason a
-configuration follows from the vocabulary, the width of the hidden states, their dtype and the device's family alone:
-never from the number of rows. The first entry of a family that fits is taken. ``"measured"`` says whether an entry was
-timed, and on which device.
+The table was filled in beforehand (`benchmarks/tune.py`). Nothing is timed at run time: the winner
+would change from one run to the next, and with it the results' bits, which have to be the same in
+every run. For the same reason a configuration follows from the vocabulary and the device's family
+alone, never from the number of rows. The first entry of a family that fits is taken. ``"measured"``
+says whether an entry was timed, and on which device.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ import json
 from dataclasses import dataclass, fields, replace
 from importlib import resources
 from typing import Any
-
-import torch
 
 TABLE = "tuned.json"
 FAMILIES = ("sm_80", "sm_90", "sm_100", "gfx942", "interpreter", "default")
@@ -74,26 +72,6 @@ class RowConfig:
         }
 
 
-@dataclass(frozen=True)
-class DotConfig:
-    """A program of the scoring kernel goes through one of `splits` parts of the vocabulary.
-
-    Its tiles: (block_n, block_h) of hidden states and (block_v, block_h) of the weight.
-    """
-
-    block_n: int
-    block_v: int
-    block_h: int
-    splits: int
-    num_warps: int
-    num_stages: int
-    use_tma: bool
-
-    def tiles_per_split(self, vocab: int) -> int:
-        """Return the number of tiles of `block_v` ids in a part of the vocabulary; the last part may have fewer."""
-        return _ceil_div(_ceil_div(vocab, self.block_v), self.splits)
-
-
 def family(arch: str) -> str:
     """Return the family whose entries `arch` takes: ``"interpreter"`` for ``"cpu"``, ``"default"`` if it is unknown."""
     return arch if arch in FAMILIES else FAMILY_OF_ARCH.get(arch, "default")
@@ -101,8 +79,8 @@ def family(arch: str) -> str:
 
 def row_config(kernel: str, vocab: int, arch: str) -> RowConfig:
     """The tile of one of `ROW_KERNELS` for logits (n, vocab) on `arch`, such as ``"sm_90"`` or ``"cpu"``."""
-    for e in _entries("rows", family(arch)):
-        if kernel in e["kernels"] and _within(e["vocab_at_most"], vocab):
+    for e in _entries(kernel, family(arch)):
+        if _within(e["vocab_at_most"], vocab):
             config = _row_config(e)
             least = COLUMNS_OF_WARP * config.num_warps
             block_v = min(config.block_v, max(_next_power_of_2(vocab), least))
@@ -113,91 +91,27 @@ def row_config(kernel: str, vocab: int, arch: str) -> RowConfig:
     raise LookupError(f"{TABLE}: no tile of kernel {kernel!r} on {arch}")
 
 
-def dot_config(
-    hidden_width: int,
-    vocab: int,
-    dtype: torch.dtype,
-    arch: str,
-    *,
-    softcap: bool = False,
-    aligned: bool = True,
-) -> DotConfig:
-    """The tiles of the scoring kernel for hidden (n, hidden_width) and weight (vocab, hidden_width) of `dtype`.
-
-    Args:
-        arch: as for `row_config`.
-        softcap: True with a soft-cap, which takes registers and so has tiles of its own.
-        aligned: True if the weight is aligned (`dot.is_aligned`); else loads of single elements take registers, too.
-    """
-    for e in _dot_entries(8 * dtype.itemsize, family(arch), softcap=softcap, aligned=aligned):
-        if _within(e["hidden_width_at_most"], hidden_width) and _within(e["vocab_at_most"], vocab):
-            return _dot_config(e, vocab)
-    raise LookupError(f"{TABLE}: no tiles of the scoring kernel for {dtype} on {arch}")
-
-
 def row_configs(kernel: str, family_name: str) -> list[RowConfig]:
     """All tiles that the table has for a kernel on a family of devices."""
-    return list(
-        dict.fromkeys(
-            _row_config(e) for e in _entries("rows", family_name) if kernel in e["kernels"]
-        )
-    )
-
-
-def dot_configs(
-    operand_bits: int, family_name: str, vocab: int, *, softcap: bool, aligned: bool
-) -> list[DotConfig]:
-    """All tiles that the table has for the scoring kernel on a family of devices."""
-    entries = _dot_entries(operand_bits, family_name, softcap=softcap, aligned=aligned)
-    return list(dict.fromkeys(_dot_config(e, vocab) for e in entries))
-
-
-def splits_of(vocab: int, block_v: int, at_most: int) -> int:
-    """Return the number of parts of a vocabulary, `at_most` or fewer; each has one tile of `block_v` ids or more."""
-    tiles = _ceil_div(vocab, block_v)
-    return _ceil_div(tiles, _ceil_div(tiles, at_most))
+    return list(dict.fromkeys(_row_config(e) for e in _entries(kernel, family_name)))
 
 
 @functools.cache
-def _table() -> dict[str, list[Entry]]:
-    table: dict[str, list[Entry]] = json.loads(
-        resources.files(__package__).joinpath(TABLE).read_text()
-    )
+def _table() -> list[Entry]:
+    table: list[Entry] = json.loads(resources.files(__package__).joinpath(TABLE).read_text())
     return table
 
 
-def _entries(kind: str, family_name: str) -> list[Entry]:
-    return [e for e in _table()[kind] if e["family"] == family_name]
-
-
-def _dot_entries(
-    operand_bits: int, family_name: str, *, softcap: bool, aligned: bool
-) -> list[Entry]:
-    wanted = {"operand_bits": operand_bits, "softcap": softcap, "aligned": aligned}
-    return [
-        e
-        for e in _entries("dot", family_name)
-        if all(e[name] in (x, None) for name, x in wanted.items())
-    ]
+def _entries(kernel: str, family_name: str) -> list[Entry]:
+    return [e for e in _table() if e["family"] == family_name and kernel in e["kernels"]]
 
 
 def _row_config(entry: Entry) -> RowConfig:
     return RowConfig(**{f.name: entry[f.name] for f in fields(RowConfig) if f.name in entry})
 
 
-def _dot_config(entry: Entry, vocab: int) -> DotConfig:
-    splits = splits_of(vocab, entry["block_v"], entry["splits_at_most"])
-    return DotConfig(
-        splits=splits, **{f.name: entry[f.name] for f in fields(DotConfig) if f.name != "splits"}
-    )
-
-
 def _within(bound: int | None, x: int) -> bool:
     return bound is None or x <= bound
-
-
-def _ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 def _next_power_of_2(x: int) -> int:

@@ -11,7 +11,7 @@ was seen yet, or only -inf: m = -inf, rest = t = 0. A NaN makes m NaN. All kerne
 the gradient, `level` and `tilt`, are those of `grad.row_terms`.
 
 `fold` adds four logits to each of many lanes, with five exponentials. `merge` joins lanes, or parts of a vocabulary,
-that lie along an axis; `join` joins two. `finish` and `target_logp` turn a whole row's sums into statistics. No step
+that lie along an axis. `finish` and `target_logp` turn a whole row's sums into statistics. No step
 depends on how a tile is spread over threads: a sum over lanes is a tree of single additions, so its bits follow from
 the tile's width alone, and not from warps, alignment or Triton's version.
 """
@@ -51,18 +51,6 @@ def fold(m, rest, t, x0, x1, x2, x3):
 def fold_squares(squares, keep, e0, e1, e2, e3):
     """Running sum of e^(2 (x - m)) over the terms of `rest`; the other arguments as `fold` returned them."""
     return tl.fma(keep * keep, squares, tl.fma(e3, e3, tl.fma(e2, e2, tl.fma(e1, e1, e0 * e0))))
-
-
-@triton.jit
-def join(m, rest, t, other_m, other_rest, other_t):
-    """Join the running sums of two sets of logits into that of both, element by element."""
-    a = _distance(other_m, m)
-    e = exp_term(a)
-    up = other_m > m
-    low_all = 1.0 + tl.where(up, rest, other_rest)
-    t = tl.where(up, other_t, t) + e * (tl.where(up, t, other_t) + a * low_all)
-    rest = tl.where(up, other_rest, rest) + e * low_all
-    return tl.maximum(m, other_m, propagate_nan=tl.PropagateNan.ALL), rest, t
 
 
 @triton.jit

@@ -14,7 +14,6 @@ from grpo_kernels.backends.interface import Chunk, LogitTransform, RowStats
 from grpo_kernels.backends.triton_rows.configs import RowConfig, row_config
 from grpo_kernels.backends.triton_rows.device import arch_of, on
 from grpo_kernels.backends.triton_rows.divergence import launch_diverge
-from grpo_kernels.backends.triton_rows.dot import score_dot
 from grpo_kernels.backends.triton_rows.fused import launch_fused
 from grpo_kernels.backends.triton_rows.grad import launch_grad
 from grpo_kernels.backends.triton_rows.scale import launch_scale
@@ -89,17 +88,6 @@ class TritonRows:
             return launch_single_pass(
                 chunk, out, config, entropy=entropy, extras=extras, in_place=in_place
             )
-
-    def score_dot(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        ids: Tensor,
-        transform: LogitTransform,
-        *,
-        entropy: bool,
-    ) -> RowStats:
-        return score_dot(hidden, weight, ids, transform, entropy=entropy)
 
 
 def _config(kernel: str, chunk: Chunk) -> RowConfig:

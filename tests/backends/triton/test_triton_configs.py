@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,10 @@ from benchmarks import tune
 from grpo_kernels.backends.triton_rows.configs import (
     FAMILIES,
     ROW_KERNELS,
-    dot_config,
     family,
     row_config,
     row_configs,
-    splits_of,
 )
-from grpo_kernels.backends.triton_rows.dot import MOST_STRIDE
 
 ARCHES = (
     "sm_75",
@@ -38,8 +34,7 @@ ARCHES = (
     "gfx950",
     "cpu",
 )
-HEADS = tuple(product((896, 1024, 2048, 4096, 5120), (32000, 128256, 151936, 201088, 256000)))
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+VOCABS = (32000, 128256, 151936, 201088, 256000)
 
 
 def test_families() -> None:
@@ -55,21 +50,8 @@ def test_families() -> None:
 
 
 @pytest.mark.parametrize("arch", ARCHES)
-def test_every_head_has_tiles(arch: str) -> None:
-    for (width, vocab), dtype, softcap, aligned in product(
-        HEADS, DTYPES, (False, True), (False, True)
-    ):
-        config = dot_config(width, vocab, dtype, arch, softcap=softcap, aligned=aligned)
-        tiles = -(-vocab // config.block_v)
-        per_split = config.tiles_per_split(vocab)
-        assert (config.splits - 1) * per_split < tiles <= config.splits * per_split, (
-            "a part without a tile"
-        )
-        assert min(config.block_n, config.block_v, config.block_h) >= 16, "what tl.dot needs"
-        assert config.block_n * MOST_STRIDE < 2**31
-        if config.use_tma:
-            assert family(arch) in ("sm_90", "sm_100")
-            assert aligned
+def test_every_vocabulary_has_tiles(arch: str) -> None:
+    for vocab in VOCABS:
         assert row_config("stats", vocab, arch) == row_config("fused", vocab, arch)
 
 
@@ -100,24 +82,9 @@ def test_a_thread_reads_16_bytes_at_a_time(name: str) -> None:
             assert config.block_v // 4 >= 4 * threads, (name, kernel)
 
 
-def test_splits() -> None:
-    assert [splits_of(vocab, 16, 4) for vocab in (1, 16, 17, 64, 65, 80, 96, 129)] == [
-        1,
-        1,
-        2,
-        4,
-        3,
-        3,
-        3,
-        3,
-    ]
-
-
 def test_unknown() -> None:
     with pytest.raises(LookupError, match="no tile of kernel 'nothing'"):
         row_config("nothing", 100, "cpu")
-    with pytest.raises(LookupError, match=r"no tiles of the scoring kernel for torch\.float64"):
-        dot_config(64, 100, torch.float64, "cpu")
 
 
 def test_the_table_is_whole_and_says_what_was_measured() -> None:
@@ -125,13 +92,9 @@ def test_the_table_is_whole_and_says_what_was_measured() -> None:
     table = json.loads(text)
     tune.check_table(table)
     assert text == tune.text_of(table), "as the tuner would write it"
-    for entry in table["rows"] + table["dot"]:
+    for entry in table:
         measured = entry["measured"]
         assert measured is False or set(measured) == {"device", "torch", "triton"}
-
-
-def test_every_candidate_can_be_made() -> None:
-    assert len(set(tune.REAL.dot)) == len(tune.REAL.dot) > 50
 
 
 def test_neighbours_that_agree_are_one_entry() -> None:
@@ -150,12 +113,10 @@ def test_the_fastest_that_keeps_the_rules(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_new_entries_replace_those_of_their_family_only() -> None:
     table = json.loads(tune.own_table().read_text())
-    entry = {**next(e for e in table["dot"] if e["family"] == "sm_90"), "num_warps": 4}
+    entry = {**next(e for e in table if e["family"] == "sm_90"), "num_warps": 4}
     merged = tune.merged(table, [entry])
-    key = ("family", "operand_bits", "aligned")
-    assert merged["rows"] == table["rows"]
-    assert merged["dot"][0] == entry
-    assert merged["dot"][1:] == [e for e in table["dot"] if any(e[k] != entry[k] for k in key)]
+    key = ("family", "kernels")
+    assert merged == [entry, *(e for e in table if any(e[k] != entry[k] for k in key))]
 
 
 @pytest.mark.slow
@@ -163,7 +124,7 @@ def test_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
     before = tune.own_table().read_text()
     assert tune.main(["--dry-run"]) == 0
     said = capsys.readouterr().out
-    assert said.count("candidate: ") == len(tune.REAL.rows) + len(tune.REAL.dot)
+    assert said.count("candidate: ") == len(tune.REAL.tiles)
     assert "entries of family interpreter written to" in said
     assert tune.own_table().read_text() == before
 
@@ -174,8 +135,8 @@ def test_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert "error: no GPU to time on" in capsys.readouterr().err
 
 
-def of_kernel(table: dict[str, Any], kernel: str) -> list[dict[str, Any]]:
-    return [e for e in table["rows"] if e["family"] == "interpreter" and kernel in e["kernels"]]
+def of_kernel(table: list[dict[str, Any]], kernel: str) -> list[dict[str, Any]]:
+    return [e for e in table if e["family"] == "interpreter" and kernel in e["kernels"]]
 
 
 def test_the_tuner_writes_after_each_part(
@@ -200,7 +161,6 @@ def test_the_tuner_writes_after_each_part(
     tune.check_table(table)
     assert of_kernel(table, "stats") != of_kernel(own, "stats")
     assert of_kernel(table, "grad") == of_kernel(own, "grad")
-    assert table["dot"] == own["dot"]
     assert [x.name for x in tmp_path.iterdir()] == ["table.json"]
 
 
@@ -210,13 +170,6 @@ def test_the_tuner_does_a_subset(tmp_path: Path) -> None:
     own, table = json.loads(tune.own_table().read_text()), json.loads(out.read_text())
     assert [e["vocab_at_most"] for e in of_kernel(table, "grad")] == [None]
     assert of_kernel(table, "stats") == of_kernel(own, "stats")
-    assert list(tune.parts(["dot"])) == [
-        "dot, 16 bits", "dot, 16 bits, soft-cap", "dot, 32 bits", "dot, 32 bits, soft-cap",
-    ]  # fmt: skip
-    sizes = tune.chosen(
-        tune.REAL, tune.arguments(["--vocabs", "151936", "32000", "--widths", "4096"])
-    )
-    assert (sizes.vocabs, sizes.widths) == ((32000, 151936), (4096,))
 
 
 def test_a_budget_ends() -> None:

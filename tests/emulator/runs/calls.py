@@ -10,14 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.triton_rows.configs import DotConfig
-from grpo_kernels.backends.triton_rows.dot import launch_dot
 from grpo_kernels.engine import device
 from tests.emulator.launch import Emulation
-from tests.emulator.ptx import UnknownInstruction
 from tests.support.case_builder import Case, make_case
 from tests.support.reference import reference_loss
-from tests.support.row_cases import PLAIN
 from tests.support.run_case import allowed_engines, run
 from tests.support.tolerance import assert_matches, bounds_of
 
@@ -90,17 +86,3 @@ def test_a_divergence_from_a_teacher(engine: str) -> None:
     assert_matches(
         *run(case, engine, backend="triton"), reference, case, bounds_of(reference, case)
     )
-
-
-@quick
-def test_the_scoring_kernel_is_refused_by_name() -> None:
-    hidden, weight, ids = torch.ones(2, 64), torch.ones(96, 64), torch.tensor([0, 95])
-    tile = DotConfig(
-        block_n=16, block_v=16, block_h=16, splits=1, num_warps=4, num_stages=1, use_tma=False
-    )
-    for dtype in (torch.bfloat16, torch.float32):
-        with pytest.raises(
-            UnknownInstruction,
-            match=r"dot_kernel: expected a kernel without tl\.dot, got one with it",
-        ):
-            launch_dot(hidden.to(dtype), weight.to(dtype), ids, PLAIN, tile, entropy=True)

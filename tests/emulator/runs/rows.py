@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.interface import Chunk
-from grpo_kernels.backends.triton_rows.combine import launch_combine
 from grpo_kernels.backends.triton_rows.rows import TritonRows
 from grpo_kernels.backends.triton_rows.scale import launch_scale
 from tests.emulator.launch import Emulation
@@ -142,34 +141,6 @@ def test_gradients_replace_logits(layout: str, kind: int) -> None:
 @pytest.mark.parametrize("cap", [pytest.param(None, marks=quick), 4.0])
 def test_special_values(cap: float | None) -> None:
     check_single_pass_of_special_rows(RowsApart(), *rows_of(9001), cap, [torch.float32])
-
-
-@pytest.mark.parametrize(
-    ("splits", "entropy"),
-    [pytest.param(7, True, marks=quick), pytest.param(200, False, marks=quick), (200, True)],
-)
-def test_combine(splits: int, entropy: bool) -> None:
-    """The reduction of `dot`'s parts: of a whole row's running sums, cut in parts."""
-    n, each = 6, 50
-    raw = 3 * torch.randn(n, splits, each, dtype=torch.float64)
-    ids, m = torch.randint(splits * each, (n,)), raw.amax(2)
-    ids[0] = -1
-    e = (raw - m[..., None]).exp()
-    rest, t = e.sum(2) - 1, (e * (raw - m[..., None])).sum(2)
-    flat = raw.reshape(n, -1)
-    target = flat.gather(1, ids.clamp(min=0)[:, None])[:, 0]
-    stats = launch_combine(
-        *(x.float() for x in (m, rest, t, target)), ids, splits * each, entropy=entropy
-    )
-    logs = flat.log_softmax(1)
-    want = logs.gather(1, ids.clamp(min=0)[:, None])[:, 0]
-    assert stats.logps[0].isnan()
-    torch.testing.assert_close(stats.logps[1:].double(), want[1:], rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(stats.log_sum.double(), -logs.amax(1), rtol=1e-5, atol=1e-6)
-    if entropy:
-        torch.testing.assert_close(
-            stats.entropies.double(), -(logs.exp() * logs).sum(1), rtol=1e-5, atol=1e-6
-        )
 
 
 @pytest.mark.parametrize(
