@@ -39,7 +39,6 @@ from grpo_kernels import (
 from grpo_kernels.batch.kept_ids import KeptIds
 from grpo_kernels.call.output import LossOutput, Scores
 from grpo_kernels.call.run import Run
-from grpo_kernels.compiled import ops as ops  # registers the ops, for graphs that were saved
 from grpo_kernels.divergence import linear_divergence
 from grpo_kernels.expectation import policy_expectation
 from grpo_kernels.from_logps import policy_loss_from_logps

@@ -27,7 +27,6 @@ from grpo_kernels.call.module_head import takes_heads, whole_reference
 from grpo_kernels.call.output import Scores
 from grpo_kernels.call.run import Execution, Run
 from grpo_kernels.call.scores import score
-from grpo_kernels.compiled import breaks_graph
 from grpo_kernels.head.head import Head, HeadLike
 from grpo_kernels.head.lm_head import LMHead
 from grpo_kernels.head.other_head import OtherHead
@@ -83,7 +82,7 @@ def linear_divergence(
     Raises:
         TypeError, ValueError: a wrong argument; the message names it. Raised before any work is done.
 
-    Under torch.compile the graph breaks here. A CUDA graph can be captured without a mask; there a head that trains
+    A CUDA graph can be captured without a mask; there a head that trains
     takes two passes.
     """
     outputs = ("entropy",) if entropy else ()
@@ -94,7 +93,6 @@ def linear_divergence(
     return _diverge(call, student, Execution.of(run))
 
 
-@breaks_graph
 def _diverge(call: DivergenceCall, head: LMHead, execution: Execution) -> Scores:
     """Compute the divergence over the ids that both heads have."""
     with whole_reference(head) as whole:

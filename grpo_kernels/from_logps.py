@@ -17,8 +17,8 @@ from grpo_kernels.base.checks import check_shape, check_tensor
 from grpo_kernels.batch.inputs import LossInputs
 from grpo_kernels.call.loss import Loss, check_loss, counted_tokens
 from grpo_kernels.call.loss_from_logps import loss_from_logps
+from grpo_kernels.call.module_head import outside_graphs
 from grpo_kernels.call.output import LossOutput
-from grpo_kernels.compiled import breaks_graph
 from grpo_kernels.engine.products import accumulator_of
 from grpo_kernels.objective.checks import config_with
 from grpo_kernels.objective.config import LossConfig
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from grpo_kernels.objective.keywords import LossFields
 
 
+@outside_graphs
 def policy_loss_from_logps(
     logps: Tensor,  # (B, T), or packed (N,)
     entropies: Tensor,  # (B, T) or (N,)
@@ -66,23 +67,6 @@ def policy_loss_from_logps(
         importance_sampling_ratio, num_items_in_batch, cu_seqlens,
     )  # fmt: skip
     config = config_with(config, fields, _OF_CALL, "policy_loss_from_logps")
-    return _loss_of(logps, entropies, inputs, config, objective)
-
-
-_OF_CALL = [
-    name for name in inspect.signature(policy_loss_from_logps).parameters if name != "fields"
-]
-
-
-@breaks_graph
-def _loss_of(
-    logps: Tensor,
-    entropies: Tensor,
-    inputs: LossInputs,
-    config: LossConfig,
-    objective: Callable[[TokenInputs], Tensor] | None,
-) -> LossOutput:
-    """Compute, eagerly, the loss of the tokens that count, with its gradient in `logps` and `entropies`."""
     check_loss(inputs, config, objective)
     check_tensor("logps", logps, floating=True)
     if logps.dim() != (2 if inputs.cu_seqlens is None else 1):
@@ -93,3 +77,8 @@ def _loss_of(
     dtype = accumulator_of(logps.dtype)
     tokens = counted_tokens(inputs.with_blank_ids(logps), config, objective, dtype)
     return loss_from_logps(Loss.of(inputs, tokens, config, objective), logps, entropies)
+
+
+_OF_CALL = [
+    name for name in inspect.signature(policy_loss_from_logps).parameters if name != "fields"
+]

@@ -31,7 +31,6 @@ from grpo_kernels.call.module_head import takes_heads
 from grpo_kernels.call.output import Scores
 from grpo_kernels.call.run import Execution, Run
 from grpo_kernels.call.scores import ScoreCall, score
-from grpo_kernels.compiled import breaks_graph, has_op
 from grpo_kernels.head.head import Head, HeadLike
 from grpo_kernels.head.lm_head import LMHead
 
@@ -73,7 +72,7 @@ def linear_logprob(
             ``"is_top1"``, see `Scores`. Not with `kept_ids`.
         expected: the upstream gradient that will arrive, up to one common factor: a = d loss / d logp shaped like
             `ids`; or (a, b) with b = d loss / d entropy or None; or an `Expectation`, or just its function. The
-            gradient is exact whatever is expected. Not used under torch.compile, which takes two passes. With
+            gradient is exact whatever is expected. With
             `kept_ids`, for the positions that are scored over the whole vocabulary.
 
         The sampler:
@@ -84,7 +83,7 @@ def linear_logprob(
             its dtype), products are fp32. Of the vocabulary's size there is only the accumulator for the gradient of a
             weight that trains: V x H in fp32 (fp64), once per backward (and V for the bias). Besides the workspace, 8
             bytes for each (position, kept id) stay from forward to backward (12 in fp64). The host reads the sizes of
-            the sets. Under torch.compile the graph breaks. With a divided head the sets, too, are the same on every
+            the sets. With a divided head the sets, too, are the same on every
             rank.
         without_set: treatment of a position without a set. ``"error"``: each set must hold the sampled id. ``"full"``:
             a position whose set is empty, or lacks the sampled id, is scored over the whole vocabulary, as in prime-rl,
@@ -116,12 +115,9 @@ def linear_logprob(
             without_set=without_set,
             entropy_over=entropy,
         )
-        return _score_kept(sets, lm_head, execution)
+        return score_kept(sets, lm_head, execution)
     check_without_set(without_set)
     if not isinstance(entropy, bool):
         raise TypeError(f"entropy: expected a bool without kept_ids, got {entropy!r}")
     outputs = (*(("entropy",) if entropy else ()), *extras)
-    return _score(ScoreCall(mask, temperature, outputs, ids, expected), lm_head, execution)
-
-
-_score, _score_kept = has_op("linear_logprob")(score), breaks_graph(score_kept)
+    return score(ScoreCall(mask, temperature, outputs, ids, expected), lm_head, execution)

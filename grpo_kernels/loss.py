@@ -39,7 +39,6 @@ from grpo_kernels.call.module_head import takes_heads, whole_reference
 from grpo_kernels.call.output import LossOutput
 from grpo_kernels.call.plan import plan_call
 from grpo_kernels.call.run import Execution, Run, check_run
-from grpo_kernels.compiled import breaks_graph, has_op
 from grpo_kernels.engine.autograd import PolicyLoss
 from grpo_kernels.head.head import Head, HeadLike
 from grpo_kernels.head.lm_head import LMHead
@@ -106,8 +105,7 @@ def grpo_loss(
             sequence.
         config: default `LossConfig()`.
         objective: a per-token loss of your own in place of all of the config's terms (surrogate, KL term, masks,
-            entropy bonus), see `TokenInputs`; of `config` only the normaliser and `temperature` then apply. Breaks the
-            graph of torch.compile.
+            entropy bonus), see `TokenInputs`; of `config` only the normaliser and `temperature` then apply.
 
         Policy terms:
 
@@ -118,8 +116,7 @@ def grpo_loss(
         reference: (hidden states (B, T, H') or (N, H'), head) of the reference model, constants, for the KL term over
             the whole vocabulary; needed if ``config.beta`` is not 0 and ``config.kl_estimator`` is ``"full"``. Its head
             is a weight (V, H'), a `Head` or a module, for the ids of the policy's; H' may differ from H. It costs one
-            more product with a head, and a second chunk of logits within the same workspace. Breaks the graph of
-            torch.compile.
+            more product with a head, and a second chunk of logits within the same workspace.
         num_items_in_batch: a number, or a tensor (): normaliser of ``"dapo"``, ``"cispo"`` and ``"vespo"``: the counted
             tokens of the whole batch, over accumulation steps and ranks, divided by the number of ranks where gradients
             are averaged over them; below 1 it is 1. Absent: the counted tokens of this call. The other loss types, and
@@ -135,7 +132,7 @@ def grpo_loss(
             the sampler; part of the weight w of ``"vespo"``; not used by ``"gmpo"``.
         kept_ids: the kept set of each position, that is the ids that a truncating sampler (top-k, top-p, min-p) did not
             cut, as in `linear_logprob`. Log-probabilities and entropies are taken over these sets, at the cost of the
-            sets. The old, reference and sampling log-probabilities must be, too. Breaks the graph of torch.compile.
+            sets. The old, reference and sampling log-probabilities must be, too.
         without_set: treatment of a position whose set is empty or lacks the sampled id: ``"error"`` refuses it,
             ``"full"`` scores it over the whole vocabulary.
 
@@ -165,14 +162,11 @@ def grpo_loss(
     lm_head = LMHead.of_call(hidden, Head.of(head), OtherHead.of_reference(reference))
     execution = Execution.of(run)
     if kept_ids is not None:
-        return breaks_graph(kept_loss)(
-            KeptLossCall.of(call, kept_ids, without_set), lm_head, execution
-        )
+        return kept_loss(KeptLossCall.of(call, kept_ids, without_set), lm_head, execution)
     check_without_set(without_set)
     return _loss(call, lm_head, execution)
 
 
-@has_op("policy_loss")
 def _loss(call: LossCall, head: LMHead, execution: Execution) -> LossOutput:
     """Plan the call, run one forward, and return its results."""
     with whole_reference(head) as whole:

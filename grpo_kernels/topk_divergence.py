@@ -23,7 +23,6 @@ from grpo_kernels.call.output import Scores
 from grpo_kernels.call.run import Execution, Run
 from grpo_kernels.call.scores import score
 from grpo_kernels.call.top_k import TopKCall
-from grpo_kernels.compiled import breaks_graph
 from grpo_kernels.head.head import Head, HeadLike
 from grpo_kernels.head.lm_head import LMHead
 
@@ -74,8 +73,6 @@ def topk_divergence(
     Raises:
         TypeError, ValueError: a wrong argument; the message names it. Raised before any work is done. On a CPU that
             includes an id that is neither -1 nor in [0, V); on other devices that position's results are NaN.
-
-    Under torch.compile the graph breaks here.
     """
     call = TopKCall(
         mask,
@@ -90,4 +87,4 @@ def topk_divergence(
         log_prob_min_clamp=log_prob_min_clamp,
         loss_max_clamp=loss_max_clamp,
     )
-    return breaks_graph(score)(call, LMHead.of_call(hidden, Head.of(head)), Execution.of(run))
+    return score(call, LMHead.of_call(hidden, Head.of(head)), Execution.of(run))

@@ -106,14 +106,6 @@ def every_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     return request.param
 
 
-@pytest.fixture
-def nothing_compiled() -> Iterator[None]:
-    """No graphs of torch.compile, before and after."""
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 @pytest.fixture(scope="session")
 def cpp_library() -> None:
     """The C++ row kernels, loaded, or a failure that says why not."""

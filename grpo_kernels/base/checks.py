@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 HIGHEST_LOGP = 1e-3  # above 0 by rounding
@@ -289,32 +288,6 @@ def is_dtensor(x: Any) -> bool:
 def is_one(x: Tensor) -> bool:
     """Return True if x () is known to be 1 without a wait: on a CPU. On a GPU the answer is always False."""
     return x.device.type == "cpu" and x.item() == 1.0
-
-
-def is_fake(*tensors: Any) -> bool:
-    """Return True if a tensor is one of a ``FakeTensorMode``: shape and dtype without data."""
-    return any(isinstance(x, FakeTensor) for x in tensors)
-
-
-def check_fake(
-    hidden: Any, weight: Any, bias: Any, ids: tuple[str, Any], mask: tuple[str, Any], **refused: Any
-) -> None:
-    """Raise unless a call with fake tensors is valid, as far as devices, dtypes and shapes tell.
-
-    Args:
-        ids, mask: (name, tensor) of each.
-        refused: arguments that must be None, by name.
-    """
-    for name, x in refused.items():
-        if x is not None:
-            raise ValueError(
-                f"{name}: expected None with fake tensors, which have no data, got one"
-            )
-    check_head(hidden, weight, bias)
-    check_ids(*ids, hidden)
-    if mask[1] is not None:
-        check_tensor(*mask, like=hidden)
-        check_shape(*mask, ("that of the ids", tuple(ids[1].shape)))
 
 
 def is_captured(x: Tensor) -> bool:

@@ -28,7 +28,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from grpo_kernels.base.checks import is_dtensor, is_fake, warn_once
+from grpo_kernels.base.checks import is_dtensor, warn_once
 from grpo_kernels.base.distributed import all_reduce, group_device
 from grpo_kernels.body import layout as layouts
 from grpo_kernels.body.forwards import Cells, TrunkInputs, Way, run_layout
@@ -74,7 +74,7 @@ def live_trunk(
     reason = _reason_against(model, trunk)
     if reason is not None:
         say_once(trunk, reason)
-    if reason is None and not is_fake(needed) and (options.layout != "padded" or live is not None):
+    if reason is None and (options.layout != "padded" or live is not None):
         name = forward_name(trunk)
         call = _TrunkCall(trunk, getattr(trunk, name), options, needed, live, shares)
         with replaced(trunk, name, call.run):

@@ -35,12 +35,7 @@ def log_use(
     if key in _logged or not _logger.isEnabledFor(level):
         return
     _logged.update({(kind, use), (kind, backend, engine.name)})
-    compiled = execution.needs_grad is not None  # only the ops of a compiled graph set it
-    why = (
-        "chosen when the graph was compiled"
-        if compiled
-        else why_engine(engine, call, execution.engine)
-    )
+    why = why_engine(engine, call, execution.engine)
     _logger.log(
         level,
         "on %s: backend %s (%s), engine %s (%s)",

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar, cast
 
+import torch
 from torch import Tensor, nn
 
 from grpo_kernels.base.checks import is_dtensor
@@ -21,9 +22,24 @@ from grpo_kernels.head.module import constants_of, divided_modules, parameters_o
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def takes_heads(function: F) -> F:
-    """Let a function of hidden states and a `Head` of tensors take a plain weight or a module too."""
+def outside_graphs(function: F) -> F:
+    """Let torch.compile break its graph at a public call, which runs eagerly."""
 
+    @functools.wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            return function(*args, **options)
+        from grpo_kernels.call.eagerly import eagerly
+
+        return eagerly(function, *args, **options)
+
+    return cast(Any, call)
+
+
+def takes_heads(function: F) -> F:
+    """Let a public call of hidden states and a `Head` of tensors take a plain weight or a module."""
+
+    @outside_graphs
     @functools.wraps(function)
     def call(hidden: Any, head: Any, *args: Any, **options: Any) -> Any:
         head = Head.of(head)

@@ -160,8 +160,7 @@ def plan_head(
     budget, weight = execution.workspace_bytes, head.weight
     if budget is not None:
         check_budget(budget)
-    needs_grad = head.needs_grad() if execution.needs_grad is None else execution.needs_grad
-    dtype = head.compute_dtype() if execution.dtype is None else execution.dtype
+    needs_grad, dtype = head.needs_grad(), head.compute_dtype()
     _warn_if_promoted("hidden", head.hidden, "weight", weight, dtype)
     other, asks_tight = head.reference, execution.engine == "auto"
     of_reference = None if other is None else (other.weight, other.compute_dtype(dtype))

@@ -5,13 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-import torch
-
 from grpo_kernels.backends import check_backend
 from grpo_kernels.base.checks import check_budget, check_gather
 from grpo_kernels.base.choices import BackendName, EngineName
 from grpo_kernels.engine.engines import check_engine
-from grpo_kernels.engine.records import NeedsGrad
 from grpo_kernels.engine.request import Gather
 
 
@@ -20,12 +17,11 @@ class Run:
     """Options of how a call is computed; the results are the same up to rounding.
 
     Args:
-        engine: one of `grpo_kernels.typing.EngineName`. (Under torch.compile ``"auto"`` is never ``"lean"``.)
+        engine: one of `grpo_kernels.typing.EngineName`.
         backend: one of `grpo_kernels.typing.BackendName`.
         workspace_bytes: bound on temporary memory, whatever the number of tokens. None: 512 MiB, over kept sets 64 MiB;
             on a GPU up to 3 GiB, by the size of the head and the free memory.
         gather: makes a context in which the weight is whole (DeepSpeed ZeRO-3), for a backward that reads it again.
-            Breaks the graph of torch.compile.
 
     Wrong values raise TypeError or ValueError in the call, before any work is done.
     """
@@ -43,12 +39,6 @@ _OF_RUN = [x.name for x in fields(Run)]
 class Execution(Run):
     """A `Run` in a call, with further options that decide how it is computed."""
 
-    needs_grad: NeedsGrad | None = field(
-        default=None, kw_only=True
-    )  # None: of the tensors that train
-    dtype: torch.dtype | None = field(
-        default=None, kw_only=True
-    )  # of the operands; None: `LMHead.compute_dtype`
     run: Any = field(
         default=None, kw_only=True
     )  # the argument `run`; `check` raises if it is no `Run`

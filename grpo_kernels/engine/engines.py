@@ -86,11 +86,6 @@ def check_engine(name: object) -> None:
         raise ValueError(f"engine: expected one of {', '.join(NAMES)}, got {name!r}")
 
 
-def engine_named(name: str) -> Engine:
-    """Return the engine called `name`, one of `ENGINES`."""
-    return _ENGINES[name]
-
-
 def choose_engine(call: Situation, name: str = "auto") -> Engine:
     """The cheapest engine that gives the exact gradient, or the one named; `SCORE` if no gradient is wanted.
 

@@ -1,7 +1,6 @@
 """Passes of a call, without autograd: a first one over its rows, and a second one if the gradient needs it.
 
-The autograd Functions (`autograd.py`) and the ops for torch.compile (`grpo_kernels.compiled.ops`) both call these. Each
-engine names its passes (`engines.py`).
+The autograd Functions (`autograd.py`) call these. Each engine names its passes (`engines.py`).
 """
 
 from __future__ import annotations

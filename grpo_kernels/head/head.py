@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from grpo_kernels.base.checks import check_number
@@ -32,7 +31,7 @@ class Head:
             weight, bias and active adapters, within the hooks by which FSDP2 and DeepSpeed ZeRO-3 make parameters
             whole; `bias` and `lora` stay None. Forward and backward hooks, which would be handed logits, are refused.
         bias: (V,), or None.
-        lora: a low-rank adapter on the head, `LoRA`. It breaks the graph of torch.compile, as do the next two.
+        lora: a low-rank adapter on the head, `LoRA`.
         process_group: the group over which the head is sharded by rows of the vocabulary, in rank order; the shards may
             be uneven. Arguments other than the head are the same on every rank, and so are the results; each rank gets
             the gradient of its own rows of the head and the whole gradient of the hidden states. Not needed if weight
@@ -58,10 +57,6 @@ class Head:
     logits_dtype: LogitsDtype = "float32"
 
     def __post_init__(self) -> None:
-        if (
-            torch.compiler.is_compiling()
-        ):  # a number may be an input of the graph; the op makes a head, and checks it
-            return
         cap, scale, allowed = self.final_logit_softcapping, self.logit_scale, choices(LogitsDtype)
         if cap is not None:
             check_number("final_logit_softcapping", cap, 0.0)

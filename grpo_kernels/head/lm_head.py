@@ -64,12 +64,6 @@ class LMHead(Head):
             return replace(self, process_group=_sharding_group(self.weight))
         return self
 
-    @property
-    def is_plain(self) -> bool:
-        """True if a compiled graph can hold the head: it has plain hidden states, weight and bias only."""
-        others = (self.lora, self.process_group, self.vocab_size, self.reference)
-        return all(x is None for x in others) and not is_dtensor(self.weight)
-
     def local(self) -> LMHead:
         """Return the head with this rank's plain tensors; a whole head loses its rows beyond `vocab_size`.
 

@@ -5,8 +5,6 @@ Every name and default is TRL's, except those marked *ours*. Published algorithm
 
 from __future__ import annotations
 
-import ast
-import functools
 from dataclasses import Field, dataclass, field, fields
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
@@ -129,11 +127,6 @@ class LossConfig:
                 f"top_entropy_quantile: expected a number in [0, 1], got {self.top_entropy_quantile!r}"
             )
         self._check_sampling_bounds()
-        # as Python writes them: a config may be made within a compiled graph, where `json` cannot be traced
-        values = ", ".join(
-            [f"{option.name!r}: {getattr(self, option.name)!r}" for option in fields(self)]
-        )
-        object.__setattr__(self, "_key", "{" + values + "}")
 
     def _check_sampling_bounds(self) -> None:
         low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
@@ -151,11 +144,6 @@ class LossConfig:
                 "vllm_importance_sampling_clip_max: expected a number, or one for vllm_importance_sampling_clip_min, "
                 f"since vllm_importance_sampling_mode = {self.vllm_importance_sampling_mode!r}, got None for both"
             )
-
-    @property
-    def key(self) -> str:
-        """The config as a string for a compiled graph to carry; `config_of` turns it back into the config."""
-        return self._key  # type: ignore[attr-defined]
 
     @property
     def clip_high(self) -> float:
@@ -299,9 +287,3 @@ def preset_hint(name: Any) -> str:
         if preset in PRESETS
         else ""
     )
-
-
-@functools.lru_cache(maxsize=1024)
-def config_of(key: str) -> LossConfig:
-    """Return the config with this `LossConfig.key`."""
-    return LossConfig(**ast.literal_eval(key))

@@ -24,42 +24,6 @@ _SAMPLING_EXTREMES = (
 )
 
 
-def metric_names(
-    config: LossConfig, *, importance_ratio: bool, sampled: bool
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the names of the metrics of a loss of `config`: those with a pair, and the extremes.
-
-    Args:
-        importance_ratio, sampled: True if the tokens have importance sampling ratios, and sampling log-probabilities.
-    """
-    loss_type, corrects = loss_of(config), config.corrects_sampling
-    clips = loss_type.clipped is not None
-    pairs = {
-        "policy_loss": True,
-        "entropy": True,
-        "advantages/mean": True,
-        "advantages/zero": True,
-        "rows/projected": True,
-        "rows/gradient": True,
-        "kl": config.beta != 0.0,
-        "importance_sampling_ratio": importance_ratio or corrects,
-        "off_policy_masked": config.masks_off_policy,
-        "sampling_unscored": sampled,
-        "sampling/sampling_logp_difference/mean": corrects,
-        "ratio": True,
-        "vespo/phi_seq_mean": loss_type.phi is not None,
-        "cispo_clip_ratio": loss_type.capped is not None,
-        **dict.fromkeys(
-            ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"), clips
-        ),
-    }
-    extremes = dict.fromkeys(_SAMPLING_EXTREMES, corrects)
-    extremes |= dict.fromkeys(("clip_ratio/low_min", "clip_ratio/high_max"), clips)
-    return tuple(name for name, x in pairs.items() if x), tuple(
-        name for name, x in extremes.items() if x
-    )
-
-
 def loss_metrics(
     config: LossConfig,
     tokens: Tokens,

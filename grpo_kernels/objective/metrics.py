@@ -96,13 +96,6 @@ class Metrics(Mapping[str, Tensor]):
             return self.pairs["entropy"][1].to(loss)
         return torch.full_like(loss, self.sequences if self.loss_over == "sequences" else 1)
 
-    def stacked(self) -> tuple[Tensor, Tensor]:
-        """The pairs (K, 2) and the extremes (E,), each in one tensor."""
-        pairs = torch.stack([x for pair in self.pairs.values() for x in pair]).view(-1, 2)
-        return pairs, torch.stack(
-            [*self._extremes.values()]
-        ) if self._extremes else pairs.new_empty(0)
-
     def __getitem__(self, name: str) -> Tensor:
         if name in self._extremes:
             return self._extremes[name]

@@ -17,7 +17,7 @@ import torch
 import trl.trainer.utils as trl_utils
 from torch import Tensor
 
-from grpo_kernels.base.checks import is_fake, warn_once
+from grpo_kernels.base.checks import warn_once
 from grpo_kernels.base.choices import Extra, LogitsDtype, choices
 from grpo_kernels.call.output import Scores
 from grpo_kernels.engine.request import Gather
@@ -155,16 +155,13 @@ def _score(scoring: Scoring, call: ModelCall, hidden: Tensor, head: Head, **opti
             scores = call.compute(hidden, head, positions, **options)
     if rows is not None:
         scores.logps = rows.filled(scores.logps)
-    if not is_fake(hidden):
-        places, mask = (len(hidden), None) if rows is None else (call.passed, rows.counted)
-        count_rows(scoring.shares, places, mask, (scores.logps, scores.entropies))
+    places, mask = (len(hidden), None) if rows is None else (call.passed, rows.counted)
+    count_rows(scoring.shares, places, mask, (scores.logps, scores.entropies))
     return scores
 
 
 def _positions(call: ModelCall, hidden: Tensor) -> Tensor | None:
     """Return the place (N,) of each row of `hidden` (N, H) in the batch's (B, T), -1 outside; None: unknown."""
-    if is_fake(hidden):
-        return None
     use_triton = getattr(
         trl_utils, "_use_triton", None
     )  # TRL 1.15 has none, and always passes only labelled rows

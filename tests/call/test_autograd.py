@@ -363,3 +363,12 @@ def test_gradients_of_a_kept_graph_share_no_memory(engine: str) -> None:
         x.zero_()
     for got, right in zip(torch.autograd.grad(loss, leaves), want, strict=True):
         assert torch.equal(got, right)
+
+
+@pytest.mark.parametrize("engine", ["one_pass", "two_pass"])
+def test_an_upstream_gradient_that_is_nan(engine: str) -> None:
+    """It reaches what counts, and no masked position."""
+    tensors, mask = head(), torch.arange(N) % 3 > 0
+    given = batch(tensors, completion_mask=mask.view(2, -1))
+    (flat(grpo_loss)(**given, engine=engine).loss * torch.nan).backward()
+    assert torch.equal(tensors["hidden"].grad.isnan().any(-1), mask)

@@ -93,15 +93,6 @@ def test_a_line_that_nobody_could_read_is_said_again(said: pytest.LogCaptureFixt
     assert len(said.messages) == 1
 
 
-def test_a_compiled_graph_is_whole_and_says_what_it_runs_on(said: pytest.LogCaptureFixture) -> None:
-    batch = training_batch()
-    with said.at_level(logging.DEBUG, "grpo_kernels"):
-        out = torch.compile(flat(GRPOLoss(run=TORCH)), fullgraph=True, backend="eager")(**batch)
-        out.loss.backward()
-    assert (out.engine, out.backend) == ("one_pass", "torch")
-    assert [line for line in said.messages if "chosen when the graph was compiled" in line]
-
-
 @pytest.mark.parametrize("backend", ["torch", "cpp"])
 def test_the_output_says_which_backend_it_was(backend: str) -> None:
     batch = training_batch()

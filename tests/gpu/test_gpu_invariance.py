@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import LossConfig, Run, grpo_loss, linear_logprob
-from tests.support.on_device import BACKENDS, copy_of, gradients, leaves, same_bits
+from tests.support.on_device import BACKENDS, copy_of, gradients, leaves, relative, same_bits
 
 DTYPES = [torch.bfloat16, torch.float32, torch.float16]
 RERUNS = {"cuda": 20, "cpu": 2}
@@ -170,3 +170,27 @@ def test_rows_are_the_same_in_every_engine(
             run=Run(engine, backend),
         )  # fmt: skip
         assert same_bits((out.per_token_logps.flatten(), out.entropies.flatten()), want), engine
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("engine", ["one_pass", "two_pass", "lean"])
+def test_autocast_to_bf16(device: torch.device, engine: str, backend: str) -> None:
+    """fp32 tensors under autocast: the products' operands are bf16, the gradients fp32; as with rounded tensors."""
+    n, h, v = (512, 256, 32_003) if device.type == "cuda" else (16, 16, 70)
+    hidden, weight, ids = leaves(device, n, h, v, torch.float32)
+    hidden = hidden.detach().view(-1, 8, h).requires_grad_()
+    advantages = torch.linspace(-1, 1, n // 8, device=device)
+    run = Run(engine, backend)
+    with torch.autocast(device.type, torch.bfloat16):
+        out = grpo_loss(hidden, weight, ids.view(-1, 8), None, advantages, run=run)
+    out.loss.backward()
+    rounded = [x.detach().bfloat16().requires_grad_() for x in (hidden, weight)]
+    want = grpo_loss(*rounded, ids.view(-1, 8), None, advantages, run=run)
+    want.loss.backward()
+    assert out.loss.dtype == torch.float32
+    assert same_bits((out.loss, out.per_token_logps), (want.loss, want.per_token_logps))
+    for got, right in zip((hidden, weight), rounded, strict=True):
+        assert got.grad is not None
+        assert right.grad is not None
+        assert got.grad.dtype == torch.float32
+        assert relative(got.grad, right.grad.double()) < 6e-3

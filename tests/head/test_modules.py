@@ -139,17 +139,6 @@ def test_the_head_stays_a_linear_layer_that_can_be_copied_and_saved(maker: str) 
     assert attach(head) is head
 
 
-def test_a_compiled_model_computes_the_loss_in_its_head_without_a_graph_break() -> None:
-    head = module()
-
-    def step(hidden: Tensor) -> Tensor:
-        return head.loss(hidden, IDS, MASK, ADVANTAGES).loss
-
-    hidden = states()
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")(hidden)
-    assert_close(torch.autograd.grad(compiled, hidden), torch.autograd.grad(step(hidden), hidden))
-
-
 class NormedHead(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.linear(x, nn.functional.normalize(self.weight))

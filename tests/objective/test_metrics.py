@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
 
-from grpo_kernels import LossConfig, Metrics, grpo_loss
+from grpo_kernels import LossConfig, LossOutput, Metrics, grpo_loss
 from grpo_kernels.objective.losses import LOSSES
+from tests.support.case_builder import make_case
 from tests.support.flat import flat
+from tests.support.run_case import run
 from tests.support.small_batch import small_batch
 
 MERGED = [
@@ -76,3 +80,23 @@ def test_metrics_are_a_mapping_that_knows_near_names() -> None:
         assert metrics.get(asked) is None
     assert {"entropy", "clip_ratio/low_min"} <= {name for name in metrics if name in metrics}
     assert metrics.floats() == {name: value.item() for name, value in metrics.items()}
+
+
+def test_an_output_is_a_pytree() -> None:
+    """Of its tensors: what maps over them gives an output again, with all of its metrics."""
+    case = make_case("pytree", bias=True, sampling=True, ratio="token", loss_type="grpo", beta=0.1)
+    out, _ = run(case)
+    leaves, spec = pytree.tree_flatten(out)
+    assert len(leaves) == 3 + 2 * len(out.metrics.pairs) + len(out.metrics) - len(out.metrics.pairs)
+    assert all(isinstance(x, Tensor) for x in leaves)
+    paths = pytree.tree_flatten_with_path(out)[0]
+    assert len({pytree.keystr(path) for path, _ in paths}) == len(leaves)
+    doubled = pytree.tree_map(lambda x: x.detach().double(), out)
+    read = pytree.treespec_loads(pytree.treespec_dumps(spec))
+    assert isinstance(hash(spec), int)
+    for again in (doubled, pytree.tree_unflatten(leaves, read)):
+        assert isinstance(again, LossOutput) and again.engine == out.engine
+        assert [*again.metrics] == [*out.metrics] and [*again.metrics.pairs] == [*out.metrics.pairs]
+    assert doubled.metrics.pairs["kl"][1].dtype == torch.float64
+    total, count = out.metrics.pairs["kl"]
+    assert doubled.metrics["kl"] == total.double() / count.double()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -171,32 +170,6 @@ def test_packed_sequences(mode: str) -> None:
     out.loss.backward()
     torch.testing.assert_close(out.loss, want.loss, rtol=1e-6, atol=1e-7)
     torch.testing.assert_close(given["hidden"].grad, d_want["hidden"], rtol=1e-5, atol=1e-7)
-
-
-@pytest.fixture
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-@pytest.mark.parametrize("mode", ["token_mask", "sequence_truncate"])
-def test_compiled(mode: str, fresh_compiler: None) -> None:
-    """One graph, eager's bits, its metrics by name."""
-    case = unscored(make_case("compiled", old=False, sampling=True, **correction(mode)))
-    results = []
-    for call in (grpo_loss, torch.compile(grpo_loss, backend="aot_eager", fullgraph=True)):
-        given = arguments(case)
-        head = {"head": given.pop("weight")}
-        assert given.pop("bias") is None
-        out = call(**given, **head, config=config_of(case))
-        out.loss.backward()
-        results.append(
-            (out.engine, [*out.metrics], [out.loss, *out.metrics.values(), given["hidden"].grad])
-        )
-    (engine, names, eager), (engine_compiled, names_compiled, compiled) = results
-    assert (engine, names) == (engine_compiled, names_compiled)
-    assert all(torch.equal(x, y) for x, y in zip(eager, compiled, strict=True))
 
 
 @pytest.mark.parametrize("mode", ["token_mask", "sequence_mask"])
