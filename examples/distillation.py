@@ -1,7 +1,7 @@
 """On-policy distillation: a student half as wide learns from a teacher on what the student writes itself.
 
 Three losses from the same student with the same seeds: the teacher's log-probability of each sampled token as an
-advantage (`distillation_advantages`), the forward KL from the teacher's 8 likeliest tokens (`topk_divergence`), and the
+advantage, the forward KL from the teacher's 8 likeliest tokens (`topk_divergence`), and the
 reverse KL over the whole vocabulary (`linear_divergence`). The claims at the end: each brings the student nearer to the
 teacher, and more of its answers are right; the whole vocabulary brings it nearer than the sampled tokens alone. With
 --seeds 5 --output FILE the curves of five seeds are written, which `python -m benchmarks.curves` draws.
@@ -37,7 +37,6 @@ from arithmetic import (
 from torch import Tensor
 
 from grpo_kernels import LossConfig, grpo_loss, linear_divergence, linear_logprob, topk_divergence
-from grpo_kernels.advantages import distillation_advantages
 
 TOP_K = 8
 GENERATIONS = 4
@@ -55,7 +54,7 @@ def of_sampled_tokens(
             teacher_hidden, teacher.lm_head, ids, mask=mask, entropy=False
         ).logps
         of_student = linear_logprob(hidden, student.lm_head, ids, mask=mask, entropy=False).logps
-    advantages = distillation_advantages(of_teacher, of_student, mask)
+    advantages = (of_teacher - of_student) * mask
     return grpo_loss(
         hidden, student.lm_head, ids, mask, advantages, config=LossConfig(loss_type="dapo")
     ).loss

@@ -49,11 +49,7 @@ from process_supervision import score_steps
 from torch import Tensor
 
 from grpo_kernels import LossConfig, grpo_loss, linear_logprob, presets
-from grpo_kernels.advantages import (
-    group_advantages,
-    process_advantages,
-    rejection_sampling_advantages,
-)
+from grpo_kernels.advantages import group_advantages, process_advantages
 
 PROMPTS, GENERATIONS, NOISE = 16, 8, 0.5
 LABELLED, ITERATIONS = (
@@ -83,7 +79,7 @@ def ones(rollout: Rollout) -> Tensor:
 
 def accepted(rollout: Rollout) -> Tensor:
     """RFT: 1 for a right answer, 0 for a wrong one."""
-    return rejection_sampling_advantages(accuracy(rollout), threshold=1.0)
+    return (accuracy(rollout) >= 1.0).float()
 
 
 def outcome(rollout: Rollout) -> Tensor:

@@ -1,6 +1,4 @@
-"""Two of verl's methods by name: OPO's length-weighted baseline for the advantages, Clip-Cov for the loss.
-
-Clip-Cov is PPO's loss without some of the tokens that would lower the entropy most: those whose log-probability and
+"""One of verl's losses by name: Clip-Cov. It is PPO's loss without some of the tokens that would lower the entropy most: those whose log-probability and
 advantage vary together. It looks at the whole batch, and still comes straight from hidden states.
 The claims at the end: its gradients are those of autograd through full logits, with the same tokens drawn; tokens were
 drawn; and training with it works.
@@ -21,7 +19,7 @@ from arithmetic import accuracy, evaluate, hidden_states, sample, warm_model
 from torch import Tensor
 
 from grpo_kernels import LossConfig, TokenInputs, grpo_loss, linear_logprob, objectives
-from grpo_kernels.advantages import opo_advantages
+from grpo_kernels.advantages import group_advantages
 
 CLIP_COV = objectives.clip_cov(clip_cov_ratio=0.02, clip_cov_lb=0.05, clip_cov_ub=5.0)
 SEED = 3
@@ -59,7 +57,7 @@ def main() -> None:
         first = step * 8 % len(problems)
         rollout = sample(model, tokenizer, problems[first : first + 16], num_generations=8)
         ids, mask = rollout.completion_ids, rollout.completion_mask
-        advantages = opo_advantages(accuracy(rollout), mask, num_generations=8)
+        advantages = group_advantages(accuracy(rollout), num_generations=8)
         with torch.no_grad():
             old = linear_logprob(
                 hidden_states(model, rollout), head, ids, mask=mask, entropy=False

@@ -1,4 +1,5 @@
-"""Estimators against loops over lists, against TRL's own lines, and by worked examples."""
+"""Estimators against loops over lists, TRL's own lines and verl's functions; their properties, groups that span ranks,
+and wrong arguments."""
 
 from __future__ import annotations
 
@@ -6,33 +7,143 @@ import inspect
 import math
 import random
 import textwrap
+from itertools import product
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from grpo_kernels import advantages as adv
-from tests.support.advantage_loops import (
-    loop_gae,
-    loop_group,
-    loop_process,
-    loop_reinforce,
-    loop_rloo,
-    mean_std,
-    random_rewards,
-    random_tokens,
-    weighted,
-    z_scores,
-)
+from tests.support.ranks import run_ranks
+from tests.support.verl_peer import core_algos
 
-NAN = math.nan
+NAN, INF, FLOAT = math.nan, math.inf, torch.float64
 STDS = pytest.mark.parametrize("std", ["sample", "population"])
+SCALES = pytest.mark.parametrize("scale", ["group", "batch", "mean", "none"])
+AGGREGATIONS = pytest.mark.parametrize("aggregation", ["sum_then_normalize", "normalize_then_sum"])
 
 
-def close(actual, expected, atol=1e-6):
-    torch.testing.assert_close(
-        actual.double(), torch.as_tensor(expected, dtype=torch.float64), atol=atol, rtol=atol
-    )
+def close(found, expected, tolerance=1e-12):
+    expected = torch.as_tensor(expected, dtype=FLOAT)
+    torch.testing.assert_close(found.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+# The definitions, as loops over lists, one number at a time
+
+
+def random_rewards(seed, rows, columns=None, nan_share=0.2, dtype=torch.float32):
+    """Rewards of a few levels, as verifiers give them, some unscored."""
+    gen = torch.Generator().manual_seed(seed)
+    shape = (rows,) if columns is None else (rows, columns)
+    rewards = torch.randint(-2, 4, shape, generator=gen).to(dtype) * 0.37
+    return rewards.masked_fill(torch.rand(shape, generator=gen) < nan_share, NAN)
+
+
+def random_tokens(seed, rows=5, length=11):
+    """Values and a mask with holes; the first row counts nothing, the second everything."""
+    gen = torch.Generator().manual_seed(seed)
+    mask = torch.rand(rows, length, generator=gen) < 0.6
+    mask[0], mask[1] = False, True
+    return torch.randn(rows, length, generator=gen, dtype=FLOAT), mask
+
+
+def mean_std(values, correction):
+    """Over the non-NaN values; the std of one value is NaN with a correction of 1."""
+    scored = [v for v in values if not math.isnan(v)]
+    if not scored:
+        return NAN, NAN
+    mean = math.fsum(scored) / len(scored)
+    if len(scored) == correction:
+        return mean, NAN
+    return mean, math.sqrt(math.fsum((v - mean) ** 2 for v in scored) / (len(scored) - correction))
+
+
+def weighted(row, weights):
+    scored = [w * r for w, r in zip(weights, row, strict=True) if not math.isnan(r)]
+    return math.fsum(scored) if scored else NAN
+
+
+def z_scores(values, ids, correction, epsilon, over="group"):
+    out = []
+    for value, own in zip(values, ids, strict=True):
+        group = [v for v, i in zip(values, ids, strict=True) if i == own]
+        mean, spread = mean_std(group, correction)
+        spread = {"batch": mean_std(values, correction)[1], "mean": mean}.get(over, spread)
+        if over == "none":
+            out.append(value - mean)
+        elif over == "mean" and not mean > 0:
+            out.append(0.0)
+        else:
+            out.append((value - mean) / (spread + epsilon))
+    return out
+
+
+def loop_group(table, ids, weights, scale, std, aggregation, epsilon):
+    correction = 1 if std == "sample" else 0
+    if aggregation == "sum_then_normalize":
+        totals = [weighted(row, weights) for row in table]
+        result = z_scores(totals, ids, correction, epsilon, scale)
+    else:
+        columns = [z_scores(x, ids, correction, epsilon) for x in zip(*table, strict=True)]
+        totals = []
+        for row, given in zip(zip(*columns, strict=True), table, strict=True):
+            known = [w * z for w, z in zip(weights, row, strict=True) if z == z]
+            totals.append(NAN if all(math.isnan(r) for r in given) else math.fsum(known))
+        mean, spread = mean_std(totals, correction)
+        result = [(t - mean) / (spread + epsilon) for t in totals]
+    return [0.0 if math.isnan(a) else a for a in result]
+
+
+def loop_rloo(values, ids, normalize, epsilon):
+    out = []
+    for i, value in enumerate(values):
+        rows = [j for j in range(len(values)) if ids[j] == ids[i] and j != i]
+        others = [values[j] for j in rows if not math.isnan(values[j])]
+        out.append(value - math.fsum(others) / len(others) if others else NAN)
+    if normalize:
+        mean, spread = mean_std(out, 1)
+        out = [(a - mean) / (spread + epsilon) for a in out]
+    return [0.0 if math.isnan(a) else a for a in out]
+
+
+def loop_process(rewards, ends, ids, mask, correction, epsilon):
+    out = [[0.0] * len(row) for row in mask]
+    for b, own in enumerate(ids):
+        pool = [r for row, i in zip(rewards, ids, strict=True) if i == own for r in row]
+        mean, spread = mean_std(pool, correction)
+        for t in range(len(mask[b])):
+            later = [r for r, e in zip(rewards[b], ends[b], strict=True) if e >= t and r == r]
+            total = math.fsum((r - mean) / (spread + epsilon) for r in later)
+            out[b][t] = total if mask[b][t] and total == total else 0.0
+    return out
+
+
+def loop_gae(rewards, values, mask, gamma, lam, last):
+    advantages = [[0.0] * len(row) for row in mask]
+    returns = [[0.0] * len(row) for row in mask]
+    for b, row in enumerate(mask):
+        following, running = last[b], 0.0
+        for t in reversed([t for t, counts in enumerate(row) if counts]):
+            running = rewards[b][t] + gamma * following - values[b][t] + gamma * lam * running
+            following = values[b][t]
+            advantages[b][t], returns[b][t] = running, running + following
+    return advantages, returns
+
+
+def loop_reinforce(totals, mask, kl, beta, gamma):
+    """Returns before whitening; None where a position is left out."""
+    out = [[None] * len(row) for row in mask]
+    for b, row in enumerate(mask):
+        running, reward = 0.0, totals[b]
+        if math.isnan(reward):
+            continue
+        for t in reversed([t for t, counts in enumerate(row) if counts]):
+            running = reward - beta * kl[b][t] + gamma * running
+            out[b][t], reward = running, 0.0
+    return out
 
 
 def test_worked_example_of_outcome_supervision():
@@ -40,84 +151,24 @@ def test_worked_example_of_outcome_supervision():
     assert [round(a, 2) for a in result.tolist()] == [1.24, -0.04, -1.21]
 
 
-@pytest.mark.parametrize("aggregation", ["sum_then_normalize", "normalize_then_sum"])
-@pytest.mark.parametrize("scale", ["group", "batch", "mean", "none"])
+@AGGREGATIONS
+@SCALES
 @STDS
 def test_group_advantages_against_loops(scale, std, aggregation):
     rng = random.Random(0)
     for seed in range(12):
         rows, columns = rng.randint(2, 14), rng.choice([None, 1, 3])
-        rewards = random_rewards(
-            seed, rows, columns, dtype=rng.choice([torch.float32, torch.float64])
-        )
+        dtype = rng.choice([torch.float32, FLOAT])
+        rewards = random_rewards(seed, rows, columns, dtype=dtype)
         ids = [rng.choice([-7, 0, 3, 10**12]) for _ in range(rows)]
         weights = [rng.uniform(-1, 2) for _ in range(columns)] if columns else None
-        options = {
-            "scale": scale,
-            "std": std,
-            "aggregation": aggregation,
-            "epsilon": rng.choice([1e-4, 0.1]),
-        }
+        epsilon = rng.choice([1e-4, 0.1])
+        options = {"scale": scale, "std": std, "aggregation": aggregation, "epsilon": epsilon}
         result = adv.group_advantages(rewards, group_ids=ids, reward_weights=weights, **options)
         table = rewards.double().reshape(rows, -1).tolist()
-        close(
-            result, loop_group(table, ids, weights or [1.0], **options), atol=1e-7
-        )  # rounded once, from float64
+        expected = loop_group(table, ids, weights or [1.0], **options)
+        close(result, expected, 1e-7)  # rounded once, from float64
         assert result.dtype == rewards.dtype
-
-
-def trl_advantages(rewards, num_generations, weights, scale, aggregation):
-    """TRL's own lines, cut out of its trainer and run as they are."""
-    from trl.trainer import grpo_trainer
-
-    source = inspect.getsource(grpo_trainer.GRPOTrainer._generate_and_score_completions)
-    first = source.index("        unscorable_mask = torch.isnan(")
-    last = "        advantages = torch.nan_to_num(advantages, nan=0.0)\n"
-    lines = textwrap.dedent(source[first : source.index(last, first) + len(last)])
-    self = SimpleNamespace(
-        multi_objective_aggregation=aggregation,
-        scale_rewards=scale,
-        reward_weights=weights,
-        reward_funcs=weights,
-    )
-    scope = {
-        "self": self,
-        "rewards_per_func": rewards,
-        "num_generations": num_generations,
-        "device": "cpu",
-    }
-    exec(lines, vars(grpo_trainer).copy(), scope)
-    return scope["advantages"]
-
-
-@pytest.mark.parametrize("aggregation", ["sum_then_normalize", "normalize_then_sum"])
-@pytest.mark.parametrize("scale", ["group", "batch", "none"])
-def test_defaults_equal_trl(scale, aggregation):
-    for seed, (rows, num_generations, nan_share) in enumerate(
-        [(12, 4, 0), (12, 4, 0.4), (12, 2, 0.6), (4, 2, 0.3)]
-    ):
-        rewards, weights = random_rewards(seed, rows, 2, nan_share), torch.tensor([1.0, 0.3])
-        expected = trl_advantages(rewards.clone(), num_generations, weights, scale, aggregation)
-        options = {"scale": scale, "aggregation": aggregation, "reward_weights": weights}
-        result = adv.group_advantages(rewards, num_generations, **options)
-        torch.testing.assert_close(result, expected, atol=3e-6, rtol=1e-5)
-        if scale == "group" and aggregation == "sum_then_normalize":
-            assert torch.equal(
-                adv.group_advantages(rewards, num_generations, reward_weights=weights), result
-            )
-
-
-def test_float32_rewards_are_rounded_once_and_weights_in_a_list_not_at_all():
-    rewards, weights = torch.randn(1000, 2), [0.1, 1 / 3]
-    expected = adv.group_advantages(
-        rewards.double(), 500, reward_weights=torch.tensor(weights, dtype=torch.float64)
-    )
-    torch.set_default_dtype(torch.float16)
-    try:
-        found = adv.group_advantages(rewards, 500, reward_weights=weights)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert torch.equal(found, expected.float())
 
 
 @pytest.mark.parametrize("normalize", [False, True])
@@ -128,23 +179,20 @@ def test_rloo_against_loops(normalize):
         rewards = random_rewards(seed, rows, 2, nan_share=0.4)
         ids, weights = [rng.randint(0, 3) for _ in range(rows)], [0.5, 2.0]
         options = {"normalize": normalize, "epsilon": 1e-4}
-        result = adv.rloo_advantages(
-            rewards, group_ids=torch.tensor(ids), reward_weights=weights, **options
-        )
+        grouped = {"group_ids": torch.tensor(ids), "reward_weights": weights}
         totals = [weighted(row, weights) for row in rewards.double().tolist()]
-        close(result, loop_rloo(totals, ids, **options))
+        result = adv.rloo_advantages(rewards, **grouped, **options)
+        close(result, loop_rloo(totals, ids, **options), 1e-6)
 
 
 def test_worked_example_of_process_supervision():
     """Normalised: -0.447, 0.447, -1.342, 1.342; each token sums the steps that end at or after it."""
-    result = adv.process_advantages(
-        [[0.8, 0.9, 0.7, 1.0]] * 3, [[1, 3, 4, 6]] * 3, 3, length=8, epsilon=0.0
-    )
-    close(result, [[0, 0, 0.447, 0.447, 0, 1.342, 1.342, 0]] * 3, atol=5e-4)
-    last_only = adv.process_advantages(
-        [[0.8], [0.9], [0.7], [1.0]], [[0]] * 4, 4, length=1, epsilon=0.0
-    )
-    close(last_only[:, 0], [-0.447, 0.447, -1.342, 1.342], atol=5e-4)
+    rewards, ends = [[0.8, 0.9, 0.7, 1.0]] * 3, [[1, 3, 4, 6]] * 3
+    result = adv.process_advantages(rewards, ends, 3, length=8, epsilon=0.0)
+    close(result, [[0, 0, 0.447, 0.447, 0, 1.342, 1.342, 0]] * 3, 5e-4)
+    single = [[x] for x in rewards[0]]
+    last_only = adv.process_advantages(single, [[0]] * 4, 4, length=1, epsilon=0.0)
+    close(last_only[:, 0], [-0.447, 0.447, -1.342, 1.342], 5e-4)
 
 
 @STDS
@@ -152,20 +200,18 @@ def test_process_advantages_against_loops(std):
     rng = random.Random(2)
     for seed in range(25):
         rows, steps, length = rng.randint(1, 7), rng.randint(1, 5), rng.randint(1, 12)
-        rewards = random_rewards(seed, rows, steps, nan_share=0.3, dtype=torch.float64)
-        ends = torch.tensor(
-            [sorted(rng.randrange(length) for _ in range(steps)) for _ in range(rows)]
-        )
+        rewards = random_rewards(seed, rows, steps, nan_share=0.3, dtype=FLOAT)
+        ends = [sorted(rng.randrange(length) for _ in range(steps)) for _ in range(rows)]
         mask = torch.rand(rows, length) < 0.8
         ids = [rng.randint(0, 2) for _ in range(rows)]
         options = {"group_ids": ids, "completion_mask": mask.int(), "std": std}
-        result = adv.process_advantages(rewards, ends, **options)
-        expected = loop_process(
-            rewards.tolist(), ends.tolist(), ids, mask.tolist(), int(std == "sample"), 1e-4
+        result = adv.process_advantages(rewards, torch.tensor(ends), **options)
+        correction = int(std == "sample")
+        close(
+            result, loop_process(rewards.tolist(), ends, ids, mask.tolist(), correction, 1e-4), 1e-9
         )
-        close(result, expected, atol=1e-9)
-        garbage = torch.where(rewards.isnan(), rng.choice([-1, -100, 10**9]), ends)
-        assert torch.equal(adv.process_advantages(rewards, garbage, **options), result)
+        junk = torch.where(rewards.isnan(), rng.choice([-1, -100, 10**9]), torch.tensor(ends))
+        assert torch.equal(adv.process_advantages(rewards, junk, **options), result)
 
 
 def test_process_lists_are_padded_tensors():
@@ -177,6 +223,7 @@ def test_process_lists_are_padded_tensors():
     mask = torch.ones(3, 4, dtype=torch.bool)
     assert torch.equal(lists, adv.process_advantages(rewards, ends, 3, completion_mask=mask))
     assert lists[1, 2] < 0
+    assert adv.process_advantages([[], [], []], [[], [], []], 3, length=0).shape == (3, 0)
 
 
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 1.0), (0.99, 0.0), (0.0, 0.5)])
@@ -184,15 +231,14 @@ def test_gae_against_loops(gamma, lam):
     for seed, length in enumerate((1, 6, 26, 1000)):
         values, mask = random_tokens(seed, length=length)
         rewards, last = random_tokens(seed + 100, length=length)[0], values[:, 0] + 1
-        for last_value in (torch.zeros(5), last):
-            expected = loop_gae(
-                rewards.tolist(), values.tolist(), mask.tolist(), gamma, lam, last_value.tolist()
-            )
-            result = adv.gae(
-                rewards, values, mask, gamma, lam, last_value if last_value is last else None
-            )
-            for x, y in zip(result, expected, strict=True):
-                close(x, y, atol=1e-12)
+        lists = rewards.tolist(), values.tolist(), mask.tolist()
+        for given in (None, last):
+            ends = torch.zeros(5) if given is None else given
+            expected = loop_gae(*lists, gamma, lam, ends.tolist())
+            for x, y in zip(
+                adv.gae(rewards, values, mask, gamma, lam, given), expected, strict=True
+            ):
+                close(x, y)
 
 
 def test_gae_of_terminal_rewards_and_whitened():
@@ -202,9 +248,8 @@ def test_gae_of_terminal_rewards_and_whitened():
     for row in range(1, 5):
         rewards[row, mask[row].nonzero()[-1]] = terminal[row].item()
     expected = adv.gae(rewards, values, mask)
-    assert torch.equal(
-        adv.gae(terminal.masked_fill(~mask.any(1), NAN), values, mask)[0], expected[0]
-    )
+    outcome = terminal.masked_fill(~mask.any(1), NAN)
+    assert torch.equal(adv.gae(outcome, values, mask)[0], expected[0])
     whitened, returns = adv.gae(rewards, values, mask, whiten_advantages=True)
     assert torch.equal(whitened, adv.whiten(expected[0], mask))
     assert torch.equal(returns, expected[1])
@@ -216,53 +261,456 @@ def test_whiten_against_loops(std):
     x, mask = random_tokens(11)
     x[~mask] = NAN
     mean, spread = mean_std(x.flatten().tolist(), int(std == "sample"))
-    close(
-        adv.whiten(x, mask, std=std),
-        torch.where(mask, (x - mean) / (spread + 1e-8), 0.0),
-        atol=1e-12,
-    )
-    unshifted = adv.whiten(x, mask, std=std, shift_mean=False, epsilon=0.5)
-    close(unshifted, torch.where(mask, x / (spread + 0.5), 0.0), 1e-12)
+    close(adv.whiten(x, mask, std=std), torch.where(mask, (x - mean) / (spread + 1e-8), 0.0))
+    options = {"std": std, "shift_mean": False, "epsilon": 0.5}
+    close(adv.whiten(x, mask, **options), torch.where(mask, x / (spread + 0.5), 0.0))
+    assert adv.whiten(torch.tensor([[3.0]]), torch.ones(1, 1), **options).item() == 6.0
     assert not adv.whiten(torch.full((2, 5), 0.1), torch.ones(2, 5), epsilon=0.0).any()
-    one = adv.whiten(
-        torch.tensor([[3.0]]), torch.ones(1, 1), std=std, shift_mean=False, epsilon=0.5
-    )
-    assert one.item() == 6.0
     assert not adv.whiten(x, torch.zeros_like(mask)).any()
 
 
-@pytest.mark.parametrize("with_kl", [False, True])
-@pytest.mark.parametrize("baseline", [False, True])
-@pytest.mark.parametrize("gamma", [1.0, 0.9])
-def test_reinforce_plus_plus_against_loops(baseline, gamma, with_kl):
+@pytest.mark.parametrize(
+    ("baseline", "gamma", "beta"), [*product([False, True], [1.0, 0.9], [0, 0.2])]
+)
+def test_reinforce_plus_plus_against_loops(baseline, gamma, beta):
     for seed in range(8):
         kl, mask = random_tokens(seed, rows=6)
-        rewards = random_rewards(seed, 6, 2, nan_share=0.3, dtype=torch.float64)
+        rewards = random_rewards(seed, 6, 2, nan_share=0.3, dtype=FLOAT)
         ids, weights = [0, 1, 0, 1, 0, 1], [1.0, 0.5]
         totals = [weighted(row, weights) for row in rewards.tolist()]
         if baseline:
             totals = z_scores(totals, ids, 0, 0.0, "none")
-        raw = loop_reinforce(totals, mask.tolist(), kl.tolist(), 0.2 if with_kl else 0.0, gamma)
+        raw = loop_reinforce(totals, mask.tolist(), kl.tolist(), beta, gamma)
         mean, spread = mean_std([a for row in raw for a in row if a is not None], 0)
         expected = [
             [0.0 if a is None else (a - mean) / (spread + 1e-8) for a in row] for row in raw
         ]
-        options = {
-            "beta": 0.2,
-            "gamma": gamma,
-            "reward_weights": weights,
-            "group_ids": ids if baseline else None,
-        }
-        given_kl = kl.masked_fill(~mask, NAN) if with_kl else None
-        close(
-            adv.reinforce_plus_plus(rewards, mask, per_token_kl=given_kl, **options),
-            expected,
-            atol=1e-9,
+        found = adv.reinforce_plus_plus(
+            rewards,
+            mask,
+            per_token_kl=kl.masked_fill(~mask, NAN) if beta else None,
+            beta=0.2,
+            gamma=gamma,
+            reward_weights=weights,
+            group_ids=ids if baseline else None,
         )
+        close(found, expected, 1e-9)
 
 
-def test_no_tokens_and_no_rows():
-    empty = torch.zeros(3, 0)
-    assert adv.gae(empty, empty, empty, last_value=torch.zeros(3))[0].shape == (3, 0)
-    assert adv.process_advantages([[], [], []], [[], [], []], 3, length=0).shape == (3, 0)
-    assert adv.rloo_advantages(torch.zeros(0, 3), group_ids=[]).shape == (0,)
+def test_float32_rewards_are_rounded_once_and_weights_in_a_list_not_at_all():
+    rewards, weights = torch.randn(1000, 2), [0.1, 1 / 3]
+    exact = torch.tensor(weights, dtype=FLOAT)
+    expected = adv.group_advantages(rewards.double(), 500, reward_weights=exact)
+    torch.set_default_dtype(torch.float16)
+    try:
+        found = adv.group_advantages(rewards, 500, reward_weights=weights)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(found, expected.float())
+
+
+# TRL and verl
+
+
+def trl_advantages(rewards, num_generations, weights, scale, aggregation):
+    """TRL's own lines, cut out of its trainer and run as they are."""
+    from trl.trainer import grpo_trainer
+
+    source = inspect.getsource(grpo_trainer.GRPOTrainer._generate_and_score_completions)
+    first = source.index("        unscorable_mask = torch.isnan(")
+    last = "        advantages = torch.nan_to_num(advantages, nan=0.0)\n"
+    lines = textwrap.dedent(source[first : source.index(last, first) + len(last)])
+    scope = {
+        "self": SimpleNamespace(
+            multi_objective_aggregation=aggregation,
+            scale_rewards=scale,
+            reward_weights=weights,
+            reward_funcs=weights,
+        ),
+        "rewards_per_func": rewards,
+        "num_generations": num_generations,
+        "device": "cpu",
+    }
+    exec(lines, vars(grpo_trainer).copy(), scope)
+    return scope["advantages"]
+
+
+@AGGREGATIONS
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_defaults_equal_trl(scale, aggregation):
+    for seed, (rows, num_generations, nan_share) in enumerate(
+        [(12, 4, 0), (12, 4, 0.4), (12, 2, 0.6), (4, 2, 0.3)]
+    ):
+        rewards, weights = random_rewards(seed, rows, 2, nan_share), torch.tensor([1.0, 0.3])
+        expected = trl_advantages(rewards.clone(), num_generations, weights, scale, aggregation)
+        options = {"scale": scale, "aggregation": aggregation, "reward_weights": weights}
+        result = adv.group_advantages(rewards, num_generations, **options)
+        torch.testing.assert_close(result, expected, atol=3e-6, rtol=1e-5)
+        if scale == "group" and aggregation == "sum_then_normalize":
+            defaults = adv.group_advantages(rewards, num_generations, reward_weights=weights)
+            assert torch.equal(defaults, result)
+
+
+def batch(seed: int, *, holes: bool = False, rows: int = 13, length: int = 7) -> SimpleNamespace:
+    """Groups of unequal size in any order, one of one row, one of equal rewards."""
+    gen = torch.Generator().manual_seed(seed)
+    ids = torch.cat([torch.randint(3, (rows - 4,), generator=gen), torch.tensor([3, 4, 4, 4])])
+    rewards = torch.randn(rows, 2, generator=gen, dtype=FLOAT)
+    rewards[ids == 4] = torch.tensor([0.7, 0.3], dtype=FLOAT)
+    mask = torch.arange(length) < torch.randint(1, length + 1, (rows, 1), generator=gen)
+    if holes:
+        mask = torch.rand(rows, length, generator=gen) < 0.6
+        mask[0], mask[1] = False, True
+    order = torch.randperm(rows, generator=gen)
+    return SimpleNamespace(
+        rewards=rewards[order],
+        ids=ids[order] * 1000 - 5,
+        mask=mask,
+        token_rewards=torch.randn(rows, length, generator=gen, dtype=FLOAT),
+        values=torch.randn(rows, length, generator=gen, dtype=FLOAT),
+        kl=0.5 + torch.rand(rows, length, generator=gen, dtype=FLOAT),
+        last=torch.randn(rows, generator=gen, dtype=FLOAT),
+        ends=torch.arange(2 * rows).view(-1, 2) % 4,
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "estimate", "tolerance"),
+    [
+        ("grpo", lambda r, d: adv.group_advantages(r, epsilon=1e-6, group_ids=d.ids), 1e-6),
+        ("grpo_none", lambda r, d: adv.group_advantages(r, scale="none", group_ids=d.ids), 1e-12),
+        ("rloo", lambda r, d: adv.rloo_advantages(r, group_ids=d.ids), 1e-12),
+        ("gae", None, 1e-6),
+        (
+            "reinforce_plus_plus",
+            lambda r, d: adv.reinforce_plus_plus(r, d.mask, per_token_kl=d.kl, beta=0.1, gamma=0.9),
+            1e-6,
+        ),
+        (
+            "reinforce_plus_plus_baseline",
+            lambda r, d: adv.reinforce_plus_plus(r, d.mask, group_ids=d.ids),
+            1e-6,
+        ),
+    ],
+)
+def test_verls(name, estimate, tolerance):
+    """A group of one gets 0, in verl its reward. verl whitens with the std of samples, ours is that of all."""
+    function = core_algos().get_adv_estimator_fn(name.removesuffix("_none"))
+    for seed in range(6):
+        data = batch(seed)
+        alone = (data.ids[:, None] == data.ids).sum(1) == 1
+        count, mask, rewards = int(data.mask.sum()), data.mask.to(FLOAT), data.rewards[:, 0]
+        if name == "gae":
+            numbers = data.token_rewards, data.values
+            found, returns = adv.gae(*numbers, data.mask, 0.9, 0.8, whiten_advantages=True)
+            expected, theirs = function(*numbers, mask, torch.tensor(0.9), torch.tensor(0.8))
+            close(returns, theirs * data.mask, tolerance)  # its 0.9 is float32
+        else:
+            found = estimate(rewards, data)
+            last = mask.cumsum(1).argmax(1)[:, None]
+            per_token = torch.zeros_like(mask).scatter(1, last, rewards[:, None])
+            options: dict[str, Any] = {"index": np.array([str(i) for i in data.ids.tolist()])}
+            if name == "grpo_none":
+                options["norm_adv_by_std_in_grpo"] = False
+            if name == "reinforce_plus_plus":
+                options = {"config": SimpleNamespace(gamma=0.9)}
+                per_token = per_token - 0.1 * data.kl
+                alone[:] = False
+            expected = function(token_level_rewards=per_token, response_mask=mask, **options)[0]
+            if found.dim() == 1:
+                found = torch.where(data.mask, found[:, None], 0.0)
+        if name in ("gae", "reinforce_plus_plus"):
+            found = found * math.sqrt((count - 1) / count)
+            alone[:] = False
+        if name == "reinforce_plus_plus_baseline" and alone.any():
+            continue  # whose reward is in verl's mean
+        close(found[~alone], (expected * data.mask)[~alone], tolerance)
+        assert found.any() and (found.dim() == 2 or not found[alone].any())
+
+
+# Properties: each estimator by an example of each way to call it, with a batch and a process group
+
+
+def groups(d: SimpleNamespace, process_group: Any) -> dict[str, Any]:
+    return {"group_ids": d.ids, "process_group": process_group}
+
+
+def of_group(scale: str, aggregation: str, epsilon: float) -> Any:
+    options: dict[str, Any] = {"scale": scale, "aggregation": aggregation, "epsilon": epsilon}
+    return lambda d, pg: adv.group_advantages(d.rewards, **options, **groups(d, pg))
+
+
+ESTIMATORS = {
+    **{
+        f"group {scale} {aggregation} {epsilon}": of_group(scale, aggregation, epsilon)
+        for scale, aggregation, epsilon in product(
+            ("group", "batch", "mean", "none"), ("sum_then_normalize", "normalize_then_sum"), (0.0, 1e-4)
+        )
+    },
+    "rloo": lambda d, pg: adv.rloo_advantages(d.rewards, **groups(d, pg)),
+    "rloo normalised": lambda d, pg: adv.rloo_advantages(d.rewards, normalize=True, epsilon=0.0, **groups(d, pg)),
+    "process": lambda d, pg: adv.process_advantages(
+        d.rewards, d.ends, completion_mask=d.mask, epsilon=0.0, **groups(d, pg)
+    ),
+    "process length": lambda d, pg: adv.process_advantages(
+        d.rewards, d.ends, length=d.mask.shape[1], **groups(d, pg)
+    ),
+    "gae": lambda d, pg: adv.gae(d.token_rewards, d.values, d.mask, 0.9, 0.9, torch.where(d.mask.any(1), d.last, NAN))[0],
+    "gae returns": lambda d, pg: adv.gae(d.token_rewards, d.token_rewards, d.mask, 0.9)[1],
+    "gae whitened": lambda d, pg: adv.gae(
+        d.token_rewards, -d.token_rewards, d.mask, whiten_advantages=True, process_group=pg
+    )[0],
+    "reinforce++": lambda d, pg: adv.reinforce_plus_plus(d.rewards, d.mask, epsilon=0.0, process_group=pg),
+    "reinforce++ baseline": lambda d, pg: adv.reinforce_plus_plus(d.rewards, d.mask, **groups(d, pg)),
+    "reinforce++ penalty": lambda d, pg: adv.reinforce_plus_plus(
+        d.rewards, d.mask, per_token_kl=d.kl, beta=0.2, **groups(d, pg)
+    ),
+    "whiten": lambda d, pg: adv.whiten(d.token_rewards, d.mask, epsilon=0.0, process_group=pg),
+}  # fmt: skip
+CENTRED = [name for name in ESTIMATORS if name.split()[0] in ("group", "rloo", "process")]
+SHIFTS = [*CENTRED, "reinforce++ baseline"]  # a constant added to all rewards changes nothing
+SHIFTS = [name for name in SHIFTS if not name.startswith("group mean sum")]
+DEGREES = {"group none sum_then_normalize 0.0": 1, "group none sum_then_normalize 0.0001": 1, "rloo": 1, "process": 0,
+           "rloo normalised": 0, "gae returns": 1, "reinforce++": 0, "whiten": 0}  # fmt: skip
+DEGREES |= {name: 0 for name in ESTIMATORS if name.endswith(" 0.0") and name not in DEGREES}
+each = pytest.mark.parametrize("name", ESTIMATORS)
+
+
+def estimate(name: str, data: SimpleNamespace, process_group: Any = None) -> Tensor:
+    return ESTIMATORS[name](data, process_group)
+
+
+def part(d: SimpleNamespace, rows: slice | Tensor, columns: int | None = None) -> SimpleNamespace:
+    """These rows of a batch, padded to so many columns only."""
+    per_token = ("mask", "token_rewards", "values", "kl")
+    cut = {k: x[rows, :columns] if k in per_token else x[rows] for k, x in vars(d).items()}
+    return SimpleNamespace(**cut)
+
+
+@pytest.mark.parametrize("name", [x for x in ESTIMATORS if not x.startswith(("gae", "whiten"))])
+def test_unscored_rows_change_nothing_for_the_others(name: str) -> None:
+    data = batch(4, holes=True)
+    unscored = torch.zeros(len(data.ids), dtype=torch.bool)
+    unscored[[2, 5, 6]] = True
+    kept = part(data, ~unscored)
+    data.rewards[unscored] = NAN
+    found = estimate(name, data)
+    close(found[~unscored], estimate(name, kept))
+    assert not found[unscored].any()
+    data.rewards[:] = NAN
+    assert not estimate(name, data).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, FLOAT])
+@pytest.mark.parametrize("name", [*CENTRED, "reinforce++ baseline"])
+def test_equal_rewards_give_exactly_zero(name: str, dtype: torch.dtype) -> None:
+    """Whatever their size; the other group differs, so that a std over the batch is not 0."""
+    for value, size in product((0.1, 1e8, -3.3e7, 1e-30, 0.0), (1, 3, 7, 11)):
+        data = batch(5, rows=size + 4)
+        rewards = torch.tensor([value] * size + [NAN, 1.0, 2.0, 4.0], dtype=dtype)
+        data.rewards, data.ids = (
+            rewards[:, None].repeat(1, 2),
+            torch.tensor([0] * (size + 1) + [1] * 3),
+        )
+        found = estimate(name, data)
+        if name in CENTRED:
+            assert not found[: size + 1].any()
+        assert found.isfinite().all() and found[size + 1 :].any()
+        data.rewards = torch.full_like(data.rewards, value)  # in the whole batch
+        assert not estimate(name, data).any()
+
+
+@pytest.mark.parametrize("name", SHIFTS)
+def test_a_constant_added_to_all_rewards_changes_nothing(name: str) -> None:
+    """Small differences of large rewards are not lost."""
+    data = batch(6)
+    data.rewards = (torch.arange(26.0).view(13, 2) * 5 % 7).mul(8)
+    small = estimate(name, data)
+    data.rewards = data.rewards + 1e8
+    assert torch.equal(estimate(name, data), small)
+    assert small.any()
+
+
+@pytest.mark.parametrize("name", DEGREES)
+def test_rewards_of_another_scale(name: str) -> None:
+    data, larger = batch(2), batch(2)
+    larger.rewards, larger.token_rewards = data.rewards * 1024, data.token_rewards * 1024
+    small = estimate(name, data)
+    close(estimate(name, larger), small * 1024.0 ** DEGREES[name])
+    assert small.any()
+
+
+@each
+def test_masked_positions_orders_dtypes_and_empty_batches(name: str) -> None:
+    """What is masked is never read; rows may come in any order; no gradient, and inputs stay as they are."""
+    data = batch(3, holes=True)
+    whole, order = estimate(name, data), torch.randperm(len(data.ids))
+    close(estimate(name, part(data, order)), whole[order])
+    for junk in (NAN, INF, -1e300):
+        for field in ("token_rewards", "values", "kl"):
+            setattr(data, field, getattr(data, field).masked_fill(~data.mask, junk))
+        assert torch.equal(estimate(name, data), whole)
+    if whole.dim() == 2 and "length" not in name:
+        assert not whole[~data.mask].any()
+    for dtype in (torch.bfloat16, torch.float32, FLOAT):
+        data = batch(0)
+        for field, x in vars(data).items():
+            if x.is_floating_point():
+                setattr(data, field, x.to(dtype).requires_grad_())
+        before = {field: x.detach().clone() for field, x in vars(data).items()}
+        found = estimate(name, data)
+        assert found.dtype == dtype and not found.requires_grad
+        assert all(torch.equal(x.detach(), before[field]) for field, x in vars(data).items())
+    for dtype in (torch.int64, torch.bool):
+        data = SimpleNamespace(
+            **{k: x.float() if x.is_floating_point() else x for k, x in vars(batch(0)).items()}
+        )
+        data.rewards = (data.rewards > 0).to(dtype)
+        assert estimate(name, data).dtype == torch.float32
+    assert estimate(name, part(batch(0), slice(0, 0))).shape == (0, *whole.shape[1:])
+    if not name.startswith("process"):  # whose steps end at tokens
+        empty = estimate(name, part(batch(0), slice(None), 0))
+        assert empty.shape == (13, *[0] * (whole.dim() - 1))
+
+
+# Groups that span ranks: rows of the first of two
+
+SPLITS = {"about equal": 6, "unequal": 5, "nothing for the second": 13, "padded less": 6}
+CALLS = {**ESTIMATORS, "rows": lambda d, pg: adv.group_advantages(d.rewards, 13, process_group=pg)}
+
+
+def of_ranks(split: str) -> SimpleNamespace:
+    """Holes and an unscored row; or rows that from the sixth on count nothing from column 4 on."""
+    data = batch(8 if split == "padded less" else 7, holes=split != "padded less")
+    if split == "padded less":
+        data.mask[6:, 4:] = False
+    else:
+        data.rewards[3] = NAN
+    return data
+
+
+def rank_task(rank: int, world_size: int) -> dict[str, Any]:
+    group, results = torch.distributed.group.WORLD, {}
+    for split, first in SPLITS.items():
+        rows, columns = slice(0, first), None
+        if rank:
+            rows, columns = slice(first, 13), 4 if "less" in split else None
+        own = part(of_ranks(split), rows, columns)
+        results[split] = [call(own, group) for call in CALLS.values()]
+    # no communication, though initialised
+    results["alone"] = [call(of_ranks("unequal"), None) for call in CALLS.values()]
+    try:
+        adv.group_advantages(torch.zeros(3 + rank), 4, process_group=group)
+    except ValueError as error:
+        results["message"] = str(error)
+    return results
+
+
+def test_groups_that_span_ranks() -> None:
+    first, second = run_ranks(rank_task, 2)
+    for split in SPLITS:
+        for call, own, other in zip(CALLS.values(), first[split], second[split], strict=True):
+            x = call(of_ranks(split), None)
+            padding = x.shape[-1] - other.shape[-1] if x.dim() == 2 else 0
+            close(torch.cat([own, torch.nn.functional.pad(other, (0, padding))]), x, 1e-10)
+    for own, call in zip(first["alone"], CALLS.values(), strict=True):
+        assert torch.equal(own, call(of_ranks("unequal"), None))
+    for result in (first, second):
+        assert result["message"] == "num_generations: expected a divisor of the 7 rewards, got 4"
+
+
+# Wrong arguments: the message names the argument, what was expected and what came
+
+R, M = torch.zeros(4), torch.ones(4, 3)
+GOOD: dict[str, Any] = {
+    "rewards": R, "completion_mask": M, "num_generations": 2, "values": M, "x": M, "step_rewards": M,
+    "step_ends": M.long(),
+}  # fmt: skip
+TAKES = {name: {*inspect.signature(getattr(adv, name)).parameters} for name in adv.__all__}
+PER_TOKEN = ("values", "x", "per_token_kl")
+WRONG: list[tuple[type[Exception], str, Any, str]] = [
+    *((ValueError, name, M[:, :2], r"expected shape \(B, T\) = \(4, 3\), got \(4, 2\)") for name in PER_TOKEN),
+    *((ValueError, name, M * x, f"expected finite .* got {x}") for name in PER_TOKEN for x in (NAN, INF)),
+    (ValueError, "last_value", R[:3], r"expected shape \(B,\) = \(4,\), got \(3,\)"),
+    (ValueError, "last_value", R + INF, "expected finite .* got inf"),
+    (TypeError, "rewards", [1.0, 2.0], "expected a tensor, got list"),
+    (TypeError, "rewards", R.cfloat(), "expected real numbers, got torch.complex64"),
+    (ValueError, "rewards", R.view(2, 2, 1), r"expected shape .* got \(2, 2, 1\)"),
+    (ValueError, "rewards", R + torch.tensor([0.0, 0.0, INF, 0.0]), r"expected finite .* got inf at \(2, "),
+    (ValueError, "rewards", R - INF, "expected finite .* got -inf"),
+    (ValueError, "reward_weights", [1, 2], r"expected shape \(F,\) = \(1,\), got \(2,\)"),
+    (ValueError, "reward_weights", [NAN], "expected finite values, got nan"),
+    (TypeError, "reward_weights", "ab", "expected a tensor or a list of numbers, got 'ab'"),
+    (TypeError, "reward_weights", [None], r"expected a tensor or a list of numbers, got \[None\]"),
+    (ValueError, "num_generations", 3, "expected a divisor of the 4 .* got 3"),
+    (ValueError, "num_generations", 0, "expected at least [12].*, got 0"),
+    (TypeError, "num_generations", 2.0, "expected an int, got float"),
+    (TypeError, "group_ids", R, "expected integers, got torch.float32"),
+    (ValueError, "group_ids", [0] * 7, r"expected shape \(B,\) = \(4,\), got \(7,\)"),
+    (ValueError, "scale", "groups", "expected one of .* got 'groups'"),
+    (ValueError, "std", "biased", "expected one of .* got 'biased'"),
+    (ValueError, "aggregation", "sum", "expected one of .* got 'sum'"),
+    (ValueError, "epsilon", -1.0, "expected a finite number at least 0, got -1"),
+    (ValueError, "epsilon", NAN, "expected a finite number at least 0, got nan"),
+    (TypeError, "epsilon", "1", "expected a number, got str"),
+    (ValueError, "completion_mask", R, r"expected shape \(B, T\), got \(4,\)"),
+    (TypeError, "completion_mask", 3, "expected a tensor, got int"),
+    (ValueError, "completion_mask", M * NAN, "expected 0 or a number that is not, got nan"),
+    (ValueError, "step_rewards", R, r"expected shape \(B, S\), got \(4,\)"),
+    (ValueError, "step_rewards", M * INF, "expected finite .* got inf"),
+    (ValueError, "step_ends", M[:, :2].long(), r"expected shape \(B, S\) = \(4, 3\), got \(4, 2\)"),
+    (TypeError, "step_ends", M, "expected integers, got torch.float32"),
+    (ValueError, "step_ends", M.long() * 3, r"expected indices in \[0, T\) = \[0, 3\), got 3 at \(0, 0\)"),
+    (ValueError, "step_ends", -M.long(), "expected indices .* got -1"),
+    (ValueError, "gamma", 1.5, r"expected a finite number in \[0, 1\], got 1.5"),
+    (ValueError, "lam", -0.1, r"expected a finite number in \[0, 1\], got -0.1"),
+    (ValueError, "beta", NAN, "expected a finite number, got nan"),
+]  # fmt: skip
+OF_ONE: list[tuple[type[Exception], str, dict[str, Any], str]] = [
+    (ValueError, "group_advantages", {"rewards": M[:, :0]}, r"rewards: expected shape .* got \(4, 0\)"),
+    (ValueError, "group_advantages", {"num_generations": 1}, "num_generations: expected at least 2 .* got 1"),
+    (ValueError, "process_advantages", {"step_rewards": [[1.0], [1.0, 2.0]], "step_ends": [[0], [0]]},
+     r"step_ends: .*\[1, 2\] by row, got \[1, 1\]"),
+    (ValueError, "process_advantages", {"completion_mask": None}, "completion_mask, length: .* got neither"),
+    (ValueError, "process_advantages", {"length": 3}, "completion_mask, length: .* got both"),
+    (ValueError, "process_advantages", {"completion_mask": M[:3]}, r"completion_mask: .* \(4, 3\), got \(3, 3\)"),
+    (ValueError, "process_advantages", {"completion_mask": None, "length": -1}, "length: expected at least 0, got -1"),
+    (TypeError, "process_advantages", {"completion_mask": None, "length": 3.0}, "length: expected an int, got float"),
+    (TypeError, "gae", {"completion_mask": None}, "completion_mask: expected a tensor, got NoneType"),
+    (ValueError, "gae", {"rewards": M[:, :2]}, r"rewards: .* \(4, 3\), got \(4, 2\)"),
+    (ValueError, "gae", {"rewards": R * NAN}, "rewards: expected finite .* got nan"),
+    *((ValueError, name, {"rewards": R[:3]}, r"rewards: .*= \(4,.*\), got \(3,\)")
+      for name in ("gae", "reinforce_plus_plus")),
+    *((ValueError, name, {"group_ids": [0] * 4, "num_generations": 2}, ".* exactly one of the two, got both")
+      for name, takes in TAKES.items() if "group_ids" in takes),
+    *((ValueError, name, {"num_generations": None}, ".* exactly one of the two, got neither")
+      for name in ("group_advantages", "rloo_advantages", "process_advantages")),
+    *((TypeError, name, {"process_group": "x"} | ({"whiten_advantages": True} if name == "gae" else {}),
+       r"process_group: expected a torch.distributed.ProcessGroup .* got str")
+      for name, takes in TAKES.items() if "process_group" in takes),
+]  # fmt: skip
+
+
+def call(name: str, **changes: Any) -> Any:
+    return getattr(adv, name)(**{key: x for key, x in GOOD.items() if key in TAKES[name]} | changes)
+
+
+@pytest.mark.parametrize(("error", "argument", "value", "message"), WRONG)
+def test_a_wrong_argument_is_named_by_every_estimator_that_takes_it(
+    error: type[Exception], argument: str, value: Any, message: str
+) -> None:
+    takers = [name for name in adv.__all__ if argument in TAKES[name]]
+    assert takers
+    for name in takers:
+        call(name)
+        changes = {argument: value} | ({"num_generations": None} if argument == "group_ids" else {})
+        with pytest.raises(error, match=f"^{argument}: {message}"):
+            call(name, **changes)
+
+
+@pytest.mark.parametrize(("error", "name", "changes", "message"), OF_ONE)
+def test_of_one_estimator(
+    error: type[Exception], name: str, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(error, match=f"^{message}"):
+        call(name, **changes)

@@ -11,13 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grpo_kernels import Head, Scores, grpo_loss, linear_divergence, linear_logprob, topk_divergence
-from grpo_kernels import advantages as adv
 from tests.support.case_builder import seeded
 from tests.support.flat import flat
 
 Arguments = dict[str, Any]
 ROWS = (4, 6)  # of the head, on each rank
-SAMPLES = (3, 1)  # rewards
 
 
 @dataclass(frozen=True)
@@ -47,10 +45,6 @@ class Call:
 
 def results(output: Any) -> dict[str, Tensor]:
     """What of an output can be compared, by name."""
-    if isinstance(output, Tensor):
-        return {"result": output}
-    if isinstance(output, tuple):
-        return dict(zip(("advantages", "returns"), output, strict=True))
     if isinstance(output, Scores):
         return output.given
     return {
@@ -126,53 +120,9 @@ def _shard(whole: Arguments, rank: int) -> Arguments:
     return part
 
 
-def _samples(whole: Arguments, rank: int) -> Arguments:
-    """The completions divided."""
-    rows = {
-        k: x.split(SAMPLES)[rank]
-        for k, x in whole.items()
-        if isinstance(x, Tensor) and len(x) == sum(SAMPLES)
-    }
-    return whole | rows | {"process_group": dist.group.WORLD}
-
-
-def _own_samples(whole: Mapping[str, Tensor], rank: int) -> Mapping[str, Tensor]:
-    return {name: x.split(SAMPLES)[rank] for name, x in whole.items()}
-
-
-REWARDS = torch.tensor([1.0, 0.0, 0.25, 2.0])
-MASK = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 1], [1, 1, 0]])
-VALUES = torch.linspace(-1.0, 1.0, 12).view(4, 3)
-PAIRS: Arguments = {"rewards": REWARDS, "num_generations": 2}
-STEPS = torch.tensor([[0.5, 1.0], [0.0, 0.25], [1.0, 0.0], [0.75, 0.5]])
-ENDS = torch.tensor([[0, 1], [0, 0], [1, 2], [0, 1]])
-
-
-def _estimator(function: Callable[..., Any], **whole: Any) -> Call:
-    return Call(function, lambda: dict(whole), _samples, _own_samples)
-
-
 CALLS = {
     "loss": Call(flat(grpo_loss), _loss, _shard),
     "logprob": Call(flat(linear_logprob), _logprob, _shard),
     "divergence": Call(_diverge, _divergence, _shard),
     "topk": Call(flat(topk_divergence), _top_k, _shard),
-    "group": _estimator(adv.group_advantages, **PAIRS),
-    "rloo": _estimator(adv.rloo_advantages, **PAIRS),
-    "passk": _estimator(adv.passk_advantages, **PAIRS),
-    "gpg": _estimator(adv.gpg_advantages, **PAIRS),
-    "opo": _estimator(adv.opo_advantages, **PAIRS, completion_mask=MASK),
-    "gdpo": _estimator(adv.gdpo_advantages, **PAIRS, completion_mask=MASK),
-    "process": _estimator(
-        adv.process_advantages, step_rewards=STEPS, step_ends=ENDS, num_generations=2, completion_mask=MASK
-    ),
-    "gae": _estimator(
-        adv.gae, rewards=REWARDS, values=VALUES, completion_mask=MASK, whiten_advantages=True
-    ),
-    "reinforce++": _estimator(adv.reinforce_plus_plus, rewards=REWARDS, completion_mask=MASK),
-    "whiten": _estimator(adv.whiten, x=VALUES, completion_mask=MASK),
-    "otb": _estimator(
-        adv.optimal_token_baseline, **PAIRS, completion_mask=MASK, old_per_token_logps=VALUES - 2.0,
-        sum_pi_squared=VALUES.square() * 0.1 + 0.2,
-    ),
 }  # fmt: skip

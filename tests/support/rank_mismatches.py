@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from grpo_kernels import LoRA, LossConfig, token_level
-from tests.support.rank_calls import VALUES
 from tests.support.rank_kinds import Mismatch, alone, config, differs, fits
 
 NAN = math.nan
@@ -261,155 +260,8 @@ def of_logits(call: str) -> list[Mismatch]:
     ]
 
 
-def of_estimators() -> list[Mismatch]:
-    """advantages: all but the rows is the same on every rank."""
-    two = {"rewards": torch.tensor([[1.0, 0.0], [0.0, 0.5], [0.25, 0.25], [2.0, 1.0]])}
-    form = "num_generations|group_ids|groups"
-    ids = {"num_generations": None, "group_ids": lambda own: torch.arange(len(own["rewards"]))}
-    bad_rewards = {
-        "a list": [1.0, 0.0],
-        "infinite": torch.full((3,), math.inf),
-        "3-D": torch.ones(1, 1, 1),
-        "complex": torch.ones(3, dtype=torch.complex64),
-    }
-    return [
-        *(alone(f"rewards {what}", "group", rewards=x) for what, x in bad_rewards.items()),
-        differs("std", call="group", std="population"),
-        differs("scale batch", "scale", "group", scale="batch"),
-        differs("scale none", "scale", "group", scale="none"),
-        differs("aggregation", call="group", both=two, aggregation="normalize_then_sum"),
-        differs("epsilon", call="group", epsilon=0.1),
-        differs("num_generations", form, "group", num_generations=4),
-        differs("group form", form, "group", **ids),
-        differs(
-            "F of rewards",
-            "rewards|F|shape",
-            "group",
-            rewards=lambda own: own["rewards"][:, None].expand(-1, 2),
-        ),
-        differs(
-            "dtype float64 of rewards",
-            "rewards|dtype",
-            "group",
-            rewards=as_dtype("rewards", torch.float64),
-        ),
-        differs(
-            "dtype bfloat16 of rewards",
-            "rewards|dtype",
-            "group",
-            rewards=as_dtype("rewards", torch.bfloat16),
-        ),
-        differs(
-            "dtype int64 of rewards",
-            "rewards|dtype",
-            "group",
-            rewards=as_dtype("rewards", torch.int64),
-        ),
-        differs("presence of reward_weights", "reward_weights", "group", reward_weights=[2.0]),
-        differs(
-            "reward_weights",
-            call="group",
-            both=two | {"reward_weights": [1.0, 2.0]},
-            reward_weights=[2.0, 1.0],
-        ),
-        Mismatch(
-            "another estimator", {}, "function|call|advantages|estimator", "group", other_call="gpg"
-        ),
-        Mismatch(
-            "whitening instead",
-            {},
-            "function|call|advantages|estimator|whiten",
-            "group",
-            other_call="whiten",
-        ),
-        differs("normalize", call="rloo", normalize=True),
-        differs("epsilon of rloo", "epsilon", "rloo", both={"normalize": True}, epsilon=0.1),
-        differs("group form of rloo", form, "rloo", **ids),
-        differs("scale of passk", "scale", "passk", scale="none"),
-        differs("std of passk", "std", "passk", std="population"),
-        differs("num_generations of gpg", form, "gpg", num_generations=4),
-        differs("num_generations of opo", form, "opo", num_generations=4),
-        differs(
-            "F of gdpo",
-            "rewards|F|shape",
-            "gdpo",
-            rewards=lambda own: own["rewards"][:, None].expand(-1, 2),
-        ),
-        differs("epsilon of gdpo", "epsilon", "gdpo", epsilon=0.1),
-        differs("std of process", "std", "process", std="sample"),
-        differs("epsilon of process", "epsilon", "process", epsilon=0.1),
-        differs("num_generations of process", form, "process", num_generations=4),
-        differs("gamma of gae", "gamma", "gae", gamma=0.5),
-        differs("lam of gae", "lam", "gae", lam=0.5),
-        differs("whiten_advantages of gae", "whiten_advantages", "gae", whiten_advantages=False),
-        differs("last_value of gae", "last_value", "gae", last_value=ones_like("values", 1)),
-        differs(
-            "beta of reinforce++", "beta", "reinforce++", both={"per_token_kl": VALUES}, beta=0.5
-        ),
-        differs(
-            "per_token_kl of reinforce++",
-            "per_token_kl",
-            "reinforce++",
-            per_token_kl=ones_like("completion_mask"),
-        ),
-        differs("group form of reinforce++", form, "reinforce++", num_generations=2),
-        differs("shift_mean of whiten", "shift_mean", "whiten", shift_mean=False),
-        differs("std of whiten", "std", "whiten", std="sample"),
-        differs("epsilon of whiten", "epsilon", "whiten", epsilon=0.1),
-        differs("dtype of whiten", "x|dtype", "whiten", x=as_dtype("x", torch.float64)),
-        differs("handle_zero_tail of otb", "handle_zero_tail", "otb", handle_zero_tail=False),
-        differs(
-            "ratio of otb",
-            "importance_sampling_ratio",
-            "otb",
-            importance_sampling_ratio=ones_like("completion_mask"),
-        ),
-        alone("std unknown", "group", std="robust"),
-        alone("scale unknown", "group", scale="all"),
-        alone("aggregation unknown", "group", aggregation="median"),
-        alone("epsilon -1", "group", epsilon=-1.0),
-        alone("epsilon a string", "group", epsilon="small"),
-        alone("num_generations 0", "group", num_generations=0),
-        alone("num_generations True", "group", num_generations=True),
-        alone("both group forms", "group", group_ids=lambda own: torch.arange(len(own["rewards"]))),
-        alone(
-            "group_ids of floats",
-            "group",
-            num_generations=None,
-            both=GROUPED,
-            group_ids=ones_like("rewards", 1),
-        ),
-        alone("group_ids of another length", "group", both=GROUPED, group_ids=torch.arange(7)),
-        alone("reward_weights of another length", "group", reward_weights=[1.0, 2.0, 3.0]),
-        alone("reward_weights NaN", "group", both={"reward_weights": [2.0]}, reward_weights=[NAN]),
-        alone(
-            "completion_mask NaN", "opo", completion_mask=lambda own: own["completion_mask"] * NAN
-        ),
-        alone("completion_mask 1-D", "opo", completion_mask=torch.ones(3)),
-        alone("values NaN", "gae", values=lambda own: own["values"] * NAN),
-        alone("values of another shape", "gae", values=torch.ones(1, 7)),
-        alone("gamma 2", "gae", gamma=2.0),
-        alone(
-            "last_value infinite",
-            "gae",
-            last_value=lambda own: torch.full((len(own["values"]),), math.inf),
-        ),
-        alone("step_ends out of range", "process", step_ends=lambda own: own["step_ends"] + 100),
-        alone(
-            "per_token_kl infinite",
-            "reinforce++",
-            both={"per_token_kl": VALUES},
-            per_token_kl=lambda own: own["per_token_kl"] * math.inf,
-        ),
-        alone("x infinite", "whiten", x=lambda own: own["x"] * math.inf),
-        alone("handle_zero_tail a string", "otb", handle_zero_tail="yes"),
-    ]
-
-
-GROUPED = {"num_generations": None, "group_ids": torch.tensor([0, 1, 0, 1])}
 MISMATCHES = {
     "process_group": of_a_sharded_head(),
-    "advantages": of_estimators(),
 }
 FITTING = {
     "process_group": [
@@ -424,21 +276,5 @@ FITTING = {
             hidden=lambda own: own["hidden"].mT.contiguous().mT.detach().requires_grad_(),
         ),
         fits("a mask of bool", completion_mask=lambda own: own["completion_mask"].bool()),
-    ],
-    "advantages": [
-        fits(
-            "no rows here",
-            "group",
-            both=GROUPED,
-            rewards=torch.ones(0),
-            group_ids=torch.ones(0, dtype=torch.long),
-        ),
-        fits("nothing scored here", "group", rewards=lambda own: own["rewards"] * NAN),
-        fits(
-            "other ids of groups", "group", both=GROUPED, group_ids=lambda own: own["group_ids"] + 7
-        ),
-        fits(
-            "nothing counts here", "whiten", completion_mask=lambda own: own["completion_mask"] * 0
-        ),
     ],
 }

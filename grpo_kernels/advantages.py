@@ -1,0 +1,521 @@
+"""Advantages from rewards (group baselines, leave-one-out, process supervision, GAE, REINFORCE++) or
+a teacher.
+
+All run in float64 (float32 where the device has none) and without gradient. Results have the dtype
+of the float inputs, float32 for integer rewards.
+
+``process_group`` is for groups whose samples lie on several ranks: each rank passes its own rows
+(their number may differ), all with the same options, and gets the advantages of its own rows.
+Rewards never travel, only group ids and per-group statistics. ``None`` means no communication at
+all, also where ``torch.distributed`` is initialised.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.base.checks import check_mask_values
+from grpo_kernels.base.choices import AdvantageScale, AdvantageStd, RewardAggregation, choices
+from grpo_kernels.base.distributed import all_reduce, check_group, gather_stacked, gather_uneven
+from grpo_kernels.base.sums import counted_first, discounted_sums, last_counted, widen
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = [
+    "gae",
+    "group_advantages",
+    "process_advantages",
+    "reinforce_plus_plus",
+    "rloo_advantages",
+    "whiten",
+]
+
+
+@torch.no_grad()
+def group_advantages(
+    rewards: Tensor,  # (B,) or (B, F)
+    num_generations: int | None = None,
+    *,
+    group_ids: Tensor | Sequence[int] | None = None,  # (B,)
+    reward_weights: Tensor | Sequence[float] | None = None,  # (F,)
+    scale: AdvantageScale = "group",
+    std: AdvantageStd = "sample",
+    aggregation: RewardAggregation = "sum_then_normalize",
+    epsilon: float = 1e-4,
+    process_group: ProcessGroup | None = None,
+) -> Tensor:
+    """Group-relative advantages (B,): A_i = (r_i - mean of its group) / (std + epsilon).
+
+    The defaults are TRL's. Groups are ``num_generations`` consecutive rows (counted over all ranks)
+    or the rows of equal integer id in ``group_ids``, in any order and of any sizes; exactly one of
+    the two is given. A NaN reward is unscored: it enters no sum, no mean and no std, and a row
+    without any score has advantage 0. A group of equal rewards, or with one scored row, has
+    advantages of exactly 0.
+
+    ``aggregation`` of F rewards: "sum_then_normalize" takes r = sum_f w_f r_f; "normalize_then_sum"
+    takes the weighted sum of each reward's own z-score in its group and divides by its std over the
+    batch (``scale`` is then ignored).
+    ``scale``: std is that of the "group" or of the "batch"; "none" returns the difference from the
+    mean; "mean" divides by the group's mean in place of a std (MaxRL, for rewards of at least 0;
+    prime-rl's with ``epsilon=0``), and gives a group whose mean is not above 0 advantages of 0.
+    ``std``: "sample" divides by n - 1, "population" by n.
+
+    Sources: https://arxiv.org/abs/2402.03300 (section 4.1.2), https://arxiv.org/abs/2503.20783
+    (scale "none"), https://arxiv.org/abs/2602.02710 (scale "mean"),
+    https://arxiv.org/abs/2601.05242 ("normalize_then_sum").
+    Raises ValueError for infinite rewards and for arguments out of range, TypeError for wrong types.
+    """
+    _one_of("scale", scale, choices(AdvantageScale))
+    _one_of("aggregation", aggregation, choices(RewardAggregation))
+    correction = _correction(std)
+    _in_interval("epsilon", epsilon)
+    table, weights = _reward_table(rewards, reward_weights)
+    groups = _groups(table, num_generations, group_ids, process_group)
+    batch = _one_group(table, process_group)
+
+    if aggregation == "sum_then_normalize":
+        total = _weighted_sum(table, weights)
+        result, spread, count = _moments(total, groups, correction)
+        if scale == "batch":
+            _, spread, _ = _moments(total, batch, correction)
+        if scale == "mean":
+            sums = _group_sums(total.nan_to_num(nan=0.0), groups)[groups.of_row]
+            spread = sums / count.clamp(min=1)
+            result = torch.where(spread > 0, result, 0.0)
+        if scale != "none":
+            result = _divide(result, spread + epsilon)
+    else:
+        centred, spread, _ = _moments(table, groups, correction)
+        total = _weighted_sum(_divide(centred, spread + epsilon), weights)
+        # z-scores sum to 0 in every group, hence in the batch: their mean is rounding noise only.
+        _, spread, _ = _moments(total, batch, correction)
+        result = _divide(total, spread + epsilon)
+    return result[:, 0].nan_to_num(nan=0.0).to(_float_dtype(rewards))
+
+
+@torch.no_grad()
+def rloo_advantages(
+    rewards: Tensor,  # (B,) or (B, F)
+    num_generations: int | None = None,
+    *,
+    group_ids: Tensor | Sequence[int] | None = None,  # (B,)
+    reward_weights: Tensor | Sequence[float] | None = None,  # (F,)
+    normalize: bool = False,
+    epsilon: float = 1e-4,
+    process_group: ProcessGroup | None = None,
+) -> Tensor:
+    """Leave-one-out advantages (B,): A_i = r_i - mean of the other scored rewards of its group.
+
+    Groups, weights, NaN and errors as in ``group_advantages``; a row alone in its group has
+    advantage 0. ``normalize`` divides by (sample std over the batch + ``epsilon``).
+    Source: https://arxiv.org/abs/2402.14740
+    """
+    _in_interval("epsilon", epsilon)
+    table, weights = _reward_table(rewards, reward_weights)
+    groups = _groups(table, num_generations, group_ids, process_group)
+    centred, _, n = _moments(_weighted_sum(table, weights), groups, 0)
+    result = centred * n / (n - 1)  # 0 / 0 = NaN, unscored, where n = 1
+    if normalize:
+        _, spread, _ = _moments(result, _one_group(table, process_group), 1)
+        result = _divide(result, spread + epsilon)
+    return result[:, 0].nan_to_num(nan=0.0).to(_float_dtype(rewards))
+
+
+@torch.no_grad()
+def process_advantages(
+    step_rewards: Tensor | Sequence[Sequence[float | None]],  # (B, S)
+    step_ends: Tensor | Sequence[Sequence[int]],  # (B, S)
+    num_generations: int | None = None,
+    *,
+    group_ids: Tensor | Sequence[int] | None = None,  # (B,)
+    completion_mask: Tensor | None = None,  # (B, T)
+    length: int | None = None,  # T
+    std: AdvantageStd = "population",
+    epsilon: float = 1e-4,
+    process_group: ProcessGroup | None = None,
+) -> Tensor:
+    """Process supervision (B, T): A_t = sum of the normalised rewards of the steps that end at or
+    after token t.
+
+    Rewards are normalised over all steps of all outputs of a group: (r - mean) / (std +
+    ``epsilon``). ``step_rewards`` is padded with NaN (an unscored step, which counts for nothing),
+    ``step_ends`` holds the index in [0, T) of each step's last token and is not read where the
+    reward is NaN; both may be ragged lists. T comes from ``length`` or from ``completion_mask``,
+    exactly one of which is given; masked positions get 0, as do tokens after the last step.
+    Groups as in ``group_advantages``. Source: https://arxiv.org/abs/2402.03300 (section 4.1.3)
+    Raises ValueError for infinite rewards, ends out of range and shapes that disagree.
+    """
+    correction = _correction(std)
+    _in_interval("epsilon", epsilon)
+    table, ends = _step_table(step_rewards, step_ends)
+    batch_size, steps = table.shape
+    if (completion_mask is None) == (length is None):
+        got = "neither" if length is None else "both"
+        raise ValueError(f"completion_mask, length: expected exactly one of the two, got {got}")
+    if completion_mask is not None:
+        mask = _bool_mask(completion_mask)
+        _expect_shape("completion_mask", mask, (batch_size, mask.shape[1]), "(B, T)")
+    elif isinstance(length, bool) or not isinstance(length, int):
+        raise TypeError(f"length: expected an int, got {type(length).__name__}")
+    elif length < 0:
+        raise ValueError(f"length: expected at least 0, got {length}")
+    else:
+        mask = torch.ones(batch_size, length, dtype=torch.bool, device=table.device)
+    x = widen(table)
+    _require_all(~x.isinf(), x, "step_rewards", "finite values, or NaN for an unscored step")
+    in_range = x.isnan() | ((ends >= 0) & (ends < mask.shape[1]))
+    _require_all(in_range, ends, "step_ends", f"indices in [0, T) = [0, {mask.shape[1]})")
+    groups = _groups(x, num_generations, group_ids, process_group, fewest=1)
+    by_step = groups._replace(of_row=groups.of_row.repeat_interleave(steps))
+    centred, spread, _ = _moments(x.reshape(-1, 1), by_step, correction)
+    normalised = _divide(centred, spread + epsilon).nan_to_num(nan=0.0).view(batch_size, steps)
+    at_ends = x.new_zeros(mask.shape)
+    if mask.shape[1]:
+        at_ends.scatter_add_(1, torch.where(x.isnan(), 0, ends), normalised)
+    return torch.where(mask, discounted_sums(at_ends, 1.0), 0.0).to(_float_dtype(table))
+
+
+@torch.no_grad()
+def gae(
+    rewards: Tensor,  # (B, T), or (B,): a reward at each row's last counted token
+    values: Tensor,  # (B, T)
+    completion_mask: Tensor,  # (B, T)
+    gamma: float = 1.0,
+    lam: float = 0.95,
+    last_value: Tensor | None = None,  # (B,)
+    *,
+    whiten_advantages: bool = False,
+    process_group: ProcessGroup | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation: (advantages, returns), both (B, T) and 0 where masked.
+
+    delta_t = r_t + gamma V_(t+1) - V_t,  A_t = delta_t + gamma lam A_(t+1),  return_t = A_t + V_t,
+    where t + 1 is the next counted position: the recursion jumps over masked ones (padding, tool
+    output), whose contents are never used. After a row's last counted token V is ``last_value`` (0
+    by default: the episode has ended). ``whiten_advantages`` applies ``whiten``, over all ranks of
+    ``process_group``; the returns keep their scale.
+    Source: https://arxiv.org/abs/1506.02438. Raises ValueError for non-finite numbers at counted
+    positions.
+    """
+    _in_interval("gamma", gamma, 1)
+    _in_interval("lam", lam, 1)
+    mask = _bool_mask(completion_mask)
+    _real_tensor("rewards", rewards)
+    if rewards.dim() == 2:
+        r = _counted_values("rewards", rewards, mask)
+    else:
+        _expect_shape("rewards", rewards, mask.shape[:1], "(B,)")
+        r = _counted_values("rewards", rewards[:, None].expand(mask.shape), last_counted(mask))
+    v = _counted_values("values", values, mask)
+    order, inside = counted_first(mask)
+    v_packed = v.gather(1, order)
+    next_v = torch.cat([v_packed[:, 1:], v.new_zeros(len(v), min(v.shape[1], 1))], dim=1)
+    if last_value is not None:
+        _expect_shape("last_value", last_value, mask.shape[:1], "(B,)")
+        finite = last_value.isfinite() | ~mask.any(dim=1)
+        _require_all(finite, last_value, "last_value", "finite values")
+        is_last = last_counted(mask).gather(1, order)
+        next_v = torch.where(is_last, widen(last_value)[:, None], next_v)
+    delta = torch.where(inside, r.gather(1, order) + gamma * next_v - v_packed, 0.0)
+    advantages = torch.zeros_like(v).scatter(1, order, discounted_sums(delta, gamma * lam))
+    returns = advantages + v  # both are 0 where masked
+    if whiten_advantages:
+        advantages = whiten(advantages, mask, process_group=process_group)
+    dtype = torch.promote_types(_float_dtype(rewards), _float_dtype(values))
+    return advantages.to(dtype), returns.to(dtype)
+
+
+@torch.no_grad()
+def reinforce_plus_plus(
+    rewards: Tensor,  # (B,) or (B, F)
+    completion_mask: Tensor,  # (B, T)
+    *,
+    per_token_kl: Tensor | None = None,  # (B, T)
+    beta: float = 0.01,
+    gamma: float = 1.0,
+    num_generations: int | None = None,
+    group_ids: Tensor | Sequence[int] | None = None,  # (B,)
+    reward_weights: Tensor | Sequence[float] | None = None,  # (F,)
+    epsilon: float = 1e-8,
+    process_group: ProcessGroup | None = None,
+) -> Tensor:
+    """REINFORCE++ (B, T): discounted returns of a terminal reward and a KL penalty per token,
+    whitened over the batch.
+
+    A_t = sum_(k >= t) gamma^(k - t) (r [k is the last counted token] - beta KL_k), then (A - mean)
+    / (std + epsilon) over all counted tokens of the batch (of all ranks). Without ``per_token_kl``
+    there is no penalty. With ``num_generations`` or ``group_ids`` it is the baseline variant: the
+    group's mean reward is subtracted first. Rows without a score get 0 and are left out of mean and
+    std. Masked positions are jumped over. Source: https://arxiv.org/abs/2501.03262
+    """
+    _in_interval("gamma", gamma, 1)
+    _in_interval("epsilon", epsilon)
+    if not math.isfinite(beta):
+        raise ValueError(f"beta: expected a finite number, got {beta}")
+    mask = _bool_mask(completion_mask)
+    table, weights = _reward_table(rewards, reward_weights, len(mask))
+    total = _weighted_sum(table, weights)
+    scored = mask & ~total.isnan()
+    if num_generations is not None or group_ids is not None:
+        groups = _groups(table, num_generations, group_ids, process_group)
+        total, _, _ = _moments(total, groups, 0)
+    x = torch.where(last_counted(scored), total, 0.0)
+    if per_token_kl is not None:
+        x = x - beta * _counted_values("per_token_kl", per_token_kl, scored)
+    order, _ = counted_first(scored)
+    returns = torch.zeros_like(x).scatter(1, order, discounted_sums(x.gather(1, order), gamma))
+    result = whiten(returns, scored, epsilon=epsilon, process_group=process_group)
+    return result.to(_float_dtype(rewards))
+
+
+@torch.no_grad()
+def whiten(
+    x: Tensor,  # (B, T)
+    completion_mask: Tensor,  # (B, T)
+    *,
+    shift_mean: bool = True,
+    std: AdvantageStd = "population",
+    epsilon: float = 1e-8,
+    process_group: ProcessGroup | None = None,
+) -> Tensor:
+    """(x - mean) / (std + ``epsilon``) over all counted positions (of all ranks), (B, T) in x's
+    dtype, 0 where masked.
+
+    ``shift_mean=False`` divides only. Equal numbers give exactly 0 (with ``shift_mean``).
+    """
+    correction = _correction(std)
+    _in_interval("epsilon", epsilon)
+    mask = _bool_mask(completion_mask)
+    _counted_values("x", x, mask)
+    flat = torch.where(mask, widen(x), math.nan).reshape(-1, 1)
+    centred, spread, _ = _moments(flat, _one_group(flat, process_group), correction)
+    result = _divide(centred if shift_mean else flat, spread + epsilon).view(mask.shape)
+    return torch.where(mask, result, 0.0).to(_float_dtype(x))
+
+
+# Groups of rows, which may lie on several ranks, and their statistics
+
+
+class _Groups(NamedTuple):
+    of_row: Tensor  # (N,) int64, the group of each of this rank's rows, in [0, n_groups)
+    n_groups: int  # of all ranks
+    process_group: ProcessGroup | None
+
+
+def _one_group(x: Tensor, process_group: ProcessGroup | None) -> _Groups:
+    check_group("process_group", process_group)
+    return _Groups(torch.zeros(len(x), dtype=torch.int64, device=x.device), 1, process_group)
+
+
+def _groups(
+    table: Tensor,  # (B, F)
+    num_generations: int | None,
+    group_ids: Tensor | Sequence[int] | None,  # (B,)
+    process_group: ProcessGroup | None,
+    fewest: int = 2,  # a group of one gets 0 where rows are compared with the others
+) -> _Groups:
+    check_group("process_group", process_group)
+    rows, device = table.shape[0], table.device
+    if (num_generations is None) == (group_ids is None):
+        got = "neither" if group_ids is None else "both"
+        raise ValueError(f"num_generations, group_ids: expected exactly one of the two, got {got}")
+    ids = torch.zeros(0, dtype=torch.int64, device=device)
+    if group_ids is not None and rows:
+        ids = torch.as_tensor(group_ids, device=device)
+        if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+            raise TypeError(f"group_ids: expected integers, got {ids.dtype}")
+        _expect_shape("group_ids", ids, (rows,), "(B,)")
+        ids = ids.to(torch.int64)
+    elif num_generations is not None:
+        if isinstance(num_generations, bool) or not isinstance(num_generations, int):
+            got = type(num_generations).__name__
+            raise TypeError(f"num_generations: expected an int, got {got}")
+        if num_generations < fewest:
+            why = " completions of a prompt: alone each has advantage 0, and nothing trains"
+            why = why if num_generations == 1 else ""
+            raise ValueError(
+                f"num_generations: expected at least {fewest}{why}, got {num_generations}"
+            )
+    sizes, start = [rows], 0
+    if process_group is not None:
+        sizes = gather_stacked(torch.tensor(rows, device=device), process_group).tolist()
+        start = sum(sizes[: torch.distributed.get_rank(process_group)])
+    if num_generations is None:
+        every = ids if process_group is None else gather_uneven(ids, sizes, process_group)
+        unique, index = every.unique(return_inverse=True)
+        return _Groups(index[start : start + rows], len(unique), process_group)
+    total = sum(sizes)
+    if total % num_generations:
+        raise ValueError(
+            f"num_generations: expected a divisor of the {total} rewards, got {num_generations}"
+        )
+    of_row = torch.arange(start, start + rows, device=device) // num_generations
+    return _Groups(of_row, total // num_generations, process_group)
+
+
+def _group_sums(x: Tensor, groups: _Groups) -> Tensor:
+    """(N, F) -> (groups, F): each group's sum, over all ranks; NaN if an entry is."""
+    sums = x.new_zeros(groups.n_groups, x.shape[1]).index_add(0, groups.of_row, x)
+    return all_reduce(sums, "sum", groups.process_group)
+
+
+def _moments(x: Tensor, groups: _Groups, correction: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(x - mean, std, n) of each entry's group, (N, F) each, over the n entries that are not NaN.
+
+    std = sqrt(sum of (x - mean)^2 / (n - correction)), 0 for a single entry. Entries are shifted by
+    their group's smallest first: equal ones become exact zeros and stay so, whatever their size,
+    where x - mean(x) would leave the mean's rounding error.
+    """
+    scored = ~x.isnan()
+    rows = groups.of_row[:, None].expand_as(x)
+    least = x.new_full((groups.n_groups, x.shape[1]), math.inf)
+    least = least.scatter_reduce(0, rows, torch.where(scored, x, math.inf), "amin")
+    least = all_reduce(least, "min", groups.process_group)
+    shifted = torch.where(scored, x - least[groups.of_row], 0.0)
+    weights = scored.to(x.dtype)
+    count = _group_sums(weights, groups)
+    mean = _group_sums(weights * shifted, groups) / torch.where(count > 0, count, 1.0)
+    centred = torch.where(scored, shifted - mean[groups.of_row], math.nan)
+    squares = _group_sums(centred.nan_to_num(nan=0.0).square(), groups)
+    std = (squares / (count - correction).clamp(min=1)).sqrt()
+    return centred, std[groups.of_row], count[groups.of_row]
+
+
+def _divide(numerator: Tensor, denominator: Tensor) -> Tensor:
+    """The quotient, with 0 / 0 = 0."""
+    return torch.where(numerator == 0, 0.0, numerator / denominator)
+
+
+def _weighted_sum(table: Tensor, weights: Tensor) -> Tensor:
+    """(N, F), (F,) -> (N, 1): sum_f w_f r_f over the scored entries, NaN for a row without any."""
+    unscored = table.isnan().all(dim=1, keepdim=True)
+    return torch.where(unscored, math.nan, (table * weights).nansum(dim=1, keepdim=True))
+
+
+# Arguments
+
+
+def _reward_table(
+    rewards: Tensor, reward_weights: Tensor | Sequence[float] | None, rows: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Rewards as (B, F), B being `rows` if that is given, and weights as (F,), both widened."""
+    _real_tensor("rewards", rewards)
+    if rewards.dim() not in (1, 2) or rewards.shape[1:] == (0,):
+        raise ValueError(f"rewards: expected shape (B,) or (B, F), got {tuple(rewards.shape)}")
+    if rows is not None:
+        _expect_shape("rewards", rewards, (rows, *rewards.shape[1:]), "(B,) or (B, F)")
+    table = widen(rewards if rewards.dim() == 2 else rewards[:, None])
+    _require_all(~table.isinf(), table, "rewards", "finite values, or NaN for an unscored row")
+    if reward_weights is None:
+        return table, table.new_ones(table.shape[1])
+    if not isinstance(reward_weights, Tensor):
+        try:  # in float64, whatever torch's default dtype is
+            reward_weights = torch.as_tensor(reward_weights, dtype=torch.float64)
+        except (RuntimeError, TypeError, ValueError, OverflowError) as error:
+            expected = "expected a tensor or a list of numbers"
+            raise TypeError(f"reward_weights: {expected}, got {reward_weights!r:.80}") from error
+    weights = widen(reward_weights).to(table.device)
+    _expect_shape("reward_weights", weights, table.shape[1:], "(F,)")
+    _require_all(weights.isfinite(), weights, "reward_weights", "finite values")
+    return table, weights
+
+
+def _step_table(
+    step_rewards: Tensor | Sequence[Sequence[float | None]],
+    step_ends: Tensor | Sequence[Sequence[int]],
+) -> tuple[Tensor, Tensor]:
+    """Rewards and ends as (B, S) tensors; ragged lists are padded with NaN and -1."""
+
+    def padded(rows: Sequence[Sequence[float]], fill: float, dtype: torch.dtype) -> Tensor:
+        width = max(map(len, rows), default=0)
+        table = [[*row, *[fill] * (width - len(row))] for row in rows]
+        return torch.tensor(table, dtype=dtype).view(len(rows), width)
+
+    if not isinstance(step_rewards, Tensor):
+        rows = [[math.nan if reward is None else reward for reward in row] for row in step_rewards]
+        if not isinstance(step_ends, Tensor):
+            wanted, got = [len(row) for row in rows], [len(row) for row in step_ends]
+            if wanted != got:
+                raise ValueError(
+                    f"step_ends: expected as many ends as step_rewards, {wanted} by row, got {got}"
+                )
+        step_rewards = padded(rows, math.nan, torch.float32)
+    if not isinstance(step_ends, Tensor):
+        step_ends = padded(step_ends, -1, torch.int64)
+    _real_tensor("step_rewards", step_rewards)
+    if step_rewards.dim() != 2:
+        raise ValueError(f"step_rewards: expected shape (B, S), got {tuple(step_rewards.shape)}")
+    _expect_shape("step_ends", step_ends, step_rewards.shape, "(B, S)")
+    if step_ends.is_floating_point():
+        raise TypeError(f"step_ends: expected integers, got {step_ends.dtype}")
+    return step_rewards, step_ends.to(step_rewards.device, torch.int64)
+
+
+def _bool_mask(mask: Tensor) -> Tensor:
+    """``completion_mask`` as (B, T) bool: non-zero counts. Warns once of numbers but 0 and 1.
+
+    Integers on a GPU are not checked: that would wait for the device.
+    """
+    _real_tensor("completion_mask", mask)
+    if mask.dim() != 2:
+        raise ValueError(f"completion_mask: expected shape (B, T), got {tuple(mask.shape)}")
+    counts = mask != 0
+    if (mask.is_floating_point() or mask.device.type == "cpu") and bool(mask.ne(counts).any()):
+        check_mask_values("completion_mask", has_nan=bool(mask.isnan().any()))
+    return counts
+
+
+def _counted_values(name: str, x: Tensor, mask: Tensor) -> Tensor:
+    """(B, T), widened: ``x``, which has to be finite, where the mask counts, 0 elsewhere."""
+    _expect_shape(name, x, mask.shape, "(B, T)")
+    _require_all(x.isfinite() | ~mask, x, name, "finite values at counted positions")
+    return torch.where(mask, widen(x), 0.0)
+
+
+def _require_all(ok: Tensor, x: Tensor, name: str, expected: str) -> None:
+    bad = (~ok).nonzero()
+    if len(bad):
+        first = tuple(bad[0].tolist())
+        raise ValueError(f"{name}: expected {expected}, got {x[first].item()} at {first}")
+
+
+def _real_tensor(name: str, x: object) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+    if x.is_complex():
+        raise TypeError(f"{name}: expected real numbers, got {x.dtype}")
+
+
+def _expect_shape(name: str, x: Tensor, shape: Sequence[int], letters: str) -> None:
+    _real_tensor(name, x)
+    if x.shape != tuple(shape):
+        raise ValueError(f"{name}: expected shape {letters} = {tuple(shape)}, got {tuple(x.shape)}")
+
+
+def _one_of(name: str, value: str, names: tuple[str, ...]) -> None:
+    if value not in names:
+        raise ValueError(f"{name}: expected one of {', '.join(map(repr, names))}, got {value!r}")
+
+
+def _in_interval(name: str, value: float, high: float = math.inf) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
+    if not (0 <= value <= high and math.isfinite(value)):
+        bounds = "at least 0" if high == math.inf else f"in [0, {high:g}]"
+        raise ValueError(f"{name}: expected a finite number {bounds}, got {value}")
+
+
+def _correction(std: str) -> int:
+    """A std divides by n - correction."""
+    _one_of("std", std, choices(AdvantageStd))
+    return 1 if std == "sample" else 0
+
+
+def _float_dtype(x: Tensor) -> torch.dtype:
+    return x.dtype if x.is_floating_point() else torch.float32
