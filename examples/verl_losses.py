@@ -1,7 +1,9 @@
-"""One of verl's losses by name: Clip-Cov. It is PPO's loss without some of the tokens that would lower the entropy most: those whose log-probability and
-advantage vary together. It looks at the whole batch, and still comes straight from hidden states.
-The claims at the end: its gradients are those of autograd through full logits, with the same tokens drawn; tokens were
-drawn; and training with it works.
+"""One of verl's losses by name: Clip-Cov.
+
+It is PPO's loss without some of the tokens that would lower the entropy most: those whose
+log-probability and advantage vary together. It looks at the whole batch, and still comes straight
+from hidden states. The claims at the end: its gradients are those of autograd through full logits,
+with the same tokens drawn; tokens were drawn; and training with it works.
 """
 
 from __future__ import annotations
