@@ -71,7 +71,8 @@ REACHES |= {
     name: {*INNER, "public", "host", "transformers", "body"} for name in ("body", "transformers")
 }
 REACHES |= {name: {*INNER, "public", "host", "transformers", "body"} for name in ("trl", "verl")}
-FILES_OF = {"diagnostics": {"__main__", "report"}, "objective": {"objectives", "presets"}}
+FILES_OF = {name: {name} for name in ("advantages", "rewards", "rollouts")}
+FILES_OF |= {"diagnostics": {"__main__", "report"}, "objective": {"objectives", "presets"}}
 FILES_OF |= {"host": {"host", "liger"}, "verl": {"verl_plugin"}}
 PUBLIC = {
     "divergence",
