@@ -7,7 +7,7 @@ operations on both devices. Figures are after ``loss.backward()``, without gradi
 
 from __future__ import annotations
 
-from grpo_kernels.diagnostics.memory import FP32, Need, Size
+from grpo_kernels.memory import FP32, Need, Size
 
 TRL_ROWS, TRL_COLUMNS = 4096, 32768  # a tile of TRL 1.16's head
 LIGER_ROWS, LIGER_COLUMNS = 2048, 4096  # of Liger 0.8.5's loss, a sequence after the other
@@ -27,12 +27,12 @@ def all_logits(size: Size, softcap: bool) -> Need:
 
     It is kept for the backward, where its gradient and the gradient of the logits are beside it.
     """
-    logits = size.rows * size.head.vocab
-    capped = logits * size.head.itemsize if softcap else 0  # kept by tanh
+    logits = size.rows * size.vocab
+    capped = logits * size.dtype.itemsize if softcap else 0  # kept by tanh
     forward, kept = 2 * FP32 * logits + capped, FP32 * logits + capped
     if size.score:
         return Need("all logits, log_softmax", forward, 0, 0)
-    of_weight = logits * size.head.itemsize + size.returned  # while d weight is made
+    of_weight = logits * size.dtype.itemsize + size.returned  # while d weight is made
     return Need(
         "all logits, log_softmax", max(3 * FP32 * logits + capped, of_weight), size.returned, kept
     )
@@ -48,21 +48,21 @@ def trl(size: Size, softcap: bool) -> Need:
     On a GPU it is given the positions that count. There is the buffer alone, and products of 16-bit
     operands are added to the sums in fp32. At the end the sums are cast while all of them are alive.
     """
-    head, in_place = size.head, size.gpu is not None
+    in_place = size.on_gpu
     positions = size.counted if in_place else size.rows
-    rows, columns = min(positions, TRL_ROWS), min(head.vocab, TRL_COLUMNS)
-    buffer, tile = rows * TRL_COLUMNS * head.itemsize, rows * columns * FP32
+    rows, columns = min(positions, TRL_ROWS), min(size.vocab, TRL_COLUMNS)
+    buffer, tile = rows * TRL_COLUMNS * size.dtype.itemsize, rows * columns * FP32
     forward = buffer + (0 if in_place else 3 * tile)
     if size.score:
         return Need("TRL 1.16 fused head", forward, 0, 0)
-    gradients = (positions + (0 if size.frozen else head.vocab)) * head.hidden
-    narrow, row_work, converted = head.itemsize < FP32, 0, 0
+    gradients = (positions + (0 if size.frozen else size.vocab)) * size.hidden
+    narrow, row_work, converted = size.dtype.itemsize < FP32, 0, 0
     if not in_place:
         row_work = (8 if softcap else 7) * tile + tile // FP32
         converted = (
-            tile + max(columns, rows) * head.hidden * FP32 if narrow else 0
+            tile + max(columns, rows) * size.hidden * FP32 if narrow else 0
         )  # operands of d hidden, d weight
-    returned = gradients * head.itemsize
+    returned = gradients * size.dtype.itemsize
     backward = buffer + gradients * FP32 + max(row_work, converted, returned if narrow else 0)
     return Need("TRL 1.16 fused head", max(forward, backward), returned, 0)
 
@@ -72,25 +72,25 @@ def liger(size: Size, length: int) -> Need:
 
     Each sequence has gradients of its own in fp32, that of the weight too, which are added to those that are returned.
     """
-    rows, columns = min(length, LIGER_ROWS), min(size.head.vocab, LIGER_COLUMNS)
+    rows, columns = min(length, LIGER_ROWS), min(size.vocab, LIGER_COLUMNS)
     tile, slab = (
         rows * columns * FP32,
-        columns * size.head.hidden * FP32,
+        columns * size.hidden * FP32,
     )  # a slab of the weight, or of its gradient
-    narrow, of_rows = size.head.itemsize < FP32, rows * size.head.hidden * FP32
+    narrow, of_rows = size.dtype.itemsize < FP32, rows * size.hidden * FP32
     products = (
         3 * tile
         + (slab if narrow or not size.frozen else 0)
         + (of_rows if narrow or size.frozen else 0)
     )
-    of_sequence = (length + (0 if size.frozen else size.head.vocab)) * size.head.hidden
-    rounded = of_sequence * size.head.itemsize if narrow else 0
+    of_sequence = (length + (0 if size.frozen else size.vocab)) * size.hidden
+    rounded = of_sequence * size.dtype.itemsize if narrow else 0
     alone = (
-        size.head.vocab <= LIGER_COLUMNS and length <= LIGER_ROWS
+        size.vocab <= LIGER_COLUMNS and length <= LIGER_ROWS
     )  # else two are there while the next is made
     row_work = (3 if alone else 5) * tile
     in_sequence = size.returned + of_sequence * FP32 + max(row_work, products, rounded)
-    d_hidden = size.rows * size.head.hidden * size.head.itemsize  # of all sequences, concatenated
+    d_hidden = size.rows * size.hidden * size.dtype.itemsize  # of all sequences, concatenated
     joined = size.returned + d_hidden
     return Need(
         "Liger 0.8.5 fused GRPO loss", max(in_sequence, joined), size.returned, size.returned

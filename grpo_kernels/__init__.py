@@ -22,7 +22,7 @@
     for bug reports    report
 
 ``help(grpo_kernels.grpo_loss)`` and so on has the arguments; ``python -m grpo_kernels`` reports the environment and
-checks results against float64. All other modules (`backends`, `base`, `batch`, `call`, `diagnostics`, `engine`, `head`,
+checks results against float64. All other modules (`backends`, `base`, `batch`, `call`, `engine`, `head`, `memory`,
 `objective`, `token_loss`, and those that the names above come from) are internal and may change in any release.
 """
 

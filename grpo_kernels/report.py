@@ -1,5 +1,293 @@
-"""Report of the environment, as ``python -m grpo_kernels`` prints it: `collect` returns a dict, `render` the text."""
+"""What a bug report needs: `collect` returns the environment as a dict, `render` makes text of it.
 
-from grpo_kernels.diagnostics.report import collect, render
+`check` compares small random calls with plain float64 formulas, which are written out here on
+purpose: they share no line with what they check. ``python -m grpo_kernels`` prints both.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import platform
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib import metadata
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+import grpo_kernels
+from grpo_kernels.backends import choose_backend
+from grpo_kernels.backends.cpp_rows import build
+from grpo_kernels.call.run import Run
+from grpo_kernels.divergence import linear_divergence
+from grpo_kernels.engine.device import CUDA
+from grpo_kernels.engine.memory import LARGE_CHUNK_ROWS
+from grpo_kernels.head.head import Head
+from grpo_kernels.logprob import linear_logprob
+from grpo_kernels.loss import grpo_loss
+from grpo_kernels.objective.config import LossConfig
 
 __all__ = ["collect", "render"]
+
+PACKAGES = ("triton", "trl", "transformers", "accelerate", "peft", "liger-kernel", "verl", "numpy")
+PRECISIONS = {  # of float32 products, by torch's names
+    **dict.fromkeys(("none", "ieee"), "full"),
+    "tf32": "TF32, 10 bits of mantissa where the device has it: float32 results are not exact",
+    "bf16": "bfloat16, 7 bits of mantissa where the device has it: float32 results are not exact",
+}
+
+
+def collect() -> dict[str, dict[str, str]]:
+    """Return the report: section -> name -> text. Of the packages it names, only torch is imported."""
+    everywhere = devices()
+    least, most = (f"{size / 2**20:.0f} MiB" for size in (CUDA.workspaces[0], CUDA.workspaces[-1]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the report itself says the same
+        chosen = {str(device): choose_backend("auto", device) for device in everywhere}
+    return {
+        "versions": {
+            "python": platform.python_version(),
+            "grpo-kernels": grpo_kernels.__version__,
+            "torch": str(torch.__version__),  # with its build: +cpu, +cu130
+            **{name: _version(name) for name in PACKAGES},
+        },
+        "system": {
+            "os": platform.platform(),
+            "cpu": _cpu_name(),
+            "cores": str(os.cpu_count()),
+            "torch threads": str(torch.get_num_threads()),
+            "torch cpu capability": torch.backends.cpu.get_cpu_capability(),
+        },
+        "devices": {str(device): _describe(device) for device in everywhere},
+        "backend": {
+            **{name: f"{backend.name} ({reason})" for name, (backend, reason) in chosen.items()},
+            "C++ library": _library(),
+        },
+        "defaults": {
+            "workspace": f"{least} (on a GPU as much as chunks of {LARGE_CHUNK_ROWS} rows take, "
+            f"up to {most}, as far as it is free)"
+        },
+        "settings of torch": _settings(),
+    }
+
+
+def render(report: dict[str, dict[str, str]]) -> str:
+    """Return the report as aligned plain text, one block for each section."""
+    width = max(len(name) for section in report.values() for name in section)
+    blocks = (
+        "\n".join([title, *(f"  {name:<{width}}  {text}" for name, text in section.items())])
+        for title, section in report.items()
+    )
+    return "\n\n".join(blocks)
+
+
+def devices() -> list[torch.device]:
+    """The CPU, and every CUDA or ROCm device."""
+    gpus = (torch.device("cuda", index) for index in range(torch.cuda.device_count()))
+    return [torch.device("cpu"), *gpus]
+
+
+def _version(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "absent"
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            return next(x.split(":", 1)[1].strip() for x in file if x.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def _describe(device: torch.device) -> str:
+    if device.type == "cpu":
+        return platform.machine()
+    gpu = torch.cuda.get_device_properties(device)
+    runtime = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
+    memory = f"{gpu.total_memory / 2**30:.0f} GiB"
+    return f"{gpu.name}, capability {gpu.major}.{gpu.minor}, {memory}, {runtime}"
+
+
+def _library() -> str:
+    library = build.load()
+    if library.refusal:
+        return "none"
+    text = f"{torch.ops.grpo_kernels_cpp.isa('')}, {library.path or library.origin}"
+    return f"{text}; {library.warning}" if library.warning else text
+
+
+def _settings() -> dict[str, str]:
+    """The settings of torch, in this process, that change the results of products."""
+    # allow_tf32 and get_float32_matmul_precision raise where the newer fp32_precision was set
+    cuda = torch.backends.cuda.matmul
+    mkldnn = cast(Any, torch.backends.mkldnn).matmul  # which its type stub lacks
+    lines = {
+        f"float32 products, {name}": f"{PRECISIONS.get(value, value)} "
+        f"(torch.backends.{where}.matmul.fp32_precision: {value})"
+        for name, where, value in (
+            ("cpu", "mkldnn", mkldnn.fp32_precision),
+            ("cuda", "cuda", cuda.fp32_precision),
+        )
+    }
+    refused = cuda.allow_fp16_accumulation
+    how = "refused, since they would be summed in float16" if refused else "summed in float32"
+    setting = f"torch.backends.cuda.matmul.allow_fp16_accumulation: {refused}"
+    return {**lines, "float16 products, cuda": f"{how} ({setting})"}
+
+
+# The self-check. dtype of a result -> allowed error, over its largest element: float32 comes to
+# about 1e-6 at these sizes; with a bfloat16 head d logits are rounded, and then the gradient.
+TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2**-6}
+B, T, H, V = 4, 9, 16, 9001  # V: several steps of a GPU kernel's tile, and a tail
+
+Pairs = dict[str, tuple[Any, Any]]  # name of a result -> (ours, the float64 formula's)
+
+
+def check(devices: list[torch.device]) -> Iterator[dict[str, Any]]:
+    """Compare each backend that works with float64: a mapping for each call.
+
+    Its ``error`` is that of the result nearest to its tolerance, over that result's largest element;
+    None if the call raised.
+    """
+    for device in devices:
+        for backend in ("torch", "cpp" if device.type == "cpu" else "triton"):
+            try:
+                choose_backend(backend, device)
+            except ValueError:  # it does not work here, and the report says why
+                continue
+            run = Run(backend=cast(Any, backend))
+            for dtype, (name, call) in itertools.product(TOLERANCES, CALLS.items()):
+                about = f"{name}, {str(dtype).removeprefix('torch.')}"
+                found = {"name": about, "device": str(device), "backend": backend}
+                try:
+                    yield found | _compared(call(*_drawn(dtype, device), run))
+                except Exception as error:
+                    detail = f"{type(error).__name__}: {error}"
+                    yield found | {"error": None, "ok": False, "detail": detail}
+
+
+def _compared(pairs: Pairs) -> dict[str, Any]:
+    found = []
+    for name, (ours, exact) in pairs.items():
+        gap = (ours.detach().double().cpu() - exact.detach()).abs().max()
+        error = float((gap / exact.detach().abs().max().clamp(min=1e-12)).nan_to_num(nan=math.inf))
+        found.append((error / TOLERANCES[ours.dtype], error, name))
+    share, error, name = max(found)
+    shown = error if math.isfinite(error) else None
+    return {"error": shown, "ok": share <= 1, "detail": "" if share <= 1 else f"in {name}"}
+
+
+def _drawn(dtype: torch.dtype, device: torch.device) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    """Ours and in float64: hidden, weight, bias, a teacher's hidden, its weight; then ids (B, T)."""
+    draw = torch.Generator().manual_seed(0)
+    shapes = (B, T, H), (V, H), (V,), (B, T, H), (V, H)
+    values = [torch.randn(shape, generator=draw).div(3).to(dtype) for shape in shapes]
+    ours = [x.to(device, copy=True).requires_grad_() for x in values]
+    exact = [x.double().requires_grad_() for x in values]
+    return ours, exact, torch.randint(V, (B, T), generator=draw)
+
+
+def _scores(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """logps and entropies (B, T) of all logits (B, T, V)."""
+    log_p = logits.log_softmax(-1)
+    return log_p.gather(-1, ids[..., None]).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
+
+
+def _loss(
+    ours: list[Tensor],
+    exact: list[Tensor],
+    ids: Tensor,
+    run: Run,
+    frozen: bool = False,
+    **fields: Any,
+) -> Pairs:
+    """`grpo_loss`, and as published: clipped ratios, KL, the mean of each sequence, the bonus."""
+    config = LossConfig(loss_type="grpo", temperature=0.9, **fields)
+    mask = torch.arange(T) < torch.tensor([[T], [1], [T - 2], [T // 2]])
+    advantages = torch.tensor([1.3, -0.7, 0.0, -1.1])
+    logps, entropies = _scores(exact[0] @ exact[1].T / config.temperature, ids)
+    drift = torch.linspace(-0.4, 0.4, B * T).view(B, T)
+    old, ref = (logps.detach() + drift).float(), (logps.detach() - drift.flip(1)).float()
+    weight = ours[1].detach() if frozen else ours[1]
+    given = (x.to(weight.device) for x in (ids, mask, advantages, old, ref))
+    ids_, mask_, advantages_, old_, ref_ = given
+    out = grpo_loss(
+        *(ours[0], weight, ids_, mask_, advantages_),
+        old_per_token_logps=old_,
+        ref_per_token_logps=ref_ if config.beta else None,
+        config=config,
+        run=run,
+    )
+    out.loss.backward()
+
+    lengths, a = mask.sum(1, keepdim=True), advantages.double()[:, None]
+    log_ratio = (logps - old.double()) * mask
+    if config.importance_sampling_level == "sequence":
+        log_ratio = log_ratio.sum(1, keepdim=True) / lengths
+    ratio, gap = log_ratio.exp(), ref.double() - logps
+    clipped = ratio.clamp(1 - config.epsilon, 1 + config.epsilon)
+    kl = config.beta * (gap.exp() - gap - 1) * ratio
+    per_token = kl - torch.minimum(ratio * a, clipped * a)
+    bonus = config.entropy_coef * (entropies * mask).sum() / mask.sum()
+    loss = (per_token * mask / lengths).sum() / B - bonus
+    loss.backward()
+    pairs = {"loss": (out.loss, loss), "per_token_logps": (out.per_token_logps, logps * mask)}
+    pairs |= {"entropies": (out.entropies, entropies * mask)}
+    return pairs | _gradients(ours, exact, "hidden", *(() if frozen else ("weight",)))
+
+
+def _logprob(ours: list[Tensor], exact: list[Tensor], ids: Tensor, run: Run) -> Pairs:
+    """`linear_logprob` with all that a head may have, and a gradient through both results."""
+    head = Head(ours[1], ours[2], final_logit_softcapping=4.0, logit_scale=1.5)
+    scores = linear_logprob(ours[0], head, ids.to(ours[0].device), temperature=0.7, run=run)
+    logits = 4.0 * torch.tanh(1.5 * (exact[0] @ exact[1].T + exact[2]) / 4.0)
+    logps, entropies = _scores(logits / 0.7, ids)
+    (scores.logps - 0.3 * scores.entropies).sum().backward()
+    (logps - 0.3 * entropies).sum().backward()
+    pairs = {"logps": (scores.logps, logps), "entropies": (scores.entropies, entropies)}
+    return pairs | _gradients(ours, exact, "hidden", "weight", "bias")
+
+
+def _divergence(
+    ours: list[Tensor], exact: list[Tensor], ids: Tensor, run: Run, *, kind: Any
+) -> Pairs:
+    hidden, weight, _, other, other_weight = ours
+    teacher = other.detach(), other_weight.detach()
+    scores = linear_divergence(hidden, weight, *teacher, divergence=kind, run=run)
+    found = scores.divergence
+    log_p, log_q = ((exact[i] @ exact[i + 1].T).log_softmax(-1) for i in (0, 3))
+    log_m = torch.logaddexp(log_p, log_q) - math.log(2.0)
+    wanted = {
+        "reverse_kl": log_p.exp() * (log_p - log_q),
+        "forward_kl": log_q.exp() * (log_q - log_p),
+        "jsd": (log_p.exp() * (log_p - log_m) + log_q.exp() * (log_q - log_m)) / 2,
+    }[kind].sum(-1)
+    found.sum().backward()
+    wanted.sum().backward()
+    return {"divergence": (found, wanted), **_gradients(ours, exact, "hidden", "weight")}
+
+
+def _gradients(ours: list[Tensor], exact: list[Tensor], *names: str) -> Pairs:
+    return {f"d {name}": (x.grad, y.grad) for name, x, y in zip(names, ours, exact, strict=False)}
+
+
+CALLS: dict[str, Callable[..., Pairs]] = {
+    "grpo_loss, KL": partial(_loss, beta=0.04),
+    "grpo_loss, KL, frozen head": partial(_loss, beta=0.04, frozen=True),
+    "grpo_loss, entropy bonus": partial(_loss, entropy_coef=0.01),
+    "grpo_loss, sequence ratios": partial(
+        _loss, importance_sampling_level="sequence", epsilon=3e-4
+    ),
+    "linear_logprob, bias, soft-cap, scale": _logprob,
+    **{
+        f"linear_divergence, {kind}": partial(_divergence, kind=kind)
+        for kind in ("reverse_kl", "forward_kl", "jsd")
+    },
+}

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import grpo_kernels
-from grpo_kernels import Run, grpo_loss, linear_divergence, linear_logprob
+from grpo_kernels import Run, grpo_loss, linear_divergence, linear_logprob, report
 from grpo_kernels.engine.first_order import _Refusal, _Tie
 
 ROOT = Path(grpo_kernels.__file__).parent
@@ -66,13 +66,13 @@ REACHES = {
 }
 REACHES["call"] = {*REACHES}
 REACHES["public"] = INNER = {*REACHES}
-REACHES["diagnostics"] = REACHES["host"] = {*INNER, "public"}
+REACHES["report"] = REACHES["host"] = {*INNER, "public"}
 REACHES |= {
     name: {*INNER, "public", "host", "transformers", "body"} for name in ("body", "transformers")
 }
 REACHES |= {name: {*INNER, "public", "host", "transformers", "body"} for name in ("trl", "verl")}
 FILES_OF = {name: {name} for name in ("advantages", "rewards", "rollouts")}
-FILES_OF |= {"diagnostics": {"__main__", "report"}, "objective": {"objectives", "presets"}}
+FILES_OF |= {"report": {"__main__", "report", "memory"}, "objective": {"objectives", "presets"}}
 FILES_OF |= {"host": {"host", "liger"}, "verl": {"verl_plugin"}}
 PUBLIC = {
     "divergence",
@@ -181,8 +181,6 @@ def test_dir_is_what_is_public():
 
 
 def test_self_check_sees_a_wrong_result(monkeypatch):
-    from grpo_kernels.diagnostics import selfcheck
-
     def half(*args: Any, **kwargs: Any) -> Any:
         out = grpo_loss(*args, **kwargs)
         object.__setattr__(out, "loss", out.loss * 0.5)
@@ -195,15 +193,13 @@ def test_self_check_sees_a_wrong_result(monkeypatch):
         found = linear_divergence(*args, **kwargs)
         return replace(found, divergence=1.01 * found.divergence)
 
-    monkeypatch.setattr(selfcheck, "grpo_loss", half)
-    monkeypatch.setattr(selfcheck, "linear_logprob", raises)
-    monkeypatch.setattr(selfcheck, "linear_divergence", off)
-    checks = selfcheck.run([torch.device("cpu")])
-    assert not any(check.ok for check in checks)
-    assert "RuntimeError: no" in selfcheck.render(checks)
-    assert [x.error for x in checks].count(
-        None
-    ) == 3  # of each head one; the others came to a number
+    monkeypatch.setattr(report, "grpo_loss", half)
+    monkeypatch.setattr(report, "linear_logprob", raises)
+    monkeypatch.setattr(report, "linear_divergence", off)
+    checks = list(report.check([torch.device("cpu")]))
+    assert not any(check["ok"] for check in checks)
+    unknown = [check["detail"] for check in checks if check["error"] is None]
+    assert unknown == ["RuntimeError: no"] * 4  # of each backend and dtype one
 
 
 def autograd_functions() -> set[type[torch.autograd.Function]]:

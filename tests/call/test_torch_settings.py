@@ -13,9 +13,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from grpo_kernels import LoRA, Run, grpo_loss, linear_logprob
+from grpo_kernels import LoRA, Run, grpo_loss, linear_logprob, report
 from grpo_kernels.call import planned_head
-from grpo_kernels.diagnostics import report
 from grpo_kernels.engine import probe
 from tests.support.flat import flat
 from tests.support.pretend_gpu import OnGPU, pretended

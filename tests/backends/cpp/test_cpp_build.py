@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_kernels import backends
+from grpo_kernels import backends, report
 from grpo_kernels.backends.cpp_rows import build, compiler
 from grpo_kernels.base import checks
-from grpo_kernels.diagnostics import report
 from tests.support.acted_build import GOOD, World, lines, losses, script
 
 CPU = torch.device("cpu")

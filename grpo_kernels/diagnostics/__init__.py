@@ -1,1 +1,0 @@
-"""`python -m grpo_kernels`: the environment, the plans, and a check of the results."""

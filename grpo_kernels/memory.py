@@ -1,0 +1,238 @@
+"""Memory that the loss of a language-model head needs, before it is run and without data.
+
+It is what a call allocates beyond its inputs, counted by the engines' own planner on meta tensors.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from grpo_kernels.backends.cpp_rows import CppRows
+from grpo_kernels.engine.chunks import planned_bytes
+from grpo_kernels.engine.device import CPU, CUDA, meta_tensors_of
+from grpo_kernels.engine.head_plan import HeadPlan
+from grpo_kernels.engine.memory import default_workspace
+from grpo_kernels.engine.records import NeedsGrad, Operands, Rows
+from grpo_kernels.engine.special.slices import plan_slices
+
+MIB = 2**20
+FP32 = 4  # bytes per accumulated element
+MOST = 10**9  # upper bound of a plausible size
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+MODELS = {  # V, H, from the models' published configurations
+    "Qwen3-0.6B": (151936, 1024),
+    "Qwen3-1.7B": (151936, 2048),
+    "Qwen3-8B": (151936, 4096),
+    "Llama-3-8B": (128256, 4096),
+    "Gemma-2-2B": (256000, 2304),
+    "gpt-oss-20B": (201088, 2880),
+}
+GPUS: dict[str, float] = {  # GiB as sold; the driver has up to a tenth less
+    "A10G": 24, "A100": 80, "A100-40GB": 40, "B200": 180, "H100": 80, "H200": 141, "L4": 24,
+    "L40S": 48, "RTX 3090": 24, "RTX 4090": 24, "RTX 5090": 32, "T4": 16,
+}  # fmt: skip
+NOTES = """extra: the most that is allocated beyond the inputs and the gradients returned
+with gradients: the same, and the gradients of hidden states and weight"""
+GPU_NOTE = """last column: "with gradients" as a share of the GPU's memory; model and optimizer come on top
+Computed by the planner for a GPU with room; where less is free, less is taken."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """Size of a step: a head, and a batch for it."""
+
+    vocab: int  # V
+    hidden: int  # H
+    dtype: torch.dtype  # of hidden states and weight
+    rows: int  # N: positions, B * T
+    frozen: bool = False  # the weight wants no gradient
+    score: bool = False  # nothing wants a gradient
+    masked: float = 0.0  # share of the positions that do not count
+    workspace_bytes: int | None = None  # as in `grpo_loss`
+    on_gpu: bool = False
+
+    @property
+    def counted(self) -> int:
+        """Positions that the mask counts."""
+        return max(1, round(self.rows * (1.0 - self.masked)))
+
+    @property
+    def returned(self) -> int:
+        """Bytes of the gradients that a step leaves behind."""
+        trained = 0 if self.score else self.rows + (0 if self.frozen else self.vocab)
+        return trained * self.hidden * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        kind = "frozen head" if self.frozen else "trainable head"
+        kind = "log-probabilities alone" if self.score else kind
+        masked = f", {self.masked:.0%} of the positions masked" if self.masked else ""
+        head = f"V {self.vocab:,}, H {self.hidden:,}, {str(self.dtype).removeprefix('torch.')}"
+        device = "GPU" if self.on_gpu else "CPU"
+        return f"N {self.rows:,}, {head}, {kind}{masked}; MiB on a {device}"
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes that a step allocates beyond its inputs."""
+
+    name: str  # the engine's
+    peak: int  # the most at once, returned gradients included
+    returned: int  # the returned gradients
+    kept: int  # kept from forward to backward, without a few numbers per token
+
+    @property
+    def extra(self) -> int:
+        """The peak without the returned gradients, as a benchmark measures it."""
+        return self.peak - self.returned
+
+
+def estimate(size: Size) -> list[Need]:
+    """Return the need of each engine that serves `size`, with the C++ or on a GPU the Triton kernels.
+
+    The first is what "auto" takes if the loss does not couple tokens and memory is not short.
+    """
+    n, trains = size.counted, not (size.score or size.frozen)
+    wants = NeedsGrad(hidden=not size.score, weight=trains)
+    with meta_tensors_of(CUDA if size.on_gpu else CPU):
+        new = partial(torch.empty, dtype=size.dtype, device="meta")
+        head = Operands(new(size.rows, size.hidden), new(size.vocab, size.hidden))
+        indices = new(n, dtype=torch.int64)
+        rows = Rows(indices, indices)
+        workspace = size.workspace_bytes or default_workspace(head.weight, wants)
+        plan = HeadPlan(CppRows(), size.dtype, workspace)
+        scored = planned_bytes(rows, head, plan, None)
+        if size.score:
+            return [Need("score", scored, 0, 0)]
+        graded = planned_bytes(rows, head, plan, wants)
+        slices = plan_slices(rows, head, plan, wants)[2] if trains else 0
+    row, weight = size.hidden * size.dtype.itemsize, size.vocab * size.hidden  # bytes, elements
+    d_hidden = n * size.hidden * FP32
+    sums = d_hidden + (weight * FP32 if trains else 0)
+    # the sums are cast to what is returned; rows that do not count have a d hidden, too
+    whole, cast = n == size.rows, size.dtype.itemsize < FP32
+    returning = sums + (0 if whole and not cast else size.rows * row)
+    returning += ((size.vocab if trains else 0) + (0 if whole else n)) * row if cast else 0
+    name, back = "one_pass" if trains else "frozen", size.returned
+    needs = [
+        Need(name, max(sums + graded, returning), back, sums),
+        Need("two_pass", max(scored, sums + graded, returning), back, 0),
+    ]
+    if trains:  # lean writes d weight a slice at a time, and accumulates only d hidden
+        backward = slices + d_hidden + weight * size.dtype.itemsize
+        needs.append(Need("lean", max(scored, backward), back, 0))
+    return needs
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``python -m grpo_kernels memory``."""
+    add = parser.add_argument
+    add("--model", metavar="NAME", help=f"take the head of this model: {', '.join(MODELS)}")
+    add("--config", type=Path, metavar="DIR", help="take the head of the config.json in DIR")
+    add("--vocab", type=int, help="V: the size of the vocabulary")
+    add("--hidden", type=int, help="H: the size of the hidden states")
+    add("--dtype", choices=DTYPES, default="bf16", help="of the tensors; default: bf16")
+    add("--rows", type=int, default=16384, help="N: positions of the batch; default: 16,384")
+    add("--frozen", action="store_true", help="the head does not train, as with LoRA on the body")
+    add("--score", action="store_true", help="no gradient: old or reference log-probabilities")
+    add("--mask", type=float, default=0.0, help="share of the positions that do not count")
+    add("--workspace", type=int, metavar="MIB", help="workspace_bytes; default: the library's")
+    gpu = f"on a GPU, and as a share of its memory: {', '.join(GPUS)}, or its memory in GiB"
+    add("--gpu", metavar="NAME", help=gpu)
+
+
+def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    """Print the table for `options`, in MiB; on a GPU also the share of its memory."""
+    try:
+        vocab, hidden = _head(options)
+        for name in ("rows", "workspace"):
+            value = getattr(options, name)
+            if value is not None and not 1 <= value <= MOST:
+                raise ValueError(f"--{name}: expected 1 to {MOST:,}, got {value}")
+        if not 0.0 <= options.mask < 1.0:
+            raise ValueError(f"--mask: expected at least 0 and less than 1, got {options.mask}")
+        gpu, gib = (None, 0.0) if options.gpu is None else _gpu(options.gpu)
+    except ValueError as error:
+        parser.error(str(error))
+    size = Size(
+        vocab,
+        hidden,
+        DTYPES[options.dtype],
+        options.rows,
+        frozen=options.frozen,
+        score=options.score,
+        masked=options.mask,
+        workspace_bytes=options.workspace and options.workspace * MIB,
+        on_gpu=gpu is not None,
+    )
+    needs = estimate(size)
+    cells = [["engine", "extra", "with gradients", "kept for backward"]]
+    cells += [[x.name, *(f"{b / MIB:,.0f}" for b in (x.extra, x.peak, x.kept))] for x in needs]
+    if gpu is not None:
+        shares = [f"of {gpu}'s {gib:g} GiB", *(f"{x.peak / (gib * 2**30):.1%}" for x in needs)]
+        cells = [[*row, share] for row, share in zip(cells, shares, strict=True)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    print(f"{size}\n")
+    for name, *numbers in cells:
+        row = (x.rjust(width) for x, width in zip(numbers, widths[1:], strict=True))
+        print("  ".join([name.ljust(widths[0]), *row]))
+    print(f"\n{NOTES}" + (f"\n{GPU_NOTE}" if gpu else ""))
+    return 0
+
+
+def _head(options: argparse.Namespace) -> tuple[Any, Any]:
+    """(V, H) of ``--model``, ``--config``, or ``--vocab`` and ``--hidden``."""
+    sizes = options.vocab, options.hidden
+    if [options.model is not None, options.config is not None, sizes != (None, None)].count(
+        True
+    ) != 1:
+        raise ValueError("expected --model NAME, --config DIR, or both --vocab V and --hidden H")
+    if options.model is not None:
+        name = options.model.rpartition("/")[2].casefold()  # in any case, with its organisation
+        if name not in (known := {x.casefold(): x for x in MODELS}):
+            some = f"{', '.join(MODELS)}, or --config DIR for another"
+            raise ValueError(f"--model: expected {some}, got {options.model}")
+        return MODELS[known[name]]
+    where = ""
+    if options.config is not None:
+        where = f"--config: {options.config / 'config.json'}; give --vocab and --hidden: "
+        sizes = _configured(options.config)
+    for name, value in zip(("vocab", "hidden"), sizes, strict=True):
+        if type(value) is not int or not 1 <= value <= MOST:
+            raise ValueError(f"{where}--{name}: expected 1 to {MOST:,}, got {value!r}")
+    return sizes
+
+
+def _configured(folder: Path) -> tuple[object, object]:
+    """V and H of the model whose config.json is in `folder`; no code of the folder is run."""
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"--config: expected a folder with config.json, got {folder}")
+    try:
+        from transformers import AutoConfig  # knows the names and the defaults of every model
+
+        read = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        config = read.get_text_config(decoder=True)
+        return config.vocab_size, config.hidden_size
+    except Exception as error:  # the checks of a config may raise anything
+        reason = (str(error).splitlines() or [""])[0]
+        text = f"--config: {folder / 'config.json'} cannot be read ({reason})"
+        raise ValueError(f"{text}; give --vocab and --hidden") from error
+
+
+def _gpu(argument: str) -> tuple[str, float]:
+    """Name and GiB of the GPU of this name, with or without its "RTX", or with this memory."""
+    for name, gib in GPUS.items():
+        if argument.casefold() in (name.casefold(), name.casefold().removeprefix("rtx ")):
+            return name, gib
+    try:
+        gib = float(argument)
+    except ValueError:
+        gib = 0.0
+    if not 0.0 < gib <= 1024:
+        raise ValueError(f"--gpu: expected {', '.join(GPUS)}, or its GiB, got {argument}")
+    return "the GPU", gib
