@@ -14,7 +14,7 @@
       their gradient   Expectation, policy_expectation
     distillation       linear_divergence, topk_divergence
     their result       Scores
-    a model's head     Head, LoRA; attach, LMHeadLogProb
+    a model's head     Head, LoRA
     how it is computed Run
     before the loss    advantages, rewards, rollouts
     trainers           trl, verl, liger, transformers: modules, imported when first asked for
@@ -46,7 +46,6 @@ from grpo_kernels.head.head import Head
 from grpo_kernels.head.lora import LoRA
 from grpo_kernels.logprob import Expectation, linear_logprob
 from grpo_kernels.loss import GRPOLoss, grpo_loss
-from grpo_kernels.modules import LMHeadLogProb, attach
 from grpo_kernels.objective.config import LossConfig
 from grpo_kernels.objective.custom import TokenInputs, token_level
 from grpo_kernels.objective.metrics import Metrics
@@ -62,7 +61,6 @@ __all__ = [
     "GRPOLoss",
     "Head",
     "KeptIds",
-    "LMHeadLogProb",
     "LoRA",
     "LossConfig",
     "LossOutput",
@@ -71,7 +69,6 @@ __all__ = [
     "Scores",
     "TokenInputs",
     "advantages",
-    "attach",
     "grpo_loss",
     "linear_divergence",
     "linear_logprob",

@@ -190,8 +190,8 @@ def test_a_fault_beside_the_pages_is_named(tmp_path: Path, capsys: pytest.Captur
     site = site_of(tmp_path, "")
     (site / "extra.css").write_text("@import 'https://fonts.example.org/font.css';")
     page = site / "api" / "all.html"
-    page.write_text(page.read_text().replace("<h2 id='grpo_kernels.attach'></h2>", ""))
+    page.write_text(page.read_text().replace("<h2 id='grpo_kernels.LoRA'></h2>", ""))
     assert check.main(site) == 1
     said = capsys.readouterr().out
     assert "extra.css: loads a style or font from elsewhere" in said
-    assert "api/: grpo_kernels.attach is public and has no entry" in said
+    assert "api/: grpo_kernels.LoRA is public and has no entry" in said

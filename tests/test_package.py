@@ -80,7 +80,6 @@ PUBLIC = {
     "from_logps",
     "logprob",
     "loss",
-    "modules",
     "topk_divergence",
 }
 FILES_OF["public"] = {*PUBLIC, "typing"}

@@ -17,7 +17,6 @@ from grpo_kernels import (
     LoRA,
     LossConfig,
     TokenInputs,
-    attach,
     grpo_loss,
     linear_divergence,
     linear_logprob,
@@ -33,13 +32,13 @@ LOGITS = HIDDEN @ WEIGHT.T
 SHARED = {
     name: x for name, x in BATCH.items() if name not in ("hidden", "weight", "completion_ids")
 }
-HEAD = attach(nn.Linear(*reversed(WEIGHT.shape), bias=False))
+HEAD = nn.Linear(*reversed(WEIGHT.shape), bias=False)
 
 CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "grpo_loss": lambda hidden, ids: grpo_loss(hidden, WEIGHT, ids, **SHARED),
     "linear_logprob": lambda hidden, ids: linear_logprob(hidden, WEIGHT, ids),
     "kept sets": lambda hidden, ids: linear_logprob(hidden, WEIGHT, ids, kept_ids=ids[..., None]),
-    "attach": lambda hidden, ids: HEAD.logprobs(hidden, ids),
+    "module": lambda hidden, ids: linear_logprob(hidden, HEAD, ids),
 }
 
 
@@ -81,7 +80,7 @@ def test_one_position_or_one_id_too_many(call: Callable[[Tensor, Tensor], Any]) 
 LOSSES: dict[str, Callable[..., Any]] = {
     "grpo_loss": lambda hidden, **given: grpo_loss(hidden, WEIGHT, **given),
     "GRPOLoss": lambda hidden, **given: GRPOLoss()(hidden, WEIGHT, **given),
-    "attach": lambda hidden, **given: HEAD.loss(hidden, **given),
+    "module": lambda hidden, **given: grpo_loss(hidden, HEAD, **given),
     "policy_loss_from_logps": lambda hidden, completion_ids, **given: policy_loss_from_logps(
         -hidden.square().mean(-1), hidden.square().mean(-1), **given
     ),
@@ -293,7 +292,7 @@ def test_the_calls_take_fields_as_the_module_does() -> None:
     ref = {"ref_per_token_logps": torch.full(IDS.shape, -2.0)}
     for call in (
         lambda **more: flat(grpo_loss)(**BATCH, **ref, **more),
-        lambda **more: HEAD.loss(HIDDEN, IDS, **SHARED, **ref, **more),
+        lambda **more: grpo_loss(HIDDEN, HEAD, IDS, **SHARED, **ref, **more),
         lambda **more: policy_loss_from_logps(logps, logps, **SHARED, **ref, **more),
     ):
         want = call(config=config).loss

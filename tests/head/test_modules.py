@@ -1,26 +1,21 @@
-"""`LMHeadLogProb` and `attach` in one process: the functions on the head's own parameters, PEFT's adapters included."""
+"""A head's module in the place of its weight, in one process: its own parameters, hooks, PEFT's adapters."""
 
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, parametrize, prune
+from torch.nn.utils import parametrizations, prune
 from torch.testing import assert_close
 
 from grpo_kernels import (
     Head,
-    LMHeadLogProb,
     LoRA,
-    LossConfig,
     LossOutput,
-    Run,
-    attach,
     grpo_loss,
     linear_divergence,
     linear_logprob,
@@ -39,43 +34,18 @@ def states() -> Tensor:
     return torch.randn(B, T, H, generator=generator, dtype=torch.float64).requires_grad_()
 
 
-def attached(bias: bool = True) -> Any:
-    return attach(nn.Linear(H, V, bias=bias, dtype=torch.float64))
+def linear(bias: bool = True) -> nn.Linear:
+    torch.manual_seed(2)
+    return nn.Linear(H, V, bias=bias, dtype=torch.float64)
 
 
-def module(bias: bool = True) -> Any:
-    return LMHeadLogProb(H, V, bias=bias, dtype=torch.float64)
+def logps_of(head: Any, hidden: Tensor) -> Tensor:
+    return linear_logprob(hidden, head, IDS).logps
 
 
-MAKERS: dict[str, Callable[..., Any]] = {"attach": attached, "LMHeadLogProb": module}
-
-
-@pytest.mark.parametrize("maker", MAKERS)
-@pytest.mark.parametrize("bias", [True, False])
-def test_methods_are_the_functions_with_the_heads_own_parameters(maker: str, bias: bool) -> None:
-    head, hidden = MAKERS[maker](bias), states()
-    config = LossConfig(loss_type="grpo", importance_sampling_level="sequence", temperature=0.8)
-    given = {"config": config, "old_per_token_logps": OLD, "run": Run(workspace_bytes=2**20)}
-    ours = head.loss(hidden, IDS, MASK, ADVANTAGES, **given)
-    want = grpo_loss(hidden, Head(head.weight, head.bias), IDS, MASK, ADVANTAGES, **given)
-    scores = head.logprobs(hidden, IDS, mask=MASK, temperature=0.8)
-    assert_close(ours.loss, want.loss, rtol=0, atol=0)
-    assert ours.engine == want.engine == "two_pass"
-    assert_close(ours.per_token_logps, want.per_token_logps, rtol=0, atol=0)
-    assert_close(scores.logps.detach(), want.per_token_logps)
-    assert_close(scores.entropies.detach(), want.entropies)
-    leaves = [hidden, *head.parameters()]
-    for got, expected in ((ours.loss, want.loss), (scores.logps.sum(), None)):
-        expected = plain_logps(head, hidden, 0.8).mul(MASK).sum() if expected is None else expected
-        for x, y in zip(
-            torch.autograd.grad(got, leaves), torch.autograd.grad(expected, leaves), strict=True
-        ):
-            assert_close(x, y, rtol=1e-12, atol=1e-13)
-    assert head.logprobs(hidden, IDS, entropy=False).entropies is None
-    with torch.no_grad():
-        scored = head.logprobs(hidden, IDS).logps
-    assert_close(scored, linear_logprob(hidden, Head(head.weight, head.bias), IDS).logps.detach())
-    assert not scored.requires_grad
+def plain_logps(head: Any, hidden: Tensor) -> Tensor:
+    """From the head's own logits."""
+    return torch.log_softmax(head(hidden), dim=-1).gather(-1, IDS[..., None])[..., 0]
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -83,60 +53,35 @@ def test_methods_are_the_functions_with_the_heads_own_parameters(maker: str, bia
 def test_every_call_takes_a_module_or_a_head_around_one(
     constants: dict[str, Any], bias: bool
 ) -> None:
-    head, hidden = attached(bias), states()
-    teacher = torch.randn(V, H, dtype=torch.float64)
-    calls: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
-        "logprobs": (linear_logprob, (IDS,)),
-        "loss": (grpo_loss, (IDS, MASK, ADVANTAGES)),
-        "divergence": (linear_divergence, (1.3 * hidden.detach(), Head(teacher))),
-        "topk_divergence": (
-            topk_divergence,
-            (IDS[..., None], torch.full((B, T, 1), -1.0, dtype=torch.float64)),
-        ),
-    }
+    """With the results and gradients of a call with the module's parameters."""
+    head, hidden = linear(bias), states()
+    teacher = Head(torch.randn(V, H, dtype=torch.float64))
+    listed = torch.full((B, T, 1), -1.0, dtype=torch.float64)
+    calls: list[Callable[[Any], Any]] = [
+        lambda head: linear_logprob(hidden, head, IDS, mask=MASK, temperature=0.8),
+        lambda head: grpo_loss(hidden, head, IDS, MASK, ADVANTAGES, old_per_token_logps=OLD),
+        lambda head: linear_divergence(hidden, head, 1.3 * hidden.detach(), teacher),
+        lambda head: topk_divergence(hidden, head, IDS[..., None], listed),
+    ]
 
     def results(out: Any) -> dict[str, Tensor]:
-        return (
-            {"loss": out.loss, "logps": out.per_token_logps}
-            if isinstance(out, LossOutput)
-            else out.given
-        )
+        named = {"loss": out.loss} if isinstance(out, LossOutput) else out.given
+        total = sum(x.sum() for x in named.values() if x.requires_grad)
+        grads = torch.autograd.grad(total, [hidden, *head.parameters()])
+        return named | {f"gradient {i}": x for i, x in enumerate(grads)}
 
-    for name, (call, others) in calls.items():
-        want = results(call(hidden, Head(head.weight, head.bias, **constants), *others))
-        found = [call(hidden, Head(head, **constants), *others)]
-        if not constants:
-            found += [call(hidden, head, *others), getattr(head, name)(hidden, *others)]
-        for got in found:
-            assert_close(results(got), want, rtol=0, atol=0)
+    for call in calls:
+        want = results(call(Head(head.weight, head.bias, **constants)))
+        for given in (Head(head, **constants), *([head] if not constants else [])):
+            assert_close(results(call(given)), want, rtol=0, atol=0)
 
 
-def plain_logps(head: Any, hidden: Tensor, temperature: float = 1.0) -> Tensor:
-    """From the head's own logits."""
-    log_probs = torch.log_softmax(head(hidden) / temperature, dim=-1)
-    return log_probs.gather(-1, IDS[..., None])[..., 0]
-
-
-@pytest.mark.parametrize("maker", MAKERS)
-def test_the_head_stays_a_linear_layer_that_can_be_copied_and_saved(maker: str) -> None:
-    head, hidden = MAKERS[maker](), states()
-    plain = nn.Linear(H, V, dtype=torch.float64)
-    plain.load_state_dict(head.state_dict())
-    assert_close(head(hidden), plain(hidden), rtol=0, atol=0)
-    assert isinstance(head, nn.Linear)
-    assert [name for name, _ in head.named_modules()] == [""]
-    stream = io.BytesIO()
-    torch.save(head, stream)
-    stream.seek(0)
-    for other in (copy.deepcopy(head), torch.load(stream, weights_only=False)):
-        with torch.no_grad():
-            other.weight.zero_()
-            other.bias.zero_()
-        logps = other.logprobs(hidden, IDS).logps  # of the copy's parameters, not of the first's
-        assert_close(
-            logps, torch.full((B, T), -torch.log(torch.tensor(float(V))), dtype=torch.float64)
-        )
-    assert attach(head) is head
+def test_scores_without_gradient_and_a_bias_beside_the_modules() -> None:
+    head, hidden = linear(), states()
+    with torch.no_grad():
+        assert not logps_of(head, hidden).requires_grad
+    with pytest.raises(ValueError, match=r"bias: expected None, since it is lm_head's own"):
+        logps_of(Head(head, torch.zeros(V, dtype=torch.float64)), hidden)
 
 
 class NormedHead(nn.Linear):
@@ -154,26 +99,22 @@ class NormedHead(nn.Linear):
     ids=["embedding", "own forward", "sequential"],
 )
 def test_what_is_not_a_linear_head_is_refused_by_name(head: nn.Module, named: str) -> None:
-    with pytest.raises(
-        TypeError, match=f"lm_head: expected an nn.Linear with its own forward.*got .*{named}"
-    ):
-        attach(head)
+    message = f"lm_head: expected an nn.Linear with its own forward.*got .*{named}"
+    with pytest.raises(TypeError, match=message):
+        logps_of(head, states())
 
 
 def test_a_forward_that_was_put_on_the_head_itself_is_not_left_out_in_silence() -> None:
-    head = nn.Linear(H, V)
+    head = linear()
     plain = head.forward
     head.forward = lambda x: 2 * plain(x)  # type: ignore[method-assign]
     with pytest.raises(TypeError, match=r"lm_head: expected .*got one whose forward was replaced"):
-        attach(head)
-    head = nn.Linear(H, V)
+        logps_of(head, states())
     hooks = pytest.importorskip("accelerate.hooks")
-    assert attach(hooks.add_hook_to_module(head, hooks.ModelHook())) is head
-
-
-def linear() -> nn.Linear:
-    torch.manual_seed(2)
-    return nn.Linear(H, V, dtype=torch.float64)
+    assert_close(
+        logps_of(hooks.add_hook_to_module(linear(), hooks.ModelHook()), states()),
+        logps_of(linear(), states()),
+    )
 
 
 def with_pre_hook(hook: Callable[..., Any], **options: Any) -> nn.Linear:
@@ -201,40 +142,28 @@ MADE: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("case", MADE)
 def test_what_happens_before_the_forward_happens_before_a_score(case: str) -> None:
     """Scores, gradients and state, a step and a training forward later: a weight made before is stale."""
-    ours, theirs = attach(MADE[case]()), MADE[case]()
+    ours, theirs = MADE[case](), MADE[case]()
     theirs.load_state_dict(ours.state_dict())
     for head in (ours, theirs):
         with torch.no_grad():
             for parameter in head.parameters():
                 parameter.mul_(1.3).add_(0.1)
     hidden = states()
-    logps = ours.logprobs(hidden, IDS).logps
-    want = plain_logps(theirs, hidden)
+    logps, want = logps_of(ours, hidden), plain_logps(theirs, hidden)
     assert_close(logps, want, rtol=1e-12, atol=1e-12)
     found, expected = (
         torch.autograd.grad(x.sum(), [hidden, *head.parameters()])
         for x, head in ((logps, ours), (want, theirs))
     )
     assert_close(found, expected, rtol=1e-10, atol=1e-11)
-    assert_close(
-        ours.state_dict(), theirs.state_dict(), rtol=1e-12, atol=1e-12
-    )  # one power iteration, not two
-
-
-def test_parametrizations_can_be_put_on_and_taken_off_around_attach() -> None:
-    head, hidden = attach(parametrizations.weight_norm(linear())), states()
-    parametrize.remove_parametrizations(head, "weight")
-    assert type(head) is LMHeadLogProb
-    assert_close(head.logprobs(hidden, IDS).logps, plain_logps(linear(), hidden))
-    parametrizations.spectral_norm(head).eval()
-    assert_close(head.logprobs(hidden, IDS).logps, plain_logps(head, hidden))
+    # one power iteration, not two
+    assert_close(ours.state_dict(), theirs.state_dict(), rtol=1e-12, atol=1e-12)
 
 
 def double(module: nn.Module, args: Any, output: Tensor) -> Tensor:
     return 2 * output
 
 
-@pytest.mark.parametrize("maker", MAKERS)
 @pytest.mark.parametrize(
     ("register", "kind"),
     [
@@ -243,40 +172,37 @@ def double(module: nn.Module, args: Any, output: Tensor) -> Tensor:
         ("register_full_backward_pre_hook", "backward pre-hook"),
     ],
 )
-def test_hooks_that_would_be_handed_logits_are_refused_by_name(
-    maker: str, register: str, kind: str
-) -> None:
-    head = MAKERS[maker]()
+def test_hooks_that_would_be_handed_logits_are_refused_by_name(register: str, kind: str) -> None:
+    head = linear()
     handle = getattr(head, register)(double)
     message = rf"lm_head: expected no {kind}, .*got {__name__}\.double"
-    with pytest.raises(TypeError, match=message):
-        attach(head)
     for call in (
-        lambda: head.logprobs(states(), IDS),
-        lambda: head.loss(states(), IDS, MASK, ADVANTAGES),
+        lambda: logps_of(head, states()),
+        lambda: grpo_loss(states(), head, IDS, MASK, ADVANTAGES),
     ):
         with pytest.raises(TypeError, match=message):
             call()
     handle.remove()
-    assert attach(head).logprobs(states(), IDS).logps.requires_grad
+    assert logps_of(head, states()).requires_grad
 
 
 def test_pre_hooks_that_give_more_than_hidden_states_are_refused() -> None:
-    head = attach(with_pre_hook(lambda m, args, kwargs: (args, {"names": 1}), with_kwargs=True))
-    with pytest.raises(
-        TypeError,
-        match=r"lm_head: expected its forward pre-hooks to give one input, got .*'names'\]",
-    ):
-        head.logprobs(states(), IDS)
+    head = with_pre_hook(lambda m, args, kwargs: (args, {"names": 1}), with_kwargs=True)
+    message = r"lm_head: expected its forward pre-hooks to give one input, got .*'names'\]"
+    with pytest.raises(TypeError, match=message):
+        logps_of(head, states())
+    layer = peft_head(2)
+    layer.base_layer.register_forward_pre_hook(lambda module, args: args)
+    message = r"lm_head\.base_layer: expected no forward pre-hook, .*lambda"
+    with pytest.raises(TypeError, match=message):
+        logps_of(layer, states())
 
 
-@pytest.mark.parametrize(
-    "make", [linear, lambda: peft_head(2), module], ids=["linear", "PEFT", "LMHeadLogProb"]
-)
+@pytest.mark.parametrize("make", [linear, lambda: peft_head(2)], ids=["linear", "PEFT"])
 def test_a_copy_or_replica_scores_with_its_own_weight(make: Callable[[], Any]) -> None:
-    head, hidden = attach(make()), states()
+    head, hidden = make(), states()
     base = getattr(head, "base_layer", head)
-    before = head.logprobs(hidden, IDS).logps
+    before = logps_of(head, hidden)
     replica = head._replicate_for_data_parallel()  # as nn.DataParallel makes them
     for other in (copy.copy(head), replica):
         linear_of_other = getattr(other, "base_layer", other)
@@ -286,48 +212,18 @@ def test_a_copy_or_replica_scores_with_its_own_weight(make: Callable[[], Any]) -
         linear_of_other._parameters = dict(linear_of_other._parameters)
         linear_of_other.weight = nn.Parameter(2 * base.weight.detach())
         linear_of_other.bias = base.bias
-        assert_close(other.logprobs(hidden, IDS).logps, plain_logps(other, hidden))
-        assert float((other.logprobs(hidden, IDS).logps - before).abs().max().detach()) > 0.1
-    assert_close(head.logprobs(hidden, IDS).logps, before)
-
-
-def test_pefts_layer_stays_what_it_is_and_can_be_saved() -> None:
-    head, hidden = peft_head(2), states()
-    before = type(head)
-    assert isinstance(attach(head), before)
-    stream = io.BytesIO()
-    torch.save(head, stream)
-    stream.seek(0)
-    loaded = torch.load(stream, weights_only=False)
-    assert type(loaded) is type(head)
-    assert_close(loaded.logprobs(hidden, IDS).logps, head.logprobs(hidden, IDS).logps)
-    head.base_layer.register_forward_pre_hook(lambda module, args: args)
-    with pytest.raises(
-        TypeError, match=r"lm_head\.base_layer: expected no forward pre-hook, .*lambda"
-    ):
-        head.logprobs(hidden, IDS)
+        assert_close(logps_of(other, hidden), plain_logps(other, hidden))
+        assert float((logps_of(other, hidden) - before).abs().max().detach()) > 0.1
+    assert_close(logps_of(head, hidden), before)
 
 
 def test_a_head_that_accelerate_has_offloaded_is_told_what_to_do() -> None:
     accelerate = pytest.importorskip("accelerate")
     head = linear()
     accelerate.cpu_offload(head, execution_device="cpu")
-    with pytest.raises(
-        ValueError, match=r"lm_head: expected its weight on a device, .*device_map.*causal_lm_loss"
-    ):
-        attach(head).logprobs(states(), IDS)
-
-
-def test_wrong_arguments_are_named_as_by_the_functions() -> None:
-    head = attached()
-    with pytest.raises(ValueError, match=r"completion_ids: expected shape"):
-        head.loss(states(), IDS[:, 1:], MASK, ADVANTAGES)
-    with pytest.raises(TypeError, match=r"epsilom: .*; did you mean epsilon\?"):
-        head.loss(states(), IDS, MASK, ADVANTAGES, epsilom=0.1)
-    with pytest.raises(ValueError, match=r"bias: expected None, since it is lm_head's own"):
-        grpo_loss(states(), Head(head, torch.zeros(V, dtype=torch.float64)), IDS, MASK, ADVANTAGES)
-    with pytest.raises(TypeError, match=r"unexpected keyword argument 'extra'"):
-        head.logprobs(states(), IDS, extra=("log_sum_sq_probs",))
+    message = r"lm_head: expected its weight on a device, .*device_map.*causal_lm_loss"
+    with pytest.raises(ValueError, match=message):
+        logps_of(head, states())
 
 
 def peft_head(*ranks: int, bias: bool = False, **options: Any) -> Any:
@@ -368,41 +264,37 @@ def test_peft_adapters_on_the_head_have_the_gradients_of_pefts_own_forward(
 ) -> None:
     head, hidden = PEFT[case](), states()
     head.base_layer.requires_grad_(base_trains)
-    attach(head)
     torch.manual_seed(9)  # of the dropout
     want = plain_logps(head, hidden)
     torch.manual_seed(9)
-    scores = head.logprobs(hidden, IDS)
-    assert_close(scores.logps, want, rtol=1e-12, atol=1e-12)
-    assert scores.entropies is not None
+    logps = logps_of(head, hidden)
+    assert_close(logps, want, rtol=1e-12, atol=1e-12)
     leaves = [hidden, *[x for x in head.parameters() if x.requires_grad]]
     slopes = torch.linspace(-1.0, 1.0, B * T, dtype=torch.float64).view(B, T)
-    found = torch.autograd.grad(scores.logps, leaves, slopes)
+    found = torch.autograd.grad(logps, leaves, slopes)
     for x, y in zip(found, torch.autograd.grad(want, leaves, slopes), strict=True):
         assert_close(x, y, rtol=1e-11, atol=1e-12)
 
 
 def test_merged_and_disabled_adapters_mean_the_base_weight_alone() -> None:
-    head, hidden = attach(peft_head(2, 3)), states()
-    active = head.logprobs(hidden, IDS).logps
+    head, hidden, close = peft_head(2, 3), states(), {"rtol": 1e-10, "atol": 1e-11}
+    active = logps_of(head, hidden)
     head.merge()
-    assert_close(head.logprobs(hidden, IDS).logps, active, rtol=1e-10, atol=1e-11)
+    assert_close(logps_of(head, hidden), active, **close)
     head.enable_adapters(False)
-    off = head.logprobs(hidden, IDS).logps
+    off = logps_of(head, hidden)
     assert not head.merged
-    assert_close(off, plain_logps(head.base_layer, hidden), rtol=1e-10, atol=1e-11)
+    assert_close(off, plain_logps(head.base_layer, hidden), **close)
     assert float((off - active).abs().max().detach()) > 0.1
     head.enable_adapters(True)
-    assert_close(head.logprobs(hidden, IDS).logps, active, rtol=1e-10, atol=1e-11)
+    assert_close(logps_of(head, hidden), active, **close)
     head.set_adapter(["a1"])
-    assert_close(
-        head.logprobs(hidden, IDS).logps, plain_logps(head, hidden), rtol=1e-10, atol=1e-11
-    )
+    assert_close(logps_of(head, hidden), plain_logps(head, hidden), **close)
 
 
 def test_a_loss_trains_the_adapters_of_a_frozen_head_in_one_pass() -> None:
-    head, hidden = attach(peft_head(2)), states()
-    out = head.loss(hidden, IDS, MASK, ADVANTAGES, old_per_token_logps=OLD)
+    head = peft_head(2)
+    out = grpo_loss(states(), head, IDS, MASK, ADVANTAGES, old_per_token_logps=OLD)
     assert out.engine == "one_pass"
     out.loss.backward()
     names = {name for name, x in head.named_parameters() if x.grad is not None}
@@ -410,22 +302,15 @@ def test_a_loss_trains_the_adapters_of_a_frozen_head_in_one_pass() -> None:
 
 
 def test_adapters_that_are_not_plain_lora_are_refused_by_name() -> None:
-    dora = attach(peft_head(2, use_dora=True))
-    with pytest.raises(
-        ValueError,
-        match=r"lm_head: expected adapters that are plain LoRA, got DoraLinear.* as 'a0'",
-    ):
-        dora.logprobs(states(), IDS)
-    with pytest.raises(
-        ValueError, match=r"lm_head: expected one active adapter if there is dropout, got 2"
-    ):
-        attach(peft_head(2, 2, lora_dropout=0.4)).logprobs(states(), IDS)
-    with pytest.raises(ValueError, match=r"lora: expected None, since PEFT's adapters"):
-        linear_logprob(
-            states(), Head(peft_head(2), lora=LoRA(torch.zeros(1, H), torch.zeros(V, 1))), IDS
-        )
     peft = pytest.importorskip("peft")
     model = nn.ModuleDict({"lm_head": nn.Linear(H, V)})
     peft.inject_adapter_in_model(peft.LoHaConfig(r=2, target_modules=["lm_head"]), model)
-    with pytest.raises(TypeError, match=r"lm_head: expected .*, got peft.tuners.loha.layer.Linear"):
-        attach(model["lm_head"])
+    own = LoRA(torch.zeros(1, H), torch.zeros(V, 1))
+    for head, error, message in (
+        (peft_head(2, use_dora=True), ValueError, "adapters that are plain LoRA, got DoraLinear.* as 'a0'"),
+        (peft_head(2, 2, lora_dropout=0.4), ValueError, "one active adapter if there is dropout, got 2"),
+        (Head(peft_head(2), lora=own), ValueError, "None, since PEFT's adapters"),
+        (model["lm_head"], TypeError, ".*, got peft.tuners.loha.layer.Linear"),
+    ):  # fmt: skip
+        with pytest.raises(error, match=f"(lm_head|lora): expected {message}"):
+            logps_of(head, states())

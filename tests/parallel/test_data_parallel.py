@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from grpo_kernels import GRPOLoss, LMHeadLogProb, LossConfig, LossOutput, attach, grpo_loss
+from grpo_kernels import GRPOLoss, LossConfig, LossOutput, grpo_loss, linear_logprob
 from tests.support import parallel_cases as cases
 from tests.support.case_builder import Case, seeded
 from tests.support.parallel_adapters import PLACES, adapted, adapted_loss, adapted_truth
@@ -86,7 +86,6 @@ def check(
 HEADS: dict[str, dict[str, Any]] = {
     "tied": {"tied": True},
     "bias": {"bias": True},
-    "module": {"head": LMHeadLogProb},
     "tied, two parts": {"tied": True, "accumulate": 2, "last_empty": True},
 }
 SCENES: dict[str, list[Scene]] = {
@@ -152,18 +151,19 @@ def run_full_tensor(rank: int, world_size: int) -> dict[str, Gradients]:
     """The head its own unit, its weight read as TRL and verl read it: ``weight.full_tensor()``."""
     run = Run(SETUPS[OWN_UNIT], LOSSES["off-policy"], CPU, torch.float64)
     found = {}
-    for way in ("full_tensor", "attach"):
+    for way in ("full_tensor", "module"):
         model = cases.make_model(torch.float64, run.loss)
         wrapped = run.setup.wrap(model, None)
-        attach(model.lm_head)
 
         def then(hidden: Tensor, head: Any = model.lm_head, way: str = way) -> Tensor:
             given = cases.arguments(run.loss, run.batch, run.items)
             if way == "full_tensor":
                 return grpo_loss(hidden, head.weight.full_tensor(), **given).loss
             with pytest.raises(ValueError, match="completion_mask: expected shape"):
-                head.loss(hidden, **{**given, "completion_mask": run.batch.completion_mask[:, 1:]})
-            return head.loss(hidden, **given).loss  # a call that failed leaves nothing behind
+                grpo_loss(
+                    hidden, head, **{**given, "completion_mask": run.batch.completion_mask[:, 1:]}
+                )
+            return grpo_loss(hidden, head, **given).loss  # a call that failed leaves nothing behind
 
         wrapped(run.batch.tokens, then).backward()
         found[way] = {name: cases.whole(x.grad) for name, x in model.named_parameters()}
@@ -175,7 +175,7 @@ def test_a_bare_full_tensor_gives_a_head_gradient_that_is_wrong_by_about_all_of_
 ) -> None:
     want = truth(LOSSES["off-policy"], 2)
     for found in ranks.run(run_full_tensor):
-        check([found["attach"]], want, "attach")
+        check([found["module"]], want, "module")
         wrong = found["full_tensor"].pop("lm_head.weight") - want["lm_head.weight"]
         assert 0.5 < float(wrong.norm() / want["lm_head.weight"].norm()) < 2.0
         others = {name: x for name, x in want.items() if name != "lm_head.weight"}
@@ -187,12 +187,12 @@ def run_divided(rank: int, world_size: int) -> list[str]:
     run = Run(SETUPS[ROOT_UNIT], LOSSES["off-policy"], CPU, torch.float64)
     model = cases.make_model(torch.float64, run.loss)
     run.setup.wrap(model, None)
-    head = attach(model.lm_head)
+    head = model.lm_head
     hidden = torch.randn(cases.SEQUENCES, cases.COLUMNS, cases.WIDTH, dtype=torch.float64)
     given = cases.arguments(run.loss, run.batch, run.items)
     messages = []
     for call in (
-        lambda: head.loss(hidden, **given),
+        lambda: grpo_loss(hidden, head, **given),
         lambda: grpo_loss(hidden, head.weight, **given),
     ):
         with pytest.raises(
@@ -219,10 +219,10 @@ def run_mixed(rank: int, world_size: int, output_dtype: torch.dtype | None) -> d
     wrapped = run.setup.wrap(model, None)
     hidden = wrapped(run.batch.tokens)
     given = cases.arguments(run.loss, run.batch, run.items)
-    out = attach(model.lm_head).loss(hidden, config=LossConfig(**run.loss.config), **given)
+    out = grpo_loss(hidden, model.lm_head, config=LossConfig(**run.loss.config), **given)
     with torch.no_grad():
-        scores = model.lm_head.logprobs(
-            hidden, run.batch.completion_ids, mask=run.batch.completion_mask
+        scores = linear_logprob(
+            hidden, model.lm_head, run.batch.completion_ids, mask=run.batch.completion_mask
         )
     out.loss.backward()
     results = {"hidden": hidden.detach(), "loss": out.loss.detach(), "logps": out.per_token_logps}
@@ -267,11 +267,11 @@ def run_logprobs(rank: int, world_size: int) -> dict[tuple[str, bool], Gradients
         run = Run(SETUPS[setup], LOSSES["off-policy"], CPU, torch.float64)
         model = cases.make_model(torch.float64, run.loss)
         wrapped = run.setup.wrap(model, None)
-        head: Any = attach(model.lm_head)
+        head: Any = model.lm_head
         options = {"mask": run.batch.completion_mask, "entropy": entropy}
 
         def then(hidden: Tensor, head: Any = head, run: Run = run, options: Any = options) -> Any:
-            return head.logprobs(hidden, run.batch.completion_ids, **options)
+            return linear_logprob(hidden, head, run.batch.completion_ids, **options)
 
         scores = wrapped(run.batch.tokens, then)
         scores.logps.mul_(3.0)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from grpo_kernels import Head, LossConfig, Run, attach, grpo_loss, linear_divergence
+from grpo_kernels import Head, LossConfig, Run, grpo_loss, linear_divergence
 from tests.support import parallel_cases as cases
 from tests.support.parallel_cases import LOSSES, SETUPS, Batch, TinyModel, relative_error
 from tests.support.ranks import run_ranks
@@ -77,7 +77,7 @@ def gradients(student_way: str, teacher_way: str, what: str, engine: str, tied: 
 
     def then(hidden: Tensor) -> Tensor:
         return score(
-            attach(student.lm_head), hidden, states, teacher.lm_head, batch, run.items, what, engine
+            student.lm_head, hidden, states, teacher.lm_head, batch, run.items, what, engine
         )
 
     loss = wrapped(batch.tokens, then) if run.setup.inside else then(wrapped(batch.tokens))
@@ -99,8 +99,9 @@ def score(
 ) -> Tensor:
     if what == "loss":
         given = cases.arguments(LOSSES["off-policy"], batch, items)
-        out = head.loss(
+        out = grpo_loss(
             hidden,
+            head,
             config=LossConfig(**KL),
             reference=(states, teacher_head),
             run=Run(engine),
@@ -109,8 +110,14 @@ def score(
         assert engine in ("auto", out.engine)
         loss: Tensor = out.loss
         return loss
-    found = head.divergence(
-        hidden, states, teacher_head, mask=batch.completion_mask, divergence=what, run=Run(engine)
+    found = linear_divergence(
+        hidden,
+        head,
+        states,
+        teacher_head,
+        mask=batch.completion_mask,
+        divergence=what,
+        run=Run(engine),
     )
     total: Tensor = found.divergence.sum() / items
     return total
@@ -188,9 +195,7 @@ def by_zero3(what: str, engine: str) -> Gradients:
         states = frozen(batch.tokens)
 
     def then(hidden: Tensor) -> Tensor:
-        return score(
-            attach(student.lm_head), hidden, states, teacher.lm_head, batch, items, what, engine
-        )
+        return score(student.lm_head, hidden, states, teacher.lm_head, batch, items, what, engine)
 
     trained.backward(trained(batch.tokens, then))
     assert teacher.lm_head.weight.numel() == student.lm_head.weight.numel() == 0
@@ -214,7 +219,7 @@ def test_gradients_under_zero3_are_those_of_one_process() -> None:
 
 
 def heads() -> tuple[Any, nn.Module, Tensor]:
-    return attach(nn.Linear(6, 11)), nn.Linear(4, 11), torch.randn(2, 3, 6)
+    return nn.Linear(6, 11), nn.Linear(4, 11), torch.randn(2, 3, 6)
 
 
 def adapted() -> nn.Module:
@@ -248,23 +253,29 @@ def test_a_head_that_cannot_be_compared_with_is_refused(
     with pytest.raises(
         error, match=(message or "reference.weight: expected shape").format("reference.head")
     ):
-        head.loss(
-            hidden, ids, None, torch.ones(2), config=LossConfig(**KL), reference=(states, make())
+        grpo_loss(
+            hidden,
+            head,
+            ids,
+            None,
+            torch.ones(2),
+            config=LossConfig(**KL),
+            reference=(states, make()),
         )
     if message is not None:
         with pytest.raises(error, match=message.format("teacher_head")):
-            head.divergence(hidden, states, make())
+            linear_divergence(hidden, head, states, make())
     else:  # ids that both have count
-        assert head.divergence(hidden, states, make()).divergence.shape == (2, 3)
+        assert linear_divergence(hidden, head, states, make()).divergence.shape == (2, 3)
 
 
 def test_an_adapter_that_is_off_and_the_layer_within_are_fine() -> None:
     head, _, hidden = heads()
     states, layer = torch.randn(2, 3, 4), adapted()
     nn.init.normal_(layer.lora_B["default"].weight)
-    within = head.divergence(hidden, states, layer.base_layer).divergence
+    within = linear_divergence(hidden, head, states, layer.base_layer).divergence
     layer.enable_adapters(False)
-    assert torch.equal(head.divergence(hidden, states, layer).divergence, within)
+    assert torch.equal(linear_divergence(hidden, head, states, layer).divergence, within)
 
 
 def test_arguments_that_the_heads_have_themselves_are_refused() -> None:
@@ -273,14 +284,16 @@ def test_arguments_that_the_heads_have_themselves_are_refused() -> None:
     with pytest.raises(ValueError, match=r"^bias: expected None"):
         linear_divergence(hidden, Head(head, bias), states, teacher)
     with pytest.raises(ValueError, match=r"^teacher_bias: expected None"):
-        head.divergence(hidden, states, Head(teacher, bias))
-    assert {*head.divergence(hidden, states, teacher, entropy=True).given} == {
+        linear_divergence(hidden, head, states, Head(teacher, bias))
+    assert {*linear_divergence(hidden, head, states, teacher, entropy=True).given} == {
         "divergence",
         "entropies",
     }
     given = torch.zeros(2, 3, dtype=torch.long), None, torch.ones(2)
     with pytest.raises(ValueError, match=r"reference\.bias: expected None"):
-        head.loss(hidden, *given, config=LossConfig(**KL), reference=(states, Head(teacher, bias)))
+        grpo_loss(
+            hidden, head, *given, config=LossConfig(**KL), reference=(states, Head(teacher, bias))
+        )
 
 
 def test_a_plain_weight_takes_a_module_to_compare_with() -> None:

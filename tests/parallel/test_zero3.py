@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import grpo_kernels
-from grpo_kernels import LossConfig, attach, grpo_loss
+from grpo_kernels import LossConfig, grpo_loss
 from grpo_kernels.head.module import gather_of
 from tests.support import parallel_cases as cases
 from tests.support.parallel_adapters import PLACES, adapted, adapted_loss, adapted_truth
@@ -70,10 +70,10 @@ class Zero3:
         return {name: self.package.utils.safe_get_full_grad(x).clone() for name, x in named}
 
 
-def by_method(loss: str, **options: Any) -> dict[str, Tensor]:
-    """``attach(lm_head).loss``."""
+def by_module(loss: str, **options: Any) -> dict[str, Tensor]:
+    """The loss takes the head's module."""
     zero3 = Zero3(loss, **options)
-    return zero3.gradients(zero3.run.score(zero3.engine, attach(zero3.head), zero3.run.batch))
+    return zero3.gradients(zero3.run.score(zero3.engine, zero3.head, zero3.run.batch))
 
 
 def in_two_parts(loss: str, accumulate: int) -> dict[str, Tensor]:
@@ -81,7 +81,7 @@ def in_two_parts(loss: str, accumulate: int) -> dict[str, Tensor]:
     zero3 = Zero3(loss)
     zero3.engine.destroy()
     zero3.start(cases.make_model(torch.float64, zero3.run.loss), accumulate)
-    head, (first, second) = attach(zero3.head), cases.micro_batches(zero3.run.batch, accumulate)
+    head, (first, second) = zero3.head, cases.micro_batches(zero3.run.batch, accumulate)
     zero3.engine.backward(2.0 * zero3.run.score(zero3.engine, head, first))
     zero3.engine.step()  # which counts them
     return zero3.gradients(2.0 * zero3.run.score(zero3.engine, head, second))
@@ -126,7 +126,7 @@ def with_adapter(loss: str, where: str) -> dict[str, Tensor]:
     zero3.engine.destroy()
     zero3.run.loss = adapted_loss(where, loss)
     zero3.start(adapted(where))
-    return zero3.gradients(zero3.run.score(zero3.engine, attach(zero3.head), zero3.run.batch))
+    return zero3.gradients(zero3.run.score(zero3.engine, zero3.head, zero3.run.batch))
 
 
 def of_one_process(loss: str, where: str = "", **options: Any) -> dict[str, Tensor]:
@@ -137,11 +137,11 @@ EMPTY = {"last_empty": True}
 CASES: list[tuple[Callable[..., dict[str, Tensor]], str, dict[str, Any], dict[str, Any]]] = [
     # how, the loss, options of the run, and options that the truth has as well
     *(
-        (by_method, loss, {"inside": inside}, {})
+        (by_module, loss, {"inside": inside}, {})
         for loss, inside in itertools.product(LOSSES, (True, False))
     ),
-    *((by_method, loss, {}, options) for loss in BOTH for options in (EMPTY, {"tied": True})),
-    (by_method, "sequence ratio", {}, {"bias": True}),
+    *((by_module, loss, {}, options) for loss in BOTH for options in (EMPTY, {"tied": True})),
+    (by_module, "sequence ratio", {}, {"bias": True}),
     (in_two_parts, "off-policy", {}, {"accumulate": 2}),
     *((within_the_models_forward, loss, {}, {}) for loss in BOTH),
     (gathered_by_hand, "sequence ratio", {}, {}),

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import grpo_kernels
-from grpo_kernels import LossConfig, attach
+from grpo_kernels import LossConfig
 from tests.support.case_builder import Case, seeded
 from tests.support.reference import reference_loss
 
@@ -29,13 +29,11 @@ SEQUENCES, COLUMNS = 4, 5  # of one rank
 class TinyModel(nn.Module):
     """Embedding, one layer with tanh, head. Its forward gives hidden states, or what `then` makes of them."""
 
-    def __init__(
-        self, *, tied: bool = False, bias: bool = False, head: type[nn.Linear] = nn.Linear
-    ) -> None:
+    def __init__(self, *, tied: bool = False, bias: bool = False) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, WIDTH)
         self.mid = nn.Linear(WIDTH, WIDTH)
-        self.lm_head = head(WIDTH, VOCAB, bias=bias)
+        self.lm_head = nn.Linear(WIDTH, VOCAB, bias=bias)
         if tied:
             self.lm_head.weight = self.embed.weight
 
@@ -178,7 +176,6 @@ class Setup:
     inside: bool = (
         True  # within the model's forward; or after it, from the hidden states it returns
     )
-    attach_first: bool = False
 
 
 def ddp(model: TinyModel, mesh: DeviceMesh | None) -> nn.Module:
@@ -206,7 +203,6 @@ SETUPS = {
     "FSDP2, head in the root unit, after the forward": Setup(units("mid"), inside=False),
     "FSDP2, head its own unit": Setup(units("mid", "lm_head")),
     "FSDP2, head its own unit, after the forward": Setup(units("mid", "lm_head"), inside=False),
-    "FSDP2, head its own unit, attached first": Setup(units("mid", "lm_head"), attach_first=True),
     "FSDP2, head its own unit, kept whole": Setup(units("lm_head", reshard_after_forward=False)),
     "FSDP2, head in a unit with another layer": Setup(units("mid + lm_head")),
 }
@@ -236,9 +232,7 @@ class Run:
         return self.train(model, accumulate)
 
     def train(self, model: TinyModel, accumulate: int = 1) -> dict[str, Tensor]:
-        head = attach(model.lm_head) if self.setup.attach_first else model.lm_head
-        wrapped = self.setup.wrap(model, self.mesh)
-        head = attach(head)
+        wrapped, head = self.setup.wrap(model, self.mesh), model.lm_head
         parts = micro_batches(self.batch, accumulate)
         for i, batch in enumerate(parts):
             with synchronised(wrapped, i == len(parts) - 1):
@@ -251,7 +245,8 @@ class Run:
 
         def then(hidden: Tensor) -> Tensor:
             run = grpo_kernels.Run(engine=self.loss.engine)
-            out = head.loss(hidden, config=LossConfig(**self.loss.config), run=run, **given)
+            config = LossConfig(**self.loss.config)
+            out = grpo_kernels.grpo_loss(hidden, head, config=config, run=run, **given)
             assert out.engine == self.loss.serves, f"expected {self.loss.serves}, got {out.engine}"
             return out.loss
 

@@ -10,14 +10,12 @@ import grpo_kernels
 from grpo_kernels import (
     GRPOLoss,
     Head,
-    LMHeadLogProb,
     LossConfig,
     LossOutput,
     Run,
     Scores,
     TokenInputs,
     advantages,
-    attach,
     grpo_loss,
     linear_divergence,
     linear_logprob,
@@ -108,19 +106,6 @@ linear_divergence(x, x, x, x, teacher_bias=x)  # wrong
 linear_divergence(x, x, x)  # wrong
 assert_type(topk_divergence(x, whole, ids, ids, tail=True), Scores)
 topk_divergence(x, x, ids, ids, divergence="jsd")  # wrong
-
-# a head of the model's own
-head = attach(lm_head)
-assert_type(head, LMHeadLogProb)
-assert_type(head.loss(x, ids, mask, rewards, config=config, run=run), LossOutput)
-assert_type(head.logprobs(x, ids, entropy=False, mask=mask), Scores)
-assert_type(head.divergence(x, x, lm_head, divergence="forward_kl", ids=ids), Scores)
-assert_type(head.topk_divergence(x, ids, ids), Scores)
-head.loss(x, ids, mask, rewards, engine="lean")  # wrong
-head.loss(x, ids, mask, rewards, bias=x)  # wrong
-head.logprobs(x, ids, run="lean")  # wrong
-head.divergence(x, x, lm_head, divergence="js")  # wrong
-attach(x)  # wrong
 
 
 # objectives, advantages, names handed on
