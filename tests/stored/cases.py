@@ -1,0 +1,918 @@
+"""The stored cases: small calls through public names, with inputs that the case's name decides.
+
+Run as a script, this file computes every case with the `grpo_kernels` on the path and writes the
+results: ``python tests/stored/cases.py OUT.npz``. It imports nothing else of this repository, so
+that it runs on any commit. Hidden states and heads are small multiples of 1/16, whose products are
+exact in any order.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial, reduce
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import grpo_kernels
+from grpo_kernels import Head, KeptIds, LoRA, LossConfig, Run
+
+# Public names of commit eb864c1 that have another name now.
+RENAMED: dict[str, str] = {}
+# Those that are gone, and what a user calls instead. Their cases are counted, not compared.
+GONE: dict[str, str] = {}
+
+B, T, N = 3, 4, 12
+LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo", "gmpo")
+MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "sequence_mean_mask")
+ENGINES = ("auto", "one_pass", "two_pass", "lean", "frozen")
+DTYPES = (torch.float32, torch.float32, torch.float32, torch.float64, torch.bfloat16, torch.float16)
+GARBAGE = (math.nan, math.inf, -math.inf, 1e30)
+
+Results = dict[str, Any]  # name -> tensor or text
+
+
+class Gone(Exception):
+    """A public name that the library has no more."""
+
+
+def public(name: str) -> Any:
+    """The public object called `name`, such as "advantages.gae"."""
+    for path in filter(None, (name, RENAMED.get(name))):
+        try:
+            return reduce(getattr, path.split("."), grpo_kernels)
+        except AttributeError:
+            continue
+    raise Gone(name)
+
+
+class Draw(random.Random):
+    """Random numbers that are the same on every machine: uniform ones of Python, four added."""
+
+    def sometimes(self, p: float, value: Any, other: Any = None) -> Any:
+        return value if self.random() < p else other
+
+    def normal(
+        self, *shape: int, scale: float = 1.0, step: float | None = None, dtype: Any = torch.float32
+    ) -> Tensor:
+        values = [sum(self.random() for _ in range(4)) - 2 for _ in range(math.prod(shape))]
+        x = torch.tensor(values, dtype=torch.float64).reshape(shape) * (3**0.5 * scale)
+        return (x if step is None else (x / step).round() * step).to(dtype)
+
+    def integers(self, high: int, *shape: int) -> Tensor:
+        return torch.tensor([self.randrange(high) for _ in range(math.prod(shape))]).reshape(shape)
+
+    def mask(self) -> Tensor:
+        """(B, T): ragged, with holes, with a row of zeros, all or nothing."""
+        common = ("ragged", "holes", "empty_row", "full")
+        kind = self.choice((*common, *common, *common, "none"))
+        lengths = torch.tensor([self.randint(1, T) for _ in range(B)])
+        mask = (torch.arange(T) < lengths[:, None]).long()
+        if kind == "holes":
+            mask = mask * self.integers(3, B, T).ne(0)
+        if kind == "empty_row":
+            mask[self.randrange(B)] = 0
+        return {"full": torch.ones_like(mask), "none": torch.zeros_like(mask)}.get(kind, mask)
+
+
+class Calls:
+    """A head, hidden states and ids, drawn; and what a call with them gives."""
+
+    def __init__(
+        self,
+        d: Draw,
+        *,
+        backend: str | None = None,
+        dtype: Any = None,
+        plain: bool = False,
+        **run: Any,
+    ) -> None:
+        self.d = d
+        self.dtype = d.choice(DTYPES) if dtype is None else dtype
+        self.h, rows = d.choice((3, 5, 8)), d.choice((7, 11, 19, 24, 40))
+        self.constants = {} if plain else drawn_constants(d)
+        if not plain and d.random() < 0.1:
+            self.constants["vocab_size"] = rows - 3
+        self.v = self.constants.get("vocab_size", rows)
+        self.mask, self.ids = d.mask(), d.integers(self.v, B, T)
+        spread = d.choice((0.3, 1.0, 1.0, 3.0))
+        leaves = {"hidden": d.normal(B, T, self.h, step=1 / 16, dtype=self.dtype)}
+        leaves["weight"] = d.normal(rows, self.h, scale=spread, step=1 / 16, dtype=self.dtype)
+        frozen: tuple[str, ...] = ()
+        self.scaling = 1.0
+        if not plain:
+            if d.random() < 0.3:
+                leaves["bias"] = d.normal(rows, step=1 / 16, dtype=self.dtype)
+            if d.random() < 0.2:
+                self.scaling = d.choice((0.5, 2.0))
+                leaves["lora_a"] = d.normal(2, self.h, step=1 / 4, dtype=self.dtype)
+                leaves["lora_b"] = d.normal(rows, 2, step=1 / 4, dtype=self.dtype)
+                if d.random() < 0.3:
+                    leaves["lora_input"] = d.normal(B, T, self.h, step=1 / 16, dtype=self.dtype)
+            frozen = d.choice(((), (), (), ("weight", "bias"), ("hidden",), ("bias",), HEAD))
+        run = {"backend": backend or d.choice(("torch", "cpp")), "engine": d.choice(ENGINES)} | run
+        run.setdefault("workspace_bytes", d.choice((None, None, 4 * self.v, 20 * self.v, 200)))
+        if run["engine"] == "frozen" and not plain:
+            frozen = HEAD
+        self.run = run
+        self.leaves = {k: x.requires_grad_(k not in frozen) for k, x in leaves.items()}
+        lora = None
+        if "lora_a" in leaves:
+            lora = LoRA(leaves["lora_a"], leaves["lora_b"], self.scaling, leaves.get("lora_input"))
+        self.hidden = leaves["hidden"]
+        self.head: Any = Head(leaves["weight"], leaves.get("bias"), lora, **self.constants)
+        if plain and d.random() < 0.5:
+            self.head = leaves["weight"]
+
+    def logps(self, temperature: float = 1.0, kept: Any = None) -> Tensor:
+        """Log-probabilities of the ids, on a grid far coarser than rounding; 0 in a set of one."""
+        x = {k: y.detach().double() for k, y in self.leaves.items()}
+        z = x["hidden"] @ x["weight"].T + x.get("bias", torch.zeros(1, dtype=torch.float64))
+        if "lora_a" in x:
+            z = z + self.scaling * x.get("lora_input", x["hidden"]) @ x["lora_a"].T @ x["lora_b"].T
+        z = z * self.constants.get("logit_scale", 1.0)
+        cap = self.constants.get("final_logit_softcapping")
+        z = z if cap is None else cap * torch.tanh(z / cap)
+        z = z[..., : self.v]
+        if kept is not None:
+            rows = kept.ids.view(B, T, -1) if isinstance(kept, KeptIds) else kept
+            inside = torch.zeros(*z.shape[:-1], self.v + 1).scatter(-1, rows + 1, 1.0)[..., 1:] != 0
+            whole = ~inside.gather(-1, self.ids[..., None])
+            z = z.masked_fill(~inside & ~whole, -math.inf)
+        logps = (z / temperature).log_softmax(-1).gather(-1, self.ids[..., None])[..., 0]
+        return (logps * 2**10).round() / 2**10
+
+    def kept(self, without_set: str) -> Any:
+        """Sets of up to six ids, padded with -1, that hold the sampled one unless they need not."""
+        d, width = self.d, min(6, self.v)
+        rows = torch.full((B, T, width), -1)
+        for row, own in zip(rows.view(-1, width), self.ids.flatten().tolist(), strict=True):
+            chosen = d.sample(range(self.v), d.randint(1, width))
+            if without_set == "error" and own not in chosen:
+                chosen[0] = own
+            if without_set == "full" and d.random() < 0.3:
+                chosen = []
+            row[: len(chosen)] = torch.tensor(chosen, dtype=torch.int64)
+        return KeptIds.from_padded(rows) if d.random() < 0.5 else rows
+
+    def call(self, function: Callable[..., Any]) -> Results:
+        """`function` of a `Run`, with "auto" where its engine refuses; and the gradients."""
+        text = {}
+        try:
+            out = function(Run(**self.run))
+        except ValueError as error:
+            if not str(error).startswith("engine:"):
+                raise
+            text["refused"] = self.run["engine"]
+            out = function(Run(**self.run | {"engine": "auto"}))
+        results = text | read(out)
+        total = self.upstream(out)
+        if total is not None and total.requires_grad:
+            total.backward()
+        return results | {f"d_{k}": x.grad for k, x in self.leaves.items() if x.grad is not None}
+
+    def upstream(self, out: Any) -> Tensor | None:
+        """What is differentiated: the loss, or all scores under any upstream gradient."""
+        if hasattr(out, "loss"):
+            return out.loss * self.d.choice((1.0, 1.0, -0.75))
+        some = self.d.random() < 0.3
+        total = None
+        for name in ("logps", "entropies", "divergence"):
+            x = getattr(out, name)
+            if x is not None:
+                upstream = self.d.normal(*x.shape, dtype=x.dtype)
+                if some:
+                    upstream = upstream * self.d.integers(2, *x.shape)
+                term = (x * upstream).sum()
+                total = term if total is None else total + term
+        return total
+
+
+HEAD = ("weight", "bias", "lora_a", "lora_b")
+
+
+def drawn_constants(d: Draw) -> dict[str, Any]:
+    """Fields of a `Head`."""
+    constants: dict[str, Any] = {}
+    if d.random() < 0.25:
+        constants["final_logit_softcapping"] = d.choice((1.0, 5.0, 30.0))
+    if d.random() < 0.25:
+        constants["logit_scale"] = d.choice((-0.5, 0.25, 2.0))
+    if d.random() < 0.15:
+        constants["logits_dtype"] = "input"
+    return constants
+
+
+def read(out: Any) -> Results:
+    """The results of a call by name, detached."""
+    if isinstance(out, Tensor):
+        return {"result": out.detach()}
+    if hasattr(out, "metrics") and hasattr(out, "loss"):
+        results = {
+            "loss": out.loss.detach(),
+            "logps": out.per_token_logps,
+            "entropies": out.entropies,
+        }
+        results |= {"engine": out.engine, "backend": out.backend}
+        results |= {f"metric {name}": x for name, x in out.metrics.items()}
+        counts = {f"count {name}": count for name, (_, count) in out.metrics.pairs.items()}
+        return results | counts
+    if isinstance(out, tuple):
+        names = getattr(out, "_fields", range(len(out)))
+        pairs = zip(names, out, strict=True)
+        return {f"{k} {n}" if n else k: x for k, y in pairs for n, x in entries(y)}
+    names = ("logps", "entropies", "divergence", "log_sum_sq_probs", "mean_logits", "is_top1")
+    given = {name: getattr(out, name) for name in (*names, "student_mass")}
+    return {name: x.detach() for name, x in given.items() if x is not None}
+
+
+def entries(x: Any) -> list[tuple[str, Any]]:
+    return list(x.items()) if isinstance(x, dict) else [("", x)]
+
+
+def loss_fields(d: Draw, kind: str | None = None, level: str | None = None) -> dict[str, Any]:
+    """Fields of a `LossConfig`."""
+    kind = kind or d.choice(LOSS_TYPES)
+    fields: dict[str, Any] = {
+        "loss_type": kind,
+        "epsilon": d.choice((0.0, 0.1, 0.2, 0.4)),
+        "epsilon_high": d.choice((None, 0.28, 1.5)),
+        "beta": d.sometimes(0.5, d.choice((0.01, 0.2)), 0.0),
+        "use_bias_correction_kl": d.random() < 0.6,
+        "kl_estimator": d.choice(("k1", "k2", "k3", "k3", "full")),
+        "temperature": d.sometimes(0.3, d.choice((0.5, 0.9, 1.7)), 1.0),
+        "top_entropy_quantile": d.sometimes(0.15, d.choice((0.2, 0.5, 0.8)), 1.0),
+        "max_completion_length": d.choice((1, 33, 512)),
+    }
+    if kind == "sapo" and d.random() < 0.5:
+        fields |= {"sapo_temperature_pos": 0.6, "sapo_temperature_neg": 2.3}
+    if kind == "vespo" and d.random() < 0.5:
+        fields |= {
+            "vespo_k_pos": 1.3,
+            "vespo_lambda_pos": 0.7,
+            "vespo_k_neg": 0.4,
+            "vespo_lambda_neg": 2.2,
+        }
+    if kind == "gmpo":
+        return fields
+    fields["importance_sampling_level"] = level or d.choice(("token", "sequence"))
+    fields["entropy_coef"] = d.sometimes(0.3, d.choice((-0.01, 0.05, 1.0)), 0.0)
+    fields["off_policy_mask_threshold"] = d.sometimes(0.2, d.choice((0.0, 0.1, 0.4)))
+    if kind not in ("cispo", "sapo", "vespo"):
+        fields["delta"] = d.sometimes(0.25, d.choice((1.05, 1.5, 4.0)))
+    if d.random() < 0.25:
+        fields |= {"vllm_importance_sampling_correction": True}
+        fields["vllm_importance_sampling_mode"] = d.choice(MODES)
+        fields["vllm_importance_sampling_clip_max"] = d.choice((1.2, 2.0, 3.0))
+        fields["vllm_importance_sampling_clip_min"] = d.choice((None, 0.5))
+    return fields
+
+
+def loss_inputs(
+    d: Draw, logps: Tensor, mask: Tensor, config: LossConfig, **given: Any
+) -> dict[str, Any]:
+    """Arguments of a loss beside hidden states, head and ids; often garbage where masked.
+
+    `given`: `old`, to be on-policy or not; `items`, to have a normaliser or not.
+    """
+    kind = torch.float64 if d.random() < 0.2 else torch.float32
+    inputs: dict[str, Any] = {}
+
+    def near(x: Tensor, each: float, row: float = 0.0) -> Tensor:
+        moved = x + d.normal(B, T, scale=each) + d.normal(B, 1, scale=row)
+        return torch.where(logps == 0, 0.0, moved.clamp(max=-(2.0**-10)))
+
+    old = near(logps, 0.25, 0.25)
+    if given.get("old", d.random() < 0.7):
+        inputs["old_per_token_logps"] = old.to(kind)
+    unused = d.random() < 0.1 and not config.beta
+    if unused or (config.beta and config.kl_estimator != "full"):
+        inputs["ref_per_token_logps"] = near(logps, 0.5).to(kind)
+    if config.vllm_importance_sampling_correction or d.random() < 0.2:
+        inputs["sampling_per_token_logps"] = near(old, 0.3).to(kind)
+        if d.random() < 0.2:
+            inputs["sampling_per_token_logps"][0, 0] = math.nan
+    if (
+        d.random() < 0.3
+        and config.loss_type != "gmpo"
+        and not config.vllm_importance_sampling_correction
+    ):
+        shape = d.choice(((B, T), (B, T), (B, 1), (B,)))
+        ratio = 1.0 + d.normal(*shape, scale=0.3, step=1 / 64).clamp(-0.9, 2.0)
+        inputs["importance_sampling_ratio"] = torch.where(ratio > 1.3, 0.0, ratio).to(kind)
+    if given.get("items", d.random() < 0.3):
+        inputs["num_items_in_batch"] = d.choice((0.0, 3.0, 50.5, torch.tensor(7)))
+    per_token = config.loss_type != "gmpo" and d.random() < 0.3
+    advantages = d.normal(B, T) if per_token else d.normal(B)
+    zero = d.choice(("none",) * 5 + ("some",) * 4 + ("all",))
+    if zero == "all":
+        advantages = torch.zeros_like(advantages)
+    if zero == "some":
+        advantages[d.randrange(B)] = 0.0
+    inputs["advantages"] = advantages
+    if d.random() < 0.4:
+        for name, x in inputs.items():
+            if isinstance(x, Tensor) and x.shape == mask.shape:
+                inputs[name] = x.masked_fill(mask == 0, d.choice(GARBAGE))
+    return inputs
+
+
+def packed(d: Draw, x: Any) -> Any:
+    """Tensors of a padded batch (B, T, ...) as those of a packed one (B * T, ...)."""
+    return x.flatten(0, 1) if isinstance(x, Tensor) and x.shape[:2] == (B, T) else x
+
+
+def bounds(d: Draw) -> Tensor:
+    kind = d.choice((torch.int32, torch.int64))
+    return torch.tensor([0, *sorted(d.randrange(N + 1) for _ in range(B - 1)), N], dtype=kind)
+
+
+def masked_as(d: Draw, mask: Tensor) -> Tensor | None:
+    """The mask in any dtype; None where it is full, at times."""
+    if bool(mask.all()) and d.random() < 0.5:
+        return None
+    return mask.to(d.choice((torch.int64, torch.bool, torch.float32, torch.uint8)))
+
+
+def loss_case(
+    d: Draw,
+    *,
+    fields: dict[str, Any] | None = None,
+    config: LossConfig | None = None,
+    objective: Callable[..., Any] | None = None,
+    module: bool = False,
+    kept: bool | None = None,
+    given: dict[str, Any] | None = None,
+    **options: Any,
+) -> Results:
+    """One `grpo_loss`, or `GRPOLoss`, with anything not given drawn."""
+    c = Calls(d, **options)
+    if config is None:
+        config = LossConfig(**(loss_fields(d) if fields is None else fields))
+    full = config.beta and config.kl_estimator == "full"
+    sets: dict[str, Any] = {}
+    if not full and (d.random() < 0.1 if kept is None else kept):
+        sets["without_set"] = d.choice(("error", "full"))
+        sets["kept_ids"] = c.kept(sets["without_set"])
+    logps = c.logps(config.temperature, sets.get("kept_ids"))
+    inputs = loss_inputs(d, logps, c.mask, config, **given or {})
+    tokens = [c.hidden, c.head, c.ids, masked_as(d, c.mask), inputs.pop("advantages")]
+    if full:
+        h = d.choice((2, c.h))
+        other = Head(d.normal(c.v, h, step=1 / 16, dtype=c.dtype), **drawn_constants(d))
+        inputs["reference"] = d.normal(B, T, h, step=1 / 16, dtype=c.dtype), other
+    elif sets:
+        inputs |= sets
+        c.run["workspace_bytes"] = None
+    elif d.random() < 0.15 and "lora_input" not in c.leaves:
+        tokens = [packed(d, x) for x in tokens]
+        inputs = {name: packed(d, x) for name, x in inputs.items()} | {"cu_seqlens": bounds(d)}
+        ratio = inputs.get("importance_sampling_ratio")
+        if ratio is not None and ratio.shape != (N,):
+            del inputs["importance_sampling_ratio"]
+    options = (
+        {"config": config} if objective is None else {"config": config, "objective": objective}
+    )
+
+    def call(run: Run) -> Any:
+        if module:
+            return grpo_kernels.GRPOLoss(run=run, **options)(*tokens, **inputs)
+        return grpo_kernels.grpo_loss(*tokens, **inputs, **options, run=run)
+
+    return c.call(call)
+
+
+def of_module(d: Draw) -> Results:
+    """The loss and scores of a head module."""
+    c = Calls(d, plain=True)
+    linear = torch.nn.Linear(c.h, c.v, bias=d.random() < 0.5, dtype=c.dtype)
+    with torch.no_grad():
+        linear.weight.copy_(c.leaves["weight"])
+        if linear.bias is not None:
+            linear.bias.copy_(d.normal(c.v, step=1 / 16))
+    c.leaves = {"hidden": c.hidden, **dict(linear.named_parameters())}
+    if d.random() < 0.5:
+        return c.call(
+            lambda run: grpo_kernels.linear_logprob(c.hidden, linear, c.ids, mask=c.mask, run=run)
+        )
+    advantages = d.normal(B)
+    call = partial(
+        grpo_kernels.grpo_loss, c.hidden, linear, c.ids, c.mask, advantages, loss_type="grpo"
+    )
+    return c.call(lambda run: call(run=run))
+
+
+def temperature_of(d: Draw) -> Any:
+    if d.random() < 0.3:
+        return 0.5 + d.integers(8, B, T) / 8
+    return d.choice((1.0, 1.0, 0.7, 1.6))
+
+
+def logprob_case(d: Draw, **options: Any) -> Results:
+    """One `linear_logprob`."""
+    c = Calls(d, **options)
+    given: dict[str, Any] = {"mask": masked_as(d, c.mask), "temperature": temperature_of(d)}
+    given["entropy"] = d.random() < 0.7
+    if d.random() < 0.2:
+        without_set = d.choice(("error", "full"))
+        given |= {"kept_ids": c.kept(without_set), "without_set": without_set}
+        given["entropy"] = d.choice((True, False, "full"))
+        c.run["workspace_bytes"] = None
+    elif d.random() < 0.4:
+        extras = ("log_sum_sq_probs", "mean_logits", "is_top1")
+        given["extras"] = tuple(x for x in extras if d.random() < 0.6)
+    if d.random() < 0.5:
+        a = d.normal(B, T) * d.integers(3, B, T).ne(0)
+        b = d.normal(B, T) if given["entropy"] is True else None
+        rows = a.flatten(), None if b is None else b.flatten()
+
+        def coefficients(index: Tensor, logps: Tensor, entropies: Tensor | None) -> Any:
+            return rows[0][index] * logps, None if rows[1] is None else rows[1][index]
+
+        graded = d.integers(3, B, T).ne(0)
+        given["expected"] = d.choice((a, (a, b), grpo_kernels.Expectation(coefficients, graded)))
+    return c.call(
+        lambda run: grpo_kernels.linear_logprob(c.hidden, c.head, c.ids, run=run, **given)
+    )
+
+
+def policy_expectation_case(d: Draw, **options: Any) -> Results:
+    """A trainer's own loss of log-probabilities, whose gradient is expected."""
+    expect = public("policy_expectation")
+    c = Calls(d, **options)
+    fields = loss_fields(d) | {
+        "top_entropy_quantile": 1.0,
+        "kl_estimator": d.choice(("k1", "k2", "k3")),
+    }
+    config = LossConfig(**fields)
+    inputs = loss_inputs(d, c.logps(config.temperature), c.mask, config)
+    expected = expect(config, completion_mask=c.mask, **inputs)
+    given = {"mask": c.mask, "temperature": config.temperature, "expected": expected}
+    result = c.call(
+        lambda run: grpo_kernels.linear_logprob(c.hidden, c.head, c.ids, run=run, **given)
+    )
+    return result | ({} if expected.graded is None else {"graded": expected.graded})
+
+
+def divergence_case(d: Draw, **options: Any) -> Results:
+    """One `linear_divergence`."""
+    c = Calls(d, **options)
+    h, rows = d.choice((2, c.h)), c.v + d.choice((0, 0, 0, 3))
+    teacher = Head(
+        d.normal(rows, h, step=1 / 16, dtype=c.dtype),
+        d.sometimes(0.3, d.normal(rows, step=1 / 16, dtype=c.dtype)),
+        **drawn_constants(d),
+    )
+    given: dict[str, Any] = {"mask": masked_as(d, c.mask), "temperature": temperature_of(d)}
+    given["divergence"] = d.choice(("reverse_kl", "forward_kl", "jsd"))
+    if given["divergence"] == "jsd":
+        given["beta"] = d.choice((None, 0.0, 0.1, 0.5, 0.9, 1.0))
+    given["entropy"] = d.random() < 0.4
+    if d.random() < 0.4:
+        given["ids"] = c.ids
+    if d.random() < 0.3:
+        expected = d.normal(B, T)
+        given["expected"] = (expected, d.normal(B, T)) if "ids" in given else expected
+    hidden = d.normal(B, T, h, step=1 / 16, dtype=c.dtype)
+    call = grpo_kernels.linear_divergence
+    return c.call(lambda run: call(c.hidden, c.head, hidden, teacher, run=run, **given))
+
+
+def top_k_case(d: Draw, **options: Any) -> Results:
+    """One `topk_divergence`."""
+    c = Calls(d, **options)
+    k = d.choice((1, 3, 4))
+    rows = [d.sample(range(c.v), k) for _ in range(N)]
+    listed = torch.tensor(rows).view(B, T, k).masked_fill(d.integers(5, B, T, k) == 0, -1)
+    raw = d.normal(B, T, k + 1, dtype=torch.float64).log_softmax(-1)[..., :k]
+    logps = ((raw * 2**10).round() / 2**10).float()
+    given: dict[str, Any] = {"mask": masked_as(d, c.mask), "temperature": temperature_of(d)}
+    given["divergence"] = d.choice(("forward_kl", "reverse_kl"))
+    if given["divergence"] == "forward_kl":
+        given["tail"] = d.choice((None, True, False))
+        if given["tail"] is not True:
+            given["log_prob_min_clamp"] = d.choice((None, -3.0))
+    given["loss_max_clamp"] = d.choice((None, None, 0.5))
+    given["expected"] = d.sometimes(0.3, d.normal(B, T))
+    call = grpo_kernels.topk_divergence
+    return c.call(lambda run: call(c.hidden, c.head, listed, logps, run=run, **given))
+
+
+def from_logps_case(
+    d: Draw, *, objective: Callable[..., Any] | None = None, **fields: Any
+) -> Results:
+    """One `policy_loss_from_logps`."""
+    if objective is None:
+        fields = loss_fields(d) | fields
+        fields["kl_estimator"] = d.choice(("k1", "k2", "k3"))
+    config = LossConfig(**fields)
+    mask = d.mask()
+    logps = -(d.normal(B, T, scale=1.5).abs() + 0.01)
+    inputs = loss_inputs(d, logps, mask, config)
+    kind = d.choice((torch.float32, torch.float32, torch.float64, torch.bfloat16))
+    leaves = [x.to(kind) for x in (logps, d.normal(B, T).abs())]
+    tokens = [mask, inputs.pop("advantages")]
+    if d.random() < 0.2:
+        leaves, tokens = ([packed(d, x) for x in xs] for xs in (leaves, tokens))
+        inputs = {name: packed(d, x) for name, x in inputs.items()} | {"cu_seqlens": bounds(d)}
+        ratio = inputs.get("importance_sampling_ratio")
+        if ratio is not None and ratio.shape != (N,):
+            del inputs["importance_sampling_ratio"]
+    leaves = [x.requires_grad_() for x in leaves]
+    options = (
+        {"config": config} if objective is None else {"config": config, "objective": objective}
+    )
+    out = grpo_kernels.policy_loss_from_logps(*leaves, *tokens, **inputs, **options)
+    if out.loss.requires_grad:
+        (out.loss * d.choice((1.0, -0.75))).backward()
+    names = ("d_logps", "d_entropies")
+    grads = {name: x.grad for name, x in zip(names, leaves, strict=True) if x.grad is not None}
+    return read(out) | grads
+
+
+def reinforce(tokens: Any) -> Tensor:
+    return -tokens.advantages * tokens.logps
+
+
+def with_entropy(tokens: Any) -> Tensor:
+    ratio = torch.exp(tokens.logps - tokens.old_per_token_logps)
+    return -tokens.advantages * ratio - 0.1 * tokens.entropies.square()
+
+
+def centred(tokens: Any) -> Tensor:
+    """Couples the tokens of a sequence."""
+    lengths = tokens.mask.sum(-1, keepdim=True).clamp(min=1)
+    mean = (tokens.logps * tokens.mask).sum(-1, keepdim=True) / lengths
+    return -tokens.advantages * (tokens.logps - 0.5 * mean)
+
+
+def placed(tokens: Any) -> Tensor:
+    bonus = torch.arange(N) / 8 + 0.5
+    return (
+        -tokens.advantages
+        * tokens.logps
+        * bonus[tokens.index]
+        / (1 + tokens.position + tokens.sequence)
+    )
+
+
+CUSTOM = {
+    "reinforce": reinforce,
+    "with_entropy": with_entropy,
+    "centred": centred,
+    "placed": placed,
+}
+
+
+def custom_case(d: Draw, name: str, declared: bool, **options: Any) -> Results:
+    """The loss of a function of the user's own."""
+    function = CUSTOM[name]
+    if declared:
+        function = grpo_kernels.token_level(function)
+    kind = d.choice(LOSS_TYPES[:4])
+    if d.random() < 0.3:
+        return from_logps_case(d, objective=function, loss_type=kind)
+    return loss_case(
+        d, config=LossConfig(loss_type=kind), objective=function, kept=False, **options
+    )
+
+
+OBJECTIVES: dict[str, tuple[dict[str, Any], ...]] = {
+    "cispo": ({}, {"clip_ratio_low": 0.1, "clip_ratio_high": 0.3}),
+    "clip_cov": ({"clip_cov_ratio": 0.2, "clip_cov_lb": -1.0},),
+    "dppo_kl": ({}, {"clip_ratio_low": 0.01, "clip_ratio_high": 0.02, "clip_ratio_c": 1.1}),
+    "dppo_tv": ({}, {"clip_ratio_low": 0.02, "clip_ratio_high": 0.01, "clip_ratio_c": 1.1}),
+    "dro": ({"dro_beta": 0.3},),
+    "fipo": ({}, {"decay_rate": 2.0, "influence_low": 0.1, "safety_threshold": 1.05}),
+    "geo_mean": ({}, {"clip_ratio_low": 0.05, "clip_ratio_high": 0.1}),
+    "gpg": ({},),
+    "gspo": ({}, {"clip_ratio_low": 0.05, "clip_ratio_high": 0.1}),
+    "icepop": ({}, {"ratio_low": 0.8, "ratio_high": 1.25}),
+    "ipo": ({}, {"eps": 0.02, "kl_tau": 0.1, "ratio_max": 1.2}),
+    "kl_cov": ({"kl_cov_ratio": 0.3},),
+    "kpop": ({}, {"threshold": 0.01, "kl_tau": 0.1}),
+    "rollout_is": ({}, {"eps_clip_low": 0.5, "eps_clip_high": 0.6}),
+    "topr": ({}, {"positive_weight": 0.7, "negative_weight": 1.2}),
+}
+OF_SAMPLER = ("icepop", "ipo", "kpop", "rollout_is")
+
+
+def objective_case(d: Draw, name: str, options: dict[str, Any]) -> Results:
+    """A published loss of `grpo_kernels.objectives`."""
+    make = public(f"objectives.{name}")
+    if name == "clip_cov":
+        options = {**options, "generator": torch.Generator().manual_seed(5)}
+    objective = make(**options)
+    c = Calls(d, dtype=torch.float32, plain=True)
+    config = LossConfig(loss_type=d.choice(LOSS_TYPES[:4]))
+    inputs = loss_inputs(d, c.logps(), c.mask, config, old=name not in OF_SAMPLER)
+    if name in OF_SAMPLER and "sampling_per_token_logps" not in inputs:
+        sampled = c.logps() + d.normal(B, T, scale=0.3)
+        inputs["sampling_per_token_logps"] = sampled.clamp(max=-(2.0**-10)).float()
+    tokens = c.hidden, c.head, c.ids, c.mask, inputs.pop("advantages")
+    call = partial(grpo_kernels.grpo_loss, *tokens, config=config, objective=objective, **inputs)
+    return c.call(lambda run: call(run=run))
+
+
+def m2po_case(d: Draw) -> Results:
+    mask, old = d.mask(), -d.normal(B, T).abs()
+    return read(public("objectives.m2po_mask")(old, old + d.normal(B, T, scale=0.3), mask))
+
+
+def rewards_of(d: Draw, functions: int = 0) -> Tensor:
+    """(6,) or (6, F), with an unscored entry at times."""
+    rewards = d.normal(6, functions) if functions else d.normal(6)
+    if d.random() < 0.3:
+        rewards = rewards.round()
+    if d.random() < 0.3:
+        rewards.view(-1)[d.randrange(rewards.numel())] = math.nan
+    return rewards.to(d.choice((torch.float32, torch.float32, torch.float64)))
+
+
+def groups_of(d: Draw) -> dict[str, Any]:
+    if d.random() < 0.5:
+        return {"num_generations": d.choice((2, 3, 6))}
+    return {"group_ids": d.choice((torch.tensor([4, 7, 4, 4, 7, 9]), [0, 0, 1, 1, 1, 1]))}
+
+
+def batch_mask(d: Draw) -> Tensor:
+    mask = (torch.arange(T) < torch.tensor([[d.randint(0, T)] for _ in range(6)])).long()
+    return d.choice((mask, mask * d.integers(4, 6, T).ne(0)))
+
+
+def advantage_arguments(d: Draw, name: str) -> dict[str, Any]:
+    """Arguments of one of `grpo_kernels.advantages`."""
+    functions = d.choice((0, 0, 2))
+    rewards: dict[str, Any] = {"rewards": rewards_of(d, functions)}
+    if functions and d.random() < 0.5:
+        rewards["reward_weights"] = [1.0, 0.25]
+    mask = batch_mask(d)
+    per_token = {"completion_mask": mask}
+    std = {"std": d.choice(("sample", "population"))}
+    if name == "group_advantages":
+        more: dict[str, Any] = {"scale": d.choice(("group", "batch", "mean", "none")), **std}
+        more |= {"aggregation": d.choice(("sum_then_normalize", "normalize_then_sum"))}
+        return rewards | groups_of(d) | more
+    if name == "rloo_advantages":
+        return rewards | groups_of(d) | {"normalize": d.random() < 0.5}
+    if name == "passk_advantages":
+        return rewards | groups_of(d) | {"scale": d.choice(("group", "none")), **std}
+    if name == "opo_advantages":
+        return rewards | per_token | groups_of(d)
+    if name == "gpg_advantages":
+        return rewards | groups_of(d)
+    if name == "process_advantages":
+        steps = [sorted(d.sample(range(T), d.randint(0, 3))) for _ in range(6)]
+        scores = [[d.choice((None, 0.5, 1.0, -0.25, 2.0)) for _ in row] for row in steps]
+        return {"step_rewards": scores, "step_ends": steps, "length": T, **groups_of(d), **std}
+    if name == "remax_advantages":
+        given = d.choice((rewards_of(d), rewards_of(d)[:, None] * d.normal(6, T).float()))
+        return {"rewards": given, "baselines": rewards_of(d), **per_token}
+    if name == "optimal_token_baseline":
+        logps = -d.normal(6, T).abs()
+        more = {
+            "old_per_token_logps": logps,
+            "sum_pi_squared": (2 * logps).exp().clamp(max=0.9) + 0.1,
+        }
+        more["importance_sampling_ratio"] = d.sometimes(0.4, 1 + d.normal(6, T, scale=0.2))
+        more["handle_zero_tail"] = d.random() < 0.5
+        return {"rewards": rewards_of(d), **per_token, **groups_of(d), **more}
+    if name == "gae":
+        given = d.choice((d.normal(6), d.normal(6, T)))
+        more = {
+            "values": d.normal(6, T),
+            "gamma": d.choice((1.0, 0.9)),
+            "lam": d.choice((0.95, 1.0, 0.0)),
+        }
+        more |= {"whiten_advantages": d.random() < 0.5, "last_value": d.sometimes(0.4, d.normal(6))}
+        return {"rewards": given, **per_token, **more}
+    if name == "reinforce_plus_plus":
+        more = {
+            "per_token_kl": d.sometimes(0.5, d.normal(6, T)),
+            "gamma": d.choice((1.0, 0.9)),
+            "beta": 0.05,
+        }
+        return rewards | per_token | more | d.choice(({}, groups_of(d)))
+    if name == "gdpo_advantages":
+        return rewards | per_token | groups_of(d)
+    if name == "rejection_sampling_advantages":
+        return rewards | {"threshold": d.choice((0.0, 0.5, d.normal(6)))}
+    if name == "distillation_advantages":
+        pair = {"teacher_logps": -d.normal(6, T).abs(), "student_logps": -d.normal(6, T).abs()}
+        more = {"coefficient": d.choice((1.0, 0.3)), "clip": d.choice((None, 0.5))}
+        more["advantages"] = d.choice((None, d.normal(6), d.normal(6, T)))
+        return pair | per_token | more
+    assert name == "whiten"
+    return {"x": d.normal(6, T), **per_token, "shift_mean": d.random() < 0.6, **std}
+
+
+ADVANTAGES = (
+    "distillation_advantages", "gae", "gdpo_advantages", "gpg_advantages", "group_advantages",
+    "opo_advantages", "optimal_token_baseline", "passk_advantages", "process_advantages",
+    "reinforce_plus_plus", "rejection_sampling_advantages", "remax_advantages", "rloo_advantages",
+    "whiten",
+)  # fmt: skip
+
+
+def advantage_case(d: Draw, name: str) -> Results:
+    """One of `grpo_kernels.advantages`."""
+    return read(public(f"advantages.{name}")(**advantage_arguments(d, name)))
+
+
+def rollout_case(d: Draw) -> Results:
+    """One `rollouts.correct`."""
+    mask, old = d.mask(), -d.normal(B, T).abs()
+    sampling = (old + d.normal(B, T, scale=0.4)).clamp(max=-(2.0**-10))
+    if d.random() < 0.3:
+        sampling[0, 0] = math.nan
+    level = d.choice(("token", "sequence", "geometric", None))
+    more: dict[str, Any] = {"level": level}
+    if level is not None:
+        more |= {"mode": d.choice(("truncate", "mask")), "clip_max": d.choice((None, 1.1, 2.0))}
+        more |= {"clip_min": d.choice((None, 0.9)), "batch_normalize": d.random() < 0.3}
+    judged = ("token", "seq_sum", "seq_mean", "seq_max")
+    numbers = ("ratio", "k1", "k2", "k3", "reverse_k3")
+    names = [f"{a}_{b}" for a in judged for b in numbers]
+    if d.random() < 0.6:
+        more["reject"] = {
+            d.choice(names): d.choice((1.1, (0.5, 1.5), (None, 2.0))) for _ in range(2)
+        }
+    more["veto_threshold"] = d.sometimes(0.3, 0.7)
+    given = [old, sampling, mask]
+    if d.random() < 0.3:
+        given = [packed(d, x) for x in given]
+        more["cu_seqlens"] = bounds(d)
+    return read(public("rollouts.correct")(*given, **more))
+
+
+def rewards_case(d: Draw) -> Results:
+    """`rewards.compute_rewards` of functions of both kinds."""
+
+    def lengths(completions: list[str], **_: Any) -> list[float]:
+        return [len(x) / 3 for x in completions]
+
+    async def vowels(completions: list[str], weight: list[float], **_: Any) -> list[float | None]:
+        return [
+            None if not x else w * sum(c in "aeiou" for c in x)
+            for x, w in zip(completions, weight, strict=True)
+        ]
+
+    prompts = ["p"] * 4
+    completions = ["".join(d.choice("abcde") for _ in range(d.randrange(6))) for _ in prompts]
+    functions = d.choice(([lengths], [vowels], [lengths, vowels], [vowels, vowels]))
+    weights = d.normal(4).tolist()
+    rewards = public("rewards.compute_rewards")(functions, prompts, completions, weight=weights)
+    return {"result": rewards, "names": ", ".join(public("rewards.reward_names")(functions))}
+
+
+PRESETS = (
+    "CISPO", "DAPO", "DR_GRPO", "GMPO", "GRPO", "GSPO", "ICEPOP", "LUSPO", "MIS", "OPSM", "PPO",
+    "REINFORCE", "RLOO", "SAPO", "TIS", "VESPO",
+)  # fmt: skip
+
+
+def preset_case(d: Draw, name: str, **options: Any) -> Results:
+    """The loss of a preset, whose fields are compared, too."""
+    config = public(f"presets.{name}")
+    return loss_case(d, config=config, **options) | {"config": repr(config)}
+
+
+def default_case(d: Draw) -> Results:
+    return {"config": repr(LossConfig())}
+
+
+def exact_kl(d: Draw, **options: Any) -> Results:
+    """A loss whose KL term is the one over the vocabulary."""
+    return loss_case(d, fields=loss_fields(d) | {"beta": 0.2, "kl_estimator": "full"}, **options)
+
+
+def cases() -> Iterator[tuple[str, Callable[[Draw], Results]]]:
+    """Every case: a name, whose first word is its group, and the function that computes it."""
+    yield "config/default", default_case
+    for kind in LOSS_TYPES:
+        for level in ("token",) if kind == "gmpo" else ("token", "sequence"):
+            for old in (False, True):
+                for engine in ENGINES[1:]:
+                    for backend in ("torch", "cpp"):
+                        policy = "off-policy" if old else "on-policy"
+                        name = f"types/{kind}/{level}/{policy}/{engine}/{backend}"
+                        fields = {
+                            "loss_type": kind,
+                            "importance_sampling_level": level,
+                            "epsilon_high": 0.28,
+                        }
+                        options = {
+                            "engine": engine,
+                            "backend": backend,
+                            "plain": True,
+                            "kept": False,
+                        }
+                        options |= {"given": {"old": old}, "dtype": torch.float32}
+                        yield name, partial(loss_case, fields=fields, **options)
+    numbered: dict[str, tuple[int, Callable[[Draw], Results]]] = {
+        "loss": (1200, loss_case),
+        "exact-kl": (200, exact_kl),
+        "kept": (100, partial(loss_case, kept=True)),
+        "module": (40, partial(loss_case, module=True)),
+        "linear": (30, of_module),
+        "logprob": (500, logprob_case),
+        "expectation": (80, policy_expectation_case),
+        "divergence": (400, divergence_case),
+        "top-k": (250, top_k_case),
+        "from-logps": (400, from_logps_case),
+        "rollouts": (80, rollout_case),
+        "rewards": (8, rewards_case),
+        "m2po": (10, m2po_case),
+    }
+    for group, (count, function) in numbered.items():
+        for i in range(count):
+            yield f"{group}/{i}", function
+    for name in PRESETS:
+        for i in range(4):
+            yield f"presets/{name}/{i}", partial(preset_case, name=name, dtype=torch.float32)
+    for name in CUSTOM:
+        for declared in (False, True) if name != "centred" else (False,):
+            for i in range(6):
+                yield (
+                    f"custom/{name}/{declared}/{i}",
+                    partial(custom_case, name=name, declared=declared),
+                )
+    for name, settings in OBJECTIVES.items():
+        for j, options in enumerate(settings):
+            for i in range(4):
+                yield (
+                    f"objectives/{name}/{j}/{i}",
+                    partial(objective_case, name=name, options=options),
+                )
+    for name in ADVANTAGES:
+        for i in range(16):
+            yield f"advantages/{name}/{i}", partial(advantage_case, name=name)
+
+
+def interpreted_cases() -> Iterator[tuple[str, Callable[[Draw], Results]]]:
+    """Those of Triton's kernels, in its interpreter."""
+    options = {"backend": "triton", "dtype": torch.float32}
+    numbered = {"loss": (30, loss_case), "exact-kl": (8, exact_kl), "logprob": (14, logprob_case)}
+    numbered |= {"divergence": (12, divergence_case), "top-k": (6, top_k_case)}
+    for group, (count, function) in numbered.items():
+        for i in range(count):
+            yield f"triton-{group}/{i}", partial(function, **options)
+
+
+def compute(groups: list[str]) -> dict[str, Results]:
+    """The results of all cases, or of some groups; in Triton's interpreter, of its cases."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    found = {}
+    for name, function in interpreted_cases() if "TRITON_INTERPRET" in os.environ else cases():
+        if groups and name.split("/")[0] not in groups:
+            continue
+        try:
+            found[name] = function(Draw(name))
+        except Gone as error:
+            found[name] = {"gone": str(error)}
+        except Exception as error:
+            found[name] = {"raises": type(error).__name__}
+            if "STORED_VERBOSE" in os.environ:
+                print(name, type(error).__name__, str(error)[:200], file=sys.stderr)
+    return found
+
+
+_BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16}
+
+
+def write(path: Path, found: dict[str, Results]) -> None:
+    """Write results compactly: an index, and the bytes of all numbers of a dtype, byte by byte."""
+    index: dict[str, dict[str, Any]] = {}
+    numbers: dict[str, list[Any]] = {}
+    for case, results in found.items():
+        index[case] = {}
+        for name, x in results.items():
+            if isinstance(x, str):
+                index[case][name] = x
+                continue
+            x = torch.as_tensor(x).detach().contiguous()
+            kind = str(x.dtype).removeprefix("torch.")
+            index[case][name] = [kind, list(x.shape)]
+            flat = x.view(_BITS[x.dtype]) if x.dtype in _BITS else x
+            numbers.setdefault(kind, []).append(flat.numpy().reshape(-1))
+    planes = {}
+    for kind, parts in numbers.items():
+        joined = np.concatenate(parts)
+        planes[kind] = joined.view(np.uint8).reshape(len(joined), -1).T
+    about = {"torch": torch.__version__.split("+")[0], "numpy": np.__version__, "cases": index}
+    text = np.frombuffer(json.dumps(about, separators=(",", ":")).encode(), np.uint8)
+    np.savez_compressed(path, index=text, **planes)
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]), compute(sys.argv[2:]))

@@ -1,0 +1,51 @@
+"""The results of commit eb864c1 are today's; and the comparison sees a fault."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.stored.__main__ import FILES, ROOT, check, compare, difference, read
+
+
+@pytest.mark.slow
+def test_every_case_has_its_stored_results() -> None:
+    table, off = check()
+    assert not off, "\n".join([*off[:20], *table])
+
+
+@pytest.mark.slow
+def test_a_changed_constant_is_seen(tmp_path: Path) -> None:
+    for name in ("grpo_kernels", "csrc"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    formulas = tmp_path / "grpo_kernels" / "token_loss" / "formulas.py"
+    text, formula = formulas.read_text(), "return d * d / 2.0, -d"
+    assert text.count(formula) == 1
+    formulas.write_text(text.replace(formula, "return d * d / 2.0001, -d"))
+    table, off = check(tmp_path, ["from-logps", "advantages"])
+    assert len(off) > 20, table
+    assert all(line.startswith("from-logps/") for line in off)
+
+
+def test_one_bit_is_seen() -> None:
+    _, stored = read(FILES["plain"])
+    case = "loss/0"
+    results = {name: x if isinstance(x, str) else x.clone() for name, x in stored[case].items()}
+    results["d_hidden"].view(-1).view(torch.int32)[0] ^= 1
+    table, off = compare({case: stored[case]}, {case: results})
+    assert table == {"loss": Counter(cases=1, off=1)}
+    assert off[0].startswith("loss/0: d_hidden is ")
+    assert not compare({case: stored[case]}, {case: stored[case]})[1]
+
+
+def test_what_differs_in_kind_is_off() -> None:
+    x = torch.tensor([1.0, torch.nan, 0.0])
+    assert difference(x, x.clone()) == 0
+    assert 0 < difference(x, torch.tensor([1.0, torch.nan, -0.0])) < 1
+    assert difference(x, torch.tensor([1 + 2**-22, torch.nan, 0.0])) == 2
+    for other in (x.double(), x[:2], torch.tensor([1.0, torch.inf, 0.0]), "text"):
+        assert difference(x, other) == torch.inf
