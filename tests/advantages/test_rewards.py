@@ -137,7 +137,7 @@ def test_warning_names_the_rows_nobody_scored():
         compute_rewards(funcs, prompts, COMPLETIONS)
     assert caught[0].filename == __file__
     with pytest.warns(
-        UserWarning, match=r"for row 0; row 0: prompt 'x{50,90}\.\.\., completion"
+        UserWarning, match=r"for row 0; row 0: prompt 'x{50,90}, completion"
     ) as caught:
         compute_rewards(nothing, ["x" * 500], ["y"])
     assert len(str(caught[0].message)) < 250
@@ -242,24 +242,13 @@ async def stops_its_loop_and_waits(**kwargs):
     await asyncio.Event().wait()
 
 
-async def exits_in_a_task(**kwargs):
-    await asyncio.create_task(exits())
-
-
-async def exits_in_a_callback(**kwargs):
-    asyncio.get_running_loop().call_soon(sys.exit, 3)
-    await asyncio.Event().wait()
-
-
 ENDS = {
     fails: ("raised ConnectionError: no answer", ConnectionError),
     exits: ("raised SystemExit: 3", SystemExit),
     interrupts: ("raised KeyboardInterrupt", KeyboardInterrupt),
     cancels: ("raised CancelledError", asyncio.CancelledError),
-    stops_its_loop: ("the event loop was stopped", None),
-    stops_its_loop_and_waits: ("the event loop was stopped", None),
-    exits_in_a_task: ("the event loop was ended by SystemExit: 3", SystemExit),
-    exits_in_a_callback: ("the event loop was ended by SystemExit: 3", SystemExit),
+    stops_its_loop: ("one of them ended the event loop", None),
+    stops_its_loop_and_waits: ("one of them ended the event loop", None),
 }
 
 
@@ -285,22 +274,6 @@ def test_every_end_of_an_async_function_reaches_the_caller(func, disguised):
     assert re.match(f"reward functions? '{func.__name__}'.*{how}", str(caught[0]))
     assert type(caught[0].__cause__) is (cause or type(None))
     assert column(async_lengths) == LENGTHS
-
-
-def test_what_runs_on_a_loop_that_is_stopped_is_cancelled():
-    cleaned = threading.Event()
-
-    async def waits(**kwargs):
-        try:
-            await asyncio.Event().wait()
-        finally:
-            cleaned.set()
-
-    with pytest.raises(
-        RuntimeError, match="reward functions 'waits', 'stops_its_loop': the event loop was stopped"
-    ):
-        compute_rewards([waits, stops_its_loop], PROMPTS, COMPLETIONS)
-    assert cleaned.wait(120)
 
 
 def test_an_interrupted_caller_cancels_its_functions():
@@ -467,15 +440,6 @@ def test_a_failing_function_is_named_and_its_error_chained(error):
     assert caught.value.__cause__ is error
 
 
-class Hostile:
-    """What raises something of its own when it is asked for its number, and when it is to be shown."""
-
-    def __float__(self):
-        raise KeyError("x")
-
-    __repr__ = __float__
-
-
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
@@ -495,23 +459,10 @@ class Hostile:
             "expected a number within float32's range or None for row 1, got 1000",
         ),
         (
-            [1.0, 1.0, 10**5000],
-            "expected a number within float32's range or None for row 2, got int that cannot be",
-        ),
-        (
             [1.0, 1.0, -1e39],
             r"expected a number within float32's range or None for row 2, got -1e\+39",
         ),
-        (
-            torch.zeros(3, device="meta"),
-            "expected a list of 3 rewards, got a Tensor without them: Cannot copy out of",
-        ),
-        (torch.zeros(3).to_sparse(), "expected a list of 3 rewards, got a Tensor without them: "),
         ([torch.zeros((), device="meta")] * 3, "expected a number or None for row 0, got tensor"),
-        (
-            [0.0, Hostile(), 0.0],
-            "expected a number or None for row 1, got Hostile that cannot be written",
-        ),
     ],
 )
 def test_wrong_returns_name_the_function(returned, message):

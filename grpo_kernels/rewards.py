@@ -1,0 +1,269 @@
+"""Rewards of a batch of completions, from Python functions (sync or async) and reward models.
+
+Functions are called as TRL calls them: ``f(prompts=..., completions=..., completion_ids=...,
+**columns)`` returns one number, or None for "not scored", per completion. None becomes NaN, which
+``advantages`` leaves out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import math
+import threading
+import warnings
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import wait
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from grpo_kernels.base.modes import evaluating
+
+__all__ = ["compute_rewards", "reward_names"]
+
+RewardFunc = Callable[..., Any]  # an nn.Module is one too
+_NO_COLUMNS = ("trainer_state", "log_extra", "log_metric")  # which TRL passes beside the columns
+
+
+def compute_rewards(
+    reward_funcs: RewardFunc | Sequence[RewardFunc],
+    prompts: Sequence[Any],  # B strings or lists of messages
+    completions: Sequence[Any],  # B, of the same kind
+    completion_ids: Sequence[Any] | Tensor | None = None,  # B lists of token ids; handed on
+    *,
+    processing_classes: Any = None,
+    device: torch.device | str | None = None,
+    **columns: Any,
+) -> Tensor:
+    """The reward of each completion by each of F functions: (B, F) float32 on ``device``, NaN where
+    not scored.
+
+    An nn.Module is a reward model (sequence classification: ``outputs.logits[:, 0]``) and needs its
+    tokenizer in ``processing_classes``: one for all, or a list with one entry per function (None
+    for Python functions). It reads prompt + completion, through its chat template if they are lists
+    of messages, in evaluation and inference mode. Async functions run concurrently, on an event
+    loop of their own that lives as long as the process: it works under a running loop (a notebook)
+    too, and their clients may stay open between calls. ``columns`` are lists of length B, except
+    TRL's ``trainer_state``, ``log_extra`` and ``log_metric``, which are handed on as they are.
+
+    Warns, naming the row, where every function returned None. Raises RuntimeError naming the
+    function if one raises (its own error chained) or ends the event loop, ValueError if it does not
+    return B numbers within float32's range, TypeError or ValueError for wrong arguments. SystemExit
+    and KeyboardInterrupt from a sync function are raised as they are: they may come from a signal
+    to the process. No signal reaches an async function, so from there they are errors like any
+    other.
+    """
+    funcs = _as_list(reward_funcs)
+    names = reward_names(funcs)
+    tokenizers = _tokenizers(processing_classes, funcs, names)
+    inputs = {
+        "prompts": prompts,
+        "completions": completions,
+        "completion_ids": completion_ids,
+        **columns,
+    }
+    _check_batch(inputs)
+    if len(prompts) == 0:
+        return torch.empty(0, len(funcs), dtype=torch.float32, device=device)
+    returned: list[Any] = []
+    for func, name, tokenizer in zip(funcs, names, tokenizers, strict=True):
+        try:
+            model = isinstance(func, nn.Module)
+            returned.append(_model_rewards(func, tokenizer, inputs) if model else func(**inputs))
+        except Exception as error:
+            raise _failure(name, error) from error
+    concurrent = [i for i, x in enumerate(returned) if inspect.isawaitable(x)]
+    if concurrent:
+        values = _run_together([names[i] for i in concurrent], [returned[i] for i in concurrent])
+        for i, value in zip(concurrent, values, strict=True):
+            returned[i] = value
+    table = [_column(x, name, len(prompts)) for x, name in zip(returned, names, strict=True)]
+    rewards = torch.tensor(table, dtype=torch.float32).T.contiguous()
+    rows = rewards.isnan().all(dim=1).nonzero()[:, 0].tolist()
+    if rows:
+        warnings.warn(
+            f"every reward function returned None for {'rows' if rows[1:] else 'row'} "
+            f"{', '.join(map(str, rows))}; row {rows[0]}: prompt {prompts[rows[0]]!r:.80}, "
+            f"completion {completions[rows[0]]!r:.80}",
+            stacklevel=2,
+        )
+    return rewards.to(device)
+
+
+def reward_names(reward_funcs: RewardFunc | Sequence[RewardFunc]) -> list[str]:
+    """Return names for metrics and messages: a function's own, a model's checkpoint or an object's
+    class."""
+    return [_name(func) for func in _as_list(reward_funcs)]
+
+
+def _name(func: Any) -> str:
+    if isinstance(func, functools.partial):
+        return _name(func.func)
+    if isinstance(func, nn.Module):
+        checkpoint = getattr(getattr(func, "config", None), "_name_or_path", None)
+        return str(checkpoint).rstrip("/").split("/")[-1] if checkpoint else type(func).__name__
+    return str(getattr(func, "__name__", type(func).__name__))
+
+
+def _failure(name: str, error: BaseException) -> RuntimeError:
+    return RuntimeError(f"reward function {name!r} raised {type(error).__name__}: {error}")
+
+
+@torch.inference_mode()
+def _model_rewards(model: nn.Module, tokenizer: Any, inputs: dict[str, Any]) -> Tensor:
+    """``logits[:, 0]`` (B,) of prompt + completion, all rows in one batch."""
+    pairs = list(zip(inputs["prompts"], inputs["completions"], strict=True))
+    plain = isinstance(pairs[0][0], str)
+    for row, pair in enumerate(pairs):
+        if any(isinstance(part, str) != plain for part in pair):
+            kind = "strings" if plain else "lists of messages"
+            raise TypeError(f"row {row}: expected {kind} as in row 0's prompt")
+    if plain:
+        texts = [prompt + completion for prompt, completion in pairs]
+    else:
+        chats = [[*prompt, *reply] for prompt, reply in pairs]
+        texts = [tokenizer.apply_chat_template(chat, tokenize=False) for chat in chats]
+    options = {"return_tensors": "pt", "padding": True, "padding_side": "right"}
+    batch = tokenizer(text=texts, add_special_tokens=False, **options)
+    parameter = next(model.parameters(), None)
+    device = torch.device("cpu") if parameter is None else parameter.device
+    with evaluating(model):
+        logits: Tensor = model(**{name: values.to(device) for name, values in batch.items()}).logits
+    if logits.dim() != 2 or logits.shape[1] == 0:
+        wanted = f"(B, 1) = ({len(pairs)}, 1)"
+        raise ValueError(f"logits: expected shape {wanted}, got {tuple(logits.shape)}")
+    return logits[:, 0].float()
+
+
+# Async functions run on one loop, in a thread that lasts as long as the process
+
+_loop: asyncio.AbstractEventLoop | None = None
+_thread: threading.Thread | None = None
+_starting = threading.Lock()
+
+
+def _run_together(names: list[str], awaitables: list[Awaitable[Any]]) -> list[Any]:
+    global _loop, _thread
+    failures: list[tuple[str, BaseException]] = []
+
+    async def one(name: str, awaitable: Awaitable[Any]) -> Any:
+        try:
+            return await awaitable
+        except BaseException as error:  # asyncio would let SystemExit end the loop
+            failures.append((name, error))
+
+    async def together() -> list[Any]:
+        return await asyncio.gather(*map(one, names, awaitables))
+
+    if threading.current_thread() is _thread:
+        raise RuntimeError(
+            "compute_rewards: called inside an async reward function, whose loop it would wait for"
+        )
+    with _starting:
+        if _loop is None or _thread is None or not _thread.is_alive():  # so also after a fork
+            _loop = asyncio.new_event_loop()
+            _thread = threading.Thread(target=_loop.run_forever, name=__name__, daemon=True)
+            _thread.start()
+        thread, future = _thread, asyncio.run_coroutine_threadsafe(together(), _loop)
+    try:
+        while not wait([future], timeout=1.0).done:
+            if not thread.is_alive():
+                which = ", ".join(map(repr, names))
+                raise RuntimeError(f"reward functions {which}: one of them ended the event loop")
+    except BaseException:
+        future.cancel()
+        raise
+    for name, error in failures:
+        raise _failure(name, error) from error
+    return future.result()
+
+
+# Arguments and results
+
+
+def _as_list(reward_funcs: Any) -> list[Any]:
+    funcs = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
+    if not funcs:
+        raise ValueError("reward_funcs: expected at least one function, got an empty list")
+    for i, func in enumerate(funcs):
+        if not callable(func):
+            got = type(func).__name__
+            if isinstance(func, str):
+                got = f"the name {func!r}; load the model first, with transformers."
+                got += "AutoModelForSequenceClassification.from_pretrained, and pass it"
+            raise TypeError(f"reward_funcs[{i}]: expected a callable or an nn.Module, got {got}")
+    return funcs
+
+
+def _check_batch(inputs: dict[str, Any]) -> None:
+    prompts = inputs["prompts"]
+    if not isinstance(prompts, (list, tuple)):
+        raise TypeError(f"prompts: expected a list, got {type(prompts).__name__}")
+    expected = f"length {len(prompts)}, one entry per prompt"
+    for name, values in inputs.items():
+        if name in _NO_COLUMNS or (name == "completion_ids" and values is None):
+            continue
+        if isinstance(values, (str, bytes, dict)) or not hasattr(values, "__len__"):
+            got = type(values).__name__
+            raise TypeError(f"{name}: expected a list with one entry per prompt, got {got}")
+        if len(values) != len(prompts):
+            raise ValueError(f"{name}: expected {expected}, got {len(values)}")
+
+
+def _tokenizers(processing_classes: Any, funcs: list[Any], names: list[str]) -> list[Any]:
+    """Check and return the tokenizers, one per function."""
+    if not isinstance(processing_classes, (list, tuple)):
+        processing_classes = [processing_classes] * len(funcs)
+    if len(processing_classes) != len(funcs):
+        expected = f"one per reward function, {len(funcs)}"
+        raise ValueError(f"processing_classes: expected {expected}, got {len(processing_classes)}")
+    for i, (func, tokenizer) in enumerate(zip(funcs, processing_classes, strict=True)):
+        if not isinstance(func, nn.Module):
+            continue
+        where, pad = f"processing_classes[{i}]", getattr(tokenizer, "pad_token_id", None)
+        if tokenizer is None:
+            expected = f"the tokenizer of reward model {names[i]!r}"
+            raise ValueError(f"{where}: expected {expected}, got None")
+        if pad is None:
+            expected = "a tokenizer with a pad token"
+            raise ValueError(f"{where}: expected {expected}, got pad_token_id None")
+        # A decoder's score is that of the last token other than config.pad_token_id: with a wrong
+        # id, of a wrong token.
+        wrong = getattr(getattr(func, "config", None), "pad_token_id", pad)
+        if wrong != pad:
+            raise ValueError(
+                f"reward_funcs[{i}]: expected config.pad_token_id of {names[i]!r} to be its "
+                f"tokenizer's, {pad}, got {wrong}"
+            )
+    return list(processing_classes)
+
+
+def _column(values: Any, name: str, length: int) -> list[float]:
+    """Convert the result of a reward function to ``length`` floats."""
+    returned, where = type(values).__name__, f"reward function {name!r}"
+    if hasattr(values, "tolist"):  # tensors, arrays, series
+        values = values.tolist()
+    if not isinstance(values, (list, tuple)):
+        raise ValueError(f"{where}: expected a list of {length} rewards, got {returned}")
+    if len(values) != length:
+        expected = f"{length} rewards, one per completion"
+        raise ValueError(f"{where}: expected {expected}, got {len(values)}")
+    numbers = []
+    for row, value in enumerate(values):
+        expected = "a number or None"
+        try:
+            number = math.nan if value is None else float(value)
+            if isinstance(value, str):
+                raise ValueError
+            if math.isfinite(number) and abs(number) > torch.finfo(torch.float32).max:
+                raise OverflowError
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            if isinstance(error, OverflowError):
+                expected = "a number within float32's range or None"
+            got = f"{value!r:.80}"
+            raise ValueError(f"{where}: expected {expected} for row {row}, got {got}") from None
+        numbers.append(number)
+    return numbers

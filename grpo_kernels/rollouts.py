@@ -1,0 +1,370 @@
+"""Rollout correction: weights and a mask for samples of another engine, or of an older policy, than
+is trained.
+
+It is all arithmetic on (B, T) numbers, in float64 (float32 where the device has none) and without
+gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.base.checks import (
+    check_logps,
+    check_mask_values,
+    check_number,
+    check_shape,
+    check_tensor,
+    did_you_mean,
+)
+from grpo_kernels.base.choices import CorrectionLevel, CorrectionMode, choices
+from grpo_kernels.base.distributed import all_reduce, check_group
+from grpo_kernels.base.importance import bounded, scored_difference
+from grpo_kernels.base.packing import sequences_of
+from grpo_kernels.base.sums import sequence_means, widen
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["Correction", "correct"]
+
+Bound = float | tuple[float | None, float | None]
+_SMALLEST_MEAN = 1e-8  # of weights that are divided by it
+
+
+class Correction(NamedTuple):
+    """Result of ``correct``: weights and the mask of the kept tokens, each (B, T) or (N,), and
+    metrics by name."""
+
+    weights: Tensor  # 0 where masked
+    keep: Tensor  # the completion mask with 0 at rejected tokens
+    metrics: dict[str, float]
+
+
+# level -> x (R, T) and mask (R, T) to (R, T) or (R, 1); each row has a counted token
+_AGGREGATES = {
+    "token": lambda x, mask: x,
+    "seq_sum": lambda x, mask: torch.where(mask, x, 0.0).sum(dim=1, keepdim=True),
+    "seq_mean": sequence_means,
+    "seq_max": lambda x, mask: (
+        x.masked_fill(~mask, -math.inf).amax(dim=1, keepdim=True) if len(x) else x.sum(1, True)
+    ),
+}
+_DIVERGENCES = {  # of D, of any shape
+    "k1": lambda d: -d,
+    "k2": lambda d: d.square() / 2,
+    "k3": lambda d: torch.expm1(d) - d,
+    "reverse_k3": lambda d: torch.expm1(-d) + d,
+}
+_STATISTICS = {  # name -> (level, kind)
+    f"{level}_{kind}": (level, kind) for level in _AGGREGATES for kind in ("ratio", *_DIVERGENCES)
+}
+_WEIGHT_LEVELS = {"token": "token", "sequence": "seq_sum", "geometric": "seq_mean"}
+
+
+@torch.no_grad()
+def correct(
+    old_per_token_logps: Tensor,  # (B, T), or packed (N,)
+    sampling_per_token_logps: Tensor,  # (B, T) or (N,)
+    completion_mask: Tensor,  # (B, T) or (N,)
+    *,
+    level: CorrectionLevel | None = "token",
+    mode: CorrectionMode = "truncate",
+    clip_max: float | None = 2.0,
+    clip_min: float | None = None,
+    batch_normalize: bool = False,
+    reject: Mapping[str, Bound] | None = None,
+    veto_threshold: float | None = None,
+    safety_bound: float = 20.0,
+    cu_seqlens: Tensor | None = None,  # (B + 1,)
+    process_group: ProcessGroup | None = None,
+) -> Correction:
+    """Correct for a sampler whose log-probabilities are not the policy's: (weights, keep, metrics).
+
+    With D_t = old - sampling log-probability of a counted token, the weight w of
+
+        level "token"      exp(D_t)                         TIS, IcePop
+        level "sequence"   exp(sum of D over the sequence)  unbiased, and far apart for long
+                                                            sequences
+        level "geometric"  exp(mean of D over the sequence)
+        level None         1; nothing is weighted
+
+    is clamped to [``clip_min``, ``clip_max``] by mode "truncate", and 0 outside of them by mode
+    "mask"; None is no bound. ``batch_normalize`` then divides by the mean weight, of tokens or of
+    sequences.
+
+    ``reject`` maps statistics to bounds, which are inclusive. A token or a sequence is kept inside
+    all of them. The name says what is judged, each "token", or a sequence by the "seq_sum",
+    "seq_mean" or "seq_max" of its tokens, and by which number, so that "seq_mean_k3" is the mean of
+    k3 over a sequence:
+
+        "_ratio"        exp(D), where a sequence's is exp(sum, mean or max of D)
+        "_k1"           -D; its bounds are those of exp(-D)
+        "_k2"           D^2 / 2
+        "_k3"           exp(D) - 1 - D
+        "_reverse_k3"   exp(-D) - 1 + D
+
+    Bounds are (low, high), either of which may be None. A number u is (None, u); for k1 (1 / u, u),
+    as in verl. ``veto_threshold`` rejects a sequence that has a token of exp(D) below it. Rejection
+    leaves the weights as they are. With ``keep`` as the loss' mask a rejected token is not in its
+    denominator; with ``weights * keep`` and the whole mask it is.
+
+    Args:
+        old_per_token_logps: (B, T), or packed (N,), of the policy in the trainer, before the step's
+            first update.
+        sampling_per_token_logps: (B, T) or (N,), of the same tokens, as the sampler gave them. NaN,
+            where it gave none, is D = 0.
+        completion_mask: (B, T) or (N,); 0 is masked, and never read.
+        safety_bound: largest size of an exponent, and of D in k1, k2 and k3; both are clamped.
+            ``math.inf``: no bound.
+        cu_seqlens: (B + 1,) int32 or int64, bounds of the packed sequences, from 0 to N.
+        process_group: ranks over whose weights the mean of ``batch_normalize`` is. Metrics are of
+            this rank.
+
+    Returns:
+        weights, in the dtype of ``old_per_token_logps``, for ``importance_sampling_ratio=``; keep,
+        in the mask's dtype, for ``completion_mask=``, both shaped like the arguments; metrics by
+        verl's names, as "rollout_corr/kl", of the sequences that have a counted token; none if
+        there is no such sequence.
+
+    Sources: https://fengyao.notion.site/off-policy-rl (TIS), https://richardli.xyz/rl-collapse
+    (MIS, rejection); verl's ``rollout_corr_helper``.
+    Raises ValueError for arguments out of range and shapes that disagree, TypeError for wrong
+    types.
+    """
+    check_group("process_group", process_group)
+    levels = choices(CorrectionLevel)
+    if level not in (*levels, None):
+        raise ValueError(f"level: expected one of {_listed(levels)} or None, got {level!r}")
+    if mode not in choices(CorrectionMode):
+        expected = _listed(choices(CorrectionMode))
+        raise ValueError(f"mode: expected one of {expected}, got {mode!r}")
+    ends = {"clip_max": clip_max, "clip_min": clip_min, "veto_threshold": veto_threshold}
+    for name, bound in ends.items():
+        if bound is not None:
+            check_number(name, bound, lowest=0, inclusive=name == "clip_min")
+    if clip_min is not None and clip_max is not None and clip_min > clip_max:
+        raise ValueError(f"clip_min: expected at most clip_max = {clip_max}, got {clip_min}")
+    if not isinstance(batch_normalize, bool):
+        raise TypeError(f"batch_normalize: expected True or False, got {batch_normalize!r}")
+    if level is None and (batch_normalize or clip_min is not None or mode != "truncate"):
+        raise ValueError(
+            f"level: expected one of {_listed(levels)}, since clip_min, mode or batch_normalize "
+            "ask for weights, got None"
+        )
+    if safety_bound != math.inf:
+        check_number("safety_bound", safety_bound, lowest=0)
+    if not hasattr({} if reject is None else reject, "items"):
+        expected = "a mapping from statistics to bounds, or None"
+        raise TypeError(f"reject: expected {expected}, got {type(reject).__name__}")
+    rules = {name: _bounds(name, bound) for name, bound in (reject or {}).items()}
+    inputs = old_per_token_logps, sampling_per_token_logps, completion_mask
+    counted = _counted(*inputs, packed=cu_seqlens is not None)
+    batch, columns, locate = sequences_of(old_per_token_logps, cu_seqlens)
+
+    place = locate(torch.arange(counted.numel(), device=counted.device))
+
+    def padded(x: Tensor) -> Tensor:  # (B, T)
+        return x.new_zeros(batch, columns).index_put(place, x.flatten())
+
+    counts = padded(counted)
+    sequences = counts.any(dim=1)
+    mask = counts[sequences]  # (R, T): all that follows is of the R sequences with a counted token
+    old = torch.where(mask, widen(padded(old_per_token_logps)[sequences]), 0.0)
+    sampled = widen(padded(sampling_per_token_logps)[sequences])
+    d = torch.where(mask, scored_difference(old, sampled), 0.0)
+    results = _off_policy(old, d, mask, safety_bound)
+
+    weights = mask.to(d.dtype)
+    if level is not None:
+        log_ratio = _AGGREGATES[_WEIGHT_LEVELS[level]](d, mask)
+        raw = log_ratio.clamp(-safety_bound, safety_bound).exp()
+        weights = bounded(raw, clip_min, clip_max, truncates=mode == "truncate")
+        high = math.inf if clip_max is None else clip_max
+        low = 1 / high if clip_min is None else clip_min
+        results |= _spread("rollout_is", weights, raw, mask, (low, high), (0, high), ideal=1.0)
+        tokens = weights.expand_as(mask)[mask]
+        squares = tokens.square().mean()
+        size = tokens.mean().square() / squares.clamp(min=torch.finfo(squares.dtype).tiny)
+        results["rollout_is_eff_sample_size"] = size
+        if mode == "mask":
+            results["rollout_is_oob_ratio"] = _share(tokens != raw.expand_as(mask)[mask])
+        if batch_normalize:
+            own = weights[mask] if level == "token" else weights[:, 0]
+            total = torch.stack([own.sum(), own.new_tensor(len(own))])
+            total, count = all_reduce(total, "sum", process_group)
+            mean = total / count
+            mean = torch.where(mean > _SMALLEST_MEAN, mean, 1.0)
+            weights = weights / mean
+            results["rollout_is_batch_norm_factor"] = mean
+        weights = torch.where(mask, weights, 0.0)
+
+    kept = mask
+    for name, bounds in rules.items():
+        values = _statistic(name, d, mask, safety_bound)
+        inside = ((values >= bounds[0]) & (values <= bounds[1])).expand_as(mask)
+        prefix = f"rollout_rs_{name}"
+        results |= _spread(prefix, values, values, mask, bounds, bounds, ideal=0.0)
+        results |= _rejected(prefix, inside & mask, mask)
+        kept = kept & inside
+    if veto_threshold is not None:
+        vetoed = mask & (d.exp() < veto_threshold)
+        results["catastrophic_token_fraction"] = _share(vetoed[mask])
+        results["catastrophic_seq_fraction"] = _share(vetoed.any(dim=1))
+        kept = kept & ~vetoed.any(dim=1, keepdim=True)
+    if rules or veto_threshold is not None:
+        results |= _rejected("rollout_rs", kept, mask)
+
+    whole_weights, whole_kept = weights.new_zeros(counts.shape), torch.zeros_like(counts)
+    whole_weights[sequences], whole_kept[sequences] = weights, kept
+    weights, kept = (x[place].view(counted.shape) for x in (whole_weights, whole_kept))
+    keep = completion_mask.masked_fill(~kept, 0)
+    numbers = torch.stack([*results.values()]).tolist()  # one wait for the device
+    named = {f"rollout_corr/{name}": x for name, x in zip(results, numbers, strict=True)}
+    return Correction(weights.to(old_per_token_logps.dtype), keep, named if len(mask) else {})
+
+
+def _bounds(name: str, bound: Any) -> tuple[float, float]:
+    """Check an entry of ``reject``; return its bounds in the unit of the statistic."""
+    if name not in _STATISTICS:
+        hint = did_you_mean(str(name), _STATISTICS)
+        raise ValueError(f"reject: expected names among {_listed(_STATISTICS)}, got {name!r}{hint}")
+    kind, where = _STATISTICS[name][1], f"reject[{name!r}]"
+    if isinstance(bound, tuple) and len(bound) == 2:
+        low, high = bound
+    else:
+        check_number(where, bound, lowest=0)
+        low, high = 1 / bound if kind == "k1" else None, bound
+    for end in (low, high):
+        if end is not None:
+            check_number(where, end, lowest=0, inclusive=kind != "k1")
+    low, high = 0.0 if low is None else low, math.inf if high is None else high
+    if low > high:
+        raise ValueError(f"{where}: expected a lower bound of at most the upper one, got {bound}")
+    if kind == "k1":
+        low, high = math.log(low) if low else -math.inf, math.log(high)
+    return low, high
+
+
+def _counted(old: Any, sampling: Any, completion_mask: Any, *, packed: bool) -> Tensor:
+    """Check the three arguments, (B, T), or (N,) if `packed`; return where the mask counts."""
+    check_tensor("old_per_token_logps", old, floating=True)
+    if old.dim() != (1 if packed else 2):
+        expected = "(N,), since there are cu_seqlens" if packed else "(B, T)"
+        raise ValueError(f"old_per_token_logps: expected shape {expected}, got {tuple(old.shape)}")
+    check_tensor("sampling_per_token_logps", sampling, like=old, floating=True)
+    check_tensor("completion_mask", completion_mask, like=old)
+    same = ("that of old_per_token_logps", tuple(old.shape))
+    check_shape("sampling_per_token_logps", sampling, same)
+    check_shape("completion_mask", completion_mask, same)
+    counts = completion_mask != 0
+    if bool(completion_mask.ne(counts).any()):
+        check_mask_values("completion_mask", has_nan=bool(completion_mask.isnan().any()))
+    rows = old[counts]
+    if not bool(rows.isfinite().all()):
+        bad = rows[~rows.isfinite()][0].item()
+        expected = "finite numbers where the mask counts"
+        raise ValueError(f"old_per_token_logps: expected {expected}, got {bad}")
+    check_logps("old_per_token_logps", rows)
+    check_logps("sampling_per_token_logps", sampling[counts])
+    return counts
+
+
+def _listed(names: Any) -> str:
+    return ", ".join(map(repr, names))
+
+
+def _statistic(name: str, d: Tensor, mask: Tensor, safety_bound: float) -> Tensor:
+    """The values that a rule judges: (R, T) of tokens, (R, 1) of sequences."""
+    level, kind = _STATISTICS[name]
+    aggregate = _AGGREGATES[level]
+    if kind == "ratio":
+        return aggregate(d, mask).clamp(-safety_bound, safety_bound).exp()
+    return aggregate(_DIVERGENCES[kind](d.clamp(-safety_bound, safety_bound)), mask)
+
+
+# Metrics by verl's names and formulas (verl/trainer/ppo/rollout_corr_helper.py), of R sequences
+# that have a counted token each. Where verl counts sequences without a token, with a ratio and a
+# perplexity of 1 and a weight of 0, these do not.
+
+
+def _off_policy(old: Tensor, d: Tensor, mask: Tensor, safety_bound: float) -> dict[str, Tensor]:
+    """Distance between the policies: perplexities, KL estimates, chi-squared divergences."""
+    log_ppl, gap = -sequence_means(old, mask)[:, 0], -sequence_means(d, mask)[:, 0]
+    sampling_log_ppl = log_ppl - gap
+    tokens, sums = d[mask], d.sum(dim=1)
+    return {
+        "training_ppl": log_ppl.exp().mean(),
+        "training_log_ppl": log_ppl.mean(),
+        "kl": -tokens.mean(),
+        "k3_kl": _DIVERGENCES["k3"](tokens).mean(),
+        "rollout_ppl": sampling_log_ppl.exp().mean(),
+        "rollout_log_ppl": sampling_log_ppl.mean(),
+        "log_ppl_diff": gap.mean(),
+        "log_ppl_abs_diff": gap.abs().mean(),
+        "log_ppl_diff_max": _extreme(gap, "max"),
+        "log_ppl_diff_min": _extreme(gap, "min"),
+        "ppl_ratio": gap.exp().mean(),
+        "chi2_token": torch.expm1(2 * tokens.clamp(-safety_bound, safety_bound)).mean(),
+        "chi2_seq": torch.expm1(2 * sums.clamp(-safety_bound, safety_bound)).mean(),
+    }
+
+
+def _spread(
+    prefix: str,
+    values: Tensor,  # (R, T) of tokens or (R, 1) of sequences
+    raw: Tensor,  # the same before they were bounded
+    mask: Tensor,
+    bounds: tuple[float, float],
+    clamped_to: tuple[float, float],
+    ideal: float,
+) -> dict[str, Tensor]:
+    """Means, standard deviations and extremes; shares of the raw values beyond the bounds."""
+    low, high = bounds
+    of_tokens = values.shape == mask.shape
+    tokens = values.expand_as(mask)[mask]
+    extremes, judged = (tokens, raw[mask]) if of_tokens else (raw, raw)
+    sequences = sequence_means(values.expand_as(mask), mask)[:, 0]
+    raw_sequences = sequence_means(raw.expand_as(mask), mask)[:, 0]
+    clamped = tokens.clamp(*clamped_to)
+    fraction = "ratio_fraction" if prefix == "rollout_is" else "fraction"
+    results = {
+        "mean": tokens.mean(),
+        "std": (clamped - clamped.mean()).square().mean().sqrt(),
+        "max": _extreme(extremes, "max"),
+        "min": _extreme(extremes, "min"),
+        f"{fraction}_high": _share(judged > high),
+        f"{fraction}_low": _share(judged < low),
+        "seq_mean": sequences.mean(),
+        "seq_std": sequences.new_zeros(()) if len(sequences) < 2 else sequences.std(),
+        "seq_max": _extreme(sequences, "max"),
+        "seq_min": _extreme(sequences, "min"),
+        "seq_max_deviation": _extreme((sequences - ideal).abs(), "max"),
+        "seq_fraction_high": _share(raw_sequences > high),
+        "seq_fraction_low": _share(raw_sequences < low),
+    }
+    return {f"{prefix}_{name}": x for name, x in results.items()}
+
+
+def _rejected(prefix: str, kept: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """Shares of the tokens, and of the sequences that lose one."""
+    gone = mask & ~kept
+    return {
+        f"{prefix}_masked_fraction": _share(gone[mask]),
+        f"{prefix}_seq_masked_fraction": _share(gone.any(dim=1)),
+    }
+
+
+def _extreme(x: Tensor, which: str) -> Tensor:
+    if x.numel() == 0:
+        return x.new_full((), math.nan)
+    return x.max() if which == "max" else x.min()
+
+
+def _share(x: Tensor) -> Tensor:
+    return widen(x).mean()
