@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import logging
 import pkgutil
 import re
 import subprocess
@@ -327,3 +328,7 @@ def test_uninitialised_memory_is_nan():
         assert made.isnan().all()
     assert torch.ones(2).resize_(7)[2:].isnan().all()
     assert torch.empty(3, dtype=torch.bfloat16).isnan().all()
+
+
+def test_the_library_leaves_logging_to_the_application() -> None:
+    assert [type(x) for x in logging.getLogger("grpo_kernels").handlers] == [logging.NullHandler]

@@ -4,5 +4,5 @@
 - Ranks: collectives (`distributed`), and the check that all ranks make the same call (`agreement`).
 - Tensors: sums and means (`sums`), quantiles (`quantile`), importance sampling ratios (`importance`), sequences of a
   batch (`packing`), and records of tensors (`records`).
-- Modules in evaluation mode (`modes`), and ranges for profilers (`profiling`).
+- Modules in evaluation mode (`modes`).
 """

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from grpo_kernels.backends.interface import RowStats
 from grpo_kernels.base.checks import check_ids, check_logps, warn_of_ratio
-from grpo_kernels.base.profiling import phase
 from grpo_kernels.batch.inputs import LossInputs
 from grpo_kernels.batch.tokens import Tokens, read_tokens
 from grpo_kernels.call.expected import Expectation, fuses
@@ -190,7 +189,7 @@ def first_pass(
     loss: Loss, operands: Operands, request: Request
 ) -> tuple[ForwardResult, Evaluation]:
     """Do the first pass over the rows, and evaluate the loss of their statistics."""
-    with torch.no_grad(), phase("loss"):
+    with torch.no_grad():
         first = request.engine.first_pass(operands, request)
         assert first.stats is not None
         evaluation = loss.evaluate(request, first.stats)

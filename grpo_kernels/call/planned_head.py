@@ -17,7 +17,6 @@ from grpo_kernels.base.agreement import Each
 from grpo_kernels.base.checks import check_budget, check_counted_ids
 from grpo_kernels.base.choices import BackendName
 from grpo_kernels.call.expected import RowGradient
-from grpo_kernels.call.first_use import log_use
 from grpo_kernels.call.run import Execution
 from grpo_kernels.engine.device import device_of
 from grpo_kernels.engine.engines import choose_engine
@@ -39,7 +38,6 @@ class PlannedHead:
     plan: HeadPlan
     needs_grad: NeedsGrad
     execution: Execution
-    why_backend: str
 
     def described_rows(self) -> dict[str, Any]:
         """Return the values that ranks must agree on, and this rank's rows and memory, which `divided` needs."""
@@ -102,23 +100,14 @@ class PlannedHead:
             mixed_gradient=self.plan.teacher is not None and gradient.of_logps,
             tight_memory=self.plan.memory.tight,
         )
-        engine = choose_engine(situation, self.execution.engine)
-        log_use(
-            self.head.hidden.device,
-            self.plan.backend.name,
-            self.why_backend,
-            engine,
-            situation,
-            self.execution,
-        )
-        return engine
+        return choose_engine(situation, self.execution.engine)
 
     def with_backend(self) -> PlannedHead:
         """Return the same head with the backend that its execution names."""
-        backend, why = choose_backend(
+        backend, _ = choose_backend(
             self.execution.backend, self.head.hidden.device, self.plan.compute_dtype
         )
-        return replace(self, plan=replace(self.plan, backend=backend), why_backend=why)
+        return replace(self, plan=replace(self.plan, backend=backend))
 
     def request(
         self,
@@ -175,7 +164,7 @@ def plan_head(
     )
     if budget is None:
         budget = default_workspace(weight, needs_grad, memory, heads=1 if other is None else 2)
-    row_backend, why = choose_backend(backend or execution.backend, head.hidden.device, dtype)
+    row_backend, _ = choose_backend(backend or execution.backend, head.hidden.device, dtype)
     plan = HeadPlan(
         backend=row_backend,
         compute_dtype=dtype,
@@ -185,7 +174,7 @@ def plan_head(
     )
     if other is not None:
         plan = replace(plan, teacher=_plan_reference(other, plan, dtype), jsd_beta=jsd_beta)
-    return PlannedHead(head, plan, needs_grad, execution, why)
+    return PlannedHead(head, plan, needs_grad, execution)
 
 
 def _plan_reference(reference: OtherHead, plan: HeadPlan, dtype: torch.dtype) -> HeadPlan:

@@ -104,16 +104,3 @@ def choose_engine(call: Situation, name: str = "auto") -> Engine:
             f"engine: expected one that gives this gradient, got {name!r}, which needs {needs}"
         )
     return SCORE if call.no_gradient else engine
-
-
-def why_engine(engine: Engine, call: Situation, name: str = "auto") -> str:
-    """Return the reason why `choose_engine` chose `engine`, in words."""
-    if call.no_gradient and engine is SCORE:
-        return "no gradient is wanted"
-    if name != "auto":
-        return "asked for"
-    if engine.comes_first(call):
-        return "memory is short"
-    parts = {(True, True): "hidden states and head train", (True, False): "hidden states train"}
-    trains = parts.get((call.hidden_trains, call.head_trains), "the head trains")
-    return f"the cheapest where {trains}, and a token's share of the gradient is known {call.coupling.value}"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import torch
 
-from grpo_kernels.base.profiling import phase
 from grpo_kernels.engine.chunks import Group, plan_groups
 from grpo_kernels.engine.gradient_sums import GradientSums
 from grpo_kernels.engine.head_plan import HeadPlan
@@ -39,26 +38,23 @@ def sweep(
             for part in group.chunks:
                 at, m = _part(index, part), part.stop - part.start
                 out = logits[:m], None if teacher_logits is None else teacher_logits[:m]
-                with phase("logits"):
-                    chunk, chunk_rows = projection.project(operands, part, rows, at, out)
+                chunk, chunk_rows = projection.project(operands, part, rows, at, out)
                 if (
                     sums is not None and d_logits is None
                 ):  # not before the first product is under way
                     d_logits = projection.new_d_logits(max(group.rows for group in groups))
                 target = None if sums is None or d_logits is None else d_logits[part]
-                with phase("rows"):
-                    step(chunk, chunk_rows, at, len(group) - part.start, target)
+                step(chunk, chunk_rows, at, len(group) - part.start, target)
             if sums is not None and d_logits is not None:
                 if len(group) < group.rows:
                     d_logits[len(group) : group.rows] = 0.0
-                with phase("gradients"):
-                    sums.add(
-                        group,
-                        projection.products,
-                        operands[0],
-                        d_logits[: group.rows],
-                        step.fp16_scale,
-                    )
+                sums.add(
+                    group,
+                    projection.products,
+                    operands[0],
+                    d_logits[: group.rows],
+                    step.fp16_scale,
+                )
     return None if sums is None else sums.gradients(step.row_factor())
 
 

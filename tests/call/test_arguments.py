@@ -20,6 +20,7 @@ from grpo_kernels import (
     grpo_loss,
     linear_logprob,
     policy_expectation,
+    policy_loss_from_logps,
 )
 from tests.support.flat import flat
 from tests.support.small_batch import OPTIONAL, small_batch
@@ -410,3 +411,11 @@ def test_next_good_call_gives_the_same_bits(first: list[Tensor]) -> None:
         test_wrong_argument(wrong, first)
     test_wrong_objective("a scalar")
     assert all(torch.equal(x, y) for x, y in zip(first, good(), strict=True))
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpp"])
+def test_the_output_says_which_backend_it_was(backend: str) -> None:
+    out = flat(grpo_loss)(**small_batch(), backend=backend)
+    assert out.backend == backend
+    given = out.per_token_logps, out.entropies, torch.ones(2, 5), torch.ones(2)
+    assert policy_loss_from_logps(*given).backend == "torch"

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.interface import RowStats
-from grpo_kernels.base.profiling import phase
 from grpo_kernels.base.records import take
 from grpo_kernels.engine.device import device_of
 from grpo_kernels.engine.head_plan import HeadPlan
@@ -136,16 +135,15 @@ class _Slice:
         projection, start = self._projection, block.indices.start
         operands = projection.operands(block.rows.positions)
         d_logits = self._d_logits(block, operands)
-        with phase("gradients"):
-            for product, x, rows, part in zip(
-                projection.products, operands[0], self._d_rows, self._parts, strict=True
-            ):
-                if rows is not None:
-                    product.d_hidden(d_logits, rows[block.indices], first=self._columns.start == 0)
-                if part is not None:
-                    product.d_weight(d_logits, x, part, first=start == 0)
-            if self._d_bias is not None:
-                self._d_bias += d_logits.sum(dim=0, dtype=self._d_bias.dtype)
+        for product, x, rows, part in zip(
+            projection.products, operands[0], self._d_rows, self._parts, strict=True
+        ):
+            if rows is not None:
+                product.d_hidden(d_logits, rows[block.indices], first=self._columns.start == 0)
+            if part is not None:
+                product.d_weight(d_logits, x, part, first=start == 0)
+        if self._d_bias is not None:
+            self._d_bias += d_logits.sum(dim=0, dtype=self._d_bias.dtype)
 
     def finish(self, fp16_scale: Tensor | None) -> None:
         """Write the sums of all blocks to d weight, divided by the factor `fp16_scale` () that they carry."""
@@ -161,11 +159,9 @@ class _Slice:
         """Return d logits (m, columns) in the products' dtype; 0 in the padding."""
         projection, m = self._projection, len(block.rows)
         out = projection.new_logits(m)
-        with phase("logits"):
-            chunk, rows = projection.project(operands, slice(0, m), block.rows, slice(0, m), out)
+        chunk, rows = projection.project(operands, slice(0, m), block.rows, slice(0, m), out)
         d_logits = out[0] if projection.in_place else projection.new_d_logits(m)
-        with phase("rows"):
-            self._plan.grad(chunk, rows, block.stats, block.coefficients, d_logits)
+        self._plan.grad(chunk, rows, block.stats, block.coefficients, d_logits)
         d_logits[block.count :] = 0.0
         return d_logits
 
