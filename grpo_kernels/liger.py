@@ -182,7 +182,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
     def _clipped(
         self, logps: Tensor, counted: Tensor, advantages: Tensor, old: Tensor | None
     ) -> Tensor:
-        """Share of the counted tokens whose ratio is past the bound that clips it; without `delta`."""
+        """Share of the counted tokens whose ratio is past the bound that clips it, not `delta`."""
         if old is None or self.loss_type in ("sapo", "vespo"):
             log_ratio = torch.zeros_like(logps)
         else:

@@ -68,9 +68,8 @@ REACHES = {
 REACHES["call"] = {*REACHES}
 REACHES["public"] = INNER = {*REACHES}
 REACHES["report"] = REACHES["host"] = {*INNER, "public"}
-REACHES |= {
-    name: {*INNER, "public", "host", "transformers", "body"} for name in ("body", "transformers")
-}
+REACHES["body"] = {*INNER, "public", "host"}
+REACHES["transformers"] = {*INNER, "public", "host", "body"}
 REACHES |= {name: {*INNER, "public", "host", "transformers", "body"} for name in ("trl", "verl")}
 FILES_OF = {name: {name} for name in ("advantages", "rewards", "rollouts")}
 FILES_OF |= {"report": {"__main__", "report", "memory"}, "objective": {"objectives", "presets"}}

@@ -1,1 +1,1 @@
-"""The model below the head: the prefix tree, attention along it, the trial of first use, one forward."""
+"""The model below the head: batches in layouts that compute each distinct prefix once."""

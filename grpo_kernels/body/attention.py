@@ -1,15 +1,17 @@
 """Attention along the paths of a prefix tree, over any attention implementation of transformers.
 
-The queries of a segment see the keys of its path, up to themselves: keys and values are gathered along the paths, and
-the model's own implementation computes the rest, with its windows, soft-caps, sinks, groups of heads and dropout.
+The queries of a segment see the keys of its path, up to themselves: keys and values are gathered
+along the paths, and the model's own implementation computes the rest, with its windows, soft-caps,
+sinks, groups of heads and dropout.
 
     flash          one call a layer, with ``cu_seq_lens_q`` and ``cu_seq_lens_k``
     sdpa on CUDA   `torch.nn.attention.varlen`, one call a layer, in 16 bits and without dropout
     sdpa, eager    a call for several segments at a time (`group`)
 
-The wrapper stands in transformers' table in place of the implementation, and does nothing without the keyword argument
-``segments``. That argument reaches the attention through the model's ``**kwargs``: so it is there again where
-activation checkpointing recomputes a layer, after the call of the model has ended.
+The wrapper stands in transformers' table in place of the implementation, and does nothing without
+the keyword argument ``segments``. That argument reaches the attention through the model's
+``**kwargs``: so it is there again where activation checkpointing recomputes a layer, after the call
+of the model has ended.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import inspect
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,50 +30,35 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 from grpo_kernels.body.layout import Paths
 
-# Floating-point operations of attention in the time that one more call takes, forward and backward: 120 us at 20
-# GFLOP/s on a CPU core (measured, AVX2); on a GPU five launches of 5 us at 100 TFLOP/s (reckoned).
+# Floating-point operations of attention in the time that one more call takes, forward and backward:
+# 120 us at 20 GFLOP/s on a CPU core (measured, AVX2); on a GPU five launches of 5 us at 100 TFLOP/s
+# (reckoned).
 _CALL_FLOPS = {"cpu": 2.5e6}
 _CALL_FLOPS_ON_A_GPU = 2.5e9
 _VARLEN_PARAMETERS = {
-    "query",
-    "key",
-    "value",
-    "cu_seq_q",
-    "cu_seq_k",
-    "max_q",
-    "max_k",
-    "scale",
-    "window_size",
+    *("query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k"),
+    *("scale", "window_size", "enable_gqa"),
 }
 _EAGER = "eager_attention_forward"
-
-
-# Arguments of attention that hold along a path: positions of the tokens, which no function reads here, and sinks.
+# Arguments of attention that hold along a path: positions, which no function reads here, and sinks.
 _OF_PATHS = {"position_ids", "s_aux", "sinks"}
 
 
 class NotAlongPaths(Exception):
-    """A model hands its attention something that cannot be carried along the paths of a tree; says what."""
+    """What a model hands its attention that cannot be carried along the paths of a tree."""
 
 
-class SegmentGroup(NamedTuple):
-    """Segments that one call of attention computes, padded on the right.
-
-    A *whole* group has the queries of whole paths, causal; the others have those of the segments alone, against paths
-    of which they are the end.
-    """
-
-    queries: Tensor  # (n, q), tokens of the layout
-    keys: Tensor  # (n, k)
-    own: Tensor  # (n, q) bool, queries whose results are read: the segments'
-
-
-def group(paths: Paths, call_cells: float) -> list[SegmentGroup]:
+def group(paths: Paths, call_cells: float) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Divide the segments of `paths` into calls of least cost.
 
-    A call of n paths of at most k tokens computes n k^2 / 2 cells (query times key) if it is whole. With the last q
-    queries of each path alone it computes n q k, since it needs a mask; there as many tokens lie before the q in all of
-    them. So a segment is in a whole call where its context is its shorter part. Each call costs `call_cells` besides.
+    A call of n paths of at most k tokens computes n k^2 / 2 cells (query times key) if all queries
+    of the paths are in it, causal. With the last q queries of each path alone it computes n q k,
+    since it needs a mask; there as many tokens lie before the q in all of them. So a segment is in
+    a whole call where its context is its shorter part. Each call costs `call_cells` besides.
+
+    Returns:
+        of each call (queries (n, q), keys (n, k), own (n, q) bool): tokens of the layout, padded on
+        the right, and the queries whose results are read, the segments'.
     """
     contexts = torch.where(paths.contexts <= paths.new, 0, paths.contexts)
     order = paths.lengths.argsort(stable=True)
@@ -81,16 +68,22 @@ def group(paths: Paths, call_cells: float) -> list[SegmentGroup]:
         lengths = paths.lengths[members].tolist()
         cells = [k * k / 2 if context == 0 else (k - context) * k for k in lengths]
         for first, end in cut(cells, call_cells):
-            found.append(_padded(paths, members[first:end], context))
+            part = members[first:end]
+            length = paths.lengths[part, None]
+            columns = torch.arange(int(length.amax()), device="cpu")
+            keys = paths.tokens[part].gather(1, columns.minimum(length - 1))
+            own = (columns >= paths.contexts[part, None]) & (columns < length)
+            found.append((keys[:, context:], keys, own[:, context:]))
     return found
 
 
 def cut(costs: Sequence[float], overhead: float) -> list[tuple[int, int]]:
-    """Divide ascending `costs` into parts (first, end) of least cost: size x largest member + `overhead` for each part.
+    """Divide ascending `costs` into parts (first, end) of least cost.
 
-    A dynamic programme over where the last part begins. With the largest member c of a part that begins at `first`, the
-    cost is a line in c, ``least[first] - first * c``. Slopes fall and c rises, so that a line once beaten stays
-    beaten: `lines` holds the others, the best one first.
+    A part costs its size times its largest member, and `overhead`. A dynamic programme over where
+    the last part begins: with the largest member c of a part that begins at `first`, the cost is a
+    line in c, ``least[first] - first * c``. Slopes fall and c rises, so that a line once beaten
+    stays beaten: `lines` holds the others, the best one first.
     """
     least, begin, lines = [0.0], [0], deque[int]()
 
@@ -113,15 +106,6 @@ def cut(costs: Sequence[float], overhead: float) -> list[tuple[int, int]]:
     return parts[::-1]
 
 
-def _padded(paths: Paths, members: Tensor, context: int) -> SegmentGroup:
-    """Return the group of `members` (n,), whose queries begin after `context` tokens of their paths."""
-    lengths = paths.lengths[members, None]
-    columns = torch.arange(int(lengths.amax()), device="cpu")
-    keys = paths.tokens[members].gather(1, columns.minimum(lengths - 1))
-    own = (columns >= paths.contexts[members, None]) & (columns < lengths)
-    return SegmentGroup(keys[:, context:], keys, own[:, context:])
-
-
 class Segments:
     """Value of the keyword argument ``segments``: the paths of one forward's tokens.
 
@@ -141,15 +125,15 @@ class Segments:
         inner: Callable[..., Any],
         name: str,
         module: nn.Module,
-        states: Sequence[Tensor],
+        states: Sequence[Tensor],  # query, key and value (1, heads, n, d)
         mask: Any,
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """Return the attention's output (1, n, heads, d) from `states`: query, key and value (1, heads, n, d) each.
+        """The attention's output (1, n, heads, d).
 
         Raises:
-            NotAlongPaths: the model has a mask of its own, or hands over something else that is of each token.
+            NotAlongPaths: a mask of the model's own, or an argument that may be of each token.
         """
         tokens = states[0].shape[2]
         if not isinstance(mask, Tensor) or (mask.numel() != 1 and tokens > 1):
@@ -167,13 +151,8 @@ class Segments:
         if is_flash(name):
             query, key, value = states
             paths, *lengths = self._lengths(query.device)
-            named = dict(
-                zip(
-                    ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
-                    lengths,
-                    strict=True,
-                )
-            )
+            names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+            named = dict(zip(names, lengths, strict=True))
             along = [x.index_select(2, paths) for x in (key, value)]
             return inner(module, query, *along, None, *args, **{**kwargs, **named})[0], None
         if self.varlen and not args and self._fits_varlen(window, kwargs):
@@ -182,10 +161,9 @@ class Segments:
         groups, back = self._groups(rows[0])
         results = []
         for queries, keys in groups:
-            at = (queries, keys, keys)
             parts = [
                 x.index_select(0, i.reshape(-1)).unflatten(0, i.shape)
-                for x, i in zip(rows, at, strict=True)
+                for x, i in zip(rows, (queries, keys, keys), strict=True)
             ]
             mask = self._mask(queries.shape[1], keys.shape[1], window, parts[0], name)
             output = inner(module, *(x.transpose(1, 2) for x in parts), mask, *args, **kwargs)[0]
@@ -193,7 +171,7 @@ class Segments:
         return torch.cat(results).index_select(0, back)[None], None
 
     def _groups(self, query: Tensor) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
-        """(queries (n, q) and keys (n, k) of each call; for each token its place among all queries of all calls).
+        """(queries and keys of each call; of each token its place among all calls' queries).
 
         `query` (n, heads, d) is of the first layer that asks.
         """
@@ -201,33 +179,31 @@ class Segments:
         if ("groups", device) not in self._kept:
             groups = group(self.paths, call_cells(query.shape[1] * query.shape[2], device))
             back, used = torch.empty(int(self.paths.new.sum()), dtype=torch.int64, device="cpu"), 0
-            for each in groups:
-                back[each.queries[each.own]] = used + each.own.reshape(-1).nonzero().squeeze(1)
-                used += each.own.numel()
+            for queries, _, own in groups:
+                back[queries[own]] = used + own.reshape(-1).nonzero().squeeze(1)
+                used += own.numel()
             indices = [
-                tuple(x.to(device, non_blocking=True) for x in (each.queries, each.keys))
-                for each in groups
+                tuple(x.to(device, non_blocking=True) for x in (queries, keys))
+                for queries, keys, _ in groups
             ]
             self._kept["groups", device] = indices, back.to(device, non_blocking=True)
         found: tuple[list[tuple[Tensor, Tensor]], Tensor] = self._kept["groups", device]
         return found
 
     def _lengths(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, int, int]:
-        """(all paths one after the other; ends of segments and of paths, from 0 on; the longest of each)."""
+        """(all paths one after the other; ends of segments and of paths; the longest of each)."""
         if ("lengths", device) not in self._kept:
             counts = torch.stack([self.paths.new, self.paths.lengths])
             ends = nn.functional.pad(counts.cumsum(1), (1, 0)).to(torch.int32)
-            inside = (
-                torch.arange(self.paths.tokens.shape[1], device="cpu") < self.paths.lengths[:, None]
-            )
-            paths = self.paths.tokens[inside]
+            columns = torch.arange(self.paths.tokens.shape[1], device="cpu")
+            paths = self.paths.tokens[columns < self.paths.lengths[:, None]]
             on_device = [x.to(device, non_blocking=True) for x in (paths, *ends)]
             self._kept["lengths", device] = (*on_device, *counts.amax(1).tolist())
         found: tuple[Tensor, Tensor, Tensor, int, int] = self._kept["lengths", device]
         return found
 
     def _mask(self, queries: int, keys: int, window: int | None, like: Tensor, name: str) -> Any:
-        """Return the mask of the last `queries` of `keys` tokens; None where plain causal attention is meant."""
+        """The mask of the last `queries` of `keys` tokens; None: plain causal attention."""
         cuts = window is not None and window < keys
         if name != "eager" and not cuts:
             if queries in (1, keys):  # a single query sees all keys
@@ -235,9 +211,7 @@ class Segments:
             if like.is_cuda:
                 return causal_lower_right(queries, keys)
         key = queries, keys, window if cuts else None, like.dtype, like.device
-        if (
-            key not in self._kept
-        ):  # numbers of the states' dtype, which all layers share and no layer converts
+        if key not in self._kept:  # in the states' dtype: all layers share it, and none converts it
             columns = torch.arange(keys, device=like.device)
             ahead = columns[keys - queries :, None] - columns
             seen = (ahead >= 0) & (ahead < window) if cuts and window is not None else ahead >= 0
@@ -254,14 +228,10 @@ class Segments:
 
         query, key, value = (x.transpose(1, 2)[0] for x in states)
         paths, *lengths = self._lengths(query.device)
-        named: dict[str, Any] = dict(
-            zip(("cu_seq_q", "cu_seq_k", "max_q", "max_k"), lengths, strict=True)
-        )
-        named |= {
-            "scale": scale,
-            "window_size": (-1, 0),
-            "enable_gqa": query.shape[1] != key.shape[1],
-        }
+        names = ("cu_seq_q", "cu_seq_k", "max_q", "max_k")
+        named: dict[str, Any] = dict(zip(names, lengths, strict=True))
+        named |= {"scale": scale, "window_size": (-1, 0)}
+        named |= {"enable_gqa": query.shape[1] != key.shape[1]}
         output: Any = varlen_attn(
             query, key.index_select(0, paths), value.index_select(0, paths), **named
         )
@@ -269,18 +239,18 @@ class Segments:
 
 
 def has_varlen(implementation: str, device: torch.device, dtype: torch.dtype) -> bool:
-    """Return True if `torch.nn.attention.varlen` may serve: on CUDA, in 16 bits, with the parameters that we know."""
+    """True if `torch.nn.attention.varlen` may serve: on CUDA, in 16 bits, as we know it."""
     if implementation != "sdpa" or device.type != "cuda" or dtype.itemsize != 2:
         return False
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return False
-    return {*inspect.signature(varlen_attn).parameters} >= _VARLEN_PARAMETERS | {"enable_gqa"}
+    return {*inspect.signature(varlen_attn).parameters} >= _VARLEN_PARAMETERS
 
 
 def call_cells(width: int, device: torch.device) -> float:
-    """Cells (query times key, all heads) that `device` computes in the time of one more call of attention.
+    """Cells (query times key, all heads) that `device` computes in the time of one more call.
 
     `width` is the size of all heads of a token.
     """
@@ -288,15 +258,15 @@ def call_cells(width: int, device: torch.device) -> float:
 
 
 def is_flash(implementation: str) -> bool:
-    """Return True for flash attention: of a package, or of a kernel repository such as "kernels-community/..."."""
+    """Flash attention, of a package or of a kernel repository ("kernels-community/...")."""
     return "flash" in implementation or "/" in implementation
 
 
 def install(implementation: str, trunk: nn.Module) -> None:
     """Wrap the attention `implementation` for ``segments``, unless it is wrapped.
 
-    Transformers' table has one function for each implementation, except "eager": that is a function in the file of each
-    model.
+    Transformers' table has one function for each implementation, except "eager": that is a function
+    in the file of each model.
     """
     if implementation != "eager":
         inner = ALL_ATTENTION_FUNCTIONS.get(implementation, None)
@@ -310,8 +280,6 @@ def install(implementation: str, trunk: nn.Module) -> None:
 
 
 def _wrapped(inner: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Return `inner`, an attention function of transformers, with the keyword argument ``segments`` besides."""
-
     @functools.wraps(inner)
     def attention(
         module: nn.Module,
@@ -323,11 +291,10 @@ def _wrapped(inner: Callable[..., Any], name: str) -> Callable[..., Any]:
         segments: Segments | None = None,
         **kwargs: Any,
     ) -> Any:
+        states = query, key, value
         if segments is None:
-            return inner(module, query, key, value, attention_mask, *args, **kwargs)
-        return segments.attend(
-            inner, name, module, (query, key, value), attention_mask, *args, **kwargs
-        )
+            return inner(module, *states, attention_mask, *args, **kwargs)
+        return segments.attend(inner, name, module, states, attention_mask, *args, **kwargs)
 
     attention._takes_segments = True  # type: ignore[attr-defined]
     return attention

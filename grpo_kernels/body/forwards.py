@@ -22,8 +22,8 @@ class Way:
     """Arguments by which the trunk's forward computes a layout exactly.
 
     Attributes:
-        positions: the position ids: those of the caller; each cell's column in the padded batch, as the model itself
-            would count; the number of tokens before the cell; or none.
+        positions: the position ids: the caller's; each cell's column in the padded batch, as the
+            model itself would count; the number of tokens before the cell; or none.
         varlen: True to take `torch.nn.attention.varlen` for a tree where it serves.
         layers: layers whose attention goes along the paths of a tree; None: not known yet.
     """
@@ -35,7 +35,7 @@ class Way:
 
 @dataclass(frozen=True)
 class TrunkInputs:
-    """Inputs of a trunk's forward that can be computed in parts: ids, mask, other per-token tensors, and constants."""
+    """Inputs of a trunk's forward that can be computed in parts."""
 
     ids: Tensor  # (B, L)
     mask: Tensor | None  # (B, L)
@@ -44,7 +44,7 @@ class TrunkInputs:
 
     @classmethod
     def of(cls, trunk: nn.Module, given: dict[str, Any]) -> TrunkInputs | str:
-        """The inputs `given` by name, or a str: the reason why they cannot be computed in parts."""
+        """The inputs `given` by name, or a str: why they cannot be computed in parts."""
         given = {name: x for name, x in given.items() if x is not None}
         config: Any = trunk.config
         for name in _RETURNED:  # a vision-language model's decoder reads the config of its own
@@ -57,9 +57,8 @@ class TrunkInputs:
             return "the inputs are not input_ids (B, L)"
         if mask is not None and (not isinstance(mask, Tensor) or mask.shape != ids.shape):
             return "attention_mask is not (B, L)"
-        per_token = {
-            name: x for name, x in given.items() if isinstance(x, Tensor) and x.shape == ids.shape
-        }
+        tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
+        per_token = {name: x for name, x in tensors.items() if x.shape == ids.shape}
         constants = {name: x for name, x in given.items() if name not in per_token}
         for name, x in constants.items():
             if not isinstance(x, bool | int | float | str):
@@ -69,47 +68,39 @@ class TrunkInputs:
         return cls(ids, mask, per_token, constants)
 
     def wider(self, columns: int) -> TrunkInputs:
-        """Return these inputs with `columns` more of padding on the right, (B, L + columns)."""
+        """These inputs with `columns` more of padding on the right, (B, L + columns)."""
         found = {name: nn.functional.pad(x, (0, columns)) for name, x in self.per_token.items()}
         mask = torch.ones_like(self.ids) if self.mask is None else self.mask
         ids, mask = (nn.functional.pad(x, (0, columns)) for x in (self.ids, mask))
         return TrunkInputs(ids, mask, found, self.constants)
 
     def on_cpu(self, needed: Tensor) -> Cells:
-        """Return what layouts are made of; waits for the device.
-
-        Args:
-            needed: (B, L) bool, cells whose hidden states are read.
-        """
+        """What layouts are made of; `needed` (B, L) bool are read. Waits for the device."""
         mask = torch.ones_like(self.ids) if self.mask is None else self.mask != 0
         features = [
             x.double().view(torch.int64) if x.is_floating_point() else x
             for x in self.per_token.values()
         ]
-        found = torch.stack(
-            [x.to(torch.int64) for x in (mask, needed, self.ids, *features)], dim=-1
-        ).cpu()
+        cells = [x.to(torch.int64) for x in (mask, needed, self.ids, *features)]
+        found = torch.stack(cells, dim=-1).cpu()
         names = ("input_ids", *self.per_token)
-        return Cells(
-            found[..., 0] != 0,
-            found[..., 1] != 0,
-            dict(zip(names, found[..., 2:].unbind(-1), strict=True)),
-        )
+        values = dict(zip(names, found[..., 2:].unbind(-1), strict=True))
+        return Cells(found[..., 0] != 0, found[..., 1] != 0, values)
 
     def is_packed(self, cells: Cells) -> bool:
-        """Return True if a row holds several sequences: transformers then keeps them apart by their positions."""
+        """True if a row holds several sequences: transformers tells them by their positions."""
         positions = cells.values.get("position_ids")
-        return (
-            self.mask is None and positions is not None and bool((positions.diff(dim=1) != 1).any())
-        )
+        if self.mask is not None or positions is None:
+            return False
+        return bool((positions.diff(dim=1) != 1).any())
 
 
 @dataclass(frozen=True)
 class Cells:
-    """A batch on the CPU: which cells are no padding, which are read, and the values that the trunk reads of each."""
+    """A batch on the CPU: its tokens, those that are read, and the values that the trunk reads."""
 
-    attended: Tensor  # (B, L) bool
-    needed: Tensor  # (B, L) bool
+    attended: Tensor  # (B, L) bool, False for padding
+    needed: Tensor  # (B, L) bool, cells whose hidden states are read
     values: dict[str, Tensor]  # (B, L) int64 each
 
     @property
@@ -119,7 +110,7 @@ class Cells:
 
     @property
     def longest(self) -> int:
-        """Most columns of a sequence, from its first token to the last that is read; 0 if none is."""
+        """Most columns of a sequence, from its first token to the last that is read."""
         columns = torch.arange(self.needed.shape[1], device="cpu")
         first = torch.where(self.attended, columns, self.needed.shape[1]).amin(1)
         return int((torch.where(self.needed, columns + 1, 0).amax(1) - first).amax())
@@ -131,10 +122,11 @@ class Cells:
         return bool((begun & goes_on & ~self.attended).any())
 
     def rows(self, chosen: Tensor, *, padded: bool, by_column: bool) -> Rows | None:
-        """Return the part of each sequence `chosen` (B,) that has to be computed; None if nothing is read of them.
+        """What has to be computed of the sequences `chosen` (B,); None if nothing of them is read.
 
         Args:
-            padded: True for all columns, False for those from the sequence's first token to its last needed one.
+            padded: True for all columns, False for those from a sequence's first token to its last
+                needed one.
             by_column: True if a cell's column is its position.
         """
         length, is_read = self.needed.shape[1], self.needed.any(1)
@@ -149,9 +141,8 @@ class Cells:
         columns = first + torch.arange(int((end - first).amax()), device="cpu")
         computed = columns < end
         cells = numbers * length + columns.clamp(max=length - 1)
-        values = [x.reshape(-1)[cells] for x in self.values.values()] + (
-            [columns] if by_column else []
-        )
+        values = [x.reshape(-1)[cells] for x in self.values.values()]
+        values += [columns] if by_column else []
         attended = self.attended.reshape(-1)[cells] & computed
         return Rows(cells, computed, attended, torch.stack(values, dim=-1))
 
@@ -162,11 +153,15 @@ def run_layout(
     inputs: TrunkInputs,
     layout: TrunkLayout,
     way: Way,
-) -> tuple[Any, Segments | None]:
-    """Return the output of ``forward`` on the tokens of `layout`, with hidden states (b, w, H); and a tree's segments.
+) -> tuple[Any, int]:
+    """Run `forward` on the tokens of `layout`.
+
+    Returns:
+        its output, with hidden states (b, w, H); and the number of layers whose attention has gone
+        along the paths of a tree.
 
     Raises:
-        NotAlongPaths: a layer has not gone along the paths of a tree.
+        NotAlongPaths: a layer has not gone along them.
     """
     device = inputs.ids.device
     sources = layout.sources.to(device, non_blocking=True)
@@ -176,31 +171,34 @@ def run_layout(
         found["position_ids"] = sources % inputs.ids.shape[1]
     elif way.positions == "depth":
         found["position_ids"] = layout.depths.to(device, non_blocking=True)
-    segments = None
-    if layout.paths is not None:
-        install(attention_of(trunk), trunk)
-        segments = Segments(layout.paths, varlen=way.varlen)
-        # of four dimensions, as transformers then makes none itself; attention refuses any other
-        found |= {"segments": segments, "attention_mask": torch.zeros(1, 1, 1, 1, device=device)}
-    elif inputs.mask is not None or not bool(layout.attended.all()):
-        found["attention_mask"] = layout.attended.to(device, torch.int64, non_blocking=True)
-    output = forward(**found, **inputs.constants, **_without_cache(forward))
-    if segments is not None and way.layers not in (None, segments.consumed):
+    parameters = inspect.signature(forward).parameters.values()
+    if any(x.name == "use_cache" or x.kind is x.VAR_KEYWORD for x in parameters):
+        found["use_cache"] = False  # with a cache, transformers detects no packed sequences
+    if layout.paths is None:
+        if inputs.mask is not None or not bool(layout.attended.all()):
+            found["attention_mask"] = layout.attended.to(device, torch.int64, non_blocking=True)
+        return forward(**found, **inputs.constants), 0
+    install(attention_of(trunk), trunk)
+    segments = Segments(layout.paths, varlen=way.varlen)
+    # of four dimensions, as transformers then makes none itself; attention refuses any other
+    found |= {"segments": segments, "attention_mask": torch.zeros(1, 1, 1, 1, device=device)}
+    output = forward(**found, **inputs.constants)
+    if way.layers not in (None, segments.consumed):
         raise NotAlongPaths(
-            f"{segments.consumed} of its layers have computed attention along the paths of a tree, and {way.layers} in "
-            "its first forward"
+            f"{segments.consumed} of its layers have computed attention along the paths of a tree, "
+            f"and {way.layers} in its first forward"
         )
-    return output, segments
+    return output, segments.consumed
 
 
 def text_config(trunk: nn.Module) -> Any:
-    """Return the config of the trunk's decoder."""
+    """The config of the trunk's decoder."""
     config: Any = trunk.config
     return config.get_text_config(decoder=True)
 
 
 def setting(trunk: nn.Module, name: str) -> Any:
-    """Return the value of `name` in the config of the trunk's decoder; None where it has none for all layers."""
+    """The value of `name` in the decoder's config; None where it has none for all layers."""
     try:
         return getattr(text_config(trunk), name, None)
     except RuntimeError:  # Gemma 4 has one for each kind of layer, and then no attribute
@@ -210,10 +208,3 @@ def setting(trunk: nn.Module, name: str) -> Any:
 def attention_of(trunk: nn.Module) -> str:
     """Name of the trunk's attention implementation."""
     return str(getattr(text_config(trunk), "_attn_implementation", None))
-
-
-def _without_cache(forward: Callable[..., Any]) -> dict[str, bool]:
-    """``use_cache=False`` for a forward that reads it: with a cache, transformers detects no packed sequences."""
-    parameters = inspect.signature(forward).parameters.values()
-    reads = any(x.name == "use_cache" or x.kind is x.VAR_KEYWORD for x in parameters)
-    return {"use_cache": False} if reads else {}

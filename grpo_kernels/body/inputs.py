@@ -1,6 +1,6 @@
-"""Arguments of a call: its batch, the attention mask, and which names a model takes.
+"""The arguments of a call: the model within its wrappers, the batch, names, and the attention mask.
 
-transformers' forwards accept unknown names in their ``**kwargs`` and ignore them; `check_names` refuses them.
+transformers' forwards ignore unknown names in their ``**kwargs``; `check_names` refuses them.
 """
 
 from __future__ import annotations
@@ -13,30 +13,55 @@ from typing import Any
 import torch
 import transformers.utils
 from torch import Tensor, nn
-from transformers import GenerationMixin
+from transformers import GenerationMixin, PreTrainedModel
 
 from grpo_kernels.base.checks import check_shape, check_tensor, did_you_mean, warn_once
-from grpo_kernels.batch.kept_ids import KeptIds
+from grpo_kernels.base.choices import BatchLayout, ZeroAdvantage, choices
 from grpo_kernels.objective.config import LossConfig
-from grpo_kernels.transformers.head import unwrapped
 
-# Names that every forward with **kwargs takes: fields of TransformersKwargs (older releases have fewer, or none), and
-# names that transformers' decorators of a forward read. num_items_in_batch is the loss's: read only with labels.
-DOCUMENTED = {
-    "position_ids",
-    "output_hidden_states",
-    "output_attentions",
-    "output_router_logits",
-    "is_causal",
-}
-DOCUMENTED |= {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
-DOCUMENTED |= {"use_cache", "return_dict", "cache_position"}
-DOCUMENTED |= {
-    *getattr(getattr(transformers.utils, "TransformersKwargs", None), "__annotations__", ())
-}
-DOCUMENTED -= {"num_items_in_batch"}
+FSDP1 = "_fsdp_wrapped_module"  # the child of a FullyShardedDataParallel
+# Names under which wrappers hold the model: torch.compile, Lightning's Fabric, FSDP1, DDP, PEFT
+_COMPILED, _FABRIC = "_orig_mod", "_forward_module"
+_WRAPPED = (_COMPILED, _FABRIC, FSDP1, "module", "base_model", "model", "pretrained_model")
 
+# Names that every forward with **kwargs takes: fields of TransformersKwargs (older releases have
+# fewer, or none), and names that transformers' decorators of a forward read. num_items_in_batch is
+# the loss's: read only with labels.
+_DOCUMENTED = {
+    *("position_ids", "is_causal", "use_cache", "return_dict", "cache_position", "seq_idx"),
+    *("output_hidden_states", "output_attentions", "output_router_logits"),
+    *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
+    *getattr(getattr(transformers.utils, "TransformersKwargs", None), "__annotations__", ()),
+} - {"num_items_in_batch"}
 _OF_LOSS_CONFIG = {field.name for field in fields(LossConfig)}
+
+
+@dataclass(frozen=True)
+class TrunkOptions:
+    """What the trunk computes of a batch; `causal_lm_loss` explains the options."""
+
+    zero_advantage: ZeroAdvantage = "score"
+    layout: BatchLayout = "tree"
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("zero_advantage", ZeroAdvantage), ("layout", BatchLayout)):
+            value, names = getattr(self, name), choices(allowed)
+            if value not in names:
+                expected = ", ".join(map(repr, names))
+                raise ValueError(f"{name}: expected one of {expected}, got {value!r}")
+
+
+def check_skip(config: LossConfig) -> None:
+    """Raise if the gradient of live sequences depends on the scores of the others."""
+    expected = "zero_advantage: expected 'score' or 'train'"
+    if config.top_entropy_quantile < 1.0:
+        raise ValueError(
+            f"{expected} with top_entropy_quantile, which is one of all sequences, got 'skip'"
+        )
+    if config.corrects_sampling:
+        raise ValueError(
+            f"{expected} where the loss makes the importance sampling ratio, got 'skip'"
+        )
 
 
 @dataclass(frozen=True)
@@ -48,7 +73,6 @@ class Batch:
 
     @classmethod
     def of(cls, input_ids: Any, completion_mask: Any) -> Batch:
-        """Check the tensors, and return them as a batch."""
         check_tensor("input_ids", input_ids)
         check_tensor("completion_mask", completion_mask)
         if input_ids.dim() != 2:
@@ -56,75 +80,80 @@ class Batch:
         (sequences, length), shape = input_ids.shape, tuple(completion_mask.shape)
         if len(shape) != 2 or shape[0] != sequences or not 0 < shape[1] <= length:
             raise ValueError(
-                f"completion_mask: expected shape (B, T) with B = {sequences} and 0 < T <= {length}, got {shape}"
+                f"completion_mask: expected shape (B, T) with B = {sequences} and 0 < T <= "
+                f"{length}, got {shape}"
             )
         return cls(input_ids, completion_mask)
 
     def needed(self) -> Tensor:
         """(B, L) bool: the positions whose hidden states predict a token that counts."""
-        found = torch.zeros(
-            self.input_ids.shape, dtype=torch.bool, device=self.completion_mask.device
-        )
-        count = self.completion_mask.shape[1]
-        found[:, -count:] = self.completion_mask != 0
+        mask, count = self.completion_mask, self.completion_mask.shape[1]
+        found = torch.zeros(self.input_ids.shape, dtype=torch.bool, device=mask.device)
+        found[:, -count:] = mask != 0
         return nn.functional.pad(found[:, 1:], (0, 1))
 
     def aligned(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(states (B, T, H), ids (B, T), mask (B, T)): each id with the hidden states that predict it."""
+        """(states (B, T, H), ids (B, T), mask (B, T)): each id with the states that predict it."""
         (sequences, length), count = self.input_ids.shape, self.completion_mask.shape[1]
-        if (
-            hidden.dim() != 3
-            or hidden.shape[0] != sequences
-            or hidden.shape[1] < min(count + 1, length)
-        ):
+        least, shape = min(count + 1, length), tuple(hidden.shape)
+        if len(shape) != 3 or shape[0] != sequences or shape[1] < least:
             raise RuntimeError(
-                f"model: expected hidden states of {sequences} sequences and at least {min(count + 1, length)} "
-                f"positions at its head, got {tuple(hidden.shape)}; is logits_to_keep too small?"
+                f"model: expected hidden states of {sequences} sequences and at least {least} "
+                f"positions at its head, got {shape}; is logits_to_keep too small?"
             )
-        ids, mask = (
-            self.input_ids[:, -count:].to(hidden.device),
-            self.completion_mask.to(hidden.device),
-        )
-        if hidden.shape[1] > count:
+        ids = self.input_ids[:, -count:].to(hidden.device)
+        mask = self.completion_mask.to(hidden.device)
+        if shape[1] > count:
             return hidden[:, -count - 1 : -1], ids, mask
-        mask = torch.cat(
-            [torch.zeros_like(mask[:, :1]), mask[:, 1:]], dim=1
-        )  # nothing predicts the first token
+        # nothing predicts the first token
+        mask = torch.cat([torch.zeros_like(mask[:, :1]), mask[:, 1:]], dim=1)
         return hidden.roll(1, dims=1), ids, mask
 
     def counted_state(self, hidden: Tensor) -> Tensor:
-        """Return a state (H,) of `hidden` (B, L, H) that predicts a token that counts, if any counts."""
+        """A state (H,) of `hidden` (B, L, H) that predicts a token that counts, if any counts."""
         states, _, mask = self.aligned(hidden)
         row, column = divmod(int((mask != 0).reshape(-1).to(torch.uint8).argmax()), mask.shape[1])
         return states[row, column]
 
 
-def moved(x: Any, like: Tensor) -> Any:
-    """Return a tensor or kept ids on the device of `like`; anything else as it is."""
-    return x.to(like.device) if isinstance(x, Tensor | KeptIds) else x
+def unwrapped(model: nn.Module) -> tuple[list[nn.Module], PreTrainedModel]:
+    """(the wrappers around the transformers model, from the outside in; that model).
+
+    Raises:
+        TypeError: there is none.
+    """
+    wrappers, inner = [], model
+    while not isinstance(inner, PreTrainedModel):
+        children = inner._modules if isinstance(inner, nn.Module) else {}
+        found = next((children[name] for name in _WRAPPED if children.get(name) is not None), None)
+        if found is None:
+            raise TypeError(
+                f"model: expected a transformers model, wrapped or not, got {type(model).__name__}"
+            )
+        wrappers.append(inner)
+        inner = found
+    return wrappers, inner
 
 
 def check_names(
     model: nn.Module, given: Collection[str], others: Collection[str], takers: str
 ) -> None:
-    """Raise if nothing reads one of the names `given` as arguments of the model.
+    """Raise TypeError if nothing reads one of the names `given` as arguments of the model.
+
+    A name counts if it is a parameter of a forward around the model, of the model or of its body,
+    or `_DOCUMENTED`; a field of `LossConfig` does not.
 
     Args:
         others: names that the caller itself takes, to suggest them.
-        takers: the other reader of names, for the message: " or the loss", or "" if there is none.
-
-    Raises:
-        TypeError: a name that is a parameter of no forward around the model, of the model or of its body, and not
-            `DOCUMENTED`; or that is a field of `LossConfig`.
+        takers: the other reader of names, for the message: " or the loss", or "".
     """
     if not given:
         return
     wrappers, base = unwrapped(model)
     known = {name for module in (*wrappers, base) for name in _named_by(module)}
-    if any(
-        x.kind is x.VAR_KEYWORD for x in inspect.signature(type(base).forward).parameters.values()
-    ):
-        known |= DOCUMENTED.union(_named_by(base.base_model))  # its **kwargs go on to the body
+    parameters = inspect.signature(type(base).forward).parameters.values()
+    if any(x.kind is x.VAR_KEYWORD for x in parameters):
+        known |= _DOCUMENTED.union(_named_by(base.base_model))  # its **kwargs go on to the body
     for name in given:
         expected = f"{name}: expected an input of {type(base).__name__}{takers}, got"
         if name in _OF_LOSS_CONFIG:
@@ -142,16 +171,15 @@ def _named_by(module: nn.Module) -> Iterator[str]:
         for name, x in inspect.signature(forward).parameters.items():
             if x.kind in (x.POSITIONAL_OR_KEYWORD, x.KEYWORD_ONLY) and name != "self":
                 yield name
-    yield from getattr(
-        module, "special_peft_forward_args", ()
-    )  # PEFT takes these out of its **kwargs
+    yield from getattr(module, "special_peft_forward_args", ())  # PEFT takes them out of **kwargs
 
 
 def with_positions(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Return `inputs` of a forward with ``position_ids``, counted from a mask (B, L) as by `generate`.
+    """`inputs` of a forward with ``position_ids``, counted from a mask (B, L) as by `generate`.
 
-    Nothing is added where the caller gives position_ids, where a forward does not take them, and to a
-    model with positions of its own: of three dimensions, for images, or counted from padding tokens.
+    Nothing is added where the caller gives position_ids, where a forward does not take them, and to
+    a model with positions of its own: of three dimensions, for images, or counted from padding
+    tokens.
     """
     mask, hook = inputs.get("attention_mask"), "_prepare_position_ids_for_generation"
     if inputs.get("position_ids") is not None or not isinstance(mask, Tensor) or mask.dim() != 2:
@@ -173,10 +201,7 @@ def with_positions(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
 def check_attention_mask(attention_mask: Any, input_ids: Tensor) -> None:
     """Raise unless `attention_mask` is None or has the shape (B, L) of `input_ids`.
 
-    Masks of four dimensions and dicts of them, which transformers makes and takes too, are left to the model.
-
-    Raises:
-        TypeError, ValueError: not a tensor, or another shape.
+    Masks of four dimensions and dicts of them, which transformers takes too, are the model's.
     """
     if attention_mask is None or isinstance(attention_mask, dict):
         return
@@ -195,19 +220,10 @@ def check_attended(
 ) -> None:
     """Check the values of an `attention_mask` (B, L). Waits for the device.
 
-    A token that counts within padding is an error. Three cases warn: no mask, though padding tokens come before a token
-    that counts; a first token that counts though nothing predicts it, since padding comes before it; and zeros between
-    ones, after which positions are off. The token after the last 1 may count: it is the end token if that is the
-    padding token too.
-
-    Args:
-        attention_mask: as `check_attention_mask` accepts it; only a mask of two dimensions is checked.
-        needed: (B, L) bool, the columns whose hidden states predict a token that counts.
-        config: the model's.
-        has_positions: True if the forward is given position_ids.
-
-    Raises:
-        ValueError: a token counts in padding.
+    A token that counts within padding is an error. Three cases warn: no mask, though padding comes
+    before a token that counts; a first token that counts though only padding comes before it; and
+    zeros between ones, after which positions are off unless the forward is given them. The token
+    after the last 1 may count: it is the end token if that is the padding token too.
     """
     if attention_mask is None:
         _warn_of_attended_padding(input_ids, needed, config.get_text_config(decoder=True))
@@ -219,25 +235,25 @@ def check_attended(
     if len(in_padding):
         row, column = in_padding[0].tolist()
         raise ValueError(
-            "completion_mask: expected 0 where attention_mask is 0, got a token that counts in column "
-            f"{column + 1} of sequence {row}, with attention_mask 0 there and before"
+            "completion_mask: expected 0 where attention_mask is 0, got a token that counts in "
+            f"column {column + 1} of sequence {row}, with attention_mask 0 there and before"
         )
     if bool(unseen.any()):
         warn_once(
-            "completion_mask: it counts a token whose column before has attention_mask 0: nothing predicts the first "
-            "token of a sequence, so give it 0"
+            "completion_mask: it counts a token whose column before has attention_mask 0: nothing "
+            "predicts the first token of a sequence, so give it 0"
         )
     begun, goes_on = attended.cumsum(1) > 0, attended.flip(1).cumsum(1).flip(1) > 0
     if not has_positions and bool((begun & goes_on & ~attended).any()):
         warn_once(
-            "attention_mask: it has zeros between ones, and a model without position_ids counts them as positions. Pad "
-            "prompts on the left and completions on the right, or pass position_ids = (attention_mask.cumsum(1) - "
-            "1).clamp(min=0)"
+            "attention_mask: it has zeros between ones, and a model without position_ids counts "
+            "them as positions. Pad prompts on the left and completions on the right, or pass "
+            "position_ids = (attention_mask.cumsum(1) - 1).clamp(min=0)"
         )
 
 
 def _warn_of_attended_padding(input_ids: Tensor, needed: Tensor, config: Any) -> None:
-    """Warn, once, if a token that counts attends to padding tokens; those on the right do no harm.
+    """Warn, once, if a token that counts attends to padding; that on the right does no harm.
 
     A padding token that is an end or begin token too is padding only where two stand side by side.
     """
@@ -251,7 +267,7 @@ def _warn_of_attended_padding(input_ids: Tensor, needed: Tensor, config: Any) ->
         padding = padding[:, 1:] & padding[:, :-1]
     if bool(padding.any()):
         warn_once(
-            f"attention_mask: got None, and input_ids with padding tokens (pad_token_id = {pad}) before a "
-            "token that counts, which attends to them as to text. Pass the tokenizer's attention_mask, with "
-            "a 1 for each token of the completion"
+            f"attention_mask: got None, and input_ids with padding tokens (pad_token_id = {pad}) "
+            "before a token that counts, which attends to them as to text. Pass the tokenizer's "
+            "attention_mask, with a 1 for each token of the completion"
         )

@@ -1,13 +1,14 @@
-"""Layouts: the tokens that one forward of the trunk computes of a padded batch (B, L), in one of three ways::
+"""Layouts: the tokens that one forward of the trunk computes of a padded batch (B, L)::
 
     tree    each distinct prefix of the rows once, in one row (1, n)
     trim    the rows without the columns of padding before and after them, (b, w)
     padded  the rows as they are, (b, L)
 
-**The tree.** Sorted, the rows are the leaves of a prefix tree in depth-first order. The longest common prefix with the
-row before says which tokens of a row are new, and only these are computed. The new tokens of a row are a *segment*; its
-path is the tokens from the root to the segment's last, which is the row itself. Prompts, system prompts, the turns of a
-conversation and equal completions are one case; rows that share nothing are packed one after the other.
+**The tree.** Sorted, the rows are the leaves of a prefix tree in depth-first order. The longest
+common prefix with the row before says which tokens of a row are new, and only these are computed.
+The new tokens of a row are a *segment*; its path is the tokens from the root to the segment's last,
+which is the row itself. Prompts, system prompts, the turns of a conversation and equal completions
+are one case; rows that share nothing are packed one after the other.
 
 All tensors here are on the CPU, indices in int64; nothing depends on a model.
 """
@@ -23,19 +24,19 @@ from torch.nn.functional import pad
 
 @dataclass(frozen=True)
 class Rows:
-    """Cells of R sequences that have to be computed, in order, as indices into the flattened (B, L).
+    """Cells of R sequences that have to be computed, in order: indices into the flat (B, L).
 
     Attributes:
-        cells: (R, w), with padding on the right; with padding within a sequence, the cells of that padding too.
-        computed: (R, w) bool, False right of a sequence's last cell.
-        attended: (R, w) bool, False for padding.
-        features: (R, w, F) int64, whatever the trunk reads of a cell: token, position, token type.
+        cells: with padding on the right, and that within a sequence.
+        computed: False right of a sequence's last cell.
+        attended: False for padding.
+        features: int64, whatever the trunk reads of a cell: token, position, token type.
     """
 
-    cells: Tensor
-    computed: Tensor
-    attended: Tensor
-    features: Tensor
+    cells: Tensor  # (R, w)
+    computed: Tensor  # (R, w) bool
+    attended: Tensor  # (R, w) bool
+    features: Tensor  # (R, w, F)
 
     def __len__(self) -> int:
         return len(self.cells)
@@ -43,17 +44,14 @@ class Rows:
 
 @dataclass(frozen=True)
 class Paths:
-    """The segments of a tree, S of them, in the order of their tokens: each token sees its path up to itself.
+    """The segments of a tree, S of them, in the order of their tokens.
 
-    Attributes:
-        tokens: (S, k), the tokens of each path, with anything on the right.
-        lengths: (S,), number of tokens of each path.
-        new: (S,), number of those, the last ones of the path, that are the segment.
+    Each token sees its path up to itself.
     """
 
-    tokens: Tensor
-    lengths: Tensor
-    new: Tensor
+    tokens: Tensor  # (S, k), the tokens of each path, with anything on the right
+    lengths: Tensor  # (S,), number of tokens of each path
+    new: Tensor  # (S,), number of those, the last ones of the path, that are the segment
 
     @property
     def contexts(self) -> Tensor:
@@ -63,29 +61,19 @@ class Paths:
 
 @dataclass(frozen=True)
 class TrunkLayout:
-    """Tokens (b, w) that one forward computes, and the cells of (B, L) that get their hidden states.
+    """Tokens (b, w) that one forward computes, and the cells of (B, L) that get their states."""
 
-    Attributes:
-        sources: (b, w), the cell that each token is read from.
-        attended: (b, w) bool, False for padding.
-        depths: (b, w), number of tokens that a token sees before itself.
-        cells: (n,), cells that are filled in; empty if the forward only attaches a loss to the model.
-        tokens: (n,), index into the flattened (b, w) of each cell's token.
-        graph: True if the forward keeps a graph for the backward.
-        paths: the segments of a tree; None: tokens see the earlier tokens of their row.
-    """
-
-    sources: Tensor
-    attended: Tensor
-    depths: Tensor
-    cells: Tensor
-    tokens: Tensor
-    graph: bool
-    paths: Paths | None = None
+    sources: Tensor  # (b, w), the cell that each token is read from
+    attended: Tensor  # (b, w) bool, False for padding
+    depths: Tensor  # (b, w), number of tokens that a token sees before itself
+    cells: Tensor  # (n,), cells that are filled in
+    tokens: Tensor  # (n,), index into the flattened (b, w) of each cell's token
+    graph: bool  # True if the forward keeps a graph for the backward
+    paths: Paths | None = None  # of a tree; None: tokens see the earlier tokens of their row
 
 
 def tree(rows: Rows, *, graph: bool, multiple: int = 1) -> TrunkLayout:
-    """Return the layout that computes each distinct prefix of `rows` once; its width is a multiple of `multiple`."""
+    """Each distinct prefix of `rows` once; the width is a multiple of `multiple`."""
     left = (~rows.attended).to(torch.uint8).argsort(dim=1, stable=True)  # attended cells first
     lengths = rows.attended.sum(1)
     places = _range(int(lengths.amax()))
@@ -99,7 +87,7 @@ def tree(rows: Rows, *, graph: bool, multiple: int = 1) -> TrunkLayout:
     shared = pad(same.to(torch.int64).cumprod(1).sum(1), (1, 0))  # with the row before
     new = lengths - shared
     starts = new.cumsum(0) - new
-    # The token in column c of a row was computed by the last row so far that shares at most c tokens.
+    # The token in column c of a row is that of the last row so far that shares at most c tokens.
     is_new = places >= shared[:, None]
     owners = torch.where(is_new, _range(len(rows))[:, None], 0).cummax(0).values
     tokens = (starts - shared)[owners] + places
@@ -110,14 +98,11 @@ def tree(rows: Rows, *, graph: bool, multiple: int = 1) -> TrunkLayout:
     if filling:  # a root of its own
         row = torch.arange(len(sources), len(sources) + filling, device="cpu")
         width, count = max(filling, len(places)), torch.tensor([filling], device="cpu")
-        found = torch.cat(
-            [pad(paths.tokens, (0, width - len(places))), pad(row, (0, width - filling))[None]]
-        )
+        before = pad(paths.tokens, (0, width - len(places)))
+        found = torch.cat([before, pad(row, (0, width - filling))[None]])
         paths = Paths(found, torch.cat([paths.lengths, count]), torch.cat([paths.new, count]))
-        sources, depths = (
-            torch.cat([sources, sources[:1].expand(filling)]),
-            torch.cat([depths, _range(filling)]),
-        )
+        sources = torch.cat([sources, sources[:1].expand(filling)])
+        depths = torch.cat([depths, _range(filling)])
     attended = torch.ones_like(sources, dtype=torch.bool)[None]
     return TrunkLayout(
         sources[None], attended, depths[None], cells[inside], tokens[inside], graph, paths
@@ -125,18 +110,17 @@ def tree(rows: Rows, *, graph: bool, multiple: int = 1) -> TrunkLayout:
 
 
 def by_rows(rows: Rows, *, graph: bool, multiple: int = 1) -> TrunkLayout:
-    """Return the layout that has `rows` side by side, padded to a width that is a multiple of `multiple`."""
+    """`rows` side by side, padded to a width that is a multiple of `multiple`."""
     filling = -rows.cells.shape[1] % multiple
-    sources, computed, attended = (
-        pad(x, (0, filling)) for x in (rows.cells, rows.computed, rows.attended)
-    )
+    of_rows = rows.cells, rows.computed, rows.attended
+    sources, computed, attended = (pad(x, (0, filling)) for x in of_rows)
     depths = (attended.cumsum(dim=1) - 1).clamp(min=0)
     tokens = _range(sources.numel()).view_as(sources)[computed]
     return TrunkLayout(sources * computed, attended, depths, sources[computed], tokens, graph)
 
 
 def anchor(*, graph: bool) -> TrunkLayout:
-    """Return a layout of two tokens that fills no cell: it attaches a loss to the model, or keeps ranks in step."""
+    """Two tokens that fill no cell: they attach a loss to the model, or keep ranks in step."""
     none, two = _range(0), _range(2)[None]
     return TrunkLayout(
         torch.zeros_like(two), torch.ones_like(two, dtype=torch.bool), two, none, none, graph

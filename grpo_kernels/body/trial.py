@@ -1,14 +1,15 @@
-"""Find out for each model which layouts give the padded forward's numbers, and how to call the model for that.
+"""Find out for each model which layouts give the padded forward's numbers, and how to call it then.
 
-Layouts that the config or the layers rule out are refused by name. Every other layout is tried when it is first wanted,
-on two or three rows made of the batch's own tokens, as long as its longest row, against the padded forward: hidden
-states, and the gradient of the small trainable parameters (norms, biases, adapters) for a random cotangent. Where FSDP2
-or ZeRO-3 has divided the parameters, only hidden states are compared. The model runs as a `guest` in the mode of the
-call (train or eval) with dropout off, so that the trial leaves no trace in it.
+Layouts that the config or the layers rule out are refused by name. Every other layout is tried when
+it is first wanted, on two or three rows made of the batch's own tokens, as long as its longest row,
+against the padded forward: hidden states, and the gradient of the small trainable parameters
+(norms, biases, adapters) for a random cotangent. Where FSDP2 or ZeRO-3 has divided the parameters,
+only hidden states are compared. The model runs as a `guest` in the mode of the call (train or eval)
+with dropout off, so that the trial leaves no trace in it.
 
-A verdict holds for sequences up to the length that was compared, since models begin things late: sparse attention,
-windows, frequencies of positions. A longer batch tries again, at up to twice the length. It also holds only while
-nothing changes that it depends on (`_facts`).
+A verdict holds for sequences up to the length that was compared, since models begin things late:
+sparse attention, windows, frequencies of positions. A longer batch tries again, at up to twice the
+length. It also holds only while nothing changes that it depends on (`_facts`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any
 
@@ -45,60 +46,44 @@ MODES: tuple[Any, ...] = choices(BatchLayout)
 
 _logger = logging.getLogger(__name__)
 
-_ROUNDING = 4  # a layout may be off by this many times the measured rounding, or the dtype's eps
-_MOST = (
-    1e-2  # but by no more than this, or 16 times the dtype's eps: what is above it is no rounding
-)
-_MORE_COLUMNS = 5
-_OF_LENGTH = (
-    "dynamic",
-    "longrope",
-)  # kinds of RoPE whose frequencies depend on the longest position of a forward
+# A layout may be off by _ROUNDING times the measured rounding, or the dtype's eps; but by no more
+# than _MOST, or 16 times the dtype's eps: what is above it is no rounding.
+_ROUNDING, _MOST = 4, 1e-2
+_MORE_COLUMNS = 5  # of padding, in the forward that measures the rounding
 _SMALL = 2**17  # elements of a parameter whose gradient is compared
-_KEPT, _IN_A_ROW = (
-    32,
-    8,
-)  # facts that are kept of a model, and that may be new in a row until trials end
+_KEPT = 32  # facts that are kept of a model
+_IN_A_ROW = 8  # facts that may be new in a row until trials end
+_OF_LENGTH = {"dynamic", "longrope"}  # RoPE whose frequencies depend on a forward's last position
 # Hooks that look at no columns, or make parameters and activations whole
-_HOOKS = (
-    "torch.distributed.",
-    "torch.nn.",
-    "torch.utils.",
-    "deepspeed.",
-    "accelerate.",
-    "transformers.",
-    "peft.",
-)
+_TORCHS = ("torch.distributed.", "torch.nn.", "torch.utils.")
+_HOOKS = (*_TORCHS, "deepspeed.", "accelerate.", "transformers.", "peft.")
+_HOOK_KINDS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _SWITCHES = (bool, int, float, str)  # attributes of modules that may change what they compute
 _COUNTERS = ("_", "ds_", "applied_")  # but not those of DeepSpeed
-_HOOK_KINDS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @dataclass
 class Verdict:
-    """How a layout is exact, for sequences and batches of up to `size`; and the reason why not for longer ones."""
+    """How a layout is exact, for sequences and batches of up to `size`; and why not for longer."""
 
     way: Way | None = None
     size: tuple[int, int] = (0, 0)
     reason: str | None = None
 
 
-@dataclass
-class _Model:
-    """What is known of a trunk: verdicts by facts, the oldest first, and how many calls in a row had new facts."""
-
-    verdicts: dict[Any, dict[str, Verdict]] = field(default_factory=dict)
-    new_in_a_row: int = 0
-
-
-_models: weakref.WeakKeyDictionary[nn.Module, _Model] = weakref.WeakKeyDictionary()
+# of each trunk: facts -> layout -> verdict, the oldest first; and calls in a row with new facts
+_verdicts: weakref.WeakKeyDictionary[nn.Module, dict[Any, dict[str, Verdict]]] = (
+    weakref.WeakKeyDictionary()
+)
+_new_in_a_row: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 
 
 class Exactness:
     """Verdicts on the layouts of one batch.
 
     Attributes:
-        size: columns of its longest sequence, from the first token to the last that is read; and of the batch.
+        size: columns of its longest sequence, from the first token to the last that is read; and of
+            the batch.
     """
 
     def __init__(
@@ -115,16 +100,16 @@ class Exactness:
         if hook is not None:
             self._reason = f"the hook {hook} would be handed other columns than those of the batch"
             return
-        model, facts = _models.setdefault(trunk, _Model()), _facts(trunk, forward, inputs)
-        model.new_in_a_row = 0 if facts in model.verdicts else model.new_in_a_row + 1
-        if model.new_in_a_row > _IN_A_ROW:
+        known, facts = _verdicts.setdefault(trunk, {}), _facts(trunk, forward, inputs)
+        _new_in_a_row[trunk] = 0 if facts in known else _new_in_a_row.get(trunk, 0) + 1
+        if _new_in_a_row[trunk] > _IN_A_ROW:
             self._reason = "what its results depend on changes in each call"
-        self._verdicts = model.verdicts.setdefault(facts, {})
-        if len(model.verdicts) > _KEPT:
-            del model.verdicts[next(iter(model.verdicts))]
+        self._verdicts = known.setdefault(facts, {})
+        if len(known) > _KEPT:
+            del known[next(iter(known))]
 
     def verdict(self, mode: str) -> Way | str | None:
-        """Return the way in which layout `mode` is exact for this batch; or the reason why not; None: not tried."""
+        """The way in which layout `mode` is exact for this batch; or why not; None: not tried."""
         cells = self.cells
         if self._reason is not None:
             return self._reason
@@ -133,9 +118,7 @@ class Exactness:
         if mode == "tree" and cells.has_holes and _has_window(self.trunk):
             return "a sequence has padding within, which its sliding window counts"
         if mode == "tree" and self._differing is not None:
-            return (
-                f"{self._differing} differ between tokens, and may say which of them see each other"
-            )
+            return f"{self._differing} differ between tokens, and may say which see each other"
         if mode not in self._verdicts:
             try:
                 reason = _by_structure(mode, self.trunk, self.forward)
@@ -149,24 +132,20 @@ class Exactness:
         return known.way if known.way is not None and fits else known.reason
 
     def attempt(self, mode: str, forward: Callable[..., Any]) -> None:
-        """Find the verdict on layout `mode`, by forwards of the trunk.
+        """Find the verdict on layout `mode`, which has none yet, by forwards of the trunk.
 
         Raises:
             torch.OutOfMemoryError: nothing is found out.
         """
-        known, every = (
-            self._verdicts[mode],
-            torch.ones(len(self.cells.needed), dtype=torch.bool, device="cpu"),
-        )
-        rows, sizes = self.cells.rows(every, padded=False, by_column=False), [self.size]
+        known, sizes = self._verdicts[mode], [self.size]
+        every = torch.ones(len(self.cells.needed), dtype=torch.bool, device="cpu")
+        rows = self.cells.rows(every, padded=False, by_column=False)
         assert rows is not None  # or there was a verdict
-        if (
-            known.way is not None
-        ):  # once more what was compared, if this batch has as many tokens: few try again then
+        if known.way is not None:
+            # twice what was compared, if this batch has as many tokens: few try again then
             tokens, most = self.cells.needed.numel(), setting(self.trunk, "max_position_embeddings")
             headroom = max(tokens // min(3, max(2, len(rows))), 5 * self.size[1] // 4)
-            columns = min(2 * known.size[1], most or headroom, headroom)
-            columns = max(columns, self.size[1])
+            columns = max(min(2 * known.size[1], most or headroom, headroom), self.size[1])
             sizes.insert(0, (max(min(2 * known.size[0], columns), self.size[0]), columns))
         for size in dict.fromkeys(sizes):
             begin, trial = time.perf_counter(), _Trial(self.trunk, forward, self.inputs, rows, size)
@@ -177,7 +156,8 @@ class Exactness:
                     raise
                 continue
             _logger.info(
-                "%s: layout %r tried on sequences of %d tokens in %d columns: %s (%d forwards, %d tokens, %.2f s)",
+                "%s: layout %r tried on sequences of %d tokens in %d columns: %s (%d forwards, "
+                "%d tokens, %.2f s)",
                 type(self.trunk).__name__,
                 mode,
                 *size,
@@ -197,37 +177,27 @@ class Exactness:
 
 
 def fits_trees(trunk: nn.Module) -> bool | None:
-    """Return True if `trunk` has been exact in a tree whenever it was tried; None if it was not."""
-    found = [x["tree"] for x in _models.get(trunk, _Model()).verdicts.values() if "tree" in x]
+    """True if `trunk` has been exact in a tree whenever it was tried; None if it was not."""
+    found = [x["tree"] for x in _verdicts.get(trunk, {}).values() if "tree" in x]
     tried = [x for x in found if x.way is not None or x.reason is not None]
     return all(x.way is not None for x in tried) if tried else None
 
 
-def is_divided(trunk: nn.Module) -> bool:
-    """Return True if FSDP2 or ZeRO-3 has divided the parameters of `trunk`."""
-    return any(hasattr(x, "ds_status") or hasattr(x, "device_mesh") for x in trunk.parameters())
-
-
 def described(error: Exception) -> str:
-    """Return what `error` says, for a warning."""
+    """What `error` says, for a warning."""
     if isinstance(error, NotAlongPaths):
         return str(error)
     return f"it raised {type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
 
 
 def _facts(trunk: nn.Module, forward: Callable[..., Any], inputs: TrunkInputs) -> Any:
-    """Everything that a verdict depends on, in a form that compares: this call's, the config's, each module's."""
+    """Everything that a verdict depends on, in a form that compares."""
     device, found = inputs.ids.device, list[Any]()
     for x in trunk.modules():
         own = vars(x)
-        ours = (
-            forward if x is trunk else own.get("forward")
-        )  # the trunk's own is replaced for the call
-        found += [
-            weakref.ref(x),
-            _identity(type(x).forward),
-            None if ours is None else _identity(ours),
-        ]
+        ours = forward if x is trunk else own.get("forward")  # the trunk's is replaced for the call
+        found += [weakref.ref(x), _identity(type(x).forward)]
+        found.append(None if ours is None else _identity(ours))
         found += [
             value
             for name, value in own.items()
@@ -235,23 +205,19 @@ def _facts(trunk: nn.Module, forward: Callable[..., Any], inputs: TrunkInputs) -
         ]
         found += [p is not None and p.requires_grad for p in own["_parameters"].values()]
         found += _active(x)
-    call = (
-        tuple(sorted(inputs.per_token)),
-        tuple(sorted(inputs.constants.items())),
-        device,
-        _dtype(trunk, device),
-    )
+    names, constants = tuple(sorted(inputs.per_token)), tuple(sorted(inputs.constants.items()))
+    call = names, constants, device, _dtype(trunk, device)
     return call, attention_of(trunk), repr(vars(text_config(trunk))), tuple(found)
 
 
 def _identity(function: Any) -> Any:
-    """Return what tells `function` from any other, and keeps neither it nor the module of a method alive."""
+    """What tells `function` from any other, and keeps neither it nor a method's module alive."""
     owner, function = getattr(function, "__self__", None), getattr(function, "__func__", function)
     return weakref.ref(function) if isinstance(function, FunctionType) else id(function), id(owner)
 
 
 def _foreign_hook(trunk: nn.Module) -> str | None:
-    """Return the name of a hook below `trunk` that may look at columns or change numbers, or None."""
+    """The name of a hook below `trunk` that may look at columns or change numbers, or None."""
     everywhere: Any = torch.nn.modules.module
     found = [getattr(everywhere, f"_global{kind}") for kind in _HOOK_KINDS]
     for x in trunk.modules():
@@ -271,11 +237,11 @@ def _active(module: Any) -> list[tuple[str, str]]:
 
 
 def _by_structure(mode: str, trunk: nn.Module, forward: Callable[..., Any]) -> str | None:
-    """Return the reason against layout `mode` that config, layers or adapters show, or None."""
+    """The reason against layout `mode` that config, layers or adapters show, or None."""
     modules = [*trunk.modules()]
     if any("alora" in variant.lower() for module in modules for _, variant in _active(module)):
         return "aLoRA begins at columns of the padded batch"
-    kinds = {*_rope_types(setting(trunk, "rope_parameters"))} & {*_OF_LENGTH}
+    kinds = {*_rope_types(setting(trunk, "rope_parameters"))} & _OF_LENGTH
     if mode != "padded" and kinds:
         return f"RoPE of the kind {kinds.pop()!r} depends on the longest position of a forward"
     if mode != "padded" and any(hasattr(x, "neftune_noise_alpha") for x in modules):
@@ -284,10 +250,9 @@ def _by_structure(mode: str, trunk: nn.Module, forward: Callable[..., Any]) -> s
         return None
     if isinstance(setting(trunk, "attention_chunk_size"), int):
         return "attention in chunks of columns"
-    encoders = [
-        x for x in modules if "text" not in getattr(x, "input_modalities", "text")
-    ]  # of images and sound
-    elsewhere = {y for x in encoders for y in x.modules()}
+    # encoders of images and sound
+    others = [x for x in modules if "text" not in getattr(x, "input_modalities", "text")]
+    elsewhere = {y for x in others for y in x.modules()}
     if any(isinstance(x, nn.Conv1d) and x not in elsewhere for x in modules):
         return "layers with a state that goes from one sequence to the next"
     parameters = inspect.signature(forward).parameters.values()
@@ -296,19 +261,11 @@ def _by_structure(mode: str, trunk: nn.Module, forward: Callable[..., Any]) -> s
     return None
 
 
-@dataclass
-class _Found:
-    """What a forward of the trial's rows gives."""
-
-    states: Tensor  # (n, H), hidden states of the needed cells
-    gradient: Tensor  # (m,), of the small parameters
-    buffers: dict[str, Tensor]  # those that it has changed in place
-
-
 class _Trial:
-    """Two or three rows of a batch's tokens, padded on both sides, in a layout and in the padded forward.
+    """Two or three rows of a batch's tokens, in a layout and in the padded forward.
 
-    The second row begins as the first does; the third has nothing in common with them.
+    They have padding on one side or both. The second row begins as the first does; the third has
+    nothing in common with them. What a forward of them gives is `_Found`.
     """
 
     def __init__(
@@ -319,10 +276,14 @@ class _Trial:
         rows: layouts.Rows,
         size: tuple[int, int],
     ) -> None:
-        """`rows` of the batch `like` give the tokens; the first row has as many as `size` says, and columns."""
+        """`rows` of the batch `like` give the tokens; `size`: those of the first row, columns."""
         self.trunk, self.forward, self.device = trunk, forward, like.ids.device
-        self.dtype, self.is_divided = _dtype(trunk, self.device), is_divided(trunk)
-        small = [x for x in trunk.parameters() if x.requires_grad and x.numel() <= _SMALL]
+        self.dtype = _dtype(trunk, self.device)
+        parameters = [*trunk.parameters()]  # divided by ZeRO-3 or FSDP2?
+        self.is_divided = any(
+            hasattr(x, "ds_status") or hasattr(x, "device_mesh") for x in parameters
+        )
+        small = [x for x in parameters if x.requires_grad and x.numel() <= _SMALL]
         self.parameters = [] if self.is_divided else small
         self.is_random = self.evaluates = False
         self.layers = 0  # that have gone along the paths of a tree
@@ -332,13 +293,9 @@ class _Trial:
         pool = rows.cells[longest_first][rows.attended[longest_first]]
         cyclic, half = torch.arange(length, device="cpu") % len(pool), -(-length // 2)
         first, other = pool[cyclic], pool.roll(-(len(pool) // 2))[cyclic]
-        tokens = [
-            first,
-            torch.cat([first[:half], other[half : half + -(-length // 8)]]),
-            other[:half].flip(0),
-        ]
-        tokens = tokens[: 3 if len(rows) > 2 else 2]
-        # each with padding on one side or both; of a batch of one sequence, the padded forward has one row
+        second = torch.cat([first[:half], other[half : half + -(-length // 8)]])
+        tokens = [first, second, other[:half].flip(0)][: 3 if len(rows) > 2 else 2]
+        # of a batch of one sequence, the padded forward has one row
         most = setting(trunk, "max_position_embeddings") or length + 2
         width = max(width, length + 2 if length + 2 <= most else length)
         self.of_padded = [[0], [1]] if len(rows) == 1 else [[*range(len(tokens))]]
@@ -355,12 +312,11 @@ class _Trial:
         per_token = {name: x.reshape(-1)[sources] for name, x in like.per_token.items()}
         if "position_ids" in per_token:
             per_token["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
-        self.inputs = TrunkInputs(
-            like.ids.reshape(-1)[sources], mask.long(), per_token, like.constants
-        )
+        ids = like.ids.reshape(-1)[sources]
+        self.inputs = TrunkInputs(ids, mask.long(), per_token, like.constants)
 
     def outcome(self, mode: str) -> Way | str:
-        """Return the way in which layout `mode` is exact for these rows, or the reason why it is not.
+        """The way in which layout `mode` is exact for these rows, or why it is not.
 
         Raises:
             torch.OutOfMemoryError: from the model.
@@ -378,7 +334,7 @@ class _Trial:
         return found
 
     def _ways(self, mode: str) -> list[Way]:
-        """Return the ways to call the model that are tried for layout `mode`, the best first."""
+        """The ways to call the model that are tried for layout `mode`, the best first."""
         if "position_ids" in self.inputs.per_token:
             found = [Way("given")]
         elif mode == "padded" or not _takes_positions(self.trunk, self.forward):
@@ -390,37 +346,29 @@ class _Trial:
 
     def _compared(self, mode: str, way: Way) -> Way | str:
         want = self._want
-        parts = (
-            [[0, 1], [*range(2, len(self.needed))]]
-            if mode == "tree"
-            else [[0], [*range(1, len(self.needed))]]
-        )
+        together = 2 if mode == "tree" else 1
+        parts = [[*range(together)], [*range(together, len(self.needed))]]
         got = self._run(mode, way, [x for x in parts if x])
         layers = self.layers  # before another forward counts its own
         if mode == "tree" and not layers:
             return "its attention is not looked up in transformers' table, so it sees no segments"
-        for name in {*want.buffers, *got.buffers}:
-            one, other = want.buffers.get(name), got.buffers.get(name)
+        for name in {*want[2], *got[2]}:
+            one, other = want[2].get(name), got[2].get(name)
             if one is None or other is None or not torch.allclose(one, other, equal_nan=True):
                 return f"each forward changes a state of it ({name})"
         # rounding grows with the root of the depth, and twice as far in gradients
-        eps, depth = (
-            torch.finfo(self.dtype).eps,
-            max(1.0, (setting(self.trunk, "num_hidden_layers") or 1) / 8),
-        )
+        eps = torch.finfo(self.dtype).eps
+        depth = max(1.0, (setting(self.trunk, "num_hidden_layers") or 1) / 8)
         floor = max(_ROUNDING * eps * depth**0.5, 1e-5)
         for i, name in enumerate(("hidden states", "gradients")):
-            off = self._off(got, want)[i]
-            if (
-                not off <= min((i + 1) * floor, max(_MOST, 16 * eps))
-                and not off <= self._rounding[i]
-            ):
+            off, allowed = self._off(got, want)[i], min((i + 1) * floor, max(_MOST, 16 * eps))
+            if not off <= allowed and not off <= self._rounding[i]:
                 return f"{name} are off by {off:.1g} of their length from the padded forward's"
         return replace(way, layers=layers) if mode == "tree" else way
 
     @functools.cached_property
     def _want(self) -> _Found:
-        """What the padded forward gives: in the mode of the call, unless it draws random numbers there."""
+        """Of the padded forward: in the mode of the call, unless it draws random numbers there."""
         found = self._run("padded", self._ways("padded")[0], self.of_padded)
         if self.is_random:
             self.evaluates = True
@@ -430,9 +378,8 @@ class _Trial:
     @functools.cached_property
     def _rounding(self) -> tuple[float, float]:
         """Differences of hidden states and gradients that rounding may make."""
-        wider = self._run(
-            "padded", self._ways("padded")[0], self.of_padded, more_columns=_MORE_COLUMNS
-        )
+        way = self._ways("padded")[0]
+        wider = self._run("padded", way, self.of_padded, more_columns=_MORE_COLUMNS)
         most = max(_MOST, 16 * torch.finfo(self.dtype).eps)
         states, gradient = (min(_ROUNDING * x, most) for x in self._off(wider, self._want))
         return states, gradient
@@ -440,8 +387,8 @@ class _Trial:
     def _off(self, got: _Found, want: _Found) -> tuple[float, float]:
         """Distances of hidden states, the largest in eight ranges of depths, and of gradients."""
         ranges = self.order.tensor_split(min(8, len(self.order)))
-        states = torch.stack([_distance(got.states[x], want.states[x]) for x in ranges])
-        return states.amax().item(), _distance(got.gradient, want.gradient).item()
+        states = torch.stack([_distance(got[0][x], want[0][x]) for x in ranges])
+        return states.amax().item(), _distance(got[1], want[1]).item()
 
     def _run(self, mode: str, way: Way, parts: list[list[int]], *, more_columns: int = 0) -> _Found:
         """Compute the rows, those of each of `parts` in a forward of its own."""
@@ -450,30 +397,25 @@ class _Trial:
         places = torch.full(self.needed.shape, -1, device="cpu")
         places[self.needed] = torch.arange(len(self.order), device="cpu")
         places = nn.functional.pad(places, (0, more_columns), value=-1).reshape(-1)
+        numbers = torch.arange(len(self.needed), device="cpu")
         found, states, gradient = list[Tensor](), list[Tensor](), torch.zeros(1, device=self.device)
         with (
-            torch.compiler.set_stance(
-                "force_eager"
-            ),  # compiled layers would be compiled for these shapes
+            torch.compiler.set_stance("force_eager"),  # nothing is compiled for these shapes
             torch.inference_mode(False),
             torch.set_grad_enabled(not self.is_divided),
             guest(self.trunk, self.device, self.parameters) as leaves,
         ):
             if self.evaluates:
                 self.trunk.eval()
-            numbers = _random_state(self.device)
+            before = _random_state(self.device)
             versions = {name: x._version for name, x in self.trunk.named_buffers()}
             for part in parts:
-                chosen = torch.isin(
-                    torch.arange(len(self.needed), device="cpu"), torch.tensor(part, device="cpu")
-                )
-                rows = cells.rows(
-                    chosen, padded=mode == "padded", by_column=way.positions == "column"
-                )
+                chosen = torch.isin(numbers, torch.tensor(part, device="cpu"))
+                by_column = way.positions == "column"
+                rows = cells.rows(chosen, padded=mode == "padded", by_column=by_column)
                 assert rows is not None
                 layout = (layouts.tree if mode == "tree" else layouts.by_rows)(rows, graph=True)
-                output, segments = run_layout(self.trunk, self.forward, inputs, layout, way)
-                self.layers = segments.consumed if segments is not None else 0
+                output, self.layers = run_layout(self.trunk, self.forward, inputs, layout, way)
                 self.cost = self.cost[0] + 1, self.cost[1] + layout.sources.numel()
                 at = places[layout.cells]
                 hidden = output.last_hidden_state.flatten(0, 1)
@@ -481,32 +423,32 @@ class _Trial:
                 found.append(at[at >= 0])
                 states.append(read.detach())
                 if leaves and read.requires_grad:
-                    draw = torch.Generator("cpu").manual_seed(0)
-                    cotangent = torch.randn(
-                        len(self.order), read.shape[1], generator=draw, device="cpu"
-                    )
+                    size, draw = (len(self.order), read.shape[1]), torch.Generator("cpu")
+                    cotangent = torch.randn(size, generator=draw.manual_seed(0), device="cpu")
                     pulled = cotangent[found[-1]].to(read)
                     of_leaves = torch.autograd.grad(read, leaves, pulled, materialize_grads=True)
-                    gradient = gradient + torch.cat(
-                        [x.flatten().float().to(self.device) for x in of_leaves]
-                    )
-                del output, hidden, read, segments  # the graph, before the next part has one
-            self.is_random = not torch.equal(numbers, _random_state(self.device))
+                    flat = [x.flatten().float().to(self.device) for x in of_leaves]
+                    gradient = gradient + torch.cat(flat)
+                del output, hidden, read  # the graph, before the next part has one
+            self.is_random = not torch.equal(before, _random_state(self.device))
             changed = {
                 name: x
                 for name, x in self.trunk.named_buffers()
                 if x._version > versions.get(name, x._version)
             }
         order = torch.cat(found).argsort()
-        return _Found(torch.cat(states).to(self.device)[order.to(self.device)], gradient, changed)
+        return torch.cat(states).to(self.device)[order.to(self.device)], gradient, changed
+
+
+# (hidden states of the needed cells (n, H), gradient of the small parameters (m,), buffers that the
+# forward has changed in place)
+_Found = tuple[Tensor, Tensor, dict[str, Tensor]]
 
 
 def _random_state(device: torch.device) -> Tensor:
-    own = (
-        []
-        if device.type in ("cpu", "meta")
-        else [torch.get_device_module(device.type).get_rng_state(device)]
-    )
+    own = []
+    if device.type not in ("cpu", "meta"):
+        own.append(torch.get_device_module(device.type).get_rng_state(device))
     return torch.cat([torch.get_rng_state(), *own])
 
 
@@ -516,19 +458,18 @@ def _distance(got: Tensor, want: Tensor) -> Tensor:
 
 
 def _takes_positions(trunk: nn.Module, forward: Callable[..., Any]) -> bool:
-    """Return True if `forward` takes position_ids, or the decoder to which a model with images or sound hands them."""
+    """True if `forward` takes position_ids, or the decoder to which it hands them."""
     decoder: Any = trunk
     forwards = forward, type(decoder.get_decoder()).forward
     return any("position_ids" in inspect.signature(x).parameters for x in forwards)
 
 
 def _has_window(trunk: nn.Module) -> bool:
-    """Return True if layers of `trunk` have a sliding window."""
     return isinstance(setting(trunk, "sliding_window"), int)
 
 
 def _rope_types(parameters: Any) -> Iterator[str]:
-    """Kinds of RoPE of a config's ``rope_parameters``, one for all layers or one for each kind of layer."""
+    """Kinds of RoPE of a config's ``rope_parameters``, one or one for each kind of layer."""
     if not isinstance(parameters, dict):
         return
     if isinstance(parameters.get("rope_type"), str):

@@ -1,17 +1,17 @@
-"""The trunk of a transformers model, computed where a loss needs it: the seam, the guard, and ranks in step.
+"""The trunk of a transformers model, computed where a loss needs it: the seam, and ranks in step.
 
-The trunk is the transformer below the head, ``model.base_model``. For the length of one scoring call its ``forward`` is
-replaced by one that runs a forward with a graph and one without, and returns hidden states (B, L, H) in which the
-computed cells are filled in; elsewhere they are 0. The model, its head, its hooks and the wrappers around it stay as
-they are, and see one forward.
+The trunk is the transformer below the head, ``model.base_model``. For the length of one scoring
+call its ``forward`` is replaced by one that runs a forward with a graph and one without, and
+returns hidden states (B, L, H) in which the computed cells are filled in; elsewhere they are 0. The
+model, its head, its hooks and the wrappers around it stay as they are, and see one forward.
 
     cells that the head reads          `needed`, from the completion mask
     sequences that may have gradient   `live`; the others run without graph
     prefixes that several rows share   computed once (`layout`)
     padding                            left out
 
-The guard: if gradient arrives at a cell that was not computed with a graph, the backward raises. So a wrong
-`live` raises, and never changes a result. The guard costs one wait for the device in each backward.
+If gradient arrives at a cell that was not computed with a graph, the backward raises (`_guard`). So
+a wrong `live` raises, and never changes a result.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -31,20 +32,18 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from grpo_kernels.base.checks import is_dtensor, warn_once
 from grpo_kernels.base.distributed import all_reduce, group_device
 from grpo_kernels.body import layout as layouts
-from grpo_kernels.body.forwards import Cells, TrunkInputs, Way, run_layout
-from grpo_kernels.body.guard import guard
+from grpo_kernels.body.forwards import TrunkInputs, Way, run_layout
+from grpo_kernels.body.inputs import FSDP1, TrunkOptions, unwrapped
 from grpo_kernels.body.layout import TrunkLayout
-from grpo_kernels.body.options import TrunkOptions
 from grpo_kernels.body.trial import MODES, Exactness, described
 from grpo_kernels.host import Shares, forward_name, replaced
-from grpo_kernels.transformers.head import FSDP1, unwrapped
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _COMPILED_COLUMNS = 64  # if layers are compiled, widths are multiples of it, so that shapes recur
 _NOT_OF_A_LAYOUT = (torch.OutOfMemoryError, _StopRecomputationError)
-_Planned = tuple[TrunkLayout, Way]
+_Planned = list[tuple[TrunkLayout, Way]]  # the forwards of a batch
 
 
 @contextmanager
@@ -59,16 +58,17 @@ def live_trunk(
     """Inside, the trunk of `model` computes only what `options` ask for of each batch.
 
     Args:
-        needed: (B, L) bool, cells whose hidden states are read. Calls of the model walk through the B sequences in
-            order.
+        needed: (B, L) bool, cells whose hidden states are read. Calls of the model walk through the
+            B sequences in order.
         live: (B,) bool, sequences that may get a gradient; None: all.
         shares: where the sequences and tokens of forwards with gradient are counted.
 
     Yields:
-        an empty list, to which each call of the trunk that leaves cells out adds (b, L) bool, True where computed.
+        an empty list, to which each call of the trunk that leaves cells out adds (b, L) bool, True
+        where computed.
 
     Raises:
-        RuntimeError: in the backward, if gradient arrives at a cell that was computed without graph.
+        RuntimeError: in the backward, if gradient arrives at a cell that has no graph.
     """
     trunk = trunk_of(model)
     reason = _reason_against(model, trunk)
@@ -97,22 +97,19 @@ def as_it_is(trunk: nn.Module) -> Iterator[None]:
         yield
 
 
-class _Batch(NamedTuple):
+@dataclass
+class _Batch:
     """Input of the trunk that can be computed in parts."""
 
     inputs: TrunkInputs
-    cells: Cells
     exactness: Exactness
     rows: range  # places of its sequences among those of all calls
     live: Tensor  # (B,) bool
+    failed: dict[str, str] = field(default_factory=dict)  # layout -> why, in this call
 
-
-class _Choice(NamedTuple):
-    """A layout for a batch."""
-
-    batch: _Batch
-    mode: str
-    planned: list[_Planned] | None  # its forwards; None: the layout has to be tried first
+    def refuse(self, mode: str, reason: str) -> None:
+        self.failed[mode] = reason
+        self.exactness.refuse(mode, reason)
 
 
 class _TrunkCall:
@@ -138,45 +135,43 @@ class _TrunkCall:
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the trunk's output, in one forward with a graph and one without.
 
-        A layout that is not known at this length is tried first, and one that raises gives way to the next. Ranks that
-        run the trunk together agree on each step before it: on trials, on forwards, and on whether one has failed.
+        A layout that is not known at this length is tried first, and one that raises gives way to
+        the next. Ranks that run the trunk together agree on each step before it: on trials, on
+        forwards, and on whether one has failed.
         """
         self.was_called = True
-        given = {
-            **dict(zip(inspect.signature(self.forward).parameters, args, strict=False)),
-            **kwargs,
-        }
-        batch, failed, output = self._batch_or_none(given), dict[str, str](), None
-        graph = torch.is_grad_enabled()
+        positional = zip(inspect.signature(self.forward).parameters, args, strict=False)
+        given = {**dict(positional), **kwargs}
+        batch, output, graph = self._batch_or_none(given), None, torch.is_grad_enabled()
         while True:
-            choice = None if batch is None or output is not None else self._choice(batch, failed)
-            tries = choice is not None and choice.planned is None
-            planned = choice.planned or [] if choice is not None else []
-            without = not graph or any(not layout.graph for layout, _ in planned)
+            mode, planned = None, None
+            if batch is not None and output is None:
+                mode, planned = self._choice(batch)
+            tries = mode is not None and planned is None
+            without = not graph or any(not layout.graph for layout, _ in planned or ())
             wanted = [int(tries), int(graph), int(without)] if output is None else [0, 0, 0]
             any_tries, *wanted = most_of_ranks(self.groups, wanted)
             if any_tries:
                 with self._in_step(given) as forward:
-                    if choice is not None and tries:
-                        self._try(choice, forward, failed)
+                    if batch is not None and mode is not None and tries:
+                        self._try(batch, mode, forward)
                 continue
             if output is not None:
                 self._anchors(given, sum(wanted))
-            elif choice is None:
+            elif batch is None or mode is None:
                 output = self._as_given(given, sum(wanted) - 1)
             else:
                 try:
-                    output = self._in_parts(choice.batch, planned, wanted)
+                    output = self._in_parts(batch, planned or [], wanted)
                 except _NOT_OF_A_LAYOUT:
                     raise
                 except Exception as error:
-                    failed[choice.mode] = described(error)
-                    choice.batch.exactness.refuse(choice.mode, failed[choice.mode])
+                    batch.refuse(mode, described(error))
             if not most_of_ranks(self.groups, [int(output is None)])[0]:
                 return output
 
     def _batch_or_none(self, given: dict[str, Any]) -> _Batch | None:
-        """Return the inputs `given` by name as a batch; None, after a warning, if they run as they are."""
+        """The inputs `given` by name as a batch; None, after a warning, if they run as they are."""
         try:
             found = self._batch(given)
         except Exception as error:  # such as a body without a config
@@ -202,55 +197,49 @@ class _TrunkCall:
         live = torch.full((sequences,), torch.is_grad_enabled(), device="cpu")
         if torch.is_grad_enabled() and self.live is not None:
             live = self.live[rows.start : rows.stop].cpu()
-        return _Batch(inputs, cells, Exactness(self.trunk, self.forward, inputs, cells), rows, live)
+        return _Batch(inputs, Exactness(self.trunk, self.forward, inputs, cells), rows, live)
 
-    def _choice(self, batch: _Batch, failed: dict[str, str]) -> _Choice | None:
-        """Return the first layout, from that of the options on, that may serve; None: the batch runs as it is given.
+    def _choice(self, batch: _Batch) -> tuple[str | None, _Planned | None]:
+        """The first layout that may serve, from that of the options on, and its forwards.
 
-        Warn of the reason against the one that was asked for, once that is settled.
+        No layout: the batch runs as it is given. No forwards: the layout has to be tried first. The
+        reason against the layout that was asked for is said, once it is settled.
         """
-        reasons = []
-        found: _Choice | None = None
+        reasons, mode, planned = [], None, None
         for mode in MODES[MODES.index(self.options.layout) :]:
-            verdict = failed[mode] if mode in failed else batch.exactness.verdict(mode)
+            verdict = batch.failed.get(mode) or batch.exactness.verdict(mode)
             if verdict is None:
-                return _Choice(batch, mode, None)
+                return mode, None
             if isinstance(verdict, Way):
                 try:
-                    found = _Choice(batch, mode, self._planned(batch, mode, verdict))
+                    planned = self._planned(batch, mode, verdict)
                     break
                 except Exception as error:
-                    verdict = failed[mode] = f"in planning it, {described(error)}"
+                    verdict = batch.failed[mode] = f"in planning it, {described(error)}"
             reasons.append(verdict)
-        if reasons and not batch.cells.padding_is_read:
-            instead = (
-                f"layout={found.mode!r} serves"
-                if found
-                else "all sequences run in one padded forward"
-            )
+        if reasons and not batch.exactness.cells.padding_is_read:
+            serves = f"layout={mode!r} serves"
+            instead = serves if planned is not None else "all sequences run in one padded forward"
             say_once(self.trunk, f"layout={self.options.layout!r}: {reasons[0]}; {instead}")
-        return found
+        return (mode, planned) if planned is not None else (None, None)
 
-    def _planned(self, batch: _Batch, mode: str, way: Way) -> list[_Planned]:
-        """Return the layouts of the sequences with and without gradient, those that have something to compute."""
-        found = []
+    def _planned(self, batch: _Batch, mode: str, way: Way) -> _Planned:
+        """Layouts of the sequences with and without gradient that have something to compute."""
+        found, options = [], {"padded": mode == "padded", "by_column": way.positions == "column"}
         for chosen, graph in ((batch.live, True), (~batch.live, False)):
-            rows = batch.cells.rows(
-                chosen, padded=mode == "padded", by_column=way.positions == "column"
-            )
+            rows = batch.exactness.cells.rows(chosen, **options)
             if rows is not None:
                 layout = layouts.tree if mode == "tree" else layouts.by_rows
                 found.append((layout(rows, graph=graph, multiple=self.multiple), way))
         return found
 
-    def _try(self, choice: _Choice, forward: Callable[..., Any], failed: dict[str, str]) -> None:
+    def _try(self, batch: _Batch, mode: str, forward: Callable[..., Any]) -> None:
         try:
-            choice.batch.exactness.attempt(choice.mode, forward)
+            batch.exactness.attempt(mode, forward)
         except torch.OutOfMemoryError:  # of this moment: the next call tries again
-            failed[choice.mode] = "no memory is free for its trial"
+            batch.failed[mode] = "no memory is free for its trial"
         except Exception as error:
-            failed[choice.mode] = f"in making its trial, {described(error)}"
-            choice.batch.exactness.refuse(choice.mode, failed[choice.mode])
+            batch.refuse(mode, f"in making its trial, {described(error)}")
 
     def _as_given(self, given: dict[str, Any], others: int) -> Any:
         """Run the padded forward, and as many `others` as other ranks run."""
@@ -258,12 +247,12 @@ class _TrunkCall:
         self._anchors(given, others)
         ids: Any = given.get("input_ids")
         if isinstance(ids, Tensor) and ids.dim() == 2 and torch.is_grad_enabled():
-            _count(self.shares, len(ids), len(ids), ids.numel(), ids.numel(), ids.numel())
+            _count(self.shares, len(ids), len(ids), *[ids.numel()] * 3)
         return found
 
     @contextmanager
     def _in_step(self, given: dict[str, Any]) -> Iterator[Callable[..., Any]]:
-        """Inside, the forward that is yielded may be called any number of times: other ranks run as many."""
+        """Inside, call the yielded forward any number of times: other ranks run as many."""
         if not self.groups:
             yield self.forward
             return
@@ -288,11 +277,11 @@ class _TrunkCall:
         for _ in range(count):
             self.forward(input_ids=torch.full((1, 2), ordinary_id(self.trunk), device=like.device))
 
-    def _in_parts(self, batch: _Batch, planned: Sequence[_Planned], wanted: Sequence[int]) -> Any:
-        """Return the trunk's output, its hidden states (B, L, H) from `planned`.
+    def _in_parts(self, batch: _Batch, planned: _Planned, wanted: Sequence[int]) -> Any:
+        """The trunk's output, its hidden states (B, L, H) from `planned`.
 
-        `wanted` are the numbers of forwards with and without a graph; where there is no layout for one, it fills no
-        cell.
+        `wanted` are the numbers of forwards with and without a graph; where there is no layout for
+        one, it fills no cell.
         """
         sequences, length = batch.inputs.ids.shape
         graph, cells, states = torch.is_grad_enabled(), [], []
@@ -311,38 +300,71 @@ class _TrunkCall:
                     self._anchors({"input_ids": batch.inputs.ids}, len(planned) - i)
                 raise
             hidden = output.last_hidden_state
+            tokens = layout.tokens.to(hidden.device, non_blocking=True)
             cells.append(layout.cells.to(hidden.device, non_blocking=True))
-            states.append(
-                hidden.flatten(0, 1).index_select(
-                    0, layout.tokens.to(hidden.device, non_blocking=True)
-                )
-            )
-        hidden, filled = (
-            states[0].new_zeros(sequences * length, states[0].shape[-1]),
-            torch.cat(cells),
-        )
+            states.append(hidden.flatten(0, 1).index_select(0, tokens))
+        hidden = states[0].new_zeros(sequences * length, states[0].shape[-1])
+        filled = torch.cat(cells)
         hidden = hidden.index_copy(0, filled, torch.cat(states)).view(sequences, length, -1)
         is_filled = torch.zeros(sequences * length, dtype=torch.bool, device=hidden.device)
         self.computed.append(is_filled.index_fill(0, filled, True).view(sequences, length))
         if graph:
-            computed = [layout.sources.numel() for layout, _ in planned]
-            gradient = sum(
-                n for n, (layout, _) in zip(computed, planned, strict=True) if layout.graph
+            made = [(layout.sources.numel(), layout.graph) for layout, _ in planned]
+            computed, gradient = (
+                sum(n for n, _ in made),
+                sum(n for n, has_graph in made if has_graph),
             )
-            _count(
-                self.shares,
-                int(batch.live.sum()),
-                sequences,
-                sequences * length,
-                sum(computed),
-                gradient,
-            )
-            guard(hidden, [layout for layout, _ in planned], batch.rows, batch.live)
+            live = int(batch.live.sum())
+            _count(self.shares, live, sequences, sequences * length, computed, gradient)
+            _guard(hidden, [layout for layout, _ in planned], batch.rows, batch.live)
         return type(output)(**{**output, "last_hidden_state": hidden})
 
 
+def _guard(
+    hidden: Tensor,  # (B, L, H)
+    planned: Sequence[TrunkLayout],
+    rows: range,
+    live: Tensor,  # (B,) bool
+) -> None:
+    """Have the backward raise if gradient arrives at a cell of `hidden` without a graph.
+
+    It costs one wait for the device in each backward. `rows` are the sequences' numbers.
+    """
+    if not hidden.requires_grad:
+        return
+    has_graph = torch.zeros(hidden.shape[0] * hidden.shape[1], dtype=torch.bool, device="cpu")
+    for layout in planned:
+        if layout.graph:
+            has_graph[layout.cells] = True
+    without = (~has_graph).nonzero().squeeze(1)
+    if not len(without):
+        return
+    length = hidden.shape[1]
+    without_here = without.to(hidden.device, non_blocking=True)
+
+    def look(gradient: Tensor) -> None:
+        at_cells = gradient.reshape(-1, gradient.shape[-1]).index_select(0, without_here)
+        reached = at_cells.count_nonzero(dim=1)
+        if not bool(reached.any()):
+            return
+        local = (without[reached.nonzero().squeeze(1).cpu()] // length).unique()
+        dead = [rows[i] for i in local.tolist() if not live[i]]
+        if dead:
+            raise RuntimeError(
+                f"zero_advantage: expected no gradient for the sequences {dead}, which ran without "
+                "graph, got one: the loss has a term that is not known here; pass "
+                "zero_advantage='train'"
+            )
+        raise RuntimeError(
+            "layout: expected gradient at completion tokens alone, got one elsewhere in the "
+            f"sequences {[rows[i] for i in local.tolist()]}; pass layout='padded'"
+        )
+
+    hidden.register_hook(look)
+
+
 def most_of_ranks(groups: Sequence[ProcessGroup], counts: list[int]) -> list[int]:
-    """Return the elementwise largest `counts` of the ranks of `groups`; without any, those of this process."""
+    """The elementwise largest `counts` of the ranks of `groups`; without any, this process's."""
     for group in groups:
         counts = all_reduce(torch.tensor(counts, device=group_device(group)), "max", group).tolist()
     return counts
@@ -351,40 +373,37 @@ def most_of_ranks(groups: Sequence[ProcessGroup], counts: list[int]) -> list[int
 def _count(
     shares: Shares, live: int, sequences: int, positions: int, computed: int, gradient: int
 ) -> None:
-    """Count one call: sequences with gradient, all sequences; padded positions, computed ones, those with graph."""
+    """Of the padded `positions` of a call `computed` ran, `gradient` of them with a graph."""
     shares.add("sequences/gradient", live, sequences)
     shares.add("tokens/computed", computed, positions)
     shares.add("tokens/gradient", gradient, positions)
 
 
 def trunk_of(model: nn.Module) -> nn.Module:
-    """Return the module below the head whose forward the model's own forward calls; `model` may be wrapped."""
+    """The module below the head whose forward the model's own calls; `model` may be wrapped."""
     base = unwrapped(model)[1]
     body: nn.Module = base.base_model
     if body is base:  # Llama 4's text model names its trunk "language_model", and has it as "model"
         body = getattr(base, "model", base)
-    decoder = getattr(
-        body, "decoder", None
-    )  # OPT's model calls its decoder, not the body's forward
+    decoder = getattr(body, "decoder", None)  # OPT's model calls it, not the body's forward
     return decoder if isinstance(decoder, PreTrainedModel) else body
 
 
 def ordinary_id(model: nn.Module) -> int:
-    """Return an id that stands for a token of text."""
+    """An id that stands for a token of text."""
 
     def numbers(fields: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         for name, x in fields.items():
             yield from numbers(x) if isinstance(x, dict) else [(str(name), x)]
 
     config: Any = model.config
-    special = {
-        x for name, x in numbers(config.to_dict()) if name.endswith(("_token_id", "_token_index"))
-    }
+    named = numbers(config.to_dict())
+    special = {x for name, x in named if name.endswith(("_token_id", "_token_index"))}
     return next(x for x in range(len(special) + 1) if x not in special)
 
 
 def _reason_against(model: nn.Module, trunk: nn.Module) -> str | None:
-    """Return None if the forward of `trunk` can be replaced for a call, else the reason why not."""
+    """None if the forward of `trunk` can be replaced for a call, else the reason why not."""
     wrappers, base = unwrapped(model)
     if trunk is base:
         return "the model names no trunk (base_model)"
@@ -394,13 +413,11 @@ def _reason_against(model: nn.Module, trunk: nn.Module) -> str | None:
         return (
             "FSDP1 has divided the model, whose units run one forward each; FSDP2 has no such limit"
         )
-    attention = ALL_ATTENTION_FUNCTIONS.get(
-        getattr(getattr(trunk, "config", None), "_attn_implementation", ""), None
-    )
-    replaced_by_ranks = (
-        nn.functional.scaled_dot_product_attention is not torch._C._nn.scaled_dot_product_attention
-    )
-    if replaced_by_ranks or str(getattr(attention, "__module__", "")).startswith("deepspeed"):
+    name = getattr(getattr(trunk, "config", None), "_attn_implementation", "")
+    attention = ALL_ATTENTION_FUNCTIONS.get(name, None)
+    is_deepspeeds = str(getattr(attention, "__module__", "")).startswith("deepspeed")
+    torchs_own = torch._C._nn.scaled_dot_product_attention
+    if is_deepspeeds or nn.functional.scaled_dot_product_attention is not torchs_own:
         return (
             "attention is not torch's own (context parallel): sequences may be divided over ranks"
         )
@@ -408,7 +425,7 @@ def _reason_against(model: nn.Module, trunk: nn.Module) -> str | None:
 
 
 def rank_groups(trunk: nn.Module) -> Sequence[ProcessGroup]:
-    """Process groups whose ranks run the trunk together: those over which FSDP2 or ZeRO-3 has divided it."""
+    """Groups of ranks that run the trunk together: those over which FSDP2 or ZeRO-3 divides it."""
     largest: Any = None
     for x in trunk.parameters():
         parameter: Any = x
@@ -422,7 +439,7 @@ def rank_groups(trunk: nn.Module) -> Sequence[ProcessGroup]:
 
 
 def _is_compiled(modules: Iterable[Any]) -> bool:
-    """True if one of `modules` was returned by `torch.compile`, or has been compiled in place."""
+    """True if `torch.compile` has returned one of `modules`, or compiled it in place."""
     return any(
         type(x).__name__ == "OptimizedModule" or getattr(x, "_compiled_call_impl", None) is not None
         for x in modules

@@ -15,8 +15,7 @@ from torch.utils import _pytree as pytree
 from transformers.utils import ModelOutput
 
 from grpo_kernels.base.modes import evaluating, guest
-from grpo_kernels.body.inputs import Batch, check_attended, check_attention_mask
-from grpo_kernels.body.options import TrunkOptions
+from grpo_kernels.body.inputs import Batch, TrunkOptions, check_attended, check_attention_mask
 from grpo_kernels.body.trunk import (
     as_it_is,
     live_trunk,

@@ -29,8 +29,13 @@ import torch
 from torch import Tensor, nn
 
 from grpo_kernels.base.choices import BatchLayout, LogitsDtype, ZeroAdvantage
-from grpo_kernels.body.inputs import Batch, check_names, moved, with_positions
-from grpo_kernels.body.options import TrunkOptions, check_loss_fn, check_skip
+from grpo_kernels.body.inputs import (
+    Batch,
+    TrunkOptions,
+    check_names,
+    check_skip,
+    with_positions,
+)
 from grpo_kernels.call.output import LossOutput
 from grpo_kernels.expectation import policy_expectation
 from grpo_kernels.head.head import Head
@@ -39,7 +44,7 @@ from grpo_kernels.objective.config import LossConfig
 from grpo_kernels.objective.normaliser import averaged_over
 from grpo_kernels.transformers import head as heads
 from grpo_kernels.transformers.call import run_scored
-from grpo_kernels.transformers.head import causal_lm
+from grpo_kernels.transformers.head import causal_lm, check_loss_fn, moved
 
 
 def causal_lm_loss(
@@ -136,7 +141,8 @@ _NAMED = (
     "router_aux_loss_coef",
     "logits_dtype",
     *_LOSS_INPUTS,
-    *TrunkOptions.NAMES,
+    "zero_advantage",
+    "layout",
 )
 
 

@@ -13,14 +13,14 @@ from transformers.utils import ModelOutput
 
 from grpo_kernels.base.choices import BatchLayout, LogitsDtype, WithoutSet
 from grpo_kernels.batch.kept_ids import KeptIds
-from grpo_kernels.body.inputs import Batch, check_names, moved, with_positions
-from grpo_kernels.body.options import TrunkOptions, temperature_of
+from grpo_kernels.body.inputs import Batch, TrunkOptions, check_names, with_positions
 from grpo_kernels.call.output import Scores
 from grpo_kernels.head.head import Head
 from grpo_kernels.logprob import linear_logprob
 from grpo_kernels.loss import GRPOLoss
 from grpo_kernels.transformers import head as heads
 from grpo_kernels.transformers.call import run_scored
+from grpo_kernels.transformers.head import check_loss_fn, moved
 
 
 @overload
@@ -116,7 +116,15 @@ def completion_logprobs(
     """
     trunk = TrunkOptions(layout=layout)
     check_names(model, model_inputs, _OF_SCORING, "")
-    divisor, batch = temperature_of(loss_fn, temperature), Batch.of(input_ids, completion_mask)
+    batch, divisor = Batch.of(input_ids, completion_mask), temperature
+    if loss_fn is not None:
+        check_loss_fn(loss_fn)
+        if temperature is not None:
+            raise ValueError(
+                "temperature: expected None beside loss_fn, whose temperature serves, got "
+                f"{temperature}"
+            )
+        divisor = loss_fn.config.temperature
 
     def score(hidden: Tensor, head: Head) -> tuple[Tensor, ...]:
         states, ids, mask = batch.aligned(hidden)
@@ -125,7 +133,7 @@ def completion_logprobs(
             replace(heads.read(head, states), logits_dtype=logits_dtype),
             ids,
             mask=mask,
-            temperature=divisor,
+            temperature=1.0 if divisor is None else divisor,
             entropy=entropy,
             kept_ids=moved(kept_ids, states),
             without_set=without_set,
@@ -148,5 +156,5 @@ _OF_SCORING = (
     "without_set",
     "entropy",
     "return_output",
-    *TrunkOptions.NAMES,
+    "layout",
 )

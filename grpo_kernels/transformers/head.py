@@ -19,22 +19,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from grpo_kernels.batch.kept_ids import KeptIds
+from grpo_kernels.body.inputs import unwrapped
 from grpo_kernels.call.run import Run
 from grpo_kernels.head.config_numbers import scale_and_cap
 from grpo_kernels.head.head import Head
 from grpo_kernels.head.module import gather_of, linear_of, parameters_of
-
-FSDP1 = "_fsdp_wrapped_module"  # the child of a FullyShardedDataParallel
-# Names under which wrappers hold the model: torch.compile, Lightning's Fabric, FSDP1, DDP, PEFT
-_WRAPPED = (
-    "_orig_mod",
-    "_forward_module",
-    FSDP1,
-    "module",
-    "base_model",
-    "model",
-    "pretrained_model",
-)
+from grpo_kernels.loss import GRPOLoss
 
 _FACTS = 16  # that are kept of a head
 Constants = tuple[float, float | None, int | None]
@@ -155,25 +146,6 @@ def causal_lm(model: nn.Module) -> PreTrainedModel:
     return unwrapped(model)[1]
 
 
-def unwrapped(model: nn.Module) -> tuple[list[nn.Module], PreTrainedModel]:
-    """(the wrappers around the transformers model, from the outside in; that model).
-
-    Raises:
-        TypeError: as `causal_lm`.
-    """
-    wrappers, inner = [], model
-    while not isinstance(inner, PreTrainedModel):
-        children = inner._modules if isinstance(inner, nn.Module) else {}
-        found = next((children[name] for name in _WRAPPED if children.get(name) is not None), None)
-        if found is None:
-            raise TypeError(
-                f"model: expected a transformers model, wrapped or not, got {type(model).__name__}"
-            )
-        wrappers.append(inner)
-        inner = found
-    return wrappers, inner
-
-
 def inner_head(head: nn.Module) -> nn.Module:
     """The module that projects: `head`, or the copy of it that PEFT trains (`modules_to_save`)."""
     copies = getattr(head, "modules_to_save", None)
@@ -187,3 +159,14 @@ def inner_head(head: nn.Module) -> nn.Module:
 def _from_config(base: PreTrainedModel) -> Constants:
     config = base.config.get_text_config(decoder=True)
     return *scale_and_cap(lambda name: getattr(config, name, None)), None
+
+
+def check_loss_fn(loss_fn: Any) -> None:
+    """Raise TypeError unless `loss_fn` is a `GRPOLoss`."""
+    if not isinstance(loss_fn, GRPOLoss):
+        raise TypeError(f"loss_fn: expected a GRPOLoss, got {type(loss_fn).__name__}")
+
+
+def moved(x: Any, like: Tensor) -> Any:
+    """A tensor or kept ids on the device of `like`; anything else as it is."""
+    return x.to(like.device) if isinstance(x, Tensor | KeptIds) else x

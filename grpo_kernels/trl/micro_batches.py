@@ -11,7 +11,7 @@ import torch
 import trl
 from torch import Tensor
 
-from grpo_kernels.body.options import check_skip
+from grpo_kernels.body.inputs import check_skip
 from grpo_kernels.objective.config import LossConfig, config_of_trainer
 from grpo_kernels.objective.normaliser import averaged_over
 

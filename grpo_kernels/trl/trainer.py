@@ -39,7 +39,7 @@ from grpo_kernels.base.choices import (
     ZeroAdvantage,
 )
 from grpo_kernels.body import trial
-from grpo_kernels.body.options import TrunkOptions
+from grpo_kernels.body.inputs import TrunkOptions
 from grpo_kernels.body.trunk import trunk_of
 from grpo_kernels.call.run import Run, check_run
 from grpo_kernels.host import during, replaced

@@ -18,7 +18,7 @@ import trl.trainer.utils as trl_utils
 from trl import GRPOTrainer
 
 from benchmarks import parity, tiny_models, tiny_run
-from grpo_kernels.body.options import TrunkOptions
+from grpo_kernels.body.inputs import TrunkOptions
 from grpo_kernels.trl import (
     FusedGRPOTrainer,
     FusedLossMixin,

@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from grpo_kernels.base.checks import warn_once
-from grpo_kernels.body import attention, exactness
+from grpo_kernels.body import attention, trial
 from grpo_kernels.body.attention import Segments
 from tests.support import flash_stand_in
 from tests.support import tiny_architectures as tiny
@@ -124,7 +124,7 @@ def test_torchs_attention_for_ragged_batches(monkeypatch: pytest.MonkeyPatch) ->
         return flash_stand_in.varlen_attn(*args, **kwargs)
 
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
-    monkeypatch.setattr(exactness, "has_varlen", lambda *_: True)
+    monkeypatch.setattr(trial, "has_varlen", lambda *_: True)
     given = batch()
     for kind, expected in (("qwen3", 4), ("mistral", 0)):
         model = model_of(kind, "sdpa")
@@ -144,7 +144,7 @@ def test_torchs_attention_that_is_not_exact_is_not_taken(monkeypatch: pytest.Mon
     def refused(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("head dimension")
 
-    monkeypatch.setattr(exactness, "has_varlen", lambda *_: True)
+    monkeypatch.setattr(trial, "has_varlen", lambda *_: True)
     for function in (wrong, refused):
         monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", function)
         model, given = model_of("qwen3", "sdpa"), batch()

@@ -165,12 +165,12 @@ def test_calls_see_each_tokens_path(call_cells: float) -> None:
         layout = tree(rows_of(sequences), graph=True)
         assert layout.paths is not None
         groups, places = group(layout.paths, call_cells), {}
-        for each in groups:
-            mask = attended(each.queries.shape[1], each.keys.shape[1])
-            for line, column in each.own.nonzero().tolist():
-                token = int(each.queries[line, column])
+        for queries, keys, own in groups:
+            mask = attended(queries.shape[1], keys.shape[1])
+            for line, column in own.nonzero().tolist():
+                token = int(queries[line, column])
                 assert token not in places
-                places[token] = each.keys[line][mask[column]].tolist()
+                places[token] = keys[line][mask[column]].tolist()
         assert places == seen(layout)
         pairs = zip(layout.paths.contexts.tolist(), layout.paths.new.tolist(), strict=True)
         kinds = {context if context > new else 0 for context, new in pairs}
