@@ -134,11 +134,10 @@ def compare(
             continue
         if before is None or after is None or before.keys() != after.keys():
             counts["off"] += 1
-            keys = set(before or ()) ^ set(after or ())
-            trouble = (
-                (after or {}).get("raises") or (after or {}).get("gone") or ", ".join(sorted(keys))
-            )
-            off.append(f"{case}: not the results of before: {trouble}")
+            after = {} if after is None else after
+            trouble = [f"{name} {after[name]}" for name in ("raises", "gone") if name in after]
+            keys = sorted(set(before or ()) ^ after.keys())
+            off.append(f"{case}: not the results of before: {', '.join(trouble or keys)}")
             continue
         units = {name: difference(x, after[name]) for name, x in before.items()}
         worst = max(units, key=lambda name: units[name], default="")

@@ -29,7 +29,16 @@ from grpo_kernels import Head, KeptIds, LoRA, LossConfig, Run
 # Public names of commit eb864c1 that have another name now.
 RENAMED: dict[str, str] = {}
 # Those that are gone, and what a user calls instead. Their cases are counted, not compared.
-GONE: dict[str, str] = {}
+GONE: dict[str, str] = {
+    "advantages.distillation_advantages": "teacher_logps - student_logps (docs/divergences.md)",
+    "advantages.gdpo_advantages": "whiten of group_advantages (docs/verl-losses.md)",
+    "advantages.gpg_advantages": "a line of torch (docs/verl-losses.md)",
+    "advantages.opo_advantages": "a line of torch (docs/verl-losses.md)",
+    "advantages.optimal_token_baseline": "verl's own; log_sum_sq_probs of linear_logprob feeds it",
+    "advantages.passk_advantages": "two lines of torch (docs/verl-losses.md)",
+    "advantages.rejection_sampling_advantages": "(rewards >= threshold).float()",
+    "advantages.remax_advantages": "rewards - rewards of the greedy completions",
+}
 
 B, T, N = 3, 4, 12
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo", "gmpo")
