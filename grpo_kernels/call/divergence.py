@@ -12,7 +12,6 @@ from grpo_kernels.base.checks import check_number
 from grpo_kernels.base.choices import DivergenceName, choices
 from grpo_kernels.call.expected import Expectation, ExpectedRows, divergence_weights, read_expected
 from grpo_kernels.call.scores import ScoreCall
-from grpo_kernels.engine.records import Rows
 from grpo_kernels.token_loss.record import Coefficients
 
 DIVERGENCES = choices(DivergenceName)
@@ -78,11 +77,3 @@ class DivergenceCall(ScoreCall):
         return ExpectedRows.of(
             Coefficients(d_logp=weights[1] if len(weights) == 2 else None, d_divergence=weights[0])
         )
-
-    def described_outputs(self, rows: Rows) -> dict[str, Any]:
-        """Return the results to compute, and their options, by name."""
-        return {
-            "beta": self.jsd_beta,
-            "whether there are ids": self.ids is not None,
-            **super().described_outputs(rows),
-        }

@@ -40,8 +40,6 @@ Expected = (
     Tensor | tuple[Tensor, Tensor | None] | Expectation | Callable[[Tensor, Tensor, Tensor], Any]
 )
 
-KIND = "expected (coefficients, graded, of the entropy)"  # name of the value that ranks compare
-
 
 class RowGradient(Protocol):
     """The gradient that the rows of a call will get, as far as it is known before the forward."""
@@ -106,22 +104,6 @@ class ExpectedRows:
         return ExpectedRows(
             look_up, of_logps=coefficients.d_logp is not None, coefficients=coefficients
         )
-
-    def described(self) -> dict[str, Any]:
-        """Return the facts that must be equal on all ranks."""
-        if self.coefficients is not None:
-            of_result = {
-                "expected": self.coefficients.d_divergence,
-                "expected[1]": self.coefficients.d_logp,
-            }
-            return {KIND: "numbers", **{name: x for name, x in of_result.items() if x is not None}}
-        kind = self.coefficients_of is not None, self.may_have_grad is not None, self.of_entropy
-        nonzero = (
-            {}
-            if self.may_have_grad is None
-            else {"expected: where it is not 0": self.may_have_grad}
-        )
-        return {KIND: kind, **nonzero}
 
     @property
     def coupling(self) -> Coupling:

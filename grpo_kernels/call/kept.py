@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -87,23 +87,6 @@ class KeptCall(ScoreCall):
             raise ValueError(f"entropy: expected True, False or 'full', got {self.entropy_over!r}")
         check_run(execution)
         assert self.sets is not None  # raises if they do not fit
-
-    def described(self, planned: PlannedHead, rows: Rows, read: Any) -> dict[str, Any]:
-        """Return the values that must be equal on all ranks of a divided head."""
-        return {
-            **super().described(planned, rows, read),
-            "entropy": self.entropy_over,
-            **self.described_sets(planned),
-        }
-
-    def described_sets(self, planned: PlannedHead) -> dict[str, Any]:
-        """Return the values of the sets that must be equal on all ranks of a divided head."""
-        return {
-            "without_set": self.without_set,
-            "kept_ids": self.sets.ids,
-            "kept_ids.offsets": self.sets.offsets,
-            "the backend without a set": planned.with_backend().plan.backend.name,
-        }
 
     def check_range(self, planned: PlannedHead, rows: Rows) -> Rows:
         """Return the rows as they are: `_survey` checks that their ids are in their sets."""

@@ -56,10 +56,6 @@ class KeptLossCall(KeptCall):
         """Return the rows, and the tokens that count."""
         return self.loss.read(planned)
 
-    def described(self, planned: PlannedHead, rows: Rows, read: Any) -> dict[str, Any]:
-        """Return the values that must be equal on all ranks of a divided head."""
-        return {**self.loss.described(planned, rows, read), **self.described_sets(planned)}
-
 
 def kept_loss(call: KeptLossCall, head: LMHead, execution: Execution) -> LossOutput:
     """Compute the loss over kept sets.

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +17,6 @@ from grpo_kernels.batch.tokens import Tokens, read_tokens
 from grpo_kernels.call.expected import Expectation, fuses
 from grpo_kernels.call.plan import Call
 from grpo_kernels.call.planned_head import PlannedHead
-from grpo_kernels.call.ranks import options_of_loss, tokens_of_loss
 from grpo_kernels.call.run import Execution
 from grpo_kernels.engine.head_plan import HeadPlan
 from grpo_kernels.engine.passes import of_loss
@@ -170,19 +168,9 @@ class LossCall(Call[Tokens, Loss]):
         tokens = counted_tokens(self.inputs, self.config, self.objective, planned.plan.accumulator)
         return Rows(tokens.layout.positions, tokens.ids, 1.0 / self.config.temperature), tokens
 
-    def described(self, planned: PlannedHead, rows: Rows, read: Tokens) -> dict[str, Any]:
-        """Return the values that must be equal on all ranks of a divided head."""
-        return self._options() | tokens_of_loss(read, self._numbers(planned))
-
     def gradient(self, planned: PlannedHead, read: Tokens) -> Loss:
         """Return the loss of the tokens."""
         return Loss.of(self.inputs, read, self.config, self.objective)
-
-    def _options(self) -> dict[str, Any]:
-        return options_of_loss(self.config, self.objective, self.inputs.num_items_in_batch)
-
-    def _numbers(self, planned: PlannedHead) -> dict[str, Tensor | None]:
-        return {"hidden": planned.head.hidden, **self.inputs.numbers}
 
 
 def first_pass(

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, fields
 from typing import Any, ClassVar, Generic, TypeVar
 
-from grpo_kernels.base.agreement import check_same
+from grpo_kernels.base.agreement import Each, check_same
 from grpo_kernels.base.choices import BackendName
+from grpo_kernels.base.records import map_tensors
+from grpo_kernels.batch.inputs import LossInputs
 from grpo_kernels.call.expected import RowGradient
 from grpo_kernels.call.planned_head import PlannedHead, plan_head
 from grpo_kernels.call.run import Execution
 from grpo_kernels.engine.records import Rows
 from grpo_kernels.engine.request import Request
 from grpo_kernels.head.lm_head import LMHead
+from grpo_kernels.objective.config import LossConfig
 
 T = TypeVar("T")  # the result of `Call.read` beside the rows
 G = TypeVar("G", bound=RowGradient)
@@ -52,10 +56,6 @@ class Call(Generic[T, G]):
         """Return the rows, with ids not yet checked for range, and the other inputs read."""
         raise NotImplementedError
 
-    def described(self, planned: PlannedHead, rows: Rows, read: T) -> dict[str, Any]:
-        """Return the values that must be equal on all ranks of a divided head."""
-        raise NotImplementedError
-
     def check_range(self, planned: PlannedHead, rows: Rows) -> Rows:
         """Return the rows with ids checked for range and counted from this rank's first row.
 
@@ -82,14 +82,34 @@ def check_call(call: Call[T, G], head: LMHead, execution: Execution) -> tuple[Pl
         planned = plan_head(local, execution, backend=call.backend, jsd_beta=call.jsd_beta)
         rows, read = call.read(planned)
         if head.process_group is not None:
-            of_shards |= (
-                planned.described_rows()
-                | execution.described()
-                | call.described(planned, rows, read)
-            )
+            of_shards |= _of_rank(call, planned, rows)
     if head.process_group is not None:
         planned = planned.divided(of_shards)
     return planned, call.check_range(planned, rows), read
+
+
+def _of_rank(call: Call[T, G], planned: PlannedHead, rows: Rows) -> dict[str, Any]:
+    """Return the values that the ranks of a divided head compare, and the integers of this rank."""
+    execution, plan, hidden = planned.execution, planned.plan, planned.head.hidden
+    same = _arguments(map_tensors(lambda x: x[:0], planned.head)) | _arguments(call)
+    same |= {x: getattr(execution, x) for x in ("engine", "backend", "workspace_bytes")}
+    same |= {
+        "hidden": hidden,
+        "counted tokens": len(rows),
+        "gradients wanted": planned.needs_grad,
+        "dtype of the products": [plan.compute_dtype, plan.teacher and plan.teacher.compute_dtype],
+        "backend that serves": planned.with_backend().plan.backend.name,
+    }
+    this_rank = {"rows of weight": planned.head.weight.shape[0], **asdict(plan.memory)}
+    return same | {name: Each(x) for name, x in this_rank.items()}
+
+
+def _arguments(record: Any) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for name in (x.name for x in fields(record) if x.name != "process_group"):
+        x = getattr(record, name)
+        values |= _arguments(x) if isinstance(x, (Call, LossConfig, LossInputs)) else {name: x}
+    return values
 
 
 def plan_call(call: Call[T, G], head: LMHead, execution: Execution) -> tuple[LMHead, Request, G]:

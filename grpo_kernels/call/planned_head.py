@@ -6,14 +6,13 @@ import functools
 import warnings
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from grpo_kernels.backends import choose_backend
-from grpo_kernels.base.agreement import Each
 from grpo_kernels.base.checks import check_budget, check_counted_ids
 from grpo_kernels.base.choices import BackendName
 from grpo_kernels.call.expected import RowGradient
@@ -38,17 +37,6 @@ class PlannedHead:
     plan: HeadPlan
     needs_grad: NeedsGrad
     execution: Execution
-
-    def described_rows(self) -> dict[str, Any]:
-        """Return the values that ranks must agree on, and this rank's rows and memory, which `divided` needs."""
-        this_rank = {"rows of weight": self.head.weight.shape[0], **asdict(self.plan.memory)}
-        same = {**self.described(divided=True), "vocab_size": self.head.vocab_size}
-        return same | {name: Each(x) for name, x in this_rank.items()}
-
-    def described(self, *, divided: bool | None = None) -> dict[str, Any]:
-        """Describe the head as `LMHead.described` does; `divided` None: True if the plan has a shard."""
-        divided = self.plan.shard is not None if divided is None else divided
-        return self.head.described(self.needs_grad, self.plan, divided=divided)
 
     def divided(self, values: Mapping[str, Any]) -> PlannedHead:
         """Keep this rank's rows of a divided head, and plan by the memory that all ranks have, from agreed `values`.

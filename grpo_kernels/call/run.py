@@ -55,14 +55,6 @@ class Execution(Run):
             raise TypeError(f"run: expected a Run, got {type(self.run).__name__}")
         check_gather(self.gather)
 
-    def described(self) -> dict[str, Any]:
-        """Return the options that must be equal on all ranks."""
-        return {
-            "engine": self.engine,
-            "backend": self.backend,
-            "workspace_bytes": self.workspace_bytes,
-        }
-
 
 def check_run(run: Run) -> None:
     """Check the types and ranges of a run's options. Planning a call checks that its engine serves it."""

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.interface import STATISTICS
-from grpo_kernels.base.agreement import described
 from grpo_kernels.base.checks import check_ids, check_mask, check_number, check_shape, check_tensor
 from grpo_kernels.batch.tokens import counted_positions
 from grpo_kernels.call.expected import ExpectedRows, read_expected
@@ -94,20 +93,6 @@ class ScoreCall(Call[ExpectedRows, ExpectedRows]):
             self.expected, self.ids_of(hidden), positions, dtype, entropy=self.entropy
         )
 
-    def described_outputs(self, rows: Rows) -> dict[str, Any]:
-        """Return the results to compute, and their options, by name."""
-        return {"entropy": self.entropy, "extras": self.extras, "ids": rows.ids}
-
-    def described(self, planned: PlannedHead, rows: Rows, read: ExpectedRows) -> dict[str, Any]:
-        """Return the values that must be equal on all ranks of a divided head."""
-        return {
-            "hidden": described(planned.head.hidden),
-            "mask": rows.positions,
-            **self.described_outputs(rows),
-            **read.described(),
-            **_described_temperature(self.temperature, rows.inv_temperature),
-        }
-
     def gradient(self, planned: PlannedHead, read: ExpectedRows) -> ExpectedRows:
         """Return `read`, which is the expected gradient."""
         return read
@@ -161,10 +146,3 @@ def _inv_temperature(
             f"temperature: expected finite numbers > 0 where the mask counts, got {got}"
         )
     return (1.0 / rows)[:, None]
-
-
-def _described_temperature(temperature: float | Tensor, inverse: float | Tensor) -> dict[str, Any]:
-    """Return the values that must be equal on all ranks; `inverse` is 1 / temperature of the rows."""
-    if not isinstance(temperature, Tensor):
-        return {"temperature": float(temperature)}
-    return {"temperature": "one per position", "temperatures": inverse}

@@ -140,14 +140,3 @@ class TopKCall(ScoreCall):
         return replace(
             rows, ids=rows.ids - start, top_k=TopKTeacher(ids - start, logps, teacher.measure)
         )
-
-    def described_outputs(self, rows: Rows) -> dict[str, Any]:
-        """Return the results to compute, and their options, by name."""
-        teacher = rows.top_k
-        assert teacher is not None
-        return {
-            "divergence": teacher.measure,
-            "K": teacher.ids.shape[1],
-            "teacher_ids": teacher.ids,
-            "teacher_logps": teacher.logps,
-        }

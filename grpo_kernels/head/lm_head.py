@@ -13,25 +13,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from grpo_kernels.base.agreement import described
 from grpo_kernels.base.checks import check_head, first_rows, is_dtensor
 from grpo_kernels.base.distributed import check_group
-from grpo_kernels.engine.head_plan import HeadPlan
 from grpo_kernels.engine.memory import FreeMemory
 from grpo_kernels.engine.records import HeadTensors, NeedsGrad, Operands
 from grpo_kernels.engine.vocab_parallel import Shard
-from grpo_kernels.head.head import CONSTANTS, Head
+from grpo_kernels.head.head import Head
 from grpo_kernels.head.lora import check_kind, check_lora
 from grpo_kernels.head.other_head import OtherHead
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-
-_NAMES = {
-    "lora_u": "lora.a or lora.input",
-    "lora_b": "lora.b",
-}  # the caller's names for fields of `NeedsGrad`
 
 
 _OF_HEAD = [x.name for x in fields(Head)]
@@ -156,45 +148,6 @@ class LMHead(Head):
         return Operands(
             hidden, self.weight, self.bias, lora_u, None if lora is None else lora.b, teacher
         )
-
-    def described(self, needs_grad: NeedsGrad, plan: HeadPlan, *, divided: bool) -> dict[str, Any]:
-        """Return the values that ranks compare: all tensors but `hidden`, which of them train, how rows are projected.
-
-        Args:
-            divided: True if the head's rows are divided over the ranks.
-        """
-        rows = (0,) if divided else ()
-        lora = self.lora
-        return {
-            "weight": described(self.weight, varying=rows),
-            "bias": described(self.bias, varying=rows),
-            "lora.a": described(None if lora is None else lora.a),
-            "lora.b": described(None if lora is None else lora.b, varying=rows),
-            "lora.input": lora is not None and lora.input is not None,
-            "lora.scaling": None if lora is None else lora.scaling,
-            **{name: getattr(self, name) for name in CONSTANTS},
-            **self._described_reference(rows),
-            **{
-                f"gradients wanted of {_NAMES.get(x.name, x.name)}": getattr(needs_grad, x.name)
-                for x in fields(needs_grad)
-            },
-            "dtype of the products (autocast)": str(plan.compute_dtype),
-            "the backend that serves": plan.backend.name,
-        }
-
-    def _described_reference(self, varying: tuple[int, ...]) -> dict[str, Any]:
-        other = self.reference
-        if other is None:
-            return {"reference": None}
-        return {
-            "reference": tuple(getattr(other.head, name) for name in CONSTANTS),
-            f"{other.prefix}hidden": (
-                str(other.hidden.dtype),
-                other.hidden.shape[-1],
-            ),  # its rows are those of hidden
-            f"{other.prefix}weight": described(other.weight, varying=varying),
-            f"{other.prefix}bias": described(other.bias, varying=varying),
-        }
 
     def divided(self, values: Mapping[str, Any]) -> tuple[LMHead, Shard | None, FreeMemory]:
         """Return this rank's head without padding, its `Shard` (None: the only rank) and the ranks' least free memory,

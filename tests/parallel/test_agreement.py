@@ -1,136 +1,231 @@
-"""`check_same` by itself: calls that have nothing in common, calls out of step, refusals, rounding, and its message."""
+"""Ranks of one group that are called differently: every one of them raises, at once."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from grpo_kernels.base.agreement import FIELDS, Each, check_same
-from tests.support.ranks import run_ranks
+from grpo_kernels import (
+    Head,
+    LoRA,
+    LossConfig,
+    Run,
+    grpo_loss,
+    linear_divergence,
+    linear_logprob,
+    topk_divergence,
+)
+from tests.support.case_builder import seeded
+from tests.support.ranks import Ranks
 
-FLOATS = torch.linspace(-2, 3, 1000)
-DIFFERS = "ValueError: process_group: expected the same call on every rank, got "
-REFUSED = r"ValueError: process_group: rank 1 refuses the call of f: KeyError: 'é+$"
-Values = dict[str, Any]
+Arguments = dict[str, Any]
+IDS = torch.randint(10, (2, 3), generator=seeded("ids of ranks"))
 
 
-def message(rank: int, enter: Callable[[int], Values], call: str = "f") -> str:
-    """What the rank is told: its error, or nothing."""
+def a_loss(rank: int) -> Arguments:
+    """Half of a head (10, 4), and the tokens, which both ranks have."""
+    g = seeded("loss of ranks")
+    hidden, weight = torch.randn(2, 3, 4, generator=g), torch.randn(10, 4, generator=g)
+    return {
+        "hidden": hidden.requires_grad_(),
+        "head": Head(
+            weight.split((4, 6))[rank].clone().requires_grad_(), process_group=dist.group.WORLD
+        ),
+        "completion_ids": IDS,
+        "completion_mask": torch.tensor([[1, 1, 1], [1, 1, 0]]),
+        "advantages": torch.tensor([1.0, -0.5]),
+    }
+
+
+def some_scores(rank: int) -> Arguments:
+    whole = a_loss(rank)
+    return {"hidden": whole["hidden"], "head": whole["head"], "ids": IDS}
+
+
+def a_divergence(rank: int) -> Arguments:
+    whole = a_loss(rank)
+    teacher = torch.ones(10, 5).split((4, 6))[rank]
+    return {
+        "hidden": whole["hidden"],
+        "head": whole["head"],
+        "teacher_hidden": torch.ones(2, 3, 5),
+        "teacher_head": teacher,
+    }
+
+
+def of_top_k(rank: int) -> Arguments:
+    whole = a_loss(rank)
+    logps = torch.full((2, 3, 2), 0.25).log()
+    ids = torch.tensor([1, 7]).expand(2, 3, 2)
+    return {
+        "hidden": whole["hidden"],
+        "head": whole["head"],
+        "teacher_ids": ids,
+        "teacher_logps": logps,
+    }
+
+
+def a_head(**fields: Any) -> Callable[[Arguments], Head]:
+    """Another head of the same rows; a function makes a field from the right one's weight."""
+
+    def make(right: Arguments) -> Head:
+        weight = right["head"].weight
+        made = {name: x(weight) if callable(x) else x for name, x in fields.items()}
+        return Head(**{"weight": weight, "process_group": dist.group.WORLD} | made)
+
+    return make
+
+
+def of_dtype(name: str, dtype: torch.dtype) -> Callable[[Arguments], Tensor]:
+    return lambda right: right[name].detach().to(dtype)
+
+
+Case = tuple[Callable[..., Any], Callable[[int], Arguments], Arguments, str]
+# what the odd rank gives instead; "alone": it is wrong by itself, and that rank's own error names it
+LOSS: dict[str, tuple[Arguments, str]] = {
+    "H": (
+        {"hidden": torch.ones(2, 3, 5), "head": a_head(weight=lambda w: torch.ones(len(w), 5))},
+        "hidden",
+    ),
+    "one more sequence": (
+        {
+            "hidden": torch.ones(3, 3, 4),
+            "completion_ids": IDS[:1].repeat(3, 1),
+            "completion_mask": torch.ones(3, 3),
+            "advantages": torch.ones(3),
+        },
+        "hidden",
+    ),
+    "other tokens count": ({"completion_mask": torch.ones(2, 3)}, "completion_mask"),
+    "fewer tokens count": (
+        {"completion_mask": torch.tensor([[1, 1, 0], [1, 1, 0]])},
+        "counted tokens",
+    ),
+    "advantages per token": ({"advantages": torch.ones(2, 3)}, "advantages"),
+    "an input more": ({"old_per_token_logps": -torch.ones(2, 3)}, "old_per_token_logps"),
+    "dtype of hidden": ({"hidden": of_dtype("hidden", torch.float64)}, "hidden"),
+    "dtype of weight": ({"head": a_head(weight=lambda w: w.double())}, "weight"),
+    "frozen hidden": ({"hidden": lambda right: right["hidden"].detach()}, "gradients wanted"),
+    "frozen weight": ({"head": a_head(weight=Tensor.detach)}, "gradients wanted"),
+    "bias": ({"head": a_head(bias=lambda w: torch.ones(len(w)))}, "bias"),
+    "lora": (
+        {"head": a_head(lora=lambda w: LoRA(torch.ones(2, 4), torch.ones(len(w), 2)))},
+        "lora",
+    ),
+    "soft-cap": ({"head": a_head(final_logit_softcapping=5.0)}, "final_logit_softcapping"),
+    "temperature": ({"config": LossConfig(temperature=0.5)}, "temperature"),
+    "loss type": ({"loss_type": "grpo"}, "loss_type"),
+    "num_items_in_batch": ({"num_items_in_batch": 5.0}, "num_items_in_batch"),
+    "objective": ({"objective": lambda right: lambda tokens: tokens.logps}, "objective"),
+    "engine": ({"run": Run(engine="two_pass")}, "engine"),
+    "backend": ({"run": Run(backend="torch")}, "backend"),
+    "budget": ({"run": Run(workspace_bytes=2**21)}, "workspace_bytes"),
+    "alone, shape": ({"completion_mask": torch.ones(2, 9)}, "completion_mask"),
+    "alone, type": ({"config": {"beta": 0.1}}, "config"),
+    "unknown engine": ({"run": Run(engine="fast")}, "engine"),  # type: ignore[arg-type]
+}
+SCORES: dict[str, tuple[Arguments, str]] = {
+    "extras": ({"extras": ("is_top1",)}, "outputs"),
+    "no entropy": ({"entropy": False}, "outputs"),
+    "per-token temperature": ({"temperature": torch.ones(2, 3)}, "temperature"),
+    "expected": ({"expected": torch.ones(2, 3)}, "expected"),
+    "kept sets": ({"kept_ids": IDS[..., None]}, "call"),
+    "alone, temperature": ({"temperature": 0.0}, "temperature"),
+}
+CASES: dict[str, Case] = {
+    **{f"loss, {x}": (grpo_loss, a_loss, *case) for x, case in LOSS.items()},
+    **{f"scores, {x}": (linear_logprob, some_scores, *case) for x, case in SCORES.items()},
+    "divergence": (linear_divergence, a_divergence, {"divergence": "forward_kl"}, "jsd_beta"),
+    "teacher's H": (
+        linear_divergence,
+        a_divergence,
+        {
+            "teacher_hidden": torch.ones(2, 3, 6),
+            "teacher_head": lambda right: torch.ones(len(right["head"].weight), 6),
+        },
+        "reference",
+    ),
+    "K": (
+        topk_divergence,
+        of_top_k,
+        {"teacher_ids": IDS[..., None], "teacher_logps": -torch.ones(2, 3, 1)},
+        "teacher_ids",
+    ),
+}
+
+
+def error_of(function: Callable[..., Any], given: Arguments) -> str:
     try:
-        with check_same("process_group", dist.group.WORLD, call) as values:
-            values |= enter(rank)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
+        function(**given)
+    except (TypeError, ValueError) as error:
+        return str(error)
     return ""
 
 
-def refuse(rank: int) -> Values:
-    if rank == 1:
-        raise KeyError("é" * 400)
-    return {"half": "said"}
+def attempt(rank: int, world_size: int, name: str, odd: int) -> str:
+    """Return the rank's error; rank `odd` makes the other call."""
+    function, right, change, _ = CASES[name]
+    given = right(rank)
+    if rank == odd:
+        given |= {
+            x: y(right(rank)) if callable(y) and type(y).__name__ == "function" else y
+            for x, y in change.items()
+        }
+    return error_of(function, given)
 
 
-def floats(change: Callable[[torch.Tensor], Any]) -> Callable[[int], Values]:
-    """Three tensors; `change` is made to the middle one on rank 1."""
-
-    def enter(rank: int) -> Values:
-        x = FLOATS.clone()
-        if rank == 1:
-            change(x)
-        return {"before": torch.arange(1000), "x": x, "after": 2 * FLOATS}
-
-    return enter
+def another_call(rank: int, world_size: int) -> str:
+    if rank:
+        return error_of(linear_logprob, some_scores(rank))
+    return error_of(grpo_loss, a_loss(rank))
 
 
-# name -> (the values of a rank, a pattern of what it is told, or one for each rank)
-SCENES: dict[str, tuple[Callable[[int], Values], str | tuple[str, ...]]] = {
-    "alike": (lambda rank: {"a": 1, "b": None, "c": 0.5}, "$"),
-    "refused": (refuse, (REFUSED, "KeyError: 'é{400}'", REFUSED)),
-    "in step again": (lambda rank: {}, "$"),
-    "int": (lambda rank: {"n": 10 + rank // 2}, DIFFERS + r"n \[10, 10, 11\]$"),
-    "text": (
-        lambda rank: {"name": "ab"[rank // 2]},
-        (
-            *[DIFFERS + "name = a on rank [01], another on rank 2"] * 2,
-            DIFFERS + "name = b on rank 2, another on ranks 0, 1",
-        ),
-    ),
-    "many": (
-        lambda rank: {f"x{i}": (rank, i) for i in range(5)},
-        DIFFERS + r"x0 = \(\d, 0\) on .*; x1 = .*; x2 = .*; and 2 more$",
-    ),
-    "say": (lambda rank: {"n": Each(rank)}, "$"),
-    "full": (lambda rank: {str(i): Each(rank) for i in range(FIELDS)}, "$"),
-    "too many": (
-        lambda rank: {str(i): Each(rank) for i in range(FIELDS + 1)},
-        "AssertionError: more values than there is room for",
-    ),
-    "bits": (
-        lambda rank: {"ids": torch.tensor([5, 6, 7 + rank])},
-        DIFFERS + "ids with other numbers on",
-    ),
-    "swapped": (
-        lambda rank: {"ids": torch.tensor([[1, 2, 3], [1, 3, 2]][rank % 2])},
-        DIFFERS + "ids with other numbers on",
-    ),
-    "other kind": (
-        lambda rank: {"x": FLOATS.long() if rank else FLOATS},
-        DIFFERS + "other tensors of f on",
-    ),
-    "missing": (lambda rank: {} if rank else {"x": FLOATS}, DIFFERS + "other tensors of f on"),
-    "rounded": (floats(lambda x: x.mul_(1 + 1e-7)), "$"),
-    "one number": (floats(lambda x: x[17].neg_()), DIFFERS + "x with other numbers on"),
-    "moved": (floats(lambda x: x.copy_(x.flip(0))), DIFFERS + "x with other numbers on"),
-    "a tiny zero": (floats(lambda x: x[400].zero_()), DIFFERS + "x: its zeros with"),
-    "nan": (floats(lambda x: x[3].fill_(torch.nan)), DIFFERS + ".*; x: what is not finite with"),
-}
-# after them, with the order of calls
-SPECIAL: dict[str, str | tuple[str, ...]] = {
-    "told": r"\[10, 11, 12\]$",
-    "another call": (
-        *[DIFFERS + "f here, on rank [01], and another call on rank 2"] * 2,
-        DIFFERS + "g here, on rank 2, and another call on ranks 0, 1",
-    ),
-    "out of step": DIFFERS + r"calls out of step: as many before this one as \[20, 21, 20\]",
-}
+def right_calls(rank: int, world_size: int) -> list[str]:
+    calls = {function: right for function, right, _, _ in CASES.values()}
+    numbers = {"config": LossConfig(temperature=1 if rank else 1.0)}  # 1 and 1.0 are the same
+    return [
+        error_of(f, right(rank) | (numbers if f is grpo_loss else {})) for f, right in calls.items()
+    ]
 
 
-def told(group: Any, rank: int) -> Any:
-    """Return all ranks' integers of one name, 10 + rank."""
-    with check_same("process_group", group, "f", same=1) as values:
-        values["rows"] = Each(10 + rank)
-    return values["rows"]
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks(seconds=30.0) as made:
+        yield made
 
 
-def rank_task(rank: int, world_size: int) -> dict[str, str]:
-    said = {name: message(rank, enter) for name, (enter, _) in SCENES.items()}
-    said["told"] = f"{told(dist.group.WORLD, rank)}"
-    said["another call"] = message(rank, lambda rank: {}, call="g" if rank == 2 else "f")
-    if (
-        rank == 1
-    ):  # a call that one rank leaves without a word: its next one meets the others' first
-        with pytest.raises(KeyboardInterrupt), check_same("process_group", dist.group.WORLD, "f"):
-            raise KeyboardInterrupt
-    return said | {"out of step": message(rank, lambda rank: {})}
+def test_every_mismatch_raises_on_every_rank(ranks: Ranks) -> None:
+    """The odd rank is now the first, now the second; after it the ranks are in step."""
+    for i, (name, (*_, says)) in enumerate(CASES.items()):
+        odd = i % 2
+        errors = ranks.run(attempt, name, odd)
+        alone = "alone" in name
+        assert re.search(rf"\b{says}\b", errors[odd]), (name, errors)
+        other = (
+            f"process_group: rank {odd} refuses" if alone else "process_group: expected the same"
+        )
+        assert other in errors[1 - odd] and (alone or says in errors[1 - odd]), (name, errors)
+    assert all("expected the same call" in x for x in ranks.run(another_call))
+    assert ranks.run(right_calls) == [[""] * 4] * 2
+    assert ranks.starts == 1, "the ranks had to be replaced"
 
 
-def test_every_rank_is_told_the_same_thing() -> None:
-    patterns = {name: pattern for name, (_, pattern) in SCENES.items()} | SPECIAL
-    for rank, said in enumerate(run_ranks(rank_task, 3)):
-        assert said.keys() == patterns.keys()
-        for name, pattern in patterns.items():
-            expected = pattern if isinstance(pattern, str) else pattern[rank]
-            assert re.match(expected, said[name]), (name, rank, said[name])
-
-
-def test_no_group_says_nothing_and_no_other_thing_is_one() -> None:
-    assert told(None, 1) == [11]
-    not_a_group: Any = "tp"
-    error = r"^process_group: expected a torch.distributed.ProcessGroup.*, got str"
-    with pytest.raises(TypeError, match=error), check_same("process_group", not_a_group, "f"):
+def _hang(rank: int, world_size: int) -> int:
+    while rank:
         pass
+    return rank
+
+
+def test_ranks_that_hang_are_replaced() -> None:
+    with Ranks(seconds=2.0) as ranks:
+        with pytest.raises(
+            AssertionError, match=r"ranks \[1\] did not return within 2 s\nresults: \{0: 0\}"
+        ):
+            ranks.run(_hang)
+        assert ranks.run(max) == [2, 2] and ranks.starts == 2

@@ -179,12 +179,12 @@ def check_padding_rows(rank: int, world_size: int) -> None:
             torch.testing.assert_close([*got_grads], cut, rtol=1e-11, atol=1e-11)
             if vocab_size is not None and stop > vocab_size:
                 assert not any(x[max(0, vocab_size - start) :].any() for x in got_grads[2:])
-    with pytest.raises(ValueError, match="teacher_weight"):
+    with pytest.raises(ValueError, match=r"teacher_weight|refuses"):
         linear_divergence(
             head["hidden"], parts, head["hidden"], other["weight"][start + rank : stop]
         )
     given = head["hidden"], parts, head["hidden"], other["weight"][start:stop]
-    with pytest.raises(ValueError, match=r"\bbeta\b"):  # on all ranks
+    with pytest.raises(ValueError, match="jsd_beta"):  # on all ranks
         linear_divergence(*given, divergence="jsd", beta=0.3 if rank else 0.5)
 
 
@@ -274,11 +274,11 @@ def check_errors(rank: int, world_size: int) -> None:
     hidden, weight, ids = head_of(head)
     part = weight[slice(*spans(23, world_size)[rank])]
     calls: dict[str, tuple[Tensor, Tensor, Tensor, dict[str, Any]]] = {
-        "got hidden = ": (hidden[rank:], part, ids[rank:], {}),
-        "gradients wanted of weight": (hidden, part if rank else part.detach(), ids, {}),
+        "same hidden, ids, counted": (hidden[rank:], part, ids[rank:], {}),
+        "gradients wanted": (hidden, part if rank else part.detach(), ids, {}),
         "backend": (hidden, part, ids, {"backend": "torch" if rank else "cpp"}),
         "engine": (hidden, part, ids, {"engine": "lean" if rank else "auto"}),
-        "at least one row": (hidden, weight[: 0 if rank else 23], ids, {}),
+        "at least one row|refuses": (hidden, weight[: 0 if rank else 23], ids, {}),
         "at least one row of the": (hidden, part, ids * 0, {"vocab_size": 3}),
         "at most the 23 rows": (hidden, part, ids, {"vocab_size": 24}),
         r"\[0, 23\)": (hidden, part, ids + 23, {}),
@@ -288,7 +288,7 @@ def check_errors(rank: int, world_size: int) -> None:
             flat(linear_logprob)(*given, **options, process_group=group)
     with (
         torch.autocast("cpu", torch.bfloat16, enabled=rank == 0),
-        pytest.raises(ValueError, match="autocast"),
+        pytest.raises(ValueError, match="dtype of the products"),
     ):
         linear_logprob(hidden.float(), Head(part.float(), process_group=group), ids)
     with pytest.raises(TypeError, match="process_group: expected"):
@@ -311,34 +311,27 @@ def check_kept_sets(rank: int, world_size: int) -> None:
         torch.testing.assert_close(out.metrics[name], whole.metrics[name], rtol=0, atol=0)
     torch.testing.assert_close(out.loss, whole.loss)
     assert asked.call_count == 1  # the ranks compare the sets and the loss at once
-    other = torch.where(case.kept_ids == case.completion_ids[..., None], case.kept_ids, rank)
     with pytest.raises(ValueError, match=r"process_group: .*kept_ids"):
-        linear_logprob(case.hidden, head, case.completion_ids, kept_ids=other, without_set="full")
+        linear_logprob(case.hidden, head, case.completion_ids, kept_ids=case.kept_ids[..., rank:])
 
 
 def check_adapters(rank: int, world_size: int) -> None:
     """What only one rank of two has of an adapter raises on both."""
     hidden, weight, ids = torch.ones(3, 8), torch.ones(5, 8), torch.zeros(3, dtype=torch.long)
     a, b = torch.ones(2, 8), torch.ones(5, 2)
-    differs = "^process_group: expected the same call on every rank, got "
     x = hidden.clone().requires_grad_(rank == 1)
-    wrong = {
-        differs + r"gradients wanted of lora\.a or lora\.input \[0, 1\]": LoRA(
-            a.clone().requires_grad_(rank == 1), b
-        ),
-        differs + r"gradients wanted of lora\.b \[0, 1\]": LoRA(
-            a, b.clone().requires_grad_(rank == 1)
-        ),
-        differs + r"gradients wanted of lora\.a or .*\[0, 1\]$": LoRA(a, b, 1.0, x),
-        differs + r"lora\.a = torch\.float32 \([12], 8\) on rank [01], another": LoRA(
-            a[rank:], b[:, rank:]
-        ),
-        differs + r"lora\.a = (None|torch\.float32 \(2, 8\)) on rank": None if rank else LoRA(a, b),
-        r"^lora: expected a LoRA, got tuple": (a, b),
-        r"^lora\.a: expected a tensor, got NoneType": LoRA(None, b),  # type: ignore[arg-type]
-    }
-    for says, lora in wrong.items():
-        head = Head(weight, lora=lora, process_group=dist.group.WORLD)  # type: ignore[arg-type]
+    differs = "^process_group: expected the same "
+    wrong: list[tuple[str, Any]] = [
+        (f"{differs}gradients wanted of", LoRA(a.clone().requires_grad_(rank == 1), b)),
+        (f"{differs}gradients wanted of", LoRA(a, b.clone().requires_grad_(rank == 1))),
+        (f"{differs}gradients wanted of", LoRA(a, b, 1.0, x)),
+        (f"{differs}lora of", LoRA(a[rank:], b[:, rank:])),
+        (f"{differs}lora", None if rank else LoRA(a, b)),
+        (r"^lora: expected a LoRA, got tuple", (a, b)),
+        (r"^lora\.a: expected a tensor, got NoneType", LoRA(None, b)),  # type: ignore[arg-type]
+    ]
+    for says, lora in wrong:
+        head = Head(weight, lora=lora, process_group=dist.group.WORLD)
         with pytest.raises((TypeError, ValueError), match=says):
             linear_logprob(hidden, head, ids)
 
