@@ -19,12 +19,7 @@ from benchmarks.providers import build
 from benchmarks.run import Results, Step, measure_runs
 from benchmarks.timing import Clock
 from grpo_kernels.backends import choose_backend
-from grpo_kernels.backends.interface import (
-    Chunk,
-    FusedRowBackend,
-    LogitTransform,
-    SinglePassRowBackend,
-)
+from grpo_kernels.backends.interface import Chunk, FusedRowBackend, LogitTransform
 from grpo_kernels.token_loss.record import TokenLoss
 
 SPREAD = 2.5  # standard deviation of the logits
@@ -98,11 +93,10 @@ def _row_runs(
         "grad": (6, lambda: backend.grad(chunk, stats, a, None, out)),
         "grad_entropy": (6, lambda: backend.grad(chunk, stats, a, b, out)),
     }
-    if isinstance(backend, FusedRowBackend) and isinstance(backend, SinglePassRowBackend):
+    if isinstance(backend, FusedRowBackend):
         runs |= {
             "fused": (6, lambda: backend.fused(chunk, loss, out)),
             "fused_no_gradient": (4, lambda: backend.fused(chunk, loss, None)),
-            "single_pass": (6, lambda: backend.single_pass(chunk, out, entropy=True)),
         }
     return runs
 

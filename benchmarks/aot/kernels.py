@@ -20,7 +20,6 @@ from grpo_kernels.backends.triton_rows import (
     divergence,
     fused,
     grad,
-    single_pass,
     stats,
     teacher_fused,
 )
@@ -91,7 +90,6 @@ def row_runs(
     loss: Loss | None = None,
     entropy: bool = False,
     extras: tuple[str, ...] = (),
-    in_place: bool = False,
 ) -> Callable[[RowConfig], Callable[[], Any]]:
     """Return a function of the configuration that returns the launch of a row kernel.
 
@@ -127,9 +125,6 @@ def row_runs(
     wanted = {"entropy": entropy, "extras": extras}
     launch: Callable[[Any], Any] = {
         "stats": lambda config: stats.launch_stats(chunk, config, **wanted),
-        "single_pass": lambda config: single_pass.launch_single_pass(
-            chunk, gradient, config, in_place=in_place, **wanted
-        ),
         "grad": lambda config: grad.launch_grad(
             chunk, statistics, d_logp, d_entropy, gradient, config, d_divergence
         ),

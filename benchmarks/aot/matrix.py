@@ -87,7 +87,7 @@ def _rows(arch: str) -> Iterator[Case]:
 def row_cases(kernel: str, arch: str, config: RowConfig) -> Iterator[Case]:
     """The variants of a row kernel by the tile of `config`: those that share it, and those for two heads, too."""
     kinds = {
-        "stats": (("stats", _stats()), ("single_pass", _single_pass()), ("diverge", _diverge())),
+        "stats": (("stats", _stats()), ("diverge", _diverge())),
         "fused": (("fused", _fused()), ("teacher_fused", _teacher_fused(arch))),
         "grad": (("grad", _grad()), ("grad", _teacher_grad())),
     }[kernel]
@@ -120,32 +120,6 @@ def _grad() -> Variants:
             options = {"vocab": vocab, "transform": name, "out": dtype, "entropy": has_b}
             is_quick = (name, dtype, has_b, vocab) == ("all", BF16, True, V)
             yield f"{name} {SHORT[dtype]}{' b' if has_b else ''}", is_quick, options
-
-
-def _single_pass() -> Variants:
-    for vocab, name, dtype, in_place, extras in (
-        (V, "plain", BF16, False, ()),
-        (V, "plain", FP32, False, ()),
-        (V, "plain", FP32, True, ()),
-        (V, "all", BF16, False, ()),
-        (V, "all", BF16, False, STATISTICS),
-        (RAGGED_V, "all", BF16, False, STATISTICS),
-    ):
-        options = {
-            "vocab": vocab,
-            "transform": name,
-            "out": dtype,
-            "in_place": in_place,
-            "apart": True,
-        }
-        text = (
-            f"{name} {SHORT[dtype]}{' in place' if in_place else ''}{' extras' if extras else ''}"
-        )
-        yield (
-            text,
-            bool(extras) and vocab == V,
-            {**options, "entropy": bool(extras), "extras": extras},
-        )
 
 
 LOSSES: tuple[

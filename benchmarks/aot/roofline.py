@@ -38,9 +38,8 @@ HEAD = "| kernel | variant | instructions | MUFU | bytes | registers | shared | 
 TABLE = re.compile(
     rf"By Triton (?P<triton>[\w.]+):\n\n{re.escape(HEAD)}\n\|[-:| ]+\|\n(?P<lines>(?:\|.*\n)+)"
 )
-SWEEPS = {"fused": 2, "teacher_fused": 3}  # over a row; a further loop is for rare rows
+SWEEPS = {"fused": 2, "teacher_fused": 3}  # over a row
 ENTRIES = {
-    "single_pass": "stats",
     "diverge": "stats",
     "teacher_fused": "fused",
 }  # whose tiles a kernel has
@@ -60,9 +59,6 @@ def cases() -> list[Case]:
         _case("fused", "constant, V 151665", **CONSTANT, **ODD),
         _case("fused", "constant, soft-cap", **CONSTANT, **SOFTCAP),
         _case("fused", "clipped, KL", loss=Loss("clipped", "k3")),
-        _case("single_pass", "plain"),
-        _case("single_pass", "plain, V 151665", **ODD),
-        _case("single_pass", "soft-cap", **SOFTCAP),
         _case("grad", "plain", entropy=False),
         _case("grad", "plain, V 151665", entropy=False, **ODD),
         _case("grad", "soft-cap", entropy=False, **SOFTCAP),

@@ -243,21 +243,3 @@ class FusedRowBackend(RowBackend, Protocol):
         An id of -1 is invalid: the row's log-probability, loss and d_logp are NaN.
         """
         ...
-
-
-@runtime_checkable
-class SinglePassRowBackend(RowBackend, Protocol):
-    """Backend that can also write the gradient, up to a factor per row, while it reduces the rows."""
-
-    def single_pass(
-        self, chunk: Chunk, out: Tensor, *, entropy: bool, extras: tuple[str, ...] = ()
-    ) -> tuple[RowStats, Tensor]:
-        """Return `stats`, with the same bits, and scale (n,) in fp32: d logp / d (raw projection) is
-        ``out * scale[:, None]``.
-
-        `out` (n, V) is the logits themselves or has no memory in common with them. It is fp32 or bf16, not fp16, whose
-        range e^40 exceeds. With a = d loss / d logp, d loss / d hidden = ``(out @ weight) * (a * scale)[:, None]``.
-        Elements of `out` are up to e^40 (V e^40 at the target), which products in fp32 and bf16 can hold. In rows that
-        are not finite, scale is 1 and `out` is the gradient for a = 1.
-        """
-        ...

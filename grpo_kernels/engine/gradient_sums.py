@@ -69,16 +69,13 @@ class GradientSums:
         if self._bias is not None:
             self._bias.add_(d_logits.sum(dim=0, dtype=self._bias.dtype))
 
-    def gradients(self, row_factor: Tensor | None) -> Gradients:
-        """Return the gradients. With `row_factor` (n,), d hidden is the only one, and is multiplied by that."""
+    def gradients(self) -> Gradients:
         if not self._rows:
             self._allocate()
         if self._fp16_scale is not None:
             self._rescale(1.0 / self._fp16_scale)
         rows = [None if x is None else x[: self._n] for x in self._rows]
         (hidden, lora_u), (weight, lora_b) = ((*x, None)[:2] for x in (rows, self._matrices))
-        if row_factor is not None and hidden is not None:
-            hidden.mul_(row_factor[:, None])
         return Gradients(hidden, weight, self._bias, lora_u, lora_b)
 
     def _rescale(self, factor: Tensor) -> None:

@@ -17,13 +17,7 @@ from grpo_kernels.base.records import take
 from grpo_kernels.engine.device import device_of
 from grpo_kernels.engine.records import Gradients, Index, NeedsGrad, Operands, Rows
 from grpo_kernels.engine.request import ForwardResult, Request, Stored
-from grpo_kernels.engine.row_steps import (
-    Derive,
-    Fuse,
-    Reduce,
-    ReduceThenDerive,
-    gradient_of_one_result,
-)
+from grpo_kernels.engine.row_steps import Derive, Fuse, Reduce, ReduceThenDerive
 from grpo_kernels.engine.special.slices import sweep_slices
 from grpo_kernels.engine.sweep import sweep
 from grpo_kernels.token_loss.record import NO_COEFFICIENTS, Coefficients
@@ -63,7 +57,7 @@ def store(head: Operands, request: Request) -> ForwardResult:
     }
     if request.engine.stores is Stored.PER_ROW:
         step, with_gradient = (
-            gradient_of_one_result(plan, products, _ones(request), **results),
+            ReduceThenDerive(plan, products, _ones(request), **results),
             NeedsGrad(hidden=True),
         )
     elif graded_loss is not None:

@@ -5,7 +5,6 @@
 `ReduceThenDerive`  the statistics, and the gradient for the coefficients that follow
 `Derive`            the gradient, from coefficients and statistics of all rows
 `Fuse`              statistics, loss and gradient by one kernel
-`SinglePass`        statistics, and d logp / d logits up to a factor per row, by one kernel
 =================== ============================================================================
 """
 
@@ -17,7 +16,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.interface import Chunk, FusedRowBackend, RowStats, SinglePassRowBackend
+from grpo_kernels.backends.interface import Chunk, FusedRowBackend, RowStats
 from grpo_kernels.base.records import take
 from grpo_kernels.engine.head_plan import HeadPlan
 from grpo_kernels.engine.products import Products
@@ -80,10 +79,6 @@ class Reduce:
             terms=self.terms,
             divergence=self._diverges,
         )
-
-    def row_factor(self) -> Tensor | None:
-        """Return the factors (n,) that the rows of d hidden still need; None: none."""
-        return None
 
 
 class ReduceThenDerive(Reduce):
@@ -173,53 +168,3 @@ class Fuse(ReduceThenDerive):
         if scales and d_logits is not None:
             self._derive(chunk, rows, index, stats, d_logits)
         self._keep(stats, count)
-
-
-class SinglePass(Reduce):
-    """Statistics, and d logp / d logits up to a factor per row, by one kernel."""
-
-    def __init__(self, plan: HeadPlan, *, entropy: bool, extras: tuple[str, ...]) -> None:
-        super().__init__(plan, diverges=False, entropy=entropy, extras=extras)
-        self._factors: list[Tensor] = []
-
-    def __call__(
-        self, chunk: Chunk, rows: Rows, index: Index, count: int, d_logits: Tensor | None
-    ) -> None:
-        backend = self.plan.backend
-        assert isinstance(backend, SinglePassRowBackend)
-        assert d_logits is not None
-        stats, factor = backend.single_pass(
-            chunk, d_logits, entropy=self.entropy, extras=self.extras
-        )
-        if rows.invalid is not None:
-            for x in (stats.logps, factor):
-                x.masked_fill_(rows.invalid, torch.nan)
-        self._factors.append(factor[: max(0, count)])
-        self._keep(stats, count)
-
-    def row_factor(self) -> Tensor | None:
-        """Return the factors (n,) that the rows of d hidden still need; None: there were no rows."""
-        return torch.cat(self._factors) if self._factors else None
-
-
-def gradient_of_one_result(
-    plan: HeadPlan,
-    products: Products,
-    ones: _CoefficientsAt,
-    *,
-    diverges: bool,
-    entropy: bool,
-    extras: tuple[str, ...],
-) -> Reduce:
-    """Return the row work for d logp / d logits or, if the rows have a teacher, for d divergence / d logits; `ones`
-    returns 1 for that result's coefficient.
-    """
-    whole = plan.shard is None  # else ranks exchange their statistics before the gradient
-    if (
-        whole
-        and not diverges
-        and not products.scales_gradient
-        and isinstance(plan.backend, SinglePassRowBackend)
-    ):
-        return SinglePass(plan, entropy=entropy, extras=extras)
-    return ReduceThenDerive(plan, products, ones, diverges=diverges, entropy=entropy, extras=extras)

@@ -55,7 +55,7 @@ def sweep(
                     d_logits[: group.rows],
                     step.fp16_scale,
                 )
-    return None if sums is None else sums.gradients(step.row_factor())
+    return None if sums is None else sums.gradients()
 
 
 def _index(group: Group, rows: Rows) -> Index:

@@ -49,12 +49,6 @@ class RowsApart(TritonRows):
         with _written(chunk, out) as (wide, wide_out):
             return super().fused(wide, token_loss, wide_out)
 
-    def single_pass(
-        self, chunk: Chunk, out: Tensor, *, entropy: bool, extras: tuple[str, ...] = ()
-    ) -> tuple[RowStats, Tensor]:
-        with _written(chunk, out) as (wide, wide_out):
-            return super().single_pass(wide, wide_out, entropy=entropy, extras=extras)
-
 
 def _apart(chunk: Chunk) -> Chunk:
     teacher = chunk.teacher and replace(chunk.teacher, logits=apart(chunk.teacher.logits))

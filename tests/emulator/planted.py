@@ -35,8 +35,8 @@ PRODUCT = re.compile(
 # Faults that have an effect and that nothing can notice: patterns of the kernel's and the fault's name, and the reason.
 REASONS = (
     (
-        "(fused|single_pass)_kernel",
-        r"barrier [^(]*\((barrier\.py:\d+ @ )?(fused|single_pass)\.py:\d+\)$",
+        "fused_kernel",
+        r"barrier [^(]*\((barrier\.py:\d+ @ )?fused\.py:\d+\)$",
         "reductions with barriers of their own lie between the reads and the writes",
     ),
     (

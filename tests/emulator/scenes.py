@@ -37,7 +37,7 @@ class Scene:
 def chunk_of(*, teacher: bool = False, layout: Callable[[Tensor], Tensor] = apart) -> Chunk:
     """Rows with a target in the first tile, at its end, in another, in the tail, and none; all of a transform.
 
-    The last row has a logit so large that `single_pass` reads it again, and the last column counts in every sum.
+    The last row has a logit far above the others, and the last column counts in every sum.
     """
     n = len(IDS)
     inv_t, bias = torch.rand(n, 1) + 1.0, torch.randn(VOCAB)
@@ -72,13 +72,6 @@ def _fused() -> list[Tensor]:
     return [found.logps, *found.terms.values(), chunk.logits]
 
 
-def _single_pass(*, in_place: bool, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    chunk = chunk_of()
-    out = chunk.logits if in_place else apart(torch.empty(len(IDS), VOCAB, dtype=dtype))
-    found, scale = TritonRows().single_pass(chunk, out, entropy=True, extras=EXTRAS)
-    return [found.logps, scale, out]
-
-
 def _grad() -> list[Tensor]:
     chunk, (a, b) = chunk_of(), torch.randn(2, len(IDS))
     TritonRows().grad(chunk, known_stats(len(IDS)), a, b, chunk.logits)
@@ -105,8 +98,6 @@ def _teacher_fused() -> list[Tensor]:
 SCENES = (
     Scene("stats", "stats_kernel", _stats),
     Scene("fused, in place", "fused_kernel", _fused),
-    Scene("single_pass", "single_pass_kernel", lambda: _single_pass(in_place=False)),
-    Scene("single_pass, in place", "single_pass_kernel", lambda: _single_pass(in_place=True)),
     Scene("grad, in place", "grad_kernel", _grad),
     Scene("diverge", "diverge_kernel", _diverge),
     Scene("grad with a teacher, in place", "grad_kernel", _teacher_grad),

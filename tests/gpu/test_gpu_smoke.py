@@ -119,14 +119,11 @@ class Rows:
             stats, divergence=DivergenceStats(*found, teacher.max_logit, teacher.log_sum)
         )
 
-    def gradient(self, loss: Tensor, factor: Tensor | None = None) -> Iterator[Compared]:
-        """`out`, times a `factor` (n, 1) if there is one, against d loss.sum() / d raw; the padding stays."""
+    def gradient(self, loss: Tensor) -> Iterator[Compared]:
+        """`out` against d loss.sum() / d raw; the padding stays."""
         (want,) = torch.autograd.grad(loss.sum(), self.raw, retain_graph=True)
-        found, coefficient = (
-            (self.out, SCALE) if factor is None else (self.out.double() * factor.double(), 1.0)
-        )
-        size = want.abs() + coefficient * self.size + torch.finfo(self.out.dtype).smallest_normal
-        yield "d logits", found, want, size, GRADIENT[self.out.dtype]
+        size = want.abs() + SCALE * self.size + torch.finfo(self.out.dtype).smallest_normal
+        yield "d logits", self.out, want, size, GRADIENT[self.out.dtype]
         beyond = self.out.as_strided(
             (ROWS, self.out.stride(0) - self.vocab), self.out.stride(), self.vocab
         )
@@ -217,12 +214,6 @@ def compare_fused(case: Rows, kernels: Any) -> Iterator[Compared]:
     yield from case.gradient(want + bonus * case.entropies)
 
 
-def compare_single_pass(case: Rows, kernels: Any) -> Iterator[Compared]:
-    stats, factor = kernels.single_pass(case.chunk, case.out, entropy=True)
-    yield from case.of(stats)
-    yield from case.gradient(case.logps, factor[:, None])
-
-
 def compare_teacher_grad(case: Rows, kernels: Any) -> Iterator[Compared]:
     kernels.grad(case.pair, case.statistics(kernels), case.a, case.b, case.out, case.c)
     yield from case.gradient(
@@ -259,12 +250,11 @@ KERNELS: dict[str, Callable[[Rows, Any], Iterator[Compared]]] = {
     "diverge": compare_diverge,
     "grad": compare_grad,
     "fused": compare_fused,
-    "single_pass": compare_single_pass,
     "teacher_grad": compare_teacher_grad,
     "teacher_fused": compare_teacher_fused,
     "scale": compare_scale,
 }
-WRITES = ("grad", "fused", "single_pass", "teacher_grad", "teacher_fused", "scale")
+WRITES = ("grad", "fused", "teacher_grad", "teacher_fused", "scale")
 
 
 def compare_engine(
@@ -359,12 +349,7 @@ def hold(compared: Iterator[Compared], record_property: Callable[[str, object], 
     assert share <= 1, f"{share:.2g} of what is allowed, in {name}"
 
 
-# `single_pass` has no fp16: its gradients, up to e^40, do not fit.
-FORMS = [
-    (kernel, vocab, dtype)
-    for kernel, vocab, dtype in itertools.product(KERNELS, VOCABS, (FP32, BF16, FP16))
-    if (kernel, dtype) != ("single_pass", FP16)
-]
+FORMS = [*itertools.product(KERNELS, VOCABS, (FP32, BF16, FP16))]
 
 
 @pytest.mark.parametrize(
@@ -431,28 +416,26 @@ def kernel_functions() -> set[str]:
     return {name for module in modules for name in vars(module) if name.endswith("_kernel")}
 
 
-@pytest.mark.parametrize("kernel", ["grad", "single_pass"])
-def test_a_wrong_kernel_is_noticed(kernel: str) -> None:
+def test_a_wrong_kernel_is_noticed() -> None:
     """An element in the tail of a row that is off by a hundredth; one that is written past its end."""
-    launch, cpu = getattr(row_work, f"launch_{kernel}"), torch.device("cpu")
+    launch, cpu = row_work.launch_grad, torch.device("cpu")
 
     def wrong(place: int) -> Any:
         def launched(chunk: Any, *args: Any, **kwargs: Any) -> Any:
-            out = kwargs.get("out", args[3] if kernel == "grad" else args[0])
-            found = launch(chunk, *args, **kwargs)
+            out = args[3]
+            launch(chunk, *args, **kwargs)
             if place < out.shape[1]:
                 out[-1, place] *= 1.01
             else:
                 out.as_strided((1,), (1,), place)[:] = 0.0
-            return found
 
         return launched
 
     for place in (1099, 1100):
-        with mock.patch.object(row_work, f"launch_{kernel}", wrong(place)):
-            assert (
-                worst(KERNELS[kernel](Rows(cpu, 1100, FP32, False), triton_kernels(cpu)))[0] > 1
-            ), place
+        with mock.patch.object(row_work, "launch_grad", wrong(place)):
+            assert worst(compare_grad(Rows(cpu, 1100, FP32, False), triton_kernels(cpu)))[0] > 1, (
+                place
+            )
 
 
 PRETENDED = """

@@ -216,13 +216,6 @@ class NotedRows:
         self._tape.rows("fused", chunk.logits, out, reads=1 if out is None else 2)
         return self._statistics(chunk.logits, terms=token_loss.terms)
 
-    def single_pass(
-        self, chunk: Chunk, out: Tensor, *, entropy: bool, extras: tuple[str, ...] = ()
-    ) -> tuple[RowStats, Tensor]:
-        self._tape.rows("single_pass", chunk.logits, out)
-        found = self._statistics(chunk.logits, extras)
-        return found, found.logps
-
     def _statistics(
         self, logits: Tensor, extras: tuple[str, ...] = (), terms: tuple[str, ...] = ()
     ) -> RowStats:

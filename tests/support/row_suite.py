@@ -12,14 +12,11 @@ from grpo_kernels.backends.interface import (
     Chunk,
     FusedRowBackend,
     LogitTransform,
-    RowStats,
-    SinglePassRowBackend,
 )
 from grpo_kernels.backends.torch_rows import TorchRows
 from grpo_kernels.base.records import take
 from tests.support.row_cases import (
     DEVICE,
-    EXTRAS,
     FIELDS,
     PLAIN,
     assert_same,
@@ -72,55 +69,6 @@ def check_kernels(
         )
     d, bound = gradient(at, ids, fused.terms["d_logp"], torch.full_like(a, loss.d_entropy))
     check(f"{name}: d raw, fused", out, d, bound + _rounding(d, dtype))
-
-
-def check_single_pass(
-    kernels: SinglePassRowBackend, chunk: Chunk, dtype: torch.dtype = torch.float32
-) -> tuple[RowStats, Tensor]:
-    """`single_pass` with a gradient of `dtype` against float64; returns its statistics and the rows' factors."""
-    out, kind = torch.empty_like(chunk.logits, dtype=dtype), torch.finfo(dtype)
-    stats, scale = kernels.single_pass(chunk, out, entropy=True, extras=EXTRAS)
-    at = truth(chunk.logits, chunk.ids, chunk.transform)
-    check_stats(stats, at)
-    want, bound = gradient(at, chunk.ids, torch.ones_like(scale), None)
-    # e^(z - ref) and e^(m - ref) are up to e^40: each is off by 40 u, as e^(z - m) is where z is as far below
-    bound = (
-        bound + (kind.eps / 2 + 160 * U) * want.abs() + kind.tiny * scale[:, None].abs().double()
-    )
-    check(f"{tuple(want.shape)}: d raw", out.double() * scale.double()[:, None], want, bound)
-    return stats, scale
-
-
-def check_single_pass_of_special_rows(
-    kernels: SinglePassRowBackend,
-    raw: Tensor,
-    ids: Tensor,
-    softcap: float | None,
-    dtypes: Sequence[torch.dtype],
-) -> None:
-    """Rows (9, V) get infinities and NaN: what `stats` and then `grad` give, and the last row as without the others."""
-    vocab = raw.shape[1]
-    raw[0] = -INF
-    raw[1, : 3 * vocab // 5] = -INF  # the target and all that the reference comes from
-    raw[2, vocab - 2], raw[3, ids[3]] = torch.nan, torch.nan
-    raw[4, vocab // 2], raw[5, ids[5]] = INF, INF
-    raw[6, [20, vocab - 1]] = INF
-    raw[7, : vocab - 1] = -INF
-    chunk = Chunk(raw, ids, LogitTransform(softcap=softcap))
-    stats, by_grad = statistics(kernels, chunk), torch.empty_like(raw)
-    kernels.grad(chunk, stats, torch.ones_like(stats.logps), None, by_grad)
-    for dtype in dtypes:
-        out = torch.empty_like(raw, dtype=dtype)
-        found, scale = kernels.single_pass(chunk, out, entropy=True, extras=EXTRAS)
-        assert_same(found, stats, nan=True)
-        d = out.double() * scale.double()[:, None]
-        assert torch.equal(d.isnan(), by_grad.isnan())
-        assert not d.isinf().any()
-        error = (d - by_grad.double()).abs().nan_to_num()
-        assert (error <= by_grad.abs().nan_to_num() * (torch.finfo(dtype).eps + 1e-5)).all()
-    last = Chunk(raw[8:].clone(), ids[8:], chunk.transform)
-    assert_same(statistics(kernels, last), take(stats, slice(8, None)))
-    assert stats.logps[8].isfinite()
 
 
 def _rounding(x: Tensor, dtype: torch.dtype) -> Tensor:

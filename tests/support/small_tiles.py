@@ -13,7 +13,6 @@ from grpo_kernels.backends.triton_rows.divergence import launch_diverge
 from grpo_kernels.backends.triton_rows.fused import launch_fused
 from grpo_kernels.backends.triton_rows.grad import launch_grad
 from grpo_kernels.backends.triton_rows.rows import TritonRows
-from grpo_kernels.backends.triton_rows.single_pass import launch_single_pass
 from grpo_kernels.backends.triton_rows.stats import launch_stats
 from grpo_kernels.backends.triton_rows.teacher_fused import launch_teacher_fused
 from grpo_kernels.token_loss.record import TokenLoss
@@ -54,11 +53,3 @@ class SmallTiles(TritonRows):
     def fused(self, chunk: Chunk, token_loss: TokenLoss, out: Tensor | None) -> RowStats:
         launch = launch_fused if chunk.teacher is None else launch_teacher_fused
         return launch(chunk, token_loss, out, self._tile(chunk.logits))
-
-    def single_pass(
-        self, chunk: Chunk, out: Tensor, *, entropy: bool, extras: tuple[str, ...] = ()
-    ) -> tuple[RowStats, Tensor]:
-        config, in_place = self._tile(chunk.logits), out.data_ptr() == chunk.logits.data_ptr()
-        return launch_single_pass(
-            chunk, out, config, entropy=entropy, extras=extras, in_place=in_place
-        )

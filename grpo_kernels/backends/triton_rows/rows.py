@@ -17,7 +17,6 @@ from grpo_kernels.backends.triton_rows.divergence import launch_diverge
 from grpo_kernels.backends.triton_rows.fused import launch_fused
 from grpo_kernels.backends.triton_rows.grad import launch_grad
 from grpo_kernels.backends.triton_rows.scale import launch_scale
-from grpo_kernels.backends.triton_rows.single_pass import launch_single_pass
 from grpo_kernels.backends.triton_rows.stats import launch_stats, stats_kernel
 from grpo_kernels.backends.triton_rows.teacher_fused import launch_teacher_fused
 from grpo_kernels.token_loss.record import TokenLoss
@@ -72,22 +71,6 @@ class TritonRows:
         with on(chunk.logits.device):
             launch = launch_fused if chunk.teacher is None else launch_teacher_fused
             return launch(chunk, token_loss, out, config)
-
-    def single_pass(
-        self, chunk: Chunk, out: Tensor, *, entropy: bool, extras: tuple[str, ...] = ()
-    ) -> tuple[RowStats, Tensor]:
-        """See `SinglePassRowBackend`; `out` in float16 would overflow."""
-        if out.dtype == torch.float16:
-            raise ValueError(
-                "out: expected float32 or bfloat16, got float16, which e^40 does not fit"
-            )
-        logits = chunk.logits
-        config = _config("stats", chunk)  # the same tile, so that the statistics have the same bits
-        in_place = out.dtype == logits.dtype and out.data_ptr() == logits.data_ptr()
-        with on(logits.device):
-            return launch_single_pass(
-                chunk, out, config, entropy=entropy, extras=extras, in_place=in_place
-            )
 
 
 def _config(kernel: str, chunk: Chunk) -> RowConfig:

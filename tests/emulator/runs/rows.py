@@ -13,12 +13,10 @@ from grpo_kernels.backends.triton_rows.rows import TritonRows
 from grpo_kernels.backends.triton_rows.scale import launch_scale
 from tests.emulator.launch import Emulation
 from tests.emulator.layouts import RowsApart
-from tests.support.row_cases import EXTRAS, assert_same, make_loss, make_transform, same
+from tests.support.row_cases import EXTRAS, make_loss, make_transform, same
 from tests.support.row_suite import (
     RowSuite,
     check_kernels,
-    check_single_pass,
-    check_single_pass_of_special_rows,
 )
 from tests.support.special_suite import SpecialSuite
 
@@ -86,25 +84,6 @@ def test_every_loss(kind: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("vocab", "layout", "kind", "dtype"),
-    [
-        pytest.param(9001, "apart", 3, torch.bfloat16, marks=quick),
-        pytest.param(9001, "together", 0, torch.float32, marks=slow),
-        (151_936, "together", 1, torch.bfloat16),
-        (4096, "together", 2, torch.bfloat16),
-        (33, "apart", 3, torch.float32),
-    ],
-)
-def test_single_pass(vocab: int, layout: str, kind: int, dtype: torch.dtype) -> None:
-    """The statistics of `stats`, and its gradient up to a row's factor; one row is read again."""
-    raw, ids = rows_of(vocab)
-    transform = make_transform(len(ids), vocab, kind, None)
-    if transform.softcap is None and vocab > TILE:
-        raw[0, vocab - 7] += 80.0
-    check_single_pass(BACKENDS[layout], Chunk(raw, ids, transform), dtype)
-
-
-@pytest.mark.parametrize(
     ("layout", "kind"),
     [
         pytest.param("apart", 3, marks=quick),
@@ -114,7 +93,7 @@ def test_single_pass(vocab: int, layout: str, kind: int, dtype: torch.dtype) -> 
     ],
 )
 def test_gradients_replace_logits(layout: str, kind: int) -> None:
-    """Of `grad`, `fused` and `single_pass`: as those written elsewhere, and the single pass as `grad`."""
+    """Those of `grad` and `fused` are as those written elsewhere."""
     raw, ids = rows_of(9001)
     n, backend = len(ids), BACKENDS[layout]
     transform, (a, b) = make_transform(n, 9001, kind, None), torch.randn(2, n)
@@ -130,17 +109,6 @@ def test_gradients_replace_logits(layout: str, kind: int) -> None:
 
     in_place_and_not(lambda chunk, out: backend.grad(chunk, stats, a, b, out))
     in_place_and_not(lambda chunk, out: backend.fused(chunk, loss, out))
-    one, x = torch.empty_like(raw), raw.clone()
-    backend.grad(Chunk(raw, ids, transform), stats, torch.ones(n), None, one)
-    found, scale = backend.single_pass(Chunk(x, ids, transform), x, entropy=True)
-    assert_same(found, stats)
-    assert torch.equal(x, one)
-    assert (scale == 1).all()
-
-
-@pytest.mark.parametrize("cap", [pytest.param(None, marks=quick), 4.0])
-def test_special_values(cap: float | None) -> None:
-    check_single_pass_of_special_rows(RowsApart(), *rows_of(9001), cap, [torch.float32])
 
 
 @pytest.mark.parametrize(
@@ -170,9 +138,7 @@ def test_offsets_beyond_32_bits(before: int, layout: str, emulation: Emulation) 
         stats = backend.stats(Chunk(raw, ids, transform), entropy=True, extras=EXTRAS)
         fused = backend.fused(Chunk(x, ids, transform), make_loss(torch.zeros(len(ids)), 9), x)
         backend.grad(Chunk(y, ids, transform), stats, a, b, y)
-        z = torch.empty_like(raw)
-        single, scale = backend.single_pass(Chunk(raw, ids, transform), z, entropy=True)
-        return [stats.logps, stats.entropies, fused.terms["loss"], x, y, z, single.logps, scale]
+        return [stats.logps, stats.entropies, fused.terms["loss"], x, y]
 
     torch.manual_seed(1)
     want = everything()
