@@ -38,7 +38,6 @@ SPILLS = {
     "3.8": {("sm_90", "stats_kernel"): 8},
     "3.9": {
         ("sm_90", "diverge_kernel"): 16,
-        ("sm_90", "teacher_fused_kernel"): 24,
     },
 }
 ARGUMENTS_OF_ROWS = re.compile(r"%(teacher_)?stride_\w+$")

@@ -21,7 +21,6 @@ from grpo_kernels.backends.triton_rows import (
     fused,
     grad,
     stats,
-    teacher_fused,
 )
 from grpo_kernels.backends.triton_rows.configs import RowConfig
 from grpo_kernels.objective import losses
@@ -57,7 +56,7 @@ class Loss(NamedTuple):
             d_logps=numbers() if on_policy else None,
             weights=numbers(),
             old=None if on_policy else -numbers(),
-            ref=None if self.kl in (None, "full") else -numbers(),
+            ref=None if self.kl is None else -numbers(),
             gate=numbers() if self.has_gate else None,
             beta=0.04,
             d_entropy=self.d_entropy,
@@ -129,9 +128,6 @@ def row_runs(
             chunk, statistics, d_logp, d_entropy, gradient, config, d_divergence
         ),
         "fused": lambda config: fused.launch_fused(chunk, of_rows, gradient, config),
-        "teacher_fused": lambda config: teacher_fused.launch_teacher_fused(
-            chunk, of_rows, gradient, config
-        ),
         "diverge": lambda config: divergence.launch_diverge(chunk, statistics, statistics, config),
     }[kernel]
     return lambda config: partial(launch, config)

@@ -88,7 +88,7 @@ def row_cases(kernel: str, arch: str, config: RowConfig) -> Iterator[Case]:
     """The variants of a row kernel by the tile of `config`: those that share it, and those for two heads, too."""
     kinds = {
         "stats": (("stats", _stats()), ("diverge", _diverge())),
-        "fused": (("fused", _fused()), ("teacher_fused", _teacher_fused(arch))),
+        "fused": (("fused", _fused()),),
         "grad": (("grad", _grad()), ("grad", _teacher_grad())),
     }[kernel]
     for name, variants in kinds:
@@ -172,20 +172,6 @@ def _teacher_grad() -> Variants:
                     is_quick,
                     {**options, "out": dtype, "entropy": has_b},
                 )
-
-
-def _teacher_fused(arch: str) -> Variants:
-    for text, is_largest, options in _diverge():
-        loss, out = Loss("clipped", "full", has_gate=True, d_entropy=0.01), BF16
-        if options["transform"] == "bias":
-            loss, out = Loss("linear", "full"), FP32
-        # the largest takes half a minute to compile: where it is tightest, and elsewhere what the loss needs
-        is_quick = is_largest if arch in ("sm_80", FALLBACK) else text == "plain, plain beta 1"
-        yield (
-            f"{text} {loss.surrogate} {SHORT[out]}",
-            is_quick,
-            {**options, "loss": loss, "out": out},
-        )
 
 
 def _scales(arch: str) -> Iterator[Case]:

@@ -38,10 +38,9 @@ HEAD = "| kernel | variant | instructions | MUFU | bytes | registers | shared | 
 TABLE = re.compile(
     rf"By Triton (?P<triton>[\w.]+):\n\n{re.escape(HEAD)}\n\|[-:| ]+\|\n(?P<lines>(?:\|.*\n)+)"
 )
-SWEEPS = {"fused": 2, "teacher_fused": 3}  # over a row
+SWEEPS = {"fused": 2}  # over a row
 ENTRIES = {
     "diverge": "stats",
-    "teacher_fused": "fused",
 }  # whose tiles a kernel has
 ODD = {"vocab": 151665}
 SOFTCAP = {"transform": "soft-cap"}
@@ -68,12 +67,6 @@ def cases() -> list[Case]:
             for name, beta in (("forward", 0.0), ("reverse", 1.0), ("Jensen-Shannon", 0.5))
         ),
         _case("grad", "teacher, reverse", entropy=False, teacher=("plain", 1.0)),
-        _case(
-            "teacher_fused",
-            "constant, reverse",
-            loss=Loss("constant", "full"),
-            teacher=("plain", 1.0),
-        ),
     ]
 
 

@@ -236,6 +236,8 @@ class RowBackend(Protocol):
 class FusedRowBackend(RowBackend, Protocol):
     """Backend that can also compute a whole `TokenLoss`, after reading a row and before writing its gradient."""
 
+    fuses_teacher: bool  # True if `fused` takes chunks with a teacher
+
     def fused(self, chunk: Chunk, token_loss: TokenLoss, out: Tensor | None) -> RowStats:
         """Do `stats`, compute the loss of each row as `terms`, and do `grad` if `out` is given, at once. For a chunk
         with a teacher, `TokenLoss.kl` is ``"full"``, and the divergence is computed, too.

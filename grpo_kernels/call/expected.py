@@ -137,7 +137,9 @@ class ExpectedRows:
 
 def fuses(plan: HeadPlan) -> bool:
     """Return True if one kernel can compute a whole loss. The ranks of a divided head combine statistics before it."""
-    return isinstance(plan.backend, FusedRowBackend) and plan.shard is None
+    if not isinstance(plan.backend, FusedRowBackend) or plan.shard is not None:
+        return False
+    return plan.teacher is None or plan.backend.fuses_teacher
 
 
 def divergence_weights(

@@ -17,7 +17,7 @@ from grpo_kernels.backends.interface import (
 )
 from grpo_kernels.backends.triton_rows.rows import TritonRows
 from tests.emulator.layouts import apart
-from tests.support.row_cases import EXTRAS, full_loss, make_loss
+from tests.support.row_cases import EXTRAS, make_loss
 
 VOCAB = 11_769  # two tiles, and a tail that reaches into its last quarter
 BEFORE = 200_000  # rows: times the vocabulary it is more than 2^31
@@ -89,17 +89,10 @@ def _teacher_grad() -> list[Tensor]:
     return [chunk.logits]
 
 
-def _teacher_fused() -> list[Tensor]:
-    chunk = chunk_of(teacher=True)
-    found = TritonRows().fused(chunk, full_loss(torch.zeros(len(IDS)), 9), chunk.logits)
-    return [found.logps, *found.terms.values(), chunk.logits]
-
-
 SCENES = (
     Scene("stats", "stats_kernel", _stats),
     Scene("fused, in place", "fused_kernel", _fused),
     Scene("grad, in place", "grad_kernel", _grad),
     Scene("diverge", "diverge_kernel", _diverge),
     Scene("grad with a teacher, in place", "grad_kernel", _teacher_grad),
-    Scene("teacher_fused, in place", "teacher_fused_kernel", _teacher_fused),
 )

@@ -135,19 +135,18 @@ class Rows:
         yield "logps", stats.logps, self.logps, 1.0 + self.logps.abs(), STATISTIC
         yield "entropies", stats.entropies, self.entropies, 1.0 + self.entropies.abs(), STATISTIC
 
-    def token_loss(self, kl: str) -> tuple[TokenLoss, Tensor, float]:
+    def token_loss(self) -> tuple[TokenLoss, Tensor, float]:
         """A clipped loss with a KL term: for the kernel; of each row (n,) in float64; and d loss / d entropy."""
         old, ref = (self.logps.detach().float() + gap for gap in (self.old_gap, self.ref_gap))
         advantages, beta, bonus = self.a / SCALE, 0.04, -0.01 * SCALE
         loss = TokenLoss(
-            surrogate="clipped", constants=(0.8, 1.2, math.inf), kl=kl, corrects_kl=False, advantages=advantages,
-            d_logps=None, weights=torch.full_like(advantages, SCALE), old=old, ref=None if kl == "full" else ref,
+            surrogate="clipped", constants=(0.8, 1.2, math.inf), kl="k3", corrects_kl=False, advantages=advantages,
+            d_logps=None, weights=torch.full_like(advantages, SCALE), old=old, ref=ref,
             gate=None, beta=beta, d_entropy=bonus,
         )  # fmt: skip
         ratio, ahead = (self.logps - old.double()).exp(), ref.double() - self.logps
         policy = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
-        of_kl = self.divergence if kl == "full" else ahead.exp() - ahead - 1.0
-        return loss, SCALE * (policy + beta * of_kl), bonus
+        return loss, SCALE * (policy + beta * (ahead.exp() - ahead - 1.0)), bonus
 
 
 def log_probs(raw: Tensor, transform: LogitTransform) -> Tensor:
@@ -207,7 +206,7 @@ def compare_grad(case: Rows, kernels: Any) -> Iterator[Compared]:
 
 
 def compare_fused(case: Rows, kernels: Any) -> Iterator[Compared]:
-    loss, want, bonus = case.token_loss("k3")
+    loss, want, bonus = case.token_loss()
     stats = kernels.fused(case.chunk, loss, case.out)
     yield from case.of(stats)
     yield "loss", stats.terms["loss"], want, 4.0 * SCALE, STATISTIC
@@ -219,14 +218,6 @@ def compare_teacher_grad(case: Rows, kernels: Any) -> Iterator[Compared]:
     yield from case.gradient(
         case.a * case.logps + case.b * case.entropies + case.c * case.divergence
     )
-
-
-def compare_teacher_fused(case: Rows, kernels: Any) -> Iterator[Compared]:
-    loss, want, bonus = case.token_loss("full")
-    stats = kernels.fused(case.pair, loss, case.out)
-    yield from case.of(stats)
-    yield "loss", stats.terms["loss"], want, 4.0 * SCALE, STATISTIC
-    yield from case.gradient(want + bonus * case.entropies)
 
 
 def compare_scale(case: Rows, kernels: Any) -> Iterator[Compared]:
@@ -251,10 +242,9 @@ KERNELS: dict[str, Callable[[Rows, Any], Iterator[Compared]]] = {
     "grad": compare_grad,
     "fused": compare_fused,
     "teacher_grad": compare_teacher_grad,
-    "teacher_fused": compare_teacher_fused,
     "scale": compare_scale,
 }
-WRITES = ("grad", "fused", "teacher_grad", "teacher_fused", "scale")
+WRITES = ("grad", "fused", "teacher_grad", "scale")
 
 
 def compare_engine(

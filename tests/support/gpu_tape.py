@@ -178,6 +178,7 @@ class NotedRows:
     """The row backend that a GPU would have, which computes nothing."""
 
     name = "triton"
+    fuses_teacher = False
 
     def __init__(self, tape: Tape) -> None:
         self._tape = tape

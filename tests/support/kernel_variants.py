@@ -17,14 +17,10 @@ from grpo_kernels.backends.triton_rows.divergence import diverge_kernel, launch_
 from grpo_kernels.backends.triton_rows.fused import fused_kernel, launch_fused
 from grpo_kernels.backends.triton_rows.grad import grad_kernel, launch_grad
 from grpo_kernels.backends.triton_rows.stats import launch_stats, stats_kernel
-from grpo_kernels.backends.triton_rows.teacher_fused import (
-    launch_teacher_fused,
-    teacher_fused_kernel,
-)
 from grpo_kernels.token_loss.record import TokenLoss
 
 V = 1024
-KERNELS = (stats_kernel, grad_kernel, fused_kernel, diverge_kernel, teacher_fused_kernel)
+KERNELS = (stats_kernel, grad_kernel, fused_kernel, diverge_kernel)
 
 
 class NoDriver:
@@ -63,9 +59,6 @@ def launch_all(n: int, at: int, swept: float) -> None:
     launch_diverge(pair, stats, stats, config["stats"])
     diverged = replace(stats, logps=ones, divergence=DivergenceStats(ones, ones, ones, ones))
     launch_grad(pair, diverged, ones, ones, x, config["grad"], ones)
-    launch_teacher_fused(
-        pair, replace(loss, kl="full", ref=None, corrects_kl=False), x, config["fused"]
-    )
 
 
 def variants() -> dict[str, int]:

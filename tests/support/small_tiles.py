@@ -14,7 +14,6 @@ from grpo_kernels.backends.triton_rows.fused import launch_fused
 from grpo_kernels.backends.triton_rows.grad import launch_grad
 from grpo_kernels.backends.triton_rows.rows import TritonRows
 from grpo_kernels.backends.triton_rows.stats import launch_stats
-from grpo_kernels.backends.triton_rows.teacher_fused import launch_teacher_fused
 from grpo_kernels.token_loss.record import TokenLoss
 
 
@@ -51,5 +50,4 @@ class SmallTiles(TritonRows):
         launch_grad(chunk, stats, a, b, out, self._tile(chunk.logits), c)
 
     def fused(self, chunk: Chunk, token_loss: TokenLoss, out: Tensor | None) -> RowStats:
-        launch = launch_fused if chunk.teacher is None else launch_teacher_fused
-        return launch(chunk, token_loss, out, self._tile(chunk.logits))
+        return launch_fused(chunk, token_loss, out, self._tile(chunk.logits))

@@ -64,6 +64,7 @@ class CppRows:
     """Row work in one op per chunk, with its rows divided among torch's threads. Call `build.load` first."""
 
     name = "cpp"
+    fuses_teacher = True
 
     def scratch_rows(self, n: int, vocab: int, *, teacher: bool = False) -> int:
         return 0

@@ -20,7 +20,6 @@ FAMILIES = ("sm_80", "sm_90", "sm_100", "gfx942", "interpreter", "default")
 FAMILY_OF_ARCH = {"cpu": "interpreter", "sm_87": "sm_80", "sm_103": "sm_100", "gfx950": "gfx942"}
 Entry = dict[str, Any]
 
-REGISTERS = 65536  # of an NVIDIA multiprocessor
 COLUMNS_OF_WARP = 4 * 32  # of a step, at least: a lane of four columns for each thread
 
 ROW_KERNELS = (
@@ -38,9 +37,6 @@ class RowConfig:
     block_v: int
     num_warps: int
     num_stages: int
-    maxnreg: int | None = (
-        None  # registers per thread of the fused kernel for two heads; None: the assembler decides
-    )
 
     def for_two_heads(self, vocab: int) -> RowConfig:
         """Return the same tile, and so the same bits; with twice the threads if the vocabulary is no multiple of 16.
@@ -51,15 +47,6 @@ class RowConfig:
         """
         has_columns = self.block_v >= 2 * COLUMNS_OF_WARP * self.num_warps
         return replace(self, num_warps=2 * self.num_warps) if vocab % 16 and has_columns else self
-
-    def arguments_with_register_limit(self) -> dict[str, Any]:
-        """Return `arguments`, with `maxnreg` if it is set: by itself the assembler takes fewer registers and spills."""
-        if self.maxnreg is None:
-            return self.arguments()
-        return {
-            **self.arguments(),
-            "maxnreg": min(self.maxnreg, REGISTERS // (32 * self.num_warps)),
-        }
 
     def arguments(self) -> dict[str, Any]:
         """Launch arguments: the kernel's constants, and how to compile it."""
@@ -84,10 +71,7 @@ def row_config(kernel: str, vocab: int, arch: str) -> RowConfig:
             config = _row_config(e)
             least = COLUMNS_OF_WARP * config.num_warps
             block_v = min(config.block_v, max(_next_power_of_2(vocab), least))
-            maxnreg = (
-                None if arch.startswith("gfx") else config.maxnreg
-            )  # AMD's compiler knows no such option
-            return replace(config, block_v=block_v, maxnreg=maxnreg)
+            return replace(config, block_v=block_v)
     raise LookupError(f"{TABLE}: no tile of kernel {kernel!r} on {arch}")
 
 
@@ -107,7 +91,7 @@ def _entries(kernel: str, family_name: str) -> list[Entry]:
 
 
 def _row_config(entry: Entry) -> RowConfig:
-    return RowConfig(**{f.name: entry[f.name] for f in fields(RowConfig) if f.name in entry})
+    return RowConfig(**{f.name: entry[f.name] for f in fields(RowConfig)})
 
 
 def _within(bound: int | None, x: int) -> bool:

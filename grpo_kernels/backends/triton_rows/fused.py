@@ -6,8 +6,6 @@ row's end, which the cache may still hold.
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -42,8 +40,18 @@ def launch_fused(
     terms = {name: new(n) for name in loss.terms}
     fused_kernel[(triton.cdiv(n, config.block_n),)](
         **chunk_arguments(chunk),
-        **loss_arguments(loss),
+        # the loss
+        advantages_ptr=loss.advantages,
+        d_policy_ptr=loss.d_logps,
+        weights_ptr=loss.weights,
+        old_ptr=loss.old,
         ref_ptr=loss.ref,
+        gate_ptr=loss.gate,
+        constants=loss.constants,
+        beta=loss.beta,
+        d_entropy=loss.d_entropy,
+        SURROGATE=SURROGATES[loss.surrogate],
+        HAS_ENTROPY_GRADIENT=loss.d_entropy != 0.0,
         ESTIMATOR=ESTIMATORS[loss.kl],
         CORRECTS_KL=loss.corrects_kl,
         # results
@@ -60,22 +68,6 @@ def launch_fused(
         **config.arguments(),
     )
     return RowStats(logps, max_logit, log_sum, entropies, terms=terms)
-
-
-def loss_arguments(loss: TokenLoss) -> dict[str, Any]:
-    """Kernel arguments that describe `loss`; `fused_kernel` takes `ref` and the KL estimator as well."""
-    return {
-        "advantages_ptr": loss.advantages,
-        "d_policy_ptr": loss.d_logps,
-        "weights_ptr": loss.weights,
-        "old_ptr": loss.old,
-        "gate_ptr": loss.gate,
-        "constants": loss.constants,
-        "beta": loss.beta,
-        "d_entropy": loss.d_entropy,
-        "SURROGATE": SURROGATES[loss.surrogate],
-        "HAS_ENTROPY_GRADIENT": loss.d_entropy != 0.0,
-    }
 
 
 @triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=PER_ROW)

@@ -18,7 +18,6 @@ from grpo_kernels.backends.triton_rows.fused import launch_fused
 from grpo_kernels.backends.triton_rows.grad import launch_grad
 from grpo_kernels.backends.triton_rows.scale import launch_scale
 from grpo_kernels.backends.triton_rows.stats import launch_stats, stats_kernel
-from grpo_kernels.backends.triton_rows.teacher_fused import launch_teacher_fused
 from grpo_kernels.token_loss.record import TokenLoss
 
 INTERPRETED = not isinstance(stats_kernel, triton.JITFunction)
@@ -28,6 +27,7 @@ class TritonRows:
     """Row work in one kernel launch per chunk."""
 
     name = "triton"
+    fuses_teacher = False
 
     def scratch_rows(self, n: int, vocab: int, *, teacher: bool = False) -> int:
         return 0
@@ -69,8 +69,7 @@ class TritonRows:
     def fused(self, chunk: Chunk, token_loss: TokenLoss, out: Tensor | None) -> RowStats:
         config = _config("fused", chunk)
         with on(chunk.logits.device):
-            launch = launch_fused if chunk.teacher is None else launch_teacher_fused
-            return launch(chunk, token_loss, out, config)
+            return launch_fused(chunk, token_loss, out, config)
 
 
 def _config(kernel: str, chunk: Chunk) -> RowConfig:

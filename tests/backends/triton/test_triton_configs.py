@@ -63,16 +63,6 @@ def test_a_small_vocabulary_has_a_small_tile(vocab: int) -> None:
         assert config.block_v < 2 * max(vocab, 128 * config.num_warps)
 
 
-def test_amd_is_not_told_of_registers() -> None:
-    """Its compiler refuses the option, which entries of the default family have for NVIDIA."""
-    given = {
-        arch: row_config("fused", 151936, arch).arguments_with_register_limit()
-        for arch in ("sm_86", "gfx90a")
-    }
-    assert given["sm_86"]["maxnreg"] == 168
-    assert "maxnreg" not in given["gfx90a"]
-
-
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "interpreter"])
 def test_a_thread_reads_16_bytes_at_a_time(name: str) -> None:
     """Four fp32 logits of each quarter of a tile, or accesses are narrower."""

@@ -13,7 +13,7 @@ from grpo_kernels.backends.interface import Chunk
 from grpo_kernels.backends.triton_rows.configs import RowConfig
 from grpo_kernels.backends.triton_rows.rows import INTERPRETED, TritonRows
 from grpo_kernels.base.records import take
-from tests.support.divergence_suite import BETAS, FusedDivergenceSuite
+from tests.support.divergence_suite import BETAS, DivergenceSuite
 from tests.support.row_cases import DEVICE, PLAIN, make_transform, rows
 from tests.support.row_suite import RowSuite, check_kernels
 from tests.support.small_tiles import SmallTiles
@@ -66,7 +66,7 @@ class TestSpecial(SpecialSuite):
     kernels = small(16, 16)
 
 
-class TestDivergence(FusedDivergenceSuite):
+class TestDivergence(DivergenceSuite):
     """Rows of less than a step, and of whole steps and a rest."""
 
     kernels = small(16, 256)

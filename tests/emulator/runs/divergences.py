@@ -9,15 +9,15 @@ from grpo_kernels.backends.interface import DivergenceStats
 from grpo_kernels.backends.triton_rows.rows import TritonRows
 from tests.emulator.launch import Emulation
 from tests.emulator.layouts import RowsApart
-from tests.support.divergence_suite import FusedDivergenceSuite
+from tests.support.divergence_suite import DivergenceSuite
 from tests.support.divergence_truth import divergence
-from tests.support.row_cases import assert_same, full_loss, same
+from tests.support.row_cases import same
 from tests.support.row_truth import U, check, gradient, truth
 
 TILE = 4096
 
 
-class Divergences(FusedDivergenceSuite):
+class Divergences(DivergenceSuite):
     """The suite, of which no test is collected here, on the rows of a kernel that a GPU would have."""
 
     def __init__(self, layout: str) -> None:
@@ -52,20 +52,17 @@ def test_values_and_gradients(vocab: int, layout: str, kinds: tuple[int, int], b
     assert stats.divergence is not None
     check("value", stats.divergence.value, want.value, want.bound)
 
-    loss, out = full_loss(stats.logps, 9), torch.empty_like(raw)
-    fused = suite.kernels.fused(chunk, loss, out)
-    assert_same(fused, stats)
-    a, b, c = fused.terms["d_logp"], torch.full((n,), loss.d_entropy), loss.beta * loss.weights
-    assert torch.equal(out, suite.grad(chunk, stats, a, b if loss.d_entropy else None, c))
+    a, b, c = torch.randn(3, n)
+    out = suite.grad(chunk, stats, a, b, c)
     of_others, bound = gradient(student, ids, a, b)
     total = of_others + c[:, None] * want.gradient
     check(
         "d raw",
         out,
         total,
-        bound + c[:, None] * want.gradient_bound + 4 * U * (of_others.abs() + total.abs()),
+        bound + c.abs()[:, None] * want.gradient_bound + 4 * U * (of_others.abs() + total.abs()),
     )
-    suite.kernels.fused(chunk, loss, chunk.logits)
+    suite.kernels.grad(chunk, stats, a, b, chunk.logits, c)
     assert torch.equal(chunk.logits, out)
 
 
@@ -74,24 +71,19 @@ def test_offsets_beyond_32_bits(emulation: Emulation) -> None:
     """More than 2^31 logits of both heads come before those that are there: the same bits."""
     suite = Divergences("apart")
     raw, other, ids = 3 * torch.randn(2, 9001), 3 * torch.randn(2, 9001), torch.tensor([5000, 9000])
-    loss = full_loss(-torch.ones(2), 9)
 
     def everything() -> list[torch.Tensor]:
         chunk = suite.chunk(raw, other, 1.0, ids)
         stats = suite.stats(chunk)
-        d, found = (
-            suite.grad(chunk, stats, *torch.ones(3, 2)),
-            suite.kernels.fused(chunk, loss, chunk.logits),
-        )
         assert isinstance(stats.divergence, DivergenceStats)
-        return [*stats.divergence, d, found.terms["loss"], chunk.logits]
+        return [*stats.divergence, suite.grad(chunk, stats, *torch.ones(3, 2))]
 
     want = everything()
     emulation.rows_before = 250_000
     assert all(map(same, everything(), want))
 
 
-class TestDivergences(FusedDivergenceSuite):
+class TestDivergences(DivergenceSuite):
     """Less than a tile, and a tile and a tail."""
 
     vocabs = (2, TILE + 1)
