@@ -1,9 +1,11 @@
-"""TRL's distillation trainer with its divergence, forward and backward, computed by `grpo_kernels`.
+"""TRL's distillation trainer with its divergence, forward and backward, by `grpo_kernels`.
 
-TRL 1.15 and 1.16 compute the divergence between student and teacher in one function of hidden states and heads, which
-the trainer looks up at call time as ``trl.trainer.distillation_trainer._chunked_divergence_loss``. `divergence_loss`
-has its parameters and returns the same three values; all else stays TRL's. Student and teacher are projected once, and
-the gradient is taken on the same logits; TRL projects both again in its backward, and for 0 < beta < 1 once more.
+TRL computes the divergence between student and teacher in one function of hidden states and heads,
+which the trainer looks up at call time as
+``trl.trainer.distillation_trainer._chunked_divergence_loss``. `divergence_loss` has its parameters
+and returns the same three values; all else stays TRL's. Student and teacher are projected once, and
+the gradient is taken on the same logits; TRL projects both again in its backward, and for
+0 < beta < 1 once more.
 """
 
 from __future__ import annotations
@@ -23,9 +25,14 @@ from grpo_kernels.head.head import Head
 from grpo_kernels.head.module import whole_constant
 from grpo_kernels.host import HostFunction, during
 from grpo_kernels.transformers.head import causal_lm
-from grpo_kernels.trl.fused_head import constants_of, measured
-from grpo_kernels.trl.row_count import LogsRows, count_rows
-from grpo_kernels.trl.scoring import SCORING, Scoring
+from grpo_kernels.trl.fused_head import (
+    CALL,
+    HeadCalls,
+    LogsRows,
+    constants_of,
+    count_rows,
+    measured,
+)
 
 
 def divergence_loss(
@@ -44,24 +51,33 @@ def divergence_loss(
     teacher_final_logit_softcapping: float | None = None,
     temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (loss, summed entropy of the student, number of counted tokens), () each; only the loss has a gradient.
+    """Return (loss, summed entropy of the student, number of counted tokens), () each.
 
-    The loss is the sum of the tokens' divergences over `num_items_in_batch`, or without it their mean. `beta` is as
-    in TRL: 0 is the forward KL, 1 the reverse KL, between them the generalized Jensen-Shannon divergence.
+    Only the loss has a gradient. It is the sum of the tokens' divergences over
+    `num_items_in_batch`, or without it their mean. `beta` is as in TRL: 0 is the forward KL, 1 the
+    reverse KL, between them the generalized Jensen-Shannon divergence.
 
     Raises:
         ValueError: the student's head is divided by FSDP2 and trains.
     """
-    _check_student(student_lm_head_weight)
-    student, teacher = (
-        (student_lm_head_weight, student_lm_head_bias),
-        (teacher_lm_head_weight, teacher_lm_head_bias),
+    trains = student_lm_head_weight.requires_grad and torch.is_grad_enabled()
+    if is_dtensor(student_lm_head_weight) and trains:
+        # no rank would add another's gradient to its own
+        raise ValueError(
+            "student_lm_head_weight: expected a plain tensor, as it is within the forward of the "
+            "FSDP2 unit that lm_head belongs to, got a DTensor. Do not make lm_head a unit of its "
+            "own, or compute the loss with grpo_kernels.linear_divergence, which takes lm_head "
+            "itself"
+        )
+    student = student_lm_head_weight, student_lm_head_bias
+    teacher = teacher_lm_head_weight, teacher_lm_head_bias
+    (weight, bias), (teacher_weight, teacher_bias) = (
+        [whole_constant(x) if is_dtensor(x) else x for x in head] for head in (student, teacher)
     )
-    (weight, bias), (teacher_weight, teacher_bias) = map(_whole, student), map(_whole, teacher)
     valid = completion_mask != 0
     if isinstance(num_items_in_batch, Tensor):
         num_items_in_batch = num_items_in_batch.to(valid.device)
-    heads = SCORING.get().heads
+    heads = CALL.get().heads
     of_student = constants_of(heads[0], student_final_logit_softcapping, student_logit_scale)
     of_teacher = constants_of(heads[1], teacher_final_logit_softcapping, teacher_logit_scale)
     expected = None  # the gradient of a mean
@@ -79,49 +95,31 @@ def divergence_loss(
             temperature=temperature,
             entropy=True,
             expected=expected,
-            run=Run(
-                gather=lambda: maybe_gather_lm_head_ctx(*student)
-            ),  # for the backward; the teacher's is kept
+            # for the backward; the teacher's is kept
+            run=Run(gather=lambda: maybe_gather_lm_head_ctx(*student)),
         )
-    count_rows(SCORING.get().shares, valid.numel(), valid, (found.divergence,))
+    count_rows(CALL.get().shares, valid.numel(), valid, (found.divergence,))
     count = valid.sum()
     total, entropy = found.divergence.sum(), found.entropies.detach().sum()
-    return (
-        total / (count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch),
-        entropy,
-        count,
-    )
-
-
-def _check_student(weight: Tensor) -> None:
-    """Raise if FSDP2 has divided a head that trains: no rank would add another's gradient to its own."""
-    if is_dtensor(weight) and weight.requires_grad and torch.is_grad_enabled():
-        raise ValueError(
-            "student_lm_head_weight: expected a plain tensor, as it is within the forward of the FSDP2 unit that "
-            "lm_head belongs to, got a DTensor. Do not make lm_head a unit of its own, or compute the loss with "
-            "grpo_kernels.linear_divergence, which takes lm_head itself"
-        )
-
-
-def _whole(x: Any) -> Any:
-    """Gather a tensor that FSDP2 has divided, without gradient; return anything else as it is."""
-    return whole_constant(x) if is_dtensor(x) else x
+    items = count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+    return total / items, entropy, count
 
 
 DIVERGENCE = HostFunction(
     trl_distillation,
     "_chunked_divergence_loss",
     divergence_loss,
-    unknown="divergence with the parameters of trl 1.15 and 1.16; its DistillationTrainer works unchanged",
+    unknown="divergence with the parameters of trl 1.16; its DistillationTrainer works unchanged",
 )
 
 
 class FusedDistillationTrainer(LogsRows, DistillationTrainer):
-    """``trl.DistillationTrainer`` with the same arguments, losses and metrics, and fewer matrix products.
+    """``trl.DistillationTrainer`` with the same arguments, losses and metrics, and fewer products.
 
-    With N completion tokens and heads of one width, it costs 8NVH floating-point operations a step where TRL's costs
-    12NVH, and 16NVH with a `beta` between 0 and 1; prompt and padding tokens are not projected at all. LoRA on the
-    student's body is as in TRL, which refuses it on the head. It also logs ``rows/projected`` and ``rows/gradient``.
+    With N completion tokens and heads of one width, it costs 8NVH floating-point operations a step
+    where TRL's costs 12NVH, and 16NVH with a `beta` between 0 and 1; prompt and padding tokens are
+    not projected at all. LoRA on the student's body is as in TRL, which refuses it on the head. It
+    also logs ``rows/projected`` and ``rows/gradient``.
 
     Other trainers of the process are not touched; `patch_trl` is for those.
     """
@@ -131,18 +129,13 @@ class FusedDistillationTrainer(LogsRows, DistillationTrainer):
             DIVERGENCE.warn_unknown()
         super().__init__(*args, **kwargs)
         student, teacher = (
-            None if model is None else causal_lm(self.accelerator.unwrap_model(model))
+            None if model is None else measured(causal_lm(self.accelerator.unwrap_model(model)))
             for model in (self.model, self.teacher_model)
         )
-        self._heads = (
-            None if student is None else measured(student),
-            None if teacher is None else measured(teacher),
-        )
+        self._heads = student, teacher
 
     def _compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         """Compute TRL's loss, with our divergence."""
-        with (
-            DIVERGENCE.replaced(),
-            during(SCORING, Scoring(shares=self._shares, heads=self._heads)),
-        ):
+        call = HeadCalls(shares=self._shares, heads=self._heads)
+        with DIVERGENCE.replaced(), during(CALL, call):
             return super()._compute_loss(*args, **kwargs)

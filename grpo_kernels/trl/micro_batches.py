@@ -1,25 +1,34 @@
-"""TRL's micro-batches: tokens that count, sequences without gradient left out, samples regrouped by prompt."""
+"""TRL's micro-batches: which tokens count, which gradient to expect, samples brought together.
+
+The expected gradient follows from the trainer's options and the micro-batch. It is TRL's own loss
+that runs, so an expectation that is off costs time and changes no result.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-import trl
 from torch import Tensor
+from trl import GRPOTrainer
 
 from grpo_kernels.body.inputs import check_skip
+from grpo_kernels.expectation import policy_expectation
+from grpo_kernels.host import KnownRows
 from grpo_kernels.objective.config import LossConfig, config_of_trainer
+from grpo_kernels.objective.losses import loss_of
 from grpo_kernels.objective.normaliser import averaged_over
+from grpo_kernels.trl.fused_head import HEAD
 
-# Losses whose optimizer step is the same sum over samples however they are divided into micro-batches.
+# Losses whose optimizer step is the same sum over samples, whatever micro-batches they are in.
 REGROUPED = ("grpo", "sapo", "luspo", "dr_grpo", "dapo", "cispo", "vespo")
-_IMAGES = "pixel_values"
-EMPTY = "has_no_samples"  # entry of a micro-batch that regrouping has left without samples; it has one without tokens
-SIZE = "samples_before"  # entry of a regrouped micro-batch: the number of samples that TRL gave it
+# entries of a regrouped micro-batch
+EMPTY = "has_no_samples"  # no samples are left: it has one, without tokens
+SIZE = "samples_before"  # the number of samples that TRL gave it
 
 
 def counted_tokens(inputs: dict[str, Any]) -> Tensor:
@@ -28,72 +37,221 @@ def counted_tokens(inputs: dict[str, Any]) -> Tensor:
     return mask if tool_mask is None else mask * tool_mask
 
 
-def check_options(trainer: Any, owner: type) -> None:
-    """Raise unless the loss of `trainer`, a method of `owner`, allows its `zero_advantage` and its regrouping.
+def metrics_of(trainer: Any) -> dict[str, list[float]]:
+    """TRL's metrics of the mode that the trainer is in."""
+    found: dict[str, list[float]] = trainer._metrics["train" if trainer.model.training else "eval"]
+    return found
 
-    Raises:
-        ValueError: it does not; the message names the option.
+
+def is_corrected(trainer: Any) -> bool:
+    """True if `trainer` corrects for its sampler."""
+    return bool(
+        getattr(trainer, "use_vllm", False)
+        and getattr(trainer, "vllm_importance_sampling_correction", False)
+    )
+
+
+def correction_options(trainer: Any) -> dict[str, Any]:
+    """The `LossConfig` fields of the trainer's correction for its sampler."""
+    names = [f"vllm_importance_sampling_{name}" for name in ("mode", "clip_max", "clip_min")]
+    found = {name: getattr(trainer, name) for name in names}
+    return {"vllm_importance_sampling_correction": True, **found}
+
+
+def loss_config(trainer: Any, *, is_unscored: bool = False) -> LossConfig | None:
+    """Configuration of the loss of `trainer`; None if it has no gradient, or we do not know it.
+
+    `is_unscored`: the ratio to the sampler comes from the loss's own log-probabilities.
     """
-    args = trainer.args
+    if not (torch.is_grad_enabled() and HEAD.is_known()):
+        return None
+    owner = trainer._loss_owner
+    overrides: dict[str, Any] = {"kl_estimator": trainer.kl_estimator}
+    if getattr(trainer, "use_adaptive_entropy", False):  # TRL keeps the weight on the trainer
+        too_low = trainer._last_world_entropy <= trainer.args.entropy_target
+        overrides["entropy_coef"] = trainer.entropy_coef if too_low else 0.0
+    if owner.__name__ == "GMPOTrainer" and owner.__module__.startswith("trl."):
+        # it overrides the loss and reads none of these options
+        overrides = {"loss_type": "gmpo", "entropy_coef": 0.0, "delta": None}
+        overrides["off_policy_mask_threshold"] = None
+    elif owner is not GRPOTrainer:
+        return None
+    elif is_unscored and is_corrected(trainer):
+        overrides |= correction_options(trainer)
+    try:
+        return dataclasses.replace(config_of_trainer(trainer.args), **overrides)
+    except (TypeError, ValueError) as error:
+        _warn(error)
+        return None
+
+
+def rows_of_loss(
+    trainer: Any, inputs: dict[str, Any], config: LossConfig | None
+) -> KnownRows | None:
+    """The rows (B, T) that the loss `config` reads, and the gradient that it will send."""
+    if config is None:
+        return None
+    counted, fill = counted_tokens(inputs), None
+    if counted is not inputs["completion_mask"]:
+        # Tools' tokens are labelled and not read. With these log-probabilities a ratio is finite.
+        scored = (inputs.get(name) for name in ("old_per_token_logps", "ref_per_token_logps"))
+        fill = next((logps for logps in scored if logps is not None), None)
+    try:
+        given = _policy_inputs(trainer, inputs, config)
+        expected = policy_expectation(config, completion_mask=counted, **given)
+    except (TypeError, ValueError) as error:  # TRL takes some shapes that we do not
+        _warn(error)
+        expected = None
+    return KnownRows(counted, fill, expected)
+
+
+def _policy_inputs(trainer: Any, inputs: dict[str, Any], config: LossConfig) -> dict[str, Any]:
+    """The batch as `policy_expectation` takes it, on one scale for policy term and entropy bonus.
+
+    TRL divides the bonus and most losses by the accumulation steps G. dapo, cispo and vespo divide
+    by num_items / world_size * G / steps_per_generation instead. G is left out of both here, so
+    that these three divide by num_items / (world_size * steps_per_generation).
+    """
+    found = {
+        "advantages": inputs["advantages"],
+        "old_per_token_logps": inputs.get("old_per_token_logps"),
+    }
+    if config.estimates_kl:  # where it is not scored yet, any values grade the same rows
+        reference = inputs.get("ref_per_token_logps")
+        zeros = torch.zeros_like(inputs["completion_mask"], dtype=torch.float32)
+        found["ref_per_token_logps"] = zeros if reference is None else reference
+    if config.masks_off_policy or config.corrects_sampling:
+        found["sampling_per_token_logps"] = inputs.get("sampling_per_token_logps")
+    enters = loss_of(config).importance_ratio
+    if enters == "argument" or (enters == "factor" and is_corrected(trainer)):
+        found["importance_sampling_ratio"] = inputs.get("importance_sampling_ratio")
+    items = inputs.get("num_items_in_batch")
+    if items is not None:
+        items = torch.as_tensor(items).clamp(min=1.0) / trainer.accelerator.num_processes
+        steps = getattr(trainer.args, "steps_per_generation", None) or 1
+        found["num_items_in_batch"] = items / steps
+    return found
+
+
+def _warn(error: Exception) -> None:
+    warnings.warn(f"grpo_kernels: the gradient of this loss is not foreseen: {error}", stacklevel=3)
+
+
+def live_of_loss(trainer: Any, inputs: dict[str, Any]) -> Tensor | None:
+    """`live_sequences` of the loss of `inputs`."""
+    return live_sequences(trainer, rows_of_loss(trainer, inputs, loss_config(trainer)))
+
+
+def live_sequences(trainer: Any, rows: KnownRows | None) -> Tensor | None:
+    """(B,) bool: sequences that may get a gradient from the loss of `rows`; None: not known."""
+    graded = None if rows is None or rows.expected is None else rows.expected.graded
+    return None if graded is None or trainer.aux_loss_enabled else graded.any(dim=1)
+
+
+def without_dead(
+    inputs: dict[str, Any], live: Tensor, config: LossConfig | None
+) -> tuple[dict[str, Any], Tensor | float]:
+    """Inputs of TRL's loss without sequences that are not `live` (B,), and a factor for the loss.
+
+    The dead sequences are masked, and their log-probabilities 0, so that no ratio overflows. The
+    factor is 1 except for a mean over all tokens of the micro-batch (bnpo).
+    """
+    mask = inputs["completion_mask"]
+    keep = live.to(mask.device)[:, None]
+    found = {**inputs, "completion_mask": mask * keep}
+    for name, x in inputs.items():
+        if name.endswith("_per_token_logps") and isinstance(x, Tensor):
+            found[name] = x.masked_fill(~keep, 0.0)
+    if config is None or averaged_over(config, num_items=True) != "tokens":
+        return found, 1.0
+    counted = counted_tokens(inputs)
+    return found, (counted * keep).sum() / counted.sum().clamp(min=1)
+
+
+@contextmanager
+def measured(trainer: Any, inputs: dict[str, Any]) -> Iterator[None]:
+    """Remove the metrics that TRL's loss adds inside if no process has a sequence to measure."""
+    has_sequence = inputs["completion_mask"].any().reshape(1)
+    is_empty = not trainer.accelerator.gather(has_sequence).any()
+    metrics = metrics_of(trainer)
+    before = {name: len(x) for name, x in metrics.items()}
+    yield
+    for name in [*metrics] if is_empty else ():
+        del metrics[name][before.get(name, 0) :]
+        if not metrics[name]:
+            del metrics[name]
+
+
+def check_options(trainer: Any) -> None:
+    """Raise ValueError unless the loss allows `zero_advantage` and `regroup`."""
+    args, budget, owner = trainer.args, trainer.tokens_per_forward, trainer._loss_owner
+    adapts_entropy = getattr(args, "use_adaptive_entropy", False)
     if trainer.trunk_options.zero_advantage == "skip":
         check_skip(config_of_trainer(args))
         for name, is_set in (
-            ("use_adaptive_entropy", getattr(args, "use_adaptive_entropy", False)),
+            ("use_adaptive_entropy", adapts_entropy),
             ("fused_sampling_correction", trainer.fused_sampling_correction is True),
         ):
             if is_set:
                 raise ValueError(
-                    f"zero_advantage: expected 'score' or 'train' with {name}, which reads all sequences, got 'skip'"
+                    f"zero_advantage: expected 'score' or 'train' with {name}, which reads all "
+                    "sequences, got 'skip'"
                 )
-    if trainer.regroup:
-        _check_regroup(trainer, owner)
-    elif trainer.tokens_per_forward is not None:
-        raise ValueError(
-            f"tokens_per_forward: expected None without regroup=True, which it is for, got {trainer.tokens_per_forward}"
-        )
-
-
-def _check_regroup(trainer: Any, owner: type) -> None:
-    args, budget = trainer.args, trainer.tokens_per_forward
-    if budget is not None and (
-        isinstance(budget, bool) or not isinstance(budget, int) or budget < 1
-    ):
+    if not trainer.regroup:
+        if budget is not None:
+            raise ValueError(
+                "tokens_per_forward: expected None without regroup=True, which it is for, got "
+                f"{budget}"
+            )
+        return
+    is_number = isinstance(budget, int) and not isinstance(budget, bool) and budget >= 1
+    if budget is not None and not is_number:
         raise ValueError(
             f"tokens_per_forward: expected a number of tokens, an int >= 1, or None, got {budget!r}"
         )
-    refused = {
-        f"a loss of {owner.__name__}'s own": owner is not trl.GRPOTrainer,
-        f"loss_type={args.loss_type!r}": args.loss_type not in REGROUPED,
-        "entropy_coef": args.entropy_coef != 0.0,
-        "use_adaptive_entropy": getattr(args, "use_adaptive_entropy", False),
-        "top_entropy_quantile": args.top_entropy_quantile < 1.0,
-        "router_aux_loss_coef": trainer.aux_loss_enabled,
-    }
-    found = next((name for name, is_set in refused.items() if is_set), None)
-    if found is not None:
-        raise ValueError(
-            f"regroup: expected False with {found}, whose loss depends on which samples share a micro-batch, got True"
-        )
+    for what, is_set in (
+        (f"a loss of {owner.__name__}'s own", owner is not GRPOTrainer),
+        (f"loss_type={args.loss_type!r}", args.loss_type not in REGROUPED),
+        ("entropy_coef", args.entropy_coef != 0.0),
+        ("use_adaptive_entropy", adapts_entropy),
+        ("top_entropy_quantile", args.top_entropy_quantile < 1.0),
+        ("router_aux_loss_coef", trainer.aux_loss_enabled),
+    ):
+        if is_set:
+            raise ValueError(
+                f"regroup: expected False with {what}, whose loss depends on which samples share a "
+                "micro-batch, got True"
+            )
     steps, accumulated = args.steps_per_generation, args.gradient_accumulation_steps
     if steps % accumulated and accumulated % steps:
         raise ValueError(
-            f"regroup: expected gradient_accumulation_steps and steps_per_generation of which one divides the other, "
-            f"got {accumulated} and {steps}"
+            "regroup: expected gradient_accumulation_steps and steps_per_generation of which one "
+            f"divides the other, got {accumulated} and {steps}"
         )
 
 
 def check_window(trainer: Any) -> None:
-    """Raise RuntimeError if the optimizer step that the next micro-batch ends does not end a window of `regrouped`.
+    """Raise RuntimeError if the optimizer step of the next micro-batch ends within a window.
 
-    TRL goes on with the rest of its buffer if ``train()`` is called again after an interrupt within a step.
+    TRL goes on with the rest of its buffer if ``train()`` is called again after an interrupt within
+    a step.
     """
     window = min(trainer.args.gradient_accumulation_steps, trainer.args.steps_per_generation)
     if trainer.accelerator.sync_gradients and (trainer._step + 1) % window:
         raise RuntimeError(
-            f"regroup: expected optimizer steps of whole windows of {window} micro-batches, got one that ends within a "
-            "window: a training was interrupted within an optimizer step, and train() called again; make a new "
-            "trainer, which can resume from a checkpoint, or pass regroup=False"
+            f"regroup: expected optimizer steps of whole windows of {window} micro-batches, got "
+            "one that ends within a window: a training was interrupted within an optimizer step, "
+            "and train() called again; make a new trainer, which can resume from a checkpoint, or "
+            "pass regroup=False"
         )
+
+
+def share_of_mean(trainer: Any, inputs: dict[str, Any]) -> float:
+    """Factor of a micro-batch's loss, if it is a mean: its samples over those before regrouping."""
+    config = config_of_trainer(trainer.args)
+    if SIZE not in inputs or averaged_over(config, num_items=True) != "sequences":
+        return 1.0
+    return len(inputs["prompt_ids"]) / float(inputs[SIZE])
 
 
 def regrouped(
@@ -104,18 +262,19 @@ def regrouped(
     *,
     in_trees: bool,
 ) -> list[dict[str, Any]]:
-    """Return `batches` with the samples of each `window` divided by prompts, within a `budget` of tokens.
+    """Return `batches` with the samples of each `window` divided by prompts, within a `budget`.
 
-    Micro-batches then have different numbers of samples. One that has none left gets one sample without tokens.
+    Micro-batches then have different numbers of samples. One without any gets one without tokens.
 
     Args:
         batches: the micro-batches that TRL keeps of a generation, B samples each.
         live: for each micro-batch (B,) bool, the sequences that may get a gradient; None: all.
         window: micro-batches of one optimizer step.
         budget: tokens of a micro-batch; None: those of a padded one.
-        in_trees: True if a micro-batch computes each prompt once, False if its rows stand side by side.
+        in_trees: True if a micro-batch computes each prompt once, False if its rows stand side by
+            side.
     """
-    if any(batch.get(_IMAGES) is not None for batch in batches):
+    if any(batch.get("pixel_values") is not None for batch in batches):
         warnings.warn(
             "grpo_kernels: regroup: a batch has images, its samples stay as they are", stacklevel=2
         )
@@ -124,11 +283,9 @@ def regrouped(
     for start in range(0, len(batches), window):
         part = batches[start : start + window]
         size = len(part[0]["prompt_ids"])
-        is_live = [
-            x
-            for y in live[start : start + window]
-            for x in ([True] * size if y is None else y.tolist())
-        ]
+        is_live: list[bool] = []
+        for x in live[start : start + window]:
+            is_live += [True] * size if x is None else x.tolist()
         names = [name for name, x in part[0].items() if _is_per_sample(x, size)]
         merged = {name: _joined([batch[name] for batch in part]) for name in names}
         columns = merged["prompt_ids"].shape[1] + merged["completion_ids"].shape[1]
@@ -156,10 +313,10 @@ def divided(
     *,
     in_trees: bool,
 ) -> list[list[int]]:
-    """Divide samples into `parts` of at most `budget` tokens: all samples of a prompt together where they fit.
+    """Divide samples into `parts` of at most `budget` tokens, those of a prompt together.
 
-    Prompts with live samples come first, and of these the ones with most tokens. A sample that fits nowhere goes where
-    fewest tokens are. Without trees a part has `size` samples, as TRL has it.
+    Prompts with live samples come first, and of these the ones with most tokens. A sample that fits
+    nowhere goes where fewest tokens are. Without trees a part has `size` samples, as TRL has it.
     """
     groups: dict[tuple[int, ...], list[int]] = {}
     for i, prompt in enumerate(prompts):
@@ -201,53 +358,9 @@ def _chosen(x: Any, samples: Sequence[int]) -> Any:
 
 
 def _is_per_sample(x: Any, size: int) -> bool:
-    return (isinstance(x, Tensor) and x.dim() > 0 and len(x) == size) or (
-        isinstance(x, list) and len(x) == size
-    )
+    has_length = isinstance(x, list) or (isinstance(x, Tensor) and x.dim() > 0)
+    return has_length and len(x) == size
 
 
 def _joined(parts: Sequence[Any]) -> Any:
-    return (
-        torch.cat([*parts]) if isinstance(parts[0], Tensor) else [x for part in parts for x in part]
-    )
-
-
-def share_of_mean(trainer: Any, inputs: dict[str, Any]) -> float:
-    """Return the factor of a micro-batch's loss: its number of samples over that before regrouping, if it is a mean."""
-    if (
-        SIZE not in inputs
-        or averaged_over(config_of_trainer(trainer.args), num_items=True) != "sequences"
-    ):
-        return 1.0
-    return len(inputs["prompt_ids"]) / float(inputs[SIZE])
-
-
-@contextmanager
-def unmeasured(metrics: dict[str, list[float]]) -> Iterator[None]:
-    """Remove what `metrics` gain inside, for a micro-batch without a sequence to measure."""
-    before = {name: len(x) for name, x in metrics.items()}
-    yield
-    for name in [*metrics]:
-        del metrics[name][before.get(name, 0) :]
-        if not metrics[name]:
-            del metrics[name]
-
-
-def without_dead(
-    inputs: dict[str, Any], live: Tensor, config: LossConfig | None
-) -> tuple[dict[str, Any], Tensor | float]:
-    """Return the inputs of TRL's loss without sequences that are not `live` (B,), and a factor that corrects the loss.
-
-    The dead sequences are masked, and their log-probabilities 0, so that no ratio overflows. The factor is 1 except for
-    a mean over all tokens of the micro-batch (bnpo).
-    """
-    mask = inputs["completion_mask"]
-    keep = live.to(mask.device)[:, None]
-    found = {**inputs, "completion_mask": mask * keep}
-    for name, x in inputs.items():
-        if name.endswith("_per_token_logps") and isinstance(x, Tensor):
-            found[name] = x.masked_fill(~keep, 0.0)
-    if config is None or averaged_over(config, num_items=True) != "tokens":
-        return found, 1.0
-    counted = counted_tokens(inputs)
-    return found, (counted * keep).sum() / counted.sum().clamp(min=1)
+    return torch.cat([*parts]) if isinstance(parts[0], Tensor) else [x for y in parts for x in y]

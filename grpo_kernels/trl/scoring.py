@@ -1,109 +1,440 @@
-"""`Scoring`: facts about one loss or one scored batch; `ModelCall`: facts about one call of the model within it.
+"""Scoring before the loss: old log-probabilities, the reference's, and what a sampler hands over.
 
-TRL's loss calls `_get_per_token_logps_and_entropies`, which calls the model, which calls its fused head. TRL passes
-none of them what our trainer knows about the batch. So it is in two objects, the values of `SCORING` and `CALL` while
-they are valid.
+TRL scores a generated batch with the policy before it trains on it: for the ratio to the sampler
+(``vllm_importance_sampling_correction``), or if the policy changes before all of the batch is used.
+Until the policy changes, a micro-batch's loss computes the same log-probabilities. So TRL prepares
+the batch without that scoring here, and then
+
+    micro-batches of the first optimizer step   take the log-probabilities that their loss computes,
+    all other micro-batches                     are scored just before that step changes the policy.
+
+They are kept for later passes over the batch (``num_iterations``). Sequences that cannot have a
+gradient are not scored unless something reads them (`reads_dead`). The ratio to the sampler is
+computed in the middle of TRL's loss: after its log-probabilities, and before it reads the ratio.
+
+The reference scores a micro-batch just before its loss, in the rows and the layout of the loss.
+Where policy and reference are equal, the bits of their log-probabilities then are, too, and the
+gradient of the KL term is exactly 0. A rounding in its place would be a full step of Adam.
+
+A truncating sampler's kept sets come from a ``rollout_func`` as one more field,
+``"sampling_mask"``: for each completion a list of the ids kept at each token, as vLLM's
+``output.sampling_mask.token_ids``. TRL shuffles and splits the batch's lists like its tensors. Old,
+reference and current log-probabilities are then taken over these sets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextvars import ContextVar
-from dataclasses import dataclass, field
-from typing import Any
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from trl import GRPOTrainer
+from trl.models.utils import disable_gradient_checkpointing
+from trl.trainer.utils import use_adapter
 
-from grpo_kernels.base.choices import LogitsDtype
+from grpo_kernels.base.checks import warn_once
+from grpo_kernels.base.choices import WithoutSet, choices
+from grpo_kernels.base.importance import scored_difference
+from grpo_kernels.batch.kept_ids import KeptIds, joined_ids
 from grpo_kernels.call.output import Scores
-from grpo_kernels.call.run import Run
 from grpo_kernels.head.head import Head
-from grpo_kernels.host import KnownRows, Shares
-from grpo_kernels.trl.exact_kl import Comparison, ReferenceHead
-from grpo_kernels.trl.sampled_sets import SampledSets
+from grpo_kernels.host import replaced
+from grpo_kernels.logprob import linear_logprob
+from grpo_kernels.objective.config import LossConfig
+from grpo_kernels.objective.sampler_correction import bounded_ratio
+from grpo_kernels.trl.fused_head import HEAD
+from grpo_kernels.trl.micro_batches import (
+    EMPTY,
+    correction_options,
+    counted_tokens,
+    is_corrected,
+    metrics_of,
+)
+
+OLD, RATIO, REFERENCE = "old_per_token_logps", "importance_sampling_ratio", "ref_per_token_logps"
+SETS = "sampling_mask"  # of the rollout's output and of TRL's batch
+# Methods that read a batch or the log-probabilities of its loss, and modules whose are known.
+_READERS = (
+    "_generate_and_score_completions",
+    "_prepare_inputs",
+    "compute_loss",
+    "_compute_loss",
+    "_get_per_token_logps_and_entropies",
+)
+_KNOWN = ("transformers.", "trl.trainer.", "trl.experimental.gmpo.", "grpo_kernels.")
+_TRL_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 
-@dataclass
-class Scoring:
-    """One loss of a micro-batch, or one generation, or one scoring of a batch before its loss.
+class OldScoring:
+    """What TRL is kept from scoring at a generation: the policy, and the reference."""
 
-    Attributes:
-        run, logits_dtype: how head calls are computed.
-        shares: where their rows are counted.
-        rows: the (B, T) completion tokens that are read, and the gradient to expect there; None: not known.
-        ids: (B, L) of the loss's call: `rows`, `unscored` and `comparison` are of that call alone. None: of all.
-        sampled: a truncating sampler's sets, one record per completion, for the rows that have them (`of_rows`).
-        unscored: inputs of the loss, as long as they lack old log-probabilities.
-        heads: measured heads of student and teacher, for distillation; None: TRL's constants serve.
-        comparison: of the loss's head calls with the reference, for the exact KL term.
-        reference_head: what keeps the inputs of the reference's head, for the exact KL term.
-    """
+    def __init__(self) -> None:
+        self.is_deferred: bool | None = None  # decided at the first generation
+        self.defers_reference = False  # decided with it
+        self._generated_at = 0  # optimizer steps before the last generation
+        # the micro-batch of TRL's buffer whose loss comes next, if it lacks old log-probabilities
+        self._buffered: dict[str, Any] | None = None
+        self._figures: list[tuple[Tensor, Tensor]] = []  # of a generation's micro-batches
+        self._last_figures = 0  # their number when all are there
 
-    run: Run = field(default_factory=Run)
-    logits_dtype: LogitsDtype = "float32"
-    shares: Shares = field(default_factory=Shares)
-    ids: Tensor | None = None
-    rows: KnownRows | None = None
-    sampled: Sequence[SampledSets | None] | None = None
-    unscored: dict[str, Any] | None = None
-    comparison: Comparison | None = None
-    heads: tuple[Head | None, Head | None] = (None, None)
-    reference_head: ReferenceHead | None = None
-
-
-@dataclass
-class ModelCall:
-    """One call of the model by TRL, in which head calls walk through the B sequences in order.
-
-    Attributes:
-        labelled: (B, T) bool, completion tokens that TRL labels; elsewhere TRL's result is 0 whatever its head
-            returned. None: not known.
-        batch_size: sequences of one head call.
-        rows: the (B, T) completion tokens that are read, and the gradient to expect there; None: not known.
-        compute: function that computes a head call, from hidden states, head, positions in the flattened (B, T) and
-            the options of `linear_logprob`; None: `linear_logprob`.
-        start: first sequence of the next head call.
-        passed: completion tokens, labelled or not, of the sequences of the last head call.
-    """
-
-    labelled: Tensor | None = None
-    batch_size: int = 0
-    rows: KnownRows | None = None
-    compute: Callable[..., Scores] | None = None
-    start: int = 0
-    passed: int = 0
-
-    def next_call(self, rows: int, *, compact: bool) -> Tensor | None:
-        """Return the positions (rows,) of the next head call's rows in the flattened (B, T), -1 outside; None: unknown.
-
-        TRL passes only the labelled rows if it has Triton (`compact`), else every position of the sequences, whose last
-        T positions are the completion.
-        """
-        if self.labelled is None:
-            return None
-        first, length = self.start, self.labelled.size(1)
-        count = min(self.batch_size, self.labelled.size(0) - first)
-        self.start, self.passed = first + count, count * length
-        if compact:
-            labelled = (
-                self.labelled[first : first + count].reshape(-1).nonzero().squeeze(1)
-                + first * length
+    def prepare(
+        self, trainer: Any, prepare: Callable[[Any], dict[str, Any]], inputs: Any
+    ) -> dict[str, Any]:
+        """Return the batch of TRL's method `prepare`, without what is scored later."""
+        if self.is_deferred is None:
+            self.is_deferred = _is_deferred(trainer)
+            self.defers_reference = _defers_reference(trainer)
+        unreferenced = replaced(trainer, "beta", 0.0) if self.defers_reference else nullcontext()
+        with unreferenced, _without_scoring(trainer) if self.is_deferred else nullcontext():
+            batch = prepare(inputs)
+        if not self.is_deferred:
+            return batch
+        if is_corrected(trainer) and "sampling_per_token_logps" not in batch:
+            raise ValueError(
+                "sampling_per_token_logps: expected the sampler's for its correction, got None"
             )
-            return labelled if labelled.numel() == rows else None
-        if count <= 0 or rows % count or rows // count < length:
-            return None
-        positions = torch.full((count, rows // count), -1, device=self.labelled.device)
-        positions[:, -length:] = torch.arange(count * length, device=positions.device).view(
-            count, length
+        trains = trainer.model.training
+        self._figures = []
+        self._last_figures = trainer.args.steps_per_generation if trains else 1
+        if trains:
+            self._generated_at = trainer.state.global_step
+        return batch
+
+    def start(self, inputs: dict[str, Any]) -> None:
+        """Note that the loss of `inputs`, a micro-batch of TRL's buffer, comes next."""
+        self._buffered = inputs if self.is_deferred and OLD not in inputs else None
+
+    def due(
+        self, inputs: dict[str, Any], batches: Sequence[dict[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """Those of TRL's `batches` to score before the step that follows the loss of `inputs`."""
+        return [x for x in batches if self.is_deferred and OLD not in x and x is not inputs]
+
+    def is_missing(self, trainer: Any, inputs: dict[str, Any]) -> bool:
+        """True if the loss of `inputs` has to give the old log-probabilities, and can."""
+        if not self.is_deferred or OLD in inputs:
+            return False
+        steps = trainer.state.global_step
+        if trainer.model.training and steps != self._generated_at:
+            raise RuntimeError(
+                f"{OLD}: expected them in a batch generated at optimizer step "
+                f"{self._generated_at}, got None at step {steps}; pass "
+                "fused_sampling_correction=False"
+            )
+        return True
+
+    def take(self, trainer: Any, inputs: dict[str, Any], logps: Tensor) -> None:
+        """Put the old policy's `logps` (B, T) into `inputs`, and the ratio to the sampler."""
+        inputs[OLD] = logps.detach()
+        if not is_corrected(trainer):
+            return
+        sampling = inputs["sampling_per_token_logps"]
+        config = LossConfig(**correction_options(trainer))
+        mask = counted_tokens(inputs).bool()
+        log_ratio = torch.where(mask, scored_difference(logps, sampling), 0.0)
+        per_sequence = config.sampling_ratio_is_per_sequence
+        if per_sequence:
+            log_ratio = log_ratio.sum(dim=-1, keepdim=True)
+        inputs[RATIO] = ratio = bounded_ratio(config, log_ratio)
+        # of the tokens that the sampler could score
+        gaps = (logps.detach() - sampling).abs()[mask & ~torch.isnan(sampling)]
+        ratios = ratio.flatten() if per_sequence else ratio[mask]
+        self._figures.append((gaps[:0], ratios[:0]) if EMPTY in inputs else (gaps, ratios))
+        if len(self._figures) == self._last_figures:
+            self._log_figures(trainer)
+
+    def _log_figures(self, trainer: Any) -> None:
+        """As TRL: each is reduced on every rank (0 if it has no numbers), then over ranks."""
+        gaps, ratios = map(torch.cat, zip(*self._figures, strict=True))
+        for name, x, own, all_ranks in (
+            ("sampling_logp_difference/mean", gaps, torch.mean, torch.mean),
+            ("sampling_logp_difference/max", gaps, torch.max, torch.max),
+            ("importance_sampling_ratio/min", ratios, torch.min, torch.min),
+            ("importance_sampling_ratio/mean", ratios, torch.mean, torch.mean),
+            ("importance_sampling_ratio/max", ratios, torch.max, torch.max),
+        ):
+            here = own(x) if x.numel() > 0 else x.new_zeros(())
+            found = all_ranks(trainer.accelerator.gather(here)).item()
+            metrics_of(trainer)[f"sampling/{name}"].append(found)
+
+    def pass_over(self, trainer: Any, inputs: dict[str, Any]) -> None:
+        """Put zeros into a micro-batch without samples: neither a loss nor a scoring runs."""
+        if self.is_deferred and OLD not in inputs:
+            zeros = torch.zeros_like(inputs["completion_mask"], dtype=torch.float32)
+            self.take(trainer, inputs, zeros)
+            self.keep(inputs)
+
+    def keep(self, inputs: dict[str, Any]) -> None:
+        """Copy what the loss's `inputs` took into TRL's micro-batch, for later passes over it."""
+        if self._buffered is not None:
+            self._buffered.update({name: inputs[name] for name in (OLD, RATIO) if name in inputs})
+            self._buffered = None
+
+
+def reads_dead(trainer: Any) -> bool:
+    """True if something reads old log-probabilities of sequences that cannot have a gradient.
+
+    The metrics ``sampling/*`` and ``vespo/phi_seq_mean`` are of all sequences. Clip ratios count
+    tokens with an advantage.
+    """
+    is_vespo = trainer.args.loss_type == "vespo"
+    return is_corrected(trainer) or (is_vespo and trainer.trunk_options.zero_advantage != "skip")
+
+
+@contextmanager
+def as_reference(trainer: Any) -> Iterator[Any]:
+    """Inside, the model that is given is the reference."""
+    if trainer.ref_model is not None:
+        yield trainer.ref_model
+        return
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    with use_adapter(model, "ref" if "ref" in model.peft_config else None):
+        yield trainer.model
+
+
+def score(trainer: Any, model: Any, batch: dict[str, Any], live: Tensor | None = None) -> Tensor:
+    """Log-probabilities (B, T) of a micro-batch; 0, lest a ratio overflow, where not `live`."""
+    mask = batch["completion_mask"]
+    if live is not None:
+        mask = mask * live.to(mask.device)[:, None]
+    parameters = inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters
+    images = {name: batch[name] for name in parameters if name in batch}
+    checkpointing = trainer.args.gradient_checkpointing_kwargs
+    with torch.no_grad(), disable_gradient_checkpointing(trainer.model, checkpointing):
+        logps, *_ = trainer._get_per_token_logps_and_entropies(
+            model,
+            torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
+            torch.cat([batch["prompt_mask"], mask], dim=1),
+            mask.size(1),
+            **images,
         )
-        return torch.where(positions < 0, positions, positions + first * length).reshape(-1)
+    return logps
 
 
-PATCHED = Scoring()  # of all other trainers: `patch_trl` sets its options, and they log its shares
-SCORING: ContextVar[Scoring] = ContextVar("grpo_kernels_trl_scoring", default=PATCHED)
-UNKNOWN_CALL = ModelCall()  # of all other trainers, too: nothing is known of its rows
-CALL: ContextVar[ModelCall] = ContextVar("grpo_kernels_trl_call", default=UNKNOWN_CALL)
-HEAD_OF_MODEL: ContextVar[Head | None] = ContextVar(
-    "grpo_kernels_trl_head", default=None
-)  # its measured constants
+def _is_deferred(trainer: Any) -> bool:
+    """True if TRL's scoring of the old policy is left out; warn if a correction keeps it."""
+    option, mode = trainer.fused_sampling_correction, trainer.vllm_importance_sampling_mode
+    corrects = is_corrected(trainer)
+    if option is True:
+        if not corrects:
+            raise ValueError(
+                "fused_sampling_correction: expected False without a sampler to correct for "
+                "(use_vllm=True and vllm_importance_sampling_correction=True), got True"
+            )
+        if mode not in _TRL_MODES:
+            raise ValueError(
+                "vllm_importance_sampling_mode: expected one of "
+                f"{', '.join(map(repr, _TRL_MODES))}, got {mode!r}"
+            )
+        return True
+    is_scored = corrects or trainer.args.gradient_accumulation_steps % _micro_steps(trainer) != 0
+    is_known = HEAD.is_known() and (not corrects or mode in _TRL_MODES)
+    if option is False or not is_scored or not is_known:
+        return False
+    reason = _reason_against(trainer)
+    if reason is not None and corrects:
+        warn_once(
+            "fused_sampling_correction: False, so TRL scores each batch for its correction: "
+            f"{reason}"
+        )
+    return reason is None
+
+
+def _reason_against(trainer: Any) -> str | None:
+    """None if losses and metrics stay TRL's, else the reason why not, and a way out."""
+    if is_corrected(trainer) and trainer.trunk_options.zero_advantage == "skip":
+        return (
+            "sampling/* metrics read the sequences that zero_advantage='skip' leaves out; 'score' "
+            "computes less here"
+        )
+    reader = _reader(trainer, _READERS)
+    if reader is not None:
+        return f"{reader} may read its result; pass True if not"
+    if any(_draws(module) for module in trainer.model.modules()):
+        return "dropout, or noise, makes log-probabilities random; set it to 0, or pass True"
+    return None
+
+
+def _reader(trainer: Any, names: Sequence[str]) -> str | None:
+    """The first method of `names` that a class has which is not known to us, or None."""
+    for cls in type(trainer).__mro__:
+        if not cls.__module__.startswith(_KNOWN):
+            for name in names:
+                if name in vars(cls):
+                    return f"{cls.__name__}.{name}"
+    return None
+
+
+def _defers_reference(trainer: Any) -> bool:
+    """True if nobody reads the reference's scoring before a micro-batch is handed out."""
+    if trainer.kl_estimator == "full":
+        return True
+    moves = getattr(trainer.args, "sync_ref_model", False)  # it has to score at the generation
+    return HEAD.is_known() and not moves and _reader(trainer, _READERS[:2]) is None
+
+
+def _draws(module: nn.Module) -> bool:
+    """True if `module` draws random numbers in training: dropout, a router's jitter, noise."""
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return module.p > 0.0
+    drawn = [name for name, x in vars(module).items() if isinstance(x, float) and x > 0.0]
+    return any(part in name for name in drawn for part in ("drop", "jitter", "noise"))
+
+
+def _micro_steps(trainer: Any) -> int:  # between two generations
+    return int(trainer.args.steps_per_generation * trainer.num_iterations)
+
+
+@contextmanager
+def _without_scoring(trainer: Any) -> Iterator[None]:
+    """Inside, TRL prepares a batch as if there were no correction and no step before its end."""
+    uncorrected = replaced(trainer, "vllm_importance_sampling_correction", False)
+    with uncorrected, replaced(trainer.args, "gradient_accumulation_steps", _micro_steps(trainer)):
+        yield
+
+
+class SampledSets(NamedTuple):
+    """The sets of one completion of T tokens."""
+
+    tokens: tuple[tuple[int, ...], tuple[int, ...]]  # of the prompt and of the completion
+    ids: Tensor  # (M,) int32 or int64, one token after the other
+    counts: Tensor  # (T,) int64
+    drawn: Tensor  # (T,) bool: False where the token is a tool's
+
+
+def check_sampling_mask(trainer: Any) -> None:
+    """Raise ValueError unless the trainer can have its option `sampling_mask`."""
+    option = trainer.sampling_mask
+    if option is None:
+        return
+    if option not in choices(WithoutSet):
+        names = ", ".join(map(repr, choices(WithoutSet)))
+        raise ValueError(f"sampling_mask: expected one of {names}, or None, got {option!r}")
+    expected = "sampling_mask: expected None with"
+    if trainer.kl_estimator == "full":
+        what = "kl_estimator='full', the divergence over the whole vocabulary"
+        raise ValueError(f"{expected} {what}, got {option!r}")
+    if not HEAD.is_known():
+        raise ValueError(f"{expected} this trl, whose fused head is not known, got {option!r}")
+    if trainer.rollout_func is None:
+        raise ValueError(f"{expected} no rollout_func, whose output has the sets, got {option!r}")
+
+
+def warn_of_truncation(trainer: Any) -> None:
+    """Warn of a sampler that truncates where TRL multiplies the loss by a sequence's ratio."""
+    args = trainer.args
+    cuts = {
+        f"top_p={args.top_p}": args.top_p is not None and args.top_p < 1.0,
+        f"top_k={args.top_k}": args.top_k is not None and args.top_k > 0,
+        f"min_p={args.min_p}": bool(args.min_p),
+    }
+    mode = args.vllm_importance_sampling_mode
+    of_sequence = is_corrected(trainer) and mode.startswith("sequence_")
+    if trainer.sampling_mask is None and of_sequence and any(cuts.values()):
+        warn_once(
+            f"{', '.join(name for name, is_set in cuts.items() if is_set)}: the sampler's "
+            "log-probabilities are of the ids that it keeps, ours of all, so that a sequence's "
+            "ratio falls with its length, and "
+            f"vllm_importance_sampling_mode={mode!r} multiplies the loss by it; hand over the sets "
+            "(sampling_mask=, docs/truncating-samplers.md), or sample from the whole vocabulary"
+        )
+
+
+def taken_sets(trainer: Any, generated: tuple[Any, ...]) -> list[SampledSets]:
+    """Take the sets out of the results of TRL's ``_generate``; log their size and their absence."""
+    prompts, completions, tool_masks, _, _, extra_fields, *_ = generated
+    rows = extra_fields.pop(SETS, None)
+    if rows is None:
+        raise ValueError(
+            "sampling_mask: expected a list of them in rollout_func's output, got none"
+        )
+    if len(rows) != len(completions):
+        raise ValueError(
+            f"sampling_mask: expected the sets of {len(completions)} completions, got {len(rows)}"
+        )
+    found = []
+    for i, (sets, ids) in enumerate(zip(rows, completions, strict=True)):
+        if len(sets) != len(ids):
+            raise ValueError(
+                f"sampling_mask: expected {len(ids)} lists of ids for completion {i}, one a "
+                f"token, got {len(sets)}"
+            )
+        drawn = torch.tensor([1] * len(ids) if tool_masks is None else tool_masks[i]).bool()
+        tokens = tuple(map(int, prompts[i])), tuple(map(int, ids))
+        found.append(SampledSets(tokens, *joined_ids(SETS, sets), drawn))
+    counts = torch.cat([x.counts[x.drawn] for x in found])
+    sums = torch.stack([counts.sum(), (counts > 0).sum(), (counts == 0).sum()])
+    sums = trainer.accelerator.reduce(sums.to(trainer.accelerator.device), "sum")
+    size, having, without = sums.tolist()
+    metrics = metrics_of(trainer)
+    metrics["kept/size"].append(size / max(having, 1))
+    metrics["kept/without_set"].append(without / max(having + without, 1))
+    return found
+
+
+def sets_of_rows(
+    sets: Sequence[SampledSets | None], ids: Tensor, mask: Tensor, columns: int
+) -> list[SampledSets | None]:
+    """The sets of each row of `ids` (B, L), whose completion is in the last `columns`, or None.
+
+    A reward function may score other rows in between, and a subclass may leave samples out.
+    """
+    left: dict[Any, list[SampledSets]] = defaultdict(list)
+    for x in sets:
+        if x is not None:
+            left[x.tokens].append(x)
+    found: list[SampledSets | None] = []
+    for row, attended in zip(ids.cpu(), mask.cpu() != 0, strict=True):
+        prompt, completion = (
+            tuple(row[part][attended[part]].tolist())
+            for part in (slice(-columns), slice(-columns, None))
+        )
+        equal = left.get((prompt, completion), [None])
+        found.append(equal.pop(0) if len(equal) > 1 else equal[0])
+    return found
+
+
+def sets_of_batch(
+    sets: Sequence[SampledSets | None], batch: dict[str, Any]
+) -> list[SampledSets | None]:
+    """The sets of each sample of TRL's `batch`; None for one that is masked whole."""
+    mask = batch["completion_mask"]
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+    attended = torch.cat([batch["prompt_mask"], mask], dim=1)
+    found = sets_of_rows(sets, ids, attended, mask.shape[1])
+    is_read = mask.any(dim=1).tolist()
+    if any(x is None and y for x, y in zip(found, is_read, strict=True)):
+        raise ValueError(
+            "sampling_mask: expected a batch of the completions that rollout_func has returned, "
+            "got others: a subclass that changes them has to change their sets, before "
+            "FusedLossMixin._generate returns"
+        )
+    return found
+
+
+def over_sets(
+    sets: Sequence[SampledSets | None], labelled: Tensor, without_set: WithoutSet
+) -> tuple[Callable[..., Scores], Tensor]:
+    """`HeadCalls.compute` over the sets of a batch, and the mask (B, T) of the drawn tokens.
+
+    Rows without sets have none at any token, and all of their `labelled` (B, T) tokens count as
+    drawn.
+    """
+    counts = torch.zeros(labelled.shape, dtype=torch.int64)
+    of_tokens = labelled.cpu()
+    drawn = of_tokens.clone()
+    for i, x in enumerate(sets):
+        if x is not None:
+            counts[i, of_tokens[i]], drawn[i, of_tokens[i]] = x.counts, x.drawn
+    ids = torch.cat([x.ids for x in sets if x is not None])
+    kept = KeptIds.from_counts(ids.to(labelled.device), counts.to(labelled.device))
+
+    def compute(hidden: Tensor, head: Head, *, positions: Tensor, **options: Any) -> Scores:
+        options |= {"kept_ids": kept.at(positions), "without_set": without_set}
+        return linear_logprob(hidden, head, **options)
+
+    return compute, drawn.to(labelled.device)

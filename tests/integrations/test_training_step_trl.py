@@ -1,11 +1,10 @@
-"""TRL's loss with a trunk that computes what carries gradient: against stock TRL, option by option."""
+"""TRL's loss with a trunk that computes what carries gradient, against stock TRL by option."""
 
 from __future__ import annotations
 
 import contextlib
 import random
 import tempfile
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -19,26 +18,55 @@ from trl import GRPOTrainer
 
 from benchmarks import parity, tiny_models, tiny_run
 from grpo_kernels.body.inputs import TrunkOptions
-from grpo_kernels.trl import (
-    FusedGRPOTrainer,
-    FusedLossMixin,
-    fused_head,
-    micro_batches,
-)
-from grpo_kernels.trl.scoring import CALL, PATCHED, SCORING, UNKNOWN_CALL
+from grpo_kernels.trl import FusedGRPOTrainer, FusedLossMixin, fused_head, micro_batches
 from tests.support.training_step import distance
-from tests.support.trl_training import evaluations, mixed, train
+from tests.support.trl_training import EVALUATED, Run, evaluations, mixed, train
 
 B, P, T = 8, 10, 14
-Change = Callable[[dict[str, Any]], None]
 SAVINGS = {
     "defaults": TrunkOptions(),
     "trim": TrunkOptions(layout="trim"),
     "skip": TrunkOptions(zero_advantage="skip"),
 }
+SGD: dict[str, Any] = {"optim": "sgd", "learning_rate": 0.05}
 
 
-def batch(*changes: Change) -> dict[str, Any]:
+def noisy() -> Tensor:
+    return -5.2 + 0.3 * torch.randn(B, T)
+
+
+def truncated(given: dict[str, Any]) -> dict[str, Any]:
+    mask = given["completion_mask"].clone()
+    mask[[2, 6]] = 0
+    return {"completion_mask": mask, "num_items_in_batch": mask.sum()}
+
+
+def far_off_dead(given: dict[str, Any]) -> dict[str, Any]:
+    """A ratio of e^200 where the advantage is 0 would be a NaN, were it computed."""
+    old = given["old_per_token_logps"].clone()
+    old[[1, 3]] -= 2.0
+    return {"old_per_token_logps": old}
+
+
+# name -> what it changes in the batch
+CHANGES: dict[str, Any] = {
+    "old": lambda _: {"old_per_token_logps": noisy()},
+    "reference": lambda _: {"ref_per_token_logps": noisy()},
+    "truncated": truncated,
+    "tools": lambda _: {"tool_mask": (torch.rand(B, T) < 0.7).long()},
+    "per_token": lambda x: {"advantages": x["advantages"][:, None] * (torch.rand(B, T) < 0.5)},
+    "token_ratios": lambda _: {"importance_sampling_ratio": torch.rand(B, T)},
+    "sequence_ratios": lambda _: {"importance_sampling_ratio": (torch.rand(B, 1) < 0.5).float()},
+    "all_clipped": lambda _: {
+        "old_per_token_logps": torch.full((B, T), -9.0),
+        "advantages": torch.ones(B),
+    },
+    "all_dead": lambda _: {"advantages": torch.zeros(B)},
+    "far_off_dead": far_off_dead,
+}
+
+
+def batch(changes: str = "") -> dict[str, Any]:
     """Two prompts with four completions each; half of the advantages are 0."""
     prompts = torch.randint(3, tiny_models.VOCAB, (2, P)).repeat_interleave(4, dim=0)
     prompt_mask = (torch.arange(P) >= torch.tensor([6] * 4 + [1] * 4)[:, None]).long()
@@ -53,80 +81,35 @@ def batch(*changes: Change) -> dict[str, Any]:
         "advantages": torch.tensor([1.2, 0.0, -0.7, 0.0, 0.0, 0.0, 0.4, 0.0]),
         "num_items_in_batch": mask.sum(),
     }
-    for change in changes:
-        change(given)
+    for name in changes.split():
+        given |= CHANGES[name](given)
     return given
-
-
-def old(given: dict[str, Any]) -> None:
-    given["old_per_token_logps"] = -5.2 + 0.3 * torch.randn(B, T)
-
-
-def reference(given: dict[str, Any]) -> None:
-    given["ref_per_token_logps"] = -5.2 + 0.3 * torch.randn(B, T)
-
-
-def truncated(given: dict[str, Any]) -> None:
-    given["completion_mask"][[2, 6]] = 0
-    given["num_items_in_batch"] = given["completion_mask"].sum()
-
-
-def tools(given: dict[str, Any]) -> None:
-    given["tool_mask"] = (torch.rand(B, T) < 0.7).long()
-
-
-def per_token(given: dict[str, Any]) -> None:
-    given["advantages"] = given["advantages"][:, None] * (torch.rand(B, T) < 0.5)
-
-
-def token_ratios(given: dict[str, Any]) -> None:
-    given["importance_sampling_ratio"] = torch.rand(B, T)
-
-
-def sequence_ratios(given: dict[str, Any]) -> None:
-    given["importance_sampling_ratio"] = (torch.rand(B, 1) < 0.5).float()
-
-
-def all_clipped(given: dict[str, Any]) -> None:
-    given["old_per_token_logps"] = torch.full((B, T), -9.0)
-    given["advantages"] = torch.ones(B)
-
-
-def all_dead(given: dict[str, Any]) -> None:
-    given["advantages"] = torch.zeros(B)
-
-
-def far_off_dead(given: dict[str, Any]) -> None:
-    """A ratio of e^200 where the advantage is 0 would be a NaN, were it computed."""
-    given["old_per_token_logps"][[1, 3]] -= 2.0
 
 
 SEQUENCE = {"importance_sampling_level": "sequence"}
 # name -> (what changes in the batch, options of the configuration)
-CASES: dict[str, tuple[tuple[Change, ...], dict[str, Any]]] = {
-    **{f"{name}, on-policy": ((), {"loss_type": name}) for name in parity.LOSS_TYPES},
-    **{f"{name}, old": ((old,), {"loss_type": name}) for name in parity.LOSS_TYPES},
-    "gspo": ((old,), {"loss_type": "grpo", **SEQUENCE}),
-    "luspo, sequence": ((old,), {"loss_type": "luspo", **SEQUENCE}),
-    "beta": ((reference,), {"beta": 0.04}),
-    "beta, truncated": ((reference, truncated), {"beta": 0.04}),
-    "entropy bonus": ((), {"entropy_coef": 0.01}),
-    "adaptive entropy": ((), {"entropy_coef": 0.01, "use_adaptive_entropy": True}),
-    "entropy quantile": ((), {"top_entropy_quantile": 0.4}),
-    "off-policy mask": ((old,), {"off_policy_mask_threshold": 0.01}),
-    "delta": ((old,), {"delta": 1.5}),
-    "truncated": ((truncated,), {}),
-    "tools": (
-        (old, tools),
-        {"epsilon": 0.9, "epsilon_high": 3.0},
-    ),  # some sequences have few tokens: not all clipped
-    "advantages per token": ((per_token,), {}),
-    "token ratios": ((old, token_ratios), {}),
-    "sequence ratios": ((old, sequence_ratios), {}),
-    "all clipped": ((all_clipped,), {}),
-    "all dead": ((all_dead,), {"loss_type": "grpo"}),
-    "far off, dead": ((old, far_off_dead), {"loss_type": "grpo"}),
-    "checkpointing": ((old,), {"gradient_checkpointing": True}),
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    **{f"{name}, on-policy": ("", {"loss_type": name}) for name in parity.LOSS_TYPES},
+    **{f"{name}, old": ("old", {"loss_type": name}) for name in parity.LOSS_TYPES},
+    "gspo": ("old", {"loss_type": "grpo", **SEQUENCE}),
+    "luspo, sequence": ("old", {"loss_type": "luspo", **SEQUENCE}),
+    "beta": ("reference", {"beta": 0.04}),
+    "beta, truncated": ("reference truncated", {"beta": 0.04}),
+    "entropy bonus": ("", {"entropy_coef": 0.01}),
+    "adaptive entropy": ("", {"entropy_coef": 0.01, "use_adaptive_entropy": True}),
+    "entropy quantile": ("", {"top_entropy_quantile": 0.4}),
+    "off-policy mask": ("old", {"off_policy_mask_threshold": 0.01}),
+    "delta": ("old", {"delta": 1.5}),
+    "truncated": ("truncated", {}),
+    # some sequences have few tokens: not all clipped
+    "tools": ("old tools", {"epsilon": 0.9, "epsilon_high": 3.0}),
+    "advantages per token": ("per_token", {}),
+    "token ratios": ("old token_ratios", {}),
+    "sequence ratios": ("old sequence_ratios", {}),
+    "all clipped": ("all_clipped", {}),
+    "all dead": ("all_dead", {"loss_type": "grpo"}),
+    "far off, dead": ("old far_off_dead", {"loss_type": "grpo"}),
+    "checkpointing": ("old", {"gradient_checkpointing": True}),
 }
 ENTROPY_STATE = ("entropy_coef", "_last_world_entropy", "_entropy_window_stats")
 NO_SKIP = ("adaptive entropy", "entropy quantile")
@@ -141,11 +124,8 @@ def model() -> Any:
 
 def trainer_of(base: type, options: dict[str, Any], **more: Any) -> Any:
     beta = options.get("beta", 0.0)
-    sizes = {
-        "per_device_train_batch_size": B,
-        "num_generations": 4,
-        "gradient_checkpointing": False,
-    }
+    sizes = {"per_device_train_batch_size": B, "num_generations": 4}
+    sizes |= {"gradient_checkpointing": False}
     args = tiny_run.config(tempfile.gettempdir(), **{**sizes, **options, "beta": 0.0})
     tiny_run.quiet()
     policy = model()
@@ -177,8 +157,8 @@ def step(trainer: Any, given: dict[str, Any]) -> tuple[float, dict[str, Tensor],
     return loss.item(), gradients, {name: x[-1] for name, x in trainer._metrics["train"].items()}
 
 
-def truly_live(trainer: Any, given: dict[str, Any]) -> Tensor:
-    """(B,) bool: sequences whose log-probabilities or entropies get a gradient from TRL's own loss."""
+def truly_live(trainer: Any, given: dict[str, Any]) -> int:
+    """Number of sequences whose results get a gradient from TRL's own loss."""
     arrived, score = [], trainer._get_per_token_logps_and_entropies
 
     def spied(*args: Any, **kwargs: Any) -> Any:
@@ -190,13 +170,18 @@ def truly_live(trainer: Any, given: dict[str, Any]) -> Tensor:
     trainer._get_per_token_logps_and_entropies = spied
     step(trainer, given)
     del trainer._get_per_token_logps_and_entropies
-    return torch.stack([(x != 0).any(dim=1) for x in arrived]).any(dim=0)
+    return int(torch.stack([(x != 0).any(dim=1) for x in arrived]).any(dim=0).sum())
+
+
+def assert_metrics(got: dict[str, float], want: dict[str, float], what: str = "") -> None:
+    for name, x in want.items():
+        assert parity.difference(name, x, got[name]) <= 1e-5, f"{what}: {name}"
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_loss_gradients_and_metrics_are_stock_trls(name: str) -> None:
     changes, options = CASES[name]
-    given = batch(*changes)
+    given = batch(changes)
     stock = trainer_of(GRPOTrainer, options)
     live = truly_live(stock, given)
     loss, gradients, metrics = step(stock, given)
@@ -208,34 +193,27 @@ def test_loss_gradients_and_metrics_are_stock_trls(name: str) -> None:
         got_loss, got, got_metrics = step(ours, given)
         assert abs(got_loss - loss) <= 1e-6 * max(1.0, abs(loss)), saving
         assert not gradients["lm_head.weight"].any() or distance(got, gradients) <= 5e-6, saving
-        graphs, live_graphs = ours._shares.pairs["sequences/gradient"][0], int(live.sum())
-        assert graphs >= live_graphs, f"{saving}: {graphs} of {live_graphs} live sequences"
-        assert graphs == live_graphs or name not in EXACTLY_LIVE, (
-            f"{saving}: {graphs} for {live_graphs}"
-        )
+        graphs = ours._shares.pairs["sequences/gradient"][0]
+        assert graphs >= live, f"{saving}: {graphs} of {live} live sequences"
+        assert graphs == live or name not in EXACTLY_LIVE, f"{saving}: {graphs} for {live}"
         ours._shares.pairs.clear()
         if saving != "skip":
             assert got_metrics.keys() == metrics.keys()
-            for metric, x in metrics.items():
-                assert parity.difference(metric, x, got_metrics[metric]) <= 1e-5, (
-                    f"{saving}: {metric}"
-                )
+            assert_metrics(got_metrics, metrics, saving)
 
 
 def test_skipped_sequences_leave_the_metrics() -> None:
     """Clip ratio and entropy are those of a batch that has the live sequences alone."""
-    given = batch(old)
+    given = batch("old")
     ours = trainer_of(FusedGRPOTrainer, {}, zero_advantage="skip")
     _, _, got = step(ours, given)
     live = given["advantages"] != 0
     alone = {name: x[live] if isinstance(x, Tensor) and x.dim() else x for name, x in given.items()}
     _, _, want = step(trainer_of(GRPOTrainer, {}), alone)
     assert want["clip_ratio/region_mean"] > 0
-    for name, x in want.items():
-        assert parity.difference(name, x, got[name]) <= 1e-5, name
+    assert_metrics(got, want)
     assert ours._shares.pairs["tokens/computed"][0] == ours._shares.pairs["tokens/gradient"][0]
-    all_dead(given)
-    _, gradients, metrics = step(ours, given)
+    _, gradients, metrics = step(ours, given | CHANGES["all_dead"](given))
     assert metrics == {}, "a micro-batch without a live sequence has nothing to measure"
     assert not any(x.any() for x in gradients.values())
 
@@ -244,20 +222,22 @@ class WithATermOfItsOwn(FusedGRPOTrainer):
     """A loss with a term for every sequence that the trainer knows nothing of."""
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
-        logps, entropies, aux = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        logps, *others = super()._get_per_token_logps_and_entropies(*args, **kwargs)
         self.own = logps.square().mean()
-        return logps, entropies, aux
+        return logps, *others
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         return super()._compute_loss(model, inputs) + 0.1 * self.own
 
 
-@pytest.mark.parametrize("saving", [x for x in SAVINGS if x != "skip"])
+@pytest.mark.parametrize("saving", ["defaults", "trim"])
 def test_a_gradient_that_was_not_foreseen_is_an_error(saving: str) -> None:
     trainer = trainer_of(WithATermOfItsOwn, {})
     trainer.trunk_options = SAVINGS[saving]
-    message = r"zero_advantage: expected no gradient for the sequences \[1, 3, 4, 5, 7\].* pass zero_advantage='train'"
-    with pytest.raises(RuntimeError, match=message):
+    of_sequences = r"expected no gradient for the sequences \[1, 3, 4, 5, 7\]"
+    with pytest.raises(
+        RuntimeError, match=rf"zero_advantage: {of_sequences}.* pass zero_advantage='train'"
+    ):
         step(trainer, batch())
     trainer.trunk_options = TrunkOptions(zero_advantage="train")
     assert step(trainer, batch())[1]["lm_head.weight"].any()
@@ -269,91 +249,51 @@ def test_nothing_is_left_of_a_loss_that_raises(monkeypatch: pytest.MonkeyPatch) 
     trunk = trainer.model.model
 
     def fail(*_: Any, **__: Any) -> None:
+        is_known = fused_head.CALL.get().rows is not None
         seen.append(
-            (
-                CALL.get().rows is None,
-                trl_utils._ChunkedLogProbFunction is theirs,
-                "forward" in vars(trunk),
-            )
+            (is_known, trl_utils._ChunkedLogProbFunction is theirs, "forward" in vars(trunk))
         )
         raise MemoryError
 
     monkeypatch.setattr(fused_head, "linear_logprob", fail)
     with pytest.raises(MemoryError):
         step(trainer, batch())
-    assert seen == [(False, False, True)]
-    assert SCORING.get() is PATCHED
-    assert CALL.get() is UNKNOWN_CALL
-    assert PATCHED.rows is None
-    assert UNKNOWN_CALL.rows is None
+    assert seen == [(True, False, True)]
+    assert fused_head.CALL.get() is fused_head.PATCHED
+    assert fused_head.PATCHED.rows is None
+    assert trainer._scoring is None
     assert trl_utils._ChunkedLogProbFunction is theirs
     assert "forward" not in vars(trunk)
 
 
-REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "quantile": (
-        {"top_entropy_quantile": 0.4},
-        {"zero_advantage": "skip"},
-        "zero_advantage: .*top_entropy_quantile",
-    ),
-    "adaptive": (
-        {"use_adaptive_entropy": True},
-        {"zero_advantage": "skip"},
-        "zero_advantage: .*use_adaptive_entropy",
-    ),
-    "correction": (
-        {},
-        {"zero_advantage": "skip", "fused_sampling_correction": True},
-        "zero_advantage: .*fused_sampling_correction",
-    ),
-    "bnpo": (
-        {"loss_type": "bnpo"},
-        {"regroup": True},
-        "regroup: expected False with loss_type='bnpo'",
-    ),
-    "bonus": (
-        {"entropy_coef": 0.01},
-        {"regroup": True},
-        "regroup: expected False with entropy_coef",
-    ),
-    "quantile, regrouped": (
-        {"top_entropy_quantile": 0.4},
-        {"regroup": True},
-        "regroup: .*top_entropy_quantile",
-    ),
-    "windows": (
-        {"gradient_accumulation_steps": 4, "steps_per_generation": 6},
-        {"regroup": True},
-        "regroup: expected gradient_accumulation_steps and steps_per_generation of which one divides the other, got 4",
-    ),
-    "name": (
-        {},
-        {"zero_advantage": "drop"},
-        "zero_advantage: expected one of 'score', 'skip', 'train', got 'drop'",
-    ),
-    "layout": ({}, {"layout": True}, "layout: expected one of 'tree', 'trim', 'padded', got True"),
-    "budget": (
-        {},
-        {"regroup": True, "tokens_per_forward": 0},
-        "tokens_per_forward: expected a number of tokens",
-    ),
-    "no regroup": (
-        {},
-        {"tokens_per_forward": 64},
-        "tokens_per_forward: expected None without regroup=True, .* got 64",
-    ),
-}
+SKIP, REGROUP = {"zero_advantage": "skip"}, {"regroup": True}
+WINDOWS = {"gradient_accumulation_steps": 4, "steps_per_generation": 6}
+# options of the configuration, arguments of the trainer, message
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"top_entropy_quantile": 0.4}, SKIP, "zero_advantage: .*top_entropy_quantile"),
+    ({"use_adaptive_entropy": True}, SKIP, "zero_advantage: .*use_adaptive_entropy"),
+    ({}, {"fused_sampling_correction": True, **SKIP}, "zero_advantage: .*fused_sampling"),
+    ({"loss_type": "bnpo"}, REGROUP, "regroup: expected False with loss_type='bnpo'"),
+    ({"entropy_coef": 0.01}, REGROUP, "regroup: expected False with entropy_coef"),
+    ({"top_entropy_quantile": 0.4}, REGROUP, "regroup: .*top_entropy_quantile"),
+    (WINDOWS, REGROUP, "regroup: expected gradient_acc.* of which one divides the other, got 4"),
+    ({}, {"zero_advantage": "drop"}, "zero_advantage: expected one of 'score', 'skip', 'train'"),
+    ({}, {"layout": True}, "layout: expected one of 'tree', 'trim', 'padded', got True"),
+    ({}, {"tokens_per_forward": 0, **REGROUP}, "tokens_per_forward: expected a number of tokens"),
+    ({}, {"tokens_per_forward": 64}, "tokens_per_forward: expected None without regroup.* got 64"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_options_that_the_loss_does_not_allow_are_refused(name: str) -> None:
-    options, arguments, message = REFUSED[name]
+@pytest.mark.parametrize(("options", "arguments", "message"), REFUSED, ids=str)
+def test_options_that_the_loss_does_not_allow_are_refused(
+    options: dict[str, Any], arguments: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         trainer_of(FusedGRPOTrainer, options, **arguments)
 
 
 def test_samples_are_divided_by_prompts_within_a_budget() -> None:
-    """Every sample once, a prompt's together where they fit, live ones first; no part has more tokens than it may."""
+    """Every sample once, a prompt's together where they fit, live ones first, within the budget."""
     prompts = [(1, 2, 3)] * 4 + [(4,) * 6] * 4 + [(5,) * 2] * 4
     lengths = [3, 4, 5, 2, 6, 6, 6, 6, 1, 1, 2, 1]
     live = [False] * 4 + [True] * 8
@@ -362,25 +302,24 @@ def test_samples_are_divided_by_prompts_within_a_budget() -> None:
     draw = random.Random(0)
     for _ in range(50):
         groups, size, count = draw.randrange(1, 6), draw.randrange(1, 5), 4
-        samples = size * count
+        samples, budget = size * count, size * 14
         prompts = [(g,) * 5 for g in (draw.randrange(groups) for _ in range(samples))]
         lengths = [draw.randrange(1, 9) for _ in range(samples)]
+        live = [True] * samples
         for in_trees in (True, False):
             parts = micro_batches.divided(
-                prompts, lengths, [True] * samples, count, size * 14, size, in_trees=in_trees
+                prompts, lengths, live, count, budget, size, in_trees=in_trees
             )
             assert sorted(i for part in parts for i in part) == [*range(samples)]
-            used = [
-                sum(lengths[i] for i in part) + 5 * len({prompts[i] for i in part})
-                for part in parts
-            ]
-            assert max(used) <= size * 14, "a padded micro-batch has as many"
-            assert in_trees or {len(part) for part in parts} == {size}
+            for part in parts:
+                used = sum(lengths[i] for i in part) + 5 * len({prompts[i] for i in part})
+                assert used <= budget, "a padded micro-batch has as many"
+                assert in_trees or len(part) == size
 
 
 def test_micro_batches_that_are_left_compute_and_measure_nothing() -> None:
-    """A step's samples fit into the first micro-batches; metrics are those of the ones that have samples."""
-    options = {"regroup": True, "tokens_per_forward": 10_000, "gradient_accumulation_steps": 4}
+    """A step's samples fit into the first micro-batches; metrics are those of these alone."""
+    options = {"tokens_per_forward": 10_000, "gradient_accumulation_steps": 4, **REGROUP}
     trainer = train(FusedGRPOTrainer, **options).trainer
     sizes = [int(batch["completion_mask"].any(1).sum()) for batch in trainer._buffered_inputs]
     assert sizes == [4 * trainer.args.per_device_train_batch_size, 0, 0, 0]
@@ -389,21 +328,21 @@ def test_micro_batches_that_are_left_compute_and_measure_nothing() -> None:
         assert log["tokens/computed"] < 1
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "luspo", "dr_grpo", "dapo"])  # each normaliser
-def test_regrouped_steps_are_stock_trls(loss_type: str) -> None:
-    """An optimizer step of two micro-batches, twice on each generation of four."""
-    options = {
-        **parity.loss_options(loss_type),
-        "num_iterations": 2,
-        "steps_per_generation": 4,
-        "steps": 4,
-    }
-    options |= {"optim": "sgd", "learning_rate": 0.05}
-    stock = train(GRPOTrainer, **options)
-    ours = train(FusedGRPOTrainer, regroup=True, tokens_per_forward=200, **options)
+def assert_same_steps(stock: Run, ours: Run) -> None:
+    """The optimizer's steps, and not the micro-batches."""
+    assert len(stock.steps) == len(ours.steps)
     errors = parity.differences(stock.steps, ours.steps)
     assert max(errors["loss"], errors["grad_norm"]) <= 2e-5, errors
     assert stock.losses != ours.losses, "no sample has another micro-batch"
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "luspo", "dr_grpo", "dapo"])  # each normaliser
+def test_regrouped_steps_are_stock_trls(loss_type: str) -> None:
+    """An optimizer step of two micro-batches, twice on each generation of four."""
+    options = {**parity.loss_options(loss_type), **SGD, "steps": 4}
+    options |= {"num_iterations": 2, "steps_per_generation": 4}
+    stock = train(GRPOTrainer, **options)
+    assert_same_steps(stock, train(FusedGRPOTrainer, tokens_per_forward=200, **REGROUP, **options))
 
 
 class Filter:
@@ -413,10 +352,16 @@ class Filter:
         batch = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
         size = len(batch["prompt_ids"])
         kept = torch.arange(size).view(-1, 4)[:, :2].reshape(-1)
-        return {
-            name: x[kept] if isinstance(x, Tensor) and x.dim() and len(x) == size else x
-            for name, x in batch.items()
-        }
+        for name, x in batch.items():
+            if isinstance(x, Tensor) and x.dim() and len(x) == size:
+                batch[name] = x[kept]
+        return batch
+
+
+@cache
+def filtered(base: type, loss_type: str) -> Run:
+    options = {**parity.loss_options(loss_type), "beta": 0.04, **SGD}
+    return train(mixed(Filter, base), **options)
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo"])
@@ -426,24 +371,16 @@ def test_a_subclass_that_keeps_a_part_of_the_samples(
     loss_type: str, layout: str, where: str
 ) -> None:
     """A regrouped micro-batch's share of the mean is of the samples that were kept."""
-    options = {
-        **parity.loss_options(loss_type),
-        "beta": 0.04,
-        "optim": "sgd",
-        "learning_rate": 0.05,
-    }
-    stock = train(mixed(Filter, GRPOTrainer), **options)
+    options = {**parity.loss_options(loss_type), "beta": 0.04, **SGD}
     fused = mixed(Filter, FusedGRPOTrainer)
     if where == "below":
         fused = mixed(FusedLossMixin, mixed(Filter, GRPOTrainer))
-    ours = train(fused, regroup=True, layout=layout, tokens_per_forward=120, **options)
-    errors = parity.differences(stock.steps, ours.steps)
-    assert max(errors["loss"], errors["grad_norm"]) <= 2e-5, errors
-    assert stock.losses != ours.losses, "no sample has another micro-batch"
+    ours = train(fused, layout=layout, tokens_per_forward=120, **REGROUP, **options)
+    assert_same_steps(filtered(GRPOTrainer, loss_type), ours)
 
 
 class Interrupted:
-    """In front of a trainer: its training stops once, before the last loss of the optimizer step `stops_in`."""
+    """In front of a trainer: its training stops once, before the last loss of step `stops_in`."""
 
     stops_in = 2  # the first one of the second generation
 
@@ -458,9 +395,9 @@ class Interrupted:
 
 def trained_again(trainer_class: type, **options: Any) -> Any:
     """What a trainer has logged that was interrupted within an optimizer step and called again."""
-    found = []
+    found: list[Any] = []
     with contextlib.suppress(KeyboardInterrupt):
-        train(mixed(Interrupted, trainer_class), prepare=found.append, **options)
+        train(mixed(Interrupted, trainer_class), prepare=found.append, steps=4, **options)
     history = tiny_run.History()
     tiny_run.record(found[0], history)
     found[0].train()
@@ -478,41 +415,30 @@ AGAIN: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", AGAIN)
 def test_a_training_that_was_interrupted_goes_on_as_stock_trls(name: str) -> None:
-    options = {"steps": 4, "optim": "sgd", "learning_rate": 0.05, "epsilon": 0.02, **AGAIN[name]}
+    options = {"epsilon": 0.02, **SGD, **AGAIN[name]}
     stock, ours = (trained_again(cls, **options) for cls in (GRPOTrainer, FusedGRPOTrainer))
     assert len(stock.steps) == 4
     assert max(parity.differences(stock.steps, ours.steps).values()) <= 1e-5
     assert ours.losses == pytest.approx(stock.losses, rel=1e-5, abs=1e-6)
-
-
-@pytest.mark.parametrize("name", AGAIN)
-def test_regrouped_windows_that_an_interrupt_has_shifted_are_an_error(name: str) -> None:
-    with pytest.raises(
-        RuntimeError, match=r"regroup: expected .* of 2 micro-batches.* regroup=False"
-    ):
-        trained_again(FusedGRPOTrainer, regroup=True, steps=4, **AGAIN[name])
+    message = r"regroup: expected .* of 2 micro-batches.* regroup=False"
+    with pytest.raises(RuntimeError, match=message):  # the interrupt has shifted the windows
+        trained_again(FusedGRPOTrainer, **REGROUP, **AGAIN[name])
 
 
 def test_regrouped_training_goes_on_after_whole_steps() -> None:
     """Half of a generation is left after the first training."""
-    options = {"steps_per_generation": 4, "optim": "sgd", "learning_rate": 0.05}
     found = []
-    for base, more in ((GRPOTrainer, {}), (FusedGRPOTrainer, {"regroup": True})):
-        run = train(base, steps=1, **options, **more)
+    for base, more in ((GRPOTrainer, {}), (FusedGRPOTrainer, REGROUP)):
+        run = train(base, steps=1, steps_per_generation=4, **SGD, **more)
         run.trainer.train()
         found.append(run)
-    errors = parity.differences(found[0].steps, found[1].steps)
     assert len(found[0].steps) == 2
-    assert max(errors["loss"], errors["grad_norm"]) <= 2e-5, errors
+    assert_same_steps(*found)
 
 
 def test_shares_are_logged_and_evaluation_is_stock_trls() -> None:
-    options = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 8}
-    options["eval_dataset"] = tiny_run.dataset(8)
-    stock, ours = (
-        train(GRPOTrainer, **options),
-        train(FusedGRPOTrainer, zero_advantage="skip", **options),
-    )
+    options = {"eval_dataset": tiny_run.dataset(8), **EVALUATED}
+    stock, ours = train(GRPOTrainer, **options), train(FusedGRPOTrainer, **SKIP, **options)
     assert parity.differences(stock.steps, ours.steps)["grad_norm"] <= 1e-5
     wanted, got = evaluations(stock.trainer), evaluations(ours.trainer)
     assert len(wanted) == 2

@@ -14,7 +14,7 @@ from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 
 from benchmarks import head_flops, parity, tiny_models
 from grpo_kernels import Expectation
-from grpo_kernels.trl import FusedGRPOTrainer, FusedLossMixin, expected_gradient, fused_head
+from grpo_kernels.trl import FusedGRPOTrainer, FusedLossMixin, fused_head, micro_batches
 from tests.support.trl_training import FusedGMPOTrainer, assert_same, mixed, train
 
 THEIRS = trl_utils._ChunkedLogProbFunction
@@ -127,7 +127,7 @@ def test_wrong_expectation_changes_no_loss(monkeypatch: pytest.MonkeyPatch) -> N
         )
         return Expectation(lambda index, logps, entropies: drawn[index])
 
-    monkeypatch.setattr(expected_gradient, "policy_expectation", wrong)
+    monkeypatch.setattr(micro_batches, "policy_expectation", wrong)
     assert_same(train(trl.GRPOTrainer, steps=3, **TWICE), train(FusedGRPOTrainer, steps=3, **TWICE))
     assert len(asked) == 6  # every micro-batch
 
@@ -161,7 +161,7 @@ def test_gmpo_keeps_its_own_loss() -> None:
 def test_inputs_that_only_trl_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     warned: list[str] = []
     monkeypatch.setattr(
-        expected_gradient.warnings, "warn", lambda text, *_, **__: warned.append(str(text))
+        micro_batches.warnings, "warn", lambda text, *_, **__: warned.append(str(text))
     )
     ours = train(mixed(Columns, FusedGRPOTrainer))
     assert any("not foreseen: advantages: expected shape" in text for text in warned)

@@ -15,7 +15,7 @@ import peft
 import trl
 
 from grpo_kernels.trl import FusedGRPOTrainer
-from grpo_kernels.trl.head import adapters_allowed
+from grpo_kernels.trl.fused_head import adapters_allowed
 from tests.support import trl_training
 from tests.support.trl_all_logits import Checked
 from tests.support.trl_training import Run, Written, mixed

@@ -1,4 +1,4 @@
-"""A truncating sampler's sets in TRL's trainer, against TRL's own loss on log-softmaxes over the sets."""
+"""A truncating sampler's sets in TRL's trainer, against TRL's loss of log-softmaxes over them."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ pytest.importorskip("trl")
 from trl import GRPOTrainer
 
 from benchmarks import tiny_run
-from grpo_kernels.trl import FusedGRPOTrainer, FusedLossMixin, sampled_sets
+from grpo_kernels.trl import FusedGRPOTrainer, FusedLossMixin, scoring
 from tests.support import trl_training
 from tests.support.case_builder import seeded
-from tests.support.trl_training import Curious, Run, mixed
+from tests.support.trl_training import Curious, Half, Run, mixed
 
 KEPT = 5  # ids that the sampler keeps
+ERROR = {"sampling_mask": "error"}
 
 
 def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
-    """Completions drawn from the top-k ids, with the sets as vLLM returns them; every fourth token is a tool's."""
+    """Completions of the top-k ids, and the sets as vLLM's; every fourth token is a tool's."""
     draw = seeded(f"rollout of step {trainer.state.global_step}")
     names = ("prompt_ids", "completion_ids", "logprobs", "env_mask", "sampling_mask")
     found: dict[str, Any] = {name: [] for name in names}
@@ -33,10 +34,8 @@ def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
         text, rows, logps, drawn = [*prompt], [], [], []
         for i in range(int(torch.randint(2, 9, (), generator=draw))):
             with torch.no_grad():
-                z = (
-                    trainer.model(input_ids=torch.tensor([text])).logits[0, -1]
-                    / trainer.temperature
-                )
+                logits = trainer.model(input_ids=torch.tensor([text])).logits[0, -1]
+            z = logits / trainer.temperature
             drawn.append(int(i % 4 != 2))
             kept = z.topk(1 + (i % KEPT)).indices.sort().values
             of_set = z[kept].log_softmax(-1)
@@ -65,113 +64,23 @@ class Oracle(GRPOTrainer):
         return super()._compute_loss(model, inputs)
 
     def _get_per_token_logps_and_entropies(
-        self,
-        model: Any,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        logits_to_keep: int,
-        *_: Any,
-        **__: Any,
+        self, model: Any, ids: Tensor, mask: Tensor, count: int, *_: Any, **__: Any
     ) -> Any:
-        z = model(input_ids=input_ids, attention_mask=attention_mask).logits[
-            :, -logits_to_keep - 1 : -1
-        ]
+        z = model(input_ids=ids, attention_mask=mask).logits[:, -count - 1 : -1]
         outside = torch.zeros_like(z, dtype=torch.bool)
         for i, rows in enumerate(self.rows):
-            for t, ids in enumerate(rows):
-                if ids:
+            for t, kept in enumerate(rows):
+                if kept:
                     outside[i, t] = True
-                    outside[i, t, ids] = False
+                    outside[i, t, kept] = False
         log_probs = (z / self.temperature).masked_fill(outside, -math.inf).log_softmax(-1)
         entropies = -(log_probs.exp() * log_probs.masked_fill(outside, 0.0)).sum(-1)
-        return log_probs.gather(-1, input_ids[:, -logits_to_keep:, None])[..., 0], entropies, None
+        return log_probs.gather(-1, ids[:, -count:, None])[..., 0], entropies, None
 
 
 def train(trainer: type, steps: int = 2, **options: Any) -> Run:
-    return trl_training.train(
-        trainer, steps, **{"rollout_func": rollout, "temperature": 0.8, **options}
-    )
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {
-            "beta": 0.04,
-            "entropy_coef": 0.01,
-            "steps_per_generation": 4,
-        },  # old log-probabilities and a reference
-        {"loss_type": "dapo", "num_iterations": 2},
-    ],
-    ids=["halves", "twice"],
-)
-def test_the_loss_is_over_the_sets(options: dict[str, Any]) -> None:
-    want, got = train(Oracle, **options), train(FusedGRPOTrainer, sampling_mask="error", **options)
-    assert got.losses == pytest.approx(want.losses, rel=1e-5, abs=1e-6)
-    names = ("loss", "grad_norm", "entropy", *(("kl",) if "beta" in options else ()))
-    assert 1 < got.steps[0]["kept/size"] < KEPT
-    assert got.steps[0]["kept/without_set"] == 0
-    for x, y in zip(got.steps, want.steps, strict=True):
-        assert {name: x[name] for name in names} == pytest.approx(
-            {name: y[name] for name in names}, rel=1e-4, abs=1e-6
-        )
-    other = train(FusedGRPOTrainer, **options)  # the sets are not asked for
-    assert other.losses != pytest.approx(want.losses, rel=1e-2, abs=1e-3)
-
-
-@pytest.mark.parametrize("without_set", ["error", "full"])
-def test_scorings_by_others_while_it_generates_are_over_the_vocabulary(without_set: str) -> None:
-    # "twice" has TRL score nothing, with False it scores the completions over their sets
-    for correction in ("auto", False):
-        options = {"beta": 0.04, "num_iterations": 2, "sampling_mask": without_set}
-        options["fused_sampling_correction"] = correction
-        stock = train(mixed(Curious, GRPOTrainer), beta=0.04)
-        plain, ours = (
-            train(cls, **options) for cls in (FusedGRPOTrainer, mixed(Curious, FusedGRPOTrainer))
-        )
-        want, got = stock.trainer.seen, ours.trainer.seen
-        assert len(got) == 2
-        for i in range(2):
-            torch.testing.assert_close(got[i], want[i], rtol=1e-5, atol=1e-5)
-        assert ours.steps == plain.steps
-
-
-class Half:
-    """In front of a trainer: it keeps every second sample, the last one first."""
-
-    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
-        batch = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
-        size = len(batch["prompt_ids"])
-        kept = {name: x for name, x in batch.items() if isinstance(x, list) or x.dim()}
-        chosen = range(size - 1, 0, -2)
-        return batch | {
-            name: x[[*chosen]] if isinstance(x, Tensor) else [x[i] for i in chosen]
-            for name, x in kept.items()
-        }
-
-
-def test_a_subclass_below_may_choose_the_samples() -> None:
-    """It gets the batch without the sets."""
-    options = {"beta": 0.04, "loss_type": "grpo"}
-    want = train(mixed(Half, Oracle), **options)
-    got = train(mixed(FusedLossMixin, mixed(Half, GRPOTrainer)), sampling_mask="error", **options)
-    assert got.losses == pytest.approx(want.losses, rel=1e-5, abs=1e-6)
-
-
-class Rewriter(FusedGRPOTrainer):
-    """Completions that nobody has sampled."""
-
-    def _generate(self, *args: Any, **kwargs: Any) -> Any:
-        generated = super()._generate(*args, **kwargs)
-        generated[1][0][0] = 9
-        return generated
-
-
-def test_completions_that_the_sets_are_not_of_are_an_error() -> None:
-    with pytest.raises(
-        ValueError, match="sampling_mask: expected a batch of the completions that rollout_func"
-    ):
-        train(Rewriter, sampling_mask="full", rollout_func=lambda *x: rollout(*x))
+    options = {"rollout_func": rollout, "temperature": 0.8, **options}
+    return trl_training.train(trainer, steps, **options)
 
 
 def changed(change: Callable[[Any], Any]) -> Callable[[list[str], Any], dict[str, Any]]:
@@ -179,18 +88,57 @@ def changed(change: Callable[[Any], Any]) -> Callable[[list[str], Any], dict[str
 
     def wrong(prompts: list[str], trainer: Any) -> dict[str, Any]:
         generated = rollout(prompts, trainer)
-        change(generated["sampling_mask"])
+        change(generated)
         return generated
 
     return wrong
 
 
-def without(prompts: list[str], trainer: Any) -> dict[str, Any]:
-    return {name: x for name, x in rollout(prompts, trainer).items() if name != "sampling_mask"}
+@pytest.mark.parametrize(
+    "options",
+    [
+        # old log-probabilities and a reference
+        {"beta": 0.04, "entropy_coef": 0.01, "steps_per_generation": 4},
+        {"loss_type": "dapo", "num_iterations": 2},
+    ],
+    ids=["halves", "twice"],
+)
+def test_the_loss_is_over_the_sets(options: dict[str, Any]) -> None:
+    want, got = train(Oracle, **options), train(FusedGRPOTrainer, **ERROR, **options)
+    assert got.losses == pytest.approx(want.losses, rel=1e-5, abs=1e-6)
+    assert 1 < got.steps[0]["kept/size"] < KEPT
+    assert got.steps[0]["kept/without_set"] == 0
+    for x, y in zip(got.steps, want.steps, strict=True):
+        for name in ("loss", "grad_norm", "entropy", *(("kl",) if "beta" in options else ())):
+            assert x[name] == pytest.approx(y[name], rel=1e-4, abs=1e-6), name
+    other = train(FusedGRPOTrainer, **options)  # the sets are not asked for
+    assert other.losses != pytest.approx(want.losses, rel=1e-2, abs=1e-3)
+
+
+@pytest.mark.parametrize("correction", ["auto", False])
+def test_scorings_by_others_while_it_generates_are_over_the_vocabulary(correction: Any) -> None:
+    # "twice" has TRL score nothing, with False it scores the completions over their sets
+    stock = train(mixed(Curious, GRPOTrainer), 1, beta=0.04)
+    options = {"beta": 0.04, "num_iterations": 2, "fused_sampling_correction": correction, **ERROR}
+    plain, ours = (
+        train(cls, 1, **options) for cls in (FusedGRPOTrainer, mixed(Curious, FusedGRPOTrainer))
+    )
+    want, got = stock.trainer.seen, ours.trainer.seen
+    assert len(got) == 2
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    assert ours.steps == plain.steps
+
+
+def test_a_subclass_below_may_choose_the_samples() -> None:
+    """It gets the batch without the sets."""
+    options = {"beta": 0.04, "loss_type": "grpo"}
+    want = train(mixed(Half, Oracle), **options)
+    got = train(mixed(FusedLossMixin, mixed(Half, GRPOTrainer)), **ERROR, **options)
+    assert got.losses == pytest.approx(want.losses, rel=1e-5, abs=1e-6)
 
 
 def test_a_token_without_a_set_may_have_the_whole_vocabulary() -> None:
-    lost = changed(lambda sets: sets[0][0].clear())
+    lost = changed(lambda x: x["sampling_mask"][0][0].clear())
     got = train(FusedGRPOTrainer, steps=1, sampling_mask="full", rollout_func=lost)
     assert 0 < got.steps[0]["kept/without_set"] < 0.1
 
@@ -211,64 +159,48 @@ def test_a_truncating_sampler_without_its_sets_is_warned_of(
     options: dict[str, Any], warns: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     said: list[str] = []
-    monkeypatch.setattr(sampled_sets, "warn_once", said.append)
+    monkeypatch.setattr(scoring, "warn_once", said.append)
     of_config = {name: x for name, x in options.items() if name != "sampling_mask"}
     args = tiny_run.config(str(tmp_path), 1, **of_config)
-    trainer = SimpleNamespace(
-        args=args,
-        use_vllm=True,
-        vllm_importance_sampling_correction=args.vllm_importance_sampling_correction,
-        sampling_mask=options.get("sampling_mask"),
-    )
-    sampled_sets.warn_of_truncation(trainer)
+    corrects = args.vllm_importance_sampling_correction
+    trainer = SimpleNamespace(args=args, use_vllm=True)
+    trainer.sampling_mask = options.get("sampling_mask")
+    trainer.vllm_importance_sampling_correction = corrects
+    scoring.warn_of_truncation(trainer)
     assert [all(name in x for name in options) for x in said] == [True] * warns
 
 
-ERROR = {"sampling_mask": "error"}
+class Rewriter(FusedGRPOTrainer):
+    """Completions that nobody has sampled."""
+
+    def _generate(self, *args: Any, **kwargs: Any) -> Any:
+        generated = super()._generate(*args, **kwargs)
+        generated[1][0][0] = 9
+        return generated
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"sampling_mask": True},
-            "sampling_mask: expected one of 'error', 'full', or None, got True",
-        ),
-        (
-            {**ERROR, "rollout_func": None},
-            "sampling_mask: expected None with no rollout_func, whose output has the",
-        ),
-        (
-            {**ERROR, "kl_estimator": "full"},
-            "sampling_mask: expected None with kl_estimator='full'",
-        ),
-        (
-            {**ERROR, "rollout_func": without},
-            "sampling_mask: expected a list of them in rollout_func's output, got none",
-        ),
-        (
-            {**ERROR, "rollout_func": changed(lambda sets: sets[1].append([1]))},
-            "sampling_mask: expected .* lists of ids for completion 1, one a token",
-        ),
-        (
-            {**ERROR, "rollout_func": changed(lambda sets: sets.pop())},
-            "sampling_mask: expected the sets of 16 completions, got 15",
-        ),
-        (
-            {**ERROR, "rollout_func": changed(lambda sets: sets[0][0].clear())},
-            "kept_ids: expected a set where the mask counts",
-        ),
-    ],
-    ids=[
-        "name",
-        "no rollout",
-        "exact KL",
-        "no sets",
-        "a set too many",
-        "a completion too few",
-        "a token without one",
-    ],
-)
-def test_wrong_sets(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        train(FusedGRPOTrainer, steps=1, beta=0.1, **options)
+def of_sets(change: Callable[[Any], Any]) -> dict[str, Any]:
+    return {"rollout_func": changed(lambda x: change(x["sampling_mask"]))}
+
+
+NOT_A_SET = "kept_ids: expected a set where the mask counts"
+NO_SETS = {"rollout_func": changed(lambda x: x.pop("sampling_mask"))}
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "name": ({"sampling_mask": True}, "expected one of 'error', 'full', or None, got True"),
+    "no rollout": ({"rollout_func": None}, "expected None with no rollout_func, whose output has"),
+    "exact KL": ({"kl_estimator": "full"}, "expected None with kl_estimator='full'"),
+    "no sets": (NO_SETS, "expected a list of them in rollout_func's output, got none"),
+    "a set too many": (of_sets(lambda x: x[1].append([1])), "lists of ids for completion 1, one a"),
+    "a completion too few": (of_sets(lambda x: x.pop()), "the sets of 16 completions, got 15"),
+    "a token without one": (of_sets(lambda x: x[0][0].clear()), NOT_A_SET),
+    "other completions": ({"trainer": Rewriter}, "a batch of the completions that rollout_func"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_sets(name: str) -> None:
+    options, message = WRONG[name]
+    options = {"trainer": FusedGRPOTrainer, "steps": 1, "beta": 0.1, **ERROR, **options}
+    with pytest.raises(ValueError, match=message) as error:
+        train(**options)
+    assert str(error.value).startswith("kept_ids" if message is NOT_A_SET else "sampling_mask: ")

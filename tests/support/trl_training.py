@@ -21,6 +21,9 @@ from grpo_kernels.trl import FusedLossMixin
 gc.freeze()  # accelerate collects garbage after every training, for a third of a second with all that is imported here
 
 
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 8}
+
+
 class FusedGMPOTrainer(FusedLossMixin, GMPOTrainer):
     pass
 
@@ -66,6 +69,21 @@ class Curious:
             for model in (policy, reference):
                 score = self._get_per_token_logps_and_entropies  # type: ignore[attr-defined]
                 self.seen.append(score(model, ids, torch.ones_like(ids), 5)[0])
+
+
+class Half:
+    """In front of a trainer: it keeps every second sample, the last one first."""
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        batch = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
+        size = len(batch["prompt_ids"])
+        chosen = range(size - 1, 0, -2)
+        for name, x in batch.items():
+            if isinstance(x, torch.Tensor) and x.dim() and len(x) == size:
+                batch[name] = x[[*chosen]]
+            elif isinstance(x, list) and len(x) == size:
+                batch[name] = [x[i] for i in chosen]
+        return batch
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,337 @@
+"""What TRL scores before its loss: same losses and metrics as stock TRL's, with less scored.
+
+The sampler is a stand-in for vLLM: it draws ids, and scores them with the policy and some noise.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+pytest.importorskip("trl")
+from trl import GRPOTrainer
+from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
+
+from benchmarks import parity, tiny_run
+from grpo_kernels.trl import FusedGRPOTrainer, scoring
+from tests.support.case_builder import seeded
+from tests.support.trl_training import (
+    EVALUATED,
+    FusedGMPOTrainer,
+    Run,
+    Written,
+    assert_same,
+    count_scored,
+    evaluations,
+    mixed,
+    train,
+)
+
+# a generation is 2 micro-batches of 8, trained on twice
+TWICE: dict[str, Any] = {"num_iterations": 2}
+# a generation is 4 micro-batches of 8, and an optimizer step is 2 of them
+HALVES: dict[str, Any] = {"steps_per_generation": 4}
+BOTH = TWICE | HALVES
+# Adam would make steps of a rounding where the policy is still its reference
+SGD: dict[str, Any] = {"optim": "sgd", "learning_rate": 0.05}
+MASKED = {"mask_truncated_completions": True, "max_completion_length": 6}
+
+
+def counted(base: type, **options: Any) -> Run:
+    return train(base, prepare=count_scored, **{"steps": 4, **options})
+
+
+# name -> (options, forwards that score beforehand in 4 steps: stock, ours)
+CASES: dict[str, tuple[dict[str, Any], int, int]] = {
+    "twice": (TWICE, 4, 0),
+    "halves, checkpointing": ({"gradient_checkpointing": True, "delta": 0.99, **HALVES}, 8, 4),
+    "no accumulation": ({"gradient_accumulation_steps": 1, "steps_per_generation": 2}, 4, 2),
+    "a generation within a step": (
+        {"gradient_accumulation_steps": 4, "steps_per_generation": 6}, 18, 8
+    ),
+    "a shorter last step of the epoch": (
+        {"steps_per_generation": 3, "steps": 7, "train_dataset": tiny_run.dataset(18)}, 15, 7
+    ),
+    "beta": ({"beta": 0.04, **SGD, **BOTH}, 4, 2),
+    "grpo, sequence, truncated": (BOTH | parity.loss_options("grpo", "sequence", **MASKED), 4, 2),
+    "bnpo, off-policy": (
+        BOTH | parity.loss_options("bnpo", off_policy_mask_threshold=0.02), 4, 2
+    ),
+    "luspo, sequence": (BOTH | parity.loss_options("luspo", "sequence"), 4, 2),
+    "vespo": (BOTH | parity.loss_options("vespo"), 4, 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_training_is_the_same_and_less_is_scored(name: str) -> None:
+    options, stock_forwards, our_forwards = CASES[name]
+    stock, ours = counted(GRPOTrainer, **options), counted(FusedGRPOTrainer, **options)
+    assert_same(stock, ours)
+    theirs, scored = stock.trainer.scored, ours.trainer.scored
+    assert (theirs["forwards"], scored["forwards"]) == (stock_forwards, our_forwards)
+    accumulated = ours.trainer.args.gradient_accumulation_steps
+    assert accumulated == options.get("gradient_accumulation_steps", 2)
+    if our_forwards:
+        dead_are_scored = name in ("vespo", "beta")  # its metric reads them; the KL has a gradient
+        share = scored["sequences"] / theirs["sequences"] / (our_forwards / stock_forwards)
+        assert share > 0.9 if dead_are_scored else 0.2 < share < 0.8
+
+
+@pytest.mark.parametrize(
+    "more", [{"kl_estimator": "full"}, {"zero_advantage": "skip"}, {"regroup": True}], ids=str
+)
+def test_other_options(more: dict[str, Any]) -> None:
+    """Against the same options with TRL's scoring."""
+    options = BOTH | more | ({"beta": 0.04} if "kl_estimator" in more else {"epsilon": 0.02})
+    want = counted(FusedGRPOTrainer, fused_sampling_correction=False, **options)
+    got = counted(FusedGRPOTrainer, **options)
+    compared = [
+        [{k: x for k, x in step.items() if "/" not in k or "clip" in k} for step in run.steps]
+        for run in (want, got)
+    ]
+    assert max(parity.differences(*compared).values()) <= parity.TOLERANCE
+    tries_the_model = "regroup" in more  # on a sample
+    assert want.trainer.scored["forwards"] == 4
+    assert got.trainer.scored["forwards"] == 2 + tries_the_model
+
+
+def test_gmpo_and_evaluations() -> None:
+    options = {"config_class": GMPOConfig, **BOTH}
+    stock, ours = (counted(cls, **options) for cls in (GMPOTrainer, FusedGMPOTrainer))
+    assert_same(stock, ours)
+    assert ours.trainer.scored["forwards"] == stock.trainer.scored["forwards"] / 2
+
+    options = {"eval_dataset": tiny_run.dataset(8), "steps": 2, **EVALUATED, **TWICE}
+    stock, ours = (counted(cls, **options) for cls in (GRPOTrainer, FusedGRPOTrainer))
+    batches = 2 * 4  # of 8 prompts, 4 completions each, in each of two evaluations
+    assert stock.trainer.scored["forwards"] == 2 * batches + 2  # the loss's with them
+    assert ours.trainer.scored["forwards"] == batches
+    assert_same_evaluations(stock, ours)
+
+
+def assert_same_evaluations(stock: Run, ours: Run) -> None:
+    for want, got in zip(evaluations(stock.trainer), evaluations(ours.trainer), strict=True):
+        assert got == pytest.approx({**got, **want}, rel=1e-5, abs=1e-6)
+
+
+class Sampler(Written):
+    """In front of a trainer: what it generates, as from vLLM."""
+
+    def _generate_single_turn(self, prompts: list[list[int]], *_: Any, **__: Any) -> Any:
+        completions, _ = super()._generate_single_turn(prompts)
+        noise, logps = seeded("noise of the sampler"), []
+        for prompt, ids in zip(prompts, completions, strict=True):
+            with torch.no_grad():
+                logits = self.model(input_ids=torch.tensor([[*prompt, *ids]])).logits  # type: ignore[attr-defined]
+            log_probs = logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+            scores = log_probs.gather(1, torch.tensor(ids)[:, None])[:, 0]
+            noisy = (scores + 0.15 * torch.randn(len(ids), generator=noise)).tolist()
+            # None: could not score it
+            logps.append([None if i == 5 else x for i, x in enumerate(noisy)])
+        return completions, logps
+
+
+class Tools(Sampler):
+    """Every third token is a tool's output."""
+
+    def _generate(self, prompts: list[Any]) -> Any:
+        prompt_ids, ids, _, *others = super()._generate(prompts)  # type: ignore[misc]
+        return prompt_ids, ids, [[int(i % 3 != 1) for i, _ in enumerate(x)] for x in ids], *others
+
+
+def prepare(trainer: Any) -> None:
+    trainer.use_vllm = True
+    count_scored(trainer)
+
+
+CLIP = {"vllm_importance_sampling_clip_max": 1.3, "vllm_importance_sampling_clip_min": 0.8}
+
+
+def sampled(base: type, steps: int = 1, mixin: type = Sampler, **options: Any) -> Run:
+    """A short run with the stand-in."""
+    return train(mixed(mixin, base), steps, prepare=prepare, **CLIP | options)
+
+
+def mode(name: str, **more: Any) -> dict[str, Any]:
+    return {"vllm_importance_sampling_mode": name, **more}
+
+
+GSPO = {"loss_type": "grpo", "importance_sampling_level": "sequence"}
+MANY = {"gradient_accumulation_steps": 4, "steps_per_generation": 2, **TWICE}
+VESPO = {"mixin": Tools, "loss_type": "vespo"}
+OFF_POLICY = {"off_policy_mask_threshold": 0.02, "eval_dataset": tiny_run.dataset(8), **EVALUATED}
+# name -> (options, share of TRL's scoring that is left)
+CORRECTED: dict[str, tuple[dict[str, Any], float]] = {
+    "token_truncate": (mode("token_truncate", steps=2), 0),
+    "token_mask, tools, vespo": (mode("token_mask", entropy_coef=0.01, **VESPO), 0),
+    "sequence_truncate, GSPO, beta": (mode("sequence_truncate", beta=0.04, **GSPO), 0),
+    "sequence_mask, off-policy mask, evaluation": (mode("sequence_mask", **OFF_POLICY), 0.8),
+    "the batch twice": (mode("token_truncate", **MANY), 0),
+    "the batch twice, two steps": (mode("sequence_truncate", steps=4, **TWICE), 0),
+    # an optimizer step takes half of the generated batch: the other half has to be scored
+    "halves, twice": (mode("sequence_mask", steps=4, **BOTH), 0.5),
+    "halves, tools, vespo": (mode("token_truncate", steps=2, **HALVES, **VESPO, **SGD), 0.5),
+}
+
+
+@pytest.mark.parametrize("name", CORRECTED)
+def test_training_with_a_samplers_correction_is_the_same(name: str) -> None:
+    """Every logged value, also of evaluations."""
+    options, share = CORRECTED[name]
+    stock, ours = (sampled(base, **options) for base in (GRPOTrainer, FusedGRPOTrainer))
+    # VESPO's weights are powers of ratios: after a step of 0.05 they make 1.4e-6 of the roundings
+    # of the first
+    assert_same(stock, ours, parity.TOLERANCE if "halves, tools" in name else None)
+    measured = "sampling/importance_sampling_ratio/mean"  # in steps with a generation
+    ratios = [step[measured] for step in ours.steps if measured in step]
+    assert ratios and all(0.1 < x < 1.5 and x != 1 for x in ratios)
+    assert_same_evaluations(stock, ours)
+    scored, theirs = ours.trainer.scored, stock.trainer.scored
+    assert theirs["sequences"] > 0
+    if share == 0.8:  # an evaluation's loss is without gradient, and counts
+        assert 0 < scored["forwards"] < theirs["forwards"]
+    else:  # samples live or not: the metrics read them
+        assert scored == {key: x * share for key, x in theirs.items() if share}
+    assert ours.trainer.vllm_importance_sampling_correction
+
+
+def test_a_forward_of_the_model_is_saved() -> None:
+    """Counted: exactly what the scoring beforehand took."""
+    flops, scored = {}, []
+
+    def count(trainer: Any) -> None:
+        trainer.use_vllm, score = True, trainer._get_per_token_logps_and_entropies
+        ids = torch.ones(1, 3, dtype=torch.long)
+        with torch.no_grad():  # a first call measures the head's constants
+            score(trainer.model, ids, ids, 1)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            with FlopCounterMode(display=False) as inner:
+                result = score(*args, **kwargs)
+            if not torch.is_grad_enabled():
+                scored.append(inner.get_total_flops())
+            return result
+
+        trainer._get_per_token_logps_and_entropies = counted
+
+    padded = {"layout": "padded", "zero_advantage": "train"}  # nothing is tried on a model then
+    options = {**padded, **CLIP, **mode("token_truncate")}
+    trainer_class = mixed(Sampler, FusedGRPOTrainer)
+    for fused in (True, False):
+        with FlopCounterMode(display=False) as counter:
+            train(trainer_class, 1, prepare=count, fused_sampling_correction=fused, **options)
+        flops[fused] = counter.get_total_flops()
+        assert bool(scored) is not fused
+    assert flops[False] - flops[True] == sum(scored) > 0.15 * flops[False]
+
+
+@pytest.mark.parametrize("name", ["token_truncate", "sequence_mask"])
+def test_regrouped_samples_have_the_same_sampler_metrics(name: str) -> None:
+    """Micro-batches that are left without samples count for nothing."""
+    metrics = []
+    for more in ({}, {"regroup": True, "tokens_per_forward": 10_000}):
+        run = sampled(FusedGRPOTrainer, loss_type="grpo", **more, **mode(name))
+        metrics.append(
+            [{k: x for k, x in step.items() if k.startswith("sampling/")} for step in run.steps]
+        )
+        is_left = any("has_no_samples" in batch for batch in run.trainer._buffered_inputs)
+        assert is_left is bool(more)
+    assert metrics[0][0]
+    assert max(parity.differences(*metrics).values()) <= parity.TOLERANCE
+
+
+def test_gmpo_needs_no_ratio() -> None:
+    """TRL's GMPO does not read it; its metrics are logged all the same."""
+    options = mode("token_mask", config_class=GMPOConfig)
+    stock, ours = (sampled(base, **options) for base in (GMPOTrainer, FusedGMPOTrainer))
+    assert ours.trainer.scored["forwards"] == 0
+    assert_same(stock, ours)
+
+
+class Reader(FusedGRPOTrainer):
+    """It reads the batch, and what its loss gets."""
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        batch = super()._generate_and_score_completions(inputs)
+        if self.num_iterations > 1:
+            assert batch["old_per_token_logps"].shape == batch["completion_mask"].shape
+        return batch
+
+    def _compute_loss(self, model: Any, inputs: Any) -> Tensor:
+        corrects = self.use_vllm and self.vllm_importance_sampling_correction
+        assert "importance_sampling_ratio" in inputs or not corrects
+        return super()._compute_loss(model, inputs)
+
+
+class WithDropout(FusedGRPOTrainer):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        layer = self.model.model.layers[0]
+        if self.num_iterations > 1:
+            layer.self_attn.attention_dropout = 0.1
+        else:
+            layer.mlp.act_fn = torch.nn.Sequential(torch.nn.SiLU(), torch.nn.Dropout(0.1))
+
+
+FUSED, CORRECTS = "fused_sampling_correction", "vllm_importance_sampling_correction"
+SKIP = {"zero_advantage": "skip"}
+
+
+@pytest.mark.parametrize(
+    ("base", "options", "scores", "said"),
+    [
+        (FusedGRPOTrainer, SKIP, True, "sampling/* metrics read the sequences that zero_advant"),
+        (Reader, {}, True, "may read its result; pass True if not"),
+        (WithDropout, {}, True, "dropout, or noise, makes log-probabilities random; set it to 0"),
+        (WithDropout, {FUSED: True}, False, None),
+        (Reader, {FUSED: False}, True, None),
+        (Reader, {CORRECTS: False}, False, None),
+        # without a sampler, for the ratio to the old policy: not a word
+        (FusedGRPOTrainer, {FUSED: False, **TWICE}, True, None),
+        (Reader, TWICE, True, None),
+        (WithDropout, TWICE, True, None),
+    ],
+    ids=["skip", "a subclass", "dropout", "dropout, asked for", "not asked for",
+         "nothing to correct", "old: not asked for", "old: a subclass", "old: dropout"],
+)  # fmt: skip
+def test_where_it_does_not_apply_trl_scores_and_it_is_said(
+    base: type,
+    options: dict[str, Any],
+    scores: bool,
+    said: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    warned: list[str] = []
+    monkeypatch.setattr(scoring, "warn_once", warned.append)
+    run = counted(base, **options) if "num_iterations" in options else sampled(base, **options)
+    assert (run.trainer.scored["forwards"] > 0) == scores
+    assert [said is not None and said in x for x in warned] == [True] * (said is not None), warned
+
+
+def test_a_policy_that_has_changed_is_an_error() -> None:
+    """A loop of one's own that takes optimizer steps without saying so to accelerate."""
+    trainer = train(FusedGRPOTrainer, steps=1, **TWICE).trainer
+    batch = {k: x for k, x in trainer._buffered_inputs[0].items() if k != "old_per_token_logps"}
+    trainer.model.train()
+    message = r"old_per_token_logps: expected them .* step 0, got None at step 1; pass fused"
+    with pytest.raises(RuntimeError, match=message):
+        trainer._compute_loss(trainer.model, batch)
+
+
+@pytest.mark.parametrize(
+    ("run", "options", "message"),
+    [
+        (sampled, {"mixin": Written, FUSED: True}, "sampling_per_token_logps: expected .+ None"),
+        (train, {FUSED: True}, "fused_sampling_correction: expected False without"),
+        (train, {FUSED: True, CORRECTS: False}, "fused_sampling_correction: expected False"),
+        (train, {FUSED: "on"}, "fused_sampling_correction: expected 'auto', True or .*, got 'on'"),
+    ],
+    ids=["no log-probabilities", "no sampler", "no correction", "name"],
+)  # fmt: skip
+def test_what_it_needs_is_said(run: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        run(FusedGRPOTrainer, **options)
