@@ -43,7 +43,6 @@ EXAMPLES: dict[str, tuple[int | None, str]] = {
     "liger_module": (None, "largest difference from Liger"),
     "kept_set": (16, "ratio to the sampler:"),
     "sampler_product": (None, "sampler's bits: 192 of 192"),
-    "distillation": (28, "nats from the teacher:"),
     "gkd_trl": (12, "largest difference from TRL's:"),
 }
 APART = {
@@ -106,7 +105,7 @@ def docstring(name: str) -> str:
 
 
 def test_every_script_is_covered() -> None:
-    shared = {"arithmetic", "begin", "demo", "demo_report", "gsm8k", "head_cost", "unified_view"}
+    shared = {"arithmetic", "begin", "demo", "demo_report", "gsm8k", "head_cost"}
     apart = SCRIPTS | {"gsm8k_plain"}  # tests/test_gsm8k_examples.py
     assert {path.stem for path in (ROOT / "examples").glob("*.py")} == shared | apart | set(
         EXAMPLES
@@ -391,26 +390,3 @@ def test_demo_writes_its_summary_and_picture(tmp_path: Path) -> None:
         assert pair["ours"]["peak_bytes"] < pair["trl"]["peak_bytes"]
     assert "largest difference of the losses" in printed
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.slow
-def test_the_unified_view_trains_every_method(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    options = ["--quick", "--seeds", "1", "--processes", "1", "--output", str(tmp_path)]
-    printed = run_forked("unified_view", *options, folder=tmp_path)
-    runs = {
-        run["method"]: run for run in json.loads((tmp_path / "curves.json").read_text())["runs"]
-    }
-    assert len(runs) == 7
-    learnt = runs.pop("iterative GRPO, learnt reward")
-    assert learnt["completions"] == [x + 4 * 27 for x in (0, 128, 256)], (
-        "its labelled samples count too"
-    )
-    for name, run in runs.items():
-        assert run["completions"] == [0, 128, 256]
-        assert run["reward"][0] == runs["SFT"]["reward"][0], "all begin with one model"
-        assert f"{name:<32}" in printed and f"{run['reward'][-1]:.3f} (" in printed
-    assert runs["SFT"]["carried"] == [0, 128, 256]
-    for name in ("RFT", "online RFT"):
-        assert 0 < runs[name]["carried"][-1] < 128, "most answers are wrong, and rejected"
-    assert runs["GRPO, outcome"]["carried"][-1] > runs["online RFT"]["carried"][-1]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import statistics
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ import pytest
 pytest.importorskip("matplotlib")
 
 from benchmarks import __main__ as command
-from benchmarks import curves, figures, plots, tables, words
+from benchmarks import figures, plots, tables, words
 from benchmarks.machine import ROOT
 from tests.support.bench_results import parsed, results, sparse
 
@@ -29,14 +27,14 @@ def test_the_pages_are_what_the_results_say(tmp_path: Path) -> None:
     newest = sorted((ROOT / "benchmarks" / "results").glob("cpu-20*.json"))[-1]
     assert command.main(["--report", str(newest), "--plot", "--docs", str(tmp_path)]) == 0
     assert (tmp_path / "benchmarks.md").read_text() == (ROOT / "docs" / "benchmarks.md").read_text()
-    assert curves.main(["--output", str(tmp_path / "plots")]) == 0
     made = {path.name for path in (tmp_path / "plots").iterdir()}
-    assert made == {"memory.png", "step.png", "time.png", "distillation.png", "unified-view.png"}
+    assert made == {"memory.png", "step.png", "time.png"}
     shown = "".join(
         path.read_text() for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
     )
-    assert all(f"plots/{name}" in shown for name in (*made, "real.png"))
-    assert made | {"real.png"} == {path.name for path in (ROOT / "docs" / "plots").iterdir()}
+    others = {"real.png", "distillation.png", "unified-view.png"}
+    assert all(f"plots/{name}" in shown for name in made | others)
+    assert made | others == {path.name for path in (ROOT / "docs" / "plots").iterdir()}
 
 
 def test_claims_are_of_the_results_and_begin_the_page(data: Data, tmp_path: Path) -> None:
@@ -251,24 +249,3 @@ def test_figures_draw_the_results(data: Data) -> None:
     assert [bar.get_width() for bar in time.axes[0].patches] == [ms["median"] / 1e3 for ms in plain]
     ends = [[ms[q] / 1e3 for q in ("p20", "p80")] for ms in plain]
     assert [list(line.get_xdata()) for line in time.axes[0].lines] == ends
-
-
-def test_curves_end_where_the_seeds_do(tmp_path: Path) -> None:
-    distilled, unified = (curves.read(path)[1] for path in curves.newest())
-    with plots.looks():
-        left, right = curves.draw_distillation(distilled).axes
-        (axes,) = curves.draw_unified_view(unified).axes
-    ends = [curves.final(distilled["runs"], name, distilled["pass"]) for name in curves.LOSSES]
-    assert [line.get_ydata()[-1] for line in left.lines] == pytest.approx(ends)
-    assert ends == sorted(ends) and len(right.lines) == 3
-    for name, line in zip(curves.METHODS, axes.lines, strict=True):
-        rewards = [run["reward"][-1] for run in unified["runs"] if run["method"] == name]
-        assert line.get_ydata()[-1] == pytest.approx(100 * statistics.fmean(rewards))
-    assert curves.distillation_claim(distilled) in " ".join(
-        (ROOT / "docs" / "divergences.md").read_text().split()
-    )
-    assert curves.unified_claim(unified) in (ROOT / "docs" / "unified-view.md").read_text()
-    assert plots.apart([1.0, 1.0, 9.0], 2.0) == [0.0, 2.0, 9.0]
-    (tmp_path / "x.json").write_text(json.dumps({"runs": [{"other": 1}]}))
-    with pytest.raises(ValueError, match=r"x\.json: expected the curves of"):
-        curves.read(tmp_path / "x.json")
