@@ -1,8 +1,8 @@
 """``python -m benchmarks``: the head of a policy loss on a CPU, ours and every peer in one run.
 
-Writes a JSON file, complete after every single result, and prints tables in markdown; with --plot they go into
-docs/benchmarks.md, with plots. Exit status: 1 if ours was wrong; 2 if it could not start. Let nothing else run
-meanwhile: the tables say how much of the machine other processes used. On a GPU: ``python -m benchmarks.gpu``.
+Writes a JSON file, complete after every single result, and prints tables in markdown; with --page they go into
+docs/benchmarks.md. Exit status: 1 if ours was wrong; 2 if it could not start. Let nothing else run meanwhile: the
+tables say how much of the machine other processes used. On a GPU: ``python -m benchmarks.gpu``.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ from typing import Any
 
 import torch
 
-from benchmarks import figures, machine, tables, words
+from benchmarks import figures, machine, tables
 from benchmarks.cases import BenchCase
 from benchmarks.machine import ROOT
-from benchmarks.memory import give_back_what_is_freed
-from benchmarks.plan import APART, PARTS, cpu_cases, memory_cases
+from benchmarks.plan import PARTS, cpu_cases
 from benchmarks.run import How, Results, measure_case
 
 DOCS, RESULTS = ROOT / "docs", ROOT / "benchmarks" / "results"
@@ -34,59 +33,44 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description=__doc__.splitlines()[0]
     )
-    parser.add_argument(
-        "--parts", nargs="+", choices=(*PARTS, APART, STEP), default=PARTS, help="only these parts"
-    )
-    parser.add_argument(
-        "--save", type=Path, help="JSON file (default benchmarks/results/cpu[-part]-<date>.json)"
-    )
-    parser.add_argument(
-        "--plot", action="store_true", help="tables and plots into docs/benchmarks.md, docs/plots/"
-    )
-    parser.add_argument(
-        "--report", type=Path, metavar="JSON", help="measure nothing: show these results"
-    )
-    parser.add_argument("--docs", type=Path, default=DOCS, help="where --plot writes")
-    parser.add_argument("--smoke", action="store_true", help="everything at toy size, once")
+    add = parser.add_argument
+    add("--parts", nargs="+", choices=(*PARTS, STEP), default=PARTS, help="only these parts")
+    saved = "JSON file (default benchmarks/results/cpu[-part]-<date>.json)"
+    add("--save", type=Path, help=saved)
+    add("--page", action="store_true", help="the tables into docs/benchmarks.md")
+    add("--report", type=Path, metavar="JSON", help="measure nothing: show these results")
+    add("--docs", type=Path, default=DOCS, help="where --page writes")
+    add("--smoke", action="store_true", help="everything at toy size, once")
     options = parser.parse_args(given)
     if options.report is not None and not options.report.is_file():
         parser.error(f"--report: expected a file of results, got {options.report}")
-    if options.smoke and options.plot and options.docs == DOCS:
-        parser.error("--plot: expected --docs too with --smoke, whose figures are no measurement")
+    if options.smoke and options.page and options.docs == DOCS:
+        parser.error("--page: expected --docs too with --smoke, whose figures are no measurement")
     return options
 
 
 def chosen(options: argparse.Namespace) -> list[BenchCase]:
-    """The cases that were asked for, those of memory first."""
-    cases = [case for case in (*memory_cases(), *cpu_cases()) if case.part in options.parts]
-    return (
-        [replace(case.toy(), rounds=min(case.rounds, 1)) for case in cases]
-        if options.smoke
-        else cases
-    )
+    """The cases that were asked for."""
+    cases = [case for case in cpu_cases() if case.part in options.parts]
+    if options.smoke:
+        return [replace(case.toy(), rounds=min(case.rounds, 1)) for case in cases]
+    return cases
 
 
 def measure(options: argparse.Namespace, command: Sequence[str]) -> Results:
     torch.set_num_threads(THREADS)
     about = machine.about(on_gpu=False)
-    kind = (
-        "-smoke"
-        if options.smoke
-        else ""
-        if options.parts == PARTS
-        else f"-{'-'.join(options.parts)}"
-    )
+    kind = "" if options.parts == PARTS else f"-{'-'.join(options.parts)}"
+    kind = "-smoke" if options.smoke else kind
     results = Results(
         options.save or RESULTS / f"cpu{kind}-{about['date'][:10]}.json",
         **about,
         status="running",
         smoke=options.smoke,
-        command=[words.tidy(x) for x in command],  # without places on this machine
+        command=[tables.tidy(x) for x in command],  # without places on this machine
         threads=THREADS,
         cases={},
     )
-    if APART in options.parts:
-        give_back_what_is_freed()
     for case in chosen(options):
         print(f"{case.name}: {', '.join(case.providers)}", flush=True)
         measure_case(case, case.providers, results, How())
@@ -99,31 +83,22 @@ def measure(options: argparse.Namespace, command: Sequence[str]) -> Results:
 
 
 def with_others(data: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """`data`, and of the parts that it has none of those of the newest results of `folder` on such a device.
+    """`data`, and the main cases or the training steps that it lacks, of the newest run in `folder`.
 
-    Training steps and memory against tokens take too long to be measured every time. ``runs`` has the conditions of a
-    part that is of another run than the main cases.
+    Both take too long to be measured every time. ``runs`` has the conditions of steps of another run.
     """
     if data.get("smoke") or data.get("dry_run"):
         return data
-    others = [json.loads(file.read_text()) for file in folder.glob("*.json")]
-    others = sorted(
-        (x for x in others if x.get("device") == data["device"]),
-        key=lambda x: x["date"],
-        reverse=True,
-    )
-    base = next((x for x in (data, *others) if figures.of_part(x, "main")), data)
-    page = {**base, "cases": dict(base.get("cases") or {}), "runs": dict(base.get("runs") or {})}
-    for part in (STEP, APART):
-        source = next((x for x in (data, *others) if x.get(part) or figures.of_part(x, part)), base)
-        if source is not base:
-            page |= {part: source[part]} if part in source else {}
-            page["cases"] |= figures.of_part(source, part)
-            of_part = figures.of_run(source, part)
-            page["runs"][part] = {
-                x: of_part.get(x) for x in ("date", "commit", "threads", "versions", "machine")
-            }
-    return page
+    every = [json.loads(file.read_text()) for file in folder.glob("*.json")]
+    every = [x for x in every if x.get("device") == data["device"]]
+    others = [data, *sorted(every, key=lambda x: x["date"], reverse=True)]
+    base = next((x for x in others if figures.of_part(x, "main")), data)
+    source = next((x for x in others if x.get(STEP)), base)
+    if source is base:
+        return base
+    run = figures.of_run(source, STEP)
+    about = {x: run.get(x) for x in ("date", "commit", "threads", "versions", "machine")}
+    return {**base, STEP: source[STEP], "runs": {**(base.get("runs") or {}), STEP: about}}
 
 
 def is_wrong(data: dict[str, Any]) -> bool:
@@ -148,12 +123,8 @@ def main(given: Sequence[str] | None = None) -> int:
         print(f"results: {results.path}")
     page = with_others(data, RESULTS)
     print("\n".join(tables.lines(page)))
-    if options.plot:
-        from benchmarks import plots
-
-        tables.write(
-            page, options.docs / "benchmarks.md", plots.render(page, options.docs / "plots")
-        )
+    if options.page:
+        tables.write(page, options.docs / "benchmarks.md")
     return int(is_wrong(data))
 
 

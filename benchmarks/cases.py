@@ -38,7 +38,6 @@ WORKLOADS: dict[str, dict[str, Any]] = {
     "top entropy": {"top_entropy": 0.2},
     "gspo": {"sequence": True, "drift": DRIFT},
     "kl": {"beta": BETA},
-    "distill": {"divergence": 1.0},
 }
 
 
@@ -67,13 +66,8 @@ class BenchCase:
     top_entropy: float = 1.0  # share of the tokens, those of highest entropy, that carry the loss
     sequence: bool = False  # one ratio a sequence (GSPO)
     beta: float = 0.0  # KL to a reference policy, estimator k3
-    divergence: float | None = (
-        None  # instead of a policy loss: from a teacher, by TRL's beta, 0 forward KL, 1 reverse
-    )
-    teacher_h: int | None = None  # hidden size of the teacher, if not the student's
     scale: float = SCALE  # about the largest logit of a row
     peaked: bool = False  # most tokens nearly certain, as in a trained policy
-    series: str | None = None  # the axes it is a point on: some of "n v share"
     rounds: int = 2  # how often it is timed on a CPU
     providers: tuple[str, ...] = ()
 
@@ -94,15 +88,10 @@ class BenchCase:
     @property
     def products_nvh(self) -> float:
         """Floating point operations of the products of all rows that may carry gradient before the logits are known."""
-        logits = 2.0 if self.divergence is None else 2.0 + 2.0 * self.teacher_width / self.h
         if self.score:
-            return logits
+            return 2.0
         graded = self.top_entropy if self.top_entropy < 1 else self.graded / self.counted
-        return logits + (2.0 if self.frozen else 4.0) * graded
-
-    @property
-    def teacher_width(self) -> int:
-        return self.teacher_h or self.h
+        return 2.0 + (2.0 if self.frozen else 4.0) * graded
 
     @property
     def graded(self) -> int:
@@ -121,7 +110,7 @@ class BenchCase:
 
     def toy(self) -> BenchCase:
         """The same at a size for a test, and for Triton's interpreter."""
-        return replace(self, n=16, h=32, v=TOY_V, t=4, teacher_h=self.teacher_h and 48)
+        return replace(self, n=16, h=32, v=TOY_V, t=4)
 
     def about(self) -> dict[str, Any]:
         found = {k: x for k, x in asdict(self).items() if k not in ("name", "providers")}
@@ -132,14 +121,6 @@ def case(
     name: str, model: str = "Qwen3-0.6B", workload: str = "all tokens", **fields: Any
 ) -> BenchCase:
     return BenchCase(name, **{**HEADS[model], **WORKLOADS[workload], **fields})
-
-
-@dataclass(frozen=True)
-class Teacher:
-    """A policy near the student's with a head of its own; constants, at the student's positions."""
-
-    hidden: Tensor  # (B, T, H')
-    weight: Tensor  # (V, H')
 
 
 @dataclass(frozen=True)
@@ -154,13 +135,6 @@ class Inputs:
     advantages: Tensor  # (B,) fp32
     old: Tensor | None  # (B, T) fp32
     ref: Tensor | None  # (B, T) fp32
-    teacher: Teacher | None = None
-
-    @property
-    def distils(self) -> tuple[Teacher, float]:
-        """The teacher, and TRL's beta of the divergence from it."""
-        assert self.teacher is not None and self.case.divergence is not None
-        return self.teacher, self.case.divergence
 
     @property
     def leaves(self) -> tuple[Tensor, ...]:
@@ -196,44 +170,16 @@ def make_inputs(case: BenchCase, device: torch.device) -> Inputs:
     old = (logps + case.drift * normal(case.n)).view(shape) if case.drift else None
     ref = (logps + DRIFT * normal(case.n)).view(shape) if case.beta else None
     trains = not case.score
-    hidden = hidden.view(batch, case.t, case.h)
-    teacher = (
-        None
-        if case.divergence is None
-        else make_teacher(hidden, weight, case.teacher_width, DRIFT, g)
-    )
     return Inputs(
         case,
-        hidden.requires_grad_(trains),
+        hidden.view(batch, case.t, case.h).requires_grad_(trains),
         weight.detach().requires_grad_(trains and not case.frozen),
         ids.view(shape),
         (torch.arange(case.t) < torch.tensor(case.lengths)[:, None]).float().to(device),
         advantages,
         old,
         ref,
-        teacher,
     )
-
-
-def make_teacher(
-    hidden: Tensor, weight: Tensor, width: int, drift: float, g: torch.Generator
-) -> Teacher:
-    """A teacher of `width` H' >= H for hidden states (B, T, H) and weight (V, H).
-
-    What it has of the student's hidden states is moved by `drift` of their standard deviation, 1, and what it has
-    beside them has that size: its logits are off by `drift` times their spread, and by more the wider it is.
-    """
-    h, vocab = hidden.shape[-1], len(weight)
-    own = drift * torch.randn((*hidden.shape[:-1], width), generator=g, device=hidden.device)
-    own[..., :h] += hidden
-    head = weight.new_empty(vocab, width)
-    head[:, :h] = weight
-    for start in range(
-        h, width, h
-    ):  # the next row's, so that no direction says what another one does
-        columns = head[:, start : start + h]
-        columns[:-1], columns[-1] = weight[1:, : columns.shape[1]], weight[0, : columns.shape[1]]
-    return Teacher(own.to(torch.bfloat16).to(hidden.dtype), head)
 
 
 def policy_loss(inputs: Inputs, logps: Tensor, entropies: Tensor | None = None) -> Tensor:
@@ -260,12 +206,7 @@ def policy_loss(inputs: Inputs, logps: Tensor, entropies: Tensor | None = None) 
     if inputs.ref is not None:
         d = inputs.ref.to(logps.dtype) - logps
         loss = loss + case.beta * (torch.exp(d) - d - 1)
-    return counted_mean(loss, inputs)
-
-
-def counted_mean(values: Tensor, inputs: Inputs) -> Tensor:
-    mask = inputs.mask.to(values.dtype)
-    return (values * mask).sum() / mask.sum().clamp(min=1.0)
+    return (loss * mask).sum() / mask.sum().clamp(min=1.0)
 
 
 def capped(logits: Tensor, softcap: float | None) -> Tensor:

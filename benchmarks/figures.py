@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
 from typing import Any
 
 OURS, PRODUCTS = "ours", "products"
@@ -46,12 +45,6 @@ def median(case: Case, name: str) -> float | None:
     return value
 
 
-def extra_mib(case: Case, name: str) -> float | None:
-    """Memory of a provider beyond the inputs and the returned gradients."""
-    value: float | None = measured(case, name, "extra_mib")
-    return value
-
-
 def ratio(over: float | None, under: float | None) -> float | None:
     return None if over is None or not under else over / under
 
@@ -62,20 +55,15 @@ def over(case: Case, name: str, other: str) -> float | None:
     return ratio(median(case, name), beside.get("median") or median(case, other))
 
 
-def mib_over(case: Case, name: str) -> float | None:
-    """The memory of a provider over ours."""
-    return ratio(extra_mib(case, name), extra_mib(case, OURS))
-
-
-def in_seconds(cases: dict[str, Case]) -> bool:
-    """Return True if these cases' times read better in seconds: the typical one takes a second or more."""
+def unit(cases: dict[str, Case]) -> tuple[str, float]:
+    """Unit in which these cases' times read best, and its milliseconds: the typical one decides."""
     ms = sorted(
         x
         for case in cases.values()
         for name in providers(case)
         if (x := median(case, name)) is not None
     )
-    return bool(ms) and ms[len(ms) // 2] >= 1e3
+    return ("seconds", 1e3) if ms and ms[len(ms) // 2] >= 1e3 else ("ms", 1.0)
 
 
 def of_part(data: dict[str, Any], *parts: str) -> dict[str, Case]:
@@ -93,21 +81,6 @@ def names(cases: dict[str, Case]) -> list[str]:
     return list(dict.fromkeys(name for case in cases.values() for name in providers(case)))
 
 
-def series(data: dict[str, Any]) -> Iterator[tuple[str, list[Case]]]:
-    """(axis, its cases from the smallest value to the largest)."""
-    for axis in ("n", "v", "share"):
-        cases = [
-            x for x in (data.get("cases") or {}).values() if axis in (x.get("series") or "").split()
-        ]
-        if cases:
-            yield axis, sorted(cases, key=lambda case: along(case, axis))
-
-
-def along(case: Case, axis: str) -> float:
-    """Where the case stands on the axis: N, V, or the share of rows that carry gradient."""
-    return 1.0 - case.get("zero_share", 0.0) if axis == "share" else case[axis]
-
-
 # The whole optimizer step, as `benchmarks.step` measures it.
 
 Scene = dict[str, Any]
@@ -120,16 +93,10 @@ def scenes(data: dict[str, Any]) -> dict[str, Scene]:
     return (data.get("step") or {}).get("scenes") or {}
 
 
-def step_seconds(scene: Scene) -> dict[str, float]:
-    """CPU seconds of a step of each variant that ran and was right."""
-    variants = scene["variants"].items()
-    return {name: x["seconds"] for name, x in variants if x["status"] == "ok" and x.get("seconds")}
-
-
 def faster(scene: Scene, name: str, than: str = STOCK) -> tuple[float, float, float] | None:
     """How many times as fast as `than` a variant is: the median, the least and the most of the rounds' ratios."""
-    timed = step_seconds(scene)
-    if than not in timed or name not in timed:
+    timed = {x for x, y in scene["variants"].items() if y["status"] == "ok" and y.get("seconds")}
+    if not {than, name} <= timed:
         return None
     rounds = zip(*(scene["variants"][x]["samples"] for x in (than, name)), strict=False)
     ratios = [statistics.fmean(slow) / statistics.fmean(fast) for slow, fast in rounds]

@@ -1,4 +1,4 @@
-"""Layouts of `causal_lm_loss` against each other: forward and backward of one group of completions, and conversations.
+"""Layouts of `causal_lm_loss` against each other: forward and backward of one group of completions.
 
 A *group* has one prompt of P random tokens and G completions of C tokens, all of which have a gradient. Speed is the
 time of the padded batch over that of the tree; the necessary work allows at most the ratio of their multiplications::
@@ -11,7 +11,6 @@ Imports nothing of TRL: a GPU's machine may lack it.
 
 from __future__ import annotations
 
-import random
 import statistics
 import time
 from dataclasses import dataclass
@@ -174,59 +173,4 @@ def _measured(model: PreTrainedModel, size: Size, shape: Shape, rounds: int) -> 
         "reached": speed / allowed,
         "computed": found[TREE].metrics["tokens/computed"].item(),
         "differences": {"loss": loss, "gradient": apart},
-    }
-
-
-class Turns(NamedTuple):
-    """A conversation of `count` turns, in tokens; its template leaves out the thinking of earlier turns."""
-
-    count: int = 30
-    system: int = 64
-    question: int = 32
-    thinking: int = 128
-    answer: int = 48
-
-
-def samples_of(turns: Turns, vocab: int) -> list[tuple[list[int], list[int]]]:
-    """(prompt, completion) of each turn: the conversation so far; its own thinking and answer."""
-    draw = random.Random(0)
-    tokens = lambda n: [draw.randrange(vocab) for _ in range(n)]  # noqa: E731
-    found, prompt = [], tokens(turns.system)
-    for _ in range(turns.count):
-        prompt = prompt + tokens(turns.question)
-        answer = tokens(turns.answer)
-        found.append((prompt, tokens(turns.thinking) + answer))
-        prompt = prompt + answer
-    return found
-
-
-def measure_turns(results: Results, *, toy: bool = False) -> None:
-    """Write ``step.turns``: tokens that a tree computes of a conversation, against its number of distinct prefixes."""
-    size, turns = (TOY_SIZE, Turns(6, 5, 3, 7, 4)) if toy else (Size(), Turns())
-    results.merge("step", "turns", **turns._asdict())
-    with results.noting("step", "turns"):
-        results.merge("step", "turns", **_counted(size, samples_of(turns, size.vocab)))
-
-
-def _counted(size: Size, samples: list[tuple[list[int], list[int]]]) -> dict[str, Any]:
-    rows = [prompt + completion for prompt, completion in samples]
-    longest = max(map(len, rows))
-    ids, attended, counts = torch.zeros(3, len(rows), longest, dtype=torch.long)
-    for i, (row, (prompt, _)) in enumerate(zip(rows, samples, strict=True)):
-        ids[i, : len(row)] = torch.tensor(row)
-        attended[i, : len(row)] = 1
-        counts[i, len(prompt) : len(row)] = 1
-    inputs = {"input_ids": ids, "attention_mask": attended, "completion_mask": counts}
-    found = step(size.model(longest), {**inputs, "advantages": torch.ones(len(rows))}, TREE)
-    share = found.metrics["tokens/computed"].item()
-    computed = round(share * ids.numel())
-    # what predicts a token is the token before it: a row's last one is not computed
-    distinct = len({tuple(row[:end]) for row in rows for end in range(1, len(row))})
-    status = "ok" if computed == distinct else "wrong"
-    return {
-        "status": status,
-        "padded": ids.numel(),
-        "computed": computed,
-        "prefixes": distinct,
-        "share": share,
     }

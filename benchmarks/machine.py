@@ -17,7 +17,7 @@ from grpo_kernels import report
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = (  # torch, what the providers are made of, and what measures
     "torch", "triton", "trl", "transformers", "liger-kernel", "verl", "unsloth_zoo", "cut-cross-entropy",
-    "quack-kernels", "nvidia-cutlass-dsl", "numpy",
+    "numpy",
 )  # fmt: skip
 CLOCKS = (
     "clocks.sm",

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 CLEAR_REFS = Path("/proc/self/clear_refs")
 MIB = 2**20
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4  # of glibc's mallopt
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's mallopt
 TRIM_THRESHOLD, MMAP_MAX = 128 * 1024, 65536  # its defaults
 
 
@@ -82,15 +82,6 @@ def saved_bytes(model: nn.Module) -> Iterator[Callable[[], int]]:
         yield count
 
 
-def give_back_what_is_freed() -> None:
-    """From here on glibc gives blocks of a megabyte and more back to the system when they are freed.
-
-    Left alone it learns from what is freed to keep ever larger ones, so that the peak of a step depends on those before
-    it: of TRL's head at 128 tokens 148 to 228 MiB were measured, where its tensors take 132.
-    """
-    _mallopt({M_MMAP_THRESHOLD: MIB})
-
-
 @contextmanager
 def freed_memory_kept() -> Iterator[None]:
     """Inside, glibc keeps what is freed, so that time does not depend on how fast the system gives out pages.
@@ -109,15 +100,6 @@ def _mallopt(values: dict[int, int]) -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     for name, value in values.items() if mallopt is not None else ():
         mallopt(name, value)
-
-
-def available_bytes() -> int | None:
-    """Memory that new work may take before the machine runs short; None where the system does not tell."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
 
 
 def is_measured(device: torch.device) -> bool:

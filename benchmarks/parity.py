@@ -255,7 +255,7 @@ def page(results: list[Result], flops: list[str], steps: int) -> str:
     import transformers
     import trl
 
-    from benchmarks import tiny_models, words
+    from benchmarks import tables, tiny_models
     from grpo_kernels.backends import choose_backend
 
     exact = [r for r in results if r.case.tolerance == TOLERANCE]
@@ -286,7 +286,7 @@ def page(results: list[Result], flops: list[str], steps: int) -> str:
         "",
         *table(results),
     ]
-    return words.page(lines)
+    return tables.page(lines)
 
 
 def main() -> int:

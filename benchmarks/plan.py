@@ -10,7 +10,7 @@ from benchmarks.figures import is_ours
 
 # There liger_torch is what liger_ce chooses.
 ON_CPU = (
-    "trl", "liger_grpo", "liger_ce", "verl_triton", "verl_torch", "unsloth", "cce", "quack", "linear_ce", "compiled",
+    "trl", "liger_grpo", "liger_ce", "verl_triton", "verl_torch", "unsloth", "cce", "linear_ce", "compiled",
     "eager",
 )  # fmt: skip
 SHORT = ("ours", "products", "eager", "trl")
@@ -19,19 +19,13 @@ GOAL_CASES = ("main", "frozen", "half_zero", "score")
 # Liger's own choice last: on an H100 it compiles for a minute, or is absent where its compiler's wheels are.
 GOALS = (*ANCHORS, "trl", "liger_grpo", "liger_torch", "eager", "liger_ce")
 REST = (
-    "unsloth", "verl_triton", "quack", "cce", "linear_ce", "compiled", "liger_grpo/uncompiled", "verl_torch",
-    "quack/chunked",
+    "unsloth", "verl_triton", "cce", "linear_ce", "compiled", "liger_grpo/uncompiled", "verl_torch",
 )  # fmt: skip
 OURS = ("ours/two_pass", "ours/lean", "ours/torch")
-DISTILLING = (*ANCHORS, "trl", "liger_jsd", "liger_jsd/fused", "eager")
-OTHERS = ("all tokens", "distill")  # workloads with a place of their own
 SMALL: dict[str, Any] = {"n": 128, "t": 32}
 LIMITED = {"rounds": 3}  # where the products are timed: what is called a limit has to be one
-PARTS = ("main", "workloads", "distill", "shapes", "scaling", "accuracy")
+PARTS = ("main", "workloads", "shapes", "accuracy")
 ROUNDS = 25  # on a GPU
-APART = "memory"  # a part that is measured only where it is asked for: it needs some 20 GB
-COMPLETIONS = 8  # of one prompt, in the part "memory"
-TOKENS = (128, 512, 2048, 8192, 16384)
 SCALES = (10.0, 20.0, 40.0)
 EXACTNESS = (
     "ours", "trl", "liger_grpo", "liger_ce", "verl_triton", "verl_torch", "unsloth", "cce", "linear_ce", "eager",
@@ -42,7 +36,7 @@ def cpu_cases() -> list[BenchCase]:
     """In fp32, at token counts that fit a CPU: all of it is measured in less than ten minutes on two cores."""
     everything = ("ours", "ours@64", "ours/torch", "products", *ON_CPU)
     main = [
-        case("main", series="n v share", rounds=3, providers=everything, **SMALL),
+        case("main", rounds=3, providers=everything, **SMALL),
         case(
             "frozen",
             frozen=True,
@@ -63,7 +57,7 @@ def cpu_cases() -> list[BenchCase]:
             **LIMITED,
         )
         for name in WORKLOADS
-        if name not in OTHERS
+        if name != "all tokens"
     ]
     shapes = [  # frozen: the gradient of such a head alone is gigabytes
         case(
@@ -79,27 +73,7 @@ def cpu_cases() -> list[BenchCase]:
         for model in HEADS
         if model != "Qwen3-0.6B"
     ]
-    scaling = [
-        *(_scaled("n", n, n=n, t=32) for n in (64, 256)),
-        *(_scaled("v", v, v=v, **SMALL) for v in (32768, 65536)),
-        *(_scaled("share", 1 - zero, zero_share=zero, **SMALL) for zero in (0.5, 0.75)),
-    ]
-    distill = _distilling(HEADS["Qwen3-1.7B"]["h"], "Qwen3-0.6B", **SMALL)
-    return main + workloads + distill + shapes + scaling + _exactness(n=256, t=32, v=32768)
-
-
-def memory_cases() -> list[BenchCase]:
-    """Completions that grow longer, on a head whose H is small: logits do not depend on it, and the products are cheap.
-
-    What does grow with H is a provider's own copy of d weight, which is hardly seen here.
-    """
-    providers = ("ours", "ours@64", "eager", "trl", "liger_grpo")
-    return [
-        case(
-            f"tokens {n}", part=APART, n=n, t=n // COMPLETIONS, h=64, rounds=0, providers=providers
-        )
-        for n in TOKENS
-    ]
+    return main + workloads + shapes + _exactness(n=256, t=32, v=32768)
 
 
 def gpu_cases() -> list[BenchCase]:
@@ -123,31 +97,23 @@ def gpu_cases() -> list[BenchCase]:
         "eager",
         "verl_triton",
     )
-    some = ("unsloth", "verl_triton", "quack", "cce", "linear_ce", "compiled")
+    some = ("unsloth", "verl_triton", "cce", "linear_ce", "compiled")
     found = [
         main,
         replace(main, name="frozen", frozen=True, providers=(*GOALS, *some, "ours/one_pass")),
         replace(main, name="half_zero", zero_share=0.5, providers=(*GOALS, *some)),
         replace(main, name="score", score=True, providers=(*GOALS, *some)),
-        *_distilling(5120, main.model, n=4096, t=512, dtype="bfloat16", rounds=ROUNDS),
         *_edges(main),
         *_exactness(n=2048, t=128),
     ]
     for name, fields in WORKLOADS.items():
-        if name not in (*OTHERS, "half zero"):
+        if name not in ("all tokens", "half zero"):
             found.append(replace(main, name=name, part="workloads", providers=trainable, **fields))
-    large: dict[str, Any] = {
-        "n": 4096, "t": 512, "dtype": "bfloat16", "rounds": ROUNDS, "providers": (*ANCHORS, "eager", "trl"),
-    }  # fmt: skip
     for model in HEADS:
         if model != main.model:
-            found.append(
-                case(model, model, part="shapes", **{**large, "n": 8192, "providers": trainable})
-            )
-    found += [_scaled("n", n, **{**large, "n": n}) for n in (1024, 2048, 8192, 16384, 32768)]
-    found += [_scaled("v", v, v=v, **large) for v in (32768, 65536, 262144)]
-    found += [_scaled("share", 1 - zero, zero_share=zero, **large) for zero in (0.25, 0.5, 0.75)]
-    return [*found, replace(_scaled("n v share", 4096, **large), name="n 4096")]
+            shape = {"n": 8192, "t": 512, "dtype": "bfloat16", "rounds": ROUNDS}
+            found.append(case(model, model, part="shapes", providers=trainable, **shape))
+    return found
 
 
 def passes(case: BenchCase) -> list[tuple[str, ...]]:
@@ -187,33 +153,6 @@ def _edges(main: BenchCase) -> list[BenchCase]:
         for mode, how in modes.items()
         if not (name.startswith("V") and mode)
     ]
-
-
-def _distilling(wider: int, model: str, **fields: Any) -> list[BenchCase]:
-    """Each divergence from a teacher of the student's size; the reverse KL from a wider one, and with less to do."""
-    every = {"providers": (*DISTILLING, "compiled")}  # which compiles for seconds a case
-    kinds: dict[str, dict[str, Any]] = {
-        "reverse KL": every,
-        "forward KL": {**every, "divergence": 0.0},
-        "JSD": {**every, "divergence": 0.5},
-        "reverse KL, wider teacher": {"teacher_h": wider},
-        "reverse KL, frozen": {"frozen": True},
-        "reverse KL, score": {"score": True},
-    }
-    return [
-        case(name, model, "distill", part="distill", **{"providers": DISTILLING, **fields, **kind})
-        for name, kind in kinds.items()
-    ]
-
-
-def _scaled(series: str, value: float, **fields: Any) -> BenchCase:
-    """A point on the axes `series`: the number of tokens, the vocabulary, the share of rows that carry gradient."""
-    return case(
-        f"{series} {value}",
-        part="scaling",
-        series=series,
-        **{"providers": ("ours", "eager", "trl"), **fields},
-    )
 
 
 def _exactness(**shape: int) -> list[BenchCase]:

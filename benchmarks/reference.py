@@ -1,7 +1,7 @@
 """The float64 result that every provider is held against before it is timed.
 
-The loss, all log-probabilities and entropies, divergences from a teacher; of the gradients some rows of d hidden and of
-d weight: with x = h @ W.T, a row's value l (its log-probability, or its divergence) and a = d loss / d l::
+The loss, all log-probabilities and entropies; of the gradients some rows of d hidden and of d
+weight: with x = h @ W.T, a row's log-probability l and a = d loss / d l::
 
     d x_t = a_t dl_t / dx_t     d hidden = d x @ W     d weight = d x^T @ h
 
@@ -10,20 +10,19 @@ Autograd gives dl / dx, of a few rows at a time; a comes from the loss of all of
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from benchmarks.cases import SEED, BenchCase, Inputs, capped, counted_mean, policy_loss
+from benchmarks.cases import SEED, BenchCase, Inputs, capped, policy_loss
 from benchmarks.providers import Outcome
 
 ROWS, SLICE = 256, 8192  # rows of logits at a time; of the weight, in float64
 SAMPLE = 64
 # What counts as the same result, for a peer that rounds logits and gradients to 16 bits: wrong formulas are far beyond.
 LIMITS = {
-    "loss": 0.02, "logp_mean": 0.05, "logp_max": 1.0, "entropy_mean": 0.1, "divergence": 0.05, "d_hidden": 0.05,
+    "loss": 0.02, "logp_mean": 0.05, "logp_max": 1.0, "entropy_mean": 0.1, "d_hidden": 0.05,
     "d_weight": 0.05,
 }  # fmt: skip
 # A rounded logp puts some ratios on the other side of the clip, and some entropies on the other side of a quantile.
@@ -41,7 +40,6 @@ class Reference:
     d_hidden: Tensor  # (r, H)
     tokens: Tensor  # (k,) indices of rows of the weight
     d_weight: Tensor  # (k, H)
-    divergences: Tensor | None = None  # (N,), where there is a teacher
 
 
 def reference(inputs: Inputs) -> Reference:
@@ -54,33 +52,21 @@ def reference(inputs: Inputs) -> Reference:
         x = _logits(hidden[at], weight).requires_grad_()
         log_p = capped(x, case.softcap).log_softmax(dim=1)
         fixed = log_p.detach()
-        logps = values = log_p.gather(1, ids[at, None])[:, 0]
-        if inputs.teacher is not None:
-            teacher, beta = inputs.distils
-            z = _logits(teacher.hidden.reshape(len(ids), -1)[at].double(), teacher.weight)
-            values = divergence(log_p, capped(z, case.softcap).log_softmax(dim=1), beta)
-        (slopes,) = torch.autograd.grad(values.sum(), x)
+        logps = log_p.gather(1, ids[at, None])[:, 0]
+        (slopes,) = torch.autograd.grad(logps.sum(), x)
         of_sample = slopes[torch.isin(at, sampled)]
         d_sample = sum(
             s @ w.double()
             for s, w in zip(of_sample.split(SLICE, dim=1), weight.split(SLICE), strict=True)
         )
         entropies = -(fixed.exp() * fixed).sum(dim=1)
-        of_chunks.append((logps.detach(), entropies, values.detach(), d_sample, slopes[:, tokens]))
-    logps, entropies, values, d_sample, of_tokens = (
-        torch.cat(x) for x in zip(*of_chunks, strict=True)
-    )
-    leaf = values.clone().requires_grad_()
-    if inputs.teacher is None:
-        loss = policy_loss(inputs, leaf.view(shape), entropies.view(shape))
-    else:
-        loss = counted_mean(leaf.view(shape), inputs)
+        of_chunks.append((logps.detach(), entropies, d_sample, slopes[:, tokens]))
+    logps, entropies, d_sample, of_tokens = (torch.cat(x) for x in zip(*of_chunks, strict=True))
+    leaf = logps.clone().requires_grad_()
+    loss = policy_loss(inputs, leaf.view(shape), entropies.view(shape))
     (a,) = torch.autograd.grad(loss, leaf)
-    divergences = None if inputs.teacher is None else values
     d_hidden, d_weight = a[sampled, None] * d_sample, (a[:, None] * of_tokens).t() @ hidden
-    return Reference(
-        logps, entropies, loss.detach(), sampled, d_hidden, tokens, d_weight, divergences
-    )
+    return Reference(logps, entropies, loss.detach(), sampled, d_hidden, tokens, d_weight)
 
 
 def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -88,29 +74,15 @@ def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
     return torch.cat([hidden @ part.double().t() for part in weight.split(SLICE)], dim=1)
 
 
-def divergence(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
-    """Divergences (n,) of log-probabilities (n, V) of a student and a teacher, by the textbook."""
-    if beta == 0.0:
-        return (log_q.exp() * (log_q - log_p)).sum(dim=1)
-    if beta == 1.0:
-        return (log_p.exp() * (log_p - log_q)).sum(dim=1)
-    log_m = torch.logaddexp(log_p + math.log(1.0 - beta), log_q + math.log(beta))
-    return (1.0 - beta) * divergence(log_p, log_m, 1.0) + beta * divergence(log_q, log_m, 1.0)
-
-
 def errors(outcome: Outcome, inputs: Inputs, want: Reference) -> dict[str, float]:
     """How far a step's results are off, on the tokens that count: absolute for loss, log-probabilities and entropies,
-    relative in norm for divergences and gradients; ``ratio_off``, the share of ratios to the true policy that are off
+    relative in norm for gradients; ``ratio_off``, the share of ratios to the true policy that are off
     by more than 1 %.
     """
     found: dict[str, float] = {}
     counted = inputs.mask.reshape(-1).bool()
     if outcome.loss is not None:
         found["loss"] = float((outcome.loss.detach().double() - want.loss).abs())
-    if outcome.divergences is not None and want.divergences is not None:
-        found["divergence"] = _relative(
-            outcome.divergences.detach().reshape(-1)[counted], want.divergences[counted]
-        )
     if outcome.logps is not None:
         signed = (outcome.logps.detach().double().reshape(-1) - want.logps)[counted]
         found["logp_mean"], found["logp_max"] = (
@@ -137,9 +109,10 @@ def is_right(found: dict[str, float], case: BenchCase) -> bool:
     chosen = case.drift > 0 or case.top_entropy < 1
     exact = CHOSEN_EXACT_LIMITS if chosen else EXACT_LIMITS
     limits = (CHOSEN_LIMITS if chosen else LIMITS) if rounds else exact
-    scored = {"logp_mean"} if case.divergence is None else {"loss"}
     needed = (
-        scored if case.score else {"loss", "d_hidden"} | (set() if case.frozen else {"d_weight"})
+        {"logp_mean"}
+        if case.score
+        else {"loss", "d_hidden"} | (set() if case.frozen else {"d_weight"})
     )
     return needed <= found.keys() and all(
         found[name] <= limits[name] for name in limits if name in found

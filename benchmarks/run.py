@@ -15,7 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +25,14 @@ from benchmarks import deadline, figures
 from benchmarks.cases import Absence, BenchCase, Inputs, make_inputs
 from benchmarks.flops import counter
 from benchmarks.machine import Watch
-from benchmarks.memory import MIB, Peak, available_bytes
-from benchmarks.plan import ANCHORS, APART
+from benchmarks.memory import MIB, Peak
+from benchmarks.plan import ANCHORS
 from benchmarks.providers import Forward, Outcome, build, named
 from benchmarks.reference import Reference, errors, is_right, reference
 from benchmarks.timing import Clock, interleaved, quantiles
 
 FIRST_CALL_SECONDS = 180.0  # Liger's kernels for Hopper take up to 55 to import and 30 to compile
 WARM_UP = 2  # steps on a GPU before the first that is timed
-ROOM = 0.85  # of the memory that is free, that a step may take
-WARM_TOKENS = 8  # a sequence, in the step before the first, after which libraries have the scratch space that they keep
 CPU = torch.device("cpu")
 
 
@@ -169,16 +167,13 @@ def beyond(peak: Peak, inputs: Inputs) -> float | None:
 def check(name: str, step: Step, inputs: Inputs, want: Reference) -> dict[str, Any]:
     """Run the first call: ``status`` "checked" or "wrong", the errors, and counted operations in NVH.
 
-    Products have no result to compare. In the part "accuracy" a peer's errors are what is measured, however large. In
-    the part "memory" the peak is, and operations are not counted.
+    Products have no result to compare. In the part "accuracy" a peer's errors are what is measured, however large.
     """
-    provider, case = named(name, distils=inputs.teacher is not None), inputs.case
+    provider, case = named(name), inputs.case
     inputs.clear_gradients()
-    operations, counts = counter(), provider.counted and case.part != APART
-    peak = Peak(inputs.hidden.device) if case.part == APART else None
-    with operations if counts else nullcontext():
+    operations = counter()
+    with operations if provider.counted else nullcontext():
         outcome = step()
-    memory = {} if peak is None else {"extra_mib": beyond(peak, inputs)}
     off = errors(outcome, inputs, want) if provider.compared else {}
     shown_as_it_is = case.part == "accuracy" and not figures.is_ours(name)
     inputs.clear_gradients()
@@ -188,8 +183,9 @@ def check(name: str, step: Step, inputs: Inputs, want: Reference) -> dict[str, A
         else "wrong",
         "errors": off,
         "note": outcome.note,
-        "flops_nvh": round(operations.get_total_flops() / case.nvh, 3) if counts else None,
-        **memory,
+        "flops_nvh": round(operations.get_total_flops() / case.nvh, 3)
+        if provider.counted
+        else None,
     }
 
 
@@ -259,12 +255,6 @@ class _Task:
             path = (*path, "again")
         self._results.merge(*path, status="running")  # what it stays if the process ends here
         with self._results.noting(*path, seconds=self._limit):
-            if case.part == APART:
-                check_room(name, case, self._results.data)
-                few = make_inputs(
-                    replace(case, n=len(inputs.ids) * WARM_TOKENS, t=WARM_TOKENS), self._how.device
-                )
-                Step(build(name, few, self._how.backend))()
             step = Step(build(name, inputs, self._how.backend))
             checked = check(name, step, inputs, self._want)
             if checked["status"] == "checked" and not case.rounds:
@@ -356,20 +346,3 @@ def measure_runs(
     for name, ms in found.items():
         results.merge(*top, name, status="ok", ms=ms)
     return {name: ms["median"] for name, ms in found.items()}
-
-
-def check_room(name: str, case: BenchCase, data: dict[str, Any]) -> None:
-    """Refuse a provider that, growing with the tokens, would take more memory than there is.
-
-    Raises:
-        Absence: it would.
-    """
-    smaller = [x for x in figures.of_part(data, case.part).values() if x["n"] < case.n]
-    known = [(x["n"], mib) for x in smaller if (mib := figures.extra_mib(x, name)) is not None]
-    if not known or (room := available_bytes()) is None:
-        return
-    n, mib = max(known)
-    if (needed := mib * MIB * case.n / n) > ROOM * room:
-        raise Absence(
-            f"would need about {needed / 2**30:.0f} GiB, and {room / 2**30:.0f} GiB are free"
-        )

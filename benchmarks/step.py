@@ -300,11 +300,10 @@ def without_generation(seconds: dict[str, float]) -> float:
 
 
 REGROUPED_TOLERANCE = 2e-5  # sums in another order; without regrouping: `parity.TOLERANCE`
-SGD_STEPS = 20
 
 
 def measure_all(results: Results, *, toy: bool = False) -> None:
-    """Write ``step`` into the results, after each measurement: ``scenes``, ``sgd``, ``groups`` and ``turns``."""
+    """Write ``step`` into the results, after each measurement: ``scenes`` and ``groups``."""
     threads = torch.get_num_threads()
     tiny_run.quiet()
     gc.freeze()  # every training collects garbage, of which what is imported is none
@@ -313,14 +312,7 @@ def measure_all(results: Results, *, toy: bool = False) -> None:
             results.merge("runs", step={"threads": 1})
             for name, scene in SCENES.items():
                 _measure(results, ("step", "scenes", name), scene.toy() if toy else scene)
-            few = (
-                {"steps": 3, "variants": (STOCK, DEFAULTS, ALL_OPTIONS)}
-                if toy
-                else {"steps": SGD_STEPS}
-            )
-            _sgd(results, replace(Scene().toy(), **few))
             groups.measure_groups(results, toy=toy)
-            groups.measure_turns(results, toy=toy)
     finally:
         gc.unfreeze()
         torch.set_num_threads(threads)
@@ -391,18 +383,3 @@ def _apart(stock: list[dict[str, float]], logs: list[dict[str, float]]) -> dict[
 def seconds(samples: Sequence[Sequence[float]]) -> float:
     """Seconds of a step, of the steps of each round: the median over the rounds, the mean over the steps."""
     return statistics.fmean(statistics.median(step) for step in zip(*samples, strict=True))
-
-
-def _sgd(results: Results, scene: Scene) -> None:
-    """``sgd``: how far each variant is from stock TRL after plain SGD, in which nothing hides small gradients."""
-    start = nn.utils.parameters_to_vector(policy(scene).parameters()).detach()
-    for name in scene.variants:
-        model, found = train(scene, name, optim="sgd", learning_rate=0.1, num_iterations=2)
-        end = nn.utils.parameters_to_vector(model.parameters()).detach()
-        if name == STOCK:
-            stock, logs = end, found["logs"]
-        apart = {"parameters": ((end - stock).norm() / (stock - start).norm()).item()}
-        apart |= {
-            k: x for k, x in _apart(logs, found["logs"]).items() if k in ("loss", "grad_norm")
-        }
-        results.merge("step", "sgd", name, **apart)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from benchmarks.cases import Absence, Inputs, counted_mean, policy_loss
+from benchmarks.cases import Absence, Inputs, policy_loss
 
 IGNORE = -100  # id of a masked token, for a cross-entropy
 
@@ -30,7 +30,6 @@ class Outcome:
     logps: Tensor | None = None  # (B, T)
     entropies: Tensor | None = None  # (B, T)
     note: str = ""  # which of its paths ran
-    divergences: Tensor | None = None  # (B, T)
 
 
 Forward = Callable[[], Outcome]
@@ -93,44 +92,22 @@ PROVIDERS = {
     "verl_triton": Provider("verl.verl_triton", "verl {} Triton head", "verl", counted=False, lacks=("CPU", *CE)),
     "unsloth": Provider("unsloth.unsloth", "Unsloth {} fused log-probs", "unsloth_zoo", counted=False),
     "cce": Provider("cross_entropies.cce", "Apple CCE {}", "cut-cross-entropy", counted=False),
-    "quack": Provider("cross_entropies.quack", "QuACK {} linear CE", "quack-kernels", counted=False, lacks=CAP),
-    "quack/chunked": Provider(
-        "cross_entropies.quack_chunked", "QuACK {} mean CE, no policy loss", "quack-kernels", counted=False,
-        compared=False, lacks=CAP),
 }  # fmt: skip
-DISTILLERS = {  # of a case that has a teacher
-    "ours": Provider("ours.divergence", "grpo_kernels"),
-    "ours/torch": Provider(
-        "ours.divergence", "grpo_kernels, torch backend", arguments={"backend": "torch"}
-    ),
-    "products": PROVIDERS["products"],
-    "eager": Provider("torch_heads.divergence", "all logits, log_softmax"),
-    "compiled": Provider(
-        "torch_heads.compiled_divergence", "all logits, torch.compile", counted=False
-    ),
-    "trl": Provider("trl.divergence", "TRL {} fused head", "trl"),
-    "liger_jsd": Provider(
-        "liger.jsd", "Liger {} chunked JSD loss, torch", "liger-kernel", lacks=CAP
-    ),
-    "liger_jsd/fused": Provider(
-        "liger.fused_jsd", "Liger {} fused JSD, Triton", "liger-kernel", lacks=("CPU", *CAP)
-    ),
-}
 
 
-def named(name: str, *, distils: bool = False) -> Provider:
-    """The provider `name`, of a policy loss or, if it `distils`, of a divergence, as far as it has one; ``ours@128`` is
-    ours with a workspace of so many MiB.
+def named(name: str) -> Provider:
+    """The provider `name`; ``ours@128`` is ours with a workspace of so many MiB.
 
     Raises:
         ValueError: there is no provider of that name.
     """
-    known = {**PROVIDERS, **DISTILLERS} if distils else {**DISTILLERS, **PROVIDERS}
     kind, _, mib = name.partition("@")
-    if kind in known and (not mib or (known[kind].adapter.startswith("ours.") and mib.isdigit())):
-        found = known[kind]
+    if kind in PROVIDERS and (not mib or (kind.startswith("ours") and mib.isdigit())):
+        found = PROVIDERS[kind]
         return replace(found, arguments={**found.arguments, **({"workspace": mib} if mib else {})})
-    raise ValueError(f"providers: expected some of {', '.join(known)}, or ours@MIB, got {name!r}")
+    raise ValueError(
+        f"providers: expected some of {', '.join(PROVIDERS)}, or ours@MIB, got {name!r}"
+    )
 
 
 def build(name: str, inputs: Inputs, backend: str = "auto") -> Forward:
@@ -140,10 +117,7 @@ def build(name: str, inputs: Inputs, backend: str = "auto") -> Forward:
         Absence: it is not installed, or does not do this case.
         ValueError: there is no provider of that name.
     """
-    distils = inputs.teacher is not None
-    provider = named(name, distils=distils)
-    if name.partition("@")[0] not in (DISTILLERS if distils else PROVIDERS):
-        raise Absence("no divergence from a teacher" if distils else "no policy loss")
+    provider = named(name)
     module, _, function = provider.adapter.partition(".")
     arguments = {**({"backend": backend} if module == "ours" else {}), **provider.arguments}
     try:
@@ -208,19 +182,6 @@ def from_nll(inputs: Inputs, nll: Callable[[Tensor, Tensor], Tensor], note: str)
         return -nll(inputs.hidden.reshape(-1, inputs.case.h), ids).view(inputs.ids.shape), None
 
     return from_logps(inputs, logps, f"{note}, no entropy")
-
-
-def from_divergence(inputs: Inputs, divergence: Callable[[], Tensor], note: str) -> Forward:
-    """A forward around a differentiable divergence: of each token, (B, T), or the mean over the counted ones, ()."""
-
-    def forward() -> Outcome:
-        with torch.set_grad_enabled(not inputs.case.score):
-            value = divergence()
-            if value.ndim == 0:
-                return Outcome(value, note=note)
-            return Outcome(counted_mean(value, inputs), note=note, divergences=value)
-
-    return forward
 
 
 def without_masked(inputs: Inputs) -> Tensor:

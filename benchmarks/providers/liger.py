@@ -1,4 +1,4 @@
-"""Liger's heads. Tested with 0.8.5, but for the Triton kernel of its JSD, which has not been run.
+"""Liger's heads. Tested with 0.8.5.
 
 `liger_grpo` is its own GRPO loss in chunks of a sequence, its default: 8 NVH, 6 with a frozen head. By default its
 loss mathematics is compiled, and on a GPU it is here. On a CPU it is not: there compiling took the first call 8 s
@@ -7,14 +7,10 @@ longer, and no later call was faster.
 `liger_ce` is its per-token cross-entropy with entropies, `LigerFusedLinearScaledCrossEntropyFunction`. verl calls it
 with ``impl_backend="liger"``: packed, always with the entropy. 8 NVH, with a frozen head too. On Hopper it is a CuTe
 DSL kernel for bf16; elsewhere torch, 512 tokens at a time, entropies in the dtype of the operands.
-
-`liger_jsd` is `LigerFusedLinearJSDLoss`: torch, in chunks of some 1,024 tokens, gradients in the forward, 8 NVH,
-scoring too; `LigerFusedLinearJSD` has a Triton kernel and smaller chunks. Either gives a mean alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -25,9 +21,7 @@ from benchmarks.providers import (
     Forward,
     Outcome,
     Scored,
-    from_divergence,
     from_rows,
-    without_masked,
 )
 
 TEMPERATURE, TILES = 1.0, 1  # as verl passes them
@@ -95,34 +89,3 @@ def _scaled_ce(inputs: Inputs, function: Any, note: str, *tiles: int) -> Forward
         return -nll, entropies
 
     return from_rows(inputs, rows, note)
-
-
-def jsd(inputs: Inputs) -> Forward:
-    """`LigerFusedLinearJSDLoss` without its hard loss: torch, on a GPU compiled, as it comes."""
-    from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
-
-    on_gpu, (_, beta) = inputs.hidden.is_cuda, inputs.distils
-    loss_fn = LigerFusedLinearJSDLoss(
-        weight_hard_loss=0.0, weight_soft_loss=1.0, beta=beta, compiled=on_gpu
-    )
-    return _mean(inputs, loss_fn, f"chunk_size={loss_fn.chunk_size}, compiled={on_gpu}")
-
-
-def fused_jsd(inputs: Inputs) -> Forward:
-    """`LigerFusedLinearJSD`, by its own choice of kernel and of chunks."""
-    from liger_kernel.transformers import LigerFusedLinearJSD
-
-    return _mean(inputs, LigerFusedLinearJSD(jsd_beta=inputs.distils[1]), "jsd_loss_and_grad")
-
-
-def _mean(inputs: Inputs, function: Callable[..., Any], note: str) -> Forward:
-    """Its module on the tokens in one row; it makes the gradients in the forward, of a frozen head too."""
-    teacher, _ = inputs.distils
-    labels = without_masked(inputs)
-
-    def loss() -> Tensor:
-        hidden, of_teacher = (x.reshape(-1, x.shape[-1]) for x in (inputs.hidden, teacher.hidden))
-        mean: Tensor = function(hidden, inputs.weight, of_teacher, teacher.weight, labels)
-        return mean
-
-    return from_divergence(inputs, loss, note)

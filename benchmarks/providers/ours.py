@@ -1,13 +1,11 @@
-"""grpo_kernels: `GRPOLoss`, or `linear_logprob` to score; `linear_divergence` where there is a teacher."""
+"""grpo_kernels: `GRPOLoss`, or `linear_logprob` to score."""
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from benchmarks.cases import EPSILON, Absence, Inputs
 from benchmarks.memory import MIB
-from benchmarks.providers import Forward, Outcome, Scored, from_divergence, from_logps
-from grpo_kernels import GRPOLoss, Head, Run, linear_divergence, linear_logprob
+from benchmarks.providers import Forward, Outcome, Scored, from_logps
+from grpo_kernels import GRPOLoss, Head, Run, linear_logprob
 from grpo_kernels.backends import choose_backend
 
 
@@ -49,26 +47,6 @@ def ours(inputs: Inputs, *, backend: str, engine: str = "auto", workspace: str =
         )
 
     return forward
-
-
-def divergence(inputs: Inputs, *, backend: str, workspace: str = "") -> Forward:
-    """`linear_divergence`, and the mean over the counted tokens, which is what it expects."""
-    (teacher, beta), run = inputs.distils, _run(inputs, backend, "auto", workspace)
-    kind = {0.0: "forward_kl", 1.0: "reverse_kl"}.get(beta, "jsd")
-
-    def divergences() -> Tensor:
-        return linear_divergence(
-            inputs.hidden,
-            _head(inputs),
-            teacher.hidden,
-            Head(teacher.weight, final_logit_softcapping=inputs.case.softcap),
-            mask=inputs.mask,
-            divergence=kind,
-            beta=beta if kind == "jsd" else None,
-            run=run,
-        ).divergence
-
-    return from_divergence(inputs, divergences, f"linear_divergence, backend {run.backend}")
 
 
 def _head(inputs: Inputs) -> Head:

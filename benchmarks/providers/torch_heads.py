@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import kl_div, linear
+from torch.nn.functional import linear
 
 from benchmarks.cases import Absence, Inputs, capped
-from benchmarks.providers import Forward, Outcome, Scored, from_divergence, from_logps
+from benchmarks.providers import Forward, Outcome, Scored, from_logps
 
 GRAPHS = 64  # a shape each; torch gives up past 8
 SLICE = 1024
@@ -32,16 +32,6 @@ def compiled(inputs: Inputs) -> Forward:
     return from_logps(inputs, lambda: function(*_operands(inputs)), "fullgraph, dynamic=False")
 
 
-def divergence(inputs: Inputs) -> Forward:
-    """All logits of both heads at once, and torch's `kl_div` of their `log_softmax`, in fp32."""
-    return from_divergence(inputs, lambda: _divergences(*_both(inputs)), "kl_div of log_softmax")
-
-
-def compiled_divergence(inputs: Inputs) -> Forward:
-    function = _compiled(_divergences)
-    return from_divergence(inputs, lambda: function(*_both(inputs)), "fullgraph, dynamic=False")
-
-
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     torch._dynamo.config.recompile_limit = GRAPHS
     return torch.compile(function, fullgraph=True, dynamic=False)
@@ -49,11 +39,6 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _operands(inputs: Inputs) -> tuple[Any, ...]:
     return inputs.hidden, inputs.weight, inputs.ids, inputs.case.softcap, inputs.case.wants_entropy
-
-
-def _both(inputs: Inputs) -> tuple[Any, ...]:
-    teacher, beta = inputs.distils
-    return inputs.hidden, inputs.weight, teacher.hidden, teacher.weight, beta, inputs.case.softcap
 
 
 def _log_p(hidden: Tensor, weight: Tensor, softcap: float | None) -> Tensor:
@@ -71,49 +56,22 @@ def _scores(
     return log_p.gather(-1, ids[..., None])[..., 0], entropies
 
 
-def _divergences(
-    hidden: Tensor,  # (B, T, H)
-    weight: Tensor,  # (V, H)
-    teacher_hidden: Tensor,  # (B, T, H')
-    teacher_weight: Tensor,  # (V, H')
-    beta: float,
-    softcap: float | None,
-) -> Tensor:
-    log_p, log_q = _log_p(hidden, weight, softcap), _log_p(teacher_hidden, teacher_weight, softcap)
-    if beta == 0.0:
-        return _kl(log_q, log_p)
-    if beta == 1.0:
-        return _kl(log_p, log_q)
-    shares = torch.tensor([1.0 - beta, beta], device=hidden.device).log()
-    log_m = torch.logaddexp(log_p + shares[0], log_q + shares[1])
-    return (1.0 - beta) * _kl(log_p, log_m) + beta * _kl(log_q, log_m)
-
-
-def _kl(of: Tensor, to: Tensor) -> Tensor:
-    return kl_div(to, of, reduction="none", log_target=True).sum(dim=-1)
-
-
 def products(inputs: Inputs) -> Forward:
     """Only the matrix products that the case needs, whole, by the vendor's library: the limit that we compare with.
 
-    Logits of the counted rows in fp32, a teacher's too; d hidden and d weight of the rows that may carry gradient. Rows
+    Logits of the counted rows in fp32; d hidden and d weight of the rows that may carry gradient. Rows
     that clipping stops are among those: which they are is known from the logits alone.
     """
     case, counted = inputs.case, inputs.mask.reshape(-1).bool()
-    pairs = [(inputs.hidden, inputs.weight)]
-    pairs += [] if inputs.teacher is None else [(inputs.teacher.hidden, inputs.teacher.weight)]
-    heads = [  # under autocast cast beforehand, the limit being the products
-        (states.detach().reshape(-1, states.shape[-1])[counted], weight.detach().to(states.dtype))
-        for states, weight in pairs
-    ]
-    hidden, weight = heads[0]
+    hidden = inputs.hidden.detach().reshape(-1, case.h)[counted]
+    weight = inputs.weight.detach().to(hidden.dtype)  # under autocast cast beforehand
     if not hidden.is_cuda and hidden.dtype != torch.float32:
         raise Absence(
             "no one limit: the CPU library's 16-bit products round their results, and exact ones are fp32's"
         )
     logits = hidden.new_empty(len(hidden), case.v, dtype=torch.float32)
     _mm(hidden, weight.t(), logits)
-    runs = [(states, head.t(), logits) for states, head in heads]
+    runs = [(hidden, weight.t(), logits)]
     if not case.score:
         graded = round(len(hidden) * case.top_entropy) if case.top_entropy < 1 else case.graded
         d_logits = hidden.new_empty(

@@ -1,8 +1,6 @@
 """TRL 1.16's fused head: the op its GRPO trainer calls through `add_fused_lm_head`, with its chunk size and outputs.
 
-Its divergence is what its distillation trainer calls, `_chunked_divergence_loss` over `ChunkedDivergenceFunction`: the
-logits of both heads again in the backward, 12 NVH, and once more in the forward of a JSD, 16. Where a trainer cannot be
-imported, whose needs are many, its op is used by itself, whose needs are few.
+Where the trainer cannot be imported, whose needs are many, its op is used by itself, whose needs are few.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from benchmarks.cases import Inputs
-from benchmarks.providers import Forward, Scored, from_divergence, from_rows, without_init
+from benchmarks.providers import Forward, Scored, from_rows, without_init
 
 OUTPUTS = ("log_probs", "entropy")  # what its GRPO trainer asks for
 
@@ -42,33 +40,6 @@ def trl(inputs: Inputs) -> Forward:
 
     packs = importlib.import_module("trl.kernels.chunked_logprob")._use_triton(inputs.ids.device)
     return from_rows(inputs, rows, note, packs=packs)
-
-
-def divergence(inputs: Inputs) -> Forward:
-    """The loss of its distillation trainer, or the function under it."""
-    (teacher, beta), cap = inputs.distils, inputs.case.softcap
-    try:
-        function = importlib.import_module(
-            "trl.trainer.distillation_trainer"
-        )._chunked_divergence_loss
-    except Exception as error:
-        op, counted = _alone("chunked_divergence").ChunkedDivergenceFunction, inputs.mask.bool()
-
-        def divergences() -> Tensor:
-            of_student = (inputs.hidden[counted], inputs.weight, None)
-            of_teacher = (teacher.hidden[counted], teacher.weight, None)
-            found, _ = op.apply(*of_student, *of_teacher, beta, 1.0, 1.0, cap, 1.0, cap)
-            return found.new_zeros(counted.shape).masked_scatter(counted, found)
-
-        return from_divergence(inputs, divergences, _without_the_trainer(error))
-    caps = {"student_final_logit_softcapping": cap, "teacher_final_logit_softcapping": cap}
-
-    def loss() -> Tensor:
-        operands = (inputs.hidden, teacher.hidden, inputs.weight, teacher.weight, inputs.mask, beta)
-        mean: Tensor = function(*operands, **caps)[0]
-        return mean
-
-    return from_divergence(inputs, loss, "_chunked_divergence_loss")
 
 
 def _without_the_trainer(error: Exception) -> str:

@@ -19,8 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
 from benchmarks import parity, step
 from benchmarks.figures import DEFAULTS, STOCK
-from benchmarks.real import task
-from benchmarks.real.train import VARIANTS, config
+from benchmarks.real.train import VARIANTS, config, is_right, training_problems
 from benchmarks.run import Results
 
 DRIFT = 0.1  # standard deviation of old against new log-probabilities
@@ -70,8 +69,8 @@ def trainer_of(
         *mixins,
         model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
         args=config(tempfile.gettempdir(), 1, 0, **options),
-        reward_funcs=task.is_right,
-        train_dataset=task.training_problems(16, 0),
+        reward_funcs=is_right,
+        train_dataset=training_problems(16, 0),
         processing_class=AutoTokenizer.from_pretrained(folder),
         **({"peft_config": LoraConfig(**LORA)} if lora else {}),
     )

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import re
 import statistics
+import textwrap
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 from matplotlib.figure import Figure
 
-from benchmarks import plots, words
-from benchmarks.figures import DEFAULTS, OURS, STOCK
+from benchmarks import tables
+from benchmarks.figures import DEFAULTS, STOCK
 from benchmarks.step import PHASES
-from benchmarks.tables import SHARES
-from benchmarks.words import markdown, multiple, number, share, small, times, with_range
+from benchmarks.tables import SHARES, markdown, multiple, number, share, small, times, with_range
 
 Run = dict[str, Any]
 EQUAL, REWARD, LENGTH = "frac_reward_zero_std", "reward", "completions/mean_length"
@@ -169,38 +170,52 @@ def _error(draws: list[float] | None) -> str:
     return with_range((mean, min(draws), max(draws)), small) if len(draws) > 1 else small(mean)
 
 
+COLORS = {STOCK: "#D55E00", DEFAULTS: "#0072B2"}  # Okabe and Ito's
+LOOKS = {
+    "font.size": 15, "axes.grid": True, "axes.grid.axis": "y", "grid.color": "#d8dee4", "axes.axisbelow": True,
+    **{f"axes.spines.{side}": False for side in ("top", "right", "bottom", "left")},
+    **dict.fromkeys(("figure.facecolor", "savefig.facecolor", "axes.facecolor"), "#fbfbf9"),
+}  # fmt: skip
+NOTE = (
+    "Forward and backward of an optimizer step of 32 completions, generation left out. A group whose rewards are "
+    "equal has no gradient: what ours saves follows their share, and the padding. Stock TRL runs its fallback for "
+    "CPUs, whose head also projects prompt and padding."
+)
+
+
 def draw(data: dict[str, Any]) -> Figure:
-    """Reward, share of groups with equal rewards, and seconds of both, over the steps."""
-    stock, ours = named(data, STOCK), named(data, DEFAULTS)
-    count = len(ours[0]["steps"])
-    seeds = f"{words.count(len(ours), 'seed')}: their mean, and their range"
-    notes = [
-        "Forward and backward of an optimizer step of 32 completions, generation left out. A group whose rewards are "
-        "equal has no gradient: what ours saves follows their share, and the padding. Stock TRL runs its fallback for "
-        "CPUs, whose head also projects prompt and padding.",
-        words.made(data),
-    ]
-    figure = plots.sheet(claim(data), [TASK, words.where(data), seeds, words.day(data)], 6.2, notes)
+    """Reward, share of groups with equal rewards, and seconds of both, over the steps: mean and range of the seeds."""
+    trainers = {name: named(data, name) for name in (STOCK, DEFAULTS)}
+    count = len(trainers[DEFAULTS][0]["steps"])
+    figure = Figure(figsize=(11, 9.5), dpi=120, layout="constrained")
+    seeds = f"{tables.count(len(trainers[DEFAULTS]), 'seed')}: their mean, and their range"
+    about = "; ".join([TASK, tables.where(data), seeds, str(data.get("date", ""))[:10]])
+    title = "\n".join(textwrap.wrap(claim(data), 56))
+    figure.suptitle(title, size=22, weight="bold", x=0.02, ha="left")
     axes = figure.subplots(3, 1, sharex=True, height_ratios=(2, 2, 3))
-    theirs, mine = ("stock TRL", stock, "trl"), ("grpo_kernels", ours, OURS)
-    rows: list[tuple[str, list[tuple[str, list[Run], str]], str, str]] = [
-        ("reward", [mine], "logs", REWARD),
-        ("groups with\nequal rewards", [mine], "logs", EQUAL),
-        ("CPU seconds", [theirs, mine], "seconds", "loss"),
+    axes[0].set_title("\n".join(textwrap.wrap(about, 100)), size=13, loc="left")
+    rows: list[tuple[str, tuple[str, ...], str, str]] = [
+        ("reward", (DEFAULTS,), "logs", REWARD),
+        ("groups with\nequal rewards", (DEFAULTS,), "logs", EQUAL),
+        ("CPU seconds", (STOCK, DEFAULTS), "seconds", "loss"),
     ]
-    for axis, (title, trainers, kind, key) in zip(axes, rows, strict=True):
-        ends = []
-        for name, runs, provider in trainers:
-            values = [[step[kind][key] for step in run["steps"]] for run in runs]
-            ends.append(plots.band(axis, range(1, count + 1), values, name, plots.color(provider)))
-        axis.set_ylabel(title)
+    for axis, (label, names, kind, key) in zip(axes, rows, strict=True):
+        for name in names:
+            runs = [[step[kind][key] for step in run["steps"]] for run in trainers[name]]
+            columns, x = list(zip(*runs, strict=True)), range(1, count + 1)
+            shade, mean = COLORS[name], [statistics.fmean(column) for column in columns]
+            low, high = ([pick(column) for column in columns] for pick in (min, max))
+            axis.fill_between(x, low, high, color=shade, alpha=0.15, linewidth=0)
+            axis.plot(x, mean, color=shade, linewidth=3.5)
+            who = name if name == STOCK else "grpo_kernels"
+            axis.annotate(who, (count + 0.3, mean[-1]), color=shade, va="center")
+        axis.set_ylabel(label)
         axis.set_ylim(bottom=0)
-        axis.grid(axis="y")
-        plots.name_ends(axis, ends, count)
-    axes[2].set_xlabel("optimizer step")
+        axis.tick_params(length=0)
     axes[2].set_xlim(1, count * 1.2)
     axes[2].set_xticks([1, *range(5, count + 1, 5)])
-    figure.align_ylabels(axes)
+    notes = textwrap.wrap(f"{NOTE} {tables.made(data)}", 130)
+    axes[2].set_xlabel("\n".join(["optimizer step", "", *notes]), size=11)
     return figure
 
 
@@ -213,13 +228,16 @@ def write(data: dict[str, Any], folder: Path) -> None:
     Raises:
         ValueError: the page has not one pair of marks.
     """
-    with plots.looks():
-        plots.save(draw(data), folder / "plots" / "real.png")
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(LOOKS)
+        (folder / "plots").mkdir(exist_ok=True)
+        draw(data).savefig(folder / "plots" / "real.png", metadata={"Software": None})
     path = folder / "real.md"
     before, *rest = re.split(f"{BEGIN}|{END}", path.read_text(encoding="utf-8"))
     if len(rest) != 2:
         raise ValueError(f"{path}: expected one {BEGIN} and one {END}, got {len(rest)} marks")
     picture = f"![{claim(data)}](plots/real.png)"
-    conditions = f"Conditions: {words.footer(data)}."
-    middle = words.page(["", picture, "", *lines(data), "", conditions])
+    conditions = f"Conditions: {tables.footer(data)}."
+    middle = tables.page(["", picture, "", *lines(data), "", conditions])
     path.write_text(f"{before}{BEGIN}\n{middle}{END}{rest[1]}", encoding="utf-8")

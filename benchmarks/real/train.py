@@ -1,7 +1,9 @@
-"""One training in this process: CPU seconds of each phase, and what it logged."""
+"""The task, one-digit sums, and one training in this process: seconds of each phase, and what it logged."""
 
 from __future__ import annotations
 
+import random
+import re
 import resource
 import tempfile
 import warnings
@@ -9,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import Dataset
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from trl import GRPOConfig
@@ -16,19 +19,50 @@ from trl import GRPOConfig
 from benchmarks import step, tiny_run
 from benchmarks.figures import ONE_GROUP
 from benchmarks.memory import MIB
-from benchmarks.real import task
 
 VARIANTS = {
     name: options for name, options in step.VARIANTS.items() if name not in ("skip", ONE_GROUP)
 }
 
 
+PAIRS = [(a, b) for a in range(1, 10) for b in range(1, 10)]
+HELD_OUT = random.Random(0).sample(PAIRS, 21)
+
+
+def problems(pairs: list[tuple[int, int]]) -> Dataset:
+    """Conversations that ask for the sum of each pair, and the answers."""
+    system = {"role": "system", "content": "Answer with one number."}
+    return Dataset.from_list(
+        [
+            {
+                "prompt": [system, {"role": "user", "content": f"Calculate {a} + {b}."}],
+                "answer": a + b,
+            }
+            for a, b in pairs
+        ]
+    )
+
+
+def training_problems(count: int, seed: int) -> Dataset:
+    """`count` problems, none of them held out."""
+    draw, pairs = random.Random(seed), [x for x in PAIRS if x not in HELD_OUT]
+    return problems([draw.choice(pairs) for _ in range(count)])
+
+
+def is_right(completions: list[Any], answer: list[int], **_: Any) -> list[float]:
+    """1 for each completion whose last number is the answer, else 0."""
+    found = [
+        re.findall(r"-?\d+", x[-1]["content"] if isinstance(x, list) else x) for x in completions
+    ]
+    return [float(x[-1:] == [str(want)]) for x, want in zip(found, answer, strict=True)]
+
+
 def right(model: nn.Module, tokenizer: Any, tokens: int) -> float:
     """Share of right answers to the problems that are held out, four samples each."""
-    problems, model = task.problems(task.HELD_OUT * 4), model.eval()
+    held_out, model = problems(HELD_OUT * 4), model.eval()
     texts = [
         tokenizer.apply_chat_template(x, tokenize=False, add_generation_prompt=True)
-        for x in problems["prompt"]
+        for x in held_out["prompt"]
     ]
     inputs = tokenizer(texts, add_special_tokens=False, padding=True, return_tensors="pt")
     set_seed(0)
@@ -38,7 +72,7 @@ def right(model: nn.Module, tokenizer: Any, tokens: int) -> float:
     answers = tokenizer.batch_decode(
         found[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True
     )
-    rewards = task.is_right(answers, problems["answer"])
+    rewards = is_right(answers, held_out["answer"])
     return sum(rewards) / len(rewards)
 
 
@@ -83,8 +117,8 @@ def train(
             step.Timed,
             model=policy,
             args=args,
-            reward_funcs=task.is_right,
-            train_dataset=task.training_problems(400, seed),
+            reward_funcs=is_right,
+            train_dataset=training_problems(400, seed),
             processing_class=tokenizer,
         )
         trainer.train()

@@ -30,7 +30,7 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "benchmarks.gpu", "--dry-run", *arguments]
 
 
-CASES = ("main", "frozen", "score", "fp32 weight, autocast", "reverse KL", "Gemma-2-2B")
+CASES = ("main", "frozen", "score", "fp32 weight, autocast", "Gemma-2-2B")
 
 
 @pytest.mark.slow
@@ -53,7 +53,7 @@ def test_dry_run(tmp_path: Path) -> None:
         f"not run: together: 'needs a CUDA or ROCm device' ({together['skipped']})",
         "not run: memcheck: absent, dry run",
         "not run: flash_attention_2: absent, dry run",
-        "not run: quack in any case: absent, its kernels serve GPUs from H100 on",
+        "not run: cce in any case: absent, the Triton kernels it chooses serve GPUs only",
     ):
         assert any(x.startswith(line) for x in done.stdout.splitlines()[-25:]), (
             line,
@@ -135,9 +135,9 @@ def test_what_did_not_run_is_said_and_is_no_failure() -> None:
             },
             "score": {
                 "status": "skipped",
-                "providers": {"quack": {"status": "error", "reason": "x"}},
+                "providers": {"trl": {"status": "error", "reason": "x"}},
             },
-            "frozen": {"providers": {"quack": {"status": "ok"}}},
+            "frozen": {"providers": {"trl": {"status": "ok"}}},
         },
     }
     assert gpu.is_well(data)
@@ -205,8 +205,8 @@ def test_goals_come_first() -> None:
         of_case = [x.providers for x in items if x.kind == "case" and x.case == case.name]
         assert sorted({name for names in of_case for name in names}) == sorted(case.providers)
         assert case.rounds == 0 or all(names[:2] == ("ours", "products") for names in of_case)
-    chosen = gpu.plan(["main"], ["quack"], parts=False)
-    assert [x.providers for x in chosen] == [("ours", "products"), ("ours", "products", "quack")]
+    chosen = gpu.plan(["main"], ["cce"], parts=False)
+    assert [x.providers for x in chosen] == [("ours", "products"), ("ours", "products", "cce")]
 
 
 def times(**ms: float) -> dict[str, Any]:

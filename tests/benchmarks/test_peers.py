@@ -53,7 +53,7 @@ ON_A_CPU = ("linear_ce", "liger_ce", "liger_torch", "verl_torch", "unsloth")
 NO_SOFTCAP = ("linear_ce", "liger_ce", "liger_torch", "verl_torch")
 ONE_DTYPE = ("liger_ce", "liger_torch", "verl_torch")  # of hidden states and weight
 GIVES_ENTROPY = ("liger_ce", "liger_torch", "verl_torch", "unsloth")
-NEEDS_A_GPU = {"verl_triton": "Triton", "cce": "Triton", "quack": "H100", "quack/chunked": "H100"}
+NEEDS_A_GPU = {"verl_triton": "Triton", "cce": "Triton"}
 HAS_LINEAR_CE = hasattr(torch.nn.functional, "linear_cross_entropy")
 
 

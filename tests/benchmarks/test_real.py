@@ -15,9 +15,8 @@ from benchmarks import tiny_models
 from benchmarks.figures import DEFAULTS, STOCK
 from benchmarks.machine import ROOT
 from benchmarks.real import __main__ as command
-from benchmarks.real import expectations, report, task
+from benchmarks.real import expectations, report, train
 from benchmarks.real.model import make
-from benchmarks.real.train import train
 from benchmarks.run import Results
 from benchmarks.step import PHASES
 
@@ -35,9 +34,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     tiny_models.tokenizer().save_pretrained(folder)
     tiny_models.model("tied").save_pretrained(folder)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(task, "is_right", by_length)  # random words are never right
+        patch.setattr(train, "is_right", by_length)  # random words are never right
         for name in (STOCK, DEFAULTS):
-            run = train(name, folder, seed=0, steps=2, short=True, tests=True)
+            run = train.train(name, folder, seed=0, steps=2, short=True, tests=True)
             runs[f"{name}, seed 0"] = {"status": "ok", "name": name, "seed": 0, "wall": 1, **run}
     found = {
         "runs": runs,
@@ -108,10 +107,10 @@ def test_the_page_keeps_what_is_outside_of_its_marks(data: dict[str, Any], tmp_p
 
 def test_the_reward_is_the_last_number() -> None:
     completions = ["3 + 4 = 7", "7, no, 8", "seven", "-7", [{"content": "It is 7."}]]
-    assert task.is_right(completions, [7] * 5) == [1.0, 0.0, 0.0, 0.0, 1.0]
-    held_out = {f"Calculate {a} + {b}." for a, b in task.HELD_OUT}
-    asked = {row["prompt"][-1]["content"] for row in task.training_problems(2000, 0)}
-    assert len(asked) == len(task.PAIRS) - len(held_out) and not asked & held_out
+    assert train.is_right(completions, [7] * 5) == [1.0, 0.0, 0.0, 0.0, 1.0]
+    held_out = {f"Calculate {a} + {b}." for a, b in train.HELD_OUT}
+    asked = {row["prompt"][-1]["content"] for row in train.training_problems(2000, 0)}
+    assert len(asked) == len(train.PAIRS) - len(held_out) and not asked & held_out
 
 
 def broken_unless_defaults(name: str, model: Path, **options: Any) -> dict[str, Any]:

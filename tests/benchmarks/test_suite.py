@@ -1,8 +1,8 @@
-"""`python -m benchmarks` at toy size: its cases, their float64 truth, what is right, memory, operations."""
+"""`python -m benchmarks` at toy size: its cases, their float64 truth, what is right, operations, and its page."""
 
 from __future__ import annotations
 
-import importlib.util
+import copy
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -10,50 +10,27 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.functional import kl_div
 
 pytest.importorskip("trl")
 pytest.importorskip("liger_kernel")
 
-from benchmarks import machine, run
-from benchmarks.__main__ import arguments, chosen, is_wrong, main, with_others
-from benchmarks.cases import (
-    HEADS,
-    WORKLOADS,
-    Absence,
-    BenchCase,
-    Inputs,
-    case,
-    make_inputs,
-    policy_loss,
-)
+from benchmarks import __main__ as command
+from benchmarks import figures, machine, tables
+from benchmarks.cases import HEADS, WORKLOADS, BenchCase, Inputs, case, make_inputs, policy_loss
 from benchmarks.flops import counter
 from benchmarks.machine import ROOT, Watch
-from benchmarks.memory import give_back_what_is_freed, is_measured
-from benchmarks.plan import cpu_cases, gpu_cases, memory_cases
+from benchmarks.plan import cpu_cases, gpu_cases
 from benchmarks.providers import Outcome, build, cross_entropies, named, torch_heads
-from benchmarks.reference import Reference, divergence, errors, is_right, reference
-from benchmarks.run import How, Results, Step, check, check_room, measure_case
+from benchmarks.reference import Reference, errors, is_right, reference
+from benchmarks.run import How, Results, Step, check, measure_case
+from tests.support.bench_results import parsed, results
 
 CPU = torch.device("cpu")
 PLAIN = BenchCase("plain").toy()
-POLICIES = {
-    name: replace(case(name, workload=name).toy(), n=64, t=8)
-    for name in WORKLOADS
-    if name != "distill"
-}
+POLICIES = {name: replace(case(name, workload=name).toy(), n=64, t=8) for name in WORKLOADS}
 POLICIES |= {model: replace(case(model, model).toy(), n=24) for model in HEADS}
 POLICIES |= {"more rows than are sampled, in two chunks": replace(PLAIN, n=320)}
-POLICIES |= {"frozen policy": replace(PLAIN, frozen=True), "scored": replace(PLAIN, score=True)}
-TOY = case("toy", workload="distill", part="distill", n=16, h=32, v=70, t=4)
-DISTILLING = {
-    **{f"beta {beta:g}": replace(TOY, divergence=beta) for beta in (0.0, 0.3, 1.0)},
-    "wider, padding": replace(TOY, teacher_h=48, padding=0.5),
-    "frozen": replace(TOY, frozen=True),
-    "score": replace(TOY, score=True),
-    "bf16": replace(TOY, dtype="bfloat16"),
-    "soft-cap": replace(TOY, softcap=5.0, divergence=0.5),
-}
+POLICIES |= {"frozen": replace(PLAIN, frozen=True), "scored": replace(PLAIN, score=True)}
 
 
 def stepped(given: BenchCase, name: str = "eager") -> tuple[Any, Reference, Outcome]:
@@ -62,16 +39,14 @@ def stepped(given: BenchCase, name: str = "eager") -> tuple[Any, Reference, Outc
     return inputs, want, Step(build(name, inputs))()
 
 
-@pytest.mark.parametrize(
-    "given", [*POLICIES.values(), *DISTILLING.values()], ids=[*POLICIES, *DISTILLING]
-)
+@pytest.mark.parametrize("given", POLICIES.values(), ids=POLICIES)
 def test_reference_is_right_and_sees_errors(given: BenchCase) -> None:
     """Plain autograd in float32 agrees with the reference to its rounding; with a planted fault it does not."""
     inputs, want, outcome = stepped(given)
     found = errors(outcome, inputs, want)
     assert is_right(found, given)
-    assert max(found.values()) < 1e-5 or given.dtype != "float32"
-    assert found.get("ratio_off") == (0 if given.divergence is None else None)
+    assert max(found.values()) < 1e-5
+    assert found["ratio_off"] == 0
     if not given.score:
         inputs.hidden.grad.mul_(1.5)
         assert not is_right(errors(outcome, inputs, want), given)
@@ -79,62 +54,25 @@ def test_reference_is_right_and_sees_errors(given: BenchCase) -> None:
     assert not is_right({}, given)
 
 
-@pytest.mark.parametrize("given", DISTILLING.values(), ids=DISTILLING)
-@pytest.mark.parametrize("name", ["ours/torch", "trl", "liger_jsd"])
-def test_every_divergence_is_right(name: str, given: BenchCase) -> None:
-    if name == "liger_jsd" and given.softcap is not None:
-        with pytest.raises(Absence, match="no soft-cap"):
-            build(name, make_inputs(given, CPU))
-        return
-    inputs, want, outcome = stepped(given, name)
-    found = errors(outcome, inputs, want)
-    assert is_right(found, given), found
-    assert found["loss"] < 1e-6 or given.dtype != "float32"
-
-
-@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
-def test_the_truth_of_a_divergence_is_torchs(beta: float) -> None:
-    p, q = (torch.randn(5, 9, dtype=torch.float64).softmax(dim=1) for _ in range(2))
-    m = (1 - beta) * p + beta * q
-    of_student, of_teacher = (kl_div(m.log(), x, reduction="none").sum(dim=1) for x in (p, q))
-    want = {0.0: of_teacher, 1.0: of_student}.get(beta, (1 - beta) * of_student + beta * of_teacher)
-    torch.testing.assert_close(divergence(p.log(), q.log(), beta), want, atol=1e-13, rtol=1e-12)
-
-
-def nvh(name: str, given: BenchCase) -> float:
-    inputs = make_inputs(given, CPU)
-    checked = check(name, Step(build(name, inputs)), inputs, reference(inputs))
-    assert checked["status"] == "checked"
-    return float(checked["flops_nvh"])
-
-
 @pytest.mark.parametrize(
     ("name", "counted"),
-    {  # NVH of a policy loss, with half of the tokens masked, with a frozen head; of a divergence, with a frozen head,
-        # without gradients
-        "ours/torch": (6, 6, 4, 8, 6, 4),
-        "products": (6, 6, 4, 8, 6, 4),
-        "eager": (6, 12, 4, 8, 6, 4),
-        "trl": (8, 16, 6, 12, 10, 4),
+    {  # NVH of a policy loss, with half of the tokens masked, with a frozen head
+        "ours/torch": (6, 6, 4),
+        "products": (6, 6, 4),
+        "eager": (6, 12, 4),
+        "trl": (8, 16, 6),
+        "liger_torch": (8, 8, 8),  # packs
     }.items(),
 )
 def test_counted_operations(name: str, counted: tuple[int, ...]) -> None:
     given = replace(BenchCase("x"), n=64, t=8, h=32, v=700)
-    cases = (given, replace(given, n=128, t=16, padding=0.5), replace(given, frozen=True))
-    cases += (TOY, replace(TOY, frozen=True), replace(TOY, score=True))
-    assert tuple(nvh(name, x) for x in cases) == counted
-    wider = replace(TOY, teacher_h=64)
-    assert name == "trl" or nvh(name, wider) == wider.products_nvh == 2 + 2 * 64 / 32 + 4
-
-
-NEEDS_VERL = pytest.mark.skipif(
-    importlib.util.find_spec("verl") is None, reason="verl is not installed"
-)
-
-
-@pytest.mark.parametrize("name", ["liger_torch", pytest.param("verl_torch", marks=NEEDS_VERL)])
-def test_who_packs_computes_the_tokens_that_count_alone(name: str) -> None:
-    assert nvh(name, replace(BenchCase("x"), n=128, t=16, h=32, v=700, padding=0.5)) == 8
+    found = []
+    for x in (given, replace(given, n=128, t=16, padding=0.5), replace(given, frozen=True)):
+        inputs = make_inputs(x, CPU)
+        checked = check(name, Step(build(name, inputs)), inputs, reference(inputs))
+        assert checked["status"] == "checked"
+        found.append(checked["flops_nvh"])
+    assert tuple(found) == counted
 
 
 def test_operations_of_a_product_with_another_dtype() -> None:
@@ -171,40 +109,30 @@ def test_inputs_are_as_their_case_says() -> None:
     assert 1e-4 < entropies.quantile(0.5) < 0.05 and 0.1 < entropies.quantile(0.8) < 1.0
     for scale in (10.0, 40.0):
         inputs = make_inputs(replace(BenchCase("x", scale=scale), n=64, t=8, h=256, v=16384), CPU)
-        assert (
-            0.8 * scale
-            < float((inputs.hidden @ inputs.weight.t()).amax(dim=-1).mean().detach())
-            < 1.2 * scale
-        )
-    distilled = make_inputs(replace(TOY, n=256, t=8, h=64, v=4000, teacher_h=96), CPU)
-    assert distilled.teacher is not None and distilled.teacher.weight.shape == (4000, 96)
-    assert 0.05 < float(reference(distilled).loss) < 0.5  # near the student, and another head
+        largest = (inputs.hidden @ inputs.weight.t()).amax(dim=-1).mean().item()
+        assert 0.8 * scale < largest < 1.2 * scale
 
 
 def test_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(
         "benchmarks.providers.policy_loss", lambda *given: 1.001 * policy_loss(*given)
     )
-    given = replace(BenchCase("x", providers=("eager", "ours", "quack")).toy(), rounds=2)
-    results = Results(tmp_path / "found.json", cases={})
-    measure_case(given, given.providers, results, How(backend="torch"))
-    found = results.data["cases"]["x"]["providers"]
-    assert found["eager"]["status"] == "wrong" and "ms" not in found["eager"]
-    assert found["quack"]["status"] == "absent" and found["quack"]["reason"]
-    assert found["ours"]["status"] == "ok" and found["ours"]["ms"]["full"]["samples"] == 2
+    given = replace(BenchCase("x", providers=("eager", "ours", "cce")).toy(), rounds=2)
+    found = Results(tmp_path / "found.json", cases={})
+    measure_case(given, given.providers, found, How(backend="torch"))
+    providers = found.data["cases"]["x"]["providers"]
+    assert providers["eager"]["status"] == "wrong" and "ms" not in providers["eager"]
+    assert providers["cce"]["status"] == "absent" and providers["cce"]["reason"]
+    assert providers["ours"]["status"] == "ok" and providers["ours"]["ms"]["full"]["samples"] == 2
 
 
 def test_what_there_was_no_time_for_is_noted(tmp_path: Path) -> None:
-    results, given = (
-        Results(tmp_path / "found.json", cases={}),
-        replace(BenchCase("x").toy(), rounds=2),
-    )
-    measure_case(
-        given, ("eager", "ours"), results, How(backend="torch", one_by_one=True, until=0.0)
-    )
-    found = results.data["cases"]["x"]
-    assert found["status"] == "partial" and found["providers"]["ours"]["status"] == "ok"
-    assert found["providers"]["eager"] == {"status": "skipped", "reason": "no time left"}
+    found, given = Results(tmp_path / "x.json", cases={}), replace(PLAIN, rounds=2)
+    how = How(backend="torch", one_by_one=True, until=0.0)
+    measure_case(given, ("eager", "ours"), found, how)
+    measured = found.data["cases"]["plain"]
+    assert measured["status"] == "partial" and measured["providers"]["ours"]["status"] == "ok"
+    assert measured["providers"]["eager"] == {"status": "skipped", "reason": "no time left"}
 
 
 @pytest.mark.parametrize("one_by_one", [False, True])
@@ -212,9 +140,7 @@ def test_what_fails_costs_no_other_provider(
     one_by_one: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """In its first call, or in a timed step; what was timed before is in the file when it fails."""
-    path = tmp_path / "found.json"
-    before: list[dict[str, Any]] = []
-
+    path, before = tmp_path / "found.json", []
     eager = torch_heads.eager
 
     def breaking(calls: int) -> Any:
@@ -222,11 +148,9 @@ def test_what_fails_costs_no_other_provider(
             forward, left = eager(inputs), [calls]
 
             def step() -> Outcome:
-                assert all(x.grad is None for x in inputs.leaves), (
-                    "a step that adds to gradients does more"
-                )
+                assert all(x.grad is None for x in inputs.leaves), "adding to gradients does more"
                 if not left[0]:
-                    before.append(json.loads(path.read_text())["cases"]["x"]["providers"])
+                    before.append(json.loads(path.read_text())["cases"]["plain"]["providers"])
                     raise RuntimeError("broken")
                 left[0] -= 1
                 return forward()
@@ -238,52 +162,18 @@ def test_what_fails_costs_no_other_provider(
     monkeypatch.setattr(cross_entropies, "linear_ce", breaking(0))
     monkeypatch.setattr(torch_heads, "compiled", breaking(2))
     names = ("ours", "ours/torch", "linear_ce", "compiled", "eager")
-    results = Results(path, cases={})
-    measure_case(
-        replace(BenchCase("x").toy(), rounds=3),
-        names,
-        results,
-        How(one_by_one=one_by_one, backend="torch"),
-    )
-    found = results.data["cases"]["x"]["providers"]
+    how = How(one_by_one=one_by_one, backend="torch")
+    stored = Results(path, cases={})
+    measure_case(replace(PLAIN, rounds=3), names, stored, how)
+    found = stored.data["cases"]["plain"]["providers"]
     assert [found[x]["status"] for x in names] == ["ok", "ok", "error", "error", "ok"]
     assert "RuntimeError: broken" in found["compiled"]["reason"]
-    assert [
-        found[x]["ms"]["full"]["samples"] for x in ("ours", "ours/torch", "compiled", "eager")
-    ] == [3, 3, 1, 3]
-    assert [x for x in names if "anchors" in found[x]] == (
-        ["ours/torch", "compiled", "eager"] if one_by_one else []
-    )
+    samples = {x: found[x]["ms"]["full"]["samples"] for x in names if x != "linear_ce"}
+    assert samples == {"ours": 3, "ours/torch": 3, "compiled": 1, "eager": 3}
+    with_anchors = [x for x in names if "anchors" in found[x]]
+    assert with_anchors == (["ours/torch", "compiled", "eager"] if one_by_one else [])
     assert ("ms" in before[0]["ours"]) is one_by_one
     assert "ms" in before[1]["ours"]
-
-
-@pytest.mark.skipif(not is_measured(CPU), reason="needs Linux's /proc")
-def test_peaks_are_those_of_each_provider_and_no_times(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    give_back_what_is_freed()
-    shape = {"part": "memory", "t": 8, "h": 128, "v": 32768, "rounds": 0}
-    cases = [
-        BenchCase(f"tokens {n}", n=n, providers=("ours@4", "eager", "quack"), **shape)
-        for n in (32, 128)
-    ]
-    results = Results(tmp_path / "found.json", cases={})
-    for given in cases:
-        measure_case(given, given.providers, results, How(backend="torch"))
-    large = results.data["cases"]["tokens 128"]["providers"]
-    assert [x["status"] for x in large.values()] == ["ok", "ok", "absent"] and large["quack"][
-        "reason"
-    ]
-    assert large["eager"]["extra_mib"] > 30 > 12 > large["ours@4"]["extra_mib"]
-    assert not any("ms" in x for x in large.values())
-    monkeypatch.setattr(run, "available_bytes", lambda: 2**20)
-    measure_case(
-        replace(cases[0], name="tokens 512", n=512), ("eager",), results, How(backend="torch")
-    )
-    eager = results.data["cases"]["tokens 512"]["providers"]["eager"]
-    assert eager == {"status": "absent", "reason": "would need about 0 GiB, and 0 GiB are free"}
-    check_room("never measured", replace(cases[0], n=1024), results.data)
 
 
 def test_plans() -> None:
@@ -291,95 +181,36 @@ def test_plans() -> None:
         assert len({x.name for x in plan}) == len(plan)
         assert all(x.n % x.t == 0 and all(map(named, x.providers)) for x in plan)
         assert {x.model for x in plan} == set(HEADS)
-        assert {axis for x in plan for axis in (x.series or "").split()} == {"n", "v", "share"}
-        distilled = [x for x in plan if x.part == "distill"]
-        assert {x.divergence for x in distilled} == {0.0, 0.5, 1.0}
-        assert all(x.providers[:2] == ("ours", "products") for x in distilled)
-    for given in (
-        x
-        for x in cpu_cases()
-        if "products" in x.providers and x.part in ("main", "workloads", "shapes")
-    ):
-        assert given.rounds >= 3, (
-            given.name
-        )  # the limit as often as the rest, and often enough to be one
-    assert not {x.name for x in cpu_cases()} & {x.name for x in memory_cases()}
+    limited = [x for x in cpu_cases() if "products" in x.providers]
+    assert all(x.rounds >= 3 for x in limited)  # often enough to be a limit
 
 
 def test_choices_and_refusals() -> None:
-    assert [x.name for x in chosen(arguments([]))] == [x.name for x in cpu_cases()]
-    chosen_parts = chosen(arguments(["--parts", "accuracy", "memory"]))
-    assert [x.name for x in chosen_parts if x.part != "memory"] == [
-        "logits 10",
-        "logits 20",
-        "logits 40",
-        "peaked",
-    ]
-    assert [x.n for x in chosen_parts if x.part == "memory"] == sorted(x.n for x in memory_cases())
-    for given in (["--smoke", "--plot"], ["--report", "nowhere.json"]):
-        with pytest.raises(SystemExit) as ended:
-            arguments(given)
-        assert ended.value.code == 2
+    chosen = command.chosen(command.arguments(["--parts", "accuracy"]))
+    assert [x.name for x in chosen] == ["logits 10", "logits 20", "logits 40", "peaked"]
+    assert command.chosen(command.arguments([])) == cpu_cases()
+    for given in (["--smoke", "--page"], ["--report", "nowhere.json"]):
+        with pytest.raises(SystemExit, match="2"):
+            command.arguments(given)
     with pytest.raises(ValueError, match=r"expected some of ours, .*, or ours@MIB, got 'trl@64'"):
         named("trl@64")
-    for name, given in (
-        ("unsloth", TOY),
-        ("liger_jsd", replace(TOY, divergence=None)),
-        ("liger_jsd/fused", TOY),
-    ):
-        with pytest.raises(Absence, match=r"no divergence from a teacher|no policy loss|GPU"):
-            build(name, make_inputs(given, CPU))
-
-
-def test_parts_measured_apart_come_from_the_newest_run_on_such_a_device(tmp_path: Path) -> None:
-    """Whatever was measured now: the page has all parts, each with the conditions of its run."""
-
-    def results(day: int, *cases: str, device: str = "cpu", **more: Any) -> dict[str, Any]:
-        made = {name: {"part": name, "day": day} for name in cases}
-        return {"device": device, "date": f"day {day}", "commit": str(day), "cases": made, **more}
-
-    whole, memory, step = results(1, "main"), results(2, "memory"), results(3, step={"scenes": {}})
-    others = [
-        whole,
-        memory,
-        step,
-        results(4, "main", "memory", device="gpu"),
-        {"format": "another"},
-    ]
-    for i, data in enumerate(others):
-        (tmp_path / f"{i}.json").write_text(json.dumps(data))
-    for data in (whole, memory, step):
-        page = with_others(data, tmp_path)
-        assert {name: case["day"] for name, case in page["cases"].items()} == {
-            "main": 1,
-            "memory": 2,
-        }
-        assert page["step"] == {"scenes": {}}
-        assert (page["date"], page["runs"]["memory"]["date"], page["runs"]["step"]["commit"]) == (
-            "day 1",
-            "day 2",
-            "3",
-        )
-    assert with_others({**memory, "smoke": True}, tmp_path) == {**memory, "smoke": True}
 
 
 def test_exit_status() -> None:
     def data(status: str, ours: str) -> dict[str, Any]:
-        return {
-            "status": status,
-            "cases": {"x": {"providers": {"ours": {"status": ours}, "trl": {"status": "wrong"}}}},
-        }
+        providers = {"ours": {"status": ours}, "trl": {"status": "wrong"}}
+        return {"status": status, "cases": {"x": {"providers": providers}}}
 
-    assert not is_wrong(data("complete", "ok"))
-    assert is_wrong(data("complete", "wrong"))
-    assert is_wrong(data("running", "ok"))
+    assert not command.is_wrong(data("complete", "ok"))
+    assert command.is_wrong(data("complete", "wrong"))
+    assert command.is_wrong(data("running", "ok"))
 
 
 @pytest.mark.slow
 def test_smoke(tmp_path: Path) -> None:
-    """The whole command at toy size: every part, table and plot."""
+    """The whole command at toy size: every part and table."""
     out, docs = tmp_path / "found.json", tmp_path / "docs"
-    assert main(["--smoke", "--save", str(out), "--plot", "--docs", str(docs)]) == 0
+    assert command.main(["--smoke", "--save", str(out), "--page", "--docs", str(docs)]) == 0
     found = json.loads(out.read_text())
     assert found["status"] == "complete" and found["format"] == 2 and found["commit"]
     assert list(found["cases"]) == [x.name for x in cpu_cases()]
@@ -387,18 +218,142 @@ def test_smoke(tmp_path: Path) -> None:
         providers = found["cases"][given.name]["providers"]
         assert list(providers) == list(given.providers)
         for name, x in providers.items():
-            assert x["status"] == "ok" or (x["status"] == "absent" and x["reason"]), (
-                given.name,
-                name,
-                x,
-            )
-            if name.split("/")[0] in ("ours", "eager", "trl") or (
-                name == "products" and given.dtype == "float32"
-            ):
+            assert x["status"] == "ok" or (x["status"] == "absent" and x["reason"]), (name, x)
+            limit = name == "products" and given.dtype == "float32"
+            if limit or name.split("/")[0] in ("ours", "eager", "trl"):
                 assert x["status"] == "ok", (given.name, name, x)
     page = (docs / "benchmarks.md").read_text()
-    assert {plot.name for plot in (docs / "plots").iterdir()} == {
-        "time.png"
-    } and "plots/time.png" in page
     assert str(tmp_path) not in page and str(ROOT) not in page + out.read_text()
-    assert main(["--report", str(out)]) == 0
+
+
+# The page.
+
+
+@pytest.fixture
+def data() -> dict[str, Any]:
+    return results()
+
+
+def test_the_page_is_what_the_committed_results_say(tmp_path: Path) -> None:
+    newest = sorted((ROOT / "benchmarks" / "results").glob("cpu-20*.json"))[-1]
+    assert command.main(["--report", str(newest), "--page", "--docs", str(tmp_path)]) == 0
+    assert (tmp_path / "benchmarks.md").read_text() == (ROOT / "docs" / "benchmarks.md").read_text()
+
+
+def test_claims_begin_the_page_and_cells_are_of_the_results(data: dict[str, Any]) -> None:
+    text = tables.lines(data)
+    main = data["cases"]["main"]["providers"]
+    ours, trl, products = (main[x]["ms"]["full"]["median"] for x in ("ours", "trl", "products"))
+    over = figures.faster(data["step"]["scenes"]["short prompts"], "defaults")[0]
+    for claim in (
+        f"- **Our training step is {over:.1f} times as fast as stock TRL's on a CPU**",
+        f"- **Our head is {trl / ours:.1f} times as fast as TRL's fused head** for one loss",
+        "- **Log-probabilities of a bf16 head: a mean error of at most 1.1e-06**",
+        "- All figures are of CPUs",
+    ):
+        assert any(line.startswith(claim) for line in text[:4]), claim
+
+    def row(title: str, **where: str) -> dict[str, str]:
+        ((column, value),) = where.items()
+        return next(x for table in parsed(text, title) for x in table if x[column] == value)
+
+    cells = row("Main cases", provider="`trl`")
+    assert (cells["/ ours"], cells["/ products"]) == (f"{trl / ours:.2f}", f"{trl / products:.2f}")
+    assert (cells["seconds"], cells["FLOPs, NVH"]) == (f"{trl / 1e3:.4g}", "8")
+    assert cells["extra MiB"] == f"{main['trl']['extra_mib']:.4g}"
+    assert row("All cases", case="main")["ours, seconds"] == f"{ours / 1e3:.4g}"
+    assert row("All cases", case="gspo")["which is"] == "off-policy, ratio of the sequence"
+    llama = "Llama-3-8B: N 64, T 16, H 4096, V 128256; frozen head"
+    assert row("All cases", case="Llama-3-8B")["which is"] == llama
+    wrong = data["cases"]["logits 10"]["providers"]["ours"]["errors"]
+    assert row("Accuracy", provider="`ours`")["logp, logits 10"] == f"{wrong['logp_mean']:.1e}"
+    defaults = data["step"]["scenes"]["short prompts"]["variants"]["defaults"]
+    seconds = row("A whole training step", variant="defaults")["seconds"]
+    assert seconds == f"{defaults['seconds']:.3g}"
+
+
+def test_a_limit_slower_than_what_does_more_is_noise(data: dict[str, Any]) -> None:
+    providers = data["cases"]["main"]["providers"]
+    providers["products"]["ms"]["full"]["median"] = 1.1 * providers["ours"]["ms"]["full"]["median"]
+    text = tables.lines(data)
+    rows = {x["provider"]: x for x in reversed(parsed(text, "Main cases")[0])}  # of the first case
+    assert rows["`ours`"]["/ products"] == rows["`products`"]["/ ours"] == tables.NOISE
+    assert float(rows["`trl`"]["/ products"]) > 1
+    every = {x["case"]: x for x in parsed(text, "All cases")[0]}
+    assert every["main"]["products / ours"] == tables.NOISE
+
+
+def test_goals_and_conditions_of_a_gpu() -> None:
+    goal = {"case": "main", "figure": "seconds, trl / ours", "goal": ">= 1.9"}
+    goals = [
+        {**goal, "value": 2.115, "verdict": "pass"},
+        {**goal, "value": None, "verdict": "not measured"},
+    ]
+    devices = {"cpu": "x86_64", "cuda:0": "NVIDIA H200, 140 GiB", "driver_version": "580.1"}
+    about = {"versions": {"python": "3.12.1"}, "system": {"os": "Linux"}, "devices": devices}
+    run = {"format": 2, "device": "NVIDIA H200", "machine": about, "cases": {}, "goals": goals}
+    text = tables.lines(run)
+    (rows,) = parsed(text, "Goals")
+    verdicts = [(row["measured"], row["verdict"]) for row in rows]
+    assert verdicts == [("2.115", "pass"), ("", "not measured")]
+    said = "\n".join(text)
+    assert all(x in said for x in ("machine: NVIDIA H200", "140 GiB", "580.1", "python 3.12.1"))
+    assert "triton" not in said and "None" not in said
+
+
+def test_a_run_that_was_stopped_has_the_tables_of_what_it_has() -> None:
+    full = {"samples": 1, "median": 12.5, "p20": None, "p80": None}
+    found = {
+        "ours": {"status": "ok", "ms": {"full": full}, "errors": {}, "extra_mib": None},
+        "trl": {"status": "ok", "ms": {"full": {"samples": 0}}},
+        "eager": {"status": "wrong", "reason": "d_hidden"},
+        "cce": {"status": "out of memory"},
+        "liger_ce": {},
+    }
+    shape = {"part": "main", "n": 64, "h": 32, "v": 700, "t": 8, "dtype": "bfloat16"}
+    cases = {"a": {**shape, "providers": found}, "b": {**shape, "providers": {}}}
+    run = {"format": 2, "device": "cpu", "status": "stopped", "cases": cases}
+    text = tables.lines(run)
+    (rows,) = parsed(text, "Main cases")
+    assert [(row["provider"], row.get("ms")) for row in rows] == [("`ours`", "12.5"), ("`trl`", "")]
+    assert "extra MiB" not in rows[0]
+    reasons = "`eager`: wrong: d_hidden", "`cce`: out of memory", "`liger_ce`: not run"
+    assert all(f"- {reason} (a)" in text for reason in reasons)
+    assert "None" not in "\n".join(text) and tables.summary(run) == []
+    assert tables.lines({"format": 2, "cases": {}})
+
+
+def test_no_path_of_the_machine_and_no_number_that_wraps(
+    data: dict[str, Any], tmp_path: Path
+) -> None:
+    wrong = {"status": "error", "reason": "/home/someone/x.py:3 and ~/a/b.so"}
+    data["cases"]["main"]["providers"]["ours"] |= wrong
+    tables.write(data, tmp_path / "page.md")
+    text = (tmp_path / "page.md").read_text()
+    assert not [part for part in ("/home", "/opt", "someone", "~/", str(tmp_path)) if part in text]
+    assert "x.py:3 and b.so" in text and "e\u20110" in text and "e-0" not in text
+    kept = "ours/torch, 3 / 4, https://a.org/b/c and N/A"
+    assert tables.tidy(kept) == kept
+    assert tables.tidy("at\n|x| /usr/lib/") == "at /x/ lib"
+
+
+def test_names_have_versions() -> None:
+    versions = {"trl": "1.16.0", "torch": "2.13.0+cpu", "verl": "absent"}
+    names = {"trl": "TRL 1.16 fused head", "linear_ce": "torch 2.13 linear_cross_entropy"}
+    names |= {"verl_torch": "verl torch head", "ours@128": "grpo_kernels, 128 MiB"}
+    assert {x: tables.label(x, versions) for x in names} == names
+
+
+def test_steps_of_another_run_come_with_its_conditions(tmp_path: Path) -> None:
+    def run(day: int, device: str = "cpu", **more: Any) -> dict[str, Any]:
+        cases = {"main": {"part": "main", "day": day}} if "step" not in more else {}
+        return {"device": device, "date": f"day {day}", "commit": str(day), "cases": cases, **more}
+
+    whole, step = run(1), run(3, step={"scenes": {}})
+    for i, data in enumerate((whole, step, run(4, "gpu"), {"format": "another"})):
+        (tmp_path / f"{i}.json").write_text(json.dumps(data))
+    for data in (whole, step):
+        page = command.with_others(copy.deepcopy(data), tmp_path)
+        assert page["cases"]["main"]["day"] == 1 and page["step"] == {"scenes": {}}
+        assert (page["date"], page["runs"]["step"]["commit"]) == ("day 1", "3")
+    assert command.with_others({**whole, "smoke": True}, tmp_path) == {**whole, "smoke": True}

@@ -1,4 +1,4 @@
-"""The results that are committed, a run that was stopped early, and what tables say in turn."""
+"""The results that are committed, and what tables say."""
 
 from __future__ import annotations
 
@@ -14,48 +14,12 @@ def results() -> dict[str, Any]:
     return with_others(json.loads(newest.read_text()), RESULTS)
 
 
-def sparse() -> dict[str, Any]:
-    """A run that was stopped early, and in which a lot went wrong."""
-    full = {"samples": 1, "median": 12.5, "p20": None, "p80": None, "min": 12.5}
-    found = {
-        "ours": {
-            "status": "ok",
-            "ms": {"full": full},
-            "errors": {},
-            "flops_nvh": None,
-            "extra_mib": None,
-        },
-        "trl": {"status": "ok", "ms": {"full": {"samples": 0}}},
-        "eager": {
-            "status": "wrong",
-            "reason": "d_hidden",
-            "ms": {"full": {"samples": 2, "median": 10.0}},
-        },
-        "cce": {"status": "out of memory"},
-        "liger_ce": {},
-    }
-    shape = {"part": "main", "n": 64, "h": 32, "v": 700, "t": 8, "dtype": "bfloat16"}
-    return {
-        "format": 2,
-        "device": "cpu",
-        "status": "stopped",
-        "cases": {"a": {**shape, "providers": found}, "b": {**shape, "providers": {}}},
-    }
-
-
 def parsed(text: list[str], title: str) -> list[list[dict[str, str]]]:
     """The tables under a heading, each a list of rows by column."""
-    start = next(i for i, line in enumerate(text) if line == f"## {title}")
-    found: list[list[dict[str, str]]] = []
-    head: list[str] = []
-    for before, line in zip(text[start:], text[start + 1 :], strict=False):
-        if line.startswith("## "):
-            break
-        cells = [cell.strip() for cell in line[1:-1].split("|")] if line.startswith("|") else []
-        if cells and not before.startswith("|"):
-            head = cells
-            found.append([])
-        elif cells and not line.startswith("| ---"):
-            assert len(cells) == len(head)
-            found[-1].append(dict(zip(head, cells, strict=True)))
-    return found
+    section = "\n".join([*text, "## "]).partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+    tables = []
+    for block in section.strip().split("\n\n"):
+        if block.startswith("| "):
+            head, _, *rows = ([x.strip() for x in x[1:-1].split("|")] for x in block.splitlines())
+            tables.append([dict(zip(head, row, strict=True)) for row in rows])
+    return tables
