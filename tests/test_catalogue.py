@@ -346,7 +346,7 @@ def test_weight_gradient_has_one_rounding_however_many_chunks(
 
     Where d logits are rounded for their product it is that, too, which is as large and no larger for more of them.
     """
-    most = 1.5 if device_of(torch.device("cpu")).mixed_products(dtype) else 1.02
+    most = 1.5 if device_of(torch.device("cpu")).mixed_products else 1.02
     for batch in (4, 64, 256) if every_backend == "torch" else (4, 16):  # the interpreter is slow
         g = torch.Generator().manual_seed(batch)
         hidden = torch.randn(batch, 8, 32, generator=g).to(dtype)

@@ -194,7 +194,7 @@ def _warn_if_promoted(
     device = device_of(weight.device)
     if dtype != torch.float32 or weight.dtype.itemsize != 2 or not device.slow_fp32:
         return
-    if device.mixed_products(weight.dtype):  # else they would be multiplied in fp32 anyway
+    if device.mixed_products:  # else they would be multiplied in fp32 anyway
         _warn_of_promotion(name, hidden.dtype, weight_name, weight.dtype)
 
 

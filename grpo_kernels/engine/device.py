@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from grpo_kernels.engine import mixed_mm, probe
-
 MIB = 2**20
 
 
@@ -20,10 +18,7 @@ class Device:
     fewest_rows: int  # of a product; fewer are padded
     row_multiple: int  # a product's rows are padded to a multiple of this
     width_multiple: int  # rows of logits start at multiples of this many elements
-    mixed_products: Callable[
-        [torch.dtype], bool
-    ]  # True if operands of the dtype have products with fp32 results
-    mixed_mm: Callable[..., None]  # (left, right, out, *, add): such a product
+    mixed_products: bool  # True if 16-bit operands have products with fp32 results, `mixed_mm`
     slow_fp32: bool  # True if fp32 products are much slower than 16-bit ones
     fp32_rows: (
         int | None
@@ -82,19 +77,11 @@ def _unused(device: torch.device) -> int:
     return int(reserved - active - fragments)
 
 
-def _mixed_mm(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, *, add: bool) -> None:
-    if add:
-        torch.addmm(out, left, right, out_dtype=out.dtype, out=out)
-    else:
-        torch.mm(left, right, out_dtype=out.dtype, out=out)
-
-
 CPU = Device(
     fewest_rows=16,
     row_multiple=1,
     width_multiple=1,
-    mixed_products=mixed_mm.multiplies,
-    mixed_mm=mixed_mm.mixed_mm,
+    mixed_products=False,
     slow_fp32=False,
     fp32_rows=None,
     casts_into=False,
@@ -107,8 +94,7 @@ CUDA = Device(
     fewest_rows=128,
     row_multiple=128,
     width_multiple=64,
-    mixed_products=lambda dtype: True,
-    mixed_mm=_mixed_mm,
+    mixed_products=True,
     slow_fp32=True,
     fp32_rows=128,
     casts_into=True,
@@ -119,7 +105,7 @@ CUDA = Device(
         torch.cuda.is_current_stream_capturing()
     ),  # looked up when asked: tests replace it
 )
-ROCM = replace(CUDA, mixed_products=lambda dtype: probe.multiplies(dtype, _mixed_mm))
+ROCM = replace(CUDA, mixed_products=False)  # not all of its releases have `mixed_mm`
 _KINDS = {"cpu": CPU, "cuda": CUDA, "meta": CPU}  # a new kind of device gets an entry here
 
 

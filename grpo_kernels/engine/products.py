@@ -1,9 +1,8 @@
 """The three matrix products, by the vendor library. Results are the accumulators, unrounded, for all operand dtypes.
 
-CUDA multiplies 16-bit operands into fp32 results; d logits are rounded to the same 16 bits. So does ROCm if its library
-has such products (`probe.py`), and a CPU with bf16 operands if it multiplies tiles of them (`mixed_mm.py`). Elsewhere
-torch would round the result to 16 bits. So the operands are first converted to fp32, exactly, a slice of the vocabulary
-at a time, and d logits stay in fp32.
+CUDA multiplies 16-bit operands into fp32 results; d logits are rounded to the same 16 bits. Elsewhere torch would round
+the result to 16 bits. So the operands are first converted to fp32, exactly, a slice of the vocabulary at a time, and
+d logits stay in fp32.
 
 The range of fp16 is too small for d logits, which no loss scale has multiplied yet. So fp16 d logits carry a power of
 two, the same for all rows of a product; the accumulated results are divided by it.
@@ -39,7 +38,7 @@ class Products:
     ) -> None:
         self.weight, self.compute_dtype, self.accumulator = weight, compute_dtype, accumulator
         narrow = (compute_dtype.itemsize, accumulator.itemsize) == (2, 4)
-        mixed = narrow and device_of(weight.device).mixed_products(compute_dtype)
+        mixed = narrow and device_of(weight.device).mixed_products
         if mixed:
             _check_accumulation(compute_dtype)
         self._operand = compute_dtype if mixed else accumulator
@@ -146,7 +145,7 @@ def converted_dtype(weight: Tensor, compute_dtype: torch.dtype) -> torch.dtype |
     """
     device = device_of(weight.device)
     can_ask = device.free is not None  # it can tell if a copy fits
-    mixed = can_ask and compute_dtype.itemsize == 2 and device.mixed_products(compute_dtype)
+    mixed = can_ask and compute_dtype.itemsize == 2 and device.mixed_products
     return compute_dtype if mixed and weight.dtype != compute_dtype else None
 
 
@@ -160,10 +159,18 @@ def _check_accumulation(operands: torch.dtype) -> None:
         )
 
 
+def mixed_mm(left: Tensor, right: Tensor, out: Tensor, *, add: bool) -> None:
+    """``out = left @ right``, or ``+=``: 16-bit operands, a result in fp32."""
+    if add:
+        torch.addmm(out, left, right, out_dtype=out.dtype, out=out)
+    else:
+        torch.mm(left, right, out_dtype=out.dtype, out=out)
+
+
 def _product(left: Tensor, right: Tensor, out: Tensor, *, add: bool = False) -> None:
     """``out = left @ right``, or ``+=``, accumulated in the dtype of `out`."""
     if left.dtype != out.dtype:
-        device_of(out.device).mixed_mm(left, right, out, add=add)
+        mixed_mm(left, right, out, add=add)
     elif add:
         torch.addmm(out, left, right, out=out)
     else:

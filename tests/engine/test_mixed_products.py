@@ -49,7 +49,7 @@ def like_cuda(monkeypatch: pytest.MonkeyPatch) -> list[chunks.Group]:
         seen.extend(groups)
         return groups
 
-    tiled = replace(device.CPU, fewest_rows=4, row_multiple=4, mixed_products=lambda dtype: True)
+    tiled = replace(device.CPU, fewest_rows=4, row_multiple=4, mixed_products=True)
     monkeypatch.setitem(device._KINDS, "cpu", tiled)
     monkeypatch.setattr(products, "_product", product)
     monkeypatch.setattr(sweep, "plan_groups", plan_groups)

@@ -40,6 +40,7 @@ from grpo_kernels.backends.interface import (
 from grpo_kernels.backends.triton_rows import rows as row_work
 from grpo_kernels.engine.device import device_of
 from grpo_kernels.engine.engines import ENGINES
+from grpo_kernels.engine.products import mixed_mm
 from grpo_kernels.token_loss.record import TokenLoss
 
 Compared = tuple[
@@ -306,7 +307,7 @@ def compare_product(dtype: torch.dtype, add: bool, device: torch.device) -> Iter
     left, right = (torch.randn(512, n, device=device).to(dtype) for n in (1000, 256))
     out = torch.randn(1000, 256, device=device)
     want = left.double().T @ right.double() + (out.double() if add else 0.0)
-    device_of(device).mixed_mm(left.T, right, out, add=add)
+    mixed_mm(left.T, right, out, add=add)
     yield "product", out, want, 512**0.5, STATISTIC
 
 
@@ -383,7 +384,7 @@ def test_engine(
 def test_product_with_out_dtype(
     gpu: torch.device, dtype: torch.dtype, add: bool, record_property: Any
 ) -> None:
-    if not device_of(gpu).mixed_products(dtype):
+    if not device_of(gpu).mixed_products:
         pytest.skip(f"on this device operands of {short(dtype)} are converted to float32")
     hold(compare_product(dtype, add, gpu), record_property)
 

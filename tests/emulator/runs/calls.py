@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels.engine import device
+from grpo_kernels.engine import device, products
 from tests.emulator.launch import Emulation
 from tests.support.case_builder import Case, make_case
 from tests.support.reference import reference_loss
@@ -30,10 +30,12 @@ def product(left: Tensor, right: Tensor, out: Tensor, *, add: bool) -> None:
 @pytest.fixture(autouse=True)
 def _like_a_gpu() -> Iterator[None]:
     kind = replace(
-        device.CUDA, mixed_mm=product, free=None, unused=lambda device: 0, is_capturing=lambda: False, fewest_rows=16,
-        row_multiple=16,
+        device.CUDA, free=None, unused=lambda device: 0, is_capturing=lambda: False, fewest_rows=16, row_multiple=16,
     )  # fmt: skip
-    with mock.patch.dict(device._KINDS, {"cpu": kind}):
+    with (
+        mock.patch.dict(device._KINDS, {"cpu": kind}),
+        mock.patch.object(products, "mixed_mm", product),
+    ):
         yield
 
 
