@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import fields
+from typing import get_args
 
 import pytest
 import torch
 
-from grpo_kernels import LossConfig
-from grpo_kernels.objective import losses
+from grpo_kernels import LossConfig, policy_loss_from_logps
+from grpo_kernels.typing import LossTypeName
 from tests.support.case_builder import Case
 from tests.support.cases import LOSSES, fixed_cases, random_case
 from tests.support.plain import plain
@@ -133,9 +134,19 @@ def test_a_random_case_depends_on_its_seed_alone() -> None:
     assert first.config != other.config or first.hidden.shape != other.hidden.shape
 
 
+def loss_of_three(kind: str, **fields: float) -> torch.Tensor:
+    """The loss of one token with a ratio of 3 and a negative advantage."""
+    now, one = torch.zeros(1, 1), torch.ones(1, 1)
+    old = {"old_per_token_logps": now - 1.0986}
+    return policy_loss_from_logps(now, now, one, -one[0], loss_type=kind, **old, **fields).loss
+
+
 def test_the_reference_has_every_loss_and_every_option() -> None:
-    assert [*losses.LOSSES] == [*TERMS]
-    assert tuple(x.name for x in losses.LOSSES.values() if x.surrogate == "clipped") == CLIPPED
+    assert get_args(LossTypeName) == tuple(TERMS)
+    assert (
+        tuple(kind for kind in TERMS if loss_of_three(kind) != loss_of_three(kind, delta=2.0))
+        == CLIPPED
+    )
     for option in fields(LossConfig):
         if not option.name.startswith("vllm_"):  # of a ratio that the reference is given
             assert DEFAULTS[option.name] == option.default, option.name

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
-from grpo_kernels.call.output import LossOutput
+from grpo_kernels import LossOutput
 from tests.support.case_builder import Case
 from tests.support.run_case import run
 

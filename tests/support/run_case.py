@@ -20,7 +20,6 @@ from grpo_kernels import (
     linear_logprob,
     topk_divergence,
 )
-from grpo_kernels.head.head import CONSTANTS
 from tests.support.case_builder import PER_TOKEN, Case, seeded
 from tests.support.flat import flat
 from tests.support.reference import reference_scores
@@ -28,6 +27,7 @@ from tests.support.reference_head import LEAVES
 from tests.support.reference_terms import TERMS, settings
 from tests.support.tolerance import assert_scores
 
+CONSTANTS = ("final_logit_softcapping", "logit_scale", "logits_dtype")  # of a `Head`
 KINDS = {1.0: {"divergence": "reverse_kl"}, 0.0: {"divergence": "forward_kl"}}
 WHOLE = slice(None)
 Gradients = dict[str, Tensor | None]
