@@ -15,6 +15,7 @@ import random
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial, reduce
 from pathlib import Path
 from typing import Any
@@ -103,9 +104,19 @@ class Calls:
         backend: str | None = None,
         dtype: Any = None,
         plain: bool = False,
+        mixed: bool = False,
+        around: Callable[[], AbstractContextManager[Any]] = nullcontext,
         **run: Any,
     ) -> None:
-        self.d = d
+        """Draw them.
+
+        Args:
+            plain: a weight alone, in fewer combinations.
+            mixed: each tensor has a dtype of its own.
+            around: makes the context of the call.
+            run: fields of `Run`.
+        """
+        self.d, self.around = d, around
         self.dtype = d.choice(DTYPES) if dtype is None else dtype
         self.h, rows = d.choice((3, 5, 8)), d.choice((7, 11, 19, 24, 40))
         self.constants = {} if plain else drawn_constants(d)
@@ -128,6 +139,8 @@ class Calls:
                 if d.random() < 0.3:
                     leaves["lora_input"] = d.normal(B, T, self.h, step=1 / 16, dtype=self.dtype)
             frozen = d.choice(((), (), (), ("weight", "bias"), ("hidden",), ("bias",), HEAD))
+        if mixed:
+            leaves = {k: x.to(d.choice((torch.float32, torch.bfloat16))) for k, x in leaves.items()}
         run = {"backend": backend or d.choice(("torch", "cpp")), "engine": d.choice(ENGINES)} | run
         run.setdefault("workspace_bytes", d.choice((None, None, 4 * self.v, 20 * self.v, 200)))
         if run["engine"] == "frozen" and not plain:
@@ -176,13 +189,14 @@ class Calls:
     def call(self, function: Callable[..., Any]) -> Results:
         """`function` of a `Run`, with "auto" where its engine refuses; and the gradients."""
         text = {}
-        try:
-            out = function(Run(**self.run))
-        except ValueError as error:
-            if not str(error).startswith("engine:"):
-                raise
-            text["refused"] = self.run["engine"]
-            out = function(Run(**self.run | {"engine": "auto"}))
+        with self.around():
+            try:
+                out = function(Run(**self.run))
+            except ValueError as error:
+                if not str(error).startswith("engine:"):
+                    raise
+                text["refused"] = self.run["engine"]
+                out = function(Run(**self.run | {"engine": "auto"}))
         results = text | read(out)
         total = self.upstream(out)
         if total is not None and total.requires_grad:
@@ -400,6 +414,21 @@ def loss_case(
     return c.call(call)
 
 
+def merged_case(d: Draw) -> Results:
+    """The metrics of two micro-batches."""
+    config = LossConfig(**loss_fields(d) | {"kl_estimator": "k3", "top_entropy_quantile": 1.0})
+    parts = []
+    for _ in range(2):
+        mask, logps = d.mask(), -(d.normal(B, T).abs() + 0.01)
+        inputs = loss_inputs(d, logps, mask, config, old=True, items=False)
+        inputs = {name: x for name, x in inputs.items() if name != "importance_sampling_ratio"}
+        inputs["sampling_per_token_logps"] = logps - 0.25
+        inputs["ref_per_token_logps"] = logps + 0.25
+        scores = logps.float(), d.normal(B, T).abs(), mask, inputs.pop("advantages")
+        parts.append(grpo_kernels.policy_loss_from_logps(*scores, config=config, **inputs).metrics)
+    return dict(grpo_kernels.Metrics.merge(parts))
+
+
 def of_module(d: Draw) -> Results:
     """The loss and scores of a head module."""
     c = Calls(d, plain=True)
@@ -418,6 +447,10 @@ def of_module(d: Draw) -> Results:
         grpo_kernels.grpo_loss, c.hidden, linear, c.ids, c.mask, advantages, loss_type="grpo"
     )
     return c.call(lambda run: call(run=run))
+
+
+def autocast() -> AbstractContextManager[Any]:
+    return torch.autocast("cpu", torch.bfloat16)
 
 
 def temperature_of(d: Draw) -> Any:
@@ -833,6 +866,12 @@ def cases() -> Iterator[tuple[str, Callable[[Draw], Results]]]:
         "kept": (100, partial(loss_case, kept=True)),
         "module": (40, partial(loss_case, module=True)),
         "linear": (30, of_module),
+        "no-grad": (40, partial(loss_case, around=torch.no_grad)),
+        "no-grad-logprob": (30, partial(logprob_case, around=torch.no_grad)),
+        "mixed": (60, partial(loss_case, mixed=True)),
+        "mixed-logprob": (40, partial(logprob_case, mixed=True)),
+        "autocast": (40, partial(loss_case, around=autocast)),
+        "merged": (16, merged_case),
         "logprob": (500, logprob_case),
         "expectation": (80, policy_expectation_case),
         "divergence": (400, divergence_case),
