@@ -1,23 +1,412 @@
-"""Policy losses that `LossConfig` does not have, by name: ``grpo_loss(..., objective=objectives.gspo())``.
+"""Policy losses of verl, prime-rl, SkyRL, ROLL and ms-swift that `LossConfig` does not have, for
+``objective=``::
 
-Formulas, parameters and sources: of verl's losses in `grpo_kernels.objective.verl_losses`; of the losses of prime-rl,
-SkyRL, ROLL and ms-swift, and of AReaL's M2PO mask, in `grpo_kernels.objective.named_losses`.
+    out = grpo_loss(..., sampling_per_token_logps=mu, objective=objectives.ipo)
+    near = functools.partial(objectives.ipo, eps=0.1)  # another parameter
+
+Parameters and defaults are those of the trainer that is named. With p, old and mu the probabilities
+of the sampled token under the policy, the old policy and the sampler, r = p / mu, R = log(p / old),
+sg[x] a constant, a token's loss is
+
+================= ================================================================================
+ipo               -A min(r, ratio_max) where \\|p - mu\\| <= eps; + kl_tau log(r)^2
+icepop_prime_rl   -A r where ratio_low <= r <= ratio_high
+kpop              -A r where both KLs of (p, 1 - p) and (mu, 1 - mu) are small; + kl_tau log(r)^2
+rollout_is        -sg[r] A logp where r is within the range
+topr              -A logp of a good completion, else -sg[min(p / old, 1)] A logp
+fipo              PPO's, times sg of the tokens' discounted later R
+cispo_two_sided   -sg[clip(e^R)] A logp
+dppo_tv, dppo_kl  -sg[min(e^R, c)] A logp where the policy may still move
+clip_cov          PPO's, but 0 for some of the tokens of high covariance
+kl_cov            -e^R A; + coef \\|R\\| for the tokens of highest covariance
+gspo_token        PPO's, with the sequence's ratio in value, the token's in gradient
+================= ================================================================================
+
+The last three and `fipo` look at a whole batch or sequence and take two passes, the others one.
+None uses entropies or the reference. An ``importance_sampling_ratio`` multiplies a token's whole
+loss. The normaliser is the config's ``loss_type``, by default "dapo". Without old log-probabilities
+R = 0; a token that the sampler could not score (NaN) has r = 1. An advantage of exactly 0
+contributes exactly 0 to the policy term, and a clipped token no gradient, also where a ratio
+overflows. Means and shares are over the tokens of the call.
+
+`m2po_mask` is a mask of tokens, made before the loss.
 """
 
-from grpo_kernels.objective.named_losses import fipo, icepop, ipo, kpop, m2po_mask, rollout_is, topr
-from grpo_kernels.objective.verl_losses import (
-    cispo,
-    clip_cov,
-    dppo_kl,
-    dppo_tv,
-    dro,
-    geo_mean,
-    gpg,
-    gspo,
-    kl_cov,
-)
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.base.checks import check_number, check_shape, check_tensor
+from grpo_kernels.base.sums import discounted_sums, sequence_means
+from grpo_kernels.objective.custom import TokenInputs
+from grpo_kernels.token_loss.formulas import times
 
 __all__ = [
-    "cispo", "clip_cov", "dppo_kl", "dppo_tv", "dro", "fipo", "geo_mean", "gpg", "gspo", "icepop", "ipo", "kl_cov",
-    "kpop", "m2po_mask", "rollout_is", "topr",
+    "cispo_two_sided", "clip_cov", "dppo_kl", "dppo_tv", "fipo", "gspo_token", "icepop_prime_rl",
+    "ipo", "kl_cov", "kpop", "m2po_mask", "rollout_is", "topr",
 ]  # fmt: skip
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _loss(*, token_level: bool) -> Callable[[F], F]:
+    """Declare what an objective reads: tokens alone, and no entropies."""
+
+    def declare(function: F) -> F:
+        function.token_level = token_level  # type: ignore[attr-defined]
+        function.uses_entropies = False  # type: ignore[attr-defined]
+        return function
+
+    return declare
+
+
+@_loss(token_level=True)
+def ipo(
+    tokens: TokenInputs, *, eps: float = 0.3, kl_tau: float = 0.0, ratio_max: float = 1e4
+) -> Tensor:
+    """IPO (INTELLECT policy optimisation), prime-rl's default: a trust region in probability.
+
+    The derivative of -A min(r, `ratio_max`) in logp is the term itself, also where r is capped.
+    `eps` bounds the difference of the probabilities, whatever the sign of A.
+    Source: https://github.com/PrimeIntellect-ai/prime-rl/pull/3418, defaults of its #3586.
+    """
+    logps, sampled = tokens.logps.detach(), _sampled(tokens)
+    keep = (torch.exp(logps) - torch.exp(sampled)).abs() <= eps
+    log_ratio, highest = tokens.logps - sampled, math.log(ratio_max)
+    cap = highest + tokens.logps - logps  # with the gradient of logps
+    capped = torch.where(log_ratio > highest, cap, log_ratio)
+    return _weighted(_kept(keep, capped, tokens) + _squared(kl_tau, log_ratio), tokens)
+
+
+@_loss(token_level=True)
+def icepop_prime_rl(
+    tokens: TokenInputs, *, ratio_low: float = 0.2, ratio_high: float = 5.0
+) -> Tensor:
+    """IcePop as prime-rl has it: the ratio that is masked is the policy's, and has the gradient.
+
+    IcePop as OpenRLHF and NeMo-RL have it, a weight on PPO's loss, is `presets.ICEPOP`.
+    Source: https://github.com/PrimeIntellect-ai/prime-rl/pull/3526.
+    """
+    log_ratio = tokens.logps - _sampled(tokens)
+    keep = (log_ratio >= math.log(ratio_low)) & (log_ratio <= math.log(ratio_high))
+    return _weighted(_kept(keep, log_ratio, tokens), tokens)
+
+
+@_loss(token_level=True)
+def kpop(tokens: TokenInputs, *, threshold: float = 0.1, kl_tau: float = 1e-3) -> Tensor:
+    """KPop: -A r where KL((p, 1 - p) || (mu, 1 - mu)) and its reverse are at most `threshold`.
+
+    In the KLs both probabilities are held within [1e-6, 1 - 1e-6]; the ratio has no cap.
+    Sources: https://ringtech.notion.site/kpop, prime-rl's #3283.
+    """
+    logps, sampled = tokens.logps.detach(), _sampled(tokens)
+    p, mu = (torch.exp(x).clamp(1e-6, 1 - 1e-6) for x in (logps, sampled))
+    forward = p * torch.log(p / mu) + (1 - p) * torch.log((1 - p) / (1 - mu))
+    reverse = mu * torch.log(mu / p) + (1 - mu) * torch.log((1 - mu) / (1 - p))
+    keep, log_ratio = (forward <= threshold) & (reverse <= threshold), tokens.logps - sampled
+    return _weighted(_kept(keep, log_ratio, tokens) + _squared(kl_tau, log_ratio), tokens)
+
+
+@_loss(token_level=True)
+def rollout_is(
+    tokens: TokenInputs, *, eps_clip_low: float = 0.2, eps_clip_high: float = 0.2
+) -> Tensor:
+    """GLM-5's loss, SkyRL's ``rollout_is``: the range of r is the open interval
+    (1 - `eps_clip_low`, 1 + `eps_clip_high`).
+
+    Source: section 4.1.2 of https://arxiv.org/abs/2602.15763; SkyRL's defaults.
+    """
+    ratio = torch.exp(tokens.logps.detach() - _sampled(tokens))
+    keep = (ratio > 1 - eps_clip_low) & (ratio < 1 + eps_clip_high)
+    loss = times(tokens.logps, torch.where(keep, -ratio * tokens.advantages, 0.0))
+    return _weighted(loss, tokens)
+
+
+@_loss(token_level=True)
+def topr(
+    tokens: TokenInputs,
+    *,
+    scores: Tensor | None = None,
+    positive_weight: float = 1.0,
+    negative_weight: float = 1.0,
+) -> Tensor:
+    """TOPR (tapered off-policy REINFORCE). The weights are of good completions and of the others.
+
+    `scores` have the shape of the ids, one per position; a token is of a good completion if its
+    score is above 0. For scores (B,): ``scores[:, None].expand_as(ids)``. None: A is the score, as
+    in the paper, where the reward is both.
+    Source: equation 8 of https://arxiv.org/abs/2503.14286; ROLL's ``topr``, with its defaults.
+    """
+    score = tokens.advantages if scores is None else scores.flatten()[tokens.index]
+    log_ratio = tokens.logps.detach() - tokens.old_per_token_logps
+    tapered = negative_weight * torch.exp(log_ratio.clamp(max=0.0))
+    weight = torch.where(score > 0, torch.full_like(tapered, positive_weight), tapered)
+    return _weighted(times(tokens.logps, -weight * tokens.advantages), tokens)
+
+
+@_loss(token_level=False)
+def fipo(
+    tokens: TokenInputs,
+    *,
+    clip_ratio_low: float = 0.2,
+    clip_ratio_high: float = 0.2,
+    decay_rate: float = 32.0,
+    influence_low: float = 0.0,
+    influence_high: float = 0.2,
+    safety_threshold: float = 4.0,
+) -> Tensor:
+    """FIPO (future-KL influenced policy optimisation): PPO's clipped loss times f, a constant.
+
+    ``f_t = clip(exp(sum over k >= t of gamma^(k - t) R_k), 1 - influence_low, 1 +
+    influence_high)`` over the counted tokens of the sequence, distances in positions, gamma =
+    2^(-1 / decay_rate). Where A < 0 and the token's own ratio is above `safety_threshold`, f is
+    then clipped to [0.8, 1].
+    Source: https://arxiv.org/abs/2603.19835; ms-swift's ``loss_type="fipo"``, with its defaults.
+    Its ``fipo_clip_high_only`` is influence_low = 0; its ``delta`` is not here.
+    """
+    log_ratio = tokens.logps - tokens.old_per_token_logps
+    moved = torch.where(tokens.mask, log_ratio.detach(), 0.0)
+    future = discounted_sums(moved, 2 ** (-1 / decay_rate))
+    influence = torch.exp(future).clamp(1 - influence_low, 1 + influence_high)
+    unsafe = (tokens.advantages < 0) & (torch.exp(moved) > safety_threshold)
+    influence = torch.where(unsafe, influence.clamp(0.8, 1.0), influence)
+    loss, _ = _clipped(log_ratio, tokens.advantages, clip_ratio_low, clip_ratio_high)
+    return _weighted(loss * influence, tokens)
+
+
+@_loss(token_level=True)
+def cispo_two_sided(
+    tokens: TokenInputs, *, clip_ratio_low: float = 0.2, clip_ratio_high: float = 0.2
+) -> Tensor:
+    """CISPO as verl has it, with a lower bound: the ratio is clipped to [1 - `clip_ratio_low`,
+    1 + `clip_ratio_high`].
+
+    ``loss_type="cispo"`` is TRL's: the same with clip_ratio_low=1, clip_ratio_high = epsilon_high -
+    1. Source: https://arxiv.org/abs/2506.13585.
+    """
+    ratio = _constant_ratio(tokens).clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
+    return _weighted(times(tokens.logps, -ratio * tokens.advantages), tokens)
+
+
+@_loss(token_level=True)
+def dppo_tv(
+    tokens: TokenInputs,
+    *,
+    clip_ratio_low: float = 0.2,
+    clip_ratio_high: float = 0.2,
+    clip_ratio_c: float = 3.0,
+) -> Tensor:
+    """verl's DPPO, total variation: a token counts if p - old is at most `clip_ratio_high` (A > 0)
+    or at least -`clip_ratio_low` (A <= 0).
+
+    `clip_ratio_c` caps the ratio: 3 in verl's config, more in the paper's advice (section 5.4).
+    Source: https://arxiv.org/abs/2602.04879.
+    """
+    moved = torch.exp(tokens.logps.detach()) - torch.exp(tokens.old_per_token_logps)
+    raised, lowered = moved <= clip_ratio_high, moved >= -clip_ratio_low
+    return _dppo(tokens, raised, lowered, clip_ratio_c)
+
+
+@_loss(token_level=True)
+def dppo_kl(
+    tokens: TokenInputs,
+    *,
+    clip_ratio_low: float = 0.2,
+    clip_ratio_high: float = 0.2,
+    clip_ratio_c: float = 3.0,
+) -> Tensor:
+    """As `dppo_tv`, where a token counts if KL((old, 1 - old) || (p, 1 - p)) is in bounds.
+
+    The bound is `clip_ratio_high` for A > 0, `clip_ratio_low` otherwise, and applies only to a
+    token whose probability has moved the way its advantage pushes it. 1 - p is computed without
+    cancellation, plus verl's 1e-8.
+    """
+    logps, old = tokens.logps.detach(), tokens.old_per_token_logps
+    p, p_old = torch.exp(logps), torch.exp(old)
+    rest, rest_old = (-torch.expm1(x.clamp(max=0.0)) for x in (logps, old))
+    kl = times(old - logps, p_old) + rest_old * torch.log((rest_old + 1e-8) / (rest + 1e-8))
+    raised = (kl <= clip_ratio_high) | (p <= p_old)
+    lowered = (kl <= clip_ratio_low) | (p >= p_old)
+    return _dppo(tokens, raised, lowered, clip_ratio_c)
+
+
+def _dppo(tokens: TokenInputs, raised: Tensor, lowered: Tensor, cap: float) -> Tensor:
+    """The loss of the tokens that count: `raised` if A > 0, else `lowered`."""
+    keep = torch.where(tokens.advantages > 0, raised, lowered)
+    weight = -_constant_ratio(tokens).clamp(max=cap) * tokens.advantages
+    return _weighted(times(tokens.logps, torch.where(keep, weight, 0.0)), tokens)
+
+
+@_loss(token_level=False)
+def clip_cov(
+    tokens: TokenInputs,
+    *,
+    clip_ratio_low: float = 0.2,
+    clip_ratio_high: float = 0.2,
+    clip_cov_ratio: float = 0.0002,
+    clip_cov_lb: float = 1.0,
+    clip_cov_ub: float = 5.0,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """verl's Clip-Cov: PPO's clipped loss, without some of the tokens that would lower the entropy
+    most.
+
+    ``max(int(clip_cov_ratio * counted tokens), 1)`` tokens get a loss of 0. They are drawn at
+    random from the unclipped tokens whose covariance (A - mean A) (logp - mean logp), means over
+    the batch, is between `clip_cov_lb` and `clip_cov_ub`. The draw is a ``torch.randperm`` on the
+    CPU as in verl, of `generator` or torch's default one. With a divided head it must be in the
+    same state on all ranks, or they draw different tokens. Source:
+    https://arxiv.org/abs/2505.22617.
+    """
+    log_ratio = tokens.logps - tokens.old_per_token_logps
+    loss, clipped = _clipped(log_ratio, tokens.advantages, clip_ratio_low, clip_ratio_high)
+    covariance = _covariance(tokens)
+    eligible = (covariance > clip_cov_lb) & (covariance < clip_cov_ub) & tokens.mask & ~clipped
+    places = eligible.flatten().nonzero()[:, 0]
+    number = max(int(clip_cov_ratio * int(tokens.mask.sum())), 1)
+    drawn = torch.randperm(len(places), generator=generator)[:number]
+    dropped = _at_places(places[drawn.to(places.device)], eligible)
+    return _weighted(torch.where(dropped, 0.0, loss), tokens)
+
+
+@_loss(token_level=False)
+def kl_cov(
+    tokens: TokenInputs, *, kl_cov_ratio: float = 0.0002, ppo_kl_coef: float = 0.1
+) -> Tensor:
+    """verl's KL-Cov: the penalty `ppo_kl_coef` |R| is for the ``max(1, int(kl_cov_ratio * counted
+    tokens))`` tokens of highest covariance, as in `clip_cov`."""
+    log_ratio = tokens.logps - tokens.old_per_token_logps
+    places = tokens.mask.flatten().nonzero()[:, 0]
+    number = min(max(1, int(len(places) * kl_cov_ratio)), len(places))
+    highest = places[_covariance(tokens).flatten()[places].topk(number).indices]
+    penalised = _at_places(highest, tokens.mask)
+    penalty = torch.where(penalised, ppo_kl_coef * log_ratio.abs(), 0.0)
+    return _weighted(-_times_exp(log_ratio, tokens.advantages) + penalty, tokens)
+
+
+@_loss(token_level=False)
+def gspo_token(
+    tokens: TokenInputs, *, clip_ratio_low: float = 0.2, clip_ratio_high: float = 0.2
+) -> Tensor:
+    """GSPO-token, verl's ``gspo``: PPO's clipped loss of s = exp(sg[mean R] + logp - sg[logp]), at
+    most e^10.
+
+    Advantages and importance sampling ratios may be one per token. Where both are one per sequence,
+    prefer `presets.GSPO`: the gradient is the same, and it has metrics of the ratio. Source:
+    https://arxiv.org/abs/2507.18071.
+    """
+    attached = tokens.logps - tokens.logps.detach()  # 0, with the gradient of logps
+    mean = sequence_means(tokens.logps.detach() - tokens.old_per_token_logps, tokens.mask)
+    log_ratio = attached + mean
+    # no clamp: its gradient at the bound depends on the release of torch
+    log_ratio = torch.where(log_ratio > 10.0, 10.0, log_ratio)
+    loss, _ = _clipped(log_ratio, tokens.advantages, clip_ratio_low, clip_ratio_high)
+    return _weighted(loss, tokens)
+
+
+def m2po_mask(
+    old_per_token_logps: Tensor,  # (B, T), or packed (N,), as the others
+    sampling_per_token_logps: Tensor,
+    completion_mask: Tensor,
+    threshold: float = 0.04,
+) -> Tensor:
+    """Return M2PO's mask, bool of the shape of `completion_mask`: the counted tokens without the
+    most stale ones.
+
+    With d = old - sampling, tokens of the largest d^2 are dropped until the mean d^2 of the rest is
+    below `threshold`; at least one token is kept. As ``completion_mask=`` it takes tokens out of
+    the mean; as ``importance_sampling_ratio=``, in floating point, it leaves them in the
+    denominator.
+    Source: https://arxiv.org/abs/2510.01161; AReaL's ``m2_threshold``, 0.04 in its example.
+    """
+    check_number("threshold", threshold, lowest=0.0)
+    check_tensor("completion_mask", completion_mask)
+    given = {
+        "old_per_token_logps": old_per_token_logps,
+        "sampling_per_token_logps": sampling_per_token_logps,
+    }
+    for name, x in given.items():
+        check_tensor(name, x, like=completion_mask, floating=True)
+        check_shape(name, x, ("that of completion_mask", tuple(completion_mask.shape)))
+    counts = completion_mask != 0
+    wide = torch.promote_types(old_per_token_logps.dtype, torch.float32)
+    difference = old_per_token_logps.to(wide) - sampling_per_token_logps
+    moved = torch.nan_to_num(difference, nan=0.0)[counts].square()
+    places = moved.argsort(descending=True)
+    number = torch.arange(len(moved), 0, -1, device=moved.device)
+    # the mean of a token's and of all smaller d^2
+    rest = moved[places].flip(0).cumsum(0).flip(0) / number
+    kept = torch.empty_like(counts[counts])
+    kept[places] = (rest < threshold) | (number == 1)
+    return counts.masked_scatter(counts, kept)
+
+
+def _weighted(loss: Tensor, tokens: TokenInputs) -> Tensor:
+    ratio = tokens.importance_sampling_ratio
+    return loss if ratio is None else times(loss, ratio)
+
+
+def _clipped(
+    log_ratio: Tensor, advantages: Tensor, low: float, high: float
+) -> tuple[Tensor, Tensor]:
+    """PPO's ``-min(e^R A, clip(e^R) A)``, and where it is clipped; a ratio beyond its bound is never
+    used."""
+    up = advantages > 0
+    bound = torch.where(up, torch.full_like(log_ratio, 1 + high), 1 - low)
+    ratio = torch.exp(log_ratio.detach())
+    beyond = torch.where(up, ratio > bound, ratio < bound) & (advantages != 0)
+    inside = _times_exp(torch.where(beyond, 0.0, log_ratio), advantages)
+    return -torch.where(beyond, bound * advantages, inside), beyond
+
+
+def _sampled(tokens: TokenInputs) -> Tensor:
+    """The sampler's log-probabilities; where it has none (NaN), the policy's, held constant."""
+    sampled = tokens.sampling_per_token_logps
+    if sampled is None:
+        expected = "a tensor, since the objective reads it"
+        raise ValueError(f"sampling_per_token_logps: expected {expected}, got None")
+    return torch.where(torch.isnan(sampled), tokens.logps.detach(), sampled)
+
+
+def _kept(keep: Tensor, log_ratio: Tensor, tokens: TokenInputs) -> Tensor:
+    """``-A e^log_ratio`` where `keep`; elsewhere 0, without the ratio."""
+    advantages = torch.where(keep, tokens.advantages, 0.0)
+    return -_times_exp(torch.where(keep, log_ratio, 0.0), advantages)
+
+
+def _squared(weight: float, log_ratio: Tensor) -> Tensor | float:
+    """``weight R^2``; a weight of 0 gives 0, even for an infinite R."""
+    return weight * log_ratio.square() if weight else 0.0
+
+
+def _constant_ratio(tokens: TokenInputs) -> Tensor:
+    """e^R, without gradient; verl clamps R."""
+    log_ratio = tokens.logps.detach() - tokens.old_per_token_logps
+    return torch.exp(log_ratio.clamp(-20.0, 20.0))
+
+
+def _times_exp(log_ratio: Tensor, advantages: Tensor) -> Tensor:
+    """``e^log_ratio A``; an A of 0 gives 0 and no gradient, whatever the ratio, unless it is NaN."""
+    nothing = (advantages == 0) & ~torch.isnan(log_ratio)
+    return torch.exp(torch.where(nothing, 0.0, log_ratio)) * advantages
+
+
+def _covariance(tokens: TokenInputs) -> Tensor:
+    """(A - mean A) (logp - mean logp) of every counted token, without gradient."""
+    count = tokens.mask.sum().clamp(min=1)
+
+    def centred(x: Tensor) -> Tensor:
+        return x - torch.where(tokens.mask, x, 0.0).sum() / count
+
+    return centred(tokens.advantages) * centred(tokens.logps.detach())
+
+
+def _at_places(places: Tensor, like: Tensor) -> Tensor:
+    """Bool, shaped like `like`: True at `places`, indices into the flattened tensor."""
+    flags = torch.zeros_like(like).flatten()
+    flags[places] = True
+    return flags.view_as(like)

@@ -65,7 +65,7 @@ ICEPOP = LossConfig(
     vllm_importance_sampling_clip_max=5.0,
 )
 """IcePop, https://arxiv.org/abs/2510.18855, as OpenRLHF and NeMo-RL have it: PPO's loss times the w of `TIS`, or 0 if w
-is outside of [0.5, 5] (slime: [0, 2]). prime-rl's IcePop, -A r within [0.2, 5], is `objectives.icepop`."""
+is outside of [0.5, 5] (slime: [0, 2]). prime-rl's IcePop, -A r within [0.2, 5], is `objectives.icepop_prime_rl`."""
 
 MIS = LossConfig(
     vllm_importance_sampling_correction=True,

@@ -121,6 +121,13 @@ def token_level(objective: PerTokenLoss, *, verify: bool = True) -> PerTokenLoss
     return declared
 
 
+def _declared(function: Any, name: str, default: bool) -> bool:
+    """What `function`, or the function that a ``functools.partial`` is of, declares."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return bool(getattr(function, name, default))
+
+
 class CustomObjective:
     """A user's function in place of `PolicyObjective`."""
 
@@ -134,12 +141,12 @@ class CustomObjective:
 
     @property
     def couples_tokens(self) -> bool:
-        return not getattr(self.function, "token_level", False)
+        return not _declared(self.function, "token_level", False)
 
     @cached_property
     def has_entropy_gradient(self) -> bool:
         """True if the loss depends on the entropies, as a call on zeros shows; False if ``uses_entropies`` is False."""
-        if getattr(self.function, "uses_entropies", True) is False:
+        if not _declared(self.function, "uses_entropies", True):
             return False
         nothing = torch.zeros_like(self.tokens.advantages)
         return self._evaluate(nothing, nothing)[0].coefficients.d_entropy is not None

@@ -1,52 +1,317 @@
-"""Every objective against its source: from logps and from hidden states, as a value, and with wrong arguments."""
+"""Losses by name against their sources, verl's own functions or formulas of log-probabilities; the
+presets that correct for a sampler; M2PO's mask."""
 
 from __future__ import annotations
 
-import copy
+import dataclasses
+import math
 import pickle
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from grpo_kernels import GRPOLoss, Run, grpo_loss, objectives
-from grpo_kernels.objective import named_losses, verl_losses
-from tests.support.objective_sources import (
-    MODES,
-    OF_VERL,
-    SOURCES,
-    TOKEN_LEVEL,
-    Source,
-    with_gradient,
+from grpo_kernels import (
+    LossConfig,
+    Run,
+    TokenInputs,
+    grpo_loss,
+    objectives,
+    policy_loss_from_logps,
+    presets,
 )
-from tests.support.off_policy import FLOAT, B, Given, T, agree, arguments, off_policy, ours
+from tests.support.verl_peer import core_algos, verl_module
 
-each = pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
+FLOAT, B, T = torch.float64, 6, 12
+Given = dict[str, Tensor]
+SEED = 7  # of clip_cov's draw
+FACTOR = 13  # verl's loss_scale_factor
+# verl's loss_agg_mode: our normaliser
+MODES = {
+    "token-mean": LossConfig(loss_type="bnpo"),
+    "token-sum": LossConfig(loss_type="dapo"),  # with 1 item
+    "seq-mean-token-sum": LossConfig(loss_type="luspo"),
+    "seq-mean-token-mean": LossConfig(loss_type="grpo"),
+    "seq-mean-token-sum-norm": LossConfig(loss_type="dr_grpo", max_completion_length=FACTOR),
+}
+
+
+# Log-probabilities of three policies, with ratios on both sides of any bound
+
+
+def off_policy(seed: int, *, per_token: bool = True, weighted: bool = False) -> Given:
+    """(B, T) each: ratios from e^-30 to e^39, advantages of 0, holes and an empty sequence; with
+    weights, some 0."""
+    gen = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=gen, dtype=FLOAT)
+
+    logps = -normal(B, T).abs() * 1.5
+    old = (logps + 0.6 * normal(B, T)).clamp(max=-1e-9)
+    sampling = (logps + 0.5 * normal(B, T)).clamp(max=-1e-9)
+    logps[1:4, 0] = torch.tensor([-31.0, -1.0, math.log(0.2)], dtype=FLOAT)
+    old[1:4, 0] = torch.tensor([-1.0, -31.0, -3.0], dtype=FLOAT)
+    sampling[1:4, 0] = torch.tensor([-1.0, -31.0, math.log(1e-6)], dtype=FLOAT)  # above IPO's cap
+    sampling[0, :3] = torch.tensor([-40.0, math.nan, math.nan], dtype=FLOAT)
+    logps[0, 3], old[0, 3] = -1e-12, -2.0
+    advantages = normal(B, T) if per_token else normal(B, 1).expand(B, T).clone()
+    advantages[4] = 0.0
+    mask = torch.rand(B, T, generator=gen) < 0.7
+    mask[0, :4], mask[1:5, 0], mask[5] = True, True, False
+    given = {"logps": logps, "old": old, "sampling": sampling}
+    given |= {"advantages": advantages, "mask": mask}
+    if weighted:
+        given["ratio"] = 2 * torch.rand(B, T, generator=gen, dtype=FLOAT)
+        given["ratio"][0, :4] = 0.0
+    return given
+
+
+def arguments(given: Given) -> dict[str, Any]:
+    """What a loss takes besides log-probabilities or a head, NaN wherever the mask is 0."""
+    names = {
+        "advantages": "advantages",
+        "old": "old_per_token_logps",
+        "sampling": "sampling_per_token_logps",
+        "ratio": "importance_sampling_ratio",
+        "ref": "ref_per_token_logps",
+    }
+    masked = {
+        ours: torch.where(given["mask"], given[name], torch.nan)
+        for name, ours in names.items()
+        if name in given
+    }
+    return masked | {"completion_mask": given["mask"]}
+
+
+def ours(given: Given, **how: Any) -> tuple[Tensor, Tensor]:
+    """Value of the loss and its gradient at the counted tokens; the entropies get none."""
+    logps = torch.where(given["mask"], given["logps"], torch.nan).requires_grad_()
+    leaves = logps, torch.zeros_like(logps).requires_grad_()
+    out = policy_loss_from_logps(*leaves, **arguments(given), **how)
+    gradient, of_entropies = torch.autograd.grad(out.loss, leaves, materialize_grads=True)
+    assert not of_entropies.any()
+    assert not gradient[~given["mask"]].any()
+    return out.loss.detach(), gradient[given["mask"]]
+
+
+def agree(found: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor], rtol: float = 1e-11) -> None:
+    for x, y in zip(found, wanted, strict=True):
+        torch.testing.assert_close(x, y, rtol=rtol, atol=1e-14)
+
+
+def with_gradient(source: Callable[..., Tensor], given: Given, *rest: Any) -> tuple[Tensor, Tensor]:
+    """Value of `source(given, ...)` and its gradient at the counted tokens."""
+    logps = given["logps"].clone().requires_grad_()
+    loss = source(given | {"logps": logps}, *rest)
+    (gradient,) = torch.autograd.grad(loss, logps)
+    return loss.detach(), gradient[given["mask"]]
+
+
+# Sources
+
+
+def verl_config(options: dict[str, Any], info: dict[str, Any]) -> Any:
+    """verl's ActorConfig with our parameters where verl has them."""
+    actor = verl_module("workers.config")
+    fields = {field.name for field in dataclasses.fields(actor.PolicyLossConfig)}
+    loss = actor.PolicyLossConfig(**{key: x for key, x in options.items() if key in fields})
+    return actor.ActorConfig(
+        strategy="fsdp",
+        rollout_n=1,
+        ppo_micro_batch_size_per_gpu=1,
+        policy_loss=loss,
+        global_batch_info=info,
+        **{key: x for key, x in options.items() if key not in fields},
+    )
+
+
+def verl_loss(
+    given: Given,
+    mode: str,
+    name: str,
+    options: dict[str, Any],
+    info: dict[str, Any] | None = None,
+) -> Tensor:
+    """verl's registered function; masked positions hold 0, as it would read them."""
+    info = {"global_batch_size": B, "loss_scale_factor": FACTOR} if info is None else info
+    config, mask = verl_config(options, info), given["mask"]
+    old, logps, advantages = (
+        torch.where(mask, given[key], 0.0) for key in ("old", "logps", "advantages")
+    )
+    torch.manual_seed(SEED)
+    function = core_algos().get_policy_loss_fn(name)
+    counts = mask.to(logps.dtype)
+    return function(old, logps, advantages, counts, mode, config, given.get("ratio"))[0]
+
+
+def mean_of(formula: Callable[[Given], Tensor], given: Given, mode: str = "token-mean") -> Tensor:
+    """The mean of a formula's losses, times the ratio, over tokens, or over each sequence and then
+    over sequences."""
+    mask = given["mask"]
+    if "sampling" in given:
+        unscored = given["sampling"].isnan()
+        sampling = torch.where(unscored, given["logps"].detach(), given["sampling"])
+        given = given | {"sampling": sampling}
+    per_token = torch.where(mask, formula(given) * given.get("ratio", 1.0), 0.0)
+    if mode == "token-mean":
+        return per_token.sum() / mask.sum()
+    return (per_token.sum(dim=1) / mask.sum(dim=1).clamp(min=1)).mean()
+
+
+def ratio_to(name: str, x: Given) -> Tensor:
+    return torch.exp(x["logps"] - x[name])
+
+
+def ipo(x: Given, eps: float = 0.3, kl_tau: float = 0.0, cap: float = 1e4) -> Tensor:
+    r, moved = ratio_to("sampling", x), (x["logps"].exp() - x["sampling"].exp()).abs()
+    surrogate = r.detach().clamp(max=cap) * torch.exp(x["logps"] - x["logps"].detach())
+    return -torch.where(moved > eps, 0.0, x["advantages"] * surrogate) + kl_tau * r.log() ** 2
+
+
+def icepop(x: Given, low: float = 0.2, high: float = 5.0) -> Tensor:
+    r = ratio_to("sampling", x)
+    return -torch.where((r >= low) & (r <= high), r, 0.0) * x["advantages"]
+
+
+def kpop(x: Given, threshold: float = 0.1, kl_tau: float = 1e-3) -> Tensor:
+    p, q = (x[name].exp().clamp(1e-6, 1 - 1e-6) for name in ("logps", "sampling"))
+    forward = p * torch.log(p / q) + (1 - p) * torch.log((1 - p) / (1 - q))
+    backward = q * torch.log(q / p) + (1 - q) * torch.log((1 - q) / (1 - p))
+    r, masked = ratio_to("sampling", x), (forward > threshold) | (backward > threshold)
+    return -torch.where(masked, 0.0, x["advantages"] * r) + kl_tau * r.log() ** 2
+
+
+def rollout_is(x: Given, low: float = 0.2, high: float = 0.2) -> Tensor:
+    r = ratio_to("sampling", x)
+    kept = torch.where((r > 1 - low) & (r < 1 + high), r, 0.0)
+    return -kept.detach() * x["advantages"] * x["logps"]
+
+
+def topr(x: Given, positive: float = 1.0, negative: float = 1.0) -> Tensor:
+    good = x.get("scores", x["advantages"]) > 0
+    tapered = ratio_to("old", x).clamp(0.0, 1.0).detach()
+    return torch.where(good, positive, negative * tapered) * -x["advantages"] * x["logps"]
+
+
+def ppo(x: Given, low: float = 0.2, high: float = 0.2) -> Tensor:
+    r = ratio_to("old", x)
+    return -torch.min(r * x["advantages"], r.clamp(1 - low, 1 + high) * x["advantages"])
+
+
+def fipo(
+    x: Given, decay_rate: float = 32.0, low: float = 0.0, high: float = 0.2, safety: float = 4.0,
+    ranged: float = 0.2,
+) -> Tensor:  # fmt: skip
+    log_ratio = torch.where(x["mask"], x["logps"] - x["old"], 0.0).detach()
+    place = torch.arange(T, dtype=FLOAT)
+    distance = place[:, None] - place[None, :]  # of the k-th row's token from the t-th column's
+    future = log_ratio @ torch.where(distance >= 0, 2 ** (-distance / decay_rate), 0.0)
+    f = future.exp().clamp(1 - low, 1 + high)
+    unsafe = (x["advantages"] < 0) & (log_ratio.exp() > safety)
+    return ppo(x, ranged, ranged) * torch.where(unsafe, f.clamp(0.8, 1.0), f)
+
+
+class Source(NamedTuple):
+    """An objective, and what its source makes of the same."""
+
+    objective: Callable[[TokenInputs], Tensor]
+    loss: Callable[[Given, str], Tensor]  # (given, mode)
+    modes: tuple[str, ...] = ("token-mean",)
+    token_level: bool = True
+    smooth: bool = False  # every token with an advantage has a gradient
+
+
+# verl's losses: our name, and parameters under which tokens fall on both sides of every bound
+OF_VERL: dict[str, tuple[str, dict[str, Any]]] = {
+    "cispo": ("cispo_two_sided", {"clip_ratio_low": 0.3, "clip_ratio_high": 0.5}),
+    "dppo_tv": ("dppo_tv", {"clip_ratio_low": 0.1, "clip_ratio_high": 0.15, "clip_ratio_c": 1.5}),
+    "dppo_kl": ("dppo_kl", {"clip_ratio_low": 0.03, "clip_ratio_high": 0.05, "clip_ratio_c": 1.5}),
+    "clip_cov": ("clip_cov", {
+        "clip_ratio_low": 0.4, "clip_ratio_high": 0.6, "clip_cov_ratio": 0.1, "clip_cov_lb": -0.5, "clip_cov_ub": 1.5,
+    }),
+    "kl_cov": ("kl_cov", {"kl_cov_ratio": 0.2, "ppo_kl_coef": 0.7}),
+    "gspo": ("gspo_token", {"clip_ratio_low": 0.1, "clip_ratio_high": 0.15}),
+}  # fmt: skip
+FORMULAS: dict[str, tuple[Callable[..., Tensor], dict[str, float], tuple[float, ...]]] = {
+    "ipo": (ipo, {}, ()),
+    "ipo near": (ipo, {"eps": 0.1, "kl_tau": 1e-3}, (0.1, 1e-3)),
+    "ipo capped": (ipo, {"ratio_max": 1.1}, (0.3, 0.0, 1.1)),
+    "icepop_prime_rl": (icepop, {}, ()),
+    "icepop_prime_rl near": (icepop, {"ratio_low": 0.8, "ratio_high": 1.5}, (0.8, 1.5)),
+    "kpop": (kpop, {}, ()),
+    "kpop near": (kpop, {"threshold": 0.01, "kl_tau": 0.0}, (0.01, 0.0)),
+    "rollout_is": (rollout_is, {}, ()),
+    "rollout_is far": (rollout_is, {"eps_clip_low": 0.5, "eps_clip_high": 1.0}, (0.5, 1.0)),
+    "topr": (topr, {}, ()),
+    "topr weighted": (topr, {"positive_weight": 0.5, "negative_weight": 2.0}, (0.5, 2.0)),
+    "fipo": (fipo, {}, ()),
+    "fipo fast": (
+        fipo,
+        {"clip_ratio_low": 0.1, "clip_ratio_high": 0.1, "decay_rate": 3.0, "influence_low": 0.3, "influence_high": 0.4,
+         "safety_threshold": 1.2},
+        (3.0, 0.3, 0.4, 1.2, 0.1),
+    ),
+}  # fmt: skip
+COUPLED, SMOOTH = (
+    {"clip_cov", "kl_cov", "gspo_token", "fipo"},
+    {"cispo_two_sided", "kl_cov", "topr"},
+)
+
+
+def source_of(name: str) -> Source:
+    """An objective with fresh state, and its source."""
+    if name in OF_VERL:
+        own, options = OF_VERL[name]
+        draw = {"generator": torch.Generator().manual_seed(SEED)} if name == "clip_cov" else {}
+        loss = partial(verl_loss, name=name, options=options)
+        objective = partial(getattr(objectives, own), **options, **draw)
+        return Source(objective, loss, tuple(MODES), own not in COUPLED, own in SMOOTH)
+    formula, options, parameters = FORMULAS[name]
+    own = name.split()[0]
+
+    def loss(given: Given, mode: str) -> Tensor:
+        return mean_of(lambda x: formula(x, *parameters), given, mode)
+
+    smooth = own in SMOOTH or name in ("kpop", "ipo near")
+    objective = partial(getattr(objectives, own), **options)
+    return Source(objective, loss, token_level=own not in COUPLED, smooth=smooth)
+
+
+each = pytest.mark.parametrize("name", [*OF_VERL, *FORMULAS])
+
+
+def test_every_objective_is_here_and_picklable() -> None:
+    names = {own for own, _ in OF_VERL.values()} | {name.split()[0] for name in FORMULAS}
+    assert names | {"m2po_mask"} == {*objectives.__all__}
+    assert not names & ({x.lower() for x in presets.__all__} | {"dapo", "bnpo", "cispo"})
+    for name in names:
+        assert pickle.loads(pickle.dumps(getattr(objectives, name))) is getattr(objectives, name)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize(
-    ("name", "mode"), [(name, mode) for name, x in SOURCES.items() for mode in x.modes]
+    ("name", "mode"),
+    [(name, mode) for name in (*OF_VERL, *FORMULAS) for mode in source_of(name).modes],
 )
 def test_values_and_gradients_are_the_sources(name: str, mode: str, weighted: bool) -> None:
-    source = SOURCES[name]
-    rtol = (
-        max(source.rtol, 1e-7) if mode == "seq-mean-token-mean" else source.rtol
-    )  # verl's lengths plus 1e-8
+    rtol = 1e-7 if mode == "seq-mean-token-mean" else 1e-11  # verl's lengths plus 1e-8
     for seed in range(4):
-        given = off_policy(seed, per_token=source.per_token, weighted=weighted)
+        source, given = source_of(name), off_policy(seed, weighted=weighted)
+        items = 1 if mode == "token-sum" else None
         found = ours(
-            given,
-            objective=source.make(),
-            config=MODES[mode],
-            num_items_in_batch=1 if mode == "token-sum" else None,
+            given, objective=source.objective, config=MODES[mode], num_items_in_batch=items
         )
         agree(found, with_gradient(source.loss, given, mode), rtol)
 
 
 def hidden_batch(given: Given, *, trains: bool = True) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states, a head and ids; the log-probabilities of `given` become theirs, and such that are near."""
+    """Hidden states, a head and ids; the log-probabilities of `given` become theirs, and such that
+    are near."""
     hidden = torch.randn(B, T, 5, dtype=FLOAT).requires_grad_()
     weight = (1.5 * torch.randn(13, 5, dtype=FLOAT)).requires_grad_(trains)
     ids = torch.randint(13, (B, T))
@@ -58,129 +323,325 @@ def hidden_batch(given: Given, *, trains: bool = True) -> tuple[Tensor, Tensor, 
 
 @pytest.mark.parametrize("trains", [True, False])
 @each
-def test_from_hidden_states(source: Source, trains: bool) -> None:
-    """With a frozen head too, where the engine asks whether the entropies are used: nothing is drawn for that."""
-    given = off_policy(3, per_token=source.per_token, weighted=True)
+def test_from_hidden_states(name: str, trains: bool) -> None:
+    """With a frozen head too, where the engine asks whether the entropies are used: nothing is drawn
+    for that."""
+    source, given = source_of(name), off_policy(3, weighted=True)
     hidden, weight, ids = hidden_batch(given, trains=trains)
     leaves = (hidden, weight) if trains else (hidden,)
     wanted = source.loss(given, source.modes[0])
     gradients = torch.autograd.grad(wanted, leaves)
     out = grpo_loss(
-        hidden,
-        weight,
-        ids.masked_fill(~given["mask"], -100),
-        **arguments(given),
-        objective=source.make(),
-        config=MODES[source.modes[0]],
-        run=Run(workspace_bytes=1 << 10),
-    )
-    assert out.engine == (
-        "frozen" if not trains else "one_pass" if source.name in TOKEN_LEVEL else "two_pass"
-    )
-    rtol = max(source.rtol / 10, 1e-10)
-    torch.testing.assert_close(out.loss, wanted.detach(), rtol=rtol, atol=1e-13)
+        hidden, weight, ids.masked_fill(~given["mask"], -100), **arguments(given), objective=source.objective,
+        config=MODES[source.modes[0]], run=Run(workspace_bytes=1 << 10),
+    )  # fmt: skip
+    trained = "one_pass" if source.token_level else "two_pass"
+    assert out.engine == (trained if trains else "frozen")
+    torch.testing.assert_close(out.loss, wanted.detach(), rtol=1e-10, atol=1e-13)
     for x, y in zip(torch.autograd.grad(out.loss, leaves), gradients, strict=True):
-        torch.testing.assert_close(x, y, rtol=rtol, atol=1e-12)
+        torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-12)
 
 
 @each
-def test_on_policy_and_packed(source: Source) -> None:
+def test_on_policy_packed_and_without_tokens(name: str) -> None:
     """Without old logps they are the current ones; packed sequences give what padded ones do."""
-    given = off_policy(4, per_token=source.per_token)
+    source, given = source_of(name), off_policy(4)
     hidden, weight, ids = hidden_batch(given)
-    options = {"objective": source.make(), "config": MODES[source.modes[-1]]}
+    config = MODES[source.modes[-1]]
     wanted = source.loss(given | {"old": given["logps"].detach()}, source.modes[-1])
     given.pop("old")
-    out = grpo_loss(hidden, weight, ids, **arguments(given), **options)
+    out = grpo_loss(
+        hidden, weight, ids, **arguments(given), objective=source.objective, config=config
+    )
     torch.testing.assert_close(out.loss, wanted.detach(), rtol=1e-7, atol=1e-12)
     found, gradient = (torch.autograd.grad(x, hidden)[0] for x in (out.loss, wanted))
     torch.testing.assert_close(found, gradient, rtol=1e-6, atol=1e-12)
-    rows = {name: x.flatten() for name, x in arguments(given).items()}
-    options["objective"] = source.make()
-    bounds = torch.arange(0, B * T + 1, T)
-    packed = grpo_loss(
-        hidden.flatten(0, 1), weight, ids.flatten(), **rows, cu_seqlens=bounds, **options
-    )
+    rows: dict[str, Any] = {key: x.flatten() for key, x in arguments(given).items()}
+    rows |= {"objective": source_of(name).objective, "cu_seqlens": torch.arange(0, B * T + 1, T)}
+    packed = grpo_loss(hidden.flatten(0, 1), weight, ids.flatten(), **rows, config=config)
     torch.testing.assert_close(packed.loss, out.loss)
+    given["mask"] = torch.zeros_like(given["mask"])
+    none = grpo_loss(hidden, weight, ids, **arguments(given), objective=source.objective)
+    assert none.loss == 0 and not torch.autograd.grad(none.loss, hidden)[0].any()
 
 
 @each
-def test_a_batch_without_tokens(source: Source) -> None:
-    hidden, zeros = torch.randn(2, 3, 4, requires_grad=True), torch.zeros(2, 3)
-    out = grpo_loss(
-        hidden, torch.randn(7, 4), zeros.long(), zeros, torch.ones(2), sampling_per_token_logps=zeros,
-        objective=source.make(),
-    )  # fmt: skip
-    out.loss.backward()
-    assert out.loss == 0
-    assert not hidden.grad.any()
-
-
-@pytest.mark.parametrize("name", SOURCES)
 def test_both_sides_of_every_bound_are_tested(name: str) -> None:
-    """Where there is one: some of the gradients are 0 and some are not, of tokens with an advantage."""
-    given = off_policy(3, per_token=SOURCES[name].per_token)
+    """Where there is one: some of the gradients are 0 and some are not, of tokens with an
+    advantage."""
+    source, given = source_of(name), off_policy(3)
     given["advantages"][4] = 0.5
-    _, gradient = ours(given, objective=SOURCES[name].make(), config=MODES["token-mean"])
+    _, gradient = ours(given, objective=source.objective, config=MODES["token-mean"])
     dropped = int((gradient == 0).sum())
-    smooth = {"gpg", "dro", "cispo", "kl_cov", "kpop", "ipo, near", "topr", "topr, weighted"}
-    assert dropped == 0 if name in smooth else 0 < dropped < len(gradient)
+    assert dropped == 0 if source.smooth else 0 < dropped < len(gradient)
 
 
-def test_objectives_are_values() -> None:
-    for source in SOURCES.values():
-        objective = source.make()
-        if source.name == "clip_cov":  # without the generator, which has a state
-            objective = objectives.clip_cov(**OF_VERL["clip_cov"])
-        assert pickle.loads(pickle.dumps(objective)) == objective
-        assert copy.deepcopy(GRPOLoss(objective=objective)).objective == objective
-        assert repr(objective).startswith(source.name)
-        assert objective.token_level == (source.name in TOKEN_LEVEL)
-    assert set(verl_losses.__all__) == set(OF_VERL)
-    assert {source.name for source in SOURCES.values()} | {"m2po_mask"} == set(objectives.__all__)
-    assert sorted(objectives.__all__) == sorted([*verl_losses.__all__, *named_losses.__all__])
-
-
-@pytest.mark.parametrize(
-    ("name", "fields", "error", "message"),
-    [
-        ("dro", {"dro_beta": 0.0}, ValueError, r"dro_beta: expected a finite number > 0, got 0"),
-        ("dro", {"dro_beta": None}, TypeError, "dro_beta: expected a number, got None"),
-        ("cispo", {"clip_ratio_low": -0.1}, ValueError, "clip_ratio_low: .* >= 0, got -0.1"),
-        ("dppo_kl", {"clip_ratio_c": 0.0}, ValueError, "clip_ratio_c: .* > 0, got 0"),
-        ("clip_cov", {"clip_cov_ratio": 0}, ValueError, "clip_cov_ratio: .* > 0, got 0"),
-        ("clip_cov", {"clip_cov_ub": float("nan")}, ValueError, "clip_cov_ub: .* got nan"),
-        (
-            "clip_cov",
-            {"generator": 3},
-            TypeError,
-            "generator: expected a torch.Generator on the CPU, got 3",
-        ),
-        (
-            "kl_cov",
-            {"kl_cov_ratio": 2},
-            ValueError,
-            r"kl_cov_ratio: expected a number in \(0, 1\], got 2",
-        ),
-        ("ipo", {"eps": -0.1}, ValueError, "eps: expected a finite number >= 0, got -0.1"),
-        ("ipo", {"ratio_max": 0.0}, ValueError, "ratio_max: .* > 0, got 0"),
-        ("icepop", {"ratio_low": 0}, ValueError, "ratio_low: .* > 0, got 0"),
-        ("kpop", {"threshold": None}, TypeError, "threshold: expected a number, got None"),
-        ("fipo", {"decay_rate": 0.0}, ValueError, "decay_rate: .* > 0, got 0"),
-        ("topr", {"scores": [1.0]}, TypeError, r"scores: expected a tensor, got list"),
-    ],
-)
-def test_wrong_arguments(
-    name: str, fields: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        getattr(objectives, name)(**fields)
-    assert objectives.clip_cov(clip_cov_lb=-1.0)
-
-
-@pytest.mark.parametrize("name", ["ipo", "icepop", "kpop", "rollout_is"])
+@pytest.mark.parametrize("name", ["ipo", "icepop_prime_rl", "kpop", "rollout_is"])
 def test_a_sampler_is_asked_for(name: str) -> None:
     given = off_policy(0)
     given.pop("sampling")
-    with pytest.raises(ValueError, match="objective: expected sampling_per_token_logps beside"):
-        ours(given, objective=getattr(objectives, name)())
+    with pytest.raises(ValueError, match="sampling_per_token_logps: expected a tensor"):
+        ours(given, objective=getattr(objectives, name))
+
+
+def test_scores_of_topr_are_by_position() -> None:
+    """One a sequence, of another sign than the advantages, also where packed sequences and a mask
+    move the tokens."""
+    given = off_policy(1)
+    scores = torch.tensor([1.0, -1.0, 0.0, 2.0, -3.0, 1.0])[:, None].expand(B, T)
+    wanted = with_gradient(partial(mean_of, topr), given | {"scores": scores})
+    objective = partial(objectives.topr, scores=scores)
+    agree(ours(given, objective=objective), wanted)
+    rows = {name: x.flatten() for name, x in arguments(given).items()}
+    zeros, bounds = torch.zeros(B * T, dtype=FLOAT), torch.arange(0, B * T + 1, T)
+    out = policy_loss_from_logps(
+        given["logps"].flatten(), zeros, **rows, objective=objective, cu_seqlens=bounds
+    )
+    torch.testing.assert_close(out.loss, wanted[0])
+
+
+# verl's other losses, which `LossConfig` has: verl's name and arguments, ours
+
+CLIP, CLIPPED = (
+    {"clip_ratio_low": 0.1, "clip_ratio_high": 0.3},
+    {"epsilon": 0.1, "epsilon_high": 0.3},
+)
+SEQUENCES = "seq-mean-token-mean"
+CONFIGS: dict[str, tuple[str, str, dict[str, Any], LossConfig]] = {
+    "vanilla": ("vanilla", "token-mean", CLIP, LossConfig(loss_type="bnpo", delta=3.0, **CLIPPED)),
+    "gspo": ("gspo", SEQUENCES, CLIP, LossConfig(loss_type="grpo", importance_sampling_level="sequence", **CLIPPED)),
+    "sapo": ("sapo", SEQUENCES, {}, LossConfig(loss_type="sapo")),
+    "geo_mean": ("geo_mean", SEQUENCES, {"clip_ratio_low": 0.4, "clip_ratio_high": 0.2},
+                 LossConfig(loss_type="gmpo", epsilon=0.4, epsilon_high=0.2)),
+    "TRL's cispo": ("cispo", "token-mean", {"clip_ratio_low": 1.0, "clip_ratio_high": 0.5},
+                    LossConfig(loss_type="cispo", epsilon_high=1.5)),
+    "gpg": ("gpg", "token-mean", {}, presets.REINFORCE),  # without old log-probabilities
+    "dro": ("dro", "token-mean", {"dro_beta": 0.3},  # the same, and they are the reference's
+            dataclasses.replace(presets.REINFORCE, beta=0.3, kl_estimator="k2", use_bias_correction_kl=False)),
+    "bypass_mode of ppo_clip": ("bypass_mode", "token-mean", {}, LossConfig(loss_type="bnpo", delta=3.0)),
+    "bypass_mode of reinforce": ("bypass_mode", "token-mean", {}, presets.REINFORCE),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("row", CONFIGS)
+def test_what_is_a_config(row: str) -> None:
+    name, mode, options, config = CONFIGS[row]
+    if name == "bypass_mode":
+        kind = {"loss_type": row.split()[-1], "rollout_is": "token", "rollout_is_threshold": 2.0}
+        correction = verl_module("trainer.config").RolloutCorrectionConfig(**kind, rollout_rs=None)
+        options = {"rollout_correction": correction}
+    for seed in range(3):
+        given = off_policy(seed, per_token=mode != SEQUENCES)
+        given["old"][1:3, 0] = given["logps"][1:3, 0] + 1.0  # verl clamps log-ratios at 20 or 10
+        wanted = with_gradient(partial(verl_loss, name=name, options=options), given, mode)
+        if row == "bypass_mode of reinforce":
+            given["ratio"] = torch.exp(given["logps"] - given["old"]).clamp(max=2.0)
+        if config.loss_type == "cispo" and row != "TRL's cispo":
+            old = given.pop("old")
+            given |= {"ref": old} if row == "dro" else {}
+        # verl's lengths plus 1e-8; its weights in float32
+        loose = mode == SEQUENCES or name == "bypass_mode"
+        agree(ours(given, config=config), wanted, 1e-6 if loose else 1e-11)
+
+
+def test_defaults_are_verls() -> None:
+    config = verl_config({}, {})
+    for own, _ in OF_VERL.values():
+        for field, value in (getattr(objectives, own).__kwdefaults__ or {}).items():
+            source = config if hasattr(config, field) else config.policy_loss
+            assert field == "generator" or value == getattr(source, field), field
+
+
+def test_draws_are_of_the_generator_or_torchs_own() -> None:
+    """Of the tokens between the bounds of the covariance, a share of all is drawn."""
+    given, options = off_policy(2), OF_VERL["clip_cov"][1]
+    given["advantages"][4] = 0.5
+
+    def gradient(objective: Any) -> Tensor:
+        return ours(given, objective=objective, config=MODES["token-mean"])[1]
+
+    first, again = (gradient(source_of("clip_cov").objective) for _ in range(2))
+    assert torch.equal(first, again)
+    torch.manual_seed(SEED)
+    default = partial(objectives.clip_cov, **options)
+    assert torch.equal(first, gradient(default))
+    assert not all(torch.equal(first, gradient(default)) for _ in range(8))
+    nothing = partial(objectives.clip_cov, **options | {"clip_cov_lb": 1e9, "clip_cov_ub": 1e10})
+    drawn = (first == 0) & (gradient(nothing) != 0)
+    assert drawn.sum() == int(0.1 * len(first))
+
+
+# Edges of the arithmetic, in float32
+
+
+def per_token(
+    objective: Any, logps: list[float], old: list[float], advantages: list[float]
+) -> tuple[Tensor, Tensor]:
+    """The objective's losses of one sequence, and the gradient of their sum."""
+    x = torch.tensor([logps], requires_grad=True)
+    given = torch.tensor([advantages]), torch.tensor([old])
+    mask = torch.ones_like(x, dtype=torch.bool)
+    losses = objective(TokenInputs(x, torch.zeros_like(x), mask, *given, None, None, None))
+    return losses.detach(), torch.autograd.grad(losses.sum(), x)[0]
+
+
+def test_gspo_has_no_gradient_above_a_ratio_of_e_to_the_10() -> None:
+    losses, gradient = per_token(objectives.gspo_token, [-1.0, -2.0], [-15.0, -12.0], [-1.0, -1.0])
+    assert not gradient.any()
+    torch.testing.assert_close(losses, torch.full((1, 2), torch.e**10))
+    wide = partial(objectives.gspo_token, clip_ratio_low=0.0, clip_ratio_high=float(torch.e**11))
+    _, gradient = per_token(wide, [-1.0], [-11.0], [1.0])  # a bound that is met passes it
+    torch.testing.assert_close(gradient, torch.full((1, 1), -(torch.e**10)))
+
+
+def test_ratios_that_overflow() -> None:
+    """e^99 in float32: beyond the bound where A > 0, of no effect where A = 0. verl's gradient is
+    NaN there. Where they count they are seen."""
+    logps, old = [-1.0, -1.0, -2.0], [-100.0, -1.0, -2.0]
+    cases = {
+        "kl_cov": ({"ppo_kl_coef": 0.0}, 0.0, 0.0),
+        "clip_cov": ({"clip_cov_lb": 50.0, "clip_cov_ub": 51.0}, 1.0, -1.2),
+    }
+    for name, (options, advantage, loss) in cases.items():
+        objective = partial(getattr(objectives, name), **options)
+        losses, gradient = per_token(objective, logps, old, [advantage, -0.5, 0.5])
+        torch.testing.assert_close(losses, torch.tensor([[loss, 0.5, -0.5]]))
+        torch.testing.assert_close(gradient, torch.tensor([[0.0, 0.5, -0.5]]))
+        losses, _ = per_token(objective, [-1.0, torch.nan], [-100.0, -1.0], [-1.0, 1.0])
+        assert losses[0, 0] == torch.inf and losses[0, 1].isnan()
+    given = {"logps": torch.full((1, 3), -1.0), "advantages": torch.ones(1, 3)}
+    given["mask"] = torch.ones(1, 3, dtype=torch.bool)
+    given["sampling"] = torch.tensor([[-100.0, -math.inf, -1.0]])
+    quiet = partial(objectives.kpop, kl_tau=0.0)
+    for objective in (objectives.ipo, objectives.icepop_prime_rl, objectives.rollout_is, quiet):
+        _, gradient = ours(given, objective=objective)
+        torch.testing.assert_close(gradient, torch.tensor([0.0, 0.0, -1 / 3]))
+
+
+def test_probabilities_that_round_above_one() -> None:
+    """A logp of 1e-7 is a probability of 1, rounded: no NaN in the KL, and it is judged like its
+    neighbour."""
+    losses, gradient = per_token(objectives.dppo_kl, [1e-7, 0.0, -1e-7], [-1e-3] * 3, [1.0] * 3)
+    assert (gradient != 0).all()
+    assert losses.isfinite().all()
+
+
+# Presets: a weight w = old / sampler on PPO's loss, or a mask; and what REINFORCE is of 0 and 1
+
+
+def weight(x: Given) -> Tensor:
+    return torch.exp(x["old"] - x["sampling"])
+
+
+def masked(w: Tensor, low: float, high: float) -> Tensor:
+    return torch.where((w >= low) & (w <= high), w, 0.0)
+
+
+def sequence_weight(x: Given) -> Tensor:
+    return torch.where(x["mask"], weight(x).log(), 0.0).sum(dim=1, keepdim=True).exp()
+
+
+def opsm_keep(x: Given, delta: float = 1e-4) -> Tensor:
+    moved = torch.where(x["mask"], x["sampling"] - x["logps"], 0.0).sum(dim=1, keepdim=True)
+    moved = moved / x["mask"].sum(dim=1, keepdim=True).clamp(min=1)
+    return ~((x["advantages"] < 0) & (moved > delta))
+
+
+PRESETS: dict[str, tuple[Callable[[Given], Tensor], str]] = {
+    "TIS": (lambda x: ppo(x) * weight(x).clamp(0.0, 2.0), "token-mean"),
+    "ICEPOP": (lambda x: ppo(x) * masked(weight(x), 0.5, 5.0), "token-mean"),
+    "MIS": (lambda x: ppo(x) * masked(sequence_weight(x), 0.0, 3.0), "token-mean"),
+    "OPSM": (lambda x: ppo(x) * opsm_keep(x), "seq-mean-token-mean"),
+}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_the_sources(name: str) -> None:
+    formula, mode = PRESETS[name]
+    kept, dropped = 0, 0
+    for seed in range(5):
+        given = off_policy(seed)
+        given["sampling"] = torch.where(given["sampling"].isnan(), given["old"], given["sampling"])
+        found = ours(given, config=getattr(presets, name))
+        agree(found, with_gradient(partial(mean_of, formula, mode=mode), given))
+        plain = with_gradient(partial(mean_of, ppo, mode=mode), given)[1] != 0
+        kept += int((found[1] != 0).sum())
+        dropped += int((plain & (found[1] == 0)).sum())
+    assert kept > 0
+    assert (dropped > 0) == (name != "TIS")
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["accepted tokens", "all tokens"])
+def test_reinforce_with_advantages_of_1_or_0_is_the_cross_entropy_of_the_accepted(
+    whole: bool,
+) -> None:
+    """Rejection sampling; what stands at rejected completions is never read, where the mask says
+    so."""
+    hidden = torch.randn(8, 32, 12, dtype=FLOAT, requires_grad=True)
+    head = torch.randn(50, 12, dtype=FLOAT, requires_grad=True)
+    lengths = torch.tensor([32, 20, 9, 30, 32, 1, 17, 25])
+    ids, mask = torch.randint(50, (8, 32)), (torch.arange(32) < lengths[:, None]).long()
+    mask[3, 4:8] = 0
+    advantages, right = torch.tensor([1.0, 0, 0, 1, 0, 0, 1, 0]), [0, 3, 6]
+    labels, logits = ids.masked_fill(mask == 0, -100)[right], hidden[right] @ head.T
+    total = functional.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum"
+    )
+    want = total / (mask.sum() if whole else mask[right].sum())
+    expected = torch.autograd.grad(want, (hidden, head))
+    given = hidden.detach().clone()
+    if not whole:
+        given[advantages == 0] = torch.nan
+    counted = mask if whole else mask * advantages[:, None]
+    given.requires_grad_()
+    out = grpo_loss(given, head, ids, counted, advantages, config=presets.REINFORCE)
+    found = torch.autograd.grad(out.loss, (given, head))
+    torch.testing.assert_close(out.loss, want, atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
+    assert not found[0][advantages == 0].any()
+
+
+# M2PO
+
+
+def largest_dropped(squares: list[float], threshold: float) -> int:
+    """The number of the largest that are dropped, one after the other."""
+    rest = sorted(squares)
+    while len(rest) > 1 and sum(rest) / len(rest) >= threshold:
+        rest.pop()
+    return len(squares) - len(rest)
+
+
+@pytest.mark.parametrize("threshold", [0.04, 0.2, 1e9, 1e-12])
+def test_m2po_drops_the_largest_until_the_mean_is_below(threshold: float) -> None:
+    for seed in range(5):
+        given = off_policy(seed)
+        mask, old, sampling = given["mask"], given["old"], given["sampling"]
+        junk = [x.masked_fill(~mask, torch.nan) for x in (old, sampling)]
+        found = objectives.m2po_mask(*junk, mask, threshold)
+        squares = (old - sampling).nan_to_num(nan=0.0)[mask].square()
+        dropped = largest_dropped(squares.tolist(), threshold)
+        assert not (found & ~mask).any()
+        assert int((mask & ~found).sum()) == dropped
+        kept = found[mask]
+        if dropped:
+            assert squares[kept].max() <= squares[~kept].min()
+        if threshold == 0.04:
+            assert 0 < dropped < len(squares) - 1
+    assert not objectives.m2po_mask(old, sampling, torch.zeros(B, T)).any()
+    flat = old.flatten(), sampling.flatten(), mask.flatten().long()
+    assert torch.equal(objectives.m2po_mask(*flat, threshold).view(B, T), found)
+
+
+def test_m2po_as_a_mask_and_as_a_ratio() -> None:
+    """The tokens that are dropped leave the mean, or stay in it."""
+    given = off_policy(2)
+    keep = objectives.m2po_mask(given["old"], given.pop("sampling"), given["mask"])
+    for changes in ({"mask": keep}, {"ratio": keep.to(FLOAT)}):
+        wanted = with_gradient(partial(mean_of, ppo), given | changes)
+        agree(ours(given | changes, config=LossConfig(loss_type="bnpo")), wanted)
+    zeros = torch.zeros(2, 3)
+    with pytest.raises(ValueError, match=r"threshold: .* > 0, got 0"):
+        objectives.m2po_mask(zeros, zeros, zeros, threshold=0)
+    with pytest.raises(ValueError, match=r"old_per_token_logps: expected shape .* got \(2, 2\)"):
+        objectives.m2po_mask(zeros[:, :2], zeros, zeros)

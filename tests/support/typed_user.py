@@ -19,7 +19,6 @@ from grpo_kernels import (
     grpo_loss,
     linear_divergence,
     linear_logprob,
-    objectives,
     policy_loss_from_logps,
     presets,
     token_level,
@@ -127,7 +126,6 @@ def read_name(backend: str) -> GRPOLoss:
 
 
 assert_type(GRPOLoss(objective=reinforce)(*loss_args), LossOutput)
-grpo_loss(*loss_args, objective=objectives.clip_cov(clip_cov_ratio=0.001))
 grpo_loss(*loss_args, objective=lambda tokens: tokens.logps * 2)
 make_loss("cuda", "auto")  # wrong
 make_loss("auto", "auto", epsilon_hi=1)  # wrong
