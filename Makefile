@@ -20,7 +20,7 @@ DOCS        := requirements/docs.txt
 DOCS_PATH   := $(abspath $(VENV)/docs)
 DIST        := requirements/dist.txt
 DIST_VENV   := $(VENV)/dist
-EXTRAS      := trl,demo,bench,test,dev
+EXTRAS      := trl,bench,test,dev
 
 # The interpreter that makes the environment: the first of these that runs and is new enough for the pinned versions.
 NEW_ENOUGH  := import sys; sys.exit(sys.version_info < (3, 11))

@@ -31,14 +31,11 @@ EXAMPLES: dict[str, tuple[int | None, str]] = {
     "ppo_gae": (20, "right answers:"),
     "iterative_grpo": (4, "score of right less wrong ones"),
     "custom_loss": (16, "of the largest entry"),
-    "own_loss": (None, "error of the values"),
-    "sampling_correction": (8, "FLOPs of a step saved:"),
     "fsdp2": (None, "largest difference from one process"),
     "tensor_parallel": (None, "largest difference of a gradient"),
     "context_parallel": (None, "of the largest entry"),
     "lora_head": (60, "of the largest entry"),
     "verl_plugin": (None, "of a loss"),
-    "verl_losses": (16, "of the largest entry"),
     "causal_lm": (24, "from the models' own log-probabilities"),
     "liger_module": (None, "largest difference from Liger"),
     "kept_set": (16, "ratio to the sampler:"),
@@ -56,7 +53,6 @@ LAUNCHED = {
     "fsdp2": "FSDPQwen3ForCausalLM",
     "zero3": "DeepSpeedEngine",
 }  # what becomes of the model
-FIGURES = {"seconds", "peak_bytes", "flops", "flops_nvh", "loss"}
 
 
 def run_python(*arguments: str, beside: tuple[str, ...] = ()) -> str:
@@ -105,7 +101,7 @@ def docstring(name: str) -> str:
 
 
 def test_every_script_is_covered() -> None:
-    shared = {"arithmetic", "begin", "demo", "demo_report", "gsm8k", "head_cost"}
+    shared = {"arithmetic", "begin", "demo", "gsm8k"}
     apart = SCRIPTS | {"gsm8k_plain"}  # tests/test_gsm8k_examples.py
     assert {path.stem for path in (ROOT / "examples").glob("*.py")} == shared | apart | set(
         EXAMPLES
@@ -357,36 +353,23 @@ def test_a_solution_is_the_number_of_the_answer(
 
 
 @pytest.mark.slow
-def test_demo_writes_its_summary_and_picture(tmp_path: Path) -> None:
-    for needed in ("trl", "matplotlib"):
-        pytest.importorskip(needed)
+def test_demo_writes_its_summary(tmp_path: Path) -> None:
+    pytest.importorskip("trl")
     printed = run_example("demo", "--smoke", "--output", str(tmp_path))
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert {
-        "reward_start",
-        "reward_end",
-        "reward_end_trl",
-        "max_loss_difference",
-        "versions",
-    } <= summary.keys()
+    assert {"reward_start", "reward_end", "reward_end_trl", "versions"} <= summary.keys()
     assert summary["max_loss_difference"] <= 1e-5
     assert summary["steps_compared"] == summary["steps"]
-    for run in summary["runs"].values():
-        assert len(run["losses"]) == summary["steps"]
-        assert run["head_peak_bytes"] > 0
-        assert run["head_flops"] > 0
-        assert run["head_seconds_per_step"] > 0
-        assert 0 < run["step_cpu_seconds"] < run["train_seconds"]
-    assert summary["runs"]["ours"]["head_flops"] < summary["runs"]["trl"]["head_flops"]
     trl, ours = summary["runs"]["trl"], summary["runs"]["ours"]
+    for run in (trl, ours):
+        assert len(run["losses"]) == summary["steps"]
+        assert run["step_cpu_seconds"] > 0
     assert trl["sequences/gradient"] == trl["tokens/computed"] == 1
     assert ours["sequences/gradient"] < 1, "some groups have equal rewards"
     assert 0 < ours["tokens/computed"] < 1, "the last token of a completion predicts nothing"
     for case, products in (("all", 6), ("half", 4)):
         pair = summary["head"][case]
-        assert pair["trl"].keys() & pair["ours"].keys() >= FIGURES
-        assert pair["trl"]["flops_nvh"] == 8
-        assert pair["ours"]["flops_nvh"] == products
+        assert (pair["trl"]["flops_nvh"], pair["ours"]["flops_nvh"]) == (8, products)
         assert pair["ours"]["peak_bytes"] < pair["trl"]["peak_bytes"]
+        assert min(pair[name]["seconds"] for name in ("trl", "ours")) > 0
     assert "largest difference of the losses" in printed
-    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
