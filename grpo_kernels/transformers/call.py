@@ -1,4 +1,24 @@
-"""One forward of a transformers model whose head scores tokens in place of projecting."""
+"""One forward of a transformers model whose head scores tokens in place of projecting.
+
+The model's own forward runs, with its head replaced for the length of the call: the head is handed
+the hidden states and, instead of projecting them, scores the completion tokens. That is exact for
+more architectures than running the body and reading the head afterwards. Whatever the model does
+before its head (a multiplier, a dense layer and a norm, a cast) has been done, and no inner module
+needs to be known by name. Hooks on the model, its head and its parts run as ever: FSDP2 (the head
+in the root's unit or in its own) and DeepSpeed ZeRO-3 gather the weight there, and again for the
+backward; DDP, PEFT and accelerate see one call of the model. The results leave through the outputs
+of head and model, which is where those engines hook the backward.
+
+One thing remains unknown: what the model does to the logits after its head. The config says so
+under many names, and is not trusted: in the first call of a model its forward is given a few known
+numbers in place of logits, and one row of real ones (`HeadCheck`). That costs one row of the head,
+once, and no forward of its own: nothing random is drawn, no collective is added. If the config was
+wrong, the model runs a second time with the constants that were measured; if no constants fit, the
+call raises.
+
+Not for: encoder-decoder models, several heads (codebooks), quantised heads, ``nn.DataParallel``, a
+model that two threads use at a time.
+"""
 
 from __future__ import annotations
 
@@ -30,28 +50,16 @@ from grpo_kernels.head.hooks import foreign_hooks
 from grpo_kernels.head.module import divided_modules, linear_of
 from grpo_kernels.host import Shares, forward_name, replaced
 from grpo_kernels.transformers import head as heads
-from grpo_kernels.transformers.head_check import HeadCheck
+from grpo_kernels.transformers.head import HeadCheck, constants_of
 
 PADDED = TrunkOptions(zero_advantage="train", layout="padded")
-_models_with_scalars: weakref.WeakSet[nn.Module] = (
-    weakref.WeakSet()
-)  # an output of theirs may need the whole batch
-Score = Callable[
-    [Tensor, Head], tuple[Tensor, ...]
-]  # the head's input (B, L, H) -> results, attached
-Scored = tuple[
-    tuple[Tensor, ...], ModelOutput, Shares
-]  # (results, output without logits, shares computed)
-_factors: weakref.WeakKeyDictionary[nn.Module, float] = (
-    weakref.WeakKeyDictionary()
-)  # on the body's output, by head
-_MOST_RUNS = (
-    4  # of one call: its head's constants are measured, and a number of the whole batch is computed
-)
-RESULTS, FIELDS = (
-    "results",
-    "others",
-)  # keys of the dict that the model returns: wrappers look into dicts
+RESULTS, FIELDS = "results", "others"  # of the dict that the model returns: wrappers look into it
+_MOST_RUNS = 4  # of one call: constants are measured, and a number of the whole batch is computed
+Score = Callable[[Tensor, Head], tuple[Tensor, ...]]  # the head's input (B, L, H) -> results
+# an output of theirs may need the whole batch
+_models_with_scalars: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+# by head: the factor on the body's output, before the head
+_factors: weakref.WeakKeyDictionary[nn.Module, float] = weakref.WeakKeyDictionary()
 
 
 def run_scored(
@@ -61,11 +69,14 @@ def run_scored(
     inputs: dict[str, Any],
     trunk: TrunkOptions,
     live: Tensor | None = None,  # (B,) bool
-) -> Scored:
-    """Run `model` with `score` in its head; return (the scores, the model's output without logits, shares computed).
+) -> tuple[tuple[Tensor, ...], ModelOutput, Shares]:
+    """Run `model` with `score` in its head; `trunk` and `live` go to `live_trunk`.
 
-    `trunk` and `live` go to `live_trunk`. The first time, the model's logits are checked (`head_check`), and where
-    the config was wrong the model runs once more, with the constants that were measured.
+    The first time, the model's logits are checked, and where the config was wrong the model runs
+    once more, with the constants that were measured.
+
+    Returns:
+        (the scores, the model's output without logits, shares computed).
 
     Raises:
         TypeError, ValueError, RuntimeError: as `completion_logprobs`.
@@ -73,14 +84,12 @@ def run_scored(
     base, inputs = _model_inputs(model, batch, inputs)
     if "adapter_names" in inputs:  # PEFT's, one for each sequence of the padded batch
         trunk, live = PADDED, None
-    attention_mask, needed = inputs.get("attention_mask"), batch.needed()
-    facts = heads.facts_of(base, inputs)
+    needed, facts = batch.needed(), heads.facts_of(base, inputs)
     head, is_checked = heads.known_head(model, facts)
-    if (
-        not is_checked or batch.input_ids.device.type == "cpu"
-    ):  # in later calls it would wait for the device
+    # in later calls it would wait for the device
+    if not is_checked or batch.input_ids.device.type == "cpu":
         check_attended(
-            attention_mask,
+            inputs.get("attention_mask"),
             needed,
             input_ids=batch.input_ids,
             config=base.config,
@@ -103,28 +112,29 @@ def run_scored(
             _models_with_scalars.add(base)  # such as an aux_loss: it may be of all hidden states
             continue
         measured = head if check is None else check.verified(base)
-        if check is not None and heads.constants_of(measured) == heads.constants_of(head):
-            heads.remember(
-                model, head, facts, compared=check.is_finite
-            )  # logits of a row of padding may be NaN
+        if check is not None and constants_of(measured) == constants_of(head):
+            # logits of a row of padding may be NaN
+            heads.remember(head, facts, compared=check.is_finite)
         elif check is not None:  # all ranks measure the same
             head = measured
             continue
         return returned[RESULTS], call.output_type(**_nan_where_skipped(fields, computed)), shares
     raise ValueError(
-        f"model: expected one scale, soft-cap or cut of the logits, got another in each run: {heads.constants_of(head)}"
+        "model: expected one scale, soft-cap or cut of the logits, got another in each run: "
+        f"{constants_of(head)}"
     )
 
 
 def measured_head(base: nn.Module, forward: Callable[..., Any]) -> Head:
-    """Return the head of `base` with the constants that turn the output of its body into the model's own logits.
+    """The head of `base`, with constants that turn its body's output into the model's logits.
 
-    For callers that run body and head themselves, and read the model's own `forward` nowhere else. The first time it
-    runs on two tokens, as a guest and within the caller's own call of `base`, so that FSDP2 and ZeRO-3 have made whole
-    what it reads.
+    For callers that run body and head themselves, and read the model's own `forward` nowhere else.
+    The first time it runs on two tokens, as a guest and within the caller's own call of `base`, so
+    that FSDP2 and ZeRO-3 have made whole what it reads.
 
     Raises:
-        TypeError, ValueError: as `completion_logprobs`; or the model changes hidden states between body and head.
+        TypeError, ValueError: as `completion_logprobs`; or the model changes hidden states between
+            body and head.
     """
     facts = heads.facts_of(base, {})
     head, is_checked = heads.known_head(base, facts)
@@ -156,17 +166,19 @@ def measured_head(base: nn.Module, forward: Callable[..., Any]) -> Head:
         factor = 1.0 if abs(factor - 1.0) < 1e-3 else factor
         if (made - factor * of_body).norm() > 1e-2 * made.norm():
             raise ValueError(
-                f"model: expected a head that is given the output of its body, {type(base).__name__} changes it in "
-                "between; its own loss and log-probabilities are those of causal_lm_loss and completion_logprobs"
+                "model: expected a head that is given the output of its body, "
+                f"{type(base).__name__} changes it in between; its own loss and log-probabilities "
+                "are those of causal_lm_loss and completion_logprobs"
             )
-        if heads.constants_of(measured) == heads.constants_of(head):
-            heads.remember(base, head, facts, compared=check.is_finite)
+        if constants_of(measured) == constants_of(head):
+            heads.remember(head, facts, compared=check.is_finite)
             _factors[head.weight] = factor
             break
         head = measured
     if factor != 1.0 and linear_of(head.weight).bias is not None:
         raise ValueError(
-            f"model: expected a head without bias behind hidden states times {factor:g}, got one with bias"
+            f"model: expected a head without bias behind hidden states times {factor:g}, got one "
+            "with bias"
         )
     return replace(head, logit_scale=head.logit_scale * factor)
 
@@ -174,27 +186,25 @@ def measured_head(base: nn.Module, forward: Callable[..., Any]) -> Head:
 def _model_inputs(
     model: nn.Module, batch: Batch, inputs: dict[str, Any]
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """Return (the transformers model, the arguments of its forward); check the labels and the mask in `inputs`."""
+    """(the transformers model, the arguments of its forward)."""
     if inputs.get("labels") is not None:
         raise ValueError(
             "labels: expected none, since there are no logits to hold them against; got labels"
         )
-    inputs = {
-        "input_ids": batch.input_ids,
-        **{name: x for name, x in inputs.items() if x is not None},
-    }
+    inputs = {name: x for name, x in inputs.items() if x is not None}
     check_attention_mask(inputs.get("attention_mask"), batch.input_ids)
     base = heads.causal_lm(model)
     parameters = inspect.signature(type(base).forward).parameters
     if "use_cache" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         inputs.setdefault("use_cache", False)
-    return base, inputs
+    return base, {"input_ids": batch.input_ids, **inputs}
 
 
 def _nan_where_skipped(fields: dict[str, Any], computed: list[Tensor]) -> dict[str, Any]:
-    """Return the fields of an output, NaN at the cells that the trunk has skipped; `computed` (b, L) bool each.
+    """The fields of an output, NaN at the cells that the trunk has skipped.
 
-    A tensor (B, L, ...) is marked wherever it is in a field, such as in a tuple of hidden states.
+    A tensor (B, L, ...) is marked wherever it is, such as in a tuple of hidden states. `computed`
+    are (b, L) bool each.
     """
     if not computed:
         return fields
@@ -203,27 +213,26 @@ def _nan_where_skipped(fields: dict[str, Any], computed: list[Tensor]) -> dict[s
     def mark(x: Any) -> Any:
         if not isinstance(x, Tensor) or x.shape[:2] != skipped.shape or not x.is_floating_point():
             return x
-        return x.masked_fill(
-            skipped.to(x.device).reshape(*skipped.shape, *(1,) * (x.dim() - 2)), float("nan")
-        )
+        cells = skipped.to(x.device).reshape(*skipped.shape, *(1,) * (x.dim() - 2))
+        return x.masked_fill(cells, float("nan"))
 
     marked: dict[str, Any] = pytree.tree_map(mark, fields)
     return marked
 
 
 class HeadCall:
-    """Stand-in for a head during one forward: it scores, and returns the scores in place of logits.
+    """Stand-in for a head during one forward: it scores, and returns scores in place of logits.
 
-    The scores are laid out in a (1, R, V) tensor, so that the model can treat them as logits of a vocabulary. With a
-    `check`, its two rows come first.
+    The scores are laid out in a (1, R, V) tensor, so that the model can treat them as logits of a
+    vocabulary. With a `check`, its two rows come first.
     """
 
     def __init__(self, head: Head, score: Score, check: HeadCheck | None) -> None:
         self.head, self.score, self.check = head, score, check
+        self.name = type(head.weight).__name__
         self.project: Callable[..., Tensor] = head.weight.forward
-        self.result_specs: list[
-            tuple[torch.Size, torch.dtype]
-        ] = []  # of each result, once the head has run
+        # of each result, once the head has run
+        self.result_specs: list[tuple[torch.Size, torch.dtype]] = []
         self.rows = torch.empty(0)  # output of the head, (R, V)
         self.results: tuple[Tensor, ...] | None = None
         self.output_type = ModelOutput
@@ -246,7 +255,8 @@ class HeadCall:
         self.project = getattr(head, name)
         if isinstance(getattr(self.project, "__self__", None), HeadCall):
             raise RuntimeError(
-                "model: expected one whose head is not in use, got one within head_inputs or another call of it"
+                "model: expected one whose head is not in use, got one within head_inputs or "
+                "another call of it"
             )
         with replaced(head, name, self._head_forward):
             unpacking = head.register_forward_hook(self._unpack)
@@ -256,17 +266,15 @@ class HeadCall:
                 unpacking.remove()
 
     def _head_forward(self, hidden: Tensor, *others: Any, **named: Any) -> Tensor:
-        """Score `hidden` (B, L, H) in place of the head's forward; return the scores as (1, R, V)."""
+        """Score `hidden` (B, L, H) in place of the head's forward; the scores as (1, R, V)."""
         if self.result_specs:
             raise RuntimeError(
-                f"model: expected a forward that calls its head once, {self._name()} is called again"
+                f"model: expected a forward that calls its head once, {self.name} is called again"
             )
-        if (
-            others or named
-        ):  # such as PEFT's adapter_names, which give each row its own adapter on the head
-            given = [*(type(x).__name__ for x in others), *named]
+        if others or named:  # as PEFT's adapter_names, which give each row its own adapter
+            given = ", ".join([*(type(x).__name__ for x in others), *named])
             raise ValueError(
-                f"model: expected its head to be given hidden states alone, got {', '.join(given)} as well"
+                f"model: expected its head to be given hidden states alone, got {given} as well"
             )
         if self.check:
             self.check.project(hidden, self.project)
@@ -276,45 +284,40 @@ class HeadCall:
                 self.check.score()
             return self.score(hidden, self.head)
 
-        inner = [
-            x for x in divided_modules(self.head.weight) if x is not self.head.weight
-        ]  # adapters, under ZeRO-3
+        # adapters, under ZeRO-3
+        inner = [x for x in divided_modules(self.head.weight) if x is not self.head.weight]
         results = within_forwards(inner, compute, hidden)
         self.result_specs = [(x.shape, x.dtype) for x in results]
-        flat, vocab = (
-            torch.cat([x.reshape(-1) for x in results]),
-            linear_of(self.head.weight).weight.shape[0],
-        )
+        flat = torch.cat([x.reshape(-1) for x in results])
+        vocab = linear_of(self.head.weight).weight.shape[0]
         rows = nn.functional.pad(flat, (0, -flat.numel() % vocab)).view(-1, vocab)
         if self.check:
             rows = torch.cat([self.check.rows.to(rows.dtype), rows])
         self.rows = rows.detach()
-        return rows[
-            None
-        ].clone()  # no view: FSDP2 would lose its hook on it if the model wrote into its logits
+        # no view: FSDP2 would lose its hook on it if the model wrote into its logits
+        return rows[None].clone()
 
     def _unpack(self, module: nn.Module, args: Any, output: Tensor) -> None:
-        """Take the results out of the head's `output`. This hook is the last, so gradients pass through all others."""
+        """Take the results out of the head's `output`, after all other hooks."""
         hooks = foreign_hooks(module)
         if hooks and not torch.allclose(
             output[0].detach().to(self.rows), self.rows, rtol=0, atol=0, equal_nan=True
         ):
             raise TypeError(
-                f"model: expected forward hooks on its head that change nothing, got {', '.join(hooks)}"
+                "model: expected forward hooks on its head that change nothing, got "
+                f"{', '.join(hooks)}"
             )
         flat = output[0, 2 if self.check else 0 :].reshape(-1)
         sizes = [shape.numel() for shape, _ in self.result_specs]
-        pieces = flat[: sum(sizes)].split(sizes)
+        pieces = zip(flat[: sum(sizes)].split(sizes), self.result_specs, strict=True)
         # copies, since a model may write into its logits
-        self.results = tuple(
-            x.view(shape).clone() for x, (shape, _) in zip(pieces, self.result_specs, strict=True)
-        )
+        self.results = tuple(x.view(shape).clone() for x, (shape, _) in pieces)
 
     def pack_output(self, output: Any) -> Any:
-        """Return a dict in place of the model's `output`: the results, and the output's fields without logits."""
+        """A dict in place of the model's `output`: the results, and its fields without logits."""
         if self.results is None:
             raise RuntimeError(
-                f"model: expected a forward that calls its head, {self._name()} was not called"
+                f"model: expected a forward that calls its head, {self.name} was not called"
             )
         if self.check:
             self.check.take(output)
@@ -323,25 +326,20 @@ class HeadCall:
                 f"model: expected an output with logits (B, T, V), got {type(output).__name__}"
             )
         self.output_type = type(output)
-        return {
-            RESULTS: self.results,
-            FIELDS: {name: x for name, x in output.items() if name != "logits"},
-        }
+        others = {name: x for name, x in output.items() if name != "logits"}
+        return {RESULTS: self.results, FIELDS: others}
 
     def check_output(self, returned: Any) -> None:
-        """Raise unless `returned` holds the results, in at least the precision that they were computed in."""
+        """Raise unless `returned` holds the results, no less precise than they were computed."""
         if not isinstance(returned, dict) or RESULTS not in returned:
             raise RuntimeError(
-                "model: expected a wrapper that calls the model's forward, which is replaced for this call, and returns"
-                f" its result, got {type(returned).__name__}; a compiled model may run the forward that it was "
-                "compiled with: compile its layers instead"
+                "model: expected a wrapper that calls the model's forward, which is replaced for "
+                f"this call, and returns its result, got {type(returned).__name__}; a compiled "
+                "model may run the forward that it was compiled with: compile its layers instead"
             )
         for x, (_, dtype) in zip(returned[RESULTS], self.result_specs, strict=True):
             if x.dtype.itemsize < dtype.itemsize:
                 raise ValueError(
-                    f"model: expected results of {dtype}, and a wrapper of the model has made them {x.dtype}; under "
-                    "FSDP2, leave output_dtype out of MixedPrecisionPolicy"
+                    f"model: expected results of {dtype}, and a wrapper of the model has made them "
+                    f"{x.dtype}; under FSDP2, leave output_dtype out of MixedPrecisionPolicy"
                 )
-
-    def _name(self) -> str:
-        return type(self.head.weight).__name__

@@ -1,50 +1,42 @@
-"""Causal language models of transformers, text and vision-language: log-probabilities and the loss from their inputs.
+"""Causal language models of transformers: log-probabilities and the loss from their inputs.
 
-The model's own forward runs, with its head replaced for the length of the call: the head is handed the hidden states
-and, instead of projecting them, scores the completion tokens. That is exact for more architectures than running the
-body and reading the head afterwards. Whatever the model does before its head (a multiplier, a dense layer and a norm, a
-cast) has been done, and no inner module needs to be known by name. Hooks on the model, its head and its parts run as
-ever: FSDP2 (the head in the root's unit or in its own) and DeepSpeed ZeRO-3 gather the weight there, and again for the
-backward, so that nothing else has to gather it; DDP, PEFT and accelerate see one call of the model. The
-results leave through the outputs of head and model, which is where those engines hook the backward.
-
-One thing remains unknown: what the model does to the logits after its head. The config says so under many names, and
-is not trusted. In the first call of a model, its forward is given a few known numbers in place of logits, and one row
-of real ones (`grpo_kernels.transformers.head_check`). That costs one row of the head, once, and no forward
-of its own: nothing random is drawn, no collective is added. If the config was wrong, the model runs a second time with
-the constants that were measured; if no constants fit, the call raises.
-
-Not for: encoder-decoder models, several heads (codebooks), quantised heads, ``nn.DataParallel``, a model that two
-threads use at a time.
+Text and vision-language models, wrapped or not, in one forward without logits: `transformers.call`.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
+from transformers.utils import ModelOutput
 
-from grpo_kernels.base.choices import BatchLayout, LogitsDtype, ZeroAdvantage
-from grpo_kernels.body.inputs import (
-    Batch,
-    TrunkOptions,
-    check_names,
-    check_skip,
-    with_positions,
-)
-from grpo_kernels.call.output import LossOutput
+from grpo_kernels.base.choices import BatchLayout, LogitsDtype, WithoutSet, ZeroAdvantage
+from grpo_kernels.batch.kept_ids import KeptIds
+from grpo_kernels.body.inputs import Batch, TrunkOptions, check_names, check_skip, with_positions
+from grpo_kernels.call.output import LossOutput, Scores
 from grpo_kernels.expectation import policy_expectation
 from grpo_kernels.head.head import Head
+from grpo_kernels.logprob import linear_logprob
 from grpo_kernels.loss import GRPOLoss, grpo_loss
-from grpo_kernels.objective.config import LossConfig
 from grpo_kernels.objective.normaliser import averaged_over
 from grpo_kernels.transformers import head as heads
-from grpo_kernels.transformers.call import run_scored
-from grpo_kernels.transformers.head import causal_lm, check_loss_fn, moved
+from grpo_kernels.transformers.call import RESULTS, HeadCall, run_scored
+from grpo_kernels.transformers.head import HeadCheck
+
+_OF_LOSS = inspect.signature(grpo_loss).parameters.keys() - {"fields"}
+_LOGPS = {name for name in _OF_LOSS if name.endswith("_per_token_logps")}
+_OF_EXPECTATION = _LOGPS | {"importance_sampling_ratio", "num_items_in_batch"}
+_LOSS_INPUTS = _OF_EXPECTATION | {"kept_ids", "without_set"}
+_NAMED = _LOSS_INPUTS | {"completion_mask", "advantages", "router_aux_loss_coef"}
+_NAMED |= {"logits_dtype", "zero_advantage", "layout"}
+_OF_SCORING = {"completion_mask", "loss_fn", "temperature", "logits_dtype", "kept_ids"}
+_OF_SCORING |= {"without_set", "entropy", "return_output", "layout"}
 
 
 def causal_lm_loss(
@@ -61,7 +53,7 @@ def causal_lm_loss(
     logits_dtype: LogitsDtype = "float32",
     **inputs: Any,
 ) -> LossOutput:
-    """Compute `loss_fn` of a model on a batch, in one forward of the model, whose head computes the loss.
+    """Compute `loss_fn` of a model on a batch, in one forward, whose head computes the loss.
 
     Below the head only what the loss needs is computed, exactly: docs/training-step.md. The metrics
     ``sequences/gradient``, ``tokens/computed`` and ``tokens/gradient`` say how much that was.
@@ -70,19 +62,21 @@ def causal_lm_loss(
         model, input_ids, attention_mask, completion_mask: as in `completion_logprobs`.
         loss_fn: the loss. The model's soft-cap and logit scale apply.
         advantages: (B,), one per sequence, or (B, T), one per token.
-        router_aux_loss_coef: weight of a mixture of experts' load-balancing loss, which is added where the model
-            computes one (``output_router_logits=True`` in its config or here); None: the config's weight.
-        zero_advantage: treatment of sequences in which no token has a gradient (advantage 0 without KL term and
-            entropy bonus; or masked whole). ``"score"``: they run without graph, for the metrics; ``"skip"``: they do
-            not run, and metrics leave them out; ``"train"``: they run like all sequences. With a loss of your own
-            (`objective`) all sequences train.
-        layout: arrangement of the batch below the head. ``"tree"``: each distinct prefix of the sequences runs once, so
-            prompts that several completions share do, and padding does not run; ``"trim"``: sequences side by side,
-            without the columns of padding before and after them; ``"padded"``: as given. If a model is not exact in
-            one, a warning names the reason, and the next serves.
+        router_aux_loss_coef: weight of a mixture of experts' load-balancing loss, which is added
+            where the model computes one (``output_router_logits=True`` in its config or here);
+            None: the config's weight.
+        zero_advantage: treatment of sequences in which no token has a gradient (advantage 0 without
+            KL term and entropy bonus; or masked whole). ``"score"``: they run without graph, for
+            the metrics; ``"skip"``: they do not run, and metrics leave them out; ``"train"``: they
+            run like all sequences. With a loss of your own (`objective`) all sequences train.
+        layout: arrangement of the batch below the head. ``"tree"``: each distinct prefix of the
+            sequences runs once, so prompts that several completions share do, and padding does not
+            run; ``"trim"``: sequences side by side, without the columns of padding before and after
+            them; ``"padded"``: as given. If a model is not exact in one, a warning names the
+            reason, and the next serves.
         logits_dtype: as in `grpo_kernels.Head`.
-        inputs: the other arguments of `grpo_loss` (old_per_token_logps (B, T), num_items_in_batch, ...) and of the
-            model's forward (pixel_values, position_ids, ...); told apart by name.
+        inputs: the other arguments of `grpo_loss` (old_per_token_logps (B, T), num_items_in_batch,
+            ...) and of the model's forward (pixel_values, position_ids, ...); told apart by name.
 
     Returns:
         `LossOutput`; its `loss` has gradients for all parameters of the model that train.
@@ -90,7 +84,7 @@ def causal_lm_loss(
     Raises:
         TypeError, ValueError, RuntimeError: as `completion_logprobs` and `grpo_loss`.
     """
-    check_loss_fn(loss_fn)
+    _check_loss_fn(loss_fn)
     loss_inputs = {name: inputs.pop(name) for name in [*inputs] if name in _OF_LOSS}
     for name in loss_inputs.keys() - _LOSS_INPUTS:
         raise ValueError(
@@ -101,18 +95,25 @@ def causal_lm_loss(
     batch = Batch.of(input_ids, completion_mask)
     live = None if zero_advantage == "train" else _live(loss_fn, batch, advantages, loss_inputs)
     if zero_advantage == "skip" and live is not None:
-        _check_skip(loss_fn.config, loss_inputs)
+        check_skip(loss_fn.config)
+        has_items = loss_inputs.get("num_items_in_batch") is not None
+        if averaged_over(loss_fn.config, num_items=has_items) == "tokens":
+            raise ValueError(
+                "zero_advantage: expected 'score' or 'train' for a mean over the tokens of all "
+                f"sequences, as in {loss_fn.config.loss_type!r}, got 'skip'; or pass "
+                "num_items_in_batch=completion_mask.sum(), with which 'dapo' is 'bnpo' too"
+            )
         counted = batch.completion_mask * live.to(batch.completion_mask.device)[:, None]
         batch = replace(batch, completion_mask=counted)
     done: list[LossOutput] = []
 
     def score(hidden: Tensor, head: Head) -> tuple[Tensor, ...]:
         states, ids, mask = batch.aligned(hidden)
-        given = {name: moved(x, states) for name, x in loss_inputs.items()}
+        given = {name: _moved(x, states) for name, x in loss_inputs.items()}
         loss = copy.copy(loss_fn)
         loss.run = heads.gathering(head, loss_fn.run)
         whole = replace(heads.read(head, states), logits_dtype=logits_dtype)
-        done[:] = [loss(states, whole, ids, mask, moved(advantages, states), **given)]
+        done[:] = [loss(states, whole, ids, mask, _moved(advantages, states), **given)]
         return (done[0].loss,)
 
     model_inputs = with_positions(model, {"attention_mask": attention_mask, **inputs})
@@ -120,9 +121,8 @@ def causal_lm_loss(
     aux_loss = getattr(output, "aux_loss", None)
     if aux_loss is not None:
         if router_aux_loss_coef is None:
-            router_aux_loss_coef = (
-                causal_lm(model).config.get_text_config(decoder=True).router_aux_loss_coef
-            )
+            config = heads.causal_lm(model).config.get_text_config(decoder=True)
+            router_aux_loss_coef = config.router_aux_loss_coef
         loss = loss + router_aux_loss_coef * aux_loss.to(loss.device)
     pairs = {
         name: (loss.new_tensor(n), loss.new_tensor(total))
@@ -131,44 +131,222 @@ def causal_lm_loss(
     return replace(done[0], loss=loss, metrics=done[0].metrics.joined(pairs))
 
 
-_OF_LOSS = inspect.signature(grpo_loss).parameters.keys() - {"fields"}
-_LOSS_INPUTS = {name for name in _OF_LOSS if name.endswith("_per_token_logps")}
-_OF_EXPECTATION = _LOSS_INPUTS | {"importance_sampling_ratio", "num_items_in_batch"}
-_LOSS_INPUTS = _OF_EXPECTATION | {"kept_ids", "without_set"}
-_NAMED = (
-    "completion_mask",
-    "advantages",
-    "router_aux_loss_coef",
-    "logits_dtype",
-    *_LOSS_INPUTS,
-    "zero_advantage",
-    "layout",
-)
-
-
 def _live(
     loss_fn: GRPOLoss, batch: Batch, advantages: Tensor, loss_inputs: dict[str, Any]
 ) -> Tensor | None:
-    """(B,) bool: sequences that may get a gradient; None: not known, or no gradient is wanted."""
+    """(B,) bool: sequences that may get a gradient; None: not known, or none is wanted."""
     is_known = loss_fn.objective is None and type(loss_fn).forward is GRPOLoss.forward
     if not is_known or not torch.is_grad_enabled():
         return None
     mask = batch.completion_mask
-    given = {name: moved(x, mask) for name, x in loss_inputs.items() if name in _OF_EXPECTATION}
-    expected = policy_expectation(
-        loss_fn.config, completion_mask=mask, advantages=moved(advantages, mask), **given
-    )
+    given = {name: _moved(x, mask) for name, x in loss_inputs.items() if name in _OF_EXPECTATION}
+    given |= {"completion_mask": mask, "advantages": _moved(advantages, mask)}
+    expected = policy_expectation(loss_fn.config, **given)
     return None if expected.graded is None else expected.graded.any(dim=1)
 
 
-def _check_skip(config: LossConfig, loss_inputs: dict[str, Any]) -> None:
-    check_skip(config)
-    if (
-        averaged_over(config, num_items=loss_inputs.get("num_items_in_batch") is not None)
-        == "tokens"
-    ):
-        raise ValueError(
-            f"zero_advantage: expected 'score' or 'train' for a mean over the tokens of all sequences, as in "
-            f"{config.loss_type!r}, got 'skip'; or pass num_items_in_batch=completion_mask.sum(), with which 'dapo' is "
-            "'bnpo' too"
+# fmt: off
+@overload
+def completion_logprobs(
+    model: nn.Module, input_ids: Tensor, attention_mask: Tensor | None, completion_mask: Tensor, *,
+    loss_fn: GRPOLoss | None = ..., temperature: float | None = ...,
+    logits_dtype: LogitsDtype = ..., kept_ids: Tensor | KeptIds | None = ...,
+    without_set: WithoutSet = ..., entropy: bool = ..., layout: BatchLayout = ...,
+    return_output: Literal[False] = ..., **model_inputs: Any,
+) -> Scores: ...
+@overload
+def completion_logprobs(
+    model: nn.Module, input_ids: Tensor, attention_mask: Tensor | None, completion_mask: Tensor, *,
+    loss_fn: GRPOLoss | None = ..., temperature: float | None = ...,
+    logits_dtype: LogitsDtype = ..., kept_ids: Tensor | KeptIds | None = ...,
+    without_set: WithoutSet = ..., entropy: bool = ..., layout: BatchLayout = ...,
+    return_output: Literal[True], **model_inputs: Any,
+) -> tuple[Scores, ModelOutput]: ...
+# fmt: on
+
+
+def completion_logprobs(
+    model: nn.Module,
+    input_ids: Tensor,  # (B, L)
+    attention_mask: Tensor | None,  # (B, L)
+    completion_mask: Tensor,  # (B, T)
+    *,
+    loss_fn: GRPOLoss | None = None,
+    temperature: float | None = None,
+    logits_dtype: LogitsDtype = "float32",
+    kept_ids: Tensor | KeptIds | None = None,  # (B, T, K)
+    without_set: WithoutSet = "error",
+    entropy: bool = True,
+    layout: BatchLayout = "tree",
+    return_output: bool = False,
+    **model_inputs: Any,
+) -> Scores | tuple[Scores, ModelOutput]:
+    """Log-probability of each completion token, and the entropy at its position; differentiable.
+
+    Only tokens that count are projected, and the full logits are never stored.
+
+    Args:
+        model: a causal language model of transformers; PEFT, DDP, FSDP2 or accelerate may be around
+            it.
+        input_ids: (B, L) prompt and completion.
+        attention_mask: (B, L), or None if no padding comes before a token that counts. (A warning
+            says so if it does.)
+        completion_mask: (B, T) for the last T <= L columns of `input_ids`, non-zero where a token
+            counts. T may be the longest completion, as in TRL, or L, with completions anywhere. The
+            token in column t is predicted from column t - 1, so column 0 of `input_ids` never
+            counts.
+        loss_fn: the loss that the log-probabilities are for; its temperature applies.
+        temperature: divisor of the logits; None: the temperature of `loss_fn`, or 1 without one.
+        logits_dtype: as in `grpo_kernels.Head`.
+        kept_ids, without_set: as in `linear_logprob`: the ids that a truncating sampler kept, at
+            the columns of `completion_mask`.
+        entropy: True to compute entropies.
+        layout: arrangement of the batch below the head, as in `causal_lm_loss`.
+        return_output: True to return the model's own output too, such as a mixture of experts'
+            ``aux_loss``.
+        model_inputs: all other arguments of the model's forward: pixel_values, position_ids, ...
+            ``use_cache`` is False unless given. A name counts as the model's if it is a parameter
+            of its forward, of a wrapper's or of the body's, or one that transformers documents for
+            all models. Without position_ids they are counted from an `attention_mask` (B, L), as
+            the model's `generate` counts them; a model with positions of its own (RoBERTa, Qwen-VL)
+            keeps those.
+
+    Returns:
+        `Scores` with `logps` (B, T) and, unless `entropy` is False, `entropies` (B, T): fp32 (fp64
+        for an fp64 model), 0 where the mask is 0. With `return_output` a pair of them and the
+        output of the model's forward, of its own class, with all that it has but logits, which were
+        never made (None).
+
+    Raises:
+        TypeError: the model's head is not one linear layer, an argument is of the wrong type, or
+            has a name that nothing reads; before the model runs.
+        ValueError: a wrong argument; or the model changes its logits by more than a scale, a
+            soft-cap or a cut.
+        RuntimeError: the model's forward does not call its head exactly once.
+    """
+    trunk = TrunkOptions(layout=layout)
+    check_names(model, model_inputs, _OF_SCORING, "")
+    if loss_fn is not None:
+        _check_loss_fn(loss_fn)
+        if temperature is not None:
+            raise ValueError(
+                "temperature: expected None beside loss_fn, whose temperature serves, got "
+                f"{temperature}"
+            )
+        temperature = loss_fn.config.temperature
+    divisor = 1.0 if temperature is None else temperature
+    batch = Batch.of(input_ids, completion_mask)
+
+    def score(hidden: Tensor, head: Head) -> tuple[Tensor, ...]:
+        states, ids, mask = batch.aligned(hidden)
+        found = linear_logprob(
+            states,
+            replace(heads.read(head, states), logits_dtype=logits_dtype),
+            ids,
+            mask=mask,
+            temperature=divisor,
+            entropy=entropy,
+            kept_ids=_moved(kept_ids, states),
+            without_set=without_set,
+            run=heads.gathering(head),
         )
+        return tuple(found.given.values())
+
+    inputs = with_positions(model, {"attention_mask": attention_mask, **model_inputs})
+    results, output, _ = run_scored(model, batch, score, inputs, trunk)
+    scores = Scores.of(logps=results[0], entropies=results[1] if entropy else None)
+    return (scores, output) if return_output else scores
+
+
+def _check_loss_fn(loss_fn: Any) -> None:
+    if not isinstance(loss_fn, GRPOLoss):
+        raise TypeError(f"loss_fn: expected a GRPOLoss, got {type(loss_fn).__name__}")
+
+
+def _moved(x: Any, like: Tensor) -> Any:
+    """A tensor or kept ids on the device of `like`; anything else as it is."""
+    return x.to(like.device) if isinstance(x, Tensor | KeptIds) else x
+
+
+class HeadInputs:
+    """Input of a head in one forward of its model, and the head; both there after `head_inputs`.
+
+    Attributes:
+        hidden: (B, L, H), with the graph of the model; position t predicts token t + 1.
+        of_model: the head, its `weight` the module, with the constants of its model's logits.
+    """
+
+    hidden: Tensor
+    of_model: Head
+
+    def head(self, states: Tensor) -> Head:
+        """The head with its module's tensors for `states` (..., H), some of the hidden states."""
+        return heads.read(self.of_model, states)
+
+
+@contextmanager
+def head_inputs(model: nn.Module) -> Iterator[HeadInputs]:
+    """Inside, one forward of the model hands over the input of its head, and makes no logits.
+
+    ::
+
+        with head_inputs(model) as found:
+            model(input_ids=ids, attention_mask=attention_mask)
+        states = found.hidden[:, :-1]
+        scores = linear_logprob(states, found.head(states), ids[:, 1:])
+
+    For losses that `completion_logprobs` and `causal_lm_loss` do not have, and for the hidden
+    states of a teacher. In the model's output these hidden states (B, L, H) take the place of the
+    logits; all else in it is the model's.
+
+    Args:
+        model: as in `completion_logprobs`. The head's parameters are read after the forward: if
+            FSDP2 or ZeRO-3 has divided them they are not whole there, so that a loss has to be
+            computed by `completion_logprobs` or `causal_lm_loss`, which compute within the forward.
+
+    Yields:
+        `HeadInputs`, empty until the context has ended.
+
+    Raises:
+        TypeError, ValueError: as `completion_logprobs`; the model's logits are checked in its first
+            call.
+        RuntimeError: the model has not run inside, or has called its head more than once.
+    """
+    base = heads.causal_lm(model)
+    facts = heads.facts_of(base, {})
+    head, is_checked = heads.known_head(model, facts)
+    check = None if is_checked else HeadCheck(head, lambda hidden: hidden[0, 0])
+    call, found = _Handing(head, check), HeadInputs()
+
+    def take(module: nn.Module, args: Any, output: Any) -> None:
+        found.hidden = output.logits.to(call.dtype)
+
+    with call.within(base):
+        # after the hooks of wrappers, such as FSDP2's for the backward
+        last = model.register_forward_hook(take)
+        try:
+            yield found
+        finally:
+            last.remove()
+    if call.results is None:
+        raise RuntimeError("head_inputs: expected one forward of the model inside, got none")
+    found.of_model = head if check is None else check.verified(base)
+    if check is not None:
+        as_expected = heads.constants_of(found.of_model) == heads.constants_of(head)
+        heads.remember(found.of_model, facts, compared=check.is_finite and as_expected)
+
+
+class _Handing(HeadCall):
+    """A `HeadCall` whose one score is the head's input, and stands in for the model's logits."""
+
+    def __init__(self, head: Head, check: HeadCheck | None) -> None:
+        super().__init__(head, self._as_rows, check)
+        self.dtype = torch.float32
+
+    def _as_rows(self, hidden: Tensor, head: Head) -> tuple[Tensor, ...]:
+        self.dtype = hidden.dtype  # of the rows of the check, beside which these lie
+        return (hidden.to(torch.promote_types(hidden.dtype, torch.float32)),)
+
+    def pack_output(self, output: Any) -> Any:
+        (hidden,) = super().pack_output(output)[RESULTS]
+        return type(output)(**{**output, "logits": hidden.to(self.dtype)})

@@ -1,16 +1,17 @@
-"""The head of a transformers model: the module, and what the model's forward makes of that module's output.
+"""The head of a transformers model, and what the model's forward makes of its output.
 
-transformers' models differ in what they do to logits after the projection: a factor (Cohere, Falcon-H1, Granite), a
-soft-cap (the Gemma family), padding rows cut off (Inkling). Their configs name these numbers in a dozen ways, and one
-name means a factor in one model, a divisor in a second, and in a third a divisor of the hidden states. So the config
-is only a first guess, and the model's own code decides, in its first forward: `head_check`.
+transformers' models differ in what they do to logits after the projection: a factor (Cohere,
+Falcon-H1, Granite), a soft-cap (the Gemma family), padding rows cut off (Inkling). Their configs
+name these numbers in a dozen ways, and one name means a factor in one model, a divisor in a second,
+and in a third a divisor of the hidden states. So the config is only a first guess, and the model's
+own code decides, in its first forward: `HeadCheck`.
 """
 
 from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import FunctionType
 from typing import Any
@@ -19,31 +20,26 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from grpo_kernels.batch.kept_ids import KeptIds
+from grpo_kernels.base.modes import evaluating
 from grpo_kernels.body.inputs import unwrapped
 from grpo_kernels.call.run import Run
 from grpo_kernels.head.config_numbers import scale_and_cap
 from grpo_kernels.head.head import Head
 from grpo_kernels.head.module import gather_of, linear_of, parameters_of
-from grpo_kernels.loss import GRPOLoss
+from grpo_kernels.logprob import linear_logprob
 
 _FACTS = 16  # that are kept of a head
 Constants = tuple[float, float | None, int | None]
-# head -> facts of the call (`facts_of`) -> (the measured constants, True if a row of logits has been compared too)
+# head -> facts of the call (`facts_of`) -> (the measured constants, True if a row of logits has
+# been compared too)
 _known: weakref.WeakKeyDictionary[nn.Module, dict[Any, tuple[Constants, bool]]] = (
     weakref.WeakKeyDictionary()
 )
 
 
 def constants_of(head: Head) -> Constants:
-    """Return what a model does to the product with its `head`: scale, soft-cap, number of ids (None: all rows)."""
+    """Scale, soft-cap, and number of ids (None: all rows) of the product with `head`."""
     return head.logit_scale, head.final_logit_softcapping, head.vocab_size
-
-
-def with_constants(module: nn.Module, constants: Constants) -> Head:
-    """Return the head of a model: its module, and what the model makes of the product."""
-    scale, cap, vocab_size = constants
-    return Head(module, vocab_size=vocab_size, final_logit_softcapping=cap, logit_scale=scale)
 
 
 def logits_of(head: Head, projected: Tensor) -> Tensor:
@@ -53,83 +49,75 @@ def logits_of(head: Head, projected: Tensor) -> Tensor:
 
 
 def read(head: Head, hidden: Tensor) -> Head:
-    """Return `head` with the tensors of its module for `hidden` (..., H); call it in the module's forward."""
+    """`head` with its module's tensors for `hidden` (..., H); call it in the module's forward."""
     weight, bias, lora = parameters_of(head.weight, hidden)
     return replace(head, weight=weight, bias=bias, lora=lora)
 
 
 def gathering(head: Head, run: Run | None = None) -> Run:
-    """Return `run` with what gathers the weight for the backward, if ZeRO-3 has divided the module of `head`."""
+    """`run` with what gathers the weight for the backward, if ZeRO-3 has divided the module."""
     run = Run() if run is None else run
     gather = gather_of(head.weight.parameters())
     return run if gather is None else replace(run, gather=gather)
 
 
 def describe_head(model: nn.Module) -> Head:
-    """The head of a causal language model: text or vision-language, wrapped (PEFT, DDP, FSDP2) or not.
+    """The head of a causal language model: text or vision-language, wrapped (PEFT, FSDP2) or not.
 
-    Its `weight` is the module; scale, soft-cap and number of ids are what the model makes of the product. Whatever the
-    model does to the hidden states before its head stays the model's: the head is given the result.
+    Its `weight` is the module; scale, soft-cap and number of ids are what the model makes of the
+    product. Whatever the model does to the hidden states before its head stays the model's: the
+    head is given the result.
 
-    Before this library has run the model, the constants are the config's; afterwards they are those measured.
+    Before this library has run the model, the constants are the config's; afterwards they are those
+    measured.
 
     Raises:
-        TypeError: not a transformers model, an encoder-decoder model, or a head that is not one linear layer; the
-            message says what was found.
+        TypeError: not a transformers model, an encoder-decoder model, or a head that is not one
+            linear layer; the message says what was found.
     """
     return known_head(model)[0]
 
 
 def known_head(model: nn.Module, facts: Any = None) -> tuple[Head, bool]:
-    """Return `describe_head`'s head, and True if it was compared with the model's logits under the same `facts`."""
+    """`describe_head`'s head, and True if its logits were compared under the same `facts`."""
     base = causal_lm(model)
     if "decoder_input_ids" in inspect.signature(type(base).forward).parameters:
         raise TypeError(
-            f"model: expected a model of one sequence, prompt and completion, got {type(base).__name__}, an "
-            "encoder-decoder model: call linear_logprob or grpo_loss with its decoder's hidden states and ids"
+            "model: expected a model of one sequence, prompt and completion, got "
+            f"{type(base).__name__}, an encoder-decoder model: call linear_logprob or grpo_loss "
+            "with its decoder's hidden states and ids"
         )
-    head = type(base).get_output_embeddings(
-        base
-    )  # the class's, where the TRL trainer has put its own in its place
+    # the class's, where the TRL trainer has put its own in its place
+    head = type(base).get_output_embeddings(base)
     if head is None:
         raise TypeError(
-            f"model: expected a causal language model, got {type(base).__name__}, which names no head"
+            f"model: expected a causal language model, got {type(base).__name__}, which names no "
+            "head"
         )
     head = inner_head(head)
     linear_of(head)
     facts = facts_of(base, {}) if facts is None else facts
     constants, compared = _known.get(head, {}).get(facts, (_from_config(base), False))
-    return with_constants(head, constants), compared
+    scale, cap, size = constants
+    found = Head(head, vocab_size=size, final_logit_softcapping=cap, logit_scale=scale)
+    return found, compared
 
 
 def facts_of(base: PreTrainedModel, inputs: Mapping[str, Any]) -> Any:
-    """Return what the model's logits may depend on besides its head: config, code, and single values in `inputs`."""
+    """What logits may depend on besides the head: config, code, and single values in `inputs`."""
     inputs = {name: x for name, x in inputs.items() if name not in ("use_cache", "return_dict")}
     values = [(name, x) for name, x in inputs.items() if isinstance(x, bool | int | float | str)]
-    tensors = [
-        (name, x.item()) for name, x in inputs.items() if isinstance(x, Tensor) and x.numel() == 1
-    ]
-    code = [
-        getattr(x, "__func__", x)
-        for x in (type(base).forward, vars(base).get("forward"))
-        if x is not None
-    ]
+    tensors = [(name, x) for name, x in inputs.items() if isinstance(x, Tensor)]
+    values += [(name, x.item()) for name, x in tensors if x.numel() == 1]
+    forwards = [x for x in (type(base).forward, vars(base).get("forward")) if x is not None]
+    code = [getattr(x, "__func__", x) for x in forwards]
     code = [weakref.ref(x) if isinstance(x, FunctionType) else id(x) for x in code]
-    scales = [
-        (name, x)
-        for part in (base, base.base_model)
-        for name, x in vars(part).items()
-        if isinstance(x, float)
-    ]
-    return (
-        _from_config(base),
-        tuple(code),
-        tuple(scales),
-        tuple(sorted([*values, *tensors], key=str)),
-    )
+    attributes = (x for part in (base, base.base_model) for x in vars(part).items())
+    scales = [(name, x) for name, x in attributes if isinstance(x, float)]
+    return _from_config(base), tuple(code), tuple(scales), tuple(sorted(values, key=str))
 
 
-def remember(model: nn.Module, head: Head, facts: Any, compared: bool) -> None:
+def remember(head: Head, facts: Any, compared: bool) -> None:
     """Let `known_head` return `head` under these `facts` from now on; `compared` as there."""
     known = _known.setdefault(head.weight, {})
     known[facts] = constants_of(head), compared
@@ -147,7 +135,7 @@ def causal_lm(model: nn.Module) -> PreTrainedModel:
 
 
 def inner_head(head: nn.Module) -> nn.Module:
-    """The module that projects: `head`, or the copy of it that PEFT trains (`modules_to_save`)."""
+    """The module that projects: `head`, or the copy that PEFT trains (`modules_to_save`)."""
     copies = getattr(head, "modules_to_save", None)
     if not isinstance(copies, nn.ModuleDict):
         return head
@@ -161,12 +149,124 @@ def _from_config(base: PreTrainedModel) -> Constants:
     return *scale_and_cap(lambda name: getattr(config, name, None)), None
 
 
-def check_loss_fn(loss_fn: Any) -> None:
-    """Raise TypeError unless `loss_fn` is a `GRPOLoss`."""
-    if not isinstance(loss_fn, GRPOLoss):
-        raise TypeError(f"loss_fn: expected a GRPOLoss, got {type(loss_fn).__name__}")
+class HeadCheck:
+    """Comparison of a head with its model's own logits, in one forward of the model.
+
+    Beside the scores the model is given two rows in place of logits: real logits, which its own
+    head has projected from one hidden state; and a ladder of known numbers, which shows every
+    scale, soft-cap and cut. If the ladder comes back otherwise than the constants of `Head`
+    predict, they are measured from it. The real logits give the model's own log-probabilities, and
+    ours are compared with them.
+
+    Order of the calls: `project` and `score` within the head; `rows`, which the head returns;
+    `take` for the model's output; `verified`.
+    """
+
+    def __init__(self, head: Head, state_of: Callable[[Tensor], Tensor]) -> None:
+        """`state_of` chooses the state (H,) to compare at, of the head's input (B, L, H)."""
+        self._head, self._state_of = head, state_of
+
+    @torch.no_grad()
+    def project(self, hidden: Tensor, forward: Callable[..., Tensor]) -> None:
+        """Compute, by the head's own `forward`, the logits of one state of `hidden` (B, L, H)."""
+        self._state = self._state_of(hidden).detach()  # (H,)
+        with evaluating(self._head.weight):
+            self._logits = forward(self._state.view(1, 1, -1)).view(-1)  # (V,)
+        self._eps = torch.finfo(self._logits.dtype).eps
+
+    @torch.no_grad()
+    def score(self) -> None:
+        """Score some ids at that row; to be called where the head's parameters are whole."""
+        logits = self._logits
+        count = self._head.vocab_size or logits.shape[0]
+        ids = torch.linspace(0, count - 1, 8, device=logits.device).long()
+        ids[0] = logits[:count].argmax()
+        states = self._state.expand(ids.shape[0], -1)
+        with evaluating(self._head.weight):
+            found = linear_logprob(states, read(self._head, states), ids, entropy=False)
+        self._logps = found.logps
+        self._ids, self._logits = ids, logits.to(self._logps.dtype)
+        # (V,) numbers of both signs from 0.01 to 1e8, which show any factor and any cap
+        steps = 10.0 ** torch.arange(-2, 9, dtype=self._logps.dtype, device=logits.device)
+        vocab, both = logits.shape[0], torch.stack([steps, -steps], dim=1).reshape(-1)
+        self._rungs = both.repeat(vocab // 22 + 1)[:vocab]
+
+    @property
+    def rows(self) -> Tensor:
+        """Logits to give the model, (2, V): those of the row, and the ladder."""
+        return torch.stack([self._logits, self._rungs])
+
+    def take(self, output: Any) -> None:
+        """Keep what the model has made of `rows`: the first two rows of logits in its `output`."""
+        logits = getattr(output, "logits", None)
+        if not isinstance(logits, Tensor) or logits.dim() != 3 or logits.shape[1] < 2:
+            raise ValueError(
+                f"model: expected an output with logits (B, T, V), got {type(output).__name__}"
+            )
+        self._made = logits[0, :2].detach()
+
+    @property
+    def is_finite(self) -> bool:
+        """True if the row's logits are finite, so that they can be compared."""
+        return bool(self._logits.isfinite().all())
+
+    def verified(self, model: nn.Module) -> Head:
+        """The head as `model` really uses it: the checked one, or with measured constants.
+
+        Raises:
+            ValueError: no `Head` describes it.
+        """
+        (own, climbed), rungs, name = self._made, self._rungs, type(model).__name__
+        if not _agrees(self._head, rungs, climbed):
+            found = _measured(self._head, rungs, climbed)
+            if found is None:
+                both = zip(rungs[:8:2], climbed[:8:2], strict=False)
+                pairs = ", ".join(f"{x:g} -> {y:g}" for x, y in both)
+                raise ValueError(
+                    f"model: expected a scale, a soft-cap or a cut of the logits, {name} makes of "
+                    f"{rungs.shape[0]} raw logits {climbed.shape[0]}, {pairs}"
+                )
+            return found
+        theirs = own.log_softmax(-1, dtype=self._logps.dtype)[self._ids]
+        allowed = max(1e-4, 4 * self._eps) * max(1.0, own.abs().max().item())
+        gap = (theirs - self._logps).abs().max().item()
+        if self.is_finite and not gap <= allowed:
+            raise ValueError(
+                f"model: expected the logits of one linear layer, {name}'s own log-probabilities "
+                f"differ from it by {gap:.3g}; {type(self._head.weight).__name__} does something "
+                "else"
+            )
+        return self._head
 
 
-def moved(x: Any, like: Tensor) -> Any:
-    """A tensor or kept ids on the device of `like`; anything else as it is."""
-    return x.to(like.device) if isinstance(x, Tensor | KeptIds) else x
+def _agrees(head: Head, rungs: Tensor, logits: Tensor) -> bool:
+    """True if `head` turns `rungs` (V,) into the model's own logits, up to rounding."""
+    expected = logits_of(head, rungs.double())
+    if expected.shape != logits.shape:
+        return False
+    tolerance = 16 * torch.finfo(logits.dtype).eps
+    return bool(((logits.double() - expected).abs() <= tolerance * expected.abs()).all())
+
+
+def _measured(head: Head, rungs: Tensor, logits: Tensor) -> Head | None:
+    """`head` with the constants that turn `rungs` (V,) into `logits` (v,), if there are such.
+
+    ``logits = cap tanh(scale x / cap)`` is the cap for large x and ``scale x`` near 0.
+    """
+    count = logits.shape[-1]
+    if count > rungs.shape[0] or count < 22 or logits.dtype.itemsize < 4:
+        return None
+    x, y = rungs[:22:2].double(), logits[:22:2].double()
+    small, cap = y[0], y[-1]
+    linear = bool(cap > 9.0 * y[-2])
+    scale = (small / x[0] if linear else torch.atanh(small / cap) * cap / x[0]).item()
+    for known in (1.0, head.logit_scale):
+        if abs(scale / known - 1.0) < 1e-6:  # no more than rounding
+            scale = known
+    found = replace(
+        head,
+        logit_scale=scale,
+        final_logit_softcapping=None if linear else cap.item(),
+        vocab_size=None if count == rungs.shape[0] else count,
+    )
+    return found if _agrees(found, rungs, logits) else None
