@@ -11,7 +11,8 @@ try:
     patch_verl()
 except Exception as error:
     warnings.warn(
-        f"grpo_kernels: the plug-in for verl could not be loaded, impl_backend=grpo_kernels is not there: {error!r}",
+        "grpo_kernels: the plug-in for verl could not be loaded, impl_backend=grpo_kernels is not "
+        f"there: {error!r}",
         RuntimeWarning,
         stacklevel=2,
     )

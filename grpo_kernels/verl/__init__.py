@@ -1,5 +1,140 @@
-"""verl with `impl_backend=grpo_kernels` among its fused heads."""
+"""verl: `impl_backend=grpo_kernels` among its fused heads, for its FSDP and its Megatron engines.
 
-from grpo_kernels.verl.plugin import patch_verl, unpatch_verl
+    actor_rollout_ref.model.use_fused_kernels=True
+    actor_rollout_ref.model.fused_kernel_options.impl_backend=grpo_kernels
+
+Nothing else changes, and without the second line nothing changes at all. ``import verl`` finds the
+plug-in by itself (entry point group ``verl.plugins``), in Ray's workers too; `patch_verl` does the
+same by hand, where entry points are switched off (``VERL_USE_EXTERNAL_PLUGINS=none``).
+
+verl's modules (0.9.1) are patched as they are imported, whenever that is: `forward` gives models
+the forward of the FSDP engines, `engine` tells it what a micro-batch asks of the head, `megatron`
+does both for Megatron's engine. A module that differs from the release we know is left as it is,
+after a warning.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from grpo_kernels.host import needed
+from grpo_kernels.verl import engine, forward, megatron
 
 __all__ = ["patch_verl", "unpatch_verl"]
+
+# (object, attribute, our replacement), as patchers yield them; they raise LookupError if verl is
+# not as we know it.
+Patcher = Callable[[ModuleType], Iterator[tuple[Any, str, Any]]]
+
+PATCHERS: dict[str, Patcher] = {
+    "verl.models.transformers.monkey_patch": forward.changes,
+    "verl.models.mcore.model_forward_fused": megatron.forward_changes,
+    "verl.models.mcore.model_forward_1f1b_overlap": megatron.function_changes,
+    "verl.workers.engine.megatron.transformer_impl": megatron.engine_changes,
+    "verl.workers.engine.fsdp.transformer_impl": engine.changes,
+}
+
+
+class _Importer(MetaPathFinder):
+    """Finder of the modules in `PATCHERS`: others find them, and we patch right after they run."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in PATCHERS:
+            return None
+        for finder in sys.meta_path:
+            find = None if finder is self else getattr(finder, "find_spec", None)
+            spec = None if find is None else find(fullname, path, target)
+            if spec is not None:
+                if spec.loader is not None:
+                    spec.loader = _Loader(spec.loader)
+                return spec
+        return None
+
+
+class _Loader(Loader):
+    """Runs a verl module's own loader, then our patcher. The module keeps its own loader."""
+
+    def __init__(self, theirs: Loader) -> None:
+        self.theirs = theirs
+
+    def __getattr__(self, name: str) -> Any:
+        """`runpy` asks for a module's code or source before it is loaded."""
+        if name == "theirs":  # not set yet, in a copy
+            raise AttributeError(name)
+        return getattr(self.theirs, name)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self.theirs.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__loader__ = self.theirs
+        if module.__spec__ is not None:
+            module.__spec__.loader = self.theirs
+        self.theirs.exec_module(module)
+        _patched.discard(module.__name__)  # it may have been loaded before
+        _patch(module)
+
+
+_importer = _Importer()
+_patched: set[str] = set()
+
+
+def patch_verl() -> None:
+    """Let verl's configuration name ``grpo_kernels`` as the `impl_backend` of its fused kernels.
+
+    verl need not be imported yet: its imported modules are patched now, others when they are
+    imported. Models that already have their forward keep it, so call this before verl builds them.
+    Calling it again changes nothing.
+
+    Raises:
+        ModuleNotFoundError: verl is not installed.
+
+    Warns:
+        RuntimeWarning: this verl differs from the release we know; that part is left alone.
+    """
+    with needed("'verl>=0.9'", "verl"):
+        if "verl" not in sys.modules and importlib.util.find_spec("verl") is None:
+            raise ModuleNotFoundError("No module named 'verl'", name="verl")
+    if _importer not in sys.meta_path:
+        sys.meta_path.insert(0, _importer)
+    for name in PATCHERS:
+        module = sys.modules.get(name)
+        if module is not None:
+            _patch(module)
+
+
+def unpatch_verl() -> None:
+    """Restore all of verl, also the forwards of models that asked for ours."""
+    if _importer in sys.meta_path:
+        sys.meta_path.remove(_importer)
+    _patched.clear()
+    forward.patches.restore()
+
+
+def _patch(module: ModuleType) -> None:
+    name = module.__name__
+    if name in _patched:
+        return
+    try:
+        changes = list(PATCHERS[name](module))
+    except LookupError as error:
+        version = getattr(sys.modules.get("verl"), "__version__", "of unknown version")
+        warnings.warn(
+            f"grpo_kernels: verl {version} is not as verl 0.9.1 in {name} ({error.args[0]}): it is "
+            "left alone, and impl_backend=grpo_kernels has no effect there",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return
+    _patched.add(name)
+    for change in changes:
+        forward.patches.replace(*change)

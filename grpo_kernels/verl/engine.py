@@ -1,52 +1,86 @@
 """verl's FSDP engines: what they tell our forward about a micro-batch.
 
-verl's engine has the whole micro-batch and the loss at hand when it calls the model, but hands on ids and positions
-alone. So `prepare_model_inputs` gets one argument more for a model with our forward (`forward`): the rows that count,
-with the gradient to expect there (`rows`), and the teacher of a distillation (`distillation`). `forward_step` notes the
-loss for it, and runs micro-batches without gradient in its own way (`zero_advantage`).
+verl's engine has the whole micro-batch and the loss at hand when it calls the model, but hands on
+ids and positions alone. So `prepare_model_inputs` gets one argument more for a model with our
+forward (`forward`): the rows that count, with the gradient to expect there (`rows`), and the
+teacher of a distillation. `forward_step` notes the loss for it.
+
+**zero_advantage=score.** Where all rewards of a group are equal, its advantages are 0, and so is
+the gradient of its sequences. This option puts them into micro-batches of their own, which are
+scored under ``no_grad``, for the metrics. The loss itself confirms each of them, by its derivatives
+at the log-probabilities found: if one is not 0, the micro-batch runs again with a graph. All ranks
+run equally many of both kinds, since FSDP's collectives go in step.
+
+**Distillation** (`loss_mode=forward_kl_topk`). verl's own fused heads have no logits for that loss.
+But its engine reads the field ``fused_linear_aux`` of a model's output, if there is one: the loss
+of each token, and both models' mass on the listed ids. So our forward gets the teacher's ids and
+log-probabilities, and returns that field.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
 from grpo_kernels.host import KnownRows, during, function_of
-from grpo_kernels.verl import zero_advantage
-from grpo_kernels.verl.distillation import TeacherLogprobs, teacher_of
-from grpo_kernels.verl.rows import flag, numbers_of, packed_rows
+from grpo_kernels.verl.rows import (
+    Places,
+    actor_config,
+    flag,
+    has_other_terms,
+    mode_of,
+    numbers_of,
+    packed_rows,
+    padded,
+    slopes_of,
+)
 
 BACKEND = "grpo_kernels"
 ARGUMENT = "grpo_kernels_task"  # argument of our forward
 MARK = "_verl_fused_kernels_backend"  # verl's own mark of a model whose forward it has replaced
+DEAD = "grpo_kernels_dead"  # flag of a micro-batch: it has no gradient
+WHERE = "actor_rollout_ref.model.fused_kernel_options.zero_advantage"
+MODE = "forward_kl_topk"
 
 STEP = ("self", "micro_batch", "loss_function", "forward_only")
 RUN = ("self", "data", "loss_function", "forward_only")
-DIVIDE = (
-    "data",
-    "dp_group",
-    "num_batches_divided_by",
-    "same_micro_num_in_dp",
-    "min_num_micro_batch",
-    "use_dynamic_bsz_balance",
-)
+_BY_SIZE = ("num_batches_divided_by", "same_micro_num_in_dp", "min_num_micro_batch")
+DIVIDE = ("data", "dp_group", *_BY_SIZE, "use_dynamic_bsz_balance")
 
 _loss_function: ContextVar[Any] = ContextVar("loss_function", default=None)
-_live: ContextVar[Tensor | None] = ContextVar(
-    "live", default=None
-)  # (B,) bool of the batch in hand
+# (B,) bool of the batch in hand
+_live: ContextVar[Tensor | None] = ContextVar("live", default=None)
+
+
+# No dataclasses below: FSDP rounds the tensors of a dataclass on the way into a model.
+class TeacherLogprobs:
+    """Teacher's log-probabilities for a forward.
+
+    Attributes:
+        ids, logps: (1, N, K), for the packed tokens of this rank.
+        log_prob_min_clamp: as in `topk_divergence`.
+        alone: True if only the divergence is wanted, without log-probabilities and entropies.
+    """
+
+    def __init__(
+        self, ids: Tensor, logps: Tensor, log_prob_min_clamp: float | None, *, alone: bool
+    ) -> None:
+        self.ids, self.logps = ids, logps
+        self.log_prob_min_clamp, self.alone = log_prob_min_clamp, alone
 
 
 class HeadTask:
-    """Request of a micro-batch to the head. No dataclass: FSDP rounds the tensors of a dataclass on the way in.
+    """Request of a micro-batch to the head.
 
     Attributes:
         rows: those of the call, as its labels lie; None: all count.
@@ -71,14 +105,18 @@ def changes(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
     prepare = function_of(engine, "prepare_model_inputs", ("self", "micro_batch"))
     step = function_of(engine, "forward_step", STEP)
     run = function_of(engine, "forward_backward_batch", RUN)
-    divide = function_of(module, "prepare_micro_batches", DIVIDE)
+    theirs = function_of(module, "prepare_micro_batches", DIVIDE)
     function_of(engine, "_get_packed_pad_size", ("self", "packed_length"))
 
     @functools.wraps(prepare)
     def prepare_model_inputs(self: Any, micro_batch: Any) -> Any:
         model_inputs, output_args = prepare(self, micro_batch)
         if _is_ours(self, micro_batch):
-            model_inputs[ARGUMENT] = _task(self, micro_batch)
+            loss_function = _loss_function.get()
+            rows = packed_rows(micro_batch, loss_function, self.get_data_parallel_group())
+            if rows is not None:
+                rows = rows.at(_laid_out(self, micro_batch, numbers_of(rows)) - 1)
+            model_inputs[ARGUMENT] = HeadTask(rows, _teacher(self, micro_batch, loss_function))
         return model_inputs, output_args
 
     @functools.wraps(step)
@@ -87,9 +125,8 @@ def changes(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
             return step(self, micro_batch, function, forward_only)
 
         with during(_loss_function, loss_function):
-            if flag(micro_batch, zero_advantage.DEAD):
-                group = self.get_data_parallel_group()
-                return zero_advantage.score(run_with, micro_batch, loss_function, group)
+            if flag(micro_batch, DEAD):
+                return _scored(run_with, loss_function, self.get_data_parallel_group())
             return run_with(loss_function)
 
     @functools.wraps(run)
@@ -97,23 +134,21 @@ def changes(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
         self: Any, data: Any, loss_function: Any, forward_only: Any = False
     ) -> Any:
         live = None
-        if _is_ours(self, data) and zero_advantage.is_asked_for(
-            self.model_config.fused_kernel_options
-        ):
-            live = None if forward_only else zero_advantage.live_sequences(data, loss_function)
+        if _is_ours(self, data) and asks_to_score(self.model_config.fused_kernel_options):
+            live = None if forward_only else _live_sequences(data, loss_function)
         with during(_live, live):
             return run(self, data, loss_function, forward_only)
 
-    @functools.wraps(divide)
+    @functools.wraps(theirs)
     def prepare_micro_batches(data: Any, dp_group: Any = None, **options: Any) -> Any:
         live = _live.get()
         if live is None:
-            return divide(data, dp_group, **options)
+            return theirs(data, dp_group, **options)
 
-        def theirs(part: Any) -> Any:
-            return divide(part, dp_group, **options)
+        def divide(part: Any) -> Any:
+            return theirs(part, dp_group, **options)
 
-        return zero_advantage.divide(theirs, data, live, dp_group, module.get_device_id())
+        return _divided(divide, data, live, dp_group, module.get_device_id())
 
     yield engine, "prepare_model_inputs", prepare_model_inputs
     yield engine, "forward_step", forward_step
@@ -122,19 +157,12 @@ def changes(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
 
 
 def _is_ours(engine: Any, data: Any) -> bool:
-    """Return True if the model has our forward, and `data` asks for it."""
+    """True if the model has our forward, and `data` asks for it."""
     return bool(flag(data, "use_fused_kernels")) and getattr(engine.module, MARK, None) == BACKEND
 
 
-def _task(engine: Any, micro_batch: Any) -> HeadTask:
-    loss_function = _loss_function.get()
-    rows = packed_rows(micro_batch, loss_function, engine.get_data_parallel_group())
-    here = None if rows is None else rows.at(_laid_out(engine, micro_batch, numbers_of(rows)) - 1)
-    return HeadTask(here, teacher_of(engine, micro_batch, loss_function))
-
-
 def _laid_out(engine: Any, micro_batch: Any, numbers: Tensor) -> Tensor:
-    """Return `numbers` of the packed tokens (N,) as `prepare_model_inputs` lays out the labels; 0 where it pads."""
+    """`numbers` of the packed tokens (N,) as verl lays out the labels; 0 where it pads."""
     if not flag(micro_batch, "use_remove_padding", default=True):
         offsets = micro_batch["input_ids"].offsets()
         nested = torch.nested.nested_tensor_from_jagged(numbers, offsets)
@@ -143,7 +171,155 @@ def _laid_out(engine: Any, micro_batch: Any, numbers: Tensor) -> Tensor:
     numbers = F.pad(numbers, (0, engine._get_packed_pad_size(len(numbers))))[None]
     if engine.use_ulysses_sp:
         ulysses = importlib.import_module("verl.utils.ulysses")
-        numbers = ulysses.ulysses_pad_and_slice_inputs(
-            numbers, None, engine.ulysses_sequence_parallel_size
-        )[0]
+        ranks = engine.ulysses_sequence_parallel_size
+        numbers = ulysses.ulysses_pad_and_slice_inputs(numbers, None, ranks)[0]
     return numbers
+
+
+def _teacher(engine: Any, micro_batch: Any, loss_function: Any) -> TeacherLogprobs | None:
+    """The teacher's part of the micro-batch, for the tokens of this rank, if one is asked for.
+
+    Raises:
+        ValueError: another loss than `MODE`, or a batch that keeps its padding.
+    """
+    if not flag(micro_batch, "distillation_use_topk"):
+        return None
+    config = getattr(loss_function, "keywords", {}).get("distillation_config")
+    loss = None if config is None else config.distillation_loss
+    if loss is None or loss.loss_mode != MODE:
+        got = None if loss is None else loss.loss_mode
+        raise ValueError(
+            f"distillation.distillation_loss.loss_mode: expected {MODE!r}, got {got!r}"
+        )
+    if not flag(micro_batch, "use_remove_padding", default=True):
+        raise ValueError(
+            "actor_rollout_ref.model.use_remove_padding: expected True for distillation with fused "
+            "kernels, got False"
+        )
+    names = ("teacher_ids", "teacher_logprobs")
+    ids, logps = (micro_batch[name].values().unsqueeze(0) for name in names)
+    if engine.use_ulysses_sp:
+        ulysses = importlib.import_module("verl.utils.ulysses")
+        ids, logps = (ulysses.slice_input_tensor(x, dim=1, padding=True) for x in (ids, logps))
+    alone = flag(micro_batch, "distillation_only") and not flag(micro_batch, "calculate_entropy")
+    return TeacherLogprobs(ids, logps, loss.log_prob_min_clamp, alone=bool(alone))
+
+
+def asks_to_score(options: Any) -> bool:
+    """Read verl's ``fused_kernel_options``; True: ``zero_advantage=score``.
+
+    Raises:
+        ValueError: an option or a value that is not known.
+    """
+    unknown = set(options) - {"impl_backend", "zero_advantage"}
+    if unknown:
+        raise ValueError(
+            "actor_rollout_ref.model.fused_kernel_options: expected impl_backend and "
+            f"zero_advantage, got {', '.join(sorted(map(str, unknown)))}"
+        )
+    value = options.get("zero_advantage", "train")
+    if value not in ("train", "score"):
+        raise ValueError(f"{WHERE}: expected one of 'train', 'score', got {value!r}")
+    return bool(value == "score")
+
+
+def _live_sequences(data: Any, loss_function: Any) -> Tensor:
+    """(B,) bool: sequences of `data` that may have a gradient.
+
+    Raises:
+        ValueError: the loss gives every sequence one, or one that depends on the micro-batches.
+    """
+    reason = _reason_to_train(data, loss_function)
+    if reason is not None:
+        raise ValueError(f"{WHERE}: expected 'train' {reason}, got 'score'")
+    names = ["response_mask", "advantages"]
+    if "rollout_is_weights" in data.keys() and mode_of(actor_config(loss_function)).by_weight:  # noqa: SIM118
+        names.append("rollout_is_weights")
+    width = Places(data).width
+    return torch.stack([padded(data[name], width) != 0 for name in names]).all(dim=0).any(dim=1)
+
+
+def _reason_to_train(data: Any, loss_function: Any) -> str | None:
+    config = actor_config(loss_function)
+    if config is None:
+        return "with another loss than ppo_loss"
+    if has_other_terms(config, entropy=bool(flag(data, "calculate_entropy"))):
+        return "with a KL or entropy term, which gives all sequences a gradient"
+    if not mode_of(config).by_advantage:
+        return f"with loss_mode={config.policy_loss.get('loss_mode', 'vanilla')}"
+    if config.loss_agg_mode == "seq-mean-token-sum-norm" and config.loss_scale_factor is None:
+        return (
+            "with seq-mean-token-sum-norm without loss_scale_factor, which divides by a "
+            "micro-batch's own width"
+        )
+    if flag(data, "return_model_output") or flag(data, "force_group_size", 1) != 1:
+        return "with return_model_output or force_group_size"
+    return None
+
+
+def _divided(
+    divide: Callable[[Any], Any], data: Any, live: Tensor, group: Any, device: Any
+) -> tuple[list[Any], None]:
+    """Micro-batches that `divide` makes of `data`, those without gradient first, and flagged.
+
+    verl synchronises gradients in the last one, so one with a graph is left to the end.
+    """
+    tensordict_utils = importlib.import_module("verl.utils.tensordict_utils")
+    order = torch.argsort(live.long(), stable=True)
+    n_live = int(live.sum())
+    n_dead = len(live) - n_live
+
+    def part(rows: Tensor) -> list[Any]:
+        return list(divide(tensordict_utils.index_select_tensor_dict(data, rows))[0])
+
+    if flag(data, "use_dynamic_bsz", default=True):
+        if min(_least(group, device, n_dead, n_live)) == 0:  # some rank has no such micro-batch
+            return part(order), None
+        dead, others = part(order[:n_dead]), part(order[n_dead:])
+    else:
+        micro_batches = part(order)
+        size = data["micro_batch_size_per_gpu"]
+        (without,) = _least(group, device, min(n_dead // size, len(micro_batches) - 1))
+        dead, others = micro_batches[:without], micro_batches[without:]
+    for micro_batch in dead:
+        tensordict_utils.assign_non_tensor(micro_batch, **{DEAD: True})
+    return dead + others, None
+
+
+def _least(group: Any, device: Any, *counts: int) -> list[int]:
+    found = torch.tensor(counts, device=device)
+    dist.all_reduce(found, op=dist.ReduceOp.MIN, group=group)
+    return [int(x) for x in found.tolist()]
+
+
+def _scored(step: Callable[[Any], Any], loss_function: Any, group: Any) -> tuple[Any, Any]:
+    """Run `step`, of a loss function, without a graph; again with one if there is a gradient."""
+    steepest: list[Tensor] = []
+
+    def confirmed(model_output: Any, data: Any, dp_group: Any = None) -> tuple[Tensor, Any]:
+        results: list[tuple[Tensor, Any]] = []
+
+        def loss(leaves: dict[str, Tensor]) -> Tensor:
+            results.append(loss_function(model_output=leaves, data=data, dp_group=dp_group))
+            return results[0][0]
+
+        # packed tensors do, too
+        slopes = slopes_of(loss, {name: x.values() for name, x in model_output.items()})
+        steepest.append(torch.stack([x.abs().amax() for x in slopes.values()]).amax())
+        return results[0][0].detach(), results[0][1]
+
+    with torch.no_grad():
+        loss, output = step(confirmed)
+    has_gradient = (steepest[0] != 0).float()  # NaN too
+    dist.all_reduce(has_gradient, op=dist.ReduceOp.MAX, group=group)
+    if has_gradient.item():
+        warnings.warn(
+            f"{WHERE}: expected no gradient where all advantages are 0, got one: those sequences "
+            "run twice, since the loss has a term that is not known here; set it to 'train'",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        found: tuple[Any, Any] = step(loss_function)
+        return found
+    # verl calls its backward
+    return loss + torch.zeros((), device=loss.device, requires_grad=True), output

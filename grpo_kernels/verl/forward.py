@@ -1,11 +1,12 @@
 """verl's FSDP engines: the forward that a model gets for `impl_backend=grpo_kernels`.
 
-verl puts a forward of its own on the model's class, which returns log-probabilities and entropies instead of logits.
-Ours runs the same body and takes the same labels, in the order `shift_labels`, rolled `labels`, rolled `input_ids`.
-The head differs. verl reads ``lm_head.weight``: under FSDP2 that is a shard if the head is a unit of its own (as verl
-wraps it), or its ``full_tensor()``, whose gradient is never summed over the ranks. We hand the module
-to `linear_logprob`: FSDP2 runs it with the weight whole, and reduces its gradient. Our head also applies
-the bias, soft-cap and scale of the logits, which verl's fused heads leave out.
+verl puts a forward of its own on the model's class, which returns log-probabilities and entropies
+instead of logits. Ours runs the same body and takes the same labels, in the order `shift_labels`,
+rolled `labels`, rolled `input_ids`. The head differs. verl reads ``lm_head.weight``: under FSDP2
+that is a shard if the head is a unit of its own (as verl wraps it), or its ``full_tensor()``, whose
+gradient is never summed over the ranks. We hand the module to `linear_logprob`: FSDP2 runs it with
+the weight whole, and reduces its gradient. Our head also applies the bias, soft-cap and scale of
+the logits, which verl's fused heads leave out.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, make_dataclass
 from types import ModuleType
 from typing import Any
 
@@ -26,50 +27,40 @@ from grpo_kernels.head.head import Head
 from grpo_kernels.host import KnownRows, Patches, function_of
 from grpo_kernels.logprob import linear_logprob
 from grpo_kernels.topk_divergence import topk_divergence
-from grpo_kernels.verl.distillation import TeacherLogprobs, aux_of, with_aux
-from grpo_kernels.verl.engine import ARGUMENT, BACKEND, MARK, HeadTask
+from grpo_kernels.verl.engine import ARGUMENT, BACKEND, MARK, HeadTask, TeacherLogprobs
 
-PARAMETERS = (
-    "model",
-    "use_fused_kernels",
-    "fused_kernels_backend",
-)  # of verl's patch_forward_with_backends
+# of verl's patch_forward_with_backends
+PARAMETERS = ("model", "use_fused_kernels", "fused_kernels_backend")
 NOT_THE_BODYS = ("self", "labels", "temperature", "shift_labels", "logits_to_keep")
-KEPT = (
-    "past_key_values",
-    "hidden_states",
-    "attentions",
-)  # outputs of the body that are returned too
+KEPT = ("past_key_values", "hidden_states", "attentions")  # of the body, returned too
 
 
 @dataclass(frozen=True)
 class Family:
-    """Names of verl's functions for one family of models, with their parameters.
+    """Names of verl's functions for one family of models, with their parameters."""
 
-    Attributes:
-        module: its module below verl.models.transformers.
-        output: name of the class that a forward returns.
-        forward: the parameters of verl's ``forward_with_torch_backend``, which ours replaces.
-        body: the function that runs all but the head, and its parameters; "" if ``model.model`` itself does.
-    """
-
-    module: str
-    output: str
-    forward: str
+    module: str  # below verl.models.transformers
+    output: str  # the class that a forward returns
+    forward: str  # the parameters of verl's ``forward_with_torch_backend``, which ours replaces
+    # the function that runs all but the head, and its parameters; "": ``model.model`` itself does
     body: tuple[str, str] = ("", "")
 
 
 _FORWARD = "self input_ids labels temperature shift_labels kwargs"
-_BODY = "self input_ids attention_mask position_ids pixel_values pixel_values_videos image_grid_thw video_grid_thw kwargs"
+_BODY = (
+    "self input_ids attention_mask position_ids pixel_values pixel_values_videos image_grid_thw "
+    "video_grid_thw kwargs"
+)
 DENSE = Family(
     "dense_common",
     "CausalLMOutputForPPO",
-    "self input_ids attention_mask position_ids past_key_values inputs_embeds labels use_cache output_attentions "
-    "output_hidden_states return_dict cache_position logits_to_keep temperature shift_labels loss_kwargs",
+    "self input_ids attention_mask position_ids past_key_values inputs_embeds labels use_cache "
+    "output_attentions output_hidden_states return_dict cache_position logits_to_keep temperature "
+    "shift_labels loss_kwargs",
     (
         "forward_base_model",
-        "self input_ids attention_mask position_ids past_key_values inputs_embeds use_cache output_attentions "
-        "output_hidden_states return_dict cache_position",
+        "self input_ids attention_mask position_ids past_key_values inputs_embeds use_cache "
+        "output_attentions output_hidden_states return_dict cache_position",
     ),
 )
 QWEN2_VL = Family("qwen2_vl", "Qwen2VLCausalLMOutputForPPO", _FORWARD, ("qwen2_vl_forward", _BODY))
@@ -91,7 +82,7 @@ FAMILIES = {
     "glm4v": GLM4V,
 }
 
-# All that we have replaced in verl: functions of its modules (`plugin`), forwards of models' classes.
+# All that we have replaced in verl: functions of its modules, forwards of models' classes.
 patches = Patches("verl")
 _own: dict[type, Callable[..., Any]] = {}  # class of a model -> its forward before ours
 
@@ -118,7 +109,7 @@ def changes(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
 
 
 def use(model: Any) -> None:
-    """Give the class of `model` the forward with our head, as verl does with its own: one forward per class.
+    """Give the class of `model` the forward with our head, as verl does with its own.
 
     Raises:
         LookupError: verl's forward for this family is not the one we know.
@@ -129,14 +120,12 @@ def use(model: Any) -> None:
     forward = _forward(family)
     _keep_own_forward(type(model))
     _own_forward(type(model))
-    check_module(
-        describe_head(model).weight
-    )  # an unknown kind of head is refused here, not within the first step
+    # an unknown kind of head is refused here, not within the first step
+    check_module(describe_head(model).weight)
     setattr(model, MARK, BACKEND)
     patches.replace(type(model), "forward", forward)
-    print(
-        f"Using {BACKEND} backend for fused kernels in {type(model).__name__}"
-    )  # where verl says the same
+    # where verl says the same
+    print(f"Using {BACKEND} backend for fused kernels in {type(model).__name__}")
 
 
 @functools.cache
@@ -148,9 +137,8 @@ def _forward(family: Family) -> Callable[..., Any]:
     name, parameters = family.body
     body = function_of(module, name, parameters.split()) if name else None
     output = getattr(module, family.output, None)
-    if output is None or not {"log_probs", "entropy", *KEPT} <= {
-        field.name for field in fields(output)
-    }:
+    known = set() if output is None else {field.name for field in fields(output)}
+    if output is None or not {"log_probs", "entropy", *KEPT} <= known:
         raise LookupError(f"{family.output} has no log_probs and entropy")
 
     from grpo_kernels.transformers.call import measured_head
@@ -179,7 +167,7 @@ def _forward(family: Family) -> Callable[..., Any]:
             )
         if teacher:
             distilled = _distilled(head, hidden, teacher, task.rows, temperature)
-            return with_aux(output)(fused_linear_aux=distilled, **results)
+            return _with_aux(output)(fused_linear_aux=distilled, **results)
         return output(**results)
 
     return forward
@@ -191,26 +179,23 @@ def _keep_own_forward(cls: Any) -> None:
 
 
 def _own_forward(cls: type) -> Callable[..., Any]:
-    """Return the forward that a model's class had before verl's and ours: its logits say what the head's constants are.
+    """The forward that a model's class had before verl's and ours: it shows the head's constants.
 
     Raises:
         LookupError: verl has replaced it before `patch_verl`.
     """
     for x in cls.__mro__:
         found = _own.get(x) or vars(x).get("forward")
-        if (
-            found is not None
-            and found is not nn.Module.forward
-            and not found.__module__.startswith("verl.")
-        ):
-            return found
+        if found in (None, nn.Module.forward) or found.__module__.startswith("verl."):
+            continue
+        return found
     raise LookupError(
         f"verl has replaced the forward of {cls.__name__} already; call patch_verl before verl does"
     )
 
 
 def _labels(shift_labels: Tensor | None, labels: Tensor | None, input_ids: Tensor | None) -> Tensor:
-    """Return the id that each position predicts: `shift_labels`, or `labels` or `input_ids`, rolled left by one."""
+    """The id that each position predicts."""
     if shift_labels is not None:
         return shift_labels
     ids = input_ids if labels is None else labels
@@ -228,14 +213,11 @@ def _labels(shift_labels: Tensor | None, labels: Tensor | None, input_ids: Tenso
 def _logprobs(
     head: Head, hidden: Tensor, ids: Tensor, rows: KnownRows | None, temperature: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probabilities and entropies, each shaped like the ids, in fp32 (fp64 for fp64 models).
-
-    Raises:
-        ValueError: the ids are not aligned with the hidden states.
-    """
+    """Log-probabilities and entropies, shaped like the ids, in fp32 (fp64 for fp64 models)."""
     if ids.shape != hidden.shape[:-1]:
         raise ValueError(
-            f"shift_labels: expected {tuple(hidden.shape[:-1])}, one a position, got {tuple(ids.shape)}"
+            f"shift_labels: expected {tuple(hidden.shape[:-1])}, one a position, got "
+            f"{tuple(ids.shape)}"
         )
     options: dict[str, Any] = {}
     if rows is not None:
@@ -247,10 +229,9 @@ def _logprobs(
 def _distilled(
     head: Head, hidden: Tensor, teacher: TeacherLogprobs, rows: KnownRows | None, temperature: Any
 ) -> Any:
-    """Return the forward KL on the teacher's ids, and both models' mass on them, (1, N) each; of `rows`, else 0.
+    """The value of ``fused_linear_aux``: the forward KL on the teacher's ids, and both masses.
 
-    Raises:
-        ValueError: the teacher's tensors are not aligned with the hidden states.
+    (1, N) each; 0 but at `rows`.
     """
     if teacher.ids.shape[:-1] != hidden.shape[:-1]:
         got = tuple(teacher.ids.shape)
@@ -266,4 +247,26 @@ def _distilled(
         mask=None if rows is None else rows.counted,
         temperature=temperature,
     )
-    return aux_of(found.divergence, found.student_mass, teacher)
+    mass = teacher.logps.detach().float().exp().sum(dim=-1)
+    return _aux_class()(
+        distillation_losses=found.divergence, student_mass=found.student_mass, teacher_mass=mass
+    )
+
+
+@functools.cache
+def _with_aux(output: Any) -> Any:
+    """A subclass of `output`, a model's output class, with the field that the engine reads."""
+    return _output_class(output.__name__, output, ("fused_linear_aux",), output.__module__)
+
+
+@functools.cache
+def _aux_class() -> Any:
+    from transformers.utils import ModelOutput  # FSDP2 finds the tensors in it
+
+    names = ("distillation_losses", "student_mass", "teacher_mass")
+    return _output_class("DistillationOutput", ModelOutput, names, __name__)
+
+
+def _output_class(name: str, base: Any, names: tuple[str, ...], module: str) -> Any:
+    optional = [(x, Any, None) for x in names]
+    return make_dataclass(name, optional, bases=(base,), namespace={"__module__": module})

@@ -1,24 +1,27 @@
 """verl's Megatron engine: our function in place of its fused ``linear_cross_entropy``.
 
-verl's fused forwards (with Megatron's output processor, of a whole GPT model, and overlapped) look the function up in
-their module, and call it with the hidden states, which are the same on all tensor parallel ranks, and each rank's own
-rows of the head. No forward passes on which `impl_backend` was asked for, but the engine knows. So the engine marks the
-head's weight, and for a marked weight our function runs.
+verl's fused forwards (with Megatron's output processor, of a whole GPT model, and overlapped) look
+the function up in their module, and call it with the hidden states, which are the same on all
+tensor parallel ranks, and each rank's own rows of the head. No forward passes on which
+`impl_backend` was asked for, but the engine knows. So the engine marks the head's weight, and for a
+marked weight our function runs.
 
-Rows: the engine's `forward_step` notes the micro-batch and its loss. The fused forward divides the labels over context
-parallel ranks by ``preprocess_thd_engine``; we send the numbers of the rows the same way, and read there which of
-this rank's rows count. The overlapped schedule does not come by here: all rows count.
+Rows: the engine's `forward_step` notes the micro-batch and its loss. The fused forward divides the
+labels over context parallel ranks by ``preprocess_thd_engine``; we send the numbers of the rows the
+same way, and read there which of this rank's rows count. The overlapped schedule does not come by
+here: all rows count.
 
-The gradient of the hidden states: verl's kernel returns a partial sum, over each rank's own rows of the head. If the
-sequence is divided too, as it is by default, that is right: the gather in front of the head sums over the ranks in its
-backward. If it is not divided, nothing sums, and verl's gradient of everything below the head is wrong. Ours is the
-whole sum; in front of a gather, which will sum over the ranks, each rank returns an equal share of it.
+The gradient of the hidden states: verl's kernel returns a partial sum, over each rank's own rows of
+the head. If the sequence is divided too, as it is by default, that is right: the gather in front of
+the head sums over the ranks in its backward. If it is not divided, nothing sums, and verl's
+gradient of everything below the head is wrong. Ours is the whole sum; in front of a gather, which
+will sum over the ranks, each rank returns an equal share of it.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
@@ -30,20 +33,11 @@ from torch import Tensor
 from grpo_kernels.head.head import Head
 from grpo_kernels.host import KnownRows, during, function_of, parameter_names
 from grpo_kernels.logprob import linear_logprob
-from grpo_kernels.verl import zero_advantage
-from grpo_kernels.verl.engine import BACKEND
+from grpo_kernels.verl.engine import BACKEND, WHERE, asks_to_score
 from grpo_kernels.verl.rows import flag, numbers_of, packed_rows
 
-DIVIDE = (
-    "input_ids",
-    "pre_process",
-    "need_roll",
-    "use_fp8_padding",
-    "local_cp_size",
-    "min_local_rows",
-    "pad_to_length_bucket",
-    "cp_layout",
-)
+_SIZES = ("local_cp_size", "min_local_rows", "pad_to_length_bucket")
+DIVIDE = ("input_ids", "pre_process", "need_roll", "use_fp8_padding", *_SIZES, "cp_layout")
 PARAMETERS = ("ctx", "hidden", "weight", "labels", "temperature", "reduction", "dist_process_group")
 MARK = "_grpo_kernels_score"  # attribute of a head's weight: our function for it
 STEP = ("self", "batch_iter", "model", "logits_processor_func", "postprocess_micro_batch_func")
@@ -54,19 +48,12 @@ class _MicroBatch:
 
     Attributes:
         rows: those that count, in verl's packed order; None: all do.
-        numbers: those of this rank's rows among them, as its labels lie; None before the labels are divided.
+        here: those of this rank, as its labels lie; None before the labels are divided.
     """
 
     def __init__(self, rows: KnownRows | None) -> None:
         self.rows = rows
-        self.numbers: Tensor | None = None
-
-    def here(self) -> KnownRows | None:
-        return (
-            None
-            if self.rows is None or self.numbers is None
-            else self.rows.at(self.numbers.reshape(-1) - 1)
-        )
+        self.here: KnownRows | None = None
 
 
 _micro_batch: ContextVar[_MicroBatch | None] = ContextVar("micro_batch", default=None)
@@ -82,19 +69,31 @@ def function_changes(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
     # The `apply` of an autograd function, whose parameters are those of its forward
     forward = getattr(getattr(theirs, "__self__", None), "forward", None)
     names = None if forward is None else parameter_names(forward)
-    if names != PARAMETERS:
+    if theirs is None or names != PARAMETERS:
         raise LookupError(
             f"linear_cross_entropy: expected the parameters {PARAMETERS}, got {names}"
         )
-    assert theirs is not None
-    yield module, "linear_cross_entropy", _dispatching(theirs)
+
+    def linear_cross_entropy(
+        hidden: Tensor,  # (N, H) or (S, B, H)
+        weight: Tensor,  # (V / ranks, H)
+        labels: Tensor,  # (N,) or (B, S)
+        temperature: float = 1.0,
+        reduction: str = "none",
+        dist_process_group: dist.ProcessGroup | None = None,
+    ) -> Any:
+        """(log-probabilities, entropies), (N,) each."""
+        function = getattr(weight, MARK, theirs)
+        return function(hidden, weight, labels, temperature, reduction, dist_process_group)
+
+    yield module, "linear_cross_entropy", linear_cross_entropy
 
 
 def forward_changes(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
     """Yield the replacements in verl.models.mcore.model_forward_fused.
 
     Raises:
-        LookupError: it has no ``linear_cross_entropy`` and ``preprocess_thd_engine`` as we know them.
+        LookupError: a function of it is not the one we know.
     """
     yield from function_changes(module)
     divide = function_of(module, "preprocess_thd_engine", DIVIDE)
@@ -104,13 +103,11 @@ def forward_changes(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
         input_ids: Any, *args: Any, need_roll: bool = False, **options: Any
     ) -> Any:
         micro_batch = _micro_batch.get()
-        if (
-            need_roll and micro_batch is not None and micro_batch.rows is not None
-        ):  # these are the labels
-            numbers = torch.nested.nested_tensor_from_jagged(
-                numbers_of(micro_batch.rows), input_ids.offsets()
-            )
-            micro_batch.numbers = divide(numbers, *args, **options)[0]
+        rows = None if micro_batch is None else micro_batch.rows
+        if need_roll and micro_batch is not None and rows is not None:  # these are the labels
+            offsets = input_ids.offsets()
+            numbers = torch.nested.nested_tensor_from_jagged(numbers_of(rows), offsets)
+            micro_batch.here = rows.at(divide(numbers, *args, **options)[0].reshape(-1) - 1)
         return divide(input_ids, *args, need_roll=need_roll, **options)
 
     yield module, "preprocess_thd_engine", preprocess_thd_engine
@@ -120,7 +117,7 @@ def engine_changes(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
     """Yield the replacements for verl.workers.engine.megatron.transformer_impl.
 
     Raises:
-        LookupError: the engines have no ``_maybe_enable_fused_kernels`` and ``forward_step`` as we know them.
+        LookupError: an engine, or a method of it, is not the one we know.
     """
     engine = getattr(module, "MegatronEngine", None)
     if engine is None:
@@ -135,10 +132,8 @@ def engine_changes(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
     def _maybe_enable_fused_kernels(self: Any) -> None:
         theirs(self)
         if _is_ours(self):
-            if zero_advantage.is_asked_for(self.model_config.fused_kernel_options):
-                raise ValueError(
-                    f"{zero_advantage.WHERE}: expected 'train' with Megatron's engine, got 'score'"
-                )
+            if asks_to_score(self.model_config.fused_kernel_options):
+                raise ValueError(f"{WHERE}: expected 'train' with Megatron's engine, got 'score'")
             from verl.models.mcore import model_forward_fused  # importing it replaces its function
 
             vocab_size = self.model_config.hf_config.get_text_config().vocab_size
@@ -175,38 +170,16 @@ def _is_ours(engine: Any) -> bool:
 
 
 def mark(model: Any, vocab_size: int | None = None) -> None:
-    """Mark the head of `model`, Megatron's GPTModel: fused calls are ours; `vocab_size` as in `score`."""
-    ours = functools.partial(
-        score, sequence_parallel=bool(model.config.sequence_parallel), vocab_size=vocab_size
-    )
-    layers = (
-        getattr(model, "output_layer", None),
-        getattr(getattr(model, "embedding", None), "word_embeddings", None),
-    )
-    tied = model.share_embeddings_and_output_weights
-    for layer in layers if tied else layers[:1]:
+    """Mark the head of Megatron's GPTModel: fused calls are ours; `vocab_size` as in `score`."""
+    divided = bool(model.config.sequence_parallel)
+    ours = functools.partial(score, sequence_parallel=divided, vocab_size=vocab_size)
+    layers = [getattr(model, "output_layer", None)]
+    if model.share_embeddings_and_output_weights:
+        layers.append(getattr(getattr(model, "embedding", None), "word_embeddings", None))
+    for layer in layers:
         weight = getattr(layer, "weight", None)
         if weight is not None:  # other pipeline stages have none
             setattr(weight, MARK, ours)
-
-
-def _dispatching(theirs: Callable[..., Any]) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    def linear_cross_entropy(
-        hidden: Tensor,  # (N, H) or (S, B, H)
-        weight: Tensor,  # (V / ranks, H)
-        labels: Tensor,  # (N,) or (B, S)
-        temperature: float = 1.0,
-        reduction: str = "none",
-        dist_process_group: dist.ProcessGroup | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """(log-probabilities, entropies), (N,) each."""
-        function = getattr(weight, MARK, theirs)
-        found: tuple[Tensor, Tensor | None] = function(
-            hidden, weight, labels, temperature, reduction, dist_process_group
-        )
-        return found
-
-    return linear_cross_entropy
 
 
 def score(
@@ -220,14 +193,14 @@ def score(
     sequence_parallel: bool,
     vocab_size: int | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """verl's ``linear_cross_entropy`` with our engines: log-probabilities and, if they are read, entropies.
+    """verl's ``linear_cross_entropy`` by our engines; entropies if they are read.
 
     Args:
         sequence_parallel: True if a gather over the tensor parallel ranks stands before the head.
         vocab_size: rows of the whole head that are tokens, or None for all: Megatron pads the rest.
 
     Raises:
-        ValueError: a reduction other than 'none', or labels that are not in the order of the hidden states.
+        ValueError: a reduction other than 'none', or labels not in the hidden states' order.
     """
     if reduction != "none":
         raise ValueError(f"reduction: expected 'none', got {reduction!r}")
@@ -245,7 +218,7 @@ def score(
     if vocab_size is not None and vocab_size >= ranks * weight.size(0):
         vocab_size = None
     micro_batch = _micro_batch.get()
-    rows = None if micro_batch is None else micro_batch.here()
+    rows = None if micro_batch is None else micro_batch.here
     found = linear_logprob(
         hidden.reshape(-1, hidden.size(-1)),
         Head(weight, process_group=process_group, vocab_size=vocab_size),

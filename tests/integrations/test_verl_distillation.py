@@ -15,7 +15,7 @@ from torch.testing import assert_close
 pytest.importorskip("transformers")
 
 from grpo_kernels import topk_divergence
-from grpo_kernels.verl import distillation, engine
+from grpo_kernels.verl import engine
 from tests.support import verl_engine, verl_peer
 from tests.support.verl_peer import TEMPERATURE, verl_module
 
@@ -82,7 +82,7 @@ def test_the_forward_gives_what_verls_engine_reads(model: nn.Module, alone: bool
     out = forward(
         model,
         tokens,
-        distillation.TeacherLogprobs(ids[None], logps[None], -6.0, alone=alone),
+        engine.TeacherLogprobs(ids[None], logps[None], -6.0, alone=alone),
         **inputs,
     )
     assert (out.log_probs is None) == (out.entropy is None) == alone
@@ -106,7 +106,7 @@ def test_a_forward_without_a_teacher_returns_verls_class(model: nn.Module) -> No
     with pytest.raises(
         ValueError, match=r"teacher_ids: expected \(1, 3, 'K'\), K a position, got \(1, 13, 6\)"
     ):
-        forward(model, tokens, distillation.TeacherLogprobs(ids, logps, None, alone=True))
+        forward(model, tokens, engine.TeacherLogprobs(ids, logps, None, alone=True))
 
 
 @pytest.fixture

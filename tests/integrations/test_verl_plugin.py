@@ -20,10 +20,11 @@ import torch
 pytest.importorskip("transformers")
 
 from benchmarks import tiny_models
+from grpo_kernels import verl as plugin
 from grpo_kernels.verl import engine as verl_engine
 from grpo_kernels.verl import forward as verl_forward
 from grpo_kernels.verl import megatron as verl_megatron
-from grpo_kernels.verl import patch_verl, plugin, unpatch_verl
+from grpo_kernels.verl import patch_verl, unpatch_verl
 from tests.support import verl_peer
 
 pytestmark = verl_peer.needs_verl

@@ -16,7 +16,7 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("verl")
 
-from grpo_kernels.verl import losses
+from grpo_kernels.verl import rows
 from tests.support import verl_engine
 from tests.support.verl_engine import HIDDEN, OURS, SCORE, VOCAB, Step, config, gap, ppo_loss, run
 from tests.support.verl_peer import verl_module
@@ -219,7 +219,7 @@ def test_what_another_may_read_is_computed() -> None:
 def test_a_wrong_expectation_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """It costs time alone; with `zero_advantage=score` the guard says so."""
     monkeypatch.setitem(
-        losses.MODES, "dro", losses.MODES["vanilla"]
+        rows.MODES, "dro", rows.MODES["vanilla"]
     )  # but it has a gradient without an advantage
     data, loss = batch(), ppo_loss(config("dro"))
     unfused, ours = both(data, loss, micro=2)
