@@ -72,7 +72,10 @@ REACHES["body"] = {*INNER, "public", "host"}
 REACHES["transformers"] = {*INNER, "public", "host", "body"}
 REACHES |= {name: {*INNER, "public", "host", "transformers", "body"} for name in ("trl", "verl")}
 FILES_OF = {name: {name} for name in ("advantages", "rewards", "rollouts")}
-FILES_OF |= {"report": {"__main__", "report", "memory"}, "objective": {"objectives", "presets"}}
+FILES_OF |= {
+    "report": {"__main__", "report", "memory"},
+    "objective": {"objectives", "presets", "testing"},
+}
 FILES_OF |= {"host": {"host", "liger"}, "verl": {"verl_plugin"}}
 PUBLIC = {
     "divergence",

@@ -24,6 +24,7 @@ PUBLIC = (
     "grpo_kernels.presets",
     "grpo_kernels.rewards",
     "grpo_kernels.rollouts",
+    "grpo_kernels.testing",
     "grpo_kernels.liger",
     "grpo_kernels.transformers",
     "grpo_kernels.trl",

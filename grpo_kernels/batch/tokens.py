@@ -85,11 +85,6 @@ class Tokens:
         )
 
     @property
-    def present(self) -> tuple[str, ...]:
-        """The names of the inputs that are not None."""
-        return tuple(f.name for f in fields(self) if getattr(self, f.name) is not None)
-
-    @property
     def unexpanded_ratio(self) -> Tensor | None:
         """The importance sampling ratio, (n,), or (B,) where it is per sequence."""
         return (

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from grpo_kernels import GRPOLoss, Run, TokenInputs, grpo_loss, token_level
+from grpo_kernels import GRPOLoss, Run, TokenInputs, grpo_loss, objectives, token_level
 from grpo_kernels.liger import LigerFusedLinearGRPOLoss
+from grpo_kernels.testing import check_token_level
 from tests.support.flat import flat
 from tests.support.small_batch import small_batch
 
@@ -154,60 +156,60 @@ COUPLED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("tokens", [2, 3, 24])
 @pytest.mark.parametrize("function", COUPLED, ids=lambda function: function.__name__)
-def test_a_token_level_function_that_couples_tokens_is_refused(function: Any, tokens: int) -> None:
-    inputs = training_batch()
-    inputs["completion_mask"].view(-1)[tokens:] = False
-    if tokens < 24:
-        inputs["advantages"] = inputs["advantages"][:, None] * (1.0 + torch.arange(6))
-    for _ in range(2):  # not only once
-        with pytest.raises(
-            ValueError, match=f"^objective: .* as '{function.__name__}' is declared token_level"
-        ):
-            grpo_loss(**inputs, objective=token_level(function))
+def test_a_function_that_couples_tokens_is_found(function: Any) -> None:
+    message = "^check_token_level: expected a loss of each token alone"
+    with pytest.raises(AssertionError, match=message):
+        check_token_level(token_level(function))
+    few = TokenInputs(
+        *torch.tensor([[-1.0, -2.0], [0.5, 0.7], [1, 1], [2, -1], [-1.5, -1]]), *[None] * 3
+    )
+    with pytest.raises(AssertionError, match=message):
+        check_token_level(function, few)
 
 
-def test_declarations_are_verified_once_for_each_kind_of_call() -> None:
+def test_functions_of_a_token_alone_pass() -> None:
+    for name in (
+        "ipo",
+        "icepop_prime_rl",
+        "kpop",
+        "rollout_is",
+        "topr",
+        "dppo_tv",
+        "dppo_kl",
+        "cispo_two_sided",
+    ):
+        check_token_level(getattr(objectives, name))
+    check_token_level(partial(objectives.topr, scores=torch.arange(99) % 7 - 3))
+    bonus = torch.arange(9.0)
+    check_token_level(token_level(lambda tokens: -tokens.logps * bonus[tokens.sequence]))
+    check_token_level(coupled_by_mean, tolerance=1e9)
+    with pytest.raises(AssertionError, match="expected a gradient, got 0 at every token"):
+        check_token_level(lambda tokens: 0.0 * tokens.logps)
+
+
+def test_a_declaration_is_believed_and_nothing_is_run_twice() -> None:
     seen = []
 
     @token_level
     def counted(tokens: TokenInputs) -> torch.Tensor:
         seen.append(len(tokens.logps))
-        return -tokens.advantages * tokens.logps.square()
+        return coupled_by_mean(tokens)
 
-    inputs = training_batch()
-    plain = 2  # a chunk's coefficients, and the loss
-    old = torch.full((4, 6), -2.0)
-    few = {
-        **inputs,
-        "completion_mask": torch.eye(4, 6)[:, :6] * torch.tensor([1.0, 0, 0, 0])[:, None],
-    }
-    for given, evaluations in (
-        ({**few}, plain),  # one token: nothing to be told
-        ({**inputs, "advantages": torch.zeros(4)}, plain + 3),  # nor by gradients of 0
-        ({**inputs}, plain + 3),
-        ({**inputs}, plain),
-        ({**inputs, "old_per_token_logps": old}, plain + 3),
-        ({**inputs, "old_per_token_logps": old}, plain),
-        ({**inputs, "completion_mask": torch.zeros(4, 6)}, 1),
-    ):
+    for _ in range(2):  # a chunk's coefficients, and the loss
         seen.clear()
-        assert grpo_loss(**given, objective=counted).engine == "one_pass"
-        assert len(seen) == evaluations
-    seen.clear()
-    grpo_loss(**inputs, objective=token_level(counted.__wrapped__, verify=False))
-    assert len(seen) == plain
+        assert grpo_loss(**training_batch(), objective=counted).engine == "one_pass"
+        assert len(seen) == 2
+    declared = partial(token_level(Scaled().loss))  # what a partial is of decides
+    assert grpo_loss(**training_batch(), objective=declared).engine == "one_pass"
 
 
-def test_a_believed_function_is_not_verified_nor_one_without_gradient() -> None:
-    inputs = training_batch()
-    assert (
-        grpo_loss(**inputs, objective=token_level(coupled_by_mean, verify=False)).engine
-        == "one_pass"
-    )
-    with torch.inference_mode():
-        assert grpo_loss(**inputs, objective=token_level(coupled_by_mean)).engine == "score"
+def test_inputs_that_are_not_there_are_named() -> None:
+    message = "objective: expected the inputs that it reads; this call has no ref_per_token_logps, "
+    with pytest.raises(ValueError, match=message):
+        grpo_loss(
+            **training_batch(), objective=lambda tokens: tokens.logps - tokens.ref_per_token_logps
+        )
 
 
 @pytest.mark.parametrize(
@@ -217,11 +219,6 @@ def test_a_believed_function_is_not_verified_nor_one_without_gradient() -> None:
             TypeError,
             "objective: expected a function of TokenInputs, got int",
             lambda: token_level(3),
-        ),
-        (
-            TypeError,
-            "verify: expected a bool, got 1",
-            lambda: token_level(coupled_by_mean, verify=1),
         ),
         (
             TypeError,

@@ -1,6 +1,7 @@
 """A user's file, as type checkers see it; never run. Lines that end in ``# wrong`` are to be reported, no others."""
 
 import dataclasses
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from grpo_kernels import (
     grpo_loss,
     linear_divergence,
     linear_logprob,
+    objectives,
     policy_loss_from_logps,
     presets,
     token_level,
@@ -126,6 +128,8 @@ def read_name(backend: str) -> GRPOLoss:
 
 
 assert_type(GRPOLoss(objective=reinforce)(*loss_args), LossOutput)
+grpo_loss(*loss_args, objective=objectives.ipo)
+grpo_loss(*loss_args, objective=partial(objectives.clip_cov, clip_cov_ratio=0.001))
 grpo_loss(*loss_args, objective=lambda tokens: tokens.logps * 2)
 make_loss("cuda", "auto")  # wrong
 make_loss("auto", "auto", epsilon_hi=1)  # wrong
