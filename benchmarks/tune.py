@@ -1,6 +1,6 @@
 """Times the kernels' tiles on the GPU at hand and writes the winners to `tuned.json`: ``python -m benchmarks.tune``.
 
-At run time nothing is timed: the package reads this table (`configs`). Only the entries of the
+At run time nothing is timed: the package reads this table (`device.py`). Only the entries of the
 device's family are replaced; the others stay as they are. A candidate that breaks a rule of
 `benchmarks.aot.checks`, such as spilling registers, is not timed. Statistics and fused kernel share
 one winner, since their bits must agree.
@@ -36,9 +36,8 @@ import triton
 from triton.runtime.errors import OutOfResources
 
 from benchmarks.aot.kernels import Loss, row_runs
-from grpo_kernels.backends.triton_rows import configs
-from grpo_kernels.backends.triton_rows.configs import RowConfig, family
-from grpo_kernels.backends.triton_rows.device import arch_of
+from grpo_kernels.backends import triton_rows
+from grpo_kernels.backends.triton_rows.device import FAMILIES, TABLE, RowConfig, arch_of, family
 from grpo_kernels.backends.triton_rows.rows import INTERPRETED
 
 Entry = dict[str, Any]
@@ -114,7 +113,7 @@ def main(given: Sequence[str] | None = None) -> int:
         for config in REAL.tiles:
             print(f"candidate: {config}")
     with tempfile.TemporaryDirectory() as folder:
-        out = options.out or (Path(folder, configs.TABLE) if options.dry_run else own_table())
+        out = options.out or (Path(folder, TABLE) if options.dry_run else own_table())
         missed = tune(options.kernels, sizes, device, out, Budget(options.budget_seconds))
     if missed:
         print(f"no time for: {', '.join(missed)}; they stay as they were")
@@ -214,7 +213,7 @@ def seconds(run: Callable[[], Any]) -> float:
 
 
 def own_table() -> Path:
-    return Path(str(resources.files(configs.__package__).joinpath(configs.TABLE)))
+    return Path(str(resources.files(triton_rows).joinpath(TABLE)))
 
 
 def write(table: list[Entry], out: Path) -> None:
@@ -258,7 +257,7 @@ def merged(table: list[Entry], new: list[Entry]) -> list[Entry]:
 
 def check_table(table: list[Entry]) -> None:
     """Every family finds tiles for every kernel, whatever the vocabulary."""
-    for name, part in product(configs.FAMILIES, PARTS):
+    for name, part in product(FAMILIES, PARTS):
         found = [e for e in table if (e["family"], tuple(e["kernels"])) == (name, part)]
         assert any(e["vocab_at_most"] is None for e in found), (name, part)
 

@@ -22,7 +22,7 @@ from triton.compiler import ASTSource
 
 from benchmarks.aot.launches import Launch
 from benchmarks.aot.sass import SPILLING, Instruction, count, disassembled, inner_loops
-from grpo_kernels.backends.triton_rows.configs import family
+from grpo_kernels.backends.triton_rows.device import family
 
 # The most shared memory of a program; "default" stands for all other devices.
 SHARED_BYTES = {

@@ -16,13 +16,8 @@ from grpo_kernels.backends.interface import (
     RowStats,
     Teacher,
 )
-from grpo_kernels.backends.triton_rows import (
-    divergence,
-    fused,
-    grad,
-    stats,
-)
-from grpo_kernels.backends.triton_rows.configs import RowConfig
+from grpo_kernels.backends.triton_rows import divergence, fused, grad, reduce
+from grpo_kernels.backends.triton_rows.device import RowConfig
 from grpo_kernels.objective import losses
 from grpo_kernels.objective.config import LossConfig
 from grpo_kernels.token_loss.record import TokenLoss
@@ -123,7 +118,7 @@ def row_runs(
     of_rows = loss and loss.of_rows(numbers)
     wanted = {"entropy": entropy, "extras": extras}
     launch: Callable[[Any], Any] = {
-        "stats": lambda config: stats.launch_stats(chunk, config, **wanted),
+        "stats": lambda config: reduce.launch_stats(chunk, config, **wanted),
         "grad": lambda config: grad.launch_grad(
             chunk, statistics, d_logp, d_entropy, gradient, config, d_divergence
         ),

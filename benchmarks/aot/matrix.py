@@ -19,9 +19,8 @@ from benchmarks.aot.checks import Result, compile_launch
 from benchmarks.aot.kernels import BF16, FP16, FP32, META, H, Loss, V, row_runs
 from benchmarks.aot.launches import Launch, caught
 from grpo_kernels.backends.interface import STATISTICS
-from grpo_kernels.backends.triton_rows import configs
-from grpo_kernels.backends.triton_rows.configs import RowConfig, family
-from grpo_kernels.backends.triton_rows.scale import launch_scale
+from grpo_kernels.backends.triton_rows.device import ROW_KERNELS, RowConfig, family, row_configs
+from grpo_kernels.backends.triton_rows.grad import launch_scale
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 FALLBACK = "sm_120"  # of the family "default": only what is quick
@@ -79,8 +78,8 @@ def line_of(case: Case) -> tuple[str, bool]:
 
 
 def _rows(arch: str) -> Iterator[Case]:
-    for kernel in configs.ROW_KERNELS:
-        for config in configs.row_configs(kernel, family(arch)):
+    for kernel in ROW_KERNELS:
+        for config in row_configs(kernel, family(arch)):
             yield from row_cases(kernel, arch, config)
 
 

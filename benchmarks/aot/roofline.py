@@ -30,7 +30,7 @@ from benchmarks.aot.sass import (
     moved,
 )
 from grpo_kernels.backends.interface import STATISTICS
-from grpo_kernels.backends.triton_rows.configs import row_config
+from grpo_kernels.backends.triton_rows.device import row_config
 
 ARCH = "sm_90"
 DOCUMENT = Path(__file__).parents[2] / "docs" / "roofline.md"

@@ -1,14 +1,16 @@
 """Row backends: the work on a chunk of logits, row by row, between the matrix products.
 
-A backend knows no matrix product, and of the loss only each row's coefficients. Calls on a chunk, in this order::
+A backend knows no matrix product, and of the loss only each row's coefficients. Calls on a chunk,
+in this order::
 
     prepare_(logits, transform)             raw projection -> the form that the backend reads
     stats(chunk, ...)    -> RowStats        log-probability, entropy, the numbers `grad` needs
     grad(chunk, stats, a, b, out)           out = d loss / d raw projection
 
-If a `TokenLoss` can describe the loss and the backend fuses, ``fused`` takes the place of the last two.
-`torch_rows.TorchRows` runs anywhere and is the oracle for every other backend; `triton_rows.rows.TritonRows` runs on a
-GPU, `cpp_rows.CppRows` on a CPU. Which of them serves is said by `interface.Backend`, one in each of these modules.
+If a `TokenLoss` can describe the loss and the backend fuses, ``fused`` takes the place of the last
+two. `torch_rows.TorchRows` runs anywhere and is the oracle for every other backend;
+`triton_rows.rows.TritonRows` runs on a GPU, `cpp_rows.CppRows` on a CPU. Which of them serves is
+said by `interface.Backend`, one in each of these modules.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ def check_backend(name: object) -> None:
 def choose_backend(
     name: str, device: torch.device, dtype: torch.dtype = torch.float32
 ) -> tuple[RowBackend, str]:
-    """Return the row backend for logits of `dtype` on `device`, and the reason for the choice, in words.
+    """Return the row backend for logits of `dtype` on `device`, and why it was chosen, in words.
 
     The first choice of the CPU's kernels in a process may compile them, once.
 

@@ -1,31 +1,34 @@
 """Divergences of one distribution from another, term by term, written so that nothing cancels.
 
-With p the student's probabilities, q the teacher's, d = log p - log q, m = (1 - beta) p + beta q, over the vocabulary::
+With p the student's probabilities, q the teacher's, d = log p - log q, m = (1 - beta) p + beta q,
+over the vocabulary::
 
-    beta = 0    D = KL(q || p) = sum q log(q / p)                                  forward
-    beta = 1    D = KL(p || q) = sum p log(p / q)                                  reverse
-    between     D = (1 - beta) KL(p || m) + beta KL(q || m)                        Jensen-Shannon, generalised
+    beta = 0    D = KL(q || p) = sum q log(q / p)                        forward
+    beta = 1    D = KL(p || q) = sum p log(p / q)                        reverse
+    between     D = (1 - beta) KL(p || m) + beta KL(q || m)              Jensen-Shannon
 
-(orientation and mixture of TRL's `beta`; https://arxiv.org/abs/2306.13649). The terms of these sums have both signs:
-where p and q nearly agree they cancel to a number as small as d^2, out of terms as large as d. Both distributions sum
-to 1, so that any multiple of ``q - p`` may be added to the terms; the right one makes each of them >= 0, and as small
-as d^2::
+(orientation and mixture of TRL's `beta`; https://arxiv.org/abs/2306.13649). The terms of these sums
+have both signs: where p and q nearly agree they cancel to a number as small as d^2, out of terms as
+large as d. Both distributions sum to 1, so that any multiple of ``q - p`` may be added to the
+terms; the right one makes each of them >= 0, and as small as d^2::
 
     reverse     p log(p / q) + q - p    = p phi(d)       phi(d) = e^-d - 1 + d
     forward     q log(q / p) + p - q    = q phi(-d)
 
-and likewise between. An error that all d share, such as that of the normalisers, then changes D in second order only.
-The functions compute with x = |d| and the larger of p and q; p phi(-x) is written q chi(x), chi(x) = 1 - e^-x (1 + x),
-so that nothing overflows.
+and likewise between. An error that all d share, such as that of the normalisers, then changes D in
+second order only. The functions compute with x = |d| and the larger of p and q; p phi(-x) is
+written q chi(x), chi(x) = 1 - e^-x (1 + x), so that nothing overflows.
 
-The gradient is ``d D / d z_v = k_v - p_v sum k``, with k_v = p_v d D / d p_v up to a multiple of p_v::
+The gradient is ``d D / d z_v = k_v - p_v sum k``, with k_v = p_v d D / d p_v up to a multiple of
+p_v::
 
     reverse  k = p d        forward  k = p - q        between  k = (1 - beta) p log(p / m)
 
-sum k is `DivergenceStats.sum_k`. It is computed from the same d, so that an error that all d share drops out.
+sum k is `DivergenceStats.sum_k`. It is computed from the same d, so that an error that all d share
+drops out.
 
-These functions are the one source for torch and Triton (csrc/divergence.inl is written after them): they are
-elementwise, call only the functions imported here, and write numbers as floats.
+These functions are the one source for torch and Triton (csrc/divergence.inl is written after them):
+they are elementwise, call only the functions imported here, and write numbers as floats.
 """
 
 from __future__ import annotations
@@ -48,7 +51,10 @@ TERMS = {
 
 
 def reverse(d, lead, beta):
-    """The terms of KL(p || q), and k; `lead` is the larger of p and q. A q of 0 under a p > 0 makes it infinite."""
+    """The terms of KL(p || q), and k; `lead` is the larger of p and q.
+
+    A q of 0 under a p > 0 makes it infinite.
+    """
     x, e, _less, phi, chi = powers(d)
     ahead = d >= 0.0  # p >= q
     p = where(ahead, lead, lead * e)
@@ -68,8 +74,8 @@ def forward(d, lead, beta):
 def mixed(d, lead, beta):
     """The terms of the generalised Jensen-Shannon divergence, and k: finite, whatever p and q are.
 
-    With s the mixture's share of the smaller of the two, m = lead (1 + w), w = s (e^-x - 1), and the term is
-    ``lead (s chi(x) - g(w))``, g(w) = (1 + w) log(1 + w) - w.
+    With s the mixture's share of the smaller of the two, m = lead (1 + w), w = s (e^-x - 1), and
+    the term is ``lead (s chi(x) - g(w))``, g(w) = (1 + w) log(1 + w) - w.
     """
     x, e, less, _phi, chi = powers(d)
     ahead = d >= 0.0
@@ -86,7 +92,7 @@ def mixed(d, lead, beta):
 
 
 def powers(d):
-    """Return x = |d|, with inf as a large number, e^-x, e^-x - 1, phi(x) and chi(x); the module defines these."""
+    """Return x = |d|, with inf as a large number, e^-x, e^-x - 1, phi(x) and chi(x)."""
     x = clamp_max(magnitude(d), FAR)
     e = exp(-x)
     near = x < NEAR

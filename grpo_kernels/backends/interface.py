@@ -18,8 +18,8 @@ STATISTICS = choices(Extra)
 class Backend(Protocol):
     """A row backend before it is loaded: where it serves, and why not elsewhere.
 
-    The backend that `BackendName` calls x is `BACKEND` in the module ``backends.x_rows``. Importing the module compiles
-    nothing, and imports no package that may be missing.
+    The backend that `BackendName` calls x is `BACKEND` in the module ``backends.x_rows``. Importing
+    the module compiles nothing, and imports no package that may be missing.
     """
 
     def prefers(self, device: torch.device) -> bool:
@@ -31,9 +31,10 @@ class Backend(Protocol):
         ...
 
     def refusal(self, device: torch.device, dtype: torch.dtype, *, asked_for: bool) -> str | None:
-        """Return the reason why this backend cannot serve logits of `dtype` on `device`, in words; None if it can.
+        """Return why this backend cannot serve these logits here, in words; None if it can.
 
-        Unless it was `asked_for` by name, warn of a reason that the user can remove (`warn_of_torch`).
+        Unless it was `asked_for` by name, warn of a reason that the user can remove
+        (`warn_of_torch`).
         """
         ...
 
@@ -45,8 +46,8 @@ class Backend(Protocol):
 def warn_of_torch(place: str, better: str, refusal: str) -> None:
     """Warn, once, that torch does the row work on the `place`, slower than in `better`, and why."""
     warn_once(
-        f"on the {place}, losses and log-probabilities run in torch operations, slower than in {better} "
-        f'(backend="torch" asks for this without a warning): {refusal}',
+        f"on the {place}, losses and log-probabilities run in torch operations, slower than in "
+        f'{better} (backend="torch" asks for this without a warning): {refusal}',
         RuntimeWarning,
     )
 
@@ -65,10 +66,11 @@ class LogitTransform:
     rounded_to: torch.dtype | None = None  # a 16-bit dtype that x + bias is rounded to
 
     def factors(self) -> tuple[float, float]:
-        """Return (inner, outer), the factors that all rows share; temperatures per row are not in them.
+        """Return (inner, outer), the factors that all rows share, without temperatures per row.
 
-        ``z = x * inner`` with inner = scale / T; with a soft-cap ``z = tanh(x * inner) * outer``, inner = scale / cap
-        and outer = cap / T. A temperature per row divides outer with a soft-cap, else inner. In double, as in torch.
+        ``z = x * inner`` with inner = scale / T; with a soft-cap ``z = tanh(x * inner) * outer``,
+        inner = scale / cap and outer = cap / T. A temperature per row divides outer with a
+        soft-cap, else inner. In double, as in torch.
         """
         shared = 1.0 if isinstance(self.inv_temperature, Tensor) else self.inv_temperature
         if self.softcap is None:
@@ -81,10 +83,12 @@ class Chunk:
     """Some rows of the logits, as a backend reads them.
 
     Attributes:
-        logits: fp32 (fp64 for fp64 inputs), the rows contiguous, as `RowBackend.prepare_` left them; n is at least 16.
+        logits: fp32 (fp64 for fp64 inputs), the rows contiguous, as `RowBackend.prepare_` left
+            them; n is at least 16.
         ids: int64 in [0, V), each row's target; `fused` and `grad` define the meaning of other ids.
         transform: from the raw projection to the scaled logits z.
-        first_id: the id of the first column, if the columns are a slice of the vocabulary: only `grad` supports that.
+        first_id: the id of the first column, if the columns are a slice of the vocabulary: only
+            `grad` supports that.
         teacher: the logits of another head for the same rows, if a divergence from them is wanted.
     """
 
@@ -102,11 +106,12 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Teacher:
-    """The other distribution of a chunk's rows, and the divergence wanted: see `backends.divergence`.
+    """The other distribution of a chunk's rows, and the divergence (`backends.divergence`).
 
     Attributes:
         logits: in the shape and dtype of the chunk's; never written.
-        jsd_beta: 0 for KL(teacher || student), 1 for KL(student || teacher), between them Jensen-Shannon divergences.
+        jsd_beta: 0 for KL(teacher || student), 1 for KL(student || teacher), between them
+            Jensen-Shannon divergences.
     """
 
     logits: Tensor  # (n, V)
@@ -116,7 +121,7 @@ class Teacher:
 
 @dataclass(frozen=True)
 class RowStats:
-    """Per-row results over the scaled logits z (n, V); all of shape (n,), in the accumulator's dtype."""
+    """Per-row results over the scaled logits z (n, V): (n,) each, in the accumulator's dtype."""
 
     logps: Tensor  # log softmax(z)[id]
     max_logit: Tensor  # max_j z_j
@@ -137,7 +142,7 @@ class RowStats:
         terms: tuple[str, ...] = (),
         divergence: bool = False,
     ) -> RowStats:
-        """Concatenate the statistics of `chunks`; without any, return those of no rows, on the device of `like`."""
+        """Concatenate the statistics of `chunks`; without any, those of no rows, like `like`."""
         if not chunks:
             none, flags = like.new_empty(0, dtype=dtype), like.new_empty(0, dtype=torch.bool)
             empty = {name: flags if name == "is_top1" else none for name in extras}
@@ -172,7 +177,7 @@ class DivergenceStats(NamedTuple):
     """Per-row results over the logits of both heads, (n,) each."""
 
     value: Tensor  # D >= 0
-    sum_k: Tensor  # sum of k over the vocabulary, see `backends.divergence`; `grad` takes p times it off k
+    sum_k: Tensor  # sum of k over the vocabulary; `grad` takes p times it off k
     max_logit: Tensor  # the teacher's
     log_sum: Tensor  # the teacher's
 
@@ -188,9 +193,7 @@ class RowBackend(Protocol):
     name: str
 
     def scratch_rows(self, n: int, vocab: int, *, teacher: bool = False) -> int:
-        """Return the temporary memory that the methods need for a chunk of `n` rows, with or without a teacher, in rows
-        of logits.
-        """
+        """Return the temporary memory that a chunk of `n` rows needs, in rows of logits."""
         ...
 
     def prepare_(self, logits: Tensor, transform: LogitTransform) -> None:
@@ -202,9 +205,10 @@ class RowBackend(Protocol):
         ...
 
     def diverge(self, chunk: Chunk, stats: RowStats, teacher: RowStats) -> tuple[Tensor, Tensor]:
-        """`DivergenceStats.value` and ``.sum_k`` (n,) of a chunk with a teacher, given both heads' row statistics.
+        """`DivergenceStats.value` and ``.sum_k`` (n,) of a chunk with a teacher.
 
-        The statistics may be those of a whole vocabulary that the columns are a part of: the parts' results add up.
+        The statistics may be those of a whole vocabulary that the columns are a part of: the parts'
+        results add up.
         """
         ...
 
@@ -217,31 +221,32 @@ class RowBackend(Protocol):
         out: Tensor,
         d_divergence: Tensor | None = None,
     ) -> None:
-        """``out = d loss / d (raw projection)``, from the loss's derivatives in a row's three numbers, (n,) each.
+        """``out = d loss / d (raw projection)``, from derivatives in a row's three numbers (n,).
 
-        `out` (n, V) may be the logits themselves, or another tensor, also of 16 bits; the logits may be overwritten
-        either way. A row whose id is none of the columns has no target. Without `d_divergence` a teacher is ignored.
+        `out` (n, V) may be the logits themselves, or another tensor, also of 16 bits; the logits
+        may be overwritten either way. A row whose id is none of the columns has no target. Without
+        `d_divergence` a teacher is ignored.
         """
         ...
 
     def scale(self, x: Tensor, factor: Tensor, out: Tensor) -> None:
-        """``out = x * factor``, rounded once: a gradient of any shape in the accumulator's dtype, times () or (m, 1).
+        """``out = x * factor``, rounded once: a gradient of any shape, times () or (m, 1).
 
-        `out` has the shape of `x`, and may be `x`, or be of 16 bits.
+        `x` is in the accumulator's dtype. `out` has its shape, and may be `x`, or be of 16 bits.
         """
         ...
 
 
 @runtime_checkable
 class FusedRowBackend(RowBackend, Protocol):
-    """Backend that can also compute a whole `TokenLoss`, after reading a row and before writing its gradient."""
+    """Backend that also computes a whole `TokenLoss`, between a row's statistics and gradient."""
 
     fuses_teacher: bool  # True if `fused` takes chunks with a teacher
 
     def fused(self, chunk: Chunk, token_loss: TokenLoss, out: Tensor | None) -> RowStats:
-        """Do `stats`, compute the loss of each row as `terms`, and do `grad` if `out` is given, at once. For a chunk
-        with a teacher, `TokenLoss.kl` is ``"full"``, and the divergence is computed, too.
+        """Do `stats`, compute the loss of each row as `terms`, and do `grad` if `out` is given.
 
-        An id of -1 is invalid: the row's log-probability, loss and d_logp are NaN.
+        For a chunk with a teacher `TokenLoss.kl` is ``"full"``: the divergence is computed, too. An
+        id of -1 is invalid: the row's log-probability, loss and d_logp are NaN.
         """
         ...

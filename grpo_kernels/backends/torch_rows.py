@@ -6,10 +6,11 @@ With m = max_j z_j, e_j = exp(z_j - m), S = sum_j e_j and y the target::
     entropy  = log S - sum_j e_j (z_j - m) / S
     d z_j    = a * (1[j = y] - p_j) - b * p_j * (log p_j + entropy) + c * (k_j - p_j sum_i k_i)
 
-The target is left out of the sum in logp, and the largest term out of the sum in log S, so that neither cancels when a
-token is nearly certain; likewise ``1 - p_y = -expm1(logp)``. A probability of zero (a logit of -inf) drops out of the
-entropy. The entropy's bits do not depend on the target: tokens that share a hidden state tie. k belongs to a divergence
-from a teacher's logits (`divergence`).
+The target is left out of the sum in logp, and the largest term out of the sum in log S, so that
+neither cancels when a token is nearly certain; likewise ``1 - p_y = -expm1(logp)``. A probability
+of zero (a logit of -inf) drops out of the entropy. The entropy's bits do not depend on the target:
+tokens that share a hidden state tie. k belongs to a divergence from a teacher's logits
+(`divergence`).
 """
 
 from __future__ import annotations
@@ -130,7 +131,8 @@ class TorchRows:
         logits, transform = chunk.logits, chunk.transform
         n, vocab = logits.shape
         columns = chunk.ids - chunk.first_id
-        # d raw = d z * dz/draw: the part that is the same for the whole row goes into the coefficients
+        # d raw = d z * dz/draw: the part that is the same for the whole row goes into the
+        # coefficients
         inv_t = transform.inv_temperature
         row_factor = transform.scale * (inv_t[:, 0] if isinstance(inv_t, Tensor) else inv_t)
         d_logp = d_logp * row_factor
@@ -201,7 +203,7 @@ def _offset(stats: RowStats, teacher: DivergenceStats) -> Tensor:
 
 
 def _terms(z: Tensor, teacher: Teacher, block: slice, stats: RowStats) -> tuple[Tensor, Tensor]:
-    """Return the divergence's terms and k, (r, V) each, of the rows `block` with logits z (r, V)."""
+    """The divergence's terms and k, (r, V) each, of the rows `block` with logits z (r, V)."""
     y, divergence = teacher.logits[block], stats.divergence
     assert divergence is not None
     d = z - y
@@ -308,6 +310,6 @@ def _blocks(n: int, vocab: int) -> Iterator[slice]:
 
 
 def _even_blocks(n: int, most: int) -> Iterator[slice]:
-    """Blocks of nearly equal size, so that none is a single row (if n > 1): torch sums a lone row in another order."""
+    """Blocks of nearly equal size, none of a single row (if n > 1): torch sums that otherwise."""
     count = -(-n // most)
     return (slice(n * i // count, n * (i + 1) // count) for i in range(count))

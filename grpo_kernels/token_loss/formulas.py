@@ -1,7 +1,7 @@
 """The policy surrogates and KL estimators, elementwise: the one source of all backends.
 
 torch runs these functions as they stand; Triton compiles the same ones with its own `where`, `exp`, ... in place of
-torch's (`backends/triton_rows/surrogates.py`); of their text `csrc/generate.py` makes `csrc/formulas.h`. Hence they use
+torch's (`backends/triton_rows/mathfn.py`); of their text `csrc/generate.py` makes `csrc/formulas.h`. Hence they use
 the functions imported here, names, arithmetic and comparisons only, and numbers are floats.
 
 A surrogate maps the log-ratio R (or the argument that its loss type has in its place), the advantage A, the

@@ -36,7 +36,7 @@ PRODUCT = re.compile(
 REASONS = (
     (
         "fused_kernel",
-        r"barrier [^(]*\((barrier\.py:\d+ @ )?fused\.py:\d+\)$",
+        r"barrier [^(]*\((grad\.py:\d+ @ )?fused\.py:\d+\)$",
         "reductions with barriers of their own lie between the reads and the writes",
     ),
     (
@@ -46,7 +46,7 @@ REASONS = (
     ),
     (
         ".*",
-        r".*setp.* moved by \+1 \(steps.py",
+        r".*setp.* moved by \+1 \(transform.py",
         "a row past the last repeats it: the same numbers are stored again",
     ),
 )

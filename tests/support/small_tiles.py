@@ -8,12 +8,12 @@ from dataclasses import replace
 from torch import Tensor
 
 from grpo_kernels.backends.interface import Chunk, RowStats
-from grpo_kernels.backends.triton_rows.configs import RowConfig
+from grpo_kernels.backends.triton_rows.device import RowConfig
 from grpo_kernels.backends.triton_rows.divergence import launch_diverge
 from grpo_kernels.backends.triton_rows.fused import launch_fused
 from grpo_kernels.backends.triton_rows.grad import launch_grad
+from grpo_kernels.backends.triton_rows.reduce import launch_stats
 from grpo_kernels.backends.triton_rows.rows import TritonRows
-from grpo_kernels.backends.triton_rows.stats import launch_stats
 from grpo_kernels.token_loss.record import TokenLoss
 
 

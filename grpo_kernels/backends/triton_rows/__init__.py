@@ -1,6 +1,7 @@
-"""The row backend in Triton, for GPUs, and for a CPU with ``TRITON_INTERPRET=1`` set before Triton is imported.
+"""The row backend in Triton, for GPUs, and in Triton's interpreter for a CPU.
 
-Only `rows` and what it imports need Triton, which may not be installed.
+The interpreter needs ``TRITON_INTERPRET=1`` to be set before Triton is imported. Only `rows` and
+what it imports need Triton, which may not be installed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Divergences of one head's row from another's: the formulas compiled, and their sums over the vocabulary.
+"""Divergences of one head's rows from another's: formulas compiled, and their sums.
 
-The formulas are those of `backends.divergence`: their text is compiled with the functions below in the place of
-torch's. All kernels take the offset between z - y and log p - log q from the stored statistics, so that terms and k of
-equal rows are exactly 0.
+The formulas are those of `backends.divergence`: their text is compiled with the functions below in
+the place of torch's. All kernels take the offset between z - y and log p - log q from the stored
+statistics, so that terms and k of equal rows are exactly 0.
 """
 
 from __future__ import annotations
@@ -16,12 +16,25 @@ from torch import Tensor
 
 from grpo_kernels.backends import divergence
 from grpo_kernels.backends.interface import Chunk, DivergenceStats, RowStats, Teacher
-from grpo_kernels.backends.triton_rows.configs import RowConfig
-from grpo_kernels.backends.triton_rows.mathfn import exp, exp_term, log1p
+from grpo_kernels.backends.triton_rows.device import RowConfig
+from grpo_kernels.backends.triton_rows.mathfn import (
+    clamp_max,
+    compiled,
+    exp,
+    exp_term,
+    full_like,
+    log1p,
+    where,
+)
 from grpo_kernels.backends.triton_rows.reduce import sum_lanes
-from grpo_kernels.backends.triton_rows.steps import load_logits, row_block
-from grpo_kernels.backends.triton_rows.surrogates import clamp_max, compiled, full_like, where
-from grpo_kernels.backends.triton_rows.transform import PER_ROW, head_arguments, head_rows, scaled
+from grpo_kernels.backends.triton_rows.transform import (
+    PER_ROW,
+    head_arguments,
+    head_rows,
+    load_logits,
+    row_block,
+    scaled,
+)
 
 DEGREE = tl.constexpr(divergence.TERMS[torch.float32] - 1)  # of the series
 PHI = tl.constexpr(divergence.PHI[: DEGREE.value + 1])
@@ -74,18 +87,13 @@ _TERMS = {
 }
 
 
-def terms_of(beta: float) -> Any:
-    """`divergence.terms_of`, compiled."""
-    return _TERMS[divergence.terms_of(beta)]
-
-
 def teacher_arguments(teacher: Teacher, diverged: DivergenceStats) -> dict[str, Any]:
     """Kernel arguments that describe a chunk's teacher and the divergence, except its value."""
     of_head = head_arguments(teacher.logits, teacher.transform).items()
     return {
         **{("TEACHER_" if name.isupper() else "teacher_") + name: x for name, x in of_head},
         "jsd_beta": teacher.jsd_beta,
-        "TERMS": terms_of(teacher.jsd_beta),
+        "TERMS": _TERMS[divergence.terms_of(teacher.jsd_beta)],
         "teacher_max_logit_ptr": diverged.max_logit,
         "teacher_log_sum_ptr": diverged.log_sum,
         "sum_k_ptr": diverged.sum_k,
@@ -95,7 +103,7 @@ def teacher_arguments(teacher: Teacher, diverged: DivergenceStats) -> dict[str, 
 def launch_diverge(
     chunk: Chunk, stats: RowStats, teacher: RowStats, config: RowConfig
 ) -> tuple[Tensor, Tensor]:
-    """The divergence and the sum of k (n,) of a chunk with a teacher, given both heads' statistics."""
+    """The divergence and the sum of k (n,) of a chunk with a teacher."""
     assert chunk.teacher is not None
     (n, vocab), new = chunk.logits.shape, chunk.logits.new_empty
     diverged = DivergenceStats(new(n), new(n), teacher.max_logit, teacher.log_sum)
@@ -151,15 +159,18 @@ def diverge_kernel(
     BLOCK_V: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
-    """The divergence of `BLOCK_N` rows, and the sum of their k."""
+    """The divergence of `BLOCK_N` rows and the sum of their k, from the rows' ends to their starts.
+
+    Both are NaN where a row of either head has no finite logit, or a NaN.
+    """
     rows, is_row = row_block(tl.program_id(0), n, BLOCK_N)
     row_ptrs, inner, outer = head_rows(
         logits_ptr, stride_n, rows, inv_t_ptr, inner, outer, HAS_SOFTCAP
     )
     head = (row_ptrs, bias_ptr, inner, outer)
     teacher_ptrs, teacher_inner, teacher_outer = head_rows(
-        teacher_logits_ptr, teacher_stride_n, rows, teacher_inv_t_ptr, teacher_inner, teacher_outer,
-        TEACHER_HAS_SOFTCAP,
+        teacher_logits_ptr, teacher_stride_n, rows, teacher_inv_t_ptr,
+        teacher_inner, teacher_outer, TEACHER_HAS_SOFTCAP,
     )  # fmt: skip
     teacher = (teacher_ptrs, teacher_bias_ptr, teacher_inner, teacher_outer)
     known = normalisers(
@@ -168,49 +179,33 @@ def diverge_kernel(
         tl.load(teacher_max_logit_ptr + rows)[:, None],
         tl.load(teacher_log_sum_ptr + rows)[:, None],
     )
-    value, sum_k = diverge_rows(
-        head, teacher, known, V, jsd_beta, TERMS,
-        HAS_SOFTCAP, ROUNDED_TO, TEACHER_HAS_SOFTCAP, TEACHER_ROUNDED_TO, BLOCK_N, BLOCK_V, NUM_STAGES,
-    )  # fmt: skip
-    tl.store(value_ptr + rows, value, mask=is_row)
-    tl.store(sum_k_ptr + rows, sum_k, mask=is_row)
-
-
-@triton.jit
-def normalisers(m, log_sum, teacher_m, teacher_log_sum):
-    """Return (m, 1 / sum) of both heads and their offset, (z - y) - (log p - log q), (R, 1) each, for `terms`."""
-    offset = (m - teacher_m) + (log_sum - teacher_log_sum)
-    return m, exp(-log_sum), teacher_m, exp(-teacher_log_sum), offset
-
-
-@triton.jit
-def diverge_rows(
-    head, teacher, known, V, beta, TERMS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, ROUNDED_TO: tl.constexpr,
-    TEACHER_HAS_SOFTCAP: tl.constexpr, TEACHER_ROUNDED_TO: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, NUM_STAGES: tl.constexpr,
-):  # fmt: skip
-    """Sums of the divergence's terms and of k, (BLOCK_N,), from the rows' ends to their starts.
-
-    Both are NaN where a row of either head has no finite logit, or a NaN. `known` is what `normalisers` returned.
-    """
     LANES: tl.constexpr = BLOCK_V // 4
     value = tl.zeros((BLOCK_N, LANES), tl.float32)
     sum_k = tl.zeros((BLOCK_N, LANES), tl.float32)
     whole = V // BLOCK_V * BLOCK_V
     if whole < V:
         value, sum_k = diverge_step(
-            value, sum_k, head, teacher, known, whole, V, beta, TERMS,
+            value, sum_k, head, teacher, known, whole, V, jsd_beta, TERMS,
             HAS_SOFTCAP, ROUNDED_TO, TEACHER_HAS_SOFTCAP, TEACHER_ROUNDED_TO,
         )  # fmt: skip
     for back in tl.range(BLOCK_V, whole + BLOCK_V, BLOCK_V, num_stages=NUM_STAGES):
         value, sum_k = diverge_step(
-            value, sum_k, head, teacher, known, whole - back, None, beta, TERMS,
+            value, sum_k, head, teacher, known, whole - back, None, jsd_beta, TERMS,
             HAS_SOFTCAP, ROUNDED_TO, TEACHER_HAS_SOFTCAP, TEACHER_ROUNDED_TO,
         )  # fmt: skip
     offset = tl.reshape(known[4], (BLOCK_N,))
     odd = offset - offset  # 0, or NaN
-    return sum_lanes(value) + odd, sum_lanes(sum_k) + odd
+    value = sum_lanes(value) + odd
+    sum_k = sum_lanes(sum_k) + odd
+    tl.store(value_ptr + rows, value, mask=is_row)
+    tl.store(sum_k_ptr + rows, sum_k, mask=is_row)
+
+
+@triton.jit
+def normalisers(m, log_sum, teacher_m, teacher_log_sum):
+    """Return (m, 1 / sum) of both heads and the offset (z - y) - (log p - log q), (R, 1) each."""
+    offset = (m - teacher_m) + (log_sum - teacher_log_sum)
+    return m, exp(-log_sum), teacher_m, exp(-teacher_log_sum), offset
 
 
 @triton.jit
@@ -219,7 +214,7 @@ def diverge_step(
     HAS_SOFTCAP: tl.constexpr, ROUNDED_TO: tl.constexpr,
     TEACHER_HAS_SOFTCAP: tl.constexpr, TEACHER_ROUNDED_TO: tl.constexpr,
 ):  # fmt: skip
-    """Add four columns for each lane, from `load_logits`; beyond the vocabulary terms and k are 0."""
+    """Add four columns for each lane; beyond the vocabulary terms and k are 0."""
     W: tl.constexpr = value.shape[1]
     z0, z1, z2, z3, _id0, _id1, _id2, _id3 = load_logits(
         head, start, end, HAS_SOFTCAP, ROUNDED_TO, W
@@ -236,7 +231,7 @@ def diverge_step(
 
 @triton.jit
 def terms(z, y, known, beta, TERMS: tl.constexpr):
-    """Return the divergence's terms, and k, from the scaled logits z of the student and y of the teacher, (R, W)."""
+    """The divergence's terms, and k, from logits z of the student and y of the teacher, (R, W)."""
     m, inv_sum, teacher_m, teacher_inv_sum, offset = known
     d = z - y
     d = tl.where(d == d, d - offset, 0.0)  # -inf - -inf: p = q = 0
@@ -249,16 +244,9 @@ def terms(z, y, known, beta, TERMS: tl.constexpr):
 
 @triton.jit
 def k_of(
-    x,
-    y,
-    head,
-    teacher,
-    known,
-    beta,
-    TERMS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    TEACHER_HAS_SOFTCAP: tl.constexpr,
-):
+    x, y, head, teacher, known, beta, TERMS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, TEACHER_HAS_SOFTCAP: tl.constexpr,
+):  # fmt: skip
     """k of the projections x of the student and y of the teacher, (R, W)."""
     z = scaled(x, head, HAS_SOFTCAP)
     _value, k = terms(z, scaled(y, teacher, TEACHER_HAS_SOFTCAP), known, beta, TERMS)

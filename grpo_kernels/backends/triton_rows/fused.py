@@ -1,7 +1,7 @@
-"""A whole `TokenLoss` in one launch: row statistics, the loss of each token, and d loss / d (raw projection).
+"""A whole `TokenLoss` in one launch: statistics, loss, and d loss / d (raw projection).
 
-The first pass over a row is that of `stats`, with the same bits. The second is that of `grad`. It goes back from the
-row's end, which the cache may still hold.
+The first pass over a row is that of `stats`, with the same bits. The second is that of `grad`. It
+goes back from the row's end, which the cache may still hold.
 """
 
 from __future__ import annotations
@@ -11,20 +11,25 @@ import triton.language as tl
 from torch import Tensor
 
 from grpo_kernels.backends.interface import Chunk, RowStats
-from grpo_kernels.backends.triton_rows.barrier import barrier
-from grpo_kernels.backends.triton_rows.configs import RowConfig
+from grpo_kernels.backends.triton_rows.device import RowConfig
 from grpo_kernels.backends.triton_rows.grad import (
+    barrier,
     of_raw,
     row_terms,
     store_target,
     target_gradient,
     write_gradient,
 )
-from grpo_kernels.backends.triton_rows.mathfn import exp
-from grpo_kernels.backends.triton_rows.reduce import finish, target_logp
-from grpo_kernels.backends.triton_rows.steps import load_at, reduce_rows, row_block
-from grpo_kernels.backends.triton_rows.surrogates import ESTIMATORS, SURROGATES, times
-from grpo_kernels.backends.triton_rows.transform import PER_ROW, chunk_arguments, head_rows, scaled
+from grpo_kernels.backends.triton_rows.mathfn import ESTIMATORS, SURROGATES, exp, times
+from grpo_kernels.backends.triton_rows.reduce import finish, reduce_rows, target_logp
+from grpo_kernels.backends.triton_rows.transform import (
+    PER_ROW,
+    chunk_arguments,
+    head_rows,
+    load_at,
+    row_block,
+    scaled,
+)
 from grpo_kernels.token_loss.record import TokenLoss
 
 
@@ -117,24 +122,17 @@ def fused_kernel(
     BLOCK_V: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
-    """`BLOCK_N` rows, from raw projection to loss and, with `out_ptr`, gradient; a KL term if there is `ref_ptr`."""
+    """`BLOCK_N` rows, from raw projection to loss and, with `out_ptr`, gradient."""
     rows, is_row = row_block(tl.program_id(0), n, BLOCK_N)
     row_ptrs, inner, outer = head_rows(
         logits_ptr, stride_n, rows, inv_t_ptr, inner, outer, HAS_SOFTCAP
     )
     head = (row_ptrs, bias_ptr, inner, outer)  # see `head_rows`
-    ids = tl.load(
-        ids_ptr + rows
-    )  # in [0, V), or -1: the caller has marked all invalid ids, those of V or more, too
+    ids = tl.load(ids_ptr + rows)  # in [0, V), or -1, by which the caller marks all invalid ids
     is_id = (ids >= 0) & (ids < V)
     x_target = load_at(head, ids, is_id, ROUNDED_TO)
     z_target = tl.reshape(scaled(x_target, head, HAS_SOFTCAP), ids.shape)
-    wanted = (
-        True,
-        False,
-        False,
-        False,
-    )  # of (t, squares, total, top_id), see `steps`; m, rest, t: see `reduce`
+    wanted = (True, False, False, False)  # of (t, squares, total, top_id), see `reduce`
     m, rest, t, _squares, _total, _top_id = reduce_rows(
         head, V, HAS_SOFTCAP, ROUNDED_TO, wanted, BLOCK_N, BLOCK_V, NUM_STAGES
     )
@@ -165,44 +163,37 @@ def fused_kernel(
     if out_ptr is not None:
         d_entropies = tl.zeros_like(d_logp) + d_entropy
         level, tilt = row_terms(
-            head,
-            log_sum[:, None],
-            entropy[:, None],
-            d_logp[:, None],
-            d_entropies[:, None],
-            HAS_ENTROPY_GRADIENT,
-            HAS_SOFTCAP,
-        )
+            head, log_sum[:, None], entropy[:, None], d_logp[:, None], d_entropies[:, None],
+            HAS_ENTROPY_GRADIENT, HAS_SOFTCAP,
+        )  # fmt: skip
         out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * stride_out_n
         barrier()  # `out` may be `logits`: all threads have read before one writes
         whole = V // BLOCK_V * BLOCK_V
         if whole < V:
             write_gradient(
-                head, out_ptrs, whole, V, is_row, m[:, None], level, tilt, HAS_ENTROPY_GRADIENT,
-                HAS_SOFTCAP, ROUNDED_TO, BLOCK_V,
+                head, out_ptrs, whole, V, is_row, m[:, None], level, tilt,
+                HAS_ENTROPY_GRADIENT, HAS_SOFTCAP, ROUNDED_TO, BLOCK_V,
             )  # fmt: skip
         for back in tl.range(BLOCK_V, whole + BLOCK_V, BLOCK_V, num_stages=NUM_STAGES):
             write_gradient(
-                head, out_ptrs, whole - back, None, is_row, m[:, None], level, tilt, HAS_ENTROPY_GRADIENT,
-                HAS_SOFTCAP, ROUNDED_TO, BLOCK_V,
+                head, out_ptrs, whole - back, None, is_row, m[:, None], level, tilt,
+                HAS_ENTROPY_GRADIENT, HAS_SOFTCAP, ROUNDED_TO, BLOCK_V,
             )  # fmt: skip
         d_target = target_gradient(
-            logp[:, None],
-            entropy[:, None],
-            d_logp[:, None],
-            d_entropies[:, None],
+            logp[:, None], entropy[:, None], d_logp[:, None], d_entropies[:, None],
             HAS_ENTROPY_GRADIENT,
-        )
+        )  # fmt: skip
         # overwrites what `write_gradient` wrote: it begins with a barrier
         store_target(out_ptrs, ids, is_id & is_row, of_raw(d_target, x_target, head, HAS_SOFTCAP))
 
 
 @triton.jit
 def policy_loss(rows, logp, tokens, constants, SURROGATE: tl.constexpr):
-    """Return for each row (R,): the loss without a KL term, d loss / d logp, the log-ratio, and the weight.
+    """Return (R,) each: the loss without a KL term, d loss / d logp, the log-ratio, the weight.
 
-    `tokens` is a tuple of pointers (n,) in the order of the kernel's arguments, without the reference. On-policy there
-    is no `old_ptr`; SURROGATE is then "constant" or "linear", which take the policy term's derivative as advantage.
+    `tokens` is a tuple of pointers (n,) in the order of the kernel's arguments, without the
+    reference. On-policy there is no `old_ptr`; SURROGATE is then "constant" or "linear", which take
+    the policy term's derivative as advantage.
     """
     advantages_ptr, d_policy_ptr, weights_ptr, old_ptr, gate_ptr = tokens
     weight = tl.load(weights_ptr + rows)

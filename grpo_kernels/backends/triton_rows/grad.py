@@ -1,10 +1,10 @@
-"""d loss / d (raw projection) of a chunk of logits from its statistics.
+"""d loss / d (raw projection) of a chunk of logits from its statistics; a gradient times a number.
 
-A program writes all elements as if none were the target. After a barrier it writes the target's column again. So no
-column is compared with the target.
+A program writes all elements as if none were the target. After a barrier it writes the target's
+column again. So no column is compared with the target.
 
-With a teacher, ``d_divergence (k_j - p_j sum k)`` is added to d z_j (see `backends.divergence`). The sum is known:
-its part of the gradient is one more coefficient of -p_j, like d_logp.
+With a teacher, ``d_divergence (k_j - p_j sum k)`` is added to d z_j (see `backends.divergence`).
+The sum is known: its part of the gradient is one more coefficient of -p_j, like d_logp.
 """
 
 from __future__ import annotations
@@ -16,22 +16,24 @@ import triton.language as tl
 from torch import Tensor
 
 from grpo_kernels.backends.interface import Chunk, RowStats
-from grpo_kernels.backends.triton_rows.barrier import barrier
-from grpo_kernels.backends.triton_rows.configs import RowConfig
+from grpo_kernels.backends.triton_rows.device import RowConfig
 from grpo_kernels.backends.triton_rows.divergence import k_of, normalisers, teacher_arguments
 from grpo_kernels.backends.triton_rows.mathfn import exp, exp_term, expm1
 from grpo_kernels.backends.triton_rows.reduce import LOWEST
-from grpo_kernels.backends.triton_rows.steps import load_at, load_step, row_block
 from grpo_kernels.backends.triton_rows.transform import (
     PER_ROW,
     bend,
     chunk_arguments,
     head_rows,
+    load_at,
+    load_step,
+    row_block,
     row_slope,
     scaled,
 )
 
 STEPS = 4  # tiles of a program: what it does once for its rows is then a tenth of all
+SCALE_BLOCK = 4096  # of 8 warps: eight neighbours for each thread, 16 bytes of 16-bit results
 
 
 def launch_grad(
@@ -120,7 +122,7 @@ def grad_kernel(
     jsd_beta=None,
     TERMS: tl.constexpr = None,
 ):
-    """Write up to `STEPS` tiles of the gradient; the entropy's if `d_entropy_ptr`, the teacher's if `TERMS`."""
+    """Write up to `STEPS` tiles of the gradient; the teacher's part if `TERMS`."""
     parts = tl.cdiv(V, STEPS * BLOCK_V)
     rows, is_row = row_block(tl.program_id(0) // parts, n, BLOCK_N)
     first = (tl.program_id(0) % parts) * (STEPS * BLOCK_V)
@@ -153,8 +155,8 @@ def grad_kernel(
     pair = None
     if TERMS is not None:
         teacher_ptrs, teacher_inner, teacher_outer = head_rows(
-            teacher_logits_ptr, teacher_stride_n, rows, teacher_inv_t_ptr, teacher_inner, teacher_outer,
-            TEACHER_HAS_SOFTCAP,
+            teacher_logits_ptr, teacher_stride_n, rows, teacher_inv_t_ptr,
+            teacher_inner, teacher_outer, TEACHER_HAS_SOFTCAP,
         )  # fmt: skip
         teacher = (teacher_ptrs, teacher_bias_ptr, teacher_inner, teacher_outer)
         teacher_m = tl.load(teacher_max_logit_ptr + rows)[:, None]
@@ -167,16 +169,9 @@ def grad_kernel(
             logp = tl.load(logps_ptr + rows)[:, None]
             y_target = load_at(teacher, target, is_here, TEACHER_ROUNDED_TO)
             k = k_of(
-                x_target,
-                y_target,
-                head,
-                teacher,
-                known,
-                jsd_beta,
-                TERMS,
-                HAS_SOFTCAP,
-                TEACHER_HAS_SOFTCAP,
-            )
+                x_target, y_target, head, teacher, known, jsd_beta, TERMS,
+                HAS_SOFTCAP, TEACHER_HAS_SOFTCAP,
+            )  # fmt: skip
             d_target = target_gradient(
                 logp, entropy, d_logp, d_entropy, d_entropy_ptr is not None
             ) + d_divergence * (k - exp(logp) * sum_k)
@@ -215,10 +210,10 @@ def row_terms(
     HAS_ENTROPY_GRADIENT: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
 ):
-    """Return the row terms (R, 1) that `write_gradient` needs: d x_j is e^(z_j - m) (level + tilt (z_j - m)).
+    """Return the row terms (R, 1) of a gradient, d x_j = e^(z_j - m) (level + tilt (z_j - m)).
 
-    d z_j = d_logp (1[j = y] - p_j) - d_entropy p_j (log p_j + entropy), and log p_j = z_j - m - log_sum. Both terms
-    include the factors that all p and d z / d x of a row share.
+    d z_j = d_logp (1[j = y] - p_j) - d_entropy p_j (log p_j + entropy), and log p_j = z_j - m -
+    log_sum. Both terms include the factors that all p and d z / d x of a row share.
     """
     common = exp(-log_sum) * row_slope(head, HAS_SOFTCAP)
     level = -d_logp
@@ -262,8 +257,9 @@ def write_gradient(
 ):
     """Write one tile (R, BLOCK_V) of d loss / d (raw projection), as if no column were the target.
 
-    It goes by quarters: a thread reads and writes four neighbours at a time, a warp whole sectors, even of 16 bits. All
-    quarters are read before the first is written: the compiler has to assume that a write changes what is read next.
+    It goes by quarters: a thread reads and writes four neighbours at a time, a warp whole sectors,
+    even of 16 bits. All quarters are read before the first is written: the compiler has to assume
+    that a write changes what is read next.
     """
     x0, x1, x2, x3, columns0, columns1, columns2, columns3 = load_step(
         head, start, end, ROUNDED_TO, BLOCK_V // 4
@@ -274,60 +270,24 @@ def write_gradient(
             pair[0], start, end, TEACHER_ROUNDED_TO, BLOCK_V // 4
         )
     d0 = gradient(
-        x0,
-        y0,
-        head,
-        m,
-        level,
-        tilt,
-        HAS_ENTROPY_GRADIENT,
-        HAS_SOFTCAP,
-        pair,
-        TERMS,
-        TEACHER_HAS_SOFTCAP,
-    )
+        x0, y0, head, m, level, tilt, HAS_ENTROPY_GRADIENT, HAS_SOFTCAP,
+        pair, TERMS, TEACHER_HAS_SOFTCAP,
+    )  # fmt: skip
     store_rows(out_ptrs, d0, columns0, end, is_row)
     d1 = gradient(
-        x1,
-        y1,
-        head,
-        m,
-        level,
-        tilt,
-        HAS_ENTROPY_GRADIENT,
-        HAS_SOFTCAP,
-        pair,
-        TERMS,
-        TEACHER_HAS_SOFTCAP,
-    )
+        x1, y1, head, m, level, tilt, HAS_ENTROPY_GRADIENT, HAS_SOFTCAP,
+        pair, TERMS, TEACHER_HAS_SOFTCAP,
+    )  # fmt: skip
     store_rows(out_ptrs, d1, columns1, end, is_row)
     d2 = gradient(
-        x2,
-        y2,
-        head,
-        m,
-        level,
-        tilt,
-        HAS_ENTROPY_GRADIENT,
-        HAS_SOFTCAP,
-        pair,
-        TERMS,
-        TEACHER_HAS_SOFTCAP,
-    )
+        x2, y2, head, m, level, tilt, HAS_ENTROPY_GRADIENT, HAS_SOFTCAP,
+        pair, TERMS, TEACHER_HAS_SOFTCAP,
+    )  # fmt: skip
     store_rows(out_ptrs, d2, columns2, end, is_row)
     d3 = gradient(
-        x3,
-        y3,
-        head,
-        m,
-        level,
-        tilt,
-        HAS_ENTROPY_GRADIENT,
-        HAS_SOFTCAP,
-        pair,
-        TERMS,
-        TEACHER_HAS_SOFTCAP,
-    )
+        x3, y3, head, m, level, tilt, HAS_ENTROPY_GRADIENT, HAS_SOFTCAP,
+        pair, TERMS, TEACHER_HAS_SOFTCAP,
+    )  # fmt: skip
     store_rows(out_ptrs, d3, columns3, end, is_row)
 
 
@@ -336,7 +296,7 @@ def gradient(
     x, y, head, m, level, tilt, HAS_ENTROPY_GRADIENT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     pair, TERMS: tl.constexpr, TEACHER_HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """d loss / dx of x (R, W), as if it were no target; y is the teacher's projection, not read if there is none."""
+    """d loss / dx of x (R, W), as if it were no target; y is the teacher's projection, if any."""
     shifted = scaled(x, head, HAS_SOFTCAP) - m
     d = level
     if HAS_ENTROPY_GRADIENT:
@@ -373,7 +333,7 @@ def store_target(out_ptrs, target, mask, d):
 
 @triton.jit
 def store_rows(ptrs, x, columns, end, is_row):
-    """Store x (R, W) in its columns, below `end` if it is not None, of the rows that count; a lone row always does."""
+    """Store x (R, W) in its columns below `end`, of the rows that count (a lone one does)."""
     x = x.to(ptrs.dtype.element_ty)
     if is_row.shape[0] > 1:
         mask = tl.broadcast_to(is_row[:, None], x.shape)
@@ -384,3 +344,50 @@ def store_rows(ptrs, x, columns, end, is_row):
         tl.store(ptrs + columns, x, mask=columns < end)
     else:
         tl.store(ptrs + columns, x)
+
+
+# Triton does not order reads and writes of global memory by different threads of a program: a kernel
+# that writes where another thread has read or written must wait for all threads. The builtin is
+# `debug_barrier`, to be renamed to `barrier` (https://github.com/triton-lang/triton/pull/11437).
+if hasattr(tl, "debug_barrier"):
+
+    @triton.jit
+    def barrier():
+        """Wait until all threads of the program are here, and have read and written."""
+        tl.debug_barrier()
+
+else:
+
+    @triton.jit
+    def barrier():
+        """Wait until all threads of the program are here, and have read and written."""
+        tl.barrier()
+
+
+def launch_scale(x: Tensor, factor: Tensor, out: Tensor) -> None:
+    """``out = x * factor`` in one pass, rounded once: x in fp32, factor (); contiguous."""
+    n = x.numel()
+    if n > 0:
+        scale_kernel[(triton.cdiv(n, SCALE_BLOCK),)](
+            x_ptr=x,
+            factor_ptr=factor,
+            out_ptr=out,
+            n=n,
+            BLOCK=SCALE_BLOCK,
+            num_warps=8,
+            enable_fp_fusion=False,
+        )
+
+
+@triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["factor_ptr"])
+def scale_kernel(x_ptr, factor_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    """One block of the product; only the last one has a mask."""
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    offsets = first + tl.arange(0, BLOCK)
+    factor = tl.load(factor_ptr)
+    if first + BLOCK <= n:
+        x = tl.load(x_ptr + offsets)
+        tl.store(out_ptr + offsets, (x * factor).to(out_ptr.dtype.element_ty))
+    else:
+        x = tl.load(x_ptr + offsets, mask=offsets < n)
+        tl.store(out_ptr + offsets, (x * factor).to(out_ptr.dtype.element_ty), mask=offsets < n)

@@ -1,20 +1,31 @@
-"""Elementary functions in fp32, accurate to a few units in the last place of the result, also where it is near 0.
+"""Elementary functions in fp32, and the functions of `token_loss.formulas`, compiled for kernels.
 
-Triton's interpreter lacks libdevice, hence these few lines. What they may build on (read in the PTX that Triton emits):
+The functions are accurate to a few units in the last place of the result, also where it is near 0.
+Triton's interpreter lacks libdevice, hence these few lines. What they may build on (read in the PTX
+that Triton emits):
 
-- ``tl.exp2`` is ``ex2.approx.ftz.f32``, one instruction, right to 2^-22. ``tl.exp(x)`` is the same of the rounded
-  product x * log2(e), with three more instructions for results below 2^-126. The rounding costs a relative error of
-  |x| * 7e-8, as much as any difference x = z - m has by itself: good enough for the terms of a sum over the vocabulary
-  (`exp_term`). A ratio exp(R) needs more precision, and there is only one per row: `exp`.
-- ``tl.log`` is libdevice's polynomial, not ``lg2.approx``: right to the last place or two, also next to 1. The
-  corrections below (`log1p`, `expm1`) need no more precision.
+- ``tl.exp2`` is ``ex2.approx.ftz.f32``, one instruction, right to 2^-22. ``tl.exp(x)`` is the same
+  of the rounded product x * log2(e), with three more instructions for results below 2^-126. The
+  rounding costs a relative error of |x| * 7e-8, as much as any difference x = z - m has by itself:
+  good enough for the terms of a sum over the vocabulary (`exp_term`). A ratio exp(R) needs more
+  precision, and there is only one per row: `exp`.
+- ``tl.log`` is libdevice's polynomial, not ``lg2.approx``: right to the last place or two, also
+  next to 1. The corrections below (`log1p`, `expm1`) need no more precision.
 - ``/`` is ``div.full.f32`` (2 units in the last place). There is no fp64 anywhere.
-- ``tl.maximum`` and ``tl.max`` return the other operand where one is NaN; in the interpreter they return NaN. Code that
-  must not depend on that uses ``tl.where``, or ``propagate_nan``.
+- ``tl.maximum`` and ``tl.max`` return the other operand where one is NaN; in the interpreter they
+  return NaN. Code that must not depend on that uses ``tl.where``, or ``propagate_nan``.
+
+The formulas' text is compiled with the functions below in the place of torch's: Triton finds a
+function's text through its code object, and the functions that it calls in its globals.
 """
+
+from types import FunctionType
+from typing import Any
 
 import triton
 import triton.language as tl
+
+from grpo_kernels.token_loss import formulas
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 MINUS_2_LOG2_E = tl.constexpr(-2.8853900817779268)
@@ -25,30 +36,30 @@ LN2_LOW = tl.constexpr(-2.1219444005469058e-4)  # ln 2 - LN2_HIGH
 
 @triton.jit
 def exp_term(x):
-    """e^x for the terms of a sum, x <= 0: the fewest instructions, with a relative error of |x| * 7e-8."""
+    """e^x for terms of a sum, x <= 0: few instructions, with a relative error of |x| * 7e-8."""
     return tl.exp2(x * LOG2_E)
 
 
 @triton.jit
 def exp(x):
-    """e^x with the same relative error for all x: the power of 2 is split off, and multiplied in again."""
-    x = tl.where(
-        x > 89.0, 89.0, tl.where(x < -104.0, -104.0, x)
-    )  # inf and 0 from there on; NaN passes
+    """e^x with the same relative error for all x: the power of 2 is split off and multiplied in."""
+    # inf and 0 from these on; NaN passes
+    x = tl.where(x > 89.0, 89.0, tl.where(x < -104.0, -104.0, x))
     n = tl.floor(x * LOG2_E + 0.5)
-    return (
-        2.0 * tl.exp((x - n * LN2_HIGH) - n * LN2_LOW) * tl.exp2(n - 1.0)
-    )  # 2^n overflows before e^x does
+    # 2^n overflows before e^x does
+    return 2.0 * tl.exp((x - n * LN2_HIGH) - n * LN2_LOW) * tl.exp2(n - 1.0)
 
 
 @triton.jit
 def log1p(x):
-    """log(1 + x) for x > -1. It adds what 1 + x lost to rounding, which is nothing below -1/2, where 1 + x is exact."""
+    """log(1 + x) for x > -1.
+
+    It adds what 1 + x lost to rounding: nothing below -1/2, where 1 + x is exact.
+    """
     u = 1.0 + x
     lost = x - (u - 1.0)
-    return tl.where(
-        u - 1.0 == x, tl.log(u), tl.log(u) + lost / u
-    )  # nothing is lost, also where x is inf
+    # where x is inf, nothing is lost either
+    return tl.where(u - 1.0 == x, tl.log(u), tl.log(u) + lost / u)
 
 
 @triton.jit
@@ -73,7 +84,10 @@ def sigmoid(x):
 
 @triton.jit
 def tanh(x):
-    """tanh(x): near 0 a series (coefficients of Cephes' tanhf), elsewhere (1 - q) / (1 + q) with q = e^(-2 |x|)."""
+    """tanh(x): near 0 a series, elsewhere (1 - q) / (1 + q) with q = e^(-2 |x|).
+
+    The series has the coefficients of Cephes' tanhf.
+    """
     s = x * x
     series = tl.fma(s, -5.70498872745e-3, 2.06390887954e-2)
     series = tl.fma(s, series, -5.37397155531e-2)
@@ -86,18 +100,85 @@ def tanh(x):
 
 @triton.jit
 def quarter_tanh_slope(x):
-    """(d tanh(x) / dx) / 4. 1 - tanh(x)^2 cancels where tanh(x) is near 1; 4 q / (1 + q)^2 does not."""
+    """(d tanh(x) / dx) / 4 as q / (1 + q)^2: 1 - tanh(x)^2 cancels where tanh(x) is near 1."""
     q, r = _decay(x)
     return q * (r * r)
 
 
 @triton.jit
 def _decay(x):
-    """(q, 1 / (1 + q)) with q = e^(-2 |x|), for tanh and its slope; compilers compute it once for both.
+    """(q, 1 / (1 + q)) with q = e^(-2 |x|), which compilers compute once for tanh and its slope.
 
-    1 / y is written as 1 / sqrt(y^2), two instructions on any GPU, right to 2^-22.9 and half of the square's rounding.
-    A division is ten, and Triton has no approximate one that its interpreter knows.
+    1 / y is written as 1 / sqrt(y^2), two instructions on any GPU, right to 2^-22.9 and half of the
+    square's rounding. A division is ten, and Triton has no approximate one that its interpreter
+    knows.
     """
     q = tl.exp2(tl.abs(x) * MINUS_2_LOG2_E)
     y = 1.0 + q
     return q, tl.rsqrt(y * y)
+
+
+@triton.jit
+def where(condition, x, y):
+    """x where the condition holds, else y."""
+    return tl.where(condition, x, y)
+
+
+@triton.jit
+def minimum(x, y):
+    """The lesser; y where either is NaN."""
+    return tl.where(x < y, x, y)
+
+
+@triton.jit
+def clamp_max(x, most):
+    """x, at most `most`; NaN stays."""
+    return tl.where(x > most, most, x)
+
+
+@triton.jit
+def clamp(x, least, most):
+    """x, at least `least` and at most `most`; NaN stays."""
+    return clamp_max(tl.where(x < least, least, x), most)
+
+
+@triton.jit
+def type_as(condition, x):
+    """1 where the condition holds, else 0."""
+    return tl.where(condition, 1.0, 0.0)
+
+
+@triton.jit
+def full_like(x, value):
+    """`value` in the shape of x."""
+    return tl.full(x.shape, value, tl.float32)
+
+
+_GLOBALS: dict[str, Any] = {
+    "__name__": formulas.__name__,
+    "tl": tl,  # the interpreter looks for it
+    **{
+        f.__name__: f
+        for f in (clamp, clamp_max, exp, expm1, full_like, minimum, sigmoid, type_as, where)
+    },
+}
+
+
+def compiled(formula: Any, names: dict[str, Any] = _GLOBALS) -> Any:
+    """Compile a formula for kernels; helpers first, since the others call them by name.
+
+    Args:
+        names: the function's globals, to which it is added.
+    """
+    made = triton.jit(FunctionType(formula.__code__, names, formula.__name__))
+    return names.setdefault(formula.__name__, made)
+
+
+for _helper in formulas.HELPERS:
+    compiled(_helper)
+times = _GLOBALS["times"]
+SURROGATES = {name: compiled(f) for name, f in formulas.SURROGATES.items()}
+ESTIMATORS: dict[str | None, Any] = {
+    None: None,
+    **{name: compiled(f) for name, f in formulas.ESTIMATORS.items()},
+}

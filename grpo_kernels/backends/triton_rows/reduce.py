@@ -1,35 +1,247 @@
-"""The row reduction: sums of exponentials over the vocabulary that leave out one instance of the largest.
+"""Row statistics of a chunk of logits, and the reduction that every kernel shares.
 
-A running sum (m, rest, t) over logits x stands for::
+One program owns whole rows and reads each once. The number of lanes (`BLOCK_V`) depends on the
+vocabulary alone. So the bits of a row depend neither on the other rows nor on its place among them.
+
+The reduction leaves out one instance of the largest logit. A running sum (m, rest, t) over logits x
+stands for::
 
     m = max x
     rest = sum of e^(x - m) over all x but one instance of m
     t = sum of e^(x - m) (x - m)
 
-so that 1 + rest is the whole sum, and log1p(rest) keeps its precision when one token is nearly certain. Where nothing
-was seen yet, or only -inf: m = -inf, rest = t = 0. A NaN makes m NaN. All kernels use these three names; the names of
-the gradient, `level` and `tilt`, are those of `grad.row_terms`.
+so that 1 + rest is the whole sum, and log1p(rest) keeps its precision when one token is nearly
+certain. Where nothing was seen yet, or only -inf: m = -inf, rest = t = 0. A NaN makes m NaN. All
+kernels use these three names; the names of the gradient, `level` and `tilt`, are those of
+`grad.row_terms`.
 
-`fold` adds four logits to each of many lanes, with five exponentials. `merge` joins lanes, or parts of a vocabulary,
-that lie along an axis. `finish` and `target_logp` turn a whole row's sums into statistics. No step
-depends on how a tile is spread over threads: a sum over lanes is a tree of single additions, so its bits follow from
+A row goes by in steps of four tiles side by side, with a lane for each column of a tile. Whole
+steps have no mask, so that loads are wide and nothing is compared; only the rest of a row, less
+than a step, has one. `fold` adds four logits to each lane, with five exponentials. `merge` joins
+the lanes. `finish` and `target_logp` turn a whole row's sums into statistics. No step depends on
+how a
+tile is spread over threads: a sum over lanes is a tree of single additions, so its bits follow from
 the tile's width alone, and not from warps, alignment or Triton's version.
+
+The sums of a row or of a lane travel as one tuple, `sums`: (m, rest, t), the sum of squares, the
+sum of z, and the lowest id of the largest z. A second tuple, `wanted`, says which of
+(t, squares, total, top_id) are asked for, each true or false when the kernel is compiled. A sum
+that is not asked for is an arbitrary number.
 """
 
+from __future__ import annotations
+
+import torch
 import triton
 import triton.language as tl
 
+from grpo_kernels.backends.interface import Chunk, RowStats
+from grpo_kernels.backends.triton_rows.device import RowConfig
 from grpo_kernels.backends.triton_rows.mathfn import exp, exp_term, log1p, softplus
+from grpo_kernels.backends.triton_rows.transform import (
+    PER_ROW,
+    chunk_arguments,
+    head_rows,
+    load_at,
+    load_logits,
+    row_block,
+    scaled,
+)
 
 LOWEST = tl.constexpr(-1e4)  # e^LOWEST is 0, and 0 * LOWEST is 0, which 0 * -inf is not
 
 
+def launch_stats(
+    chunk: Chunk, config: RowConfig, *, entropy: bool, extras: tuple[str, ...]
+) -> RowStats:
+    """The statistics of the rows of `chunk`."""
+    n, new = len(chunk.logits), chunk.logits.new_empty
+    logps, max_logit, log_sum = new(n), new(n), new(n)
+    entropies = new(n) if entropy else None
+    more = {name: new(n, dtype=torch.bool if name == "is_top1" else None) for name in extras}
+    stats_kernel[(triton.cdiv(n, config.block_n),)](
+        **chunk_arguments(chunk),
+        # results
+        logps_ptr=logps,
+        max_logit_ptr=max_logit,
+        log_sum_ptr=log_sum,
+        entropies_ptr=entropies,
+        log_sum_sq_probs_ptr=more.get("log_sum_sq_probs"),
+        mean_logits_ptr=more.get("mean_logits"),
+        is_top1_ptr=more.get("is_top1"),
+        **config.arguments(),
+    )
+    return RowStats(logps, max_logit, log_sum, entropies, more)
+
+
+@triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=PER_ROW)
+def stats_kernel(
+    # data: (n, V), (n,)
+    logits_ptr,
+    ids_ptr,
+    # results: (n,)
+    logps_ptr,
+    max_logit_ptr,
+    log_sum_ptr,
+    entropies_ptr,
+    log_sum_sq_probs_ptr,
+    mean_logits_ptr,
+    is_top1_ptr,
+    # shapes and strides
+    n,
+    V,
+    stride_n,
+    # the transform: (V,), (n,), numbers
+    bias_ptr,
+    inv_t_ptr,
+    inner,
+    outer,
+    HAS_SOFTCAP: tl.constexpr,
+    ROUNDED_TO: tl.constexpr,
+    # the tile
+    BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    """Statistics of `BLOCK_N` rows; a pointer is None where its result is not wanted."""
+    rows, is_row = row_block(tl.program_id(0), n, BLOCK_N)
+    row_ptrs, inner, outer = head_rows(
+        logits_ptr, stride_n, rows, inv_t_ptr, inner, outer, HAS_SOFTCAP
+    )
+    head = (row_ptrs, bias_ptr, inner, outer)
+    ids = tl.load(ids_ptr + rows)
+    wanted = (
+        entropies_ptr is not None,
+        log_sum_sq_probs_ptr is not None,
+        mean_logits_ptr is not None,
+        is_top1_ptr is not None,
+    )
+    m, rest, t, squares, total, top_id = reduce_rows(
+        head, V, HAS_SOFTCAP, ROUNDED_TO, wanted, BLOCK_N, BLOCK_V, NUM_STAGES
+    )
+    x_target = load_at(head, ids, (ids >= 0) & (ids < V), ROUNDED_TO)
+    z_target = tl.reshape(scaled(x_target, head, HAS_SOFTCAP), ids.shape)
+    rest, log_sum, entropy = finish(m, rest, t)
+    logp = target_logp(m, rest, z_target)
+    tl.store(logps_ptr + rows, logp, mask=is_row)
+    tl.store(max_logit_ptr + rows, m, mask=is_row)
+    tl.store(log_sum_ptr + rows, log_sum, mask=is_row)
+    if entropies_ptr is not None:
+        tl.store(entropies_ptr + rows, entropy, mask=is_row)
+    if log_sum_sq_probs_ptr is not None:
+        # sum p^2 = (1 + squares) / (1 + rest)^2
+        tl.store(log_sum_sq_probs_ptr + rows, log1p(squares) - 2.0 * log_sum, mask=is_row)
+    if mean_logits_ptr is not None:
+        tl.store(mean_logits_ptr + rows, total / V, mask=is_row)
+    if is_top1_ptr is not None:
+        tl.store(is_top1_ptr + rows, (top_id == ids) & (log_sum == log_sum), mask=is_row)
+
+
+@triton.jit
+def reduce_rows(
+    head,
+    V,
+    HAS_SOFTCAP: tl.constexpr,
+    ROUNDED_TO: tl.constexpr,
+    wanted,
+    BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    """The sums of whole rows, (BLOCK_N,)."""
+    LANES: tl.constexpr = BLOCK_V // 4
+    sums = no_logits(BLOCK_N, LANES)
+    whole = V // BLOCK_V * BLOCK_V
+    for start in tl.range(0, whole, BLOCK_V, num_stages=NUM_STAGES):
+        sums = reduce_step(sums, head, start, None, HAS_SOFTCAP, ROUNDED_TO, wanted)
+    if whole < V:
+        sums = reduce_step(sums, head, whole, V, HAS_SOFTCAP, ROUNDED_TO, wanted)
+    return merge_lanes(sums, V, wanted)
+
+
+@triton.jit
+def no_logits(R: tl.constexpr, LANES: tl.constexpr):
+    """The sums (R, LANES) of `reduce_rows` before the first logit."""
+    m = tl.full((R, LANES), float("-inf"), tl.float32)
+    nothing = tl.zeros((R, LANES), tl.float32)
+    return m, nothing, nothing, nothing, nothing, tl.zeros((R, LANES), tl.int32)
+
+
+@triton.jit
+def reduce_step(
+    sums, head, start, end, HAS_SOFTCAP: tl.constexpr, ROUNDED_TO: tl.constexpr, wanted
+):
+    """Fold four logits into each lane of `sums` (R, W), from `load_logits`."""
+    z0, z1, z2, z3, id0, id1, id2, id3 = load_logits(
+        head, start, end, HAS_SOFTCAP, ROUNDED_TO, sums[0].shape[1]
+    )
+    return fold_step(sums, z0, z1, z2, z3, id0, id1, id2, id3, end, wanted)
+
+
+@triton.jit
+def fold_step(sums, z0, z1, z2, z3, id0, id1, id2, id3, end, wanted):
+    """Fold four logits z (R, W), of the columns id (1, W), into the sums of each lane."""
+    m, rest, t, squares, total, top_id = sums
+    with_entropy, with_squares, with_total, with_top_id = wanted
+    if with_total:
+        total += (number(z0, id0, end) + number(z1, id1, end)) + (
+            number(z2, id2, end) + number(z3, id3, end)
+        )
+    if with_top_id:
+        top_id = first_top(m, top_id, z0, id0, z1, id1, z2, id2, z3, id3)
+    m, rest, t_new, keep, e0, e1, e2, e3 = fold(m, rest, t, z0, z1, z2, z3)
+    if with_entropy:
+        t = t_new
+    if with_squares:
+        squares = fold_squares(squares, keep, e0, e1, e2, e3)
+    return m, rest, t, squares, total, top_id
+
+
+@triton.jit
+def merge_lanes(sums, V, wanted):
+    """Merge the sums of the lanes (R, W) into those of the rows (R,)."""
+    m, rest, t, squares, total, top_id = sums
+    _with_entropy, with_squares, with_total, with_top_id = wanted
+    lane_m = m
+    m, rest, t, e, is_first = merge(m, rest, t)
+    squares_all = m
+    if with_squares:
+        squares_all = merge_squares(squares, e, is_first)
+    total_all = m
+    if with_total:
+        total_all = sum_lanes(total)
+    top_id_all = tl.full(m.shape, 0, tl.int32)
+    if with_top_id:
+        top_id_all = tl.min(tl.where(lane_m == m[:, None], top_id, V), axis=1)
+    return m, rest, t, squares_all, total_all, top_id_all
+
+
+@triton.jit
+def number(z, columns, end):
+    """z, but 0 beyond the vocabulary."""
+    if end is not None:
+        z = tl.where(columns < end, z, 0.0)
+    return z
+
+
+@triton.jit
+def first_top(m, top_id, z0, id0, z1, id1, z2, id2, z3, id3):
+    """The column of the largest z up to now, the first of equal ones."""
+    top_id = tl.where(z0 > m, id0, top_id)
+    m = tl.maximum(m, z0)
+    top_id = tl.where(z1 > m, id1, top_id)
+    m = tl.maximum(m, z1)
+    top_id = tl.where(z2 > m, id2, top_id)
+    m = tl.maximum(m, z2)
+    return tl.where(z3 > m, id3, top_id)
+
+
 @triton.jit
 def fold(m, rest, t, x0, x1, x2, x3):
-    """The running sums (m, rest, t) with four logits added, all of one shape; an x of -inf changes nothing.
+    """The running sums (m, rest, t) with four logits added; an x of -inf changes nothing.
 
-    Each x, and the old m, is a term of the sums unless it is the largest, so one instance of the largest stays out. The
-    earlier sums are rescaled once for the four.
+    Each x, and the old m, is a term of the sums unless it is the largest, so one instance of the
+    largest stays out. The earlier sums are rescaled once for the four.
 
     Also return what `fold_squares` needs: the factor on the earlier sums, and the four new terms.
     """
@@ -49,7 +261,7 @@ def fold(m, rest, t, x0, x1, x2, x3):
 
 @triton.jit
 def fold_squares(squares, keep, e0, e1, e2, e3):
-    """Running sum of e^(2 (x - m)) over the terms of `rest`; the other arguments as `fold` returned them."""
+    """Running sum of e^(2 (x - m)) over the terms of `rest`; the rest is from `fold`."""
     return tl.fma(keep * keep, squares, tl.fma(e3, e3, tl.fma(e2, e2, tl.fma(e1, e1, e0 * e0))))
 
 
@@ -57,7 +269,8 @@ def fold_squares(squares, keep, e0, e1, e2, e3):
 def merge(m, rest, t):
     """Join the running sums along the last axis: (R, W) each -> (R,) each, W a power of 2.
 
-    Also return what `merge_squares` needs: the factors (R, W) on each lane's sums, and the lane whose m is left out.
+    Also return what `merge_squares` needs: the factors (R, W) on each lane's sums, and the lane
+    whose m is left out.
     """
     W: tl.constexpr = m.shape[1]
     top = tl.max(m, axis=1)
@@ -73,15 +286,16 @@ def merge(m, rest, t):
 
 @triton.jit
 def merge_squares(squares, e, is_first):
-    """Join the sums of `fold_squares`: (R, W) -> (R,); `e` and `is_first` as `merge` returned them."""
+    """Join the sums of `fold_squares`: (R, W) -> (R,); `e` and `is_first` are from `merge`."""
     return sum_lanes(e * e * (squares + tl.where(is_first, 0.0, 1.0)))
 
 
 @triton.jit
 def sum_lanes(x):
-    """Sum over the last axis, (R, W) -> (R,), W a power of 2: of neighbours, then of neighbouring pairs, and so on.
+    """Sum over the last axis, (R, W) -> (R,), W a power of 2: of neighbours, then of pairs, ...
 
-    Neighbours lie in one thread, or in one warp, so that few levels of the tree go through shared memory.
+    Neighbours lie in one thread, or in one warp, so that few levels of the tree go through shared
+    memory.
     """
     R: tl.constexpr = x.shape[0]
     W: tl.constexpr = x.shape[1]
@@ -95,7 +309,8 @@ def sum_lanes(x):
 def finish(m, rest, t):
     """Return (rest, log sum_j e^(x_j - m), entropy of softmax(x)) of a whole row.
 
-    All are NaN if m is NaN or -inf. If m is +inf, only the entropy is NaN, since the others' probability is 0.
+    All are NaN if m is NaN or -inf. If m is +inf, only the entropy is NaN, since the others'
+    probability is 0.
     """
     odd = m - m  # 0, or NaN
     rest = tl.where(m == float("inf"), rest, rest + odd)
@@ -109,9 +324,8 @@ def target_logp(m, rest, z):
 
     Its own term is left out of the sum: log p = -log(1 + sum of the others / e^(z - m)).
     """
-    others = tl.where(
-        z == m, rest, 1.0 + (rest - exp(z - m))
-    )  # in the second case >= 1: nothing cancels
+    # in the second case >= 1: nothing cancels
+    others = tl.where(z == m, rest, 1.0 + (rest - exp(z - m)))
     return -softplus(tl.log(others) + (m - z))
 
 
@@ -123,7 +337,7 @@ def _low_high(m, x):
 
 @triton.jit
 def _term(x, m):
-    """Return x - m and its exponential, for x <= m; LOWEST and 0 if x - m is below LOWEST, or NaN."""
+    """x - m and its exponential, for x <= m; LOWEST and 0 if x - m is below LOWEST, or NaN."""
     a = x - m
     a = tl.where(a > LOWEST, a, LOWEST)
     return a, exp_term(a)

@@ -1,7 +1,7 @@
 """Row work in Triton: one kernel launch per chunk.
 
-The kernels read the logits as the products left them and apply the `LogitTransform` on the fly, in float32.
-`torch_rows.TorchRows` has the formulas.
+The kernels read the logits as the products left them and apply the `LogitTransform` on the fly, in
+float32. `torch_rows.TorchRows` has the formulas.
 """
 
 from __future__ import annotations
@@ -11,13 +11,11 @@ import triton
 from torch import Tensor
 
 from grpo_kernels.backends.interface import Chunk, LogitTransform, RowStats
-from grpo_kernels.backends.triton_rows.configs import RowConfig, row_config
-from grpo_kernels.backends.triton_rows.device import arch_of, on
+from grpo_kernels.backends.triton_rows.device import RowConfig, arch_of, on, row_config
 from grpo_kernels.backends.triton_rows.divergence import launch_diverge
 from grpo_kernels.backends.triton_rows.fused import launch_fused
-from grpo_kernels.backends.triton_rows.grad import launch_grad
-from grpo_kernels.backends.triton_rows.scale import launch_scale
-from grpo_kernels.backends.triton_rows.stats import launch_stats, stats_kernel
+from grpo_kernels.backends.triton_rows.grad import launch_grad, launch_scale
+from grpo_kernels.backends.triton_rows.reduce import launch_stats, stats_kernel
 from grpo_kernels.token_loss.record import TokenLoss
 
 INTERPRETED = not isinstance(stats_kernel, triton.JITFunction)
@@ -59,7 +57,7 @@ class TritonRows:
             launch_grad(chunk, stats, d_logp, d_entropy, out, config, d_divergence)
 
     def scale(self, x: Tensor, factor: Tensor, out: Tensor) -> None:
-        """See `RowBackend`. torch does it if each row has its own factor (only for d hidden, which is small)."""
+        """See `RowBackend`. torch serves factors of rows, only for d hidden, which is small."""
         if factor.dim() > 0 or not (x.is_contiguous() and out.is_contiguous()):
             torch.mul(x, factor, out=out)
             return
@@ -79,11 +77,12 @@ def _config(kernel: str, chunk: Chunk) -> RowConfig:
             raise ValueError(f"backend: expected float32 logits for 'triton', got {logits.dtype}")
         if logits.stride(1) != 1 and logits.shape[1] > 1:
             raise ValueError(
-                f"backend: expected logits with contiguous rows for 'triton', got strides {logits.stride()}"
+                "backend: expected logits with contiguous rows for 'triton', "
+                f"got strides {logits.stride()}"
             )
         if not logits.is_cuda and not INTERPRETED:
             raise ValueError(
-                "backend: 'triton' expected tensors on a GPU (or TRITON_INTERPRET=1 before Triton is imported), "
-                f"got {logits.device.type} tensors"
+                "backend: 'triton' expected tensors on a GPU (or TRITON_INTERPRET=1 before Triton "
+                f"is imported), got {logits.device.type} tensors"
             )
     return row_config(kernel, chunk.logits.shape[1], arch_of(chunk.logits.device))

@@ -1,7 +1,7 @@
-"""From the raw projection x to the scaled logits z = softcap(scale * round(x + bias)) / T, on the fly, and d z / d x.
+"""The rows of a head: from the raw projection x to scaled logits z, on the fly, and d z / d x.
 
-The constants of a row are folded into two factors (`LogitTransform.factors`): z = x * inner, or with a soft-cap
-z = tanh(x * inner) * outer.
+z = softcap(scale * round(x + bias)) / T. The constants of a row are folded into two factors
+(`LogitTransform.factors`): z = x * inner, or with a soft-cap z = tanh(x * inner) * outer.
 """
 
 from __future__ import annotations
@@ -16,44 +16,45 @@ from torch import Tensor
 from grpo_kernels.backends.interface import Chunk, LogitTransform
 from grpo_kernels.backends.triton_rows.mathfn import quarter_tanh_slope, tanh
 
-# Arguments with one number per row. Each is read once, so that its alignment is not worth a variant of the kernel.
+# Arguments with one number per row. Each is read once: its alignment is not worth a kernel variant.
 PER_ROW = [
-    *(
-        "ids_ptr",
-        "inv_t_ptr",
-        "logps_ptr",
-        "max_logit_ptr",
-        "log_sum_ptr",
-        "entropies_ptr",
-        "log_sum_sq_probs_ptr",
-    ),
-    *(
-        "mean_logits_ptr",
-        "is_top1_ptr",
-        "d_logp_ptr",
-        "d_entropy_ptr",
-        "loss_ptr",
-        "log_ratio_ptr",
-        "kl_ptr",
-    ),
-    *("advantages_ptr", "d_policy_ptr", "weights_ptr", "old_ptr", "ref_ptr", "gate_ptr"),
-    *(
-        "teacher_inv_t_ptr",
-        "teacher_max_logit_ptr",
-        "teacher_log_sum_ptr",
-        "value_ptr",
-        "sum_k_ptr",
-        "d_divergence_ptr",
-    ),
+    "ids_ptr",
+    "inv_t_ptr",
+    "logps_ptr",
+    "max_logit_ptr",
+    "log_sum_ptr",
+    "entropies_ptr",
+    "log_sum_sq_probs_ptr",
+    "mean_logits_ptr",
+    "is_top1_ptr",
+    "d_logp_ptr",
+    "d_entropy_ptr",
+    "loss_ptr",
+    "log_ratio_ptr",
+    "kl_ptr",
+    "advantages_ptr",
+    "d_policy_ptr",
+    "weights_ptr",
+    "old_ptr",
+    "ref_ptr",
+    "gate_ptr",
+    "teacher_inv_t_ptr",
+    "teacher_max_logit_ptr",
+    "teacher_log_sum_ptr",
+    "value_ptr",
+    "sum_k_ptr",
+    "d_divergence_ptr",
 ]
 ROUNDINGS = {None: None, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
-def arguments(transform: LogitTransform) -> dict[str, Any]:
-    """Kernel arguments that describe `transform`."""
+def head_arguments(logits: Tensor, transform: LogitTransform) -> dict[str, Any]:
+    """Kernel arguments that describe one head's logits (n, V)."""
     inv_t = transform.inv_temperature
     inner, outer = transform.factors()
     return {
+        "logits_ptr": logits,
+        "stride_n": logits.stride(0),
         "bias_ptr": transform.bias,
         "inv_t_ptr": inv_t.reshape(-1) if isinstance(inv_t, Tensor) else None,
         "inner": inner,
@@ -61,11 +62,6 @@ def arguments(transform: LogitTransform) -> dict[str, Any]:
         "HAS_SOFTCAP": transform.softcap is not None,
         "ROUNDED_TO": ROUNDINGS[transform.rounded_to],
     }
-
-
-def head_arguments(logits: Tensor, transform: LogitTransform) -> dict[str, Any]:
-    """Kernel arguments that describe one head's logits (n, V)."""
-    return {"logits_ptr": logits, "stride_n": logits.stride(0), **arguments(transform)}
 
 
 def chunk_arguments(chunk: Chunk) -> dict[str, Any]:
@@ -80,36 +76,41 @@ def chunk_arguments(chunk: Chunk) -> dict[str, Any]:
 
 
 @triton.jit
-def head_rows(logits_ptr, stride_n, rows, inv_t_ptr, inner, outer, HAS_SOFTCAP: tl.constexpr):
-    """Return pointers (R, 1) to the starts of a head's `rows` (R,), and (inner, outer) as `row_factors` returns them.
-
-    A head travels as one tuple, `head`: (row pointers, bias pointer, inner, outer). Each kernel puts the bias pointer
-    between these itself: in Triton 3.6 no function can return a tuple that holds None. HAS_SOFTCAP and ROUNDED_TO
-    travel by themselves: Triton makes run-time numbers of flags in a tuple, and a tuple cannot hold a dtype.
-    """
-    inner, outer = row_factors(inv_t_ptr, rows[:, None], inner, outer, HAS_SOFTCAP)
-    return logits_ptr + rows.to(tl.int64)[:, None] * stride_n, inner, outer
+def row_block(block, n, BLOCK_N: tl.constexpr):
+    """The rows (BLOCK_N,) of a block, and which count: past the end, the last is repeated."""
+    rows = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    return tl.minimum(rows, n - 1), rows < n
 
 
 @triton.jit
-def row_factors(inv_t_ptr, rows, inner, outer, HAS_SOFTCAP: tl.constexpr):
-    """Return (inner, outer) in fp32: numbers, or (R, 1) where each of the rows (R, 1) has its own temperature."""
+def head_rows(logits_ptr, stride_n, rows, inv_t_ptr, inner, outer, HAS_SOFTCAP: tl.constexpr):
+    """Return pointers (R, 1) to the starts of a head's `rows` (R,), and (inner, outer) in fp32.
+
+    These two are numbers, or (R, 1) where each row has its own temperature.
+
+    A head travels as one tuple, `head`: (row pointers, bias pointer, inner, outer). Each kernel
+    puts the bias pointer
+    between these itself: in Triton 3.6 no function can return a tuple that holds None. HAS_SOFTCAP
+        and ROUNDED_TO
+    travel by themselves: Triton makes run-time numbers of flags in a tuple, and a tuple cannot hold
+        a dtype.
+    """
     inner = tl.cast(inner, tl.float32)
     outer = tl.cast(outer, tl.float32)
     if inv_t_ptr is not None:
-        inv_t = tl.load(inv_t_ptr + rows)
+        inv_t = tl.load(inv_t_ptr + rows[:, None])
         if HAS_SOFTCAP:
             outer = outer * inv_t
         else:
             inner = inner * inv_t
-    return inner, outer
+    return logits_ptr + rows.to(tl.int64)[:, None] * stride_n, inner, outer
 
 
 @triton.jit
 def load_projection(x_ptrs, bias_ptr, columns, mask, ROUNDED_TO: tl.constexpr):
-    """The raw projection at `x_ptrs`, in the vocabulary's `columns`, with the bias, rounded; 0 outside of `mask`.
+    """The raw projection at `x_ptrs`, in the vocabulary's `columns`, with the bias, rounded.
 
-    A mask of None means all of them.
+    It is 0 outside of `mask`; None means that all count.
     """
     x = _load(x_ptrs, mask)
     if bias_ptr is not None:
@@ -139,7 +140,7 @@ def scaled(x, head, HAS_SOFTCAP: tl.constexpr):
 
 @triton.jit
 def row_slope(head, HAS_SOFTCAP: tl.constexpr):
-    """The factor of d z / d x that all elements of a row share; with a soft-cap `bend` is the other."""
+    """The factor of d z / d x that a row shares; with a soft-cap `bend` is the other."""
     _row_ptrs, _bias_ptr, inner, outer = head
     if HAS_SOFTCAP:
         return 4.0 * inner * outer
@@ -152,3 +153,59 @@ def bend(x, head):
     """The element's own factor of d z / d x with a soft-cap, `row_slope` being the other."""
     _row_ptrs, _bias_ptr, inner, _outer = head
     return quarter_tanh_slope(x * inner)
+
+
+@triton.jit
+def load_logits(
+    head, start, end, HAS_SOFTCAP: tl.constexpr, ROUNDED_TO: tl.constexpr, W: tl.constexpr
+):
+    """Four tiles (R, W) of scaled logits side by side, and the columns (1, W) of each."""
+    x0, x1, x2, x3, id0, id1, id2, id3 = load_step(head, start, end, ROUNDED_TO, W)
+    z0 = logits(x0, id0, end, head, HAS_SOFTCAP)
+    z1 = logits(x1, id1, end, head, HAS_SOFTCAP)
+    z2 = logits(x2, id2, end, head, HAS_SOFTCAP)
+    z3 = logits(x3, id3, end, head, HAS_SOFTCAP)
+    return z0, z1, z2, z3, id0, id1, id2, id3
+
+
+@triton.jit
+def load_step(head, start, end, ROUNDED_TO: tl.constexpr, W: tl.constexpr):
+    """Four tiles (R, W) of the projection side by side, and the columns (1, W) of each.
+
+    They begin with the column `start`. `end` is where the vocabulary ends, None if it does not end
+    in these tiles.
+    """
+    x0, columns0 = load_x(head, start, end, ROUNDED_TO, W)
+    x1, columns1 = load_x(head, start + W, end, ROUNDED_TO, W)
+    x2, columns2 = load_x(head, start + 2 * W, end, ROUNDED_TO, W)
+    x3, columns3 = load_x(head, start + 3 * W, end, ROUNDED_TO, W)
+    return x0, x1, x2, x3, columns0, columns1, columns2, columns3
+
+
+@triton.jit
+def load_x(head, start, end, ROUNDED_TO: tl.constexpr, W: tl.constexpr):
+    """The projection (R, W) from column `start` on, 0 from `end` on; and the columns (1, W)."""
+    row_ptrs, bias_ptr, _inner, _outer = head
+    columns = start + tl.arange(0, W)[None, :]
+    here = None
+    if end is not None:
+        here = columns < end
+    return load_projection(row_ptrs + columns, bias_ptr, columns, here, ROUNDED_TO), columns
+
+
+@triton.jit
+def load_at(head, ids, mask, ROUNDED_TO: tl.constexpr):
+    """The projection (R, 1) at one column of each row; 0 where `mask` (R,) is not set."""
+    row_ptrs, bias_ptr, _inner, _outer = head
+    at = ids[:, None]
+    return load_projection(row_ptrs + at, bias_ptr, at, mask[:, None], ROUNDED_TO)
+
+
+@triton.jit
+def logits(x, columns, end, head, HAS_SOFTCAP: tl.constexpr):
+    """z of x, -inf beyond the vocabulary."""
+    z = scaled(x, head, HAS_SOFTCAP)
+    if end is not None:
+        # after the transform, which would make -inf a number
+        z = tl.where(columns < end, z, float("-inf"))
+    return z

@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("triton")
 
 from benchmarks import tune
-from grpo_kernels.backends.triton_rows.configs import (
+from grpo_kernels.backends.triton_rows.device import (
     FAMILIES,
     ROW_KERNELS,
     family,

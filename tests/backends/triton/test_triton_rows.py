@@ -10,7 +10,7 @@ from tests.support.row_truth import check, check_stats, gradient, truth
 pytest.importorskip("triton")
 
 from grpo_kernels.backends.interface import Chunk
-from grpo_kernels.backends.triton_rows.configs import RowConfig
+from grpo_kernels.backends.triton_rows.device import RowConfig
 from grpo_kernels.backends.triton_rows.rows import INTERPRETED, TritonRows
 from grpo_kernels.base.records import take
 from tests.support.divergence_suite import BETAS, DivergenceSuite

@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 
 from grpo_kernels.backends.triton_rows import mathfn
+from grpo_kernels.backends.triton_rows.mathfn import ESTIMATORS, SURROGATES
 from grpo_kernels.backends.triton_rows.rows import TritonRows
-from grpo_kernels.backends.triton_rows.surrogates import ESTIMATORS, SURROGATES
 from tests.support.row_cases import DEVICE
 from tests.support.surrogate_suite import INF, NAN, Constants, SurrogateSuite, grid
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.interface import Chunk
+from grpo_kernels.backends.triton_rows.grad import launch_scale
 from grpo_kernels.backends.triton_rows.rows import TritonRows
-from grpo_kernels.backends.triton_rows.scale import launch_scale
 from tests.emulator.launch import Emulation
 from tests.emulator.layouts import RowsApart
 from tests.support.row_cases import EXTRAS, make_loss, make_transform, same
