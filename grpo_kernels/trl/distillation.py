@@ -61,8 +61,7 @@ def divergence_loss(
         ValueError: the student's head is divided by FSDP2 and trains.
     """
     trains = student_lm_head_weight.requires_grad and torch.is_grad_enabled()
-    if is_dtensor(student_lm_head_weight) and trains:
-        # no rank would add another's gradient to its own
+    if is_dtensor(student_lm_head_weight) and trains:  # gradients would not be summed over ranks
         raise ValueError(
             "student_lm_head_weight: expected a plain tensor, as it is within the forward of the "
             "FSDP2 unit that lm_head belongs to, got a DTensor. Do not make lm_head a unit of its "

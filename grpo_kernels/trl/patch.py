@@ -71,11 +71,12 @@ def patch_trl(
     run = Run(engine, backend, workspace_bytes)
     check_run(run)
     if HEAD.is_ours():
-        pairs = [
-            (x, getattr(PATCHED.run, x), getattr(run, x))
-            for x in ("engine", "backend", "workspace_bytes")
-        ]
-        for name, in_force, value in [("logits_dtype", PATCHED.logits_dtype, logits_dtype), *pairs]:
+        for name, in_force, value in (
+            ("logits_dtype", PATCHED.logits_dtype, logits_dtype),
+            ("engine", PATCHED.run.engine, engine),
+            ("backend", PATCHED.run.backend, backend),
+            ("workspace_bytes", PATCHED.run.workspace_bytes, workspace_bytes),
+        ):
             if value != in_force:
                 raise ValueError(
                     f"{name}: expected {in_force!r}, that of the patch in force, got {value!r}; "

@@ -9,8 +9,8 @@ the batch without that scoring here, and then
     all other micro-batches                     are scored just before that step changes the policy.
 
 They are kept for later passes over the batch (``num_iterations``). Sequences that cannot have a
-gradient are not scored unless something reads them (`reads_dead`). The ratio to the sampler is
-computed in the middle of TRL's loss: after its log-probabilities, and before it reads the ratio.
+gradient are not scored unless metrics read them. The ratio to the sampler is computed in the middle
+of TRL's loss: after its log-probabilities, and before it reads the ratio.
 
 The reference scores a micro-batch just before its loss, in the rows and the layout of the loss.
 Where policy and reference are equal, the bits of their log-probabilities then are, too, and the
@@ -97,10 +97,9 @@ class OldScoring:
             raise ValueError(
                 "sampling_per_token_logps: expected the sampler's for its correction, got None"
             )
-        trains = trainer.model.training
-        self._figures = []
-        self._last_figures = trainer.args.steps_per_generation if trains else 1
-        if trains:
+        self._figures, self._last_figures = [], 1
+        if trainer.model.training:
+            self._last_figures = trainer.args.steps_per_generation
             self._generated_at = trainer.state.global_step
         return batch
 
@@ -108,11 +107,9 @@ class OldScoring:
         """Note that the loss of `inputs`, a micro-batch of TRL's buffer, comes next."""
         self._buffered = inputs if self.is_deferred and OLD not in inputs else None
 
-    def due(
-        self, inputs: dict[str, Any], batches: Sequence[dict[str, Any]]
-    ) -> list[dict[str, Any]]:
-        """Those of TRL's `batches` to score before the step that follows the loss of `inputs`."""
-        return [x for x in batches if self.is_deferred and OLD not in x and x is not inputs]
+    def due(self, batches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Those of TRL's `batches` that lack old log-probabilities."""
+        return [x for x in batches if self.is_deferred and OLD not in x]
 
     def is_missing(self, trainer: Any, inputs: dict[str, Any]) -> bool:
         """True if the loss of `inputs` has to give the old log-probabilities, and can."""
@@ -173,16 +170,6 @@ class OldScoring:
         if self._buffered is not None:
             self._buffered.update({name: inputs[name] for name in (OLD, RATIO) if name in inputs})
             self._buffered = None
-
-
-def reads_dead(trainer: Any) -> bool:
-    """True if something reads old log-probabilities of sequences that cannot have a gradient.
-
-    The metrics ``sampling/*`` and ``vespo/phi_seq_mean`` are of all sequences. Clip ratios count
-    tokens with an advantage.
-    """
-    is_vespo = trainer.args.loss_type == "vespo"
-    return is_corrected(trainer) or (is_vespo and trainer.trunk_options.zero_advantage != "skip")
 
 
 @contextmanager
@@ -300,7 +287,7 @@ def _without_scoring(trainer: Any) -> Iterator[None]:
 class SampledSets(NamedTuple):
     """The sets of one completion of T tokens."""
 
-    tokens: tuple[tuple[int, ...], tuple[int, ...]]  # of the prompt and of the completion
+    tokens: tuple[tuple[int, ...], ...]  # of the prompt and of the completion
     ids: Tensor  # (M,) int32 or int64, one token after the other
     counts: Tensor  # (T,) int64
     drawn: Tensor  # (T,) bool: False where the token is a tool's

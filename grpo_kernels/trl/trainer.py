@@ -165,7 +165,7 @@ class FusedLossMixin(fused_head.LogsRows):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as TRL does; first score what an interrupted training has left unscored."""
-        for batch in self._old_scoring.due({}, self._buffered_inputs or ()):
+        for batch in self._old_scoring.due(self._buffered_inputs or ()):
             self._score_old(batch)
         return super().train(*args, **kwargs)  # type: ignore[misc]
 
@@ -185,8 +185,9 @@ class FusedLossMixin(fused_head.LogsRows):
             self._buffered_inputs = self._regrouped(self._buffered_inputs)
             inputs = self._buffered_inputs[self._step % len(self._buffered_inputs)]  # type: ignore[attr-defined]
         if self.accelerator.sync_gradients:
-            for batch in self._old_scoring.due(inputs, self._buffered_inputs):
-                self._score_old(batch)
+            for batch in self._old_scoring.due(self._buffered_inputs):
+                if batch is not inputs:
+                    self._score_old(batch)
         self._old_scoring.start(inputs)
         return self._with_reference(inputs)
 
@@ -246,7 +247,8 @@ class FusedLossMixin(fused_head.LogsRows):
             self._old_scoring.pass_over(self, batch)
             return
         live: Tensor | None = None
-        if not scoring.reads_dead(self):
+        phi = self.args.loss_type == "vespo" and self.trunk_options.zero_advantage != "skip"
+        if not (phi or micro_batches.is_corrected(self)):  # whose metrics are of all sequences
             # the loss will have a ratio to old log-probabilities, not known yet
             old = torch.zeros_like(batch["completion_mask"], dtype=torch.float32)
             live = micro_batches.live_of_loss(self, {**batch, scoring.OLD: old})

@@ -20,7 +20,7 @@ from benchmarks import parity, tiny_models, tiny_run
 from grpo_kernels.body.inputs import TrunkOptions
 from grpo_kernels.trl import FusedGRPOTrainer, FusedLossMixin, fused_head, micro_batches
 from tests.support.training_step import distance
-from tests.support.trl_training import EVALUATED, Run, evaluations, mixed, train
+from tests.support.trl_training import EVALUATED, Half, Run, evaluations, mixed, train
 
 B, P, T = 8, 10, 14
 SAVINGS = {
@@ -345,23 +345,10 @@ def test_regrouped_steps_are_stock_trls(loss_type: str) -> None:
     assert_same_steps(stock, train(FusedGRPOTrainer, tokens_per_forward=200, **REGROUP, **options))
 
 
-class Filter:
-    """In front of a trainer: half of the samples are kept, the first ones of each group."""
-
-    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
-        batch = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
-        size = len(batch["prompt_ids"])
-        kept = torch.arange(size).view(-1, 4)[:, :2].reshape(-1)
-        for name, x in batch.items():
-            if isinstance(x, Tensor) and x.dim() and len(x) == size:
-                batch[name] = x[kept]
-        return batch
-
-
 @cache
 def filtered(base: type, loss_type: str) -> Run:
     options = {**parity.loss_options(loss_type), "beta": 0.04, **SGD}
-    return train(mixed(Filter, base), **options)
+    return train(mixed(Half, base), **options)
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo"])
@@ -372,9 +359,9 @@ def test_a_subclass_that_keeps_a_part_of_the_samples(
 ) -> None:
     """A regrouped micro-batch's share of the mean is of the samples that were kept."""
     options = {**parity.loss_options(loss_type), "beta": 0.04, **SGD}
-    fused = mixed(Filter, FusedGRPOTrainer)
+    fused = mixed(Half, FusedGRPOTrainer)
     if where == "below":
-        fused = mixed(FusedLossMixin, mixed(Filter, GRPOTrainer))
+        fused = mixed(FusedLossMixin, mixed(Half, GRPOTrainer))
     ours = train(fused, layout=layout, tokens_per_forward=120, **REGROUP, **options)
     assert_same_steps(filtered(GRPOTrainer, loss_type), ours)
 

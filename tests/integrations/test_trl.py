@@ -1,7 +1,8 @@
-"""TRL's trainers with our head against TRL's own: same losses, gradients and metrics, fewer products."""
+"""TRL's trainers with our head against TRL's own: same losses and metrics, fewer products."""
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -15,30 +16,38 @@ from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 from benchmarks import head_flops, parity, tiny_models
 from grpo_kernels import Expectation
 from grpo_kernels.trl import FusedGRPOTrainer, FusedLossMixin, fused_head, micro_batches
-from tests.support.trl_training import FusedGMPOTrainer, assert_same, mixed, train
+from tests.support.trl_training import FusedGMPOTrainer, Run, assert_same, mixed, train
 
 THEIRS = trl_utils._ChunkedLogProbFunction
 TWICE = {"num_iterations": 2, "beta": 0.04}
-# Every option of the loss: test_training_step_trl.py, a micro-batch each; every loss type for many steps: make parity.
+# Every option of the loss: test_training_step_trl.py, a micro-batch each; every loss type for many
+# steps: make parity.
 CASES: dict[str, dict[str, Any]] = {
     "defaults": {"steps": 4},
     "entropy bonus": {"entropy_coef": 0.01, "steps_per_generation": 4},
     "LoRA": {"learning_rate": 1e-2, "peft_config": parity.lora(), "steps": 4, **TWICE},
-    # Adam's first steps make directions of a gradient's last bits, and a saturated cap many small gradients: another
-    # order of roundings shows (4.1e-5 with the C++ kernels, 1.9e-6 with torch), though both are as near to float64
+    # Adam's first steps make directions of a gradient's last bits, and a saturated cap many small
+    # gradients: another order of roundings shows (4.1e-5 with the C++ kernels, 1.9e-6 with torch),
+    # though both are as near to float64
     "soft-capping": {"model": "softcap", "tolerance": 1e-4, **TWICE},
     "logit scale": {"model": "logit_scale", **TWICE},
     "bias": {"model": "bias", **TWICE},
-    "fp32 head in bf16": {"cast_lm_head_to_fp32": True, "dtype": torch.bfloat16, "tolerance": 2e-2},
-}
+    "fp32 head in bf16": {
+        "cast_lm_head_to_fp32": True, "dtype": torch.bfloat16, "tolerance": 2e-2
+    },
+}  # fmt: skip
+
+
+@cache
+def stock(*, twice: bool) -> Run:
+    return train(trl.GRPOTrainer, **TWICE if twice else {})
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_training_is_the_same(name: str) -> None:
     options = {**CASES[name]}
     tolerance = options.pop("tolerance", None)
-    stock, ours = (train(cls, **options) for cls in (trl.GRPOTrainer, FusedGRPOTrainer))
-    assert_same(stock, ours, tolerance)
+    assert_same(*(train(x, **options) for x in (trl.GRPOTrainer, FusedGRPOTrainer)), tolerance)
     assert trl_utils._ChunkedLogProbFunction is THEIRS
 
 
@@ -48,17 +57,17 @@ def test_a_mixture_of_experts_trains_the_same_with_its_load_balancing_loss(
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     fields = {**tiny_models.KINDS["qwen3"][2], **experts}
     monkeypatch.setitem(tiny_models.KINDS, "moe", ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", fields))
-    stock, ours = (train(cls, model="moe", **TWICE) for cls in (trl.GRPOTrainer, FusedGRPOTrainer))
-    assert all(step["aux_loss"] > 0 for step in stock.steps)
-    assert_same(stock, ours)
+    theirs, ours = (train(x, model="moe", **TWICE) for x in (trl.GRPOTrainer, FusedGRPOTrainer))
+    assert all(step["aux_loss"] > 0 for step in theirs.steps)
+    assert_same(theirs, ours)
 
 
 def test_liger_layers_leave_the_head_to_us_and_its_own_head_is_refused() -> None:
-    """Liger's layers need a GPU, so all are off here; TRL patches the rest of the model all the same."""
+    """Liger's layers need a GPU, so all are off here; TRL patches the rest of the model."""
     pytest.importorskip("liger_kernel")
     layers = dict.fromkeys(("rms_norm", "rope", "swiglu", "cross_entropy"), False)
     with_liger = {"use_liger_kernel": True, "liger_kernel_config": layers, **TWICE}
-    assert_same(train(trl.GRPOTrainer, **TWICE), train(FusedGRPOTrainer, **with_liger))
+    assert_same(stock(twice=True), train(FusedGRPOTrainer, **with_liger))
     with_liger["liger_kernel_config"] = {"fused_linear_cross_entropy": True}
     with pytest.raises(ValueError, match="fused_linear_cross_entropy"):
         train(FusedGRPOTrainer, **with_liger)
@@ -66,12 +75,12 @@ def test_liger_layers_leave_the_head_to_us_and_its_own_head_is_refused() -> None
 
 @pytest.mark.parametrize("compact", [False, True], ids=["every position", "labelled rows"])
 def test_head_flops_of_default_options(compact: bool) -> None:
-    stock, ours = (
+    theirs, ours = (
         head_flops.count(cls, steps=1, compact=compact)
         for cls in (trl.GRPOTrainer, FusedGRPOTrainer)
     )
-    assert stock.flops == 8 * stock.rows * stock.size
-    assert (ours.rows, ours.scored, ours.live) == (stock.rows, stock.scored, stock.live)
+    assert theirs.flops == 8 * theirs.rows * theirs.size
+    assert (ours.rows, ours.scored, ours.live) == (theirs.rows, theirs.scored, theirs.live)
     assert 0 < ours.live < ours.scored
     assert ours.flops == (6 * ours.live + 2 * (ours.scored - ours.live)) * ours.size
 
@@ -94,9 +103,8 @@ UNCORRECTED = {
 def test_no_row_is_computed_twice_where_the_gradient_can_be_foreseen(
     options: dict[str, Any],
 ) -> None:
-    ours = head_flops.count(
-        FusedGRPOTrainer, **options
-    )  # beta or the bonus: every row carries gradient
+    ours = head_flops.count(FusedGRPOTrainer, **options)
+    # beta or the bonus: every row carries gradient
     assert ours.flops == 6 * ours.scored * ours.size
 
 
@@ -122,14 +130,13 @@ def test_wrong_expectation_changes_no_loss(monkeypatch: pytest.MonkeyPatch) -> N
 
     def wrong(config: Any, *, completion_mask: torch.Tensor, **_: Any) -> Expectation:
         asked.append(config)
-        drawn = torch.tensor(
-            [float(i % 7 - 3 + len(asked)) for i in range(completion_mask.numel())]
-        )
+        numbers = [float(i % 7 - 3 + len(asked)) for i in range(completion_mask.numel())]
+        drawn = torch.tensor(numbers)
         return Expectation(lambda index, logps, entropies: drawn[index])
 
     monkeypatch.setattr(micro_batches, "policy_expectation", wrong)
-    assert_same(train(trl.GRPOTrainer, steps=3, **TWICE), train(FusedGRPOTrainer, steps=3, **TWICE))
-    assert len(asked) == 6  # every micro-batch
+    assert_same(stock(twice=True), train(FusedGRPOTrainer, **TWICE))
+    assert len(asked) == 4  # every micro-batch
 
 
 class Doubled:
@@ -138,7 +145,7 @@ class Doubled:
 
 
 class Columns:
-    """Advantages of shape (B, 1): TRL's loss broadcasts them, so nothing is foreseen, and the loss is TRL's."""
+    """Advantages (B, 1): TRL's loss broadcasts them, and nothing is foreseen."""
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         scored = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
@@ -146,25 +153,19 @@ class Columns:
 
 
 def test_a_subclass_keeps_its_own_loss() -> None:
-    stock = mixed(Doubled, trl.GRPOTrainer)
-    theirs = train(stock)
-    for ours in (mixed(Doubled, FusedGRPOTrainer), mixed(FusedLossMixin, stock)):
+    doubled = mixed(Doubled, trl.GRPOTrainer)
+    theirs = train(doubled)
+    for ours in (mixed(Doubled, FusedGRPOTrainer), mixed(FusedLossMixin, doubled)):
         assert_same(theirs, train(ours))
-
-
-def test_gmpo_keeps_its_own_loss() -> None:
-    assert_same(
-        *(train(cls, config_class=GMPOConfig, **TWICE) for cls in (GMPOTrainer, FusedGMPOTrainer))
-    )
+    options = {"config_class": GMPOConfig, **TWICE}
+    assert_same(*(train(cls, **options) for cls in (GMPOTrainer, FusedGMPOTrainer)))
 
 
 def test_inputs_that_only_trl_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     warned: list[str] = []
-    monkeypatch.setattr(
-        micro_batches.warnings, "warn", lambda text, *_, **__: warned.append(str(text))
-    )
+    monkeypatch.setattr(micro_batches.warnings, "warn", lambda text, *_, **__: warned.append(text))
     ours = train(mixed(Columns, FusedGRPOTrainer))
-    assert any("not foreseen: advantages: expected shape" in text for text in warned)
+    assert any("not foreseen: advantages: expected shape" in str(text) for text in warned)
     assert_same(train(mixed(Columns, trl.GRPOTrainer)), ours)
 
 
@@ -175,8 +176,8 @@ def test_the_trainer_works_on_an_unknown_trl(monkeypatch: pytest.MonkeyPatch) ->
         @staticmethod
         def forward(ctx: Any, hidden: Any, something: Any) -> Any: ...
 
-    stock = train(trl.GRPOTrainer)
+    theirs = stock(twice=False)
     monkeypatch.setattr(trl_utils, "_ChunkedLogProbFunction", Changed)
     with pytest.warns(UserWarning, match="TRL works unchanged"):
         fused_head.HEAD.warn_unknown()
-    assert_same(stock, train(FusedGRPOTrainer), tolerance=0.0)
+    assert_same(theirs, train(FusedGRPOTrainer), tolerance=0.0)

@@ -1,4 +1,4 @@
-"""GRPO with the KL term over the whole vocabulary, in TRL's trainer: against all logits and plain autograd."""
+"""GRPO with the exact KL term in TRL's trainer: against all logits and plain autograd."""
 
 from __future__ import annotations
 
@@ -16,37 +16,51 @@ from trl.experimental.gmpo import GMPOConfig
 from benchmarks import parity, tiny_run
 from grpo_kernels.trl import FusedGRPOTrainer, FusedLossMixin, fused_head
 from tests.support.trl_all_logits import Checked
-from tests.support.trl_training import Curious, FusedGMPOTrainer, Written, assert_same, mixed, train
+from tests.support.trl_training import (
+    EVALUATED,
+    Curious,
+    FusedGMPOTrainer,
+    Half,
+    Written,
+    assert_same,
+    mixed,
+    train,
+)
 
 EXACT = {"kl_estimator": "full", "beta": 0.3, "learning_rate": 1e-2}
 TWICE = {"num_iterations": 2, **EXACT}
+BONUS = {"entropy_coef": 0.01, "temperature": 0.7, "loss_type": "grpo"}
+LUSPO = {"loss_type": "luspo", "importance_sampling_level": "sequence", "model": "softcap"}
+WRITTEN, STOCK = mixed(Written, FusedGRPOTrainer), mixed(Written, GRPOTrainer)
 
 
 class CheckedTools(Checked):
     """Every fifth id counts as a tool's output."""
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        return super()._compute_loss(
-            model, {**inputs, "tool_mask": (inputs["completion_ids"] % 5 != 0).long()}
-        )
+        tool_mask = (inputs["completion_ids"] % 5 != 0).long()
+        return super()._compute_loss(model, {**inputs, "tool_mask": tool_mask})
 
 
-EVALUATED = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 8}
-CASES: dict[str, dict[str, Any]] = {
-    "dapo, each batch twice, evaluated": TWICE | EVALUATED | {"eval_dataset": tiny_run.dataset(8)},
-    "dapo, more steps a generation, adapters": {"steps_per_generation": 4, "peft_config": parity.lora(), **EXACT},
-    "grpo, entropy bonus": {"loss_type": "grpo", "entropy_coef": 0.01, "temperature": 0.7, **TWICE},
-    "luspo, sequence, a tied, capped head": {
-        "loss_type": "luspo", "importance_sampling_level": "sequence", "model": "softcap", **TWICE
-    },
-    "tools": {"mixin": CheckedTools, **TWICE},
-}  # fmt: skip
+CASES: dict[str, tuple[type, dict[str, Any]]] = {
+    "dapo, twice, evaluated": (
+        Checked,
+        TWICE | EVALUATED | {"eval_dataset": tiny_run.dataset(8)},
+    ),
+    "dapo, more steps a generation, adapters": (
+        Checked,
+        {"steps_per_generation": 4, "peft_config": parity.lora(), **EXACT},
+    ),
+    "grpo, entropy bonus": (Checked, TWICE | BONUS),
+    "luspo, sequence, a tied, capped head": (Checked, TWICE | LUSPO),
+    "tools": (CheckedTools, TWICE),
+}
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_losses_gradients_and_metric_are_those_of_all_logits(name: str) -> None:
-    options = {**CASES[name]}
-    run = train(mixed(options.pop("mixin", Checked), FusedGRPOTrainer), **options)
+    mixin, options = CASES[name]
+    run = train(mixed(mixin, FusedGRPOTrainer), **options)
     assert len(run.steps) == 2
     assert max(run.trainer.kls) > 1e-4
 
@@ -56,26 +70,24 @@ def test_the_exact_term_costs_no_product_beyond_that_of_the_reference() -> None:
     counted = []
     for name in ("k3", "full"):
         with FlopCounterMode(display=False) as counter:
-            train(mixed(Written, FusedGRPOTrainer), 1, **EXACT | {"kl_estimator": name})
+            train(WRITTEN, 1, **EXACT | {"kl_estimator": name})
         counted.append(counter.get_total_flops())
     assert counted[0] == counted[1]
 
 
 def test_scorings_by_others_while_it_generates_are_true_and_change_nothing() -> None:
     # a reward function, say, that scores completions of its own with policy and reference
-    stock = train(mixed(Curious, mixed(Written, GRPOTrainer)), beta=0.3)
-    plain = train(mixed(Written, FusedGRPOTrainer), **EXACT)
-    ours = train(mixed(Curious, mixed(Written, FusedGRPOTrainer)), **EXACT)
+    stock = train(mixed(Curious, STOCK), 1, beta=0.3)
+    plain, ours = (train(cls, 1, **EXACT) for cls in (WRITTEN, mixed(Curious, WRITTEN)))
     want, got = stock.trainer.seen, ours.trainer.seen
-    assert len(want) == len(got) == 8
-    for i in range(4):  # of the first generation: then the two trainings part
-        torch.testing.assert_close(got[i], want[i], rtol=1e-5, atol=1e-5)
+    assert len(got) == 4
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     assert ours.steps == plain.steps
     assert ours.steps[0]["kl"] == 0.0
 
 
 class Rolled:
-    """In front of a trainer: within its loss it scores the rows in another order first, and keeps that in `seen`."""
+    """In front of a trainer: its loss scores the rows in another order first, and keeps that."""
 
     def _get_per_token_logps_and_entropies(
         self, model: Any, ids: Tensor, mask: Tensor, columns: int, *args: Any, **kwargs: Any
@@ -88,35 +100,18 @@ class Rolled:
 
 def test_another_scoring_within_the_loss_is_true_and_changes_nothing() -> None:
     options = {"gradient_accumulation_steps": 1, "steps": 1}
-    stock = train(mixed(Rolled, mixed(Written, GRPOTrainer)), beta=0.3, **options)
-    plain, ours = (
-        train(cls, **EXACT, **options)
-        for cls in (
-            mixed(Written, FusedGRPOTrainer),
-            mixed(Rolled, mixed(Checked, FusedGRPOTrainer)),
-        )
-    )
+    stock = train(mixed(Rolled, STOCK), beta=0.3, **options)
+    rolled = mixed(Rolled, mixed(Checked, FusedGRPOTrainer))
+    plain, ours = (train(cls, **EXACT, **options) for cls in (WRITTEN, rolled))
     torch.testing.assert_close(ours.trainer.seen, stock.trainer.seen, rtol=1e-5, atol=1e-5)
     assert ours.losses == plain.losses
 
 
-class Half:
-    """In front of a trainer: it keeps every second sample, the last one first."""
-
-    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
-        batch = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
-        size = len(batch["prompt_ids"])
-        kept = {
-            x: y for x, y in batch.items() if isinstance(y, Tensor) and y.dim() and len(y) == size
-        }
-        return batch | {name: x.flip(0)[::2] for name, x in kept.items()}
-
-
 def test_a_subclass_below_may_choose_the_samples() -> None:
     chosen = mixed(FusedLossMixin, mixed(Half, GRPOTrainer))
-    run = train(mixed(Checked, chosen), **EXACT | {"loss_type": "grpo"})
-    assert len(run.trainer.kls) == 4
-    assert max(run.trainer.kls) > 1e-4
+    kls = train(mixed(Checked, chosen), **EXACT | {"loss_type": "grpo"}).trainer.kls
+    assert len(kls) == 4
+    assert max(kls) > 1e-4
 
 
 ALIKE: dict[str, dict[str, Any]] = {
@@ -128,25 +123,25 @@ ALIKE: dict[str, dict[str, Any]] = {
 }
 
 
+def equal(prompts: list[str], **_: Any) -> list[float]:
+    return [1.0] * len(prompts)
+
+
 @pytest.mark.parametrize("name", ALIKE)
 @pytest.mark.parametrize("peft_config", [parity.lora(), None], ids=["LoRA", "all parameters"])
 def test_a_policy_that_is_its_reference_has_no_gradient_of_the_term(
     name: str, peft_config: Any
 ) -> None:
-    """Not even a rounding, of which Adam would make a full step: groups of equal rewards change no parameter."""
-
-    def equal(prompts: list[str], **_: Any) -> list[float]:
-        return [1.0] * len(prompts)
-
+    """Not even a rounding, of which Adam would make a full step."""
     options = {"beta": 0.04, "reward_funcs": equal, "peft_config": peft_config, **ALIKE[name]}
-    steps = train(mixed(Written, FusedGRPOTrainer), **options).steps
+    steps = train(WRITTEN, **options).steps
     assert [(x["grad_norm"], x["kl"]) for x in steps] == [(0.0, 0.0)] * 2
 
 
 def test_adam_makes_stock_trls_steps_from_equal_weights() -> None:
     """Groups of equal rewards among others: embeddings that only they read stay where they are."""
     options = {"steps": 4, "beta": 0.04, "num_iterations": 2}
-    stock, ours = (train(mixed(Written, cls), **options) for cls in (GRPOTrainer, FusedGRPOTrainer))
+    stock, ours = (train(cls, **options) for cls in (STOCK, WRITTEN))
     assert_same(stock, ours)
     theirs = dict(stock.trainer.model.named_parameters())
     for name, x in ours.trainer.model.named_parameters():
@@ -161,55 +156,36 @@ class Reader(FusedGRPOTrainer):
 
 
 def test_trl_scores_the_reference_for_a_subclass_that_may_read_it() -> None:
-    trainer = train(Reader, beta=0.04, learning_rate=0.0).trainer
-    assert trainer.read.shape == (16, trainer.read.shape[1])
-    assert (trainer.read < 0).any()
+    read = train(Reader, beta=0.04, learning_rate=0.0).trainer.read
+    assert read.shape == (16, read.shape[1])
+    assert (read < 0).any()
 
 
 def test_a_reference_that_moves_is_scored_when_it_was() -> None:
     """Two optimizer steps a generation, and a new reference after each."""
-    moving = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5}
-    options = {"steps": 4, "beta": 0.3, "steps_per_generation": 4, "learning_rate": 1e-2, **moving}
-    stock, ours = (
-        train(mixed(Written, cls), optim="sgd", **options)
-        for cls in (GRPOTrainer, FusedGRPOTrainer)
-    )
+    options = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5}
+    options |= {"steps": 4, "beta": 0.3, "steps_per_generation": 4, "learning_rate": 1e-2}
+    stock, ours = (train(cls, optim="sgd", **options) for cls in (STOCK, WRITTEN))
     assert_same(stock, ours)
     assert ours.steps[-1]["kl"] > 0
 
 
-REFUSED: dict[str, tuple[type, dict[str, Any], str]] = {
-    "name": (
-        FusedGRPOTrainer,
-        {"kl_estimator": "k1"},
-        "kl_estimator: expected 'k3', which is TRL's own, or 'full'",
-    ),
-    "no KL term": (
-        FusedGRPOTrainer,
-        {"beta": 0.0},
-        "kl_estimator: expected 'k3' with beta = 0, .* got 'full'; give",
-    ),
-    "loss of its own": (
-        FusedGMPOTrainer,
-        {"config_class": GMPOConfig},
-        "GMPOTrainer has a loss of its own",
-    ),
-    "moving reference": (
-        FusedGRPOTrainer,
-        {"sync_ref_model": True},
-        "sync_ref_model: expected False",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_it_does_not_go_with_is_refused(name: str) -> None:
-    trainer_class, options, message = REFUSED[name]
+@pytest.mark.parametrize(
+    ("trainer_class", "options", "message"),
+    [
+        (FusedGRPOTrainer, {"kl_estimator": "k1"}, "kl_estimator: expected 'k3', .* or 'full'"),
+        (FusedGRPOTrainer, {"beta": 0.0}, "kl_estimator: expected 'k3' with beta = 0, .* give"),
+        (FusedGMPOTrainer, {"config_class": GMPOConfig}, "GMPOTrainer has a loss of its own"),
+        (FusedGRPOTrainer, {"sync_ref_model": True}, "sync_ref_model: expected False"),
+        (FusedGRPOTrainer, {"unknown": True}, "no fused head that is known"),
+    ],
+    ids=["name", "no KL term", "loss of its own", "moving reference", "unknown TRL"],
+)  # fmt: skip
+def test_what_it_does_not_go_with_is_refused(
+    trainer_class: type, options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if options == {"unknown": True}:
+        monkeypatch.setattr(fused_head.HEAD, "is_known", lambda: False)
+        options = {}
     with pytest.raises(ValueError, match=message):
         train(trainer_class, **EXACT | options)
-
-
-def test_a_trl_without_the_known_head_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_head.HEAD, "is_known", lambda: False)
-    with pytest.raises(ValueError, match="no fused head that is known"):
-        train(FusedGRPOTrainer, **EXACT)

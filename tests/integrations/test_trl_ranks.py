@@ -1,35 +1,33 @@
-"""TRL on two processes (DDP, FSDP, ZeRO) with our trainer: losses, gradient norms and what it has trained are those of
-one process."""
+"""TRL on two processes (DDP, FSDP, ZeRO) with our trainers: what comes out is one process's."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 pytest.importorskip("trl")
 from benchmarks import parity
+from grpo_kernels.trl.distillation import divergence_loss
 from tests.support import zero3
-from tests.support.ranks import run_ranks
+from tests.support.ranks import Ranks
 from tests.support.training_step import assert_same
-from tests.support.trl_ranks import Found, Job, save_model, train, train_all
+from tests.support.trl_ranks import Found, Job, divided_heads, save_model, train, train_all
+from tests.support.trl_training import divergence_inputs
 
 TOLERANCE = 1e-5
-ADAPTED: dict[str, Any] = {"lora": ("q_proj", "lm_head"), "arguments": {"kl_estimator": "full"}}
-REGROUPED: dict[str, Any] = {
-    "regroup": True,
-    "tokens_per_forward": 10_000,
-}  # the last micro-batches have no samples
-BONUS = {
-    "entropy_coef": 0.01,
-    "num_iterations": 2,
-}  # a mean over micro-batches: other ones on one process
+LORA = ("q_proj", "lm_head")
+ADAPTED: dict[str, Any] = {"lora": LORA, "arguments": {"kl_estimator": "full"}}
+# the last micro-batches have no samples
+REGROUPED: dict[str, Any] = {"regroup": True, "tokens_per_forward": 10_000}
+# a mean over micro-batches: other ones on one process
+BONUS = {"entropy_coef": 0.01, "num_iterations": 2}
 JOBS = {
     "DDP": Job(),
-    "DDP, entropy bonus": Job(options=BONUS, counted=True),
-    "DDP, entropy bonus, stock": Job(stock=True, options=BONUS),
     "FSDP2": Job("FSDP2"),
     "FSDP2, tied": Job("FSDP2", kind="tied"),
     "FSDP2, head in the root unit": Job("FSDP2, head in the root unit"),
@@ -44,8 +42,10 @@ JOBS = {
 # half of a batch is scored, its live sequences alone
 HALVES: dict[str, Any] = {"options": {"steps_per_generation": 4, "epsilon": 1e-3}}
 # the loss follows the reference's scoring
-ONCE: dict[str, Any] = {"lora": ("q_proj", "lm_head"), "options": {"beta": 0.04}}
+ONCE: dict[str, Any] = {"lora": LORA, "options": {"beta": 0.04}}
 OTHER_JOBS = {
+    "bonus, DDP": Job(options=BONUS, counted=True),
+    "bonus, stock": Job(stock=True, options=BONUS),
     "halves, stock": Job(stock=True, **HALVES),
     "halves, DDP": Job(**HALVES),
     "halves, FSDP2": Job("FSDP2", **HALVES),
@@ -79,17 +79,35 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def logged(folders: dict[str, str]) -> list[dict[str, Found]]:
-    """By rank, by job: one set of processes, since they have much to import; ZeRO last, as it changes accelerate."""
+def ranks() -> Iterator[Ranks]:
+    """One set of processes, since they have much to import."""
+    with Ranks(2) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def logged(ranks: Ranks, folders: dict[str, str]) -> list[dict[str, Found]]:
+    """By rank, by job; ZeRO last, as it changes accelerate."""
     zero = {} if zero3.needs_deepspeed.args[0] else ZERO_JOBS
-    return run_ranks(train_all, 2, JOBS | OTHER_JOBS | zero, folders)
+    return ranks.run(train_all, JOBS | OTHER_JOBS | zero, folders)
+
+
+def test_a_divided_teacher_is_right_and_a_divided_student_that_trains_is_refused(
+    ranks: Ranks,
+) -> None:
+    given = divergence_inputs()
+    loss, *_ = divergence_loss(beta=0.5, **given)
+    loss.backward()
+    want = {"loss": loss.detach(), "grad": given["student_lm_head_weight"].grad}
+    for found in ranks.run(divided_heads):
+        torch.testing.assert_close(found, want | {"scored": loss.detach()})
 
 
 @cache
 def of_one_process(
     kind: str, adapted: bool, folder: str
 ) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
-    """Stock TRL; with an adapter on the head, which it refuses, ours: `test_trl_head_adapter.py` compares that."""
+    """Stock TRL; ours with an adapter on the head, which `test_trl_head_adapter.py` compares."""
     return train(Job(kind=kind, **ADAPTED) if adapted else Job(kind=kind, stock=True), folder)[:2]
 
 
@@ -105,7 +123,7 @@ def check(name: str, job: Job, logged: list[dict[str, Found]], folders: dict[str
         assert ran.head.startswith("FSDP") == (job.wrap in ("FSDP2", "FSDP2, head its own unit"))
 
 
-@pytest.mark.parametrize("name", [name for name in JOBS if not name.startswith("DDP,")])
+@pytest.mark.parametrize("name", JOBS)
 def test_ddp_and_fsdp(name: str, logged: list[dict[str, Found]], folders: dict[str, str]) -> None:
     check(name, JOBS[name], logged, folders)
 
@@ -119,7 +137,7 @@ def test_zero(name: str, logged: list[dict[str, Found]], folders: dict[str, str]
 @pytest.mark.parametrize(
     ("name", "other"),
     [
-        ("DDP, entropy bonus", "DDP, entropy bonus, stock"),
+        ("bonus, DDP", "bonus, stock"),
         ("halves, DDP", "halves, stock"),
         ("halves, FSDP2", "halves, stock"),
         # PEFT switches the gradient of adapters off for the reference, and on again afterwards
@@ -133,6 +151,11 @@ def test_metrics_are_those_of_stock_trl_or_of_ddp_on_as_many_processes(
         errors = parity.differences(of_rank[other].steps, of_rank[name].steps)
         assert max(errors.values()) < TOLERANCE, errors
         assert of_rank[name].steps[-1]["clip_ratio/region_mean"] > 0 or "halves" not in name
+        counts = of_rank[name].counts
+        # the gradient is foreseen with the normaliser of all processes; else rows would be
+        # projected twice, since those of the bonus and of the policy's term differ
+        assert counts.flops == 6 * counts.scored * counts.size
+        assert (counts.flops > 0) == name.startswith("bonus")
 
 
 def test_sequences_are_skipped_under_fsdp1(logged: list[dict[str, Found]]) -> None:
@@ -141,12 +164,3 @@ def test_sequences_are_skipped_under_fsdp1(logged: list[dict[str, Found]]) -> No
         errors = parity.differences(stock.steps, ours.steps)
         assert max(errors["loss"], errors["grad_norm"]) < TOLERANCE, errors
         assert_same(ours.moved, stock.moved, TOLERANCE)
-
-
-def test_the_gradient_is_foreseen_with_the_normaliser_of_all_processes(
-    logged: list[dict[str, Found]],
-) -> None:
-    """Else rows would be projected a second time: the bonus and the policy's term have different normalisers."""
-    for of_rank in logged:
-        counts = of_rank["DDP, entropy bonus"].counts
-        assert counts.flops == 6 * counts.scored * counts.size > 0

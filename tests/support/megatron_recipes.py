@@ -1,4 +1,4 @@
-"""docs/recipes.md on ranks that `run_ranks` has started: Megatron-Core's own GPT model, and slime's functions on it."""
+"""docs/recipes.md on ranks of `run_ranks`: Megatron-Core's own GPT model, and slime on it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from torch import Tensor
 
-from tests.support import megatron_peer, slime_stand_ins
-from tests.support.recipes import run
-from tests.support.trainer_stand_ins import module, scores_of
+from tests.support import megatron_peer
+from tests.support import trainer_stand_ins as theirs
+from tests.support.trainer_stand_ins import module, run, scores_of
 from tests.support.verl_peer import TEMPERATURE, draw
 
 ARGS = SimpleNamespace(
@@ -26,7 +26,7 @@ Models = tuple[Any, ...]  # with a recipe, and without
 
 
 def differences(tensor: int) -> dict[str, float]:
-    """Largest relative difference of results and of gradients, with a recipe and without, by case."""
+    """Largest relative difference of results and gradients to the model without recipe, by case."""
     megatron_peer.start(tensor=tensor)
     ids, fuse = draw((2, 8))[0], run("Megatron-Core")["fuse"]
     found = {}
@@ -46,11 +46,10 @@ def scores(fuse: Any, models: Models, ids: Tensor) -> tuple[Any, Any]:
     """Over the rows that are tokens, 30 of 32."""
     fused, stock = models
     score, labels = fuse(fused, megatron_peer.TOKENS), ids.roll(-1, 1)
-    logits = gather_from_tensor_model_parallel_region(stock(ids, None, None))[
-        ..., : megatron_peer.TOKENS
-    ]
+    logits = gather_from_tensor_model_parallel_region(stock(ids, None, None))
+    logits = logits[..., : megatron_peer.TOKENS] / TEMPERATURE
     found = score(fused(ids, None, None), labels, temperature=TEMPERATURE)
-    return found, scores_of(logits / TEMPERATURE, labels)
+    return found, scores_of(logits, labels)
 
 
 def loss(fuse: Any, models: Models, ids: Tensor) -> tuple[Any, Any]:
@@ -65,21 +64,19 @@ def slime(fuse: Any, models: Models, ids: Tensor) -> tuple[Any, Any]:
         assert args.custom_model_provider_path is None
         return lambda **stage: models[0]
 
-    functions = {
-        name: getattr(slime_stand_ins, name)
-        for name in ("_build_shifted_tokens", "_extract_per_sample")
-    }
-    package = "slime.backends.megatron_utils"
+    names, package = (
+        ("_build_shifted_tokens", "_extract_per_sample"),
+        "slime.backends.megatron_utils",
+    )
+    functions = {name: getattr(theirs, name) for name in names}
     with pytest.MonkeyPatch.context() as patch:
         module(patch, "my_megatron", fuse=fuse)
         module(patch, "megatron.training", get_args=lambda: ARGS)
         module(patch, f"{package}.model_provider", get_model_provider_func=provider)
-        actor, functions_of_loss = (
-            module(patch, f"{package}.actor"),
-            module(patch, f"{package}.loss", **functions),
-        )
+        actor = module(patch, f"{package}.actor")
+        of_loss = module(patch, f"{package}.loss", **functions)
         assert run("slime")["model_provider"]() is models[0]
-    assert actor.get_log_probs_and_entropy is functions_of_loss.get_log_probs_and_entropy
+    assert actor.get_log_probs_and_entropy is of_loss.get_log_probs_and_entropy
     found = []
     passed = {
         "args": ARGS,
@@ -87,10 +84,9 @@ def slime(fuse: Any, models: Models, ids: Tensor) -> tuple[Any, Any]:
         "total_lengths": [8, 8],
         "response_lengths": [3, 5],
     }
-    for model, owner in zip(models, (actor, slime_stand_ins), strict=True):
-        _, values = owner.get_log_probs_and_entropy(
-            model(ids.view(1, -1), None, None), **passed, with_entropy=True
-        )
+    for model, owner in zip(models, (actor, theirs), strict=True):
+        output = model(ids.view(1, -1), None, None)
+        _, values = owner.get_log_probs_and_entropy(output, **passed, with_entropy=True)
         assert [len(x) for x in values["log_probs"]] == [3, 5]
         found.append([torch.cat(values[name]) for name in ("log_probs", "entropy")])
     with pytest.raises(NotImplementedError, match="top_p_token_ids"):
@@ -103,8 +99,6 @@ def difference(models: Models, *results: Any) -> float:
     for values in results:
         torch.manual_seed(4)
         sum((x * torch.randn(x.shape, dtype=torch.float64)).sum() for x in values).backward()
-    pairs = [*zip(*results, strict=True)]
-    pairs += [
-        (x.grad, y.grad) for x, y in zip(*(model.parameters() for model in models), strict=True)
-    ]
+    parameters = zip(*(model.parameters() for model in models), strict=True)
+    pairs = [*zip(*results, strict=True), *((x.grad, y.grad) for x, y in parameters)]
     return max(float(((x - y).norm() / y.norm()).detach()) for x, y in pairs)

@@ -1,17 +1,56 @@
-"""What docs/recipes.md puts its lines into: the trainers' names and signatures, in plain torch of our own, from logits.
+"""What docs/recipes.md puts its lines into: the trainers' signatures, in plain torch from logits.
 
-Each docstring names the version that it stands for; tests/integrations/test_stand_ins.py compares the signatures with
-the trainers' own source where that is at hand. `module` puts stand-ins where a trainer's module would be imported from.
+Each docstring names the version that it stands for; tests/integrations/test_stand_ins.py compares
+the signatures with the trainers' own source where that is at hand. `module` puts stand-ins where a
+trainer's module would be imported from, `run` and `assert_same` run the blocks of the page.
 """
 
 from __future__ import annotations
 
+import re
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
+from torch.testing import assert_close
+
+PAGE = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
+SECTIONS = dict(zip(*[iter(re.split(r"^## (.*)$", PAGE, flags=re.M)[1:])] * 2, strict=True))
+BLOCKS = {
+    name: re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)
+    for name, text in SECTIONS.items()
+}
+
+
+def run(section: str, index: int = 0) -> dict[str, Any]:
+    """The names that a block makes."""
+    names: dict[str, Any] = {"__name__": "my_module"}
+    exec(compile(BLOCKS[section][index], f"recipes.md: {section}", "exec"), names)
+    return names
+
+
+def assert_same(
+    compute: Callable[[], tuple[Tensor, ...]],
+    parameters: list[Tensor],
+    section: str,
+    index: int = 0,
+    bound: float = 1e-10,
+) -> None:
+    """What `compute` returns, and its gradients, before and after a block of the page has run."""
+    found = []
+    for recipe in (False, True):
+        if recipe:
+            run(section, index)
+        results = compute()
+        torch.manual_seed(3)
+        loss = sum((torch.randn_like(x) * x).sum() for x in results if x.requires_grad)
+        found.append(([x.detach() for x in results], torch.autograd.grad(loss, parameters)))
+    assert_close(found[1], found[0], rtol=bound, atol=bound / 100)
 
 
 def module(monkeypatch: pytest.MonkeyPatch, name: str, **contents: Any) -> ModuleType:
@@ -30,7 +69,7 @@ def module(monkeypatch: pytest.MonkeyPatch, name: str, **contents: Any) -> Modul
 
 
 def scores_of(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of `ids` and entropies, shaped like `ids`, from logits that predict them."""
+    """Log-probabilities of `ids` and entropies, like `ids`, of logits that predict them."""
     logps = logits.log_softmax(-1)
     return logps.gather(-1, ids[..., None])[..., 0], -(logps.exp() * logps).sum(-1)
 
@@ -49,7 +88,7 @@ def next_scores(
 def unpad_and_slice_tensor(
     sequences: Tensor, attention_mask: Tensor, ring_attn_group: Any
 ) -> tuple[Any, ...]:
-    """OpenRLHF 0.11.0's (3c3be62), without a ring: the tokens that are attended, in one row (1, N)."""
+    """OpenRLHF 0.11.0's (3c3be62), without a ring: the attended tokens, in one row (1, N)."""
     indices = attention_mask.flatten().nonzero()[:, 0]
     positions = (attention_mask.cumsum(-1) - 1).clamp(min=0)
     ids, positions, rolled = (
@@ -114,12 +153,8 @@ class HFModelWrapper(nn.Module):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.model, self.remove_microbatch_padding, self.sequence_parallel_size, self.is_vlm = (
-            model,
-            False,
-            1,
-            False,
-        )
+        self.model, self.sequence_parallel_size = model, 1
+        self.remove_microbatch_padding = self.is_vlm = False
 
     def forward(
         self,
@@ -142,7 +177,7 @@ class HFModelWrapper(nn.Module):
 
 
 class GRPOTrainer:
-    """The method of ms-swift 4.6.0's GRPOTrainer that scores, and what it reads; the same at 3602360."""
+    """ms-swift 4.6.0's method that scores, and what it reads; the same at 3602360."""
 
     temperature = 0.7
     template = SimpleNamespace(padding_free=False)
@@ -179,15 +214,15 @@ def forward_for_logprobs(
 
 
 def sampling_replay_mask(sampling_mask: Tensor, labels: Tensor) -> Tensor:
-    """prime-rl's of its pull request 3431: where there is a kept set (ids padded with -1) and the label is in it."""
+    """prime-rl's of its pull request 3431: where a kept set (ids padded with -1) has the label."""
     return (labels >= 0) & (sampling_mask == labels[..., None]).any(-1)
 
 
 class FusedOutputLinear(nn.Linear):
-    """prime-rl's after its pull request 3431 (reviewed on 2026-09-01): every model passes ``sampling_mask=`` (B, L, K).
+    """prime-rl's after its pull request 3431: every model passes ``sampling_mask=`` (B, L, K).
 
-    Two additions of later source are there, too: the loss of supervised training, which has no temperature, and
-    `mask_logprobs`.
+    It was reviewed on 2026-09-01. Two additions of later source are there, too: the loss of
+    supervised training, which has no temperature, and `mask_logprobs`.
     """
 
     def __init__(self, in_features: int, out_features: int, chunk_size: int) -> None:
@@ -198,32 +233,26 @@ class FusedOutputLinear(nn.Linear):
     def forward(self, hidden_states, labels=None, temperature=None, sampling_mask=None):
         logits = super().forward(hidden_states)
         if temperature is None:
-            return {
-                "loss": nn.functional.cross_entropy(
-                    logits.flatten(0, 1), labels.flatten(), reduction="sum"
-                )
-            }
+            pairs = logits.flatten(0, 1), labels.flatten()
+            return {"loss": nn.functional.cross_entropy(*pairs, reduction="sum")}
         logits = logits / temperature[..., None]
         logps, entropies = scores_of(logits, labels)
         output = {"logprobs": logps, "entropy": entropies}
         if sampling_mask is not None:
             replayed = sampling_replay_mask(sampling_mask, labels)[..., None]
             kept = replayed & (sampling_mask >= 0)
-            kept_logits = logits.gather(-1, sampling_mask.clamp(min=0).long()).masked_fill(
-                ~kept, -1e30
-            )
+            kept_logits = logits.gather(-1, sampling_mask.clamp(min=0).long())
+            kept_logits = kept_logits.masked_fill(~kept, -1e30)
             normalizers = kept_logits.logsumexp(-1, keepdim=True)
-            target_logits = logits.gather(-1, labels[..., None])
-            output["logprobs"] = (target_logits - normalizers).where(replayed, logps[..., None])[
-                ..., 0
-            ]
+            replay = logits.gather(-1, labels[..., None]) - normalizers
+            output["logprobs"] = replay.where(replayed, logps[..., None])[..., 0]
             if self.return_mask_logprobs:
                 output["mask_logprobs"] = (kept_logits - normalizers).where(kept, 0)
         return output
 
 
 class LinearGRPOLoss(nn.Module):
-    """torchtune 0.7.0's (bd2a0fc): on-policy, a k3 term, a mean over each sequence and then over sequences."""
+    """torchtune 0.7.0's (bd2a0fc): on-policy, k3, a mean over sequences of their means."""
 
     def __init__(
         self,
@@ -247,11 +276,149 @@ class LinearGRPOLoss(nn.Module):
         kl = (ref_outputs - logps).exp() - (ref_outputs - logps) - 1
         means = [((x * padding_masks).sum(1) / padding_masks.sum(1)).mean() for x in (policy, kl)]
         loss = self.kl_coeff * means[1] - means[0]
-        return (
-            loss,
-            means[0].detach(),
-            means[1].detach(),
-            loss.new_tensor(1.0),
-            loss.new_tensor(0.0),
-            logps,
-        )
+        ratio, clipped = loss.new_tensor(1.0), loss.new_tensor(0.0)
+        return loss, means[0].detach(), means[1].detach(), ratio, clipped, logps
+
+
+def from_parallel_hidden_states_to_logprobs(
+    tensor_parallel_hidden_states,
+    output_weight_layer,
+    runtime_gather_output,
+    target,
+    vocab_start_index,
+    vocab_end_index,
+    tp_group,
+    inference_only=False,
+    cp_group=None,
+    chunk_size=None,
+):
+    """NeMo-RL 0.6.0's (7ea279a), on one rank: hidden (S, B, H), weight (V, H), target (B, S)."""
+    logits = tensor_parallel_hidden_states @ output_weight_layer.T
+    return scores_of(logits.transpose(0, 1)[:, :-1], target[:, 1:])[0]
+
+
+class LossPostProcessor:
+    """NeMo-RL 0.6.0's (7ea279a), on one rank, for losses of log-probabilities."""
+
+    def __init__(self, loss_fn: Any) -> None:
+        self.loss_fn, self.cp_size, self.enable_seq_packing = loss_fn, 1, False
+        self.tp_mesh = SimpleNamespace(size=lambda: 1)
+
+    def __call__(
+        self,
+        logits,
+        data_dict,
+        processed_inputs,
+        global_valid_seqs,
+        global_valid_toks,
+        sequence_dim=1,
+    ):
+        ids = data_dict["input_ids"]
+        if self.loss_fn.use_fused_linear_logprobs:
+            logps = logits[:, : ids.shape[1] - 1]
+        else:
+            logps = scores_of(logits[:, :-1], ids[:, 1:])[0]
+        loss, metrics = self.loss_fn(logps, data_dict, global_valid_toks)
+        return loss, metrics
+
+
+class LogprobsPostProcessor:
+    """NeMo-RL 0.6.0's (7ea279a), on one rank."""
+
+    def __init__(self) -> None:
+        self.cp_size, self.enable_seq_packing = 1, False
+        self.tp_mesh = SimpleNamespace(size=lambda: 1)
+
+    def __call__(
+        self,
+        logits,
+        data_dict,
+        processed_inputs,
+        original_batch_size,
+        original_seq_len,
+        sequence_dim=1,
+    ):
+        logps = self._compute_local_logprobs(logits, processed_inputs.input_ids)
+        logps = nn.functional.pad(logps, (1, 0))
+        return logps * (torch.arange(logps.shape[1]) < data_dict["input_lengths"][:, None])
+
+    def _compute_local_logprobs(self, logits: Tensor, input_ids: Tensor) -> Tensor:
+        return scores_of(logits[:, :-1], input_ids[:, 1:])[0]
+
+
+def need_top_k_or_top_p_filtering(sampling_params: Any) -> bool:
+    """NeMo-RL 0.6.0's (7ea279a)."""
+    return sampling_params is not None and (
+        sampling_params.top_k is not None or sampling_params.top_p != 1.0
+    )
+
+
+def forward_with_post_processing_fn(
+    model,
+    post_processing_fn,
+    processed_mb,
+    is_reward_model=False,
+    allow_flash_attn_args=True,
+    global_valid_seqs=None,
+    global_valid_toks=None,
+    sampling_params=None,
+    sequence_dim=1,
+):
+    """NeMo-RL 0.6.0's (7ea279a), for the two processors above and others, which get the logits."""
+    inputs = processed_mb.processed_inputs
+    names = ("input_ids", "attention_mask", "position_ids")
+    logits = model(**{name: getattr(inputs, name) for name in names}, use_cache=False).logits
+    logits = logits / (1.0 if sampling_params is None else sampling_params.temperature)
+    passed = {"logits": logits, "data_dict": processed_mb.data_dict, "processed_inputs": inputs}
+    if isinstance(post_processing_fn, LossPostProcessor):
+        return *post_processing_fn(
+            **passed, global_valid_seqs=None, global_valid_toks=global_valid_toks
+        ), processed_mb
+    sizes = ("original_batch_size", "original_seq_len")
+    found = post_processing_fn(**passed, **{name: getattr(processed_mb, name) for name in sizes})
+    return found, {"logprobs": found}, processed_mb
+
+
+def _build_shifted_tokens(
+    T, device, unconcat_tokens, total_lengths, response_lengths, allgather_cp
+):
+    """slime 0.3.1's (624b824): the token after each of the packed row, (T,)."""
+    rows = [torch.cat([tokens[1:], tokens.new_zeros(1)]) for tokens in unconcat_tokens]
+    return nn.functional.pad(torch.cat(rows), (0, T - sum(total_lengths)))
+
+
+def _extract_per_sample(log_prob_full, entropy_full, total_lengths, response_lengths, allgather_cp):
+    """slime 0.3.1's (624b824): the part of each response, of (T,) each."""
+    found: tuple[list[Tensor], list[Tensor]] = ([], [])
+    end = 0
+    for total, response in zip(total_lengths, response_lengths, strict=True):
+        end += total
+        for x, parts in zip((log_prob_full, entropy_full), found, strict=True):
+            if x is not None:
+                parts.append(x[end - response - 1 : end - 1])
+    return found
+
+
+def get_log_probs_and_entropy(
+    logits,
+    *,
+    args,
+    unconcat_tokens,
+    total_lengths,
+    response_lengths,
+    with_entropy=False,
+    non_loss_data=True,
+    top_p_token_ids=None,
+    top_p_token_offsets=None,
+):
+    """slime 0.3.1's (624b824), without context parallelism."""
+    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+
+    whole = gather_from_tensor_model_parallel_region(logits)[0] / args.rollout_temperature
+    lengths = total_lengths, response_lengths
+    ids = _build_shifted_tokens(
+        len(whole), whole.device, unconcat_tokens, *lengths, args.allgather_cp
+    )
+    logps, entropies = _extract_per_sample(*scores_of(whole, ids), *lengths, args.allgather_cp)
+    found = {"log_probs": logps, "entropy": entropies}
+    return whole.new_empty(0), found if with_entropy else {"log_probs": logps}

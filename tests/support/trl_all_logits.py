@@ -1,4 +1,4 @@
-"""TRL's GRPO loss with the KL term over the whole vocabulary, out of all logits: for a trainer to be held against."""
+"""TRL's GRPO loss with the exact KL term, out of all logits: for a trainer to be held against."""
 
 from __future__ import annotations
 
@@ -43,14 +43,12 @@ class Checked(Written):
         return loss
 
     def plain(self, model: Any, inputs: dict[str, Any]) -> tuple[Tensor, float]:
-        ids, mask = inputs["completion_ids"], inputs["completion_mask"]
+        args, ids, mask = self.args, inputs["completion_ids"], inputs["completion_mask"]
         everything = torch.cat([inputs["prompt_ids"], ids], 1)
         attended = torch.cat([inputs["prompt_mask"], mask], 1)
 
         def log_probs(of: Any) -> Tensor:
-            logits = (
-                of(input_ids=everything, attention_mask=attended).logits / self.args.temperature
-            )
+            logits = of(input_ids=everything, attention_mask=attended).logits / args.temperature
             return logits[:, -ids.shape[1] - 1 : -1].log_softmax(-1)
 
         policy = log_probs(model)
@@ -62,31 +60,24 @@ class Checked(Written):
                     reference = log_probs(model)
         divergence = (policy.exp() * (policy - reference)).sum(-1)
         logps = policy.gather(-1, ids[..., None])[..., 0]
-        old = inputs.get("old_per_token_logps", logps.detach())
+        log_ratio = logps - inputs.get("old_per_token_logps", logps.detach())
         counted = mask * inputs.get("tool_mask", 1)
-        ratio = (logps - old).exp()
-        if self.args.importance_sampling_level == "sequence":
-            ratio = (
-                ((logps - old) * counted)
-                .sum(1, keepdim=True)
-                .div(counted.sum(1, keepdim=True))
-                .exp()
-            )
-        advantages = inputs["advantages"][:, None]
-        clipped = ratio.clamp(1 - self.args.epsilon, 1 + self.args.epsilon)
-        per_token = (
-            -torch.minimum(ratio * advantages, clipped * advantages) + self.args.beta * divergence
-        )
+        if args.importance_sampling_level == "sequence":
+            log_ratio = (log_ratio * counted).sum(1, True) / counted.sum(1, True)
+        ratio, advantages = log_ratio.exp(), inputs["advantages"][:, None]
+        clipped = ratio.clamp(1 - args.epsilon, 1 + args.epsilon)
+        per_token = -torch.minimum(ratio * advantages, clipped * advantages)
+        per_token = (per_token + args.beta * divergence) * counted
         trains = model.training
         accumulated = self.current_gradient_accumulation_steps if trains else 1  # type: ignore[attr-defined]
-        if self.args.loss_type == "dapo":
-            items = inputs["num_items_in_batch"] / (self.args.steps_per_generation if trains else 1)
-            loss = (per_token * counted).sum() / items
-        elif self.args.loss_type == "grpo":
-            loss = ((per_token * counted).sum(1) / counted.sum(1)).mean()
+        if args.loss_type == "dapo":
+            items = inputs["num_items_in_batch"] / (args.steps_per_generation if trains else 1)
+            loss = per_token.sum() / items
+        elif args.loss_type == "grpo":
+            loss = (per_token.sum(1) / counted.sum(1)).mean()
         else:
-            loss = (per_token * counted).sum(1).mean()
+            loss = per_token.sum(1).mean()
         self.policy_loss = float(loss)
         entropies = -(policy.exp() * policy).sum(-1)
-        bonus = self.args.entropy_coef * (entropies * counted).sum() / counted.sum()
+        bonus = args.entropy_coef * (entropies * counted).sum() / counted.sum()
         return (loss - bonus) / accumulated, float((divergence * counted).sum() / counted.sum())

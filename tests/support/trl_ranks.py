@@ -1,5 +1,4 @@
-"""TRL's GRPO trainers on several gloo processes, under what accelerate makes of the model: DDP, FSDP1, FSDP2 or
-ZeRO-1 to 3.
+"""TRL's trainers on several gloo processes: DDP, FSDP1, FSDP2 and ZeRO-1 to 3 of accelerate.
 
 Completions come from the prompts, so that any number of processes trains on the same ones.
 """
@@ -17,6 +16,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import transformers
 import trl
@@ -26,22 +26,15 @@ from benchmarks import head_flops, tiny_models, tiny_run
 from grpo_kernels.base.checks import is_dtensor
 from grpo_kernels.head.module import gather_of
 from grpo_kernels.trl import FusedGRPOTrainer
-from tests.support.trl_training import Written
+from grpo_kernels.trl.distillation import divergence_loss
+from tests.support.trl_training import Written, divergence_inputs, mixed
 
 SEQUENCES = 8  # of all processes together, a micro-batch
 
 
-class OursWritten(Written, FusedGRPOTrainer):
-    pass
-
-
-class StockWritten(Written, trl.GRPOTrainer):
-    pass
-
-
 @dataclass(frozen=True)
 class Job:
-    """One training run: how the model is divided, which model it is, and options of the configuration and trainer."""
+    """One training run: how the model is divided, which it is, and options."""
 
     wrap: str = "DDP"
     stock: bool = False
@@ -49,7 +42,7 @@ class Job:
     lora: tuple[str, ...] = ()  # the modules that get an adapter
     options: dict[str, Any] = field(default_factory=lambda: {"beta": 0.04, "num_iterations": 2})
     arguments: dict[str, Any] = field(default_factory=dict)
-    counted: bool = False  # whether to count the operations of the head
+    counted: bool = False  # counts the operations of the head
 
 
 @dataclass(frozen=True)
@@ -70,7 +63,10 @@ def train(
     prepare: Callable[[Any], None] | None = None,
     **options: Any,
 ) -> tuple[list[dict[str, float]], dict[str, Tensor], Any]:
-    """What two steps have logged, what they have added to each parameter, and the trainer; `folder`: `save_model`."""
+    """What two steps have logged and added to each parameter, and the trainer.
+
+    `folder`: where `save_model` has put the reference.
+    """
     tiny_run.quiet()
     policy = tiny_models.model(job.kind, num_hidden_layers=1)
     policy.config._name_or_path = folder  # TRL loads the reference from there
@@ -78,17 +74,15 @@ def train(
     if job.lora:
         from peft import LoraConfig
 
-        chosen = LoraConfig(
-            r=4, target_modules=[*job.lora], init_lora_weights=False, task_type="CAUSAL_LM"
-        )
-        arguments["peft_config"] = chosen
+        shape = {"r": 4, "init_lora_weights": False, "task_type": "CAUSAL_LM"}
+        arguments["peft_config"] = LoraConfig(target_modules=[*job.lora], **shape)
     history = tiny_run.History()
     with tempfile.TemporaryDirectory() as output:
         options = {"optim": "sgd", "learning_rate": 0.1, **job.options, **options}
-        args = tiny_run.config(
-            output, 2, per_device_train_batch_size=SEQUENCES // processes, **options
-        )
-        trainer = (StockWritten if job.stock else OursWritten)(
+        options["per_device_train_batch_size"] = SEQUENCES // processes
+        args = tiny_run.config(output, 2, **options)
+        base = trl.GRPOTrainer if job.stock else FusedGRPOTrainer
+        trainer = mixed(Written, base)(
             model=policy,
             args=args,
             processing_class=tiny_models.tokenizer(),
@@ -113,18 +107,38 @@ def _whole_parameters(model: Any) -> dict[str, Tensor]:
     is_fsdp1 = isinstance(model, FullyShardedDataParallel)
     gather = gather_of(model.parameters()) or nullcontext
     with FullyShardedDataParallel.summon_full_params(model) if is_fsdp1 else gather():
-        names = {
-            name.replace("_fsdp_wrapped_module.", ""): x.detach()
-            for name, x in model.named_parameters()
-        }
-        return {
-            name: (x.full_tensor() if is_dtensor(x) else x).clone() for name, x in names.items()
-        }
+        found = {}
+        for name, x in model.named_parameters():
+            whole = x.detach().full_tensor() if is_dtensor(x) else x.detach()
+            found[name.replace("_fsdp_wrapped_module.", "")] = whole.clone()
+        return found
 
 
 def save_model(kind: str, folder: str) -> None:
     """The model of `train`, for the reference."""
     tiny_models.model(kind, num_hidden_layers=1).save_pretrained(folder)
+
+
+def divided_heads(rank: int, world_size: int) -> dict[str, Any]:
+    """Distillation with the teacher's head divided by FSDP2; then with the student's too."""
+    from torch.distributed.fsdp import fully_shard
+
+    given = divergence_inputs()
+    both = {**given}
+    for name in ("student_lm_head_weight", "teacher_lm_head_weight"):
+        weight = given[name].detach()
+        head = torch.nn.Linear(weight.shape[1], 50, bias=False)
+        head.weight.data.copy_(weight)
+        both[name] = fully_shard(head).weight
+    of_teacher = {**both, "student_lm_head_weight": given["student_lm_head_weight"]}
+    loss, *_ = divergence_loss(beta=0.5, **of_teacher)
+    loss.backward()
+    with pytest.raises(ValueError, match="student_lm_head_weight: expected a plain tensor"):
+        divergence_loss(beta=0.5, **both)
+    with torch.no_grad():
+        scored = divergence_loss(beta=0.5, **both)[0]
+    grad = given["student_lm_head_weight"].grad
+    return {"loss": loss.detach(), "grad": grad, "scored": scored}
 
 
 def train_all(
@@ -134,9 +148,8 @@ def train_all(
     from accelerate.state import AcceleratorState, GradientState
 
     results = {}
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT="29500"
-    )  # accelerate wants them, and the group is there
+    # accelerate wants them, and the group is there
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
     for name, job in jobs.items():
         if job.wrap.startswith("ZeRO") and "deepspeed" not in sys.modules:
             _find_deepspeed()
@@ -157,13 +170,8 @@ def train_all(
 
 
 @contextmanager
-def _ddp() -> Iterator[dict[str, Any]]:
-    yield {}
-
-
-@contextmanager
 def fsdp2_without_gpus() -> Iterator[None]:
-    """accelerate's own FSDP, which it takes on GPUs alone: without them it makes DDP of it and says nothing."""
+    """accelerate's own FSDP, which it takes on GPUs alone: else it makes DDP of it, silently."""
     from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import DistributedType
 
@@ -173,9 +181,8 @@ def fsdp2_without_gpus() -> Iterator[None]:
         begin(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
         if fsdp_plugin is not None:
             self.fsdp_plugin = fsdp_plugin
-            self.distributed_type = PartialState._shared_state["distributed_type"] = (
-                DistributedType.FSDP
-            )
+            self.distributed_type = DistributedType.FSDP
+            PartialState._shared_state["distributed_type"] = DistributedType.FSDP
 
     with mock.patch.object(AcceleratorState, "__init__", as_on_a_gpu):
         yield
@@ -196,15 +203,9 @@ def _fsdp2(*, root_alone: bool = False, **variables: str) -> Iterator[dict[str, 
         if not root_alone:
             yield {}
             return
-        with mock.patch.object(
-            accelerate.accelerator, "fsdp2_prepare_model", lambda _, model: fully_shard(model)
-        ):
+        shard = lambda _, model: fully_shard(model)  # noqa: E731
+        with mock.patch.object(accelerate.accelerator, "fsdp2_prepare_model", shard):
             yield {}
-
-
-def _head_apart() -> Any:
-    """Every linear layer a unit of its own."""
-    return _fsdp2(FSDP_TRANSFORMER_CLS_TO_WRAP="Qwen3DecoderLayer,Linear")
 
 
 @contextmanager
@@ -216,47 +217,44 @@ def _fsdp1(*, original: bool) -> Iterator[dict[str, Any]]:
         "ACCELERATE_USE_FSDP": "true",
         "FSDP_VERSION": "1",
         "FSDP_SHARDING_STRATEGY": "FULL_SHARD",
-    }
-    asked |= {
         "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
         "FSDP_TRANSFORMER_CLS_TO_WRAP": "Qwen3DecoderLayer",
+        "FSDP_USE_ORIG_PARAMS": str(original).lower(),
     }
-    asked["FSDP_USE_ORIG_PARAMS"] = str(original).lower()
     # accelerate names the device cpu:0, and torch compares it with cpu
-    on_cpu = mock.patch.object(
-        _init_utils, "_get_device_from_device_id", return_value=torch.device("cpu")
-    )
+    cpu = torch.device("cpu")
+    on_cpu = mock.patch.object(_init_utils, "_get_device_from_device_id", return_value=cpu)
     with fsdp2_without_gpus(), mock.patch.dict(os.environ, asked), on_cpu:
         yield {}
 
 
 @contextmanager
 def _zero(stage: int) -> Iterator[dict[str, Any]]:
-    automatic = (
-        "train_micro_batch_size_per_gpu",
-        "gradient_accumulation_steps",
-        "gradient_clipping",
-    )
+    # stage 3 divides small parameters too
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
     yield {
         "deepspeed": {
-            "zero_optimization": {
-                "stage": stage,
-                "stage3_param_persistence_threshold": 0,
-            },  # stage 3 divides small ones too
+            "zero_optimization": zero,
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
-            **dict.fromkeys(automatic, "auto"),
+            "train_micro_batch_size_per_gpu": "auto",
+            "gradient_accumulation_steps": "auto",
+            "gradient_clipping": "auto",
         }
     }
 
 
 WRAPS: dict[str, Any] = {
-    "DDP": _ddp,
-    "FSDP2": _fsdp2,  # accelerate 1.15: the head in one unit with the last norm, and the embedding if it is tied
-    "FSDP2, head in the root unit": lambda: _fsdp2(root_alone=True),
-    "FSDP2, head its own unit": _head_apart,
-    "FSDP1": lambda: _fsdp1(original=False),  # the head in the root unit
-    "FSDP1, original parameters": lambda: _fsdp1(original=True),
+    "DDP": partial(nullcontext, {}),
+    # accelerate 1.15: the head in one unit with the last norm, and the embedding if it is tied
+    "FSDP2": _fsdp2,
+    "FSDP2, head in the root unit": partial(_fsdp2, root_alone=True),
+    # every linear layer is one
+    "FSDP2, head its own unit": partial(
+        _fsdp2, FSDP_TRANSFORMER_CLS_TO_WRAP="Qwen3DecoderLayer,Linear"
+    ),
+    "FSDP1": partial(_fsdp1, original=False),  # the head in the root unit
+    "FSDP1, original parameters": partial(_fsdp1, original=True),
     **{f"ZeRO-{stage}": partial(_zero, stage) for stage in (1, 2, 3)},
 }
 
@@ -272,12 +270,9 @@ def _find_deepspeed() -> None:
     import transformers.integrations.deepspeed
     import transformers.trainer
 
+    others = ("DummyOptim", "DummyScheduler", "map_pytorch_optim_to_deepspeed")
     for module in (accelerate.utils, accelerate.accelerator, transformers.trainer):
-        for name in vars(wrappers):
-            if "DeepSpeed" in name or name in (
-                "DummyOptim",
-                "DummyScheduler",
-                "map_pytorch_optim_to_deepspeed",
-            ):
-                setattr(module, name, getattr(wrappers, name))
+        for name, x in vars(wrappers).items():
+            if "DeepSpeed" in name or name in others:
+                setattr(module, name, x)
     importlib.reload(sys.modules["transformers.integrations.deepspeed"])  # whose base class it is

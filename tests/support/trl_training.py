@@ -8,18 +8,21 @@ import random
 import tempfile
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import trl
+from torch import Tensor
 from trl.experimental.gmpo import GMPOTrainer
 
 from benchmarks import parity, tiny_models, tiny_run
 from grpo_kernels.trl import FusedLossMixin
+from tests.support.case_builder import seeded
 
-gc.freeze()  # accelerate collects garbage after every training, for a third of a second with all that is imported here
-
+# accelerate collects garbage after every training, a third of a second with all that is imported
+gc.freeze()
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 8}
 
@@ -29,7 +32,7 @@ class FusedGMPOTrainer(FusedLossMixin, GMPOTrainer):
 
 
 class Written:
-    """In front of a trainer: completions that depend on the prompt, on which of its completions it is, and the call."""
+    """In front of a trainer: completions that depend on prompt, place in the group, and call."""
 
     _calls = 0
 
@@ -39,20 +42,19 @@ class Written:
         for prompt in map(tuple, prompt_ids):
             draw = random.Random(hash((prompt, seen[prompt], self._calls)))
             seen[prompt] += 1
-            words = [
-                draw.randrange(len(tiny_models.SPECIAL), tiny_models.VOCAB)
-                for _ in range(draw.randrange(2, 11))
-            ]
-            completions.append([*words, 1])  # the end of the sequence
+            words = range(draw.randrange(2, 11))
+            first = len(tiny_models.SPECIAL)
+            ids = [draw.randrange(first, tiny_models.VOCAB) for _ in words]
+            completions.append([*ids, 1])  # the end of the sequence
         return completions, None
 
 
 class Curious:
-    """In front of a trainer: it scores other completions whenever it can, and keeps the log-probabilities in `seen`."""
+    """In front of a trainer: it scores other completions whenever it can, and keeps `seen`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.seen: list[torch.Tensor] = []
+        self.seen: list[Tensor] = []
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         self._look()
@@ -63,11 +65,10 @@ class Curious:
         return super()._calculate_rewards(*args, **kwargs)  # type: ignore[misc]
 
     def _look(self) -> None:
-        policy, reference = self.model, self.ref_model  # type: ignore[attr-defined]
+        score = self._get_per_token_logps_and_entropies  # type: ignore[attr-defined]
         ids = 3 + torch.arange(16 * 9).view(16, 9) % 50
         with torch.no_grad():
-            for model in (policy, reference):
-                score = self._get_per_token_logps_and_entropies  # type: ignore[attr-defined]
+            for model in (self.model, self.ref_model):  # type: ignore[attr-defined]
                 self.seen.append(score(model, ids, torch.ones_like(ids), 5)[0])
 
 
@@ -79,7 +80,7 @@ class Half:
         size = len(batch["prompt_ids"])
         chosen = range(size - 1, 0, -2)
         for name, x in batch.items():
-            if isinstance(x, torch.Tensor) and x.dim() and len(x) == size:
+            if isinstance(x, Tensor) and x.dim() and len(x) == size:
                 batch[name] = x[[*chosen]]
             elif isinstance(x, list) and len(x) == size:
                 batch[name] = [x[i] for i in chosen]
@@ -88,7 +89,7 @@ class Half:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What a training has logged, one mapping an optimizer step; the loss of every micro-batch; and the trainer."""
+    """What a training has logged for each step, each micro-batch's loss, and the trainer."""
 
     steps: list[dict[str, float]]
     losses: list[float]
@@ -101,7 +102,7 @@ def mixed(mixin: type, trainer_class: type) -> type:
 
 
 def train(
-    trainer_class: Any,
+    trainer: Any,
     steps: int = 2,
     *,
     config_class: Any = trl.GRPOConfig,
@@ -110,7 +111,7 @@ def train(
     prepare: Callable[[Any], Any] | None = None,
     **options: Any,
 ) -> Run:
-    """A training of the `model` of that kind; `options` that the configuration lacks are the trainer's.
+    """A training of that `model`; `options` that the configuration lacks are the trainer's.
 
     `prepare` gets the trainer before it starts.
     """
@@ -118,24 +119,23 @@ def train(
     arguments = {name: options.pop(name) for name in [*options] if name not in of_config}
     trainers = []
 
-    def begin(trainer: Any) -> None:
-        trainers.append(trainer)
+    def begin(made: Any) -> None:
+        trainers.append(made)
         if prepare is not None:
-            prepare(trainer)
+            prepare(made)
 
     with tempfile.TemporaryDirectory() as folder:
         if issubclass(config_class, trl.GRPOConfig):
             args = tiny_run.config(folder, steps, config_class, **options)
         else:
             args = config_class(**{**tiny_run.common_options(folder, steps), **options})
-        history = tiny_run.train(
-            trainer_class, args, kind=model, dtype=dtype, prepare=begin, **arguments
-        )
+        how = {"kind": model, "dtype": dtype, "prepare": begin}
+        history = tiny_run.train(trainer, args, **how, **arguments)
     return Run(history.steps, history.losses, trainers[0])
 
 
 def assert_same(stock: Run, ours: Run, tolerance: float | None = None) -> None:
-    """Every logged number, and to 1e-6 every micro-batch's loss; or all of them within `tolerance`."""
+    """Every logged number, and to 1e-6 each micro-batch's loss; or all within `tolerance`."""
     of_steps, of_losses = (parity.TOLERANCE, 1e-6) if tolerance is None else (tolerance, tolerance)
     errors = parity.differences(stock.steps, ours.steps)
     assert max(errors.values()) <= of_steps, errors
@@ -143,7 +143,7 @@ def assert_same(stock: Run, ours: Run, tolerance: float | None = None) -> None:
 
 
 def count_scored(trainer: Any) -> None:
-    """`trainer.scored` counts forwards of the policy without gradient, and the sequences with a token to score."""
+    """`trainer.scored` counts the policy's forwards without gradient, and sequences with tokens."""
     trainer.scored, score = Counter(), trainer._get_per_token_logps_and_entropies
 
     def counted(model: Any, ids: Any, mask: Any, columns: int, *args: Any, **kwargs: Any) -> Any:
@@ -158,3 +158,19 @@ def count_scored(trainer: Any) -> None:
 def evaluations(trainer: Any) -> list[dict[str, float]]:
     """What each evaluation has logged."""
     return [tiny_run.compared(entry) for entry in trainer.state.log_history if "eval_loss" in entry]
+
+
+def divergence_inputs(
+    of_masked: float = 0.7, *, width: int = 16, more_ids: int = 0
+) -> dict[str, Any]:
+    """Arguments of TRL's divergence; the student's states are `of_masked` where nothing counts."""
+    draw = partial(torch.randn, generator=seeded("distillation"))
+    mask = draw(3, 7) < 0.25
+    student = draw(3, 7, 12).masked_fill(~mask[..., None], of_masked)
+    return {
+        "student_hidden_states": student.requires_grad_(),
+        "teacher_hidden_states": draw(3, 7, width),
+        "student_lm_head_weight": draw(50, 12).requires_grad_(),
+        "teacher_lm_head_weight": draw(50 + more_ids, width),
+        "completion_mask": mask.long(),
+    }
