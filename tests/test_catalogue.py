@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from grpo_kernels import Run, grpo_loss, linear_logprob
-from grpo_kernels.engine.device import device_of
 from tests.support.case_builder import PER_TOKEN, Case, make_case
 from tests.support.cases import LOSSES
 from tests.support.reference_terms import CLIPPED, TERMS
@@ -342,11 +341,7 @@ def test_nan_hidden_state_surfaces_on_policy(loss_type: str, level: str) -> None
 def test_weight_gradient_has_one_rounding_however_many_chunks(
     dtype: torch.dtype, every_backend: str
 ) -> None:
-    """Accumulated in fp32: the error of d weight is that of rounding the result, for 4 sequences as for 256.
-
-    Where d logits are rounded for their product it is that, too, which is as large and no larger for more of them.
-    """
-    most = 1.5 if device_of(torch.device("cpu")).mixed_products else 1.02
+    """Accumulated in fp32: d weight is off by the rounding of the result, for 4 sequences or 256."""
     for batch in (4, 64, 256) if every_backend == "torch" else (4, 16):  # the interpreter is slow
         g = torch.Generator().manual_seed(batch)
         hidden = torch.randn(batch, 8, 32, generator=g).to(dtype)
@@ -364,7 +359,7 @@ def test_weight_gradient_has_one_rounding_however_many_chunks(
         assert exact.grad is not None and weight.grad is not None
         rounded = exact.grad.to(dtype).double()
         best = (rounded - exact.grad).norm()
-        assert (weight.grad.double() - exact.grad).norm() <= most * best
+        assert (weight.grad.double() - exact.grad).norm() <= 1.02 * best
 
 
 def test_logits_beyond_the_range_of_fp16() -> None:

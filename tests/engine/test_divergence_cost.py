@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from grpo_kernels import LossConfig, Run, grpo_loss, linear_divergence, linear_logprob
-from grpo_kernels.objective.config import LossConfig as Config
 from tests.support.flat import flat
 from tests.support.measure import AllocationWatcher, count_flops
 from tests.support.pretend_gpu import OnGPU, here, pretended
@@ -161,7 +160,7 @@ def test_an_expectation_can_be_captured(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_loss_with_the_exact_kl_waits_no_more_and_can_be_captured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    config = Config(beta=0.1, kl_estimator="full", loss_type="grpo")
+    config = LossConfig(beta=0.1, kl_estimator="full", loss_type="grpo")
     with pretended(monkeypatch, capturing=True) as waits:
         hidden, weight, other, other_weight = on_gpu((True, True))
         shape = (8, N // 8)
