@@ -37,19 +37,15 @@ from grpo_kernels import (
     typing as typing,
 )  # not in __all__: import * would hide Python's module typing
 from grpo_kernels.batch.kept_ids import KeptIds
-from grpo_kernels.call.output import LossOutput, Scores
-from grpo_kernels.call.run import Run
-from grpo_kernels.divergence import linear_divergence
-from grpo_kernels.expectation import policy_expectation
-from grpo_kernels.from_logps import policy_loss_from_logps
-from grpo_kernels.head.head import Head
-from grpo_kernels.head.lora import LoRA
-from grpo_kernels.logprob import Expectation, linear_logprob
-from grpo_kernels.loss import GRPOLoss, grpo_loss
+from grpo_kernels.call.expected import Expectation
+from grpo_kernels.call.plan import Run
+from grpo_kernels.call.results import LossOutput, Scores
+from grpo_kernels.head.head import Head, LoRA
+from grpo_kernels.loss import GRPOLoss, grpo_loss, policy_expectation, policy_loss_from_logps
 from grpo_kernels.objective.config import LossConfig
 from grpo_kernels.objective.custom import TokenInputs, token_level
 from grpo_kernels.objective.metrics import Metrics
-from grpo_kernels.topk_divergence import topk_divergence
+from grpo_kernels.scores import linear_divergence, linear_logprob, topk_divergence
 
 __version__ = "0.1.0"
 logging.getLogger(__name__).addHandler(

@@ -1,24 +1,26 @@
-"""The GRPO family of losses straight from hidden states. The algorithm, in the order in which it runs, and where it is:
+"""The GRPO family of losses straight from hidden states, and the same loss on given
+log-probabilities.
 
-::
+The algorithm of `grpo_loss`, in the order in which it runs, and where it is::
 
-    tokens  = the positions that count                                              batch/tokens.py
-    weights = the loss type's normaliser, one weight per token                      objective/normaliser.py
-    engine  = the cheapest that gives this loss its exact gradient                  call/plan.py, engine/engines.py
-    for each chunk of rows:                                                         engine/passes.py, engine/sweep.py
-        z = hidden @ weight.T                                                       engine/projection.py
-        logps, entropies = log softmax(z)[id], -sum p log p                         backends/
-        R = logps - old_per_token_logps                                             objective/policy.py
-        l = -min(e^R A, clip(e^R, 1 - epsilon, 1 + epsilon_high) A) + beta KL       token_loss/formulas.py
-        a, b = d loss / d logps, d loss / d entropies                               objective/policy.py
-        dz_j = a (1[j = id] - p_j) - b p_j (log p_j + entropy)                      backends/
-        d hidden, d weight += dz @ weight, dz.T @ hidden                            engine/gradient_sums.py
-    loss = sum(weights * l) - entropy_coef * mean entropy                           objective/policy.py
-    the gradient of the loss, in its backward                                       engine/autograd.py
+    tokens  = the positions that count                                    batch/tokens.py
+    weights = the loss type's normaliser, one weight per token            objective/normaliser.py
+    engine  = the cheapest that gives this loss its exact gradient        call/plan.py, engine/
+    for each chunk of rows:                                               engine/sweep.py
+        z = hidden @ weight.T                                             engine/projection.py
+        logps, entropies = log softmax(z)[id], -sum p log p               backends/
+        R = logps - old_per_token_logps                                   objective/policy.py
+        l = -min(e^R A, clip(e^R, 1 - epsilon, 1 + epsilon_high) A) + beta KL
+                                                                          token_loss/formulas.py
+        a, b = d loss / d logps, d loss / d entropies                     objective/policy.py
+        dz_j = a (1[j = id] - p_j) - b p_j (log p_j + entropy)            backends/
+        d hidden, d weight += dz @ weight, dz.T @ hidden                  engine/gradient_sums.py
+    loss = sum(weights * l) - entropy_coef * mean entropy                 objective/policy.py
+    the gradient of the loss, in its backward                             engine/autograd.py
 
-Where a token's a depends on other tokens, the loop ends with the log-probabilities, and the backward projects again.
-With a KL term over the whole vocabulary (`reference`) there is a third number, c = d loss / d KL, and
-``c p_j (log p_j - log q_j - KL)`` is added to dz_j.
+Where a token's a depends on other tokens, the loop ends with the log-probabilities, and the
+backward projects again. With a KL term over the whole vocabulary (`reference`) there is a third
+number, c = d loss / d KL, and ``c p_j (log p_j - log q_j - KL)`` is added to dz_j.
 """
 
 from __future__ import annotations
@@ -28,21 +30,25 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
+from grpo_kernels.base.checks import check_ids, check_shape, check_tensor
 from grpo_kernels.base.choices import WithoutSet
 from grpo_kernels.batch.inputs import LossInputs
 from grpo_kernels.batch.kept_ids import KeptIds, check_without_set
-from grpo_kernels.call.kept_loss import KeptLossCall, kept_loss
-from grpo_kernels.call.loss import LossCall, first_pass
-from grpo_kernels.call.module_head import takes_heads, whole_reference
-from grpo_kernels.call.output import LossOutput
-from grpo_kernels.call.plan import plan_call
-from grpo_kernels.call.run import Execution, Run, check_run
+from grpo_kernels.batch.tokens import read_tokens
+from grpo_kernels.call.doors import outside_graphs, takes_heads, whole_reference
+from grpo_kernels.call.expected import Expectation
+from grpo_kernels.call.kept import Kept, score_kept
+from grpo_kernels.call.loss import Loss, check_loss, counted_tokens
+from grpo_kernels.call.plan import Run, check_run, planned
+from grpo_kernels.call.results import LossOutput
 from grpo_kernels.engine.autograd import PolicyLoss
-from grpo_kernels.head.head import Head, HeadLike
-from grpo_kernels.head.lm_head import LMHead
-from grpo_kernels.head.other_head import OtherHead
+from grpo_kernels.engine.products import accumulator_of
+from grpo_kernels.engine.records import Rows
+from grpo_kernels.head.head import HeadLike
+from grpo_kernels.head.lm_head import LMHead, OtherHead
 from grpo_kernels.objective.checks import (
     FIELDS,
     check_config,
@@ -56,7 +62,7 @@ from grpo_kernels.objective.custom import TokenInputs
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from grpo_kernels.call.keywords import LossInputKeywords
+    from grpo_kernels.call.loss import LossInputKeywords
     from grpo_kernels.objective.keywords import LossFields
 
 
@@ -86,60 +92,66 @@ def grpo_loss(
     run: Run | None = None,
     **fields: Unpack[LossFields],
 ) -> LossOutput:
-    """The loss that `config` describes, from hidden states, never building the (tokens, vocabulary) logits.
+    """The loss that `config` describes, from hidden states, without (tokens, vocabulary) logits.
 
-    Losses name the policy's tokens as TRL does, `completion_ids` and `completion_mask`; scores, which take any tokens,
-    call them `ids` and `mask`. Values at masked positions are never read, in any argument. Hidden states, weight, bias
-    and adapter get exact gradients, all other arguments are constants; a batch without a counted token gives an
-    attached loss of 0.
+    Losses name the policy's tokens as TRL does, `completion_ids` and `completion_mask`; scores,
+    which take any tokens, call them `ids` and `mask`. Values at masked positions are never read, in
+    any argument. Hidden states, weight, bias and adapter get exact gradients, all other arguments
+    are constants; a batch without a counted token gives an attached loss of 0.
 
     Args:
-        hidden: (B, T, H), or packed (N, H), floating: hidden states that predict `completion_ids` (aligned: nothing is
-            shifted here).
+        hidden: (B, T, H), or packed (N, H), floating: hidden states that predict `completion_ids`
+            (aligned: nothing is shifted here).
         head: a weight (V, H), a `Head`, or the model's head module.
         completion_ids: (B, T) or (N,) integers; those that count must lie in [0, V).
-        completion_mask: (B, T) or (N,), bool, int or float. Every value but 0 counts, negative ones too (-inf of an
-            additive attention mask, with a warning); NaN is refused. None: every position counts, and the host need
-            not wait for the device to count them.
-        advantages: (B,), one per sequence, or (B, T) or (N,), one per token; in a packed batch with N = B, one per
-            sequence.
+        completion_mask: (B, T) or (N,), bool, int or float. Every value but 0 counts, negative ones
+            too (-inf of an additive attention mask, with a warning); NaN is refused. None: every
+            position counts, and the host need not wait for the device to count them.
+        advantages: (B,), one per sequence, or (B, T) or (N,), one per token; in a packed batch with
+            N = B, one per sequence.
         config: default `LossConfig()`.
-        objective: a per-token loss of your own in place of all of the config's terms (surrogate, KL term, masks,
-            entropy bonus), see `TokenInputs`; of `config` only the normaliser and `temperature` then apply.
+        objective: a per-token loss of your own in place of all of the config's terms (surrogate, KL
+            term, masks, entropy bonus), see `TokenInputs`; of `config` only the normaliser and
+            `temperature` then apply.
 
         Policy terms:
 
-        old_per_token_logps: (B, T) or (N,), of the policy that generated the tokens; absent: on-policy, the ratio is
-            exactly 1.
-        ref_per_token_logps: (B, T) or (N,), of the reference model; needed if ``config.beta`` is not 0 and
-            ``config.kl_estimator`` is not ``"full"``.
-        reference: (hidden states (B, T, H') or (N, H'), head) of the reference model, constants, for the KL term over
-            the whole vocabulary; needed if ``config.beta`` is not 0 and ``config.kl_estimator`` is ``"full"``. Its head
-            is a weight (V, H'), a `Head` or a module, for the ids of the policy's; H' may differ from H. It costs one
-            more product with a head, and a second chunk of logits within the same workspace.
-        num_items_in_batch: a number, or a tensor (): normaliser of ``"dapo"``, ``"cispo"`` and ``"vespo"``: the counted
-            tokens of the whole batch, over accumulation steps and ranks, divided by the number of ranks where gradients
-            are averaged over them; below 1 it is 1. Absent: the counted tokens of this call. The other loss types, and
-            the entropy bonus, are means over this call: divide the loss by the number of accumulation steps, and leave
+        old_per_token_logps: (B, T) or (N,), of the policy that generated the tokens; absent:
+            on-policy, the ratio is exactly 1.
+        ref_per_token_logps: (B, T) or (N,), of the reference model; needed if ``config.beta`` is
+            not 0 and ``config.kl_estimator`` is not ``"full"``.
+        reference: (hidden states (B, T, H') or (N, H'), head) of the reference model, constants,
+            for the KL term over the whole vocabulary; needed if ``config.beta`` is not 0 and
+            ``config.kl_estimator`` is ``"full"``. Its head is a weight (V, H'), a `Head` or a
+            module, for the ids of the policy's; H' may differ from H. It costs one more product
+            with a head, and a second chunk of logits within the same workspace.
+        num_items_in_batch: a number, or a tensor (): normaliser of ``"dapo"``, ``"cispo"`` and
+            ``"vespo"``: the counted tokens of the whole batch, over accumulation steps and ranks,
+            divided by the number of ranks where gradients are averaged over them; below 1 it is 1.
+            Absent: the counted tokens of this call. The other loss types, and the entropy bonus,
+            are means over this call: divide the loss by the number of accumulation steps, and leave
             this out (a warning says so).
 
         The sampler:
 
         sampling_per_token_logps: (B, T) or (N,), the sampler's, for the off-policy mask and, with
-            ``vllm_importance_sampling_correction`` in the config, for an importance sampling ratio that needs no
-            forward beforehand. NaN: the sampler could not score the token, whose difference then counts as 0.
-        importance_sampling_ratio: (B, T), (B, 1) or (B,), or packed (N,): factor on the policy term that corrects for
-            the sampler; part of the weight w of ``"vespo"``; not used by ``"gmpo"``.
-        kept_ids: the kept set of each position, that is the ids that a truncating sampler (top-k, top-p, min-p) did not
-            cut, as in `linear_logprob`. Log-probabilities and entropies are taken over these sets, at the cost of the
-            sets. The old, reference and sampling log-probabilities must be, too.
-        without_set: treatment of a position whose set is empty or lacks the sampled id: ``"error"`` refuses it,
-            ``"full"`` scores it over the whole vocabulary.
+            ``vllm_importance_sampling_correction`` in the config, for an importance sampling ratio
+            that needs no forward beforehand. NaN: the sampler could not score the token, whose
+            difference then counts as 0.
+        importance_sampling_ratio: (B, T), (B, 1) or (B,), or packed (N,): factor on the policy term
+            that corrects for the sampler; part of the weight w of ``"vespo"``; not used by
+            ``"gmpo"``.
+        kept_ids: the kept set of each position, that is the ids that a truncating sampler (top-k,
+            top-p, min-p) did not cut, as in `linear_logprob`. Log-probabilities and entropies are
+            taken over these sets, at the cost of the sets. The old, reference and sampling
+            log-probabilities must be, too.
+        without_set: treatment of a position whose set is empty or lacks the sampled id: ``"error"``
+            refuses it, ``"full"`` scores it over the whole vocabulary.
 
         Packed sequences:
 
-        cu_seqlens: bounds of the packed sequences, (B + 1,) int32 or int64; per-token arguments are then (N,). The host
-            reads the bounds.
+        cu_seqlens: bounds of the packed sequences, (B + 1,) int32 or int64; per-token arguments are
+            then (N,). The host reads the bounds.
 
         How it is computed:
 
@@ -147,36 +159,57 @@ def grpo_loss(
         fields: fields of `config`, which they replace: ``epsilon_high=0.28``.
 
     Returns:
-        The loss, which carries the gradient, each token's log-probability and entropy, and the metrics: a `LossOutput`.
+        The loss, which carries the gradient, each token's log-probability and entropy, and the
+        metrics: a `LossOutput`.
 
     Raises:
-        TypeError, ValueError: a wrong argument; the message names it, what was expected and what came. Raised before
-            any work is done, and nothing is changed.
+        TypeError, ValueError: a wrong argument; the message names it, what was expected and what
+            came. Raised before any work is done, and nothing is changed.
     """
     config = config_with(config, fields, _OF_CALL, "grpo_loss")
     inputs = LossInputs(
-        completion_ids, completion_mask, advantages, old_per_token_logps, ref_per_token_logps, sampling_per_token_logps,
-        importance_sampling_ratio, num_items_in_batch, cu_seqlens,
+        completion_ids, completion_mask, advantages, old_per_token_logps, ref_per_token_logps,
+        sampling_per_token_logps, importance_sampling_ratio, num_items_in_batch, cu_seqlens,
     )  # fmt: skip
-    call = LossCall(inputs, config, objective)
-    lm_head = LMHead.of_call(hidden, Head.of(head), OtherHead.of_reference(reference))
-    execution = Execution.of(run)
-    if kept_ids is not None:
-        return kept_loss(KeptLossCall.of(call, kept_ids, without_set), lm_head, execution)
-    check_without_set(without_set)
-    return _loss(call, lm_head, execution)
-
-
-def _loss(call: LossCall, head: LMHead, execution: Execution) -> LossOutput:
-    """Plan the call, run one forward, and return its results."""
-    with whole_reference(head) as whole:
-        head, request, loss = plan_call(call, whole, execution)
-        operands = head.operands(request.rows.positions)
-        first, evaluation = first_pass(loss, operands, request)
-        value, *scores = PolicyLoss.apply(
+    if kept_ids is None:
+        check_without_set(without_set)
+    given = {**vars(inputs), "config": config, "objective": objective, "kept_ids": kept_ids}
+    given["without_set"] = without_set
+    policy = LMHead.of_call(hidden, head, OtherHead.of_reference(reference))
+    with whole_reference(policy) as policy:
+        with planned("grpo_loss", policy, run, given) as call:
+            if kept_ids is not None and config.needs_reference_head:
+                raise ValueError(
+                    "kl_estimator: expected 'k1', 'k2' or 'k3' with kept_ids, which truncate the "
+                    "policy, got 'full', the divergence over the whole vocabulary"
+                )
+            check_loss(inputs, config, objective, has_reference=reference is not None)
+            if not config.needs_reference_head:  # beta is 0
+                call.head = replace(call.head, reference=None)
+            call.head.check(ranks=(3,) if cu_seqlens is None else (2,))
+            check_ids("completion_ids", completion_ids, call.head.hidden)
+            kept = None
+            if kept_ids is not None:
+                names = {"ids_name": "completion_ids", "others": inputs.logps}
+                kept = Kept.of(kept_ids, without_set, completion_ids, **names)
+            call.make_plan(backend=None if kept is None else "torch")
+            tokens = counted_tokens(inputs, config, objective, call.plan.accumulator)
+            call.rows = Rows(tokens.layout.positions, tokens.ids, 1.0 / config.temperature)
+        if kept is None:
+            call.rows = call.check_range("completion_ids", call.rows)
+        loss = Loss.of(inputs, tokens, config, objective)
+        if kept is not None:
+            expected = loss.expectation() if without_set == "full" else None
+            scores, of_sets = score_kept(call, kept, expected)
+            out = loss.from_logps(scores.logps, scores.entropies, engine="kept_sets")
+            return replace(out, metrics=out.metrics.joined(of_sets))
+        request = call.request(call.rows, loss)
+        operands = call.head.operands(call.rows.positions)
+        first, evaluation = loss.first_pass(operands, request)
+        value, *results = PolicyLoss.apply(
             request, evaluation.loss, first, operands.teacher, *operands
         )
-    logps, entropies = (x.view(loss.tokens.layout.shape) for x in scores)
+    logps, entropies = (x.view(tokens.layout.shape) for x in results)
     metrics = loss.metrics(first.entropies, evaluation, request)
     return LossOutput(
         value, logps, entropies, metrics, request.engine.name, request.plan.backend.name
@@ -187,7 +220,8 @@ _OF_CALL = [name for name in inspect.signature(grpo_loss).parameters if name != 
 
 
 class GRPOLoss(nn.Module):
-    """`grpo_loss` as a module; ``GRPOLoss()`` is TRL's default loss: DAPO's mean over tokens, no KL term.
+    """`grpo_loss` as a module; ``GRPOLoss()`` is TRL's default loss: DAPO's mean over tokens, no KL
+    term.
 
     ::
 
@@ -220,8 +254,7 @@ class GRPOLoss(nn.Module):
         )
         self.config = replace(config, **fields)
         check_objective(self.config, objective)
-        Execution.of(run).check()
-        check_run(run or Run())
+        check_run(Run() if run is None else run)
         self.objective, self.run = objective, run
 
     def forward(
@@ -235,7 +268,8 @@ class GRPOLoss(nn.Module):
     ) -> LossOutput:
         """`grpo_loss` with this module's config; shapes, results and errors as there.
 
-        `inputs` are the other arguments of `grpo_loss`: old_per_token_logps, ref_per_token_logps, cu_seqlens, ...
+        `inputs` are the other arguments of `grpo_loss`: old_per_token_logps, ref_per_token_logps,
+        cu_seqlens, ...
         """
         check_names(
             inputs, "an argument of grpo_loss", _OF_CALL, "a field, as in GRPOLoss(...)", FIELDS
@@ -249,9 +283,8 @@ class GRPOLoss(nn.Module):
             hidden, head, completion_ids, completion_mask, advantages, **options, **inputs
         )
 
-    if (
-        TYPE_CHECKING
-    ):  # the call runs the hooks, then `forward`; `nn.Module` declares that it returns Any
+    # The call runs the hooks, then `forward`; `nn.Module` declares that it returns Any.
+    if TYPE_CHECKING:
 
         def __call__(
             self,
@@ -265,3 +298,108 @@ class GRPOLoss(nn.Module):
 
     def extra_repr(self) -> str:
         return repr(self.config)
+
+
+@outside_graphs
+def policy_loss_from_logps(
+    logps: Tensor,  # (B, T), or packed (N,)
+    entropies: Tensor,  # (B, T) or (N,)
+    completion_mask: Tensor | None,  # (B, T) or (N,)
+    advantages: Tensor,  # (B,) or (B, T) or (N,)
+    *,
+    old_per_token_logps: Tensor | None = None,  # (B, T) or (N,)
+    ref_per_token_logps: Tensor | None = None,  # (B, T) or (N,)
+    sampling_per_token_logps: Tensor | None = None,  # (B, T) or (N,)
+    importance_sampling_ratio: Tensor | None = None,  # (B, T), (B, 1) or (B,); (N,)
+    num_items_in_batch: float | Tensor | None = None,
+    config: LossConfig | None = None,
+    objective: Callable[[TokenInputs], Tensor] | None = None,
+    cu_seqlens: Tensor | None = None,  # (B + 1,)
+    **fields: Unpack[LossFields],
+) -> LossOutput:
+    """`grpo_loss` without its projection, differentiable in `logps` and `entropies`.
+
+    `grpo_loss` scores and differentiates in one pass, which saves a product. This is the same loss on
+    log-probabilities from elsewhere: over kept sets (`linear_logprob` with `kept_ids`), or by a
+    model's own head.
+
+    Args:
+        logps, entropies: (B, T), or packed (N,), floating, the policy's, with their graph; values
+            at masked positions are never read. The loss is computed in fp32 (fp64 if `logps` is
+            fp64).
+        the others: as in `grpo_loss`. The config's `temperature` has no effect: it is in `logps`
+            already. Old, reference and sampling log-probabilities must be computed like `logps`,
+            over the same kept sets.
+
+    Returns:
+        `LossOutput`, its `engine` ``"given"`` and its `backend` ``"torch"``; ``rows/gradient`` is
+        the share of the tokens that get a gradient.
+
+    Raises:
+        TypeError, ValueError: a wrong argument; the message names it. RuntimeError: differentiated
+            twice.
+    """
+    inputs = LossInputs(
+        None, completion_mask, advantages, old_per_token_logps, ref_per_token_logps,
+        sampling_per_token_logps, importance_sampling_ratio, num_items_in_batch, cu_seqlens,
+    )  # fmt: skip
+    config = config_with(config, fields, _OF_LOGPS, "policy_loss_from_logps")
+    check_loss(inputs, config, objective)
+    check_tensor("logps", logps, floating=True)
+    if logps.dim() != (2 if inputs.cu_seqlens is None else 1):
+        written = "(B, T)" if inputs.cu_seqlens is None else "(N,) with cu_seqlens"
+        raise ValueError(f"logps: expected shape {written}, got {tuple(logps.shape)}")
+    check_tensor("entropies", entropies, like=logps, floating=True)
+    check_shape("entropies", entropies, ("that of logps", tuple(logps.shape)))
+    dtype = accumulator_of(logps.dtype)
+    tokens = counted_tokens(inputs.with_blank_ids(logps), config, objective, dtype)
+    return Loss.of(inputs, tokens, config, objective).from_logps(logps, entropies)
+
+
+_OF_LOGPS = [x for x in inspect.signature(policy_loss_from_logps).parameters if x != "fields"]
+
+
+def policy_expectation(
+    config: LossConfig,
+    *,
+    completion_mask: Tensor,  # (B, T)
+    advantages: Tensor,  # (B,) or (B, T)
+    old_per_token_logps: Tensor | None = None,  # (B, T)
+    ref_per_token_logps: Tensor | None = None,  # (B, T)
+    sampling_per_token_logps: Tensor | None = None,  # (B, T)
+    importance_sampling_ratio: Tensor | None = None,  # (B, T), (B, 1) or (B,)
+    num_items_in_batch: float | Tensor | None = None,
+) -> Expectation:
+    """Return the expected gradient of a policy loss, for a trainer that computes its own loss.
+
+    With `linear_logprob(..., expected=policy_expectation(...))` such a trainer takes one pass. The
+    expectation does not have to be right; it only decides how much is recomputed. The ids have shape
+    (B, T); arguments as in `grpo_loss`.
+
+    With ``kl_estimator="full"`` pass it to `linear_divergence`, whose divergences are the KL term.
+
+    If the trainer computes the importance sampling ratio from the log-probabilities of the call to
+    come, say so in the config (``vllm_importance_sampling_correction``) and pass
+    `sampling_per_token_logps`.
+
+    Returns:
+        an `Expectation` whose `graded` is (B, T). If a token's gradient depends on other tokens,
+        `coefficients` is None: the gradient is not known row by row. `graded` still says which rows
+        cannot have a gradient.
+
+    Raises:
+        TypeError, ValueError: a wrong argument; the message names it.
+    """
+    inputs = LossInputs(
+        None, completion_mask, advantages, old_per_token_logps, ref_per_token_logps,
+        sampling_per_token_logps, importance_sampling_ratio, num_items_in_batch,
+    )  # fmt: skip
+    check_config(config)
+    check_loss(inputs, config, has_reference=config.needs_reference_head)
+    check_tensor("completion_mask", completion_mask)
+    if completion_mask.dim() != 2:
+        raise ValueError(
+            f"completion_mask: expected shape (B, T), got {tuple(completion_mask.shape)}"
+        )
+    tokens = read_tokens(inputs.with_blank_ids(completion_mask), torch.float32)
+    return Loss.of(inputs, tokens, config).expectation()

@@ -32,7 +32,7 @@ from grpo_kernels.base.choices import (
     ZeroAdvantage,
 )
 from grpo_kernels.call.expected import Expected
-from grpo_kernels.call.keywords import LossInputKeywords
+from grpo_kernels.call.loss import LossInputKeywords
 from grpo_kernels.engine.request import Gather
 from grpo_kernels.head.head import HeadLike
 from grpo_kernels.objective.custom import PerTokenLoss

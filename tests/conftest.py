@@ -25,7 +25,7 @@ if (
 from torch.utils import deterministic
 
 from grpo_kernels.backends import choose_backend
-from grpo_kernels.call import planned_head
+from grpo_kernels.call import plan
 from tests.support import interpreter
 
 SEED = 20240203
@@ -93,7 +93,7 @@ def _uninitialised_memory_is_nan() -> Iterator[None]:
 @pytest.fixture(params=["torch", "triton", "cpp"])
 def every_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The test with each row backend in the place of "auto"; float64, which Triton's lacks, runs in torch instead."""
-    choose = planned_head.choose_backend
+    choose = plan.choose_backend
 
     def chosen(name: str, device: torch.device, dtype: torch.dtype = torch.float32):
         if name == "auto":
@@ -102,7 +102,7 @@ def every_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
             )
         return choose(name, device, dtype)
 
-    monkeypatch.setattr(planned_head, "choose_backend", chosen)
+    monkeypatch.setattr(plan, "choose_backend", chosen)
     return request.param
 
 

@@ -77,15 +77,7 @@ FILES_OF |= {
     "objective": {"objectives", "presets", "testing"},
 }
 FILES_OF |= {"host": {"host", "liger"}, "verl": {"verl_plugin"}}
-PUBLIC = {
-    "divergence",
-    "expectation",
-    "from_logps",
-    "logprob",
-    "loss",
-    "topk_divergence",
-}
-FILES_OF["public"] = {*PUBLIC, "typing"}
+FILES_OF["public"] = {"loss", "scores", "typing"}
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:

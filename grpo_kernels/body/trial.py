@@ -40,7 +40,7 @@ from grpo_kernels.body.forwards import (
     setting,
     text_config,
 )
-from grpo_kernels.head.hooks import name_of, origin
+from grpo_kernels.head.module import name_of, origin
 
 MODES: tuple[Any, ...] = choices(BatchLayout)
 

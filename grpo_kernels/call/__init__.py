@@ -1,1 +1,1 @@
-"""Check the arguments of a public call, compare them between ranks, and make the `Request` that an engine serves."""
+"""Steps of the public calls: doors, planner, expected gradients, the loss, kept sets, results."""

@@ -1,4 +1,5 @@
-"""Imported only while torch.compile traces: the decorators of `torch.compiler` load the compiler."""
+"""Imported only while torch.compile traces: the decorators of `torch.compiler` load the
+compiler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The gradient of a call's rows, as far as it is known before the forward: a loss's, or the one its caller expects."""
+"""The gradient of a call's rows, as far as it is known before the forward: a loss's, or an expected
+one."""
 
 from __future__ import annotations
 
@@ -23,11 +24,12 @@ class Expectation:
     """An expected gradient that is computed from each chunk's log-probabilities and entropies.
 
     Args:
-        coefficients: function of index (n,) int64, the positions in the flattened ids, logps (n,) and entropies (n,) or
-            None. It returns a = d loss / d logp, or (a, b) with b = d loss / d entropy, or, in a call with divergences,
-            (a, b, c) with c = d loss / d divergence; (n,) each. None: not known row by row.
-        graded: bool, shaped like the ids: False where all coefficients are certainly 0; no gradient is computed there.
-            None: True everywhere.
+        coefficients: function of index (n,) int64, the positions in the flattened ids, logps (n,)
+            and entropies (n,) or None. It returns a = d loss / d logp, or (a, b) with
+            b = d loss / d entropy, or, in a call with divergences, (a, b, c) with
+            c = d loss / d divergence; (n,) each. None: not known row by row.
+        graded: bool, shaped like the ids: False where all coefficients are certainly 0; no gradient
+            is computed there. None: True everywhere.
         has_entropy_gradient: False if b is always None.
     """
 
@@ -42,41 +44,32 @@ Expected = (
 
 
 class RowGradient(Protocol):
-    """The gradient that the rows of a call will get, as far as it is known before the forward."""
+    """The gradient that the rows of a call will get, as far as it is known before the forward.
+
+    Attributes:
+        is_expected: True if the backward compares the coefficients with the gradient that arrives.
+        coupling: when the coefficients of a row are known.
+        coefficients_of: from rows and their statistics to their coefficients; None: not known row
+            by row.
+        may_have_grad: (n,) bool, rows that may have a coefficient other than 0; None: all.
+        of_entropy, of_logps: True if entropies, log-probabilities may have coefficients.
+    """
 
     @property
-    def is_expected(self) -> bool:
-        """True if the backward compares the coefficients with the gradient that arrives."""
-        ...
-
+    def is_expected(self) -> bool: ...
     @property
-    def coupling(self) -> Coupling:
-        """When the coefficients of a row are known."""
-        ...
-
+    def coupling(self) -> Coupling: ...
     @property
-    def coefficients_of(self) -> CoefficientsOf | None:
-        """Function from rows and their statistics to their coefficients; None: not known row by row."""
-        ...
-
+    def coefficients_of(self) -> CoefficientsOf | None: ...
     @property
-    def may_have_grad(self) -> Tensor | None:
-        """(n,) bool: rows that may have a coefficient other than 0; None: all."""
-        ...
-
+    def may_have_grad(self) -> Tensor | None: ...
     @property
-    def of_entropy(self) -> bool:
-        """True if entropies may have coefficients."""
-        ...
-
+    def of_entropy(self) -> bool: ...
     @property
-    def of_logps(self) -> bool:
-        """True if log-probabilities may have coefficients."""
-        ...
+    def of_logps(self) -> bool: ...
 
     def token_loss(self, plan: HeadPlan) -> TokenLoss | None:
         """Return the coefficients as a loss that a fusing backend computes; None if it cannot."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -88,9 +81,7 @@ class ExpectedRows:
     of_entropy: bool = False
     of_logps: bool = True
     coefficients: Coefficients | None = None  # (n,), if they are known before the forward
-    is_captured: bool = (
-        False  # True in a CUDA graph: comparing with the upstream gradient would wait
-    )
+    is_captured: bool = False  # in a CUDA graph, where a comparison in the backward would wait
 
     is_expected = True
 
@@ -101,20 +92,18 @@ class ExpectedRows:
         def look_up(index: Tensor, _: RowStats) -> Coefficients:
             return take(coefficients, index)
 
-        return ExpectedRows(
-            look_up, of_logps=coefficients.d_logp is not None, coefficients=coefficients
-        )
+        of_logps = coefficients.d_logp is not None
+        return ExpectedRows(look_up, of_logps=of_logps, coefficients=coefficients)
 
     @property
     def coupling(self) -> Coupling:
-        """When the coefficients of a row are known."""
         if self.coefficients_of is None and self.may_have_grad is None and not self.is_captured:
             return Coupling.UNKNOWN
         unknown = self.coefficients_of is None or self.is_captured
         return Coupling.of(known=self.coefficients is not None and not unknown, coupled=unknown)
 
     def token_loss(self, plan: HeadPlan) -> TokenLoss | None:
-        """Return the gradient of divergences from another head as a loss, for a backend that fuses."""
+        """Return the gradient of divergences from another head as a loss, for a fusing backend."""
         if not fuses(plan) or plan.teacher is None or self.coefficients is None:
             return None
         weights, d_logps = self.coefficients.d_divergence, self.coefficients.d_logp
@@ -136,7 +125,10 @@ class ExpectedRows:
 
 
 def fuses(plan: HeadPlan) -> bool:
-    """Return True if one kernel can compute a whole loss. The ranks of a divided head combine statistics before it."""
+    """Return True if one kernel can compute a whole loss.
+
+    The ranks of a divided head combine statistics before it.
+    """
     if not isinstance(plan.backend, FusedRowBackend) or plan.shard is not None:
         return False
     return plan.teacher is None or plan.backend.fuses_teacher
@@ -145,10 +137,9 @@ def fuses(plan: HeadPlan) -> bool:
 def divergence_weights(
     name: str, expected: Tensor | None, hidden: Tensor, positions: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Return the expected gradient (n,) in the divergences at `positions` (n,); `expected` None: that of their mean.
+    """Return the expected gradient (n,) in the divergences at `positions` (n,).
 
-    Raises:
-        TypeError, ValueError: `expected` is no tensor that fits `hidden` (..., H); the message calls it `name`.
+    `expected` None stands for that of their mean; errors call it `name`.
     """
     if expected is None:
         return torch.full_like(positions, 1.0 / max(1, len(positions)), dtype=dtype)
@@ -166,8 +157,9 @@ def read_expected(
     entropy: bool,
     divergence: bool = False,
 ) -> ExpectedRows:
-    """Read the expected gradient at `positions` (n,) of `ids`, in `dtype`; `entropy`, `divergence`: True if the call
-    has that result.
+    """Read the expected gradient at `positions` (n,) of `ids`, in `dtype`.
+
+    `entropy` and `divergence` say which results the call has besides log-probabilities.
 
     Raises:
         TypeError, ValueError: `expected` does not fit the ids, or is a tuple that is not (a, b).
@@ -181,11 +173,11 @@ def read_expected(
         )
     if expected is None:
         return ExpectedRows()
+    largest = torch.finfo(dtype).max ** 0.5
 
-    def usable(
-        x: Tensor,
-    ) -> Tensor:  # 0 where products with x could overflow, or lose bits to underflow
-        x, largest = x.to(dtype), torch.finfo(dtype).max ** 0.5
+    # 0 where products with x could overflow, or lose bits to underflow
+    def usable(x: Tensor) -> Tensor:
+        x = x.to(dtype)
         return torch.where((x.abs() <= largest) & (x.abs() >= 1 / largest), x, 0.0)
 
     def rows(name: str, x: Any) -> Tensor:
@@ -195,35 +187,30 @@ def read_expected(
 
     if callable(expected):
         expected = Expectation(cast(Any, expected))
-    if isinstance(expected, Expectation):
-        coefficients = expected.coefficients
+    if not isinstance(expected, Expectation):
+        a, b = expected if isinstance(expected, tuple) else (expected, None)
+        a = usable(rows("expected", a))
+        b = None if b is None else usable(rows("expected[1]", b))
 
-        def compute(index: Tensor, stats: RowStats) -> Coefficients:
-            assert coefficients is not None
-            answer = coefficients(positions[index], stats.logps, stats.entropies)
-            a, b, c, *_ = (
-                (*answer, None, None) if isinstance(answer, tuple) else (answer, None, None)
-            )
-            # no gradient can come from a result that the call does not have
-            numbers = (a, None if stats.entropies is None else b, c if divergence else None)
-            for name, x in zip(("expected", "expected[1]", "expected[2]"), numbers, strict=True):
-                if x is not None or name == "expected":
-                    check_tensor(name, x, like=ids)
-                    check_shape(name, x, ("that of the index", tuple(index.shape)))
-            return Coefficients(*(None if x is None else usable(x) for x in numbers))
+        def look_up(index: Tensor, _: RowStats) -> Coefficients:
+            return take(Coefficients(a, b), index)
 
-        may_have_grad = (
-            None if expected.graded is None else rows("expected.graded", expected.graded).bool()
-        )
-        return ExpectedRows(
-            None if coefficients is None else compute, may_have_grad, expected.has_entropy_gradient
-        )
+        return ExpectedRows(look_up, (a != 0) if b is None else (a != 0) | (b != 0), b is not None)
 
-    a, b = expected if isinstance(expected, tuple) else (expected, None)
-    a = usable(rows("expected", a))
-    b = None if b is None else usable(rows("expected[1]", b))
+    graded, function = expected.graded, expected.coefficients
+    may_have_grad = None if graded is None else rows("expected.graded", graded).bool()
+    if function is None:
+        return ExpectedRows(None, may_have_grad, expected.has_entropy_gradient)
 
-    def look_up(index: Tensor, _: RowStats) -> Coefficients:
-        return take(Coefficients(a, b), index)
+    def compute(index: Tensor, stats: RowStats) -> Coefficients:
+        answer = function(positions[index], stats.logps, stats.entropies)
+        a, b, c, *_ = (*answer, None, None) if isinstance(answer, tuple) else (answer, None, None)
+        # no gradient can come from a result that the call does not have
+        numbers = (a, None if stats.entropies is None else b, c if divergence else None)
+        for name, x in zip(("expected", "expected[1]", "expected[2]"), numbers, strict=True):
+            if x is not None or name == "expected":
+                check_tensor(name, x, like=ids)
+                check_shape(name, x, ("that of the index", tuple(index.shape)))
+        return Coefficients(*(None if x is None else usable(x) for x in numbers))
 
-    return ExpectedRows(look_up, (a != 0) if b is None else (a != 0) | (b != 0), b is not None)
+    return ExpectedRows(compute, may_have_grad, expected.has_entropy_gradient)

@@ -1,4 +1,4 @@
-"""A call over kept sets: its arguments, counts of its sets' ids, and the plan of the work.
+"""A call over kept sets: counts of its sets' ids, and the plan of the work.
 
 Positions without a set, and entropies over the whole vocabulary, are an ordinary request beside it.
 """
@@ -11,8 +11,7 @@ import operator
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,139 +21,98 @@ from grpo_kernels.base.choices import WithoutSet, choices
 from grpo_kernels.base.records import take
 from grpo_kernels.batch.kept_ids import KeptIds, read_kept_ids
 from grpo_kernels.call.expected import Expected, read_expected
-from grpo_kernels.call.output import Scores
-from grpo_kernels.call.plan import check_call
-from grpo_kernels.call.planned_head import PlannedHead
-from grpo_kernels.call.run import Execution, check_run
-from grpo_kernels.call.scores import ScoreCall, scored
+from grpo_kernels.call.plan import Call
+from grpo_kernels.call.results import Scores
+from grpo_kernels.call.scores import request_of, scored
 from grpo_kernels.engine.head_plan import HeadPlan
 from grpo_kernels.engine.passes import scatter
-from grpo_kernels.engine.records import Operands, Rows
-from grpo_kernels.engine.request import Request
+from grpo_kernels.engine.records import Operands
 from grpo_kernels.engine.special.gathered import entry_bytes
 from grpo_kernels.engine.special.kept_sets import KeptSetLogprob, KeptSets, Span
-from grpo_kernels.head.lm_head import LMHead
 
 WORKSPACE_BYTES = 64 * 2**20  # by default: a larger workspace is no faster
-ENTRY_BYTES = (
-    64  # per kept id, besides its row of the head, while sets are counted, sorted and reduced
-)
-
-
-@dataclass(frozen=True, eq=False)
-class KeptCall(ScoreCall):
-    """The ids to score, (...), and the sets to score them over.
-
-    `expected` is the gradient of the positions that are scored over the whole vocabulary.
-    """
-
-    ids: Tensor
-    kept_ids: Tensor | KeptIds = field(kw_only=True)
-    without_set: WithoutSet = field(kw_only=True)
-    entropy_over: bool | str = field(
-        kw_only=True
-    )  # True: the sets, "full": the whole vocabulary, False: no entropy
-    others: Mapping[str, Tensor | None] = field(
-        default_factory=dict
-    )  # other policies' log-probabilities, (...) each
-
-    function = "linear_logprob with kept_ids"
-    backend = "torch"
-
-    @property
-    def entropy(self) -> bool:
-        """True if the call computes an entropy."""
-        return bool(self.entropy_over)
-
-    @cached_property
-    def sets(self) -> KeptIds:
-        """The sets, as int64 bounds and ids."""
-        return read_kept_ids(self.kept_ids, self.ids)
-
-    def check(self, head: LMHead, execution: Execution) -> LMHead:
-        """Raise unless ids, sets and options fit the head; return it as it is."""
-        super().check(head, execution)
-        self.check_sets(execution)
-        return head
-
-    def check_sets(self, execution: Execution) -> None:
-        """Raise unless the sets fit the ids and the options have valid values."""
-        if self.without_set not in choices(WithoutSet):
-            raise ValueError(
-                f"without_set: expected one of {', '.join(choices(WithoutSet))}, got {self.without_set!r}"
-            )
-        if not isinstance(self.entropy_over, bool) and self.entropy_over != "full":
-            raise ValueError(f"entropy: expected True, False or 'full', got {self.entropy_over!r}")
-        check_run(execution)
-        assert self.sets is not None  # raises if they do not fit
-
-    def check_range(self, planned: PlannedHead, rows: Rows) -> Rows:
-        """Return the rows as they are: `_survey` checks that their ids are in their sets."""
-        return rows
-
-
+# per kept id, besides its row of the head, while sets are counted, sorted and reduced
+ENTRY_BYTES = 64
 KeptMetrics = dict[str, tuple[Tensor, Tensor]]  # name -> (sum, count), 0-d each
 
 
-def score_kept(call: KeptCall, head: LMHead, execution: Execution) -> Scores:
-    """Plan the call, count the sets' ids, and score.
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """The sets that a call scores over.
 
-    Raises:
-        TypeError, ValueError: a wrong argument; the message names it. With a group, on all of its ranks.
+    Attributes:
+        sets: int64 bounds and ids.
+        ids, ids_name: the ids to score, (...), and the name of that argument.
+        entropy: True: over the sets; "full": over the whole vocabulary; False: none.
+        others: other policies' log-probabilities, (...) each.
     """
-    planned, rows, _ = check_call(
-        call, head, execution
-    )  # it has checked `expected`, which few rows may need
-    return scored_kept(call, planned, rows, call.expected)[0]
+
+    sets: KeptIds
+    without_set: WithoutSet
+    ids: Tensor
+    ids_name: str = "ids"
+    entropy: bool | str = True
+    others: Mapping[str, Tensor | None] = field(default_factory=dict)
+
+    @staticmethod
+    def of(kept_ids: Any, without_set: Any, ids: Tensor, **options: Any) -> Kept:
+        """Read the argument `kept_ids` of checked `ids`.
+
+        Raises:
+            TypeError, ValueError: the sets do not fit the ids, or an option has no valid value.
+        """
+        allowed = choices(WithoutSet)
+        if without_set not in allowed:
+            raise ValueError(
+                f"without_set: expected one of {', '.join(allowed)}, got {without_set!r}"
+            )
+        entropy = options.get("entropy", True)
+        if not isinstance(entropy, bool) and entropy != "full":
+            raise ValueError(f"entropy: expected True, False or 'full', got {entropy!r}")
+        return Kept(read_kept_ids(kept_ids, ids), without_set, ids, **options)
 
 
-def scored_kept(
-    call: KeptCall, planned: PlannedHead, rows: Rows, expected: Expected | None
-) -> tuple[Scores, KeptMetrics]:
-    """Score the rows of a checked call over their sets, rows without a set over the whole vocabulary; also return the
-    metrics of the sets.
+def score_kept(call: Call, kept: Kept, expected: Expected | None) -> tuple[Scores, KeptMetrics]:
+    """Score a call's rows over their sets, rows without a set over the whole vocabulary.
 
     Args:
+        call: planned for the torch backend.
         expected: the expected gradient where there is no set.
+
+    Returns:
+        The scores, and the metrics of the sets.
 
     Raises:
         ValueError: on a CPU, a set does not exist, or lacks the sampled id.
     """
-    budget = planned.execution.workspace_bytes
-    plan = replace(planned.plan, workspace_bytes=WORKSPACE_BYTES if budget is None else budget)
-    survey = _survey(call, planned.head, plan, rows)
-    operands = planned.head.operands(rows.positions)
-    sets, any_without = _plan_sets(call, planned, plan, rows, survey, operands)
-    in_full, whole = call.entropy_over == "full", None
+    rows, budget = call.rows, call.run.workspace_bytes
+    plan = replace(call.plan, workspace_bytes=WORKSPACE_BYTES if budget is None else budget)
+    survey = _survey(call, kept, plan)
+    operands = call.head.operands(rows.positions)
+    sets, any_without = _plan_sets(call, kept, plan, survey, operands)
+    in_full, whole = kept.entropy == "full", None
     if any_without or in_full:
         whole_rows = rows if in_full else take(rows, survey.without.nonzero()[:, 0])
-        whole = _plan_whole(call, planned.with_backend(), whole_rows, expected)
-    shape = planned.head.hidden.shape[:-1]
+        gradient = read_expected(
+            expected, kept.ids, whole_rows.positions, plan.accumulator, entropy=bool(kept.entropy)
+        )
+        served = call.with_backend()
+        whole_rows = served.check_range(kept.ids_name, whole_rows)
+        whole = request_of(served, whole_rows, gradient, entropy=bool(kept.entropy))
+    shape = call.head.hidden.shape[:-1]
     logps, entropies = KeptSetLogprob.apply(sets, *operands)
     logps, entropies = logps.view(shape), None if entropies is None else entropies.view(shape)
     if whole is not None:
         without = scatter(survey.without, rows, shape.numel()).view(shape)
-        full = scored(call, planned.head, whole)
+        full = scored(call, whole)
         logps = torch.where(without, full.logps, logps)
-        if call.entropy:
+        if kept.entropy:
             entropies = (
                 full.entropies
                 if entropies is None
                 else torch.where(without, full.entropies, entropies)
             )
     return Scores.of(logps=logps, entropies=entropies), survey.metrics(plan.accumulator)
-
-
-def _plan_whole(
-    call: KeptCall, planned: PlannedHead, rows: Rows, expected: Expected | None
-) -> Request:
-    """Return the request that scores `rows` over the whole vocabulary."""
-    dtype = planned.plan.accumulator
-    gradient = read_expected(expected, call.ids, rows.positions, dtype, entropy=call.entropy)
-    engine = planned.choose_engine(gradient)
-    return planned.request(
-        planned.check_range(call.ids_name, rows), gradient, engine, entropy=call.entropy
-    )
 
 
 class Survey(NamedTuple):
@@ -166,7 +124,7 @@ class Survey(NamedTuple):
     invalid: Tensor | None  # bool: results are NaN; None: none are
 
     def metrics(self, dtype: torch.dtype) -> KeptMetrics:
-        """Return the mean size of the sets, and the share of positions without one, as (sum, count) in `dtype`."""
+        """Return the sets' mean size and the share of positions without one, as (sum, count)."""
         without, has_set = self.without.to(dtype), (~self.without).to(dtype)
         return {
             "kept/size": ((has_set * self.sizes).sum(), has_set.sum()),
@@ -174,16 +132,16 @@ class Survey(NamedTuple):
         }
 
 
-def _survey(call: KeptCall, head: LMHead, plan: HeadPlan, rows: Rows) -> Survey:
-    """Count the kept ids of all positions, a workspace at a time. Does not wait for a device other than a CPU.
+def _survey(call: Call, kept: Kept, plan: HeadPlan) -> Survey:
+    """Count the kept ids of all positions, a workspace at a time. Waits for no device but a CPU.
 
     Raises:
-        ValueError: on a CPU, at a counted position: an id that does not exist, no set, or a sampled id outside of it.
+        ValueError: on a CPU, at a counted position: an id that does not exist, no set, or a sampled
+            id outside of it.
     """
-    sets, shard = call.sets, plan.shard
-    first, rows_here = (0 if shard is None else shard.start), head.weight.shape[0]
-    vocab, sampled = rows_here if shard is None else shard.vocab, call.ids.detach().reshape(-1)
-    # per position: ids, ids among this rank's rows, ids that do not exist, ids that are the sampled one
+    sets, rows, rows_here = kept.sets, call.rows, call.head.weight.shape[0]
+    (vocab, first), sampled = call.ids_here, kept.ids.detach().reshape(-1)
+    # per position: ids, ids among this rank's rows, ids that do not exist, the sampled one
     counts = sets.offsets.new_zeros(4, sampled.shape[0])
     step = max(1, plan.workspace_bytes // ENTRY_BYTES)
     for start in range(0, sets.ids.shape[0], step):
@@ -200,35 +158,35 @@ def _survey(call: KeptCall, head: LMHead, plan: HeadPlan, rows: Rows) -> Survey:
             count.index_add_(0, owner, flag.long())
     sizes, local, outside, hits = counts[:, rows.positions]
     missing = hits == 0
-    invalid = (outside > 0) if call.without_set == "full" else (outside > 0) | missing
+    invalid = (outside > 0) if kept.without_set == "full" else (outside > 0) | missing
     if invalid.device.type != "cpu":
         without = missing & ~invalid
         return Survey(sizes, local, without, invalid)
     if bool(invalid.any()):
         i = int(invalid.nonzero()[0])
-        raise ValueError(_wrong(call, rows.positions[i], int(sizes[i]), int(outside[i]), vocab))
-    _check_others(call, rows.positions[(sizes == 1) & ~missing])
+        raise ValueError(_wrong(kept, rows.positions[i], int(sizes[i]), int(outside[i]), vocab))
+    _check_others(kept, rows.positions[(sizes == 1) & ~missing])
     return Survey(sizes, local, missing, None)
 
 
-def _check_others(call: KeptCall, alone: Tensor) -> None:
-    """Raise unless log-probabilities of other policies are 0 at the positions `alone`, whose set is one id.
+def _check_others(kept: Kept, alone: Tensor) -> None:
+    """Raise unless other policies' log-probabilities are 0 at positions whose set is one id.
 
-    Raises:
-        ValueError: they are not, so they were computed over other sets.
+    Otherwise they were computed over other sets.
     """
-    for name, x in call.others.items():
+    for name, x in kept.others.items():
         logps = None if x is None else x.detach().reshape(-1)[alone]
         if logps is not None and bool((logps.abs() > HIGHEST_LOGP).any()):
             raise ValueError(
-                f"{name}: expected log-probabilities over the same kept sets, so 0 where a set is one id, got "
-                f"{logps[logps.abs() > HIGHEST_LOGP][0].item():.4g}: make them with kept_ids, too"
+                f"{name}: expected log-probabilities over the same kept sets, so 0 where a set is "
+                f"one id, got {logps[logps.abs() > HIGHEST_LOGP][0].item():.4g}: make them with "
+                "kept_ids, too"
             )
 
 
-def _wrong(call: KeptCall, position: Tensor, size: int, outside: int, vocab: int) -> str:
+def _wrong(kept: Kept, position: Tensor, size: int, outside: int, vocab: int) -> str:
     """Return the message about a wrong set at a position."""
-    sets, at = call.sets, tuple(int(x) for x in torch.unravel_index(position, call.ids.shape))
+    sets, at = kept.sets, tuple(int(x) for x in torch.unravel_index(position, kept.ids.shape))
     if outside:
         entries = sets.ids[int(sets.offsets[position]) : int(sets.offsets[position + 1])]
         bad = entries[(entries < -1) | (entries >= vocab)][0].item()
@@ -236,20 +194,18 @@ def _wrong(call: KeptCall, position: Tensor, size: int, outside: int, vocab: int
     way_out = "; without_set='full' scores such positions over the whole vocabulary"
     if size == 0:
         return f"kept_ids: expected a set where the mask counts, got none at position {at}{way_out}"
-    got = call.ids.reshape(-1)[position].item()
-    return f"{call.ids_name}: expected an id of the position's kept set, got {got} at position {at}{way_out}"
+    got = kept.ids.reshape(-1)[position].item()
+    return (
+        f"{kept.ids_name}: expected an id of the position's kept set, got {got} at position {at}"
+        f"{way_out}"
+    )
 
 
 def _plan_sets(
-    call: KeptCall,
-    planned: PlannedHead,
-    plan: HeadPlan,
-    rows: Rows,
-    survey: Survey,
-    operands: Operands,
+    call: Call, kept: Kept, plan: HeadPlan, survey: Survey, operands: Operands
 ) -> tuple[KeptSets, bool]:
-    """Plan the work; also return True if a position has no set. Waits for the device, to read the sets' sizes."""
-    sets, first_id = call.sets, 0 if plan.shard is None else plan.shard.start
+    """Plan the work; also return True if a position has no set. Waits for the sets' sizes."""
+    rows, sets, (_, first_id) = call.rows, kept.sets, call.ids_here
     projected = (survey.sizes > 1) & ~survey.without
     local, order = torch.where(projected, survey.local, 0).sort(descending=True, stable=True)
     longest = sets.offsets.diff()[rows.positions][order]
@@ -267,9 +223,9 @@ def _plan_sets(
         order=order[:count],
         spans=plan_spans(sizes[:count], lists[:count], plan.workspace_bytes, head_bytes, row_bytes),
         plan=plan,
-        needs_grad=planned.needs_grad,
-        entropy=call.entropy_over is True,
-        gathered_weight=planned.execution.gather or nullcontext,
+        needs_grad=call.needs_grad,
+        entropy=kept.entropy is True,
+        gathered_weight=call.run.gather or nullcontext,
     )
     return kept_sets, any(without)
 
@@ -277,7 +233,7 @@ def _plan_sets(
 def plan_spans(
     sizes: list[int], longest: list[int], budget: int, head_bytes: int, row_bytes: int
 ) -> list[Span]:
-    """Return spans of rows that fit the budget, each set at least half as long as the largest of its span.
+    """Return spans of rows that fit the budget, each set at least half as long as the longest.
 
     Padding then costs at most as much as the sets themselves.
 

@@ -1,28 +1,30 @@
-"""One call of the loss: its arguments, and the loss that they describe, ready for the statistics of its rows."""
+"""The loss of a call's tokens: its gradient before the forward, then its value and metrics."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 
 from grpo_kernels.backends.interface import RowStats
-from grpo_kernels.base.checks import check_ids, check_logps, warn_of_ratio
+from grpo_kernels.base.checks import check_logps, warn_of_ratio
+from grpo_kernels.base.choices import WithoutSet
 from grpo_kernels.batch.inputs import LossInputs
-from grpo_kernels.batch.tokens import Tokens, read_tokens
+from grpo_kernels.batch.kept_ids import KeptIds
+from grpo_kernels.batch.tokens import Layout, Tokens, read_tokens
 from grpo_kernels.call.expected import Expectation, fuses
-from grpo_kernels.call.plan import Call
-from grpo_kernels.call.planned_head import PlannedHead
-from grpo_kernels.call.run import Execution
+from grpo_kernels.call.results import LossOutput
+from grpo_kernels.engine.first_order import first_order
 from grpo_kernels.engine.head_plan import HeadPlan
 from grpo_kernels.engine.passes import of_loss
-from grpo_kernels.engine.records import Operands, Rows
+from grpo_kernels.engine.records import Operands
 from grpo_kernels.engine.request import Coupling, ForwardResult, Request
-from grpo_kernels.head.lm_head import LMHead
+from grpo_kernels.head.head import HeadLike
 from grpo_kernels.objective.checks import check_config, check_terms, warn_of_inputs
 from grpo_kernels.objective.config import LossConfig
 from grpo_kernels.objective.custom import CustomObjective, TokenInputs
@@ -37,9 +39,23 @@ from grpo_kernels.token_loss.record import Coefficients, TokenLoss
 Custom = Callable[[TokenInputs], Tensor]  # a user's objective
 
 
+class LossInputKeywords(TypedDict, total=False):
+    """Keyword arguments of a `GRPOLoss`'s call, for type checkers."""
+
+    old_per_token_logps: Tensor | None
+    ref_per_token_logps: Tensor | None
+    reference: tuple[Tensor, HeadLike] | None
+    num_items_in_batch: float | Tensor | None
+    sampling_per_token_logps: Tensor | None
+    importance_sampling_ratio: Tensor | None
+    kept_ids: Tensor | KeptIds | None
+    without_set: WithoutSet
+    cu_seqlens: Tensor | None
+
+
 @dataclass(frozen=True, eq=False)
 class Loss:
-    """A loss of the counted tokens: its gradient before the forward (a `RowGradient`), then its value and metrics."""
+    """A loss of the counted tokens: first a `RowGradient`, then its value and metrics."""
 
     config: LossConfig
     tokens: Tokens
@@ -53,31 +69,28 @@ class Loss:
         inputs: LossInputs, tokens: Tokens, config: LossConfig, objective: Custom | None = None
     ) -> Loss:
         """Return the loss that `config` describes, or the custom one."""
-        weights = token_weights(
-            config, tokens.layout, inputs.num_items_in_batch, tokens.advantages.dtype
-        )
-        num_items = inputs.num_items_in_batch is not None
-        if objective is not None:
-            return Loss(config, tokens, CustomObjective(objective, tokens, weights), num_items)
-        return Loss(config, tokens, PolicyObjective(config, tokens, weights), num_items)
+        num_items = inputs.num_items_in_batch
+        weights = token_weights(config, tokens.layout, num_items, tokens.advantages.dtype)
+        if objective is None:
+            policy = PolicyObjective(config, tokens, weights)
+            return Loss(config, tokens, policy, num_items is not None)
+        custom = CustomObjective(objective, tokens, weights)
+        return Loss(config, tokens, custom, num_items is not None)
 
     @property
     def coupling(self) -> Coupling:
-        """When the coefficients of a token are known."""
         return Coupling.of(known=self.objective.is_known, coupled=self.objective.couples_tokens)
 
     @property
     def of_entropy(self) -> bool:
-        """True if entropies have coefficients. The answer may evaluate a custom objective."""
-        return self.objective.has_entropy_gradient
+        return self.objective.has_entropy_gradient  # may evaluate a custom objective
 
     @cached_property
     def may_have_grad(self) -> Tensor | None:
-        """(n,) bool: tokens that may have a coefficient other than 0; None: all."""
         return self.objective.may_have_grad()
 
     def coefficients_of(self, index: Tensor, stats: RowStats) -> Coefficients:
-        """Return the coefficients of the tokens at `index` (m,), from the statistics of these tokens."""
+        """Return the coefficients of the tokens at `index` (m,), from their statistics."""
         assert stats.entropies is not None
         return self.objective.coefficients_of(index, stats.logps, stats.entropies)
 
@@ -85,8 +98,15 @@ class Loss:
         """Return the loss for a backend that fuses it; None if it cannot."""
         return self.objective.token_loss() if fuses(plan) else None
 
-    def evaluate(self, request: Request, stats: RowStats) -> Evaluation:
-        """Return the loss and its gradient, from the statistics of all rows."""
+    def first_pass(self, operands: Operands, request: Request) -> tuple[ForwardResult, Evaluation]:
+        """Do the first pass over the rows, and evaluate the loss of their statistics."""
+        with torch.no_grad():
+            first = request.engine.first_pass(operands, request)
+            assert first.stats is not None
+            evaluation = self._evaluate(request, first.stats)
+            return of_loss(first, request, evaluation.coefficients), evaluation
+
+    def _evaluate(self, request: Request, stats: RowStats) -> Evaluation:
         assert stats.entropies is not None
         if not isinstance(self.objective, PolicyObjective):
             return self.objective.evaluate(stats.logps, stats.entropies)
@@ -104,9 +124,8 @@ class Loss:
         """
         with_grad = evaluation.has_gradient
         if request is not None and not request.engine.recomputes:
-            with_grad = torch.full_like(
-                self.tokens.ids, request.engine.stores_gradient, dtype=torch.bool
-            )
+            stores = request.engine.stores_gradient
+            with_grad = torch.full_like(self.tokens.ids, stores, dtype=torch.bool)
             with_grad = with_grad if request.may_have_grad is None else request.may_have_grad
         if self.tokens.old_per_token_logps is not None:
             warn_of_ratio(evaluation.terms.token_log_ratio)
@@ -120,19 +139,15 @@ class Loss:
         )
 
     def expectation(self) -> Expectation:
-        """Return the gradient that log-probabilities and entropies will get, for ids of the batch's shape."""
-        layout, dtype = self.tokens.layout, self.tokens.advantages.dtype
-        row = torch.zeros(
-            math.prod(layout.shape), dtype=torch.long, device=self.tokens.ids.device
-        )  # of each position
+        """Return the gradient that results will get, for ids of the batch's shape."""
+        layout, ids, dtype = self.tokens.layout, self.tokens.ids, self.tokens.advantages.dtype
+        row = torch.zeros(math.prod(layout.shape), dtype=torch.long, device=ids.device)
         row[layout.positions] = torch.arange(len(self.tokens), device=row.device)
         may_have_grad = self.may_have_grad
         if may_have_grad is None:
-            may_have_grad = torch.ones_like(self.tokens.ids, dtype=torch.bool)
+            may_have_grad = torch.ones_like(ids, dtype=torch.bool)
 
-        def coefficients(
-            index: Tensor, logps: Tensor, entropies: Tensor | None
-        ) -> tuple[Tensor | None, ...]:
+        def coefficients(index: Tensor, logps: Tensor, entropies: Tensor | None) -> Coefficients:
             entropies = logps if entropies is None else entropies
             return self.objective.coefficients_of(row[index], logps.to(dtype), entropies.to(dtype))
 
@@ -142,46 +157,36 @@ class Loss:
             has_entropy_gradient=self.of_entropy,
         )
 
-
-@dataclass(frozen=True, eq=False)
-class LossCall(Call[Tokens, Loss]):
-    """The arguments of `grpo_loss` beside its head."""
-
-    inputs: LossInputs
-    config: LossConfig
-    objective: Custom | None = None
-
-    function, ids_name = "grpo_loss", "completion_ids"
-
-    def check(self, head: LMHead, execution: Execution) -> LMHead:
-        """Check the inputs of the loss; return the head without a reference that no term reads."""
-        inputs = self.inputs
-        check_loss(inputs, self.config, self.objective, has_reference=head.reference is not None)
-        if not self.config.needs_reference_head:  # beta is 0
-            head = replace(head, reference=None)
-        head.check(ranks=(3,) if inputs.cu_seqlens is None else (2,))
-        check_ids("completion_ids", inputs.completion_ids, head.hidden)
-        return head
-
-    def read(self, planned: PlannedHead) -> tuple[Rows, Tokens]:
-        """Return the rows, and the tokens that count."""
-        tokens = counted_tokens(self.inputs, self.config, self.objective, planned.plan.accumulator)
-        return Rows(tokens.layout.positions, tokens.ids, 1.0 / self.config.temperature), tokens
-
-    def gradient(self, planned: PlannedHead, read: Tokens) -> Loss:
-        """Return the loss of the tokens."""
-        return Loss.of(self.inputs, read, self.config, self.objective)
+    def from_logps(self, logps: Tensor, entropies: Tensor, *, engine: str = "given") -> LossOutput:
+        """Return the loss with its gradient in `logps` and `entropies`, both (B, T) or (N,)."""
+        layout, dtype = self.tokens.layout, self.tokens.advantages.dtype
+        rows = [x.detach().reshape(-1)[layout.positions].to(dtype) for x in (logps, entropies)]
+        evaluation = self.objective.evaluate(*rows)
+        value = _LossFromLogps.apply(logps, entropies, evaluation, layout)
+        metrics = self.metrics(rows[1], evaluation)
+        per_token_logps, per_token_entropies = map(layout.scatter, rows)
+        return LossOutput(value, per_token_logps, per_token_entropies, metrics, engine, "torch")
 
 
-def first_pass(
-    loss: Loss, operands: Operands, request: Request
-) -> tuple[ForwardResult, Evaluation]:
-    """Do the first pass over the rows, and evaluate the loss of their statistics."""
-    with torch.no_grad():
-        first = request.engine.first_pass(operands, request)
-        assert first.stats is not None
-        evaluation = loss.evaluate(request, first.stats)
-        return of_loss(first, request, evaluation.coefficients), evaluation
+@first_order
+class _LossFromLogps(torch.autograd.Function):
+    """``forward(ctx, logps, entropies, evaluation, layout)`` -> the loss () of `evaluation`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logps: Tensor, entropies: Tensor, evaluation: Evaluation, layout: Layout
+    ) -> Tensor:
+        ctx.layout, ctx.dtypes = layout, (logps.dtype, entropies.dtype)
+        ctx.save_for_backward(evaluation.d_logp, evaluation.coefficients.d_entropy)
+        return evaluation.loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
+        grads = [
+            None if x is None else ctx.layout.scatter(d_loss * x).to(dtype)
+            for x, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        ]
+        return *grads, None, None
 
 
 def check_loss(
@@ -191,11 +196,7 @@ def check_loss(
     *,
     has_reference: bool = False,
 ) -> None:
-    """Raise unless `inputs` have all that the loss reads; `read_tokens` checks their shapes.
-
-    Raises:
-        TypeError, ValueError: a wrong argument; the message names it.
-    """
+    """Raise unless `inputs` have all that the loss reads; `read_tokens` checks their shapes."""
     check_config(config)
     check_terms(config, inputs.ref_per_token_logps, objective, has_reference=has_reference)
     check_sampling(config, inputs.sampling_per_token_logps, inputs.importance_sampling_ratio)
@@ -205,7 +206,8 @@ def check_loss(
 def counted_tokens(
     inputs: LossInputs, config: LossConfig, objective: Custom | None, dtype: torch.dtype
 ) -> Tokens:
-    """Return the tokens that count, log-probabilities checked; warn of inputs that the loss does not use."""
+    """Return the tokens that count, log-probabilities checked; warn of inputs that nothing
+    reads."""
     tokens = read_tokens(inputs, dtype)
     for name in inputs.logps:
         check_logps(name, getattr(tokens, name))

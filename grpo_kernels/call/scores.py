@@ -1,138 +1,51 @@
-"""Calls whose results are numbers per position, above all log-probabilities, and their forward."""
+"""Steps of the calls whose results are numbers per position, and what a divergence is measured
+by."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.interface import STATISTICS
-from grpo_kernels.base.checks import check_ids, check_mask, check_number, check_shape, check_tensor
+from grpo_kernels.base.checks import check_mask, check_number, check_shape, check_tensor
+from grpo_kernels.base.choices import DivergenceName, TopKDivergenceName, choices
 from grpo_kernels.batch.tokens import counted_positions
-from grpo_kernels.call.expected import ExpectedRows, read_expected
-from grpo_kernels.call.module_head import whole_reference
-from grpo_kernels.call.output import Scores
-from grpo_kernels.call.plan import Call, plan_call
-from grpo_kernels.call.planned_head import PlannedHead
-from grpo_kernels.call.run import Execution
+from grpo_kernels.call.expected import (
+    Expectation,
+    ExpectedRows,
+    divergence_weights,
+    read_expected,
+)
+from grpo_kernels.call.plan import Call
+from grpo_kernels.call.results import Scores
 from grpo_kernels.engine.autograd import LinearLogprob
 from grpo_kernels.engine.device import device_of
 from grpo_kernels.engine.records import Rows
 from grpo_kernels.engine.request import Request
-from grpo_kernels.head.lm_head import LMHead
+from grpo_kernels.engine.special.top_k import Measure, TopKTeacher
+from grpo_kernels.token_loss.record import Coefficients
 
 
-@dataclass(frozen=True, eq=False)
-class ScoreCall(Call[ExpectedRows, ExpectedRows]):
-    """A call whose results are numbers per position; this class is the call of `linear_logprob`.
-
-    Subclasses override the methods about ids and about the expected gradient.
-    """
-
-    mask: Tensor | None  # (...)
-    temperature: float | Tensor  # a number, or one per position
-    outputs: tuple[str, ...]
-    ids: Tensor | None  # (...)
-    expected: Any = None  # here `Expected`
-
-    function = "linear_logprob"
-
-    @property
-    def scores_ids(self) -> bool:
-        """True if the call computes the ids' log-probabilities."""
-        return self.ids is not None
-
-    @property
-    def entropy(self) -> bool:
-        """True if the call computes the entropy."""
-        return "entropy" in self.outputs
-
-    @property
-    def extras(self) -> tuple[str, ...]:
-        """The outputs other than the entropy, in their order."""
-        return tuple(name for name in self.outputs if name != "entropy")
-
-    def check(self, head: LMHead, execution: Execution) -> LMHead:
-        """Raise unless the tensors fit each other; return the head as it is."""
-        head.check()
-        self.check_positions(head.hidden)
-        if self.mask is not None:
-            check_mask("mask", self.mask, self.ids_of(head.hidden))
-        return head
-
-    def check_positions(self, hidden: Tensor) -> None:
-        """Raise unless ids and outputs fit the hidden states."""
-        if self.ids is not None:
-            check_ids("ids", self.ids, hidden)
-        unknown = set(self.outputs) - {"entropy", *STATISTICS}
-        if unknown:
-            raise ValueError(
-                f"extras: expected some of {', '.join(STATISTICS)}, got {sorted(unknown)}"
-            )
-
-    def ids_of(self, hidden: Tensor) -> Tensor:
-        """Return the ids, or zeros, one per position of hidden states (..., H)."""
-        if self.ids is not None:
-            return self.ids
-        return hidden.new_zeros((), dtype=torch.long).expand(hidden.shape[:-1])
-
-    def read(self, planned: PlannedHead) -> tuple[Rows, ExpectedRows]:
-        """Return the rows and their expected gradient."""
-        ids, dtype = self.ids_of(planned.head.hidden), planned.plan.accumulator
-        positions = counted_positions("mask", self.mask, ids)
-        inverse = _inv_temperature(self.temperature, ids, positions, dtype)
-        rows = Rows(positions, ids.detach().reshape(-1)[positions].long(), inverse)
-        expected = self.expectation(planned.head.hidden, positions, dtype)
-        return rows, replace(expected, is_captured=device_of(positions.device).is_capturing())
-
-    def expectation(self, hidden: Tensor, positions: Tensor, dtype: torch.dtype) -> ExpectedRows:
-        """Return the expected gradient at `positions` (n,)."""
-        return read_expected(
-            self.expected, self.ids_of(hidden), positions, dtype, entropy=self.entropy
-        )
-
-    def gradient(self, planned: PlannedHead, read: ExpectedRows) -> ExpectedRows:
-        """Return `read`, which is the expected gradient."""
-        return read
+def no_ids(hidden: Tensor) -> Tensor:
+    """Return zeros (...), one per position of hidden states (..., H), for a call without ids."""
+    return hidden.new_zeros((), dtype=torch.long).expand(hidden.shape[:-1])
 
 
-def score(call: ScoreCall, head: LMHead, execution: Execution) -> Scores:
-    """Plan the call, run one forward, and return the results in the shape of the positions.
-
-    Raises:
-        TypeError, ValueError: a wrong argument; the message names it. With a group, on all of its ranks.
-    """
-    with whole_reference(head) as whole:
-        return scored(call, *plan_call(call, whole, execution)[:2])
-
-
-def scored(call: ScoreCall, head: LMHead, request: Request) -> Scores:
-    """Run one forward of a planned call."""
-    operands = head.operands(request.rows.positions)
-    logps, entropies, divergence, *extras = LinearLogprob.apply(
-        request, operands.teacher, *operands
-    )
-    results = {
-        "logps": logps if call.scores_ids else None,
-        "entropies": entropies,
-        "divergence": divergence,
-    }
-    results |= dict(zip(request.extras, extras, strict=True))
-    shape = head.hidden.shape[:-1]
-    return Scores(**{name: x.view(shape) for name, x in results.items() if x is not None})
+def read_rows(call: Call, ids: Tensor, mask: Tensor | None, temperature: float | Tensor) -> Rows:
+    """Return the rows where the mask counts, with ids not yet checked for range."""
+    if mask is not None:
+        check_mask("mask", mask, ids)
+    positions = counted_positions("mask", mask, ids)
+    inverse = _inv_temperature(temperature, ids, positions, call.plan.accumulator)
+    return Rows(positions, ids.detach().reshape(-1)[positions].long(), inverse)
 
 
 def _inv_temperature(
     temperature: float | Tensor, ids: Tensor, positions: Tensor, dtype: torch.dtype
 ) -> float | Tensor:
-    """Return 1 / temperature of the rows at `positions` (n,) of `ids`: a number, or (n, 1) if it is one per position.
-
-    Raises:
-        TypeError, ValueError: a number that is not > 0; a tensor that does not fit the ids, or, on a CPU, has wrong
-            numbers.
-    """
+    """Return 1 / temperature of the rows: a number, or (n, 1) if it is one per position."""
     if not isinstance(temperature, Tensor):
         check_number("temperature", temperature, 0.0)
         return 1.0 / float(temperature)
@@ -146,3 +59,158 @@ def _inv_temperature(
             f"temperature: expected finite numbers > 0 where the mask counts, got {got}"
         )
     return (1.0 / rows)[:, None]
+
+
+def request_of(
+    call: Call, rows: Rows, gradient: ExpectedRows, *, entropy: bool, extras: tuple[str, ...] = ()
+) -> Request:
+    """Return the request of `rows`, whose ids are checked, with their expected gradient."""
+    is_captured = device_of(rows.positions.device).is_capturing()
+    gradient = replace(gradient, is_captured=is_captured)
+    return call.request(rows, gradient, entropy=entropy, extras=extras)
+
+
+def scored(call: Call, request: Request, *, has_ids: bool = True) -> Scores:
+    """Run one forward, and return its results in the shape of the positions."""
+    operands, shape = call.head.operands(request.rows.positions), call.head.hidden.shape[:-1]
+    logps, entropies, divergence, *extras = LinearLogprob.apply(
+        request, operands.teacher, *operands
+    )
+    results = {
+        "logps": logps if has_ids else None,
+        "entropies": entropies,
+        "divergence": divergence,
+        **dict(zip(request.extras, extras, strict=True)),
+    }
+    return Scores(**{name: x.view(shape) for name, x in results.items() if x is not None})
+
+
+def beta_of(divergence: Any, beta: Any) -> float:
+    """Return the divergence as a beta: 0 forward KL, 1 reverse KL (`interface.Teacher`).
+
+    Raises:
+        TypeError, ValueError: an unknown divergence, a wrong `beta`, or a `beta` without ``"jsd"``.
+    """
+    allowed = choices(DivergenceName)
+    if divergence not in allowed:
+        raise ValueError(f"divergence: expected one of {', '.join(allowed)}, got {divergence!r}")
+    if divergence != "jsd":
+        if beta is not None:
+            raise ValueError(
+                f"beta: expected None with divergence = {divergence!r}, which has none, got "
+                f"{beta!r}"
+            )
+        return 1.0 if divergence == "reverse_kl" else 0.0
+    beta = 0.5 if beta is None else beta
+    check_number("beta", beta, 0.0, inclusive=True)
+    if beta > 1.0:
+        raise ValueError(f"beta: expected a number in [0, 1], got {beta!r}")
+    return float(beta)
+
+
+def expected_divergence(
+    call: Call, rows: Rows, expected: Any, ids: Tensor | None, *, entropy: bool
+) -> ExpectedRows:
+    """Read the expected gradient in divergences and log-probabilities, up to one factor.
+
+    From an `Expectation` also that in entropies.
+    """
+    hidden, dtype = call.head.hidden, call.plan.accumulator
+    if isinstance(expected, Expectation):
+        of_ids = no_ids(hidden) if ids is None else ids
+        return read_expected(
+            expected, of_ids, rows.positions, dtype, entropy=entropy, divergence=True
+        )
+    pair = expected if isinstance(expected, tuple) else (expected,)
+    if len(pair) not in ((1,) if ids is None else (1, 2)):
+        raise ValueError(
+            f"expected: expected a tensor, or with ids two, got a tuple of {len(pair)}"
+        )
+    weights = [
+        divergence_weights(name, x, hidden, rows.positions, dtype)
+        for name, x in zip(("expected", "expected[1]"), pair, strict=False)
+    ]
+    d_logp = weights[1] if len(weights) == 2 else None
+    return ExpectedRows.of(Coefficients(d_logp=d_logp, d_divergence=weights[0]))
+
+
+def measure_of(
+    divergence: Any,
+    tail: Any,
+    log_prob_min_clamp: Any,
+    loss_max_clamp: Any,
+    *dtypes: torch.dtype,
+) -> Measure:
+    """Return the divergence from a teacher's K ids that these arguments describe.
+
+    Args:
+        dtypes: those of the result and of the teacher's log-probabilities.
+
+    Raises:
+        TypeError, ValueError: an unknown divergence, or options that do not go together.
+    """
+    allowed = choices(TopKDivergenceName)
+    if divergence not in allowed:
+        raise ValueError(f"divergence: expected one of {', '.join(allowed)}, got {divergence!r}")
+    reverse = divergence == "reverse_kl"
+    if tail is not None and not isinstance(tail, bool):
+        raise TypeError(f"tail: expected a bool or None, got {tail!r}")
+    if reverse and tail is False:
+        raise ValueError(
+            "tail: expected True or None with divergence = 'reverse_kl', got False: over the "
+            "listed ids alone it is least where the student gives them nothing"
+        )
+    tail = reverse if tail is None else tail
+    if log_prob_min_clamp is not None:
+        check_number("log_prob_min_clamp", log_prob_min_clamp)
+        if tail:
+            raise ValueError(
+                f"log_prob_min_clamp: expected None with a tail, got {log_prob_min_clamp!r}; it is "
+                "of the forward KL over the listed ids alone"
+            )
+    if loss_max_clamp is not None:
+        check_number("loss_max_clamp", loss_max_clamp, 0.0)
+    least_rest = max(torch.finfo(dtype).eps for dtype in dtypes) if tail else None
+    return Measure(reverse, least_rest, log_prob_min_clamp, loss_max_clamp)
+
+
+def check_listed(ids: Any, logps: Any, hidden: Tensor) -> None:
+    """Raise unless a teacher's ids and log-probabilities (..., K) fit hidden states (..., H)."""
+    check_tensor("teacher_ids", ids, like=hidden)
+    if ids.dtype not in (torch.int64, torch.int32, torch.int16):
+        raise TypeError(
+            f"teacher_ids: expected signed integer ids of 16, 32 or 64 bits, got {ids.dtype}"
+        )
+    shape = (*hidden.shape[:-1], max(1, ids.shape[-1] if ids.dim() else 0))
+    check_shape("teacher_ids", ids, ("(*that of hidden without H, K), K > 0", shape))
+    check_tensor("teacher_logps", logps, like=hidden, floating=True)
+    check_shape("teacher_logps", logps, ("that of teacher_ids", shape))
+
+
+def with_listed(call: Call, teacher_ids: Tensor, teacher_logps: Tensor, measure: Measure) -> Rows:
+    """Return the call's rows with the teacher's ids, sorted and counted from this rank's first row.
+
+    Padding and repeated ids get the log-probability -inf.
+
+    Raises:
+        ValueError: on a CPU, an id is neither -1 nor in [0, V).
+    """
+    rows, (vocab, start) = call.rows, call.ids_here
+    ids = teacher_ids.detach().flatten(0, -2)[rows.positions].long()
+    logps = teacher_logps.detach().flatten(0, -2)[rows.positions].double()
+    outside = (ids < -1) | (ids >= vocab)
+    if ids.device.type == "cpu" and bool(outside.any()):
+        bad = ids[outside][0].item()
+        raise ValueError(
+            f"teacher_ids: expected ids in [0, V) = [0, {vocab}), or -1 for padding, where the "
+            f"mask counts, got {bad}"
+        )
+    # padding, which must not be the first of a repeated id
+    ids = torch.where(logps == -torch.inf, -1, ids)
+    ids, order = ids.sort(dim=1, stable=True)
+    logps = logps.gather(1, order)
+    padding = ids == -1
+    padding[:, 1:] |= ids[:, 1:] == ids[:, :-1]
+    logps = logps.masked_fill(padding, -torch.inf)
+    logps = logps.masked_fill(outside.any(dim=1, keepdim=True), torch.nan)
+    return replace(rows, ids=rows.ids - start, top_k=TopKTeacher(ids - start, logps, measure))

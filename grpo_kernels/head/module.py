@@ -1,9 +1,21 @@
-"""Read a head module: weight, bias, PEFT adapters, and ZeRO-3's gathering."""
+"""A head's module: its parameters, made whole in the place of its forward, and its hooks.
+
+FSDP2 and DeepSpeed ZeRO-3 divide parameters over ranks and make them whole around the forward of
+the module that owns them. Code that reads ``lm_head.weight`` from outside gets a part of it; and
+``weight.full_tensor()`` is a copy whose gradient is not summed over the ranks. A call in the place
+of the head's forward has those hooks around it: it sees the whole weight, in forward and backward,
+and its gradient goes where that of ``lm_head(hidden)`` would go.
+
+Of the head's own hooks the forward pre-hooks are run: they make the weight
+(`torch.nn.utils.spectral_norm`, `weight_norm`, `prune`) or change the input. Forward and backward
+hooks are refused: they would be handed logits, which are never made.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,13 +23,23 @@ from torch import Tensor, nn
 
 from grpo_kernels.base.checks import is_dtensor
 from grpo_kernels.engine.request import Gather
-from grpo_kernels.head.lora import LoRA
+from grpo_kernels.head.head import LoRA
 
 _PEFT_LORA = ("peft.tuners.lora.layer", "Linear")
+# Modules whose hooks are left alone: FSDP2's and ZeRO-3's, which `forward` runs, and
+# `causal_lm_loss`'s
+_KNOWN = ("torch.distributed.", "deepspeed.", "grpo_kernels.")
+_REFUSED = {
+    "_forward_hooks": "forward hook",
+    "_backward_hooks": "backward hook",
+    "_backward_pre_hooks": "backward pre-hook",
+    "_forward_pre_hooks": "forward pre-hook",
+}
+Compute = Callable[[Tensor], tuple[Tensor, ...]]
 
 
 def linear_of(lm_head: nn.Module, name: str = "lm_head") -> nn.Linear:
-    """Return `lm_head` if it is a linear layer, or the one within PEFT's LoRA layer; errors call it `name`.
+    """Return `lm_head`, or the linear layer within PEFT's LoRA layer; errors call it `name`.
 
     Raises:
         TypeError: another kind of module, or a linear layer with a forward of its own.
@@ -28,8 +50,8 @@ def linear_of(lm_head: nn.Module, name: str = "lm_head") -> nn.Linear:
         way_out = "take off, or merge, what is around it"
         if type(lm_head).__module__.startswith("peft."):
             way_out = (
-                "train it by LoRA (target_modules=['lm_head']), whole (modules_to_save=['lm_head']) or not at all "
-                "(what trains a tied embedding trains it, too)"
+                "train it by LoRA (target_modules=['lm_head']), whole (modules_to_save="
+                "['lm_head']) or not at all (what trains a tied embedding trains it, too)"
             )
         raise TypeError(
             f"{name}: expected an nn.Linear with its own forward, or PEFT's LoRA layer around one, "
@@ -39,7 +61,9 @@ def linear_of(lm_head: nn.Module, name: str = "lm_head") -> nn.Linear:
 
 
 def parameters_of(lm_head: nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor | None, LoRA | None]:
-    """Return the weight, bias and adapter that the forward of `lm_head` would use on `hidden`; several adapters as one.
+    """Return weight, bias and adapter that the forward of `lm_head` would use on `hidden`.
+
+    Several adapters become one.
 
     Raises:
         TypeError: as `linear_of`.
@@ -59,17 +83,14 @@ def parameters_of(lm_head: nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor | 
     ]
     if len(layers) == 1:
         a, b, scaling, dropout = layers[0]
-        dtype = torch.promote_types(
-            hidden.dtype, a.weight.dtype
-        )  # PEFT casts its input for `a` before dropout
-        return (
-            weight,
-            bias,
-            LoRA(a.weight, b.weight, scaling, dropout(hidden.to(dtype)) if drops[0] else None),
-        )
+        # PEFT casts its input for `a` before dropout
+        dtype = torch.promote_types(hidden.dtype, a.weight.dtype)
+        x = dropout(hidden.to(dtype)) if drops[0] else None
+        return weight, bias, LoRA(a.weight, b.weight, scaling, x)
     if any(drops):
         raise ValueError(
-            f"lm_head: expected one active adapter if there is dropout, got {len(layers)}: lora_dropout=0"
+            "lm_head: expected one active adapter if there is dropout, got "
+            f"{len(layers)}: lora_dropout=0"
         )
     low = torch.cat([scaling * a.weight for a, _, scaling, _ in layers])
     return weight, bias, LoRA(low, torch.cat([b.weight for _, b, _, _ in layers], dim=1))
@@ -79,11 +100,11 @@ def parameters_of(lm_head: nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor | 
 def constants_of(
     head: nn.Module, name: str, *, sharded: bool = False
 ) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Yield the whole weight and bias of a head that does not train here: the second head of a call.
+    """Yield whole weight and bias of a head that does not train here: the second of a call.
 
-    Both may be kept after the context. If FSDP2 or ZeRO-3 has divided them, all ranks gather them together, each into a
-    copy: a backward that has kept it gathers nothing. A head that is `sharded` over a process group is not gathered:
-    each rank gets its rows.
+    Both may be kept after the context. If FSDP2 or ZeRO-3 has divided them, all ranks gather them
+    together, each into a copy: a backward that has kept it gathers nothing. A head that is
+    `sharded` over a process group is not gathered: each rank gets its rows.
 
     Raises:
         TypeError: as `linear_of`.
@@ -92,8 +113,8 @@ def constants_of(
     base = linear_of(head, name)
     if base is not head and active_adapters(head):
         raise ValueError(
-            f"{name}: expected no active adapter on a head that others are compared with, got some: merge it, or pass "
-            "the layer within (base_layer)"
+            f"{name}: expected no active adapter on a head that others are compared with, got "
+            "some: merge it, or pass the layer within (base_layer)"
         )
     if sharded:
         yield base.weight, base.bias
@@ -110,7 +131,7 @@ def whole_constant(x: Any) -> Tensor:
 
 
 def gather_of(parameters: Iterable[Tensor]) -> Gather | None:
-    """Return a context that gathers parameters which DeepSpeed ZeRO-3 has divided; None if none is divided.
+    """Return a context that gathers what DeepSpeed ZeRO-3 has divided; None if none is divided.
 
     ZeRO-3 needs them whole once more, when their gradients are accumulated: see `within_forwards`.
     """
@@ -128,7 +149,8 @@ def gather_of(parameters: Iterable[Tensor]) -> Gather | None:
 
 
 def divided_modules(lm_head: nn.Module) -> list[nn.Module]:
-    """Return those modules of the head, itself included, that own parameters which ZeRO-3 has divided."""
+    """Return those modules of the head, itself included, that own parameters which ZeRO-3 has
+    divided."""
     return [
         x
         for x in lm_head.modules()
@@ -137,12 +159,14 @@ def divided_modules(lm_head: nn.Module) -> list[nn.Module]:
 
 
 def _is_peft_lora(lm_head: nn.Module) -> bool:
-    """Return True for PEFT's LoRA layer, without importing PEFT; classes that FSDP2 derives count too."""
+    """Return True for PEFT's LoRA layer, without importing PEFT; classes that FSDP2 derives count
+    too."""
     return any((x.__module__, x.__name__) == _PEFT_LORA for x in type(lm_head).__mro__)
 
 
 def active_adapters(layer: Any) -> list[tuple[Any, Any, float, Any]]:
-    """Return (A, B, scaling, dropout) of each adapter that the forward of PEFT's `layer` adds to its base layer.
+    """Return (A, B, scaling, dropout) of each adapter that the forward of PEFT's `layer` adds to
+    its base layer.
 
     Raises:
         ValueError: an adapter is not plain LoRA.
@@ -161,3 +185,156 @@ def active_adapters(layer: Any) -> list[tuple[Any, Any, float, Any]]:
     return [
         (layer.lora_A[x], layer.lora_B[x], layer.scaling[x], layer.lora_dropout[x]) for x in names
     ]
+
+
+def check_module(lm_head: nn.Module, name: str = "lm_head") -> None:
+    """Raise unless a head can score in the place of its forward; errors call it `name`.
+
+    Raises:
+        TypeError: another kind of module, a linear layer with a forward of its own, or hooks that
+            would be handed logits.
+    """
+    for module in (lm_head, linear_of(lm_head, name)):
+        # accelerate's forward changes no number
+        if "forward" in vars(module) and not hasattr(module, "_hf_hook"):
+            raise TypeError(
+                f"{name}: expected an nn.Linear with its own forward, got one whose forward was "
+                "replaced"
+            )
+    check_hooks(lm_head, name)
+
+
+def check_present(lm_head: nn.Module, name: str = "lm_head") -> None:
+    """Raise if accelerate has offloaded the weight until the head's own forward."""
+    linear = linear_of(lm_head, name)
+    if hasattr(linear, "_hf_hook") and linear.weight.is_meta:
+        raise ValueError(
+            f"{name}: expected its weight on a device, got it offloaded by accelerate: leave the "
+            "head on a device (device_map), or use causal_lm_loss and completion_logprobs of "
+            "grpo_kernels.transformers, which score within its forward"
+        )
+
+
+def is_fsdp_unit(head: nn.Module) -> bool:
+    """Return True if `head` is a unit of FSDP2."""
+    # FSDP2 is not imported, which takes a second, where nothing is distributed
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return False
+    from torch.distributed.fsdp import FSDPModule
+
+    return isinstance(head, FSDPModule)
+
+
+def within_head(head: nn.Module, compute: Compute, hidden: Tensor) -> tuple[Tensor, ...]:
+    """Return ``compute(hidden)``, with the parameters of `head` whole; in the backward too.
+
+    The results have the values and dtypes that `compute` gives; ZeRO-3's are new tensors, with its
+    backward hooks.
+    """
+    if not is_fsdp_unit(head):
+        return within_forwards(divided_modules(head), compute, hidden)
+    # FSDP2's mixed precision rounds tensors among the arguments and results of a forward: old
+    # log-probabilities, advantages. It does not look into a function, so `compute` holds the
+    # arguments. It must see the results, to hook the backward to them; the rounded results that it
+    # may return are not used.
+    done: list[tuple[Tensor, ...]] = []
+
+    def recorded(hidden: Tensor) -> tuple[Tensor, ...]:
+        done.append(compute(hidden))
+        return done[0]
+
+    # The module is called, since `register_fsdp_forward_method` of torch 2.11 begins a unit of
+    # several modules anew.
+    within_forwards([head], recorded, hidden)
+    return done[0]
+
+
+def within_forwards(
+    modules: Sequence[nn.Module], compute: Compute, hidden: Tensor
+) -> tuple[Tensor, ...]:
+    """Run ``compute(hidden)`` in the place of the forwards of `modules`, within their hooks.
+
+    ZeRO-3's hooks make the parameters whole for the forward, and from the backward until gradients
+    are accumulated.
+    """
+    if not modules:
+        return compute(hidden)
+    first, others = modules[0], modules[1:]
+    replaced = vars(first).get("forward")  # that was set on the object, such as accelerate's
+    first.forward = partial(within_forwards, others, compute)
+    try:
+        return first(hidden)
+    finally:
+        del first.forward
+        if replaced is not None:
+            first.forward = replaced
+
+
+def check_hooks(lm_head: nn.Module, name: str = "lm_head") -> None:
+    """Raise unless scoring can respect the hooks on `lm_head` and on its submodules.
+
+    Raises:
+        TypeError: a forward or backward hook; or a hook of any kind within PEFT's layer.
+    """
+    for path, module in lm_head.named_modules():
+        for attribute, kind in _REFUSED.items():
+            if module is lm_head and attribute == "_forward_pre_hooks":
+                continue
+            hooks = foreign_hooks(module, attribute)
+            if hooks:
+                where = f"{name}.{path}" if path else name
+                raise TypeError(
+                    f"{where}: expected no {kind}, since a head that scores makes no logits, got "
+                    f"{', '.join(hooks)}"
+                )
+
+
+def foreign_hooks(module: nn.Module, attribute: str = "_forward_hooks") -> list[str]:
+    """Return the names of the hooks of one kind that are not ours, FSDP2's or DeepSpeed's."""
+    return [name_of(hook) for hook in getattr(module, attribute).values() if not is_known(hook)]
+
+
+def run_pre_hooks(lm_head: nn.Module, hidden: Tensor) -> Tensor:
+    """Apply the forward pre-hooks of `lm_head` to its input.
+
+    Raises:
+        TypeError: they return something other than one input.
+    """
+    for key, hook in lm_head._forward_pre_hooks.items():
+        if is_known(hook):
+            continue
+        args: Any = (hidden,)
+        kwargs: dict[str, Any] = {}
+        if key in lm_head._forward_pre_hooks_with_kwargs:
+            args, kwargs = hook(lm_head, args, kwargs) or (args, kwargs)
+        else:
+            changed = hook(lm_head, args)
+            if changed is not None:
+                args = changed if isinstance(changed, tuple) else (changed,)
+        if len(args) != 1 or kwargs:
+            got = [*(type(x).__name__ for x in args), *kwargs]
+            raise TypeError(
+                f"lm_head: expected its forward pre-hooks to give one input, got {got} from "
+                f"{name_of(hook)}"
+            )
+        hidden = args[0]
+    return hidden
+
+
+def is_known(hook: Callable[..., Any]) -> bool:
+    """Return True for a hook of ours, FSDP2's or DeepSpeed's."""
+    return origin(hook).startswith(_KNOWN)
+
+
+def origin(hook: Any) -> str:
+    """Return the name of the module that a hook comes from; the hook may be an object or a
+    partial."""
+    hook = getattr(hook, "func", hook)
+    return str(getattr(hook, "__module__", None) or type(hook).__module__)
+
+
+def name_of(hook: Any) -> str:
+    """Return the name by which a person would look for the hook, which may be an object or a
+    partial."""
+    hook = getattr(hook, "func", hook)
+    return f"{origin(hook)}.{getattr(hook, '__qualname__', type(hook).__name__)}"

@@ -44,10 +44,8 @@ from grpo_kernels.body.trunk import (
     rank_groups,
     trunk_of,
 )
-from grpo_kernels.head.forward import within_forwards
 from grpo_kernels.head.head import Head
-from grpo_kernels.head.hooks import foreign_hooks
-from grpo_kernels.head.module import divided_modules, linear_of
+from grpo_kernels.head.module import divided_modules, foreign_hooks, linear_of, within_forwards
 from grpo_kernels.host import Shares, forward_name, replaced
 from grpo_kernels.transformers import head as heads
 from grpo_kernels.transformers.head import HeadCheck, constants_of

@@ -19,12 +19,11 @@ from transformers.utils import ModelOutput
 from grpo_kernels.base.choices import BatchLayout, LogitsDtype, WithoutSet, ZeroAdvantage
 from grpo_kernels.batch.kept_ids import KeptIds
 from grpo_kernels.body.inputs import Batch, TrunkOptions, check_names, check_skip, with_positions
-from grpo_kernels.call.output import LossOutput, Scores
-from grpo_kernels.expectation import policy_expectation
+from grpo_kernels.call.results import LossOutput, Scores
 from grpo_kernels.head.head import Head
-from grpo_kernels.logprob import linear_logprob
-from grpo_kernels.loss import GRPOLoss, grpo_loss
+from grpo_kernels.loss import GRPOLoss, grpo_loss, policy_expectation
 from grpo_kernels.objective.normaliser import averaged_over
+from grpo_kernels.scores import linear_logprob
 from grpo_kernels.transformers import head as heads
 from grpo_kernels.transformers.call import RESULTS, HeadCall, run_scored
 from grpo_kernels.transformers.head import HeadCheck

@@ -22,12 +22,15 @@ from transformers import PreTrainedModel
 
 from grpo_kernels.base.modes import evaluating
 from grpo_kernels.body.inputs import unwrapped
-from grpo_kernels.call.run import Run
-from grpo_kernels.head.config_numbers import scale_and_cap
+from grpo_kernels.call.plan import Run
 from grpo_kernels.head.head import Head
 from grpo_kernels.head.module import gather_of, linear_of, parameters_of
-from grpo_kernels.logprob import linear_logprob
+from grpo_kernels.scores import linear_logprob
 
+# Scale and soft-cap, as transformers' models name the same two numbers in their configs
+_FACTORS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
+_DIVISORS = ("logits_scaling",)
+_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 _FACTS = 16  # that are kept of a head
 Constants = tuple[float, float | None, int | None]
 # head -> facts of the call (`facts_of`) -> (the measured constants, True if a row of logits has
@@ -146,7 +149,7 @@ def inner_head(head: nn.Module) -> nn.Module:
 
 def _from_config(base: PreTrainedModel) -> Constants:
     config = base.config.get_text_config(decoder=True)
-    return *scale_and_cap(lambda name: getattr(config, name, None)), None
+    return *_scale_and_cap(lambda name: getattr(config, name, None)), None
 
 
 class HeadCheck:
@@ -270,3 +273,14 @@ def _measured(head: Head, rungs: Tensor, logits: Tensor) -> Head | None:
         vocab_size=None if count == rungs.shape[0] else count,
     )
     return found if _agrees(found, rungs, logits) else None
+
+
+def _scale_and_cap(value_of: Callable[[str], object]) -> tuple[float, float | None]:
+    def first(names: tuple[str, ...]) -> float | None:
+        numbers = (value_of(name) for name in names)
+        return next((float(x) for x in numbers if isinstance(x, int | float) and x > 0), None)
+
+    scale, divisor = first(_FACTORS), first(_DIVISORS)
+    if scale is None:
+        scale = 1.0 if divisor is None else 1.0 / divisor
+    return scale, first(_CAPS)

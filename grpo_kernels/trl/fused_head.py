@@ -8,7 +8,7 @@ the rows: that is the value of `CALL` meanwhile.
 TRL's forward reads ``lm_head.weight``. With LoRA on the head that is the base weight alone, and
 TRL refuses such models. If the head is an FSDP2 unit of its own it is a shard, which TRL gathers
 by ``full_tensor()``: a copy whose gradient is not summed over ranks. There the model returns a
-`ModelHead`, and TRL's computation runs within the head's own forward (`grpo_kernels.head.forward`).
+`ModelHead`, and TRL's computation runs within the head's own forward (`grpo_kernels.head.module`).
 """
 
 from __future__ import annotations
@@ -28,21 +28,22 @@ from torch import Tensor, nn
 
 from grpo_kernels.base.checks import warn_once
 from grpo_kernels.base.choices import Extra, LogitsDtype, choices
-from grpo_kernels.call.output import Scores
-from grpo_kernels.call.run import Run
+from grpo_kernels.call.plan import Run
+from grpo_kernels.call.results import Scores
 from grpo_kernels.engine.request import Gather
-from grpo_kernels.head.forward import is_fsdp_unit, within_head
 from grpo_kernels.head.head import Head
-from grpo_kernels.head.hooks import check_hooks
 from grpo_kernels.head.module import (
     active_adapters,
+    check_hooks,
     divided_modules,
     gather_of,
+    is_fsdp_unit,
     linear_of,
     parameters_of,
+    within_head,
 )
 from grpo_kernels.host import HostFunction, KnownRows, Shares, during, replaced
-from grpo_kernels.logprob import linear_logprob
+from grpo_kernels.scores import linear_logprob
 from grpo_kernels.transformers.call import measured_head
 from grpo_kernels.transformers.head import causal_lm, inner_head
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from trl import GRPOTrainer
 
 from grpo_kernels.body.inputs import check_skip
-from grpo_kernels.expectation import policy_expectation
 from grpo_kernels.host import KnownRows
+from grpo_kernels.loss import policy_expectation
 from grpo_kernels.objective.config import LossConfig, config_of_trainer
 from grpo_kernels.objective.losses import loss_of
 from grpo_kernels.objective.normaliser import averaged_over

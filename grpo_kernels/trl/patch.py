@@ -8,7 +8,7 @@ import trl.trainer.utils as trl_utils
 
 from grpo_kernels.base.checks import warn_once
 from grpo_kernels.base.choices import BackendName, EngineName, LogitsDtype
-from grpo_kernels.call.run import Run, check_run
+from grpo_kernels.call.plan import Run, check_run
 from grpo_kernels.head.head import Head
 from grpo_kernels.host import Patches, Shares
 from grpo_kernels.trl.distillation import DIVERGENCE

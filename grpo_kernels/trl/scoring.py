@@ -40,12 +40,12 @@ from grpo_kernels.base.checks import warn_once
 from grpo_kernels.base.choices import WithoutSet, choices
 from grpo_kernels.base.importance import scored_difference
 from grpo_kernels.batch.kept_ids import KeptIds, joined_ids
-from grpo_kernels.call.output import Scores
+from grpo_kernels.call.results import Scores
 from grpo_kernels.head.head import Head
 from grpo_kernels.host import replaced
-from grpo_kernels.logprob import linear_logprob
 from grpo_kernels.objective.config import LossConfig
 from grpo_kernels.objective.sampler_correction import bounded_ratio
+from grpo_kernels.scores import linear_logprob
 from grpo_kernels.trl.fused_head import HEAD
 from grpo_kernels.trl.micro_batches import (
     EMPTY,

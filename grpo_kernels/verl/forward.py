@@ -22,11 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grpo_kernels.head.forward import check_module
 from grpo_kernels.head.head import Head
+from grpo_kernels.head.module import check_module
 from grpo_kernels.host import KnownRows, Patches, function_of
-from grpo_kernels.logprob import linear_logprob
-from grpo_kernels.topk_divergence import topk_divergence
+from grpo_kernels.scores import linear_logprob, topk_divergence
 from grpo_kernels.verl.engine import ARGUMENT, BACKEND, MARK, HeadTask, TeacherLogprobs
 
 # of verl's patch_forward_with_backends

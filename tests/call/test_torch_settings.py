@@ -14,7 +14,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from grpo_kernels import LoRA, Run, grpo_loss, linear_logprob, report
-from grpo_kernels.call import planned_head
+from grpo_kernels.base.checks import warn_once
 from tests.support.flat import flat
 from tests.support.pretend_gpu import OnGPU, pretended
 from tests.support.ranks import server_context
@@ -130,7 +130,7 @@ def test_fp16_accumulation_is_refused_in_a_backward(monkeypatch: pytest.MonkeyPa
 
 def promotions(*pairs: tuple[torch.dtype, torch.dtype], **options: Any) -> list[str]:
     """What calls with hidden and weight of these dtypes warn of, in a process that has not warned yet."""
-    planned_head._warn_of_promotion.cache_clear()
+    warn_once.cache_clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for pair in pairs:
@@ -150,7 +150,7 @@ def test_a_promotion_to_fp32_warns_once(monkeypatch: pytest.MonkeyPatch) -> None
             torch.randn(V, H).half(),
             torch.zeros(1, 4, dtype=torch.long),
         ]
-        planned_head._warn_of_promotion.cache_clear()
+        warn_once.cache_clear()
         with pytest.warns(
             RuntimeWarning, match=r"hidden in torch\.float32 with a weight in torch\.float16"
         ):

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from grpo_kernels.backends.interface import Chunk, LogitTransform, RowStats
-from grpo_kernels.call import planned_head
+from grpo_kernels.call import plan as planner
 from grpo_kernels.token_loss.record import TokenLoss
 from tests.support import pretend_gpu
 from tests.support.measure import AllocationWatcher
@@ -237,7 +237,7 @@ def taped(*, autocast: torch.dtype | None = None) -> Iterator[Tape]:
     """Within, calls on `tensor`s are noted down, as they would be within autocast to that dtype."""
     tape, before = Tape(), (torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"))
     with pytest.MonkeyPatch.context() as patch, pretend_gpu.pretended(patch, tape=tape):
-        patch.setattr(planned_head, "choose_backend", lambda *_: (NotedRows(tape), "noted"))
+        patch.setattr(planner, "choose_backend", lambda *_: (NotedRows(tape), "noted"))
         try:
             if autocast is not None:  # torch.autocast would look for the device
                 torch.set_autocast_enabled("cuda", True)

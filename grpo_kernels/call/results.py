@@ -12,7 +12,8 @@ from torch import Tensor
 from grpo_kernels.objective.metrics import Metrics
 
 
-@dataclass  # not frozen: Lightning's Fabric copies what a module returns, and sets the copy's fields
+# not frozen: Lightning's Fabric copies what a module returns, and sets the copy's fields
+@dataclass
 class LossOutput:
     """Result of `grpo_loss`.
 
@@ -35,10 +36,11 @@ class LossOutput:
 
 @dataclass
 class Scores:
-    """Results of `linear_logprob`, `linear_divergence`, `topk_divergence` and `completion_logprobs`.
+    """Results of `linear_logprob`, `linear_divergence`, `topk_divergence` and
+    `completion_logprobs`.
 
-    What was not asked for is None. Each has the shape of the positions, fp32 (fp64 for fp64 inputs), and is 0 where
-    masked.
+    What was not asked for is None. Each has the shape of the positions, fp32 (fp64 for fp64
+    inputs), and is 0 where masked.
 
     Attributes:
         logps: log-probabilities of the ids, differentiable.
@@ -96,7 +98,8 @@ def _unflatten(leaves: Iterable[Any], context: _Context) -> LossOutput:
     return LossOutput(loss, per_token_logps, entropies, metrics, *context)
 
 
-# DDP with static_graph=True silently drops the gradients of an output that is not a registered pytree.
+# DDP with static_graph=True silently drops the gradients of an output that is not a registered
+# pytree.
 pytree.register_pytree_node(
     LossOutput,
     _flatten,

@@ -1,4 +1,4 @@
-"""Public calls whose head, or reference, is a module: its parameters are made whole for the length of the call."""
+"""What is around every public call: eager mode, and a head or reference that is a module."""
 
 from __future__ import annotations
 
@@ -12,12 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from grpo_kernels.base.checks import is_dtensor
-from grpo_kernels.call.output import LossOutput, Scores
-from grpo_kernels.head.forward import check_module, check_present, is_fsdp_unit, within_head
+from grpo_kernels.call.results import LossOutput, Scores
 from grpo_kernels.head.head import Head
-from grpo_kernels.head.hooks import run_pre_hooks
 from grpo_kernels.head.lm_head import LMHead
-from grpo_kernels.head.module import constants_of, divided_modules, parameters_of
+from grpo_kernels.head.module import (
+    check_module,
+    check_present,
+    constants_of,
+    divided_modules,
+    is_fsdp_unit,
+    parameters_of,
+    run_pre_hooks,
+    within_head,
+)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -37,7 +44,8 @@ def outside_graphs(function: F) -> F:
 
 
 def takes_heads(function: F) -> F:
-    """Let a public call of hidden states and a `Head` of tensors take a plain weight or a module."""
+    """Let a public call of hidden states and a `Head` of tensors take a plain weight or a
+    module."""
 
     @outside_graphs
     @functools.wraps(function)
@@ -53,10 +61,10 @@ def takes_heads(function: F) -> F:
 
 
 def within_module(call: Callable[[Tensor, Head], Any], hidden: Tensor, head: Head) -> Any:
-    """Return ``call(hidden, head)`` for a head that has the module's parameters in place of the module.
+    """Return ``call(hidden, head)`` for a head of the module's parameters in place of the module.
 
     Raises:
-        TypeError, ValueError: a module that cannot score, or a bias or an adapter beside the module's own.
+        TypeError, ValueError: a module that cannot score, or a bias or an adapter beside its own.
     """
     module: nn.Module = head.weight
     check_module(module)
@@ -64,6 +72,8 @@ def within_module(call: Callable[[Tensor, Head], Any], hidden: Tensor, head: Hea
     if head.bias is not None:
         raise ValueError("bias: expected None, since it is lm_head's own, got another")
     done: list[Any] = []  # the result of the call
+    # whether `within_forwards` calls the module, which runs its hooks
+    hooks_have_run = is_fsdp_unit(module) or module in divided_modules(module)
 
     def compute(hidden: Tensor) -> tuple[Tensor, ...]:
         if not hooks_have_run:
@@ -79,9 +89,6 @@ def within_module(call: Callable[[Tensor, Head], Any], hidden: Tensor, head: Hea
             return (output.loss,)
         return tuple(x.clone() for x in output.given.values())  # no views: FSDP2 warns of them
 
-    hooks_have_run = is_fsdp_unit(module) or module in divided_modules(
-        module
-    )  # `within_forwards` calls it
     results, output = within_head(module, compute, hidden), done[0]
     if isinstance(output, LossOutput):
         return replace(output, loss=results[0])
