@@ -1,1 +1,1 @@
-"""The evidence: what the head costs, ours and every peer's, measured in one run, by ``python -m benchmarks``."""
+"""What the head costs, ours and every peer's, in one run: ``python -m benchmarks``."""

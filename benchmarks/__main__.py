@@ -1,8 +1,9 @@
 """``python -m benchmarks``: the head of a policy loss on a CPU, ours and every peer in one run.
 
-Writes a JSON file, complete after every single result, and prints tables in markdown; with --page they go into
-docs/benchmarks.md. Exit status: 1 if ours was wrong; 2 if it could not start. Let nothing else run meanwhile: the
-tables say how much of the machine other processes used. On a GPU: ``python -m benchmarks.gpu``.
+Writes a JSON file, complete after every single result, and prints tables in markdown; with --page
+they go into docs/benchmarks.md. Exit status: 1 if ours was wrong; 2 if it could not start. Let
+nothing else run meanwhile: the tables say how much of the machine other processes used. On a GPU:
+``python -m benchmarks.gpu``.
 """
 
 from __future__ import annotations
@@ -83,9 +84,11 @@ def measure(options: argparse.Namespace, command: Sequence[str]) -> Results:
 
 
 def with_others(data: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """`data`, and the main cases or the training steps that it lacks, of the newest run in `folder`.
+    """`data`, and the main cases or the training steps that it lacks, of the newest run in
+    `folder`.
 
-    Both take too long to be measured every time. ``runs`` has the conditions of steps of another run.
+    Both take too long to be measured every time. ``runs`` has the conditions of steps of another
+    run.
     """
     if data.get("smoke") or data.get("dry_run"):
         return data

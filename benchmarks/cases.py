@@ -14,8 +14,12 @@ from grpo_kernels.memory import MODELS
 
 SEED = 20240203
 SOFTCAPS = {"Gemma-2-2B": 30.0}
-SCALE = 11.0  # standard deviation of the logits 2.5: a flat softmax would flatter whoever skips small probabilities
-DRIFT = 0.25  # of the policy since it generated: at epsilon 0.2 two ratios in five are outside, half of them stopped
+# standard deviation of the logits 2.5: a flat softmax would flatter whoever skips small
+# probabilities
+SCALE = 11.0
+# of the policy since it generated: at epsilon 0.2 two ratios in five are outside, half of them
+# stopped
+DRIFT = 0.25
 EPSILON = 0.2
 BETA = 0.04
 SLICE_ROWS = 1024
@@ -43,7 +47,7 @@ WORKLOADS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class BenchCase:
-    """N tokens in sequences of T, loss dapo; the workload's numbers say what differs from all tokens, on-policy."""
+    """N tokens in sequences of T, loss dapo; the rest says what differs from all tokens."""
 
     name: str
     part: str = "main"
@@ -87,7 +91,7 @@ class BenchCase:
 
     @property
     def products_nvh(self) -> float:
-        """Floating point operations of the products of all rows that may carry gradient before the logits are known."""
+        """Operations of the products of all rows that may carry gradient, in NVH."""
         if self.score:
             return 2.0
         graded = self.top_entropy if self.top_entropy < 1 else self.graded / self.counted
@@ -105,7 +109,7 @@ class BenchCase:
 
     @property
     def wants_entropy(self) -> bool:
-        """Whether a provider that can should give entropies without being a trainer's head, which always does."""
+        """True if a provider that is no trainer's head should give entropies, if it can."""
         return self.top_entropy < 1 or self.part == "accuracy"
 
     def toy(self) -> BenchCase:
@@ -125,7 +129,7 @@ def case(
 
 @dataclass(frozen=True)
 class Inputs:
-    """What every provider is given; hidden states, and the weight unless frozen, are leaves that want a gradient."""
+    """What every provider is given; hidden states and a trained weight are leaves."""
 
     case: BenchCase
     hidden: Tensor  # (B, T, H)
@@ -147,7 +151,7 @@ class Inputs:
 
 
 def make_inputs(case: BenchCase, device: torch.device) -> Inputs:
-    """Seeded inputs of `case`: ids sampled from the policy itself, `case.scale` about the largest logit of a row."""
+    """Seeded inputs: ids sampled from the policy, `case.scale` the largest logit of a row."""
     g = torch.Generator(device).manual_seed(SEED)
     batch, dtype = case.n // case.t, getattr(torch, case.dtype)
 
@@ -183,7 +187,8 @@ def make_inputs(case: BenchCase, device: torch.device) -> Inputs:
 
 
 def policy_loss(inputs: Inputs, logps: Tensor, entropies: Tensor | None = None) -> Tensor:
-    """The loss of per-token `logps` (B, T) in plain torch: what a trainer puts behind a fused log-probability.
+    """The loss of per-token `logps` (B, T) in plain torch: what a trainer puts behind a fused
+    log-probability.
 
     Raises:
         Absence: the case chooses tokens by entropy, and there are no `entropies` (B, T).
@@ -218,7 +223,8 @@ def capped(logits: Tensor, softcap: float | None) -> Tensor:
 def _weight(h: int, v: int, spread: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     """(V, H): the same for every case of that size, in memory once.
 
-    Drawing so many numbers takes longer than a step, so every block of rows is the first with its columns moved on.
+    Drawing so many numbers takes longer than a step, so every block of rows is the first with its
+    columns moved on.
     """
     g = torch.Generator(device).manual_seed(SEED + 1)
     block = (
@@ -237,8 +243,9 @@ def _weight(h: int, v: int, spread: float, dtype: torch.dtype, device: torch.dev
 def _favourites(
     case: BenchCase, weight: Tensor, spread: float, noise: Tensor, g: torch.Generator
 ) -> Tensor:
-    """(N, H), added to hidden states: it lifts the logit of one token a row above the log-sum-exp of all others, by
-    8 +- 5. Entropies then have a median of some 0.005 nats and an 80th percentile of some 0.4: those of trained models.
+    """(N, H), added to hidden states: it lifts the logit of one token a row above the log-sum-exp
+    of all others, by 8 +- 5. Entropies then have a median of some 0.005 nats and an 80th percentile
+    of some 0.4: those of trained models.
     """
     favourite = torch.randint(case.v, (case.n,), generator=g, device=weight.device)
     rows = weight[favourite].float()

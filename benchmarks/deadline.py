@@ -1,7 +1,8 @@
 """Whether there is time left: until a moment, and until somebody asks the command to end.
 
-A signal only sets a flag, which the loops read. An exception out of a signal handler could be lost wherever Python
-swallows exceptions, such as in ``__del__``, or be taken for an error of what runs at that moment.
+A signal only sets a flag, which the loops read. An exception out of a signal handler could be lost
+wherever Python swallows exceptions, such as in ``__del__``, or be taken for an error of what runs
+at that moment.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ _asked = False
 
 
 def end_at_signals() -> None:
-    """From now on SIGTERM and Ctrl-C ask the command to end; a second Ctrl-C interrupts it at once."""
+    """SIGTERM and Ctrl-C now ask the command to end; a second Ctrl-C interrupts at once."""
 
     def ask(kind: int, frame: FrameType | None) -> None:
         global _asked

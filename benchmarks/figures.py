@@ -1,4 +1,4 @@
-"""Numbers out of the results, and ratios of them: whoever shows or judges results reads them here."""
+"""Numbers out of the results, and ratios of them."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def scenes(data: dict[str, Any]) -> dict[str, Scene]:
 
 
 def faster(scene: Scene, name: str, than: str = STOCK) -> tuple[float, float, float] | None:
-    """How many times as fast as `than` a variant is: the median, the least and the most of the rounds' ratios."""
+    """How many times as fast as `than` a variant is: median, least and most of the rounds."""
     timed = {x for x, y in scene["variants"].items() if y["status"] == "ok" and y.get("seconds")}
     if not {than, name} <= timed:
         return None

@@ -1,4 +1,4 @@
-"""torch's counter of floating-point operations, with the products that its own table lacks or gets wrong."""
+"""torch's counter of floating-point operations, with products that its table lacks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 
 def counter() -> FlopCounterMode:
-    """A counter of products: in place, with the result in another dtype, of grouped experts, of attention on a CPU."""
+    """A counter of products, in place, of grouped experts and of attention on a CPU too."""
     aten = torch.ops.aten
     formulas = {
         aten.addmm: addmm,  # torch's own does not take ``out_dtype``
@@ -38,5 +38,5 @@ def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
 
 
 def _attention_backward(_grad: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    """The scores again, and their gradient, those of queries and keys, of width (key); and that of values."""
+    """The scores again, their gradient, and those of queries, keys and values."""
     return int(2 * query[0] * query[1] * query[2] * key[2] * (3 * key[3] + 2 * value[3]))

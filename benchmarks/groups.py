@@ -1,7 +1,8 @@
 """Layouts of `causal_lm_loss` against each other: forward and backward of one group of completions.
 
-A *group* has one prompt of P random tokens and G completions of C tokens, all of which have a gradient. Speed is the
-time of the padded batch over that of the tree; the necessary work allows at most the ratio of their multiplications::
+A *group* has one prompt of P random tokens and G completions of C tokens, all of which have a
+gradient. Speed is the time of the padded batch over that of the tree; the necessary work allows at
+most the ratio of their multiplications::
 
     P tokens once, C tokens G times    for G (P + C) tokens
     P^2 / 2 + G (P C + C^2 / 2)        for G (P + C)^2 / 2 pairs of a query and a key
@@ -28,7 +29,9 @@ from grpo_kernels import GRPOLoss
 from grpo_kernels.transformers import causal_lm_loss, completion_logprobs
 
 TREE, PADDED = "tree", "padded"
-DRIFT = 0.1  # standard deviation of new against old log-probabilities, without which no loss depends on the model
+# standard deviation of new against old log-probabilities, without which no loss depends on the
+# model
+DRIFT = 0.1
 ROUNDS = 5
 LOSS = GRPOLoss(loss_type="dapo")
 
@@ -46,7 +49,8 @@ class Size:
     vocab: int = 512
 
     def model(self, longest: int, **options: Any) -> PreTrainedModel:
-        """The model with random weights, the same each time, for sequences of at most `longest` tokens.
+        """The model with random weights, the same each time, for sequences of at most `longest`
+        tokens.
 
         Args:
             options: of transformers' ``from_config``: dtype, attn_implementation.
@@ -95,7 +99,7 @@ TOY_SIZE, TOY_SHAPES = Size(32, 64, 2, 2, 1, 16, 500), (Shape(12, 20, 4), Shape(
 
 
 def group(model: PreTrainedModel, shape: Shape) -> dict[str, Tensor]:
-    """Arguments of `causal_lm_loss` for one group of `shape`; old log-probabilities are those of `model`, disturbed."""
+    """Arguments of `causal_lm_loss` for one group; old log-probabilities are near `model`'s."""
     draw, device = torch.Generator().manual_seed(1), model.device
     prompt = torch.randint(model.config.vocab_size, (1, shape.prompt), generator=draw).expand(
         shape.group, -1
@@ -138,7 +142,8 @@ def measure_groups(results: Results, *, toy: bool = False) -> None:
     size, shapes, rounds = (TOY_SIZE, TOY_SHAPES, 1) if toy else (Size(), SHAPES, ROUNDS)
     model = size.model(max(x.prompt + x.completion for x in shapes))
     about = (
-        f"Qwen3-like model with V {size.vocab}, H {size.hidden}, {size.layers} layers, fp32; one group, equal lengths, "
+        f"Qwen3-like model with V {size.vocab}, H {size.hidden}, {size.layers} layers, fp32; one "
+        "group, equal lengths, "
         "all sequences with gradient"
     )
     watch = Watch()

@@ -1,7 +1,8 @@
-"""Floating-point operations of the fused head alone, in TRL's GRPO trainer and in ours, counted while they train.
+"""Floating-point operations of the fused head alone, in TRL's GRPO trainer and in ours, counted
+while they train.
 
-The counter runs over the whole training; it is read where autograd enters and leaves the head, forward and backward, so
-that the transformer and the sampling are not in the figures.
+The counter runs over the whole training; it is read where autograd enters and leaves the head,
+forward and backward, so that the transformer and the sampling are not in the figures.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from benchmarks.flops import counter as operations
 
 @dataclass
 class Counts:
-    """Sums over a run. `rows`: positions the head was given with gradient; `scored`: completion tokens of the loss;
-    `live`: those of them whose advantage is not 0."""
+    """Sums over a run. `rows`: positions the head was given with gradient; `scored`: completion
+    tokens of the loss; `live`: those of them whose advantage is not 0.
+    """
 
     flops: int = 0
     rows: int = 0
@@ -37,7 +39,7 @@ class Counts:
 def counted(
     apply: Callable[..., Any], counter: FlopCounterMode, counts: Counts
 ) -> Callable[..., Any]:
-    """`apply` of a fused head with the operations of its calls that need a gradient added to `counts`."""
+    """`apply` of a fused head; operations of calls with gradient are added to `counts`."""
 
     def note(sign: int) -> None:
         counts.flops += sign * counter.get_total_flops()
@@ -87,7 +89,8 @@ def watched(counts: Counts, compact: bool = False) -> Iterator[Callable[[Any], N
     with (
         mock.patch.object(trl_utils, "_ChunkedLogProbFunction", stock),
         mock.patch.object(fused_head.FusedHead, "apply", ours),
-        # TRL passes the labelled rows alone where it has Triton; its row work still runs in torch here.
+        # TRL passes the labelled rows alone where it has Triton; its row work still runs in torch
+        # here.
         mock.patch.object(trl_utils, "_use_triton", return_value=compact),
         counter,
     ):
@@ -120,7 +123,8 @@ def table() -> list[str]:
     from grpo_kernels.trl import FusedGRPOTrainer
 
     lines = [
-        "| trainer | rows given to the head | completion tokens | with gradient | counted | formula | value |",
+        "| trainer | rows given to the head | completion tokens | with gradient | counted | "
+        "formula | value |",
         "|---|---|---|---|---|---|---|",
     ]
     for compact in (False, True):
@@ -131,7 +135,9 @@ def table() -> list[str]:
             formula = "6VH live + 2VH rest" if ours else "8VH rows"
             rows = "labelled rows" if compact else "every position"
             lines.append(
-                f"| {trainer_class.__name__} ({rows}) | {c.rows / c.steps:g} | {c.scored / c.steps:g} "
-                f"| {c.live / c.steps:g} | {c.flops / c.steps:,.0f} | {formula} | {expected / c.steps:,.0f} |"
+                f"| {trainer_class.__name__} ({rows}) | {c.rows / c.steps:g} | "
+                f"{c.scored / c.steps:g} "
+                f"| {c.live / c.steps:g} | {c.flops / c.steps:,.0f} | {formula} | "
+                f"{expected / c.steps:,.0f} |"
             )
     return lines

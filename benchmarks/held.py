@@ -1,9 +1,11 @@
-"""What calls of a model leave in memory until Python's cyclic collector runs: ``python -m benchmarks.held``.
+"""What calls of a model leave in memory until Python's cyclic collector runs: ``python -m
+benchmarks.held``.
 
-A loss of one batch, forward and backward or forward alone, many times, with the collector off and as Python has it:
-resident memory after the last call above that after the fifth, and the highest above that before the first counted
-one, without a collection between them and with glibc's own settings, as a training has them. Beside it the same loss
-of the model's own logits. Linux; each row is measured in a process of its own.
+A loss of one batch, forward and backward or forward alone, many times, with the collector off and
+as Python has it: resident memory after the last call above that after the fifth, and the highest
+above that before the first counted one, without a collection between them and with glibc's own
+settings, as a training has them. Beside it the same loss of the model's own logits. Linux; each row
+is measured in a process of its own.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ SIZES = {
 
 
 def step_of(name: str) -> Callable[[], None]:
-    """Return one step of ours, or of "logits": the model's own forward, and the loss of its logits."""
+    """Return one step of ours, or of "logits": the model's own forward and their loss."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     model = Qwen3ForCausalLM(Qwen3Config(**SIZES)).train()
@@ -77,7 +79,8 @@ def main() -> None:
     hidden = ROWS * (PROMPT + COMPLETION) * SIZES["hidden_size"] * 4 / MIB
     print(f"hidden states of the batch: {hidden:.2f} MiB\n")
     print(
-        "| | collector | MiB left by a call | of the hidden states | highest peak, MiB |\n|---|---|---|---|---|"
+        "| | collector | MiB left by a call | of the hidden states | highest peak, MiB "
+        "|\n|---|---|---|---|---|"
     )
     for name in ("ours", "ours, forward alone", "logits"):
         for collector in ("off", "on"):

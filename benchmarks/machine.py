@@ -16,7 +16,8 @@ from grpo_kernels import report
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = (  # torch, what the providers are made of, and what measures
-    "torch", "triton", "trl", "transformers", "liger-kernel", "verl", "unsloth_zoo", "cut-cross-entropy",
+    "torch", "triton", "trl", "transformers", "liger-kernel", "verl", "unsloth_zoo",
+    "cut-cross-entropy",
     "numpy",
 )  # fmt: skip
 CLOCKS = (
@@ -31,7 +32,7 @@ CLOCKS = (
 
 
 def about(*, on_gpu: bool, commit: str | None = None) -> dict[str, Any]:
-    """Device, date, commit, machine and versions of a run; `commit` where the caller knows better than the checkout."""
+    """Device, date, commit, machine and versions of a run."""
     found = report.collect()
     found["backend"]["C++ library"] = found["backend"]["C++ library"].split(",")[
         0
@@ -53,7 +54,7 @@ def clocks() -> dict[str, str]:
 
 
 def git_commit(root: Path) -> str | None:
-    """The commit of the checkout, with "-dirty" if files differ from it; None where nothing tells."""
+    """The commit of the checkout, with "-dirty" if files differ; None if nothing tells."""
     try:
         named = _output("git", "-C", str(root), "rev-parse", "HEAD")
         changed = _output("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no")

@@ -1,8 +1,9 @@
 """The most memory a step needs beyond what is there before it and the gradients it returns.
 
-On a GPU torch's allocator tells. On a CPU under Linux it is resident memory: the kernel's high-water mark is set back
-(5 to ``/proc/self/clear_refs``) after what is free was given back. Scratch space of libraries that they keep from an
-earlier step is there before, so it does not count. `saved_bytes` counts what graphs hold for the backward.
+On a GPU torch's allocator tells. On a CPU under Linux it is resident memory: the kernel's
+high-water mark is set back (5 to ``/proc/self/clear_refs``) after what is free was given back.
+Scratch space of libraries that they keep from an earlier step is there before, so it does not
+count. `saved_bytes` counts what graphs hold for the backward.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class _Held:
 
 @contextmanager
 def saved_bytes(model: nn.Module) -> Iterator[Callable[[], int]]:
-    """Inside, the function that is given returns the bytes that graphs made since have saved, without parameters."""
+    """The function counts bytes that graphs made inside have saved, without parameters."""
     held: weakref.WeakSet[_Held] = weakref.WeakSet()
 
     def pack(tensor: Tensor) -> _Held:
@@ -84,9 +85,11 @@ def saved_bytes(model: nn.Module) -> Iterator[Callable[[], int]]:
 
 @contextmanager
 def freed_memory_kept() -> Iterator[None]:
-    """Inside, glibc keeps what is freed, so that time does not depend on how fast the system gives out pages.
+    """Inside, glibc keeps what is freed, so that time does not depend on how fast the system gives
+    out pages.
 
-    Left alone, a step of stock TRL in the part "step" has 176,000 page faults, which take a seventh of its CPU time.
+    Left alone, a step of stock TRL in the part "step" has 176,000 page faults, which take a seventh
+    of its CPU time.
     """
     _mallopt({M_MMAP_MAX: 0, M_TRIM_THRESHOLD: 2**31 - 1})
     try:
@@ -108,6 +111,6 @@ def is_measured(device: torch.device) -> bool:
 
 
 def status_bytes(field: str) -> int:
-    """A field of this process's status, such as VmHWM, the most resident memory so far; Linux only."""
+    """A field of this process's status, such as VmHWM; Linux only."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))

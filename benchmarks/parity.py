@@ -1,8 +1,10 @@
-"""Does training with `FusedGRPOTrainer` give what training with TRL's `GRPOTrainer` gives? (`make parity`)
+"""Does training with `FusedGRPOTrainer` give what training with TRL's `GRPOTrainer` gives? (`make
+parity`)
 
-Trains the same tiny model twice per configuration, from the same seed, once with each trainer, and compares the loss,
-the gradient norm and every logged metric of every optimiser step. Counts the floating-point operations of the head
-alone. Writes the table to docs/parity.md and exits with 1 if a configuration is out of tolerance.
+Trains the same tiny model twice per configuration, from the same seed, once with each trainer, and
+compares the loss, the gradient norm and every logged metric of every optimiser step. Counts the
+floating-point operations of the head alone. Writes the table to docs/parity.md and exits with 1 if
+a configuration is out of tolerance.
 """
 
 from __future__ import annotations
@@ -28,15 +30,16 @@ from grpo_kernels.objective.losses import LOSSES
 
 ROOT = Path(__file__).resolve().parent.parent
 TOLERANCE = 1e-5
-# Differences are divided by the stock value, or by this where the value is smaller. A loss is a sum of terms of size
-# |advantage| (times |logp| for cispo and vespo) that nearly cancel, so that its own size says nothing of its rounding.
+# Differences are divided by the stock value, or by this where the value is smaller. A loss is a sum
+# of terms of size |advantage| (times |logp| for cispo and vespo) that nearly cancel, so that its
+# own size says nothing of its rounding.
 LOSS_FLOOR, METRIC_FLOOR = 1.0, 1e-2
 LOSS_TYPES = [name for name in LOSSES if name != "gmpo"]  # which has a trainer of its own in TRL
 
 
 @dataclass(frozen=True)
 class Case:
-    """One configuration: GRPOConfig options, the model, what is mixed into both trainers; `ours`: arguments of ours."""
+    """One configuration: options, model, what is mixed into both; `ours`: arguments of ours."""
 
     name: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -124,7 +127,8 @@ EXTRAS = [  # every other option that reaches the head or the gradient that come
     Case("mask_truncated_completions", {"mask_truncated_completions": True, **TWICE}),
     Case("steps_per_generation 4", {"steps_per_generation": 4, "entropy_coef": 0.01}),
     Case("gradient checkpointing", {"gradient_checkpointing": True}),
-    # a saturated cap leaves many small gradients, whose last bits Adam's first steps turn into directions
+    # a saturated cap leaves many small gradients, whose last bits Adam's first steps turn into
+    # directions
     Case("soft-capping (Gemma 2)", TWICE, kind="softcap", tolerance=1e-3),
     Case("logit_scale, tied head (Cohere)", TWICE, kind="logit_scale"),
     Case("logits_scaling (Granite)", TWICE, kind="logits_scaling"),
@@ -136,9 +140,10 @@ EXTRAS = [  # every other option that reaches the head or the gradient that come
         {"learning_rate": 1e-2, "entropy_coef": 0.01},
         lora=True,
     ),
-    # A 16-bit body rounds at every layer: a different last bit of an fp32 gradient becomes 2^-9 there, and after some
-    # ten steps another token is sampled. (So it is with stock TRL when only its head is replaced by log_softmax.)
-    # In 16 bits a tree rounds otherwise than padded rows, and a clip decision that flips is more than a rounding
+    # A 16-bit body rounds at every layer: a different last bit of an fp32 gradient becomes 2^-9
+    # there, and after some ten steps another token is sampled. (So it is with stock TRL when only
+    # its head is replaced by log_softmax.) In 16 bits a tree rounds otherwise than padded rows, and
+    # a clip decision that flips is more than a rounding
     Case(
         "bf16 body, fp32 head, padded, 6 steps",
         {"cast_lm_head_to_fp32": True, **TWICE},
@@ -209,7 +214,7 @@ def lora() -> Any:
 
 
 def differences(stock: list[dict[str, float]], ours: list[dict[str, float]]) -> dict[str, float]:
-    """For each logged name the largest difference over the steps; infinite where one logged it and one did not."""
+    """For each logged name the largest difference over the steps; infinite if one lacks it."""
     if len(stock) != len(ours):
         raise RuntimeError(f"stock logged {len(stock)} steps, ours {len(ours)}")
     worst: dict[str, float] = {}
@@ -222,7 +227,7 @@ def differences(stock: list[dict[str, float]], ours: list[dict[str, float]]) -> 
 
 
 def difference(name: str, stock: float | None, ours: float | None) -> float:
-    """|ours - stock| over |stock|, or over the floor where |stock| is below it; two NaNs are equal."""
+    """|ours - stock| / |stock|, or over the floor if that is larger; two NaNs are equal."""
     if stock is None or ours is None:
         return math.inf
     if stock == ours or (math.isnan(stock) and math.isnan(ours)):
@@ -244,7 +249,8 @@ def table(results: list[Result]) -> list[str]:
         if r.case.tolerance != TOLERANCE:
             within += f" (within {r.case.tolerance:g})"
         lines.append(
-            f"| {r.case.name} | {r.loss:.1e} | {r.grad_norm:.1e} | {r.metric:.1e} | {r.worst} | {r.clipped:.1%} "
+            f"| {r.case.name} | {r.loss:.1e} | {r.grad_norm:.1e} | {r.metric:.1e} | {r.worst} | "
+            f"{r.clipped:.1%} "
             f"| {within} |"
         )
     return lines
@@ -264,18 +270,26 @@ def page(results: list[Result], flops: list[str], steps: int) -> str:
         "",
         "Generated by `make parity`; do not edit.",
         "",
-        f"Conditions: TRL {trl.__version__}, transformers {transformers.__version__}, torch {torch.__version__}, CPU, "
-        f"backend {choose_backend('auto', torch.device('cpu'))[0].name}, one thread, fp32. A Qwen3-shaped model "
-        f"(2 layers, hidden size 32, vocabulary {tiny_models.VOCAB}, random weights), {steps} optimiser steps of "
-        "AdamW, 2 accumulated micro-batches of 8 completions of at most 12 tokens, groups of 4, half of the groups "
+        f"Conditions: TRL {trl.__version__}, transformers {transformers.__version__}, torch "
+        f"{torch.__version__}, CPU, "
+        f"backend {choose_backend('auto', torch.device('cpu'))[0].name}, one thread, fp32. A "
+        "Qwen3-shaped model "
+        f"(2 layers, hidden size 32, vocabulary {tiny_models.VOCAB}, random weights), {steps} "
+        "optimiser steps of "
+        "AdamW, 2 accumulated micro-batches of 8 completions of at most 12 tokens, groups of 4, "
+        "half of the groups "
         "with equal rewards. `GRPOTrainer` and `FusedGRPOTrainer` start from the same seed.",
         "",
-        "Each figure is the largest over all steps of |ours - stock| / max(|stock|, floor). The floor is "
-        f"{METRIC_FLOOR:g}, and {LOSS_FLOOR:g} for losses, which are sums of terms of that size that nearly cancel. "
+        "Each figure is the largest over all steps of |ours - stock| / max(|stock|, floor). The "
+        "floor is "
+        f"{METRIC_FLOOR:g}, and {LOSS_FLOOR:g} for losses, which are sums of terms of that size "
+        "that nearly cancel. "
         "Every logged value is compared except clocks, the epoch and the learning rate.",
         "",
-        f"{sum(r.equal for r in results)} of {len(results)} configurations agree; {len(exact)} of them to "
-        f"{max(max(r.loss, r.grad_norm, r.metric) for r in exact):.1e} (tolerance {TOLERANCE:g}); the others' "
+        f"{sum(r.equal for r in results)} of {len(results)} configurations agree; {len(exact)} of "
+        "them to "
+        f"{max(max(r.loss, r.grad_norm, r.metric) for r in exact):.1e} (tolerance {TOLERANCE:g}); "
+        "the others' "
         "tolerance is in their row.",
         "",
         "## Head FLOPs per optimiser step",

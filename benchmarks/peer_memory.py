@@ -1,8 +1,10 @@
-"""Memory that other heads allocate, by formulas read off their source as released; a test compares them with counts.
+"""Memory that other heads allocate, by formulas read off their source as released; a test compares
+them with counts.
 
-A tile is the part of the logits that a head projects at a time. On a CPU it lives in several copies, since each
-operation of torch makes one; TRL's Triton kernels work in place on a GPU. All logits and Liger's loss are torch's
-operations on both devices. Figures are after ``loss.backward()``, without gradients of an earlier micro-batch.
+A tile is the part of the logits that a head projects at a time. On a CPU it lives in several
+copies, since each operation of torch makes one; TRL's Triton kernels work in place on a GPU. All
+logits and Liger's loss are torch's operations on both devices. Figures are after
+``loss.backward()``, without gradients of an earlier micro-batch.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ LIGER_ROWS, LIGER_COLUMNS = 2048, 4096  # of Liger 0.8.5's loss, a sequence afte
 
 
 def estimate(size: Size, *, softcap: bool = False, length: int = 1024) -> list[Need]:
-    """Return the needs of all logits, TRL and Liger, for sequences of `length` tokens; Liger has none where it cannot.
+    """Return the needs of all logits, TRL and Liger, for sequences of `length` tokens; Liger has
+    none where it cannot.
 
     It has no soft-cap, and gives no log-probabilities without a loss.
     """
@@ -41,12 +44,13 @@ def all_logits(size: Size, softcap: bool) -> Need:
 def trl(size: Size, softcap: bool) -> Need:
     """TRL 1.16's fused head, which projects again in the backward.
 
-    On a CPU it is given every position. Of a tile there are the buffer of the product, and copies in
-    fp32: three in the forward; in the backward seven and a mask of bytes. With a soft-cap there is one
-    more, its tanh.
+    On a CPU it is given every position. Of a tile there are the buffer of the product, and copies
+    in fp32: three in the forward; in the backward seven and a mask of bytes. With a soft-cap there
+    is one more, its tanh.
 
     On a GPU it is given the positions that count. There is the buffer alone, and products of 16-bit
-    operands are added to the sums in fp32. At the end the sums are cast while all of them are alive.
+    operands are added to the sums in fp32. At the end the sums are cast while all of them are
+    alive.
     """
     in_place = size.on_gpu
     positions = size.counted if in_place else size.rows
@@ -68,9 +72,11 @@ def trl(size: Size, softcap: bool) -> Need:
 
 
 def liger(size: Size, length: int) -> Need:
-    """Liger 0.8.5's fused GRPO loss, which has the gradients in the forward; every position, masked or not.
+    """Liger 0.8.5's fused GRPO loss, which has the gradients in the forward; every position, masked
+    or not.
 
-    Each sequence has gradients of its own in fp32, that of the weight too, which are added to those that are returned.
+    Each sequence has gradients of its own in fp32, that of the weight too, which are added to those
+    that are returned.
     """
     rows, columns = min(length, LIGER_ROWS), min(size.vocab, LIGER_COLUMNS)
     tile, slab = (

@@ -1,4 +1,4 @@
-"""Which cases are measured, with which providers, in which passes: fewer where they are slow, all in the main one."""
+"""Which cases are measured, with which providers: all in the main case, else few."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from benchmarks.figures import is_ours
 
 # There liger_torch is what liger_ce chooses.
 ON_CPU = (
-    "trl", "liger_grpo", "liger_ce", "verl_triton", "verl_torch", "unsloth", "cce", "linear_ce", "compiled",
+    "trl", "liger_grpo", "liger_ce", "verl_triton", "verl_torch", "unsloth", "cce", "linear_ce",
+    "compiled",
     "eager",
 )  # fmt: skip
 SHORT = ("ours", "products", "eager", "trl")
 ANCHORS = ("ours", "products")  # timed again with every peer, so that a ratio is of the same minute
 GOAL_CASES = ("main", "frozen", "half_zero", "score")
-# Liger's own choice last: on an H100 it compiles for a minute, or is absent where its compiler's wheels are.
+# Liger's own choice last: on an H100 it compiles for a minute, or is absent where its compiler's
+# wheels are.
 GOALS = (*ANCHORS, "trl", "liger_grpo", "liger_torch", "eager", "liger_ce")
 REST = (
     "unsloth", "verl_triton", "cce", "linear_ce", "compiled", "liger_grpo/uncompiled", "verl_torch",
@@ -28,12 +30,13 @@ PARTS = ("main", "workloads", "shapes", "accuracy")
 ROUNDS = 25  # on a GPU
 SCALES = (10.0, 20.0, 40.0)
 EXACTNESS = (
-    "ours", "trl", "liger_grpo", "liger_ce", "verl_triton", "verl_torch", "unsloth", "cce", "linear_ce", "eager",
+    "ours", "trl", "liger_grpo", "liger_ce", "verl_triton", "verl_torch", "unsloth", "cce",
+    "linear_ce", "eager",
 )  # fmt: skip
 
 
 def cpu_cases() -> list[BenchCase]:
-    """In fp32, at token counts that fit a CPU: all of it is measured in less than ten minutes on two cores."""
+    """In fp32, at token counts that fit a CPU: ten minutes on two cores."""
     everything = ("ours", "ours@64", "ours/torch", "products", *ON_CPU)
     main = [
         case("main", rounds=3, providers=everything, **SMALL),
@@ -119,7 +122,8 @@ def gpu_cases() -> list[BenchCase]:
 def passes(case: BenchCase) -> list[tuple[str, ...]]:
     """The providers of `case` in the passes it is measured in, each with the anchors first.
 
-    A goal's case has three: what the goals are about, other peers, other forms of ours. Any other has one.
+    A goal's case has three: what the goals are about, other peers, other forms of ours. Any other
+    has one.
     """
     anchors = tuple(name for name in case.providers if name in ANCHORS)
     others = [name for name in case.providers if name not in ANCHORS]
@@ -132,7 +136,7 @@ def passes(case: BenchCase) -> list[tuple[str, ...]]:
 
 
 def _edges(main: BenchCase) -> list[BenchCase]:
-    """What users have and the main case has not: fp32 weights under autocast, odd V, small heads, few rows."""
+    """What users have: fp32 weights under autocast, odd V, small heads, few rows."""
     providers = (*ANCHORS, "trl", "liger_grpo", "liger_ce", "unsloth", "eager")
     mixed = {"weight_dtype": "float32", "autocast": True}
     shapes: dict[str, dict[str, Any]] = {
@@ -156,7 +160,7 @@ def _edges(main: BenchCase) -> list[BenchCase]:
 
 
 def _exactness(**shape: int) -> list[BenchCase]:
-    """In bf16, which is what heads are trained in; off-policy, with about one ratio in twenty clipped; not timed."""
+    """In bf16, off-policy, with about one ratio in twenty clipped; not timed."""
     kinds = {
         **{f"logits {scale:g}": {"scale": scale} for scale in SCALES},
         "peaked": {"peaked": True},

@@ -20,12 +20,14 @@ from benchmarks.providers import Outcome
 
 ROWS, SLICE = 256, 8192  # rows of logits at a time; of the weight, in float64
 SAMPLE = 64
-# What counts as the same result, for a peer that rounds logits and gradients to 16 bits: wrong formulas are far beyond.
+# What counts as the same result, for a peer that rounds logits and gradients to 16 bits: wrong
+# formulas are far beyond.
 LIMITS = {
     "loss": 0.02, "logp_mean": 0.05, "logp_max": 1.0, "entropy_mean": 0.1, "d_hidden": 0.05,
     "d_weight": 0.05,
 }  # fmt: skip
-# A rounded logp puts some ratios on the other side of the clip, and some entropies on the other side of a quantile.
+# A rounded logp puts some ratios on the other side of the clip, and some entropies on the other
+# side of a quantile.
 CHOSEN_LIMITS = {**LIMITS, "d_hidden": 0.4, "d_weight": 0.4}
 EXACT_LIMITS = {**dict.fromkeys(LIMITS, 1e-4), "logp_max": 1e-3}  # of float32
 CHOSEN_EXACT_LIMITS = {**EXACT_LIMITS, "d_hidden": 0.1, "d_weight": 0.1}
@@ -75,9 +77,9 @@ def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 def errors(outcome: Outcome, inputs: Inputs, want: Reference) -> dict[str, float]:
-    """How far a step's results are off, on the tokens that count: absolute for loss, log-probabilities and entropies,
-    relative in norm for gradients; ``ratio_off``, the share of ratios to the true policy that are off
-    by more than 1 %.
+    """How far a step's results are off, on the tokens that count: absolute for loss,
+    log-probabilities and entropies, relative in norm for gradients; ``ratio_off``, the share of
+    ratios to the true policy that are off by more than 1 %.
     """
     found: dict[str, float] = {}
     counted = inputs.mask.reshape(-1).bool()
@@ -104,7 +106,7 @@ def errors(outcome: Outcome, inputs: Inputs, want: Reference) -> dict[str, float
 
 
 def is_right(found: dict[str, float], case: BenchCase) -> bool:
-    """Whether the gradients, or log-probabilities, were compared, and all that was is within the limits; NaN is not."""
+    """True if what has to be compared was, and all of it is within the limits; NaN is not."""
     rounds = case.dtype != "float32"
     chosen = case.drift > 0 or case.top_entropy < 1
     exact = CHOSEN_EXACT_LIMITS if chosen else EXACT_LIMITS
@@ -120,7 +122,7 @@ def is_right(found: dict[str, float], case: BenchCase) -> bool:
 
 
 def _sampled(ids: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
-    """Which rows of the hidden states, and which rows of the weight, have their gradient compared."""
+    """Rows of the hidden states, and of the weight, whose gradients are compared."""
     g = torch.Generator().manual_seed(SEED)
     rows = torch.randperm(len(ids), generator=g)[:SAMPLE].sort().values.to(ids.device)
     others = torch.randint(vocab, (SAMPLE,), generator=g).to(ids.device)

@@ -1,4 +1,5 @@
-"""Measure cases: each provider is held against float64, then timed in turn with others, or its peak of memory taken.
+"""Measure cases: each provider is held against float64, then timed in turn with others, or its peak
+of memory taken.
 
 The results are in their file after every round, so that whatever happens next loses nothing.
 """
@@ -63,7 +64,8 @@ class Results:
 
     @contextmanager
     def noting(self, *path: str, seconds: float | None = None) -> Iterator[None]:
-        """Write whatever goes wrong within at `path`, and no more; after `seconds` the process ends with a traceback.
+        """Write whatever goes wrong within at `path`, and no more; after `seconds` the process ends
+        with a traceback.
 
         Raises:
             DeviceLost: an error such as an illegal address, which stays with the process.
@@ -128,8 +130,9 @@ class How:
     Attributes:
         device: where.
         backend: of ours.
-        one_by_one: time each provider with ours and the products alone, so that one that crashes costs none
-            that was measured before, and a ratio is of the same minute; else all in the same rounds.
+        one_by_one: time each provider with ours and the products alone, so that one that crashes
+            costs none that was measured before, and a ratio is of the same minute; else all in the
+            same rounds.
         flush: overwrite the L2 cache before each step.
         once: one round, and no step to warm up.
         seconds: of the rounds of one provider, after the first few.
@@ -165,9 +168,11 @@ def beyond(peak: Peak, inputs: Inputs) -> float | None:
 
 
 def check(name: str, step: Step, inputs: Inputs, want: Reference) -> dict[str, Any]:
-    """Run the first call: ``status`` "checked" or "wrong", the errors, and counted operations in NVH.
+    """Run the first call: ``status`` "checked" or "wrong", the errors, and counted operations in
+    NVH.
 
-    Products have no result to compare. In the part "accuracy" a peer's errors are what is measured, however large.
+    Products have no result to compare. In the part "accuracy" a peer's errors are what is measured,
+    however large.
     """
     provider, case = named(name), inputs.case
     inputs.clear_gradients()
@@ -190,7 +195,7 @@ def check(name: str, step: Step, inputs: Inputs, want: Reference) -> dict[str, A
 
 
 def measure_case(case: BenchCase, providers: Sequence[str], results: Results, how: How) -> None:
-    """Measure `providers` of `case`; what an earlier call measured of others stays in the results."""
+    """Measure `providers` of `case`; results of others stay."""
     top = ("cases", case.name)
     gc.collect()
     gc.freeze()  # what was imported is not looked through again at every step
@@ -230,7 +235,7 @@ class _Task:
         self.watch = Watch()
 
     def turn(self, names: Sequence[str]) -> dict[str, Step]:
-        """Check the providers `names`, and time those that are right with the anchors; return their steps."""
+        """Check the providers `names`, time those that are right with the anchors; their steps."""
         steps = {name: step for name in names if (step := self._checked(name)) is not None}
         if not self.anchors:
             self.watch = Watch()  # what the first checks compile is not other processes' work
@@ -247,7 +252,7 @@ class _Task:
         return ("cases", self._case.name, "providers", name)
 
     def _checked(self, name: str) -> Step | None:
-        """Build and check a provider, and run it till it is warm; None if it has nothing to time."""
+        """Build, check and warm up a provider; None if it has nothing to time."""
         path, case, inputs, warm = self._path(name), self._case, self._inputs, None
         if figures.ran(
             self._results.at(*path)
@@ -272,7 +277,7 @@ class _Task:
         return warm
 
     def _rounds(self, turn: dict[str, Step]) -> None:
-        """Time the steps of a turn and of the anchors, interleaved; after each round the results have all of them."""
+        """Time the steps of a turn and of the anchors, interleaved; results after each round."""
         steps = {**self.anchors, **turn}
         mib: dict[str, list[float]] = {name: [] for name in steps}
         peaks: list[Peak] = []

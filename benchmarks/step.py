@@ -1,9 +1,10 @@
-"""The whole optimizer step of TRL's GRPO trainer: stock, and `FusedGRPOTrainer` with each of its savings.
+"""The whole optimizer step of TRL's GRPO trainer: stock, and `FusedGRPOTrainer` with each of its
+savings.
 
 A round trains each variant of a scene from the same weights, in another order each round::
 
-    first round      not timed: metrics are compared with stock TRL's, and what the graphs save is counted
-    other rounds     CPU seconds of each step but the first, which warms up
+    first round      not timed: metrics are compared with stock TRL's, and what the graphs save is
+    counted other rounds     CPU seconds of each step but the first, which warms up
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ class Scene:
 
     Attributes:
         prompt: fewest and most tokens of a prompt.
-        completion: median and most tokens of a completion; lengths are log-normal of deviation `sigma`.
+        completion: median and most tokens of a completion; lengths are log-normal of deviation
+            `sigma`.
         generated: micro-batches that TRL generates at once, and shuffles; None: those of a step.
         steps: optimizer steps of a training, the first of which warms up.
         rounds: timed trainings of each variant.
@@ -101,8 +103,10 @@ class Scene:
         kept = "; activation checkpointing" if self.checkpointing else ""
         loss = "" if self.loss_type == "dapo" else f"; loss of the type {self.loss_type}"
         return (
-            f"Qwen3-like model with V {self.vocab}, H {self.hidden}, {self.layers} layers, fp32; {self.sequences} "
-            f"sequences a micro-batch, {self.micro_batches} micro-batches a step, groups of {self.group}, half of them "
+            f"Qwen3-like model with V {self.vocab}, H {self.hidden}, {self.layers} layers, fp32; "
+            f"{self.sequences} "
+            f"sequences a micro-batch, {self.micro_batches} micro-batches a step, groups of "
+            f"{self.group}, half of them "
             f"with equal rewards; prompts of {prompt} tokens, completions log-normal with "
             f"a median of {self.completion[0]} and at most {self.completion[1]} tokens{kept}{loss}"
         )
@@ -113,8 +117,10 @@ SCENES = {
     "activation checkpointing": Scene(MOST, checkpointing=True),
     "long prompts": Scene(MOST, prompt=(128, 256)),
     "two per micro-batch": Scene(
-        (STOCK, DEFAULTS, REGROUPED, ONE_GROUP), prompt=(256, 256), completion=(48, 256), sequences=2, micro_batches=16,
-        loss_type="grpo",  # a mean over sequences: the same step however samples are divided into generations
+        (STOCK, DEFAULTS, REGROUPED, ONE_GROUP), prompt=(256, 256), completion=(48, 256),
+        sequences=2, micro_batches=16,
+        # a mean over sequences: the same step however samples are divided into generations
+        loss_type="grpo",
     ),
 }  # fmt: skip
 
@@ -123,7 +129,8 @@ PHASES = ("generation", "scoring", "loss", "optimizer")
 
 
 class Timed:
-    """In front of a trainer: one record a step, of what it logged and of the CPU seconds of each phase.
+    """In front of a trainer: one record a step, of what it logged and of the CPU seconds of each
+    phase.
 
     What a phase contains of another is not its own; "other" is what no phase is.
     """
@@ -206,7 +213,7 @@ class Given:
 
 
 def trainer_of(options: dict[str, Any] | None, *mixins: type, **arguments: Any) -> Any:
-    """`FusedGRPOTrainer` with `options`, or TRL's trainer for None, behind `mixins`; it prints nothing."""
+    """`FusedGRPOTrainer` with `options`, or TRL's for None, behind `mixins`; prints nothing."""
     base = GRPOTrainer if options is None else FusedGRPOTrainer
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -224,7 +231,7 @@ def completion(scene: Scene, seed: str) -> list[int]:
 
 
 def prompts(scene: Scene) -> Dataset:
-    """Prompts of random words; every second one starts with `w0`, and `tiny_run.reward` scores its group alike."""
+    """Prompts of random words; every second one starts with `w0`: its group scores alike."""
     draw = random.Random(0)
     found = []
     for i in range(64):
@@ -253,7 +260,8 @@ def policy(scene: Scene) -> Any:
 def train(
     scene: Scene, name: str, *, watched: bool = False, **changed: Any
 ) -> tuple[Any, dict[str, Any]]:
-    """Train one variant; returns its model and ``seconds`` by step, ``logs`` by step, ``saved`` bytes by micro-batch.
+    """Train one variant; returns its model and ``seconds`` by step, ``logs`` by step, ``saved``
+    bytes by micro-batch.
 
     Args:
         watched: count what graphs save, which takes time.
@@ -343,7 +351,7 @@ def _measure(results: Results, path: tuple[str, ...], scene: Scene) -> None:
 
 
 def _compared(name: str, stock: list[dict[str, float]], found: dict[str, Any]) -> dict[str, Any]:
-    """Status, differences from stock TRL, saved MiB, and shares, of the first round of a variant."""
+    """Status, differences from stock TRL, saved MiB and shares, of a variant's first round."""
     options, logs = VARIANTS[name] or {}, found["logs"]
     divides = name == ONE_GROUP or options.get("regroup", False)
     apart = _apart(stock, logs)
@@ -381,5 +389,5 @@ def _apart(stock: list[dict[str, float]], logs: list[dict[str, float]]) -> dict[
 
 
 def seconds(samples: Sequence[Sequence[float]]) -> float:
-    """Seconds of a step, of the steps of each round: the median over the rounds, the mean over the steps."""
+    """Seconds of a step: the median over the rounds, the mean over the steps."""
     return statistics.fmean(statistics.median(step) for step in zip(*samples, strict=True))

@@ -1,4 +1,5 @@
-"""The results as markdown: claims, and tables with their conditions, without any path of the machine.
+"""The results as markdown: claims, and tables with their conditions, without any path of the
+machine.
 
 All of it is read from the JSON and from nothing else.
 """
@@ -24,23 +25,11 @@ from benchmarks.figures import (
 from benchmarks.providers import PROVIDERS
 
 PACKAGES = {
-    "torch": "torch", "trl": "TRL", "liger-kernel": "Liger", "verl": "verl", "unsloth_zoo": "Unsloth",
+    "torch": "torch", "trl": "TRL", "liger-kernel": "Liger", "verl": "verl",
+    "unsloth_zoo": "Unsloth",
 }  # fmt: skip
 DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
 PATH = re.compile(r"(?<![\w./])(?:file://)?~?/(?:[\w.+@~-]+/)*([\w.+@~-]+)/?")
-NOTES = (
-    "**Time**: the median of the rounds, providers in turn, and the 20 and 80 % quantiles (of two or three rounds: the "
-    "least and the most).",
-    "**/ ours**: the provider's time over that of `ours`. At 2, ours is twice as fast.",
-    "**/ products**: its time over that of `products`, the matrix products of the case without any other work. No "
-    'provider that does all of these products can be faster. "Within noise": these products were '
-    "measured as slower than a provider that does more than them.",
-    "**NVH**: the unit of floating-point operations; one product of the N tokens that count with a head of V x H is 2. "
-    "Counted by `torch.utils.flop_counter`; blank where it does not see them all.",
-    "**Extra memory**: the peak beyond the inputs and the returned gradients.",
-    "**logp**: the mean error of the log-probabilities against float64.",
-    "More: [how it is measured](measuring.md).",
-)
 COMPARED_PARTS = ("main", "shapes", "workloads")
 COMPARED = (PRODUCTS, "eager", "trl")  # with ours, over all cases
 OF_RUN = ("products_nvh", "cpu_of_others", "rounds", "counted", "status")  # no feature of a case
@@ -49,7 +38,7 @@ SHARES = ("sequences/gradient", "tokens/computed", "tokens/gradient")  # that ou
 
 
 def lines(data: dict[str, Any]) -> list[str]:
-    """The summary, each part with its conditions, how to read the tables, the main run's conditions."""
+    """The summary, the parts with their conditions, how to read the tables."""
     text = summary(data)
     sections = [
         ("A whole training step", "step", step_lines(data.get("step") or {})),
@@ -69,14 +58,15 @@ def lines(data: dict[str, Any]) -> list[str]:
         for x in names
         if x.partition("@")[0] in PROVIDERS
     ]
-    text += ["", "## How to read the tables", "", *(f"- {note}" for note in NOTES), ""]
-    text += [*markdown(known), "", "## Conditions of the main run", ""]
+    text += ["", "## Providers", "", *markdown(known), "", "## Conditions of the main run", ""]
     return [*text, *(f"- {line}" for line in conditions_of(data))]
 
 
 def write(data: dict[str, Any], path: Path) -> None:
     """Write the page."""
-    head = ["# Benchmarks", "", "Written by `python -m benchmarks`; do not edit.", ""]
+    about = "Written by `python -m benchmarks`; do not edit. [How it is measured](measuring.md), "
+    about += "and [how to read the tables](measuring.md#reading-the-tables)."
+    head = ["# Benchmarks", "", about, ""]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page([*head, *lines(data)]), encoding="utf-8")
 
@@ -90,7 +80,8 @@ def summary(data: dict[str, Any]) -> list[str]:
     if text and data.get("device") == "cpu":
         text.append(
             "- All figures are of CPUs, where TRL's head is "
-            "[a fallback that also projects prompt and padding](costs.md#trl-on-a-cpu-and-on-a-gpu). No GPU has "
+            "[a fallback that also projects prompt and "
+            "padding](costs.md#trl-on-a-cpu-and-on-a-gpu). No GPU has "
             "measured anything yet, and nothing is claimed for GPUs."
         )
     return text
@@ -107,13 +98,14 @@ def _step(data: dict[str, Any]) -> str:
 
 
 def _time(data: dict[str, Any]) -> str:
-    """The first main case, and those of its part in which a peer is faster than ours by more than 2 %."""
+    """The first main case, and those in which a peer is faster than ours by over 2 %."""
     cases = figures.of_part(data, "main")
     main = next((x for x in cases.values() if not x.get("score") and figures.median(x, OURS)), {})
     over = figures.over(main, "trl", OURS)
     if over is None:
         return ""
-    text = f"**Our head is {multiple(over)} times as fast as TRL's fused head** for one loss ({shape(main)})."
+    text = f"**Our head is {multiple(over)} times as fast as TRL's fused head**"
+    text += f" for one loss ({shape(main)})."
     for title, case in cases.items():
         peers = [x for x in figures.providers(case) if not figures.is_ours(x) and x != PRODUCTS]
         times_ours = {x: figures.over(case, x, OURS) or 1.0 for x in peers}
@@ -139,7 +131,8 @@ def _accuracy(data: dict[str, Any]) -> str:
     about = common(cases)
     dtype, sizes = DTYPES.get(about.get("dtype", ""), ""), shape({**about, "dtype": ""})
     return (
-        f"**Log-probabilities of a {dtype} head: a mean error of at most {ours:.1e}**; with TRL's head, {theirs:.1e} "
+        f"**Log-probabilities of a {dtype} head: a mean error of at most {ours:.1e}**; with TRL's "
+        f"head, {theirs:.1e} "
         f"({sizes}; the largest of {len(cases)} kinds of logits, against float64)."
     )
 
@@ -168,11 +161,13 @@ def _timed(cases: dict[str, Case]) -> list[str]:
             limit = figures.over(case, name, PRODUCTS)
             rows.append({
                 "case": "" if i else title, "provider": f"`{name}`", unit: middle,
-                "20 to 80 %": " to ".join(ends) if all(ends) else "", "/ ours": _over_ours(case, name),
+                "20 to 80 %": " to ".join(ends) if all(ends) else "",
+                "/ ours": _over_ours(case, name),
                 "/ products": NOISE if limit is not None and limit < 1 else times(limit),
                 "FLOPs, NVH": number(x.get("flops_nvh")),
                 "extra MiB": "" if name == PRODUCTS else number(x.get("extra_mib")),
-                "logp": small((x.get("errors") or {}).get("logp_mean")), "note": tidy(x.get("note") or ""),
+                "logp": small((x.get("errors") or {}).get("logp_mean")),
+                "note": tidy(x.get("note") or ""),
             })  # fmt: skip
     reasons: dict[str, list[str]] = {}  # not to have run, with the cases
     for title, case in cases.items():
@@ -190,7 +185,7 @@ def _over_ours(case: Case, name: str) -> str:
 
 
 def _overview(cases: dict[str, Case]) -> list[str]:
-    """A line a case: the time of ours, the others' over it, operations and memory of ours and of TRL's head."""
+    """A line a case: our time, the others' over it, operations and memory of ours and TRL's."""
     if len(cases) < 2:
         return []
     unit, scale = figures.unit(cases)
@@ -203,16 +198,14 @@ def _overview(cases: dict[str, Case]) -> list[str]:
             who: figures.providers(case).get(x, {}) for who, x in (("ours", OURS), ("TRL", "trl"))
         }
         rows.append({
-            "case": title, "which is": about(rest), f"ours, {unit}": number(ratio(figures.median(case, OURS), scale)),
+            "case": title, "which is": about(rest),
+            f"ours, {unit}": number(ratio(figures.median(case, OURS), scale)),
             **{f"{name} / ours": _over_ours(case, name) for name in COMPARED},
             **{f"NVH, {who}": number(x.get("flops_nvh")) for who, x in both.items()},
             **{f"MiB, {who}": number(x.get("extra_mib")) for who, x in both.items()},
         })  # fmt: skip
-    said = f"{about(same)}; the second column says what a case has instead. Times over ours: at 2, ours is twice as fast. "
-    said += "NVH: one product of the tokens with the head is 2."
-    said += (
-        f" Other processes used at most {share(max(busy))} of the cores meanwhile." if busy else ""
-    )
+    said = f"{about(same)}; the second column says what a case has instead."
+    said += f" Other processes used at most {share(max(busy))} of the cores." if busy else ""
     return [said, "", *markdown(rows)]
 
 
@@ -221,7 +214,8 @@ def _accuracy_lines(cases: dict[str, Case]) -> list[str]:
     if not cases:
         return []
     kinds: dict[str, tuple[str, Callable[[float | None], str]]] = {
-        "logp_mean": ("logp", small), "d_hidden": ("d hidden", small), "ratio_off": ("ratios off", share),
+        "logp_mean": ("logp", small), "d_hidden": ("d hidden", small),
+        "ratio_off": ("ratios off", share),
     }  # fmt: skip
     rows = []
     for name in figures.names(cases):
@@ -231,14 +225,7 @@ def _accuracy_lines(cases: dict[str, Case]) -> list[str]:
             for title, case in cases.items()
         }
         rows += [{"provider": f"`{name}`", **row}] if any(row.values()) else []
-    return [
-        "Each provider against float64, at the same hidden states and weight. Training does not make this comparison:",
-        "there old and new log-probabilities come from one head, whose rounding they share, and a policy that did not",
-        "move has ratios of 1 with any of them. The table says how far a head is from log-probabilities made",
-        "elsewhere, such as those of a sampler with an fp32 head. logp: the mean error; d hidden: relative, in norm;",
-        "ratios off: the share of the tokens whose ratio is off by more than 1 %.",
-        "", f"{about(common(cases))}.", "", *markdown(rows),
-    ]  # fmt: skip
+    return [f"{about(common(cases))}.", "", *markdown(rows)]
 
 
 def _goals(goals: Sequence[dict[str, Any]]) -> list[str]:
@@ -271,14 +258,7 @@ def step_lines(step: dict[str, Any]) -> list[str]:
     scenes = figures.scenes({"step": step})
     if not scenes:
         return []
-    text = [
-        "The columns: CPU seconds of a step; how many times as fast as stock TRL, the median of the rounds' ratios,",
-        "with the least and the most of them; MiB of activations that the largest micro-batch keeps for its backward;",
-        "of the padded tokens the share that the model computes, and the share with a gradient; the largest",
-        "differences from stock TRL. [How it is measured](measuring.md#the-training-step);",
-        "[the options](training-step.md). Stock TRL runs its fallback for CPUs, whose head projects prompt and padding",
-        "too ([unlike on a GPU](costs.md#trl-on-a-cpu-and-on-a-gpu)).",
-    ]
+    text: list[str] = []
     first = next(iter(scenes.values()))["about"].replace("; ", ", ").split(", ")
     for i, (name, scene) in enumerate(scenes.items()):
         clauses = scene["about"].replace("; ", ", ").split(", ")  # those that the first scene lacks
@@ -293,28 +273,29 @@ def step_lines(step: dict[str, Any]) -> list[str]:
     for name, x in _shapes(step).items():
         seconds, apart = x.get("seconds") or {}, x.get("differences") or {}
         rows.append({
-            "shape": name, **{f"{layout}, seconds": number(seconds.get(layout), 3) for layout in ("padded", "tree")},
-            "padded / tree": times(x.get("speed")), **{key: times(x.get(key)) for key in ("allowed", "reached")},
+            "shape": name,
+            **{f"{layout}, seconds": number(seconds.get(layout), 3) for layout in ("padded",
+                "tree")},
+            "padded / tree": times(x.get("speed")),
+            **{key: times(x.get(key)) for key in ("allowed", "reached")},
             "tokens/computed": _share(x.get("computed")),
             **{key: small(apart.get(key)) for key in ("loss", "gradient")}, "failed": failed(x),
         })  # fmt: skip
     if rows:
         groups = step["groups"]
-        text += [
-            "", f"**one group**: {groups['about']}; {count(groups['rounds'], 'round')}{busy(groups)}", "",
-            "CPU seconds of a forward and backward of `causal_lm_loss`, with a prompt of P tokens and G completions of C.",
-            "Allowed: padded / tree by the multiplications that are necessary; reached: the share of it.",
-            "", *markdown(rows),
-        ]  # fmt: skip
-    return text
+        about_groups = f"{groups['about']}; {count(groups['rounds'], 'round')}{busy(groups)}"
+        text += ["", f"**one group**: {about_groups}", "", *markdown(rows)]
+    return text[1:]
 
 
 def _variant(scene: dict[str, Any], name: str) -> dict[str, str]:
     x, over = scene["variants"][name], figures.faster(scene, name)
     saved, shares, apart = (x.get(key) or {} for key in ("saved_mib", "shares", "differences"))
     return {
-        "variant": name, "seconds": number(x.get("seconds"), 3), "times as fast": with_range(over) if over else "",
-        "saved MiB": number(saved.get("max"), 3), **{key: _share(shares.get(key)) for key in SHARES[1:]},
+        "variant": name, "seconds": number(x.get("seconds"), 3),
+        "times as fast": with_range(over) if over else "",
+        "saved MiB": number(saved.get("max"), 3),
+        **{key: _share(shares.get(key)) for key in SHARES[1:]},
         "loss": small(apart.get("loss")), "gradient norm": small(apart.get("grad_norm")),
         "metrics": small(apart.get("metrics")), "failed": failed(x),
     }  # fmt: skip
@@ -378,7 +359,7 @@ def count(number: int, word: str) -> str:
 
 
 def tidy(text: Any, most: int = 160) -> str:
-    """Fit for a cell: one line, of limited length, no bar, of an absolute path the last name only."""
+    """Fit for a cell: one short line, no bar, of an absolute path the last name only."""
     words = " ".join(PATH.sub(r"\1", str(text)).split()).replace("|", "/")
     return words if len(words) <= most else words[: most - 3].rstrip() + "..."
 
@@ -402,7 +383,7 @@ def busy(measured: dict[str, Any]) -> str:
 
 
 def label(name: str, versions: dict[str, Any] | None = None) -> str:
-    """A provider for readers: "trl" is "TRL 1.16 fused head". One that is not listed keeps its name."""
+    """A provider for readers: "trl" is "TRL 1.16 fused head"."""
     base, _, mib = name.partition("@")
     provider = PROVIDERS.get(base)
     version = short((versions or {}).get(provider.package)) if provider else ""
@@ -486,7 +467,7 @@ def footer(data: dict[str, Any]) -> str:
 
 
 def conditions_of(data: dict[str, Any]) -> list[str]:
-    """A line for each of machine, versions, backend, commit, date, rounds and command, where stored."""
+    """Machine, versions, backend, commit, date, rounds and command, a line each."""
     machine = data.get("machine") or {}
     system, devices = machine.get("system") or {}, (machine.get("devices") or {}).items()
     cores = f"{system['cores']} cores" if system.get("cores") else ""

@@ -1,4 +1,4 @@
-"""Time and memory of steps that are interleaved: clocks and temperature drift, and must drift for all alike."""
+"""Time of steps that are interleaved: clocks drift, and must drift for all alike."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ class Clock:
     Args:
         device: where the step runs.
         flush: overwrite the L2 cache before each step.
-        queued: leave the time the host takes to launch out of it: while the device sleeps, the step is put behind the
-            first event. For steps of which the host knows all beforehand, such as one kernel.
+        queued: leave the time the host takes to launch out of it: while the device sleeps, the step
+            is put behind the first event. For steps of which the host knows all beforehand, such as
+            one kernel.
     """
 
     def __init__(self, device: torch.device, *, flush: bool = False, queued: bool = False) -> None:
@@ -56,7 +57,7 @@ class Clock:
         return float(start.elapsed_time(stop))
 
     def _on_gpu(self, step: Callable[[], Any]) -> tuple[Any, Any, bool]:
-        """The events around one step, and whether all of it was launched before the first of them came."""
+        """The events around one step, and True if it was launched before the first came."""
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
         if self.flushed is not None:
@@ -102,11 +103,13 @@ def interleaved(
     before: Callable[[str], None] = lambda name: None,
     after: Callable[[str], None] = lambda name: None,
 ) -> Iterator[dict[str, list[float]]]:
-    """Run the steps in turn, in another order each round, and yield all samples so far after each round.
+    """Run the steps in turn, in another order each round, and yield all samples so far after each
+    round.
 
     Args:
         steps: by name.
-        failed: called with the name and the error of a step that raised; it is left out from then on.
+        failed: called with the name and the error of a step that raised; it is left out from then
+            on.
         until: ``time.time()`` after which no round is begun, once there have been `LEAST_ROUNDS`.
         rounds: the most rounds.
         before, after: called with the name before and after each step, outside the measured time.

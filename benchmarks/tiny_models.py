@@ -29,7 +29,8 @@ _SHAPE: dict[str, Any] = {
     "eos_token_id": 1,
 }
 _GROUPED: dict[str, Any] = {"num_key_value_heads": 2, "head_dim": 8}
-# kind -> (config class, model class, fields): one kind for every property of a head that the integration must carry.
+# kind -> (config class, model class, fields): one kind for every property of a head that the
+# integration must carry.
 KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {**_GROUPED, "tie_word_embeddings": False}),
     "tied": ("Qwen3Config", "Qwen3ForCausalLM", {**_GROUPED, "tie_word_embeddings": True}),
@@ -49,7 +50,7 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Words `w0 .. w199`, split at white space; ids 0, 1, 2 are padding, end of sequence and unknown."""
+    """Words `w0 .. w199`, split at white space; ids 0, 1, 2: padding, end, unknown."""
     vocab = {word: i for i, word in enumerate([*SPECIAL, *(f"w{i}" for i in range(WORDS))])}
     core = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -67,11 +68,12 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def model(
     kind: str = "qwen3", seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any
 ) -> PreTrainedModel:
-    """A causal language model of one of `KINDS` with random weights, the same ones for the same seed; `changes` replace
-    fields of its config.
+    """A causal language model of one of `KINDS` with random weights, the same ones for the same
+    seed; `changes` replace fields of its config.
 
-    The head is drawn wide (0.3 instead of 0.02), so that the distributions are far from uniform, and every embedding
-    leans towards the end-of-sequence row of the head, so that completions end after 2 to 12 tokens.
+    The head is drawn wide (0.3 instead of 0.02), so that the distributions are far from uniform,
+    and every embedding leans towards the end-of-sequence row of the head, so that completions end
+    after 2 to 12 tokens.
     """
     config_name, model_name, fields = KINDS[kind]
     torch.manual_seed(seed)

@@ -25,7 +25,7 @@ NOT_COMPARED = ("time", "runtime", "per_second", "epoch", "learning_rate", "tota
 
 
 def dataset(rows: int = 64, seed: int = 0) -> Dataset:
-    """Prompts of 2 to 6 words. Every second one starts with `w0`, and `reward` scores all its completions alike."""
+    """Prompts of 2 to 6 words; every second one starts with `w0`: `reward` scores it alike."""
     draw = random.Random(seed)
     prompts = []
     for row in range(rows):
@@ -35,7 +35,7 @@ def dataset(rows: int = 64, seed: int = 0) -> Dataset:
 
 
 def reward(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """1 for groups whose prompt starts with `w0` (advantage 0), else the share of ids that are multiples of three."""
+    """1 for prompts that start with `w0`, else the share of ids divisible by three."""
     scores = []
     for prompt, ids in zip(prompts, completion_ids, strict=True):
         share = sum(i % 3 == 0 for i in ids) / max(len(ids), 1)
@@ -44,7 +44,7 @@ def reward(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> lis
 
 
 def common_options(output_dir: str, steps: int) -> dict[str, Any]:
-    """Options every TRL configuration has: a CPU run in fp32 that logs every step and writes nothing."""
+    """Options of every TRL configuration: on a CPU, in fp32, each step logged, no files."""
     return {
         "output_dir": output_dir,
         "max_steps": steps,
@@ -64,7 +64,7 @@ def common_options(output_dir: str, steps: int) -> dict[str, Any]:
 def config(
     output_dir: str, steps: int = 4, config_class: type[GRPOConfig] = GRPOConfig, **options: Any
 ) -> GRPOConfig:
-    """A GRPO configuration of 16 completions of at most 12 tokens a step, in 2 accumulated micro-batches, on a CPU."""
+    """GRPO of 16 completions of at most 12 tokens a step, in 2 micro-batches, on a CPU."""
     base: dict[str, Any] = {
         **common_options(output_dir, steps),
         "gradient_accumulation_steps": 2,
@@ -94,7 +94,8 @@ def train(
 ) -> History:
     """Trains a fresh tiny model with a TRL trainer and returns everything that was logged.
 
-    `prepare` gets the trainer before it starts; `arguments` are the trainer's own, by default those of GRPO.
+    `prepare` gets the trainer before it starts; `arguments` are the trainer's own, by default those
+    of GRPO.
     """
     quiet()
     history = History()

@@ -1,7 +1,9 @@
-"""One adapter for each way to compute the case, each used as its users would, each loaded only when it is asked for.
+"""One adapter for each way to compute the case, each used as its users would, each loaded only when
+it is asked for.
 
-An adapter takes the inputs and returns the forward: a call that gives an `Outcome`, whose loss the harness
-differentiates. One that cannot do a case raises `Absence` with the reason, beside what its entry here says.
+An adapter takes the inputs and returns the forward: a call that gives an `Outcome`, whose loss the
+harness differentiates. One that cannot do a case raises `Absence` with the reason, beside what its
+entry here says.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ class Provider:
     """Where an adapter is, and what can be said of it.
 
     Attributes:
-        adapter: module of this package and function in it, ``function(inputs)``, or with `arguments` too.
+        adapter: module of this package and function in it, ``function(inputs)``, or with
+            `arguments` too.
         label: for readers, with "{}" for the version of `package`, a distribution.
         counted: its matrix products are torch's, so that torch can count their operations.
         compared: it has results to compare.
@@ -73,24 +76,34 @@ LACKING: dict[
 CAP, CE, GRPO = ("soft-cap",), ("soft-cap", "two dtypes"), ("scores", "top entropy", "soft-cap")
 PROVIDERS = {
     "ours": Provider("ours.ours", "grpo_kernels"),
-    "ours/torch": Provider("ours.ours", "grpo_kernels, torch backend", arguments={"backend": "torch"}),
-    "ours/one_pass": Provider("ours.ours", "grpo_kernels, one pass", arguments={"engine": "one_pass"}),
-    "ours/two_pass": Provider("ours.ours", "grpo_kernels, two passes", arguments={"engine": "two_pass"}),
+    "ours/torch": Provider("ours.ours", "grpo_kernels, torch backend",
+        arguments={"backend": "torch"}),
+    "ours/one_pass": Provider("ours.ours", "grpo_kernels, one pass",
+        arguments={"engine": "one_pass"}),
+    "ours/two_pass": Provider("ours.ours", "grpo_kernels, two passes",
+        arguments={"engine": "two_pass"}),
     "ours/lean": Provider("ours.ours", "grpo_kernels, lean engine", arguments={"engine": "lean"}),
     "products": Provider("torch_heads.products", "matrix products alone", compared=False),
     "eager": Provider("torch_heads.eager", "all logits, log_softmax"),
     "compiled": Provider("torch_heads.compiled", "all logits, torch.compile", counted=False),
     "linear_ce": Provider(
-        "cross_entropies.linear_ce", "torch {} linear_cross_entropy", "torch", counted=False, lacks=CAP),
+        "cross_entropies.linear_ce", "torch {} linear_cross_entropy", "torch", counted=False,
+        lacks=CAP),
     "trl": Provider("trl.trl", "TRL {} fused head", "trl"),
-    "liger_grpo": Provider("liger.liger_grpo", "Liger {} fused GRPO loss", "liger-kernel", lacks=GRPO),
+    "liger_grpo": Provider("liger.liger_grpo", "Liger {} fused GRPO loss", "liger-kernel",
+        lacks=GRPO),
     "liger_grpo/uncompiled": Provider(
-        "liger.liger_grpo", "Liger {} fused GRPO loss, not compiled", "liger-kernel", {"compiled": ""}, lacks=GRPO),
-    "liger_ce": Provider("liger.liger_ce", "Liger {} scaled CE", "liger-kernel", counted=False, lacks=CE),
-    "liger_torch": Provider("liger.liger_torch", "Liger {} scaled CE, torch", "liger-kernel", lacks=CE),
+        "liger.liger_grpo", "Liger {} fused GRPO loss, not compiled", "liger-kernel",
+        {"compiled": ""}, lacks=GRPO),
+    "liger_ce": Provider("liger.liger_ce", "Liger {} scaled CE", "liger-kernel", counted=False,
+        lacks=CE),
+    "liger_torch": Provider("liger.liger_torch", "Liger {} scaled CE, torch", "liger-kernel",
+        lacks=CE),
     "verl_torch": Provider("verl.verl_torch", "verl {} torch head", "verl", lacks=CE),
-    "verl_triton": Provider("verl.verl_triton", "verl {} Triton head", "verl", counted=False, lacks=("CPU", *CE)),
-    "unsloth": Provider("unsloth.unsloth", "Unsloth {} fused log-probs", "unsloth_zoo", counted=False),
+    "verl_triton": Provider("verl.verl_triton", "verl {} Triton head", "verl", counted=False,
+        lacks=("CPU", *CE)),
+    "unsloth": Provider("unsloth.unsloth", "Unsloth {} fused log-probs", "unsloth_zoo",
+        counted=False),
     "cce": Provider("cross_entropies.cce", "Apple CCE {}", "cut-cross-entropy", counted=False),
 }  # fmt: skip
 
@@ -154,7 +167,7 @@ def from_logps(inputs: Inputs, logps: Callable[[], Scored], note: str = "") -> F
 
 
 def from_rows(inputs: Inputs, rows: Rows, note: str, *, packs: bool = True) -> Forward:
-    """A forward around `rows` of the tokens that count, as trainers do that pack sequences; or of all tokens."""
+    """A forward around `rows` of the tokens that count, packed; or of all tokens."""
     packs, counted = packs and inputs.case.padding > 0, inputs.mask.bool()
 
     def whole(values: Tensor) -> Tensor:
@@ -175,7 +188,7 @@ def from_rows(inputs: Inputs, rows: Rows, note: str, *, packs: bool = True) -> F
 
 
 def from_nll(inputs: Inputs, nll: Callable[[Tensor, Tensor], Tensor], note: str) -> Forward:
-    """A forward around -logp (N,) of hidden states (N, H) and ids (N,), `IGNORE` where masked; without entropies."""
+    """A forward around -logp (N,) of hidden states (N, H) and ids (N,); no entropies."""
     ids = without_masked(inputs)
 
     def logps() -> Scored:
@@ -192,7 +205,7 @@ def without_masked(inputs: Inputs) -> Tensor:
 
 @contextmanager
 def forgotten(package: str) -> Iterator[None]:
-    """What is imported of `package` inside is not found again afterwards: others may want it whole."""
+    """Forget afterwards what is imported of `package` inside: others may want it whole."""
     known = set(sys.modules)
     try:
         yield
@@ -203,7 +216,8 @@ def forgotten(package: str) -> Iterator[None]:
 
 
 def without_init(*names: str) -> None:
-    """Make packages importable without running their ``__init__``, which wants what a kernel does not (Ray, ...).
+    """Make packages importable without running their ``__init__``, which wants what a kernel does
+    not (Ray, ...).
 
     Raises:
         ImportError: the first of them is not installed.

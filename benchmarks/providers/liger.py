@@ -1,12 +1,13 @@
 """Liger's heads. Tested with 0.8.5.
 
-`liger_grpo` is its own GRPO loss in chunks of a sequence, its default: 8 NVH, 6 with a frozen head. By default its
-loss mathematics is compiled, and on a GPU it is here. On a CPU it is not: there compiling took the first call 8 s
-longer, and no later call was faster.
+`liger_grpo` is its own GRPO loss in chunks of a sequence, its default: 8 NVH, 6 with a frozen head.
+By default its loss mathematics is compiled, and on a GPU it is here. On a CPU it is not: there
+compiling took the first call 8 s longer, and no later call was faster.
 
-`liger_ce` is its per-token cross-entropy with entropies, `LigerFusedLinearScaledCrossEntropyFunction`. verl calls it
-with ``impl_backend="liger"``: packed, always with the entropy. 8 NVH, with a frozen head too. On Hopper it is a CuTe
-DSL kernel for bf16; elsewhere torch, 512 tokens at a time, entropies in the dtype of the operands.
+`liger_ce` is its per-token cross-entropy with entropies,
+`LigerFusedLinearScaledCrossEntropyFunction`. verl calls it with ``impl_backend="liger"``: packed,
+always with the entropy. 8 NVH, with a frozen head too. On Hopper it is a CuTe DSL kernel for bf16;
+elsewhere torch, 512 tokens at a time, entropies in the dtype of the operands.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ TEMPERATURE, TILES = 1.0, 1  # as verl passes them
 
 
 def liger_grpo(inputs: Inputs, *, compiled: str = "on a GPU") -> Forward:
-    """`LigerFusedLinearGRPOLoss` as it comes, a chunk of one sequence; not `compiled`, it needs no compiler."""
+    """`LigerFusedLinearGRPOLoss` as it comes; not `compiled`, it needs no compiler."""
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
     case, compiles = inputs.case, bool(compiled) and inputs.hidden.is_cuda

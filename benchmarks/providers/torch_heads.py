@@ -1,8 +1,10 @@
-"""Heads of torch alone: all logits at once, compiled or not, and the limit: the matrix products by themselves.
+"""Heads of torch alone: all logits at once, compiled or not, and the limit: the matrix products by
+themselves.
 
-`compiled` is `torch.compile` of the eager step, the row work fused by inductor: 6 NVH, 4 with a frozen head. It is
-compiled in the first call of a shape, by the C++ compiler on a CPU and by Triton on a GPU. Masked positions are
-computed, as eager trainers do. A dispatch mode cannot count its operations: under one torch refuses to compile.
+`compiled` is `torch.compile` of the eager step, the row work fused by inductor: 6 NVH, 4 with a
+frozen head. It is compiled in the first call of a shape, by the C++ compiler on a CPU and by Triton
+on a GPU. Masked positions are computed, as eager trainers do. A dispatch mode cannot count its
+operations: under one torch refuses to compile.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ def _log_p(hidden: Tensor, weight: Tensor, softcap: float | None) -> Tensor:
 def _scores(
     hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float | None, wants_entropy: bool
 ) -> Scored:
-    """Log-probabilities (B, T) of hidden states (B, T, H); entropies (B, T), without gradient, where wanted."""
+    """Log-probabilities (B, T), and where wanted entropies (B, T) without gradient."""
     log_p = _log_p(hidden, weight, softcap)
     fixed = log_p.detach()
     entropies = -(fixed.exp() * fixed).sum(dim=-1) if wants_entropy else None
@@ -57,17 +59,19 @@ def _scores(
 
 
 def products(inputs: Inputs) -> Forward:
-    """Only the matrix products that the case needs, whole, by the vendor's library: the limit that we compare with.
+    """Only the matrix products that the case needs, whole, by the vendor's library: the limit that
+    we compare with.
 
-    Logits of the counted rows in fp32; d hidden and d weight of the rows that may carry gradient. Rows
-    that clipping stops are among those: which they are is known from the logits alone.
+    Logits of the counted rows in fp32; d hidden and d weight of the rows that may carry gradient.
+    Rows that clipping stops are among those: which they are is known from the logits alone.
     """
     case, counted = inputs.case, inputs.mask.reshape(-1).bool()
     hidden = inputs.hidden.detach().reshape(-1, case.h)[counted]
     weight = inputs.weight.detach().to(hidden.dtype)  # under autocast cast beforehand
     if not hidden.is_cuda and hidden.dtype != torch.float32:
         raise Absence(
-            "no one limit: the CPU library's 16-bit products round their results, and exact ones are fp32's"
+            "no one limit: the CPU library's 16-bit products round their results, and exact ones "
+            "are fp32's"
         )
     logits = hidden.new_empty(len(hidden), case.v, dtype=torch.float32)
     _mm(hidden, weight.t(), logits)

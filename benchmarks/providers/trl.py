@@ -1,6 +1,8 @@
-"""TRL 1.16's fused head: the op its GRPO trainer calls through `add_fused_lm_head`, with its chunk size and outputs.
+"""TRL 1.16's fused head: the op its GRPO trainer calls through `add_fused_lm_head`, with its chunk
+size and outputs.
 
-Where the trainer cannot be imported, whose needs are many, its op is used by itself, whose needs are few.
+Where the trainer cannot be imported, whose needs are many, its op is used by itself, whose needs
+are few.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ OUTPUTS = ("log_probs", "entropy")  # what its GRPO trainer asks for
 
 
 def trl(inputs: Inputs) -> Forward:
-    """The op, with the policy loss in torch behind it. Masked positions are left out where TRL leaves them out."""
+    """The op, with the policy loss in torch behind it; packed where TRL packs."""
     note, case = "", inputs.case
     try:
         from trl.trainer import utils
@@ -47,7 +49,7 @@ def _without_the_trainer(error: Exception) -> str:
 
 
 def _alone(name: str) -> Any:
-    """A module of `trl.kernels` where the trainers are not importable, of which it wants one function."""
+    """A module of `trl.kernels`, where the trainers cannot be imported."""
     without_init("trl", "trl.kernels", "trl.trainer")
     utils = types.ModuleType("trl.trainer.utils")
     utils.maybe_gather_lm_head_ctx = lambda *_: nullcontext()  # type: ignore[attr-defined]

@@ -1,10 +1,12 @@
-"""Unsloth's fused head, `unsloth_zoo.fused_losses.fused_linear.fused_linear_logprobs`. Tested with 2026.10.9.
+"""Unsloth's fused head, `unsloth_zoo.fused_losses.fused_linear.fused_linear_logprobs`. Tested with
+2026.10.9.
 
-What its GRPO trainer calls, with entropies only where it chooses tokens by them, and without their gradient. 8 NVH; a
-frozen head 4, the gradient of the hidden states being made in the forward. Masked positions are left out by its own
-`mask`, as its preference trainers pass it; its GRPO trainer does not. On a GPU cuBLAS and Triton, logits in fp32; on a
-CPU torch. Its products are out of sight of a dispatch mode, inside custom operators. The package's ``__init__`` wants
-the whole of Unsloth, which the head does not. AGPL: called, never copied.
+What its GRPO trainer calls, with entropies only where it chooses tokens by them, and without their
+gradient. 8 NVH; a frozen head 4, the gradient of the hidden states being made in the forward.
+Masked positions are left out by its own `mask`, as its preference trainers pass it; its GRPO
+trainer does not. On a GPU cuBLAS and Triton, logits in fp32; on a CPU torch. Its products are out
+of sight of a dispatch mode, inside custom operators. The package's ``__init__`` wants the whole of
+Unsloth, which the head does not. AGPL: called, never copied.
 """
 
 from __future__ import annotations

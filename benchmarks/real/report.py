@@ -56,7 +56,7 @@ def faster(data: dict[str, Any], run: Run, steps: slice, *phases: str) -> str:
 
 
 def gained(data: dict[str, Any], run: Run, *phases: str) -> str:
-    """A cell for trainings of ours: the same over all steps and, in brackets, while the model learns."""
+    """A cell of ours: the gain over all steps and, in brackets, while the model learns."""
     steps = slice(len(run["steps"])), LEARNING
     return (
         ""
@@ -93,7 +93,8 @@ def _trainings(data: dict[str, Any]) -> list[str]:
             **{SHORT[x]: number(seconds(run, every, x), 3) for x in PHASES},
             "times as fast, forward and backward": gained(data, run, "loss"),
             "times as fast, all": gained(data, run, *PHASES),
-            "right answers": " to ".join(share(x) for x in run["right"]), "peak MiB": f"{run['peak_mib']:,}",
+            "right answers": " to ".join(share(x) for x in run["right"]),
+            "peak MiB": f"{run['peak_mib']:,}",
             "steps alike": f"{run['alike']} of {len(run['steps'])}" if "alike" in run else "",
             "largest difference": small(run["worst"][1]) if "worst" in run else "",
         })  # fmt: skip
@@ -112,9 +113,11 @@ def _steps(data: dict[str, Any]) -> list[str]:
     for i, (theirs, mine) in enumerate(zip(stock["steps"], ours["steps"], strict=True)):
         logs = mine["logs"]
         rows.append({
-            "step": str(i + 1), "reward": number(logs[REWARD], 3), "equal groups": share(logs[EQUAL]),
+            "step": str(i + 1), "reward": number(logs[REWARD], 3),
+            "equal groups": share(logs[EQUAL]),
             "mean length": number(logs[LENGTH], 3), **{f"`{x}`": share(logs[x]) for x in SHARES},
-            "stock, s": number(theirs["seconds"]["loss"], 3), "ours, s": number(mine["seconds"]["loss"], 3),
+            "stock, s": number(theirs["seconds"]["loss"], 3),
+            "ours, s": number(mine["seconds"]["loss"], 3),
             "stock / ours": times(over(data, ours, slice(i, i + 1), "loss")),
         })  # fmt: skip
     return ["", f"Forward and backward of each step, seed {ours['seed']}:", "", *markdown(rows)]
@@ -148,15 +151,19 @@ def _errors(data: dict[str, Any]) -> list[str]:
     rows = [
         {
             "loss": name, "precision": case.get("precision", "").replace("lora", "fp32, LoRA"),
-            **{x: _error(case.get("found", {}).get(x)) for x in names}, "failed": case.get("reason", ""),
+            **{x: _error(case.get("found", {}).get(x)) for x in names},
+            "failed": case.get("reason", ""),
         }
         for name, case in cases.items()
     ]  # fmt: skip
     return [
         "",
-        f"Errors of the gradient of one batch ({errors['sequences']} sequences, {errors['with_gradient']} with an "
-        "advantage) against TRL's loss in float64: the norm of the difference over the norm of the gradient; in bf16 "
-        "the mean and the range of several draws of the old log-probabilities, since most of it comes from a few "
+        f"Errors of the gradient of one batch ({errors['sequences']} sequences, "
+        f"{errors['with_gradient']} with an "
+        "advantage) against TRL's loss in float64: the norm of the difference over the norm of the "
+        "gradient; in bf16 "
+        "the mean and the range of several draws of the old log-probabilities, since most of it "
+        "comes from a few "
         "tokens on the other side of their clip bound.",
         "",
         *markdown(rows),
@@ -172,19 +179,22 @@ def _error(draws: list[float] | None) -> str:
 
 COLORS = {STOCK: "#D55E00", DEFAULTS: "#0072B2"}  # Okabe and Ito's
 LOOKS = {
-    "font.size": 15, "axes.grid": True, "axes.grid.axis": "y", "grid.color": "#d8dee4", "axes.axisbelow": True,
+    "font.size": 15, "axes.grid": True, "axes.grid.axis": "y", "grid.color": "#d8dee4",
+    "axes.axisbelow": True,
     **{f"axes.spines.{side}": False for side in ("top", "right", "bottom", "left")},
     **dict.fromkeys(("figure.facecolor", "savefig.facecolor", "axes.facecolor"), "#fbfbf9"),
 }  # fmt: skip
 NOTE = (
-    "Forward and backward of an optimizer step of 32 completions, generation left out. A group whose rewards are "
-    "equal has no gradient: what ours saves follows their share, and the padding. Stock TRL runs its fallback for "
+    "Forward and backward of an optimizer step of 32 completions, generation left out. A group "
+    "whose rewards are "
+    "equal has no gradient: what ours saves follows their share, and the padding. Stock TRL runs "
+    "its fallback for "
     "CPUs, whose head also projects prompt and padding."
 )
 
 
 def draw(data: dict[str, Any]) -> Figure:
-    """Reward, share of groups with equal rewards, and seconds of both, over the steps: mean and range of the seeds."""
+    """Reward, share of groups with equal rewards, and seconds of both: mean and range."""
     trainers = {name: named(data, name) for name in (STOCK, DEFAULTS)}
     count = len(trainers[DEFAULTS][0]["steps"])
     figure = Figure(figsize=(11, 9.5), dpi=120, layout="constrained")
@@ -223,7 +233,8 @@ BEGIN, END = "<!-- measured -->", "<!-- /measured -->"
 
 
 def write(data: dict[str, Any], folder: Path) -> None:
-    """Draw ``plots/real.png`` and replace what ``real.md`` has between its marks; both are in `folder`.
+    """Draw ``plots/real.png`` and replace what ``real.md`` has between its marks; both are in
+    `folder`.
 
     Raises:
         ValueError: the page has not one pair of marks.

@@ -1,4 +1,4 @@
-"""The task, one-digit sums, and one training in this process: seconds of each phase, and what it logged."""
+"""The task, one-digit sums, and one training in this process, timed by phase."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def right(model: nn.Module, tokenizer: Any, tokens: int) -> float:
 def config(
     folder: str, steps: int, seed: int, *, short: bool = False, **changed: Any
 ) -> GRPOConfig:
-    """TRL's configuration: 4 prompts a step with 8 completions each of at most 32 tokens, full fine-tuning in fp32."""
+    """TRL's configuration: 4 prompts a step, 8 completions each, full fine-tuning in fp32."""
     options: dict[str, Any] = {
         **tiny_run.common_options(folder, steps),
         "gradient_accumulation_steps": 2 if short else 4,
@@ -97,7 +97,8 @@ def config(
 def train(
     name: str, model: Path, *, seed: int, steps: int, short: bool, tests: bool
 ) -> dict[str, Any]:
-    """Return what one training logged, by step, and how many answers were right before and after it.
+    """Return what one training logged, by step, and how many answers were right before and after
+    it.
 
     Args:
         tests: answer the problems that are held out, before and after.

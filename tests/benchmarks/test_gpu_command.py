@@ -300,7 +300,7 @@ def test_the_sanitizers_watch_every_kernel() -> None:
     everything, *watched = [
         set(re.findall(r"::test_kernel\[cuda-(\w+)-", said)) for said in selected
     ]
-    assert len(everything) >= 8
+    assert len(everything) >= 6
     assert watched == [everything] * len(gpu.TOOLS), done.stdout
     assert all("151936" not in said for said in selected[1:])
 
