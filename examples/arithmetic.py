@@ -1,8 +1,9 @@
-"""What the examples share: a small Qwen3 model, a tokenizer and an arithmetic task whose answers can be checked.
+"""What the examples share: a small Qwen3 model, a tokenizer, and sums whose answers can be checked.
 
-The prompt is a sum of digits ("3+4+5=") and the completion its working: "7+5=12" (the first two terms added, then the
-rest). Everything is built here; nothing is downloaded. The warm start teaches the working from *noisy* demonstrations:
-the model knows the format and gets a sum wrong about as often as the demonstrations do. The rest is GRPO's work.
+The prompt is a sum of digits ("3+4+5=") and the completion its working: "7+5=12" (the first two
+terms added, then the rest). Everything is built here; nothing is downloaded. The warm start teaches
+the working from *noisy* demonstrations: the model knows the format and gets a sum wrong about as
+often as the demonstrations do. The rest is GRPO's work.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ class Rollout:
 
 
 def build_tokenizer(vocab_size: int = 64) -> PreTrainedTokenizerFast:
-    """A character tokenizer; entries beyond the task's characters are unused, as reserved entries are in real ones."""
+    """A character tokenizer; entries beyond the task's characters are unused, as reserved entries
+    are in real ones.
+    """
     used = [PAD, EOS, *CHARACTERS]
     entries = used + [f"<unused_{i}>" for i in range(vocab_size - len(used))]
     tokenizer = Tokenizer(
@@ -104,7 +107,9 @@ def final_answer(text: str) -> int | None:
 
 
 def noisy_working(problem: Problem, noise: float, generator: random.Random) -> str:
-    """The working, where each sum is off by up to 3 with probability `noise` (errors are carried on, as people do)."""
+    """The working, where each sum is off by up to 3 with probability `noise` (errors are carried
+    on, as people do).
+    """
 
     def slip() -> int:
         return generator.choice((-3, -2, -1, 1, 2, 3)) if generator.random() < noise else 0
@@ -117,7 +122,9 @@ def noisy_working(problem: Problem, noise: float, generator: random.Random) -> s
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> Tensor:
-    """Token ids (B, P) of texts of one length (as all prompts of the task with the same number of terms are)."""
+    """Token ids (B, P) of texts of one length (as all prompts of the task with the same number of
+    terms are).
+    """
     return torch.tensor(tokenizer(list(texts), add_special_tokens=False)["input_ids"])
 
 
@@ -133,7 +140,9 @@ def warm_start(
     seed: int = 0,
     progress: Callable[[int, float], None] | None = None,
 ) -> None:
-    """Supervised learning on noisy workings, in place: the format is learnt, the sums are right some of the time."""
+    """Supervised learning on noisy workings, in place: the format is learnt, the sums are right
+    some of the time.
+    """
     generator = random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, total_steps=steps)
@@ -165,7 +174,9 @@ def sample(
     num_generations: int = 1,
     max_new_tokens: int = 8,
 ) -> Rollout:
-    """Sample `num_generations` completions per problem at temperature 1 from the whole distribution."""
+    """Sample `num_generations` completions per problem at temperature 1 from the whole
+    distribution.
+    """
     repeated = [problem for problem in problems for _ in range(num_generations)]
     prompt_ids = encode(tokenizer, [problem.prompt for problem in repeated])
     training = model.training
@@ -193,7 +204,9 @@ def sample(
 def warm_model(
     *, noise: float = 0.3, largest: int = 3, steps: int = 150, seed: int = 0
 ) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerFast, list[Problem]]:
-    """The model that the short examples start from, in a few seconds: (model, tokenizer, problems)."""
+    """The model that the short examples start from, in a few seconds: (model, tokenizer,
+    problems).
+    """
     torch.manual_seed(seed)
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, seed=seed)
@@ -213,7 +226,9 @@ def warm_model(
 
 
 def hidden_states(model: Qwen3ForCausalLM, rollout: Rollout) -> Tensor:
-    """The states that predict the completion: (B, T, H), aligned with `completion_ids`. The head is not run."""
+    """The states that predict the completion: (B, T, H), aligned with `completion_ids`. The head is
+    not run.
+    """
     ids = torch.cat([rollout.prompt_ids, rollout.completion_ids], dim=1)
     attention_mask = torch.cat(
         [torch.ones_like(rollout.prompt_ids), rollout.completion_mask], dim=1
@@ -243,7 +258,9 @@ def evaluate(
     problems: Sequence[Problem],
     seed: int = 0,
 ) -> float:
-    """Share of right answers, sampled at temperature 1 with a fixed seed; the global random state is left as it was."""
+    """Share of right answers, sampled at temperature 1 with a fixed seed; the global random state
+    is left as it was.
+    """
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return accuracy(sample(model, tokenizer, problems)).mean().item()

@@ -1,4 +1,4 @@
-"""What every example does before its first slow import: says what it is, and leaves busy cores to others."""
+"""What every example does first: says what it is, and leaves busy cores to others."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import sys
 def begin(doc: str) -> None:
     """Print the first line of `doc`, limit torch's threads, and show what the library logs.
 
-    Called before torch is imported, which reads OMP_NUM_THREADS then. Whoever has set that has chosen.
+    Called before torch is imported, which reads OMP_NUM_THREADS then. Whoever has set that has
+    chosen.
     """
     sys.stdout.reconfigure(line_buffering=True)  # each line at once, in a pipe too
     print(doc.splitlines()[0])
@@ -26,7 +27,9 @@ def begin(doc: str) -> None:
 
 
 def free_cores() -> int:
-    """The cores this process may use, less those that have been busy over the last minute; at least one."""
+    """The cores this process may use, less those that have been busy over the last minute; at least
+    one.
+    """
     ours = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     busy = round(os.getloadavg()[0]) if hasattr(os, "getloadavg") else 0
     return max(1, min(ours, (os.cpu_count() or 1) - busy))

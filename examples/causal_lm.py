@@ -1,8 +1,9 @@
 """One training loop for any causal language model of transformers, whatever it does to its logits.
 
-Three small random models: Gemma 2 (soft-cap), Granite (logits divided), Cohere (logits multiplied, tied head). The loop
-knows nothing of that: `causal_lm_loss` runs the model and finds out. The reward is the share of tokens with a low id.
-The claims at the end: the log-probabilities are those of the models' own logits, and every model's reward rises.
+Three small random models: Gemma 2 (soft-cap), Granite (logits divided), Cohere (logits multiplied,
+tied head). The loop knows nothing of that: `causal_lm_loss` runs the model and finds out. The
+reward is the share of tokens with a low id. The claims at the end: the log-probabilities are those
+of the models' own logits, and every model's reward rises.
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ def build_models() -> dict[str, Any]:
 
 
 def train(model: Any, steps: int) -> tuple[float, float, float]:
-    """(mean reward at the start, at the end, largest difference from the model's own log-probabilities)."""
+    """(mean reward at the start, at the end, largest difference from the model's own
+    log-probabilities).
+    """
     loss_fn = GRPOLoss(loss_type="dapo", epsilon_high=0.28)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0.0)
     rewards, gap = [], 0.0

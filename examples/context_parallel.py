@@ -2,8 +2,9 @@
 
 Each process has its part of the tokens of every sequence, and the whole head. It scores its own
 tokens, gathers the other processes' log-probabilities and entropies (two numbers per token), and
-computes the loss of the whole sequences. The claims at the end: the loss is that of one process which has all tokens;
-the gradients of the head add up to its gradient; d hidden is that of the process's own tokens.
+computes the loss of the whole sequences. The claims at the end: the loss is that of one process
+which has all tokens; the gradients of the head add up to its gradient; d hidden is that of the
+process's own tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ B, T, H, V, RANKS = 4, 12, 64, 1000, 2
 
 
 def batch() -> dict[str, Tensor]:
-    """Whole sequences, the same on every rank; ids are aligned with the hidden states that predict them."""
+    """Whole sequences, the same on every rank; ids are aligned with the hidden states that predict
+    them.
+    """
     g = torch.Generator().manual_seed(0)
     made = {
         "hidden": torch.randn(B, T, H, generator=g),
@@ -70,7 +73,8 @@ def run(rank: int, store: str) -> None:
         old_per_token_logps=given["old_per_token_logps"],
         config=presets.GSPO,
     )
-    out.loss.backward()  # where gradients are averaged over these ranks (DDP, FSDP): RANKS * out.loss
+    # where gradients are averaged over these ranks (DDP, FSDP): RANKS * out.loss
+    out.loss.backward()
 
     loss, d_head = out.loss.detach(), head.grad
     dist.all_reduce(d_head)

@@ -1,8 +1,9 @@
-"""A loss of one's own: a torch function of per-token numbers, on the same engines as the built-in ones.
+"""A loss of one's own: a torch function of per-token numbers, on the engines of the built-in ones.
 
-The function below is a policy gradient whose ratio is a constant weight, cut at 2 for rewarded tokens and at 1 for the
-others, with a small bonus for entropy. Declared `token_level`, it gets the one-pass engine: three matrix products.
-The claims at the end: its gradients are those of autograd through full logits, and training with it works.
+The function below is a policy gradient whose ratio is a constant weight, cut at 2 for rewarded
+tokens and at 1 for the others, with a small bonus for entropy. Declared `token_level`, it gets the
+one-pass engine: three matrix products. The claims at the end: its gradients are those of autograd
+through full logits, and training with it works.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from grpo_kernels.advantages import group_advantages
 
 @token_level
 def asymmetric(tokens: TokenInputs) -> Tensor:
-    """-min(ratio, cap) A log p - 0.001 entropy, with the cap by the sign of A and the weight held constant."""
+    """-min(ratio, cap) A log p - 0.001 entropy, with the cap by the sign of A and the weight held
+    constant.
+    """
     ratio = torch.exp(tokens.logps - tokens.old_per_token_logps).detach()
     cap = torch.where(tokens.advantages > 0, 2.0, 1.0)
     return -torch.minimum(ratio, cap) * tokens.advantages * tokens.logps - 0.001 * tokens.entropies
@@ -81,7 +84,8 @@ def main() -> None:
             optimizer.step()
         if step % 10 == 0 or step >= steps - 2:
             print(
-                f"step {step + 2:3d}  right {accuracy(rollout).mean():.3f}  loss {out.loss.item():+.4f}  {out.engine}"
+                f"step {step + 2:3d}  right {accuracy(rollout).mean():.3f}  loss "
+                f"{out.loss.item():+.4f}  {out.engine}"
             )
     after = evaluate(model, tokenizer, problems * 4)
     print(f"right answers: {before:.3f} before, {after:.3f} after")

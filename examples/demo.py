@@ -1,4 +1,5 @@
-"""GRPO in TRL's trainer, twice from one seed: with TRL's own head and with ours. `make demo` runs it.
+"""GRPO in TRL's trainer, twice from one seed: with TRL's own head and with ours. `make demo` runs
+it.
 
 A small Qwen3 model learns sums from noisy demonstrations, then GRPO trains it on a reward that can
 be checked. Printed: the reward of both runs, how far their losses are apart, what the whole
@@ -62,7 +63,9 @@ def sums_up(completions: list[str], answer: list[int], **_: Any) -> list[float]:
 
 
 class Recorded:
-    """What the demo notes down of a trainer's steps; the mixin goes in front of the trainer class."""
+    """What the demo notes down of a trainer's steps; the mixin goes in front of the trainer
+    class.
+    """
 
     title = ""
 
@@ -308,8 +311,10 @@ def table(summary: dict[str, Any]) -> str:
         f"  {'':<36}{'stock TRL':>14}{'grpo_kernels':>14}{'better by':>13}",
         row("reward at the start", start, start, ".3f", ratio=False),
         row("reward at the end", summary["reward_end_trl"], summary["reward_end"], ".3f", False),
-        f"  largest difference of the losses {summary['max_loss_difference']:.1e}, of the gradient norms",
-        f"  {summary['max_gradient_norm_difference']:.1e}, over {steps} (those with the same completions)",
+        f"  largest difference of the losses {summary['max_loss_difference']:.1e}, of the gradient "
+        "norms",
+        f"  {summary['max_gradient_norm_difference']:.1e}, over {steps} (those with the same "
+        "completions)",
         "",
         "  A whole training step, generation left out",
         row("CPU seconds", theirs["step_cpu_seconds"], ours["step_cpu_seconds"], ".3f"),

@@ -1,19 +1,20 @@
-"""On-policy distillation on GSM8K: on what it writes itself a Qwen3 model learns from a larger one, with TRL's trainer.
+"""On-policy distillation on GSM8K with TRL's trainer: a Qwen3 model learns from a larger one.
 
-    python examples/distill.py                                                    # one GPU, all parameters
-    python examples/distill.py --use_peft --lora_r 16 --learning_rate 1e-4        # LoRA
-    python examples/distill.py --use_vllm --vllm_mode colocate                    # completions by vLLM
+    python examples/distill.py                                              # one GPU
+    python examples/distill.py --use_peft --lora_r 16 --learning_rate 1e-4  # LoRA
+    python examples/distill.py --use_vllm --vllm_mode colocate              # completions by vLLM
     accelerate launch --config_file examples/accelerate/fsdp2.yaml examples/distill.py
     accelerate launch --config_file examples/accelerate/zero3.yaml examples/distill.py
-    python examples/distill.py --resume                                           # from the last checkpoint
-    python examples/distill.py --smoke                                            # offline, on a CPU, ten steps
+    python examples/distill.py --resume                                     # after a break
+    python examples/distill.py --smoke                                      # ten steps, on a CPU
 
-The trainer is FusedDistillationTrainer: of TRL's trainers that distill on-policy, DistillationTrainer alone is not
-experimental, and it generates with vLLM too. Its loss is the divergence over the whole vocabulary: the reverse KL, or
-with --beta 0 the forward KL. Every option of TRL's DistillationConfig and ModelConfig is an option here:
---model_name_or_path, --teacher_model_name_or_path, --max_steps, --report_to wandb or tensorboard; --help lists them.
-The teacher has to have the student's vocabulary. What to install, and the server for --vllm_mode server, are as for
-gsm8k_trl.py.
+The trainer is FusedDistillationTrainer: of TRL's trainers that distill on-policy,
+DistillationTrainer alone is not experimental, and it generates with vLLM too. Its loss is the
+divergence over the whole vocabulary: the reverse KL, or with --beta 0 the forward KL. Every option
+of TRL's DistillationConfig and ModelConfig is an option here: --model_name_or_path,
+--teacher_model_name_or_path, --max_steps, --report_to wandb or tensorboard; --help lists them. The
+teacher has to have the student's vocabulary. What to install, and the server for --vllm_mode
+server, are as for gsm8k_trl.py.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ SMOKE = {"output_dir": "out/distill-smoke", "per_device_train_batch_size": 4}
 
 
 class Trainer(FusedDistillationTrainer):
-    """Logs the accuracy of what the student writes, beside TRL's loss, which is the divergence from the teacher."""
+    """Logs the accuracy of what the student writes, beside TRL's loss, which is the divergence from
+    the teacher.
+    """
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         batch = super()._generate_and_score_completions(inputs)

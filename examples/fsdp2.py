@@ -1,8 +1,9 @@
 """FSDP2: a model divided over two processes, the GRPO loss computed by its head.
 
-The loss takes the head's module, not its weight: FSDP2 then makes the weight whole and reduces its gradient, as for a
-forward. The claims at the end: the gradients are those of one process that has the whole batch, although the ranks hold
-different numbers of tokens; and the loss falls. On GPUs, torchrun starts the processes.
+The loss takes the head's module, not its weight: FSDP2 then makes the weight whole and reduces its
+gradient, as for a forward. The claims at the end: the gradients are those of one process that has
+the whole batch, although the ranks hold different numbers of tokens; and the loss falls. On GPUs,
+torchrun starts the processes.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ class Model(nn.Module):
 
 
 def batch(rank: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Tokens, completion ids and mask (8, 12), advantages (8,); rank 1 counts fewer tokens than rank 0."""
+    """Tokens, completion ids and mask (8, 12), advantages (8,); rank 1 counts fewer tokens than
+    rank 0.
+    """
     generator = torch.Generator().manual_seed(rank)
     tokens, ids = torch.randint(VOCAB, (2, 8, 12), generator=generator)
     mask = torch.arange(12) < torch.randint(1, 12 // (rank + 1) + 1, (8, 1), generator=generator)

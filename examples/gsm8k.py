@@ -1,4 +1,4 @@
-"""Options, problems, reward, evaluation and the models of --smoke, for gsm8k_trl.py and distill.py."""
+"""Options, problems, reward, evaluation and models of --smoke, for gsm8k_trl.py and distill.py."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ INSTRUCTION = r"Reason step by step, and put the final answer within \boxed{}."
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 AFTER_HASHES = re.compile(r"####\s*\$?(-?\d[\d,]*(?:\.\d+)?)")
 
-# Values of TRL's options: of every run where they are not TRL's defaults, and then those of --smoke.
+# Values of TRL's options: of every run where they are not TRL's defaults, and then those of
+# --smoke.
 DEFAULTS = {
     "model_name_or_path": "Qwen/Qwen3-0.6B",
     "chat_template_kwargs": {
@@ -71,9 +72,11 @@ class Options:
 def parse(
     doc: str, options: type[Options], config: type, defaults: dict[str, Any], smoke: dict[str, Any]
 ) -> tuple[Any, Any, ModelConfig]:
-    """Read the options, TRL's `config` and its ModelConfig from the command line, and from YAML with --config FILE.
+    """Read the options, TRL's `config` and its ModelConfig from the command line, and from YAML
+    with --config FILE.
 
-    An unknown name is an error. --smoke changes defaults only, so that options beside it still count.
+    An unknown name is an error. --smoke changes defaults only, so that options beside it still
+    count.
     """
     parser = TrlParser(
         (options, config, ModelConfig), description=doc.splitlines()[0], allow_abbrev=False
@@ -90,7 +93,8 @@ def parse(
         raise SystemExit(f"--eval_problems: expected at least 1, got {parsed.eval_problems}")
     if Path(args.output_dir).is_file():
         raise SystemExit(
-            f"--output_dir: expected a folder, or a name that is free, got the file {args.output_dir}"
+            "--output_dir: expected a folder, or a name that is free, got the file "
+            f"{args.output_dir}"
         )
     if args.use_vllm and not is_vllm_available():
         raise SystemExit(
@@ -132,9 +136,11 @@ def problems(options: Options) -> DatasetDict:
 def exact_match(
     completions: list[list[dict[str, str]]], solution: list[str], **kwargs: Any
 ) -> list[float | None]:
-    """The reward, 1 for a right answer and else 0: TRL's accuracy_reward of what stands in \\boxed{} or after ####.
+    """The reward, 1 for a right answer and else 0: TRL's accuracy_reward of what stands in
+    \\boxed{} or after ####.
 
-    That needs math-verify. Without it the last number of the completion is compared with the solution.
+    That needs math-verify. Without it the last number of the completion is compared with the
+    solution.
     """
     if is_math_verify_available():
         texts = [
@@ -167,7 +173,8 @@ class SaysThatNothingIsLearnt(TrainerCallback):
 
 
 def train_and_evaluate(trainer: Any, options: Options, metrics: dict[str, str]) -> None:
-    """Evaluate, train, evaluate and save; print `metrics`, by TRL's names in its log, before and after.
+    """Evaluate, train, evaluate and save; print `metrics`, by TRL's names in its log, before and
+    after.
 
     After --resume the values before are those that the checkpoint has recorded.
     """
@@ -180,7 +187,8 @@ def train_and_evaluate(trainer: Any, options: Options, metrics: dict[str, str]) 
     say = trainer.accelerator.print
     if not is_math_verify_available():
         say(
-            "math-verify is not installed: the last number of each completion is compared with the solution"
+            "math-verify is not installed: the last number of each completion is compared with the "
+            "solution"
         )
     trainer.train(resume_from_checkpoint=checkpoint)
     trainer.evaluate()
@@ -189,18 +197,23 @@ def train_and_evaluate(trainer: Any, options: Options, metrics: dict[str, str]) 
     for name, title in metrics.items():
         values = [entry[name] for entry in trainer.state.log_history if name in entry]
         say(
-            f"{title}, {len(trainer.eval_dataset)} test problems: {values[0]:.3f} before, {values[-1]:.3f} after"
+            f"{title}, {len(trainer.eval_dataset)} test problems: {values[0]:.3f} before, "
+            f"{values[-1]:.3f} after"
         )
     trainer.end()
 
 
 def smoke_problems() -> DatasetDict:
-    """Thirty problems in the form of GSM8K's. Two thirds have the answer 3, which is learnt in a few steps."""
+    """Thirty problems in the form of GSM8K's. Two thirds have the answer 3, which is learnt in a
+    few steps.
+    """
     names = ("Ada", "Ben", "Cleo", "Dan", "Eve", "Finn", "Gus", "Hana", "Ivo", "June")
     rows = [
         {
-            "question": f"{name} has {first} apples and buys {second} more . How many apples has {name} now ?",
-            "answer": f"{name} has {first} + {second} = {first + second} apples now.\n#### {first + second}",
+            "question": f"{name} has {first} apples and buys {second} more . "
+            f"How many apples has {name} now ?",
+            "answer": f"{name} has {first} + {second} = {first + second} apples now.\n"
+            f"#### {first + second}",
         }
         for name in names
         for first, second in ((1, 1), (1, 2), (2, 1))
@@ -211,7 +224,9 @@ def smoke_problems() -> DatasetDict:
 
 
 def smoke_model(folder: Path, hidden_size: int, seed: int) -> str:
-    """Write a tiny Qwen3 with random weights and its tokenizer to a folder; return the folder's name."""
+    """Write a tiny Qwen3 with random weights and its tokenizer to a folder; return the folder's
+    name.
+    """
     state = PartialState()
     if state.is_local_main_process:
         words = {word for row in smoke_problems()["train"] for word in row["question"].split()}

@@ -1,14 +1,15 @@
 r"""GRPO on GSM8K with a Qwen3 model in a plain PyTorch loop, in one file.
 
-    python examples/gsm8k_plain.py            # openai/gsm8k and Qwen/Qwen3-0.6B, on the GPU if there is one
-    python examples/gsm8k_plain.py --model DIR --data DIR    # offline: the model's folder, and a copy of the data
-    python examples/gsm8k_plain.py --smoke    # a tiny model, a tokenizer and thirty problems, made here; a CPU will do
+    python examples/gsm8k_plain.py                         # on the GPU if there is one
+    python examples/gsm8k_plain.py --model DIR --data DIR  # offline: the model, a copy of the data
+    python examples/gsm8k_plain.py --smoke                 # a tiny model, made here; on a CPU
 
-The data: a folder of `save_to_disk`, a folder of json, jsonl or parquet files named after their splits, or such a file.
-Each step samples --group completions for each of --prompts problems, rewards a right answer in \boxed{} or after ####,
-and takes --updates optimiser steps, --micro-batch sequences (whole groups) at a time, against the log-probabilities of
-the policy that sampled. The model's layers compute no padding and each prompt once, and updates leave out sequences
-without gradient. The model answers --test problems before and after, and is saved in the folder --output.
+The data: a folder of `save_to_disk`, a folder of json, jsonl or parquet files named after their
+splits, or such a file. Each step samples --group completions for each of --prompts problems,
+rewards a right answer in \boxed{} or after ####, and takes --updates optimiser steps, --micro-batch
+sequences (whole groups) at a time, against the log-probabilities of the policy that sampled. The
+model's layers compute no padding and each prompt once, and updates leave out sequences without
+gradient. The model answers --test problems before and after, and is saved in the folder --output.
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ except ImportError:
     verify = None
 
 ASK = "Think step by step, and write the final answer as \\boxed{number}."
-NOTHING_LEARNT = "no group has had unequal rewards so far, so nothing was learnt: is the task too hard, or too easy?"
+NOTHING_LEARNT = (
+    "no group has had unequal rewards so far, so nothing was learnt: "
+    "is the task too hard, or too easy?"
+)
 OPTIONS = {
     "model": "Qwen/Qwen3-0.6B",
     "data": "openai/gsm8k",
@@ -61,12 +65,15 @@ WHOLE = {
     "top_p": 1.0,
 }  # the distribution that the loss is of
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# fp32 weights, bf16 products: at this learning rate most updates are smaller than half a step of a bf16 weight.
+# fp32 weights, bf16 products: at this learning rate most updates are smaller than half a step of a
+# bf16 weight.
 AUTOCAST = torch.autocast(DEVICE, torch.bfloat16, enabled=DEVICE == "cuda")
 
 
 def splits(name: str) -> Any:
-    """Read the splits "train" and "test", from the hub or from a copy; of data without splits a tenth is "test"."""
+    """Read the splits "train" and "test", from the hub or from a copy; of data without splits a
+    tenth is "test".
+    """
     path = Path(name)
     if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
         found = datasets.load_from_disk(name)
@@ -90,7 +97,9 @@ def splits(name: str) -> Any:
 
 
 def is_right(text: str, answer: str) -> bool:
-    """Compare the last answer in \\boxed{} or after #### with GSM8K's; without either, a text is wrong."""
+    """Compare the last answer in \\boxed{} or after #### with GSM8K's; without either, a text is
+    wrong.
+    """
     pieces = re.split(r"(?=\\boxed\{)|####", text)
     found, gold = pieces[-1].split("\n")[0], answer.split("####")[-1].strip().replace(",", "")
     if len(pieces) > 1 and verify is not None:
@@ -106,7 +115,9 @@ def is_right(text: str, answer: str) -> bool:
 def complete(
     model: Any, tokenizer: Any, problems: list, limit: int, **how: Any
 ) -> tuple[torch.Tensor, dict]:
-    """Generate a completion for each problem: rewards (B,), and what the loss takes of prompts and completions."""
+    """Generate a completion for each problem: rewards (B,), and what the loss takes of prompts and
+    completions.
+    """
     chats = [[{"role": "user", "content": f"{problem['question']} {ASK}"}] for problem in problems]
     prompts = tokenizer.apply_chat_template(
         chats, tokenize=False, add_generation_prompt=True, enable_thinking=False
@@ -133,7 +144,9 @@ def complete(
 
 
 def made_here() -> tuple[Any, Any, list[dict]]:
-    """Model, tokenizer and problems of `--smoke`; the model has been taught answers of which half are right."""
+    """Model, tokenizer and problems of `--smoke`; the model has been taught answers of which half
+    are right.
+    """
     ways = [(who, a, b) for who in ("Ann", "Ben", "Eve May") for a in range(1, 6) for b in (1, 2)]
     sums = [
         (f"{who} has {a} apples and buys {b} more. How many apples are there now?", a + b)
@@ -262,7 +275,8 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
         print(
-            f"step {step}: reward {rewards.mean():.3f}, entropy {entropy:.3f}, gradient norm {norm:.3f},",
+            f"step {step}: reward {rewards.mean():.3f}, entropy {entropy:.3f}, gradient norm "
+            f"{norm:.3f},",
             end=" ",
         )
         print(f"sequences with gradient {live:.3f}", flush=True)
@@ -273,7 +287,8 @@ def main() -> None:
     model.save_pretrained(args.output)
     tokenizer.save_pretrained(args.output)
     print(
-        f"saved in {args.output}; test problems right: {before.mean():.3f} before, {after.mean():.3f} after"
+        f"saved in {args.output}; test problems right: {before.mean():.3f} before, "
+        f"{after.mean():.3f} after"
     )
 
 

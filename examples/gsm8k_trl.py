@@ -1,24 +1,26 @@
-"""GRPO on GSM8K with a Qwen3 model: TRL's trainer, its loss and training step computed by grpo_kernels.
+"""GRPO on GSM8K with a Qwen3 model: TRL's trainer, loss and training step by grpo_kernels.
 
-    python examples/gsm8k_trl.py                                                  # one GPU, all parameters
-    python examples/gsm8k_trl.py --use_peft --lora_r 16 --learning_rate 1e-5      # LoRA
-    python examples/gsm8k_trl.py --use_vllm --vllm_mode colocate                  # completions by vLLM
+    python examples/gsm8k_trl.py                                              # one GPU
+    python examples/gsm8k_trl.py --use_peft --lora_r 16 --learning_rate 1e-5  # LoRA
+    python examples/gsm8k_trl.py --use_vllm --vllm_mode colocate              # completions by vLLM
     accelerate launch --config_file examples/accelerate/fsdp2.yaml examples/gsm8k_trl.py
     accelerate launch --config_file examples/accelerate/zero3.yaml examples/gsm8k_trl.py
-    python examples/gsm8k_trl.py --resume                                         # from the last checkpoint
-    python examples/gsm8k_trl.py --model_name_or_path DIR --dataset_name DIR      # offline; on a CPU add
-                                 --use_cpu True --bf16 False
-    python examples/gsm8k_trl.py --smoke                                          # offline, on a CPU, ten steps
+    python examples/gsm8k_trl.py --resume                                     # after a break
+    python examples/gsm8k_trl.py --model_name_or_path DIR --dataset_name DIR  # offline
+    python examples/gsm8k_trl.py --smoke                                      # ten steps, on a CPU
 
-TRL comes with `pip install '.[trl]'`; LoRA needs peft, vLLM `pip install 'trl[vllm]'`. With `pip install math-verify`
-the reward reads an answer as mathematics; without it the last number of a completion counts. Every option of TRL's
-GRPOConfig and ModelConfig is an option here: --model_name_or_path, --max_steps, --report_to wandb or tensorboard;
+TRL comes with `pip install '.[trl]'`; LoRA needs peft, vLLM `pip install 'trl[vllm]'`. With `pip
+install math-verify` the reward reads an answer as mathematics; without it the last number of a
+completion counts. On a CPU add --use_cpu True --bf16 False. Every option of TRL's GRPOConfig and
+ModelConfig is an option here: --model_name_or_path, --max_steps, --report_to wandb or tensorboard;
 --help lists them. A server for --vllm_mode server is started first, on other GPUs:
 
-    VLLM_SERVER_DEV_MODE=1 vllm serve Qwen/Qwen3-0.6B --weight-transfer-config '{"backend": "nccl"}' \\
+    VLLM_SERVER_DEV_MODE=1 vllm serve Qwen/Qwen3-0.6B \\
+        --weight-transfer-config '{"backend": "nccl"}' \\
         --logprobs-mode processed_logprobs --max-logprobs -1
 
-The accuracy before and after is that of one completion a problem, sampled at the temperature of the training.
+The accuracy before and after is that of one completion a problem, sampled at the temperature of the
+training.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ SMOKE = {
 
 @dataclass
 class StepOptions(Options):
-    """The library's options besides (docs/training-step.md). Losses and gradients stay TRL's with all of them."""
+    """The library's options besides (docs/training-step.md). Losses and gradients stay TRL's with
+    all of them.
+    """
 
     layout: str = field(default="tree", metadata={"choices": ["tree", "trim", "padded"]})
     zero_advantage: str = field(default="score", metadata={"choices": ["score", "skip", "train"]})

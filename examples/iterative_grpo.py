@@ -1,9 +1,10 @@
-"""Iterative GRPO with a learnt reward model: algorithm 1 of DeepSeekMath (https://arxiv.org/abs/2402.03300).
+"""Iterative GRPO with a learnt reward model (https://arxiv.org/abs/2402.03300, algorithm 1).
 
-Each iteration refreshes the reference model from the policy. Each of its steps samples from the current policy, keeps
-that policy's log-probabilities as the old ones, scores with the reward model and takes mu optimiser steps on the GRPO
-loss with its KL penalty; then the reward model trains on, on these samples (labelled) and 10 % replayed history.
-The claim at the end: answers get right by a reward that is learnt, which still tells right answers from wrong ones.
+Each iteration refreshes the reference model from the policy. Each of its steps samples from the
+current policy, keeps that policy's log-probabilities as the old ones, scores with the reward model
+and takes mu optimiser steps on the GRPO loss with its KL penalty; then the reward model trains on,
+on these samples (labelled) and 10 % replayed history. The claim at the end: answers get right by a
+reward that is learnt, which still tells right answers from wrong ones.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ class RewardModel:
         self.history: list[tuple[str, float]] = []
 
     def train(self, rollout: Rollout, steps: int, batch: int = 64, replayed: float = 0.1) -> float:
-        """Optimiser steps on `rollout`, the share `replayed` of each batch from earlier ones; returns the last loss."""
+        """Optimiser steps on `rollout`, the share `replayed` of each batch from earlier ones;
+        returns the last loss.
+        """
         texts = [
             problem.prompt + text
             for problem, text in zip(rollout.problems, rollout.texts, strict=True)
@@ -101,14 +104,17 @@ def main() -> None:
                 take_step(optimizer, out.loss)
             reward_loss = reward_model.train(rollout, steps=4)
         print(
-            f"iteration {iteration + 1}: right {accuracy(rollout).mean():.3f}, scored {scores.mean():.3f}, "
-            f"KL to the reference {out.metrics['kl'].item():.4f}, loss of the reward model {reward_loss:.3f}"
+            f"iteration {iteration + 1}: right {accuracy(rollout).mean():.3f}, scored "
+            f"{scores.mean():.3f}, "
+            f"KL to the reference {out.metrics['kl'].item():.4f}, loss of the reward model "
+            f"{reward_loss:.3f}"
         )
     after = evaluate(policy, tokenizer, problems * 4)
     right, scores = accuracy(start).bool(), reward_model.score(start)
     told = (scores[right].mean() - scores[~right].mean()).item()
     print(
-        f"right answers: {before:.3f} before, {after:.3f} after; score of right less wrong ones {told:.3f}"
+        f"right answers: {before:.3f} before, {after:.3f} after; score of right less wrong ones "
+        f"{told:.3f}"
     )
     assert after > before + 0.1, "the share of right answers did not rise"
     assert told > 0.2, "the reward model cannot tell right answers from wrong ones"

@@ -1,9 +1,10 @@
-"""GRPO where the sampler truncates: log-probabilities over the ids that top-k and top-p kept, at the cost of those.
+"""GRPO where the sampler truncates: log-probabilities over the ids that top-k and top-p kept.
 
-A sampler with top-k or top-p draws from a renormalised part of the distribution. Scored over the whole vocabulary, its
-own tokens look off-policy before a single step was taken; scored over the kept sets, they are exactly on-policy. The
-sampler says which ids it kept, and the loss takes them as `kept_ids`.
-The claims at the end: the ratio to the sampler is 1, the share of right answers rises.
+A sampler with top-k or top-p draws from a renormalised part of the distribution. Scored over the
+whole vocabulary, its own tokens look off-policy before a single step was taken; scored over the
+kept sets, they are exactly on-policy. The sampler says which ids it kept, and the loss takes them
+as `kept_ids`. The claims at the end: the ratio to the sampler is 1, the share of right answers
+rises.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ def sample_truncated(
     problems: list[Problem],
     num_generations: int,
 ) -> tuple[Rollout, Tensor, Tensor]:
-    """A rollout at top-k 12 and top-p 0.95; the kept ids (B, T, K), padded with -1; the sampler's own logps (B, T)."""
+    """A rollout at top-k 12 and top-p 0.95; the kept ids (B, T, K), padded with -1; the sampler's
+    own logps (B, T).
+    """
     repeated = [problem for problem in problems for _ in range(num_generations)]
     prompt_ids = encode(tokenizer, [problem.prompt for problem in repeated])
     found = model.generate(
@@ -103,13 +106,16 @@ def main() -> None:
         if step % 8 == 0 or step >= steps - 2:
             size = out.metrics["kept/size"].item()
             print(
-                f"step {step + 2:3d}  right {accuracy(rollout).mean():.3f}  loss {out.loss.item():+.4f}  "
-                f"ids kept {size:.1f} of {head.shape[0]}  clipped {out.metrics['clip_ratio/region_mean'].item():.3f}"
+                f"step {step + 2:3d}  right {accuracy(rollout).mean():.3f}  loss "
+                f"{out.loss.item():+.4f}  "
+                f"ids kept {size:.1f} of {head.shape[0]}  clipped "
+                f"{out.metrics['clip_ratio/region_mean'].item():.3f}"
             )
     after = evaluate(model, tokenizer, problems * 4)
     print(f"right answers: {before:.3f} before, {after:.3f} after")
     print(
-        f"ratio to the sampler: off by {off_kept:.1e} at most; {off_full:.3f} on average over the whole vocabulary"
+        f"ratio to the sampler: off by {off_kept:.1e} at most; {off_full:.3f} on average over the "
+        "whole vocabulary"
     )
     assert off_kept < 1e-3, "the ratio over the kept set is not 1"
     assert off_full > 0.005, "the ratio over the whole vocabulary shows no truncation"

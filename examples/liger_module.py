@@ -1,9 +1,10 @@
 """Liger's GRPO loss call, served by our engines: one import changes, and fewer products are made.
 
-`LigerFusedLinearGRPOLoss` has Liger's constructor, call and metrics. Here it is held against Liger's own class (and
-skipped there if liger-kernel is not installed) on a dapo loss with a KL term and on GSPO, and the products of both are
-counted. Trainers that construct Liger's class themselves (TRL up to 1.12, ms-swift, Axolotl) need one call of
-`patch_liger()` before. The claims at the end: the same loss and gradients, with less than three products for its four.
+`LigerFusedLinearGRPOLoss` has Liger's constructor, call and metrics. Here it is held against
+Liger's own class (and skipped there if liger-kernel is not installed) on a dapo loss with a KL term
+and on GSPO, and the products of both are counted. Trainers that construct Liger's class themselves
+(TRL up to 1.12, ms-swift, Axolotl) need one call of `patch_liger()` before. The claims at the end:
+the same loss and gradients, with less than three products for its four.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ def make_batch() -> Batch:
 
 
 def run(loss_fn: Any, batch: Batch) -> tuple[list[Tensor], float]:
-    """Loss, metrics and both gradients; the products that it took, in those of all positions with the head."""
+    """Loss, metrics and both gradients; the products that it took, in those of all positions with
+    the head.
+    """
     with FlopCounterMode(display=False) as counter:
         loss, metrics = loss_fn(**batch)
         grads = torch.autograd.grad(loss, (batch["_input"], batch["lin_weight"]))

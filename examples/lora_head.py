@@ -1,8 +1,8 @@
-"""LoRA on the head itself, in its low-rank form: a policy gradient that trains the adapter and nothing else.
+"""LoRA on the head itself, in its low-rank form: a policy gradient that trains the adapter alone.
 
-A bandit of many prompts: the hidden state says which tokens are right. The head is frozen; the adapter's two factors
-learn. The claims at the end: gradients are those of the merged head by autograd, no product of the two factors was ever
-made (counted operations), and the reward rises.
+A bandit of many prompts: the hidden state says which tokens are right. The head is frozen; the
+adapter's two factors learn. The claims at the end: gradients are those of the merged head by
+autograd, no product of the two factors was ever made (counted operations), and the reward rises.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ def main() -> None:
         first = reward.mean().item() if step == 0 else first
         if step % 20 == 0 or step == steps - 1:
             print(
-                f"step {step:3d}  reward {reward.mean():.3f}  operations {counter.get_total_flops():,}"
+                f"step {step:3d}  reward {reward.mean():.3f}  operations "
+                f"{counter.get_total_flops():,}"
             )
     n = (
         len(ids) + 2 * 16
@@ -68,7 +69,8 @@ def main() -> None:
     scored = 2 * n * V * H + 2 * n * RANK * (V + H)
     assert counter.get_total_flops() <= scored + 4 * graded * RANK * V + 2 * n * RANK * H
     print(
-        f"reward {first:.3f} before, {reward.mean():.3f} after; gradients off by {worst:.1e} of the largest entry"
+        f"reward {first:.3f} before, {reward.mean():.3f} after; gradients off by {worst:.1e} of "
+        "the largest entry"
     )
     assert worst < 1e-4, "the gradients are not those of the merged head"
     assert reward.mean() > first + 0.3, "the reward did not rise"

@@ -1,7 +1,8 @@
-"""Outcome supervision with several reward functions: one score a completion, from three functions of different weight.
+"""Outcome supervision: one score a completion, from three reward functions of different weight.
 
-Rewards (B, 3) become group-relative advantages (B,), and those the loss (DeepSeekMath, section 4.1.2,
-https://arxiv.org/abs/2402.03300). The claim at the end: the weighted reward and the share of right answers rise.
+Rewards (B, 3) become group-relative advantages (B,), and those the loss (DeepSeekMath, section
+4.1.2, https://arxiv.org/abs/2402.03300). The claim at the end: the weighted reward and the share of
+right answers rise.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ def right(completions: list[str], answer: list[int], **_: Any) -> list[float]:
 
 
 async def close(completions: list[str], answer: list[int], **_: Any) -> list[float | None]:
-    """1 less a fifth for each unit that the number is off; None, not scored, where there is no number."""
+    """1 less a fifth for each unit that the number is off; None, not scored, where there is no
+    number.
+    """
     found = [final_answer(text) for text in completions]
     return [
         None if n is None else max(0.0, 1 - abs(n - a) / 5)
@@ -87,7 +90,8 @@ def main() -> None:
     rounds = min(4, max(steps // 2, 1))
     before, after = torch.stack(history[:rounds]).mean(0), torch.stack(history[-rounds:]).mean(0)
     print(
-        f"weighted reward: {before @ WEIGHTS:.3f} in the first {rounds} steps, {after @ WEIGHTS:.3f} in the last"
+        f"weighted reward: {before @ WEIGHTS:.3f} in the first {rounds} steps, "
+        f"{after @ WEIGHTS:.3f} in the last"
     )
     assert after @ WEIGHTS > before @ WEIGHTS + 0.1, "the weighted reward did not rise"
     assert after[0] > before[0] + 0.1, "the share of right answers did not rise"

@@ -1,8 +1,8 @@
 """GRPO in a plain PyTorch loop: no trainer, the loss straight from the model's hidden states.
 
-Each round samples groups of completions, scores them, and takes two optimiser steps on them: the first on-policy, the
-second against the log-probabilities of the policy that sampled (kept from `linear_logprob` without gradient).
-The claim at the end: the share of right answers rises.
+Each round samples groups of completions, scores them, and takes two optimiser steps on them: the
+first on-policy, the second against the log-probabilities of the policy that sampled (kept from
+`linear_logprob` without gradient). The claim at the end: the share of right answers rises.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def main() -> None:
         if step % 10 == 0:
             metrics = {name: f"{value.item():.3f}" for name, value in out.metrics.items()}
             print(
-                f"step {step:3d}  right {accuracy(rollout).mean():.3f}  loss {out.loss.item():+.4f}  "
+                f"step {step:3d}  right {accuracy(rollout).mean():.3f}  loss "
+                f"{out.loss.item():+.4f}  "
                 f"entropy {metrics['entropy']}  clipped {metrics['clip_ratio/region_mean']}  "
                 f"rows with gradient {metrics['rows/gradient']}"
             )

@@ -1,8 +1,9 @@
-"""PPO with a value head: per-token advantages from generalised advantage estimation, two epochs on each batch.
+"""PPO with a value head: advantages from GAE, two epochs on each batch.
 
-The policy's loss is `grpo_loss` with `presets.PPO` (https://arxiv.org/abs/1707.06347) and advantages (B, T) from `gae`
-(https://arxiv.org/abs/1506.02438); the value head reads the same hidden states and is trained by plain torch.
-The claims at the end: the share of right answers rises and the error of the values falls.
+The policy's loss is `grpo_loss` with `presets.PPO` (https://arxiv.org/abs/1707.06347) and
+advantages (B, T) from `gae` (https://arxiv.org/abs/1506.02438); the value head reads the same
+hidden states and is trained by plain torch. The claims at the end: the share of right answers rises
+and the error of the values falls.
 """
 
 from __future__ import annotations
@@ -64,8 +65,10 @@ def main() -> None:
                 errors.append(value_loss.item())
         if step % 8 == 0 or step >= steps - 2:
             print(
-                f"step {step + 2:3d}  right {accuracy(rollout).mean():.3f}  error of the values {errors[-1]:.4f}  "
-                f"ratio {out.metrics['ratio'].item():.3f}  clipped {out.metrics['clip_ratio/region_mean'].item():.3f}"
+                f"step {step + 2:3d}  right {accuracy(rollout).mean():.3f}  error of the values "
+                f"{errors[-1]:.4f}  "
+                f"ratio {out.metrics['ratio'].item():.3f}  clipped "
+                f"{out.metrics['clip_ratio/region_mean'].item():.3f}"
             )
     after = evaluate(model, tokenizer, problems * 4)
     print(f"right answers: {before:.3f} before, {after:.3f} after")

@@ -1,9 +1,10 @@
-"""Process supervision: every step of the working is scored, and a token's advantage is what is still to come.
+"""Process supervision: every step is scored; a token's advantage is what is still to come.
 
-For "3+4+1=" the working "7+1=8" has two steps: "7+1=" (is the partial sum right?) and "8" with the end of the sequence
-(is the last addition right, whatever it starts from?). The step rewards are normalised over all steps of a group and a
-token gets the sum over the steps that end at or after it (DeepSeekMath, section 4.1.3, https://arxiv.org/abs/2402.03300).
-The claims at the end: both steps improve, and the final answer with them.
+For "3+4+1=" the working "7+1=8" has two steps: "7+1=" (is the partial sum right?) and "8" with the
+end of the sequence (is the last addition right, whatever it starts from?). The step rewards are
+normalised over all steps of a group and a token gets the sum over the steps that end at or after it
+(DeepSeekMath, section 4.1.3, https://arxiv.org/abs/2402.03300). The claims at the end: both steps
+improve, and the final answer with them.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from grpo_kernels.advantages import process_advantages
 
 
 def score_steps(rollout: Rollout) -> tuple[list[list[float]], list[list[int]]]:
-    """Rewards of each completion's steps, and the index of each step's last token (one token a character)."""
+    """Rewards of each completion's steps, and the index of each step's last token (one token a
+    character).
+    """
     rewards, ends = [], []
     for text, problem, mask in zip(
         rollout.texts, rollout.problems, rollout.completion_mask, strict=True
@@ -68,7 +71,8 @@ def main() -> None:
         if step % 5 == 0 or step == steps - 1:
             partial, final = history[-1].tolist()
             print(
-                f"step {step + 1:3d}  first step right {partial:.3f}  second step right {final:.3f}  "
+                f"step {step + 1:3d}  first step right {partial:.3f}  second step right "
+                f"{final:.3f}  "
                 f"answer right {accuracy(rollout).mean():.3f}  "
                 f"rows with gradient {out.metrics['rows/gradient'].item():.3f}"
             )

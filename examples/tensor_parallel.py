@@ -1,7 +1,8 @@
-"""A head sharded by rows of the vocabulary over two processes: the loss and gradients of the whole one.
+"""A head divided by rows of the vocabulary over two processes: loss and gradients of the whole.
 
-Each process holds half of the head, and so half of its gradient; the ranks tell each other four numbers a token and sum
-d hidden. The claims at the end: loss and gradients are those of the whole head, and no rank saw more than its half.
+Each process holds half of the head, and so half of its gradient; the ranks tell each other four
+numbers a token and sum d hidden. The claims at the end: loss and gradients are those of the whole
+head, and no rank saw more than its half.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ def run(rank: int, store: str) -> None:
             assert gap < 1e-5
         worst = max(gap for *_, gap in every)
         print(
-            f"loss of the whole head {want_loss.item():+.6f}; largest difference of a gradient {worst:.1e}"
+            f"loss of the whole head {want_loss.item():+.6f}; largest difference of a gradient "
+            f"{worst:.1e}"
         )
     dist.destroy_process_group()
 

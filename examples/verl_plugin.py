@@ -1,13 +1,13 @@
-"""`impl_backend=grpo_kernels` within verl: the forward its FSDP engine gives a model, with verl's torch head and ours.
+"""`impl_backend=grpo_kernels` in verl: its FSDP engine with verl's torch head and with ours.
 
 A run of verl needs two lines more in its configuration, and no code:
 
     actor_rollout_ref.model.use_fused_kernels=True
     actor_rollout_ref.model.fused_kernel_options.impl_backend=grpo_kernels
 
-This is what they do, on a small random Qwen3 and a CPU: the same steps of a clipped policy gradient with an entropy
-bonus twice, on packed sequences and with a temperature, as verl has them. The claim at the end: the losses and the
-trained weights agree.
+This is what they do, on a small random Qwen3 and a CPU: the same steps of a clipped policy gradient
+with an entropy bonus twice, on packed sequences and with a temperature, as verl has them. The claim
+at the end: the losses and the trained weights agree.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ LENGTHS = (13, 20)  # of the sequences, packed into one row
 
 
 def batch() -> tuple[Tensor, Tensor, Tensor]:
-    """Ids and positions (1, N), and advantages (N,); a sequence's last position predicts nothing that counts."""
+    """Ids and positions (1, N), and advantages (N,); a sequence's last position predicts nothing
+    that counts.
+    """
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, 512, (1, sum(LENGTHS)), generator=generator)
     positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]

@@ -39,7 +39,7 @@ GPUS: dict[str, float] = {  # GiB as sold; the driver has up to a tenth less
 }  # fmt: skip
 NOTES = """extra: the most that is allocated beyond the inputs and the gradients returned
 with gradients: the same, and the gradients of hidden states and weight"""
-GPU_NOTE = """last column: "with gradients" as a share of the GPU's memory; model and optimizer come on top
+GPU_NOTE = """last column: "with gradients" over the GPU's memory; model and optimizer come on top
 Computed by the planner for a GPU with room; where less is free, less is taken."""
 
 
@@ -93,7 +93,8 @@ class Need:
 
 
 def estimate(size: Size) -> list[Need]:
-    """Return the need of each engine that serves `size`, with the C++ or on a GPU the Triton kernels.
+    """Return the need of each engine that serves `size`, with the C++ or on a GPU the Triton
+    kernels.
 
     The first is what "auto" takes if the loss does not couple tokens and memory is not short.
     """

@@ -41,7 +41,9 @@ PRECISIONS = {  # of float32 products, by torch's names
 
 
 def collect() -> dict[str, dict[str, str]]:
-    """Return the report: section -> name -> text. Of the packages it names, only torch is imported."""
+    """Return the report: section -> name -> text. Of the packages it names, only torch is
+    imported.
+    """
     everywhere = devices()
     least, most = (f"{size / 2**20:.0f} MiB" for size in (CUDA.workspaces[0], CUDA.workspaces[-1]))
     with warnings.catch_warnings():
@@ -152,8 +154,8 @@ Pairs = dict[str, tuple[Any, Any]]  # name of a result -> (ours, the float64 for
 def check(devices: list[torch.device]) -> Iterator[dict[str, Any]]:
     """Compare each backend that works with float64: a mapping for each call.
 
-    Its ``error`` is that of the result nearest to its tolerance, over that result's largest element;
-    None if the call raised.
+    Its ``error`` is that of the result nearest to its tolerance, over that result's largest
+    element; None if the call raised.
     """
     for device in devices:
         for backend in ("torch", "cpp" if device.type == "cpu" else "triton"):
@@ -184,7 +186,9 @@ def _compared(pairs: Pairs) -> dict[str, Any]:
 
 
 def _drawn(dtype: torch.dtype, device: torch.device) -> tuple[list[Tensor], list[Tensor], Tensor]:
-    """Ours and in float64: hidden, weight, bias, a teacher's hidden, its weight; then ids (B, T)."""
+    """Ours and in float64: hidden, weight, bias, a teacher's hidden, its weight; then ids (B,
+    T).
+    """
     draw = torch.Generator().manual_seed(0)
     shapes = (B, T, H), (V, H), (V,), (B, T, H), (V, H)
     values = [torch.randn(shape, generator=draw).div(3).to(dtype) for shape in shapes]

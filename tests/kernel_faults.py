@@ -1,10 +1,10 @@
 """Faults planted in the sources and in compiled kernels, one at a time; the suite must notice each.
 
-`python -m tests.kernel_faults [name ...]` plants those of `FAULTS` in a copy of the sources (`planted`) and prints a
-table. It fails if a fault survives. Then, or where `compiled` is among the names, `emulator.planted` plants faults in
-compiled kernels: in their barriers, masks and offsets. What that cannot do is here:
-where rows are looked for. (Faults in the arithmetic that every backend shares are in
-`support/wrong_candidates.py`; they are planted in a candidate, not in the sources.)
+`python -m tests.kernel_faults [name ...]` plants those of `FAULTS` in a copy of the sources
+(`planted`) and prints a table. It fails if a fault survives. Then, or where `compiled` is among the
+names, `emulator.planted` plants faults in compiled kernels: in their barriers, masks and offsets.
+What that cannot do is here: where rows are looked for. (Faults in the arithmetic that every backend
+shares are in `support/wrong_candidates.py`; they are planted in a candidate, not in the sources.)
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ def main() -> int:
     with concurrent.futures.ThreadPoolExecutor(options.workers) as pool:
         for fault, (alive, line, seconds) in zip(chosen, pool.map(survives, chosen), strict=True):
             print(
-                f"{'SURVIVES' if alive else 'caught':8s}  {fault.name:48s} {seconds:5.0f} s  {line}",
+                f"{'SURVIVES' if alive else 'caught':8s}  {fault.name:48s} {seconds:5.0f} s  "
+                f"{line}",
                 flush=True,
             )
             left += [fault.name] if alive else []

@@ -1,14 +1,15 @@
 """The C++ row kernels under AddressSanitizer and UndefinedBehaviorSanitizer.
 
-`python -m tests.sanitize` builds csrc/ with both and runs, with that library loaded in the usual one's place:
+`python -m tests.sanitize` builds csrc/ with both and runs, with that library loaded in the usual
+one's place:
 
 - the tests of the row kernels, on every instruction set that the processor has,
 - 2,000 random cases (`test_random_rows`), each on all of them,
 - the suites of the whole engine on the "cpp" backend.
 
-`--quick` runs 200 random cases and some of the row tests. A finding ends its process, with a report. Torch allocates
-with posix_memalign, which AddressSanitizer replaces when it is loaded first: a tensor's memory ends where its numbers
-do. That this works is tried before anything else.
+`--quick` runs 200 random cases and some of the row tests. A finding ends its process, with a
+report. Torch allocates with posix_memalign, which AddressSanitizer replaces when it is loaded
+first: a tensor's memory ends where its numbers do. That this works is tried before anything else.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ PRELOADED = (
     "libstdc++.",
 )  # the second, or exceptions thrown by what was loaded before it are not seen
 OPTIONS = {
-    "ASAN_OPTIONS": "detect_leaks=0:handle_segv=2",  # Python frees little at its end; pytest handles signals
+    # Python frees little at its end; pytest handles signals
+    "ASAN_OPTIONS": "detect_leaks=0:handle_segv=2",
     "UBSAN_OPTIONS": "print_stacktrace=1",
     "OMP_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "passive",
@@ -85,7 +87,8 @@ def build_sanitized(folder: Path) -> tuple[Path, dict[str, str]]:
     ]
     if None in found:
         raise NotSeen(
-            f"expected a library linked with {' and '.join(PRELOADED)}, as GCC makes it, got:\n{linked}"
+            f"expected a library linked with {' and '.join(PRELOADED)}, as GCC makes it, "
+            f"got:\n{linked}"
         )
     return library, {**os.environ, **OPTIONS, "LD_PRELOAD": ":".join(filter(None, found))}
 
@@ -132,7 +135,9 @@ def try_findings() -> None:
 
 
 def check_findings(library: Path, environment: dict[str, str]) -> str:
-    """Raise unless the sanitizers find what they should; the best instruction set of this processor."""
+    """Raise unless the sanitizers find what they should; the best instruction set of this
+    processor.
+    """
     command = [sys.executable, "-c", TRY, str(library)]
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS
@@ -172,7 +177,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"built in {time.perf_counter() - begun:.0f} s", flush=True)
         best = check_findings(library, environment)
         print(
-            f"reads and writes too far, and unaligned ones, are seen; instruction sets up to {best}",
+            "reads and writes too far, and unaligned ones, are seen; instruction sets up to "
+            f"{best}",
             flush=True,
         )
         environment["GRPO_KERNELS_RANDOM_FACTOR"] = "1" if quick else str(FACTOR)

@@ -1,4 +1,4 @@
-"""Size of the project: `python -m tests.size` prints lines, files, records and marks of test files."""
+"""`python -m tests.size`: lines, files, records and marks of test files of the project."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The documentation: code that is shown, and what the checker of the built site finds (`make docs` builds it)."""
+"""The documentation: code that is shown, and what the checker of the built site finds (`make docs`
+builds it).
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,9 @@ def keywords_of(function: Callable[..., Any]) -> set[str] | None:
 
 
 def shown_calls(block: str) -> Iterator[tuple[str, Any, ast.Call]]:
-    """The calls in a block of code, of functions and classes that it imports from grpo_kernels itself."""
+    """The calls in a block of code, of functions and classes that it imports from grpo_kernels
+    itself.
+    """
     known: dict[str, Any] = {"grpo_kernels": grpo_kernels}
     for node in ast.walk(ast.parse(block)):
         if isinstance(node, ast.ImportFrom) and node.module in (
@@ -97,7 +101,8 @@ def test_shown_calls_have_arguments_that_there_are(page: str) -> None:
 
 
 def test_calls_are_found_and_wrong_arguments_in_them() -> None:
-    block = "import grpo_kernels as g\nfrom grpo_kernels import GRPOLoss as Loss\nLoss(epsilom=1)\ng.grpo_loss(beta=1)"
+    block = "import grpo_kernels as g\nfrom grpo_kernels import GRPOLoss as Loss\n"
+    block += "Loss(epsilom=1)\ng.grpo_loss(beta=1)"
     calls = shown_calls(block.replace("g.", "grpo_kernels."))
     unknown = [
         call.keywords[0].arg not in (keywords_of(function) or ()) for _, function, call in calls
@@ -159,7 +164,8 @@ def site_of(tmp_path: Path, body: str) -> Path:
 
 
 def test_a_site_without_faults_passes(tmp_path: Path) -> None:
-    body = "<a href='#top'></a><a href='api/all.html#grpo_kernels.grpo_loss'></a><img src='picture.svg'>"
+    body = "<a href='#top'></a><a href='api/all.html#grpo_kernels.grpo_loss'></a>"
+    body += "<img src='picture.svg'>"
     assert check.main(site_of(tmp_path, body + "<a href='https://example.org'></a>")) == 0
 
 

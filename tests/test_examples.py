@@ -1,4 +1,5 @@
-"""The examples run as a user runs them, each in a process of its own, and end with an assertion of what they claim.
+"""The examples run as a user runs them, each in a process of its own, and end with an assertion of
+what they claim.
 
 Most of them in one that has loaded transformers already, which takes as long as they do.
 """
@@ -56,7 +57,9 @@ LAUNCHED = {
 
 
 def run_python(*arguments: str, beside: tuple[str, ...] = ()) -> str:
-    """What a Python with a single thread printed, which finds the checkout; fails with all of it if it fails."""
+    """What a Python with a single thread printed, which finds the checkout; fails with all of it if
+    it fails.
+    """
     path = os.pathsep.join(filter(None, [str(ROOT), *beside, os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(

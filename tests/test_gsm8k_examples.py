@@ -1,4 +1,5 @@
-"""The GSM8K scripts: the plain loop on the tiny model of its `--smoke`; verl's configuration, which verl itself makes.
+"""The GSM8K scripts: the plain loop on the tiny model of its `--smoke`; verl's configuration, which
+verl itself makes.
 
 The configuration needs hydra, of requirements/peers.txt, and neither Ray's processes nor a GPU.
 """
@@ -112,7 +113,9 @@ def composed(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def test_verl_accepts_the_configuration(composed: Any) -> None:
-    """verl's own checks before it starts anything; its dataclasses refuse names that they do not have."""
+    """verl's own checks before it starts anything; its dataclasses refuse names that they do not
+    have.
+    """
     from hydra.errors import InstantiationException
     from omegaconf import OmegaConf
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
@@ -135,7 +138,9 @@ def test_verl_accepts_the_configuration(composed: Any) -> None:
 
 
 def test_the_options_arrive_in_verls_engine(composed: Any) -> None:
-    """One mini-batch through verl's FSDP2 engine, with the loss and the head's options of the script."""
+    """One mini-batch through verl's FSDP2 engine, with the loss and the head's options of the
+    script.
+    """
     from verl.utils.config import omega_conf_to_dataclass
 
     from tests.support import verl_engine

@@ -1,4 +1,6 @@
-"""The list of planted faults (`kernel_faults.py`) fits the sources, and its runner tells caught from not."""
+"""The list of planted faults (`kernel_faults.py`) fits the sources, and its runner tells caught
+from not.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The planner of `python -m grpo_kernels memory` and the peers' formulas count what calls allocate."""
+"""The planner of `python -m grpo_kernels memory` and the peers' formulas count what calls
+allocate.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,8 @@ def test_every_figure_is_what_is_allocated(name: str, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("step", "dtype"),
     [
-        ({}, BF16), ({}, FP32), ({"frozen": True}, BF16), ({"score": True}, FP32), ({"masked": 0.5}, BF16),
+        ({}, BF16), ({}, FP32), ({"frozen": True}, BF16), ({"score": True}, FP32),
+        ({"masked": 0.5}, BF16),
         ({"workspace_bytes": 64 * MIB, "rows": 4096}, FP32),
     ],
     ids=str,

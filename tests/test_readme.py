@@ -1,6 +1,7 @@
 """README.md: every block of it run as it is written, and its plain loop held against full logits.
 
-Names of models and data sets are replaced by tiny local ones, and TRL is told to use the CPU; nothing else.
+Names of models and data sets are replaced by tiny local ones, and TRL is told to use the CPU;
+nothing else.
 """
 
 from __future__ import annotations
@@ -115,7 +116,9 @@ def loop_block() -> tuple[str, str]:
 def full_logits_loss(
     names: dict[str, Any], model: Any, loss_fn: GRPOLoss
 ) -> tuple[Any, torch.Tensor]:
-    """Loss and log-probabilities of the last batch from all logits, each sequence alone and without padding."""
+    """Loss and log-probabilities of the last batch from all logits, each sequence alone and without
+    padding.
+    """
     ids, attended, counted = (names[x] for x in ("input_ids", "attention", "completion_mask"))
     advantages = names["group_advantages"](names["rewards"], num_generations=8)
     logps = torch.zeros(counted.shape)
@@ -133,7 +136,9 @@ def full_logits_loss(
 
 @pytest.mark.parametrize("adapted", [False, True], ids=["whole model", "PEFT LoRA"])
 def test_plain_loop_is_right_with_left_padding(local: dict[str, str], adapted: bool) -> None:
-    """Log-probabilities, loss and gradients of its last step are those of full logits of sequences without padding."""
+    """Log-probabilities, loss and gradients of its last step are those of full logits of sequences
+    without padding.
+    """
     load, loop = loop_block()
     names = run([load], local)
     if adapted:

@@ -1,4 +1,6 @@
-"""The float64 reference against TRL's own loss, and the tolerance against right and deliberately wrong candidates."""
+"""The float64 reference against TRL's own loss, and the tolerance against right and deliberately
+wrong candidates.
+"""
 
 from __future__ import annotations
 

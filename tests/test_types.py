@@ -1,4 +1,6 @@
-"""What type checkers see of the package: a user's file, and that types say what the functions themselves do."""
+"""What type checkers see of the package: a user's file, and that types say what the functions
+themselves do.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,13 @@ from grpo_kernels import GRPOLoss, LossConfig, Run, grpo_loss, typing
 
 ROOT = Path(__file__).parents[1]
 USER = ROOT / "tests" / "support" / "typed_user.py"
-# Most of torch, and the packages of trainers, have no say in what is checked here, and take mypy half a minute.
+# Most of torch, and the packages of trainers, have no say in what is checked here, and take mypy
+# half a minute.
 TORCH = (
-    "torch, torch._C.*, torch._tensor, torch.autograd, torch.autograd.grad_mode, torch.nn, torch.nn.modules, "
-    "torch.nn.modules.linear, torch.nn.modules.module, torch.nn.parameter, torch.types, torch.utils._contextlib"
+    "torch, torch._C.*, torch._tensor, torch.autograd, torch.autograd.grad_mode, torch.nn, "
+    "torch.nn.modules, "
+    "torch.nn.modules.linear, torch.nn.modules.module, torch.nn.parameter, torch.types, "
+    "torch.utils._contextlib"
 ).replace(" ", "")
 MYPY = f"""
 [mypy]
@@ -39,7 +44,9 @@ PYRIGHT = {"include": [USER.name], "pythonVersion": "3.10", "typeCheckingMode": 
 
 
 def run(folder: Path, *arguments: str) -> str:
-    """What a checker prints; it finds the package by itself in the environment, where `pip install -e .` has put it."""
+    """What a checker prints; it finds the package by itself in the environment, where `pip install
+    -e .` has put it.
+    """
     command = [sys.executable, "-m", *arguments]
     environment = {
         name: x for name, x in os.environ.items() if name not in ("PYTHONPATH", "MYPYPATH")

@@ -66,7 +66,9 @@ def modules() -> set[str]:
 
 
 def in_installed(code: str, wheel: Path, folder: Path) -> list[str]:
-    """The words that `code` prints where `wheel` is installed, with neither a compiler nor a cache."""
+    """The words that `code` prints where `wheel` is installed, with neither a compiler nor a
+    cache.
+    """
     zipfile.ZipFile(wheel).extractall(folder)
     environment = {
         "PYTHONPATH": folder,
@@ -93,7 +95,8 @@ def test_wheels_native_and_pure(tree, tmp_path):
     shipped = {name for name in names(pure) if ".dist-info/" not in name}
     data = {"grpo_kernels/py.typed", "grpo_kernels/backends/triton_rows/tuned.json"}
     assert shipped == modules() | data | {f"grpo_kernels/csrc/{name}" for name in SOURCES}
-    ask = "from grpo_kernels.backends.cpp_rows.build import *; print(source_folder(), cache_key(source_folder()))"
+    ask = "from grpo_kernels.backends.cpp_rows.build import *; "
+    ask += "print(source_folder(), cache_key(source_folder()))"
     found, key = in_installed(ask, pure, tmp_path / "site1")
     assert Path(found) == tmp_path / "site1" / "grpo_kernels" / "csrc"
     assert key == build.cache_key(CHECKOUT / "csrc")

@@ -1,4 +1,6 @@
-"""``python -m benchmarks.gpu``: the whole command at toy sizes, and what it does when something goes wrong."""
+"""``python -m benchmarks.gpu``: the whole command at toy sizes, and what it does when something
+goes wrong.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ CASES = ("main", "frozen", "score", "fp32 weight, autocast", "Gemma-2-2B")
 
 @pytest.mark.slow
 def test_dry_run(tmp_path: Path) -> None:
-    """Every step and every section; ours is right in a case of each kind, the file as documented."""
+    """Every step and every section; ours is right in a case of each kind, the file as
+    documented.
+    """
     out = tmp_path / "results.json"
     options = ["--profile", "--out", str(out), "--budget-seconds", "1800", "--cases", *CASES]
     done = subprocess.run(
@@ -215,7 +219,9 @@ def times(**ms: float) -> dict[str, Any]:
 
 
 def test_goals() -> None:
-    """The fastest of Liger's forms counts; a peer's own turn, not when ours was timed first; no wrong result."""
+    """The fastest of Liger's forms counts; a peer's own turn, not when ours was timed first; no
+    wrong result.
+    """
     cases = {
         "main": times(ours=46.0, products=40.0, trl=100.0, liger_ce=70.0, liger_torch=57.0),
         "frozen": times(ours=30.0, products=26.0, trl=50.0),
@@ -287,7 +293,8 @@ COLLECT = """
 import sys, pytest
 for which in sys.argv[2:]:
     print("selected:")
-    pytest.main(["-q", "--collect-only", "-p", "no:cacheprovider", "-m", "gpu", sys.argv[1], "-k", which])
+    pytest.main(["-q", "--collect-only", "-p", "no:cacheprovider", "-m", "gpu", sys.argv[1], "-k",
+        which])
 """
 ALONE = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 
@@ -308,7 +315,8 @@ def test_the_sanitizers_watch_every_kernel() -> None:
 def test_pytest_results(tmp_path: Path) -> None:
     test, xml = tmp_path / "test_x.py", tmp_path / "x.xml"
     test.write_text(
-        "import pytest\ndef test_a(): pass\ndef test_b(): assert 1 == 2\ndef test_c(): pytest.skip('why')\n"
+        "import pytest\ndef test_a(): pass\ndef test_b(): assert 1 == 2\ndef test_c(): "
+        "pytest.skip('why')\n"
     )
     command = [*gpu.PYTEST, f"--junitxml={xml}", str(test)]
     done = subprocess.run(command, cwd=tmp_path, env=ALONE, capture_output=True, text=True)

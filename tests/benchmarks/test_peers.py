@@ -1,8 +1,8 @@
 """Every peer of the benchmarks on small cases: its result is right, or it says why there is none.
 
-Two peers whose licences are not permissive are installed by `make bench` alone, which runs their tests with them. Where
-they are not, what stands in for them has the same names and arguments (tests/stand_ins), so that the adapters' calls
-are tested everywhere.
+Two peers whose licences are not permissive are installed by `make bench` alone, which runs their
+tests with them. Where they are not, what stands in for them has the same names and arguments
+(tests/stand_ins), so that the adapters' calls are tested everywhere.
 """
 
 from __future__ import annotations
@@ -162,7 +162,9 @@ def hide(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     "case", [CASES[name] for name in ("fp32", "soft-cap", "padding", "score, padding")]
 )
 def test_the_call_of_cce(case: BenchCase, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the stand-in even where the package is, whose kernels need a GPU, choosing as it does without Triton."""
+    """With the stand-in even where the package is, whose kernels need a GPU, choosing as it does
+    without Triton.
+    """
     monkeypatch.setattr(sys, "path", [str(STAND_INS), *sys.path])
     for module in [x for x in sys.modules if x.partition(".")[0] == "cut_cross_entropy"]:
         monkeypatch.delitem(sys.modules, module)
@@ -200,7 +202,9 @@ def test_a_package_that_is_missing_is_named(name: str, monkeypatch: pytest.Monke
 def test_verl_finds_its_kernels_in_a_call_without_verl_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its forward and backward say ``from . import kernels``, which must not import verl, and with it Ray."""
+    """Its forward and backward say ``from . import kernels``, which must not import verl, and with
+    it Ray.
+    """
     verl.module.cache_clear()
     head = verl.module("kernel", "linear_cross_entropy")
     for package in ("ray", "verl"):

@@ -1,4 +1,5 @@
-"""`python -m tests.fuzz`: random calls for some minutes; of one that fails, the smallest that fails alike.
+"""`python -m tests.fuzz`: random calls for some minutes; of one that fails, the smallest that fails
+alike.
 
 Failures are kept in .hypothesis/, and the next run without a seed begins with them.
 """

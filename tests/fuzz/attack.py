@@ -1,7 +1,8 @@
-"""Attacks on the library: hypothesis draws a call's options and shrinks them, a check says what has to hold.
+"""Attacks on the library: hypothesis draws a call's options and shrinks them, a check says what has
+to hold.
 
-An option that is absent is the plain one. `tests/fuzz/test_fuzz.py` runs a few examples, always the same;
-`python -m tests.fuzz` (`make fuzz`) runs others for ten minutes.
+An option that is absent is the plain one. `tests/fuzz/test_fuzz.py` runs a few examples, always the
+same; `python -m tests.fuzz` (`make fuzz`) runs others for ten minutes.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ SETTINGS = settings(
 
 
 class Draws:
-    """The methods of `random.Random` that draw a call, by hypothesis: it shrinks each draw towards the plain call."""
+    """The methods of `random.Random` that draw a call, by hypothesis: it shrinks each draw towards
+    the plain call.
+    """
 
     def __init__(self, draw: Callable[[st.SearchStrategy[Any]], Any]) -> None:
         self._draw = draw
@@ -37,7 +40,9 @@ class Draws:
         return self._draw(st.sampled_from(values))
 
     def random(self) -> float:
-        """A multiple of 0.01 in [0, 1), the largest if it can be: what is there in a share p of the calls goes."""
+        """A multiple of 0.01 in [0, 1), the largest if it can be: what is there in a share p of the
+        calls goes.
+        """
         return 0.99 - self._draw(st.integers(0, 99)) / 100
 
     def uniform(self, low: float, high: float) -> float:
@@ -55,7 +60,9 @@ class Draws:
 
 @dataclass(frozen=True)
 class Attack:
-    """A kind of call: how its options are drawn, by `random.Random` or `Draws`, and what they are checked by."""
+    """A kind of call: how its options are drawn, by `random.Random` or `Draws`, and what they are
+    checked by.
+    """
 
     draw: Callable[[Any], Options]
     check: Callable[[Options], None]  # raises if the library does not do what it promises
@@ -65,9 +72,11 @@ class Attack:
         return st.composite(lambda draw: self.draw(Draws(draw)))()
 
     def run(self, profile: settings, first: int | None = None) -> None:
-        """Check `profile.max_examples` calls; of one that fails, raise the error of the smallest that fails alike.
+        """Check `profile.max_examples` calls; of one that fails, raise the error of the smallest
+        that fails alike.
 
-        Without a seed `first`, begin with the failures that the profile's database kept: a seed turns that off.
+        Without a seed `first`, begin with the failures that the profile's database kept: a seed
+        turns that off.
         """
         attack = profile(given(options=self.options())(self.check))
         (attack if first is None else seed(first)(attack))()

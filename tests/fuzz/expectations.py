@@ -1,4 +1,6 @@
-"""`linear_logprob` that expects anything: its gradient has to be that of what came, in float64 from full logits."""
+"""`linear_logprob` that expects anything: its gradient has to be that of what came, in float64 from
+full logits.
+"""
 
 from __future__ import annotations
 
@@ -156,8 +158,10 @@ def check(options: Options) -> None:
     if "one_pass" in options and options.get("form") != "no coefficients":
         engine = "one_pass"
     scores = flat(linear_logprob)(
-        leaves["hidden"], leaves["weight"], case.completion_ids, bias=leaves["bias"], mask=case.completion_mask,
-        entropy=asks_entropy, expected=expected, engine=engine, backend=options.get("backend", "auto"),
+        leaves["hidden"], leaves["weight"], case.completion_ids, bias=leaves["bias"],
+        mask=case.completion_mask,
+        entropy=asks_entropy, expected=expected, engine=engine,
+        backend=options.get("backend", "auto"),
         workspace_bytes=case.workspace_bytes, **config,
     )  # fmt: skip
     logps, entropies = scores.logps, scores.entropies
@@ -174,7 +178,8 @@ def compare(
 ) -> None:
     """Each entry within some roundings of the absolute values that it is the sum of.
 
-    What was stored for an expectation may be `FAR_TOO_LARGE` times what came, in every row: its rounding stays.
+    What was stored for an expectation may be `FAR_TOO_LARGE` times what came, in every row: its
+    rounding stays.
     """
     want = head(case)
     counted, unit = want.counted, 1e-10 if case.hidden.dtype == torch.float64 else 1e-4

@@ -1,4 +1,6 @@
-"""A few attacks, always the same; a planted fault is found, shrunk and repeated; calls that failed once."""
+"""A few attacks, always the same; a planted fault is found, shrunk and repeated; calls that failed
+once.
+"""
 
 from __future__ import annotations
 
@@ -103,24 +105,32 @@ def test_random_calls_cover_what_they_are_to_cover() -> None:
         assert sum(bool(x.get(name)) for x in drawn) >= 10, name
 
 
-# d hidden of a small row beside a large one; d weight, where one row was expected to be twenty times the largest
+# d hidden of a small row beside a large one; d weight, where one row was expected to be twenty
+# times the largest
 EXPECTED_THAT_FAILED: list[dict[str, Any]] = [
     {"name": "expected/61673036677", "n": 2, "a": "random", "sent_entropy": "zeros", "bias": True},
     {"name": "expected/61673036677", "n": 2, "a": "random", "v": 130},
 ]
-# Probabilities below float32's least, times a divergence's slope of 80; and SAPO's gate near 1 in float64.
+# Probabilities below float32's least, times a divergence's slope of 80; and SAPO's gate near 1 in
+# float64.
 LOSSES_THAT_FAILED: list[dict[str, Any]] = [
     {
-        "name": "fuzz/666619833641", "mask": "full", "b": 2, "t": 2, "h": 8, "v": 200, "loss_type": "grpo",
+        "name": "fuzz/666619833641", "mask": "full", "b": 2, "t": 2, "h": 8, "v": 200,
+        "loss_type": "grpo",
         "epsilon": 0.1, "epsilon_high": 1.5, "beta": 0.01, "kl_estimator": "full",
-        "top_entropy_quantile": 0.18674926029850936, "zero_adv": True, "ratio": "masked", "entropy_coef": 0.05,
-        "sampling": True, "temperature": 0.5, "dtype": torch.bfloat16, "spread": 20.0, "teacher": 0.1,
-        "others": {"teacher_final_logit_softcapping": None, "teacher_logit_scale": -1.0}, "engine": 34,
+        "top_entropy_quantile": 0.18674926029850936, "zero_adv": True, "ratio": "masked",
+        "entropy_coef": 0.05,
+        "sampling": True, "temperature": 0.5, "dtype": torch.bfloat16, "spread": 20.0,
+        "teacher": 0.1,
+        "others": {"teacher_final_logit_softcapping": None, "teacher_logit_scale": -1.0},
+        "engine": 34,
         "backend": "cpp", "packed": True, "garbage": 535490, "scale": 17.0, "no_mask": True,
     },
     {
-        "name": "fuzz/321530804517", "mask": "full", "b": 2, "t": 5, "h": 8, "v": 2, "loss_type": "sapo",
-        "kl_estimator": "k2", "sampling": True, "logit_scale": 2.0, "temperature": 0.9, "dtype": torch.float64,
+        "name": "fuzz/321530804517", "mask": "full", "b": 2, "t": 5, "h": 8, "v": 2,
+        "loss_type": "sapo",
+        "kl_estimator": "k2", "sampling": True, "logit_scale": 2.0, "temperature": 0.9,
+        "dtype": torch.float64,
         "engine": 34, "backend": "torch", "scale": 17.0, "lora": 4, "shift": 3.0, "noise": 1.0,
     },
 ]  # fmt: skip

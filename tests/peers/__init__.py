@@ -1,1 +1,3 @@
-"""Other people's tests of GRPO, run with theirs and with ours: `python -m tests.peers` (docs/testing.md)."""
+"""Other people's tests of GRPO, run with theirs and with ours: `python -m tests.peers`
+(docs/testing.md).
+"""

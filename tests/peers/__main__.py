@@ -1,7 +1,9 @@
-"""`python -m tests.peers`: peers' own tests, as they are and with ours in place, from the sources that are given.
+"""`python -m tests.peers`: peers' own tests, as they are and with ours in place, from the sources
+that are given.
 
-Of a source only its tests are used, in a folder of their own: what they import is the installed package. The counts of
-both runs go to stdout as a table, and every test whose outcome differs. Arguments are handed on to pytest.
+Of a source only its tests are used, in a folder of their own: what they import is the installed
+package. The counts of both runs go to stdout as a table, and every test whose outcome differs.
+Arguments are handed on to pytest.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ class Peer:
     environment: Mapping[str, str] = field(default_factory=dict)
     known: Mapping[str, str] = field(
         default_factory=dict
-    )  # pattern of "way: test" -> why its outcome is another
+    )  # pattern of "way: test" -> why it differs
 
     def why(self, way: str, test: str) -> str | None:
         return next(
@@ -52,7 +54,8 @@ PEERS = (
         "tests",
         "tests/test_grpo_trainer.py",
         ("patch_trl", "FusedGRPOTrainer"),
-        select="not VLM and not vllm and not Slow",  # images, a server, and models of the hub with their weights
+        # images, a server, and models of the hub with their weights
+        select="not VLM and not vllm and not Slow",
     ),
     Peer(
         "trl",
@@ -77,9 +80,7 @@ PEERS = (
         environment={
             "TORCHDYNAMO_DISABLE": "1"
         },  # else every test compiles Liger's module anew: hours
-        known={
-            r"-sequence-luspo-True-\w+-\w+-0\.1-.*-dtype1-": "expects luspo's KL term to count padding"
-        },
+        known={r"-sequence-luspo-True-\w+-\w+-0\.1-.*-dtype1-": "luspo's KL term counts padding"},
     ),
     Peer(
         "verl",
@@ -98,14 +99,16 @@ def run(peer: Peer, source: Path, way: str, options: Sequence[str]) -> dict[str,
         (folder / peer.tests).symlink_to(source.resolve() / peer.tests)
         report = folder / "report.xml"
         command = [
-            sys.executable, "-m", "pytest", peer.file, "-q", "-p", "no:cacheprovider", "-p", "tests_of_ours",
+            sys.executable, "-m", "pytest", peer.file, "-q", "-p", "no:cacheprovider", "-p",
+            "tests_of_ours",
             "-c", os.devnull, "--rootdir", str(folder), f"--junitxml={report}", "-W", "ignore",
             "-k", peer.select, *options,
         ]  # fmt: skip
         path = os.pathsep.join([str(folder), str(Path(__file__).parent), str(CHECKOUT)])
         environment = os.environ | peer.environment | {
             "PYTHONPATH": path, "GRPO_KERNELS_WAY": way, "GRPO_KERNELS_PEER": peer.package,
-            "PYTHONDONTWRITEBYTECODE": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "HF_HUB_OFFLINE": "1",
+            "PYTHONDONTWRITEBYTECODE": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+            "HF_HUB_OFFLINE": "1",
         }  # fmt: skip
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
         if done.returncode == 5:  # none was selected
@@ -134,7 +137,9 @@ def row(peer: Peer, way: str, found: dict[str, str]) -> str:
 
 
 def main(options: Sequence[str]) -> int:
-    """0 if every test has the same outcome with ours, but for those known; `options` are for pytest."""
+    """0 if every test has the same outcome with ours, but for those known; `options` are for
+    pytest.
+    """
     given = [
         (peer, Path(os.environ[peer.variable])) for peer in PEERS if os.environ.get(peer.variable)
     ]

@@ -1,4 +1,6 @@
-"""A pytest plugin for other people's tests: ours in the place of theirs, in the way that GRPO_KERNELS_WAY names."""
+"""A pytest plugin for other people's tests: ours in the place of theirs, in the way that
+GRPO_KERNELS_WAY names.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ def _trl_without_hub() -> None:
     trl_hub.make(Path.cwd())
 
     def has(name: str) -> Any:
-        """Tests of another release ask for packages with functions that this release may not have."""
+        """Tests of another release ask for packages with functions that this release may not
+        have.
+        """
         asked = re.fullmatch(r"is_(\w+)_available", name)
         if asked is None:
             raise AttributeError(f"module 'trl.import_utils' has no attribute {name!r}")

@@ -1,8 +1,10 @@
-"""What TRL's tests take from the hub, made here: tiny models, their tokenizers and a few prompts, under the same names.
+"""What TRL's tests take from the hub, made here: tiny models, their tokenizers and a few prompts,
+under the same names.
 
-transformers and datasets read a folder where one has the name that they are given: with these in the working folder
-nothing asks the network. Shapes and weights are not the hub's, and the tokenizers split into bytes: a test that has the
-ids of a real vocabulary in it fails, with whatever trainer it runs.
+transformers and datasets read a folder where one has the name that they are given: with these in
+the working folder nothing asks the network. Shapes and weights are not the hub's, and the
+tokenizers split into bytes: a test that has the ids of a real vocabulary in it fails, with whatever
+trainer it runs.
 """
 
 from __future__ import annotations
@@ -21,8 +23,10 @@ OWNER = "trl-internal-testing"
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 # pad, end of text, begin of text; then what the chat templates and the tests name
 SPECIAL = (
-    "<|endoftext|>", "<|im_end|>", "<|im_start|>", "<|finetune_right_pad_id|>", "<|begin_of_text|>", "<|eot_id|>",
-    "<|start_header_id|>", "<|end_header_id|>", "<tool_call>", "</tool_call>", "<think>", "</think>",
+    "<|endoftext|>", "<|im_end|>", "<|im_start|>", "<|finetune_right_pad_id|>", "<|begin_of_text|>",
+    "<|eot_id|>",
+    "<|start_header_id|>", "<|end_header_id|>", "<tool_call>", "</tool_call>", "<think>",
+    "</think>",
 )  # fmt: skip
 VOCAB = len(BYTES) + len(SPECIAL)
 BASE: dict[str, Any] = {
@@ -44,16 +48,22 @@ CAUSAL: dict[str, tuple[str, dict[str, Any]]] = {
     "tiny-LlamaForCausalLM-3.2": ("LlamaConfig", {}),
     "tiny-MistralForCausalLM-0.2": ("MistralConfig", {}),
     "tiny-Gemma2ForCausalLM": ("Gemma2Config", {"head_dim": 8}),
-    "tiny-Cohere2ForCausalLM": ("Cohere2Config", {"logit_scale": 0.125, "tie_word_embeddings": True}),
+    "tiny-Cohere2ForCausalLM": ("Cohere2Config",
+        {"logit_scale": 0.125, "tie_word_embeddings": True}),
     "tiny-Qwen3MoeForCausalLM": ("Qwen3MoeConfig", {**EXPERTS, "num_experts": 4}),
-    "tiny-GptOssForCausalLM": ("GptOssConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}),
-    "tiny-Glm4MoeForCausalLM": ("Glm4MoeConfig", {**EXPERTS, "n_routed_experts": 4, "first_k_dense_replace": 1}),
+    "tiny-GptOssForCausalLM": ("GptOssConfig",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}),
+    "tiny-Glm4MoeForCausalLM": ("Glm4MoeConfig",
+        {**EXPERTS, "n_routed_experts": 4, "first_k_dense_replace": 1}),
     "tiny-NemotronHForCausalLM-nano": (
         "NemotronHConfig",
         {
-            "layers_block_type": ["mamba", "moe", "attention", "mlp"], "num_hidden_layers": 4, "head_dim": 8,
-            "mamba_num_heads": 8, "mamba_head_dim": 4, "ssm_state_size": 8, "n_groups": 2, "n_routed_experts": 4,
-            "num_experts_per_tok": 2, "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 32,
+            "layers_block_type": ["mamba", "moe", "attention", "mlp"], "num_hidden_layers": 4,
+            "head_dim": 8,
+            "mamba_num_heads": 8, "mamba_head_dim": 4, "ssm_state_size": 8, "n_groups": 2,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+            "moe_shared_expert_intermediate_size": 32,
         },
     ),
 }  # fmt: skip
@@ -102,7 +112,9 @@ def _write(folder: Path, config_class: str, fields: dict[str, Any], auto: Any) -
 
 
 def tokenizer(model: str) -> PreTrainedTokenizerFast:
-    """Bytes, and the special tokens; with the chat template of the model's family, which TRL brings along."""
+    """Bytes, and the special tokens; with the chat template of the model's family, which TRL brings
+    along.
+    """
     core = Tokenizer(models.BPE({x: i for i, x in enumerate(BYTES)}, merges=[]))
     core.pre_tokenizer, core.decoder = (
         pre_tokenizers.ByteLevel(add_prefix_space=False),

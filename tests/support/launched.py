@@ -1,4 +1,6 @@
-"""Run a script as a process of `accelerate launch` on GPUs, but on a CPU: ``launched.py SCRIPT OPTIONS...``."""
+"""Run a script as a process of `accelerate launch` on GPUs, but on a CPU: ``launched.py SCRIPT
+OPTIONS...``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What the tests count exactly: floating point operations of products, and every allocation with its life time."""
+"""What the tests count exactly: floating point operations of products, and every allocation with
+its life time.
+"""
 
 from __future__ import annotations
 

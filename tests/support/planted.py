@@ -1,4 +1,6 @@
-"""Plants a fault in a copy of the sources, and runs the tests that should fail until the first does."""
+"""Plants a fault in a copy of the sources, and runs the tests that should fail until the first
+does.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,8 @@ def survives(fault: Fault) -> tuple[bool, str, float]:
         except subprocess.TimeoutExpired:
             return True, f"nothing failed within {SECONDS} s", time.perf_counter() - begun
     said = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    # 1: tests failed; below 0: killed by a signal, as by a read outside of a tensor. Anything else proves nothing.
+    # 1: tests failed; below 0: killed by a signal, as by a read outside of a tensor. Anything else
+    # proves nothing.
     caught = (done.returncode == 1 and bool(said)) or done.returncode < 0
     if "the compiler failed" in done.stdout:
         return True, "it does not compile", time.perf_counter() - begun

@@ -1,4 +1,6 @@
-"""The names and arguments of 2026.10.9 that the adapter uses, in plain torch operations of our own."""
+"""The names and arguments of 2026.10.9 that the adapter uses, in plain torch operations of our
+own.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ def _use_triton(device: torch.device) -> bool:
 def fused_linear_logprobs(
     hidden, weight, ids, *, mask, logit_softcapping, return_entropy, entropy_requires_grad
 ):
-    """Log-probabilities (B, T), 0 where `mask` (bool) is false, and entropies (B, T) without a gradient."""
+    """Log-probabilities (B, T), 0 where `mask` (bool) is false, and entropies (B, T) without a
+    gradient.
+    """
     assert not entropy_requires_grad
     logits = hidden.float() @ weight.float().T
     if logit_softcapping:
