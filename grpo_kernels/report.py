@@ -120,8 +120,7 @@ def _library() -> str:
     library = build.load()
     if library.refusal:
         return "none"
-    text = f"{torch.ops.grpo_kernels_cpp.isa('')}, {library.path or library.origin}"
-    return f"{text}; {library.warning}" if library.warning else text
+    return f"{torch.ops.grpo_kernels_cpp.isa('')}, {library.path or library.origin}"
 
 
 def _settings() -> dict[str, str]:

@@ -55,12 +55,7 @@ TRY = LOAD + "from tests.sanitize import try_findings; try_findings(); print(isa
 TEST = LOAD + "import pytest; isa(sys.argv[2]); sys.exit(pytest.main(sys.argv[3:]))"
 # stderr is left alone, where a report goes that the process does not survive
 ARGUMENTS = ("-q", "-p", "no:cacheprovider", "--capture=sys", "--no-header", "-r", "fE")
-BUILDING = (
-    "test_cpp_build.py",
-    "test_cpp_builders.py",
-    "test_cpp_cache.py",
-    "test_cpp_exp.py",
-)  # what they try they build themselves
+BUILDING = ("test_cpp_build.py", "test_cpp_exp.py")  # what they try they build themselves
 SOME = ("-k", "TestCpp or Double or not_exist or refus or random")
 OTHERS = ("-k", "not every_instruction_set")  # which ends with the best one
 RANDOM = "tests/backends/cpp/test_random_rows.py"

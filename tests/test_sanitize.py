@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from grpo_kernels.backends.cpp_rows import compiler
+from grpo_kernels.backends.cpp_rows import build
 from tests.support.planted import ROOT
 
 
 @pytest.mark.slow
 def test_short_form_finds_nothing() -> None:
-    asked = [*compiler.compiler(), "-print-file-name=libasan.so"]
+    asked = [*build.compiler(), "-print-file-name=libasan.so"]
     if not Path(subprocess.run(asked, capture_output=True, text=True).stdout.strip()).is_absolute():
         pytest.skip("needs GCC and its AddressSanitizer")
     command = [sys.executable, "-m", "tests.sanitize", "--quick"]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_kernels.backends.cpp_rows.compiler import compiler
+from grpo_kernels.backends.cpp_rows.build import compiler
 from tests.support.acted_build import script
 from tests.support.planted import copy_sources
 

@@ -1,9 +1,9 @@
-"""The row backend in C++, for CPUs: the kernels of csrc/, compiled on first use or in a wheel (`build`).
+"""The row backend in C++, for CPUs: csrc/, compiled on first use or in a wheel (`build`).
 
-The kernels read the logits as the products left them, in any floating dtype, and apply the `LogitTransform` on the fly.
-Sums over lanes and logarithms are taken in float64, whatever the logits' dtype. The loss of a token follows
-`token_loss.formulas` operation by operation. A row's bits depend on the row alone: not on threads, nor on the
-processor's instruction set.
+The kernels read the logits as the products left them, in any floating dtype, and apply the
+`LogitTransform` on the fly. Sums over lanes and logarithms are taken in float64, whatever the
+logits' dtype. The loss of a token follows `token_loss.formulas` operation by operation. A row's
+bits depend on the row alone: not on threads, nor on the processor's instruction set.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from grpo_kernels.backends.interface import (
     RowStats,
     warn_of_torch,
 )
-from grpo_kernels.base.checks import warn_once
 from grpo_kernels.token_loss.formulas import ESTIMATORS, SURROGATES
 from grpo_kernels.token_loss.record import TokenLoss
 
@@ -42,13 +41,10 @@ class Cpp(Backend):
     def refusal(self, device: torch.device, dtype: torch.dtype, *, asked_for: bool) -> str | None:
         if device.type != "cpu":
             return f"it serves CPU tensors, and these are {device.type} tensors"
-        from grpo_kernels.backends.cpp_rows.build import (
-            load,
-        )  # not at import: `build` is also run as a command
+        # not at import: `build` is also run as a command
+        from grpo_kernels.backends.cpp_rows.build import load
 
         library = load()
-        if library.warning:
-            warn_once(library.warning, RuntimeWarning)
         if library.refusal is not None and not asked_for:
             warn_of_torch("CPU", "C++", library.refusal)
         return library.refusal
@@ -61,7 +57,7 @@ BACKEND = Cpp()
 
 
 class CppRows:
-    """Row work in one op per chunk, with its rows divided among torch's threads. Call `build.load` first."""
+    """Row work in one op per chunk, its rows divided among torch's threads; after `build.load`."""
 
     name = "cpp"
     fuses_teacher = True
@@ -114,9 +110,8 @@ class CppRows:
         d_divergence: Tensor | None = None,
     ) -> None:
         divergence = None if d_divergence is None else stats.divergence
-        chunk = (
-            replace(chunk, teacher=None) if d_divergence is None else chunk
-        )  # which is then ignored
+        if d_divergence is None:  # then a teacher is ignored
+            chunk = replace(chunk, teacher=None)
         torch.ops.grpo_kernels_cpp.grad(
             *_rows(chunk),
             *_teacher(chunk),
@@ -193,7 +188,7 @@ def _rows(chunk: Chunk) -> tuple[Any, ...]:
 
 
 def _teacher(chunk: Chunk) -> tuple[Any, ...]:
-    """Arguments of an op that describe the chunk's teacher: logits or None, their transform, and the divergence."""
+    """Arguments of an op for the chunk's teacher: logits or None, transform, divergence."""
     if chunk.teacher is None:
         return None, *_numbers(LogitTransform()), 0.0
     return chunk.teacher.logits, *_numbers(chunk.teacher.transform), chunk.teacher.jsd_beta

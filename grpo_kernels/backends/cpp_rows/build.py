@@ -1,12 +1,12 @@
-"""The C++ library with the CPU's row kernels: found or built, and loaded, when it is first needed; never at import.
+"""The C++ library with the CPU's row kernels: found or built when it is first needed.
 
-`load` tries in this order: the library beside this file (in a wheel made by ``make wheel``), the cache, a compiler. The
-cache has a folder for each `cache_key`, a digest of all that the library depends on. A library is compiled beside its
-place there and moved into it by one rename. Its name is its digest, since loading a truncated library kills the
-process. A cache that others can write is not used (`cache`): the process then builds a library for itself alone.
+`load` tries in this order: the library beside this file (in a wheel made by ``make wheel``), the
+cache, a compiler. The cache has a file for each `cache_key`, a digest of all that the library
+depends on. A library is compiled beside its place there and moved into it by one rename, so that
+nobody loads half of one.
 
-``python -m grpo_kernels.backends.cpp_rows.build`` says where the library is, and shows the log; with
-``--into DIR`` it is built there.
+``python -m grpo_kernels.backends.cpp_rows.build`` says where the library is, and shows the log;
+with ``--into DIR`` it is built there.
 """
 
 from __future__ import annotations
@@ -18,224 +18,170 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
+import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from grpo_kernels.backends.cpp_rows.cache import (
-    Untrusted,
-    digest,
-    libraries,
-    one_builder,
-    own_folder,
-)
-from grpo_kernels.backends.cpp_rows.compiler import (
-    BUILD,
-    FLAGS,
-    NAME,
-    OR_WHEEL,
-    Unavailable,
-    compile_library,
-    source_files,
-)
+if sys.platform != "win32":
+    import fcntl
 
-OPS = {
-    "stats": 15,
-    "diverge": 22,
-    "grad": 28,
-    "fused": 40,
-    "isa": 1,
-}  # numbers of arguments, as `CppRows` calls them
+NAME = "grpo_kernels_cpp"  # the library, and the namespace of its ops
+SAME_BITS = (
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+)  # on all instruction sets
+STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020b000000000000"  # of torch 2.11
+FLAGS = (
+    "-std=c++17",
+    "-O2",
+    "-g0",
+    "-fPIC",
+    "-shared",
+    "-fvisibility=hidden",
+    *SAME_BITS,
+    STABLE_ABI,
+)
+COMPILERS = ("c++", "g++", "clang++")
+COMPILER_SECONDS = 300.0
 PACKAGE = Path(__file__).resolve().parents[2]
 PREBUILT = Path(__file__).resolve().with_name(f"{NAME}.so")
-WORK = "building-"  # begins the name of the folder that a build works in
-LONGEST_BUILD = 3600.0  # seconds, far above the few that it takes
-_lock = threading.Lock()
+OR_WHEEL = "or install a wheel made by `make wheel`"
+BUILD = "python -m grpo_kernels.backends.cpp_rows.build"
+_logger = logging.getLogger(__name__)
 
 
-def _renew_lock() -> None:
-    global _lock
-    _lock = threading.Lock()
-
-
-if hasattr(os, "register_at_fork"):  # in the child, no thread would release a lock that was held
-    os.register_at_fork(after_in_child=_renew_lock)
+class Unavailable(Exception):
+    """Reason why the library cannot be had, and the way to fix that, in one line."""
 
 
 @dataclass(frozen=True)
 class Library:
     """Outcome of `load`."""
 
-    origin: str = ""  # "prebuilt", "cached", "built in 3.1 s", "built in 3.1 s for this process alone", "loaded before"
-    path: Path | None = (
-        None  # unknown if it was loaded before; none if it was for this process alone
-    )
+    origin: str = ""  # "prebuilt", "cached", "built in 3.1 s", "loaded before"
+    path: Path | None = None  # None if it was loaded before
     refusal: str | None = None  # why there is no library, and the way to fix that
-    warning: str | None = None  # why another library was not used, and the way to fix that
-
-
-def load() -> Library:
-    """Make ``torch.ops.grpo_kernels_cpp`` available, or say why not; tried once a process."""
-    with _lock:
-        return _load_once()
 
 
 @functools.cache
-def _load_once() -> Library:
+def load() -> Library:
+    """Make ``torch.ops.grpo_kernels_cpp`` available, or say why not; tried once a process."""
+    if has_ops():  # someone's own build, such as one with sanitizers
+        return Library("loaded before")
     try:
-        if has_ops(
-            "the library that was loaded before"
-        ):  # someone's own build, such as one with sanitizers
-            return Library("loaded before")
         return load_from(PREBUILT, source_folder())
     except Unavailable as why:
         return Library(refusal=str(why))
 
 
 def load_from(prebuilt: Path, sources: Path) -> Library:
-    """Load `prebuilt`, else a library built from `sources` before, else build one and load it.
+    """Load `prebuilt`, else the library that the cache has for `sources`, else build and load it.
 
     Raises:
         Unavailable: none of them works.
     """
+    if sys.platform == "win32":
+        raise Unavailable("there is no Windows build; use WSL")
     troubles: list[str] = []
+    if prebuilt.is_file() and _loads(prebuilt, troubles):
+        return Library("prebuilt", prebuilt)
+    folder = cache_folder()
+    path = folder / f"{cache_key(sources)}.so"
     try:
-        check_platform()
-        if prebuilt.is_file() and _loads(prebuilt, troubles):
-            return Library("prebuilt", prebuilt)
-        try:
-            return _from_cache(cache_folder(), sources, troubles)
-        except Untrusted as why:
-            troubles.append(f"{why}; until then every process compiles a library for itself alone")
-        private = Path(tempfile.mkdtemp(prefix="grpo_kernels-"))
-        try:
-            library = _from_cache(private, sources, troubles)
-        finally:
-            shutil.rmtree(private, ignore_errors=True)
-        return replace(library, origin=f"{library.origin} for this process alone", path=None)
-    except (Unavailable, OSError) as why:
-        raise Unavailable("; ".join([*troubles, str(why)])) from None
-
-
-def _from_cache(root: Path, sources: Path, troubles: list[str]) -> Library:
-    """Load a library from the cache `root`, or build it there; one process builds at a time.
-
-    Raises:
-        Untrusted: others can write there; nothing of it was loaded.
-        Unavailable: nothing there works.
-    """
-    folder = Path(os.path.realpath(root.parent), root.name, cache_key(sources))
-    try:
-        own_folder(folder, made=2)
-        if library := _cached(folder, troubles):
-            return library
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if path.is_file() and _loads(path, troubles):
+            return Library("cached", path)
         with one_builder(folder):
-            return _cached(folder, []) or _build(folder, sources, troubles)
+            if path.is_file() and _loads(path, []):
+                return Library("cached", path)
+            start = time.perf_counter()
+            _build(sources, path)
+        if _loads(path, troubles):
+            return Library(f"built in {time.perf_counter() - start:.1f} s", path)
+        fix = f"try another compiler (CXX) or another TORCH_EXTENSIONS_DIR, {OR_WHEEL}"
+    except Unavailable as why:
+        fix = str(why)
     except OSError as error:
-        fix = f"set TORCH_EXTENSIONS_DIR to a directory that can be, {OR_WHEEL}"
-        raise Unavailable(f"the cache {root} cannot be written ({error}); {fix}") from None
-
-
-def _cached(folder: Path, troubles: list[str]) -> Library | None:
-    return next(
-        (Library("cached", path) for path in libraries(folder, troubles) if _loads(path, troubles)),
-        None,
-    )
-
-
-def _build(folder: Path, sources: Path, troubles: list[str]) -> Library:
-    """Compile a library beside its place in `folder`, move it there, and load it."""
-    if sys.platform == "linux" and os.statvfs(folder).f_flag & os.ST_NOEXEC:
-        raise Unavailable(
-            f"{folder} is mounted noexec; set TORCH_EXTENSIONS_DIR elsewhere, {OR_WHEEL}"
+        fix = (
+            f"the cache {folder} cannot be written ({error}); set TORCH_EXTENSIONS_DIR to a "
+            f"directory that can be, {OR_WHEEL}"
         )
-    warning = f"the C++ library was compiled again: {'; '.join(troubles)}" if troubles else None
-    start = time.perf_counter()
-    _remove_left_over(folder)
-    # a `TemporaryDirectory` is removed by any process forked meanwhile
-    work = Path(tempfile.mkdtemp(dir=folder, prefix=WORK))
+    raise Unavailable("; ".join([*troubles, fix]))
+
+
+@contextlib.contextmanager
+def one_builder(folder: Path) -> Iterator[None]:
+    """Lock `folder` itself, so that one process builds in it and the others find the result.
+
+    The lock ends with its holder and leaves no file. It saves work and nothing else: on a file
+    system without locks each process builds.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        new = work / f"{NAME}.so"
-        compile_library(sources, new)
-        new.chmod(0o700)
-        path = new.replace(folder / f"{digest(new)}.so")
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-    origin = f"built in {time.perf_counter() - start:.1f} s"
-    if not _loads(path, troubles):
-        raise Unavailable(f"try another compiler (CXX), {OR_WHEEL}")
-    return Library(origin, path, warning=warning)
-
-
-def _remove_left_over(folder: Path) -> None:
-    """Remove the work of builds that were killed: what no build can still be at."""
-    for work in folder.glob(f"{WORK}*"):
         with contextlib.suppress(OSError):
-            if time.time() - work.lstat().st_mtime > LONGEST_BUILD:
-                shutil.rmtree(work, ignore_errors=True)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        # closing alone would not do: a process forked meanwhile has it open too
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+        os.close(descriptor)
+
+
+def _build(sources: Path, path: Path) -> None:
+    """Compile a library beside `path`, and move it there."""
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix="building-", suffix=".so")
+    os.close(descriptor)
+    try:
+        compile_library(sources, Path(name))
+        os.replace(name, path)
+    finally:
+        Path(name).unlink(missing_ok=True)
 
 
 def _loads(path: Path, troubles: list[str]) -> bool:
-    """Load `path`; return True if it has the ops. If not, `troubles` gets the reason.
-
-    Raises:
-        Unavailable: it has registered other ops, so that no other library can be loaded.
-    """
+    """Load `path`; return True if it has the ops. If not, `troubles` gets the reason."""
     try:
         torch.ops.load_library(str(path))
     except OSError as error:
         troubles.append(f"{path} does not load ({error.__cause__ or error})")
         return False
-    if not has_ops(str(path)):
-        troubles.append(f"{path} has none of the ops {', '.join(OPS)}")
+    if not has_ops():
+        troubles.append(f"{path} has not the ops of {NAME}")
         return False
     return True
 
 
-def has_ops(source: str) -> bool:
-    """Return True if `OPS` are registered for the CPU, False if no op of our namespace is.
-
-    Raises:
-        Unavailable: `source` registered other ops in our namespace. Loading another library would end the process.
-    """
-    prefix, has_kernel = f"{NAME}::", torch._C._dispatch_has_computed_kernel_for_dispatch_key
-    ours = [x for x in torch._C._jit_get_all_schemas() if x.name.startswith(prefix)]
-    counts = {
-        x.name.removeprefix(prefix): len(x.arguments) for x in ours if has_kernel(x.name, "CPU")
-    }
-    ops = {name: counts[name] for name in OPS if name in counts}
-    if ours and ops != OPS:
-        raise Unavailable(
-            f"{source}: expected the ops {OPS} (name: arguments), got {ops}; remove it and start again, {OR_WHEEL}"
-        )
-    return bool(ours)
-
-
-def check_platform() -> None:
-    """Refuse where no library can work."""
-    if sys.platform == "win32":
-        raise Unavailable("there is no Windows build; use WSL")
-    if tuple(int(x) for x in torch.__version__.split(".")[:2]) < (2, 11):
-        raise Unavailable(
-            f"torch {torch.__version__} is older than 2.11, whose stable ABI is needed; upgrade torch"
-        )
+def has_ops() -> bool:
+    """Return True if the library's ops are registered."""
+    return hasattr(getattr(torch.ops, NAME), "fused")
 
 
 def source_folder() -> Path:
-    """Return csrc/: inside the package where that is installed, beside it in a checkout."""
+    """csrc/: inside the package where that is installed, beside it in a checkout."""
     installed = PACKAGE / "csrc"
     return installed if installed.is_dir() else PACKAGE.with_name("csrc")
 
 
+def source_files(folder: Path) -> list[Path]:
+    """The files that are compiled and those that they include, sorted by name."""
+    files = [path for path in sorted(folder.glob("*")) if path.suffix in (".cpp", ".h", ".inl")]
+    if not any(path.suffix == ".cpp" for path in files):
+        raise Unavailable(f"its sources are not in {folder}; install grpo_kernels again")
+    return files
+
+
 def cache_folder() -> Path:
-    """Return the cache: the folder that has a folder for each `cache_key`."""
+    """The folder of the cache; need not exist."""
     chosen = os.environ.get("TORCH_EXTENSIONS_DIR") or os.environ.get("XDG_CACHE_HOME")
     try:
         return Path(chosen or Path.home() / ".cache").absolute() / "grpo_kernels"
@@ -246,10 +192,76 @@ def cache_folder() -> Path:
 
 
 def cache_key(sources: Path) -> str:
-    """Return a digest of all that the library depends on: sources, flags, torch and platform."""
+    """A digest of all that the library depends on: sources, flags, torch and platform."""
     target = (FLAGS, torch.__version__, platform.machine(), platform.libc_ver())
     contents = [(path.name, path.read_bytes()) for path in source_files(sources)]
     return hashlib.sha256(repr((target, contents)).encode()).hexdigest()[:16]
+
+
+def compiler() -> list[str]:
+    """The command that runs the C++ compiler: $CXX, or the first of `COMPILERS` on PATH."""
+    named = os.environ.get("CXX", "").split()
+    compilers = list(filter(None, map(shutil.which, named[:1] or COMPILERS)))
+    if not compilers:
+        sought = f"{named[0]}, which CXX names," if named else f"any of {', '.join(COMPILERS)}"
+        raise Unavailable(
+            f"no C++ compiler: {sought} is not on PATH; install one, name one in CXX, {OR_WHEEL}"
+        )
+    return [compilers[0], *named[1:]]
+
+
+def compile_library(sources: Path, output: Path, extra: Sequence[str] = ()) -> None:
+    """Compile every .cpp in `sources` to the shared library `output`, in one call.
+
+    A line on stderr, and in the log, says that it begins. At DEBUG the log has the command and the
+    compiler's output.
+
+    Args:
+        extra: flags after `FLAGS`.
+
+    Raises:
+        Unavailable: no compiler, one that fails, or one that takes too long.
+    """
+    root = Path(torch.__file__).parent
+    units = [str(path) for path in source_files(sources) if path.suffix == ".cpp"]
+    command = [*compiler(), *FLAGS, *extra, "-isystem", str(root / "include"), *units]
+    command += ["-o", str(output), f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"]
+    command += ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else []
+    _logger.info(
+        "compiling the C++ kernels with %s; once, unless torch or the sources change", command[0]
+    )
+    _logger.debug("the command: %s", shlex.join(command))
+    line = "compiling the C++ kernels for the CPU, up to half a minute; once, then they are cached"
+    print(f"grpo_kernels: {line}", file=sys.stderr, flush=True)  # the log may have no reader
+    if problem := _problem(command, output):
+        raise Unavailable(
+            f"the compiler {problem}; try another compiler (CXX), {OR_WHEEL}; `{BUILD}` shows the "
+            "command and what the compiler says"
+        )
+
+
+def _problem(command: Sequence[str], output: Path) -> str | None:
+    """Run the compiler; return the reason why `output` was not written, or None if it was."""
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            errors="replace",
+            timeout=COMPILER_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"took more than {COMPILER_SECONDS:g} s"
+    except OSError as error:
+        return f"does not run ({error})"
+    if done.stderr:
+        _logger.debug("the compiler said:\n%s", done.stderr.rstrip())
+    if done.returncode != 0:
+        return f"failed (exit status {done.returncode})"
+    written = output.is_file() and output.stat().st_size > 0
+    return None if written else f"{command[0]} wrote no library, although it ended well"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -259,19 +271,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = parser.parse_args(arguments).into
     try:
         if folder is None:
-            library = load_from(PREBUILT, source_folder())
+            path = load_from(PREBUILT, source_folder()).path
         else:
             folder.mkdir(parents=True, exist_ok=True)
             path = folder.absolute() / f"{NAME}.so"
             compile_library(source_folder(), path)
-            library = Library(path=path)
     except Unavailable as why:
-        library = Library(refusal=str(why))
-    if said := library.refusal or library.warning:
-        print(said, file=sys.stderr)
-    if library.path is None:
+        print(why, file=sys.stderr)
         return 1
-    print(library.path)
+    print(path)
     return 0
 
 

@@ -346,8 +346,8 @@ def store_rows(ptrs, x, columns, end, is_row):
         tl.store(ptrs + columns, x)
 
 
-# Triton does not order reads and writes of global memory by different threads of a program: a kernel
-# that writes where another thread has read or written must wait for all threads. The builtin is
+# Triton does not order reads and writes of global memory by different threads of a program: who
+# writes where another thread has read or written must wait for all threads. The builtin is
 # `debug_barrier`, to be renamed to `barrier` (https://github.com/triton-lang/triton/pull/11437).
 if hasattr(tl, "debug_barrier"):
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_kernels.backends.cpp_rows import build, compiler
+from grpo_kernels.backends.cpp_rows import build
 
 
 @pytest.fixture(scope="module")
@@ -17,7 +17,7 @@ def elementary(cpp_library: None, tmp_path_factory: pytest.TempPathFactory) -> P
     program = tmp_path_factory.mktemp("cpp") / "elementary"
     rows = f"rows_{torch.ops.grpo_kernels_cpp.isa('')}.cpp"
     command = [
-        *compiler.compiler(), *(flag for flag in compiler.FLAGS if flag != "-shared"), f'-DROWS="{rows}"',
+        *build.compiler(), *(flag for flag in build.FLAGS if flag != "-shared"), f'-DROWS="{rows}"',
         f"-I{build.source_folder()}", "-isystem", str(Path(torch.__file__).with_name("include")),
         str(Path(__file__).parents[2] / "csrc" / "elementary.cpp"), "-o", str(program),
     ]  # fmt: skip
