@@ -45,7 +45,7 @@ from grpo_kernels.call.loss import Loss, check_loss, counted_tokens
 from grpo_kernels.call.plan import Run, check_run, planned
 from grpo_kernels.call.results import LossOutput
 from grpo_kernels.engine.autograd import PolicyLoss
-from grpo_kernels.engine.products import accumulator_of
+from grpo_kernels.engine.device import accumulator_of
 from grpo_kernels.engine.records import Rows
 from grpo_kernels.head.head import HeadLike
 from grpo_kernels.head.lm_head import LMHead, OtherHead

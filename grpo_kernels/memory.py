@@ -14,12 +14,10 @@ from typing import Any
 import torch
 
 from grpo_kernels.backends.cpp_rows import CppRows
-from grpo_kernels.engine.chunks import planned_bytes
-from grpo_kernels.engine.device import CPU, CUDA, meta_tensors_of
-from grpo_kernels.engine.head_plan import HeadPlan
-from grpo_kernels.engine.memory import default_workspace
+from grpo_kernels.engine.device import CPU, CUDA, default_workspace, meta_tensors_of
+from grpo_kernels.engine.plan import HeadPlan, planned_bytes
 from grpo_kernels.engine.records import NeedsGrad, Operands, Rows
-from grpo_kernels.engine.special.slices import plan_slices
+from grpo_kernels.engine.slices import plan_slices
 
 MIB = 2**20
 FP32 = 4  # bytes per accumulated element

@@ -23,8 +23,7 @@ import grpo_kernels
 from grpo_kernels.backends import choose_backend
 from grpo_kernels.backends.cpp_rows import build
 from grpo_kernels.call.plan import Run
-from grpo_kernels.engine.device import CUDA
-from grpo_kernels.engine.memory import LARGE_CHUNK_ROWS
+from grpo_kernels.engine.device import CUDA, LARGE_CHUNK_ROWS
 from grpo_kernels.head.head import Head
 from grpo_kernels.loss import grpo_loss
 from grpo_kernels.objective.config import LossConfig

@@ -33,7 +33,7 @@ from grpo_kernels.base.choices import (
 )
 from grpo_kernels.call.expected import Expected
 from grpo_kernels.call.loss import LossInputKeywords
-from grpo_kernels.engine.request import Gather
+from grpo_kernels.engine.plan import Gather
 from grpo_kernels.head.head import HeadLike
 from grpo_kernels.objective.custom import PerTokenLoss
 from grpo_kernels.objective.keywords import LossFields

@@ -29,16 +29,16 @@ FAULTS = [
     ),
     Fault(
         "a slice's bias is the first's",
-        ENGINE + "projection.py",
+        ENGINE + "sweep.py",
         "row_bias(head.bias[columns], ",
         "row_bias(head.bias[: columns.stop and columns.stop - columns.start], ",
         ("tests/engine/test_slices.py", "-k", "equals"),
     ),
     Fault(
         "a teacher's rows of the first chunk",
-        ENGINE + "projection.py",
-        "(plan.teacher, of_teacher[part], ",
-        "(plan.teacher, of_teacher[: part.stop - part.start], ",
+        ENGINE + "sweep.py",
+        "operand(of_teacher[part])",
+        "operand(of_teacher[: part.stop - part.start])",
         ("tests/engine/test_mixed_products.py",),
     ),
 ]

@@ -21,7 +21,7 @@ import torch
 
 import grpo_kernels
 from grpo_kernels import Run, grpo_loss, linear_divergence, linear_logprob, report
-from grpo_kernels.engine.first_order import _Refusal, _Tie
+from grpo_kernels.engine.autograd import _Refusal, _Tie
 
 ROOT = Path(grpo_kernels.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))

@@ -24,11 +24,10 @@ from grpo_kernels.call.expected import Expected, read_expected
 from grpo_kernels.call.plan import Call
 from grpo_kernels.call.results import Scores
 from grpo_kernels.call.scores import request_of, scored
-from grpo_kernels.engine.head_plan import HeadPlan
+from grpo_kernels.engine.kept_sets import KeptSetLogprob, KeptSets, Span, entry_bytes
 from grpo_kernels.engine.passes import scatter
+from grpo_kernels.engine.plan import HeadPlan
 from grpo_kernels.engine.records import Operands
-from grpo_kernels.engine.special.gathered import entry_bytes
-from grpo_kernels.engine.special.kept_sets import KeptSetLogprob, KeptSets, Span
 
 WORKSPACE_BYTES = 64 * 2**20  # by default: a larger workspace is no faster
 # per kept id, besides its row of the head, while sets are counted, sorted and reduced
@@ -251,6 +250,6 @@ def plan_spans(
         stop = bisect.bisect_right(
             sizes, -width / 2, lo=start, hi=min(len(sizes), start + most), key=operator.neg
         )
-        spans.append(Span(slice(start, stop), width, max(longest[start:stop])))
+        spans.append((slice(start, stop), width, max(longest[start:stop])))
         start = stop
     return spans

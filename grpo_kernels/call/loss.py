@@ -19,11 +19,10 @@ from grpo_kernels.batch.kept_ids import KeptIds
 from grpo_kernels.batch.tokens import Layout, Tokens, read_tokens
 from grpo_kernels.call.expected import Expectation, fuses
 from grpo_kernels.call.results import LossOutput
-from grpo_kernels.engine.first_order import first_order
-from grpo_kernels.engine.head_plan import HeadPlan
+from grpo_kernels.engine.autograd import first_order
 from grpo_kernels.engine.passes import of_loss
+from grpo_kernels.engine.plan import Coupling, ForwardResult, HeadPlan, Request
 from grpo_kernels.engine.records import Operands
-from grpo_kernels.engine.request import Coupling, ForwardResult, Request
 from grpo_kernels.head.head import HeadLike
 from grpo_kernels.objective.checks import check_config, check_terms, warn_of_inputs
 from grpo_kernels.objective.config import LossConfig

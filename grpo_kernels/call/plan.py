@@ -17,12 +17,10 @@ from grpo_kernels.base.checks import check_budget, check_counted_ids, check_gath
 from grpo_kernels.base.choices import BackendName, EngineName
 from grpo_kernels.base.records import map_tensors
 from grpo_kernels.call.expected import RowGradient
-from grpo_kernels.engine.device import device_of
+from grpo_kernels.engine.device import FreeMemory, default_workspace, device_of
 from grpo_kernels.engine.engines import check_engine, choose_engine
-from grpo_kernels.engine.head_plan import HeadPlan
-from grpo_kernels.engine.memory import FreeMemory, default_workspace
+from grpo_kernels.engine.plan import Gather, HeadPlan, Request, Situation, Stored
 from grpo_kernels.engine.records import NeedsGrad, Rows
-from grpo_kernels.engine.request import Gather, Request, Situation, Stored
 from grpo_kernels.engine.vocab_parallel import widest_part
 from grpo_kernels.head.head import Head
 from grpo_kernels.head.lm_head import LMHead

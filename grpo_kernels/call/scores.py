@@ -22,9 +22,9 @@ from grpo_kernels.call.plan import Call
 from grpo_kernels.call.results import Scores
 from grpo_kernels.engine.autograd import LinearLogprob
 from grpo_kernels.engine.device import device_of
+from grpo_kernels.engine.plan import Request
 from grpo_kernels.engine.records import Rows
-from grpo_kernels.engine.request import Request
-from grpo_kernels.engine.special.top_k import Measure, TopKTeacher
+from grpo_kernels.engine.top_k import TopKTeacher
 from grpo_kernels.token_loss.record import Coefficients
 
 
@@ -140,8 +140,8 @@ def measure_of(
     log_prob_min_clamp: Any,
     loss_max_clamp: Any,
     *dtypes: torch.dtype,
-) -> Measure:
-    """Return the divergence from a teacher's K ids that these arguments describe.
+) -> dict[str, Any]:
+    """Return the fields of a `TopKTeacher` that these arguments describe.
 
     Args:
         dtypes: those of the result and of the teacher's log-probabilities.
@@ -171,7 +171,12 @@ def measure_of(
     if loss_max_clamp is not None:
         check_number("loss_max_clamp", loss_max_clamp, 0.0)
     least_rest = max(torch.finfo(dtype).eps for dtype in dtypes) if tail else None
-    return Measure(reverse, least_rest, log_prob_min_clamp, loss_max_clamp)
+    return {
+        "reverse": reverse,
+        "least_rest": least_rest,
+        "log_prob_min_clamp": log_prob_min_clamp,
+        "loss_max_clamp": loss_max_clamp,
+    }
 
 
 def check_listed(ids: Any, logps: Any, hidden: Tensor) -> None:
@@ -187,7 +192,9 @@ def check_listed(ids: Any, logps: Any, hidden: Tensor) -> None:
     check_shape("teacher_logps", logps, ("that of teacher_ids", shape))
 
 
-def with_listed(call: Call, teacher_ids: Tensor, teacher_logps: Tensor, measure: Measure) -> Rows:
+def with_listed(
+    call: Call, teacher_ids: Tensor, teacher_logps: Tensor, measure: dict[str, Any]
+) -> Rows:
     """Return the call's rows with the teacher's ids, sorted and counted from this rank's first row.
 
     Padding and repeated ids get the log-probability -inf.
@@ -213,4 +220,5 @@ def with_listed(call: Call, teacher_ids: Tensor, teacher_logps: Tensor, measure:
     padding[:, 1:] |= ids[:, 1:] == ids[:, :-1]
     logps = logps.masked_fill(padding, -torch.inf)
     logps = logps.masked_fill(outside.any(dim=1, keepdim=True), torch.nan)
-    return replace(rows, ids=rows.ids - start, top_k=TopKTeacher(ids - start, logps, measure))
+    teacher = TopKTeacher(ids - start, logps, **measure)
+    return replace(rows, ids=rows.ids - start, top_k=teacher)

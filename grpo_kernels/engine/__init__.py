@@ -1,3 +1,5 @@
-"""Engines: the passes of a call over its rows, their matrix products and chunks. They know no objective."""
+"""Engines: the passes of a call over its rows, their matrix products and chunks. They know no
+objective.
+"""
 
 from __future__ import annotations

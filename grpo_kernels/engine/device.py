@@ -1,4 +1,8 @@
-"""Differences between kinds of devices, for the engines: one entry for each kind; no other file asks for the kind."""
+"""Differences between kinds of devices, one entry for each kind, and the memory that a call may
+use.
+
+No other file asks for a device's kind.
+"""
 
 from __future__ import annotations
 
@@ -7,50 +11,63 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
+
+from grpo_kernels.engine.records import NeedsGrad
 
 MIB = 2**20
+# the most chunks of a group with `LARGE_CHUNK_ROWS` each, else with `LEAST_CHUNK_ROWS`
+CHUNKS_OF_A_GROUP = (8, 4, 2)
+LARGE_CHUNK_ROWS, LEAST_CHUNK_ROWS = 1024, 256
 
 
 @dataclass(frozen=True)
 class Device:
-    """A kind of device."""
+    """A kind of device.
 
-    fewest_rows: int  # of a product; fewer are padded
-    row_multiple: int  # a product's rows are padded to a multiple of this
-    width_multiple: int  # rows of logits start at multiples of this many elements
-    mixed_products: bool  # True if 16-bit operands have products with fp32 results, `mixed_mm`
-    slow_fp32: bool  # True if fp32 products are much slower than 16-bit ones
-    fp32_rows: (
-        int | None
-    )  # of an fp32 product: one tile, so that a row's bits do not depend on other rows; None: all
-    casts_into: (
-        bool  # True if ``x * factor`` is rounded to 16 bits in one pass, without a temporary
-    )
-    workspaces: tuple[
-        int, ...
-    ]  # default budgets of chunks in bytes, few, rising; more free memory, larger budget
-    free: Callable[[torch.device], int] | None  # bytes that the driver has free; None: never asked
-    unused: Callable[
-        [torch.device], int
-    ]  # unused bytes in torch's allocator that it could give back
-    is_capturing: Callable[
-        [], bool
-    ]  # a CUDA graph: nothing may wait for the device, or depend on its free memory
+    Attributes:
+        fewest_rows: rows of a product; fewer are padded.
+        row_multiple: a product's rows are padded to a multiple of this.
+        width_multiple: rows of logits start at multiples of this many elements.
+        mixed_products: True if 16-bit operands have products with fp32 results (`gemm.mixed_mm`).
+        slow_fp32: True if fp32 products are much slower than 16-bit ones.
+        fp32_rows: rows of an fp32 product: one tile, so that a row's bits do not depend on other
+            rows; None: all.
+        casts_into: True if ``x * factor`` is rounded to 16 bits in one pass, without a temporary.
+        workspaces: default budgets of chunks in bytes, rising; more free memory, larger budget.
+        free: bytes that the driver has free; None: it is never asked.
+        unused: unused bytes in torch's allocator that it could give back.
+        is_capturing: True within a CUDA graph: nothing may wait for the device, or depend on its
+            free memory.
+    """
+
+    fewest_rows: int
+    row_multiple: int
+    width_multiple: int
+    mixed_products: bool
+    slow_fp32: bool
+    fp32_rows: int | None
+    casts_into: bool
+    workspaces: tuple[int, ...]
+    free: Callable[[torch.device], int] | None
+    unused: Callable[[torch.device], int]
+    is_capturing: Callable[[], bool]
 
     def padded_rows(self, n: int) -> int:
         """Return the number of rows that the products of `n` rows are padded to.
 
-        The vendor library picks its kernel by the number of rows, and the bits of a row must not depend on how many
-        others there are. On a CPU the choice matters below `fewest_rows`. On a GPU a whole tile costs no more than a
-        part of it.
+        The vendor library picks its kernel by the number of rows, and the bits of a row must not
+        depend on how many others there are. On a CPU the choice matters below `fewest_rows`. On a
+        GPU a whole tile costs no more than a part of it.
         """
         return max(self.fewest_rows, -(-n // self.row_multiple) * self.row_multiple) if n > 0 else 0
 
     def row_width(self, vocab: int) -> int:
         """Return the distance between rows of logits, in elements.
 
-        On a GPU rows start at multiples of 128 bytes, also those of 16-bit d logits. Otherwise the vendor library's
-        products are several times slower, and the row kernels have to go element by element.
+        On a GPU rows start at multiples of 128 bytes, also those of 16-bit d logits. Otherwise the
+        vendor library's products are several times slower, and the row kernels have to go element
+        by element.
         """
         return -(-vocab // self.width_multiple) * self.width_multiple
 
@@ -68,7 +85,7 @@ def _asked(query: Callable[[torch.device], int]) -> Callable[[torch.device], int
 
 
 def _unused(device: torch.device) -> int:
-    """Return the bytes of the allocator's wholly free blocks; it cannot give back the free part of a block in use."""
+    # wholly free blocks: the allocator cannot give back the free part of a block in use
     stats = torch.cuda.memory_stats_as_nested_dict(device)
     reserved, active, fragments = (
         stats[f"{name}_bytes"]["all"]["current"]
@@ -101,17 +118,16 @@ CUDA = Device(
     workspaces=(512 * MIB, 768 * MIB, 1024 * MIB, 1536 * MIB, 2048 * MIB, 3072 * MIB),
     free=_asked(lambda device: torch.cuda.mem_get_info(device)[0]),
     unused=_asked(_unused),
-    is_capturing=lambda: (
-        torch.cuda.is_current_stream_capturing()
-    ),  # looked up when asked: tests replace it
+    # looked up when asked: tests replace it
+    is_capturing=lambda: torch.cuda.is_current_stream_capturing(),
 )
-ROCM = replace(CUDA, mixed_products=False)  # not all of its releases have `mixed_mm`
+ROCM = replace(CUDA, mixed_products=False)  # not all of its releases have such products
 _KINDS = {"cpu": CPU, "cuda": CUDA, "meta": CPU}  # a new kind of device gets an entry here
 
 
 @contextmanager
 def meta_tensors_of(kind: Device) -> Iterator[None]:
-    """Context in which tensors without data, on torch's "meta" device, are planned for as tensors of `kind`."""
+    """Context in which tensors on torch's "meta" device are planned for as tensors of `kind`."""
     before, _KINDS["meta"] = _KINDS["meta"], kind
     try:
         yield
@@ -120,9 +136,111 @@ def meta_tensors_of(kind: Device) -> Iterator[None]:
 
 
 def device_of(device: torch.device) -> Device:
-    """The kind of `device`; kinds without an entry are taken for a CPU."""
-    return (
-        ROCM
-        if device.type == "cuda" and torch.version.hip is not None
-        else _KINDS.get(device.type, CPU)
-    )
+    """Return the kind of `device`; kinds without an entry are taken for a CPU."""
+    if device.type == "cuda" and torch.version.hip is not None:
+        return ROCM
+    return _KINDS.get(device.type, CPU)
+
+
+def accumulator_of(compute_dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of logits, statistics, and gradients before their one rounding."""
+    return torch.float64 if compute_dtype == torch.float64 else torch.float32
+
+
+def converted_dtype(weight: Tensor, compute_dtype: torch.dtype) -> torch.dtype | None:
+    """Return the 16-bit dtype that the whole weight must be converted to; None if it need not be.
+
+    A weight that is converted to 32 bits is never converted as a whole.
+    """
+    device = device_of(weight.device)
+    can_ask = device.free is not None  # it can tell if a copy fits
+    mixed = can_ask and compute_dtype.itemsize == 2 and device.mixed_products
+    return compute_dtype if mixed and weight.dtype != compute_dtype else None
+
+
+@dataclass(frozen=True)
+class FreeMemory:
+    """Decisions by the memory that a device has free, after the gradients have taken theirs."""
+
+    tight: bool  # too little for an accumulator of d weight: `lean` serves
+    converts: bool  # enough for a copy of the weight in the operands' dtype
+    workspace: int  # bytes that chunks may take by default: one of `Device.workspaces`
+
+    @staticmethod
+    def of(
+        weight: Tensor,
+        hidden: Tensor,
+        needs_grad: NeedsGrad,
+        compute_dtype: torch.dtype,
+        workspace_bytes: int | None,
+        *,
+        asks_tight: bool,
+        reference: tuple[Tensor, torch.dtype] | None = None,
+    ) -> FreeMemory:
+        """Ask the device of `weight` for its free memory, and decide. On a CPU return `AMPLE`.
+
+        So, too, while a CUDA graph is captured: it must not depend on the memory that is free now.
+
+        Args:
+            hidden: hidden states of all positions.
+            compute_dtype: dtype that the products' operands are rounded to.
+            workspace_bytes: the budget, None for the default.
+            asks_tight: True if an engine is still to be chosen.
+            reference: the weight of the reference head, and the dtype of its products' operands.
+        """
+        device = device_of(weight.device)
+        if device.free is None or device.is_capturing():
+            return AMPLE
+        copies = 0
+        for x, wanted in ((weight, compute_dtype), *([] if reference is None else [reference])):
+            dtype = converted_dtype(x, wanted)
+            copies += 0 if dtype is None else x.numel() * dtype.itemsize
+        gradients = sum(
+            x.numel() * (accumulator_of(x.dtype).itemsize + x.element_size())
+            for x, wanted in ((weight, needs_grad.weight), (hidden, needs_grad.hidden))
+            if wanted
+        )
+        if workspace_bytes is None:
+            large = large_workspace(weight, needs_grad, heads=1 if reference is None else 2)
+            # the workspaces up to the first that is as large
+            budgets = [x for x in device.workspaces if x < large]
+            budgets.append(device.workspaces[len(budgets)])
+        else:
+            budgets = [workspace_bytes]
+        free = device.free(weight.device)
+        # only then ask the allocator, which takes longer
+        if gradients + copies + budgets[-1] > free:
+            free += device.unused(weight.device)
+        converts = gradients + copies + budgets[0] <= free
+        held = gradients + (copies if converts else 0)
+        return FreeMemory(
+            tight=asks_tight and needs_grad.weight and gradients + budgets[0] > free,
+            converts=converts,
+            workspace=max((x for x in budgets if held + x <= free), default=budgets[0]),
+        )
+
+
+AMPLE = FreeMemory(tight=False, converts=True, workspace=max(CUDA.workspaces))
+
+
+def default_workspace(
+    weight: Tensor, needs_grad: NeedsGrad, memory: FreeMemory = AMPLE, *, heads: int = 1
+) -> int:
+    """Return the default budget in bytes: `large_workspace`, but at most `memory.workspace`."""
+    return min(large_workspace(weight, needs_grad, heads), memory.workspace)
+
+
+def large_workspace(weight: Tensor, needs_grad: NeedsGrad, heads: int = 1) -> int:
+    """Return the bytes of chunks of `LARGE_CHUNK_ROWS` rows, within the device's `workspaces`.
+
+    On a GPU a product with fewer rows is bound by reading the weight. On a CPU products are too
+    slow for that to matter.
+
+    Args:
+        heads: number of heads whose logits exist at a time.
+    """
+    device, (vocab, width) = device_of(weight.device), weight.shape
+    chunks = CHUNKS_OF_A_GROUP[0] if needs_grad.weight else 1  # whose d logits exist at a time
+    d_logits = 2 * chunks if needs_grad.hidden or needs_grad.head else 0
+    row_bytes = device.row_width(vocab) * (4 * heads + d_logits) + width * 4 * chunks
+    return min(max(device.workspaces[0], LARGE_CHUNK_ROWS * row_bytes), device.workspaces[-1])

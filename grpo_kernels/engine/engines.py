@@ -1,6 +1,7 @@
 """The engines, one record each, and the choice of the cheapest one that can serve a call.
 
-Costs in NVH floating point operations, for N projected rows, a share s of which carries gradient; a product takes 2:
+Costs in NVH floating point operations, for N projected rows, a share s of which carries gradient; a
+product takes 2:
 
 ========== =========================================== ======================== ==================
 engine     what it does                                head and hidden train    head frozen
@@ -12,13 +13,13 @@ two_pass   project; later project again, gradient      2 + 6s                   
 lean       the same, later by slices of the vocabulary 2 + 6s                   2 + 4s
 ========== =========================================== ======================== ==================
 
-A divergence from a teacher adds 2 for every projection of the rows: the teacher projects them, too. `one_pass`
-needs each row's coefficients, d loss / d logp, d loss / d entropy and d loss / d divergence, as soon as the row's own
-logits are there. `frozen` needs no coefficients, since d hidden is linear in a single one; it cannot serve several.
-`two_pass` and `lean` serve all calls.
-`lean` writes each slice of d weight once, in the weight's dtype, and so needs no accumulator of the weight's size.
-Rows whose coefficients are certain to be 0 are only projected in `frozen` and `one_pass`. In `two_pass` and `lean` so
-are all rows whose coefficients turn out to be 0.
+A divergence from a teacher adds 2 for every projection of the rows: the teacher projects them, too.
+`one_pass` needs each row's coefficients, d loss / d logp, d loss / d entropy and d loss / d
+divergence, as soon as the row's own logits are there. `frozen` needs no coefficients, since d
+hidden is linear in a single one; it cannot serve several. `two_pass` and `lean` serve all calls.
+`lean` writes each slice of d weight once, in the weight's dtype, and so needs no accumulator of the
+weight's size. Rows whose coefficients are certain to be 0 are only projected in `frozen` and
+`one_pass`. In `two_pass` and `lean` so are all rows whose coefficients turn out to be 0.
 
 A new engine is a name in `base.choices`, a record here, and its passes (`passes.py`).
 """
@@ -27,7 +28,7 @@ from __future__ import annotations
 
 from grpo_kernels.base.choices import EngineName, choices
 from grpo_kernels.engine.passes import recompute, recompute_slices, score, store
-from grpo_kernels.engine.request import Coupling, Engine, Situation, Stored
+from grpo_kernels.engine.plan import Coupling, Engine, Situation, Stored
 
 SCORE = Engine(
     name="score",
@@ -71,8 +72,8 @@ LEAN = Engine(
     comes_first=lambda call: call.tight_memory and call.head_trains,
 )
 
-# In order of preference; at equal cost frozen comes before one_pass, since it needs no coefficients. `lean` is for short
-# memory.
+# In order of preference; at equal cost frozen comes before one_pass, since it needs no
+# coefficients. `lean` is for short memory.
 _ENGINES: dict[str, Engine] = {
     engine.name: engine for engine in (SCORE, FROZEN, ONE_PASS, TWO_PASS, LEAN)
 }
@@ -87,7 +88,8 @@ def check_engine(name: object) -> None:
 
 
 def choose_engine(call: Situation, name: str = "auto") -> Engine:
-    """The cheapest engine that gives the exact gradient, or the one named; `SCORE` if no gradient is wanted.
+    """The cheapest engine that gives the exact gradient, or the one named; `SCORE` if no gradient
+    is wanted.
 
     Raises:
         ValueError: there is no engine of that name, or it cannot give this gradient.

@@ -1,13 +1,11 @@
-"""Passes of a call, without autograd: a first one over its rows, and a second one if the gradient needs it.
+"""Passes of a call, without autograd: a first one over its rows, and a second one if it is needed.
 
 The autograd Functions (`autograd.py`) call these. Each engine names its passes (`engines.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,79 +13,54 @@ from torch import Tensor
 from grpo_kernels.backends.interface import RowStats
 from grpo_kernels.base.records import take
 from grpo_kernels.engine.device import device_of
+from grpo_kernels.engine.plan import ForwardResult, Request, Stored
 from grpo_kernels.engine.records import Gradients, Index, NeedsGrad, Operands, Rows
-from grpo_kernels.engine.request import ForwardResult, Request, Stored
-from grpo_kernels.engine.row_steps import Derive, Fuse, Reduce, ReduceThenDerive
-from grpo_kernels.engine.special.slices import sweep_slices
-from grpo_kernels.engine.sweep import sweep
+from grpo_kernels.engine.slices import sweep_slices
+from grpo_kernels.engine.sweep import Derive, RowWork, sweep
 from grpo_kernels.token_loss.record import NO_COEFFICIENTS, Coefficients
 
 
 def score(head: Operands, request: Request) -> ForwardResult:
     """Find the statistics alone."""
-    plan, step = request.plan, _reduce(request)
-    sweep(plan.converted(head), request.rows, plan, step)
-    return ForwardResult(step.statistics(head.hidden))
+    plan, work = request.plan, RowWork(request, head)
+    sweep(plan.converted(head), request.rows, plan, work)
+    return ForwardResult(work.statistics(head.hidden))
 
 
 def store(head: Operands, request: Request) -> ForwardResult:
-    """Find the statistics of all rows, and on the same logits the gradient of the rows that may have one.
+    """Find the statistics, and on the same logits the gradient of the rows that may have one.
 
     Waits for the device once, to count these rows, unless `may_have_grad` is None.
     """
-    rows, plan, may_have_grad, token_loss = (
-        request.rows,
-        request.plan,
-        request.may_have_grad,
-        request.token_loss,
-    )
-    head, products = plan.converted(head), plan.products(head.weight)
-    every = torch.arange(len(rows), device=rows.positions.device)
+    rows, plan, may_have_grad = request.rows, request.plan, request.may_have_grad
+    head, n = plan.converted(head), len(request.rows)
+    every = torch.arange(n, device=rows.positions.device)
     grad_rows = every if may_have_grad is None else indices_of(may_have_grad)
-    all_have_grad = grad_rows.shape[0] == len(rows)
-    with_gradient, recorded = request.needs_grad, _Recorded(request, grad_rows)
-    graded, graded_loss = (
-        (rows, token_loss) if all_have_grad else take((rows, token_loss), grad_rows)
-    )
-    step: Reduce
-    results: Any = {
-        "diverges": request.diverges,
-        "entropy": request.entropy,
-        "extras": request.extras,
-    }
+    recorded = _Recorded(request, grad_rows)
+    graded, loss = rows, request.token_loss
+    if grad_rows.shape[0] < n:
+        graded, loss = take((rows, loss), grad_rows)
     if request.engine.stores is Stored.PER_ROW:
-        step, with_gradient = (
-            ReduceThenDerive(plan, products, _ones(request), **results),
-            NeedsGrad(hidden=True),
-        )
-    elif graded_loss is not None:
-        step = Fuse(plan, products, recorded, graded_loss, diverges=request.diverges)
+        work = RowWork(request, head, lambda _, x: request.with_main(torch.ones_like(x.logps)))
+        grads = sweep(head, graded, plan, work, NeedsGrad(hidden=True))
     else:
-        step = ReduceThenDerive(plan, products, recorded, **results)
-    grads = sweep(head, graded, plan, step, with_gradient)
-    stats = step.statistics(head.hidden)
-    if not all_have_grad:
-        assert may_have_grad is not None
-        others = may_have_grad.to(torch.uint8).argsort(stable=True)[
-            : len(rows) - grad_rows.shape[0]
-        ]
-        other_step = _reduce(request)
-        if token_loss is not None:
-            other_step = Fuse(
-                plan, products, recorded, take(token_loss, others), diverges=request.diverges
-            )
-        sweep(head, take(rows, others), plan, other_step)
-        stats = _interleave(stats, grad_rows, other_step.statistics(head.hidden), others)
+        work = RowWork(request, head, recorded, loss)
+        grads = sweep(head, graded, plan, work, request.needs_grad)
+    stats = work.statistics(head.hidden)
+    if may_have_grad is not None and grad_rows.shape[0] < n:
+        others = may_have_grad.to(torch.uint8).argsort(stable=True)[: n - grad_rows.shape[0]]
+        work = RowWork(request, head, token_loss=take(request.token_loss, others))
+        sweep(head, take(rows, others), plan, work)
+        stats = _interleave(stats, grad_rows, work.statistics(head.hidden), others)
     return ForwardResult(stats, grads, grad_rows, recorded.coefficients)
 
 
 def recompute(
     head: Operands, request: Request, stats: RowStats, coefficients: Coefficients
 ) -> Gradients:
-    """Find the gradient of all rows of `request`, given their statistics (n,), on logits that are projected again."""
-    plan = request.plan
-    step = Derive(plan, plan.products(head.weight), coefficients, stats)
-    grads = sweep(plan.converted(head), request.rows, plan, step, request.needs_grad)
+    """Find the gradient of all rows of `request`, on logits that are projected again."""
+    plan, work = request.plan, Derive(request, head, coefficients, stats)
+    grads = sweep(plan.converted(head), request.rows, plan, work, request.needs_grad)
     assert grads is not None
     return grads
 
@@ -106,10 +79,8 @@ def of_loss(first: ForwardResult, request: Request, coefficients: Coefficients) 
     """
     if request.engine.stores is Stored.PER_ROW:
         d_logp, *others = coefficients
-        assert others == [None, None]
-        assert d_logp is not None
-        assert first.grads is not None
-        assert first.grads.hidden is not None
+        assert others == [None, None] and d_logp is not None
+        assert first.grads is not None and first.grads.hidden is not None
         first.grads.hidden.mul_(d_logp[first.grad_rows, None])
     return replace(first, coefficients=coefficients)
 
@@ -117,8 +88,9 @@ def of_loss(first: ForwardResult, request: Request, coefficients: Coefficients) 
 def second_pass(
     head: Operands, request: Request, stats: RowStats, coefficients: Coefficients
 ) -> tuple[Gradients, Tensor]:
-    """Find the gradient of the rows with a coefficient that is not 0, and their indices. Waits for the device once, to
-    count these rows.
+    """Find the gradient of the rows with a coefficient that is not 0, and their indices.
+
+    Waits for the device once, to count these rows.
 
     Args:
         stats: (n,) those of all rows, from the first pass.
@@ -127,10 +99,8 @@ def second_pass(
     indices, coefficients = _nonzero(coefficients)
     request = replace(request, rows=take(request.rows, indices))
     if coefficients.d_divergence is None:  # then the gradient has no part of the teacher's
-        head, request = (
-            replace(head, teacher=None),
-            replace(request, plan=replace(request.plan, teacher=None)),
-        )
+        head = replace(head, teacher=None)
+        request = replace(request, plan=replace(request.plan, teacher=None))
     return request.engine.second_pass(head, request, *take((stats, coefficients), indices)), indices
 
 
@@ -144,7 +114,7 @@ def scatter(x: Tensor, rows: Rows, n: int) -> Tensor:
 
 
 def all_rows(x: Tensor, indices: Tensor, n: int) -> Tensor:
-    """Put `x` (m, H) into the rows of (n, H) at `indices`, which rise; 0 elsewhere. Returns `x` itself if m = n."""
+    """Put `x` (m, H) into the rows of (n, H) at `indices`, which rise; return `x` itself if m = n."""
     if x.shape[0] == n:
         return x
     full = x.new_zeros(n, x.shape[1])
@@ -153,18 +123,21 @@ def all_rows(x: Tensor, indices: Tensor, n: int) -> Tensor:
 
 
 def indices_of(chosen: Tensor) -> Tensor:
-    """Return the indices where `chosen` (n,) is True. Waits for the device to count them; a CUDA graph takes all n."""
+    """Return the indices where `chosen` (n,) is True; in a CUDA graph all n.
+
+    Waits for the device to count them.
+    """
     if device_of(chosen.device).is_capturing():
         return torch.arange(chosen.shape[0], device=chosen.device)
     return chosen.nonzero()[:, 0]
 
 
 class _Recorded:
-    """Call a request's `coefficients_of`, by indices into its rows that may have a gradient, and record the results
-    if the backward compares them (a loss has those of its evaluation).
+    """Call a request's `coefficients_of`, by indices into its rows that may have a gradient.
 
     Attributes:
-        coefficients: the results, (n,) each over all rows of the request, 0 in the others; None if not recorded.
+        coefficients: the results if the backward compares them (a loss has those of its
+            evaluation), (n,) each over all rows of the request, 0 in the others.
     """
 
     def __init__(self, request: Request, grad_rows: Tensor) -> None:
@@ -185,7 +158,6 @@ class _Recorded:
         return coefficients
 
     def _recorded(self, every: Tensor | None, new: Tensor | None, indices: Tensor) -> Tensor | None:
-        """Return `every` (n,) with `new` (m,) written at `indices`."""
         if new is None:
             return every
         every = self._zeros() if every is None else every
@@ -197,20 +169,10 @@ class _Recorded:
         return rows.positions.new_zeros(len(rows), dtype=self._request.plan.accumulator)
 
 
-def _reduce(request: Request) -> Reduce:
-    return Reduce(
-        request.plan, diverges=request.diverges, entropy=request.entropy, extras=request.extras
-    )
-
-
-def _ones(request: Request) -> Callable[[Index, RowStats], Coefficients]:
-    """Return the coefficients of the sum of all rows' log-probabilities or, if they have a teacher, divergences."""
-    return lambda _, stats: request.with_main(torch.ones_like(stats.logps))
-
-
 def _nonzero(coefficients: Coefficients) -> tuple[Tensor, Coefficients]:
-    """Return the indices where any coefficient (n,) is not 0, and the coefficients. If there are several, any that is
-    zero everywhere becomes None.
+    """Return the indices where any coefficient (n,) is not 0, and the coefficients.
+
+    If there are several, any that is zero everywhere becomes None.
     """
     moves = [None if x is None else x != 0 for x in coefficients]
     present = [x for x in moves if x is not None]

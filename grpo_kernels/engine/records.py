@@ -10,17 +10,19 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.interface import RowStats
-from grpo_kernels.engine.special.top_k import TopKTeacher
+from grpo_kernels.engine.top_k import TopKTeacher
 from grpo_kernels.token_loss.record import Coefficients
 
 T = TypeVar("T")
 S = TypeVar("S")
 Index = Tensor | slice  # index of rows: (m,) int64, or a slice
+# coefficients of the rows at an index (m,), from their statistics
+CoefficientsOf = Callable[[Tensor, RowStats], Coefficients]
 
 
 @dataclass(frozen=True)
 class HeadTensors(Generic[T]):
-    """One value for each trainable tensor of a head: the tensor itself, its gradient, or True if it needs one.
+    """One value per trainable tensor of a head: the tensor, its gradient, or True if it needs one.
 
     The raw projection is ``hidden @ weight.T + lora_u @ lora_b.T + bias``.
     """
@@ -44,8 +46,8 @@ class HeadTensors(Generic[T]):
         return [(self.hidden, self.weight), *adapter]
 
 
-# Gradients from the rows of a sweep, in the accumulator's dtype (of `lean` d weight and d lora_b in their own); None
-# where not wanted.
+# Gradients from the rows of a sweep, in the accumulator's dtype (of `lean` d weight and d lora_b in
+# their own); None where not wanted.
 Gradients = HeadTensors[Tensor | None]
 
 
@@ -67,11 +69,10 @@ class NeedsGrad(HeadTensors[bool]):
 
 @dataclass(frozen=True)
 class Operands(HeadTensors[Tensor]):
-    """The tensors to project with, and if a divergence from a teacher is wanted, the teacher's as constants."""
+    """The tensors to project with; for a divergence from a teacher, the teacher's as constants."""
 
-    teacher: HeadTensors[Tensor] | None = (
-        None  # hidden (N, H') of the same positions, weight (V, H'), bias (V,)
-    )
+    # hidden (N, H') of the same positions, weight (V, H'), bias (V,)
+    teacher: HeadTensors[Tensor] | None = None
 
 
 def row_bias(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -81,19 +82,23 @@ def row_bias(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 @dataclass(frozen=True)
 class Rows:
-    """The positions to project, as copies: changes that the caller makes to its tensors later have no effect."""
+    """The positions to project, as copies: later changes of the caller's tensors have no effect.
 
-    positions: Tensor  # (n,) int64, indices into `hidden`
-    ids: Tensor  # (n,) int64, in [0, V); on a shard counted from its first row, out of range if on another
-    inv_temperature: float | Tensor = 1.0  # a number, or (n, 1)
-    invalid: Tensor | None = None  # (n,) bool: rows whose log-probability is NaN; None: none
-    marked: Tensor | None = None  # (n,) the ids, -1 where invalid; None: all are valid
-    top_k: TopKTeacher | None = None  # teacher of the divergence, in place of the head's teacher
+    Attributes:
+        positions: (n,) int64, indices into `hidden`.
+        ids: (n,) int64 in [0, V); on a shard counted from its first row, out of range on another's.
+        inv_temperature: a number, or (n, 1).
+        invalid: (n,) bool, rows whose log-probability is NaN; None: none.
+        marked: (n,) the ids, -1 where invalid; None: all are valid.
+        top_k: teacher of the divergence, in place of the head's teacher.
+    """
+
+    positions: Tensor
+    ids: Tensor
+    inv_temperature: float | Tensor = 1.0
+    invalid: Tensor | None = None
+    marked: Tensor | None = None
+    top_k: TopKTeacher | None = None
 
     def __len__(self) -> int:
         return self.positions.shape[0]
-
-
-CoefficientsOf = Callable[
-    [Tensor, RowStats], Coefficients
-]  # of the rows at an index (m,), from their statistics

@@ -1,15 +1,18 @@
-"""A head whose vocabulary is divided among ranks: the statistics of each rank's columns, joined to those of all.
+"""A head whose vocabulary is divided among ranks: the statistics of each rank's columns, joined to
+those of all.
 
-Every rank reduces its part of a row to a few numbers (`RowStats` of its own columns), and gathers those of all ranks:
-O(rows) numbers, whatever the vocabulary. With m_r, s_r, E_r a rank's largest logit, log sum and entropy, M = max m_r::
+Every rank reduces its part of a row to a few numbers (`RowStats` of its own columns), and gathers
+those of all ranks: O(rows) numbers, whatever the vocabulary. With m_r, s_r, E_r a rank's largest
+logit, log sum and entropy, M = max m_r::
 
     t_r      = m_r - M + s_r                              the rank's share of the sum, as a logarithm
     log_sum  = log sum_r exp(t_r)
     entropy  = sum_r w_r (E_r - log w_r),                 w_r = exp(t_r - log_sum), by the chain rule
     logp     = -log(1 + sum_r exp(x_r)),                  x_r = m_r + s_r - z_y; on y's rank without y's own term
 
-The rank with the largest logit is left out of the logarithms, like the largest term in `torch_rows`, so that nothing
-cancels when a token is nearly certain. All ranks join the same numbers in the same order, and get the same bits.
+The rank with the largest logit is left out of the logarithms, like the largest term in
+`torch_rows`, so that nothing cancels when a token is nearly certain. All ranks join the same
+numbers in the same order, and get the same bits.
 """
 
 from __future__ import annotations
@@ -30,7 +33,8 @@ if TYPE_CHECKING:
 
 
 def widest_part(weight: Tensor, shard: Shard | None) -> Tensor:
-    """Return a tensor in the shape of the largest part of the head: `weight`, if this rank has it, else without data.
+    """Return a tensor in the shape of the largest part of the head: `weight`, if this rank has it,
+    else without data.
 
     Plans made by its size are the same on all ranks.
     """
@@ -57,7 +61,9 @@ class Shard:
 
     @property
     def widest(self) -> int:
-        """Return the columns that chunks are planned for: ranks gather chunk by chunk, so all plan for the widest."""
+        """Return the columns that chunks are planned for: ranks gather chunk by chunk, so all plan
+        for the widest.
+        """
         return max(self.sizes)
 
     def stats(
@@ -68,7 +74,9 @@ class Shard:
         entropy: bool,
         extras: tuple[str, ...],
     ) -> RowStats:
-        """`RowBackend.stats` of the whole vocabulary. Every rank of the group has to call it for the same rows."""
+        """`RowBackend.stats` of the whole vocabulary. Every rank of the group has to call it for
+        the same rows.
+        """
         stats = backend.stats(
             replace(chunk, ids=self.local_ids(chunk.ids)), entropy=entropy, extras=extras
         )
@@ -79,9 +87,12 @@ class Shard:
         return torch.where((ids >= 0) & (ids < self.sizes[self.rank]), ids, 0)
 
     def joined(self, stats: RowStats, ids: Tensor, transform: LogitTransform) -> RowStats:
-        """Return the statistics of the whole vocabulary, from those of this rank's columns for its `local_ids`."""
+        """Return the statistics of the whole vocabulary, from those of this rank's columns for its
+        `local_ids`.
+        """
         extras, max_logit = tuple(stats.extras), stats.max_logit
-        # a backend makes a row without a finite logit NaN; here other ranks may have one. A soft-cap makes all finite
+        # a backend makes a row without a finite logit NaN; here other ranks may have one. A
+        # soft-cap makes all finite
         if transform.bias is not None and transform.softcap is None:
             max_logit = max_logit.masked_fill((transform.bias == -torch.inf).all(), -torch.inf)
         columns = [max_logit, stats.log_sum, stats.logps, *stats.extras.values()]
@@ -98,7 +109,9 @@ class Shard:
     def _join(
         self, parts: tuple[Tensor, ...], here: Tensor, extras: tuple[str, ...], *, entropy: bool
     ) -> RowStats:
-        """Join the numbers of all ranks, (R, n) each, to statistics (n,); `here` (R, n) marks the rank with the id."""
+        """Join the numbers of all ranks, (R, n) each, to statistics (n,); `here` (R, n) marks the
+        rank with the id.
+        """
         most, log_sum, logps = parts[:3]
         nothing = most == -torch.inf  # all tokens of the rank are banned: its sum is 0
         log_sum, logps = (x.masked_fill(nothing, 0.0) for x in (log_sum, logps))
@@ -117,7 +130,8 @@ class Shard:
         def at_target(x: Tensor) -> Tensor:
             return x.masked_fill(~here, 0.0).sum(dim=0)
 
-        # log of a rank's sum over the target's term; on the target's rank the sum of the others: exp(-logp) - 1
+        # log of a rank's sum over the target's term; on the target's rank the sum of the others:
+        # exp(-logp) - 1
         excess = torch.where(
             here, torch.log(-torch.expm1(logps)), (most - at_target(most)) + log_sum
         )

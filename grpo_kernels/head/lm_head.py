@@ -27,7 +27,7 @@ from grpo_kernels.base.checks import (
     refuse_logits,
 )
 from grpo_kernels.base.distributed import check_group
-from grpo_kernels.engine.memory import FreeMemory
+from grpo_kernels.engine.device import FreeMemory
 from grpo_kernels.engine.records import HeadTensors, NeedsGrad, Operands
 from grpo_kernels.engine.vocab_parallel import Shard
 from grpo_kernels.head.head import Head, HeadLike, check_kind, check_lora

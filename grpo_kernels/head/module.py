@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_kernels.base.checks import is_dtensor
-from grpo_kernels.engine.request import Gather
+from grpo_kernels.engine.plan import Gather
 from grpo_kernels.head.head import LoRA
 
 _PEFT_LORA = ("peft.tuners.lora.layer", "Linear")

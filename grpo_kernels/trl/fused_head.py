@@ -30,7 +30,7 @@ from grpo_kernels.base.checks import warn_once
 from grpo_kernels.base.choices import Extra, LogitsDtype, choices
 from grpo_kernels.call.plan import Run
 from grpo_kernels.call.results import Scores
-from grpo_kernels.engine.request import Gather
+from grpo_kernels.engine.plan import Gather
 from grpo_kernels.head.head import Head
 from grpo_kernels.head.module import (
     active_adapters,

@@ -10,7 +10,7 @@ import torch
 import grpo_kernels
 from grpo_kernels import Run
 from grpo_kernels.engine.engines import ENGINES, choose_engine
-from grpo_kernels.engine.request import Coupling, Situation
+from grpo_kernels.engine.plan import Coupling, Situation
 from grpo_kernels.objective.config import LossConfig
 from grpo_kernels.objective.custom import TokenInputs
 from grpo_kernels.objective.losses import LOSSES

@@ -13,10 +13,14 @@ import pytest
 import torch
 
 from grpo_kernels import Run, grpo_loss, linear_logprob
-from grpo_kernels.engine import memory
-from grpo_kernels.engine.chunks import Costs, Group, divide
-from grpo_kernels.engine.device import CUDA
-from grpo_kernels.engine.memory import AMPLE, FreeMemory, default_workspace
+from grpo_kernels.engine.device import (
+    AMPLE,
+    CUDA,
+    FreeMemory,
+    default_workspace,
+    large_workspace,
+)
+from grpo_kernels.engine.plan import Group, divide
 from grpo_kernels.engine.records import NeedsGrad
 from tests.support.flat import flat
 from tests.support.gpu_tape import Tape, taped, tensor
@@ -77,8 +81,8 @@ def groups_of(
 ) -> tuple[list[Group], int, int]:
     """As a sweep in bf16 plans them, and what a row of a chunk and of a group takes."""
     chunk, group = 4 * CUDA.row_width(v), 2 * h + (2 * CUDA.row_width(v) if gradient else 0)
-    costs = Costs(chunk, group, grouped, scratch_bytes=lambda rows: 0)
-    return divide(n, workspace, costs, CUDA), chunk, group
+    costs: dict[str, Any] = {"chunk_row_bytes": chunk, "group_row_bytes": group, "grouped": grouped}
+    return divide(n, workspace, CUDA, **costs, scratch_bytes=lambda rows: 0), chunk, group
 
 
 @pytest.mark.parametrize("v", [33, 32_003, 151_936, 262_144])
@@ -92,7 +96,7 @@ def test_a_small_workspace_multiplies_no_work(v: int, workspace: int) -> None:
     ):
         groups, chunk, group = groups_of(n, v, h, workspace, gradient=gradient, grouped=grouped)
         computed = sum(g.rows for g in groups)
-        assert sum(len(g) for g in groups) == n
+        assert sum(g.n for g in groups) == n
         assert computed <= max(128, (1.25 if n >= 1024 else 2) * n)
         for g in groups:
             used = max(c.stop - c.start for c in g.chunks) * chunk + g.rows * group
@@ -221,7 +225,7 @@ def room(
         "asks_tight": True,
         **asked,
     }
-    with mock.patch.object(memory.torch, "cuda", cuda):
+    with mock.patch.object(torch, "cuda", cuda):
         return FreeMemory.of(weight, hidden, compute_dtype=BF16, **given), calls  # type: ignore[arg-type]
 
 
@@ -260,7 +264,7 @@ def test_the_workspace_grows_in_steps_with_what_is_free() -> None:
 def test_the_workspace_is_no_larger_than_it_helps() -> None:
     """Rows of a frozen head take less: 1,024 of them are below a step, which is then as good as the largest."""
     frozen = NeedsGrad(hidden=True)
-    wanted = memory.large_workspace(OnGPU(torch.empty(V, H, dtype=BF16, device="meta")), frozen)
+    wanted = large_workspace(OnGPU(torch.empty(V, H, dtype=BF16, device="meta")), frozen)
     assert 768 * MIB < wanted < 1024 * MIB
     enough, calls = room(GRADIENTS + 1024 * MIB, needs_grad=frozen)
     assert calls == ["free"]

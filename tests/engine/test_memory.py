@@ -17,7 +17,7 @@ import torch
 
 import grpo_kernels
 from grpo_kernels import Run
-from grpo_kernels.engine.chunks import most_rows
+from grpo_kernels.engine.plan import most_rows
 from tests.support.measure import AllocationWatcher
 
 MIB = 2**20

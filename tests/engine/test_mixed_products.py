@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import Head, LoRA, linear_logprob
-from grpo_kernels.engine import chunks, device, products, sweep
+from grpo_kernels.engine import device, gemm, plan, sweep
 from tests.support.case_builder import make_case
 from tests.support.cases import fixed_cases
 from tests.support.head_cases import head_cases
@@ -31,9 +31,9 @@ KILOBYTE = 2**10
 
 
 @pytest.fixture
-def like_cuda(monkeypatch: pytest.MonkeyPatch) -> list[chunks.Group]:
+def like_cuda(monkeypatch: pytest.MonkeyPatch) -> list[plan.Group]:
     """Returns the groups that were planned, as they are."""
-    seen: list[chunks.Group] = []
+    seen: list[plan.Group] = []
 
     def product(left: Tensor, right: Tensor, out: Tensor, *, add: bool = False) -> None:
         assert left.dtype == right.dtype, "operands of one product have one dtype"
@@ -44,22 +44,24 @@ def like_cuda(monkeypatch: pytest.MonkeyPatch) -> list[chunks.Group]:
         found = left.to(out.dtype) @ right.to(out.dtype)
         out.copy_(out + found if add else found)
 
-    def plan_groups(*args) -> list[chunks.Group]:
-        groups = chunks.plan_groups(*args)
+    original = plan.plan_groups
+
+    def plan_groups(*args) -> list[plan.Group]:
+        groups = original(*args)
         seen.extend(groups)
         return groups
 
     tiled = replace(device.CPU, fewest_rows=4, row_multiple=4, mixed_products=True)
     monkeypatch.setitem(device._KINDS, "cpu", tiled)
-    monkeypatch.setattr(products, "_product", product)
+    monkeypatch.setattr(gemm, "_product", product)
     monkeypatch.setattr(sweep, "plan_groups", plan_groups)
-    monkeypatch.setattr(chunks, "LARGE_CHUNK_ROWS", 8)
-    monkeypatch.setattr(chunks, "LEAST_CHUNK_ROWS", 4)
+    monkeypatch.setattr(plan, "LARGE_CHUNK_ROWS", 8)
+    monkeypatch.setattr(plan, "LEAST_CHUNK_ROWS", 4)
     return seen
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_equals_the_reference(like_cuda: list[chunks.Group], part: int) -> None:
+def test_equals_the_reference(like_cuda: list[plan.Group], part: int) -> None:
     """Every case, of an adapter too, with groups of several chunks, and with another budget, in turn."""
     assert len(CASES) >= 60 and len(ADAPTED) >= 10
     for index, case in enumerate((CASES + ADAPTED)[part::4]):
@@ -77,7 +79,7 @@ def test_equals_the_reference(like_cuda: list[chunks.Group], part: int) -> None:
 @pytest.mark.parametrize("engine", ["one_pass", "two_pass", "lean"])
 @pytest.mark.parametrize("scale", [2.0**-14, 1.0, 2.0**14])
 def test_fp16_gradients_do_not_underflow_whatever_the_loss_scale(
-    like_cuda: list[chunks.Group], scale: float, engine: str
+    like_cuda: list[plan.Group], scale: float, engine: str
 ) -> None:
     """Advantages for which d logits in fp16 would be 0 without the factor they carry, and for which it is below 1."""
     case = make_case("fp16 range", b=4, t=9, h=24, v=90, dtype=torch.float16, loss_type="grpo")
@@ -90,7 +92,7 @@ def test_fp16_gradients_do_not_underflow_whatever_the_loss_scale(
     assert float((got - want).norm() / want.norm()) < 2e-3
 
 
-def test_an_adapter_beside_a_float64_head(like_cuda: list[chunks.Group]) -> None:
+def test_an_adapter_beside_a_float64_head(like_cuda: list[plan.Group]) -> None:
     """fp32 does not go into fp64 results, nor do 16 bits."""
     hidden, weight, a, b = (torch.randn(shape) for shape in ((5, 8), (30, 8), (2, 8), (30, 2)))
     weight, ids = weight.double(), torch.arange(5)
@@ -110,12 +112,14 @@ def test_an_adapter_beside_a_float64_head(like_cuda: list[chunks.Group]) -> None
 def test_groups_cover_the_rows_once_and_start_at_tiles() -> None:
     for n in (1, 5, 127, 128, 129, 1000, 8192, 70_000):
         for budget in (1, 2**20, 2**26, 2**31):
-            costs = chunks.Costs(4 * 1000, 2 * 1000, grouped=True, scratch_bytes=lambda rows: 0)
-            groups = chunks.divide(n, budget, costs, device.CUDA)
+            groups = plan.divide(
+                n, budget, device.CUDA, chunk_row_bytes=4000, group_row_bytes=2000, grouped=True,
+                scratch_bytes=lambda rows: 0,
+            )  # fmt: skip
             assert [g.start for g in groups] == [0, *[g.stop for g in groups[:-1]]]
             assert groups[-1].stop == n
             for group in groups:
-                assert len(group) <= group.rows == device.CUDA.padded_rows(len(group))
+                assert group.n <= group.rows == device.CUDA.padded_rows(group.n)
                 assert [c.start for c in group.chunks] == [0, *[c.stop for c in group.chunks[:-1]]]
                 assert group.chunks[-1].stop == group.rows
                 used = max(c.stop - c.start for c in group.chunks) * 4000 + group.rows * 2000

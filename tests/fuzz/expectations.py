@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import Expectation, linear_logprob
-from grpo_kernels.engine.remainder import FAR_TOO_LARGE
+from grpo_kernels.engine.autograd import FAR_TOO_LARGE
 from tests.fuzz.attack import Attack, Options
 from tests.support.case_builder import Case, make_case, seeded
 from tests.support.flat import flat

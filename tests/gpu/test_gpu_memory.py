@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from grpo_kernels import Run, grpo_loss
-from grpo_kernels.engine.memory import large_workspace
+from grpo_kernels.engine.device import large_workspace
 from grpo_kernels.engine.records import NeedsGrad
 from tests.support.measure import AllocationWatcher
 from tests.support.on_device import BACKENDS, leaves

@@ -40,7 +40,7 @@ from grpo_kernels.backends.interface import (
 from grpo_kernels.backends.triton_rows import rows as row_work
 from grpo_kernels.engine.device import device_of
 from grpo_kernels.engine.engines import ENGINES
-from grpo_kernels.engine.products import mixed_mm
+from grpo_kernels.engine.gemm import mixed_mm
 from grpo_kernels.token_loss.record import TokenLoss
 
 Compared = tuple[

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels.engine import device, products
+from grpo_kernels.engine import device, gemm
 from tests.emulator.launch import Emulation
 from tests.support.case_builder import Case, make_case
 from tests.support.reference import reference_loss
@@ -34,7 +34,7 @@ def _like_a_gpu() -> Iterator[None]:
     )  # fmt: skip
     with (
         mock.patch.dict(device._KINDS, {"cpu": kind}),
-        mock.patch.object(products, "mixed_mm", product),
+        mock.patch.object(gemm, "mixed_mm", product),
     ):
         yield
 

@@ -1,7 +1,8 @@
-"""A teacher given by K log-probabilities per row: divergences from it, on logits that are computed anyway.
+"""A teacher given by K log-probabilities per row: divergences from it, on the logits at hand.
 
-The K logits are gathered from a chunk of raw projections before a backend sees it, and transformed here. With p the
-student's and q the teacher's probabilities of the K ids, p_r = 1 - sum_k p_k and q_r = 1 - sum_k q_k the rest's::
+The K logits are gathered from a chunk of raw projections before a backend sees it, and transformed
+here. With p the student's and q the teacher's probabilities of the K ids, p_r = 1 - sum_k p_k and
+q_r = 1 - sum_k q_k the rest's::
 
                            D
     forward                sum_k q_k log(q_k / p_k)                          Q = sum_k q_k
@@ -13,10 +14,11 @@ student's and q the teacher's probabilities of the K ids, p_r = 1 - sum_k p_k an
     forward with a rest    p_k - q_k                        -p_v (q_r / p_r - 1)
     reverse with a rest    p_k (log(p_k / q_k) - D)         -p_v (D - log(p_r / q_r))
 
-The bracket on the right is one number per row, `DivergenceStats.sum_k`. A backend first writes all columns like the
-gradient of a log-probability with that coefficient, for an id that is none of them. The formula in the middle then
-overwrites the K columns. So no backend needs a kernel for this. With a rest, the terms of D are those of
-`backends.divergence`, which are never negative. All work on (n, K) numbers is in double precision.
+The bracket on the right is one number per row, `DivergenceStats.sum_k`. A backend first writes all
+columns like the gradient of a log-probability with that coefficient, for an id that is none of
+them. The formula in the middle then overwrites the K columns. So no backend needs a kernel for
+this. With a rest, the terms of D are those of `backends.divergence`, which are never negative. All
+work on (n, K) numbers is in double precision.
 """
 
 from __future__ import annotations
@@ -44,37 +46,30 @@ ENTRY_BYTES = 160  # bytes of temporaries per entry (row, k)
 
 
 @dataclass(frozen=True)
-class Measure:
-    """The divergence from a `TopKTeacher`, with its bounds.
-
-    Attributes:
-        reverse: KL(student || teacher), else KL(teacher || student).
-        least_rest: lower bound of the rest's probability; the rest is one more outcome. None: the rest is left out.
-        log_prob_min_clamp: lower bound that both log-probabilities are clamped to, only for the forward divergence
-            without a rest; None: no bound.
-        loss_max_clamp: bound that |D| is clamped to, where D then has no gradient; None: no bound.
-    """
-
-    reverse: bool
-    least_rest: float | None = None
-    log_prob_min_clamp: float | None = None
-    loss_max_clamp: float | None = None
-
-
-@dataclass(frozen=True)
 class TopKTeacher:
-    """Log-probabilities of a teacher at K ids of each row.
+    """Log-probabilities of a teacher at K ids of each row, and the divergence from it.
 
     Attributes:
-        ids: (n, K) int64, counted like `Rows.ids`; the ids of a row differ from each other, except in padding.
-        logps: (n, K) in double precision, -inf where an entry is padding, NaN in rows whose results are to be NaN.
-        measure: the divergence from it.
-        z: (n, K) logits of the ids that are among a chunk's columns, 0 for the others; None until they are gathered.
+        ids: (n, K) int64, counted like `Rows.ids`; the ids of a row differ from each other, except
+            in padding.
+        logps: (n, K) in double precision, -inf where an entry is padding, NaN in rows whose results
+            are to be NaN.
+        reverse: KL(student || teacher), else KL(teacher || student).
+        least_rest: lower bound of the rest's probability; the rest is one more outcome. None: the
+            rest is left out.
+        log_prob_min_clamp: lower bound that both log-probabilities are clamped to, only for the
+            forward divergence without a rest; None: no bound.
+        loss_max_clamp: bound that |D| is clamped to, where D then has no gradient; None: no bound.
+        z: (n, K) logits of the ids that are among a chunk's columns, 0 for the others; None until
+            they are gathered.
     """
 
     ids: Tensor
     logps: Tensor
-    measure: Measure
+    reverse: bool
+    least_rest: float | None = None
+    log_prob_min_clamp: float | None = None
+    loss_max_clamp: float | None = None
     z: Tensor | None = None
 
     def row_bytes(self) -> int:
@@ -82,7 +77,7 @@ class TopKTeacher:
         return self.ids.shape[1] * ENTRY_BYTES
 
     def gathered(self, raw: Tensor, transform: LogitTransform, first_id: int = 0) -> TopKTeacher:
-        """Return this teacher with the logits z of the ids among the columns of `raw` (n, V), a raw projection."""
+        """Return this teacher with the logits z of the ids among the columns of `raw` (n, V)."""
         columns, here = self._columns(raw.shape[1], first_id)
         z = raw.gather(1, columns)
         bias = None if transform.bias is None else transform.bias[columns]
@@ -90,22 +85,22 @@ class TopKTeacher:
         return replace(self, z=z.masked_fill_(~here, 0.0))
 
     def diverged(self, stats: RowStats, shard: Shard | None) -> RowStats:
-        """Return `stats`, of the student's rows, with those of the divergence, and sum_k p_k as ``"student_mass"``.
+        """Return the student's `stats` with the divergence, and sum_k p_k as ``"student_mass"``.
 
         With a sharded head, the logits z of all ranks are joined first.
         """
         assert self.z is not None
         z = self.z if shard is None else shard.sum_(self.z.clone())
-        dtype, measure, logq = stats.logps.dtype, self.measure, self.logps
+        dtype, logq = stats.logps.dtype, self.logps
         logp = self._logps(stats, z)
-        if measure.least_rest is None:
+        if self.least_rest is None:
             logp_clamped, logq, q = self._clamped(logp)
             terms = torch.where(logq == -torch.inf, 0.0, logq.exp() * (logq - logp_clamped))
             value, sum_k = terms.sum(dim=1), -q.sum(dim=1)
         else:
-            value, sum_k = _with_rest(logp, logq, measure.least_rest, measure.reverse)
-        if measure.loss_max_clamp is not None:
-            most = measure.loss_max_clamp
+            value, sum_k = _with_rest(logp, logq, self.least_rest, self.reverse)
+        if self.loss_max_clamp is not None:
+            most = self.loss_max_clamp
             sum_k = torch.where(value.abs() >= most, 0.0, sum_k)
             value = value.clamp(min=-most, max=most)
         value, sum_k, mass = value.to(dtype), sum_k.to(dtype), logp.exp().sum(dim=1).to(dtype)
@@ -116,28 +111,22 @@ class TopKTeacher:
     def grad(
         self, backend: RowBackend, chunk: Chunk, stats: RowStats, d_divergence: Tensor, out: Tensor
     ) -> None:
-        """``out = d_divergence * d D / d (raw projection)``, (n, V), as `RowBackend.grad` would write it.
+        """``out = d_divergence * d D / d (raw projection)``, (n, V), as `RowBackend.grad` writes.
 
         Args:
             d_divergence: (n,) d loss / d D.
         """
-        assert stats.divergence is not None
-        assert self.z is not None
+        assert stats.divergence is not None and self.z is not None
         columns, here = self._columns(chunk.logits.shape[1], chunk.first_id)
-        nowhere = torch.full_like(chunk.ids, -1)
+        nowhere = replace(chunk, ids=torch.full_like(chunk.ids, -1))
         alone = replace(stats, divergence=None)  # for the backend there is no teacher
-        backend.grad(
-            replace(chunk, ids=nowhere), alone, d_divergence * stats.divergence.sum_k, None, out
-        )
-        d_raw = (
-            self._d_logits(stats, self.z)
-            * d_divergence[:, None]
-            * _d_projection(self.z, chunk.transform)
-        )
+        backend.grad(nowhere, alone, d_divergence * stats.divergence.sum_k, None, out)
+        d_z = self._d_logits(stats, self.z) * d_divergence[:, None]
+        d_raw = d_z * _d_projection(self.z, chunk.transform)
         _overwrite(out, columns, here, d_raw.to(out.dtype))
 
     def _columns(self, width: int, first_id: int) -> tuple[Tensor, Tensor]:
-        """Return the column of each id (n, K), 0 if outside of `width` columns or padding; and a mask of the others."""
+        # the column of each id (n, K), 0 if outside or padding; and a mask of the others
         columns = self.ids - first_id
         here = (columns >= 0) & (columns < width) & (self.logps != -torch.inf)
         return torch.where(here, columns, 0), here
@@ -150,8 +139,8 @@ class TopKTeacher:
         return logp.masked_fill(self.logps == -torch.inf, -torch.inf)
 
     def _clamped(self, logp: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return both log-probabilities (n, K), clamped except in padding, and q, 0 where the student's was clamped."""
-        least, logq = self.measure.log_prob_min_clamp, self.logps
+        # both log-probabilities, clamped except in padding; and q, 0 where the student's was
+        least, logq = self.log_prob_min_clamp, self.logps
         if least is None:
             return logp, logq, logq.exp()
         logq = torch.where(logq == -torch.inf, logq, logq.clamp(min=least))
@@ -160,21 +149,21 @@ class TopKTeacher:
     def _d_logits(self, stats: RowStats, z: Tensor) -> Tensor:
         """(n, K) d D / d z of the ids."""
         assert stats.divergence is not None
-        measure, logp = self.measure, self._logps(stats, z)
+        logp = self._logps(stats, z)
         p, value = logp.exp(), stats.divergence.value[:, None]
-        if measure.reverse:
+        if self.reverse:
             d_z = torch.where(p > 0.0, p * (logp - self.logps - value), p)
-        elif measure.least_rest is not None:
+        elif self.least_rest is not None:
             d_z = p - self.logps.exp()
         else:
             d_z = -stats.divergence.sum_k[:, None] * p - self._clamped(logp)[2]
-        if measure.loss_max_clamp is not None:
-            d_z = torch.where(value.abs() >= measure.loss_max_clamp, 0.0, d_z)
+        if self.loss_max_clamp is not None:
+            d_z = torch.where(value.abs() >= self.loss_max_clamp, 0.0, d_z)
         return d_z
 
 
 def _with_rest(logp: Tensor, logq: Tensor, least: float, reversed_: bool) -> tuple[Tensor, Tensor]:
-    """Return D (n,) over K + 1 outcomes, and its sum_k, from log-probabilities (n, K), -inf in padding."""
+    """Return D (n,) over K + 1 outcomes, and its sum_k, from log-probabilities (n, K)."""
     p_rest, q_rest = _rest(logp).clamp(min=least), _rest(logq).clamp(min=least)
     d_rest = p_rest.log() - q_rest.log()
     d = torch.where(logq == -torch.inf, 0.0, logp - logq)
@@ -187,7 +176,7 @@ def _with_rest(logp: Tensor, logq: Tensor, least: float, reversed_: bool) -> tup
 
 
 def _rest(logps: Tensor) -> Tensor:
-    """``1 - sum exp(logps)`` of each row, (n, K) -> (n,): the largest goes off first, by expm1, without cancelling."""
+    # 1 - sum exp(logps) of each row: the largest goes off first, by expm1, without cancelling
     most, at = logps.max(dim=1, keepdim=True)
     others = logps.exp().scatter(1, at, 0.0).sum(dim=1)
     return -torch.expm1(most[:, 0]) - others
@@ -201,13 +190,12 @@ def _d_projection(z: Tensor, transform: LogitTransform) -> Tensor | float:
 
 
 def _overwrite(out: Tensor, columns: Tensor, here: Tensor, values: Tensor) -> None:
-    """``out[i, columns[i, k]] = values[i, k]`` where `here`, (n, K) each; the columns of a row differ.
+    """``out[i, columns[i, k]] = values[i, k]`` where `here`; the columns of a row differ.
 
-    All other entries of a row repeat its first entry that is `here`, so that no two writes conflict. In a row without
-    one, they write back the value of column 0.
+    All other entries of a row repeat its first entry that is `here`, so that no two writes
+    conflict. In a row without one, they write back the value of column 0.
     """
     first = here.to(torch.uint8).argmax(dim=1, keepdim=True)
     kept = torch.where(here.any(dim=1, keepdim=True), values.gather(1, first), out[:, :1])
-    out.scatter_(
-        1, torch.where(here, columns, columns.gather(1, first)), torch.where(here, values, kept)
-    )
+    index = torch.where(here, columns, columns.gather(1, first))
+    out.scatter_(1, index, torch.where(here, values, kept))

@@ -1,11 +1,13 @@
-"""The three matrix products, by the vendor library. Results are the accumulators, unrounded, for all operand dtypes.
+"""The three matrix products, by the vendor library.
 
-CUDA multiplies 16-bit operands into fp32 results; d logits are rounded to the same 16 bits. Elsewhere torch would round
-the result to 16 bits. So the operands are first converted to fp32, exactly, a slice of the vocabulary at a time, and
-d logits stay in fp32.
+Results are the accumulators, unrounded, for all operand dtypes. CUDA multiplies 16-bit operands
+into fp32 results; d logits are rounded to the same 16 bits. Elsewhere torch would round the result
+to 16 bits. So the operands are first converted to fp32, exactly, a slice of the vocabulary at a
+time, and d logits stay in fp32.
 
-The range of fp16 is too small for d logits, which no loss scale has multiplied yet. So fp16 d logits carry a power of
-two, the same for all rows of a product; the accumulated results are divided by it.
+The range of fp16 is too small for d logits, which no loss scale has multiplied yet. So fp16
+d logits carry a power of two, the same for all rows of a product; the accumulated results are
+divided by it.
 """
 
 from __future__ import annotations
@@ -42,18 +44,13 @@ class Products:
         if mixed:
             _check_accumulation(compute_dtype)
         self._operand = compute_dtype if mixed else accumulator
-        copied = (
-            0 if weight.dtype == compute_dtype else compute_dtype.itemsize
-        )  # bytes of an element of the weight
+        # bytes of an element of the weight
+        copied = 0 if weight.dtype == compute_dtype else compute_dtype.itemsize
         copied += 0 if self._operand == compute_dtype else self._operand.itemsize
-        self._slice_rows = weight.shape[0]
-        if copied:
-            self._slice_rows = min(
-                self._slice_rows, max(1, slice_bytes // (weight.shape[1] * copied))
-            )
-        self.slice_bytes = (
-            self._slice_rows * weight.shape[1] * copied
-        )  # 0 if the weight is an operand as it is
+        vocab, width = weight.shape
+        most = max(1, slice_bytes // (width * copied)) if copied else vocab
+        self._slice_rows = min(vocab, most)
+        self.slice_bytes = self._slice_rows * width * copied  # 0: the weight is an operand as it is
 
     @property
     def gradient_dtype(self) -> torch.dtype:
@@ -65,7 +62,7 @@ class Products:
         return self.weight.shape[1] * self._operand.itemsize
 
     def operand(self, hidden: Tensor) -> Tensor:
-        """Hidden states rounded to the compute dtype, in the dtype that the products take."""
+        """Return hidden states rounded to the compute dtype, in the dtype that the products take."""
         return hidden.to(self.compute_dtype).to(self._operand)
 
     @property
@@ -79,10 +76,12 @@ class Products:
         transform: LogitTransform,
         divergence: DivergenceStats | None = None,
     ) -> tuple[Coefficients, Tensor | None]:
-        """Return the coefficients times the power of two () that brings d logits into range, and that power or None.
+        """Return the coefficients times the power of two () that brings d logits into range, and
+        it.
 
-        It is 1 if a coefficient is not finite, so that NaN and inf reach the gradient. d_logp is not None. With a
-        d_divergence, `divergence` is needed: no |k_v| of its gradient is above 1 + D.
+        It is 1 if a coefficient is not finite, so that NaN and inf reach the gradient; None if
+        d logits need none. d_logp is not None. With a d_divergence, `divergence` is needed: no
+        |k_v| of its gradient is above 1 + D.
         """
         d_logp, d_entropy, d_divergence = coefficients
         assert d_logp is not None
@@ -103,8 +102,9 @@ class Products:
     def logits(self, hidden: Tensor, out: Tensor, *, first: bool = True) -> None:
         """``out = hidden @ weight.T``: (n, H) operand -> (n, V); ``+=`` unless `first`.
 
-        On a GPU the library chooses its kernel by the number of rows, and fp32 kernels differ in the order of their
-        sums. So an fp32 product has one tile of rows: a row's bits do not depend on the other rows.
+        On a GPU the library chooses its kernel by the number of rows, and fp32 kernels differ in
+        the order of their sums. So an fp32 product has one tile of rows: a row's bits do not depend
+        on the other rows.
         """
         tile = device_of(self.weight.device).fp32_rows if self._operand == torch.float32 else None
         at_once = tile or max(1, hidden.shape[0])
@@ -122,40 +122,26 @@ class Products:
             del weight  # before the next slice is made
 
     def d_weight(self, d_logits: Tensor, hidden: Tensor, out: Tensor, *, first: bool) -> None:
-        """``out += d_logits.T @ hidden``: (n, V) in `gradient_dtype`, (n, H) operand -> (V, H); ``=`` if `first`."""
+        """``out += d_logits.T @ hidden``: (n, V) in `gradient_dtype`, (n, H) operand -> (V, H);
+        ``=`` if `first`.
+        """
         _product(d_logits.t(), hidden.to(d_logits.dtype), out, add=not first)
 
     def _weights(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yield slices of the vocabulary, each with the head's rows for it as an operand."""
         vocab = self.weight.shape[0]
         for start in range(0, vocab, self._slice_rows):
             columns = slice(start, min(start + self._slice_rows, vocab))
             yield columns, self.weight[columns].to(self.compute_dtype).to(self._operand)
 
 
-def accumulator_of(compute_dtype: torch.dtype) -> torch.dtype:
-    """The dtype of logits, statistics, and gradients before their one rounding, for operands of `compute_dtype`."""
-    return torch.float64 if compute_dtype == torch.float64 else torch.float32
-
-
-def converted_dtype(weight: Tensor, compute_dtype: torch.dtype) -> torch.dtype | None:
-    """Return the 16-bit dtype that the whole weight must be converted to for products; None if it need not be.
-
-    A weight that is converted to 32 bits is never converted as a whole.
-    """
-    device = device_of(weight.device)
-    can_ask = device.free is not None  # it can tell if a copy fits
-    mixed = can_ask and compute_dtype.itemsize == 2 and device.mixed_products
-    return compute_dtype if mixed and weight.dtype != compute_dtype else None
-
-
 def _check_accumulation(operands: torch.dtype) -> None:
-    """Raise RuntimeError if torch is told to sum products of `operands` in fp16: none of these has an fp32 result."""
+    # products that sum in fp16 have no fp32 result
     if operands == torch.float16 and torch.backends.cuda.matmul.allow_fp16_accumulation:
         raise RuntimeError(
-            "torch.backends.cuda.matmul.allow_fp16_accumulation: expected False for a head in torch.float16, whose "
-            "products are summed in float32, got True, for which cuBLAS has no such product; set it to False for this "
-            "call and its backward, or use torch.bfloat16, which it does not concern"
+            "torch.backends.cuda.matmul.allow_fp16_accumulation: expected False for a head in "
+            "torch.float16, whose products are summed in float32, got True, for which cuBLAS has "
+            "no such product; set it to False for this call and its backward, or use "
+            "torch.bfloat16, which it does not concern"
         )
 
 
@@ -168,7 +154,6 @@ def mixed_mm(left: Tensor, right: Tensor, out: Tensor, *, add: bool) -> None:
 
 
 def _product(left: Tensor, right: Tensor, out: Tensor, *, add: bool = False) -> None:
-    """``out = left @ right``, or ``+=``, accumulated in the dtype of `out`."""
     if left.dtype != out.dtype:
         mixed_mm(left, right, out, add=add)
     elif add:

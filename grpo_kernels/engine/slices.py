@@ -1,0 +1,204 @@
+"""The gradient by slices of the vocabulary, without an accumulator of the weight's size.
+
+Each slice of the logits is projected once more, for all rows, and becomes d logits. Its part of
+d weight is then complete: it is rounded and written once. Only d hidden accumulates, in the
+accumulator's dtype.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.backends.interface import RowStats
+from grpo_kernels.base.records import take
+from grpo_kernels.engine.device import device_of
+from grpo_kernels.engine.gemm import Products
+from grpo_kernels.engine.plan import HeadPlan
+from grpo_kernels.engine.records import Gradients, NeedsGrad, Operands, Rows, row_bias
+from grpo_kernels.engine.sweep import Projection
+from grpo_kernels.token_loss.record import Coefficients
+
+MOST_ROWS = 8192  # rows at a time; with more, slices would get narrow
+SLICE_MULTIPLE = 128  # columns; slices start at multiples of it
+FEATURES_SHARE = 4  # operands of the rows at a time: at most 1 / FEATURES_SHARE of the workspace
+
+
+def sweep_slices(
+    head: Operands,
+    rows: Rows,
+    plan: HeadPlan,
+    stats: RowStats,
+    coefficients: Coefficients,
+    needs_grad: NeedsGrad,
+) -> Gradients:
+    """Return the gradient of `rows`, n of them, given their statistics and coefficients (n,).
+
+    It is the same as from `sweep`, but d weight and d lora_b are in their own dtype, rounded once.
+    """
+    d_logp, *others = coefficients
+    d_logp = torch.zeros_like(stats.logps) if d_logp is None else d_logp
+    transform = plan.transform(row_bias(head.bias, plan.accumulator), rows.inv_temperature)
+    # one factor for all rows and slices, since the gradients are summed over both
+    coefficients, fp16_scale = plan.products(head.weight).scaled(
+        Coefficients(d_logp, *others), transform, stats.divergence
+    )
+    n, vocab, dtype = len(rows), head.weight.shape[0], plan.accumulator
+    rows_at_once, columns_at_once, _ = plan_slices(rows, head, plan, needs_grad)
+    blocks = [
+        (place, count, *take((rows, stats, coefficients), index))
+        for place, count, index in _blocks(rows, rows_at_once)
+    ]
+    m = blocks[-1][0].stop if blocks else 0
+    # the first block, or slice, overwrites
+    new = head.hidden.new_empty if blocks else head.hidden.new_zeros
+    d_rows: list[Tensor | None] = []  # per factor: (m, K)
+    d_matrices: list[Tensor | None] = []  # (V, K), in their own dtype
+    pairs = zip(head.factors(), needs_grad.factors(), strict=False)
+    for (x, matrix), (needs_rows, needs_matrix) in pairs:
+        d_rows.append(new(m, x.shape[1], dtype=dtype) if needs_rows else None)
+        d_matrices.append(new(matrix.shape, dtype=matrix.dtype) if needs_matrix else None)
+    d_bias = head.hidden.new_zeros(vocab, dtype=dtype) if needs_grad.bias else None
+
+    def add_block(
+        projection: Projection,
+        columns: slice,
+        parts: list[Tensor | None],
+        place: slice,
+        count: int,
+        block: Rows,
+        *known: Any,
+    ) -> None:
+        operands = projection.operands(block.positions)
+        d_logits = _d_logits(projection, plan, operands, block, *known)
+        d_logits[count:] = 0.0
+        products = zip(projection.products, operands[0], d_rows, parts, strict=True)
+        for product, x, of_rows, part in products:
+            if of_rows is not None:
+                product.d_hidden(d_logits, of_rows[place], first=columns.start == 0)
+            if part is not None:
+                product.d_weight(d_logits, x, part, first=place.start == 0)
+        if d_bias is not None:
+            d_bias[columns] += d_logits.sum(dim=0, dtype=d_bias.dtype)
+
+    def add_slice(columns: slice) -> None:
+        """Add the gradient of all rows from some columns of their logits."""
+        projection = Projection(head, plan, columns)
+        targets = [None if x is None else x[columns] for x in d_matrices]
+        # a target in the accumulator's dtype is summed in place; any other apart, and rounded
+        parts = [
+            x if x is None or x.dtype == dtype else torch.empty_like(x, dtype=dtype)
+            for x in targets
+        ]
+        for block in blocks:
+            add_block(projection, columns, parts, *block)
+        for target, part in zip(targets, parts, strict=True):
+            if target is None or part is None:
+                continue
+            if fp16_scale is not None:
+                plan.backend.scale(part, 1.0 / fp16_scale, target)
+            elif part is not target:
+                target.copy_(part)
+
+    with torch.autocast(head.hidden.device.type, enabled=False), torch.no_grad():
+        for first_id in range(0, vocab if blocks else 0, columns_at_once):
+            add_slice(slice(first_id, min(first_id + columns_at_once, vocab)))
+    (hidden, *lora_u), (weight, *lora_b) = d_rows, d_matrices
+    if fp16_scale is not None:
+        for total in (hidden, d_bias, *lora_u):
+            if total is not None:
+                total.mul_(1.0 / fp16_scale)
+    d_hidden, d_lora_u = (None if x is None else x[:n] for x in (hidden, *lora_u, None)[:2])
+    return Gradients(d_hidden, weight, d_bias, d_lora_u, *lora_b)
+
+
+def _d_logits(
+    projection: Projection,
+    plan: HeadPlan,
+    operands: tuple[list[Tensor], Tensor | None],
+    rows: Rows,
+    stats: RowStats,
+    coefficients: Coefficients,
+) -> Tensor:
+    m, every = len(rows), slice(0, len(rows))
+    out = projection.new_logits(m)
+    chunk, rows = projection.project(operands, every, rows, every, out)
+    d_logits = out[0] if projection.in_place else projection.new_d_logits(m)
+    plan.grad(chunk, rows, stats, coefficients, d_logits)
+    return d_logits
+
+
+def _blocks(rows: Rows, most: int) -> Iterator[tuple[slice, int, Tensor]]:
+    """Yield blocks of about equal size, at most `most`; all but the last are whole tiles.
+
+    Each is a slice of all rows, with the last block's padding; its rows without padding; and the
+    index of its rows. Padding repeats the block's first row.
+    """
+    n, device = len(rows), device_of(rows.positions.device)
+    tile = device.fewest_rows
+    step = -(-n // max(1, -(-n // most) * tile)) * tile
+    for start in range(0, n, max(1, step)):
+        count = min(step, n - start)
+        m = device.padded_rows(count)
+        index = torch.arange(start, start + m, device=rows.positions.device)
+        index[count:] = start
+        yield slice(start, start + m), count, index
+
+
+def plan_slices(
+    rows: Rows, head: Operands, plan: HeadPlan, needs_grad: NeedsGrad
+) -> tuple[int, int, int]:
+    """Return the rows and columns to take at a time within the workspace, and the bytes they take.
+
+    Works on meta tensors too. Each row needs its operands. Each column needs its row of d weight
+    (and of d lora_b) if that is summed apart. Both together need logits, d logits and the backend's
+    scratch. At least a tile of rows and `SLICE_MULTIPLE` columns.
+    """
+    vocab, budget, size = head.weight.shape[0], plan.workspace_bytes, plan.accumulator.itemsize
+    tile, least = device_of(head.weight.device).fewest_rows, min(vocab, SLICE_MULTIPLE)
+    factors = plan.all_products(head)
+    dtype = factors[0].gradient_dtype
+    logit_bytes = size + (0 if dtype == plan.accumulator else dtype.itemsize)
+    row_bytes = 0 if rows.top_k is None else rows.top_k.row_bytes()
+    column_bytes = padding_bytes = 0
+    triples = zip(factors, head.factors(), needs_grad.factors(), strict=False)
+    for p, (x, matrix), (_, wanted) in triples:
+        converted = (
+            0 if p.gradient_dtype == dtype else dtype.itemsize
+        )  # for an adapter more precise than d logits
+        row_bytes += p.hidden_bytes() + x.shape[1] * (_copied_bytes(x, p) + converted)
+        column_bytes += x.shape[1] * (
+            converted + (size if wanted and matrix.dtype != plan.accumulator else 0)
+        )
+        padding_bytes += tile * x.shape[1] * size  # for d hidden
+    with_teacher = plan.teacher is not None
+    teacher = head.teacher
+    if plan.teacher is not None and teacher is not None:
+        p = plan.teacher.products(teacher.weight)
+        factors = [*factors, p]
+        logit_bytes += size
+        row_bytes += p.hidden_bytes() + teacher.hidden.shape[1] * _copied_bytes(teacher.hidden, p)
+    row_free = padding_bytes + max(
+        p.slice_bytes for p in factors
+    )  # the weights are converted one after the other
+
+    def taken(m: int, columns: int) -> int:
+        logits = m * logit_bytes + plan.backend.scratch_rows(m, least, teacher=with_teacher) * size
+        return row_free + m * row_bytes + columns * (column_bytes + logits)
+
+    m = max(1, -(-min(len(rows), MOST_ROWS) // tile)) * tile
+    while m > tile and (taken(m, least) > budget or m * row_bytes > budget // FEATURES_SHARE):
+        m = -(-m // (2 * tile)) * tile
+    columns = (budget - taken(m, 0)) // (taken(m, 1) - taken(m, 0))
+    columns = min(vocab, max(1, columns // SLICE_MULTIPLE) * SLICE_MULTIPLE)
+    return m, columns, taken(m, columns)
+
+
+def _copied_bytes(x: Tensor, products: Products) -> int:
+    """Return the bytes per element of `x`, beside its operand, while it is converted to that."""
+    steps = [x.dtype, products.compute_dtype, products.gradient_dtype]
+    return sum(before.itemsize for before, after in itertools.pairwise(steps) if before != after)
