@@ -7,14 +7,14 @@ The algorithm of `grpo_loss`, in the order in which it runs, and where it is::
     weights = the loss type's normaliser, one weight per token            objective/normaliser.py
     engine  = the cheapest that gives this loss its exact gradient        call/plan.py, engine/
     for each chunk of rows:                                               engine/sweep.py
-        z = hidden @ weight.T                                             engine/projection.py
+        z = hidden @ weight.T                                             engine/sweep.py
         logps, entropies = log softmax(z)[id], -sum p log p               backends/
         R = logps - old_per_token_logps                                   objective/policy.py
         l = -min(e^R A, clip(e^R, 1 - epsilon, 1 + epsilon_high) A) + beta KL
                                                                           token_loss/formulas.py
         a, b = d loss / d logps, d loss / d entropies                     objective/policy.py
         dz_j = a (1[j = id] - p_j) - b p_j (log p_j + entropy)            backends/
-        d hidden, d weight += dz @ weight, dz.T @ hidden                  engine/gradient_sums.py
+        d hidden, d weight += dz @ weight, dz.T @ hidden                  engine/sweep.py
     loss = sum(weights * l) - entropy_coef * mean entropy                 objective/policy.py
     the gradient of the loss, in its backward                             engine/autograd.py
 
