@@ -1,13 +1,4 @@
-"""What the doors to trainers and models share: another package's functions, its rows, and its logs.
-
-`needed`        import errors that say what to install
-`Patches`       replaces attributes until it is told to restore them: ``patch_trl``, ``patch_verl``, ``patch_liger``
-`replaced`      replaces one attribute for the length of a call
-`HostFunction`  one function of a package, replaced in either way if it is as we know it
-`during`        sets a context variable for the length of a call: what our function is to know there
-`KnownRows`     what is known about the rows of a head before it is called
-`Shares`        what is logged of the rows and tokens that were computed
-"""
+"""What the doors to trainers and models share: another package's functions, its rows, its logs."""
 
 from __future__ import annotations
 
@@ -34,11 +25,7 @@ Number = Tensor | int
 
 
 class Patches:
-    """Replacements of attributes, which `restore` takes back.
-
-    Args:
-        package: its name in the log lines; None: no log.
-    """
+    """Replacements of attributes, which `restore` takes back; logged if a `package` is named."""
 
     def __init__(self, package: str | None = None) -> None:
         self._package = package
@@ -47,9 +34,9 @@ class Patches:
     def replace(
         self, owner: Any, attribute: str, ours: Any, *, importers: Sequence[str] = ()
     ) -> None:
-        """Replace an attribute of `owner`, a module, class or object, by `ours`; no effect if `ours` is there already.
+        """Replace an attribute of `owner`, a module, class or object, by `ours`.
 
-        `importers` names modules that copy the attribute when they are imported, before this call or after it.
+        `importers` are modules that copy the attribute when they are imported.
         """
         theirs = getattr(owner, attribute)
         if theirs is ours:
@@ -60,36 +47,30 @@ class Patches:
             is_ours = vars(owner).get(attribute) is ours
             if inherited and is_ours:
                 delattr(owner, attribute)
-            _swap([owner, *_loaded(importers)], attribute, ours, theirs)
+            _swap(importers, attribute, ours, theirs, owner)
             whose = "its own again" if is_ours else "left as somebody else has made it since"
             self._log(f"unpatched %s: %s.%s is {whose}", owner, attribute)
 
         self._restorations.append(restore)
         setattr(owner, attribute, ours)
-        _swap(_loaded(importers), attribute, theirs, ours)
+        _swap(importers, attribute, theirs, ours)
         self._log("patched %s: %s.%s is that of grpo_kernels", owner, attribute)
 
     def restore(self) -> None:
-        """Restore each attribute that is still ours; leave one alone that somebody else has replaced since."""
+        """Restore each attribute that is still ours; what others have put there since stays."""
         while self._restorations:
             self._restorations.pop()()
 
     def _log(self, message: str, owner: Any, attribute: str) -> None:
         if self._package is not None:
-            where = (
-                f"{owner.__module__}.{owner.__qualname__}"
-                if inspect.isclass(owner)
-                else owner.__name__
-            )
+            name = owner.__name__
+            where = f"{owner.__module__}.{owner.__qualname__}" if inspect.isclass(owner) else name
             _logger.info(message, self._package, where, attribute)
 
 
-def _loaded(names: Sequence[str]) -> list[Any]:
-    return [sys.modules[name] for name in names if sys.modules.get(name) is not None]
-
-
-def _swap(owners: list[Any], attribute: str, old: Any, new: Any) -> None:
-    for owner in owners:
+def _swap(importers: Sequence[str], attribute: str, old: Any, new: Any, *owners: Any) -> None:
+    loaded = (sys.modules.get(name) for name in importers)
+    for owner in (*owners, *(x for x in loaded if x is not None)):
         if vars(owner).get(attribute) is old:
             setattr(owner, attribute, new)
 
@@ -119,10 +100,11 @@ class HostFunction:
     """A function of a host package, and our function that replaces it.
 
     Args:
-        owner, name: the module, and the name of the function there: a plain function or an autograd function.
-        ours: our function, or a class with the ``apply`` of an autograd function. It has the parameters that theirs has
-            where we know it: a release that changes them may have changed the meaning of the results.
-        unknown: end of the warning "{package} has no ...": a description of the function, and what happens then.
+        owner, name: the module, and the name of the (autograd) function there.
+        ours: our function, or a class with the ``apply`` of an autograd function. It has the
+            parameters that theirs has where we know it: a release that changes them may have
+            changed the meaning of the results.
+        unknown: end of the warning "{package} has no ...": what it is, and what happens then.
         needed: other names of the module that our function uses.
     """
 
@@ -132,28 +114,28 @@ class HostFunction:
         self.owner, self.name, self.ours = owner, name, ours
         self.unknown, self.needed = unknown, needed
         apply = getattr(ours, "apply", None)
-        self.parameters = (
-            parameter_names(ours) if apply is None else ("ctx", *parameter_names(apply))
-        )
+        own = parameter_names(ours if apply is None else apply)
+        self.parameters = own if apply is None else ("ctx", *own)
 
     def is_ours(self) -> bool:
-        """Return True if our function is in place."""
+        """True if our function is in place."""
         return getattr(self.owner, self.name, None) is self.ours
 
     def is_known(self) -> bool:
-        """Return True if our function is in place, or theirs has the known parameters (and `needed` exist)."""
+        """True if our function is in place, or theirs is as we know it."""
         theirs = getattr(self.owner, self.name, None)
         function = getattr(theirs, "forward", theirs)
         is_same = callable(function) and parameter_names(function) == self.parameters
-        return self.is_ours() or (
-            is_same and all(hasattr(self.owner, name) for name in self.needed)
-        )
+        has_needed = all(hasattr(self.owner, name) for name in self.needed)
+        return self.is_ours() or (is_same and has_needed)
 
     def warn_unknown(self) -> None:
         """Warn, at the source line of the caller's caller."""
         package = sys.modules[self.owner.__name__.partition(".")[0]]
-        text = f"grpo_kernels: {package.__name__} {package.__version__} has no {self.unknown}, without grpo_kernels"
-        warnings.warn(text, stacklevel=3)
+        name = f"{package.__name__} {package.__version__}"
+        warnings.warn(
+            f"grpo_kernels: {name} has no {self.unknown}, without grpo_kernels", stacklevel=3
+        )
 
     def replace(self, patches: Patches) -> None:
         """Replace the function by ours, if it is known, until `patches` are restored."""
@@ -161,17 +143,17 @@ class HostFunction:
             patches.replace(self.owner, self.name, self.ours)
 
     def replaced(self) -> AbstractContextManager[None]:
-        """Return a context in which our function replaces theirs, if that is known."""
+        """A context in which our function replaces theirs, if that is known."""
         return replaced(self.owner, self.name, self.ours) if self.is_known() else nullcontext()
 
 
 def parameter_names(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Return the names of the parameters of `function`, by which it is recognised."""
+    """The names of the parameters of `function`, by which it is recognised."""
     return tuple(inspect.signature(function).parameters)
 
 
 def function_of(owner: Any, name: str, parameters: Sequence[str]) -> Callable[..., Any]:
-    """Return the function `name` of a module or class.
+    """The function `name` of a module or class.
 
     Raises:
         LookupError: there is none, or it has other parameters.
@@ -181,14 +163,15 @@ def function_of(owner: Any, name: str, parameters: Sequence[str]) -> Callable[..
         raise LookupError(f"{owner.__name__} has no function {name}")
     names = parameter_names(function)
     if names != tuple(parameters):
+        expected = tuple(parameters)
         raise LookupError(
-            f"{owner.__name__}.{name}: expected the parameters {tuple(parameters)}, got {names}"
+            f"{owner.__name__}.{name}: expected the parameters {expected}, got {names}"
         )
     return function
 
 
 def forward_name(module: Any) -> str:
-    """Return the name of the attribute that holds a module's forward; accelerate's hook goes on running around it."""
+    """The attribute that holds a module's forward; accelerate's hook goes on running around it."""
     return "_old_forward" if hasattr(module, "_hf_hook") else "forward"
 
 
@@ -198,7 +181,7 @@ def needed(install: str, *packages: str) -> Iterator[None]:
 
     Raises:
         ModuleNotFoundError: one of them is not installed.
-        ImportError: one of them lacks an imported name, as releases older or newer than those we know may.
+        ImportError: one of them lacks an imported name, as another release may.
     """
     try:
         yield
@@ -211,30 +194,27 @@ def needed(install: str, *packages: str) -> Iterator[None]:
                 f"expected the package {package}, which is not installed: pip install {install}",
                 name=package,
             ) from error
+        try:
+            version = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            version = "of unknown version"
         raise ImportError(
-            f"expected a release of {package} that grpo_kernels knows, got {package} {_version(package)}, where an "
-            f"import fails ({error}): pip install --upgrade {install}",
+            f"expected a release of {package} that grpo_kernels knows, got {package} {version}, "
+            f"where an import fails ({error}): pip install --upgrade {install}",
             name=error.name,
             path=error.path,
         ) from error
 
 
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "of unknown version"
-
-
 class KnownRows:
-    """Facts about the rows of a batch, in the trainer's order: (B, T) or packed (N,). `at` selects those of a call.
+    """Facts about the rows of a batch, in the trainer's order: (B, T) or packed (N,).
 
     No dataclass: FSDP rounds the tensors of a dataclass on the way into a model.
 
     Attributes:
-        counted: True, or not 0, for rows whose results are read. The other rows are not projected.
-        fill: shaped like `counted`, log-probabilities that are reported for the other rows; None: 0.
-        expected: the gradient to expect, for ids shaped like `counted`; None: not known, or there is none.
+        counted: True, or not 0, for rows whose results are read. The others are not projected.
+        fill: shaped like `counted`, log-probabilities that are reported for the others; None: 0.
+        expected: the gradient to expect, for ids shaped like `counted`; None: not known, or none.
         entropy: False if no entropies are read.
     """
 
@@ -249,7 +229,7 @@ class KnownRows:
         self.counted, self.fill, self.expected, self.entropy = counted, fill, expected, entropy
 
     def at(self, positions: Tensor) -> KnownRows:
-        """Return the facts about the rows at `positions` of the flattened batch; at -1 is a row that does not count."""
+        """The rows at `positions` of the flat batch; at -1 is a row that does not count."""
 
         def select(x: Tensor) -> Tensor:
             return F.pad(x.reshape(-1), (1, 0))[positions + 1]
@@ -257,40 +237,29 @@ class KnownRows:
         expected = self.expected if torch.is_grad_enabled() else None
         if expected is not None:
             graded = None if expected.graded is None else select(expected.graded)
-            expected = replace(_renumbered(expected, positions.reshape(-1)), graded=graded)
+            of_batch, flat = expected.coefficients, positions.reshape(-1)
+
+            def of_call(index: Tensor, logps: Tensor, entropies: Tensor | None) -> Any:
+                assert of_batch is not None
+                return of_batch(flat[index], logps, entropies)
+
+            asked = None if of_batch is None else of_call
+            expected = replace(expected, graded=graded, coefficients=asked)
         fill = None if self.fill is None else select(self.fill)
         return KnownRows(select(self.counted) != 0, fill, expected, entropy=self.entropy)
 
     def filled(self, logps: Tensor) -> Tensor:
-        """Return log-probabilities, with `fill` at the rows that do not count."""
-        return (
-            logps
-            if self.fill is None
-            else torch.where(self.counted, logps, self.fill.to(logps.dtype))
-        )
-
-
-def _renumbered(expected: Expectation, positions: Tensor) -> Expectation:
-    """Return an expectation that is asked about rows of a call, which are at `positions` (n,) of the batch."""
-    coefficients = expected.coefficients
-    if coefficients is None:
-        return expected
-
-    def of_call(index: Tensor, logps: Tensor, entropies: Tensor | None) -> Any:
-        return coefficients(positions[index], logps, entropies)
-
-    return replace(expected, coefficients=of_call)
+        """`logps`, with `fill` at the rows that do not count."""
+        if self.fill is None:
+            return logps
+        return torch.where(self.counted, logps, self.fill.to(logps.dtype))
 
 
 class Shares:
-    """Counts and their totals, by name, summed over calls. Numbers on a device stay there: only `take` waits for them.
-
-    Attributes:
-        pairs: name -> (count, total).
-    """
+    """Counts and their totals, by name, summed over calls; on a device until `take` waits."""
 
     def __init__(self) -> None:
-        self.pairs: dict[str, tuple[Number, Number]] = {}
+        self.pairs: dict[str, tuple[Number, Number]] = {}  # name -> (count, total)
 
     def add(self, name: str, count: Number, total: Number) -> None:
         """Add `count` out of `total`."""
@@ -298,7 +267,7 @@ class Shares:
         self.pairs[name] = _sum(counted, count), _sum(all_counted, total)
 
     def take(self) -> dict[str, float]:
-        """Return the shares since the last call, by name, and begin again; empty if nothing was counted."""
+        """The shares since the last call, by name; empty if nothing was counted. Begins again."""
         pairs = {name: (int(count), int(total)) for name, (count, total) in self.pairs.items()}
         self.pairs.clear()
         if not any(total for _, total in pairs.values()):
@@ -307,6 +276,6 @@ class Shares:
 
 
 def _sum(total: Number, x: Number) -> Number:
-    return total + (
-        x.to(total.device) if isinstance(total, Tensor) and isinstance(x, Tensor) else x
-    )
+    if isinstance(total, Tensor) and isinstance(x, Tensor):
+        return total + x.to(total.device)
+    return total + x
