@@ -310,10 +310,8 @@ class _TrunkCall:
         self.computed.append(is_filled.index_fill(0, filled, True).view(sequences, length))
         if graph:
             made = [(layout.sources.numel(), layout.graph) for layout, _ in planned]
-            computed, gradient = (
-                sum(n for n, _ in made),
-                sum(n for n, has_graph in made if has_graph),
-            )
+            computed = sum(n for n, _ in made)
+            gradient = sum(n for n, has_graph in made if has_graph)
             live = int(batch.live.sum())
             _count(self.shares, live, sequences, sequences * length, computed, gradient)
             _guard(hidden, [layout for layout, _ in planned], batch.rows, batch.live)

@@ -1,4 +1,5 @@
-"""Each architecture of transformers gets the padded numbers in its best layout, beyond its thresholds."""
+"""Each architecture of transformers gets the padded numbers in its best layout, beyond its
+thresholds."""
 
 from __future__ import annotations
 
@@ -33,11 +34,12 @@ from tests.support.training_step import (
 ROOT = Path(__file__).parents[2]
 CONSTRAINTS = (ROOT / "requirements/constraints.txt").read_text().split()
 IS_PINNED = f"transformers=={transformers.__version__}" in CONSTRAINTS
+# and the largest share of the cells that each computes
 LAYOUTS = {
     "tree": 0.6,
     "trim": 0.8,
     "padded": 1.0,
-}  # and the largest share of the cells that each computes
+}
 
 
 @pytest.fixture(autouse=True)
@@ -62,13 +64,13 @@ def short() -> dict[str, Tensor]:
 
 
 def assert_right(model: Any, given: dict[str, Tensor]) -> float:
-    """Loss and gradients are the padded forward's; returns the share of the batch's cells that were computed."""
+    """Loss and gradients are the padded forward's; returns the share of the batch's cells that were
+    computed."""
     want, gradients = loss_of(model, given, **PADDED)
     out, got = loss_of(model, given)
     torch.testing.assert_close(out.loss, want.loss, rtol=3e-6, atol=3e-6)
-    idle = {
-        name: torch.zeros_like(x) for name, x in model.named_parameters()
-    }  # experts that no token has chosen
+    # experts that no token has chosen
+    idle = {name: torch.zeros_like(x) for name, x in model.named_parameters()}
     assert_same({**idle, **got}, {**idle, **gradients})
     return float(out.metrics["tokens/computed"])
 
@@ -140,10 +142,8 @@ def test_the_list_has_each_type_once() -> None:
 
 @pytest.mark.skipif(not IS_PINNED, reason="the list is that of the pinned transformers")
 def test_the_list_has_all_types_of_transformers() -> None:
-    new, gone = (
-        every.CLASSES.keys() - every.OUTCOME.keys(),
-        every.OUTCOME.keys() - every.CLASSES.keys(),
-    )
+    new = every.CLASSES.keys() - every.OUTCOME.keys()
+    gone = every.OUTCOME.keys() - every.CLASSES.keys()
     assert not new, (
         f"run these types, and add them to OUTCOMES of tests/support/all_architectures.py: {sorted(new)}"
     )

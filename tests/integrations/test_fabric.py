@@ -1,9 +1,10 @@
-"""Lightning's Fabric, which is not installed here: `Wrapper` does what its module does around a forward.
+"""Lightning's Fabric, which is not installed here: `Wrapper` does what its module does around a
+forward.
 
-As read in Fabric 2.x (`fabric/wrappers.py`) and lightning-utilities (`core/apply_func.py`): inputs and outputs are gone
-through by type, floating tensors converted, mappings rebuilt by ``type(x)(items)``, dataclasses copied deeply but for
-their fields, which are then set. Older lightning-utilities refuse a frozen dataclass there.
-"""
+As read in Fabric 2.x (`fabric/wrappers.py`) and lightning-utilities (`core/apply_func.py`): inputs
+and outputs are gone through by type, floating tensors converted, mappings rebuilt by
+``type(x)(items)``, dataclasses copied deeply but for their fields, which are then set. Older
+lightning-utilities refuse a frozen dataclass there."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ def applied(data: Any, convert: Convert) -> Any:
 
 
 class Wrapper(nn.Module):
-    """Fabric's module in 'bf16-mixed': autocast, floating inputs in bf16, floating outputs in torch's default dtype."""
+    """Fabric's module in 'bf16-mixed': autocast, floating inputs in bf16, floating outputs in
+    torch's default dtype."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -75,12 +77,10 @@ class Scores(nn.Module):
 
 def test_a_module_may_return_what_the_loss_returned() -> None:
     torch.manual_seed(0)
-    model, hidden, ids, mask = (
-        Scores(),
-        torch.randn(2, 5, H),
-        torch.randint(V, (2, 5)),
-        torch.ones(2, 5),
-    )
+    model = Scores()
+    hidden = torch.randn(2, 5, H)
+    ids = torch.randint(V, (2, 5))
+    mask = torch.ones(2, 5)
     given = {
         "old_per_token_logps": -3 + torch.rand(2, 5),
         "ref_per_token_logps": -3 + torch.rand(2, 5),

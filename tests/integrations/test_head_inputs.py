@@ -1,4 +1,5 @@
-"""`head_inputs`, and the output that `completion_logprobs` returns besides, against the models' own outputs."""
+"""`head_inputs`, and the output that `completion_logprobs` returns besides, against the models' own
+outputs."""
 
 from __future__ import annotations
 
@@ -43,9 +44,8 @@ def test_what_is_handed_over_gives_the_models_log_probabilities(
     ids, attention_mask = ids[2:], attention_mask[2:]
     parameters = [x for x in model.parameters() if x.requires_grad]
     plain = tiny.plain_logprobs(model, ids, attention_mask=attention_mask)[0][:, 1:]
-    bound = (
-        1e-5 if dtype == torch.float64 else 0.05
-    )  # some models compute norms and logits in float32
+    # some models compute norms and logits in float32
+    bound = 1e-5 if dtype == torch.float64 else 0.05
     for _ in range(2):
         with head_inputs(model) as found:
             output = model(input_ids=ids, attention_mask=attention_mask)

@@ -1,4 +1,5 @@
-"""`grpo_kernels.host`: whatever is given back is what was there, and only where it is still ours."""
+"""`grpo_kernels.host`: whatever is given back is what was there, and only where it is still
+ours."""
 
 from __future__ import annotations
 

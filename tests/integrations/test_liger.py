@@ -184,7 +184,8 @@ def test_frozen_parts_upstream_gradients_and_float64(frozen: tuple[str, ...]) ->
 @pytest.mark.parametrize("sources", SOURCES)
 @pytest.mark.parametrize("loss", [("dapo", "token"), ("grpo", "sequence"), ("sapo", "token")])
 def test_bf16(loss: tuple[str, str], sources: str) -> None:
-    """Ours to the project's bounds; Liger's, whose logits are rounded, to those of its own tests."""
+    """Ours to the project's bounds; Liger's, whose logits are rounded, to those of its own
+    tests."""
     options = {"loss_type": loss[0], "importance_sampling_level": loss[1], "beta": 0.1}
     options |= {"dtype": torch.bfloat16, "bias": True}
     case, given = case_of(f"bf16/{loss[0]}", sources, **options)
@@ -266,8 +267,8 @@ def losses_of_rank(rank: int, world_size: int) -> list[torch.Tensor]:
 
 
 def test_ranks_share_the_number_of_items() -> None:
-    """A rank divides by the number of all ranks over their number, as Liger's does; which waits
-    for ever where they have unequal numbers of sequences, since it asks the others once for each."""
+    """A rank divides by the number of all ranks over their number, as Liger's does; which waits for
+    ever where they have unequal numbers of sequences, since it asks the others once for each."""
     cases = [case_of_rank(rank, "dapo") for rank in range(2)]
     counted = sum(int(case.completion_mask.sum()) for case in cases)
     for rank, (*dapo, grpo) in enumerate(run_ranks(losses_of_rank, 2)):

@@ -92,9 +92,8 @@ def test_a_patched_trl(kind: str) -> None:
 
     model, given = tiny.text_model(kind, torch.float32), batch()
     want = own_logps(model, given["input_ids"], given["attention_mask"])
-    completion_logprobs(
-        model, **{name: given[name] for name in SCORED}
-    )  # which knows the head, not what is before it
+    # which knows the head, not what is before it
+    completion_logprobs(model, **{name: given[name] for name in SCORED})
     with patch_trl():
         said = said_by(
             lambda: torch.testing.assert_close(*compared(trls(model, given), want, given), **CLOSE)

@@ -1,4 +1,5 @@
-"""`grpo_kernels.host` and `shares`: facts about the rows of one call, and what is logged of them."""
+"""`grpo_kernels.host` and `shares`: facts about the rows of one call, and what is logged of
+them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`causal_lm_loss` and `completion_logprobs` with a trunk that computes what is needed: families, guard, fallbacks."""
+"""`causal_lm_loss` and `completion_logprobs` with a trunk that computes what is needed: families,
+guard, fallbacks."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ def exact_layouts(model: Any, given: dict[str, Any]) -> str:
 
 
 def assert_is_said(what: str, model: Any, given: dict[str, Any]) -> None:
-    """Loss and gradients are those of the padded forward, which runs after one warning that names `what`."""
+    """Loss and gradients are those of the padded forward, which runs after one warning that names
+    `what`."""
     said = said_by(lambda: assert_modes_agree(model, given, [{}]))
     assert len(said) == 1 and what in said[0]
 
@@ -58,7 +60,8 @@ def assert_is_said(what: str, model: Any, given: dict[str, Any]) -> None:
     ("kind", "attention"), [*zip(FAMILIES, itertools.cycle(("sdpa", "eager")))]
 )
 def test_families(kind: str, attention: str) -> None:
-    """Each has its expected verdict, in fp32 and bf16, and whatever is asked the padded loss and gradients."""
+    """Each has its expected verdict, in fp32 and bf16, and whatever is asked the padded loss and
+    gradients."""
     model, given = family(kind), batch()
     positions = (given["attention_mask"].cumsum(1) - 1).clamp(min=0)
     more = (
@@ -103,7 +106,8 @@ def test_position_ids_of_the_caller() -> None:
 
 
 def test_holes_in_a_sequence_are_left_out() -> None:
-    """In a tree no token sees them; with a sliding window, which counts them, rows stand side by side."""
+    """In a tree no token sees them; with a sliding window, which counts them, rows stand side by
+    side."""
     given = batch()
     given["attention_mask"] = given["attention_mask"].clone()
     given["attention_mask"][0, 9] = given["attention_mask"][2, 6] = 0
@@ -143,10 +147,11 @@ def test_turns_and_whole_batches_without_attention_mask() -> None:
 
 
 def turns(count: int) -> tuple[dict[str, Tensor], int]:
-    """A conversation as one sample per turn, whose template strips the thinking; and its number of distinct prefixes.
+    """A conversation as one sample per turn, whose template strips the thinking; and its number of
+    distinct prefixes.
 
-    Each sample is the conversation so far, without any thinking, then the turn's own thinking and answer.
-    """
+    Each sample is the conversation so far, without any thinking, then the turn's own thinking and
+    answer."""
 
     def tokens(n: int) -> list[int]:
         return torch.randint(3, 90, (n,)).tolist()
@@ -163,9 +168,8 @@ def turns(count: int) -> tuple[dict[str, Tensor], int]:
     begins = torch.tensor([[begin] for begin, _ in samples])
     given |= {"attention_mask": mask, "completion_mask": mask * (columns >= begins)}
     given["advantages"] = torch.linspace(-1.0, 1.2, count)
-    prefixes = {
-        tuple(ids[:n]) for _, ids in samples for n in range(1, len(ids))
-    }  # the last token predicts none
+    # the last token predicts none
+    prefixes = {tuple(ids[:n]) for _, ids in samples for n in range(1, len(ids))}
     return given, len(prefixes)
 
 
@@ -198,7 +202,8 @@ def test_padding_is_never_read() -> None:
 
 @pytest.mark.parametrize("options", MODES.values(), ids=MODES)
 def test_the_guard(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sequence that is wrongly taken for one without gradient is an error of the backward, not a loss of gradient."""
+    """A sequence that is wrongly taken for one without gradient is an error of the backward, not a
+    loss of gradient."""
     from grpo_kernels.transformers import causal_lm
 
     def wrong(*_: Any) -> Tensor:
@@ -212,7 +217,8 @@ def test_the_guard(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_guard_sees_columns_that_were_cut() -> None:
-    """A hook that reads hidden states of padding gets an error, not zeros that look like hidden states."""
+    """A hook that reads hidden states of padding gets an error, not zeros that look like hidden
+    states."""
     model, given = family("qwen3"), batch()
     model.model.register_forward_hook(lambda *_: kept.append(_[2].last_hidden_state))
     kept: list[Tensor] = []
@@ -267,7 +273,8 @@ def test_what_cannot_be_known_trains() -> None:
 
 
 def test_what_is_computed_is_counted() -> None:
-    """Floating-point operations of the trunk's linear layers, forward and backward, for the tokens of each layout."""
+    """Floating-point operations of the trunk's linear layers, forward and backward, for the tokens
+    of each layout."""
     from torch.utils.flop_counter import FlopCounterMode
 
     model, given = family("llama"), batch()
@@ -280,9 +287,8 @@ def test_what_is_computed_is_counted() -> None:
             out.metrics[f"tokens/{name}"].item() * 6 * 18 for name in ("computed", "gradient")
         )
         assert 0 < gradient <= computed <= 6 * 18
-        counts = counter.get_flop_counts()[
-            "LlamaForCausalLM.model"
-        ]  # in torch 2.15 of attention too
+        # in torch 2.15 of attention too
+        counts = counter.get_flop_counts()["LlamaForCausalLM.model"]
         counted = sum(
             n for op, n in counts.items() if op in (torch.ops.aten.mm, torch.ops.aten.addmm)
         )
@@ -304,10 +310,8 @@ def rope(kind: str) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_frequencies_that_depend_on_the_length_keep_the_padding(kind: str) -> None:
     """The longest position of the forward decides: sequences may run apart, columns stay."""
-    model, given = (
-        tiny.text_model("llama" if kind == "dynamic" else "phi3", torch.float32, **rope(kind)),
-        batch(),
-    )
+    model = tiny.text_model("llama" if kind == "dynamic" else "phi3", torch.float32, **rope(kind))
+    given = batch()
     assert_is_said(f"RoPE of the kind '{kind}'", model, given)
     assert not said_by(lambda: loss_of(model, given)), "said once"
     out = assert_modes_agree(model, given, [{}])
@@ -316,7 +320,8 @@ def test_frequencies_that_depend_on_the_length_keep_the_padding(kind: str) -> No
 
 
 def test_a_sliding_window_shorter_than_the_sequences() -> None:
-    """Keys beyond the window are cut in a tree as in rows; a model that does not say its window is not trusted."""
+    """Keys beyond the window are cut in a tree as in rows; a model that does not say its window is
+    not trusted."""
     given = batch()
     for kind in ("mistral", "gemma2", "gemma3_text", "gpt_oss", "cohere2"):
         for attention in ("sdpa", "eager"):
@@ -337,7 +342,8 @@ def test_inputs_of_other_kinds_run_padded() -> None:
 
 
 def test_context_parallel_runs_padded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's context parallel replaces the attention function; its ranks must all run the columns they were given."""
+    """torch's context parallel replaces the attention function; its ranks must all run the columns
+    they were given."""
     model, given = family("llama"), batch()
     _, gradients = loss_of(model, given, **PADDED)
     attention = torch.nn.functional.scaled_dot_product_attention
@@ -352,7 +358,8 @@ def test_context_parallel_runs_padded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_images_and_text_of_vision_language_models() -> None:
-    """With images the padded forward runs; text alone is trimmed, and not packed where positions have three parts."""
+    """With images the padded forward runs; text alone is trimmed, and not packed where positions
+    have three parts."""
     model, ids, inputs = tiny.qwen2_vl()
     completion = torch.ones(2, 5, dtype=torch.long)
     given: dict[str, Any] = {
@@ -384,10 +391,8 @@ def test_adapters() -> None:
         {"target_modules": ["v_proj"], "modules_to_save": ["lm_head"]},
     )
     for fields in places:
-        model, given = (
-            peft_model(tiny.text_model("llama", torch.float32), **fields).float(),
-            batch(),
-        )
+        model = peft_model(tiny.text_model("llama", torch.float32), **fields).float()
+        given = batch()
         assert_modes_agree(model, given)
 
 
@@ -406,7 +411,8 @@ def test_sixteen_bits_and_autocast() -> None:
 
 
 def test_compiled_layers_see_few_shapes() -> None:
-    """Token counts are multiples of 64: a stream of any lengths compiles each layer once for each kind of call."""
+    """Token counts are multiples of 64: a stream of any lengths compiles each layer once for each
+    kind of call."""
     model = tiny_models.model("qwen3", num_hidden_layers=1).train()
     compiled: list[int] = []
 

@@ -1,8 +1,9 @@
-"""Models, adapters, hooks and batches that a forward in parts could get wrong, with the default options.
+"""Models, adapters, hooks and batches that a forward in parts could get wrong, with the default
+options.
 
-The reference is a plain forward of transformers on the padded batch with `grpo_loss` behind it, or TRL's own trainer.
-A call may compute parts or the padded batch, as long as it gives the reference's numbers or says that it does not.
-"""
+The reference is a plain forward of transformers on the padded batch with `grpo_loss` behind it, or
+TRL's own trainer. A call may compute parts or the padded batch, as long as it gives the reference's
+numbers or says that it does not."""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ def gradients_of(model: Any, loss: Tensor) -> dict[str, Tensor]:
 def padded(
     model: Any, given: dict[str, Any], loss_fn: GRPOLoss = LOSS
 ) -> tuple[Any, dict[str, Tensor]]:
-    """The model's own output on the padded batch, and the gradients of the loss, with the output's `aux_loss`."""
+    """The model's own output on the padded batch, and the gradients of the loss, with the output's
+    `aux_loss`."""
     head, states = model.get_output_embeddings(), []
     with head.register_forward_pre_hook(lambda _, args: states.append(args[0])):
         output = model(
@@ -112,7 +114,8 @@ def adapted(**fields: Any) -> Any:
 
 
 def invoked() -> tuple[Any, dict[str, Any]]:
-    """An aLoRA model, whose adapter acts after the invocation tokens; and a batch in which each prompt has them."""
+    """An aLoRA model, whose adapter acts after the invocation tokens; and a batch in which each
+    prompt has them."""
     given = batch()
     given["input_ids"][:, 6:8] = torch.tensor(INVOCATION)
     return adapted(alora_invocation_tokens=INVOCATION, init_lora_weights=False), given
@@ -122,7 +125,8 @@ def invoked() -> tuple[Any, dict[str, Any]]:
 def test_an_invoked_adapter_is_seen_at_the_first_call_and_after_one_without_adapters(
     rows: int,
 ) -> None:
-    """The reference of a run with a KL term is scored first, with adapters off; four rows are narrower than L."""
+    """The reference of a run with a KL term is scored first, with adapters off; four rows are
+    narrower than L."""
     with pytest.warns(UserWarning, match="aLoRA begins at columns of the padded batch"):
         assert_trains_as_padded(*invoked())
     model, given = invoked()
@@ -149,7 +153,8 @@ def test_a_hook_that_goes_by_row_is_seen_whenever_it_is_registered(is_late: bool
 
 @pytest.mark.parametrize("drawn", [False, True])
 def test_norms_after_the_rotation_get_the_padded_gradient(drawn: bool) -> None:
-    """HunYuan without positions: with norms of 1 a shift of all positions shows in the gradient of the norms alone."""
+    """HunYuan without positions: with norms of 1 a shift of all positions shows in the gradient of
+    the norms alone."""
     fields = {**tiny._TEXT, **tiny._HEADS}
     model = tiny.build("HunYuanDenseV1Config", "HunYuanDenseV1ForCausalLM", fields, torch.float32)
     if not drawn:
@@ -168,7 +173,8 @@ def test_norms_after_the_rotation_get_the_padded_gradient(drawn: bool) -> None:
 @pytest.mark.parametrize("positions", [False, True])
 @pytest.mark.parametrize(("context", "width"), [(12, 12), (12, 8), (6, 6)])
 def test_a_context_may_be_short(context: int, width: int, positions: bool) -> None:
-    """A model with few positions takes every batch that fits, whatever rows its modes are tried on."""
+    """A model with few positions takes every batch that fits, whatever rows its modes are tried
+    on."""
     model, given = tiny.text_model("gpt2", torch.float32, max_position_embeddings=context), batch()
     given = {name: x[:, 6 : 6 + width] if name in SCORED[:2] else x for name, x in given.items()}
     given["completion_mask"] = given["attention_mask"][:, 2:]
@@ -189,7 +195,8 @@ def test_a_model_that_tells_padding_by_its_id_may_find_other_ids_there(garbage: 
 
 @pytest.mark.parametrize("position_ids", [False, True])
 def test_convolutions_over_sound_are_no_state_of_the_text(position_ids: bool) -> None:
-    """MOSS-Transcribe-Diarize hands positions on to its language model, though its own forward names none."""
+    """MOSS-Transcribe-Diarize hands positions on to its language model, though its own forward
+    names none."""
     sizes = {
         "hidden_size": 16,
         "num_hidden_layers": 1,
@@ -204,10 +211,8 @@ def test_convolutions_over_sound_are_no_state_of_the_text(position_ids: bool) ->
     }
     fields = {"text_config": {**tiny._TEXT, **tiny._HEADS}, "audio_config": {**sizes, **sound}}
     kind = "MossTranscribeDiarize"
-    model, given = (
-        tiny.build(f"{kind}Config", f"{kind}ForConditionalGeneration", fields, torch.float32),
-        batch(),
-    )
+    model = tiny.build(f"{kind}Config", f"{kind}ForConditionalGeneration", fields, torch.float32)
+    given = batch()
     if position_ids:
         given["position_ids"] = (given["attention_mask"].cumsum(1) - 1).clamp(min=0)
     assert any(isinstance(x, nn.Conv1d) for x in model.modules())
@@ -218,12 +223,11 @@ def test_convolutions_over_sound_are_no_state_of_the_text(position_ids: bool) ->
 
 
 def test_a_trial_puts_back_the_modules_that_a_model_replaces() -> None:
-    """BigBird turns to full attention for good once it has seen a row that is short for its blocks."""
+    """BigBird turns to full attention for good once it has seen a row that is short for its
+    blocks."""
     fields = {**tiny._TEXT, "is_decoder": True, "block_size": 4, "num_random_blocks": 1}
-    model, given = (
-        tiny.build("BigBirdConfig", "BigBirdForCausalLM", fields, torch.float32),
-        lengthened(batch(), 3),
-    )
+    model = tiny.build("BigBirdConfig", "BigBirdForCausalLM", fields, torch.float32)
+    given = lengthened(batch(), 3)
     want, gradients = loss_of(copy.deepcopy(model), given, **PADDED)
     out, got = loss_of(model, given)
     torch.testing.assert_close(out.loss, want.loss, rtol=2e-6, atol=2e-6)
@@ -235,7 +239,8 @@ def test_a_trial_puts_back_the_modules_that_a_model_replaces() -> None:
 def test_a_passing_lack_of_memory_switches_nothing_off(
     failing: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One forward of the first call's trial fails; that call is right, and the next one computes parts."""
+    """One forward of the first call's trial fails; that call is right, and the next one computes
+    parts."""
     model, calls = llama(), []
     forward = model.model.forward
 
@@ -256,7 +261,8 @@ def test_a_passing_lack_of_memory_switches_nothing_off(
 
 @pytest.mark.parametrize("rows", [1, 2, 3])
 def test_rows_that_are_packed_by_positions_stay_apart(rows: int) -> None:
-    """Without attention mask, transformers tells the sequences of a row by positions that begin anew."""
+    """Without attention mask, transformers tells the sequences of a row by positions that begin
+    anew."""
     lengths = [(6, 8), (9, 5), (4, 10)]
     positions = torch.stack([torch.cat([torch.arange(n) for n in both]) for both in lengths])[:rows]
     mask = (positions >= 3) & (torch.arange(14) < torch.tensor([14, 12, 10])[:rows, None])
@@ -302,13 +308,13 @@ def test_a_scalar_within_a_field_is_that_of_the_whole_batch() -> None:
 
 @pytest.mark.parametrize("zero_advantage", ["score", "train", "skip"])
 def test_a_loss_of_the_models_own_has_its_padded_value_or_is_said(zero_advantage: Any) -> None:
-    """A warning may say that the loss is not the padded forward's; an error of the guard is no silent loss either."""
+    """A warning may say that the loss is not the padded forward's; an error of the guard is no
+    silent loss either."""
     model, given, found = reader(), batch(), []
     model.adds_loss = True
     output, want = padded(model, given)
-    policy = causal_lm_loss(
-        llama(), LOSS, **given, num_items_in_batch=30.0
-    ).loss  # on-policy, so that of any model
+    # on-policy, so that of any model
+    policy = causal_lm_loss(llama(), LOSS, **given, num_items_in_batch=30.0).loss
     options = {"zero_advantage": zero_advantage, "router_aux_loss_coef": 1.0}
     try:
         said = said_by(lambda: found.append(ours(model, given, **options)))
@@ -321,7 +327,8 @@ def test_a_loss_of_the_models_own_has_its_padded_value_or_is_said(zero_advantage
 
 
 def test_equal_weights_have_a_ratio_of_1() -> None:
-    """No advantages and a fresh adapter: policy and reference are equal, to the bit if rows stay together."""
+    """No advantages and a fresh adapter: policy and reference are equal, to the bit if rows stay
+    together."""
     model, given = adapted(), {**batch(), "advantages": torch.zeros(6)}
     given["ref_per_token_logps"] = torch.zeros(6, 10)
     for scored in ([[0, 1, 2, 3, 4, 5]], [[0, 1, 2], [3, 4, 5]]):
@@ -337,7 +344,8 @@ def test_equal_weights_have_a_ratio_of_1() -> None:
 
 
 def test_a_run_without_signal_leaves_a_fresh_adapter_alone() -> None:
-    """All rewards are equal and the policy is its reference: no step is made. Adam would make one of a rounding."""
+    """All rewards are equal and the policy is its reference: no step is made. Adam would make one
+    of a rounding."""
     peft = pytest.importorskip("peft")
     trl = pytest.importorskip("trl")
     from grpo_kernels.trl import FusedGRPOTrainer

@@ -1,4 +1,5 @@
-"""Two processes with unequal liveness: gradients are those of one padded process, and nobody hangs."""
+"""Two processes with unequal liveness: gradients are those of one padded process, and nobody
+hangs."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ ZERO3_JOBS: list[Job] = [
 
 
 def batch(rank: int, advantages: str) -> dict[str, Tensor]:
-    """Four sequences of two prompts, padded on both sides, of lengths that differ between the ranks."""
+    """Four sequences of two prompts, padded on both sides, of lengths that differ between the
+    ranks."""
     draw = torch.Generator().manual_seed(20 + rank)
     prompts, lengths = torch.tensor([2, 2, 5, 5]), torch.randint(2, 9, (4,), generator=draw)
     ids = torch.randint(3, tiny_models.VOCAB, (4, 13), generator=draw)
@@ -82,7 +84,8 @@ def step(
 def of_one_process(
     kind: str, advantages: str
 ) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
-    """(losses and log-probabilities by rank, mean gradients), all sequences padded and with a graph."""
+    """(losses and log-probabilities by rank, mean gradients), all sequences padded and with a
+    graph."""
     model = tiny_models.model(kind).train()
     losses, logps = [], []
     for rank in range(2):

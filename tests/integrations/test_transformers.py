@@ -1,4 +1,5 @@
-"""The helper for transformers' models against what the models themselves say: logits, log_softmax, gather."""
+"""The helper for transformers' models against what the models themselves say: logits, log_softmax,
+gather."""
 
 from __future__ import annotations
 
@@ -29,9 +30,8 @@ def test_logprobs_are_those_of_the_models_logits(kind: str) -> None:
     assert head.weight is model.get_output_embeddings()
     assert (head.weight.bias is not None) == (kind in tiny.BIASED)
     assert (constants_of(head) != (1.0, None, None)) == (kind in tiny.SCALED)
-    anywhere = attention_mask * (
-        torch.rand(ids.shape) < 0.5
-    )  # turns of a conversation, over the whole sequence
+    # turns of a conversation, over the whole sequence
+    anywhere = attention_mask * (torch.rand(ids.shape) < 0.5)
     anywhere[2, 1:3], anywhere[:, 0], anywhere[0, 3] = 1, 0, 0  # padding predicts no token
     assert_as_model(model, ids, anywhere, attention_mask=attention_mask)
 
@@ -53,10 +53,8 @@ def test_vision_language_models(kind: str) -> None:
 def test_scores_are_those_that_generate_sampled_by(kind: str) -> None:
     """Prompts are padded on the left, and nobody gives position_ids."""
     model = tiny.text_model(kind, DTYPES.get(kind, torch.float64))
-    prompts, mask = (
-        torch.randint(3, tiny.VOCAB, (3, 8)),
-        (torch.arange(8) >= torch.tensor([[0], [3], [5]])).long(),
-    )
+    prompts = torch.randint(3, tiny.VOCAB, (3, 8))
+    mask = (torch.arange(8) >= torch.tensor([[0], [3], [5]])).long()
     options: dict[str, Any] = {"do_sample": False, "min_new_tokens": 4, "max_new_tokens": 4}
     options |= {"output_logits": True, "return_dict_in_generate": True}
     found = model.generate(prompts * mask, attention_mask=mask, **options)
@@ -73,7 +71,8 @@ def test_scores_are_those_that_generate_sampled_by(kind: str) -> None:
 
 
 def test_models_with_positions_of_their_own_keep_them() -> None:
-    """RoBERTa's begin after its padding id, which `generate` ignores; Qwen-VL's have three dimensions with an image."""
+    """RoBERTa's begin after its padding id, which `generate` ignores; Qwen-VL's have three
+    dimensions with an image."""
     model = tiny.roberta()
     ids, mask = torch.randint(3, tiny.VOCAB, (2, 9)), torch.ones(2, 9, dtype=torch.long)
     mask[1, :4] = 0
@@ -146,7 +145,8 @@ def test_the_loss_is_that_of_the_hidden_states() -> None:
 
 
 def test_over_the_sets_of_a_truncating_sampler() -> None:
-    """Log-probabilities and the loss, in the first call of a model, which is checked, and after it."""
+    """Log-probabilities and the loss, in the first call of a model, which is checked, and after
+    it."""
     model, ids, attention_mask, mask = scene("gemma3_text")
     logits = model(input_ids=ids, attention_mask=attention_mask).logits[:, -6:-1].double() / 0.7
     kept = torch.cat([ids[:, -5:, None], logits.topk(6).indices], dim=-1)

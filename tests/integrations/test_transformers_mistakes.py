@@ -1,4 +1,5 @@
-"""A newcomer's mistakes with a transformers model: each is refused, or warned of once, in words that say what to do."""
+"""A newcomer's mistakes with a transformers model: each is refused, or warned of once, in words
+that say what to do."""
 
 from __future__ import annotations
 
@@ -81,7 +82,8 @@ TYPES: list[tuple[dict[str, Any], str]] = [
     ({**LOSS, "loss_fn": LossConfig()}, "loss_fn: expected a GRPOLoss, got LossConfig"),
 ]
 ELSEWHERE = ("bias", "engine", "process_group", "final_logit_softcapping")  # of `Head` and `Run`
-# transformers' forwards have **kwargs, in which a misspelt name vanishes: the loss was the on-policy one
+# transformers' forwards have **kwargs, in which a misspelt name vanishes: the loss was the
+# on-policy one
 NAMES: list[tuple[dict[str, Any], str, str]] = [
     *((LOSS, name, "") for name in ELSEWHERE),
     (LOSS, "old_logps", r"a name that nothing there reads; did you mean old_per_token_logps\?"),
@@ -141,7 +143,8 @@ def test_logits_that_are_cut_off_before_the_completion() -> None:
 def encoder_decoders() -> list[torch.nn.Module]:
     bart = transformers.BartConfig(
         vocab_size=60, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
-        decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, max_position_embeddings=32,
+        decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16,
+        max_position_embeddings=32,
     )  # fmt: skip
     sizes = {
         "vocab_size": 60,

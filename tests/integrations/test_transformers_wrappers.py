@@ -1,4 +1,5 @@
-"""The helper for transformers' models within PEFT, FSDP2, DDP, accelerate, torch.compile; and what it refuses."""
+"""The helper for transformers' models within PEFT, FSDP2, DDP, accelerate, torch.compile; and what
+it refuses."""
 
 from __future__ import annotations
 
@@ -87,7 +88,8 @@ def double(module: nn.Module, args: Any, output: Tensor) -> Tensor:
 
 
 def test_hooks_on_the_head() -> None:
-    """What they do before it happens; after it there are scores, which they may look at and not change."""
+    """What they do before it happens; after it there are scores, which they may look at and not
+    change."""
     model, *args = scene()
     seen: list[Tensor] = []
     handles = [

@@ -1,4 +1,5 @@
-"""The trial of a layout at a model's first calls leaves no trace, and its verdict holds as far as it was tried."""
+"""The trial of a layout at a model's first calls leaves no trace, and its verdict holds as far as
+it was tried."""
 
 from __future__ import annotations
 
@@ -157,7 +158,8 @@ def test_the_mode_of_the_call_is_tried() -> None:
 
 @pytest.mark.parametrize("layout", MODES)
 def test_autocasts_cache_gets_no_entry(layout: str) -> None:
-    """A cast of a weight that was made without graph would take the gradient of the caller's own forward."""
+    """A cast of a weight that was made without graph would take the gradient of the caller's own
+    forward."""
     given, found = batch(), []
     for options in (PADDED, {"layout": layout}):
         model = llama()
@@ -423,10 +425,11 @@ def test_a_longer_batch_tries_again_a_handful_of_times() -> None:
 
 DSA: dict[str, Any] = {
     "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": 4,
-    "num_experts_per_tok": 2, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8,
-    "v_head_dim": 8, "head_dim": 4, "first_k_dense_replace": 1, "index_topk": 48, "index_head_dim": 8,
-    "index_n_heads": 16, "max_position_embeddings": 256, "pad_token_id": 0, "tie_word_embeddings": False,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts":
+    4, "num_experts_per_tok": 2, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8, "v_head_dim": 8, "head_dim": 4, "first_k_dense_replace": 1, "index_topk":
+    48, "index_head_dim": 8, "index_n_heads": 16, "max_position_embeddings": 256, "pad_token_id": 0,
+    "tie_word_embeddings": False,
 }  # fmt: skip
 
 
@@ -647,15 +650,15 @@ def test_a_tree_that_rounding_allows_serves(monkeypatch: pytest.MonkeyPatch) -> 
     """The rounding is measured by another forward, which counts no layers of the tree."""
 
     model = llama()
-    monkeypatch.setattr(
-        trial, "_distance", lambda *_: torch.tensor(1e-3)
-    )  # of the layout, and of the rounding
+    # of the layout, and of the rounding
+    monkeypatch.setattr(trial, "_distance", lambda *_: torch.tensor(1e-3))
     assert not said_by(lambda: loss_of(model, batch()))
     assert is_a_tree(model, batch())
 
 
 def test_types_of_tokens_that_differ_are_no_tree() -> None:
-    """Gemma 3 lets tokens of an image see each other: zeros are a tree, and a later batch with ones is not."""
+    """Gemma 3 lets tokens of an image see each other: zeros are a tree, and a later batch with ones
+    is not."""
     torch.manual_seed(0)
     model, given = tiny.gemma3_vl()[0].float().eval(), batch()
     given["token_type_ids"] = torch.zeros_like(given["input_ids"])

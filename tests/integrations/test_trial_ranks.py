@@ -1,4 +1,5 @@
-"""The trial of a layout where FSDP2 has divided the model: no gradient is lost to a cast, and no rank waits."""
+"""The trial of a layout where FSDP2 has divided the model: no gradient is lost to a cast, and no
+rank waits."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ def batch(rank: int, length: int = 13) -> dict[str, Tensor]:
     mask = (torch.arange(length) < 5 + lengths).long()
     advantages = torch.tensor([[1.0, 0.0, -1.0, 0.0], [0.0, 0.0, 0.7, 0.0]][rank])
     return {
-        "input_ids": ids * mask, "attention_mask": mask, "completion_mask": mask[:, 5:], "advantages": advantages,
+        "input_ids": ids * mask, "attention_mask": mask, "completion_mask": mask[:, 5:],
+        "advantages": advantages,
     }  # fmt: skip
 
 
@@ -65,7 +67,8 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:
 
 
 def train(rank: int, world_size: int, jobs: list[Job]) -> list[Any]:
-    """For `run_ranks`: gradients of three steps of a model with fp32 parameters in bf16 autocast."""
+    """For `run_ranks`: gradients of three steps of a model with fp32 parameters in bf16
+    autocast."""
     found = []
     for has_lora, layout in jobs:
         model: Any = tiny_models.model("qwen3").train()
@@ -148,7 +151,8 @@ def hooks_on_one_rank(rank: int, world_size: int) -> list[bool]:
 
 
 def lengths_and_failures_on_one_rank(rank: int, world_size: int) -> list[bool]:
-    """A longer batch is tried on one rank alone; a trial or a call that raises on one rank alone."""
+    """A longer batch is tried on one rank alone; a trial or a call that raises on one rank
+    alone."""
     model = tiny_models.model("qwen3").train()
     around, found, fails = divided(model, model.model.layers), [], [False]
     forward = model.model.forward
@@ -176,7 +180,8 @@ def lengths_and_failures_on_one_rank(rank: int, world_size: int) -> list[bool]:
 
 
 def scalars_on_one_rank(rank: int, world_size: int) -> list[bool]:
-    """The model's output has a number of its own; the rows of one rank run as given, since a hook looks at them."""
+    """The model's output has a number of its own; the rows of one rank run as given, since a hook
+    looks at them."""
     model = reader().train()
     model.adds_loss = True
     around, found = divided(model, model.model.layers), []

@@ -1,4 +1,5 @@
-"""Attention along the paths of a tree on each implementation: loss and gradients are the padded forward's."""
+"""Attention along the paths of a tree on each implementation: loss and gradients are the padded
+forward's."""
 
 from __future__ import annotations
 
@@ -63,7 +64,8 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def model_of(kind: str, name: str, **fields: Any) -> Any:
-    """A model of the attention implementation `name`, whose windows, where it has any, are shorter than the batch."""
+    """A model of the attention implementation `name`, whose windows, where it has any, are shorter
+    than the batch."""
     model = tiny.text_model(
         kind, torch.float32, **({"sliding_window": 6} if kind in WINDOWED else {}), **fields
     )
@@ -78,7 +80,8 @@ def model_of(kind: str, name: str, **fields: Any) -> Any:
     ("kind", "name", "reentrant"), [(*case, bool(i % 2)) for i, case in enumerate(CASES)]
 )
 def test_families(kind: str, name: str, reentrant: bool) -> None:
-    """With and without activation checkpointing, which recomputes layers after the call of the model has ended."""
+    """With and without activation checkpointing, which recomputes layers after the call of the
+    model has ended."""
     model, given = model_of(kind, name, **NO_DROPOUT.get(kind, {})).train(), batch()
     want, gradients = loss_of(model, given, **PADDED)
     for checkpointing in (None, {"use_reentrant": reentrant}):
@@ -104,7 +107,8 @@ def test_a_call_for_each_segment_and_one_for_many_give_the_same(
 
 
 def test_completions_of_one_token() -> None:
-    """A single query sees all keys, with heads in groups; the last tokens of completions are not computed."""
+    """A single query sees all keys, with heads in groups; the last tokens of completions are not
+    computed."""
     given = {
         name: x[:, :10] if name != "completion_mask" else x[:, :2]
         for name, x in batch().items()
@@ -136,7 +140,8 @@ def test_torchs_attention_for_ragged_batches(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_torchs_attention_that_is_not_exact_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trial on the device decides: wrong numbers, or an error of a kernel that does not serve this head size."""
+    """The trial on the device decides: wrong numbers, or an error of a kernel that does not serve
+    this head size."""
 
     def wrong(*args: Any, **kwargs: Any) -> Any:
         return 1.01 * flash_stand_in.varlen_attn(*args, **kwargs)
@@ -166,7 +171,8 @@ def test_the_installed_torch_has_the_signature_that_is_known() -> None:
 
 
 def test_attention_that_is_replaced_later_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another library puts its function over ours, and drops what it does not know: the next layout serves."""
+    """Another library puts its function over ours, and drops what it does not know: the next layout
+    serves."""
     model, given = model_of("qwen3", "sdpa"), batch()
     _, gradients = loss_of(model, given, **PADDED)
     loss_of(model, given)

@@ -137,10 +137,8 @@ def test_parts_cost_the_least_of_all() -> None:
         )
 
     for _ in range(20):
-        costs, overhead = (
-            sorted(draw.randrange(1, 40) for _ in range(6)),
-            draw.choice([0, 3, 20, 200]),
-        )
+        costs = sorted(draw.randrange(1, 40) for _ in range(6))
+        overhead = draw.choice([0, 3, 20, 200])
         parts = cut(costs, overhead)
         assert [x for first, end in parts for x in range(first, end)] == [*range(6)]
         every = [ends for n in range(6) for ends in itertools.combinations(range(1, 6), n)]

@@ -1,4 +1,5 @@
-"""The plug-in for verl: its forward against verl's torch backend and the model's own logits, within verl's code."""
+"""The plug-in for verl: its forward against verl's torch backend and the model's own logits, within
+verl's code."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ def text_model(kind: str, dtype: torch.dtype = torch.float32) -> nn.Module:
 
 
 def batch(packed: bool) -> dict[str, Any]:
-    """Two sequences, one of them shorter: padded on the left, or packed into one row as verl does without padding."""
+    """Two sequences, one of them shorter: padded on the left, or packed into one row as verl does
+    without padding."""
     ids = torch.randint(2, 97, (2, 9))
     if not packed:
         mask = torch.ones_like(ids)
@@ -81,7 +83,8 @@ def through_verl(
 
 
 def errors(got: Scored, want: Scored) -> dict[str, float]:
-    """Largest errors of logps and entropies, and the largest relative error of a parameter's gradient."""
+    """Largest errors of logps and entropies, and the largest relative error of a parameter's
+    gradient."""
     assert got[2].keys() == want[2].keys()
     return {
         "logps": float((got[0] - want[0]).abs().max()),
@@ -117,7 +120,8 @@ def test_bf16_under_autocast(verl_patch: ModuleType) -> None:
 
 
 def test_labels(verl_patch: ModuleType) -> None:
-    """`shift_labels` first, then `labels`, then `input_ids`; the ids are aligned with the hidden states, or refused."""
+    """`shift_labels` first, then `labels`, then `input_ids`; the ids are aligned with the hidden
+    states, or refused."""
     model, inputs = text_model("qwen3"), batch(packed=False)
     others = (inputs["input_ids"] + 1) % 97
     for more in (
@@ -165,7 +169,8 @@ def test_what_a_model_does_to_its_logits(verl_patch: ModuleType, kind: str) -> N
 
 @pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v"])
 def test_vision_language(verl_patch: ModuleType, kind: str) -> None:
-    """verl's families, each with its own forward; text alone, since its handling of images needs an older release."""
+    """verl's families, each with its own forward; text alone, since its handling of images needs an
+    older release."""
     model = verl_peer.vision_model(kind)
     inputs = {
         "input_ids": torch.randint(3, 80, (2, 9)),

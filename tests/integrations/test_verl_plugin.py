@@ -1,4 +1,5 @@
-"""How the plug-in for verl gets into verl and out again, and what it does where verl is not as we know it."""
+"""How the plug-in for verl gets into verl and out again, and what it does where verl is not as we
+know it."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ def nothing_patched() -> Iterator[None]:
 
 @pytest.fixture
 def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], ModuleType]]:
-    """Imports a module `verl_stand_in`, which we patch as we do verl's: `VALUE` becomes 2. It is not imported yet."""
+    """Imports a module `verl_stand_in`, which we patch as we do verl's: `VALUE` becomes 2. It is
+    not imported yet."""
 
     def changes(module: ModuleType) -> Iterator[tuple[ModuleType, str, int]]:
         if module.VALUE != 1:

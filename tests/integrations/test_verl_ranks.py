@@ -1,7 +1,8 @@
-"""The plug-in for verl on two ranks, FSDP's and Megatron's fused forward, and the recipes for a Megatron model.
+"""The plug-in for verl on two ranks, FSDP's and Megatron's fused forward, and the recipes for a
+Megatron model.
 
-Everything in float64, against one process, so that what is missing from a gradient cannot hide behind rounding.
-"""
+Everything in float64, against one process, so that what is missing from a gradient cannot hide
+behind rounding."""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ def in_one_process(model: nn.Module, sees: bool = False) -> Gradients:
 
 
 def on_fsdp2(backend: str, kind: str = "Qwen3", **fields: Any) -> dict[str, float]:
-    """Wrapped by verl, the head as a unit of its own if it is not tied; two micro-batches that accumulate."""
+    """Wrapped by verl, the head as a unit of its own if it is not tied; two micro-batches that
+    accumulate."""
     model, sees = patched(backend, kind, **fields), kind.endswith("_vl")
     want = in_one_process(model, sees)
     mesh = init_device_mesh("cpu", (RANKS,))
@@ -71,12 +73,11 @@ def on_fsdp2(backend: str, kind: str = "Qwen3", **fields: Any) -> dict[str, floa
 
 
 def on_fsdp1(use_orig_params: bool) -> dict[str, float]:
-    """verl's strategy ``fsdp``: layers and the root, whose flat parameter the head is in. By a step of SGD."""
+    """verl's strategy ``fsdp``: layers and the root, whose flat parameter the head is in. By a step
+    of SGD."""
     model = patched("grpo_kernels")
-    want, before = (
-        in_one_process(model),
-        {name: x.detach().clone() for name, x in model.named_parameters()},
-    )
+    want = in_one_process(model)
+    before = {name: x.detach().clone() for name, x in model.named_parameters()}
     policy = verl_peer.verl_module("utils.fsdp_utils").get_fsdp_wrap_policy(model, {})
     mesh, device = init_device_mesh("cpu", (RANKS,)), torch.device("cpu")
     wrapped = FullyShardedDataParallel(
@@ -148,12 +149,12 @@ def test_gradients_are_those_of_one_process(found: dict[str, Any], how: str) -> 
 
 
 def test_what_verl_makes_of_a_head_of_its_own(found: dict[str, Any]) -> None:
-    """With FSDP2 and an untied head: the text models' forward cannot run, and the others lose the head's gradient."""
+    """With FSDP2 and an untied head: the text models' forward cannot run, and the others lose the
+    head's gradient."""
     assert "mixed torch.Tensor and DTensor" in found["verl text"]
     assert found["verl vision"].pop("lm_head.weight") > 0.5
-    assert (
-        max(found["verl vision"].values()) < 1e-5
-    )  # the other parameters'; its softmax is in float32
+    # the other parameters'; its softmax is in float32
+    assert max(found["verl vision"].values()) < 1e-5
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
@@ -165,14 +166,14 @@ def test_megatron(found: dict[str, Any], sequence_parallel: bool, tied: bool) ->
 
 
 def test_sequences_without_gradient_run_without_a_graph(found: dict[str, Any]) -> None:
-    """On ranks with unequal numbers of them; what is left of the trunk's products is counted exactly."""
+    """On ranks with unequal numbers of them; what is left of the trunk's products is counted
+    exactly."""
     for steps in found["steps"]:
         for name, step in steps.items():
             assert max(step["gaps"]) < 2e-6, name  # of the last, micro-batches are dynamic
             assert max(step["losses"]) < 1e-7, name
-            assert step["head"] == pytest.approx([1, 1], abs=0.01), (
-                name
-            )  # fewer than 16 rows are padded to 16
+            # fewer than 16 rows are padded to 16
+            assert step["head"] == pytest.approx([1, 1], abs=0.01), name
             assert step["trunk"] == pytest.approx(step["expected trunk"]), name
             assert step["trunk"] < 0.7, name
 
@@ -190,7 +191,8 @@ def test_ulysses(found: dict[str, Any], name: str, nvh: float) -> None:
 def test_rows_of_megatron(
     found: dict[str, Any], context: int, name: str, row: int, live: int
 ) -> None:
-    """Divided by context, the rows lie where verl's own preprocessing puts them; else the vocabulary is divided."""
+    """Divided by context, the rows lie where verl's own preprocessing puts them; else the
+    vocabulary is divided."""
     step = dict(found[f"megatron rows {context} {name}"])
     nvh, share = step.pop("nvh"), step.pop("share")
     assert max(step.values()) < 1e-7, step  # verl rounds the temperature to float32

@@ -1,7 +1,8 @@
-"""verl's engine, told which rows count and which gradient to expect: operations counted, against verl's own head.
+"""verl's engine, told which rows count and which gradient to expect: operations counted, against
+verl's own head.
 
-N is the number of response tokens that count, V the vocabulary, H the width; 2NVH is one product of those rows.
-"""
+N is the number of response tokens that count, V the vocabulary, H the width; 2NVH is one product of
+those rows."""
 
 from __future__ import annotations
 
@@ -76,7 +77,8 @@ def padded_rows(engine: Any) -> None:
 
 @dataclass(frozen=True)
 class Scene:
-    """One step of verl's engine, and how many products of V H it takes where a share s of the tokens is live."""
+    """One step of verl's engine, and how many products of V H it takes where a share s of the
+    tokens is live."""
 
     config: dict[str, Any] = field(default_factory=dict)
     batch: dict[str, Any] = field(default_factory=dict)
@@ -101,7 +103,8 @@ SCENES = {
     "kl": Scene({"use_kl_loss": True, "kl_loss_coef": 0.01}, products="6"),
     "entropy, seq-mean": Scene({"entropy_coeff": 0.01, **SEQ_MEAN}, {}, ENTROPY, "6"),
     "all tokens live": Scene(batch={"dead": 0}, products="6"),
-    # losses that read all tokens first: the rows that count, and those with a gradient again in the backward
+    # losses that read all tokens first: the rows that count, and those with a gradient again in the
+    # backward
     "gspo": Scene(
         {"mode": "gspo", "clip_ratio_low": 0.03, "clip_ratio_high": 0.04, **SEQ_MEAN},
         products="2 + 6s",
@@ -145,7 +148,8 @@ def test_the_gradient_is_foreseen(name: str) -> None:
 
 
 def test_bf16_autocast() -> None:
-    """As verl trains: the same products, and a gradient nearer to that of fp32, since the logits are not rounded."""
+    """As verl trains: the same products, and a gradient nearer to that of fp32, since the logits
+    are not rounded."""
 
     def narrow(engine: Any) -> None:
         engine._autocast_dtype = torch.bfloat16
@@ -176,10 +180,8 @@ def test_compute_log_prob(tools: bool) -> None:
         run(options, data, None, forward_only=True, **ENTROPY) for options in (None, OURS)
     )
     assert nvh(ours, data) == 2 < nvh(unfused, data)
-    mask, padded = (
-        data["response_mask"] != 0,
-        verl_module("workers.utils.padding").no_padding_2_padding,
-    )
+    mask = data["response_mask"] != 0
+    padded = verl_module("workers.utils.padding").no_padding_2_padding
     for name, x in ours.model_output.items():
         got, want = padded(x, data), padded(unfused.model_output[name], data)
         torch.testing.assert_close(got[mask], want[mask], rtol=1e-5, atol=2e-6)
@@ -200,7 +202,8 @@ def test_sft() -> None:
 
 
 def test_what_another_may_read_is_computed() -> None:
-    """An unknown loss, and a caller that wants the log-probabilities back (verl's Tinker worker), get all of them."""
+    """An unknown loss, and a caller that wants the log-probabilities back (verl's Tinker worker),
+    get all of them."""
     data, theirs = batch(), ppo_loss(config())
 
     def prompts_too(model_output: Any, data: Any, dp_group: Any = None) -> Any:
@@ -218,9 +221,8 @@ def test_what_another_may_read_is_computed() -> None:
 
 def test_a_wrong_expectation_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """It costs time alone; with `zero_advantage=score` the guard says so."""
-    monkeypatch.setitem(
-        rows.MODES, "dro", rows.MODES["vanilla"]
-    )  # but it has a gradient without an advantage
+    # but it has a gradient without an advantage
+    monkeypatch.setitem(rows.MODES, "dro", rows.MODES["vanilla"])
     data, loss = batch(), ppo_loss(config("dro"))
     unfused, ours = both(data, loss, micro=2)
     assert nvh(ours, data) > 6
@@ -283,7 +285,8 @@ def test_names_and_values_of_zero_advantage() -> None:
     ("dead", "mode"), [("half", "gspo"), ("half", "cispo"), ("all", "gspo"), ("none", "cispo")]
 )
 def test_the_gradient_stays_with_zero_advantage(dead: str, mode: str) -> None:
-    """Also where no sequence has a gradient, or all have: then nothing is saved but what the head saves."""
+    """Also where no sequence has a gradient, or all have: then nothing is saved but what the head
+    saves."""
     silent: Any = {"half": torch.arange(8) % 2 == 0, "all": 8, "none": 0}[dead]
     data, loss = verl_engine.batch(dead=silent), ppo_loss(config(mode, **SEQ_MEAN))
     unfused, ours, score = (

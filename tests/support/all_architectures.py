@@ -1,9 +1,8 @@
 """A tiny random model of every architecture that transformers maps to a causal language model.
 
 Sizes are set wherever a config has the field. Windows, blocks, compress ratios and the number of
-selected tokens are far below the length of the sequences that the sweep computes. There is one layer of
-each kind that the default config has.
-"""
+selected tokens are far below the length of the sequences that the sweep computes. There is one
+layer of each kind that the default config has."""
 
 from __future__ import annotations
 
@@ -48,26 +47,29 @@ _NAMES = {
     "max_target_positions",
 }  # fmt: skip
 _SIZES = {name: size for size, names in _NAMES.items() for name in names.split()}
-_MAY_BE_NONE = ("head_dim", "num_key_value_heads", "sliding_window", "n_shared_experts", "n_routed_experts",
+_MAY_BE_NONE = ("head_dim", "num_key_value_heads", "sliding_window", "n_shared_experts",
+"n_routed_experts",
                 "num_experts_per_tok")  # fmt: skip
 _DEPTHS = (
-    "num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers", "encoder_layers", "num_decoder_layers",
-    "num_encoder_layers", "num_blocks", "depth",
+    "num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers", "encoder_layers",
+    "num_decoder_layers", "num_encoder_layers", "num_blocks", "depth",
 )  # fmt: skip
 _FIXED = {
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "is_decoder": True, "is_encoder_decoder": False,
-    "tie_word_embeddings": False, "use_sliding_window": True, "max_window_layers": 1,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "is_decoder": True,
+    "is_encoder_decoder": False, "tie_word_embeddings": False, "use_sliding_window": True,
+    "max_window_layers": 1,
 }  # fmt: skip
 
 _DOTS3 = {
-    "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_q_lora_rank": 8, "swa_kv_lora_rank": 8,
-    "swa_head_dim": 8, "swa_qk_nope_head_dim": 4, "swa_v_head_dim": 4,
+    "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_q_lora_rank": 8,
+    "swa_kv_lora_rank": 8, "swa_head_dim": 8, "swa_qk_nope_head_dim": 4, "swa_v_head_dim": 4,
 }  # fmt: skip
 _FOUR = ["sliding_attention", "full_attention"] * 2
 _QWEN4: dict[str, Any] = {
     "indexer_n_heads": 16, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 12,
-    "indexer_compress_ratio": 4, "ple_layer_ids": [1], "ple_embed_dim": 16, "heads_per_ngram": 2, "ngram_size": 3,
-    "ngram_vocab_size_base": 50, "make_ngram_vocab_size_divisible_by": 8, "split_ngram_parts": 1, "hc_lowrank": 8,
+    "indexer_compress_ratio": 4, "ple_layer_ids": [1], "ple_embed_dim": 16, "heads_per_ngram": 2,
+    "ngram_size": 3, "ngram_vocab_size_base": 50, "make_ngram_vocab_size_divisible_by": 8,
+    "split_ngram_parts": 1, "hc_lowrank": 8,
 }  # fmt: skip
 
 # Fields of one type: what its own checks ask for, and layers that its default has none of.
@@ -77,8 +79,9 @@ _FIELDS: dict[str, dict[str, Any]] = {
     "bigbird_pegasus": {"attention_type": "block_sparse", "block_size": 4, "num_random_blocks": 1},
     "blt": {
         f"{part}_config": {
-            "hidden_size": 16, "hidden_size_global": 16, "intermediate_size": 32, "num_hidden_layers": 2,
-            "num_attention_heads": 4, "vocab_size": 97, "sliding_window": 12,
+            "hidden_size": 16, "hidden_size_global": 16, "intermediate_size": 32,
+            "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 97, "sliding_window":
+            12,
         }
         for part in ("patcher", "encoder", "decoder", "global")
     },
@@ -90,35 +93,33 @@ _FIELDS: dict[str, dict[str, Any]] = {
         },
     },
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8}},
-    "deepseek_v4": {"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}},
+    "deepseek_v4": {"compress_rates": {"compressed_sparse_attention": 4,
+    "heavily_compressed_attention": 8}},
     "doge": {"sliding_window": None},  # which would leave nothing for its top keys to cut
     "dots3_note": _DOTS3,
     "dots3_note_text": _DOTS3,
     "flint": {"mlp_only_layers": [0]},
     "gemma3n_text": {
-        "layer_types": _FOUR, "num_hidden_layers": 4, "num_kv_shared_layers": 2, "intermediate_size": [32] * 4,
-        "activation_sparsity_pattern": [0.95, 0.0, 0.95, 0.0],
+        "layer_types": _FOUR, "num_hidden_layers": 4, "num_kv_shared_layers": 2,
+        "intermediate_size": [32] * 4, "activation_sparsity_pattern": [0.95, 0.0, 0.95, 0.0],
     },
     "gemma4_text": {"layer_types": _FOUR, "num_hidden_layers": 4, "num_kv_shared_layers": 2},
     "glm_moe_dsa": {"indexer_types": ["full", "shared"]},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
-    "lfm2": {"layer_types": ["conv", "full_attention"], "full_attn_idxs": [1], "num_hidden_layers": 2},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
-    "mamba2": {"head_dim": 8},
-    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"], "index_n_heads": 2},
-    "qwen4_exp": _QWEN4,
-    "qwen4_exp_text": _QWEN4,
-    "recurrent_gemma": {"num_hidden_layers": 3},
-    "reformer": {"axial_pos_embds": False, "local_attn_chunk_length": 8, "lsh_attn_chunk_length": 8, "hash_seed": 0},
-    "xlm": {"causal": True},
-    "xmod": {"default_language": "en_XX"},
-    "zaya": {"num_experts_per_tok": 1, "layer_types": ["hybrid", "hybrid_sliding"]},
+    "lfm2": {"layer_types": ["conv", "full_attention"], "full_attn_idxs": [1], "num_hidden_layers":
+    2}, "lfm2_moe": {"layer_types": ["conv", "full_attention"]}, "mamba2": {"head_dim": 8},
+    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"], "index_n_heads":
+    2}, "qwen4_exp": _QWEN4, "qwen4_exp_text": _QWEN4, "recurrent_gemma": {"num_hidden_layers": 3},
+    "reformer": {"axial_pos_embds": False, "local_attn_chunk_length": 8, "lsh_attn_chunk_length": 8,
+    "hash_seed": 0}, "xlm": {"causal": True}, "xmod": {"default_language": "en_XX"}, "zaya":
+    {"num_experts_per_tok": 1, "layer_types": ["hybrid", "hybrid_sliding"]},
 }  # fmt: skip
 
 
 class Outcome(NamedTuple):
-    """What becomes of some model types: the layout that serves, or "refused" or "not built"; and why."""
+    """What becomes of some model types: the layout that serves, or "refused" or "not built"; and
+    why."""
 
     layout: str
     why: str
@@ -222,7 +223,8 @@ def table() -> str:
 
 
 def config_of(kind: str, **fields: Any) -> Any:
-    """The small config of a model type: that of the decoder where the class for text takes it alone."""
+    """The small config of a model type: that of the decoder where the class for text takes it
+    alone."""
     cls = getattr(transformers, CLASSES[kind]).config_class
     return cls(**{**_small(cls), **_FIELDS.get(kind, {}), **fields})
 
@@ -262,10 +264,11 @@ def _small(cls: type[PretrainedConfig]) -> dict[str, Any]:
 
 
 def build(kind: str, **fields: Any) -> Any:
-    """The tiny model of a type in evaluation mode; no weight is 0, and logits spread over several units.
+    """The tiny model of a type in evaluation mode; no weight is 0, and logits spread over several
+    units.
 
-    fp32, but for Gemma 4: with random weights its own fp32 gradient is off by 1e-5 from that of fp64.
-    """
+    fp32, but for Gemma 4: with random weights its own fp32 gradient is off by 1e-5 from that of
+    fp64."""
     torch.manual_seed(0)
     model = getattr(transformers, CLASSES[kind])(config_of(kind, **fields)).eval()
     model = model.double() if kind.startswith("gemma4") else model.float()

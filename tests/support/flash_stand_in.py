@@ -1,8 +1,8 @@
-"""Stand-ins for the attention functions of GPUs, in plain torch: flash attention's, and torch's own for ragged batches.
+"""Stand-ins for the attention functions of GPUs, in plain torch: flash attention's, and torch's own
+for ragged batches.
 
-Their contract is the real ones': sequences one after the other, the last query of each aligned with its last key,
-windows, soft-caps and sinks, heads in groups.
-"""
+Their contract is the real ones': sequences one after the other, the last query of each aligned with
+its last key, windows, soft-caps and sinks, heads in groups."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def ragged(
 
 
 def varlen_attn(
-    query: Tensor, key: Tensor, value: Tensor, *, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int,
-    scale: float | None, window_size: tuple[int, int], enable_gqa: bool,
+    query: Tensor, key: Tensor, value: Tensor, *, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int,
+    max_k: int, scale: float | None, window_size: tuple[int, int], enable_gqa: bool,
 ) -> Tensor:  # fmt: skip
     """``torch.nn.attention.varlen.varlen_attn``."""
     assert enable_gqa or query.shape[1] == key.shape[1]
@@ -88,7 +88,8 @@ def _dense(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
 
 @contextmanager
 def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Inside, transformers' flash attention is the stand-in, also under the name `HUB` of a kernel repository."""
+    """Inside, transformers' flash attention is the stand-in, also under the name `HUB` of a kernel
+    repository."""
     known = dict.fromkeys(_NAMES, True) | dict.fromkeys(_UNKNOWN, False)
     options = functools.partial(flash._process_flash_attention_kwargs, supports_mapping=known)
     functions = (_dense, ragged, None, flash._pad_input, flash._unpad_input)

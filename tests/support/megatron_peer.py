@@ -1,8 +1,9 @@
-"""Megatron's GPT model on CPUs, tensor parallel, under verl's Megatron engine; for ranks that `run_ranks` has started.
+"""Megatron's GPT model on CPUs, tensor parallel, under verl's Megatron engine; for ranks that
+`run_ranks` has started.
 
-Two things of Megatron are for GPUs alone and are replaced: the device that it allocates on, and its random states
-(there is no dropout here). Its attention is left out of the model, and the packing of sequences with it.
-"""
+Two things of Megatron are for GPUs alone and are replaced: the device that it allocates on, and its
+random states (there is no dropout here). Its attention is left out of the model, and the packing of
+sequences with it."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ def start(*, tensor: int = 1, context: int = 1) -> None:
 
 
 def megatron_model(sequence_parallel: bool, tied: bool) -> nn.Module:
-    """A GPT model of Megatron without attention, whose kernels are for GPUs: embedding, MLP, head."""
+    """A GPT model of Megatron without attention, whose kernels are for GPUs: embedding, MLP,
+    head."""
     projections = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     mlp = ModuleSpec(MLP, submodules=projections)
     submodules = TransformerLayerSubmodules(mlp=mlp, mlp_bda=get_bias_dropout_add)
@@ -87,15 +89,14 @@ def megatron_model(sequence_parallel: bool, tied: bool) -> nn.Module:
 
 
 def engine_of(model: nn.Module) -> Any:
-    """verl's engine around `model`, without its constructor; its fused head is verl's own until `ask_for_ours`."""
+    """verl's engine around `model`, without its constructor; its fused head is verl's own until
+    `ask_for_ours`."""
     owner = verl_module("workers.engine.megatron.transformer_impl").MegatronEngineWithLMHead
     made = owner.__new__(owner)
-    made.module, made.is_value_model, made.enable_routing_replay, made.tf_config = (
-        [model],
-        False,
-        False,
-        None,
-    )
+    made.module = [model]
+    made.is_value_model = False
+    made.enable_routing_replay = False
+    made.tf_config = None
     made.engine_config = SimpleNamespace(
         use_fused_kernels=True,
         use_remove_padding=True,
@@ -120,7 +121,8 @@ def ask_for_ours(engine: Any) -> None:
 def by_hand(
     model: nn.Module, ids: Tensor, labels: Tensor
 ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """The whole weights, put together here, and the labels' log-probabilities and the entropies, of all logits."""
+    """The whole weights, put together here, and the labels' log-probabilities and the entropies, of
+    all logits."""
     weights = {
         name: whole(name, x.detach()).requires_grad_() for name, x in model.named_parameters()
     }
@@ -170,8 +172,9 @@ def errors(sequence_parallel: bool, tied: bool) -> dict[str, float]:
 
 
 def rows(**options: Any) -> dict[str, float]:
-    """A step of verl's engine on a micro-batch of `verl_engine.batch`: errors against the model's own logits, and the
-    products of the head in N V H, unless the vocabulary is divided; `options` are those of the loss, ``ppo_loss``."""
+    """A step of verl's engine on a micro-batch of `verl_engine.batch`: errors against the model's
+    own logits, and the products of the head in N V H, unless the vocabulary is divided; `options`
+    are those of the loss, ``ppo_loss``."""
     module = verl_module("workers.engine.megatron.transformer_impl")
     module.get_device_id = lambda: "cpu"
     model = megatron_model(sequence_parallel=False, tied=False)
@@ -213,9 +216,8 @@ def rows(**options: Any) -> dict[str, float]:
         loss.backward()
     found = {"loss": abs(float(loss.detach()) - float(want))}
     for name, x in model.named_parameters():
-        dist.all_reduce(
-            x.grad, group=parallel_state.get_context_parallel_group()
-        )  # as Megatron does
+        # as Megatron does
+        dist.all_reduce(x.grad, group=parallel_state.get_context_parallel_group())
         found[name] = relative(whole(name, x.grad), weights[name].grad)
     operations = torch.tensor(products.head)
     dist.all_reduce(operations, group=parallel_state.get_context_parallel_group())

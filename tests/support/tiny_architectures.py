@@ -1,7 +1,8 @@
-"""Tiny random models of many architectures of transformers, text and vision-language; nothing is downloaded.
+"""Tiny random models of many architectures of transformers, text and vision-language; nothing is
+downloaded.
 
-Scales and caps are far from what would not be noticed: logits spread over several units, and a cap cuts into them.
-"""
+Scales and caps are far from what would not be noticed: logits spread over several units, and a cap
+cuts into them."""
 
 from __future__ import annotations
 
@@ -32,10 +33,12 @@ _EXPERTS: dict[str, Any] = {
     "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
 }  # fmt: skip
 _MAMBA: dict[str, Any] = {
-    "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1,
+    "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups":
+    1,
 }  # fmt: skip
 _LATENT: dict[str, Any] = {
-    "kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4,
+    "kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim":
+    4,
 }  # fmt: skip
 _RECURRENT: dict[str, Any] = {
     "lru_width": 16,
@@ -120,7 +123,8 @@ BIASED = ("phi", "gptj", "bert")
 def build(
     config_class: str, model_class: str, fields: dict[str, Any], dtype: torch.dtype = torch.float64
 ) -> Any:
-    """A model in evaluation mode, its head drawn so wide that the distributions are far from uniform."""
+    """A model in evaluation mode, its head drawn so wide that the distributions are far from
+    uniform."""
     transformers = importlib.import_module("transformers")
     torch.manual_seed(0)
     model = (
@@ -149,7 +153,8 @@ def text_model(kind: str, dtype: torch.dtype = torch.float64, **fields: Any) -> 
 
 
 def roberta() -> Any:
-    """A decoder whose positions begin after the id of its padding token, and are counted from the ids."""
+    """A decoder whose positions begin after the id of its padding token, and are counted from the
+    ids."""
     return build(
         "RobertaConfig", "RobertaForCausalLM", {**_TEXT, "is_decoder": True, "pad_token_id": 1}
     )
@@ -158,7 +163,8 @@ def roberta() -> Any:
 def plain_logprobs(
     model: nn.Module, ids: Tensor, temperature: float = 1.0, **inputs: Any
 ) -> tuple[Tensor, Tensor]:
-    """(logps, entropies), (B, L) each, of every token from the model's own logits; the first column is 0."""
+    """(logps, entropies), (B, L) each, of every token from the model's own logits; the first column
+    is 0."""
     logits = model(input_ids=ids, **inputs).logits[:, :-1].double()
     logps = (logits / temperature).log_softmax(-1)
     chosen = logps.gather(-1, ids[:, 1:, None]).squeeze(-1)
@@ -182,8 +188,8 @@ def qwen2_vl(version: str = "Qwen2_5_VL") -> tuple[Any, Tensor, dict[str, Any]]:
     image, first, last = 90, 91, 92
     fields = {
         "text_config": {**_TEXT, **_GROUPED, "rope_parameters": rope}, "vision_config": vision,
-        "image_token_id": image, "video_token_id": 93, "vision_start_token_id": first, "vision_end_token_id": last,
-        "tie_word_embeddings": False,
+        "image_token_id": image, "video_token_id": 93, "vision_start_token_id": first,
+        "vision_end_token_id": last, "tie_word_embeddings": False,
     }  # fmt: skip
     model = build(f"{version}Config", f"{version}ForConditionalGeneration", fields)
     ids = torch.randint(3, 90, (2, 14))
@@ -201,8 +207,8 @@ def gemma3_vl() -> tuple[Any, Tensor, dict[str, Any]]:
     """Likewise."""
     text = {**_TEXT, **_HEADS, "final_logit_softcapping": 1.5, "sliding_window": 8}
     vision = {
-        "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
-        "image_size": 16, "patch_size": 4,
+        "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads":
+        2, "image_size": 16, "patch_size": 4,
     }  # fmt: skip
     fields = {
         "text_config": text,

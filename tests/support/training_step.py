@@ -1,4 +1,5 @@
-"""A batch of two prompts, its loss and gradients in each layout, and the layouts in which each family is exact."""
+"""A batch of two prompts, its loss and gradients in each layout, and the layouts in which each
+family is exact."""
 
 from __future__ import annotations
 
@@ -27,13 +28,15 @@ SCORED = ("input_ids", "attention_mask", "completion_mask")
 # Layouts in which each family is exact.
 FAMILIES = {
     **dict.fromkeys(
-        ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "granite", "granitemoe",
+        ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "granite",
+        "granitemoe",
          "hyperclovax", "minicpm3", "cohere", "cohere2", "phi3", "phi", "bert",
          "gpt_neox", "gpt_oss", "gpt2", "olmo2", "opt"),
         ALL,
     ),
     **dict.fromkeys(("bloom", "falcon_h1", "mamba"), "trim padded"),
-    "gptj": ALL if hasattr(modeling_gptj, "ALL_ATTENTION_FUNCTIONS") else "trim padded",  # from transformers 5.24 on
+    # from transformers 5.24 on
+    "gptj": ALL if hasattr(modeling_gptj, "ALL_ATTENTION_FUNCTIONS") else "trim padded",
     "recurrent_gemma": "padded",
 }  # fmt: skip
 WIDE = {"mistral": 64, "gpt_oss": 64}  # a sliding window longer than the sequences
@@ -45,14 +48,13 @@ def family(kind: str, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def batch(sequences: int = 6) -> dict[str, Tensor]:
-    """Two prompts with three completions each, padded on both sides; half of the advantages are 0."""
+    """Two prompts with three completions each, padded on both sides; half of the advantages are
+    0."""
     draw = seeded("two prompts")
     prompts = torch.randint(3, 90, (2, 8), generator=draw).repeat_interleave(3, dim=0)
     ids = torch.cat([prompts, torch.randint(3, 90, (6, 10), generator=draw)], dim=1)
-    first, last = (
-        torch.tensor([4, 4, 4, 0, 0, 0])[:, None],
-        torch.tensor([18, 11, 15, 13, 10, 16])[:, None],
-    )
+    first = torch.tensor([4, 4, 4, 0, 0, 0])[:, None]
+    last = torch.tensor([18, 11, 15, 13, 10, 16])[:, None]
     mask = ((torch.arange(18) >= first) & (torch.arange(18) < last)).long()
     advantages = torch.tensor([1.0, 0.0, -0.5, 0.0, 0.0, 0.7])
     found = {
@@ -110,7 +112,8 @@ def assert_same(got: dict[str, Tensor], want: dict[str, Tensor], bound: float = 
 def assert_modes_agree(
     model: Any, given: dict[str, Any], modes: Iterable[dict[str, Any]] = MODES.values()
 ) -> Any:
-    """Loss and gradients in each mode are those of the padded forward; returns the output of the last one."""
+    """Loss and gradients in each mode are those of the padded forward; returns the output of the
+    last one."""
     want, gradients = loss_of(model, given, **PADDED)
     for options in modes:
         out, got = loss_of(model, given, **options)
@@ -136,7 +139,8 @@ class ReadOutput(ModelOutput):
 
 
 class Reader(LlamaForCausalLM):  # type: ignore[misc]
-    """A model with a value head and a loss of its own, which read the hidden states of all attended tokens."""
+    """A model with a value head and a loss of its own, which read the hidden states of all attended
+    tokens."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)

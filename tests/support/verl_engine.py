@@ -1,9 +1,9 @@
-"""verl's FSDP engine itself, on CPUs: a tiny model trained by its `forward_backward_batch`, products counted.
+"""verl's FSDP engine itself, on CPUs: a tiny model trained by its `forward_backward_batch`,
+products counted.
 
-The engine is made without its constructor, which wants GPUs and a model on disk; what runs is verl's own code: the
-layout of the inputs, the loss, the micro-batches, the gradients. `VOCAB` is in no other dimension, so that products of
-the head are told from the trunk's.
-"""
+The engine is made without its constructor, which wants GPUs and a model on disk; what runs is
+verl's own code: the layout of the inputs, the loss, the micro-batches, the gradients. `VOCAB` is in
+no other dimension, so that products of the head are told from the trunk's."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ SCORE = OURS | {"zero_advantage": "score"}
 
 
 class Products(TorchDispatchMode):
-    """Counts floating point operations: `all`, and those of the `head`, whose vocabulary is in no other shape."""
+    """Counts floating point operations: `all`, and those of the `head`, whose vocabulary is in no
+    other shape."""
 
     def __init__(self, vocabulary: int = VOCAB) -> None:
         super().__init__()
@@ -121,7 +122,8 @@ def batch(
     tools: bool = False,
     weights: bool = False,
 ) -> Any:
-    """A mini-batch as verl's trainer sends it: `dead` sequences (the first so many, or a mask) have the advantage 0."""
+    """A mini-batch as verl's trainer sends it: `dead` sequences (the first so many, or a mask) have
+    the advantage 0."""
     from tensordict import TensorDict
 
     g = torch.Generator().manual_seed(seed)
@@ -190,18 +192,14 @@ def engine(module: nn.Module, options: dict[str, str], strategy: str | None) -> 
         entropy_checkpointing=False,
         entropy_from_logits_with_chunking=False,
     )
-    made.use_ulysses_sp, made.ulysses_sequence_parallel_size, made.ulysses_device_mesh = (
-        False,
-        1,
-        None,
-    )
+    made.use_ulysses_sp = False
+    made.ulysses_sequence_parallel_size = 1
+    made.ulysses_device_mesh = None
     made.pad_to_length, made.pad_to_length_bucket = False, 1
     made._autocast_dtype, made.scaler = torch.float32, None
     made.compute_entropy_from_logits = verl_module("utils.torch_functional").entropy_from_logits
-    mesh, utilities = (
-        init_device_mesh("cpu", (dist.get_world_size(),)),
-        verl_module("utils.fsdp_utils"),
-    )
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    utilities = verl_module("utils.fsdp_utils")
     if strategy == "fsdp2":
         utilities.apply_fsdp2(module, {"mesh": mesh, "reshard_after_forward": True}, {})
     if strategy == "fsdp":
@@ -290,8 +288,8 @@ def gap(got: Step, want: Step) -> float:
 
 
 def tokens_with_graph(data: Any, micro: int) -> int:
-    """Tokens of the micro-batches that `zero_advantage=score` runs with a graph: dead sequences come first, and each
-    rank has equally many micro-batches of them alone."""
+    """Tokens of the micro-batches that `zero_advantage=score` runs with a graph: dead sequences
+    come first, and each rank has equally many micro-batches of them alone."""
     live = (data["advantages"] != 0).any(1)
     without = torch.tensor(min(int((~live).sum()) // micro, len(live) // micro - 1))
     dist.all_reduce(without, op=dist.ReduceOp.MIN)
@@ -308,7 +306,8 @@ def divided_by_ulysses(found: Any) -> None:
 
 
 def on_two_ranks(rank: int) -> dict[str, Any]:
-    """Errors against verl's unfused head, and the products, of one mini-batch on ranks with different data."""
+    """Errors against verl's unfused head, and the products, of one mini-batch on ranks with
+    different data."""
     dead = torch.rand(16, generator=torch.Generator().manual_seed(3 + rank)) < (0.5, 0.8)[rank]
     data, loss = batch(16, seed=rank, dead=dead), ppo_loss(config())
     tokens = data["input_ids"].values().numel()

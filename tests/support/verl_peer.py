@@ -1,9 +1,10 @@
-"""verl itself, to test against: its real package, with what its import needs, all from requirements/peers.txt.
+"""verl itself, to test against: its real package, with what its import needs, all from
+requirements/peers.txt.
 
-verl asks for other releases of transformers, TRL and tensordict than ours, so it is installed without its dependencies.
-The modules named here import and run all the same; its trainers (Ray clusters, vLLM) are not touched. ``import verl``
-also loads every installed plug-in of verl, ours among them.
-"""
+verl asks for other releases of transformers, TRL and tensordict than ours, so it is installed
+without its dependencies. The modules named here import and run all the same; its trainers (Ray
+clusters, vLLM) are not touched. ``import verl`` also loads every installed plug-in of verl, ours
+among them."""
 
 from __future__ import annotations
 
@@ -84,7 +85,8 @@ _VISION_KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 def verl_module(name: str) -> ModuleType:
-    """The module `name` of verl, as ``"trainer.ppo.core_algos"``; the test is skipped where verl is not installed."""
+    """The module `name` of verl, as ``"trainer.ppo.core_algos"``; the test is skipped where verl is
+    not installed."""
     pytest.importorskip("verl")
     return importlib.import_module(f"verl.{name}")
 
@@ -95,10 +97,11 @@ def core_algos() -> ModuleType:
 
 
 def monkey_patch() -> ModuleType:
-    """verl's module that gives models their forward, made to work with the TRL and transformers we have.
+    """verl's module that gives models their forward, made to work with the TRL and transformers we
+    have.
 
-    verl looks for a class that TRL 1.16 has no more, and for output classes that transformers has replaced by one.
-    """
+    verl looks for a class that TRL 1.16 has no more, and for output classes that transformers has
+    replaced by one."""
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
     module = verl_module("models.transformers.monkey_patch")
@@ -127,14 +130,16 @@ def patched() -> Iterator[ModuleType]:
 
 
 def with_own_class(model: PreTrainedModel) -> PreTrainedModel:
-    """The model, of a subclass of its own: verl replaces the forward of a class, for every model there is of it."""
+    """The model, of a subclass of its own: verl replaces the forward of a class, for every model
+    there is of it."""
     cls = type(model)
     model.__class__ = type(cls.__name__, (cls,), {"__module__": cls.__module__})
     return model
 
 
 def text_model(kind: str = "Qwen3", **fields: Any) -> PreTrainedModel:
-    """A tiny text model with random weights and a class of its own; `fields` are those of its configuration."""
+    """A tiny text model with random weights and a class of its own; `fields` are those of its
+    configuration."""
     import transformers
 
     config = getattr(transformers, f"{kind}Config")(**{**_TEXT, **fields})
@@ -159,7 +164,8 @@ def vision_model(kind: str) -> PreTrainedModel:
 
 
 def draw(shape: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
-    """Ids below 30, and weights of the log-probabilities and of the entropies in a loss; the same on every rank."""
+    """Ids below 30, and weights of the log-probabilities and of the entropies in a loss; the same
+    on every rank."""
     g = seeded("verl")
     ids = torch.randint(3, 30, shape, generator=g)
     a, b = torch.randn((2, *shape), generator=g, dtype=torch.float64)

@@ -40,7 +40,8 @@ def deepspeed() -> Any:
     package.ops.__compatible_ops__["deepspeed_shm_comm"] = (
         False  # else it compiles faster collectives, for a minute
     )
-    # on a processor with fp16 it goes by the model's dtype where on others it takes bf16, and refuses float64
+    # on a processor with fp16 it goes by the model's dtype where on others it takes bf16, and
+    # refuses float64
     package.accelerator.get_accelerator().is_fp16_supported = lambda: False
     gc.freeze()  # it collects garbage at every start, seconds with all that is imported here
     return package

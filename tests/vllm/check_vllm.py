@@ -1,4 +1,5 @@
-"""vLLM's log-probabilities and ours of the same tokens, and TRL with a colocated vLLM, stock and ours.
+"""vLLM's log-probabilities and ours of the same tokens, and TRL with a colocated vLLM, stock and
+ours.
 
 Each engine runs in a fresh process: what it samples depends on the prefixes that it has cached.
 """
@@ -24,7 +25,8 @@ from tests.vllm.engine import CASES
 
 ROOT = Path(__file__).parents[2]
 FP32, BF16 = os.environ["REAL_MODEL"], os.environ["REAL_MODEL_BF16"]
-NEAR = 2e-4  # of the engine's log-probability: torch's fp32 log-softmax over V 49,152 is 1.5e-5 off by itself
+# of the engine's log-probability: torch's fp32 log-softmax over V 49,152 is 1.5e-5 off by itself
+NEAR = 2e-4
 Samples = list[dict[str, Any]]
 
 
@@ -56,7 +58,8 @@ def of_engine(samples: Samples) -> Tensor:
 
 
 def corrected(logps: Tensor, samples: Samples, **options: Any) -> tuple[int, dict[str, float]]:
-    """Return how many sequences `rollouts.correct` keeps, and its metrics; `logps` (B, T) are the policy's."""
+    """Return how many sequences `rollouts.correct` keeps, and its metrics; `logps` (B, T) are the
+    policy's."""
     mask = batch(samples)["completion_mask"]
     sampling = torch.zeros(mask.shape, dtype=torch.float64)
     sampling[mask != 0] = of_engine(samples)
@@ -139,8 +142,8 @@ def scorers(model: Any, samples: Samples, temperature: float) -> dict[str, Tenso
 def test_in_bf16_ours_are_as_near_to_the_engines_as_trls_or_nearer(
     head: str | None, tmp_path: Path
 ) -> None:
-    """Hidden states are those of transformers, which differ from vLLM's: that is most of the gap. The table of
-    docs/same-numbers.md."""
+    """Hidden states are those of transformers, which differ from vLLM's: that is most of the gap.
+    The table of docs/same-numbers.md."""
     more = [] if head is None else ["--head", head]
     save = tmp_path / "bf16.pt"
     cases = ["temperature 1", "temperature 0.7"]
@@ -198,10 +201,8 @@ def test_trl_with_a_colocated_engine_trains_alike_and_scores_less(tmp_path: Path
 
 def test_with_truncation_the_sets_keep_the_ratio_at_one(tmp_path: Path) -> None:
     """Stock TRL multiplies the loss by a ratio far below 1."""
-    stock, ours = (
-        trained("stock", tmp_path, "--truncated"),
-        trained("ours", tmp_path, "--truncated", "--sets"),
-    )
+    stock = trained("stock", tmp_path, "--truncated")
+    ours = trained("ours", tmp_path, "--truncated", "--sets")
     assert all(log[RATIO] < 0.7 for log in stock["logs"])
     assert all(log[RATIO] == pytest.approx(1.0, abs=2e-3) for log in ours["logs"])
     assert all(1 < log["kept/size"] <= 50 and log["kept/without_set"] == 0 for log in ours["logs"])

@@ -1,4 +1,5 @@
-"""``python -m tests.vllm.engine``: samples of a vLLM engine, with its log-probabilities, into a file."""
+"""``python -m tests.vllm.engine``: samples of a vLLM engine, with its log-probabilities, into a
+file."""
 
 from __future__ import annotations
 
@@ -36,8 +37,8 @@ def main() -> None:
     options = parser.parse_args()
     more = {} if options.head is None else {"hf_overrides": {"head_dtype": options.head}}
     engine = LLM(
-        model=options.model, dtype=options.dtype, enforce_eager=True, max_model_len=512, seed=1, max_logprobs=KEPT,
-        logprobs_mode="processed_logprobs", **more,
+        model=options.model, dtype=options.dtype, enforce_eager=True, max_model_len=512, seed=1,
+        max_logprobs=KEPT, logprobs_mode="processed_logprobs", **more,
     )  # fmt: skip
     chats = [
         [{"role": "system", "content": "Be brief."}, {"role": "user", "content": x}]

@@ -1,4 +1,5 @@
-"""``python -m tests.vllm.training``: two steps of TRL's trainer, stock or ours, with a colocated vLLM, on a CPU."""
+"""``python -m tests.vllm.training``: two steps of TRL's trainer, stock or ours, with a colocated
+vLLM, on a CPU."""
 
 from __future__ import annotations
 
@@ -23,14 +24,16 @@ TRUNCATED = {"top_p": 0.9, "top_k": KEPT}
 
 
 def as_on_a_cpu() -> None:
-    """Give TRL's engine what TRL has no option for: fp32 (the default is 16 bits for fp32 weights), and no compiler."""
+    """Give TRL's engine what TRL has no option for: fp32 (the default is 16 bits for fp32 weights),
+    and no compiler."""
     vllm._custom_ops._supports_onednn = False  # packed weights could not be loaded again
     more = {"enforce_eager": True, "dtype": "float32", "max_logprobs": KEPT}
     generation.LLM = functools.partial(generation.LLM, **more)
 
 
 def rollout(prompts: list[Any], trainer: Any) -> dict[str, Any]:
-    """Completions with the sets that the sampler kept, from its log-probabilities (docs/truncating-samplers.md)."""
+    """Completions with the sets that the sampler kept, from its log-probabilities
+    (docs/truncating-samplers.md)."""
     tokenizer = trainer.processing_class
     texts = tokenizer.apply_chat_template(prompts, tokenize=False, add_generation_prompt=True)
     prompt_ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
@@ -58,7 +61,8 @@ def reward(completions: list[Any], **_: Any) -> list[float]:
 
 
 def counted(trainer: Any) -> list[bool]:
-    """Return a list that gets True for each scoring without gradient, and False for that of a loss."""
+    """Return a list that gets True for each scoring without gradient, and False for that of a
+    loss."""
     found, score = [], trainer._get_per_token_logps_and_entropies
 
     def counting(*args: Any, **kwargs: Any) -> Any:
@@ -94,10 +98,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         args = GRPOConfig(
             output_dir=folder, use_vllm=True, vllm_mode="colocate", vllm_max_model_length=256,
-            vllm_gpu_memory_utilization=0.3, per_device_train_batch_size=4, num_generations=4, max_completion_length=24,
-            max_steps=2, logging_steps=1, report_to="none", save_strategy="no", learning_rate=1e-5, bf16=False,
-            use_cpu=True, gradient_checkpointing=False, seed=3, disable_tqdm=True,
-            **(TRUNCATED if options.truncated else {}),
+            vllm_gpu_memory_utilization=0.3, per_device_train_batch_size=4, num_generations=4,
+            max_completion_length=24, max_steps=2, logging_steps=1, report_to="none",
+            save_strategy="no", learning_rate=1e-5, bf16=False, use_cpu=True,
+            gradient_checkpointing=False, seed=3, disable_tqdm=True, **(TRUNCATED if
+            options.truncated else {}),
         )  # fmt: skip
         data = Dataset.from_dict({"prompt": chats})
         trainer = base(
