@@ -1,15 +1,21 @@
-"""`grpo_kernels.host`: whatever is given back is what was there, and only where it is still
-ours."""
+"""What the doors share: replaced attributes come back, rows of a call, errors of imports."""
 
 from __future__ import annotations
 
+import importlib
+import json
 import logging
+import subprocess
+import sys
 from contextvars import ContextVar
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 
-from grpo_kernels.host import HostFunction, Patches, during, replaced
+from grpo_kernels import Expectation
+from grpo_kernels.host import HostFunction, KnownRows, Patches, Shares, during, needed, replaced
 
 
 def ours() -> None: ...
@@ -113,3 +119,129 @@ def test_a_function_of_another_release_is_left_alone(owner: ModuleType) -> None:
         with function.replaced():
             assert owner.f is (ours if is_known else f)
         assert owner.f is f
+
+
+COUNTED = torch.tensor([[1, 0, 1], [0, 1, 1]])
+FILL = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], dtype=torch.float64)
+GRADED = COUNTED.bool() & torch.tensor([[True], [False]])
+
+
+def asked(index: torch.Tensor, logps: torch.Tensor, entropies: torch.Tensor | None) -> torch.Tensor:
+    """Derivatives that tell the position in the batch."""
+    return 10.0 * index + logps
+
+
+def test_rows_of_a_call_are_those_at_its_positions() -> None:
+    """In any order, in any shape, and padding among them."""
+    positions = torch.tensor([[4, -1, 1], [0, 5, -1]])
+    of_batch = Expectation(asked, GRADED, has_entropy_gradient=False)
+    of_call = KnownRows(COUNTED, FILL, of_batch, entropy=False).at(positions)
+    assert of_call.counted.tolist() == [[True, False, False], [True, True, False]]
+    assert not of_call.entropy
+    logps = torch.full((2, 3), -1.0)
+    assert of_call.filled(logps).tolist() == [[-1.0, 0.0, 2.0], [-1.0, -1.0, 0.0]]
+    assert of_call.filled(logps).dtype == logps.dtype
+    expected = of_call.expected
+    assert expected is not None
+    assert expected.graded is not None
+    assert expected.graded.tolist() == [[False, False, False], [True, False, False]]
+    assert not expected.has_entropy_gradient
+    assert expected.coefficients is not None
+    index = torch.tensor([0, 4])  # rows of the call, at positions 4 and 5 of the batch
+    assert expected.coefficients(index, torch.tensor([1.0, 2.0]), None).tolist() == [41.0, 52.0]
+
+
+def test_rows_of_which_less_is_known() -> None:
+    of_call = KnownRows(COUNTED).at(torch.tensor([2, -1]))
+    logps = torch.ones(2)
+    assert of_call.filled(logps) is logps
+    assert of_call.entropy
+    assert of_call.expected is None
+    expected = KnownRows(COUNTED, expected=Expectation(None, GRADED)).at(torch.tensor([0])).expected
+    assert expected is not None
+    assert expected.coefficients is None, "a gradient that is not known row by row"
+    with torch.no_grad():
+        assert (
+            KnownRows(COUNTED, expected=Expectation(asked)).at(torch.tensor([0])).expected is None
+        )
+
+
+def test_shares_are_of_all_calls_since_the_last_log() -> None:
+    shares = Shares()
+    assert shares.take() == {}
+    shares.add("tokens", 1, 4)
+    shares.add("tokens", torch.tensor(2), 4)
+    shares.add("none of none", 0, 0)
+    assert shares.take() == {"tokens": 3 / 8, "none of none": 0.0}
+    shares.add("none of none", 0, 0)
+    assert shares.take() == {}, "nothing was counted"
+
+
+USES = {  # package -> what needs it, and how to install that
+    "trl": ("import grpo_kernels.trl", "'trl>=1.16'"),
+    "transformers": ("import grpo_kernels.transformers", "transformers"),
+    "liger_kernel": ("from grpo_kernels.liger import patch_liger; patch_liger()", "liger-kernel"),
+    "verl": ("from grpo_kernels.verl import patch_verl; patch_verl()", "'verl>=0.9'"),
+}
+WITHOUT = f"""
+import json, sys
+from importlib.machinery import PathFinder
+
+class Without(PathFinder):
+    @classmethod
+    def find_spec(cls, name, *more):
+        return None if name.partition(".")[0] in {[*USES]} else super().find_spec(name, *more)
+
+sys.meta_path[:] = [Without if x is PathFinder else x for x in sys.meta_path]
+said = {{}}
+for package, (use, _) in {USES}.items():
+    try:
+        exec(use)
+    except ImportError as error:
+        said[package] = [type(error).__name__, str(error), error.name]
+print(json.dumps(said))
+"""
+
+
+def test_a_package_that_is_not_installed_is_named_with_its_extra() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert json.loads(done.stdout) == {
+        package: [
+            "ModuleNotFoundError",
+            f"expected the package {package}, which is not installed: pip install {install}",
+            package,
+        ]
+        for package, (_, install) in USES.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "what"), [("", "LaterTrainer"), (".later", "it")], ids=["name", "module"]
+)
+def test_a_release_without_what_is_imported_is_named_with_its_version(
+    name: str, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "old_trainer").mkdir()
+    (tmp_path / "old_trainer" / "__init__.py").touch()
+    (tmp_path / "old_trainer-0.9.dist-info").mkdir()
+    (tmp_path / "old_trainer-0.9.dist-info" / "METADATA").write_text(
+        "Name: old_trainer\nVersion: 0.9\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    expected = (
+        r"^expected a release of old_trainer that grpo_kernels knows, got old_trainer 0\.9, "
+        r".*--upgrade 'x\[y\]'$"
+    )
+    with pytest.raises(ImportError, match=expected), needed("'x[y]'", "old_trainer"):
+        exec(f"from old_trainer{name} import {what}")
+    monkeypatch.delitem(sys.modules, "old_trainer")
+
+
+def test_an_error_of_another_package_is_left_as_it_is() -> None:
+    with (
+        pytest.raises(ModuleNotFoundError, match=r"^No module named 'no_such_package'$"),
+        needed("trl", "trl"),
+    ):
+        importlib.import_module("no_such_package")
