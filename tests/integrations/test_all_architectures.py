@@ -90,8 +90,14 @@ def assert_own_logprobs(model: Any, given: dict[str, Tensor]) -> None:
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", kinds(*LAYOUTS))
+# attention with a mask of its own, one config per kind of layer, chunks of columns
+QUICK = ("glm_moe_dsa", "gemma4_text", "llama4_text")
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(x, marks=() if x in QUICK else pytest.mark.slow) for x in kinds(*LAYOUTS)],
+)
 def test_each_architecture_gets_the_padded_numbers_in_its_layout(kind: str) -> None:
     model, given, shares = every.build(kind), lengthened(batch(), 8), list[float]()
 
@@ -108,10 +114,8 @@ def test_each_architecture_gets_the_padded_numbers_in_its_layout(kind: str) -> N
     if IS_PINNED:
         layout, _, warned, _ = every.OUTCOME[kind]
         better = [*LAYOUTS.values()][: [*LAYOUTS].index(layout)]
-        assert all(max(better, default=0) < share <= LAYOUTS[layout] for share in shares), (
-            shares,
-            said,
-        )
+        least = max(better, default=0)
+        assert all(least < share <= LAYOUTS[layout] for share in shares), (shares, said)
         assert bool(said) == bool(warned)
         assert any(re.search(warned, x) for x in said) or not warned, said
 
@@ -126,30 +130,23 @@ def test_architectures_without_one_head_are_refused(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["phimoe", "qwen2_moe"])
 def test_a_window_in_the_mask_alone_is_all_that_keeps_a_model_from_a_tree(kind: str) -> None:
-    fields = (
-        {"sliding_window": None} if kind == "phimoe" else {"layer_types": ["full_attention"] * 2}
-    )
+    full: dict[str, Any] = {"layer_types": ["full_attention"] * 2}
+    fields = {"sliding_window": None} if kind == "phimoe" else full
     assert assert_right(every.build(kind, **fields), lengthened(batch(), 2)) < LAYOUTS["tree"]
 
 
 def test_the_list_has_each_type_once() -> None:
-    assert not [
-        kind
-        for kind, n in Counter(" ".join(x.kinds for x in every.OUTCOMES).split()).items()
-        if n > 1
-    ]
+    listed = Counter(" ".join(x.kinds for x in every.OUTCOMES).split())
+    assert not [kind for kind, n in listed.items() if n > 1]
 
 
 @pytest.mark.skipif(not IS_PINNED, reason="the list is that of the pinned transformers")
 def test_the_list_has_all_types_of_transformers() -> None:
     new = every.CLASSES.keys() - every.OUTCOME.keys()
     gone = every.OUTCOME.keys() - every.CLASSES.keys()
-    assert not new, (
-        f"run these types, and add them to OUTCOMES of tests/support/all_architectures.py: {sorted(new)}"
-    )
-    assert not gone, (
-        f"transformers no longer has these types; take them out of OUTCOMES: {sorted(gone)}"
-    )
+    where = "OUTCOMES of tests/support/all_architectures.py"
+    assert not new, f"run these types, and add them to {where}: {sorted(new)}"
+    assert not gone, f"transformers no longer has these types; out of {where}: {sorted(gone)}"
 
 
 def test_the_page_has_the_list() -> None:
@@ -157,7 +154,8 @@ def test_the_page_has_the_list() -> None:
     assert every.table() in page, f"docs/architectures.md: expected this table\n{every.table()}"
     counts = Counter(x.layout for x in every.OUTCOME.values())
     sentence = (
-        f"Of {len(every.OUTCOME)} model types, {counts['tree']} run as a tree, {counts['trim']} trimmed and "
-        f"{counts['padded']} padded; {counts['refused']} are refused, and {counts['not built']} could not be built."
+        f"Of {len(every.OUTCOME)} model types, {counts['tree']} run as a tree, {counts['trim']} "
+        f"trimmed and {counts['padded']} padded; {counts['refused']} are refused, and "
+        f"{counts['not built']} could not be built."
     )
     assert sentence in page.replace("\n", " "), sentence

@@ -21,6 +21,7 @@ from transformers.integrations.neftune import activate_neftune
 from grpo_kernels import GRPOLoss
 from grpo_kernels.base.checks import warn_once
 from grpo_kernels.transformers import causal_lm_loss, completion_logprobs
+from tests.support import all_architectures as every
 from tests.support import tiny_architectures as tiny
 from tests.support.training_step import (
     PADDED,
@@ -197,22 +198,7 @@ def test_a_model_that_tells_padding_by_its_id_may_find_other_ids_there(garbage: 
 def test_convolutions_over_sound_are_no_state_of_the_text(position_ids: bool) -> None:
     """MOSS-Transcribe-Diarize hands positions on to its language model, though its own forward
     names none."""
-    sizes = {
-        "hidden_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-        "intermediate_size": 16,
-    }
-    sound = {
-        "d_model": 16,
-        "encoder_layers": 1,
-        "encoder_attention_heads": 4,
-        "encoder_ffn_dim": 16,
-    }
-    fields = {"text_config": {**tiny._TEXT, **tiny._HEADS}, "audio_config": {**sizes, **sound}}
-    kind = "MossTranscribeDiarize"
-    model = tiny.build(f"{kind}Config", f"{kind}ForConditionalGeneration", fields, torch.float32)
-    given = batch()
+    model, given = every.build("moss_transcribe_diarize"), batch()
     if position_ids:
         given["position_ids"] = (given["attention_mask"].cumsum(1) - 1).clamp(min=0)
     assert any(isinstance(x, nn.Conv1d) for x in model.modules())
@@ -225,8 +211,7 @@ def test_convolutions_over_sound_are_no_state_of_the_text(position_ids: bool) ->
 def test_a_trial_puts_back_the_modules_that_a_model_replaces() -> None:
     """BigBird turns to full attention for good once it has seen a row that is short for its
     blocks."""
-    fields = {**tiny._TEXT, "is_decoder": True, "block_size": 4, "num_random_blocks": 1}
-    model = tiny.build("BigBirdConfig", "BigBirdForCausalLM", fields, torch.float32)
+    model = every.build("big_bird")
     given = lengthened(batch(), 3)
     want, gradients = loss_of(copy.deepcopy(model), given, **PADDED)
     out, got = loss_of(model, given)
@@ -278,13 +263,10 @@ def test_values_that_were_not_computed_do_not_look_like_numbers() -> None:
     want = model(given["input_ids"], given["attention_mask"])
     for _ in range(2):  # the first call checks the head, too
         output = completion_logprobs(model, **given, return_output=True)[1]
-        for value, theirs in (
-            (output.values, want.values),
-            (output.hidden_states[0], want.hidden_states[0]),
-        ):
-            real = given["attention_mask"].bool() & ~value.isnan().reshape(
-                *value.shape[:2], -1
-            ).any(-1)
+        pairs = (output.values, want.values), (output.hidden_states[0], want.hidden_states[0])
+        for value, theirs in pairs:
+            skipped = value.isnan().reshape(*value.shape[:2], -1).any(-1)
+            real = given["attention_mask"].bool() & ~skipped
             assert real.any()
             torch.testing.assert_close(value[real], theirs[real], rtol=1e-5, atol=1e-5)
 

@@ -1,10 +1,11 @@
-"""Two processes with unequal liveness: gradients are those of one padded process, and nobody
-hangs."""
+"""Two processes: gradients are those of one padded process, nobody hangs, no cast loses one."""
 
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,8 +16,10 @@ pytest.importorskip("transformers")
 from benchmarks import tiny_models
 from grpo_kernels import GRPOLoss
 from grpo_kernels.transformers import causal_lm_loss, completion_logprobs
+from tests.support import tiny_architectures as tiny
 from tests.support import zero3
-from tests.support.ranks import run_ranks
+from tests.support.ranks import Ranks
+from tests.support.training_step import PADDED, SCORED, reader
 
 ADVANTAGES = {
     "uneven": ([1.0, 0.0, -1.0, 0.0], [0.0, 0.0, 0.7, 0.0]),
@@ -28,7 +31,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "trim": {"layout": "trim"},
     "skip": {"zero_advantage": "skip"},
 }
-PADDED = {"zero_advantage": "train", "layout": "padded"}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "padded": PADDED,
+    "padded, scored": {"layout": "padded"},
+    "trim": {"layout": "trim"},
+    "defaults": {},
+}
 Job = tuple[str, str, str, str]  # wrapping, model, advantages, options
 JOBS: list[Job] = [
     *itertools.product(("DDP", "FSDP2"), ("qwen3",), ADVANTAGES, ("defaults", "skip")),
@@ -49,22 +57,27 @@ ZERO3_JOBS: list[Job] = [
 ]
 
 
-def batch(rank: int, advantages: str) -> dict[str, Tensor]:
-    """Four sequences of two prompts, padded on both sides, of lengths that differ between the
-    ranks."""
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks(seconds=120.0) as made:
+        yield made
+
+
+def batch(rank: int, advantages: str = "uneven", length: int = 13) -> dict[str, Tensor]:
+    """Four sequences of two prompts, padded on both sides, of lengths that differ between ranks."""
     draw = torch.Generator().manual_seed(20 + rank)
     prompts, lengths = torch.tensor([2, 2, 5, 5]), torch.randint(2, 9, (4,), generator=draw)
-    ids = torch.randint(3, tiny_models.VOCAB, (4, 13), generator=draw)
+    ids = torch.randint(3, 60, (4, length), generator=draw)
     ids[1, :5], ids[3, :5] = ids[0, :5], ids[2, :5]
-    mask = torch.cat(
-        [torch.arange(5) >= 5 - prompts[:, None], torch.arange(8) < lengths[:, None]], dim=1
-    ).long()
-    return {
-        "input_ids": ids.masked_fill(mask == 0, 0),
-        "attention_mask": mask,
-        "completion_mask": mask[:, 5:],
-        "advantages": torch.tensor(ADVANTAGES[advantages][rank]),
-    }
+    begin, end = 5 - prompts[:, None], 5 + lengths[:, None]
+    mask = ((torch.arange(length) >= begin) & (torch.arange(length) < end)).long()
+    found = {"input_ids": ids * mask, "attention_mask": mask, "completion_mask": mask[:, 5:]}
+    return {**found, "advantages": torch.tensor(ADVANTAGES[advantages][rank])}
+
+
+def loss_of(model: nn.Module, given: dict[str, Any], **options: Any) -> Any:
+    loss_fn = GRPOLoss(loss_type="dapo", epsilon=0.1)
+    return causal_lm_loss(model, loss_fn, **given, num_items_in_batch=20.0, **options)
 
 
 def step(
@@ -72,12 +85,19 @@ def step(
 ) -> tuple[Any, Tensor]:
     """(output of the loss, log-probabilities under no_grad)."""
     given = batch(rank, advantages)
-    scored = {name: given[name] for name in ("input_ids", "attention_mask", "completion_mask")}
     layout = {name: x for name, x in options.items() if name != "zero_advantage"}
     with torch.no_grad():
-        logps = completion_logprobs(model, **scored, **layout).logps
-    loss_fn = GRPOLoss(loss_type="dapo", epsilon=0.1)
-    return causal_lm_loss(model, loss_fn, **given, num_items_in_batch=20.0, **options), logps
+        logps = completion_logprobs(model, **{x: given[x] for x in SCORED}, **layout).logps
+    return loss_of(model, given, **options), logps
+
+
+def gradients_of(model: nn.Module) -> dict[str, Any]:
+    """The whole gradient of each parameter that trains; None where it has none."""
+    trained = {name: x.grad for name, x in model.named_parameters() if x.requires_grad}
+    return {
+        name: x.full_tensor().clone() if hasattr(x, "full_tensor") else x
+        for name, x in trained.items()
+    }
 
 
 @functools.cache
@@ -96,7 +116,7 @@ def of_one_process(
     return losses, logps, {name: x.grad.clone() for name, x in model.named_parameters()}
 
 
-def wrapped(wrap: str, model: Any) -> nn.Module:
+def wrapped(wrap: str, model: Any, layers: Any = None) -> nn.Module:
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
@@ -106,16 +126,22 @@ def wrapped(wrap: str, model: Any) -> nn.Module:
         if "reentrant" in wrap:
             model.enable_input_require_grads()
         return DistributedDataParallel(model, static_graph="static" in wrap)
-    for layer in model.model.layers:
+    for layer in model.model.layers if layers is None else layers:
         fully_shard(layer, reshard_after_forward=True)
-    for name, module in {"trunk": model.model, "head": model.lm_head}.items():
+    for name in ("trunk", "head"):
         if name in wrap:
-            fully_shard(module, reshard_after_forward=True)
+            unit = model.model if name == "trunk" else model.lm_head
+            fully_shard(unit, reshard_after_forward=True)
     return fully_shard(model)
 
 
+def result(out: Any, logps: Tensor, gradients: dict[str, Any]) -> Any:
+    names = ("sequences/gradient", "tokens/gradient")
+    return out.loss.detach(), logps, gradients, {x: out.metrics[x].item() for x in names}
+
+
 def run_all(rank: int, world_size: int, jobs: list[Job]) -> list[Any]:
-    """For `run_ranks`: (loss, log-probabilities, gradients, shares) of each job."""
+    """(loss, log-probabilities, gradients, shares) of each job."""
     found = []
     for wrap, kind, advantages, options in jobs:
         model = tiny_models.model(kind).train()
@@ -124,14 +150,7 @@ def run_all(rank: int, world_size: int, jobs: list[Job]) -> list[Any]:
             model.zero_grad()
             out, logps = step(around, rank, advantages, OPTIONS[options])
             out.loss.backward()
-        gradients = {}
-        for name, x in model.named_parameters():
-            assert x.grad is not None, f"{name}: no gradient"
-            gradients[name] = x.grad.full_tensor() if hasattr(x.grad, "full_tensor") else x.grad
-        shares = {
-            name: out.metrics[name].item() for name in ("sequences/gradient", "tokens/gradient")
-        }
-        found.append((out.loss.detach(), logps, gradients, shares))
+        found.append(result(out, logps, gradients_of(model)))
     return found
 
 
@@ -148,13 +167,8 @@ def run_zero3(rank: int, world_size: int, jobs: list[Job]) -> list[Any]:
         for _ in range(2):
             out, logps = step(engine, rank, advantages, OPTIONS[options])
             engine.backward(out.loss)
-        gradients = {
-            name: package.utils.safe_get_full_grad(x) / 2 for name, x in model.named_parameters()
-        }
-        shares = {
-            name: out.metrics[name].item() for name in ("sequences/gradient", "tokens/gradient")
-        }
-        found.append((out.loss.detach(), logps, gradients, shares))
+        whole = package.utils.safe_get_full_grad
+        found.append(result(out, logps, {n: whole(x) / 2 for n, x in model.named_parameters()}))
         engine.destroy()
     return found
 
@@ -166,28 +180,145 @@ def check(jobs: list[Job], ranks: list[list[Any]]) -> None:
         for rank, found in enumerate(ranks):
             loss, logps, got, shares = found[i]
             where = f"{wrap}, {kind}, {advantages}, {options}, rank {rank}"
-            torch.testing.assert_close(
-                loss, losses[rank], rtol=1e-5, atol=1e-6, msg=lambda m, w=where: f"{w}: {m}"
-            )
-            torch.testing.assert_close(
-                logps, scores[rank], rtol=1e-5, atol=1e-5, msg=lambda m, w=where: f"{w}: {m}"
-            )
-            assert (
-                shares["sequences/gradient"]
-                == sum(x != 0 for x in ADVANTAGES[advantages][rank]) / 4
-            ), where
+            assert abs(loss - losses[rank]) <= 1e-5 * abs(losses[rank]) + 1e-6, where
+            assert torch.allclose(logps, scores[rank], rtol=1e-5, atol=1e-5), where
+            live = sum(x != 0 for x in ADVANTAGES[advantages][rank]) / 4
+            assert shares["sequences/gradient"] == live, where
             assert shares["tokens/gradient"] < 0.8, where
             for name, x in gradients.items():
+                assert got[name] is not None, f"{where}, {name}: no gradient"
                 error = (got[name] - x).abs().max()
-                assert error <= 2e-6 * largest + 1e-9, (
-                    f"{where}, {name}: {error:.1e} of {largest:.1e}"
-                )
+                assert error <= 2e-6 * largest + 1e-9, f"{where}, {name}: {error:.1e}"
 
 
-def test_ddp_and_fsdp2() -> None:
-    check(JOBS, run_ranks(run_all, 2, JOBS))
+def test_ddp_and_fsdp2(ranks: Ranks) -> None:
+    check(JOBS, ranks.run(run_all, JOBS))
 
 
 @zero3.needs_deepspeed
 def test_zero3() -> None:
-    check(ZERO3_JOBS, run_ranks(run_zero3, 2, ZERO3_JOBS))
+    with Ranks() as made:
+        check(ZERO3_JOBS, made.run(run_zero3, ZERO3_JOBS))
+
+
+def autocast(rank: int, world_size: int, jobs: list[tuple[bool, str]]) -> list[Any]:
+    """(loss, gradients) of three steps of a model with fp32 parameters in bf16 autocast."""
+    found = []
+    for has_lora, layout in jobs:
+        model: Any = tiny_models.model("qwen3").train()
+        layers = model.model.layers
+        if has_lora:
+            import peft
+
+            torch.manual_seed(3)
+            fields = {"target_modules": ["q_proj", "v_proj", "up_proj"], "init_lora_weights": False}
+            model = peft.get_peft_model(model, peft.LoraConfig(r=4, **fields))
+        around, steps = wrapped("FSDP2", model, layers), []
+        for _ in range(3):
+            around.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = loss_of(around, batch(rank), **LAYOUTS[layout]).loss
+            loss.backward()
+            steps.append((loss.detach(), gradients_of(around)))
+        found.append(steps)
+    return found
+
+
+def test_a_cast_made_without_graph_takes_no_gradient(ranks: Ranks) -> None:
+    jobs = [*itertools.product((False, True), LAYOUTS)]
+    for found in ranks.run(autocast, jobs):
+        want: Any = None
+        for (_, layout), steps in zip(jobs, found, strict=True):
+            want = steps if layout == "padded" else want
+            for (loss, gradients), (of_padded, expected) in zip(steps, want, strict=True):
+                assert abs(loss - of_padded) < 0.02
+                for name, x in expected.items():
+                    got = gradients[name]
+                    assert got is not None, f"{layout}, {name}: no gradient"
+                    assert (got - x).norm() <= 0.1 * x.norm() + 1e-4, f"{layout}, {name}"
+
+
+def images_on_one_rank(rank: int, world_size: int) -> list[bool]:
+    """Text first; then an image on one rank and text on the other."""
+    model, ids, inputs = tiny.qwen2_vl()
+    model = model.float()
+    # a unit reduces the gradients that it has: as many on each rank
+    model.model.visual.requires_grad_(False)
+    around = wrapped("FSDP2", model, model.model.language_model.layers)
+    given: dict[str, Any] = {"input_ids": ids, "advantages": torch.tensor([1.0, -1.0])}
+    given["completion_mask"] = torch.ones(2, 5, dtype=torch.long)
+    floats = {name: x.float() if x.is_floating_point() else x for name, x in inputs.items()}
+    image = {**given, **floats}
+    text = {**given, "input_ids": ids.clamp(max=80), "attention_mask": torch.ones_like(ids)}
+    text["mm_token_type_ids"] = torch.zeros_like(ids)
+    found = []
+    for case in (text, image if rank else text, text, text if rank else image):
+        around.zero_grad()
+        loss_of(around, case).loss.backward()
+        found.append(any(x is not None and bool(x.any()) for x in gradients_of(around).values()))
+    return found
+
+
+def hooks_on_one_rank(rank: int, world_size: int) -> list[bool]:
+    model = tiny_models.model("qwen3").train()
+    around, found = wrapped("FSDP2", model), []
+    for i in range(4):
+        if rank == 1 and i in (0, 2):
+            handle = model.model.layers[0].mlp.register_forward_hook(lambda *_: None)
+        around.zero_grad()
+        loss_of(around, batch(rank)).loss.backward()
+        found.append(all(x is not None for x in gradients_of(around).values()))
+        if rank == 1 and i == 2:
+            handle.remove()
+    return found
+
+
+def lengths_and_failures_on_one_rank(rank: int, world_size: int) -> list[bool]:
+    """A longer batch is tried on one rank alone; a trial or a call that raises on one rank
+    alone."""
+    model = tiny_models.model("qwen3").train()
+    around, found = wrapped("FSDP2", model), list[bool]()
+    fails: list[Any] = [False]
+    forward = model.model.forward
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        if fails[0] is not False and kwargs.get("segments") is not None:
+            error, fails[0] = fails[0], False
+            raise error
+        return forward(*args, **kwargs)
+
+    failing.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
+    model.model.forward = failing
+    of_trial, of_call = torch.OutOfMemoryError("of a trial"), ValueError("of a call")
+    for i, error in enumerate((of_trial, False, of_call, False)):
+        fails[0] = error if rank == 0 else False
+        around.zero_grad()
+        given = batch(rank, length=13 if rank == 0 else 13 + 4 * i)
+        loss_of(around, given).loss.backward()
+        found.append(all(x is not None for x in gradients_of(around).values()))
+    return found
+
+
+def scalars_on_one_rank(rank: int, world_size: int) -> list[bool]:
+    """The model's output has a number of its own; the rows of one rank run as given, since a hook
+    looks at them."""
+    model = reader().train()
+    model.adds_loss = True
+    around, found = wrapped("FSDP2", model), []
+    for _ in range(3):
+        if rank:
+            model.model.layers[0].mlp.register_forward_hook(lambda *_: None)
+        around.zero_grad()
+        loss_of(around, batch(rank), router_aux_loss_coef=1.0).loss.backward()
+        of_values = {name for name, x in gradients_of(around).items() if x is None}
+        found.append(all("value_head" in name for name in of_values))
+    return found
+
+
+TASKS = images_on_one_rank, hooks_on_one_rank, lengths_and_failures_on_one_rank, scalars_on_one_rank
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_ranks_agree_on_what_they_run(task: Any, ranks: Ranks) -> None:
+    for found in ranks.run(task):
+        assert all(found), found

@@ -29,9 +29,10 @@ def but(mask: torch.Tensor, row: int, columns: Any, value: int) -> torch.Tensor:
     return mask
 
 
+NOT_HERE = ("head", "run", "cu_seqlens")
 IN_PADDING = but(MASK, 1, slice(3, None), 1)  # both columns are padding
 WITH_A_HOLE = but(ATTENTION, 2, 5, 0)
-
+OWN_PLACES = (WITH_A_HOLE.cumsum(1) - 1).clamp(min=0)
 OWN_POSITIONS = {"model": tiny.qwen2_vl()[0], "layout": "padded"}
 
 
@@ -47,34 +48,20 @@ def call(model: Any = None, **changes: Any) -> Any:
     return (causal_lm_loss if "advantages" in changes else completion_logprobs)(model, **given)
 
 
+SHAPE = r"attention_mask: expected shape \(B, L\) = \(3, 12\), got \("
+PADDING = "completion_mask: expected 0 where attention_mask is 0, got .* 11 of"
+ROWS = r"completion_mask: expected shape \(B, T\) with B = 3 and 0 < T <= 12, got \(2, 5\)"
+BESIDE = r"temperature: expected None beside loss_fn, .* got 1\.0"
 # what is wrong -> what is said of it
 VALUES: list[tuple[dict[str, Any], str]] = [
-    *(
-        (
-            {"attention_mask": torch.ones(shape)},
-            r"attention_mask: expected shape \(B, L\) = \(3, 12\), got \(",
-        )
-        for shape in ((3, 11), (2, 12), (12,), (3, 1, 12))
-    ),
-    *(
-        (
-            {"completion_mask": IN_PADDING, **more},
-            "completion_mask: expected 0 where attention_mask is 0, got .* 11 of",
-        )
-        for more in ({}, LOSS)
-    ),
-    (
-        {"completion_mask": MASK[:2]},
-        r"completion_mask: expected shape \(B, T\) with B = 3 and 0 < T <= 12, got \(2, 5\)",
-    ),
+    *(({"attention_mask": torch.ones(x)}, SHAPE) for x in ((3, 11), (2, 12), (12,), (3, 1, 12))),
+    *(({"completion_mask": IN_PADDING, **more}, PADDING) for more in ({}, LOSS)),
+    ({"completion_mask": MASK[:2]}, ROWS),
     ({"completion_mask": torch.ones(3, 13)}, "completion_mask: expected shape"),
     ({"input_ids": IDS[0]}, r"input_ids: expected shape \(B, L\)"),
     ({"labels": IDS}, "labels: expected none"),
-    (
-        {"loss_fn": GRPOLoss(), "temperature": 1.0},
-        r"temperature: expected None beside loss_fn, .* got 1\.0",
-    ),
-    *(({**LOSS, name: 1}, f"{name}: expected none here") for name in ("head", "run", "cu_seqlens")),
+    ({"loss_fn": GRPOLoss(), "temperature": 1.0}, BESIDE),
+    *(({**LOSS, name: 1}, f"{name}: expected none here") for name in NOT_HERE),
 ]
 TYPES: list[tuple[dict[str, Any], str]] = [
     ({"attention_mask": [[1] * 12] * 3}, "attention_mask: expected a tensor, got list"),
@@ -84,31 +71,21 @@ TYPES: list[tuple[dict[str, Any], str]] = [
 ELSEWHERE = ("bias", "engine", "process_group", "final_logit_softcapping")  # of `Head` and `Run`
 # transformers' forwards have **kwargs, in which a misspelt name vanishes: the loss was the
 # on-policy one
+NOTHING = "a name that nothing there reads"
+FIELD = "a field of LossConfig"
 NAMES: list[tuple[dict[str, Any], str, str]] = [
     *((LOSS, name, "") for name in ELSEWHERE),
-    (LOSS, "old_logps", r"a name that nothing there reads; did you mean old_per_token_logps\?"),
-    (LOSS, "num_items", r"a name that nothing there reads; did you mean num_items_in_batch\?"),
-    (
-        LOSS,
-        "mask",
-        r"a name that nothing there reads; did you mean attention_mask or completion_mask\?",
-    ),
-    (
-        LOSS,
-        "output_hidden_state",
-        r"a name that nothing there reads; did you mean output_hidden_states\?",
-    ),
-    (LOSS, "wandb", "a name that nothing there reads$"),
-    (
-        LOSS,
-        "temperature",
-        r"a field of LossConfig: set it on the loss, GRPOLoss\(temperature=\.\.\.\)",
-    ),
-    (LOSS, "beta", r"a field of LossConfig: set it on the loss, GRPOLoss\(beta=\.\.\.\)"),
+    (LOSS, "old_logps", rf"{NOTHING}; did you mean old_per_token_logps\?"),
+    (LOSS, "num_items", rf"{NOTHING}; did you mean num_items_in_batch\?"),
+    (LOSS, "mask", rf"{NOTHING}; did you mean attention_mask or completion_mask\?"),
+    (LOSS, "output_hidden_state", rf"{NOTHING}; did you mean output_hidden_states\?"),
+    (LOSS, "wandb", f"{NOTHING}$"),
+    (LOSS, "temperature", rf"{FIELD}: set it on the loss, GRPOLoss\(temperature=\.\.\.\)"),
+    (LOSS, "beta", rf"{FIELD}: set it on the loss, GRPOLoss\(beta=\.\.\.\)"),
     ({}, "temprature", r".*did you mean temperature\?"),
-    ({}, "num_items_in_batch", ".*a name that nothing there reads"),
-    ({}, "old_per_token_logps", ".*a name that nothing there reads"),
-    ({}, "epsilon", ".*a field of LossConfig"),
+    ({}, "num_items_in_batch", f".*{NOTHING}"),
+    ({}, "old_per_token_logps", f".*{NOTHING}"),
+    ({}, "epsilon", f".*{FIELD}"),
 ]
 
 
@@ -140,38 +117,24 @@ def test_logits_that_are_cut_off_before_the_completion() -> None:
     assert call(logits_to_keep=6).logps.shape == (3, 5)
 
 
-def encoder_decoders() -> list[torch.nn.Module]:
-    bart = transformers.BartConfig(
-        vocab_size=60, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
-        decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16,
-        max_position_embeddings=32,
-    )  # fmt: skip
-    sizes = {
-        "vocab_size": 60,
-        "d_model": 16,
-        "d_kv": 8,
-        "d_ff": 16,
-        "num_layers": 1,
-        "num_heads": 2,
-    }
-    t5 = transformers.T5Config(decoder_start_token_id=0, **sizes)
-    return [
-        transformers.BartForConditionalGeneration(bart),
-        transformers.T5ForConditionalGeneration(t5),
-    ]
+BART = {
+    "vocab_size": 60, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16,
+    "decoder_ffn_dim": 16, "encoder_attention_heads": 2, "decoder_attention_heads": 2,
+}  # fmt: skip
+T5 = {"vocab_size": 60, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
 
 
-def test_encoder_decoder_models_are_refused_by_name() -> None:
-    for model in encoder_decoders():
-        name = type(model).__name__
-        message = (
-            f"^model: expected a model of one sequence, .* got {name}, an encoder-decoder model"
-        )
-        for inputs in ({}, {"decoder_input_ids": IDS}):
-            with pytest.raises(TypeError, match=message):
-                call(model, **inputs)
+@pytest.mark.parametrize(("kind", "sizes"), [("Bart", BART), ("T5", T5)])
+def test_encoder_decoder_models_are_refused_by_name(kind: str, sizes: dict[str, int]) -> None:
+    config = getattr(transformers, f"{kind}Config")(decoder_start_token_id=0, **sizes)
+    name = f"{kind}ForConditionalGeneration"
+    model = getattr(transformers, name)(config)
+    message = f"^model: expected a model of one sequence, .* got {name}, an encoder-decoder model"
+    for inputs in ({}, {"decoder_input_ids": IDS}):
         with pytest.raises(TypeError, match=message):
-            describe_head(model)
+            call(model, **inputs)
+    with pytest.raises(TypeError, match=message):
+        describe_head(model)
 
 
 @pytest.mark.parametrize(
@@ -180,23 +143,11 @@ def test_encoder_decoder_models_are_refused_by_name() -> None:
         # an end token that is the padding token, too, may count
         ({"completion_mask": but(MASK, 1, 3, 1)}, None),
         # a hole with positions of its own is meant
-        (
-            {
-                "attention_mask": WITH_A_HOLE,
-                "position_ids": (WITH_A_HOLE.cumsum(1) - 1).clamp(min=0),
-            },
-            None,
-        ),
+        ({"attention_mask": WITH_A_HOLE, "position_ids": OWN_PLACES}, None),
         # ... and they are counted from it where the model takes them
         ({"attention_mask": WITH_A_HOLE}, None),
-        (
-            {"attention_mask": WITH_A_HOLE, **OWN_POSITIONS},
-            "attention_mask: it has zeros between ones",
-        ),
-        (
-            {"completion_mask": ATTENTION},
-            "completion_mask: it counts a token whose column before has attention_mask 0",
-        ),
+        ({"attention_mask": WITH_A_HOLE, **OWN_POSITIONS}, "attention_mask: it has zeros between"),
+        ({"completion_mask": ATTENTION}, "it counts a token whose column before has attention_mas"),
     ],
 )
 def test_a_mask_that_is_likely_not_meant_warns_once(

@@ -157,37 +157,21 @@ def without_its_head(model: Any) -> Any:
 TWO = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, tiny.VOCAB)).double()
 LIST = nn.ModuleList([nn.Linear(16, tiny.VOCAB)] * 2)
 growing = itertools.count(2)  # another scale every time
+ONE_SCALE = r"model: expected one scale, .* got another in each run"
+A_SCALE = "model: expected a scale, a soft-cap or a cut of the logits, LlamaForCausalLM"
+REFUSED: list[tuple[Callable[[Any], Any], type[Exception], str]] = [
+    (lambda x: with_logits(x, masked), ValueError, A_SCALE),
+    (lambda x: with_logits(x, lambda logits: logits * next(growing)), ValueError, ONE_SCALE),
+    (bent, ValueError, "own log-probabilities differ"),
+    (lambda x: with_head(x, TWO), TypeError, r"got torch\.nn\.modules\.container\.Sequential"),
+    (lambda x: with_head(x, LIST), TypeError, "ModuleList"),
+    (lambda x: x.model, TypeError, "names no head"),
+    (lambda _: nn.Linear(2, 2), TypeError, "expected a transformers model, .* got Linear"),
+    (without_its_head, RuntimeError, "was not called"),
+]
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        (
-            lambda model: with_logits(model, masked),
-            ValueError,
-            "model: expected a scale, a soft-cap or a cut of the logits, LlamaForCausalLM",
-        ),
-        (
-            lambda model: with_logits(model, lambda logits: logits * next(growing)),
-            ValueError,
-            r"model: expected one scale, .* got another in each run",
-        ),
-        (bent, ValueError, "own log-probabilities differ"),
-        (
-            lambda model: with_head(model, TWO),
-            TypeError,
-            r"got torch\.nn\.modules\.container\.Sequential",
-        ),
-        (lambda model: with_head(model, LIST), TypeError, "ModuleList"),
-        (lambda model: model.model, TypeError, "names no head"),
-        (
-            lambda _: nn.Linear(2, 2),
-            TypeError,
-            "expected a transformers model, wrapped or not, got Linear",
-        ),
-        (without_its_head, RuntimeError, "was not called"),
-    ],
-)
+@pytest.mark.parametrize(("change", "error", "message"), REFUSED)
 def test_heads_that_cannot_be_expressed_are_refused(
     change: Callable[[Any], Any], error: type[Exception], message: str
 ) -> None:
@@ -226,13 +210,8 @@ def test_names_of_wrappers_bodies_and_of_all_models_are_known() -> None:
 
     model, *batch = scene("granitemoe")
     want = completion_logprobs(model, *batch).logps
-    names = {
-        "weigh": 2.0,
-        "output_attentions": False,
-        "position_ids": None,
-        "use_cache": False,
-        "return_dict": True,
-    }
+    names = {"weigh": 2.0, "output_attentions": False, "position_ids": None}
+    names |= {"use_cache": False, "return_dict": True}
     torch.testing.assert_close(completion_logprobs(Weighs(model), *batch, **names).logps, want)
     with pytest.raises(TypeError, match="weigh: expected an input of GraniteMoeForCausalLM, got"):
         completion_logprobs(model, *batch, weigh=2.0)

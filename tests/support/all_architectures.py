@@ -169,7 +169,8 @@ OUTCOMES = [
         "bloom mpt",
     ),
     Outcome(
-        "trim", "the mask has a sliding window of which attention is not told; without a window: tree",
+        "trim", "the mask has a sliding window of which attention is not told; "
+        "without a window: tree",
         "are off by",
         "phimoe qwen2_moe",
     ),
@@ -208,7 +209,8 @@ OUTCOMES = [
         "gemma3n",
     ),
     Outcome(
-        "not built", "a draft model, which is handed keys and values of the model that it drafts for",
+        "not built", "a draft model, which is handed keys and values of the model that it "
+        "drafts for",
         "",
         "gemma4_assistant gemma4_unified_assistant",
     ),

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
@@ -39,7 +40,15 @@ FAMILIES = {
     "gptj": ALL if hasattr(modeling_gptj, "ALL_ATTENTION_FUNCTIONS") else "trim padded",
     "recurrent_gemma": "padded",
 }  # fmt: skip
+# What `make test` runs of them: each kind of attention, position and state; `make test-slow` the rest
+QUICK = ("llama", "mistral", "qwen3_moe", "gemma2", "gpt_oss", "minicpm3", "opt", "bert", "bloom")
+QUICK += ("falcon_h1", "gptj", "recurrent_gemma")
 WIDE = {"mistral": 64, "gpt_oss": 64}  # a sliding window longer than the sequences
+
+
+def swept(*case: Any) -> Any:
+    """The case, whose first value is a family, as a parameter."""
+    return pytest.param(*case, marks=() if case[0] in QUICK else pytest.mark.slow)
 
 
 def family(kind: str, dtype: torch.dtype = torch.float32) -> Any:
