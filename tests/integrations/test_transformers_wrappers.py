@@ -115,6 +115,7 @@ def test_hooks_on_the_head() -> None:
         completion_logprobs(model, *args, adapter_names=["default", "__base__", "default"])
 
 
+@pytest.mark.slow
 def test_a_compiled_model_notices_that_its_head_is_another_for_the_call() -> None:
     model, ids, attention_mask, mask = scene("qwen2", num_hidden_layers=1)
     compiled = torch.compile(model, backend="eager")

@@ -33,8 +33,10 @@ pytestmark = verl_peer.needs_verl
 # What a user's process does, with the package installed: it imports verl, and nothing of ours
 FRESH = """
 import sys, verl
-assert "grpo_kernels.verl_plugin" in sys.modules, "not loaded: install the package again, for its metadata"
-assert "transformers.modeling_utils" not in sys.modules, "a process that asks for nothing must not pay for the models"
+loaded = "grpo_kernels.verl_plugin" in sys.modules
+assert loaded, "install the package again, for its metadata"
+models = "transformers.modeling_utils" in sys.modules
+assert not models, "a process that asks for nothing must not pay for the models"
 print([type(finder).__module__ for finder in sys.meta_path])
 """
 
@@ -65,6 +67,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
     sys.modules.pop("verl_stand_in", None)
 
 
+@pytest.mark.slow
 def test_import_verl_is_enough(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", FRESH], capture_output=True, text=True, timeout=600, cwd=tmp_path
@@ -79,8 +82,8 @@ def test_any_order_and_back(library: Callable[[], ModuleType], first: str) -> No
         assert library().VALUE == 1
     patch_verl()
     patch_verl()
-    spec = importlib.util.find_spec("verl_stand_in")
-    assert spec is not None and "return VALUE" in spec.loader.get_source("verl_stand_in")  # type: ignore[union-attr]
+    spec: Any = importlib.util.find_spec("verl_stand_in")
+    assert "return VALUE" in spec.loader.get_source("verl_stand_in")
     module = library()
     assert module.own() == 2
     assert type(module.__loader__).__name__ == "SourceFileLoader"
@@ -113,43 +116,26 @@ def other(model: Any, more: Any) -> None:
     """Not what verl has under this name."""
 
 
-@pytest.mark.parametrize(
-    ("patcher", "contents", "message"),
-    [
-        (verl_forward.changes, {}, "patch_forward_with_backends"),
-        (verl_forward.changes, {"patch_forward_with_backends": other}, "expected the parameters"),
-        (
-            verl_forward.changes,
-            {"patch_forward_with_backends": None},
-            "has no function patch_forward",
-        ),
-        (verl_megatron.function_changes, {}, "linear_cross_entropy"),
-        (
-            verl_megatron.function_changes,
-            {"linear_cross_entropy": other},
-            "expected the parameters",
-        ),
-        (verl_megatron.forward_changes, {}, "linear_cross_entropy"),
-        (verl_megatron.forward_changes, {"linear_cross_entropy": other}, "expected the parameters"),
-        (verl_megatron.engine_changes, {}, "MegatronEngine"),
-        (
-            verl_megatron.engine_changes,
-            {"MegatronEngine": other},
-            "has no function _maybe_enable_fused_kernels",
-        ),
-        (
-            verl_megatron.engine_changes,
-            {"MegatronEngine": type("Engine", (), {"_maybe_enable_fused_kernels": property()})},
-            "has no function _maybe_enable_fused_kernels",
-        ),
-        (verl_engine.changes, {}, "FSDPEngineWithLMHead"),
-        (
-            verl_engine.changes,
-            {"FSDPEngineWithLMHead": type("Engine", (), {"prepare_model_inputs": other})},
-            "prepare_model_inputs: expected the parameters",
-        ),
-    ],
-)
+FUSED, ENABLE = "linear_cross_entropy", "_maybe_enable_fused_kernels"
+PARAMETERS, BACKENDS = "expected the parameters", "patch_forward_with_backends"
+ENGINE = type("Engine", (), {ENABLE: property(), "prepare_model_inputs": other})
+UNKNOWN: list[tuple[Any, dict[str, Any], str]] = [
+    (verl_forward.changes, {}, BACKENDS),
+    (verl_forward.changes, {BACKENDS: other}, PARAMETERS),
+    (verl_forward.changes, {BACKENDS: None}, "has no function patch_forward"),
+    (verl_megatron.function_changes, {}, FUSED),
+    (verl_megatron.function_changes, {FUSED: other}, PARAMETERS),
+    (verl_megatron.forward_changes, {}, FUSED),
+    (verl_megatron.forward_changes, {FUSED: other}, PARAMETERS),
+    (verl_megatron.engine_changes, {}, "MegatronEngine"),
+    (verl_megatron.engine_changes, {"MegatronEngine": other}, f"has no function {ENABLE}"),
+    (verl_megatron.engine_changes, {"MegatronEngine": ENGINE}, f"has no function {ENABLE}"),
+    (verl_engine.changes, {}, "FSDPEngineWithLMHead"),
+    (verl_engine.changes, {"FSDPEngineWithLMHead": ENGINE}, f"prepare_model_inputs: {PARAMETERS}"),
+]
+
+
+@pytest.mark.parametrize(("patcher", "contents", "message"), UNKNOWN)
 def test_what_is_not_as_we_know_it_is_left_alone(
     patcher: plugin.Patcher, contents: dict[str, Any], message: str
 ) -> None:
