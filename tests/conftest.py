@@ -11,7 +11,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -25,6 +25,7 @@ if (
 from torch.utils import deterministic
 
 from grpo_kernels.backends import choose_backend
+from grpo_kernels.base.checks import warn_once
 from grpo_kernels.call import plan
 from tests.support import interpreter
 
@@ -62,6 +63,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(
             f"{len(skipped)} tests marked gpu did NOT run: {NO_GPU}", yellow=True
         )
+
+
+@pytest.fixture
+def forget_warnings() -> Callable[[], None]:
+    """Each warning comes again, which comes once in a process; call it to have it come once more."""
+    warn_once.cache_clear()
+    return warn_once.cache_clear
 
 
 @pytest.fixture(autouse=True)

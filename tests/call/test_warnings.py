@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,21 +18,16 @@ from grpo_kernels import (
     policy_loss_from_logps,
     presets,
 )
-from grpo_kernels.base import checks
 from grpo_kernels.liger import LigerFusedLinearGRPOLoss
 from tests.support.flat import flat
 from tests.support.small_batch import small_batch
+
+pytestmark = pytest.mark.usefixtures("forget_warnings")
 
 MASKS = (torch.bool, torch.uint8, torch.int64, torch.float16, torch.float32)
 NORMAL = torch.linspace(-3.0, -1.0, 10).view(2, 5)
 
 
-@pytest.fixture
-def _warned_of_nothing() -> None:
-    checks.warn_once.cache_clear()
-
-
-@pytest.mark.usefixtures("_warned_of_nothing")
 @pytest.mark.parametrize(
     ("options", "config", "message"),
     [
@@ -123,7 +119,6 @@ def test_what_is_likely_not_meant_is_warned_of_once(
         assert warning.filename == __file__
 
 
-@pytest.mark.usefixtures("_warned_of_nothing")
 def test_a_workspace_of_a_few_bytes_warns_once() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -134,7 +129,6 @@ def test_a_workspace_of_a_few_bytes_warns_once() -> None:
     ]
 
 
-@pytest.mark.usefixtures("_warned_of_nothing")
 def test_a_given_log_probability_warns_too() -> None:
     scores = torch.zeros(1, 2), torch.zeros(1, 2)
     with pytest.warns(
@@ -146,8 +140,9 @@ def test_a_given_log_probability_warns_too() -> None:
     assert caught[0].filename == __file__
 
 
-@pytest.mark.usefixtures("_warned_of_nothing")
-def test_a_reference_beside_beta_0_is_warned_of_wherever_it_comes_in() -> None:
+def test_a_reference_beside_beta_0_is_warned_of_wherever_it_comes_in(
+    forget_warnings: Callable[[], None],
+) -> None:
     """Over kept sets, from a module, and where a trainer of one's own asks for the gradient to expect."""
     given = {**small_batch(), "ref_per_token_logps": NORMAL}
     given["head"] = given.pop("weight")
@@ -159,7 +154,7 @@ def test_a_reference_beside_beta_0_is_warned_of_wherever_it_comes_in() -> None:
         lambda: policy_expectation(LossConfig(), **tokens, ref_per_token_logps=NORMAL),
     )
     for call in calls:
-        checks.warn_once.cache_clear()
+        forget_warnings()
         with pytest.warns(
             UserWarning, match="ref_per_token_logps: not used with beta = 0"
         ) as caught:
@@ -167,7 +162,6 @@ def test_a_reference_beside_beta_0_is_warned_of_wherever_it_comes_in() -> None:
         assert [x.filename for x in caught] == [__file__]
 
 
-@pytest.mark.usefixtures("_warned_of_nothing")
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
 def test_ligers_call_which_always_has_a_number_of_items_does_not_warn(loss_type: str) -> None:
     given = [*small_batch().values()]
@@ -178,7 +172,6 @@ def test_ligers_call_which_always_has_a_number_of_items_does_not_warn(loss_type:
     assert torch.equal(several, found) == (loss_type == "grpo")
 
 
-@pytest.mark.usefixtures("_warned_of_nothing")
 def test_ligers_call_which_wants_a_reference_for_any_beta_does_not_warn() -> None:
     loss = LigerFusedLinearGRPOLoss(beta=0.0)  # Liger's asserts that there is one
     with warnings.catch_warnings():
