@@ -1,5 +1,5 @@
-"""Advantages from rewards (group baselines, leave-one-out, process supervision, GAE, REINFORCE++) or
-a teacher.
+"""Advantages from rewards (group baselines, leave-one-out, process supervision, GAE, REINFORCE++)
+or a teacher.
 
 All run in float64 (float32 where the device has none) and without gradient. Results have the dtype
 of the float inputs, float32 for integer rewards.
@@ -68,9 +68,8 @@ def group_advantages(
 
     Sources: https://arxiv.org/abs/2402.03300 (section 4.1.2), https://arxiv.org/abs/2503.20783
     (scale "none"), https://arxiv.org/abs/2602.02710 (scale "mean"),
-    https://arxiv.org/abs/2601.05242 ("normalize_then_sum").
-    Raises ValueError for infinite rewards and for arguments out of range, TypeError for wrong types.
-    """
+    https://arxiv.org/abs/2601.05242 ("normalize_then_sum"). Raises ValueError for infinite rewards
+    and for arguments out of range, TypeError for wrong types."""
     _one_of("scale", scale, choices(AdvantageScale))
     _one_of("aggregation", aggregation, choices(RewardAggregation))
     correction = _correction(std)

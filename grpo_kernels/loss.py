@@ -4,7 +4,7 @@ log-probabilities.
 The algorithm of `grpo_loss`, in the order in which it runs, and where it is::
 
     tokens  = the positions that count                                    batch/tokens.py
-    weights = the loss type's normaliser, one weight per token            objective/normaliser.py
+    weights = the loss type's normaliser, one weight per token            objective/losses.py
     engine  = the cheapest that gives this loss its exact gradient        call/plan.py, engine/
     for each chunk of rows:                                               engine/sweep.py
         z = hidden @ weight.T                                             engine/sweep.py
@@ -49,21 +49,21 @@ from grpo_kernels.engine.device import accumulator_of
 from grpo_kernels.engine.records import Rows
 from grpo_kernels.head.head import HeadLike
 from grpo_kernels.head.lm_head import LMHead, OtherHead
-from grpo_kernels.objective.checks import (
+from grpo_kernels.objective.config import (
     FIELDS,
+    LossConfig,
     check_config,
     check_names,
     check_objective,
     config_with,
 )
-from grpo_kernels.objective.config import LossConfig
 from grpo_kernels.objective.custom import TokenInputs
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from grpo_kernels.call.loss import LossInputKeywords
-    from grpo_kernels.objective.keywords import LossFields
+    from grpo_kernels.objective.config import LossFields
 
 
 @takes_heads

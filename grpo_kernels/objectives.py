@@ -353,8 +353,8 @@ def _weighted(loss: Tensor, tokens: TokenInputs) -> Tensor:
 def _clipped(
     log_ratio: Tensor, advantages: Tensor, low: float, high: float
 ) -> tuple[Tensor, Tensor]:
-    """PPO's ``-min(e^R A, clip(e^R) A)``, and where it is clipped; a ratio beyond its bound is never
-    used."""
+    """PPO's ``-min(e^R A, clip(e^R) A)``, and where it is clipped; a ratio beyond its bound is
+    never used."""
     up = advantages > 0
     bound = torch.where(up, torch.full_like(log_ratio, 1 + high), 1 - low)
     ratio = torch.exp(log_ratio.detach())
@@ -390,7 +390,8 @@ def _constant_ratio(tokens: TokenInputs) -> Tensor:
 
 
 def _times_exp(log_ratio: Tensor, advantages: Tensor) -> Tensor:
-    """``e^log_ratio A``; an A of 0 gives 0 and no gradient, whatever the ratio, unless it is NaN."""
+    """``e^log_ratio A``; an A of 0 gives 0 and no gradient, whatever the ratio, unless it is
+    NaN."""
     nothing = (advantages == 0) & ~torch.isnan(log_ratio)
     return torch.exp(torch.where(nothing, 0.0, log_ratio)) * advantages
 

@@ -35,8 +35,8 @@ from grpo_kernels.call.expected import Expected
 from grpo_kernels.call.loss import LossInputKeywords
 from grpo_kernels.engine.plan import Gather
 from grpo_kernels.head.head import HeadLike
+from grpo_kernels.objective.config import LossFields
 from grpo_kernels.objective.custom import PerTokenLoss
-from grpo_kernels.objective.keywords import LossFields
 
 __all__ = [
     # names

@@ -24,15 +24,17 @@ from grpo_kernels.engine.passes import of_loss
 from grpo_kernels.engine.plan import Coupling, ForwardResult, HeadPlan, Request
 from grpo_kernels.engine.records import Operands
 from grpo_kernels.head.head import HeadLike
-from grpo_kernels.objective.checks import check_config, check_terms, warn_of_inputs
-from grpo_kernels.objective.config import LossConfig
+from grpo_kernels.objective.config import (
+    LossConfig,
+    check_config,
+    check_sampling,
+    check_terms,
+    warn_of_inputs,
+)
 from grpo_kernels.objective.custom import CustomObjective, TokenInputs
-from grpo_kernels.objective.evaluation import Evaluation
-from grpo_kernels.objective.measure import loss_metrics
-from grpo_kernels.objective.metrics import Metrics
-from grpo_kernels.objective.normaliser import check_num_items, token_weights
-from grpo_kernels.objective.policy import PolicyObjective
-from grpo_kernels.objective.sampler_correction import check_sampling
+from grpo_kernels.objective.losses import check_num_items, token_weights
+from grpo_kernels.objective.metrics import Metrics, loss_metrics
+from grpo_kernels.objective.policy import Evaluation, PolicyObjective
 from grpo_kernels.token_loss.record import Coefficients, TokenLoss
 
 Custom = Callable[[TokenInputs], Tensor]  # a user's objective
@@ -126,7 +128,7 @@ class Loss:
             stores = request.engine.stores_gradient
             with_grad = torch.full_like(self.tokens.ids, stores, dtype=torch.bool)
             with_grad = with_grad if request.may_have_grad is None else request.may_have_grad
-        if self.tokens.old_per_token_logps is not None:
+        if self.tokens.old_per_token_logps is not None and evaluation.terms is not None:
             warn_of_ratio(evaluation.terms.token_log_ratio)
         return loss_metrics(
             self.config,

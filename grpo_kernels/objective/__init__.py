@@ -1,1 +1,2 @@
-"""The losses: functions of log-probabilities, entropies and advantages, without vocabulary or engine."""
+"""The losses: functions of log-probabilities, entropies and advantages; no vocabulary, no
+engine."""

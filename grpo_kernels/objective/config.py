@@ -1,15 +1,18 @@
-"""Options of the loss: one frozen config, one field per option of TRL 1.16's ``GRPOConfig``, checked once.
+"""Options of the loss: one frozen config, one field per option of TRL 1.16's ``GRPOConfig``,
+checked once; and checks of the inputs that a config needs.
 
-Every name and default is TRL's, except those marked *ours*. Published algorithms are presets (`grpo_kernels.presets`).
+Every name and default is TRL's, except those marked *ours*. Published algorithms are presets
+(`grpo_kernels.presets`).
 """
 
 from __future__ import annotations
 
-from dataclasses import Field, dataclass, field, fields
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import Field, dataclass, field, fields, replace
 from numbers import Integral
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
-from grpo_kernels.base.checks import check_number
+from grpo_kernels.base.checks import check_number, did_you_mean, warn_once
 from grpo_kernels.base.choices import (
     PRESETS,
     ImportanceSamplingLevel,
@@ -24,22 +27,48 @@ from grpo_kernels.objective.losses import loss_of
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from grpo_kernels.objective.keywords import LossFields
+
+# Rules of a field, as its metadata; a number without one may be any finite number
 
 
 def _one_of(names: Any) -> dict[str, Any]:
-    """Rule of a field that takes one of the names of a `base.choices` type."""
     return {"one_of": choices(names)}
 
 
 def _above(lowest: float) -> dict[str, Any]:
-    """Rule of a field that takes finite numbers > `lowest`; a field without a rule takes any finite number."""
     return {"range": (lowest, False)}
 
 
 def _at_least(lowest: float) -> dict[str, Any]:
-    """Rule of a field that takes finite numbers >= `lowest`."""
     return {"range": (lowest, True)}
+
+
+class LossFields(TypedDict, total=False):
+    """Fields of `LossConfig` as keyword arguments, each optional, for type checkers."""
+
+    loss_type: LossTypeName
+    importance_sampling_level: ImportanceSamplingLevel
+    epsilon: float
+    epsilon_high: float | None
+    delta: float | None
+    beta: float
+    use_bias_correction_kl: bool
+    kl_estimator: KLEstimator
+    temperature: float
+    top_entropy_quantile: float
+    entropy_coef: float
+    off_policy_mask_threshold: float | None
+    vllm_importance_sampling_correction: bool
+    vllm_importance_sampling_mode: SamplingMode
+    vllm_importance_sampling_clip_max: float | None
+    vllm_importance_sampling_clip_min: float | None
+    max_completion_length: int
+    sapo_temperature_pos: float
+    sapo_temperature_neg: float
+    vespo_k_pos: float
+    vespo_lambda_pos: float
+    vespo_k_neg: float
+    vespo_lambda_neg: float
 
 
 @dataclass(frozen=True)
@@ -48,42 +77,52 @@ class LossConfig:
 
     Args:
         loss_type: surrogate (the policy term of a token's loss) and normaliser, one of ``"grpo"``
-            (https://arxiv.org/abs/2402.03300), ``"bnpo"``, ``"dr_grpo"`` (https://arxiv.org/abs/2503.20783), ``"dapo"``
-            (https://arxiv.org/abs/2503.14476), ``"cispo"`` (https://arxiv.org/abs/2506.13585), ``"sapo"``
-            (https://arxiv.org/abs/2511.20347), ``"luspo"`` (https://arxiv.org/abs/2602.05261), ``"vespo"``
-            (https://arxiv.org/abs/2602.10693) and, *ours*, ``"gmpo"`` (https://arxiv.org/abs/2507.20673; its ratio is
-            always per sequence, its top-entropy mask chooses the tokens of that ratio, and neither off-policy mask nor
-            importance sampling ratio applies to it).
-        importance_sampling_level: ``"token"``: one ratio per token; ``"sequence"``: the ratio is exp of the sequence's
-            mean log-ratio (GSPO, https://arxiv.org/abs/2507.18071).
-        epsilon, epsilon_high: clip range ``[1 - epsilon, 1 + epsilon_high]``; ``epsilon_high=None`` means ``epsilon``.
-            For ``"cispo"`` `epsilon_high` is the cap on the ratio itself, so set it (5 is usual): without it the cap is
-            `epsilon`, as in TRL. For ``"gmpo"`` the range is in log space.
+            (https://arxiv.org/abs/2402.03300), ``"bnpo"``, ``"dr_grpo"``
+            (https://arxiv.org/abs/2503.20783), ``"dapo"`` (https://arxiv.org/abs/2503.14476),
+            ``"cispo"`` (https://arxiv.org/abs/2506.13585), ``"sapo"``
+            (https://arxiv.org/abs/2511.20347), ``"luspo"`` (https://arxiv.org/abs/2602.05261),
+            ``"vespo"`` (https://arxiv.org/abs/2602.10693) and, *ours*, ``"gmpo"``
+            (https://arxiv.org/abs/2507.20673; its ratio is always per sequence, its top-entropy
+            mask chooses the tokens of that ratio, and neither off-policy mask nor importance
+            sampling ratio applies to it).
+        importance_sampling_level: ``"token"``: one ratio per token; ``"sequence"``: the ratio is
+            exp of the sequence's mean log-ratio (GSPO, https://arxiv.org/abs/2507.18071).
+        epsilon, epsilon_high: clip range ``[1 - epsilon, 1 + epsilon_high]``; ``epsilon_high=None``
+            means ``epsilon``. For ``"cispo"`` `epsilon_high` is the cap on the ratio itself, so set
+            it (5 is usual): without it the cap is `epsilon`, as in TRL. For ``"gmpo"`` the range is
+            in log space.
         delta: upper bound of the unclipped ratio (two-sided clipping); the clipped loss types only.
         beta: weight of the KL term to the reference model; 0 turns it off.
-        use_bias_correction_kl: multiply the KL estimate by the ratio, as TRL does by default and the GRPO paper does
-            not: ``loss_type="grpo", beta=0.04`` is TRL's GRPO, `presets.GRPO` the paper's. Not for
-            ``"gmpo"``; and ``"full"`` needs no correction: over the old policy's tokens the expectation
-            of the corrected estimate, sum_v old_v (p_v / old_v) log(p_v / q_v), is the full KL itself.
-        kl_estimator: *ours*; with d = ref - logp: ``"k3"`` exp(d) - d - 1 (TRL's), ``"k2"`` d^2 / 2, ``"k1"`` -d.
-            ``"full"``: no estimate, but sum_v p_v log(p_v / q_v) over the vocabulary, with q from `reference`.
+        use_bias_correction_kl: multiply the KL estimate by the ratio, as TRL does by default and
+            the GRPO paper does not: ``loss_type="grpo", beta=0.04`` is TRL's GRPO, `presets.GRPO`
+            the paper's. Not for ``"gmpo"``; and ``"full"`` needs no correction: over the old
+            policy's tokens the expectation of the corrected estimate, sum_v old_v (p_v / old_v)
+            log(p_v / q_v), is the full KL itself.
+        kl_estimator: *ours*; with d = ref - logp: ``"k3"`` exp(d) - d - 1 (TRL's), ``"k2"`` d^2 /
+            2, ``"k1"`` -d. ``"full"``: no estimate, but sum_v p_v log(p_v / q_v) over the
+            vocabulary, with q from `reference`.
         temperature: the logits are divided by it.
-        top_entropy_quantile: share of the tokens that carry the policy loss, those of highest entropy; 1 means all.
-        entropy_coef: weight of the entropy bonus, the mean entropy of the tokens that `top_entropy_quantile` keeps,
-            which is subtracted from the loss.
-        off_policy_mask_threshold: tokens of negative advantage are dropped from the policy loss if the mean of
-            (sampling logp - logp) over their sequence is above this; without sampling logps, of (old logp - logp).
-        vllm_importance_sampling_correction: compute the importance sampling ratio in the loss, of the old
-            log-probabilities (absent: the current ones, held constant) to `sampling_per_token_logps`, which must then
-            be given. Off by default; TRL has it on, and its trainer computes the ratio. Not for ``"gmpo"``.
-        vllm_importance_sampling_mode: ``"token_*"``: one ratio per token; ``"sequence_*"``: one per sequence, from its
-            summed differences; ``"*_truncate"``: clamped to the bounds; ``"*_mask"``: set to 0 outside of them.
-            ``"sequence_mean_mask"`` (not TRL's): one per token, set to 0 in sequences whose geometric mean ratio is
-            outside of the bounds.
-        vllm_importance_sampling_clip_max, vllm_importance_sampling_clip_min: the bounds of that ratio; None: no bound.
+        top_entropy_quantile: share of the tokens that carry the policy loss, those of highest
+            entropy; 1 means all.
+        entropy_coef: weight of the entropy bonus, the mean entropy of the tokens that
+            `top_entropy_quantile` keeps, which is subtracted from the loss.
+        off_policy_mask_threshold: tokens of negative advantage are dropped from the policy loss if
+            the mean of (sampling logp - logp) over their sequence is above this; without sampling
+            logps, of (old logp - logp).
+        vllm_importance_sampling_correction: compute the importance sampling ratio in the loss, of
+            the old log-probabilities (absent: the current ones, held constant) to
+            `sampling_per_token_logps`, which must then be given. Off by default; TRL has it on, and
+            its trainer computes the ratio. Not for ``"gmpo"``.
+        vllm_importance_sampling_mode: ``"token_*"``: one ratio per token; ``"sequence_*"``: one per
+            sequence, from its summed differences; ``"*_truncate"``: clamped to the bounds;
+            ``"*_mask"``: set to 0 outside of them. ``"sequence_mean_mask"`` (not TRL's): one per
+            token, set to 0 in sequences whose geometric mean ratio is outside of the bounds.
+        vllm_importance_sampling_clip_max, vllm_importance_sampling_clip_min: the bounds of that
+            ratio; None: no bound.
         max_completion_length: the constant in ``"dr_grpo"``'s normaliser, in tokens.
-        sapo_temperature_pos, sapo_temperature_neg, vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: shape
-            of the SAPO and VESPO surrogates for positive and negative advantages.
+        sapo_temperature_pos, sapo_temperature_neg, vespo_k_pos, vespo_lambda_pos, vespo_k_neg,
+            vespo_lambda_neg: shape of the SAPO and VESPO surrogates for positive and negative
+            advantages.
 
     Soft-cap, scale and precision of the logits are the head's: `grpo_kernels.Head`.
 
@@ -123,26 +162,20 @@ class LossConfig:
         for option in fields(self):  # stored as Python's types, from numpy's or enums
             object.__setattr__(self, option.name, _checked(option, getattr(self, option.name)))
         if self.top_entropy_quantile > 1.0:
-            raise ValueError(
-                f"top_entropy_quantile: expected a number in [0, 1], got {self.top_entropy_quantile!r}"
-            )
-        self._check_sampling_bounds()
-
-    def _check_sampling_bounds(self) -> None:
+            got = repr(self.top_entropy_quantile)
+            raise ValueError(f"top_entropy_quantile: expected a number in [0, 1], got {got}")
         low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
         if low is not None and high is not None and low >= high:
             raise ValueError(
-                "vllm_importance_sampling_clip_min: expected a number below vllm_importance_sampling_clip_max = "
-                f"{high}, got {low}"
+                "vllm_importance_sampling_clip_min: expected a number below "
+                f"vllm_importance_sampling_clip_max = {high}, got {low}"
             )
-        if (
-            self.vllm_importance_sampling_correction
-            and self.truncates_sampling_ratio
-            and low is high is None
-        ):
+        truncates = self.vllm_importance_sampling_correction and self.truncates_sampling_ratio
+        if truncates and low is high is None:
             raise ValueError(
-                "vllm_importance_sampling_clip_max: expected a number, or one for vllm_importance_sampling_clip_min, "
-                f"since vllm_importance_sampling_mode = {self.vllm_importance_sampling_mode!r}, got None for both"
+                "vllm_importance_sampling_clip_max: expected a number, or one for "
+                "vllm_importance_sampling_clip_min, since vllm_importance_sampling_mode = "
+                f"{self.vllm_importance_sampling_mode!r}, got None for both"
             )
 
     @property
@@ -157,7 +190,8 @@ class LossConfig:
 
     @property
     def estimates_kl(self) -> bool:
-        """True if the loss has a KL term that is estimated from the sampled tokens' log-probabilities."""
+        """True if the loss has a KL term that is estimated from the sampled tokens'
+        log-probabilities."""
         return self.beta != 0.0 and self.kl_estimator != "full"
 
     @property
@@ -167,7 +201,8 @@ class LossConfig:
 
     @property
     def ratio_is_per_sequence(self) -> bool:
-        """True if the policy term has one ratio per sequence, which couples the tokens of a sequence."""
+        """True if the policy term has one ratio per sequence, which couples the tokens of a
+        sequence."""
         return self.importance_sampling_level == "sequence" or loss_of(self).shares_ratio
 
     @property
@@ -194,7 +229,8 @@ class LossConfig:
 
     @property
     def truncates_sampling_ratio(self) -> bool:
-        """True if a ratio that is computed within the loss is clamped to its bounds; else it is 0 outside of them."""
+        """True if a ratio that is computed within the loss is clamped to its bounds; else it is 0
+        outside of them."""
         return self.vllm_importance_sampling_mode.endswith("_truncate")
 
     def couples_tokens(self, *, on_policy: bool, sampled: bool) -> bool:
@@ -216,7 +252,8 @@ class LossConfig:
         return self.ratio_is_per_sequence
 
     def knows_gradient(self, *, on_policy: bool, sampled: bool) -> bool:
-        """True if the whole gradient is known before any log-probability; arguments as in `couples_tokens`."""
+        """True if the whole gradient is known before any log-probability; arguments as in
+        `couples_tokens`."""
         unknown = not on_policy or self.estimates_kl or self.corrects_sampling
         return not unknown and not self.couples_tokens(on_policy=on_policy, sampled=sampled)
 
@@ -224,25 +261,30 @@ class LossConfig:
     def from_trl(cls, args: Any, **overrides: Unpack[LossFields]) -> LossConfig:
         """The loss that a ``trl.GRPOConfig`` (or any object with its fields) describes.
 
-        Fields that `args` does not have keep their default; `overrides` win. Soft-cap and scale, which TRL reads from
-        the model, are the head's: `Head`. ``vllm_importance_sampling_correction`` is not
-        taken over: TRL's trainer makes the ratio beforehand, and a second one would be wrong. To pass only
-        `sampling_per_token_logps`, turn it on: ``from_trl(args, vllm_importance_sampling_correction=True)``. The
-        deprecated ``vllm_importance_sampling_cap`` stands for ``vllm_importance_sampling_clip_max``, as in TRL.
+        Fields that `args` does not have keep their default; `overrides` win. Soft-cap and scale,
+        which TRL reads from the model, are the head's: `Head`.
+        ``vllm_importance_sampling_correction`` is not taken over: TRL's trainer makes the ratio
+        beforehand, and a second one would be wrong. To pass only `sampling_per_token_logps`, turn
+        it on: ``from_trl(args, vllm_importance_sampling_correction=True)``. The deprecated
+        ``vllm_importance_sampling_cap`` stands for ``vllm_importance_sampling_clip_max``, as in
+        TRL.
 
         Raises:
-            ValueError: `args` asks for a loss type this library does not know, or turns on what a `LossConfig` cannot
-                hold: ``use_adaptive_entropy``, ``mask_truncated_completions``, ``cast_lm_head_to_fp32``,
-                ``router_aux_loss_coef``. The message says what to do instead.
-            TypeError: `args` are those of a TRL trainer with another loss (``RLOOConfig``, ``DistillationConfig``), or
-                have none of the fields, such as None or a mapping (whose misspelt keys would go unnoticed).
+            ValueError: `args` asks for a loss type this library does not know, or turns on what a
+                `LossConfig` cannot hold: ``use_adaptive_entropy``, ``mask_truncated_completions``,
+                ``cast_lm_head_to_fp32``, ``router_aux_loss_coef``. The message says what to do
+                instead.
+            TypeError: `args` are those of a TRL trainer with another loss (``RLOOConfig``,
+                ``DistillationConfig``), or have none of the fields, such as None or a mapping
+                (whose misspelt keys would go unnoticed).
         """
         check_args(args, overrides.keys())
         return config_of_trainer(args, **overrides)
 
 
 def config_of_trainer(args: Any, **overrides: Any) -> LossConfig:
-    """Like `LossConfig.from_trl`, for TRL's trainer, which itself serves the options that are refused there."""
+    """Like `LossConfig.from_trl`, for TRL's trainer, which itself serves the options that are
+    refused there."""
     names = {option.name for option in fields(LossConfig)}
     optional = {option.name for option in fields(LossConfig) if _is_optional(option)}
     return LossConfig(**{**loss_fields(args, names, optional), **overrides})
@@ -253,11 +295,7 @@ def _is_optional(option: Field[Any]) -> bool:
 
 
 def _checked(option: Field[Any], value: Any) -> Any:
-    """Return `value` as a Python type.
-
-    Raises:
-        TypeError, ValueError: `value` does not fit the field's annotation or its rule.
-    """
+    """Return `value` as a Python type; raise if it does not fit the field's annotation or rule."""
     name = option.name
     if "one_of" in option.metadata:
         allowed = option.metadata["one_of"]
@@ -282,8 +320,183 @@ def _checked(option: Field[Any], value: Any) -> Any:
 def preset_hint(name: Any) -> str:
     """Return a hint that points to the preset of this `name`, or nothing."""
     preset = str(name).upper().replace("-", "_")
-    return (
-        f"; grpo_kernels.presets.{preset} is that loss: GRPOLoss(presets.{preset})"
-        if preset in PRESETS
-        else ""
-    )
+    if preset not in PRESETS:
+        return ""
+    return f"; grpo_kernels.presets.{preset} is that loss: GRPOLoss(presets.{preset})"
+
+
+FIELDS = tuple(x.name for x in fields(LossConfig))
+_DEFAULT = LossConfig()
+# Fields that apply beside a custom objective: the normaliser's, and the temperature.
+_BESIDE_AN_OBJECTIVE = ("loss_type", "max_completion_length", "temperature")
+
+
+def check_config(config: Any) -> None:
+    """Raise unless `config` is a LossConfig."""
+    if not isinstance(config, LossConfig):
+        raise TypeError(
+            f"config: expected a LossConfig, got {type(config).__name__}{preset_hint(config)}"
+        )
+
+
+def config_with(
+    config: LossConfig | None, options: Mapping[str, Any], call: Collection[str], function: str
+) -> LossConfig:
+    """Return `config` (None: the default one) with the fields in `options`, keyword arguments of
+    `function`.
+
+    Args:
+        call: the other arguments of `function`, for the message.
+
+    Raises:
+        TypeError: a name that is no field. TypeError, ValueError: a wrong value.
+    """
+    config = _DEFAULT if config is None else config
+    if not options:
+        return config
+    check_config(config)
+    check_names(options, f"an argument of {function} or a field of LossConfig", [*FIELDS, *call])
+    return replace(config, **options)
+
+
+def check_names(
+    names: Iterable[str],
+    what: str,
+    allowed: Collection[str],
+    elsewhere: str = "",
+    others: Collection[str] = (),
+) -> None:
+    """Raise TypeError unless all `names` are `allowed`; the message suggests one of those, or one
+    of `others`."""
+    for name in names:
+        if name not in allowed:
+            hint = did_you_mean(name, allowed)
+            if name in others:
+                hint = f"; it is {elsewhere}"
+            elif not hint and (other := did_you_mean(name, others)):
+                hint = f"{other} It is {elsewhere}"
+            raise TypeError(f"{name}: expected {what}, got a name that is none{hint}")
+
+
+def check_objective(config: LossConfig, objective: Any) -> None:
+    """Raise unless `objective` is None, or a function beside a config with all terms off."""
+    if objective is None:
+        return
+    if not callable(objective):
+        raise TypeError(
+            f"objective: expected a function of TokenInputs, got {type(objective).__name__}"
+        )
+    for option in fields(LossConfig):
+        value, default = getattr(config, option.name), option.default
+        if option.name not in _BESIDE_AN_OBJECTIVE and value != default:
+            raise ValueError(
+                f"{option.name}: expected {default!r} beside an objective, which replaces the "
+                f"config's terms, got {value!r}"
+            )
+
+
+def check_terms(
+    config: LossConfig,
+    ref_per_token_logps: Any,
+    objective: Any = None,
+    *,
+    has_reference: bool = False,
+) -> None:
+    """Raise unless a KL term has its reference, and all terms of the config are off beside a custom
+    `objective`. Warn once of reference log-probabilities that nothing reads."""
+    check_objective(config, objective)
+    if config.estimates_kl and ref_per_token_logps is None:
+        raise ValueError(
+            f"ref_per_token_logps: expected a tensor since beta = {config.beta}, got None"
+        )
+    if config.needs_reference_head and not has_reference:
+        raise ValueError(
+            "reference: expected (hidden, head), which grpo_loss takes, since kl_estimator = "
+            f"'full' and beta = {config.beta}, got None"
+        )
+    if has_reference and (objective is not None or config.kl_estimator != "full"):
+        why = f"with kl_estimator = {config.kl_estimator!r}"
+        why = why if objective is None else "beside an objective"
+        raise ValueError(f"reference: expected None {why}, which does not read it, got one")
+    if ref_per_token_logps is not None and objective is None and not config.estimates_kl:
+        why, instead = "beta = 0, so there is no KL term", "give beta a value"
+        if config.needs_reference_head:
+            why = "kl_estimator = 'full', which reads `reference`"
+            instead = "choose another kl_estimator"
+        warn_once(f"ref_per_token_logps: not used with {why}; {instead}, or leave it out")
+
+
+def check_sampling(
+    config: LossConfig, sampling_per_token_logps: Any, importance_sampling_ratio: Any
+) -> None:
+    """Raise ValueError if the loss is to compute the ratio, but the caller passes it, or no
+    sampling logps."""
+    if not config.vllm_importance_sampling_correction:
+        return
+    why = "since vllm_importance_sampling_correction = True"
+    if importance_sampling_ratio is not None:
+        got = type(importance_sampling_ratio).__name__
+        raise ValueError(f"importance_sampling_ratio: expected None {why} makes it, got {got}")
+    if sampling_per_token_logps is None and config.corrects_sampling:
+        raise ValueError(f"sampling_per_token_logps: expected a tensor {why}, got None")
+
+
+def warn_of_inputs(
+    config: LossConfig,
+    objective: Any,
+    *,
+    num_items_in_batch: Any,
+    old_per_token_logps: Any,
+    sampling_per_token_logps: Any,
+) -> None:
+    """Warn, once each, of inputs that nothing reads or that are too coarse for their use."""
+    if num_items_in_batch is not None and loss_of(config).normaliser != "num_items":
+        warn_once(
+            f"num_items_in_batch: not used by loss_type = {config.loss_type!r}, a mean over the "
+            "call. Under gradient accumulation divide the loss by the number of steps, and leave "
+            "num_items_in_batch out"
+        )
+    if config.kl_estimator == "full" and config.beta == 0.0 and objective is None:
+        warn_once(
+            "kl_estimator: 'full' has no part in a loss with beta = 0; give beta a value, or leave "
+            "it out"
+        )
+    if old_per_token_logps is not None and objective is None:
+        _warn_of_clipping(config)
+    reads_sampling = objective is not None or config.masks_off_policy or config.corrects_sampling
+    if sampling_per_token_logps is not None and not reads_sampling:
+        warn_once(
+            "sampling_per_token_logps: not used, but for a metric: set off_policy_mask_threshold "
+            "or vllm_importance_sampling_correction (which loss_type = 'gmpo' does not have), or "
+            "leave them out"
+        )
+    if old_per_token_logps is not None and old_per_token_logps.dtype.itemsize < 4:
+        warn_once(
+            f"old_per_token_logps: rounded to {old_per_token_logps.dtype}, so that ratios which "
+            "should be 1 are off by 1 % and more: keep them in torch.float32, as they came"
+        )
+
+
+def _warn_of_clipping(config: LossConfig) -> None:
+    """Warn, once each, of clip ranges that are likely a mistake. They raise no error, as in TRL."""
+    if config.loss_type == "gmpo" or loss_of(config).clipped is None:
+        return
+    low, high = config.epsilon, config.clip_high
+    if config.epsilon_high is not None and high >= 1.0:
+        warn_once(
+            f"epsilon_high: the upper bound of the ratio is 1 + epsilon_high, so that {high:g} "
+            "hardly clips; DAPO's is 0.28 (presets.DAPO)"
+        )
+    if low >= 1.0:
+        warn_once(
+            f"epsilon: ratios are clipped to [1 - epsilon, 1 + epsilon_high], so that {low:g} "
+            "never clips from below; published values are 0.2 for a ratio per token, 3e-4 "
+            "(presets.GSPO) for one per sequence"
+        )
+    elif config.importance_sampling_level == "sequence" and min(low, high) >= 0.05:
+        # far above all published values for a ratio per sequence
+        warn_once(
+            f"epsilon: {low:g} with importance_sampling_level = 'sequence' hardly ever clips, "
+            "since the mean over a sequence moves little; GSPO's are epsilon = 3e-4 and "
+            "epsilon_high = 4e-4 (presets.GSPO)"
+        )

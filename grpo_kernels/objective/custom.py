@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.batch.tokens import Tokens
-from grpo_kernels.objective.evaluation import Evaluation
+from grpo_kernels.objective.policy import Evaluation
 from grpo_kernels.token_loss.record import Coefficients
 
 OPTIONAL = ("ref_per_token_logps", "sampling_per_token_logps", "importance_sampling_ratio")
@@ -196,10 +196,7 @@ class CustomObjective:
             absent = ", ".join(name for name, x in given.items() if x is None)
             if "NoneType" not in str(error) or not absent:
                 raise
-            raise ValueError(
-                f"objective: expected the inputs that it reads; this call has no {absent}; got an "
-                f"error: {error}"
-            ) from error
+            raise type(error)(f"{error}; the call was given no {absent}") from error
         except (RuntimeError, IndexError) as error:
             if self.couples_tokens:
                 raise

@@ -1,7 +1,20 @@
-"""The loss types, each declared once: `LOSSES`.
+"""The loss types, each declared once, `LOSSES`, and what they are made of: log-ratios, clipping,
+normalisers.
 
-A new loss type is a name in `base.choices`, a record here, a formula in `token_loss.formulas` if none fits (then run
-``python csrc/generate.py``), and a field of `LossConfig` and `LossFields` for each parameter that it adds.
+A new loss type is a name in `base.choices`, a record here, a formula in `token_loss.formulas` if
+none fits (then run ``python csrc/generate.py``), and a field of `LossConfig` and `LossFields` for
+each parameter that it adds.
+
+Every normaliser is one weight per token: ``loss = sum(weight * per_token_loss)``. With m the mask,
+n_b the counted tokens of sequence b (at least 1), B the number of sequences:
+
+============= ===============================================
+sequence_mean m / (n_b B)
+token_mean    m / sum m
+max_length    m / (B max_completion_length)
+num_items     m / num_items_in_batch (absent: m / sum m)
+sequence_sum  m / B
+============= ===============================================
 """
 
 from __future__ import annotations
@@ -11,42 +24,126 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
+from grpo_kernels.base.checks import check_number, check_tensor
 from grpo_kernels.base.choices import LossTypeName
-from grpo_kernels.batch.tokens import Tokens
-from grpo_kernels.objective.clipping import above_cap, outside_log_range, outside_range
-from grpo_kernels.objective.log_ratio import LogRatio, clipped_mean, of_level, sequence_log_weight
+from grpo_kernels.batch.tokens import Layout, Tokens
 from grpo_kernels.token_loss.formulas import phi
 
 # Any object with the fields of `LossConfig`, which itself imports this module.
 Config = Any
+_LOWEST_LOG_WEIGHT, _HIGHEST_LOG_WEIGHT = math.log(1e-8), 20.0  # VESPO's range, as in TRL
+
+
+class LogRatio:
+    """The log-ratio R that a policy term sees, and the way back from d loss / d R to d loss /
+    d logp."""
+
+    def __init__(
+        self,
+        tokens: Tokens | None,
+        log_ratio: Tensor,
+        passes: Tensor | None = None,
+        kept: Tensor | None = None,
+    ) -> None:
+        """Take `log_ratio` (n,) as R; with `tokens`, its mean over the sequence's `kept` tokens,
+        and `passes` (n,) bool says which tokens get d R."""
+        self._tokens, self._passes = tokens, passes
+        self.is_shared = tokens is not None  # one per sequence
+        if tokens is None:
+            self.value = log_ratio
+            return
+        layout = tokens.layout
+        counts = layout.lengths if kept is None else layout.sequence_sum(kept.to(log_ratio.dtype))
+        self._counts = counts.clamp(min=1).to(log_ratio.dtype)
+        self.value = (layout.sequence_sum(log_ratio) / self._counts)[layout.sequence]
+
+    def to_logps(self, d_log_ratio: Tensor) -> Tensor:
+        """d loss / d logp through R, given d loss / d R, (n,) each."""
+        if self._tokens is None:
+            return d_log_ratio
+        layout = self._tokens.layout
+        passed = (layout.sequence_sum(d_log_ratio) / self._counts)[layout.sequence]
+        return passed if self._passes is None else torch.where(self._passes, passed, 0.0)
+
+
+def of_level(config: Config, tokens: Tokens, token_log_ratio: Tensor, _: Tensor | None) -> LogRatio:
+    """R by `importance_sampling_level`: each token's own, or its sequence's mean."""
+    by_sequence = config.importance_sampling_level == "sequence"
+    return LogRatio(tokens if by_sequence else None, token_log_ratio)
+
+
+def clipped_mean(
+    config: Config, tokens: Tokens, token_log_ratio: Tensor, kept: Tensor | None
+) -> LogRatio:
+    """GMPO's R: the sequence's mean of `kept` log-ratios, each clipped from above if A > 0, else
+    from below."""
+    up, low, high = tokens.advantages > 0, -config.epsilon, config.clip_high
+    bounded = torch.where(up, token_log_ratio.clamp(max=high), token_log_ratio.clamp(min=low))
+    passes = torch.where(up, token_log_ratio <= high, token_log_ratio >= low)
+    if kept is not None:
+        passes, bounded = passes & kept, torch.where(kept, bounded, 0.0)
+    return LogRatio(tokens, bounded, passes, kept=kept)
+
+
+def sequence_log_weight(tokens: Tokens, token_log_ratio: Tensor) -> Tensor:
+    """(n,) VESPO's log w of a token's sequence: clamped log-ratios and log importance ratios,
+    summed."""
+    low, high = _LOWEST_LOG_WEIGHT, _HIGHEST_LOG_WEIGHT
+    log_weight = tokens.layout.sequence_sum(token_log_ratio.clamp(-high, high))
+    if tokens.sequence_ratio is not None:
+        log_weight = log_weight + tokens.sequence_ratio.log().clamp(low, high)
+    elif tokens.importance_sampling_ratio is not None:
+        log_is = tokens.importance_sampling_ratio.log().clamp(low, high)
+        log_weight = log_weight + tokens.layout.sequence_sum(log_is)
+    return log_weight.clamp(low, high)[tokens.layout.sequence]
+
+
+# Tokens that a loss type clips, as its metrics count them: (below, above), (n,) bool each, from its
+# ratios and its tokens' log-ratios
+
+
+def outside_range(
+    config: Config, ratio: Tensor, token_log_ratio: Tensor, advantages: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Ratio < 1 - epsilon and A < 0; ratio > 1 + epsilon_high and A > 0."""
+    if config.delta is not None:  # as in TRL, after the upper bound
+        ratio = ratio.clamp(max=config.delta)
+    below, above = ratio < 1 - config.epsilon, ratio > 1 + config.clip_high
+    return below & (advantages < 0), above & (advantages > 0)
+
+
+def outside_log_range(
+    config: Config, ratio: Tensor, token_log_ratio: Tensor, advantages: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Likewise of each token's log-ratio and [-epsilon, epsilon_high]."""
+    below, above = token_log_ratio < -config.epsilon, token_log_ratio > config.clip_high
+    return below & (advantages < 0), above & (advantages > 0)
 
 
 @dataclass(frozen=True)
 class LossType:
-    """Definition of a loss type, without the parts that all share: KL term, entropy bonus, masks, engines."""
+    """Definition of a loss type, without the parts that all share: KL term, entropy bonus, masks,
+    engines."""
 
     name: LossTypeName
     surrogate: str  # a name in `formulas.SURROGATES`
     constants: Callable[[Config], tuple[float, ...]]  # the surrogate's, in its order
-    normaliser: Literal[
-        "sequence_mean", "token_mean", "num_items", "max_length", "sequence_sum"
-    ]  # see `normaliser`
-    is_linear: bool = (
-        False  # the policy term is a constant times logp, rather than a function of the ratio
-    )
+    normaliser: Literal["sequence_mean", "token_mean", "num_items", "max_length", "sequence_sum"]
+    is_linear: bool = False  # the policy term is a constant times logp, not a function of the ratio
 
-    # R of each token: config, tokens, token log-ratios (n,), and the tokens of high entropy -> LogRatio
+    # R of each token: config, tokens, token log-ratios (n,), and the tokens of high entropy
     log_ratio: Callable[[Config, Tokens, Tensor, Tensor | None], LogRatio] = of_level
     # the surrogate's argument in place of R: tokens, token log-ratios -> (n,)
     argument: Callable[[Tokens, Tensor], Tensor] | None = None
-    # how an importance sampling ratio enters: a factor on the policy term, a part of `argument`, or not at all
+    # how an importance sampling ratio enters: a factor on the policy term, a part of `argument`
     importance_ratio: Literal["factor", "argument"] | None = "factor"
     masks: bool = True  # the off-policy and the top-entropy mask are factors on the policy term
     corrects_kl: bool = True  # the KL estimate may be multiplied by the ratio
 
-    # metrics: the tokens that are clipped (below a range, above it), and those that are capped, see `clipping`
+    # metrics: the tokens that are clipped (below a range, above it), and those that are capped
     clipped: Callable[[Config, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
     capped: Callable[[Config, Tensor, Tensor], Tensor] | None = None
     phi: Callable[..., Tensor] | None = None  # a formula: argument, advantages, constants -> (n,)
@@ -58,17 +155,14 @@ class LossType:
 
     @property
     def shares_ratio(self) -> bool:
-        """True if the tokens of a sequence share one ratio, whatever `importance_sampling_level` is."""
+        """True if a sequence's tokens share one ratio, whatever `importance_sampling_level` is."""
         return not self.takes_level or self.argument is not None
 
 
 def clip_range(config: Config) -> tuple[float, float, float]:
     """PPO's bounds of the ratio, and the upper bound of the unclipped one."""
-    return (
-        1 - config.epsilon,
-        1 + config.clip_high,
-        math.inf if config.delta is None else config.delta,
-    )
+    delta = math.inf if config.delta is None else config.delta
+    return 1 - config.epsilon, 1 + config.clip_high, delta
 
 
 def vespo_shape(config: Config) -> tuple[float, float, float, float]:
@@ -84,16 +178,22 @@ LOSSES = {
         LossType("bnpo", "clipped", clip_range, "token_mean", clipped=outside_range),
         LossType("dr_grpo", "clipped", clip_range, "max_length", clipped=outside_range),
         LossType("dapo", "clipped", clip_range, "num_items", clipped=outside_range),
-        LossType("cispo", "cispo", lambda c: (c.clip_high,), "num_items", is_linear=True, capped=above_cap),
-        LossType("sapo", "sapo", lambda c: (c.sapo_temperature_pos, c.sapo_temperature_neg), "sequence_mean"),
+        LossType(
+            "cispo", "cispo", lambda c: (c.clip_high,), "num_items", is_linear=True,
+            capped=lambda c, ratio, advantages: (ratio > c.clip_high) & (advantages > 0),
+        ),
+        LossType(
+            "sapo", "sapo", lambda c: (c.sapo_temperature_pos, c.sapo_temperature_neg),
+            "sequence_mean",
+        ),
         LossType("luspo", "clipped", clip_range, "sequence_sum", clipped=outside_range),
         LossType(
             "vespo", "vespo", vespo_shape, "num_items", is_linear=True,
             argument=sequence_log_weight, importance_ratio="argument", phi=phi,
         ),
         LossType(
-            "gmpo", "unclipped", lambda _: (), "sequence_mean",
-            log_ratio=clipped_mean, importance_ratio=None, masks=False, corrects_kl=False, clipped=outside_log_range,
+            "gmpo", "unclipped", lambda _: (), "sequence_mean", log_ratio=clipped_mean,
+            importance_ratio=None, masks=False, corrects_kl=False, clipped=outside_log_range,
         ),
     )
 }  # fmt: skip
@@ -105,3 +205,59 @@ def loss_of(config: Config) -> LossType:
     if loss_type is None:
         raise NotImplementedError(f"loss_type: no loss is declared as {config.loss_type!r}")
     return loss_type
+
+
+def token_weights(
+    config: Config,
+    layout: Layout,
+    num_items_in_batch: float | Tensor | None,  # a number or tensor (); below 1 it is 1
+    dtype: torch.dtype,
+) -> Tensor:
+    """Each counted token's weight (n,) by the normaliser."""
+    batch, device = max(layout.batch, 1), layout.positions.device
+    normaliser = loss_of(config).normaliser
+
+    def one_over(x: float) -> Tensor:  # rounded once, as the quotient of two numbers of `dtype` is
+        return torch.full((layout.positions.shape[0],), 1 / x, dtype=dtype, device=device)
+
+    if normaliser == "sequence_mean":
+        return one_over(1) / (layout.lengths.to(dtype)[layout.sequence] * batch)
+    if normaliser == "max_length":
+        return one_over(batch * config.max_completion_length)
+    if normaliser == "sequence_sum":
+        return one_over(batch)
+    if normaliser == "token_mean" or num_items_in_batch is None:
+        return one_over(max(layout.total, 1))
+    if isinstance(num_items_in_batch, Tensor) and num_items_in_batch.device.type != "cpu":
+        items = num_items_in_batch.detach().reshape(()).to(device, dtype)
+        return one_over(1) / items.clamp(min=1.0)
+    # from a CPU it is read: a copy to the device would wait for the device
+    return one_over(max(float(num_items_in_batch), 1.0))
+
+
+def averaged_over(config: Config, *, num_items: bool) -> str:
+    """Return "sequences" or "tokens" if a call's policy loss is a mean over those of the call, else
+    "nothing".
+
+    `num_items` is True if ``num_items_in_batch`` was given: the losses of a batch's calls then add
+    up.
+    """
+    normaliser = loss_of(config).normaliser
+    if normaliser == "num_items" and num_items:
+        return "nothing"
+    return "tokens" if normaliser in ("num_items", "token_mean") else "sequences"
+
+
+def check_num_items(num_items_in_batch: Any) -> None:
+    """Raise unless `num_items_in_batch` is None, a finite number >= 0 or a tensor of one
+    element."""
+    if isinstance(num_items_in_batch, Tensor):
+        if num_items_in_batch.numel() != 1:
+            got = f"a tensor of shape {tuple(num_items_in_batch.shape)}"
+            raise ValueError(f"num_items_in_batch: expected one number, got {got}")
+        check_tensor("num_items_in_batch", num_items_in_batch)
+        if num_items_in_batch.device.type != "cpu":
+            return  # looking at it would wait for the device
+        num_items_in_batch = num_items_in_batch.item()
+    if num_items_in_batch is not None:
+        check_number("num_items_in_batch", num_items_in_batch, 0.0, True)

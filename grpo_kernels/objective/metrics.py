@@ -1,11 +1,14 @@
-"""Metrics of a loss as means and as (sum, count) pairs, so that micro-batches and ranks can be added up.
+"""Metrics of a loss as means and as (sum, count) pairs, so that micro-batches and ranks can be
+added up.
 
-`measure` computes them. Everything stays on the device: nothing here waits for it.
+Everything stays on the device: nothing here waits for it. Names and definitions are TRL's, unless
+docs/metrics.md says otherwise.
 """
 
 from __future__ import annotations
 
-import difflib
+import functools
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -13,16 +16,24 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
+from grpo_kernels.base.checks import did_you_mean
+from grpo_kernels.batch.tokens import Tokens
+from grpo_kernels.objective.config import LossConfig
+from grpo_kernels.objective.losses import averaged_over, loss_of
+from grpo_kernels.objective.policy import Evaluation
+
 
 class Metrics(Mapping[str, Tensor]):
     """Name -> mean (a 0-d tensor); 0 where nothing was counted.
 
     Attributes:
         pairs: name -> (sum, count), 0-d tensors each. Smallest and largest values have no pair:
-            ``clip_ratio/low_min`` and ``clip_ratio/high_max``, of the sequences, and ``sampling/.../min`` and ``max``.
-            ``policy_loss`` has (loss, 1): added pairs give its mean over the calls. `merge` weighs by the normaliser.
+            ``clip_ratio/low_min`` and ``clip_ratio/high_max``, of the sequences, and
+            ``sampling/.../min`` and ``max``. ``policy_loss`` has (loss, 1): added pairs give its
+            mean over the calls. `merge` weighs by the normaliser.
         sequences: number of sequences.
-        loss_over: ``"sequences"``, ``"tokens"`` or ``"nothing"``, see `normaliser.averaged_over`.
+        loss_over: ``"sequences"`` or ``"tokens"`` if the loss is a mean over those of the call,
+            ``"nothing"`` if the losses of a batch's calls add up.
     """
 
     def __init__(
@@ -33,7 +44,8 @@ class Metrics(Mapping[str, Tensor]):
         sequences: int = 0,
         loss_over: str = "nothing",
     ) -> None:
-        """Without `extremes`, `pairs` is name -> mean: Lightning's Fabric copies a mapping as ``type(x)(items)``."""
+        """Without `extremes`, `pairs` is name -> mean: Lightning's Fabric copies a mapping as
+        ``type(x)(items)``."""
         self._lost = extremes is None
         self._pairs: dict[str, tuple[Tensor, Tensor]] = {} if extremes is None else {**pairs}
         self._extremes: dict[str, Tensor] = {**pairs} if extremes is None else extremes
@@ -43,8 +55,9 @@ class Metrics(Mapping[str, Tensor]):
     def pairs(self) -> dict[str, tuple[Tensor, Tensor]]:
         if self._lost:
             raise RuntimeError(
-                "metrics: expected those that the loss made, got a copy that a wrapper of the module (Lightning's "
-                "Fabric) made of their means: return out.metrics.pairs beside the loss from the module's forward"
+                "metrics: expected those that the loss made, got a copy that a wrapper of the "
+                "module (Lightning's Fabric) made of their means: return out.metrics.pairs beside "
+                "the loss from the module's forward"
             )
         return self._pairs
 
@@ -52,12 +65,14 @@ class Metrics(Mapping[str, Tensor]):
     def merge(cls, parts: Iterable[Metrics]) -> Metrics:
         """Merge the metrics of micro-batches into those that one call on all of them would give.
 
-        ``policy_loss`` goes by its normaliser. A mean over sequences (grpo, sapo, gmpo, dr_grpo, luspo) weighs each
-        part by its sequences, a mean over tokens (bnpo; dapo, cispo and vespo without ``num_items_in_batch``) by its
-        counted tokens; with ``num_items_in_batch``, that of the whole step, the parts add up.
+        ``policy_loss`` goes by its normaliser. A mean over sequences (grpo, sapo, gmpo, dr_grpo,
+        luspo) weighs each part by its sequences, a mean over tokens (bnpo; dapo, cispo and vespo
+        without ``num_items_in_batch``) by its counted tokens; with ``num_items_in_batch``, that of
+        the whole step, the parts add up.
 
         Raises:
-            TypeError, ValueError: `parts` are no metrics, none at all, or those of different losses.
+            TypeError, ValueError: `parts` are no metrics, none at all, or those of different
+                losses.
         """
         parts = list(parts)
         for part in parts:
@@ -66,8 +81,11 @@ class Metrics(Mapping[str, Tensor]):
         kinds = {(*part, part.loss_over) for part in parts}
         if len(kinds) != 1:
             raise ValueError(f"parts: expected the metrics of one loss, got those of {len(kinds)}")
-        first = parts[0]
-        pairs = {name: _added([part.pairs[name] for part in parts]) for name in first.pairs}
+        first, pairs = parts[0], {}
+        for name in first.pairs:
+            stacked = torch.stack([torch.stack(part.pairs[name]) for part in parts])
+            total, count = stacked.sum(dim=0).unbind()
+            pairs[name] = total, count
         losses = torch.stack([part["policy_loss"] for part in parts])
         weights = torch.stack([part._loss_weight() for part in parts])
         loss = (losses * weights).sum()
@@ -75,7 +93,9 @@ class Metrics(Mapping[str, Tensor]):
             loss = loss / weights.sum().clamp(min=1)
         pairs["policy_loss"] = loss, torch.ones_like(loss)
         extremes = {
-            name: extreme(torch.stack([part[name] for part in parts]), largest=name.endswith("max"))
+            name: _extreme(
+                torch.stack([part[name] for part in parts]), largest=name.endswith("max")
+            )
             for name in first._extremes
         }
         sequences = sum(part.sequences for part in parts)
@@ -100,15 +120,11 @@ class Metrics(Mapping[str, Tensor]):
         if name in self._extremes:
             return self._extremes[name]
         if name not in self._pairs:
-            raise KeyError(f"metrics: expected one of {', '.join(self._near(name))}; got {name!r}")
+            known = ", ".join(self)
+            hint = did_you_mean(str(name), self)
+            raise KeyError(f"metrics: expected one of {known}; got {name!r}{hint}")
         total, count = self._pairs[name]
         return total / count.clamp(min=1)
-
-    def _near(self, name: object) -> list[str]:
-        """The names that may be meant, or all."""
-        names = [*self]
-        begin_so = [x for x in names if x.startswith(f"{name}/")]
-        return begin_so or difflib.get_close_matches(str(name), names) or names
 
     def __contains__(self, name: object) -> bool:
         return name in self._pairs or name in self._extremes
@@ -137,9 +153,8 @@ class _Context(NamedTuple):
 def _flatten(metrics: Metrics) -> tuple[list[Any], _Context]:
     pairs, extremes = metrics._pairs, metrics._extremes
     leaves = [*(x for pair in pairs.values() for x in pair), *extremes.values()]
-    return leaves, _Context(
-        (*pairs,), (*extremes,), metrics.sequences, metrics.loss_over, metrics._lost
-    )
+    facts = metrics.sequences, metrics.loss_over, metrics._lost
+    return leaves, _Context((*pairs,), (*extremes,), *facts)
 
 
 def _flatten_with_keys(metrics: Metrics) -> tuple[list[tuple[pytree.KeyEntry, Any]], _Context]:
@@ -163,19 +178,125 @@ pytree.register_pytree_node(
     _unflatten,
     serialized_type_name="grpo_kernels.Metrics",
     to_dumpable_context=lambda context: context,
-    from_dumpable_context=lambda x: _Context(
-        tuple(x[0]), tuple(x[1]), *x[2:]
-    ),  # JSON knows lists only
+    from_dumpable_context=lambda x: _Context(tuple(x[0]), tuple(x[1]), *x[2:]),  # JSON has lists
     flatten_with_keys_fn=_flatten_with_keys,
 )
 
 
-def _added(pairs: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    total, count = torch.stack([torch.stack(pair) for pair in pairs]).sum(dim=0).unbind()
-    return total, count
+def loss_metrics(
+    config: LossConfig,
+    tokens: Tokens,
+    entropies: Tensor,
+    evaluation: Evaluation,
+    with_grad: Tensor,
+    *,
+    num_items: bool,
+) -> Metrics:
+    """Return the metrics of one loss, whose backward had products for `with_grad` () tokens.
+
+    `num_items` is True if ``num_items_in_batch`` was given. Means are over the counted tokens, or
+    over the sequences where there is one value per sequence. A sequence without a counted token has
+    the ratio 1. Sums over the tokens are taken once, at the end: of all numbers, and of all flags.
+    """
+    layout, terms, n = tokens.layout, evaluation.terms, len(tokens)
+    pairs: dict[str, tuple[Tensor, Tensor]] = {}
+    summed: dict[str, Tensor] = {}  # (n,) each
+    extremes: dict[str, Tensor] = {}
+
+    @functools.cache
+    def number(x: float) -> Tensor:  # on the device, (), one tensor per value
+        return entropies.new_full((), x)
+
+    def over_tokens(name: str, x: Tensor) -> None:
+        summed[name] = x
+        pairs[name] = (x, number(n))  # keeps the place in the order
+
+    def over_sequences(name: str, x: Tensor) -> None:
+        pairs[name] = (x.to(entropies.dtype).sum(), number(layout.batch))
+
+    def shared(x: Tensor, empty: float = 0.0) -> Tensor:  # by all tokens of a sequence -> (B,)
+        of_sequence = entropies.new_full((layout.batch,), empty)
+        of_sequence[layout.sequence] = x.to(of_sequence.dtype)
+        return of_sequence
+
+    pairs["policy_loss"] = (evaluation.policy_loss, number(1))
+    over_tokens("entropy", entropies)
+    over_tokens("advantages/mean", tokens.advantages)
+    over_tokens("advantages/zero", tokens.advantages == 0)
+    pairs["rows/projected"] = (number(n), number(math.prod(layout.shape)))
+    pairs["rows/gradient"] = (with_grad.to(entropies.dtype), number(n))
+    if terms is not None and terms.kl is not None:
+        over_tokens("kl", terms.kl)
+    ratio, gap = tokens.unexpanded_ratio, None
+    if terms is not None:
+        gap, of_loss = terms.sampling_difference, terms.importance_sampling_ratio
+        ratio = ratio if of_loss is None else of_loss
+    if ratio is not None:
+        per_sequence = tokens.sequence_ratio is not None
+        if gap is not None:
+            per_sequence = config.sampling_ratio_is_per_sequence
+        mean = over_sequences if per_sequence else over_tokens
+        mean("importance_sampling_ratio", ratio)
+    if terms is not None and terms.on_policy_keep is not None:
+        over_tokens("off_policy_masked", ~terms.on_policy_keep)
+    if tokens.sampling_per_token_logps is not None:
+        over_tokens("sampling_unscored", torch.isnan(tokens.sampling_per_token_logps))
+    if gap is not None and ratio is not None:
+        gap, missing = gap.abs(), torch.isnan(gap)
+        scored = (~missing).sum(dtype=gap.dtype)
+        name = "sampling/sampling_logp_difference"
+        pairs[f"{name}/mean"] = (torch.where(missing, 0.0, gap).sum(), scored)
+        extremes[f"{name}/max"] = _extreme(gap, largest=True)
+        for least in ("min", "max"):
+            name = f"sampling/importance_sampling_ratio/{least}"
+            extremes[name] = _extreme(ratio, largest=least == "max")
+
+    clipped: dict[str, Tensor] = {}
+    if terms is not None:
+        loss_type, ratios = loss_of(config), torch.exp(terms.log_ratio)
+        of_level = loss_type.takes_level
+        by_sequence = config.importance_sampling_level == "sequence"
+        # with one ratio and one advantage per sequence, TRL counts clipped sequences, else tokens
+        once = by_sequence and of_level and tokens.advantages_per_sequence
+
+        def mean_of(name: str, x: Tensor, per_sequence: bool, empty: float = 0.0) -> None:
+            if per_sequence:
+                over_sequences(name, shared(x, empty))
+            else:
+                over_tokens(name, x)
+
+        mean_of("ratio", ratios, by_sequence or not of_level, empty=1.0)
+        if terms.phi is not None:
+            mean_of("vespo/phi_seq_mean", terms.phi, tokens.advantages_per_sequence, empty=1.0)
+        if loss_type.capped is not None:
+            capped = loss_type.capped(config, ratios, tokens.advantages)
+            mean_of("cispo_clip_ratio", capped, once)
+        if loss_type.clipped is not None:
+            both = ratios, terms.token_log_ratio
+            low, high = loss_type.clipped(config, *both, tokens.advantages)
+            mean_of("clip_ratio/low_mean", low, once)
+            mean_of("clip_ratio/high_mean", high, once)
+            mean_of("clip_ratio/region_mean", low | high, once)
+            if once:
+                clipped = {"low_min": shared(low), "high_max": shared(high)}
+            else:  # shares of each sequence's tokens, counted exactly, in any order
+                ones = torch.stack([low, high], dim=1).to(entropies.dtype)
+                counts = ones.new_zeros(layout.batch, 2).index_add_(0, layout.sequence, ones)
+                shares = [x / layout.lengths for x in counts.unbind(1)]
+                clipped = dict(zip(("low_min", "high_max"), shares, strict=True))
+
+    for flags in (False, True):
+        summands = {name: x for name, x in summed.items() if (x.dtype == torch.bool) == flags}
+        if summands:
+            sums = torch.stack([*summands.values()]).sum(dim=1, dtype=entropies.dtype)
+            pairs |= {k: (x, pairs[k][1]) for k, x in zip(summands, sums.unbind(), strict=True)}
+    for name, x in clipped.items():
+        extremes[f"clip_ratio/{name}"] = _extreme(x, largest=name == "high_max")
+    loss_over = averaged_over(config, num_items=num_items)
+    return Metrics(pairs, extremes, sequences=layout.batch, loss_over=loss_over)
 
 
-def extreme(x: Tensor, *, largest: bool) -> Tensor:
+def _extreme(x: Tensor, *, largest: bool) -> Tensor:
     """The largest or smallest value that is not NaN; NaN if there is none."""
     if x.numel() == 0:
         return x.new_full((), torch.nan)

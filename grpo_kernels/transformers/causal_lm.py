@@ -22,7 +22,7 @@ from grpo_kernels.body.inputs import Batch, TrunkOptions, check_names, check_ski
 from grpo_kernels.call.results import LossOutput, Scores
 from grpo_kernels.head.head import Head
 from grpo_kernels.loss import GRPOLoss, grpo_loss, policy_expectation
-from grpo_kernels.objective.normaliser import averaged_over
+from grpo_kernels.objective.losses import averaged_over
 from grpo_kernels.scores import linear_logprob
 from grpo_kernels.transformers import head as heads
 from grpo_kernels.transformers.call import RESULTS, HeadCall, run_scored

@@ -24,8 +24,7 @@ from grpo_kernels.call.results import Scores
 from grpo_kernels.head.head import Head
 from grpo_kernels.head.module import active_adapters, linear_of, whole_constant
 from grpo_kernels.objective.config import config_of_trainer
-from grpo_kernels.objective.losses import loss_of
-from grpo_kernels.objective.normaliser import token_weights
+from grpo_kernels.objective.losses import loss_of, token_weights
 from grpo_kernels.scores import linear_divergence
 from grpo_kernels.transformers.head import inner_head
 from grpo_kernels.trl.fused_head import HEAD

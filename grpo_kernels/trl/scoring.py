@@ -44,7 +44,7 @@ from grpo_kernels.call.results import Scores
 from grpo_kernels.head.head import Head
 from grpo_kernels.host import replaced
 from grpo_kernels.objective.config import LossConfig
-from grpo_kernels.objective.sampler_correction import bounded_ratio
+from grpo_kernels.objective.policy import bounded_ratio
 from grpo_kernels.scores import linear_logprob
 from grpo_kernels.trl.fused_head import HEAD
 from grpo_kernels.trl.micro_batches import (

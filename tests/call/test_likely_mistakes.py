@@ -148,7 +148,7 @@ def with_kl(tokens: TokenInputs) -> Tensor:
 
 
 READING: list[tuple[Callable[[TokenInputs], Tensor], str]] = [
-    (with_kl, "importance_sampling_ratio, ref_per_token_logps"),
+    (with_kl, "ref_per_token_logps"),
     (
         lambda tokens: tokens.sampling_per_token_logps.exp() * tokens.logps,
         "sampling_per_token_logps",
@@ -165,13 +165,10 @@ READING: list[tuple[Callable[[TokenInputs], Tensor], str]] = [
 def test_an_objective_that_reads_what_was_not_given(
     objective: Callable[[TokenInputs], Tensor], absent: str, declare: Callable[[Any], Any]
 ) -> None:
-    read = ", ".join(f"tokens.{name}" for name in absent.split(", "))
-    with pytest.raises(
-        ValueError,
-        match=rf"^objective: expected {absent} beside .* since it reads {read}, got None$",
-    ):
+    message = f"NoneType.*; the call was given no .*{absent}"
+    with pytest.raises((TypeError, AttributeError), match=message):
         flat(grpo_loss)(**BATCH, objective=declare(objective))
-    with pytest.raises(ValueError, match=rf"^objective: expected {absent} beside"):
+    with pytest.raises((TypeError, AttributeError), match=message):
         policy_loss_from_logps(
             -torch.ones(IDS.shape), torch.ones(IDS.shape), **SHARED, objective=declare(objective)
         )

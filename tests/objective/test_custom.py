@@ -205,8 +205,8 @@ def test_a_declaration_is_believed_and_nothing_is_run_twice() -> None:
 
 
 def test_inputs_that_are_not_there_are_named() -> None:
-    message = "objective: expected the inputs that it reads; this call has no ref_per_token_logps, "
-    with pytest.raises(ValueError, match=message):
+    message = "NoneType.*; the call was given no ref_per_token_logps, "
+    with pytest.raises(TypeError, match=message):
         grpo_loss(
             **training_batch(), objective=lambda tokens: tokens.logps - tokens.ref_per_token_logps
         )

@@ -50,7 +50,7 @@ ADDED = (  # file, the beginning of a list, its end, what comes before that end
         "grpo_kernels/objective/config.py", "    loss_type: LossTypeName =", "\n\n",
         "\n    novel_scale: float = field(default=0.5, metadata=_above(0.0))",
     ),
-    ("grpo_kernels/objective/keywords.py", "class LossFields", "", "    novel_scale: float\n"),
+    ("grpo_kernels/objective/config.py", "class LossFields", "\n\n\n", "\n    novel_scale: float"),
     ("tests/support/reference_terms.py", "DEFAULTS = {", "\n}", '\n    "novel_scale": 0.5,'),
     ("tests/support/reference_terms.py", "", "\n\n@dataclass(frozen=True)\nclass Loss:", IN_THE_REFERENCE),
     ("tests/support/reference_terms.py", "TERMS = {", "\n}", TERMS),

@@ -12,8 +12,7 @@ from grpo_kernels import LossConfig, grpo_loss, presets
 from grpo_kernels.base.records import take
 from grpo_kernels.batch.inputs import LossInputs
 from grpo_kernels.batch.tokens import Tokens, read_tokens
-from grpo_kernels.objective.losses import LOSSES
-from grpo_kernels.objective.normaliser import token_weights
+from grpo_kernels.objective.losses import LOSSES, token_weights
 from grpo_kernels.objective.policy import PolicyObjective
 from tests.support import reference_terms
 from tests.support.flat import flat

@@ -15,7 +15,7 @@ from torch import Tensor
 from grpo_kernels import LossConfig
 from grpo_kernels.batch.inputs import LossInputs
 from grpo_kernels.batch.tokens import read_tokens
-from grpo_kernels.objective.normaliser import token_weights
+from grpo_kernels.objective.losses import token_weights
 from grpo_kernels.objective.policy import PolicyObjective
 
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -14,8 +14,7 @@ from grpo_kernels import LossConfig
 from grpo_kernels.backends.interface import Chunk, FusedRowBackend, LogitTransform
 from grpo_kernels.batch.inputs import LossInputs
 from grpo_kernels.batch.tokens import read_tokens
-from grpo_kernels.objective.losses import LOSSES
-from grpo_kernels.objective.normaliser import token_weights
+from grpo_kernels.objective.losses import LOSSES, token_weights
 from grpo_kernels.objective.policy import PolicyObjective
 from grpo_kernels.token_loss.formulas import ESTIMATORS, SURROGATES, times
 from tests.support.reference_terms import TERMS, either, filled, vespo
