@@ -27,7 +27,7 @@ from grpo_kernels.engine.device import CUDA, LARGE_CHUNK_ROWS
 from grpo_kernels.head.head import Head
 from grpo_kernels.loss import grpo_loss
 from grpo_kernels.objective.config import LossConfig
-from grpo_kernels.scores import linear_divergence, linear_logprob
+from grpo_kernels.scores import linear_divergence
 
 __all__ = ["collect", "render"]
 
@@ -40,14 +40,16 @@ PRECISIONS = {  # of float32 products, by torch's names
 
 
 def collect() -> dict[str, dict[str, str]]:
-    """Return the report: section -> name -> text. Of the packages it names, only torch is
-    imported.
-    """
+    """Return the report: section -> name -> text. Of the packages, only torch is imported."""
     everywhere = devices()
-    least, most = (f"{size / 2**20:.0f} MiB" for size in (CUDA.workspaces[0], CUDA.workspaces[-1]))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the report itself says the same
         chosen = {str(device): choose_backend("auto", device) for device in everywhere}
+    library = build.load()
+    kernels = "none"
+    if not library.refusal:
+        kernels = f"{torch.ops.grpo_kernels_cpp.isa('')}, {library.path or library.origin}"
+    least, *_, most = (f"{size / 2**20:.0f} MiB" for size in CUDA.workspaces)
     return {
         "versions": {
             "python": platform.python_version(),
@@ -65,7 +67,7 @@ def collect() -> dict[str, dict[str, str]]:
         "devices": {str(device): _describe(device) for device in everywhere},
         "backend": {
             **{name: f"{backend.name} ({reason})" for name, (backend, reason) in chosen.items()},
-            "C++ library": _library(),
+            "C++ library": kernels,
         },
         "defaults": {
             "workspace": f"{least} (on a GPU as much as chunks of {LARGE_CHUNK_ROWS} rows take, "
@@ -115,26 +117,16 @@ def _describe(device: torch.device) -> str:
     return f"{gpu.name}, capability {gpu.major}.{gpu.minor}, {memory}, {runtime}"
 
 
-def _library() -> str:
-    library = build.load()
-    if library.refusal:
-        return "none"
-    return f"{torch.ops.grpo_kernels_cpp.isa('')}, {library.path or library.origin}"
-
-
 def _settings() -> dict[str, str]:
     """The settings of torch, in this process, that change the results of products."""
     # allow_tf32 and get_float32_matmul_precision raise where the newer fp32_precision was set
     cuda = torch.backends.cuda.matmul
     mkldnn = cast(Any, torch.backends.mkldnn).matmul  # which its type stub lacks
-    lines = {
-        f"float32 products, {name}": f"{PRECISIONS.get(value, value)} "
-        f"(torch.backends.{where}.matmul.fp32_precision: {value})"
-        for name, where, value in (
-            ("cpu", "mkldnn", mkldnn.fp32_precision),
-            ("cuda", "cuda", cuda.fp32_precision),
-        )
-    }
+    lines = {}
+    for device, name, module in (("cpu", "mkldnn", mkldnn), ("cuda", "cuda", cuda)):
+        value = module.fp32_precision
+        setting = f"torch.backends.{name}.matmul.fp32_precision: {value}"
+        lines[f"float32 products, {device}"] = f"{PRECISIONS.get(value, value)} ({setting})"
     refused = cuda.allow_fp16_accumulation
     how = "refused, since they would be summed in float16" if refused else "summed in float32"
     setting = f"torch.backends.cuda.matmul.allow_fp16_accumulation: {refused}"
@@ -145,15 +137,16 @@ def _settings() -> dict[str, str]:
 # about 1e-6 at these sizes; with a bfloat16 head d logits are rounded, and then the gradient.
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2**-6}
 B, T, H, V = 4, 9, 16, 9001  # V: several steps of a GPU kernel's tile, and a tail
+TEMPERATURE, SCALE, CAP = 0.9, 1.5, 4.0
 
 Pairs = dict[str, tuple[Any, Any]]  # name of a result -> (ours, the float64 formula's)
 
 
 def check(devices: list[torch.device]) -> Iterator[dict[str, Any]]:
-    """Compare each backend that works with float64: a mapping for each call.
+    """Compare each backend that works with float64; yield a mapping for each call.
 
-    Its ``error`` is that of the result nearest to its tolerance, over that result's largest
-    element; None if the call raised.
+    Its ``error`` is that of the result nearest to its tolerance, over the result's largest element;
+    None if the call raised.
     """
     for device in devices:
         for backend in ("torch", "cpp" if device.type == "cpu" else "triton"):
@@ -166,63 +159,54 @@ def check(devices: list[torch.device]) -> Iterator[dict[str, Any]]:
                 about = f"{name}, {str(dtype).removeprefix('torch.')}"
                 found = {"name": about, "device": str(device), "backend": backend}
                 try:
-                    yield found | _compared(call(*_drawn(dtype, device), run))
-                except Exception as error:
-                    detail = f"{type(error).__name__}: {error}"
+                    pairs = call(*_drawn(dtype, device), run)
+                    share, error, what = max(_errors(pairs))
+                except Exception as raised:
+                    detail = f"{type(raised).__name__}: {raised}"
                     yield found | {"error": None, "ok": False, "detail": detail}
+                    continue
+                shown = error if math.isfinite(error) else None
+                detail = "" if share <= 1 else f"in {what}"
+                yield found | {"error": shown, "ok": share <= 1, "detail": detail}
 
 
-def _compared(pairs: Pairs) -> dict[str, Any]:
-    found = []
+def _errors(pairs: Pairs) -> Iterator[tuple[float, float, str]]:
+    """(error over its tolerance, error, name) of each result."""
     for name, (ours, exact) in pairs.items():
         gap = (ours.detach().double().cpu() - exact.detach()).abs().max()
         error = float((gap / exact.detach().abs().max().clamp(min=1e-12)).nan_to_num(nan=math.inf))
-        found.append((error / TOLERANCES[ours.dtype], error, name))
-    share, error, name = max(found)
-    shown = error if math.isfinite(error) else None
-    return {"error": shown, "ok": share <= 1, "detail": "" if share <= 1 else f"in {name}"}
+        yield error / TOLERANCES[ours.dtype], error, name
 
 
-def _drawn(dtype: torch.dtype, device: torch.device) -> tuple[list[Tensor], list[Tensor], Tensor]:
-    """Ours and in float64: hidden, weight, bias, a teacher's hidden, its weight; then ids (B,
-    T).
-    """
+def _drawn(dtype: torch.dtype, device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
+    """Ours and in float64: hidden, weight, bias, and a teacher's hidden and weight."""
     draw = torch.Generator().manual_seed(0)
     shapes = (B, T, H), (V, H), (V,), (B, T, H), (V, H)
     values = [torch.randn(shape, generator=draw).div(3).to(dtype) for shape in shapes]
     ours = [x.to(device, copy=True).requires_grad_() for x in values]
-    exact = [x.double().requires_grad_() for x in values]
-    return ours, exact, torch.randint(V, (B, T), generator=draw)
-
-
-def _scores(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """logps and entropies (B, T) of all logits (B, T, V)."""
-    log_p = logits.log_softmax(-1)
-    return log_p.gather(-1, ids[..., None]).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
+    return ours, [x.double().requires_grad_() for x in values]
 
 
 def _loss(
-    ours: list[Tensor],
-    exact: list[Tensor],
-    ids: Tensor,
-    run: Run,
-    frozen: bool = False,
-    **fields: Any,
+    ours: list[Tensor], exact: list[Tensor], run: Run, frozen: bool = False, **fields: Any
 ) -> Pairs:
     """`grpo_loss`, and as published: clipped ratios, KL, the mean of each sequence, the bonus."""
-    config = LossConfig(loss_type="grpo", temperature=0.9, **fields)
+    config = LossConfig(loss_type="grpo", temperature=TEMPERATURE, **fields)
+    ids = torch.randint(V, (B, T), generator=torch.Generator().manual_seed(1))
     mask = torch.arange(T) < torch.tensor([[T], [1], [T - 2], [T // 2]])
     advantages = torch.tensor([1.3, -0.7, 0.0, -1.1])
-    logps, entropies = _scores(exact[0] @ exact[1].T / config.temperature, ids)
+    logits = SCALE * (exact[0] @ exact[1].T + exact[2])
+    log_p = (CAP * torch.tanh(logits / CAP) / TEMPERATURE).log_softmax(-1)
+    logps, entropies = log_p.gather(-1, ids[..., None])[..., 0], -(log_p.exp() * log_p).sum(-1)
     drift = torch.linspace(-0.4, 0.4, B * T).view(B, T)
     old, ref = (logps.detach() + drift).float(), (logps.detach() - drift.flip(1)).float()
-    weight = ours[1].detach() if frozen else ours[1]
-    given = (x.to(weight.device) for x in (ids, mask, advantages, old, ref))
-    ids_, mask_, advantages_, old_, ref_ = given
+    weight, bias = (x.detach() if frozen else x for x in ours[1:3])
     out = grpo_loss(
-        *(ours[0], weight, ids_, mask_, advantages_),
-        old_per_token_logps=old_,
-        ref_per_token_logps=ref_ if config.beta else None,
+        ours[0],
+        Head(weight, bias, final_logit_softcapping=CAP, logit_scale=SCALE),
+        *(x.to(weight.device) for x in (ids, mask, advantages)),
+        old_per_token_logps=old.to(weight.device),
+        ref_per_token_logps=ref.to(weight.device) if config.beta else None,
         config=config,
         run=run,
     )
@@ -241,28 +225,14 @@ def _loss(
     loss.backward()
     pairs = {"loss": (out.loss, loss), "per_token_logps": (out.per_token_logps, logps * mask)}
     pairs |= {"entropies": (out.entropies, entropies * mask)}
-    return pairs | _gradients(ours, exact, "hidden", *(() if frozen else ("weight",)))
+    names = ("hidden",) if frozen else ("hidden", "weight", "bias")
+    return pairs | {f"d {x}": (ours[i].grad, exact[i].grad) for i, x in enumerate(names)}
 
 
-def _logprob(ours: list[Tensor], exact: list[Tensor], ids: Tensor, run: Run) -> Pairs:
-    """`linear_logprob` with all that a head may have, and a gradient through both results."""
-    head = Head(ours[1], ours[2], final_logit_softcapping=4.0, logit_scale=1.5)
-    scores = linear_logprob(ours[0], head, ids.to(ours[0].device), temperature=0.7, run=run)
-    logits = 4.0 * torch.tanh(1.5 * (exact[0] @ exact[1].T + exact[2]) / 4.0)
-    logps, entropies = _scores(logits / 0.7, ids)
-    (scores.logps - 0.3 * scores.entropies).sum().backward()
-    (logps - 0.3 * entropies).sum().backward()
-    pairs = {"logps": (scores.logps, logps), "entropies": (scores.entropies, entropies)}
-    return pairs | _gradients(ours, exact, "hidden", "weight", "bias")
-
-
-def _divergence(
-    ours: list[Tensor], exact: list[Tensor], ids: Tensor, run: Run, *, kind: Any
-) -> Pairs:
+def _divergence(ours: list[Tensor], exact: list[Tensor], run: Run, *, kind: Any) -> Pairs:
     hidden, weight, _, other, other_weight = ours
     teacher = other.detach(), other_weight.detach()
-    scores = linear_divergence(hidden, weight, *teacher, divergence=kind, run=run)
-    found = scores.divergence
+    found = linear_divergence(hidden, weight, *teacher, divergence=kind, run=run).divergence
     log_p, log_q = ((exact[i] @ exact[i + 1].T).log_softmax(-1) for i in (0, 3))
     log_m = torch.logaddexp(log_p, log_q) - math.log(2.0)
     wanted = {
@@ -272,21 +242,15 @@ def _divergence(
     }[kind].sum(-1)
     found.sum().backward()
     wanted.sum().backward()
-    return {"divergence": (found, wanted), **_gradients(ours, exact, "hidden", "weight")}
-
-
-def _gradients(ours: list[Tensor], exact: list[Tensor], *names: str) -> Pairs:
-    return {f"d {name}": (x.grad, y.grad) for name, x, y in zip(names, ours, exact, strict=False)}
+    pairs = {f"d {x}": (ours[i].grad, exact[i].grad) for i, x in enumerate(("hidden", "weight"))}
+    return pairs | {"divergence": (found, wanted)}
 
 
 CALLS: dict[str, Callable[..., Pairs]] = {
     "grpo_loss, KL": partial(_loss, beta=0.04),
     "grpo_loss, KL, frozen head": partial(_loss, beta=0.04, frozen=True),
     "grpo_loss, entropy bonus": partial(_loss, entropy_coef=0.01),
-    "grpo_loss, sequence ratios": partial(
-        _loss, importance_sampling_level="sequence", epsilon=3e-4
-    ),
-    "linear_logprob, bias, soft-cap, scale": _logprob,
+    "grpo_loss, sequences": partial(_loss, importance_sampling_level="sequence", epsilon=3e-4),
     **{
         f"linear_divergence, {kind}": partial(_divergence, kind=kind)
         for kind in ("reverse_kl", "forward_kl", "jsd")
