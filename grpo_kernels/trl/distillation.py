@@ -25,14 +25,8 @@ from grpo_kernels.head.module import whole_constant
 from grpo_kernels.host import HostFunction, during
 from grpo_kernels.scores import linear_divergence
 from grpo_kernels.transformers.head import causal_lm
-from grpo_kernels.trl.fused_head import (
-    CALL,
-    HeadCalls,
-    LogsRows,
-    constants_of,
-    count_rows,
-    measured,
-)
+from grpo_kernels.trl import fused_head
+from grpo_kernels.trl.fused_head import CALL, HeadCalls, LogsRows, constants_of
 
 
 def divergence_loss(
@@ -97,7 +91,7 @@ def divergence_loss(
             # for the backward; the teacher's is kept
             run=Run(gather=lambda: maybe_gather_lm_head_ctx(*student)),
         )
-    count_rows(CALL.get().shares, valid.numel(), valid, (found.divergence,))
+    fused_head.count_rows(CALL.get().shares, valid.numel(), valid, (found.divergence,))
     count = valid.sum()
     total, entropy = found.divergence.sum(), found.entropies.detach().sum()
     items = count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
@@ -127,11 +121,11 @@ class FusedDistillationTrainer(LogsRows, DistillationTrainer):
         if not DIVERGENCE.is_known():
             DIVERGENCE.warn_unknown()
         super().__init__(*args, **kwargs)
-        student, teacher = (
-            None if model is None else measured(causal_lm(self.accelerator.unwrap_model(model)))
-            for model in (self.model, self.teacher_model)
+        unwrap, teacher = self.accelerator.unwrap_model, self.teacher_model
+        self._heads = (
+            fused_head.measured(causal_lm(unwrap(self.model))),
+            None if teacher is None else fused_head.measured(causal_lm(unwrap(teacher))),
         )
-        self._heads = student, teacher
 
     def _compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         """Compute TRL's loss, with our divergence."""

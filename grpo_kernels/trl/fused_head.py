@@ -31,17 +31,8 @@ from grpo_kernels.base.choices import Extra, LogitsDtype, choices
 from grpo_kernels.call.plan import Run
 from grpo_kernels.call.results import Scores
 from grpo_kernels.engine.plan import Gather
+from grpo_kernels.head import module as heads
 from grpo_kernels.head.head import Head
-from grpo_kernels.head.module import (
-    active_adapters,
-    check_hooks,
-    divided_modules,
-    gather_of,
-    is_fsdp_unit,
-    linear_of,
-    parameters_of,
-    within_head,
-)
 from grpo_kernels.host import HostFunction, KnownRows, Shares, during, replaced
 from grpo_kernels.scores import linear_logprob
 from grpo_kernels.transformers.call import measured_head
@@ -245,7 +236,7 @@ class ModelHead:
 
     @property
     def device(self) -> torch.device:
-        return linear_of(inner_head(self._module)).weight.device
+        return heads.linear_of(inner_head(self._module)).weight.device
 
     @property
     def ds_status(self) -> Any:
@@ -259,18 +250,20 @@ class ModelHead:
     ) -> Scores:
         """Call ``compute(hidden, head, gather)`` with the head's parameters, whole inside."""
         head = inner_head(self._module)
-        unit = self._module if is_fsdp_unit(self._module) else head
-        check_hooks(unit)
+        unit = self._module if heads.is_fsdp_unit(self._module) else head
+        heads.check_hooks(unit)
         names: list[str] = []
 
         def whole(hidden: Tensor) -> tuple[Tensor, ...]:
-            weight, bias, lora = parameters_of(head, hidden)
-            found = compute(hidden, Head(weight, bias, lora), gather_of(head.parameters())).given
+            weight, bias, lora = heads.parameters_of(head, hidden)
+            found = compute(
+                hidden, Head(weight, bias, lora), heads.gather_of(head.parameters())
+            ).given
             names[:] = found
             # no views: FSDP2 may lose its hooks on them
             return tuple(x.clone() for x in found.values())
 
-        return Scores(**dict(zip(names, within_head(unit, whole, hidden), strict=False)))
+        return Scores(**dict(zip(names, heads.within_head(unit, whole, hidden), strict=False)))
 
 
 @contextmanager
@@ -280,7 +273,7 @@ def whole_heads(model: nn.Module) -> Iterator[None]:
     head = base.get_output_embeddings()
     layer = getattr(trl_grpo, _TUNED, None)
     is_tuned = layer is not None and isinstance(inner_head(head), layer)
-    if not (is_fsdp_unit(head) or divided_modules(head) or is_tuned):
+    if not (heads.is_fsdp_unit(head) or heads.divided_modules(head) or is_tuned):
         yield
         return
     try:
@@ -291,7 +284,7 @@ def whole_heads(model: nn.Module) -> Iterator[None]:
         # gradient of adapters off for the reference, and on again, at the parameters that it
         # finds: if it found shards first and whole ones then, the shards' would stay off.
         for module in model.modules() if not torch.is_grad_enabled() else ():
-            if is_fsdp_unit(module):
+            if heads.is_fsdp_unit(module):
                 module.reshard()  # type: ignore[operator]
 
 
@@ -305,9 +298,9 @@ def adapters_allowed() -> AbstractContextManager[None]:
 def check_head(model: nn.Module, args: Any) -> None:
     """Raise unless the head is ``nn.Linear``, alone or with plain LoRA and without fp32 cast."""
     head = inner_head(causal_lm(model).get_output_embeddings())
-    if linear_of(head) is head:
+    if heads.linear_of(head) is head:
         return
-    active_adapters(head)
+    heads.active_adapters(head)
     if getattr(args, "cast_lm_head_to_fp32", False):
         raise ValueError(
             "cast_lm_head_to_fp32: expected False with an adapter on lm_head, which would go on "

@@ -46,14 +46,9 @@ from grpo_kernels.host import replaced
 from grpo_kernels.objective.config import LossConfig
 from grpo_kernels.objective.policy import bounded_ratio
 from grpo_kernels.scores import linear_logprob
+from grpo_kernels.trl import micro_batches
 from grpo_kernels.trl.fused_head import HEAD
-from grpo_kernels.trl.micro_batches import (
-    EMPTY,
-    correction_options,
-    counted_tokens,
-    is_corrected,
-    metrics_of,
-)
+from grpo_kernels.trl.micro_batches import EMPTY, counted_tokens, is_corrected, metrics_of
 
 OLD, RATIO, REFERENCE = "old_per_token_logps", "importance_sampling_ratio", "ref_per_token_logps"
 SETS = "sampling_mask"  # of the rollout's output and of TRL's batch
@@ -130,7 +125,7 @@ class OldScoring:
         if not is_corrected(trainer):
             return
         sampling = inputs["sampling_per_token_logps"]
-        config = LossConfig(**correction_options(trainer))
+        config = LossConfig(**micro_batches.correction_options(trainer))
         mask = counted_tokens(inputs).bool()
         log_ratio = torch.where(mask, scored_difference(logps, sampling), 0.0)
         per_sequence = config.sampling_ratio_is_per_sequence

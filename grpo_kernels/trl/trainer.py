@@ -35,13 +35,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from trl import GRPOTrainer
 
-from grpo_kernels.base.choices import (
-    BackendName,
-    BatchLayout,
-    EngineName,
-    WithoutSet,
-    ZeroAdvantage,
-)
+from grpo_kernels.base import choices
 from grpo_kernels.body import trial
 from grpo_kernels.body.inputs import TrunkOptions
 from grpo_kernels.body.trunk import live_trunk, trunk_of
@@ -117,13 +111,13 @@ class FusedLossMixin(fused_head.LogsRows):
         *args: Any,
         fused_sampling_correction: bool | Literal["auto"] = "auto",
         kl_estimator: Literal["k3", "full"] = "k3",
-        zero_advantage: ZeroAdvantage = "score",
-        layout: BatchLayout = "tree",
+        zero_advantage: choices.ZeroAdvantage = "score",
+        layout: choices.BatchLayout = "tree",
         regroup: bool = False,
         tokens_per_forward: int | None = None,
-        sampling_mask: WithoutSet | None = None,
-        engine: EngineName = "auto",
-        backend: BackendName = "auto",
+        sampling_mask: choices.WithoutSet | None = None,
+        engine: choices.EngineName = "auto",
+        backend: choices.BackendName = "auto",
         workspace_bytes: int | None = None,
         **kwargs: Any,
     ) -> None:

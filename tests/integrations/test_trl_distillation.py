@@ -69,6 +69,9 @@ def test_training_is_the_same(name: str) -> None:
     assert {"loss", "grad_norm", "entropy"} <= stock.steps[0].keys()
     assert_same(stock, ours)
     assert trl_distillation._chunked_divergence_loss is THEIRS
+    log = ours.trainer.state.log_history[0]
+    assert 0 < log["rows/projected"] <= 1
+    assert log["rows/gradient"] == 1.0
 
 
 def test_a_patched_trainer_is_the_same_and_unpatching_gives_trls_back(

@@ -43,10 +43,7 @@ class CheckedTools(Checked):
 
 
 CASES: dict[str, tuple[type, dict[str, Any]]] = {
-    "dapo, twice, evaluated": (
-        Checked,
-        TWICE | EVALUATED | {"eval_dataset": tiny_run.dataset(8)},
-    ),
+    "dapo, twice, evaluated": (Checked, TWICE | EVALUATED | {"eval_dataset": tiny_run.dataset(8)}),
     "dapo, more steps a generation, adapters": (
         Checked,
         {"steps_per_generation": 4, "peft_config": parity.lora(), **EXACT},

@@ -19,8 +19,7 @@ from trl.trainer.base_trainer import _BaseTrainer
 
 from benchmarks import parity, tiny_models, tiny_run
 from grpo_kernels.base import checks
-from grpo_kernels.host import Shares
-from grpo_kernels.trl import FusedDistillationTrainer, FusedGRPOTrainer, patch_trl, unpatch_trl
+from grpo_kernels.trl import FusedGRPOTrainer, patch_trl, unpatch_trl
 from grpo_kernels.trl.fused_head import EXTRAS, HEAD, PATCHED, FusedHead, count_rows
 from tests.support.case_builder import seeded
 from tests.support.trl_training import Run, train
@@ -302,10 +301,13 @@ def logged(trainer_class: type) -> tuple[list[dict[str, float]], list[dict[str, 
 
 
 def test_the_trainer_logs_the_share_of_completion_tokens_and_of_those_with_an_advantage() -> None:
-    steps, wanted = logged(FusedGRPOTrainer)
+    steps, wanted = logged(FusedGRPOTrainer)  # whose entropies have no gradient
     assert [{name: step[name] for name in ROWS} for step in steps] == wanted
     assert any(0 < step["rows/gradient"] < 1 for step in wanted), "the case shows nothing"
     assert all(step["rows/projected"] < 1 for step in wanted), "the case shows nothing"
+    # a row counts once, also if log-probability and entropy have a gradient
+    (step,) = steps_of(train(FusedGRPOTrainer, 1, entropy_coef=0.01))
+    assert step["rows/gradient"] == 1.0
 
 
 def test_a_patched_trainer_logs_the_rows_that_trl_passes_and_an_unpatched_one_none() -> None:
@@ -334,40 +336,3 @@ def test_a_trainer_that_makes_its_own_logits_is_named_once() -> None:
         train(gkd.GKDTrainer, config_class=gkd.GKDConfig, lmbda=0.0, **given)
     (said,) = [str(x.message) for x in caught if "patch_trl" in str(x.message)]
     assert "GKDTrainer has trained a step without TRL's fused head" in said
-
-
-def test_distillation_logs_its_rows() -> None:
-    options = {"per_device_train_batch_size": 4, "max_completion_length": 6}
-    options |= {"teacher_model": tiny_models.model(), "config_class": trl.DistillationConfig}
-    (step,) = steps_of(train(FusedDistillationTrainer, 1, **options))
-    assert 0 < step["rows/projected"] <= 1
-    assert step["rows/gradient"] == 1.0
-
-
-class Both(torch.autograd.Function):
-    """A node with two results, which gives the hook of one that nothing reads None."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.set_materialize_grads(False)
-        return x * 1, x * 2
-
-    @staticmethod
-    def backward(ctx: Any, one: Tensor | None, other: Tensor | None) -> Tensor | None:  # type: ignore[override]
-        return one if other is None else other
-
-
-def test_rows_are_counted_once_however_many_results_have_a_gradient_and_never_without_one() -> None:
-    shares, mask = Shares(), torch.tensor([True, True, True, False])
-    x = torch.randn(4, requires_grad=True)
-    logps, entropy = 2 * x, 3 * x
-    count_rows(shares, 10, mask, (logps, entropy))
-    of_logps, of_entropy = torch.tensor([[1.0, 0.0, 0.0, 1.0], [1.0, 1.0, 0.0, 0.0]])
-    (logps * of_logps + entropy * of_entropy).sum().backward()
-    count_rows(shares, 10, None, (torch.zeros(4),))  # a scoring call
-    assert shares.take() == {"rows/projected": 0.3, "rows/gradient": 2 / 3}
-    assert shares.take() == {}
-    for results in ((2 * x, 3 * x), Both.apply(x)):  # the second one has no part in the loss
-        count_rows(shares, 4, None, results)
-        (results[0] * torch.tensor([1.0, 0.0, 0.0, 0.0])).sum().backward()
-        assert shares.take() == {"rows/projected": 1.0, "rows/gradient": 0.25}
