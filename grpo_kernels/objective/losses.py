@@ -201,10 +201,7 @@ LOSSES = {
 
 def loss_of(config: Config) -> LossType:
     """Return the loss type of a config."""
-    loss_type = LOSSES.get(config.loss_type)
-    if loss_type is None:
-        raise NotImplementedError(f"loss_type: no loss is declared as {config.loss_type!r}")
-    return loss_type
+    return LOSSES[config.loss_type]
 
 
 def token_weights(

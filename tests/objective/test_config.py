@@ -5,16 +5,20 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from dataclasses import fields
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
+import torch
 
-from grpo_kernels import GRPOLoss, LossConfig, presets
+from grpo_kernels import GRPOLoss, LossConfig, grpo_loss, presets
 from grpo_kernels.base import choices
+from grpo_kernels.base.choices import LossTypeName
 from grpo_kernels.base.trl_args import REFUSED
 from grpo_kernels.objective.config import config_of_trainer
 from grpo_kernels.objective.losses import LOSSES
+from tests.support.flat import flat
+from tests.support.small_batch import small_batch
 
 SWITCH = "vllm_importance_sampling_correction"
 
@@ -156,16 +160,9 @@ def test_it_is_frozen_and_the_module_takes_its_fields() -> None:
     assert GRPOLoss(presets.DAPO, epsilon_high=0.3).config.epsilon_high == 0.3
     with pytest.raises(TypeError, match="epsilom"):
         GRPOLoss(epsilom=0.1)
-    assert {*LOSSES} >= {
-        "grpo",
-        "bnpo",
-        "dr_grpo",
-        "dapo",
-        "cispo",
-        "sapo",
-        "luspo",
-        "vespo",
-    }  # TRL's
+    of_trl = {"grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"}
+    assert {*LOSSES} >= of_trl
+    assert {*LOSSES} == {*get_args(LossTypeName)}  # each name is declared
 
 
 def test_numpy_numbers_are_numbers() -> None:
@@ -173,3 +170,14 @@ def test_numpy_numbers_are_numbers() -> None:
     assert (config.epsilon, config.max_completion_length) == (0.25, 7)
     with pytest.raises(TypeError, match="epsilon: expected a number"):
         LossConfig(epsilon=np.array([0.25]))
+
+
+@pytest.mark.parametrize(
+    "items", [20, 20.0, np.int64(20), torch.tensor(20), torch.tensor([20]), torch.tensor([[20]])]
+)
+def test_num_items_in_whatever_form(items: Any) -> None:
+    inputs = small_batch()
+    inputs["old_per_token_logps"] = torch.full((2, 5), -2.0)
+    got = flat(grpo_loss)(**inputs, num_items_in_batch=items).loss
+    assert got.shape == ()
+    torch.testing.assert_close(got, flat(grpo_loss)(**inputs).loss / 2)

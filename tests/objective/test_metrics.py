@@ -67,6 +67,20 @@ def test_metrics_of_different_losses_do_not_merge() -> None:
         Metrics.merge([dict(dapo)])  # type: ignore[list-item]
 
 
+def test_rewards_in_the_place_of_advantages_show_in_the_metrics() -> None:
+    inputs = small_batch()
+    rewards = torch.arange(len(inputs["advantages"])) % 2
+    per_token = rewards[:, None].expand(inputs["completion_ids"].shape).float()
+    for advantages, mean, zero in (
+        (rewards.float(), 0.5, 0.5),
+        (rewards - rewards.float().mean(), 0.0, 0.0),
+        (per_token, 0.5, 0.5),
+    ):
+        given = {**inputs, "advantages": advantages, "completion_mask": None}
+        metrics = flat(grpo_loss)(**given).metrics
+        assert (metrics["advantages/mean"], metrics["advantages/zero"]) == (mean, zero)
+
+
 def test_metrics_are_a_mapping_that_knows_near_names() -> None:
     inputs = small_batch()
     inputs["old_per_token_logps"] = -torch.ones(inputs["completion_ids"].shape)

@@ -601,6 +601,18 @@ def test_reinforce_with_advantages_of_1_or_0_is_the_cross_entropy_of_the_accepte
     assert not found[0][advantages == 0].any()
 
 
+def test_published_estimators_on_policy() -> None:
+    """REINFORCE's gradient is A a token over the token count, RLOO's A a token over the batch."""
+    advantages = torch.tensor([1.5, -0.7], dtype=FLOAT)
+    logps = torch.linspace(-3, -1, 10, dtype=FLOAT).view(2, 5).requires_grad_()
+    for config, divisor in ((presets.REINFORCE, 10), (presets.RLOO, 2)):
+        given = torch.zeros(2, 5, dtype=FLOAT), torch.ones(2, 5), advantages
+        (found,) = torch.autograd.grad(
+            policy_loss_from_logps(logps, *given, config=config).loss, logps
+        )
+        torch.testing.assert_close(found, -advantages[:, None].expand(2, 5) / divisor)
+
+
 # M2PO
 
 
