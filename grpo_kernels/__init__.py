@@ -1,4 +1,4 @@
-"""The GRPO family of losses straight from hidden states: chunked, exact, without the (tokens, vocabulary) logits.
+"""The GRPO family of losses straight from hidden states, without the (tokens, vocabulary) logits.
 
 ::
 
@@ -19,11 +19,10 @@
     before the loss    advantages, rewards, rollouts
     trainers           trl, verl, liger, transformers: modules, imported when first asked for
     annotations        typing
-    for bug reports    report
 
-``help(grpo_kernels.grpo_loss)`` and so on has the arguments; ``python -m grpo_kernels`` reports the environment and
-checks results against float64. All other modules (`backends`, `base`, `batch`, `call`, `engine`, `head`, `memory`,
-`objective`, `token_loss`, and those that the names above come from) are internal and may change in any release.
+``help(grpo_kernels.grpo_loss)`` and so on has the arguments; ``python -m grpo_kernels`` reports the
+environment and checks results against float64. All other modules are internal and may change in any
+release.
 """
 
 from __future__ import annotations
@@ -32,10 +31,9 @@ import importlib
 import logging
 from typing import TYPE_CHECKING, Any
 
-from grpo_kernels import advantages, objectives, presets, report, rewards, rollouts
-from grpo_kernels import (
-    typing as typing,
-)  # not in __all__: import * would hide Python's module typing
+# typing is not in __all__: import * would hide Python's module typing
+from grpo_kernels import advantages, objectives, presets, rewards, rollouts
+from grpo_kernels import typing as typing
 from grpo_kernels.batch.kept_ids import KeptIds
 from grpo_kernels.call.expected import Expectation
 from grpo_kernels.call.plan import Run
@@ -48,9 +46,7 @@ from grpo_kernels.objective.metrics import Metrics
 from grpo_kernels.scores import linear_divergence, linear_logprob, topk_divergence
 
 __version__ = "0.1.0"
-logging.getLogger(__name__).addHandler(
-    logging.NullHandler()
-)  # the application decides what to show
+logging.getLogger(__name__).addHandler(logging.NullHandler())  # the application decides
 
 __all__ = [
     "Expectation",
@@ -72,7 +68,6 @@ __all__ = [
     "policy_expectation",
     "policy_loss_from_logps",
     "presets",
-    "report",
     "rewards",
     "rollouts",
     "token_level",
@@ -90,7 +85,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> Any:
-        """Import a trainer's module when it is first asked for: it may need the package it is named after."""
+        """Import a trainer's module when it is first asked for: it may need that package."""
         if name in _TRAINERS:
             return importlib.import_module(f"{__name__}.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -173,8 +173,8 @@ def grpo_loss(
     )  # fmt: skip
     if kept_ids is None:
         check_without_set(without_set)
-    given = {**vars(inputs), "config": config, "objective": objective, "kept_ids": kept_ids}
-    given["without_set"] = without_set
+    given = {**vars(inputs), "objective": objective}
+    given |= {"kept_ids": kept_ids, "without_set": without_set}
     policy = LMHead.of_call(hidden, head, OtherHead.of_reference(reference))
     with whole_reference(policy) as policy:
         with planned("grpo_loss", policy, run, given) as call:
@@ -184,6 +184,7 @@ def grpo_loss(
                     "policy, got 'full', the divergence over the whole vocabulary"
                 )
             check_loss(inputs, config, objective, has_reference=reference is not None)
+            given |= vars(config)
             if not config.needs_reference_head:  # beta is 0
                 call.head = replace(call.head, reference=None)
             call.head.check(ranks=(3,) if cu_seqlens is None else (2,))
@@ -211,9 +212,8 @@ def grpo_loss(
         )
     logps, entropies = (x.view(tokens.layout.shape) for x in results)
     metrics = loss.metrics(first.entropies, evaluation, request)
-    return LossOutput(
-        value, logps, entropies, metrics, request.engine.name, request.plan.backend.name
-    )
+    engine, backend = request.engine.name, request.plan.backend.name
+    return LossOutput(value, logps, entropies, metrics, engine, backend)
 
 
 _OF_CALL = [name for name in inspect.signature(grpo_loss).parameters if name != "fields"]
@@ -249,9 +249,8 @@ class GRPOLoss(nn.Module):
         super().__init__()
         config = LossConfig() if config is None else config
         check_config(config)
-        check_names(
-            fields, "a field of LossConfig", FIELDS, "an argument of the module's call", _OF_CALL
-        )
+        elsewhere = "an argument of the module's call"
+        check_names(fields, "a field of LossConfig", FIELDS, elsewhere, _OF_CALL)
         self.config = replace(config, **fields)
         check_objective(self.config, objective)
         check_run(Run() if run is None else run)
@@ -274,14 +273,8 @@ class GRPOLoss(nn.Module):
         check_names(
             inputs, "an argument of grpo_loss", _OF_CALL, "a field, as in GRPOLoss(...)", FIELDS
         )
-        options: dict[str, Any] = {
-            "config": self.config,
-            "objective": self.objective,
-            "run": self.run,
-        }
-        return grpo_loss(
-            hidden, head, completion_ids, completion_mask, advantages, **options, **inputs
-        )
+        own: Any = {"config": self.config, "objective": self.objective, "run": self.run}
+        return grpo_loss(hidden, head, completion_ids, completion_mask, advantages, **own, **inputs)
 
     # The call runs the hooks, then `forward`; `nn.Module` declares that it returns Any.
     if TYPE_CHECKING:
@@ -398,8 +391,7 @@ def policy_expectation(
     check_loss(inputs, config, has_reference=config.needs_reference_head)
     check_tensor("completion_mask", completion_mask)
     if completion_mask.dim() != 2:
-        raise ValueError(
-            f"completion_mask: expected shape (B, T), got {tuple(completion_mask.shape)}"
-        )
+        got = tuple(completion_mask.shape)
+        raise ValueError(f"completion_mask: expected shape (B, T), got {got}")
     tokens = read_tokens(inputs.with_blank_ids(completion_mask), torch.float32)
     return Loss.of(inputs, tokens, config).expectation()

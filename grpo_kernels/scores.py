@@ -157,16 +157,9 @@ def linear_logprob(
             raise TypeError(f"entropy: expected a bool without kept_ids, got {entropy!r}")
     elif extras:
         raise ValueError(f"extras: expected none with kept_ids, got {extras}")
-    given = {
-        "ids": ids,
-        "mask": mask,
-        "temperature": temperature,
-        "entropy": entropy,
-        "extras": extras,
-        "expected": expected,
-        "kept_ids": kept_ids,
-        "without_set": without_set,
-    }
+    given: dict[str, Any] = {"ids": ids, "mask": mask, "temperature": temperature}
+    given |= {"entropy": entropy, "extras": extras, "expected": expected}
+    given |= {"kept_ids": kept_ids, "without_set": without_set}
     with planned("linear_logprob", LMHead.of_call(hidden, head), run, given) as call:
         call.head.check()
         check_ids("ids", ids, call.head.hidden)
@@ -250,14 +243,8 @@ def linear_divergence(
     """
     jsd_beta = beta_of(divergence, beta)
     teacher = OtherHead(teacher_hidden, teacher_head, "teacher_")
-    given = {
-        "mask": mask,
-        "beta": jsd_beta,
-        "temperature": temperature,
-        "entropy": entropy,
-        "ids": ids,
-        "expected": expected,
-    }
+    given: dict[str, Any] = {"mask": mask, "divergence": divergence, "beta": beta}
+    given |= {"temperature": temperature, "entropy": entropy, "ids": ids, "expected": expected}
     with whole_reference(LMHead.of_call(hidden, head, teacher)) as student:
         if student.process_group is None:
             student = _over_common_ids(student)
@@ -326,17 +313,10 @@ def topk_divergence(
             done. On a CPU that includes an id that is neither -1 nor in [0, V); on other devices
             that position's results are NaN.
     """
-    given = {
-        "teacher_ids": teacher_ids,
-        "teacher_logps": teacher_logps,
-        "mask": mask,
-        "divergence": divergence,
-        "tail": tail,
-        "log_prob_min_clamp": log_prob_min_clamp,
-        "loss_max_clamp": loss_max_clamp,
-        "temperature": temperature,
-        "expected": expected,
-    }
+    measured = (divergence, tail, log_prob_min_clamp, loss_max_clamp)
+    given: dict[str, Any] = {"teacher_ids": teacher_ids, "teacher_logps": teacher_logps}
+    given |= {"mask": mask, "temperature": temperature, "expected": expected}
+    given["divergence, tail, clamps"] = measured
     with planned("topk_divergence", LMHead.of_call(hidden, head), run, given) as call:
         call.head.check()
         states = call.head.hidden
@@ -345,9 +325,7 @@ def topk_divergence(
         call.rows = read_rows(call, no_ids(states), mask, temperature)
         dtype = call.plan.accumulator
         weights = divergence_weights("expected", expected, states, call.rows.positions, dtype)
-        measure = measure_of(
-            divergence, tail, log_prob_min_clamp, loss_max_clamp, dtype, teacher_logps.dtype
-        )
+        measure = measure_of(*measured, dtype, teacher_logps.dtype)
     rows = with_listed(call, teacher_ids, teacher_logps, measure)
     gradient = ExpectedRows.of(Coefficients(d_divergence=weights))
     request = request_of(call, rows, gradient, entropy=False, extras=("student_mass",))

@@ -87,12 +87,8 @@ class ExpectedRows:
     @staticmethod
     def of(coefficients: Coefficients) -> ExpectedRows:
         """Return the expectation of these `coefficients` (n,)."""
-
-        def look_up(index: Tensor, _: RowStats) -> Coefficients:
-            return take(coefficients, index)
-
         of_logps = coefficients.d_logp is not None
-        return ExpectedRows(look_up, of_logps=of_logps, coefficients=coefficients)
+        return ExpectedRows(_listed(coefficients), of_logps=of_logps, coefficients=coefficients)
 
     @property
     def coupling(self) -> Coupling:
@@ -121,6 +117,10 @@ class ExpectedRows:
             beta=1.0,
             d_entropy=0.0,
         )
+
+
+def _listed(coefficients: Coefficients) -> CoefficientsOf:
+    return lambda index, _: take(coefficients, index)
 
 
 def fuses(plan: HeadPlan) -> bool:
@@ -190,11 +190,8 @@ def read_expected(
         a, b = expected if isinstance(expected, tuple) else (expected, None)
         a = usable(rows("expected", a))
         b = None if b is None else usable(rows("expected[1]", b))
-
-        def look_up(index: Tensor, _: RowStats) -> Coefficients:
-            return take(Coefficients(a, b), index)
-
-        return ExpectedRows(look_up, (a != 0) if b is None else (a != 0) | (b != 0), b is not None)
+        nonzero = (a != 0) if b is None else (a != 0) | (b != 0)
+        return ExpectedRows(_listed(Coefficients(a, b)), nonzero, b is not None)
 
     graded, function = expected.graded, expected.coefficients
     may_have_grad = None if graded is None else rows("expected.graded", graded).bool()

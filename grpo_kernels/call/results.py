@@ -80,55 +80,39 @@ class Scores:
 
 
 _OF_SCORES = [x.name for x in fields(Scores)]
-_Context = tuple[str, str]  # engine, backend
+_PLAIN = ("engine", "backend")  # fields that hold no tensors
+_Context = tuple[tuple[str, ...], tuple[str, ...]]  # names of the leaves; values of `_PLAIN`
 
 
-def _flatten(out: LossOutput) -> tuple[list[Any], _Context]:
-    return [out.loss, out.per_token_logps, out.entropies, out.metrics], (out.engine, out.backend)
+def _flatten(out: Any) -> tuple[list[Any], _Context]:
+    values = {x.name: getattr(out, x.name) for x in fields(out)}
+    leaves = {name: x for name, x in values.items() if x is not None and name not in _PLAIN}
+    return [*leaves.values()], ((*leaves,), tuple(values[x] for x in _PLAIN if x in values))
 
 
-def _flatten_with_keys(out: LossOutput) -> tuple[list[tuple[pytree.KeyEntry, Any]], _Context]:
+def _flatten_with_keys(out: Any) -> tuple[list[tuple[pytree.KeyEntry, Any]], _Context]:
     leaves, context = _flatten(out)
-    names = (field.name for field in fields(LossOutput))
-    return [(pytree.GetAttrKey(name), x) for name, x in zip(names, leaves, strict=False)], context
-
-
-def _unflatten(leaves: Iterable[Any], context: _Context) -> LossOutput:
-    loss, per_token_logps, entropies, metrics = leaves
-    return LossOutput(loss, per_token_logps, entropies, metrics, *context)
+    names = map(pytree.GetAttrKey, context[0])
+    return [*zip(names, leaves, strict=True)], context
 
 
 # DDP with static_graph=True silently drops the gradients of an output that is not a registered
 # pytree.
-pytree.register_pytree_node(
-    LossOutput,
-    _flatten,
-    _unflatten,
-    serialized_type_name="grpo_kernels.LossOutput",
-    to_dumpable_context=list,
-    from_dumpable_context=tuple,
-    flatten_with_keys_fn=_flatten_with_keys,
-)
+def _register(kind: Any) -> None:
+    def unflatten(leaves: Iterable[Any], context: _Context) -> Any:
+        names, plain = context
+        return kind(**dict(zip((*names, *_PLAIN), (*leaves, *plain), strict=False)))
+
+    pytree.register_pytree_node(
+        kind,
+        _flatten,
+        unflatten,
+        serialized_type_name=f"grpo_kernels.{kind.__name__}",
+        to_dumpable_context=lambda context: context,
+        from_dumpable_context=lambda lists: tuple(map(tuple, lists)),
+        flatten_with_keys_fn=_flatten_with_keys,
+    )
 
 
-def _flatten_scores(scores: Scores) -> tuple[list[Any], list[str]]:
-    return [*scores.given.values()], [*scores.given]
-
-
-def _flatten_scores_with_keys(
-    scores: Scores,
-) -> tuple[list[tuple[pytree.KeyEntry, Any]], list[str]]:
-    return [(pytree.GetAttrKey(name), x) for name, x in scores.given.items()], [*scores.given]
-
-
-def _unflatten_scores(leaves: Iterable[Any], names: list[str]) -> Scores:
-    return Scores(**dict(zip(names, leaves, strict=True)))
-
-
-pytree.register_pytree_node(
-    Scores,
-    _flatten_scores,
-    _unflatten_scores,
-    serialized_type_name="grpo_kernels.Scores",
-    flatten_with_keys_fn=_flatten_scores_with_keys,
-)
+_register(LossOutput)
+_register(Scores)

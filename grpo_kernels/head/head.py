@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -142,12 +142,6 @@ class Head:
     def of(head: HeadLike) -> Head:
         """Return `head`, or the head of a plain weight or a module."""
         return head if isinstance(head, Head) else Head(head)
-
-    @property
-    def own_constants(self) -> list[str]:
-        """The names of the constants that are not their defaults."""
-        constants = [x for x in fields(Head) if x.name in CONSTANTS]
-        return [x.name for x in constants if getattr(self, x.name) != x.default]
 
 
 HeadLike = Head | Tensor | nn.Module

@@ -30,7 +30,7 @@ from grpo_kernels.base.distributed import check_group
 from grpo_kernels.engine.device import FreeMemory
 from grpo_kernels.engine.records import HeadTensors, NeedsGrad, Operands
 from grpo_kernels.engine.vocab_parallel import Shard
-from grpo_kernels.head.head import Head, HeadLike, check_kind, check_lora
+from grpo_kernels.head.head import CONSTANTS, Head, HeadLike, check_kind, check_lora
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -74,8 +74,8 @@ class OtherHead:
                 f"(hidden, head), got {got}" if self.prefix == "reference." else "a head, got None"
             )
             raise TypeError(f"{self.prefix.rstrip('._')}: expected {wanted}")
-        if not isinstance(self.head, Head):
-            for name in policy.own_constants:
+        for name in () if isinstance(self.head, Head) else CONSTANTS:
+            if getattr(policy, name) != getattr(Head, name):
                 raise ValueError(
                     f"{self.prefix}head: expected a Head, which says its own {name}, since that of "
                     f"the other head is {getattr(policy, name)!r}, got {type(self.head).__name__}"

@@ -128,20 +128,20 @@ LOSS: dict[str, tuple[Arguments, str]] = {
     "budget": ({"run": Run(workspace_bytes=2**21)}, "workspace_bytes"),
     "alone, shape": ({"completion_mask": torch.ones(2, 9)}, "completion_mask"),
     "alone, type": ({"config": {"beta": 0.1}}, "config"),
-    "unknown engine": ({"run": Run(engine="fast")}, "engine"),  # type: ignore[arg-type]
+    "alone, unknown engine": ({"run": Run(engine="fast")}, "engine"),  # type: ignore[arg-type]
 }
 SCORES: dict[str, tuple[Arguments, str]] = {
-    "extras": ({"extras": ("is_top1",)}, "outputs"),
-    "no entropy": ({"entropy": False}, "outputs"),
+    "extras": ({"extras": ("is_top1",)}, "extras"),
+    "no entropy": ({"entropy": False}, "entropy"),
     "per-token temperature": ({"temperature": torch.ones(2, 3)}, "temperature"),
     "expected": ({"expected": torch.ones(2, 3)}, "expected"),
-    "kept sets": ({"kept_ids": IDS[..., None]}, "call"),
+    "kept sets": ({"kept_ids": IDS[..., None]}, "kept_ids"),
     "alone, temperature": ({"temperature": 0.0}, "temperature"),
 }
 CASES: dict[str, Case] = {
     **{f"loss, {x}": (grpo_loss, a_loss, *case) for x, case in LOSS.items()},
     **{f"scores, {x}": (linear_logprob, some_scores, *case) for x, case in SCORES.items()},
-    "divergence": (linear_divergence, a_divergence, {"divergence": "forward_kl"}, "jsd_beta"),
+    "divergence": (linear_divergence, a_divergence, {"divergence": "forward_kl"}, "divergence"),
     "teacher's H": (
         linear_divergence,
         a_divergence,
