@@ -153,11 +153,7 @@ def parameter_names(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def function_of(owner: Any, name: str, parameters: Sequence[str]) -> Callable[..., Any]:
-    """The function `name` of a module or class.
-
-    Raises:
-        LookupError: there is none, or it has other parameters.
-    """
+    """The function `name` of a module or class."""
     function = getattr(owner, name, None)
     if not callable(function):
         raise LookupError(f"{owner.__name__} has no function {name}")
@@ -177,12 +173,7 @@ def forward_name(module: Any) -> str:
 
 @contextmanager
 def needed(install: str, *packages: str) -> Iterator[None]:
-    """Context for imports from `packages`; its errors say ``pip install {install}``.
-
-    Raises:
-        ModuleNotFoundError: one of them is not installed.
-        ImportError: one of them lacks an imported name, as another release may.
-    """
+    """Context for imports from `packages`; its errors say ``pip install {install}``."""
     try:
         yield
     except ImportError as error:

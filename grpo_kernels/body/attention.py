@@ -130,11 +130,7 @@ class Segments:
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """The attention's output (1, n, heads, d).
-
-        Raises:
-            NotAlongPaths: a mask of the model's own, or an argument that may be of each token.
-        """
+        """The attention's output (1, n, heads, d)."""
         tokens = states[0].shape[2]
         if not isinstance(mask, Tensor) or (mask.numel() != 1 and tokens > 1):
             shape = tuple(mask.shape) if isinstance(mask, Tensor) else mask

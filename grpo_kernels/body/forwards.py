@@ -159,9 +159,6 @@ def run_layout(
     Returns:
         its output, with hidden states (b, w, H); and the number of layers whose attention has gone
         along the paths of a tree.
-
-    Raises:
-        NotAlongPaths: a layer has not gone along them.
     """
     device = inputs.ids.device
     sources = layout.sources.to(device, non_blocking=True)

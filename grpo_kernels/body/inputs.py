@@ -117,11 +117,7 @@ class Batch:
 
 
 def unwrapped(model: nn.Module) -> tuple[list[nn.Module], PreTrainedModel]:
-    """(the wrappers around the transformers model, from the outside in; that model).
-
-    Raises:
-        TypeError: there is none.
-    """
+    """(the wrappers around the transformers model, from the outside in; that model)."""
     wrappers, inner = [], model
     while not isinstance(inner, PreTrainedModel):
         children = inner._modules if isinstance(inner, nn.Module) else {}

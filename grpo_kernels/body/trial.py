@@ -132,11 +132,7 @@ class Exactness:
         return known.way if known.way is not None and fits else known.reason
 
     def attempt(self, mode: str, forward: Callable[..., Any]) -> None:
-        """Find the verdict on layout `mode`, which has none yet, by forwards of the trunk.
-
-        Raises:
-            torch.OutOfMemoryError: nothing is found out.
-        """
+        """Find the verdict on layout `mode`, which has none yet, by forwards of the trunk."""
         known, sizes = self._verdicts[mode], [self.size]
         every = torch.ones(len(self.cells.needed), dtype=torch.bool, device="cpu")
         rows = self.cells.rows(every, padded=False, by_column=False)
@@ -316,11 +312,7 @@ class _Trial:
         self.inputs = TrunkInputs(ids, mask.long(), per_token, like.constants)
 
     def outcome(self, mode: str) -> Way | str:
-        """The way in which layout `mode` is exact for these rows, or why it is not.
-
-        Raises:
-            torch.OutOfMemoryError: from the model.
-        """
+        """The way in which layout `mode` is exact for these rows, or why it is not."""
         found: Way | str = ""
         for way in self._ways(mode):
             try:

@@ -66,9 +66,6 @@ def live_trunk(
     Yields:
         an empty list, to which each call of the trunk that leaves cells out adds (b, L) bool, True
         where computed.
-
-    Raises:
-        RuntimeError: in the backward, if gradient arrives at a cell that has no graph.
     """
     trunk = trunk_of(model)
     reason = _reason_against(model, trunk)

@@ -75,9 +75,6 @@ def run_scored(
 
     Returns:
         (the scores, the model's output without logits, shares computed).
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as `completion_logprobs`.
     """
     base, inputs = _model_inputs(model, batch, inputs)
     if "adapter_names" in inputs:  # PEFT's, one for each sequence of the padded batch
@@ -129,10 +126,6 @@ def measured_head(base: nn.Module, forward: Callable[..., Any]) -> Head:
     For callers that run body and head themselves, and read the model's own `forward` nowhere else.
     The first time it runs on two tokens, as a guest and within the caller's own call of `base`, so
     that FSDP2 and ZeRO-3 have made whole what it reads.
-
-    Raises:
-        TypeError, ValueError: as `completion_logprobs`; or the model changes hidden states between
-            body and head.
     """
     facts = heads.facts_of(base, {})
     head, is_checked = heads.known_head(base, facts)

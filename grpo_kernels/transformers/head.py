@@ -129,11 +129,7 @@ def remember(head: Head, facts: Any, compared: bool) -> None:
 
 
 def causal_lm(model: nn.Module) -> PreTrainedModel:
-    """The transformers model within PEFT, DDP, FSDP1, DeepSpeed, Fabric or torch.compile.
-
-    Raises:
-        TypeError: there is none.
-    """
+    """The transformers model within PEFT, DDP, FSDP1, DeepSpeed, Fabric or torch.compile."""
     return unwrapped(model)[1]
 
 
@@ -214,11 +210,7 @@ class HeadCheck:
         return bool(self._logits.isfinite().all())
 
     def verified(self, model: nn.Module) -> Head:
-        """The head as `model` really uses it: the checked one, or with measured constants.
-
-        Raises:
-            ValueError: no `Head` describes it.
-        """
+        """The head as `model` really uses it: the checked one, or with measured constants."""
         (own, climbed), rungs, name = self._made, self._rungs, type(model).__name__
         if not _agrees(self._head, rungs, climbed):
             found = _measured(self._head, rungs, climbed)

@@ -94,11 +94,7 @@ class HeadTask:
 
 
 def changes(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
-    """Yield the replacements for verl.workers.engine.fsdp.transformer_impl.
-
-    Raises:
-        LookupError: the engine or ``prepare_micro_batches`` is not as we know it.
-    """
+    """Yield the replacements for verl.workers.engine.fsdp.transformer_impl."""
     engine = getattr(module, "FSDPEngineWithLMHead", None)
     if engine is None:
         raise LookupError(f"{module.__name__} has no FSDPEngineWithLMHead")
@@ -177,11 +173,7 @@ def _laid_out(engine: Any, micro_batch: Any, numbers: Tensor) -> Tensor:
 
 
 def _teacher(engine: Any, micro_batch: Any, loss_function: Any) -> TeacherLogprobs | None:
-    """The teacher's part of the micro-batch, for the tokens of this rank, if one is asked for.
-
-    Raises:
-        ValueError: another loss than `MODE`, or a batch that keeps its padding.
-    """
+    """The teacher's part of the micro-batch, for the tokens of this rank, if one is asked for."""
     if not flag(micro_batch, "distillation_use_topk"):
         return None
     config = getattr(loss_function, "keywords", {}).get("distillation_config")
@@ -206,11 +198,7 @@ def _teacher(engine: Any, micro_batch: Any, loss_function: Any) -> TeacherLogpro
 
 
 def asks_to_score(options: Any) -> bool:
-    """Read verl's ``fused_kernel_options``; True: ``zero_advantage=score``.
-
-    Raises:
-        ValueError: an option or a value that is not known.
-    """
+    """Read verl's ``fused_kernel_options``; True: ``zero_advantage=score``."""
     unknown = set(options) - {"impl_backend", "zero_advantage"}
     if unknown:
         raise ValueError(
@@ -224,11 +212,7 @@ def asks_to_score(options: Any) -> bool:
 
 
 def _live_sequences(data: Any, loss_function: Any) -> Tensor:
-    """(B,) bool: sequences of `data` that may have a gradient.
-
-    Raises:
-        ValueError: the loss gives every sequence one, or one that depends on the micro-batches.
-    """
+    """(B,) bool: sequences of `data` that may have a gradient."""
     reason = _reason_to_train(data, loss_function)
     if reason is not None:
         raise ValueError(f"{WHERE}: expected 'train' {reason}, got 'score'")

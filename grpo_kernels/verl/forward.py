@@ -87,11 +87,7 @@ _own: dict[type, Callable[..., Any]] = {}  # class of a model -> its forward bef
 
 
 def changes(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
-    """Yield the replacements for verl.models.transformers.monkey_patch.
-
-    Raises:
-        LookupError: its ``patch_forward_with_backends`` is not the one we know.
-    """
+    """Yield the replacements for verl.models.transformers.monkey_patch."""
     theirs = function_of(module, "patch_forward_with_backends", PARAMETERS)
 
     @functools.wraps(theirs)
@@ -108,11 +104,7 @@ def changes(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
 
 
 def use(model: Any) -> None:
-    """Give the class of `model` the forward with our head, as verl does with its own.
-
-    Raises:
-        LookupError: verl's forward for this family is not the one we know.
-    """
+    """Give the class of `model` the forward with our head, as verl does with its own."""
     from grpo_kernels.transformers.head import describe_head  # slow: not for a bare `import verl`
 
     family = FAMILIES.get(model.config.model_type, DENSE)
@@ -178,11 +170,7 @@ def _keep_own_forward(cls: Any) -> None:
 
 
 def _own_forward(cls: type) -> Callable[..., Any]:
-    """The forward that a model's class had before verl's and ours: it shows the head's constants.
-
-    Raises:
-        LookupError: verl has replaced it before `patch_verl`.
-    """
+    """The forward that a model's class had before verl's and ours: it shows the head's constants."""
     for x in cls.__mro__:
         found = _own.get(x) or vars(x).get("forward")
         if found in (None, nn.Module.forward) or found.__module__.startswith("verl."):

@@ -60,11 +60,7 @@ _micro_batch: ContextVar[_MicroBatch | None] = ContextVar("micro_batch", default
 
 
 def function_changes(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
-    """Yield the replacement in `module`, one of verl.models.mcore that has a fused forward.
-
-    Raises:
-        LookupError: its function is not the one we know.
-    """
+    """Yield the replacement in `module`, one of verl.models.mcore that has a fused forward."""
     theirs = getattr(module, "linear_cross_entropy", None)
     # The `apply` of an autograd function, whose parameters are those of its forward
     forward = getattr(getattr(theirs, "__self__", None), "forward", None)
@@ -90,11 +86,7 @@ def function_changes(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
 
 
 def forward_changes(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
-    """Yield the replacements in verl.models.mcore.model_forward_fused.
-
-    Raises:
-        LookupError: a function of it is not the one we know.
-    """
+    """Yield the replacements in verl.models.mcore.model_forward_fused."""
     yield from function_changes(module)
     divide = function_of(module, "preprocess_thd_engine", DIVIDE)
 
@@ -114,11 +106,7 @@ def forward_changes(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
 
 
 def engine_changes(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
-    """Yield the replacements for verl.workers.engine.megatron.transformer_impl.
-
-    Raises:
-        LookupError: an engine, or a method of it, is not the one we know.
-    """
+    """Yield the replacements for verl.workers.engine.megatron.transformer_impl."""
     engine = getattr(module, "MegatronEngine", None)
     if engine is None:
         raise LookupError(f"{module.__name__} has no MegatronEngine")
@@ -198,9 +186,6 @@ def score(
     Args:
         sequence_parallel: True if a gather over the tensor parallel ranks stands before the head.
         vocab_size: rows of the whole head that are tokens, or None for all: Megatron pads the rest.
-
-    Raises:
-        ValueError: a reduction other than 'none', or labels not in the hidden states' order.
     """
     if reduction != "none":
         raise ValueError(f"reduction: expected 'none', got {reduction!r}")
