@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 pytest.importorskip("transformers")
 from benchmarks import tiny_models, tiny_run
@@ -14,19 +14,11 @@ from grpo_kernels import GRPOLoss
 from grpo_kernels.base.checks import warn_once
 from grpo_kernels.transformers import causal_lm_loss, completion_logprobs, describe_head
 from tests.support import tiny_architectures as tiny
-from tests.support.training_step import batch, said_by
+from tests.support.training_step import SCORED, batch, said_by
 
-SCORED = ("input_ids", "attention_mask", "completion_mask")
-SCALED = (
-    "hyperclovax",
-    "recurrent_gemma",
-    "granite",
-    "cohere2",
-    "gemma2",
-    "minicpm3",
-    "falcon_h1",
-    "llama",
-)
+SCALED = ("hyperclovax", "recurrent_gemma", "granite", "cohere2", "gemma2", "minicpm3")
+SCALED += ("falcon_h1", "llama")
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
 
 @pytest.fixture(autouse=True)
@@ -34,15 +26,26 @@ def nothing_said() -> None:
     warn_once.cache_clear()
 
 
-def own_logps(model: Any, ids: Tensor, mask: Tensor, **inputs: Any) -> Tensor:
-    """(B, L - 1), of each next token."""
+def own_logps(model: Any, given: dict[str, Tensor], **inputs: Any) -> Tensor:
+    """(B, L), of each token from the model's own logits; the first column is 0."""
+    ids, mask = given["input_ids"], given["attention_mask"]
     with torch.no_grad():
-        logits = (
-            type(model)
-            .forward(model, input_ids=ids, attention_mask=mask, use_cache=False, **inputs)
-            .logits
-        )
-    return logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+        forward = type(model).forward
+        logits = forward(
+            model, input_ids=ids, attention_mask=mask, use_cache=False, **inputs
+        ).logits
+    logps = logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+    return nn.functional.pad(logps, (1, 0))
+
+
+def assert_own(got: Tensor, want: Tensor, given: dict[str, Tensor], **bound: float) -> None:
+    """Equal at the tokens that follow a token, or at those that count in a completion."""
+    mask = given["attention_mask"]
+    counted = (mask * nn.functional.pad(mask[:, :-1], (1, 0))).bool()
+    if got.shape[1] < mask.shape[1]:
+        counted = given["completion_mask"].bool()
+    count = got.shape[1]
+    torch.testing.assert_close(got[counted], want[:, -count:][counted], **{**CLOSE, **bound})
 
 
 @pytest.mark.parametrize("kind", SCALED)
@@ -51,64 +54,41 @@ def test_verls_forward(kind: str) -> None:
     from tests.support import verl_peer
 
     given = batch()
-    ids, mask = given["input_ids"], given["attention_mask"]
+    inputs = {name: given[name] for name in SCORED[:2]}
     with verl_peer.patched() as patch:
         model = verl_peer.with_own_class(tiny.text_model(kind, torch.float32))
-        want = own_logps(model, ids, mask)
-        patch.apply_monkey_patch(
-            model,
-            use_remove_padding=False,
-            use_fused_kernels=True,
-            fused_kernels_backend="grpo_kernels",
-        )
+        want = own_logps(model, given)
+        ours = {"use_fused_kernels": True, "fused_kernels_backend": "grpo_kernels"}
+        patch.apply_monkey_patch(model, use_remove_padding=False, **ours)
         for _ in range(2):
-            got = model(
-                input_ids=ids, attention_mask=mask, return_dict=True, use_cache=False
-            ).log_probs[:, :-1]
-            counted = mask[:, 1:].bool() & mask[:, :-1].bool()
-            torch.testing.assert_close(got[counted], want[counted], rtol=1e-4, atol=1e-4)
-
-
-def trls(model: Any, given: dict[str, Tensor]) -> Tensor:
-    """Log-probabilities of trl's fused head, patched."""
-    import trl.trainer.dpo_trainer as trl_dpo
-
-    trl_dpo.add_fused_lm_head(model, outputs=("log_probs",))
-    labels = given["input_ids"].masked_fill(given["attention_mask"] == 0, -100)
-    inputs = {
-        "input_ids": given["input_ids"],
-        "attention_mask": given["attention_mask"],
-        "labels": labels,
-    }
-    for _ in range(2):
-        found = model(**inputs, fused_lm_head=True).log_probs
-    return found
+            got = model(**inputs, return_dict=True, use_cache=False).log_probs
+            assert_own(nn.functional.pad(got[:, :-1], (1, 0)), want, given)
 
 
 @pytest.mark.parametrize("kind", SCALED)
 def test_a_patched_trl(kind: str) -> None:
     pytest.importorskip("trl")
+    import trl.trainer.dpo_trainer as trl_dpo
+
     from grpo_kernels.trl import patch_trl
 
     model, given = tiny.text_model(kind, torch.float32), batch()
-    want = own_logps(model, given["input_ids"], given["attention_mask"])
+    want, inputs = own_logps(model, given), {name: given[name] for name in SCORED[:2]}
     # which knows the head, not what is before it
     completion_logprobs(model, **{name: given[name] for name in SCORED})
+    inputs["labels"] = given["input_ids"].masked_fill(given["attention_mask"] == 0, -100)
+
+    def compare() -> None:
+        trl_dpo.add_fused_lm_head(model, outputs=("log_probs",))
+        for _ in range(2):
+            got = model(**inputs, fused_lm_head=True).log_probs
+        got = got if got.shape == want.shape else nn.functional.pad(got, (1, 0))
+        assert_own(got, want, given)
+
     with patch_trl():
-        said = said_by(
-            lambda: torch.testing.assert_close(*compared(trls(model, given), want, given), **CLOSE)
-        )
+        said = said_by(compare)
     assert (len(said) == 1 and "soft-cap and scale" in said[0]) == (kind == "recurrent_gemma"), said
-    assert torch.equal(own_logps(model, given["input_ids"], given["attention_mask"]), want)
-
-
-CLOSE = {"rtol": 1e-4, "atol": 1e-4}
-
-
-def compared(got: Tensor, want: Tensor, given: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    counted = given["attention_mask"][:, 1:].bool() & given["attention_mask"][:, :-1].bool()
-    got = got if got.shape == want.shape else got[:, 1:]
-    return got[counted], want[counted]
+    assert torch.equal(own_logps(model, given), want)
 
 
 def test_a_body_whose_output_is_changed_before_the_head_is_refused_by_trls_seam() -> None:
@@ -136,8 +116,8 @@ def test_the_trainer(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
             self, model: Any, ids: Tensor, mask: Tensor, *rest: Any, **k: Any
         ) -> Any:
             found = super()._get_per_token_logps_and_entropies(model, ids, mask, *rest, **k)
-            count = found[0].shape[1]
-            want = own_logps(self.accelerator.unwrap_model(model), ids, mask)[:, -count:]
+            count, given = found[0].shape[1], {"input_ids": ids, "attention_mask": mask}
+            want = own_logps(self.accelerator.unwrap_model(model), given)[:, -count:]
             seen.append((found[0].detach(), want, mask[:, -count:]))
             return found
 
@@ -185,18 +165,10 @@ def test_an_argument_that_divides_the_logits_is_measured_for_each_value() -> Non
     for layout in ("tree", "padded"):
         for divisor in (1.0, 2.0, torch.tensor(3.0), 1.0, torch.tensor(0.5)):
             got = completion_logprobs(model, **given, divisor=divisor, layout=layout).logps
-            with torch.no_grad():
-                logits = forward(
-                    given["input_ids"], attention_mask=given["attention_mask"], divisor=divisor
-                ).logits
-            want = (
-                logits[:, 7:-1]
-                .log_softmax(-1)
-                .gather(-1, given["input_ids"][:, 8:, None])
-                .squeeze(-1)
+            want, _ = tiny.plain_logprobs(
+                model, given["input_ids"], attention_mask=given["attention_mask"], divisor=divisor
             )
-            counted = given["completion_mask"].bool()
-            torch.testing.assert_close(got[counted], want[counted], rtol=1e-5, atol=1e-5)
+            assert_own(got.double(), want, given, rtol=1e-5, atol=1e-5)
 
 
 def test_a_forward_that_is_replaced_later_is_measured_again() -> None:
@@ -226,11 +198,7 @@ def test_a_copy_of_a_tied_head_has_the_size_of_its_weight() -> None:
     wrapped, given = peft.get_peft_model(model, config), batch()
     scored = {name: given[name] for name in SCORED}
     got = completion_logprobs(wrapped, **scored).logps
-    with torch.no_grad():
-        logits = wrapped(
-            input_ids=given["input_ids"], attention_mask=given["attention_mask"]
-        ).logits
-    want = logits[:, 7:-1].log_softmax(-1).gather(-1, given["input_ids"][:, 8:, None]).squeeze(-1)
-    counted = given["completion_mask"].bool()
-    torch.testing.assert_close(got[counted], want[counted], rtol=1e-5, atol=1e-5)
+    inputs = {"attention_mask": given["attention_mask"]}
+    want, _ = tiny.plain_logprobs(wrapped, given["input_ids"], **inputs)
+    assert_own(got.double(), want, given, rtol=1e-5, atol=1e-5)
     causal_lm_loss(wrapped, GRPOLoss(), **given).loss.backward()

@@ -6,11 +6,12 @@ cuts into them."""
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 VOCAB = 97
 HIDDEN = 16
@@ -41,77 +42,40 @@ _LATENT: dict[str, Any] = {
     4,
 }  # fmt: skip
 _RECURRENT: dict[str, Any] = {
-    "lru_width": 16,
-    "attention_window_size": 8,
-    "logits_soft_cap": 2.0,
+    "num_hidden_layers": 3, "lru_width": 16, "attention_window_size": 8, "logits_soft_cap": 2.0,
     "head_dim": 4,
-}
+}  # fmt: skip
+_TIED: dict[str, Any] = {"tie_word_embeddings": True}
 
-# model type -> (config class, model class, fields)
-TEXT: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "llama": ("LlamaConfig", "LlamaForCausalLM", _GROUPED),
-    "mistral": ("MistralConfig", "MistralForCausalLM", {**_GROUPED, "sliding_window": 8}),
-    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {**_GROUPED, "tie_word_embeddings": True}),
-    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", _HEADS),
-    "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", {**_HEADS, **_EXPERTS}),
-    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", {**_HEADS, "final_logit_softcapping": 1.5}),
-    "gemma3_text": (
-        "Gemma3TextConfig",
-        "Gemma3ForCausalLM",
-        {**_HEADS, "final_logit_softcapping": 0.7},
-    ),
-    "recurrent_gemma": (
-        "RecurrentGemmaConfig",
-        "RecurrentGemmaForCausalLM",
-        {"num_hidden_layers": 3, **_RECURRENT},
-    ),
-    "granite": ("GraniteConfig", "GraniteForCausalLM", {**_GROUPED, "logits_scaling": 0.3}),
-    "granitemoe": (
-        "GraniteMoeConfig",
-        "GraniteMoeForCausalLM",
-        {**_GROUPED, **_EXPERTS, "logits_scaling": 4.0},
-    ),
-    "hyperclovax": (
-        "HyperCLOVAXConfig",
-        "HyperCLOVAXForCausalLM",
-        {**_HEADS, "logits_scaling": 3.0},
-    ),
-    "minicpm3": (
-        "MiniCPM3Config",
-        "MiniCPM3ForCausalLM",
-        {**_LATENT, "num_key_value_heads": 4, "dim_model_base": 4},
-    ),
-    "cohere": (
-        "CohereConfig",
-        "CohereForCausalLM",
-        {**_GROUPED, "logit_scale": 3.0, "tie_word_embeddings": True},
-    ),
-    "cohere2": ("Cohere2Config", "Cohere2ForCausalLM", {**_GROUPED, "logit_scale": 0.25}),
-    "falcon_h1": (
-        "FalconH1Config",
-        "FalconH1ForCausalLM",
-        {**_HEADS, **_MAMBA, "mamba_chunk_size": 8, "lm_head_multiplier": 0.2},
-    ),
-    "mamba": (
-        "MambaConfig",
-        "MambaForCausalLM",
-        {"state_size": 4, "expand": 2, "time_step_rank": 2},
-    ),
-    "gpt_oss": ("GptOssConfig", "GptOssForCausalLM", {**_HEADS, **_EXPERTS, "sliding_window": 8}),
-    "phi3": ("Phi3Config", "Phi3ForCausalLM", _GROUPED),
-    "phi": ("PhiConfig", "PhiForCausalLM", {"num_key_value_heads": 4}),
-    "gptj": ("GPTJConfig", "GPTJForCausalLM", {"rotary_dim": 4}),
-    "gpt2": ("GPT2Config", "GPT2LMHeadModel", {"tie_word_embeddings": True}),
-    "gpt_neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", {}),
-    "opt": (
-        "OPTConfig",
-        "OPTForCausalLM",
-        {"ffn_dim": 32, "word_embed_proj_dim": 8, "tie_word_embeddings": True},
-    ),
-    "bloom": ("BloomConfig", "BloomForCausalLM", {}),
-    "olmo2": ("Olmo2Config", "Olmo2ForCausalLM", _GROUPED),
-    # A dense layer, an activation and a norm before the head, which has a bias.
-    "bert": ("BertConfig", "BertLMHeadModel", {"is_decoder": True}),
+# model type -> fields
+TEXT: dict[str, dict[str, Any]] = {
+    "llama": _GROUPED,
+    "mistral": {**_GROUPED, "sliding_window": 8},
+    "qwen2": {**_GROUPED, **_TIED},
+    "qwen3": _HEADS,
+    "qwen3_moe": {**_HEADS, **_EXPERTS},
+    "gemma2": {**_HEADS, "final_logit_softcapping": 1.5},
+    "gemma3_text": {**_HEADS, "final_logit_softcapping": 0.7},
+    "recurrent_gemma": _RECURRENT,
+    "granite": {**_GROUPED, "logits_scaling": 0.3},
+    "granitemoe": {**_GROUPED, **_EXPERTS, "logits_scaling": 4.0},
+    "hyperclovax": {**_HEADS, "logits_scaling": 3.0},
+    "minicpm3": {**_LATENT, "num_key_value_heads": 4, "dim_model_base": 4},
+    "cohere": {**_GROUPED, **_TIED, "logit_scale": 3.0},
+    "cohere2": {**_GROUPED, "logit_scale": 0.25},
+    "falcon_h1": {**_HEADS, **_MAMBA, "mamba_chunk_size": 8, "lm_head_multiplier": 0.2},
+    "mamba": {"state_size": 4, "expand": 2, "time_step_rank": 2},
+    "gpt_oss": {**_HEADS, **_EXPERTS, "sliding_window": 8},
+    "phi3": _GROUPED,
+    "phi": {"num_key_value_heads": 4},
+    "gptj": {"rotary_dim": 4},
+    "gpt2": _TIED,
+    "gpt_neox": {},
+    "opt": {**_TIED, "ffn_dim": 32, "word_embed_proj_dim": 8},
+    "bloom": {},
+    "olmo2": _GROUPED,
+    # a dense layer, an activation and a norm before the head, which has a bias
+    "bert": {"is_decoder": True},
 }
 SCALED = (
     "gemma2", "gemma3_text", "recurrent_gemma", "granite", "granitemoe", "hyperclovax",
@@ -121,25 +85,19 @@ BIASED = ("phi", "gptj", "bert")
 
 
 def build(
-    config_class: str, model_class: str, fields: dict[str, Any], dtype: torch.dtype = torch.float64
+    config_class: Any, model_class: str, fields: dict[str, Any], dtype: torch.dtype = torch.float64
 ) -> Any:
-    """A model in evaluation mode, its head drawn so wide that the distributions are far from
-    uniform."""
-    transformers = importlib.import_module("transformers")
+    """A model in evaluation mode, its head so wide that distributions are far from uniform."""
     torch.manual_seed(0)
-    model = (
-        getattr(transformers, model_class)(getattr(transformers, config_class)(**fields))
-        .to(dtype)
-        .eval()
-    )
+    if isinstance(config_class, str):
+        config_class = getattr(transformers, config_class)
+    model = getattr(transformers, model_class)(config_class(**fields)).to(dtype).eval()
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # the default has no float64
     head = model.get_output_embeddings()
     with torch.no_grad():
-        for (
-            parameter
-        ) in model.parameters():  # biases and norms too, so that none of them is without effect
-            parameter.add_(0.1 * torch.randn_like(parameter))
+        for x in model.parameters():  # biases and norms too, so that each has an effect
+            x.add_(0.1 * torch.randn_like(x))
         head.weight.normal_(0.0, 0.5)
         if head.bias is not None:
             head.bias.normal_(0.0, 1.0)
@@ -148,8 +106,9 @@ def build(
 
 def text_model(kind: str, dtype: torch.dtype = torch.float64, **fields: Any) -> Any:
     """The model of one row of `TEXT`."""
-    config_class, model_class, own = TEXT[kind]
-    return build(config_class, model_class, {**_TEXT, **own, **fields}, dtype)
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
+    config_class = getattr(transformers, model_class).config_class
+    return build(config_class, model_class, {**_TEXT, **TEXT[kind], **fields}, dtype)
 
 
 def roberta() -> Any:
@@ -175,13 +134,8 @@ def plain_logprobs(
 def qwen2_vl(version: str = "Qwen2_5_VL") -> tuple[Any, Tensor, dict[str, Any]]:
     """(model, ids (2, 14), the model's other inputs), one image of four tokens a sequence."""
     rope = {"rope_type": "default", "mrope_section": [1, 1], "rope_theta": 1e4}
-    sizes = {
-        "hidden_size": 16,
-        "out_hidden_size": HIDDEN,
-        "embed_dim": 16,
-        "intermediate_size": 32,
-        "num_heads": 2,
-    }
+    sizes = {"hidden_size": 16, "out_hidden_size": HIDDEN, "embed_dim": 16}
+    sizes |= {"intermediate_size": 32, "num_heads": 2}
     vision = {"depth": 2, "patch_size": 4, "fullatt_block_indexes": [1], "window_size": 16, **sizes}
     if version == "Qwen2VL":
         vision |= {"hidden_size": HIDDEN}
@@ -210,12 +164,8 @@ def gemma3_vl() -> tuple[Any, Tensor, dict[str, Any]]:
         "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads":
         2, "image_size": 16, "patch_size": 4,
     }  # fmt: skip
-    fields = {
-        "text_config": text,
-        "vision_config": vision,
-        "mm_tokens_per_image": 4,
-        "image_token_index": 90,
-    }
+    fields = {"text_config": text, "vision_config": vision}
+    fields |= {"mm_tokens_per_image": 4, "image_token_index": 90}
     model = build("Gemma3Config", "Gemma3ForConditionalGeneration", fields)
     ids = torch.randint(3, 90, (2, 14))
     ids[:, 2:6] = 90

@@ -33,54 +33,28 @@ TEMPERATURE = 0.7
 VISION = {"qwen2_vl": "Qwen2VL", "qwen3_vl": "Qwen3VL", "qwen3_5": "Qwen3_5", "glm4v": "Glm4v"}
 
 _TEXT: dict[str, Any] = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "pad_token_id": 0,
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0,
     "tie_word_embeddings": False,
-}
-_EYES: dict[str, Any] = {
-    "depth": 1,
-    "hidden_size": 16,
-    "num_heads": 2,
-    "out_hidden_size": 32,
-    "patch_size": 2,
-}
-_MROPE: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]}}
+}  # fmt: skip
+_EYES: dict[str, Any] = {"depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 32}
+_EYES |= {"patch_size": 2}
+_ROPE: dict[str, Any] = {"rope_type": "default", "mrope_section": [1, 1, 2]}
+_MROPE: dict[str, Any] = {"rope_parameters": _ROPE}
 _LINEAR: dict[str, Any] = {
-    "layer_types": ["full_attention"],
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-}
+    "layer_types": ["full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+}  # fmt: skip
+_QWEN2 = {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2}
+_QWEN2_5 = {**_EYES, "intermediate_size": 16, "fullatt_block_indexes": [0]}
+_PLACES = {**_EYES, "num_position_embeddings": 16}
 # kind -> (its class without the ending, fields of the text model, fields of the vision model)
 _VISION_KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "qwen2_vl": (
-        "Qwen2VL",
-        _MROPE,
-        {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2},
-    ),
-    "qwen2_5_vl": (
-        "Qwen2_5_VL",
-        _MROPE,
-        {**_EYES, "intermediate_size": 16, "fullatt_block_indexes": [0]},
-    ),
-    "qwen3_vl": (
-        "Qwen3VL",
-        _MROPE,
-        {**_EYES, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
-    ),
-    "qwen3_5": ("Qwen3_5", _LINEAR, {**_EYES, "num_position_embeddings": 16}),
-    "glm4v": (
-        "Glm4v",
-        {"rope_parameters": {**_MROPE["rope_parameters"], "partial_rotary_factor": 1.0}},
-        _EYES,
-    ),
+    "qwen2_vl": ("Qwen2VL", _MROPE, _QWEN2),
+    "qwen2_5_vl": ("Qwen2_5_VL", _MROPE, _QWEN2_5),
+    "qwen3_vl": ("Qwen3VL", _MROPE, {**_PLACES, "deepstack_visual_indexes": [0]}),
+    "qwen3_5": ("Qwen3_5", _LINEAR, _PLACES),
+    "glm4v": ("Glm4v", {"rope_parameters": {**_ROPE, "partial_rotary_factor": 1.0}}, _EYES),
 }
 
 
@@ -151,15 +125,10 @@ def vision_model(kind: str) -> PreTrainedModel:
     import transformers
 
     prefix, text, eyes = _VISION_KINDS[kind]
-    config = getattr(transformers, f"{prefix}Config")(
-        text_config={**_TEXT, **text},
-        vision_config=eyes,
-        tie_word_embeddings=False,
-        image_token_id=90,
-        video_token_id=91,
-        vision_start_token_id=92,
-        vision_end_token_id=93,
-    )
+    tokens = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    fields = {"text_config": {**_TEXT, **text}, "vision_config": eyes, "tie_word_embeddings": False}
+    fields |= {name: 90 + i for i, name in enumerate(tokens)}
+    config = getattr(transformers, f"{prefix}Config")(**fields)
     return with_own_class(getattr(transformers, f"{prefix}ForConditionalGeneration")(config))
 
 
