@@ -118,8 +118,9 @@ def test_logits_that_are_cut_off_before_the_completion() -> None:
 
 
 BART = {
-    "vocab_size": 60, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16,
-    "decoder_ffn_dim": 16, "encoder_attention_heads": 2, "decoder_attention_heads": 2,
+    "vocab_size": 60, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1,
+    "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
 }  # fmt: skip
 T5 = {"vocab_size": 60, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
+from grpo_kernels.body.inputs import FSDP1
 from tests.support import verl_engine, verl_peer
 from tests.support.ranks import run_ranks
 from tests.support.verl_peer import TEMPERATURE, draw, relative
@@ -60,10 +60,7 @@ def on_fsdp2(backend: str, kind: str = "Qwen3", **fields: Any) -> dict[str, floa
     accumulate."""
     model, sees = patched(backend, kind, **fields), kind.endswith("_vl")
     want = in_one_process(model, sees)
-    mesh = init_device_mesh("cpu", (RANKS,))
-    verl_peer.verl_module("utils.fsdp_utils").apply_fsdp2(
-        model, {"mesh": mesh, "reshard_after_forward": True}, {}
-    )
+    verl_engine.wrap(model, "fsdp2")
     assert isinstance(model.lm_head, FSDPModule) == (not fields.get("tie_word_embeddings"))
     for row in (2 * dist.get_rank(), 2 * dist.get_rank() + 1):
         loss_of(model, slice(row, row + 1), sees).backward()
@@ -78,23 +75,13 @@ def on_fsdp1(use_orig_params: bool) -> dict[str, float]:
     model = patched("grpo_kernels")
     want = in_one_process(model)
     before = {name: x.detach().clone() for name, x in model.named_parameters()}
-    policy = verl_peer.verl_module("utils.fsdp_utils").get_fsdp_wrap_policy(model, {})
-    mesh, device = init_device_mesh("cpu", (RANKS,)), torch.device("cpu")
-    wrapped = FullyShardedDataParallel(
-        model,
-        auto_wrap_policy=policy,
-        device_mesh=mesh,
-        device_id=device,
-        use_orig_params=use_orig_params,
-    )
+    wrapped = verl_engine.wrap(model, "fsdp", use_orig_params=use_orig_params)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=1.0)
     loss_of(wrapped, slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2), sees=False).backward()
     optimizer.step()
     with FullyShardedDataParallel.summon_full_params(wrapped):
-        after = {
-            name.replace("_fsdp_wrapped_module.", ""): x.detach()
-            for name, x in wrapped.named_parameters()
-        }
+        named = ((x.replace(f"{FSDP1}.", ""), y) for x, y in wrapped.named_parameters())
+        after = {name: x.detach() for name, x in named}
         return {name: relative(before[name] - after[name], want[name]) for name in want}
 
 
@@ -112,19 +99,14 @@ def everything(rank: int, world_size: int) -> dict[str, Any]:
         on_fsdp2("torch")
     except RuntimeError as error:
         found["verl text"] = str(error)
-    from tests.support import (
-        megatron_peer,
-        megatron_recipes,
-    )  # not above: it takes seconds, and only the ranks need it
+    # not above: it takes seconds, and only the ranks need it
+    from tests.support import megatron_peer, megatron_recipes
 
     found["steps"], found["ulysses"] = verl_engine.on_two_ranks(rank), verl_engine.on_ulysses()
     for context in (1, 2):
         megatron_peer.start(tensor=world_size // context, context=context)
-        for name, options in {
-            "vanilla": {},
-            "gspo": {"mode": "gspo"},
-            "entropy": {"entropy_coeff": 0.01},
-        }.items():
+        losses = {"vanilla": {}, "gspo": {"mode": "gspo"}, "entropy": {"entropy_coeff": 0.01}}
+        for name, options in losses.items():
             found[f"megatron rows {context} {name}"] = megatron_peer.rows(**options)
     megatron_peer.start(tensor=world_size)
     for sequence_parallel in (False, True):

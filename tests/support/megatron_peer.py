@@ -58,19 +58,16 @@ def megatron_model(sequence_parallel: bool, tied: bool) -> nn.Module:
     mlp = ModuleSpec(MLP, submodules=projections)
     submodules = TransformerLayerSubmodules(mlp=mlp, mlp_bda=get_bias_dropout_add)
     layer = ModuleSpec(TransformerLayer, submodules=submodules)
+    sizes = {"num_layers": 1, "hidden_size": 16, "ffn_hidden_size": 24, "num_attention_heads": 4}
+    off = ("add_bias_linear", "bias_activation_fusion", "gradient_accumulation_fusion")
     config = TransformerConfig(
-        num_layers=1,
-        hidden_size=16,
-        ffn_hidden_size=24,
-        num_attention_heads=4,
+        **sizes,
+        **dict.fromkeys(off, False),
         tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
         context_parallel_size=parallel_state.get_context_parallel_world_size(),
         sequence_parallel=sequence_parallel,
-        add_bias_linear=False,
-        bias_activation_fusion=False,
         hidden_dropout=0.0,
         use_cpu_initialization=True,
-        gradient_accumulation_fusion=False,
         params_dtype=torch.float64,
     )
     torch.manual_seed(5)
@@ -97,12 +94,8 @@ def engine_of(model: nn.Module) -> Any:
     made.is_value_model = False
     made.enable_routing_replay = False
     made.tf_config = None
-    made.engine_config = SimpleNamespace(
-        use_fused_kernels=True,
-        use_remove_padding=True,
-        pad_to_length=False,
-        dynamic_context_parallel=False,
-    )
+    flags = {"pad_to_length": False, "dynamic_context_parallel": False}
+    made.engine_config = SimpleNamespace(use_fused_kernels=True, use_remove_padding=True, **flags)
     made.model_config = SimpleNamespace(
         fused_kernel_options={},
         mtp=SimpleNamespace(enable=False),
@@ -138,12 +131,8 @@ def errors(sequence_parallel: bool, tied: bool) -> dict[str, float]:
     model = megatron_model(sequence_parallel, tied)
     engine = engine_of(model)
     ids, a, b = (x[0] for x in draw((1, 8)))
-    inputs = {
-        "input_ids": ids[None],
-        "position_ids": None,
-        "attention_mask": None,
-        "labels": ids.roll(-1)[None],
-    }
+    inputs = {"input_ids": ids[None], "position_ids": None, "attention_mask": None}
+    inputs["labels"] = ids.roll(-1)[None]
     with pytest.raises(
         (RuntimeError, AssertionError), match=r"NVTX|^$"
     ):  # verl's own kernel, which wants a GPU
@@ -160,15 +149,10 @@ def errors(sequence_parallel: bool, tied: bool) -> dict[str, float]:
 
     weights, chosen, entropy = by_hand(model, ids, inputs["labels"][0])
     (chosen * a + entropy * b).sum().backward()
-    found = {
-        name: relative(whole(name, x.grad), weights[name].grad)
-        for name, x in model.named_parameters()
-    }
-    return {
-        **found,
-        "logps": relative(output.log_probs, chosen),
-        "entropy": relative(output.entropy, entropy),
-    }
+    grads = {name: whole(name, x.grad) for name, x in model.named_parameters()}
+    found = {name: relative(x, weights[name].grad) for name, x in grads.items()}
+    found |= {"logps": relative(output.log_probs, chosen)}
+    return found | {"entropy": relative(output.entropy, entropy)}
 
 
 def rows(**options: Any) -> dict[str, float]:
@@ -184,17 +168,9 @@ def rows(**options: Any) -> dict[str, float]:
     ids, offsets = data["input_ids"].values() % TOKENS, data["input_ids"].offsets()
     data["input_ids"] = torch.nested.nested_tensor_from_jagged(ids, offsets)
     tensordict_utils = verl_module("utils.tensordict_utils")
-    flags = {
-        "calculate_entropy": True,
-        "temperature": TEMPERATURE,
-        "global_batch_size": len(data),
-        "dp_size": 1,
-    }
-    more = {
-        "use_fused_kernels": True,
-        "batch_num_tokens": int(data["response_mask"].sum()),
-        "num_micro_batch": 1,
-    }
+    flags = {"calculate_entropy": True, "temperature": TEMPERATURE, "dp_size": 1}
+    more = {"use_fused_kernels": True, "num_micro_batch": 1, "global_batch_size": len(data)}
+    more["batch_num_tokens"] = int(data["response_mask"].sum())
     tensordict_utils.assign_non_tensor(data, **flags, **more)
     loss_function = verl_engine.ppo_loss(verl_engine.config(**options))
 

@@ -40,7 +40,7 @@ FAMILIES = {
     "gptj": ALL if hasattr(modeling_gptj, "ALL_ATTENTION_FUNCTIONS") else "trim padded",
     "recurrent_gemma": "padded",
 }  # fmt: skip
-# What `make test` runs of them: each kind of attention, position and state; `make test-slow` the rest
+# What `make test` runs of them: each kind of attention, position, state; `make test-slow` the rest
 QUICK = ("llama", "mistral", "qwen3_moe", "gemma2", "gpt_oss", "minicpm3", "opt", "bert", "bloom")
 QUICK += ("falcon_h1", "gptj", "recurrent_gemma")
 WIDE = {"mistral": 64, "gpt_oss": 64}  # a sliding window longer than the sequences

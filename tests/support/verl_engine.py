@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
+from grpo_kernels.body.inputs import FSDP1
 from grpo_kernels.verl import patch_verl, unpatch_verl
 from tests.support import verl_peer
 from tests.support.ranks import one_rank
@@ -167,51 +168,43 @@ def nested(data: Any) -> Any:
     def jagged(rows: list[Tensor]) -> Tensor:
         return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
 
-    for name in (
-        "response_mask",
-        "old_log_probs",
-        "advantages",
-        "ref_log_prob",
-        "loss_mask",
-        "responses",
-    ):
+    names = ("response_mask", "old_log_probs", "advantages", "ref_log_prob", "loss_mask")
+    for name in (*names, "responses"):
         made[name] = jagged([x[:n] for x, n in zip(data[name], lengths[1], strict=True)])
-    made["prompts"] = jagged(
-        [x[PROMPT - n :] for x, n in zip(data["prompts"], lengths[0], strict=True)]
-    )
+    prompts = zip(data["prompts"], lengths[0], strict=True)
+    made["prompts"] = jagged([x[PROMPT - n :] for x, n in prompts])
     return made
 
 
-def engine(module: nn.Module, options: dict[str, str], strategy: str | None) -> Any:
-    """verl's engine around `module`, wrapped as verl does: `strategy` is fsdp, fsdp2 or None."""
-    owner = engine_module().FSDPEngineWithLMHead
-    made = owner.__new__(owner)
-    made.model_config = SimpleNamespace(fused_kernel_options=options)
-    made.engine_config = SimpleNamespace(
-        use_no_sync_for_gradient_accumulation=True,
-        entropy_checkpointing=False,
-        entropy_from_logits_with_chunking=False,
+def wrap(module: nn.Module, strategy: str | None, *, use_orig_params: bool = True) -> nn.Module:
+    """`module` as verl wraps it: `strategy` is fsdp, fsdp2 or None."""
+    mesh, utilities = (
+        init_device_mesh("cpu", (dist.get_world_size(),)),
+        verl_module("utils.fsdp_utils"),
     )
-    made.use_ulysses_sp = False
-    made.ulysses_sequence_parallel_size = 1
-    made.ulysses_device_mesh = None
-    made.pad_to_length, made.pad_to_length_bucket = False, 1
-    made._autocast_dtype, made.scaler = torch.float32, None
-    made.compute_entropy_from_logits = verl_module("utils.torch_functional").entropy_from_logits
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    utilities = verl_module("utils.fsdp_utils")
     if strategy == "fsdp2":
         utilities.apply_fsdp2(module, {"mesh": mesh, "reshard_after_forward": True}, {})
     if strategy == "fsdp":
         policy = utilities.get_fsdp_wrap_policy(module, {})
-        module = FullyShardedDataParallel(
-            module,
-            auto_wrap_policy=policy,
-            device_mesh=mesh,
-            device_id=torch.device("cpu"),
-            use_orig_params=True,
-        )
-    made.module = module
+        options = {"device_mesh": mesh, "device_id": torch.device("cpu")}
+        options |= {"use_orig_params": use_orig_params, "auto_wrap_policy": policy}
+        module = FullyShardedDataParallel(module, **options)
+    return module
+
+
+def engine(module: nn.Module, options: dict[str, str], strategy: str | None) -> Any:
+    """verl's engine around `module`, wrapped."""
+    owner = engine_module().FSDPEngineWithLMHead
+    made = owner.__new__(owner)
+    made.model_config = SimpleNamespace(fused_kernel_options=options)
+    flags = {"entropy_checkpointing": False, "entropy_from_logits_with_chunking": False}
+    made.engine_config = SimpleNamespace(use_no_sync_for_gradient_accumulation=True, **flags)
+    made.use_ulysses_sp, made.ulysses_sequence_parallel_size = False, 1
+    made.ulysses_device_mesh = None
+    made.pad_to_length, made.pad_to_length_bucket = False, 1
+    made._autocast_dtype, made.scaler = torch.float32, None
+    made.compute_entropy_from_logits = verl_module("utils.torch_functional").entropy_from_logits
+    made.module = wrap(module, strategy)
     return made
 
 
@@ -236,17 +229,13 @@ def run(
     made = model(layers)
     if options is not None:
         verl_patch.patch_forward_with_backends(made, True, options["impl_backend"])
-        with (
-            torch.no_grad()
-        ):  # a first call measures the head's constants, which are no operations of a step
+        with torch.no_grad():  # a first call measures the head's constants: no work of a step
             made(input_ids=torch.ones(1, 2, dtype=torch.long), return_dict=True)
     if adapter:
         import peft
 
-        targets = ["q_proj", "v_proj"]
-        made = peft.get_peft_model(
-            made, peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False)
-        )
+        lora = {"target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
+        made = peft.get_peft_model(made, peft.LoraConfig(r=4, **lora))
     the_engine = engine(made, options or {}, strategy)
     if prepare is not None:
         prepare(the_engine)
@@ -274,9 +263,7 @@ def gradients_of(module: nn.Module, *, whole: bool) -> dict[str, Tensor]:
     if not whole:
         with FullyShardedDataParallel.summon_full_params(module, with_grads=True):
             found = gradients_of(module, whole=True)
-            return {
-                name.replace("_fsdp_wrapped_module.", ""): x.clone() for name, x in found.items()
-            }
+            return {name.replace(f"{FSDP1}.", ""): x.clone() for name, x in found.items()}
     found = {name: x.grad for name, x in module.named_parameters() if x.grad is not None}
     return {name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in found.items()}
 

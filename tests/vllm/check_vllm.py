@@ -98,7 +98,8 @@ def test_log_probabilities_in_fp32_are_the_engines(name: str, sampled: dict[str,
         ).logps
     gaps = (of_samples(logps, samples) - of_engine(samples)).abs()
     print(
-        f"{name}: {len(gaps)} tokens, off by {gaps.mean():.1e} in the mean, {gaps.max():.1e} at most"
+        f"{name}: {len(gaps)} tokens, off by {gaps.mean():.1e} in the mean, "
+        f"{gaps.max():.1e} at most"
     )
     assert gaps.max() < NEAR
     if "top_k" in options:  # without the sets
@@ -157,7 +158,8 @@ def test_in_bf16_ours_are_as_near_to_the_engines_as_trls_or_nearer(
             gap = of_samples(logps, sampled[name]) - of_engine(sampled[name])
             gaps[scorer] = gap.abs().mean()
             print(
-                f"| {'bf16' if head is None else 'bf16, fp32 head'} | {name} | {scorer} | {gap.abs().mean():.1e} | "
+                f"| {'bf16' if head is None else 'bf16, fp32 head'} | {name} | {scorer} | "
+                f"{gap.abs().mean():.1e} | "
                 f"{gap.abs().max():.2f} | {gap.exp().std():.1e} | {len(gap)} |"
             )
         assert gaps["ours"] < 1.05 * gaps["TRL"]  # 0.84 to 1.01 of it

@@ -12,7 +12,8 @@ from vllm import LLM, SamplingParams
 
 KEPT = 50  # most ids of a set, and log-probabilities that are asked for
 QUESTIONS = (
-    "What is 7 plus 5?", "Name three colours.", "Write one sentence about the sea.", "What is the capital of France?",
+    "What is 7 plus 5?", "Name three colours.", "Write one sentence about the sea.",
+    "What is the capital of France?",
     "Explain what a prime number is.", "Tell me a short story about a dog.", "What is 12 times 3?",
     "List two uses of iron.",
 )  # fmt: skip
