@@ -36,19 +36,15 @@ def unscored(case: Case) -> Case:
 @pytest.mark.parametrize("old", [False, True], ids=["on-policy", "off-policy"])
 @pytest.mark.parametrize("mode", MODES)
 def test_it_is_the_loss_with_trls_ratio(mode: str, old: bool) -> None:
-    """Every loss type, in float64, on two backends: value, gradients by autograd through full logits, metrics."""
-    small = {"b": 4, "t": 6, "h": 6, "v": 20, "dtype": torch.float64, "sampling": True}
-    moved = 0
+    """Every loss type, in float64, on two backends: value, gradients by autograd through full
+    logits, metrics."""
+    small = {"b": 4, "t": 6, "h": 6, "v": 20, "dtype": torch.float64, "sampling": True, "old": old}
+    extras = ({"beta": 0.05}, {"entropy_coef": 0.1}, {}, {"temperature": 0.8})
+    moved, close = 0, {"rtol": 1e-9, "atol": 1e-12}
     for i, (loss_type, level) in enumerate(LOSSES):
-        extra = (
-            {}
-            if loss_type == "gmpo"
-            else ({"beta": 0.05}, {"entropy_coef": 0.1}, {}, {"temperature": 0.8})[i % 4]
-        )
-        kind = loss(loss_type, level) | ({"epsilon_high": 1.1} if loss_type == "cispo" else {})
-        case = unscored(
-            make_case(f"sampling/{mode}/{i}", old=old, **small, **kind, **extra, **correction(mode))
-        )
+        kind = loss(loss_type, level) | ({} if loss_type == "gmpo" else extras[i % 4])
+        kind |= {"epsilon_high": 1.1} if loss_type == "cispo" else {}
+        case = unscored(make_case(f"sampling/{mode}/{i}", **small, **kind, **correction(mode)))
         scored = head(case)
         logps = on_grid(scored.logps.detach(), scored.counted)
         base = logps if case.old_per_token_logps is None else case.old_per_token_logps
@@ -56,7 +52,6 @@ def test_it_is_the_loss_with_trls_ratio(mode: str, old: bool) -> None:
         want = reference_loss(same)
         for backend in ("torch", "cpp"):
             out, grads = run(case, backend=backend)
-            close = {"rtol": 1e-9, "atol": 1e-12}
             torch.testing.assert_close(out.loss.detach(), want.loss, **close)
             torch.testing.assert_close(grads["hidden"], want.d_hidden, **close)
             torch.testing.assert_close(grads["weight"], want.d_weight, **close)
@@ -64,9 +59,8 @@ def test_it_is_the_loss_with_trls_ratio(mode: str, old: bool) -> None:
                 if loss_type != "gmpo" or name != "importance_sampling_ratio":
                     torch.testing.assert_close(out.metrics[name], want.metrics[name], **close)
         assert ("importance_sampling_ratio" in out.metrics) == (loss_type != "gmpo")
-        moved += not torch.allclose(
-            reference_loss(same.but(importance_sampling_ratio=None)).loss, want.loss
-        )
+        without = reference_loss(same.but(importance_sampling_ratio=None)).loss
+        moved += not torch.allclose(without, want.loss)
     assert moved == len(LOSSES) - 1  # GMPO has no ratio
 
 
@@ -74,35 +68,24 @@ def test_it_is_the_loss_with_trls_ratio(mode: str, old: bool) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_the_bits_are_those_of_the_ratio_given(mode: str, backend: str) -> None:
     """In float32, by the engine that serves both."""
-    for i, (loss_type, level) in enumerate(
-        (("dapo", "token"), ("grpo", "sequence"), ("vespo", "token"))
-    ):
-        case = unscored(
-            make_case(f"bits/{mode}/{i}", old=False, sampling=True, **loss(loss_type, level))
-        )
+    how = {"backend": backend, "engine": "two_pass"}
+    for i, kind in enumerate((("dapo", "token"), ("grpo", "sequence"), ("vespo", "token"))):
+        case = unscored(make_case(f"bits/{mode}/{i}", old=False, sampling=True, **loss(*kind)))
         case = case.but(config=correction(mode))
-        out, grads = run(case, backend=backend, engine="two_pass")
-        want, d_want = run(
-            given_ratio(case, out.per_token_logps), backend=backend, engine="two_pass"
-        )
+        out, grads = run(case, **how)
+        want, d_want = run(given_ratio(case, out.per_token_logps), **how)
         assert torch.equal(out.loss, want.loss)
         assert all(torch.equal(grads[name], d_want[name]) for name in ("hidden", "weight"))
 
 
 def test_engines() -> None:
-    """A ratio a token costs nothing; one a sequence couples its tokens where they are not yet known."""
+    """A ratio a token costs nothing; one a sequence couples its tokens where they are not yet
+    known."""
     for mode, loss_type, level, old, frozen, engine in (
         ("token_mask", "dapo", "token", False, (), "one_pass"),
         ("token_truncate", "cispo", "token", False, (), "one_pass"),
         ("token_mask", "dapo", "token", True, (), "one_pass"),
-        (
-            "sequence_mask",
-            "dapo",
-            "token",
-            True,
-            (),
-            "one_pass",
-        ),  # made of the old ones, which are known
+        ("sequence_mask", "dapo", "token", True, (), "one_pass"),  # of old ones, which are known
         ("sequence_mask", "dapo", "token", False, (), "two_pass"),
         ("sequence_mask", "dapo", "token", False, ("weight",), "frozen"),
         ("sequence_mean_mask", "dapo", "token", True, (), "one_pass"),
@@ -111,14 +94,8 @@ def test_engines() -> None:
         ("token_mask", "vespo", "token", False, (), "two_pass"),
         ("sequence_mask", "gmpo", "token", False, (), "one_pass"),  # which ignores it
     ):
-        case = make_case(
-            "engines",
-            old=old,
-            sampling=True,
-            frozen=frozen,
-            **loss(loss_type, level),
-            **correction(mode),
-        )
+        kind = loss(loss_type, level) | correction(mode)
+        case = make_case("engines", old=old, sampling=True, frozen=frozen, **kind)
         out, grads = run(case)
         assert out.engine == engine, (mode, loss_type, level, old, frozen)
         other, d_other = run(case, engine="two_pass", backend="torch")
@@ -174,17 +151,10 @@ def test_packed_sequences(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", ["token_mask", "sequence_mask"])
 def test_a_trainer_can_foresee_it(mode: str) -> None:
-    """One pass where the ratio is a token's own; else which rows may carry gradient is all that is known."""
-    case = make_case(
-        "foreseen",
-        b=4,
-        t=8,
-        mask="full",
-        zero_adv=True,
-        old=False,
-        sampling=True,
-        **correction(mode),
-    )
+    """One pass where the ratio is a token's own; else which rows may carry gradient is all that is
+    known."""
+    options = {"b": 4, "t": 8, "mask": "full", "zero_adv": True, "old": False, "sampling": True}
+    case = make_case("foreseen", **options, **correction(mode))
     config, given = config_of(case), arguments(case)
     of_head = ("hidden", "weight", "bias", "completion_ids", "reference")
     inputs = {k: x for k, x in given.items() if k not in of_head}
@@ -192,42 +162,31 @@ def test_a_trainer_can_foresee_it(mode: str) -> None:
     expected = policy_expectation(config, **inputs)
     assert (expected.coefficients is None) == (mode == "sequence_mask")
     hidden, weight = (given[k].detach().requires_grad_() for k in ("hidden", "weight"))
-    a = (
-        -case.advantages[:, None]
-        * trls_ratio(case, out.per_token_logps)
-        / case.completion_mask.sum()
-    )
+    a = -case.advantages[:, None] * trls_ratio(case, out.per_token_logps)
+    a = (a / case.completion_mask.sum()).expand(case.completion_ids.shape)
     with FlopCounterMode(display=False) as counter:
         logps = linear_logprob(hidden, weight, case.completion_ids, expected=expected).logps
-        logps.backward(a.expand_as(logps))
+        logps.backward(a)
     if expected.coefficients is not None:
-        graded = float(policy_expectation(config, **inputs).graded.float().mean())
-        assert counter.get_total_flops() == round(
-            2 * logps.numel() * weight.numel() * (1 + 2 * graded)
-        )
+        products = 1 + 2 * float(expected.graded.float().mean())
+        assert counter.get_total_flops() == round(2 * logps.numel() * weight.numel() * products)
     torch.testing.assert_close(hidden.grad, grads["hidden"], rtol=1e-5, atol=1e-7)
 
 
 def test_wrong_arguments() -> None:
     case = make_case("wrong", sampling=True, ratio="token", **correction("token_mask"))
     config, given, call = config_of(case), arguments(case), flat(grpo_loss)
-    with pytest.raises(
-        ValueError,
-        match=r"^importance_sampling_ratio: expected None since vllm_.*_correction = True",
-    ):
+    message = r"^importance_sampling_ratio: expected None since vllm_.*_correction = True"
+    with pytest.raises(ValueError, match=message):
         call(**given, config=config)
     given["importance_sampling_ratio"] = None
-    with pytest.raises(
-        ValueError, match=r"^sampling_per_token_logps: expected a tensor since vllm_.* got None"
-    ):
+    message = r"^sampling_per_token_logps: expected a tensor since vllm_.* got None"
+    with pytest.raises(ValueError, match=message):
         call(**given | {"sampling_per_token_logps": None}, config=config)
-    with pytest.raises(
-        ValueError, match=r"^sampling_per_token_logps: expected a tensor since vllm_.* got None"
-    ):
+    with pytest.raises(ValueError, match=message):
         policy_expectation(config, **{k: given[k] for k in ("completion_mask", "advantages")})
-    with pytest.raises(
-        ValueError, match=rf"^{PREFIX}correction: expected False beside an objective"
-    ):
+    message = rf"^{PREFIX}correction: expected False beside an objective"
+    with pytest.raises(ValueError, match=message):
         call(**given, config=config, objective=token_level(lambda tokens: -tokens.logps))
     for options, name in (
         ({"mode": "batch_mask"}, "mode"),
@@ -239,18 +198,16 @@ def test_wrong_arguments() -> None:
     ):
         with pytest.raises((TypeError, ValueError), match=rf"^{PREFIX}{name}: expected .+, got "):
             LossConfig(**{PREFIX + key: value for key, value in options.items()})
-    LossConfig(
-        **correction("sequence_mask") | {f"{PREFIX}clip_max": None, f"{PREFIX}clip_min": None}
-    )
+    no_bounds = {f"{PREFIX}clip_max": None, f"{PREFIX}clip_min": None}
+    LossConfig(**correction("sequence_mask") | no_bounds)
 
 
 def test_from_trl() -> None:
-    """The trainer makes the ratio, so it is not made again; TRL's deprecated name for the upper bound is understood."""
-    theirs = SimpleNamespace(
-        **{f"{PREFIX}correction": True, f"{PREFIX}mode": "token_mask", f"{PREFIX}clip_max": None}
-    )
-    config = LossConfig.from_trl(theirs)
-    assert config == LossConfig(**{f"{PREFIX}mode": "token_mask", f"{PREFIX}clip_max": None})
+    """The trainer makes the ratio, so it is not made again; TRL's deprecated name for the upper
+    bound is understood."""
+    options = {f"{PREFIX}mode": "token_mask", f"{PREFIX}clip_max": None}
+    theirs = SimpleNamespace(**{f"{PREFIX}correction": True}, **options)
+    assert LossConfig.from_trl(theirs) == LossConfig(**options)
     assert LossConfig.from_trl(theirs, **{f"{PREFIX}correction": True}).corrects_sampling
     theirs.vllm_importance_sampling_cap = 2.0
     assert LossConfig.from_trl(theirs).vllm_importance_sampling_clip_max == 2.0
