@@ -1,5 +1,5 @@
-"""Estimators against loops over lists, TRL's own lines and verl's functions; their properties, groups that span ranks,
-and wrong arguments."""
+"""Estimators against loops over lists, TRL's own lines and verl's functions; their properties,
+groups that span ranks, and wrong arguments."""
 
 from __future__ import annotations
 
@@ -186,7 +186,8 @@ def test_rloo_against_loops(normalize):
 
 
 def test_worked_example_of_process_supervision():
-    """Normalised: -0.447, 0.447, -1.342, 1.342; each token sums the steps that end at or after it."""
+    """Normalised: -0.447, 0.447, -1.342, 1.342; each token sums the steps that end at or after
+    it."""
     rewards, ends = [[0.8, 0.9, 0.7, 1.0]] * 3, [[1, 3, 4, 6]] * 3
     result = adv.process_advantages(rewards, ends, 3, length=8, epsilon=0.0)
     close(result, [[0, 0, 0.447, 0.447, 0, 1.342, 1.342, 0]] * 3, 5e-4)
@@ -394,7 +395,8 @@ def batch(seed: int, *, holes: bool = False, rows: int = 13, length: int = 7) ->
     ],
 )
 def test_verls(name, estimate, tolerance):
-    """A group of one gets 0, in verl its reward. verl whitens with the std of samples, ours is that of all."""
+    """A group of one gets 0, in verl its reward. verl whitens with the std of samples, ours is that
+    of all."""
     function = core_algos().get_adv_estimator_fn(name.removesuffix("_none"))
     for seed in range(6):
         data = batch(seed)
@@ -444,33 +446,44 @@ ESTIMATORS = {
     **{
         f"group {scale} {aggregation} {epsilon}": of_group(scale, aggregation, epsilon)
         for scale, aggregation, epsilon in product(
-            ("group", "batch", "mean", "none"), ("sum_then_normalize", "normalize_then_sum"), (0.0, 1e-4)
+            ("group", "batch", "mean", "none"),
+            ("sum_then_normalize", "normalize_then_sum"),
+            (0.0, 1e-4),
         )
     },
     "rloo": lambda d, pg: adv.rloo_advantages(d.rewards, **groups(d, pg)),
-    "rloo normalised": lambda d, pg: adv.rloo_advantages(d.rewards, normalize=True, epsilon=0.0, **groups(d, pg)),
+    "rloo normalised": lambda d, pg: adv.rloo_advantages(
+        d.rewards, normalize=True, epsilon=0.0, **groups(d, pg)
+    ),
     "process": lambda d, pg: adv.process_advantages(
         d.rewards, d.ends, completion_mask=d.mask, epsilon=0.0, **groups(d, pg)
     ),
     "process length": lambda d, pg: adv.process_advantages(
         d.rewards, d.ends, length=d.mask.shape[1], **groups(d, pg)
     ),
-    "gae": lambda d, pg: adv.gae(d.token_rewards, d.values, d.mask, 0.9, 0.9, torch.where(d.mask.any(1), d.last, NAN))[0],
+    "gae": lambda d, pg: adv.gae(
+        d.token_rewards, d.values, d.mask, 0.9, 0.9, torch.where(d.mask.any(1), d.last, NAN)
+    )[0],
     "gae returns": lambda d, pg: adv.gae(d.token_rewards, d.token_rewards, d.mask, 0.9)[1],
     "gae whitened": lambda d, pg: adv.gae(
         d.token_rewards, -d.token_rewards, d.mask, whiten_advantages=True, process_group=pg
     )[0],
-    "reinforce++": lambda d, pg: adv.reinforce_plus_plus(d.rewards, d.mask, epsilon=0.0, process_group=pg),
-    "reinforce++ baseline": lambda d, pg: adv.reinforce_plus_plus(d.rewards, d.mask, **groups(d, pg)),
+    "reinforce++": lambda d, pg: adv.reinforce_plus_plus(
+        d.rewards, d.mask, epsilon=0.0, process_group=pg
+    ),
+    "reinforce++ baseline": lambda d, pg: adv.reinforce_plus_plus(
+        d.rewards, d.mask, **groups(d, pg)
+    ),
     "reinforce++ penalty": lambda d, pg: adv.reinforce_plus_plus(
         d.rewards, d.mask, per_token_kl=d.kl, beta=0.2, **groups(d, pg)
     ),
     "whiten": lambda d, pg: adv.whiten(d.token_rewards, d.mask, epsilon=0.0, process_group=pg),
-}  # fmt: skip
+}
 CENTRED = [name for name in ESTIMATORS if name.split()[0] in ("group", "rloo", "process")]
 SHIFTS = [*CENTRED, "reinforce++ baseline"]  # a constant added to all rewards changes nothing
 SHIFTS = [name for name in SHIFTS if not name.startswith("group mean sum")]
-DEGREES = {"group none sum_then_normalize 0.0": 1, "group none sum_then_normalize 0.0001": 1, "rloo": 1, "process": 0,
+DEGREES = {"group none sum_then_normalize 0.0": 1, "group none sum_then_normalize 0.0001": 1,
+"rloo": 1, "process": 0,
            "rloo normalised": 0, "gae returns": 1, "reinforce++": 0, "whiten": 0}  # fmt: skip
 DEGREES |= {name: 0 for name in ESTIMATORS if name.endswith(" 0.0") and name not in DEGREES}
 each = pytest.mark.parametrize("name", ESTIMATORS)
@@ -542,7 +555,8 @@ def test_rewards_of_another_scale(name: str) -> None:
 
 @each
 def test_masked_positions_orders_dtypes_and_empty_batches(name: str) -> None:
-    """What is masked is never read; rows may come in any order; no gradient, and inputs stay as they are."""
+    """What is masked is never read; rows may come in any order; no gradient, and inputs stay as
+    they are."""
     data = batch(3, holes=True)
     whole, order = estimate(name, data), torch.randperm(len(data.ids))
     close(estimate(name, part(data, order)), whole[order])
@@ -623,20 +637,24 @@ def test_groups_that_span_ranks() -> None:
 
 R, M = torch.zeros(4), torch.ones(4, 3)
 GOOD: dict[str, Any] = {
-    "rewards": R, "completion_mask": M, "num_generations": 2, "values": M, "x": M, "step_rewards": M,
+    "rewards": R, "completion_mask": M, "num_generations": 2, "values": M, "x": M,
+    "step_rewards": M,
     "step_ends": M.long(),
 }  # fmt: skip
 TAKES = {name: {*inspect.signature(getattr(adv, name)).parameters} for name in adv.__all__}
 PER_TOKEN = ("values", "x", "per_token_kl")
 WRONG: list[tuple[type[Exception], str, Any, str]] = [
-    *((ValueError, name, M[:, :2], r"expected shape \(B, T\) = \(4, 3\), got \(4, 2\)") for name in PER_TOKEN),
-    *((ValueError, name, M * x, f"expected finite .* got {x}") for name in PER_TOKEN for x in (NAN, INF)),
+    *((ValueError, name, M[:, :2],
+    r"expected shape \(B, T\) = \(4, 3\), got \(4, 2\)") for name in PER_TOKEN),
+    *((ValueError, name, M * x, f"expected finite .* got {x}") for name in PER_TOKEN for x in (NAN,
+    INF)),
     (ValueError, "last_value", R[:3], r"expected shape \(B,\) = \(4,\), got \(3,\)"),
     (ValueError, "last_value", R + INF, "expected finite .* got inf"),
     (TypeError, "rewards", [1.0, 2.0], "expected a tensor, got list"),
     (TypeError, "rewards", R.cfloat(), "expected real numbers, got torch.complex64"),
     (ValueError, "rewards", R.view(2, 2, 1), r"expected shape .* got \(2, 2, 1\)"),
-    (ValueError, "rewards", R + torch.tensor([0.0, 0.0, INF, 0.0]), r"expected finite .* got inf at \(2, "),
+    (ValueError, "rewards", R + torch.tensor([0.0, 0.0, INF, 0.0]),
+     r"expected finite .* got inf at \(2, "),
     (ValueError, "rewards", R - INF, "expected finite .* got -inf"),
     (ValueError, "reward_weights", [1, 2], r"expected shape \(F,\) = \(1,\), got \(2,\)"),
     (ValueError, "reward_weights", [NAN], "expected finite values, got nan"),
@@ -660,32 +678,43 @@ WRONG: list[tuple[type[Exception], str, Any, str]] = [
     (ValueError, "step_rewards", M * INF, "expected finite .* got inf"),
     (ValueError, "step_ends", M[:, :2].long(), r"expected shape \(B, S\) = \(4, 3\), got \(4, 2\)"),
     (TypeError, "step_ends", M, "expected integers, got torch.float32"),
-    (ValueError, "step_ends", M.long() * 3, r"expected indices in \[0, T\) = \[0, 3\), got 3 at \(0, 0\)"),
+    (ValueError, "step_ends", M.long() * 3,
+     r"expected indices in \[0, T\) = \[0, 3\), got 3 at \(0, 0\)"),
     (ValueError, "step_ends", -M.long(), "expected indices .* got -1"),
     (ValueError, "gamma", 1.5, r"expected a finite number in \[0, 1\], got 1.5"),
     (ValueError, "lam", -0.1, r"expected a finite number in \[0, 1\], got -0.1"),
     (ValueError, "beta", NAN, "expected a finite number, got nan"),
 ]  # fmt: skip
 OF_ONE: list[tuple[type[Exception], str, dict[str, Any], str]] = [
-    (ValueError, "group_advantages", {"rewards": M[:, :0]}, r"rewards: expected shape .* got \(4, 0\)"),
-    (ValueError, "group_advantages", {"num_generations": 1}, "num_generations: expected at least 2 .* got 1"),
-    (ValueError, "process_advantages", {"step_rewards": [[1.0], [1.0, 2.0]], "step_ends": [[0], [0]]},
+    (ValueError, "group_advantages", {"rewards": M[:, :0]},
+     r"rewards: expected shape .* got \(4, 0\)"),
+    (ValueError, "group_advantages", {"num_generations": 1},
+     "num_generations: expected at least 2 .* got 1"),
+    (ValueError, "process_advantages", {"step_rewards": [[1.0], [1.0, 2.0]], "step_ends": [[0],
+     [0]]},
      r"step_ends: .*\[1, 2\] by row, got \[1, 1\]"),
-    (ValueError, "process_advantages", {"completion_mask": None}, "completion_mask, length: .* got neither"),
+    (ValueError, "process_advantages", {"completion_mask": None},
+     "completion_mask, length: .* got neither"),
     (ValueError, "process_advantages", {"length": 3}, "completion_mask, length: .* got both"),
-    (ValueError, "process_advantages", {"completion_mask": M[:3]}, r"completion_mask: .* \(4, 3\), got \(3, 3\)"),
-    (ValueError, "process_advantages", {"completion_mask": None, "length": -1}, "length: expected at least 0, got -1"),
-    (TypeError, "process_advantages", {"completion_mask": None, "length": 3.0}, "length: expected an int, got float"),
-    (TypeError, "gae", {"completion_mask": None}, "completion_mask: expected a tensor, got NoneType"),
+    (ValueError, "process_advantages", {"completion_mask": M[:3]},
+     r"completion_mask: .* \(4, 3\), got \(3, 3\)"),
+    (ValueError, "process_advantages", {"completion_mask": None, "length": -1},
+     "length: expected at least 0, got -1"),
+    (TypeError, "process_advantages", {"completion_mask": None, "length": 3.0},
+     "length: expected an int, got float"),
+    (TypeError, "gae", {"completion_mask": None},
+     "completion_mask: expected a tensor, got NoneType"),
     (ValueError, "gae", {"rewards": M[:, :2]}, r"rewards: .* \(4, 3\), got \(4, 2\)"),
     (ValueError, "gae", {"rewards": R * NAN}, "rewards: expected finite .* got nan"),
     *((ValueError, name, {"rewards": R[:3]}, r"rewards: .*= \(4,.*\), got \(3,\)")
       for name in ("gae", "reinforce_plus_plus")),
-    *((ValueError, name, {"group_ids": [0] * 4, "num_generations": 2}, ".* exactly one of the two, got both")
+    *((ValueError, name, {"group_ids": [0] * 4, "num_generations": 2},
+    ".* exactly one of the two, got both")
       for name, takes in TAKES.items() if "group_ids" in takes),
     *((ValueError, name, {"num_generations": None}, ".* exactly one of the two, got neither")
       for name in ("group_advantages", "rloo_advantages", "process_advantages")),
-    *((TypeError, name, {"process_group": "x"} | ({"whiten_advantages": True} if name == "gae" else {}),
+    *((TypeError, name,
+    {"process_group": "x"} | ({"whiten_advantages": True} if name == "gae" else {}),
        r"process_group: expected a torch.distributed.ProcessGroup .* got str")
       for name, takes in TAKES.items() if "process_group" in takes),
 ]  # fmt: skip

@@ -277,7 +277,8 @@ def tokenizer():
 def model():
     transformers = pytest.importorskip("transformers")
     config = transformers.Qwen2Config(
-        vocab_size=len(WORDS), hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        vocab_size=len(WORDS), hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2,
         num_key_value_heads=2, num_labels=1, pad_token_id=0, attention_dropout=0.5,
     )  # fmt: skip
     return transformers.Qwen2ForSequenceClassification(config).eval()
@@ -323,7 +324,8 @@ def test_model_is_evaluated_and_left_in_the_mode_it_was_in(model, tokenizer):
     [
         (ValueError, r"processing_classes\[0\]: expected the tokenizer .*'Qwen2For.*', got None",
          {"processing_classes": None}),
-        (ValueError, "processing_classes: expected one per reward function, 2, got 1", {"more": [lengths]}),
+        (ValueError, "processing_classes: expected one per reward function, 2, got 1",
+         {"more": [lengths]}),
         (ValueError, r"processing_classes\[0\]: expected a tokenizer with a pad token",
          {"processing_classes": SimpleNamespace(pad_token_id=None)}),
         (RuntimeError, "row 0: expected lists of messages",
@@ -367,7 +369,8 @@ def test_names(model):
     named.config = SimpleNamespace(_name_or_path="someone/their-reward-model/")
     twice = functools.partial(functools.partial(lengths, a=1), b=2)
     assert reward_names([lengths, twice, Judge(), lambda: None, model, named]) == [
-        "lengths", "lengths", "Judge", "<lambda>", "Qwen2ForSequenceClassification", "their-reward-model",
+        "lengths", "lengths", "Judge", "<lambda>", "Qwen2ForSequenceClassification",
+        "their-reward-model",
     ]  # fmt: skip
     assert reward_names(lengths) == ["lengths"]
 
@@ -390,8 +393,10 @@ def test_names(model):
         (torch.zeros(3, 2), r"expected a number or None for row 0, got \[0.0, 0.0\]"),
         ([torch.zeros(2), 0.0, 0.0], "expected a number or None for row 0, got tensor"),
         ([torch.zeros((), device="meta")] * 3, "expected a number or None for row 0, got tensor"),
-        ([1.0, 10**400, 1.0], "expected a number within float32's range or None for row 1, got 1000"),
-        ([1.0, 1.0, -1e39], r"expected a number within float32's range or None for row 2, got -1e\+39"),
+        ([1.0, 10**400, 1.0],
+         "expected a number within float32's range or None for row 1, got 1000"),
+        ([1.0, 1.0, -1e39],
+         r"expected a number within float32's range or None for row 2, got -1e\+39"),
     ],
 )  # fmt: skip
 def test_wrong_returns_name_the_function(returned, message):
@@ -405,7 +410,8 @@ def test_wrong_returns_name_the_function(returned, message):
 @pytest.mark.parametrize(
     ("error", "message", "arguments"),
     [
-        (TypeError, r"reward_funcs\[1\]: .* got the name 'org/rm'; load", {"reward_funcs": [lengths, "org/rm"]}),
+        (TypeError, r"reward_funcs\[1\]: .* got the name 'org/rm'; load",
+         {"reward_funcs": [lengths, "org/rm"]}),
         (TypeError, r"reward_funcs\[0\]: .* got int", {"reward_funcs": 3}),
         (ValueError, "reward_funcs: expected at least one function", {"reward_funcs": []}),
         (TypeError, "prompts: expected a list, got str", {"prompts": "abc"}),

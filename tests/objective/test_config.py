@@ -1,4 +1,5 @@
-"""The configuration: TRL's names and defaults, one place of checking, presets that are configurations."""
+"""The configuration: TRL's names and defaults, one place of checking, presets that are
+configurations."""
 
 from __future__ import annotations
 
@@ -35,15 +36,18 @@ def trl_config(name: str = "GRPOConfig", **options: object) -> Any:
     return getattr(importlib.import_module(MODULES.get(name, "trl")), name)(**UNUSED, **options)
 
 
-# Fields of GRPOConfig that no loss of a batch of tokens depends on: the model, generation, rewards, the step, the log.
+# Fields of GRPOConfig that no loss of a batch of tokens depends on: the model, generation, rewards,
+# the step, the log.
 OF_THE_TRAINER = """
-    model_init_kwargs trust_remote_code disable_dropout num_generations num_generations_eval ds3_gather_for_generation
-    shuffle_dataset pad_to_multiple_of generation_batch_size steps_per_generation top_p top_k min_p generation_kwargs
-    chat_template_kwargs repetition_penalty cache_implementation use_vllm vllm_mode vllm_model_impl
-    vllm_enable_sleep_mode vllm_structured_outputs_regex vllm_server_base_url vllm_server_host vllm_server_port
-    vllm_server_timeout vllm_group_port vllm_gpu_memory_utilization vllm_max_model_length vllm_tensor_parallel_size
-    num_iterations reward_weights multi_objective_aggregation scale_rewards sync_ref_model ref_model_mixup_alpha
-    ref_model_sync_steps max_tool_calling_iterations log_completions log_multimodal num_completions_to_print
+    model_init_kwargs trust_remote_code disable_dropout num_generations num_generations_eval
+    ds3_gather_for_generation shuffle_dataset pad_to_multiple_of generation_batch_size
+    steps_per_generation top_p top_k min_p generation_kwargs chat_template_kwargs repetition_penalty
+    cache_implementation use_vllm vllm_mode vllm_model_impl vllm_enable_sleep_mode
+    vllm_structured_outputs_regex vllm_server_base_url vllm_server_host vllm_server_port
+    vllm_server_timeout vllm_group_port vllm_gpu_memory_utilization vllm_max_model_length
+    vllm_tensor_parallel_size num_iterations reward_weights multi_objective_aggregation
+    scale_rewards sync_ref_model ref_model_mixup_alpha ref_model_sync_steps
+    max_tool_calling_iterations log_completions log_multimodal num_completions_to_print
     log_unique_prompts log_completions_hub_repo use_transformers_continuous_batching
     transformers_continuous_batching_config use_transformers_paged
 """
@@ -116,10 +120,13 @@ def test_every_default_is_trls() -> None:
 
 def test_from_trl_takes_every_field_over() -> None:
     options: dict[str, Any] = {
-        "loss_type": "vespo", "importance_sampling_level": "sequence", "epsilon": 0.1, "epsilon_high": 0.3,
-        "delta": 4.0, "beta": 0.05, "use_bias_correction_kl": False, "temperature": 0.7, "top_entropy_quantile": 0.2,
+        "loss_type": "vespo", "importance_sampling_level": "sequence", "epsilon": 0.1,
+        "epsilon_high": 0.3,
+        "delta": 4.0, "beta": 0.05, "use_bias_correction_kl": False, "temperature": 0.7,
+        "top_entropy_quantile": 0.2,
         "entropy_coef": 0.01, "off_policy_mask_threshold": 0.5, "max_completion_length": 77,
-        "sapo_temperature_pos": 1.1, "sapo_temperature_neg": 1.2, "vespo_k_pos": 1.3, "vespo_lambda_pos": 1.4,
+        "sapo_temperature_pos": 1.1, "sapo_temperature_neg": 1.2, "vespo_k_pos": 1.3,
+        "vespo_lambda_pos": 1.4,
         "vespo_k_neg": 1.5, "vespo_lambda_neg": 1.6, "vllm_importance_sampling_mode": "token_mask",
         "vllm_importance_sampling_clip_max": None, "vllm_importance_sampling_clip_min": 0.5,
     }  # fmt: skip
@@ -147,7 +154,8 @@ def test_from_trl_refuses_what_has_no_fields(args: object) -> None:
 
 def test_every_published_algorithm_is_a_preset() -> None:
     assert set(presets.__all__) == {
-        "GRPO", "DR_GRPO", "DAPO", "GSPO", "CISPO", "SAPO", "LUSPO", "VESPO", "GMPO", "PPO", "REINFORCE", "RLOO",
+        "GRPO", "DR_GRPO", "DAPO", "GSPO", "CISPO", "SAPO", "LUSPO", "VESPO", "GMPO", "PPO",
+        "REINFORCE", "RLOO",
         "TIS", "ICEPOP", "MIS", "OPSM",
     }  # fmt: skip
     assert set(choices.PRESETS) == set(presets.__all__)

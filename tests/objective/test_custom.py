@@ -30,7 +30,8 @@ def training_batch(b: int = 4, t: int = 6) -> dict[str, Any]:
 
 
 def test_a_method_and_no_gradient() -> None:
-    """no_grad and inference_mode give the value, of a coupled function too; a method can be declared token-level."""
+    """no_grad and inference_mode give the value, of a coupled function too; a method can be
+    declared token-level."""
     inputs = training_batch()
     want = grpo_loss(**inputs, objective=Scaled().loss)
     for mode in (torch.no_grad(), torch.inference_mode()):
@@ -45,7 +46,8 @@ def test_a_method_and_no_gradient() -> None:
 
 
 def test_a_parameter_of_its_own_is_refused() -> None:
-    """It would get no gradient; also where it is reached through a module, or trains together with `logps`."""
+    """It would get no gradient; also where it is reached through a module, or trains together with
+    `logps`."""
     inputs, scale = small_batch(), torch.nn.Parameter(torch.tensor(2.0))
     layer = torch.nn.Linear(1, 1)
     functions = [
@@ -65,7 +67,8 @@ def test_a_parameter_of_its_own_is_refused() -> None:
 
 @pytest.mark.parametrize("lengths", [(6, 6, 6, 6), (5, 6, 13)], ids=["padded", "packed"])
 def test_tokens_know_their_place(lengths: tuple[int, ...]) -> None:
-    """Numbers of a sequence, a column or a token reach their tokens, as the same numbers do as advantages."""
+    """Numbers of a sequence, a column or a token reach their tokens, as the same numbers do as
+    advantages."""
     inputs, is_packed = training_batch(), len(set(lengths)) > 1
     mask = inputs["completion_mask"] = torch.rand(4, 6) > 0.3
     of_sequence, of_column = torch.randn(len(lengths)), torch.randn(max(lengths))
@@ -113,8 +116,10 @@ def test_a_token_level_function_is_told_what_it_gets() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("epsilon", 0.1), ("epsilon_high", 0.28), ("importance_sampling_level", "sequence"), ("kl_estimator", "k1"),
-        ("vllm_importance_sampling_clip_max", 2.0), ("sapo_temperature_pos", 2.0), ("beta", 0.1), ("delta", 2.0),
+        ("epsilon", 0.1), ("epsilon_high", 0.28), ("importance_sampling_level", "sequence"),
+         ("kl_estimator", "k1"),
+        ("vllm_importance_sampling_clip_max", 2.0), ("sapo_temperature_pos", 2.0), ("beta", 0.1),
+         ("delta", 2.0),
     ],
 )  # fmt: skip
 def test_fields_that_it_replaces_are_refused(name: str, value: Any) -> None:
@@ -152,7 +157,8 @@ def random_loss(tokens: TokenInputs) -> torch.Tensor:
 
 
 COUPLED = [
-    coupled_by_mean, coupled_by_gradient, coupled_to_the_next, coupled_by_entropies, coupled_by_number, random_loss,
+    coupled_by_mean, coupled_by_gradient, coupled_to_the_next, coupled_by_entropies,
+    coupled_by_number, random_loss,
 ]  # fmt: skip
 
 

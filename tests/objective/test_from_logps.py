@@ -16,7 +16,8 @@ from tests.support.run_case import arguments, config_of, packed, run
 from tests.support.tolerance import assert_matches
 
 EVERYTHING: dict[str, Any] = {
-    "beta": 0.05, "entropy_coef": 0.02, "off_policy_mask_threshold": 0.05, "top_entropy_quantile": 0.6,
+    "beta": 0.05, "entropy_coef": 0.02, "off_policy_mask_threshold": 0.05,
+    "top_entropy_quantile": 0.6,
 }  # fmt: skip
 
 
@@ -35,7 +36,8 @@ def case_of(loss_type: str, level: str, **changes: Any) -> Case:
 
 
 def by_two_steps(case: Case, *, is_packed: bool = False) -> tuple[Any, dict[str, Tensor | None]]:
-    """Scored by `linear_logprob`, then the loss on that; with the gradients of the head's tensors."""
+    """Scored by `linear_logprob`, then the loss on that; with the gradients of the head's
+    tensors."""
     given = arguments(case)
     call = packed(case, given)[0] if is_packed else dict(given)
     hidden, weight, ids, _, _ = (
@@ -75,7 +77,8 @@ def test_packed_is_padded() -> None:
 
 
 def test_dtypes_masked_positions_and_a_second_derivative() -> None:
-    """16-bit log-probabilities give the loss in fp32 and get their gradient in 16 bits; what is masked is not read."""
+    """16-bit log-probabilities give the loss in fp32 and get their gradient in 16 bits; what is
+    masked is not read."""
     logps, entropies = (
         torch.tensor([[x, torch.nan]], dtype=torch.bfloat16).requires_grad_() for x in (-1.5, 2.0)
     )

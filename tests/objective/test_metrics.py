@@ -24,7 +24,8 @@ MERGED = [
 
 @pytest.mark.parametrize(("loss_type", "items"), MERGED)
 def test_metrics_of_micro_batches_merge(loss_type: str, items: int | None) -> None:
-    """Into those of one call on the whole batch; parts are of one, three and two sequences, one without a token."""
+    """Into those of one call on the whole batch; parts are of one, three and two sequences, one
+    without a token."""
     hidden, weight, ids = torch.randn(6, 4, 8), torch.randn(20, 8), torch.randint(20, (6, 4))
     mask, old = torch.rand(6, 4) > 0.3, torch.randn(6, 4) - 3
     mask[2] = False
@@ -32,10 +33,12 @@ def test_metrics_of_micro_batches_merge(loss_type: str, items: int | None) -> No
 
     def metrics(rows: slice) -> Metrics:
         return grpo_loss(
-            hidden[rows], weight, ids[rows], mask[rows], advantages[rows], old_per_token_logps=old[rows],
+            hidden[rows], weight, ids[rows], mask[rows], advantages[rows],
+            old_per_token_logps=old[rows],
             ref_per_token_logps=old[rows] + 0.1, sampling_per_token_logps=old[rows] - 0.2,
             config=LossConfig(loss_type=loss_type, beta=0.1, epsilon_high=0.3, entropy_coef=0.1,
-                              max_completion_length=4, vllm_importance_sampling_correction=loss_type != "gmpo"),
+                              max_completion_length=4,
+                              vllm_importance_sampling_correction=loss_type != "gmpo"),
             num_items_in_batch=items,
         ).metrics  # fmt: skip
 

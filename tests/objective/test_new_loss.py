@@ -1,4 +1,5 @@
-"""CONTRIBUTING's recipe for a new loss, followed on a copy: all suites that go by losses have it, and pass."""
+"""CONTRIBUTING's recipe for a new loss, followed on a copy: all suites that go by losses have it,
+and pass."""
 
 from __future__ import annotations
 
@@ -41,18 +42,21 @@ TERMS = """
     "novel_token": Loss(novel, token_mean, in_trl=False),
     "novel_sequence": Loss(plain, sequence_sum, in_trl=False),"""
 ADDED = (  # file, the beginning of a list, its end, what comes before that end
-    ("grpo_kernels/base/choices.py", "LossTypeName = Literal[", "]", ', "novel_token", "novel_sequence"'),
+    ("grpo_kernels/base/choices.py", "LossTypeName = Literal[", "]",
+     ', "novel_token", "novel_sequence"'),
     ("grpo_kernels/token_loss/formulas.py", "", "\n\nHELPERS", FORMULA),
     ("grpo_kernels/token_loss/formulas.py", "SURROGATES: dict", "\n    )\n}", "\n        novel,"),
     ("grpo_kernels/objective/losses.py", "LOSSES = {", "\n    )\n}", RECORDS),
-    ("grpo_kernels/objective/config.py", "    Args:", "\n\n", "\n        novel_scale: bound of the loss."),
+    ("grpo_kernels/objective/config.py", "    Args:", "\n\n",
+     "\n        novel_scale: bound of the loss."),
     (
         "grpo_kernels/objective/config.py", "    loss_type: LossTypeName =", "\n\n",
         "\n    novel_scale: float = field(default=0.5, metadata=_above(0.0))",
     ),
     ("grpo_kernels/objective/config.py", "class LossFields", "\n\n\n", "\n    novel_scale: float"),
     ("tests/support/reference_terms.py", "DEFAULTS = {", "\n}", '\n    "novel_scale": 0.5,'),
-    ("tests/support/reference_terms.py", "", "\n\n@dataclass(frozen=True)\nclass Loss:", IN_THE_REFERENCE),
+    ("tests/support/reference_terms.py", "", "\n\n@dataclass(frozen=True)\nclass Loss:",
+     IN_THE_REFERENCE),
     ("tests/support/reference_terms.py", "TERMS = {", "\n}", TERMS),
 )  # fmt: skip
 # Tests that go through all losses in one loop: through the new ones only.
@@ -64,14 +68,16 @@ SUITES = [
 FILES = ["tests/test_catalogue.py", "tests/test_reference.py", "tests/test_types.py"]
 # Parametrised by a loss, about the list of them, or going through all of them.
 CHOSEN = (
-    "novel", "test_reference.py and not equals_trl", "test_config.py", "test_formulas.py", "it_is_the_loss",
+    "novel", "test_reference.py and not equals_trl", "test_config.py", "test_formulas.py",
+    "it_is_the_loss",
     "the_types_have", "every_surrogate", "every_loss_takes", "every_case_is_exact",
     "test_differential.py and random_cases and torch-0",
 )  # fmt: skip
 
 
 def with_two_losses(to: Path) -> None:
-    """A copy of the checkout, with a loss that averages over tokens and one that sums over each sequence."""
+    """A copy of the checkout, with a loss that averages over tokens and one that sums over each
+    sequence."""
     copy_sources(to)
     for name, beginning, end, text in (*ADDED, *NARROWED):
         path = to / name

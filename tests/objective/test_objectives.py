@@ -232,7 +232,8 @@ OF_VERL: dict[str, tuple[str, dict[str, Any]]] = {
     "dppo_tv": ("dppo_tv", {"clip_ratio_low": 0.1, "clip_ratio_high": 0.15, "clip_ratio_c": 1.5}),
     "dppo_kl": ("dppo_kl", {"clip_ratio_low": 0.03, "clip_ratio_high": 0.05, "clip_ratio_c": 1.5}),
     "clip_cov": ("clip_cov", {
-        "clip_ratio_low": 0.4, "clip_ratio_high": 0.6, "clip_cov_ratio": 0.1, "clip_cov_lb": -0.5, "clip_cov_ub": 1.5,
+        "clip_ratio_low": 0.4, "clip_ratio_high": 0.6, "clip_cov_ratio": 0.1, "clip_cov_lb": -0.5,
+        "clip_cov_ub": 1.5,
     }),
     "kl_cov": ("kl_cov", {"kl_cov_ratio": 0.2, "ppo_kl_coef": 0.7}),
     "gspo": ("gspo_token", {"clip_ratio_low": 0.1, "clip_ratio_high": 0.15}),
@@ -252,7 +253,8 @@ FORMULAS: dict[str, tuple[Callable[..., Tensor], dict[str, float], tuple[float, 
     "fipo": (fipo, {}, ()),
     "fipo fast": (
         fipo,
-        {"clip_ratio_low": 0.1, "clip_ratio_high": 0.1, "decay_rate": 3.0, "influence_low": 0.3, "influence_high": 0.4,
+        {"clip_ratio_low": 0.1, "clip_ratio_high": 0.1, "decay_rate": 3.0, "influence_low": 0.3,
+         "influence_high": 0.4,
          "safety_threshold": 1.2},
         (3.0, 0.3, 0.4, 1.2, 0.1),
     ),
@@ -324,15 +326,16 @@ def hidden_batch(given: Given, *, trains: bool = True) -> tuple[Tensor, Tensor, 
 @pytest.mark.parametrize("trains", [True, False])
 @each
 def test_from_hidden_states(name: str, trains: bool) -> None:
-    """With a frozen head too, where the engine asks whether the entropies are used: nothing is drawn
-    for that."""
+    """With a frozen head too, where the engine asks whether the entropies are used: nothing is
+    drawn for that."""
     source, given = source_of(name), off_policy(3, weighted=True)
     hidden, weight, ids = hidden_batch(given, trains=trains)
     leaves = (hidden, weight) if trains else (hidden,)
     wanted = source.loss(given, source.modes[0])
     gradients = torch.autograd.grad(wanted, leaves)
     out = grpo_loss(
-        hidden, weight, ids.masked_fill(~given["mask"], -100), **arguments(given), objective=source.objective,
+        hidden, weight, ids.masked_fill(~given["mask"], -100), **arguments(given),
+        objective=source.objective,
         config=MODES[source.modes[0]], run=Run(workspace_bytes=1 << 10),
     )  # fmt: skip
     trained = "one_pass" if source.token_level else "two_pass"
@@ -409,7 +412,8 @@ CLIP, CLIPPED = (
 SEQUENCES = "seq-mean-token-mean"
 CONFIGS: dict[str, tuple[str, str, dict[str, Any], LossConfig]] = {
     "vanilla": ("vanilla", "token-mean", CLIP, LossConfig(loss_type="bnpo", delta=3.0, **CLIPPED)),
-    "gspo": ("gspo", SEQUENCES, CLIP, LossConfig(loss_type="grpo", importance_sampling_level="sequence", **CLIPPED)),
+    "gspo": ("gspo", SEQUENCES, CLIP, LossConfig(loss_type="grpo",
+    importance_sampling_level="sequence", **CLIPPED)),
     "sapo": ("sapo", SEQUENCES, {}, LossConfig(loss_type="sapo")),
     "geo_mean": ("geo_mean", SEQUENCES, {"clip_ratio_low": 0.4, "clip_ratio_high": 0.2},
                  LossConfig(loss_type="gmpo", epsilon=0.4, epsilon_high=0.2)),
@@ -417,8 +421,10 @@ CONFIGS: dict[str, tuple[str, str, dict[str, Any], LossConfig]] = {
                     LossConfig(loss_type="cispo", epsilon_high=1.5)),
     "gpg": ("gpg", "token-mean", {}, presets.REINFORCE),  # without old log-probabilities
     "dro": ("dro", "token-mean", {"dro_beta": 0.3},  # the same, and they are the reference's
-            dataclasses.replace(presets.REINFORCE, beta=0.3, kl_estimator="k2", use_bias_correction_kl=False)),
-    "bypass_mode of ppo_clip": ("bypass_mode", "token-mean", {}, LossConfig(loss_type="bnpo", delta=3.0)),
+            dataclasses.replace(presets.REINFORCE, beta=0.3, kl_estimator="k2",
+            use_bias_correction_kl=False)),
+    "bypass_mode of ppo_clip": ("bypass_mode", "token-mean", {}, LossConfig(loss_type="bnpo",
+    delta=3.0)),
     "bypass_mode of reinforce": ("bypass_mode", "token-mean", {}, presets.REINFORCE),
 }  # fmt: skip
 

@@ -1,4 +1,5 @@
-"""The loss and its gradient against the plain torch version in the docstring of `PolicyObjective`."""
+"""The loss and its gradient against the plain torch version in the docstring of
+`PolicyObjective`."""
 
 from __future__ import annotations
 

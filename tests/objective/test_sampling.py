@@ -1,4 +1,5 @@
-"""The importance sampling ratio made inside the loss: TRL's ratio, the float64 reference, engines, metrics, errors."""
+"""The importance sampling ratio made inside the loss: TRL's ratio, the float64 reference, engines,
+metrics, errors."""
 
 from __future__ import annotations
 
@@ -113,7 +114,8 @@ def test_nothing_changes_without_the_option() -> None:
 
 @pytest.mark.parametrize("mode", ["token_truncate", "sequence_mask", "sequence_mean_mask"])
 def test_metrics(mode: str) -> None:
-    """TRL's figures, of the tokens the sampler could score; a token it could not score has the ratio 1."""
+    """TRL's figures, of the tokens the sampler could score; a token it could not score has the
+    ratio 1."""
     case = unscored(make_case("metrics", b=5, old=False, sampling=True, **correction(mode)))
     out, _ = run(case)
     counted = case.completion_mask != 0
