@@ -58,10 +58,7 @@ def correction_options(trainer: Any) -> dict[str, Any]:
 
 
 def loss_config(trainer: Any, *, is_unscored: bool = False) -> LossConfig | None:
-    """Configuration of the loss of `trainer`; None if it has no gradient, or we do not know it.
-
-    `is_unscored`: the ratio to the sampler comes from the loss's own log-probabilities.
-    """
+    """Configuration of the trainer's loss; None if it has no gradient, or we do not know it."""
     if not (torch.is_grad_enabled() and HEAD.is_known()):
         return None
     owner = trainer._loss_owner
@@ -75,7 +72,7 @@ def loss_config(trainer: Any, *, is_unscored: bool = False) -> LossConfig | None
         overrides["off_policy_mask_threshold"] = None
     elif owner is not GRPOTrainer:
         return None
-    elif is_unscored and is_corrected(trainer):
+    elif is_unscored and is_corrected(trainer):  # the loss makes the ratio to the sampler
         overrides |= correction_options(trainer)
     try:
         return dataclasses.replace(config_of_trainer(trainer.args), **overrides)
@@ -150,20 +147,16 @@ def live_sequences(trainer: Any, rows: KnownRows | None) -> Tensor | None:
 def without_dead(
     inputs: dict[str, Any], live: Tensor, config: LossConfig | None
 ) -> tuple[dict[str, Any], Tensor | float]:
-    """Inputs of TRL's loss without sequences that are not `live` (B,), and a factor for the loss.
-
-    The dead sequences are masked, and their log-probabilities 0, so that no ratio overflows. The
-    factor is 1 except for a mean over all tokens of the micro-batch (bnpo).
-    """
+    """Inputs of TRL's loss with the sequences that are not `live` masked; a factor for the loss."""
     mask = inputs["completion_mask"]
     keep = live.to(mask.device)[:, None]
     found = {**inputs, "completion_mask": mask * keep}
     for name, x in inputs.items():
         if name.endswith("_per_token_logps") and isinstance(x, Tensor):
-            found[name] = x.masked_fill(~keep, 0.0)
+            found[name] = x.masked_fill(~keep, 0.0)  # so that no ratio overflows
     if config is None or averaged_over(config, num_items=True) != "tokens":
         return found, 1.0
-    counted = counted_tokens(inputs)
+    counted = counted_tokens(inputs)  # bnpo: a mean over all tokens of the micro-batch
     return found, (counted * keep).sum() / counted.sum().clamp(min=1)
 
 
@@ -230,11 +223,7 @@ def check_options(trainer: Any) -> None:
 
 
 def check_window(trainer: Any) -> None:
-    """Raise RuntimeError if the optimizer step of the next micro-batch ends within a window.
-
-    TRL goes on with the rest of its buffer if ``train()`` is called again after an interrupt within
-    a step.
-    """
+    """Raise RuntimeError if the optimizer step of the next micro-batch ends within a window."""
     window = min(trainer.args.gradient_accumulation_steps, trainer.args.steps_per_generation)
     if trainer.accelerator.sync_gradients and (trainer._step + 1) % window:
         raise RuntimeError(
@@ -261,17 +250,11 @@ def regrouped(
     *,
     in_trees: bool,
 ) -> list[dict[str, Any]]:
-    """Return `batches` with the samples of each `window` divided by prompts, within a `budget`.
+    """TRL's micro-batches of a generation, the samples of each `window` divided by `divided`.
 
-    Micro-batches then have different numbers of samples. One without any gets one without tokens.
-
-    Args:
-        batches: the micro-batches that TRL keeps of a generation, B samples each.
-        live: for each micro-batch (B,) bool, the sequences that may get a gradient; None: all.
-        window: micro-batches of one optimizer step.
-        budget: tokens of a micro-batch; None: those of a padded one.
-        in_trees: True if a micro-batch computes each prompt once, False if its rows stand side by
-            side.
+    A window is an optimizer step's. `live` has (B,) bool for each micro-batch; None: all sequences
+    may get a gradient. `budget` None: the tokens of a padded micro-batch. A micro-batch without a
+    sample left gets one without tokens.
     """
     if any(batch.get("pixel_values") is not None for batch in batches):
         warnings.warn(
@@ -315,7 +298,8 @@ def divided(
     """Divide samples into `parts` of at most `budget` tokens, those of a prompt together.
 
     Prompts with live samples come first, and of these the ones with most tokens. A sample that fits
-    nowhere goes where fewest tokens are. Without trees a part has `size` samples, as TRL has it.
+    nowhere goes where fewest tokens are. `in_trees`: a part computes each prompt once; else its
+    rows stand side by side, and it has `size` samples.
     """
     groups: dict[tuple[int, ...], list[int]] = {}
     for i, prompt in enumerate(prompts):

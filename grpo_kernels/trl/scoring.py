@@ -371,11 +371,8 @@ def sets_of_rows(
             left[x.tokens].append(x)
     found: list[SampledSets | None] = []
     for row, attended in zip(ids.cpu(), mask.cpu() != 0, strict=True):
-        prompt, completion = (
-            tuple(row[part][attended[part]].tolist())
-            for part in (slice(-columns), slice(-columns, None))
-        )
-        equal = left.get((prompt, completion), [None])
+        parts = slice(-columns), slice(-columns, None)
+        equal = left.get(tuple(tuple(row[x][attended[x]].tolist()) for x in parts), [None])
         found.append(equal.pop(0) if len(equal) > 1 else equal[0])
     return found
 
@@ -403,8 +400,7 @@ def over_sets(
 ) -> tuple[Callable[..., Scores], Tensor]:
     """`HeadCalls.compute` over the sets of a batch, and the mask (B, T) of the drawn tokens.
 
-    Rows without sets have none at any token, and all of their `labelled` (B, T) tokens count as
-    drawn.
+    All `labelled` (B, T) tokens of a row without sets count as drawn.
     """
     counts = torch.zeros(labelled.shape, dtype=torch.int64)
     of_tokens = labelled.cpu()

@@ -68,16 +68,14 @@ class FusedLossMixin(fused_head.LogsRows):
     Args:
         fused_sampling_correction: ``"auto"``: until the policy changes, the ratio to the sampler
             (``use_vllm`` with ``vllm_importance_sampling_correction``) and old log-probabilities
-            (``num_iterations``, ``steps_per_generation``) come from the loss's own forward,
-            wherever losses and metrics are TRL's to rounding: not with dropout, nor if a subclass
-            overrides a method that may read them. That saves TRL's scoring of the batch, a forward
-            of the model. False: TRL scores. True: as ``"auto"`` without these two conditions; an
-            error without a sampler to correct for.
+            (``num_iterations``, ``steps_per_generation``) come from the loss's own forward. That
+            saves TRL's scoring of the batch, a forward of the model. With dropout, or if a subclass
+            overrides a method that may read them, TRL scores. True: not even then; an error
+            without a sampler to correct for. False: TRL always scores.
         kl_estimator: ``"k3"``, TRL's estimate from sampled tokens; or ``"full"``: the KL term
             (`beta`) and the metric ``kl`` are the divergence from the reference over the whole
             vocabulary, exact and with less variance. `use_bias_correction_kl` does not apply to it.
-            A micro-batch then has the reference's hidden states, (B, T, H'), in place of its
-            log-probabilities.
+            A micro-batch then keeps hidden states (B, T, H') of the reference.
         zero_advantage, layout: as in `grpo_kernels.transformers.causal_lm_loss`: what the model
             computes below its head for sequences without gradient, for padding, and for prefixes
             that sequences share.
@@ -87,14 +85,13 @@ class FusedLossMixin(fused_head.LogsRows):
         tokens_per_forward: most tokens of a regrouped micro-batch, a shared prompt counted once;
             None: as many as TRL's padded micro-batch has. More of them is faster and takes more
             memory.
-        sampling_mask: ``"error"`` or ``"full"``: a `rollout_func` returns the ids that a truncating
-            sampler kept (``"sampling_mask"``), and all log-probabilities and entropies are taken
-            over these sets; the value is `without_set` of `grpo_kernels.linear_logprob`. None: over
-            the whole vocabulary, as in TRL. Logged: ``kept/size``, the mean number of ids in a set,
-            and ``kept/without_set``, the share of tokens without one.
-        engine, backend, workspace_bytes: as in `grpo_kernels.Run`, of every call of the head:
-            `engine` and `backend` choose how it is computed, `workspace_bytes` bounds its temporary
-            memory. On a GPU with memory free the default takes more than TRL's head,
+        sampling_mask: None: all is scored over the whole vocabulary, as in TRL. ``"error"`` or
+            ``"full"``, the `without_set` of `grpo_kernels.linear_logprob`: a `rollout_func` returns
+            the ids that a truncating sampler kept (``"sampling_mask"``), and log-probabilities and
+            entropies are over these sets. Logged: ``kept/size``, the mean size of a set, and
+            ``kept/without_set``, the share of tokens without one.
+        engine, backend, workspace_bytes: as in `grpo_kernels.Run`, of every call of the head. On a
+            GPU with memory free the default takes more memory than TRL's head,
             ``workspace_bytes=512 * 2**20`` less: docs/memory.md.
         args, kwargs: the trainer's own.
     """
@@ -164,11 +161,7 @@ class FusedLossMixin(fused_head.LogsRows):
         return super().train(*args, **kwargs)  # type: ignore[misc]
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
-        """TRL's micro-batch, scored by the reference; after a generation, regroup all of them.
-
-        Before the optimizer step that ends with it, score the other micro-batches for which TRL's
-        scoring was left out.
-        """
+        """TRL's micro-batch, scored by the reference; after a generation, regroup all of them."""
         if self.regroup and self._trains:
             micro_batches.check_window(self)
         before = self._buffered_inputs
@@ -178,7 +171,7 @@ class FusedLossMixin(fused_head.LogsRows):
         if self.regroup and self._buffered_inputs is not before:
             self._buffered_inputs = self._regrouped(self._buffered_inputs)
             inputs = self._buffered_inputs[self._step % len(self._buffered_inputs)]  # type: ignore[attr-defined]
-        if self.accelerator.sync_gradients:
+        if self.accelerator.sync_gradients:  # the policy changes after this micro-batch
             for batch in self._old_scoring.due(self._buffered_inputs):
                 if batch is not inputs:
                     self._score_old(batch)
