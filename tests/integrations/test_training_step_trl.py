@@ -352,7 +352,7 @@ def filtered(base: type, loss_type: str) -> Run:
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo"])
-@pytest.mark.parametrize("layout", ["tree", "trim"])
+@pytest.mark.parametrize("layout", ["tree", pytest.param("trim", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("where", ["above", "below"])
 def test_a_subclass_that_keeps_a_part_of_the_samples(
     loss_type: str, layout: str, where: str

@@ -62,6 +62,8 @@ ZERO_JOBS = {
     "ZeRO-3, tied": Job("ZeRO-3", kind="tied"),
     "ZeRO-3, adapter on the head, exact KL": Job("ZeRO-3", **ADAPTED),
 }
+# beside FSDP2 and ZeRO-3, which divide the head too
+SLOW = ("FSDP1", "skip,", "ZeRO-1", "ZeRO-2")
 BECOMES = {
     "DDP": "DistributedDataParallel",
     "FSDP1": "FullyShardedDataParallel",
@@ -86,10 +88,19 @@ def ranks() -> Iterator[Ranks]:
 
 
 @pytest.fixture(scope="module")
-def logged(ranks: Ranks, folders: dict[str, str]) -> list[dict[str, Found]]:
+def logged(
+    ranks: Ranks, folders: dict[str, str], pytestconfig: pytest.Config
+) -> list[dict[str, Found]]:
     """By rank, by job; ZeRO last, as it changes accelerate."""
-    zero = {} if zero3.needs_deepspeed.args[0] else ZERO_JOBS
-    return ranks.run(train_all, JOBS | OTHER_JOBS | zero, folders)
+    jobs = JOBS | OTHER_JOBS | ({} if zero3.needs_deepspeed.args[0] else ZERO_JOBS)
+    if pytestconfig.option.markexpr == "not slow":
+        jobs = {name: job for name, job in jobs.items() if not name.startswith(SLOW)}
+    return ranks.run(train_all, jobs, folders)
+
+
+def marked(jobs: dict[str, Job]) -> list[Any]:
+    slow = pytest.mark.slow
+    return [pytest.param(x, marks=slow if x.startswith(SLOW) else ()) for x in jobs]
 
 
 def test_a_divided_teacher_is_right_and_a_divided_student_that_trains_is_refused(
@@ -123,13 +134,13 @@ def check(name: str, job: Job, logged: list[dict[str, Found]], folders: dict[str
         assert ran.head.startswith("FSDP") == (job.wrap in ("FSDP2", "FSDP2, head its own unit"))
 
 
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("name", marked(JOBS))
 def test_ddp_and_fsdp(name: str, logged: list[dict[str, Found]], folders: dict[str, str]) -> None:
     check(name, JOBS[name], logged, folders)
 
 
 @zero3.needs_deepspeed
-@pytest.mark.parametrize("name", ZERO_JOBS)
+@pytest.mark.parametrize("name", marked(ZERO_JOBS))
 def test_zero(name: str, logged: list[dict[str, Found]], folders: dict[str, str]) -> None:
     check(name, ZERO_JOBS[name], logged, folders)
 
@@ -158,6 +169,7 @@ def test_metrics_are_those_of_stock_trl_or_of_ddp_on_as_many_processes(
         assert (counts.flops > 0) == name.startswith("bonus")
 
 
+@pytest.mark.slow
 def test_sequences_are_skipped_under_fsdp1(logged: list[dict[str, Found]]) -> None:
     for of_rank in logged:
         stock, ours = of_rank["skip, stock"], of_rank["skip, FSDP1"]
