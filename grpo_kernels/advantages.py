@@ -22,7 +22,7 @@ from torch import Tensor
 from grpo_kernels.base.checks import check_mask_values
 from grpo_kernels.base.choices import AdvantageScale, AdvantageStd, RewardAggregation, choices
 from grpo_kernels.base.distributed import all_reduce, check_group, gather_stacked, gather_uneven
-from grpo_kernels.base.sums import counted_first, discounted_sums, last_counted, widen
+from grpo_kernels.base.tensors import counted_first, discounted_sums, last_counted, widen
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -35,9 +35,8 @@ from torch import Tensor, nn
 
 from grpo_kernels.base.checks import check_ids, check_shape, check_tensor
 from grpo_kernels.base.choices import WithoutSet
-from grpo_kernels.batch.inputs import LossInputs
 from grpo_kernels.batch.kept_ids import KeptIds, check_without_set
-from grpo_kernels.batch.tokens import read_tokens
+from grpo_kernels.batch.tokens import LossInputs, read_tokens
 from grpo_kernels.call.doors import outside_graphs, takes_heads, whole_reference
 from grpo_kernels.call.expected import Expectation
 from grpo_kernels.call.kept import Kept, score_kept

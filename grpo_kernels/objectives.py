@@ -42,7 +42,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.base.checks import check_number, check_shape, check_tensor
-from grpo_kernels.base.sums import discounted_sums, sequence_means
+from grpo_kernels.base.tensors import discounted_sums, sequence_means
 from grpo_kernels.objective.custom import TokenInputs
 from grpo_kernels.token_loss.formulas import times
 

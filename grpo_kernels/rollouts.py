@@ -24,9 +24,13 @@ from grpo_kernels.base.checks import (
 )
 from grpo_kernels.base.choices import CorrectionLevel, CorrectionMode, choices
 from grpo_kernels.base.distributed import all_reduce, check_group
-from grpo_kernels.base.importance import bounded, scored_difference
-from grpo_kernels.base.packing import sequences_of
-from grpo_kernels.base.sums import sequence_means, widen
+from grpo_kernels.base.tensors import (
+    bounded,
+    scored_difference,
+    sequence_means,
+    sequences_of,
+    widen,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -1,8 +1,8 @@
 """Helpers for every part of the library. They know no loss and no head.
 
-- Arguments: checks of them (`checks`), names to choose from (`choices`), those of a TRL trainer (`trl_args`).
-- Ranks: collectives (`distributed`), and the check that all ranks make the same call (`agreement`).
-- Tensors: sums and means (`sums`), quantiles (`quantile`), importance sampling ratios (`importance`), sequences of a
-  batch (`packing`), and records of tensors (`records`).
-- Modules in evaluation mode (`modes`).
+- `checks`: checks of arguments; `choices`: names to choose from.
+- `distributed`: collectives, and the check that all ranks make the same call.
+- `tensors`: records of tensors, sums, quantiles, importance ratios, sequences of a batch.
+- `modes`: modules in evaluation mode, and calls that leave no trace.
+- `trl_args`: the arguments of a TRL trainer.
 """

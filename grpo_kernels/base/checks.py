@@ -1,4 +1,6 @@
-"""Argument checks: every error names the argument, the expected and the actual value, before any work is done."""
+"""Argument checks: every error names the argument, the expected and the actual value, before any
+work is done.
+"""
 
 from __future__ import annotations
 
@@ -19,20 +21,6 @@ HIGHEST_LOGP = 1e-3  # above 0 by rounding
 HIGHEST_MEAN_LOG_RATIO = math.log(20)  # over a batch's tokens
 
 
-# Names of other trainers (verl, OpenRLHF, Liger, TRL's PPO) for options of ours.
-_ELSEWHERE = {
-    **dict.fromkeys(
-        ("clip_eps", "clip_ratio", "clip_range", "cliprange", "eps", "eps_clip", "epsilon_low"),
-        "epsilon",
-    ),
-    **dict.fromkeys(
-        ("clip_ratio_high", "eps_clip_high", "eps_high", "clip_eps_high"), "epsilon_high"
-    ),
-    **dict.fromkeys(("kl_coef", "kl_beta", "kl_loss_coef"), "beta"),
-    **dict.fromkeys(("entropy_coeff", "entropy_bonus"), "entropy_coef"),
-}
-
-
 @functools.cache
 def warn_once(message: str, category: type[Warning] = UserWarning) -> None:
     """Warn of a likely mistake: once in a process, at the user's line that called."""
@@ -46,8 +34,6 @@ def warn_once(message: str, category: type[Warning] = UserWarning) -> None:
 def did_you_mean(name: str, names: Iterable[str]) -> str:
     """Return "; did you mean ...?" with the one of `names` that is near `name`, or nothing."""
     candidates = [*names]
-    if _ELSEWHERE.get(name) in candidates:
-        return f"; did you mean {_ELSEWHERE[name]}?"
     name = name.replace("log_prob", "logp").replace("logprob", "logp")
     parts = {*name.split("_")}
     longer = [
@@ -69,7 +55,8 @@ def check_number(name: str, value: Any, lowest: float = -math.inf, inclusive: bo
 
 
 def check_tensor(name: str, x: Any, *, like: Tensor | None = None, floating: bool = False) -> None:
-    """Raise unless `x` is a tensor with data, on the device of `like`, real, and floating if `floating`.
+    """Raise unless `x` is a tensor with data, on the device of `like`, real, and floating if
+    `floating`.
 
     Raises:
         TypeError: not a tensor, or of the wrong kind of dtype.
@@ -79,9 +66,10 @@ def check_tensor(name: str, x: Any, *, like: Tensor | None = None, floating: boo
         raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
     if is_dtensor(x):
         raise ValueError(
-            f"{name}: expected a plain tensor, got a DTensor. Of FSDP2: pass the head's module in the place of its "
-            "weight, or call inside the forward of the module that owns it. Sharded by rows of the vocabulary (tensor "
-            "parallel): pass Head(weight, process_group=...), the group over which it is"
+            f"{name}: expected a plain tensor, got a DTensor. Of FSDP2: pass the head's module in "
+            "the place of its weight, or call inside the forward of the module that owns it. "
+            "Sharded by rows of the vocabulary (tensor parallel): pass Head(weight, "
+            "process_group=...), the group over which it is"
         )
     if floating and x.dtype not in FLOATING:
         raise TypeError(
@@ -120,20 +108,20 @@ def check_head(
     check_tensor("weight", weight, like=hidden, floating=True)
     if weight.numel() == 0:
         raise ValueError(
-            f"weight: expected shape (V, H), got {tuple(weight.shape)}, which is empty; under DeepSpeed ZeRO-3 pass "
-            "the head's module in its place, or call inside the model's forward, or gather it: with "
-            "deepspeed.zero.GatheredParameters([weight]) around forward and backward"
+            f"weight: expected shape (V, H), got {tuple(weight.shape)}, which is empty; under "
+            "DeepSpeed ZeRO-3 pass the head's module in its place, or call inside the model's "
+            "forward, or gather it: with deepspeed.zero.GatheredParameters([weight]) around "
+            "forward and backward"
         )
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
         refuse_logits("hidden", hidden, weight)
-        swapped = weight.dim() == 2 and weight.shape[0] == hidden.shape[-1]
+        swapped, hint = weight.dim() == 2 and weight.shape[0] == hidden.shape[-1], ""
+        if swapped:
+            hint = "; it looks transposed, or hidden like logits: pass the hidden states before "
+            hint += "lm_head"
         raise ValueError(
-            f"weight: expected shape (V, H) with H = {hidden.shape[-1]} as in hidden, got {tuple(weight.shape)}"
-            + (
-                "; it looks transposed, or hidden like logits: pass the hidden states before lm_head"
-                if swapped
-                else ""
-            )
+            f"weight: expected shape (V, H) with H = {hidden.shape[-1]} as in hidden, got "
+            f"{tuple(weight.shape)}{hint}"
         )
     if bias is not None:
         check_tensor("bias", bias, like=hidden, floating=True)
@@ -141,7 +129,8 @@ def check_head(
 
 
 def first_rows(name: str, x: Any, weight: Tensor, count: int) -> Any:
-    """Return the first `count` rows of a tensor `x`, which has a row for each of `weight`; anything else as it is.
+    """Return the first `count` rows of a tensor `x`, which has a row for each of `weight`; anything
+    else as it is.
 
     Raises:
         ValueError: it has another number of rows.
@@ -157,12 +146,14 @@ def first_rows(name: str, x: Any, weight: Tensor, count: int) -> Any:
 
 
 def refuse_logits(name: str, hidden: Tensor, weight: Tensor) -> None:
-    """Raise ValueError if `hidden` looks like logits: it is (..., V), not (..., H), for a weight (V, H), H < V."""
+    """Raise ValueError if `hidden` looks like logits: it is (..., V), not (..., H), for a weight
+    (V, H), H < V.
+    """
     if weight.dim() == 2 and weight.shape[1] < hidden.shape[-1] == weight.shape[0]:
         raise ValueError(
             f"{name}: expected hidden states of width H = {weight.shape[1]}, for a weight (V, H) = "
-            f"{tuple(weight.shape)}, got {tuple(hidden.shape)}: these look like logits: pass the hidden states before "
-            "lm_head"
+            f"{tuple(weight.shape)}, got {tuple(hidden.shape)}: these look like logits: pass the "
+            "hidden states before lm_head"
         )
 
 
@@ -179,18 +170,25 @@ def check_ids(name: str, ids: Any, hidden: Tensor) -> None:
 
 
 def _shift(hidden: tuple[int, ...], ids: tuple[int, ...]) -> str:
-    """Return advice if the lengths of hidden states and ids differ by one, since nothing is shifted here."""
+    """Return advice if the lengths of hidden states and ids differ by one, since nothing is shifted
+    here.
+    """
     more = hidden[-1] - ids[-1] if len(hidden) == len(ids) and hidden[:-1] == ids[:-1] else 0
     why = "; what predicts token t is position t - 1"
     if more == 1:
-        return f"{why}: drop the last position, hidden[..., :-1, :], if the first one predicts the first id"
+        return (
+            f"{why}: drop the last position, hidden[..., :-1, :], if the first one predicts the "
+            "first id"
+        )
     if more == -1:
         return f"{why}: drop the first id, [..., 1:], if hidden begins with the position of that id"
     return ""
 
 
 def check_mask(name: str, mask: Any, ids: Tensor) -> None:
-    """Raise unless `mask` is a real tensor of the shape of `ids`; `check_mask_values` checks its values."""
+    """Raise unless `mask` is a real tensor of the shape of `ids`; `check_mask_values` checks its
+    values.
+    """
     check_tensor(name, mask, like=ids)
     check_shape(name, mask, ("that of the ids", tuple(ids.shape)))
 
@@ -204,17 +202,19 @@ def check_mask_values(name: str, *, has_nan: bool) -> None:
     if has_nan:
         raise ValueError(f"{name}: expected 0 or a number that is not, got nan")
     warn_once(
-        f"{name}: it holds values other than 0 and 1, and all but 0 count alike. In an additive attention mask it is 0 "
-        "that counts: pass mask == 0. Weights belong into the advantages. Ids in the place of the mask: swap the two"
+        f"{name}: it holds values other than 0 and 1, and all but 0 count alike. In an additive "
+        "attention mask it is 0 that counts: pass mask == 0. Weights belong into the advantages. "
+        "Ids in the place of the mask: swap the two"
     )
 
 
 def check_counted_ids(name: str, ids: Tensor, vocab: int) -> Tensor | None:
-    """Return a bool (n,), True where the id of a counted position is outside [0, V); on a CPU None: nowhere.
+    """Return a bool (n,), True where the id of a counted position is outside [0, V); on a CPU None:
+    nowhere.
 
     Raises:
-        ValueError: on a CPU, an id is out of range. On other devices that would cost a wait for the device; there the
-            row's results are made NaN.
+        ValueError: on a CPU, an id is out of range. On other devices that would cost a wait for the
+            device; there the row's results are made NaN.
     """
     outside = (ids < 0) | (ids >= vocab)
     if ids.device.type != "cpu":
@@ -228,9 +228,11 @@ def check_counted_ids(name: str, ids: Tensor, vocab: int) -> Tensor | None:
 
 
 def check_logps(name: str, rows: Tensor | None) -> None:
-    """Raise unless `rows` (n,) of the argument `name`, at the counted positions, may be log-probabilities.
+    """Raise unless `rows` (n,) of the argument `name`, at the counted positions, may be
+    log-probabilities.
 
-    They are checked on a CPU only, where that needs no wait. NaN passes. So does a number above 0 if others are below
+    They are checked on a CPU only, where that needs no wait. NaN passes. So does a number above 0
+    if others are below
     0: rounding may put a token that is nearly certain there.
 
     Raises:
@@ -242,20 +244,24 @@ def check_logps(name: str, rows: Tensor | None) -> None:
         highest = rows.nan_to_num(nan=0.0).amax().item()
         if highest > HIGHEST_LOGP:
             raise ValueError(
-                f"{name}: expected log-probabilities, <= 0 where the mask counts, got none below 0, and {highest:.4g}: "
-                "of probabilities take the logarithm, of a negative log-likelihood (a cross entropy) the negative"
+                f"{name}: expected log-probabilities, <= 0 where the mask counts, got none below "
+                f"0, and {highest:.4g}: of probabilities take the logarithm, of a negative "
+                "log-likelihood (a cross entropy) the negative"
             )
 
 
 def warn_of_ratio(log_ratio: Tensor | None) -> None:
-    """Warn, once, if the mean of a batch's `log_ratio` (n,) is too large for policies of one run. On a CPU only."""
+    """Warn, once, if the mean of a batch's `log_ratio` (n,) is too large for policies of one run.
+    On a CPU only.
+    """
     if log_ratio is None or log_ratio.device.type != "cpu" or log_ratio.numel() == 0:
         return
     if abs(log_ratio.mean().item()) > HIGHEST_MEAN_LOG_RATIO:
         warn_once(
-            "old_per_token_logps: the mean ratio to them is outside of [1/20, 20], so they are hardly those of the "
-            "policy that sampled. Often they were made with another temperature, with unshifted ids, by another model, "
-            "or are summed over the sequence; completion_logprobs(..., loss_fn=loss_fn) makes them right"
+            "old_per_token_logps: the mean ratio to them is outside of [1/20, 20], so they are "
+            "hardly those of the policy that sampled. Often they were made with another "
+            "temperature, with unshifted ids, by another model, or are summed over the sequence; "
+            "completion_logprobs(..., loss_fn=loss_fn) makes them right"
         )
 
 
@@ -267,8 +273,8 @@ def check_budget(workspace_bytes: Any) -> None:
         raise ValueError(f"workspace_bytes: expected a number of bytes > 0, got {workspace_bytes}")
     if workspace_bytes < 2**20:
         warn_once(
-            "workspace_bytes: less than 1 MiB, so that rows are computed a few at a time and slowly. The unit is "
-            "bytes: 512 MiB, the default, are 512 * 2**20"
+            "workspace_bytes: less than 1 MiB, so that rows are computed a few at a time and "
+            "slowly. The unit is bytes: 512 MiB, the default, are 512 * 2**20"
         )
 
 
@@ -286,10 +292,14 @@ def is_dtensor(x: Any) -> bool:
 
 
 def is_one(x: Tensor) -> bool:
-    """Return True if x () is known to be 1 without a wait: on a CPU. On a GPU the answer is always False."""
+    """Return True if x () is known to be 1 without a wait: on a CPU. On a GPU the answer is always
+    False.
+    """
     return x.device.type == "cpu" and x.item() == 1.0
 
 
 def is_captured(x: Tensor) -> bool:
-    """Return True while a CUDA graph is captured on the device of x: nothing can then wait for the device."""
+    """Return True while a CUDA graph is captured on the device of x: nothing can then wait for the
+    device.
+    """
     return x.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -1,4 +1,4 @@
-"""The names that options take, each list once: types for type checkers, which the checks at run time read."""
+"""The names that options take: types for type checkers, which the checks at run time read."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ EngineName = Literal["auto", "score", "frozen", "one_pass", "two_pass", "lean"]
 BackendName = Literal["auto", "torch", "triton", "cpp"]
 
 ZeroAdvantage = Literal["score", "skip", "train"]
-BatchLayout = Literal[
-    "tree", "trim", "padded"
-]  # the first that is exact, from the one asked for on
+# the first that is exact, from the one asked for on
+BatchLayout = Literal["tree", "trim", "padded"]
 
 Extra = Literal["log_sum_sq_probs", "mean_logits", "is_top1"]  # further results of `linear_logprob`
 DivergenceName = Literal["reverse_kl", "forward_kl", "jsd"]
@@ -40,6 +39,6 @@ def choices(names: Any) -> tuple[str, ...]:
 
 # Names of `grpo_kernels.presets`, for errors that point there.
 PRESETS = (
-    "CISPO", "DAPO", "DR_GRPO", "GMPO", "GRPO", "GSPO", "ICEPOP", "LUSPO", "MIS", "OPSM", "PPO", "REINFORCE", "RLOO",
-    "SAPO", "TIS", "VESPO",
+    "CISPO", "DAPO", "DR_GRPO", "GMPO", "GRPO", "GSPO", "ICEPOP", "LUSPO", "MIS", "OPSM", "PPO",
+    "REINFORCE", "RLOO", "SAPO", "TIS", "VESPO",
 )  # fmt: skip

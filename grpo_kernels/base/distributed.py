@@ -1,11 +1,16 @@
-"""Collectives over a process group.
+"""Collectives over a process group, and a call that its ranks make together.
 
-`torch.distributed` is imported inside the functions that use it: a build of torch may lack it, and calls without a
-group do not need it.
+`torch.distributed` is imported inside the functions that use it: a build of torch may lack it, and
+calls without a group do not need it.
 """
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -14,9 +19,13 @@ from torch import Tensor
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+MOST_VALUES = 96  # that ranks compare
+
 
 def check_group(name: str, process_group: Any) -> None:
-    """Raise TypeError unless `process_group`, the argument `name` of a call, is a process group or None."""
+    """Raise TypeError unless `process_group`, the argument `name` of a call, is a process group or
+    None.
+    """
     if process_group is None:
         return
     from torch.distributed import ProcessGroup
@@ -31,7 +40,9 @@ def check_group(name: str, process_group: Any) -> None:
 def all_reduce(
     x: Tensor, op: Literal["sum", "min", "max"], process_group: ProcessGroup | None
 ) -> Tensor:
-    """Reduce `x` in place over the group's ranks and return it; without a group, return it as it is."""
+    """Reduce `x` in place over the group's ranks and return it; without a group, return it as it
+    is.
+    """
     if process_group is None:
         return x
     import torch.distributed as dist
@@ -50,7 +61,9 @@ def gather_stacked(x: Tensor, process_group: ProcessGroup) -> Tensor:
 
 
 def group_device(process_group: ProcessGroup) -> torch.device:
-    """Return the device of tensors that ranks exchange: the GPU if the group serves it, even for CPU tensors."""
+    """Return the device of tensors that ranks exchange: the GPU if the group serves it, even for
+    CPU tensors.
+    """
     import torch.distributed as dist
 
     if (
@@ -73,3 +86,60 @@ def gather_uneven(x: Tensor, sizes: list[int], process_group: ProcessGroup) -> T
     padded[: len(x)] = x
     parts = gather_stacked(padded, process_group)
     return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+
+class Each(int):
+    """An integer that may differ: `check_same` replaces it by the list of all ranks'."""
+
+
+@contextmanager
+def check_same(argument: str, group: Any, call: str, /, **values: Any) -> Iterator[dict[str, Any]]:
+    """Compare `values`, with those that the block adds, over the ranks; of tensors, dtype and
+    shape.
+
+    The block holds all code that may raise on one rank alone. If it does, or if values differ,
+    every
+    rank raises: each sends the same number of integers, whatever its call. Without a group, none
+    do.
+    """
+    check_group(argument, group)
+    if group is None:
+        yield values
+        return
+
+    def exchanged(*numbers: int) -> list[list[int]]:
+        sent = torch.tensor([*numbers, *[0] * (MOST_VALUES + 2 - len(numbers))])
+        return [*map(list, gather_stacked(sent.to(group_device(group)), group).T.tolist())]
+
+    try:
+        yield values
+        numbers = [x if isinstance(x, Each) else _checksum(x) for x in values.values()]
+    except Exception:
+        exchanged(1)
+        raise
+    refused, calls, *columns = exchanged(0, _checksum((call, *values)), *numbers)
+    of_ranks = dict(zip(values, columns, strict=False))
+    differ = [x for x in values if not isinstance(values[x], Each) and len({*of_ranks[x]}) > 1]
+    if any(refused):
+        raise ValueError(f"{argument}: rank {refused.index(1)} refuses the call of {call}")
+    if len({*calls}) > 1 or differ:
+        what = f"{', '.join(differ)} of {call}" if len({*calls}) == 1 else f"call, {call} here,"
+        raise ValueError(f"{argument}: expected the same {what} on every rank")
+    values |= {name: of_ranks[name] for name, x in values.items() if isinstance(x, Each)}
+
+
+def _checksum(x: Any) -> int:
+    return zlib.crc32(repr(_comparable(x)).encode())
+
+
+def _comparable(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return str(x.dtype), *x.shape
+    if is_dataclass(x):
+        x = [getattr(x, field.name) for field in fields(x)]
+    if isinstance(x, (list, tuple)):
+        return [_comparable(y) for y in x]
+    if isinstance(x, Real):
+        return float(x)  # 1 and 1.0 are the same
+    plain = x is None or isinstance(x, (str, torch.dtype))
+    return x if plain else getattr(x, "__qualname__", type(x).__qualname__)

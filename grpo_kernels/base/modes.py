@@ -18,7 +18,9 @@ RANDOM = ("drop", "jitter", "noise")
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Inside, `module` and all modules in it are in evaluation mode: dropout is off, nothing random is drawn."""
+    """Inside, `module` and all modules in it are in evaluation mode: dropout is off, nothing random
+    is drawn.
+    """
     modes = [(x, x.training) for x in module.modules()]
     module.eval()
     try:
@@ -32,11 +34,13 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 def guest(
     module: nn.Module, device: torch.device, parameters: Iterable[nn.Parameter] = ()
 ) -> Iterator[list[Tensor]]:
-    """Inside, calls of `module` on `device` leave no trace, and draw nothing: rates of dropout are 0.
+    """Inside, calls of `module` on `device` leave no trace, and draw nothing: rates of dropout are
+    0.
 
-    Buffers, attributes and children of the modules and random numbers are restored. The caller's autocast cache gets
-    no entry (a cast made without graph would serve the caller's own forward), and his hooks on saved tensors, such as
-    a checkpoint's, do not run. Leaves of the same memory stand in for `parameters`: their gradient runs no hook.
+    Buffers, attributes and children of the modules and random numbers are restored. The caller's
+    autocast cache gets no entry (a cast made without graph would serve the caller's own forward),
+    and his hooks on saved tensors, such as a checkpoint's, do not run. Leaves of the same memory
+    stand in for `parameters`: their gradient runs no hook.
 
     Yields:
         the leaves, in the order of `parameters`.

@@ -1,4 +1,6 @@
-"""Kept sets, the ids that a truncating sampler (top-k, top-p, min-p) did not cut at each position, as one list."""
+"""Kept sets, the ids that a truncating sampler (top-k, top-p, min-p) did not cut at each position,
+as one list.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,12 @@ _INT32 = torch.iinfo(torch.int32)
 
 @dataclass(frozen=True, eq=False)
 class KeptIds:
-    """Kept sets of N positions: the ids that a truncating sampler (top-k, top-p, min-p) did not cut there.
+    """Kept sets of N positions: the ids that a truncating sampler (top-k, top-p, min-p) did not cut
+    there.
 
-    The set of position i is ``ids[offsets[i] : offsets[i + 1]]`` (CSR). Positions are those of the call's `ids` (or
-    `completion_ids`), flattened. Within a position the order does not matter, a repeated id counts once, and -1 is
-    padding. A position without ids has no set.
+    The set of position i is ``ids[offsets[i] : offsets[i + 1]]`` (CSR). Positions are those of the
+    call's `ids` (or `completion_ids`), flattened. Within a position the order does not matter, a
+    repeated id counts once, and -1 is padding. A position without ids has no set.
 
     Args:
         ids: (M,) signed integers of 16, 32 or 64 bits.
@@ -36,27 +39,31 @@ class KeptIds:
     @staticmethod
     def from_rows(rows: Sequence[Sequence[Any]], mask: Tensor) -> KeptIds:
         """The sets that vLLM (``output.sampling_mask.token_ids``) and SGLang
-        (``meta_info["output_token_sampling_mask"]``) return: for each sequence a list of the ids kept at each token.
+        (``meta_info["output_token_sampling_mask"]``) return: for each sequence a list of the ids
+        kept at each token.
 
         Args:
-            rows: one list per sequence; in it, for each sampled token a list, tensor or array of ids, or None where
-                there is no set.
-            mask: (B, T), bool or number: not 0 at the sampled tokens, in their order. Other positions get no set.
+            rows: one list per sequence; in it, for each sampled token a list, tensor or array of
+                ids, or None where there is no set.
+            mask: (B, T), bool or number: not 0 at the sampled tokens, in their order. Other
+                positions get no set.
 
         Raises:
-            TypeError, ValueError: the message names the argument: another number of lists than sequences or tokens.
+            TypeError, ValueError: the message names the argument: another number of lists than
+                sequences or tokens.
         """
         check_tensor("mask", mask)
         if mask.dim() != 2 or len(rows) != mask.shape[0]:
             raise ValueError(
-                f"mask: expected shape (B, T) with B = {len(rows)}, as rows, got {tuple(mask.shape)}"
+                f"mask: expected shape (B, T) with B = {len(rows)}, as rows, got "
+                f"{tuple(mask.shape)}"
             )
         sampled = mask.detach().cpu() != 0
         for i, (lists, wanted) in enumerate(zip(rows, sampled.sum(dim=1).tolist(), strict=True)):
             if len(lists) != wanted:
                 raise ValueError(
-                    f"rows: expected {wanted} lists of ids for sequence {i}, one for each position where the mask "
-                    f"counts, got {len(lists)}"
+                    f"rows: expected {wanted} lists of ids for sequence {i}, one for each position "
+                    f"where the mask counts, got {len(lists)}"
                 )
         ids, of_each = joined_ids("rows", itertools.chain.from_iterable(rows))
         counts = torch.zeros(mask.shape, dtype=torch.int64)
@@ -65,15 +72,16 @@ class KeptIds:
 
     @staticmethod
     def from_logprobs(rows: Sequence[Sequence[Mapping[int, Any] | None]], mask: Tensor) -> KeptIds:
-        """The sets in the log-probabilities that vLLM returns (``output.logprobs``): the ids with any above -inf.
+        """The sets in the log-probabilities that vLLM returns (``output.logprobs``): the ids with
+        any above -inf.
 
         They hold the whole set where the sampler keeps at most k ids and is asked for as many:
         ``SamplingParams(top_k=k, logprobs=k)``, with the engine's ``max_logprobs=k`` and
         ``logprobs_mode="processed_logprobs"``.
 
         Args:
-            rows: one list per sequence; in it, for each sampled token a mapping from ids to log-probabilities, numbers
-                or vLLM's ``Logprob``; or None where there is no set.
+            rows: one list per sequence; in it, for each sampled token a mapping from ids to
+                log-probabilities, numbers or vLLM's ``Logprob``; or None where there is no set.
             mask: as in `from_rows`.
 
         Raises:
@@ -89,7 +97,8 @@ class KeptIds:
 
     @staticmethod
     def from_counts(ids: Tensor, counts: Tensor) -> KeptIds:
-        """The sets that prime-rl, SkyRL and slime hand over: all ids, and how many of them each position has.
+        """The sets that prime-rl, SkyRL and slime hand over: all ids, and how many of them each
+        position has.
 
         Args:
             ids: (M,) signed integers, one position after the other.
@@ -128,7 +137,8 @@ class KeptIds:
 
 
 def joined_ids(name: str, lists: Iterable[Any]) -> tuple[Tensor, Tensor]:
-    """Return the ids of all `lists`, one after the other (M,), in int32 if they fit; and each one's number of ids.
+    """Return the ids of all `lists`, one after the other (M,), in int32 if they fit; and each one's
+    number of ids.
 
     Args:
         lists: of integers, tensors (k,) or arrays (k,); None: no id.
@@ -150,7 +160,8 @@ def read_kept_ids(kept_ids: Any, ids: Tensor) -> KeptIds:
     """Return the sets of the positions of `ids` (...), as int64 bounds and ids without graph.
 
     Raises:
-        TypeError, ValueError: `kept_ids` is neither a tensor (..., K) nor `KeptIds`, or does not fit the ids.
+        TypeError, ValueError: `kept_ids` is neither a tensor (..., K) nor `KeptIds`, or does not
+            fit the ids.
     """
     if not isinstance(kept_ids, KeptIds):
         _check_ids("kept_ids", kept_ids, ids)
@@ -167,8 +178,8 @@ def read_kept_ids(kept_ids: Any, ids: Tensor) -> KeptIds:
     wrong = (offsets[0] != 0) | (offsets[-1] != kept.numel()) | (offsets.diff() < 0).any()
     if bool(wrong):  # waits for the device: wrong offsets would address foreign memory
         raise ValueError(
-            f"kept_ids.offsets: expected numbers from 0 to M = {kept.numel()} that never fall, got some from "
-            f"{offsets[0].item()} to {offsets[-1].item()}"
+            f"kept_ids.offsets: expected numbers from 0 to M = {kept.numel()} that never fall, got "
+            f"some from {offsets[0].item()} to {offsets[-1].item()}"
         )
     return KeptIds(kept.detach(), offsets.detach().long())
 

@@ -1,20 +1,47 @@
 """The caller's batch, reduced to the tokens that count.
 
-Everything after this module works on n rows, one per counted token. Values at masked positions are never read, so that
-none of them, NaN included, can reach a result. Padded (B, T) and packed (N,) batches become the same thing.
+Everything after this module works on n rows, one per counted token. Values at masked positions are
+never read, so that none of them, NaN included, can reach a result. Padded (B, T) and packed (N,)
+batches become the same thing.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from grpo_kernels.base.checks import check_mask, check_mask_values, check_shape, check_tensor
-from grpo_kernels.base.packing import sequences_of
-from grpo_kernels.batch.inputs import LossInputs
+from grpo_kernels.base.tensors import sequences_of
+
+
+@dataclass(frozen=True, eq=False)
+class LossInputs:
+    """The per-token and per-sequence arguments of `grpo_loss`; None where absent."""
+
+    completion_ids: Tensor | None  # (B, T), or packed (N,)
+    completion_mask: Tensor | None  # (B, T) or (N,)
+    advantages: Tensor  # (B,) or (B, T) or (N,)
+    old_per_token_logps: Tensor | None = None  # (B, T) or (N,)
+    ref_per_token_logps: Tensor | None = None  # (B, T) or (N,)
+    sampling_per_token_logps: Tensor | None = None  # (B, T) or (N,)
+    importance_sampling_ratio: Tensor | None = None  # (B, T), (B, 1) or (B,); (N,)
+    num_items_in_batch: float | Tensor | None = None
+    cu_seqlens: Tensor | None = None  # (B + 1,)
+
+    def with_blank_ids(self, like: Tensor) -> LossInputs:
+        """Return these with zeros as ids, for a loss on existing log-probabilities, which reads no
+        ids.
+        """
+        return replace(self, completion_ids=torch.zeros_like(like, dtype=torch.long))
+
+    @property
+    def logps(self) -> dict[str, Tensor | None]:
+        """The log-probabilities of other policies, by name."""
+        names = ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps")
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True)
@@ -46,7 +73,9 @@ class Layout:
         return full
 
     def sequence_sum(self, x: Tensor) -> Tensor:
-        """(n,) -> (B,): the sum over each sequence's tokens; a packed batch needs no (B, longest) tensor for it."""
+        """(n,) -> (B,): the sum over each sequence's tokens; a packed batch needs no (B, longest)
+        tensor for it.
+        """
         if len(self.shape) == 2:
             return self.dense(x).sum(dim=1)
         return torch.segment_reduce(x.double(), "sum", lengths=self.lengths, unsafe=True).to(
@@ -62,7 +91,9 @@ class Layout:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Per-token inputs of the loss; every tensor (n,), in the accumulator's dtype, detached; None where absent."""
+    """Per-token inputs of the loss; every tensor (n,), in the accumulator's dtype, detached; None
+    where absent.
+    """
 
     layout: Layout
     ids: Tensor  # int64
@@ -71,13 +102,14 @@ class Tokens:
     ref_per_token_logps: Tensor | None = None
     sampling_per_token_logps: Tensor | None = None
     importance_sampling_ratio: Tensor | None = None
-    sequence_ratio: Tensor | None = (
-        None  # (B,): importance_sampling_ratio, if the caller passed one per sequence
-    )
+    # (B,): importance_sampling_ratio, if the caller passed one per sequence
+    sequence_ratio: Tensor | None = None
     advantages_per_sequence: bool = False  # True if the caller passed (B,)
 
     def at(self, index: Tensor) -> Tokens:
-        """Return the tokens at `index` (m,), for computations token by token; fields not per token stay whole."""
+        """Return the tokens at `index` (m,), for computations token by token; fields not per token
+        stay whole.
+        """
         whole = ("layout", "sequence_ratio", "advantages_per_sequence")
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return Tokens(
@@ -109,7 +141,8 @@ def counted_positions(name: str, mask: Tensor | None, ids: Tensor) -> Tensor:
     counts = mask.ne(0)
     if mask.numel() == 0 or not _is_checked(mask):
         return counts.nonzero()[:, 0]
-    # a value other than 0 and 1 sets all n flags, and one more: n + 1 indices, a number that the host reads anyway
+    # a value other than 0 and 1 sets all n flags, and one more: n + 1 indices, a number that the
+    # host reads anyway
     odd = mask.ne(counts).any()
     positions = (torch.cat([counts, odd[None]]) | odd).nonzero()[:, 0]
     if positions.shape[0] <= mask.shape[0]:
@@ -119,14 +152,17 @@ def counted_positions(name: str, mask: Tensor | None, ids: Tensor) -> Tensor:
 
 
 def _is_checked(mask: Tensor) -> bool:
-    """True if values other than 0 and 1 are looked for: in floats, and in integers on a CPU (a GPU: 4 launches)."""
+    """True if values other than 0 and 1 are looked for: in floats, and in integers on a CPU (a GPU:
+    4 launches).
+    """
     if mask.is_floating_point():
         return True
     return mask.dtype != torch.bool and mask.device.type == "cpu"
 
 
 def read_tokens(inputs: LossInputs, dtype: torch.dtype) -> Tokens:
-    """Check the per-token inputs of a loss and keep those of the counted tokens, numbers in `dtype`.
+    """Check the per-token inputs of a loss and keep those of the counted tokens, numbers in
+    `dtype`.
 
     Args:
         inputs: unchecked, except for the ids, whose shape and device the others must have.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from grpo_kernels.backends.interface import FusedRowBackend, RowStats
 from grpo_kernels.base.checks import check_shape, check_tensor
-from grpo_kernels.base.records import take
+from grpo_kernels.base.tensors import take
 from grpo_kernels.engine.plan import Coupling, HeadPlan
 from grpo_kernels.engine.records import CoefficientsOf
 from grpo_kernels.token_loss.record import Coefficients, TokenLoss

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from grpo_kernels.base.checks import HIGHEST_LOGP
 from grpo_kernels.base.choices import WithoutSet, choices
-from grpo_kernels.base.records import take
+from grpo_kernels.base.tensors import take
 from grpo_kernels.batch.kept_ids import KeptIds, read_kept_ids
 from grpo_kernels.call.expected import Expected, read_expected
 from grpo_kernels.call.plan import Call

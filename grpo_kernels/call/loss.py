@@ -14,9 +14,8 @@ from torch import Tensor
 from grpo_kernels.backends.interface import RowStats
 from grpo_kernels.base.checks import check_logps, warn_of_ratio
 from grpo_kernels.base.choices import WithoutSet
-from grpo_kernels.batch.inputs import LossInputs
 from grpo_kernels.batch.kept_ids import KeptIds
-from grpo_kernels.batch.tokens import Layout, Tokens, read_tokens
+from grpo_kernels.batch.tokens import Layout, LossInputs, Tokens, read_tokens
 from grpo_kernels.call.expected import Expectation, fuses
 from grpo_kernels.call.results import LossOutput
 from grpo_kernels.engine.autograd import first_order

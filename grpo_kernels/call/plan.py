@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends import check_backend, choose_backend
-from grpo_kernels.base.agreement import Each, check_same
 from grpo_kernels.base.checks import check_budget, check_counted_ids, check_gather, warn_once
 from grpo_kernels.base.choices import BackendName, EngineName
-from grpo_kernels.base.records import map_tensors
+from grpo_kernels.base.distributed import Each, check_same
+from grpo_kernels.base.tensors import map_tensors
 from grpo_kernels.call.expected import RowGradient
 from grpo_kernels.engine.device import FreeMemory, default_workspace, device_of
 from grpo_kernels.engine.engines import check_engine, choose_engine
-from grpo_kernels.engine.plan import Gather, HeadPlan, Request, Situation, Stored
+from grpo_kernels.engine.plan import Gather, HeadPlan, Request, Stored
 from grpo_kernels.engine.records import NeedsGrad, Rows
 from grpo_kernels.engine.vocab_parallel import widest_part
 from grpo_kernels.head.head import Head
@@ -201,15 +201,15 @@ class Call:
         needs_grad = self.needs_grad
         # only with a frozen head is `of_entropy` asked, which may evaluate an objective
         frozen_head = needs_grad.hidden and not needs_grad.head
-        situation = Situation(
+        engine = choose_engine(
             gradient.coupling,
+            self.run.engine,
             hidden_trains=needs_grad.hidden,
             head_trains=needs_grad.head,
             entropy_gradient=frozen_head and gradient.of_entropy,
             mixed_gradient=self.plan.teacher is not None and gradient.of_logps,
             tight_memory=self.plan.memory.tight,
         )
-        engine = choose_engine(situation, self.run.engine)
         return Request(
             rows=rows,
             plan=self.plan,

@@ -23,8 +23,7 @@ from torch import Tensor
 
 from grpo_kernels.backends.interface import RowBackend
 from grpo_kernels.base.checks import is_one, warn_once
-from grpo_kernels.base.quantile import quantile_of_numbers
-from grpo_kernels.base.records import map_tensors
+from grpo_kernels.base.tensors import map_tensors, quantile_of_numbers
 from grpo_kernels.engine.device import device_of
 from grpo_kernels.engine.passes import all_rows, scatter, second_pass
 from grpo_kernels.engine.plan import ForwardResult, Request, Stored
@@ -69,7 +68,7 @@ def first_order(function: F) -> F:
 
 
 class _Tie(torch.autograd.Function):
-    """Empty tensor tied to a forward's inputs, without keeping their memory; its backward raises."""
+    """Empty tensor tied to a forward's inputs, without their memory; its backward raises."""
 
     @staticmethod
     def forward(ctx: Any, first: Tensor, *others: Tensor) -> Tensor:
@@ -256,9 +255,9 @@ def _gradient(
 
 
 WRONG_EXPECTATION = (
-    "expected: the gradient that came is no multiple of the expected one in most tokens, which were "
-    "projected again. The result is right, and costs half as much again as two passes: pass the "
-    "coefficients of the loss as expected= (or, to linear_logprob, none)"
+    "expected: the gradient that came is no multiple of the expected one in most tokens, which "
+    "were projected again. The result is right, and costs half as much again as two passes: pass "
+    "the coefficients of the loss as expected= (or, to linear_logprob, none)"
 )
 
 
@@ -362,7 +361,7 @@ def _returned(
 
 
 def _graph_is_kept() -> bool:
-    """Return True if this backward may be called again (``retain_graph``), or torch does not tell."""
+    """Return True if this backward may be called again (``retain_graph``)."""
     ask = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
     return True if ask is None else bool(ask())
 

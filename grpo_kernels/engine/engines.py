@@ -28,55 +28,19 @@ from __future__ import annotations
 
 from grpo_kernels.base.choices import EngineName, choices
 from grpo_kernels.engine.passes import recompute, recompute_slices, score, store
-from grpo_kernels.engine.plan import Coupling, Engine, Situation, Stored
+from grpo_kernels.engine.plan import Coupling, Engine, Stored
 
-SCORE = Engine(
-    name="score",
-    stores=Stored.NOTHING,
-    serves=lambda call: call.no_gradient,
-    needs="that no gradient is wanted",
-    first_pass=score,
-    second_pass=recompute,
-)
-FROZEN = Engine(
-    name="frozen",
-    stores=Stored.PER_ROW,
-    serves=lambda call: not (call.head_trains or call.entropy_gradient or call.mixed_gradient),
-    needs="a frozen head, without a lora of its own, and no gradient but that of one number a row",
-    first_pass=store,
-    second_pass=recompute,  # for the entropy after all, or for rows that were not expected to have a gradient
-)
-ONE_PASS = Engine(
-    name="one_pass",
-    stores=Stored.GRADIENT,
-    serves=lambda call: call.coupling in (Coupling.KNOWN, Coupling.TOKEN),
-    needs="coefficients known row by row; here they are known {coupling}",
-    first_pass=store,
-    second_pass=recompute,  # for coefficients other than the expected
-)
-TWO_PASS = Engine(
-    name="two_pass",
-    stores=Stored.STATISTICS,
-    serves=lambda call: True,
-    needs="nothing",
-    first_pass=score,
-    second_pass=recompute,
-)
-LEAN = Engine(
-    name="lean",
-    stores=Stored.STATISTICS,
-    serves=lambda call: True,
-    needs="nothing",
-    first_pass=score,
-    second_pass=recompute_slices,
-    comes_first=lambda call: call.tight_memory and call.head_trains,
-)
+SCORE = Engine("score", Stored.NOTHING, score, recompute)
+# its second pass is for the entropy after all, or for rows that no gradient was expected for
+FROZEN = Engine("frozen", Stored.PER_ROW, store, recompute)
+# its second pass is for coefficients other than the expected
+ONE_PASS = Engine("one_pass", Stored.GRADIENT, store, recompute)
+TWO_PASS = Engine("two_pass", Stored.STATISTICS, score, recompute)
+LEAN = Engine("lean", Stored.STATISTICS, score, recompute_slices)
 
 # In order of preference; at equal cost frozen comes before one_pass, since it needs no
 # coefficients. `lean` is for short memory.
-_ENGINES: dict[str, Engine] = {
-    engine.name: engine for engine in (SCORE, FROZEN, ONE_PASS, TWO_PASS, LEAN)
-}
+_ENGINES: dict[str, Engine] = {x.name: x for x in (SCORE, FROZEN, ONE_PASS, TWO_PASS, LEAN)}
 ENGINES = tuple(_ENGINES)
 NAMES = choices(EngineName)  # names that calls take: "auto" and these
 
@@ -87,22 +51,51 @@ def check_engine(name: object) -> None:
         raise ValueError(f"engine: expected one of {', '.join(NAMES)}, got {name!r}")
 
 
-def choose_engine(call: Situation, name: str = "auto") -> Engine:
-    """The cheapest engine that gives the exact gradient, or the one named; `SCORE` if no gradient
-    is wanted.
+def choose_engine(
+    coupling: Coupling,
+    name: str = "auto",
+    *,
+    hidden_trains: bool,
+    head_trains: bool,
+    entropy_gradient: bool,
+    mixed_gradient: bool = False,
+    tight_memory: bool = False,
+) -> Engine:
+    """Return the cheapest engine that gives the exact gradient, or the one named.
+
+    Args:
+        coupling: when the coefficients of a row are known.
+        hidden_trains, head_trains: True if these need a gradient (weight, bias or an adapter).
+        entropy_gradient: True if the loss depends on the entropies; read only if the head is
+            frozen.
+        mixed_gradient: True if the loss depends on divergences, and on log-probabilities as well.
+        tight_memory: True if an accumulator for d weight would not fit.
 
     Raises:
         ValueError: there is no engine of that name, or it cannot give this gradient.
     """
+    no_gradient = not (hidden_trains or head_trains)
+    serves = {
+        "score": no_gradient,
+        "frozen": not (head_trains or entropy_gradient or mixed_gradient),
+        "one_pass": coupling in (Coupling.KNOWN, Coupling.TOKEN),
+        "two_pass": True,
+        "lean": True,
+    }
     if name == "auto":
-        engines = _ENGINES.values()
-        first = next((engine for engine in engines if engine.comes_first(call)), None)
-        return first or next(engine for engine in engines if engine.serves(call))
+        if tight_memory and head_trains:
+            return LEAN
+        return _ENGINES[next(x for x in ENGINES if serves[x])]
     check_engine(name)
-    engine = _ENGINES[name]
-    if not engine.serves(call):
-        needs = engine.needs.format(coupling=call.coupling.value)
+    if not serves[name]:
+        needs = {
+            "score": "that no gradient is wanted",
+            "frozen": "a frozen head, without a lora of its own, and no gradient but that of one "
+            "number a row",
+            "one_pass": f"coefficients known row by row; here they are known {coupling.value}",
+        }
         raise ValueError(
-            f"engine: expected one that gives this gradient, got {name!r}, which needs {needs}"
+            f"engine: expected one that gives this gradient, got {name!r}, which needs "
+            f"{needs[name]}"
         )
-    return SCORE if call.no_gradient else engine
+    return SCORE if no_gradient else _ENGINES[name]

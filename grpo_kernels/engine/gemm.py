@@ -62,7 +62,7 @@ class Products:
         return self.weight.shape[1] * self._operand.itemsize
 
     def operand(self, hidden: Tensor) -> Tensor:
-        """Return hidden states rounded to the compute dtype, in the dtype that the products take."""
+        """Return hidden states, rounded to the compute dtype, as the products take them."""
         return hidden.to(self.compute_dtype).to(self._operand)
 
     @property
@@ -115,7 +115,7 @@ class Products:
             del weight  # before the next slice is made
 
     def d_hidden(self, d_logits: Tensor, out: Tensor, *, first: bool = True) -> None:
-        """``out = d_logits @ weight``: (n, V) in `gradient_dtype` -> (n, H); ``+=`` unless `first`."""
+        """``out = d_logits @ weight``: (n, V) -> (n, H); ``+=`` unless `first`."""
         for columns, weight in self._weights():
             weight = weight.to(d_logits.dtype)  # an adapter's may be more precise
             _product(d_logits[:, columns], weight, out, add=columns.start > 0 or not first)

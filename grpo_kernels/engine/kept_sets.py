@@ -21,7 +21,7 @@ from torch import Tensor
 
 from grpo_kernels.backends.interface import Chunk, LogitTransform, RowStats
 from grpo_kernels.backends.torch_rows import TorchRows
-from grpo_kernels.base.records import take
+from grpo_kernels.base.tensors import take
 from grpo_kernels.engine.autograd import first_order
 from grpo_kernels.engine.passes import scatter
 from grpo_kernels.engine.plan import Gather, HeadPlan

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.interface import RowStats
-from grpo_kernels.base.records import take
+from grpo_kernels.base.tensors import take
 from grpo_kernels.engine.device import device_of
 from grpo_kernels.engine.plan import ForwardResult, Request, Stored
 from grpo_kernels.engine.records import Gradients, Index, NeedsGrad, Operands, Rows
@@ -114,7 +114,7 @@ def scatter(x: Tensor, rows: Rows, n: int) -> Tensor:
 
 
 def all_rows(x: Tensor, indices: Tensor, n: int) -> Tensor:
-    """Put `x` (m, H) into the rows of (n, H) at `indices`, which rise; return `x` itself if m = n."""
+    """Put `x` (m, H) into the rows of (n, H) at rising `indices`; return `x` itself if m = n."""
     if x.shape[0] == n:
         return x
     full = x.new_zeros(n, x.shape[1])

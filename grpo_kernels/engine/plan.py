@@ -172,33 +172,8 @@ class Coupling(Enum):
 
     @staticmethod
     def of(*, known: bool, coupled: bool) -> Coupling:
-        """Return a loss's coupling: `known` before any log-probability, `coupled` over its tokens."""
+        """Return a loss's coupling: `known` beforehand, `coupled` over its tokens, or neither."""
         return Coupling.KNOWN if known else Coupling.CROSS_TOKEN if coupled else Coupling.TOKEN
-
-
-@dataclass(frozen=True)
-class Situation:
-    """Facts about a call that decide which engine serves it.
-
-    Attributes:
-        coupling: when the coefficients of a row are known.
-        hidden_trains, head_trains: True if these need a gradient (weight, bias or an adapter).
-        entropy_gradient: True if the loss depends on the entropies; read only if the head is
-            frozen.
-        mixed_gradient: True if the loss depends on divergences, and on log-probabilities as well.
-        tight_memory: True if an accumulator for d weight would not fit.
-    """
-
-    coupling: Coupling
-    hidden_trains: bool
-    head_trains: bool
-    entropy_gradient: bool
-    mixed_gradient: bool = False
-    tight_memory: bool = False
-
-    @property
-    def no_gradient(self) -> bool:
-        return not (self.hidden_trains or self.head_trains)
 
 
 class Stored(Enum):
@@ -212,21 +187,12 @@ class Stored(Enum):
 
 @dataclass(frozen=True)
 class Engine:
-    """One way to compute a call's results and gradients.
-
-    Attributes:
-        needs: condition of `serves` in words; {coupling} stands for the call's `Coupling.value`.
-        second_pass: on the rows with gradient.
-        comes_first: True if "auto" prefers it to all others.
-    """
+    """One way to compute a call; its second pass is on the rows with gradient."""
 
     name: EngineName
     stores: Stored
-    serves: Callable[[Situation], bool]
-    needs: str
     first_pass: Callable[[Operands, Request], ForwardResult]
     second_pass: Callable[[Operands, Request, RowStats, Coefficients], Gradients]
-    comes_first: Callable[[Situation], bool] = lambda _: False
 
     @property
     def recomputes(self) -> bool:
@@ -270,7 +236,7 @@ class Request:
         return self.plan.teacher is not None or self.rows.top_k is not None
 
     def main(self, coefficients: Coefficients) -> Tensor | None:
-        """Return d_divergence if rows have a teacher, else d_logp: what per-row gradients are of."""
+        """Return the main one: d_divergence if rows have a teacher, else d_logp."""
         return coefficients.d_divergence if self.diverges else coefficients.d_logp
 
     def with_main(
@@ -429,7 +395,7 @@ def divide(
 
 
 def _even_parts(n: int, most: int, multiple: int) -> list[tuple[int, int]]:
-    """Return [0, n) in the fewest parts of at most `most`, which start at multiples of `multiple`."""
+    """Return [0, n) in the fewest parts of at most `most`, from multiples of `multiple`."""
     count = -(-n // most)
     if not count:
         return []

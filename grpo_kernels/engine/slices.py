@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.interface import RowStats
-from grpo_kernels.base.records import take
+from grpo_kernels.base.tensors import take
 from grpo_kernels.engine.device import device_of
 from grpo_kernels.engine.gemm import Products
 from grpo_kernels.engine.plan import HeadPlan

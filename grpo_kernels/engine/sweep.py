@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.interface import Chunk, FusedRowBackend, RowStats, Teacher
-from grpo_kernels.base.records import take
+from grpo_kernels.base.tensors import take
 from grpo_kernels.engine.device import device_of
 from grpo_kernels.engine.gemm import Products
 from grpo_kernels.engine.plan import Group, HeadPlan, Request, plan_groups

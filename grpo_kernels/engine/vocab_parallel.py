@@ -1,14 +1,13 @@
-"""A head whose vocabulary is divided among ranks: the statistics of each rank's columns, joined to
-those of all.
+"""A head whose vocabulary is divided among ranks: statistics of their columns, joined to all.
 
 Every rank reduces its part of a row to a few numbers (`RowStats` of its own columns), and gathers
 those of all ranks: O(rows) numbers, whatever the vocabulary. With m_r, s_r, E_r a rank's largest
 logit, log sum and entropy, M = max m_r::
 
-    t_r      = m_r - M + s_r                              the rank's share of the sum, as a logarithm
+    t_r      = m_r - M + s_r                 the rank's share of the sum, as a logarithm
     log_sum  = log sum_r exp(t_r)
-    entropy  = sum_r w_r (E_r - log w_r),                 w_r = exp(t_r - log_sum), by the chain rule
-    logp     = -log(1 + sum_r exp(x_r)),                  x_r = m_r + s_r - z_y; on y's rank without y's own term
+    entropy  = sum_r w_r (E_r - log w_r),    w_r = exp(t_r - log_sum), by the chain rule
+    logp     = -log(1 + sum_r exp(x_r)),     x_r = m_r + s_r - z_y; on y's rank without y's term
 
 The rank with the largest logit is left out of the logarithms, like the largest term in
 `torch_rows`, so that nothing cancels when a token is nearly certain. All ranks join the same
@@ -33,8 +32,7 @@ if TYPE_CHECKING:
 
 
 def widest_part(weight: Tensor, shard: Shard | None) -> Tensor:
-    """Return a tensor in the shape of the largest part of the head: `weight`, if this rank has it,
-    else without data.
+    """Return a tensor in the shape of the largest part of the head, perhaps without data.
 
     Plans made by its size are the same on all ranks.
     """
@@ -61,21 +59,20 @@ class Shard:
 
     @property
     def widest(self) -> int:
-        """Return the columns that chunks are planned for: ranks gather chunk by chunk, so all plan
-        for the widest.
-        """
+        # ranks gather chunk by chunk, so all plan for the widest
         return max(self.sizes)
 
     def stats(
         self,
         backend: RowBackend,
-        chunk: Chunk,  # (n, V_r); ids are counted from `start`, outside [0, V_r) if another rank has the id
+        chunk: Chunk,
         *,
         entropy: bool,
         extras: tuple[str, ...],
     ) -> RowStats:
-        """`RowBackend.stats` of the whole vocabulary. Every rank of the group has to call it for
-        the same rows.
+        """Return `RowBackend.stats` of the whole vocabulary. All ranks call it for the same rows.
+
+        Ids of the chunk (n, V_r) are counted from `start`, outside [0, V_r) if another rank's.
         """
         stats = backend.stats(
             replace(chunk, ids=self.local_ids(chunk.ids)), entropy=entropy, extras=extras
@@ -165,5 +162,5 @@ class Shard:
         )
 
     def sum_(self, x: Tensor) -> Tensor:
-        """Sum `x` over the ranks in place: the gradient of a tensor that every rank has a copy of."""
+        """Sum `x` over the ranks in place: the gradient of a tensor that every rank has."""
         return all_reduce(x, "sum", self.process_group)

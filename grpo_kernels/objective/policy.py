@@ -45,8 +45,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_kernels.base.importance import bounded, scored_difference
-from grpo_kernels.base.quantile import quantile
+from grpo_kernels.base.tensors import bounded, quantile, scored_difference
 from grpo_kernels.batch.tokens import Tokens
 from grpo_kernels.objective.config import LossConfig
 from grpo_kernels.objective.losses import LogRatio, loss_of

@@ -18,8 +18,7 @@ from torch import Tensor
 from trl import GRPOTrainer
 from trl.trainer.utils import maybe_gather_lm_head_ctx
 
-from grpo_kernels.batch.inputs import LossInputs
-from grpo_kernels.batch.tokens import read_tokens
+from grpo_kernels.batch.tokens import LossInputs, read_tokens
 from grpo_kernels.call.results import Scores
 from grpo_kernels.head.head import Head
 from grpo_kernels.head.module import active_adapters, linear_of, whole_constant

@@ -38,7 +38,7 @@ from trl.trainer.utils import use_adapter
 
 from grpo_kernels.base.checks import warn_once
 from grpo_kernels.base.choices import WithoutSet, choices
-from grpo_kernels.base.importance import scored_difference
+from grpo_kernels.base.tensors import scored_difference
 from grpo_kernels.batch.kept_ids import KeptIds, joined_ids
 from grpo_kernels.call.results import Scores
 from grpo_kernels.head.head import Head

@@ -10,7 +10,7 @@ import torch
 import grpo_kernels
 from grpo_kernels import Run
 from grpo_kernels.engine.engines import ENGINES, choose_engine
-from grpo_kernels.engine.plan import Coupling, Situation
+from grpo_kernels.engine.plan import Coupling
 from grpo_kernels.objective.config import LossConfig
 from grpo_kernels.objective.custom import TokenInputs
 from grpo_kernels.objective.losses import LOSSES
@@ -155,8 +155,8 @@ def test_custom_objectives(head: str) -> None:
 @pytest.mark.parametrize("coupling", list(Coupling))
 def test_tight_memory_chooses_lean_where_the_head_trains(coupling: Coupling) -> None:
     options = {"hidden_trains": True, "entropy_gradient": False, "tight_memory": True}
-    assert choose_engine(Situation(coupling, **options, head_trains=True)).name == "lean"
-    assert choose_engine(Situation(coupling, **options, head_trains=False)).name == "frozen"
+    assert choose_engine(coupling, **options, head_trains=True).name == "lean"
+    assert choose_engine(coupling, **options, head_trains=False).name == "frozen"
 
 
 @pytest.mark.parametrize("head", ["trainable", "frozen"])
@@ -187,16 +187,16 @@ def test_rows_metrics() -> None:
 
 def test_choose_engine_refuses_what_would_be_wrong() -> None:
     trains = {"hidden_trains": True, "head_trains": True, "entropy_gradient": False}
-    coupled = Situation(Coupling.CROSS_TOKEN, **trains)
-    assert choose_engine(coupled).name == "two_pass"
+    coupled = Coupling.CROSS_TOKEN
+    assert choose_engine(coupled, **trains).name == "two_pass"
     for engine in ("score", "frozen", "one_pass"):
         with pytest.raises(ValueError, match="engine: "):
-            choose_engine(coupled, engine)
+            choose_engine(coupled, engine, **trains)
     with pytest.raises(ValueError, match="engine: expected one of auto, score"):
-        choose_engine(Situation(Coupling.KNOWN, **trains), "fast")
+        choose_engine(Coupling.KNOWN, "fast", **trains)
     for engine in ENGINES:  # without a gradient nothing but the forward is done, whatever was asked
         none = {"hidden_trains": False, "head_trains": False, "entropy_gradient": False}
-        assert choose_engine(Situation(Coupling.KNOWN, **none), engine).name == "score"
+        assert choose_engine(Coupling.KNOWN, engine, **none).name == "score"
 
 
 @pytest.mark.parametrize("engine", ["one_pass", "two_pass"])

@@ -9,7 +9,7 @@ from torch import Tensor
 from grpo_kernels import Run, grpo_loss, linear_logprob
 from grpo_kernels.backends import LogitTransform, choose_backend
 from grpo_kernels.backends.interface import Chunk
-from grpo_kernels.base.records import take
+from grpo_kernels.base.tensors import take
 from tests.support.on_device import BACKENDS, leaves, on_backends, relative, same_bits, truth
 
 GIB = 2**30

@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 
 from grpo_kernels import Head, KeptIds, LoRA, Run, grpo_loss, linear_divergence, linear_logprob
-from grpo_kernels.base import agreement
 from grpo_kernels.base import distributed as collectives
 from tests.support.case_builder import make_case, seeded
 from tests.support.cases import fixed_cases
@@ -303,7 +302,9 @@ def check_kept_sets(rank: int, world_size: int) -> None:
     own = case.weight[rank * 25 : (rank + 1) * 25]
     head = Head(own, process_group=dist.group.WORLD)
     given = case.completion_ids, case.completion_mask, case.advantages
-    with mock.patch.object(agreement, "gather_stacked", wraps=agreement.gather_stacked) as asked:
+    with mock.patch.object(
+        collectives, "gather_stacked", wraps=collectives.gather_stacked
+    ) as asked:
         in_a_row = KeptIds.from_padded(case.kept_ids)
         out = grpo_loss(case.hidden, head, *given, kept_ids=in_a_row, without_set="full")
     whole = grpo_loss(case.hidden, case.weight, *given, kept_ids=case.kept_ids, without_set="full")

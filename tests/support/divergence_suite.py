@@ -18,7 +18,7 @@ from grpo_kernels.backends.interface import (
     RowStats,
     Teacher,
 )
-from grpo_kernels.base.records import take
+from grpo_kernels.base.tensors import take
 from tests.support.divergence_truth import divergence
 from tests.support.row_cases import (
     DEVICE,

@@ -14,7 +14,7 @@ from grpo_kernels.backends.interface import (
     LogitTransform,
 )
 from grpo_kernels.backends.torch_rows import TorchRows
-from grpo_kernels.base.records import take
+from grpo_kernels.base.tensors import take
 from tests.support.row_cases import (
     DEVICE,
     FIELDS,

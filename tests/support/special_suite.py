@@ -12,7 +12,7 @@ from torch import Tensor
 
 from grpo_kernels.backends.interface import Chunk, FusedRowBackend, LogitTransform, RowStats
 from grpo_kernels.backends.torch_rows import TorchRows
-from grpo_kernels.base.records import take
+from grpo_kernels.base.tensors import take
 from tests.support.row_cases import DEVICE, PLAIN, assert_same, make_loss, statistics
 from tests.support.row_truth import check, check_stats, gradient, truth
 

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from grpo_kernels import LossConfig
 from grpo_kernels.backends.interface import Chunk, FusedRowBackend, LogitTransform
-from grpo_kernels.batch.inputs import LossInputs
-from grpo_kernels.batch.tokens import read_tokens
+from grpo_kernels.batch.tokens import LossInputs, read_tokens
 from grpo_kernels.objective.losses import LOSSES, token_weights
 from grpo_kernels.objective.policy import PolicyObjective
 from grpo_kernels.token_loss.formulas import ESTIMATORS, SURROGATES, times

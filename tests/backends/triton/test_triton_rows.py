@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from grpo_kernels.backends.interface import Chunk
 from grpo_kernels.backends.triton_rows.device import RowConfig
 from grpo_kernels.backends.triton_rows.rows import INTERPRETED, TritonRows
-from grpo_kernels.base.records import take
+from grpo_kernels.base.tensors import take
 from tests.support.divergence_suite import BETAS, DivergenceSuite
 from tests.support.row_cases import DEVICE, PLAIN, make_transform, rows
 from tests.support.row_suite import RowSuite, check_kernels

@@ -1,4 +1,4 @@
-"""Quantiles beyond what torch takes: its own below, the same function of the values above."""
+"""Quantiles of more values than torch takes: its own below, the same function of the values above."""
 
 from __future__ import annotations
 
@@ -6,44 +6,36 @@ import pytest
 import torch
 
 from grpo_kernels import LossConfig, grpo_loss, linear_logprob
-from grpo_kernels.base import quantile
+from grpo_kernels.base import tensors
 
 NAN = torch.nan
-PLACES = (0.0, 0.2, 0.25, 0.5, 0.75, 0.999, 1.0)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 10, 41, 1000])
 def test_same_bits_as_torch(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In float64, where torch finds the places as exactly."""
-    monkeypatch.setattr(quantile, "MOST", 0)
+    monkeypatch.setattr(tensors, "MOST", 0)
     x = torch.randn(n, dtype=torch.float64).round(decimals=1)
     holes = torch.where(torch.rand(n) < 0.3, NAN, x)
-    for q in PLACES:
-        assert torch.equal(quantile.quantile(x, q), torch.quantile(x, q))
-        assert quantile.quantile(holes, q).isnan() == holes.isnan().any()
-        got, want = (
-            quantile.quantile_of_numbers(holes, q),
-            torch.nanquantile(holes, q, interpolation="lower"),
-        )
+    for q in (0.0, 0.2, 0.25, 0.5, 0.75, 0.999, 1.0):
+        assert torch.equal(tensors.quantile(x, q), torch.quantile(x, q))
+        assert tensors.quantile(holes, q).isnan() == holes.isnan().any()
+        got = tensors.quantile_of_numbers(holes, q)
+        want = torch.nanquantile(holes, q, interpolation="lower")
         assert torch.equal(got.nan_to_num(7.0), want.nan_to_num(7.0))
-    assert (
-        quantile.quantile_of_numbers(x[:0], 0.5).isnan()
-        and quantile.quantile_of_numbers(x * NAN, 0.5).isnan()
-    )
+    for none in (x[:0], x * NAN):
+        assert tensors.quantile_of_numbers(none, 0.5).isnan()
 
 
 def test_torch_takes_as_many_as_it_is_given() -> None:
     """Up to 2.13 not one more; from 2.14 on there is no limit."""
-    assert torch.quantile(torch.zeros(1).expand(quantile.MOST), 0.5) == 0.0
-    assert quantile.quantile(torch.zeros(1).expand(quantile.MOST + 1), 0.5) == 0.0
+    assert torch.quantile(torch.zeros(1).expand(tensors.MOST), 0.5) == 0.0
+    assert tensors.quantile(torch.zeros(1).expand(tensors.MOST + 1), 0.5) == 0.0
 
 
 def test_losses_beyond_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """The threshold on entropies, and the scale of an expectation, are those that torch finds."""
-    hidden, weight = (
-        torch.randn(4, 7, 8, dtype=torch.float64),
-        torch.randn(11, 8, dtype=torch.float64),
-    )
+    hidden, weight = (torch.randn(shape, dtype=torch.float64) for shape in ((4, 7, 8), (11, 8)))
     ids, advantages = torch.randint(11, (4, 7)), torch.randn(4)
     expected = torch.randn(4, 7, dtype=torch.float64)
 
@@ -52,14 +44,12 @@ def test_losses_beyond_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
         config = LossConfig(top_entropy_quantile=0.3)
         out = grpo_loss(leaf, weight, ids, None, advantages, config=config)
         logps = linear_logprob(leaf, weight.clone().requires_grad_(), ids, expected=expected).logps
-        return [
-            out.loss.detach(),
-            *torch.autograd.grad(out.loss + (expected * 3 * logps).sum(), leaf),
-        ]
+        total = out.loss + (expected * 3 * logps).sum()
+        return [out.loss.detach(), *torch.autograd.grad(total, leaf)]
 
     want = results()
-    monkeypatch.setattr(quantile, "MOST", 0)
-    monkeypatch.setattr(torch, "quantile", None)
-    monkeypatch.setattr(torch, "nanquantile", None)
+    monkeypatch.setattr(tensors, "MOST", 0)
+    for name in ("quantile", "nanquantile"):
+        monkeypatch.setattr(torch, name, None)
     for x, y in zip(results(), want, strict=True):
         assert torch.equal(x, y)
