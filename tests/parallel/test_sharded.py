@@ -273,7 +273,7 @@ def check_errors(rank: int, world_size: int) -> None:
     hidden, weight, ids = head_of(head)
     part = weight[slice(*spans(23, world_size)[rank])]
     calls: dict[str, tuple[Tensor, Tensor, Tensor, dict[str, Any]]] = {
-        "same hidden, ids, counted": (hidden[rank:], part, ids[rank:], {}),
+        "same ids, hidden, counted": (hidden[rank:], part, ids[rank:], {}),
         "gradients wanted": (hidden, part if rank else part.detach(), ids, {}),
         "backend": (hidden, part, ids, {"backend": "torch" if rank else "cpp"}),
         "engine": (hidden, part, ids, {"engine": "lean" if rank else "auto"}),
