@@ -219,14 +219,14 @@ _OF_CALL = [name for name in inspect.signature(grpo_loss).parameters if name != 
 
 
 class GRPOLoss(nn.Module):
-    """`grpo_loss` as a module; ``GRPOLoss()`` is TRL's default loss: DAPO's mean over tokens, no KL
-    term.
+    """`grpo_loss` as a module.
 
     ::
 
+        GRPOLoss()                             # TRL's default: DAPO's mean over tokens, no KL term
         GRPOLoss(presets.GRPO)                 # the GRPO paper's loss, with its KL term: beta 0.04
         GRPOLoss(presets.GRPO, beta=0.001)     # the same with another weight of the KL term
-        GRPOLoss(loss_type="grpo", beta=0.04)  # TRL's GRPO: its KL estimate is multiplied by the ratio
+        GRPOLoss(loss_type="grpo", beta=0.04)  # TRL's: its KL estimate is multiplied by the ratio
 
     Args:
         config: the loss, `LossConfig`.
@@ -311,8 +311,8 @@ def policy_loss_from_logps(
 ) -> LossOutput:
     """`grpo_loss` without its projection, differentiable in `logps` and `entropies`.
 
-    `grpo_loss` scores and differentiates in one pass, which saves a product. This is the same loss on
-    log-probabilities from elsewhere: over kept sets (`linear_logprob` with `kept_ids`), or by a
+    `grpo_loss` scores and differentiates in one pass, which saves a product. This is the same loss
+    on log-probabilities from elsewhere: over kept sets (`linear_logprob` with `kept_ids`), or by a
     model's own head.
 
     Args:
@@ -365,8 +365,8 @@ def policy_expectation(
     """Return the expected gradient of a policy loss, for a trainer that computes its own loss.
 
     With `linear_logprob(..., expected=policy_expectation(...))` such a trainer takes one pass. The
-    expectation does not have to be right; it only decides how much is recomputed. The ids have shape
-    (B, T); arguments as in `grpo_loss`.
+    expectation does not have to be right; it only decides how much is recomputed. The ids have
+    shape (B, T); arguments as in `grpo_loss`.
 
     With ``kl_estimator="full"`` pass it to `linear_divergence`, whose divergences are the KL term.
 

@@ -1,4 +1,4 @@
-"""Types for annotations of your own: the names that options take, and keyword arguments that are handed on.
+"""Types for annotations of your own: names that options take, and keyword arguments to hand on.
 
 ::
 
@@ -7,8 +7,8 @@
     def make_loss(backend: BackendName, **fields: Unpack[LossFields]) -> GRPOLoss:
         return GRPOLoss(run=Run(backend=backend), **fields)
 
-A type checker does not take a plain ``str`` for one of these names. Cast a string that is read at run time, such as
-``cast(BackendName, arguments.backend)``: `LossConfig` and the calls check it.
+A type checker does not take a plain ``str`` for one of these names. Cast a string that is read at
+run time, such as ``cast(BackendName, arguments.backend)``: `LossConfig` and the calls check it.
 """
 
 from grpo_kernels.base.choices import (
@@ -40,9 +40,10 @@ from grpo_kernels.objective.custom import PerTokenLoss
 
 __all__ = [
     # names
-    "AdvantageScale", "AdvantageStd", "BackendName", "BatchLayout", "CorrectionLevel", "CorrectionMode",
-    "DivergenceName", "EngineName", "Extra", "ImportanceSamplingLevel", "KLEstimator", "LogitsDtype", "LossTypeName",
-    "RewardAggregation", "SamplingMode", "TopKDivergenceName", "WithoutSet", "ZeroAdvantage",
+    "AdvantageScale", "AdvantageStd", "BackendName", "BatchLayout", "CorrectionLevel",
+    "CorrectionMode", "DivergenceName", "EngineName", "Extra", "ImportanceSamplingLevel",
+    "KLEstimator", "LogitsDtype", "LossTypeName", "RewardAggregation", "SamplingMode",
+    "TopKDivergenceName", "WithoutSet", "ZeroAdvantage",
     # keyword arguments
     "LossFields", "LossInputKeywords",
     # arguments

@@ -1,4 +1,5 @@
-"""Wrong arguments: each is refused by name, before any product, with every input and the next good call untouched."""
+"""Wrong arguments: each is refused by name, before any product, with every input and the next good
+call untouched."""
 
 from __future__ import annotations
 
@@ -52,8 +53,8 @@ def valid(call: str) -> dict[str, Any]:
     hidden = head["hidden"].detach().reshape(B * T, H).requires_grad_()
     bounds = torch.arange(0, B * T + 1, T, dtype=torch.int32)
     return {
-        **head, "hidden": hidden, "completion_ids": ids.flatten(), **inputs, **packed, "config": config,
-        "cu_seqlens": bounds,
+        **head, "hidden": hidden, "completion_ids": ids.flatten(), **inputs, **packed,
+        "config": config, "cu_seqlens": bounds,
     }  # fmt: skip
 
 
@@ -68,7 +69,8 @@ CALLS: dict[str, Callable[..., Any]] = {
 }
 
 
-# what is made of a valid tensor, the error that it is, and what the message says that came, if not a tensor's looks
+# what is made of a valid tensor, the error that it is, and what the message says that came, if not
+# a tensor's looks
 KINDS: dict[str, tuple[Any, ...]] = {
     "none": (lambda x: None, TypeError, "NoneType"),
     "list": (lambda x: x.tolist(), TypeError, "list"),
@@ -83,10 +85,8 @@ KINDS: dict[str, tuple[Any, ...]] = {
     "complex": (lambda x: x.detach().to(torch.complex64), TypeError),
     "sparse": (lambda x: x.detach().to_sparse(), TypeError),
     "csr": (lambda x: x.detach().to_sparse_csr(), TypeError),
-    "jagged": (
-        lambda x: torch.nested.nested_tensor(list(x.detach()), layout=torch.jagged),
-        TypeError,
-    ),
+    "jagged": (lambda x: torch.nested.nested_tensor(list(x.detach()), layout=torch.jagged),
+     TypeError),
     "meta": (lambda x: x.detach().to("meta"), ValueError),
     "first": (lambda x: x[0], ValueError),
     "first_row": (lambda x: x[:1], ValueError),
@@ -103,7 +103,7 @@ KINDS: dict[str, tuple[Any, ...]] = {
     "padded": (lambda x: x.view(B, T, *x.shape[1:]), ValueError),
     "transposed": (lambda x: x.detach().T, ValueError),
     "empty": (lambda x: x.detach().new_empty(0), ValueError),
-}
+}  # fmt: skip
 # call, argument, and the kinds that it must not be
 TENSORS = [
     ("loss", "hidden", "none array first nested int float8 complex sparse jagged meta"),
@@ -138,7 +138,8 @@ TENSORS = [
 
 @dataclass(frozen=True)
 class Wrong:
-    """One wrong argument: `change` is its value, or a function of its valid one; `also` goes with it."""
+    """One wrong argument: `change` is its value, or a function of its valid one; `also` goes with
+    it."""
 
     call: str
     argument: str
@@ -178,16 +179,14 @@ VALUES = [
     Wrong("packed", "completion_ids", with_id(2**40), got=str(2**40)),
     Wrong("logprob", "ids", with_id(V), got=str(V)),
     Wrong("logprob", "ids", with_id(-100), got="-100", also={"mask": None}),
-    *(
-        Wrong(call, "ref_per_token_logps", None, got="None")
-        for call in ("loss", "module", "expectation")
-    ),
+    *(Wrong(call, "ref_per_token_logps", None, got="None") for call in ("loss", "module",
+     "expectation")),
     Wrong("packed", "cu_seqlens", lambda x: x.float()),
     Wrong("packed", "cu_seqlens", lambda x: x[:0]),
     Wrong("packed", "cu_seqlens", lambda x: x + 1, got="[1, 6, 11, 16]"),
     Wrong("packed", "cu_seqlens", lambda x: x[:-1], got="[0, 5, 10]"),
     Wrong("packed", "cu_seqlens", torch.tensor([0, 9, 4, 15]), got="[0, 9, 4, 15]"),
-]
+]  # fmt: skip
 
 SETTINGS = [
     Wrong("loss", "num_items_in_batch", -1),
@@ -219,15 +218,11 @@ SETTINGS = [
     Wrong("logprob", "expected", lambda x: (x, x, x)),
     Wrong("logprob", "expected[1]", lambda x: (x, x[:, 1:]), got=str((B, T - 1))),
     Wrong("logprob", "expected[1]", lambda x: (x, 1.0), TypeError, "float"),
-    Wrong(
-        "logprob",
-        "expected.graded",
-        lambda x: Expectation(never_called, graded=x[:1] > 0),
-        got=str((1, T)),
-    ),
+    Wrong("logprob", "expected.graded", lambda x: Expectation(never_called, graded=x[:1] > 0),
+     got=str((1, T))),
     Wrong("expectation", "config", None, TypeError, "NoneType"),
     Wrong("expectation", "num_items_in_batch", -1),
-]
+]  # fmt: skip
 
 CONFIG: list[tuple[str, Any, type[Exception]]] = [
     *[("loss_type", x, ValueError) for x in ("ppo", None, 3)],
@@ -272,7 +267,8 @@ def bits(x: Tensor) -> Tensor:
 def refuse(
     call: str, argument: str, given: dict[str, Any], error: type[Exception], got: str | None
 ) -> None:
-    """`given` raises `error`, which names the argument and what came; nothing was computed, written or accumulated."""
+    """`given` raises `error`, which names the argument and what came; nothing was computed, written
+    or accumulated."""
     before = {name: x.detach().clone() for name, x in tensors(given).items()}
     with (
         pytest.raises((TypeError, ValueError)) as raised,

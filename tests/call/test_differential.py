@@ -1,7 +1,8 @@
 """The library against the float64 reference: fixed cases, random cases, every engine and backend.
 
-Random cases: 8 blocks of 100 a run; GRPO_KERNELS_RANDOM_FACTOR multiplies them. A failure prints the case's name, which
-has its seed: `check(random_case(seed))`, or `check_scores(random_divergence_case(seed))`, replays it.
+Random cases: 8 blocks of 100 a run; GRPO_KERNELS_RANDOM_FACTOR multiplies them. A failure prints
+the case's name, which has its seed: `check(random_case(seed))`, or
+`check_scores(random_divergence_case(seed))`, replays it.
 """
 
 from __future__ import annotations
@@ -97,7 +98,8 @@ def check(
 
 
 def thinned(i: int, backend: str, engines: Iterable[str]) -> tuple[str, ...]:
-    """All of them in torch; of a compiled backend the library's choice and one of the others, in turn."""
+    """All of them in torch; of a compiled backend the library's choice and one of the others, in
+    turn."""
     others = sorted({*engines} - {"auto"})
     return ("auto", *(others if backend == "torch" or not others else [others[i % len(others)]]))
 

@@ -1,4 +1,5 @@
-"""`linear_divergence` beyond the cases of `test_differential`: where it is infinite or 0, dtypes, what it refuses."""
+"""`linear_divergence` beyond the cases of `test_differential`: where it is infinite or 0, dtypes,
+what it refuses."""
 
 from __future__ import annotations
 
@@ -113,17 +114,14 @@ WRONG = [
     ({"divergence": "jsd", "beta": 1.5}, ValueError, r"beta: expected a number in \[0, 1\]"),
     ({"divergence": "jsd", "beta": "half"}, TypeError, "beta: expected a number"),
     ({"ids": torch.zeros(3, 8, dtype=torch.long)}, ValueError, "ids: expected shape"),
-    (
-        {"expected": (torch.ones(3, 7), torch.ones(3, 7))},
-        ValueError,
-        "expected: expected a tensor, or with ids two",
-    ),
+    ({"expected": (torch.ones(3, 7), torch.ones(3, 7))}, ValueError,
+     "expected: expected a tensor, or with ids two"),
     ({"run": Run("fast")}, ValueError, "engine: expected one of"),
     ({"temperature": 0.0}, ValueError, "temperature"),
     ({"mask": torch.ones(3, 8)}, ValueError, "mask: expected shape"),
     ({"expected": torch.ones(3, 8)}, ValueError, "expected: expected shape"),
     ({"run": Run(workspace_bytes=0)}, ValueError, "workspace_bytes"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("options", "error", "match"), WRONG, ids=lambda x: str(x)[:40])
@@ -140,23 +138,14 @@ def test_wrong_arguments_are_named(options: dict, error: type[Exception], match:
     [
         ({}, {"bias": torch.zeros(49)}, "teacher_bias: expected shape"),
         ({"vocab_size": 51}, {}, "vocab_size: expected at most"),
-        (
-            {},
-            {"lora": LoRA(torch.zeros(2, 16), torch.zeros(50, 2))},
-            r"teacher_head\.lora: expected None",
-        ),
-        (
-            {"logit_scale": 2.0},
-            None,
-            "teacher_head: expected a Head, which says its own logit_scale, .* 2.0",
-        ),
-        (
-            {"final_logit_softcapping": 9.0},
-            None,
-            "teacher_head: expected a Head, which says its own final_logit_soft",
-        ),
+        ({}, {"lora": LoRA(torch.zeros(2, 16), torch.zeros(50, 2))},
+         r"teacher_head\.lora: expected None"),
+        ({"logit_scale": 2.0}, None,
+         "teacher_head: expected a Head, which says its own logit_scale, .* 2.0"),
+        ({"final_logit_softcapping": 9.0}, None,
+         "teacher_head: expected a Head, which says its own final_logit_soft"),
     ],
-)
+)  # fmt: skip
 def test_wrong_heads_are_named(student: dict, teacher: dict | None, match: str) -> None:
     case = diverging("wrong")
     other = case.teacher_weight if teacher is None else Head(case.teacher_weight, **teacher)
@@ -173,7 +162,7 @@ def test_wrong_heads_are_named(student: dict, teacher: dict | None, match: str) 
         ("teacher_weight", lambda x: x[:, :5], "teacher_weight: expected shape"),
         ("teacher_weight", lambda x: x.to("meta"), "teacher_weight: expected a tensor with data"),
     ],
-)
+)  # fmt: skip
 def test_wrong_tensors_of_the_teacher_are_named(name, change, match) -> None:
     case = diverging("wrong")
     given = {x: getattr(case, x) for x in ("hidden", "weight", "teacher_hidden", "teacher_weight")}
@@ -210,7 +199,8 @@ def teacher_of(case: Case, dtype: torch.dtype) -> Case:
 def test_student_and_teacher_of_different_dtypes_keep_their_own(
     student: torch.dtype, teacher: torch.dtype, far: bool
 ) -> None:
-    """Nothing of the teacher is rounded to the student's dtype, nor beyond its range: 65504 is the largest fp16."""
+    """Nothing of the teacher is rounded to the student's dtype, nor beyond its range: 65504 is the
+    largest fp16."""
     case = diverging("dtypes", teacher_h=12, arrives="any")
     if far:
         large = case.teacher_hidden.index_fill(2, torch.tensor(0), 7e4)
@@ -246,44 +236,23 @@ def test_within_autocast_operands_are_rounded_to_its_dtype() -> None:
     assert grads["hidden"].dtype == grads["weight"].dtype == torch.float32
 
 
-def given_tensors(dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
-    """Hidden states and weights of student and teacher; the student's want a gradient."""
-    made = [torch.randn(size, dtype=dtype) for size in ((3, 7, 16), (50, 16), (3, 7, 12), (50, 12))]
-    return [x.requires_grad_(i < 2) for i, x in enumerate(made)]
-
-
 def test_the_teacher_gets_no_gradient() -> None:
-    given = [x.requires_grad_() for x in given_tensors()]
+    sizes = ((3, 7, 16), (50, 16), (3, 7, 12), (50, 12))
+    given = [torch.randn(size).requires_grad_() for size in sizes]
     divergence_of(*given).sum().backward()
     assert given[0].grad is not None and given[2].grad is None and given[3].grad is None
 
 
 LOSS_WRONG = [
-    (
-        {},
-        {"kl_estimator": "full", "beta": 0.1},
-        ValueError,
-        r"reference: expected \(hidden, head\)",
-    ),
-    (
-        {"reference": "given"},
-        {"beta": 0.1},
-        ValueError,
-        "reference: expected None with kl_estimator = 'k3'",
-    ),
-    (
-        {"reference": 3},
-        {"kl_estimator": "full", "beta": 0.1},
-        TypeError,
-        r"reference: expected \(hidden, head\), got int",
-    ),
-    (
-        {"reference": "narrow"},
-        {"kl_estimator": "full", "beta": 0.1},
-        ValueError,
-        "reference.weight: expected shape",
-    ),
-]
+    ({}, {"kl_estimator": "full", "beta": 0.1}, ValueError,
+     r"reference: expected \(hidden, head\)"),
+    ({"reference": "given"}, {"beta": 0.1}, ValueError,
+     "reference: expected None with kl_estimator = 'k3'"),
+    ({"reference": 3}, {"kl_estimator": "full", "beta": 0.1}, TypeError,
+     r"reference: expected \(hidden, head\), got int"),
+    ({"reference": "narrow"}, {"kl_estimator": "full", "beta": 0.1}, ValueError,
+     "reference.weight: expected shape"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("options", "config", "error", "match"), LOSS_WRONG)
@@ -313,7 +282,8 @@ def test_given_log_probabilities_have_no_full_kl() -> None:
 
 
 def test_the_bias_correction_has_nothing_to_correct() -> None:
-    """The corrected estimate's expectation over the old policy's tokens is the exact KL, whatever that policy was."""
+    """The corrected estimate's expectation over the old policy's tokens is the exact KL, whatever
+    that policy was."""
     case = diverging("corrected", v=30, mask="full", dtype=torch.float64)
     h = head(case)
     log_p, log_q = h.log_probs.detach(), teacher_log_probs(case)

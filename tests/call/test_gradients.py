@@ -30,7 +30,8 @@ LOGPROB: dict[str, dict[str, Any]] = {
     "row temperature": {"temperature": torch.tensor([[0.5, 1.0, 2.0], [0.7, 1.3, 0.9]], dtype=F64)},
     "mask": {"mask": torch.tensor([[1, 0, 1], [0, 1, 1]])},
     "everything": {
-        "bias": True, "final_logit_softcapping": 3.0, "logit_scale": 0.8, "mask": torch.tensor([[1, 0, 1], [1, 1, 0]]),
+        "bias": True, "final_logit_softcapping": 3.0, "logit_scale": 0.8,
+        "mask": torch.tensor([[1, 0, 1], [1, 1, 0]]),
         "temperature": torch.tensor([[0.5, 1.0, 2.0], [0.7, 1.3, 0.9]], dtype=F64),
     },
 }  # fmt: skip
@@ -80,7 +81,8 @@ def test_gradcheck_of_a_custom_objective(level: str) -> None:
 def run(
     case: Case, scale: float = 1.0, engine: str = "auto", **changes: Any
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss and the gradients under the upstream gradient `scale`, divided by it again, in float64."""
+    """The loss and the gradients under the upstream gradient `scale`, divided by it again, in
+    float64."""
     given = arguments(case) | changes
     out = flat(grpo_loss)(**given, config=config_of(case), engine=engine)
     (out.loss * scale).backward()
@@ -129,7 +131,8 @@ AUTOCAST = [
 @pytest.mark.parametrize("engine", ["one_pass", "two_pass"])
 @pytest.mark.parametrize("lower", [torch.bfloat16, torch.float16])
 def test_autocast(dtypes: tuple[torch.dtype, torch.dtype], engine: str, lower: torch.dtype) -> None:
-    """The forward is that of explicit casts, bit for bit; gradients come in each tensor's own dtype."""
+    """The forward is that of explicit casts, bit for bit; gradients come in each tensor's own
+    dtype."""
     case = make_case("autocast", b=3, bias=True, beta=0.1, entropy_coef=0.01)
     head = {"hidden": case.hidden.to(dtypes[0]), "weight": case.weight.to(dtypes[1])}
     given = arguments(case.but(**head))
@@ -156,7 +159,8 @@ def test_autocast(dtypes: tuple[torch.dtype, torch.dtype], engine: str, lower: t
 @pytest.mark.parametrize("hidden", [torch.float16, torch.bfloat16, torch.float32, F64])
 @pytest.mark.parametrize("weight", [torch.float16, torch.bfloat16, torch.float32, F64])
 def test_mixed_dtypes(hidden: torch.dtype, weight: torch.dtype) -> None:
-    """Any two dtypes work: the products are done in the one that holds both, gradients come in each one's own."""
+    """Any two dtypes work: the products are done in the one that holds both, gradients come in each
+    one's own."""
     case = make_case("mixed", b=3, bias=True, beta=0.1)
     case = case.but(hidden=case.hidden.to(hidden), weight=case.weight.to(weight))
     loss, got = run(case)
@@ -170,14 +174,16 @@ def test_mixed_dtypes(hidden: torch.dtype, weight: torch.dtype) -> None:
 
 def split(case: Case, sizes: list[int]) -> list[Case]:
     """Micro-batches of so many sequences."""
-    named = ("hidden", "completion_ids", "completion_mask", "advantages", "importance_sampling_ratio",
-             "old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps")  # fmt: skip
+    named = ("hidden", "completion_ids", "completion_mask", "advantages",
+             "importance_sampling_ratio", "old_per_token_logps", "ref_per_token_logps",
+             "sampling_per_token_logps")  # fmt: skip
     parts = {k: getattr(case, k).split(sizes) for k in named if getattr(case, k) is not None}
     return [case.but(**{k: x[i] for k, x in parts.items()}) for i in range(len(sizes))]
 
 
 def share(case: Case, whole: Case) -> float:
-    """What the caller multiplies a micro-batch's loss with: nothing where num_items_in_batch is the normaliser."""
+    """What the caller multiplies a micro-batch's loss with: nothing where num_items_in_batch is the
+    normaliser."""
     normaliser = reference_terms.TERMS[case.config["loss_type"]].normaliser
     if normaliser is reference_terms.num_items:
         return 1.0
@@ -189,7 +195,8 @@ def share(case: Case, whole: Case) -> float:
 @pytest.mark.parametrize(("loss_type", "level"), LOSSES)
 @pytest.mark.parametrize("sizes", [[1] * 8, [5, 2, 1]], ids=str)
 def test_micro_batches_add_up(loss_type: str, level: str, sizes: list[int]) -> None:
-    """One denominator, given by the caller: any split, fully masked parts included, sums to the whole."""
+    """One denominator, given by the caller: any split, fully masked parts included, sums to the
+    whole."""
     beta = {"beta": 0.1, "loss_type": loss_type, "importance_sampling_level": level}
     case = make_case(
         "split", b=8, mask="first_empty", num_items=33.0, bias=True, ratio="token", **beta

@@ -45,7 +45,10 @@ CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_logits_in_the_place_of_hidden_states(call: Callable[[Tensor, Tensor], Any]) -> None:
     vocab, width = WEIGHT.shape
-    message = rf"^hidden: expected hidden states of width H = {width}, .* got \(.*{vocab}\): these look like logits: pass the"
+    message = (
+        rf"^hidden: expected hidden states of width H = {width}, .* got \(.*{vocab}\): these look "
+        "like logits: pass the"
+    )
     with pytest.raises(ValueError, match=message):
         call(LOGITS, IDS)
 
@@ -149,15 +152,11 @@ def with_kl(tokens: TokenInputs) -> Tensor:
 
 READING: list[tuple[Callable[[TokenInputs], Tensor], str]] = [
     (with_kl, "ref_per_token_logps"),
-    (
-        lambda tokens: tokens.sampling_per_token_logps.exp() * tokens.logps,
-        "sampling_per_token_logps",
-    ),
-    (
-        lambda tokens: torch.exp(tokens.importance_sampling_ratio) * tokens.logps,
-        "importance_sampling_ratio",
-    ),
-]
+    (lambda tokens: tokens.sampling_per_token_logps.exp() * tokens.logps,
+     "sampling_per_token_logps"),
+    (lambda tokens: torch.exp(tokens.importance_sampling_ratio) * tokens.logps,
+     "importance_sampling_ratio"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("declare", [lambda x: x, token_level], ids=["", "token_level"])
@@ -204,33 +203,21 @@ def test_probabilities_or_likelihoods_in_the_place_of_log_probabilities(name: st
 
 
 ALMOST_RIGHT = [
-    (
-        lambda: GRPOLoss(old_logps=IDS),
-        "old_logps: expected a field of LossConfig, .* did you mean old_per_token_logps? It is an argument",
-    ),
-    (
-        lambda: GRPOLoss(num_items_in_batch=3),
-        "num_items_in_batch: .*; it is an argument of the module's call",
-    ),
+    (lambda: GRPOLoss(old_logps=IDS),
+     "old_logps: expected a field of LossConfig, .* mean old_per_token_logps? It is an argument"),
+    (lambda: GRPOLoss(num_items_in_batch=3),
+     "num_items_in_batch: .*; it is an argument of the module's call"),
     (lambda: GRPOLoss(epsilon_hi=0.3), "epsilon_hi: .*; did you mean epsilon_high?"),
-    (
-        lambda: flat(GRPOLoss())(**BATCH, old_logps=IDS),
-        "old_logps: .*; did you mean old_per_token_logps?",
-    ),
+    (lambda: flat(GRPOLoss())(**BATCH, old_logps=IDS),
+     "old_logps: .*; did you mean old_per_token_logps?"),
     (lambda: flat(GRPOLoss())(**BATCH, beta=0.1), "beta: .*; it is a field, as in GRPOLoss"),
-    (
-        lambda: GRPOLoss("DAPO"),
-        "config: expected a LossConfig, got str; grpo_kernels.presets.DAPO is",
-    ),
-    (
-        lambda: flat(grpo_loss)(**{**BATCH, "weight": WEIGHT.numpy()}),
-        "weight: expected a tensor, got ndarray",
-    ),
-    (
-        lambda: grpo_loss(HIDDEN, nn.Embedding(9, 4), IDS, **SHARED),
-        "lm_head: expected an nn.Linear .*Embedding",
-    ),
-]
+    (lambda: GRPOLoss("DAPO"),
+     "config: expected a LossConfig, got str; grpo_kernels.presets.DAPO is"),
+    (lambda: flat(grpo_loss)(**{**BATCH, "weight": WEIGHT.numpy()}),
+     "weight: expected a tensor, got ndarray"),
+    (lambda: grpo_loss(HIDDEN, nn.Embedding(9, 4), IDS, **SHARED),
+     "lm_head: expected an nn.Linear .*Embedding"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("call", "message"), ALMOST_RIGHT)
@@ -301,14 +288,15 @@ def test_the_calls_take_fields_as_the_module_does() -> None:
 @pytest.mark.parametrize(
     ("name", "meant"),
     [
-        ("old_logps", "old_per_token_logps"), ("ref_logprobs", "ref_per_token_logps"), ("entropy_coeff", "entropy_coef"),
+        ("old_logps", "old_per_token_logps"), ("ref_logprobs", "ref_per_token_logps"),
+        ("entropy_coeff", "entropy_coef"),
         ("loss_typ", "loss_type"), ("num_items", "num_items_in_batch"), ("cu_seqlen", "cu_seqlens"),
     ],
 )  # fmt: skip
 def test_misspelt_names_are_answered_with_ours(name: str, meant: str) -> None:
     for call, function in (
         (lambda **more: flat(grpo_loss)(**BATCH, **more), "grpo_loss"),
-        (lambda **more: policy_loss_from_logps(torch.zeros(IDS.shape), torch.zeros(IDS.shape), **SHARED, **more),
+        (lambda **x: policy_loss_from_logps(torch.zeros(2, 5), torch.zeros(2, 5), **SHARED, **x),
          "policy_loss_from_logps"),
     ):  # fmt: skip
         with pytest.raises(

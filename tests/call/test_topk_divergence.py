@@ -1,4 +1,5 @@
-"""Divergences from a teacher's K listed ids beyond the cases of `test_differential`; what they cost and refuse."""
+"""Divergences from a teacher's K listed ids beyond the cases of `test_differential`; what they cost
+and refuse."""
 
 from __future__ import annotations
 
@@ -110,7 +111,8 @@ def test_nothing_counted_is_zero_with_gradients() -> None:
 
 
 def test_autocast_and_rounded_logits() -> None:
-    """The operands are bfloat16, the logits fp32 or rounded: the divergence is that of those logits."""
+    """The operands are bfloat16, the logits fp32 or rounded: the divergence is that of those
+    logits."""
     case = case_of(others={"tail": True})
     rounded = case.to(torch.bfloat16).but(listed_logps=case.listed_logps).to(torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -129,7 +131,7 @@ COSTS = {
     "two_pass": (8, 6),
     "lean": (8, 6),
     "frozen": (None, 4),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("engine", COSTS)
@@ -179,35 +181,23 @@ def test_what_does_not_exist_is_an_error_here_and_nan_elsewhere(
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        (
-            {"divergence": "jsd"},
-            ValueError,
-            "divergence: expected one of forward_kl, reverse_kl, got 'jsd'",
-        ),
+        ({"divergence": "jsd"}, ValueError,
+         "divergence: expected one of forward_kl, reverse_kl, got 'jsd'"),
         ({"divergence": "reverse_kl", "tail": False}, ValueError, "tail: expected True or None"),
         ({"tail": 1}, TypeError, "tail: expected a bool or None, got 1"),
-        (
-            {"tail": True, "log_prob_min_clamp": -9.0},
-            ValueError,
-            "log_prob_min_clamp: expected None with a tail",
-        ),
+        ({"tail": True, "log_prob_min_clamp": -9.0}, ValueError,
+         "log_prob_min_clamp: expected None with a tail"),
         ({"loss_max_clamp": 0.0}, ValueError, "loss_max_clamp: expected a finite number > 0"),
         ({"expected": torch.ones(3)}, ValueError, "expected: expected shape"),
-        (
-            {"teacher_ids": torch.zeros(B, T, K)},
-            TypeError,
-            "teacher_ids: expected signed integer ids",
-        ),
-        (
-            {"teacher_ids": torch.zeros(B, T, 0, dtype=torch.long)},
-            ValueError,
-            "teacher_ids: expected shape",
-        ),
+        ({"teacher_ids": torch.zeros(B, T, K)}, TypeError,
+         "teacher_ids: expected signed integer ids"),
+        ({"teacher_ids": torch.zeros(B, T, 0, dtype=torch.long)}, ValueError,
+         "teacher_ids: expected shape"),
         ({"teacher_logps": torch.zeros(B, T)}, ValueError, "teacher_logps: expected shape"),
         ({"run": Run("fast")}, ValueError, "engine: expected"),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_wrong_arguments_are_named(
     changes: dict[str, Any], error: type[Exception], message: str
 ) -> None:

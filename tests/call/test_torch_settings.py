@@ -1,4 +1,5 @@
-"""Settings of torch that change the numbers: shown by the report, refused or warned of (docs/numerics.md)."""
+"""Settings of torch that change the numbers: shown by the report, refused or warned of
+(docs/numerics.md)."""
 
 from __future__ import annotations
 
@@ -40,6 +41,7 @@ def call(
     return flat(linear_logprob)(*given, backend="torch", **options).logps
 
 
+CUDA_IEEE = "torch.backends.cuda.matmul.fp32_precision = 'ieee'"
 # what a process does -> how the report then calls products of fp32 on CUDA, and on the CPU
 SETTINGS = {
     "pass": ("full", "full"),
@@ -48,14 +50,8 @@ SETTINGS = {
     "torch.set_float32_matmul_precision('medium')": ("TF32", "bfloat16"),
     "torch.backends.cuda.matmul.fp32_precision = 'tf32'": ("TF32", "full"),
     "torch.backends.fp32_precision = 'tf32'": ("TF32", "TF32"),
-    "torch.backends.fp32_precision = 'tf32'; torch.backends.cuda.matmul.fp32_precision = 'ieee'": (
-        "full",
-        "TF32",
-    ),
-    "torch.set_float32_matmul_precision('high'); torch.backends.cuda.matmul.fp32_precision = 'ieee'": (
-        "full",
-        "TF32",
-    ),
+    f"torch.backends.fp32_precision = 'tf32'; {CUDA_IEEE}": ("full", "TF32"),
+    f"torch.set_float32_matmul_precision('high'); {CUDA_IEEE}": ("full", "TF32"),
     "torch.backends.mkldnn.matmul.fp32_precision = 'bf16'": ("full", "bfloat16"),
 }
 
@@ -69,7 +65,8 @@ def shown_after(setting: str) -> dict[str, str]:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 def test_the_report_shows_the_precision_of_fp32_products() -> None:
-    """Whichever of torch's two ways of setting it was used, and without a warning or an error from the other."""
+    """Whichever of torch's two ways of setting it was used, and without a warning or an error from
+    the other."""
     with server_context().Pool(1, maxtasksperchild=1) as pool:  # a process for each
         reports = pool.map(shown_after, SETTINGS, chunksize=1)
     for setting, shown in zip(SETTINGS, reports, strict=True):
@@ -129,7 +126,8 @@ def test_fp16_accumulation_is_refused_in_a_backward(monkeypatch: pytest.MonkeyPa
 
 
 def promotions(*pairs: tuple[torch.dtype, torch.dtype], **options: Any) -> list[str]:
-    """What calls with hidden and weight of these dtypes warn of, in a process that has not warned yet."""
+    """What calls with hidden and weight of these dtypes warn of, in a process that has not warned
+    yet."""
     warn_once.cache_clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -176,7 +174,8 @@ def test_what_is_no_promotion_does_not_warn(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_documented_flop_formula(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The formula of docs/numerics.md counts rows in several groups, where torch's own raises up to 2.13."""
+    """The formula of docs/numerics.md counts rows in several groups, where torch's own raises up to
+    2.13."""
     code = NUMERICS.read_text().split("```python\n")[1].split("```")[0]
     found: dict[str, Any] = {}
     exec(code, found)

@@ -25,70 +25,45 @@ from tests.support.small_batch import small_batch
 pytestmark = pytest.mark.usefixtures("forget_warnings")
 
 MASKS = (torch.bool, torch.uint8, torch.int64, torch.float16, torch.float32)
+ODD_MASKS = (
+    torch.zeros(2, 5) - torch.inf,
+    torch.full((2, 5), torch.finfo(torch.float32).min).triu(),
+    torch.full((2, 5), torch.finfo(torch.bfloat16).min, dtype=torch.bfloat16),
+    torch.full((2, 5), 0.5),
+    torch.arange(10).view(2, 5),
+    torch.full((2, 5), 255, dtype=torch.uint8),
+    -torch.ones(2, 5),
+)
 NORMAL = torch.linspace(-3.0, -1.0, 10).view(2, 5)
 
 
 @pytest.mark.parametrize(
     ("options", "config", "message"),
     [
-        (
-            {"num_items_in_batch": 7},
-            {"loss_type": "grpo"},
-            "num_items_in_batch: not used by loss_type = 'grpo'",
-        ),
+        ({"num_items_in_batch": 7}, {"loss_type": "grpo"},
+         "num_items_in_batch: not used by loss_type = 'grpo'"),
         ({"num_items_in_batch": 7}, {"loss_type": "dapo"}, None),
         ({"sampling_per_token_logps": NORMAL}, {}, "sampling_per_token_logps: not used"),
         ({"sampling_per_token_logps": NORMAL}, {"off_policy_mask_threshold": 1.0}, None),
-        (
-            {"sampling_per_token_logps": NORMAL},
-            {"off_policy_mask_threshold": 1.0, "loss_type": "gmpo"},
-            "sampling_per",
-        ),
+        ({"sampling_per_token_logps": NORMAL},
+         {"off_policy_mask_threshold": 1.0, "loss_type": "gmpo"}, "sampling_per"),
         ({"sampling_per_token_logps": NORMAL}, {"vllm_importance_sampling_correction": True}, None),
         ({"sampling_per_token_logps": NORMAL, "objective": lambda tokens: tokens.logps}, {}, None),
-        (
-            {"old_per_token_logps": NORMAL.bfloat16()},
-            {},
-            "old_per_token_logps: rounded to torch.bfloat16",
-        ),
+        ({"old_per_token_logps": NORMAL.bfloat16()}, {},
+         "old_per_token_logps: rounded to torch.bfloat16"),
         ({"old_per_token_logps": NORMAL}, {}, None),
-        *(
-            ({"completion_mask": mask}, {}, "completion_mask: it holds values other than 0 and 1")
-            for mask in (
-                torch.zeros(2, 5) - torch.inf,
-                torch.full((2, 5), torch.finfo(torch.float32).min).triu(),
-                torch.full((2, 5), torch.finfo(torch.bfloat16).min, dtype=torch.bfloat16),
-                torch.full((2, 5), 0.5),
-                torch.arange(10).view(2, 5),
-                torch.full((2, 5), 255, dtype=torch.uint8),
-                -torch.ones(2, 5),
-            )
-        ),
-        (
-            {"old_per_token_logps": torch.full((2, 5), -25.0)},
-            {},
-            "old_per_token_logps: the mean ratio to them",
-        ),
-        (
-            {"old_per_token_logps": torch.full((2, 5), -25.0)},
-            {"loss_type": "gmpo"},
-            "old_per_token_logps: the mean",
-        ),
-        (
-            {"old_per_token_logps": NORMAL},
-            {"epsilon_high": 1.28},
-            "epsilon_high: the upper bound of the ratio is 1 +",
-        ),
-        (
-            {"old_per_token_logps": NORMAL},
-            {"epsilon": 1.5, "epsilon_high": 0.3},
-            "epsilon: ratios are clipped to [1 -",
-        ),
-        (
-            {"old_per_token_logps": NORMAL},
-            {"importance_sampling_level": "sequence"},
-            "epsilon: 0.2 with importance_",
-        ),
+        *(({"completion_mask": mask}, {}, "completion_mask: it holds values other than 0 and 1")
+          for mask in ODD_MASKS),
+        ({"old_per_token_logps": torch.full((2, 5), -25.0)}, {},
+         "old_per_token_logps: the mean ratio to them"),
+        ({"old_per_token_logps": torch.full((2, 5), -25.0)}, {"loss_type": "gmpo"},
+         "old_per_token_logps: the mean"),
+        ({"old_per_token_logps": NORMAL}, {"epsilon_high": 1.28},
+         "epsilon_high: the upper bound of the ratio is 1 +"),
+        ({"old_per_token_logps": NORMAL}, {"epsilon": 1.5, "epsilon_high": 0.3},
+         "epsilon: ratios are clipped to [1 -"),
+        ({"old_per_token_logps": NORMAL}, {"importance_sampling_level": "sequence"},
+         "epsilon: 0.2 with importance_"),
         ({"old_per_token_logps": NORMAL}, presets.GSPO, None),
         ({"old_per_token_logps": NORMAL}, presets.CISPO, None),
         ({"old_per_token_logps": NORMAL}, presets.GMPO, None),
@@ -99,7 +74,7 @@ NORMAL = torch.linspace(-3.0, -1.0, 10).view(2, 5)
         ({}, {"kl_estimator": "full"}, "kl_estimator: 'full' has no part in a loss with beta = 0"),
         *(({"completion_mask": torch.ones(2, 5).triu().to(dtype)}, {}, None) for dtype in MASKS),
     ],
-)
+)  # fmt: skip
 def test_what_is_likely_not_meant_is_warned_of_once(
     options: Any, config: Any, message: str | None
 ) -> None:
@@ -143,7 +118,8 @@ def test_a_given_log_probability_warns_too() -> None:
 def test_a_reference_beside_beta_0_is_warned_of_wherever_it_comes_in(
     forget_warnings: Callable[[], None],
 ) -> None:
-    """Over kept sets, from a module, and where a trainer of one's own asks for the gradient to expect."""
+    """Over kept sets, from a module, and where a trainer of one's own asks for the gradient to
+    expect."""
     given = {**small_batch(), "ref_per_token_logps": NORMAL}
     given["head"] = given.pop("weight")
     tokens = {x: given[x] for x in ("completion_mask", "advantages")}

@@ -1,4 +1,5 @@
-"""A low-rank adapter on the head beyond the cases of `test_differential`: what it costs and refuses."""
+"""A low-rank adapter on the head beyond the cases of `test_differential`: what it costs and
+refuses."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ def test_a_16_bit_adapter_rounds_its_own_first_product_alone(backend: str) -> No
 
 @pytest.mark.parametrize(("trains_head", "products"), [(False, 4), (True, 6)])
 def test_no_product_of_the_two_factors_is_made(trains_head: bool, products: int) -> None:
-    """Besides the head's products there are three of the adapter's B and three of its A, each of rank r."""
+    """Besides the head's products there are three of the adapter's B and three of its A, each of
+    rank r."""
     n, vocab, width, rank = 24, 90, 20, 3
     hidden = torch.randn(n, width, requires_grad=True)
     weight = torch.randn(vocab, width, requires_grad=trains_head)

@@ -1,4 +1,5 @@
-"""A head's module in the place of its weight, in one process: its own parameters, hooks, PEFT's adapters."""
+"""A head's module in the place of its weight, in one process: its own parameters, hooks, PEFT's
+adapters."""
 
 from __future__ import annotations
 
@@ -141,7 +142,8 @@ MADE: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated:FutureWarning")
 @pytest.mark.parametrize("case", MADE)
 def test_what_happens_before_the_forward_happens_before_a_score(case: str) -> None:
-    """Scores, gradients and state, a step and a training forward later: a weight made before is stale."""
+    """Scores, gradients and state, a step and a training forward later: a weight made before is
+    stale."""
     ours, theirs = MADE[case](), MADE[case]()
     theirs.load_state_dict(ours.state_dict())
     for head in (ours, theirs):
@@ -227,7 +229,8 @@ def test_a_head_that_accelerate_has_offloaded_is_told_what_to_do() -> None:
 
 
 def peft_head(*ranks: int, bias: bool = False, **options: Any) -> Any:
-    """PEFT's layer around a head, with adapters a0, a1, ... of these ranks, all active; both factors random."""
+    """PEFT's layer around a head, with adapters a0, a1, ... of these ranks, all active; both
+    factors random."""
     peft = pytest.importorskip("peft")
     torch.manual_seed(5)
     model = nn.ModuleDict({"lm_head": nn.Linear(H, V, bias=bias, dtype=torch.float64)})
@@ -307,8 +310,10 @@ def test_adapters_that_are_not_plain_lora_are_refused_by_name() -> None:
     peft.inject_adapter_in_model(peft.LoHaConfig(r=2, target_modules=["lm_head"]), model)
     own = LoRA(torch.zeros(1, H), torch.zeros(V, 1))
     for head, error, message in (
-        (peft_head(2, use_dora=True), ValueError, "adapters that are plain LoRA, got DoraLinear.* as 'a0'"),
-        (peft_head(2, 2, lora_dropout=0.4), ValueError, "one active adapter if there is dropout, got 2"),
+        (peft_head(2, use_dora=True), ValueError,
+         "adapters that are plain LoRA, got DoraLinear.* as 'a0'"),
+        (peft_head(2, 2, lora_dropout=0.4), ValueError,
+         "one active adapter if there is dropout, got 2"),
         (Head(peft_head(2), lora=own), ValueError, "None, since PEFT's adapters"),
         (model["lm_head"], TypeError, ".*, got peft.tuners.loha.layer.Linear"),
     ):  # fmt: skip
