@@ -154,8 +154,8 @@ emulate: $(STAMP)  ## the Triton kernels as compiled for sm_80 and sm_90, execut
 roofline: $(STAMP)  ## what the kernels cost an element, counted in SASS, against docs/roofline.md (ROOFLINE_ARGS=--update)
 	$(PY) -m benchmarks.aot.roofline $(ROOFLINE_ARGS) </dev/null
 
-faults: $(STAMP)  ## plants faults in the kernels, one at a time; the tests must notice each (FAULTS="name ...")
-	$(PY) -m tests.kernel_faults $(FAULTS) </dev/null
+faults: $(STAMP)  ## plants faults in the compiled kernels, one at a time; the emulator must notice each (FAULTS="grad_kernel")
+	$(PY) -m tests.emulator.planted $(FAULTS) </dev/null
 
 sanitize: $(STAMP)  ## the C++ kernels under AddressSanitizer and UBSan: row tests, engine, random cases (SANITIZE_ARGS=--quick)
 	$(PY) -m tests.sanitize $(SANITIZE_ARGS) </dev/null

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from tests.emulator.instructions import known
 from tests.emulator.lanes import Lanes
-from tests.emulator.numbers import TYPES
+from tests.emulator.ptx import TYPES
 
 INTEGER = "([sub](?:16|32|64))"
 WIDE = {"s16": "s32", "u16": "u32", "s32": "s64", "u32": "u64"}

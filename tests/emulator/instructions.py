@@ -1,7 +1,7 @@
 """The meaning of each instruction: a function of the lanes, of what varies in its name, and of its operands.
 
 An opcode that matches no pattern is an error that names it. Arithmetic, bits and comparisons are in `arithmetic`,
-conversions and moves in `moves`, and what lanes do together in `together`.
+conversions, moves, loads and stores in `moves`, and what lanes do together in `together`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def meaning(opcode: str) -> tuple[Callable[..., None], tuple[Any, ...]]:
     Raises:
         UnknownInstruction: there is none.
     """
-    from tests.emulator import access, arithmetic, moves, together  # noqa: F401  (they enter their functions)
+    from tests.emulator import arithmetic, moves, together  # noqa: F401  (they enter their functions)
 
     for pattern, function in _KNOWN:
         found = pattern.fullmatch(opcode)

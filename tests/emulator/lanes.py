@@ -13,10 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tests.emulator import instructions
-from tests.emulator.faults import Fault
 from tests.emulator.memory import Global, Shared
-from tests.emulator.numbers import TYPES, UNSIGNED, Values, constant
-from tests.emulator.ptx import Instruction, Kernel
+from tests.emulator.ptx import TYPES, UNSIGNED, Fault, Instruction, Kernel, Values, constant
 from tests.emulator.races import WARP, Who
 
 ANYTHING = (

@@ -26,9 +26,8 @@ from benchmarks.aot.launches import Launch, describe
 from grpo_kernels.backends import triton_rows
 from grpo_kernels.backends.triton_rows import rows
 from tests.emulator.lanes import Lanes
-from tests.emulator.memory import Global
+from tests.emulator.memory import Global, marked
 from tests.emulator.ptx import Kernel, UnknownInstruction, parse
-from tests.emulator.unwritten import marked
 
 MOST_LANES = 2**15  # that run at once
 

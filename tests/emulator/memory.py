@@ -7,16 +7,19 @@ shared memory as the kernel's smallest access has.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tests.emulator.faults import Fault
+from tests.emulator.ptx import Fault
 from tests.emulator.races import Trace, Who
-from tests.emulator.unwritten import is_written
 
 BASE = 1 << 32  # the first address
 GAP = 4096  # bytes between arguments, at least
@@ -236,3 +239,44 @@ def _bytes(region: Region) -> NDArray[np.uint8]:
     storage = region.tensors[0].untyped_storage()
     whole = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,)).numpy()
     return whole[region.first - storage.data_ptr() : region.last - storage.data_ptr()]
+
+
+# Memory that nobody wrote yet: new tensors come full of a pattern, a NaN of an odd payload, by which
+# a read of it shows. Arithmetic hands the payload on. Types of 8 bits have no pattern to spare.
+PATTERNS = {
+    torch.float64: (torch.int64, 0x7FF8DEAD_DEADDEAD),
+    torch.float32: (torch.int32, 0x7FC0DEAD),
+    torch.float16: (torch.int16, 0x7EAD),
+    torch.bfloat16: (torch.int16, 0x7FED),
+    torch.int64: (torch.int64, 0x5EADDEAD_DEADDEAD),
+    torch.int32: (torch.int32, 0x5EADDEAD),
+}
+MAKERS = ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (Tensor, "new_empty"))
+
+
+def is_written(x: Tensor) -> Tensor:
+    """Which elements of `x` do not hold the pattern of their type."""
+    if x.dtype not in PATTERNS:
+        return torch.ones_like(x, dtype=torch.bool)
+    integer, pattern = PATTERNS[x.dtype]
+    return x.view(integer) != pattern
+
+
+@contextmanager
+def marked() -> Iterator[None]:
+    """Inside, `MAKERS` fill new CPU tensors with the patterns."""
+
+    def filling(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def made(*args: Any, **kwargs: Any) -> Tensor:
+            x = make(*args, **kwargs)
+            if x.dtype in PATTERNS and x.device.type == "cpu" and "out" not in kwargs:
+                integer, pattern = PATTERNS[x.dtype]
+                x.detach().view(integer).fill_(pattern)
+            return x
+
+        return made
+
+    with ExitStack() as stack:
+        for owner, name in MAKERS:
+            stack.enter_context(mock.patch.object(owner, name, filling(getattr(owner, name))))
+        yield

@@ -22,9 +22,8 @@ if __name__ == "__main__":
 import torch
 from torch import Tensor
 
-from tests.emulator.faults import Fault
 from tests.emulator.launch import emulated
-from tests.emulator.ptx import Instruction, Kernel
+from tests.emulator.ptx import Fault, Instruction, Kernel
 from tests.emulator.scenes import SCENES, Scene
 
 ARCHES = ("sm_80", "sm_90")

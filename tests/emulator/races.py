@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.emulator.faults import Fault
+from tests.emulator.ptx import Fault
 
 NOBODY = -1
 WARP = 32

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from grpo_kernels.backends.interface import (
     Teacher,
 )
 from grpo_kernels.backends.triton_rows.rows import TritonRows
-from tests.emulator.layouts import apart
+from grpo_kernels.token_loss.record import TokenLoss
 from tests.support.row_cases import EXTRAS, make_loss
 
 VOCAB = 11_769  # two tiles, and a tail that reaches into its last quarter
@@ -34,7 +35,7 @@ class Scene:
     rows_before: int = BEFORE
 
 
-def chunk_of(*, teacher: bool = False, layout: Callable[[Tensor], Tensor] = apart) -> Chunk:
+def chunk_of(*, teacher: bool = False) -> Chunk:
     """Rows with a target in the first tile, at its end, in another, in the tail, and none; all of a transform.
 
     The last row has a logit far above the others, and the last column counts in every sum.
@@ -43,13 +44,13 @@ def chunk_of(*, teacher: bool = False, layout: Callable[[Tensor], Tensor] = apar
     inv_t, bias = torch.rand(n, 1) + 1.0, torch.randn(VOCAB)
     transform = LogitTransform(scale=1.5, softcap=60.0, inv_temperature=inv_t, bias=bias)
     other = (
-        Teacher(layout(3 * torch.randn(n, VOCAB)), LogitTransform(scale=0.8), 1.0)
+        Teacher(apart(3 * torch.randn(n, VOCAB)), LogitTransform(scale=0.8), 1.0)
         if teacher
         else None
     )
     raw = 3 * torch.randn(n, VOCAB)
     raw[:, -1], raw[-1, 5000] = 9.0, 200.0
-    return Chunk(layout(raw), torch.tensor(IDS), transform, teacher=other)
+    return Chunk(apart(raw), torch.tensor(IDS), transform, teacher=other)
 
 
 def known_stats(n: int) -> RowStats:
@@ -87,6 +88,59 @@ def _teacher_grad() -> list[Tensor]:
     chunk, (a, b, c) = chunk_of(teacher=True), torch.randn(3, len(IDS))
     TritonRows().grad(chunk, known_stats(len(IDS)), a, b, chunk.logits, c)
     return [chunk.logits]
+
+
+MULTIPLE = 64
+
+
+def apart(x: Tensor) -> Tensor:
+    """A copy of `x` (n, V) whose rows start at multiples of `MULTIPLE` elements; nobody wrote what lies between."""
+    n, vocab = x.shape
+    wide = x.new_empty(n, -(-vocab // MULTIPLE) * MULTIPLE)[:, :vocab]
+    return wide.copy_(x)
+
+
+class RowsApart(TritonRows):
+    """`TritonRows` on copies (`apart`) of what it is given; where the gradient replaces the logits it does so there."""
+
+    def stats(self, chunk: Chunk, *, entropy: bool, extras: tuple[str, ...] = ()) -> RowStats:
+        return super().stats(_apart(chunk), entropy=entropy, extras=extras)
+
+    def diverge(self, chunk: Chunk, stats: RowStats, teacher: RowStats) -> tuple[Tensor, Tensor]:
+        return super().diverge(_apart(chunk), stats, teacher)
+
+    def grad(
+        self,
+        chunk: Chunk,
+        stats: RowStats,
+        a: Tensor,
+        b: Tensor | None,
+        out: Tensor,
+        c: Tensor | None = None,
+    ) -> None:
+        with _written(chunk, out) as (wide, wide_out):
+            super().grad(wide, stats, a, b, wide_out, c)
+
+    def fused(self, chunk: Chunk, token_loss: TokenLoss, out: Tensor | None) -> RowStats:
+        if out is None:
+            return super().fused(_apart(chunk), token_loss, None)
+        with _written(chunk, out) as (wide, wide_out):
+            return super().fused(wide, token_loss, wide_out)
+
+
+def _apart(chunk: Chunk) -> Chunk:
+    teacher = chunk.teacher and replace(chunk.teacher, logits=apart(chunk.teacher.logits))
+    return replace(chunk, logits=apart(chunk.logits), teacher=teacher)
+
+
+@contextmanager
+def _written(chunk: Chunk, out: Tensor) -> Iterator[tuple[Chunk, Tensor]]:
+    """The chunk apart, and a place for `out`, which is copied at the end."""
+    wide = _apart(chunk)
+    in_place = out.data_ptr() == chunk.logits.data_ptr() and out.dtype == chunk.logits.dtype
+    wide_out = wide.logits if in_place else apart(out)
+    yield wide, wide_out
+    out.copy_(wide_out)
 
 
 SCENES = (

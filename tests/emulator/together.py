@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.emulator.faults import Fault
 from tests.emulator.instructions import known
 from tests.emulator.lanes import Lanes
+from tests.emulator.ptx import Fault
 from tests.emulator.races import WARP
 
 ALL_LANES = 0xFFFFFFFF

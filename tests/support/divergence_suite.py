@@ -12,26 +12,23 @@ from torch import Tensor
 
 from grpo_kernels.backends.interface import (
     Chunk,
-    FusedRowBackend,
     LogitTransform,
     RowBackend,
     RowStats,
     Teacher,
 )
 from grpo_kernels.base.tensors import take
-from tests.support.divergence_truth import divergence
 from tests.support.row_cases import (
     DEVICE,
     PLAIN,
     assert_same,
-    full_loss,
     in_double,
     make_transform,
     prepared,
     same,
     statistics,
 )
-from tests.support.row_truth import U, check, gradient, loss_terms, truth
+from tests.support.row_truth import U, check, divergence, gradient, truth
 
 INF, NAN = math.inf, math.nan
 BETAS = (0.0, 1.0, 0.5, 0.1, 0.9)  # forward, reverse, and between
@@ -325,56 +322,3 @@ class DivergenceSuite:
             )
         d = torch.cat([self.grad(part, stats, a, b, c) for part in parts], 1)
         torch.testing.assert_close(d, self.grad(whole, stats, a, b, c), rtol=1e-6, atol=1e-9)
-
-
-class FusedDivergenceSuite(DivergenceSuite):
-    """Of a backend whose kernels do a row's loss as well."""
-
-    kernels: FusedRowBackend
-    subsets = (*DivergenceSuite.subsets, (0,), (6,))
-
-    def test_fused_is_one_after_the_other(self, beta: float) -> None:
-        """Statistics and divergence with the bits of `stats` and `diverge`, the loss, and the gradient of `grad`."""
-        for kind in range(
-            self.betas.index(beta), 7, len(self.betas)
-        ):  # each surrogate with one of `betas`
-            n, vocab = 5, (self.wide, self.vocabs[kind % len(self.vocabs)])[kind % 2]
-            raw, other, ids = self.randn(n, vocab), self.randn(n, vocab), self.ids(n, vocab)
-            chunk = self.chunk(raw, other, beta, ids, self.transforms(n, vocab, (kind, kind + 3)))
-            want, out = self.stats(chunk), torch.empty_like(chunk.logits)
-            assert want.divergence is not None
-            loss = full_loss(want.logps, kind)
-            assert_same(self.kernels.fused(chunk, loss, None), want)
-            found = self.kernels.fused(chunk, loss, out)
-            assert_same(found, want)
-            assert set(found.terms) == {"loss", "d_logp", "log_ratio", "kl"}
-            assert same(found.terms["kl"], want.divergence.value)
-            terms = loss_terms(loss, found.logps, found.terms["log_ratio"])
-            added = loss.beta * loss.weights.double() * want.divergence.value
-            check(
-                "loss",
-                found.terms["loss"],
-                terms["loss"][0] + added,
-                8 * U * (terms["loss"][1] + added),
-            )
-            check("d_logp", found.terms["d_logp"], terms["d_logp"][0], 8 * U * terms["d_logp"][1])
-            b, c = torch.full_like(loss.weights, loss.d_entropy), loss.beta * loss.weights
-            d = self.grad(chunk, want, found.terms["d_logp"], b if loss.d_entropy else None, c)
-            assert torch.equal(out, d)
-            self.kernels.fused(chunk, loss, chunk.logits)
-            assert torch.equal(chunk.logits, out)
-
-    def test_a_row_without_a_token(self, beta: float) -> None:
-        """An id of -1: log-probability, loss, coefficient and gradient are NaN; the divergence is a number."""
-        ids = torch.tensor([4, -1, self.wide - 1], device=self.device)
-        for kind in (0, 3, 5, 6):
-            chunk = self.chunk(self.randn(3, self.wide), self.randn(3, self.wide), beta, ids)
-            out, loss = (
-                torch.empty_like(chunk.logits),
-                full_loss(-torch.ones_like(chunk.logits[:, 0]), kind),
-            )
-            found = self.kernels.fused(chunk, loss, out)
-            for x in (found.logps, found.terms["loss"], found.terms["d_logp"], out[:, 7]):
-                assert x.isnan().tolist() == [False, True, False]
-            assert found.divergence is not None
-            assert (found.divergence.value > 0).all()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -12,6 +15,7 @@ from grpo_kernels.backends.interface import (
     Chunk,
     FusedRowBackend,
     LogitTransform,
+    RowStats,
 )
 from grpo_kernels.backends.torch_rows import TorchRows
 from grpo_kernels.base.tensors import take
@@ -28,7 +32,7 @@ from tests.support.row_cases import (
 )
 from tests.support.row_truth import U, check, check_stats, gradient, loss_terms, truth
 
-INF = torch.inf
+INF, NAN = math.inf, math.nan
 
 
 def check_kernels(
@@ -180,3 +184,217 @@ def _assert_untouched_around(x: Tensor, left: int) -> None:
     wide = torch.as_strided(x, (len(x), x.stride(0)), x.stride(), 0)
     assert (wide[:, :left] == 77).all()
     assert (wide[:, left + x.shape[1] :] == 77).all()
+
+
+class SpecialSuite:
+    """Rows whose logits are infinite, no numbers, equal, far apart, or capped."""
+
+    kernels: FusedRowBackend
+    device = DEVICE
+    dtype = torch.float32  # of the logits
+    block = 16  # logits that the kernels take at once
+    vocabs: Sequence[int] = (3, 16, 17, 50)
+    infinity_is_nan = False  # in `max_logit` of a row of -inf
+
+    def randn(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, device=self.device, dtype=self.dtype)
+
+    def check_row(self, raw: Tensor, ids: list[int], transform: LogitTransform = PLAIN) -> RowStats:
+        """Statistics and gradients of one row (V,) for each of `ids`, and of the same by the fused kernel."""
+        rows, index = (
+            raw.to(self.device, self.dtype).repeat(len(ids), 1),
+            torch.tensor(ids, device=self.device),
+        )
+        chunk, at = Chunk(rows, index, transform), truth(rows, index, transform)
+        stats = statistics(self.kernels, chunk)
+        check_stats(stats, at)
+        a, b = self.randn(2, len(ids))
+        out, by_grad = torch.empty_like(rows), torch.empty_like(rows)
+        for coefficient in (None, b):
+            self.kernels.grad(chunk, stats, a, coefficient, out)
+            check("d raw", out, *gradient(at, index, a, coefficient))
+        loss = make_loss(stats.logps, 9)
+        fused = self.kernels.fused(chunk, loss, out)
+        assert_same(fused, stats)
+        self.kernels.grad(
+            chunk, stats, fused.terms["d_logp"], torch.full_like(a, loss.d_entropy), by_grad
+        )
+        assert torch.equal(out.nan_to_num(), by_grad.nan_to_num())
+        return stats
+
+    @pytest.mark.parametrize("gone", ["first", "some", "all but one", "first block"])
+    def test_minus_inf_logits(self, gone: str) -> None:
+        """Their probability and gradient are 0, and logp of such a target is -inf."""
+        for vocab in self.vocabs:
+            raw, most = torch.randn(vocab), vocab - 1
+            many = {
+                "first": 1,
+                "some": vocab // 2,
+                "all but one": most,
+                "first block": min(self.block, most),
+            }[gone]
+            raw[:many] = -INF
+            stats = self.check_row(raw, [0, vocab - 1, vocab // 2])
+            assert stats.logps[0] == -INF
+            if gone == "all but one":
+                assert stats.logps[1] == 0.0
+                assert (stats.entropies == 0).all()
+
+    @pytest.mark.parametrize("margin", [10.0, 20.0, 40.0, 80.0, 100.0, 1e4, 1e30])
+    def test_nearly_certain_tokens(self, margin: float) -> None:
+        """log p of the certain one, 1 - p and the entropy keep their precision, however small."""
+        raw = torch.randn(40)
+        raw[7] += margin
+        stats = self.check_row(raw, [7, 0, 39])
+        assert stats.extras["is_top1"].tolist() == [True, False, False]
+        if margin <= 80:
+            assert (stats.entropies > 0).all()
+            assert stats.logps[0] < 0
+
+    @pytest.mark.parametrize("size", [1e10, 1e30, 1e37])
+    def test_huge_logits(self, size: float) -> None:
+        raw = torch.tensor([size, -size, 0.0, size, 1.0] * 7)
+        self.check_row(raw, [0, 1, 2, 3])
+        self.check_row(-raw.abs(), [0, 2, 4])
+
+    def test_ties(self) -> None:
+        """Equal logits have equal bits, and the lowest id counts as the largest."""
+        for vocab in (1, 2, *self.vocabs):
+            stats = self.check_row(torch.full((vocab,), 3.25), [0, vocab // 2, vocab - 1])
+            assert stats.logps.unique().numel() == 1
+            assert stats.extras["is_top1"].tolist() == [True, vocab // 2 == 0, vocab == 1]
+            raw = torch.randn(vocab).clamp(max=1.0)
+            raw[[vocab // 3, vocab - 1]] = 2.0
+            stats = self.check_row(raw, [vocab // 3, vocab - 1])
+            assert stats.logps[0] == stats.logps[1]
+            assert stats.extras["is_top1"].tolist() == [True, vocab // 3 == vocab - 1]
+
+    def test_rising_and_falling_logits(self) -> None:
+        """A lane that meets a larger logit in every step, or never; the last block has phantom lanes."""
+        vocab = 12 * self.block + 8
+        for slope in (0.5, 5.0, -0.5, -5.0):
+            self.check_row(torch.arange(vocab) * slope / self.block, [0, vocab // 2, vocab - 1])
+
+    def test_the_largest_in_any_order(self) -> None:
+        """Of four logits that one lane takes at once, and of the next four: whichever is the largest."""
+        orders = torch.tensor(list(itertools.permutations((0.0, 2.0, 5.0, 30.0))))
+        for offset in (-1.0, 20.0):
+            raw = torch.cat([orders, orders.flip(0) + offset], 1).repeat_interleave(
+                self.block // 4, dim=1
+            )
+            raw = (raw + torch.rand_like(raw)).to(self.device, self.dtype)
+            ids = torch.randint(raw.shape[1], (len(raw),), device=self.device)
+            stats = statistics(self.kernels, Chunk(raw, ids, PLAIN))
+            check_stats(stats, truth(raw, ids, PLAIN))
+            assert torch.equal(stats.extras["is_top1"], raw.argmax(1) == ids)
+
+    def test_a_target_in_any_tile(self) -> None:
+        """At the ends of tiles, in the last one, which is not whole, and beyond what one program writes."""
+        vocab, quarter = 4 * self.block + 6, self.block // 4
+        bounds = range(0, vocab, 4 * quarter)
+        ids = sorted({0, quarter - 1, quarter, vocab - 1, *bounds, *(x - 1 for x in bounds if x)})
+        self.check_row(torch.randn(vocab), ids, LogitTransform(softcap=3.0))
+
+    def test_softcap_of_huge_logits_and_phantom_lanes(self) -> None:
+        """cap * tanh is a number for the lanes beyond the vocabulary as well, and -inf has a probability."""
+        for raw in (
+            torch.randn(5) * 100,
+            torch.tensor([1e30, -1e30, 0.0, INF, -INF]),
+            torch.full((19,), -50.0),
+        ):
+            for cap in (0.5, 30.0):
+                transform = LogitTransform(scale=2.0, softcap=cap, inv_temperature=0.7)
+                self.check_row(raw, [0, 1, 2, len(raw) - 1], transform)
+
+    def test_softcap_is_precise_where_it_does_nothing(self) -> None:
+        self.check_row(torch.randn(30) * 1e-3, [0, 29], LogitTransform(softcap=50.0))
+        self.check_row(torch.linspace(-3, 3, 50), [0, 25, 49], LogitTransform(softcap=1.0))
+
+    def test_rows_without_statistics(self) -> None:
+        """NaN, or nothing but -inf: all NaN, in that row alone."""
+        for vocab in (1, *self.vocabs):
+            clean, ids = self.randn(6, vocab), torch.zeros(6, dtype=torch.int64, device=self.device)
+            raw = clean.clone()
+            raw[1, vocab // 2] = NAN
+            raw[2, vocab - 1] = NAN
+            raw[4] = -INF
+            lost = raw.isnan().any(1) | (raw == -INF).all(1)
+            a = b = torch.ones_like(clean[:, 0])
+            chunk, out = Chunk(raw, ids, PLAIN), torch.empty_like(raw)
+            stats, want = (
+                statistics(self.kernels, chunk),
+                statistics(self.kernels, Chunk(clean, ids, PLAIN)),
+            )
+            fused = self.kernels.fused(chunk, make_loss(a, 0), out)
+            for found in (stats, fused):
+                for x in (found.logps, found.log_sum, found.entropies):
+                    assert x is not None
+                    assert torch.equal(x.isnan(), lost)
+            assert torch.equal(
+                stats.max_logit.isnan(),
+                raw.isnan().any(1) | (lost if self.infinity_is_nan else False),
+            )
+            index = torch.nonzero(~lost)[:, 0]
+            assert_same(take(stats, index), take(want, index))
+            assert torch.equal(out.isnan().any(1), lost)
+            self.kernels.grad(chunk, stats, a, b, out)
+            assert torch.equal(out.isnan().any(1), lost)
+
+    @pytest.mark.parametrize("several", [False, True])
+    def test_plus_inf(self, several: bool) -> None:
+        """Its own log-probability and the entropy are NaN, another's is -inf, as in the torch backend."""
+        for vocab in (40, *self.vocabs):
+            raw = self.randn(4, max(vocab, 4))
+            raw[:3, 1], raw[:3, -1] = INF, INF if several else 0.0
+            raw[2, 2] = NAN
+            chunk = Chunk(raw, torch.tensor([1, 0, 1, 0], device=self.device), PLAIN)
+            got, want = statistics(self.kernels, chunk), statistics(TorchRows(), chunk)
+            assert got.entropies is not None
+            assert want.entropies is not None
+            assert (
+                got.logps.isnan().tolist()
+                == want.logps.isnan().tolist()
+                == [True, False, True, False]
+            )
+            assert got.logps[1] == want.logps[1] == -INF
+            assert (
+                got.entropies.isnan().tolist()
+                == want.entropies.isnan().tolist()
+                == [True, True, True, False]
+            )
+            assert got.max_logit[:2].tolist() == [INF, INF]
+            for x in (got.log_sum, got.extras["log_sum_sq_probs"]):
+                assert x[:2].tolist() == [0.0, 0.0]
+                assert x.isnan().tolist() == [False, False, True, False]
+            out = torch.empty_like(raw)
+            self.kernels.grad(chunk, got, torch.ones_like(got.logps), None, out)
+            assert torch.equal(out[:2].isnan(), raw[:2] == INF)
+            assert out.isnan().any(1).tolist() == [True, True, True, False]
+
+    def test_no_token_is_the_largest_of_a_row_without_one(self) -> None:
+        raw = self.randn(4, 40)
+        raw[:2, 3], raw[2] = NAN, -INF
+        ids = torch.tensor(
+            [3, int(raw[1].nan_to_num(nan=-INF).argmax()), 0, int(raw[3].argmax())],
+            device=self.device,
+        )
+        got = statistics(self.kernels, Chunk(raw, ids, PLAIN))
+        assert got.extras["is_top1"].tolist() == [False, False, False, True]
+
+    def test_a_row_without_a_token(self) -> None:
+        """An id of -1: log-probability, loss and gradient are NaN, also where the loss would be known without them."""
+        raw, ids = self.randn(3, 20), torch.tensor([4, -1, 19], device=self.device)
+        for kind in range(5):
+            loss, out = make_loss(-torch.ones_like(raw[:, 0]), kind), torch.empty_like(raw)
+            fused = self.kernels.fused(Chunk(raw, ids, PLAIN), loss, out)
+            for x in (fused.logps, fused.terms["loss"], fused.terms["d_logp"], out[:, 7]):
+                assert x.isnan().tolist() == [False, True, False]
+            assert fused.entropies is not None
+            assert fused.entropies.isfinite().all()
+
+
+def check_many_rows(kernels: FusedRowBackend, device: str) -> None:
+    """More than a GPU grid's second and third dimension could count."""
+    n = 70_001
+    raw, ids = torch.randn(n, 3, device=device), torch.randint(3, (n,), device=device)
+    check_stats(kernels.stats(Chunk(raw, ids, PLAIN), entropy=False), truth(raw, ids, PLAIN))

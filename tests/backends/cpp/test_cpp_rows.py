@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +13,7 @@ from torch import Tensor
 from grpo_kernels.backends.cpp_rows import CppRows
 from grpo_kernels.backends.interface import Chunk, LogitTransform, Teacher
 from grpo_kernels.backends.torch_rows import TorchRows
-from tests.support.cpp_isas import each_isa
-from tests.support.divergence_suite import BETAS, FusedDivergenceSuite
+from tests.support.divergence_suite import BETAS, DivergenceSuite
 from tests.support.row_cases import (
     PLAIN,
     assert_same,
@@ -26,8 +27,8 @@ from tests.support.row_cases import (
     statistics,
     tensors_of,
 )
-from tests.support.row_suite import RowSuite, check_kernels
-from tests.support.special_suite import SpecialSuite, check_many_rows
+from tests.support.row_suite import RowSuite, SpecialSuite, check_kernels, check_many_rows
+from tests.support.row_truth import U, check, loss_terms
 
 pytestmark = pytest.mark.usefixtures("cpp_library")
 
@@ -38,30 +39,8 @@ ROUNDINGS = (None, torch.bfloat16, torch.float16)
 # 12 x 24 shapes: of less than a vector, of one, of several and a tail; of less than a tile of sums, one, and two.
 NS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 33)
 VOCABS = (
-    1,
-    2,
-    3,
-    4,
-    5,
-    7,
-    8,
-    9,
-    15,
-    16,
-    17,
-    31,
-    32,
-    33,
-    63,
-    64,
-    65,
-    97,
-    127,
-    128,
-    129,
-    255,
-    256,
-    257,
+    *(1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 97),
+    *(127, 128, 129, 255, 256, 257),
 )
 WIDE = (4095, 4096, 4097, 8191, 8192, 8193, 9000)
 each_pair = pytest.mark.parametrize("beta", [None, *BETAS])  # without a teacher, and with one
@@ -92,13 +71,77 @@ class TestSpecialWide(TestSpecial):
     vocabs = (4097, 8200)
 
 
-class TestDivergence(FusedDivergenceSuite):
+class TestDivergence(DivergenceSuite):
     device = CPU
     kernels = CPP
+    subsets = (*DivergenceSuite.subsets, (0,), (6,))
+
+    def test_fused_is_one_after_the_other(self, beta: float) -> None:
+        """Statistics and divergence with the bits of `stats` and `diverge`, the loss, and the gradient of `grad`."""
+        for kind in range(
+            self.betas.index(beta), 7, len(self.betas)
+        ):  # each surrogate with one of `betas`
+            n, vocab = 5, (self.wide, self.vocabs[kind % len(self.vocabs)])[kind % 2]
+            raw, other, ids = self.randn(n, vocab), self.randn(n, vocab), self.ids(n, vocab)
+            chunk = self.chunk(raw, other, beta, ids, self.transforms(n, vocab, (kind, kind + 3)))
+            want, out = self.stats(chunk), torch.empty_like(chunk.logits)
+            assert want.divergence is not None
+            loss = full_loss(want.logps, kind)
+            assert_same(self.kernels.fused(chunk, loss, None), want)
+            found = self.kernels.fused(chunk, loss, out)
+            assert_same(found, want)
+            assert set(found.terms) == {"loss", "d_logp", "log_ratio", "kl"}
+            assert same(found.terms["kl"], want.divergence.value)
+            terms = loss_terms(loss, found.logps, found.terms["log_ratio"])
+            added = loss.beta * loss.weights.double() * want.divergence.value
+            check(
+                "loss",
+                found.terms["loss"],
+                terms["loss"][0] + added,
+                8 * U * (terms["loss"][1] + added),
+            )
+            check("d_logp", found.terms["d_logp"], terms["d_logp"][0], 8 * U * terms["d_logp"][1])
+            b, c = torch.full_like(loss.weights, loss.d_entropy), loss.beta * loss.weights
+            d = self.grad(chunk, want, found.terms["d_logp"], b if loss.d_entropy else None, c)
+            assert torch.equal(out, d)
+            self.kernels.fused(chunk, loss, chunk.logits)
+            assert torch.equal(chunk.logits, out)
+
+    def test_a_row_without_a_token(self, beta: float) -> None:
+        """An id of -1: log-probability, loss, coefficient and gradient are NaN; the divergence is a number."""
+        ids = torch.tensor([4, -1, self.wide - 1], device=self.device)
+        for kind in (0, 3, 5, 6):
+            chunk = self.chunk(self.randn(3, self.wide), self.randn(3, self.wide), beta, ids)
+            out, loss = (
+                torch.empty_like(chunk.logits),
+                full_loss(-torch.ones_like(chunk.logits[:, 0]), kind),
+            )
+            found = self.kernels.fused(chunk, loss, out)
+            for x in (found.logps, found.terms["loss"], found.terms["d_logp"], out[:, 7]):
+                assert x.isnan().tolist() == [False, True, False]
+            assert found.divergence is not None
+            assert (found.divergence.value > 0).all()
 
 
 class TestDivergenceDouble(TestDivergence):
     dtype = torch.float64
+
+
+def each_isa(run: Callable[[], Any]) -> list[tuple[str, Any]]:
+    """What `run` returns by each instruction set of this processor; the best one first."""
+    isa, found = torch.ops.grpo_kernels_cpp.isa, []
+    try:
+        for name in ("avx512", "avx2", "portable"):
+            try:
+                isa(name)
+            except RuntimeError as error:
+                assert f"no '{name}'" in str(error)  # noqa: PT017
+                continue
+            found.append((name, run()))
+    finally:
+        best = isa("auto")
+    assert best == found[0][0]
+    return found
 
 
 def test_many_rows() -> None:

@@ -2,55 +2,72 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import pytest
 import torch
+from torch import Tensor
 
 from tests.support.row_truth import check, check_stats, gradient, truth
 
 pytest.importorskip("triton")
 
-from grpo_kernels.backends.interface import Chunk
+from grpo_kernels.backends.interface import Chunk, RowStats
 from grpo_kernels.backends.triton_rows.device import RowConfig
+from grpo_kernels.backends.triton_rows.divergence import launch_diverge
+from grpo_kernels.backends.triton_rows.fused import launch_fused
+from grpo_kernels.backends.triton_rows.grad import launch_grad
+from grpo_kernels.backends.triton_rows.reduce import launch_stats
 from grpo_kernels.backends.triton_rows.rows import INTERPRETED, TritonRows
 from grpo_kernels.base.tensors import take
+from grpo_kernels.token_loss.record import TokenLoss
 from tests.support.divergence_suite import BETAS, DivergenceSuite
 from tests.support.row_cases import DEVICE, PLAIN, make_transform, rows
-from tests.support.row_suite import RowSuite, check_kernels
-from tests.support.small_tiles import SmallTiles
-from tests.support.special_suite import SpecialSuite, check_many_rows
+from tests.support.row_suite import RowSuite, SpecialSuite, check_kernels, check_many_rows
 
 # Rows of one tile, of less and of more; lanes that see no logit, one, or several.
 NS = (1, 2, 3, 5, 8, 16, 17)
 VOCABS = (
-    1,
-    2,
-    3,
-    4,
-    5,
-    7,
-    8,
-    9,
-    15,
-    16,
-    17,
-    31,
-    32,
-    33,
-    47,
-    48,
-    49,
-    63,
-    64,
-    65,
-    96,
-    97,
-    127,
-    128,
-    129,
-    191,
-    192,
-    193,
+    *(1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 96, 97),
+    *(127, 128, 129, 191, 192, 193),
 )
+
+
+def small_tile(vocab: int) -> RowConfig:
+    return RowConfig(
+        block_n=16,
+        block_v=16 if vocab < 40 else 64 if vocab < 128 else 128,
+        num_warps=2,
+        num_stages=1,
+    )
+
+
+class SmallTiles(TritonRows):
+    """`TritonRows` with the tile that `tile` gives for a vocabulary, changed by `changes`."""
+
+    def __init__(self, tile: Callable[[int], RowConfig] = small_tile, **changes: int) -> None:
+        self._tile = lambda logits: replace(tile(logits.shape[1]), **changes)
+
+    def stats(self, chunk: Chunk, *, entropy: bool, extras: tuple[str, ...] = ()) -> RowStats:
+        return launch_stats(chunk, self._tile(chunk.logits), entropy=entropy, extras=extras)
+
+    def diverge(self, chunk: Chunk, stats: RowStats, teacher: RowStats) -> tuple[Tensor, Tensor]:
+        return launch_diverge(chunk, stats, teacher, self._tile(chunk.logits))
+
+    def grad(
+        self,
+        chunk: Chunk,
+        stats: RowStats,
+        a: Tensor,
+        b: Tensor | None,
+        out: Tensor,
+        c: Tensor | None = None,
+    ) -> None:
+        launch_grad(chunk, stats, a, b, out, self._tile(chunk.logits), c)
+
+    def fused(self, chunk: Chunk, token_loss: TokenLoss, out: Tensor | None) -> RowStats:
+        return launch_fused(chunk, token_loss, out, self._tile(chunk.logits))
 
 
 def small(block_n: int, block_v: int) -> SmallTiles:
