@@ -1,8 +1,11 @@
-"""What pyproject.toml cannot say: csrc/ is shipped as data, a wheel may hold the library compiled from it, and a
-package index gets README.md without what leads nowhere there.
+"""What pyproject.toml cannot say.
 
-A wheel is pure unless the option ``--native`` is given (`make wheel`); then torch has to be installed, and the wheel
-works with any torch and Python of its platform, since the library uses torch's stable ABI and nothing of Python.
+csrc/ is shipped as data, a wheel may hold the library compiled from it, and a package index gets
+README.md without what leads nowhere there.
+
+A wheel is pure unless the option ``--native`` is given (`make wheel`); then torch has to be
+installed, and the wheel works with any torch and Python of its platform, since the library uses
+torch's stable ABI and nothing of Python.
 """
 
 import re
@@ -25,7 +28,7 @@ REFERENCE = rf"^\[([^]]+)\]:[ \t]*(?!\s|{ELSEWHERE})\S.*\n?"  # [name]: of a fil
 
 
 def long_description(readme: str) -> str:
-    """`readme` (markdown) without pictures, and with the words alone of links to files; code stays as it is."""
+    """`readme` (markdown) without pictures and links to files; code stays as it is."""
     pieces = re.split(
         r"(^```.*?^```[^\n]*$)", readme, flags=re.DOTALL | re.MULTILINE
     )  # code at the odd places
@@ -37,7 +40,7 @@ def long_description(readme: str) -> str:
 
 
 def without_files(prose: str, names: list[str]) -> str:
-    """`prose` without pictures and links to files; `names` are those of links whose target stands elsewhere."""
+    """`prose` without pictures and links to files; `names` are links defined elsewhere."""
     pictures = r"<picture\b.*?</picture>|<img\b[^>]*>|!\[[^]]*\](?:\([^)]*\)|\[[^]]*\])"
     prose = re.sub(pictures, "", prose, flags=re.DOTALL)
     prose = re.sub(r"\[\s*\]\([^)]*\)", "", prose)  # links that were a picture

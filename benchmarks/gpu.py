@@ -1,8 +1,8 @@
-"""``python -m benchmarks.gpu``: smoke test, GPU tests, sanitizers, a step's layouts, benchmarks, in bounded time.
+"""``python -m benchmarks.gpu``: smoke test, GPU tests, sanitizers, benchmarks, in bounded time.
 
-The JSON file has each benchmark's result at once, and those of tests when their pytest ends. Exit status: 0 if smoke
-and tests passed, the sanitizers found nothing in our kernels and no goal was missed; 1 otherwise; 2 if it could not
-start. docs/gpu.md says how to use it.
+The JSON file has each benchmark's result at once, and those of tests when their pytest ends. Exit
+status: 0 if smoke and tests passed, the sanitizers found nothing in our kernels and no goal was
+missed; 1 otherwise; 2 if it could not start. docs/gpu.md says how to use it.
 """
 
 from __future__ import annotations
@@ -203,13 +203,14 @@ def run_steps(results: Results, options: argparse.Namespace) -> None:
 
 
 def run(command: Sequence[str], until: float, log: Path, **env: str) -> tuple[int | None, str]:
-    """Exit status (None: out of time) and output of `command`, which is interrupted at `until`, and at last killed."""
+    """Exit status (None: out of time) and output of `command`, interrupted at `until`."""
     path = os.pathsep.join(x for x in (str(ROOT), os.environ.get("PYTHONPATH", "")) if x)
     full = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", **env}
     code: int | None = None
     with log.open("w") as out:
         process = subprocess.Popen(
-            command, cwd=ROOT, env=full, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
+            command, cwd=ROOT, env=full, stdin=subprocess.DEVNULL, stdout=out,
+            stderr=subprocess.STDOUT,
             start_new_session=True,
         )  # fmt: skip
         try:
@@ -246,7 +247,8 @@ def run_gpu_tests(results: Results, options: argparse.Namespace, until: float) -
 def run_tests(results: Results, name: str, what: Sequence[str], until: float) -> None:
     """Run pytest on `what`, and put counts, failures and what the tests recorded into ``tests``.
 
-    Several processes share the GPU where pytest-xdist is there: most of the time goes into compiling kernels.
+    Several processes share the GPU where pytest-xdist is there: most of the time goes into
+    compiling kernels.
     """
     xml = logs(results) / f"{name}.xml"
     command = [*PYTEST, "--color=no", "--tb=short", *what, f"--junitxml={xml}", "--durations=10"]
@@ -272,7 +274,7 @@ def run_tests(results: Results, name: str, what: Sequence[str], until: float) ->
 
 
 def tests_summary(code: int | None, output: str, xml: Path) -> dict[str, Any]:
-    """Counts and failures, from pytest's XML, or from its output if it did not live to write that."""
+    """Counts and failures, from pytest's XML, or else from its output."""
     status = (
         "out of time"
         if code is None
@@ -314,7 +316,7 @@ def _from_xml(root: ElementTree.Element) -> dict[str, Any]:
 
 
 def run_sanitizers(results: Results, options: argparse.Namespace, until: float) -> None:
-    """Watch the small cases of the smoke test with each tool; the findings go into ``sanitizer``."""
+    """Watch the small cases of the smoke test with each tool; ``sanitizer`` gets the findings."""
     places = [
         shutil.which("compute-sanitizer"),
         *(f"{place}/compute-sanitizer" for place in PLACES),
@@ -420,7 +422,7 @@ def plan(
 
 
 def run_layouts(results: Results, options: argparse.Namespace, until: float) -> None:
-    """Measure the layouts of a training step; transformers, which the models are of, may be missing."""
+    """Measure the layouts of a training step; transformers may be missing."""
     if importlib.util.find_spec("transformers") is None:
         results.merge(
             "layouts", "any attention", status="absent", reason="transformers is not installed"
@@ -467,8 +469,8 @@ def run_bench(results: Results, options: argparse.Namespace, until: float) -> No
     results.merge("clocks", after=machine.clocks())
 
 
-# Each step's share of the time left, of which the last gets all. A peer may bring the process down, so the benchmarks
-# are the last.
+# Each step's share of the time left, of which the last gets all. A peer may bring the process down,
+# so the benchmarks are the last.
 STEPS: dict[str, tuple[float, Callable[[Results, argparse.Namespace, float], None]]] = {
     "smoke": (0.25, run_smoke),
     "tests": (0.40, run_gpu_tests),
@@ -482,7 +484,7 @@ STEPS: dict[str, tuple[float, Callable[[Results, argparse.Namespace, float], Non
 
 
 def conclude(results: Results) -> bool:
-    """Judge the goals, save and print the results; what matters most comes last. Whether all is well."""
+    """Judge the goals, save and print the results, the most important last. Whether all is well."""
     data = results.data
     if "cases" in data and not data.get("dry_run"):
         data["goals"] = judge(data["cases"])
@@ -508,7 +510,7 @@ def judge(cases: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def is_well(data: dict[str, Any]) -> bool:
-    """No failed test and some passed, no finding in our kernels, ours right in each case and layout, no missed goal."""
+    """Tests passed, no finding in our kernels, ours right everywhere, no missed goal."""
     tests = data.get("tests", {}).values()
     failed = any(x.get("status") != "passed" for x in tests)
     nothing_ran = (
@@ -531,7 +533,8 @@ def is_well(data: dict[str, Any]) -> bool:
 def lines(data: dict[str, Any]) -> Iterator[str]:
     """A line for each thing worth knowing beside the tables."""
     for name, x in data.get("profile", {}).items():
-        yield f"profile {name}: step {x.get('step_ms')} ms, kernels {x.get('kernels_ms')} ms {x.get('reason', '')}"
+        ms = f"step {x.get('step_ms')} ms, kernels {x.get('kernels_ms')} ms"
+        yield f"profile {name}: {ms} {x.get('reason', '')}"
         yield from (
             f"  {k['ms']:9.3f} ms {k['calls']:4d} x {k['name'][:80]}"
             for k in x.get("kernels", [])[:8]
@@ -552,7 +555,8 @@ def lines(data: dict[str, Any]) -> Iterator[str]:
         )
         yield f"tests, {name}: {x['status']} {x.get('counts', '')}"
     for name, x in data.get("sanitizer", {}).items():
-        yield f"{name}: {x['status']} {x.get('summary', '')} in our kernels: {x.get('in_our_kernels')}"
+        ours = f"in our kernels: {x.get('in_our_kernels')}"
+        yield f"{name}: {x['status']} {x.get('summary', '')} {ours}"
     yield from (f"step {name} failed: {why}" for name, why in data.get("failed_steps", {}).items())
 
 

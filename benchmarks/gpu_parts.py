@@ -1,7 +1,7 @@
 """What is measured on a GPU beside the cases: the device, the row kernels, a step's profile.
 
-Copies, products and kernels are queued while the device sleeps: launching a kernel of 150 microseconds takes the host
-60 to 110, which would count as its time otherwise.
+Copies, products and kernels are queued while the device sleeps: launching a kernel of 150
+microseconds takes the host 60 to 110, which would count as its time otherwise.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def measure_ceilings(device: torch.device, results: Results, *, toy: bool = Fals
 
 
 def measure_rows(device: torch.device, results: Results, *, toy: bool = False) -> None:
-    """The row backends on fp32 logits, as a product leaves them; bytes: each logit read once, each gradient written."""
+    """The row backends on fp32 logits; bytes: each logit read once, each gradient written."""
     n, vocab = (8, 70) if toy else (ROWS, VOCAB)
     g = torch.Generator(device).manual_seed(SEED)
     logits = torch.randn(n, vocab, generator=g, device=device) * SPREAD
@@ -78,14 +78,15 @@ def measure_rows(device: torch.device, results: Results, *, toy: bool = False) -
 def _row_runs(
     backend: Any, logits: Tensor, ids: Tensor
 ) -> dict[str, tuple[int, Callable[[], Any]]]:
-    """The least bytes a logit that each run moves, and the run; the torch backend's grad writes into its input."""
+    """The least bytes a logit that each run moves, and the run."""
     chunk = Chunk(logits, ids, LogitTransform())
     out = torch.empty_like(logits, dtype=torch.bfloat16)
     stats = backend.stats(chunk, entropy=True)
     a, b, ones = (torch.full_like(stats.logps, x) for x in (1e-3, 1e-4, 1.0))
     loss = TokenLoss(
-        surrogate="clipped", kl=None, corrects_kl=False, advantages=ones, d_logps=None, weights=ones / len(ones),
-        old=-2.1 * ones, ref=None, gate=None, constants=(0.8, 1.2, math.inf), beta=0.0, d_entropy=0.0,
+        surrogate="clipped", kl=None, corrects_kl=False, advantages=ones, d_logps=None,
+        weights=ones / len(ones), old=-2.1 * ones, ref=None, gate=None,
+        constants=(0.8, 1.2, math.inf), beta=0.0, d_entropy=0.0,
     )  # fmt: skip
     runs: dict[str, tuple[int, Callable[[], Any]]] = {
         "stats": (4, lambda: backend.stats(chunk, entropy=True)),

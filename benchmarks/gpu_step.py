@@ -1,7 +1,8 @@
-"""Layouts of a training step on a GPU: one group of completions through a few layers of a real width.
+"""Layouts of a training step on a GPU: one group of completions through a few layers.
 
-Each layout with each attention implementation: errors in bf16 against the padded batch in fp32, milliseconds of forward
-and backward, peak memory. The padded layout is what stock TRL computes. Imports nothing of TRL.
+Each layout with each attention implementation: errors in bf16 against the padded batch in fp32,
+milliseconds of forward and backward, peak memory. The padded layout is what stock TRL computes.
+Imports nothing of TRL.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ TIMES_PADDED, FLOOR = (
 def measure_layouts(
     device: torch.device, results: Results, until: float, *, toy: bool = False
 ) -> None:
-    """Write ``layouts``, by attention and shape, after each layout; past `until` no shape is begun."""
+    """Write ``layouts``, by attention and shape, after each; past `until` no shape is begun."""
     size, shapes = (TOY_SIZE, TOY_SHAPES) if toy else (SIZE, SHAPES)
     longest = max(x.prompt + x.completion for x in shapes)
     # made in bf16, as transformers loads models: frequencies of RoPE stay in fp32

@@ -1,4 +1,4 @@
-"""Times the kernels' tiles on the GPU at hand and writes the winners to `tuned.json`: ``python -m benchmarks.tune``.
+"""Times the kernels' tiles on the GPU at hand and writes the winners to `tuned.json`.
 
 At run time nothing is timed: the package reads this table (`device.py`). Only the entries of the
 device's family are replaced; the others stay as they are. A candidate that breaks a rule of
@@ -123,7 +123,7 @@ def main(given: Sequence[str] | None = None) -> int:
 def tune(
     kernels: Collection[str], sizes: Sizes, device: torch.device, out: Path, budget: Budget
 ) -> list[str]:
-    """Do the parts, and write the table after each. Return the parts that time was too short for."""
+    """Do the parts, and write the table after each. Return the parts that time was short for."""
     parts = [part for part in PARTS if part[0] in kernels]
     missed = [" and ".join(part) for part in parts]
     arch = arch_of(device)
@@ -162,7 +162,7 @@ def tuned(
 
 
 def broken_rules(part: Sequence[str], config: RowConfig, arch: str) -> tuple[str, ...]:
-    """The rules that the kernels break by this tile, in any variant; interpreted kernels have no rules."""
+    """The rules that the kernels break by this tile, in any variant; none if interpreted."""
     if INTERPRETED:
         return ()
     from benchmarks.aot import matrix
@@ -187,7 +187,7 @@ def fastest(candidates: Iterable[Any], workloads: list[Workload], budget: Budget
 def shortlist(
     candidates: Iterable[Any], workload: Workload, broken: Callable[[Any], Any], budget: Budget
 ) -> list[Any]:
-    """The fastest few by one workload that break no rule; to compile all for the rules would take longer."""
+    """The fastest few by one workload that break no rule; compiling all would take longer."""
 
     def duration(config: Any) -> float:
         budget.check()
@@ -209,7 +209,8 @@ def seconds(run: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-# The table of tiles, `tuned.json`: entries from winners, merged into what is there, checked, written whole.
+# The table of tiles, `tuned.json`: entries from winners, merged into what is there, checked,
+# written whole.
 
 
 def own_table() -> Path:
@@ -232,9 +233,10 @@ def entries(
     part: Sequence[str], winners: dict[int, RowConfig], device: torch.device
 ) -> list[Entry]:
     """The winners by vocabulary: neighbours that agree as one entry, the last without a bound."""
-    measured = False if INTERPRETED else {
-        "device": torch.cuda.get_device_name(device), "torch": torch.__version__, "triton": triton.__version__,
-    }  # fmt: skip
+    measured: Any = False
+    if not INTERPRETED:
+        versions = {"torch": torch.__version__, "triton": triton.__version__}
+        measured = {"device": torch.cuda.get_device_name(device), **versions}
     where = {"family": family(arch_of(device)), "kernels": list(part)}
     return [
         {**where, "vocab_at_most": vocab, **asdict(config), "measured": measured}
@@ -243,7 +245,7 @@ def entries(
 
 
 def joined(steps: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-    """(bound, what holds up to it), without the steps that the next one repeats; the last has no bound."""
+    """(bound, value up to it), without the steps that the next repeats; the last has no bound."""
     after = [value for _, value in steps[1:]]
     kept = [step for step, value in zip(steps, [*after, None], strict=True) if step[1] != value]
     return [*kept[:-1], (None, kept[-1][1])]

@@ -1,4 +1,4 @@
-// The policy surrogates and KL estimators: made from grpo_kernels/token_loss/formulas.py by csrc/generate.py.
+// The policy surrogates and KL estimators: made from token_loss/formulas.py by csrc/generate.py.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace grpo_kernels {
 
-// x * factor, where a factor of exactly 0 gives 0 unless x is NaN: 0 * inf is not NaN here.
+// x * factor, where a factor of exactly 0 gives 0, also where x is inf; NaN stays.
 template <class T>
 T times(T x, T factor) {
   return where((factor == T(0.0)) & (x == x), T(0.0), x * factor);
@@ -53,7 +53,7 @@ Surrogated<T> sapo(T log_ratio, T advantage, T, T tau_pos, T tau_neg) {
   return {loss, -times(ratio, d_gate * advantage), full_like(loss, T(0.0))};
 }
 
-// -phi(w) A logp, phi a constant (https://arxiv.org/abs/2602.10693); w is the sequence's, in place of r.
+// -phi(w) A logp, phi a constant, w the sequence's (https://arxiv.org/abs/2602.10693).
 template <class T>
 Surrogated<T> vespo(T log_weight, T advantage, T logp, T k_pos, T lambda_pos, T k_neg, T lambda_neg) {
   const auto weight = -phi(log_weight, advantage, k_pos, lambda_pos, k_neg, lambda_neg) * advantage;
@@ -103,7 +103,8 @@ Estimated<T> k3(T logp, T ref) {
 enum class Surrogate : int64_t { clipped, cispo, sapo, vespo, unclipped, constant, linear };
 enum class Estimator : int64_t { none, k1, k2, k3 };
 constexpr int64_t kSurrogates = 7, kEstimators = 4;
-constexpr int64_t kConstants[] = {3, 1, 2, 4, 0, 0, 0}, kMostConstants = 4;
+constexpr int64_t kConstants[] = {3, 1, 2, 4, 0, 0, 0};
+constexpr int64_t kMostConstants = 4;
 
 // `advantage` is on-policy d loss / d logp; `c` are the surrogate's constants.
 template <class T>

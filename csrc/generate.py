@@ -1,7 +1,7 @@
 """Write csrc/formulas.h: the functions of grpo_kernels/token_loss/formulas.py, in C++.
 
-``python csrc/generate.py`` after a change of those. They are elementwise, of floats: arithmetic, comparisons and calls
-mean in C++ what they mean in Python, once numbers are of the type T.
+``python csrc/generate.py`` after a change of those. They are elementwise, of floats: arithmetic,
+comparisons and calls mean in C++ what they mean in Python, once numbers are of the type T.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 HEADER = Path(__file__).with_name("formulas.h")
 FORMULAS = Path(__file__).parents[1] / "grpo_kernels" / "token_loss" / "formulas.py"
 OPENING = """\
-// The policy surrogates and KL estimators: made from grpo_kernels/token_loss/formulas.py by csrc/generate.py.
+// The policy surrogates and KL estimators: made from token_loss/formulas.py by csrc/generate.py.
 #pragma once
 
 #include <cstdint>
@@ -49,7 +49,8 @@ def header(source: str) -> str:
         f"enum class Surrogate : int64_t {{ {', '.join(surrogates)} }};",
         f"enum class Estimator : int64_t {{ none, {', '.join(estimators)} }};",
         f"constexpr int64_t kSurrogates = {len(surrogates)}, kEstimators = {len(estimators) + 1};",
-        f"constexpr int64_t kConstants[] = {{{', '.join(map(str, counts))}}}, kMostConstants = {max(counts)};",
+        f"constexpr int64_t kConstants[] = {{{', '.join(map(str, counts))}}};",
+        f"constexpr int64_t kMostConstants = {max(counts)};",
         "",
         "// `advantage` is on-policy d loss / d logp; `c` are the surrogate's constants.",
         "template <class T>",

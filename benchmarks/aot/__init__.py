@@ -1,7 +1,7 @@
-"""Every Triton kernel compiled ahead of time, for devices that need not be there, and what came out checked.
+"""Every Triton kernel compiled ahead of time, for devices that need not be there, and checked.
 
-``python -m benchmarks.aot`` prints a line for each kernel, variant and target, and fails if one breaks a rule of
-`checks`. It must run without ``TRITON_INTERPRET``.
+``python -m benchmarks.aot`` prints a line for each kernel, variant and target, and fails if one
+breaks a rule of `checks`. It must run without ``TRITON_INTERPRET``.
 """
 
 from __future__ import annotations

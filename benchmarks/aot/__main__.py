@@ -74,7 +74,7 @@ def by_release(release: str, arguments: argparse.Namespace) -> int:
 
 
 def environment(release: str) -> dict[str, str]:
-    """The environment of a process that imports `release` of Triton, which is installed, alone, if it is not there."""
+    """The environment of a process that imports `release` of Triton, installed alone if need be."""
     if version("triton") == release:
         return dict(os.environ)
     folder = FOLDER / f"triton-{release}"

@@ -1,10 +1,11 @@
 """A launch compiled for a target, and the rules that the result must keep.
 
-- No register is spilled, but for `SPILLS`, and a program's shared memory is within the device's: the compiler looks at
-  neither.
+- No register is spilled, but for `SPILLS`, and a program's shared memory is within the device's:
+  the compiler looks at neither.
 - No double precision, which is slow, and a sign that a number was not cast.
 - No atomics: the order of their additions, and with it the bits, would differ from run to run.
-- Strides are multiplied in 64 bits: rows * vocabulary passes 2^31. Only the places within a tile may do with 32.
+- Strides are multiplied in 64 bits: rows * vocabulary passes 2^31. Only the places within a tile
+  may do with 32.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ SHARED_BYTES = {
     "gfx942": 65536,
     "default": 65536,
 }
-# Bytes of a thread that a release of Triton spills, by target and kernel: none in an inner loop, so that they are
-# written and read once a row. docs/kernels.md says what they cost.
+# Bytes of a thread that a release of Triton spills, by target and kernel: none in an inner loop, so
+# that they are written and read once a row. docs/kernels.md says what they cost.
 SPILLS = {
     "3.8": {("sm_90", "stats_kernel"): 8},
     "3.9": {

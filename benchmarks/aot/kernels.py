@@ -1,4 +1,4 @@
-"""Calls of the launchers on new tensors: on a GPU to be timed, on torch's device "meta" to be compiled."""
+"""Calls of the launchers on new tensors: on a GPU to be timed, on "meta" to be compiled."""
 
 from __future__ import annotations
 

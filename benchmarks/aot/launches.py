@@ -1,6 +1,7 @@
-"""What the launchers pass to their kernels, caught instead of run, in the form that ahead-of-time compilation takes.
+"""What the launchers pass to their kernels, caught, as ahead-of-time compilation takes it.
 
-The launchers are called with tensors on torch's "meta" device, which have shapes and no memory, so that what is
+The launchers are called with tensors on torch's "meta" device, which have shapes and no memory, so
+that what is
 compiled is what they launch: the same arguments, specialised as Triton would at run time.
 """
 
@@ -59,7 +60,7 @@ def caught() -> Iterator[list[Launch]]:
 
 
 def describe(kernel: JITFunction, given: dict[str, Any]) -> Launch:
-    """A launch of `kernel` with arguments and options `given` by name; an argument may have a default."""
+    """A launch of `kernel` with arguments and options `given` by name, or their defaults."""
     options = dict(given)
     signature, constexprs, attrs = {}, {}, {}
     for place, param in enumerate(kernel.params):

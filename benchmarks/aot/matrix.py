@@ -1,7 +1,7 @@
 """What is compiled: kernels x configurations of the table x variants x targets.
 
-A variant is a launch with tensors of some head's shape: what a kernel is specialised for are flags, absent pointers,
-dtypes, and which sizes are multiples of 16.
+A variant is a launch with tensors of some head's shape: what a kernel is specialised for are flags,
+absent pointers, dtypes, and which sizes are multiples of 16.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ FALLBACK = "sm_120"  # of the family "default": only what is quick
 RAGGED_V = 50257
 TRANSFORMS = ("plain", "bias", "row T", "all", "rounded fp16")
 SHORT = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}
-HEADER = f"{'target':8} {'kernel':11} {'variant':50} {'registers':>9} {'spilled':>7} {'shared':>6} {'warps':>5}"
+HEADER = (
+    f"{'target':8} {'kernel':11} {'variant':50} "
+    f"{'registers':>9} {'spilled':>7} {'shared':>6} {'warps':>5}"
+)
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class Case:
 
 
 def all_cases(quick: bool) -> list[Case]:
-    """All of them, in an order that does not change; of the fallback only what is quick, and if `quick`, nothing."""
+    """All of them, in a fixed order; of the fallback only the quick, none if `quick`."""
     made = [
         case for arch in (*TARGETS, FALLBACK) for kind in (_rows, _scales) for case in kind(arch)
     ]
@@ -84,7 +87,7 @@ def _rows(arch: str) -> Iterator[Case]:
 
 
 def row_cases(kernel: str, arch: str, config: RowConfig) -> Iterator[Case]:
-    """The variants of a row kernel by the tile of `config`: those that share it, and those for two heads, too."""
+    """The variants of a row kernel by the tile of `config`, and of those that share it."""
     kinds = {
         "stats": (("stats", _stats()), ("diverge", _diverge())),
         "fused": (("fused", _fused()),),
@@ -145,8 +148,9 @@ def _fused() -> Variants:
             yield text, is_quick, {"vocab": vocab, "transform": name, "loss": loss, "out": out}
 
 
-# The transforms of student and teacher, the size of the vocabulary, and beta, where 0, 1 and 0.5 are functions of their
-# own. A kernel for two heads compiles for up to a quarter of a minute, so these are few.
+# The transforms of student and teacher, the size of the vocabulary, and beta, where 0, 1 and 0.5
+# are functions of their own. A kernel for two heads compiles for up to a quarter of a minute, so
+# these are few.
 PAIRS = (
     *(("plain", "plain", V, beta) for beta in (0.0, 1.0, 0.5)),
     ("bias", "row T", V, 1.0),

@@ -1,8 +1,8 @@
-"""``python -m benchmarks.aot.roofline``: what the kernels cost on sm_90, counted in SASS, against docs/roofline.md.
+"""``python -m benchmarks.aot.roofline``: costs on sm_90, counted in SASS, against docs/roofline.md.
 
-The table of that document is what is expected, to the digit, of the release of Triton that it names; by another release
-the counts are printed, and no more. Some rules hold by any: in a loop over a row lanes do not wait for each other, no
-register is spilled, and each load moves 16 bytes.
+The table of that document is what is expected, to the digit, of the release of Triton that it
+names; by another release the counts are printed, and no more. Some rules hold by any: in a loop
+over a row lanes do not wait for each other, no register is spilled, and each load moves 16 bytes.
 
 Exit status: 1 if a count is not the document's or a rule is broken, 2 if it could not start.
 """
@@ -71,7 +71,7 @@ def cases() -> list[Case]:
 
 
 def _case(kernel: str, variant: str, **options: Any) -> Case:
-    """A row kernel on rows that begin where the engine lets them; an odd vocabulary must cost no more than another."""
+    """A row kernel on rows that begin where the engine lets them, for odd vocabularies too."""
     config = row_config(ENTRIES.get(kernel, kernel), options.get("vocab", V), ARCH)
     return Case(kernel, variant, ARCH, {"apart": True, "entropy": True, **options}, config)
 
@@ -98,7 +98,7 @@ def counts_of(case: Case) -> tuple[str, list[str]]:
 
 
 def _an_element(loops: list[list[Instruction]], heads: int) -> list[str]:
-    """Instructions, results of the special function unit, and bytes; a number for each sweep where they differ."""
+    """Instructions, results of the special function unit, and bytes, for each sweep."""
     elements = [
         moved(loop, LOADS) // (4 * heads) for loop in loops
     ]  # of a thread in a round, each logit in fp32
@@ -125,10 +125,10 @@ def _broken(loops: list[list[Instruction]]) -> list[str]:
 
 
 def ctas_per_sm(registers: int, threads: int, shared: int) -> int:
-    """How many programs of so many registers a thread, threads and bytes of shared memory an SM of sm_90 holds.
+    """How many programs of so many registers, threads and bytes of shared memory an SM holds.
 
-    A warp's registers are rounded up to a multiple of 256, and lie in one of four partitions of 16,384. Of the 228 KiB
-    of shared memory the system takes one a program.
+    A warp's registers are rounded up to a multiple of 256, and lie in one of four partitions of
+    16,384. Of the 228 KiB of shared memory the system takes one a program.
     """
     warps = threads // 32
     by_registers = 16384 // (-(-32 * registers // 256) * 256) * 4 // warps
@@ -178,7 +178,8 @@ def main() -> int:
         print(line, *broken, sep="\n  BROKEN: ")
     if not is_pinned and not arguments.update:
         print(
-            f"by Triton {triton.__version__}; the document's are by {table['triton']}, and were not compared"
+            f"by Triton {triton.__version__}; the document's are by {table['triton']}, "
+            "and were not compared"
         )
     print(f"{differs} of {len(places)} kernels are not as in {DOCUMENT.name}")
     return 1 if differs else 0

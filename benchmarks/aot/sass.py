@@ -5,8 +5,8 @@ What is read is the text of ``nvdisasm -c -ndf`` (code alone; no data flow, whic
     .L_x_1:
             /*0770*/              @!P4 BRA `(.L_x_1) ;
 
-A loop is what lies between a branch back and its label. In our kernels nothing in a row's loop is conditional: the
-masked tiles at its end are apart.
+A loop is what lies between a branch back and its label. In our kernels nothing in a row's loop is
+conditional: the masked tiles at its end are apart.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WIDTHS = {"256": 32, "128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
 
 @dataclass(frozen=True)
 class Instruction:
-    """One of a kernel's; `target` is the label it branches to, `labels` are those that stand before it."""
+    """One of a kernel's; `target` is the label it branches to, `labels` stand before it."""
 
     code: str  # with what follows its dots, as in LDG.E.128
     target: str | None = None
@@ -72,7 +72,7 @@ def parsed(text: str) -> list[Instruction]:
 def inner_loops(
     instructions: list[Instruction], works: Callable[[Instruction], bool] = lambda x: True
 ) -> list[list[Instruction]]:
-    """The instructions of each loop that holds some that do `works`, and no further such loop, in order."""
+    """The instructions of each loop that holds some that do `works` and no further such loop."""
     place = {label: i for i, x in enumerate(instructions) for label in x.labels}
     spans = [
         (place[x.target], i)

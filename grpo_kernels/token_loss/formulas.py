@@ -1,13 +1,15 @@
 """The policy surrogates and KL estimators, elementwise: the one source of all backends.
 
-torch runs these functions as they stand; Triton compiles the same ones with its own `where`, `exp`, ... in place of
-torch's (`backends/triton_rows/mathfn.py`); of their text `csrc/generate.py` makes `csrc/formulas.h`. Hence they use
-the functions imported here, names, arithmetic and comparisons only, and numbers are floats.
+torch runs these functions as they stand; Triton compiles the same ones with its own `where`, `exp`,
+... in place of torch's (`backends/triton_rows/mathfn.py`); of their text `csrc/generate.py` makes
+`csrc/formulas.h`. Hence they use the functions imported here, names, arithmetic and comparisons
+only, and numbers are floats.
 
-A surrogate maps the log-ratio R (or the argument that its loss type has in its place), the advantage A, the
-log-probability and its constants to ``(loss, d loss / d R, d loss / d logp)``. R counts as independent of logp: the
-objective knows what R depends on. Derivatives take the branch in use only, so that a ratio that overflows on a branch
-not taken leaves 0 behind and not NaN. An advantage of exactly 0 contributes exactly 0, unless the ratio is NaN.
+A surrogate maps the log-ratio R (or the argument that its loss type has in its place), the
+advantage A, the log-probability and its constants to ``(loss, d loss / d R, d loss / d logp)``. R
+counts as independent of logp: the objective knows what R depends on. Derivatives take the branch in
+use only, so that a ratio that overflows on a branch not taken leaves 0 behind and not NaN. An
+advantage of exactly 0 contributes exactly 0, unless the ratio is NaN.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ type_as = Tensor.type_as  # of a condition: 1 where it holds, else 0
 def clipped(log_ratio, advantage, logp, low, high, delta):
     """``-min(min(r, delta) A, clip(r, low, high) A)`` (PPO, https://arxiv.org/abs/1707.06347).
 
-    At a tie each branch gets half of the gradient, as in torch's min, and a bound that is met exactly still passes it.
+    At a tie each branch gets half of the gradient, as in torch's min, and a bound that is met
+    exactly still passes it.
     """
     ratio = exp(log_ratio)
     free = times(clamp_max(ratio, delta), advantage)
@@ -55,7 +58,7 @@ def sapo(log_ratio, advantage, logp, tau_pos, tau_neg):
 
 
 def vespo(log_weight, advantage, logp, k_pos, lambda_pos, k_neg, lambda_neg):
-    """``-phi(w) A logp``, phi a constant (https://arxiv.org/abs/2602.10693); w is the sequence's, in place of r."""
+    """``-phi(w) A logp``, phi a constant, w the sequence's (https://arxiv.org/abs/2602.10693)."""
     weight = -phi(log_weight, advantage, k_pos, lambda_pos, k_neg, lambda_neg) * advantage
     return times(logp, weight), full_like(weight, 0.0), weight
 
@@ -88,8 +91,9 @@ def linear(log_ratio, d_logp, logp):
 def k1(logp, ref):
     """With d = ref - logp, KL(policy || reference) per token, ``-d`` (http://joschu.net/blog/kl-approx.html).
 
-    An estimator returns kl, its derivative in logp, and the derivative of ``r kl`` over r, where the ratio r moves with
-    logp, ``kl + kl'``: written out, since of k3, whose two parts grow as e^d, the sum is but ``-d``.
+    An estimator returns kl, its derivative in logp, and the derivative of ``r kl`` over r, where
+    the ratio r moves with logp, ``kl + kl'``: written out, since of k3, whose two parts grow as
+    e^d, the sum is but ``-d``.
     """
     d = ref - logp
     return -d, full_like(d, 1.0), 1.0 - d
@@ -108,7 +112,7 @@ def k3(logp, ref):
 
 
 def times(x, factor):
-    """``x * factor``, where a factor of exactly 0 gives 0 unless x is NaN: 0 * inf is not NaN here."""
+    """``x * factor``, where a factor of exactly 0 gives 0, also where x is inf; NaN stays."""
     return where((factor == 0.0) & (x == x), 0.0, x * factor)
 
 

@@ -1,16 +1,17 @@
 """A built-in loss as numbers per token and a few constants, for row kernels that fuse it.
 
-With R = logp - old (0 on-policy), w the weight, gate the importance ratio and the masks, and ``surrogate`` and ``kl``
-those of `formulas`::
+With R = logp - old (0 on-policy), w the weight, gate the importance ratio and the masks, and
+``surrogate`` and ``kl`` those of `formulas`::
 
     loss_t    = w * gate * surrogate(R, A) + beta * w * kl [* exp(R)]
     d_logp_t  = d loss_t / d logp_t
     d_entropy = d loss / d entropy_t, the same for every token
 
-On-policy R is 0 and the policy term's derivative, `d_logps`, is known beforehand. Two surrogates are for that alone:
-``"constant"``, whose loss is known, too, and left out here, and ``"linear"``, whose loss is d_logp * logp. The loss is
-NaN where the log-probability is not finite. d_logp is NaN, too, where the id is -1.
-`PolicyObjective.token_loss` makes the record. It knows no vocabulary; the kernels know no policy.
+On-policy R is 0 and the policy term's derivative, `d_logps`, is known beforehand. Two surrogates
+are for that alone: ``"constant"``, whose loss is known, too, and left out here, and ``"linear"``,
+whose loss is d_logp * logp. The loss is NaN where the log-probability is not finite. d_logp is NaN,
+too, where the id is -1. `PolicyObjective.token_loss` makes the record. It knows no vocabulary; the
+kernels know no policy.
 """
 
 from __future__ import annotations

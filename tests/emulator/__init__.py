@@ -1,1 +1,1 @@
-"""Compiled kernels without a GPU: the PTX that Triton made, executed in numpy, every access to memory watched."""
+"""Compiled kernels without a GPU: their PTX executed in numpy, every access to memory watched."""

@@ -1,7 +1,7 @@
-"""``python -m tests.emulator``: the tests in `runs/`, every Triton kernel in them compiled and emulated.
+"""``python -m tests.emulator``: the tests in `runs/`, with every Triton kernel emulated.
 
-``--part quick`` is what `make test` runs, ``--part slow`` what `make test-slow` runs. What else is given goes to
-pytest, whose exit status is that of the command.
+``--part quick`` is what `make test` runs, ``--part slow`` what `make test-slow` runs. What else is
+given goes to pytest, whose exit status is that of the command.
 """
 
 from __future__ import annotations

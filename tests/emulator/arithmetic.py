@@ -1,7 +1,7 @@
 """Arithmetic, bits and comparisons.
 
-``ex2`` and ``rsqrt`` are exact up to their one rounding, where a GPU's are off by a few units in the last place, and so
-is ``div.full``. ``fma`` rounds once, as a GPU does.
+``ex2`` and ``rsqrt`` are exact up to their one rounding, where a GPU's are off by a few units in
+the last place, and so is ``div.full``. ``fma`` rounds once, as a GPU does.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Floats = NDArray[np.float32]
 
 
 def flushed(x: Floats, flush: str | None) -> Floats:
-    """Zero in the place of numbers below the smallest normal one, where the instruction has ``.ftz``."""
+    """Zero for numbers below the smallest normal one, where the instruction has ``.ftz``."""
     return np.where(np.abs(x) < SMALLEST, np.copysign(np.float32(0), x), x) if flush else x
 
 
@@ -46,8 +46,9 @@ def _fma(lanes: Lanes, flush: str | None, d: str, a: str, b: str, c: str) -> Non
 def fused_multiply_add(x: Floats, y: Floats, z: Floats) -> Floats:
     """x y + z, rounded once.
 
-    The product is exact in double precision, and the sum is rounded there. To round it again is wrong where it was
-    rounded to the middle between two floats, or where floats have fewer bits: there the sum is made odd first.
+    The product is exact in double precision, and the sum is rounded there. To round it again is
+    wrong where it was rounded to the middle between two floats, or where floats have fewer bits:
+    there the sum is made odd first.
     """
     product, addend = x.astype(np.float64) * y, z.astype(np.float64)
     total = np.asarray(product + addend)
@@ -77,7 +78,8 @@ def _float_extreme(
 @known(r"(ex2\.approx|rsqrt\.approx|rcp\.(?:approx|rn)|sqrt\.(?:approx|rn)|abs|neg)(\.ftz)?\.f32")
 def _of_one(lanes: Lanes, name: str, flush: str | None, d: str, a: str) -> None:
     functions: dict[str, Callable[[Any], Any]] = {
-        "ex2": np.exp2, "rsqrt": lambda x: 1 / np.sqrt(x), "rcp": lambda x: 1 / x, "sqrt": np.sqrt, "abs": np.abs,
+        "ex2": np.exp2, "rsqrt": lambda x: 1 / np.sqrt(x), "rcp": lambda x: 1 / x, "sqrt": np.sqrt,
+        "abs": np.abs,
         "neg": np.negative,
     }  # fmt: skip
     x = flushed(lanes.get(a, "f32"), flush).astype(np.float64)
@@ -184,7 +186,8 @@ def _table(lanes: Lanes, d: str, a: str, b: str, c: str, table: str) -> None:
 
 
 COMPARISONS = {
-    "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
+    "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal,
+    "gt": np.greater, "ge": np.greater_equal,
     "lo": np.less, "ls": np.less_equal, "hi": np.greater, "hs": np.greater_equal,
 }  # fmt: skip
 

@@ -1,7 +1,8 @@
-"""The meaning of each instruction: a function of the lanes, of what varies in its name, and of its operands.
+"""The meaning of each instruction: a function of the lanes, its name's parts, and its operands.
 
-An opcode that matches no pattern is an error that names it. Arithmetic, bits and comparisons are in `arithmetic`,
-conversions, moves, loads and stores in `moves`, and what lanes do together in `together`.
+An opcode that matches no pattern is an error that names it. Arithmetic, bits and comparisons are in
+`arithmetic`, conversions, moves, loads and stores in `moves`, and what lanes do together in
+`together`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _KNOWN: list[tuple[re.Pattern[str], Callable[..., None]]] = []
 
 
 def known(pattern: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Enter a function for the opcodes that `pattern` matches; its groups come first, then the operands."""
+    """Enter a function for the opcodes that `pattern` matches; it takes groups, then operands."""
 
     def enter(function: Callable[..., None]) -> Callable[..., None]:
         _KNOWN.append((re.compile(pattern), function))

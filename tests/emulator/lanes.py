@@ -1,7 +1,8 @@
-"""Lanes: all threads of some programs, one place of a numpy array each, that execute a kernel together.
+"""Lanes: the threads of some programs, a place in numpy arrays each, that execute a kernel.
 
-Lanes at the same instruction take it at once; of those that parted, the ones that are furthest behind go first, so that
-they meet again as soon as they can. At a barrier a lane waits until no lane of its program runs.
+Lanes at the same instruction take it at once; of those that parted, the ones that are furthest
+behind go first, so that they meet again as soon as they can. At a barrier a lane waits until no
+lane of its program runs.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Lanes:
     # -- what instructions ask for
 
     def get(self, operand: str, kind: str) -> Values:
-        """An operand as numbers of the type `kind`, such as ``"s32"``: of every lane, or one for all."""
+        """An operand as numbers of `kind`, such as ``"s32"``: of every lane, or one for all."""
         dtype = TYPES[kind]
         if operand[0] != "%":
             return constant(operand, kind)
@@ -82,7 +83,7 @@ class Lanes:
         return self._register(operand) if operand[0] == "%" else np.asarray(bool(int(operand, 0)))
 
     def put(self, register: str, values: Values) -> None:
-        """Give the active lanes a register's new value; a wider register takes zeros above it, or a number's sign."""
+        """Give the active lanes a register's new value, extended where the register is wider."""
         if register == "_":
             return
         target = self._register(register)
@@ -149,7 +150,7 @@ class Lanes:
     def _run_until_parting(
         self, at: int, here: NDArray[np.bool_] | None, targets: set[int]
     ) -> None:
-        """The lanes that are `here`, up to where some go elsewhere, wait or return, or others may join."""
+        """The lanes that are `here`, up to where some go elsewhere, wait, return or join."""
         everyone: Any = slice(None) if here is None else here
         while True:
             step = self.kernel.code[at]

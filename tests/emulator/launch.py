@@ -1,7 +1,7 @@
-"""Launches of Triton kernels on CPU tensors, compiled for a GPU that is not there and executed here.
+"""Launches of Triton kernels on CPU tensors, compiled for an absent GPU and executed here.
 
-Inside of `emulated` whatever launches a kernel runs unchanged: launchers, engines, whole calls. Triton must have been
-imported without TRITON_INTERPRET.
+Inside of `emulated` whatever launches a kernel runs unchanged: launchers, engines, whole calls.
+Triton must have been imported without TRITON_INTERPRET.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ _COMPILED: dict[tuple[str, ...], Compiled] = {}
 
 
 def _without_assembler(*compilation: Any) -> tuple[str, str]:
-    """A hook of Triton's compiler: what follows PTX is left out, and has a place of its own in Triton's cache."""
+    """A hook of Triton's compiler that leaves out what follows PTX, with a cache of its own."""
     if compilation:
         _backend, stages, *_options = compilation
         stages["cubin"] = lambda ptx, metadata: b""
@@ -128,9 +128,10 @@ def _without_assembler(*compilation: Any) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Before:
-    """Rows that the kernel is told to come before those of the tensors, and the programs that would have had them.
+    """Rows, and their programs, that the kernel is told to come before those of the tensors.
 
-    Pointers then lie before the memory that there is, and offsets are as large as with all those rows.
+    Pointers then lie before the memory that there is, and offsets are as large as with all those
+    rows.
     """
 
     rows: int
@@ -177,7 +178,7 @@ def _values(
 
 @contextmanager
 def emulated(arch: str, *, rows_before: int = 0) -> Iterator[Emulation]:
-    """Inside, Triton's kernels run on CPU tensors as compiled for `arch`, and backend "triton" serves them.
+    """Inside, Triton's kernels run on CPU tensors, as compiled for `arch`.
 
     Args:
         arch: ``"sm_80"`` or ``"sm_90"``.

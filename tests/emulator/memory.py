@@ -1,7 +1,7 @@
-"""The memory that a launch sees: its arguments, each with nothing around it, and the shared memory of every program.
+"""The memory that a launch sees: its arguments, nothing around them, and shared memory.
 
-An access names places (bytes); what is known of memory is known by cell: an element of an argument, or as many bytes of
-shared memory as the kernel's smallest access has.
+An access names places (bytes); what is known of memory is known by cell: an element of an argument,
+or as many bytes of shared memory as the kernel's smallest access has.
 """
 
 from __future__ import annotations
@@ -50,12 +50,13 @@ class Space:
     def load(
         self, addresses: Places, size: int, count: int, programs: NDArray[np.int64], who: Who
     ) -> NDArray:
-        """`count` neighbours of `size` bytes from each address, (k, count), as unsigned integers."""
+        """`count` neighbours of `size` bytes from each address, (k, count), as whole numbers."""
         places, cells = self._access(addresses, size * count, programs)
         unwritten = ~self.written[cells]
         if unwritten.any():
             raise Fault(
-                f"reads {self.name} memory that nobody wrote, {self._where(addresses, unwritten.any(1))}"
+                f"reads {self.name} memory that nobody wrote, "
+                f"{self._where(addresses, unwritten.any(1))}"
             )
         self.trace.read(cells, who)
         return self._elements(size)[(places // size)[:, None] + np.arange(count)]
@@ -83,7 +84,8 @@ class Space:
         misaligned = addresses % width != 0
         if misaligned.any():
             raise Fault(
-                f"misaligned: {width} bytes of {self.name} memory {self._where(addresses, misaligned)}"
+                f"misaligned: {width} bytes of {self.name} memory "
+                f"{self._where(addresses, misaligned)}"
             )
         return self.locate(addresses, width, programs)
 
@@ -118,7 +120,7 @@ class Shared(Space):
 
 @dataclass(frozen=True)
 class Region:
-    """Arguments that overlap in memory, as a gradient does that replaces the logits; most have one alone."""
+    """Arguments that overlap in memory, as a gradient that replaces the logits does."""
 
     names: tuple[str, ...]
     tensors: tuple[Tensor, ...]
@@ -241,8 +243,9 @@ def _bytes(region: Region) -> NDArray[np.uint8]:
     return whole[region.first - storage.data_ptr() : region.last - storage.data_ptr()]
 
 
-# Memory that nobody wrote yet: new tensors come full of a pattern, a NaN of an odd payload, by which
-# a read of it shows. Arithmetic hands the payload on. Types of 8 bits have no pattern to spare.
+# Memory that nobody wrote yet: new tensors come full of a pattern, a NaN of an odd payload, by
+# which a read of it shows. Arithmetic hands the payload on. Types of 8 bits have no pattern to
+# spare.
 PATTERNS = {
     torch.float64: (torch.int64, 0x7FF8DEAD_DEADDEAD),
     torch.float32: (torch.int32, 0x7FC0DEAD),

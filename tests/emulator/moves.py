@@ -144,7 +144,7 @@ def _store(lanes: Lanes, space: str, kind: str, place: str, registers: str) -> N
 
 @known(r"(ld|st)matrix\.sync\.aligned\.m8n8\.x([124])\.shared\.b16")
 def _matrix(lanes: Lanes, name: str, count: str, first: str, second: str) -> None:
-    """Lane 8 i + j of a warp has the address of row j of matrix i; its own elements are two of row lane / 4 of each."""
+    """Lane 8 i + j has the address of row j of matrix i, and gets two elements of row lane / 4."""
     lanes.whole_warps()
     registers, place = (first, second) if name == "ld" else (second, first)
     chosen = lanes.chosen()

@@ -1,9 +1,10 @@
 """Faults planted in compiled kernels, one at a time: does the emulator notice?
 
-``python -m tests.emulator.planted [--arch sm_90] [kernel ...]`` takes out each barrier, moves the bound of each
-comparison of integers by one, either way, and cuts each 64-bit product or shift to 32 bits. A fault is noticed if a
-launch is refused or if results have other bits. It has no effect if no lane ever has another value by it. Exit status 1
-if another fault stays unnoticed without a reason in `REASONS`.
+``python -m tests.emulator.planted [--arch sm_90] [kernel ...]`` takes out each barrier, moves the
+bound of each comparison of integers by one, either way, and cuts each 64-bit product or shift to 32
+bits. A fault is noticed if a launch is refused or if results have other bits. It has no effect if
+no lane ever has another value by it. Exit status 1 if another fault stays unnoticed without a
+reason in `REASONS`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ BOUND = re.compile(r"setp\.(?:lt|le|gt|ge|lo|ls|hi|hs)(?:\.\w+)?\.([su](?:16|32|
 PRODUCT = re.compile(
     r"(mul\.lo\.[sub]64|mul\.wide\.[su]32|mad\.wide\.[su]32|mad\.lo\.[su]64|shl\.b64)"
 )
-# Faults that have an effect and that nothing can notice: patterns of the kernel's and the fault's name, and the reason.
+# Faults that have an effect and that nothing can notice: patterns of the kernel's and the fault's
+# name, and the reason.
 REASONS = (
     (
         "fused_kernel",
@@ -262,7 +264,8 @@ def main() -> int:
                 sum(x.reason.startswith("no effect") for x in found),
             )
             print(
-                f"{arch} {scene.name:32s} {noticed} of {len(found)} faults noticed, {idle} without effect, "
+                f"{arch} {scene.name:32s} {noticed} of {len(found)} faults noticed, "
+                f"{idle} without effect, "
                 f"{time.perf_counter() - begun:.0f} s", flush=True,
             )  # fmt: skip
             for x in found:
@@ -274,7 +277,8 @@ def main() -> int:
         of_kind = [x for x in outcomes if kind in x.fault]
         idle = sum(x.reason.startswith("no effect") for x in of_kind)
         print(
-            f"{kind}: {sum(bool(x.noticed) for x in of_kind)} of {len(of_kind)} noticed, {idle} without effect"
+            f"{kind}: {sum(bool(x.noticed) for x in of_kind)} of {len(of_kind)} noticed, "
+            f"{idle} without effect"
         )
     return 1 if unexplained or not outcomes else 0
 

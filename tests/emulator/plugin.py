@@ -1,4 +1,4 @@
-"""A pytest plugin: every test that runs is run with Triton's kernels emulated, once for each architecture.
+"""A pytest plugin: every test is run with Triton's kernels emulated, for each architecture.
 
 ``python -m tests.emulator`` passes it; it must be there before Triton is imported.
 """

@@ -27,7 +27,7 @@ STATEMENT = re.compile(
 
 
 class Fault(Exception):
-    """An access, or a step of several lanes together, that is wrong on a GPU whatever its result."""
+    """An access, or a step of several lanes, that is wrong on a GPU whatever its result."""
 
 
 class UnknownInstruction(Exception):
@@ -160,7 +160,7 @@ TYPES |= {
 
 @functools.cache
 def constant(operand: str, kind: str) -> Values:
-    """A number of PTX: ``3``, ``-1``, ``0f3F800000``; the address of a name is 0, where shared memory begins."""
+    """A number of PTX: ``3``, ``0f3F800000``; a name's address is 0, where shared memory begins."""
     dtype = TYPES[kind]
     if re.fullmatch(r"0[fFdD][0-9A-Fa-f]+", operand):
         form = "<f" if operand[1] in "fF" else "<d"

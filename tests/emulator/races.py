@@ -1,8 +1,8 @@
 """Races: two lanes at one place in memory, one of them writing, with nothing that orders them.
 
-Two lanes of a warp are ordered by ``bar.warp.sync`` between them, two lanes of a program by ``bar.sync``, and lanes of
-two programs by nothing. A cell remembers its last writer and its last readers. An epoch counts a program's barriers, a
-warp's epoch those of the warp.
+Two lanes of a warp are ordered by ``bar.warp.sync`` between them, two lanes of a program by
+``bar.sync``, and lanes of two programs by nothing. A cell remembers its last writer and its last
+readers. An epoch counts a program's barriers, a warp's epoch those of the warp.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Who:
 
 
 class Seen:
-    """One side of the past of every cell: the last lane that was there, and among whom the others are."""
+    """One side of the past of every cell: the last lane there, and among whom the others are."""
 
     def __init__(self, cells: int) -> None:
         self.lane = np.full(cells, NOBODY, np.int32)
@@ -85,7 +85,8 @@ class Trace:
             row, column = np.argwhere(clash)[0]
             lane, other = int(who.lane[row, 0]), int(before[row, column])
             raise Fault(
-                f"race: {self._name(lane)} {what.format(self._name(other))}, and no barrier is between them"
+                f"race: {self._name(lane)} {what.format(self._name(other))}, "
+                "and no barrier is between them"
             )
 
     def _ordered(self, seen: Seen, cells: Numbers, who: Who, before: Numbers) -> NDArray[np.bool_]:

@@ -1,4 +1,4 @@
-"""Launches in which a fault of a kernel should show: a vocabulary of whole tiles and a tail, the gradient in place."""
+"""Launches in which a fault of a kernel should show: whole tiles and a tail, in place."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Scene:
 
 
 def chunk_of(*, teacher: bool = False) -> Chunk:
-    """Rows with a target in the first tile, at its end, in another, in the tail, and none; all of a transform.
+    """Rows with a target in the first tile, at its end, in another, in the tail, and none.
 
     The last row has a logit far above the others, and the last column counts in every sum.
     """
@@ -94,14 +94,14 @@ MULTIPLE = 64
 
 
 def apart(x: Tensor) -> Tensor:
-    """A copy of `x` (n, V) whose rows start at multiples of `MULTIPLE` elements; nobody wrote what lies between."""
+    """A copy of `x` (n, V) with rows at multiples of `MULTIPLE` elements, unwritten between."""
     n, vocab = x.shape
     wide = x.new_empty(n, -(-vocab // MULTIPLE) * MULTIPLE)[:, :vocab]
     return wide.copy_(x)
 
 
 class RowsApart(TritonRows):
-    """`TritonRows` on copies (`apart`) of what it is given; where the gradient replaces the logits it does so there."""
+    """`TritonRows` on copies (`apart`) of what it is given; it writes in place there too."""
 
     def stats(self, chunk: Chunk, *, entropy: bool, extras: tuple[str, ...] = ()) -> RowStats:
         return super().stats(_apart(chunk), entropy=entropy, extras=extras)

@@ -1,4 +1,4 @@
-"""The emulator on kernels written by hand: instructions mean what they should, and faults are found."""
+"""The emulator on kernels written by hand: what instructions mean, and that faults are found."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TEXT = """
 def execute(
     body: str, *tensors: Tensor, threads: int = WARP, programs: int = 1, shared: int = 0
 ) -> Lanes:
-    """Run `body` where %r0 is the thread, %r1 the program and %rd0, %rd1, ... point to `tensors`."""
+    """Run `body`; %r0 is the thread, %r1 the program, and %rd0, %rd1, ... point to `tensors`."""
     names = [f"written_param_{i}" for i in range(len(tensors))]
     text = TEXT.format(
         parameters=",\n".join(f".param .u64 .ptr .global .align 1 {name}" for name in names),
@@ -63,8 +63,9 @@ def execute(
     return lanes
 
 
-OWN = "mul.wide.u32 %rd10, %r0, 4; add.s64 %rd11, %rd0, %rd10;"  # the thread's element of the first argument
-SPOT = "shl.b32 %r10, %r0, 2; mov.b32 %r11, global_smem; add.s32 %r10, %r10, %r11;"  # its own of shared memory
+# the thread's element of the first argument, and its own of shared memory
+OWN = "mul.wide.u32 %rd10, %r0, 4; add.s64 %rd11, %rd0, %rd10;"
+SPOT = "shl.b32 %r10, %r0, 2; mov.b32 %r11, global_smem; add.s32 %r10, %r10, %r11;"
 NEXT = "xor.b32 %r12, %r10, {};"  # another thread's
 BARRIER = "bar.sync 0;"
 
@@ -90,7 +91,7 @@ def test_outside_of_an_argument(offset: int) -> None:
 
 
 def test_what_is_near_in_memory_belongs_to_others() -> None:
-    """Views of one tensor are arguments of their own, and columns between those of a view are none."""
+    """Views of one tensor are arguments of their own; columns between those of a view are none."""
     both = numbers(64)
     execute(f"{OWN} ld.global.b32 %r2, [%rd11];", both[:32], both[32:])
     with pytest.raises(Fault, match="outside of the elements of written_param_0"):
@@ -103,7 +104,8 @@ def test_what_is_near_in_memory_belongs_to_others() -> None:
 def test_guarded_lanes_reach_nothing() -> None:
     x = numbers(31)
     execute(
-        f"{OWN} setp.lt.u32 %p1, %r0, 31; @%p1 ld.global.b32 %r2, [%rd11]; @%p1 st.global.b32 [%rd11], %r2;",
+        f"{OWN} setp.lt.u32 %p1, %r0, 31; @%p1 ld.global.b32 %r2, [%rd11]; "
+        "@%p1 st.global.b32 [%rd11], %r2;",
         x,
     )
     with pytest.raises(Fault, match="outside of"):
@@ -166,9 +168,12 @@ def test_races_of_threads(threads: int, other: int, barrier: str) -> None:
 
 
 def test_many_readers_are_all_remembered() -> None:
-    """Threads read one place, one of them last; it writes there without a barrier after the others."""
+    """Threads read one place, one of them last; it writes there without a barrier."""
     write = "setp.eq.u32 %p1, %r0, 63; @%p1 st.shared.b32 [global_smem], %r0;"
-    start = f"setp.eq.u32 %p2, %r0, 0; @%p2 st.shared.b32 [global_smem], %r0; {BARRIER} ld.shared.b32 %r2, [global_smem];"
+    start = (
+        f"setp.eq.u32 %p2, %r0, 0; @%p2 st.shared.b32 [global_smem], %r0; {BARRIER} "
+        "ld.shared.b32 %r2, [global_smem];"
+    )
     again = "setp.gt.u32 %p3, %r0, 31; @%p3 ld.shared.b32 %r3, [global_smem];"
     with pytest.raises(Fault, match="race: thread 63 of program 0 writes what"):
         execute(start + again + write, threads=64, shared=16)
@@ -280,7 +285,10 @@ def result(code: str, kind: str = "b32") -> int:
         (f"cvt.rzi.s32.f32 %r2, {bits(NAN)};", 0),
         (f"cvt.rmi.ftz.f32.f32 %r2, {bits(-1.5)};", int(bits(-2)[2:], 16)),
         (f"cvt.rn.bf16x2.f32 %r2, {bits(1)}, {bits(2)};", 0x3F804000),
-        ("mov.u32 %r3, 0x12345678; mov.b32 {%rs1, %rs2}, %r3; mov.b32 %r2, {%rs2, %rs1};", 0x56781234),
+        (
+            "mov.u32 %r3, 0x12345678; mov.b32 {%rs1, %rs2}, %r3; mov.b32 %r2, {%rs2, %rs1};",
+            0x56781234,
+        ),
         ("redux.sync.min.s32 %r2, %r0, -1;", 0),
         ("redux.sync.max.s32 %r2, %r0, -1;", 31),
         ("shfl.sync.bfly.b32 %r2, %r0, 16, 31, -1;", 16),
@@ -303,7 +311,7 @@ def test_wide_and_narrow_registers() -> None:
 
 
 def test_one_rounding_of_a_product_and_a_sum() -> None:
-    """Against fractions, also where a sum rounded in double precision lies in the middle of two floats."""
+    """Against fractions, also where a sum in double lies in the middle of two floats."""
     rng = np.random.default_rng(0)
     x, y = (rng.standard_normal(20_000).astype(np.float32) for _ in range(2))
     z = np.where(rng.random(20_000) < 0.5, -x * y, x * y * np.float32(2.0**-24)).astype(np.float32)

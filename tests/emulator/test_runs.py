@@ -1,4 +1,4 @@
-"""Parts of what `make emulate` runs, in processes of their own: Triton must be imported without its interpreter."""
+"""Parts of what `make emulate` runs, in processes that import Triton without its interpreter."""
 
 from __future__ import annotations
 

@@ -35,7 +35,8 @@ def _shuffle(lanes: Lanes, mode: str, d: str, a: str, b: str, clamp: str, member
 def _reduce(lanes: Lanes, name: str, kind: str, d: str, a: str, members: str) -> None:
     _whole(lanes, members)
     functions = {
-        "add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or,
+        "add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and,
+        "or": np.bitwise_or,
         "xor": np.bitwise_xor,
     }  # fmt: skip
     values = lanes.everywhere(lanes.get(a, kind))

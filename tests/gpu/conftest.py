@@ -1,7 +1,7 @@
-"""Tests with two forms: on a GPU at sizes that matter, marked `gpu`; on a CPU, in Triton's interpreter, tiny.
+"""Tests with two forms: on a GPU at sizes that matter; on a CPU, in Triton's interpreter, tiny.
 
-The second tells whether the test itself is right before a GPU is at hand. What a CPU does not have takes `gpu` instead
-of `device`.
+The second tells whether the test itself is right before a GPU is at hand. What a CPU does not have
+takes `gpu` instead of `device`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def gpu(request: pytest.FixtureRequest) -> torch.device:
 
 @pytest.fixture
 def as_in_use() -> Iterator[None]:
-    """Without the suite's deterministic mode, whose operations wait, allocate and run differently."""
+    """Without the suite's deterministic mode, whose operations wait and allocate."""
     before = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -40,7 +40,7 @@ def as_in_use() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _device_still_answers() -> Iterator[None]:
-    """After an error that stays with the process, such as an illegal address, no later test could pass in it."""
+    """After an error that stays with the process no later test could pass in it."""
     yield
     if not torch.cuda.is_available():
         return

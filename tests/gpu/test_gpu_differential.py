@@ -1,4 +1,4 @@
-"""Every fixed case, engine and backend on the device, against float64 within the strict tolerance."""
+"""Every fixed case, engine and backend on the device, against float64, strictly."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from grpo_kernels import Run, linear_logprob
+from tests.support.adapter_case import check_adapter
 from tests.support.case_builder import Case
 from tests.support.cases import fixed_cases, wide_cases
 from tests.support.on_device import BACKENDS, report, run_on
@@ -28,7 +29,7 @@ def chosen(
 
 
 def check(case: Case, device: torch.device, backend: str, failures: dict[str, Exception]) -> int:
-    """All engines that are exact for the case; what goes wrong is collected. Returns how many were tried."""
+    """All engines that are exact for the case; failures are collected. Returns the count."""
     reference = reference_loss(case)
     bounds, tried = bounds_of(reference, case), 0
     for engine in TRAINING:
@@ -82,7 +83,7 @@ def test_frozen(device: torch.device, frozen: str, backend: str) -> None:
 
 
 def test_ids_out_of_range_make_their_rows_nan(device: torch.device) -> None:
-    """Where looking at the ids would cost a wait, the rows say it themselves; the others are as they were."""
+    """Where looking at the ids would cost a wait, the rows say it; the others are as they were."""
     hidden, weight = torch.randn(6, 16, device=device), torch.randn(40, 16, device=device)
     ids = torch.tensor([3, -1, 39, 40, 7, 2**40], device=device)
     bad = torch.tensor([False, True, False, True, False, True], device=device)
@@ -97,3 +98,29 @@ def test_ids_out_of_range_make_their_rows_nan(device: torch.device) -> None:
         assert torch.equal(torch.isnan(found.logps), bad), backend
         assert found.entropies is not None
         torch.testing.assert_close(found.logps[~bad], right.logps[~bad], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("engine", ["one_pass", "two_pass", "lean"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_adapter_equals_the_merged_head(
+    device: torch.device, backend: str, engine: str, dtype: torch.dtype
+) -> None:
+    n = 300 if device.type == "cuda" else 5
+    check_adapter(
+        torch.float16,
+        dtype,
+        n=n,
+        device=str(device),
+        gradient=2.0**-7,
+        engine=engine,
+        backend=backend,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_adapter_in_bf16(gpu: torch.device, dtype: torch.dtype) -> None:
+    for backend in BACKENDS:
+        check_adapter(
+            torch.bfloat16, dtype, n=300, device=str(gpu), gradient=2.0**-5, backend=backend
+        )

@@ -1,7 +1,8 @@
 """The same bits again: run after run, and for a row whatever else is in its batch.
 
-That is promised of every dtype and backend where the library multiplies the same number of rows; where it is another
-number, of fp32 with the Triton kernels (docs/design.md, "Numbers"), and of the others that they agree to `CLOSE`.
+That is promised of every dtype and backend where the library multiplies the same number of rows;
+where it is another number, of fp32 with the Triton kernels (docs/design.md, "Numbers"), and of the
+others that they agree to `CLOSE`.
 """
 
 from __future__ import annotations
@@ -54,10 +55,11 @@ def test_every_run_has_the_same_bits(
     hidden = hidden.detach().view(-1, 4, h).requires_grad_()
     config = LossConfig(beta=0.05, entropy_coef=0.01)
     old = torch.full((n // 4, 4), -8.0, device=device)
+    advantages = torch.linspace(-1, 1, n // 4, device=device)
 
     def step() -> Any:
         out = grpo_loss(
-            hidden, weight, ids.view(-1, 4), None, torch.linspace(-1, 1, n // 4, device=device), config=config,
+            hidden, weight, ids.view(-1, 4), None, advantages, config=config,
             old_per_token_logps=old, ref_per_token_logps=old, run=Run(engine, backend),
         )  # fmt: skip
         return out.loss, out.per_token_logps, out.entropies, *gradients(out.loss, [hidden, weight])
@@ -122,7 +124,7 @@ def test_masked_positions_and_padding_change_no_bit(
 def test_the_ratio_is_exactly_one_on_policy(
     device: torch.device, engine: str, dtype: torch.dtype, backend: str, as_in_use: None
 ) -> None:
-    """Old log-probabilities of calls without gradient, a sequence at a time: loss and gradient as on-policy.
+    """Old log-probabilities of calls without gradient, by sequence: loss and gradient as on-policy.
 
     Exactly, or, where that is not promised, as nearly as log-probabilities are.
     """
@@ -175,7 +177,7 @@ def test_rows_are_the_same_in_every_engine(
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("engine", ["one_pass", "two_pass", "lean"])
 def test_autocast_to_bf16(device: torch.device, engine: str, backend: str) -> None:
-    """fp32 tensors under autocast: the products' operands are bf16, the gradients fp32; as with rounded tensors."""
+    """fp32 tensors under autocast: operands bf16, gradients fp32; as with rounded tensors."""
     n, h, v = (512, 256, 32_003) if device.type == "cuda" else (16, 16, 70)
     hidden, weight, ids = leaves(device, n, h, v, torch.float32)
     hidden = hidden.detach().view(-1, 8, h).requires_grad_()

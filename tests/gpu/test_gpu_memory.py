@@ -1,4 +1,4 @@
-"""Memory on the device: the documented budget holds, nothing of the size of the logits is made, nothing leaks.
+"""Memory on the device: the documented budget holds, no tensor has the logits' size, no leaks.
 
 These tests look at the whole device's memory, so nothing else should run on it at the same time.
 """
@@ -62,7 +62,7 @@ def peak_of(run: Any, device: torch.device) -> int:
 def test_the_peak_is_within_the_documented_budget(
     device: torch.device, engine: str, workspace: int | None, backend: str, as_in_use: None
 ) -> None:
-    """The workspace; one pass: d hidden and d weight in fp32; two passes: d weight in fp32; and the gradients."""
+    """The workspace, the gradients, and d hidden and d weight in fp32 where stored."""
     n, h, v = (8192, 1024, 151_936) if device.type == "cuda" else (64, 16, 300)
     if device.type == "cpu":
         workspace = 2**17 if workspace else None
@@ -129,7 +129,7 @@ def test_a_hundred_steps_leave_nothing_behind(
 def test_lean_is_chosen_where_memory_is_short(
     gpu: torch.device, backend: str, as_in_use: None
 ) -> None:
-    """Something else holds nearly all of the device: an accumulator for d weight would not fit, and is not needed."""
+    """Something else holds nearly all of the device: no accumulator for d weight would fit."""
     n, h, v, workspace = 512, 1024, 151_936, 128 * MIB
     hidden, weight, ids = leaves(gpu, n, h, v, torch.bfloat16)
     options = {"backend": backend, "workspace_bytes": workspace}

@@ -1,7 +1,7 @@
-"""Gradients on several GPUs by NCCL, against one process in float64: DDP, FSDP2, HSDP, a head sharded by rows.
+"""Gradients on several GPUs by NCCL, against one process in float64.
 
-The cases are those of the gloo tests; on a CPU two gloo processes compare two losses in float32. It has not been run on
-GPUs yet.
+The cases are those of the gloo tests; on a CPU two gloo processes compare two losses in float32. It
+has not been run on GPUs yet.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from tests.support.parallel_cases import LOSSES, SETUPS, Run, relative_error, tr
 from tests.support.ranks import run_ranks
 from tests.support.reference import reference_loss
 
-# Largest difference from float64 over the largest entry of a gradient; bf16 rounds weights and hidden states.
+# Largest difference from float64 over the largest entry of a gradient; bf16 rounds weights and
+# hidden states.
 BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 5e-2}
 HSDP = ("FSDP2, head in the root unit", "FSDP2, head its own unit")
 QUICK = ("off-policy", "sequence ratio")
@@ -73,7 +74,7 @@ def data_parallel(
 
 
 def mixed_precision(loss: str, device: torch.device, world_size: int) -> float:
-    """FSDP2 with bf16 parameters and float32 reduction, against float64: the error is mostly that of bf16."""
+    """FSDP2 with bf16 parameters and float32 reduction, against float64: mostly bf16's error."""
     setup = cases.Setup(cases.units("mid", "lm_head", mp_policy=cases.BF16), inside=False)
     got = Run(setup, LOSSES[loss], device, torch.float32).gradients()
     return max(relative_error(got, truth(LOSSES[loss], world_size)).values())
@@ -82,7 +83,7 @@ def mixed_precision(loss: str, device: torch.device, world_size: int) -> float:
 def sharded_head(
     rank: int, world_size: int, name: str, device: torch.device, dtype: torch.dtype
 ) -> float:
-    """The head divided over all ranks, the batch the same on each: gradients of the rows and of hidden states."""
+    """The head divided over all ranks, the batch the same: gradients of rows and hidden states."""
     loss, batch = LOSSES[name], cases.make_batch(0, world_size, dtype, last_empty=False)
     model = cases.make_model(torch.float64, loss)
     hidden, weight = model(batch.tokens).detach().to(dtype), model.lm_head.weight.detach().to(dtype)

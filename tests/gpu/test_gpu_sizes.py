@@ -1,6 +1,8 @@
-"""Where 32-bit offsets overflow, grids end and tiles are many: over 2^31 logits, 65,535 rows, 300,000 columns."""
+"""Where offsets overflow and grids end: 2^31 logits and numbers, 65,535 rows, 300,000 columns."""
 
 from __future__ import annotations
+
+import math
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from grpo_kernels import Run, grpo_loss, linear_logprob
 from grpo_kernels.backends import LogitTransform, choose_backend
 from grpo_kernels.backends.interface import Chunk
 from grpo_kernels.base.tensors import take
+from grpo_kernels.token_loss.record import TokenLoss
 from tests.support.on_device import BACKENDS, leaves, on_backends, relative, same_bits, truth
 
 GIB = 2**30
@@ -62,22 +65,16 @@ def test_row_kernels_beyond_2_to_the_31_logits(
             want,
         )
     else:
-        loss = clipped(ones)
+        loss = TokenLoss(
+            surrogate="clipped", kl=None, corrects_kl=False, advantages=ones, d_logps=None,
+            weights=ones, old=ones * -3.0, ref=None, gate=None, constants=(0.8, 1.2, math.inf),
+            beta=0.0, d_entropy=0.0,
+        )  # fmt: skip
         backend.fused(Chunk(logits, ids, transform), loss, out)
         backend.fused(Chunk(some[:few].clone(), ids[:few], transform), take(loss, slice(few)), want)
     for start in range(0, n, 64):
         rows_here = min(64, n - start)
         assert torch.equal(out[start : start + rows_here], want[:rows_here]), f"rows from {start}"
-
-
-def clipped(ones: Tensor):
-    from grpo_kernels.token_loss.record import TokenLoss
-
-    inf = float("inf")
-    return TokenLoss(
-        surrogate="clipped", kl=None, corrects_kl=False, advantages=ones, d_logps=None, weights=ones, old=ones * -3.0,
-        ref=None, gate=None, constants=(0.8, 1.2, inf), beta=0.0, d_entropy=0.0,
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -98,7 +95,8 @@ def test_more_than_2_to_the_31_logits(
         part = hidden.detach()[rows].view(-1, 8, h).requires_grad_()
         w = weight.detach().requires_grad_()
         out = grpo_loss(
-            part, w, ids[rows].view(-1, 8), None, advantages[rows.start // 8 : rows.stop // 8], num_items_in_batch=n,
+            part, w, ids[rows].view(-1, 8), None, advantages[rows.start // 8 : rows.stop // 8],
+            num_items_in_batch=n,
             run=Run(engine, backend, workspace),
         )  # fmt: skip
         out.loss.backward()
@@ -137,3 +135,33 @@ def test_many_rows_and_many_columns(
         torch.testing.assert_close(found.detach().double(), logps, rtol=1e-5, atol=5e-5)
         assert relative(hidden.grad, d_hidden) < limit
         assert relative(weight.grad, d_weight) < limit
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("shape", [(1,), (4097,), (9001, 896), (151_936, 1024)])
+def test_scaling_has_the_bits_of_torch(
+    device: torch.device, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    shape = shape if device.type == "cuda" else tuple(min(x, 4097) for x in shape[:1])
+    g = torch.Generator(device).manual_seed(0)
+    x, factor = torch.randn(shape, generator=g, device=device), torch.tensor(0.3, device=device)
+    want = torch.mul(x, factor, out=torch.empty_like(x, dtype=dtype))
+    backend, out = choose_backend("triton", device)[0], torch.empty_like(x, dtype=dtype)
+    backend.scale(x, factor, out)
+    assert same_bits(out, want)
+    if dtype == torch.float32:
+        backend.scale(x, factor, x)
+        assert same_bits(x, want)
+
+
+def test_scaling_beyond_2_to_the_31_numbers(gpu: torch.device) -> None:
+    needs(gpu, 20)
+    n = 2**31 + 5000
+    x = torch.arange(n, dtype=torch.float32, device=gpu)
+    backend, out = (
+        choose_backend("triton", gpu)[0],
+        torch.zeros(n, dtype=torch.bfloat16, device=gpu),
+    )
+    backend.scale(x, torch.tensor(0.5, device=gpu), out)
+    for part in (slice(0, 5000), slice(2**31 - 5000, n)):
+        assert same_bits(out[part], (x[part] * 0.5).bfloat16())

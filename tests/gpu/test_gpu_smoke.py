@@ -1,7 +1,8 @@
-"""The smoke test of ``python -m benchmarks.gpu``: every kernel and engine, 16-bit products, one bandwidth.
+"""The smoke test of ``python -m benchmarks.gpu``: kernels, engines, 16-bit products, a bandwidth.
 
-All but the bandwidth is held against float64, at V 9001 (whole steps of a tile and a tail; rows that are not aligned;
-all that a head may have), 1088 and 151936. The sanitizers watch the small ones.
+All but the bandwidth is held against float64, at V 9001 (whole steps of a tile and a tail; rows
+that are not aligned; all that a head may have), 1088 and 151936. The sanitizers watch the small
+ones.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ class Rows:
     """Rows of two heads' logits for one kernel, and what float64 makes of them.
 
     Attributes:
-        chunk, pair: logits (n, V) in fp32, rounded to `dtype`; the same with the teacher's beside them.
+        chunk, pair: logits (n, V) in fp32, rounded to `dtype`; the same with the teacher's beside
+            them.
         a, b, c: (n,) d loss / d logp, / d entropy and / d divergence.
         out: where the gradient goes: the chunk's logits if `in_place`, else rows of `dtype`.
         raw, all_logps, logps, entropies, divergence: float64, a graph from `raw` (n, V) on.
@@ -137,13 +139,13 @@ class Rows:
         yield "entropies", stats.entropies, self.entropies, 1.0 + self.entropies.abs(), STATISTIC
 
     def token_loss(self) -> tuple[TokenLoss, Tensor, float]:
-        """A clipped loss with a KL term: for the kernel; of each row (n,) in float64; and d loss / d entropy."""
+        """A clipped loss with KL: for the kernel; (n,) in float64; and d loss / d entropy."""
         old, ref = (self.logps.detach().float() + gap for gap in (self.old_gap, self.ref_gap))
         advantages, beta, bonus = self.a / SCALE, 0.04, -0.01 * SCALE
         loss = TokenLoss(
-            surrogate="clipped", constants=(0.8, 1.2, math.inf), kl="k3", corrects_kl=False, advantages=advantages,
-            d_logps=None, weights=torch.full_like(advantages, SCALE), old=old, ref=ref,
-            gate=None, beta=beta, d_entropy=bonus,
+            surrogate="clipped", constants=(0.8, 1.2, math.inf), kl="k3", corrects_kl=False,
+            advantages=advantages, d_logps=None, weights=torch.full_like(advantages, SCALE),
+            old=old, ref=ref, gate=None, beta=beta, d_entropy=bonus,
         )  # fmt: skip
         ratio, ahead = (self.logps - old.double()).exp(), ref.double() - self.logps
         policy = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
@@ -251,7 +253,7 @@ WRITES = ("grad", "fused", "teacher_grad", "scale")
 def compare_engine(
     engine: str, shape: tuple[int, int, int], vocab: int, dtype: torch.dtype, device: torch.device
 ) -> Iterator[Compared]:
-    """A whole call by `engine`, and its backward where it has one, against the logits of all positions in float64."""
+    """A whole call by `engine`, and its backward if any, against all logits in float64."""
     b, t, width = shape
     torch.manual_seed(0)
     hidden = torch.randn(b, t, width, device=device).to(dtype).requires_grad_()
@@ -279,7 +281,8 @@ def compare_engine(
     )  # of one sequence none: nothing to compute
     old = logps.detach().float() + 0.2 * torch.randn(b, t, device=device)
     out = grpo_loss(
-        hidden, weight, ids, mask, advantages, config=LossConfig(epsilon=0.2), old_per_token_logps=old,
+        hidden, weight, ids, mask, advantages, config=LossConfig(epsilon=0.2),
+        old_per_token_logps=old,
         run=Run(engine, "triton"),
     )  # fmt: skip
     out.loss.backward()
@@ -303,7 +306,7 @@ def compare_engine(
 
 
 def compare_product(dtype: torch.dtype, add: bool, device: torch.device) -> Iterator[Compared]:
-    """A product as the engine has it: 16-bit operands, one of them transposed, and an fp32 result that they add to."""
+    """A product as the engine has it: 16-bit operands, and an fp32 result that they add to."""
     left, right = (torch.randn(512, n, device=device).to(dtype) for n in (1000, 256))
     out = torch.randn(1000, 256, device=device)
     want = left.double().T @ right.double() + (out.double() if add else 0.0)
@@ -399,7 +402,7 @@ def test_bandwidth(gpu: torch.device, record_property: Any, as_in_use: None) -> 
 
 
 def kernel_functions() -> set[str]:
-    """What is launched: every function of the backend that Triton compiles and that is named a kernel."""
+    """Every function of the backend that Triton compiles and that is named a kernel."""
     modules = [
         importlib.import_module(f"{triton_rows.__name__}.{x.name}")
         for x in pkgutil.iter_modules(triton_rows.__path__)
@@ -408,7 +411,7 @@ def kernel_functions() -> set[str]:
 
 
 def test_a_wrong_kernel_is_noticed() -> None:
-    """An element in the tail of a row that is off by a hundredth; one that is written past its end."""
+    """An element in a row's tail that is off by a hundredth; one that is written past its end."""
     launch, cpu = row_work.launch_grad, torch.device("cpu")
 
     def wrong(place: int) -> Any:
@@ -436,9 +439,14 @@ from triton.backends.compiler import GPUTarget
 from benchmarks.aot.launches import caught
 from tests.gpu import test_gpu_smoke as smoke
 from tests.support import pretend_gpu
-triton.runtime.driver.set_active(SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", 90, 32)))
+hopper = GPUTarget("cuda", 90, 32)
+triton.runtime.driver.set_active(SimpleNamespace(get_current_target=lambda: hopper))
 gpu = pretend_gpu.GPU
-with pytest.MonkeyPatch.context() as patch, pretend_gpu.pretended(patch, memory=False), caught() as launches:
+with (
+    pytest.MonkeyPatch.context() as patch,
+    pretend_gpu.pretended(patch, memory=False),
+    caught() as launches,
+):
     kernels = smoke.triton_kernels(gpu)
     for name, vocab, dtype in smoke.FORMS:
         for in_place in smoke.ways(name, dtype):
@@ -450,7 +458,7 @@ print(*sorted({x.kernel.__name__ for x in launches}))
 
 
 def test_the_sizes_of_a_gpu_launch_every_kernel() -> None:
-    """On tensors without memory that say they are on a GPU. A new kernel that no check launches fails here."""
+    """On tensors that say they are on a GPU. A new kernel that no check launches fails here."""
     plain = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-c", PRETENDED], cwd=ROOT, env=plain, capture_output=True, text=True

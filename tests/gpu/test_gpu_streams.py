@@ -23,7 +23,7 @@ from tests.support.on_device import (
 )
 
 SHAPES = {"cuda": (512, 256, 32_003), "cpu": (24, 16, 70)}
-SLEEP_CYCLES = 40_000_000  # some 20 ms: what is launched on the wrong stream runs long before its input is there
+SLEEP_CYCLES = 40_000_000  # some 20 ms: a launch on the wrong stream runs before its input is there
 REPLAYS = {"cuda": 100, "cpu": 3}
 CONFIGS = {
     "on-policy": LossConfig(),
@@ -89,7 +89,7 @@ def test_runs_on_the_current_stream(device: torch.device, engine: str, backend: 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_two_streams_at_once(device: torch.device, backend: str) -> None:
-    """Two batches whose calls alternate between two streams have the bits of one after the other."""
+    """Two batches whose calls alternate between streams have the bits of one after the other."""
     steps = [loss_step(batch(device, seed=seed), backend=backend) for seed in (0, 1)]
     want = [copy_of(step()) for step in steps]
     on_gpu = device.type == "cuda"
@@ -108,7 +108,7 @@ def test_two_streams_at_once(device: torch.device, backend: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_runs_on_the_tensors_device(gpu: torch.device, backend: str) -> None:
-    """Another device than the tensors' is current, where there is another; else the same one, by its number."""
+    """Another device than the tensors' is current, if there is one; else the same, by number."""
     tensors_on = torch.device(gpu.type, torch.cuda.device_count() - 1)
     given = batch(tensors_on)
     with torch.cuda.device(tensors_on):
@@ -172,8 +172,9 @@ def test_a_graph_of_the_log_probabilities_replays(
             assert same_bits(found, copy_of(step())), f"replay {i}"
 
 
-# How often a step waits for the device: with a mask, to learn how many positions count; without KL and entropy bonus,
-# and in a second pass, to learn how many carry gradient. (engine/test_no_waits.py counts it without a device.)
+# How often a step waits for the device: with a mask, to learn how many positions count; without KL
+# and entropy bonus, and in a second pass, to learn how many carry gradient.
+# (engine/test_no_waits.py counts it without a device.)
 WAITS = {
     "no mask": {"on-policy": 1, "kl": 0, "entropy": 0},
     "mask": {"one_pass": 2, "two_pass": 2, "lean": 2},

@@ -1,4 +1,4 @@
-"""The tests that every row backend's divergences from a teacher pass: against float64 within bounds, and themselves."""
+"""The tests that every row backend's divergences from a teacher pass."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ class DivergenceSuite:
             self.check_rows(raw, other, beta, two, ("c", "ac", "abc", "bc", "ab"))
 
     def test_however_near_the_teacher(self, beta: float) -> None:
-        """Divergences from 1e-8 to 10 nats are precise to 1e-4, and so are their gradients, of the same logits."""
+        """Divergences from 1e-8 to 10 nats, and their gradients, are precise to 1e-4."""
         sizes = torch.logspace(-4.2, 1.3, 12, device=self.device)[:, None]
         raw = 2 * torch.randn(12, self.wide, device=self.device)
         other = raw + sizes * torch.randn(12, self.wide, device=self.device)
@@ -162,7 +162,7 @@ class DivergenceSuite:
         self.check_rows(raw, other + 5 * torch.rand(12, 1, device=self.device), beta)
 
     def test_no_divergence_from_oneself(self, beta: float) -> None:
-        """Exactly 0, and so is the gradient; in rows with banned ids and nearly certain ones too."""
+        """Exactly 0, and so is the gradient, in rows with banned and nearly certain ids too."""
         for vocab in self.vocabs:
             raw = 3 * self.randn(5, vocab)
             raw[1, : vocab // 2] = -INF
@@ -181,7 +181,7 @@ class DivergenceSuite:
         "banned", ["student", "teacher", "both", "more by the student", "more by the teacher"]
     )
     def test_banned_ids(self, banned: str, beta: float) -> None:
-        """Logits of -inf: only where one needs what the other bans is the divergence infinite; never NaN."""
+        """Logits of -inf: infinite only where one needs what the other bans; never NaN."""
         raw, other = 2 * self.randn(4, self.wide), 2 * self.randn(4, self.wide)
         raw[
             :,
@@ -226,7 +226,7 @@ class DivergenceSuite:
         assert torch.isfinite(self.gradient_of_divergence(chunk, stats)).all()
 
     def test_certain_tokens(self, beta: float) -> None:
-        """Rows with one token whose probability is 1 in float32: of one head, of both, the same one and another."""
+        """A token whose probability is 1 in float32: of one head, of both, the same and another."""
         raw, other = self.randn(4, self.wide), self.randn(4, self.wide)
         raw[:3, 7] += 200.0
         other[1:, 7] += 200.0
@@ -234,7 +234,7 @@ class DivergenceSuite:
         self.check_rows(raw, other, beta)
 
     def test_no_numbers(self, beta: float) -> None:
-        """NaN and inf in either head, or nothing but -inf: value, sum k and gradient are NaN, in that row alone."""
+        """NaN and inf in either head, or only -inf: all results are NaN, in that row alone."""
         for vocab in (1, self.vocabs[-2], self.wide):
             clean, other_clean = 2 * self.randn(9, vocab), 2 * self.randn(9, vocab)
             raw, other = clean.clone(), other_clean.clone()
@@ -278,7 +278,7 @@ class DivergenceSuite:
                 assert same(self.grad(part, found, a[rows], b[rows], c[rows]), d[rows])
 
     def test_where_gradients_are_written(self, beta: float) -> None:
-        """Over the logits, or elsewhere, of 16 bits too, in rows of wider ones; the teacher's logits are left alone."""
+        """Over the logits, or elsewhere, of 16 bits too; the teacher's logits are left alone."""
         n, vocab = 4, self.wide + 1
         raw, other, ids = self.randn(n, vocab), self.randn(n, vocab), self.ids(n, vocab)
         chunk = self.chunk(raw, other, beta, ids, self.transforms(n, vocab, (3, 2)))
@@ -300,7 +300,7 @@ class DivergenceSuite:
         assert torch.equal(chunk.teacher.logits, teachers)
 
     def test_parts_of_a_vocabulary(self, beta: float) -> None:
-        """Divergences of the columns' parts add up, and gradients of parts are those of the whole."""
+        """Divergences of the columns' parts add up; gradients of parts are those of the whole."""
         raw, other, ids = (
             3 * self.randn(6, self.wide),
             3 * self.randn(6, self.wide),

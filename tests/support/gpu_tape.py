@@ -1,8 +1,9 @@
-"""What a call would do on a GPU, in order: products, row kernels, other launches, waits, and the bytes that each moves.
+"""What a call would do on a GPU, in order, and the bytes that each step moves.
 
-The call runs on tensors that say they are on a GPU (`pretend_gpu.py`). Large ones have no data (torch's "meta"
-device), so that the real sizes fit any machine; small ones do, so that what depends on their values is as it would be.
-In the place of the row kernels stands a backend that notes them down.
+The call runs on tensors that say they are on a GPU (`pretend_gpu.py`). Large ones have no data
+(torch's "meta" device), so that the real sizes fit any machine; small ones do, so that what depends
+on their values is as it would be. In the place of the row kernels stands a backend that notes them
+down.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class Event:
     """One thing that happens.
 
     Attributes:
-        kind: "product", "rows" (a row kernel), "launch" (any other), "view" (host work alone) or "wait".
+        kind: "product", "rows" (a row kernel), "launch" (any other), "view" (host work alone) or
+            "wait".
         name: of the operation or kernel.
         flops: of a product.
         shape: (m, n, k) of a product, (rows, V) of a row kernel; of others that of the result.
@@ -81,7 +83,7 @@ class Tape:
         return sum(x.kind in ("product", "rows", "launch") for x in self.events)
 
     def after_last_wait(self) -> list[Event]:
-        """What the host does between the last wait and the first product after it, for which the device waits."""
+        """What the host does between the last wait and the first product after it."""
         places = [i for i, x in enumerate(self.events) if x.kind == "wait"]
         rest = self.events[places[-1] + 1 :] if places else self.events
         first = next(i for i, x in enumerate(rest) if x.kind == "product")

@@ -1,4 +1,4 @@
-"""Compiles the row kernels as launches would, for a GPU that is not there, and counts the variants: run as a module."""
+"""Compiles the row kernels as launches would, and counts the variants: run as a module."""
 
 from __future__ import annotations
 
@@ -37,13 +37,14 @@ class NoDriver:
 
 
 def launch_all(n: int, at: int, swept: float) -> None:
-    """Every kernel on `n` rows; numbers of the rows lie `at` places from an aligned address; `swept` is all else."""
+    """Every kernel on `n` rows; numbers of rows lie `at` places off; `swept` is all else."""
     x, ids = torch.zeros(n, V), torch.zeros(n + at, dtype=torch.int64)[at:]
     ones = torch.ones(n + at)[at:]
     transform = LogitTransform(scale=1 + swept, softcap=30 + swept, inv_temperature=1 / (1 + swept))
     loss = TokenLoss(
-        surrogate="clipped", kl="k3", corrects_kl=True, advantages=ones, d_logps=None, weights=ones, old=ones, ref=ones,
-        gate=ones, constants=(1 - swept, 1 + swept, math.inf if swept else 2.0), beta=swept, d_entropy=0.1 + swept,
+        surrogate="clipped", kl="k3", corrects_kl=True, advantages=ones, d_logps=None, weights=ones,
+        old=ones, ref=ones, gate=ones, beta=swept, d_entropy=0.1 + swept,
+        constants=(1 - swept, 1 + swept, math.inf if swept else 2.0),
     )  # fmt: skip
     config = {kernel: row_config(kernel, V, "sm_90") for kernel in ("stats", "grad", "fused")}
     stats = launch_stats(Chunk(x, ids, transform), config["stats"], entropy=True, extras=())

@@ -1,4 +1,4 @@
-"""What the tests on a device share: moving cases there and results back, float64 truth on the device, graphs, waits."""
+"""What the tests on a device share: cases moved there, float64 truth, graphs, waits."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def leaves(
 def truth(
     hidden: Tensor, weight: Tensor, ids: Tensor, coefficients: Tensor, at_once: int = 1024
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Float64 log-probabilities (n,), and d hidden, d weight of ``sum(coefficients * logps)``; some rows at a time."""
+    """Float64 log-probabilities (n,), and the gradients of ``sum(coefficients * logps)``."""
     h64, w64 = hidden.detach().double(), weight.detach().double()
     logps, d_hidden, d_weight = [], [], torch.zeros_like(w64)
     for rows in torch.arange(len(ids), device=ids.device).split(at_once):

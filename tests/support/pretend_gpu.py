@@ -1,7 +1,7 @@
-"""CPU tensors that say they are on a GPU, so that its code paths run without one and every wait for it is counted.
+"""CPU tensors that say they are on a GPU, so that its code paths run and waits are counted.
 
-A wait is a host read: of a value (``item``, ``tolist``, ``bool``), of a number of elements (``nonzero``, indexing with
-a bool tensor), or a copy to or from the host that blocks.
+A wait is a host read: of a value (``item``, ``tolist``, ``bool``), of a number of elements
+(``nonzero``, indexing with a bool tensor), or a copy to or from the host that blocks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ READS = {  # ops whose result the host needs, or whose size it does
 INDEXING = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default}
 READ = 1  # the number that the host reads of a tensor without data
 HOPPER = types.SimpleNamespace(
-    name="NVIDIA H100", major=9, minor=0, multi_processor_count=132, warp_size=32, total_memory=80 * 2**30,
+    name="NVIDIA H100", major=9, minor=0, multi_processor_count=132, warp_size=32,
+    total_memory=80 * 2**30,
     shared_memory_per_multiprocessor=233472, shared_memory_per_block_optin=232448, gcnArchName="",
 )  # fmt: skip
 WIDE_PRODUCTS = {
@@ -144,7 +145,7 @@ def _wide_product(*operands: Any, out: Tensor, **_: Any) -> Tensor:
 def _makes_there(
     make: Callable[..., Tensor], *, copies: bool, memory: bool
 ) -> Callable[..., Tensor]:
-    """A function that makes tensors, with ``device="cuda"``; `copies` if it takes its data from the host."""
+    """A function that makes tensors, with ``device="cuda"``; `copies` from the host."""
 
     def made(*args: Any, device: Any = None, **kwargs: Any) -> Tensor:
         if device is None or torch.device(device).type != "cuda":
@@ -185,10 +186,11 @@ def pretended(
     tape: Any = None,
     memory: bool = True,
 ) -> Iterator[Waits]:
-    """Within, tensors may be `OnGPU`, and the waits are listed; while `capturing` a graph, each is an error.
+    """Within, tensors may be `OnGPU`, and waits are listed; while `capturing`, each is an error.
 
-    A tensor whose data is on torch's "meta" device has none, and nor has what comes of it. Without `memory` all that is
-    made on the GPU is such a tensor, and the GPU is one of Hopper's, for which Triton's kernels can be launched.
+    A tensor whose data is on torch's "meta" device has none, and nor has what comes of it. Without
+    `memory` all that is made on the GPU is such a tensor, and the GPU is one of Hopper's, for which
+    Triton's kernels can be launched.
     """
     plenty = 2**40
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)

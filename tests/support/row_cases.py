@@ -37,7 +37,7 @@ def rows(n: int, vocab: int, device: str = DEVICE) -> tuple[Tensor, Tensor]:
 def make_transform(
     n: int, vocab: int, kind: int, rounded_to: torch.dtype | None, device: str = DEVICE
 ) -> LogitTransform:
-    """Four kinds: plain; bias, scale and one temperature; one a row; all of them with a soft-cap."""
+    """Four kinds: plain; bias, scale and a temperature; one a row; all with a soft-cap."""
     bias, inv_t = torch.randn(vocab, device=device), torch.rand(n, 1, device=device) + 0.5
     kinds = (
         PLAIN,

@@ -1,8 +1,9 @@
-"""What a row kernel should give in float64, and how far one that computes in float32 may be off, element by element.
+"""What a row kernel should give in float64, and how far one in float32 may be off.
 
-With u = 2^-24, half a unit in the last place of a number of 1: z is a few products of the raw projection, so each is
-off by some u * |z|. The other bounds follow to first order: what they depend on is off by that much, a term e^d of a
-sum by |d| * 2 u and its own rounding, a sum by a rounding for each of the sums it went through.
+With u = 2^-24, half a unit in the last place of a number of 1: z is a few products of the raw
+projection, so each is off by some u * |z|. The other bounds follow to first order: what they depend
+on is off by that much, a term e^d of a sum by |d| * 2 u and its own rounding, a sum by a rounding
+for each of the sums it went through.
 """
 
 from __future__ import annotations
@@ -17,9 +18,8 @@ from grpo_kernels.token_loss.formulas import ESTIMATORS, SURROGATES, times
 from grpo_kernels.token_loss.record import TokenLoss
 
 U = 2.0**-24
-TERMS = (
-    32 * U
-)  # of a sum: a lane's roundings, its rescaling each time it meets a larger logit, the tree of lanes
+# of a sum: a lane's roundings, its rescaling at each larger logit, the tree of lanes
+TERMS = 32 * U
 FEW = 8 * U
 FLOOR = 1e-36  # of everything: below it numbers lose bits to underflow
 
@@ -83,7 +83,8 @@ def truth(raw: Tensor, ids: Tensor, transform: LogitTransform) -> Truth:
     }
     wide = (log_others.abs() + margin.abs()).nan_to_num(posinf=0.0)
     bound = {
-        "logps": no_target.sum(1) * (2 * e[:, 0] + _sums(no_target, d) + 2 * U * wide) + FEW * want["logps"].abs(),
+        "logps": no_target.sum(1) * (2 * e[:, 0] + _sums(no_target, d) + 2 * U * wide)
+        + FEW * want["logps"].abs(),
         "max_logit": e[:, 0],
         "log_sum": no_top.sum(1) * (2 * e[:, 0] + _sums(no_top, d)) + FEW * log_sum,
         "entropies": (p * away.abs()).sum(1) * 2 * e[:, 0] + (p * d * (TERMS + 2 * U * d)).sum(1)
@@ -194,9 +195,7 @@ def _sums(weights: Tensor, d: Tensor) -> Tensor:
     return TERMS + 2 * U * (weights * d).sum(1) / weights.sum(1).clamp(min=1e-300)
 
 
-RELATIVE = (
-    1e-5  # of a term: its exponentials are off by a few units in the last place times |log p|
-)
+RELATIVE = 1e-5  # of a term: its exponentials are off by a few last places times |log p|
 LOWEST = -1e4  # in the place of -inf: e^ of it is 0 in float64 too, and 0 * it is 0
 
 
@@ -219,7 +218,8 @@ def divergence(student: Truth, teacher: Truth, beta: float) -> Divergence:
     logs, other_logs, value = logs.detach(), other_logs.detach(), value.detach()
     p, q, d = logs.exp(), other_logs.exp(), logs - other_logs
 
-    # of d: of both logits, their difference, and that less the offset; what all d share counts in second order only
+    # of d: of both logits, their difference, and that less the offset; what all d share counts in
+    # second order only
     own, others = (x.want["max_logit"] + x.want["log_sum"] for x in (student, teacher))
     apart = (d + (own - others)[:, None]).abs() + d.abs()
     error = student.e + teacher.e + U * apart.clamp(max=1e3)

@@ -1,4 +1,4 @@
-"""The tests that every backend's surrogates and KL estimators pass, and that its fused kernel is the objective."""
+"""The tests that every backend's surrogates and KL estimators pass, and its fused kernel."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def grid(device: str, special: bool = False) -> list[Tensor]:
     return [x.contiguous() for x in combinations.unbind(1)]
 
 
-# Loss type and options. At R = 0 the ratio is exactly 1, so that it meets a bound of 1 exactly, and both branches of a
-# minimum tie.
+# Loss type and options. At R = 0 the ratio is exactly 1, so that it meets a bound of 1 exactly, and
+# both branches of a minimum tie.
 CASES: list[tuple[str, dict[str, float]]] = [
     ("grpo", {"epsilon_high": 0.28}),
     ("grpo", {"epsilon_high": 0.28, "delta": 1.5}),
@@ -86,7 +86,7 @@ def mirrored(name: str, constants: Constants, *inputs: Tensor) -> Tensor:
 
 
 def steepness(name: str, constants: Constants, log_ratio: Tensor) -> Tensor:
-    """How many times a relative error of the ratio there is in a loss, over what a product of it has."""
+    """How many times a relative error of the ratio there is in a loss."""
     ratio = log_ratio.double().exp()
     ratio = torch.where(ratio < 1e3, ratio, 0.0)  # beyond it a sigmoid is 0 or 1, and phi is 0
     if name == "vespo":
@@ -95,14 +95,14 @@ def steepness(name: str, constants: Constants, log_ratio: Tensor) -> Tensor:
 
 
 def is_nothing(name: str, log_ratio: Tensor, advantages: Tensor) -> Tensor:
-    """(n,) bool: where loss and derivatives have to be 0. An infinite log w, which the objective has not, makes NaN."""
+    """(n,) bool: where loss and derivatives have to be 0. An infinite log w makes NaN."""
     return (advantages == 0) & ~log_ratio.isnan() & (log_ratio.isfinite() | (name != "vespo"))
 
 
 def differentiated(
     name: str, constants: Constants, log_ratio: Tensor, advantages: Tensor, logps: Tensor
 ) -> Tensor:
-    """The loss by the reference, in float64, and its derivatives in R and logp by autograd: (3, n)."""
+    """The loss by the reference in float64, and its derivatives in R and logp: (3, n)."""
     log_ratio, advantages, logps = (x.double().clone() for x in (log_ratio, advantages, logps))
     log_ratio.requires_grad_()
     logps.requires_grad_()
@@ -122,7 +122,7 @@ def differentiated(
 
 
 def check_like(name: str, got: Tensor, want: Tensor, bound: Tensor, like: Tensor) -> None:
-    """Where `like`, from the same operations in the dtype of `got`, is no number, `got` is that; else near `want`."""
+    """Where `like`, by the same operations, is no number, `got` is that; else near `want`."""
     assert same(got.isnan(), like.isnan()), name
     assert same(got.isinf(), like.isinf()), name
     assert torch.equal(got[like.isinf()], like[like.isinf()]), name
@@ -133,7 +133,7 @@ def check_like(name: str, got: Tensor, want: Tensor, bound: Tensor, like: Tensor
 
 
 def estimates_differentiated(name: str, logps: Tensor, ref: Tensor) -> Tensor:
-    """The same, written down anew in float64: the derivatives, of kl and of r * kl where r is 1, by autograd."""
+    """The same, written anew in float64: derivatives of kl and of r * kl, by autograd."""
     leaf = logps.double().clone().requires_grad_()
     d = ref.double() - leaf
     kl = {"k1": -d, "k2": d.square() / 2, "k3": torch.exp(d) - 1 - d}[name]
@@ -154,7 +154,7 @@ class SurrogateSuite:
     def run(
         self, name: str, constants: Constants, *inputs: Tensor
     ) -> tuple[Tensor, Sequence[Tensor]]:
-        """What `seen` has of a surrogate, and its log-ratios, advantages and log-probabilities as they came out."""
+        """What `seen` has of a surrogate, and its inputs as they came out."""
         raise NotImplementedError
 
     def seen(self, terms: Tensor) -> Tensor:
@@ -164,7 +164,7 @@ class SurrogateSuite:
     def estimate(
         self, name: str, corrects: bool, *inputs: Tensor
     ) -> tuple[Tensor, Sequence[Tensor]]:
-        """KL, loss and slope (3, n) of an estimator; and log-probabilities, the reference's, log-ratios."""
+        """KL, loss and slope (3, n) of an estimator; log-probabilities, reference, log-ratios."""
         raise NotImplementedError
 
     def test_every_surrogate_is_tried(self) -> None:
@@ -262,7 +262,7 @@ class SurrogateSuite:
     def test_corrected_kl_gradient_however_far_the_reference(
         self, estimator: str, log_ratio: float | None
     ) -> None:
-        """r (kl + kl') to 1e-6. Of k3 that is -r d, of which nothing is left where two parts of e^d are added up."""
+        """r (kl + kl') to 1e-6. Of k3 that is -r d, which sums of parts of e^d would lose."""
         raw = torch.randn(12, 3, device=self.device)
         ids = torch.zeros(12, dtype=torch.long, device=self.device)
         logps = self.kernels.stats(Chunk(raw, ids, LogitTransform()), entropy=False).logps
@@ -325,7 +325,7 @@ class SurrogateSuite:
     def test_fused_kernel_is_the_objective(
         self, loss_type: str, off_policy: bool, estimator: str | None
     ) -> None:
-        """The loss, its terms and its derivative, put together by `assemble`, are those of `evaluate`."""
+        """Loss, terms and derivative, put together by `assemble`, are those of `evaluate`."""
         draw = lambda: torch.randn(2, 5, device=self.device) * 0.3 - 2  # noqa: E731
         config = LossConfig(
             loss_type=loss_type,

@@ -65,7 +65,7 @@ def lines(code: str, folder: Path = CHECKOUT, **environment: object) -> list[str
 
 
 class World:
-    """Folders of its own, an acted compiler and loader: a process can register the real ops once."""
+    """Folders of its own, an acted compiler and loader: the real ops can be registered once."""
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
         self.folder, self.patch, self.loaded = folder, patch, ""
@@ -279,7 +279,7 @@ def test_file_system_without_locks(world: World) -> None:
 
 
 def test_fork_during_the_first_build(world: World) -> None:
-    """The child neither waits for a thread that it does not have, nor removes what is being built."""
+    """The child neither waits for a thread that it lacks, nor removes what is being built."""
     world.compiler(
         f'cd "{world.folder}"; touch begun; while [ ! -e go ]; do sleep 0.05; done; '
         f'printf "{GOOD}" > "$out"'
@@ -361,7 +361,7 @@ def test_stderr_and_the_log_say_that_it_is_compiled(
 
 
 def losses(backends: Sequence[str], folder: Path, cxx: Path) -> list[Any]:
-    """A process's warnings of each backend, its log-probabilities, and what then lies in `folder`."""
+    """A process's warnings of each backend, its log-probabilities, and the files in `folder`."""
     code, cache = LOSS.format(backends=backends), folder / "cache"
     return [json.loads(x) for x in lines(code, folder, TORCH_EXTENSIONS_DIR=cache, CXX=cxx)]
 

@@ -1,4 +1,4 @@
-"""The C++ kernels' elementary functions, tried on their own by a small program (csrc/elementary.cpp)."""
+"""The C++ kernels' elementary functions, tried by a small program (csrc/elementary.cpp)."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def elementary(cpp_library: None, tmp_path_factory: pytest.TempPathFactory) -> P
     ],
 )
 def test_every_float(elementary: Path, name: str, step: int, bound: float) -> None:
-    """Each `step`th bit pattern, NaN and infinities among them: the worst error, in units in the last place."""
+    """Each `step`th bit pattern, NaN and infinities too: the worst error, in last places."""
     done = subprocess.run([elementary, name, str(step)], capture_output=True, text=True, check=True)
     print(f"{name}: {done.stdout.strip()} ulp")
     assert float(done.stdout.split()[0]) <= bound, done.stdout

@@ -1,4 +1,4 @@
-"""The C++ library's ops: torch's own checks of schema, aliasing and fakes, and the arguments they refuse."""
+"""The C++ ops: torch's own checks of schema, aliasing and fakes, and the arguments they refuse."""
 
 from __future__ import annotations
 

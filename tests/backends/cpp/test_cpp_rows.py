@@ -1,4 +1,4 @@
-"""The C++ row kernels against float64 within derived bounds, against the torch backend, and against themselves."""
+"""The C++ row kernels against float64 within derived bounds, torch, and themselves."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ CPU = "cpu"
 CPP = CppRows()
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 ROUNDINGS = (None, torch.bfloat16, torch.float16)
-# 12 x 24 shapes: of less than a vector, of one, of several and a tail; of less than a tile of sums, one, and two.
+# 12 x 24 shapes: of less than a vector, of one, of several and a tail; of less than a tile of sums,
+# one, and two.
 NS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 33)
 VOCABS = (
     *(1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 97),
@@ -77,7 +78,7 @@ class TestDivergence(DivergenceSuite):
     subsets = (*DivergenceSuite.subsets, (0,), (6,))
 
     def test_fused_is_one_after_the_other(self, beta: float) -> None:
-        """Statistics and divergence with the bits of `stats` and `diverge`, the loss, and the gradient of `grad`."""
+        """The bits of `stats` and `diverge`, the loss, and the gradient of `grad`."""
         for kind in range(
             self.betas.index(beta), 7, len(self.betas)
         ):  # each surrogate with one of `betas`
@@ -108,7 +109,7 @@ class TestDivergence(DivergenceSuite):
             assert torch.equal(chunk.logits, out)
 
     def test_a_row_without_a_token(self, beta: float) -> None:
-        """An id of -1: log-probability, loss, coefficient and gradient are NaN; the divergence is a number."""
+        """An id of -1: all is NaN but the divergence."""
         ids = torch.tensor([4, -1, self.wide - 1], device=self.device)
         for kind in (0, 3, 5, 6):
             chunk = self.chunk(self.randn(3, self.wide), self.randn(3, self.wide), beta, ids)
@@ -171,9 +172,8 @@ def chunk_of(
     if dtype == torch.float64:
         two = [in_double(replace(transform, rounded_to=None)) for transform in two]
     other = 3 * torch.randn(n, vocab)
-    if (
-        n > 8
-    ):  # infinities, NaN, ties, logits far apart; heads that are equal, near one another and far apart
+    # infinities, NaN, ties, logits far apart; heads that are equal, near one another and far apart
+    if n > 8:
         raw[1, vocab // 2 :], other[1, vocab // 3 :] = -torch.inf, -torch.inf
         raw[2, vocab // 3], raw[3, vocab // 2], other[8, 0] = torch.inf, torch.nan, torch.nan
         raw[4:6] *= torch.tensor([[1e4], [1e-4]])

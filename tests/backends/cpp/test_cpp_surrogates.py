@@ -24,7 +24,7 @@ each_dtype = pytest.mark.parametrize("dtype", UNITS, ids=str)
 
 
 def fused(logps: Tensor, **changes: Any) -> RowStats:
-    """The terms of a loss, whose log-probabilities (n,) are, but for their rounding, `logps`, in their dtype."""
+    """The terms of a loss whose log-probabilities (n,) are `logps` up to rounding."""
     raw = torch.stack([torch.zeros_like(logps), logps.neg().expm1().log()], 1)  # p = 1 / (1 + e^z)
     options = {
         "surrogate": "constant",
@@ -79,7 +79,7 @@ class TestCpp(SurrogateSuite):
 
 @each_dtype
 def test_known_losses(dtype: torch.dtype) -> None:
-    """On-policy: the derivative is what `d_logps` holds, the loss that times logp, or left out; or NaN."""
+    """On-policy: the derivative is `d_logps`, the loss that times logp, or left out; or NaN."""
     logps, a = torch.cartesian_prod(
         torch.tensor([-3.0, -0.2, 0.0, -INF]), torch.tensor([-2.0, -0.0, 0.0, 3.0])
     ).T

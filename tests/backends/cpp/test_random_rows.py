@@ -1,6 +1,7 @@
-"""The C++ row kernels on random rows, on every instruction set at once, in memory where a step too far is seen.
+"""The C++ row kernels on random rows, on every instruction set, where a step too far is seen.
 
-GRPO_KERNELS_RANDOM_FACTOR multiplies the 200 cases. A failure prints the call that replays it, `check(seed)`.
+GRPO_KERNELS_RANDOM_FACTOR multiplies the 200 cases. A failure prints the call that replays it,
+`check(seed)`.
 """
 
 from __future__ import annotations
@@ -114,10 +115,10 @@ def with_tensors(transform: LogitTransform, dtype: torch.dtype) -> LogitTransfor
 
 
 class Everywhere(CppRows):
-    """`CppRows` on logits of `dtype`, wherever `draw` puts them, on every instruction set: all give the same bits.
+    """`CppRows` on logits of `dtype`, wherever `draw` puts them, on every instruction set.
 
-    What must not change a row's results is tried along the way: ids that do not exist, in other rows; the vocabulary
-    in parts; writing over the logits.
+    What must not change a row's results is tried along the way: ids that do not exist, in other
+    rows; the vocabulary in parts; writing over the logits.
     """
 
     def __init__(self, dtype: torch.dtype, draw: random.Random) -> None:
@@ -199,7 +200,7 @@ class Everywhere(CppRows):
         return results[0]
 
     def _placed(self, x: Tensor, dtype: torch.dtype, around: float) -> Tensor:
-        """A copy of `x` (n, V): its memory ends with its last row; rows follow each other, or stand apart."""
+        """A copy of `x` (n, V) whose memory ends with its last row; rows may stand apart."""
         n, vocab = x.shape
         left, gap = self._draw.choice(
             ((0, 0), (self._draw.randint(0, 9), self._draw.randint(0, 40)))

@@ -53,7 +53,7 @@ def printed(*arguments: str) -> str:
 
 
 def test_only_one_variant_however_many_rows_and_whatever_the_numbers() -> None:
-    """Rows, addresses of a row's numbers, temperature, clip range, beta: one compilation a kernel and surrogate."""
+    """Rows, alignment of a row's numbers, temperature, clip range, beta: one compilation."""
     for counts in json.loads(printed("-m", "tests.support.kernel_variants")):
         assert counts == {
             "stats_kernel": 1,
@@ -64,7 +64,7 @@ def test_only_one_variant_however_many_rows_and_whatever_the_numbers() -> None:
 
 
 def test_the_scaling_kernel_accesses_128_bits_on_every_target() -> None:
-    """A block is read and written so; its numbers are loaded and stored once more for the masked end, one by one."""
+    """A block is read and written so; its numbers once more for the masked end, one by one."""
     found = json.loads(printed("-c", ACCESSES))
     assert len(found) == 12
     for target, accesses in found.items():

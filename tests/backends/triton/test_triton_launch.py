@@ -1,7 +1,7 @@
 """Where Triton is installed and can launch nothing: said once, and the torch backend in its place.
 
-Triton's own code fails here, as it would in such an image: its driver is told that there is a GPU, and compiles what it
-launches with.
+Triton's own code fails here, as it would in such an image: its driver is told that there is a GPU,
+and compiles what it launches with.
 """
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ print(choose_backend("torch", device)[0].name, choose_backend("auto", device, to
 print(len(started))
 """
 NO_DRIVER_LIBRARY = "nvidia.library_dirs = lambda: []\n"  # of which this machine need not have any
-NO_HEADERS = "paths = sysconfig.get_paths; sysconfig.get_paths = lambda *a, **k: {**paths(*a, **k), 'include': '/no'}\n"
+NO_HEADERS = """
+paths = sysconfig.get_paths
+sysconfig.get_paths = lambda *a, **k: {**paths(*a, **k), "include": "/no"}
+"""
 
 
 def run(folder: Path, change: str, **more: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""The Triton row kernels against float64 within derived bounds, against the torch backend, and against themselves."""
+"""The Triton row kernels against float64 within derived bounds, torch, and themselves."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class TestDivergence(DivergenceSuite):
 
 @pytest.mark.parametrize("n", NS)
 def test_every_kernel_on_every_shape(n: int) -> None:
-    """Each vocabulary with two of `NS`. The logits of every other shape are rounded to fp16, and its gradient too."""
+    """Each vocabulary with two of `NS`; every other shape and its gradient are in fp16."""
     for kind, vocab in enumerate(VOCABS):
         if NS.index(n) in (kind % 7, (kind + kind // 7 + 2) % 7):
             raw, ids = rows(n, vocab)

@@ -1,4 +1,4 @@
-"""The surrogates compiled by Triton, their elementary functions, and the fused kernel against the objective."""
+"""The surrogates compiled by Triton, elementary functions, and `fused` against the objective."""
 
 from __future__ import annotations
 
@@ -32,11 +32,13 @@ def elementwise_kernel(x_ptr, out_ptr, n, F: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def surrogate_kernel(
-    log_ratio_ptr, advantage_ptr, logp_ptr, out_ptr, n, constants, SURROGATE: tl.constexpr, BLOCK: tl.constexpr,
+    log_ratio_ptr, advantage_ptr, logp_ptr, out_ptr, n, constants, SURROGATE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     i = tl.arange(0, BLOCK)
     loss, d_log_ratio, d_logp = SURROGATE(
-        tl.load(log_ratio_ptr + i, mask=i < n, other=0.0), tl.load(advantage_ptr + i, mask=i < n, other=0.0),
+        tl.load(log_ratio_ptr + i, mask=i < n, other=0.0),
+        tl.load(advantage_ptr + i, mask=i < n, other=0.0),
         tl.load(logp_ptr + i, mask=i < n, other=0.0), *constants,
     )  # fmt: skip
     tl.store(out_ptr + i, loss, mask=i < n)

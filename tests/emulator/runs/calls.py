@@ -1,4 +1,4 @@
-"""Whole calls with a head as on a GPU: rows in tiles, 16-bit operands, the products by torch, the kernels emulated."""
+"""Whole calls with a head as on a GPU: 16-bit operands, products by torch, kernels emulated."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def product(left: Tensor, right: Tensor, out: Tensor, *, add: bool) -> None:
 @pytest.fixture(autouse=True)
 def _like_a_gpu() -> Iterator[None]:
     kind = replace(
-        device.CUDA, free=None, unused=lambda device: 0, is_capturing=lambda: False, fewest_rows=16, row_multiple=16,
+        device.CUDA, free=None, unused=lambda device: 0, is_capturing=lambda: False,
+        fewest_rows=16, row_multiple=16,
     )  # fmt: skip
     with (
         mock.patch.dict(device._KINDS, {"cpu": kind}),

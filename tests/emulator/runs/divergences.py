@@ -1,4 +1,4 @@
-"""The kernels for rows of two heads, at the tiles that they have on a GPU, against float64 within bounds."""
+"""The kernels for rows of two heads, at the tiles of a GPU, against float64 within bounds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TILE = 4096
 
 
 class Divergences(DivergenceSuite):
-    """The suite, of which no test is collected here, on the rows of a kernel that a GPU would have."""
+    """The suite, of which no test is collected here, on rows as on a GPU."""
 
     def __init__(self, layout: str) -> None:
         self.kernels = {"apart": RowsApart, "together": TritonRows}[layout]()

@@ -1,4 +1,4 @@
-"""The row kernels at the tiles that they have on a GPU, against float64 within bounds and the torch backend."""
+"""The row kernels at the tiles of a GPU, against float64 within bounds and the torch backend."""
 
 from __future__ import annotations
 
