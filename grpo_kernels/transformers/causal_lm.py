@@ -339,13 +339,18 @@ class _Handing(HeadCall):
     """A `HeadCall` whose one score is the head's input, and stands in for the model's logits."""
 
     def __init__(self, head: Head, check: HeadCheck | None) -> None:
-        super().__init__(head, self._as_rows, check)
+        super().__init__(head, _as_rows, check)  # no method: a cycle would hold the hidden states
         self.dtype = torch.float32
 
-    def _as_rows(self, hidden: Tensor, head: Head) -> tuple[Tensor, ...]:
-        self.dtype = hidden.dtype  # of the rows of the check, beside which these lie
-        return (hidden.to(torch.promote_types(hidden.dtype, torch.float32)),)
+    def _head_forward(self, hidden: Tensor, *others: Any, **named: Any) -> Tensor:
+        self.dtype = hidden.dtype
+        return super()._head_forward(hidden, *others, **named)
 
     def pack_output(self, output: Any) -> Any:
         (hidden,) = super().pack_output(output)[RESULTS]
         return type(output)(**{**output, "logits": hidden.to(self.dtype)})
+
+
+def _as_rows(hidden: Tensor, head: Head) -> tuple[Tensor, ...]:
+    # in the precision of the rows of the check, beside which they lie
+    return (hidden.to(torch.promote_types(hidden.dtype, torch.float32)),)
