@@ -7,7 +7,9 @@ All of it is read from the JSON and from nothing else.
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -319,8 +321,14 @@ def markdown(rows: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 def page(text: Sequence[str]) -> str:
-    """Lines of markdown as a page, in which no number is broken at the minus of its exponent."""
-    return re.sub(r"(?<=\de)-(?=\d)", "\u2011", "\n".join(text) + "\n")
+    """Lines of markdown as a page: prose in 100 columns, no number broken at its exponent's minus."""
+    wrapped = []
+    for line in text:
+        hangs = "  " if line.startswith("- ") else ""
+        whole = len(line) <= 100 or line.startswith(("|", "#", "!"))
+        wrap = partial(textwrap.wrap, width=100, subsequent_indent=hangs, break_long_words=False)
+        wrapped += [line] if whole else wrap(line, break_on_hyphens=False)
+    return re.sub(r"(?<=\de)-(?=\d)", "\u2011", "\n".join(wrapped) + "\n")
 
 
 def number(value: float | None, digits: int = 4) -> str:

@@ -28,17 +28,6 @@ STEP = r"step \d+: reward (\S+), entropy (\S+), gradient norm (\S+), sequences w
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["math-verify", "without math-verify"])
-def plain(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Names that the plain script defines."""
-    for needed in ("transformers", "datasets", *(["math_verify"] if request.param else [])):
-        pytest.importorskip(needed)
-    with mock.patch.dict(sys.modules, {} if request.param else {"math_verify": None}):
-        found = runpy.run_path(str(PLAIN))
-    assert (found["verify"] is not None) is request.param
-    return found
-
-
 def test_the_plain_loop_learns_the_problems_it_makes(tmp_path: Path) -> None:
     for needed in ("transformers", "datasets"):
         pytest.importorskip(needed)
@@ -74,9 +63,16 @@ RIGHT = [
 WRONG = ["\\boxed{1024}, no, \\boxed{7}", "\\boxed{-1024}", "\\boxed{}", "It is 1024."]
 
 
-def test_the_plain_loop_rewards_right_answers(plain: dict[str, Any]) -> None:
+@pytest.mark.parametrize("package", ["math_verify", None])
+def test_the_plain_loop_rewards_right_answers(package: str | None) -> None:
+    """With math-verify, and without it."""
+    for needed in ("transformers", "datasets", *filter(None, [package])):
+        pytest.importorskip(needed)
+    with mock.patch.dict(sys.modules, {} if package else {"math_verify": None}):
+        script = runpy.run_path(str(PLAIN))
+    assert (script["verify"] is not None) is bool(package)
     solution = "12 * 85 = <<12*85=1020>>1020\n1020 + 4 = 1024\n#### 1,024"
-    assert [text for text in RIGHT + WRONG if plain["is_right"](text, solution)] == RIGHT
+    assert [text for text in RIGHT + WRONG if script["is_right"](text, solution)] == RIGHT
 
 
 @pytest.fixture(scope="module")
@@ -161,22 +157,3 @@ def test_the_options_arrive_in_verls_engine(composed: Any) -> None:
     assert verl_engine.gap(ours, unfused) < 2e-6
     assert ours.loss == pytest.approx(unfused.loss, abs=1e-6)
     assert ours.products.all < 0.6 * unfused.products.all
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["use_fused_kernel", "fused_kernel_options.implbackend", "fused_kernel_options.zero_advantage"],
-)
-def test_an_unknown_name_is_an_error(composed: Any, name: str) -> None:
-    """Within verl's own files, where `zero_advantage` is unknown too: hence the + before it."""
-    from hydra import compose, initialize_config_module
-    from hydra.errors import ConfigCompositionException
-
-    known = "actor_rollout_ref.model.use_fused_kernels=True"
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        assert compose("ppo_trainer", [known]).actor_rollout_ref.model.use_fused_kernels
-        with pytest.raises(
-            ConfigCompositionException,
-            match=rf"Could not override 'actor_rollout_ref.model.{name}'",
-        ):
-            compose("ppo_trainer", [known, f"actor_rollout_ref.model.{name}=x"])

@@ -305,6 +305,12 @@ TRAINERS: dict[str, dict[str, Any]] = {
     "skipped": {"zero_advantage": "skip", "loss_type": "dapo"},
     "patched": {},
     "stock": {},
+    "distillation": {
+        "beta": 0.5,
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "max_completion_length": 12,
+    },
 }
 
 
@@ -313,8 +319,14 @@ def test_steps_of_a_trainer(name: str) -> None:
     trl = pytest.importorskip("trl")
     from transformers import TrainerCallback
 
-    from grpo_kernels.trl import FusedGRPOTrainer, patch_trl, unpatch_trl
-    from tests.support.trl_training import train
+    from benchmarks import tiny_models
+    from grpo_kernels.trl import (
+        FusedDistillationTrainer,
+        FusedGRPOTrainer,
+        patch_trl,
+        unpatch_trl,
+    )
+    from tests.support.trl_training import Written, train
 
     class Counted(TrainerCallback):
         found: list[tuple[int, int, int]] = []  # noqa: RUF012
@@ -322,55 +334,26 @@ def test_steps_of_a_trainer(name: str) -> None:
         def on_step_end(self, *_: Any, **__: Any) -> None:
             self.found.append(count())
 
+    class Distilled(Written, FusedDistillationTrainer):
+        def _generate_single_turn(self, *args: Any, **kwargs: Any) -> list[list[int]]:
+            return super()._generate_single_turn(*args, **kwargs)[0]  # type: ignore[no-any-return]
+
+    trainer = trl.GRPOTrainer if name in ("stock", "patched") else FusedGRPOTrainer
+    options = dict(TRAINERS[name])
+    if name == "distillation":
+        teacher = tiny_models.model("qwen3", seed=5, num_hidden_layers=1)
+        trainer = Distilled
+        options |= {"config_class": trl.DistillationConfig, "teacher_model": teacher}
     if name == "patched":
         patch_trl()
     try:
         with counting() as count:
-            stock = name in ("stock", "patched")
-            train(
-                trl.GRPOTrainer if stock else FusedGRPOTrainer,
-                6,
-                callbacks=[Counted()],
-                **TRAINERS[name],
-            )
+            train(trainer, 6, callbacks=[Counted()], **options)
     finally:
         unpatch_trl()
-    tensors = [x[0] for x in Counted.found]
-    saved = [x[2] for x in Counted.found]
-    assert max(tensors[4:]) <= max(tensors[2:4]), tensors  # TRL keeps two numbers of its logs
-    assert max(saved[4:]) <= max(saved[2:4]), saved
-
-
-def test_steps_of_distillation() -> None:
-    pytest.importorskip("trl")
-    import trl
-    from transformers import TrainerCallback
-
-    from benchmarks import tiny_models
-    from grpo_kernels.trl import FusedDistillationTrainer
-    from tests.support.trl_training import Written, train
-
-    class Ours(Written, FusedDistillationTrainer):
-        def _generate_single_turn(self, *args: Any, **kwargs: Any) -> list[list[int]]:
-            return super()._generate_single_turn(*args, **kwargs)[0]  # type: ignore[no-any-return]
-
-    class Counted(TrainerCallback):
-        found: list[tuple[int, int, int]] = []  # noqa: RUF012
-
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            self.found.append(count())
-
-    with counting() as count:
-        teacher = tiny_models.model("qwen3", seed=5, num_hidden_layers=1)
-        sizes = {
-            "per_device_train_batch_size": 4,
-            "gradient_accumulation_steps": 2,
-            "max_completion_length": 12,
-        }
-        of_config = {"config_class": trl.DistillationConfig, "beta": 0.5, **sizes}
-        train(Ours, 6, teacher_model=teacher, callbacks=[Counted()], **of_config)
-    tensors = [x[0] for x in Counted.found]
-    assert max(tensors[3:]) <= max(tensors[1:3]), tensors
+    for kind in (0, 2):  # tensors, saved tensors; TRL keeps two numbers of its logs
+        counts = [x[kind] for x in Counted.found]
+        assert max(counts[4:]) <= max(counts[2:4]), counts
 
 
 def test_verls_forward() -> None:
