@@ -19,7 +19,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_kernels.base.checks import check_mask_values
+from grpo_kernels.base.checks import (
+    check_choice,
+    check_mask_values,
+    check_number,
+    check_shape,
+    check_tensor,
+)
 from grpo_kernels.base.choices import AdvantageScale, AdvantageStd, RewardAggregation, choices
 from grpo_kernels.base.distributed import all_reduce, check_group, gather_stacked, gather_uneven
 from grpo_kernels.base.tensors import counted_first, discounted_sums, last_counted, widen
@@ -70,10 +76,10 @@ def group_advantages(
     (scale "none"), https://arxiv.org/abs/2602.02710 (scale "mean"),
     https://arxiv.org/abs/2601.05242 ("normalize_then_sum"). Raises ValueError for infinite rewards
     and for arguments out of range, TypeError for wrong types."""
-    _one_of("scale", scale, choices(AdvantageScale))
-    _one_of("aggregation", aggregation, choices(RewardAggregation))
+    check_choice("scale", scale, choices(AdvantageScale))
+    check_choice("aggregation", aggregation, choices(RewardAggregation))
     correction = _correction(std)
-    _in_interval("epsilon", epsilon)
+    check_number("epsilon", epsilon, lowest=0, inclusive=True)
     table, weights = _reward_table(rewards, reward_weights)
     groups = _groups(table, num_generations, group_ids, process_group)
     batch = _one_group(table, process_group)
@@ -115,7 +121,7 @@ def rloo_advantages(
     advantage 0. ``normalize`` divides by (sample std over the batch + ``epsilon``).
     Source: https://arxiv.org/abs/2402.14740
     """
-    _in_interval("epsilon", epsilon)
+    check_number("epsilon", epsilon, lowest=0, inclusive=True)
     table, weights = _reward_table(rewards, reward_weights)
     groups = _groups(table, num_generations, group_ids, process_group)
     centred, _, n = _moments(_weighted_sum(table, weights), groups, 0)
@@ -151,7 +157,7 @@ def process_advantages(
     Raises ValueError for infinite rewards, ends out of range and shapes that disagree.
     """
     correction = _correction(std)
-    _in_interval("epsilon", epsilon)
+    check_number("epsilon", epsilon, lowest=0, inclusive=True)
     table, ends = _step_table(step_rewards, step_ends)
     batch_size, steps = table.shape
     if (completion_mask is None) == (length is None):
@@ -159,7 +165,7 @@ def process_advantages(
         raise ValueError(f"completion_mask, length: expected exactly one of the two, got {got}")
     if completion_mask is not None:
         mask = _bool_mask(completion_mask)
-        _expect_shape("completion_mask", mask, (batch_size, mask.shape[1]), "(B, T)")
+        _check_shape("completion_mask", mask, "(B, T)", (batch_size, mask.shape[1]))
     elif isinstance(length, bool) or not isinstance(length, int):
         raise TypeError(f"length: expected an int, got {type(length).__name__}")
     elif length < 0:
@@ -202,21 +208,21 @@ def gae(
     Source: https://arxiv.org/abs/1506.02438. Raises ValueError for non-finite numbers at counted
     positions.
     """
-    _in_interval("gamma", gamma, 1)
-    _in_interval("lam", lam, 1)
+    _check_share("gamma", gamma)
+    _check_share("lam", lam)
     mask = _bool_mask(completion_mask)
-    _real_tensor("rewards", rewards)
+    check_tensor("rewards", rewards)
     if rewards.dim() == 2:
         r = _counted_values("rewards", rewards, mask)
     else:
-        _expect_shape("rewards", rewards, mask.shape[:1], "(B,)")
+        _check_shape("rewards", rewards, "(B,)", mask.shape[:1])
         r = _counted_values("rewards", rewards[:, None].expand(mask.shape), last_counted(mask))
     v = _counted_values("values", values, mask)
     order, inside = counted_first(mask)
     v_packed = v.gather(1, order)
     next_v = torch.cat([v_packed[:, 1:], v.new_zeros(len(v), min(v.shape[1], 1))], dim=1)
     if last_value is not None:
-        _expect_shape("last_value", last_value, mask.shape[:1], "(B,)")
+        _check_shape("last_value", last_value, "(B,)", mask.shape[:1])
         finite = last_value.isfinite() | ~mask.any(dim=1)
         _require_all(finite, last_value, "last_value", "finite values")
         is_last = last_counted(mask).gather(1, order)
@@ -253,10 +259,9 @@ def reinforce_plus_plus(
     group's mean reward is subtracted first. Rows without a score get 0 and are left out of mean and
     std. Masked positions are jumped over. Source: https://arxiv.org/abs/2501.03262
     """
-    _in_interval("gamma", gamma, 1)
-    _in_interval("epsilon", epsilon)
-    if not math.isfinite(beta):
-        raise ValueError(f"beta: expected a finite number, got {beta}")
+    _check_share("gamma", gamma)
+    check_number("epsilon", epsilon, lowest=0, inclusive=True)
+    check_number("beta", beta)
     mask = _bool_mask(completion_mask)
     table, weights = _reward_table(rewards, reward_weights, len(mask))
     total = _weighted_sum(table, weights)
@@ -289,7 +294,7 @@ def whiten(
     ``shift_mean=False`` divides only. Equal numbers give exactly 0 (with ``shift_mean``).
     """
     correction = _correction(std)
-    _in_interval("epsilon", epsilon)
+    check_number("epsilon", epsilon, lowest=0, inclusive=True)
     mask = _bool_mask(completion_mask)
     _counted_values("x", x, mask)
     flat = torch.where(mask, widen(x), math.nan).reshape(-1, 1)
@@ -329,7 +334,7 @@ def _groups(
         ids = torch.as_tensor(group_ids, device=device)
         if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
             raise TypeError(f"group_ids: expected integers, got {ids.dtype}")
-        _expect_shape("group_ids", ids, (rows,), "(B,)")
+        _check_shape("group_ids", ids, "(B,)", (rows,))
         ids = ids.to(torch.int64)
     elif num_generations is not None:
         if isinstance(num_generations, bool) or not isinstance(num_generations, int):
@@ -404,11 +409,11 @@ def _reward_table(
     rewards: Tensor, reward_weights: Tensor | Sequence[float] | None, rows: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Rewards as (B, F), B being `rows` if that is given, and weights as (F,), both widened."""
-    _real_tensor("rewards", rewards)
+    check_tensor("rewards", rewards)
     if rewards.dim() not in (1, 2) or rewards.shape[1:] == (0,):
         raise ValueError(f"rewards: expected shape (B,) or (B, F), got {tuple(rewards.shape)}")
     if rows is not None:
-        _expect_shape("rewards", rewards, (rows, *rewards.shape[1:]), "(B,) or (B, F)")
+        _check_shape("rewards", rewards, "(B,) or (B, F)", (rows, *rewards.shape[1:]))
     table = widen(rewards if rewards.dim() == 2 else rewards[:, None])
     _require_all(~table.isinf(), table, "rewards", "finite values, or NaN for an unscored row")
     if reward_weights is None:
@@ -420,7 +425,7 @@ def _reward_table(
             expected = "expected a tensor or a list of numbers"
             raise TypeError(f"reward_weights: {expected}, got {reward_weights!r:.80}") from error
     weights = widen(reward_weights).to(table.device)
-    _expect_shape("reward_weights", weights, table.shape[1:], "(F,)")
+    _check_shape("reward_weights", weights, "(F,)", table.shape[1:])
     _require_all(weights.isfinite(), weights, "reward_weights", "finite values")
     return table, weights
 
@@ -447,10 +452,10 @@ def _step_table(
         step_rewards = padded(rows, math.nan, torch.float32)
     if not isinstance(step_ends, Tensor):
         step_ends = padded(step_ends, -1, torch.int64)
-    _real_tensor("step_rewards", step_rewards)
+    check_tensor("step_rewards", step_rewards)
     if step_rewards.dim() != 2:
         raise ValueError(f"step_rewards: expected shape (B, S), got {tuple(step_rewards.shape)}")
-    _expect_shape("step_ends", step_ends, step_rewards.shape, "(B, S)")
+    _check_shape("step_ends", step_ends, "(B, S)", step_rewards.shape)
     if step_ends.is_floating_point():
         raise TypeError(f"step_ends: expected integers, got {step_ends.dtype}")
     return step_rewards, step_ends.to(step_rewards.device, torch.int64)
@@ -461,7 +466,7 @@ def _bool_mask(mask: Tensor) -> Tensor:
 
     Integers on a GPU are not checked: that would wait for the device.
     """
-    _real_tensor("completion_mask", mask)
+    check_tensor("completion_mask", mask)
     if mask.dim() != 2:
         raise ValueError(f"completion_mask: expected shape (B, T), got {tuple(mask.shape)}")
     counts = mask != 0
@@ -472,7 +477,7 @@ def _bool_mask(mask: Tensor) -> Tensor:
 
 def _counted_values(name: str, x: Tensor, mask: Tensor) -> Tensor:
     """(B, T), widened: ``x``, which has to be finite, where the mask counts, 0 elsewhere."""
-    _expect_shape(name, x, mask.shape, "(B, T)")
+    _check_shape(name, x, "(B, T)", mask.shape)
     _require_all(x.isfinite() | ~mask, x, name, "finite values at counted positions")
     return torch.where(mask, widen(x), 0.0)
 
@@ -484,35 +489,20 @@ def _require_all(ok: Tensor, x: Tensor, name: str, expected: str) -> None:
         raise ValueError(f"{name}: expected {expected}, got {x[first].item()} at {first}")
 
 
-def _real_tensor(name: str, x: object) -> None:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
-    if x.is_complex():
-        raise TypeError(f"{name}: expected real numbers, got {x.dtype}")
+def _check_shape(name: str, x: Tensor, letters: str, shape: Sequence[int]) -> None:
+    check_tensor(name, x)
+    check_shape(name, x, (letters, tuple(shape)))
 
 
-def _expect_shape(name: str, x: Tensor, shape: Sequence[int], letters: str) -> None:
-    _real_tensor(name, x)
-    if x.shape != tuple(shape):
-        raise ValueError(f"{name}: expected shape {letters} = {tuple(shape)}, got {tuple(x.shape)}")
-
-
-def _one_of(name: str, value: str, names: tuple[str, ...]) -> None:
-    if value not in names:
-        raise ValueError(f"{name}: expected one of {', '.join(map(repr, names))}, got {value!r}")
-
-
-def _in_interval(name: str, value: float, high: float = math.inf) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
-    if not (0 <= value <= high and math.isfinite(value)):
-        bounds = "at least 0" if high == math.inf else f"in [0, {high:g}]"
-        raise ValueError(f"{name}: expected a finite number {bounds}, got {value}")
+def _check_share(name: str, value: float) -> None:
+    check_number(name, value, lowest=0, inclusive=True)
+    if value > 1:
+        raise ValueError(f"{name}: expected a number in [0, 1], got {value}")
 
 
 def _correction(std: str) -> int:
     """A std divides by n - correction."""
-    _one_of("std", std, choices(AdvantageStd))
+    check_choice("std", std, choices(AdvantageStd))
     return 1 if std == "sample" else 0
 
 

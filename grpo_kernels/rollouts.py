@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.base.checks import (
+    check_choice,
     check_logps,
     check_mask_values,
     check_number,
@@ -142,12 +143,9 @@ def correct(
     types.
     """
     check_group("process_group", process_group)
-    levels = choices(CorrectionLevel)
-    if level not in (*levels, None):
-        raise ValueError(f"level: expected one of {_listed(levels)} or None, got {level!r}")
-    if mode not in choices(CorrectionMode):
-        expected = _listed(choices(CorrectionMode))
-        raise ValueError(f"mode: expected one of {expected}, got {mode!r}")
+    check_choice("mode", mode, choices(CorrectionMode))
+    if level is not None:
+        check_choice("level", level, choices(CorrectionLevel))
     ends = {"clip_max": clip_max, "clip_min": clip_min, "veto_threshold": veto_threshold}
     for name, bound in ends.items():
         if bound is not None:
@@ -157,10 +155,8 @@ def correct(
     if not isinstance(batch_normalize, bool):
         raise TypeError(f"batch_normalize: expected True or False, got {batch_normalize!r}")
     if level is None and (batch_normalize or clip_min is not None or mode != "truncate"):
-        raise ValueError(
-            f"level: expected one of {_listed(levels)}, since clip_min, mode or batch_normalize "
-            "ask for weights, got None"
-        )
+        why = "since clip_min, mode or batch_normalize ask for weights"
+        raise ValueError(f"level: expected a name, {why}, got None")
     if safety_bound != math.inf:
         check_number("safety_bound", safety_bound, lowest=0)
     if not hasattr({} if reject is None else reject, "items"):
@@ -235,9 +231,7 @@ def correct(
 
 def _bounds(name: str, bound: Any) -> tuple[float, float]:
     """Check an entry of ``reject``; return its bounds in the unit of the statistic."""
-    if name not in _STATISTICS:
-        hint = did_you_mean(str(name), _STATISTICS)
-        raise ValueError(f"reject: expected names among {_listed(_STATISTICS)}, got {name!r}{hint}")
+    check_choice("reject", name, _STATISTICS, did_you_mean(str(name), _STATISTICS))
     kind, where = _STATISTICS[name][1], f"reject[{name!r}]"
     if isinstance(bound, tuple) and len(bound) == 2:
         low, high = bound
@@ -277,10 +271,6 @@ def _counted(old: Any, sampling: Any, completion_mask: Any, *, packed: bool) -> 
     check_logps("old_per_token_logps", rows)
     check_logps("sampling_per_token_logps", sampling[counts])
     return counts
-
-
-def _listed(names: Any) -> str:
-    return ", ".join(map(repr, names))
 
 
 def _statistic(name: str, d: Tensor, mask: Tensor, safety_bound: float) -> Tensor:

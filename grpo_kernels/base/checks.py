@@ -54,6 +54,12 @@ def check_number(name: str, value: Any, lowest: float = -math.inf, inclusive: bo
         raise ValueError(f"{name}: expected a finite number{limit}, got {value!r}")
 
 
+def check_choice(name: str, value: Any, allowed: Iterable[str], hint: str = "") -> None:
+    """Raise ValueError unless `value` is one of `allowed`."""
+    if value not in allowed:
+        raise ValueError(f"{name}: expected one of {', '.join(allowed)}, got {value!r}{hint}")
+
+
 def check_tensor(name: str, x: Any, *, like: Tensor | None = None, floating: bool = False) -> None:
     """Raise unless `x` is a tensor with data, on the device of `like`, real, and floating if
     `floating`.

@@ -12,7 +12,7 @@ from dataclasses import Field, dataclass, field, fields, replace
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from grpo_kernels.base.checks import check_number, did_you_mean, warn_once
+from grpo_kernels.base.checks import check_choice, check_number, did_you_mean, warn_once
 from grpo_kernels.base.choices import (
     PRESETS,
     ImportanceSamplingLevel,
@@ -299,9 +299,7 @@ def _checked(option: Field[Any], value: Any) -> Any:
     name = option.name
     if "one_of" in option.metadata:
         allowed = option.metadata["one_of"]
-        if value not in allowed:
-            hint = preset_hint(value) if name == "loss_type" else ""
-            raise ValueError(f"{name}: expected one of {', '.join(allowed)}, got {value!r}{hint}")
+        check_choice(name, value, allowed, preset_hint(value) if name == "loss_type" else "")
         return allowed[allowed.index(value)]
     if option.type == "bool":
         if not isinstance(value, bool):
