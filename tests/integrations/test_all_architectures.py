@@ -16,7 +16,6 @@ from torch import Tensor
 pytest.importorskip("transformers")
 import transformers
 
-from grpo_kernels.base.checks import warn_once
 from grpo_kernels.transformers import completion_logprobs
 from tests.support import all_architectures as every
 from tests.support import tiny_architectures as tiny
@@ -31,6 +30,8 @@ from tests.support.training_step import (
     said_by,
 )
 
+pytestmark = pytest.mark.usefixtures("forget_warnings")
+
 ROOT = Path(__file__).parents[2]
 CONSTRAINTS = (ROOT / "requirements/constraints.txt").read_text().split()
 IS_PINNED = f"transformers=={transformers.__version__}" in CONSTRAINTS
@@ -40,11 +41,6 @@ LAYOUTS = {
     "trim": 0.8,
     "padded": 1.0,
 }
-
-
-@pytest.fixture(autouse=True)
-def nothing_said() -> None:
-    warn_once.cache_clear()
 
 
 def kinds(*outcomes: str) -> list[str]:

@@ -11,19 +11,15 @@ from torch import Tensor, nn
 pytest.importorskip("transformers")
 from benchmarks import tiny_models, tiny_run
 from grpo_kernels import GRPOLoss
-from grpo_kernels.base.checks import warn_once
 from grpo_kernels.transformers import causal_lm_loss, completion_logprobs, describe_head
 from tests.support import tiny_architectures as tiny
 from tests.support.training_step import SCORED, batch, said_by
 
+pytestmark = pytest.mark.usefixtures("forget_warnings")
+
 SCALED = ("hyperclovax", "recurrent_gemma", "granite", "cohere2", "gemma2", "minicpm3")
 SCALED += ("falcon_h1", "llama")
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
-
-
-@pytest.fixture(autouse=True)
-def nothing_said() -> None:
-    warn_once.cache_clear()
 
 
 def own_logps(model: Any, given: dict[str, Tensor], **inputs: Any) -> Tensor:

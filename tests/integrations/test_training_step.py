@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +16,6 @@ from torch import Tensor
 pytest.importorskip("transformers")
 from benchmarks import tiny_models
 from grpo_kernels import GRPOLoss
-from grpo_kernels.base.checks import warn_once
 from grpo_kernels.transformers import causal_lm_loss, completion_logprobs
 from tests.support import tiny_architectures as tiny
 from tests.support.model_checks import peft_model
@@ -34,17 +34,14 @@ from tests.support.training_step import (
     swept,
 )
 
-
-@pytest.fixture(autouse=True)
-def nothing_said() -> None:
-    warn_once.cache_clear()
+pytestmark = pytest.mark.usefixtures("forget_warnings")
 
 
-def exact_layouts(model: Any, given: dict[str, Any]) -> str:
+def exact_layouts(model: Any, given: dict[str, Any], forget: Callable[[], None]) -> str:
     """Layouts that are taken without a warning."""
     found = []
     for mode, options in MODES.items():
-        warn_once.cache_clear()
+        forget()
         if not said_by(lambda options=options: loss_of(model, given, **options)):
             found.append(mode)
     return " ".join(found)
@@ -61,7 +58,7 @@ ATTENTION = itertools.cycle(("sdpa", "eager"))
 
 
 @pytest.mark.parametrize(("kind", "attention"), [swept(kind, next(ATTENTION)) for kind in FAMILIES])
-def test_families(kind: str, attention: str) -> None:
+def test_families(kind: str, attention: str, forget_warnings: Callable[[], None]) -> None:
     """Each has its expected verdict, in fp32 and bf16, and whatever is asked the padded loss and
     gradients."""
     model, given = family(kind), batch()
@@ -71,12 +68,15 @@ def test_families(kind: str, attention: str) -> None:
         if "position_ids" in inspect.signature(type(model).forward).parameters
         else {}
     )
-    assert exact_layouts(family(kind, torch.bfloat16), {**given, **more}) == FAMILIES[kind]
+    assert (
+        exact_layouts(family(kind, torch.bfloat16), {**given, **more}, forget_warnings)
+        == FAMILIES[kind]
+    )
     if model.config._attn_implementation == "sdpa":  # else it has eager attention alone
         model.set_attn_implementation(attention)
     want, gradients = loss_of(model, given, **PADDED)
     for mode, options in MODES.items():
-        warn_once.cache_clear()
+        forget_warnings()
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             out, got = loss_of(model, given, **options)
@@ -107,7 +107,7 @@ def test_position_ids_of_the_caller() -> None:
             assert loss_of(model, case)[0].metrics["tokens/computed"] < 0.6
 
 
-def test_holes_in_a_sequence_are_left_out() -> None:
+def test_holes_in_a_sequence_are_left_out(forget_warnings: Callable[[], None]) -> None:
     """In a tree no token sees them; with a sliding window, which counts them, rows stand side by
     side."""
     given = batch()
@@ -118,7 +118,7 @@ def test_holes_in_a_sequence_are_left_out() -> None:
     for kind, said in (("qwen3", False), ("mistral", True)):
         model = tiny.text_model(kind, torch.float32)
         assert_modes_agree(model, given)
-        warn_once.cache_clear()
+        forget_warnings()
         assert (
             any("padding within" in x for x in said_by(lambda m=model: loss_of(m, given))) is said
         )

@@ -19,7 +19,6 @@ pytest.importorskip("transformers")
 from transformers.integrations.neftune import activate_neftune
 
 from grpo_kernels import GRPOLoss
-from grpo_kernels.base.checks import warn_once
 from grpo_kernels.transformers import causal_lm_loss, completion_logprobs
 from tests.support import all_architectures as every
 from tests.support import tiny_architectures as tiny
@@ -36,15 +35,12 @@ from tests.support.training_step import (
     said_by,
 )
 
+pytestmark = pytest.mark.usefixtures("forget_warnings")
+
 LOSS = GRPOLoss(loss_type="dapo")
 WITH_KL = GRPOLoss(loss_type="dapo", beta=0.04)
 OF_LOSS = ("completion_mask", "advantages", "ref_per_token_logps")
 INVOCATION = [91, 92]
-
-
-@pytest.fixture(autouse=True)
-def nothing_said() -> None:
-    warn_once.cache_clear()
 
 
 def gradients_of(model: Any, loss: Tensor) -> dict[str, Tensor]:

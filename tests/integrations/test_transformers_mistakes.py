@@ -4,6 +4,7 @@ that say what to do."""
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,10 +15,11 @@ pytest.importorskip("transformers")
 import transformers
 
 from grpo_kernels import GRPOLoss, LossConfig
-from grpo_kernels.base import checks
 from grpo_kernels.transformers import causal_lm_loss, completion_logprobs, describe_head
 from tests.support import tiny_architectures as tiny
 from tests.support.model_checks import scene
+
+pytestmark = pytest.mark.usefixtures("forget_warnings")
 
 IDS, ATTENTION, MASK = scene()[1:]  # the second sequence ends two columns before the last
 LOSS = {"loss_fn": GRPOLoss(), "advantages": torch.ones(3)}
@@ -34,11 +36,6 @@ IN_PADDING = but(MASK, 1, slice(3, None), 1)  # both columns are padding
 WITH_A_HOLE = but(ATTENTION, 2, 5, 0)
 OWN_PLACES = (WITH_A_HOLE.cumsum(1) - 1).clamp(min=0)
 OWN_POSITIONS = {"model": tiny.qwen2_vl()[0], "layout": "padded"}
-
-
-@pytest.fixture(autouse=True)
-def _warned_of_nothing() -> None:
-    checks.warn_once.cache_clear()
 
 
 def call(model: Any = None, **changes: Any) -> Any:
@@ -178,13 +175,13 @@ def assert_warns_once(said: str | None, **changes: Any) -> None:
     ],
 )
 def test_padding_that_is_attended_to_is_warned_of(
-    pad: int | None, columns: slice, warns: bool
+    pad: int | None, columns: slice, warns: bool, forget_warnings: Callable[[], None]
 ) -> None:
     model = tiny.text_model("llama", pad_token_id=pad)
     given = {"model": model, "input_ids": but(IDS, 0, columns, pad or 0), "completion_mask": MASK}
     said = f"attention_mask: got None, and input_ids with padding tokens (pad_token_id = {pad})"
     assert_warns_once(said if warns else None, attention_mask=None, **given)
-    checks.warn_once.cache_clear()
+    forget_warnings()
     assert_warns_once(None, **given)
     assert_warns_once(said if warns else None, attention_mask=None, **LOSS, **given)
 

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 pytest.importorskip("transformers")
 
-from grpo_kernels.base.checks import warn_once
 from grpo_kernels.transformers import completion_logprobs
 from tests.support import tiny_architectures as tiny
 from tests.support.model_checks import assert_as_model, peft_model, scene, with_logits
@@ -116,12 +115,12 @@ def test_hooks_on_the_head() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forget_warnings")
 def test_a_compiled_model_notices_that_its_head_is_another_for_the_call() -> None:
     model, ids, attention_mask, mask = scene("qwen2", num_hidden_layers=1)
     compiled = torch.compile(model, backend="eager")
     with torch.no_grad():
         before = compiled(input_ids=ids, attention_mask=attention_mask).logits
-        warn_once.cache_clear()
         with pytest.warns(
             UserWarning, match="the whole model is compiled; compile its layers instead"
         ):

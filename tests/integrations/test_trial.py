@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from grpo_kernels import GRPOLoss
-from grpo_kernels.base.checks import warn_once
 from grpo_kernels.transformers import causal_lm_loss, completion_logprobs
 from tests.support import tiny_architectures as tiny
 from tests.support.training_step import (
@@ -30,10 +29,7 @@ from tests.support.training_step import (
     said_by,
 )
 
-
-@pytest.fixture(autouse=True)
-def nothing_said() -> None:
-    warn_once.cache_clear()
+pytestmark = pytest.mark.usefixtures("forget_warnings")
 
 
 def llama(**fields: Any) -> Any:

@@ -18,7 +18,6 @@ from datasets import Dataset
 from trl.trainer.base_trainer import _BaseTrainer
 
 from benchmarks import parity, tiny_models, tiny_run
-from grpo_kernels.base import checks
 from grpo_kernels.trl import FusedGRPOTrainer, patch_trl, unpatch_trl
 from grpo_kernels.trl.fused_head import EXTRAS, HEAD, PATCHED, FusedHead, count_rows
 from tests.support.case_builder import seeded
@@ -323,10 +322,10 @@ def test_a_patched_trainer_logs_the_rows_that_trl_passes_and_an_unpatched_one_no
     assert not any(ROWS & step.keys() for step in steps_of(train(trl.GRPOTrainer)))
 
 
+@pytest.mark.usefixtures("forget_warnings")
 def test_a_trainer_that_makes_its_own_logits_is_named_once() -> None:
     gkd = pytest.importorskip("trl.experimental.gkd")
     turns = [{"role": "user", "content": "w1 w2"}, {"role": "assistant", "content": "w3 w4 w5"}]
-    checks.warn_once.cache_clear()
     given = {
         "teacher_model": tiny_models.model(),
         "train_dataset": Dataset.from_dict({"messages": [turns] * 16}),

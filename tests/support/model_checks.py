@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.transformers import completion_logprobs
-from grpo_kernels.transformers.head import causal_lm
 from tests.support import tiny_architectures as tiny
 
 BOUNDS = {torch.float32: 2e-5, torch.float64: 1e-6}  # some models round their logits to float32
@@ -60,7 +59,7 @@ def positions_of_generate(
     model: Any, ids: Tensor, attention_mask: Tensor, **inputs: Any
 ) -> dict[str, Tensor]:
     """The position ids that the model's `generate` hands to its forward, if that takes any."""
-    base = causal_lm(model)
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if "position_ids" not in inspect.signature(type(base).forward).parameters:
         return {}
     given = {"attention_mask": attention_mask, **inputs}
