@@ -22,6 +22,8 @@ from tests.support.gpu_tape import GPUAllocations, taped, tensor
 from tests.support.measure import AllocationWatcher
 from tests.support.pretend_gpu import OnGPU
 
+pytestmark = pytest.mark.unit
+
 ROOT = Path(__file__).parent.parent
 BF16, FP32 = torch.bfloat16, torch.float32
 PROVIDERS = {

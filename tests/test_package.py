@@ -21,7 +21,6 @@ import torch
 
 import grpo_kernels
 from grpo_kernels import Run, grpo_loss, linear_divergence, linear_logprob, report
-from grpo_kernels.engine.autograd import _Refusal, _Tie
 
 ROOT = Path(grpo_kernels.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
@@ -259,7 +258,8 @@ def test_backward_returns_a_gradient_for_each_input(monkeypatch):
 
         return count
 
-    functions = autograd_functions() - {_Refusal, _Tie}  # whose backwards only raise
+    only_raise = ("_Refusal", "_Tie")
+    functions = {x for x in autograd_functions() if x.__name__ not in only_raise}
     for function in functions:
         monkeypatch.setattr(function, "backward", staticmethod(counting(function)))
     differentiate_everything()
@@ -308,6 +308,52 @@ def test_no_test_imports_another_and_no_benchmark_a_test():
                     assert not [name for name in names if re.match(foreign, name)], (
                         f"{path}, line {node.lineno}"
                     )
+
+
+TESTS = {
+    module_name(path): path for path in (ROOT.parent / "tests").rglob("*.py")
+}  # module -> its file
+OF_USERS = {"advantages", "liger", "objectives", "presets", "report", "rewards", "rollouts"}
+OF_USERS |= {"testing", "transformers", "trl", "typing", "verl", "verl_plugin", "__main__"}
+
+
+def internals(path: Path) -> set[str]:
+    """The package's internal modules that a file of the tests names, in code that it runs elsewhere, too."""
+    text = path.read_text()
+    names = {*re.findall(r"\bgrpo_kernels(?:\.\w+)+", text)}
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("grpo_kernels"):
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    inner = {x for x in MODULES if x.removeprefix("grpo_kernels.") not in OF_USERS}
+    return {x for x in inner for name in names if f"{name}.".startswith(f"{x}.")}
+
+
+def test_what_tests_an_internal_says_so():
+    """A file that imports an internal module, itself or by its support, dies with it: it is marked unit."""
+    inner = {path: internals(path) for path in TESTS.values()}
+    needs = {path: {TESTS[x] for x in imports_of_tests(path)} for path in inner}
+    for path in inner:
+        if not path.name.startswith("test_"):
+            continue
+        found, ahead = {path}, {path}
+        while ahead:
+            ahead = {more for x in ahead for more in needs[x]} - found
+            found |= ahead
+        named = {str(x.relative_to(ROOT.parent)): inner[x] for x in found if inner[x]}
+        marks = re.findall(r"^pytestmark = .*", path.read_text(), re.MULTILINE)
+        marked = any("mark.unit" in x for x in marks)
+        assert marked == bool(named), (str(path.relative_to(ROOT.parent)), named)
+
+
+def imports_of_tests(path: Path) -> set[str]:
+    """The modules of the tests that a file imports."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            names |= {str(node.module), *(f"{node.module}.{x.name}" for x in node.names)}
+        elif isinstance(node, ast.Import):
+            names |= {x.name for x in node.names}
+    return names & TESTS.keys()
 
 
 def test_uninitialised_memory_is_nan():

@@ -11,6 +11,8 @@ import pytest
 from grpo_kernels.backends.cpp_rows import build
 from tests.support.planted import ROOT
 
+pytestmark = pytest.mark.unit
+
 
 @pytest.mark.slow
 def test_short_form_finds_nothing() -> None:

@@ -18,6 +18,8 @@ import grpo_kernels
 from grpo_kernels.backends.cpp_rows import build
 from tests.support.acted_build import script
 
+pytestmark = pytest.mark.unit
+
 CHECKOUT = Path(grpo_kernels.__file__).parents[1]
 SOURCES = {
     path.name for path in (CHECKOUT / "csrc").iterdir() if path.suffix in (".cpp", ".h", ".inl")

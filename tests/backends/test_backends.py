@@ -19,6 +19,8 @@ from grpo_kernels.backends.torch_rows import TorchRows
 from tests.support.divergence_suite import DivergenceSuite
 from tests.support.on_device import same_bits
 
+pytestmark = pytest.mark.unit
+
 CPU, META = torch.device("cpu"), torch.device("meta")
 
 

@@ -25,9 +25,7 @@ N, H, V = 256, 8, 300
 CUDA, CPU = "float32 products, cuda", "float32 products, cpu"
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*CUDA is not available"
-)  # of torch.autocast("cuda", enabled=False)
+pytestmark = [pytest.mark.unit, pytest.mark.filterwarnings("ignore:.*CUDA is not available")]
 
 
 def call(

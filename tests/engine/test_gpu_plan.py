@@ -30,9 +30,7 @@ MIB, GIB = 2**20, 2**30
 N, H, V = 8192, 4096, 151936
 BF16, FP32 = torch.bfloat16, torch.float32
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*CUDA is not available"
-)  # of torch.autocast("cuda", enabled=False)
+pytestmark = [pytest.mark.unit, pytest.mark.filterwarnings("ignore:.*CUDA is not available")]
 
 
 def step(

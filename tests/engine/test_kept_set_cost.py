@@ -12,6 +12,8 @@ from grpo_kernels import Run, linear_logprob
 from grpo_kernels.call.kept import ENTRY_BYTES, plan_spans
 from tests.support.measure import AllocationWatcher, count_flops
 
+pytestmark = pytest.mark.unit
+
 N, H, V, K = 24, 16, 500, 8
 
 

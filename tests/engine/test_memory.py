@@ -20,6 +20,8 @@ from grpo_kernels import Run
 from grpo_kernels.engine.plan import most_rows
 from tests.support.measure import AllocationWatcher
 
+pytestmark = pytest.mark.unit
+
 MIB = 2**20
 
 

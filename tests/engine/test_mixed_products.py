@@ -20,6 +20,8 @@ from tests.support.reference import reference_loss
 from tests.support.run_case import allowed_engines, run
 from tests.support.tolerance import assert_matches, bounds_of
 
+pytestmark = pytest.mark.unit
+
 CASES = [c for c in fixed_cases() if c.hidden.dtype.itemsize == 2 and c.group in "ABCDGH"]
 ADAPTED = [
     c

@@ -57,9 +57,7 @@ CALLS = {
     },
 }
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*CUDA is not available"
-)  # of torch.autocast("cuda", enabled=False)
+pytestmark = [pytest.mark.unit, pytest.mark.filterwarnings("ignore:.*CUDA is not available")]
 
 
 def batch(

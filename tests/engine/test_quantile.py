@@ -8,6 +8,8 @@ import torch
 from grpo_kernels import LossConfig, grpo_loss, linear_logprob
 from grpo_kernels.base import tensors
 
+pytestmark = pytest.mark.unit
+
 NAN = torch.nan
 
 

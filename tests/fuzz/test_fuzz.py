@@ -21,6 +21,8 @@ from tests.fuzz.expectations import EXPECTED
 from tests.fuzz.losses import LOSS
 from tests.support.random_cases import DTYPES
 
+pytestmark = pytest.mark.unit
+
 SAME = settings(attack.SETTINGS, derandomize=True)
 
 

@@ -17,6 +17,8 @@ from grpo_kernels.engine.records import NeedsGrad
 from tests.support.measure import AllocationWatcher
 from tests.support.on_device import BACKENDS, leaves
 
+pytestmark = pytest.mark.unit
+
 MIB = 2**20
 VECTORS = 60  # per-token numbers, of 8 bytes
 ROUNDING = 16 * MIB  # of the allocator, whose blocks are larger than what is asked for

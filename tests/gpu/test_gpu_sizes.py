@@ -15,6 +15,8 @@ from grpo_kernels.base.tensors import take
 from grpo_kernels.token_loss.record import TokenLoss
 from tests.support.on_device import BACKENDS, leaves, on_backends, relative, same_bits, truth
 
+pytestmark = pytest.mark.unit
+
 GIB = 2**30
 BF16_GRADIENT = 6e-3  # of d logits rounded to bf16 once, and of the result
 

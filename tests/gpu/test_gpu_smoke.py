@@ -44,6 +44,8 @@ from grpo_kernels.engine.engines import ENGINES
 from grpo_kernels.engine.gemm import mixed_mm
 from grpo_kernels.token_loss.record import TokenLoss
 
+pytestmark = pytest.mark.unit
+
 Compared = tuple[
     str, Tensor, Tensor, Tensor | float, float
 ]  # name, ours, float64's, its size, error allowed of that

@@ -17,6 +17,8 @@ import torch
 from grpo_kernels import Expectation
 from grpo_kernels.host import HostFunction, KnownRows, Patches, Shares, during, needed, replaced
 
+pytestmark = pytest.mark.unit
+
 
 def ours() -> None: ...
 

@@ -34,7 +34,7 @@ from tests.support.training_step import (
     swept,
 )
 
-pytestmark = pytest.mark.usefixtures("forget_warnings")
+pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("forget_warnings")]
 
 
 def exact_layouts(model: Any, given: dict[str, Any], forget: Callable[[], None]) -> str:

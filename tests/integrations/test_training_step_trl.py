@@ -22,6 +22,8 @@ from grpo_kernels.trl import FusedGRPOTrainer, FusedLossMixin, fused_head, micro
 from tests.support.training_step import distance
 from tests.support.trl_training import EVALUATED, Half, Run, evaluations, mixed, train
 
+pytestmark = pytest.mark.unit
+
 B, P, T = 8, 10, 14
 SAVINGS = {
     "defaults": TrunkOptions(),

@@ -18,6 +18,8 @@ from grpo_kernels import Expectation
 from grpo_kernels.trl import FusedGRPOTrainer, FusedLossMixin, fused_head, micro_batches
 from tests.support.trl_training import FusedGMPOTrainer, Run, assert_same, mixed, train
 
+pytestmark = pytest.mark.unit
+
 THEIRS = trl_utils._ChunkedLogProbFunction
 TWICE = {"num_iterations": 2, "beta": 0.04}
 # Every option of the loss: test_training_step_trl.py, a micro-batch each; every loss type for many

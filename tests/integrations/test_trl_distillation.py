@@ -24,6 +24,8 @@ from grpo_kernels.trl import (
 )
 from tests.support.trl_training import Run, Written, assert_same, divergence_inputs, mixed, train
 
+pytestmark = pytest.mark.unit
+
 THEIRS = trl_distillation._chunked_divergence_loss
 WIDER = {"hidden_size": 48, "head_dim": 12}
 COOLER = {"temperature": 0.7}

@@ -27,6 +27,8 @@ from tests.support.trl_training import (
     train,
 )
 
+pytestmark = pytest.mark.unit
+
 EXACT = {"kl_estimator": "full", "beta": 0.3, "learning_rate": 1e-2}
 TWICE = {"num_iterations": 2, **EXACT}
 BONUS = {"entropy_coef": 0.01, "temperature": 0.7, "loss_type": "grpo"}

@@ -23,6 +23,8 @@ from grpo_kernels.trl.fused_head import EXTRAS, HEAD, PATCHED, FusedHead, count_
 from tests.support.case_builder import seeded
 from tests.support.trl_training import Run, train
 
+pytestmark = pytest.mark.unit
+
 THEIRS = trl_utils._ChunkedLogProbFunction
 
 

@@ -20,6 +20,8 @@ from tests.support import trl_training
 from tests.support.trl_all_logits import Checked
 from tests.support.trl_training import Run, Written, mixed
 
+pytestmark = pytest.mark.unit
+
 TWICE = {"num_iterations": 2, "beta": 0.04}
 # both factors random: the adapter counts at once
 SHAPE = {"init_lora_weights": False, "task_type": "CAUSAL_LM"}

@@ -19,6 +19,8 @@ from tests.support.training_step import assert_same
 from tests.support.trl_ranks import Found, Job, divided_heads, save_model, train, train_all
 from tests.support.trl_training import divergence_inputs
 
+pytestmark = pytest.mark.unit
+
 TOLERANCE = 1e-5
 LORA = ("q_proj", "lm_head")
 ADAPTED: dict[str, Any] = {"lora": LORA, "arguments": {"kl_estimator": "full"}}

@@ -21,6 +21,8 @@ from tests.support import trl_training
 from tests.support.case_builder import seeded
 from tests.support.trl_training import Curious, Half, Run, mixed
 
+pytestmark = pytest.mark.unit
+
 KEPT = 5  # ids that the sampler keeps
 ERROR = {"sampling_mask": "error"}
 

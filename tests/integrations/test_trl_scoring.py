@@ -31,6 +31,8 @@ from tests.support.trl_training import (
     train,
 )
 
+pytestmark = pytest.mark.unit
+
 # a generation is 2 micro-batches of 8, trained on twice
 TWICE: dict[str, Any] = {"num_iterations": 2}
 # a generation is 4 micro-batches of 8, and an optimizer step is 2 of them

@@ -30,6 +30,8 @@ from tests.support.training_step import (
     swept,
 )
 
+pytestmark = pytest.mark.unit
+
 IN_TREES = [kind for kind, layouts in FAMILIES.items() if layouts == ALL]
 WINDOWED = ("mistral", "gemma2", "gemma3_text", "gpt_oss", "cohere2")
 NO_DROPOUT: dict[str, dict[str, float]] = {

@@ -127,6 +127,8 @@ def test_an_anchor_fills_nothing() -> None:
 pytest.importorskip("transformers")
 from grpo_kernels.body.attention import cut, group  # noqa: E402
 
+pytestmark = pytest.mark.unit
+
 
 def test_parts_cost_the_least_of_all() -> None:
     draw = random.Random(3)

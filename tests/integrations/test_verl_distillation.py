@@ -20,6 +20,8 @@ from grpo_kernels.verl import engine
 from tests.support import verl_engine, verl_peer
 from tests.support.verl_peer import TEMPERATURE, verl_module
 
+pytestmark = pytest.mark.unit
+
 LENGTHS, VOCAB, K = (5, 8), 97, 6
 
 

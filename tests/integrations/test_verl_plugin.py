@@ -28,7 +28,7 @@ from grpo_kernels.verl import megatron as verl_megatron
 from grpo_kernels.verl import patch_verl, unpatch_verl
 from tests.support import verl_peer
 
-pytestmark = verl_peer.needs_verl
+pytestmark = [pytest.mark.unit, verl_peer.needs_verl]
 
 # What a user's process does, with the package installed: it imports verl, and nothing of ours
 FRESH = """

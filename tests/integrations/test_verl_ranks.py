@@ -20,7 +20,7 @@ from tests.support import verl_engine, verl_peer
 from tests.support.ranks import run_ranks
 from tests.support.verl_peer import TEMPERATURE, draw, relative
 
-pytestmark = [verl_peer.needs_verl, pytest.mark.slow]
+pytestmark = [pytest.mark.unit, verl_peer.needs_verl, pytest.mark.slow]
 
 RANKS = 2
 Gradients = dict[str, Tensor]

@@ -22,6 +22,8 @@ from tests.support import verl_engine
 from tests.support.verl_engine import HIDDEN, OURS, SCORE, VOCAB, Step, config, gap, ppo_loss, run
 from tests.support.verl_peer import verl_module
 
+pytestmark = pytest.mark.unit
+
 BYPASS = {"rollout_is": "token", "rollout_is_threshold": 1.1, "loss_type": "reinforce"}
 CLIPPED = {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.9_1.1"}
 SEQ_MEAN = {"loss_agg_mode": "seq-mean-token-mean"}

@@ -21,6 +21,8 @@ from grpo_kernels.objective.losses import LOSSES
 from tests.support.flat import flat
 from tests.support.small_batch import small_batch
 
+pytestmark = pytest.mark.unit
+
 SWITCH = "vllm_importance_sampling_correction"
 
 

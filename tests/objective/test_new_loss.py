@@ -15,6 +15,8 @@ from grpo_kernels.backends.cpp_rows.build import compiler
 from tests.support.acted_build import script
 from tests.support.planted import copy_sources
 
+pytestmark = pytest.mark.unit
+
 pytest.importorskip("triton")
 
 FORMULA = '''

@@ -16,6 +16,8 @@ from torch import Tensor
 from grpo_kernels import LossConfig, policy_loss_from_logps
 from grpo_kernels.objective.policy import PolicyObjective
 
+pytestmark = pytest.mark.unit
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "clip": {},
     "bounds": {"epsilon": 0.1, "epsilon_high": 0.3, "delta": 1.5},

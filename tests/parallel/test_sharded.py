@@ -29,6 +29,8 @@ from tests.support.run_case import allowed_engines, engines_of, run, run_scores,
 from tests.support.score_cases import score_cases
 from tests.support.tolerance import assert_matches, assert_scores, bounds_of
 
+pytestmark = pytest.mark.unit
+
 CASES = [case for case in (*head_cases(), *fixed_cases()) if case.weight.shape[0] >= 10]
 SCORED = [case for case in score_cases() if case.weight.shape[0] >= 10]
 EXTRAS = ("log_sum_sq_probs", "mean_logits", "is_top1")

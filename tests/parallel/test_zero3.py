@@ -25,7 +25,7 @@ EXACT = (
     2e-7  # of the largest entry: DeepSpeed keeps gradients in float32, whatever the model's dtype
 )
 
-pytestmark = needs_deepspeed
+pytestmark = [pytest.mark.unit, needs_deepspeed]
 
 
 class Zero3:

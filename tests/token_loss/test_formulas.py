@@ -12,6 +12,8 @@ from grpo_kernels import LossConfig
 from grpo_kernels.objective.losses import LOSSES
 from grpo_kernels.token_loss import formulas
 
+pytestmark = pytest.mark.unit
+
 ROOT = Path(__file__).parents[2]
 generated = runpy.run_path(str(ROOT / "csrc" / "generate.py"))["header"]
 

@@ -28,6 +28,8 @@ from grpo_kernels.backends.cpp_rows import build
 from grpo_kernels.base import checks
 from tests.support.acted_build import script
 
+pytestmark = pytest.mark.unit
+
 CPU = torch.device("cpu")
 CHECKOUT = Path(grpo_kernels.__file__).parents[1]
 GOOD, EMPTY, BAD = "a library", "without ops", "of another libc"  # what an acted loader finds

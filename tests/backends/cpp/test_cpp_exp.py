@@ -10,6 +10,8 @@ import torch
 
 from grpo_kernels.backends.cpp_rows import build
 
+pytestmark = pytest.mark.unit
+
 
 @pytest.fixture(scope="module")
 def elementary(cpp_library: None, tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -28,7 +28,7 @@ from tests.support.row_cases import (
     rows,
 )
 
-pytestmark = pytest.mark.usefixtures("cpp_library")
+pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("cpp_library")]
 
 N, V = 4, 33
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

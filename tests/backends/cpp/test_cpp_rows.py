@@ -30,7 +30,7 @@ from tests.support.row_cases import (
 from tests.support.row_suite import RowSuite, SpecialSuite, check_kernels, check_many_rows
 from tests.support.row_truth import U, check, loss_terms
 
-pytestmark = pytest.mark.usefixtures("cpp_library")
+pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("cpp_library")]
 
 CPU = "cpu"
 CPP = CppRows()

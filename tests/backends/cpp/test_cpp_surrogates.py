@@ -16,7 +16,7 @@ from tests.support.row_cases import ON_POLICY, PLAIN, make_loss, rows, same
 from tests.support.row_truth import check, loss_terms
 from tests.support.surrogate_suite import EACH, INF, NAN, Constants, SurrogateSuite
 
-pytestmark = pytest.mark.usefixtures("cpp_library")
+pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("cpp_library")]
 
 CPP = CppRows()
 UNITS = {torch.float32: 2.0**-24, torch.float64: 2.0**-53}

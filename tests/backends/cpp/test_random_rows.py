@@ -30,7 +30,7 @@ from tests.support.row_cases import (
 )
 from tests.support.row_suite import check_kernels
 
-pytestmark = pytest.mark.usefixtures("cpp_library")
+pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("cpp_library")]
 
 BLOCKS, BLOCK_SIZE = 4, 50
 FACTOR = int(os.environ.get("GRPO_KERNELS_RANDOM_FACTOR", "1"))

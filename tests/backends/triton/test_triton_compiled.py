@@ -10,6 +10,8 @@ from collections import Counter
 
 import pytest
 
+pytestmark = pytest.mark.unit
+
 pytest.importorskip("triton")
 
 ACCESSES = """

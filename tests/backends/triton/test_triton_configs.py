@@ -21,6 +21,8 @@ from grpo_kernels.backends.triton_rows.device import (
     row_configs,
 )
 
+pytestmark = pytest.mark.unit
+
 ARCHES = (
     "sm_75",
     "sm_80",

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.unit
+
 pytest.importorskip("triton")
 
 BEFORE = """

@@ -26,6 +26,8 @@ from tests.support.divergence_suite import BETAS, DivergenceSuite
 from tests.support.row_cases import DEVICE, PLAIN, make_transform, rows
 from tests.support.row_suite import RowSuite, SpecialSuite, check_kernels, check_many_rows
 
+pytestmark = pytest.mark.unit
+
 # Rows of one tile, of less and of more; lanes that see no logit, one, or several.
 NS = (1, 2, 3, 5, 8, 16, 17)
 VOCABS = (

@@ -23,6 +23,8 @@ from grpo_kernels.backends.triton_rows.rows import TritonRows
 from tests.support.row_cases import DEVICE
 from tests.support.surrogate_suite import INF, NAN, Constants, SurrogateSuite, grid
 
+pytestmark = pytest.mark.unit
+
 
 @triton.jit
 def elementwise_kernel(x_ptr, out_ptr, n, F: tl.constexpr, BLOCK: tl.constexpr):
