@@ -243,18 +243,11 @@ def share_of_mean(trainer: Any, inputs: dict[str, Any]) -> float:
 
 
 def regrouped(
-    batches: list[dict[str, Any]],
-    live: Sequence[Tensor | None],
-    window: int,
-    budget: int | None,
-    *,
-    in_trees: bool,
+    trainer: Any, batches: list[dict[str, Any]], *, in_trees: bool
 ) -> list[dict[str, Any]]:
-    """TRL's micro-batches of a generation, the samples of each `window` divided by `divided`.
+    """TRL's micro-batches of a generation, the samples of each optimizer step `divided` anew.
 
-    A window is an optimizer step's. `live` has (B,) bool for each micro-batch; None: all sequences
-    may get a gradient. `budget` None: the tokens of a padded micro-batch. A micro-batch without a
-    sample left gets one without tokens.
+    A micro-batch without a sample left gets one without tokens.
     """
     if any(batch.get("pixel_values") is not None for batch in batches):
         warnings.warn(
@@ -262,21 +255,22 @@ def regrouped(
         )
         return batches
     found = []
+    window = min(trainer.args.gradient_accumulation_steps, len(batches))
     for start in range(0, len(batches), window):
         part = batches[start : start + window]
         size = len(part[0]["prompt_ids"])
         is_live: list[bool] = []
-        for x in live[start : start + window]:
-            is_live += [True] * size if x is None else x.tolist()
+        for batch in part:
+            live = live_of_loss(trainer, batch)
+            is_live += [True] * size if live is None else live.tolist()
         names = [name for name, x in part[0].items() if _is_per_sample(x, size)]
         merged = {name: _joined([batch[name] for batch in part]) for name in names}
         columns = merged["prompt_ids"].shape[1] + merged["completion_ids"].shape[1]
         both = zip(merged["prompt_ids"].cpu(), merged["prompt_mask"].cpu(), strict=True)
         prompts = [tuple(ids[mask != 0].tolist()) for ids, mask in both]
         lengths = merged["completion_mask"].sum(1).tolist()
-        parts = divided(
-            prompts, lengths, is_live, len(part), budget or size * columns, size, in_trees=in_trees
-        )
+        budget = trainer.tokens_per_forward or size * columns
+        parts = divided(prompts, lengths, is_live, len(part), budget, size, in_trees=in_trees)
         for batch, chosen in zip(part, parts, strict=True):
             own = {name: _chosen(x, chosen or [0]) for name, x in merged.items()} | {SIZE: size}
             if not chosen:

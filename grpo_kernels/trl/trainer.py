@@ -216,17 +216,13 @@ class FusedLossMixin(fused_head.LogsRows):
 
     def _regrouped(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The micro-batches of a generation, samples regrouped within each optimizer step."""
-        live = [micro_batches.live_of_loss(self, batch) for batch in batches]
-        window = min(self.args.gradient_accumulation_steps, len(batches))
         in_trees = self.trunk_options.layout == "tree"
         if in_trees:
             trunk = trunk_of(self.accelerator.unwrap_model(self.model))
             if trial.fits_trees(trunk) is None:  # it has not run yet: try it on one sample
                 scoring.score(self, self.model, micro_batches.first_sample(batches[0]))
             in_trees = trial.fits_trees(trunk) is True
-        return micro_batches.regrouped(
-            batches, live, window, self.tokens_per_forward, in_trees=in_trees
-        )
+        return micro_batches.regrouped(self, batches, in_trees=in_trees)
 
     def _score_old(self, batch: dict[str, Any]) -> None:
         """Old log-probabilities of a micro-batch that is trained on after the policy's change."""
