@@ -75,36 +75,36 @@ LACKING: dict[
 }
 CAP, CE, GRPO = ("soft-cap",), ("soft-cap", "two dtypes"), ("scores", "top entropy", "soft-cap")
 PROVIDERS = {
-    "ours": Provider("ours.ours", "grpo_kernels"),
-    "ours/torch": Provider("ours.ours", "grpo_kernels, torch backend",
+    "ours": Provider("heads.ours", "grpo_kernels"),
+    "ours/torch": Provider("heads.ours", "grpo_kernels, torch backend",
         arguments={"backend": "torch"}),
-    "ours/one_pass": Provider("ours.ours", "grpo_kernels, one pass",
+    "ours/one_pass": Provider("heads.ours", "grpo_kernels, one pass",
         arguments={"engine": "one_pass"}),
-    "ours/two_pass": Provider("ours.ours", "grpo_kernels, two passes",
+    "ours/two_pass": Provider("heads.ours", "grpo_kernels, two passes",
         arguments={"engine": "two_pass"}),
-    "ours/lean": Provider("ours.ours", "grpo_kernels, lean engine", arguments={"engine": "lean"}),
-    "products": Provider("torch_heads.products", "matrix products alone", compared=False),
-    "eager": Provider("torch_heads.eager", "all logits, log_softmax"),
-    "compiled": Provider("torch_heads.compiled", "all logits, torch.compile", counted=False),
+    "ours/lean": Provider("heads.ours", "grpo_kernels, lean engine", arguments={"engine": "lean"}),
+    "products": Provider("heads.products", "matrix products alone", compared=False),
+    "eager": Provider("heads.eager", "all logits, log_softmax"),
+    "compiled": Provider("heads.compiled", "all logits, torch.compile", counted=False),
     "linear_ce": Provider(
-        "cross_entropies.linear_ce", "torch {} linear_cross_entropy", "torch", counted=False,
+        "peers.linear_ce", "torch {} linear_cross_entropy", "torch", counted=False,
         lacks=CAP),
-    "trl": Provider("trl.trl", "TRL {} fused head", "trl"),
-    "liger_grpo": Provider("liger.liger_grpo", "Liger {} fused GRPO loss", "liger-kernel",
+    "trl": Provider("peers.trl", "TRL {} fused head", "trl"),
+    "liger_grpo": Provider("peers.liger_grpo", "Liger {} fused GRPO loss", "liger-kernel",
         lacks=GRPO),
     "liger_grpo/uncompiled": Provider(
-        "liger.liger_grpo", "Liger {} fused GRPO loss, not compiled", "liger-kernel",
+        "peers.liger_grpo", "Liger {} fused GRPO loss, not compiled", "liger-kernel",
         {"compiled": ""}, lacks=GRPO),
-    "liger_ce": Provider("liger.liger_ce", "Liger {} scaled CE", "liger-kernel", counted=False,
+    "liger_ce": Provider("peers.liger_ce", "Liger {} scaled CE", "liger-kernel", counted=False,
         lacks=CE),
-    "liger_torch": Provider("liger.liger_torch", "Liger {} scaled CE, torch", "liger-kernel",
+    "liger_torch": Provider("peers.liger_torch", "Liger {} scaled CE, torch", "liger-kernel",
         lacks=CE),
-    "verl_torch": Provider("verl.verl_torch", "verl {} torch head", "verl", lacks=CE),
-    "verl_triton": Provider("verl.verl_triton", "verl {} Triton head", "verl", counted=False,
+    "verl_torch": Provider("peers.verl_torch", "verl {} torch head", "verl", lacks=CE),
+    "verl_triton": Provider("peers.verl_triton", "verl {} Triton head", "verl", counted=False,
         lacks=("CPU", *CE)),
-    "unsloth": Provider("unsloth.unsloth", "Unsloth {} fused log-probs", "unsloth_zoo",
+    "unsloth": Provider("peers.unsloth", "Unsloth {} fused log-probs", "unsloth_zoo",
         counted=False),
-    "cce": Provider("cross_entropies.cce", "Apple CCE {}", "cut-cross-entropy", counted=False),
+    "cce": Provider("peers.cce", "Apple CCE {}", "cut-cross-entropy", counted=False),
 }  # fmt: skip
 
 
@@ -132,7 +132,7 @@ def build(name: str, inputs: Inputs, backend: str = "auto") -> Forward:
     """
     provider = named(name)
     module, _, function = provider.adapter.partition(".")
-    arguments = {**({"backend": backend} if module == "ours" else {}), **provider.arguments}
+    arguments = {**({"backend": backend} if function == "ours" else {}), **provider.arguments}
     try:
         adapter = getattr(importlib.import_module(f"benchmarks.providers.{module}"), function)
         forward: Forward = adapter(inputs, **arguments)

@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.cases import Absence, BenchCase, Inputs, make_inputs
 from benchmarks.machine import ROOT
-from benchmarks.providers import Outcome, build, forgotten, verl
+from benchmarks.providers import Outcome, build, forgotten, peers
 from benchmarks.reference import errors, is_right, reference
 from benchmarks.run import Step
 
@@ -193,7 +193,7 @@ def test_only_bench_installs_what_is_not_permissive(
 @pytest.mark.parametrize("name", PACKAGES)
 def test_a_package_that_is_missing_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     hide(PACKAGES[name], monkeypatch)
-    verl.module.cache_clear()  # verl's adapter keeps what it imported
+    peers.module.cache_clear()  # verl's adapter keeps what it imported
     with pytest.raises(Absence, match=PACKAGES[name]):
         build(name, make_inputs(TOY, CPU))
 
@@ -205,8 +205,8 @@ def test_verl_finds_its_kernels_in_a_call_without_verl_itself(
     """Its forward and backward say ``from . import kernels``, which must not import verl, and with
     it Ray.
     """
-    verl.module.cache_clear()
-    head = verl.module("kernel", "linear_cross_entropy")
+    peers.module.cache_clear()
+    head = peers.module("kernel", "linear_cross_entropy")
     for package in ("ray", "verl"):
         hide(package, monkeypatch)
     exec("from . import kernels", vars(head))

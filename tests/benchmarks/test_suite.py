@@ -22,7 +22,7 @@ from benchmarks.cases import HEADS, WORKLOADS, BenchCase, Inputs, case, make_inp
 from benchmarks.flops import counter
 from benchmarks.machine import ROOT, Watch
 from benchmarks.plan import cpu_cases, gpu_cases
-from benchmarks.providers import Outcome, build, cross_entropies, named, torch_heads
+from benchmarks.providers import Outcome, build, heads, named, peers
 from benchmarks.reference import Reference, errors, is_right, reference
 from benchmarks.run import How, Results, Step, check, measure_case
 from tests.support.bench_results import parsed, results
@@ -145,7 +145,7 @@ def test_what_fails_costs_no_other_provider(
 ) -> None:
     """In its first call, or in a timed step; what was timed before is in the file when it fails."""
     path, before = tmp_path / "found.json", []
-    eager = torch_heads.eager
+    eager = heads.eager
 
     def breaking(calls: int) -> Any:
         def built(inputs: Inputs) -> Any:
@@ -163,8 +163,8 @@ def test_what_fails_costs_no_other_provider(
 
         return built
 
-    monkeypatch.setattr(cross_entropies, "linear_ce", breaking(0))
-    monkeypatch.setattr(torch_heads, "compiled", breaking(2))
+    monkeypatch.setattr(peers, "linear_ce", breaking(0))
+    monkeypatch.setattr(heads, "compiled", breaking(2))
     names = ("ours", "ours/torch", "linear_ce", "compiled", "eager")
     how = How(one_by_one=one_by_one, backend="torch")
     stored = Results(path, cases={})

@@ -1,0 +1,280 @@
+"""Other people's heads. Each notes the release that it was tested with, and what it computes."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+import types
+from contextlib import nullcontext
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.cases import EPSILON, Absence, Inputs
+from benchmarks.providers import (
+    IGNORE,
+    Forward,
+    Outcome,
+    Scored,
+    empty_package,
+    forgotten,
+    from_logps,
+    from_nll,
+    from_rows,
+    without_init,
+)
+
+OUTPUTS = ("log_probs", "entropy")  # what its GRPO trainer asks for
+TEMPERATURE, TILES = 1.0, 1  # as verl passes them
+APART = "verl_apart"  # stays in sys.modules, where verl does not
+# what a file of verl's imports beside itself, not before it is called
+SIBLINGS = {"linear_cross_entropy": ("kernels",)}
+
+# TRL 1.16's fused head: the op its GRPO trainer calls through `add_fused_lm_head`, with its chunk
+# size and outputs. Where the trainer cannot be imported, whose needs are many, its op is used by itself, whose needs
+# are few.
+
+
+def trl(inputs: Inputs) -> Forward:
+    """The op, with the policy loss in torch behind it; packed where TRL packs."""
+    note, case = "", inputs.case
+    try:
+        from trl.trainer import utils
+
+        op, chunk = utils._ChunkedLogProbFunction, utils._CHUNKED_LOGPROB_CHUNK_SIZE
+    except Exception as error:
+        op, chunk, note = (
+            _alone("chunked_logprob").ChunkedLogProbFunction,
+            32768,
+            _without_the_trainer(error),
+        )
+    outputs = OUTPUTS[:1] if case.score and not case.wants_entropy else OUTPUTS
+
+    def rows(hidden: Tensor, ids: Tensor) -> Scored:
+        found = op.apply(hidden, inputs.weight, None, ids, 1.0, chunk, case.softcap, 1.0, outputs)
+        return found[0], found[1] if "entropy" in outputs else None
+
+    packs = importlib.import_module("trl.kernels.chunked_logprob")._use_triton(inputs.ids.device)
+    return from_rows(inputs, rows, note, packs=packs)
+
+
+def _without_the_trainer(error: Exception) -> str:
+    return f"trl.kernels alone, without the trainer ({type(error).__name__}: {error})"[:300]
+
+
+def _alone(name: str) -> Any:
+    """A module of `trl.kernels`, where the trainers cannot be imported."""
+    without_init("trl", "trl.kernels", "trl.trainer")
+    utils = types.ModuleType("trl.trainer.utils")
+    utils.maybe_gather_lm_head_ctx = lambda *_: nullcontext()  # type: ignore[attr-defined]
+    sys.modules["trl.trainer.utils"] = utils
+    return importlib.import_module(f"trl.kernels.{name}")
+
+
+# Liger's heads. Tested with 0.8.5.
+#
+# `liger_grpo` is its own GRPO loss in chunks of a sequence, its default: 8 NVH, 6 with a frozen
+# head. By default its loss mathematics is compiled, and on a GPU it is here. On a CPU it is not:
+# there compiling took the first call 8 s longer, and no later call was faster.
+#
+# `liger_ce` is its per-token cross-entropy with entropies,
+# `LigerFusedLinearScaledCrossEntropyFunction`. verl calls it with ``impl_backend="liger"``: packed,
+# always with the entropy. 8 NVH, with a frozen head too. On Hopper it is a CuTe DSL kernel for
+# bf16; elsewhere torch, 512 tokens at a time, entropies in the dtype of the operands.
+
+
+def liger_grpo(inputs: Inputs, *, compiled: str = "on a GPU") -> Forward:
+    """`LigerFusedLinearGRPOLoss` as it comes; not `compiled`, it needs no compiler."""
+    from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
+
+    case, compiles = inputs.case, bool(compiled) and inputs.hidden.is_cuda
+    loss_fn = LigerFusedLinearGRPOLoss(
+        beta=case.beta,
+        compiled=compiles,
+        use_ref_model=inputs.ref is not None,
+        loss_type="dapo",
+        importance_sampling_level="sequence" if case.sequence else "token",
+        epsilon_low=EPSILON,
+        epsilon_high=EPSILON,
+    )
+
+    def forward() -> Outcome:
+        loss, _ = loss_fn(
+            inputs.hidden,
+            inputs.weight,
+            inputs.ids,
+            inputs.mask,
+            inputs.advantages,
+            old_per_token_logps=inputs.old,
+            ref_per_token_logps=inputs.ref,
+        )
+        return Outcome(loss, note=f"chunk_size={loss_fn.chunk_size}, compiled={compiles}")
+
+    return forward
+
+
+def liger_ce(inputs: Inputs) -> Forward:
+    """By its own choice of kernel for the device."""
+    from liger_kernel.ops import fused_linear_scaled_cross_entropy as module
+
+    chosen = module._resolve_implementation(
+        inputs.hidden.device
+    )  # on Hopper: its CuTe DSL kernel, or ImportError
+    return _scaled_ce(
+        inputs, module.LigerFusedLinearScaledCrossEntropyFunction, chosen.__name__, TILES
+    )
+
+
+def liger_torch(inputs: Inputs) -> Forward:
+    """What it runs where it has no kernel of its own."""
+    from liger_kernel.ops.fused_linear_scaled_cross_entropy import (
+        _FusedLinearPPOFallbackFunction as function,
+    )
+
+    return _scaled_ce(inputs, function, function.__name__)
+
+
+def _scaled_ce(inputs: Inputs, function: Any, note: str, *tiles: int) -> Forward:
+    wants_entropy = inputs.case.wants_entropy or not inputs.case.score
+
+    def rows(hidden: Tensor, ids: Tensor) -> Scored:
+        found = function.apply(
+            hidden, inputs.weight, ids, TEMPERATURE, IGNORE, *tiles, wants_entropy
+        )
+        nll, entropies = found if isinstance(found, tuple) else (found, None)
+        return -nll, entropies
+
+    return from_rows(inputs, rows, note)
+
+
+# verl's two fused heads, each of which always gives log-probabilities and entropies. For 0.9.1;
+# Triton not yet run.
+#
+# Used packed, as its trainers do by default (``use_remove_padding``). Both compute the gradient of
+# a frozen weight and drop it: 8 NVH always. verl's own ``__init__`` wants Ray and more, which the
+# heads do not: their files are imported into a package of our own, with their siblings, since the
+# Triton head says ``from . import kernels`` in every call.
+
+
+def verl_torch(inputs: Inputs) -> Forward:
+    """`FusedLinearForPPO`: torch, 512 tokens at a time; logits and entropies are rounded."""
+    function = module("experimental", "torch_functional").FusedLinearForPPO()
+
+    def rows(hidden: Tensor, ids: Tensor) -> Scored:
+        return function(hidden, inputs.weight, ids, temperature=TEMPERATURE)
+
+    return from_rows(inputs, rows, f"chunk_size={function.chunk_size}")
+
+
+def verl_triton(inputs: Inputs) -> Forward:
+    """`linear_cross_entropy`: Triton for the logits, torch for the gradients' products."""
+    function = module("kernel", "linear_cross_entropy").linear_cross_entropy
+
+    def rows(hidden: Tensor, ids: Tensor) -> Scored:
+        return function(hidden, inputs.weight, ids, TEMPERATURE, "none")
+
+    return from_rows(inputs, rows, "linear_cross_entropy")
+
+
+@functools.cache
+def module(folder: str, name: str) -> ModuleType:
+    """verl/utils/<folder>/<name>.py, with its siblings; verl itself is as it was afterwards."""
+    with forgotten("verl"):
+        without_init("verl", "verl.utils", f"verl.utils.{folder}")
+        empty_package(APART, [])
+        empty_package(f"{APART}.{folder}", list(sys.modules[f"verl.utils.{folder}"].__path__))
+        for sibling in SIBLINGS.get(name, ()):
+            importlib.import_module(f"{APART}.{folder}.{sibling}")
+        return importlib.import_module(f"{APART}.{folder}.{name}")
+
+
+# Unsloth's fused head, `unsloth_zoo.fused_losses.fused_linear.fused_linear_logprobs`. Tested with
+# 2026.10.9.
+#
+# What its GRPO trainer calls, with entropies only where it chooses tokens by them, and without
+# their gradient. 8 NVH; a frozen head 4, the gradient of the hidden states being made in the
+# forward. Masked positions are left out by its own `mask`, as its preference trainers pass it; its
+# GRPO trainer does not. On a GPU cuBLAS and Triton, logits in fp32; on a CPU torch. Its products
+# are out of sight of a dispatch mode, inside custom operators. The package's ``__init__`` wants the
+# whole of Unsloth, which the head does not. AGPL: called, never copied.
+
+
+def unsloth(inputs: Inputs) -> Forward:
+    """The head with its own choice of chunks."""
+    without_init("unsloth_zoo", "unsloth_zoo.fused_losses")
+    module = importlib.import_module("unsloth_zoo.fused_losses.fused_linear")
+    case = inputs.case
+    options = {
+        "mask": inputs.mask.bool() if case.padding else None,
+        "logit_softcapping": case.softcap or 0.0,
+        "return_entropy": case.wants_entropy,
+        "entropy_requires_grad": False,
+    }
+
+    def logps() -> Scored:
+        found = module.fused_linear_logprobs(inputs.hidden, inputs.weight, inputs.ids, **options)
+        return found if isinstance(found, tuple) else (found, None)
+
+    note = "Triton" if module._use_triton(inputs.hidden.device) else "torch"
+    return from_logps(inputs, logps, note if case.wants_entropy else f"{note}, no entropy")
+
+
+# Per-token cross-entropies, -logp: torch's and Apple's. Neither gives an entropy; masked tokens are
+# `IGNORE`.
+#
+# torch: `torch.nn.functional.linear_cross_entropy`, new in torch 2.13. In chunks (``options=``) its
+# backward recomputes the logits: 8 NVH, 6 with a frozen head; without, it is all logits at once: 6
+# and 4. Its documentation says that chunks pay from as many tokens as the head's H: they are of
+# some NH/V rows, and each touches the whole gradient of the weight. Masked tokens are computed.
+# Log-probabilities come in the dtype of the operands. In chunks its products are out of sight of a
+# dispatch mode, inside a custom operator. Tested with torch 2.13.0.
+#
+# Apple: cut cross-entropy, `cut_cross_entropy.linear_cross_entropy`. Written for 25.1.1, the latest
+# on PyPI, an older tree than the repository's 25.9: gradients are summed in the dtype of the
+# operands. Masked tokens are left out. The logits never leave the chip: 8 NVH, less the tiles that
+# its gradient filter drops, by default those whose probabilities are all below eps / 32 of the
+# dtype, whatever the advantage. It chooses its Triton kernels everywhere but on macOS, where it
+# compiles all logits at once, as `compiled` does; on a CPU that was tested, the kernels have not
+# been run. Apple's licence: called, never copied.
+
+
+def linear_ce(inputs: Inputs) -> Forward:
+    """In chunks where its documentation recommends them, else without."""
+    function = getattr(torch.nn.functional, "linear_cross_entropy", None)
+    if function is None:
+        raise Absence(f"torch {torch.__version__} has no F.linear_cross_entropy")
+    in_chunks = inputs.case.n >= inputs.case.h
+    options = torch.nn.LinearCrossEntropyOptions() if in_chunks else None
+
+    def nll(hidden: Tensor, ids: Tensor) -> Tensor:
+        found = function(
+            hidden, inputs.weight, ids, reduction="none", ignore_index=IGNORE, options=options
+        )
+        return found.float()
+
+    return from_nll(
+        inputs, nll, "in chunks, LinearCrossEntropyOptions()" if in_chunks else "options=None"
+    )
+
+
+def cce(inputs: Inputs) -> Forward:
+    """By its own choice of implementation and gradient filter."""
+    import cut_cross_entropy as package
+    from cut_cross_entropy.linear_cross_entropy import LCE_IMPL_DEFAULT as CHOSEN
+
+    if package.LinearCrossEntropyImpl.CCE == CHOSEN and not inputs.hidden.is_cuda:
+        raise Absence("the Triton kernels it chooses serve GPUs only")
+    options = {
+        "ignore_index": IGNORE,
+        "softcap": inputs.case.softcap,
+        "reduction": "none",
+        "impl": CHOSEN,
+    }
+
+    def nll(hidden: Tensor, ids: Tensor) -> Tensor:
+        return package.linear_cross_entropy(hidden, inputs.weight, ids, **options)
+
+    return from_nll(inputs, nll, f"{package.__version__}, impl={CHOSEN.name.lower()}")
