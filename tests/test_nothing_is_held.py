@@ -320,12 +320,7 @@ def test_steps_of_a_trainer(name: str) -> None:
     from transformers import TrainerCallback
 
     from benchmarks import tiny_models
-    from grpo_kernels.trl import (
-        FusedDistillationTrainer,
-        FusedGRPOTrainer,
-        patch_trl,
-        unpatch_trl,
-    )
+    from grpo_kernels.trl import FusedDistillationTrainer, FusedGRPOTrainer, patch_trl, unpatch_trl
     from tests.support.trl_training import Written, train
 
     class Counted(TrainerCallback):
