@@ -1,5 +1,5 @@
-"""Estimators against loops over lists, TRL's own lines and verl's functions; their properties,
-groups that span ranks, and wrong arguments."""
+"""Estimators against loops over lists and TRL's own lines; their properties, groups that span ranks,
+and wrong arguments."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from grpo_kernels import advantages as adv
 from tests.support.ranks import run_ranks
-from tests.support.verl_peer import core_algos
 
 NAN, INF, FLOAT = math.nan, math.inf, torch.float64
 STDS = pytest.mark.parametrize("std", ["sample", "population"])
@@ -310,9 +308,6 @@ def test_float32_rewards_are_rounded_once_and_weights_in_a_list_not_at_all():
     assert torch.equal(found, expected.float())
 
 
-# TRL and verl
-
-
 def trl_advantages(rewards, num_generations, weights, scale, aggregation):
     """TRL's own lines, cut out of its trainer and run as they are."""
     from trl.trainer import grpo_trainer
@@ -373,61 +368,6 @@ def batch(seed: int, *, holes: bool = False, rows: int = 13, length: int = 7) ->
         last=torch.randn(rows, generator=gen, dtype=FLOAT),
         ends=torch.arange(2 * rows).view(-1, 2) % 4,
     )
-
-
-@pytest.mark.parametrize(
-    ("name", "estimate", "tolerance"),
-    [
-        ("grpo", lambda r, d: adv.group_advantages(r, epsilon=1e-6, group_ids=d.ids), 1e-6),
-        ("grpo_none", lambda r, d: adv.group_advantages(r, scale="none", group_ids=d.ids), 1e-12),
-        ("rloo", lambda r, d: adv.rloo_advantages(r, group_ids=d.ids), 1e-12),
-        ("gae", None, 1e-6),
-        (
-            "reinforce_plus_plus",
-            lambda r, d: adv.reinforce_plus_plus(r, d.mask, per_token_kl=d.kl, beta=0.1, gamma=0.9),
-            1e-6,
-        ),
-        (
-            "reinforce_plus_plus_baseline",
-            lambda r, d: adv.reinforce_plus_plus(r, d.mask, group_ids=d.ids),
-            1e-6,
-        ),
-    ],
-)
-def test_verls(name, estimate, tolerance):
-    """A group of one gets 0, in verl its reward. verl whitens with the std of samples, ours is that
-    of all."""
-    function = core_algos().get_adv_estimator_fn(name.removesuffix("_none"))
-    for seed in range(6):
-        data = batch(seed)
-        alone = (data.ids[:, None] == data.ids).sum(1) == 1
-        count, mask, rewards = int(data.mask.sum()), data.mask.to(FLOAT), data.rewards[:, 0]
-        if name == "gae":
-            numbers = data.token_rewards, data.values
-            found, returns = adv.gae(*numbers, data.mask, 0.9, 0.8, whiten_advantages=True)
-            expected, theirs = function(*numbers, mask, torch.tensor(0.9), torch.tensor(0.8))
-            close(returns, theirs * data.mask, tolerance)  # its 0.9 is float32
-        else:
-            found = estimate(rewards, data)
-            last = mask.cumsum(1).argmax(1)[:, None]
-            per_token = torch.zeros_like(mask).scatter(1, last, rewards[:, None])
-            options: dict[str, Any] = {"index": np.array([str(i) for i in data.ids.tolist()])}
-            if name == "grpo_none":
-                options["norm_adv_by_std_in_grpo"] = False
-            if name == "reinforce_plus_plus":
-                options = {"config": SimpleNamespace(gamma=0.9)}
-                per_token = per_token - 0.1 * data.kl
-                alone[:] = False
-            expected = function(token_level_rewards=per_token, response_mask=mask, **options)[0]
-            if found.dim() == 1:
-                found = torch.where(data.mask, found[:, None], 0.0)
-        if name in ("gae", "reinforce_plus_plus"):
-            found = found * math.sqrt((count - 1) / count)
-            alone[:] = False
-        if name == "reinforce_plus_plus_baseline" and alone.any():
-            continue  # whose reward is in verl's mean
-        close(found[~alone], (expected * data.mask)[~alone], tolerance)
-        assert found.any() and (found.dim() == 2 or not found[alone].any())
 
 
 # Properties: each estimator by an example of each way to call it, with a batch and a process group
