@@ -44,8 +44,7 @@ def outside_graphs(function: F) -> F:
 
 
 def takes_heads(function: F) -> F:
-    """Let a public call of hidden states and a `Head` of tensors take a plain weight or a
-    module."""
+    """Let a public call with a `Head` of tensors take a plain weight or a module."""
 
     @outside_graphs
     @functools.wraps(function)
@@ -61,11 +60,7 @@ def takes_heads(function: F) -> F:
 
 
 def within_module(call: Callable[[Tensor, Head], Any], hidden: Tensor, head: Head) -> Any:
-    """Return ``call(hidden, head)`` for a head of the module's parameters in place of the module.
-
-    Raises:
-        TypeError, ValueError: a module that cannot score, or a bias or an adapter beside its own.
-    """
+    """Return ``call(hidden, head)`` for a head of the module's parameters in place of the module."""
     module: nn.Module = head.weight
     check_module(module)
     check_present(module)

@@ -159,9 +159,6 @@ def read_expected(
     """Read the expected gradient at `positions` (n,) of `ids`, in `dtype`.
 
     `entropy` and `divergence` say which results the call has besides log-probabilities.
-
-    Raises:
-        TypeError, ValueError: `expected` does not fit the ids, or is a tuple that is not (a, b).
     """
     if isinstance(expected, tuple) and (
         len(expected) != 2 or (expected[1] is not None and not entropy)

@@ -55,11 +55,7 @@ class Kept:
 
     @staticmethod
     def of(kept_ids: Any, without_set: Any, ids: Tensor, **options: Any) -> Kept:
-        """Read the argument `kept_ids` of checked `ids`.
-
-        Raises:
-            TypeError, ValueError: the sets do not fit the ids, or an option has no valid value.
-        """
+        """Read the argument `kept_ids` of checked `ids`."""
         allowed = choices(WithoutSet)
         if without_set not in allowed:
             raise ValueError(
@@ -80,9 +76,6 @@ def score_kept(call: Call, kept: Kept, expected: Expected | None) -> tuple[Score
 
     Returns:
         The scores, and the metrics of the sets.
-
-    Raises:
-        ValueError: on a CPU, a set does not exist, or lacks the sampled id.
     """
     rows, budget = call.rows, call.run.workspace_bytes
     plan = replace(call.plan, workspace_bytes=WORKSPACE_BYTES if budget is None else budget)
@@ -132,12 +125,7 @@ class Survey(NamedTuple):
 
 
 def _survey(call: Call, kept: Kept, plan: HeadPlan) -> Survey:
-    """Count the kept ids of all positions, a workspace at a time. Waits for no device but a CPU.
-
-    Raises:
-        ValueError: on a CPU, at a counted position: an id that does not exist, no set, or a sampled
-            id outside of it.
-    """
+    """Count the kept ids of all positions, a workspace at a time. Waits for no device but a CPU."""
     sets, rows, rows_here = kept.sets, call.rows, call.head.weight.shape[0]
     (vocab, first), sampled = call.ids_here, kept.ids.detach().reshape(-1)
     # per position: ids, ids among this rank's rows, ids that do not exist, the sampled one

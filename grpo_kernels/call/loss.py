@@ -206,8 +206,7 @@ def check_loss(
 def counted_tokens(
     inputs: LossInputs, config: LossConfig, objective: Custom | None, dtype: torch.dtype
 ) -> Tokens:
-    """Return the tokens that count, log-probabilities checked; warn of inputs that nothing
-    reads."""
+    """Return the tokens that count, checked; warn of inputs that nothing reads."""
     tokens = read_tokens(inputs, dtype)
     for name in inputs.logps:
         check_logps(name, getattr(tokens, name))

@@ -49,8 +49,7 @@ class Run:
 
 
 def check_run(run: Any) -> None:
-    """Raise unless `run` is a `Run` of valid options. Whether its engine serves, a call finds
-    out."""
+    """Raise unless `run` is a `Run` of valid options; its engine may still not serve."""
     if not isinstance(run, Run):
         raise TypeError(f"run: expected a Run, got {type(run).__name__}")
     check_gather(run.gather)
@@ -121,31 +120,23 @@ class Call:
         self.plan = replace(self.plan, teacher=teacher, jsd_beta=jsd_beta)
 
     def compared(self) -> dict[str, Any]:
-        """Return the values that the ranks of a divided head compare, and the integers of this
-        rank."""
+        """Return what the ranks of a divided head compare, and this rank's integers."""
         empty = map_tensors(lambda x: x[:0], self.head)  # their numbers of rows may differ
         same = {x.name: getattr(empty, x.name) for x in fields(empty) if x.name != "process_group"}
         same |= {x: getattr(self.run, x) for x in ("engine", "backend", "workspace_bytes")}
-        teacher = self.plan.teacher
+        plans = [x for x in (self.plan, self.plan.teacher) if x is not None]
         same |= {
             "hidden": self.head.hidden,
             "counted tokens": len(self.rows),
             "gradients wanted": self.needs_grad,
-            "dtype of the products": [
-                self.plan.compute_dtype,
-                teacher and teacher.compute_dtype,
-            ],
+            "dtype of the products": [x.compute_dtype for x in plans],
             "backend that serves": self.with_backend().plan.backend.name,
         }
         this_rank = {"rows of weight": self.head.weight.shape[0], **asdict(self.plan.memory)}
         return same | {name: Each(x) for name, x in this_rank.items()}
 
     def divide(self, values: Mapping[str, Any]) -> None:
-        """Keep this rank's rows of a divided head, and plan by the memory that all ranks have.
-
-        Raises:
-            ValueError: on all ranks: `vocab_size` does not fit the shards.
-        """
+        """Keep this rank's rows of a divided head, and plan by the memory that all ranks have."""
         self.head, shard, memory = self.head.divided(values)
         if shard is None:
             return
@@ -167,11 +158,7 @@ class Call:
         return (self.head.weight.shape[0], 0) if shard is None else (shard.vocab, shard.start)
 
     def check_range(self, name: str, rows: Rows) -> Rows:
-        """Return `rows` with ids (argument `name`) counted from this rank's first row.
-
-        Raises:
-            ValueError: on a CPU, an id is out of range.
-        """
+        """Return `rows` with ids in range (argument `name`), counted from this rank's first."""
         vocab, start = self.ids_here
         ids, marked = rows.ids, None
         invalid = check_counted_ids(name, ids, vocab)

@@ -1,5 +1,4 @@
-"""Steps of the calls whose results are numbers per position, and what a divergence is measured
-by."""
+"""Steps of the calls that score positions, and what a divergence is measured by."""
 
 from __future__ import annotations
 
@@ -86,11 +85,7 @@ def scored(call: Call, request: Request, *, has_ids: bool = True) -> Scores:
 
 
 def beta_of(divergence: Any, beta: Any) -> float:
-    """Return the divergence as a beta: 0 forward KL, 1 reverse KL (`interface.Teacher`).
-
-    Raises:
-        TypeError, ValueError: an unknown divergence, a wrong `beta`, or a `beta` without ``"jsd"``.
-    """
+    """Return the divergence as a beta: 0 forward KL, 1 reverse KL (`interface.Teacher`)."""
     allowed = choices(DivergenceName)
     if divergence not in allowed:
         raise ValueError(f"divergence: expected one of {', '.join(allowed)}, got {divergence!r}")
@@ -145,9 +140,6 @@ def measure_of(
 
     Args:
         dtypes: those of the result and of the teacher's log-probabilities.
-
-    Raises:
-        TypeError, ValueError: an unknown divergence, or options that do not go together.
     """
     allowed = choices(TopKDivergenceName)
     if divergence not in allowed:
@@ -198,9 +190,6 @@ def with_listed(
     """Return the call's rows with the teacher's ids, sorted and counted from this rank's first row.
 
     Padding and repeated ids get the log-probability -inf.
-
-    Raises:
-        ValueError: on a CPU, an id is neither -1 nor in [0, V).
     """
     rows, (vocab, start) = call.rows, call.ids_here
     ids = teacher_ids.detach().flatten(0, -2)[rows.positions].long()

@@ -61,13 +61,7 @@ class OtherHead:
         return OtherHead(hidden, head, "reference.")
 
     def read(self, policy: Head) -> OtherHead:
-        """Return the same with a `Head`, which has all constants of its logits.
-
-        Raises:
-            TypeError: there is no head.
-            ValueError: a plain weight beside a policy whose head has constants; or a head with an
-                adapter, or divided otherwise than the policy's.
-        """
+        """Return the same with a `Head`, which has all constants of its logits."""
         if self.head is None:
             got = type(self.hidden).__name__
             wanted = (
@@ -253,9 +247,6 @@ class LMHead(Head):
         """Return this rank's head without padding, its shard, and the ranks' least free memory.
 
         The shard is None for the only rank. `values` are of all ranks.
-
-        Raises:
-            ValueError: on all ranks: `vocab_size` does not fit the shards.
         """
         import torch.distributed as dist
 

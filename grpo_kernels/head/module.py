@@ -39,11 +39,7 @@ Compute = Callable[[Tensor], tuple[Tensor, ...]]
 
 
 def linear_of(lm_head: nn.Module, name: str = "lm_head") -> nn.Linear:
-    """Return `lm_head`, or the linear layer within PEFT's LoRA layer; errors call it `name`.
-
-    Raises:
-        TypeError: another kind of module, or a linear layer with a forward of its own.
-    """
+    """Return `lm_head`, or the linear layer within PEFT's LoRA layer; errors call it `name`."""
     base: Any = lm_head.base_layer if _is_peft_lora(lm_head) else lm_head
     if not isinstance(base, nn.Linear) or type(base).forward is not nn.Linear.forward:
         within = "" if base is lm_head else f" around {type(base).__module__}.{type(base).__name__}"
@@ -64,10 +60,6 @@ def parameters_of(lm_head: nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor | 
     """Return weight, bias and adapter that the forward of `lm_head` would use on `hidden`.
 
     Several adapters become one.
-
-    Raises:
-        TypeError: as `linear_of`.
-        ValueError: an active adapter that is not plain LoRA, or several with dropout.
     """
     base = linear_of(lm_head)
     weight, bias = base.weight, base.bias
@@ -105,10 +97,6 @@ def constants_of(
     Both may be kept after the context. If FSDP2 or ZeRO-3 has divided them, all ranks gather them
     together, each into a copy: a backward that has kept it gathers nothing. A head that is
     `sharded` over a process group is not gathered: each rank gets its rows.
-
-    Raises:
-        TypeError: as `linear_of`.
-        ValueError: an adapter that is active.
     """
     base = linear_of(head, name)
     if base is not head and active_adapters(head):
@@ -149,8 +137,7 @@ def gather_of(parameters: Iterable[Tensor]) -> Gather | None:
 
 
 def divided_modules(lm_head: nn.Module) -> list[nn.Module]:
-    """Return those modules of the head, itself included, that own parameters which ZeRO-3 has
-    divided."""
+    """Return the modules of the head that own parameters which ZeRO-3 has divided."""
     return [
         x
         for x in lm_head.modules()
@@ -159,17 +146,13 @@ def divided_modules(lm_head: nn.Module) -> list[nn.Module]:
 
 
 def _is_peft_lora(lm_head: nn.Module) -> bool:
-    """Return True for PEFT's LoRA layer, without importing PEFT; classes that FSDP2 derives count
-    too."""
+    """Return True for PEFT's LoRA layer, also as a class that FSDP2 derives."""
     return any((x.__module__, x.__name__) == _PEFT_LORA for x in type(lm_head).__mro__)
 
 
 def active_adapters(layer: Any) -> list[tuple[Any, Any, float, Any]]:
     """Return (A, B, scaling, dropout) of each adapter that the forward of PEFT's `layer` adds to
     its base layer.
-
-    Raises:
-        ValueError: an adapter is not plain LoRA.
     """
     if layer.disable_adapters:
         if layer.merged:  # as its forward does
@@ -188,12 +171,7 @@ def active_adapters(layer: Any) -> list[tuple[Any, Any, float, Any]]:
 
 
 def check_module(lm_head: nn.Module, name: str = "lm_head") -> None:
-    """Raise unless a head can score in the place of its forward; errors call it `name`.
-
-    Raises:
-        TypeError: another kind of module, a linear layer with a forward of its own, or hooks that
-            would be handed logits.
-    """
+    """Raise unless a head can score in the place of its forward; errors call it `name`."""
     for module in (lm_head, linear_of(lm_head, name)):
         # accelerate's forward changes no number
         if "forward" in vars(module) and not hasattr(module, "_hf_hook"):
@@ -271,11 +249,7 @@ def within_forwards(
 
 
 def check_hooks(lm_head: nn.Module, name: str = "lm_head") -> None:
-    """Raise unless scoring can respect the hooks on `lm_head` and on its submodules.
-
-    Raises:
-        TypeError: a forward or backward hook; or a hook of any kind within PEFT's layer.
-    """
+    """Raise unless scoring can respect the hooks on `lm_head` and on its submodules."""
     for path, module in lm_head.named_modules():
         for attribute, kind in _REFUSED.items():
             if module is lm_head and attribute == "_forward_pre_hooks":
@@ -295,11 +269,7 @@ def foreign_hooks(module: nn.Module, attribute: str = "_forward_hooks") -> list[
 
 
 def run_pre_hooks(lm_head: nn.Module, hidden: Tensor) -> Tensor:
-    """Apply the forward pre-hooks of `lm_head` to its input.
-
-    Raises:
-        TypeError: they return something other than one input.
-    """
+    """Apply the forward pre-hooks of `lm_head` to its input."""
     for key, hook in lm_head._forward_pre_hooks.items():
         if is_known(hook):
             continue
@@ -327,14 +297,12 @@ def is_known(hook: Callable[..., Any]) -> bool:
 
 
 def origin(hook: Any) -> str:
-    """Return the name of the module that a hook comes from; the hook may be an object or a
-    partial."""
+    """Return the name of the module that a hook, object or partial, comes from."""
     hook = getattr(hook, "func", hook)
     return str(getattr(hook, "__module__", None) or type(hook).__module__)
 
 
 def name_of(hook: Any) -> str:
-    """Return the name by which a person would look for the hook, which may be an object or a
-    partial."""
+    """Return the name by which a person would look for the hook."""
     hook = getattr(hook, "func", hook)
     return f"{origin(hook)}.{getattr(hook, '__qualname__', type(hook).__name__)}"

@@ -1,5 +1,4 @@
-"""Wrong arguments: each is refused by name, before any product, with every input and the next good
-call untouched."""
+"""Wrong arguments: each is refused by name, before any product, and nothing is changed."""
 
 from __future__ import annotations
 
@@ -138,8 +137,7 @@ TENSORS = [
 
 @dataclass(frozen=True)
 class Wrong:
-    """One wrong argument: `change` is its value, or a function of its valid one; `also` goes with
-    it."""
+    """`change`: the value, or a function of the valid one; `also` goes with it."""
 
     call: str
     argument: str
@@ -267,8 +265,7 @@ def bits(x: Tensor) -> Tensor:
 def refuse(
     call: str, argument: str, given: dict[str, Any], error: type[Exception], got: str | None
 ) -> None:
-    """`given` raises `error`, which names the argument and what came; nothing was computed, written
-    or accumulated."""
+    """`given` raises `error`, which names the argument; nothing was done."""
     before = {name: x.detach().clone() for name, x in tensors(given).items()}
     with (
         pytest.raises((TypeError, ValueError)) as raised,

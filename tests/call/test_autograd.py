@@ -32,8 +32,7 @@ on_every_backend = pytest.mark.usefixtures("every_backend")
 
 
 def head(dtype: torch.dtype = torch.float64, frozen: str = "") -> dict[str, Tensor]:
-    """Leaves hidden (N, H), weight (V, H), bias (V,), the same in every call; those in `frozen`
-    want no gradient."""
+    """The same leaves in every call; those in `frozen` want no gradient."""
     g = seeded("head")
     made = {"hidden": (N, H), "weight": (V, H), "bias": (V,)}
     leaves = {
@@ -84,8 +83,7 @@ def same_bits(one: dict[str, Tensor | None], other: dict[str, Tensor | None]) ->
 
 
 def counted(run: Callable[[], Any]) -> tuple[float, Any]:
-    """Operations of the matrix products of `run`, in units of one product of all rows, and its
-    result."""
+    """Matrix products of `run`, in units of one product of all rows; its result."""
     with FlopCounterMode(display=False) as counter:
         result = run()
     return counter.get_total_flops() / PRODUCT, result
@@ -124,8 +122,7 @@ def test_upstream_scale(engine: str, scale: float) -> None:
 @on_every_backend
 @pytest.mark.parametrize("engine", ENGINES)
 def test_retain_graph_gives_the_same_bits_three_times(engine: str) -> None:
-    """Nothing that is stored is overwritten while the graph is kept, nor by another upstream
-    gradient."""
+    """Nothing stored is overwritten, nor changed by another upstream gradient."""
     frozen, options = engine_options(engine)
     given = head(torch.float32, frozen)
     upstream = [torch.randn(N), torch.randn(N), torch.linspace(-1, 2, N)]
@@ -177,8 +174,7 @@ FROZEN = [" ".join(x) for n in range(4) for x in itertools.combinations(HEAD, n)
 @pytest.mark.parametrize("frozen", FROZEN)
 @pytest.mark.parametrize("engine", ["score", *ENGINES])
 def test_frozen(frozen: str, engine: str) -> None:
-    """All eight combinations: a frozen tensor gets no gradient, the others the one they get when
-    nothing is."""
+    """All eight combinations: a frozen tensor gets no gradient, others their own."""
     trains = [name for name in HEAD if name not in frozen]
     if (engine == "score" and trains) or (engine == "frozen" and {"weight", "bias"} & {*trains}):
         with pytest.raises(ValueError, match=r"^engine: "):
@@ -273,8 +269,7 @@ def test_head_changed_in_place_after_the_forward(engine: str, name: str) -> None
 @on_every_backend
 @pytest.mark.parametrize("engine", ENGINES)
 def test_nothing_of_the_callers_is_written_or_read_again(engine: str) -> None:
-    """Every argument keeps its bits; what the caller does afterwards to the other inputs changes
-    nothing."""
+    """Arguments keep their bits, and changing them afterwards changes nothing."""
     frozen, options = engine_options(engine)
     given = head(torch.float32, frozen)
     inputs = batch(given, bias=given["bias"], importance_sampling_ratio=torch.rand(2, N // 2))
@@ -314,8 +309,7 @@ TWICE: dict[str, Callable[[dict[str, Tensor]], Tensor]] = {
 
 @pytest.mark.parametrize("of", TWICE)
 def test_double_backward_and_several_gradients_at_once_raise(of: str) -> None:
-    """A penalty on a gradient is an error, never a constant, whichever input it is differentiated
-    by."""
+    """A penalty on a gradient is an error, whichever input it is differentiated by."""
     given, scale = (
         head(frozen="weight bias" if of == "frozen" else ""),
         torch.tensor(2.0).requires_grad_(),

@@ -1,5 +1,4 @@
-"""Under torch.compile: the calls run eagerly, with eager results; what is around them is
-compiled."""
+"""Under torch.compile the calls run eagerly; what is around them is compiled."""
 
 from __future__ import annotations
 
@@ -108,8 +107,7 @@ STEPS: dict[str, Callable[[Policy, Tensor, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
 def test_a_compiled_model_has_eager_results(step: Callable[..., Tensor]) -> None:
-    """To the bit, in loss and gradients; body and tail are two graphs, and the second step adds
-    none."""
+    """To the bit; body and tail are two graphs, and the second step adds none."""
     graphs: list[torch.fx.GraphModule] = []
 
     def keep(graph: torch.fx.GraphModule, _: Any) -> Any:

@@ -98,8 +98,7 @@ def check(
 
 
 def thinned(i: int, backend: str, engines: Iterable[str]) -> tuple[str, ...]:
-    """All of them in torch; of a compiled backend the library's choice and one of the others, in
-    turn."""
+    """All in torch; of a compiled backend its choice and one of the others, in turn."""
     others = sorted({*engines} - {"auto"})
     return ("auto", *(others if backend == "torch" or not others else [others[i % len(others)]]))
 

@@ -1,5 +1,4 @@
-"""`linear_divergence` beyond the cases of `test_differential`: where it is infinite or 0, dtypes,
-what it refuses."""
+"""`linear_divergence` beyond `test_differential`: infinities, 0, dtypes, refusals."""
 
 from __future__ import annotations
 
@@ -199,8 +198,7 @@ def teacher_of(case: Case, dtype: torch.dtype) -> Case:
 def test_student_and_teacher_of_different_dtypes_keep_their_own(
     student: torch.dtype, teacher: torch.dtype, far: bool
 ) -> None:
-    """Nothing of the teacher is rounded to the student's dtype, nor beyond its range: 65504 is the
-    largest fp16."""
+    """Nothing of the teacher is rounded to the student's dtype, or leaves its range."""
     case = diverging("dtypes", teacher_h=12, arrives="any")
     if far:
         large = case.teacher_hidden.index_fill(2, torch.tensor(0), 7e4)
@@ -282,8 +280,7 @@ def test_given_log_probabilities_have_no_full_kl() -> None:
 
 
 def test_the_bias_correction_has_nothing_to_correct() -> None:
-    """The corrected estimate's expectation over the old policy's tokens is the exact KL, whatever
-    that policy was."""
+    """The corrected estimate's expectation is the exact KL, whatever the old policy."""
     case = diverging("corrected", v=30, mask="full", dtype=torch.float64)
     h = head(case)
     log_p, log_q = h.log_probs.detach(), teacher_log_probs(case)

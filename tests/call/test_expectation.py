@@ -48,8 +48,7 @@ def leaves(frozen: bool = False) -> list[Tensor]:
 def run(
     g: Tensor | None, h: Tensor | None, frozen: bool = False, **options: Any
 ) -> tuple[float, list[Tensor | None]]:
-    """Products (in those of all rows) and gradients, when g arrives for the logps and h for the
-    entropies."""
+    """Products (in those of all rows) and gradients for upstream gradients g and h."""
     hidden, weight, bias = leaves(frozen)
 
     def step() -> None:
@@ -104,8 +103,7 @@ def test_right_up_to_a_factor(kind: str, c: float) -> None:
 
 
 def test_right_with_the_same_factor_is_the_same_bits() -> None:
-    """Scaled by a power of two, a right expectation gives the bits of the gradient that was
-    computed for it."""
+    """Times a power of two, a right expectation gives the bits of its own gradient."""
     one = run(A, None, expected=A)[1]
     for c in (1.0, -0.25, 1024.0):
         assert all(
@@ -231,8 +229,7 @@ def test_nan_upstream_gradient_surfaces() -> None:
 
 
 def test_expected_entropy_gradient_without_entropies() -> None:
-    """No gradient of an entropy can come where there is none: given as a tensor it is an error,
-    else not asked for."""
+    """Given as a tensor, an entropy's gradient that cannot come is an error."""
     with pytest.raises(
         ValueError, match=r"^expected: expected .*\(a, None\) since there is no entropy"
     ):
@@ -309,8 +306,7 @@ KNOWN = [x for x in LOSSES if x[1] == "token" and not reference_terms.TERMS[x[0]
 def test_policy_expectation_foresees_the_loss(
     loss_type: str, level: str, options: dict[str, Any]
 ) -> None:
-    """For every loss without coupled tokens nothing is computed twice, and rows without gradient
-    are only projected."""
+    """Without coupled tokens nothing is computed twice; other rows are projected."""
     case = make_case(
         f"foresee/{loss_type}", b=4, t=8, mask="full", zero_adv=True, loss_type=loss_type, **options
     )
@@ -329,8 +325,7 @@ COUPLED = [
 @pytest.mark.parametrize("options", COUPLED, ids=str)
 @pytest.mark.parametrize("frozen", [False, True])
 def test_policy_expectation_of_coupled_tokens(options: dict[str, Any], frozen: bool) -> None:
-    """Which rows cannot have a gradient is known: under a frozen head, which needs no more, only
-    the others get one."""
+    """Rows that cannot have a gradient are known; a frozen head needs no more."""
     case = make_case("coupled", b=4, t=8, mask="full", zero_adv=True, **options)
     case = case.but(frozen=frozenset(["weight"] if frozen else []))
 

@@ -81,8 +81,7 @@ def test_gradcheck_of_a_custom_objective(level: str) -> None:
 def run(
     case: Case, scale: float = 1.0, engine: str = "auto", **changes: Any
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss and the gradients under the upstream gradient `scale`, divided by it again, in
-    float64."""
+    """The loss and its gradients for upstream `scale`, divided by it, in float64."""
     given = arguments(case) | changes
     out = flat(grpo_loss)(**given, config=config_of(case), engine=engine)
     (out.loss * scale).backward()
@@ -131,8 +130,7 @@ AUTOCAST = [
 @pytest.mark.parametrize("engine", ["one_pass", "two_pass"])
 @pytest.mark.parametrize("lower", [torch.bfloat16, torch.float16])
 def test_autocast(dtypes: tuple[torch.dtype, torch.dtype], engine: str, lower: torch.dtype) -> None:
-    """The forward is that of explicit casts, bit for bit; gradients come in each tensor's own
-    dtype."""
+    """The bits of explicit casts; gradients come in each tensor's own dtype."""
     case = make_case("autocast", b=3, bias=True, beta=0.1, entropy_coef=0.01)
     head = {"hidden": case.hidden.to(dtypes[0]), "weight": case.weight.to(dtypes[1])}
     given = arguments(case.but(**head))
@@ -159,8 +157,7 @@ def test_autocast(dtypes: tuple[torch.dtype, torch.dtype], engine: str, lower: t
 @pytest.mark.parametrize("hidden", [torch.float16, torch.bfloat16, torch.float32, F64])
 @pytest.mark.parametrize("weight", [torch.float16, torch.bfloat16, torch.float32, F64])
 def test_mixed_dtypes(hidden: torch.dtype, weight: torch.dtype) -> None:
-    """Any two dtypes work: the products are done in the one that holds both, gradients come in each
-    one's own."""
+    """Products are done in the dtype that holds both, gradients in each one's own."""
     case = make_case("mixed", b=3, bias=True, beta=0.1)
     case = case.but(hidden=case.hidden.to(hidden), weight=case.weight.to(weight))
     loss, got = run(case)
@@ -182,8 +179,7 @@ def split(case: Case, sizes: list[int]) -> list[Case]:
 
 
 def share(case: Case, whole: Case) -> float:
-    """What the caller multiplies a micro-batch's loss with: nothing where num_items_in_batch is the
-    normaliser."""
+    """The caller's factor on a micro-batch's loss; 1 with num_items_in_batch."""
     normaliser = reference_terms.TERMS[case.config["loss_type"]].normaliser
     if normaliser is reference_terms.num_items:
         return 1.0
@@ -195,8 +191,7 @@ def share(case: Case, whole: Case) -> float:
 @pytest.mark.parametrize(("loss_type", "level"), LOSSES)
 @pytest.mark.parametrize("sizes", [[1] * 8, [5, 2, 1]], ids=str)
 def test_micro_batches_add_up(loss_type: str, level: str, sizes: list[int]) -> None:
-    """One denominator, given by the caller: any split, fully masked parts included, sums to the
-    whole."""
+    """With one denominator, any split sums to the whole."""
     beta = {"beta": 0.1, "loss_type": loss_type, "importance_sampling_level": level}
     case = make_case(
         "split", b=8, mask="first_empty", num_items=33.0, bias=True, ratio="token", **beta

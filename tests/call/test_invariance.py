@@ -1,5 +1,4 @@
-"""What must not matter: padding, packing, the rest of the batch, the order; and what is done once:
-the temperature."""
+"""What must not matter: padding, packing, the batch, order; temperature is applied once."""
 
 from __future__ import annotations
 
@@ -26,8 +25,7 @@ on_every_backend = pytest.mark.usefixtures("every_backend")
 
 @pytest.mark.parametrize(("loss_type", "level"), LOSSES)
 def test_padding_changes_nothing(loss_type: str, level: str) -> None:
-    """Five more masked columns, left or right, full of NaN: the same loss, metrics and
-    gradients."""
+    """Masked columns of NaN change no loss, metric or gradient."""
     options = (
         {} if loss_type == "gmpo" else {"entropy_coef": 0.01, "ratio": "token", "adv": "token"}
     )
@@ -68,8 +66,7 @@ def test_padding_changes_nothing(loss_type: str, level: str) -> None:
 
 @pytest.mark.parametrize(("loss_type", "level"), LOSSES)
 def test_packed_is_padded(loss_type: str, level: str) -> None:
-    """The packed form is the padded one: the same bits of logps and entropies, the loss to
-    rounding."""
+    """The packed form has the bits of the padded one; the loss up to rounding."""
     case = make_case(
         "packed", b=5, mask="ragged", beta=0.1, loss_type=loss_type, importance_sampling_level=level
     )
@@ -126,8 +123,7 @@ def test_a_row_does_not_depend_on_its_batch(
 def test_ratio_is_exactly_one_on_policy(
     dtype: torch.dtype, loss_type: str, every_backend: str
 ) -> None:
-    """Old log-probabilities from another batch, another call and no gradient are those of this
-    one."""
+    """Old log-probabilities of another batch, without gradient, are those of this."""
     case = make_case(
         "on-policy", b=6, t=9, h=24, v=333, dtype=dtype, loss_type=loss_type, temperature=0.7
     )
@@ -168,8 +164,7 @@ def test_rows_are_the_same_in_every_engine() -> None:
 @on_every_backend
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_temperature_is_applied_once_to_the_logits(dtype: torch.dtype) -> None:
-    """After scale and soft-cap; one number is the same as that number for each row; the entropy has
-    it, too."""
+    """After scale and soft-cap; for the entropy too; a number is that of each row."""
     hidden, weight, bias = (
         torch.randn(13, 8).to(dtype),
         torch.randn(21, 8).to(dtype),
@@ -206,8 +201,7 @@ def test_loss_and_logprob_take_the_same_temperature() -> None:
 
 
 def test_packed_sequences_of_very_different_lengths_need_no_padding(every_backend: str) -> None:
-    """One long sequence beside many of one token: nothing of (sequences, longest) elements is
-    made."""
+    """Nothing of (sequences, longest) elements is made."""
     short = 2000 if every_backend == "torch" else 200  # the interpreter is slow
     lengths = [2 * short] + [1] * short
     n = sum(lengths)

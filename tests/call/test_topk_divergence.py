@@ -1,5 +1,4 @@
-"""Divergences from a teacher's K listed ids beyond the cases of `test_differential`; what they cost
-and refuse."""
+"""Divergences from a teacher's K ids beyond `test_differential`; costs, refusals."""
 
 from __future__ import annotations
 
@@ -111,8 +110,7 @@ def test_nothing_counted_is_zero_with_gradients() -> None:
 
 
 def test_autocast_and_rounded_logits() -> None:
-    """The operands are bfloat16, the logits fp32 or rounded: the divergence is that of those
-    logits."""
+    """The divergence is that of the logits, fp32 or rounded, of bfloat16 operands."""
     case = case_of(others={"tail": True})
     rounded = case.to(torch.bfloat16).but(listed_logps=case.listed_logps).to(torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):

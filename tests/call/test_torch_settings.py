@@ -63,8 +63,7 @@ def shown_after(setting: str) -> dict[str, str]:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 def test_the_report_shows_the_precision_of_fp32_products() -> None:
-    """Whichever of torch's two ways of setting it was used, and without a warning or an error from
-    the other."""
+    """However it was set, and without a warning or an error from torch."""
     with server_context().Pool(1, maxtasksperchild=1) as pool:  # a process for each
         reports = pool.map(shown_after, SETTINGS, chunksize=1)
     for setting, shown in zip(SETTINGS, reports, strict=True):
@@ -124,8 +123,7 @@ def test_fp16_accumulation_is_refused_in_a_backward(monkeypatch: pytest.MonkeyPa
 
 
 def promotions(*pairs: tuple[torch.dtype, torch.dtype], **options: Any) -> list[str]:
-    """What calls with hidden and weight of these dtypes warn of, in a process that has not warned
-    yet."""
+    """Warnings of calls with these dtypes, in a process that has not warned yet."""
     warn_once.cache_clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -172,8 +170,7 @@ def test_what_is_no_promotion_does_not_warn(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_documented_flop_formula(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The formula of docs/numerics.md counts rows in several groups, where torch's own raises up to
-    2.13."""
+    """It counts rows in several groups, where torch's own raises up to 2.13."""
     code = NUMERICS.read_text().split("```python\n")[1].split("```")[0]
     found: dict[str, Any] = {}
     exec(code, found)

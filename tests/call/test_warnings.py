@@ -118,8 +118,7 @@ def test_a_given_log_probability_warns_too() -> None:
 def test_a_reference_beside_beta_0_is_warned_of_wherever_it_comes_in(
     forget_warnings: Callable[[], None],
 ) -> None:
-    """Over kept sets, from a module, and where a trainer of one's own asks for the gradient to
-    expect."""
+    """Over kept sets, from a module, and where a trainer asks for an expectation."""
     given = {**small_batch(), "ref_per_token_logps": NORMAL}
     given["head"] = given.pop("weight")
     tokens = {x: given[x] for x in ("completion_mask", "advantages")}

@@ -19,8 +19,7 @@ def test_a_16_bit_adapter_rounds_its_own_first_product_alone(backend: str) -> No
 
 @pytest.mark.parametrize(("trains_head", "products"), [(False, 4), (True, 6)])
 def test_no_product_of_the_two_factors_is_made(trains_head: bool, products: int) -> None:
-    """Besides the head's products there are three of the adapter's B and three of its A, each of
-    rank r."""
+    """Besides the head's there are three products of B and three of A."""
     n, vocab, width, rank = 24, 90, 20, 3
     hidden = torch.randn(n, width, requires_grad=True)
     weight = torch.randn(vocab, width, requires_grad=trains_head)

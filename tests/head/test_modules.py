@@ -142,8 +142,7 @@ MADE: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated:FutureWarning")
 @pytest.mark.parametrize("case", MADE)
 def test_what_happens_before_the_forward_happens_before_a_score(case: str) -> None:
-    """Scores, gradients and state, a step and a training forward later: a weight made before is
-    stale."""
+    """Scores, gradients and state, a step later: a weight made before is stale."""
     ours, theirs = MADE[case](), MADE[case]()
     theirs.load_state_dict(ours.state_dict())
     for head in (ours, theirs):
@@ -229,8 +228,7 @@ def test_a_head_that_accelerate_has_offloaded_is_told_what_to_do() -> None:
 
 
 def peft_head(*ranks: int, bias: bool = False, **options: Any) -> Any:
-    """PEFT's layer around a head, with adapters a0, a1, ... of these ranks, all active; both
-    factors random."""
+    """PEFT's layer around a head, with active random adapters a0, a1, ... of these ranks."""
     peft = pytest.importorskip("peft")
     torch.manual_seed(5)
     model = nn.ModuleDict({"lm_head": nn.Linear(H, V, bias=bias, dtype=torch.float64)})
