@@ -107,27 +107,15 @@ def test_every_loss_takes_the_same_shapes(loss: Callable[..., Any]) -> None:
     ):
         assert loss(**{**given, **fine}).loss.isfinite()
     for given, name, wrong, message in (
-        (
-            unpacked,
-            "advantages",
-            advantages[:, None],
-            r"\(B,\) = \(2,\) or \(B, T\) = \(2, 5\), got \(2, 1\)",
-        ),
-        (
-            PACKED,
-            "advantages",
-            advantages[:, None],
-            r"\(B,\) = \(2,\) or \(N,\) = \(10,\), got \(2, 1\)",
-        ),
-        (
-            PACKED,
-            "advantages",
-            logps.view(1, 10),
-            r"\(B,\) = \(2,\) or \(N,\) = \(10,\), got \(1, 10\)",
-        ),
+        (unpacked, "advantages", advantages[:, None],
+         r"\(B,\) = \(2,\) or \(B, T\) = \(2, 5\), got \(2, 1\)"),
+        (PACKED, "advantages", advantages[:, None],
+         r"\(B,\) = \(2,\) or \(N,\) = \(10,\), got \(2, 1\)"),
+        (PACKED, "advantages", logps.view(1, 10),
+         r"\(B,\) = \(2,\) or \(N,\) = \(10,\), got \(1, 10\)"),
         (PACKED, "completion_mask", logps.view(1, 10), r".* = \(10,\), got \(1, 10\)"),
         (PACKED, "old_per_token_logps", logps.view(1, 10), r"\(N,\) = \(10,\), got \(1, 10\)"),
-    ):
+    ):  # fmt: skip
         with pytest.raises(ValueError, match=rf"^{name}: expected shape {message}$"):
             loss(**{**given, name: wrong})
     with pytest.raises(
@@ -252,18 +240,12 @@ def test_a_bias_of_another_head_than_the_weight_that_is_cut() -> None:
     ids = torch.zeros(2, 3, dtype=torch.long)
     adapter = LoRA(torch.ones(2, 4), torch.ones(20, 2))
     for name, shape, call in (
-        (
-            "teacher_bias",
-            "(20,)",
-            lambda: linear_divergence(hidden, weight, hidden, Head(longer, bias)),
-        ),
+        ("teacher_bias", "(20,)",
+         lambda: linear_divergence(hidden, weight, hidden, Head(longer, bias))),
         ("bias", "(20,)", lambda: linear_logprob(hidden, Head(longer, bias, vocab_size=20), ids)),
-        (
-            "lora.b",
-            "(20, 2)",
-            lambda: linear_logprob(hidden, Head(longer, lora=adapter, vocab_size=20), ids),
-        ),
-    ):
+        ("lora.b", "(20, 2)",
+         lambda: linear_logprob(hidden, Head(longer, lora=adapter, vocab_size=20), ids)),
+    ):  # fmt: skip
         message = f"{name}: expected a row for each of the 40 of weight, got shape {shape}"
         with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
             call()

@@ -1,4 +1,4 @@
-"""`Head`: its constants, checked where it is made, and the forms in which the calls take one."""
+"""`Head`: its constants, checked where it is made, what may stand for one; adapters on it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from grpo_kernels import GRPOLoss, Head, LossConfig, grpo_loss, linear_logprob
+from grpo_kernels import GRPOLoss, Head, LoRA, LossConfig, Run, grpo_loss, linear_logprob
+from tests.support.adapter_case import check_adapter
+from tests.support.measure import count_flops
 
 WEIGHT = torch.randn(9, 4, generator=torch.Generator().manual_seed(1))
 HIDDEN = torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(2))
@@ -50,10 +52,8 @@ def test_numpy_numbers_are_numbers() -> None:
     ):
         found, want = (linear_logprob(HIDDEN, x, IDS) for x in (head, plain))
         assert torch.equal(found.logps, want.logps) and torch.equal(found.entropies, want.entropies)
-        losses = [
-            grpo_loss(HIDDEN, x, IDS, None, torch.tensor([1.0, -1.0]), loss_type="grpo").loss
-            for x in (head, plain)
-        ]
+        given = IDS, None, torch.tensor([1.0, -1.0])
+        losses = [grpo_loss(HIDDEN, x, *given, loss_type="grpo").loss for x in (head, plain)]
         assert torch.equal(*losses)
 
 
@@ -75,3 +75,56 @@ def test_the_constants_are_no_fields_of_a_loss() -> None:
     assert not constants & {x.name for x in dataclasses.fields(LossConfig)}
     with pytest.raises(TypeError, match=r"^logit_scale: expected a field of LossConfig"):
         GRPOLoss(logit_scale=2.0)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpp"])
+def test_a_16_bit_adapter_rounds_its_own_first_product_alone(backend: str) -> None:
+    """With what that product rounds in the truth, too, the log-probabilities are those of fp32."""
+    check_adapter(torch.bfloat16, torch.bfloat16, backend=backend, gradient=2.0**-7)
+
+
+@pytest.mark.parametrize(("trains_head", "products"), [(False, 4), (True, 6)])
+def test_no_product_of_the_two_factors_is_made(trains_head: bool, products: int) -> None:
+    """Besides the head's there are three products of B and three of A."""
+    n, vocab, width, rank = 24, 90, 20, 3
+    hidden = torch.randn(n, width, requires_grad=True)
+    weight = torch.randn(vocab, width, requires_grad=trains_head)
+    a, b = (torch.randn(shape, requires_grad=True) for shape in ((rank, width), (vocab, rank)))
+    head, ids = Head(weight, lora=LoRA(a, b)), torch.randint(vocab, (n,))
+
+    def step() -> None:
+        scores = linear_logprob(hidden, head, ids, entropy=False, expected=torch.ones(n))
+        scores.logps.sum().backward()
+
+    assert count_flops(step) == products * n * vocab * width + 6 * n * rank * (vocab + width)
+
+
+def test_an_adapter_that_does_not_fit_is_refused() -> None:
+    hidden, weight, ids = torch.randn(3, 8), torch.randn(10, 8), torch.zeros(3, dtype=torch.long)
+    a, b = torch.randn(2, 8), torch.randn(10, 2)
+    wrong = {
+        r"lora: expected a LoRA, got tuple": (a, b),
+        r"lora\.a: expected shape \(r, H\) = \(2, 8\)": LoRA(torch.randn(2, 7), b),
+        r"lora\.b: expected shape \(V, r\) = \(10, 2\)": LoRA(a, torch.randn(9, 2)),
+        r"lora\.scaling: expected a finite number": LoRA(a, b, float("nan")),
+        r"lora\.input: expected shape that of hidden": LoRA(a, b, input=torch.randn(2, 8)),
+        r"lora\.a: expected shape \(r, H\) with r > 0": LoRA(torch.randn(0, 8), torch.randn(10, 0)),
+    }
+    for says, lora in wrong.items():
+        with pytest.raises((TypeError, ValueError), match=says):
+            linear_logprob(hidden, Head(weight, lora=lora), ids)  # type: ignore[arg-type]
+    leaf = hidden.view(1, 3, 8).requires_grad_()
+    head = Head(weight, lora=LoRA(a.requires_grad_(), b))
+    message = r"engine: expected one that gives this gradient, got 'frozen', .* lora"
+    with pytest.raises(ValueError, match=message):
+        grpo_loss(leaf, head, ids[None], None, torch.ones(1), run=Run(engine="frozen"))
+
+
+def test_two_kinds_of_16_bits() -> None:
+    """Hidden states in bf16 may be larger than any number of an adapter in fp16."""
+    hidden = torch.tensor([[1e5, 1.0]], dtype=torch.bfloat16)
+    weight = torch.zeros(3, 2, dtype=torch.bfloat16)
+    a, b = torch.tensor([[1e-4, 0.5]]).half(), torch.tensor([[0.25], [0.5], [-1.0]]).half()
+    logps = linear_logprob(hidden, Head(weight, lora=LoRA(a, b)), torch.tensor([1])).logps
+    want = torch.log_softmax(hidden.double() @ a.double().T @ b.double().T, -1)[:, 1]
+    torch.testing.assert_close(logps.double(), want, rtol=1e-5, atol=0)
