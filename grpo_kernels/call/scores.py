@@ -11,12 +11,7 @@ from torch import Tensor
 from grpo_kernels.base.checks import check_mask, check_number, check_shape, check_tensor
 from grpo_kernels.base.choices import DivergenceName, TopKDivergenceName, choices
 from grpo_kernels.batch.tokens import counted_positions
-from grpo_kernels.call.expected import (
-    Expectation,
-    ExpectedRows,
-    divergence_weights,
-    read_expected,
-)
+from grpo_kernels.call.expected import Expectation, ExpectedRows, divergence_weights, read_expected
 from grpo_kernels.call.plan import Call
 from grpo_kernels.call.results import Scores
 from grpo_kernels.engine.autograd import LinearLogprob
@@ -130,11 +125,7 @@ def expected_divergence(
 
 
 def measure_of(
-    divergence: Any,
-    tail: Any,
-    log_prob_min_clamp: Any,
-    loss_max_clamp: Any,
-    *dtypes: torch.dtype,
+    divergence: Any, tail: Any, log_prob_min_clamp: Any, loss_max_clamp: Any, *dtypes: torch.dtype
 ) -> dict[str, Any]:
     """Return the fields of a `TopKTeacher` that these arguments describe.
 

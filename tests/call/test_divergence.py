@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from grpo_kernels import (
     Head,
@@ -26,7 +27,7 @@ from tests.support.run_case import check_scores, run, run_scores, upstream_of
 from tests.support.score_cases import BETAS, diverging
 
 
-def divergence_of(*given: Any, **options: Any) -> torch.Tensor:
+def divergence_of(*given: Any, **options: Any) -> Tensor:
     return linear_divergence(*given, **options).divergence
 
 
@@ -107,7 +108,8 @@ def test_a_second_derivative_is_refused() -> None:
         torch.autograd.grad(d_hidden.sum(), hidden)
 
 
-WRONG = [
+# changed arguments, or functions of the right ones; the error, and what it says
+WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"divergence": "kl"}, ValueError, "divergence: expected one of"),
     ({"beta": 0.5}, ValueError, "beta: expected None with divergence = 'reverse_kl'"),
     ({"divergence": "jsd", "beta": 1.5}, ValueError, r"beta: expected a number in \[0, 1\]"),
@@ -120,60 +122,41 @@ WRONG = [
     ({"mask": torch.ones(3, 8)}, ValueError, "mask: expected shape"),
     ({"expected": torch.ones(3, 8)}, ValueError, "expected: expected shape"),
     ({"run": Run(workspace_bytes=0)}, ValueError, "workspace_bytes"),
+    ({"teacher_head": lambda w: Head(w, torch.zeros(49))}, ValueError,
+     "teacher_bias: expected shape"),
+    ({"head": lambda w: Head(w, vocab_size=51), "teacher_head": Head}, ValueError,
+     "vocab_size: expected at most"),
+    ({"teacher_head": lambda w: Head(w, lora=LoRA(torch.zeros(2, 16), torch.zeros(50, 2)))},
+     ValueError, r"teacher_head\.lora: expected None"),
+    ({"head": lambda w: Head(w, logit_scale=2.0)}, ValueError,
+     "teacher_head: expected a Head, which says its own logit_scale, .* 2.0"),
+    ({"head": lambda w: Head(w, final_logit_softcapping=9.0)}, ValueError,
+     "teacher_head: expected a Head, which says its own final_logit_soft"),
+    ({"teacher_hidden": lambda x: x[:, :3]}, ValueError, "teacher_hidden: expected shape"),
+    ({"teacher_hidden": Tensor.long}, TypeError,
+     "teacher_hidden: expected a floating-point tensor"),
+    ({"teacher_hidden": Tensor.tolist}, TypeError, "teacher_hidden: expected a tensor"),
+    ({"teacher_head": lambda x: x[:, :5]}, ValueError, "teacher_weight: expected shape"),
+    ({"teacher_head": lambda x: x.to("meta")}, ValueError,
+     "teacher_weight: expected a tensor with data"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("options", "error", "match"), WRONG, ids=lambda x: str(x)[:40])
-def test_wrong_arguments_are_named(options: dict, error: type[Exception], match: str) -> None:
+@pytest.mark.parametrize(("changes", "error", "match"), WRONG, ids=lambda x: str(x)[:40])
+def test_wrong_arguments_are_named(changes: dict, error: type[Exception], match: str) -> None:
     case = diverging("wrong")
+    given = {"hidden": case.hidden, "head": case.weight}
+    given |= {"teacher_hidden": case.teacher_hidden, "teacher_head": case.teacher_weight}
+    given |= {name: x(given[name]) if callable(x) else x for name, x in changes.items()}
     with pytest.raises(error, match=match):
-        linear_divergence(
-            case.hidden, case.weight, case.teacher_hidden, case.teacher_weight, **options
-        )
-
-
-@pytest.mark.parametrize(
-    ("student", "teacher", "match"),
-    [
-        ({}, {"bias": torch.zeros(49)}, "teacher_bias: expected shape"),
-        ({"vocab_size": 51}, {}, "vocab_size: expected at most"),
-        ({}, {"lora": LoRA(torch.zeros(2, 16), torch.zeros(50, 2))},
-         r"teacher_head\.lora: expected None"),
-        ({"logit_scale": 2.0}, None,
-         "teacher_head: expected a Head, which says its own logit_scale, .* 2.0"),
-        ({"final_logit_softcapping": 9.0}, None,
-         "teacher_head: expected a Head, which says its own final_logit_soft"),
-    ],
-)  # fmt: skip
-def test_wrong_heads_are_named(student: dict, teacher: dict | None, match: str) -> None:
-    case = diverging("wrong")
-    other = case.teacher_weight if teacher is None else Head(case.teacher_weight, **teacher)
-    with pytest.raises(ValueError, match=match):
-        linear_divergence(case.hidden, Head(case.weight, **student), case.teacher_hidden, other)
-
-
-@pytest.mark.parametrize(
-    ("name", "change", "match"),
-    [
-        ("teacher_hidden", lambda x: x[:, :3], "teacher_hidden: expected shape"),
-        ("teacher_hidden", lambda x: x.long(), "teacher_hidden: expected a floating-point tensor"),
-        ("teacher_hidden", lambda x: x.tolist(), "teacher_hidden: expected a tensor"),
-        ("teacher_weight", lambda x: x[:, :5], "teacher_weight: expected shape"),
-        ("teacher_weight", lambda x: x.to("meta"), "teacher_weight: expected a tensor with data"),
-    ],
-)  # fmt: skip
-def test_wrong_tensors_of_the_teacher_are_named(name, change, match) -> None:
-    case = diverging("wrong")
-    given = {x: getattr(case, x) for x in ("hidden", "weight", "teacher_hidden", "teacher_weight")}
-    with pytest.raises((TypeError, ValueError), match=match):
-        linear_divergence(*{**given, name: change(given[name])}.values())
+        linear_divergence(**given)
 
 
 def test_any_leading_shape() -> None:
     case = diverging("shapes", b=6, t=4, temperatures=True)
     given, head_of = (case.hidden, case.teacher_hidden), (case.weight, case.teacher_weight)
 
-    def found(shape: tuple[int, ...]) -> torch.Tensor:
+    def found(shape: tuple[int, ...]) -> Tensor:
         hidden, other = (x.view(*shape, -1) for x in given)
         temperature = case.temperature.view(shape)
         return divergence_of(hidden, head_of[0], other, head_of[1], temperature=temperature)
