@@ -34,12 +34,12 @@ class TritonRows:
         """Do nothing: the kernels read the raw projection."""
 
     def stats(self, chunk: Chunk, *, entropy: bool, extras: tuple[str, ...] = ()) -> RowStats:
-        config = _config("stats", chunk)
+        config = self._config("stats", chunk)
         with on(chunk.logits.device):
             return launch_stats(chunk, config, entropy=entropy, extras=extras)
 
     def diverge(self, chunk: Chunk, stats: RowStats, teacher: RowStats) -> tuple[Tensor, Tensor]:
-        config = _config("stats", chunk)
+        config = self._config("stats", chunk)
         with on(chunk.logits.device):
             return launch_diverge(chunk, stats, teacher, config)
 
@@ -52,7 +52,7 @@ class TritonRows:
         out: Tensor,
         d_divergence: Tensor | None = None,
     ) -> None:
-        config = _config("grad", chunk)
+        config = self._config("grad", chunk)
         with on(chunk.logits.device):
             launch_grad(chunk, stats, d_logp, d_entropy, out, config, d_divergence)
 
@@ -65,24 +65,25 @@ class TritonRows:
             launch_scale(x, factor, out)
 
     def fused(self, chunk: Chunk, token_loss: TokenLoss, out: Tensor | None) -> RowStats:
-        config = _config("fused", chunk)
+        config = self._config("fused", chunk)
         with on(chunk.logits.device):
             return launch_fused(chunk, token_loss, out, config)
 
-
-def _config(kernel: str, chunk: Chunk) -> RowConfig:
-    """Return the tile for a chunk; raise ValueError if this backend cannot serve it."""
-    for logits in (chunk.logits, *([] if chunk.teacher is None else [chunk.teacher.logits])):
-        if logits.dtype != torch.float32:
-            raise ValueError(f"backend: expected float32 logits for 'triton', got {logits.dtype}")
-        if logits.stride(1) != 1 and logits.shape[1] > 1:
-            raise ValueError(
-                "backend: expected logits with contiguous rows for 'triton', "
-                f"got strides {logits.stride()}"
-            )
-        if not logits.is_cuda and not INTERPRETED:
-            raise ValueError(
-                "backend: 'triton' expected tensors on a GPU (or TRITON_INTERPRET=1 before Triton "
-                f"is imported), got {logits.device.type} tensors"
-            )
-    return row_config(kernel, chunk.logits.shape[1], arch_of(chunk.logits.device))
+    def _config(self, kernel: str, chunk: Chunk) -> RowConfig:
+        """Return the tile for a chunk; raise ValueError if this backend cannot serve it."""
+        for logits in (chunk.logits, *([] if chunk.teacher is None else [chunk.teacher.logits])):
+            if logits.dtype != torch.float32:
+                raise ValueError(
+                    f"backend: expected float32 logits for 'triton', got {logits.dtype}"
+                )
+            if logits.stride(1) != 1 and logits.shape[1] > 1:
+                raise ValueError(
+                    "backend: expected logits with contiguous rows for 'triton', "
+                    f"got strides {logits.stride()}"
+                )
+            if not logits.is_cuda and not INTERPRETED:
+                raise ValueError(
+                    "backend: 'triton' expected tensors on a GPU (or TRITON_INTERPRET=1 before "
+                    f"Triton is imported), got {logits.device.type} tensors"
+                )
+        return row_config(kernel, chunk.logits.shape[1], arch_of(chunk.logits.device))

@@ -7,21 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
-
-from tests.support.row_truth import check, check_stats, gradient, truth
 
 pytest.importorskip("triton")
 
-from grpo_kernels.backends.interface import Chunk, RowStats
+from grpo_kernels.backends.interface import Chunk
 from grpo_kernels.backends.triton_rows.device import RowConfig
-from grpo_kernels.backends.triton_rows.divergence import launch_diverge
-from grpo_kernels.backends.triton_rows.fused import launch_fused
-from grpo_kernels.backends.triton_rows.grad import launch_grad
-from grpo_kernels.backends.triton_rows.reduce import launch_stats
 from grpo_kernels.backends.triton_rows.rows import INTERPRETED, TritonRows
-from grpo_kernels.base.tensors import take
-from grpo_kernels.token_loss.record import TokenLoss
 from tests.support.divergence_suite import BETAS, DivergenceSuite
 from tests.support.row_cases import DEVICE, PLAIN, make_transform, rows
 from tests.support.row_suite import RowSuite, SpecialSuite, check_kernels, check_many_rows
@@ -51,25 +42,8 @@ class SmallTiles(TritonRows):
     def __init__(self, tile: Callable[[int], RowConfig] = small_tile, **changes: int) -> None:
         self._tile = lambda logits: replace(tile(logits.shape[1]), **changes)
 
-    def stats(self, chunk: Chunk, *, entropy: bool, extras: tuple[str, ...] = ()) -> RowStats:
-        return launch_stats(chunk, self._tile(chunk.logits), entropy=entropy, extras=extras)
-
-    def diverge(self, chunk: Chunk, stats: RowStats, teacher: RowStats) -> tuple[Tensor, Tensor]:
-        return launch_diverge(chunk, stats, teacher, self._tile(chunk.logits))
-
-    def grad(
-        self,
-        chunk: Chunk,
-        stats: RowStats,
-        a: Tensor,
-        b: Tensor | None,
-        out: Tensor,
-        c: Tensor | None = None,
-    ) -> None:
-        launch_grad(chunk, stats, a, b, out, self._tile(chunk.logits), c)
-
-    def fused(self, chunk: Chunk, token_loss: TokenLoss, out: Tensor | None) -> RowStats:
-        return launch_fused(chunk, token_loss, out, self._tile(chunk.logits))
+    def _config(self, kernel: str, chunk: Chunk) -> RowConfig:
+        return self._tile(chunk.logits)
 
 
 def small(block_n: int, block_v: int) -> SmallTiles:
@@ -114,21 +88,6 @@ def test_default_tiles(vocab: int) -> None:
 
 def test_many_rows() -> None:
     check_many_rows(small(4096 if INTERPRETED else 1, 16), DEVICE)
-
-
-@pytest.mark.gpu
-def test_offsets_beyond_32_bits() -> None:
-    """More than 2^31 logits, and the gradient of the last rows in place."""
-    n, vocab = 16_400, 151_936
-    raw = torch.zeros(n, vocab, device=DEVICE)
-    raw[-3:] = torch.randn(3, vocab, device=DEVICE) * 3
-    ids = torch.randint(vocab, (n,), device=DEVICE)
-    stats = TritonRows().stats(Chunk(raw, ids, PLAIN), entropy=True)
-    last, a = raw[-3:].clone(), torch.randn(n, device=DEVICE)
-    at = truth(last, ids[-3:], PLAIN)
-    check_stats(take(stats, slice(n - 3, n)), at)
-    TritonRows().grad(Chunk(raw, ids, PLAIN), stats, a, None, raw)
-    check("d raw", raw[-3:], *gradient(at, ids[-3:], a[-3:], None))
 
 
 def test_refusals() -> None:
