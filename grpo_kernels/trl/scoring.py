@@ -27,7 +27,7 @@ from __future__ import annotations
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -83,8 +83,13 @@ class OldScoring:
         if self.is_deferred is None:
             self.is_deferred = _is_deferred(trainer)
             self.defers_reference = _defers_reference(trainer)
-        unreferenced = replaced(trainer, "beta", 0.0) if self.defers_reference else nullcontext()
-        with unreferenced, _without_scoring(trainer) if self.is_deferred else nullcontext():
+        with ExitStack() as stack:
+            if self.defers_reference:
+                stack.enter_context(replaced(trainer, "beta", 0.0))
+            if self.is_deferred:  # as if there were no correction and no step before the batch ends
+                ratio, steps = "vllm_importance_sampling_correction", _micro_steps(trainer)
+                stack.enter_context(replaced(trainer, ratio, False))
+                stack.enter_context(replaced(trainer.args, "gradient_accumulation_steps", steps))
             batch = prepare(inputs)
         if not self.is_deferred:
             return batch
@@ -217,28 +222,32 @@ def _is_deferred(trainer: Any) -> bool:
     is_known = HEAD.is_known() and (not corrects or mode in _TRL_MODES)
     if option is False or not is_scored or not is_known:
         return False
-    reason = _reason_against(trainer)
-    if reason is not None and corrects:
+    reader = _reader(trainer, _READERS)
+    if corrects and trainer.trunk_options.zero_advantage == "skip":
+        reason = (
+            "sampling/* metrics read the sequences that zero_advantage='skip' leaves out; 'score' "
+            "computes less here"
+        )
+    elif reader is not None:
+        reason = f"{reader} may read its result; pass True if not"
+    elif any(_draws(module) for module in trainer.model.modules()):
+        reason = "dropout, or noise, makes log-probabilities random; set it to 0, or pass True"
+    else:
+        return True
+    if corrects:
         warn_once(
             "fused_sampling_correction: False, so TRL scores each batch for its correction: "
             f"{reason}"
         )
-    return reason is None
+    return False
 
 
-def _reason_against(trainer: Any) -> str | None:
-    """None if losses and metrics stay TRL's, else the reason why not, and a way out."""
-    if is_corrected(trainer) and trainer.trunk_options.zero_advantage == "skip":
-        return (
-            "sampling/* metrics read the sequences that zero_advantage='skip' leaves out; 'score' "
-            "computes less here"
-        )
-    reader = _reader(trainer, _READERS)
-    if reader is not None:
-        return f"{reader} may read its result; pass True if not"
-    if any(_draws(module) for module in trainer.model.modules()):
-        return "dropout, or noise, makes log-probabilities random; set it to 0, or pass True"
-    return None
+def _defers_reference(trainer: Any) -> bool:
+    """True if nobody reads the reference's scoring before a micro-batch is handed out."""
+    if trainer.kl_estimator == "full":
+        return True
+    moves = getattr(trainer.args, "sync_ref_model", False)  # it has to score at the generation
+    return HEAD.is_known() and not moves and _reader(trainer, _READERS[:2]) is None
 
 
 def _reader(trainer: Any, names: Sequence[str]) -> str | None:
@@ -251,14 +260,6 @@ def _reader(trainer: Any, names: Sequence[str]) -> str | None:
     return None
 
 
-def _defers_reference(trainer: Any) -> bool:
-    """True if nobody reads the reference's scoring before a micro-batch is handed out."""
-    if trainer.kl_estimator == "full":
-        return True
-    moves = getattr(trainer.args, "sync_ref_model", False)  # it has to score at the generation
-    return HEAD.is_known() and not moves and _reader(trainer, _READERS[:2]) is None
-
-
 def _draws(module: nn.Module) -> bool:
     """True if `module` draws random numbers in training: dropout, a router's jitter, noise."""
     if isinstance(module, nn.modules.dropout._DropoutNd):
@@ -269,14 +270,6 @@ def _draws(module: nn.Module) -> bool:
 
 def _micro_steps(trainer: Any) -> int:  # between two generations
     return int(trainer.args.steps_per_generation * trainer.num_iterations)
-
-
-@contextmanager
-def _without_scoring(trainer: Any) -> Iterator[None]:
-    """Inside, TRL prepares a batch as if there were no correction and no step before its end."""
-    uncorrected = replaced(trainer, "vllm_importance_sampling_correction", False)
-    with uncorrected, replaced(trainer.args, "gradient_accumulation_steps", _micro_steps(trainer)):
-        yield
 
 
 class SampledSets(NamedTuple):
