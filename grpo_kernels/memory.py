@@ -9,7 +9,6 @@ import argparse
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -130,34 +129,38 @@ def estimate(size: Size) -> list[Need]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``python -m grpo_kernels memory``."""
-    add = parser.add_argument
-    add("--model", metavar="NAME", help=f"take the head of this model: {', '.join(MODELS)}")
-    add("--config", type=Path, metavar="DIR", help="take the head of the config.json in DIR")
-    add("--vocab", type=int, help="V: the size of the vocabulary")
-    add("--hidden", type=int, help="H: the size of the hidden states")
+    add, head = parser.add_argument, f"take the head of this model: {', '.join(MODELS)}"
+    add("--model", type=_model, metavar="NAME", help=head)
+    add("--config", type=_config, metavar="DIR", help="take the head of the config.json in DIR")
+    add("--vocab", type=whole_number, help="V: the size of the vocabulary")
+    add("--hidden", type=whole_number, help="H: the size of the hidden states")
     add("--dtype", choices=DTYPES, default="bf16", help="of the tensors; default: bf16")
-    add("--rows", type=int, default=16384, help="N: positions of the batch; default: 16,384")
+    add(
+        "--rows",
+        type=whole_number,
+        default=16384,
+        help="N: positions of the batch; default: 16,384",
+    )
     add("--frozen", action="store_true", help="the head does not train, as with LoRA on the body")
     add("--score", action="store_true", help="no gradient: old or reference log-probabilities")
-    add("--mask", type=float, default=0.0, help="share of the positions that do not count")
-    add("--workspace", type=int, metavar="MIB", help="workspace_bytes; default: the library's")
+    add("--mask", type=share, default=0.0, help="share of the positions that do not count")
+    add(
+        "--workspace",
+        type=whole_number,
+        metavar="MIB",
+        help="workspace_bytes; default: the library's",
+    )
     gpu = f"on a GPU, and as a share of its memory: {', '.join(GPUS)}, or its memory in GiB"
-    add("--gpu", metavar="NAME", help=gpu)
+    add("--gpu", type=_gpu, metavar="NAME", help=gpu)
 
 
 def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """Print the table for `options`, in MiB; on a GPU also the share of its memory."""
-    try:
-        vocab, hidden = _head(options)
-        for name in ("rows", "workspace"):
-            value = getattr(options, name)
-            if value is not None and not 1 <= value <= MOST:
-                raise ValueError(f"--{name}: expected 1 to {MOST:,}, got {value}")
-        if not 0.0 <= options.mask < 1.0:
-            raise ValueError(f"--mask: expected at least 0 and less than 1, got {options.mask}")
-        gpu, gib = (None, 0.0) if options.gpu is None else _gpu(options.gpu)
-    except ValueError as error:
-        parser.error(str(error))
+    given = None if options.vocab is options.hidden is None else (options.vocab, options.hidden)
+    heads = [head for head in (options.model, options.config, given) if head is not None]
+    if len(heads) != 1 or None in heads[0]:
+        parser.error("expected --model NAME, --config DIR, or both --vocab V and --hidden H")
+    vocab, hidden = heads[0]
     size = Size(
         vocab,
         hidden,
@@ -167,60 +170,66 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         score=options.score,
         masked=options.mask,
         workspace_bytes=options.workspace and options.workspace * MIB,
-        on_gpu=gpu is not None,
+        on_gpu=options.gpu is not None,
     )
     needs = estimate(size)
     cells = [["engine", "extra", "with gradients", "kept for backward"]]
     cells += [[x.name, *(f"{b / MIB:,.0f}" for b in (x.extra, x.peak, x.kept))] for x in needs]
-    if gpu is not None:
-        shares = [f"of {gpu}'s {gib:g} GiB", *(f"{x.peak / (gib * 2**30):.1%}" for x in needs)]
+    if options.gpu is not None:
+        name, gib = options.gpu
+        shares = [f"of {name}'s {gib:g} GiB", *(f"{x.peak / (gib * 2**30):.1%}" for x in needs)]
         cells = [[*row, share] for row, share in zip(cells, shares, strict=True)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     print(f"{size}\n")
     for name, *numbers in cells:
         row = (x.rjust(width) for x, width in zip(numbers, widths[1:], strict=True))
         print("  ".join([name.ljust(widths[0]), *row]))
-    print(f"\n{NOTES}" + (f"\n{GPU_NOTE}" if gpu else ""))
+    print(f"\n{NOTES}" + (f"\n{GPU_NOTE}" if size.on_gpu else ""))
     return 0
 
 
-def _head(options: argparse.Namespace) -> tuple[Any, Any]:
-    """(V, H) of ``--model``, ``--config``, or ``--vocab`` and ``--hidden``."""
-    sizes = options.vocab, options.hidden
-    if [options.model is not None, options.config is not None, sizes != (None, None)].count(
-        True
-    ) != 1:
-        raise ValueError("expected --model NAME, --config DIR, or both --vocab V and --hidden H")
-    if options.model is not None:
-        name = options.model.rpartition("/")[2].casefold()  # in any case, with its organisation
-        if name not in (known := {x.casefold(): x for x in MODELS}):
-            some = f"{', '.join(MODELS)}, or --config DIR for another"
-            raise ValueError(f"--model: expected {some}, got {options.model}")
-        return MODELS[known[name]]
-    where = ""
-    if options.config is not None:
-        where = f"--config: {options.config / 'config.json'}; give --vocab and --hidden: "
-        sizes = _configured(options.config)
-    for name, value in zip(("vocab", "hidden"), sizes, strict=True):
-        if type(value) is not int or not 1 <= value <= MOST:
-            raise ValueError(f"{where}--{name}: expected 1 to {MOST:,}, got {value!r}")
-    return sizes
+def whole_number(argument: str) -> int:
+    """A plausible size; argparse names the function in its errors."""
+    if not 1 <= int(argument) <= MOST:
+        raise argparse.ArgumentTypeError(f"expected 1 to {MOST:,}, got {argument}")
+    return int(argument)
 
 
-def _configured(folder: Path) -> tuple[object, object]:
-    """V and H of the model whose config.json is in `folder`; no code of the folder is run."""
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"--config: expected a folder with config.json, got {folder}")
+def share(argument: str) -> float:
+    """A number of at least 0 and less than 1."""
+    if not 0.0 <= float(argument) < 1.0:
+        raise argparse.ArgumentTypeError(f"expected at least 0 and less than 1, got {argument}")
+    return float(argument)
+
+
+def _model(argument: str) -> tuple[int, int]:
+    """(V, H) of the model of this name, in any case, with or without the organisation before it."""
+    name = argument.rpartition("/")[2].casefold()
+    for model, sizes in MODELS.items():
+        if model.casefold() == name:
+            return sizes
+    known = f"{', '.join(MODELS)}, or --config DIR for another"
+    raise argparse.ArgumentTypeError(f"expected {known}, got {argument}")
+
+
+def _config(argument: str) -> tuple[int, int]:
+    """(V, H) of the model whose config.json is in the folder `argument`; no code of it is run."""
+    file = Path(argument) / "config.json"
+    if not file.is_file():
+        raise argparse.ArgumentTypeError(f"expected a folder with config.json, got {argument}")
     try:
         from transformers import AutoConfig  # knows the names and the defaults of every model
 
-        read = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        read = AutoConfig.from_pretrained(argument, local_files_only=True, trust_remote_code=False)
         config = read.get_text_config(decoder=True)
-        return config.vocab_size, config.hidden_size
+        sizes = config.vocab_size, config.hidden_size
+        if not all(type(x) is int and 1 <= x <= MOST for x in sizes):
+            raise ValueError(f"expected sizes of 1 to {MOST:,}, got {sizes}")
     except Exception as error:  # the checks of a config may raise anything
         reason = (str(error).splitlines() or [""])[0]
-        text = f"--config: {folder / 'config.json'} cannot be read ({reason})"
-        raise ValueError(f"{text}; give --vocab and --hidden") from error
+        text = f"{file} cannot be read ({reason}); give --vocab and --hidden"
+        raise argparse.ArgumentTypeError(text) from error
+    return sizes
 
 
 def _gpu(argument: str) -> tuple[str, float]:
@@ -233,5 +242,6 @@ def _gpu(argument: str) -> tuple[str, float]:
     except ValueError:
         gib = 0.0
     if not 0.0 < gib <= 1024:
-        raise ValueError(f"--gpu: expected {', '.join(GPUS)}, or its GiB, got {argument}")
+        known = f"{', '.join(GPUS)}, or its GiB"
+        raise argparse.ArgumentTypeError(f"expected {known}, got {argument}")
     return "the GPU", gib
