@@ -63,12 +63,7 @@ class Shard:
         return max(self.sizes)
 
     def stats(
-        self,
-        backend: RowBackend,
-        chunk: Chunk,
-        *,
-        entropy: bool,
-        extras: tuple[str, ...],
+        self, backend: RowBackend, chunk: Chunk, *, entropy: bool, extras: tuple[str, ...]
     ) -> RowStats:
         """Return `RowBackend.stats` of the whole vocabulary. All ranks call it for the same rows.
 

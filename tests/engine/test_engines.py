@@ -85,16 +85,13 @@ def test_cost_of_every_loss(
     [
         ({"beta": 0.1}, "one_pass", "frozen"),
         ({"beta": 0.1, "importance_sampling_level": "sequence"}, "two_pass", "frozen"),
-        (
-            {"beta": 0.1, "importance_sampling_level": "sequence", "use_bias_correction_kl": False},
-            "one_pass",
-            "frozen",
-        ),
+        ({"beta": 0.1, "importance_sampling_level": "sequence", "use_bias_correction_kl": False},
+            "one_pass", "frozen"),
         ({"entropy_coef": 0.01}, "one_pass", "one_pass"),
         ({"entropy_coef": 0.01, "beta": 0.1}, "one_pass", "one_pass"),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_cost_where_every_row_carries_gradient(
     options: dict[str, Any], trainable: str, frozen: str
 ) -> None:
@@ -106,7 +103,9 @@ def test_cost_where_every_row_carries_gradient(
 
 
 def test_two_passes_skip_rows_whose_coefficient_came_out_zero() -> None:
-    """The top-entropy mask leaves a quarter of the rows: 2 + 6/4; with an entropy bonus and a frozen head 2 + 4/4."""
+    """The top-entropy mask leaves a quarter of the rows: 2 + 6/4; with an entropy bonus and a
+    frozen head 2 + 4/4.
+    """
     for head, config, want in (
         ("trainable", LossConfig(top_entropy_quantile=0.25), 2 + 6 * 0.25),
         (
@@ -122,7 +121,9 @@ def test_two_passes_skip_rows_whose_coefficient_came_out_zero() -> None:
 
 
 def test_clipped_rows_cost_no_second_pass() -> None:
-    """Sequence ratios far above the clip with a positive advantage: only the other half is projected again."""
+    """Sequence ratios far above the clip with a positive advantage: only the other half is
+    projected again.
+    """
     inputs = batch(0.0, "trainable")
     inputs["advantages"] = torch.tensor([1.0, -1.0] * (B // 2))
     inputs["old_per_token_logps"] = torch.full((B, T), -40.0)  # every ratio is far above the clip

@@ -1,4 +1,6 @@
-"""What a call does on a GPU, without one: rows and bytes that are planned, launches that are counted at real sizes."""
+"""What a call does on a GPU, without one: rows and bytes that are planned, launches that are
+counted at real sizes.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,7 @@ import pytest
 import torch
 
 from grpo_kernels import Run, grpo_loss, linear_logprob
-from grpo_kernels.engine.device import (
-    AMPLE,
-    CUDA,
-    FreeMemory,
-    default_workspace,
-    large_workspace,
-)
+from grpo_kernels.engine.device import AMPLE, CUDA, FreeMemory, default_workspace, large_workspace
 from grpo_kernels.engine.plan import Group, divide
 from grpo_kernels.engine.records import NeedsGrad
 from tests.support.flat import flat
@@ -44,7 +40,9 @@ def step(
     zero_share: float = 0.0,  # of the sequences with advantage 0
     **options: Any,
 ) -> Tape:
-    """Forward and backward of an on-policy loss, or scoring; within autocast if the weight is in fp32."""
+    """Forward and backward of an on-policy loss, or scoring; within autocast if the weight is in
+    fp32.
+    """
     batch, t = n // 512, 512
     with taped(autocast=BF16 if weight == FP32 else None) as tape:
         hidden = tensor(batch, t, h, dtype=BF16).requires_grad_(not score)
@@ -94,7 +92,12 @@ def test_a_small_workspace_multiplies_no_work(v: int, workspace: int) -> None:
     ):
         groups, chunk, group = groups_of(n, v, h, workspace, gradient=gradient, grouped=grouped)
         computed = sum(g.rows for g in groups)
-        assert sum(g.n for g in groups) == n
+        assert [g.start for g in groups] == [0, *[g.stop for g in groups[:-1]]]
+        assert groups[-1].stop == n
+        for g in groups:
+            assert g.n <= g.rows == CUDA.padded_rows(g.n) and g.start % 128 == 0
+            assert [c.start for c in g.chunks] == [0, *[c.stop for c in g.chunks[:-1]]]
+            assert g.chunks[-1].stop == g.rows
         assert computed <= max(128, (1.25 if n >= 1024 else 2) * n)
         for g in groups:
             used = max(c.stop - c.start for c in g.chunks) * chunk + g.rows * group
@@ -104,24 +107,18 @@ def test_a_small_workspace_multiplies_no_work(v: int, workspace: int) -> None:
 @pytest.mark.parametrize(
     ("shape", "nvh"),
     [
-        ({}, 6),
-        ({"frozen": True}, 4),
-        ({"score": True}, 2),
-        ({"zero_share": 0.5}, 4),
-        ({"weight": FP32}, 6),
-        ({"v": 151_665}, 6),
-        ({"h": 1024}, 6),
-        ({"n": 1024}, 6),
+        ({}, 6), ({"frozen": True}, 4), ({"score": True}, 2), ({"zero_share": 0.5}, 4),
+        ({"weight": FP32}, 6), ({"v": 151_665}, 6), ({"h": 1024}, 6), ({"n": 1024}, 6),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_nothing_is_multiplied_that_the_case_does_not_need(shape: dict[str, Any], nvh: int) -> None:
     needed = nvh * shape.get("n", N) * shape.get("h", H) * shape.get("v", V)
     assert needed <= sum(x.flops for x in step(**shape).of("product")) <= 1.03 * needed
 
 
 def test_an_fp32_weight_is_converted_once(main_step: Tape) -> None:
-    """Under autocast, TRL's default: products and row kernels of a bf16 weight, and one conversion."""
+    """Under autocast, TRL's default: products and rows of a bf16 weight, and one conversion."""
     found = step(weight=FP32)
     assert len(found.of("product")) <= 1.1 * len(main_step.of("product"))
     casts = [x for x in found.of("launch") if x.written == 2 * V * H and x.shape == (V, H)]
@@ -179,8 +176,8 @@ def room(
 ) -> tuple[FreeMemory, list[str]]:
     """`FreeMemory.of` a bf16 weight with its gradient, and what was asked for it.
 
-    Given what the driver has free, and what the allocator has reserved for nobody, in whole blocks and in fragments of
-    blocks that are in use; `unused` None: to ask it raises.
+    Given what the driver has free, and what the allocator has reserved for nobody, in whole blocks
+    and in fragments of blocks that are in use; `unused` None: to ask it raises.
     """
     calls: list[str] = []
     dtype = asked.pop("dtype", BF16)
@@ -244,7 +241,9 @@ def test_the_allocator_is_asked_only_where_the_driver_has_not_enough() -> None:
 
 
 def test_the_workspace_grows_in_steps_with_what_is_free() -> None:
-    """Six of them, whatever is free; within a step the rows of a chunk are the same, and the bits with them."""
+    """Six of them, whatever is free; within a step the rows of a chunk are the same, and the bits
+    with them.
+    """
     found: dict[int, set[tuple[int, ...]]] = {}
     for beside in range(0, 4 * GIB, 64 * MIB):
         workspace = room(GRADIENTS + beside)[0].workspace
@@ -260,7 +259,9 @@ def test_the_workspace_grows_in_steps_with_what_is_free() -> None:
 
 
 def test_the_workspace_is_no_larger_than_it_helps() -> None:
-    """Rows of a frozen head take less: 1,024 of them are below a step, which is then as good as the largest."""
+    """Rows of a frozen head take less: 1,024 of them are below a step, which is then as good as the
+    largest.
+    """
     frozen = NeedsGrad(hidden=True)
     wanted = large_workspace(OnGPU(torch.empty(V, H, dtype=BF16, device="meta")), frozen)
     assert 768 * MIB < wanted < 1024 * MIB
@@ -316,8 +317,8 @@ def test_the_backward_scales_and_casts_in_one_pass(main_step: Tape) -> None:
         assert [x.name for x in passes] == ["scale"]
 
 
-# Counted so on the code before: 225 launches besides products and row kernels; 30 operations of the host, 15 of them
-# launches, between the last wait and the first product.
+# Counted so on the code before: 225 launches besides products and row kernels; 30 operations of the
+# host, 15 of them launches, between the last wait and the first product.
 @pytest.mark.parametrize(
     ("kind", "before"), [("launch", 225), ("after the wait", 30), ("launch after the wait", 15)]
 )
@@ -332,7 +333,9 @@ def test_small_launches_are_few(kind: str, before: int, main_step: Tape) -> None
 
 
 def test_fp32_products_have_one_tile_of_rows() -> None:
-    """Whatever N is, the library gets the same shapes, so a row has the same bits; 16-bit ones have whole chunks."""
+    """Whatever N is, the library gets the same shapes, so a row has the same bits; 16-bit ones have
+    whole chunks.
+    """
     for n in (512, 1024, 4096):
         with taped() as tape, torch.no_grad():
             linear_logprob(tensor(n, 64), tensor(1000, 64), OnGPU(torch.zeros(n, dtype=torch.long)))

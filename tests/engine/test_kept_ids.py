@@ -1,4 +1,6 @@
-"""Sets as samplers hand them over; positions without one; what the loss over kept sets says, costs and refuses."""
+"""Sets as samplers hand them over; positions without one; what the loss over kept sets says, costs
+and refuses.
+"""
 
 from __future__ import annotations
 
@@ -135,43 +137,22 @@ def test_counts_of_prime_rl_and_offsets_of_slime() -> None:
 
 IDS = torch.zeros(4, dtype=torch.long)
 WRONG: dict[str, tuple[Any, type[Exception], str]] = {
-    "floats": (
-        KeptIds(torch.zeros(4), torch.arange(5)),
-        TypeError,
-        "kept_ids.ids: expected signed integer",
-    ),
-    "float bounds": (
-        KeptIds(IDS, torch.arange(5.0)),
-        TypeError,
-        "kept_ids.offsets: expected int32 or int64",
-    ),
-    "too few": (
-        KeptIds(IDS, torch.arange(4)),
-        ValueError,
-        r"kept_ids.offsets: expected shape .*= \(5,\), got \(4,\)",
-    ),
-    "short": (
-        KeptIds(IDS, torch.tensor([0, 1, 2, 3, 3])),
-        ValueError,
-        "from 0 to M = 4 that never fall, .*0 to 3",
-    ),
-    "late": (
-        KeptIds(IDS, torch.tensor([1, 1, 2, 3, 4])),
-        ValueError,
-        "from 0 to M = 4 that never fall, .*1 to 4",
-    ),
-    "falling": (
-        KeptIds(IDS, torch.tensor([0, 3, 2, 3, 4])),
-        ValueError,
-        "from 0 to M = 4 that never fall",
-    ),
-    "two dimensions": (
-        KeptIds(IDS.view(2, 2), torch.arange(5)),
-        ValueError,
-        r"kept_ids.ids: expected shape \(M,\)",
-    ),
+    "floats": (KeptIds(torch.zeros(4), torch.arange(5)), TypeError,
+        "kept_ids.ids: expected signed integer"),
+    "float bounds": (KeptIds(IDS, torch.arange(5.0)), TypeError,
+        "kept_ids.offsets: expected int32 or int64"),
+    "too few": (KeptIds(IDS, torch.arange(4)), ValueError,
+        r"kept_ids.offsets: expected shape .*= \(5,\), got \(4,\)"),
+    "short": (KeptIds(IDS, torch.tensor([0, 1, 2, 3, 3])), ValueError,
+        "from 0 to M = 4 that never fall, .*0 to 3"),
+    "late": (KeptIds(IDS, torch.tensor([1, 1, 2, 3, 4])), ValueError,
+        "from 0 to M = 4 that never fall, .*1 to 4"),
+    "falling": (KeptIds(IDS, torch.tensor([0, 3, 2, 3, 4])), ValueError,
+        "from 0 to M = 4 that never fall"),
+    "two dimensions": (KeptIds(IDS.view(2, 2), torch.arange(5)), ValueError,
+        r"kept_ids.ids: expected shape \(M,\)"),
     "a list": ([[1], [2], [3], [4]], TypeError, "kept_ids: expected a tensor, got list"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -259,7 +240,9 @@ def test_what_the_loss_says_of_the_sets_padded_and_packed() -> None:
 
 
 def test_flops_of_the_loss() -> None:
-    """One pass over sets and, where the loss allows it, over the whole vocabulary for positions without one."""
+    """One pass over sets and, where the loss allows it, over the whole vocabulary for positions
+    without one.
+    """
     n, k, h, v = 32, 8, 16, 500
     hidden, weight = torch.randn(1, n, h).requires_grad_(), torch.randn(v, h).requires_grad_()
     kept = torch.rand(1, n, v).argsort(-1)[..., :k].contiguous()
@@ -300,7 +283,7 @@ def test_refusals_of_the_loss() -> None:
         ),
         (
             {"ref_per_token_logps": of_whole, "config": LossConfig(beta=0.1)},
-            "ref_per_token_logps: expected log-probabilities over the same kept sets, .* got -1: make them",
+            "ref_per_token_logps: expected log-probabilities over the same kept sets, .* got -1: make",
         ),
         ({"without_set": None}, "without_set: expected one of"),
     ):

@@ -1,4 +1,6 @@
-"""Log-probabilities over kept sets beyond the cases of `test_differential`: bits, what is read, what is refused."""
+"""Log-probabilities over kept sets beyond the cases of `test_differential`: bits, what is read,
+what is refused.
+"""
 
 from __future__ import annotations
 
@@ -130,63 +132,36 @@ def test_nothing_to_score_is_an_attached_zero(shape: tuple[int, ...], k: int) ->
 
 
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "not in its set": (
-        {"ids": torch.tensor([[1, 2], [9, 4]])},
+    "not in its set": ({"ids": torch.tensor([[1, 2], [9, 4]])}, ValueError,
+        r"ids: expected an id of the position's kept set, got 9 at position \(1, 0\)"),
+    "an empty set": ({"kept_ids": torch.tensor([[[1, 5], [2, -1]], [[3, 3], [-1, -1]]])},
         ValueError,
-        r"ids: expected an id of the position's kept set, got 9 at position \(1, 0\)",
-    ),
-    "an empty set": (
-        {"kept_ids": torch.tensor([[[1, 5], [2, -1]], [[3, 3], [-1, -1]]])},
+        r"kept_ids: expected a set where the mask counts, got none at position \(1, 1\); "
+        "without_set='full'"),
+    "padding is no id": ({"ids": torch.tensor([[1, -1], [3, 4]])}, ValueError,
+        r"ids: expected an id of the position's kept set, got -1 at position \(0, 1\)"),
+    "beyond the vocabulary": ({"kept_ids": torch.tensor([[[1, 5], [2, 10]], [[3, 3], [4, 6]]])},
         ValueError,
-        r"kept_ids: expected a set where the mask counts, got none at position \(1, 1\); without_set='full'",
-    ),
-    "padding is no id": (
-        {"ids": torch.tensor([[1, -1], [3, 4]])},
-        ValueError,
-        r"ids: expected an id of the position's kept set, got -1 at position \(0, 1\)",
-    ),
-    "beyond the vocabulary": (
-        {"kept_ids": torch.tensor([[[1, 5], [2, 10]], [[3, 3], [4, 6]]])},
-        ValueError,
-        r"kept_ids: expected ids in \[0, V\) = \[0, 10\) or -1, got 10 at position \(0, 1\)",
-    ),
-    "no padding": (
-        {"kept_ids": torch.tensor([[[1, 5], [2, -2]], [[3, 3], [4, 6]]])},
-        ValueError,
-        r"kept_ids: expected ids .* or -1, got -2 at position \(0, 1\)",
-    ),
-    "shape": (
-        {"kept_ids": torch.zeros(2, 3, 4, dtype=torch.long)},
-        ValueError,
-        r"kept_ids: expected shape .*K\)",
-    ),
+        r"kept_ids: expected ids in \[0, V\) = \[0, 10\) or -1, got 10 at position \(0, 1\)"),
+    "no padding": ({"kept_ids": torch.tensor([[[1, 5], [2, -2]], [[3, 3], [4, 6]]])}, ValueError,
+        r"kept_ids: expected ids .* or -1, got -2 at position \(0, 1\)"),
+    "shape": ({"kept_ids": torch.zeros(2, 3, 4, dtype=torch.long)}, ValueError,
+        r"kept_ids: expected shape .*K\)"),
     "no width": ({"kept_ids": torch.tensor(1)}, ValueError, r"kept_ids: expected shape .*K\)"),
-    "floats": (
-        {"kept_ids": torch.zeros(2, 2, 4)},
-        TypeError,
-        "kept_ids: expected signed integer ids",
-    ),
-    "unsigned": (
-        {"kept_ids": torch.zeros(2, 2, 4, dtype=torch.uint8)},
-        TypeError,
-        "kept_ids: .*got torch.uint8",
-    ),
+    "floats": ({"kept_ids": torch.zeros(2, 2, 4)}, TypeError,
+        "kept_ids: expected signed integer ids"),
+    "unsigned": ({"kept_ids": torch.zeros(2, 2, 4, dtype=torch.uint8)}, TypeError,
+        "kept_ids: .*got torch.uint8"),
     "a list": ({"kept_ids": [[1]]}, TypeError, "kept_ids: expected a tensor, got list"),
     "temperature": ({"temperature": 0.0}, ValueError, "temperature: expected a finite number > 0"),
-    "temperatures": (
-        {"temperature": torch.zeros(2, 2)},
-        ValueError,
-        "temperature: expected finite numbers > 0",
-    ),
+    "temperatures": ({"temperature": torch.zeros(2, 2)}, ValueError,
+        "temperature: expected finite numbers > 0"),
     "cap": ({"final_logit_softcapping": -1.0}, ValueError, "final_logit_softcapping"),
     "mask": ({"mask": torch.ones(4)}, ValueError, "mask: expected shape"),
     "bias": ({"bias": torch.ones(3)}, ValueError, "bias: expected shape"),
-    "workspace": (
-        {"workspace_bytes": 0},
-        ValueError,
-        "workspace_bytes: expected a number of bytes > 0",
-    ),
-}
+    "workspace": ({"workspace_bytes": 0}, ValueError,
+        "workspace_bytes: expected a number of bytes > 0"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -204,7 +179,9 @@ def test_wrong_arguments(name: str) -> None:
 
 
 def test_on_a_gpu_wrong_ids_make_their_position_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To raise would wait for the device. The sizes of the sets are waited for, once, and which rows to go back for."""
+    """To raise would wait for the device. The sizes of the sets are waited for, once, and which
+    rows to go back for.
+    """
     case = case_of()
     ids, kept = case.completion_ids.clone(), case.kept_ids.clone()
     ids[0, 3], kept[1, 4, 0] = BIG, 60

@@ -1,4 +1,5 @@
-"""How often a call waits for the GPU, counted without one (`pretend_gpu.py`): no more than documented.
+"""How often a call waits for the GPU, counted without one (`pretend_gpu.py`): no more than
+documented.
 
 While a CUDA graph is captured a wait is an error; what runs through here then, can be captured.
 """
@@ -37,25 +38,15 @@ CALLS = {
     "two_pass": (SEQUENCE, BOTH, "two_pass", (1, 1)),
     "two_pass-bonus": (replace(SEQUENCE, entropy_coef=0.01), BOTH, "two_pass", (1, 1)),
     "two_pass-vespo": (LossConfig(loss_type="vespo"), BOTH, "two_pass", (1, 1)),
-    "two_pass-gmpo-top-entropy": (
-        LossConfig(loss_type="gmpo", top_entropy_quantile=0.5),
-        BOTH,
-        "two_pass",
-        (1, 1),
-    ),
-    "two_pass-off-policy-mask": (
-        LossConfig(off_policy_mask_threshold=0.1),
-        BOTH,
-        "two_pass",
-        (1, 1),
-    ),
+    "two_pass-gmpo-top-entropy": (LossConfig(loss_type="gmpo", top_entropy_quantile=0.5), BOTH,
+        "two_pass", (1, 1)),
+    "two_pass-off-policy-mask": (LossConfig(off_policy_mask_threshold=0.1), BOTH, "two_pass", (1,
+        1)),
     "lean": (SEQUENCE, BOTH, "lean", (1, 1)),
     "score": (ALL_TERMS, NEITHER, "score", (1, 0)),
-    **{
-        f"one_pass-{name}": (LossConfig(loss_type=name), BOTH, "one_pass", (2, 0))
-        for name in ("bnpo", "dr_grpo", "cispo", "sapo", "luspo")
-    },
-}
+    **{f"one_pass-{name}": (LossConfig(loss_type=name), BOTH, "one_pass", (2,
+        0)) for name in ("bnpo", "dr_grpo", "cispo", "sapo", "luspo")},
+}  # fmt: skip
 
 pytestmark = [pytest.mark.unit, pytest.mark.filterwarnings("ignore:.*CUDA is not available")]
 
@@ -207,7 +198,8 @@ def constant(index: Tensor, logps: Tensor, entropies: Tensor | None) -> Tensor:
 
 HALF = torch.tensor([[1, 1, 0, 0, 0], [1, 1, 0, 0, 0]], dtype=torch.bool)
 RISING = torch.arange(5.0).expand(B, T)
-# what trains, expectation, gradient of the logps and factor of the entropies -> waits of forward and backward
+# what trains, expectation, gradient of the logps and factor of the entropies -> waits of forward
+# and backward
 LOGPROBS = {
     "score": (NEITHER, None, MASK, 0.0, (1, 0)),
     "two_pass": (BOTH, None, MASK, 1.0, (1, 1)),
@@ -222,7 +214,9 @@ LOGPROBS = {
 
 @pytest.mark.parametrize("name", LOGPROBS)
 def test_linear_logprob(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a mask. What is expected costs a look at what came, and, where it was wrong, one at how much."""
+    """With a mask. What is expected costs a look at what came, and, where it was wrong, one at how
+    much.
+    """
     trains, expected, gradient, of_entropies, documented = LOGPROBS[name]
     with pretended(monkeypatch) as waits:
         given = batch(trains=trains)

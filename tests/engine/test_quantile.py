@@ -1,4 +1,4 @@
-"""Quantiles of more values than torch takes: its own below, the same function of the values above."""
+"""Quantiles of more values than torch takes: the same function of the values."""
 
 from __future__ import annotations
 

@@ -87,7 +87,8 @@ def of_dtype(name: str, dtype: torch.dtype) -> Callable[[Arguments], Tensor]:
 
 
 Case = tuple[Callable[..., Any], Callable[[int], Arguments], Arguments, str]
-# what the odd rank gives instead; "alone": it is wrong by itself, and that rank's own error names it
+# what the odd rank gives instead; "alone": it is wrong by itself, and that rank's own error names
+# it
 LOSS: dict[str, tuple[Arguments, str]] = {
     "H": (
         {"hidden": torch.ones(2, 3, 5), "head": a_head(weight=lambda w: torch.ones(len(w), 5))},
@@ -142,22 +143,11 @@ CASES: dict[str, Case] = {
     **{f"loss, {x}": (grpo_loss, a_loss, *case) for x, case in LOSS.items()},
     **{f"scores, {x}": (linear_logprob, some_scores, *case) for x, case in SCORES.items()},
     "divergence": (linear_divergence, a_divergence, {"divergence": "forward_kl"}, "divergence"),
-    "teacher's H": (
-        linear_divergence,
-        a_divergence,
-        {
-            "teacher_hidden": torch.ones(2, 3, 6),
-            "teacher_head": lambda right: torch.ones(len(right["head"].weight), 6),
-        },
-        "reference",
-    ),
-    "K": (
-        topk_divergence,
-        of_top_k,
-        {"teacher_ids": IDS[..., None], "teacher_logps": -torch.ones(2, 3, 1)},
-        "teacher_ids",
-    ),
-}
+    "teacher's H": (linear_divergence, a_divergence, {"teacher_hidden": torch.ones(2, 3, 6),
+        "teacher_head": lambda right: torch.ones(len(right["head"].weight), 6)}, "reference"),
+    "K": (topk_divergence, of_top_k, {"teacher_ids": IDS[..., None], "teacher_logps": -torch.ones(2,
+        3, 1)}, "teacher_ids"),
+}  # fmt: skip
 
 
 def error_of(function: Callable[..., Any], given: Arguments) -> str:

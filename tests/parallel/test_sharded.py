@@ -1,7 +1,9 @@
-"""A head whose vocabulary is divided among processes, against the float64 reference of the whole one.
+"""A head whose vocabulary is divided among processes, against the float64 reference of the whole
+one.
 
-A third of the cases of the differential suite runs on 2 or on 4 ranks, by one of the engines that are exact for it,
-in shards that are even or not, and every result and gradient is held to the bounds of a single process.
+A third of the cases of the differential suite runs on 2 or on 4 ranks, by one of the engines that
+are exact for it, in shards that are even or not, and every result and gradient is held to the
+bounds of a single process.
 """
 
 from __future__ import annotations
@@ -136,7 +138,9 @@ def make_head(name: str = "head") -> dict[str, Tensor]:
 
 
 def check_padding_rows(rank: int, world_size: int) -> None:
-    """All results of a head with rows beyond its vocabulary, on the last rank alone; shards against the whole head."""
+    """All results of a head with rows beyond its vocabulary, on the last rank alone; shards against
+    the whole head.
+    """
     start, stop = spans(23, world_size, uneven=world_size == 2)[rank]
     upstream, group = torch.linspace(-1, 1, 9, dtype=torch.float64), dist.group.WORLD
     head, other = make_head(), {name: x.detach() for name, x in make_head("teacher").items()}
@@ -151,16 +155,11 @@ def check_padding_rows(rank: int, world_size: int) -> None:
         )
         parts = replace(parts, process_group=group)
         calls: dict[str, Any] = {
-            "scores": lambda of, rows: linear_logprob(
-                head["hidden"], of, head["ids"], extras=EXTRAS
-            ),
-            "divergences": lambda of, rows: linear_divergence(
-                head["hidden"],
-                of,
-                other["hidden"],
-                Head(other["weight"][rows], other["bias"][rows]),
-            ),
-        }
+            "scores": lambda of, rows: linear_logprob(head["hidden"], of, head["ids"],
+                extras=EXTRAS),
+            "divergences": lambda of, rows: linear_divergence(head["hidden"], of, other["hidden"],
+                Head(other["weight"][rows], other["bias"][rows])),
+        }  # fmt: skip
         for call in calls.values():
             found = []
             for of, rows in ((wholes, slice(None)), (parts, slice(start, stop))):
@@ -190,7 +189,9 @@ def check_padding_rows(rank: int, world_size: int) -> None:
 
 
 def check_edges(rank: int, world_size: int) -> None:
-    """Nearly certain tokens keep their digits; a rank of logits -inf adds nothing, unless a soft-cap bounds them."""
+    """Nearly certain tokens keep their digits; a rank of logits -inf adds nothing, unless a
+    soft-cap bounds them.
+    """
     vocab = 24
     logits = torch.randn(10, vocab, generator=torch.Generator().manual_seed(8)) - 20.0
     logits[0, 3], logits[1, 20], logits[2, [2, 21]] = 0.0, 0.0, 0.0
@@ -238,7 +239,9 @@ def head_of(head: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def check_dtensors(rank: int, world_size: int) -> None:
-    """Shard(0) DTensors, of a number of rows that the ranks do not divide, beside plain or replicated hidden states."""
+    """Shard(0) DTensors, of a number of rows that the ranks do not divide, beside plain or
+    replicated hidden states.
+    """
     mesh, head = init_device_mesh("cpu", (world_size,)), make_head()
     scores = linear_logprob(head["hidden"], Head(head["weight"], head["bias"]), head["ids"])
     want = torch.autograd.grad(
@@ -270,7 +273,7 @@ def check_dtensors(rank: int, world_size: int) -> None:
 
 
 def check_errors(rank: int, world_size: int) -> None:
-    """What the ranks do not agree on, and a head too short for them, raises on every one of them."""
+    """What the ranks do not agree on, and a head too short for them, raises on all."""
     head, group = make_head(), dist.group.WORLD
     hidden, weight, ids = head_of(head)
     part = weight[slice(*spans(23, world_size)[rank])]
@@ -297,7 +300,9 @@ def check_errors(rank: int, world_size: int) -> None:
 
 
 def check_kept_sets(rank: int, world_size: int) -> None:
-    """What the ranks say first, once; that sets in one row are the padded ones; and what they must agree on."""
+    """What the ranks say first, once; that sets in one row are the padded ones; and what they must
+    agree on.
+    """
     case = make_case(
         "divided", t=9, kept=14, mask="full", loss_type="grpo", others={"without_set": "full"}
     )
@@ -400,7 +405,9 @@ def check_all(rank: int, world_size: int) -> dict[str, list[int]]:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_outputs_dtensors_errors_and_traffic(world_size: int) -> None:
-    """What ranks say first; three numbers and an entropy a row, a chunk at a time; in the backward d hidden, once."""
+    """What ranks say first; three numbers and an entropy a row, a chunk at a time; in the backward
+    d hidden, once.
+    """
     sent = run_ranks(check_all, world_size)[0]
     for engine, counts in sent.items():
         agreed, *gathered, summed = counts

@@ -1,4 +1,6 @@
-"""A student and its teacher, each divided in its own way over gloo processes: gradients equal those of one process."""
+"""A student and its teacher, each divided in its own way over gloo processes: gradients equal those
+of one process.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""DeepSpeed ZeRO-3 in gloo processes on a CPU: gradients equal those of one process in float64, for every engine."""
+"""DeepSpeed ZeRO-3 in gloo processes on a CPU: gradients equal those of one process in float64, for
+every engine.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,8 @@ from tests.support.zero3 import CONFIG, deepspeed, needs_deepspeed
 
 CPU = torch.device("cpu")
 BOTH = ("off-policy", "sequence ratio")
-EXACT = (
-    2e-7  # of the largest entry: DeepSpeed keeps gradients in float32, whatever the model's dtype
-)
+# of the largest entry: DeepSpeed keeps gradients in float32, whatever the model's dtype
+EXACT = 2e-7
 
 pytestmark = [pytest.mark.unit, needs_deepspeed]
 
@@ -96,7 +97,7 @@ def within_the_models_forward(loss: str) -> dict[str, Tensor]:
 
 
 def gathered_by_hand(loss: str) -> dict[str, Tensor]:
-    """What the message for an empty weight says, in full: forward and backward within one context."""
+    """What the message for an empty weight says: forward and backward in one context."""
     zero3 = Zero3(loss)
     hidden = zero3.engine(zero3.run.batch.tokens)
     with pytest.raises(
@@ -110,7 +111,9 @@ def gathered_by_hand(loss: str) -> dict[str, Tensor]:
 
 
 def gathered_twice(loss: str) -> dict[str, Tensor]:
-    """A frozen head outside all hooks, gathered for the forward, and again by the backward, which recomputes."""
+    """A frozen head outside all hooks, gathered for the forward, and again by the backward, which
+    recomputes.
+    """
     zero3 = Zero3(loss)
     hidden = zero3.engine(zero3.run.batch.tokens)
     gather = gather_of(zero3.head.parameters())

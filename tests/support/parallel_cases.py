@@ -1,4 +1,5 @@
-"""A tiny language model under the ways to divide it over ranks, and its gradients from one process in float64.
+"""A tiny language model under the ways to divide it over ranks, and its gradients from one process
+in float64.
 
 Shared by the gloo tests and by `tests/gpu/test_gpu_ranks.py`, which runs the same on GPUs.
 """
@@ -27,7 +28,9 @@ SEQUENCES, COLUMNS = 4, 5  # of one rank
 
 
 class TinyModel(nn.Module):
-    """Embedding, one layer with tanh, head. Its forward gives hidden states, or what `then` makes of them."""
+    """Embedding, one layer with tanh, head. Its forward gives hidden states, or what `then` makes
+    of them.
+    """
 
     def __init__(self, *, tied: bool = False, bias: bool = False) -> None:
         super().__init__()
@@ -117,7 +120,9 @@ def arguments(loss: Loss, batch: Batch, num_items: float) -> dict[str, Any]:
 
 
 def items_per_rank(world_size: int, **options: Any) -> float:
-    """Counted tokens of all ranks over their number: the normaliser of a loss whose gradients are averaged."""
+    """Counted tokens of all ranks over their number: the normaliser of a loss whose gradients are
+    averaged.
+    """
     masks = [
         make_batch(rank, world_size, torch.float64, **options).completion_mask
         for rank in range(world_size)
@@ -173,9 +178,8 @@ class Setup:
     """How the model is divided, and where its loss is computed."""
 
     wrap: Callable[[TinyModel, DeviceMesh | None], nn.Module]
-    inside: bool = (
-        True  # within the model's forward; or after it, from the hidden states it returns
-    )
+    # within the model's forward; or after it, from the hidden states it returns
+    inside: bool = True
 
 
 def ddp(model: TinyModel, mesh: DeviceMesh | None) -> nn.Module:
@@ -183,7 +187,9 @@ def ddp(model: TinyModel, mesh: DeviceMesh | None) -> nn.Module:
 
 
 def units(*names: str, **options: Any) -> Callable[[TinyModel, DeviceMesh | None], nn.Module]:
-    """FSDP2 with these modules as units of their own ("mid + lm_head": one unit), and the rest in the root's."""
+    """FSDP2 with these modules as units of their own ("mid + lm_head": one unit), and the rest in
+    the root's.
+    """
 
     def wrap(model: TinyModel, mesh: DeviceMesh | None) -> nn.Module:
         given = options if mesh is None else {**options, "mesh": mesh}
@@ -240,7 +246,9 @@ class Run:
         return {name: whole(x.grad) for name, x in model.named_parameters() if x.grad is not None}
 
     def score(self, wrapped: nn.Module, head: Any, batch: Batch) -> Tensor:
-        """The loss of one micro-batch. A forward has to return tensors: in other objects ZeRO-3 does not see them."""
+        """The loss of one micro-batch. A forward has to return tensors: in other objects ZeRO-3
+        does not see them.
+        """
         given = arguments(self.loss, batch, self.items)
 
         def then(hidden: Tensor) -> Tensor:

@@ -1,7 +1,9 @@
-"""Several processes of one group for one test: `run_ranks` gives each rank the same task and collects what they return.
+"""Several processes of one group for one test: `run_ranks` gives each rank the same task and
+collects what they return.
 
-They come from a fork server that has torch and this package imported already, so that they start in a fraction of a
-second. `Ranks` keeps them for one task after another, and replaces them after one that failed.
+They come from a fork server that has torch and this package imported already, so that they start in
+a fraction of a second. `Ranks` keeps them for one task after another, and replaces them after one
+that failed.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ def run_ranks(
     backend: str = "gloo",
     seconds: float = SECONDS,
 ) -> list[Any]:
-    """``[task(rank, world_size, *args) for each rank]``, as `Ranks.run`, in processes of their own."""
+    """``[task(rank, world_size, *args) for each rank]``, in processes of their own."""
     with Ranks(world_size, seconds, backend) as ranks:
         return ranks.run(task, *args)
 
@@ -64,7 +66,8 @@ def one_rank() -> Iterator[None]:
 
 
 class Ranks:
-    """``ranks.run(task, *args)`` is ``[task(rank, world_size, *args) for each rank]``, in processes that are kept.
+    """``ranks.run(task, *args)`` is ``[task(rank, world_size, *args) for each rank]``, in processes
+    that are kept.
 
     Tasks are functions of a module.
     """
@@ -81,8 +84,8 @@ class Ranks:
         """What each rank returned.
 
         Raises:
-            AssertionError: a rank raised (its traceback is in the message), died, or did not return in time. The next
-                task has new ranks.
+            AssertionError: a rank raised (its traceback is in the message), died, or did not return
+                in time. The next task has new ranks.
         """
         if not self._ranks:
             self._start()

@@ -37,9 +37,8 @@ def deepspeed() -> Any:
     if FOLDER.is_dir() and str(FOLDER) not in sys.path:
         sys.path.append(str(FOLDER))
     package = importlib.import_module("deepspeed")
-    package.ops.__compatible_ops__["deepspeed_shm_comm"] = (
-        False  # else it compiles faster collectives, for a minute
-    )
+    # else it compiles faster collectives, for a minute
+    package.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     # on a processor with fp16 it goes by the model's dtype where on others it takes bf16, and
     # refuses float64
     package.accelerator.get_accelerator().is_fp16_supported = lambda: False
