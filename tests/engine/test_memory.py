@@ -20,8 +20,6 @@ import grpo_kernels
 from grpo_kernels import Run
 from tests.support.measure import AllocationWatcher
 
-pytestmark = pytest.mark.unit
-
 MIB = 2**20
 
 
