@@ -172,6 +172,7 @@ def grpo_loss(
     )  # fmt: skip
     if kept_ids is None:
         check_without_set(without_set)
+    # what the ranks of a divided head compare
     given = {**vars(inputs), "objective": objective}
     given |= {"kept_ids": kept_ids, "without_set": without_set}
     policy = LMHead.of_call(hidden, head, OtherHead.of_reference(reference))

@@ -68,7 +68,7 @@ from grpo_kernels.call.expected import (
 from grpo_kernels.call.kept import Kept, score_kept
 from grpo_kernels.call.plan import Run, planned
 from grpo_kernels.call.results import Scores
-from grpo_kernels.call.scores import (
+from grpo_kernels.call.rows import (
     beta_of,
     check_listed,
     expected_divergence,
@@ -157,6 +157,7 @@ def linear_logprob(
             raise TypeError(f"entropy: expected a bool without kept_ids, got {entropy!r}")
     elif extras:
         raise ValueError(f"extras: expected none with kept_ids, got {extras}")
+    # what the ranks of a divided head compare, as in the other calls
     given: dict[str, Any] = {"ids": ids, "mask": mask, "temperature": temperature}
     given |= {"entropy": entropy, "extras": extras, "expected": expected}
     given |= {"kept_ids": kept_ids, "without_set": without_set}

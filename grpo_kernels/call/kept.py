@@ -23,7 +23,7 @@ from grpo_kernels.batch.kept_ids import KeptIds, read_kept_ids
 from grpo_kernels.call.expected import Expected, read_expected
 from grpo_kernels.call.plan import Call
 from grpo_kernels.call.results import Scores
-from grpo_kernels.call.scores import request_of, scored
+from grpo_kernels.call.rows import request_of, scored
 from grpo_kernels.engine.kept_sets import KeptSetLogprob, KeptSets, Span, entry_bytes
 from grpo_kernels.engine.passes import scatter
 from grpo_kernels.engine.plan import HeadPlan

@@ -52,8 +52,15 @@ GIVEN: dict[str, Any] = {"advantages": torch.tensor([1.0, -0.5]), "old_per_token
 TERMS: dict[str, Any] = {"beta": 0.1, "ref_per_token_logps": OLD}
 
 
+Step = Callable[[Policy, Tensor, Tensor], Tensor]
+
+
 def mean(x: Tensor) -> Tensor:
     return (x * MASK).sum() / MASK.sum()
+
+
+def by_loss(head: Callable[[Policy], Any], **options: Any) -> Step:
+    return lambda p, hidden, ids: grpo_loss(hidden, head(p), ids, MASK, **GIVEN, **options).loss
 
 
 def scored(p: Policy, hidden: Tensor, ids: Tensor) -> Tensor:
@@ -61,40 +68,31 @@ def scored(p: Policy, hidden: Tensor, ids: Tensor) -> Tensor:
     return mean((scores.logps - OLD).exp() * scores.logps - 0.1 * scores.entropies)
 
 
+def over_sets(p: Policy, hidden: Tensor, ids: Tensor) -> Tensor:
+    every = torch.arange(V).expand(B, T, V)
+    return mean(linear_logprob(hidden, p.lm_head, ids, kept_ids=every, mask=MASK).logps)
+
+
 def from_logps(p: Policy, hidden: Tensor, ids: Tensor) -> Tensor:
     logps = (hidden @ p.lm_head.weight.T).log_softmax(-1).gather(-1, ids[..., None])[..., 0]
     return policy_loss_from_logps(logps, -logps, MASK, **GIVEN).loss
 
 
-STEPS: dict[str, Callable[[Policy, Tensor, Tensor], Tensor]] = {
+STEPS: dict[str, Step] = {
     "GRPOLoss, a module": lambda p, hidden, ids: (
         p.loss(hidden, p.lm_head, ids, MASK, ref_per_token_logps=OLD, **GIVEN).loss
     ),
-    "grpo_loss, a weight, fields": lambda p, hidden, ids: (
-        grpo_loss(hidden, p.lm_head.weight, ids, MASK, **GIVEN, **TERMS).loss
+    "grpo_loss, a weight, fields": by_loss(lambda p: p.lm_head.weight, **TERMS),
+    "grpo_loss, two passes, a Head made inside": by_loss(
+        lambda p: Head(p.lm_head.weight, p.lm_head.bias, logit_scale=1.5),
+        importance_sampling_level="sequence",
+        epsilon=1e-3,
     ),
-    "grpo_loss, two passes, a Head made inside": lambda p, hidden, ids: (
-        grpo_loss(
-            hidden,
-            Head(p.lm_head.weight, p.lm_head.bias, logit_scale=1.5, final_logit_softcapping=9.0),
-            ids,
-            MASK,
-            importance_sampling_level="sequence",
-            epsilon=1e-3,
-            **GIVEN,
-        ).loss
-    ),
-    "grpo_loss, an objective": lambda p, hidden, ids: (
-        grpo_loss(
-            hidden, p.lm_head, ids, MASK, **GIVEN, objective=lambda x: -x.advantages * x.logps
-        ).loss
+    "grpo_loss, an objective": by_loss(
+        lambda p: p.lm_head, objective=lambda tokens: -tokens.advantages * tokens.logps
     ),
     "linear_logprob": scored,
-    "linear_logprob, kept sets": lambda p, hidden, ids: mean(
-        linear_logprob(
-            hidden, p.lm_head, ids, kept_ids=torch.arange(V).expand(B, T, V), mask=MASK
-        ).logps
-    ),
+    "linear_logprob, kept sets": over_sets,
     "linear_divergence": lambda p, hidden, ids: mean(
         linear_divergence(hidden, p.lm_head, hidden.detach() + 1, p.lm_head, mask=MASK).divergence
     ),
