@@ -15,9 +15,8 @@ import peft
 import trl
 
 from grpo_kernels.trl import FusedGRPOTrainer
-from grpo_kernels.trl.fused_head import adapters_allowed
 from tests.support import trl_training
-from tests.support.trl_all_logits import Checked
+from tests.support.trl_all_logits import AllLogits, Checked
 from tests.support.trl_training import Run, Written, mixed
 
 pytestmark = pytest.mark.unit
@@ -28,24 +27,7 @@ SHAPE = {"init_lora_weights": False, "task_type": "CAUSAL_LM"}
 ON_HEAD = {"r": 4, "target_modules": ["q_proj", "lm_head"], **SHAPE}
 on_head = partial(peft.LoraConfig, **ON_HEAD)
 Ours, Stock = mixed(Written, FusedGRPOTrainer), mixed(Written, trl.GRPOTrainer)
-
-
-class AllLogits(Written, trl.GRPOTrainer):
-    """TRL's trainer with log-probabilities out of the model's own logits; it refuses nothing."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        with adapters_allowed():
-            super().__init__(*args, **kwargs)
-
-    def _get_per_token_logps_and_entropies(
-        self, model: Any, ids: Tensor, attention_mask: Tensor, count: int, *_: Any, **options: Any
-    ) -> Any:
-        logits = model(input_ids=ids, attention_mask=attention_mask).logits[:, -count - 1 : -1]
-        log_probs = (logits / self.temperature).log_softmax(-1)
-        labelled = attention_mask[:, -count:]
-        logps = labelled * log_probs.gather(-1, ids[:, -count:, None])[..., 0]
-        entropies = -labelled * (log_probs.exp() * log_probs).sum(-1)
-        return logps, entropies if options.get("compute_entropy") else None, None
+Plain = mixed(Written, AllLogits)
 
 
 def train(trainer_class: type, **options: Any) -> Run:
@@ -73,7 +55,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 def test_training_is_that_of_all_logits(name: str) -> None:
     model, shape, options = CASES[name]
     options = {"model": model, "peft_config": on_head(**shape), **options}
-    stock, ours = (train(cls, **options) for cls in (AllLogits, Ours))
+    stock, ours = (train(cls, **options) for cls in (Plain, Ours))
     assert_same(stock, ours)
     modules = ours.trainer.model.get_output_embeddings().named_modules()
     assert any("lora_B" in name for name, _ in modules)
@@ -88,7 +70,7 @@ class Adapted:
 
 def test_an_adapter_that_is_there_already_is_its_own_reference() -> None:
     """TRL keeps a frozen copy of it for the reference."""
-    stock, ours = (train(mixed(Adapted, cls), **TWICE) for cls in (AllLogits, Ours))
+    stock, ours = (train(mixed(Adapted, cls), **TWICE) for cls in (Plain, Ours))
     assert_same(stock, ours)
     assert "ref" in ours.trainer.model.get_output_embeddings().lora_A
     assert ours.steps[-1]["kl"] > 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +18,7 @@ from benchmarks import tiny_run
 from grpo_kernels.trl import FusedGRPOTrainer, FusedLossMixin, scoring
 from tests.support import trl_training
 from tests.support.case_builder import seeded
+from tests.support.trl_all_logits import AllLogits
 from tests.support.trl_training import Curious, Half, Run, mixed
 
 pytestmark = pytest.mark.unit
@@ -50,8 +50,8 @@ def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
     return found
 
 
-class Oracle(GRPOTrainer):
-    """TRL's trainer with log-probabilities and entropies over the sets, from all logits."""
+class Oracle(AllLogits):
+    """Over the sets."""
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
         generated = super()._generate(*args, **kwargs)
@@ -65,19 +65,14 @@ class Oracle(GRPOTrainer):
         self.rows = inputs["rows"]
         return super()._compute_loss(model, inputs)
 
-    def _get_per_token_logps_and_entropies(
-        self, model: Any, ids: Tensor, mask: Tensor, count: int, *_: Any, **__: Any
-    ) -> Any:
-        z = model(input_ids=ids, attention_mask=mask).logits[:, -count - 1 : -1]
-        outside = torch.zeros_like(z, dtype=torch.bool)
+    def outside(self, logits: Tensor) -> Tensor:
+        found = torch.zeros_like(logits, dtype=torch.bool)
         for i, rows in enumerate(self.rows):
             for t, kept in enumerate(rows):
                 if kept:
-                    outside[i, t] = True
-                    outside[i, t, kept] = False
-        log_probs = (z / self.temperature).masked_fill(outside, -math.inf).log_softmax(-1)
-        entropies = -(log_probs.exp() * log_probs.masked_fill(outside, 0.0)).sum(-1)
-        return log_probs.gather(-1, ids[:, -count:, None])[..., 0], entropies, None
+                    found[i, t] = True
+                    found[i, t, kept] = False
+        return found
 
 
 def train(trainer: type, steps: int = 2, **options: Any) -> Run:

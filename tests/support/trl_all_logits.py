@@ -1,14 +1,40 @@
-"""TRL's GRPO loss with the exact KL term, out of all logits: for a trainer to be held against."""
+"""TRL's GRPO loss out of all logits, to hold a trainer against: its own, and with the exact KL."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from trl import GRPOTrainer
 
+from grpo_kernels.trl.fused_head import adapters_allowed
 from tests.support.trl_training import Written
+
+
+class AllLogits(GRPOTrainer):
+    """TRL's trainer with log-probabilities out of the model's own logits; it refuses nothing."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        with adapters_allowed():
+            super().__init__(*args, **kwargs)
+
+    def outside(self, logits: Tensor) -> Tensor:
+        """True where an id is none that the sampler may choose."""
+        return torch.zeros_like(logits, dtype=torch.bool)
+
+    def _get_per_token_logps_and_entropies(
+        self, model: Any, ids: Tensor, mask: Tensor, count: int, *_: Any, **options: Any
+    ) -> Any:
+        logits = model(input_ids=ids, attention_mask=mask).logits[:, -count - 1 : -1]
+        labelled, outside = mask[:, -count:], self.outside(logits)
+        logits = (logits / self.temperature).masked_fill(outside, -math.inf)
+        log_probs = logits.log_softmax(-1)
+        logps = log_probs.gather(-1, ids[:, -count:, None])[..., 0].masked_fill(labelled == 0, 0)
+        entropies = -(log_probs.exp() * log_probs.masked_fill(outside, 0.0)).sum(-1) * labelled
+        return logps, entropies if options.get("compute_entropy") else None, None
 
 
 class Checked(Written):
