@@ -6,21 +6,19 @@
 
 Parameters and defaults are those of the trainer that is named. With p, old and mu the probabilities
 of the sampled token under the policy, the old policy and the sampler, r = p / mu, R = log(p / old),
-sg[x] a constant, a token's loss is
+sg[x] a constant, a token's loss is::
 
-================= ================================================================================
-ipo               -A min(r, ratio_max) where \\|p - mu\\| <= eps; + kl_tau log(r)^2
-icepop_prime_rl   -A r where ratio_low <= r <= ratio_high
-kpop              -A r where both KLs of (p, 1 - p) and (mu, 1 - mu) are small; + kl_tau log(r)^2
-rollout_is        -sg[r] A logp where r is within the range
-topr              -A logp of a good completion, else -sg[min(p / old, 1)] A logp
-fipo              PPO's, times sg of the tokens' discounted later R
-cispo_two_sided   -sg[clip(e^R)] A logp
-dppo_tv, dppo_kl  -sg[min(e^R, c)] A logp where the policy may still move
-clip_cov          PPO's, but 0 for some of the tokens of high covariance
-kl_cov            -e^R A; + coef \\|R\\| for the tokens of highest covariance
-gspo_token        PPO's, with the sequence's ratio in value, the token's in gradient
-================= ================================================================================
+    ipo               -A min(r, ratio_max) where |p - mu| <= eps; + kl_tau log(r)^2
+    icepop_prime_rl   -A r where ratio_low <= r <= ratio_high
+    kpop              -A r where both KLs of (p, 1 - p), (mu, 1 - mu) are small; + kl_tau log(r)^2
+    rollout_is        -sg[r] A logp where r is within the range
+    topr              -A logp of a good completion, else -sg[min(p / old, 1)] A logp
+    fipo              PPO's, times sg of the tokens' discounted later R
+    cispo_two_sided   -sg[clip(e^R)] A logp
+    dppo_tv, dppo_kl  -sg[min(e^R, c)] A logp where the policy may still move
+    clip_cov          PPO's, but 0 for some of the tokens of high covariance
+    kl_cov            -e^R A; + coef |R| for the tokens of highest covariance
+    gspo_token        PPO's, with the sequence's ratio in value, the token's in gradient
 
 The last three and `fipo` look at a whole batch or sequence and take two passes, the others one.
 None uses entropies or the reference. An ``importance_sampling_ratio`` multiplies a token's whole
@@ -318,9 +316,9 @@ def m2po_mask(
     most stale ones.
 
     With d = old - sampling, tokens of the largest d^2 are dropped until the mean d^2 of the rest is
-    below `threshold`; at least one token is kept. As ``completion_mask=`` it takes tokens out of
-    the mean; as ``importance_sampling_ratio=``, in floating point, it leaves them in the
-    denominator.
+    below `threshold`; at least one token is kept, and one without a sampler's number (NaN) has d =
+    0. As ``completion_mask=`` it takes tokens out of the mean; as ``importance_sampling_ratio=``,
+    in floating point, it leaves them in the denominator.
     Source: https://arxiv.org/abs/2510.01161; AReaL's ``m2_threshold``, 0.04 in its example.
     """
     check_number("threshold", threshold, lowest=0.0)
