@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks import deadline, figures, machine, tables
+from benchmarks import figures, machine, tables, timing
 from benchmarks.gpu_parts import PARTS, profile_step
 from benchmarks.machine import ROOT
 from benchmarks.plan import ANCHORS, GOAL_CASES, gpu_cases, passes
@@ -163,9 +163,9 @@ def main(given: Sequence[str] | None = None) -> int:
     folder.mkdir(parents=True)
     started, status = time.time(), "interrupted"
     try:
-        deadline.end_at_signals()
+        timing.end_at_signals()
         run_steps(results, options)
-        status = "interrupted" if deadline.is_asked() else "complete"
+        status = "interrupted" if timing.is_asked() else "complete"
     except KeyboardInterrupt:
         pass
     finally:
@@ -187,7 +187,7 @@ def run_steps(results: Results, options: argparse.Namespace) -> None:
     end = time.time() + options.budget_seconds - RESERVE_SECONDS
     chosen = [step for step in STEPS if not options.only or step in options.only]
     for step in chosen:
-        if deadline.is_asked():
+        if timing.is_asked():
             return
         share, function = STEPS[step]
         until = end if step == chosen[-1] else time.time() + share * (end - time.time())
@@ -214,7 +214,7 @@ def run(command: Sequence[str], until: float, log: Path, **env: str) -> tuple[in
             start_new_session=True,
         )  # fmt: skip
         try:
-            while (code := process.poll()) is None and not deadline.is_past(until):
+            while (code := process.poll()) is None and not timing.is_past(until):
                 time.sleep(0.1)
         finally:
             for kind in (signal.SIGINT, signal.SIGKILL):
@@ -456,7 +456,7 @@ def run_bench(results: Results, options: argparse.Namespace, until: float) -> No
     for item in plan(
         options.cases, options.providers, profiles=options.profile, parts=not options.no_micro
     ):
-        if deadline.is_past(until):
+        if timing.is_past(until):
             results.merge("not_begun", **{" ".join((item.kind, item.case)).strip(): "no time left"})
         elif item.kind == "case":
             with results.noting("cases", item.case):

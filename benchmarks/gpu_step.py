@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks import deadline
+from benchmarks import timing
 from benchmarks.cases import Absence
 from benchmarks.groups import PADDED, TOY_SHAPES, TOY_SIZE, TREE, Shape, Size, gradient, group, step
 from benchmarks.memory import MIB, Peak
@@ -55,7 +55,7 @@ def measure_layouts(
             )
             for shape in shapes:
                 at = ("layouts", attention, shape.name)
-                if deadline.is_past(until):
+                if timing.is_past(until):
                     results.merge(*at, status="skipped", reason="no time left")
                     continue
                 with results.noting(*at):

@@ -19,7 +19,39 @@ from torch import Tensor
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.flops import counter as operations
+
+def counter() -> FlopCounterMode:
+    """A counter of products, in place, of grouped experts and of attention on a CPU too."""
+    aten = torch.ops.aten
+    formulas = {
+        aten.addmm: addmm,  # torch's own does not take ``out_dtype``
+        aten.addmm_: addmm,
+        aten._grouped_mm: _grouped_mm,
+        aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    }
+    return FlopCounterMode(display=False, custom_mapping=formulas)
+
+
+def addmm(_self: Any, a: Any, b: Any, *_: Any, **__: Any) -> int:
+    """Of shapes (n, k) and (k, m); whatever else is given."""
+    return int(2 * a[0] * a[1] * b[1])
+
+
+def _grouped_mm(a: Any, b: Any, *_: Any, **__: Any) -> int:
+    return int(
+        2 * a[0] * a[1] * b[-1]
+    )  # the groups cut the first dimension of `a`, or the inner one
+
+
+def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    """Of shapes (batch, heads, tokens, width); torch 2.11 counts no heads that share keys."""
+    return int(2 * query[0] * query[1] * query[2] * key[2] * (key[3] + value[3]))
+
+
+def _attention_backward(_grad: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    """The scores again, their gradient, and those of queries, keys and values."""
+    return int(2 * query[0] * query[1] * query[2] * key[2] * (3 * key[3] + 2 * value[3]))
 
 
 @dataclass
@@ -82,17 +114,17 @@ def watched(counts: Counts, compact: bool = False) -> Iterator[Callable[[Any], N
 
         trainer._compute_loss = compute_loss
 
-    theirs, counter = trl_utils._ChunkedLogProbFunction, operations()
-    apply = staticmethod(counted(theirs.apply, counter, counts))
+    theirs, operations = trl_utils._ChunkedLogProbFunction, counter()
+    apply = staticmethod(counted(theirs.apply, operations, counts))
     stock = type("Counted", (), {"apply": apply, "forward": theirs.forward})
-    ours = staticmethod(counted(fused_head.FusedHead.apply, counter, counts))
+    ours = staticmethod(counted(fused_head.FusedHead.apply, operations, counts))
     with (
         mock.patch.object(trl_utils, "_ChunkedLogProbFunction", stock),
         mock.patch.object(fused_head.FusedHead, "apply", ours),
         # TRL passes the labelled rows alone where it has Triton; its row work still runs in torch
         # here.
         mock.patch.object(trl_utils, "_use_triton", return_value=compact),
-        counter,
+        operations,
     ):
         yield prepare
 

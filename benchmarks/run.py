@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 
-from benchmarks import deadline, figures
+from benchmarks import figures, timing
 from benchmarks.cases import Absence, BenchCase, Inputs, make_inputs
-from benchmarks.flops import counter
+from benchmarks.head_flops import counter
 from benchmarks.machine import Watch
 from benchmarks.memory import MIB, Peak
 from benchmarks.plan import ANCHORS
@@ -210,7 +210,7 @@ def measure_case(case: BenchCase, providers: Sequence[str], results: Results, ho
         )
         late = []
         for names in turns:
-            if deadline.is_past(how.until):
+            if timing.is_past(how.until):
                 late += names
             else:
                 task.turn(names)

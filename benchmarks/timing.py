@@ -3,18 +3,47 @@
 from __future__ import annotations
 
 import random
+import signal
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
 
-from benchmarks import deadline
-
 LEAST_ROUNDS = 5
 FLUSH_BYTES = 256 * 2**20  # a few times the L2 of any GPU there is
 FIRST_SLEEP, LONGEST_SLEEP = 2**20, 2**26  # cycles: from half a millisecond to some 35
+
+
+_asked = False  # to end: a signal only sets it, since an exception out of a handler could be lost
+
+
+def end_at_signals() -> None:
+    """SIGTERM and Ctrl-C now ask the command to end; a second Ctrl-C interrupts at once."""
+
+    def ask(kind: int, frame: FrameType | None) -> None:
+        global _asked
+        _asked = True
+        if kind == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    signal.signal(signal.SIGTERM, ask)
+    if (
+        signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    ):  # a shell's background ignores it
+        signal.signal(signal.SIGINT, ask)
+
+
+def is_asked() -> bool:
+    """Return True if somebody has asked the command to end."""
+    return _asked
+
+
+def is_past(until: float) -> bool:
+    """Return True if ``time.time()`` is past `until`, or the command was asked to end."""
+    return _asked or time.time() > until
 
 
 class TooLongToQueue(Exception):
@@ -117,7 +146,7 @@ def interleaved(
     samples: dict[str, list[float]] = {name: [] for name in steps}
     names = list(steps)
     for i in range(rounds):
-        if deadline.is_asked() or (i >= min(LEAST_ROUNDS, rounds) and deadline.is_past(until)):
+        if is_asked() or (i >= min(LEAST_ROUNDS, rounds) and is_past(until)):
             return
         for name in order(names, i):
             before(name)

@@ -19,7 +19,7 @@ pytest.importorskip("liger_kernel")
 from benchmarks import __main__ as command
 from benchmarks import figures, machine, tables
 from benchmarks.cases import HEADS, WORKLOADS, BenchCase, Inputs, case, make_inputs, policy_loss
-from benchmarks.flops import counter
+from benchmarks.head_flops import counter
 from benchmarks.machine import ROOT, Watch
 from benchmarks.plan import cpu_cases, gpu_cases
 from benchmarks.providers import Outcome, build, heads, named, peers
