@@ -7,7 +7,6 @@ lane of its program runs.
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -58,7 +57,6 @@ class Lanes:
         self.active: NDArray[np.bool_] | None = None  # who takes the current instruction; None: all
         self.numbers = (self.lane + number).astype(np.int32)
         self.epoch, self.warp_epoch = np.zeros(count, np.int32), np.zeros(n // WARP, np.int32)
-        self.executed: Counter[str] = Counter()
         self._at = np.zeros(n, np.int32)
         self._waits, self._gone = np.zeros(n, bool), np.zeros(n, bool)
 
@@ -155,7 +153,6 @@ class Lanes:
         while True:
             step = self.kernel.code[at]
             at += 1
-            self.executed[step.opcode] += 1
             self.active = here if step.guard is None else self._guarded(step, here)
             if step.opcode in ("bra", "bra.uni", "ret", "exit", "bar.sync"):
                 taken: Any = slice(None) if self.active is None else self.active

@@ -9,11 +9,9 @@ from __future__ import annotations
 import math
 import struct
 import sys
-import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -42,23 +40,12 @@ class Compiled:
 
 
 @dataclass
-class Tally:
-    """What was run: of each kernel the launches, and of all of it the steps of lanes by opcode."""
-
-    launches: Counter[str] = field(default_factory=Counter)
-    variants: set[tuple[str, ...]] = field(default_factory=set)
-    executed: Counter[str] = field(default_factory=Counter)
-    compiling: float = 0.0  # seconds
-    running: float = 0.0
-
-
-@dataclass
 class Emulation:
     """What a launch becomes."""
 
     arch: str
     rows_before: int = 0
-    tally: Tally = field(default_factory=Tally)
+    launches: int = 0
     change: Callable[[Kernel], Kernel] = lambda kernel: kernel  # plants a fault
 
     def launch(self, function: JITFunction, grid: Any, given: dict[str, Any]) -> None:
@@ -73,7 +60,7 @@ class Emulation:
         words = [before.word(name, x, kind, memory) for name, x, kind in values]
         names = compiled.kernel.parameters
         words += [0] * (len(names) - len(words))  # Triton's own, which these kernels do not use
-        begun, at_once = time.perf_counter(), max(1, MOST_LANES // compiled.threads)
+        at_once = max(1, MOST_LANES // compiled.threads)
         for first in range(before.programs, before.programs + programs, at_once):
             lanes = Lanes(
                 self.change(compiled.kernel),
@@ -87,10 +74,8 @@ class Emulation:
                 number=(first - before.programs) * compiled.threads,
             )
             lanes.run()
-            self.tally.executed += lanes.executed
         memory.copy_back()
-        self.tally.running += time.perf_counter() - begun
-        self.tally.launches[compiled.kernel.name] += 1
+        self.launches += 1
 
     def _compiled(self, launch: Launch) -> Compiled:
         key = (
@@ -99,12 +84,9 @@ class Emulation:
             *(repr(x) for x in (launch.signature, launch.constexprs)),
         )
         key += tuple(repr(x) for x in (launch.attrs, launch.options))
-        self.tally.variants.add(key)
         if key not in _COMPILED:
-            begun = time.perf_counter()
             with mock.patch.object(knobs.runtime, "add_stages_inspection_hook", _without_assembler):
                 found = compile_for(launch, self.arch)
-            self.tally.compiling += time.perf_counter() - begun
             kernel = parse(found.asm["ptx"])
             _COMPILED[key] = Compiled(kernel, 32 * found.metadata.num_warps, found.metadata.shared)
         return _COMPILED[key]

@@ -6,9 +6,8 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -27,7 +26,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "quick: of the part that `make test` runs")
-    config.pluginmanager.register(_Sums(), "emulated sums")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -41,48 +39,3 @@ def emulation(request: pytest.FixtureRequest) -> Iterator[Emulation]:
 
     with emulated(request.param) as found:
         yield found
-    tally = found.tally
-    request.node.user_properties.append(
-        (
-            "emulated",
-            (
-                dict(tally.launches),
-                [*map(list, tally.variants)],
-                dict(tally.executed),
-                tally.running,
-                tally.compiling,
-            ),
-        )
-    )
-
-
-class _Sums:
-    """What all tests ran, in every process."""
-
-    def __init__(self) -> None:
-        self.launches: Counter[str] = Counter()
-        self.executed: Counter[str] = Counter()
-        self.variants: dict[tuple[str, ...], None] = {}
-        self.running = self.compiling = 0.0
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        for name, found in report.user_properties if report.when == "teardown" else ():
-            if name == "emulated":
-                launches, variants, executed, running, compiling = found
-                self.launches.update(launches)
-                self.executed.update(executed)
-                self.variants |= dict.fromkeys(map(tuple, variants))
-                self.running += running
-                self.compiling += compiling
-
-    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        of_kernel = Counter(name for _arch, name, *_rest in self.variants)
-        for name, launches in sorted(self.launches.items()):
-            terminalreporter.write_line(
-                f"emulated {name}: {of_kernel[name]} variants, {launches} launches"
-            )
-        steps, opcodes = sum(self.executed.values()), len(self.executed)
-        terminalreporter.write_line(
-            f"emulated {steps} instructions of {opcodes} opcodes in {self.running:.0f} s; "
-            f"{len(self.variants)} variants compiled in {self.compiling:.0f} s"
-        )

@@ -66,7 +66,7 @@ def test_every_engine(engine: str, frozen: tuple[str, ...], emulation: Emulation
     output, grads = run(case, engine, backend="triton")
     assert output.engine == engine
     assert_matches(output, grads, reference, case, bounds_of(reference, case))
-    assert emulation.tally.launches
+    assert emulation.launches
 
 
 @pytest.mark.parametrize("engine", ["one_pass", "two_pass", "lean"])
