@@ -128,6 +128,18 @@ def refill(given: dict[str, Any], seed: int) -> None:
             given[name].detach().copy_(x.detach())
 
 
+def check_replays(
+    given: dict[str, Any], step: Callable[[], tuple[Tensor, ...]], device: torch.device
+) -> None:
+    """Every replay of a graph of `step` has the bits of an eager call on the same data."""
+    graph = Graphed(step, device)
+    for i in range(REPLAYS[device.type]):
+        refill(given, seed=i)
+        found = copy_of(graph.replay())
+        if i % 10 < 2:
+            assert same_bits(found, copy_of(step())), f"replay {i}"
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("engine", ["one_pass", "two_pass", "lean"])
@@ -139,12 +151,7 @@ def test_a_graph_of_the_loss_replays(
     if config == "on-policy":
         given["old_per_token_logps"] = None
     step = loss_step(given, config=CONFIGS[config], engine=engine, backend=backend)
-    graph = Graphed(step, device)
-    for i in range(REPLAYS[device.type]):
-        refill(given, seed=i)
-        found = copy_of(graph.replay())
-        if i % 10 < 2:
-            assert same_bits(found, copy_of(step())), f"replay {i}"
+    check_replays(given, step, device)
 
 
 @pytest.mark.parametrize(("engine", "backend"), on_backends("score", "two_pass"))
@@ -164,12 +171,7 @@ def test_a_graph_of_the_log_probabilities_replays(
             return logps, entropies
         return logps, entropies, *gradients(logps.sum() + 0.1 * entropies.sum(), [hidden, weight])
 
-    graph = Graphed(step, device)
-    for i in range(REPLAYS[device.type]):
-        refill(given, seed=i)
-        found = copy_of(graph.replay())
-        if i % 10 < 2:
-            assert same_bits(found, copy_of(step())), f"replay {i}"
+    check_replays(given, step, device)
 
 
 # How often a step waits for the device: with a mask, to learn how many positions count; without KL
