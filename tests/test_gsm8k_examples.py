@@ -21,11 +21,11 @@ import pytest
 from benchmarks import tiny_models
 from tests.support.forked import run_script
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 PLAIN = ROOT / "examples" / "gsm8k_plain.py"
 STEP = r"step \d+: reward (\S+), entropy (\S+), gradient norm (\S+), sequences with gradient (\S+)"
-
-pytestmark = [pytest.mark.unit, pytest.mark.slow]
 
 
 def test_the_plain_loop_learns_the_problems_it_makes(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,17 +15,16 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from grpo_kernels import LoRA, Run, grpo_loss, linear_logprob, report
-from grpo_kernels.base.checks import warn_once
 from tests.support.flat import flat
 from tests.support.pretend_gpu import OnGPU, pretended
 from tests.support.ranks import server_context
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*CUDA is not available")
 
 NUMERICS = Path(__file__).parents[2] / "docs" / "numerics.md"
 N, H, V = 256, 8, 300
 CUDA, CPU = "float32 products, cuda", "float32 products, cpu"
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
-
-pytestmark = [pytest.mark.unit, pytest.mark.filterwarnings("ignore:.*CUDA is not available")]
 
 
 def call(
@@ -122,17 +121,26 @@ def test_fp16_accumulation_is_refused_in_a_backward(monkeypatch: pytest.MonkeyPa
             torch.autograd.backward(logps.sum())
 
 
-def promotions(*pairs: tuple[torch.dtype, torch.dtype], **options: Any) -> list[str]:
+@pytest.fixture
+def promotions(forget_warnings: Callable[[], None]) -> Callable[..., list[str]]:
     """Warnings of calls with these dtypes, in a process that has not warned yet."""
-    warn_once.cache_clear()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for pair in pairs:
-            call(*pair, **options)
-    return [str(x.message) for x in caught if "grpo_kernels" in str(x.message)]
+
+    def said(*pairs: tuple[torch.dtype, torch.dtype], **options: Any) -> list[str]:
+        forget_warnings()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for pair in pairs:
+                call(*pair, **options)
+        return [str(x.message) for x in caught if "grpo_kernels" in str(x.message)]
+
+    return said
 
 
-def test_a_promotion_to_fp32_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_promotion_to_fp32_warns_once(
+    monkeypatch: pytest.MonkeyPatch,
+    promotions: Callable[..., list[str]],
+    forget_warnings: Callable[[], None],
+) -> None:
     with pretended(monkeypatch):
         (said,) = promotions((SINGLE, BRAIN), (SINGLE, BRAIN))
         assert "torch.float32" in said
@@ -144,14 +152,16 @@ def test_a_promotion_to_fp32_warns_once(monkeypatch: pytest.MonkeyPatch) -> None
             torch.randn(V, H).half(),
             torch.zeros(1, 4, dtype=torch.long),
         ]
-        warn_once.cache_clear()
+        forget_warnings()
         with pytest.warns(
             RuntimeWarning, match=r"hidden in torch\.float32 with a weight in torch\.float16"
         ):
             grpo_loss(*map(OnGPU, given), None, OnGPU(torch.ones(1)), run=Run(backend="torch"))
 
 
-def test_what_is_no_promotion_does_not_warn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_promotion_does_not_warn(
+    monkeypatch: pytest.MonkeyPatch, promotions: Callable[..., list[str]]
+) -> None:
     """Least of all an fp32 head, which is kept so on purpose."""
     assert promotions((SINGLE, BRAIN), there=False) == []
     with pretended(monkeypatch):

@@ -15,12 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-from grpo_kernels.body.inputs import FSDP1
 from tests.support import verl_engine, verl_peer
 from tests.support.ranks import run_ranks
 from tests.support.verl_peer import TEMPERATURE, draw, relative
 
-pytestmark = [pytest.mark.unit, verl_peer.needs_verl, pytest.mark.slow]
+pytestmark = [verl_peer.needs_verl, pytest.mark.slow]
 
 RANKS = 2
 Gradients = dict[str, Tensor]
@@ -80,7 +79,9 @@ def on_fsdp1(use_orig_params: bool) -> dict[str, float]:
     loss_of(wrapped, slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2), sees=False).backward()
     optimizer.step()
     with FullyShardedDataParallel.summon_full_params(wrapped):
-        named = ((x.replace(f"{FSDP1}.", ""), y) for x, y in wrapped.named_parameters())
+        named = (
+            (x.replace(f"{verl_engine.WRAPPED}.", ""), y) for x, y in wrapped.named_parameters()
+        )
         after = {name: x.detach() for name, x in named}
         return {name: relative(before[name] - after[name], want[name]) for name in want}
 

@@ -23,11 +23,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
-from grpo_kernels.body.inputs import FSDP1
 from grpo_kernels.verl import patch_verl, unpatch_verl
 from tests.support import verl_peer
 from tests.support.ranks import one_rank
 from tests.support.verl_peer import verl_module
+
+WRAPPED = "_fsdp_wrapped_module"  # the child of a FullyShardedDataParallel
 
 VOCAB, HIDDEN, PROMPT, RESPONSE = 211, 32, 24, 40
 OLD, REF = 0.1, 0.2  # deviations of old and reference log-probabilities from the model's
@@ -263,7 +264,7 @@ def gradients_of(module: nn.Module, *, whole: bool) -> dict[str, Tensor]:
     if not whole:
         with FullyShardedDataParallel.summon_full_params(module, with_grads=True):
             found = gradients_of(module, whole=True)
-            return {name.replace(f"{FSDP1}.", ""): x.clone() for name, x in found.items()}
+            return {name.replace(f"{WRAPPED}.", ""): x.clone() for name, x in found.items()}
     found = {name: x.grad for name, x in module.named_parameters() if x.grad is not None}
     return {name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in found.items()}
 
