@@ -302,10 +302,3 @@ def is_one(x: Tensor) -> bool:
     False.
     """
     return x.device.type == "cpu" and x.item() == 1.0
-
-
-def is_captured(x: Tensor) -> bool:
-    """Return True while a CUDA graph is captured on the device of x: nothing can then wait for the
-    device.
-    """
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -318,13 +318,8 @@ def _merge(
         total[indices] = torch.where(ratio.isnan()[:, None], total[indices] + y, y * ratio[:, None])
         return total
 
-    return Gradients(
-        hidden=row_by_row(stored.hidden, more.hidden),
-        weight=add(stored.weight, more.weight),
-        bias=add(stored.bias, more.bias),
-        lora_u=row_by_row(stored.lora_u, more.lora_u),
-        lora_b=add(stored.lora_b, more.lora_b),
-    )
+    of_each = zip((row_by_row, add, add, row_by_row, add), stored, more, strict=True)
+    return Gradients(*(function(x, y) for function, x, y in of_each))
 
 
 def _returned(

@@ -72,25 +72,21 @@ class Device:
         return -(-vocab // self.width_multiple) * self.width_multiple
 
 
-def _asked(query: Callable[[torch.device], int]) -> Callable[[torch.device], int]:
-    """Return `query`, but with 0 for an answer where the driver or the allocator raises."""
-
-    def ask(device: torch.device) -> int:
-        try:
-            return int(query(device))
-        except RuntimeError:
-            return 0
-
-    return ask
+def _free(device: torch.device) -> int:
+    try:
+        return int(torch.cuda.mem_get_info(device)[0])
+    except RuntimeError:
+        return 0
 
 
 def _unused(device: torch.device) -> int:
     # wholly free blocks: the allocator cannot give back the free part of a block in use
-    stats = torch.cuda.memory_stats_as_nested_dict(device)
-    reserved, active, fragments = (
-        stats[f"{name}_bytes"]["all"]["current"]
-        for name in ("reserved", "active", "inactive_split")
-    )
+    try:
+        stats = torch.cuda.memory_stats_as_nested_dict(device)
+    except RuntimeError:
+        return 0
+    kinds = ("reserved", "active", "inactive_split")
+    reserved, active, fragments = (stats[f"{x}_bytes"]["all"]["current"] for x in kinds)
     return int(reserved - active - fragments)
 
 
@@ -116,8 +112,8 @@ CUDA = Device(
     fp32_rows=128,
     casts_into=True,
     workspaces=(512 * MIB, 768 * MIB, 1024 * MIB, 1536 * MIB, 2048 * MIB, 3072 * MIB),
-    free=_asked(lambda device: torch.cuda.mem_get_info(device)[0]),
-    unused=_asked(_unused),
+    free=_free,
+    unused=_unused,
     # looked up when asked: tests replace it
     is_capturing=lambda: torch.cuda.is_current_stream_capturing(),
 )
