@@ -394,24 +394,25 @@ def trained_again(trainer_class: type, **options: Any) -> Any:
     return history
 
 
-AGAIN: dict[str, dict[str, Any]] = {
-    "twice": {"num_iterations": 2},
-    "halves": {"steps_per_generation": 4},
-    "beta": {"num_iterations": 2, "beta": 0.04},
-    "once": {},
-}
-
-
-@pytest.mark.parametrize("name", AGAIN)
-def test_a_training_that_was_interrupted_goes_on_as_stock_trls(name: str) -> None:
-    options = {"epsilon": 0.02, **SGD, **AGAIN[name]}
+@pytest.mark.parametrize(
+    "again",
+    [
+        {"num_iterations": 2},
+        {"steps_per_generation": 4},
+        pytest.param({"num_iterations": 2, "beta": 0.04}, marks=pytest.mark.slow),
+        pytest.param({}, marks=pytest.mark.slow),
+    ],
+    ids=["twice", "halves", "beta", "once"],
+)
+def test_a_training_that_was_interrupted_goes_on_as_stock_trls(again: dict[str, Any]) -> None:
+    options = {"epsilon": 0.02, **SGD, **again}
     stock, ours = (trained_again(cls, **options) for cls in (GRPOTrainer, FusedGRPOTrainer))
     assert len(stock.steps) == 4
     assert max(parity.differences(stock.steps, ours.steps).values()) <= 1e-5
     assert ours.losses == pytest.approx(stock.losses, rel=1e-5, abs=1e-6)
     message = r"regroup: expected .* of 2 micro-batches.* regroup=False"
     with pytest.raises(RuntimeError, match=message):  # the interrupt has shifted the windows
-        trained_again(FusedGRPOTrainer, **REGROUP, **AGAIN[name])
+        trained_again(FusedGRPOTrainer, **REGROUP, **again)
 
 
 def test_regrouped_training_goes_on_after_whole_steps() -> None:

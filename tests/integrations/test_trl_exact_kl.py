@@ -127,7 +127,13 @@ def equal(prompts: list[str], **_: Any) -> list[float]:
 
 
 @pytest.mark.parametrize("name", ALIKE)
-@pytest.mark.parametrize("peft_config", [parity.lora(), None], ids=["LoRA", "all parameters"])
+@pytest.mark.parametrize(
+    "peft_config",
+    [
+        pytest.param(parity.lora(), id="LoRA"),
+        pytest.param(None, id="all parameters", marks=pytest.mark.slow),
+    ],
+)
 def test_a_policy_that_is_its_reference_has_no_gradient_of_the_term(
     name: str, peft_config: Any
 ) -> None:
