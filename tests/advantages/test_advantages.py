@@ -1,5 +1,5 @@
-"""Estimators against loops over lists and TRL's own lines; their properties, groups that span ranks,
-and wrong arguments."""
+"""Estimators against loops over lists and TRL's own lines; their properties, groups that span
+ranks, and wrong arguments."""
 
 from __future__ import annotations
 
