@@ -19,11 +19,8 @@ from grpo_kernels import Expectation, LossConfig, grpo_loss, linear_logprob, tok
 from tests.support.case_builder import seeded
 from tests.support.flat import flat
 
-N, H, V = (
-    16,
-    6,
-    11,
-)  # 16 rows: a multiple of 4, as is every part of them below, so that no product is padded
+# 16 rows: a multiple of 4, as is every part of them below, so that no product is padded
+N, H, V = 16, 6, 11
 PRODUCT = 2 * N * H * V
 HEAD = ("hidden", "weight", "bias")
 ENGINES = ("one_pass", "two_pass", "frozen")
@@ -310,10 +307,8 @@ TWICE: dict[str, Callable[[dict[str, Tensor]], Tensor]] = {
 @pytest.mark.parametrize("of", TWICE)
 def test_double_backward_and_several_gradients_at_once_raise(of: str) -> None:
     """A penalty on a gradient is an error, whichever input it is differentiated by."""
-    given, scale = (
-        head(frozen="weight bias" if of == "frozen" else ""),
-        torch.tensor(2.0).requires_grad_(),
-    )
+    given = head(frozen="weight bias" if of == "frozen" else "")
+    scale = torch.tensor(2.0).requires_grad_()
     loss, leaves = TWICE[of](given) * scale, [x for x in given.values() if x.requires_grad]
     with pytest.raises(
         RuntimeError, match=r"grpo_kernels: several gradients at once \(is_grads_batched=True"
@@ -331,10 +326,8 @@ def test_double_backward_and_several_gradients_at_once_raise(of: str) -> None:
 def test_what_refuses_to_be_differentiated_keeps_nothing() -> None:
     given = head()
     hidden = given["hidden"] * 1.0
-    loss, seen = (
-        flat(grpo_loss)(**batch(given | {"hidden": hidden}), engine="one_pass").loss,
-        weakref.ref(hidden),
-    )
+    loss = flat(grpo_loss)(**batch(given | {"hidden": hidden}), engine="one_pass").loss
+    seen = weakref.ref(hidden)
     del hidden
     assert seen() is None
     torch.autograd.grad(loss, given["hidden"], create_graph=True)[0].sum()

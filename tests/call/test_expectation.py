@@ -176,9 +176,8 @@ WRONG: dict[str, Callable[[], tuple[Any, Tensor | None, Tensor | None]]] = {
 @pytest.mark.parametrize("kind", WRONG)
 def test_whatever_is_expected(kind: str, every_backend: str) -> None:
     """The gradient is that of what came, at twice the cost of a right expectation at most."""
-    by_one_pass = (
-        [] if kind.startswith("nothing but") else [(False, "one_pass")]
-    )  # which needs coefficients
+    # which needs coefficients
+    by_one_pass = [] if kind.startswith("nothing but") else [(False, "one_pass")]
     others = [(True, "auto"), *by_one_pass] if every_backend == "cpp" else []
     for frozen, engine in [(False, "auto"), *others]:
         expected, g, h = WRONG[kind]()

@@ -52,9 +52,8 @@ def test_padding_changes_nothing(loss_type: str, level: str) -> None:
             wide[name] = torch.cat([pad(left), x, pad(right)], 1)
         padded, wide_grads = run(case.but(**wide))
         keep = slice(left, left + 7)
-        assert_close(
-            padded.loss, out.loss, rtol=2e-7, atol=0
-        )  # the sum over a sequence may be in another order
+        # the sum over a sequence may be in another order
+        assert_close(padded.loss, out.loss, rtol=2e-7, atol=0)
         assert torch.equal(padded.per_token_logps[:, keep], out.per_token_logps)
         assert_close(wide_grads["hidden"][:, keep], grads["hidden"], rtol=1e-6, atol=1e-8)
         assert_close(wide_grads["weight"], grads["weight"], rtol=1e-5, atol=1e-7)
@@ -76,9 +75,8 @@ def test_packed_is_padded(loss_type: str, level: str) -> None:
     out.loss.backward()
     assert torch.equal(out.per_token_logps, one[0].per_token_logps[stays])
     assert torch.equal(out.entropies, one[0].entropies[stays])
-    assert_close(
-        out.loss, one[0].loss, rtol=5e-7, atol=0
-    )  # VESPO weighs by e to the sum over a sequence
+    # VESPO weighs by e to the sum over a sequence
+    assert_close(out.loss, one[0].loss, rtol=5e-7, atol=0)
     assert_close(given["hidden"].grad, one[1]["hidden"], rtol=1e-6, atol=1e-8)
     assert_close(given["weight"].grad, one[1]["weight"], rtol=1e-5, atol=1e-7)
 
@@ -92,9 +90,8 @@ def test_a_row_does_not_depend_on_its_batch(
     h: int, v: int, dtype: torch.dtype, every_backend: str
 ) -> None:
     """Alone, in batches of any size, permuted: the same bits of its log-probability and entropy."""
-    most = (
-        64 if every_backend == "torch" or v < 100 else 17 if v < 200 else 4
-    )  # the interpreter is slow
+    # the interpreter is slow
+    most = 64 if every_backend == "torch" or v < 100 else 17 if v < 200 else 4
     hidden, weight = torch.randn(most, h).to(dtype), (torch.randn(v, h) / h**0.5).to(dtype)
     ids = torch.randint(0, v, (most,))
 
@@ -165,11 +162,9 @@ def test_rows_are_the_same_in_every_engine() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_temperature_is_applied_once_to_the_logits(dtype: torch.dtype) -> None:
     """After scale and soft-cap; for the entropy too; a number is that of each row."""
-    hidden, weight, bias = (
-        torch.randn(13, 8).to(dtype),
-        torch.randn(21, 8).to(dtype),
-        torch.randn(21).to(dtype),
-    )
+    hidden = torch.randn(13, 8).to(dtype)
+    weight = torch.randn(21, 8).to(dtype)
+    bias = torch.randn(21).to(dtype)
     ids, t = torch.arange(13), torch.linspace(0.4, 2.0, 13)
     for cap, scale in ((None, 1.0), (3.0, 1.0), (2.0, -0.7)):
         raw = scale * (hidden.double() @ weight.double().T + bias.double())

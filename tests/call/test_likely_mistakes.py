@@ -231,12 +231,10 @@ def test_a_preset_in_the_place_of_a_loss_type(name: str) -> None:
 
 
 def test_a_bias_of_another_head_than_the_weight_that_is_cut() -> None:
-    hidden, weight, longer, bias = (
-        torch.ones(2, 3, 4),
-        torch.ones(20, 4),
-        torch.ones(40, 4),
-        torch.zeros(20),
-    )
+    hidden = torch.ones(2, 3, 4)
+    weight = torch.ones(20, 4)
+    longer = torch.ones(40, 4)
+    bias = torch.zeros(20)
     ids = torch.zeros(2, 3, dtype=torch.long)
     adapter = LoRA(torch.ones(2, 4), torch.ones(20, 2))
     for name, shape, call in (

@@ -59,10 +59,8 @@ def test_small_divergences_do_not_cancel(name: str, distance: float) -> None:
 
 
 def test_a_tail_of_nothing_on_both_sides_adds_nothing() -> None:
-    hidden, weight = (
-        torch.eye(2, 3)[:1].requires_grad_(),
-        torch.tensor([[60.0, 0, 0], [0, 0, 0], [-60.0, 0, 0]]),
-    )
+    hidden = torch.eye(2, 3)[:1].requires_grad_()
+    weight = torch.tensor([[60.0, 0, 0], [0, 0, 0], [-60.0, 0, 0]])
     ids, logps = torch.tensor([[0]]), torch.tensor([[0.0]])
     for name in ("forward_kl", "reverse_kl"):
         found = divergence_of(hidden, weight, ids, logps, divergence=name, tail=True)
@@ -73,11 +71,9 @@ def test_a_tail_of_nothing_on_both_sides_adds_nothing() -> None:
 
 def test_a_student_that_rules_an_id_out() -> None:
     hidden, weight = torch.ones(1, 2, requires_grad=True), torch.randn(4, 2)
-    bias, ids, logps = (
-        torch.tensor([0.0, -math.inf, 0.0, 0.0]),
-        torch.tensor([[0, 1]]),
-        torch.tensor([[-1.0, -2.0]]),
-    )
+    bias = torch.tensor([0.0, -math.inf, 0.0, 0.0])
+    ids = torch.tensor([[0, 1]])
+    logps = torch.tensor([[-1.0, -2.0]])
     found = divergence_of(hidden, Head(weight, bias), ids, logps, divergence="reverse_kl")
     found.sum().backward()
     assert bool(found.isfinite().all())
@@ -154,9 +150,8 @@ def test_memory_stays_within_the_workspace() -> None:
     topk_divergence(hidden, weight, ids, logps, **call)
     with AllocationWatcher() as watcher:
         topk_divergence(hidden, weight, ids, logps, **call)
-    inputs = n * (
-        16 * 4 + 8 * k * 8
-    )  # d hidden; the ids and logps in order, and what it takes to sort them
+    # d hidden; the ids and logps in order, and what it takes to sort them
+    inputs = n * (16 * 4 + 8 * k * 8)
     assert watcher.peak < budget + inputs
 
 
