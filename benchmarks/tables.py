@@ -321,7 +321,7 @@ def markdown(rows: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 def page(text: Sequence[str]) -> str:
-    """Lines of markdown as a page: prose in 100 columns, no number broken at its exponent's minus."""
+    """Lines of markdown as a page: prose in 100 columns, no number broken at its minus."""
     wrapped = []
     for line in text:
         hangs = "  " if line.startswith("- ") else ""

@@ -353,7 +353,7 @@ def test_nan_hidden_state_surfaces_on_policy(loss_type: str, level: str) -> None
 def test_weight_gradient_has_one_rounding_however_many_chunks(
     dtype: torch.dtype, every_backend: str
 ) -> None:
-    """Accumulated in fp32: d weight is off by the rounding of the result, for 4 sequences or 256."""
+    """Accumulated in fp32: d weight is off by one rounding, for 4 sequences or 256."""
     for batch in (4, 64, 256) if every_backend == "torch" else (4, 16):  # the interpreter is slow
         g = torch.Generator().manual_seed(batch)
         hidden = torch.randn(batch, 8, 32, generator=g).to(dtype)

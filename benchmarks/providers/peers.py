@@ -34,8 +34,8 @@ APART = "verl_apart"  # stays in sys.modules, where verl does not
 SIBLINGS = {"linear_cross_entropy": ("kernels",)}
 
 # TRL 1.16's fused head: the op its GRPO trainer calls through `add_fused_lm_head`, with its chunk
-# size and outputs. Where the trainer cannot be imported, whose needs are many, its op is used by itself, whose needs
-# are few.
+# size and outputs. Where the trainer cannot be imported, whose needs are many, its op is used by
+# itself, whose needs are few.
 
 
 def trl(inputs: Inputs) -> Forward:
