@@ -60,7 +60,7 @@ def takes_heads(function: F) -> F:
 
 
 def within_module(call: Callable[[Tensor, Head], Any], hidden: Tensor, head: Head) -> Any:
-    """Return ``call(hidden, head)`` for a head of the module's parameters in place of the module."""
+    """Return ``call(hidden, head)`` for a head of the parameters of its module."""
     module: nn.Module = head.weight
     check_module(module)
     check_present(module)
