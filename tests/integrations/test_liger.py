@@ -20,6 +20,7 @@ from grpo_kernels import liger
 from grpo_kernels.liger import LigerFusedLinearGRPOLoss as Ours
 from grpo_kernels.liger import patch_liger, unpatch_liger
 from tests.support.case_builder import make_case
+from tests.support.measure import count_flops
 from tests.support.ranks import run_ranks
 from tests.support.reference import head, on_grid, reference_loss
 from tests.support.tolerance import bounds_of, compare, compare_grads, computed_in
@@ -374,6 +375,25 @@ def test_what_is_not_read() -> None:
     assert call(Theirs, case)[0].isfinite()
     with pytest.raises(ValueError, match=r"completion_ids: expected ids in \[0, V\) = \[0, 17\)"):
         call(Ours, case)
+
+
+def test_products() -> None:
+    """Liger projects masked positions and makes gradients that nobody asked for."""
+    options = {"b": 4, "t": 16, "mask": "holes", "loss_type": "dapo"}
+    case, _ = case_of("flops", "ref_input", **options)
+    product = 2 * case.hidden.shape[-1] * case.weight.shape[0]
+    counted, everything = int(case.completion_mask.sum()), case.completion_mask.numel()
+    assert 12 <= counted < everything
+    args = case.hidden, case.weight, case.completion_ids, case.completion_mask, case.advantages
+    score = {}
+    for cls in (Ours, Theirs):
+        loss_fn = cls(beta=0.0, compiled=False, use_ref_model=False)
+        with torch.no_grad():
+            score[cls] = count_flops(lambda: loss_fn(*args))  # noqa: B023
+    assert count_flops(lambda: call(Ours, case)) == 3 * product * counted
+    assert count_flops(lambda: call(Theirs, case)) == 4 * product * everything
+    assert score[Ours] == product * counted
+    assert score[Theirs] >= 2 * product * everything
 
 
 class TestPatch:

@@ -357,6 +357,17 @@ def test_images_and_text_of_vision_language_models() -> None:
     assert loss_of(model, text)[0].metrics["tokens/computed"] < 1
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(reentrant: bool) -> None:
+    model = family("qwen3").train()
+    _, gradients = loss_of(model, batch(), **PADDED)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if reentrant:
+        model.enable_input_require_grads()
+    for options in MODES.values():
+        assert_same(loss_of(model, batch(), **options)[1], gradients)
+
+
 def test_adapters() -> None:
     places = (
         {"target_modules": ["q_proj", "up_proj"]},
