@@ -21,8 +21,10 @@ from grpo_kernels.objective.config import LossConfig
 
 FSDP1 = "_fsdp_wrapped_module"  # the child of a FullyShardedDataParallel
 # Names under which wrappers hold the model: torch.compile, Lightning's Fabric, FSDP1, DDP, PEFT
-_COMPILED, _FABRIC = "_orig_mod", "_forward_module"
-_WRAPPED = (_COMPILED, _FABRIC, FSDP1, "module", "base_model", "model", "pretrained_model")
+_WRAPPED = (
+    *("_orig_mod", "_forward_module", FSDP1, "module"),
+    *("base_model", "model", "pretrained_model"),
+)
 
 # Names that every forward with **kwargs takes: fields of TransformersKwargs (older releases have
 # fewer, or none), and names that transformers' decorators of a forward read. num_items_in_batch is

@@ -59,9 +59,8 @@ def test_scores_are_those_that_generate_sampled_by(kind: str) -> None:
     options |= {"output_logits": True, "return_dict_in_generate": True}
     found = model.generate(prompts * mask, attention_mask=mask, **options)
     ids = found.sequences[:, 8:]
-    want = (
-        torch.stack(found.logits, dim=1).double().log_softmax(-1).gather(-1, ids[..., None])[..., 0]
-    )
+    logps = torch.stack(found.logits, dim=1).double().log_softmax(-1)
+    want = logps.gather(-1, ids[..., None])[..., 0]
     batch = found.sequences, nn.functional.pad(mask, (0, 4), value=1), torch.ones_like(ids)
     for layout in ("tree", "padded"):
         scores = completion_logprobs(model, *batch, layout=layout)
@@ -104,12 +103,8 @@ def test_gradients_of_all_parameters_are_those_through_the_logits(kind: str) -> 
 
     ours = gradients(**completion_logprobs(model, ids, attention_mask, mask).given)
     placed = positions_of_generate(model, ids, attention_mask)
-    theirs = gradients(
-        *(
-            x[:, -5:]
-            for x in tiny.plain_logprobs(model, ids, attention_mask=attention_mask, **placed)
-        )
-    )
+    plain = tiny.plain_logprobs(model, ids, attention_mask=attention_mask, **placed)
+    theirs = gradients(*(x[:, -5:] for x in plain))
     bound = 1e-3 if next(model.parameters()).dtype == torch.float32 else 1e-5
     assert sum(x is not None for x in theirs) > len(parameters) // 2
     for x, y in zip(ours, theirs, strict=True):
@@ -122,10 +117,8 @@ def test_gradients_of_all_parameters_are_those_through_the_logits(kind: str) -> 
 
 def test_the_loss_is_that_of_the_hidden_states() -> None:
     model, ids, attention_mask, mask = scene("granite")
-    inputs = {
-        "old_per_token_logps": -4 + torch.randn(3, 5).double(),
-        "ref_per_token_logps": -4 + torch.randn(3, 5).double(),
-    }
+    names = ("old_per_token_logps", "ref_per_token_logps")
+    inputs = {name: -4 + torch.randn(3, 5).double() for name in names}
     advantages = torch.tensor([1.0, -0.5, 0.3]).double()
     fields: dict[str, Any] = {"loss_type": "grpo", "beta": 0.1, "temperature": 0.7}
     out = causal_lm_loss(model, GRPOLoss(**fields), ids, attention_mask, mask, advantages, **inputs)
@@ -151,12 +144,8 @@ def test_over_the_sets_of_a_truncating_sampler() -> None:
     logits = model(input_ids=ids, attention_mask=attention_mask).logits[:, -6:-1].double() / 0.7
     kept = torch.cat([ids[:, -5:, None], logits.topk(6).indices], dim=-1)
     outside = torch.ones_like(logits, dtype=torch.bool).scatter(-1, kept, False)
-    want = (
-        logits.masked_fill(outside, -torch.inf)
-        .log_softmax(-1)
-        .gather(-1, ids[:, -5:, None])[..., 0]
-        * mask
-    )
+    logps = logits.masked_fill(outside, -torch.inf).log_softmax(-1)
+    want = logps.gather(-1, ids[:, -5:, None])[..., 0] * mask
     for _ in range(2):
         got = completion_logprobs(
             model, ids, attention_mask, mask, temperature=0.7, kept_ids=kept
@@ -164,11 +153,8 @@ def test_over_the_sets_of_a_truncating_sampler() -> None:
         torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-6)
     loss_fn, advantages = GRPOLoss(temperature=0.7), torch.tensor([1.0, 0.0, 0.3])
     for zero_advantage in ("score", "train"):
-        given = {
-            "kept_ids": KeptIds.from_padded(kept),
-            "old_per_token_logps": want,
-            "zero_advantage": zero_advantage,
-        }
+        given: dict[str, Any] = {"zero_advantage": zero_advantage, "old_per_token_logps": want}
+        given["kept_ids"] = KeptIds.from_padded(kept)
         out = causal_lm_loss(model, loss_fn, ids, attention_mask, mask, advantages, **given)
         assert (out.engine, float(out.metrics["kept/size"])) == ("kept_sets", 7.0)
         torch.testing.assert_close(

@@ -124,20 +124,11 @@ def test_labels(verl_patch: ModuleType) -> None:
     states, or refused."""
     model, inputs = text_model("qwen3"), batch(packed=False)
     others = (inputs["input_ids"] + 1) % 97
-    for more in (
-        {},
-        {"labels": others},
-        {"labels": others, "shift_labels": inputs["input_ids"].clamp(max=5)},
-    ):
+    both = {"labels": others, "shift_labels": inputs["input_ids"].clamp(max=5)}
+    for more in ({}, {"labels": others}, both):
         want = through_verl(verl_patch, "torch", model, inputs, **more)
-        assert (
-            max(
-                errors(
-                    through_verl(verl_patch, "grpo_kernels", model, inputs, **more), want
-                ).values()
-            )
-            < 1e-4
-        )
+        ours = through_verl(verl_patch, "grpo_kernels", model, inputs, **more)
+        assert max(errors(ours, want).values()) < 1e-4
     with pytest.raises(ValueError, match=r"shift_labels: expected \(2, 9\)"):
         model(**inputs, return_dict=True, shift_labels=others[:, 1:])
     with pytest.raises(ValueError, match=r"shift_labels: .*none of them"):
@@ -161,9 +152,8 @@ def test_what_a_model_does_to_its_logits(verl_patch: ModuleType, kind: str) -> N
     """verl's fused heads leave it out; its other path, and the sampler, do not."""
     model, inputs = text_model(kind, torch.float64), {"input_ids": batch(packed=False)["input_ids"]}
     want = own_logits(model, inputs)
-    assert (
-        max(errors(through_verl(verl_patch, "grpo_kernels", model, inputs), want).values()) < 1e-11
-    )
+    ours = through_verl(verl_patch, "grpo_kernels", model, inputs)
+    assert max(errors(ours, want).values()) < 1e-11
     assert (through_verl(verl_patch, "torch", model, inputs)[0] - want[0]).abs().max() > 0.1
 
 
@@ -172,18 +162,12 @@ def test_vision_language(verl_patch: ModuleType, kind: str) -> None:
     """verl's families, each with its own forward; text alone, since its handling of images needs an
     older release."""
     model = verl_peer.vision_model(kind)
-    inputs = {
-        "input_ids": torch.randint(3, 80, (2, 9)),
-        "position_ids": torch.arange(9).expand(4, 2, 9).contiguous(),
-    }
+    inputs = {"input_ids": torch.randint(3, 80, (2, 9)), "attention_mask": torch.ones(2, 9)}
+    inputs["position_ids"] = torch.arange(9).expand(4, 2, 9).contiguous()
     found = []
     for backend in ("torch", "grpo_kernels"):
-        verl_patch.patch_forward_with_backends(
-            model, use_fused_kernels=True, fused_kernels_backend=backend
-        )
-        output = model(
-            **inputs, attention_mask=torch.ones(2, 9), temperature=TEMPERATURE, use_cache=False
-        )
+        verl_patch.patch_forward_with_backends(model, True, backend)
+        output = model(**inputs, temperature=TEMPERATURE, use_cache=False)
         found.append((*backward(model, output.log_probs, output.entropy), type(output)))
     assert found[0][3] is found[1][3]
     assert max(errors(found[1][:3], found[0][:3]).values()) < 1e-5

@@ -82,20 +82,13 @@ def test_the_forward_gives_what_verls_engine_reads(model: nn.Module, alone: bool
     ids, logps = teacher()
     tokens = torch.randint(VOCAB, (1, sum(LENGTHS)))
     inputs = {"attention_mask": None, "position_ids": torch.arange(sum(LENGTHS))[None]}
-    out = forward(
-        model,
-        tokens,
-        engine.TeacherLogprobs(ids[None], logps[None], -6.0, alone=alone),
-        **inputs,
-    )
+    given = engine.TeacherLogprobs(ids[None], logps[None], -6.0, alone=alone)
+    out = forward(model, tokens, given, **inputs)
     assert (out.log_probs is None) == (out.entropy is None) == alone
     aux = out.fused_linear_aux
     got = torch.autograd.grad(aux.distillation_losses.sum(), [*model.parameters()])
-    logits = (
-        type(model).__mro__[1].forward(model, input_ids=tokens, **inputs, use_cache=False).logits
-        / TEMPERATURE
-    )
-    want = verls(logits, ids, logps, -6.0)
+    plain = type(model).__mro__[1].forward(model, input_ids=tokens, **inputs, use_cache=False)
+    want = verls(plain.logits / TEMPERATURE, ids, logps, -6.0)
     for name in ("distillation_losses", "student_mass", "teacher_mass"):
         assert_close(getattr(aux, name), want[name], rtol=1e-4, atol=1e-5)
     gradients = torch.autograd.grad(want["distillation_losses"].sum(), [*model.parameters()])
