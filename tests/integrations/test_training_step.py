@@ -16,6 +16,7 @@ from torch import Tensor
 pytest.importorskip("transformers")
 from benchmarks import tiny_models
 from grpo_kernels import GRPOLoss
+from grpo_kernels.body import trial
 from grpo_kernels.transformers import causal_lm_loss, completion_logprobs
 from tests.support import tiny_architectures as tiny
 from tests.support.model_checks import peft_model
@@ -384,6 +385,23 @@ def test_sixteen_bits_and_autocast() -> None:
                 _, got = loss_of(model, given, **options)
             errors[name] = distance(got, exact)
         assert max(errors.values()) <= 1.5 * errors["padded"], errors
+
+
+def test_a_plan_that_fails_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, given = family("llama"), batch()
+    _, want = loss_of(model, given)
+    monkeypatch.setattr("grpo_kernels.body.layout.tree", lambda *_, **__: 1 / 0)
+    said = said_by(lambda: assert_same(loss_of(model, given)[1], want))
+    assert len(said) == 1 and "ZeroDivisionError" in said[0]
+
+
+def test_a_tree_that_rounding_allows_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rounding is measured by another forward, which counts no layers of the tree."""
+    model = family("llama")
+    # of the layout, and of the rounding
+    monkeypatch.setattr(trial, "_distance", lambda *_: torch.tensor(1e-3))
+    assert not said_by(lambda: loss_of(model, batch()))
+    assert loss_of(model, batch())[0].metrics["tokens/computed"] < 0.6
 
 
 @pytest.mark.slow

@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from grpo_kernels import GRPOLoss
-from grpo_kernels.body import trial
 from grpo_kernels.transformers import causal_lm_loss, completion_logprobs
 from tests.support import tiny_architectures as tiny
 from tests.support.training_step import (
@@ -549,23 +548,6 @@ def test_deep_models_in_sixteen_bits_keep_the_tree() -> None:
     for kind, layers in (("llama", 24), ("qwen2", 24)):
         model = tiny.text_model(kind, torch.bfloat16, num_hidden_layers=layers)
         assert is_a_tree(model, batch()), kind
-
-
-def test_a_plan_that_fails_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, given = llama(), batch()
-    _, want = loss_of(model, given)
-    monkeypatch.setattr("grpo_kernels.body.layout.tree", lambda *_, **__: 1 / 0)
-    said = said_by(lambda: assert_same(loss_of(model, given)[1], want))
-    assert len(said) == 1 and "ZeroDivisionError" in said[0]
-
-
-def test_a_tree_that_rounding_allows_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rounding is measured by another forward, which counts no layers of the tree."""
-    model = llama()
-    # of the layout, and of the rounding
-    monkeypatch.setattr(trial, "_distance", lambda *_: torch.tensor(1e-3))
-    assert not said_by(lambda: loss_of(model, batch()))
-    assert is_a_tree(model, batch())
 
 
 def test_layers_that_are_dropped_at_random_are_said() -> None:
