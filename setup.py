@@ -29,9 +29,8 @@ REFERENCE = rf"^\[([^]]+)\]:[ \t]*(?!\s|{ELSEWHERE})\S.*\n?"  # [name]: of a fil
 
 def long_description(readme: str) -> str:
     """`readme` (markdown) without pictures and links to files; code stays as it is."""
-    pieces = re.split(
-        r"(^```.*?^```[^\n]*$)", readme, flags=re.DOTALL | re.MULTILINE
-    )  # code at the odd places
+    # code at the odd places
+    pieces = re.split(r"(^```.*?^```[^\n]*$)", readme, flags=re.DOTALL | re.MULTILINE)
     names = [
         name for piece in pieces[::2] for name in re.findall(REFERENCE, piece, flags=re.MULTILINE)
     ]

@@ -64,9 +64,8 @@ class BenchCase:
     score: bool = False  # log-probabilities only, no gradient
     padding: float = 0.0  # share of positions that are masked: lengths go from short to full
     zero_share: float = 0.0  # of the sequences whose advantage is 0
-    drift: float = (
-        0.0  # standard deviation of logp - old logp; 0: on-policy, no old log-probabilities
-    )
+    # standard deviation of logp - old logp; 0: on-policy, no old log-probabilities
+    drift: float = 0.0
     top_entropy: float = 1.0  # share of the tokens, those of highest entropy, that carry the loss
     sequence: bool = False  # one ratio a sequence (GSPO)
     beta: float = 0.0  # KL to a reference policy, estimator k3
@@ -159,9 +158,8 @@ def make_inputs(case: BenchCase, device: torch.device) -> Inputs:
         return torch.randn(shape, generator=g, device=device)
 
     weight_dtype = getattr(torch, case.weight_dtype or case.dtype)
-    spread = (
-        case.scale / 4.4
-    )  # the largest of some 10^5 normal numbers is about 4.4 standard deviations
+    # the largest of some 10^5 normal numbers is about 4.4 standard deviations
+    spread = case.scale / 4.4
     weight = _weight(case.h, case.v, spread, weight_dtype, device)
     hidden = normal(case.n, case.h)
     if case.peaked:

@@ -32,16 +32,13 @@ from benchmarks.plan import ANCHORS, GOAL_CASES, gpu_cases, passes
 from benchmarks.run import How, Results, describe, measure_case
 
 RESERVE_SECONDS = 5.0  # to write the end
-PEER_SECONDS = (
-    8.0  # for the rounds of a peer and its anchors; building and checking it takes about as long
-)
+# for the rounds of a peer and its anchors; building and checking it takes about as long
+PEER_SECONDS = 8.0
 PROFILED = ("main", "frozen")  # a missed goal has to be explained
 PYTEST = (sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider")
 SMOKE = "tests/gpu/test_gpu_smoke.py"
-ALONE = (
-    "tests/gpu/test_gpu_memory.py",
-    "tests/gpu/test_gpu_sizes.py",
-)  # want a large part of the memory
+# these want a large part of the memory
+ALONE = ("tests/gpu/test_gpu_memory.py", "tests/gpu/test_gpu_sizes.py")
 MOST_WORKERS = 12
 ONE_TEST_SECONDS = 150
 # What each tool watches.
@@ -53,9 +50,8 @@ NOT_RUN = ("absent", "skipped", "out of time", "out of memory")
 FOUND = 99  # exit status if the tool found something
 PLACES = ("/usr/local/cuda/bin", "/opt/nvidia/bin")
 KERNELS = ROOT / "grpo_kernels" / "backends" / "triton_rows"
-FAMILIES = {
-    "liger": ("liger_grpo", "liger_grpo/uncompiled", "liger_torch", "liger_ce")
-}  # of which the fastest stands
+# the fastest of each stands for it
+FAMILIES = {"liger": ("liger_grpo", "liger_grpo/uncompiled", "liger_torch", "liger_ce")}
 
 
 class Goal(NamedTuple):
@@ -144,9 +140,8 @@ def main(given: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    if (
-        options.dry_run and os.environ.get("TRITON_INTERPRET") != "1"
-    ):  # Triton reads it when it is imported
+    # Triton reads it when it is imported
+    if options.dry_run and os.environ.get("TRITON_INTERPRET") != "1":
         toy = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         os.execve(
             sys.executable,

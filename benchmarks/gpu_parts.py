@@ -120,9 +120,8 @@ def profile_step(
             step()
             if clock.on_gpu:
                 torch.cuda.synchronize()
-        where = (
-            "CUDA" if clock.on_gpu else "CPU"
-        )  # an operation's own entry counts its kernels again
+        # an operation's own entry counts its kernels again
+        where = "CUDA" if clock.on_gpu else "CPU"
         averages = [x for x in prof.key_averages() if str(x.device_type).endswith(where)]
         rows = [row for x in averages if (row := _row(x, clock.on_gpu))["ms"] > 0]
         rows.sort(key=lambda x: -x["ms"])

@@ -23,17 +23,14 @@ from benchmarks.memory import MIB, Peak
 from benchmarks.run import Results, measure_runs
 from benchmarks.timing import Clock
 
-SIZE = Size(
-    2048, 6144, 4, 16, 8, 128, 4096
-)  # the layers of Qwen3-1.7B; a small vocabulary, since the trunk is timed
+# the layers of Qwen3-1.7B; a small vocabulary, since the trunk is timed
+SIZE = Size(2048, 6144, 4, 16, 8, 128, 4096)
 SHAPES = (Shape(256, 1024, 8), Shape(1024, 2048, 8), Shape(4096, 1024, 16), Shape(8192, 8192, 16))
 LAYOUTS = (PADDED, "trim", TREE)
 ATTENTION = {"sdpa": None, "flash_attention_2": "flash_attn"}  # and the package that it needs
 LIMIT = 120.0  # seconds, after which a layout of a shape hangs
-TIMES_PADDED, FLOOR = (
-    2.0,
-    1e-3,
-)  # an error may be that many times the padded batch's in bf16, and the floor
+# an error may be that many times the padded batch's in bf16, and the floor
+TIMES_PADDED, FLOOR = 2.0, 1e-3
 
 
 def measure_layouts(

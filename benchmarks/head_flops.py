@@ -39,9 +39,8 @@ def addmm(_self: Any, a: Any, b: Any, *_: Any, **__: Any) -> int:
 
 
 def _grouped_mm(a: Any, b: Any, *_: Any, **__: Any) -> int:
-    return int(
-        2 * a[0] * a[1] * b[-1]
-    )  # the groups cut the first dimension of `a`, or the inner one
+    # the groups cut the first dimension of `a`, or the inner one
+    return int(2 * a[0] * a[1] * b[-1])
 
 
 def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:

@@ -34,9 +34,8 @@ CLOCKS = (
 def about(*, on_gpu: bool, commit: str | None = None) -> dict[str, Any]:
     """Device, date, commit, machine and versions of a run."""
     found = report.collect()
-    found["backend"]["C++ library"] = found["backend"]["C++ library"].split(",")[
-        0
-    ]  # without places on this machine
+    # without places on this machine
+    found["backend"]["C++ library"] = found["backend"]["C++ library"].split(",")[0]
     found["devices"] |= _nvidia_smi("driver_version")
     return {
         "format": 2,

@@ -63,9 +63,8 @@ def trl(size: Size, softcap: bool) -> Need:
     narrow, row_work, converted = size.dtype.itemsize < FP32, 0, 0
     if not in_place:
         row_work = (8 if softcap else 7) * tile + tile // FP32
-        converted = (
-            tile + max(columns, rows) * size.hidden * FP32 if narrow else 0
-        )  # operands of d hidden, d weight
+        # operands of d hidden, d weight
+        converted = tile + max(columns, rows) * size.hidden * FP32 if narrow else 0
     returned = gradients * size.dtype.itemsize
     backward = buffer + gradients * FP32 + max(row_work, converted, returned if narrow else 0)
     return Need("TRL 1.16 fused head", max(forward, backward), returned, 0)
@@ -79,10 +78,8 @@ def liger(size: Size, length: int) -> Need:
     that are returned.
     """
     rows, columns = min(length, LIGER_ROWS), min(size.vocab, LIGER_COLUMNS)
-    tile, slab = (
-        rows * columns * FP32,
-        columns * size.hidden * FP32,
-    )  # a slab of the weight, or of its gradient
+    # a slab of the weight, or of its gradient
+    tile, slab = rows * columns * FP32, columns * size.hidden * FP32
     narrow, of_rows = size.dtype.itemsize < FP32, rows * size.hidden * FP32
     products = (
         3 * tile
@@ -91,9 +88,8 @@ def liger(size: Size, length: int) -> Need:
     )
     of_sequence = (length + (0 if size.frozen else size.vocab)) * size.hidden
     rounded = of_sequence * size.dtype.itemsize if narrow else 0
-    alone = (
-        size.vocab <= LIGER_COLUMNS and length <= LIGER_ROWS
-    )  # else two are there while the next is made
+    # else two are there while the next is made
+    alone = size.vocab <= LIGER_COLUMNS and length <= LIGER_ROWS
     row_work = (3 if alone else 5) * tile
     in_sequence = size.returned + of_sequence * FP32 + max(row_work, products, rounded)
     d_hidden = size.rows * size.hidden * size.dtype.itemsize  # of all sequences, concatenated

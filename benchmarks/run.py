@@ -254,9 +254,8 @@ class _Task:
     def _checked(self, name: str) -> Step | None:
         """Build, check and warm up a provider; None if it has nothing to time."""
         path, case, inputs, warm = self._path(name), self._case, self._inputs, None
-        if figures.ran(
-            self._results.at(*path)
-        ):  # an anchor, which keeps what an earlier call measured
+        # an anchor, which keeps what an earlier call measured
+        if figures.ran(self._results.at(*path)):
             path = (*path, "again")
         self._results.merge(*path, status="running")  # what it stays if the process ends here
         with self._results.noting(*path, seconds=self._limit):

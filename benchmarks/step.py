@@ -188,9 +188,8 @@ class Given:
     """In front of a trainer: its completions are given."""
 
     scene: Scene
-    saved: list[int] | None = (
-        None  # bytes that the graph of each micro-batch saves; None: not counted
-    )
+    # bytes that the graph of each micro-batch saves; None: not counted
+    saved: list[int] | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

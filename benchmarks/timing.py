@@ -30,9 +30,8 @@ def end_at_signals() -> None:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     signal.signal(signal.SIGTERM, ask)
-    if (
-        signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    ):  # a shell's background ignores it
+    # a shell's background ignores it
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, ask)
 
 

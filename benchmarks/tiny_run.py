@@ -102,9 +102,8 @@ def train(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         policy = model(kind, dtype=dtype)
-        policy.save_pretrained(
-            args.output_dir
-        )  # TRL loads the reference model from where the policy came
+        # TRL loads the reference model from where the policy came
+        policy.save_pretrained(args.output_dir)
         policy.config._name_or_path = args.output_dir
         given: dict[str, Any] = {"reward_funcs": reward} if isinstance(args, GRPOConfig) else {}
         given = {"train_dataset": dataset(), **given, **arguments}

@@ -181,9 +181,8 @@ def train_and_evaluate(trainer: Any, options: Options, metrics: dict[str, str]) 
     args = trainer.args
     trainer.add_callback(SaysThatNothingIsLearnt())
     checkpoint = args.resume_from_checkpoint or options.resume or None
-    args.eval_on_start = (
-        checkpoint is None
-    )  # by train(), which first divides the model over the GPUs
+    # by train(), which first divides the model over the GPUs
+    args.eval_on_start = checkpoint is None
     say = trainer.accelerator.print
     if not is_math_verify_available():
         say(

@@ -58,12 +58,8 @@ OPTIONS |= {
 }
 SMOKE = {"lr": 1e-3, "max_new_tokens": 8, "test": 6, "steps": 10, "micro_batch": 24}
 GREEDY = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
-WHOLE = {
-    "do_sample": True,
-    "temperature": 1.0,
-    "top_k": 0,
-    "top_p": 1.0,
-}  # the distribution that the loss is of
+# the distribution that the loss is of
+WHOLE = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # fp32 weights, bf16 products: at this learning rate most updates are smaller than half a step of a
 # bf16 weight.

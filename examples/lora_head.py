@@ -31,18 +31,16 @@ def main() -> None:
     g = torch.Generator().manual_seed(0)
     hidden = torch.randn(PROMPTS, 1, H, generator=g).repeat_interleave(GENERATIONS, 0)  # (B, 1, H)
     weight = torch.randn(V, H, generator=g) * 0.05  # frozen
-    right = torch.randint(10, (PROMPTS,), generator=g).repeat_interleave(
-        GENERATIONS
-    )  # ids of one residue mod 10
+    # ids of one residue mod 10
+    right = torch.randint(10, (PROMPTS,), generator=g).repeat_interleave(GENERATIONS)
     a = (torch.randn(RANK, H, generator=g) * 0.1).requires_grad_()
     b = torch.zeros(V, RANK, requires_grad=True)  # as PEFT starts: the adapter adds nothing
     optimizer = torch.optim.Adam([a, b], lr=0.03)
     first = worst = 0.0
     for step in range(steps):
         merged = weight + SCALING * b.detach() @ a.detach()
-        ids = torch.multinomial(
-            torch.softmax(hidden[:, 0] @ merged.T, -1), 1, generator=g
-        )  # (B, 1)
+        # (B, 1)
+        ids = torch.multinomial(torch.softmax(hidden[:, 0] @ merged.T, -1), 1, generator=g)
         reward = (ids[:, 0] % 10 == right).float()
         advantages = reward - reward.view(PROMPTS, -1).mean(1).repeat_interleave(GENERATIONS)
         optimizer.zero_grad()
@@ -62,9 +60,8 @@ def main() -> None:
                 f"step {step:3d}  reward {reward.mean():.3f}  operations "
                 f"{counter.get_total_flops():,}"
             )
-    n = (
-        len(ids) + 2 * 16
-    )  # rows with and without gradient are two products, each padded if it has less than 16
+    # rows with and without gradient are two products, each padded if it has less than 16
+    n = len(ids) + 2 * 16
     graded = int((advantages != 0).sum()) + 16
     scored = 2 * n * V * H + 2 * n * RANK * (V + H)
     assert counter.get_total_flops() <= scored + 4 * graded * RANK * V + 2 * n * RANK * H

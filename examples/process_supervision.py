@@ -58,9 +58,8 @@ def main() -> None:
         rollout = sample(model, tokenizer, problems[first : first + batch], num_generations=8)
         ids, mask = rollout.completion_ids, rollout.completion_mask
         rewards, ends = score_steps(rollout)
-        advantages = process_advantages(
-            rewards, ends, num_generations=8, completion_mask=mask
-        )  # (B, T)
+        # (B, T)
+        advantages = process_advantages(rewards, ends, num_generations=8, completion_mask=mask)
         states = hidden_states(model, rollout)
         out = grpo_loss(states, model.lm_head, ids, mask, advantages, config=presets.DAPO)
         optimizer.zero_grad()

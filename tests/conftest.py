@@ -17,9 +17,8 @@ import numpy as np
 import pytest
 import torch
 
-if (
-    not torch.cuda.is_available()
-):  # before Triton is imported: its kernels then run in its interpreter
+# before Triton is imported: its kernels then run in its interpreter
+if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from torch.utils import deterministic
@@ -92,9 +91,8 @@ def _uninitialised_memory_is_nan() -> Iterator[None]:
         torch.is_deterministic_algorithms_warn_only_enabled(),
     )
     filled = deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(
-        True, warn_only=True
-    )  # the filling needs it; determinism itself is not tested
+    # the filling needs it; determinism itself is not tested
+    torch.use_deterministic_algorithms(True, warn_only=True)
     deterministic.fill_uninitialized_memory = True
     yield
     deterministic.fill_uninitialized_memory = filled

@@ -37,10 +37,8 @@ FLAGS = (
     "-O1",
     "-g",
 )
-PRELOADED = (
-    "libasan.",
-    "libstdc++.",
-)  # the second, or exceptions thrown by what was loaded before it are not seen
+# the second, or exceptions thrown by what was loaded before it are not seen
+PRELOADED = ("libasan.", "libstdc++.")
 OPTIONS = {
     # Python frees little at its end; pytest handles signals
     "ASAN_OPTIONS": "detect_leaks=0:handle_segv=2",
@@ -73,9 +71,8 @@ def build_sanitized(folder: Path) -> tuple[Path, dict[str, str]]:
     linked = subprocess.run(
         ["ldd", str(library)], capture_output=True, text=True, check=True
     ).stdout
-    words = [
-        line.split() for line in linked.splitlines()
-    ]  # libasan.so.8 => /lib/libasan.so.8 (0x...)
+    # libasan.so.8 => /lib/libasan.so.8 (0x...)
+    words = [line.split() for line in linked.splitlines()]
     found = [
         next((w[2] for w in words if w[0].startswith(name) and len(w) > 2), None)
         for name in PRELOADED

@@ -43,17 +43,11 @@ EXAMPLES: dict[str, tuple[int | None, str]] = {
     "sampler_product": (None, "sampler's bits: 192 of 192"),
     "gkd_trl": (12, "largest difference from TRL's:"),
 }
-APART = {
-    "fsdp2",
-    "tensor_parallel",
-    "context_parallel",
-    "verl_plugin",
-}  # start processes, or change what is imported
+# start processes, or change what is imported
+APART = {"fsdp2", "tensor_parallel", "context_parallel", "verl_plugin"}
 SCRIPTS = {"gsm8k_trl", "distill"}  # of a real run; --smoke makes a small one
-LAUNCHED = {
-    "fsdp2": "FSDPQwen3ForCausalLM",
-    "zero3": "DeepSpeedEngine",
-}  # what becomes of the model
+# what becomes of the model
+LAUNCHED = {"fsdp2": "FSDPQwen3ForCausalLM", "zero3": "DeepSpeedEngine"}
 
 
 def run_python(*arguments: str, beside: tuple[str, ...] = ()) -> str:

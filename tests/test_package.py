@@ -24,15 +24,8 @@ from grpo_kernels import Run, grpo_loss, linear_divergence, linear_logprob, repo
 
 ROOT = Path(grpo_kernels.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
-DOORS = {
-    "body",
-    "host.py",
-    "liger.py",
-    "transformers",
-    "trl",
-    "verl",
-    "verl_plugin.py",
-}  # these follow their trainer
+# these follow their trainer
+DOORS = {"body", "host.py", "liger.py", "transformers", "trl", "verl", "verl_plugin.py"}
 CORE = [path for path in FILES if path.relative_to(ROOT).parts[0] not in DOORS]
 BUILDING = {  # a compiler's and a cache's files, and the variables that any user of such knows, none of our own
     ROOT / "backends" / "cpp_rows" / "build.py": {"TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME", "CXX"},
@@ -310,9 +303,8 @@ def test_no_test_imports_another_and_no_benchmark_a_test():
                     )
 
 
-TESTS = {
-    module_name(path): path for path in (ROOT.parent / "tests").rglob("*.py")
-}  # module -> its file
+# module -> its file
+TESTS = {module_name(path): path for path in (ROOT.parent / "tests").rglob("*.py")}
 OF_USERS = {"advantages", "liger", "objectives", "presets", "report", "rewards", "rollouts"}
 OF_USERS |= {"testing", "transformers", "trl", "typing", "verl", "verl_plugin", "__main__"}
 

@@ -100,9 +100,8 @@ def test_every_block_runs_as_it_is_written(
     )
     assert len(PYTHON) == 2
     run(PYTHON, local)
-    assert (
-        tmp_path / "model-GRPO" / "checkpoint-3"
-    ).is_dir()  # a step for each epoch of the one prompt
+    # a step for each epoch of the one prompt
+    assert (tmp_path / "model-GRPO" / "checkpoint-3").is_dir()
     assert capsys.readouterr().out.count("reward ") >= 2
 
 

@@ -39,9 +39,8 @@ TABLE = re.compile(
     rf"By Triton (?P<triton>[\w.]+):\n\n{re.escape(HEAD)}\n\|[-:| ]+\|\n(?P<lines>(?:\|.*\n)+)"
 )
 SWEEPS = {"fused": 2}  # over a row
-ENTRIES = {
-    "diverge": "stats",
-}  # whose tiles a kernel has
+# kernel: whose tiles it has
+ENTRIES = {"diverge": "stats"}
 ODD = {"vocab": 151665}
 SOFTCAP = {"transform": "soft-cap"}
 CONSTANT = {"loss": Loss("constant")}
@@ -99,9 +98,8 @@ def counts_of(case: Case) -> tuple[str, list[str]]:
 
 def _an_element(loops: list[list[Instruction]], heads: int) -> list[str]:
     """Instructions, results of the special function unit, and bytes, for each sweep."""
-    elements = [
-        moved(loop, LOADS) // (4 * heads) for loop in loops
-    ]  # of a thread in a round, each logit in fp32
+    # of a thread in a round, each logit in fp32
+    elements = [moved(loop, LOADS) // (4 * heads) for loop in loops]
     instructions = " + ".join(
         f"{len(loop) / n:.1f}" for loop, n in zip(loops, elements, strict=True)
     )

@@ -132,9 +132,8 @@ def products(inputs: Inputs) -> Forward:
     runs = [(hidden, weight.t(), logits)]
     if not case.score:
         graded = round(len(hidden) * case.top_entropy) if case.top_entropy < 1 else case.graded
-        d_logits = hidden.new_empty(
-            graded, case.v
-        )  # of realistic values: an easy operand would run at higher clocks
+        # of realistic values: an easy operand would run at higher clocks
+        d_logits = hidden.new_empty(graded, case.v)
         for source, target in zip(logits.split(SLICE), d_logits.split(SLICE), strict=False):
             target.copy_(torch.softmax(source[: len(target)], dim=1) / case.n)
         runs.append((d_logits, weight, hidden.new_empty(graded, case.h)))

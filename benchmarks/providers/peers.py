@@ -120,9 +120,8 @@ def liger_ce(inputs: Inputs) -> Forward:
     """By its own choice of kernel for the device."""
     from liger_kernel.ops import fused_linear_scaled_cross_entropy as module
 
-    chosen = module._resolve_implementation(
-        inputs.hidden.device
-    )  # on Hopper: its CuTe DSL kernel, or ImportError
+    # on Hopper: its CuTe DSL kernel, or ImportError
+    chosen = module._resolve_implementation(inputs.hidden.device)
     return _scaled_ce(
         inputs, module.LigerFusedLinearScaledCrossEntropyFunction, chosen.__name__, TILES
     )

@@ -47,9 +47,8 @@ class Page(HTMLParser):
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.anchors: set[str] = set()
-        self.links: list[
-            tuple[str, str]
-        ] = []  # (what is led to, whether it is "loaded" or "linked")
+        # (what is led to, whether it is "loaded" or "linked")
+        self.links: list[tuple[str, str]] = []
         self.classes: set[str] = set()
         self.feed(path.read_text())
 

@@ -21,10 +21,8 @@ from mkdocs.structure.pages import Page
 log = get_plugin_logger(__name__)
 
 ROOT = Path(__file__).parents[2]
-PAGES = {
-    "CONTRIBUTING.md": "contributing.md",
-    "CHANGELOG.md": "changelog.md",
-}  # of the repository: of the site
+# path in the repository: path on the site
+PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 LINK = re.compile(r"(?<!!)\[(?P<text>(?:[^\[\]]|\[[^\]]*\])+)\]\((?P<target>[^()\s]+)\)")
 # Not the names of objectives and presets, which are those of loss types, too, nor of modules, which are arguments' too.
 NAMES = {
@@ -42,9 +40,8 @@ SEVERAL = re.compile(
 )
 TAG = re.compile(r"<[^>]*>")
 EXPONENT = re.compile(r"(<(?P<tag>pre|code)\b.*?</(?P=tag)>)|(?<=\de)-(?=\d)", re.DOTALL)
-PATH = re.compile(
-    r"(?<=<code>)\w[\w/]*\.py(?=</code>)"
-)  # may be broken after a slash or an underscore
+# may be broken after a slash or an underscore
+PATH = re.compile(r"(?<=<code>)\w[\w/]*\.py(?=</code>)")
 BREAK = re.compile(r"[/_]")
 FIGURE = re.compile(r'<img [^>]*\bsrc="([^"]+)"[^>]*>')
 FENCE = re.compile(r"^(```.*?^```)", re.MULTILINE | re.DOTALL)

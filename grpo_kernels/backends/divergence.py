@@ -44,10 +44,8 @@ NEAR = 0.5  # e^-x - 1 + x by its series below, by itself above
 NEAR_MIXTURE = -0.125  # (1 + w) log(1 + w) - w likewise
 PHI = tuple(1.0 / math.factorial(k + 2) for k in range(18))
 MIXTURE = tuple(1.0 / ((k + 1) * (k + 2)) for k in range(18))
-TERMS = {
-    torch.float32: 7,
-    torch.float64: 18,
-}  # of a series: the rest is less than a unit in the last place
+# of a series: the rest is less than a unit in the last place
+TERMS = {torch.float32: 7, torch.float64: 18}
 
 
 def reverse(d, lead, beta):
@@ -81,9 +79,8 @@ def mixed(d, lead, beta):
     ahead = d >= 0.0
     share = where(ahead, full_like(d, beta), full_like(d, 1.0 - beta))
     w = share * less
-    w = where(
-        w == -1.0, ALMOST, w
-    )  # the share rounds to 1 and e^-x to 0: keep the logarithm finite
+    # the share rounds to 1 and e^-x to 0: keep the logarithm finite
+    w = where(w == -1.0, ALMOST, w)
     log_m = log1p(w)  # log(m / lead)
     g = where(w > NEAR_MIXTURE, w * w * mixture_series(-w), (1.0 + w) * log_m - w)
     p = where(ahead, lead, lead * e)

@@ -111,9 +111,8 @@ class TorchRows:
             block_stats = replace(take(stats, block), divergence=take(normalisers, block))
             terms, k = _terms(chunk.logits[block], chunk.teacher, block, block_stats)
             value[block], sum_k[block] = terms.sum(dim=1), k.sum(dim=1)
-        odd = (
-            _offset(stats, normalisers) * 0.0
-        )  # NaN where a row of the teacher has no finite logit, or NaN
+        # NaN where a row of the teacher has no finite logit, or NaN
+        odd = _offset(stats, normalisers) * 0.0
         return value + odd, sum_k + odd
 
     def grad(
@@ -207,9 +206,8 @@ def _terms(z: Tensor, teacher: Teacher, block: slice, stats: RowStats) -> tuple[
     y, divergence = teacher.logits[block], stats.divergence
     assert divergence is not None
     d = z - y
-    d = torch.where(
-        torch.isnan(d), 0.0, d - _offset(stats, divergence)[:, None]
-    )  # p = q = 0; else the offset is NaN
+    # p = q = 0; else the offset is NaN
+    d = torch.where(torch.isnan(d), 0.0, d - _offset(stats, divergence)[:, None])
     ahead = d >= 0.0
     lead = torch.where(
         ahead, z - stats.max_logit[:, None], y - divergence.max_logit[:, None]
@@ -238,9 +236,8 @@ def _block_stats(
     rest = exps.scatter_(1, argmax, 0.0).sum(dim=1, keepdim=True)  # all but the largest, which is 1
     is_inf = top == torch.inf  # the others' probability is 0, also if several are inf
     rest = rest.masked_fill_(is_inf, 0.0)
-    others = torch.where(
-        is_argmax, rest, 1.0 + (rest - exp_target)
-    )  # all but the target; >= 1, so nothing cancels
+    # all but the target; >= 1, so nothing cancels
+    others = torch.where(is_argmax, rest, 1.0 + (rest - exp_target))
     log_sum = torch.log1p(rest)
     margin = others.log() + (top - target)
     out["logps"].copy_(-torch.logaddexp(torch.zeros_like(margin), margin)[:, 0])
@@ -254,9 +251,8 @@ def _block_stats(
     if "mean_logits" in extras:
         extras["mean_logits"].copy_(z.mean(dim=1))
     if "is_top1" in extras:  # of equal logits the one with the lowest id counts as the largest
-        extras["is_top1"].copy_(
-            (is_argmax & ~log_sum.isnan())[:, 0]
-        )  # False where there is no largest
+        # False where there is no largest
+        extras["is_top1"].copy_((is_argmax & ~log_sum.isnan())[:, 0])
     if "entropies" in out:
         mean_shifted = exps.mul_(shifted.clamp_(min=LOWEST)).sum(dim=1, keepdim=True) / (1 + rest)
         out["entropies"].copy_((log_sum - mean_shifted)[:, 0])

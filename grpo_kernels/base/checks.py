@@ -36,9 +36,8 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
     candidates = [*names]
     name = name.replace("log_prob", "logp").replace("logprob", "logp")
     parts = {*name.split("_")}
-    longer = [
-        x for x in candidates if parts <= {*x.split("_")}
-    ]  # such as old_per_token_logps for old_logps
+    # such as old_per_token_logps for old_logps
+    longer = [x for x in candidates if parts <= {*x.split("_")}]
     near = longer if len(parts) > 1 else []
     near = near or difflib.get_close_matches(name, candidates, n=1)
     near = near or [x for x in candidates if x.endswith(f"_{name}")] or longer

@@ -70,9 +70,8 @@ def group_device(process_group: ProcessGroup) -> torch.device:
         torch.accelerator.is_available()
         and (here := torch.accelerator.current_accelerator()) is not None
     ):
-        served = dict(
-            x.split(":") for x in dist.get_backend_config(process_group).split(",")
-        )  # cpu:gloo,cuda:nccl
+        # cpu:gloo,cuda:nccl
+        served = dict(x.split(":") for x in dist.get_backend_config(process_group).split(","))
         if served.get(here.type, "gloo") != "gloo":
             return here
     return torch.device("cpu")

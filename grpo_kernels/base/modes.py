@@ -70,9 +70,8 @@ def guest(
                     is_rate = attributes["training"] and isinstance(attributes[name], float)
                     if is_rate and any(part in name for part in RANDOM):
                         vars(x)[name] = 0.0
-                if (
-                    "_gradient_checkpointing_func" in attributes
-                ):  # transformers'; a reentrant one fills live gradients
+                # transformers'; a reentrant one fills live gradients
+                if "_gradient_checkpointing_func" in attributes:
                     vars(x)["_gradient_checkpointing_func"] = partial(
                         checkpoint, use_reentrant=False
                     )

@@ -167,9 +167,8 @@ def plan_slices(
     column_bytes = padding_bytes = 0
     triples = zip(factors, head.factors(), needs_grad.factors(), strict=False)
     for p, (x, matrix), (_, wanted) in triples:
-        converted = (
-            0 if p.gradient_dtype == dtype else dtype.itemsize
-        )  # for an adapter more precise than d logits
+        # for an adapter more precise than d logits
+        converted = 0 if p.gradient_dtype == dtype else dtype.itemsize
         row_bytes += p.hidden_bytes() + x.shape[1] * (_copied_bytes(x, p) + converted)
         column_bytes += x.shape[1] * (
             converted + (size if wanted and matrix.dtype != plan.accumulator else 0)
@@ -182,9 +181,8 @@ def plan_slices(
         factors = [*factors, p]
         logit_bytes += size
         row_bytes += p.hidden_bytes() + teacher.hidden.shape[1] * _copied_bytes(teacher.hidden, p)
-    row_free = padding_bytes + max(
-        p.slice_bytes for p in factors
-    )  # the weights are converted one after the other
+    # the weights are converted one after the other
+    row_free = padding_bytes + max(p.slice_bytes for p in factors)
 
     def taken(m: int, columns: int) -> int:
         logits = m * logit_bytes + plan.backend.scratch_rows(m, least, teacher=with_teacher) * size

@@ -32,9 +32,8 @@ def clipped(log_ratio, advantage, logp, low, high, delta):
     free = times(clamp_max(ratio, delta), advantage)
     bounded = clamp(ratio, low, high) * advantage
     loss = -minimum(free, bounded)  # of a NaN ratio both are NaN
-    share = where(
-        free == bounded, 0.5, type_as(free < bounded, ratio)
-    )  # of the gradient, for `free`
+    # of the gradient, the share of `free`
+    share = where(free == bounded, 0.5, type_as(free < bounded, ratio))
     inside = (ratio >= low) & (ratio <= high)
     passes = where(ratio <= delta, share, 0.0) + where(inside, 1.0 - share, 0.0)
     return loss, -times(ratio, passes * advantage), full_like(loss, 0.0)

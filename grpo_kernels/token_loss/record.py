@@ -21,12 +21,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-LOSS_TERMS = (
-    "loss",
-    "d_logp",
-    "log_ratio",
-    "kl",
-)  # per-token results of a fused kernel, besides the statistics
+# per-token results of a fused kernel, besides the statistics
+LOSS_TERMS = ("loss", "d_logp", "log_ratio", "kl")
 
 
 class Coefficients(NamedTuple):
@@ -34,9 +30,8 @@ class Coefficients(NamedTuple):
 
     d_logp: Tensor | None = None  # d loss / d log-probability
     d_entropy: Tensor | None = None  # d loss / d entropy
-    d_divergence: Tensor | None = (
-        None  # d loss / d divergence from a second head (reference or teacher)
-    )
+    # d loss / d divergence from a second head (reference or teacher)
+    d_divergence: Tensor | None = None
 
 
 NO_COEFFICIENTS = Coefficients()
@@ -48,9 +43,8 @@ class TokenLoss:
 
     surrogate: str  # one of `formulas.SURROGATES`
     constants: tuple[float, ...]  # of the surrogate, in the order of its arguments
-    kl: (
-        str | None
-    )  # one of `formulas.ESTIMATORS`, or "full" with a second head; None without a KL term
+    # one of `formulas.ESTIMATORS`, or "full" with a second head; None without a KL term
+    kl: str | None
     corrects_kl: bool  # the estimate is multiplied by exp(R)
     advantages: Tensor | None  # A; None on-policy
     d_logps: Tensor | None  # only on-policy: the policy term's derivative, weight and gate included

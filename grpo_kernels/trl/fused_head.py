@@ -83,9 +83,8 @@ class HeadCalls:
         return positions.reshape(-1)
 
 
-PATCHED = (
-    HeadCalls()
-)  # of all other trainers: `patch_trl` sets its options, and they log its shares
+# of all other trainers: `patch_trl` sets its options, and they log its shares
+PATCHED = HeadCalls()
 CALL: ContextVar[HeadCalls] = ContextVar("grpo_kernels_trl_call", default=PATCHED)
 # the measured constants of the model whose forward runs
 HEAD_OF_MODEL: ContextVar[Head | None] = ContextVar("grpo_kernels_trl_head", default=None)

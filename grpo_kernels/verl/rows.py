@@ -25,9 +25,8 @@ from grpo_kernels.host import KnownRows
 class Mode(NamedTuple):
     """Facts of a ``loss_mode`` of verl; `MODES` has those that are known."""
 
-    by_token: bool = (
-        False  # a token's gradient depends on no log-probability or entropy but its own
-    )
+    # a token's gradient depends on no log-probability or entropy but its own
+    by_token: bool = False
     by_advantage: bool = False  # it is 0 where the advantage is 0, whatever shares a micro-batch
     by_weight: bool = False  # it is 0 where ``rollout_is_weights`` are 0
 

@@ -107,10 +107,8 @@ def test_the_result_is_right_or_there_is_a_reason(name: str, case: BenchCase) ->
         return
     outcome = run(name, inputs)
     assert outcome.note
-    if name in (
-        "linear_ce",
-        "unsloth",
-    ):  # less work than theirs who give entropies: to be seen beside its time
+    # less work than theirs who give entropies: to be seen beside its time
+    if name in ("linear_ce", "unsloth"):
         assert ("no entropy" in outcome.note) == (outcome.entropies is None)
     assert (outcome.entropies is not None) or not case.wants_entropy or name not in GIVES_ENTROPY
 

@@ -162,9 +162,8 @@ def test_what_to_expect_is_the_products_counted_by_hand() -> None:
         assert expectations.gain(large, batch, lora=True, kl=False) == pytest.approx(
             (stock + more) / ours
         )
-    equal = [
-        expectations.Batch("", 256, equal=x) for x in (0.0, 1.0)
-    ]  # which gain nothing with a KL term
+    # which gain nothing with a KL term
+    equal = [expectations.Batch("", 256, equal=x) for x in (0.0, 1.0)]
     assert len({expectations.gain(small, x, lora=False, kl=True) for x in equal}) == 1
     assert [expectations.whole(3.0, share) for share in (0.0, 0.5, 1.0)] == pytest.approx(
         [3.0, 1.5, 1.0]

@@ -74,9 +74,8 @@ def test_the_tuner_writes_after_each_part(
     looks = itertools.count()
 
     def check(self: tune.Budget) -> None:
-        if (
-            next(looks) == 8
-        ):  # six in the first part: two tiles on the shortlist, two at each of two vocabularies
+        # six in the first part: two tiles on the shortlist, two at each of two vocabularies
+        if next(looks) == 8:
             raise tune.OutOfTime
 
     monkeypatch.setattr(tune.Budget, "check", check)

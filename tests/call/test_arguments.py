@@ -143,9 +143,8 @@ class Wrong:
     argument: str
     change: Any
     error: type[Exception] = ValueError
-    got: str | None = (
-        None  # what the message says that came, if not a tensor's shape, dtype, device or the value
-    )
+    # what the message says that came, if not a tensor's shape, dtype, device or the value
+    got: str | None = None
     also: dict[str, Any] | None = None
 
     def __str__(self) -> str:

@@ -108,9 +108,8 @@ def test_a_row_does_not_depend_on_its_batch(
             assert same(every[start : start + n]), f"{n} rows from {start}"
     assert same(torch.randperm(most))
     assert same(every[:5].repeat(3))
-    if (
-        dtype == torch.float32
-    ):  # 16-bit weights are converted in slices whose width depends on the workspace
+    # 16-bit weights are converted in slices whose width depends on the workspace
+    if dtype == torch.float32:
         for rows in (5, 13, 29):
             assert same(every, Run(workspace_bytes=rows * v * 8)), f"chunks of about {rows} rows"
 

@@ -17,9 +17,8 @@ from tests.emulator.memory import Global, Shared
 from tests.emulator.ptx import TYPES, UNSIGNED, Fault, Instruction, Kernel, Values, constant
 from tests.emulator.races import WARP, Who
 
-ANYTHING = (
-    0x7FC0DEAD_7FC0DEAD  # in a register that nobody wrote: a NaN, or an address that leads nowhere
-)
+# in a register that nobody wrote: a NaN, or an address that leads nowhere
+ANYTHING = 0x7FC0DEAD_7FC0DEAD
 
 
 class Lanes:

@@ -43,9 +43,8 @@ class Instruction:
     guard: str | None = None  # a predicate: lanes where it is false do nothing
     negated: bool = False  # lanes where it is true do nothing
     line: str = ""  # of the source: "steps.py:93"
-    callers: tuple[
-        str, ...
-    ] = ()  # the lines that call the function of that line, the nearest first
+    # the lines that call the function of that line, the nearest first
+    callers: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.opcode} {', '.join(self.operands)}" + (

@@ -64,9 +64,8 @@ def test_cost_of_every_loss(
     loss_type: str, level: str, head: str, share_zero: float, off_policy: bool
 ) -> None:
     inputs = batch(share_zero, head)
-    config = LossConfig(
-        loss_type=loss_type, importance_sampling_level=level, epsilon=100.0
-    )  # nothing is clipped
+    # nothing is clipped
+    config = LossConfig(loss_type=loss_type, importance_sampling_level=level, epsilon=100.0)
     if off_policy:
         inputs["old_per_token_logps"] = inputs["ref_per_token_logps"] * 0 - 4.2
     couples = off_policy and (level == "sequence" or reference_terms.TERMS[loss_type].per_sequence)

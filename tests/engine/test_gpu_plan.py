@@ -47,9 +47,8 @@ def step(
     with taped(autocast=BF16 if weight == FP32 else None) as tape:
         hidden = tensor(batch, t, h, dtype=BF16).requires_grad_(not score)
         head = tensor(v, h, dtype=weight)
-        ids, mask = (
-            OnGPU(make(batch, t, dtype=torch.long)) for make in (torch.zeros, torch.ones)
-        )  # as trainers have it
+        # as trainers have it
+        ids, mask = (OnGPU(make(batch, t, dtype=torch.long)) for make in (torch.zeros, torch.ones))
         if score:
             with torch.no_grad():
                 linear_logprob(hidden, head, ids, mask=mask)

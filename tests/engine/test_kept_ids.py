@@ -61,9 +61,8 @@ def test_without_the_entropy_the_log_probabilities_are_the_same() -> None:
         assert torch.equal(got.logps, want.logps) and got.entropies is None
 
 
-SAMPLED = torch.tensor(
-    [[1, 1, 0, 1], [1, 0, 0, 0]]
-)  # multi-turn: the third token of the first is a tool's
+# multi-turn: the third token of the first is a tool's
+SAMPLED = torch.tensor([[1, 1, 0, 1], [1, 0, 0, 0]])
 ROWS = [[[2, 5, 7], [4], [0, 3]], [[1, 6]]]  # vLLM: ascending; SGLang: by falling weight
 WANT = [[[2, 5, 7], [4], [], [0, 3]], [[1, 6], [], [], []]]
 
@@ -257,9 +256,8 @@ def test_flops_of_the_loss() -> None:
         return count_flops(out.loss.backward)
 
     of_sets, whole = 4 * 16 * k * h, 2 * 16 * v * h
-    assert (
-        run(epsilon=100.0, epsilon_high=100.0) == of_sets
-    )  # the whole vocabulary's was computed in the forward
+    # the whole vocabulary's was computed in the forward
+    assert run(epsilon=100.0, epsilon_high=100.0) == of_sets
     assert (
         run(importance_sampling_level="sequence", epsilon=100.0, epsilon_high=100.0)
         == of_sets + 3 * whole

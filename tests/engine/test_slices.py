@@ -29,9 +29,8 @@ SHAPES = [
     (2048, 512, 1000, 4 * MIB),  # all hidden states alone would take the budget
     (10000, 16, 500, 2 * MIB),  # more rows than are taken at a time
 ]
-PRETENDED = pytest.mark.filterwarnings(
-    "ignore:.*CUDA is not available"
-)  # of torch.autocast("cuda", enabled=False)
+# of torch.autocast("cuda", enabled=False)
+PRETENDED = pytest.mark.filterwarnings("ignore:.*CUDA is not available")
 
 
 def head(n: int, h: int, v: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -81,9 +80,8 @@ def test_an_adapter_is_counted() -> None:
     hidden, weight, ids = head(n, h, v, torch.bfloat16)
     a, b = torch.randn(r, h).requires_grad_(), torch.randn(v, r).requires_grad_()
     peak = peak_of_backward([hidden, weight], ids, budget, lora=LoRA(a, b))
-    of_rows = (
-        n * (h + r) * 4 + n * h * (2 + 2 + 4) + n * r * 4
-    )  # sums; hidden's gradient, and of the adapter's input
+    # sums; hidden's gradient, and of the adapter's input
+    of_rows = n * (h + r) * 4 + n * h * (2 + 2 + 4) + n * r * 4
     assert peak <= budget + of_rows + v * h * 2 + v * r * 4 + 40 * n * 4
 
 

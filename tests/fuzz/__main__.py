@@ -21,9 +21,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 
-if (
-    not torch.cuda.is_available()
-):  # before Triton is imported: its kernels then run in its interpreter
+# before Triton is imported: its kernels then run in its interpreter
+if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from hypothesis import settings

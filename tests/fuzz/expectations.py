@@ -190,9 +190,8 @@ def compare(
     hot = torch.nn.functional.one_hot(want.ids, p.shape[1])
     largest = FAR_TOO_LARGE * torch.maximum(g.abs().max(), h.abs().max()) if g.numel() else 0.0
     scale = abs(case.config.get("logit_scale", 1.0)) / case.config.get("temperature", 1.0)
-    size = scale * (
-        a * (hot + p) + b * p * away + 0.0012 * largest * (hot + p + p * away)
-    )  # 2^-23 in float32
+    # 2^-23 in float32
+    size = scale * (a * (hot + p) + b * p * away + 0.0012 * largest * (hot + p + p * away))
     sizes = {
         "hidden": on_grid(size @ want.weight.detach().abs(), counted),
         "weight": size.T @ want.hidden.detach().abs(),

@@ -83,9 +83,8 @@ def draw(random_: Any) -> Options:
 
 def build(options: Options) -> tuple[Case, Case]:
     """The case for the library; and for the reference, whose sampler's ratio is ready made."""
-    if (
-        options.get("dtype") != torch.float64
-    ):  # the reference takes that ratio as exact, and bounds no rounding of it
+    # the reference takes that ratio as exact, and bounds no rounding of it
+    if options.get("dtype") != torch.float64:
         options = {k: x for k, x in options.items() if not k.startswith(PREFIX)}
     case = same = make_case(
         options.get("name", "fuzz"), **{k: x for k, x in options.items() if k not in OWN}
@@ -100,9 +99,8 @@ def build(options: Options) -> tuple[Case, Case]:
             "sequence_mask",
             "sequence_truncate",
         ):
-            same = same.but(
-                importance_sampling_ratio=same.importance_sampling_ratio[:, 0]
-            )  # (B, 1) could be (B, T)
+            # (B, 1) could be (B, T)
+            same = same.but(importance_sampling_ratio=same.importance_sampling_ratio[:, 0])
     for name in [name for name in same.config if name.startswith(PREFIX)]:
         del same.config[name]
     if "garbage" in options:

@@ -88,9 +88,8 @@ def test_the_peak_is_within_the_documented_budget(
     }
     returned = 2 * n * h + (2 * v * h if engine != "frozen" else 0)
     rounding = ROUNDING
-    if (
-        device.type == "cpu"
-    ):  # Triton's interpreter keeps what it was launched with last until it is collected
+    # Triton's interpreter keeps what it was launched with last until it is collected
+    if device.type == "cpu":
         rounding = 4 * n * v if backend == "triton" else 0
     limit = workspace + stored[engine] + returned + 2 * n * h + VECTORS * 8 * n + rounding
     peak = peak_of(lambda: step(hidden, weight, ids, **options), device)
@@ -141,9 +140,8 @@ def test_lean_is_chosen_where_memory_is_short(
     clear(hidden, weight)
     ballast = []
     try:
-        keep = (
-            2 * v * h + workspace + 256 * MIB
-        )  # the gradient and the workspace, but no accumulator of 4 V H
+        # the gradient and the workspace, but no accumulator of 4 V H
+        keep = 2 * v * h + workspace + 256 * MIB
         free, _ = torch.cuda.mem_get_info()
         ballast.append(torch.empty(max(0, free - keep) // MIB * MIB, dtype=torch.uint8, device=gpu))
         assert step(hidden, weight, ids, **options) == "lean"

@@ -113,7 +113,6 @@ def test_gradients_are_those_of_one_process(device: torch.device) -> None:
         pytest.skip("needs two GPUs")
     backend = "nccl" if device.type == "cuda" else "gloo"
     for found in run_ranks(compare, world_size, device.type, backend=backend, seconds=600):
-        wrong = {
-            case: error for case, error in found.items() if not error <= BOUNDS[case[2]]
-        }  # nor is NaN within it
+        # nor is NaN within it
+        wrong = {case: error for case, error in found.items() if not error <= BOUNDS[case[2]]}
         assert not wrong

@@ -46,20 +46,14 @@ from grpo_kernels.token_loss.record import TokenLoss
 
 pytestmark = pytest.mark.unit
 
-Compared = tuple[
-    str, Tensor, Tensor, Tensor | float, float
-]  # name, ours, float64's, its size, error allowed of that
+# name, ours, float64's, its size, error allowed of that
+Compared = tuple[str, Tensor, Tensor, Tensor | float, float]
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 STATISTIC = 2e-5  # allowed of a statistic, of 1 + its size
-GRADIENT = {
-    FP32: 1e-4,
-    BF16: 5e-3,
-    FP16: 6e-4,
-}  # allowed of d logits by their dtype: half a unit and more
-PRODUCT = {
-    FP32: 1e-4,
-    BF16: 1e-2,
-}  # allowed of a whole gradient by the dtype of the head, in the norm
+# allowed of d logits by their dtype: half a unit and more
+GRADIENT = {FP32: 1e-4, BF16: 5e-3, FP16: 6e-4}
+# allowed of a whole gradient by the dtype of the head, in the norm
+PRODUCT = {FP32: 1e-4, BF16: 1e-2}
 SCALE = 1024.0  # of the coefficients, so that gradients of a long row are normal numbers of fp16
 ROWS = 16
 VOCABS = (9001, 1088, 151936)
@@ -93,9 +87,8 @@ class Rows:
         if vocab % 16:  # all that a head may have
             inv_t, bias, beta = 1.0 + 0.1 * normal(ROWS, 1), normal(vocab), 0.5
             transform = replace(transform, scale=1.5, softcap=6.0, inv_temperature=inv_t, bias=bias)
-        ids = (
-            torch.linspace(0, vocab - 1, ROWS).long().to(device)
-        )  # the first and the last among them
+        # the first and the last among them
+        ids = torch.linspace(0, vocab - 1, ROWS).long().to(device)
         raw[torch.arange(0, ROWS, 2), ids[::2]] += 20.0  # every other target is certain
         teacher = Teacher(padded(teacher_raw), LogitTransform(), beta)
         self.pair = Chunk(padded(raw), ids, transform, teacher=teacher)
@@ -278,9 +271,8 @@ def compare_engine(
         return
     mask = torch.ones(b, t, device=device)
     mask[0, t // 2 :] = 0.0
-    advantages = torch.tensor(
-        [1.0, -1.0, 0.0, 0.5], device=device
-    )  # of one sequence none: nothing to compute
+    # of one sequence none: nothing to compute
+    advantages = torch.tensor([1.0, -1.0, 0.0, 0.5], device=device)
     old = logps.detach().float() + 0.2 * torch.randn(b, t, device=device)
     out = grpo_loss(
         hidden, weight, ids, mask, advantages, config=LossConfig(epsilon=0.2),

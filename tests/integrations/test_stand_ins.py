@@ -50,9 +50,8 @@ def arguments_of(source: str, name: str) -> ast.arguments:
     """The arguments of a function or method, without annotations."""
     node: Any = ast.parse(source)
     for part in name.split("."):
-        node = [x for x in node.body if getattr(x, "name", None) == part][
-            -1
-        ]  # the last: after its overloads
+        # the last: after its overloads
+        node = [x for x in node.body if getattr(x, "name", None) == part][-1]
     for argument in ast.walk(node.args):
         if isinstance(argument, ast.arg):
             argument.annotation = None

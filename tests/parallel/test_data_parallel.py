@@ -32,9 +32,8 @@ VARIANTS = [
 OWN_UNIT, ROOT_UNIT = "FSDP2, head its own unit", "FSDP2, head in the root unit"
 BOTH = ("off-policy", "sequence ratio")
 Gradients = dict[str, Tensor]
-Scene = tuple[
-    str, str, dict[str, Any]
-]  # a way to divide the model, a loss, options of model, batch and run
+# a way to divide the model, a loss, options of model, batch and run
+Scene = tuple[str, str, dict[str, Any]]
 
 
 @pytest.fixture(scope="module")

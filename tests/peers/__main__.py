@@ -35,9 +35,8 @@ class Peer:
     ways: tuple[str, ...]
     select: str = ""  # pytest's -k
     environment: Mapping[str, str] = field(default_factory=dict)
-    known: Mapping[str, str] = field(
-        default_factory=dict
-    )  # pattern of "way: test" -> why it differs
+    # pattern of "way: test" -> why it differs
+    known: Mapping[str, str] = field(default_factory=dict)
 
     def why(self, way: str, test: str) -> str | None:
         return next(

@@ -65,9 +65,8 @@ def _trl_without_hub() -> None:
         return lambda: importlib.util.find_spec(asked[1]) is not None
 
     packages.__getattr__ = has  # type: ignore[attr-defined]
-    if (
-        not torch.cuda.is_available()
-    ):  # its kernels would stay in the models of all later tests, and run on GPUs alone
+    # its kernels would stay in the models of all later tests, and run on GPUs alone
+    if not torch.cuda.is_available():
         packages.is_liger_kernel_available = lambda *_, **__: False
 
 

@@ -35,9 +35,8 @@ FILES = {"plain": FOLDER / "results.npz", "triton": FOLDER / "triton.npz"}
 # Cases whose sums have another order than at eb864c1, and why: within `ULPS`.
 REORDERED: dict[str, str] = {}
 ULPS = 2.0  # units in the last place of a result's largest number
-OTHER_TORCH = (
-    64.0  # the same with another release of torch, whose products and functions may round otherwise
-)
+# the same with another release of torch, whose products and functions may round otherwise
+OTHER_TORCH = 64.0
 
 Stored = dict[str, dict[str, Any]]  # case -> name -> tensor or text
 

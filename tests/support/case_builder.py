@@ -34,12 +34,10 @@ class Case:
     config: dict[str, Any] = field(default_factory=dict)
     frozen: frozenset[str] = frozenset()  # of LEAVES
     workspace_bytes: int = DEFAULT_WORKSPACE
-    others: dict[str, Any] = field(
-        default_factory=dict
-    )  # settings that are no fields of LossConfig
-    teacher_hidden: Tensor | None = (
-        None  # (B, T, H'), of a case with another head, and so are the next ones
-    )
+    # settings that are no fields of LossConfig
+    others: dict[str, Any] = field(default_factory=dict)
+    # (B, T, H'), of a case with another head, and so are the next ones
+    teacher_hidden: Tensor | None = None
     teacher_weight: Tensor | None = None  # (V, H')
     teacher_bias: Tensor | None = None  # (V,)
     lora_a: Tensor | None = None  # (r, H), of a case with an adapter, and so are the next ones
@@ -47,9 +45,8 @@ class Case:
     lora_input: Tensor | None = None  # (B, T, H); None: hidden
     temperature: Tensor | None = None  # (B, T), instead of the one in config
     kept_ids: Tensor | None = None  # (B, T, K), padded with -1
-    listed_ids: Tensor | None = (
-        None  # (B, T, K), a teacher's most likely ones, padded with -1, and the next one
-    )
+    # (B, T, K), a teacher's most likely ones, padded with -1, and the next one
+    listed_ids: Tensor | None = None
     listed_logps: Tensor | None = None  # (B, T, K)
 
     @property

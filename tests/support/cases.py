@@ -270,9 +270,8 @@ def group_f() -> Iterator[Case]:
     for name, by in (("below", -300.0), ("above", 30.0), ("overflow", 300.0)):
         for estimator in ("k1", "k2", "k3"):
             case = make_case(f"F/ref-{name}/{estimator}", beta=0.1, kl_estimator=estimator)
-            some = (
-                torch.arange(case.ref_per_token_logps.shape[1]) % 3 > 0
-            )  # log-probabilities are not all above 0
+            # log-probabilities are not all above 0
+            some = torch.arange(case.ref_per_token_logps.shape[1]) % 3 > 0
             yield case.but(ref_per_token_logps=case.ref_per_token_logps + by * some)
     for spread in (15.0, 40.0, 100.0):
         for short in ("f32", "bf16"):

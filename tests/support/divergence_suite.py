@@ -156,9 +156,8 @@ class DivergenceSuite:
         check("value", stats.divergence.value, want.value, 1e-4 * want.value.clamp(min=1e-8))
         found, size = self.gradient_of_divergence(chunk, stats).double(), want.gradient.norm(dim=1)
         error = (found - want.gradient).norm(dim=1)
-        check(
-            "gradient", error, torch.zeros_like(size), 1e-4 * size + 1e-6 * want.value
-        )  # far away k and p sum k cancel
+        # far away k and p sum k cancel
+        check("gradient", error, torch.zeros_like(size), 1e-4 * size + 1e-6 * want.value)
         self.check_rows(raw, other + 5 * torch.rand(12, 1, device=self.device), beta)
 
     def test_no_divergence_from_oneself(self, beta: float) -> None:

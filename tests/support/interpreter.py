@@ -50,9 +50,8 @@ def prepare() -> None:
         return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
 
     def quiet_launch(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with np.errstate(
-            all="ignore"
-        ):  # -inf - -inf and the like, of which the kernels keep nothing
+        # -inf - -inf and the like, of which the kernels keep nothing
+        with np.errstate(all="ignore"):
             return launch(self, *args, **kwargs)
 
     def call_patched_once(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -133,9 +133,8 @@ def errors(sequence_parallel: bool, tied: bool) -> dict[str, float]:
     ids, a, b = (x[0] for x in draw((1, 8)))
     inputs = {"input_ids": ids[None], "position_ids": None, "attention_mask": None}
     inputs["labels"] = ids.roll(-1)[None]
-    with pytest.raises(
-        (RuntimeError, AssertionError), match=r"NVTX|^$"
-    ):  # verl's own kernel, which wants a GPU
+    # verl's own kernel, which wants a GPU
+    with pytest.raises((RuntimeError, AssertionError), match=r"NVTX|^$"):
         model(**inputs, temperature=TEMPERATURE)
     engine.model_config.fused_kernel_options["zero_advantage"] = "score"
     with pytest.raises(

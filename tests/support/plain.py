@@ -29,23 +29,19 @@ def same(x: Tensor) -> Tensor:
 class Hooks:
     """Where a fault may sit."""
 
-    case: Callable[[Case], Case] = lambda case: (
-        case
-    )  # what the loss is told, as against what the head is told
+    # what the loss is told, as against what the head is told
+    case: Callable[[Case], Case] = lambda case: case
     raw: Edit = same  # (n, V) the products' result
-    slopes: Callable[[Case, Tensor, Tensor], tuple[Tensor, Tensor]] = lambda case, a, b: (
-        a,
-        b,
-    )  # (B, T) each
+    # (B, T) each
+    slopes: Callable[[Case, Tensor, Tensor], tuple[Tensor, Tensor]] = lambda case, a, b: (a, b)
     d_raw: Edit = same  # (n, V) the gradient of the products' result
     loss: Edit = same
     logps: Edit = same
     entropies: Edit = same
     metrics: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda metrics: metrics
     grads: dict[str, Edit] = field(default_factory=dict)  # by name: hidden, weight, bias
-    pull: Callable[[Tensor, Tensor, Tensor], Tensor] = lambda p, d, kl: (
-        p * (d - kl)
-    )  # (n, V) d KL / d z, of another head
+    # (n, V) d KL / d z, of another head
+    pull: Callable[[Tensor, Tensor, Tensor], Tensor] = lambda p, d, kl: p * (d - kl)
     chain_cap: bool = True  # the soft-cap's derivative
     accumulate: torch.dtype | None = None  # the weight gradient's accumulator, one row at a time
 

@@ -8,9 +8,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 COPIED = ("grpo_kernels", "csrc", "tests", "benchmarks", "pyproject.toml")
-IGNORED = shutil.ignore_patterns(
-    "__pycache__", "results", "*.so"
-)  # a library built beforehand has no fault
+# a library built beforehand has no fault
+IGNORED = shutil.ignore_patterns("__pycache__", "results", "*.so")
 
 
 @dataclass(frozen=True)

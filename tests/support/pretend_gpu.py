@@ -35,10 +35,8 @@ HOPPER = types.SimpleNamespace(
     total_memory=80 * 2**30,
     shared_memory_per_multiprocessor=233472, shared_memory_per_block_optin=232448, gcnArchName="",
 )  # fmt: skip
-WIDE_PRODUCTS = {
-    aten.mm.dtype_out,
-    aten.addmm.dtype_out,
-}  # 16-bit operands, fp32 results: CUDA only
+# 16-bit operands, fp32 results: CUDA only
+WIDE_PRODUCTS = {aten.mm.dtype_out, aten.addmm.dtype_out}
 
 
 class Waits(list[str]):

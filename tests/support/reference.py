@@ -41,15 +41,13 @@ class Evaluation:
     policy: Tensor  # 0-d, the surrogate's share alone (no KL, no entropy bonus)
     log_ratios: Tensor  # (B, T), the log of the ratio that each token's surrogate sees (gmpo: before their mean)
     parts: dict[str, Tensor]  # their sums add up to the loss
-    sizes: dict[
-        str, Tensor
-    ]  # for each part the sum of the absolute values of what it is summed from
+    # for each part the sum of the absolute values of what it is summed from
+    sizes: dict[str, Tensor]
     kl_size: Tensor  # (B, T), the same for each token's KL estimate, before its weight
     kl_slope_size: Tensor  # (B, T), the same for d KL term / d logp
     overflow: Tensor  # (B, T) bool: float32 cannot hold the token's term
-    keeps: list[Tensor] = field(
-        default_factory=list
-    )  # discrete decisions (off-policy mask, top-entropy mask)
+    # discrete decisions (off-policy mask, top-entropy mask)
+    keeps: list[Tensor] = field(default_factory=list)
     # name -> (values, which of them count): the metric is their mean
     means: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     extremes: dict[str, Tensor] = field(default_factory=dict)

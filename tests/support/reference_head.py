@@ -13,14 +13,8 @@ from tests.support.reference_terms import divergence, listed_divergence, setting
 if TYPE_CHECKING:
     from tests.support.case_builder import Case
 
-LEAVES = (
-    "hidden",
-    "weight",
-    "bias",
-    "lora_a",
-    "lora_b",
-    "lora_input",
-)  # fields of a case that may want a gradient
+# fields of a case that may want a gradient
+LEAVES = ("hidden", "weight", "bias", "lora_a", "lora_b", "lora_input")
 SCORES = ("logps", "entropies", "divergences")
 
 

@@ -108,9 +108,8 @@ def sapo(
     o: SimpleNamespace, ratio: Tensor, adv: Tensor, logps: Tensor, phi: Tensor | None
 ) -> Tensor:
     tau = either(adv > 0, o.sapo_temperature_pos, o.sapo_temperature_neg, adv.dtype)
-    gate = torch.nn.functional.logsigmoid(
-        tau * (ratio - 1)
-    ).exp()  # its slope keeps its digits near a gate of 1
+    # its slope keeps its digits near a gate of 1
+    gate = torch.nn.functional.logsigmoid(tau * (ratio - 1)).exp()
     return -gate * 4 / tau * adv
 
 
@@ -145,12 +144,10 @@ def sequence_sum(o: SimpleNamespace, m: Tensor, items: float) -> Tensor:
 class Loss:
     """What tells a loss from the others: an entry of `TERMS`, by which every suite has it."""
 
-    surrogate: (
-        Callable[..., Tensor] | None
-    )  # the per-token policy loss (B, T) before masks; None: `geometric_mean`
-    normaliser: Callable[
-        ..., Tensor
-    ]  # weights (B, T) from the mask: loss = sum(weight * per-token loss)
+    # the per-token policy loss (B, T) before masks; None: `geometric_mean`
+    surrogate: Callable[..., Tensor] | None
+    # weights (B, T) from the mask: loss = sum(weight * per-token loss)
+    normaliser: Callable[..., Tensor]
     per_sequence: bool = False  # one ratio per sequence at any level
     in_trl: bool = True
 

@@ -58,9 +58,8 @@ def check_kernels(
     d, bound = gradient(at, ids, a, b)
     check(f"{name}: d raw", out, d, bound + _rounding(d, dtype))
     TorchRows().grad(in_torch, stats, a, b, z)
-    cancelled = (
-        0.0 if transform.softcap is None else 16 * U * (d / at.slope).abs()
-    )  # in torch's 1 - tanh^2
+    # in torch's 1 - tanh^2
+    cancelled = 0.0 if transform.softcap is None else 16 * U * (d / at.slope).abs()
     check(f"{name}: d raw of torch", out, z, 2 * bound + cancelled + _rounding(d, dtype))
 
     loss, out = make_loss(stats.logps, kind), torch.empty_like(out)

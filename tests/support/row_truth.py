@@ -69,10 +69,8 @@ def truth(raw: Tensor, ids: Tensor, transform: LogitTransform) -> Truth:
     d = torch.where(p > 0, top - z, 0.0)
     entropy = log_sum + (p * d).sum(1)
     away = torch.where(p > 0, logs + entropy[:, None], 0.0)
-    log_others, margin = (
-        _log_sum(z - top, ids),
-        (top - z).gather(1, ids[:, None])[:, 0],
-    )  # what logp is computed from
+    # what logp is computed from
+    log_others, margin = _log_sum(z - top, ids), (top - z).gather(1, ids[:, None])[:, 0]
     want = {
         "logps": -torch.logaddexp(torch.zeros_like(margin), log_others + margin),
         "max_logit": top[:, 0],

@@ -126,9 +126,8 @@ def check_like(name: str, got: Tensor, want: Tensor, bound: Tensor, like: Tensor
     assert same(got.isnan(), like.isnan()), name
     assert same(got.isinf(), like.isinf()), name
     assert torch.equal(got[like.isinf()], like[like.isinf()]), name
-    number = (
-        like.isfinite() & want.isfinite()
-    )  # a ratio that is 0 in float32 may be more in float64, times -inf
+    # a ratio that is 0 in float32 may be more in float64, times -inf
+    number = like.isfinite() & want.isfinite()
     check(name, got[number], want[number], bound[number])
 
 
@@ -145,9 +144,8 @@ def estimates_differentiated(name: str, logps: Tensor, ref: Tensor) -> Tensor:
 class SurrogateSuite:
     kernels: FusedRowBackend
     device = DEVICE
-    units: ClassVar = {
-        torch.float32: U
-    }  # of the dtypes that it computes in, the most precise at last
+    # of the dtypes that it computes in, the most precise at last
+    units: ClassVar = {torch.float32: U}
     slack = 8  # roundings of a surrogate
     log_ratios: Sequence[float] = (0.0,)  # that an estimator is tried with
 
@@ -194,9 +192,8 @@ class SurrogateSuite:
         nonzero = inputs[1] != 0  # at 0 both branches tie, whatever the ratio: a share of nothing
         bound = self.slack * unit * want.abs() * steepness(name, constants, inputs[0])
         if name == "sapo" and dtype is torch.float64:
-            bound[1] += (
-                2.0**-50 * inputs[0].exp() * inputs[1].abs()
-            )  # autograd's 1 - sigmoid cancels
+            # autograd's 1 - sigmoid cancels
+            bound[1] += 2.0**-50 * inputs[0].exp() * inputs[1].abs()
         check(name, got[:, nonzero], want[:, nonzero], bound[:, nonzero])
         assert (got[:, ~nonzero] == 0).all()
 

@@ -190,9 +190,8 @@ def compare(name: str, got: Tensor, want: Tensor, bound: Tensor | float, case: C
     )
     got = got.detach().double()
     bound = torch.as_tensor(bound, dtype=torch.float64).expand_as(want)
-    bound = torch.where(
-        bound > 0, bound + compute_unit(case).floor, bound
-    )  # where exactly 0 is asked for, exactly 0
+    # where exactly 0 is asked for, exactly 0
+    bound = torch.where(bound > 0, bound + compute_unit(case).floor, bound)
     error = (got - want).abs()
     excess = torch.where(
         error <= bound, 0.0, torch.nan_to_num(error / bound, nan=math.inf, posinf=math.inf)

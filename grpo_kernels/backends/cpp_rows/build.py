@@ -34,11 +34,8 @@ if sys.platform != "win32":
     import fcntl
 
 NAME = "grpo_kernels_cpp"  # the library, and the namespace of its ops
-SAME_BITS = (
-    "-ffp-contract=off",
-    "-fno-math-errno",
-    "-fno-trapping-math",
-)  # on all instruction sets
+# the same bits on all instruction sets
+SAME_BITS = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020b000000000000"  # of torch 2.11
 FLAGS = (
     "-std=c++17",

@@ -87,9 +87,8 @@ def test_opcheck(
     use_every_op(dtype, kind)
     monkeypatch.undo()
     assert len(calls) == 9
-    for name, args, kwargs in (
-        calls if kind == 0 else calls[kind % 3 :: 3]
-    ):  # of the other dtypes a third each
+    # of the other dtypes a third each
+    for name, args, kwargs in calls if kind == 0 else calls[kind % 3 :: 3]:
         results = opcheck(getattr(torch.ops.grpo_kernels_cpp, name).default, args, kwargs)
         assert len(results) == 4
         assert set(results.values()) == {"SUCCESS"}, (name, results)

@@ -79,9 +79,8 @@ class TestDivergence(DivergenceSuite):
 
     def test_fused_is_one_after_the_other(self, beta: float) -> None:
         """The bits of `stats` and `diverge`, the loss, and the gradient of `grad`."""
-        for kind in range(
-            self.betas.index(beta), 7, len(self.betas)
-        ):  # each surrogate with one of `betas`
+        # each surrogate with one of `betas`
+        for kind in range(self.betas.index(beta), 7, len(self.betas)):
             n, vocab = 5, (self.wide, self.vocabs[kind % len(self.vocabs)])[kind % 2]
             raw, other, ids = self.randn(n, vocab), self.randn(n, vocab), self.ids(n, vocab)
             chunk = self.chunk(raw, other, beta, ids, self.transforms(n, vocab, (kind, kind + 3)))

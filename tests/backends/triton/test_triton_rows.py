@@ -64,9 +64,8 @@ class TestDivergence(DivergenceSuite):
 
     kernels = small(16, 256)
     vocabs = (2, 600) if DEVICE == "cpu" else (1, 2, 127, 128, 129, 4097)
-    betas = (
-        BETAS[:3] if DEVICE == "cpu" else BETAS
-    )  # the interpreter takes its time, and 0.1 and 0.9 compile to 0.5's
+    # the interpreter takes its time, and 0.1 and 0.9 compile to 0.5's
+    betas = BETAS[:3] if DEVICE == "cpu" else BETAS
 
 
 @pytest.mark.parametrize("n", NS)

@@ -23,17 +23,8 @@ from tests.support.row_suite import (
 
 INF, NAN = math.inf, math.nan
 TILE = 4096  # columns of a step on both architectures
-TARGETS = (
-    0,
-    1023,
-    1024,
-    2050,
-    4095,
-    4096,
-    8191,
-    8192,
-    9000,
-)  # quarters of tiles, their ends, the tail of V 9001
+# quarters of tiles, their ends, the tail of V 9001
+TARGETS = (0, 1023, 1024, 2050, 4095, 4096, 8191, 8192, 9000)
 BACKENDS = {"apart": RowsApart(), "together": TritonRows()}
 quick, slow = pytest.mark.quick, pytest.mark.slow
 
