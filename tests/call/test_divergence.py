@@ -142,7 +142,9 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("changes", "error", "match"), WRONG, ids=lambda x: str(x)[:40])
+@pytest.mark.parametrize(
+    ("changes", "error", "match"), WRONG, ids=lambda x: x if isinstance(x, str) else ""
+)
 def test_wrong_arguments_are_named(changes: dict, error: type[Exception], match: str) -> None:
     case = diverging("wrong")
     given = {"hidden": case.hidden, "head": case.weight}
