@@ -93,10 +93,10 @@ def make_problem(terms: Sequence[int]) -> Problem:
     return Problem(prompt, working, sum(terms))
 
 
-def all_problems(terms: int = 3, largest: int = 9, seed: int = 0) -> list[Problem]:
-    """Every sum of `terms` digits up to `largest`, shuffled."""
-    digits = list(itertools.product(range(largest + 1), repeat=terms))
-    random.Random(seed).shuffle(digits)
+def all_problems(largest: int = 9) -> list[Problem]:
+    """Every sum of three digits up to `largest`, shuffled."""
+    digits = list(itertools.product(range(largest + 1), repeat=3))
+    random.Random(0).shuffle(digits)
     return [make_problem(row) for row in digits]
 
 
@@ -201,26 +201,22 @@ def sample(
     return Rollout(prompt_ids, completion_ids, completion_mask, repeated, texts)
 
 
-def warm_model(
-    *, noise: float = 0.3, largest: int = 3, steps: int = 150, seed: int = 0
-) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerFast, list[Problem]]:
-    """The model that the short examples start from, in a few seconds: (model, tokenizer,
-    problems).
-    """
-    torch.manual_seed(seed)
+def warm_model() -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerFast, list[Problem]]:
+    """Where the short examples start, in a few seconds: (model, tokenizer, problems)."""
+    torch.manual_seed(0)
     tokenizer = build_tokenizer()
-    model = build_model(tokenizer, seed=seed)
-    problems = all_problems(largest=largest)
-    print(f"warm start: {steps} supervised steps, in which a small model learns to write sums")
+    model = build_model(tokenizer, seed=0)
+    problems = all_problems(largest=3)
+    print("warm start: 150 supervised steps, in which a small model learns to write sums")
     warm_start(
         model,
         tokenizer,
         problems,
-        steps=steps,
-        noise=noise,
+        steps=150,
+        noise=0.3,
         batch_size=32,
         learning_rate=5e-3,
-        seed=seed,
+        seed=0,
     )
     return model, tokenizer, problems
 

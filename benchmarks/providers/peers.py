@@ -46,11 +46,8 @@ def trl(inputs: Inputs) -> Forward:
 
         op, chunk = utils._ChunkedLogProbFunction, utils._CHUNKED_LOGPROB_CHUNK_SIZE
     except Exception as error:
-        op, chunk, note = (
-            _alone("chunked_logprob").ChunkedLogProbFunction,
-            32768,
-            _without_the_trainer(error),
-        )
+        op, chunk = _alone().ChunkedLogProbFunction, 32768
+        note = f"trl.kernels alone, without the trainer ({type(error).__name__}: {error})"[:300]
     outputs = OUTPUTS[:1] if case.score and not case.wants_entropy else OUTPUTS
 
     def rows(hidden: Tensor, ids: Tensor) -> Scored:
@@ -61,17 +58,13 @@ def trl(inputs: Inputs) -> Forward:
     return from_rows(inputs, rows, note, packs=packs)
 
 
-def _without_the_trainer(error: Exception) -> str:
-    return f"trl.kernels alone, without the trainer ({type(error).__name__}: {error})"[:300]
-
-
-def _alone(name: str) -> Any:
-    """A module of `trl.kernels`, where the trainers cannot be imported."""
+def _alone() -> Any:
+    """`trl.kernels.chunked_logprob`, where the trainers cannot be imported."""
     without_init("trl", "trl.kernels", "trl.trainer")
     utils = types.ModuleType("trl.trainer.utils")
     utils.maybe_gather_lm_head_ctx = lambda *_: nullcontext()  # type: ignore[attr-defined]
     sys.modules["trl.trainer.utils"] = utils
-    return importlib.import_module(f"trl.kernels.{name}")
+    return importlib.import_module("trl.kernels.chunked_logprob")
 
 
 # Liger's heads. Tested with 0.8.5.

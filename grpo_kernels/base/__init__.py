@@ -4,5 +4,4 @@
 - `distributed`: collectives, and the check that all ranks make the same call.
 - `tensors`: records of tensors, sums, quantiles, importance ratios, sequences of a batch.
 - `modes`: modules in evaluation mode, and calls that leave no trace.
-- `trl_args`: the arguments of a TRL trainer.
 """

@@ -21,7 +21,6 @@ from grpo_kernels.base.choices import (
     SamplingMode,
     choices,
 )
-from grpo_kernels.base.trl_args import check_args, loss_fields
 from grpo_kernels.objective.losses import loss_of
 
 if TYPE_CHECKING:
@@ -41,6 +40,25 @@ def _above(lowest: float) -> dict[str, Any]:
 
 def _at_least(lowest: float) -> dict[str, Any]:
     return {"range": (lowest, True)}
+
+
+# of TRL's fields not taken over: its trainer makes the ratio, so the loss must not
+CORRECTION = "vllm_importance_sampling_correction"
+
+# name -> (value with which it does nothing, what to do instead)
+REFUSED: dict[str, tuple[Any, str]] = {
+    "use_adaptive_entropy": (
+        False,
+        "its controller is the trainer's: change the coefficient between steps, replace(config, "
+        "entropy_coef=...)",
+    ),
+    "mask_truncated_completions": (
+        False,
+        "set completion_mask to 0 in every completion without an end token",
+    ),
+    "cast_lm_head_to_fp32": (False, "pass the weight in float32"),
+    "router_aux_loss_coef": (None, "pass it to causal_lm_loss"),
+}
 
 
 class LossFields(TypedDict, total=False):
@@ -278,16 +296,46 @@ class LossConfig:
                 ``DistillationConfig``), or have none of the fields, such as None or a mapping
                 (whose misspelt keys would go unnoticed).
         """
-        check_args(args, overrides.keys())
+        _check_args(args, overrides.keys())
         return config_of_trainer(args, **overrides)
 
 
 def config_of_trainer(args: Any, **overrides: Any) -> LossConfig:
     """Like `LossConfig.from_trl`, for TRL's trainer, which itself serves the options that are
     refused there."""
-    names = {option.name for option in fields(LossConfig)}
-    optional = {option.name for option in fields(LossConfig) if _is_optional(option)}
-    return LossConfig(**{**loss_fields(args, names, optional), **overrides})
+    options = {option.name: option for option in fields(LossConfig)}
+    found = {name: getattr(args, name) for name in options if hasattr(args, name)}
+    found.pop(CORRECTION, None)
+    if not found:
+        # of a mapping nobody would notice a misspelt key
+        is_mapping = isinstance(args, Mapping)
+        hint = "; of a mapping: trl.GRPOConfig(**args), or LossConfig(**args)" if is_mapping else ""
+        raise TypeError(
+            f"args: expected a trl.GRPOConfig or its like, got {type(args).__name__}{hint}"
+        )
+    found = {k: x for k, x in found.items() if x is not None or _is_optional(options[k])}
+    if getattr(args, "vllm_importance_sampling_cap", None) is not None:
+        found["vllm_importance_sampling_clip_max"] = args.vllm_importance_sampling_cap
+    return LossConfig(**{**found, **overrides})
+
+
+def _check_args(args: Any, overrides: Collection[str]) -> None:
+    """Raise unless a `LossConfig` with `overrides` can hold all that `args` say of the loss."""
+    of_trl = [x.__name__ for x in type(args).__mro__ if x.__module__.partition(".")[0] == "trl"]
+    is_like = "GRPOConfig" in of_trl
+    if of_trl and of_trl[0] != "GRPOConfig" and not (is_like and "loss_type" in overrides):
+        hint = "; its loss, if it is meant: from_trl(args, loss_type=...)" if is_like else ""
+        raise TypeError(
+            f"args: expected a trl.GRPOConfig or its like, got {type(args).__name__}, of a trainer "
+            f"with another loss{hint}"
+        )
+    for name, (neutral, instead) in REFUSED.items():
+        value = getattr(args, name, neutral)
+        if value != neutral:
+            raise ValueError(
+                f"{name}: expected {neutral}, since a LossConfig cannot hold it, got {value!r}; "
+                f"{instead}, and turn it off in a copy, dataclasses.replace(args, {name}={neutral})"
+            )
 
 
 def _is_optional(option: Field[Any]) -> bool:

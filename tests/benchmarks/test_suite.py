@@ -35,10 +35,10 @@ POLICIES |= {"more rows than are sampled, in two chunks": replace(PLAIN, n=320)}
 POLICIES |= {"frozen": replace(PLAIN, frozen=True), "scored": replace(PLAIN, score=True)}
 
 
-def stepped(given: BenchCase, name: str = "eager") -> tuple[Any, Reference, Outcome]:
+def stepped(given: BenchCase) -> tuple[Any, Reference, Outcome]:
     inputs = make_inputs(given, CPU)
     want = reference(inputs)
-    return inputs, want, Step(build(name, inputs))()
+    return inputs, want, Step(build("eager", inputs))()
 
 
 @pytest.mark.parametrize("given", POLICIES.values(), ids=POLICIES)

@@ -12,7 +12,7 @@ from tests.support.flat import flat
 from tests.support.measure import AllocationWatcher, count_flops
 from tests.support.pretend_gpu import OnGPU, here, pretended
 
-N, H, H_TEACHER, V = 96, 10, 10, 64
+N, H, V = 96, 10, 64
 MIB = 2**20
 ON_TORCH = Run(backend="torch")
 KINDS = ({}, {"divergence": "forward_kl"}, {"divergence": "jsd", "beta": 0.3})

@@ -15,8 +15,7 @@ import torch
 from grpo_kernels import GRPOLoss, LossConfig, grpo_loss, presets
 from grpo_kernels.base import choices
 from grpo_kernels.base.choices import LossTypeName
-from grpo_kernels.base.trl_args import REFUSED
-from grpo_kernels.objective.config import config_of_trainer
+from grpo_kernels.objective.config import REFUSED, config_of_trainer
 from grpo_kernels.objective.losses import LOSSES
 from tests.support.flat import flat
 from tests.support.small_batch import small_batch

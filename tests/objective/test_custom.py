@@ -22,9 +22,9 @@ class Scaled:
         return -2 * tokens.advantages * tokens.logps
 
 
-def training_batch(b: int = 4, t: int = 6) -> dict[str, Any]:
+def training_batch() -> dict[str, Any]:
     given = small_batch(
-        b, t, completion_mask=torch.ones(b, t, dtype=torch.bool), trains=("hidden", "weight")
+        4, 6, completion_mask=torch.ones(4, 6, dtype=torch.bool), trains=("hidden", "weight")
     )
     return given | {"head": given.pop("weight")}
 

@@ -547,10 +547,10 @@ def sequence_weight(x: Given) -> Tensor:
     return torch.where(x["mask"], weight(x).log(), 0.0).sum(dim=1, keepdim=True).exp()
 
 
-def opsm_keep(x: Given, delta: float = 1e-4) -> Tensor:
+def opsm_keep(x: Given) -> Tensor:
     moved = torch.where(x["mask"], x["sampling"] - x["logps"], 0.0).sum(dim=1, keepdim=True)
     moved = moved / x["mask"].sum(dim=1, keepdim=True).clamp(min=1)
-    return ~((x["advantages"] < 0) & (moved > delta))
+    return ~((x["advantages"] < 0) & (moved > 1e-4))
 
 
 PRESETS: dict[str, tuple[Callable[[Given], Tensor], str]] = {

@@ -13,16 +13,14 @@ import torch
 from tests.support.ranks import server_context
 
 
-def run_script(
-    path: Path, options: list[str], folder: Path, seconds: float = 600.0
-) -> tuple[int, str]:
+def run_script(path: Path, options: list[str], folder: Path) -> tuple[int, str]:
     """Exit code and output of ``python path *options``, with one thread; `folder` is for what it
     prints.
     """
     printed = folder / f"{path.stem}.txt"
     process = server_context().Process(target=_main, args=(path, options, printed))
     process.start()
-    process.join(seconds)
+    process.join(600.0)
     if process.is_alive():
         process.kill()
         process.join()

@@ -27,9 +27,9 @@ def text_batch() -> tuple[Tensor, Tensor]:
     return ids, attention_mask
 
 
-def last_columns(attention_mask: Tensor, count: int = 5) -> Tensor:
-    """A completion mask (B, count), of different lengths."""
-    mask = attention_mask[:, -count:].clone()
+def last_columns(attention_mask: Tensor) -> Tensor:
+    """A completion mask (B, 5), of different lengths."""
+    mask = attention_mask[:, -5:].clone()
     mask[0, 3:] = 0
     return mask
 
