@@ -209,14 +209,7 @@ def warm_model() -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerFast, list[Proble
     problems = all_problems(largest=3)
     print("warm start: 150 supervised steps, in which a small model learns to write sums")
     warm_start(
-        model,
-        tokenizer,
-        problems,
-        steps=150,
-        noise=0.3,
-        batch_size=32,
-        learning_rate=5e-3,
-        seed=0,
+        model, tokenizer, problems, steps=150, noise=0.3, batch_size=32, learning_rate=5e-3, seed=0
     )
     return model, tokenizer, problems
 

@@ -28,7 +28,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 DOORS = {"body", "host.py", "liger.py", "transformers", "trl", "verl", "verl_plugin.py"}
 CORE = [path for path in FILES if path.relative_to(ROOT).parts[0] not in DOORS]
 BUILDING = {  # a compiler's and a cache's files, and the variables that any user of such knows, none of our own
-    ROOT / "backends" / "cpp_rows" / "build.py": {"TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME", "CXX"},
+    ROOT / "backends" / "cpp_rows" / "build.py": {"TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME", "CXX"}
 }
 HEAVY = [
     "accelerate",

@@ -35,12 +35,7 @@ SHARED_BYTES = {
 }
 # Bytes of a thread that a release of Triton spills, by target and kernel: none in an inner loop, so
 # that they are written and read once a row. docs/kernels.md says what they cost.
-SPILLS = {
-    "3.8": {("sm_90", "stats_kernel"): 8},
-    "3.9": {
-        ("sm_90", "diverge_kernel"): 16,
-    },
-}
+SPILLS = {"3.8": {("sm_90", "stats_kernel"): 8}, "3.9": {("sm_90", "diverge_kernel"): 16}}
 ARGUMENTS_OF_ROWS = re.compile(r"%(teacher_)?stride_\w+$")
 SPREADING = ("tt.splat", "tt.broadcast", "tt.expand_dims", "tt.reshape")
 
@@ -127,10 +122,7 @@ def broken_by_code(text: str, arch: str) -> list[str]:
             "an atomic": r"\b(global|flat|buffer|ds)_\w*atomic",
         }
     else:
-        rules = {
-            "double precision": r"\.f64\b",
-            "an atomic": r"^\s*(@%p\d+ )?(atom|red)\.",
-        }
+        rules = {"double precision": r"\.f64\b", "an atomic": r"^\s*(@%p\d+ )?(atom|red)\."}
     found = {name: re.search(rule, text, re.MULTILINE) for name, rule in rules.items()}
     return [f"{name}: {match.group(0).strip()}" for name, match in found.items() if match]
 

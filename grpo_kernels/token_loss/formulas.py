@@ -117,15 +117,6 @@ def times(x, factor):
 
 HELPERS = (times, phi)  # functions that the formulas call; the callee first
 SURROGATES: dict[str, Formula] = {
-    f.__name__: f
-    for f in (
-        clipped,
-        cispo,
-        sapo,
-        vespo,
-        unclipped,
-        constant,
-        linear,
-    )
+    f.__name__: f for f in (clipped, cispo, sapo, vespo, unclipped, constant, linear)
 }
 ESTIMATORS: dict[str, Formula] = {f.__name__: f for f in (k1, k2, k3)}

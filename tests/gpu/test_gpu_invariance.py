@@ -72,13 +72,7 @@ def test_every_run_has_the_same_bits(
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("n", "h", "v", "dtype"), BIG, ids=str)
 def test_a_row_does_not_depend_on_its_batch(
-    device: torch.device,
-    n: int,
-    h: int,
-    v: int,
-    dtype: torch.dtype,
-    backend: str,
-    as_in_use: None,
+    device: torch.device, n: int, h: int, v: int, dtype: torch.dtype, backend: str, as_in_use: None
 ) -> None:
     """Alone, in parts of any size, permuted, repeated, in chunks."""
     if device.type == "cpu":

@@ -36,11 +36,7 @@ ROOT = Path(__file__).parents[2]
 CONSTRAINTS = (ROOT / "requirements/constraints.txt").read_text().split()
 IS_PINNED = f"transformers=={transformers.__version__}" in CONSTRAINTS
 # and the largest share of the cells that each computes
-LAYOUTS = {
-    "tree": 0.6,
-    "trim": 0.8,
-    "padded": 1.0,
-}
+LAYOUTS = {"tree": 0.6, "trim": 0.8, "padded": 1.0}
 
 
 def kinds(*outcomes: str) -> list[str]:
@@ -91,8 +87,7 @@ QUICK = ("glm_moe_dsa", "gemma4_text", "llama4_text")
 
 
 @pytest.mark.parametrize(
-    "kind",
-    [pytest.param(x, marks=() if x in QUICK else pytest.mark.slow) for x in kinds(*LAYOUTS)],
+    "kind", [pytest.param(x, marks=() if x in QUICK else pytest.mark.slow) for x in kinds(*LAYOUTS)]
 )
 def test_each_architecture_gets_the_padded_numbers_in_its_layout(kind: str) -> None:
     model, given, shares = every.build(kind), lengthened(batch(), 8), list[float]()

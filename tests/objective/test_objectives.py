@@ -131,11 +131,7 @@ def verl_config(options: dict[str, Any], info: dict[str, Any]) -> Any:
 
 
 def verl_loss(
-    given: Given,
-    mode: str,
-    name: str,
-    options: dict[str, Any],
-    info: dict[str, Any] | None = None,
+    given: Given, mode: str, name: str, options: dict[str, Any], info: dict[str, Any] | None = None
 ) -> Tensor:
     """verl's registered function; masked positions hold 0, as it would read them."""
     info = {"global_batch_size": B, "loss_scale_factor": FACTOR} if info is None else info

@@ -244,9 +244,7 @@ FAULTS = [
         0.5,
     ),
     Fault(
-        "off-policy mask ignored",
-        told(config={"off_policy_mask_threshold": None}),
-        drops_a_token,
+        "off-policy mask ignored", told(config={"off_policy_mask_threshold": None}), drops_a_token
     ),
     Fault(
         "top-entropy mask ignored",

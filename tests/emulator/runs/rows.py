@@ -15,11 +15,7 @@ from tests.emulator.launch import Emulation
 from tests.emulator.planted import Outcome, Stage, faults
 from tests.emulator.scenes import SCENES, RowsApart
 from tests.support.row_cases import EXTRAS, make_loss, make_transform, same
-from tests.support.row_suite import (
-    RowSuite,
-    SpecialSuite,
-    check_kernels,
-)
+from tests.support.row_suite import RowSuite, SpecialSuite, check_kernels
 
 INF, NAN = math.inf, math.nan
 TILE = 4096  # columns of a step on both architectures
