@@ -37,7 +37,8 @@ if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("trito
 
 @pytest.hookimpl(tryfirst=True)  # before -m "not slow" chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What needs a GPU is skipped without one; of what every backend runs, two of three are slow in the interpreter."""
+    """What needs a GPU is skipped without one; of what every backend runs, two of three are slow in
+    the interpreter."""
     interpreted = [
         x
         for x in items
@@ -69,7 +70,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture
 def forget_warnings() -> Callable[[], None]:
-    """Each warning comes again, which comes once in a process; call it to have it come once more."""
+    """Each warning comes again, which comes once in a process; call it to have it come once
+    more."""
     warn_once.cache_clear()
     return warn_once.cache_clear
 
@@ -85,7 +87,8 @@ def _same_start() -> None:
 
 @pytest.fixture(autouse=True)
 def _uninitialised_memory_is_nan() -> Iterator[None]:
-    """`torch.empty` and its kin come full of NaN (integers: the largest), so that reading what nobody wrote shows."""
+    """`torch.empty` and its kin come full of NaN (integers: the largest), so that reading what
+    nobody wrote shows."""
     before = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -101,7 +104,8 @@ def _uninitialised_memory_is_nan() -> Iterator[None]:
 
 @pytest.fixture(params=["torch", "triton", "cpp"])
 def every_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The test with each row backend in the place of "auto"; float64, which Triton's lacks, runs in torch instead."""
+    """The test with each row backend in the place of "auto"; float64, which Triton's lacks, runs in
+    torch instead."""
     choose = plan.choose_backend
 
     def chosen(name: str, device: torch.device, dtype: torch.dtype = torch.float32):

@@ -1,4 +1,5 @@
-"""The package as a whole: what using it does, how its layers import each other, and arities of backwards."""
+"""The package as a whole: what using it does, how its layers import each other, and arities of
+backwards."""
 
 from __future__ import annotations
 
@@ -27,8 +28,9 @@ FILES = sorted(ROOT.rglob("*.py"))
 # these follow their trainer
 DOORS = {"body", "host.py", "liger.py", "transformers", "trl", "verl", "verl_plugin.py"}
 CORE = [path for path in FILES if path.relative_to(ROOT).parts[0] not in DOORS]
-BUILDING = {  # a compiler's and a cache's files, and the variables that any user of such knows, none of our own
-    ROOT / "backends" / "cpp_rows" / "build.py": {"TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME", "CXX"}
+# a compiler's and a cache's files, and the variables that any user of such knows, none of our own
+BUILDING = {
+    ROOT / "backends" / "cpp_rows" / "build.py": {"TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME", "CXX"},
 }
 HEAVY = [
     "accelerate",
@@ -43,7 +45,8 @@ HEAVY = [
     "verl",
 ]
 
-# folder -> the folders that its files may reach, through whatever they import; its own is one of them
+# folder -> the folders that its files may reach, through whatever they import; its own is one of
+# them
 REACHES = {
     "base": set(),
     "token_loss": set(),
@@ -237,7 +240,8 @@ def differentiate_everything() -> None:
 
 
 def test_backward_returns_a_gradient_for_each_input(monkeypatch):
-    # torch takes a surplus of None in silence, so that a forward and its backward drift apart unseen.
+    # torch takes a surplus of None in silence, so that a forward and its backward drift apart
+    # unseen.
     counts: dict[type, set[tuple[int, int]]] = {}
 
     def counting(function: type[torch.autograd.Function]) -> Callable[..., Any]:
@@ -310,7 +314,8 @@ OF_USERS |= {"testing", "transformers", "trl", "typing", "verl", "verl_plugin", 
 
 
 def internals(path: Path) -> set[str]:
-    """The package's internal modules that a file of the tests names, in code that it runs elsewhere, too."""
+    """The package's internal modules that a file of the tests names, in code that it runs
+    elsewhere, too."""
     text = path.read_text()
     names = {*re.findall(r"\bgrpo_kernels(?:\.\w+)+", text)}
     for node in ast.walk(ast.parse(text)):
@@ -321,7 +326,8 @@ def internals(path: Path) -> set[str]:
 
 
 def test_what_tests_an_internal_says_so():
-    """A file that imports an internal module, itself or by its support, dies with it: it is marked unit."""
+    """A file that imports an internal module, itself or by its support, dies with it: it is marked
+    unit."""
     inner = {path: internals(path) for path in TESTS.values()}
     needs = {path: {TESTS[x] for x in imports_of_tests(path)} for path in inner}
     for path in inner:

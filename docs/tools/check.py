@@ -1,8 +1,9 @@
 """Checks the built site: ``python docs/tools/check.py site``.
 
-Every link, anchor and picture leads to something that is there; nothing is loaded from elsewhere; every public name of
-the package has an entry in the API pages. (That each page is in the navigation, and the links between sources, `mkdocs
-build --strict` has checked.) Exit status 1, with a line for each fault.
+Every link, anchor and picture leads to something that is there; nothing is loaded from elsewhere;
+every public name of the package has an entry in the API pages. (That each page is in the
+navigation, and the links between sources, `mkdocs build --strict` has checked.) Exit status 1, with
+a line for each fault.
 """
 
 from __future__ import annotations
@@ -78,7 +79,8 @@ def faults_of_page(path: Path, site: Path) -> list[str]:
     page, faults = page_at(path), []
     if "mermaid" in page.classes:
         faults.append(
-            "has a mermaid diagram, for which browsers would load a script from elsewhere: draw an SVG"
+            "has a mermaid diagram, for which browsers would load a script from elsewhere: "
+            "draw an SVG"
         )
     for link, kind in page.links:
         target = urlsplit(link)

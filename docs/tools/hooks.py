@@ -1,9 +1,11 @@
-"""What the site adds to the files of docs/: pages made of files outside of it, and links that leave it.
+"""What the site adds to the files of docs/: pages made of files outside of it, and links that leave
+it.
 
-Files stay where they read well in a checkout, so links between them are relative. A link to a file of the repository
-that has no page becomes a link into `repo_url`, where one is set, else its text alone. One to a file that is not there
-is a warning, and so an error. In the API pages the name of something public leads to its entry, and the arguments of
-a call stand in the groups of its docstring. Each figure leads to its file, to be seen larger.
+Files stay where they read well in a checkout, so links between them are relative. A link to a file
+of the repository that has no page becomes a link into `repo_url`, where one is set, else its text
+alone. One to a file that is not there is a warning, and so an error. In the API pages the name of
+something public leads to its entry, and the arguments of a call stand in the groups of its
+docstring. Each figure leads to its file, to be seen larger.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ ROOT = Path(__file__).parents[2]
 # path in the repository: path on the site
 PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 LINK = re.compile(r"(?<!!)\[(?P<text>(?:[^\[\]]|\[[^\]]*\])+)\]\((?P<target>[^()\s]+)\)")
-# Not the names of objectives and presets, which are those of loss types, too, nor of modules, which are arguments' too.
+# Not the names of objectives and presets, which are those of loss types, too, nor of modules, which
+# are arguments' too.
 NAMES = {
     name.rpartition(".")[2]: name
     for module in ("", ".advantages", ".transformers", ".trl", ".verl")
@@ -33,7 +36,8 @@ NAMES = {
 }
 CODE = re.compile(rf"<code>({'|'.join(NAMES)})</code>(?!</a>)")
 ITEM = r'<li class="doc-section-item field-body">\s*<b><code>'
-# A group's name, which was taken for an argument; and several fields of a line, the last taken for types.
+# A group's name, which was taken for an argument; and several fields of a line, the last taken for
+# types.
 GROUP = re.compile(ITEM + r"([A-Z]\w*(?: \w+)+)</code></b>\s*\u2013\s*<div[^>]*>\s*</div>\s*</li>")
 SEVERAL = re.compile(
     rf"({ITEM})((?:<[^>]*>)?\w+,(?:<[^>]*>)?)</code></b>\s*\(<code>(.*?)</code>\)", re.DOTALL
@@ -55,7 +59,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Rewrites the links of a page, outside of its code blocks; leaves out the home page's sidebar, of one line."""
+    """Rewrites the links of a page, outside of its code blocks; leaves out the home page's sidebar,
+    of one line."""
     if page.is_homepage:
         page.meta["hide"] = ["navigation"]
     uri = page.file.src_uri
@@ -70,7 +75,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Keeps exponents with their numbers, lets paths break, has figures lead to their files; then the API pages."""
+    """Keeps exponents with their numbers, lets paths break, has figures lead to their files; then
+    the API pages."""
     html = EXPONENT.sub(lambda found: found[1] or "\u2011", html)
     html = PATH.sub(lambda path: BREAK.sub(r"\g<0><wbr>", path[0]), html)
     html = FIGURE.sub(lambda image: f'<a href="{image[1]}">{image[0]}</a>', html)
@@ -78,7 +84,8 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
 
 
 def _api(html: str) -> str:
-    """Links names, sets arguments in their groups, puts fields of one line together, and one colon before code."""
+    """Links names, sets arguments in their groups, puts fields of one line together, and one colon
+    before code."""
 
     def together(item: re.Match[str]) -> str:
         names = TAG.sub("", f"{item[2]} {item[3]}").strip("()").replace("(", "")

@@ -170,7 +170,8 @@ def _keep_own_forward(cls: Any) -> None:
 
 
 def _own_forward(cls: type) -> Callable[..., Any]:
-    """The forward that a model's class had before verl's and ours: it shows the head's constants."""
+    """The forward that a model's class had before verl's and ours: it shows the head's
+    constants."""
     for x in cls.__mro__:
         found = _own.get(x) or vars(x).get("forward")
         if found in (None, nn.Module.forward) or found.__module__.startswith("verl."):

@@ -74,7 +74,8 @@ def test_the_exact_kl_of_a_loss_adds_the_projection_of_the_reference(
             logps = torch.full(shape, -4.0) if old else None
             out = grpo_loss(
                 given[0].view(*shape, H), given[1], torch.zeros(shape, dtype=torch.long), None,
-                torch.ones(8), reference=(reference[0].view(*shape, H), reference[1]), config=config,
+                torch.ones(8), reference=(reference[0].view(*shape, H), reference[1]),
+                config=config,
                 old_per_token_logps=logps,
             )  # fmt: skip
             if out.loss.requires_grad:
@@ -166,7 +167,8 @@ def test_a_loss_with_the_exact_kl_waits_no_more_and_can_be_captured(
         shape = (8, N // 8)
         out = grpo_loss(
             hidden.view(*shape, H), weight, OnGPU(torch.zeros(shape, dtype=torch.long)), None,
-            OnGPU(torch.ones(8)), reference=(other.view(*shape, H), other_weight), config=config, run=ON_TORCH,
+            OnGPU(torch.ones(8)), reference=(other.view(*shape, H), other_weight), config=config,
+            run=ON_TORCH,
         )  # fmt: skip
         torch.autograd.backward(out.loss)
     assert not waits

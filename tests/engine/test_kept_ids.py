@@ -281,7 +281,8 @@ def test_refusals_of_the_loss() -> None:
         ),
         (
             {"ref_per_token_logps": of_whole, "config": LossConfig(beta=0.1)},
-            "ref_per_token_logps: expected log-probabilities over the same kept sets, .* got -1: make",
+            "ref_per_token_logps: expected log-probabilities over the same kept sets, .* got -1: "
+            "make",
         ),
         ({"without_set": None}, "without_set: expected one of"),
     ):

@@ -1,7 +1,8 @@
-"""Stand-ins of other projects have the arguments of the code that they stand for, where its source can be found.
+"""Stand-ins of other projects have the arguments of the code that they stand for, where its source
+can be found.
 
-The source is read and never imported, so that a checkout is enough: ``PYTHONPATH=prime-rl/src``. Without one, as in
-continuous integration, each case is skipped and says so.
+The source is read and never imported, so that a checkout is enough: ``PYTHONPATH=prime-rl/src``.
+Without one, as in continuous integration, each case is skipped and says so.
 """
 
 from __future__ import annotations
@@ -25,10 +26,13 @@ TRAINERS = {
     "torchtune.dev.rl.linear_grpo_loss": ["LinearGRPOLoss.__init__", "LinearGRPOLoss.forward"],
     "nemo_rl.distributed.model_utils": ["from_parallel_hidden_states_to_logprobs"],
     "nemo_rl.models.automodel.train": [
-        "LossPostProcessor.__call__", "LogprobsPostProcessor.__call__", "forward_with_post_processing_fn",
+        "LossPostProcessor.__call__", "LogprobsPostProcessor.__call__",
+        "forward_with_post_processing_fn",
     ],
     "nemo_rl.algorithms.logits_sampling_utils": ["need_top_k_or_top_p_filtering"],
-    "slime.backends.megatron_utils.loss": ["_build_shifted_tokens", "_extract_per_sample", "get_log_probs_and_entropy"],
+    "slime.backends.megatron_utils.loss": [
+        "_build_shifted_tokens", "_extract_per_sample", "get_log_probs_and_entropy",
+    ],
 }  # fmt: skip
 PEERS = (
     ("cut_cross_entropy.linear_cross_entropy", "linear_cross_entropy"),

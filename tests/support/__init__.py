@@ -1,1 +1,2 @@
-"""What several tests share: the float64 reference, cases, tolerances, stand-ins for devices and ranks."""
+"""What several tests share: the float64 reference, cases, tolerances, stand-ins for devices and
+ranks."""

@@ -1,4 +1,5 @@
-"""A low-rank adapter on a head of another precision: logps, entropies and gradients against float64."""
+"""A low-rank adapter on a head of another precision: logps, entropies and gradients against
+float64."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ def check_adapter(
     gradient: float,
     **options: str,
 ) -> None:
-    """`base` is the head's dtype, `dtype` the adapter's; `gradient` bounds errors relative to the largest entry."""
+    """`base` is the head's dtype, `dtype` the adapter's; `gradient` bounds errors relative to the
+    largest entry."""
     width, vocab = 16, 50
     g = torch.Generator().manual_seed(3)
     hidden, weight = (

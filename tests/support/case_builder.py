@@ -1,4 +1,5 @@
-"""One test case (`Case`) and the builder that makes it from a name: every tensor is seeded by the name alone."""
+"""One test case (`Case`) and the builder that makes it from a name: every tensor is seeded by the
+name alone."""
 
 from __future__ import annotations
 
@@ -81,7 +82,8 @@ def seeded(name: str) -> torch.Generator:
 
 
 def make_mask(kind: str, b: int, t: int, g: torch.Generator) -> Tensor:
-    """(b, t) int64: "ragged" right padding, "holes" (tool output), "full", "none", "left", "one", "first_empty"."""
+    """(b, t) int64: "ragged" right padding, "holes" (tool output), "full", "none", "left", "one",
+    "first_empty"."""
     lengths = torch.randint(1, max(t, 1) + 1, (b, 1), generator=g)
     steps = torch.arange(t)
     mask = (steps < lengths).long()
@@ -102,7 +104,8 @@ def make_mask(kind: str, b: int, t: int, g: torch.Generator) -> Tensor:
 
 
 def make_ratio(kind: str | None, b: int, t: int, g: torch.Generator) -> Tensor | None:
-    """vLLM's importance ratios: "token", "masked" (some of them 0), both (b, t), "sequence" (b, 1), "batch" (b,)."""
+    """vLLM's importance ratios: "token", "masked" (some of them 0), both (b, t), "sequence" (b, 1),
+    "batch" (b,)."""
     if kind is None:
         return None
     shape = {"token": (b, t), "masked": (b, t), "sequence": (b, 1), "batch": (b,)}[kind]
@@ -145,7 +148,8 @@ def make_case(
     others: dict[str, Any] | None = None,
     **config: Any,
 ) -> Case:
-    """A case around a policy of known logits: old, reference and sampling logps lie near its own."""
+    """A case around a policy of known logits: old, reference and sampling logps lie near its
+    own."""
     g = seeded(name)
     normal = lambda *shape: torch.randn(shape, generator=g)  # noqa: E731
     case = Case(
@@ -206,7 +210,8 @@ def make_case(
 
 
 def with_teacher(case: Case, distance: float, width: int | None, g: torch.Generator) -> Case:
-    """`case` with another head, of the policy's dtype: near it where the widths are the same, else anything."""
+    """`case` with another head, of the policy's dtype: near it where the widths are the same, else
+    anything."""
     b, t, h = case.hidden.shape
     normal = lambda *shape: torch.randn(shape, generator=g)  # noqa: E731
     if width is not None:
@@ -237,7 +242,8 @@ def with_lora(case: Case, rank: int, own_input: bool, dtype: torch.dtype) -> Cas
 def with_kept(case: Case, most: int) -> Case:
     """`case` with ragged sets in any order, padding among the ids; the sampled id is one of them.
 
-    The first sets have one id and all of them. With without_set = "full" some are empty, and some lack the sampled id.
+    The first sets have one id and all of them. With without_set = "full" some are empty, and some
+    lack the sampled id.
     """
     g, ids = seeded(f"{case.name} kept"), case.completion_ids
     b, t = ids.shape
@@ -257,7 +263,8 @@ def with_kept(case: Case, most: int) -> Case:
 
 
 def with_listed(case: Case, k: int) -> Case:
-    """`case` with a teacher's ids; some entries are padding, one has no mass, a position lists nothing."""
+    """`case` with a teacher's ids; some entries are padding, one has no mass, a position lists
+    nothing."""
     g = seeded(f"{case.name} listed")
     b, t = case.completion_ids.shape
     ids = torch.rand(b, t, case.weight.shape[0], generator=g).argsort(-1)[..., :k]

@@ -1,8 +1,8 @@
 """The fixed cases, by group: `fixed_cases()`. The random ones: `random_case(seed)`.
 
-A random and on-policy, B head and loss options, C shapes and chunk edges, D masks and counts, E garbage where masked,
-F extremes where counted, G layouts and dtypes, H the KL term over the vocabulary, from another head. Large
-vocabularies: `wide_cases()`.
+A random and on-policy, B head and loss options, C shapes and chunk edges, D masks and counts, E
+garbage where masked, F extremes where counted, G layouts and dtypes, H the KL term over the
+vocabulary, from another head. Large vocabularies: `wide_cases()`.
 """
 
 from __future__ import annotations
@@ -50,12 +50,16 @@ def group_a() -> Iterator[Case]:
 
 
 def group_b() -> Iterator[Case]:
-    """One option at a time for a token-level and a sequence-level loss, then many at once for every loss."""
+    """One option at a time for a token-level and a sequence-level loss, then many at once for every
+    loss."""
     heads = {
-        "temperature": {"temperature": 0.7}, "softcap": {"final_logit_softcapping": 3.0}, "bias": {"bias": True},
+        "temperature": {"temperature": 0.7}, "softcap": {"final_logit_softcapping": 3.0},
+        "bias": {"bias": True},
         "scale": {"logit_scale": 0.25}, "negative-scale": {"logit_scale": -1.5},
         "hot": {"temperature": 1.8, "bias": True},
-        "head": {"bias": True, "final_logit_softcapping": 4.0, "logit_scale": 1.7, "temperature": 0.8},
+        "head": {
+            "bias": True, "final_logit_softcapping": 4.0, "logit_scale": 1.7, "temperature": 0.8,
+        },
     }  # fmt: skip
     for name, options in heads.items():
         for short in ("f32", "bf16", "f16"):
@@ -63,17 +67,21 @@ def group_b() -> Iterator[Case]:
                 f"B/{name}/{short}", dtype=DTYPES[short], beta=0.05, entropy_coef=0.01, **options
             )
     options = {
-        "delta": {"delta": 1.1, "epsilon_high": 0.3}, "delta-wide": {"delta": 1.6}, "epsilons": {"epsilon_high": 0.05},
+        "delta": {"delta": 1.1, "epsilon_high": 0.3}, "delta-wide": {"delta": 1.6},
+        "epsilons": {"epsilon_high": 0.05},
         "no-epsilon": {"epsilon": 0.0}, "kl": {"beta": 0.04},
         "kl-uncorrected": {"beta": 0.3, "use_bias_correction_kl": False},
         "k1": {"beta": 0.1, "kl_estimator": "k1"}, "k2": {"beta": 0.1, "kl_estimator": "k2"},
         "k1-uncorrected": {"beta": 0.1, "kl_estimator": "k1", "use_bias_correction_kl": False},
         "k2-uncorrected": {"beta": 0.1, "kl_estimator": "k2", "use_bias_correction_kl": False},
         "kl-on-policy": {"beta": 0.1, "old": False}, "entropy": {"entropy_coef": 0.05},
-        "malus": {"entropy_coef": -0.02}, "entropy-on-policy": {"entropy_coef": 0.05, "old": False, "zero_adv": True},
-        "top-entropy": {"top_entropy_quantile": 0.37}, "off-policy-mask": {"off_policy_mask_threshold": 0.03},
+        "malus": {"entropy_coef": -0.02},
+        "entropy-on-policy": {"entropy_coef": 0.05, "old": False, "zero_adv": True},
+        "top-entropy": {"top_entropy_quantile": 0.37},
+        "off-policy-mask": {"off_policy_mask_threshold": 0.03},
         "top-entropy-bonus": {"top_entropy_quantile": 0.53, "entropy_coef": 0.1},
-        "sampling-mask": {"off_policy_mask_threshold": 0.05, "sampling": True}, "ratio-token": {"ratio": "token"},
+        "sampling-mask": {"off_policy_mask_threshold": 0.05, "sampling": True},
+        "ratio-token": {"ratio": "token"},
         "ratio-masked": {"ratio": "masked"}, "ratio-sequence": {"ratio": "sequence"},
         "ratio-batch": {"ratio": "batch", "beta": 0.1}, "token-advantages": {"adv": "token"},
         "token-advantages-mask": {"adv": "token", "off_policy_mask_threshold": 0.05},
@@ -84,7 +92,8 @@ def group_b() -> Iterator[Case]:
                 f"B/{name}/{x}-{SHORT[level]}", b=4, noise=0.35, **loss(x, level), **option
             )
     everything = {
-        "beta": 0.05, "entropy_coef": 0.02, "bias": True, "final_logit_softcapping": 6.0, "temperature": 0.9,
+        "beta": 0.05, "entropy_coef": 0.02, "bias": True, "final_logit_softcapping": 6.0,
+        "temperature": 0.9,
         "delta": 1.5,
     }  # fmt: skip
     coupled = {
@@ -117,8 +126,10 @@ def group_b() -> Iterator[Case]:
 
 def group_c() -> Iterator[Case]:
     shapes = [
-        (1, 1, 1, 1), (1, 1, 1, 2), (2, 3, 1, 5), (1, 2, 3, 1), (8, 1, 7, 31), (1, 40, 8, 33), (5, 13, 33, 127),
-        (3, 6, 70, 600), (2, 9, 64, 513), (4, 5, 17, 255), (4, 5, 17, 256), (4, 5, 17, 257), (3, 17, 5, 64),
+        (1, 1, 1, 1), (1, 1, 1, 2), (2, 3, 1, 5), (1, 2, 3, 1), (8, 1, 7, 31), (1, 40, 8, 33),
+        (5, 13, 33, 127),
+        (3, 6, 70, 600), (2, 9, 64, 513), (4, 5, 17, 255), (4, 5, 17, 256), (4, 5, 17, 257),
+        (3, 17, 5, 64),
         (7, 11, 12, 90), (2, 31, 24, 129),
     ]  # fmt: skip
     for b, t, h, v in shapes:
@@ -141,7 +152,8 @@ def group_c() -> Iterator[Case]:
             ("gmpo", "token"),
         ):
             yield make_case(f"C/{b}x{t}/{x}", b=b, t=t, beta=0.1, **loss(x, level))
-    # Rows of the workspace: a budget that no row fits, one, a few, one less and one more than all of them.
+    # Rows of the workspace: a budget that no row fits, one, a few, one less and one more than all
+    # of them.
     for rows in (0.01, 1, 2, 5, 27, 28, 29):
         for x, level in (("dapo", "token"), ("luspo", "sequence"), ("grpo", "token")):
             size = {
@@ -230,7 +242,8 @@ def group_e() -> Iterator[Case]:
 
 
 def extreme(name: str, by: float, sign: int | None, every: int = 2, **options) -> Case:
-    """Old logps moved by `by` at every second counted token; advantages all positive, all negative, or 0 there."""
+    """Old logps moved by `by` at every second counted token; advantages all positive, all negative,
+    or 0 there."""
     case = make_case(f"F/{name}", b=4, mask="full", noise=0.1, shift=0.05, **options)
     old = case.old_per_token_logps.clone()
     hit = (torch.arange(old.shape[1]) % every == 0).expand_as(old)
@@ -402,14 +415,20 @@ def group_h() -> Iterator[Case]:
         yield full_kl(f"{x}-{SHORT[level]}", b=4, bias=True, **loss(x, level))
     options = {
         "on-policy": {"old": False, "zero_adv": True}, "entropy": {"entropy_coef": 0.05},
-        "on-policy-entropy": {"old": False, "entropy_coef": 0.05}, "uncorrected": {"use_bias_correction_kl": False},
-        "top-entropy": {"top_entropy_quantile": 0.37}, "other-width": {"teacher_h": 33, "bias": True},
-        "caps": {"final_logit_softcapping": 5.0, "others": {"teacher_final_logit_softcapping": 2.0}},
+        "on-policy-entropy": {"old": False, "entropy_coef": 0.05},
+        "uncorrected": {"use_bias_correction_kl": False},
+        "top-entropy": {"top_entropy_quantile": 0.37},
+        "other-width": {"teacher_h": 33, "bias": True},
+        "caps": {
+            "final_logit_softcapping": 5.0, "others": {"teacher_final_logit_softcapping": 2.0},
+        },
         "cap-of-teacher": {"others": {"teacher_final_logit_softcapping": 2.0}, "temperature": 0.7},
         "scales": {"logit_scale": -0.5, "others": {"teacher_logit_scale": 1.3}, "temperature": 1.6},
         "garbage": {"mask": "left"},
-        "same": {"teacher": 0.0}, "near": {"teacher": 1e-4}, "far": {"teacher": 3.0, "teacher_h": 8},
-        "workspace": {"workspace": 3 * 50 * 4, "b": 6}, "none": {"mask": "none"}, "one": {"mask": "one"},
+        "same": {"teacher": 0.0}, "near": {"teacher": 1e-4},
+        "far": {"teacher": 3.0, "teacher_h": 8},
+        "workspace": {"workspace": 3 * 50 * 4, "b": 6}, "none": {"mask": "none"},
+        "one": {"mask": "one"},
         "input-logits": {"logits_dtype": "input", "dtype": torch.bfloat16}, "beta-0": {"beta": 0.0},
     }  # fmt: skip
     for name, option in options.items():
@@ -420,14 +439,17 @@ def group_h() -> Iterator[Case]:
 
 
 def wide_cases() -> tuple[Case, ...]:
-    """A dozen with vocabularies of several steps of a kernel's tile, for a GPU: in the interpreter they take long."""
+    """A dozen with vocabularies of several steps of a kernel's tile, for a GPU: in the interpreter
+    they take long."""
     kinds: dict[str, dict[str, Any]] = {
         "on-policy": {"old": False, "zero_adv": True, "dtype": torch.bfloat16},
         "everything": {
-            "beta": 0.05, "entropy_coef": 0.02, "bias": True, "final_logit_softcapping": 6.0, "temperature": 0.9,
+            "beta": 0.05, "entropy_coef": 0.02, "bias": True, "final_logit_softcapping": 6.0,
+            "temperature": 0.9,
         },
         "frozen": {
-            "loss_type": "grpo", "importance_sampling_level": "sequence", "dtype": torch.float16, "frozen": ("weight",),
+            "loss_type": "grpo", "importance_sampling_level": "sequence", "dtype": torch.float16,
+            "frozen": ("weight",),
         },
     }  # fmt: skip
     shape = {"b": 2, "t": 5, "mask": "ragged"}

@@ -97,7 +97,8 @@ def logit_error(case: Case, h: Head) -> Tensor:
 
 
 def between_products(case: Case) -> float:
-    """Half a unit in the last place of what lies between an adapter's two products, if that has 16 bits."""
+    """Half a unit in the last place of what lies between an adapter's two products, if that has 16
+    bits."""
     if case.lora_a is None:
         return 0.0
     seen = case.hidden if case.lora_input is None else case.lora_input
@@ -120,10 +121,11 @@ class Diverging:
 
 
 def divergence_bounds(case: Case, h: Head, e: Tensor) -> Diverging:
-    """What a divergence and its gradient may be off by, if the logits are by e (n,) and the teacher's by as much.
+    """What a divergence and its gradient may be off by, if the logits are by e (n,) and the
+    teacher's by as much.
 
-    d D / d z_j = p_j (s_j - mean s) of the derivative s in p: log(p / q), or 1 - q / p, or (1 - beta) log(p / m). None
-    moves by more than the two logits and their normalisers do.
+    d D / d z_j = p_j (s_j - mean s) of the derivative s in p: log(p / q), or 1 - q / p, or (1 -
+    beta) log(p / m). None moves by more than the two logits and their normalisers do.
     """
     o, unit = settings(case), compute_unit(case)
     if case.listed_ids is not None:
@@ -147,7 +149,8 @@ def divergence_bounds(case: Case, h: Head, e: Tensor) -> Diverging:
 
 
 def listed_bounds(case: Case, h: Head, e: Tensor) -> Diverging:
-    """How far a divergence from a list and its slopes move, if each logit moves by e (n,) in any direction."""
+    """How far a divergence from a list and its slopes move, if each logit moves by e (n,) in any
+    direction."""
     unit, log_p = compute_unit(case), h.log_probs.detach()
 
     def at(moved_by: Tensor | float) -> tuple[Tensor, Tensor]:
@@ -180,10 +183,11 @@ def logit_bounds(
     a_size: Tensor,
     diverging: Diverging | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(n, V): the gradient of the products' result (before bias, scale and soft-cap), and its bound.
+    """(n, V): the gradient of the products' result (before bias, scale and soft-cap), and its
+    bound.
 
-    d z_j = a (1[j = y] - p_j) - b p_j (log p_j + entropy) + c d D / d z_j, times scale / T and the soft-cap's slope.
-    With a kept set the entropy's p may be that of the whole vocabulary.
+    d z_j = a (1[j = y] - p_j) - b p_j (log p_j + entropy) + c d D / d z_j, times scale / T and the
+    soft-cap's slope. With a kept set the entropy's p may be that of the whole vocabulary.
     """
     o, unit, h = settings(case), compute_unit(case), want.head
     rows = lambda x: x[h.counted][:, None]  # noqa: E731
@@ -235,7 +239,8 @@ def ulp(x: Tensor, dtype: torch.dtype) -> Tensor:
 def head_bounds(
     case: Case, want: ScoresResult, d_raw: Tensor, d_raw_bound: Tensor
 ) -> dict[str, Tensor | None]:
-    """Bounds of the leaves' gradients by name, from the gradient of the products' result and its bound (n, V)."""
+    """Bounds of the leaves' gradients by name, from the gradient of the products' result and its
+    bound (n, V)."""
     unit, h, scaling = compute_unit(case), want.head, settings(case).lora_scaling
     of = {name: x.detach().abs() for name, x in h.leaves.items()}
     seen, rounding = of.get("lora_input", of["hidden"]), between_products(case)
@@ -266,7 +271,8 @@ def head_bounds(
 
 
 def in_two_parts(case: Case, name: str) -> bool:
-    """Whether the gradient is a sum of two, each rounded: of sets and of the vocabulary, or through an adapter, too."""
+    """Whether the gradient is a sum of two, each rounded: of sets and of the vocabulary, or through
+    an adapter, too."""
     o = settings(case)
     through_both = name == "hidden" and case.lora_a is not None and case.lora_input is None
     return through_both or (

@@ -1,4 +1,5 @@
-"""Fixed cases of losses beside `fixed_cases`: I heads with an adapter, J kept sets. On a CPU alone."""
+"""Fixed cases of losses beside `fixed_cases`: I heads with an adapter, J kept sets. On a CPU
+alone."""
 
 from __future__ import annotations
 
@@ -21,12 +22,18 @@ def group_i() -> Iterator[Case]:
         yield make_case(f"I/{x}-{SHORT[level]}", b=4, bias=True, lora=3, **kind)
     options = {
         "on-policy": {"old": False, "zero_adv": True}, "sequence": loss("grpo", "sequence"),
-        "input": {"lora_input": True}, "input-frozen": {"lora_input": True, "frozen": ("lora_input", "weight")},
-        "hidden-frozen": {"frozen": ("hidden", "weight")}, "only-b": {"frozen": ("hidden", "weight", "lora_a")},
+        "input": {"lora_input": True},
+        "input-frozen": {"lora_input": True, "frozen": ("lora_input", "weight")},
+        "hidden-frozen": {"frozen": ("hidden", "weight")},
+        "only-b": {"frozen": ("hidden", "weight", "lora_a")},
         "factors-frozen": {"frozen": ("weight", "lora_a", "lora_b")},
-        "head": {"bias": True, "final_logit_softcapping": 4.0, "logit_scale": -1.7, "temperature": 0.8},
-        "entropy": {"entropy_coef": 0.05}, "full-kl": {"kl_estimator": "full", "teacher": 0.3, "beta": 0.3},
-        "workspace": {"workspace": 3 * 50 * 4, "b": 6}, "garbage": {"lora_input": True, "mask": "left"},
+        "head": {
+            "bias": True, "final_logit_softcapping": 4.0, "logit_scale": -1.7, "temperature": 0.8,
+        },
+        "entropy": {"entropy_coef": 0.05},
+        "full-kl": {"kl_estimator": "full", "teacher": 0.3, "beta": 0.3},
+        "workspace": {"workspace": 3 * 50 * 4, "b": 6},
+        "garbage": {"lora_input": True, "mask": "left"},
     }  # fmt: skip
     for name, option in options.items():
         for short in ("f64", "f32"):

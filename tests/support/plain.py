@@ -1,6 +1,8 @@
-"""A plain candidate: float32, full logits, the gradient written out by hand. The tolerance must accept it.
+"""A plain candidate: float32, full logits, the gradient written out by hand. The tolerance must
+accept it.
 
-Its hooks plant faults: the tolerance must reject each. The per-token loss is the reference's, in float32.
+Its hooks plant faults: the tolerance must reject each. The per-token loss is the reference's, in
+float32.
 """
 
 from __future__ import annotations
@@ -78,7 +80,8 @@ def plain(
 
 
 def pulled(case: Case, h, c: Tensor, kl: Tensor, hooks: Hooks) -> Tensor:
-    """c d KL / d z (n, V), given c = d loss / d KL and the KL from another head's distributions, (B, T) each."""
+    """c d KL / d z (n, V), given c = d loss / d KL and the KL from another head's distributions,
+    (B, T) each."""
     log_p, log_q = h.log_probs.detach(), teacher_log_probs(case, h.log_probs.dtype)
     return c[h.counted][:, None] * hooks.pull(log_p.exp(), log_p - log_q, kl[h.counted][:, None])
 
@@ -86,7 +89,8 @@ def pulled(case: Case, h, c: Tensor, kl: Tensor, hooks: Hooks) -> Tensor:
 def backward(
     case: Case, o: SimpleNamespace, h, a: Tensor, b: Tensor, more: Tensor | float, hooks: Hooks
 ) -> dict[str, Tensor | None]:
-    """d z_j = a (1[j = y] - p_j) - b p_j (log p_j + entropy) + more, then the chain to hidden, weight and bias."""
+    """d z_j = a (1[j = y] - p_j) - b p_j (log p_j + entropy) + more, then the chain to hidden,
+    weight and bias."""
     logs, raw = h.log_probs.detach(), h.raw.detach()
     p = logs.exp()
     dz = a * (torch.nn.functional.one_hot(h.ids, logs.shape[1]) - p)

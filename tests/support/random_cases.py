@@ -108,7 +108,8 @@ def random_case(seed: int) -> Case:
 
 
 def with_garbage(case: Case, draw: random.Random) -> Case:
-    """NaN, inf and ids out of range at the masked positions of every tensor that has one value per token."""
+    """NaN, inf and ids out of range at the masked positions of every tensor that has one value per
+    token."""
     masked = case.completion_mask == 0
     changes = {
         "completion_ids": case.completion_ids.masked_fill(masked, draw.choice((-100, -1, 10**6)))

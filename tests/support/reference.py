@@ -1,9 +1,12 @@
-"""The GRPO loss family in float64, in plain torch with autograd: what everything else is held against.
+"""The GRPO loss family in float64, in plain torch with autograd: what everything else is held
+against.
 
-It shares no code with the library. The logits are all there; masked positions are selected away, never multiplied away;
-each formula is written the way the papers and TRL 1.16's `GRPOTrainer._compute_loss` state it, plus what this library
-promises beyond it: a clipped branch whose ratio overflows has gradient 0, a masked position is never read, an advantage
-of exactly 0 adds exactly 0 to the policy term, and a sampling logp that is NaN is no evidence of being off-policy.
+It shares no code with the library. The logits are all there; masked positions are selected away,
+never multiplied away; each formula is written the way the papers and TRL 1.16's
+`GRPOTrainer._compute_loss` state it, plus what this library promises beyond it: a clipped branch
+whose ratio overflows has gradient 0, a masked position is never read, an advantage of exactly 0
+adds exactly 0 to the policy term, and a sampling logp that is NaN is no evidence of being
+off-policy.
 """
 
 from __future__ import annotations
@@ -39,7 +42,8 @@ class Evaluation:
 
     loss: Tensor  # 0-d
     policy: Tensor  # 0-d, the surrogate's share alone (no KL, no entropy bonus)
-    log_ratios: Tensor  # (B, T), the log of the ratio that each token's surrogate sees (gmpo: before their mean)
+    # (B, T), the log of the ratio that each token's surrogate sees (gmpo: before their mean)
+    log_ratios: Tensor
     parts: dict[str, Tensor]  # their sums add up to the loss
     # for each part the sum of the absolute values of what it is summed from
     sizes: dict[str, Tensor]
@@ -56,7 +60,8 @@ class Evaluation:
 def policy_masks(
     case: Case, logps: Tensor, entropies: Tensor, old: Tensor, adv: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Which tokens the surrogate acts on, (B, T): counted, advantage not 0, of high entropy, not too far off-policy."""
+    """Which tokens the surrogate acts on, (B, T): counted, advantage not 0, of high entropy, not
+    too far off-policy."""
     o, counted = settings(case), case.completion_mask != 0
     keeps: dict[str, Tensor] = {}
     if o.top_entropy_quantile < 1.0:
@@ -84,7 +89,8 @@ def policy_masks(
 def evaluate(
     case: Case, logps: Tensor, entropies: Tensor, divergences: Tensor | None = None
 ) -> Evaluation:
-    """The loss from per-token `logps` and `entropies`, both (B, T), 0 where masked, in the dtype to compute in.
+    """The loss from per-token `logps` and `entropies`, both (B, T), 0 where masked, in the dtype to
+    compute in.
 
     And from the `divergences` of another head's distributions, where that is the KL term.
     """
@@ -124,7 +130,8 @@ def evaluate(
     zeros = torch.zeros_like(logps)
     result = Evaluation(
         parts.sum(), parts.sum(), full, {"policy": parts},
-        {"policy": parts.detach().abs()}, zeros, zeros, unweighted.detach().abs() > OVERFLOW, list(keeps.values()),
+        {"policy": parts.detach().abs()}, zeros, zeros, unweighted.detach().abs() > OVERFLOW,
+        list(keeps.values()),
     )  # fmt: skip
     if o.beta != 0.0 and o.kl_estimator == "full":
         assert divergences is not None
@@ -149,7 +156,8 @@ def evaluate(
 
 
 def add_kl(result: Evaluation, case: Case, logps: Tensor, ratio: Tensor, weights: Tensor) -> None:
-    """beta * KL, added to every counted token: neither the masks nor the importance ratio touch it."""
+    """beta * KL, added to every counted token: neither the masks nor the importance ratio touch
+    it."""
     o, counted = settings(case), case.completion_mask != 0
     assert case.ref_per_token_logps is not None
     kl, size, slope = kl_estimate(o, logps, pick(case.ref_per_token_logps.to(logps.dtype), counted))
@@ -181,7 +189,8 @@ def add_metrics(
     phi: Tensor | None,
     keeps: dict,
 ) -> None:
-    """Clip shares, ratios and masks. What is one value a sequence is averaged over sequences, the rest over tokens."""
+    """Clip shares, ratios and masks. What is one value a sequence is averaged over sequences, the
+    rest over tokens."""
     o, counted, dtype = settings(case), case.completion_mask != 0, ratio.dtype
     sequences = torch.ones(len(counted), 1, dtype=torch.bool)
     by_sequence, adv_by_sequence = (
@@ -269,7 +278,8 @@ def mean_metrics(evaluation: Evaluation) -> dict[str, Tensor]:
 
 
 def on_grids(case: Case, h: Head, divergences: Tensor | None) -> list[Tensor]:
-    """Log-probabilities, entropies and, where there are some, divergences, (B, T) each, attached to the head."""
+    """Log-probabilities, entropies and, where there are some, divergences, (B, T) each, attached to
+    the head."""
     rows = [h.logps, h.entropies, *([] if divergences is None else [divergences])]
     return [on_grid(x, h.counted) for x in rows]
 
@@ -296,7 +306,8 @@ def through_head(h: Head, scores: list[Tensor], up: list[Tensor]) -> dict[str, A
 
 
 def reference_loss(case: Case) -> ReferenceResult:
-    """Loss, per-token numbers, every gradient and the metrics of `case`, in float64 from its (rounded) inputs."""
+    """Loss, per-token numbers, every gradient and the metrics of `case`, in float64 from its
+    (rounded) inputs."""
     h, o = head(case), settings(case)
     full = o.beta != 0.0 and o.kl_estimator == "full"
     scores = on_grids(case, h, divergences_of(case, h.log_probs) if full else None)
@@ -306,13 +317,15 @@ def reference_loss(case: Case) -> ReferenceResult:
         up = torch.autograd.grad(evaluation.loss, scores, allow_unused=True, retain_graph=True)
     arrives = [torch.zeros_like(x) if g is None else g for x, g in zip(scores, up, strict=True)]
     return ReferenceResult(
-        **through_head(h, scores, arrives), loss=evaluation.loss.detach(), metrics=mean_metrics(evaluation),
+        **through_head(h, scores, arrives), loss=evaluation.loss.detach(),
+        metrics=mean_metrics(evaluation),
         evaluation=evaluation,
     )  # fmt: skip
 
 
 def reference_scores(case: Case, up: dict[str, Tensor]) -> ScoresResult:
-    """Log-probabilities, entropies, divergences, and every gradient under what arrives at them: `up` (B, T) by name."""
+    """Log-probabilities, entropies, divergences, and every gradient under what arrives at them:
+    `up` (B, T) by name."""
     h = head(case)
     scores = on_grids(case, h, divergences_of(case, h.log_probs))
     arrives = [pick(up[name].double(), h.counted) for name, _ in zip(SCORES, scores, strict=False)]

@@ -1,4 +1,5 @@
-"""The head of the float64 reference: from a case's tensors to log-probabilities, entropies and divergences."""
+"""The head of the float64 reference: from a case's tensors to log-probabilities, entropies and
+divergences."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ def teacher_case(case: Case) -> Case:
         "logit_scale": o.teacher_logit_scale,
     }
     return case.but(
-        hidden=case.teacher_hidden, weight=case.teacher_weight, bias=case.teacher_bias, config=options,
+        hidden=case.teacher_hidden, weight=case.teacher_weight, bias=case.teacher_bias,
+        config=options,
         lora_a=None, lora_b=None, lora_input=None,
     )  # fmt: skip
 
@@ -66,8 +68,9 @@ def teacher_log_probs(case: Case, dtype: torch.dtype = torch.float64) -> Tensor:
 def head(case: Case, dtype: torch.dtype = torch.float64, edit_raw=None) -> Head:
     """Log-probabilities and entropies of the counted positions, straight from the full logits.
 
-    logits = softcap(logit_scale * (hidden @ weight.T + scaling * input @ a.T @ b.T + bias)) / temperature, at -inf
-    outside of a kept set; softcap(x) = cap * tanh(x / cap); entropy = -sum_v p_v log p_v over the lanes with p_v > 0.
+    logits = softcap(logit_scale * (hidden @ weight.T + scaling * input @ a.T @ b.T + bias)) /
+    temperature, at -inf outside of a kept set; softcap(x) = cap * tanh(x / cap); entropy = -sum_v
+    p_v log p_v over the lanes with p_v > 0.
     """
     o = settings(case)
     counted = case.completion_mask != 0

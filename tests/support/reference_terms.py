@@ -1,4 +1,5 @@
-"""The formulas of the float64 reference, one small function each: ratios in, per-token terms out."""
+"""The formulas of the float64 reference, one small function each: ratios in, per-token terms
+out."""
 
 from __future__ import annotations
 
@@ -14,19 +15,25 @@ from torch import Tensor
 if TYPE_CHECKING:
     from tests.support.case_builder import Case
 
-# GRPOConfig's defaults (TRL 1.16), then those of the options that are ours; stated again here on purpose.
+# GRPOConfig's defaults (TRL 1.16), then those of the options that are ours; stated again here on
+# purpose.
 DEFAULTS = {
-    "loss_type": "dapo", "importance_sampling_level": "token", "epsilon": 0.2, "epsilon_high": None, "delta": None,
-    "beta": 0.0, "use_bias_correction_kl": True, "temperature": 1.0, "top_entropy_quantile": 1.0, "entropy_coef": 0.0,
+    "loss_type": "dapo", "importance_sampling_level": "token", "epsilon": 0.2, "epsilon_high": None,
+    "delta": None,
+    "beta": 0.0, "use_bias_correction_kl": True, "temperature": 1.0, "top_entropy_quantile": 1.0,
+    "entropy_coef": 0.0,
     "off_policy_mask_threshold": None, "max_completion_length": 512, "sapo_temperature_pos": 1.0,
     "sapo_temperature_neg": 1.05, "vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0,
     "vespo_lambda_neg": 2.0,
-    "kl_estimator": "k3", "final_logit_softcapping": None, "logit_scale": 1.0, "logits_dtype": "float32",
+    "kl_estimator": "k3", "final_logit_softcapping": None, "logit_scale": 1.0,
+    "logits_dtype": "float32",
     "teacher_final_logit_softcapping": None, "teacher_logit_scale": 1.0, "beta_of_divergence": 1.0,
-    "lora_scaling": 1.0, "without_set": "error", "entropy_of": "the set", "arrives": "same", "more": False,
+    "lora_scaling": 1.0, "without_set": "error", "entropy_of": "the set", "arrives": "same",
+    "more": False,
     "divergence": "forward_kl", "tail": None, "log_prob_min_clamp": None, "loss_max_clamp": None,
 }  # fmt: skip
-# exp() of a log-ratio is cut here, far above all that float32 can hold, so that float64 never meets inf * 0.
+# exp() of a log-ratio is cut here, far above all that float32 can hold, so that float64 never meets
+# inf * 0.
 LOG_RATIO_LIMIT = {torch.float64: 600.0, torch.float32: 85.0}
 # A term above this is an overflow for whoever computes in float32.
 OVERFLOW = 1e37
@@ -45,7 +52,8 @@ def filled(**options: Any) -> SimpleNamespace:
 
 
 def kl_estimate(o: SimpleNamespace, logps: Tensor, ref: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """KL(policy || ref) per token, d = ref - logp; then the size of its terms and of those of its derivative."""
+    """KL(policy || ref) per token, d = ref - logp; then the size of its terms and of those of its
+    derivative."""
     d = ref - logps
     if o.kl_estimator == "k1":
         return -d, d.abs(), torch.ones_like(d)
@@ -58,7 +66,8 @@ def kl_estimate(o: SimpleNamespace, logps: Tensor, ref: Tensor) -> tuple[Tensor,
 def gamma_weight(
     o: SimpleNamespace, adv: Tensor, log_ratio: Tensor, counted: Tensor, case: Case
 ) -> Tensor:
-    """VESPO's weight of a sequence, exp(lambda + k log w - lambda w), without gradient. (B, 1) or, by adv, (B, T)."""
+    """VESPO's weight of a sequence, exp(lambda + k log w - lambda w), without gradient. (B, 1) or,
+    by adv, (B, T)."""
     lowest = torch.tensor(1e-8, dtype=torch.float64).log().item()
     log_w = log_ratio.detach().clamp(-20, 20).sum(1, keepdim=True)
     if case.importance_sampling_ratio is not None:
@@ -87,7 +96,8 @@ def pick(x: Tensor, counted: Tensor, other: float = 0.0) -> Tensor:
 
 
 def clip(x: Tensor, low: float = -math.inf, high: float = math.inf) -> Tensor:
-    """`x` within the bounds. One that is met exactly passes the gradient, which torch's clamp does up to 2.13 only."""
+    """`x` within the bounds. One that is met exactly passes the gradient, which torch's clamp does
+    up to 2.13 only."""
     return torch.where(x < low, low, torch.where(x > high, high, x))
 
 
@@ -177,7 +187,8 @@ def token_weights(
 def geometric_mean(
     o: SimpleNamespace, log_ratio: Tensor, adv: Tensor, counted: Tensor, active: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """GMPO: -A * exp(mean of the one-sidedly clipped log-ratios over the active tokens), (B, 1); those, (B, T)."""
+    """GMPO: -A * exp(mean of the one-sidedly clipped log-ratios over the active tokens), (B, 1);
+    those, (B, T)."""
     clamped = clip(log_ratio, -o.epsilon, o.epsilon_high)
     clipped = torch.where(
         adv > 0, torch.minimum(log_ratio, clamped), torch.maximum(log_ratio, clamped)
@@ -209,8 +220,8 @@ def divergence(beta: float, log_p: Tensor, log_q: Tensor) -> Tensor:
 def relative_entropy(log_x: Tensor, log_y: Tensor) -> Tensor:
     """KL(x || y), (n,), inf where y rules out what x does not; with d = log x - log y.
 
-    Its value as a sum of x (e^-d - 1 + d), of terms as small as d^2; its gradient as that of a sum of x d, where y does
-    not cancel.
+    Its value as a sum of x (e^-d - 1 + d), of terms as small as d^2; its gradient as that of a sum
+    of x d, where y does not cancel.
     """
     inside = ~(log_x.isinf() | log_y.isinf())
     d = log_x.masked_fill(~inside, 0.0) - log_y.masked_fill(~inside, 0.0)
@@ -226,7 +237,8 @@ def relative_entropy(log_x: Tensor, log_y: Tensor) -> Tensor:
 def listed_divergence(
     o: SimpleNamespace, log_p: Tensor, ids: Tensor, log_q: Tensor, least_rest: float
 ) -> Tensor:
-    """(n,) from a teacher that gives log_q of K ids a row (n, K); what is -1 or of no mass is not listed."""
+    """(n,) from a teacher that gives log_q of K ids a row (n, K); what is -1 or of no mass is not
+    listed."""
     listed = (ids >= 0) & (log_q > -torch.inf)
     log_p = log_p.gather(-1, ids.clamp(min=0))
     log_q = pick(log_q, listed)

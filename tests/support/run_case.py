@@ -44,7 +44,8 @@ def constants_of(case: Case) -> dict[str, object]:
 
 
 def leaves_of(case: Case, rows: slice = WHOLE) -> dict[str, Tensor | None]:
-    """Every tensor that may want a gradient, as a leaf that wants one unless it is frozen; of the head these rows."""
+    """Every tensor that may want a gradient, as a leaf that wants one unless it is frozen; of the
+    head these rows."""
     of_head, made = ("weight", "bias", "lora_b"), {}
     for name in LEAVES:
         x = getattr(case, name)
@@ -65,8 +66,8 @@ def lora_of(case: Case, leaves: dict[str, Tensor | None]) -> LoRA | None:
 
 
 def arguments(case: Case, rows: slice = WHOLE) -> dict[str, Any]:
-    """Keyword arguments of ``flat(grpo_loss)``, to go with `config_of`; every head tensor is a leaf that wants a
-    gradient unless it is frozen.
+    """Keyword arguments of ``flat(grpo_loss)``, to go with `config_of`; every head tensor is a leaf
+    that wants a gradient unless it is frozen.
     """
     return loss_arguments(case, leaves_of(case, rows), rows)
 
@@ -126,7 +127,8 @@ def run(
     rows: slice = WHOLE,
     **options: Any,
 ) -> tuple[LossOutput, Gradients]:
-    """The library's output, and its gradients under the upstream gradient `scale`; with these rows of the head."""
+    """The library's output, and its gradients under the upstream gradient `scale`; with these rows
+    of the head."""
     leaves = leaves_of(case, rows)
     options |= {"engine": engine, "backend": backend, "workspace_bytes": case.workspace_bytes}
     output = flat(grpo_loss)(
@@ -138,7 +140,8 @@ def run(
 
 
 def upstream_of(case: Case) -> dict[str, Tensor]:
-    """What arrives at each score, (B, T): at divergences what the case says, at others only if it says so.
+    """What arrives at each score, (B, T): at divergences what the case says, at others only if it
+    says so.
 
     NaN where masked, of which nothing may get into a gradient.
     """
@@ -195,7 +198,8 @@ def scores(
 def run_scores(
     case: Case, engine: str = "auto", *, rows: slice = WHOLE, **options: Any
 ) -> tuple[dict[str, Tensor], Gradients]:
-    """The library's results by name, and the gradients that `upstream_of` gives; with these rows of the head."""
+    """The library's results by name, and the gradients that `upstream_of` gives; with these rows of
+    the head."""
     leaves = leaves_of(case, rows)
     found = scores(case, leaves, engine, rows, **options)
     results = {"divergences": found.divergence, "entropies": found.entropies, "logps": found.logps}
@@ -217,7 +221,8 @@ def engines_of(case: Case) -> tuple[str, ...]:
 
 
 def check_scores(case: Case, engines: tuple[str, ...] = ()) -> None:
-    """Results and gradients of these engines, else of every one that serves the case, within their bounds."""
+    """Results and gradients of these engines, else of every one that serves the case, within their
+    bounds."""
     want = reference_scores(case, upstream_of(case))
     for engine in engines or engines_of(case):
         results, grads = run_scores(case, engine)
@@ -252,7 +257,8 @@ def allowed_engines(case: Case) -> set[str]:
 
 
 def packed(case: Case, given: dict) -> tuple[dict, Tensor]:
-    """The batch with each sequence cut after its last counted token and laid end to end; which positions stayed."""
+    """The batch with each sequence cut after its last counted token and laid end to end; which
+    positions stayed."""
     counted = case.completion_mask != 0
     steps = torch.arange(counted.shape[1]) + 1
     lengths = (counted * steps).amax(1)

@@ -1,4 +1,5 @@
-"""Cases of scores without a loss: of the whole vocabulary, kept sets, a teacher's list, another head."""
+"""Cases of scores without a loss: of the whole vocabulary, kept sets, a teacher's list, another
+head."""
 
 from __future__ import annotations
 
@@ -15,12 +16,14 @@ from tests.support.random_cases import head_options, teacher_options, with_garba
 
 BETAS = (0.0, 1.0, 0.5, 0.1)
 HEADS: dict[str, dict[str, Any]] = {
-    "plain": {}, "bias": {"bias": True}, "temperature": {"temperature": 0.6}, "hot": {"temperature": 2.0},
+    "plain": {}, "bias": {"bias": True}, "temperature": {"temperature": 0.6},
+    "hot": {"temperature": 2.0},
     "cap": {"final_logit_softcapping": 3.0}, "negative scale": {"logit_scale": -0.8, "bias": True},
     "all": {"temperature": 1.3, "final_logit_softcapping": 4.0, "logit_scale": 1.6, "bias": True},
     "temperatures": {"temperatures": True, "final_logit_softcapping": 6.0}, "lora": {"lora": 3},
     "lora, input": {
-        "lora": 3, "lora_input": True, "frozen": ("weight",), "temperatures": True, "logit_scale": 1.6,
+        "lora": 3, "lora_input": True, "frozen": ("weight",), "temperatures": True,
+        "logit_scale": 1.6,
     },
 }  # fmt: skip
 
@@ -38,7 +41,8 @@ def whole() -> Iterator[Case]:
 
 
 def kept() -> Iterator[Case]:
-    """Over kept sets: every head in every dtype, in turn with positions without a set and the whole entropy."""
+    """Over kept sets: every head in every dtype, in turn with positions without a set and the whole
+    entropy."""
     for i, (name, options) in enumerate(HEADS.items()):
         for j, (short, dtype) in enumerate(DTYPES.items()):
             others = {
@@ -63,7 +67,8 @@ def kept() -> Iterator[Case]:
 def listed() -> Iterator[Case]:
     """From a teacher's list."""
     measures: dict[str, dict[str, Any]] = {
-        "forward": {}, "clamped": {"log_prob_min_clamp": -4.0, "loss_max_clamp": 0.4}, "tail": {"tail": True},
+        "forward": {}, "clamped": {"log_prob_min_clamp": -4.0, "loss_max_clamp": 0.4},
+        "tail": {"tail": True},
         "reverse": {"divergence": "reverse_kl"},
         "reverse, clamped": {"divergence": "reverse_kl", "loss_max_clamp": 0.5},
     }  # fmt: skip
@@ -86,7 +91,8 @@ def listed() -> Iterator[Case]:
 def diverging(
     name: str, *, beta: float = 1.0, arrives: str = "same", more: bool = False, **options: Any
 ) -> Case:
-    """A divergence from another head, and what arrives: the same for all, "any", "some" or "none" of it.
+    """A divergence from another head, and what arrives: the same for all, "any", "some" or "none"
+    of it.
 
     With `more` something arrives at the entropies and log-probabilities, too.
     """
@@ -103,14 +109,24 @@ def from_teacher() -> Iterator[Case]:
     """From another head."""
     more: dict[str, dict[str, Any]] = {
         "cap-of-teacher": {"others": {"teacher_final_logit_softcapping": 2.0}},
-        "caps": {"final_logit_softcapping": 5.0, "others": {"teacher_final_logit_softcapping": 1.0}, "bias": True},
-        "scales": {"logit_scale": -0.7, "others": {"teacher_logit_scale": 1.4}}, "other-width": {"teacher_h": 33},
-        "narrow": {"teacher_h": 1, "bias": True}, "same": {"teacher": 0.0}, "near": {"teacher": 1e-4},
-        "far": {"teacher": 4.0, "teacher_h": 8}, "confident": {"spread": 20.0}, "wide": {"v": 300, "b": 2},
-        "one-row": {"b": 1, "t": 1}, "two-ids": {"v": 2}, "none": {"mask": "none"}, "full": {"mask": "full"},
-        "workspace": {"workspace": 3 * 50 * 4, "b": 6}, "frozen": {"frozen": ("weight", "bias"), "bias": True},
-        "frozen-any": {"frozen": ("weight",), "arrives": "any"}, "only-head": {"frozen": ("hidden",)},
-        "any": {"arrives": "any"}, "some": {"arrives": "some"}, "more": {"more": True, "arrives": "any"},
+        "caps": {
+            "final_logit_softcapping": 5.0, "others": {"teacher_final_logit_softcapping": 1.0},
+            "bias": True,
+        },
+        "scales": {"logit_scale": -0.7, "others": {"teacher_logit_scale": 1.4}},
+        "other-width": {"teacher_h": 33},
+        "narrow": {"teacher_h": 1, "bias": True}, "same": {"teacher": 0.0},
+        "near": {"teacher": 1e-4},
+        "far": {"teacher": 4.0, "teacher_h": 8}, "confident": {"spread": 20.0},
+        "wide": {"v": 300, "b": 2},
+        "one-row": {"b": 1, "t": 1}, "two-ids": {"v": 2}, "none": {"mask": "none"},
+        "full": {"mask": "full"},
+        "workspace": {"workspace": 3 * 50 * 4, "b": 6},
+        "frozen": {"frozen": ("weight", "bias"), "bias": True},
+        "frozen-any": {"frozen": ("weight",), "arrives": "any"},
+        "only-head": {"frozen": ("hidden",)},
+        "any": {"arrives": "any"}, "some": {"arrives": "some"},
+        "more": {"more": True, "arrives": "any"},
     }  # fmt: skip
     for i, (name, options) in enumerate((HEADS | more).items()):
         for beta in BETAS[i % 2 :: 2]:

@@ -1,16 +1,25 @@
-"""How far a result may lie from the float64 reference, per element and dtype, with no global relative tolerance.
+"""How far a result may lie from the float64 reference, per element and dtype, with no global
+relative tolerance.
 
-- logp: e = 2 * 2^-22 * max_v(sum |h| |w| + |bias|) * scale / T + 2e-5 (float64: 2^-51 and 1e-11), from a product with
-  float32 accumulation whose result nobody rounded. The entropy's bound follows from it to first order.
-- loss, d loss / d logp, d loss / d entropy: the reference evaluated again at logps and entropies moved by their bounds,
-  so that it widens by itself at clip edges and steep ratios; plus 16 float32 roundings of the terms in their sums.
-- gradients: to first order from those, plus one rounding of d logits in the input's dtype if that has 16 bits, the
+- logp: e = 2 * 2^-22 * max_v(sum |h| |w| + |bias|) * scale / T + 2e-5 (float64: 2^-51 and 1e-11),
+from a product with
+  float32 accumulation whose result nobody rounded. The entropy's bound follows from it to first
+  order.
+- loss, d loss / d logp, d loss / d entropy: the reference evaluated again at logps and entropies
+moved by their bounds,
+  so that it widens by itself at clip edges and steep ratios; plus 16 float32 roundings of the terms
+  in their sums.
+- gradients: to first order from those, plus one rounding of d logits in the input's dtype if that
+has 16 bits, the
   rounding of a float32-accumulated product, and one ulp of the output's dtype.
-- a divergence: to first order from the errors of both heads' logits, plus their square; from a teacher's list, as far
+- a divergence: to first order from the errors of both heads' logits, plus their square; from a
+teacher's list, as far
   as it moves if the logits do.
-- an adapter: its rank's products count as the head's; between them is one rounding of the wider dtype.
+- an adapter: its rank's products count as the head's; between them is one rounding of the wider
+dtype.
 
-Where a discrete choice (top-entropy or off-policy mask) lies within the bounds, only logps and entropies are compared.
+Where a discrete choice (top-entropy or off-policy mask) lies within the bounds, only logps and
+entropies are compared.
 """
 
 from __future__ import annotations
@@ -42,7 +51,8 @@ from tests.support.reference_terms import OVERFLOW, pick, settings
 
 @dataclass
 class Bounds:
-    """Largest allowed |got - want|, element by element; inf where float32 cannot hold the number."""
+    """Largest allowed |got - want|, element by element; inf where float32 cannot hold the
+    number."""
 
     logps: Tensor  # (B, T)
     entropies: Tensor  # (B, T)
@@ -61,7 +71,8 @@ class Bounds:
 def slopes(
     case: Case, logps: Tensor, entropies: Tensor, divergences: Tensor | None = None
 ) -> tuple[Evaluation, Tensor, Tensor]:
-    """The reference's loss at `logps`, `entropies` (B, T), d loss / d logps and d loss / d entropies."""
+    """The reference's loss at `logps`, `entropies` (B, T), d loss / d logps and d loss / d
+    entropies."""
     leaves = [x.detach().requires_grad_() for x in (logps, entropies)]
     at = evaluate(case, *leaves, divergences)
     found: tuple[Tensor | None, ...] = (None, None)
@@ -78,7 +89,8 @@ def moved(
     e_entropy: Tensor,
     e_divergence: Tensor | float = 0.0,
 ) -> list[tuple[Evaluation, Tensor, Tensor]]:
-    """The reference at logps, entropies and divergences that are off by their bounds, in four patterns of signs."""
+    """The reference at logps, entropies and divergences that are off by their bounds, in four
+    patterns of signs."""
     counted, unit, g = want.head.counted, compute_unit(case), torch.Generator().manual_seed(7)
     # The inputs next to a logp are rounded when they are subtracted from it.
     for x in (getattr(case, name) for name in PER_TOKEN if getattr(case, name) is not None):
@@ -114,7 +126,8 @@ def slope_sizes(case: Case, at: Evaluation, a: Tensor) -> Tensor:
 def is_ambiguous(
     case: Case, want: ReferenceResult, e_entropy: Tensor, others: list[Evaluation]
 ) -> bool:
-    """Whether a token or sequence could fall on either side of the top-entropy or off-policy threshold."""
+    """Whether a token or sequence could fall on either side of the top-entropy or off-policy
+    threshold."""
     o = settings(case)
     pairs = [zip(want.evaluation.keeps, x.keeps, strict=True) for x in others]
     if any(not torch.equal(k, x) for pair in pairs for k, x in pair):
@@ -177,14 +190,16 @@ def bounds_of(want: ReferenceResult, case: Case) -> Bounds:
     d_raw, d_raw_bound = logit_bounds(case, want, e, e_entropy, d_a, d_b, sizes, diverging)
     d_raw_bound = torch.where(lost[h.counted][:, None], math.inf, d_raw_bound)
     return Bounds(
-        e_grid, entropy_grid, loss_bound(want, at, unit), **head_bounds(case, want, d_raw, d_raw_bound),
+        e_grid, entropy_grid, loss_bound(want, at, unit),
+        **head_bounds(case, want, d_raw, d_raw_bound),
         metrics=metric_bounds(case, want, at), ambiguous=is_ambiguous(case, want, e_entropy, at),
         overflow=bool(lost.any()),
     )  # fmt: skip
 
 
 def compare(name: str, got: Tensor, want: Tensor, bound: Tensor | float, case: Case) -> None:
-    """Raise with the worst element, unless every |got - want| is within its bound and NaN meets NaN."""
+    """Raise with the worst element, unless every |got - want| is within its bound and NaN meets
+    NaN."""
     assert got.shape == want.shape, (
         f"{case.name}: {name}: shape {tuple(got.shape)}, expected {tuple(want.shape)}"
     )
@@ -203,8 +218,9 @@ def compare(name: str, got: Tensor, want: Tensor, bound: Tensor | float, case: C
     where = tuple(int(i) for i in torch.unravel_index(excess.argmax(), excess.shape))
     index = f"[{', '.join(map(str, where))}]" if where else ""
     raise AssertionError(
-        f"{case.name}: {name}{index}: got {got[where]:.9g}, want {want[where]:.9g}, error {error[where]:.3g}, allowed "
-        f"{bound[where]:.3g} ({int((excess > 0).sum())} of {excess.numel()} elements are off)"
+        f"{case.name}: {name}{index}: got {got[where]:.9g}, want {want[where]:.9g}, "
+        f"error {error[where]:.3g}, allowed {bound[where]:.3g} "
+        f"({int((excess > 0).sum())} of {excess.numel()} elements are off)"
     )
 
 
@@ -216,9 +232,11 @@ def assert_matches(
     bounds: Bounds | None = None,
     scale: float = 1.0,
 ) -> None:
-    """`output` (loss, per_token_logps, entropies, metrics) and `grads` (hidden, weight, bias) against the reference.
+    """`output` (loss, per_token_logps, entropies, metrics) and `grads` (hidden, weight, bias)
+    against the reference.
 
-    `grads=None` compares the forward alone; `scale` is the upstream gradient that `grads` were taken under.
+    `grads=None` compares the forward alone; `scale` is the upstream gradient that `grads` were
+    taken under.
     """
     limits = bounds_of(reference, case) if bounds is None else bounds
     compare("per_token_logps", output.per_token_logps, reference.logps, limits.logps, case)
@@ -252,7 +270,8 @@ def compare_grads(
     limits: Mapping[str, Any],
     scale: float,
 ) -> None:
-    """A frozen tensor has no gradient; every other one has one, in its own dtype and within its bounds."""
+    """A frozen tensor has no gradient; every other one has one, in its own dtype and within its
+    bounds."""
     for name in LEAVES:
         tensor, got = getattr(case, name), grads.get(name)
         if tensor is None or name in case.frozen:
@@ -273,7 +292,8 @@ def assert_scores(
     grads: dict[str, Tensor | None],
     engine: str = "auto",
 ) -> None:
-    """Scores by name and gradients of an engine against the reference; a masked position has exactly 0."""
+    """Scores by name and gradients of an engine against the reference; a masked position has
+    exactly 0."""
     e, e_entropy = score_bounds(case, want)
     diverging = divergence_bounds(case, want.head, e) if case.diverges else None
     limits = {"logps": e, "entropies": e_entropy, "divergences": diverging and diverging.value}
@@ -293,7 +313,8 @@ def raw_bounds(
     diverging: Diverging | None,
     engine: str,
 ) -> tuple[Tensor, Tensor]:
-    """What was stored for an expectation that did not come true is taken off again: it counts with its size."""
+    """What was stored for an expectation that did not come true is taken off again: it counts with
+    its size."""
     zeros, o = torch.zeros_like(want.d_logps), settings(case)
     d_raw, bound = logit_bounds(case, want, *errors, zeros, zeros, want.d_logps.abs(), diverging)
     if (

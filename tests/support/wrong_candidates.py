@@ -1,4 +1,5 @@
-"""Deliberately wrong candidates. Each says on which cases it is wrong; the tolerance must reject it there."""
+"""Deliberately wrong candidates. Each says on which cases it is wrong; the tolerance must reject it
+there."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from tests.support.reference_terms import CLIPPED, TERMS, settings
 
 @dataclass(frozen=True)
 class Fault:
-    """A wrong candidate, the cases it is wrong on, and the share of them on which the tolerance must notice."""
+    """A wrong candidate, the cases it is wrong on, and the share of them on which the tolerance
+    must notice."""
 
     name: str
     hooks: Hooks
@@ -42,7 +44,8 @@ def has(**wanted) -> Callable[[Case], bool]:
 
 
 def full_kl(case: Case) -> bool:
-    """A float32 case whose KL term is over the vocabulary, from a head that is not the policy's own."""
+    """A float32 case whose KL term is over the vocabulary, from a head that is not the policy's
+    own."""
     full = case.hidden.dtype == torch.float32 and case.group == "H" and settings(case).beta != 0
     return full and case.name not in ("H/same", "H/none")
 
@@ -95,7 +98,8 @@ def off_policy(case: Case) -> bool:
 
 
 def drops_a_token(case: Case) -> bool:
-    """float32, with old logps, and the off-policy mask drops a counted token whose advantage is not 0."""
+    """float32, with old logps, and the off-policy mask drops a counted token whose advantage is not
+    0."""
     if not off_policy(case) or settings(case).off_policy_mask_threshold is None:
         return False
     advantages = case.advantages if case.advantages.dim() == 2 else case.advantages[:, None]

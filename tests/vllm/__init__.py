@@ -1,4 +1,5 @@
-"""A real sampler beside the library: vLLM on a CPU (`make vllm`), in an environment that `make test` does not have.
+"""A real sampler beside the library: vLLM on a CPU (`make vllm`), in an environment that `make
+test` does not have.
 
 engine.py     samples of an engine, with its log-probabilities, in a process of its own
 training.py   two steps of TRL with a colocated engine, in a process of its own
