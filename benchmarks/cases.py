@@ -243,8 +243,7 @@ def _favourites(
 ) -> Tensor:
     """(N, H), added to hidden states: it lifts the logit of one token a row above the log-sum-exp
     of all others, by 8 +- 5. Entropies then have a median of some 0.005 nats and an 80th percentile
-    of some 0.4: those of trained models.
-    """
+    of some 0.4: those of trained models."""
     favourite = torch.randint(case.v, (case.n,), generator=g, device=weight.device)
     rows = weight[favourite].float()
     lift = math.log(case.v) + spread**2 / 2 + 8.0 + 5.0 * noise

@@ -56,8 +56,7 @@ def _attention_backward(_grad: Any, query: Any, key: Any, value: Any, *_: Any, *
 @dataclass
 class Counts:
     """Sums over a run. `rows`: positions the head was given with gradient; `scored`: completion
-    tokens of the loss; `live`: those of them whose advantage is not 0.
-    """
+    tokens of the loss; `live`: those of them whose advantage is not 0."""
 
     flops: int = 0
     rows: int = 0

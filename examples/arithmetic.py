@@ -45,8 +45,7 @@ class Rollout:
 
 def build_tokenizer(vocab_size: int = 64) -> PreTrainedTokenizerFast:
     """A character tokenizer; entries beyond the task's characters are unused, as reserved entries
-    are in real ones.
-    """
+    are in real ones."""
     used = [PAD, EOS, *CHARACTERS]
     entries = used + [f"<unused_{i}>" for i in range(vocab_size - len(used))]
     tokenizer = Tokenizer(
@@ -108,8 +107,7 @@ def final_answer(text: str) -> int | None:
 
 def noisy_working(problem: Problem, noise: float, generator: random.Random) -> str:
     """The working, where each sum is off by up to 3 with probability `noise` (errors are carried
-    on, as people do).
-    """
+    on, as people do)."""
 
     def slip() -> int:
         return generator.choice((-3, -2, -1, 1, 2, 3)) if generator.random() < noise else 0
@@ -123,8 +121,7 @@ def noisy_working(problem: Problem, noise: float, generator: random.Random) -> s
 
 def encode(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> Tensor:
     """Token ids (B, P) of texts of one length (as all prompts of the task with the same number of
-    terms are).
-    """
+    terms are)."""
     return torch.tensor(tokenizer(list(texts), add_special_tokens=False)["input_ids"])
 
 
@@ -141,8 +138,7 @@ def warm_start(
     progress: Callable[[int, float], None] | None = None,
 ) -> None:
     """Supervised learning on noisy workings, in place: the format is learnt, the sums are right
-    some of the time.
-    """
+    some of the time."""
     generator = random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, total_steps=steps)
@@ -175,8 +171,7 @@ def sample(
     max_new_tokens: int = 8,
 ) -> Rollout:
     """Sample `num_generations` completions per problem at temperature 1 from the whole
-    distribution.
-    """
+    distribution."""
     repeated = [problem for problem in problems for _ in range(num_generations)]
     prompt_ids = encode(tokenizer, [problem.prompt for problem in repeated])
     training = model.training
@@ -216,8 +211,7 @@ def warm_model() -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerFast, list[Proble
 
 def hidden_states(model: Qwen3ForCausalLM, rollout: Rollout) -> Tensor:
     """The states that predict the completion: (B, T, H), aligned with `completion_ids`. The head is
-    not run.
-    """
+    not run."""
     ids = torch.cat([rollout.prompt_ids, rollout.completion_ids], dim=1)
     attention_mask = torch.cat(
         [torch.ones_like(rollout.prompt_ids), rollout.completion_mask], dim=1
@@ -248,8 +242,7 @@ def evaluate(
     seed: int = 0,
 ) -> float:
     """Share of right answers, sampled at temperature 1 with a fixed seed; the global random state
-    is left as it was.
-    """
+    is left as it was."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return accuracy(sample(model, tokenizer, problems)).mean().item()

@@ -28,8 +28,7 @@ def begin(doc: str) -> None:
 
 def free_cores() -> int:
     """The cores this process may use, less those that have been busy over the last minute; at least
-    one.
-    """
+    one."""
     ours = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     busy = round(os.getloadavg()[0]) if hasattr(os, "getloadavg") else 0
     return max(1, min(ours, (os.cpu_count() or 1) - busy))

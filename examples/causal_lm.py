@@ -60,8 +60,7 @@ def build_models() -> dict[str, Any]:
 
 def train(model: Any, steps: int) -> tuple[float, float, float]:
     """(mean reward at the start, at the end, largest difference from the model's own
-    log-probabilities).
-    """
+    log-probabilities)."""
     loss_fn = GRPOLoss(loss_type="dapo", epsilon_high=0.28)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0.0)
     rewards, gap = [], 0.0

@@ -28,8 +28,7 @@ B, T, H, V, RANKS = 4, 12, 64, 1000, 2
 
 def batch() -> dict[str, Tensor]:
     """Whole sequences, the same on every rank; ids are aligned with the hidden states that predict
-    them.
-    """
+    them."""
     g = torch.Generator().manual_seed(0)
     made = {
         "hidden": torch.randn(B, T, H, generator=g),

@@ -26,8 +26,7 @@ from grpo_kernels.advantages import group_advantages
 @token_level
 def asymmetric(tokens: TokenInputs) -> Tensor:
     """-min(ratio, cap) A log p - 0.001 entropy, with the cap by the sign of A and the weight held
-    constant.
-    """
+    constant."""
     ratio = torch.exp(tokens.logps - tokens.old_per_token_logps).detach()
     cap = torch.where(tokens.advantages > 0, 2.0, 1.0)
     return -torch.minimum(ratio, cap) * tokens.advantages * tokens.logps - 0.001 * tokens.entropies

@@ -49,8 +49,7 @@ SMOKE = {"output_dir": "out/distill-smoke", "per_device_train_batch_size": 4}
 
 class Trainer(FusedDistillationTrainer):
     """Logs the accuracy of what the student writes, beside TRL's loss, which is the divergence from
-    the teacher.
-    """
+    the teacher."""
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         batch = super()._generate_and_score_completions(inputs)

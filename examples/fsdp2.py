@@ -44,8 +44,7 @@ class Model(nn.Module):
 
 def batch(rank: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Tokens, completion ids and mask (8, 12), advantages (8,); rank 1 counts fewer tokens than
-    rank 0.
-    """
+    rank 0."""
     generator = torch.Generator().manual_seed(rank)
     tokens, ids = torch.randint(VOCAB, (2, 8, 12), generator=generator)
     mask = torch.arange(12) < torch.randint(1, 12 // (rank + 1) + 1, (8, 1), generator=generator)

@@ -204,8 +204,7 @@ def train_and_evaluate(trainer: Any, options: Options, metrics: dict[str, str]) 
 
 def smoke_problems() -> DatasetDict:
     """Thirty problems in the form of GSM8K's. Two thirds have the answer 3, which is learnt in a
-    few steps.
-    """
+    few steps."""
     names = ("Ada", "Ben", "Cleo", "Dan", "Eve", "Finn", "Gus", "Hana", "Ivo", "June")
     rows = [
         {
@@ -224,8 +223,7 @@ def smoke_problems() -> DatasetDict:
 
 def smoke_model(folder: Path, hidden_size: int, seed: int) -> str:
     """Write a tiny Qwen3 with random weights and its tokenizer to a folder; return the folder's
-    name.
-    """
+    name."""
     state = PartialState()
     if state.is_local_main_process:
         words = {word for row in smoke_problems()["train"] for word in row["question"].split()}

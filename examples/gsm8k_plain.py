@@ -68,8 +68,7 @@ AUTOCAST = torch.autocast(DEVICE, torch.bfloat16, enabled=DEVICE == "cuda")
 
 def splits(name: str) -> Any:
     """Read the splits "train" and "test", from the hub or from a copy; of data without splits a
-    tenth is "test".
-    """
+    tenth is "test"."""
     path = Path(name)
     if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
         found = datasets.load_from_disk(name)
@@ -94,8 +93,7 @@ def splits(name: str) -> Any:
 
 def is_right(text: str, answer: str) -> bool:
     """Compare the last answer in \\boxed{} or after #### with GSM8K's; without either, a text is
-    wrong.
-    """
+    wrong."""
     pieces = re.split(r"(?=\\boxed\{)|####", text)
     found, gold = pieces[-1].split("\n")[0], answer.split("####")[-1].strip().replace(",", "")
     if len(pieces) > 1 and verify is not None:
@@ -112,8 +110,7 @@ def complete(
     model: Any, tokenizer: Any, problems: list, limit: int, **how: Any
 ) -> tuple[torch.Tensor, dict]:
     """Generate a completion for each problem: rewards (B,), and what the loss takes of prompts and
-    completions.
-    """
+    completions."""
     chats = [[{"role": "user", "content": f"{problem['question']} {ASK}"}] for problem in problems]
     prompts = tokenizer.apply_chat_template(
         chats, tokenize=False, add_generation_prompt=True, enable_thinking=False
@@ -141,8 +138,7 @@ def complete(
 
 def made_here() -> tuple[Any, Any, list[dict]]:
     """Model, tokenizer and problems of `--smoke`; the model has been taught answers of which half
-    are right.
-    """
+    are right."""
     ways = [(who, a, b) for who in ("Ann", "Ben", "Eve May") for a in range(1, 6) for b in (1, 2)]
     sums = [
         (f"{who} has {a} apples and buys {b} more. How many apples are there now?", a + b)

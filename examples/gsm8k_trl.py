@@ -52,8 +52,7 @@ SMOKE = {
 @dataclass
 class StepOptions(Options):
     """The library's options besides (docs/training-step.md). Losses and gradients stay TRL's with
-    all of them.
-    """
+    all of them."""
 
     layout: str = field(default="tree", metadata={"choices": ["tree", "trim", "padded"]})
     zero_advantage: str = field(default="score", metadata={"choices": ["score", "skip", "train"]})

@@ -41,8 +41,7 @@ class RewardModel:
 
     def train(self, rollout: Rollout, steps: int, batch: int = 64, replayed: float = 0.1) -> float:
         """Optimiser steps on `rollout`, the share `replayed` of each batch from earlier ones;
-        returns the last loss.
-        """
+        returns the last loss."""
         texts = [
             problem.prompt + text
             for problem, text in zip(rollout.problems, rollout.texts, strict=True)

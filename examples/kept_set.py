@@ -42,8 +42,7 @@ def sample_truncated(
     num_generations: int,
 ) -> tuple[Rollout, Tensor, Tensor]:
     """A rollout at top-k 12 and top-p 0.95; the kept ids (B, T, K), padded with -1; the sampler's
-    own logps (B, T).
-    """
+    own logps (B, T)."""
     repeated = [problem for problem in problems for _ in range(num_generations)]
     prompt_ids = encode(tokenizer, [problem.prompt for problem in repeated])
     found = model.generate(

@@ -47,8 +47,7 @@ def make_batch() -> Batch:
 
 def run(loss_fn: Any, batch: Batch) -> tuple[list[Tensor], float]:
     """Loss, metrics and both gradients; the products that it took, in those of all positions with
-    the head.
-    """
+    the head."""
     with FlopCounterMode(display=False) as counter:
         loss, metrics = loss_fn(**batch)
         grads = torch.autograd.grad(loss, (batch["_input"], batch["lin_weight"]))

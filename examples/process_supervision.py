@@ -25,8 +25,7 @@ from grpo_kernels.advantages import process_advantages
 
 def score_steps(rollout: Rollout) -> tuple[list[list[float]], list[list[int]]]:
     """Rewards of each completion's steps, and the index of each step's last token (one token a
-    character).
-    """
+    character)."""
     rewards, ends = [], []
     for text, problem, mask in zip(
         rollout.texts, rollout.problems, rollout.completion_mask, strict=True

@@ -31,8 +31,7 @@ LENGTHS = (13, 20)  # of the sequences, packed into one row
 
 def batch() -> tuple[Tensor, Tensor, Tensor]:
     """Ids and positions (1, N), and advantages (N,); a sequence's last position predicts nothing
-    that counts.
-    """
+    that counts."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, 512, (1, sum(LENGTHS)), generator=generator)
     positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]

@@ -239,8 +239,7 @@ def linear_divergence(
         TypeError, ValueError: a wrong argument; the message names it. Raised before any work is
             done.
 
-    A CUDA graph can be captured without a mask; there a head that trains
-    takes two passes.
+    A CUDA graph can be captured without a mask; there a head that trains takes two passes.
     """
     jsd_beta = beta_of(divergence, beta)
     teacher = OtherHead(teacher_hidden, teacher_head, "teacher_")

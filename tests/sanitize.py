@@ -128,8 +128,7 @@ def try_findings() -> None:
 
 def check_findings(library: Path, environment: dict[str, str]) -> str:
     """Raise unless the sanitizers find what they should; the best instruction set of this
-    processor.
-    """
+    processor."""
     command = [sys.executable, "-c", TRY, str(library)]
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS

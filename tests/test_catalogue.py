@@ -71,8 +71,7 @@ def two_sets(
 @pytest.mark.parametrize("h", [1, 5])
 def test_any_vocabulary_is_exact(v: int, h: int) -> None:
     """No vocabulary size leaves a lane over or out; V = 1 has probability 1 and gradient 0, H = 1
-    is a size.
-    """
+    is a size."""
     g = torch.Generator().manual_seed(v)
     hidden, weight = (
         torch.randn(13, h, generator=g, dtype=F64),
@@ -145,8 +144,7 @@ def test_garbage_at_masked_positions_changes_no_bit(
 @pytest.mark.parametrize("value", [NAN, INF, -INF, 1e30])
 def test_garbage_at_masked_positions_of_logprob(value: float) -> None:
     """Nor of `linear_logprob`: hidden states, ids, temperatures, and the gradient that arrives
-    there.
-    """
+    there."""
     case = make_case("garbage")
     counted = case.completion_mask != 0
     got = []
@@ -216,8 +214,7 @@ def test_packed_of_nothing() -> None:
 
 def off_policy(advantage: float, shift: float, **options: Any) -> Case:
     """Old logps moved by `shift` at one token (by all at sequence level); every advantage of the
-    same sign.
-    """
+    same sign."""
     case = make_case("clipped", mask="full", noise=0.05, shift=0.02, **options)
     old = case.old_per_token_logps.clone()
     old[(1, slice(None)) if options.get("importance_sampling_level") == "sequence" else (1, 3)] += (
@@ -246,8 +243,7 @@ def test_ratio_that_overflows_on_the_clipped_branch(loss_type: str, level: str, 
 
 def test_k3_overflows_where_the_maths_does() -> None:
     """exp(ref - logp) beyond fp32 is inf, in its own row only; k1 and k2 stay finite; far below is
-    finite.
-    """
+    finite."""
     case = make_case("k3", beta=0.1, mask="full", old=False)
     ref = case.ref_per_token_logps.clone()
     for by, infinite in ((200.0, True), (-200.0, False), (50.0, False)):
@@ -261,8 +257,7 @@ def test_k3_overflows_where_the_maths_does() -> None:
 @pytest.mark.parametrize("loss_type", [x for x in TYPES if x != "gmpo"])
 def test_sampling_logp_that_is_nan(loss_type: str) -> None:
     """A token that the sampler could not score is no evidence: as if it agreed; and the others
-    still are.
-    """
+    still are."""
     case = make_case(
         "sampling", mask="full", sampling=True, off_policy_mask_threshold=0.1, loss_type=loss_type
     )
@@ -281,8 +276,7 @@ def test_sampling_logp_that_is_nan(loss_type: str) -> None:
 )
 def test_banned_target_on_policy(loss_type: str, level: str) -> None:
     """The loss is NaN, since no policy samples what it bans; the ratio is 1, and the gradient what
-    it tends to.
-    """
+    it tends to."""
     case = make_case("banned", mask="holes", old=False, bias=True, **kind(loss_type, level))
     case = case.but(advantages=torch.tensor([1.0, -0.5, 0.0]))
     banned, ids, bias = 3, case.completion_ids.clone(), case.bias.clone()

@@ -1,6 +1,5 @@
 """The documentation: code that is shown, and what the checker of the built site finds (`make docs`
-builds it).
-"""
+builds it)."""
 
 from __future__ import annotations
 
@@ -67,8 +66,7 @@ def keywords_of(function: Callable[..., Any]) -> set[str] | None:
 
 def shown_calls(block: str) -> Iterator[tuple[str, Any, ast.Call]]:
     """The calls in a block of code, of functions and classes that it imports from grpo_kernels
-    itself.
-    """
+    itself."""
     known: dict[str, Any] = {"grpo_kernels": grpo_kernels}
     for node in ast.walk(ast.parse(block)):
         if isinstance(node, ast.ImportFrom) and node.module in (

@@ -52,8 +52,7 @@ LAUNCHED = {"fsdp2": "FSDPQwen3ForCausalLM", "zero3": "DeepSpeedEngine"}
 
 def run_python(*arguments: str, beside: tuple[str, ...] = ()) -> str:
     """What a Python with a single thread printed, which finds the checkout; fails with all of it if
-    it fails.
-    """
+    it fails."""
     path = os.pathsep.join(filter(None, [str(ROOT), *beside, os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(

@@ -110,8 +110,7 @@ def composed(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def test_verl_accepts_the_configuration(composed: Any) -> None:
     """verl's own checks before it starts anything; its dataclasses refuse names that they do not
-    have.
-    """
+    have."""
     from hydra.errors import InstantiationException
     from omegaconf import OmegaConf
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
@@ -135,8 +134,7 @@ def test_verl_accepts_the_configuration(composed: Any) -> None:
 
 def test_the_options_arrive_in_verls_engine(composed: Any) -> None:
     """One mini-batch through verl's FSDP2 engine, with the loss and the head's options of the
-    script.
-    """
+    script."""
     from verl.utils.config import omega_conf_to_dataclass
 
     from tests.support import verl_engine

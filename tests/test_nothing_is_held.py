@@ -1,6 +1,5 @@
 """After a call nothing of it is held: Python's cyclic collector is off, and tensors and graphs are
-counted.
-"""
+counted."""
 
 from __future__ import annotations
 
@@ -43,8 +42,7 @@ class Saved:
 @contextmanager
 def counting() -> Iterator[Callable[[], tuple[int, int, int]]]:
     """Inside, no cycle is collected; the function counts tensors, their bytes, and tensors saved by
-    live nodes.
-    """
+    live nodes."""
     saved: weakref.WeakSet[Saved] = weakref.WeakSet()
 
     def pack(tensor: Tensor) -> Saved:
@@ -275,8 +273,7 @@ def test_calls_with_a_model(kind: str, options: dict[str, Any]) -> None:
 
 def test_no_parameter_of_an_earlier_call_is_held() -> None:
     """A node that gathers a parameter's gradient knows its shape: it must be gone when the
-    parameter is replaced.
-    """
+    parameter is replaced."""
     pytest.importorskip("transformers")
     from grpo_kernels.transformers import causal_lm_loss
     from tests.support import tiny_architectures as tiny

@@ -116,8 +116,7 @@ def full_logits_loss(
     names: dict[str, Any], model: Any, loss_fn: GRPOLoss
 ) -> tuple[Any, torch.Tensor]:
     """Loss and log-probabilities of the last batch from all logits, each sequence alone and without
-    padding.
-    """
+    padding."""
     ids, attended, counted = (names[x] for x in ("input_ids", "attention", "completion_mask"))
     advantages = names["group_advantages"](names["rewards"], num_generations=8)
     logps = torch.zeros(counted.shape)
@@ -136,8 +135,7 @@ def full_logits_loss(
 @pytest.mark.parametrize("adapted", [False, True], ids=["whole model", "PEFT LoRA"])
 def test_plain_loop_is_right_with_left_padding(local: dict[str, str], adapted: bool) -> None:
     """Log-probabilities, loss and gradients of its last step are those of full logits of sequences
-    without padding.
-    """
+    without padding."""
     load, loop = loop_block()
     names = run([load], local)
     if adapted:

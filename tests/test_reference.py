@@ -1,6 +1,5 @@
 """The float64 reference against TRL's own loss, and the tolerance against right and deliberately
-wrong candidates.
-"""
+wrong candidates."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """What type checkers see of the package: a user's file, and that types say what the functions
-themselves do.
-"""
+themselves do."""
 
 from __future__ import annotations
 
@@ -45,8 +44,7 @@ PYRIGHT = {"include": [USER.name], "pythonVersion": "3.10", "typeCheckingMode": 
 
 def run(folder: Path, *arguments: str) -> str:
     """What a checker prints; it finds the package by itself in the environment, where `pip install
-    -e .` has put it.
-    """
+    -e .` has put it."""
     command = [sys.executable, "-m", *arguments]
     environment = {
         name: x for name, x in os.environ.items() if name not in ("PYTHONPATH", "MYPYPATH")

@@ -121,8 +121,7 @@ def disturbed(batch: dict[str, Any], logps: Tensor, draw: int) -> dict[str, Any]
 
 def measure(results: Results, folder: Path) -> None:
     """Write ``errors``, by case and variant, of each draw: the norm of the difference from float64
-    over that of the gradient.
-    """
+    over that of the gradient."""
     batch, logps = generated(folder)
     live = (batch["advantages"] != 0).sum().item()
     results.merge("errors", sequences=len(batch["advantages"]), with_gradient=live, cases={})

@@ -1,6 +1,5 @@
 """Argument checks: every error names the argument, the expected and the actual value, before any
-work is done.
-"""
+work is done."""
 
 from __future__ import annotations
 
@@ -152,8 +151,7 @@ def first_rows(name: str, x: Any, weight: Tensor, count: int) -> Any:
 
 def refuse_logits(name: str, hidden: Tensor, weight: Tensor) -> None:
     """Raise ValueError if `hidden` looks like logits: it is (..., V), not (..., H), for a weight
-    (V, H), H < V.
-    """
+    (V, H), H < V."""
     if weight.dim() == 2 and weight.shape[1] < hidden.shape[-1] == weight.shape[0]:
         raise ValueError(
             f"{name}: expected hidden states of width H = {weight.shape[1]}, for a weight (V, H) = "
@@ -176,8 +174,7 @@ def check_ids(name: str, ids: Any, hidden: Tensor) -> None:
 
 def _shift(hidden: tuple[int, ...], ids: tuple[int, ...]) -> str:
     """Return advice if the lengths of hidden states and ids differ by one, since nothing is shifted
-    here.
-    """
+    here."""
     more = hidden[-1] - ids[-1] if len(hidden) == len(ids) and hidden[:-1] == ids[:-1] else 0
     why = "; what predicts token t is position t - 1"
     if more == 1:
@@ -192,8 +189,7 @@ def _shift(hidden: tuple[int, ...], ids: tuple[int, ...]) -> str:
 
 def check_mask(name: str, mask: Any, ids: Tensor) -> None:
     """Raise unless `mask` is a real tensor of the shape of `ids`; `check_mask_values` checks its
-    values.
-    """
+    values."""
     check_tensor(name, mask, like=ids)
     check_shape(name, mask, ("that of the ids", tuple(ids.shape)))
 
@@ -237,8 +233,7 @@ def check_logps(name: str, rows: Tensor | None) -> None:
     log-probabilities.
 
     They are checked on a CPU only, where that needs no wait. NaN passes. So does a number above 0
-    if others are below
-    0: rounding may put a token that is nearly certain there.
+    if others are below 0: rounding may put a token that is nearly certain there.
 
     Raises:
         ValueError: none is below 0, and one is above 0 by more than rounding.
@@ -257,8 +252,7 @@ def check_logps(name: str, rows: Tensor | None) -> None:
 
 def warn_of_ratio(log_ratio: Tensor | None) -> None:
     """Warn, once, if the mean of a batch's `log_ratio` (n,) is too large for policies of one run.
-    On a CPU only.
-    """
+    On a CPU only."""
     if log_ratio is None or log_ratio.device.type != "cpu" or log_ratio.numel() == 0:
         return
     if abs(log_ratio.mean().item()) > HIGHEST_MEAN_LOG_RATIO:
@@ -298,6 +292,5 @@ def is_dtensor(x: Any) -> bool:
 
 def is_one(x: Tensor) -> bool:
     """Return True if x () is known to be 1 without a wait: on a CPU. On a GPU the answer is always
-    False.
-    """
+    False."""
     return x.device.type == "cpu" and x.item() == 1.0

@@ -24,8 +24,7 @@ MOST_VALUES = 96  # that ranks compare
 
 def check_group(name: str, process_group: Any) -> None:
     """Raise TypeError unless `process_group`, the argument `name` of a call, is a process group or
-    None.
-    """
+    None."""
     if process_group is None:
         return
     from torch.distributed import ProcessGroup
@@ -41,8 +40,7 @@ def all_reduce(
     x: Tensor, op: Literal["sum", "min", "max"], process_group: ProcessGroup | None
 ) -> Tensor:
     """Reduce `x` in place over the group's ranks and return it; without a group, return it as it
-    is.
-    """
+    is."""
     if process_group is None:
         return x
     import torch.distributed as dist
@@ -62,8 +60,7 @@ def gather_stacked(x: Tensor, process_group: ProcessGroup) -> Tensor:
 
 def group_device(process_group: ProcessGroup) -> torch.device:
     """Return the device of tensors that ranks exchange: the GPU if the group serves it, even for
-    CPU tensors.
-    """
+    CPU tensors."""
     import torch.distributed as dist
 
     if (
@@ -97,9 +94,8 @@ def check_same(argument: str, group: Any, call: str, /, **values: Any) -> Iterat
     shape.
 
     The block holds all code that may raise on one rank alone. If it does, or if values differ,
-    every
-    rank raises: each sends the same number of integers, whatever its call. Without a group, none
-    do.
+    every rank raises: each sends the same number of integers, whatever its call. Without a group,
+    none do.
     """
     check_group(argument, group)
     if group is None:

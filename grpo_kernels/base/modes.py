@@ -19,8 +19,7 @@ RANDOM = ("drop", "jitter", "noise")
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
     """Inside, `module` and all modules in it are in evaluation mode: dropout is off, nothing random
-    is drawn.
-    """
+    is drawn."""
     modes = [(x, x.training) for x in module.modules()]
     module.eval()
     try:

@@ -20,8 +20,7 @@ MOST = 2**24
 
 def map_tensors(change: Callable[[Tensor], Any], record: R) -> R:
     """Return `record` with `change` of each tensor in it, in the order of the fields; other values
-    stay.
-    """
+    stay."""
     mapped: R = _mapped(change, record)
     return mapped
 
@@ -68,8 +67,7 @@ def sequence_means(x: Tensor, mask: Tensor) -> Tensor:
 
 def counted_first(mask: Tensor) -> tuple[Tensor, Tensor]:
     """(B, T) each: the order that moves a row's counted positions to its front, and the mask in
-    that order.
-    """
+    that order."""
     order = (~mask).to(torch.uint8).argsort(dim=1, stable=True)
     return order, mask.gather(1, order)
 
@@ -86,8 +84,7 @@ def widen(x: Tensor) -> Tensor:
 
 def quantile(x: Tensor, q: float) -> Tensor:
     """`torch.quantile` of `x` (n,), n > 0: linear between values; NaN if any is. Does not wait for
-    the device.
-    """
+    the device."""
     if x.numel() <= MOST:
         return torch.quantile(x, q)
     ranked, place = x.sort().values, q * (x.numel() - 1)
@@ -98,8 +95,7 @@ def quantile(x: Tensor, q: float) -> Tensor:
 
 def quantile_of_numbers(x: Tensor, q: float) -> Tensor:
     """Return the lower `q`-quantile of `x` (n,), ignoring NaN; NaN if nothing is left. Does not
-    wait for the device.
-    """
+    wait for the device."""
     if x.numel() == 0:
         return x.new_full((), torch.nan)
     if x.numel() <= MOST:
@@ -111,15 +107,13 @@ def quantile_of_numbers(x: Tensor, q: float) -> Tensor:
 
 def scored_difference(logps: Tensor, sampling_logps: Tensor) -> Tensor:
     """Return ``logps - sampling_logps``, detached, in their shape; 0 where the sampler could not
-    score (NaN).
-    """
+    score (NaN)."""
     return torch.nan_to_num(logps.detach() - sampling_logps, nan=0.0)
 
 
 def bounded(ratio: Tensor, low: float | None, high: float | None, *, truncates: bool) -> Tensor:
     """Return ratios of any shape, clamped to [`low`, `high`], or else 0 outside of them; None: no
-    bound.
-    """
+    bound."""
     low, high = -math.inf if low is None else low, math.inf if high is None else high
     if truncates:
         return ratio.clamp(low, high)

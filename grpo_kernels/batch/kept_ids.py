@@ -1,6 +1,5 @@
 """Kept sets, the ids that a truncating sampler (top-k, top-p, min-p) did not cut at each position,
-as one list.
-"""
+as one list."""
 
 from __future__ import annotations
 

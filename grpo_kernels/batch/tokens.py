@@ -33,8 +33,7 @@ class LossInputs:
 
     def with_blank_ids(self, like: Tensor) -> LossInputs:
         """Return these with zeros as ids, for a loss on existing log-probabilities, which reads no
-        ids.
-        """
+        ids."""
         return replace(self, completion_ids=torch.zeros_like(like, dtype=torch.long))
 
     @property
@@ -74,8 +73,7 @@ class Layout:
 
     def sequence_sum(self, x: Tensor) -> Tensor:
         """(n,) -> (B,): the sum over each sequence's tokens; a packed batch needs no (B, longest)
-        tensor for it.
-        """
+        tensor for it."""
         if len(self.shape) == 2:
             return self.dense(x).sum(dim=1)
         return torch.segment_reduce(x.double(), "sum", lengths=self.lengths, unsafe=True).to(
@@ -92,8 +90,7 @@ class Layout:
 @dataclass(frozen=True)
 class Tokens:
     """Per-token inputs of the loss; every tensor (n,), in the accumulator's dtype, detached; None
-    where absent.
-    """
+    where absent."""
 
     layout: Layout
     ids: Tensor  # int64
@@ -108,8 +105,7 @@ class Tokens:
 
     def at(self, index: Tensor) -> Tokens:
         """Return the tokens at `index` (m,), for computations token by token; fields not per token
-        stay whole.
-        """
+        stay whole."""
         whole = ("layout", "sequence_ratio", "advantages_per_sequence")
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return Tokens(
@@ -153,8 +149,7 @@ def counted_positions(name: str, mask: Tensor | None, ids: Tensor) -> Tensor:
 
 def _is_checked(mask: Tensor) -> bool:
     """True if values other than 0 and 1 are looked for: in floats, and in integers on a CPU (a GPU:
-    4 launches).
-    """
+    4 launches)."""
     if mask.is_floating_point():
         return True
     return mask.dtype != torch.bool and mask.device.type == "cpu"

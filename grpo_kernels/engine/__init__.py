@@ -1,5 +1,4 @@
 """Engines: the passes of a call over its rows, their matrix products and chunks. They know no
-objective.
-"""
+objective."""
 
 from __future__ import annotations

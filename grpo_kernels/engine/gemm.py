@@ -123,8 +123,7 @@ class Products:
 
     def d_weight(self, d_logits: Tensor, hidden: Tensor, out: Tensor, *, first: bool) -> None:
         """``out += d_logits.T @ hidden``: (n, V) in `gradient_dtype`, (n, H) operand -> (V, H);
-        ``=`` if `first`.
-        """
+        ``=`` if `first`."""
         _product(d_logits.t(), hidden.to(d_logits.dtype), out, add=not first)
 
     def _weights(self) -> Iterator[tuple[slice, Tensor]]:

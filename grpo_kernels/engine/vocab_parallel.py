@@ -80,8 +80,7 @@ class Shard:
 
     def joined(self, stats: RowStats, ids: Tensor, transform: LogitTransform) -> RowStats:
         """Return the statistics of the whole vocabulary, from those of this rank's columns for its
-        `local_ids`.
-        """
+        `local_ids`."""
         extras, max_logit = tuple(stats.extras), stats.max_logit
         # a backend makes a row without a finite logit NaN; here other ranks may have one. A
         # soft-cap makes all finite
@@ -102,8 +101,7 @@ class Shard:
         self, parts: tuple[Tensor, ...], here: Tensor, extras: tuple[str, ...], *, entropy: bool
     ) -> RowStats:
         """Join the numbers of all ranks, (R, n) each, to statistics (n,); `here` (R, n) marks the
-        rank with the id.
-        """
+        rank with the id."""
         most, log_sum, logps = parts[:3]
         nothing = most == -torch.inf  # all tokens of the rank are banned: its sum is 0
         log_sum, logps = (x.masked_fill(nothing, 0.0) for x in (log_sum, logps))

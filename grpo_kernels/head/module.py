@@ -152,8 +152,7 @@ def _is_peft_lora(lm_head: nn.Module) -> bool:
 
 def active_adapters(layer: Any) -> list[tuple[Any, Any, float, Any]]:
     """Return (A, B, scaling, dropout) of each adapter that the forward of PEFT's `layer` adds to
-    its base layer.
-    """
+    its base layer."""
     if layer.disable_adapters:
         if layer.merged:  # as its forward does
             layer.unmerge()

@@ -1,6 +1,5 @@
 """Kernels compiled ahead of time: the rules hold, costs are those of docs/roofline.md, and faults
-are noticed.
-"""
+are noticed."""
 
 from __future__ import annotations
 
@@ -153,8 +152,7 @@ def test_a_narrow_product_of_a_row_and_its_stride_is_noticed(
 )
 def test_spills_in_inner_loops_are_noticed(place: int, found: bool) -> None:
     """A loop in a loop, and a spill before both, in the outer one ahead of the inner, in the inner
-    one, and so on.
-    """
+    one, and so on."""
     code = ["MOV R1, R2", ".L_1:", "MOV R2, R3", ".L_2:", "FADD R2, R2, R1", "@P0 BRA `(.L_2)"]
     code += ["FMUL R1, R2, R2", "@P1 BRA `(.L_1)", "EXIT"]
     code.insert(place, "STL [R1], R5")

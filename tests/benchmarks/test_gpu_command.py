@@ -1,6 +1,5 @@
 """``python -m benchmarks.gpu``: the whole command at toy sizes, and what it does when something
-goes wrong.
-"""
+goes wrong."""
 
 from __future__ import annotations
 
@@ -220,8 +219,7 @@ def times(**ms: float) -> dict[str, Any]:
 
 def test_goals() -> None:
     """The fastest of Liger's forms counts; a peer's own turn, not when ours was timed first; no
-    wrong result.
-    """
+    wrong result."""
     cases = {
         "main": times(ours=46.0, products=40.0, trl=100.0, liger_ce=70.0, liger_torch=57.0),
         "frozen": times(ours=30.0, products=26.0, trl=50.0),

@@ -1,6 +1,5 @@
 """How steps are timed on a GPU, against a device that is acted out: what is launched when, and what
-counts as time.
-"""
+counts as time."""
 
 from __future__ import annotations
 
@@ -20,8 +19,7 @@ CPU = torch.device("cpu")
 
 class Device:
     """What the host asks of a GPU, in its order; `busy` is for how many cycles of sleep a launch is
-    not in time.
-    """
+    not in time."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, late_below: int = 0) -> None:
         self.asked: list[str] = []
@@ -63,8 +61,7 @@ class Device:
 
 def test_a_launch_is_no_part_of_a_kernels_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The device sleeps while the host launches; where the sleep was too short, once more with a
-    longer one.
-    """
+    longer one."""
     device = Device(monkeypatch)
 
     def step() -> None:
@@ -110,8 +107,7 @@ def test_kernels_are_queued(measure: Any, tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_interleaving() -> None:
     """Every provider in every round, in turn; one that fails is left out, and the rest go on, till
-    time is up.
-    """
+    time is up."""
     ran: list[str] = []
     failed: dict[str, Exception] = {}
 

@@ -161,8 +161,7 @@ def hide(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_the_call_of_cce(case: BenchCase, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the stand-in even where the package is, whose kernels need a GPU, choosing as it does
-    without Triton.
-    """
+    without Triton."""
     monkeypatch.setattr(sys, "path", [str(STAND_INS), *sys.path])
     for module in [x for x in sys.modules if x.partition(".")[0] == "cut_cross_entropy"]:
         monkeypatch.delitem(sys.modules, module)
@@ -201,8 +200,7 @@ def test_verl_finds_its_kernels_in_a_call_without_verl_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its forward and backward say ``from . import kernels``, which must not import verl, and with
-    it Ray.
-    """
+    it Ray."""
     peers.module.cache_clear()
     head = peers.module("kernel", "linear_cross_entropy")
     for package in ("ray", "verl"):

@@ -1,6 +1,5 @@
 """The real run, with a tiny model in place of the real one: what is measured, compared, reported
-and to be expected.
-"""
+and to be expected."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """The part "step" at toy size: every variant trains as stock TRL does, and what goes wrong is
-noticed and shown.
-"""
+noticed and shown."""
 
 from __future__ import annotations
 
@@ -201,8 +200,7 @@ def test_a_variant_that_fails_costs_no_other_one(
 
 def test_a_ratio_lies_within_its_range() -> None:
     """Both are of the rounds' ratios; of the medians over the rounds, a ratio may lie outside of
-    them.
-    """
+    them."""
     samples = {
         "stock TRL": [[1.0, 3.0], [2.0, 2.2], [6.0, 6.0]],
         "defaults": [[0.5, 0.5], [1.0, 3.2], [2.0, 4.0]],

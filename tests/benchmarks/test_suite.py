@@ -1,6 +1,5 @@
 """`python -m benchmarks` at toy size: its cases, their float64 truth, what is right, operations,
-and its page.
-"""
+and its page."""
 
 from __future__ import annotations
 
@@ -44,8 +43,7 @@ def stepped(given: BenchCase) -> tuple[Any, Reference, Outcome]:
 @pytest.mark.parametrize("given", POLICIES.values(), ids=POLICIES)
 def test_reference_is_right_and_sees_errors(given: BenchCase) -> None:
     """Plain autograd in float32 agrees with the reference to its rounding; with a planted fault it
-    does not.
-    """
+    does not."""
     inputs, want, outcome = stepped(given)
     found = errors(outcome, inputs, want)
     assert is_right(found, given)

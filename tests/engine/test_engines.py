@@ -103,8 +103,7 @@ def test_cost_where_every_row_carries_gradient(
 
 def test_two_passes_skip_rows_whose_coefficient_came_out_zero() -> None:
     """The top-entropy mask leaves a quarter of the rows: 2 + 6/4; with an entropy bonus and a
-    frozen head 2 + 4/4.
-    """
+    frozen head 2 + 4/4."""
     for head, config, want in (
         ("trainable", LossConfig(top_entropy_quantile=0.25), 2 + 6 * 0.25),
         (
@@ -121,8 +120,7 @@ def test_two_passes_skip_rows_whose_coefficient_came_out_zero() -> None:
 
 def test_clipped_rows_cost_no_second_pass() -> None:
     """Sequence ratios far above the clip with a positive advantage: only the other half is
-    projected again.
-    """
+    projected again."""
     inputs = batch(0.0, "trainable")
     inputs["advantages"] = torch.tensor([1.0, -1.0] * (B // 2))
     inputs["old_per_token_logps"] = torch.full((B, T), -40.0)  # every ratio is far above the clip

@@ -1,6 +1,5 @@
 """What a call does on a GPU, without one: rows and bytes that are planned, launches that are
-counted at real sizes.
-"""
+counted at real sizes."""
 
 from __future__ import annotations
 
@@ -41,8 +40,7 @@ def step(
     **options: Any,
 ) -> Tape:
     """Forward and backward of an on-policy loss, or scoring; within autocast if the weight is in
-    fp32.
-    """
+    fp32."""
     batch, t = n // 512, 512
     with taped(autocast=BF16 if weight == FP32 else None) as tape:
         hidden = tensor(batch, t, h, dtype=BF16).requires_grad_(not score)
@@ -241,8 +239,7 @@ def test_the_allocator_is_asked_only_where_the_driver_has_not_enough() -> None:
 
 def test_the_workspace_grows_in_steps_with_what_is_free() -> None:
     """Six of them, whatever is free; within a step the rows of a chunk are the same, and the bits
-    with them.
-    """
+    with them."""
     found: dict[int, set[tuple[int, ...]]] = {}
     for beside in range(0, 4 * GIB, 64 * MIB):
         workspace = room(GRADIENTS + beside)[0].workspace
@@ -259,8 +256,7 @@ def test_the_workspace_grows_in_steps_with_what_is_free() -> None:
 
 def test_the_workspace_is_no_larger_than_it_helps() -> None:
     """Rows of a frozen head take less: 1,024 of them are below a step, which is then as good as the
-    largest.
-    """
+    largest."""
     frozen = NeedsGrad(hidden=True)
     wanted = large_workspace(OnGPU(torch.empty(V, H, dtype=BF16, device="meta")), frozen)
     assert 768 * MIB < wanted < 1024 * MIB
@@ -333,8 +329,7 @@ def test_small_launches_are_few(kind: str, before: int, main_step: Tape) -> None
 
 def test_fp32_products_have_one_tile_of_rows() -> None:
     """Whatever N is, the library gets the same shapes, so a row has the same bits; 16-bit ones have
-    whole chunks.
-    """
+    whole chunks."""
     for n in (512, 1024, 4096):
         with taped() as tape, torch.no_grad():
             linear_logprob(tensor(n, 64), tensor(1000, 64), OnGPU(torch.zeros(n, dtype=torch.long)))

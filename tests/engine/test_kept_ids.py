@@ -1,6 +1,5 @@
 """Sets as samplers hand them over; positions without one; what the loss over kept sets says, costs
-and refuses.
-"""
+and refuses."""
 
 from __future__ import annotations
 
@@ -240,8 +239,7 @@ def test_what_the_loss_says_of_the_sets_padded_and_packed() -> None:
 
 def test_flops_of_the_loss() -> None:
     """One pass over sets and, where the loss allows it, over the whole vocabulary for positions
-    without one.
-    """
+    without one."""
     n, k, h, v = 32, 8, 16, 500
     hidden, weight = torch.randn(1, n, h).requires_grad_(), torch.randn(v, h).requires_grad_()
     kept = torch.rand(1, n, v).argsort(-1)[..., :k].contiguous()

@@ -1,6 +1,5 @@
 """Log-probabilities over kept sets beyond the cases of `test_differential`: bits, what is read,
-what is refused.
-"""
+what is refused."""
 
 from __future__ import annotations
 
@@ -180,8 +179,7 @@ def test_wrong_arguments(name: str) -> None:
 
 def test_on_a_gpu_wrong_ids_make_their_position_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     """To raise would wait for the device. The sizes of the sets are waited for, once, and which
-    rows to go back for.
-    """
+    rows to go back for."""
     case = case_of()
     ids, kept = case.completion_ids.clone(), case.kept_ids.clone()
     ids[0, 3], kept[1, 4, 0] = BIG, 60

@@ -30,8 +30,7 @@ def uniform(n: int = N, k: int = K) -> dict[str, Tensor]:
 
 def test_flops() -> None:
     """2NKH forward, and 2NKH for each of d hidden and d weight, of the positions that have any
-    gradient.
-    """
+    gradient."""
     product, given = 2 * N * K * H, uniform()
     frozen = {**given, "head": given["head"].detach()}
     up = torch.ones(N)
@@ -89,8 +88,7 @@ def test_spans_hold_the_budget_and_cover_every_row() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_memory(dtype: torch.dtype) -> None:
     """Within the workspace, beside 8 bytes an entry; of the vocabulary's size is nothing but d
-    weight.
-    """
+    weight."""
     n, h, v, k, budget = 256, 32, 20_000, 40, 200_000
     kept = torch.randint(0, v, (n, k), dtype=torch.int32)
     hidden, weight = torch.randn(n, h).to(dtype).requires_grad_(), torch.randn(v, h).to(dtype)

@@ -67,8 +67,7 @@ def like_cuda(monkeypatch: pytest.MonkeyPatch) -> list[plan.Group]:
 @pytest.mark.parametrize("part", range(4))
 def test_equals_the_reference(like_cuda: list[plan.Group], part: int) -> None:
     """Every case, of an adapter too, with groups of several chunks, and with another budget, in
-    turn.
-    """
+    turn."""
     assert len(CASES) >= 60 and len(ADAPTED) >= 10
     for index, case in enumerate((CASES + ADAPTED)[part::4]):
         reference = reference_loss(case)
@@ -88,8 +87,7 @@ def test_fp16_gradients_do_not_underflow_whatever_the_loss_scale(
     like_cuda: list[plan.Group], scale: float, engine: str
 ) -> None:
     """Advantages for which d logits in fp16 would be 0 without the factor they carry, and for which
-    it is below 1.
-    """
+    it is below 1."""
     case = make_case("fp16 range", b=4, t=9, h=24, v=90, dtype=torch.float16, loss_type="grpo")
     # products in fp16 by autocast; the weight's gradient is not rounded to it, so that its bits can
     # be seen

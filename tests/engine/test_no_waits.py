@@ -215,8 +215,7 @@ LOGPROBS = {
 @pytest.mark.parametrize("name", LOGPROBS)
 def test_linear_logprob(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a mask. What is expected costs a look at what came, and, where it was wrong, one at how
-    much.
-    """
+    much."""
     trains, expected, gradient, of_entropies, documented = LOGPROBS[name]
     with pretended(monkeypatch) as waits:
         given = batch(trains=trains)

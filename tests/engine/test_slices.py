@@ -90,8 +90,7 @@ def test_an_adapter_is_counted() -> None:
 )  # of the least blocks and slices, some of each, one of each
 def test_equals_two_passes(budget: int) -> None:
     """Blocks of rows and slices of the vocabulary, with a bias, a temperature a row and the
-    entropy's gradient.
-    """
+    entropy's gradient."""
     n, h, v = 50, 6, 300
     leaves = [torch.randn(shape).double().requires_grad_() for shape in ((n, h), (v, h), (v,))]
     ids, temperature = torch.randint(v, (n,)), 0.5 + torch.rand(n, dtype=torch.float64)
@@ -109,8 +108,7 @@ def test_equals_two_passes(budget: int) -> None:
 
 class Moved(TorchDispatchMode):
     """Bytes of matrices (more than `rows`, `width`) that are read or written, but for those of
-    products.
-    """
+    products."""
 
     def __init__(self, rows: int, width: int) -> None:
         super().__init__()
@@ -143,8 +141,7 @@ def test_bytes_of_an_element_of_d_weight(
     dtype: torch.dtype, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Besides what the products read and write: a sum in fp32 is read once, and the gradient
-    written once.
-    """
+    written once."""
     n, h, v = 64, 40, 2048  # rows are padded to 128
     with pretended(monkeypatch):
         hidden, weight, ids = map(OnGPU, head(n, h, v, dtype))

@@ -29,8 +29,7 @@ SETTINGS = settings(
 
 class Draws:
     """The methods of `random.Random` that draw a call, by hypothesis: it shrinks each draw towards
-    the plain call.
-    """
+    the plain call."""
 
     def __init__(self, draw: Callable[[st.SearchStrategy[Any]], Any]) -> None:
         self._draw = draw
@@ -41,8 +40,7 @@ class Draws:
 
     def random(self) -> float:
         """A multiple of 0.01 in [0, 1), the largest if it can be: what is there in a share p of the
-        calls goes.
-        """
+        calls goes."""
         return 0.99 - self._draw(st.integers(0, 99)) / 100
 
     def uniform(self, low: float, high: float) -> float:
@@ -61,8 +59,7 @@ class Draws:
 @dataclass(frozen=True)
 class Attack:
     """A kind of call: how its options are drawn, by `random.Random` or `Draws`, and what they are
-    checked by.
-    """
+    checked by."""
 
     draw: Callable[[Any], Options]
     check: Callable[[Options], None]  # raises if the library does not do what it promises

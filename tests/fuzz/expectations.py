@@ -1,6 +1,5 @@
 """`linear_logprob` that expects anything: its gradient has to be that of what came, in float64 from
-full logits.
-"""
+full logits."""
 
 from __future__ import annotations
 

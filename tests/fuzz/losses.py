@@ -1,6 +1,5 @@
 """Random losses, heads, engines, backends and layouts against the float64 reference: all outputs
-and gradients.
-"""
+and gradients."""
 
 from __future__ import annotations
 
@@ -170,8 +169,7 @@ def check(options: Options) -> None:
 
 def widened(bounds: Bounds, want: ReferenceResult) -> Bounds:
     """By what a ratio that was made of the call's own log-probabilities is off: in float64,
-    rounding.
-    """
+    rounding."""
 
     def more(bound: Any, x: Tensor) -> Any:
         return bound + 1e-12 * float(x.detach().abs().nan_to_num().max()) if x.numel() else bound

@@ -1,6 +1,5 @@
 """A few attacks, always the same; a planted fault is found, shrunk and repeated; calls that failed
-once.
-"""
+once."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """DDP, FSDP2 and HSDP in gloo processes: gradients of head and body equal those of one process in
-float64.
-"""
+float64."""
 
 from __future__ import annotations
 
@@ -185,8 +184,7 @@ def test_a_bare_full_tensor_gives_a_head_gradient_that_is_wrong_by_about_all_of_
 
 def run_divided(rank: int, world_size: int) -> list[str]:
     """What is said of a head whose weight is not whole: outside the unit it belongs to, and read
-    from outside.
-    """
+    from outside."""
     run = Run(SETUPS[ROOT_UNIT], LOSSES["off-policy"], CPU, torch.float64)
     model = cases.make_model(torch.float64, run.loss)
     run.setup.wrap(model, None)
@@ -265,8 +263,7 @@ def test_mixed_precision_rounds_weights_and_hidden_states_and_nothing_else(
 
 def run_logprobs(rank: int, world_size: int) -> dict[tuple[str, bool], Gradients]:
     """A loss of one's own, on log-probabilities that are changed in place first; with entropies and
-    without.
-    """
+    without."""
     found = {}
     for setup, entropy in itertools.product(("DDP", OWN_UNIT, ROOT_UNIT), (True, False)):
         run = Run(SETUPS[setup], LOSSES["off-policy"], CPU, torch.float64)

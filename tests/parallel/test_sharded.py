@@ -139,8 +139,7 @@ def make_head(name: str = "head") -> dict[str, Tensor]:
 
 def check_padding_rows(rank: int, world_size: int) -> None:
     """All results of a head with rows beyond its vocabulary, on the last rank alone; shards against
-    the whole head.
-    """
+    the whole head."""
     start, stop = spans(23, world_size, uneven=world_size == 2)[rank]
     upstream, group = torch.linspace(-1, 1, 9, dtype=torch.float64), dist.group.WORLD
     head, other = make_head(), {name: x.detach() for name, x in make_head("teacher").items()}
@@ -190,8 +189,7 @@ def check_padding_rows(rank: int, world_size: int) -> None:
 
 def check_edges(rank: int, world_size: int) -> None:
     """Nearly certain tokens keep their digits; a rank of logits -inf adds nothing, unless a
-    soft-cap bounds them.
-    """
+    soft-cap bounds them."""
     vocab = 24
     logits = torch.randn(10, vocab, generator=torch.Generator().manual_seed(8)) - 20.0
     logits[0, 3], logits[1, 20], logits[2, [2, 21]] = 0.0, 0.0, 0.0
@@ -240,8 +238,7 @@ def head_of(head: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
 
 def check_dtensors(rank: int, world_size: int) -> None:
     """Shard(0) DTensors, of a number of rows that the ranks do not divide, beside plain or
-    replicated hidden states.
-    """
+    replicated hidden states."""
     mesh, head = init_device_mesh("cpu", (world_size,)), make_head()
     scores = linear_logprob(head["hidden"], Head(head["weight"], head["bias"]), head["ids"])
     want = torch.autograd.grad(
@@ -301,8 +298,7 @@ def check_errors(rank: int, world_size: int) -> None:
 
 def check_kept_sets(rank: int, world_size: int) -> None:
     """What the ranks say first, once; that sets in one row are the padded ones; and what they must
-    agree on.
-    """
+    agree on."""
     case = make_case(
         "divided", t=9, kept=14, mask="full", loss_type="grpo", others={"without_set": "full"}
     )
@@ -406,8 +402,7 @@ def check_all(rank: int, world_size: int) -> dict[str, list[int]]:
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_outputs_dtensors_errors_and_traffic(world_size: int) -> None:
     """What ranks say first; three numbers and an entropy a row, a chunk at a time; in the backward
-    d hidden, once.
-    """
+    d hidden, once."""
     sent = run_ranks(check_all, world_size)[0]
     for engine, counts in sent.items():
         agreed, *gathered, summed = counts

@@ -1,6 +1,5 @@
 """A student and its teacher, each divided in its own way over gloo processes: gradients equal those
-of one process.
-"""
+of one process."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """DeepSpeed ZeRO-3 in gloo processes on a CPU: gradients equal those of one process in float64, for
-every engine.
-"""
+every engine."""
 
 from __future__ import annotations
 
@@ -112,8 +111,7 @@ def gathered_by_hand(loss: str) -> dict[str, Tensor]:
 
 def gathered_twice(loss: str) -> dict[str, Tensor]:
     """A frozen head outside all hooks, gathered for the forward, and again by the backward, which
-    recomputes.
-    """
+    recomputes."""
     zero3 = Zero3(loss)
     hidden = zero3.engine(zero3.run.batch.tokens)
     gather = gather_of(zero3.head.parameters())

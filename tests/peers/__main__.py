@@ -137,8 +137,7 @@ def row(peer: Peer, way: str, found: dict[str, str]) -> str:
 
 def main(options: Sequence[str]) -> int:
     """0 if every test has the same outcome with ours, but for those known; `options` are for
-    pytest.
-    """
+    pytest."""
     given = [
         (peer, Path(os.environ[peer.variable])) for peer in PEERS if os.environ.get(peer.variable)
     ]

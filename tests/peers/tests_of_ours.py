@@ -1,6 +1,5 @@
 """A pytest plugin for other people's tests: ours in the place of theirs, in the way that
-GRPO_KERNELS_WAY names.
-"""
+GRPO_KERNELS_WAY names."""
 
 from __future__ import annotations
 

@@ -113,8 +113,7 @@ def _write(folder: Path, config_class: str, fields: dict[str, Any], auto: Any) -
 
 def tokenizer(model: str) -> PreTrainedTokenizerFast:
     """Bytes, and the special tokens; with the chat template of the model's family, which TRL brings
-    along.
-    """
+    along."""
     core = Tokenizer(models.BPE({x: i for i, x in enumerate(BYTES)}, merges=[]))
     core.pre_tokenizer, core.decoder = (
         pre_tokenizers.ByteLevel(add_prefix_space=False),

@@ -1,6 +1,5 @@
 """Run a script as a process of `accelerate launch` on GPUs, but on a CPU: ``launched.py SCRIPT
-OPTIONS...``.
-"""
+OPTIONS...``."""
 
 from __future__ import annotations
 

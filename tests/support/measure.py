@@ -1,6 +1,5 @@
 """What the tests count exactly: floating point operations of products, and every allocation with
-its life time.
-"""
+its life time."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """PEFT's adapters on body or head of the model of `parallel_cases`, and their gradients from one
-process in float64.
-"""
+process in float64."""
 
 from __future__ import annotations
 
@@ -62,8 +61,7 @@ def adapted_truth(where: str, loss: cases.Loss) -> dict[str, Tensor]:
 
 def adapted_loss(where: str, loss: str) -> cases.Loss:
     """One of `LOSSES` and the engine that serves it here: a head of which nothing trains has one of
-    its own.
-    """
+    its own."""
     return cases.Loss(
         LOSSES[loss].config, serves="frozen" if where == "mid" else LOSSES[loss].serves
     )

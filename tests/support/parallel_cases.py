@@ -29,8 +29,7 @@ SEQUENCES, COLUMNS = 4, 5  # of one rank
 
 class TinyModel(nn.Module):
     """Embedding, one layer with tanh, head. Its forward gives hidden states, or what `then` makes
-    of them.
-    """
+    of them."""
 
     def __init__(self, *, tied: bool = False, bias: bool = False) -> None:
         super().__init__()
@@ -121,8 +120,7 @@ def arguments(loss: Loss, batch: Batch, num_items: float) -> dict[str, Any]:
 
 def items_per_rank(world_size: int, **options: Any) -> float:
     """Counted tokens of all ranks over their number: the normaliser of a loss whose gradients are
-    averaged.
-    """
+    averaged."""
     masks = [
         make_batch(rank, world_size, torch.float64, **options).completion_mask
         for rank in range(world_size)
@@ -188,8 +186,7 @@ def ddp(model: TinyModel, mesh: DeviceMesh | None) -> nn.Module:
 
 def units(*names: str, **options: Any) -> Callable[[TinyModel, DeviceMesh | None], nn.Module]:
     """FSDP2 with these modules as units of their own ("mid + lm_head": one unit), and the rest in
-    the root's.
-    """
+    the root's."""
 
     def wrap(model: TinyModel, mesh: DeviceMesh | None) -> nn.Module:
         given = options if mesh is None else {**options, "mesh": mesh}
@@ -247,8 +244,7 @@ class Run:
 
     def score(self, wrapped: nn.Module, head: Any, batch: Batch) -> Tensor:
         """The loss of one micro-batch. A forward has to return tensors: in other objects ZeRO-3
-        does not see them.
-        """
+        does not see them."""
         given = arguments(self.loss, batch, self.items)
 
         def then(hidden: Tensor) -> Tensor:

@@ -67,8 +67,7 @@ def lora_of(case: Case, leaves: dict[str, Tensor | None]) -> LoRA | None:
 
 def arguments(case: Case, rows: slice = WHOLE) -> dict[str, Any]:
     """Keyword arguments of ``flat(grpo_loss)``, to go with `config_of`; every head tensor is a leaf
-    that wants a gradient unless it is frozen.
-    """
+    that wants a gradient unless it is frozen."""
     return loss_arguments(case, leaves_of(case, rows), rows)
 
 

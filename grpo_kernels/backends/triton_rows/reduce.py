@@ -19,9 +19,8 @@ A row goes by in steps of four tiles side by side, with a lane for each column o
 steps have no mask, so that loads are wide and nothing is compared; only the rest of a row, less
 than a step, has one. `fold` adds four logits to each lane, with five exponentials. `merge` joins
 the lanes. `finish` and `target_logp` turn a whole row's sums into statistics. No step depends on
-how a
-tile is spread over threads: a sum over lanes is a tree of single additions, so its bits follow from
-the tile's width alone, and not from warps, alignment or Triton's version.
+how a tile is spread over threads: a sum over lanes is a tree of single additions, so its bits
+follow from the tile's width alone, and not from warps, alignment or Triton's version.
 
 The sums of a row or of a lane travel as one tuple, `sums`: (m, rest, t), the sum of squares, the
 sum of z, and the lowest id of the largest z. A second tuple, `wanted`, says which of

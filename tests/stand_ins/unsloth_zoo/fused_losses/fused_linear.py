@@ -15,8 +15,7 @@ def fused_linear_logprobs(
     hidden, weight, ids, *, mask, logit_softcapping, return_entropy, entropy_requires_grad
 ):
     """Log-probabilities (B, T), 0 where `mask` (bool) is false, and entropies (B, T) without a
-    gradient.
-    """
+    gradient."""
     assert not entropy_requires_grad
     logits = hidden.float() @ weight.float().T
     if logit_softcapping:
