@@ -6,7 +6,8 @@ The algorithm of `grpo_loss`, in the order in which it runs, and where it is::
     tokens  = the positions that count                                    batch/tokens.py
     weights = the loss type's normaliser, one weight per token            objective/losses.py
     engine  = the cheapest that gives this loss its exact gradient        call/plan.py, engine/
-    for each chunk of rows:                                               engine/sweep.py
+    the first pass, before autograd knows of the call:                    call/loss.py,
+    for each chunk of rows:                               engine/passes.py, engine/sweep.py
         z = hidden @ weight.T                                             engine/sweep.py
         logps, entropies = log softmax(z)[id], -sum p log p               backends/
         R = logps - old_per_token_logps                                   objective/policy.py

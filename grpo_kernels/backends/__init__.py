@@ -46,25 +46,17 @@ def choose_backend(
     Raises:
         ValueError: no backend of that name, or one that cannot serve here.
     """
-    chosen, reason = name_backend(name, device, dtype)
-    return _loaded(chosen), reason
-
-
-def name_backend(
-    name: str, device: torch.device, dtype: torch.dtype = torch.float32
-) -> tuple[str, str]:
-    """Do as `choose_backend`, but return the backend's name, one of `BACKENDS`, and the reason."""
     check_backend(name)
     if name != "auto":
         refusal = _backend(name).refusal(device, dtype, asked_for=True)
         if refusal is not None:
             raise ValueError(f"backend: expected one that can serve here, got {name!r}: {refusal}")
-        return name, "asked for"
+        return _loaded(name), "asked for"
     preferred = next((x for x in BACKENDS if _backend(x).prefers(device)), "torch")
     refusal = _backend(preferred).refusal(device, dtype, asked_for=False)
     if refusal is not None:
-        return "torch", f"not {preferred}: {refusal}"
-    return preferred, _backend(preferred).reason(device)
+        return _loaded("torch"), f"not {preferred}: {refusal}"
+    return _loaded(preferred), _backend(preferred).reason(device)
 
 
 def _backend(name: str) -> Backend:
@@ -85,5 +77,4 @@ __all__ = [
     "RowStats",
     "check_backend",
     "choose_backend",
-    "name_backend",
 ]

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_kernels.base.checks import HIGHEST_LOGP
+from grpo_kernels.base.checks import HIGHEST_LOGP, check_choice
 from grpo_kernels.base.choices import WithoutSet, choices
 from grpo_kernels.base.tensors import take
 from grpo_kernels.batch.kept_ids import KeptIds, read_kept_ids
@@ -56,11 +56,7 @@ class Kept:
     @staticmethod
     def of(kept_ids: Any, without_set: Any, ids: Tensor, **options: Any) -> Kept:
         """Read the argument `kept_ids` of checked `ids`."""
-        allowed = choices(WithoutSet)
-        if without_set not in allowed:
-            raise ValueError(
-                f"without_set: expected one of {', '.join(allowed)}, got {without_set!r}"
-            )
+        check_choice("without_set", without_set, choices(WithoutSet))
         entropy = options.get("entropy", True)
         if not isinstance(entropy, bool) and entropy != "full":
             raise ValueError(f"entropy: expected True, False or 'full', got {entropy!r}")

@@ -8,7 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_kernels.base.checks import check_mask, check_number, check_shape, check_tensor
+from grpo_kernels.base.checks import (
+    check_choice,
+    check_mask,
+    check_number,
+    check_shape,
+    check_tensor,
+)
 from grpo_kernels.base.choices import DivergenceName, TopKDivergenceName, choices
 from grpo_kernels.batch.tokens import counted_positions
 from grpo_kernels.call.expected import Expectation, ExpectedRows, divergence_weights, read_expected
@@ -81,9 +87,7 @@ def scored(call: Call, request: Request, *, has_ids: bool = True) -> Scores:
 
 def beta_of(divergence: Any, beta: Any) -> float:
     """Return the divergence as a beta: 0 forward KL, 1 reverse KL (`interface.Teacher`)."""
-    allowed = choices(DivergenceName)
-    if divergence not in allowed:
-        raise ValueError(f"divergence: expected one of {', '.join(allowed)}, got {divergence!r}")
+    check_choice("divergence", divergence, choices(DivergenceName))
     if divergence != "jsd":
         if beta is not None:
             raise ValueError(
@@ -132,9 +136,7 @@ def measure_of(
     Args:
         dtypes: those of the result and of the teacher's log-probabilities.
     """
-    allowed = choices(TopKDivergenceName)
-    if divergence not in allowed:
-        raise ValueError(f"divergence: expected one of {', '.join(allowed)}, got {divergence!r}")
+    check_choice("divergence", divergence, choices(TopKDivergenceName))
     reverse = divergence == "reverse_kl"
     if tail is not None and not isinstance(tail, bool):
         raise TypeError(f"tail: expected a bool or None, got {tail!r}")

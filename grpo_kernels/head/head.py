@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from grpo_kernels.base.checks import check_number, check_shape, check_tensor
+from grpo_kernels.base.checks import check_choice, check_number, check_shape, check_tensor
 from grpo_kernels.base.choices import LogitsDtype, choices
 
 if TYPE_CHECKING:
@@ -129,10 +129,7 @@ class Head:
         if cap is not None:
             check_number("final_logit_softcapping", cap, 0.0)
         check_number("logit_scale", scale)
-        if self.logits_dtype not in allowed:
-            raise ValueError(
-                f"logits_dtype: expected one of {', '.join(allowed)}, got {self.logits_dtype!r}"
-            )
+        check_choice("logits_dtype", self.logits_dtype, allowed)
         # as Python's types, from numpy's or enums
         object.__setattr__(self, "final_logit_softcapping", None if cap is None else float(cap))
         object.__setattr__(self, "logit_scale", float(scale))

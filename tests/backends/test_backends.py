@@ -58,18 +58,17 @@ def new_backend(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_auto_takes_it_where_it_serves(new_backend: None) -> None:
     chosen, reason = backends.choose_backend("auto", META)
     assert (type(chosen), reason) == (MetaRows, "meta tensors")
-    assert backends.name_backend("auto", META, torch.float64) == (
-        "torch",
-        "not new: it is slow in torch.float64",
-    )
+    chosen, reason = backends.choose_backend("auto", META, torch.float64)
+    assert (chosen.name, reason) == ("torch", "not new: it is slow in torch.float64")
 
 
 def test_it_serves_if_asked_for_or_says_why_not(new_backend: None) -> None:
-    assert backends.name_backend("new", META, torch.float64) == ("new", "asked for")
+    chosen, reason = backends.choose_backend("new", META, torch.float64)
+    assert (type(chosen), reason) == (MetaRows, "asked for")
     with pytest.raises(
         ValueError, match=r"can serve here, got 'new': it serves meta tensors, and these are cpu"
     ):
-        backends.name_backend("new", torch.device("cpu"))
+        backends.choose_backend("new", torch.device("cpu"))
     with pytest.raises(
         ValueError, match="backend: expected one of auto, new, torch, triton, cpp, got 'newer'"
     ):
@@ -77,7 +76,7 @@ def test_it_serves_if_asked_for_or_says_why_not(new_backend: None) -> None:
 
 
 def test_one_backend_is_preferred_for_a_cpu(new_backend: None) -> None:
-    assert backends.name_backend("torch", META) == ("torch", "asked for")
+    assert backends.choose_backend("torch", META)[1] == "asked for"
     unwanted = [
         name
         for name in backends.BACKENDS
