@@ -97,16 +97,11 @@ def _operands(inputs: Inputs) -> tuple[Any, ...]:
     return inputs.hidden, inputs.weight, inputs.ids, inputs.case.softcap, inputs.case.wants_entropy
 
 
-def _log_p(hidden: Tensor, weight: Tensor, softcap: float | None) -> Tensor:
-    """(B, T, V), in fp32."""
-    return torch.log_softmax(capped(linear(hidden, weight), softcap).float(), dim=-1)
-
-
 def _scores(
     hidden: Tensor, weight: Tensor, ids: Tensor, softcap: float | None, wants_entropy: bool
 ) -> Scored:
     """Log-probabilities (B, T), and where wanted entropies (B, T) without gradient."""
-    log_p = _log_p(hidden, weight, softcap)
+    log_p = torch.log_softmax(capped(linear(hidden, weight), softcap).float(), dim=-1)
     fixed = log_p.detach()
     entropies = -(fixed.exp() * fixed).sum(dim=-1) if wants_entropy else None
     return log_p.gather(-1, ids[..., None])[..., 0], entropies

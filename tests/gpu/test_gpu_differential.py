@@ -37,8 +37,7 @@ def check(case: Case, device: torch.device, backend: str, failures: dict[str, Ex
             continue
         tried += 1
         try:
-            output, grads, _ = run_on(case, device, engine, backend)
-            assert_matches(output, grads, reference, case, bounds)
+            assert_matches(*run_on(case, device, engine, backend), reference, case, bounds)
         except Exception as error:
             failures[f"{case.name}, {engine}, {backend}"] = error
     return tried

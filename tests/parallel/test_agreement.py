@@ -82,10 +82,6 @@ def a_head(**fields: Any) -> Callable[[Arguments], Head]:
     return make
 
 
-def of_dtype(name: str, dtype: torch.dtype) -> Callable[[Arguments], Tensor]:
-    return lambda right: right[name].detach().to(dtype)
-
-
 Case = tuple[Callable[..., Any], Callable[[int], Arguments], Arguments, str]
 # what the odd rank gives instead; "alone": it is wrong by itself, and that rank's own error names
 # it
@@ -110,7 +106,7 @@ LOSS: dict[str, tuple[Arguments, str]] = {
     ),
     "advantages per token": ({"advantages": torch.ones(2, 3)}, "advantages"),
     "an input more": ({"old_per_token_logps": -torch.ones(2, 3)}, "old_per_token_logps"),
-    "dtype of hidden": ({"hidden": of_dtype("hidden", torch.float64)}, "hidden"),
+    "dtype of hidden": ({"hidden": lambda right: right["hidden"].detach().double()}, "hidden"),
     "dtype of weight": ({"head": a_head(weight=lambda w: w.double())}, "weight"),
     "frozen hidden": ({"hidden": lambda right: right["hidden"].detach()}, "gradients wanted"),
     "frozen weight": ({"head": a_head(weight=Tensor.detach)}, "gradients wanted"),

@@ -81,10 +81,6 @@ def _trl(**options: str) -> None:
     kernels.ChunkedLogProbFunction = fused_head.FusedHead
 
 
-def _trl_rounded() -> None:
-    _trl(logits_dtype="input")
-
-
 def _fused_trainer() -> None:
     """Our trainer under the name of theirs."""
     import trl
@@ -162,7 +158,7 @@ def _verl() -> None:
 
 WAYS = {
     "patch_trl": _trl,
-    'patch_trl(logits_dtype="input")': _trl_rounded,
+    'patch_trl(logits_dtype="input")': lambda: _trl(logits_dtype="input"),
     "FusedGRPOTrainer": _fused_trainer,
     "patch_liger": _liger,
     "grpo_kernels.advantages": _verl,
