@@ -18,7 +18,6 @@ AREAS = {  # name -> (folder, kinds of files)
     "docs": ("docs", (".md",)),
 }
 RECORDS = ("dataclass", "NamedTuple", "TypedDict", "Protocol")
-MARKS = ("contract", "unit")
 
 
 def files(folder: str, kinds: Iterable[str]) -> list[Path]:
@@ -38,14 +37,6 @@ def records(tree: ast.AST) -> Counter[str]:
     return kinds
 
 
-def marks(tree: ast.Module) -> list[str]:
-    """The marks in a test module's `pytestmark`."""
-    assigned = (
-        x for x in tree.body if isinstance(x, ast.Assign) and "pytestmark" in ast.unparse(x)
-    )
-    return [m for x in assigned for m in MARKS if f"pytest.mark.{m}" in ast.unparse(x.value)]
-
-
 def main() -> None:
     """Print the table."""
     print(f"{'':16}{'lines':>8}{'files':>8}")
@@ -57,9 +48,8 @@ def main() -> None:
     kinds = sum((records(tree) for tree in package), Counter())
     print(f"records {kinds.total():>16}  " + ", ".join(f"{n} {kind}" for kind, n in kinds.items()))
     tests = [ast.parse(x.read_text(encoding="utf-8")) for x in files("tests", ("/test_*.py",))]
-    found = [marks(tree) for tree in tests]
-    counts = ", ".join(f"{sum(mark in x for x in found)} {mark}" for mark in MARKS)
-    print(f"test files {len(tests):13}  {counts}, {sum(not x for x in found)} without a mark")
+    unit = sum("pytest.mark.unit" in ast.unparse(tree) for tree in tests)
+    print(f"test files {len(tests):13}  {unit} unit, {len(tests) - unit} contract")
 
 
 if __name__ == "__main__":
