@@ -20,9 +20,9 @@ from grpo_kernels.base.distributed import all_reduce
 from grpo_kernels.call.plan import Run, check_run
 from grpo_kernels.head.head import Head
 from grpo_kernels.head.module import gather_of
-from grpo_kernels.host import Patches, needed, parameter_names
 from grpo_kernels.loss import grpo_loss
 from grpo_kernels.objective.config import LossConfig
+from grpo_kernels.patching import Patches, needed, parameter_names
 from grpo_kernels.scores import linear_logprob
 
 __all__ = ["LigerFusedLinearGRPOLoss", "patch_liger", "unpatch_liger"]

@@ -26,7 +26,7 @@ from grpo_kernels import Run, grpo_loss, linear_divergence, linear_logprob, repo
 ROOT = Path(grpo_kernels.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 # these follow their trainer
-DOORS = {"body", "host.py", "liger.py", "transformers", "trl", "verl", "verl_plugin.py"}
+DOORS = {"body", "patching.py", "liger.py", "transformers", "trl", "verl", "verl_plugin.py"}
 CORE = [path for path in FILES if path.relative_to(ROOT).parts[0] not in DOORS]
 # a compiler's and a cache's files, and the variables that any user of such knows, none of our own
 BUILDING = {
@@ -61,16 +61,18 @@ REACHES = {
 }
 REACHES["call"] = {*REACHES}
 REACHES["public"] = INNER = {*REACHES}
-REACHES["report"] = REACHES["host"] = {*INNER, "public"}
-REACHES["body"] = {*INNER, "public", "host"}
-REACHES["transformers"] = {*INNER, "public", "host", "body"}
-REACHES |= {name: {*INNER, "public", "host", "transformers", "body"} for name in ("trl", "verl")}
+REACHES["report"] = REACHES["patching"] = {*INNER, "public"}
+REACHES["body"] = {*INNER, "public", "patching"}
+REACHES["transformers"] = {*INNER, "public", "patching", "body"}
+REACHES |= {
+    name: {*INNER, "public", "patching", "transformers", "body"} for name in ("trl", "verl")
+}
 FILES_OF = {name: {name} for name in ("advantages", "rewards", "rollouts")}
 FILES_OF |= {
     "report": {"__main__", "report", "memory"},
     "objective": {"objectives", "presets", "testing"},
 }
-FILES_OF |= {"host": {"host", "liger"}, "verl": {"verl_plugin"}}
+FILES_OF |= {"patching": {"patching", "liger"}, "verl": {"verl_plugin"}}
 FILES_OF["public"] = {"loss", "scores", "typing"}
 
 

@@ -36,7 +36,7 @@ from grpo_kernels.body.forwards import TrunkInputs, Way, run_layout
 from grpo_kernels.body.inputs import FSDP1, TrunkOptions, unwrapped
 from grpo_kernels.body.layout import TrunkLayout
 from grpo_kernels.body.trial import MODES, Exactness, described
-from grpo_kernels.host import Shares, forward_name, replaced
+from grpo_kernels.patching import Shares, forward_name, replaced
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

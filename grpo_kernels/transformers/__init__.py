@@ -1,6 +1,6 @@
 """The loss and log-probabilities of any causal language model of transformers."""
 
-from grpo_kernels.host import needed
+from grpo_kernels.patching import needed
 
 with needed("transformers", "transformers"):
     from grpo_kernels.transformers.causal_lm import (

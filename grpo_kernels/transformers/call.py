@@ -46,7 +46,7 @@ from grpo_kernels.body.trunk import (
 )
 from grpo_kernels.head.head import Head
 from grpo_kernels.head.module import divided_modules, foreign_hooks, linear_of, within_forwards
-from grpo_kernels.host import Shares, forward_name, replaced
+from grpo_kernels.patching import Shares, forward_name, replaced
 from grpo_kernels.transformers import head as heads
 from grpo_kernels.transformers.head import HeadCheck, constants_of
 

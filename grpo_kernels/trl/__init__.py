@@ -1,6 +1,6 @@
 """TRL's trainers with their language-model head computed by `grpo_kernels`."""
 
-from grpo_kernels.host import needed
+from grpo_kernels.patching import needed
 
 with needed("'trl>=1.16'", "trl", "transformers"):
     from grpo_kernels.trl.distillation import FusedDistillationTrainer

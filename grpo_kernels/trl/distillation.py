@@ -22,7 +22,7 @@ from grpo_kernels.base.checks import is_dtensor
 from grpo_kernels.call.plan import Run
 from grpo_kernels.head.head import Head
 from grpo_kernels.head.module import whole_constant
-from grpo_kernels.host import HostFunction, during
+from grpo_kernels.patching import HostFunction, during
 from grpo_kernels.scores import linear_divergence
 from grpo_kernels.transformers.head import causal_lm
 from grpo_kernels.trl import fused_head

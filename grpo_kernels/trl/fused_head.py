@@ -33,7 +33,7 @@ from grpo_kernels.call.results import Scores
 from grpo_kernels.engine.plan import Gather
 from grpo_kernels.head import module as heads
 from grpo_kernels.head.head import Head
-from grpo_kernels.host import HostFunction, KnownRows, Shares, during, replaced
+from grpo_kernels.patching import HostFunction, KnownRows, Shares, during, replaced
 from grpo_kernels.scores import linear_logprob
 from grpo_kernels.transformers.call import measured_head
 from grpo_kernels.transformers.head import causal_lm, inner_head

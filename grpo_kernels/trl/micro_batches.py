@@ -17,10 +17,10 @@ from torch import Tensor
 from trl import GRPOTrainer
 
 from grpo_kernels.body.inputs import check_skip
-from grpo_kernels.host import KnownRows
 from grpo_kernels.loss import policy_expectation
 from grpo_kernels.objective.config import LossConfig, config_of_trainer
 from grpo_kernels.objective.losses import averaged_over, loss_of
+from grpo_kernels.patching import KnownRows
 from grpo_kernels.trl.fused_head import HEAD
 
 # Losses whose optimizer step is the same sum over samples, whatever micro-batches they are in.

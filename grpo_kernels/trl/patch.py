@@ -10,7 +10,7 @@ from grpo_kernels.base.checks import warn_once
 from grpo_kernels.base.choices import BackendName, EngineName, LogitsDtype
 from grpo_kernels.call.plan import Run, check_run
 from grpo_kernels.head.head import Head
-from grpo_kernels.host import Patches, Shares
+from grpo_kernels.patching import Patches, Shares
 from grpo_kernels.trl.distillation import DIVERGENCE
 from grpo_kernels.trl.fused_head import ADDERS, HEAD, PATCHED, add_measured_lm_head
 

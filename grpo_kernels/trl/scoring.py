@@ -42,9 +42,9 @@ from grpo_kernels.base.tensors import scored_difference
 from grpo_kernels.batch.kept_ids import KeptIds, joined_ids
 from grpo_kernels.call.results import Scores
 from grpo_kernels.head.head import Head
-from grpo_kernels.host import replaced
 from grpo_kernels.objective.config import LossConfig
 from grpo_kernels.objective.policy import bounded_ratio
+from grpo_kernels.patching import replaced
 from grpo_kernels.scores import linear_logprob
 from grpo_kernels.trl import micro_batches
 from grpo_kernels.trl.fused_head import HEAD

@@ -41,7 +41,7 @@ from grpo_kernels.body.inputs import TrunkOptions
 from grpo_kernels.body.trunk import live_trunk, trunk_of
 from grpo_kernels.call.plan import Run, check_run
 from grpo_kernels.call.results import Scores
-from grpo_kernels.host import KnownRows, Shares, during, replaced
+from grpo_kernels.patching import KnownRows, Shares, during, replaced
 from grpo_kernels.transformers.head import causal_lm
 from grpo_kernels.trl import exact_kl, fused_head, micro_batches, scoring
 from grpo_kernels.trl.fused_head import CALL, HEAD, PATCHED, HeadCalls

@@ -24,7 +24,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from grpo_kernels.host import needed
+from grpo_kernels.patching import needed
 from grpo_kernels.verl import engine, forward, megatron
 
 __all__ = ["patch_verl", "unpatch_verl"]

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from grpo_kernels.host import KnownRows, during, function_of
+from grpo_kernels.patching import KnownRows, during, function_of
 from grpo_kernels.verl.rows import (
     Places,
     actor_config,

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grpo_kernels.head.head import Head
-from grpo_kernels.host import KnownRows, during, function_of, parameter_names
+from grpo_kernels.patching import KnownRows, during, function_of, parameter_names
 from grpo_kernels.scores import linear_logprob
 from grpo_kernels.verl.engine import BACKEND, WHERE, asks_to_score
 from grpo_kernels.verl.rows import flag, numbers_of, packed_rows

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from grpo_kernels.call.expected import Expectation
-from grpo_kernels.host import KnownRows
+from grpo_kernels.patching import KnownRows
 
 
 class Mode(NamedTuple):

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from grpo_kernels import Expectation
-from grpo_kernels.host import HostFunction, KnownRows, Patches, Shares, during, needed, replaced
+from grpo_kernels.patching import HostFunction, KnownRows, Patches, Shares, during, needed, replaced
 
 pytestmark = pytest.mark.unit
 
