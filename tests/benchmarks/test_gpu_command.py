@@ -163,6 +163,7 @@ def test_without_a_gpu_it_says_so(
     assert "--dry-run" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_what_is_known_survives_an_interrupt(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

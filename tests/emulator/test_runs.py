@@ -36,7 +36,7 @@ def run_part(part: str, arch: str) -> None:
     assert " passed" in done.stdout
 
 
-@ARCHES
+@pytest.mark.parametrize("arch", [pytest.param("sm_80", marks=pytest.mark.slow), "sm_90"])
 def test_compiled_kernels(arch: str) -> None:
     run_part("quick", arch)
 

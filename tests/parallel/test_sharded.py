@@ -108,7 +108,9 @@ def check_every_case(rank: int, world_size: int, first: int) -> set[str]:
     return check_cases(rank, world_size, first)
 
 
-@pytest.mark.parametrize(("world_size", "first"), [(2, 0), (4, 1)])
+@pytest.mark.parametrize(
+    ("world_size", "first"), [(2, 0), pytest.param(4, 1, marks=pytest.mark.slow)]
+)
 def test_every_case_is_exact_on_shards(world_size: int, first: int) -> None:
     assert run_ranks(check_every_case, world_size, first)[0] >= {
         "frozen",

@@ -54,6 +54,7 @@ def printed(*arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_only_one_variant_however_many_rows_and_whatever_the_numbers() -> None:
     """Rows, alignment of a row's numbers, temperature, clip range, beta: one compilation."""
     for counts in json.loads(printed("-m", "tests.support.kernel_variants")):
