@@ -138,9 +138,10 @@ class LossConfig:
         vllm_importance_sampling_clip_max, vllm_importance_sampling_clip_min: the bounds of that
             ratio; None: no bound.
         max_completion_length: the constant in ``"dr_grpo"``'s normaliser, in tokens.
-        sapo_temperature_pos, sapo_temperature_neg, vespo_k_pos, vespo_lambda_pos, vespo_k_neg,
-            vespo_lambda_neg: shape of the SAPO and VESPO surrogates for positive and negative
-            advantages.
+        sapo_temperature_pos, sapo_temperature_neg: temperature of the SAPO surrogate for positive
+            and negative advantages.
+        vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: shape of the VESPO surrogate
+            for positive and negative advantages.
 
     Soft-cap, scale and precision of the logits are the head's: `grpo_kernels.Head`.
 
