@@ -32,6 +32,7 @@ overflows. Means and shares are over the tokens of the call.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -51,18 +52,30 @@ __all__ = [
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def _loss(*, token_level: bool) -> Callable[[F], F]:
-    """Declare what an objective reads: tokens alone, and no entropies."""
+def _loss(
+    *, token_level: bool, above_0: tuple[str, ...] = (), signed: tuple[str, ...] = ()
+) -> Callable[[F], F]:
+    """Declare what an objective reads, tokens alone and no entropies, and check its numbers: at
+    least 0, `above_0` more than that, `signed` any."""
 
     def declare(function: F) -> F:
-        function.token_level = token_level  # type: ignore[attr-defined]
-        function.uses_entropies = False  # type: ignore[attr-defined]
-        return function
+        numbers = [k for k, x in function.__kwdefaults__.items() if isinstance(x, float)]
+        lowest = {k: -math.inf if k in signed else 0.0 for k in numbers}
+
+        @functools.wraps(function)
+        def checked(tokens: TokenInputs, **options: Any) -> Tensor:
+            for name in lowest.keys() & options.keys():
+                check_number(name, options[name], lowest[name], name not in above_0)
+            return function(tokens, **options)
+
+        checked.token_level = token_level  # type: ignore[attr-defined]
+        checked.uses_entropies = False  # type: ignore[attr-defined]
+        return checked  # type: ignore[return-value]
 
     return declare
 
 
-@_loss(token_level=True)
+@_loss(token_level=True, above_0=("ratio_max",))
 def ipo(
     tokens: TokenInputs, *, eps: float = 0.3, kl_tau: float = 0.0, ratio_max: float = 1e4
 ) -> Tensor:
@@ -80,7 +93,7 @@ def ipo(
     return _weighted(_kept(keep, capped, tokens) + _squared(kl_tau, log_ratio), tokens)
 
 
-@_loss(token_level=True)
+@_loss(token_level=True, above_0=("ratio_low", "ratio_high"))
 def icepop_prime_rl(
     tokens: TokenInputs, *, ratio_low: float = 0.2, ratio_high: float = 5.0
 ) -> Tensor:
@@ -146,7 +159,7 @@ def topr(
     return _weighted(times(tokens.logps, -weight * tokens.advantages), tokens)
 
 
-@_loss(token_level=False)
+@_loss(token_level=False, above_0=("decay_rate",))
 def fipo(
     tokens: TokenInputs,
     *,
@@ -190,7 +203,7 @@ def cispo_two_sided(
     return _weighted(times(tokens.logps, -ratio * tokens.advantages), tokens)
 
 
-@_loss(token_level=True)
+@_loss(token_level=True, above_0=("clip_ratio_c",))
 def dppo_tv(
     tokens: TokenInputs,
     *,
@@ -209,7 +222,7 @@ def dppo_tv(
     return _dppo(tokens, raised, lowered, clip_ratio_c)
 
 
-@_loss(token_level=True)
+@_loss(token_level=True, above_0=("clip_ratio_c",))
 def dppo_kl(
     tokens: TokenInputs,
     *,
@@ -239,7 +252,7 @@ def _dppo(tokens: TokenInputs, raised: Tensor, lowered: Tensor, cap: float) -> T
     return _weighted(times(tokens.logps, torch.where(keep, weight, 0.0)), tokens)
 
 
-@_loss(token_level=False)
+@_loss(token_level=False, above_0=("clip_cov_ratio",), signed=("clip_cov_lb", "clip_cov_ub"))
 def clip_cov(
     tokens: TokenInputs,
     *,
@@ -271,12 +284,14 @@ def clip_cov(
     return _weighted(torch.where(dropped, 0.0, loss), tokens)
 
 
-@_loss(token_level=False)
+@_loss(token_level=False, above_0=("kl_cov_ratio",))
 def kl_cov(
     tokens: TokenInputs, *, kl_cov_ratio: float = 0.0002, ppo_kl_coef: float = 0.1
 ) -> Tensor:
     """verl's KL-Cov: the penalty `ppo_kl_coef` |R| is for the ``max(1, int(kl_cov_ratio * counted
     tokens))`` tokens of highest covariance, as in `clip_cov`."""
+    if kl_cov_ratio > 1:
+        raise ValueError(f"kl_cov_ratio: expected a number in (0, 1], got {kl_cov_ratio!r}")
     log_ratio = tokens.logps - tokens.old_per_token_logps
     places = tokens.mask.flatten().nonzero()[:, 0]
     number = min(max(1, int(len(places) * kl_cov_ratio)), len(places))

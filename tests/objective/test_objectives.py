@@ -383,6 +383,33 @@ def test_a_sampler_is_asked_for(name: str) -> None:
         ours(given, objective=getattr(objectives, name))
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("ipo", {"eps": -0.1}, "eps: expected a finite number >= 0, got -0.1"),
+        ("ipo", {"ratio_max": 0.0}, "ratio_max: expected a finite number > 0, got 0"),
+        ("icepop_prime_rl", {"ratio_low": 0}, "ratio_low: .* > 0, got 0"),
+        ("icepop_prime_rl", {"ratio_high": -5.0}, "ratio_high: .* > 0, got -5"),
+        ("kpop", {"threshold": None}, "threshold: expected a number, got None"),
+        ("rollout_is", {"eps_clip_low": math.inf}, "eps_clip_low: .* >= 0, got inf"),
+        ("topr", {"negative_weight": -1.0}, "negative_weight: .* >= 0, got -1"),
+        ("fipo", {"decay_rate": 0.0}, "decay_rate: .* > 0, got 0"),
+        ("cispo_two_sided", {"clip_ratio_low": -0.1}, "clip_ratio_low: .* >= 0, got -0.1"),
+        ("dppo_tv", {"clip_ratio_c": 0.0}, "clip_ratio_c: .* > 0, got 0"),
+        ("dppo_kl", {"clip_ratio_c": 0.0}, "clip_ratio_c: .* > 0, got 0"),
+        ("clip_cov", {"clip_cov_ratio": 0}, "clip_cov_ratio: .* > 0, got 0"),
+        ("clip_cov", {"clip_cov_ub": math.nan}, "clip_cov_ub: expected a finite number, got nan"),
+        ("kl_cov", {"kl_cov_ratio": 0.0}, "kl_cov_ratio: .* > 0, got 0"),
+        ("kl_cov", {"kl_cov_ratio": 2}, r"kl_cov_ratio: expected a number in \(0, 1\], got 2"),
+        ("gspo_token", {"clip_ratio_high": -0.2}, "clip_ratio_high: .* >= 0, got -0.2"),
+    ],
+)
+def test_numbers_out_of_range(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        ours(off_policy(0), objective=partial(getattr(objectives, name), **options))
+    ours(off_policy(0), objective=partial(objectives.clip_cov, clip_cov_lb=-1.0))
+
+
 def test_scores_of_topr_are_by_position() -> None:
     """One a sequence, of another sign than the advantages, also where packed sequences and a mask
     move the tokens."""
