@@ -125,7 +125,11 @@ def one_builder(folder: Path) -> Iterator[None]:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                _say(f"waiting for another process, which compiles the C++ kernels in {folder}")
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
         # closing alone would not do: a process forked meanwhile has it open too
@@ -228,13 +232,16 @@ def compile_library(sources: Path, output: Path, extra: Sequence[str] = ()) -> N
         "compiling the C++ kernels with %s; once, unless torch or the sources change", command[0]
     )
     _logger.debug("the command: %s", shlex.join(command))
-    line = "compiling the C++ kernels for the CPU, up to half a minute; once, then they are cached"
-    print(f"grpo_kernels: {line}", file=sys.stderr, flush=True)  # the log may have no reader
+    _say("compiling the C++ kernels for the CPU, up to half a minute; once, then they are cached")
     if problem := _problem(command, output):
         raise Unavailable(
             f"the compiler {problem}; try another compiler (CXX), {OR_WHEEL}; `{BUILD}` shows the "
             "command and what the compiler says"
         )
+
+
+def _say(line: str) -> None:
+    print(f"grpo_kernels: {line}", file=sys.stderr, flush=True)  # the log may have no reader
 
 
 def _problem(command: Sequence[str], output: Path) -> str | None:

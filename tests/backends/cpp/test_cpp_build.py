@@ -254,7 +254,9 @@ def test_many_processes_compile_once(world: World) -> None:
     assert sorted(world.events().split(", ")) == ["compile", *["load cached"] * 4]
 
 
-def test_a_lock_ends_with_its_holder(world: World) -> None:
+def test_who_waits_for_a_lock_says_so_and_the_lock_ends_with_its_holder(
+    world: World, capfd: pytest.CaptureFixture[str]
+) -> None:
     held = world.folder / "held"
     world.cache.mkdir(parents=True)
 
@@ -270,6 +272,12 @@ def test_a_lock_ends_with_its_holder(world: World) -> None:
     assert world.find().origin.startswith("built in ")
     assert time.monotonic() - begun >= 0.3
     holder.join()
+    waiting, compiling = capfd.readouterr().err.splitlines()
+    assert waiting == (
+        "grpo_kernels: waiting for another process, which compiles the C++ kernels in "
+        f"{world.cache}"
+    )
+    assert compiling.startswith("grpo_kernels: compiling the C++ kernels")
 
 
 def test_file_system_without_locks(world: World) -> None:
