@@ -59,7 +59,7 @@ def _loss(
     least 0, `above_0` more than that, `signed` any."""
 
     def declare(function: F) -> F:
-        numbers = [k for k, x in function.__kwdefaults__.items() if isinstance(x, float)]
+        numbers = [k for k, x in (function.__kwdefaults__ or {}).items() if isinstance(x, float)]
         lowest = {k: -math.inf if k in signed else 0.0 for k in numbers}
 
         @functools.wraps(function)
