@@ -187,6 +187,15 @@ def _shift(hidden: tuple[int, ...], ids: tuple[int, ...]) -> str:
     return ""
 
 
+def check_signed_ids(name: str, ids: Any, like: Tensor) -> None:
+    """Raise unless `ids` are integers that have -1, for padding, on the device of `like`."""
+    check_tensor(name, ids, like=like)
+    if ids.dtype not in (torch.int64, torch.int32, torch.int16):
+        raise TypeError(
+            f"{name}: expected signed integer ids of 16, 32 or 64 bits, got {ids.dtype}"
+        )
+
+
 def check_mask(name: str, mask: Any, ids: Tensor) -> None:
     """Raise unless `mask` is a real tensor of the shape of `ids`; `check_mask_values` checks its
     values."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_kernels.base.checks import check_shape, check_tensor
+from grpo_kernels.base.checks import check_shape, check_signed_ids, check_tensor
 
 _INT32 = torch.iinfo(torch.int32)
 
@@ -163,12 +163,12 @@ def read_kept_ids(kept_ids: Any, ids: Tensor) -> KeptIds:
             fit the ids.
     """
     if not isinstance(kept_ids, KeptIds):
-        _check_ids("kept_ids", kept_ids, ids)
+        check_signed_ids("kept_ids", kept_ids, ids)
         width = kept_ids.shape[-1] if kept_ids.dim() else 0
         check_shape("kept_ids", kept_ids, ("(*ids.shape, K)", (*ids.shape, width)))
         return KeptIds.from_padded(kept_ids.detach())
     kept, offsets = kept_ids.ids, kept_ids.offsets
-    _check_ids("kept_ids.ids", kept, ids)
+    check_signed_ids("kept_ids.ids", kept, ids)
     check_shape("kept_ids.ids", kept, ("(M,)", (kept.numel(),)))
     check_tensor("kept_ids.offsets", offsets, like=ids)
     if offsets.dtype not in (torch.int64, torch.int32):
@@ -193,10 +193,3 @@ def check_without_set(without_set: Any) -> None:
         raise ValueError(
             f"without_set: expected 'error', the default, without kept_ids, got {without_set!r}"
         )
-
-
-def _check_ids(name: str, x: Any, ids: Tensor) -> None:
-    """Raise unless `x` are signed integers on the device of `ids`."""
-    check_tensor(name, x, like=ids)
-    if x.dtype not in (torch.int64, torch.int32, torch.int16):
-        raise TypeError(f"{name}: expected signed integer ids of 16, 32 or 64 bits, got {x.dtype}")

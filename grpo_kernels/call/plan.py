@@ -86,7 +86,7 @@ class Call:
             jsd_beta: the divergence from the head's reference (`backends.interface.Teacher`).
         """
         check_run(self.run)
-        head, budget, weight = self.head, self.run.workspace_bytes, self.head.weight
+        head, weight = self.head, self.head.weight
         self.needs_grad, dtype = head.needs_grad(), head.compute_dtype()
         _warn_if_promoted("hidden", head.hidden, "weight", weight, dtype)
         other = head.reference
@@ -95,18 +95,15 @@ class Call:
             head.hidden,
             self.needs_grad,
             dtype,
-            budget,
+            self.run.workspace_bytes,
             asks_tight=self.run.engine == "auto",
             reference=None if other is None else (other.weight, other.compute_dtype(dtype)),
         )
-        if budget is None:
-            heads = 1 if other is None else 2
-            budget = default_workspace(weight, self.needs_grad, memory, heads=heads)
         row_backend, _ = choose_backend(backend or self.run.backend, head.hidden.device, dtype)
         self.plan = HeadPlan(
             backend=row_backend,
             compute_dtype=dtype,
-            workspace_bytes=budget,
+            workspace_bytes=self._budget(weight, memory),
             **_constants(head, dtype),
             memory=memory,
         )
@@ -118,6 +115,14 @@ class Call:
         )
         teacher = replace(self.plan, compute_dtype=of_other, **_constants(other.head, of_other))
         self.plan = replace(self.plan, teacher=teacher, jsd_beta=jsd_beta)
+
+    def _budget(self, weight: Tensor, memory: FreeMemory) -> int:
+        """Return the bytes that the options name, else the default of `weight` and the second
+        head."""
+        if self.run.workspace_bytes is not None:
+            return self.run.workspace_bytes
+        heads = 1 if self.head.reference is None else 2
+        return default_workspace(weight, self.needs_grad, memory, heads=heads)
 
     def compared(self) -> dict[str, Any]:
         """Return what the ranks of a divided head compare, and this rank's integers."""
@@ -140,11 +145,7 @@ class Call:
         self.head, shard, memory = self.head.divided(values)
         if shard is None:
             return
-        budget = self.run.workspace_bytes
-        if budget is None:
-            widest = widest_part(self.head.weight, shard)
-            heads = 1 if self.head.reference is None else 2
-            budget = default_workspace(widest, self.needs_grad, memory, heads=heads)
+        budget = self._budget(widest_part(self.head.weight, shard), memory)
         plan = replace(self.plan, shard=shard, memory=memory, workspace_bytes=budget)
         if plan.teacher is not None:
             teacher = replace(plan.teacher, memory=memory, workspace_bytes=budget)

@@ -13,6 +13,7 @@ from grpo_kernels.base.checks import (
     check_mask,
     check_number,
     check_shape,
+    check_signed_ids,
     check_tensor,
 )
 from grpo_kernels.base.choices import DivergenceName, TopKDivergenceName, choices
@@ -166,11 +167,7 @@ def measure_of(
 
 def check_listed(ids: Any, logps: Any, hidden: Tensor) -> None:
     """Raise unless a teacher's ids and log-probabilities (..., K) fit hidden states (..., H)."""
-    check_tensor("teacher_ids", ids, like=hidden)
-    if ids.dtype not in (torch.int64, torch.int32, torch.int16):
-        raise TypeError(
-            f"teacher_ids: expected signed integer ids of 16, 32 or 64 bits, got {ids.dtype}"
-        )
+    check_signed_ids("teacher_ids", ids, hidden)
     shape = (*hidden.shape[:-1], max(1, ids.shape[-1] if ids.dim() else 0))
     check_shape("teacher_ids", ids, ("(*that of hidden without H, K), K > 0", shape))
     check_tensor("teacher_logps", logps, like=hidden, floating=True)

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.interface import DivergenceStats, LogitTransform
+from grpo_kernels.backends.interface import LogitTransform, RowStats
 from grpo_kernels.engine.device import device_of
 from grpo_kernels.token_loss.record import Coefficients
 
@@ -73,23 +73,24 @@ class Products:
     def scaled(
         self,
         coefficients: Coefficients,
+        stats: RowStats,
         transform: LogitTransform,
-        divergence: DivergenceStats | None = None,
     ) -> tuple[Coefficients, Tensor | None]:
-        """Return the coefficients times the power of two () that brings d logits into range, and
-        it.
+        """Return the coefficients of rows with these statistics, times the power of two () that
+        brings d logits into range, and it. Their d_logp is then not None.
 
         It is 1 if a coefficient is not finite, so that NaN and inf reach the gradient; None if
-        d logits need none. d_logp is not None. With a d_divergence, `divergence` is needed: no
-        |k_v| of its gradient is above 1 + D.
+        d logits need none.
         """
         d_logp, d_entropy, d_divergence = coefficients
-        assert d_logp is not None
+        d_logp = torch.zeros_like(stats.logps) if d_logp is None else d_logp
+        coefficients = Coefficients(d_logp, d_entropy, d_divergence)
         if not self.scales_gradient or d_logp.numel() == 0:
             return coefficients, None
         inv_t = transform.inv_temperature
         size = d_logp.abs() if d_entropy is None else d_logp.abs() + ENTROPY_BOUND * d_entropy.abs()
-        if d_divergence is not None:
+        if d_divergence is not None:  # no |k_v| of its gradient is above 1 + D
+            divergence = stats.divergence
             assert divergence is not None
             size = size + d_divergence.abs() * (
                 1.0 + divergence.value.abs() + divergence.sum_k.abs()

@@ -257,8 +257,7 @@ class _GradientSums:
         for x in self._rows:
             if shard is not None and x is not None:
                 shard.sum_(x)
-        (hidden, *lora_u), (weight, *lora_b) = self._rows, self._matrices
-        sums = HeadTensors(hidden, weight, self._bias, *lora_u, *lora_b)
+        sums = HeadTensors.of_factors(self._rows, self._matrices, self._bias)
         pairs = zip(sums, self._head, strict=True)
         return HeadTensors(
             *(None if x is None or like is None else x.to(like.dtype) for x, like in pairs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -44,6 +44,12 @@ class HeadTensors(Generic[T]):
         """Return the values of the pairs (N, K), (V, K) whose products add up to the projection."""
         adapter = [] if self.lora_u is None or self.lora_b is None else [(self.lora_u, self.lora_b)]
         return [(self.hidden, self.weight), *adapter]
+
+    @staticmethod
+    def of_factors(rows: Sequence[S], matrices: Sequence[S], bias: S | None) -> HeadTensors[S]:
+        """Return the record whose `factors` are the pairs of `rows` and `matrices`."""
+        (hidden, *lora_u), (weight, *lora_b) = rows, matrices
+        return HeadTensors(hidden, weight, bias, *lora_u, *lora_b)
 
 
 # Gradients from the rows of a sweep, in the accumulator's dtype (of `lean` d weight and d lora_b in

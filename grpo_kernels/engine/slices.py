@@ -40,13 +40,9 @@ def sweep_slices(
 
     It is the same as from `sweep`, but d weight and d lora_b are in their own dtype, rounded once.
     """
-    d_logp, *others = coefficients
-    d_logp = torch.zeros_like(stats.logps) if d_logp is None else d_logp
     transform = plan.transform(row_bias(head.bias, plan.accumulator), rows.inv_temperature)
     # one factor for all rows and slices, since the gradients are summed over both
-    coefficients, fp16_scale = plan.products(head.weight).scaled(
-        Coefficients(d_logp, *others), transform, stats.divergence
-    )
+    coefficients, fp16_scale = plan.products(head.weight).scaled(coefficients, stats, transform)
     n, vocab, dtype = len(rows), head.weight.shape[0], plan.accumulator
     rows_at_once, columns_at_once, _ = plan_slices(rows, head, plan, needs_grad)
     blocks = [
@@ -107,13 +103,12 @@ def sweep_slices(
     with torch.autocast(head.hidden.device.type, enabled=False), torch.no_grad():
         for first_id in range(0, vocab if blocks else 0, columns_at_once):
             add_slice(slice(first_id, min(first_id + columns_at_once, vocab)))
-    (hidden, *lora_u), (weight, *lora_b) = d_rows, d_matrices
     if fp16_scale is not None:
-        for total in (hidden, d_bias, *lora_u):
+        for total in (*d_rows, d_bias):
             if total is not None:
                 total.mul_(1.0 / fp16_scale)
-    d_hidden, d_lora_u = (None if x is None else x[:n] for x in (hidden, *lora_u, None)[:2])
-    return Gradients(d_hidden, weight, d_bias, d_lora_u, *lora_b)
+    d_rows = [None if x is None else x[:n] for x in d_rows]
+    return Gradients.of_factors(d_rows, d_matrices, d_bias)
 
 
 def _d_logits(

@@ -229,8 +229,7 @@ class GradientSums:
         if self._fp16_scale is not None:
             self._rescale(1.0 / self._fp16_scale)
         rows = [None if x is None else x[: self._n] for x in self._rows]
-        (hidden, lora_u), (weight, lora_b) = ((*x, None)[:2] for x in (rows, self._matrices))
-        return Gradients(hidden, weight, self._bias, lora_u, lora_b)
+        return Gradients.of_factors(rows, self._matrices, self._bias)
 
     def _rescale(self, factor: Tensor) -> None:
         for x in (*self._matrices, self._bias):
@@ -293,10 +292,8 @@ class RowWork:
         self, chunk: Chunk, rows: Rows, index: Index, stats: RowStats, d_logits: Tensor
     ) -> None:
         assert self._coefficients_of is not None
-        d_logp, *others = self._coefficients_of(index, stats)
-        d_logp = torch.zeros_like(stats.logps) if d_logp is None else d_logp
         coefficients, self.fp16_scale = self._products.scaled(
-            Coefficients(d_logp, *others), chunk.transform, stats.divergence
+            self._coefficients_of(index, stats), stats, chunk.transform
         )
         self._plan.grad(chunk, rows, stats, coefficients, d_logits)
 
