@@ -1,6 +1,7 @@
 """`python -m grpo_kernels`: what a bug report needs, then a check of the results against float64.
 
 `python -m grpo_kernels memory`: how much memory a loss needs, without computing it.
+`python -m grpo_kernels estimate`: what a training with TRL would gain, without running it.
 """
 
 from __future__ import annotations
@@ -10,26 +11,32 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-from grpo_kernels import __version__, memory, report
+from grpo_kernels import __version__, estimate, memory, report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print report and checks, and return 0 if no check failed, else 1; or run `memory`."""
+    """Print report and checks, and return 0 if no check failed, else 1; or run a command."""
     parser = argparse.ArgumentParser(prog="python -m grpo_kernels", description=__doc__)
     parser.add_argument("--version", action="version", version=f"grpo_kernels {__version__}")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
     parser.add_argument("--no-check", action="store_true", help="the environment only")
     commands = parser.add_subparsers(dest="command")
-    about = "how much memory a loss needs with each engine"
-    planner = commands.add_parser("memory", help=about, description=memory.__doc__)
-    memory.add_arguments(planner)
+    add = partial(commands.add_parser, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, about, command in (
+        ("memory", "how much memory a loss needs with each engine", memory),
+        ("estimate", "what a training with TRL would gain, by arithmetic", estimate),
+    ):
+        planner = add(name, help=about, description=command.__doc__)
+        command.add_arguments(planner)
+        planner.set_defaults(run=partial(command.run, planner))
     options = parser.parse_args(arguments)
     if options.command is not None:
         if options.json or options.no_check:
-            parser.error("memory: expected neither --json nor --no-check before it")
-        return memory.run(planner, options)
+            parser.error(f"{options.command}: expected neither --json nor --no-check before it")
+        return options.run(options)
 
     environment = report.collect()
     if not options.json:

@@ -69,7 +69,7 @@ REACHES |= {
 }
 FILES_OF = {name: {name} for name in ("advantages", "rewards", "rollouts")}
 FILES_OF |= {
-    "report": {"__main__", "report", "memory"},
+    "report": {"__main__", "report", "memory", "estimate"},
     "objective": {"objectives", "presets", "testing"},
 }
 FILES_OF |= {"patching": {"patching", "liger"}, "verl": {"verl_plugin"}}

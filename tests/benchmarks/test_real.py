@@ -150,23 +150,6 @@ def test_without_its_packages_it_says_which(
         make(tmp_path / "model")
 
 
-def test_what_to_expect_is_the_products_counted_by_hand() -> None:
-    small, large = expectations.MODELS
-    assert (small.body, large.body) == (440_401_920, 6_945_767_424)
-    head = 151_936 * 4096
-    stock = 2 * 2 * large.body * 8 * 1280 + 6 * head * 8 * 512
-    ours = 1.5 * 2 * large.body * (256 + 8 * 512) + 3 * head * 8 * 512
-    for vllm, more in ((False, 0), (True, 2 * large.body * 8 * 1280 + 2 * head * 8 * 512)):
-        batch = expectations.Batch("", 256, vllm=vllm, equal=0.5)
-        assert expectations.gain(large, batch, lora=True, kl=False) == pytest.approx(
-            (stock + more) / ours
-        )
-    # which gain nothing with a KL term
-    equal = [expectations.Batch("", 256, equal=x) for x in (0.0, 1.0)]
-    assert len({expectations.gain(small, x, lora=False, kl=True) for x in equal}) == 1
-    assert [expectations.whole(3.0, share) for share in (0.0, 0.5, 1.0)] == pytest.approx(
-        [3.0, 1.5, 1.0]
-    )
-    assert "\n".join(expectations.lines()) in (ROOT / "docs" / "real.md").read_text(
-        encoding="utf-8"
-    )
+def test_the_page_shows_what_to_expect() -> None:
+    table = "\n".join(expectations.lines())
+    assert table in (ROOT / "docs" / "real.md").read_text(encoding="utf-8")

@@ -1,0 +1,263 @@
+"""`python -m grpo_kernels estimate`: products counted by hand, and lengths of a real run."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_kernels.__main__ import main
+
+HEAD, BODY = 151_936 * 4096, 6_945_767_424  # of Qwen3-8B
+FOUR_GROUPS = "--group 4 --batch 16"
+
+
+def estimated(capsys: pytest.CaptureFixture[str], arguments: str, *paths: object) -> dict[str, Any]:
+    assert main(["estimate", "--json", *arguments.split(), *map(str, paths)]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def refused(capsys: pytest.CaptureFixture[str], arguments: str, *paths: object) -> str:
+    with pytest.raises(SystemExit, match="2"):
+        main(["estimate", *arguments.split(), *map(str, paths)])
+    return capsys.readouterr().err
+
+
+def written(folder: Path, rows: list[Any], name: str = "samples.jsonl") -> Path:
+    (folder / name).write_text("\n".join(json.dumps(x) for x in rows))
+    return folder / name
+
+
+@pytest.mark.parametrize("vllm", [False, True])
+def test_gain_and_factors_are_the_products_counted_by_hand(
+    vllm: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lengths = [1024, 444, *[438] * 6]  # 512 in the mean
+    samples = written(tmp_path, [{"prompt": 256, "completion": x} for x in lengths])
+    given = "--lora --equal 0.5 --generation 0.25" + (" --vllm" if vllm else "")
+    result = estimated(capsys, f"{given} --samples", samples)
+    padded, own, once = 8 * 1280, 8 * (256 + 512), 256 + 8 * 512
+    counted = HEAD * 8 * 512
+    costs = [
+        2 * (2 + vllm) * BODY * padded + (6 + 2 * vllm) * counted,
+        2 * (2 + vllm) * BODY * own + (6 + 2 * vllm) * counted,
+        2 * (2 + vllm) * BODY * once + (6 + 2 * vllm) * counted,
+        2 * 2 * BODY * once + 6 * counted,
+        2 * 1.5 * BODY * once + 4 * counted,
+        2 * 1.5 * BODY * once + 3 * counted,
+    ]
+    by_hand = [a / b for a, b in itertools.pairwise(costs)]
+    assert [*result["factors"]] == ["padding", "prompts", "scoring", "groups", "head"]
+    assert [*result["factors"].values()] == pytest.approx(by_hand)
+    gain = costs[0] / costs[-1]
+    assert result["gain"] == result["gain_regrouped"] == pytest.approx(gain)
+    assert result["gain_whole_step"] == pytest.approx(1 / (0.25 + 0.75 / gain))
+
+
+def test_equal_rewards_gain_nothing_with_a_kl_term(capsys: pytest.CaptureFixture[str]) -> None:
+    given = "--prompt 256 --completion 512 --beta 0.04 --equal"
+    gains = [estimated(capsys, f"{given} {x}")["gain"] for x in (0, 1)]
+    assert gains[0] == gains[1]
+
+
+def test_a_second_iteration_saves_scoring(capsys: pytest.CaptureFixture[str]) -> None:
+    given = "--prompt 99 --completion 50 --iterations"
+    once, twice = (estimated(capsys, f"{given} {x}")["factors"]["scoring"] for x in (1, 2))
+    assert once == 1
+    assert twice == pytest.approx(7 / 6, rel=0.01)
+
+
+def test_the_longest_of_log_normal_lengths_is_that_of_draws(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given = "--prompt 100,0.3 --completion 512,0.8 --accumulate 4"
+    lengths = estimated(capsys, given)["lengths"]
+    draw, sigma = random.Random(0), math.sqrt(math.log(1.64))
+    longest = [
+        max(draw.lognormvariate(math.log(512) - sigma**2 / 2, sigma) for _ in range(32))
+        for _ in range(4000)
+    ]
+    assert lengths["longest"] == pytest.approx(sum(longest) / len(longest), rel=0.03)
+    assert 100 < lengths["longest_prompt"] < 150
+    cut = estimated(capsys, f"{given} --max-completion 600")["lengths"]
+    assert 590 < cut["longest"] <= 600
+
+
+def test_prompts_that_a_shuffle_brings_together(capsys: pytest.CaptureFixture[str]) -> None:
+    """With 4 groups of 4 in 4 micro-batches; an own count of 20,000 shuffles."""
+    result = estimated(capsys, "--prompt 1000 --completion 1000 --group 4 --batch 4 --accumulate 4")
+    draw, groups, distinct = random.Random(0), [i // 4 for i in range(16)], 0
+    for _ in range(20_000):
+        draw.shuffle(groups)
+        distinct += sum(len({*groups[i : i + 4]}) for i in range(0, 16, 4))
+    body, head = 6 * BODY * 1000, 8 * HEAD * 1000 * 16
+    gain = (body * 32 + head) / (body * (16 + distinct / 20_000) + head)
+    assert result["factors"]["prompts"] == pytest.approx(gain, rel=2e-3)
+    regrouped = (body * 32 + head) / (body * 20 + 6 / 8 * head)
+    assert result["gain_regrouped"] == pytest.approx(regrouped)
+    assert result["gain"] < regrouped
+
+
+def test_lengths_and_rewards_of_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two batches of two groups; a row of a third batch is left out."""
+    rewards = [1, 1, 0, 1, 0, 0, 0.5, 0.5, 0]
+    rows = [{"prompt": [5] * 3, "completion": 2 + i, "reward": x} for i, x in enumerate(rewards)]
+    given = "--group 2 --batch 2 --accumulate 2 --samples"
+    lengths = estimated(capsys, given, written(tmp_path, rows))["lengths"]
+    expected = {"batches": 2, "prompt": 3, "longest_prompt": 3, "completion": 5.5, "longest": 7}
+    assert lengths == expected | {"equal": 0.75}
+
+
+def test_texts_are_counted_by_a_tokenizer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from benchmarks import tiny_models
+
+    tiny_models.tokenizer().save_pretrained(tmp_path)
+    samples = written(tmp_path, [{"prompt": "w1 w2 w3", "completion": "w1 w5"}] * 8)
+    lengths = estimated(capsys, "--tokenizer", tmp_path, "--samples", samples)["lengths"]
+    assert (lengths["prompt"], lengths["completion"]) == (3, 2)
+    assert "prompt is text; expected --tokenizer too" in refused(capsys, "--samples", samples)
+
+
+def test_a_log_and_the_samples_of_a_run_say_the_same_and_what_it_computed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Prompts are padded to the longest, which a log does not have: all have four tokens here."""
+    pytest.importorskip("trl")
+    from datasets import Dataset
+
+    from benchmarks import tiny_run
+    from grpo_kernels.trl import FusedGRPOTrainer
+    from tests.support.trl_training import train
+
+    rows: list[dict[str, Any]] = []
+
+    def reward(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+        rewards = tiny_run.reward(prompts, completion_ids)
+        for prompt, ids, x in zip(prompts, completion_ids, rewards, strict=True):
+            rows.append({"prompt": len(prompt.split()), "completion": ids, "reward": x})
+        return rewards
+
+    prompts = [f"w{i % 2} w{i + 3} w{i + 4} w{i + 5}" for i in range(8)]
+    batch = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 1}
+    data = Dataset.from_dict({"prompt": prompts})
+    trainer = train(FusedGRPOTrainer, 3, reward_funcs=reward, train_dataset=data, **batch).trainer
+    trainer.state.save_to_json(str(tmp_path / "trainer_state.json"))
+
+    log = tmp_path / "trainer_state.json"
+    of_log = estimated(capsys, "--group 4 --processes 1 --log", log)
+    of_samples = estimated(capsys, f"{FOUR_GROUPS} --samples", written(tmp_path, rows))
+    assert of_log["lengths"] == pytest.approx(of_samples["lengths"])
+    assert of_log["factors"] == pytest.approx(of_samples["factors"])
+    # the trainer also leaves out each completion's last token, and shares equal beginnings
+    computed = [x["tokens/computed"] for x in trainer.state.log_history if "loss" in x]
+    assert of_log["lengths"]["batches"] == len(computed) == 3
+    for share, part in zip(computed, (rows[:16], rows[16:32], rows[32:]), strict=True):
+        lengths = [len(row["completion"]) for row in part]
+        own = 4 * 4 + sum(lengths) - 16
+        assert 0.95 * own <= share * 16 * (4 + max(lengths)) <= own
+    assert "too, or --processes to" in refused(capsys, "--group 4 --log", log)
+    wrong = "expected the run's --batch, --accumulate, --iterations and --processes"
+    assert wrong in refused(capsys, "--group 4 --processes 8 --log", log)
+
+
+QWEN3 = {
+    "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024, "num_hidden_layers": 28,
+    "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8,
+    "head_dim": 128, "tie_word_embeddings": True,
+}  # fmt: skip
+MIXTURE = {
+    "model_type": "qwen3_moe", "vocab_size": 500, "hidden_size": 16, "num_hidden_layers": 2,
+    "intermediate_size": 99, "moe_intermediate_size": 8, "num_experts": 8,
+    "num_experts_per_tok": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4,
+    "decoder_sparse_step": 1, "mlp_only_layers": [],
+}  # fmt: skip
+
+
+def test_a_model_is_read_from_its_config(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    given = "--prompt 256 --completion 512,0.8 --model"
+    written(tmp_path, [QWEN3], "config.json")
+    read, known = (estimated(capsys, given, x) for x in (tmp_path, "Qwen/Qwen3-0.6B"))
+    assert read["model"] == known["model"] | {"name": str(tmp_path)}
+    assert read["gain"] == known["gain"]
+    written(tmp_path, [MIXTURE], "config.json")
+    attention = 16 * 16 + 2 * 16 * 8 + 16 * 16
+    body = 2 * (attention + 8 * 16 + 2 * 3 * 16 * 8)  # two of eight experts, and their router
+    assert estimated(capsys, given, tmp_path)["model"]["body"] == body
+
+
+def test_text_says_that_it_is_computed_and_how_much(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = "estimate --prompt 256 --completion 512,0.8 --group 8 --accumulate 8"
+    assert main(arguments.split()) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("Computed from counts of matrix products, not measured.")
+    result = estimated(capsys, arguments.removeprefix("estimate "))
+    for name in ("gain", "gain_whole_step", "gain_regrouped", "gain_whole_step_regrouped"):
+        assert f"  {result[name]:.2f}  " in said
+    extra = result["head_memory"]["extra_mib"]
+    assert f"one_pass {extra['one_pass']:,.0f}" in said
+
+
+def test_the_page_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "estimate.md").read_text()
+    [(arguments, shown)] = re.findall(
+        r"^\$ python -m grpo_kernels (estimate [^\n]*)\n(.*?)^```", page, re.MULTILINE | re.DOTALL
+    )
+    assert main(arguments.split()) == 0
+    assert capsys.readouterr().out == shown
+
+
+LENGTHS = "--prompt 256 --completion 512"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--prompt 256", "expected one of --completion, --samples and --log"),
+        ("--completion 512", "--completion: expected --prompt too"),
+        ("--completion 512,x", "a variation of at least 0, got 512,x"),
+        ("--completion 0", "expected a mean of at least 1"),
+        (f"{LENGTHS} --batch 6", "expected a multiple of --group"),
+        (f"{LENGTHS} --equal 2", "--equal: expected 0 to 1, got 2"),
+        (f"{LENGTHS} --generation 1", "--generation: expected at least 0 and less than 1"),
+        (f"{LENGTHS} --model /nowhere", "--model: expected Qwen3-0.6B, Qwen3-8B, or a model"),
+        ("--samples /nowhere", "/nowhere"),
+    ],
+)
+def test_wrong_arguments_say_what_was_expected(
+    arguments: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert message in refused(capsys, arguments)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"prompt": 1, "completion": 1}] * 7, "expected at least 8 completions, got 7"),
+        ([{"prompt": 1}] * 8, "line 1: expected an object with prompt and completion"),
+        ([{"prompt": 1, "completion": 0}] * 8, "line 1: completion: expected a text, a list"),
+        (
+            [{"prompt": 1, "completion": 1, "reward": 1}, *[{"prompt": 1, "completion": 1}] * 7],
+            "expected a reward in every line or in none",
+        ),
+    ],
+)
+def test_wrong_samples_say_what_was_expected(
+    rows: list[Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert message in refused(capsys, "--samples", written(tmp_path, rows))
+    broken = tmp_path / "broken.json"
+    broken.write_text("{")
+    assert "--log: expected JSON, got '{'" in refused(capsys, "--log", broken)
+    broken.write_text("{}")
+    assert "expected a trainer_state.json whose" in refused(capsys, "--log", broken)
