@@ -257,6 +257,11 @@ class Shares:
         counted, all_counted = self.pairs.get(name, (0, 0))
         self.pairs[name] = _sum(counted, count), _sum(all_counted, total)
 
+    def join(self, others: Shares) -> None:
+        """Add those of `others`."""
+        for name, (count, total) in others.pairs.items():
+            self.add(name, count, total)
+
     def take(self) -> dict[str, float]:
         """The shares since the last call, by name; empty if nothing was counted. Begins again."""
         pairs = {name: (int(count), int(total)) for name, (count, total) in self.pairs.items()}

@@ -68,21 +68,15 @@ def run_scored(
     trunk: TrunkOptions,
     live: Tensor | None = None,  # (B,) bool
 ) -> tuple[tuple[Tensor, ...], ModelOutput, Shares]:
-    """Run `model` with `score` in its head; `trunk` and `live` go to `live_trunk`.
+    """Run `model` with `score` in its head; the results, its output without logits, and shares.
 
-    The first time, the model's logits are checked, and where the config was wrong the model runs
-    once more, with the constants that were measured.
-
-    Returns:
-        (the scores, the model's output without logits, shares computed).
+    `trunk` and `live` go to `live_trunk`.
     """
     base, inputs = _model_inputs(model, batch, inputs)
-    if "adapter_names" in inputs:  # PEFT's, one for each sequence of the padded batch
-        trunk, live = PADDED, None
-    needed, facts = batch.needed(), heads.facts_of(base, inputs)
-    head, is_checked = heads.known_head(model, facts)
+    needed = batch.needed()
+    is_checked = heads.known_head(model, heads.facts_of(base, inputs))[1]
     # in later calls it would wait for the device
-    if not is_checked or batch.input_ids.device.type == "cpu":
+    if not is_checked or needed.device.type == "cpu":
         check_attended(
             inputs.get("attention_mask"),
             needed,
@@ -91,16 +85,44 @@ def run_scored(
             has_positions="position_ids" in inputs,
         )
 
+    def run(call: HeadCall) -> dict[str, Any]:
+        with call.within(base):
+            returned: dict[str, Any] = model(**inputs)
+        call.check_output(returned)
+        return returned
+
+    return run_in_head(model, run, score, inputs, trunk, needed, live, batch.counted_state)
+
+
+def run_in_head(
+    model: nn.Module,
+    run: Callable[[HeadCall], dict[str, Any]],
+    score: Score,
+    inputs: dict[str, Any],
+    trunk: TrunkOptions,
+    needed: Tensor,  # (B, L) bool, cells whose hidden states are read
+    live: Tensor | None,  # (B,) bool
+    state_of: Callable[[Tensor], Tensor],
+) -> tuple[tuple[Tensor, ...], ModelOutput, Shares]:
+    """`run_scored` where `run` runs the model on `inputs` within the call that it is given.
+
+    The first time, the model's logits are checked at the state that `state_of` chooses, and where
+    the config was wrong the model runs once more, with the constants that were measured.
+    """
+    base = heads.causal_lm(model)
+    if "adapter_names" in inputs:  # PEFT's, one for each sequence of the padded batch
+        trunk, live = PADDED, None
+    facts = heads.facts_of(base, inputs)
+    head, is_checked = heads.known_head(model, facts)
     groups = rank_groups(trunk_of(model))
     for _ in range(_MOST_RUNS):
         is_whole = base in _models_with_scalars
-        check = None if is_checked else HeadCheck(head, batch.counted_state)
+        check = None if is_checked else HeadCheck(head, state_of)
         call, shares = HeadCall(head, score, check), Shares()
         options = (PADDED, None) if is_whole else (trunk, live)
         around = live_trunk(model, options[0], needed=needed, live=options[1], shares=shares)
-        with around as computed, call.within(base):
-            returned = model(**inputs)
-        call.check_output(returned)
+        with around as computed:
+            returned = run(call)
         fields: dict[str, Any] = returned[FIELDS]
         has_scalar = any(isinstance(x, Tensor) and x.dim() == 0 for x in pytree.tree_leaves(fields))
         if has_scalar and not is_whole and most_of_ranks(groups, [int(bool(computed))])[0]:
@@ -302,7 +324,7 @@ class HeadCall:
         sizes = [shape.numel() for shape, _ in self.result_specs]
         pieces = zip(flat[: sum(sizes)].split(sizes), self.result_specs, strict=True)
         # copies, since a model may write into its logits
-        self.results = tuple(x.view(shape).clone() for x, (shape, _) in pieces)
+        self.results = tuple(x.view(shape).to(dtype, copy=True) for x, (shape, dtype) in pieces)
 
     def pack_output(self, output: Any) -> Any:
         """A dict in place of the model's `output`: the results, and its fields without logits."""

@@ -10,6 +10,7 @@ the gradient is taken on the same logits; TRL projects both again in its backwar
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,15 +19,17 @@ from torch import Tensor
 from trl import DistillationTrainer
 from trl.trainer.utils import maybe_gather_lm_head_ctx
 
-from grpo_kernels.base.checks import is_dtensor
+from grpo_kernels.base.checks import is_dtensor, warn_once
 from grpo_kernels.call.plan import Run
 from grpo_kernels.head.head import Head
 from grpo_kernels.head.module import whole_constant
-from grpo_kernels.patching import HostFunction, during
+from grpo_kernels.patching import Shares, replaced
 from grpo_kernels.scores import linear_divergence
+from grpo_kernels.transformers.call import measured_head
 from grpo_kernels.transformers.head import causal_lm
-from grpo_kernels.trl import fused_head
-from grpo_kernels.trl.fused_head import CALL, HeadCalls, LogsRows, constants_of
+from grpo_kernels.trl.fused_head import LogsRows, count_rows
+
+Heads = tuple[Head | None, Head | None]  # measured, of student and teacher
 
 
 def divergence_loss(
@@ -44,6 +47,9 @@ def divergence_loss(
     student_final_logit_softcapping: float | None = None,
     teacher_final_logit_softcapping: float | None = None,
     temperature: float = 1.0,
+    *,
+    shares: Shares,
+    heads: Heads = (None, None),
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (loss, summed entropy of the student, number of counted tokens), () each.
 
@@ -70,9 +76,8 @@ def divergence_loss(
     valid = completion_mask != 0
     if isinstance(num_items_in_batch, Tensor):
         num_items_in_batch = num_items_in_batch.to(valid.device)
-    heads = CALL.get().heads
-    of_student = constants_of(heads[0], student_final_logit_softcapping, student_logit_scale)
-    of_teacher = constants_of(heads[1], teacher_final_logit_softcapping, teacher_logit_scale)
+    of_student = _constants(heads[0], student_final_logit_softcapping, student_logit_scale)
+    of_teacher = _constants(heads[1], teacher_final_logit_softcapping, teacher_logit_scale)
     expected = None  # the gradient of a mean
     if num_items_in_batch is not None:
         expected = (torch.ones((), device=valid.device) / num_items_in_batch).expand(valid.shape)
@@ -91,19 +96,33 @@ def divergence_loss(
             # for the backward; the teacher's is kept
             run=Run(gather=lambda: maybe_gather_lm_head_ctx(*student)),
         )
-    fused_head.count_rows(CALL.get().shares, valid.numel(), valid, (found.divergence,))
+    count_rows(shares, valid, (found.divergence,))
     count = valid.sum()
     total, entropy = found.divergence.sum(), found.entropies.detach().sum()
     items = count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
     return total / items, entropy, count
 
 
-DIVERGENCE = HostFunction(
-    trl_distillation,
-    "_chunked_divergence_loss",
-    divergence_loss,
-    unknown="divergence with the parameters of trl 1.16; its DistillationTrainer works unchanged",
-)
+def _measured(model: Any) -> Head | None:
+    """The head with the constants of the model's logits; None where parameters are divided."""
+    for x in model.parameters():
+        if x.is_meta or hasattr(x, "ds_status") or type(x).__name__ in ("DTensor", "FlatParameter"):
+            return None
+    return measured_head(model, model.forward)
+
+
+def _constants(measured: Head | None, cap: float | None, scale: float) -> dict[str, Any]:
+    """Soft-cap and scale of a `measured` head by name; without one TRL's, from the config."""
+    if measured is None:
+        return {"final_logit_softcapping": cap, "logit_scale": scale}
+    ours = measured.final_logit_softcapping, measured.logit_scale
+    if cap != ours[0] or abs(scale - ours[1]) > 1e-6 * abs(ours[1]):
+        warn_once(
+            f"trl's head would use the soft-cap and scale {(cap, scale)}, from the config; the "
+            f"model's own logits have {ours}, which are used, so that losses are the model's and "
+            "not stock trl's"
+        )
+    return {"final_logit_softcapping": ours[0], "logit_scale": ours[1]}
 
 
 class FusedDistillationTrainer(LogsRows, DistillationTrainer):
@@ -118,17 +137,16 @@ class FusedDistillationTrainer(LogsRows, DistillationTrainer):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        if not DIVERGENCE.is_known():
-            DIVERGENCE.warn_unknown()
         super().__init__(*args, **kwargs)
+        self._shares = Shares()
         unwrap, teacher = self.accelerator.unwrap_model, self.teacher_model
         self._heads = (
-            fused_head.measured(causal_lm(unwrap(self.model))),
-            None if teacher is None else fused_head.measured(causal_lm(unwrap(teacher))),
+            _measured(causal_lm(unwrap(self.model))),
+            None if teacher is None else _measured(causal_lm(unwrap(teacher))),
         )
 
     def _compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         """Compute TRL's loss, with our divergence."""
-        call = HeadCalls(shares=self._shares, heads=self._heads)
-        with DIVERGENCE.replaced(), during(CALL, call):
+        ours = partial(divergence_loss, shares=self._shares, heads=self._heads)
+        with replaced(trl_distillation, "_chunked_divergence_loss", ours):
             return super()._compute_loss(*args, **kwargs)

@@ -16,29 +16,27 @@ from typing import Any
 import torch
 from torch import Tensor
 from trl import GRPOTrainer
-from trl.trainer.utils import maybe_gather_lm_head_ctx
 
 from grpo_kernels.batch.tokens import LossInputs, read_tokens
 from grpo_kernels.call.results import Scores
 from grpo_kernels.head.head import Head
-from grpo_kernels.head.module import active_adapters, linear_of, whole_constant
+from grpo_kernels.head.module import active_adapters, constants_of, linear_of
 from grpo_kernels.objective.config import config_of_trainer
 from grpo_kernels.objective.losses import loss_of, token_weights
 from grpo_kernels.scores import linear_divergence
 from grpo_kernels.transformers.head import inner_head
-from grpo_kernels.trl.fused_head import HEAD
 from grpo_kernels.trl.micro_batches import counted_tokens, metrics_of
+
+REFERENCE = "reference_of_exact_kl"  # a `Reference`, in the micro-batch
 
 
 class Reference:
     """The reference of a micro-batch: its head, and that head's inputs.
 
-    `shape` is (B, T), that of the completions. `model` is read here, with the adapters active now.
+    `model` is read here, with the adapters active now.
     """
 
-    KEY = "reference_of_exact_kl"  # its place in the micro-batch
-
-    def __init__(self, model: Any, shape: torch.Size) -> None:
+    def __init__(self, model: Any) -> None:
         head = inner_head(model.get_output_embeddings())
         self._linear = linear_of(head)
         if self._linear is not head and active_adapters(head):
@@ -46,50 +44,45 @@ class Reference:
                 "kl_estimator: expected 'k3' where the reference is an adapter of its own and has "
                 "a part on lm_head, got 'full'"
             )
-        self._shape, self._hidden, self._constants = shape, torch.empty(0), Head(None)
-        self.divergences: Tensor | None = None  # (B, T), 0 where no token counts; of `compare`
+        self._hidden, self._constants = torch.empty(0), Head(None)
+        self._divergences: Tensor | None = None  # (B, T), of `compare`
 
     def take(
-        self, hidden: Tensor, head: Head, *, positions: Tensor, extras: Sequence[str], **_: Any
+        self, hidden: Tensor, head: Head, ids: Tensor, *, extras: Sequence[str], **_: Any
     ) -> Scores:
-        """`HeadCalls.compute` of the reference: keeps `hidden` (n, H'); the results are 0."""
+        """`Foreseen.score` of the reference: keeps `hidden` (B, T, H'); the results are 0."""
         self._constants = replace(head, weight=None, bias=None, lora=None)
-        if self._hidden.numel() == 0:
-            self._hidden = hidden.new_zeros(self._shape.numel(), hidden.shape[-1])
-        inside = positions >= 0
-        self._hidden[positions[inside]] = hidden.detach()[inside]
-        zeros = hidden.new_zeros(len(hidden), dtype=torch.float32)
+        self._hidden = hidden.detach()
+        zeros = hidden.new_zeros(ids.shape, dtype=torch.float32)
         return Scores(**dict.fromkeys(("logps", "entropies", *extras), zeros))
 
     def compare(
-        self, hidden: Tensor, head: Head, *, positions: Tensor, extras: Sequence[str], **how: Any
+        self, hidden: Tensor, head: Head, ids: Tensor, *, extras: Sequence[str], **how: Any
     ) -> Scores:
-        """`HeadCalls.compute` of the policy: sets `divergences`. TRL's loss reads no `extras`."""
+        """`Foreseen.score` of the policy: makes the divergences. TRL's loss reads no `extras`."""
+        states = self._hidden.to(hidden.device)
         # read now: under FSDP2 the weight is another tensor within a forward than outside
-        linear = self._linear
-        states = self._hidden.to(hidden.device)[positions.clamp(min=0)]
-        with maybe_gather_lm_head_ctx(linear.weight, linear.bias):
-            bias = None if linear.bias is None else whole_constant(linear.bias)
-            reference = replace(self._constants, weight=whole_constant(linear.weight), bias=bias)
-            found = linear_divergence(hidden, head, states, reference, **how)
-        inside = positions >= 0
-        every = hidden.new_zeros(self._shape.numel(), dtype=found.divergence.dtype)
-        every = every.index_put((positions[inside],), found.divergence[inside])
-        self.divergences = every.view(self._shape)
+        with constants_of(self._linear, "reference") as (weight, bias):
+            reference = replace(self._constants, weight=weight, bias=bias)
+            found = linear_divergence(hidden, head, states, reference, ids=ids, **how)
+        self._divergences = found.divergence
         return Scores.of(logps=found.logps, entropies=found.entropies)
+
+    def given(self) -> Tensor:
+        """The divergences (B, T) of the last `compare`; they are not kept here any longer."""
+        found, self._divergences = self._divergences, None
+        if found is None:
+            raise RuntimeError("kl_estimator: expected trl's loss to run its fused head, got none")
+        return found
 
 
 def check(trainer: Any) -> None:
     """Raise ValueError unless `trainer` can have its `kl_estimator`."""
-    if trainer.kl_estimator == "k3":
-        return
-    expected, owner = "kl_estimator: expected 'k3'", trainer._loss_owner
+    expected, owner = "kl_estimator: expected 'k3'", trainer.loss_owner
     if trainer.args.beta == 0.0:
         raise ValueError(
             f"{expected} with beta = 0, which leaves no KL term, got 'full'; give beta"
         )
-    if not HEAD.is_known():
-        raise ValueError(f"{expected}, since this trl has no fused head that is known, got 'full'")
     if owner is not GRPOTrainer:
         raise ValueError(f"{expected}, since {owner.__name__} has a loss of its own, got 'full'")
     if getattr(trainer.args, "sync_ref_model", False):
@@ -99,12 +92,8 @@ def check(trainer: Any) -> None:
         )
 
 
-def add_term(
-    trainer: Any, loss: Tensor, inputs: dict[str, Any], divergences: Tensor | None
-) -> Tensor:
+def add_term(trainer: Any, loss: Tensor, inputs: dict[str, Any], divergences: Tensor) -> Tensor:
     """TRL's `loss` () plus beta times the loss type's mean of `divergences` (B, T); logs them."""
-    if divergences is None:
-        raise RuntimeError("kl_estimator: expected trl's loss to call its fused head, got none")
     config = config_of_trainer(trainer.args)
     mask, trains = counted_tokens(inputs), trainer.model.training
     items, per_item = None, 1.0

@@ -1,4 +1,4 @@
-"""TRL's micro-batches: which tokens count, which gradient to expect, samples brought together.
+"""TRL's micro-batches: which tokens count, and which gradient to expect.
 
 The expected gradient follows from the trainer's options and the micro-batch. It is TRL's own loss
 that runs, so an expectation that is off costs time and changes no result.
@@ -8,26 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from trl import GRPOTrainer
 
-from grpo_kernels.body.inputs import check_skip
 from grpo_kernels.loss import policy_expectation
 from grpo_kernels.objective.config import LossConfig, config_of_trainer
 from grpo_kernels.objective.losses import averaged_over, loss_of
 from grpo_kernels.patching import KnownRows
-from grpo_kernels.trl.fused_head import HEAD
-
-# Losses whose optimizer step is the same sum over samples, whatever micro-batches they are in.
-REGROUPED = ("grpo", "sapo", "luspo", "dr_grpo", "dapo", "cispo", "vespo")
-# entries of a regrouped micro-batch
-EMPTY = "has_no_samples"  # no samples are left: it has one, without tokens
-SIZE = "samples_before"  # the number of samples that TRL gave it
 
 
 def counted_tokens(inputs: dict[str, Any]) -> Tensor:
@@ -59,9 +49,9 @@ def correction_options(trainer: Any) -> dict[str, Any]:
 
 def loss_config(trainer: Any, *, is_unscored: bool = False) -> LossConfig | None:
     """Configuration of the trainer's loss; None if it has no gradient, or we do not know it."""
-    if not (torch.is_grad_enabled() and HEAD.is_known()):
+    if not torch.is_grad_enabled():
         return None
-    owner = trainer._loss_owner
+    owner = trainer.loss_owner
     overrides: dict[str, Any] = {"kl_estimator": trainer.kl_estimator}
     if getattr(trainer, "use_adaptive_entropy", False):  # TRL keeps the weight on the trainer
         too_low = trainer._last_world_entropy <= trainer.args.entropy_target
@@ -158,186 +148,3 @@ def without_dead(
         return found, 1.0
     counted = counted_tokens(inputs)  # bnpo: a mean over all tokens of the micro-batch
     return found, (counted * keep).sum() / counted.sum().clamp(min=1)
-
-
-@contextmanager
-def measured(trainer: Any, inputs: dict[str, Any]) -> Iterator[None]:
-    """Remove the metrics that TRL's loss adds inside if no process has a sequence to measure."""
-    has_sequence = inputs["completion_mask"].any().reshape(1)
-    is_empty = not trainer.accelerator.gather(has_sequence).any()
-    metrics = metrics_of(trainer)
-    before = {name: len(x) for name, x in metrics.items()}
-    yield
-    for name in [*metrics] if is_empty else ():
-        del metrics[name][before.get(name, 0) :]
-        if not metrics[name]:
-            del metrics[name]
-
-
-def check_options(trainer: Any) -> None:
-    """Raise ValueError unless the loss allows `zero_advantage` and `regroup`."""
-    args, budget, owner = trainer.args, trainer.tokens_per_forward, trainer._loss_owner
-    adapts_entropy = getattr(args, "use_adaptive_entropy", False)
-    if trainer.trunk_options.zero_advantage == "skip":
-        check_skip(config_of_trainer(args))
-        for name, is_set in (
-            ("use_adaptive_entropy", adapts_entropy),
-            ("fused_sampling_correction", trainer.fused_sampling_correction is True),
-        ):
-            if is_set:
-                raise ValueError(
-                    f"zero_advantage: expected 'score' or 'train' with {name}, which reads all "
-                    "sequences, got 'skip'"
-                )
-    if not trainer.regroup:
-        if budget is not None:
-            raise ValueError(
-                "tokens_per_forward: expected None without regroup=True, which it is for, got "
-                f"{budget}"
-            )
-        return
-    is_number = isinstance(budget, int) and not isinstance(budget, bool) and budget >= 1
-    if budget is not None and not is_number:
-        raise ValueError(
-            f"tokens_per_forward: expected a number of tokens, an int >= 1, or None, got {budget!r}"
-        )
-    for what, is_set in (
-        (f"a loss of {owner.__name__}'s own", owner is not GRPOTrainer),
-        (f"loss_type={args.loss_type!r}", args.loss_type not in REGROUPED),
-        ("entropy_coef", args.entropy_coef != 0.0),
-        ("use_adaptive_entropy", adapts_entropy),
-        ("top_entropy_quantile", args.top_entropy_quantile < 1.0),
-        ("router_aux_loss_coef", trainer.aux_loss_enabled),
-    ):
-        if is_set:
-            raise ValueError(
-                f"regroup: expected False with {what}, whose loss depends on which samples share a "
-                "micro-batch, got True"
-            )
-    steps, accumulated = args.steps_per_generation, args.gradient_accumulation_steps
-    if steps % accumulated and accumulated % steps:
-        raise ValueError(
-            "regroup: expected gradient_accumulation_steps and steps_per_generation of which one "
-            f"divides the other, got {accumulated} and {steps}"
-        )
-
-
-def check_window(trainer: Any) -> None:
-    """Raise RuntimeError if the optimizer step of the next micro-batch ends within a window."""
-    window = min(trainer.args.gradient_accumulation_steps, trainer.args.steps_per_generation)
-    if trainer.accelerator.sync_gradients and (trainer._step + 1) % window:
-        raise RuntimeError(
-            f"regroup: expected optimizer steps of whole windows of {window} micro-batches, got "
-            "one that ends within a window: a training was interrupted within an optimizer step, "
-            "and train() called again; make a new trainer, which can resume from a checkpoint, or "
-            "pass regroup=False"
-        )
-
-
-def share_of_mean(trainer: Any, inputs: dict[str, Any]) -> float:
-    """Factor of a micro-batch's loss, if it is a mean: its samples over those before regrouping."""
-    config = config_of_trainer(trainer.args)
-    if SIZE not in inputs or averaged_over(config, num_items=True) != "sequences":
-        return 1.0
-    return len(inputs["prompt_ids"]) / float(inputs[SIZE])
-
-
-def regrouped(
-    trainer: Any, batches: list[dict[str, Any]], *, in_trees: bool
-) -> list[dict[str, Any]]:
-    """TRL's micro-batches of a generation, the samples of each optimizer step `divided` anew.
-
-    A micro-batch without a sample left gets one without tokens.
-    """
-    if any(batch.get("pixel_values") is not None for batch in batches):
-        warnings.warn(
-            "grpo_kernels: regroup: a batch has images, its samples stay as they are", stacklevel=2
-        )
-        return batches
-    found = []
-    window = min(trainer.args.gradient_accumulation_steps, len(batches))
-    for start in range(0, len(batches), window):
-        part = batches[start : start + window]
-        size = len(part[0]["prompt_ids"])
-        is_live: list[bool] = []
-        for batch in part:
-            live = live_of_loss(trainer, batch)
-            is_live += [True] * size if live is None else live.tolist()
-        names = [name for name, x in part[0].items() if _is_per_sample(x, size)]
-        merged = {name: _joined([batch[name] for batch in part]) for name in names}
-        columns = merged["prompt_ids"].shape[1] + merged["completion_ids"].shape[1]
-        both = zip(merged["prompt_ids"].cpu(), merged["prompt_mask"].cpu(), strict=True)
-        prompts = [tuple(ids[mask != 0].tolist()) for ids, mask in both]
-        lengths = merged["completion_mask"].sum(1).tolist()
-        budget = trainer.tokens_per_forward or size * columns
-        parts = divided(prompts, lengths, is_live, len(part), budget, size, in_trees=in_trees)
-        for batch, chosen in zip(part, parts, strict=True):
-            own = {name: _chosen(x, chosen or [0]) for name, x in merged.items()} | {SIZE: size}
-            if not chosen:
-                own |= {EMPTY: True, "completion_mask": torch.zeros_like(own["completion_mask"])}
-            found.append({**batch, **own})
-    return found
-
-
-def divided(
-    prompts: Sequence[tuple[int, ...]],
-    lengths: Sequence[int],
-    live: Sequence[bool],
-    parts: int,
-    budget: int,
-    size: int,
-    *,
-    in_trees: bool,
-) -> list[list[int]]:
-    """Divide samples into `parts` of at most `budget` tokens, those of a prompt together.
-
-    Prompts with live samples come first, and of these the ones with most tokens. A sample that fits
-    nowhere goes where fewest tokens are. `in_trees`: a part computes each prompt once; else its
-    rows stand side by side, and it has `size` samples.
-    """
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for i, prompt in enumerate(prompts):
-        groups.setdefault(prompt, []).append(i)
-    found: list[list[int]] = [[] for _ in range(parts)]
-    used, inside = [0] * parts, [set[tuple[int, ...]]() for _ in range(parts)]
-
-    def place(prompt: tuple[int, ...], samples: Sequence[int], *, anywhere: bool) -> bool:
-        own = sum(lengths[i] for i in samples)
-        added = [own if prompt in inside[k] else own + len(prompt) for k in range(parts)]
-        room = [k for k in range(parts) if in_trees or len(found[k]) + len(samples) <= size]
-        fits = [k for k in room if not in_trees or used[k] + added[k] <= budget]
-        if not fits and not anywhere:
-            return False
-        part = min(fits, key=added.__getitem__) if fits else min(room, key=used.__getitem__)
-        used[part] += added[part]
-        inside[part].add(prompt)
-        found[part] += samples
-        return True
-
-    def rank(samples: Sequence[int]) -> tuple[bool, int]:
-        return not any(live[i] for i in samples), -sum(lengths[i] for i in samples)
-
-    for prompt, samples in sorted(groups.items(), key=lambda item: rank(item[1])):
-        if not place(prompt, samples, anywhere=False):
-            for i in sorted(samples, key=lambda i: -lengths[i]):
-                place(prompt, [i], anywhere=True)
-    return found
-
-
-def first_sample(batch: dict[str, Any]) -> dict[str, Any]:
-    """Return `batch` with its first sample alone."""
-    size = len(batch["prompt_ids"])
-    return {name: _chosen(x, [0]) if _is_per_sample(x, size) else x for name, x in batch.items()}
-
-
-def _chosen(x: Any, samples: Sequence[int]) -> Any:
-    return x[[*samples]] if isinstance(x, Tensor) else [x[i] for i in samples]
-
-
-def _is_per_sample(x: Any, size: int) -> bool:
-    has_length = isinstance(x, list) or (isinstance(x, Tensor) and x.dim() > 0)
-    return has_length and len(x) == size
-
-
-def _joined(parts: Sequence[Any]) -> Any:
-    return torch.cat([*parts]) if isinstance(parts[0], Tensor) else [x for y in parts for x in y]

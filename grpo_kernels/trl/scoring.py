@@ -15,20 +15,14 @@ of TRL's loss: after its log-probabilities, and before it reads the ratio.
 The reference scores a micro-batch just before its loss, in the rows and the layout of the loss.
 Where policy and reference are equal, the bits of their log-probabilities then are, too, and the
 gradient of the KL term is exactly 0. A rounding in its place would be a full step of Adam.
-
-A truncating sampler's kept sets come from a ``rollout_func`` as one more field,
-``"sampling_mask"``: for each completion a list of the ids kept at each token, as vLLM's
-``output.sampling_mask.token_ids``. TRL shuffles and splits the batch's lists like its tensors. Old,
-reference and current log-probabilities are then taken over these sets.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,21 +31,15 @@ from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import use_adapter
 
 from grpo_kernels.base.checks import warn_once
-from grpo_kernels.base.choices import WithoutSet, choices
 from grpo_kernels.base.tensors import scored_difference
-from grpo_kernels.batch.kept_ids import KeptIds, joined_ids
-from grpo_kernels.call.results import Scores
-from grpo_kernels.head.head import Head
 from grpo_kernels.objective.config import LossConfig
 from grpo_kernels.objective.policy import bounded_ratio
 from grpo_kernels.patching import replaced
-from grpo_kernels.scores import linear_logprob
 from grpo_kernels.trl import micro_batches
-from grpo_kernels.trl.fused_head import HEAD
-from grpo_kernels.trl.micro_batches import EMPTY, counted_tokens, is_corrected, metrics_of
+from grpo_kernels.trl.micro_batches import counted_tokens, is_corrected, metrics_of
+from grpo_kernels.trl.regroup import is_empty
 
 OLD, RATIO, REFERENCE = "old_per_token_logps", "importance_sampling_ratio", "ref_per_token_logps"
-SETS = "sampling_mask"  # of the rollout's output and of TRL's batch
 # Methods that read a batch or the log-probabilities of its loss, and modules whose are known.
 _READERS = (
     "_generate_and_score_completions",
@@ -74,7 +62,7 @@ class OldScoring:
         # the micro-batch of TRL's buffer whose loss comes next, if it lacks old log-probabilities
         self._buffered: dict[str, Any] | None = None
         self._figures: list[tuple[Tensor, Tensor]] = []  # of a generation's micro-batches
-        self._last_figures = 0  # their number when all are there
+        self._last_figures = 1  # their number when all are there
 
     def prepare(
         self, trainer: Any, prepare: Callable[[Any], dict[str, Any]], inputs: Any
@@ -140,13 +128,17 @@ class OldScoring:
         # of the tokens that the sampler could score
         gaps = (logps.detach() - sampling).abs()[mask & ~torch.isnan(sampling)]
         ratios = ratio.flatten() if per_sequence else ratio[mask]
-        self._figures.append((gaps[:0], ratios[:0]) if EMPTY in inputs else (gaps, ratios))
-        if len(self._figures) == self._last_figures:
-            self._log_figures(trainer)
+        self._figures.append((gaps[:0], ratios[:0]) if is_empty(inputs) else (gaps, ratios))
 
-    def _log_figures(self, trainer: Any) -> None:
-        """As TRL: each is reduced on every rank (0 if it has no numbers), then over ranks."""
+    def log_figures(self, trainer: Any) -> None:
+        """Log what TRL does of a generation's ratios, once those of all micro-batches are there.
+
+        As TRL: each is reduced on every rank (0 if it has no numbers), then over ranks.
+        """
+        if len(self._figures) < self._last_figures:
+            return
         gaps, ratios = map(torch.cat, zip(*self._figures, strict=True))
+        self._figures.clear()
         for name, x, own, all_ranks in (
             ("sampling_logp_difference/mean", gaps, torch.mean, torch.mean),
             ("sampling_logp_difference/max", gaps, torch.max, torch.max),
@@ -219,10 +211,9 @@ def _is_deferred(trainer: Any) -> bool:
             )
         return True
     is_scored = corrects or trainer.args.gradient_accumulation_steps % _micro_steps(trainer) != 0
-    is_known = HEAD.is_known() and (not corrects or mode in _TRL_MODES)
-    if option is False or not is_scored or not is_known:
+    if option is False or not is_scored or (corrects and mode not in _TRL_MODES):
         return False
-    reader = _reader(trainer, _READERS)
+    reader = reader_of(trainer)
     if corrects and trainer.trunk_options.zero_advantage == "skip":
         reason = (
             "sampling/* metrics read the sequences that zero_advantage='skip' leaves out; 'score' "
@@ -247,11 +238,11 @@ def _defers_reference(trainer: Any) -> bool:
     if trainer.kl_estimator == "full":
         return True
     moves = getattr(trainer.args, "sync_ref_model", False)  # it has to score at the generation
-    return HEAD.is_known() and not moves and _reader(trainer, _READERS[:2]) is None
+    return not moves and reader_of(trainer, _READERS[:2]) is None
 
 
-def _reader(trainer: Any, names: Sequence[str]) -> str | None:
-    """The first method of `names` that a class has which is not known to us, or None."""
+def reader_of(trainer: Any, names: Sequence[str] = _READERS) -> str | None:
+    """A method that sees a batch, of a class that is not TRL's or ours; None: there is none."""
     for cls in type(trainer).__mro__:
         if not cls.__module__.startswith(_KNOWN):
             for name in names:
@@ -272,33 +263,6 @@ def _micro_steps(trainer: Any) -> int:  # between two generations
     return int(trainer.args.steps_per_generation * trainer.num_iterations)
 
 
-class SampledSets(NamedTuple):
-    """The sets of one completion of T tokens."""
-
-    tokens: tuple[tuple[int, ...], ...]  # of the prompt and of the completion
-    ids: Tensor  # (M,) int32 or int64, one token after the other
-    counts: Tensor  # (T,) int64
-    drawn: Tensor  # (T,) bool: False where the token is a tool's
-
-
-def check_sampling_mask(trainer: Any) -> None:
-    """Raise ValueError unless the trainer can have its option `sampling_mask`."""
-    option = trainer.sampling_mask
-    if option is None:
-        return
-    if option not in choices(WithoutSet):
-        names = ", ".join(map(repr, choices(WithoutSet)))
-        raise ValueError(f"sampling_mask: expected one of {names}, or None, got {option!r}")
-    expected = "sampling_mask: expected None with"
-    if trainer.kl_estimator == "full":
-        what = "kl_estimator='full', the divergence over the whole vocabulary"
-        raise ValueError(f"{expected} {what}, got {option!r}")
-    if not HEAD.is_known():
-        raise ValueError(f"{expected} this trl, whose fused head is not known, got {option!r}")
-    if trainer.rollout_func is None:
-        raise ValueError(f"{expected} no rollout_func, whose output has the sets, got {option!r}")
-
-
 def warn_of_truncation(trainer: Any) -> None:
     """Warn of a sampler that truncates where TRL multiplies the loss by a sequence's ratio."""
     args = trainer.args
@@ -317,95 +281,3 @@ def warn_of_truncation(trainer: Any) -> None:
             f"vllm_importance_sampling_mode={mode!r} multiplies the loss by it; hand over the sets "
             "(sampling_mask=, docs/truncating-samplers.md), or sample from the whole vocabulary"
         )
-
-
-def taken_sets(trainer: Any, generated: tuple[Any, ...]) -> list[SampledSets]:
-    """Take the sets out of the results of TRL's ``_generate``; log their size and their absence."""
-    prompts, completions, tool_masks, _, _, extra_fields, *_ = generated
-    rows = extra_fields.pop(SETS, None)
-    if rows is None:
-        raise ValueError(
-            "sampling_mask: expected a list of them in rollout_func's output, got none"
-        )
-    if len(rows) != len(completions):
-        raise ValueError(
-            f"sampling_mask: expected the sets of {len(completions)} completions, got {len(rows)}"
-        )
-    found = []
-    for i, (sets, ids) in enumerate(zip(rows, completions, strict=True)):
-        if len(sets) != len(ids):
-            raise ValueError(
-                f"sampling_mask: expected {len(ids)} lists of ids for completion {i}, one a "
-                f"token, got {len(sets)}"
-            )
-        drawn = torch.tensor([1] * len(ids) if tool_masks is None else tool_masks[i]).bool()
-        tokens = tuple(map(int, prompts[i])), tuple(map(int, ids))
-        found.append(SampledSets(tokens, *joined_ids(SETS, sets), drawn))
-    counts = torch.cat([x.counts[x.drawn] for x in found])
-    sums = torch.stack([counts.sum(), (counts > 0).sum(), (counts == 0).sum()])
-    sums = trainer.accelerator.reduce(sums.to(trainer.accelerator.device), "sum")
-    size, having, without = sums.tolist()
-    metrics = metrics_of(trainer)
-    metrics["kept/size"].append(size / max(having, 1))
-    metrics["kept/without_set"].append(without / max(having + without, 1))
-    return found
-
-
-def sets_of_rows(
-    sets: Sequence[SampledSets | None], ids: Tensor, mask: Tensor, columns: int
-) -> list[SampledSets | None]:
-    """The sets of each row of `ids` (B, L), whose completion is in the last `columns`, or None.
-
-    A reward function may score other rows in between, and a subclass may leave samples out.
-    """
-    left: dict[Any, list[SampledSets]] = defaultdict(list)
-    for x in sets:
-        if x is not None:
-            left[x.tokens].append(x)
-    found: list[SampledSets | None] = []
-    for row, attended in zip(ids.cpu(), mask.cpu() != 0, strict=True):
-        parts = slice(-columns), slice(-columns, None)
-        equal = left.get(tuple(tuple(row[x][attended[x]].tolist()) for x in parts), [None])
-        found.append(equal.pop(0) if len(equal) > 1 else equal[0])
-    return found
-
-
-def sets_of_batch(
-    sets: Sequence[SampledSets | None], batch: dict[str, Any]
-) -> list[SampledSets | None]:
-    """The sets of each sample of TRL's `batch`; None for one that is masked whole."""
-    mask = batch["completion_mask"]
-    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
-    attended = torch.cat([batch["prompt_mask"], mask], dim=1)
-    found = sets_of_rows(sets, ids, attended, mask.shape[1])
-    is_read = mask.any(dim=1).tolist()
-    if any(x is None and y for x, y in zip(found, is_read, strict=True)):
-        raise ValueError(
-            "sampling_mask: expected a batch of the completions that rollout_func has returned, "
-            "got others: a subclass that changes them has to change their sets, before "
-            "FusedLossMixin._generate returns"
-        )
-    return found
-
-
-def over_sets(
-    sets: Sequence[SampledSets | None], labelled: Tensor, without_set: WithoutSet
-) -> tuple[Callable[..., Scores], Tensor]:
-    """`HeadCalls.compute` over the sets of a batch, and the mask (B, T) of the drawn tokens.
-
-    All `labelled` (B, T) tokens of a row without sets count as drawn.
-    """
-    counts = torch.zeros(labelled.shape, dtype=torch.int64)
-    of_tokens = labelled.cpu()
-    drawn = of_tokens.clone()
-    for i, x in enumerate(sets):
-        if x is not None:
-            counts[i, of_tokens[i]], drawn[i, of_tokens[i]] = x.counts, x.drawn
-    ids = torch.cat([x.ids for x in sets if x is not None])
-    kept = KeptIds.from_counts(ids.to(labelled.device), counts.to(labelled.device))
-
-    def compute(hidden: Tensor, head: Head, *, positions: Tensor, **options: Any) -> Scores:
-        options |= {"kept_ids": kept.at(positions), "without_set": without_set}
-        return linear_logprob(hidden, head, **options)
-
-    return compute, drawn.to(labelled.device)

@@ -1,63 +1,74 @@
 """TRL's GRPO trainer with its language-model head, forward and backward, by `grpo_kernels`.
 
-All of the loss stays TRL's. `FusedGRPOTrainer` adds two facts that TRL's call to its head does not
-pass: which rows are completion tokens, and which gradient the loss is going to send back
-(`grpo_kernels.policy_expectation`). The one-pass engine computes the gradient for the expected
-coefficients in the forward, and the backward checks them against the true ones, so that an
-expectation that is off (an option this module does not know, a subclass with its own term) costs
-time and never changes the result.
+All of the loss stays TRL's. `FusedGRPOTrainer` gives the policy and the reference our
+`add_fused_lm_head`, and tells the policy's forward what TRL's call of it does not say: which tokens
+the loss reads, and which gradient it is going to send back (`grpo_kernels.policy_expectation`). The
+one-pass engine computes the gradient for the expected coefficients in the forward, and the backward
+checks them against the true ones, so that an expectation that is off (an option this module does
+not know, a subclass with its own term) costs time and never changes the result.
 
-TRL calls `_prepare_inputs` and `_compute_loss` for each micro-batch. The chain of calls::
+TRL calls `_prepare_inputs` and `_compute_loss` for each micro-batch::
 
-    _prepare_inputs                        generates; gives the micro-batch, scored by the reference
-    _compute_loss                          puts what is foreseen into a `Scoring`
+    _prepare_inputs          generates, regroups; gives the micro-batch, scored by the reference
+    _compute_loss            tells the policy's `FusedHead` what is foreseen
       TRL's _compute_loss
         _get_per_token_logps_and_entropies
-          _only_needed                     replaces the forward of the trunk, and TRL's fused head
-            TRL's _get_per_token_logps_and_entropies
-              the model's forward          once or, with a batch size, part by part
-                run, of a `_TrunkCall`     computes the hidden states that are needed
-              FusedHead.apply              takes `HeadCalls` from its context variable
-                linear_logprob
+          model(..., labels=..., fused_lm_head=True)
+            FusedHead.run    the body where it is needed, the head, TRL's record
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
 import trl.trainer.grpo_trainer as trl_grpo
 from torch import Tensor
-from torch.nn import functional as F
 from trl import GRPOTrainer
 
 from grpo_kernels.base import choices
+from grpo_kernels.base.checks import warn_once
 from grpo_kernels.body import trial
-from grpo_kernels.body.inputs import TrunkOptions
-from grpo_kernels.body.trunk import live_trunk, trunk_of
+from grpo_kernels.body.inputs import TrunkOptions, check_skip
+from grpo_kernels.body.trunk import trunk_of
 from grpo_kernels.call.plan import Run, check_run
-from grpo_kernels.call.results import Scores
-from grpo_kernels.patching import KnownRows, Shares, during, replaced
-from grpo_kernels.transformers.head import causal_lm
-from grpo_kernels.trl import exact_kl, fused_head, micro_batches, scoring
-from grpo_kernels.trl.fused_head import CALL, HEAD, PATCHED, HeadCalls
-from grpo_kernels.trl.micro_batches import EMPTY
+from grpo_kernels.objective.config import config_of_trainer
+from grpo_kernels.patching import KnownRows, Shares, replaced
+from grpo_kernels.trl import exact_kl, fused_head, micro_batches, regroup, scoring
+from grpo_kernels.trl.fused_head import Foreseen, HeadOptions, head_of
+from grpo_kernels.trl.regroup import PART, Part
+from grpo_kernels.trl.sampled_sets import SETS, check_sampling_mask, sets_of_batch, taken_sets
+
+_logger = logging.getLogger(__name__)
 
 
-@dataclass
-class Scoring:
-    """One loss of a micro-batch, or one generation, or one scoring of a batch before its loss."""
+@dataclass(eq=False)
+class Call:
+    """One scoring that the trainer knows: that of a micro-batch, by its loss or for it."""
 
-    # (B, L) of the loss's call, which alone `rows`, `unscored` and `compute` are of; None: of all
-    ids: Tensor | None = None
-    rows: KnownRows | None = None  # the (B, T) tokens that are read, and the expected gradient
-    sampled: Sequence[scoring.SampledSets | None] | None = None  # by completion
-    unscored: dict[str, Any] | None = None  # inputs that lack old log-probabilities
-    compute: Callable[..., Scores] | None = None  # as in `HeadCalls`
+    inputs: dict[str, Any]
+    foreseen: Foreseen = field(default_factory=Foreseen)
+    is_unscored: bool = False  # `inputs` are to get old log-probabilities
+    scores: tuple[Tensor, Tensor] | None = None  # log-probabilities and entropies (B, T)
+    is_done: bool = False  # the scores are known: no model runs
+
+    def ids(self) -> tuple[Tensor, Tensor]:
+        """(ids, attention mask), (B, L) each, as TRL's loss makes them."""
+        x = self.inputs
+        ids = torch.cat([x["prompt_ids"], x["completion_ids"]], dim=1)
+        return ids, torch.cat([x["prompt_mask"], x["completion_mask"]], dim=1)
+
+    def is_of(self, ids: Tensor, mask: Tensor, columns: int) -> bool:
+        """True if this is the scoring of the last `columns` of these rows."""
+        same = zip(self.ids(), (ids, mask), strict=True)
+        is_same = columns == self.inputs["completion_ids"].shape[1]
+        return is_same and all(torch.equal(x, y) for x, y in same)
 
 
 class FusedLossMixin(fused_head.LogsRows):
@@ -79,9 +90,11 @@ class FusedLossMixin(fused_head.LogsRows):
         zero_advantage, layout: as in `grpo_kernels.transformers.causal_lm_loss`: what the model
             computes below its head for sequences without gradient, for padding, and for prefixes
             that sequences share.
-        regroup: True to bring the samples of an optimizer step together by prompt: micro-batches
+        regroup: ``"auto"``: the samples of an optimizer step come together by prompt, micro-batches
             fill up one after the other, and those that are left compute nothing. The step's
-            gradient stays the same, metrics weigh samples differently: docs/training-step.md.
+            gradient and all that is logged stay TRL's. Not where the loss depends on which samples
+            share a micro-batch, nor where a subclass overrides a method that sees one. True: there
+            an error, a subclass is trusted. False: micro-batches are TRL's.
         tokens_per_forward: most tokens of a regrouped micro-batch, a shared prompt counted once;
             None: as many as TRL's padded micro-batch has. More of them is faster and takes more
             memory.
@@ -101,7 +114,7 @@ class FusedLossMixin(fused_head.LogsRows):
     beta: float
     num_iterations: int
     _buffered_inputs: Any
-    _scoring: Scoring | None = None  # of the loss or generation that runs
+    _call: Call | None = None  # the scoring that runs
 
     def __init__(
         self,
@@ -110,7 +123,7 @@ class FusedLossMixin(fused_head.LogsRows):
         kl_estimator: Literal["k3", "full"] = "k3",
         zero_advantage: choices.ZeroAdvantage = "score",
         layout: choices.BatchLayout = "tree",
-        regroup: bool = False,
+        regroup: bool | Literal["auto"] = "auto",
         tokens_per_forward: int | None = None,
         sampling_mask: choices.WithoutSet | None = None,
         engine: choices.EngineName = "auto",
@@ -118,44 +131,85 @@ class FusedLossMixin(fused_head.LogsRows):
         workspace_bytes: int | None = None,
         **kwargs: Any,
     ) -> None:
-        self._run = Run(engine, backend, workspace_bytes)
-        check_run(self._run)
+        run = Run(engine, backend, workspace_bytes)
+        self.trunk_options = TrunkOptions(zero_advantage, layout)
+        check_run(run)
         if kl_estimator not in ("k3", "full"):
             raise ValueError(
                 f"kl_estimator: expected 'k3', which is TRL's own, or 'full', got {kl_estimator!r}"
             )
-        self.trunk_options = TrunkOptions(zero_advantage, layout)
-        if not isinstance(regroup, bool):
-            raise TypeError(f"regroup: expected a bool, got {regroup!r}")
-        if not isinstance(fused_sampling_correction, bool) and fused_sampling_correction != "auto":
-            raise ValueError(
-                "fused_sampling_correction: expected 'auto', True or False, got "
-                f"{fused_sampling_correction!r}"
-            )
-        self.regroup, self.tokens_per_forward = regroup, tokens_per_forward
+        for name, value in (
+            ("regroup", regroup),
+            ("fused_sampling_correction", fused_sampling_correction),
+        ):
+            if not isinstance(value, bool) and value != "auto":
+                raise ValueError(f"{name}: expected 'auto', True or False, got {value!r}")
+        self.tokens_per_forward = tokens_per_forward
         self.fused_sampling_correction = fused_sampling_correction
         self.kl_estimator = kl_estimator
         self.sampling_mask = sampling_mask
-        self._old_scoring = scoring.OldScoring()
-        is_known = HEAD.is_known()
-        if not is_known:
-            HEAD.warn_unknown()
-        with ExitStack() as stack:
-            if is_known:
-                ours = fused_head.add_fused_lm_head
-                stack.enter_context(fused_head.adapters_allowed())
-                stack.enter_context(replaced(trl_grpo, "add_fused_lm_head", ours))
+        self._old_scoring, self._shares = scoring.OldScoring(), Shares()
+        options = HeadOptions(run, self.trunk_options, shares=self._shares)
+        ours = partial(fused_head.add_fused_lm_head, options=options)
+        with fused_head.adapters_allowed(), replaced(trl_grpo, "add_fused_lm_head", ours):
             super().__init__(*args, **kwargs)
-        if is_known:
-            fused_head.check_head(self.model, self.args)
-            fused_head.measured(causal_lm(self.accelerator.unwrap_model(self.model)))
-        micro_batches.check_options(self)
-        exact_kl.check(self)
-        scoring.check_sampling_mask(self)
+        fused_head.check_head(self.model, self.args)
+        self._check_skip()
+        self.regroup = self._decided(regroup)
+        if kl_estimator == "full":
+            exact_kl.check(self)
+        check_sampling_mask(self)
         scoring.warn_of_truncation(self)
 
+    def _check_skip(self) -> None:
+        if self.trunk_options.zero_advantage != "skip":
+            return
+        check_skip(config_of_trainer(self.args))
+        for name, is_set in (
+            ("use_adaptive_entropy", getattr(self.args, "use_adaptive_entropy", False)),
+            ("fused_sampling_correction", self.fused_sampling_correction is True),
+        ):
+            if is_set:
+                raise ValueError(
+                    f"zero_advantage: expected 'score' or 'train' with {name}, which reads all "
+                    "sequences, got 'skip'"
+                )
+
+    def _decided(self, regroups: bool | str) -> bool:
+        """True if samples are regrouped; raise ValueError if they are to be and cannot."""
+        reason, budget = regroup.reason_against(self), self.tokens_per_forward
+        if regroups is True and reason is not None:
+            raise ValueError(f"regroup: expected 'auto' or False with {reason}, got True")
+        reader = scoring.reader_of(self)
+        if reader is not None:
+            reason = reason or f"{reader}, which may read micro-batches"
+        if self.trunk_options.layout == "padded":
+            reason = reason or "layout='padded', as TRL computes them"
+        found = regroups is True or (regroups == "auto" and reason is None)
+        if regroups == "auto" and not found:
+            _logger.debug("regroup: samples stay in TRL's micro-batches, because of %s", reason)
+        is_number = isinstance(budget, int) and not isinstance(budget, bool) and budget >= 1
+        if budget is not None and not (found and is_number):
+            expected = "a number of tokens, an int >= 1, or None" if found else "None"
+            why = "" if found else " where samples are not regrouped"
+            why += f" ({reason})" if not found and regroups == "auto" else ""
+            raise ValueError(f"tokens_per_forward: expected {expected}{why}, got {budget!r}")
+        return found
+
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train as TRL does; first score what an interrupted training has left unscored."""
+        """Train as TRL does; first see to what an interrupted training has left."""
+        buffered = self._buffered_inputs or ()
+        if self.regroup and self._step % regroup.window_of(self):  # type: ignore[attr-defined]
+            warnings.warn(
+                "grpo_kernels: regroup: a training was interrupted within an optimizer step, and "
+                "train() called again, so the steps to come are not of whole windows: samples stay "
+                "in TRL's micro-batches from now on",
+                stacklevel=2,
+            )
+            names = (
+                [scoring.OLD, scoring.RATIO] if micro_batches.is_corrected(self) else [scoring.OLD]
+            )
+            self.regroup, self._buffered_inputs = False, regroup.as_trl_made(buffered, names)
         for batch in self._old_scoring.due(self._buffered_inputs or ()):
             self._score_old(batch)
         return super().train(*args, **kwargs)  # type: ignore[misc]
@@ -163,7 +217,7 @@ class FusedLossMixin(fused_head.LogsRows):
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
         """TRL's micro-batch, scored by the reference; after a generation, regroup all of them."""
         if self.regroup and self._trains:
-            micro_batches.check_window(self)
+            regroup.check_window(self)
         before = self._buffered_inputs
         inputs: dict[str, Any] = super()._prepare_inputs(generation_batch)  # type: ignore[misc]
         if not self._trains:
@@ -180,54 +234,80 @@ class FusedLossMixin(fused_head.LogsRows):
 
     def _with_reference(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """The inputs of a loss, with what the reference has to give if TRL left it out."""
-        name = exact_kl.Reference.KEY if self._has_exact_kl else scoring.REFERENCE
+        name = exact_kl.REFERENCE if self._has_exact_kl else scoring.REFERENCE
         is_left_out = self.beta != 0.0 and self._old_scoring.defers_reference and name not in inputs
         if not is_left_out or self._is_idle(inputs):
             return inputs
-        now = Scoring(sampled=inputs.get(scoring.SETS))
-        found: Tensor | exact_kl.Reference | None = None
-        with scoring.as_reference(self) as model, replaced(self, "_scoring", now):
+        found: Tensor | exact_kl.Reference
+        with scoring.as_reference(self) as model, self._over_sets(inputs):
             if self._has_exact_kl:
-                shape = inputs["completion_ids"].shape
-                found = exact_kl.Reference(self.accelerator.unwrap_model(model), shape)
-                now.compute = found.take
-            logps = scoring.score(self, model, inputs)
-        found = logps if found is None else found
+                found = exact_kl.Reference(self.accelerator.unwrap_model(model))
+                labelled = KnownRows(inputs["completion_mask"])
+                call = Call(inputs, Foreseen(labelled, score=found.take))
+                with replaced(self, "_call", call):
+                    scoring.score(self, model, inputs)
+            else:
+                found = scoring.score(self, model, inputs)
         if self._trains and self.num_iterations > 1:
             inputs[name] = found  # of TRL's buffer, for later passes over it
         return {**inputs, name: found}
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         """TRL's batch; with `sampling_mask` it has the sampler's sets."""
-        now = Scoring()
-        with replaced(self, "_scoring", now):
+        with self._over_sets({}):
             prepare = super()._generate_and_score_completions  # type: ignore[misc]
             batch = self._old_scoring.prepare(self, prepare, inputs)
-        if now.sampled is not None:
-            batch[scoring.SETS] = scoring.sets_of_batch(now.sampled, batch)
+            sets = head_of(self.model).sets
+        if sets is not None:
+            batch[SETS] = sets_of_batch(sets, batch)
         return batch
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
         """What TRL's rollout generates; with `sampling_mask`, keep the sampler's sets."""
         generated = super()._generate(*args, **kwargs)  # type: ignore[misc]
         if self.sampling_mask is not None:
-            (self._scoring or Scoring()).sampled = scoring.taken_sets(self, generated)
+            found = taken_sets(generated, self.accelerator, micro_batches.metrics_of(self))
+            for head in self._heads:
+                head.sets = found
         return generated
+
+    @contextmanager
+    def _over_sets(self, batch: dict[str, Any]) -> Iterator[None]:
+        """Inside, completions are scored over the sets of `batch`, where it has some."""
+        with ExitStack() as stack:
+            for head in self._heads if self.sampling_mask is not None else ():
+                stack.enter_context(replaced(head, "sets", batch.get(SETS)))
+                stack.enter_context(replaced(head, "without_set", self.sampling_mask))
+            yield
+
+    @property
+    def _heads(self) -> list[fused_head.FusedHead]:
+        """Of the policy and, where it is another model, of the reference."""
+        return [head_of(x) for x in (self.model, getattr(self, "ref_model", None)) if x is not None]
 
     def _regrouped(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The micro-batches of a generation, samples regrouped within each optimizer step."""
+        reason = None
+        if any(batch.get("pixel_values") is not None for batch in batches):
+            reason = "a batch has images"
+        elif len({len(batch["prompt_ids"]) for batch in batches}) > 1:
+            reason = "its micro-batches differ in their number of samples"
+        if reason is not None:
+            warn_once(f"regroup: {reason}, so that its samples stay as they are")
+            return batches
         in_trees = self.trunk_options.layout == "tree"
         if in_trees:
             trunk = trunk_of(self.accelerator.unwrap_model(self.model))
             if trial.fits_trees(trunk) is None:  # it has not run yet: try it on one sample
-                scoring.score(self, self.model, micro_batches.first_sample(batches[0]))
+                scoring.score(self, self.model, regroup.first_sample(batches[0]))
             in_trees = trial.fits_trees(trunk) is True
-        return micro_batches.regrouped(self, batches, in_trees=in_trees)
+        return regroup.regrouped(self, batches, in_trees=in_trees)
 
     def _score_old(self, batch: dict[str, Any]) -> None:
         """Old log-probabilities of a micro-batch that is trained on after the policy's change."""
         if self._is_idle(batch):
             self._old_scoring.pass_over(self, batch)
+            self._old_scoring.log_figures(self)
             return
         live: Tensor | None = None
         phi = self.args.loss_type == "vespo" and self.trunk_options.zero_advantage != "skip"
@@ -235,88 +315,117 @@ class FusedLossMixin(fused_head.LogsRows):
             # the loss will have a ratio to old log-probabilities, not known yet
             old = torch.zeros_like(batch["completion_mask"], dtype=torch.float32)
             live = micro_batches.live_of_loss(self, {**batch, scoring.OLD: old})
-        with replaced(self, "_scoring", Scoring(sampled=batch.get(scoring.SETS))):
+        with self._over_sets(batch):
             self._old_scoring.take(self, batch, scoring.score(self, self.model, batch, live))
+        self._old_scoring.log_figures(self)
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        """Compute TRL's loss; its head calls are told which gradient to expect."""
+        """TRL's loss; the policy's forward is told which gradient to expect."""
+        part: Part | None = inputs.get(PART)
         if self._is_idle(inputs):
             self._old_scoring.pass_over(self, inputs)
-            return torch.zeros((), device=self.accelerator.device, requires_grad=True)
+            loss = torch.zeros((), device=self.accelerator.device, requires_grad=True)
+        elif part is None:
+            loss = self._loss_of(model, inputs)[0]
+        else:
+            with regroup.unlogged(self):
+                loss, kept = self._loss_of(model, inputs)
+            loss = regroup.share_of_mean(self, inputs) * loss
+            part.window.keep(part.samples, kept)
+        self._old_scoring.log_figures(self)
+        if part is not None and part.is_last:
+            for batch in part.window.as_trl_made_it():
+                self._log_as_trl(model, batch)
+        return loss
+
+    def _loss_of(self, model: Any, inputs: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss of a micro-batch, and what its metrics are made of, (B, ...) by name."""
         is_unscored = self._old_scoring.is_missing(self, inputs)
-        unscored = {**inputs} if is_unscored else None  # gets the log-probabilities of the loss
-        inputs = inputs if unscored is None else unscored
-        regroups = self.regroup and self._trains
-        factor: Tensor | float = micro_batches.share_of_mean(self, inputs) if regroups else 1.0
+        inputs = {**inputs}  # gets the log-probabilities of the loss, if it is unscored
         config = micro_batches.loss_config(self, is_unscored=is_unscored)
-        rows, live = micro_batches.rows_of_loss(self, inputs, config), None
+        rows = micro_batches.rows_of_loss(self, inputs, config)
+        live: Tensor | None = None
+        factor: Tensor | float = 1.0
         if self.trunk_options.zero_advantage == "skip":
             live = micro_batches.live_sequences(self, rows)
         if live is not None:
-            inputs, of_tokens = micro_batches.without_dead(inputs, live, config)
-            factor = factor * of_tokens
+            inputs, factor = micro_batches.without_dead(inputs, live, config)
             rows = micro_batches.rows_of_loss(self, inputs, config)
-        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
-        now = Scoring(ids, rows, inputs.get(scoring.SETS), unscored)
-        may_be_empty = regroups or live is not None
-        with micro_batches.measured(self, inputs) if may_be_empty else nullcontext():
-            if not self._has_exact_kl:
-                with replaced(self, "_scoring", now):
-                    return factor * super()._compute_loss(model, inputs)  # type: ignore[misc]
-            reference: exact_kl.Reference = inputs[exact_kl.Reference.KEY]
-            now.compute = reference.compare
-            # without a KL term of TRL's own
-            with replaced(self, "_scoring", now), replaced(self, "beta", 0.0):
-                loss = super()._compute_loss(model, inputs)  # type: ignore[misc]
-            divergences, reference.divergences = reference.divergences, None
-            return factor * exact_kl.add_term(self, loss, inputs, divergences)
+        elif self.trunk_options.zero_advantage == "score":
+            live = micro_batches.live_sequences(self, rows)
+        foreseen = Foreseen(rows or KnownRows(inputs["completion_mask"]), live)
+        if self._has_exact_kl:
+            foreseen.score = inputs[exact_kl.REFERENCE].compare
+        call = Call(inputs, foreseen, is_unscored)
+        with self._over_sets(inputs):
+            loss, kept = self._loss_by_trl(model, call)
+        names = [scoring.OLD, scoring.RATIO, scoring.REFERENCE, "completion_mask"]
+        kept |= {name: inputs[name] for name in names if name in inputs}
+        return factor * loss, kept
 
-    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
-        """TRL's scoring (policy, old policy, reference) that projects only completion tokens."""
+    def _log_as_trl(self, model: Any, batch: dict[str, Any]) -> None:
+        """Have TRL log what it does for a micro-batch of its own, of what its samples have given.
+
+        No model runs.
+        """
+        scores = batch.pop("logps"), batch.pop("entropies")
+        divergences = batch.pop("divergences", None)
+        with torch.no_grad():
+            self._loss_by_trl(model, Call(batch, scores=scores, is_done=True), divergences)
+
+    def _loss_by_trl(
+        self, model: Any, call: Call, divergences: Tensor | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """TRL's loss of a call, and the (B, T) numbers that it is made of, detached.
+
+        `divergences` are of the exact KL; None: of the call.
+        """
+        skips, mask = self.trunk_options.zero_advantage == "skip", call.inputs["completion_mask"]
+        is_measured = not skips or self.accelerator.gather(mask.any().reshape(1)).any()
+        with ExitStack() as stack:
+            if not is_measured:  # no process has a sequence left
+                stack.enter_context(regroup.unlogged(self))
+            stack.enter_context(replaced(self, "_call", call))
+            if not self._has_exact_kl:
+                loss = super()._compute_loss(model, call.inputs)  # type: ignore[misc]
+            else:  # without a KL term of TRL's own
+                with replaced(self, "beta", 0.0):
+                    loss = super()._compute_loss(model, call.inputs)  # type: ignore[misc]
+                if divergences is None:
+                    divergences = call.inputs[exact_kl.REFERENCE].given()
+                loss = exact_kl.add_term(self, loss, call.inputs, divergences)
+        found = {} if divergences is None else {"divergences": divergences.detach()}
+        if call.scores is not None:
+            found |= {"logps": call.scores[0].detach(), "entropies": call.scores[1].detach()}
+        return loss, found
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """TRL's scoring, of a call that is known with what is foreseen of it."""
+        call, given = self._call, (input_ids, attention_mask, logits_to_keep)
         score = super()._get_per_token_logps_and_entropies  # type: ignore[misc]
-        arguments = inspect.signature(score).bind(*args, **kwargs).arguments
-        now = self._scoring or Scoring()
-        if now.ids is not None and not torch.equal(now.ids, arguments["input_ids"]):
-            now = Scoring(sampled=now.sampled)
-        with self._only_needed(now, arguments) if HEAD.is_known() else nullcontext():
-            results = score(*args, **kwargs)
-        if now.unscored is not None:
-            inputs, now.unscored = now.unscored, None
-            self._old_scoring.take(self, inputs, results[0])
-            self._old_scoring.keep(inputs)
+        if call is None or not call.is_of(*given):
+            return score(model, *given, *args, **kwargs)
+        if call.is_done and call.scores is not None:
+            return (*call.scores, None)
+        with replaced(head_of(model), "foreseen", call.foreseen):
+            results = score(model, *given, *args, **kwargs)
+        call.scores = results[:2]
+        if call.is_unscored:
+            call.is_unscored = False
+            self._old_scoring.take(self, call.inputs, results[0])
+            self._old_scoring.keep(call.inputs)
         return results
 
-    @contextmanager
-    def _only_needed(self, now: Scoring, arguments: dict[str, Any]) -> Iterator[None]:
-        """Inside, trunk and head compute only what TRL's call with `arguments` needs."""
-        model = arguments["model"]
-        trunk: AbstractContextManager[Any] = nullcontext()
-        call = HeadCalls(self._run, PATCHED.logits_dtype, self._shares, compute=now.compute)
-        if "attention_mask" in arguments and "logits_to_keep" in arguments:
-            mask, columns = arguments["attention_mask"], arguments["logits_to_keep"]
-            call.labelled = labelled = mask[:, -columns:] != 0
-            call.batch_size = arguments.get("batch_size") or len(labelled)
-            rows = now.rows
-            if rows is None or rows.counted.shape != labelled.shape or not torch.is_grad_enabled():
-                rows = KnownRows(labelled)
-            if now.sampled is not None and self.sampling_mask is not None:
-                sets = scoring.sets_of_rows(now.sampled, arguments["input_ids"], mask, columns)
-                if any(x is not None for x in sets):
-                    call.compute, drawn = scoring.over_sets(sets, labelled, self.sampling_mask)
-                    rows = KnownRows(rows.counted * drawn, rows.fill, rows.expected)
-            call.rows = rows
-            live = None
-            if self.trunk_options.zero_advantage != "train":
-                live = micro_batches.live_sequences(self, rows)
-            # the cells that predict labelled tokens: each the next one
-            needed = F.pad(labelled, (mask.shape[1] - columns - 1, 1))
-            shares = self._shares if self._trains else Shares()
-            trunk = live_trunk(model, self.trunk_options, needed=needed, live=live, shares=shares)
-        with HEAD.replaced(), during(CALL, call), fused_head.whole_heads(model), trunk:
-            yield
-
     @property
-    def _loss_owner(self) -> type:
+    def loss_owner(self) -> type:
         """The class that defines ``super()._compute_loss``."""
         after = type(self).__mro__[type(self).__mro__.index(FusedLossMixin) + 1 :]
         return next(cls for cls in after if "_compute_loss" in vars(cls))
@@ -327,7 +436,7 @@ class FusedLossMixin(fused_head.LogsRows):
 
     def _is_idle(self, inputs: dict[str, Any]) -> bool:
         """True if no other process waits for the forward of a micro-batch without samples."""
-        return EMPTY in inputs and bool(self.accelerator.num_processes == 1)
+        return regroup.is_empty(inputs) and bool(self.accelerator.num_processes == 1)
 
     @property
     def _trains(self) -> bool:

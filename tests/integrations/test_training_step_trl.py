@@ -13,22 +13,20 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("trl")
-import trl.trainer.utils as trl_utils
 from trl import GRPOTrainer
 
 from benchmarks import parity, tiny_models, tiny_run
-from grpo_kernels.body.inputs import TrunkOptions
-from grpo_kernels.trl import FusedGRPOTrainer, FusedLossMixin, fused_head, micro_batches
+from grpo_kernels.trl import FusedGRPOTrainer, FusedLossMixin, fused_head, regroup
 from tests.support.training_step import distance
 from tests.support.trl_training import EVALUATED, Half, Run, evaluations, mixed, train
 
 pytestmark = pytest.mark.unit
 
 B, P, T = 8, 10, 14
-SAVINGS = {
-    "defaults": TrunkOptions(),
-    "trim": TrunkOptions(layout="trim"),
-    "skip": TrunkOptions(zero_advantage="skip"),
+SAVINGS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "trim": {"layout": "trim"},
+    "skip": {"zero_advantage": "skip"},
 }
 SGD: dict[str, Any] = {"optim": "sgd", "learning_rate": 0.05}
 
@@ -187,18 +185,16 @@ def test_loss_gradients_and_metrics_are_stock_trls(name: str) -> None:
     stock = trainer_of(GRPOTrainer, options)
     live = truly_live(stock, given)
     loss, gradients, metrics = step(stock, given)
-    ours = trainer_of(FusedGRPOTrainer, options)
-    for saving, trunk_options in SAVINGS.items():
+    for saving, of_body in SAVINGS.items():
         if saving == "skip" and name in NO_SKIP:
             continue
-        ours.trunk_options = trunk_options
+        ours = trainer_of(FusedGRPOTrainer, options, **of_body)
         got_loss, got, got_metrics = step(ours, given)
         assert abs(got_loss - loss) <= 1e-6 * max(1.0, abs(loss)), saving
         assert not gradients["lm_head.weight"].any() or distance(got, gradients) <= 5e-6, saving
         graphs = ours._shares.pairs["sequences/gradient"][0]
         assert graphs >= live, f"{saving}: {graphs} of {live} live sequences"
         assert graphs == live or name not in EXACTLY_LIVE, f"{saving}: {graphs} for {live}"
-        ours._shares.pairs.clear()
         if saving != "skip":
             assert got_metrics.keys() == metrics.keys()
             assert_metrics(got_metrics, metrics, saving)
@@ -234,37 +230,30 @@ class WithATermOfItsOwn(FusedGRPOTrainer):
 
 @pytest.mark.parametrize("saving", ["defaults", "trim"])
 def test_a_gradient_that_was_not_foreseen_is_an_error(saving: str) -> None:
-    trainer = trainer_of(WithATermOfItsOwn, {})
-    trainer.trunk_options = SAVINGS[saving]
+    trainer = trainer_of(WithATermOfItsOwn, {}, **SAVINGS[saving])
     of_sequences = r"expected no gradient for the sequences \[1, 3, 4, 5, 7\]"
     with pytest.raises(
         RuntimeError, match=rf"zero_advantage: {of_sequences}.* pass zero_advantage='train'"
     ):
         step(trainer, batch())
-    trainer.trunk_options = TrunkOptions(zero_advantage="train")
+    trainer = trainer_of(WithATermOfItsOwn, {}, zero_advantage="train")
     assert step(trainer, batch())[1]["lm_head.weight"].any()
 
 
 def test_nothing_is_left_of_a_loss_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    """TRL's function is back, and what was known about the micro-batch is forgotten."""
-    trainer, theirs, seen = trainer_of(FusedGRPOTrainer, {}), trl_utils._ChunkedLogProbFunction, []
-    trunk = trainer.model.model
+    """What was foreseen of the micro-batch is forgotten, and the body has its own forward."""
+    trainer, seen = trainer_of(FusedGRPOTrainer, {}), []
+    head, trunk = fused_head.head_of(trainer.model), trainer.model.model
 
-    def fail(*_: Any, **__: Any) -> None:
-        is_known = fused_head.CALL.get().rows is not None
-        seen.append(
-            (is_known, trl_utils._ChunkedLogProbFunction is theirs, "forward" in vars(trunk))
-        )
+    def fail(*_: Any, expected: Any, **__: Any) -> None:
+        seen.append((expected is not None, "forward" in vars(trunk)))
         raise MemoryError
 
     monkeypatch.setattr(fused_head, "linear_logprob", fail)
     with pytest.raises(MemoryError):
         step(trainer, batch())
-    assert seen == [(True, False, True)]
-    assert fused_head.CALL.get() is fused_head.PATCHED
-    assert fused_head.PATCHED.rows is None
-    assert trainer._scoring is None
-    assert trl_utils._ChunkedLogProbFunction is theirs
+    assert seen == [(True, True)]
+    assert head.foreseen.rows is None
     assert "forward" not in vars(trunk)
 
 
@@ -275,14 +264,15 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"top_entropy_quantile": 0.4}, SKIP, "zero_advantage: .*top_entropy_quantile"),
     ({"use_adaptive_entropy": True}, SKIP, "zero_advantage: .*use_adaptive_entropy"),
     ({}, {"fused_sampling_correction": True, **SKIP}, "zero_advantage: .*fused_sampling"),
-    ({"loss_type": "bnpo"}, REGROUP, "regroup: expected False with loss_type='bnpo'"),
-    ({"entropy_coef": 0.01}, REGROUP, "regroup: expected False with entropy_coef"),
+    ({"loss_type": "bnpo"}, REGROUP, "regroup: expected 'auto' or False with loss_type='bnpo'"),
+    ({"entropy_coef": 0.01}, REGROUP, "regroup: expected 'auto' or False with entropy_coef"),
     ({"top_entropy_quantile": 0.4}, REGROUP, "regroup: .*top_entropy_quantile"),
-    (WINDOWS, REGROUP, "regroup: expected gradient_acc.* of which one divides the other, got 4"),
+    (WINDOWS, REGROUP, "regroup: .*steps_per_generation=6, of which optimizer steps of 4"),
     ({}, {"zero_advantage": "drop"}, "zero_advantage: expected one of 'score', 'skip', 'train'"),
     ({}, {"layout": True}, "layout: expected one of 'tree', 'trim', 'padded', got True"),
     ({}, {"tokens_per_forward": 0, **REGROUP}, "tokens_per_forward: expected a number of tokens"),
-    ({}, {"tokens_per_forward": 64}, "tokens_per_forward: expected None without regroup.* got 64"),
+    ({}, {"tokens_per_forward": 64, "regroup": False}, "tokens_per_forward: expected None .* got 64"),
+    ({"loss_type": "bnpo"}, {"tokens_per_forward": 64}, "tokens_per_forward: .*bnpo.* got 64"),
 ]  # fmt: skip
 
 
@@ -299,7 +289,7 @@ def test_samples_are_divided_by_prompts_within_a_budget() -> None:
     prompts = [(1, 2, 3)] * 4 + [(4,) * 6] * 4 + [(5,) * 2] * 4
     lengths = [3, 4, 5, 2, 6, 6, 6, 6, 1, 1, 2, 1]
     live = [False] * 4 + [True] * 8
-    parts = micro_batches.divided(prompts, lengths, live, 4, 40, 3, in_trees=True)
+    parts = regroup.divided(prompts, lengths, live, 4, 40, 3, in_trees=True)
     assert parts == [[4, 5, 6, 7, 8, 9, 10, 11], [0, 1, 2, 3], [], []]
     draw = random.Random(0)
     for _ in range(50):
@@ -309,9 +299,7 @@ def test_samples_are_divided_by_prompts_within_a_budget() -> None:
         lengths = [draw.randrange(1, 9) for _ in range(samples)]
         live = [True] * samples
         for in_trees in (True, False):
-            parts = micro_batches.divided(
-                prompts, lengths, live, count, budget, size, in_trees=in_trees
-            )
+            parts = regroup.divided(prompts, lengths, live, count, budget, size, in_trees=in_trees)
             assert sorted(i for part in parts for i in part) == [*range(samples)]
             for part in parts:
                 used = sum(lengths[i] for i in part) + 5 * len({prompts[i] for i in part})

@@ -1,0 +1,146 @@
+"""Completions of a truncating sampler, scored over the sets of ids that it kept.
+
+The sets come from a ``rollout_func`` as one more field, ``"sampling_mask"``: for each completion a
+list of the ids kept at each token, as vLLM's ``output.sampling_mask.token_ids``. TRL shuffles and
+splits the batch's lists like its tensors. Old, reference and current log-probabilities are taken
+over these sets. A completion is known by its ids: what a reward function scores has no sets.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.base.choices import WithoutSet, choices
+from grpo_kernels.batch.kept_ids import KeptIds, joined_ids
+from grpo_kernels.call.results import Scores
+from grpo_kernels.scores import linear_logprob
+
+SETS = "sampling_mask"  # of the rollout's output and of TRL's batch
+
+
+class SampledSets(NamedTuple):
+    """The sets of one completion of T tokens."""
+
+    tokens: tuple[tuple[int, ...], ...]  # of the prompt and of the completion
+    ids: Tensor  # (M,) int32 or int64, one token after the other
+    counts: Tensor  # (T,) int64
+    drawn: Tensor  # (T,) bool: False where the token is a tool's
+
+
+def check_sampling_mask(trainer: Any) -> None:
+    """Raise ValueError unless the trainer can have its option `sampling_mask`."""
+    option = trainer.sampling_mask
+    if option is None:
+        return
+    if option not in choices(WithoutSet):
+        names = ", ".join(map(repr, choices(WithoutSet)))
+        raise ValueError(f"sampling_mask: expected one of {names}, or None, got {option!r}")
+    for what, is_set in (
+        (
+            "kl_estimator='full', the divergence over the whole vocabulary",
+            trainer.kl_estimator == "full",
+        ),
+        ("no rollout_func, whose output has the sets", trainer.rollout_func is None),
+    ):
+        if is_set:
+            raise ValueError(f"sampling_mask: expected None with {what}, got {option!r}")
+
+
+def taken_sets(
+    generated: tuple[Any, ...], accelerator: Any, metrics: dict[str, list[float]]
+) -> list[SampledSets]:
+    """Take the sets out of the results of TRL's ``_generate``; log their size and their absence."""
+    prompts, completions, tool_masks, _, _, extra_fields, *_ = generated
+    rows = extra_fields.pop(SETS, None)
+    if rows is None:
+        raise ValueError(
+            "sampling_mask: expected a list of them in rollout_func's output, got none"
+        )
+    if len(rows) != len(completions):
+        raise ValueError(
+            f"sampling_mask: expected the sets of {len(completions)} completions, got {len(rows)}"
+        )
+    found = []
+    for i, (sets, ids) in enumerate(zip(rows, completions, strict=True)):
+        if len(sets) != len(ids):
+            raise ValueError(
+                f"sampling_mask: expected {len(ids)} lists of ids for completion {i}, one a "
+                f"token, got {len(sets)}"
+            )
+        drawn = torch.tensor([1] * len(ids) if tool_masks is None else tool_masks[i]).bool()
+        tokens = tuple(map(int, prompts[i])), tuple(map(int, ids))
+        found.append(SampledSets(tokens, *joined_ids(SETS, sets), drawn))
+    counts = torch.cat([x.counts[x.drawn] for x in found])
+    sums = torch.stack([counts.sum(), (counts > 0).sum(), (counts == 0).sum()])
+    size, having, without = accelerator.reduce(sums.to(accelerator.device), "sum").tolist()
+    metrics["kept/size"].append(size / max(having, 1))
+    metrics["kept/without_set"].append(without / max(having + without, 1))
+    return found
+
+
+def sets_of_rows(
+    sets: Sequence[SampledSets | None],
+    ids: Tensor,  # (B, L)
+    prompt: Tensor,  # (B, L) bool
+    completion: Tensor,  # (B, L) bool
+) -> list[SampledSets | None]:
+    """The sets of each row of `ids`, or None."""
+    left: dict[Any, list[SampledSets]] = defaultdict(list)
+    for x in sets:
+        if x is not None:
+            left[x.tokens].append(x)
+    found: list[SampledSets | None] = []
+    for row, *parts in zip(ids.cpu(), prompt.cpu(), completion.cpu(), strict=True):
+        equal = left.get(tuple(tuple(row[part].tolist()) for part in parts), [None])
+        found.append(equal.pop(0) if len(equal) > 1 else equal[0])
+    return found
+
+
+def sets_of_batch(
+    sets: Sequence[SampledSets | None], batch: dict[str, Any]
+) -> list[SampledSets | None]:
+    """The sets of each sample of TRL's `batch`; None for one that is masked whole."""
+    prompt, mask = batch["prompt_mask"] != 0, batch["completion_mask"] != 0
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+    of_prompt = torch.cat([prompt, torch.zeros_like(mask)], dim=1)
+    found = sets_of_rows(sets, ids, of_prompt, torch.cat([torch.zeros_like(prompt), mask], dim=1))
+    if any(x is None and y for x, y in zip(found, mask.any(dim=1).tolist(), strict=True)):
+        raise ValueError(
+            "sampling_mask: expected a batch of the completions that rollout_func has returned, "
+            "got others: a subclass that changes them has to change their sets, before "
+            "FusedLossMixin._generate returns"
+        )
+    return found
+
+
+def over_sets(
+    sets: Sequence[SampledSets | None],
+    inputs: dict[str, Any],
+    labelled: Tensor,  # (B, n) bool, the states from column `start` that predict a completion's id
+    start: int,
+    without_set: WithoutSet,
+) -> tuple[Callable[..., Scores], Tensor]:
+    """(`linear_logprob` over the sets of a forward's rows, the mask (B, n) of drawn tokens).
+
+    All `labelled` tokens of a row without sets count as drawn.
+    """
+    ids = inputs["input_ids"]
+    completion = torch.nn.functional.pad(labelled, (start + 1, 0))[:, : ids.shape[1]]
+    rows = sets_of_rows(sets, ids, (inputs["attention_mask"] != 0) & ~completion, completion)
+    if all(x is None for x in rows):
+        return linear_logprob, labelled
+    counts = torch.zeros(labelled.shape, dtype=torch.int64)
+    of_tokens = labelled.cpu()
+    drawn = of_tokens.clone()
+    for i, x in enumerate(rows):
+        if x is not None:
+            counts[i, of_tokens[i]], drawn[i, of_tokens[i]] = x.counts, x.drawn
+    joined = torch.cat([x.ids for x in rows if x is not None])
+    kept = KeptIds.from_counts(joined.to(labelled.device), counts.to(labelled.device))
+    return partial(linear_logprob, kept_ids=kept, without_set=without_set), drawn.to(ids.device)
