@@ -48,7 +48,7 @@ def divergence_loss(
     teacher_final_logit_softcapping: float | None = None,
     temperature: float = 1.0,
     *,
-    shares: Shares,
+    shares: Shares | None = None,
     heads: Heads = (None, None),
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (loss, summed entropy of the student, number of counted tokens), () each.
@@ -96,7 +96,8 @@ def divergence_loss(
             # for the backward; the teacher's is kept
             run=Run(gather=lambda: maybe_gather_lm_head_ctx(*student)),
         )
-    count_rows(shares, valid, (found.divergence,))
+    if shares is not None:
+        count_rows(shares, valid, [found.divergence])
     count = valid.sum()
     total, entropy = found.divergence.sum(), found.entropies.detach().sum()
     items = count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch

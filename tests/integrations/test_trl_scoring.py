@@ -18,6 +18,7 @@ from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 
 from benchmarks import parity, tiny_run
 from grpo_kernels.trl import FusedGRPOTrainer, scoring
+from grpo_kernels.trl.regroup import is_empty
 from tests.support.case_builder import seeded
 from tests.support.trl_training import (
     EVALUATED,
@@ -84,7 +85,7 @@ def test_training_is_the_same_and_less_is_scored(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "more", [{"kl_estimator": "full"}, {"zero_advantage": "skip"}, {"regroup": True}], ids=str
+    "more", [{"kl_estimator": "full"}, {"zero_advantage": "skip"}, {"regroup": False}], ids=str
 )
 def test_other_options(more: dict[str, Any]) -> None:
     """Against the same options with TRL's scoring."""
@@ -96,9 +97,8 @@ def test_other_options(more: dict[str, Any]) -> None:
         for run in (want, got)
     ]
     assert max(parity.differences(*compared).values()) <= parity.TOLERANCE
-    tries_the_model = "regroup" in more  # on a sample
     assert want.trainer.scored["forwards"] == 4
-    assert got.trainer.scored["forwards"] == 2 + tries_the_model
+    assert got.trainer.scored["forwards"] == 2
 
 
 def test_gmpo_and_evaluations() -> None:
@@ -237,13 +237,13 @@ def test_a_forward_of_the_model_is_saved() -> None:
 def test_regrouped_samples_have_the_same_sampler_metrics(name: str) -> None:
     """Micro-batches that are left without samples count for nothing."""
     metrics = []
-    for more in ({}, {"regroup": True, "tokens_per_forward": 10_000}):
+    for more in ({"regroup": False}, {"tokens_per_forward": 10_000}):
         run = sampled(FusedGRPOTrainer, loss_type="grpo", **more, **mode(name))
         metrics.append(
             [{k: x for k, x in step.items() if k.startswith("sampling/")} for step in run.steps]
         )
-        is_left = any("has_no_samples" in batch for batch in run.trainer._buffered_inputs)
-        assert is_left is bool(more)
+        is_left = any(is_empty(batch) for batch in run.trainer._buffered_inputs)
+        assert is_left is run.trainer.regroup
     assert metrics[0][0]
     assert max(parity.differences(*metrics).values()) <= parity.TOLERANCE
 
