@@ -156,8 +156,8 @@ def assert_same(stock: Run, ours: Run, tolerance: float | None = None) -> None:
     losses = [stock.losses, ours.losses]
     if getattr(ours.trainer, "regroup", False):
         losses = [stock.sums, ours.sums]
-    largest = max(1.0, *map(abs, stock.losses), *map(abs, ours.losses))
-    assert losses[1] == pytest.approx(losses[0], rel=of_losses, abs=of_losses * largest)
+        of_losses *= 5  # sums in another order, over steps
+    assert losses[1] == pytest.approx(losses[0], rel=of_losses, abs=of_losses)
 
 
 def count_scored(trainer: Any) -> None:
