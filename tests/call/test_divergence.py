@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from grpo_kernels import (
+    Expectation,
     Head,
     LoRA,
     LossConfig,
@@ -89,14 +90,23 @@ def test_only_the_common_ids_count() -> None:
 def test_what_is_expected_changes_no_result(every_backend: str) -> None:
     case = diverging("expected", arrives="any", mask="full", dtype=torch.float64)
     plain, grads = run_scores(case)
+    asked: list[Tensor] = []
+    upstream = upstream_of(case)["divergences"]
+
+    def slopes(index: Tensor, logps: Tensor, _: Any) -> tuple[Tensor, None, Tensor]:
+        asked.append(index)
+        return torch.zeros_like(logps), None, upstream.flatten()[index]
+
     for expected in (
-        upstream_of(case)["divergences"],
+        upstream,
         torch.rand(case.completion_mask.shape, dtype=torch.float64),
+        Expectation(slopes),
     ):
         found, same = run_scores(case, expected=expected)
         assert torch.equal(found["divergences"], plain["divergences"])
         for name in ("hidden", "weight"):
             torch.testing.assert_close(same[name], grads[name], rtol=1e-9, atol=1e-12)
+    assert asked
 
 
 def test_a_second_derivative_is_refused() -> None:
@@ -126,6 +136,8 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
      "teacher_bias: expected shape"),
     ({"head": lambda w: Head(w, vocab_size=51), "teacher_head": Head}, ValueError,
      "vocab_size: expected at most"),
+    ({"teacher_head": lambda w: Head(nn.Linear(*w.T.shape), torch.zeros(50))}, ValueError,
+     "teacher_bias: expected None, since it is that of the module"),
     ({"teacher_head": lambda w: Head(w, lora=LoRA(torch.zeros(2, 16), torch.zeros(50, 2)))},
      ValueError, r"teacher_head\.lora: expected None"),
     ({"head": lambda w: Head(w, logit_scale=2.0)}, ValueError,
@@ -235,6 +247,8 @@ LOSS_WRONG = [
      r"reference: expected \(hidden, head\), got int"),
     ({"reference": "narrow"}, {"kl_estimator": "full", "beta": 0.1}, ValueError,
      "reference.weight: expected shape"),
+    ({"reference": "cut"}, {"kl_estimator": "full", "beta": 0.1}, ValueError,
+     r"reference\.head\.vocab_size: expected None or that of the other head, got 31"),
 ]  # fmt: skip
 
 
@@ -242,6 +256,7 @@ LOSS_WRONG = [
 def test_a_loss_says_what_reference_it_takes(options, config, error, match) -> None:
     case = diverging("wrong")
     heads = {"given": case.teacher_weight, "narrow": case.teacher_weight[:40]}
+    heads["cut"] = Head(case.teacher_weight, vocab_size=31)
     if options.get("reference") in heads:
         options = {"reference": (case.teacher_hidden, heads[options["reference"]])}
     given = (case.hidden, case.weight, case.completion_ids, case.completion_mask, case.advantages)

@@ -169,6 +169,8 @@ def test_an_objectives_own_mistake_stays_its_own() -> None:
 
     with pytest.raises(TypeError, match="NoneType"):
         flat(grpo_loss)(**BATCH, objective=wrong)
+    with pytest.raises(RuntimeError, match=r"^The size of tensor a"):
+        flat(grpo_loss)(**BATCH, objective=lambda tokens: tokens.logps + torch.ones(99))
 
 
 @pytest.mark.parametrize(
@@ -203,6 +205,7 @@ ALMOST_RIGHT = [
      "config: expected a LossConfig, got str; grpo_kernels.presets.DAPO is"),
     (lambda: flat(grpo_loss)(**{**BATCH, "weight": WEIGHT.numpy()}),
      "weight: expected a tensor, got ndarray"),
+    (lambda: grpo_loss(HIDDEN, WEIGHT, IDS, **SHARED, run="lean"), "run: expected a Run, got str"),
     (lambda: grpo_loss(HIDDEN, nn.Embedding(9, 4), IDS, **SHARED),
      "lm_head: expected an nn.Linear .*Embedding"),
 ]  # fmt: skip

@@ -162,6 +162,13 @@ def test_wrong_sets(name: str) -> None:
         linear_logprob(hidden, weight, IDS, kept_ids=kept)
 
 
+def test_wrong_counts_and_a_tensor_without_dimensions() -> None:
+    with pytest.raises(TypeError, match=r"counts: expected integers, got torch\.float32"):
+        KeptIds.from_counts(IDS, torch.ones(4))
+    with pytest.raises(ValueError, match=r"kept: expected shape \(\.\.\., K\), got \(\)"):
+        KeptIds.from_padded(torch.tensor(3))
+
+
 def test_wrong_options() -> None:
     case = scored("wrong", t=9, kept=14)
     given, kept = (case.hidden, case.weight, case.completion_ids), case.kept_ids
