@@ -14,8 +14,7 @@ from grpo_kernels.base.checks import warn_once
 SUPPORTED = "1.16"  # one minor version
 IS_KNOWN = trl.__version__.startswith(f"{SUPPORTED}.")
 _MESSAGE = (
-    f"grpo_kernels: expected trl {SUPPORTED}, got trl {trl.__version__}, which works as without "
-    "grpo_kernels"
+    f"expected trl {SUPPORTED}, got trl {trl.__version__}, which works as without grpo_kernels"
 )
 # Options of `FusedLossMixin` that change no result
 _OF_COST = (
@@ -25,7 +24,7 @@ _OF_COST = (
 _OF_RESULTS = {"kl_estimator": "k3", "sampling_mask": None}
 
 if not IS_KNOWN:
-    warnings.warn(_MESSAGE, stacklevel=2)
+    warnings.warn(f"grpo_kernels: {_MESSAGE}", stacklevel=2)
 
 
 class Patch(int):
