@@ -10,7 +10,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -55,8 +55,8 @@ def _attention_backward(_grad: Any, query: Any, key: Any, value: Any, *_: Any, *
 
 @dataclass
 class Counts:
-    """Sums over a run. `rows`: positions the head was given with gradient; `scored`: completion
-    tokens of the loss; `live`: those of them whose advantage is not 0."""
+    """Sums over a run. `rows`: positions that the head projects, of calls with gradient; `scored`:
+    completion tokens of the loss; `live`: those of them whose advantage is not 0."""
 
     flops: int = 0
     rows: int = 0
@@ -66,32 +66,59 @@ class Counts:
     steps: int = 0
 
 
-def counted(
-    apply: Callable[..., Any], counter: FlopCounterMode, counts: Counts
-) -> Callable[..., Any]:
-    """`apply` of a fused head; operations of calls with gradient are added to `counts`."""
+class Watch:
+    """Adds the operations of a head's calls with gradient, forward and backward, to `counts`."""
 
-    def note(sign: int) -> None:
-        counts.flops += sign * counter.get_total_flops()
+    def __init__(self, counts: Counts) -> None:
+        self.counts, self.operations = counts, counter()
 
-    def wrapped(hidden: Tensor, weight: Tensor, *others: Any) -> Any:
+    def note(self, sign: int) -> None:
+        self.counts.flops += sign * self.operations.get_total_flops()
+
+    def call(
+        self,
+        compute: Callable[[Tensor, Tensor], Any],
+        results: Callable[[Any], list[Tensor | None]],
+        hidden: Tensor,
+        weight: Tensor,
+        rows: int,
+    ) -> Any:
+        """`compute(hidden, weight)`, counted; its `results` are those that may have a gradient."""
         if not torch.is_grad_enabled():
-            return apply(hidden, weight, *others)
-        counts.rows += hidden.size(0)
-        counts.size = weight.numel()
+            return compute(hidden, weight)
+        self.counts.rows += rows
+        self.counts.size = weight.numel()
         hidden, weight = hidden.view_as(hidden), weight.view_as(weight)
-        note(-1)
-        logps, entropy, *rest = apply(hidden, weight, *others)
-        note(1)
-        register_multi_grad_hook(
-            [x for x in (logps, entropy) if x.requires_grad], lambda _: note(-1), mode="any"
-        )
-        register_multi_grad_hook(
-            [x for x in (hidden, weight) if x.requires_grad], lambda _: note(1)
-        )
-        return logps, entropy, *rest
+        self.note(-1)
+        found = compute(hidden, weight)
+        self.note(1)
+        for ends, sign, mode in ((results(found), -1, "any"), ([hidden, weight], 1, "all")):
+            graded = [x for x in ends if x is not None and x.requires_grad]
+            register_multi_grad_hook(graded, lambda _, sign=sign: self.note(sign), mode=mode)
+        return found
 
-    return wrapped
+    def theirs(self, apply: Callable[..., Any]) -> Callable[..., Any]:
+        """The `apply` of TRL's head, counted."""
+
+        def wrapped(hidden: Tensor, weight: Tensor, *others: Any) -> Any:
+            compute = lambda *given: apply(*given, *others)  # noqa: E731
+            return self.call(compute, lambda found: [*found[:2]], hidden, weight, len(hidden))
+
+        return wrapped
+
+    def ours(self, score: Callable[..., Any]) -> Callable[..., Any]:
+        """`linear_logprob`, counted."""
+
+        def wrapped(hidden: Tensor, head: Any, ids: Tensor, *, mask: Tensor, **others: Any) -> Any:
+            def compute(hidden: Tensor, weight: Tensor) -> Any:
+                return score(hidden, replace(head, weight=weight), ids, mask=mask, **others)
+
+            rows = int(mask.sum())
+            return self.call(
+                compute, lambda found: [found.logps, found.entropies], hidden, head.weight, rows
+            )
+
+        return wrapped
 
 
 @contextmanager
@@ -112,17 +139,17 @@ def watched(counts: Counts, compact: bool = False) -> Iterator[Callable[[Any], N
 
         trainer._compute_loss = compute_loss
 
-    theirs, operations = trl_utils._ChunkedLogProbFunction, counter()
-    apply = staticmethod(counted(theirs.apply, operations, counts))
+    theirs, watch = trl_utils._ChunkedLogProbFunction, Watch(counts)
+    apply = staticmethod(watch.theirs(theirs.apply))
     stock = type("Counted", (), {"apply": apply, "forward": theirs.forward})
-    ours = staticmethod(counted(fused_head.FusedHead.apply, operations, counts))
+    ours = watch.ours(fused_head.linear_logprob)
     with (
         mock.patch.object(trl_utils, "_ChunkedLogProbFunction", stock),
-        mock.patch.object(fused_head.FusedHead, "apply", ours),
+        mock.patch.object(fused_head, "linear_logprob", ours),
         # TRL passes the labelled rows alone where it has Triton; its row work still runs in torch
         # here.
         mock.patch.object(trl_utils, "_use_triton", return_value=compact),
-        operations,
+        watch.operations,
     ):
         yield prepare
 
@@ -147,27 +174,28 @@ def count(
 
 
 def table() -> list[str]:
-    """Markdown: default options, both trainers, as TRL calls its head without and with Triton."""
+    """Markdown: default options; TRL's trainer without and with Triton, and ours."""
     from trl import GRPOTrainer
 
     from grpo_kernels.trl import FusedGRPOTrainer
 
     lines = [
-        "| trainer | rows given to the head | completion tokens | with gradient | counted | "
+        "| trainer | rows projected | completion tokens | with gradient | counted | "
         "formula | value |",
         "|---|---|---|---|---|---|---|",
     ]
-    for compact in (False, True):
-        for trainer_class in (GRPOTrainer, FusedGRPOTrainer):
-            c = count(trainer_class, compact=compact)
-            ours = trainer_class is FusedGRPOTrainer
-            expected = c.size * (6 * c.live + 2 * (c.scored - c.live) if ours else 8 * c.rows)
-            formula = "6VH live + 2VH rest" if ours else "8VH rows"
-            rows = "labelled rows" if compact else "every position"
-            lines.append(
-                f"| {trainer_class.__name__} ({rows}) | {c.rows / c.steps:g} | "
-                f"{c.scored / c.steps:g} "
-                f"| {c.live / c.steps:g} | {c.flops / c.steps:,.0f} | {formula} | "
-                f"{expected / c.steps:,.0f} |"
-            )
+    for name, trainer_class, compact in (
+        ("GRPOTrainer (every position)", GRPOTrainer, False),
+        ("GRPOTrainer (labelled rows)", GRPOTrainer, True),
+        ("FusedGRPOTrainer", FusedGRPOTrainer, False),
+    ):
+        c = count(trainer_class, compact=compact)
+        ours = trainer_class is FusedGRPOTrainer
+        expected = c.size * (6 * c.live + 2 * (c.scored - c.live) if ours else 8 * c.rows)
+        formula = "6VH live + 2VH rest" if ours else "8VH rows"
+        numbers = [f"{x / c.steps:g}" for x in (c.rows, c.scored, c.live)]
+        lines.append(
+            f"| {name} | {' | '.join(numbers)} | {c.flops / c.steps:,.0f} | {formula} | "
+            f"{expected / c.steps:,.0f} |"
+        )
     return lines
