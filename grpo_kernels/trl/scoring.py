@@ -32,6 +32,7 @@ from trl.trainer.utils import use_adapter
 
 from grpo_kernels.base.checks import warn_once
 from grpo_kernels.base.tensors import scored_difference
+from grpo_kernels.head.module import is_fsdp_unit
 from grpo_kernels.objective.config import LossConfig
 from grpo_kernels.objective.policy import bounded_ratio
 from grpo_kernels.patching import replaced
@@ -173,6 +174,12 @@ def as_reference(trainer: Any) -> Iterator[Any]:
     model = trainer.accelerator.unwrap_model(trainer.model)
     with use_adapter(model, "ref" if "ref" in model.peft_config else None):
         yield trainer.model
+        # FSDP2 leaves parameters whole after a forward without a backward. PEFT switches the
+        # gradient of adapters off here, and on again at the parameters that it finds: if it found
+        # shards first and whole ones then, the shards' would stay off.
+        for module in model.modules():
+            if is_fsdp_unit(module):
+                module.reshard()
 
 
 def score(trainer: Any, model: Any, batch: dict[str, Any], live: Tensor | None = None) -> Tensor:
