@@ -2,6 +2,8 @@
 
 `python -m grpo_kernels memory`: how much memory a loss needs, without computing it.
 `python -m grpo_kernels estimate`: what a training with TRL would gain, without running it.
+`python -m grpo_kernels compare train.py`: a few steps of a script, with stock TRL and with ours.
+`python -m grpo_kernels run train.py`: the script with our trainers in the place of TRL's.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from grpo_kernels import __version__, estimate, memory, report
+from grpo_kernels import __version__, estimate, memory, report, scripts
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,13 +27,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-check", action="store_true", help="the environment only")
     commands = parser.add_subparsers(dest="command")
     add = partial(commands.add_parser, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, about, command in (
-        ("memory", "how much memory a loss needs with each engine", memory),
-        ("estimate", "what a training with TRL would gain, by arithmetic", estimate),
-    ):
-        planner = add(name, help=about, description=command.__doc__)
-        command.add_arguments(planner)
-        planner.set_defaults(run=partial(command.run, planner))
+    about = "how much memory a loss needs with each engine"
+    planner = add("memory", help=about, description=memory.__doc__)
+    memory.add_arguments(planner)
+    planner.set_defaults(run=partial(memory.run, planner))
+    about = "what a training with TRL would gain, by arithmetic"
+    planner = add("estimate", help=about, description=estimate.__doc__)
+    estimate.add_arguments(planner)
+    planner.set_defaults(run=partial(estimate.run, planner))
+    about = "run a script that trains with TRL twice for a few steps, stock and with our trainers"
+    comparer = add("compare", help=about, description=scripts.__doc__)
+    scripts.add_compare_arguments(comparer)
+    comparer.set_defaults(run=partial(scripts.compare, comparer))
+    about = "run a script that trains with TRL, with our trainers in the place of TRL's"
+    runner = add("run", help=about, description=scripts.__doc__)
+    scripts.add_run_arguments(runner)
+    runner.set_defaults(run=partial(scripts.run, runner))
     options = parser.parse_args(arguments)
     if options.command is not None:
         if options.json or options.no_check:

@@ -26,7 +26,8 @@ from grpo_kernels import Run, grpo_loss, linear_divergence, linear_logprob, repo
 ROOT = Path(grpo_kernels.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 # these follow their trainer
-DOORS = {"body", "patching.py", "liger.py", "transformers", "trl", "verl", "verl_plugin.py"}
+DOORS = {"body", "patching.py", "liger.py", "scripts.py", "transformers", "trl"}
+DOORS |= {"verl", "verl_plugin.py"}
 CORE = [path for path in FILES if path.relative_to(ROOT).parts[0] not in DOORS]
 # a compiler's and a cache's files, and the variables that any user of such knows, none of our own
 BUILDING = {
@@ -67,9 +68,11 @@ REACHES["transformers"] = {*INNER, "public", "patching", "body"}
 REACHES |= {
     name: {*INNER, "public", "patching", "transformers", "body"} for name in ("trl", "verl")
 }
+REACHES["commands"] = {*REACHES}
 FILES_OF = {name: {name} for name in ("advantages", "rewards", "rollouts")}
 FILES_OF |= {
-    "report": {"__main__", "report", "memory", "estimate"},
+    "report": {"report", "memory", "estimate"},
+    "commands": {"__main__", "scripts"},
     "objective": {"objectives", "presets", "testing"},
 }
 FILES_OF |= {"patching": {"patching", "liger"}, "verl": {"verl_plugin"}}

@@ -1,0 +1,231 @@
+"""`python -m grpo_kernels run` and `compare`: scripts that train with TRL, by our trainers, and
+beside stock TRL."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import grpo_kernels
+from tests.support.forked import run_script
+
+pytest.importorskip("trl")
+
+ROOT = Path(grpo_kernels.__file__).parents[1]
+
+
+def run(script: str, folder: Path, *arguments: str) -> tuple[int, str]:
+    """Exit code and output of ``python -m grpo_kernels run script *arguments``."""
+    path, command = folder / "train.py", folder / "command.py"
+    path.write_text(script)
+    command.write_text("from grpo_kernels.__main__ import main\n\nraise SystemExit(main())\n")
+    return run_script(command, ["run", str(path), *arguments], folder)
+
+
+SHOWS = """
+import sys
+import helper
+import trl
+from trl import GRPOTrainer, SFTTrainer
+from trl.experimental.gmpo import GMPOTrainer
+from trl.trainer import GRPOTrainer as second
+from trl.trainer.grpo_trainer import GRPOTrainer as third
+from grpo_kernels.trl import FusedGRPOTrainer
+
+assert __name__ == "__main__" and sys.modules["__main__"].GRPOTrainer is GRPOTrainer
+assert FusedGRPOTrainer is GRPOTrainer is trl.GRPOTrainer is second is third
+assert issubclass(GMPOTrainer, FusedGRPOTrainer)
+assert not issubclass(SFTTrainer, FusedGRPOTrainer)
+print("arguments:", sys.argv[1:])
+sys.exit(7)
+"""
+
+
+def test_a_script_runs_as_main_with_our_trainer_under_every_name(tmp_path: Path) -> None:
+    (tmp_path / "helper.py").write_text("")  # a script imports what is beside it
+    code, said = run(SHOWS, tmp_path, "--steps", "3", "--", "-h")
+    assert code == 7, said
+    assert "arguments: ['--steps', '3', '--', '-h']" in said
+
+
+def test_a_traceback_begins_in_the_script(tmp_path: Path) -> None:
+    code, said = run("def f():\n    raise KeyError('planted')\n\nf()\n", tmp_path)
+    assert code == 1
+    trace = said[said.index("Traceback") :].splitlines()[1:]
+    assert [line.strip() for line in trace if line.startswith("  File")][:2] == [
+        f'File "{tmp_path}/train.py", line 4, in <module>',
+        f'File "{tmp_path}/train.py", line 2, in f',
+    ]
+    assert "runpy" not in said.partition("KeyError: 'planted'")[0]
+
+
+TRAINS = f"""
+import sys
+sys.path.append({str(ROOT)!r})
+from pathlib import Path
+from benchmarks import tiny_models, tiny_run
+from trl import GRPOTrainer
+
+planted, is_fused = sys.argv[1], "Fused" in GRPOTrainer.__name__
+
+
+class Mine(GRPOTrainer):
+    def compute_loss(self, *args, **kwargs):
+        loss = super().compute_loss(*args, **kwargs)
+        return 1.5 * loss if planted == "loss" and is_fused else loss
+
+
+# wandb is not installed, so that reporting would raise
+options = {{"save_strategy": "steps", "save_steps": 1, "report_to": "wandb"}}
+if planted == "rate" and is_fused:
+    options["learning_rate"] = 2e-3
+trainer = Mine(
+    model=tiny_models.model("tied"),
+    args=tiny_run.config("out", 50, **options),
+    reward_funcs=tiny_run.reward,
+    train_dataset=tiny_run.dataset(),
+    processing_class=tiny_models.tokenizer(),
+)
+trainer.train(resume_from_checkpoint=True)
+trainer.save_model("saved")
+"""
+
+OURS = (
+    TRAINS.replace("from trl import GRPOTrainer", "from grpo_kernels.trl import FusedGRPOTrainer")
+    .replace("class Mine(GRPOTrainer)", "class Mine(FusedGRPOTrainer)")
+    .replace('"Fused" in GRPOTrainer', '"Fused" in FusedGRPOTrainer')
+    .replace("    reward_funcs", '    layout="trim",\n    regroup=False,\n    reward_funcs')
+)
+
+SFT = f"""
+import sys
+sys.path.append({str(ROOT)!r})
+from benchmarks import tiny_models, tiny_run
+from datasets import Dataset
+from trl import SFTConfig, SFTTrainer
+
+SFTTrainer(
+    model=tiny_models.model(),
+    args=SFTConfig(**tiny_run.common_options("out", 50)),
+    train_dataset=Dataset.from_dict({{"text": ["w1 w2 w3", "w4 w5", "w6 w7 w8 w9"] * 20}}),
+    processing_class=tiny_models.tokenizer(),
+).train()
+"""
+
+
+def compare(
+    script: str, folder: Path, *arguments: str, steps: int = 2
+) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+    """What ``python -m grpo_kernels compare`` printed, and the JSON that it wrote, if it did."""
+    (folder / "train.py").write_text(script)
+    command = ["compare", "--steps", str(steps), "--json", "result.json", "train.py", *arguments]
+    done = subprocess.run(
+        [sys.executable, "-m", "grpo_kernels", *command],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    written = folder / "result.json"
+    return done, json.loads(written.read_text()) if written.exists() else {}
+
+
+def test_a_script_is_alike_and_writes_nothing(tmp_path: Path) -> None:
+    done, result = compare(TRAINS, tmp_path, "nothing", steps=3)
+    assert done.returncode == 0, done.stderr
+    assert {x.name for x in tmp_path.iterdir()} == {"train.py", "result.json"}
+    stock, fused = (result["runs"][name] for name in ("stock", "fused"))
+    assert (stock["trainer"], fused["trainer"]) == ("Mine", "Mine")
+    for run, has_rows in ((stock, False), (fused, True)):
+        assert len(run["logs"]) == len(run["seconds"]) == 3
+        assert [("rows/projected" in log) for log in run["logs"]] == [has_rows] * 3
+        assert run["peak_mib"] > 100
+        for step in run["seconds"]:
+            assert all(x > 0 for x in step.values()), step
+    assert {"loss", "grad_norm", "reward", "entropy"} <= result["metrics"].keys()
+    assert not {"step_time", "learning_rate", "rows/projected"} & result["metrics"].keys()
+    assert all(x["difference"] <= 1e-5 for x in result["metrics"].values())
+    parameters = result["parameters"]
+    assert "model.embed_tokens.weight" in parameters["each"]
+    assert all(x["change"] > 0 for x in parameters["each"].values())
+    assert parameters["relative"] <= 1e-3
+    assert result["generations"] == {"all": 3, "equal": 3}
+    said = done.stdout
+    assert said.splitlines()[-1] == (
+        "ALIKE: no difference exceeds the tolerance: 0.001 for logged numbers, 0.01 for parameters"
+    )
+    ours, theirs = (result["seconds"][name]["generation"] for name in ("fused", "stock"))
+    assert f"generation{theirs:28.3f}{ours:14.3f}{theirs / ours:8.2f}" in said
+
+
+@pytest.mark.parametrize(
+    ("planted", "steps"), [("loss", 2), pytest.param("rate", 1, marks=pytest.mark.slow)]
+)
+def test_a_planted_difference_is_reported(planted: str, steps: int, tmp_path: Path) -> None:
+    """A loss that depends on the trainer; and a learning rate, which only the parameters show."""
+    done, result = compare(TRAINS, tmp_path, planted, steps=steps)
+    assert done.returncode == 1, done.stderr
+    assert "\nDIFFERENT: a difference exceeds the tolerance: 0.001" in done.stdout
+    differences = {name: x["difference"] for name, x in result["metrics"].items()}
+    relative = result["parameters"]["relative"]
+    if planted == "loss":
+        assert result["metrics"]["grad_norm"]["difference"] == pytest.approx(0.5, abs=0.01)
+        assert "grad_norm, in step " in done.stdout
+    else:
+        assert max(differences.values()) <= 1e-5
+        assert relative == pytest.approx(1.0, abs=0.01)
+
+
+def test_a_run_that_does_not_train_is_no_comparison(tmp_path: Path) -> None:
+    done, result = compare("raise ValueError('planted')", tmp_path)
+    assert (done.returncode, done.stdout, result) == (2, "", {})
+    assert "ValueError: planted" in done.stderr
+    assert "compare: the stock run ended with status 1, without a training" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_script_that_has_our_trainer_is_compared_with_stock_trl(tmp_path: Path) -> None:
+    done, result = compare(OURS, tmp_path, "nothing")
+    assert done.returncode == 0, done.stderr
+    stock, fused = (result["runs"][name]["logs"] for name in ("stock", "fused"))
+    assert "rows/projected" not in stock[0]
+    assert fused[0]["tokens/computed"] > 0.5  # layout="trim"
+    assert 0 < max(x["difference"] for x in result["metrics"].values()) <= 1e-5
+
+
+@pytest.mark.slow
+def test_another_trainer_is_patched(tmp_path: Path) -> None:
+    done, result = compare(SFT, tmp_path)
+    assert done.returncode == 0, done.stderr
+    stock, fused = (result["runs"][name]["logs"] for name in ("stock", "fused"))
+    assert "rows/projected" not in stock[0]
+    assert fused[0]["rows/projected"] > 0
+    assert max(x["difference"] for x in result["metrics"].values()) <= 1e-5
+
+
+@pytest.mark.parametrize("command", ["run", "compare"])
+def test_a_script_has_to_exist(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from grpo_kernels.__main__ import main
+
+    with pytest.raises(SystemExit, match="2"):
+        main([command, "/nowhere.py"])
+    assert "script: expected a Python file, got /nowhere.py" in capsys.readouterr().err
+
+
+def test_several_processes_are_not_compared(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from grpo_kernels.__main__ import main
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit, match="2"):
+        main(["compare", __file__])
+    assert "expected one process, without accelerate launch" in capsys.readouterr().err
