@@ -47,7 +47,7 @@ class HeadOptions:
     run: Run = field(default_factory=Run)
     trunk: TrunkOptions = field(default_factory=TrunkOptions)
     logits_dtype: LogitsDtype = "float32"
-    shares: Shares = field(default_factory=Shares, compare=False, repr=False)
+    shares: Shares = field(default_factory=Shares)
 
 
 @dataclass(eq=False)
@@ -161,7 +161,7 @@ class FusedHead:
         if aux_loss is not None:
             config = model.config.get_text_config()
             loss = loss + getattr(config, "router_aux_loss_coef", 0.0) * aux_loss.to(device)
-        extras = {name: found.get(name) for name in EXTRAS}
+        extras = {name: found[name].detach() if name in found else None for name in EXTRAS}
         return FusedCausalLMOutput(
             loss=loss,
             log_probs=logps,
