@@ -19,9 +19,9 @@ from grpo_kernels.trl.distillation import divergence_loss
 from grpo_kernels.trl.fused_head import HeadOptions, add_fused_lm_head
 from grpo_kernels.trl.supported import Patch
 
-# Modules that copy TRL's function when they are imported
+# Modules that copy TRL's function when they are imported, or asked for it
 _ADDERS = [f"trl.trainer.{name}_trainer" for name in ("grpo", "rloo", "kto", "sft", "dpo")]
-_ADDERS.append("trl.experimental.async_grpo.async_grpo_trainer")
+_ADDERS += ["trl.trainer", "trl.experimental.async_grpo.async_grpo_trainer"]
 _patches = Patches("trl")
 _in_force: HeadOptions | None = None
 
@@ -65,11 +65,13 @@ def patch_trl(
     check_run(run)
     options = HeadOptions(run, trunk, logits_dtype)
     if _in_force is not None:
-        if options != _in_force:
-            raise ValueError(
-                f"patch_trl: expected the options in force, {_in_force}, got {options}; "
-                "unpatch_trl() comes first"
-            )
+        known, asked = _by_name(_in_force), _by_name(options)
+        for name in known:
+            if asked[name] != known[name]:
+                raise ValueError(
+                    f"{name}: expected {known[name]!r}, that of the patch in force, got "
+                    f"{asked[name]!r}; unpatch_trl() comes first"
+                )
         return Patch(True)
     _in_force = options
     ours = partial(add_fused_lm_head, options=options)
@@ -85,6 +87,17 @@ def unpatch_trl() -> None:
     global _in_force
     _patches.restore()
     _in_force = None
+
+
+def _by_name(options: HeadOptions) -> dict[str, Any]:
+    run = options.run
+    return {
+        "layout": options.trunk.layout,
+        "logits_dtype": options.logits_dtype,
+        "engine": run.engine,
+        "backend": run.backend,
+        "workspace_bytes": run.workspace_bytes,
+    }
 
 
 def _log(self: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
