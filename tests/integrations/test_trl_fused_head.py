@@ -1,162 +1,302 @@
-"""TRL's fused head: the op itself, patching every trainer, and the rows that are logged."""
+"""TRL's public `add_fused_lm_head` and ours: a model's forward with each, and every trainer."""
 
 from __future__ import annotations
 
+import copy
+import importlib
+import re
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 pytest.importorskip("trl")
+import transformers
 import trl
 import trl.trainer.utils as trl_utils
 from datasets import Dataset
-from trl.trainer.base_trainer import _BaseTrainer
 
 from benchmarks import parity, tiny_models, tiny_run
-from grpo_kernels.trl import FusedGRPOTrainer, patch_trl, unpatch_trl
-from grpo_kernels.trl.fused_head import EXTRAS, HEAD, PATCHED, FusedHead, count_rows
-from tests.support.case_builder import seeded
+from grpo_kernels.trl import FusedGRPOTrainer, fused_head, patch_trl, unpatch_trl
 from tests.support.trl_training import Run, train
 
 pytestmark = pytest.mark.unit
 
-THEIRS = trl_utils._ChunkedLogProbFunction
+THEIRS = trl_utils.add_fused_lm_head
+ALL = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+LENGTHS = (10, 10, 7, 9)
+B, L = len(LENGTHS), max(LENGTHS)
+MASK = (torch.arange(L) < torch.tensor(LENGTHS)[:, None]).long()
 
 
-def current() -> Any:
-    return getattr(trl_utils, "_ChunkedLogProbFunction", None)
+@pytest.fixture(autouse=True)
+def _unpatched() -> Iterator[None]:
+    yield
+    unpatch_trl()
 
 
-def head_inputs(rows: int = 9) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    draw = seeded("head of TRL")
-    ids = torch.randint(0, 50, (rows,), generator=draw)
-    shapes = (rows, 16), (50, 16), (50,)
-    hidden, weight, bias = (torch.randn(x, generator=draw).requires_grad_() for x in shapes)
-    return hidden, weight, bias, ids
+def ours(model: Any, *args: Any, patched: dict[str, Any] | None = None, **kwargs: Any) -> None:
+    with patch_trl(**patched or {}):
+        trl_utils.add_fused_lm_head(model, *args, **kwargs)
 
 
-OUTPUTS = [
-    ("log_probs",),
-    ("log_probs", "entropy"),
-    ("entropy", *EXTRAS),
-    ("is_top1",),
-    ("mean_logits", "entropy"),
-]
-TRAINS = [("hidden", "weight"), ("hidden", "weight", "bias"), ("hidden",), ("weight",), ()]
+def batch() -> dict[str, Tensor]:
+    """Two rows share their first tokens, one is padded on its right, one on its left."""
+    ids = torch.randint(3, tiny_models.VOCAB, (B, L))
+    ids[1, :5] = ids[0, :5]
+    mask = MASK.clone()
+    mask[3] = mask[3].flip(0)
+    return {"input_ids": ids * mask, "attention_mask": mask}
 
 
-@pytest.mark.parametrize("needs", TRAINS, ids="-".join)
-@pytest.mark.parametrize("outputs", OUTPUTS, ids="-".join)
-def test_the_op_returns_and_differentiates_what_trl_does(
-    outputs: tuple[str, ...], needs: tuple[str, ...]
-) -> None:
-    of_op = []
-    for op in (THEIRS, FusedHead):
-        hidden, weight, bias, ids = head_inputs()
-        leaves = {"hidden": hidden, "weight": weight, "bias": bias}
-        for name, x in leaves.items():
-            x.requires_grad_(name in needs)
-        given = (hidden, weight, bias if "bias" in needs else None, ids, 0.7, 32, 5.0, 0.5, outputs)
-        results = op.apply(*given)
-        assert len(results) == 5
-        total = results[0].sum() if results[1] is None else (results[0] - 0.3 * results[1]).sum()
-        assert total.requires_grad == bool(needs)
-        if needs:
-            total.backward()
-        assert {name for name, x in leaves.items() if x.grad is not None} == {*needs}
-        of_op.append((*results, *(x.grad for x in leaves.values())))
-    for theirs, ours in zip(*of_op, strict=True):
-        assert (theirs is None) == (ours is None)
-        if theirs is not None:
-            assert theirs.requires_grad == ours.requires_grad
-            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+def everything(x: Tensor) -> Tensor:
+    return torch.ones_like(x, dtype=torch.bool)
 
 
-def test_the_op_without_rows() -> None:
-    hidden, weight, bias, ids = head_inputs(rows=0)
-    results = FusedHead.apply(hidden, weight, bias, ids, 1.0, 32)
-    assert all(x is not None and x.shape == (0,) for x in results)
-    results[0].sum().backward()
-    assert not weight.grad.any()
+LABELS: dict[str, Callable[[Tensor], Tensor]] = {
+    "completions": lambda x: everything(x) & (torch.arange(L) >= 5),
+    "anywhere": lambda x: (x % 3 == 0) & (torch.arange(B)[:, None] != 2),
+    "everywhere": everything,
+    "nowhere": lambda x: ~everything(x),
+}
 
 
-def test_autocast_multiplies_in_its_dtype_and_keeps_fp32_gradients() -> None:
-    hidden, weight, _, ids = head_inputs()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        logps = FusedHead.apply(hidden, weight, None, ids, 1.0, 32)[0]
-    logps.sum().backward()
-    rounded = hidden.detach().bfloat16().float() @ weight.detach().bfloat16().float().t()
-    wanted = rounded.log_softmax(-1).gather(1, ids[:, None])[:, 0]
-    torch.testing.assert_close(logps.detach(), wanted, rtol=1e-5, atol=1e-5)
-    assert all(x.grad is not None and x.grad.dtype == torch.float32 for x in (hidden, weight))
+def labelled(given: dict[str, Tensor], where: str = "anywhere") -> Tensor:
+    is_label = LABELS[where](given["input_ids"]) & (given["attention_mask"] != 0)
+    return given["input_ids"].masked_fill(~is_label, -100)
 
 
-def test_a_partitioned_weight_is_gathered_for_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """ZeRO-3 takes the parameter apart between the forward and the backward."""
-    hidden, weight, _, ids = head_inputs()
-    full, apart = weight.data, torch.full_like(weight, float("nan"))
-    gathered = []
-
-    @contextmanager
-    def gather(*params: Tensor | None) -> Iterator[None]:
-        assert params == (weight, None)
-        gathered.append(True)
-        weight.data = full
-        yield
-        weight.data = apart
-
-    given = hidden, weight, None, ids, 1.0, 32, None, 1.0, ("log_probs",)
-    factors, leaves = torch.arange(len(ids)), (hidden, weight)
-    wanted = torch.autograd.grad((THEIRS.apply(*given)[0] * factors).sum(), leaves)
-    monkeypatch.setattr(trl_utils, "maybe_gather_lm_head_ctx", gather)
-    logps = FusedHead.apply(*given)[0]
-    weight.data = apart
-    found = torch.autograd.grad((logps * factors).sum(), leaves)
-    assert gathered
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+def answer(model: Any, *args: Any, **given: Any) -> dict[str, Tensor]:
+    """Every field of the forward's record, and what it gives every parameter."""
+    output = model(*args, fused_lm_head=True, **given)
+    assert type(output) is trl_utils.FusedCausalLMOutput
+    factors = torch.arange(output.log_probs.numel()).view_as(output.log_probs) % 5
+    total = output.loss + (factors * output.log_probs).mean()
+    if output.entropy is not None:
+        total = total - 0.3 * (factors * output.entropy).mean()
+    total.backward()
+    gradients = {f"d {name}": x.grad for name, x in model.named_parameters() if x.grad is not None}
+    return {**output, **gradients}
 
 
-@pytest.mark.parametrize("kept_in", [torch.bfloat16, torch.float32], ids=str)
-def test_logits_rounded_as_trls_are(kept_in: torch.dtype) -> None:
-    """TRL rounds logits, and the head before, to the dtype of the hidden states; ours if asked."""
-    hidden, weight, _, ids = head_inputs()
-    hidden = hidden.detach().bfloat16().requires_grad_()
-    weight = weight.detach().to(kept_in).requires_grad_()
-    given = (hidden, weight, None, ids, 0.7, 32, 5.0, 0.5, ("log_probs", "entropy"))
-    logits = 5 * torch.tanh(0.5 * (hidden.double() @ weight.double().t()) / 5) / 0.7
-    exact = torch.log_softmax(logits, -1).gather(1, ids[:, None])[:, 0].detach()
-
-    def errors() -> list[float]:
-        ours, theirs = (op.apply(*given)[0] for op in (current(), THEIRS))
-        gradients = [torch.autograd.grad(x.sum(), weight)[0] for x in (ours, theirs)]
-        assert [x.dtype for x in gradients] == [kept_in, kept_in]
-        torch.testing.assert_close(*gradients, rtol=2e-2, atol=2e-2)
-        ours, theirs = ours.detach().double(), theirs.detach().double()
-        return [float((ours - x).abs().max()) for x in (theirs, exact)]
-
-    with patch_trl(logits_dtype="input"):
-        from_theirs, from_exact = errors()
-        assert from_theirs < 1e-5 < 1e-3 < from_exact
-    with patch_trl():
-        from_theirs, from_exact = errors()
-        assert from_exact < 1e-5 < 1e-3 < from_theirs
+def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, x in wanted.items():
+        assert found[name].requires_grad == x.requires_grad, name
+        torch.testing.assert_close(
+            found[name], x, rtol=1e-4, atol=2e-5, msg=lambda m, name=name: f"{name}: {m}"
+        )
 
 
-def preferences() -> tuple[list[str], list[str], list[str]]:
+def check(
+    *args: Any,
+    make: Callable[[], Any] = tiny_models.model,
+    add: Callable[..., Any] = lambda give, model: give(model, outputs=ALL),
+    **given: Any,
+) -> dict[str, Tensor]:
+    """The answers of a model with our head, which are those of one with TRL's.
+
+    `add` gives the model a head; a model that it returns is asked in its place.
+    """
+    answers = []
+    for give in (THEIRS, ours):
+        model = make()
+        answers.append(answer(add(give, model) or model, *args, **given))
+    assert_same(answers[1], answers[0])
+    return answers[1]
+
+
+@pytest.mark.parametrize("is_shifted", [False, True], ids=["labels", "shift_labels"])
+@pytest.mark.parametrize("where", LABELS)
+def test_labels_say_what_is_scored(where: str, is_shifted: bool) -> None:
+    given = batch()
+    name = "shift_labels" if is_shifted else "labels"
+    found = check(**given, **{name: labelled(given, where)})
+    assert found["is_top1"].dtype == torch.bool
+    assert found["log_probs"].shape == (B, L if is_shifted else L - 1)
+    if where == "nowhere":
+        assert found["loss"] == 0.0
+        assert not any(x.any() for name, x in found.items() if name.startswith("d "))
+
+
+@pytest.mark.parametrize("kind", tiny_models.KINDS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.7, "outputs": ALL},
+        {"temperature": 1.3, "outputs": ("entropy",)},
+        {"outputs": ("is_top1", "log_probs")},
+    ],
+    ids=str,
+)
+def test_models_and_outputs(kind: str, options: dict[str, Any]) -> None:
+    given = batch()
+    items = {"num_items_in_batch": torch.tensor(37)} if "entropy" in options["outputs"] else {}
+    check(
+        make=lambda: tiny_models.model(kind),
+        add=lambda give, model: give(model, **options),
+        labels=labelled(given),
+        **items,
+        **given,
+    )
+
+
+def experts(**changes: Any) -> Any:
+    shape = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    _, _, fields = tiny_models.KINDS["qwen3"]
+    of_tiny = {**tiny_models._SHAPE, **fields, **shape, **changes}
+    torch.manual_seed(0)
+    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**of_tiny))
+
+
+@pytest.mark.parametrize("asked", [{"output_router_logits": True}, {}], ids=["call", "config"])
+def test_the_load_balancing_loss_of_a_mixture_of_experts(asked: dict[str, Any]) -> None:
+    given = batch()
+    make = lambda: experts(output_router_logits=not asked, router_aux_loss_coef=0.2)  # noqa: E731
+    found = check(make=make, **given, **asked, labels=labelled(given))
+    assert found["aux_loss"] > 0
+
+
+def frozen() -> Any:
+    model = tiny_models.model("bias")
+    model.get_output_embeddings().requires_grad_(False)
+    return model
+
+
+def test_a_frozen_head() -> None:
+    given = batch()
+    found = check(make=frozen, **given, labels=labelled(given))
+    assert "d lm_head.weight" not in found
+    assert "d model.embed_tokens.weight" in found
+
+
+def test_prompt_tuning() -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+
+    def add(give: Any, model: Any) -> Any:
+        give(model, outputs=ALL)
+        torch.manual_seed(1)
+        return peft.get_peft_model(model, config)
+
+    given = batch()
+    found = check(add=add, **given, labels=labelled(given))
+    assert found["log_probs"].shape == (B, 3 + L - 1)
+
+
+def test_a_copy_of_the_model_is_scored_and_projected_by_its_own_weights() -> None:
+    given, copies = batch(), []
+
+    def add(give: Any, model: Any) -> Any:
+        give(model, outputs=ALL)
+        copies.append(copy.deepcopy(model))
+        with torch.no_grad():
+            for x in model.parameters():
+                x.mul_(1.1)
+        return copies[-1]
+
+    found = check(add=add, **given, labels=labelled(given))
+    assert "d lm_head.weight" in found
+    plain = tiny_models.model()(**given).logits
+    torch.testing.assert_close(copies[1](**given).logits, plain)
+
+
+def test_the_last_of_two_heads_serves() -> None:
+    """As of two trainers of one model."""
+
+    def add(give: Any, model: Any) -> None:
+        THEIRS(model, temperature=0.7)
+        give(model, temperature=0.5)
+        give(model, temperature=2.0, outputs=ALL)
+
+    given = batch()
+    check(add=add, **given, labels=labelled(given))
+
+
+def test_a_forward_that_does_not_ask_for_the_head_is_the_models_own() -> None:
+    model, given = tiny_models.model(), batch()
+    mask, labels = given["attention_mask"][:2], labelled(given)
+    prompts = {"input_ids": given["input_ids"][:2, :5], "attention_mask": mask[:, :5]}
+    options = {"max_new_tokens": 6, "do_sample": False}
+    before = model.generate(**prompts, **options), model(**given, labels=labels)
+    for temperature in (0.5, 2.0):
+        ours(model, temperature=temperature)
+    after = model.generate(**prompts, **options), model(**given, labels=labels)
+    assert torch.equal(before[0], after[0])
+    assert type(before[1]) is type(after[1])
+    torch.testing.assert_close([*after[1][:2]], [*before[1][:2]], rtol=0, atol=0)
+    with pytest.raises(ValueError, match="prompt_mask"):  # generate reads the model's signature
+        model.generate(**prompts, prompt_mask=mask)
+
+
+def test_positional_arguments() -> None:
+    given = batch()
+    check(
+        *given.values(),
+        add=lambda give, model: give(model, 0.7, False, ALL),
+        labels=labelled(given),
+    )
+
+
+def test_labels_are_needed() -> None:
+    model = tiny_models.model()
+    ours(model)
+    with pytest.raises(ValueError, match=r"labels: expected \(B, L\) with fused_lm_head=True"):
+        model(**batch(), fused_lm_head=True)
+
+
+def exact(model: Any, given: dict[str, Tensor], labels: Tensor) -> Tensor:
+    """Log-probabilities in float64 of the model's own last hidden states, all in bfloat16."""
+    hidden = model.base_model(**given).last_hidden_state[:, :-1]
+    hidden, weight = (x.bfloat16().double() for x in (hidden, model.lm_head.weight))
+    logps = (hidden @ weight.T).log_softmax(-1)
+    labels = labels[:, 1:]
+    return logps.gather(-1, labels.clamp(min=0)[..., None])[..., 0] * (labels != -100)
+
+
+@pytest.mark.parametrize("way", ["bfloat16", "autocast", "cast_lm_head_to_fp32"])
+def test_logits_are_rounded_as_trls_if_asked(way: str) -> None:
+    """TRL rounds logits to the dtype of the hidden states, unless the head is in fp32."""
+    given, logps, gradients = batch(), {}, {}
+    labels, wanted = labelled(given, "everywhere"), torch.empty(0)
+    in_fp32, by_autocast = way == "cast_lm_head_to_fp32", way == "autocast"
+    for name, give, options in (
+        ("theirs", THEIRS, {}),
+        ("rounded", ours, {"patched": {"logits_dtype": "input", "layout": "padded"}}),
+        ("ours", ours, {"patched": {"layout": "padded"}}),
+    ):
+        model = tiny_models.model(dtype=torch.float32 if by_autocast else torch.bfloat16)
+        if in_fp32:  # as TRL's trainers do it
+            head = model.lm_head.float()
+            head.forward = lambda x, head=head: F.linear(x.float(), head.weight)
+        give(model, cast_lm_head_to_fp32=in_fp32, **options)
+        with torch.autocast("cpu", torch.bfloat16, enabled=by_autocast):
+            found = answer(model, **given, labels=labels)
+            with torch.no_grad():
+                wanted = exact(model, given, labels)
+        logps[name], gradients[name] = found["log_probs"].detach(), found["d lm_head.weight"]
+    errors = {name: float((x - wanted).abs().max()) for name, x in logps.items()}
+    assert errors["ours"] < 1e-5
+    assert (errors["theirs"] < 1e-5) if in_fp32 else (errors["theirs"] > 1e-3)
+    torch.testing.assert_close(logps["rounded"], logps["theirs"], rtol=0, atol=1e-5)
+    for x in gradients.values():
+        assert x.dtype == (torch.float32 if in_fp32 or by_autocast else torch.bfloat16)
+        torch.testing.assert_close(x, gradients["theirs"], rtol=2e-2, atol=2e-2)
+
+
+# Trainers
+
+
+def others() -> dict[str, tuple[type, type, dict[str, Any]]]:
     prompts = [*tiny_run.dataset(16)["prompt"]]
     better, worse = (
         [f" w{(7 * i + k) % 200} w{(3 * i) % 200}" for i in range(16)] for k in (1, 50)
     )
-    return prompts, better, worse
-
-
-def others() -> dict[str, tuple[type, type, dict[str, Any]]]:
-    prompts, better, worse = preferences()
     texts = {"text": [f"{p} w5 w9" for p in prompts]}
     pairs = {"prompt": prompts, "chosen": better, "rejected": worse}
     labelled = {"prompt": prompts, "completion": better, "label": [True, False] * 8}
@@ -173,56 +313,83 @@ def others() -> dict[str, tuple[type, type, dict[str, Any]]]:
     }
 
 
+SHARES = ("rows/projected", "rows/gradient", "tokens/computed", "tokens/gradient")
+
+
+def shares_of(run: Run) -> list[dict[str, float]]:
+    """What the log of each training step has of ours."""
+    steps = [entry for entry in run.trainer.state.log_history if "loss" in entry]
+    return [{name: step[name] for name in SHARES if name in step} for step in steps]
+
+
 @pytest.mark.parametrize("name", ["SFT", "DPO", "KTO", "RLOO"])
-def test_patched_trainers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_patched_trainers(name: str) -> None:
+    """Same losses and logs, with the shares of labels and of tokens below the head."""
     trainer_class, config_class, options = others()[name]
-    calls, ours = [], FusedHead.apply
-    apply = staticmethod(lambda *a: calls.append(len(a)) or ours(*a))
-    monkeypatch.setattr(FusedHead, "apply", apply)
-    stock = train(trainer_class, config_class=config_class, **options)
-    assert not calls
-    with patch_trl() as done:
-        assert done
-        patched = train(trainer_class, config_class=config_class, **options)
-    assert calls
-    assert current() is THEIRS
-    for left, right in zip(stock.steps, patched.steps, strict=True):
-        # absolute too: DPO's and KTO's figures are differences of whole sequences
-        assert right == pytest.approx(left, rel=parity.TOLERANCE, abs=parity.TOLERANCE, nan_ok=True)
+    labelled: list[float] = []  # of each forward with gradient
+
+    def note(_: Any, __: Any, given: dict[str, Any]) -> None:
+        if torch.is_grad_enabled() and given.get("fused_lm_head"):
+            labelled.append(float((given["labels"][:, 1:] != -100).sum() / given["labels"].numel()))
+
+    def prepare(trainer: Any) -> None:
+        trainer.model.register_forward_pre_hook(note, with_kwargs=True)
+
+    options = {"config_class": config_class, "prepare": prepare, **options}
+    stock = train(trainer_class, **options)
+    assert shares_of(stock) == [{}, {}]
+    shares = {}
+    for layout in ("padded", "trim", "tree"):
+        labelled.clear()
+        with patch_trl(layout=layout) as done:
+            assert done
+            patched = train(trainer_class, **options)
+        for left, right in zip(stock.steps, patched.steps, strict=True):
+            # absolute too: DPO's and KTO's figures are differences of whole sequences
+            assert right == pytest.approx(
+                left, rel=parity.TOLERANCE, abs=parity.TOLERANCE, nan_ok=True
+            )
+        shares[layout] = shares_of(patched)
+        count = len(labelled) // 2  # forwards of a step, as large as each other
+        means = [sum(labelled[i : i + count]) / count for i in (0, count)]
+        assert [x["rows/projected"] for x in shares[layout]] == pytest.approx(means)
+        # the reward of the first step is the same for some of RLOO's groups
+        assert [x["rows/gradient"] == 1.0 for x in shares[layout]] == [name != "RLOO", True]
+    for padded, trim, tree in zip(*shares.values(), strict=True):
+        computed = [x["tokens/computed"] for x in (padded, trim, tree)]
+        assert 1.0 == computed[0] > computed[1] > computed[2]
+        assert name != "DPO" or computed[2] < 0.5  # a pair's prompt once
+
+
+def importers() -> list[Any]:
+    """The modules of TRL that have the function by its name."""
+    root = Path(trl.__file__).parent
+    found = []
+    for path in root.rglob("*.py"):
+        if re.search(r"^ +add_fused_lm_head,$", path.read_text(), re.MULTILINE):
+            parts = path.relative_to(root.parent).with_suffix("").parts
+            found.append(importlib.import_module(".".join(parts).removesuffix(".__init__")))
+    return found
 
 
 def test_patch_and_unpatch() -> None:
+    modules = [trl_utils, *importers()]
+    assert len(modules) >= 8
+
+    def are_theirs() -> bool:
+        (is_theirs,) = {x.add_fused_lm_head is THEIRS for x in modules}
+        return is_theirs
+
     unpatch_trl()  # nothing to undo
-    assert current() is THEIRS
+    assert are_theirs()
     assert patch_trl()
-    assert current() is FusedHead
+    assert not are_theirs()
     with patch_trl() as again:  # changes nothing, so it undoes nothing
         assert again
-    assert current() is FusedHead
+    assert not are_theirs()
     for _ in range(2):
         unpatch_trl()
-        assert current() is THEIRS
-
-
-@pytest.mark.parametrize("found", ["other signature", None])
-def test_an_unknown_trl_is_left_alone(found: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Renamed(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, hidden: Any, weight: Any, bias: Any, ids: Any, scale: float) -> Any:
-            return hidden
-
-    if found is None:
-        monkeypatch.delattr(trl_utils, "_ChunkedLogProbFunction")
-    else:
-        found = Renamed
-        monkeypatch.setattr(trl_utils, "_ChunkedLogProbFunction", found)
-    with pytest.warns(UserWarning, match="TRL works unchanged") as seen:
-        assert patch_trl() == False  # noqa: E712
-    assert len(seen) == 1
-    with HEAD.replaced():
-        assert current() is found
-    unpatch_trl()
-    assert current() is found
+        assert are_theirs()
 
 
 OPTIONS: dict[str, Any] = {"engine": "lean", "backend": "torch", "workspace_bytes": 2**16}
@@ -231,8 +398,7 @@ OPTIONS: dict[str, Any] = {"engine": "lean", "backend": "torch", "workspace_byte
 def test_head_calls_have_the_options_of_the_patch_or_of_the_trainer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from grpo_kernels.trl import fused_head
-
+    """Of the patch in force when the trainer was made: it keeps our head."""
     seen: list[dict[str, Any]] = []
     compute = fused_head.linear_logprob
 
@@ -241,20 +407,24 @@ def test_head_calls_have_the_options_of_the_patch_or_of_the_trainer(
         return compute(*args, **options)
 
     monkeypatch.setattr(fused_head, "linear_logprob", noted)
-    hidden, weight, _, ids = head_inputs()
     in_force = "that of the patch in force, got"
-    with patch_trl(logits_dtype="input", **OPTIONS):
-        FusedHead.apply(hidden, weight, None, ids, 1.0, 32)[0].sum().backward()
-        with pytest.raises(ValueError, match=f"logits_dtype: expected 'input', {in_force} 'float"):
-            patch_trl(**OPTIONS)
-        with pytest.raises(ValueError, match=f"engine: expected 'lean', {in_force} 'auto'"):
-            patch_trl(logits_dtype="input")
-    with patch_trl():
-        FusedHead.apply(hidden, weight, None, ids, 1.0, 32)
-    assert seen == [OPTIONS, {"engine": "auto", "backend": "auto", "workspace_bytes": None}]
+    patch_trl(logits_dtype="input", **OPTIONS)
+    for others, expected in (
+        (OPTIONS, f"logits_dtype: expected 'input', {in_force} 'float32'"),
+        ({"logits_dtype": "input"}, f"engine: expected 'lean', {in_force} 'auto'"),
+        ({"layout": "trim", **OPTIONS}, f"layout: expected 'tree', {in_force} 'trim'"),
+    ):
+        with pytest.raises(ValueError, match=expected):
+            patch_trl(**others)
+    train(trl.GRPOTrainer, 1, prepare=lambda _: unpatch_trl())
+    of_patch = [seen.pop() for _ in [*seen]]
     train(FusedGRPOTrainer, 1, **OPTIONS)
-    assert len(seen) >= 4
-    assert all(call == OPTIONS for call in seen[2:])
+    for found in (of_patch, seen):
+        assert len(found) >= 2
+        assert all(call == OPTIONS for call in found)
+    with patch_trl():
+        train(FusedGRPOTrainer, 1)
+    assert seen[-1] == {"engine": "auto", "backend": "auto", "workspace_bytes": None}
 
 
 @pytest.mark.parametrize(
@@ -263,6 +433,7 @@ def test_head_calls_have_the_options_of_the_patch_or_of_the_trainer(
         ({"engine": "fast"}, "engine: expected one of auto, score,"),
         ({"backend": "cuda"}, "backend: expected"),
         ({"workspace_bytes": 0}, "workspace_bytes: expected a number of bytes > 0, got 0"),
+        ({"layout": "packed"}, "layout: expected one of 'tree', 'trim', 'padded', got"),
         ({"logits_dtype": "bfloat16"}, "logits_dtype: expected one of float32, input, got 'bf"),
     ],
 )
@@ -271,20 +442,13 @@ def test_options_of_head_calls_are_checked(option: dict[str, Any], message: str)
         if make is patch_trl or "logits_dtype" not in option:
             with pytest.raises(ValueError, match=message):
                 make(**option)
+    assert trl_utils.add_fused_lm_head is THEIRS
 
 
-ROWS = {"rows/projected", "rows/gradient"}
-
-
-def steps_of(run: Run) -> list[dict[str, float]]:
-    return [entry for entry in run.trainer.state.log_history if "loss" in entry]
-
-
-def logged(trainer_class: type) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
-    """The training steps in the log of a short run, and the shares that they should have."""
+def test_the_trainer_logs_the_share_of_completion_tokens_and_of_those_with_an_advantage() -> None:
     batches: list[dict[str, Any]] = []
 
-    class Noted(trainer_class):  # type: ignore[misc, valid-type]
+    class Noted(FusedGRPOTrainer):
         def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
             inputs["completion_mask"][::2, -3:] = 0  # completions that ended early
             batches.append(inputs)
@@ -297,31 +461,35 @@ def logged(trainer_class: type) -> tuple[list[dict[str, float]], list[dict[str, 
         return {"rows/projected": counted / places, "rows/gradient": int(sum(graded)) / counted}
 
     # the reward of the first steps is the same for some groups, which then have no gradient
-    steps = steps_of(train(Noted, temperature=0.2))
-    return steps, [shares(batches[:2]), shares(batches[2:])]
-
-
-def test_the_trainer_logs_the_share_of_completion_tokens_and_of_those_with_an_advantage() -> None:
-    steps, wanted = logged(FusedGRPOTrainer)  # whose entropies have no gradient
-    assert [{name: step[name] for name in ROWS} for step in steps] == wanted
+    found = shares_of(train(Noted, temperature=0.2))  # whose entropies have no gradient
+    wanted = [shares(batches[:2]), shares(batches[2:])]
+    assert [{name: step[name] for name in SHARES[:2]} for step in found] == wanted
     assert any(0 < step["rows/gradient"] < 1 for step in wanted), "the case shows nothing"
     assert all(step["rows/projected"] < 1 for step in wanted), "the case shows nothing"
     # a row counts once, also if log-probability and entropy have a gradient
-    (step,) = steps_of(train(FusedGRPOTrainer, 1, entropy_coef=0.01))
+    (step,) = shares_of(train(FusedGRPOTrainer, 1, entropy_coef=0.01))
     assert step["rows/gradient"] == 1.0
 
 
-def test_a_patched_trainer_logs_the_rows_that_trl_passes_and_an_unpatched_one_none() -> None:
-    count_rows(PATCHED.shares, 4, None, (2 * torch.randn(4, requires_grad=True),))
-    with patch_trl():
-        assert PATCHED.shares.take() == {}, "counted before"
-        steps, wanted = logged(trl.GRPOTrainer)
-    # on a CPU TRL passes every position, prompt and padding too
-    assert all(step["rows/projected"] == 1.0 for step in steps)
-    is_graded = [step["rows/gradient"] > 0 for step in steps]
-    assert is_graded == [step["rows/gradient"] > 0 for step in wanted]
-    assert "log" not in vars(_BaseTrainer)
-    assert not any(ROWS & step.keys() for step in steps_of(train(trl.GRPOTrainer)))
+def named(trainer_class: type, **options: Any) -> str:
+    """What is said, once, of a trainer that trains without ours."""
+
+    def prepare(_: Any) -> None:
+        patch_trl()
+        warnings.simplefilter("always")  # a tiny run is silent
+
+    with pytest.warns(RuntimeWarning, match="patch_trl") as caught:
+        train(trainer_class, prepare=prepare, **options)
+    (said,) = [str(x.message) for x in caught if "patch_trl" in str(x.message)]
+    return said
+
+
+@pytest.mark.usefixtures("forget_warnings")
+def test_a_trainer_that_was_made_before_is_named_once() -> None:
+    trainer_class, config_class, options = others()["SFT"]
+    said = named(trainer_class, config_class=config_class, **options)
+    assert "SFTTrainer has trained a step without TRL's fused head" in said
+    assert "it was made before patch_trl()" in said
 
 
 @pytest.mark.usefixtures("forget_warnings")
@@ -331,9 +499,7 @@ def test_a_trainer_that_makes_its_own_logits_is_named_once() -> None:
     given = {
         "teacher_model": tiny_models.model(),
         "train_dataset": Dataset.from_dict({"messages": [turns] * 16}),
-        "prepare": lambda _: warnings.simplefilter("always"),  # a tiny run is silent
     }
-    with patch_trl(), pytest.warns(RuntimeWarning, match="patch_trl") as caught:
-        train(gkd.GKDTrainer, config_class=gkd.GKDConfig, lmbda=0.0, **given)
-    (said,) = [str(x.message) for x in caught if "patch_trl" in str(x.message)]
+    with patch_trl():
+        said = named(gkd.GKDTrainer, config_class=gkd.GKDConfig, lmbda=0.0, **given)
     assert "GKDTrainer has trained a step without TRL's fused head" in said
