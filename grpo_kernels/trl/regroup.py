@@ -118,7 +118,7 @@ def unlogged(trainer: Any) -> Iterator[None]:
     before = {name: len(x) for name, x in metrics.items()}
     with ExitStack() as stack:
         for name in ("gather", "gather_for_metrics", "reduce"):
-            stack.enter_context(replaced(accelerator, name, lambda x, **_: x))
+            stack.enter_context(replaced(accelerator, name, lambda x, *_, **__: x))
         yield
     for name in [*metrics]:
         del metrics[name][before.get(name, 0) :]
