@@ -85,8 +85,9 @@ def names(cases: dict[str, Case]) -> list[str]:
 
 Scene = dict[str, Any]
 # Variants: whole steps, each trained in its own way.
-STOCK, DEFAULTS, REGROUPED, ALL_OPTIONS = "stock TRL", "defaults", "regrouped", "skip, regrouped"
-ONE_GROUP = "one group a micro-batch"  # the defaults, with other micro-batches
+STOCK, DEFAULTS, ALL_OPTIONS = "stock TRL", "defaults", "skip"
+UNGROUPED = "TRL's micro-batches"  # the defaults without regrouping
+ONE_GROUP = "one group a micro-batch"  # the same, with other micro-batches
 
 
 def scenes(data: dict[str, Any]) -> dict[str, Scene]:

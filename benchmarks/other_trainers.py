@@ -1,4 +1,4 @@
-"""``python -m benchmarks.other_trainers``: steps of TRL's other trainers, stock and with `patch_trl`.
+"""``python -m benchmarks.other_trainers``: steps of TRL's other trainers, stock and patched.
 
 The model is that of `benchmarks.step`, on a CPU in fp32. DPO and KTO have prompts of `PROMPT`
 tokens and answers of log-normal lengths; SFT has texts of such lengths; RLOO has groups of 4 on one

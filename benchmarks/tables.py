@@ -20,7 +20,6 @@ from benchmarks.figures import (
     ONE_GROUP,
     OURS,
     PRODUCTS,
-    REGROUPED,
     Case,
     ratio,
 )
@@ -269,8 +268,8 @@ def step_lines(step: dict[str, Any]) -> list[str]:
         rounds = f"{count(scene['steps'] - 1, 'step')} in {count(scene['rounds'], 'round')}"
         text += ["", f"**{name}**{said}; {rounds}{busy(scene)}", ""]
         text += markdown([_variant(scene, x) for x in scene["variants"]])
-        if over := figures.faster(scene, REGROUPED, than=ONE_GROUP):
-            text += ["", f"*{REGROUPED}* is {with_range(over)} times as fast as *{ONE_GROUP}*."]
+        if over := figures.faster(scene, DEFAULTS, than=ONE_GROUP):
+            text += ["", f"*{DEFAULTS}* is {with_range(over)} times as fast as *{ONE_GROUP}*."]
     rows = []
     for name, x in _shapes(step).items():
         seconds, apart = x.get("seconds") or {}, x.get("differences") or {}

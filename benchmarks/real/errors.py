@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
 from benchmarks import parity, step
-from benchmarks.figures import DEFAULTS, STOCK
+from benchmarks.figures import ALL_OPTIONS, DEFAULTS, STOCK
 from benchmarks.real.train import VARIANTS, config, is_right, training_problems
 from benchmarks.run import Results
 
@@ -28,7 +28,7 @@ DRIFT = 0.1  # standard deviation of old against new log-probabilities
 DRAWS = {"bf16": 4}  # of the disturbance; else 1
 LORA = {"r": 8, "target_modules": ["q_proj", "v_proj", "down_proj"], "task_type": "CAUSAL_LM"}
 KL = {"loss_type": "grpo", "beta": 0.04}
-OURS = [name for name in VARIANTS if name not in (STOCK, DEFAULTS, "regrouped", "skip, regrouped")]
+OURS = [name for name in VARIANTS if name not in (STOCK, DEFAULTS, ALL_OPTIONS)]
 
 
 class Exact:
@@ -66,8 +66,9 @@ def trainer_of(
 ) -> Any:
     """A trainer of the real run's configuration with TRL's `options`, of the model in `folder`."""
     torch.manual_seed(0)
+    of_ours = VARIANTS[variant]
     return step.trainer_of(
-        VARIANTS[variant],
+        None if of_ours is None else {**of_ours, "regroup": "auto"},  # not with every loss
         *mixins,
         model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
         args=config(tempfile.gettempdir(), 1, 0, **options),

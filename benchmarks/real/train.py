@@ -20,9 +20,7 @@ from benchmarks import step, tiny_run
 from benchmarks.figures import ONE_GROUP
 from benchmarks.memory import MIB
 
-VARIANTS = {
-    name: options for name, options in step.VARIANTS.items() if name not in ("skip", ONE_GROUP)
-}
+VARIANTS = {name: options for name, options in step.VARIANTS.items() if name != ONE_GROUP}
 
 
 PAIRS = [(a, b) for a in range(1, 10) for b in range(1, 10)]

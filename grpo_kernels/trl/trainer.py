@@ -46,6 +46,7 @@ from grpo_kernels.trl.regroup import PART, Part
 from grpo_kernels.trl.sampled_sets import SETS, check_sampling_mask, sets_of_batch, taken_sets
 
 _logger = logging.getLogger(__name__)
+_PARTS = ("prompt", "completion")
 
 
 @dataclass(eq=False)
@@ -58,17 +59,12 @@ class Call:
     scores: tuple[Tensor, Tensor] | None = None  # log-probabilities and entropies (B, T)
     is_done: bool = False  # the scores are known: no model runs
 
-    def ids(self) -> tuple[Tensor, Tensor]:
-        """(ids, attention mask), (B, L) each, as TRL's loss makes them."""
-        x = self.inputs
-        ids = torch.cat([x["prompt_ids"], x["completion_ids"]], dim=1)
-        return ids, torch.cat([x["prompt_mask"], x["completion_mask"]], dim=1)
-
     def is_of(self, ids: Tensor, mask: Tensor, columns: int) -> bool:
-        """True if this is the scoring of the last `columns` of these rows."""
-        same = zip(self.ids(), (ids, mask), strict=True)
-        is_same = columns == self.inputs["completion_ids"].shape[1]
-        return is_same and all(torch.equal(x, y) for x, y in same)
+        """True if this is the scoring of the last `columns` of these rows, (B, L) each."""
+        return columns == self.inputs["completion_ids"].shape[1] and all(
+            torch.equal(torch.cat([self.inputs[f"{x}_{of}"] for x in _PARTS], dim=1), given)
+            for of, given in (("ids", ids), ("mask", mask))
+        )
 
 
 class FusedLossMixin(fused_head.LogsRows):
@@ -160,6 +156,11 @@ class FusedLossMixin(fused_head.LogsRows):
             exact_kl.check(self)
         check_sampling_mask(self)
         scoring.warn_of_truncation(self)
+        if self.args.torch_compile:
+            warn_once(
+                "torch_compile: the forward of the loss is not compiled as a whole; compile the "
+                "model's layers instead (docs/training-step.md)"
+            )
 
     def _check_skip(self) -> None:
         if self.trunk_options.zero_advantage != "skip":

@@ -22,7 +22,7 @@ from benchmarks.run import Results
 from benchmarks.step import SCENES, VARIANTS, Scene, completion
 from tests.support.bench_results import parsed, results
 
-OTHER_ORDER = {"regrouped", "skip, regrouped", "one group a micro-batch"}  # of sums
+OTHER_ORDER = {"one group a micro-batch"}  # of sums
 
 
 @pytest.fixture(scope="module")
@@ -45,17 +45,18 @@ def test_every_variant_is_timed_and_trains_as_stock_trl_does(measured: dict[str,
 
 def test_each_saving_computes_and_saves_less(measured: dict[str, Any]) -> None:
     variants = measured["scenes"]["short prompts"]["variants"]
-    names = ("fused head alone", "trim", "defaults", "skip", "regrouped")
-    alone, trim, defaults, skip, regrouped = (variants[name]["shares"] for name in names)
+    names = ("fused head alone", "trim", "TRL's micro-batches", "defaults", "skip")
+    alone, trim, ungrouped, defaults, skip = (variants[name]["shares"] for name in names)
     assert set(alone.values()) == {1.0}
     assert defaults["sequences/gradient"] == 0.5, "half of the groups have equal rewards"
-    assert defaults["tokens/gradient"] < defaults["tokens/computed"] < trim["tokens/computed"] < 1
+    assert ungrouped["tokens/gradient"] < ungrouped["tokens/computed"] < trim["tokens/computed"] < 1
     assert skip["tokens/computed"] == skip["tokens/gradient"] <= defaults["tokens/gradient"]
-    assert regrouped["tokens/computed"] < defaults["tokens/computed"]
-    saved = [variants[name]["saved_mib"]["mean"] for name in ("stock TRL", "trim", "defaults")]
+    assert defaults["tokens/computed"] < ungrouped["tokens/computed"]
+    names = ("stock TRL", "trim", "TRL's micro-batches")
+    saved = [variants[name]["saved_mib"]["mean"] for name in names]
     assert saved[0] > saved[1] > saved[2]
     by_two = measured["scenes"]["two per micro-batch"]["variants"]
-    names = ("one group a micro-batch", "defaults")
+    names = ("one group a micro-batch", "TRL's micro-batches")
     computed = [by_two[x]["shares"]["tokens/computed"] for x in names]
     assert computed[0] < computed[1]
     checkpointed = measured["scenes"]["activation checkpointing"]["variants"]["stock TRL"]
@@ -159,9 +160,8 @@ def logs(**changed: float) -> list[dict[str, float]]:
         ("defaults", {"grad_norm": float("nan")}, "wrong"),
         ("skip", {"entropy": 3.1}, "ok"),
         ("skip", {"grad_norm": 2.0 + 3e-5}, "wrong"),
-        ("regrouped", {"entropy": 3.1, "grad_norm": 2.0 + 3e-5}, "ok"),
-        ("regrouped", {"grad_norm": 2.0 + 6e-5}, "wrong"),
         ("one group a micro-batch", {"entropy": 3.1, "grad_norm": 2.0 + 3e-5}, "ok"),
+        ("one group a micro-batch", {"grad_norm": 2.0 + 6e-5}, "wrong"),
     ],
     ids=str,
 )

@@ -448,3 +448,13 @@ def test_shares_are_logged_and_evaluation_is_stock_trls() -> None:
     steps = [x for x in ours.trainer.state.log_history if "loss" in x]
     for name in ("sequences/gradient", "tokens/computed", "tokens/gradient"):
         assert all(0 < x[name] < 1 for x in steps), name
+
+
+@pytest.mark.usefixtures("forget_warnings")
+def test_a_compiled_model_trains_as_stock_trls_and_it_is_said() -> None:
+    options = {"torch_compile": True, "torch_compile_backend": "eager", "steps": 1}
+    stock = train(GRPOTrainer, **options)
+    with pytest.warns(UserWarning, match="torch_compile: the forward of the loss is not compiled"):
+        ours = trainer_of(FusedGRPOTrainer, options).args
+    assert ours.torch_compile
+    assert_same(stock, train(FusedGRPOTrainer, **options))

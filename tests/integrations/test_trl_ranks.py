@@ -25,7 +25,7 @@ TOLERANCE = 1e-5
 LORA = ("q_proj", "lm_head")
 ADAPTED: dict[str, Any] = {"lora": LORA, "arguments": {"kl_estimator": "full"}}
 # the last micro-batches have no samples
-REGROUPED: dict[str, Any] = {"regroup": True, "tokens_per_forward": 10_000}
+LEFT: dict[str, Any] = {"tokens_per_forward": 10_000}
 # a mean over micro-batches: other ones on one process
 BONUS = {"entropy_coef": 0.01, "num_iterations": 2}
 JOBS = {
@@ -34,12 +34,13 @@ JOBS = {
     "FSDP2, tied": Job("FSDP2", kind="tied"),
     "FSDP2, head in the root unit": Job("FSDP2, head in the root unit"),
     "FSDP2, head its own unit": Job("FSDP2, head its own unit"),
+    "FSDP2, head its own unit, patched": Job("FSDP2, head its own unit", stock=True, patched=True),
     "FSDP2, adapter on the head, exact KL": Job("FSDP2", **ADAPTED),
     "FSDP1": Job("FSDP1"),
     "FSDP1, tied": Job("FSDP1, original parameters", kind="tied"),
-    "FSDP1: regrouped": Job("FSDP1", arguments=REGROUPED),
-    "DDP: regrouped": Job(arguments=REGROUPED),
-    "FSDP2: regrouped": Job("FSDP2", arguments=REGROUPED),
+    "FSDP1: micro-batches are left": Job("FSDP1", arguments=LEFT),
+    "DDP: micro-batches are left": Job(arguments=LEFT),
+    "FSDP2: micro-batches are left": Job("FSDP2", arguments=LEFT),
 }
 # half of a batch is scored, its live sequences alone
 HALVES: dict[str, Any] = {"options": {"steps_per_generation": 4, "epsilon": 1e-3}}

@@ -25,7 +25,7 @@ from torch import Tensor
 from benchmarks import head_flops, tiny_models, tiny_run
 from grpo_kernels.base.checks import is_dtensor
 from grpo_kernels.head.module import gather_of
-from grpo_kernels.trl import FusedGRPOTrainer
+from grpo_kernels.trl import FusedGRPOTrainer, patch_trl
 from grpo_kernels.trl.distillation import divergence_loss
 from tests.support.trl_training import Written, divergence_inputs, mixed
 
@@ -43,6 +43,7 @@ class Job:
     options: dict[str, Any] = field(default_factory=lambda: {"beta": 0.04, "num_iterations": 2})
     arguments: dict[str, Any] = field(default_factory=dict)
     counted: bool = False  # counts the operations of the head
+    patched: bool = False  # by `patch_trl`
 
 
 @dataclass(frozen=True)
@@ -82,14 +83,15 @@ def train(
         options["per_device_train_batch_size"] = SEQUENCES // processes
         args = tiny_run.config(output, 2, **options)
         base = trl.GRPOTrainer if job.stock else FusedGRPOTrainer
-        trainer = mixed(Written, base)(
-            model=policy,
-            args=args,
-            processing_class=tiny_models.tokenizer(),
-            reward_funcs=tiny_run.reward,
-            train_dataset=tiny_run.dataset(),
-            **arguments,
-        )
+        with patch_trl() if job.patched else nullcontext():
+            trainer = mixed(Written, base)(
+                model=policy,
+                args=args,
+                processing_class=tiny_models.tokenizer(),
+                reward_funcs=tiny_run.reward,
+                train_dataset=tiny_run.dataset(),
+                **arguments,
+            )
         trainer.remove_callback(transformers.PrinterCallback)
         tiny_run.record(trainer, history)
         if prepare is not None:
