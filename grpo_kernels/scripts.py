@@ -41,6 +41,7 @@ PHASES = ("generation", "scoring and preparing", "forward and backward", "optimi
 SAMPLERS = ("_generate_single_turn", "rollout_func")
 # clocks and schedules say nothing of the loss
 NOT_COMPARED = ("time", "per_second", "epoch", "learning_rate", "total_flos")
+NOISE = ("drop", "jitter", "noise")  # in names of the attributes of modules
 TOLERANCE, TOLERANCE_16_BIT = 1e-3, 5e-2
 OF_PARAMETERS = 10  # times the tolerance: Adam makes whole steps of rounding in tiny gradients
 
@@ -130,6 +131,7 @@ class Watch:
         self._drawn: list[tuple[Any, Any]] = []  # completions, and the state of random numbers
         if variant == FUSED:
             self._drawn = pickle.loads((folder / "drawn.pickle").read_bytes())
+        self._had_noise = False
         self._draws = 0
         self._equal_draws = 0
 
@@ -210,6 +212,7 @@ class Watch:
             if callable(getattr(trainer, name, None)):
                 setattr(trainer, name, self._redrawn(getattr(trainer, name)))
         trainer.add_callback(Steps())
+        self._had_noise = _without_noise(trainer.model)
         if self.variant == STOCK:
             torch.save(_trained(trainer.model), self.folder / "begin.pt")
         if torch.cuda.is_available():
@@ -236,6 +239,7 @@ class Watch:
             "draws": self._draws,
             "equal_draws": self._equal_draws,
             "is_16_bit": args.bf16 or args.fp16 or not dtypes.isdisjoint(halves),
+            "noise_off": self._had_noise,
             "parameters": apart,
         }
         (self.folder / f"{self.variant}.json").write_text(json.dumps(result))
@@ -326,6 +330,22 @@ def _ids(drawn: Any) -> Any:
     if isinstance(drawn, dict):
         return drawn["completion_ids"]
     return drawn[0] if isinstance(drawn, tuple) else drawn
+
+
+def _without_noise(model: torch.nn.Module) -> bool:
+    """Turn dropout, router jitter and the like off; return whether there was any.
+
+    The two runs compute tokens in other shapes, and would draw other noise.
+    """
+    found = False
+    for module in model.modules():
+        is_dropout = "Dropout" in type(module).__name__
+        for name, x in [*vars(module).items()]:
+            draws = any(part in name for part in NOISE) or (is_dropout and name == "p")
+            if draws and isinstance(x, float) and x > 0.0:
+                setattr(module, name, 0.0)
+                found = True
+    return found
 
 
 def _trained(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -449,6 +469,7 @@ def _result(
             "tolerance": OF_PARAMETERS * tolerance,
             "each": fused["parameters"],
         },
+        "noise_off": stock["noise_off"],
         "generations": {"all": fused["draws"], "equal": fused["equal_draws"]},
         "seconds": {STOCK: _seconds(stock), FUSED: _seconds(fused)},
         "runs": {
@@ -520,6 +541,8 @@ def _lines(result: dict[str, Any]) -> list[str]:
             f"The fused run drew the same tokens in {drawn['equal']} of {drawn['all']} "
             "generations, and trained on the stock run's."
         )
+    if result["noise_off"]:
+        lines.append("Dropout and other noise are off in both runs: they would draw other masks.")
     if not any("rows/projected" in log for log in fused["logs"]):
         lines.append("Nothing of the fused run was computed by grpo_kernels.")
     allowed = (

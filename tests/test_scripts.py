@@ -68,7 +68,7 @@ def test_a_traceback_begins_in_the_script(tmp_path: Path) -> None:
 TRAINS = f"""
 import sys
 sys.path.append({str(ROOT)!r})
-from pathlib import Path
+import torch
 from benchmarks import tiny_models, tiny_run
 from trl import GRPOTrainer
 
@@ -80,13 +80,19 @@ class Mine(GRPOTrainer):
         loss = super().compute_loss(*args, **kwargs)
         return 1.5 * loss if planted == "loss" and is_fused else loss
 
+    def _generate_single_turn(self, *args, **kwargs):
+        if planted == "noise" and is_fused:
+            torch.manual_seed(5)
+        return super()._generate_single_turn(*args, **kwargs)
+
 
 # wandb is not installed, so that reporting would raise
 options = {{"save_strategy": "steps", "save_steps": 1, "report_to": "wandb"}}
+options["steps_per_generation"] = 4  # which is two steps: they depend on how it is shuffled
 if planted == "rate" and is_fused:
     options["learning_rate"] = 2e-3
 trainer = Mine(
-    model=tiny_models.model("tied"),
+    model=tiny_models.model("tied", attention_dropout=0.1 if planted == "noise" else 0.0),
     args=tiny_run.config("out", 50, **options),
     reward_funcs=tiny_run.reward,
     train_dataset=tiny_run.dataset(),
@@ -139,7 +145,8 @@ def compare(
 
 
 def test_a_script_is_alike_and_writes_nothing(tmp_path: Path) -> None:
-    done, result = compare(TRAINS, tmp_path, "nothing", steps=3)
+    """Though our trainer draws other tokens, and the model has dropout: masks depend on shapes."""
+    done, result = compare(TRAINS, tmp_path, "noise", steps=3)
     assert done.returncode == 0, done.stderr
     assert {x.name for x in tmp_path.iterdir()} == {"train.py", "result.json"}
     stock, fused = (result["runs"][name] for name in ("stock", "fused"))
@@ -149,7 +156,8 @@ def test_a_script_is_alike_and_writes_nothing(tmp_path: Path) -> None:
         assert [("rows/projected" in log) for log in run["logs"]] == [has_rows] * 3
         assert run["peak_mib"] > 100
         for step in run["seconds"]:
-            assert all(x > 0 for x in step.values()), step
+            assert all(x > 0 for name, x in step.items() if name != "generation"), step
+        assert [step["generation"] > 0 for step in run["seconds"]] == [True, False, True]
     assert {"loss", "grad_norm", "reward", "entropy"} <= result["metrics"].keys()
     assert not {"step_time", "learning_rate", "rows/projected"} & result["metrics"].keys()
     assert all(x["difference"] <= 1e-5 for x in result["metrics"].values())
@@ -157,13 +165,14 @@ def test_a_script_is_alike_and_writes_nothing(tmp_path: Path) -> None:
     assert "model.embed_tokens.weight" in parameters["each"]
     assert all(x["change"] > 0 for x in parameters["each"].values())
     assert parameters["relative"] <= 1e-3
-    assert result["generations"] == {"all": 3, "equal": 3}
+    assert result["generations"] == {"all": 2, "equal": 0}
     said = done.stdout
+    assert result["noise_off"] and "Dropout and other noise are off in both runs" in said
     assert said.splitlines()[-1] == (
         "ALIKE: no difference exceeds the tolerance: 0.001 for logged numbers, 0.01 for parameters"
     )
-    ours, theirs = (result["seconds"][name]["generation"] for name in ("fused", "stock"))
-    assert f"generation{theirs:28.3f}{ours:14.3f}{theirs / ours:8.2f}" in said
+    ours, theirs = (result["seconds"][name]["optimizer"] for name in ("fused", "stock"))
+    assert f"optimizer {theirs:28.3f}{ours:14.3f}{theirs / ours:8.2f}" in said
 
 
 @pytest.mark.parametrize(
@@ -173,6 +182,7 @@ def test_a_planted_difference_is_reported(planted: str, steps: int, tmp_path: Pa
     """A loss that depends on the trainer; and a learning rate, which only the parameters show."""
     done, result = compare(TRAINS, tmp_path, planted, steps=steps)
     assert done.returncode == 1, done.stderr
+    assert not result["noise_off"] and "Dropout" not in done.stdout
     assert "\nDIFFERENT: a difference exceeds the tolerance: 0.001" in done.stdout
     differences = {name: x["difference"] for name, x in result["metrics"].items()}
     relative = result["parameters"]["relative"]
@@ -198,6 +208,7 @@ def test_a_script_that_has_our_trainer_is_compared_with_stock_trl(tmp_path: Path
     stock, fused = (result["runs"][name]["logs"] for name in ("stock", "fused"))
     assert "rows/projected" not in stock[0]
     assert fused[0]["tokens/computed"] > 0.5  # layout="trim"
+    assert result["generations"] == {"all": 1, "equal": 1}
     assert 0 < max(x["difference"] for x in result["metrics"].values()) <= 1e-5
 
 
