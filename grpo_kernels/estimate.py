@@ -259,18 +259,16 @@ def model_of(name: str) -> Model:
         if model.name.casefold() == name.rpartition("/")[2].casefold() and not Path(name).exists():
             return model
     try:
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoConfig, AutoModel
 
         read = AutoConfig.from_pretrained(name, trust_remote_code=False)
         config = read.get_text_config(decoder=True)
         with torch.device("meta"):
-            whole_model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-        head = {id(x) for x in whole_model.get_output_embeddings().parameters()}
-        tables = [x for x in whole_model.modules() if isinstance(x, torch.nn.Embedding)]
-        left_out = head | {id(x.weight) for x in tables}
-        body = 0.0
-        for path, x in whole_model.named_parameters():
-            if x.dim() > 1 and id(x) not in left_out:
+            below_the_head = AutoModel.from_config(config, trust_remote_code=False)
+        tables = [x for x in below_the_head.modules() if isinstance(x, torch.nn.Embedding)]
+        embeddings, body = {id(x.weight) for x in tables}, 0.0
+        for path, x in below_the_head.named_parameters():
+            if x.dim() > 1 and id(x) not in embeddings:
                 body += x.numel() * (_chosen_experts(config) if ".experts." in path else 1)
         return Model(name, config.vocab_size, config.hidden_size, round(body))
     except Exception as error:  # the checks of a config may raise anything
