@@ -48,6 +48,9 @@ class HeadOptions:
     trunk: TrunkOptions = field(default_factory=TrunkOptions)
     logits_dtype: LogitsDtype = "float32"
     shares: Shares = field(default_factory=Shares)
+    without_set: WithoutSet | None = (
+        None  # as in `linear_logprob`, where a sampler's sets are given
+    )
 
 
 @dataclass(eq=False)
@@ -65,7 +68,7 @@ class FusedHead:
     Attributes:
         foreseen: set by a trainer around one forward.
         sets: of the completions that a sampler has truncated; rows that have some are scored over
-            them. `without_set` is of `linear_logprob`.
+            them.
     """
 
     def __init__(
@@ -80,7 +83,6 @@ class FusedHead:
         self.temperature, self.in_fp32, self.outputs = temperature, cast_lm_head_to_fp32, outputs
         self.foreseen = Foreseen()
         self.sets: Sequence[SampledSets | None] | None = None
-        self.without_set: WithoutSet = "error"
 
     @torch.compiler.disable  # which rows count depends on data
     def run(
@@ -108,7 +110,8 @@ class FusedHead:
         counted = labelled if rows is None else labelled & (rows.counted != 0)
         expected = rows.expected if rows is not None and torch.is_grad_enabled() else None
         if self.sets is not None:
-            compute, drawn = over_sets(self.sets, inputs, labelled, columns.start, self.without_set)
+            without_set = self.options.without_set
+            compute, drawn = over_sets(self.sets, inputs, labelled, columns.start, without_set)
             counted = counted & drawn
         names: list[str] = []
 

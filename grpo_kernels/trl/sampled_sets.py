@@ -54,7 +54,7 @@ def check_sampling_mask(trainer: Any) -> None:
 
 def taken_sets(
     generated: tuple[Any, ...], accelerator: Any, metrics: dict[str, list[float]]
-) -> list[SampledSets]:
+) -> list[SampledSets | None]:
     """Take the sets out of the results of TRL's ``_generate``; log their size and their absence."""
     prompts, completions, tool_masks, _, _, extra_fields, *_ = generated
     rows = extra_fields.pop(SETS, None)
@@ -66,7 +66,8 @@ def taken_sets(
         raise ValueError(
             f"sampling_mask: expected the sets of {len(completions)} completions, got {len(rows)}"
         )
-    found = []
+    found: list[SampledSets | None] = []
+    drawn_counts = []
     for i, (sets, ids) in enumerate(zip(rows, completions, strict=True)):
         if len(sets) != len(ids):
             raise ValueError(
@@ -75,8 +76,10 @@ def taken_sets(
             )
         drawn = torch.tensor([1] * len(ids) if tool_masks is None else tool_masks[i]).bool()
         tokens = tuple(map(int, prompts[i])), tuple(map(int, ids))
-        found.append(SampledSets(tokens, *joined_ids(SETS, sets), drawn))
-    counts = torch.cat([x.counts[x.drawn] for x in found])
+        kept, counts = joined_ids(SETS, sets)
+        found.append(SampledSets(tokens, kept, counts, drawn))
+        drawn_counts.append(counts[drawn])
+    counts = torch.cat(drawn_counts)
     sums = torch.stack([counts.sum(), (counts > 0).sum(), (counts == 0).sum()])
     size, having, without = accelerator.reduce(sums.to(accelerator.device), "sum").tolist()
     metrics["kept/size"].append(size / max(having, 1))
@@ -124,7 +127,7 @@ def over_sets(
     inputs: dict[str, Any],
     labelled: Tensor,  # (B, n) bool, the states from column `start` that predict a completion's id
     start: int,
-    without_set: WithoutSet,
+    without_set: WithoutSet | None,
 ) -> tuple[Callable[..., Scores], Tensor]:
     """(`linear_logprob` over the sets of a forward's rows, the mask (B, n) of drawn tokens).
 
@@ -143,4 +146,5 @@ def over_sets(
             counts[i, of_tokens[i]], drawn[i, of_tokens[i]] = x.counts, x.drawn
     joined = torch.cat([x.ids for x in rows if x is not None])
     kept = KeptIds.from_counts(joined.to(labelled.device), counts.to(labelled.device))
-    return partial(linear_logprob, kept_ids=kept, without_set=without_set), drawn.to(ids.device)
+    kept_options: dict[str, Any] = {"kept_ids": kept, "without_set": without_set}
+    return partial(linear_logprob, **kept_options), drawn.to(ids.device)

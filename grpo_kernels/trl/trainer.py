@@ -43,7 +43,13 @@ from grpo_kernels.patching import KnownRows, Shares, replaced
 from grpo_kernels.trl import exact_kl, fused_head, micro_batches, regroup, scoring
 from grpo_kernels.trl.fused_head import Foreseen, HeadOptions, head_of
 from grpo_kernels.trl.regroup import PART, Part
-from grpo_kernels.trl.sampled_sets import SETS, check_sampling_mask, sets_of_batch, taken_sets
+from grpo_kernels.trl.sampled_sets import (
+    SETS,
+    SampledSets,
+    check_sampling_mask,
+    sets_of_batch,
+    taken_sets,
+)
 
 _logger = logging.getLogger(__name__)
 _PARTS = ("prompt", "completion")
@@ -109,6 +115,7 @@ class FusedLossMixin(fused_head.LogsRows):
     accelerator: Any
     beta: float
     num_iterations: int
+    ref_model: Any
     _buffered_inputs: Any
     _call: Call | None = None  # the scoring that runs
 
@@ -145,7 +152,7 @@ class FusedLossMixin(fused_head.LogsRows):
         self.kl_estimator = kl_estimator
         self.sampling_mask = sampling_mask
         self._old_scoring, self._shares = scoring.OldScoring(), Shares()
-        options = HeadOptions(run, self.trunk_options, shares=self._shares)
+        options = HeadOptions(run, self.trunk_options, "float32", self._shares, sampling_mask)
         ours = partial(fused_head.add_fused_lm_head, options=options)
         with fused_head.adapters_allowed(), replaced(trl_grpo, "add_fused_lm_head", ours):
             super().__init__(*args, **kwargs)
@@ -267,34 +274,31 @@ class FusedLossMixin(fused_head.LogsRows):
         """What TRL's rollout generates; with `sampling_mask`, keep the sampler's sets."""
         generated = super()._generate(*args, **kwargs)  # type: ignore[misc]
         if self.sampling_mask is not None:
-            found = taken_sets(generated, self.accelerator, micro_batches.metrics_of(self))
-            for head in self._heads:
-                head.sets = found
+            metrics = micro_batches.metrics_of(self)
+            self._set_sets(taken_sets(generated, self.accelerator, metrics))
         return generated
 
     @contextmanager
     def _over_sets(self, batch: dict[str, Any]) -> Iterator[None]:
         """Inside, completions are scored over the sets of `batch`, where it has some."""
-        with ExitStack() as stack:
-            for head in self._heads if self.sampling_mask is not None else ():
-                stack.enter_context(replaced(head, "sets", batch.get(SETS)))
-                stack.enter_context(replaced(head, "without_set", self.sampling_mask))
+        self._set_sets(batch.get(SETS))
+        try:
             yield
+        finally:
+            self._set_sets(None)
 
-    @property
-    def _heads(self) -> list[fused_head.FusedHead]:
-        """Of the policy and, where it is another model, of the reference."""
-        return [head_of(x) for x in (self.model, getattr(self, "ref_model", None)) if x is not None]
+    def _set_sets(self, sets: list[SampledSets | None] | None) -> None:
+        for model in (self.model, self.ref_model) if self.sampling_mask is not None else ():
+            if model is not None:
+                head_of(model).sets = sets
 
     def _regrouped(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The micro-batches of a generation, samples regrouped within each optimizer step."""
-        reason = None
-        if any(batch.get("pixel_values") is not None for batch in batches):
-            reason = "a batch has images"
-        elif len({len(batch["prompt_ids"]) for batch in batches}) > 1:
-            reason = "its micro-batches differ in their number of samples"
-        if reason is not None:
-            warn_once(f"regroup: {reason}, so that its samples stay as they are")
+        stays = any(batch.get("pixel_values") is not None for batch in batches)
+        stays |= len({len(batch["prompt_ids"]) for batch in batches}) > 1
+        # on every process, or on none: micro-batches ask the others for their metrics
+        if self.accelerator.gather(torch.tensor([stays], device=self.accelerator.device)).any():
+            _logger.debug("regroup: samples stay, since there are images or uneven micro-batches")
             return batches
         in_trees = self.trunk_options.layout == "tree"
         if in_trees:
