@@ -56,9 +56,6 @@ class StepOptions(Options):
 
     layout: str = field(default="tree", metadata={"choices": ["tree", "trim", "padded"]})
     zero_advantage: str = field(default="score", metadata={"choices": ["score", "skip", "train"]})
-    regroup: bool = field(
-        default=False, metadata={"help": "completions of a prompt share a micro-batch"}
-    )
 
 
 def main() -> None:
@@ -75,7 +72,6 @@ def main() -> None:
         eval_dataset=data["test"],
         layout=options.layout,
         zero_advantage=options.zero_advantage,
-        regroup=options.regroup,
         **model_arguments(model),
     )
     train_and_evaluate(trainer, options, {"eval_reward": "accuracy"})
