@@ -23,6 +23,7 @@ from datasets import Dataset
 
 from benchmarks import parity, tiny_models, tiny_run
 from grpo_kernels.trl import FusedGRPOTrainer, fused_head, patch_trl, unpatch_trl
+from tests.support.tiny_architectures import VISION
 from tests.support.trl_training import Run, train
 
 pytestmark = pytest.mark.unit
@@ -152,6 +153,21 @@ def experts(**changes: Any) -> Any:
     of_tiny = {**tiny_models._SHAPE, **fields, **shape, **changes}
     torch.manual_seed(0)
     return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**of_tiny))
+
+
+@pytest.mark.parametrize("name", VISION)
+def test_images(name: str) -> None:
+    """TRL takes a soft-cap from the config that Gemma 3's forward does not apply; ours does not."""
+    model, ids, inputs = VISION[name]()
+    labels = ids.masked_fill(torch.arange(ids.shape[1]) < 8, -100)
+    logits = model(input_ids=ids, **inputs).logits[:, :-1]
+    wanted = logits.log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0] * (labels[:, 1:] != -100)
+    ours(model)
+    found = model(input_ids=ids, **inputs, labels=labels, fused_lm_head=True).log_probs
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+    trained = [x for x in model.parameters() if x.requires_grad]
+    gradients = [torch.autograd.grad(x.sum(), trained, allow_unused=True) for x in (found, wanted)]
+    torch.testing.assert_close(*gradients, rtol=1e-7, atol=1e-9)
 
 
 @pytest.mark.parametrize("asked", [{"output_router_logits": True}, {}], ids=["call", "config"])
