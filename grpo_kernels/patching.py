@@ -5,9 +5,8 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from importlib import metadata
@@ -94,57 +93,6 @@ def during(variable: ContextVar[_Value], value: _Value) -> Iterator[_Value]:
         yield value
     finally:
         variable.reset(token)
-
-
-class HostFunction:
-    """A function of a host package, and our function that replaces it.
-
-    Args:
-        owner, name: the module, and the name of the (autograd) function there.
-        ours: our function, or a class with the ``apply`` of an autograd function. It has the
-            parameters that theirs has where we know it: a release that changes them may have
-            changed the meaning of the results.
-        unknown: end of the warning "{package} has no ...": what it is, and what happens then.
-        needed: other names of the module that our function uses.
-    """
-
-    def __init__(
-        self, owner: Any, name: str, ours: Any, *, unknown: str, needed: Sequence[str] = ()
-    ) -> None:
-        self.owner, self.name, self.ours = owner, name, ours
-        self.unknown, self.needed = unknown, needed
-        apply = getattr(ours, "apply", None)
-        own = parameter_names(ours if apply is None else apply)
-        self.parameters = own if apply is None else ("ctx", *own)
-
-    def is_ours(self) -> bool:
-        """True if our function is in place."""
-        return getattr(self.owner, self.name, None) is self.ours
-
-    def is_known(self) -> bool:
-        """True if our function is in place, or theirs is as we know it."""
-        theirs = getattr(self.owner, self.name, None)
-        function = getattr(theirs, "forward", theirs)
-        is_same = callable(function) and parameter_names(function) == self.parameters
-        has_needed = all(hasattr(self.owner, name) for name in self.needed)
-        return self.is_ours() or (is_same and has_needed)
-
-    def warn_unknown(self) -> None:
-        """Warn, at the source line of the caller's caller."""
-        package = sys.modules[self.owner.__name__.partition(".")[0]]
-        name = f"{package.__name__} {package.__version__}"
-        warnings.warn(
-            f"grpo_kernels: {name} has no {self.unknown}, without grpo_kernels", stacklevel=3
-        )
-
-    def replace(self, patches: Patches) -> None:
-        """Replace the function by ours, if it is known, until `patches` are restored."""
-        if self.is_known():
-            patches.replace(self.owner, self.name, self.ours)
-
-    def replaced(self) -> AbstractContextManager[None]:
-        """A context in which our function replaces theirs, if that is known."""
-        return replaced(self.owner, self.name, self.ours) if self.is_known() else nullcontext()
 
 
 def parameter_names(function: Callable[..., Any]) -> tuple[str, ...]:

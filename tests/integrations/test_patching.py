@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from grpo_kernels import Expectation
-from grpo_kernels.patching import HostFunction, KnownRows, Patches, Shares, during, needed, replaced
+from grpo_kernels.patching import KnownRows, Patches, Shares, during, needed, replaced
 
 pytestmark = pytest.mark.unit
 
@@ -100,27 +100,6 @@ def test_a_context_variable_for_a_call_that_raises() -> None:
             {1: "before"}[variable.get()]
         assert variable.get() == 1
     assert variable.get() == 0
-
-
-def test_a_function_of_another_release_is_left_alone(owner: ModuleType) -> None:
-    def other(x: int) -> None: ...
-
-    owner.__version__ = "9"
-    function = HostFunction(owner, "f", ours, unknown="function f", needed=("g",))
-    for f, g, is_known in (
-        (theirs, True, True),
-        (theirs, False, False),
-        (other, True, False),
-        (ours, False, True),
-    ):
-        owner.f = f
-        vars(owner).pop("g", None)
-        if g:
-            owner.g = theirs
-        assert (function.is_known(), function.is_ours()) == (is_known, f is ours)
-        with function.replaced():
-            assert owner.f is (ours if is_known else f)
-        assert owner.f is f
 
 
 COUNTED = torch.tensor([[1, 0, 1], [0, 1, 1]])
