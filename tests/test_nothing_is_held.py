@@ -298,7 +298,7 @@ TRAINERS: dict[str, dict[str, Any]] = {
     "defaults": {},
     "exact KL": {"kl_estimator": "full", "beta": 0.04},
     "several steps": {"num_iterations": 2, "beta": 0.04},
-    "regrouped": {"regroup": True},
+    "TRL's micro-batches": {"regroup": False},
     "skipped": {"zero_advantage": "skip", "loss_type": "dapo"},
     "patched": {},
     "stock": {},

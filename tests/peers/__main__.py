@@ -45,7 +45,6 @@ class Peer:
         )
 
 
-ROUNDED = "expects logits rounded to 16 bits"
 PEERS = (
     Peer(
         "trl",
@@ -55,19 +54,6 @@ PEERS = (
         ("patch_trl", "FusedGRPOTrainer"),
         # images, a server, and models of the hub with their weights
         select="not VLM and not vllm and not Slow",
-    ),
-    Peer(
-        "trl",
-        "TRL_SOURCE",
-        "tests",
-        "tests/test_kernels.py",
-        ("patch_trl", 'patch_trl(logits_dtype="input")'),
-        select="TestChunkedLogProbFunction",
-        known={
-            r"::test_forward\[": "counts the products of TRL's tiles",
-            r"^patch_trl: .*::test_backward_bfloat16": ROUNDED,
-            r"::test_bias\[dtype1": f"{ROUNDED}, once more after the bias",
-        },
     ),
     Peer(
         "liger_kernel",

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 WAY, PACKAGE = os.environ.get("GRPO_KERNELS_WAY", ""), os.environ.get("GRPO_KERNELS_PEER", "")
-HEAD_TESTS = "TestChunkedLogProbFunction"  # of TRL's head, which TRL runs on accelerators alone
 calls = 0  # of ours: a run that never reached it would prove nothing
 
 
@@ -32,14 +31,6 @@ def pytest_configure(config: pytest.Config) -> None:
         _trl_without_hub()
     if WAY in WAYS:
         WAYS[WAY]()
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """TRL's function has a path for CPUs, and so have we: its tests run here too."""
-    for node in {node for item in items for node in item.listchain() if node.name == HEAD_TESTS}:
-        node.own_markers[:] = [
-            m for m in node.own_markers if m.kwargs.get("reason") != "test requires accelerator"
-        ]
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -69,16 +60,13 @@ def _trl_without_hub() -> None:
         packages.is_liger_kernel_available = lambda *_, **__: False
 
 
-def _trl(**options: str) -> None:
-    """Their head, wherever they look it up; tests of it take it from the package."""
-    import trl.kernels as kernels
-
-    from grpo_kernels.trl import fused_head, patch_trl
+def _trl() -> None:
+    """Our head for every model that their trainers give one."""
+    from grpo_kernels.trl import patch_trl
 
     _count_heads()
-    if not patch_trl(**options):
+    if not patch_trl():
         raise pytest.UsageError("this TRL is one that we do not know")
-    kernels.ChunkedLogProbFunction = fused_head.FusedHead
 
 
 def _fused_trainer() -> None:
@@ -94,7 +82,7 @@ def _fused_trainer() -> None:
 def _count_heads() -> None:
     from grpo_kernels.trl import fused_head
 
-    fused_head.FusedHead.apply = staticmethod(counted(fused_head.FusedHead.apply))
+    fused_head.linear_logprob = counted(fused_head.linear_logprob)
 
 
 def _liger() -> None:
@@ -158,7 +146,6 @@ def _verl() -> None:
 
 WAYS = {
     "patch_trl": _trl,
-    'patch_trl(logits_dtype="input")': lambda: _trl(logits_dtype="input"),
     "FusedGRPOTrainer": _fused_trainer,
     "patch_liger": _liger,
     "grpo_kernels.advantages": _verl,
