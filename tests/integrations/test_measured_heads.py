@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from benchmarks import tiny_models, tiny_run
 from grpo_kernels import GRPOLoss
 from grpo_kernels.transformers import causal_lm_loss, completion_logprobs, describe_head
 from tests.support import tiny_architectures as tiny
-from tests.support.training_step import SCORED, batch, said_by
+from tests.support.training_step import SCORED, batch
 
 pytestmark = pytest.mark.usefixtures("forget_warnings")
 
@@ -61,8 +62,9 @@ def test_verls_forward(kind: str) -> None:
             assert_own(nn.functional.pad(got[:, :-1], (1, 0)), want, given)
 
 
-@pytest.mark.parametrize("kind", SCALED)
+@pytest.mark.parametrize("kind", [*SCALED, "bert"])
 def test_a_patched_trl(kind: str) -> None:
+    """BERT has a dense layer and a norm before its head, which stock TRL leaves out."""
     pytest.importorskip("trl")
     import trl.trainer.dpo_trainer as trl_dpo
 
@@ -70,32 +72,14 @@ def test_a_patched_trl(kind: str) -> None:
 
     model, given = tiny.text_model(kind, torch.float32), batch()
     want, inputs = own_logps(model, given), {name: given[name] for name in SCORED[:2]}
-    # which knows the head, not what is before it
-    completion_logprobs(model, **{name: given[name] for name in SCORED})
     inputs["labels"] = given["input_ids"].masked_fill(given["attention_mask"] == 0, -100)
 
-    def compare() -> None:
-        trl_dpo.add_fused_lm_head(model, outputs=("log_probs",))
-        for _ in range(2):
-            got = model(**inputs, fused_lm_head=True).log_probs
-        got = got if got.shape == want.shape else nn.functional.pad(got, (1, 0))
-        assert_own(got, want, given)
-
     with patch_trl():
-        said = said_by(compare)
-    assert (len(said) == 1 and "soft-cap and scale" in said[0]) == (kind == "recurrent_gemma"), said
+        trl_dpo.add_fused_lm_head(model, outputs=("log_probs",))
+    for _ in range(2):
+        got = nn.functional.pad(model(**inputs, fused_lm_head=True).log_probs, (1, 0))
+        assert_own(got, want, given)
     assert torch.equal(own_logps(model, given), want)
-
-
-def test_a_body_whose_output_is_changed_before_the_head_is_refused_by_trls_seam() -> None:
-    """BERT has a dense layer and a norm there, which trl leaves out."""
-    pytest.importorskip("trl")
-    import trl.trainer.dpo_trainer as trl_dpo
-
-    from grpo_kernels.trl import patch_trl
-
-    with patch_trl(), pytest.raises(ValueError, match="BertLMHeadModel changes it in between"):
-        trl_dpo.add_fused_lm_head(tiny.text_model("bert", torch.float32))  # when a trainer is made
 
 
 @pytest.mark.parametrize("kind", ["recurrent_gemma", "hyperclovax"])
@@ -131,21 +115,28 @@ def test_distillation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Constants of student and teacher, under a name that trl does not read."""
     trl = pytest.importorskip("trl")
     from grpo_kernels.trl import FusedDistillationTrainer
-    from tests.support.trl_training import Written, train
+    from tests.support.trl_training import Run, Written, train
 
     class Ours(Written, FusedDistillationTrainer):
         def _generate_single_turn(self, *args: Any, **kwargs: Any) -> list[list[int]]:
             return super()._generate_single_turn(*args, **kwargs)[0]  # type: ignore[no-any-return]
 
-    sizes = {"vocab_size": tiny_models.VOCAB, "max_position_embeddings": 256}
-    model = tiny.text_model("recurrent_gemma", torch.float32, **sizes)
-    teacher = tiny.text_model("hyperclovax", torch.float32, **sizes)
-    monkeypatch.setattr(tiny_run, "model", lambda *_, **__: model)
-    options = {"config_class": trl.DistillationConfig, "beta": 0.5, "max_completion_length": 12}
-    run = train(Ours, 1, teacher_model=teacher, per_device_train_batch_size=4, **options)
-    student, other = run.trainer._heads
+    def distilled(student: str, teacher: str) -> Run:
+        sizes = {"vocab_size": tiny_models.VOCAB, "max_position_embeddings": 256}
+        model, other = (tiny.text_model(x, torch.float32, **sizes) for x in (student, teacher))
+        monkeypatch.setattr(tiny_run, "model", lambda *_, **__: model)
+        options = {"config_class": trl.DistillationConfig, "beta": 0.5, "max_completion_length": 12}
+        options["prepare"] = lambda _: warnings.simplefilter("always")  # a tiny run is silent
+        return train(Ours, 1, teacher_model=other, per_device_train_batch_size=4, **options)
+
+    with pytest.warns(UserWarning, match="trl's head would use the soft-cap and scale"):
+        run = distilled("recurrent_gemma", "hyperclovax")
+    student, teacher = run.trainer._heads
     assert (student.final_logit_softcapping, student.logit_scale) == (2.0, 1.0)
-    assert (other.final_logit_softcapping, other.logit_scale) == (None, 3.0)
+    assert (teacher.final_logit_softcapping, teacher.logit_scale) == (None, 3.0)
+    # a dense layer and a norm before the head, which trl's divergence leaves out
+    with pytest.raises(ValueError, match="BertLMHeadModel changes it in between"):
+        distilled("llama", "bert")
 
 
 def test_an_argument_that_divides_the_logits_is_measured_for_each_value() -> None:
