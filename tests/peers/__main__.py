@@ -54,6 +54,9 @@ PEERS = (
         ("patch_trl", "FusedGRPOTrainer"),
         # images, a server, and models of the hub with their weights
         select="not VLM and not vllm and not Slow",
+        known={
+            r"^FusedGRPOTrainer: .*_peft_lm_head_raises": "expects that LoRA on lm_head is refused"
+        },
     ),
     Peer(
         "liger_kernel",
