@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 OUTCOMES = ("passed", "failed", "error", "skipped")
@@ -45,19 +46,18 @@ class Peer:
         )
 
 
+def of_trl(name: str, *ways: str, **more: Any) -> Peer:
+    """Tests of one of TRL's trainers."""
+    # no images, no server, no models of the hub with their weights
+    select = "not VLM and not VisionLanguage and not vllm and not Slow"
+    file = f"tests/test_{name}_trainer.py"
+    return Peer("trl", "TRL_SOURCE", "tests", file, ways, select, **more)
+
+
+ADAPTER = {r"^FusedGRPOTrainer: .*_peft_lm_head_raises": "expects that LoRA on lm_head is refused"}
 PEERS = (
-    Peer(
-        "trl",
-        "TRL_SOURCE",
-        "tests",
-        "tests/test_grpo_trainer.py",
-        ("patch_trl", "FusedGRPOTrainer"),
-        # images, a server, and models of the hub with their weights
-        select="not VLM and not vllm and not Slow",
-        known={
-            r"^FusedGRPOTrainer: .*_peft_lm_head_raises": "expects that LoRA on lm_head is refused"
-        },
-    ),
+    of_trl("grpo", "patch_trl", "FusedGRPOTrainer", known=ADAPTER),
+    *(of_trl(name, "patch_trl") for name in ("rloo", "dpo", "kto")),
     Peer(
         "liger_kernel",
         "LIGER_SOURCE",

@@ -10,6 +10,7 @@ trainer it runs.
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,10 @@ TEMPLATES = {
     "GptOss": "gptoss",
     "Glm4Moe": "glm4moe",
 }
+KINDS = (
+    *("prompt_only", "language_modeling", "prompt_completion", "preference"),
+    *("implicit_prompt_preference", "unpaired_preference"),
+)
 PROMPTS = (
     "Short is better than",
     "What is plain is",
@@ -101,7 +106,7 @@ def make(folder: Path) -> None:
             owner / name, config, {"num_labels": 1}, transformers.AutoModelForSequenceClassification
         )
     _remote(owner)
-    _prompts(owner / "zen")
+    _texts(owner / "zen")
 
 
 def _write(folder: Path, config_class: str, fields: dict[str, Any], auto: Any) -> None:
@@ -154,17 +159,40 @@ def _remote(owner: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def _prompts(folder: Path) -> None:
-    """Prompts as text and as conversations, 4 to train on and 2 to test with."""
+def _texts(folder: Path) -> None:
+    """Prompts and answers, as text and as conversations, 4 to train on and 2 to test with."""
     folder.mkdir(parents=True)
     configurations = []
-    for name, form in {
-        "standard_prompt_only": lambda text: text,
-        "conversational_prompt_only": lambda text: [{"role": "user", "content": text}],
-    }.items():
+    for style, kind in product(("standard", "conversational"), KINDS):
+        name = f"{style}_{kind}"
         for split, texts in {"train": PROMPTS[:4], "test": PROMPTS[4:]}.items():
-            lines = [json.dumps({"prompt": form(text)}) for text in texts]
+            lines = [json.dumps(_line(kind, x, i, style)) for i, x in enumerate(texts)]
             (folder / f"{name}-{split}.jsonl").write_text("\n".join(lines))
         files = "".join(f"  - split: {s}\n    path: {name}-{s}.jsonl\n" for s in ("train", "test"))
         configurations.append(f"- config_name: {name}\n  data_files:\n{files}")
     (folder / "README.md").write_text(f"---\nconfigs:\n{''.join(configurations)}---\n")
+
+
+def _line(kind: str, prompt: str, place: int, style: str) -> dict[str, Any]:
+    """A line of a data set of that `kind`, as TRL's documentation names them."""
+
+    def said(*texts: str, by: tuple[str, ...] = ("assistant",)) -> Any:
+        if style == "standard":
+            return "".join(texts)
+        return [{"role": role, "content": x} for role, x in zip(by, texts, strict=True)]
+
+    both, asked = ("user", "assistant"), said(prompt, by=("user",))
+    good, bad = f" long{'er' * place}.", " ugly."
+    if kind == "prompt_only":
+        return {"prompt": asked}
+    if kind == "language_modeling":
+        name = "text" if style == "standard" else "messages"
+        return {name: said(prompt, good, by=both)}
+    if kind == "prompt_completion":
+        return {"prompt": asked, "completion": said(good)}
+    if kind == "preference":
+        return {"prompt": asked, "chosen": said(good), "rejected": said(bad)}
+    if kind == "implicit_prompt_preference":
+        return {"chosen": said(prompt, good, by=both), "rejected": said(prompt, bad, by=both)}
+    is_good = place % 2 == 0
+    return {"prompt": asked, "completion": said(good if is_good else bad), "label": is_good}
