@@ -4,8 +4,9 @@ of `grpo_kernels.estimate` (docs/real.md)."""
 from __future__ import annotations
 
 import itertools
+import math
 
-from grpo_kernels.estimate import MODELS, Batch, Training, gain, whole
+from grpo_kernels.estimate import MODELS, Batch, Training, factors, whole
 
 MEAN = 512  # tokens of a completion
 GENERATION = 0.5  # share of stock TRL's step, an assumption
@@ -24,7 +25,7 @@ def lines() -> list[str]:
     table = [["training", *BATCHES], ["---"] * (1 + len(BATCHES))]
     for model, lora, beta in itertools.product(MODELS, (True, False), (0, 0.04)):
         gains = [
-            gain(model, [batch], Training(lora=lora, kl=beta > 0, vllm=vllm))
+            math.prod(factors(model, [batch], Training(lora=lora, kl=beta > 0, vllm=vllm)).values())
             for batch, vllm in BATCHES.values()
         ]
         name = f"{model.name}, {'LoRA' if lora else 'all parameters'}, beta {beta}"
