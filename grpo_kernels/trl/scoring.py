@@ -62,8 +62,8 @@ class OldScoring:
         self._generated_at = 0  # optimizer steps before the last generation
         # the micro-batch of TRL's buffer whose loss comes next, if it lacks old log-probabilities
         self._buffered: dict[str, Any] | None = None
-        self._figures: list[tuple[Tensor, Tensor]] = []  # of a generation's micro-batches
-        self._last_figures = 1  # their number when all are there
+        # of a generation's micro-batches, in training and in an evaluation, which may come between
+        self._figures: dict[bool, list[tuple[Tensor, Tensor]]] = {True: [], False: []}
 
     def prepare(
         self, trainer: Any, prepare: Callable[[Any], dict[str, Any]], inputs: Any
@@ -86,9 +86,8 @@ class OldScoring:
             raise ValueError(
                 "sampling_per_token_logps: expected the sampler's for its correction, got None"
             )
-        self._figures, self._last_figures = [], 1
+        self._figures[trainer.model.training].clear()
         if trainer.model.training:
-            self._last_figures = trainer.args.steps_per_generation
             self._generated_at = trainer.state.global_step
         return batch
 
@@ -129,17 +128,19 @@ class OldScoring:
         # of the tokens that the sampler could score
         gaps = (logps.detach() - sampling).abs()[mask & ~torch.isnan(sampling)]
         ratios = ratio.flatten() if per_sequence else ratio[mask]
-        self._figures.append((gaps[:0], ratios[:0]) if is_empty(inputs) else (gaps, ratios))
+        figures = (gaps[:0], ratios[:0]) if is_empty(inputs) else (gaps, ratios)
+        self._figures[trainer.model.training].append(figures)
 
     def log_figures(self, trainer: Any) -> None:
         """Log what TRL does of a generation's ratios, once those of all micro-batches are there.
 
         As TRL: each is reduced on every rank (0 if it has no numbers), then over ranks.
         """
-        if len(self._figures) < self._last_figures:
+        figures, trains = self._figures[trainer.model.training], trainer.model.training
+        if len(figures) < (trainer.args.steps_per_generation if trains else 1):
             return
-        gaps, ratios = map(torch.cat, zip(*self._figures, strict=True))
-        self._figures.clear()
+        gaps, ratios = map(torch.cat, zip(*figures, strict=True))
+        figures.clear()
         for name, x, own, all_ranks in (
             ("sampling_logp_difference/mean", gaps, torch.mean, torch.mean),
             ("sampling_logp_difference/max", gaps, torch.max, torch.max),

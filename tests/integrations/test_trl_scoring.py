@@ -331,3 +331,21 @@ def test_a_policy_that_has_changed_is_an_error() -> None:
 def test_what_it_needs_is_said(run: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}"):
         run(FusedGRPOTrainer, **options)
+
+
+class EvaluatesWithin(Sampler):
+    """It evaluates within an optimizer step, when half of a generation's ratios are known."""
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        loss: Tensor = super().training_step(*args, **kwargs)  # type: ignore[misc]
+        if not self.accelerator.sync_gradients:  # type: ignore[attr-defined]
+            self.evaluate()  # type: ignore[attr-defined]
+        return loss
+
+
+def test_an_evaluation_within_a_step_takes_nothing_from_its_metrics() -> None:
+    options = {"mixin": EvaluatesWithin, "eval_dataset": tiny_run.dataset(8), "steps": 2}
+    options |= mode("token_truncate", per_device_eval_batch_size=8)
+    stock, ours = (sampled(cls, **options) for cls in (GRPOTrainer, FusedGRPOTrainer))
+    assert_same(stock, ours)
+    assert_same_evaluations(stock, ours)
