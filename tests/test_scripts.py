@@ -54,17 +54,6 @@ def test_a_script_runs_as_main_with_our_trainer_under_every_name(tmp_path: Path)
     assert "arguments: ['--steps', '3', '--', '-h']" in said
 
 
-def test_a_traceback_begins_in_the_script(tmp_path: Path) -> None:
-    code, said = run("def f():\n    raise KeyError('planted')\n\nf()\n", tmp_path)
-    assert code == 1
-    trace = said[said.index("Traceback") :].splitlines()[1:]
-    assert [line.strip() for line in trace if line.startswith("  File")][:2] == [
-        f'File "{tmp_path}/train.py", line 4, in <module>',
-        f'File "{tmp_path}/train.py", line 2, in f',
-    ]
-    assert "runpy" not in said.partition("KeyError: 'planted'")[0]
-
-
 TRAINS = f"""
 import sys
 sys.path.append({str(ROOT)!r})
@@ -162,12 +151,10 @@ def test_a_script_is_alike_and_writes_nothing(tmp_path: Path) -> None:
     assert not {"step_time", "learning_rate", "rows/projected"} & result["metrics"].keys()
     assert all(x["difference"] <= 1e-5 for x in result["metrics"].values())
     parameters = result["parameters"]
-    assert "model.embed_tokens.weight" in parameters["each"]
-    assert all(x["change"] > 0 for x in parameters["each"].values())
-    assert parameters["relative"] <= 1e-3
-    assert result["generations"] == {"all": 2, "equal": 0}
+    assert parameters["change"] > 0 and parameters["relative"] <= 1e-3
+    assert parameters["largest"] < 1e-4 and parameters["in"].startswith("model.")
     said = done.stdout
-    assert result["noise_off"] and "Dropout and other noise are off in both runs" in said
+    assert stock["noise_off"] and "Dropout and other noise are off in both runs" in said
     assert said.splitlines()[-1] == (
         "ALIKE: no difference exceeds the tolerance: 0.001 for logged numbers, 0.01 for parameters"
     )
@@ -182,7 +169,7 @@ def test_a_planted_difference_is_reported(planted: str, steps: int, tmp_path: Pa
     """A loss that depends on the trainer; and a learning rate, which only the parameters show."""
     done, result = compare(TRAINS, tmp_path, planted, steps=steps)
     assert done.returncode == 1, done.stderr
-    assert not result["noise_off"] and "Dropout" not in done.stdout
+    assert not result["runs"]["stock"]["noise_off"] and "Dropout" not in done.stdout
     assert "\nDIFFERENT: a difference exceeds the tolerance: 0.001" in done.stdout
     differences = {name: x["difference"] for name, x in result["metrics"].items()}
     relative = result["parameters"]["relative"]
@@ -208,7 +195,6 @@ def test_a_script_that_has_our_trainer_is_compared_with_stock_trl(tmp_path: Path
     stock, fused = (result["runs"][name]["logs"] for name in ("stock", "fused"))
     assert "rows/projected" not in stock[0]
     assert fused[0]["tokens/computed"] > 0.5  # layout="trim"
-    assert result["generations"] == {"all": 1, "equal": 1}
     assert 0 < max(x["difference"] for x in result["metrics"].values()) <= 1e-5
 
 
