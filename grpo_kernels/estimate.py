@@ -187,8 +187,8 @@ def model_of(name: str) -> Model:
                 body += x.numel() * met
         return Model(name, config.vocab_size, config.hidden_size, round(body))
     except Exception as error:  # the checks of a config may raise anything
-        reason = (str(error).splitlines() or [""])[0]
         known = f"{', '.join(x.name for x in MODELS)}, or a model whose config.json can be read"
+        reason = str(error).partition("\n")[0]
         raise ValueError(f"--model: expected {known}, got {name} ({reason})") from error
 
 
@@ -205,7 +205,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``python -m grpo_kernels estimate``."""
     add = parser.add_mutually_exclusive_group(required=True).add_argument
     about = (
-        "log-normal lengths: their mean, as in 512,0.8 with a standard deviation of 0.8 times it"
+        "mean of log-normal lengths, or 512,0.8: with a standard deviation of 0.8 times the mean"
     )
     add("--completion", type=mean_and_variation, metavar="MEAN[,CV]", help=about)
     about = (
@@ -214,11 +214,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "list of ids, or a text; rewards may be left out"
     )
     add("--samples", type=Path, metavar="JSONL", help=about)
-    about = "trainer_state.json, which TRL saves in each checkpoint"
-    add("--log", type=Path, metavar="JSON", help=about)
+    add("--log", type=Path, metavar="JSON", help="trainer_state.json of a checkpoint, and --prompt")
     add = parser.add_argument
-    about = "lengths of prompts; with --completion and --log"
-    add("--prompt", type=mean_and_variation, metavar="MEAN[,CV]", help=about)
+    add("--prompt", type=mean_and_variation, metavar="MEAN[,CV]", help="the same of prompts")
     add("--max-completion", type=whole_number, help="max_completion_length; with --completion")
     add("--equal", type=share, default=0.0, help="share of the groups with equal rewards")
     add("--tokenizer", metavar="NAME", help="folder or Hub name of a tokenizer, for texts")

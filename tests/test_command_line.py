@@ -22,7 +22,6 @@ HEAD = "memory --vocab 9 --hidden 4 "
 
 
 def written(config: dict[str, Any], folder: Path) -> str:
-    """`config` as a model's configuration in `folder`."""
     (folder / "config.json").write_text(json.dumps(config))
     return str(folder)
 
@@ -33,7 +32,6 @@ def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The error that these arguments are."""
     with pytest.raises(SystemExit, match="2"):
         main(arguments)
     return capsys.readouterr().err
@@ -103,15 +101,11 @@ LARGE = "expected 1 to 1,000,000,000, got"
     ("arguments", "message"),
     [
         ("memory --rows 8", SIZES),
-        ("memory --vocab 9", SIZES),
-        ("memory --vocab 9 --hidden 0", f"--hidden: {LARGE} 0"),
         ("memory --model Qwen3-8B --vocab 9", SIZES),
         ("memory --model Qwen4-8B", "--model: expected Qwen3-0.6B, "),
         ("memory --config /nowhere", "--config: expected a folder with config.json, got /nowhere"),
-        (f"{HEAD} --gpu 4091", "or its GiB, got 4091"),
         (f"{HEAD} --gpu G7", "--gpu: expected A10G, A100, "),
         (f"{HEAD} --gpu -1", "or its GiB, got -1"),
-        (f"{HEAD} --rows 0", f"--rows: {LARGE} 0"),
         (f"{HEAD} --rows 99999999999999999999", f"--rows: {LARGE} 9999"),
         (f"{HEAD} --mask 1", "--mask: expected at least 0 and less than 1, got 1"),
         (f"{HEAD} --workspace 0", f"--workspace: {LARGE} 0"),
@@ -146,11 +140,13 @@ def test_config_gives_the_sizes_of_any_model(
 @pytest.mark.parametrize(
     "changed",
     [
-        {"model_type": "no-such-model"}, {"vocab_size": None}, {"vocab_size": "abc"},
-        {"vocab_size": 100.5}, {"vocab_size": True}, {"hidden_size": 0}, {"vocab_size": 10**20},
+        {"model_type": "no-such-model"},
+        {"vocab_size": None},
+        {"vocab_size": True},
+        {"hidden_size": 0},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_config_that_cannot_be_read_is_one_line(
     changed: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

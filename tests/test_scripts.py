@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import grpo_kernels
+from grpo_kernels.__main__ import main
 from tests.support.forked import run_script
 
 pytest.importorskip("trl")
@@ -21,7 +22,6 @@ ROOT = Path(grpo_kernels.__file__).parents[1]
 
 
 def run(script: str, folder: Path, *arguments: str) -> tuple[int, str]:
-    """Exit code and output of ``python -m grpo_kernels run script *arguments``."""
     path, command = folder / "train.py", folder / "command.py"
     path.write_text(script)
     command.write_text("from grpo_kernels.__main__ import main\n\nraise SystemExit(main())\n")
@@ -172,13 +172,12 @@ def test_a_planted_difference_is_reported(planted: str, steps: int, tmp_path: Pa
     assert not result["runs"]["stock"]["noise_off"] and "Dropout" not in done.stdout
     assert "\nDIFFERENT: a difference exceeds the tolerance: 0.001" in done.stdout
     differences = {name: x["difference"] for name, x in result["metrics"].items()}
-    relative = result["parameters"]["relative"]
     if planted == "loss":
-        assert result["metrics"]["grad_norm"]["difference"] == pytest.approx(0.5, abs=0.01)
+        assert differences["grad_norm"] == pytest.approx(0.5, abs=0.01)
         assert "grad_norm, in step " in done.stdout
     else:
         assert max(differences.values()) <= 1e-5
-        assert relative == pytest.approx(1.0, abs=0.01)
+        assert result["parameters"]["relative"] == pytest.approx(1.0, abs=0.01)
 
 
 def test_a_run_that_does_not_train_is_no_comparison(tmp_path: Path) -> None:
@@ -189,40 +188,35 @@ def test_a_run_that_does_not_train_is_no_comparison(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_script_that_has_our_trainer_is_compared_with_stock_trl(tmp_path: Path) -> None:
-    done, result = compare(OURS, tmp_path, "nothing")
-    assert done.returncode == 0, done.stderr
-    stock, fused = (result["runs"][name]["logs"] for name in ("stock", "fused"))
-    assert "rows/projected" not in stock[0]
-    assert fused[0]["tokens/computed"] > 0.5  # layout="trim"
-    assert 0 < max(x["difference"] for x in result["metrics"].values()) <= 1e-5
-
-
-@pytest.mark.slow
-def test_another_trainer_is_patched(tmp_path: Path) -> None:
-    done, result = compare(SFT, tmp_path)
+@pytest.mark.parametrize("script", [OURS, SFT], ids=["our trainer", "another trainer"])
+def test_a_script_with_another_trainer_is_compared_with_stock_trl(
+    script: str, tmp_path: Path
+) -> None:
+    done, result = compare(script, tmp_path, "nothing")
     assert done.returncode == 0, done.stderr
     stock, fused = (result["runs"][name]["logs"] for name in ("stock", "fused"))
     assert "rows/projected" not in stock[0]
     assert fused[0]["rows/projected"] > 0
+    assert fused[0].get("tokens/computed", 1.0) > 0.5  # layout="trim"
     assert max(x["difference"] for x in result["metrics"].values()) <= 1e-5
 
 
-@pytest.mark.parametrize("command", ["run", "compare"])
-def test_a_script_has_to_exist(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    from grpo_kernels.__main__ import main
-
-    with pytest.raises(SystemExit, match="2"):
-        main([command, "/nowhere.py"])
-    assert "script: expected a Python file, got /nowhere.py" in capsys.readouterr().err
-
-
-def test_several_processes_are_not_compared(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("command", "script", "message"),
+    [
+        ("run", "/nowhere.py", "script: expected a Python file, got /nowhere.py"),
+        ("compare", "/nowhere.py", "script: expected a Python file, got /nowhere.py"),
+        ("compare", __file__, "expected one process, without accelerate launch"),
+    ],
+)
+def test_one_process_and_a_script_are_expected(
+    command: str,
+    script: str,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from grpo_kernels.__main__ import main
-
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SystemExit, match="2"):
-        main(["compare", __file__])
-    assert "expected one process, without accelerate launch" in capsys.readouterr().err
+        main([command, script])
+    assert message in capsys.readouterr().err
