@@ -147,7 +147,9 @@ class FusedHead:
         results, output, shares = run_in_head(
             model, run, score, inputs, self.options.trunk, needed, self.foreseen.live, state_of
         )
-        found = dict(zip(names, results, strict=True))
+        # TRL's record is in fp32
+        single = (x.float() if x.dtype == torch.float64 else x for x in results)
+        found = dict(zip(names, single, strict=True))
         device = results[0].device
         counted, needed = counted.to(device), needed.to(device)
         self.options.shares.join(shares)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -71,12 +71,12 @@ class Part:
 def reason_against(trainer: Any) -> str | None:
     """What forbids to regroup: the loss depends on which samples share a micro-batch."""
     args, owner = trainer.args, trainer.loss_owner
+    # what TRL's loss reads: a callback may change it
     for what, is_set in (
         (f"a loss of {owner.__name__}'s own", owner is not GRPOTrainer),
-        (f"loss_type={args.loss_type!r}", args.loss_type not in REGROUPED),
-        ("entropy_coef", args.entropy_coef != 0.0),
-        ("use_adaptive_entropy", getattr(args, "use_adaptive_entropy", False)),
-        ("top_entropy_quantile", args.top_entropy_quantile < 1.0),
+        (f"loss_type={trainer.loss_type!r}", trainer.loss_type not in REGROUPED),
+        ("entropy_coef", trainer._entropy_bonus_enabled),
+        ("top_entropy_quantile", trainer.top_entropy_quantile < 1.0),
         ("router_aux_loss_coef", trainer.aux_loss_enabled),
     ):
         if is_set:
@@ -105,7 +105,7 @@ def check_window(trainer: Any) -> None:
 
 def share_of_mean(trainer: Any, inputs: dict[str, Any]) -> float:
     """Factor of a part's loss, if it is a mean: its samples over those of TRL's micro-batch."""
-    config = config_of_trainer(trainer.args)
+    config = replace(config_of_trainer(trainer.args), loss_type=trainer.loss_type)
     if averaged_over(config, num_items=True) != "sequences":
         return 1.0
     return len(inputs["prompt_ids"]) / inputs[PART].window.size

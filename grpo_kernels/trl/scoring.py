@@ -41,14 +41,16 @@ from grpo_kernels.trl.micro_batches import counted_tokens, is_corrected, metrics
 from grpo_kernels.trl.regroup import is_empty
 
 OLD, RATIO, REFERENCE = "old_per_token_logps", "importance_sampling_ratio", "ref_per_token_logps"
-# Methods that read a batch or the log-probabilities of its loss, and modules whose are known.
-_READERS = (
+# Methods that read a batch or the log-probabilities of its loss; those that see a micro-batch in
+# another way; and modules whose are known.
+READERS = (
     "_generate_and_score_completions",
     "_prepare_inputs",
     "compute_loss",
     "_compute_loss",
     "_get_per_token_logps_and_entropies",
 )
+OF_LOSS = ("get_off_policy_mask", "get_gamma_weights", "get_high_entropy_mask")
 _KNOWN = ("transformers.", "trl.trainer.", "trl.experimental.gmpo.", "grpo_kernels.")
 _TRL_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
@@ -72,13 +74,18 @@ class OldScoring:
         if self.is_deferred is None:
             self.is_deferred = _is_deferred(trainer)
             self.defers_reference = _defers_reference(trainer)
+        changes: list[tuple[Any, str, Any]] = []
+        if self.defers_reference:
+            changes.append((trainer, "beta", 0.0))
+        if self.is_deferred:  # as if there were no correction and no step before the batch ends
+            changes.append((trainer, "vllm_importance_sampling_correction", False))
+            changes.append((trainer.args, "gradient_accumulation_steps", _micro_steps(trainer)))
         with ExitStack() as stack:
-            if self.defers_reference:
-                stack.enter_context(replaced(trainer, "beta", 0.0))
-            if self.is_deferred:  # as if there were no correction and no step before the batch ends
-                ratio, steps = "vllm_importance_sampling_correction", _micro_steps(trainer)
-                stack.enter_context(replaced(trainer, ratio, False))
-                stack.enter_context(replaced(trainer.args, "gradient_accumulation_steps", steps))
+            for name in ("_generate", "_calculate_rewards"):  # for which all is as it was
+                method = _with_own(changes, getattr(trainer, name))
+                stack.enter_context(replaced(trainer, name, method))
+            for change in changes:
+                stack.enter_context(replaced(*change))
             batch = prepare(inputs)
         if not self.is_deferred:
             return batch
@@ -166,6 +173,21 @@ class OldScoring:
             self._buffered = None
 
 
+def _with_own(
+    changes: Sequence[tuple[Any, str, Any]], method: Callable[..., Any]
+) -> Callable[..., Any]:
+    """`method`, with the values of now for the attributes that `changes` are going to change."""
+    own = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as stack:
+            for value in own:
+                stack.enter_context(replaced(*value))
+            return method(*args, **kwargs)
+
+    return run
+
+
 @contextmanager
 def as_reference(trainer: Any) -> Iterator[Any]:
     """Inside, the model that is given is the reference."""
@@ -246,11 +268,14 @@ def _defers_reference(trainer: Any) -> bool:
     if trainer.kl_estimator == "full":
         return True
     moves = getattr(trainer.args, "sync_ref_model", False)  # it has to score at the generation
-    return not moves and reader_of(trainer, _READERS[:2]) is None
+    return not moves and reader_of(trainer, READERS[:2]) is None
 
 
-def reader_of(trainer: Any, names: Sequence[str] = _READERS) -> str | None:
-    """A method that sees a batch, of a class that is not TRL's or ours; None: there is none."""
+def reader_of(trainer: Any, names: Sequence[str] = READERS) -> str | None:
+    """A method of `names` that is not TRL's or ours, of a class or set on the trainer, or None."""
+    for name in names:
+        if name in vars(trainer):
+            return f"the trainer's own {name}"
     for cls in type(trainer).__mro__:
         if not cls.__module__.startswith(_KNOWN):
             for name in names:

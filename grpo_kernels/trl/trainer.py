@@ -53,6 +53,7 @@ from grpo_kernels.trl.sampled_sets import (
 
 _logger = logging.getLogger(__name__)
 _PARTS = ("prompt", "completion")
+_SEES_MICRO_BATCHES = (*scoring.READERS, *scoring.OF_LOSS)
 
 
 @dataclass(eq=False)
@@ -117,6 +118,7 @@ class FusedLossMixin(fused_head.LogsRows):
     num_iterations: int
     ref_model: Any
     _buffered_inputs: Any
+    _step: int
     _call: Call | None = None  # the scoring that runs
 
     def __init__(
@@ -158,7 +160,7 @@ class FusedLossMixin(fused_head.LogsRows):
             super().__init__(*args, **kwargs)
         fused_head.check_head(self.model, self.args)
         self._check_skip()
-        self.regroup = self._decided(regroup)
+        self.regroup, self._is_trusted = self._decided(regroup), regroup is True
         if kl_estimator == "full":
             exact_kl.check(self)
         check_sampling_mask(self)
@@ -188,7 +190,7 @@ class FusedLossMixin(fused_head.LogsRows):
         reason, budget = regroup.reason_against(self), self.tokens_per_forward
         if regroups is True and reason is not None:
             raise ValueError(f"regroup: expected 'auto' or False with {reason}, got True")
-        reader = scoring.reader_of(self)
+        reader = scoring.reader_of(self, (*_SEES_MICRO_BATCHES, "training_step"))
         if reader is not None:
             reason = reason or f"{reader}, which may read micro-batches"
         if self.trunk_options.layout == "padded":
@@ -206,24 +208,34 @@ class FusedLossMixin(fused_head.LogsRows):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as TRL does; first see to what an interrupted training has left."""
-        buffered = self._buffered_inputs or ()
-        if self.regroup and self._step % regroup.window_of(self):  # type: ignore[attr-defined]
-            warnings.warn(
-                "grpo_kernels: regroup: a training was interrupted within an optimizer step, and "
-                "train() called again, so the steps to come are not of whole windows: samples stay "
-                "in TRL's micro-batches from now on",
-                stacklevel=2,
+        if self.regroup and self._step % regroup.window_of(self):
+            self._stop_regrouping(
+                "a training was interrupted within an optimizer step, and train() called again, so "
+                "that the steps to come are not of whole windows"
             )
-            names = (
-                [scoring.OLD, scoring.RATIO] if micro_batches.is_corrected(self) else [scoring.OLD]
-            )
-            self.regroup, self._buffered_inputs = False, regroup.as_trl_made(buffered, names)
         for batch in self._old_scoring.due(self._buffered_inputs or ()):
             self._score_old(batch)
         return super().train(*args, **kwargs)  # type: ignore[misc]
 
+    def _stop_regrouping(self, why: str) -> None:
+        """From now on, micro-batches are TRL's, and those that are left of a generation, too."""
+        warnings.warn(
+            f"grpo_kernels: regroup: {why}: samples stay in TRL's micro-batches from now on",
+            stacklevel=3,
+        )
+        names = [scoring.OLD, scoring.RATIO] if micro_batches.is_corrected(self) else [scoring.OLD]
+        buffered = self._buffered_inputs or ()
+        self.regroup = False
+        self._buffered_inputs = regroup.as_trl_made(buffered, names) or None
+
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
         """TRL's micro-batch, scored by the reference; after a generation, regroup all of them."""
+        begins = self.regroup and self._trains and self._step % regroup.window_of(self) == 0
+        reason = regroup.reason_against(self) if begins else None
+        if begins and reason is None and not self._is_trusted:
+            reason = scoring.reader_of(self, _SEES_MICRO_BATCHES)
+        if reason is not None:
+            self._stop_regrouping(f"the trainer has changed since it was made: {reason}")
         if self.regroup and self._trains:
             regroup.check_window(self)
         before = self._buffered_inputs
@@ -232,7 +244,7 @@ class FusedLossMixin(fused_head.LogsRows):
             return self._with_reference(inputs)
         if self.regroup and self._buffered_inputs is not before:
             self._buffered_inputs = self._regrouped(self._buffered_inputs)
-            inputs = self._buffered_inputs[self._step % len(self._buffered_inputs)]  # type: ignore[attr-defined]
+            inputs = self._buffered_inputs[self._step % len(self._buffered_inputs)]
         if self.accelerator.sync_gradients:  # the policy changes after this micro-batch
             for batch in self._old_scoring.due(self._buffered_inputs):
                 if batch is not inputs:

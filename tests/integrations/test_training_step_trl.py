@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import random
 import tempfile
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 pytest.importorskip("trl")
@@ -370,6 +372,82 @@ def test_a_subclass_that_keeps_a_part_of_the_samples(
     assert_regrouped(filtered(GRPOTrainer, loss_type), ours)
 
 
+SEES = (
+    "get_off_policy_mask",
+    "get_gamma_weights",
+    "training_step",
+    "_compute_loss",
+    "compute_loss",
+)
+
+
+@pytest.mark.parametrize("name", SEES)
+def test_a_class_that_sees_micro_batches_keeps_them_unless_it_is_trusted(name: str) -> None:
+    def same(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(super(reader, self), name)(*args, **kwargs)
+
+    reader = type("Reader", (FusedGRPOTrainer,), {name: same})
+    assert not trainer_of(reader, {}).regroup
+    assert trainer_of(reader, {}, **REGROUP).regroup
+    assert trainer_of(FusedGRPOTrainer, {}).regroup
+
+
+class Changed(transformers.TrainerCallback):  # type: ignore[misc]
+    """At the end of the first step, and of each later one, it changes the trainer."""
+
+    def __init__(self, change: Callable[[Any], None]) -> None:
+        self.change = change
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.change(self.trainer)
+
+
+def losses_by_size(trainer: Any) -> None:
+    """A loss that depends on which samples share a micro-batch, put on the trainer."""
+    if "compute_loss" in vars(trainer):
+        return
+    compute = trainer.compute_loss
+
+    def compute_loss(model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
+        return (1 + inputs["advantages"].abs().mean()) * compute(model, inputs, *args, **kwargs)
+
+    trainer.compute_loss = compute_loss
+
+
+CHANGED: dict[str, Callable[[Any], None]] = {
+    "another loss": lambda x: setattr(x, "loss_type", "grpo"),
+    "a loss that is not regrouped": lambda x: setattr(x, "loss_type", "bnpo"),
+    "a quantile": lambda x: setattr(x, "top_entropy_quantile", 0.4),
+    "a method of its own": losses_by_size,
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_what_a_callback_changes_is_stock_trls(name: str) -> None:
+    found = []
+    for base in (GRPOTrainer, FusedGRPOTrainer):
+        callback = Changed(CHANGED[name])
+        prepare = partial(setattr, callback, "trainer")
+        options = {"steps": 3, "steps_per_generation": 4, "callbacks": [callback], **SGD}
+        found.append(train(base, prepare=prepare, **options))
+    assert found[1].trainer.regroup == (name == "another loss")
+    assert max(parity.differences(found[0].steps, found[1].steps).values()) <= parity.TOLERANCE
+
+
+class PaidByBeta:
+    """In front of a trainer: its reward reads options that TRL scores a batch with."""
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
+        rewards: Tensor = super()._calculate_rewards(*args, **kwargs)  # type: ignore[misc]
+        steps = self.args.gradient_accumulation_steps  # type: ignore[attr-defined]
+        return rewards * (1 + self.beta) + 0.1 * steps * rewards.square()  # type: ignore[attr-defined]
+
+
+def test_rewards_see_the_trainers_own_options() -> None:
+    options = {"beta": 0.3, "steps_per_generation": 4, **SGD}
+    assert_same(*(train(mixed(PaidByBeta, x), **options) for x in (GRPOTrainer, FusedGRPOTrainer)))
+
+
 class Interrupted:
     """In front of a trainer: its training stops once, before the last loss of step `stops_in`."""
 
@@ -418,7 +496,7 @@ def test_a_training_that_was_interrupted_goes_on_as_stock_trls(again: dict[str, 
     assert max(parity.differences(stock.steps, ours.steps).values()) <= 1e-5
     assert ours.losses == pytest.approx(stock.losses, rel=1e-5, abs=1e-6)
     with pytest.warns(UserWarning, match="regroup: a training was interrupted within an optimizer"):
-        ours = trained_again(FusedGRPOTrainer, **options)
+        ours = trained_again(FusedGRPOTrainer, **REGROUP, **options)
     for i, (want, got) in enumerate(zip(stock.steps, ours.steps, strict=True)):
         names = want.keys() if i else ("loss", "grad_norm")
         for name in names:

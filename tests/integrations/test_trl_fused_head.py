@@ -165,10 +165,11 @@ def test_images(name: str) -> None:
     wanted = logits.log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0] * (labels[:, 1:] != -100)
     ours(model)
     found = model(input_ids=ids, **inputs, labels=labels, fused_lm_head=True).log_probs
-    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+    assert found.dtype == torch.float32, "as TRL's record, though the model is in fp64"
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-6, atol=1e-6)
     trained = [x for x in model.parameters() if x.requires_grad]
     gradients = [torch.autograd.grad(x.sum(), trained, allow_unused=True) for x in (found, wanted)]
-    torch.testing.assert_close(*gradients, rtol=1e-7, atol=1e-9)
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("asked", [{"output_router_logits": True}, {}], ids=["call", "config"])
