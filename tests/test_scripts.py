@@ -188,16 +188,16 @@ def test_a_run_that_does_not_train_is_no_comparison(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", [OURS, SFT], ids=["our trainer", "another trainer"])
+@pytest.mark.parametrize(("script", "least"), [(OURS, 0.5), (SFT, 0.0)], ids=["ours", "SFT"])
 def test_a_script_with_another_trainer_is_compared_with_stock_trl(
-    script: str, tmp_path: Path
+    script: str, least: float, tmp_path: Path
 ) -> None:
     done, result = compare(script, tmp_path, "nothing")
     assert done.returncode == 0, done.stderr
     stock, fused = (result["runs"][name]["logs"] for name in ("stock", "fused"))
     assert "rows/projected" not in stock[0]
     assert fused[0]["rows/projected"] > 0
-    assert fused[0].get("tokens/computed", 1.0) > 0.5  # layout="trim"
+    assert fused[0]["tokens/computed"] > least  # the script's layout="trim" computes more
     assert max(x["difference"] for x in result["metrics"].values()) <= 1e-5
 
 
