@@ -214,9 +214,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "list of ids, or a text; rewards may be left out"
     )
     add("--samples", type=Path, metavar="JSONL", help=about)
-    add("--log", type=Path, metavar="JSON", help="trainer_state.json of a checkpoint, and --prompt")
+    add(
+        "--log", type=Path, metavar="JSON", help="trainer_state.json of a checkpoint; with --prompt"
+    )
     add = parser.add_argument
-    add("--prompt", type=mean_and_variation, metavar="MEAN[,CV]", help="the same of prompts")
+    add(
+        "--prompt",
+        type=mean_and_variation,
+        metavar="MEAN[,CV]",
+        help="lengths of prompts, likewise",
+    )
     add("--max-completion", type=whole_number, help="max_completion_length; with --completion")
     add("--equal", type=share, default=0.0, help="share of the groups with equal rewards")
     add("--tokenizer", metavar="NAME", help="folder or Hub name of a tokenizer, for texts")
