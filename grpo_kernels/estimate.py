@@ -214,16 +214,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "list of ids, or a text; rewards may be left out"
     )
     add("--samples", type=Path, metavar="JSONL", help=about)
-    add(
-        "--log", type=Path, metavar="JSON", help="trainer_state.json of a checkpoint; with --prompt"
-    )
+    add("--log", type=Path, metavar="JSON", help="TRL's trainer_state.json; with --prompt")
     add = parser.add_argument
-    add(
-        "--prompt",
-        type=mean_and_variation,
-        metavar="MEAN[,CV]",
-        help="lengths of prompts, likewise",
-    )
+    add("--prompt", type=mean_and_variation, metavar="MEAN[,CV]", help="likewise of prompts")
     add("--max-completion", type=whole_number, help="max_completion_length; with --completion")
     add("--equal", type=share, default=0.0, help="share of the groups with equal rewards")
     add("--tokenizer", metavar="NAME", help="folder or Hub name of a tokenizer, for texts")
