@@ -45,7 +45,13 @@ from grpo_kernels.body.trunk import (
     trunk_of,
 )
 from grpo_kernels.head.head import Head
-from grpo_kernels.head.module import divided_modules, foreign_hooks, linear_of, within_forwards
+from grpo_kernels.head.module import (
+    divided_modules,
+    foreign_hooks,
+    is_fsdp_unit,
+    linear_of,
+    within_forwards,
+)
 from grpo_kernels.patching import Shares, forward_name, replaced
 from grpo_kernels.transformers import head as heads
 from grpo_kernels.transformers.head import HeadCheck, constants_of
@@ -114,11 +120,16 @@ def run_in_head(
         trunk, live = PADDED, None
     facts = heads.facts_of(base, inputs)
     head, is_checked = heads.known_head(model, facts)
+
+    def score_whole(hidden: Tensor, head: Head) -> tuple[Tensor, ...]:
+        _keep_precision(base)
+        return score(hidden, head)
+
     groups = rank_groups(trunk_of(model))
     for _ in range(_MOST_RUNS):
         is_whole = base in _models_with_scalars
         check = None if is_checked else HeadCheck(head, state_of)
-        call, shares = HeadCall(head, score, check), Shares()
+        call, shares = HeadCall(head, score_whole, check), Shares()
         options = (PADDED, None) if is_whole else (trunk, live)
         around = live_trunk(model, options[0], needed=needed, live=options[1], shares=shares)
         with around as computed:
@@ -140,6 +151,17 @@ def run_in_head(
         "model: expected one scale, soft-cap or cut of the logits, got another in each run: "
         f"{constants_of(head)}"
     )
+
+
+def _keep_precision(base: nn.Module) -> None:
+    """Have FSDP2 return results as they are, in a forward of `base`, from now on.
+
+    accelerate sets ``output_dtype`` to 16 bits for logits. Of log-probabilities it would leave 8.
+    """
+    unit: Any = next((x for x in base.modules() if is_fsdp_unit(x)), None)
+    root = None if unit is None else unit._get_fsdp_state()._state_ctx.iter_forward_root
+    if root is not None and root._mp_policy.output_dtype is not None:
+        root._mp_policy = replace(root._mp_policy, output_dtype=None)
 
 
 def measured_head(base: nn.Module, forward: Callable[..., Any]) -> Head:
@@ -246,7 +268,8 @@ class HeadCall:
         self.project: Callable[..., Tensor] = head.weight.forward
         # of each result, once the head has run
         self.result_specs: list[tuple[torch.Size, torch.dtype]] = []
-        self.rows = torch.empty(0)  # output of the head, (R, V)
+        self.output = torch.empty(0)  # of the head, (1, R, V)
+        self.rows = torch.empty(0)  # the same, detached, (R, V)
         self.results: tuple[Tensor, ...] | None = None
         self.output_type = ModelOutput
 
@@ -308,10 +331,13 @@ class HeadCall:
             rows = torch.cat([self.check.rows.to(rows.dtype), rows])
         self.rows = rows.detach()
         # no view: FSDP2 would lose its hook on it if the model wrote into its logits
-        return rows[None].clone()
+        self.output = rows[None].clone()
+        return self.output
 
     def _unpack(self, module: nn.Module, args: Any, output: Tensor) -> None:
         """Take the results out of the head's `output`, after all other hooks."""
+        if is_fsdp_unit(module) and output.dtype != self.output.dtype:
+            output = self.output  # which FSDP2's mixed precision has hooked, and rounded a copy of
         hooks = foreign_hooks(module)
         if hooks and not torch.allclose(
             output[0].detach().to(self.rows), self.rows, rtol=0, atol=0, equal_nan=True

@@ -21,11 +21,10 @@ from grpo_kernels.batch.tokens import LossInputs, read_tokens
 from grpo_kernels.call.results import Scores
 from grpo_kernels.head.head import Head
 from grpo_kernels.head.module import active_adapters, constants_of, linear_of
-from grpo_kernels.objective.config import config_of_trainer
 from grpo_kernels.objective.losses import loss_of, token_weights
 from grpo_kernels.scores import linear_divergence
 from grpo_kernels.transformers.head import inner_head
-from grpo_kernels.trl.micro_batches import counted_tokens, metrics_of
+from grpo_kernels.trl.micro_batches import config_of, counted_tokens, metrics_of
 
 REFERENCE = "reference_of_exact_kl"  # a `Reference`, in the micro-batch
 
@@ -52,7 +51,7 @@ class Reference:
     ) -> Scores:
         """`Foreseen.score` of the reference: keeps `hidden` (B, T, H'); the results are 0."""
         self._constants = replace(head, weight=None, bias=None, lora=None)
-        self._hidden = hidden.detach()
+        self._hidden = hidden.detach().clone()  # not with the prompt's, of which it is a part
         zeros = hidden.new_zeros(ids.shape, dtype=torch.float32)
         return Scores(**dict.fromkeys(("logps", "entropies", *extras), zeros))
 
@@ -65,7 +64,8 @@ class Reference:
         with constants_of(self._linear, "reference") as (weight, bias):
             reference = replace(self._constants, weight=weight, bias=bias)
             found = linear_divergence(hidden, head, states, reference, ids=ids, **how)
-        self._divergences = found.divergence
+        if self._divergences is None or torch.is_grad_enabled():
+            self._divergences = found.divergence
         return Scores.of(logps=found.logps, entropies=found.entropies)
 
     def given(self) -> Tensor:
@@ -94,7 +94,7 @@ def check(trainer: Any) -> None:
 
 def add_term(trainer: Any, loss: Tensor, inputs: dict[str, Any], divergences: Tensor) -> Tensor:
     """TRL's `loss` () plus beta times the loss type's mean of `divergences` (B, T); logs them."""
-    config = config_of_trainer(trainer.args)
+    config = config_of(trainer)
     mask, trains = counted_tokens(inputs), trainer.model.training
     items, per_item = None, 1.0
     # items: of the generated batch; items / per_item: of a micro-batch

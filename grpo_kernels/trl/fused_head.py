@@ -157,9 +157,9 @@ class FusedHead:
         if rows is not None and rows.fill is not None:
             others = labelled.to(device) & ~counted
             found["logps"] = torch.where(others, rows.fill.to(device), found["logps"])
-        around = (columns.start, length - columns.stop)
         end = length - 1 if shift_labels is None else length
-        found = {name: F.pad(x, around)[:, :end] for name, x in found.items()}
+        around = (columns.start, end - columns.stop)
+        found = {name: F.pad(x, around) for name, x in found.items()}  # no views: FSDP2 hooks them
         mask, logps = needed[:, :end], found["logps"]
         items = mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
         loss, aux_loss = -logps.sum() / items, output.get("aux_loss")

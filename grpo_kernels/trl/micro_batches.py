@@ -47,6 +47,12 @@ def correction_options(trainer: Any) -> dict[str, Any]:
     return {"vllm_importance_sampling_correction": True, **found}
 
 
+def config_of(trainer: Any) -> LossConfig:
+    """The loss that the trainer's options name, with what TRL's loss reads off the trainer."""
+    config = config_of_trainer(trainer.args)
+    return dataclasses.replace(config, loss_type=trainer.loss_type, beta=trainer.beta)
+
+
 def loss_config(trainer: Any, *, is_unscored: bool = False) -> LossConfig | None:
     """Configuration of the trainer's loss; None if it has no gradient, or we do not know it."""
     if not torch.is_grad_enabled():
@@ -65,7 +71,7 @@ def loss_config(trainer: Any, *, is_unscored: bool = False) -> LossConfig | None
     elif is_unscored and is_corrected(trainer):  # the loss makes the ratio to the sampler
         overrides |= correction_options(trainer)
     try:
-        return dataclasses.replace(config_of_trainer(trainer.args), **overrides)
+        return dataclasses.replace(config_of(trainer), **overrides)
     except (TypeError, ValueError) as error:
         _warn(error)
         return None

@@ -14,17 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from trl import GRPOTrainer
 
-from grpo_kernels.objective.config import config_of_trainer
 from grpo_kernels.objective.losses import averaged_over
 from grpo_kernels.patching import replaced
-from grpo_kernels.trl.micro_batches import live_of_loss, metrics_of
+from grpo_kernels.trl.micro_batches import config_of, live_of_loss, metrics_of
 
 # Losses whose optimizer step is the same sum over samples, whatever micro-batches they are in.
 REGROUPED = ("grpo", "sapo", "luspo", "dr_grpo", "dapo", "cispo", "vespo")
@@ -105,7 +104,7 @@ def check_window(trainer: Any) -> None:
 
 def share_of_mean(trainer: Any, inputs: dict[str, Any]) -> float:
     """Factor of a part's loss, if it is a mean: its samples over those of TRL's micro-batch."""
-    config = replace(config_of_trainer(trainer.args), loss_type=trainer.loss_type)
+    config = config_of(trainer)
     if averaged_over(config, num_items=True) != "sequences":
         return 1.0
     return len(inputs["prompt_ids"]) / inputs[PART].window.size
@@ -119,11 +118,13 @@ def unlogged(trainer: Any) -> Iterator[None]:
     with ExitStack() as stack:
         for name in ("gather", "gather_for_metrics", "reduce"):
             stack.enter_context(replaced(accelerator, name, lambda x, *_, **__: x))
-        yield
-    for name in [*metrics]:
-        del metrics[name][before.get(name, 0) :]
-        if not metrics[name]:
-            del metrics[name]
+        try:
+            yield
+        finally:
+            for name in [*metrics]:
+                del metrics[name][before.get(name, 0) :]
+                if not metrics[name]:
+                    del metrics[name]
 
 
 def regrouped(
@@ -153,8 +154,9 @@ def regrouped(
         parts = divided(prompts, lengths, is_live, count, budget, size, in_trees=in_trees)
         for i, (batch, samples) in enumerate(zip(window.batches, parts, strict=True)):
             own = {name: _chosen(x, samples or [0]) for name, x in merged.items()}
-            if not samples:
-                own["completion_mask"] = torch.zeros_like(own["completion_mask"])
+            for name in own if not samples else ():  # no token, and no ratio that overflows
+                if name == "completion_mask" or name.endswith("_per_token_logps"):
+                    own[name] = torch.zeros_like(own[name])
             own[PART] = Part(window, samples, is_last=i == len(parts) - 1)
             found.append({**batch, **own})
     return found

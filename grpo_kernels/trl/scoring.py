@@ -50,7 +50,7 @@ READERS = (
     "_compute_loss",
     "_get_per_token_logps_and_entropies",
 )
-OF_LOSS = ("get_off_policy_mask", "get_gamma_weights", "get_high_entropy_mask")
+OF_LOSS = ("get_off_policy_mask", "get_gamma_weights")
 _KNOWN = ("transformers.", "trl.trainer.", "trl.experimental.gmpo.", "grpo_kernels.")
 _TRL_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
@@ -62,8 +62,6 @@ class OldScoring:
         self.is_deferred: bool | None = None  # decided at the first generation
         self.defers_reference = False  # decided with it
         self._generated_at = 0  # optimizer steps before the last generation
-        # the micro-batch of TRL's buffer whose loss comes next, if it lacks old log-probabilities
-        self._buffered: dict[str, Any] | None = None
         # of a generation's micro-batches, in training and in an evaluation, which may come between
         self._figures: dict[bool, list[tuple[Tensor, Tensor]]] = {True: [], False: []}
 
@@ -97,10 +95,6 @@ class OldScoring:
         if trainer.model.training:
             self._generated_at = trainer.state.global_step
         return batch
-
-    def start(self, inputs: dict[str, Any]) -> None:
-        """Note that the loss of `inputs`, a micro-batch of TRL's buffer, comes next."""
-        self._buffered = inputs if self.is_deferred and OLD not in inputs else None
 
     def due(self, batches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Those of TRL's `batches` that lack old log-probabilities."""
@@ -164,13 +158,17 @@ class OldScoring:
         if self.is_deferred and OLD not in inputs:
             zeros = torch.zeros_like(inputs["completion_mask"], dtype=torch.float32)
             self.take(trainer, inputs, zeros)
-            self.keep(inputs)
+            self.keep(trainer, inputs)
 
-    def keep(self, inputs: dict[str, Any]) -> None:
+    def keep(self, trainer: Any, inputs: dict[str, Any]) -> None:
         """Copy what the loss's `inputs` took into TRL's micro-batch, for later passes over it."""
-        if self._buffered is not None:
-            self._buffered.update({name: inputs[name] for name in (OLD, RATIO) if name in inputs})
-            self._buffered = None
+        for batch in trainer._buffered_inputs or ():
+            if batch["completion_ids"] is inputs["completion_ids"]:
+                batch.update({name: inputs[name] for name in (OLD, RATIO) if name in inputs})
+
+    def forget_figures(self) -> None:
+        """Of a generation whose micro-batches will be scored anew."""
+        self._figures[True].clear()
 
 
 def _with_own(
@@ -196,13 +194,15 @@ def as_reference(trainer: Any) -> Iterator[Any]:
         return
     model = trainer.accelerator.unwrap_model(trainer.model)
     with use_adapter(model, "ref" if "ref" in model.peft_config else None):
-        yield trainer.model
-        # FSDP2 leaves parameters whole after a forward without a backward. PEFT switches the
-        # gradient of adapters off here, and on again at the parameters that it finds: if it found
-        # shards first and whole ones then, the shards' would stay off.
-        for module in model.modules():
-            if is_fsdp_unit(module):
-                module.reshard()
+        try:
+            yield trainer.model
+        finally:
+            # FSDP2 leaves parameters whole after a forward without a backward. PEFT switches the
+            # gradient of adapters off here, and on again at the parameters that it finds: if it
+            # found shards first and whole ones then, the shards' would stay off.
+            for module in model.modules():
+                if is_fsdp_unit(module):
+                    module.reshard()
 
 
 def score(trainer: Any, model: Any, batch: dict[str, Any], live: Tensor | None = None) -> Tensor:

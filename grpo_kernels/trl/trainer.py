@@ -60,15 +60,17 @@ _SEES_MICRO_BATCHES = (*scoring.READERS, *scoring.OF_LOSS)
 class Call:
     """One scoring that the trainer knows: that of a micro-batch, by its loss or for it."""
 
+    model: Any
     inputs: dict[str, Any]
     foreseen: Foreseen = field(default_factory=Foreseen)
     is_unscored: bool = False  # `inputs` are to get old log-probabilities
     scores: tuple[Tensor, Tensor] | None = None  # log-probabilities and entropies (B, T)
     is_done: bool = False  # the scores are known: no model runs
 
-    def is_of(self, ids: Tensor, mask: Tensor, columns: int) -> bool:
+    def is_of(self, model: Any, ids: Tensor, mask: Tensor, columns: int) -> bool:
         """True if this is the scoring of the last `columns` of these rows, (B, L) each."""
-        return columns == self.inputs["completion_ids"].shape[1] and all(
+        is_same = model is self.model and columns == self.inputs["completion_ids"].shape[1]
+        return is_same and all(
             torch.equal(torch.cat([self.inputs[f"{x}_{of}"] for x in _PARTS], dim=1), given)
             for of, given in (("ids", ids), ("mask", mask))
         )
@@ -115,6 +117,7 @@ class FusedLossMixin(fused_head.LogsRows):
     args: Any
     accelerator: Any
     beta: float
+    loss_type: str
     num_iterations: int
     ref_model: Any
     _buffered_inputs: Any
@@ -213,7 +216,10 @@ class FusedLossMixin(fused_head.LogsRows):
                 "a training was interrupted within an optimizer step, and train() called again, so "
                 "that the steps to come are not of whole windows"
             )
-        for batch in self._old_scoring.due(self._buffered_inputs or ()):
+        due = self._old_scoring.due(self._buffered_inputs or ())
+        if due:
+            self.model.train()  # as it will be: an evaluation may have come last
+        for batch in due:
             self._score_old(batch)
         return super().train(*args, **kwargs)  # type: ignore[misc]
 
@@ -227,6 +233,7 @@ class FusedLossMixin(fused_head.LogsRows):
         buffered = self._buffered_inputs or ()
         self.regroup = False
         self._buffered_inputs = regroup.as_trl_made(buffered, names) or None
+        self._old_scoring.forget_figures()
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
         """TRL's micro-batch, scored by the reference; after a generation, regroup all of them."""
@@ -249,7 +256,6 @@ class FusedLossMixin(fused_head.LogsRows):
             for batch in self._old_scoring.due(self._buffered_inputs):
                 if batch is not inputs:
                     self._score_old(batch)
-        self._old_scoring.start(inputs)
         return self._with_reference(inputs)
 
     def _with_reference(self, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -263,7 +269,7 @@ class FusedLossMixin(fused_head.LogsRows):
             if self._has_exact_kl:
                 found = exact_kl.Reference(self.accelerator.unwrap_model(model))
                 labelled = KnownRows(inputs["completion_mask"])
-                call = Call(inputs, Foreseen(labelled, score=found.take))
+                call = Call(model, inputs, Foreseen(labelled, score=found.take))
                 with replaced(self, "_call", call):
                     scoring.score(self, model, inputs)
             else:
@@ -327,7 +333,7 @@ class FusedLossMixin(fused_head.LogsRows):
             self._old_scoring.log_figures(self)
             return
         live: Tensor | None = None
-        phi = self.args.loss_type == "vespo" and self.trunk_options.zero_advantage != "skip"
+        phi = self.loss_type == "vespo" and self.trunk_options.zero_advantage != "skip"
         if not (phi or micro_batches.is_corrected(self)):  # whose metrics are of all sequences
             # the loss will have a ratio to old log-probabilities, not known yet
             old = torch.zeros_like(batch["completion_mask"], dtype=torch.float32)
@@ -373,7 +379,7 @@ class FusedLossMixin(fused_head.LogsRows):
         foreseen = Foreseen(rows or KnownRows(inputs["completion_mask"]), live)
         if self._has_exact_kl:
             foreseen.score = inputs[exact_kl.REFERENCE].compare
-        call = Call(inputs, foreseen, is_unscored)
+        call = Call(model, inputs, foreseen, is_unscored)
         with self._over_sets(inputs):
             loss, kept = self._loss_by_trl(model, call)
         names = [scoring.OLD, scoring.RATIO, scoring.REFERENCE, "completion_mask"]
@@ -388,7 +394,8 @@ class FusedLossMixin(fused_head.LogsRows):
         scores = batch.pop("logps"), batch.pop("entropies")
         divergences = batch.pop("divergences", None)
         with torch.no_grad():
-            self._loss_by_trl(model, Call(batch, scores=scores, is_done=True), divergences)
+            call = Call(model, batch, scores=scores, is_done=True)
+            self._loss_by_trl(model, call, divergences)
 
     def _loss_by_trl(
         self, model: Any, call: Call, divergences: Tensor | None = None
@@ -428,7 +435,7 @@ class FusedLossMixin(fused_head.LogsRows):
         """TRL's scoring, of a call that is known with what is foreseen of it."""
         call, given = self._call, (input_ids, attention_mask, logits_to_keep)
         score = super()._get_per_token_logps_and_entropies  # type: ignore[misc]
-        if call is None or not call.is_of(*given):
+        if call is None or not call.is_of(model, *given):
             return score(model, *given, *args, **kwargs)
         if call.is_done and call.scores is not None:
             return (*call.scores, None)
@@ -438,7 +445,7 @@ class FusedLossMixin(fused_head.LogsRows):
         if call.is_unscored:
             call.is_unscored = False
             self._old_scoring.take(self, call.inputs, results[0])
-            self._old_scoring.keep(call.inputs)
+            self._old_scoring.keep(self, call.inputs)
         return results
 
     @property
@@ -449,7 +456,7 @@ class FusedLossMixin(fused_head.LogsRows):
 
     @property
     def _has_exact_kl(self) -> bool:
-        return bool(self.kl_estimator == "full" and self.args.beta != 0.0)
+        return bool(self.kl_estimator == "full" and self.beta != 0.0)
 
     def _is_idle(self, inputs: dict[str, Any]) -> bool:
         """True if no other process waits for the forward of a micro-batch without samples."""

@@ -16,7 +16,15 @@ from grpo_kernels.trl.distillation import divergence_loss
 from tests.support import zero3
 from tests.support.ranks import Ranks
 from tests.support.training_step import assert_same
-from tests.support.trl_ranks import Found, Job, divided_heads, save_model, train, train_all
+from tests.support.trl_ranks import (
+    Found,
+    Job,
+    divided_heads,
+    in_bf16,
+    save_model,
+    train,
+    train_all,
+)
 from tests.support.trl_training import divergence_inputs
 
 pytestmark = pytest.mark.unit
@@ -115,6 +123,19 @@ def test_a_divided_teacher_is_right_and_a_divided_student_that_trains_is_refused
     want = {"loss": loss.detach(), "grad": given["student_lm_head_weight"].grad}
     for found in ranks.run(divided_heads):
         torch.testing.assert_close(found, want | {"scored": loss.detach()})
+
+
+@pytest.mark.parametrize("units", [False, True], ids=["root", "units"])
+def test_bf16_under_fsdp2_rounds_no_log_probability(ranks: Ranks, units: bool) -> None:
+    """accelerate has FSDP2 round what a model returns; stock TRL's log-probabilities, too."""
+    for found in ranks.run(in_bf16, units):
+        theirs, ours = found["theirs"], found["ours"]
+        assert (theirs.dtype, ours.dtype) == (torch.bfloat16, torch.float32)
+        assert (ours != ours.bfloat16().float()).any()
+        torch.testing.assert_close(ours, theirs.float(), rtol=1e-2, atol=5e-2)
+        torch.testing.assert_close(
+            found["ours, d head"], found["theirs, d head"], rtol=0.1, atol=0.3
+        )
 
 
 @cache

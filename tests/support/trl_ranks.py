@@ -278,3 +278,28 @@ def _find_deepspeed() -> None:
             if "DeepSpeed" in name or name in others:
                 setattr(module, name, x)
     importlib.reload(sys.modules["transformers.integrations.deepspeed"])  # whose base class it is
+
+
+def in_bf16(rank: int, world_size: int, units: bool) -> dict[str, Tensor]:
+    """Log-probabilities of TRL's fused forward and of ours; FSDP2 as accelerate has it for bf16."""
+    import trl.trainer.utils as trl_utils
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    from grpo_kernels.trl.fused_head import add_fused_lm_head
+
+    bf16, found = torch.bfloat16, {}
+    policy = MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=torch.float32, output_dtype=bf16)
+    ids = torch.arange(3, 43).view(2, 20)
+    for name, add in (("theirs", trl_utils.add_fused_lm_head), ("ours", add_fused_lm_head)):
+        model = tiny_models.model()
+        add(model)
+        for modules in [[x] for x in model.model.layers] + [[model.model.norm, model.lm_head]]:
+            if units:
+                fully_shard(modules, mp_policy=policy)
+        fully_shard(model, mp_policy=policy)
+        given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+        logps = model(**given, fused_lm_head=True).log_probs
+        (-logps.sum()).backward()
+        found[name] = logps.detach()
+        found[f"{name}, d head"] = model.lm_head.weight.grad.full_tensor()
+    return found
