@@ -7,14 +7,23 @@ one-pass engine computes the gradient for the expected coefficients in the forwa
 checks them against the true ones, so that an expectation that is off (an option this module does
 not know, a subclass with its own term) costs time and never changes the result.
 
-TRL calls `_prepare_inputs` and `_compute_loss` for each micro-batch::
+The calls, and what is ours of them::
 
-    _prepare_inputs          generates, regroups; gives the micro-batch, scored by the reference
-    _compute_loss            tells the policy's `FusedHead` what is foreseen
-      TRL's _compute_loss
-        _get_per_token_logps_and_entropies
-          model(..., labels=..., fused_lm_head=True)
-            FusedHead.run    the body where it is needed, the head, TRL's record
+    train                      after an interruption: what it has left
+    once a generation
+      _prepare_inputs          TRL's generates and rewards, kept from scoring (`OldScoring.prepare`)
+        _regrouped             each window of micro-batches is divided anew (`regroup`)
+        _score_old             old log-probabilities of what later optimizer steps take
+    each micro-batch
+      _with_reference          the reference scores it
+      _compute_loss
+        _loss_of               what is foreseen: rows that are read, gradient, live sequences
+          _loss_by_trl         TRL's _compute_loss
+            _get_per_token_logps_and_entropies
+              model(..., labels=..., fused_lm_head=True)
+                FusedHead.run  the body where it is needed, the head, TRL's record
+    after the last micro-batch of a window
+      _log_as_trl              TRL's _compute_loss on what was kept, for its metrics
 """
 
 from __future__ import annotations
