@@ -10,7 +10,6 @@ a configuration is out of tolerance.
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import tempfile
 import time
@@ -27,13 +26,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 
 from grpo_kernels.objective.losses import LOSSES
+from grpo_kernels.scripts import LOSS_FLOOR, METRIC_FLOOR, difference
 
 ROOT = Path(__file__).resolve().parent.parent
 TOLERANCE = 1e-5
-# Differences are divided by the stock value, or by this where the value is smaller. A loss is a sum
-# of terms of size |advantage| (times |logp| for cispo and vespo) that nearly cancel, so that its
-# own size says nothing of its rounding.
-LOSS_FLOOR, METRIC_FLOOR = 1.0, 1e-2
 LOSS_TYPES = [name for name in LOSSES if name != "gmpo"]  # which has a trainer of its own in TRL
 
 
@@ -224,18 +220,6 @@ def differences(stock: list[dict[str, float]], ours: list[dict[str, float]]) -> 
                 worst.get(name, 0.0), difference(name, left.get(name), right.get(name))
             )
     return worst
-
-
-def difference(name: str, stock: float | None, ours: float | None) -> float:
-    """|ours - stock| / |stock|, or over the floor if that is larger; two NaNs are equal."""
-    if stock is None or ours is None:
-        return math.inf
-    if stock == ours or (math.isnan(stock) and math.isnan(ours)):
-        return 0.0
-    gap = abs(ours - stock) / max(
-        abs(stock), LOSS_FLOOR if name in ("loss", "policy_loss") else METRIC_FLOOR
-    )
-    return gap if math.isfinite(gap) else math.inf
 
 
 def table(results: list[Result]) -> list[str]:

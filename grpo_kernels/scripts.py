@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 
+from grpo_kernels.base.modes import random_rates
 from grpo_kernels.memory import MIB, whole_number
 
 STOCK, FUSED = "stock", "fused"
@@ -51,8 +52,11 @@ RESTRICTED = {  # arguments of a trainer: a log at each step, no files, no track
     "save_strategy": "no", "load_best_model_at_end": False, "push_to_hub": False,
     "eval_on_start": False,
 }  # fmt: skip
-NOISE = ("drop", "jitter", "noise")  # in names of the attributes of modules
 TOLERANCE, TOLERANCE_16_BIT = 1e-3, 5e-2
+# Differences are divided by the stock value, or by this where the value is smaller. A loss is a sum
+# of terms of size |advantage| (times |logp| for cispo and vespo) that nearly cancel, so that its
+# own size says nothing of its rounding.
+LOSS_FLOOR, METRIC_FLOOR = 1.0, 1e-2
 OF_PARAMETERS = 10  # times the tolerance: Adam makes whole steps of rounding in tiny gradients
 
 
@@ -247,11 +251,9 @@ def _without_noise(model: torch.nn.Module) -> bool:
     """
     found = False
     for module in model.modules():
-        names = (*NOISE, "p") if "Dropout" in type(module).__name__ else NOISE
-        for name, x in [*vars(module).items()]:
-            if isinstance(x, float) and x > 0.0 and any(part in name for part in names):
-                setattr(module, name, 0.0)
-                found = True
+        for name in random_rates(module):
+            setattr(module, name, 0.0)
+            found = True
     return found
 
 
@@ -342,7 +344,7 @@ def _result(runs: dict[str, dict[str, Any]], tolerance: float | None) -> dict[st
     logs = zip_longest(stock["logs"], fused["logs"], fillvalue=dict[str, float]())
     for step, (theirs, ours) in enumerate(logs, 1):
         for name, x in theirs.items():
-            apart = _apart(name, x, ours.get(name, math.nan))
+            apart = difference(name, x, ours.get(name))
             if name not in metrics or apart > metrics[name]["difference"]:
                 metrics[name] = {"difference": apart, "step": step}
     parameters = fused.pop("parameters") | {"tolerance": OF_PARAMETERS * tolerance}
@@ -357,11 +359,15 @@ def _result(runs: dict[str, dict[str, Any]], tolerance: float | None) -> dict[st
     }
 
 
-def _apart(name: str, stock: float, ours: float) -> float:
-    """|ours - stock| / max(|stock|, 0.01), of a loss / max(|stock|, 1); infinite if one is NaN."""
+def difference(name: str, stock: float | None, ours: float | None) -> float:
+    """|ours - stock| / max(|stock|, floor) of a logged number; infinite if one of them is NaN, or
+    is not there."""
+    if stock is None or ours is None:
+        return math.inf
     if stock == ours or (math.isnan(stock) and math.isnan(ours)):
         return 0.0
-    apart = abs(ours - stock) / max(abs(stock), 1.0 if name == "loss" else 0.01)
+    floor = LOSS_FLOOR if name in ("loss", "policy_loss") else METRIC_FLOOR
+    apart = abs(ours - stock) / max(abs(stock), floor)
     return apart if math.isfinite(apart) else math.inf
 
 

@@ -133,6 +133,14 @@ def compare(
     return done, json.loads(written.read_text()) if written.exists() else {}
 
 
+def test_the_clocks_of_a_comparison_keep_no_saving_off(tmp_path: Path) -> None:
+    """They are set on the trainer, where a method of the user's would end regrouping."""
+    script = TRAINS.replace("trainer = Mine(", "trainer = GRPOTrainer(")
+    done, result = compare(script, tmp_path, "nothing")
+    assert done.returncode == 0, done.stderr
+    assert "samples stay in TRL's micro-batches" not in done.stderr
+
+
 def test_a_script_is_alike_and_writes_nothing(tmp_path: Path) -> None:
     """Though our trainer draws other tokens, and the model has dropout: masks depend on shapes."""
     done, result = compare(TRAINS, tmp_path, "noise", steps=3)

@@ -13,7 +13,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 # Parts of the names of attributes that make a forward random; they are 0.0 where nothing is drawn.
-RANDOM = ("drop", "jitter", "noise")
+_RANDOM = ("drop", "jitter", "noise")
+
+
+def random_rates(module: nn.Module) -> list[str]:
+    """The attributes of `module` by which it draws random numbers in training: rates above 0."""
+    names = (*_RANDOM, "p") if isinstance(module, nn.modules.dropout._DropoutNd) else _RANDOM
+    rates = [name for name, x in vars(module).items() if isinstance(x, float) and x > 0.0]
+    return [rate for rate in rates if any(part in rate for part in names)]
 
 
 @contextmanager
@@ -65,10 +72,8 @@ def guest(
                     {name: b if b is None else b.clone() for name, b in buffers.items()}
                 )
                 x.training = x.training and not isinstance(x, nn.modules.dropout._DropoutNd)
-                for name in attributes:
-                    is_rate = attributes["training"] and isinstance(attributes[name], float)
-                    if is_rate and any(part in name for part in RANDOM):
-                        vars(x)[name] = 0.0
+                for name in random_rates(x) if attributes["training"] else ():
+                    vars(x)[name] = 0.0
                 # transformers'; a reentrant one fills live gradients
                 if "_gradient_checkpointing_func" in attributes:
                     vars(x)["_gradient_checkpointing_func"] = partial(

@@ -85,7 +85,7 @@ def check(trainer: Any) -> None:
         )
     if owner is not GRPOTrainer:
         raise ValueError(f"{expected}, since {owner.__name__} has a loss of its own, got 'full'")
-    if getattr(trainer.args, "sync_ref_model", False):
+    if trainer.args.sync_ref_model:
         raise ValueError(
             "sync_ref_model: expected False with kl_estimator = 'full', which keeps hidden states "
             "of one reference model for the head of the same, got True"

@@ -1,7 +1,8 @@
 """TRL's micro-batches: which tokens count, and which gradient to expect.
 
 The expected gradient follows from the trainer's options and the micro-batch. It is TRL's own loss
-that runs, so an expectation that is off costs time and changes no result.
+that runs: an expectation that is off costs time and changes no result, and a gradient that arrives
+where none was expected raises.
 """
 
 from __future__ import annotations
@@ -34,10 +35,7 @@ def metrics_of(trainer: Any) -> dict[str, list[float]]:
 
 def is_corrected(trainer: Any) -> bool:
     """True if `trainer` corrects for its sampler."""
-    return bool(
-        getattr(trainer, "use_vllm", False)
-        and getattr(trainer, "vllm_importance_sampling_correction", False)
-    )
+    return bool(trainer.use_vllm and trainer.vllm_importance_sampling_correction)
 
 
 def correction_options(trainer: Any) -> dict[str, Any]:
@@ -59,7 +57,7 @@ def loss_config(trainer: Any, *, is_unscored: bool = False) -> LossConfig | None
         return None
     owner = trainer.loss_owner
     overrides: dict[str, Any] = {"kl_estimator": trainer.kl_estimator}
-    if getattr(trainer, "use_adaptive_entropy", False):  # TRL keeps the weight on the trainer
+    if trainer.use_adaptive_entropy:  # TRL keeps the weight on the trainer
         too_low = trainer._last_world_entropy <= trainer.args.entropy_target
         overrides["entropy_coef"] = trainer.entropy_coef if too_low else 0.0
     if owner.__name__ == "GMPOTrainer" and owner.__module__.startswith("trl."):
@@ -120,8 +118,7 @@ def _policy_inputs(trainer: Any, inputs: dict[str, Any], config: LossConfig) -> 
     items = inputs.get("num_items_in_batch")
     if items is not None:
         items = torch.as_tensor(items).clamp(min=1.0) / trainer.accelerator.num_processes
-        steps = getattr(trainer.args, "steps_per_generation", None) or 1
-        found["num_items_in_batch"] = items / steps
+        found["num_items_in_batch"] = items / trainer.args.steps_per_generation
     return found
 
 

@@ -49,7 +49,7 @@ class Window:
                 self.kept[name] = x.new_zeros(len(self.batches) * self.size, *x.shape[1:])
             self.kept[name][[*samples]] = x
 
-    def as_trl_made_it(self) -> list[dict[str, Any]]:
+    def restored(self) -> list[dict[str, Any]]:
         """TRL's micro-batches with all that is kept of their samples."""
         found = [{**batch} for batch in self.batches]
         for name, x in self.kept.items():
@@ -212,7 +212,7 @@ def is_empty(batch: dict[str, Any]) -> bool:
     return PART in batch and not batch[PART].samples
 
 
-def as_trl_made(batches: Sequence[dict[str, Any]], names: Sequence[str]) -> list[dict[str, Any]]:
+def undone(batches: Sequence[dict[str, Any]], names: Sequence[str]) -> list[dict[str, Any]]:
     """TRL's own micro-batches of a generation that was regrouped.
 
     They have those of the fields `names` that all samples of their window have.
@@ -228,7 +228,7 @@ def as_trl_made(batches: Sequence[dict[str, Any]], names: Sequence[str]) -> list
             has_all = all(name in x for x in parts for name in names)
             for part in parts if has_all else ():
                 window.keep(part[PART].samples, {name: part[name] for name in names})
-            found += window.as_trl_made_it()
+            found += window.restored()
     return found
 
 

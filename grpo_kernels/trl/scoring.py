@@ -25,14 +25,15 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import use_adapter
 
 from grpo_kernels.base.checks import warn_once
+from grpo_kernels.base.modes import random_rates
 from grpo_kernels.base.tensors import scored_difference
-from grpo_kernels.head.module import is_fsdp_unit
+from grpo_kernels.head.module import is_fsdp_unit, origin
 from grpo_kernels.objective.config import LossConfig
 from grpo_kernels.objective.policy import bounded_ratio
 from grpo_kernels.patching import replaced
@@ -251,7 +252,7 @@ def _is_deferred(trainer: Any) -> bool:
         )
     elif reader is not None:
         reason = f"{reader} may read its result; pass True if not"
-    elif any(_draws(module) for module in trainer.model.modules()):
+    elif any(random_rates(module) for module in trainer.model.modules()):
         reason = "dropout, or noise, makes log-probabilities random; set it to 0, or pass True"
     else:
         return True
@@ -267,14 +268,14 @@ def _defers_reference(trainer: Any) -> bool:
     """True if nobody reads the reference's scoring before a micro-batch is handed out."""
     if trainer.kl_estimator == "full":
         return True
-    moves = getattr(trainer.args, "sync_ref_model", False)  # it has to score at the generation
+    moves = trainer.args.sync_ref_model  # it has to score at the generation
     return not moves and reader_of(trainer, READERS[:2]) is None
 
 
 def reader_of(trainer: Any, names: Sequence[str] = READERS) -> str | None:
     """A method of `names` that is not TRL's or ours, of a class or set on the trainer, or None."""
     for name in names:
-        if name in vars(trainer):
+        if name in vars(trainer) and not origin(vars(trainer)[name]).startswith(_KNOWN):
             return f"the trainer's own {name}"
     for cls in type(trainer).__mro__:
         if not cls.__module__.startswith(_KNOWN):
@@ -282,14 +283,6 @@ def reader_of(trainer: Any, names: Sequence[str] = READERS) -> str | None:
                 if name in vars(cls):
                     return f"{cls.__name__}.{name}"
     return None
-
-
-def _draws(module: nn.Module) -> bool:
-    """True if `module` draws random numbers in training: dropout, a router's jitter, noise."""
-    if isinstance(module, nn.modules.dropout._DropoutNd):
-        return module.p > 0.0
-    drawn = [name for name, x in vars(module).items() if isinstance(x, float) and x > 0.0]
-    return any(part in name for name in drawn for part in ("drop", "jitter", "noise"))
 
 
 def _micro_steps(trainer: Any) -> int:  # between two generations

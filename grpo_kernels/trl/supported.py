@@ -60,8 +60,7 @@ class FusedGRPOTrainer(FusedLossMixin, GRPOTrainer):
     """TRL's trainer as it is."""
 
 
-class FusedDistillationTrainer(DistillationTrainer):
-    """TRL's trainer as it is."""
+FusedDistillationTrainer = DistillationTrainer
 
 
 def patch_trl(**_: Any) -> Patch:

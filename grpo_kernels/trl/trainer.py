@@ -1,11 +1,12 @@
 """TRL's GRPO trainer with its language-model head, forward and backward, by `grpo_kernels`.
 
-All of the loss stays TRL's. `FusedGRPOTrainer` gives the policy and the reference our
+The loss stays TRL's (the exact KL adds its term). `FusedGRPOTrainer` gives the policy and the reference our
 `add_fused_lm_head`, and tells the policy's forward what TRL's call of it does not say: which tokens
 the loss reads, and which gradient it is going to send back (`grpo_kernels.policy_expectation`). The
 one-pass engine computes the gradient for the expected coefficients in the forward, and the backward
 checks them against the true ones, so that an expectation that is off (an option this module does
-not know, a subclass with its own term) costs time and never changes the result.
+not know, a subclass with its own term) costs time and never changes the result; a gradient where
+none was expected raises.
 
 The calls, and what is ours of them::
 
@@ -188,7 +189,7 @@ class FusedLossMixin(fused_head.LogsRows):
             return
         check_skip(config_of_trainer(self.args))
         for name, is_set in (
-            ("use_adaptive_entropy", getattr(self.args, "use_adaptive_entropy", False)),
+            ("use_adaptive_entropy", self.args.use_adaptive_entropy),
             ("fused_sampling_correction", self.fused_sampling_correction is True),
         ):
             if is_set:
@@ -241,7 +242,7 @@ class FusedLossMixin(fused_head.LogsRows):
         names = [scoring.OLD, scoring.RATIO] if micro_batches.is_corrected(self) else [scoring.OLD]
         buffered = self._buffered_inputs or ()
         self.regroup = False
-        self._buffered_inputs = regroup.as_trl_made(buffered, names) or None
+        self._buffered_inputs = regroup.undone(buffered, names) or None
         self._old_scoring.forget_figures()
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
@@ -366,7 +367,7 @@ class FusedLossMixin(fused_head.LogsRows):
             part.window.keep(part.samples, kept)
         self._old_scoring.log_figures(self)
         if part is not None and part.is_last:
-            for batch in part.window.as_trl_made_it():
+            for batch in part.window.restored():
                 self._log_as_trl(model, batch)
         return loss
 

@@ -18,6 +18,7 @@ pytest.importorskip("trl")
 from trl import GRPOTrainer
 
 from benchmarks import parity, tiny_models, tiny_run
+from grpo_kernels.scripts import difference
 from grpo_kernels.trl import FusedGRPOTrainer, FusedLossMixin, fused_head, regroup
 from tests.support.training_step import distance
 from tests.support.trl_training import EVALUATED, Half, Run, assert_same, evaluations, mixed, train
@@ -177,7 +178,7 @@ def truly_live(trainer: Any, given: dict[str, Any]) -> int:
 
 def assert_metrics(got: dict[str, float], want: dict[str, float], what: str = "") -> None:
     for name, x in want.items():
-        assert parity.difference(name, x, got[name]) <= 1e-5, f"{what}: {name}"
+        assert difference(name, x, got[name]) <= 1e-5, f"{what}: {name}"
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -500,7 +501,7 @@ def test_a_training_that_was_interrupted_goes_on_as_stock_trls(again: dict[str, 
     for i, (want, got) in enumerate(zip(stock.steps, ours.steps, strict=True)):
         names = want.keys() if i else ("loss", "grad_norm")
         for name in names:
-            assert parity.difference(name, want[name], got[name]) <= 1e-5, (i, name)
+            assert difference(name, want[name], got[name]) <= 1e-5, (i, name)
 
 
 def test_regrouped_training_goes_on_after_whole_steps() -> None:
