@@ -136,7 +136,7 @@ def compare(
 def test_the_clocks_of_a_comparison_keep_no_saving_off(tmp_path: Path) -> None:
     """They are set on the trainer, where a method of the user's would end regrouping."""
     script = TRAINS.replace("trainer = Mine(", "trainer = GRPOTrainer(")
-    done, result = compare(script, tmp_path, "nothing")
+    done, _ = compare(script, tmp_path, "nothing")
     assert done.returncode == 0, done.stderr
     assert "samples stay in TRL's micro-batches" not in done.stderr
 
@@ -200,7 +200,7 @@ def test_a_run_that_does_not_train_is_no_comparison(tmp_path: Path) -> None:
 def test_a_script_with_another_trainer_is_compared_with_stock_trl(
     script: str, least: float, tmp_path: Path
 ) -> None:
-    done, result = compare(script, tmp_path, "nothing")
+    done, _ = compare(script, tmp_path, "nothing")
     assert done.returncode == 0, done.stderr
     stock, fused = (result["runs"][name]["logs"] for name in ("stock", "fused"))
     assert "rows/projected" not in stock[0]

@@ -1,12 +1,12 @@
 """TRL's GRPO trainer with its language-model head, forward and backward, by `grpo_kernels`.
 
-The loss stays TRL's (the exact KL adds its term). `FusedGRPOTrainer` gives the policy and the reference our
-`add_fused_lm_head`, and tells the policy's forward what TRL's call of it does not say: which tokens
-the loss reads, and which gradient it is going to send back (`grpo_kernels.policy_expectation`). The
-one-pass engine computes the gradient for the expected coefficients in the forward, and the backward
-checks them against the true ones, so that an expectation that is off (an option this module does
-not know, a subclass with its own term) costs time and never changes the result; a gradient where
-none was expected raises.
+The loss stays TRL's (the exact KL adds its term). `FusedGRPOTrainer` gives the policy and the
+reference our `add_fused_lm_head`, and tells the policy's forward what TRL's call of it does not
+say: which tokens the loss reads, and which gradient it is going to send back
+(`grpo_kernels.policy_expectation`). The one-pass engine computes the gradient for the expected
+coefficients in the forward, and the backward checks them against the true ones, so that an
+expectation that is off (an option this module does not know, a subclass with its own term) costs
+time and never changes the result; a gradient where none was expected raises.
 
 The calls, and what is ours of them::
 
