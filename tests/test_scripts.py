@@ -200,7 +200,7 @@ def test_a_run_that_does_not_train_is_no_comparison(tmp_path: Path) -> None:
 def test_a_script_with_another_trainer_is_compared_with_stock_trl(
     script: str, least: float, tmp_path: Path
 ) -> None:
-    done, _ = compare(script, tmp_path, "nothing")
+    done, result = compare(script, tmp_path, "nothing")
     assert done.returncode == 0, done.stderr
     stock, fused = (result["runs"][name]["logs"] for name in ("stock", "fused"))
     assert "rows/projected" not in stock[0]
