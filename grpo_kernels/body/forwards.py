@@ -10,10 +10,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from grpo_kernels.body.attention import NotAlongPaths, Segments, install
+from grpo_kernels.body.attention import NotAlongPaths, Segments, install, is_flash
 from grpo_kernels.body.layout import Rows, TrunkLayout
 
 _RETURNED = ("output_hidden_states", "output_attentions", "output_router_logits")
+_ENDS, _LONGEST = ("cu_seq_lens_q", "cu_seq_lens_k"), ("max_length_q", "max_length_k")
 Positions = Literal["given", "column", "depth", "none"]
 
 
@@ -41,6 +42,8 @@ class TrunkInputs:
     mask: Tensor | None  # (B, L)
     per_token: dict[str, Tensor]  # (B, L) each: position_ids, token_type_ids
     constants: dict[str, Any]
+    # cu_seq_lens_q and _k of packed rows: ends of sequences, in the flat cells
+    ends: tuple[Tensor, ...] = ()
 
     @classmethod
     def of(cls, trunk: nn.Module, given: dict[str, Any]) -> TrunkInputs | str:
@@ -57,6 +60,10 @@ class TrunkInputs:
             return "the inputs are not input_ids (B, L)"
         if mask is not None and (not isinstance(mask, Tensor) or mask.shape != ids.shape):
             return "attention_mask is not (B, L)"
+        ends: tuple[Tensor, ...] = ()
+        if mask is None and "position_ids" in given:
+            ends = tuple(given.pop(name) for name in _ENDS if name in given)
+            given = {name: x for name, x in given.items() if name not in _LONGEST}
         tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
         per_token = {name: x for name, x in tensors.items() if x.shape == ids.shape}
         constants = {name: x for name, x in given.items() if name not in per_token}
@@ -65,7 +72,7 @@ class TrunkInputs:
                 return f"{name} is not a value per token, so the padded forward runs"
         if constants.pop("use_cache", False):
             return "use_cache: expected False, a cache would be that of a part"
-        return cls(ids, mask, per_token, constants)
+        return cls(ids, mask, per_token, constants, ends)
 
     def wider(self, columns: int) -> TrunkInputs:
         """These inputs with `columns` more of padding on the right, (B, L + columns)."""
@@ -85,23 +92,53 @@ class TrunkInputs:
         found = torch.stack(cells, dim=-1).cpu()
         names = ("input_ids", *self.per_token)
         values = dict(zip(names, found[..., 2:].unbind(-1), strict=True))
-        return Cells(found[..., 0] != 0, found[..., 1] != 0, values)
+        places = torch.arange(mask.numel(), device="cpu").view(mask.shape)
+        return Cells(found[..., 0] != 0, found[..., 1] != 0, values, places)
 
-    def is_packed(self, cells: Cells) -> bool:
-        """True if a row holds several sequences: transformers tells them by their positions."""
+    def apart(self, trunk: nn.Module, cells: Cells) -> Cells | str:
+        """`cells` with a row for each sequence that is read, if rows are packed; or why not.
+
+        Without a mask, transformers tells the sequences of a row by positions that do not go on:
+        flash attention by zeros, and in a batch of one row alone.
+        """
         positions = cells.values.get("position_ids")
         if self.mask is not None or positions is None:
-            return False
-        return bool((positions.diff(dim=1) != 1).any())
+            return cells
+        begins = nn.functional.pad(positions.diff(dim=1) != 1, (1, 0), value=True).flatten()
+        starts, is_read = begins.nonzero().squeeze(1), cells.needed.flatten()
+        ends = torch.cat([starts[1:], torch.tensor([len(begins)], device="cpu")])
+        read = (begins.cumsum(0) - 1)[is_read].unique()
+        read = read if len(read) else torch.zeros(1, dtype=torch.int64, device="cpu")
+        ours = ends[: read[-1] + 1]  # what comes after them is padding
+        for theirs in self.ends:
+            found = theirs.reshape(-1)[1:].cpu()
+            if found[found <= ours[-1]].tolist() != ours.tolist():
+                return "cu_seq_lens do not agree with position_ids, so packed rows run as given"
+        if len(starts) == len(positions):
+            return cells
+        if positions.flatten()[starts[read]].any():
+            return "sequences in a packed row begin at another position than 0, so it runs as given"
+        if is_flash(attention_of(trunk)) and len(positions) > 1:
+            return "flash attention takes one packed row at a time, so several run as given"
+        starts, lengths = starts[read], (ends - starts)[read, None]
+        columns = torch.arange(int(lengths.amax()), device="cpu")
+        places = (starts[:, None] + columns).clamp(max=len(begins) - 1)
+        values = {name: x.flatten()[places] for name, x in cells.values.items()}
+        inside = columns < lengths
+        return Cells(inside, is_read[places] & inside, values, places)
 
 
 @dataclass(frozen=True)
 class Cells:
-    """A batch on the CPU: its tokens, those that are read, and the values that the trunk reads."""
+    """A batch on the CPU: its tokens, those that are read, and the values that the trunk reads.
+
+    The B sequences of packed rows are those that are read, and L is the length of the longest.
+    """
 
     attended: Tensor  # (B, L) bool, False for padding
     needed: Tensor  # (B, L) bool, cells whose hidden states are read
     values: dict[str, Tensor]  # (B, L) int64 each
+    places: Tensor  # (B, L), indices into the flat batch
 
     @property
     def padding_is_read(self) -> bool:
@@ -144,7 +181,8 @@ class Cells:
         values = [x.reshape(-1)[cells] for x in self.values.values()]
         values += [columns] if by_column else []
         attended = self.attended.reshape(-1)[cells] & computed
-        return Rows(cells, computed, attended, torch.stack(values, dim=-1))
+        places = self.places.reshape(-1)[cells]
+        return Rows(places, computed, attended, torch.stack(values, dim=-1))
 
 
 def run_layout(

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _COMPILED_COLUMNS = 64  # if layers are compiled, widths are multiples of it, so that shapes recur
+_WHOLE = "all sequences run in one padded forward"
 _NOT_OF_A_LAYOUT = (torch.OutOfMemoryError, _StopRecomputationError)
 _Planned = list[tuple[TrunkLayout, Way]]  # the forwards of a batch
 
@@ -102,6 +103,7 @@ class _Batch:
     exactness: Exactness
     rows: range  # places of its sequences among those of all calls
     live: Tensor  # (B,) bool
+    is_packed: bool  # a row may hold several sequences
     failed: dict[str, str] = field(default_factory=dict)  # layout -> why, in this call
 
     def refuse(self, mode: str, reason: str) -> None:
@@ -188,13 +190,15 @@ class _TrunkCall:
         self.start = rows.stop
         if rows.stop > self.needed.shape[0] or length != self.needed.shape[1]:
             return None
-        cells = inputs.on_cpu(self.needed[rows.start : rows.stop].to(inputs.ids.device))
-        if inputs.is_packed(cells):
-            return "rows hold several sequences (position_ids begin anew), so they run as given"
+        found = inputs.on_cpu(self.needed[rows.start : rows.stop].to(inputs.ids.device))
+        cells = inputs.apart(self.trunk, found)
+        if isinstance(cells, str):
+            return cells
         live = torch.full((sequences,), torch.is_grad_enabled(), device="cpu")
         if torch.is_grad_enabled() and self.live is not None:
             live = self.live[rows.start : rows.stop].cpu()
-        return _Batch(inputs, Exactness(self.trunk, self.forward, inputs, cells), rows, live)
+        exactness = Exactness(self.trunk, self.forward, inputs, cells)
+        return _Batch(inputs, exactness, rows, live, cells is not found)
 
     def _choice(self, batch: _Batch) -> tuple[str | None, _Planned | None]:
         """The first layout that may serve, from that of the options on, and its forwards.
@@ -203,7 +207,8 @@ class _TrunkCall:
         reason against the layout that was asked for is said, once it is settled.
         """
         reasons, mode, planned = [], None, None
-        for mode in MODES[MODES.index(self.options.layout) :]:
+        modes = MODES[MODES.index(self.options.layout) :]
+        for mode in modes[: modes.count("tree")] if batch.is_packed else modes:
             verdict = batch.failed.get(mode) or batch.exactness.verdict(mode)
             if verdict is None:
                 return mode, None
@@ -216,15 +221,18 @@ class _TrunkCall:
             reasons.append(verdict)
         if reasons and not batch.exactness.cells.padding_is_read:
             serves = f"layout={mode!r} serves"
-            instead = serves if planned is not None else "all sequences run in one padded forward"
+            whole = "packed rows run as given" if batch.is_packed else _WHOLE
+            instead = serves if planned is not None else whole
             say_once(self.trunk, f"layout={self.options.layout!r}: {reasons[0]}; {instead}")
         return (mode, planned) if planned is not None else (None, None)
 
     def _planned(self, batch: _Batch, mode: str, way: Way) -> _Planned:
         """Layouts of the sequences with and without gradient that have something to compute."""
         found, options = [], {"padded": mode == "padded", "by_column": way.positions == "column"}
-        for chosen, graph in ((batch.live, True), (~batch.live, False)):
-            rows = batch.exactness.cells.rows(chosen, **options)
+        cells = batch.exactness.cells
+        live = batch.live[cells.places[:, 0] // batch.inputs.ids.shape[1]]
+        for chosen, graph in ((live, True), (~live, False)):
+            rows = cells.rows(chosen, **options)
             if rows is not None:
                 layout = layouts.tree if mode == "tree" else layouts.by_rows
                 found.append((layout(rows, graph=graph, multiple=self.multiple), way))
