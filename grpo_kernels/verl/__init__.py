@@ -9,8 +9,8 @@ same by hand, where entry points are switched off (``VERL_USE_EXTERNAL_PLUGINS=n
 
 verl's modules (0.9.1) are patched as they are imported, whenever that is: `forward` gives models
 the forward of the FSDP engines, `engine` tells it what a micro-batch asks of the head, `megatron`
-does both for Megatron's engine. A module that differs from the release we know is left as it is,
-after a warning.
+does both for Megatron's engine, `old_logprobs` keeps the trainers from scoring what an update
+computes anyway. A module that differs from the release we know is left as it is, after a warning.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from types import ModuleType
 from typing import Any
 
 from grpo_kernels.patching import needed
-from grpo_kernels.verl import engine, forward, megatron
+from grpo_kernels.verl import engine, forward, megatron, old_logprobs
 
 __all__ = ["patch_verl", "unpatch_verl"]
 
@@ -39,6 +39,9 @@ PATCHERS: dict[str, Patcher] = {
     "verl.models.mcore.model_forward_1f1b_overlap": megatron.function_changes,
     "verl.workers.engine.megatron.transformer_impl": megatron.engine_changes,
     "verl.workers.engine.fsdp.transformer_impl": engine.changes,
+    "verl.workers.engine_workers": old_logprobs.worker_changes,
+    "verl.trainer.ppo.ray_trainer": old_logprobs.ray_changes,
+    "verl.trainer.ppo.v1.trainer_base": old_logprobs.v1_changes,
 }
 
 

@@ -49,7 +49,8 @@ BACKEND = "grpo_kernels"
 ARGUMENT = "grpo_kernels_task"  # argument of our forward
 MARK = "_verl_fused_kernels_backend"  # verl's own mark of a model whose forward it has replaced
 DEAD = "grpo_kernels_dead"  # flag of a micro-batch: it has no gradient
-WHERE = "actor_rollout_ref.model.fused_kernel_options.zero_advantage"
+OPTIONS = "actor_rollout_ref.model.fused_kernel_options"
+WHERE = f"{OPTIONS}.zero_advantage"
 MODE = "forward_kl_topk"
 
 STEP = ("self", "micro_batch", "loss_function", "forward_only")
@@ -199,16 +200,24 @@ def _teacher(engine: Any, micro_batch: Any, loss_function: Any) -> TeacherLogpro
 
 def asks_to_score(options: Any) -> bool:
     """Read verl's ``fused_kernel_options``; True: ``zero_advantage=score``."""
-    unknown = set(options) - {"impl_backend", "zero_advantage"}
+    unknown = set(options) - {"impl_backend", "zero_advantage", "old_logprobs"}
     if unknown:
         raise ValueError(
-            "actor_rollout_ref.model.fused_kernel_options: expected impl_backend and "
-            f"zero_advantage, got {', '.join(sorted(map(str, unknown)))}"
+            f"{OPTIONS}: expected impl_backend, zero_advantage and old_logprobs, got "
+            f"{', '.join(sorted(map(str, unknown)))}"
         )
-    value = options.get("zero_advantage", "train")
-    if value not in ("train", "score"):
-        raise ValueError(f"{WHERE}: expected one of 'train', 'score', got {value!r}")
-    return bool(value == "score")
+    chosen(options, "old_logprobs", ("auto", "score"))  # which the trainer reads
+    return chosen(options, "zero_advantage", ("train", "score")) == "score"
+
+
+def chosen(options: Any, name: str, values: tuple[str, ...]) -> str:
+    """The value of an option of ``fused_kernel_options``; the first one is the default."""
+    value = options.get(name, values[0])
+    if value not in values:
+        raise ValueError(
+            f"{OPTIONS}.{name}: expected one of {', '.join(map(repr, values))}, got {value!r}"
+        )
+    return str(value)
 
 
 def _live_sequences(data: Any, loss_function: Any) -> Tensor:

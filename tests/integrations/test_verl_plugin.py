@@ -25,7 +25,7 @@ from grpo_kernels import verl as plugin
 from grpo_kernels.verl import engine as verl_engine
 from grpo_kernels.verl import forward as verl_forward
 from grpo_kernels.verl import megatron as verl_megatron
-from grpo_kernels.verl import patch_verl, unpatch_verl
+from grpo_kernels.verl import old_logprobs, patch_verl, unpatch_verl
 from tests.support import verl_peer
 
 pytestmark = [pytest.mark.unit, verl_peer.needs_verl]
@@ -132,6 +132,12 @@ UNKNOWN: list[tuple[Any, dict[str, Any], str]] = [
     (verl_megatron.engine_changes, {"MegatronEngine": ENGINE}, f"has no function {ENABLE}"),
     (verl_engine.changes, {}, "FSDPEngineWithLMHead"),
     (verl_engine.changes, {"FSDPEngineWithLMHead": ENGINE}, f"prepare_model_inputs: {PARAMETERS}"),
+    (old_logprobs.worker_changes, {}, "TrainingWorker"),
+    (old_logprobs.worker_changes, {"TrainingWorker": ENGINE}, "has no function infer_batch"),
+    (old_logprobs.ray_changes, {}, "RayPPOTrainer"),
+    (old_logprobs.ray_changes, {"RayPPOTrainer": ENGINE}, "has no function _compute_old_log_prob"),
+    (old_logprobs.v1_changes, {}, "PPOTrainer"),
+    (old_logprobs.v1_changes, {"PPOTrainer": ENGINE}, "has no function _compute_old_log_prob"),
 ]
 
 

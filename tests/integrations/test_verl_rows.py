@@ -275,7 +275,7 @@ def test_names_and_values_of_zero_advantage() -> None:
     ):
         run(OURS | {"zero_advantage": "skip"}, data, loss)
     with pytest.raises(
-        ValueError, match="expected impl_backend and zero_advantage, got zero_advantages"
+        ValueError, match="expected impl_backend, zero_advantage and old_logprobs, got zero_adv"
     ):
         run(OURS | {"zero_advantages": "score"}, data, loss)
     train = run(OURS | {"zero_advantage": "train"}, data, loss, micro=2)

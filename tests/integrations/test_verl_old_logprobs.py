@@ -1,0 +1,211 @@
+"""verl's trainers, which leave the scoring of the old policy to the update: against themselves with
+``old_logprobs=score``, in all that they log, and in the weights that they end with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("verl")
+pytest.importorskip("ray")
+
+from grpo_kernels.verl import old_logprobs
+from tests.support import verl_engine, verl_peer
+from tests.support.ranks import run_ranks
+from tests.support.verl_engine import OURS, SCORE
+from tests.support.verl_peer import verl_module
+from tests.support.verl_trainer import Run, train
+
+pytestmark = pytest.mark.unit
+
+OLD = "old_log_probs"
+SCORED = {"old_logprobs": "score"}
+ACTOR = "actor_rollout_ref__actor__"
+# of a clock, of the machine, or of a scoring that does not run
+OTHER = ("timing_", "perf/", "actor/perf/")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group() -> Iterator[None]:
+    with verl_engine.on_one_rank():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _told() -> None:
+    old_logprobs._say.cache_clear()
+
+
+def logged(step: dict[str, Any]) -> dict[str, float]:
+    return {name: float(x) for name, x in step.items() if not name.startswith(OTHER)}
+
+
+def old_of(batch: Any) -> torch.Tensor:
+    x = batch[OLD]
+    found: torch.Tensor = x.values() if x.is_nested else x
+    return found
+
+
+def check_same(auto: Run, score: Run) -> None:
+    assert len(auto.metrics) == len(score.metrics) == 2
+    for got, want in zip(auto.metrics, score.metrics, strict=True):
+        assert logged(got) == pytest.approx(logged(want), rel=1e-6, abs=1e-6)
+    for got, want in zip(auto.batches, score.batches, strict=True):
+        torch.testing.assert_close(old_of(got), old_of(want), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(auto.weights, score.weights, rtol=0, atol=1e-7)
+
+
+def reference(trainer: Any) -> None:
+    """The policy itself, as its own reference: by the call that also scores the old policy."""
+    workers = trainer.actor_rollout_wg
+    trainer.use_reference_policy = True
+    trainer.ref_policy_wg = SimpleNamespace(compute_ref_log_prob=workers.compute_log_prob)
+
+
+@dataclass(frozen=True)
+class Scene:
+    changes: dict[str, Any] = field(default_factory=dict)  # of verl's configuration
+    options: dict[str, str] = field(default_factory=lambda: OURS)
+    flags: dict[str, Any] = field(default_factory=dict)  # of the run
+    no_scoring: bool = True
+
+
+def actor(**changes: Any) -> dict[str, Any]:
+    return {f"{ACTOR}{name}": x for name, x in changes.items()}
+
+
+SCENES = {
+    "token-mean": Scene(),
+    "seq-mean-token-mean": Scene(actor(loss_agg_mode="seq-mean-token-mean")),
+    "gspo": Scene(actor(loss_agg_mode="seq-mean-token-mean", policy_loss__loss_mode="gspo")),
+    "cispo": Scene(actor(policy_loss__loss_mode="cispo")),
+    "entropy": Scene(actor(entropy_coeff=0.01)),
+    "entropy, as a metric": Scene(actor(calculate_entropy=True)),
+    "kl": Scene(actor(use_kl_loss=True, kl_loss_coef=0.1), flags={"change": reference}),
+    "dynamic batches": Scene(actor(use_dynamic_bsz=True)),
+    "without a sampler's": Scene(flags={"sampled": False}),
+    "dr_grpo": Scene(actor(loss_agg_mode="seq-mean-token-sum-norm", loss_scale_factor=40)),
+    "zero_advantage": Scene(options=SCORE),
+    "fsdp": Scene(flags={"strategy": "fsdp"}),
+}
+
+
+BOTH = [*((name, True) for name in SCENES), ("token-mean", False), ("kl", False), ("fsdp", False)]
+
+
+@pytest.mark.parametrize(("name", "v1"), BOTH)
+def test_what_verl_logs_and_learns_is_the_same(name: str, v1: bool) -> None:
+    scene = SCENES[name]
+    runs = [
+        train(scene.options | more, v1=v1, **scene.flags, **scene.changes) for more in ({}, SCORED)
+    ]
+    check_same(*runs)
+    auto, score = (run.products.all for run in runs)
+    assert auto < 0.85 * score
+    for step in runs[0].metrics:
+        assert step["actor/ppo_kl" if "actor/ppo_kl" in step else "actor/pg_clipfrac"] == 0.0
+
+
+def with_kl_in_reward(trainer: Any) -> None:
+    reference(trainer)
+    trainer.config.algorithm.use_kl_in_reward = True
+    core_algos = verl_peer.core_algos()
+    trainer.kl_ctrl_in_reward = core_algos.FixedKLController(0.1)
+
+
+def with_own_update(trainer: Any) -> None:
+    base = type(trainer)
+
+    def _update_actor(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return base._update_actor(self, *args, **kwargs)
+
+    trainer.__class__ = type("Mine", (base,), {"_update_actor": _update_actor})
+
+
+def model_with_dropout() -> Any:
+    model = verl_engine.model()
+    model.model.layers[0].self_attn.attention_dropout = 1e-9
+    return model
+
+
+# what is said -> the run
+SCORING: dict[str, dict[str, Any]] = {
+    "a batch is not one step of 4 sequences": actor(ppo_mini_batch_size=1),
+    "actor.ppo_epochs=2": actor(ppo_epochs=2),
+    "actor.shuffle": actor(shuffle=True),
+    "algorithm.rollout_correction": {"algorithm__rollout_correction__rollout_is": "token"},
+    "algorithm.use_kl_in_reward": {"change": with_kl_in_reward},
+    "Mine._update_actor": {"change": with_own_update},
+    "dropout, or noise": {"model": model_with_dropout},
+    "": {"trainer__critic_warmup": 3},
+}
+
+
+@pytest.mark.parametrize("v1", [False, True], ids=["ray", "v1"])
+@pytest.mark.parametrize("reason", SCORING)
+def test_verl_scores_where_it_has_to(
+    reason: str, v1: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All is as without the option, operations too, and one line says why."""
+    flags = dict(SCORING[reason])
+    make = flags.pop("model", verl_engine.model)
+    runs = [train(OURS | more, v1=v1, model=make(), **flags) for more in ({}, SCORED)]
+    check_same(*runs)
+    assert runs[0].products.all == runs[1].products.all
+    told = [x for x in capsys.readouterr().out.splitlines() if "verl scores the old" in x]
+    assert told == (
+        [f"grpo_kernels: verl scores the old policy before each update ({reason})"]
+        if reason
+        else []
+    )
+
+
+def test_the_options_values() -> None:
+    with pytest.raises(ValueError, match="old_logprobs: expected one of 'auto', 'score', got 'no'"):
+        train(OURS | {"old_logprobs": "no"})
+
+
+def test_verls_own_heads_are_verls(capsys: pytest.CaptureFixture[str]) -> None:
+    step = train({"impl_backend": "torch"}, steps=1, strategy="fsdp").metrics[0]
+    assert step["perf/mfu/actor_infer"] > 0
+    assert "verl scores" not in capsys.readouterr().out
+
+
+def test_a_second_step_is_refused() -> None:
+    """A trainer that takes two steps where it has announced one."""
+
+    def change(trainer: Any) -> None:
+        update = trainer.actor_rollout_wg.update_actor
+
+        def update_actor(data: Any) -> Any:
+            verl_module("utils.tensordict_utils").assign_non_tensor(data, mini_batch_size=4)
+            return update(data)
+
+        trainer.actor_rollout_wg.update_actor = update_actor
+
+    with pytest.raises(RuntimeError, match="expected one optimizer step for the 8 sequences"):
+        train(OURS, change=change)
+
+
+def on_ranks(rank: int, ranks: int) -> dict[str, tuple[Run, Run]]:
+    return {
+        strategy: tuple(
+            train(SCORE | more, v1=v1, strategy=strategy, model=verl_engine.model(layers=2))
+            for more in ({}, SCORED)
+        )
+        for strategy, v1 in (("fsdp2", True), ("fsdp", False))
+    }
+
+
+@pytest.mark.slow
+def test_two_ranks() -> None:
+    for found in run_ranks(on_ranks, 2):
+        for auto, score in found.values():
+            check_same(auto, score)
+            assert auto.products.all < 0.8 * score.products.all
