@@ -1,0 +1,181 @@
+"""``python -m benchmarks.verl_step``: verl's scoring of the old policy and its update, on a CPU.
+
+One group of completions, all with a gradient, through verl's own FSDP engine (not wrapped, fp32)
+and its ``ppo_loss``: with verl's fused torch head, with ours, and with ours where the update scores
+(``old_logprobs=auto``). CPU seconds of all micro-batches, without the optimizer; the variants take
+turns in one process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import json
+import statistics
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.groups import Shape, Size
+from benchmarks.machine import Watch
+from benchmarks.parity import TOLERANCE
+from benchmarks.timing import order
+from grpo_kernels.verl import old_logprobs, patch_verl
+
+TORCH, SCORED, OURS = "verl's torch head", "grpo_kernels, scored", "grpo_kernels"
+# head : layers as in Qwen3-0.6B, 0.33 parameters
+SIZE, SHAPE, ROUNDS = Size(vocab=4096), Shape(1024, 256), 5
+TOY_SIZE, TOY_SHAPE = Size(32, 64, 2, 2, 1, 16, 500), Shape(24, 12, 4)
+
+
+def verl(name: str) -> Any:
+    return importlib.import_module(f"verl.{name}")
+
+
+def engine(size: Size, shape: Shape, backend: str) -> Any:
+    """verl's engine around a model with the head of `backend`; made without its constructor, which
+    wants a GPU."""
+    module = verl("workers.engine.fsdp.transformer_impl")
+    module.get_device_id = module.get_device_name = lambda: "cpu"
+    patch = verl("models.transformers.monkey_patch")
+    patch.is_trl_available = lambda: False  # it looks for a class that TRL has no more
+    model = size.model(shape.prompt + shape.completion)
+    model.__class__ = type(backend, (type(model),), {})  # verl replaces the forward of a class
+    patch.patch_forward_with_backends(model, True, backend)
+    made = module.FSDPEngineWithLMHead.__new__(module.FSDPEngineWithLMHead)
+    made.module, made.model_config = (
+        model,
+        SimpleNamespace(fused_kernel_options={"impl_backend": backend}),
+    )
+    made.engine_config = SimpleNamespace(
+        entropy_checkpointing=False, entropy_from_logits_with_chunking=False
+    )
+    made.use_ulysses_sp, made.ulysses_sequence_parallel_size = False, 1
+    made.ulysses_device_mesh, made.scaler = None, None
+    made.pad_to_length, made.pad_to_length_bucket = False, 1
+    made._autocast_dtype = torch.float32
+    return made
+
+
+def batch(size: Size, shape: Shape, micro: int, *, packed: bool) -> Any:
+    """The group as verl's trainer sends it to a worker, without old log-probabilities."""
+    from tensordict import TensorDict
+
+    draw = torch.Generator().manual_seed(1)
+    prompt = torch.randint(size.vocab, (1, shape.prompt), generator=draw)
+    answers = torch.randint(size.vocab, (shape.group, shape.completion), generator=draw)
+    ids = torch.cat([prompt.expand(shape.group, -1), answers], dim=1)
+    advantages = torch.randn(shape.group, 1, generator=draw)
+    fields = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "position_ids": torch.arange(ids.shape[1]).expand_as(ids).contiguous(),
+        "prompts": ids[:, : shape.prompt],
+        "responses": answers,
+        "response_mask": torch.ones_like(answers),
+        "advantages": advantages.expand(-1, shape.completion).contiguous(),
+    }
+    data = verl("workers.utils.padding").left_right_2_no_padding(
+        TensorDict(fields, batch_size=[shape.group])
+    )
+    verl("utils.tensordict_utils").assign_non_tensor(
+        data,
+        use_remove_padding=packed,
+        use_dynamic_bsz=False,
+        micro_batch_size_per_gpu=micro,
+        use_fused_kernels=True,
+        global_batch_size=shape.group,
+        temperature=1.0,
+    )
+    return data
+
+
+def step(made: Any, data: Any, loss: Any, *, scored: bool) -> tuple[float, float, Tensor]:
+    """CPU seconds, the loss, and all gradients in one vector."""
+    tensordict_utils = verl("utils.tensordict_utils")
+    data = data.clone()
+    made.module.zero_grad()
+    started = time.process_time()
+    if scored:
+        tensordict_utils.assign_non_tensor(data, calculate_entropy=True)  # which verl logs
+        made.module.eval()
+        found = made.infer_batch(data)["model_output"]["log_probs"]
+        data["old_log_probs"] = verl("workers.utils.padding").no_padding_2_padding(found, data)
+        tensordict_utils.assign_non_tensor(data, calculate_entropy=False)
+    else:  # as the worker asks for it
+        loss = old_logprobs.FirstPass(loss, [None] * len(data), entropy=False)
+        data[old_logprobs.ROW] = torch.arange(len(data))
+        data["old_log_probs"] = torch.zeros_like(data["advantages"])
+        tensordict_utils.assign_non_tensor(data, calculate_entropy=True)
+    made.module.train()
+    out = made.forward_backward_batch(data, loss, forward_only=False)
+    seconds = time.process_time() - started
+    gradients = [x.grad.flatten() for x in made.module.parameters() if x.grad is not None]
+    return seconds, sum(out["loss"]), torch.cat(gradients)
+
+
+def measure(size: Size, shape: Shape, rounds: int, micro: int, *, packed: bool) -> dict[str, Any]:
+    patch_verl()
+    workers = verl("workers.config")
+    config = workers.ActorConfig(
+        strategy="fsdp2",
+        rollout_n=shape.group,
+        ppo_micro_batch_size_per_gpu=micro,
+        use_dynamic_bsz=False,
+    )
+    loss = functools.partial(verl("workers.utils.losses").ppo_loss, config=config)
+    data = batch(size, shape, micro, packed=packed)
+    theirs, ours = (engine(size, shape, backend) for backend in ("torch", "grpo_kernels"))
+    variants = {TORCH: (theirs, True), SCORED: (ours, True), OURS: (ours, False)}
+
+    def run(name: str) -> tuple[float, float, Tensor]:
+        made, scored = variants[name]
+        return step(made, data, loss, scored=scored)
+
+    watch = Watch()
+    _, want, gradient = run(TORCH)
+    differences = {}
+    for name in (SCORED, OURS):  # which warms up, too
+        _, got, x = run(name)
+        apart = float((x - gradient).norm() / gradient.norm())
+        differences[name] = {"loss": abs(got - want), "gradient": apart}
+    samples: dict[str, list[float]] = {name: [] for name in variants}
+    for i in range(rounds):
+        for name in order([*variants], i):
+            samples[name].append(run(name)[0])
+    seconds = {name: statistics.median(x) for name, x in samples.items()}
+    right = all(max(x.values()) <= TOLERANCE for x in differences.values())
+    return {
+        "status": "ok" if right else "wrong",
+        "shape": f"{shape.name}, micro-batches of {micro}, {'packed' if packed else 'padded'}",
+        "seconds": seconds,
+        "speed": {name: seconds[TORCH] / x for name, x in seconds.items()},
+        "samples": samples,
+        "differences": differences,
+        "cpu_of_others": watch.others(),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.verl_step", description=__doc__)
+    parser.add_argument("--micro", type=int, default=4, help="sequences of a micro-batch")
+    parser.add_argument("--packed", action="store_true", help="use_remove_padding=True")
+    parser.add_argument("--smoke", action="store_true", help="at toy size, once")
+    options = parser.parse_args()
+    size, shape, rounds = (TOY_SIZE, TOY_SHAPE, 1) if options.smoke else (SIZE, SHAPE, ROUNDS)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        found = measure(size, shape, rounds, options.micro, packed=options.packed)
+    finally:
+        dist.destroy_process_group()
+    print(json.dumps(found, indent=1))
+    return 0 if found["status"] == "ok" else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
