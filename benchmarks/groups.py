@@ -7,6 +7,8 @@ most the ratio of their multiplications::
     P tokens once, C tokens G times    for G (P + C) tokens
     P^2 / 2 + G (P C + C^2 / 2)        for G (P + C)^2 / 2 pairs of a query and a key
 
+A *hybrid* has three layers of gated delta rule for each one of attention, as Qwen3.5.
+
 Imports nothing of TRL: a GPU's machine may lack it.
 """
 
@@ -19,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3_5TextConfig, Qwen3Config
 
 from benchmarks.machine import Watch
 from benchmarks.parity import TOLERANCE
@@ -28,7 +30,8 @@ from benchmarks.timing import order
 from grpo_kernels import GRPOLoss
 from grpo_kernels.transformers import causal_lm_loss, completion_logprobs
 
-TREE, PADDED = "tree", "padded"
+TREE, TRIM, PADDED = "tree", "trim", "padded"
+CHUNK = 64  # tokens of a chunk of the gated delta rule
 # standard deviation of new against old log-probabilities, without which no loss depends on the
 # model
 DRIFT = 0.1
@@ -38,7 +41,7 @@ LOSS = GRPOLoss(loss_type="dapo")
 
 @dataclass(frozen=True)
 class Size:
-    """A model of Qwen3's kind."""
+    """A model of Qwen3's kind, or a hybrid of Qwen3.5's."""
 
     hidden: int = 256
     intermediate: int = 768
@@ -47,6 +50,9 @@ class Size:
     kv_heads: int = 2
     head_dim: int = 64
     vocab: int = 512
+    linear_dim: int = (
+        0  # of the heads of a hybrid's linear layers, as many as `heads`; 0: no hybrid
+    )
 
     def model(self, longest: int, **options: Any) -> PreTrainedModel:
         """The model with random weights, the same each time, for sequences of at most `longest`
@@ -56,24 +62,37 @@ class Size:
             options: of transformers' ``from_config``: dtype, attn_implementation.
         """
         torch.manual_seed(0)
-        config = Qwen3Config(
-            hidden_size=self.hidden,
-            intermediate_size=self.intermediate,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            vocab_size=self.vocab,
-            max_position_embeddings=longest,
-        )
+        fields: dict[str, Any] = {
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "vocab_size": self.vocab,
+            "max_position_embeddings": longest,
+        }
+        if self.linear_dim:
+            for name in ("key", "value"):
+                fields[f"linear_num_{name}_heads"] = self.heads
+                fields[f"linear_{name}_head_dim"] = self.linear_dim
+        config = Qwen3_5TextConfig(**fields) if self.linear_dim else Qwen3Config(**fields)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, **options).train()
         return model
 
     def work(self, tokens: float, pairs: float) -> float:
         """Multiplications of the layers' forward, for `tokens` and `pairs` of a query and a key."""
-        projections = 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
-        of_token = projections + 3 * self.hidden * self.intermediate
-        return self.layers * (tokens * of_token + 2 * pairs * self.heads * self.head_dim)
+        wide, linear = self.heads * self.head_dim, self.heads * self.linear_dim
+        attention = 2 * self.hidden * (wide + self.kv_heads * self.head_dim)
+        mlp, of_attention = 3 * self.hidden * self.intermediate, self.layers
+        recurrence = 0
+        if linear:
+            of_attention //= 4
+            attention += self.hidden * wide  # the gate
+            recurrence = 5 * self.hidden * linear + linear * (4 * CHUNK + 3 * self.linear_dim)
+        of_token = self.layers * mlp + of_attention * attention
+        of_token += (self.layers - of_attention) * recurrence
+        return tokens * of_token + of_attention * 2 * pairs * wide
 
 
 class Shape(NamedTuple):
@@ -96,6 +115,11 @@ class Shape(NamedTuple):
 
 SHAPES = (Shape(64, 256), Shape(256, 256), Shape(512, 512), Shape(1024, 256))
 TOY_SIZE, TOY_SHAPES = Size(32, 64, 2, 2, 1, 16, 500), (Shape(12, 20, 4), Shape(24, 12, 4))
+HYBRID, TOY_HYBRID = (
+    Size(hidden=512, intermediate=1536, linear_dim=128, head_dim=128),
+    Size(32, 64, 4, 2, 1, 16, 500, 16),
+)
+HYBRID_SHAPES = (*SHAPES, Shape(32, 32), Shape(256, 64), Shape(16, 256), Shape(256, 256, 2))
 
 
 def group(model: PreTrainedModel, shape: Shape) -> dict[str, Tensor]:
@@ -138,28 +162,39 @@ def gradient(model: PreTrainedModel) -> Tensor:
 
 
 def measure_groups(results: Results, *, toy: bool = False) -> None:
-    """Write ``step.groups``: CPU seconds of both layouts for each shape, after each shape."""
-    size, shapes, rounds = (TOY_SIZE, TOY_SHAPES, 1) if toy else (Size(), SHAPES, ROUNDS)
+    """Write ``step.groups`` and ``step.hybrid_groups``: CPU seconds of the layouts for each shape,
+    after each shape."""
+    rounds = 1 if toy else ROUNDS
+    _measure(results, "groups", TOY_SIZE if toy else Size(), TOY_SHAPES if toy else SHAPES, rounds)
+    size, shapes = (TOY_HYBRID, TOY_SHAPES[1:]) if toy else (HYBRID, HYBRID_SHAPES)
+    _measure(results, "hybrid_groups", size, shapes, rounds)
+
+
+def _measure(
+    results: Results, key: str, size: Size, shapes: tuple[Shape, ...], rounds: int
+) -> None:
     model = size.model(max(x.prompt + x.completion for x in shapes))
+    kind = "hybrid like Qwen3.5" if size.linear_dim else "Qwen3-like model"
     about = (
-        f"Qwen3-like model with V {size.vocab}, H {size.hidden}, {size.layers} layers, fp32; one "
+        f"{kind} with V {size.vocab}, H {size.hidden}, {size.layers} layers, fp32; one "
         "group, equal lengths, "
         "all sequences with gradient"
     )
     watch = Watch()
-    results.merge("step", "groups", about=about, rounds=rounds)
+    results.merge("step", key, about=about, rounds=rounds)
     for shape in shapes:
-        path = ("step", "groups", "shapes", shape.name)
+        path = ("step", key, "shapes", shape.name)
         with results.noting(*path):
             results.merge(*path, **_measured(model, size, shape, rounds))
-    results.merge("step", "groups", cpu_of_others=watch.others())
+    results.merge("step", key, cpu_of_others=watch.others())
 
 
 def _measured(model: PreTrainedModel, size: Size, shape: Shape, rounds: int) -> dict[str, Any]:
     inputs, found, gradients = group(model, shape), {}, {}
-    for layout in (PADDED, TREE):  # which warms up, too
+    layouts = (PADDED, TRIM, TREE) if size.linear_dim else (PADDED, TREE)
+    for layout in layouts:  # which warms up, too
         found[layout], gradients[layout] = step(model, inputs, layout), gradient(model)
-    samples: dict[str, list[float]] = {PADDED: [], TREE: []}
+    samples: dict[str, list[float]] = {layout: [] for layout in layouts}
     for i in range(rounds):
         for layout in order([*samples], i):
             started = time.process_time()

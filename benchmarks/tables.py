@@ -244,14 +244,15 @@ def _goals(goals: Sequence[dict[str, Any]]) -> list[str]:
 
 def step_is_wrong(data: dict[str, Any]) -> bool:
     """True if a variant failed or is further from stock TRL than rounding, or a tree is wrong."""
-    variants = [x for scene in figures.scenes(data).values() for x in scene["variants"].values()]
-    return any(
-        x.get("status") != "ok" for x in (*variants, *_shapes(data.get("step") or {}).values())
-    )
+    found = [x for scene in figures.scenes(data).values() for x in scene["variants"].values()]
+    found += [x for _, shapes in _groups(data.get("step") or {}) for x in shapes.values()]
+    return any(x.get("status") != "ok" for x in found)
 
 
-def _shapes(step: dict[str, Any]) -> dict[str, Any]:
-    return (step.get("groups") or {}).get("shapes") or {}
+def _groups(step: dict[str, Any]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """(measurement, its shapes) of each kind of model of which groups were measured."""
+    given = [step.get(key) or {} for key in ("groups", "hybrid_groups")]
+    return [(x, x["shapes"]) for x in given if x.get("shapes")]
 
 
 def step_lines(step: dict[str, Any]) -> list[str]:
@@ -270,20 +271,19 @@ def step_lines(step: dict[str, Any]) -> list[str]:
         text += markdown([_variant(scene, x) for x in scene["variants"]])
         if over := figures.faster(scene, DEFAULTS, than=ONE_GROUP):
             text += ["", f"*{DEFAULTS}* is {with_range(over)} times as fast as *{ONE_GROUP}*."]
-    rows = []
-    for name, x in _shapes(step).items():
-        seconds, apart = x.get("seconds") or {}, x.get("differences") or {}
-        rows.append({
-            "shape": name,
-            **{f"{layout}, seconds": number(seconds.get(layout), 3) for layout in ("padded",
-                "tree")},
-            "padded / tree": times(x.get("speed")),
-            **{key: times(x.get(key)) for key in ("allowed", "reached")},
-            "tokens/computed": _share(x.get("computed")),
-            **{key: small(apart.get(key)) for key in ("loss", "gradient")}, "failed": failed(x),
-        })  # fmt: skip
-    if rows:
-        groups = step["groups"]
+    for groups, shapes in _groups(step):
+        rows = []
+        for name, x in shapes.items():
+            apart = x.get("differences") or {}
+            rows.append({
+                "shape": name,
+                **{f"{layout}, seconds": number(y, 3) for layout, y in
+                    (x.get("seconds") or {}).items()},
+                "padded / tree": times(x.get("speed")),
+                **{key: times(x.get(key)) for key in ("allowed", "reached")},
+                "tokens/computed": _share(x.get("computed")),
+                **{key: small(apart.get(key)) for key in ("loss", "gradient")}, "failed": failed(x),
+            })  # fmt: skip
         about_groups = f"{groups['about']}; {count(groups['rounds'], 'round')}{busy(groups)}"
         text += ["", f"**one group**: {about_groups}", "", *markdown(rows)]
     return text[1:]

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
+from torch.utils import _pytree as pytree
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from grpo_kernels.body.layout import Paths
@@ -110,14 +111,23 @@ class Segments:
     """Value of the keyword argument ``segments``: the paths of one forward's tokens.
 
     Attributes:
-        consumed: number of layers whose attention has gone along the paths so far.
+        consumed: number of calls of attention and of layers with a state that have gone along the
+            paths so far.
+        chunk: tokens that a recurrence computes at a time; 0: none has been called.
     """
 
     def __init__(self, paths: Paths, *, varlen: bool) -> None:
         """`varlen`: True to take `torch.nn.attention.varlen` where it serves."""
         self.paths, self.varlen = paths, varlen
-        self.consumed = 0
-        self._kept: dict[Any, Any] = {}  # tensors on the device
+        self.consumed = self.chunk = 0
+        self._kept: dict[Any, Any] = {}
+
+    def kept(self, key: Any, make: Callable[[], Any], device: torch.device) -> Any:
+        """What `make` returns, with its tensors on `device`, made once for all layers."""
+        if (key, device) not in self._kept:
+            moved = functools.partial(torch.Tensor.to, device=device, non_blocking=True)
+            self._kept[key, device] = pytree.tree_map_only(Tensor, moved, make())
+        return self._kept[key, device]
 
     @torch.compiler.disable
     def attend(
@@ -171,31 +181,30 @@ class Segments:
 
         `query` (n, heads, d) is of the first layer that asks.
         """
-        device = query.device
-        if ("groups", device) not in self._kept:
-            groups = group(self.paths, call_cells(query.shape[1] * query.shape[2], device))
+
+        def make() -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
+            groups = group(self.paths, call_cells(query.shape[1] * query.shape[2], query.device))
             back, used = torch.empty(int(self.paths.new.sum()), dtype=torch.int64, device="cpu"), 0
             for queries, _, own in groups:
                 back[queries[own]] = used + own.reshape(-1).nonzero().squeeze(1)
                 used += own.numel()
-            indices = [
-                tuple(x.to(device, non_blocking=True) for x in (queries, keys))
-                for queries, keys, _ in groups
-            ]
-            self._kept["groups", device] = indices, back.to(device, non_blocking=True)
-        found: tuple[list[tuple[Tensor, Tensor]], Tensor] = self._kept["groups", device]
+            return [(queries, keys) for queries, keys, _ in groups], back
+
+        found: tuple[list[tuple[Tensor, Tensor]], Tensor] = self.kept("groups", make, query.device)
         return found
 
     def _lengths(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, int, int]:
         """(all paths one after the other; ends of segments and of paths; the longest of each)."""
-        if ("lengths", device) not in self._kept:
+
+        def make() -> tuple[Tensor, Tensor, Tensor, int, int]:
             counts = torch.stack([self.paths.new, self.paths.lengths])
-            ends = nn.functional.pad(counts.cumsum(1), (1, 0)).to(torch.int32)
+            of_segments, of_paths = nn.functional.pad(counts.cumsum(1), (1, 0)).to(torch.int32)
             columns = torch.arange(self.paths.tokens.shape[1], device="cpu")
             paths = self.paths.tokens[columns < self.paths.lengths[:, None]]
-            on_device = [x.to(device, non_blocking=True) for x in (paths, *ends)]
-            self._kept["lengths", device] = (*on_device, *counts.amax(1).tolist())
-        found: tuple[Tensor, Tensor, Tensor, int, int] = self._kept["lengths", device]
+            most = counts.amax(1).tolist()
+            return paths, of_segments, of_paths, most[0], most[1]
+
+        found: tuple[Tensor, Tensor, Tensor, int, int] = self.kept("lengths", make, device)
         return found
 
     def _mask(self, queries: int, keys: int, window: int | None, like: Tensor, name: str) -> Any:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from grpo_kernels.body import states
 from grpo_kernels.body.attention import NotAlongPaths, Segments, install, is_flash
 from grpo_kernels.body.layout import Rows, TrunkLayout
 
@@ -26,12 +27,14 @@ class Way:
         positions: the position ids: the caller's; each cell's column in the padded batch, as the
             model itself would count; the number of tokens before the cell; or none.
         varlen: True to take `torch.nn.attention.varlen` for a tree where it serves.
-        layers: layers whose attention goes along the paths of a tree; None: not known yet.
+        layers: calls that go along the paths of a tree; None: not known yet.
+        chunk: tokens that its recurrences compute at a time; 0: it has none.
     """
 
     positions: Positions
     varlen: bool = False
     layers: int | None = None
+    chunk: int = 0
 
 
 @dataclass(frozen=True)
@@ -191,12 +194,11 @@ def run_layout(
     inputs: TrunkInputs,
     layout: TrunkLayout,
     way: Way,
-) -> tuple[Any, int]:
+) -> tuple[Any, Way]:
     """Run `forward` on the tokens of `layout`.
 
     Returns:
-        its output, with hidden states (b, w, H); and the number of layers whose attention has gone
-        along the paths of a tree.
+        its output, with hidden states (b, w, H); and `way`, of a tree with what it has counted.
     """
     device = inputs.ids.device
     sources = layout.sources.to(device, non_blocking=True)
@@ -212,18 +214,19 @@ def run_layout(
     if layout.paths is None:
         if inputs.mask is not None or not bool(layout.attended.all()):
             found["attention_mask"] = layout.attended.to(device, torch.int64, non_blocking=True)
-        return forward(**found, **inputs.constants), 0
+        return forward(**found, **inputs.constants), way
     install(attention_of(trunk), trunk)
+    states.install(trunk)
     segments = Segments(layout.paths, varlen=way.varlen)
     # of four dimensions, as transformers then makes none itself; attention refuses any other
     found |= {"segments": segments, "attention_mask": torch.zeros(1, 1, 1, 1, device=device)}
     output = forward(**found, **inputs.constants)
     if way.layers not in (None, segments.consumed):
         raise NotAlongPaths(
-            f"{segments.consumed} of its layers have computed attention along the paths of a tree, "
-            f"and {way.layers} in its first forward"
+            f"{segments.consumed} calls of its layers have gone along the paths of a tree, and "
+            f"{way.layers} in its first forward"
         )
-    return output, segments.consumed
+    return output, replace(way, layers=segments.consumed, chunk=segments.chunk)
 
 
 def text_config(trunk: nn.Module) -> Any:

@@ -15,6 +15,8 @@ All tensors here are on the CPU, indices in int64; nothing depends on a model.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -72,8 +74,12 @@ class TrunkLayout:
     paths: Paths | None = None  # of a tree; None: tokens see the earlier tokens of their row
 
 
-def tree(rows: Rows, *, graph: bool, multiple: int = 1) -> TrunkLayout:
-    """Each distinct prefix of `rows` once; the width is a multiple of `multiple`."""
+def tree(rows: Rows, *, graph: bool, multiple: int = 1, least: int = 1) -> TrunkLayout:
+    """Each distinct prefix of `rows` once; the width is a multiple of `multiple`.
+
+    Rows do not share a prefix, beyond one that they share anyway, if that saves less than `least`
+    tokens.
+    """
     left = (~rows.attended).to(torch.uint8).argsort(dim=1, stable=True)  # attended cells first
     lengths = rows.attended.sum(1)
     places = _range(int(lengths.amax()))
@@ -85,6 +91,8 @@ def tree(rows: Rows, *, graph: bool, multiple: int = 1) -> TrunkLayout:
     features, cells, lengths, inside = features[order], cells[order], lengths[order], inside[order]
     same = (features[1:] == features[:-1]).all(-1) & inside[1:]
     shared = pad(same.to(torch.int64).cumprod(1).sum(1), (1, 0))  # with the row before
+    if least > 1:
+        shared = torch.tensor(_worth_sharing(shared.tolist(), least), device="cpu")
     new = lengths - shared
     starts = new.cumsum(0) - new
     # The token in column c of a row is that of the last row so far that shares at most c tokens.
@@ -107,6 +115,32 @@ def tree(rows: Rows, *, graph: bool, multiple: int = 1) -> TrunkLayout:
     return TrunkLayout(
         sources[None], attended, depths[None], cells[inside], tokens[inside], graph, paths
     )
+
+
+def _worth_sharing(shared: Sequence[int], least: int) -> list[int]:
+    """`shared` of each row with the one before, without branches that save less than `least`.
+
+    The branches are the nodes of a tree by their depths. A node saves its depth beyond its parent's
+    for every row but one.
+    """
+    depths, parents, of_rows, path = [0], [0], list[int](), [0]
+    for depth in shared:
+        below = None
+        while depths[path[-1]] > depth:
+            below = path.pop()
+        if depths[path[-1]] < depth:
+            path.append(len(depths))
+            depths.append(depth)
+            parents.append(path[-2])
+            if below is not None:
+                parents[below] = path[-1]
+        of_rows.append(path[-1])
+    saved, found = Counter(of_rows), depths[:]
+    for node in sorted(range(len(depths)), key=depths.__getitem__):
+        above = found[parents[node]]
+        if saved[node] * (depths[node] - above) < least:
+            found[node] = above
+    return [found[node] for node in of_rows]
 
 
 def by_rows(rows: Rows, *, graph: bool, multiple: int = 1) -> TrunkLayout:

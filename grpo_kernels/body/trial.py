@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from grpo_kernels.base.choices import BatchLayout, choices
 from grpo_kernels.base.modes import guest
 from grpo_kernels.body import layout as layouts
+from grpo_kernels.body import states
 from grpo_kernels.body.attention import NotAlongPaths, has_varlen
 from grpo_kernels.body.forwards import (
     Cells,
@@ -249,8 +250,9 @@ def _by_structure(mode: str, trunk: nn.Module, forward: Callable[..., Any]) -> s
     # encoders of images and sound
     others = [x for x in modules if "text" not in getattr(x, "input_modalities", "text")]
     elsewhere = {y for x in others for y in x.modules()}
-    if any(isinstance(x, nn.Conv1d) and x not in elsewhere for x in modules):
-        return "layers with a state that goes from one sequence to the next"
+    reason = states.reason_against([x for x in modules if x not in elsewhere])
+    if reason is not None:
+        return reason
     parameters = inspect.signature(forward).parameters.values()
     if not _takes_positions(trunk, forward) or not any(x.kind is x.VAR_KEYWORD for x in parameters):
         return "its forward takes no position_ids, or no further arguments for its attention"
@@ -282,7 +284,7 @@ class _Trial:
         small = [x for x in parameters if x.requires_grad and x.numel() <= _SMALL]
         self.parameters = [] if self.is_divided else small
         self.is_random = self.evaluates = False
-        self.layers = 0  # that have gone along the paths of a tree
+        self.way = Way("none")  # of the last forward
         self.cost = (0, 0)  # forwards, tokens
         length, width = size
         longest_first = rows.attended.sum(1).argsort(descending=True, stable=True)
@@ -341,8 +343,8 @@ class _Trial:
         together = 2 if mode == "tree" else 1
         parts = [[*range(together)], [*range(together, len(self.needed))]]
         got = self._run(mode, way, [x for x in parts if x])
-        layers = self.layers  # before another forward counts its own
-        if mode == "tree" and not layers:
+        way = self.way  # before another forward has its own
+        if mode == "tree" and not way.layers:
             return "its attention is not looked up in transformers' table, so it sees no segments"
         for name in {*want[2], *got[2]}:
             one, other = want[2].get(name), got[2].get(name)
@@ -356,7 +358,7 @@ class _Trial:
             off, allowed = self._off(got, want)[i], min((i + 1) * floor, max(_MOST, 16 * eps))
             if not off <= allowed and not off <= self._rounding[i]:
                 return f"{name} are off by {off:.1g} of their length from the padded forward's"
-        return replace(way, layers=layers) if mode == "tree" else way
+        return way
 
     @functools.cached_property
     def _want(self) -> _Found:
@@ -407,7 +409,7 @@ class _Trial:
                 rows = cells.rows(chosen, padded=mode == "padded", by_column=by_column)
                 assert rows is not None
                 layout = (layouts.tree if mode == "tree" else layouts.by_rows)(rows, graph=True)
-                output, self.layers = run_layout(self.trunk, self.forward, inputs, layout, way)
+                output, self.way = run_layout(self.trunk, self.forward, inputs, layout, way)
                 self.cost = self.cost[0] + 1, self.cost[1] + layout.sources.numel()
                 at = places[layout.cells]
                 hidden = output.last_hidden_state.flatten(0, 1)

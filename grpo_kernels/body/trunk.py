@@ -32,6 +32,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from grpo_kernels.base.checks import is_dtensor, warn_once
 from grpo_kernels.base.distributed import all_reduce, group_device
 from grpo_kernels.body import layout as layouts
+from grpo_kernels.body import states
 from grpo_kernels.body.forwards import TrunkInputs, Way, run_layout
 from grpo_kernels.body.inputs import FSDP1, TrunkOptions, unwrapped
 from grpo_kernels.body.layout import TrunkLayout
@@ -215,7 +216,10 @@ class _TrunkCall:
             if isinstance(verdict, Way):
                 try:
                     planned = self._planned(batch, mode, verdict)
-                    break
+                    if not self._loses_to_trim(batch, verdict, planned):
+                        break
+                    planned = None
+                    continue
                 except Exception as error:
                     verdict = batch.failed[mode] = f"in planning it, {described(error)}"
             reasons.append(verdict)
@@ -233,10 +237,23 @@ class _TrunkCall:
         live = batch.live[cells.places[:, 0] // batch.inputs.ids.shape[1]]
         for chosen, graph in ((live, True), (~live, False)):
             rows = cells.rows(chosen, **options)
-            if rows is not None:
-                layout = layouts.tree if mode == "tree" else layouts.by_rows
-                found.append((layout(rows, graph=graph, multiple=self.multiple), way))
+            if rows is not None and mode == "tree":
+                least = max(1, way.chunk // 2)
+                layout = layouts.tree(rows, graph=graph, multiple=self.multiple, least=least)
+                found.append((layout, way))
+            elif rows is not None:
+                found.append((layouts.by_rows(rows, graph=graph, multiple=self.multiple), way))
         return found
+
+    def _loses_to_trim(self, batch: _Batch, way: Way, planned: _Planned) -> bool:
+        """True if recurrences make the tree `planned` slower than rows, which are exact too."""
+        device, trees = batch.inputs.ids.device, [x for x, _ in planned if x.paths is not None]
+        others = batch.failed.get("trim") or batch.exactness.verdict("trim")
+        if batch.is_packed or not (way.chunk and trees) or isinstance(others, str):
+            return False
+        rows = [layout for layout, _ in self._planned(batch, "trim", way)]
+        one, other = (sum(states.cost(x, way.chunk, device) for x in y) for y in (trees, rows))
+        return one > other
 
     def _try(self, batch: _Batch, mode: str, forward: Callable[..., Any]) -> None:
         try:

@@ -73,8 +73,14 @@ def test_a_tree_computes_what_is_necessary(measured: dict[str, Any]) -> None:
         assert x["computed"] == pytest.approx((p + g * (c - 1)) / (g * (p + c)))
         assert x["speed"] == x["seconds"]["padded"] / x["seconds"]["tree"]
         assert x["reached"] == x["speed"] / shape.allowed(groups.TOY_SIZE)
-    rows = parsed(["", "## A", *tables.step_lines(measured)], "A")[-1]
-    assert [row["shape"] for row in rows] == list(shapes)
+    of_hybrid = measured["hybrid_groups"]["shapes"]
+    (shape,) = groups.TOY_SHAPES[1:]
+    assert of_hybrid[shape.name]["status"] == "ok"
+    assert of_hybrid[shape.name]["computed"] == shapes[shape.name]["computed"]
+    assert {*of_hybrid[shape.name]["seconds"]} == {"padded", "trim", "tree"}
+    tables_of = parsed(["", "## A", *tables.step_lines(measured)], "A")
+    for rows, expected in zip(tables_of[-2:], (shapes, of_hybrid), strict=True):
+        assert [row["shape"] for row in rows] == list(expected)
     allowed = [shape.allowed(groups.Size()) for shape in groups.SHAPES]  # as docs/design.md has it
     assert allowed == pytest.approx([1.19, 1.68, 1.62, 2.93], abs=0.005)
 

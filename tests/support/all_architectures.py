@@ -130,25 +130,29 @@ class Outcome(NamedTuple):
 OUTCOMES = [
     Outcome(
         "tree", "", "",
-        "afmoe apertus arcee aria_text axk1 beam bert bert-generation biogpt bitnet cohere "
-        "cohere2 cohere2_moe cohere_compass_text ctrl cwm dbrx deepseek_v2 deepseek_v3 "
-        "diffllama dots1 electra emu3 ernie ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo "
-        "flint fuyu gemma gemma2 gemma3 gemma3_text gemma3n_text gemma4 gemma4_text "
-        "gemma4_unified gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite got_ocr2 gpt-sw3 "
-        "gpt2 gpt_bigcode gpt_neox gpt_oss granite granite_swa granitemoe granitemoe_swa "
-        "granitemoeshared helium hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax "
-        "internlm3 iquestcoder jais2 jetmoe kolibri1 laguna llama longcat_flash mellum "
+        "afmoe apertus arcee aria_text axk1 bailing_hybrid bamba beam bert bert-generation "
+        "biogpt bitnet cohere cohere2 cohere2_moe cohere_compass_text ctrl cwm dbrx "
+        "deepseek_v2 deepseek_v3 diffllama dots1 electra emu3 ernie ernie4_5 ernie4_5_moe "
+        "exaone4 exaone_moe falcon_h1 flex_olmo flint fuyu gemma gemma2 gemma3 gemma3_text "
+        "gemma3n_text gemma4 gemma4_text gemma4_unified gemma4_unified_text glm glm4 glm4_moe "
+        "glm4_moe_lite got_ocr2 gpt-sw3 gpt2 gpt_bigcode gpt_neox gpt_oss granite granite_swa "
+        "granitemoe granitemoe_swa granitemoehybrid granitemoeshared helium hrm_text "
+        "hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 jetmoe "
+        "kimi_linear kolibri1 laguna lfm2 lfm2_moe lfm3 llama longcat_flash mellum "
         "mimo_v2_flash minicpm3 minimax_m2 ministral ministral3 mistral mixtral mllama "
-        "modernbert-decoder moshi moss_transcribe_diarize nanochat olmo olmo2 olmo3 olmoe opt "
-        "persimmon phi phi3 phi4_multimodal qwen2 qwen3 qwen3_moe roc_bert seed_oss smollm3 "
-        "solar_open starcoder2 vaultgemma whisper youtu",
+        "modernbert-decoder moshi moss_transcribe_diarize nanochat nemotron_h olmo olmo2 olmo3 "
+        "olmo_hybrid olmoe opt persimmon phi phi3 phi4_multimodal qwen2 qwen3 qwen3_5 "
+        "qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next roc_bert seed_oss "
+        "smollm3 solar_open starcoder2 vaultgemma whisper youtu zamba2",
     ),
     Outcome(
-        "trim", "layers carry a state from token to token", "layers with a state",
-        "bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid inkling2_text "
-        "inkling_text jamba kimi_linear lfm2 lfm2_moe lfm3 mamba mamba2 nemotron_h olmo_hybrid "
-        "qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp qwen4_exp_text "
-        "zamba zamba2 zaya",
+        "trim", "layers carry a state from token to token in a function that is not known, or that "
+        "takes none to begin with (Mamba-1)", "a state that is not known",
+        "falcon_mamba jamba mamba qwen4_exp qwen4_exp_text zamba zaya",
+    ),
+    Outcome(
+        "trim", "attention has a bias of its own for each token", "'position_bias'",
+        "inkling2_text inkling_text",
     ),
     Outcome(
         "trim", "linear attention carries a state from token to token", "are off by",
@@ -167,6 +171,10 @@ OUTCOMES = [
     Outcome(
         "trim", "distances (ALiBi) are counted in the attention mask", "takes no position_ids",
         "bloom mpt",
+    ),
+    Outcome(
+        "trim", "layers with a state alone, without positions", "takes no position_ids",
+        "mamba2",
     ),
     Outcome(
         "trim", "the mask has a sliding window of which attention is not told; "

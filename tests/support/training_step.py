@@ -32,10 +32,10 @@ FAMILIES = {
         ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "granite",
         "granitemoe",
          "hyperclovax", "minicpm3", "cohere", "cohere2", "phi3", "phi", "bert",
-         "gpt_neox", "gpt_oss", "gpt2", "olmo2", "opt"),
+         "gpt_neox", "gpt_oss", "gpt2", "olmo2", "opt", "falcon_h1"),
         ALL,
     ),
-    **dict.fromkeys(("bloom", "falcon_h1", "mamba"), "trim padded"),
+    **dict.fromkeys(("bloom", "mamba"), "trim padded"),
     # from transformers 5.24 on
     "gptj": ALL if hasattr(modeling_gptj, "ALL_ATTENTION_FUNCTIONS") else "trim padded",
     "recurrent_gemma": "padded",

@@ -1,0 +1,310 @@
+"""Layers with a state that goes from token to token, along the paths of a prefix tree.
+
+A causal convolution of K taps begins with the last K - 1 tokens of the path before a segment. A
+recurrence begins with the state that its parent ends with: segments are cut where a child branches
+off, into *runs*, and the runs with equally many runs before them on their path (their *depth*) are
+computed together. A group of completions has two depths, its prompt and the rest.
+
+    convolution    a call a layer, and one for the first K - 1 tokens of the segments
+    recurrence     a call for each depth where the function takes ``cu_seqlens`` (FLA's kernels),
+                   else one for several runs at a time, padded on the right
+
+As for attention, a wrapper stands in place of each function in the file of its model, and does
+nothing without the keyword argument ``segments``.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from grpo_kernels.body.attention import NotAlongPaths, Segments, cut
+from grpo_kernels.body.layout import Paths, TrunkLayout
+
+_CHUNK = 64  # tokens that a recurrence computes at a time, where its call does not say
+# Chunks of one run that are computed in the time of one more call, forward and backward: on a CPU
+# core half a chunk to two (measured, AVX-512, the gated delta rule of 4 heads of 128 and of 32); on
+# a GPU some thirty launches of 5 us, and a chunk in 3 us (reckoned).
+_CALL_CHUNKS = {"cpu": 1.0}
+_CALL_CHUNKS_ON_A_GPU = 50.0
+# What a recurrence takes of the time of a token's matrix products (0.15 measured on a CPU at 4
+# heads of 128 with a width of 512, as at 16 with 1024), and what gathering its tokens costs.
+_SHARE, _GATHERED = 0.15, 1.05
+
+
+class Recurrence(NamedTuple):
+    """How transformers' layers call a recurrence."""
+
+    of_tokens: tuple[int | str, ...]  # arguments (1, n, ...), by place or name
+    first: str  # the argument that is the state to begin with
+    wants_last: str  # the argument that asks for the last state
+    returns_pair: bool  # True: with the last state, or None, also where it is not asked for
+
+
+_DELTA_RULE = Recurrence((0, 1, 2, "g", "beta"), "initial_state", "output_final_state", True)
+RECURRENCES = {
+    "torch_chunk_gated_delta_rule": _DELTA_RULE,
+    "chunk_kimi_delta_attention": _DELTA_RULE,
+    "mamba2_chunk_scan": Recurrence((0, 1, 3, 4), "initial_states", "return_final_states", False),
+}
+_CONVOLUTION = "causal_conv1d_fn"
+# The whole of a Mamba-2 layer: with None in its place, the layer calls the functions above.
+_WHOLE = "mamba2_split_conv1d_scan_combined"
+_OF_A_CACHE = {
+    *("causal_conv1d_update", "torch_recurrent_gated_delta_rule"),
+    *("recurrent_kimi_delta_attention", "mamba2_selective_state_update"),
+}
+_KNOWN = {*RECURRENCES, *_OF_A_CACHE, _CONVOLUTION, _WHOLE}
+
+
+def reason_against(layers: list[nn.Module]) -> str | None:
+    """Why one of `layers` has a state that is not carried along paths; None: all can be."""
+    for layer in layers:
+        if not any(isinstance(x, nn.Conv1d) for x in layer.children()):
+            continue
+        names = inspect.unwrap(type(layer).forward).__code__.co_names
+        file = vars(sys.modules[type(layer).__module__])
+        others = [x for x in names if hasattr(file.get(x), "__wrapped__") and x not in _KNOWN]
+        if _CONVOLUTION not in names or others:
+            what = f" ({', '.join(others)})" if others else ""
+            return f"{type(layer).__name__} has a state that is not known along paths{what}"
+    return None
+
+
+def install(trunk: nn.Module) -> None:
+    """Wrap the functions of the layers with a state for ``segments``, unless they are wrapped."""
+    for file in {sys.modules[cls.__module__] for x in trunk.modules() for cls in type(x).__mro__}:
+        for name in (*RECURRENCES, _CONVOLUTION, _WHOLE):
+            inner = vars(file).get(name)
+            if inner is not None and not hasattr(inner, "_takes_segments"):
+                setattr(file, name, _wrapped(inner, name))
+
+
+def _wrapped(inner: Callable[..., Any], name: str) -> Callable[..., Any]:
+    @functools.wraps(inner)
+    def function(*args: Any, segments: Segments | None = None, **kwargs: Any) -> Any:
+        if segments is None:
+            return inner(*args, **kwargs)
+        if name == _WHOLE:
+            return None
+        if name == _CONVOLUTION:
+            return _convolve(inner, segments, *args, **kwargs)
+        return _recur(inner, RECURRENCES[name], segments, args, kwargs)
+
+    function._takes_segments = True  # type: ignore[attr-defined]
+    return function
+
+
+@torch.compiler.disable
+def _convolve(
+    inner: Callable[..., Any],
+    segments: Segments,
+    states: Tensor,  # (1, c, n)
+    weight: Tensor,  # (c, K)
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:
+    """Its output (1, c, n): of the row as it lies, and anew where a segment begins."""
+    segments.consumed += 1
+    taps, found = weight.shape[-1], inner(states, weight, *args, **kwargs)
+    tokens, windows = segments.kept(
+        ("windows", taps), lambda: _windows(segments.paths, taps), states.device
+    )
+    if not len(tokens):
+        return found
+    rows = nn.functional.pad(states.transpose(1, 2)[0], (0, 0, 0, 1))  # what is before a root
+    anew = inner(rows.index_select(0, windows)[None].transpose(1, 2), weight, *args, **kwargs)
+    return found.index_copy(2, tokens, anew[:, :, taps - 1 :: taps])
+
+
+def _windows(paths: Paths, taps: int) -> tuple[Tensor, Tensor]:
+    """(the f tokens that see another segment; (f * `taps`,), the last tokens of their paths).
+
+    The token after the last stands for those before a root.
+    """
+    starts, total = paths.new.cumsum(0) - paths.new, int(paths.new.sum())
+    offsets = torch.arange(taps - 1, device="cpu")
+    sees = (offsets < paths.new[:, None]) & (starts[:, None] > 0)
+    depths = (paths.contexts[:, None] + offsets)[sees]
+    of_segment = torch.arange(len(starts), device="cpu")[:, None].expand_as(sees)[sees]
+    back = depths[:, None] + torch.arange(1 - taps, 1, device="cpu")
+    windows = torch.where(back < 0, total, paths.tokens[of_segment[:, None], back.clamp(min=0)])
+    return (starts[:, None] + offsets)[sees], windows.flatten()
+
+
+class Runs(NamedTuple):
+    """Runs of a tree in the order of their tokens: R of them."""
+
+    begins: Tensor  # (R,), the first token of each
+    lengths: Tensor  # (R,)
+    parents: Tensor  # (R,), the run before each on its path; -1 for a root
+    depths: Tensor  # (R,), number of runs before each on its path
+
+    @classmethod
+    def of(cls, paths: Paths) -> Runs:
+        starts, total = paths.new.cumsum(0) - paths.new, int(paths.new.sum())
+        last = paths.tokens.gather(1, (paths.contexts - 1).clamp(min=0)[:, None]).squeeze(1)
+        last = torch.where(paths.contexts > 0, last, -1)  # the token before each segment
+        begins = torch.cat([starts, last + 1]).unique()
+        begins = begins[begins < total]
+        before = begins - 1
+        before[torch.searchsorted(begins, starts)] = last
+        parents = torch.searchsorted(begins, before, right=True) - 1  # -1 for a root
+        depths: list[int] = []
+        for parent in parents.tolist():
+            depths.append(0 if parent < 0 else depths[parent] + 1)
+        lengths = torch.cat([begins, torch.tensor([total], device="cpu")]).diff()
+        return cls(begins, lengths, parents, torch.tensor(depths, device="cpu"))
+
+    @property
+    def is_parent(self) -> Tensor:
+        found = torch.zeros_like(self.parents, dtype=torch.bool)
+        found[self.parents[self.parents >= 0]] = True
+        return found
+
+    def calls(self, chunk: int, call_chunks: float, *, side_by_side: bool) -> Iterator[Tensor]:
+        """The runs of each call, parents before children.
+
+        Runs side by side in a row need no padding. Otherwise those of a call are padded to the
+        longest, but none whose last state counts; a call costs as much as `call_chunks` chunks.
+        """
+        order, is_parent = self.lengths.argsort(stable=True), self.is_parent
+        for depth in range(int(self.depths.amax()) + 1):
+            runs = order[self.depths[order] == depth]
+            if side_by_side:
+                yield runs
+                continue
+            parents, leaves = runs[is_parent[runs]], runs[~is_parent[runs]]
+            for length in self.lengths[parents].unique():
+                yield parents[self.lengths[parents] == length]
+            chunks = (-(-self.lengths[leaves] // chunk)).tolist()
+            for first, end in cut(chunks, call_chunks):
+                yield leaves[first:end]
+
+
+class _Call(NamedTuple):
+    """One call of a recurrence."""
+
+    tokens: Tensor  # (r, w), of r runs, padded on the right; or of all of them, (1, n)
+    ends: Tensor | None  # (r + 1,), where runs side by side begin and end
+    parents: Tensor | None  # (r,), place of each parent among the kept states so far; None: roots
+    kept: Tensor | None  # places of the runs whose last states count; None: of none
+
+
+def _calls(
+    paths: Paths, chunk: int, call_chunks: float, *, side_by_side: bool
+) -> tuple[list[_Call], Tensor]:
+    """(the calls of a recurrence; of each token its place among all calls' tokens)."""
+    runs, calls, kept = Runs.of(paths), list[_Call](), 0
+    is_parent, place = runs.is_parent, torch.full_like(runs.parents, -1)
+    back, used = torch.empty(int(runs.lengths.sum()), dtype=torch.int64, device="cpu"), 0
+    for chosen in runs.calls(chunk, call_chunks, side_by_side=side_by_side):
+        lengths, parents = runs.lengths[chosen, None], runs.parents[chosen]
+        columns, ends = torch.arange(int(lengths.amax()), device="cpu"), None
+        tokens, own = runs.begins[chosen, None] + columns.minimum(lengths - 1), columns < lengths
+        if side_by_side:
+            tokens, own = tokens[own][None], own[own][None]
+            ends = nn.functional.pad(lengths.squeeze(1).cumsum(0), (1, 0))
+        back[tokens[own]] = used + own.flatten().nonzero().squeeze(1)
+        used += own.numel()
+        of_parents = None if int(parents[0]) < 0 else place[parents]
+        last = is_parent[chosen].nonzero().squeeze(1)
+        place[chosen[last]] = kept + torch.arange(len(last), device="cpu")
+        kept += len(last)
+        calls.append(_Call(tokens, ends, of_parents, last if len(last) else None))
+    return calls, back
+
+
+def cost(layout: TrunkLayout, chunk: int, device: torch.device) -> float:
+    """Time of a forward of `layout` with recurrences, in that of one token's matrix products."""
+    rows, width = layout.sources.shape
+    if layout.paths is None:
+        return rows * (width + _SHARE * chunk * -(-width // chunk))
+    runs = Runs.of(layout.paths)
+    calls = runs.calls(chunk, call_chunks(device), side_by_side=False)
+    chunks = [
+        len(x) * -(-int(runs.lengths[x].amax()) // chunk) + call_chunks(device) for x in calls
+    ]
+    return _GATHERED * (width + _SHARE * chunk * sum(chunks))
+
+
+def call_chunks(device: torch.device) -> float:
+    """Chunks of one run that `device` computes in the time of one more call."""
+    return _CALL_CHUNKS.get(device.type, _CALL_CHUNKS_ON_A_GPU)
+
+
+@torch.compiler.disable
+def _recur(
+    inner: Callable[..., Any],
+    recurrence: Recurrence,
+    segments: Segments,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """What the recurrence returns: its output (1, n, ...), with no last state."""
+    given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+    like, chunk = given[0], int(given.get("chunk_size", _CHUNK))
+    for name, x in given.items():
+        is_of_tokens = isinstance(x, Tensor) and x.dim() > 1 and 1 < like.shape[1] == x.shape[1]
+        if is_of_tokens and name not in recurrence.of_tokens:
+            raise NotAlongPaths(f"a recurrence gets an argument {name!r} that may be of each token")
+    segments.consumed += 1
+    segments.chunk = max(segments.chunk, chunk)
+
+    def call(own: dict[Any, Any]) -> tuple[Tensor, Tensor | None]:
+        own = {**given, **own}
+        placed = [own.pop(i) for i in range(len(args))]
+        found = inner(*placed, **own)
+        return found if isinstance(found, tuple) else (found, None)
+
+    if like.shape[1] > 1 and inner not in _side_by_side:
+        _side_by_side[inner] = _keeps_apart(call, recurrence, given)
+    apart = _side_by_side.get(inner, False)
+    calls, back = segments.kept(
+        ("runs", chunk, apart),
+        lambda: _calls(segments.paths, chunk, call_chunks(like.device), side_by_side=apart),
+        like.device,
+    )
+    outputs, states = list[Tensor](), list[Tensor]()
+    for tokens, ends, parents, kept in calls:
+        own = {
+            name: given[name][0].index_select(0, tokens.flatten()).unflatten(0, tokens.shape)
+            for name in recurrence.of_tokens
+        }
+        first = None if parents is None else torch.cat(states).index_select(0, parents)
+        own |= {recurrence.first: first, recurrence.wants_last: kept is not None}
+        output, last = call(own if ends is None else {**own, "cu_seqlens": ends})
+        outputs.append(output.flatten(0, 1))
+        if kept is not None and last is not None:
+            states.append(last.index_select(0, kept))
+    found = torch.cat(outputs).index_select(0, back)[None]
+    return (found, None) if recurrence.returns_pair else found
+
+
+# by function: whether it keeps sequences apart that lie side by side in one row
+_side_by_side: weakref.WeakKeyDictionary[Callable[..., Any], bool] = weakref.WeakKeyDictionary()
+
+
+@torch.no_grad()
+def _keeps_apart(
+    call: Callable[[dict[Any, Any]], tuple[Tensor, Any]], recurrence: Recurrence, given: Any
+) -> bool:
+    """True if with ``cu_seqlens`` a second token does not depend on the first."""
+
+    def output(first: int, **others: Any) -> Tensor:
+        own = {name: given[name][:, first:2] for name in recurrence.of_tokens}
+        return call({**own, **others})[0][:, -1]
+
+    ends = torch.tensor([0, 1, 2], device=given[0].device)
+    try:
+        found = output(0, cu_seqlens=ends)
+    except ValueError:  # transformers refuses them where no kernel is installed
+        return False
+    return torch.allclose(found, output(1), rtol=1e-2, atol=1e-2 * float(found.abs().amax()))
