@@ -1,7 +1,9 @@
 """Layouts of a training step on a GPU: one group of completions through a few layers.
 
-Each layout with each attention implementation: errors in bf16 against the padded batch in fp32,
-milliseconds of forward and backward, peak memory. The padded layout is what stock TRL computes.
+Each layout with each attention implementation, and of a hybrid of Qwen3.5's kind with whatever
+functions transformers takes (FLA's and causal_conv1d's where they are installed): errors in bf16
+against the padded batch in fp32, milliseconds of forward and backward, peak memory. The padded
+layout is what stock TRL computes.
 Imports nothing of TRL.
 """
 
@@ -18,16 +20,33 @@ from torch import Tensor
 
 from benchmarks import timing
 from benchmarks.cases import Absence
-from benchmarks.groups import PADDED, TOY_SHAPES, TOY_SIZE, TREE, Shape, Size, gradient, group, step
+from benchmarks.groups import (
+    PADDED,
+    TOY_HYBRID,
+    TOY_SHAPES,
+    TOY_SIZE,
+    TREE,
+    Shape,
+    Size,
+    gradient,
+    group,
+    step,
+)
 from benchmarks.memory import MIB, Peak
 from benchmarks.run import Results, measure_runs
 from benchmarks.timing import Clock
 
 # the layers of Qwen3-1.7B; a small vocabulary, since the trunk is timed
 SIZE = Size(2048, 6144, 4, 16, 8, 128, 4096)
+HYBRID = Size(2048, 6144, 4, 16, 4, 128, 4096, linear_dim=128)
 SHAPES = (Shape(256, 1024, 8), Shape(1024, 2048, 8), Shape(4096, 1024, 16), Shape(8192, 8192, 16))
 LAYOUTS = (PADDED, "trim", TREE)
-ATTENTION = {"sdpa": None, "flash_attention_2": "flash_attn"}  # and the package that it needs
+# name: model, attention, the package that it needs
+MODELS = {
+    "sdpa": (SIZE, TOY_SIZE, "sdpa", None),
+    "flash_attention_2": (SIZE, TOY_SIZE, "flash_attention_2", "flash_attn"),
+    "hybrid": (HYBRID, TOY_HYBRID, "sdpa", None),
+}
 LIMIT = 120.0  # seconds, after which a layout of a shape hangs
 # an error may be that many times the padded batch's in bf16, and the floor
 TIMES_PADDED, FLOOR = 2.0, 1e-3
@@ -37,21 +56,22 @@ def measure_layouts(
     device: torch.device, results: Results, until: float, *, toy: bool = False
 ) -> None:
     """Write ``layouts``, by attention and shape, after each; past `until` no shape is begun."""
-    size, shapes = (TOY_SIZE, TOY_SHAPES) if toy else (SIZE, SHAPES)
+    shapes = TOY_SHAPES if toy else SHAPES
     longest = max(x.prompt + x.completion for x in shapes)
-    # made in bf16, as transformers loads models: frequencies of RoPE stay in fp32
-    model = size.model(longest, dtype=torch.bfloat16).float().to(device)
-    inputs = group(model, shapes[0])
-    truth = Truth(inputs, step(model, inputs, PADDED).loss.item(), gradient(model))
-    for attention, package in ATTENTION.items():
-        with results.noting("layouts", attention):
+    for name, (full, small, attention, package) in MODELS.items():
+        with results.noting("layouts", name):
             if package and (toy or find_spec(package) is None):
                 raise Absence("dry run" if toy else "not installed")
-            model = size.model(longest, dtype=torch.bfloat16, attn_implementation=attention).to(
-                device
-            )
+            size = small if toy else full
+            # made in bf16, as transformers loads models: frequencies of RoPE stay in fp32
+            model = size.model(longest, dtype=torch.bfloat16).float().to(device)
+            inputs = group(model, shapes[0])
+            loss = step(model, inputs, PADDED).loss.item()
+            truth = Truth(inputs, loss, gradient(model))
+            model = size.model(longest, dtype=torch.bfloat16, attn_implementation=attention)
+            model = model.to(device)
             for shape in shapes:
-                at = ("layouts", attention, shape.name)
+                at = ("layouts", name, shape.name)
                 if timing.is_past(until):
                     results.merge(*at, status="skipped", reason="no time left")
                     continue

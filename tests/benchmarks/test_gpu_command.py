@@ -100,7 +100,9 @@ def test_layouts_of_a_training_step(tmp_path: Path) -> None:
     measure_layouts(torch.device("cpu"), results, math.inf, toy=True)
     layouts, said = results.data["layouts"], [*gpu.lines(results.data)]
     assert layouts["flash_attention_2"] == {"status": "absent", "reason": "dry run"}
-    assert len(layouts["sdpa"]) == 2
+    assert len(layouts["sdpa"]) == len(layouts["hybrid"]) == 2
+    for found in layouts["hybrid"].values():
+        assert all(x["status"] == "ok" for x in found.values())
     for i, (shape, found) in enumerate(layouts["sdpa"].items()):
         assert list(found) == ["padded", "trim", "tree"]
         assert (
