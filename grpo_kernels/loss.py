@@ -21,7 +21,9 @@ The algorithm of `grpo_loss`, in the order in which it runs, and where it is::
 
 Where a token's a depends on other tokens, the loop ends with the log-probabilities, and the
 backward projects again. With a KL term over the whole vocabulary (`reference`) there is a third
-number, c = d loss / d KL, and ``c p_j (log p_j - log q_j - KL)`` is added to dz_j.
+number, c = d loss / d KL, and ``c p_j (log p_j - log q_j - KL)`` is added to dz_j. With a sampler's
+K candidates v (`sampling_topk_ids`) there are K more, g_v = d loss / d log p_v, and
+``sum_v g_v (1[j = v] - p_j)`` is added.
 """
 
 from __future__ import annotations
@@ -44,14 +46,17 @@ from grpo_kernels.call.kept import Kept, score_kept
 from grpo_kernels.call.loss import Loss, check_loss, counted_tokens
 from grpo_kernels.call.plan import Run, check_run, planned
 from grpo_kernels.call.results import LossOutput
+from grpo_kernels.call.rows import check_listed, with_topk
 from grpo_kernels.engine.autograd import PolicyLoss
 from grpo_kernels.engine.device import accumulator_of
 from grpo_kernels.engine.records import Rows
+from grpo_kernels.engine.top_k import TOPK_LOGPS
 from grpo_kernels.head.head import HeadLike
 from grpo_kernels.head.lm_head import LMHead, OtherHead
 from grpo_kernels.objective.config import (
     FIELDS,
     LossConfig,
+    check_centering,
     check_config,
     check_names,
     check_objective,
@@ -84,6 +89,8 @@ def grpo_loss(
     # the sampler
     sampling_per_token_logps: Tensor | None = None,  # (B, T) or (N,)
     importance_sampling_ratio: Tensor | None = None,  # (B, T), (B, 1) or (B,); (N,)
+    sampling_topk_ids: Tensor | None = None,  # (B, T, K) or (N, K)
+    sampling_topk_logps: Tensor | None = None,  # (B, T, K) or (N, K)
     kept_ids: Tensor | KeptIds | None = None,  # (B, T, K) or (N, K)
     without_set: WithoutSet = "error",
     # packed sequences
@@ -141,6 +148,17 @@ def grpo_loss(
         importance_sampling_ratio: (B, T), (B, 1) or (B,), or packed (N,): factor on the policy term
             that corrects for the sampler; part of the weight w of ``"vespo"``; not used by
             ``"gmpo"``.
+        sampling_topk_ids, sampling_topk_logps: (B, T, K) or (N, K): the sampler's most likely ids
+            at each position, signed integers padded with -1, in any order, and their
+            log-probabilities in the distribution that it sampled from, over its whole vocabulary,
+            not over the K; an entry of -inf is padding, and a repeated id counts once, with its
+            first one. They center the score (https://arxiv.org/abs/2609.20807): from each token's
+            policy gradient A w grad log p its expectation over the sampler's tokens is taken, with
+            the ids that are not among the K in proportion to the policy. The weight w is the ratio
+            of ``vllm_importance_sampling_correction``, with the mode ``"token_truncate"`` or
+            ``"token_mask"``, or 1 without it. For the loss types ``"grpo"``, ``"bnpo"``,
+            ``"dr_grpo"``, ``"dapo"`` and ``"luspo"`` without `old_per_token_logps`; one pass, as
+            without.
         kept_ids: the kept set of each position, that is the ids that a truncating sampler (top-k,
             top-p, min-p) did not cut, as in `linear_logprob`. Log-probabilities and entropies are
             taken over these sets, at the cost of the sets. The old, reference and sampling
@@ -170,6 +188,7 @@ def grpo_loss(
     inputs = LossInputs(
         completion_ids, completion_mask, advantages, old_per_token_logps, ref_per_token_logps,
         sampling_per_token_logps, importance_sampling_ratio, num_items_in_batch, cu_seqlens,
+        sampling_topk_ids, sampling_topk_logps,
     )  # fmt: skip
     if kept_ids is None:
         check_without_set(without_set)
@@ -185,11 +204,15 @@ def grpo_loss(
                     "policy, got 'full', the divergence over the whole vocabulary"
                 )
             check_loss(inputs, config, objective, has_reference=reference is not None)
+            check_centering(config, objective, inputs, kept_ids)
             given |= vars(config)
             if not config.needs_reference_head:  # beta is 0
                 call.head = replace(call.head, reference=None)
             call.head.check(ranks=(3,) if cu_seqlens is None else (2,))
             check_ids("completion_ids", completion_ids, call.head.hidden)
+            if sampling_topk_ids is not None:
+                states = call.head.hidden
+                check_listed("sampling_topk_ids", sampling_topk_ids, states, sampling_topk_logps)
             kept = None
             if kept_ids is not None:
                 names = {"ids_name": "completion_ids", "others": inputs.logps}
@@ -199,13 +222,18 @@ def grpo_loss(
             call.rows = Rows(tokens.layout.positions, tokens.ids, 1.0 / config.temperature)
         if kept is None:
             call.rows = call.check_range("completion_ids", call.rows)
+        extras: tuple[str, ...] = ()
+        if sampling_topk_ids is not None and sampling_topk_logps is not None:
+            ids = sampling_topk_ids.masked_fill(sampling_topk_logps == -torch.inf, -1)
+            call.rows, padding = with_topk(call, call.rows, "sampling_topk_ids", ids)
+            tokens, extras = tokens.without_candidates(padding), (TOPK_LOGPS,)
         loss = Loss.of(inputs, tokens, config, objective)
         if kept is not None:
             expected = loss.expectation() if without_set == "full" else None
             scores, of_sets = score_kept(call, kept, expected)
             out = loss.from_logps(scores.logps, scores.entropies, engine="kept_sets")
             return replace(out, metrics=out.metrics.joined(of_sets))
-        request = call.request(call.rows, loss)
+        request = call.request(call.rows, loss, extras=extras)
         operands = call.head.operands(call.rows.positions)
         first, evaluation = loss.first_pass(operands, request)
         value, *results = PolicyLoss.apply(

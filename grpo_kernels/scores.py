@@ -78,7 +78,9 @@ from grpo_kernels.call.rows import (
     request_of,
     scored,
     with_listed,
+    with_topk,
 )
+from grpo_kernels.engine.top_k import TOPK_LOGPS
 from grpo_kernels.head.head import Head, HeadLike
 from grpo_kernels.head.lm_head import LMHead, OtherHead
 from grpo_kernels.token_loss.record import Coefficients
@@ -95,6 +97,7 @@ def linear_logprob(
     entropy: bool | Literal["full"] = True,
     extras: tuple[Extra, ...] = (),
     expected: Expected | None = None,
+    topk_ids: Tensor | None = None,  # (..., K)
     # the sampler
     kept_ids: Tensor | KeptIds | None = None,  # (..., K)
     without_set: WithoutSet = "error",
@@ -122,7 +125,13 @@ def linear_logprob(
         expected: the upstream gradient that will arrive, up to one common factor: a = d loss / d
             logp shaped like `ids`; or (a, b) with b = d loss / d entropy or None; or an
             `Expectation`, or just its function. The gradient is exact whatever is expected. With
-            `kept_ids`, for the positions that are scored over the whole vocabulary.
+            `kept_ids`, for the positions that are scored over the whole vocabulary. Not with
+            `topk_ids`.
+        topk_ids: (..., K) signed integers, padded with -1, in any order: more ids to score at each
+            position, from the same pass, as `topk_logps`: a sampler's candidates
+            (https://arxiv.org/abs/2609.20807). Not with `kept_ids`: over a set S the
+            log-probabilities are ``topk_logps - topk_logps.logsumexp(-1, keepdim=True)`` where
+            `topk_ids` are S.
 
         The sampler:
 
@@ -144,12 +153,14 @@ def linear_logprob(
         run: engine, backend, memory: `Run`.
 
     Returns:
-        `Scores` with `logps`, `entropies` unless `entropy` is False, and the `extras`.
+        `Scores` with `logps`, `entropies` unless `entropy` is False, the `extras`, and `topk_logps`
+        where there are `topk_ids`.
 
     Raises:
         TypeError, ValueError: a wrong argument; the message names it. Raised before any work is
-            done. On a CPU that includes a kept id that is neither -1 nor in [0, V), and a sampled
-            id outside its set; on other devices that position's results are NaN.
+            done. On a CPU that includes an id of `kept_ids` or `topk_ids` that is neither -1 nor in
+            [0, V), and a sampled id outside its set; on other devices that position's results are
+            NaN.
     """
     if kept_ids is None:
         check_without_set(without_set)
@@ -157,16 +168,22 @@ def linear_logprob(
             raise TypeError(f"entropy: expected a bool without kept_ids, got {entropy!r}")
     elif extras:
         raise ValueError(f"extras: expected none with kept_ids, got {extras}")
+    if topk_ids is not None:
+        for name, x in (("kept_ids", kept_ids), ("expected", expected)):
+            if x is not None:
+                raise ValueError(f"{name}: expected None with topk_ids, got {type(x).__name__}")
     # what the ranks of a divided head compare, as in the other calls
     given: dict[str, Any] = {"ids": ids, "mask": mask, "temperature": temperature}
     given |= {"entropy": entropy, "extras": extras, "expected": expected}
-    given |= {"kept_ids": kept_ids, "without_set": without_set}
+    given |= {"topk_ids": topk_ids, "kept_ids": kept_ids, "without_set": without_set}
     with planned("linear_logprob", LMHead.of_call(hidden, head), run, given) as call:
         call.head.check()
         check_ids("ids", ids, call.head.hidden)
         if unknown := {*extras} - {*STATISTICS}:
             named = ", ".join(STATISTICS)
             raise ValueError(f"extras: expected some of {named}, got {sorted(unknown)}")
+        if topk_ids is not None:
+            check_listed("topk_ids", topk_ids, call.head.hidden)
         kept = None
         if kept_ids is not None:
             kept = Kept.of(kept_ids, without_set, ids, entropy=entropy)
@@ -179,7 +196,10 @@ def linear_logprob(
     if kept is not None:
         return score_kept(call, kept, expected)[0]
     rows = call.check_range("ids", call.rows)
-    request = request_of(call, rows, gradient, entropy=bool(entropy), extras=extras)
+    if topk_ids is not None:
+        rows, _ = with_topk(call, rows, "topk_ids", topk_ids)
+    names = extras if topk_ids is None else (*extras, TOPK_LOGPS)
+    request = request_of(call, rows, gradient, entropy=bool(entropy), extras=names)
     return scored(call, request)
 
 
@@ -320,7 +340,7 @@ def topk_divergence(
     with planned("topk_divergence", LMHead.of_call(hidden, head), run, given) as call:
         call.head.check()
         states = call.head.hidden
-        check_listed(teacher_ids, teacher_logps, states)
+        check_listed("teacher_ids", teacher_ids, states, teacher_logps)
         call.make_plan()
         call.rows = read_rows(call, no_ids(states), mask, temperature)
         dtype = call.plan.accumulator

@@ -193,12 +193,16 @@ CASES: dict[str, Callable[[], None]] = {
     "loss, kept sets, lean": loss(
         kept_ids=KeptIds.of(kept()) if hasattr(KeptIds, "of") else kept(), run=Run("lean")
     ),
+    "loss, candidates": loss(
+        sampling_topk_ids=IDS[..., None], sampling_topk_logps=torch.full((B, T, 1), -1.0)
+    ),
     "objective by token": loss(objective=own),
     "objective by sequence": loss(objective=own_of_sequences),
     "scores": scores(),
     "scores, with entropies out": scores(entropy=False),
     "scores, everything": scores(extras=("log_sum_sq_probs", "mean_logits", "is_top1")),
     "scores, kept sets": scores(kept_ids=kept()),
+    "scores, more ids": scores(topk_ids=IDS[..., None]),
     "expected": expected,
     "expected and wrong": expected_and_wrong,
     **{f"divergence, {x}": divergence(divergence=x) for x in ("reverse_kl", "forward_kl")},

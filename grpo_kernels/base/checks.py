@@ -17,6 +17,7 @@ from torch import Tensor
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 HIGHEST_LOGP = 1e-3  # above 0 by rounding
+HIGHEST_MASS = 1.05  # a sum of 16-bit probabilities may be a little above 1
 HIGHEST_MEAN_LOG_RATIO = math.log(20)  # over a batch's tokens
 
 
@@ -257,6 +258,19 @@ def check_logps(name: str, rows: Tensor | None) -> None:
                 f"0, and {highest:.4g}: of probabilities take the logarithm, of a negative "
                 "log-likelihood (a cross entropy) the negative"
             )
+
+
+def check_masses(name: str, rows: Tensor) -> None:
+    """Raise unless the probabilities of each row's different ids, the exponentials of `rows` (n, K)
+    of the argument `name`, add up to 1 at most. On a CPU only."""
+    if rows.device.type != "cpu" or rows.numel() == 0:
+        return
+    most = rows.exp().sum(dim=1).nan_to_num(nan=0.0).amax().item()
+    if most > HIGHEST_MASS:
+        raise ValueError(
+            f"{name}: expected log-probabilities of one distribution where the mask counts, got "
+            f"probabilities that add up to {most:.4g}"
+        )
 
 
 def warn_of_ratio(log_ratio: Tensor | None) -> None:

@@ -13,7 +13,13 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from grpo_kernels.base.checks import check_mask, check_mask_values, check_shape, check_tensor
+from grpo_kernels.base.checks import (
+    check_mask,
+    check_mask_values,
+    check_masses,
+    check_shape,
+    check_tensor,
+)
 from grpo_kernels.base.tensors import sequences_of
 
 
@@ -30,6 +36,8 @@ class LossInputs:
     importance_sampling_ratio: Tensor | None = None  # (B, T), (B, 1) or (B,); (N,)
     num_items_in_batch: float | Tensor | None = None
     cu_seqlens: Tensor | None = None  # (B + 1,)
+    sampling_topk_ids: Tensor | None = None  # (B, T, K) or (N, K)
+    sampling_topk_logps: Tensor | None = None  # of the same shape
 
     def with_blank_ids(self, like: Tensor) -> LossInputs:
         """Return these with zeros as ids, for a loss on existing log-probabilities, which reads no
@@ -90,7 +98,7 @@ class Layout:
 @dataclass(frozen=True)
 class Tokens:
     """Per-token inputs of the loss; every tensor (n,), in the accumulator's dtype, detached; None
-    where absent."""
+    where absent. The sampler's candidates are (n, K), -inf where they count for nothing."""
 
     layout: Layout
     ids: Tensor  # int64
@@ -99,6 +107,7 @@ class Tokens:
     ref_per_token_logps: Tensor | None = None
     sampling_per_token_logps: Tensor | None = None
     importance_sampling_ratio: Tensor | None = None
+    sampling_topk_logps: Tensor | None = None
     # (B,): importance_sampling_ratio, if the caller passed one per sequence
     sequence_ratio: Tensor | None = None
     advantages_per_sequence: bool = False  # True if the caller passed (B,)
@@ -111,6 +120,13 @@ class Tokens:
         return Tokens(
             **{name: x if x is None or name in whole else x[index] for name, x in values.items()}
         )
+
+    def without_candidates(self, which: Tensor) -> Tokens:
+        """Return these tokens, with some of the sampler's candidates, (n, K) bool, as padding."""
+        assert self.sampling_topk_logps is not None
+        logps = self.sampling_topk_logps.masked_fill(which, -torch.inf)
+        check_masses("sampling_topk_logps", logps)
+        return replace(self, sampling_topk_logps=logps)
 
     @property
     def unexpanded_ratio(self) -> Tensor | None:
@@ -204,8 +220,12 @@ def read_tokens(inputs: LossInputs, dtype: torch.dtype) -> Tokens:
     def either(x: Tensor) -> Tensor:
         return rows(x, layout.sequence if per_sequence(x) else positions)
 
+    topk = inputs.sampling_topk_logps
     return Tokens(
         layout=layout,
+        sampling_topk_logps=None
+        if topk is None
+        else topk.detach().flatten(0, -2)[positions].to(dtype),
         ids=completion_ids.reshape(-1)[positions].long(),
         advantages=either(advantages),
         advantages_per_sequence=per_sequence(advantages),

@@ -22,6 +22,7 @@ from grpo_kernels.engine.autograd import first_order
 from grpo_kernels.engine.passes import of_loss
 from grpo_kernels.engine.plan import Coupling, ForwardResult, HeadPlan, Request
 from grpo_kernels.engine.records import Operands
+from grpo_kernels.engine.top_k import TOPK_LOGPS
 from grpo_kernels.head.head import HeadLike
 from grpo_kernels.objective.config import (
     LossConfig,
@@ -48,6 +49,8 @@ class LossInputKeywords(TypedDict, total=False):
     num_items_in_batch: float | Tensor | None
     sampling_per_token_logps: Tensor | None
     importance_sampling_ratio: Tensor | None
+    sampling_topk_ids: Tensor | None
+    sampling_topk_logps: Tensor | None
     kept_ids: Tensor | KeptIds | None
     without_set: WithoutSet
     cu_seqlens: Tensor | None
@@ -92,7 +95,10 @@ class Loss:
     def coefficients_of(self, index: Tensor, stats: RowStats) -> Coefficients:
         """Return the coefficients of the tokens at `index` (m,), from their statistics."""
         assert stats.entropies is not None
-        return self.objective.coefficients_of(index, stats.logps, stats.entropies)
+        numbers = stats.logps, stats.entropies
+        if isinstance(self.objective, CustomObjective):
+            return self.objective.coefficients_of(index, *numbers)
+        return self.objective.coefficients_of(index, *numbers, stats.extras.get(TOPK_LOGPS))
 
     def token_loss(self, plan: HeadPlan) -> TokenLoss | None:
         """Return the loss for a backend that fuses it; None if it cannot."""
@@ -113,7 +119,8 @@ class Loss:
         if request.token_loss is not None:
             return self.objective.assemble(stats.terms, stats.entropies)
         divergences = None if stats.divergence is None else stats.divergence.value
-        return self.objective.evaluate(stats.logps, stats.entropies, divergences)
+        topk_logps = stats.extras.get(TOPK_LOGPS)
+        return self.objective.evaluate(stats.logps, stats.entropies, divergences, topk_logps)
 
     def metrics(
         self, entropies: Tensor, evaluation: Evaluation, request: Request | None = None

@@ -21,6 +21,7 @@ from grpo_kernels.engine.device import FreeMemory, default_workspace, device_of
 from grpo_kernels.engine.engines import check_engine, choose_engine
 from grpo_kernels.engine.plan import Gather, HeadPlan, Request, Stored
 from grpo_kernels.engine.records import NeedsGrad, Rows
+from grpo_kernels.engine.top_k import TopKLogps
 from grpo_kernels.engine.vocab_parallel import widest_part
 from grpo_kernels.head.head import Head
 from grpo_kernels.head.lm_head import LMHead
@@ -195,7 +196,8 @@ class Call:
             hidden_trains=needs_grad.hidden,
             head_trains=needs_grad.head,
             entropy_gradient=frozen_head and gradient.of_entropy,
-            mixed_gradient=self.plan.teacher is not None and gradient.of_logps,
+            mixed_gradient=isinstance(rows.top_k, TopKLogps)
+            or (self.plan.teacher is not None and gradient.of_logps),
             tight_memory=self.plan.memory.tight,
         )
         return Request(

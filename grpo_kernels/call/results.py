@@ -50,6 +50,8 @@ class Scores:
         mean_logits: mean of the logits over the vocabulary.
         is_top1: bool; True where the id has the largest logit.
         student_mass: the student's probability of the teacher's ids.
+        topk_logps: (..., K) log-probabilities of the ids in `topk_ids`, differentiable; -inf where
+            they are padded.
     """
 
     # typed as Tensor: a caller reads the results that the call computes
@@ -61,6 +63,7 @@ class Scores:
     mean_logits: Tensor = None  # type: ignore[assignment]
     is_top1: Tensor = None  # type: ignore[assignment]
     student_mass: Tensor = None  # type: ignore[assignment]
+    topk_logps: Tensor = None  # type: ignore[assignment]
 
     @staticmethod
     def of(**results: Tensor | None) -> Scores:

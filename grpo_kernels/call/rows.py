@@ -25,7 +25,7 @@ from grpo_kernels.engine.autograd import LinearLogprob
 from grpo_kernels.engine.device import device_of
 from grpo_kernels.engine.plan import Request
 from grpo_kernels.engine.records import Rows
-from grpo_kernels.engine.top_k import TopKTeacher
+from grpo_kernels.engine.top_k import TopKLogps, TopKTeacher
 from grpo_kernels.token_loss.record import Coefficients
 
 
@@ -83,7 +83,9 @@ def scored(call: Call, request: Request, *, has_ids: bool = True) -> Scores:
         "divergence": divergence,
         **dict(zip(request.extras, extras, strict=True)),
     }
-    return Scores(**{name: x.view(shape) for name, x in results.items() if x is not None})
+    return Scores.of(
+        **{name: None if x is None else x.view(*shape, *x.shape[1:]) for name, x in results.items()}
+    )
 
 
 def beta_of(divergence: Any, beta: Any) -> float:
@@ -165,13 +167,16 @@ def measure_of(
     }
 
 
-def check_listed(ids: Any, logps: Any, hidden: Tensor) -> None:
-    """Raise unless a teacher's ids and log-probabilities (..., K) fit hidden states (..., H)."""
-    check_signed_ids("teacher_ids", ids, hidden)
+def check_listed(name: str, ids: Any, hidden: Tensor, logps: Any = None) -> None:
+    """Raise unless ids (..., K), the argument `name`, and log-probabilities, ``*_logps`` of the
+    same name, fit hidden states (..., H)."""
+    check_signed_ids(name, ids, hidden)
     shape = (*hidden.shape[:-1], max(1, ids.shape[-1] if ids.dim() else 0))
-    check_shape("teacher_ids", ids, ("(*that of hidden without H, K), K > 0", shape))
-    check_tensor("teacher_logps", logps, like=hidden, floating=True)
-    check_shape("teacher_logps", logps, ("that of teacher_ids", shape))
+    check_shape(name, ids, ("(*that of hidden without H, K), K > 0", shape))
+    if logps is not None:
+        of_them = name.replace("_ids", "_logps")
+        check_tensor(of_them, logps, like=hidden, floating=True)
+        check_shape(of_them, logps, (f"that of {name}", shape))
 
 
 def with_listed(
@@ -181,23 +186,52 @@ def with_listed(
 
     Padding and repeated ids get the log-probability -inf.
     """
-    rows, (vocab, start) = call.rows, call.ids_here
-    ids = teacher_ids.detach().flatten(0, -2)[rows.positions].long()
+    rows, start = call.rows, call.ids_here[1]
+    ids, outside = _listed(call, "teacher_ids", teacher_ids)
     logps = teacher_logps.detach().flatten(0, -2)[rows.positions].double()
+    # padding, which must not be the first of a repeated id
+    ids, order, repeats = _sorted(torch.where(logps == -torch.inf, -1, ids))
+    padding = repeats | (ids == -1)
+    logps = logps.gather(1, order).masked_fill(padding, -torch.inf)
+    logps = logps.masked_fill(outside[:, None], torch.nan)
+    teacher = TopKTeacher(ids - start, padding, logps, **measure)
+    return replace(rows, ids=rows.ids - start, top_k=teacher)
+
+
+def with_topk(call: Call, rows: Rows, name: str, topk_ids: Tensor) -> tuple[Rows, Tensor]:
+    """Return checked `rows` with the ids of argument `name` to score as well; and which of them,
+    (n, K) bool, are padding or repeat one before."""
+    ids, outside = _listed(call, name, topk_ids)
+    start = call.ids_here[1]
+    ids, order, repeats = _sorted(torch.cat([ids, (rows.ids[:, None] + start).int()], dim=1))
+    columns = torch.arange(ids.shape[1], device=ids.device, dtype=torch.int32)
+    first = torch.where(repeats, 0, columns).cummax(dim=1).values  # of equal ids
+    place = torch.empty_like(first).scatter_(1, order, first)
+    padding = repeats | (ids == -1)
+    of_given = torch.empty_like(padding).scatter_(1, order, padding)[:, :-1]
+    if ids.device.type != "cpu":
+        rows = replace(rows, invalid=outside if rows.invalid is None else rows.invalid | outside)
+    return replace(rows, top_k=TopKLogps(ids - start, padding, place)), of_given
+
+
+def _listed(call: Call, name: str, listed: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the ids (n, K) of the rows, and the rows (n,) with one out of range, which on a CPU
+    raises."""
+    vocab, _ = call.ids_here
+    ids = listed.detach().flatten(0, -2)[call.rows.positions].long()
     outside = (ids < -1) | (ids >= vocab)
     if ids.device.type == "cpu" and bool(outside.any()):
         bad = ids[outside][0].item()
         raise ValueError(
-            f"teacher_ids: expected ids in [0, V) = [0, {vocab}), or -1 for padding, where the "
+            f"{name}: expected ids in [0, V) = [0, {vocab}), or -1 for padding, where the "
             f"mask counts, got {bad}"
         )
-    # padding, which must not be the first of a repeated id
-    ids = torch.where(logps == -torch.inf, -1, ids)
+    return ids.int(), outside.any(dim=1)
+
+
+def _sorted(ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return each row's ids in order, the order, and which of them repeat the one before."""
     ids, order = ids.sort(dim=1, stable=True)
-    logps = logps.gather(1, order)
-    padding = ids == -1
-    padding[:, 1:] |= ids[:, 1:] == ids[:, :-1]
-    logps = logps.masked_fill(padding, -torch.inf)
-    logps = logps.masked_fill(outside.any(dim=1, keepdim=True), torch.nan)
-    teacher = TopKTeacher(ids - start, logps, **measure)
-    return replace(rows, ids=rows.ids - start, top_k=teacher)
+    repeats = torch.zeros_like(ids, dtype=torch.bool)
+    repeats[:, 1:] = ids[:, 1:] == ids[:, :-1]
+    return ids, order, repeats

@@ -28,6 +28,7 @@ from grpo_kernels.engine.device import device_of
 from grpo_kernels.engine.passes import all_rows, scatter, second_pass
 from grpo_kernels.engine.plan import ForwardResult, Request, Stored
 from grpo_kernels.engine.records import Gradients, HeadTensors, Operands
+from grpo_kernels.engine.top_k import TOPK_LOGPS
 from grpo_kernels.token_loss.record import NO_COEFFICIENTS, Coefficients
 
 F = TypeVar("F", bound=type[torch.autograd.Function])
@@ -143,7 +144,8 @@ class LinearLogprob(torch.autograd.Function):
     """Log-probabilities, entropies and divergences from a teacher, all differentiable.
 
     ``forward(ctx, request, teacher, *tensors)`` -> logps (N,), entropies (N,) or None, divergences
-    (N,) or None, and the extras, where `tensors` are those of `Operands`. If the gradient for
+    (N,) or None, and the extras, of which the log-probabilities of more ids (N, K) are
+    differentiable, too, where `tensors` are those of `Operands`. If the gradient for
     expected coefficients is stored, the backward scales it by s. A second sweep then adds the
     gradient of the remainder, upstream less s times the expected, in the rows where that is more
     than rounding (`split_off`).
@@ -173,7 +175,8 @@ class LinearLogprob(torch.autograd.Function):
         # a fused kernel always computes the entropies
         entropies = result(stats.entropies) if request.entropy else None
         divergences = result(None if stats.divergence is None else stats.divergence.value)
-        ctx.mark_non_differentiable(*extras)
+        pairs = zip(request.extras, extras, strict=True)
+        ctx.mark_non_differentiable(*(x for name, x in pairs if name != TOPK_LOGPS))
         return result(stats.logps), entropies, divergences, *extras
 
     @staticmethod
@@ -187,7 +190,8 @@ class LinearLogprob(torch.autograd.Function):
         # all ranks that share the weight gather it, also one whose rows will not need it
         with ctx.request.gathered_weight():
             head, first = _saved(ctx)
-            upstream = Coefficients(d_logps, d_entropies, d_divergences)
+            d_topk = dict(zip(ctx.request.extras, d_extras, strict=True)).get(TOPK_LOGPS)
+            upstream = Coefficients(d_logps, d_entropies, d_divergences, d_topk)
             return None, None, *_gradient(ctx.request, ctx.shapes, head, first, upstream)
 
 

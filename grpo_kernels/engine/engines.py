@@ -68,7 +68,8 @@ def choose_engine(
         hidden_trains, head_trains: True if these need a gradient (weight, bias or an adapter).
         entropy_gradient: True if the loss depends on the entropies; read only if the head is
             frozen.
-        mixed_gradient: True if the loss depends on divergences, and on log-probabilities as well.
+        mixed_gradient: True if the loss depends on divergences and on log-probabilities, or on
+            several log-probabilities of a row.
         tight_memory: True if an accumulator for d weight would not fit.
 
     Raises:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.interface import LogitTransform, RowStats
+from grpo_kernels.base.tensors import map_tensors
 from grpo_kernels.engine.device import device_of
 from grpo_kernels.token_loss.record import Coefficients
 
@@ -82,9 +83,9 @@ class Products:
         It is 1 if a coefficient is not finite, so that NaN and inf reach the gradient; None if
         d logits need none.
         """
-        d_logp, d_entropy, d_divergence = coefficients
+        d_logp, d_entropy, d_divergence, d_topk = coefficients
         d_logp = torch.zeros_like(stats.logps) if d_logp is None else d_logp
-        coefficients = Coefficients(d_logp, d_entropy, d_divergence)
+        coefficients = Coefficients(d_logp, d_entropy, d_divergence, d_topk)
         if not self.scales_gradient or d_logp.numel() == 0:
             return coefficients, None
         inv_t = transform.inv_temperature
@@ -95,10 +96,12 @@ class Products:
             size = size + d_divergence.abs() * (
                 1.0 + divergence.value.abs() + divergence.sum_k.abs()
             )
+        if d_topk is not None:  # at most |g_k| + p_k |G|
+            size = size + 2.0 * d_topk.abs().sum(dim=1)
         size = size * abs(transform.scale) * (inv_t[:, 0] if isinstance(inv_t, Tensor) else inv_t)
         scale = torch.exp2(torch.floor(torch.log2(HIGHEST_FP16 / size.amax().clamp(min=1e-30))))
         scale = torch.where(torch.isfinite(size).all(), scale, 1.0)
-        return Coefficients(*(None if x is None else x * scale for x in coefficients)), scale
+        return map_tensors(scale.mul, coefficients), scale
 
     def logits(self, hidden: Tensor, out: Tensor, *, first: bool = True) -> None:
         """``out = hidden @ weight.T``: (n, H) operand -> (n, V); ``+=`` unless `first`.

@@ -17,7 +17,7 @@ from grpo_kernels.engine.plan import ForwardResult, Request, Stored
 from grpo_kernels.engine.records import Gradients, Index, NeedsGrad, Operands, Rows
 from grpo_kernels.engine.slices import sweep_slices
 from grpo_kernels.engine.sweep import Derive, RowWork, sweep
-from grpo_kernels.token_loss.record import NO_COEFFICIENTS, Coefficients
+from grpo_kernels.token_loss.record import NO_COEFFICIENTS, Coefficients, moved
 
 
 def score(head: Operands, request: Request) -> ForwardResult:
@@ -79,7 +79,7 @@ def of_loss(first: ForwardResult, request: Request, coefficients: Coefficients) 
     """
     if request.engine.stores is Stored.PER_ROW:
         d_logp, *others = coefficients
-        assert others == [None, None] and d_logp is not None
+        assert not any(x is not None for x in others) and d_logp is not None
         assert first.grads is not None and first.grads.hidden is not None
         first.grads.hidden.mul_(d_logp[first.grad_rows, None])
     return replace(first, coefficients=coefficients)
@@ -105,10 +105,10 @@ def second_pass(
 
 
 def scatter(x: Tensor, rows: Rows, n: int) -> Tensor:
-    """(rows,) -> (n positions,), 0 where a position is no row; always a copy."""
+    """(rows, ...) -> (n positions, ...), 0 where a position is no row; always a copy."""
     if len(rows) == n:
         return x.clone()
-    full = x.new_zeros(n)
+    full = x.new_zeros(n, *x.shape[1:])
     full[rows.positions] = x
     return full
 
@@ -174,15 +174,15 @@ def _nonzero(coefficients: Coefficients) -> tuple[Tensor, Coefficients]:
 
     If there are several, any that is zero everywhere becomes None.
     """
-    moves = [None if x is None else x != 0 for x in coefficients]
+    moves = [None if x is None else moved(x) for x in coefficients]
     present = [x for x in moves if x is not None]
     if len(present) == 1 or device_of(present[0].device).is_capturing():
         return indices_of(present[0]), coefficients
-    moved = torch.stack(present).any(dim=0)
-    count, *counts = torch.stack([moved.sum(), *(x.sum() for x in present)]).tolist()
+    any_moves = torch.stack(present).any(dim=0)
+    count, *counts = torch.stack([any_moves.sum(), *(x.sum() for x in present)]).tolist()
     next_count = iter(counts)
     kept = (x if x is not None and next(next_count) else None for x in coefficients)
-    return (~moved).to(torch.uint8).argsort(stable=True)[:count], Coefficients(*kept)
+    return (~any_moves).to(torch.uint8).argsort(stable=True)[:count], Coefficients(*kept)
 
 
 def _interleave(first: RowStats, at_first: Tensor, second: RowStats, at_second: Tensor) -> RowStats:

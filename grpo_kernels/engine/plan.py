@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.interface import (
+    STATISTICS,
     Chunk,
     DivergenceStats,
     LogitTransform,
@@ -46,6 +47,7 @@ from grpo_kernels.engine.records import (
     Operands,
     Rows,
 )
+from grpo_kernels.engine.top_k import TopKTeacher
 from grpo_kernels.engine.vocab_parallel import Shard, widest_part
 from grpo_kernels.token_loss.record import NO_COEFFICIENTS, Coefficients, TokenLoss
 
@@ -123,7 +125,8 @@ class HeadPlan:
 
         The log-probability is NaN where a row is invalid.
         """
-        stats = self._reduced(chunk, entropy=entropy, extras=() if rows.top_k else extras)
+        of_backend = tuple(x for x in extras if x in STATISTICS)
+        stats = self._reduced(chunk, entropy=entropy, extras=of_backend)
         if chunk.teacher is not None:
             teacher = self._reduced(chunk.of_teacher(), entropy=False, extras=())
             value, sum_k = self.backend.diverge(chunk, stats, teacher)
@@ -134,7 +137,7 @@ class HeadPlan:
             stats = replace(stats, divergence=divergence)
         if rows.invalid is not None:
             stats.logps.masked_fill_(rows.invalid, torch.nan)
-        return stats if rows.top_k is None else rows.top_k.diverged(stats, self.shard)
+        return stats if rows.top_k is None else rows.top_k.completed(stats, self.shard)
 
     def _reduced(self, chunk: Chunk, *, entropy: bool, extras: tuple[str, ...]) -> RowStats:
         if self.shard is None:
@@ -144,17 +147,13 @@ class HeadPlan:
     def grad(
         self, chunk: Chunk, rows: Rows, stats: RowStats, coefficients: Coefficients, out: Tensor
     ) -> None:
-        """``out = d loss / d (raw projection)``, (n, V), of rows with these statistics.
-
-        With a `TopKTeacher`, d_divergence is the only coefficient that is read.
-        """
-        d_logp, d_entropy, d_divergence = coefficients
-        if rows.top_k is None:
-            assert d_logp is not None
-            self.backend.grad(chunk, stats, d_logp, d_entropy, out, d_divergence)
+        """``out = d loss / d (raw projection)``, (n, V), of rows with these statistics."""
+        if rows.top_k is not None:
+            rows.top_k.grad(self.backend, chunk, stats, coefficients, out)
             return
-        assert d_entropy is None and d_divergence is not None
-        rows.top_k.grad(self.backend, chunk, stats, d_divergence, out)
+        d_logp, d_entropy, d_divergence, _ = coefficients
+        assert d_logp is not None
+        self.backend.grad(chunk, stats, d_logp, d_entropy, out, d_divergence)
 
 
 def _converted(weight: Tensor, compute_dtype: torch.dtype) -> Tensor:
@@ -233,7 +232,7 @@ class Request:
     @property
     def diverges(self) -> bool:
         """True if the rows have a teacher."""
-        return self.plan.teacher is not None or self.rows.top_k is not None
+        return self.plan.teacher is not None or isinstance(self.rows.top_k, TopKTeacher)
 
     def main(self, coefficients: Coefficients) -> Tensor | None:
         """Return the main one: d_divergence if rows have a teacher, else d_logp."""

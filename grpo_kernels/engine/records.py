@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.interface import RowStats
-from grpo_kernels.engine.top_k import TopKTeacher
+from grpo_kernels.engine.top_k import TopKLogps, TopKTeacher
 from grpo_kernels.token_loss.record import Coefficients
 
 T = TypeVar("T")
@@ -96,7 +96,7 @@ class Rows:
         inv_temperature: a number, or (n, 1).
         invalid: (n,) bool, rows whose log-probability is NaN; None: none.
         marked: (n,) the ids, -1 where invalid; None: all are valid.
-        top_k: teacher of the divergence, in place of the head's teacher.
+        top_k: teacher of the divergence, in place of the head's teacher; or more ids to score.
     """
 
     positions: Tensor
@@ -104,7 +104,7 @@ class Rows:
     inv_temperature: float | Tensor = 1.0
     invalid: Tensor | None = None
     marked: Tensor | None = None
-    top_k: TopKTeacher | None = None
+    top_k: TopKTeacher | TopKLogps | None = None
 
     def __len__(self) -> int:
         return self.positions.shape[0]

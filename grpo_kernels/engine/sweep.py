@@ -27,6 +27,7 @@ from grpo_kernels.engine.records import (
     Rows,
     row_bias,
 )
+from grpo_kernels.engine.top_k import TOPK_LOGPS, TopKLogps
 from grpo_kernels.token_loss.record import Coefficients, TokenLoss
 
 _CoefficientsAt = Callable[[Index, RowStats], Coefficients]
@@ -299,8 +300,8 @@ class RowWork:
 
     def statistics(self, like: Tensor) -> RowStats:
         """Return the statistics of all rows, (n,) each, on the device of `like`."""
-        fused, request = self._token_loss, self._request
-        return RowStats.concatenate(
+        fused, request, top_k = self._token_loss, self._request, self._request.rows.top_k
+        stats = RowStats.concatenate(
             self._parts,
             like,
             self._plan.accumulator,
@@ -309,6 +310,9 @@ class RowWork:
             terms=() if fused is None else fused.terms,
             divergence=request.diverges,
         )
+        if not self._parts and isinstance(top_k, TopKLogps):
+            stats.extras[TOPK_LOGPS] = stats.logps.new_empty(0, top_k.given)
+        return stats
 
 
 class Derive(RowWork):

@@ -1,8 +1,13 @@
-"""A teacher given by K log-probabilities per row: divergences from it, on the logits at hand.
+"""K ids of each row, on the logits at hand: their log-probabilities, or the divergence from a
+teacher that gives its own.
 
 The K logits are gathered from a chunk of raw projections before a backend sees it, and transformed
-here. With p the student's and q the teacher's probabilities of the K ids, p_r = 1 - sum_k p_k and
-q_r = 1 - sum_k q_k the rest's::
+here. A loss of the log-probabilities, with coefficients g_k = d loss / d log p_k, has::
+
+    d loss / d z_k = g_k - p_k G      d loss / d z_v = -p_v G, v not among the K      G = sum_k g_k
+
+With p the student's and q the teacher's probabilities of the K ids, p_r = 1 - sum_k p_k and q_r =
+1 - sum_k q_k the rest's, the divergences are::
 
                            D
     forward                sum_k q_k log(q_k / p_k)                          Q = sum_k q_k
@@ -14,16 +19,16 @@ q_r = 1 - sum_k q_k the rest's::
     forward with a rest    p_k - q_k                        -p_v (q_r / p_r - 1)
     reverse with a rest    p_k (log(p_k / q_k) - D)         -p_v (D - log(p_r / q_r))
 
-The bracket on the right is one number per row, `DivergenceStats.sum_k`. A backend first writes all
-columns like the gradient of a log-probability with that coefficient, for an id that is none of
-them. The formula in the middle then overwrites the K columns. So no backend needs a kernel for
-this. With a rest, the terms of D are those of `backends.divergence`, which are never negative. All
-work on (n, K) numbers is in double precision.
+The bracket on the right is one number per row, `DivergenceStats.sum_k`, as G is. A backend first
+writes all columns like the gradient of a log-probability with that coefficient, for an id that is
+none of them. The formula in the middle then overwrites the K columns. So no backend needs a kernel
+for this. With a rest, the terms of D are those of `backends.divergence`, which are never negative.
+All work on (n, K) numbers is in double precision.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -38,20 +43,139 @@ from grpo_kernels.backends.interface import (
     RowStats,
 )
 from grpo_kernels.backends.torch_rows import TorchRows
+from grpo_kernels.token_loss.record import Coefficients
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from grpo_kernels.engine.vocab_parallel import Shard
 
 ENTRY_BYTES = 160  # bytes of temporaries per entry (row, k)
+TOPK_LOGPS = "topk_logps"  # the result of `TopKLogps`, among the extras
 
 
 @dataclass(frozen=True)
-class TopKTeacher:
+class TopK:
+    """K ids of each row.
+
+    Attributes:
+        ids: (n, K) int32, counted like `Rows.ids`; the ids of a row differ from each other, except
+            in padding.
+        padding: (n, K) bool.
+        z: (n, K) logits of the ids that are among a chunk's columns, 0 for the others; None until
+            they are gathered.
+    """
+
+    ids: Tensor
+    padding: Tensor
+    z: Tensor | None = field(default=None, kw_only=True)
+
+    def row_bytes(self) -> int:
+        """Return the bytes of temporary memory per row."""
+        return self.ids.shape[1] * ENTRY_BYTES
+
+    def gathered(self, raw: Tensor, transform: LogitTransform, first_id: int = 0) -> Self:
+        """Return this record with the logits z of the ids among the columns of `raw` (n, V)."""
+        columns, here = self._columns(raw.shape[1], first_id)
+        z = raw.gather(1, columns)
+        bias = None if transform.bias is None else transform.bias[columns]
+        TorchRows().prepare_(z, replace(transform, bias=bias))
+        return replace(self, z=z.masked_fill_(~here, 0.0))
+
+    def _columns(self, width: int, first_id: int) -> tuple[Tensor, Tensor]:
+        # the column of each id (n, K), 0 if outside or padding; and a mask of the others
+        columns = self.ids.long() - first_id
+        here = (columns >= 0) & (columns < width) & ~self.padding
+        return torch.where(here, columns, 0), here
+
+    def _logps(self, stats: RowStats, shard: Shard | None = None) -> Tensor:
+        """(n, K) the log-probabilities, -inf where padding is; with a `shard`, from the logits of
+        all ranks."""
+        assert self.z is not None
+        z = self.z if shard is None else shard.sum_(self.z.clone())
+        # a backend's maximum may be a rounding below the same logit in torch's arithmetic
+        shifted = (z.double() - stats.max_logit[:, None].double()).clamp(max=0.0)
+        logp = shifted - stats.log_sum[:, None].double()
+        return logp.masked_fill(self.padding, -torch.inf)
+
+    def _write(
+        self,
+        backend: RowBackend,
+        chunk: Chunk,
+        stats: RowStats,
+        total: Tensor,
+        d_entropy: Tensor | None,
+        d_z: Tensor,
+        out: Tensor,
+    ) -> None:
+        """Write d loss / d (raw projection) to `out` (n, V), `d_z` (n, K) at the ids.
+
+        Args:
+            total: (n,) times -p_v is d loss / d z_v of the others, but for the entropy's part.
+        """
+        assert self.z is not None
+        columns, here = self._columns(chunk.logits.shape[1], chunk.first_id)
+        nowhere = replace(chunk, ids=torch.full_like(chunk.ids, -1))
+        alone = replace(stats, divergence=None)  # for the backend there is no teacher
+        backend.grad(nowhere, alone, total, d_entropy, out)
+        d_raw = d_z * _d_projection(self.z, chunk.transform)
+        _overwrite(out, columns, here, d_raw.to(out.dtype))
+
+
+@dataclass(frozen=True)
+class TopKLogps(TopK):
+    """Their log-probabilities, for a loss of these; the row's own id is among the ids.
+
+    Attributes:
+        place: (n, K' + 1) int32, the column in `ids` of each of the K' ids that the caller gave, in
+            his order and with his repetitions, and of the row's own id.
+    """
+
+    place: Tensor
+
+    @property
+    def given(self) -> int:
+        """K', the number of ids that the caller gave."""
+        return self.place.shape[1] - 1
+
+    def completed(self, stats: RowStats, shard: Shard | None) -> RowStats:
+        """Return `stats` with the log-probabilities of the given ids, (n, K'), -inf in padding."""
+        place = self.place[:, :-1].long()
+        logps = self._logps(stats, shard).gather(1, place).to(stats.logps.dtype)
+        logps = torch.where(stats.logps.isnan()[:, None], torch.nan, logps)
+        return replace(stats, extras={**stats.extras, TOPK_LOGPS: logps})
+
+    def grad(
+        self,
+        backend: RowBackend,
+        chunk: Chunk,
+        stats: RowStats,
+        coefficients: Coefficients,
+        out: Tensor,
+    ) -> None:
+        """``out = d loss / d (raw projection)``, (n, V), as `RowBackend.grad` writes."""
+        d_logp, d_entropy, _, d_topk = coefficients
+        assert d_logp is not None
+        if d_topk is None:
+            d_topk = d_logp.new_zeros(len(d_logp), self.given)
+        arrives = torch.cat([d_topk, d_logp[:, None]], dim=1).double()
+        g = torch.zeros_like(arrives).scatter_add_(1, self.place.long(), arrives)
+        g = g.masked_fill_(self.padding, 0.0)
+        logp, total = self._logps(stats), g.sum(dim=1)
+        p = logp.exp()
+        d_z = g - p * total[:, None]
+        if d_entropy is not None:
+            assert stats.entropies is not None
+            slope = torch.where(p > 0.0, p * (logp + stats.entropies[:, None]), 0.0)
+            d_z -= d_entropy[:, None] * slope
+        self._write(backend, chunk, stats, total.to(d_logp.dtype), d_entropy, d_z, out)
+
+
+@dataclass(frozen=True)
+class TopKTeacher(TopK):
     """Log-probabilities of a teacher at K ids of each row, and the divergence from it.
 
     Attributes:
-        ids: (n, K) int64, counted like `Rows.ids`; the ids of a row differ from each other, except
-            in padding.
         logps: (n, K) in double precision, -inf where an entry is padding, NaN in rows whose results
             are to be NaN.
         reverse: KL(student || teacher), else KL(teacher || student).
@@ -60,39 +184,18 @@ class TopKTeacher:
         log_prob_min_clamp: lower bound that both log-probabilities are clamped to, only for the
             forward divergence without a rest; None: no bound.
         loss_max_clamp: bound that |D| is clamped to, where D then has no gradient; None: no bound.
-        z: (n, K) logits of the ids that are among a chunk's columns, 0 for the others; None until
-            they are gathered.
     """
 
-    ids: Tensor
     logps: Tensor
     reverse: bool
     least_rest: float | None = None
     log_prob_min_clamp: float | None = None
     loss_max_clamp: float | None = None
-    z: Tensor | None = None
 
-    def row_bytes(self) -> int:
-        """Return the bytes of temporary memory per row."""
-        return self.ids.shape[1] * ENTRY_BYTES
-
-    def gathered(self, raw: Tensor, transform: LogitTransform, first_id: int = 0) -> TopKTeacher:
-        """Return this teacher with the logits z of the ids among the columns of `raw` (n, V)."""
-        columns, here = self._columns(raw.shape[1], first_id)
-        z = raw.gather(1, columns)
-        bias = None if transform.bias is None else transform.bias[columns]
-        TorchRows().prepare_(z, replace(transform, bias=bias))
-        return replace(self, z=z.masked_fill_(~here, 0.0))
-
-    def diverged(self, stats: RowStats, shard: Shard | None) -> RowStats:
-        """Return the student's `stats` with the divergence, and sum_k p_k as ``"student_mass"``.
-
-        With a sharded head, the logits z of all ranks are joined first.
-        """
-        assert self.z is not None
-        z = self.z if shard is None else shard.sum_(self.z.clone())
+    def completed(self, stats: RowStats, shard: Shard | None) -> RowStats:
+        """Return the student's `stats` with the divergence, and sum_k p_k as ``"student_mass"``."""
         dtype, logq = stats.logps.dtype, self.logps
-        logp = self._logps(stats, z)
+        logp = self._logps(stats, shard)
         if self.least_rest is None:
             logp_clamped, logq, q = self._clamped(logp)
             terms = torch.where(logq == -torch.inf, 0.0, logq.exp() * (logq - logp_clamped))
@@ -109,34 +212,23 @@ class TopKTeacher:
         return replace(stats, divergence=DivergenceStats(value, sum_k, none, none), extras=extras)
 
     def grad(
-        self, backend: RowBackend, chunk: Chunk, stats: RowStats, d_divergence: Tensor, out: Tensor
+        self,
+        backend: RowBackend,
+        chunk: Chunk,
+        stats: RowStats,
+        coefficients: Coefficients,
+        out: Tensor,
     ) -> None:
         """``out = d_divergence * d D / d (raw projection)``, (n, V), as `RowBackend.grad` writes.
 
-        Args:
-            d_divergence: (n,) d loss / d D.
+        No other coefficient is read.
         """
-        assert stats.divergence is not None and self.z is not None
-        columns, here = self._columns(chunk.logits.shape[1], chunk.first_id)
-        nowhere = replace(chunk, ids=torch.full_like(chunk.ids, -1))
-        alone = replace(stats, divergence=None)  # for the backend there is no teacher
-        backend.grad(nowhere, alone, d_divergence * stats.divergence.sum_k, None, out)
-        d_z = self._d_logits(stats, self.z) * d_divergence[:, None]
-        d_raw = d_z * _d_projection(self.z, chunk.transform)
-        _overwrite(out, columns, here, d_raw.to(out.dtype))
-
-    def _columns(self, width: int, first_id: int) -> tuple[Tensor, Tensor]:
-        # the column of each id (n, K), 0 if outside or padding; and a mask of the others
-        columns = self.ids - first_id
-        here = (columns >= 0) & (columns < width) & (self.logps != -torch.inf)
-        return torch.where(here, columns, 0), here
-
-    def _logps(self, stats: RowStats, z: Tensor) -> Tensor:
-        """(n, K) the student's log-probabilities, -inf where padding is."""
-        # a backend's maximum may be a rounding below the same logit in torch's arithmetic
-        shifted = (z.double() - stats.max_logit[:, None].double()).clamp(max=0.0)
-        logp = shifted - stats.log_sum[:, None].double()
-        return logp.masked_fill(self.logps == -torch.inf, -torch.inf)
+        d_divergence = coefficients.d_divergence
+        assert stats.divergence is not None and d_divergence is not None
+        assert coefficients.d_entropy is None
+        d_z = self._d_logits(stats) * d_divergence[:, None]
+        total = d_divergence * stats.divergence.sum_k
+        self._write(backend, chunk, stats, total, None, d_z, out)
 
     def _clamped(self, logp: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         # both log-probabilities, clamped except in padding; and q, 0 where the student's was
@@ -146,10 +238,10 @@ class TopKTeacher:
         logq = torch.where(logq == -torch.inf, logq, logq.clamp(min=least))
         return logp.clamp(min=least), logq, torch.where(logp < least, 0.0, logq.exp())
 
-    def _d_logits(self, stats: RowStats, z: Tensor) -> Tensor:
+    def _d_logits(self, stats: RowStats) -> Tensor:
         """(n, K) d D / d z of the ids."""
         assert stats.divergence is not None
-        logp = self._logps(stats, z)
+        logp = self._logps(stats)
         p, value = logp.exp(), stats.divergence.value[:, None]
         if self.reverse:
             d_z = torch.where(p > 0.0, p * (logp - self.logps - value), p)

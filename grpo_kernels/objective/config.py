@@ -488,6 +488,46 @@ def check_sampling(
         raise ValueError(f"sampling_per_token_logps: expected a tensor {why}, got None")
 
 
+def check_centering(config: LossConfig, objective: Any, inputs: Any, kept_ids: Any) -> None:
+    """Raise unless the loss can be centered, if a sampler's candidates are given: its policy term
+    is then -A w logp, w a constant that is known of every candidate.
+
+    Args:
+        inputs: the `LossInputs`.
+    """
+    given = [inputs.sampling_topk_ids is not None, inputs.sampling_topk_logps is not None]
+    if not any(given):
+        return
+    if not all(given):
+        absent = "sampling_topk_ids" if given[1] else "sampling_topk_logps"
+        raise ValueError(f"{absent}: expected a tensor, as the other of the two, got None")
+    why = "with sampling_topk_ids, which center the score"
+    others = {
+        "objective": objective,
+        "kept_ids": kept_ids,
+        "old_per_token_logps": inputs.old_per_token_logps,
+        "importance_sampling_ratio": inputs.importance_sampling_ratio,
+    }
+    for name, x in others.items():
+        if x is not None:
+            raise ValueError(f"{name}: expected None {why}, got {type(x).__name__}")
+    loss = loss_of(config)
+    if loss.surrogate != "clipped" or config.importance_sampling_level != "token":
+        raise ValueError(
+            f"loss_type: expected 'grpo', 'bnpo', 'dr_grpo', 'dapo' or 'luspo' {why}, with "
+            f"importance_sampling_level = 'token', got {config.loss_type!r} with "
+            f"{config.importance_sampling_level!r}"
+        )
+    if config.needs_reference_head:
+        raise ValueError(f"kl_estimator: expected 'k1', 'k2' or 'k3' {why}, got 'full'")
+    mode = config.vllm_importance_sampling_mode
+    if config.corrects_sampling and mode not in ("token_truncate", "token_mask"):
+        raise ValueError(
+            "vllm_importance_sampling_mode: expected 'token_truncate' or 'token_mask' "
+            f"{why}, got {mode!r}"
+        )
+
+
 def warn_of_inputs(
     config: LossConfig,
     objective: Any,

@@ -33,6 +33,17 @@ minus the sampler's, or 0 if the sampler could not score the token (NaN)::
                          [clip_min, clip_max]: NeMo-RL's and OpenRLHF's ``seq-mask-tis``
 
 Truncated importance sampling: https://fengyao.notion.site/off-policy-rl.
+
+**Score centering** (https://arxiv.org/abs/2609.20807). With the sampler's probabilities q_v of its
+K most likely ids, the head H, the term ``A_t sum_H sg[c_v] log p_v`` is added to l_t, outside of
+is_t. With f the rule above from the ratio p_v / q_v to the importance sampling ratio, or 1 without
+one::
+
+    c_v = q_v f(p_v / q_v) - rho f(1 / rho) p_v        rho = (1 - sum_H q_v) / (1 - sum_H p_v)
+
+The ids outside H count as ones that the sampler draws in proportion to p. Then the expectation of
+a token's policy gradient over the sampler's tokens is 0 whatever A is. As in the paper's appendix
+A.3 numerator and denominator of rho are at least 1e-6.
 """
 
 from __future__ import annotations
@@ -50,7 +61,10 @@ from grpo_kernels.batch.tokens import Tokens
 from grpo_kernels.objective.config import LossConfig
 from grpo_kernels.objective.losses import LogRatio, loss_of
 from grpo_kernels.token_loss.formulas import ESTIMATORS, SURROGATES, times
-from grpo_kernels.token_loss.record import Coefficients, TokenLoss
+from grpo_kernels.token_loss.record import Coefficients, TokenLoss, moved
+
+LEAST_TAIL = 1e-6
+CENTERED_ROWS = 2048  # at a time, in double precision
 
 
 @dataclass(frozen=True)
@@ -84,7 +98,7 @@ class Evaluation:
     @property
     def has_gradient(self) -> Tensor:
         """(n,) bool: the tokens that have a coefficient other than 0."""
-        given = [x != 0 for x in self.coefficients if x is not None]
+        given = [moved(x) for x in self.coefficients if x is not None]
         return functools.reduce(torch.logical_or, given)
 
 
@@ -124,6 +138,7 @@ class PolicyObjective:
     Attributes:
         on_policy: True without old log-probabilities: R is 0, the policy term's gradient known
             unless `lacks_ratio`.
+        is_centered: True with a sampler's candidates.
         lacks_ratio: True if the importance sampling ratio must be computed from this call's
             log-probabilities.
         couples_tokens: True if a token's gradient depends on other tokens' log-probabilities or
@@ -141,7 +156,10 @@ class PolicyObjective:
         self.config, self.tokens, self.weights = config, tokens, weights
         self.loss_type = loss_of(config)
         self.couples_tokens = config.couples_tokens(on_policy=self.on_policy, sampled=sampled)
-        self.is_known = config.knows_gradient(on_policy=self.on_policy, sampled=sampled)
+        self.is_centered = tokens.sampling_topk_logps is not None
+        self.is_known = not self.is_centered and config.knows_gradient(
+            on_policy=self.on_policy, sampled=sampled
+        )
         self.has_entropy_gradient = config.entropy_coef != 0.0
 
     @cached_property
@@ -149,7 +167,8 @@ class PolicyObjective:
         """The policy term where every ratio is 1: its derivative depends on no log-probability."""
         only_policy = replace(self.config, beta=0.0, entropy_coef=0.0)
         nothing = torch.zeros_like(self.tokens.advantages)
-        return PolicyObjective(only_policy, self.tokens, self.weights).evaluate(nothing, nothing)
+        tokens = replace(self.tokens, sampling_topk_logps=None)
+        return PolicyObjective(only_policy, tokens, self.weights).evaluate(nothing, nothing)
 
     def may_have_grad(self) -> Tensor | None:
         """(n,) bool: False where a = b = 0 is certain before the forward; None: True everywhere."""
@@ -167,7 +186,9 @@ class PolicyObjective:
             moves = layout.sequence_sum(moves.to(tokens.advantages))[layout.sequence] > 0
         return moves
 
-    def coefficients_of(self, index: Tensor, logps: Tensor, entropies: Tensor) -> Coefficients:
+    def coefficients_of(
+        self, index: Tensor, logps: Tensor, entropies: Tensor, topk_logps: Tensor | None = None
+    ) -> Coefficients:
         """Return the coefficients at `index` (m,) from these tokens alone; only if nothing couples
         tokens."""
         assert not self.couples_tokens
@@ -179,7 +200,10 @@ class PolicyObjective:
         else:
             d_logp = self._at(index)._per_token(logps, None, None)[1]
         d_entropy = torch.full_like(logps, self._d_entropy) if self.has_entropy_gradient else None
-        return Coefficients(d_logp, d_entropy, self._d_divergence(index))
+        d_topk = None
+        if self.is_centered:
+            d_topk = self._at(index)._centering(topk_logps, logps, None)[1]
+        return Coefficients(d_logp, d_entropy, self._d_divergence(index), d_topk)
 
     def _at(self, index: Tensor) -> PolicyObjective:
         return PolicyObjective(self.config, self.tokens.at(index), self.weights[index])
@@ -199,7 +223,7 @@ class PolicyObjective:
     def token_loss(self) -> TokenLoss | None:
         """Loss that a row kernel can compute by itself; None if tokens are coupled or lack their
         ratio."""
-        if self.couples_tokens or self.lacks_ratio:
+        if self.couples_tokens or self.lacks_ratio or self.is_centered:
             return None
         config, tokens = self.config, self.tokens
         on_policy_surrogate = "linear" if self.loss_type.is_linear else "constant"
@@ -232,13 +256,39 @@ class PolicyObjective:
         return self._with_bonus(policy_loss, terms["d_logp"], entropies, None, all_terms)
 
     def evaluate(
-        self, logps: Tensor, entropies: Tensor, divergences: Tensor | None = None
+        self,
+        logps: Tensor,
+        entropies: Tensor,
+        divergences: Tensor | None = None,
+        topk_logps: Tensor | None = None,
     ) -> Evaluation:
         """The loss and its gradient at `logps`, `entropies` and, from a second head, `divergences`,
-        (n,) each."""
+        (n,) each; and at the log-probabilities (n, K) of a sampler's candidates."""
         keep = _keep_high_entropy(self.config, entropies)
         loss, d_logp, terms = self._per_token(logps, keep, divergences)
-        return self._with_bonus((self.weights * loss).sum(), d_logp, entropies, keep, terms)
+        d_topk = None
+        if self.is_centered:
+            centering, d_topk = self._centering(topk_logps, logps, keep)
+            loss = loss + centering
+        policy_loss = (self.weights * loss).sum()
+        return self._with_bonus(policy_loss, d_logp, entropies, keep, terms, d_topk)
+
+    def _centering(
+        self, topk_logps: Any, logps: Tensor, keep_entropy: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """A_t sum_H c_v log p_v, and d loss / d log p_v (n, K)."""
+        factor = self.tokens.advantages
+        for keep in (_keep_on_policy(self.config, self.tokens, logps), keep_entropy):
+            factor = factor if keep is None else torch.where(keep, factor, 0.0)
+        sampled: Any = self.tokens.sampling_topk_logps
+        value, d_topk = torch.empty_like(factor), torch.empty_like(sampled)
+        for start in range(0, len(factor), CENTERED_ROWS):
+            rows = slice(start, start + CENTERED_ROWS)
+            logp = topk_logps[rows].double()
+            c = _centering_weights(self.config, logp, sampled[rows].double())
+            value[rows], d_topk[rows] = times(logp, c).sum(dim=1), c
+        weights = (self.weights * factor)[:, None]
+        return times(value, factor), times(d_topk, weights)
 
     def _with_bonus(
         self,
@@ -247,6 +297,7 @@ class PolicyObjective:
         entropies: Tensor,
         keep: Tensor | None,
         terms: Terms,
+        d_topk: Tensor | None = None,
     ) -> Evaluation:
         """The whole loss: less ``entropy_coef`` times the mean entropy of the kept tokens."""
         loss, d_entropy = policy_loss, None
@@ -254,7 +305,7 @@ class PolicyObjective:
             kept = torch.ones_like(entropies) if keep is None else keep.to(entropies.dtype)
             weight = self.config.entropy_coef * kept / kept.sum().clamp(min=1.0)
             loss, d_entropy = policy_loss - times(entropies, weight).sum(), -weight
-        coefficients = Coefficients(d_logp, d_entropy, self._d_divergence())
+        coefficients = Coefficients(d_logp, d_entropy, self._d_divergence(), d_topk)
         return Evaluation(loss, coefficients, policy_loss, terms)
 
     def _per_token(
@@ -374,6 +425,21 @@ def bounded_ratio(config: LossConfig, log_ratio: Tensor) -> Tensor:
     """exp(`log_ratio`), of any shape, clamped to the config's bounds or 0 outside of them."""
     low, high = config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max
     return bounded(torch.exp(log_ratio), low, high, truncates=config.truncates_sampling_ratio)
+
+
+def _centering_weights(config: LossConfig, logp: Tensor, logq: Tensor) -> Tensor:
+    """c (n, K) of candidates with these log-probabilities, the policy's and the sampler's; 0 where
+    the sampler's is -inf."""
+
+    def weight(log_ratio: Tensor) -> Tensor:
+        if config.corrects_sampling:
+            return bounded_ratio(config, log_ratio)
+        return torch.ones_like(log_ratio)
+
+    p, q = torch.where(logq == -torch.inf, 0.0, logp.exp()), logq.exp()
+    rho = (1.0 - q.sum(dim=1)).clamp(min=LEAST_TAIL) / (1.0 - p.sum(dim=1)).clamp(min=LEAST_TAIL)
+    of_tail = rho * weight(-rho.log())
+    return torch.where(q == 0.0, 0.0, q * weight(logp - logq)) - of_tail[:, None] * p
 
 
 def _with_sampling_ratio(config: LossConfig, tokens: Tokens, logps: Tensor) -> Tokens:

@@ -26,15 +26,22 @@ LOSS_TERMS = ("loss", "d_logp", "log_ratio", "kl")
 
 
 class Coefficients(NamedTuple):
-    """Gradient of a loss in the numbers of its tokens, (n,) each; None means 0."""
+    """Gradient of a loss in the numbers of its tokens, (n,) each but the last; None means 0."""
 
     d_logp: Tensor | None = None  # d loss / d log-probability
     d_entropy: Tensor | None = None  # d loss / d entropy
     # d loss / d divergence from a second head (reference or teacher)
     d_divergence: Tensor | None = None
+    # d loss / d log-probability of K more ids, (n, K)
+    d_topk: Tensor | None = None
 
 
 NO_COEFFICIENTS = Coefficients()
+
+
+def moved(coefficient: Tensor) -> Tensor:
+    """(n,) bool: the tokens at which a coefficient, (n,) or (n, K), is not 0."""
+    return coefficient != 0 if coefficient.dim() == 1 else (coefficient != 0).any(dim=1)
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,9 @@ from grpo_kernels.transformers.head import HeadCheck
 _OF_LOSS = inspect.signature(grpo_loss).parameters.keys() - {"fields"}
 _LOGPS = {name for name in _OF_LOSS if name.endswith("_per_token_logps")}
 _OF_EXPECTATION = _LOGPS | {"importance_sampling_ratio", "num_items_in_batch"}
-_LOSS_INPUTS = _OF_EXPECTATION | {"kept_ids", "without_set"}
+_LOSS_INPUTS = _OF_EXPECTATION | {
+    "kept_ids", "without_set", "sampling_topk_ids", "sampling_topk_logps",
+}  # fmt: skip
 _NAMED = _LOSS_INPUTS | {"completion_mask", "advantages", "router_aux_loss_coef"}
 _NAMED |= {"logits_dtype", "zero_advantage", "layout"}
 _OF_SCORING = {"completion_mask", "loss_fn", "temperature", "logits_dtype", "kept_ids"}

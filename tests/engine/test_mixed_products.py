@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels import Head, LoRA, linear_logprob
+from grpo_kernels import Head, LoRA, Run, linear_logprob
 from grpo_kernels.engine import device, gemm, plan, sweep
 from tests.support.case_builder import make_case
 from tests.support.cases import fixed_cases
+from tests.support.centering import candidates, centered_loss
 from tests.support.head_cases import head_cases
 from tests.support.reference import reference_loss
 from tests.support.run_case import allowed_engines, run
@@ -97,6 +98,38 @@ def test_fp16_gradients_do_not_underflow_whatever_the_loss_scale(
         _, grads = run(case.but(workspace_bytes=8 * KILOBYTE), engine)
     got, want = grads["weight"].double(), reference.d_weight
     assert float((got - want).norm() / want.norm()) < 2e-3
+
+
+@pytest.mark.parametrize("scale", [2.0**-14, 2.0**18])
+def test_fp16_gradients_of_more_ids_stay_in_range(
+    like_cuda: list[plan.Group], scale: float
+) -> None:
+    """Of their log-probabilities alone, which the factor is then chosen by."""
+    hidden, weight = torch.randn(18, 24).half(), torch.randn(90, 24).requires_grad_()
+    ids, run = torch.randint(90, (18, 6)), Run(workspace_bytes=8 * KILOBYTE)
+    with torch.autocast("cpu", torch.float16):
+        found = linear_logprob(hidden, weight, ids[:, 0], topk_ids=ids, run=run)
+    logits = hidden.double() @ weight.half().double().t()
+    exact = logits.detach().requires_grad_()
+    logps = exact.log_softmax(-1).gather(1, ids)
+    (d_logits,) = torch.autograd.grad(scale * logps.sum(), exact)
+    (got,) = torch.autograd.grad(scale * found.topk_logps.sum(), weight)
+    want = d_logits.t() @ hidden.double()
+    assert float((got.double() - want).norm() / want.norm()) < 2e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_candidates_of_a_sampler(like_cuda: list[plan.Group], dtype: torch.dtype) -> None:
+    case = make_case("fp16 candidates", b=4, t=9, h=24, v=90, dtype=dtype, old=False)
+    case = candidates(case, 8).but(weight=case.weight.float(), workspace_bytes=8 * KILOBYTE)
+    _, want = centered_loss(case)
+    for engine in ("one_pass", "two_pass", "lean"):
+        with torch.autocast("cpu", dtype):
+            _, grads = run(case, engine)
+        got = grads["weight"]
+        assert got is not None
+        error = float((got.double() - want["weight"]).norm() / want["weight"].norm())
+        assert error < 16 * torch.finfo(dtype).eps
 
 
 def test_an_adapter_beside_a_float64_head(like_cuda: list[plan.Group]) -> None:

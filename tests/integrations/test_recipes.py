@@ -133,6 +133,9 @@ def test_prime_rls_head_returns_what_it_did(monkeypatch: pytest.MonkeyPatch, way
         return tuple(head(hidden, labels, temperature=t, sampling_mask=mask).values())
 
     assert_same(compute, [weight, hidden], "prime-rl")
+    if way != "supervised":
+        monkeypatch.setattr(theirs.FusedOutputLinear, "forward", None)
+        compute()  # without it
 
 
 def test_prime_rls_custom_loss_is_a_sum_of_clipped_terms(monkeypatch: pytest.MonkeyPatch) -> None:

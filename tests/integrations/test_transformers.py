@@ -12,7 +12,12 @@ from torch import Tensor, nn
 pytest.importorskip("transformers")
 
 from grpo_kernels import GRPOLoss, Head, KeptIds
-from grpo_kernels.transformers import causal_lm_loss, completion_logprobs, describe_head
+from grpo_kernels.transformers import (
+    causal_lm_loss,
+    completion_logprobs,
+    describe_head,
+    head_inputs,
+)
 from tests.support import tiny_architectures as tiny
 from tests.support.model_checks import assert_as_model, positions_of_generate, scene, with_logits
 
@@ -160,6 +165,24 @@ def test_over_the_sets_of_a_truncating_sampler() -> None:
         torch.testing.assert_close(
             out.metrics["ratio"].double(), torch.ones((), dtype=torch.double)
         )
+
+
+def test_a_samplers_candidates() -> None:
+    """In every layout what `grpo_loss` makes of the head's input."""
+    model, ids, attention_mask, mask = scene("gemma3_text")
+    with head_inputs(model) as found:
+        model(input_ids=ids, attention_mask=attention_mask)
+    states = found.hidden[:, -6:-1]
+    logits = model(input_ids=ids, attention_mask=attention_mask).logits[:, -6:-1].detach()
+    logps, topk = (logits + 0.5 * torch.randn_like(logits)).log_softmax(-1).topk(6)
+    loss_fn, advantages = GRPOLoss(), torch.tensor([1.0, 0.0, 0.3])
+    given: dict[str, Any] = {"sampling_topk_ids": topk, "sampling_topk_logps": logps}
+    want = loss_fn(states, found.head(states), ids[:, -5:], mask, advantages, **given)
+    for layout in ("tree", "padded"):
+        more = {**given, "layout": layout}
+        out = causal_lm_loss(model, loss_fn, ids, attention_mask, mask, advantages, **more)
+        torch.testing.assert_close(out.loss, want.loss)
+        assert out.engine == "one_pass"
 
 
 def test_temperature_divides_what_the_cap_has_left() -> None:

@@ -23,11 +23,13 @@ from grpo_kernels import Head, KeptIds, LoRA, Run, grpo_loss, linear_divergence,
 from grpo_kernels.base import distributed as collectives
 from tests.support.case_builder import make_case, seeded
 from tests.support.cases import fixed_cases
+from tests.support.centering import candidates, centered_loss
 from tests.support.flat import flat
 from tests.support.head_cases import head_cases
 from tests.support.ranks import run_ranks
 from tests.support.reference import reference_loss, reference_scores
 from tests.support.run_case import allowed_engines, engines_of, run, run_scores, upstream_of
+from tests.support.sampler_ratio import PREFIX
 from tests.support.score_cases import score_cases
 from tests.support.tolerance import assert_matches, assert_scores, bounds_of
 
@@ -321,6 +323,29 @@ def check_kept_sets(rank: int, world_size: int) -> None:
         linear_logprob(case.hidden, head, case.completion_ids, kept_ids=case.kept_ids[..., rank:])
 
 
+def check_candidates(rank: int, world_size: int) -> None:
+    """A sampler's candidates, in a loss and as scores, on uneven shards: those of one process."""
+    options = {"old": False, "bias": True, "dtype": torch.float64, "t": 7, "lora": 2}
+    correction = {f"{PREFIX}correction": True, f"{PREFIX}mode": "token_truncate"}
+    case = candidates(make_case("candidates", **options, **correction), 8)
+    rows = slice(*spans(50, world_size, uneven=True)[rank])
+    loss, want = centered_loss(case)
+    for engine in ("one_pass", "two_pass", "lean"):
+        out, grads = run(case, engine, rows=rows, process_group=dist.group.WORLD)
+        assert same_on_every_rank(out.loss.detach())
+        torch.testing.assert_close(out.loss.detach(), loss, rtol=1e-12, atol=1e-13)
+        for name, x in gathered(grads).items():
+            if x is not None:
+                torch.testing.assert_close(x, want[name], rtol=1e-10, atol=1e-13)
+    ids, given = case.sampling_topk_ids, (case.hidden, case.completion_ids)
+    head = Head(case.weight[rows], process_group=dist.group.WORLD)
+    divided = linear_logprob(given[0], head, given[1], topk_ids=ids).topk_logps
+    whole = linear_logprob(given[0], case.weight, given[1], topk_ids=ids).topk_logps
+    torch.testing.assert_close(divided, whole)
+    with pytest.raises(ValueError, match=r"process_group: .*topk_ids"):
+        linear_logprob(given[0], head, given[1], topk_ids=ids[..., rank:])
+
+
 def check_adapters(rank: int, world_size: int) -> None:
     """What only one rank of two has of an adapter raises on both."""
     hidden, weight, ids = torch.ones(3, 8), torch.ones(5, 8), torch.zeros(3, dtype=torch.long)
@@ -396,7 +421,7 @@ def check_all(rank: int, world_size: int) -> dict[str, list[int]]:
     for check in (check_padding_rows, check_edges, check_expectation, check_dtensors, check_errors):
         check(rank, world_size)
     if world_size == 2:
-        for check in (check_kept_sets, check_adapters, check_rest):
+        for check in (check_kept_sets, check_candidates, check_adapters, check_rest):
             check(rank, world_size)
     return check_traffic(rank, world_size)
 

@@ -49,6 +49,9 @@ class Case:
     # (B, T, K), a teacher's most likely ones, padded with -1, and the next one
     listed_ids: Tensor | None = None
     listed_logps: Tensor | None = None  # (B, T, K)
+    # (B, T, K), the sampler's most likely ones, padded with -1, and the next one
+    sampling_topk_ids: Tensor | None = None
+    sampling_topk_logps: Tensor | None = None  # (B, T, K)
 
     @property
     def group(self) -> str:

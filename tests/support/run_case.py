@@ -81,6 +81,8 @@ def loss_arguments(
         *PER_TOKEN,
         "importance_sampling_ratio",
     )
+    if case.sampling_topk_ids is not None:
+        names = (*names, "sampling_topk_ids", "sampling_topk_logps")
     given = {name: leaves[name] for name in ("hidden", "weight", "bias")}
     given |= {name: getattr(case, name) for name in (*names, "num_items_in_batch")}
     if case.lora_a is not None:

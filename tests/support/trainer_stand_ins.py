@@ -251,6 +251,30 @@ class FusedOutputLinear(nn.Linear):
         return output
 
 
+class IPOLoss:
+    """prime-rl's of its source of September 2026, with score centering over the kept sets."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    def loss(self, inputs):
+        logps, sampled = inputs.trainer_logprobs, inputs.inference_logprobs
+        inside = (logps.exp() - sampled.exp()).abs() <= self.config.eps
+        ratio = (logps - sampled).exp().clamp(max=self.config.max_importance_ratio)
+        advantages = self.config.adv_tau * inputs.advantages[inputs.loss_mask]
+        policy = -(advantages * (ratio * inside)[inputs.loss_mask]).sum()
+        return policy + self.score_centering_loss(inputs, advantages, None)
+
+    def score_centering_loss(self, inputs, advantages, weights):
+        given = inputs.trainer_mask_logprobs, inputs.inference_mask_logprobs
+        logps, sampled = (x[inputs.loss_mask] for x in given)
+        p, q = logps.detach().exp(), sampled.exp()
+        capped = torch.minimum(p, q * self.config.max_importance_ratio)
+        counts = sampled.isfinite() & ((p - q).abs() <= self.config.eps)
+        per_token = advantages * (torch.where(counts, capped, 0.0) * logps).sum(-1)
+        return (per_token if weights is None else per_token * weights).sum()
+
+
 class LinearGRPOLoss(nn.Module):
     """torchtune 0.7.0's (bd2a0fc): on-policy, k3, a mean over sequences of their means."""
 

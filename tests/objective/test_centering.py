@@ -1,0 +1,330 @@
+"""Score centering: values and gradients against float64 over all logits, cost, refusals."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from grpo_kernels import GRPOLoss, LossConfig, Run, grpo_loss
+from tests.support.case_builder import Case, make_case
+from tests.support.centering import candidates, centered_loss
+from tests.support.flat import flat
+from tests.support.measure import AllocationWatcher, count_flops
+from tests.support.pretend_gpu import OnGPU, here, pretended
+from tests.support.reference_head import head
+from tests.support.run_case import arguments, config_of, packed, run
+from tests.support.sampler_ratio import PREFIX
+from tests.support.score_cases import HEADS
+from tests.support.trainer_stand_ins import IPOLoss
+
+B, T, H, V, K = 3, 6, 16, 50, 8
+WEIGHTS: dict[str, dict[str, Any]] = {
+    "1": {},
+    "ratio": {f"{PREFIX}mode": "token_mask", f"{PREFIX}clip_max": None},
+    "truncated": {f"{PREFIX}mode": "token_truncate", f"{PREFIX}clip_max": 1.2},
+    "clipped": {
+        f"{PREFIX}mode": "token_truncate", f"{PREFIX}clip_max": 1.3, f"{PREFIX}clip_min": 0.8,
+    },
+    "masked": {
+        f"{PREFIX}mode": "token_mask", f"{PREFIX}clip_max": 1.5, f"{PREFIX}clip_min": 0.7,
+    },
+}  # fmt: skip
+LOSSES: tuple[dict[str, Any], ...] = (
+    {},
+    {"loss_type": "grpo", "beta": 0.1, "adv": "token"},
+    {"loss_type": "dr_grpo", "entropy_coef": 0.05, "zero_adv": True},
+    {"loss_type": "bnpo", "top_entropy_quantile": 0.6},
+    {"loss_type": "luspo", "off_policy_mask_threshold": 0.05},
+)
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def case_of(name: str, k: int = K, weight: str = "1", **options: Any) -> Case:
+    shape = {"b": B, "t": T, "h": H, "v": V, "old": False} | WEIGHTS[weight] | options
+    if WEIGHTS[weight]:
+        shape[f"{PREFIX}correction"] = True
+    return candidates(make_case(f"centering/{name}/{weight}", **shape), k)
+
+
+def error(found: Tensor | None, truth: Tensor) -> float:
+    assert found is not None
+    return float((found.double() - truth).abs().max()) if truth.numel() else 0.0
+
+
+def check(case: Case, *engines: str) -> None:
+    """At most twice the error of plain torch in the same dtype, and some roundings."""
+    dtype = case.hidden.dtype
+    loss, truth = centered_loss(case)
+    plain, plain_grads = centered_loss(case, dtype)
+    eps = torch.finfo(dtype).eps
+    for engine in engines:
+        out, grads = run(case, engine)
+        assert engine in ("auto", out.engine)
+        size = 1.0 + abs(float(loss))
+        wide = torch.finfo(out.loss.dtype).eps
+        assert error(out.loss, loss) <= 2 * error(plain, loss) + 16 * wide * size, engine
+        for name, want in truth.items():
+            if name in case.frozen:
+                continue
+            bound = 2 * error(plain_grads[name], want) + 4 * eps * float(want.abs().max())
+            assert error(grads[name], want) <= bound + 1e-12, f"{engine}: {name}"
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_values_and_gradients(name: str, every_backend: str) -> None:
+    i = [*HEADS].index(name)
+    weight = [*WEIGHTS][i % 5]
+    for j, dtype in enumerate(DTYPES):
+        options = {**LOSSES[(i + j) % 5], **HEADS[name], "dtype": dtype, "temperatures": False}
+        options["workspace"] = (2**29, 2_000, 1)[(i + j) % 3]
+        coupled = (i + j) % 5 in (3, 4)
+        engines = ("auto", "lean") if coupled else ("auto", "two_pass", "lean")
+        check(case_of(f"{name}/{j}", weight=weight, **options), *engines)
+
+
+@pytest.mark.parametrize("weight", WEIGHTS)
+@pytest.mark.parametrize("k", [1, 2, 50])
+def test_few_and_all_ids(k: int, weight: str) -> None:
+    check(case_of("few", k, weight, dtype=torch.float64), "auto", "two_pass", "lean")
+
+
+def test_128_ids(every_backend: str) -> None:
+    check(case_of("128", 128, "truncated", v=300, mask="holes", spread=4.0), "auto")
+
+
+@pytest.mark.parametrize("weight", WEIGHTS)
+def test_the_gradient_is_that_of_the_whole_expectation(weight: str) -> None:
+    """Of the sampler's distribution with a tail in proportion to the policy."""
+    case = case_of("whole", weight=weight, dtype=torch.float64)
+    _, want = centered_loss(case, whole=True)
+    for name, x in run(case)[1].items():
+        if x is not None:
+            torch.testing.assert_close(x, want[name], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("weight", WEIGHTS)
+def test_the_samplers_tokens_have_no_gradient_in_expectation(weight: str) -> None:
+    """Each id once, with its probability as the advantage: the sum is 0 whatever f is, as long as
+    the sampler has no tail."""
+    hidden, matrix = torch.randn(H).double(), torch.randn(V, H).double().requires_grad_()
+    logq = (hidden @ matrix.detach().t() + torch.randn(V).double()).log_softmax(-1)
+    sizes = []
+    for centers in (False, True):
+        more: dict[str, Any] = {}
+        if centers:
+            more["sampling_topk_ids"] = torch.arange(V).expand(1, V, V)
+            more["sampling_topk_logps"] = logq.expand(1, V, V)
+        if WEIGHTS[weight]:
+            more |= {"sampling_per_token_logps": logq[None], f"{PREFIX}correction": True}
+        out = grpo_loss(
+            hidden.expand(1, V, H), matrix, torch.arange(V)[None], None, logq.exp()[None],
+            **WEIGHTS[weight], **more,
+        )  # fmt: skip
+        sizes.append(float(torch.autograd.grad(out.loss, matrix)[0].abs().max()))
+    assert sizes[1] < 1e-15
+    assert weight == "ratio" or sizes[0] > 1e-5  # of w = p / q the expectation is 0 as it is
+
+
+def test_prime_rls_where_every_id_is_listed() -> None:
+    """Its capped ratio without its trust region. Without a tail the gradients are the same."""
+    case = case_of("prime-rl", V, "truncated", mask="holes", dtype=torch.float64)
+    # the first positions have some that are no candidates
+    case = case.but(completion_mask=case.completion_mask * (torch.arange(T) > 4))
+    h, counted = head(case), case.completion_mask != 0
+    listed = case.sampling_topk_ids[counted]
+    inputs = SimpleNamespace(
+        trainer_logprobs=h.logps, inference_logprobs=case.sampling_per_token_logps[counted],
+        trainer_mask_logprobs=h.log_probs.gather(1, listed),
+        inference_mask_logprobs=case.sampling_topk_logps[counted],
+        advantages=case.advantages[:, None].expand(B, T)[counted],
+        loss_mask=torch.ones(len(listed), dtype=torch.bool),
+    )  # fmt: skip
+    own = IPOLoss(SimpleNamespace(eps=9.0, max_importance_ratio=1.2, adv_tau=1.0))
+    (want,) = torch.autograd.grad(own.loss(inputs) / len(listed), h.weight)
+    torch.testing.assert_close(run(case)[1]["weight"], want, rtol=1e-9, atol=1e-12)
+
+
+def test_by_hand() -> None:
+    """p = (0.6, 0.4) and q = (0.5, 0.5), id 0 sampled: e_0 - p less q - p, times -A."""
+    p, q = torch.tensor([0.6, 0.4]).double(), torch.tensor([0.5, 0.5]).double()
+    hidden = torch.ones(1, 1, 1).double()
+    weight = p.log()[:, None].clone().requires_grad_()
+    listed = torch.arange(2)[None, None], q.log()[None, None]
+    given = torch.zeros(1, 1, dtype=torch.long), None, torch.tensor([3.0])
+    out = grpo_loss(
+        hidden, weight, *given, sampling_topk_ids=listed[0], sampling_topk_logps=listed[1]
+    )
+    (grad,) = torch.autograd.grad(out.loss, weight)
+    torch.testing.assert_close(grad[:, 0], torch.tensor([-1.5, 1.5]).double())
+
+
+def test_small_tails_have_a_floor() -> None:
+    """Of three ids with p = (1 - 2e-9, 1e-9, 1e-9) two are listed: rho is 1e-3 over 1e-6."""
+    p = torch.tensor([1 - 2e-9, 1e-9, 1e-9], dtype=torch.float64)
+    q = torch.tensor([0.799, 0.2], dtype=torch.float64)
+    given = torch.zeros(1, 1, dtype=torch.long), None, torch.tensor([1.0])
+    listed = {"sampling_topk_ids": torch.arange(2)[None, None]}
+    listed["sampling_topk_logps"] = q.log()[None, None]
+    hidden, weight = torch.ones(1, 1, 1).double(), p.log()[:, None]
+    loss = grpo_loss(hidden, weight, *given, **listed).loss
+    want = -1.0 + ((q - 1e3 * p[:2]) * p[:2].log()).sum()
+    torch.testing.assert_close(loss, want, rtol=1e-6, atol=0)
+
+
+def test_repetition_padding_and_order_do_not_matter() -> None:
+    case = case_of("order", weight="truncated", dtype=torch.float64)
+    ids, logps, order = case.sampling_topk_ids, case.sampling_topk_logps, torch.randperm(K)
+    case = case.but(sampling_topk_ids=ids[1:], sampling_topk_logps=logps[1:])
+    again, nothing = ids[..., :2], torch.full((B, T, 3), -1)
+    more = torch.cat([ids[..., order], again, nothing], -1)
+    of_more = torch.cat([logps[..., order], logps[..., :2] - 1.0, torch.full((B, T, 3), 7.0)], -1)
+    # of the case's own repetition the first is read
+    more[0, 0], of_more[0, 0] = -1, -1.0
+    ids, logps = ids.clone(), logps.clone()
+    ids[0, 0] = -1
+    first, second = (
+        run(case.but(sampling_topk_ids=x, sampling_topk_logps=y))
+        for x, y in ((ids, logps), (more, of_more))
+    )
+    torch.testing.assert_close(first[0].loss, second[0].loss, rtol=1e-13, atol=1e-15)
+    torch.testing.assert_close(first[1], second[1], rtol=1e-12, atol=1e-15)
+
+
+def test_packed_masked_and_empty() -> None:
+    case = case_of("packed", weight="truncated", dtype=torch.float64)
+    out, grads = run(case)
+    outside = (case.completion_mask == 0)[..., None]
+    dirty = case.but(
+        sampling_topk_ids=case.sampling_topk_ids.masked_fill(outside, 10**9),
+        sampling_topk_logps=case.sampling_topk_logps.masked_fill(outside, math.nan),
+    )
+    assert torch.equal(run(dirty)[0].loss, out.loss)
+    given = arguments(case)
+    joined, _ = packed(case, given)
+    flat_out = flat(grpo_loss)(**joined, config=config_of(case))
+    torch.testing.assert_close(flat_out.loss, out.loss)
+    flat_out.loss.backward()
+    torch.testing.assert_close(given["weight"].grad, grads["weight"])
+    nothing = case.but(completion_mask=torch.zeros_like(case.completion_mask))
+    for engine in ("auto", "two_pass", "lean"):
+        loss, grads = run(nothing, engine)
+        assert loss.loss == 0 and not grads["weight"].any() and not grads["hidden"].any()
+
+
+def test_the_module_takes_them() -> None:
+    case = case_of("module", weight="truncated")
+    given = arguments(case)
+    assert torch.equal(flat(GRPOLoss(config_of(case)))(**given).loss, run(case)[0].loss)
+
+
+def test_candidates_carry_no_gradient() -> None:
+    case = case_of("constant")
+    logps = case.sampling_topk_logps.requires_grad_()
+    out, _ = run(case.but(sampling_topk_logps=logps))
+    assert out.loss.requires_grad and logps.grad is None
+
+
+def test_cost() -> None:
+    """One pass; rows whose advantage is 0 are projected, and no more."""
+    case = case_of("cost", b=2, t=16, mask="full")  # sequences of whole blocks of rows
+    for frozen, cost in ((frozenset(), 4), (frozenset({"weight"}), 2)):
+        for graded in range(3):
+            now = case.but(frozen=frozen, advantages=(torch.arange(2) < graded).float())
+            wanted = (2 * 32 + cost * 16 * graded) * V * H
+            assert count_flops(lambda x=now: run(x)) == wanted
+
+
+def test_memory_stays_within_the_workspace() -> None:
+    n, vocab, k, budget = 512, 4096, 64, 2**20
+    hidden, weight = torch.randn(1, n, 16, requires_grad=True), torch.randn(vocab, 16)
+    ids, logps = torch.rand(1, n, vocab).topk(k, -1).indices, torch.full((1, n, k), -5.0)
+    given = hidden, weight, torch.zeros(1, n, dtype=torch.long), None, torch.ones(1)
+    call: dict[str, Any] = {"sampling_topk_ids": ids, "sampling_topk_logps": logps}
+    call["run"] = Run(workspace_bytes=budget)
+    grpo_loss(*given, **call)
+    with AllocationWatcher() as watcher:
+        grpo_loss(*given, **call)
+    # d hidden; the ids in order and their places, the log-probabilities of both and coefficients
+    inputs = n * (16 * 4 + 8 * k * 8)
+    assert watcher.peak < budget + inputs
+
+
+def test_what_does_not_exist_is_an_error_here_and_nan_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case = case_of("outside", mask="full")
+    ids = case.sampling_topk_ids.clone()
+    ids[1, 3, 2] = V
+    named = r"sampling_topk_ids: expected ids in \[0, V\) = \[0, 50\), or -1 .* got 50"
+    with pytest.raises(ValueError, match=named):
+        run(case.but(sampling_topk_ids=ids))
+    given = case.hidden, case.weight, case.completion_ids, case.completion_mask, case.advantages
+    listed = {"sampling_topk_ids": ids, "sampling_topk_logps": case.sampling_topk_logps}
+    with pretended(monkeypatch):
+        out = grpo_loss(
+            *(OnGPU(x.clone()) for x in given),
+            **{name: OnGPU(x.clone()) for name, x in listed.items()},
+            run=Run(backend="torch"),
+        )
+    assert here(out.loss).isnan()
+    assert here(out.per_token_logps).isnan().nonzero().tolist() == [[1, 3]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"sampling_topk_logps": None}, ValueError,
+         "sampling_topk_logps: expected a tensor, as the other of the two, got None"),
+        ({"sampling_topk_ids": None}, ValueError, "sampling_topk_ids: expected a tensor"),
+        ({"sampling_topk_ids": torch.zeros(B, T, K)}, TypeError,
+         "sampling_topk_ids: expected signed integer ids"),
+        ({"sampling_topk_ids": torch.zeros(B, T, 0, dtype=torch.long)}, ValueError,
+         "sampling_topk_ids: expected shape"),
+        ({"sampling_topk_logps": torch.zeros(B, T)}, ValueError,
+         "sampling_topk_logps: expected shape"),
+        ({"sampling_topk_logps": torch.zeros(B, T, K)}, ValueError,
+         "sampling_topk_logps: expected log-probabilities of one distribution"),
+        ({"old_per_token_logps": -torch.ones(B, T)}, ValueError,
+         "old_per_token_logps: expected None with sampling_topk_ids"),
+        ({"importance_sampling_ratio": torch.ones(B, T)}, ValueError,
+         "importance_sampling_ratio: expected None with sampling_topk_ids"),
+        ({"kept_ids": torch.zeros(B, T, K, dtype=torch.long)}, ValueError,
+         "kept_ids: expected None with sampling_topk_ids"),
+        ({"objective": lambda tokens: tokens.logps}, ValueError,
+         "objective: expected None with sampling_topk_ids"),
+        ({"config": LossConfig(loss_type="cispo", epsilon_high=5.0)}, ValueError,
+         "loss_type: expected 'grpo', .* got 'cispo' with 'token'"),
+        ({"config": LossConfig(importance_sampling_level="sequence")}, ValueError,
+         "loss_type: expected .* with importance_sampling_level = 'token', got 'dapo' with"),
+        ({"config": LossConfig(beta=0.1, kl_estimator="full"),
+          "reference": (torch.zeros(B, T, H), torch.zeros(V, H))}, ValueError,
+         "kl_estimator: expected 'k1', 'k2' or 'k3' with sampling_topk_ids"),
+        ({"config": LossConfig(vllm_importance_sampling_correction=True)}, ValueError,
+         "vllm_importance_sampling_mode: expected 'token_truncate' or 'token_mask' with"),
+        ({"run": Run("frozen")}, ValueError, "engine: expected"),
+    ],
+    ids=[
+        "logps", "ids", "floats", "none", "shape", "masses", "old", "ratio", "kept", "objective",
+        "loss", "level", "kl", "mode", "engine",
+    ],
+)  # fmt: skip
+def test_wrong_arguments_are_named(
+    changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    case = case_of("errors", mask="full")
+    given: dict[str, Any] = {
+        "sampling_topk_ids": case.sampling_topk_ids,
+        "sampling_topk_logps": case.sampling_topk_logps,
+        "sampling_per_token_logps": case.sampling_per_token_logps,
+        **changes,
+    }
+    with pytest.raises(error, match=message):
+        grpo_loss(
+            case.hidden, case.weight.requires_grad_(), case.completion_ids, None, case.advantages,
+            **given,
+        )  # fmt: skip
