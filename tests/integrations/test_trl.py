@@ -17,6 +17,7 @@ from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 
 from benchmarks import head_flops, parity, tiny_models
 from grpo_kernels import Expectation
+from grpo_kernels.body import trial
 from grpo_kernels.trl import FusedGRPOTrainer, FusedLossMixin, micro_batches
 from tests.support.trl_training import FusedGMPOTrainer, Run, assert_same, mixed, train
 
@@ -62,6 +63,16 @@ def test_a_mixture_of_experts_trains_the_same_with_its_load_balancing_loss(
     theirs, ours = (train(x, model="moe", **TWICE) for x in (trl.GRPOTrainer, FusedGRPOTrainer))
     assert all(step["aux_loss"] > 0 for step in theirs.steps)
     assert_same(theirs, ours)
+
+
+def test_a_hybrid_trains_the_same_as_a_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1}
+    fields = {**tiny_models.KINDS["qwen3"][2], **sizes, "mamba_expand": 1, "mamba_chunk_size": 4}
+    fields |= {"attn_layer_indices": [1]}
+    monkeypatch.setitem(tiny_models.KINDS, "hybrid", ("BambaConfig", "BambaForCausalLM", fields))
+    theirs, ours = (train(x, model="hybrid", **TWICE) for x in (trl.GRPOTrainer, FusedGRPOTrainer))
+    assert_same(theirs, ours)
+    assert trial.fits_trees(ours.trainer.model.model)
 
 
 def test_liger_layers_leave_the_head_to_us_and_its_own_head_is_refused() -> None:
