@@ -37,24 +37,23 @@ def verl(name: str) -> Any:
     return importlib.import_module(f"verl.{name}")
 
 
-def engine(size: Size, shape: Shape, backend: str) -> Any:
-    """verl's engine around a model with the head of `backend`; made without its constructor, which
-    wants a GPU."""
+def engine(size: Size, shape: Shape, options: dict[str, str], **config: Any) -> Any:
+    """verl's engine around a model with verl's ``fused_kernel_options``, if any; made without its
+    constructor, which wants a GPU."""
     module = verl("workers.engine.fsdp.transformer_impl")
     module.get_device_id = module.get_device_name = lambda: "cpu"
     patch = verl("models.transformers.monkey_patch")
     patch.is_trl_available = lambda: False  # it looks for a class that TRL has no more
     model = size.model(shape.prompt + shape.completion)
-    model.__class__ = type(backend, (type(model),), {})  # verl replaces the forward of a class
-    patch.patch_forward_with_backends(model, True, backend)
+    if options:
+        backend = options["impl_backend"]
+        model.__class__ = type(backend, (type(model),), {})  # verl replaces the forward of a class
+        patch.patch_forward_with_backends(model, True, backend)
     made = module.FSDPEngineWithLMHead.__new__(module.FSDPEngineWithLMHead)
-    made.module, made.model_config = (
-        model,
-        SimpleNamespace(fused_kernel_options={"impl_backend": backend}),
-    )
-    made.engine_config = SimpleNamespace(
-        entropy_checkpointing=False, entropy_from_logits_with_chunking=False
-    )
+    made.module, made.model_config = model, SimpleNamespace(fused_kernel_options=options)
+    flags = {"entropy_checkpointing": False, "entropy_from_logits_with_chunking": False}
+    made.engine_config = SimpleNamespace(**flags, **config)
+    made.compute_entropy_from_logits = verl("utils.torch_functional").entropy_from_logits
     made.use_ulysses_sp, made.ulysses_sequence_parallel_size = False, 1
     made.ulysses_device_mesh, made.scaler = None, None
     made.pad_to_length, made.pad_to_length_bucket = False, 1
@@ -130,7 +129,8 @@ def measure(size: Size, shape: Shape, rounds: int, micro: int, *, packed: bool) 
     )
     loss = functools.partial(verl("workers.utils.losses").ppo_loss, config=config)
     data = batch(size, shape, micro, packed=packed)
-    theirs, ours = (engine(size, shape, backend) for backend in ("torch", "grpo_kernels"))
+    ours_alone = {"impl_backend": "grpo_kernels", "layout": "padded"}  # prompts run as in verl
+    theirs, ours = (engine(size, shape, x) for x in ({"impl_backend": "torch"}, ours_alone))
     variants = {TORCH: (theirs, True), SCORED: (ours, True), OURS: (ours, False)}
 
     def run(name: str) -> tuple[float, float, Tensor]:

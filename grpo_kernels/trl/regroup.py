@@ -22,7 +22,7 @@ from torch import Tensor
 from trl import GRPOTrainer
 
 from grpo_kernels.objective.losses import averaged_over
-from grpo_kernels.patching import replaced
+from grpo_kernels.patching import divided, replaced
 from grpo_kernels.trl.micro_batches import config_of, live_of_loss, metrics_of
 
 # Losses whose optimizer step is the same sum over samples, whatever micro-batches they are in.
@@ -159,51 +159,6 @@ def regrouped(
                     own[name] = torch.zeros_like(own[name])
             own[PART] = Part(window, samples, is_last=i == len(parts) - 1)
             found.append({**batch, **own})
-    return found
-
-
-def divided(
-    prompts: Sequence[tuple[int, ...]],
-    lengths: Sequence[int],
-    live: Sequence[bool],
-    parts: int,
-    budget: int,
-    size: int,
-    *,
-    in_trees: bool,
-) -> list[list[int]]:
-    """Divide samples into `parts` of at most `budget` tokens, those of a prompt together.
-
-    Prompts with live samples come first, and of these the ones with most tokens. A sample that fits
-    nowhere goes where fewest tokens are. `in_trees`: a part computes each prompt once; else its
-    rows stand side by side, and it has `size` samples.
-    """
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for i, prompt in enumerate(prompts):
-        groups.setdefault(prompt, []).append(i)
-    found: list[list[int]] = [[] for _ in range(parts)]
-    used, inside = [0] * parts, [set[tuple[int, ...]]() for _ in range(parts)]
-
-    def place(prompt: tuple[int, ...], samples: Sequence[int], *, anywhere: bool) -> bool:
-        own = sum(lengths[i] for i in samples)
-        added = [own if prompt in inside[k] else own + len(prompt) for k in range(parts)]
-        room = [k for k in range(parts) if in_trees or len(found[k]) + len(samples) <= size]
-        fits = [k for k in room if not in_trees or used[k] + added[k] <= budget]
-        if not fits and not anywhere:
-            return False
-        part = min(fits, key=added.__getitem__) if fits else min(room, key=used.__getitem__)
-        used[part] += added[part]
-        inside[part].add(prompt)
-        found[part] += samples
-        return True
-
-    def rank(samples: Sequence[int]) -> tuple[bool, int]:
-        return not any(live[i] for i in samples), -sum(lengths[i] for i in samples)
-
-    for prompt, samples in sorted(groups.items(), key=lambda item: rank(item[1])):
-        if not place(prompt, samples, anywhere=False):
-            for i in sorted(samples, key=lambda i: -lengths[i]):
-                place(prompt, [i], anywhere=True)
     return found
 
 

@@ -2,8 +2,13 @@
 
 verl's engine has the whole micro-batch and the loss at hand when it calls the model, but hands on
 ids and positions alone. So `prepare_model_inputs` gets one argument more for a model with our
-forward (`forward`): the rows that count, with the gradient to expect there (`rows`), and the
-teacher of a distillation. `forward_step` notes the loss for it.
+forward (`forward`): the rows that count, with the gradient to expect there (`rows`), the layout of
+the trunk, and the teacher of a distillation. `forward_step` notes the loss for it.
+
+**Trees.** verl scatters the responses of a prompt over micro-batches. Where a tree is exact for the
+model, and the loss is the same sum however sequences are divided, they are brought together: in
+micro-batches of as many sequences, or, in dynamic ones, of as many distinct tokens as verl allows
+tokens. Dynamic micro-batches are then as few as the rank needs that needs most.
 
 **zero_advantage=score.** Where all rewards of a group are equal, its advantages are 0, and so is
 the gradient of its sequences. This option puts them into micro-batches of their own, which are
@@ -22,18 +27,21 @@ from __future__ import annotations
 import functools
 import importlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from grpo_kernels.patching import KnownRows, during, function_of
+from grpo_kernels.base.checks import warn_once
+from grpo_kernels.base.choices import BatchLayout, choices
+from grpo_kernels.patching import KnownRows, divided, during, function_of
 from grpo_kernels.verl.rows import (
+    Mode,
     Places,
     actor_config,
     flag,
@@ -58,9 +66,46 @@ RUN = ("self", "data", "loss_function", "forward_only")
 _BY_SIZE = ("num_batches_divided_by", "same_micro_num_in_dp", "min_num_micro_batch")
 DIVIDE = ("data", "dp_group", *_BY_SIZE, "use_dynamic_bsz_balance")
 
+
+class Plan:
+    """How the sequences of a mini-batch are divided into micro-batches.
+
+    Attributes:
+        loss_of: (model's output, micro-batch) -> (loss, metrics).
+        live: (B,) bool, those that may have a gradient; None: all.
+        moves: True if those of a prompt come together, on each rank where
+        fits: a tree is exact for the model.
+        parts: the sequences of each of our micro-batches; none: they are verl's.
+        theirs: verl's micro-batches, and the sequences of each.
+        outputs: what the model has given for each of ours.
+    """
+
+    def __init__(
+        self, loss_of: Callable[..., Any], live: Tensor | None, *, moves: bool, fits: bool
+    ) -> None:
+        self.loss_of, self.live, self.moves, self.fits = loss_of, live, moves, fits
+        self.parts: list[list[int]] = []
+        self.theirs: list[tuple[Any, list[int]]] = []
+        self.outputs: list[dict[str, Tensor]] = []
+
+    def as_verls(self) -> Iterator[dict[str, Any]]:
+        """What verl's micro-batches would have given, from the outputs of ours."""
+        found: dict[str, dict[int, Tensor]] = {name: {} for name in self.outputs[0]}
+        for part, output in zip(self.parts, self.outputs, strict=True):
+            for name, x in output.items():
+                found[name].update(zip(part, x.unbind(), strict=True))
+        for micro_batch, part in self.theirs:
+            output = {
+                name: torch.nested.as_nested_tensor([x[i] for i in part], layout=torch.jagged)
+                for name, x in found.items()
+            }
+            with torch.no_grad():
+                loss, metrics = self.loss_of(output, micro_batch)
+            yield {"model_output": output, "loss": float(loss), "metrics": metrics}
+
+
 _loss_function: ContextVar[Any] = ContextVar("loss_function", default=None)
-# (B,) bool of the batch in hand
-_live: ContextVar[Tensor | None] = ContextVar("live", default=None)
+_plan: ContextVar[Plan | None] = ContextVar("plan", default=None)
 
 
 # No dataclasses below: FSDP rounds the tensors of a dataclass on the way into a model.
@@ -86,12 +131,16 @@ class HeadTask:
     Attributes:
         rows: those of the call, as its labels lie; None: all count.
         teacher: of a distillation.
+        layout: of the trunk, as in `causal_lm_loss`.
     """
 
     def __init__(
-        self, rows: KnownRows | None = None, teacher: TeacherLogprobs | None = None
+        self,
+        rows: KnownRows | None = None,
+        teacher: TeacherLogprobs | None = None,
+        layout: BatchLayout = "padded",
     ) -> None:
-        self.rows, self.teacher = rows, teacher
+        self.rows, self.teacher, self.layout = rows, teacher, layout
 
 
 def changes(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
@@ -103,6 +152,7 @@ def changes(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
     step = function_of(engine, "forward_step", STEP)
     run = function_of(engine, "forward_backward_batch", RUN)
     theirs = function_of(module, "prepare_micro_batches", DIVIDE)
+    join = function_of(module, "postprocess_batch_func", ("output_lst", "indices", "data"))
     function_of(engine, "_get_packed_pad_size", ("self", "packed_length"))
 
     @functools.wraps(prepare)
@@ -113,7 +163,8 @@ def changes(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
             rows = packed_rows(micro_batch, loss_function, self.get_data_parallel_group())
             if rows is not None:
                 rows = rows.at(_laid_out(self, micro_batch, numbers_of(rows)) - 1)
-            model_inputs[ARGUMENT] = HeadTask(rows, _teacher(self, micro_batch, loss_function))
+            teacher, layout = _teacher(self, micro_batch, loss_function), _layout(self)
+            model_inputs[ARGUMENT] = HeadTask(rows, teacher, layout)
         return model_inputs, output_args
 
     @functools.wraps(step)
@@ -123,34 +174,63 @@ def changes(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
 
         with during(_loss_function, loss_function):
             if flag(micro_batch, DEAD):
-                return _scored(run_with, loss_function, self.get_data_parallel_group())
-            return run_with(loss_function)
+                found = _scored(run_with, loss_function, self.get_data_parallel_group())
+            else:
+                found = run_with(loss_function)
+        plan = _plan.get()
+        if plan is not None:
+            plan.outputs.append(found[1]["model_output"])
+        return found
 
     @functools.wraps(run)
     def forward_backward_batch(
         self: Any, data: Any, loss_function: Any, forward_only: Any = False
     ) -> Any:
-        live = None
-        if _is_ours(self, data) and asks_to_score(self.model_config.fused_kernel_options):
-            live = None if forward_only else _live_sequences(data, loss_function)
-        with during(_live, live):
+        plan = None
+
+        def loss_of(output: Any, micro_batch: Any) -> Any:
+            if loss_function is None:
+                return 1.0, {}  # as verl
+            group = self.get_data_parallel_group()
+            micro_batch = micro_batch.to(module.get_device_id())
+            return loss_function(model_output=output, data=micro_batch, dp_group=group)
+
+        if _is_ours(self, data):
+            live = None
+            if asks_to_score(self.model_config.fused_kernel_options) and not forward_only:
+                live = _live_sequences(data, loss_function)
+            moves = _layout(self) == "tree" and _may_move(data, loss_function)
+            if moves or live is not None:
+                plan = Plan(loss_of, live, moves=moves, fits=moves and _fits_trees(self))
+        with during(_plan, plan):
             return run(self, data, loss_function, forward_only)
 
     @functools.wraps(theirs)
     def prepare_micro_batches(data: Any, dp_group: Any = None, **options: Any) -> Any:
-        live = _live.get()
-        if live is None:
+        plan = _plan.get()
+        if plan is None:
             return theirs(data, dp_group, **options)
 
         def divide(part: Any) -> Any:
             return theirs(part, dp_group, **options)
 
-        return _divided(divide, data, live, dp_group, module.get_device_id())
+        return _divided(divide, data, plan, dp_group, module.get_device_id())
+
+    @functools.wraps(join)
+    def postprocess_batch_func(output_lst: Any, indices: Any, data: Any) -> Any:
+        """verl's results: of its micro-batches, whatever ours were."""
+        plan = _plan.get()
+        if plan is None or not plan.parts:
+            return join(output_lst, indices, data)
+        names = output_lst[0].keys()  # without model_output, where nobody reads it
+        outputs = [{name: x[name] for name in names} for x in plan.as_verls()]
+        return join(outputs, [part for _, part in plan.theirs], data)
 
     yield engine, "prepare_model_inputs", prepare_model_inputs
     yield engine, "forward_step", forward_step
     yield engine, "forward_backward_batch", forward_backward_batch
     yield module, "prepare_micro_batches", prepare_micro_batches
+    yield module, "postprocess_batch_func", postprocess_batch_func
 
 
 def _is_ours(engine: Any, data: Any) -> bool:
@@ -200,10 +280,10 @@ def _teacher(engine: Any, micro_batch: Any, loss_function: Any) -> TeacherLogpro
 
 def asks_to_score(options: Any) -> bool:
     """Read verl's ``fused_kernel_options``; True: ``zero_advantage=score``."""
-    unknown = set(options) - {"impl_backend", "zero_advantage", "old_logprobs"}
+    unknown = set(options) - {"impl_backend", "zero_advantage", "layout", "old_logprobs"}
     if unknown:
         raise ValueError(
-            f"{OPTIONS}: expected impl_backend, zero_advantage and old_logprobs, got "
+            f"{OPTIONS}: expected impl_backend, zero_advantage, layout and old_logprobs, got "
             f"{', '.join(sorted(map(str, unknown)))}"
         )
     chosen(options, "old_logprobs", ("auto", "score"))  # which the trainer reads
@@ -218,6 +298,40 @@ def chosen(options: Any, name: str, values: tuple[str, ...]) -> str:
             f"{OPTIONS}.{name}: expected one of {', '.join(map(repr, values))}, got {value!r}"
         )
     return str(value)
+
+
+def _layout(engine: Any) -> BatchLayout:
+    options = engine.model_config.fused_kernel_options
+    layout = cast(BatchLayout, chosen(options, "layout", choices(BatchLayout)))
+    if engine.use_ulysses_sp and layout != "padded":
+        warn_once(
+            f"{OPTIONS}.layout={layout}: Ulysses divides sequences over ranks, so they run as "
+            "given; results are the same"
+        )
+        return "padded"
+    return layout
+
+
+def _fits_trees(engine: Any) -> bool:
+    from grpo_kernels.body.trial import fits_trees
+    from grpo_kernels.body.trunk import trunk_of
+
+    return fits_trees(trunk_of(engine.module)) is True
+
+
+def _may_move(data: Any, loss_function: Any) -> bool:
+    """True if no result depends on which sequences share a micro-batch, as far as is known."""
+    if not {"prompts", "responses"} <= set(data.keys()) or flag(data, "force_group_size", 1) != 1:
+        return False
+    config = actor_config(loss_function)
+    if config is None:
+        return loss_function is None
+    return mode_of(config) != Mode() and not _is_by_width(config)
+
+
+def _is_by_width(config: Any) -> bool:
+    norm = config.loss_agg_mode == "seq-mean-token-sum-norm"
+    return norm and config.loss_scale_factor is None
 
 
 def _live_sequences(data: Any, loss_function: Any) -> Tensor:
@@ -240,7 +354,7 @@ def _reason_to_train(data: Any, loss_function: Any) -> str | None:
         return "with a KL or entropy term, which gives all sequences a gradient"
     if not mode_of(config).by_advantage:
         return f"with loss_mode={config.policy_loss.get('loss_mode', 'vanilla')}"
-    if config.loss_agg_mode == "seq-mean-token-sum-norm" and config.loss_scale_factor is None:
+    if _is_by_width(config):
         return (
             "with seq-mean-token-sum-norm without loss_scale_factor, which divides by a "
             "micro-batch's own width"
@@ -251,32 +365,81 @@ def _reason_to_train(data: Any, loss_function: Any) -> str | None:
 
 
 def _divided(
-    divide: Callable[[Any], Any], data: Any, live: Tensor, group: Any, device: Any
-) -> tuple[list[Any], None]:
-    """Micro-batches that `divide` makes of `data`, those without gradient first, and flagged.
+    divide: Callable[[Any], Any], data: Any, plan: Plan, group: Any, device: Any
+) -> tuple[list[Any], list[list[int]] | None]:
+    """Our micro-batches of `data` and their sequences; `divide` makes verl's, of which as many.
 
-    verl synchronises gradients in the last one, so one with a graph is left to the end.
+    Those without gradient come first, and are flagged: verl synchronises gradients in the last
+    one, so one with a graph is left to the end.
     """
     tensordict_utils = importlib.import_module("verl.utils.tensordict_utils")
-    order = torch.argsort(live.long(), stable=True)
-    n_live = int(live.sum())
-    n_dead = len(live) - n_live
+    select = tensordict_utils.index_select_tensor_dict
+    dynamic = flag(data, "use_dynamic_bsz", default=True)
+    batches, indices = divide(data)
+    if plan.live is None and not (plan.fits or (plan.moves and dynamic)):
+        return batches, indices
+    prompts, lengths = _prompts(data) if plan.fits else ([()] * len(data), [])
+    live = torch.ones(len(data), dtype=torch.bool) if plan.live is None else plan.live.cpu()
+    first = {prompt: i for i, prompt in reversed([*enumerate(prompts)])}
+    order = sorted(range(len(data)), key=lambda i: (bool(live[i]), first[prompts[i]]))
+    n_dead = int((~live).sum())
 
-    def part(rows: Tensor) -> list[Any]:
-        return list(divide(tensordict_utils.index_select_tensor_dict(data, rows))[0])
+    def part_of(rows: list[int]) -> list[list[int]]:
+        return by_prompt(rows, [[rows[i] for i in x] for x in divide(select(data, rows))[1]])
 
-    if flag(data, "use_dynamic_bsz", default=True):
-        if min(_least(group, device, n_dead, n_live)) == 0:  # some rank has no such micro-batch
-            return part(order), None
-        dead, others = part(order[:n_dead]), part(order[n_dead:])
+    def by_prompt(rows: list[int], theirs: list[list[int]]) -> list[list[int]]:
+        if not plan.moves:
+            return theirs
+        own, sizes = [prompts[i] for i in rows], [lengths[i] for i in rows if plan.fits]
+        budget = data["max_token_len_per_gpu"]
+        count, parts = len(theirs), None
+        least = -(-_tokens(own, sizes, range(len(rows))) // budget) if plan.fits else count + 1
+        for n in range(least, count + 1):
+            found = divided(own, sizes, [True] * len(rows), n, budget, len(rows), in_trees=True)
+            if max(_tokens(own, sizes, part) for part in found) <= budget:
+                count, parts = n, found
+                break
+        most = -_least(group, device, -count)[0]
+        if parts is None:
+            return theirs
+        parts += [[] for _ in range(most - len(parts))]
+        for part in parts:  # other ranks need more
+            if not part:
+                largest = max(parts, key=lambda x: (len(x) > 1, _tokens(own, sizes, x)))
+                part += largest[len(largest) // 2 :]
+                del largest[len(largest) // 2 :]
+        parts.sort(key=lambda part: -_tokens(own, sizes, part))
+        return [[rows[i] for i in part] for part in parts[::2][::-1] + parts[1::2]]
+
+    if dynamic:
+        if plan.live is None or min(_least(group, device, n_dead, len(data) - n_dead)) == 0:
+            parts, without = by_prompt(order, indices), 0  # some rank has no such micro-batch
+        else:
+            dead = part_of(order[:n_dead])
+            parts, without = dead + part_of(order[n_dead:]), len(dead)
     else:
-        micro_batches = part(order)
         size = data["micro_batch_size_per_gpu"]
-        (without,) = _least(group, device, min(n_dead // size, len(micro_batches) - 1))
-        dead, others = micro_batches[:without], micro_batches[without:]
-    for micro_batch in dead:
+        parts, without = [order[i : i + size] for i in range(0, len(order), size)], 0
+        if plan.live is not None:
+            (without,) = _least(group, device, min(n_dead // size, len(parts) - 1))
+        indices = [[*range(i, i + size)] for i in range(0, len(order), size)]
+    plan.parts, plan.theirs = parts, [*zip(batches, indices, strict=True)]
+    micro_batches = [select(data, part) for part in parts]
+    for micro_batch in micro_batches[:without]:
         tensordict_utils.assign_non_tensor(micro_batch, **{DEAD: True})
-    return dead + others, None
+    return micro_batches, parts
+
+
+def _prompts(data: Any) -> tuple[list[tuple[int, ...]], list[int]]:
+    """(the prompt's ids, the number of tokens of the response) of each sequence."""
+    lengths = Places(data).lengths.tolist()
+    rows = [x.tolist() for x in data["input_ids"].cpu().unbind()]
+    return [tuple(x[: len(x) - n]) for x, n in zip(rows, lengths, strict=True)], lengths
+
+
+def _tokens(prompts: list[tuple[int, ...]], lengths: list[int], part: Sequence[int]) -> int:
+    """Tokens of the sequences `part`, prompts counted once."""
+    return sum(lengths[i] for i in part) + sum(map(len, {prompts[i] for i in part}))
 
 
 def _least(group: Any, device: Any, *counts: int) -> list[int]:

@@ -15,6 +15,7 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, make_dataclass
 from types import ModuleType
 from typing import Any
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 
 from grpo_kernels.head.head import Head
 from grpo_kernels.head.module import check_module
-from grpo_kernels.patching import KnownRows, Patches, function_of
+from grpo_kernels.patching import KnownRows, Patches, Shares, function_of
 from grpo_kernels.scores import linear_logprob, topk_divergence
 from grpo_kernels.verl.engine import ARGUMENT, BACKEND, MARK, HeadTask, TeacherLogprobs
 
@@ -141,12 +142,13 @@ def _forward(family: Family) -> Callable[..., Any]:
         task = others.pop(ARGUMENT, None) or HeadTask()
         head = measured_head(self, functools.partial(_own_forward(type(self)), self))
         of_body = {key: x for key, x in given.items() if key not in NOT_THE_BODYS}
-        if body is None:
-            outputs = self.model(**of_body, **others)
-        elif open_ended in parameters:
-            outputs = body(self, **of_body, **others)
-        else:  # arguments that the dense body does not take are dropped, as in verl
-            outputs = body(self, **of_body)
+        with _in_layout(self, task, given.get("input_ids")):
+            if body is None:
+                outputs = self.model(**of_body, **others)
+            elif open_ended in parameters:
+                outputs = body(self, **of_body, **others)
+            else:  # arguments that the dense body does not take are dropped, as in verl
+                outputs = body(self, **of_body)
         hidden = outputs[0]
         ids = _labels(given.get("shift_labels"), given.get("labels"), given.get("input_ids"))
         temperature = given.get("temperature", 1.0)
@@ -162,6 +164,19 @@ def _forward(family: Family) -> Callable[..., Any]:
         return output(**results)
 
     return forward
+
+
+def _in_layout(model: Any, task: HeadTask, input_ids: Tensor | None) -> AbstractContextManager[Any]:
+    """Inside, the body of `model` computes what `task` needs of the batch, in its layout."""
+    if task.layout == "padded" or input_ids is None:
+        return nullcontext()
+    from grpo_kernels.body.inputs import TrunkOptions
+    from grpo_kernels.body.trunk import live_trunk
+
+    whole = torch.ones_like(input_ids, dtype=torch.bool)
+    needed = whole if task.rows is None else task.rows.counted.view(input_ids.shape)
+    options = TrunkOptions("train", task.layout)
+    return live_trunk(model, options, needed=needed, live=None, shares=Shares())
 
 
 def _keep_own_forward(cls: Any) -> None:

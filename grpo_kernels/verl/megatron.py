@@ -33,7 +33,7 @@ from torch import Tensor
 from grpo_kernels.head.head import Head
 from grpo_kernels.patching import KnownRows, during, function_of, parameter_names
 from grpo_kernels.scores import linear_logprob
-from grpo_kernels.verl.engine import BACKEND, WHERE, asks_to_score
+from grpo_kernels.verl.engine import BACKEND, OPTIONS, WHERE, asks_to_score
 from grpo_kernels.verl.rows import flag, numbers_of, packed_rows
 
 _SIZES = ("local_cp_size", "min_local_rows", "pad_to_length_bucket")
@@ -120,8 +120,14 @@ def engine_changes(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
     def _maybe_enable_fused_kernels(self: Any) -> None:
         theirs(self)
         if _is_ours(self):
-            if asks_to_score(self.model_config.fused_kernel_options):
+            options = self.model_config.fused_kernel_options
+            if asks_to_score(options):
                 raise ValueError(f"{WHERE}: expected 'train' with Megatron's engine, got 'score'")
+            layout = options.get("layout", "padded")
+            if layout != "padded":
+                raise ValueError(
+                    f"{OPTIONS}.layout: expected 'padded' with Megatron's engine, got {layout!r}"
+                )
             from verl.models.mcore import model_forward_fused  # importing it replaces its function
 
             vocab_size = self.model_config.hf_config.get_text_config().vocab_size

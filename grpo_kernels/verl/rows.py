@@ -135,6 +135,7 @@ class Places:
         else:
             lengths = data["attention_mask"][:, prompts.shape[1] :].sum(dim=1)
             self.width = responses.shape[1]
+        self.lengths = lengths  # (B,), tokens of the responses
         t = torch.arange(self.width, device=ends.device)
         self._inside = t < lengths[:, None]
         starts = ends - lengths - 1  # the last token of a prompt predicts the first of the response

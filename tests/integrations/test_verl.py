@@ -15,9 +15,12 @@ from torch import Tensor, nn
 pytest.importorskip("transformers")
 
 from benchmarks import tiny_models
+from grpo_kernels.verl.engine import ARGUMENT, HeadTask
 from tests.support import verl_peer
 from tests.support.case_builder import seeded
 from tests.support.verl_peer import TEMPERATURE, relative
+
+pytestmark = pytest.mark.unit
 
 Scored = tuple[Tensor, Tensor, dict[str, Tensor]]
 
@@ -157,10 +160,11 @@ def test_what_a_model_does_to_its_logits(verl_patch: ModuleType, kind: str) -> N
     assert (through_verl(verl_patch, "torch", model, inputs)[0] - want[0]).abs().max() > 0.1
 
 
+@pytest.mark.usefixtures("forget_warnings")
 @pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v"])
 def test_vision_language(verl_patch: ModuleType, kind: str) -> None:
-    """verl's families, each with its own forward; text alone, since its handling of images needs an
-    older release."""
+    """verl's families, each with its own forward, which runs as given; text alone, since verl's
+    handling of images needs an older release."""
     model = verl_peer.vision_model(kind)
     inputs = {"input_ids": torch.randint(3, 80, (2, 9)), "attention_mask": torch.ones(2, 9)}
     inputs["position_ids"] = torch.arange(9).expand(4, 2, 9).contiguous()
@@ -170,4 +174,12 @@ def test_vision_language(verl_patch: ModuleType, kind: str) -> None:
         output = model(**inputs, temperature=TEMPERATURE, use_cache=False)
         found.append((*backward(model, output.log_probs, output.entropy), type(output)))
     assert found[0][3] is found[1][3]
+    with pytest.warns(UserWarning, match="position_ids is not a value per token"):
+        output = model(
+            **inputs,
+            temperature=TEMPERATURE,
+            use_cache=False,
+            **{ARGUMENT: HeadTask(layout="tree")},
+        )
+    assert torch.equal(output.log_probs, found[1][0])
     assert max(errors(found[1][:3], found[0][:3]).values()) < 1e-5

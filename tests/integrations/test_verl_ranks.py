@@ -104,6 +104,7 @@ def everything(rank: int, world_size: int) -> dict[str, Any]:
     from tests.support import megatron_peer, megatron_recipes
 
     found["steps"], found["ulysses"] = verl_engine.on_two_ranks(rank), verl_engine.on_ulysses()
+    found["trees"] = verl_engine.trees_on_two_ranks(rank)
     for context in (1, 2):
         megatron_peer.start(tensor=world_size // context, context=context)
         losses = {"vanilla": {}, "gspo": {"mode": "gspo"}, "entropy": {"entropy_coeff": 0.01}}
@@ -122,7 +123,7 @@ def everything(rank: int, world_size: int) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
     ranks = run_ranks(everything, RANKS)
-    return {**ranks[0], "steps": [x["steps"] for x in ranks]}
+    return {**ranks[0], **{name: [x[name] for x in ranks] for name in ("steps", "trees")}}
 
 
 @pytest.mark.parametrize("how", ["fsdp2", "fsdp2 tied", "fsdp2 vision", "fsdp1", "fsdp1 orig"])
@@ -159,6 +160,18 @@ def test_sequences_without_gradient_run_without_a_graph(found: dict[str, Any]) -
             assert step["head"] == pytest.approx([1, 1], abs=0.01), name
             assert step["trunk"] == pytest.approx(step["expected trunk"]), name
             assert step["trunk"] < 0.7, name
+
+
+def test_trees(found: dict[str, Any]) -> None:
+    """Ranks have equally many micro-batches; FSDP1's units run one forward each, of all tokens."""
+    for rank, steps in enumerate(found["trees"]):
+        assert len(steps) == 8
+        for name, step in steps.items():
+            assert max(step["gap"], step["loss"], step["metrics"]) < 3e-6, (name, step)
+            if name.startswith("fsdp2"):
+                assert step["tokens"] < (0.9, 1.0)[rank], (name, step)
+            else:
+                assert step["tokens"] == 1, (name, step)
 
 
 @pytest.mark.parametrize(("name", "nvh"), [("vanilla", 3.99), ("entropy", 6)])

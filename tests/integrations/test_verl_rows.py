@@ -19,7 +19,18 @@ pytest.importorskip("verl")
 
 from grpo_kernels.verl import rows
 from tests.support import verl_engine
-from tests.support.verl_engine import HIDDEN, OURS, SCORE, VOCAB, Step, config, gap, ppo_loss, run
+from tests.support.verl_engine import (
+    AS_GIVEN,
+    HIDDEN,
+    OURS,
+    SCORE,
+    VOCAB,
+    Step,
+    config,
+    gap,
+    ppo_loss,
+    run,
+)
 from tests.support.verl_peer import verl_module
 
 pytestmark = pytest.mark.unit
@@ -275,9 +286,11 @@ def test_names_and_values_of_zero_advantage() -> None:
     ):
         run(OURS | {"zero_advantage": "skip"}, data, loss)
     with pytest.raises(
-        ValueError, match="expected impl_backend, zero_advantage and old_logprobs, got zero_adv"
+        ValueError, match="zero_advantage, layout and old_logprobs, got zero_advantages"
     ):
         run(OURS | {"zero_advantages": "score"}, data, loss)
+    with pytest.raises(ValueError, match="layout: expected one of 'tree', 'trim', 'padded', got"):
+        run(OURS | {"layout": "packed"}, data, loss)
     train = run(OURS | {"zero_advantage": "train"}, data, loss, micro=2)
     assert train.products.all == run(OURS, data, loss, micro=2).products.all
     assert run(SCORE, data, None, forward_only=True).model_output["log_probs"].values().any()
@@ -292,7 +305,8 @@ def test_the_gradient_stays_with_zero_advantage(dead: str, mode: str) -> None:
     silent: Any = {"half": torch.arange(8) % 2 == 0, "all": 8, "none": 0}[dead]
     data, loss = verl_engine.batch(dead=silent), ppo_loss(config(mode, **SEQ_MEAN))
     unfused, ours, score = (
-        run(options, data, loss, micro=2, layers=2) for options in (None, OURS, SCORE)
+        run(options, data, loss, micro=2, layers=2)
+        for options in (None, OURS | AS_GIVEN, SCORE | AS_GIVEN)
     )
     assert score.loss == pytest.approx(unfused.loss, abs=1e-6)  # of up to 5, in fp32
     if dead != "all":
@@ -312,7 +326,8 @@ def test_weights_of_0_count_as_no_advantage() -> None:
         (torch.arange(8) % 2).float()[:, None].expand(8, verl_engine.RESPONSE).contiguous()
     )
     unfused, ours, score = (
-        run(x, data, ppo_loss(config()), micro=2, layers=2) for x in (None, OURS, SCORE)
+        run(x, data, ppo_loss(config()), micro=2, layers=2)
+        for x in (None, OURS | AS_GIVEN, SCORE | AS_GIVEN)
     )
     assert gap(score, unfused) < 2e-6
     assert score.products.all < 0.75 * ours.products.all

@@ -34,20 +34,23 @@ VOCAB, HIDDEN, PROMPT, RESPONSE = 211, 32, 24, 40
 OLD, REF = 0.1, 0.2  # deviations of old and reference log-probabilities from the model's
 OURS = {"impl_backend": "grpo_kernels"}  # verl's fused_kernel_options
 SCORE = OURS | {"zero_advantage": "score"}
+AS_GIVEN = {"layout": "padded"}  # the trunk computes all tokens, also those of shared prompts
 
 
 class Products(TorchDispatchMode):
     """Counts floating point operations: `all`, and those of the `head`, whose vocabulary is in no
-    other shape."""
+    other shape; and the `tokens` that are embedded."""
 
     def __init__(self, vocabulary: int = VOCAB) -> None:
         super().__init__()
-        self.vocabulary, self.all, self.head = vocabulary, 0, 0
+        self.vocabulary, self.all, self.head, self.tokens = vocabulary, 0, 0, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         name = func._overloadpacket.__name__
         count = flop_registry.get(getattr(torch.ops.aten, name, None))
+        if name == "embedding":
+            self.tokens += args[1].numel()
         if count is not None and func.namespace == "aten":
             operations = count(*args, **(kwargs or {}), out_val=out)
             self.all += operations
@@ -123,15 +126,19 @@ def batch(
     dead: int | Tensor = 4,
     tools: bool = False,
     weights: bool = False,
+    group: int = 1,
 ) -> Any:
     """A mini-batch as verl's trainer sends it: `dead` sequences (the first so many, or a mask) have
-    the advantage 0."""
+    the advantage 0, and every (`size` / `group`)-th one has the same prompt."""
     from tensordict import TensorDict
 
     g = torch.Generator().manual_seed(seed)
     prompts = torch.randint(8, PROMPT + 1, (size, 1), generator=g)
     responses = torch.randint(RESPONSE // 4, RESPONSE + 1, (size, 1), generator=g)
     ids = torch.randint(3, VOCAB, (size, PROMPT + RESPONSE), generator=g)
+    if group > 1:
+        prompts = prompts[: size // group].repeat(group, 1)
+        ids[:, :PROMPT] = ids[: size // group, :PROMPT].repeat(group, 1)
     place = torch.arange(PROMPT + RESPONSE)
     there = ((place >= PROMPT - prompts) & (place < PROMPT + responses)).long()
     mask = there[:, PROMPT:].clone()
@@ -220,6 +227,7 @@ def run(
     adapter: bool = False,  # LoRA on the attention
     forward_only: bool = False,
     prepare: Callable[[Any], None] | None = None,  # of the engine
+    tried: bool = False,  # the model has run before
     **flags: Any,
 ) -> Step:
     """One mini-batch through verl's engine."""
@@ -252,6 +260,8 @@ def run(
         "temperature": 0.9,
     }
     verl_module("utils.tensordict_utils").assign_non_tensor(data, **{**settings, **flags})
+    if tried:
+        the_engine.forward_backward_batch(data.clone(), None, True)
     products = Products()
     with products:
         out = the_engine.forward_backward_batch(data, loss, forward_only)
@@ -304,7 +314,8 @@ def on_two_ranks(rank: int) -> dict[str, Any]:
     for strategy, micro in (("fsdp2", 2), ("fsdp", 4)):
         flags = {"micro": micro, "strategy": strategy, "layers": 2}
         unfused, rows, score = (
-            run(options, data, loss, **flags) for options in (None, OURS, SCORE)
+            run(options, data, loss, **flags)
+            for options in (None, OURS | AS_GIVEN, SCORE | AS_GIVEN)
         )
         found[strategy] = {
             "gaps": [gap(x, unfused) for x in (rows, score)],
@@ -321,6 +332,29 @@ def on_two_ranks(rank: int) -> dict[str, Any]:
             run(options, data, loss, use_dynamic_bsz=True, **flags) for options in (None, SCORE)
         ]
         found[strategy]["gaps"].append(gap(dynamic[1], dynamic[0]))
+    return found
+
+
+def trees_on_two_ranks(rank: int) -> dict[str, Any]:
+    """Errors against verl's unfused head, and shares of its tokens, where one rank's responses
+    share two prompts, and the other's none."""
+    data, loss = batch(8, seed=rank, group=(4, 1)[rank], dead=(6, 3)[rank]), ppo_loss(config())
+    reduce = verl_module("utils.metric").reduce_metrics
+    found: dict[str, Any] = {}
+    for strategy in ("fsdp2", "fsdp"):
+        for more in ({"micro": 4}, {"use_dynamic_bsz": True}):
+            flags: dict[str, Any] = {"strategy": strategy, "layers": 2, **more}
+            unfused = run(None, data, loss, **flags)
+            want = {name: float(x) for name, x in reduce(dict(unfused.metrics)).items()}
+            for name, options in {"tree": OURS, "score": SCORE}.items():
+                step = run(options, data, loss, tried=True, **flags)
+                got = {key: float(x) for key, x in reduce(dict(step.metrics)).items()}
+                found[f"{strategy} {name} {[*more]}"] = {
+                    "gap": gap(step, unfused),
+                    "loss": abs(step.loss - unfused.loss),
+                    "metrics": max(abs(got[key] - x) for key, x in want.items()),
+                    "tokens": step.products.tokens / unfused.products.tokens,
+                }
     return found
 
 
