@@ -240,6 +240,32 @@ def test_linear_logprob(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("mask", [None, MASK], ids=["all", "some"])
+@pytest.mark.parametrize("engine", ["one_pass", "two_pass", "lean"])
+def test_candidates_cost_no_wait(
+    engine: Any, mask: Tensor | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a loss, and as scores; without a mask both are captured."""
+    ids = torch.randint(V, (B, T, 3), generator=seeded("candidates"))
+    logps = torch.full((B, T, 3), -2.0)
+    with pretended(monkeypatch, capturing=mask is None) as waits:
+        given = batch()
+        del given["old_per_token_logps"], given["ref_per_token_logps"]
+        given["completion_mask"] = None if mask is None else OnGPU(mask)
+        listed = {"sampling_topk_ids": OnGPU(ids), "sampling_topk_logps": OnGPU(logps)}
+        run = Run(engine=engine, backend="torch")
+        torch.autograd.backward(grpo_loss(**given, **listed, run=run).loss)
+        assert len(waits) == (0 if mask is None else 2)  # as without them
+        if engine != "one_pass":
+            waits.clear()
+            scores = linear_logprob(
+                given["hidden"], given["head"], given["completion_ids"],
+                mask=given["completion_mask"], topk_ids=OnGPU(ids), run=run,
+            )  # fmt: skip
+            torch.autograd.backward(scores.topk_logps.sum())
+            assert len(waits) == (0 if mask is None else 2)
+
+
+@pytest.mark.parametrize("mask", [None, MASK], ids=["all", "some"])
 def test_an_adapter_costs_no_wait(mask: Tensor | None, monkeypatch: pytest.MonkeyPatch) -> None:
     with pretended(monkeypatch, capturing=mask is None) as waits:
         given = batch(trains=HIDDEN)
