@@ -10,7 +10,8 @@ same by hand, where entry points are switched off (``VERL_USE_EXTERNAL_PLUGINS=n
 verl's modules (0.9.1) are patched as they are imported, whenever that is: `forward` gives models
 the forward of the FSDP engines, `engine` tells it what a micro-batch asks of the head, `megatron`
 does both for Megatron's engine, `old_logprobs` keeps the trainers from scoring what an update
-computes anyway. A module that differs from the release we know is left as it is, after a warning.
+computes anyway, and `balance` has them keep the responses of a prompt on one rank. A module that
+differs from the release we know is left as it is, after a warning.
 """
 
 from __future__ import annotations
@@ -21,17 +22,23 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from itertools import chain
 from types import ModuleType
 from typing import Any
 
 from grpo_kernels.patching import needed
-from grpo_kernels.verl import engine, forward, megatron, old_logprobs
+from grpo_kernels.verl import balance, engine, forward, megatron, old_logprobs
 
 __all__ = ["patch_verl", "unpatch_verl"]
 
 # (object, attribute, our replacement), as patchers yield them; they raise LookupError if verl is
 # not as we know it.
 Patcher = Callable[[ModuleType], Iterator[tuple[Any, str, Any]]]
+
+
+def _both(one: Patcher, other: Patcher) -> Patcher:
+    return lambda module: chain(one(module), other(module))
+
 
 PATCHERS: dict[str, Patcher] = {
     "verl.models.transformers.monkey_patch": forward.changes,
@@ -40,8 +47,8 @@ PATCHERS: dict[str, Patcher] = {
     "verl.workers.engine.megatron.transformer_impl": megatron.engine_changes,
     "verl.workers.engine.fsdp.transformer_impl": engine.changes,
     "verl.workers.engine_workers": old_logprobs.worker_changes,
-    "verl.trainer.ppo.ray_trainer": old_logprobs.ray_changes,
-    "verl.trainer.ppo.v1.trainer_base": old_logprobs.v1_changes,
+    "verl.trainer.ppo.ray_trainer": _both(old_logprobs.ray_changes, balance.changes),
+    "verl.trainer.ppo.v1.trainer_base": _both(old_logprobs.v1_changes, balance.changes),
 }
 
 

@@ -326,6 +326,11 @@ def _may_move(data: Any, loss_function: Any) -> bool:
     config = actor_config(loss_function)
     if config is None:
         return loss_function is None
+    return may_move(config)
+
+
+def may_move(config: Any) -> bool:
+    """True if an actor's loss is a sum over sequences, whichever share a micro-batch."""
     return mode_of(config) != Mode() and not _is_by_width(config)
 
 

@@ -22,10 +22,10 @@ pytest.importorskip("transformers")
 
 from benchmarks import tiny_models
 from grpo_kernels import verl as plugin
+from grpo_kernels.verl import balance, old_logprobs, patch_verl, unpatch_verl
 from grpo_kernels.verl import engine as verl_engine
 from grpo_kernels.verl import forward as verl_forward
 from grpo_kernels.verl import megatron as verl_megatron
-from grpo_kernels.verl import old_logprobs, patch_verl, unpatch_verl
 from tests.support import verl_peer
 
 pytestmark = [pytest.mark.unit, verl_peer.needs_verl]
@@ -136,6 +136,8 @@ UNKNOWN: list[tuple[Any, dict[str, Any], str]] = [
     (old_logprobs.worker_changes, {"TrainingWorker": ENGINE}, "has no function infer_batch"),
     (old_logprobs.ray_changes, {}, "RayPPOTrainer"),
     (old_logprobs.ray_changes, {"RayPPOTrainer": ENGINE}, "has no function _compute_old_log_prob"),
+    (balance.changes, {}, "neither RayPPOTrainer nor PPOTrainer"),
+    (balance.changes, {"PPOTrainer": ENGINE}, "has no function _balance_batch"),
     (old_logprobs.v1_changes, {}, "PPOTrainer"),
     (old_logprobs.v1_changes, {"PPOTrainer": ENGINE}, "has no function _compute_old_log_prob"),
 ]
