@@ -7,14 +7,16 @@ calls without a group do not need it.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from grpo_kernels.base.checks import is_dtensor
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -82,6 +84,27 @@ def gather_uneven(x: Tensor, sizes: list[int], process_group: ProcessGroup) -> T
     padded[: len(x)] = x
     parts = gather_stacked(padded, process_group)
     return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+
+def most_of_ranks(groups: Sequence[ProcessGroup], counts: list[int]) -> list[int]:
+    """The elementwise largest `counts` of the ranks of `groups`; without any, this process's."""
+    for group in groups:
+        counts = all_reduce(torch.tensor(counts, device=group_device(group)), "max", group).tolist()
+    return counts
+
+
+def rank_groups(module: nn.Module) -> Sequence[ProcessGroup]:
+    """Groups of ranks that run `module` together: those over which FSDP2 or ZeRO-3 divides it."""
+    largest: Any = None
+    for x in module.parameters():
+        parameter: Any = x
+        if hasattr(parameter, "ds_status"):
+            return [parameter.ds_process_group]
+        if is_dtensor(parameter) and (
+            largest is None or parameter.device_mesh.size() > largest.size()
+        ):
+            largest = parameter.device_mesh
+    return [] if largest is None else [largest.get_group(i) for i in range(largest.ndim)]
 
 
 class Each(int):

@@ -21,7 +21,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,19 +29,22 @@ from torch.utils.checkpoint import _StopRecomputationError
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from grpo_kernels.base.checks import is_dtensor, warn_once
-from grpo_kernels.base.distributed import all_reduce, group_device
+from grpo_kernels.base.checks import warn_once
+from grpo_kernels.base.choices import BatchLayout
+from grpo_kernels.base.distributed import most_of_ranks, rank_groups
 from grpo_kernels.body import layout as layouts
 from grpo_kernels.body import states
 from grpo_kernels.body.forwards import TrunkInputs, Way, run_layout
-from grpo_kernels.body.inputs import FSDP1, TrunkOptions, unwrapped
 from grpo_kernels.body.layout import TrunkLayout
 from grpo_kernels.body.trial import MODES, Exactness, described
 from grpo_kernels.patching import Shares, forward_name, replaced
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
+FSDP1 = "_fsdp_wrapped_module"  # the child of a FullyShardedDataParallel
+# Names under which wrappers hold the model: torch.compile, Lightning's Fabric, FSDP1, DDP, PEFT
+_WRAPPED = (
+    *("_orig_mod", "_forward_module", FSDP1, "module"),
+    *("base_model", "model", "pretrained_model"),
+)
 _COMPILED_COLUMNS = 64  # if layers are compiled, widths are multiples of it, so that shapes recur
 _WHOLE = "all sequences run in one padded forward"
 _NOT_OF_A_LAYOUT = (torch.OutOfMemoryError, _StopRecomputationError)
@@ -51,18 +54,19 @@ _Planned = list[tuple[TrunkLayout, Way]]  # the forwards of a batch
 @contextmanager
 def live_trunk(
     model: nn.Module,
-    options: TrunkOptions,
+    layout: BatchLayout,
+    live: Tensor | None,  # (B,) bool
     *,
     needed: Tensor,  # (B, L) bool
-    live: Tensor | None,  # (B,) bool
     shares: Shares,
 ) -> Iterator[list[Tensor]]:
-    """Inside, the trunk of `model` computes only what `options` ask for of each batch.
+    """Inside, the trunk of `model` computes only what is read of each batch.
 
     Args:
+        layout: the first of the layouts that may serve.
+        live: (B,) bool, sequences that may get a gradient; None: all.
         needed: (B, L) bool, cells whose hidden states are read. Calls of the model walk through the
             B sequences in order.
-        live: (B,) bool, sequences that may get a gradient; None: all.
         shares: where the sequences and tokens of forwards with gradient are counted.
 
     Yields:
@@ -73,9 +77,9 @@ def live_trunk(
     reason = _reason_against(model, trunk)
     if reason is not None:
         say_once(trunk, reason)
-    if reason is None and (options.layout != "padded" or live is not None):
+    if reason is None and (layout != "padded" or live is not None):
         name = forward_name(trunk)
-        call = _TrunkCall(trunk, getattr(trunk, name), options, needed, live, shares)
+        call = _TrunkCall(trunk, getattr(trunk, name), layout, needed, live, shares)
         with replaced(trunk, name, call.run):
             yield call.computed
         if call.was_called:
@@ -119,12 +123,12 @@ class _TrunkCall:
         self,
         trunk: nn.Module,
         forward: Callable[..., Any],
-        options: TrunkOptions,
+        layout: BatchLayout,
         needed: Tensor,
         live: Tensor | None,
         shares: Shares,
     ) -> None:
-        self.trunk, self.forward, self.options = trunk, forward, options
+        self.trunk, self.forward, self.layout = trunk, forward, layout
         self.needed, self.live, self.shares = needed, live, shares
         self.groups = rank_groups(trunk)
         self.multiple = _COMPILED_COLUMNS if _is_compiled(trunk.modules()) else 1
@@ -208,7 +212,7 @@ class _TrunkCall:
         reason against the layout that was asked for is said, once it is settled.
         """
         reasons, mode, planned = [], None, None
-        modes = MODES[MODES.index(self.options.layout) :]
+        modes = MODES[MODES.index(self.layout) :]
         for mode in modes[: modes.count("tree")] if batch.is_packed else modes:
             verdict = batch.failed.get(mode) or batch.exactness.verdict(mode)
             if verdict is None:
@@ -227,7 +231,7 @@ class _TrunkCall:
             serves = f"layout={mode!r} serves"
             whole = "packed rows run as given" if batch.is_packed else _WHOLE
             instead = serves if planned is not None else whole
-            say_once(self.trunk, f"layout={self.options.layout!r}: {reasons[0]}; {instead}")
+            say_once(self.trunk, f"layout={self.layout!r}: {reasons[0]}; {instead}")
         return (mode, planned) if planned is not None else (None, None)
 
     def _planned(self, batch: _Batch, mode: str, way: Way) -> _Planned:
@@ -383,13 +387,6 @@ def _guard(
     hidden.register_hook(look)
 
 
-def most_of_ranks(groups: Sequence[ProcessGroup], counts: list[int]) -> list[int]:
-    """The elementwise largest `counts` of the ranks of `groups`; without any, this process's."""
-    for group in groups:
-        counts = all_reduce(torch.tensor(counts, device=group_device(group)), "max", group).tolist()
-    return counts
-
-
 def _count(
     shares: Shares, live: int, sequences: int, positions: int, computed: int, gradient: int
 ) -> None:
@@ -397,6 +394,21 @@ def _count(
     shares.add("sequences/gradient", live, sequences)
     shares.add("tokens/computed", computed, positions)
     shares.add("tokens/gradient", gradient, positions)
+
+
+def unwrapped(model: nn.Module) -> tuple[list[nn.Module], PreTrainedModel]:
+    """(the wrappers around the transformers model, from the outside in; that model)."""
+    wrappers, inner = [], model
+    while not isinstance(inner, PreTrainedModel):
+        children = inner._modules if isinstance(inner, nn.Module) else {}
+        found = next((children[name] for name in _WRAPPED if children.get(name) is not None), None)
+        if found is None:
+            raise TypeError(
+                f"model: expected a transformers model, wrapped or not, got {type(model).__name__}"
+            )
+        wrappers.append(inner)
+        inner = found
+    return wrappers, inner
 
 
 def trunk_of(model: nn.Module) -> nn.Module:
@@ -442,20 +454,6 @@ def _reason_against(model: nn.Module, trunk: nn.Module) -> str | None:
             "attention is not torch's own (context parallel): sequences may be divided over ranks"
         )
     return None
-
-
-def rank_groups(trunk: nn.Module) -> Sequence[ProcessGroup]:
-    """Groups of ranks that run the trunk together: those over which FSDP2 or ZeRO-3 divides it."""
-    largest: Any = None
-    for x in trunk.parameters():
-        parameter: Any = x
-        if hasattr(parameter, "ds_status"):
-            return [parameter.ds_process_group]
-        if is_dtensor(parameter) and (
-            largest is None or parameter.device_mesh.size() > largest.size()
-        ):
-            largest = parameter.device_mesh
-    return [] if largest is None else [largest.get_group(i) for i in range(largest.ndim)]
 
 
 def _is_compiled(modules: Iterable[Any]) -> bool:

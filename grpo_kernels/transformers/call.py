@@ -34,16 +34,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from transformers.utils import ModelOutput
 
+from grpo_kernels.base.choices import BatchLayout
+from grpo_kernels.base.distributed import most_of_ranks, rank_groups
 from grpo_kernels.base.modes import evaluating, guest
-from grpo_kernels.body.inputs import Batch, TrunkOptions, check_attended, check_attention_mask
-from grpo_kernels.body.trunk import (
-    as_it_is,
-    live_trunk,
-    most_of_ranks,
-    ordinary_id,
-    rank_groups,
-    trunk_of,
-)
+from grpo_kernels.body.trunk import as_it_is, live_trunk, ordinary_id, trunk_of
 from grpo_kernels.head.head import Head
 from grpo_kernels.head.module import (
     divided_modules,
@@ -55,8 +49,8 @@ from grpo_kernels.head.module import (
 from grpo_kernels.patching import Shares, forward_name, replaced
 from grpo_kernels.transformers import head as heads
 from grpo_kernels.transformers.head import HeadCheck, constants_of
+from grpo_kernels.transformers.inputs import Batch, check_attended, check_attention_mask
 
-PADDED = TrunkOptions(zero_advantage="train", layout="padded")
 RESULTS, FIELDS = "results", "others"  # of the dict that the model returns: wrappers look into it
 _MOST_RUNS = 4  # of one call: constants are measured, and a number of the whole batch is computed
 Score = Callable[[Tensor, Head], tuple[Tensor, ...]]  # the head's input (B, L, H) -> results
@@ -71,12 +65,12 @@ def run_scored(
     batch: Batch,
     score: Score,
     inputs: dict[str, Any],
-    trunk: TrunkOptions,
+    layout: BatchLayout,
     live: Tensor | None = None,  # (B,) bool
 ) -> tuple[tuple[Tensor, ...], ModelOutput, Shares]:
     """Run `model` with `score` in its head; the results, its output without logits, and shares.
 
-    `trunk` and `live` go to `live_trunk`.
+    `layout` and `live` go to `live_trunk`.
     """
     base, inputs = _model_inputs(model, batch, inputs)
     needed = batch.needed()
@@ -97,7 +91,7 @@ def run_scored(
         call.check_output(returned)
         return returned
 
-    return run_in_head(model, run, score, inputs, trunk, needed, live, batch.counted_state)
+    return run_in_head(model, run, score, inputs, layout, needed, live, batch.counted_state)
 
 
 def run_in_head(
@@ -105,7 +99,7 @@ def run_in_head(
     run: Callable[[HeadCall], dict[str, Any]],
     score: Score,
     inputs: dict[str, Any],
-    trunk: TrunkOptions,
+    layout: BatchLayout,
     needed: Tensor,  # (B, L) bool, cells whose hidden states are read
     live: Tensor | None,  # (B,) bool
     state_of: Callable[[Tensor], Tensor],
@@ -117,7 +111,7 @@ def run_in_head(
     """
     base = heads.causal_lm(model)
     if "adapter_names" in inputs:  # PEFT's, one for each sequence of the padded batch
-        trunk, live = PADDED, None
+        layout, live = "padded", None
     facts = heads.facts_of(base, inputs)
     head, is_checked = heads.known_head(model, facts)
 
@@ -130,9 +124,8 @@ def run_in_head(
         is_whole = base in _models_with_scalars
         check = None if is_checked else HeadCheck(head, state_of)
         call, shares = HeadCall(head, score_whole, check), Shares()
-        options = (PADDED, None) if is_whole else (trunk, live)
-        around = live_trunk(model, options[0], needed=needed, live=options[1], shares=shares)
-        with around as computed:
+        runs = ("padded", None) if is_whole else (layout, live)
+        with live_trunk(model, *runs, needed=needed, shares=shares) as computed:
             returned = run(call)
         fields: dict[str, Any] = returned[FIELDS]
         has_scalar = any(isinstance(x, Tensor) and x.dim() == 0 for x in pytree.tree_leaves(fields))

@@ -18,7 +18,6 @@ from transformers.utils import ModelOutput
 
 from grpo_kernels.base.choices import BatchLayout, LogitsDtype, WithoutSet, ZeroAdvantage
 from grpo_kernels.batch.kept_ids import KeptIds
-from grpo_kernels.body.inputs import Batch, TrunkOptions, check_names, check_skip, with_positions
 from grpo_kernels.call.results import LossOutput, Scores
 from grpo_kernels.head.head import Head
 from grpo_kernels.loss import GRPOLoss, grpo_loss, policy_expectation
@@ -27,6 +26,13 @@ from grpo_kernels.scores import linear_logprob
 from grpo_kernels.transformers import head as heads
 from grpo_kernels.transformers.call import RESULTS, HeadCall, run_scored
 from grpo_kernels.transformers.head import HeadCheck
+from grpo_kernels.transformers.inputs import (
+    Batch,
+    TrunkOptions,
+    check_names,
+    check_skip,
+    with_positions,
+)
 
 _OF_LOSS = inspect.signature(grpo_loss).parameters.keys() - {"fields"}
 _LOGPS = {name for name in _OF_LOSS if name.endswith("_per_token_logps")}
@@ -118,7 +124,7 @@ def causal_lm_loss(
         return (done[0].loss,)
 
     model_inputs = with_positions(model, {"attention_mask": attention_mask, **inputs})
-    (loss,), output, shares = run_scored(model, batch, score, model_inputs, trunk, live)
+    (loss,), output, shares = run_scored(model, batch, score, model_inputs, trunk.layout, live)
     aux_loss = getattr(output, "aux_loss", None)
     if aux_loss is not None:
         if router_aux_loss_coef is None:
@@ -254,7 +260,7 @@ def completion_logprobs(
         return tuple(found.given.values())
 
     inputs = with_positions(model, {"attention_mask": attention_mask, **model_inputs})
-    results, output, _ = run_scored(model, batch, score, inputs, trunk)
+    results, output, _ = run_scored(model, batch, score, inputs, trunk.layout)
     scores = Scores.of(logps=results[0], entropies=results[1] if entropy else None)
     return (scores, output) if return_output else scores
 

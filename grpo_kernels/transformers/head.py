@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from grpo_kernels.base.modes import evaluating
-from grpo_kernels.body.inputs import unwrapped
+from grpo_kernels.body.trunk import unwrapped
 from grpo_kernels.call.plan import Run
 from grpo_kernels.head.head import Head
 from grpo_kernels.head.module import gather_of, linear_of, parameters_of

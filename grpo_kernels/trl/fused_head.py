@@ -23,7 +23,6 @@ from torch.nn import functional as F
 from trl.trainer.utils import FusedCausalLMOutput
 
 from grpo_kernels.base.choices import Extra, LogitsDtype, WithoutSet, choices
-from grpo_kernels.body.inputs import TrunkOptions
 from grpo_kernels.call.plan import Run
 from grpo_kernels.call.results import Scores
 from grpo_kernels.head import module as modules
@@ -32,6 +31,7 @@ from grpo_kernels.patching import KnownRows, Shares, replaced
 from grpo_kernels.scores import linear_logprob
 from grpo_kernels.transformers import head as heads
 from grpo_kernels.transformers.call import HeadCall, run_in_head
+from grpo_kernels.transformers.inputs import TrunkOptions
 from grpo_kernels.trl.sampled_sets import SampledSets, over_sets
 
 EXTRAS: tuple[Extra, ...] = choices(Extra)  # type: ignore[assignment]
@@ -144,9 +144,9 @@ class FusedHead:
             with call.in_head():
                 return call.pack_output(self.forward(**inputs))
 
-        results, output, shares = run_in_head(
-            model, run, score, inputs, self.options.trunk, needed, self.foreseen.live, state_of
-        )
+        layout, live = self.options.trunk.layout, self.foreseen.live
+        scored = run_in_head(model, run, score, inputs, layout, needed, live, state_of)
+        results, output, shares = scored
         # TRL's record is in fp32
         single = (x.float() if x.dtype == torch.float64 else x for x in results)
         found = dict(zip(names, single, strict=True))

@@ -11,10 +11,10 @@ from trl.trainer.base_trainer import _BaseTrainer
 
 from grpo_kernels.base.checks import warn_once
 from grpo_kernels.base.choices import BackendName, BatchLayout, EngineName, LogitsDtype
-from grpo_kernels.body.inputs import TrunkOptions
 from grpo_kernels.call.plan import Run, check_run
 from grpo_kernels.head.head import Head
 from grpo_kernels.patching import Patches
+from grpo_kernels.transformers.inputs import TrunkOptions
 from grpo_kernels.trl.distillation import divergence_loss
 from grpo_kernels.trl.fused_head import HeadOptions, add_fused_lm_head
 from grpo_kernels.trl.supported import Patch

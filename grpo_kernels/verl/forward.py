@@ -170,13 +170,11 @@ def _in_layout(model: Any, task: HeadTask, input_ids: Tensor | None) -> Abstract
     """Inside, the body of `model` computes what `task` needs of the batch, in its layout."""
     if task.layout == "padded" or input_ids is None:
         return nullcontext()
-    from grpo_kernels.body.inputs import TrunkOptions
     from grpo_kernels.body.trunk import live_trunk
 
     whole = torch.ones_like(input_ids, dtype=torch.bool)
     needed = whole if task.rows is None else task.rows.counted.view(input_ids.shape)
-    options = TrunkOptions("train", task.layout)
-    return live_trunk(model, options, needed=needed, live=None, shares=Shares())
+    return live_trunk(model, task.layout, None, needed=needed, shares=Shares())
 
 
 def _keep_own_forward(cls: Any) -> None:

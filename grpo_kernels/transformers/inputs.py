@@ -1,4 +1,4 @@
-"""The arguments of a call: the model within its wrappers, the batch, names, and the attention mask.
+"""The arguments of a call: options, the batch, names, and the attention mask.
 
 transformers' forwards ignore unknown names in their ``**kwargs``; `check_names` refuses them.
 """
@@ -13,18 +13,12 @@ from typing import Any
 import torch
 import transformers.utils
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import GenerationMixin
 
 from grpo_kernels.base.checks import check_shape, check_tensor, did_you_mean, warn_once
 from grpo_kernels.base.choices import BatchLayout, ZeroAdvantage, choices
+from grpo_kernels.body.trunk import unwrapped
 from grpo_kernels.objective.config import LossConfig
-
-FSDP1 = "_fsdp_wrapped_module"  # the child of a FullyShardedDataParallel
-# Names under which wrappers hold the model: torch.compile, Lightning's Fabric, FSDP1, DDP, PEFT
-_WRAPPED = (
-    *("_orig_mod", "_forward_module", FSDP1, "module"),
-    *("base_model", "model", "pretrained_model"),
-)
 
 # Names that every forward with **kwargs takes: fields of TransformersKwargs (older releases have
 # fewer, or none), and names that transformers' decorators of a forward read. num_items_in_batch is
@@ -116,21 +110,6 @@ class Batch:
         states, _, mask = self.aligned(hidden)
         row, column = divmod(int((mask != 0).reshape(-1).to(torch.uint8).argmax()), mask.shape[1])
         return states[row, column]
-
-
-def unwrapped(model: nn.Module) -> tuple[list[nn.Module], PreTrainedModel]:
-    """(the wrappers around the transformers model, from the outside in; that model)."""
-    wrappers, inner = [], model
-    while not isinstance(inner, PreTrainedModel):
-        children = inner._modules if isinstance(inner, nn.Module) else {}
-        found = next((children[name] for name in _WRAPPED if children.get(name) is not None), None)
-        if found is None:
-            raise TypeError(
-                f"model: expected a transformers model, wrapped or not, got {type(model).__name__}"
-            )
-        wrappers.append(inner)
-        inner = found
-    return wrappers, inner
 
 
 def check_names(
