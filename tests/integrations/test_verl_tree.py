@@ -11,10 +11,13 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
+import transformers.integrations.flash_attention as flash_integration
+
 pytest.importorskip("verl")
 
 from grpo_kernels.base.checks import warn_once
-from tests.support import verl_engine
+from tests.support import verl_engine, verl_peer
+from tests.support.flash_attention import flash_attention, set_attention
 from tests.support.verl_engine import AS_GIVEN, OURS, SCORE, Step, config, gap, ppo_loss, run
 from tests.support.verl_peer import verl_module
 
@@ -154,6 +157,20 @@ def test_padding_of_packed_rows() -> None:
     data = batch()
     unfused, ours = both(data, ppo_loss(config()), prepare=wide)
     assert ours.products.tokens == tree_tokens(data) and unfused.products.tokens % 64 == 0
+
+
+def test_flash_attention_as_verl_replaces_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """verl puts its own function in front of it, for Ulysses, wherever rows are packed."""
+    theirs = verl_peer.monkey_patch()._ulysses_flash_attention_forward
+    with flash_attention(monkeypatch):
+        monkeypatch.setattr(flash_integration, "_flash_attention_forward", theirs)
+
+        def flash(engine: Any) -> None:
+            set_attention(engine.module, "flash_attention_2")
+
+        data = batch()
+        ours = both(data, ppo_loss(config()), prepare=flash)[1]
+        assert ours.products.tokens == tree_tokens(data)
 
 
 def test_lora_and_layers_that_are_recomputed() -> None:
