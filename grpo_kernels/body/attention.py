@@ -20,7 +20,7 @@ import functools
 import inspect
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -36,10 +36,11 @@ from grpo_kernels.body.layout import Paths
 # (reckoned).
 _CALL_FLOPS = {"cpu": 2.5e6}
 _CALL_FLOPS_ON_A_GPU = 2.5e9
+_VARLEN_ROWS = ("cu_seq_q", "cu_seq_k", "max_q", "max_k")
 _VARLEN_PARAMETERS = {
-    *("query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k"),
-    *("scale", "window_size", "enable_gqa"),
+    *("query", "key", "value", "scale", "window_size", "enable_gqa", *_VARLEN_ROWS)
 }
+ENDS, LONGEST = ("cu_seq_lens_q", "cu_seq_lens_k"), ("max_length_q", "max_length_k")
 _EAGER = "eager_attention_forward"
 # Arguments of attention that hold along a path: positions, which no function reads here, and sinks.
 _OF_PATHS = {"position_ids", "s_aux", "sinks"}
@@ -107,6 +108,16 @@ def cut(costs: Sequence[float], overhead: float) -> list[tuple[int, int]]:
     return parts[::-1]
 
 
+def places(calls: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """Each token's place among the `calls` one after the other, (tokens, bool) each.
+
+    A token is where the bool is True, in one place.
+    """
+    tokens = torch.cat([tokens[own] for tokens, own in calls])
+    found = torch.cat([own.flatten() for _, own in calls]).nonzero().squeeze(1)
+    return found[tokens.argsort()]
+
+
 class Segments:
     """Value of the keyword argument ``segments``: the paths of one forward's tokens.
 
@@ -135,112 +146,90 @@ class Segments:
         inner: Callable[..., Any],
         name: str,
         module: nn.Module,
-        states: Sequence[Tensor],  # query, key and value (1, heads, n, d)
+        query: Tensor,  # (1, heads, n, d), as key and value
+        key: Tensor,
+        value: Tensor,
         mask: Any,
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """The attention's output (1, n, heads, d)."""
-        tokens = states[0].shape[2]
+        """What the attention `inner` of the implementation `name` returns: (1, n, heads, d)."""
+        _, heads, tokens, size = query.shape
         if not isinstance(mask, Tensor) or (mask.numel() != 1 and tokens > 1):
             shape = tuple(mask.shape) if isinstance(mask, Tensor) else mask
             raise NotAlongPaths(f"its attention has a mask of its own ({shape})")
-        for key, x in [*enumerate(args), *kwargs.items()]:
+        for argument, x in [*enumerate(args), *kwargs.items()]:
             is_number = x is None or isinstance(x, bool | int | float | str)
             is_of_heads = isinstance(x, Tensor) and tokens not in x.shape
-            if not (is_number or is_of_heads or key in _OF_PATHS):
+            if not (is_number or is_of_heads or argument in _OF_PATHS):
                 raise NotAlongPaths(
-                    f"its attention gets an argument {key!r} that may be of each token"
+                    f"its attention gets an argument {argument!r} that may be of each token"
                 )
-        window = kwargs.get("sliding_window")
         self.consumed += 1
+        window, device = kwargs.get("sliding_window"), query.device
+        longest = int(self.paths.lengths.amax())
+        is_plain = not args and not kwargs.get("dropout") and (window or longest) >= longest
         if is_flash(name):
-            query, key, value = states
-            paths, *lengths = self._lengths(query.device)
-            names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-            named = dict(zip(names, lengths, strict=True))
+            paths, *lengths = self.kept("lengths", self._lengths, device)
+            named = dict(zip((*ENDS, *LONGEST), lengths, strict=True))
             along = [x.index_select(2, paths) for x in (key, value)]
             return inner(module, query, *along, None, *args, **{**kwargs, **named})[0], None
-        if self.varlen and not args and self._fits_varlen(window, kwargs):
-            return self._by_varlen(states, kwargs.get("scaling")), None
-        rows = [x.transpose(1, 2)[0] for x in states]
-        groups, back = self._groups(rows[0])
+        rows = [x.transpose(1, 2)[0] for x in (query, key, value)]
+        if self.varlen and is_plain:
+            from torch.nn.attention.varlen import varlen_attn
+
+            paths, *lengths = self.kept("lengths", self._lengths, device)
+            of_rows: dict[str, Any] = dict(zip(_VARLEN_ROWS, lengths, strict=True))
+            of_rows |= {"scale": kwargs.get("scaling"), "window_size": (-1, 0)}
+            of_rows |= {"enable_gqa": heads != key.shape[1]}
+            keys, values = (x.index_select(0, paths) for x in rows[1:])
+            of_varlen: Any = varlen_attn(rows[0], keys, values, **of_rows)
+            return of_varlen[None], None
+        groups, back = self.kept(
+            "groups", lambda: self._groups(call_cells(heads * size, device)), device
+        )
         results = []
         for queries, keys in groups:
             parts = [
                 x.index_select(0, i.reshape(-1)).unflatten(0, i.shape)
                 for x, i in zip(rows, (queries, keys, keys), strict=True)
             ]
-            mask = self._mask(queries.shape[1], keys.shape[1], window, parts[0], name)
-            output = inner(module, *(x.transpose(1, 2) for x in parts), mask, *args, **kwargs)[0]
-            results.append(output.flatten(0, 1))
+            own_mask = self._mask(queries.shape[1], keys.shape[1], window, parts[0], name)
+            output = inner(module, *(x.transpose(1, 2) for x in parts), own_mask, *args, **kwargs)
+            results.append(output[0].flatten(0, 1))
         return torch.cat(results).index_select(0, back)[None], None
 
-    def _groups(self, query: Tensor) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
-        """(queries and keys of each call; of each token its place among all calls' queries).
-
-        `query` (n, heads, d) is of the first layer that asks.
-        """
-
-        def make() -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
-            groups = group(self.paths, call_cells(query.shape[1] * query.shape[2], query.device))
-            back, used = torch.empty(int(self.paths.new.sum()), dtype=torch.int64, device="cpu"), 0
-            for queries, _, own in groups:
-                back[queries[own]] = used + own.reshape(-1).nonzero().squeeze(1)
-                used += own.numel()
-            return [(queries, keys) for queries, keys, _ in groups], back
-
-        found: tuple[list[tuple[Tensor, Tensor]], Tensor] = self.kept("groups", make, query.device)
-        return found
-
-    def _lengths(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, int, int]:
+    def _lengths(self) -> tuple[Tensor, Tensor, Tensor, int, int]:
         """(all paths one after the other; ends of segments and of paths; the longest of each)."""
+        counts = torch.stack([self.paths.new, self.paths.lengths])
+        of_segments, of_paths = nn.functional.pad(counts.cumsum(1), (1, 0)).to(torch.int32)
+        columns = torch.arange(self.paths.tokens.shape[1], device="cpu")
+        paths = self.paths.tokens[columns < self.paths.lengths[:, None]]
+        new, length = counts.amax(1).tolist()
+        return paths, of_segments, of_paths, new, length
 
-        def make() -> tuple[Tensor, Tensor, Tensor, int, int]:
-            counts = torch.stack([self.paths.new, self.paths.lengths])
-            of_segments, of_paths = nn.functional.pad(counts.cumsum(1), (1, 0)).to(torch.int32)
-            columns = torch.arange(self.paths.tokens.shape[1], device="cpu")
-            paths = self.paths.tokens[columns < self.paths.lengths[:, None]]
-            most = counts.amax(1).tolist()
-            return paths, of_segments, of_paths, most[0], most[1]
-
-        found: tuple[Tensor, Tensor, Tensor, int, int] = self.kept("lengths", make, device)
-        return found
+    def _groups(self, call_cells: float) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
+        """(queries and keys of each call; of each token its place among all calls' queries)."""
+        groups = group(self.paths, call_cells)
+        back = places([(queries, own) for queries, _, own in groups])
+        return [(queries, keys) for queries, keys, _ in groups], back
 
     def _mask(self, queries: int, keys: int, window: int | None, like: Tensor, name: str) -> Any:
         """The mask of the last `queries` of `keys` tokens; None: plain causal attention."""
-        cuts = window is not None and window < keys
-        if name != "eager" and not cuts:
+        cut = keys if window is None else min(window, keys)
+        if name != "eager" and cut == keys:
             if queries in (1, keys):  # a single query sees all keys
                 return None
             if like.is_cuda:
                 return causal_lower_right(queries, keys)
-        key = queries, keys, window if cuts else None, like.dtype, like.device
-        if key not in self._kept:  # in the states' dtype: all layers share it, and none converts it
+
+        def make() -> Tensor:  # in the states' dtype: all layers share it, and none converts it
             columns = torch.arange(keys, device=like.device)
             ahead = columns[keys - queries :, None] - columns
-            seen = (ahead >= 0) & (ahead < window) if cuts and window is not None else ahead >= 0
             blank = torch.zeros(1, 1, queries, keys, dtype=like.dtype, device=like.device)
-            self._kept[key] = blank.masked_fill(~seen, torch.finfo(like.dtype).min)
-        return self._kept[key]
+            return blank.masked_fill((ahead < 0) | (ahead >= cut), torch.finfo(like.dtype).min)
 
-    def _fits_varlen(self, window: int | None, kwargs: dict[str, Any]) -> bool:
-        longest = int(self.paths.lengths.amax())
-        return not kwargs.get("dropout") and (window or longest) >= longest
-
-    def _by_varlen(self, states: Sequence[Tensor], scale: float | None) -> Tensor:
-        from torch.nn.attention.varlen import varlen_attn
-
-        query, key, value = (x.transpose(1, 2)[0] for x in states)
-        paths, *lengths = self._lengths(query.device)
-        names = ("cu_seq_q", "cu_seq_k", "max_q", "max_k")
-        named: dict[str, Any] = dict(zip(names, lengths, strict=True))
-        named |= {"scale": scale, "window_size": (-1, 0)}
-        named |= {"enable_gqa": query.shape[1] != key.shape[1]}
-        output: Any = varlen_attn(
-            query, key.index_select(0, paths), value.index_select(0, paths), **named
-        )
-        return output[None]
+        return self.kept((queries, keys, cut, like.dtype), make, like.device)
 
 
 def has_varlen(implementation: str, device: torch.device, dtype: torch.dtype) -> bool:
@@ -268,38 +257,47 @@ def is_flash(implementation: str) -> bool:
 
 
 def install(implementation: str, trunk: nn.Module) -> None:
-    """Wrap the attention `implementation` for ``segments``, unless it is wrapped.
+    """Have the attention `implementation` go along the paths of ``segments``.
 
     Transformers' table has one function for each implementation, except "eager": that is a function
     in the file of each model.
     """
-    if implementation != "eager":
-        inner = ALL_ATTENTION_FUNCTIONS.get(implementation, None)
-        if inner is not None and not hasattr(inner, "_takes_segments"):
-            AttentionInterface.register(implementation, _wrapped(inner, implementation))
+    if implementation == "eager":
+        wrap_in_files(trunk, [_EAGER], lambda inner, _: taking_segments(inner, "eager", _attend))
         return
+    inner = ALL_ATTENTION_FUNCTIONS.get(implementation, None)
+    if inner is not None and not hasattr(inner, "_takes_segments"):
+        wrapped = taking_segments(inner, implementation, _attend)
+        AttentionInterface.register(implementation, wrapped)
+
+
+def _attend(
+    inner: Callable[..., Any], name: str, segments: Segments, *args: Any, **named: Any
+) -> Any:
+    return segments.attend(inner, name, *args, **named)
+
+
+def wrap_in_files(
+    trunk: nn.Module, names: Iterable[str], wrap: Callable[[Callable[..., Any], str], Any]
+) -> None:
+    """`wrap` the functions of `names` in the files of the trunk's modules, unless they are."""
     for file in {sys.modules[cls.__module__] for x in trunk.modules() for cls in type(x).__mro__}:
-        inner = vars(file).get(_EAGER)
-        if inner is not None and not hasattr(inner, "_takes_segments"):
-            setattr(file, _EAGER, _wrapped(inner, implementation))
+        for name in names:
+            inner = vars(file).get(name)
+            if inner is not None and not hasattr(inner, "_takes_segments"):
+                setattr(file, name, wrap(inner, name))
 
 
-def _wrapped(inner: Callable[..., Any], name: str) -> Callable[..., Any]:
+def taking_segments(
+    inner: Callable[..., Any], name: str, along: Callable[..., Any]
+) -> Callable[..., Any]:
+    """`inner`, or where it is called with ``segments`` `along` of (inner, name, segments, ...)."""
+
     @functools.wraps(inner)
-    def attention(
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Any,
-        *args: Any,
-        segments: Segments | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        states = query, key, value
+    def function(*args: Any, segments: Segments | None = None, **kwargs: Any) -> Any:
         if segments is None:
-            return inner(module, *states, attention_mask, *args, **kwargs)
-        return segments.attend(inner, name, module, states, attention_mask, *args, **kwargs)
+            return inner(*args, **kwargs)
+        return along(inner, name, segments, *args, **kwargs)
 
-    attention._takes_segments = True  # type: ignore[attr-defined]
-    return attention
+    function._takes_segments = True  # type: ignore[attr-defined]
+    return function

@@ -1,4 +1,4 @@
-"""One forward of a trunk on the tokens of a layout."""
+"""The inputs of a trunk's forward that can be computed in parts, and one forward of a layout."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from grpo_kernels.body import layout as layouts
 from grpo_kernels.body import states
-from grpo_kernels.body.attention import NotAlongPaths, Segments, install, is_flash
+from grpo_kernels.body.attention import ENDS, LONGEST, NotAlongPaths, Segments, install, is_flash
 from grpo_kernels.body.layout import Rows, TrunkLayout
 
 _RETURNED = ("output_hidden_states", "output_attentions", "output_router_logits")
-_ENDS, _LONGEST = ("cu_seq_lens_q", "cu_seq_lens_k"), ("max_length_q", "max_length_k")
-Positions = Literal["given", "column", "depth", "none"]
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class Way:
         chunk: tokens that its recurrences compute at a time; 0: it has none.
     """
 
-    positions: Positions
+    positions: Literal["given", "column", "depth", "none"]
     varlen: bool = False
     layers: int | None = None
     chunk: int = 0
@@ -39,153 +38,161 @@ class Way:
 
 @dataclass(frozen=True)
 class TrunkInputs:
-    """Inputs of a trunk's forward that can be computed in parts."""
+    """A batch (B, L) on its device, and on the CPU its sequences (S, w) and what of them is read.
 
-    ids: Tensor  # (B, L)
-    mask: Tensor | None  # (B, L)
-    per_token: dict[str, Tensor]  # (B, L) each: position_ids, token_type_ids
-    constants: dict[str, Any]
-    # cu_seq_lens_q and _k of packed rows: ends of sequences, in the flat cells
-    ends: tuple[Tensor, ...] = ()
-
-    @classmethod
-    def of(cls, trunk: nn.Module, given: dict[str, Any]) -> TrunkInputs | str:
-        """The inputs `given` by name, or a str: why they cannot be computed in parts."""
-        given = {name: x for name, x in given.items() if x is not None}
-        config: Any = trunk.config
-        for name in _RETURNED:  # a vision-language model's decoder reads the config of its own
-            if given.get(name, any(getattr(x, name, False) for x in (config, text_config(trunk)))):
-                return f"{name} is returned for the padded batch, so the padded forward runs"
-        if given.get("return_dict", getattr(config, "return_dict", True)) is False:
-            return "return_dict: expected outputs with names"
-        ids, mask = given.pop("input_ids", None), given.pop("attention_mask", None)
-        if not isinstance(ids, Tensor) or ids.dim() != 2 or not ids.numel():
-            return "the inputs are not input_ids (B, L)"
-        if mask is not None and (not isinstance(mask, Tensor) or mask.shape != ids.shape):
-            return "attention_mask is not (B, L)"
-        ends: tuple[Tensor, ...] = ()
-        if mask is None and "position_ids" in given:
-            ends = tuple(given.pop(name) for name in _ENDS if name in given)
-            given = {name: x for name, x in given.items() if name not in _LONGEST}
-        tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
-        per_token = {name: x for name, x in tensors.items() if x.shape == ids.shape}
-        constants = {name: x for name, x in given.items() if name not in per_token}
-        for name, x in constants.items():
-            if not isinstance(x, bool | int | float | str):
-                return f"{name} is not a value per token, so the padded forward runs"
-        if constants.pop("use_cache", False):
-            return "use_cache: expected False, a cache would be that of a part"
-        return cls(ids, mask, per_token, constants, ends)
-
-    def wider(self, columns: int) -> TrunkInputs:
-        """These inputs with `columns` more of padding on the right, (B, L + columns)."""
-        found = {name: nn.functional.pad(x, (0, columns)) for name, x in self.per_token.items()}
-        mask = torch.ones_like(self.ids) if self.mask is None else self.mask
-        ids, mask = (nn.functional.pad(x, (0, columns)) for x in (self.ids, mask))
-        return TrunkInputs(ids, mask, found, self.constants)
-
-    def on_cpu(self, needed: Tensor) -> Cells:
-        """What layouts are made of; `needed` (B, L) bool are read. Waits for the device."""
-        mask = torch.ones_like(self.ids) if self.mask is None else self.mask != 0
-        features = [
-            x.double().view(torch.int64) if x.is_floating_point() else x
-            for x in self.per_token.values()
-        ]
-        cells = [x.to(torch.int64) for x in (mask, needed, self.ids, *features)]
-        found = torch.stack(cells, dim=-1).cpu()
-        names = ("input_ids", *self.per_token)
-        values = dict(zip(names, found[..., 2:].unbind(-1), strict=True))
-        places = torch.arange(mask.numel(), device="cpu").view(mask.shape)
-        return Cells(found[..., 0] != 0, found[..., 1] != 0, values, places)
-
-    def apart(self, trunk: nn.Module, cells: Cells) -> Cells | str:
-        """`cells` with a row for each sequence that is read, if rows are packed; or why not.
-
-        Without a mask, transformers tells the sequences of a row by positions that do not go on:
-        flash attention by zeros, and in a batch of one row alone.
-        """
-        positions = cells.values.get("position_ids")
-        if self.mask is not None or positions is None:
-            return cells
-        begins = nn.functional.pad(positions.diff(dim=1) != 1, (1, 0), value=True).flatten()
-        starts, is_read = begins.nonzero().squeeze(1), cells.needed.flatten()
-        ends = torch.cat([starts[1:], torch.tensor([len(begins)], device="cpu")])
-        read = (begins.cumsum(0) - 1)[is_read].unique()
-        read = read if len(read) else torch.zeros(1, dtype=torch.int64, device="cpu")
-        ours = ends[: read[-1] + 1]  # what comes after them is padding
-        for theirs in self.ends:
-            found = theirs.reshape(-1)[1:].cpu()
-            if found[found <= ours[-1]].tolist() != ours.tolist():
-                return "cu_seq_lens do not agree with position_ids, so packed rows run as given"
-        if len(starts) == len(positions):
-            return cells
-        if positions.flatten()[starts[read]].any():
-            return "sequences in a packed row begin at another position than 0, so it runs as given"
-        if is_flash(attention_of(trunk)) and len(positions) > 1:
-            return "flash attention takes one packed row at a time, so several run as given"
-        starts, lengths = starts[read], (ends - starts)[read, None]
-        columns = torch.arange(int(lengths.amax()), device="cpu")
-        places = (starts[:, None] + columns).clamp(max=len(begins) - 1)
-        values = {name: x.flatten()[places] for name, x in cells.values.items()}
-        inside = columns < lengths
-        return Cells(inside, is_read[places] & inside, values, places)
-
-
-@dataclass(frozen=True)
-class Cells:
-    """A batch on the CPU: its tokens, those that are read, and the values that the trunk reads.
-
-    The B sequences of packed rows are those that are read, and L is the length of the longest.
+    A sequence is a row; of packed rows, one of those that are read.
     """
 
-    attended: Tensor  # (B, L) bool, False for padding
-    needed: Tensor  # (B, L) bool, cells whose hidden states are read
-    values: dict[str, Tensor]  # (B, L) int64 each
-    places: Tensor  # (B, L), indices into the flat batch
+    given: dict[str, Tensor]  # (B, L) each: input_ids, position_ids, token_type_ids
+    mask: Tensor | None  # (B, L)
+    constants: dict[str, Any]
+    attended: Tensor  # (S, w) bool, False for padding
+    needed: Tensor  # (S, w) bool, cells whose hidden states are read
+    values: dict[str, Tensor]  # (S, w) int64 each: `given`
+    places: Tensor  # (S, w), indices into the flat (B, L)
+    is_packed: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        given: dict[str, Tensor],
+        mask: Tensor | None,
+        constants: dict[str, Any],
+        needed: Tensor,  # (B, L) bool, on the device of the ids
+    ) -> TrunkInputs:
+        """A sequence for each row. Waits for the device."""
+        ids = given["input_ids"]
+        attended = torch.ones_like(ids) if mask is None else mask != 0
+        values = [
+            x.double().view(torch.int64) if x.is_floating_point() else x for x in given.values()
+        ]
+        cells = [x.to(torch.int64) for x in (attended, needed, *values)]
+        attended, needed, *values = torch.stack(cells).cpu()
+        places = torch.arange(ids.numel(), device="cpu").view(ids.shape)
+        by_name = dict(zip(given, values, strict=True))
+        return cls(given, mask, constants, attended != 0, needed != 0, by_name, places)
+
+    @property
+    def spans(self) -> tuple[Tensor, Tensor]:
+        """(S,) each: a sequence's first column, and the one after the last that is read."""
+        columns = torch.arange(self.needed.shape[1], device="cpu")
+        first = torch.where(self.attended, columns, len(columns)).amin(1)
+        return first, torch.where(self.needed, columns + 1, 0).amax(1)
 
     @property
     def padding_is_read(self) -> bool:
         """True if a needed cell is padding: only the model knows what it attends to."""
         return bool((self.needed & ~self.attended).any())
 
-    @property
-    def longest(self) -> int:
-        """Most columns of a sequence, from its first token to the last that is read."""
-        columns = torch.arange(self.needed.shape[1], device="cpu")
-        first = torch.where(self.attended, columns, self.needed.shape[1]).amin(1)
-        return int((torch.where(self.needed, columns + 1, 0).amax(1) - first).amax())
+    def layout(
+        self, mode: str, way: Way, chosen: Tensor, *, graph: bool, multiple: int = 1
+    ) -> TrunkLayout | None:
+        """Layout `mode` of the sequences `chosen` (S,) bool; None if nothing of them is read.
 
-    @property
-    def has_holes(self) -> bool:
-        """True if a sequence has padding within."""
-        begun, goes_on = self.attended.cumsum(1) > 0, self.needed.flip(1).cumsum(1).flip(1) > 0
-        return bool((begun & goes_on & ~self.attended).any())
-
-    def rows(self, chosen: Tensor, *, padded: bool, by_column: bool) -> Rows | None:
-        """What has to be computed of the sequences `chosen` (B,); None if nothing of them is read.
-
-        Args:
-            padded: True for all columns, False for those from a sequence's first token to its last
-                needed one.
-            by_column: True if a cell's column is its position.
+        Its width is a multiple of `multiple`. Where recurrences compute `way.chunk` tokens at a
+        time, a branch of the tree has to save half as many.
         """
-        length, is_read = self.needed.shape[1], self.needed.any(1)
-        numbers = (chosen & is_read).nonzero()
+        length = self.needed.shape[1]
+        numbers = (chosen & self.needed.any(1)).nonzero()
         if not len(numbers):
             return None
-        first, end = torch.zeros_like(numbers), torch.full_like(numbers, length)
-        columns = torch.arange(length, device="cpu")
-        if not padded:
-            first = torch.where(self.attended, columns, length).amin(1)[numbers]
-            end = torch.where(self.needed, columns + 1, 0).amax(1)[numbers]
+        first, end = (x[numbers] for x in self.spans)
+        if mode == "padded":
+            first, end = torch.zeros_like(first), torch.full_like(end, length)
         columns = first + torch.arange(int((end - first).amax()), device="cpu")
         computed = columns < end
         cells = numbers * length + columns.clamp(max=length - 1)
         values = [x.reshape(-1)[cells] for x in self.values.values()]
-        values += [columns] if by_column else []
+        values += [columns] if way.positions == "column" else []
         attended = self.attended.reshape(-1)[cells] & computed
         places = self.places.reshape(-1)[cells]
-        return Rows(places, computed, attended, torch.stack(values, dim=-1))
+        rows = Rows(places, computed, attended, torch.stack(values, dim=-1))
+        if mode == "tree":
+            least = max(1, way.chunk // 2)
+            return layouts.tree(rows, graph=graph, multiple=multiple, least=least)
+        return layouts.by_rows(rows, graph=graph, multiple=multiple)
+
+
+def read_inputs(
+    trunk: nn.Module,
+    given: dict[str, Any],
+    needed: Tensor,  # (N, L) bool
+) -> TrunkInputs | str | None:
+    """The arguments `given` by name, or why they cannot be computed in parts.
+
+    `needed` are the cells that are read, of their B rows and of those after them; None: they are of
+    another shape.
+    """
+    given = {name: x for name, x in given.items() if x is not None}
+    config: Any = trunk.config
+    for name in _RETURNED:  # a vision-language model's decoder reads the config of its own
+        if given.get(name, any(getattr(x, name, False) for x in (config, text_config(trunk)))):
+            return f"{name} is returned for the padded batch, so the padded forward runs"
+    if given.get("return_dict", getattr(config, "return_dict", True)) is False:
+        return "return_dict: expected outputs with names"
+    ids, mask = given.get("input_ids"), given.pop("attention_mask", None)
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or not ids.numel():
+        return "the inputs are not input_ids (B, L)"
+    if mask is not None and (not isinstance(mask, Tensor) or mask.shape != ids.shape):
+        return "attention_mask is not (B, L)"
+    ends: list[Tensor] = []  # of packed rows' sequences, in the flat cells
+    if mask is None and "position_ids" in given:
+        ends = [given.pop(name) for name in ENDS if name in given]
+        given = {name: x for name, x in given.items() if name not in LONGEST}
+    of_tokens = {
+        name: x for name, x in given.items() if isinstance(x, Tensor) and x.shape == ids.shape
+    }
+    constants = {name: x for name, x in given.items() if name not in of_tokens}
+    for name, x in constants.items():
+        if not isinstance(x, bool | int | float | str):
+            return f"{name} is not a value per token, so the padded forward runs"
+    if constants.pop("use_cache", False):
+        return "use_cache: expected False, a cache would be that of a part"
+    needed = needed[: len(ids)].to(ids.device)
+    if needed.shape != ids.shape:
+        return None
+    inputs = TrunkInputs.of(of_tokens, mask, constants, needed)
+    positions = inputs.values.get("position_ids")
+    if mask is not None or positions is None:
+        return inputs
+    return _apart(inputs, positions, ends, is_flash(attention_of(trunk)))
+
+
+def _apart(
+    inputs: TrunkInputs, positions: Tensor, ends_given: list[Tensor], flash: bool
+) -> TrunkInputs | str:
+    """`inputs` with each sequence of packed rows that is read by itself; or why not.
+
+    Without a mask, transformers tells the sequences of a row by positions that do not go on: flash
+    attention by zeros, and in a batch of one row alone.
+    """
+    begins = nn.functional.pad(positions.diff(dim=1) != 1, (1, 0), value=True).flatten()
+    starts, is_read = begins.nonzero().squeeze(1), inputs.needed.flatten()
+    ends = torch.cat([starts[1:], torch.tensor([len(begins)], device="cpu")])
+    read = (begins.cumsum(0) - 1)[is_read].unique()
+    read = read if len(read) else torch.zeros(1, dtype=torch.int64, device="cpu")
+    ours = ends[: read[-1] + 1]  # what comes after them is padding
+    for theirs in ends_given:
+        found = theirs.reshape(-1)[1:].cpu()
+        if found[found <= ours[-1]].tolist() != ours.tolist():
+            return "cu_seq_lens do not agree with position_ids, so packed rows run as given"
+    if len(starts) == len(positions):
+        return inputs
+    if positions.flatten()[starts[read]].any():
+        return "sequences in a packed row begin at another position than 0, so it runs as given"
+    if flash and len(positions) > 1:
+        return "flash attention takes one packed row at a time, so several run as given"
+    starts, lengths = starts[read], (ends - starts)[read, None]
+    columns = torch.arange(int(lengths.amax()), device="cpu")
+    inside, places = columns < lengths, (starts[:, None] + columns).clamp(max=len(begins) - 1)
+    return replace(
+        inputs,
+        attended=inside,
+        needed=is_read[places] & inside,
+        values={name: x.flatten()[places] for name, x in inputs.values.items()},
+        places=places,
+        is_packed=True,
+    )
 
 
 def run_layout(
@@ -200,26 +207,25 @@ def run_layout(
     Returns:
         its output, with hidden states (b, w, H); and `way`, of a tree with what it has counted.
     """
-    device = inputs.ids.device
-    sources = layout.sources.to(device, non_blocking=True)
-    found: dict[str, Any] = {"input_ids": inputs.ids, **inputs.per_token}
-    found = {name: x.reshape(-1)[sources] for name, x in found.items()}
+    ids = inputs.given["input_ids"]
+    sources = layout.sources.to(ids.device, non_blocking=True)
+    found: dict[str, Any] = {name: x.reshape(-1)[sources] for name, x in inputs.given.items()}
     if way.positions == "column":
-        found["position_ids"] = sources % inputs.ids.shape[1]
+        found["position_ids"] = sources % ids.shape[1]
     elif way.positions == "depth":
-        found["position_ids"] = layout.depths.to(device, non_blocking=True)
+        found["position_ids"] = layout.depths.to(ids.device, non_blocking=True)
     parameters = inspect.signature(forward).parameters.values()
     if any(x.name == "use_cache" or x.kind is x.VAR_KEYWORD for x in parameters):
         found["use_cache"] = False  # with a cache, transformers detects no packed sequences
     if layout.paths is None:
         if inputs.mask is not None or not bool(layout.attended.all()):
-            found["attention_mask"] = layout.attended.to(device, torch.int64, non_blocking=True)
+            found["attention_mask"] = layout.attended.to(ids.device, torch.int64, non_blocking=True)
         return forward(**found, **inputs.constants), way
     install(attention_of(trunk), trunk)
     states.install(trunk)
     segments = Segments(layout.paths, varlen=way.varlen)
     # of four dimensions, as transformers then makes none itself; attention refuses any other
-    found |= {"segments": segments, "attention_mask": torch.zeros(1, 1, 1, 1, device=device)}
+    found |= {"segments": segments, "attention_mask": torch.zeros(1, 1, 1, 1, device=ids.device)}
     output = forward(**found, **inputs.constants)
     if way.layers not in (None, segments.consumed):
         raise NotAlongPaths(
@@ -227,6 +233,24 @@ def run_layout(
             f"{way.layers} in its first forward"
         )
     return output, replace(way, layers=segments.consumed, chunk=segments.chunk)
+
+
+def filled(parts: list[tuple[TrunkLayout, Any]], shape: torch.Size) -> tuple[Tensor, Tensor]:
+    """(hidden states (B, L, H) of the forwards' outputs; (B, L) bool, cells that have one).
+
+    The others are 0.
+    """
+    cells, states = list[Tensor](), list[Tensor]()
+    for layout, output in parts:
+        hidden = output.last_hidden_state
+        cells.append(layout.cells.to(hidden.device, non_blocking=True))
+        tokens = layout.tokens.to(hidden.device, non_blocking=True)
+        states.append(hidden.flatten(0, 1).index_select(0, tokens))
+    at = torch.cat(cells)
+    hidden = states[0].new_zeros(shape.numel(), states[0].shape[-1])
+    is_filled = torch.zeros(shape.numel(), dtype=torch.bool, device=hidden.device)
+    hidden = hidden.index_copy(0, at, torch.cat(states)).unflatten(0, shape)
+    return hidden, is_filled.index_fill(0, at, True).view(shape)
 
 
 def text_config(trunk: nn.Module) -> Any:

@@ -15,7 +15,6 @@ nothing without the keyword argument ``segments``.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import sys
 import weakref
@@ -25,7 +24,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from grpo_kernels.body.attention import NotAlongPaths, Segments, cut
+from grpo_kernels.body.attention import (
+    NotAlongPaths,
+    Segments,
+    cut,
+    places,
+    taking_segments,
+    wrap_in_files,
+)
 from grpo_kernels.body.layout import Paths, TrunkLayout
 
 _CHUNK = 64  # tokens that a recurrence computes at a time, where its call does not say
@@ -79,27 +85,19 @@ def reason_against(layers: list[nn.Module]) -> str | None:
 
 
 def install(trunk: nn.Module) -> None:
-    """Wrap the functions of the layers with a state for ``segments``, unless they are wrapped."""
-    for file in {sys.modules[cls.__module__] for x in trunk.modules() for cls in type(x).__mro__}:
-        for name in (*RECURRENCES, _CONVOLUTION, _WHOLE):
-            inner = vars(file).get(name)
-            if inner is not None and not hasattr(inner, "_takes_segments"):
-                setattr(file, name, _wrapped(inner, name))
+    """Have the functions of its layers with a state go along the paths of ``segments``."""
+    names = (*RECURRENCES, _CONVOLUTION, _WHOLE)
+    wrap_in_files(trunk, names, lambda inner, name: taking_segments(inner, name, _along))
 
 
-def _wrapped(inner: Callable[..., Any], name: str) -> Callable[..., Any]:
-    @functools.wraps(inner)
-    def function(*args: Any, segments: Segments | None = None, **kwargs: Any) -> Any:
-        if segments is None:
-            return inner(*args, **kwargs)
-        if name == _WHOLE:
-            return None
-        if name == _CONVOLUTION:
-            return _convolve(inner, segments, *args, **kwargs)
-        return _recur(inner, RECURRENCES[name], segments, args, kwargs)
-
-    function._takes_segments = True  # type: ignore[attr-defined]
-    return function
+def _along(
+    inner: Callable[..., Any], name: str, segments: Segments, *args: Any, **kwargs: Any
+) -> Any:
+    if name == _WHOLE:
+        return None
+    if name == _CONVOLUTION:
+        return _convolve(inner, segments, *args, **kwargs)
+    return _recur(inner, RECURRENCES[name], segments, args, kwargs)
 
 
 @torch.compiler.disable
@@ -189,22 +187,17 @@ class Runs(NamedTuple):
                 yield leaves[first:end]
 
 
-class _Call(NamedTuple):
-    """One call of a recurrence."""
-
-    tokens: Tensor  # (r, w), of r runs, padded on the right; or of all of them, (1, n)
-    ends: Tensor | None  # (r + 1,), where runs side by side begin and end
-    parents: Tensor | None  # (r,), place of each parent among the kept states so far; None: roots
-    kept: Tensor | None  # places of the runs whose last states count; None: of none
-
-
 def _calls(
     paths: Paths, chunk: int, call_chunks: float, *, side_by_side: bool
-) -> tuple[list[_Call], Tensor]:
-    """(the calls of a recurrence; of each token its place among all calls' tokens)."""
-    runs, calls, kept = Runs.of(paths), list[_Call](), 0
+) -> tuple[list[tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]], Tensor]:
+    """(the calls of a recurrence; of each token its place among all calls' tokens).
+
+    Of each call: its tokens, (r, w) of r runs, padded on the right, or of all side by side (1, n);
+    the (r + 1,) ends of runs side by side; (r,), of their parents the places among the states kept
+    so far, None for roots; places of those whose last states are kept, None if none is.
+    """
+    runs, calls, kept, owned = Runs.of(paths), [], 0, []
     is_parent, place = runs.is_parent, torch.full_like(runs.parents, -1)
-    back, used = torch.empty(int(runs.lengths.sum()), dtype=torch.int64, device="cpu"), 0
     for chosen in runs.calls(chunk, call_chunks, side_by_side=side_by_side):
         lengths, parents = runs.lengths[chosen, None], runs.parents[chosen]
         columns, ends = torch.arange(int(lengths.amax()), device="cpu"), None
@@ -212,14 +205,13 @@ def _calls(
         if side_by_side:
             tokens, own = tokens[own][None], own[own][None]
             ends = nn.functional.pad(lengths.squeeze(1).cumsum(0), (1, 0))
-        back[tokens[own]] = used + own.flatten().nonzero().squeeze(1)
-        used += own.numel()
         of_parents = None if int(parents[0]) < 0 else place[parents]
         last = is_parent[chosen].nonzero().squeeze(1)
         place[chosen[last]] = kept + torch.arange(len(last), device="cpu")
         kept += len(last)
-        calls.append(_Call(tokens, ends, of_parents, last if len(last) else None))
-    return calls, back
+        owned.append((tokens, own))
+        calls.append((tokens, ends, of_parents, last if len(last) else None))
+    return calls, places(owned)
 
 
 def cost(layout: TrunkLayout, chunk: int, device: torch.device) -> float:

@@ -22,21 +22,21 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from grpo_kernels.base.choices import BatchLayout, choices
+from grpo_kernels.base.distributed import rank_groups
 from grpo_kernels.base.modes import guest
-from grpo_kernels.body import layout as layouts
 from grpo_kernels.body import states
 from grpo_kernels.body.attention import NotAlongPaths, has_varlen
 from grpo_kernels.body.forwards import (
-    Cells,
     TrunkInputs,
     Way,
     attention_of,
+    filled,
     run_layout,
     setting,
     text_config,
@@ -80,21 +80,13 @@ _new_in_a_row: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictio
 
 
 class Exactness:
-    """Verdicts on the layouts of one batch.
+    """In which layouts `trunk` gives the padded forward's numbers of one batch."""
 
-    Attributes:
-        size: columns of its longest sequence, from the first token to the last that is read; and of
-            the batch.
-    """
-
-    def __init__(
-        self, trunk: nn.Module, forward: Callable[..., Any], inputs: TrunkInputs, cells: Cells
-    ) -> None:
-        self.trunk, self.forward, self.inputs, self.cells = trunk, forward, inputs, cells
-        self.size = cells.longest, cells.needed.shape[1]
-        types = (name for name in inputs.per_token if name != "position_ids")
-        values = ((name, cells.values[name][cells.attended]) for name in types)
-        self._differing = next((name for name, x in values if bool((x != x[:1]).any())), None)
+    def __init__(self, trunk: nn.Module, forward: Callable[..., Any], inputs: TrunkInputs) -> None:
+        self.trunk, self.forward, self.inputs = trunk, forward, inputs
+        first, end = inputs.spans
+        # columns of the longest sequence, from its first token to the last that is read, and of all
+        self.size = int((end - first).amax()), inputs.needed.shape[1]
         self._verdicts: dict[str, Verdict] = {}
         self._reason: str | None = None  # against every layout
         hook = _foreign_hook(trunk)
@@ -109,68 +101,88 @@ class Exactness:
         if len(known) > _KEPT:
             del known[next(iter(known))]
 
-    def verdict(self, mode: str) -> Way | str | None:
+    def known(self, mode: str) -> Way | str | None:
         """The way in which layout `mode` is exact for this batch; or why not; None: not tried."""
-        cells = self.cells
         if self._reason is not None:
             return self._reason
-        if cells.padding_is_read and mode != "padded":
+        if self.inputs.padding_is_read and mode != "padded":
             return "padding is read, and only the model knows what it attends to"
-        if mode == "tree" and cells.has_holes and _has_window(self.trunk):
-            return "a sequence has padding within, which its sliding window counts"
-        if mode == "tree" and self._differing is not None:
-            return f"{self._differing} differ between tokens, and may say which see each other"
+        reason = self._against_a_tree() if mode == "tree" else None
+        if reason is not None:
+            return reason
         if mode not in self._verdicts:
             try:
                 reason = _by_structure(mode, self.trunk, self.forward)
             except Exception as error:
                 reason = f"in looking at its layers, {described(error)}"
             self._verdicts[mode] = Verdict(reason=reason)
-        known = self._verdicts[mode]
-        if self.size[0] <= 0 and known.reason is None:
+        verdict = self._verdicts[mode]
+        if self.size[0] <= 0 and verdict.reason is None:
             return Way("none")  # nothing is read, nor computed
-        fits = all(one <= other for one, other in zip(self.size, known.size, strict=True))
-        return known.way if known.way is not None and fits else known.reason
+        fits = all(one <= other for one, other in zip(self.size, verdict.size, strict=True))
+        return verdict.way if verdict.way is not None and fits else verdict.reason
 
-    def attempt(self, mode: str, forward: Callable[..., Any]) -> None:
-        """Find the verdict on layout `mode`, which has none yet, by forwards of the trunk."""
-        known, sizes = self._verdicts[mode], [self.size]
-        every = torch.ones(len(self.cells.needed), dtype=torch.bool, device="cpu")
-        rows = self.cells.rows(every, padded=False, by_column=False)
-        assert rows is not None  # or there was a verdict
-        if known.way is not None:
+    def _against_a_tree(self) -> str | None:
+        """What `_facts` do not say: it is of this batch."""
+        attended, needed = self.inputs.attended, self.inputs.needed
+        begun, goes_on = attended.cumsum(1) > 0, needed.flip(1).cumsum(1).flip(1) > 0
+        has_window = isinstance(setting(self.trunk, "sliding_window"), int)
+        if has_window and (begun & goes_on & ~attended).any():
+            return "a sequence has padding within, which its sliding window counts"
+        for name, x in self.inputs.values.items():
+            if name not in ("input_ids", "position_ids") and len(x[attended].unique()) > 1:
+                return f"{name} differ between tokens, and may say which see each other"
+        return None
+
+    def way(self, mode: str, forward: Callable[..., Any]) -> Way | str:
+        """`known`, after a trial by `forward` where there is no verdict."""
+        found = self.known(mode)
+        if found is not None:
+            return found
+        try:
+            return self._tried(mode, forward)
+        except torch.OutOfMemoryError:  # of this moment: the next call tries again
+            return "no memory is free for its trial"
+        except Exception as error:
+            return self.refuse(mode, f"in making its trial, {described(error)}")
+
+    def _tried(self, mode: str, forward: Callable[..., Any]) -> Way | str:
+        verdict, sizes, reason = self._verdicts[mode], [self.size], ""
+        if verdict.way is not None:
             # twice what was compared, if this batch has as many tokens: few try again then
-            tokens, most = self.cells.needed.numel(), setting(self.trunk, "max_position_embeddings")
-            headroom = max(tokens // min(3, max(2, len(rows))), 5 * self.size[1] // 4)
-            columns = max(min(2 * known.size[1], most or headroom, headroom), self.size[1])
-            sizes.insert(0, (max(min(2 * known.size[0], columns), self.size[0]), columns))
+            rows, most = len(self.inputs.needed), setting(self.trunk, "max_position_embeddings")
+            headroom = max(
+                self.inputs.needed.numel() // min(3, max(2, rows)), 5 * self.size[1] // 4
+            )
+            columns = max(min(2 * verdict.size[1], most or headroom, headroom), self.size[1])
+            sizes.insert(0, (max(min(2 * verdict.size[0], columns), self.size[0]), columns))
         for size in dict.fromkeys(sizes):
-            begin, trial = time.perf_counter(), _Trial(self.trunk, forward, self.inputs, rows, size)
+            begin = time.perf_counter()
             try:
-                found = trial.outcome(mode)
+                found = _Trial(self.trunk, forward, self.inputs, size).outcome(mode)
             except torch.OutOfMemoryError:
                 if size == self.size:
                     raise
                 continue
             _logger.info(
-                "%s: layout %r tried on sequences of %d tokens in %d columns: %s (%d forwards, "
-                "%d tokens, %.2f s)",
+                "%s: layout %r tried on sequences of %d tokens in %d columns: %s (%.2f s)",
                 type(self.trunk).__name__,
                 mode,
                 *size,
                 found if isinstance(found, str) else "exact",
-                *trial.cost,
                 time.perf_counter() - begin,
             )
             if isinstance(found, Way):
-                known.way, known.size = found, size
-                return
+                verdict.way, verdict.size = found, size
+                return found
             reason = found
-        known.reason = reason
+        verdict.reason = reason
+        return reason
 
-    def refuse(self, mode: str, reason: str) -> None:
-        """Note that layout `mode` has failed for a batch of this length."""
+    def refuse(self, mode: str, reason: str) -> str:
+        """Note `reason` against layout `mode`, which has failed for this batch."""
         self._verdicts[mode] = Verdict(reason=reason)
+        return reason
 
 
 def fits_trees(trunk: nn.Module) -> bool | None:
@@ -189,7 +201,7 @@ def described(error: Exception) -> str:
 
 def _facts(trunk: nn.Module, forward: Callable[..., Any], inputs: TrunkInputs) -> Any:
     """Everything that a verdict depends on, in a form that compares."""
-    device, found = inputs.ids.device, list[Any]()
+    device, found = inputs.given["input_ids"].device, list[Any]()
     for x in trunk.modules():
         own = vars(x)
         ours = forward if x is trunk else own.get("forward")  # the trunk's is replaced for the call
@@ -202,7 +214,7 @@ def _facts(trunk: nn.Module, forward: Callable[..., Any], inputs: TrunkInputs) -
         ]
         found += [p is not None and p.requires_grad for p in own["_parameters"].values()]
         found += _active(x)
-    names, constants = tuple(sorted(inputs.per_token)), tuple(sorted(inputs.constants.items()))
+    names, constants = tuple(sorted(inputs.given)), tuple(sorted(inputs.constants.items()))
     call = names, constants, device, _dtype(trunk, device)
     return call, attention_of(trunk), repr(vars(text_config(trunk))), tuple(found)
 
@@ -259,11 +271,21 @@ def _by_structure(mode: str, trunk: nn.Module, forward: Callable[..., Any]) -> s
     return None
 
 
+class _Found(NamedTuple):
+    """What forwards of a trial's rows give."""
+
+    hidden: Tensor  # (n, H), states of the needed cells
+    gradient: Tensor  # (m,), of the small parameters
+    changed: dict[str, Tensor]  # buffers that were changed in place
+    way: Way
+    is_random: bool
+
+
 class _Trial:
     """Two or three rows of a batch's tokens, in a layout and in the padded forward.
 
     They have padding on one side or both. The second row begins as the first does; the third has
-    nothing in common with them. What a forward of them gives is `_Found`.
+    nothing in common with them.
     """
 
     def __init__(
@@ -271,47 +293,46 @@ class _Trial:
         trunk: nn.Module,
         forward: Callable[..., Any],
         like: TrunkInputs,
-        rows: layouts.Rows,
         size: tuple[int, int],
     ) -> None:
-        """`rows` of the batch `like` give the tokens; `size`: those of the first row, columns."""
-        self.trunk, self.forward, self.device = trunk, forward, like.ids.device
+        """`like` is the batch; `size`: tokens of the first row, columns."""
+        self.trunk, self.forward = trunk, forward
+        self.device = like.given["input_ids"].device
         self.dtype = _dtype(trunk, self.device)
-        parameters = [*trunk.parameters()]  # divided by ZeRO-3 or FSDP2?
-        self.is_divided = any(
-            hasattr(x, "ds_status") or hasattr(x, "device_mesh") for x in parameters
-        )
-        small = [x for x in parameters if x.requires_grad and x.numel() <= _SMALL]
+        self.is_divided = bool(rank_groups(trunk))
+        small = [x for x in trunk.parameters() if x.requires_grad and x.numel() <= _SMALL]
         self.parameters = [] if self.is_divided else small
-        self.is_random = self.evaluates = False
-        self.way = Way("none")  # of the last forward
-        self.cost = (0, 0)  # forwards, tokens
+        self.evaluates = False
         length, width = size
+        every = torch.ones(len(like.needed), dtype=torch.bool, device="cpu")
+        rows = like.layout("trim", Way("none"), every, graph=False)
+        assert rows is not None  # or `size` is 0
+        count = len(rows.sources)
         longest_first = rows.attended.sum(1).argsort(descending=True, stable=True)
-        pool = rows.cells[longest_first][rows.attended[longest_first]]
+        pool = rows.sources[longest_first][rows.attended[longest_first]]
         cyclic, half = torch.arange(length, device="cpu") % len(pool), -(-length // 2)
         first, other = pool[cyclic], pool.roll(-(len(pool) // 2))[cyclic]
         second = torch.cat([first[:half], other[half : half + -(-length // 8)]])
-        tokens = [first, second, other[:half].flip(0)][: 3 if len(rows) > 2 else 2]
+        tokens = [first, second, other[:half].flip(0)][: 3 if count > 2 else 2]
         # of a batch of one sequence, the padded forward has one row
+        self.of_padded = [[0], [1]] if count == 1 else [[*range(len(tokens))]]
         most = setting(trunk, "max_position_embeddings") or length + 2
         width = max(width, length + 2 if length + 2 <= most else length)
-        self.of_padded = [[0], [1]] if len(rows) == 1 else [[*range(len(tokens))]]
         begins = [(width - length) // 2] * 2 + [width - half]
         # padding has ids of tokens: a model may tell it by its ids
         sources = pool[torch.arange(width, device="cpu") % len(pool)].repeat(len(tokens), 1)
-        mask, self.needed = torch.zeros(2, *sources.shape, dtype=torch.bool, device="cpu")
+        mask, needed = torch.zeros(2, *sources.shape, dtype=torch.bool, device="cpu")
         for i, (begin, own) in enumerate(zip(begins, tokens, strict=False)):
             end, third = begin + len(own), begin + len(own) // 3
             sources[i, begin:end], mask[i, begin:end] = own, True
-            self.needed[i, third : max(end - 1, third + 1)] = True
-        self.order = (mask.cumsum(1) - 1)[self.needed].argsort().to(self.device)
+            needed[i, third : max(end - 1, third + 1)] = True
+        self.by_depth = (mask.cumsum(1) - 1)[needed].argsort().to(self.device)
         sources, mask = sources.to(self.device), mask.to(self.device)
-        per_token = {name: x.reshape(-1)[sources] for name, x in like.per_token.items()}
-        if "position_ids" in per_token:
-            per_token["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
-        ids = like.ids.reshape(-1)[sources]
-        self.inputs = TrunkInputs(ids, mask.long(), per_token, like.constants)
+        given = {name: x.reshape(-1)[sources] for name, x in like.given.items()}
+        if "position_ids" in given:
+            given["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
+        self.needed = needed.to(self.device)
+        self.inputs = TrunkInputs.of(given, mask.long(), like.constants, self.needed)
 
     def outcome(self, mode: str) -> Way | str:
         """The way in which layout `mode` is exact for these rows, or why it is not."""
@@ -329,7 +350,7 @@ class _Trial:
 
     def _ways(self, mode: str) -> list[Way]:
         """The ways to call the model that are tried for layout `mode`, the best first."""
-        if "position_ids" in self.inputs.per_token:
+        if "position_ids" in self.inputs.given:
             found = [Way("given")]
         elif mode == "padded" or not _takes_positions(self.trunk, self.forward):
             found = [Way("none")]
@@ -339,60 +360,51 @@ class _Trial:
         return [replace(way, varlen=True) for way in found if mode == "tree" and fits] + found
 
     def _compared(self, mode: str, way: Way) -> Way | str:
-        want = self._want
-        together = 2 if mode == "tree" else 1
+        want, together = self._want, 2 if mode == "tree" else 1
         parts = [[*range(together)], [*range(together, len(self.needed))]]
         got = self._run(mode, way, [x for x in parts if x])
-        way = self.way  # before another forward has its own
-        if mode == "tree" and not way.layers:
+        if mode == "tree" and not got.way.layers:
             return "its attention is not looked up in transformers' table, so it sees no segments"
-        for name in {*want[2], *got[2]}:
-            one, other = want[2].get(name), got[2].get(name)
+        for name in {*want.changed, *got.changed}:
+            one, other = want.changed.get(name), got.changed.get(name)
             if one is None or other is None or not torch.allclose(one, other, equal_nan=True):
                 return f"each forward changes a state of it ({name})"
         # rounding grows with the root of the depth, and twice as far in gradients
         eps = torch.finfo(self.dtype).eps
         depth = max(1.0, (setting(self.trunk, "num_hidden_layers") or 1) / 8)
-        floor = max(_ROUNDING * eps * depth**0.5, 1e-5)
-        for i, name in enumerate(("hidden states", "gradients")):
-            off, allowed = self._off(got, want)[i], min((i + 1) * floor, max(_MOST, 16 * eps))
-            if not off <= allowed and not off <= self._rounding[i]:
+        floor, most = max(_ROUNDING * eps * depth**0.5, 1e-5), max(_MOST, 16 * eps)
+        for i, (name, off) in enumerate(self._off(got)):
+            if not off <= min((i + 1) * floor, most) and not off <= min(self._rounding[i], most):
                 return f"{name} are off by {off:.1g} of their length from the padded forward's"
-        return way
+        return got.way
 
     @functools.cached_property
     def _want(self) -> _Found:
         """Of the padded forward: in the mode of the call, unless it draws random numbers there."""
         found = self._run("padded", self._ways("padded")[0], self.of_padded)
-        if self.is_random:
+        if found.is_random:
             self.evaluates = True
             found = self._run("padded", self._ways("padded")[0], self.of_padded)
         return found
 
     @functools.cached_property
-    def _rounding(self) -> tuple[float, float]:
+    def _rounding(self) -> list[float]:
         """Differences of hidden states and gradients that rounding may make."""
-        way = self._ways("padded")[0]
-        wider = self._run("padded", way, self.of_padded, more_columns=_MORE_COLUMNS)
-        most = max(_MOST, 16 * torch.finfo(self.dtype).eps)
-        states, gradient = (min(_ROUNDING * x, most) for x in self._off(wider, self._want))
-        return states, gradient
+        width = self.needed.shape[1] + _MORE_COLUMNS
+        wider = self._run("padded", self._ways("padded")[0], self.of_padded, width)
+        return [_ROUNDING * off for _, off in self._off(wider)]
 
-    def _off(self, got: _Found, want: _Found) -> tuple[float, float]:
-        """Distances of hidden states, the largest in eight ranges of depths, and of gradients."""
-        ranges = self.order.tensor_split(min(8, len(self.order)))
-        states = torch.stack([_distance(got[0][x], want[0][x]) for x in ranges])
-        return states.amax().item(), _distance(got[1], want[1]).item()
+    def _off(self, got: _Found) -> list[tuple[str, float]]:
+        """How far hidden states, in the worst of eight ranges of depths, and gradients are off."""
+        ranges = self.by_depth.tensor_split(min(8, len(self.by_depth)))
+        states = torch.stack([_distance(got.hidden[x], self._want.hidden[x]) for x in ranges])
+        gradient = _distance(got.gradient, self._want.gradient)
+        return [("hidden states", states.amax().item()), ("gradients", gradient.item())]
 
-    def _run(self, mode: str, way: Way, parts: list[list[int]], *, more_columns: int = 0) -> _Found:
+    def _run(self, mode: str, way: Way, parts: list[list[int]], multiple: int = 1) -> _Found:
         """Compute the rows, those of each of `parts` in a forward of its own."""
-        inputs = self.inputs.wider(more_columns) if more_columns else self.inputs
-        cells = inputs.on_cpu(nn.functional.pad(self.needed, (0, more_columns)))
-        places = torch.full(self.needed.shape, -1, device="cpu")
-        places[self.needed] = torch.arange(len(self.order), device="cpu")
-        places = nn.functional.pad(places, (0, more_columns), value=-1).reshape(-1)
         numbers = torch.arange(len(self.needed), device="cpu")
-        found, states, gradient = list[Tensor](), list[Tensor](), torch.zeros(1, device=self.device)
+        hidden, gradient = torch.zeros((), device=self.device), torch.zeros(1, device=self.device)
         with (
             torch.compiler.set_stance("force_eager"),  # nothing is compiled for these shapes
             torch.inference_mode(False),
@@ -401,42 +413,30 @@ class _Trial:
         ):
             if self.evaluates:
                 self.trunk.eval()
-            before = _random_state(self.device)
+            before, found = _random_state(self.device), way
             versions = {name: x._version for name, x in self.trunk.named_buffers()}
             for part in parts:
                 chosen = torch.isin(numbers, torch.tensor(part, device="cpu"))
-                by_column = way.positions == "column"
-                rows = cells.rows(chosen, padded=mode == "padded", by_column=by_column)
-                assert rows is not None
-                layout = (layouts.tree if mode == "tree" else layouts.by_rows)(rows, graph=True)
-                output, self.way = run_layout(self.trunk, self.forward, inputs, layout, way)
-                self.cost = self.cost[0] + 1, self.cost[1] + layout.sources.numel()
-                at = places[layout.cells]
-                hidden = output.last_hidden_state.flatten(0, 1)
-                read = hidden[layout.tokens[at >= 0].to(hidden.device)]
-                found.append(at[at >= 0])
-                states.append(read.detach())
+                layout = self.inputs.layout(mode, way, chosen, graph=True, multiple=multiple)
+                assert layout is not None
+                output, found = run_layout(self.trunk, self.forward, self.inputs, layout, way)
+                read = filled([(layout, output)], self.needed.shape)[0]
+                read = read[self.needed.to(read.device)]  # 0 in the rows of other parts
+                hidden = hidden + read.detach().to(self.device)
                 if leaves and read.requires_grad:
-                    size, draw = (len(self.order), read.shape[1]), torch.Generator("cpu")
-                    cotangent = torch.randn(size, generator=draw.manual_seed(0), device="cpu")
-                    pulled = cotangent[found[-1]].to(read)
-                    of_leaves = torch.autograd.grad(read, leaves, pulled, materialize_grads=True)
+                    draw = torch.Generator("cpu").manual_seed(0)
+                    cotangent = torch.randn(read.shape, generator=draw, device="cpu").to(read)
+                    of_leaves = torch.autograd.grad(read, leaves, cotangent, materialize_grads=True)
                     flat = [x.flatten().float().to(self.device) for x in of_leaves]
                     gradient = gradient + torch.cat(flat)
-                del output, hidden, read  # the graph, before the next part has one
-            self.is_random = not torch.equal(before, _random_state(self.device))
+                del output, read  # the graph, before the next part has one
+            is_random = not torch.equal(before, _random_state(self.device))
             changed = {
                 name: x
                 for name, x in self.trunk.named_buffers()
                 if x._version > versions.get(name, x._version)
             }
-        order = torch.cat(found).argsort()
-        return torch.cat(states).to(self.device)[order.to(self.device)], gradient, changed
-
-
-# (hidden states of the needed cells (n, H), gradient of the small parameters (m,), buffers that the
-# forward has changed in place)
-_Found = tuple[Tensor, Tensor, dict[str, Tensor]]
+        return _Found(hidden, gradient, changed, found, is_random)
 
 
 def _random_state(device: torch.device) -> Tensor:
@@ -456,10 +456,6 @@ def _takes_positions(trunk: nn.Module, forward: Callable[..., Any]) -> bool:
     decoder: Any = trunk
     forwards = forward, type(decoder.get_decoder()).forward
     return any("position_ids" in inspect.signature(x).parameters for x in forwards)
-
-
-def _has_window(trunk: nn.Module) -> bool:
-    return isinstance(setting(trunk, "sliding_window"), int)
 
 
 def _rope_types(parameters: Any) -> Iterator[str]:

@@ -20,7 +20,6 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,7 +33,7 @@ from grpo_kernels.base.choices import BatchLayout
 from grpo_kernels.base.distributed import most_of_ranks, rank_groups
 from grpo_kernels.body import layout as layouts
 from grpo_kernels.body import states
-from grpo_kernels.body.forwards import TrunkInputs, Way, run_layout
+from grpo_kernels.body.forwards import TrunkInputs, Way, filled, read_inputs, run_layout
 from grpo_kernels.body.layout import TrunkLayout
 from grpo_kernels.body.trial import MODES, Exactness, described
 from grpo_kernels.patching import Shares, forward_name, replaced
@@ -48,7 +47,6 @@ _WRAPPED = (
 _COMPILED_COLUMNS = 64  # if layers are compiled, widths are multiples of it, so that shapes recur
 _WHOLE = "all sequences run in one padded forward"
 _NOT_OF_A_LAYOUT = (torch.OutOfMemoryError, _StopRecomputationError)
-_Planned = list[tuple[TrunkLayout, Way]]  # the forwards of a batch
 
 
 @contextmanager
@@ -87,8 +85,7 @@ def live_trunk(
         say_once(trunk, "the model's forward does not call its trunk")
     else:
         yield []
-    if torch.is_grad_enabled():
-        _count(shares, len(needed), len(needed), *[needed.numel()] * 3)
+    _count(shares, len(needed), len(needed), *[needed.numel()] * 3)
 
 
 @contextmanager
@@ -98,22 +95,6 @@ def as_it_is(trunk: nn.Module) -> Iterator[None]:
     call = getattr(getattr(trunk, name), "__self__", None)
     with replaced(trunk, name, call.forward) if isinstance(call, _TrunkCall) else nullcontext():
         yield
-
-
-@dataclass
-class _Batch:
-    """Input of the trunk that can be computed in parts."""
-
-    inputs: TrunkInputs
-    exactness: Exactness
-    rows: range  # places of its sequences among those of all calls
-    live: Tensor  # (B,) bool
-    is_packed: bool  # a row may hold several sequences
-    failed: dict[str, str] = field(default_factory=dict)  # layout -> why, in this call
-
-    def refuse(self, mode: str, reason: str) -> None:
-        self.failed[mode] = reason
-        self.exactness.refuse(mode, reason)
 
 
 class _TrunkCall:
@@ -129,241 +110,178 @@ class _TrunkCall:
         shares: Shares,
     ) -> None:
         self.trunk, self.forward, self.layout = trunk, forward, layout
-        self.needed, self.live, self.shares = needed, live, shares
-        self.groups = rank_groups(trunk)
+        self.needed, self.shares = needed, shares
+        every = torch.ones(len(needed), dtype=torch.bool, device="cpu")
+        self.live = every if live is None else live.cpu()
         self.multiple = _COMPILED_COLUMNS if _is_compiled(trunk.modules()) else 1
         self.start = 0  # first sequence of the next call
         self.was_called = False
         self.computed: list[Tensor] = []
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the trunk's output, in one forward with a graph and one without.
-
-        A layout that is not known at this length is tried first, and one that raises gives way to
-        the next. Ranks that run the trunk together agree on each step before it: on trials, on
-        forwards, and on whether one has failed.
-        """
+        """The trunk's output; a layout that raises gives way to the next."""
         self.was_called = True
         positional = zip(inspect.signature(self.forward).parameters, args, strict=False)
         given = {**dict(positional), **kwargs}
-        batch, output, graph = self._batch_or_none(given), None, torch.is_grad_enabled()
-        while True:
-            mode, planned = None, None
-            if batch is not None and output is None:
-                mode, planned = self._choice(batch)
-            tries = mode is not None and planned is None
-            without = not graph or any(not layout.graph for layout, _ in planned or ())
-            wanted = [int(tries), int(graph), int(without)] if output is None else [0, 0, 0]
-            any_tries, *wanted = most_of_ranks(self.groups, wanted)
-            if any_tries:
-                with self._in_step(given) as forward:
-                    if batch is not None and mode is not None and tries:
-                        self._try(batch, mode, forward)
-                continue
-            if output is not None:
-                self._anchors(given, sum(wanted))
-            elif batch is None or mode is None:
-                output = self._as_given(given, sum(wanted) - 1)
-            else:
+        with self._in_step(given) as forward:
+            exactness = self._exactness(given)
+            while exactness is not None:
+                choice = self._choice(exactness, forward)
+                if choice is None:
+                    break
+                mode, way, planned = choice
                 try:
-                    output = self._in_parts(batch, planned or [], wanted)
+                    return self._in_parts(exactness.inputs, way, planned, forward)
                 except _NOT_OF_A_LAYOUT:
                     raise
                 except Exception as error:
-                    batch.refuse(mode, described(error))
-            if not most_of_ranks(self.groups, [int(output is None)])[0]:
-                return output
-
-    def _batch_or_none(self, given: dict[str, Any]) -> _Batch | None:
-        """The inputs `given` by name as a batch; None, after a warning, if they run as they are."""
-        try:
-            found = self._batch(given)
-        except Exception as error:  # such as a body without a config
-            found = f"in reading its inputs, {described(error)}"
-        if not isinstance(found, str):
+                    exactness.refuse(mode, described(error))
+            found, ids = forward(**given), given.get("input_ids")
+            if isinstance(ids, Tensor) and ids.dim() == 2:
+                _count(self.shares, len(ids), len(ids), *[ids.numel()] * 3)
             return found
-        say_once(self.trunk, found)
-        self.start = len(self.needed)  # the places of further calls are not known
-        return None
-
-    def _batch(self, given: dict[str, Any]) -> _Batch | str | None:
-        inputs = TrunkInputs.of(self.trunk, given)
-        if isinstance(inputs, str):
-            return inputs
-        sequences, length = inputs.ids.shape
-        rows = range(self.start, self.start + sequences)
-        self.start = rows.stop
-        if rows.stop > self.needed.shape[0] or length != self.needed.shape[1]:
-            return None
-        found = inputs.on_cpu(self.needed[rows.start : rows.stop].to(inputs.ids.device))
-        cells = inputs.apart(self.trunk, found)
-        if isinstance(cells, str):
-            return cells
-        live = torch.full((sequences,), torch.is_grad_enabled(), device="cpu")
-        if torch.is_grad_enabled() and self.live is not None:
-            live = self.live[rows.start : rows.stop].cpu()
-        exactness = Exactness(self.trunk, self.forward, inputs, cells)
-        return _Batch(inputs, exactness, rows, live, cells is not found)
-
-    def _choice(self, batch: _Batch) -> tuple[str | None, _Planned | None]:
-        """The first layout that may serve, from that of the options on, and its forwards.
-
-        No layout: the batch runs as it is given. No forwards: the layout has to be tried first. The
-        reason against the layout that was asked for is said, once it is settled.
-        """
-        reasons, mode, planned = [], None, None
-        modes = MODES[MODES.index(self.layout) :]
-        for mode in modes[: modes.count("tree")] if batch.is_packed else modes:
-            verdict = batch.failed.get(mode) or batch.exactness.verdict(mode)
-            if verdict is None:
-                return mode, None
-            if isinstance(verdict, Way):
-                try:
-                    planned = self._planned(batch, mode, verdict)
-                    if not self._loses_to_trim(batch, verdict, planned):
-                        break
-                    planned = None
-                    continue
-                except Exception as error:
-                    verdict = batch.failed[mode] = f"in planning it, {described(error)}"
-            reasons.append(verdict)
-        if reasons and not batch.exactness.cells.padding_is_read:
-            serves = f"layout={mode!r} serves"
-            whole = "packed rows run as given" if batch.is_packed else _WHOLE
-            instead = serves if planned is not None else whole
-            say_once(self.trunk, f"layout={self.layout!r}: {reasons[0]}; {instead}")
-        return (mode, planned) if planned is not None else (None, None)
-
-    def _planned(self, batch: _Batch, mode: str, way: Way) -> _Planned:
-        """Layouts of the sequences with and without gradient that have something to compute."""
-        found, options = [], {"padded": mode == "padded", "by_column": way.positions == "column"}
-        cells = batch.exactness.cells
-        live = batch.live[cells.places[:, 0] // batch.inputs.ids.shape[1]]
-        for chosen, graph in ((live, True), (~live, False)):
-            rows = cells.rows(chosen, **options)
-            if rows is not None and mode == "tree":
-                least = max(1, way.chunk // 2)
-                layout = layouts.tree(rows, graph=graph, multiple=self.multiple, least=least)
-                found.append((layout, way))
-            elif rows is not None:
-                found.append((layouts.by_rows(rows, graph=graph, multiple=self.multiple), way))
-        return found
-
-    def _loses_to_trim(self, batch: _Batch, way: Way, planned: _Planned) -> bool:
-        """True if recurrences make the tree `planned` slower than rows, which are exact too."""
-        device, trees = batch.inputs.ids.device, [x for x, _ in planned if x.paths is not None]
-        others = batch.failed.get("trim") or batch.exactness.verdict("trim")
-        if batch.is_packed or not (way.chunk and trees) or isinstance(others, str):
-            return False
-        rows = [layout for layout, _ in self._planned(batch, "trim", way)]
-        one, other = (sum(states.cost(x, way.chunk, device) for x in y) for y in (trees, rows))
-        return one > other
-
-    def _try(self, batch: _Batch, mode: str, forward: Callable[..., Any]) -> None:
-        try:
-            batch.exactness.attempt(mode, forward)
-        except torch.OutOfMemoryError:  # of this moment: the next call tries again
-            batch.failed[mode] = "no memory is free for its trial"
-        except Exception as error:
-            batch.refuse(mode, f"in making its trial, {described(error)}")
-
-    def _as_given(self, given: dict[str, Any], others: int) -> Any:
-        """Run the padded forward, and as many `others` as other ranks run."""
-        found = self.forward(**given)
-        self._anchors(given, others)
-        ids: Any = given.get("input_ids")
-        if isinstance(ids, Tensor) and ids.dim() == 2 and torch.is_grad_enabled():
-            _count(self.shares, len(ids), len(ids), *[ids.numel()] * 3)
-        return found
 
     @contextmanager
     def _in_step(self, given: dict[str, Any]) -> Iterator[Callable[..., Any]]:
-        """Inside, call the yielded forward any number of times: other ranks run as many."""
-        if not self.groups:
+        """Inside, call the yielded forward any number of times.
+
+        Each is announced to the ranks that run the trunk together: a rank that needs no more of its
+        own runs one of two tokens for each of theirs, and so does one whose forward has failed.
+        """
+        groups = rank_groups(self.trunk)
+        if not groups:
             yield self.forward
             return
 
+        @torch.no_grad()
+        def anchor() -> None:
+            like = next(x for x in given.values() if isinstance(x, Tensor))
+            self.forward(input_ids=torch.full((1, 2), ordinary_id(self.trunk), device=like.device))
+
         @functools.wraps(self.forward)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            most_of_ranks(self.groups, [1])
+            most_of_ranks(groups, [1])
             try:
                 return self.forward(*args, **kwargs)
             except Exception:
-                self._anchors(given, 1)  # the others are within theirs
+                anchor()  # the others are within theirs
                 raise
 
         yield forward
-        while most_of_ranks(self.groups, [0])[0]:
-            self._anchors(given, 1)
+        while most_of_ranks(groups, [0])[0]:
+            anchor()
 
-    @torch.no_grad()
-    def _anchors(self, given: dict[str, Any], count: int) -> None:
-        """Run `count` forwards of two tokens, so that ranks stay in step."""
-        like = next(x for x in given.values() if isinstance(x, Tensor))
-        for _ in range(count):
-            self.forward(input_ids=torch.full((1, 2), ordinary_id(self.trunk), device=like.device))
+    def _exactness(self, given: dict[str, Any]) -> Exactness | None:
+        """Of the inputs `given` by name; None, after a warning, if they run as they are."""
+        try:
+            inputs = read_inputs(self.trunk, given, self.needed[self.start :])
+            self.start += len(given["input_ids"])
+            if isinstance(inputs, TrunkInputs):
+                return Exactness(self.trunk, self.forward, inputs)
+        except Exception as error:  # such as a body without a config
+            inputs = f"in reading its inputs, {described(error)}"
+        if inputs is not None:
+            say_once(self.trunk, inputs)
+            self.start = len(self.needed)  # the places of further calls are not known
+        return None
 
-    def _in_parts(self, batch: _Batch, planned: _Planned, wanted: Sequence[int]) -> Any:
-        """The trunk's output, its hidden states (B, L, H) from `planned`.
+    def _choice(
+        self, exactness: Exactness, forward: Callable[..., Any]
+    ) -> tuple[str, Way, list[TrunkLayout]] | None:
+        """The first layout that serves, from the one asked for on; None: the batch runs as given.
 
-        `wanted` are the numbers of forwards with and without a graph; where there is no layout for
-        one, it fills no cell.
+        The reason against the one asked for is said.
         """
-        sequences, length = batch.inputs.ids.shape
-        graph, cells, states = torch.is_grad_enabled(), [], []
-        output: Any = None
-        by_graph = {layout.graph: (layout, way) for layout, way in planned}
-        anchors = {x: (layouts.anchor(graph=x), Way("none")) for x in (True, False)}
-        planned = [
-            by_graph.get(x, anchors[x]) for x, n in zip((True, False), wanted, strict=True) if n
+        inputs, reasons, found = exactness.inputs, list[str](), None
+        modes = MODES[MODES.index(self.layout) :]
+        for mode in modes[: modes.count("tree")] if inputs.is_packed else modes:
+            way = exactness.way(mode, forward)
+            if isinstance(way, Way):
+                try:
+                    planned = self._planned(inputs, mode, way)
+                    if self._loses_to_trim(exactness, way, planned):
+                        continue
+                    found = mode, way, planned
+                    break
+                except Exception as error:
+                    way = f"in planning it, {described(error)}"
+            reasons.append(way)
+        if reasons and not inputs.padding_is_read:
+            whole = "packed rows run as given" if inputs.is_packed else _WHOLE
+            instead = whole if found is None else f"layout={found[0]!r} serves"
+            say_once(self.trunk, f"layout={self.layout!r}: {reasons[0]}; {instead}")
+        return found
+
+    def _planned(self, inputs: TrunkInputs, mode: str, way: Way) -> list[TrunkLayout]:
+        """Layouts of the sequences with and without gradient that have something to compute."""
+        live = self._live(inputs)[inputs.places[:, 0] // self.needed.shape[1]]
+        both = [
+            inputs.layout(mode, way, chosen, graph=graph, multiple=self.multiple)
+            for chosen, graph in ((live, True), (~live, False))
         ]
-        for i, (layout, way) in enumerate(planned):
-            try:
-                with torch.set_grad_enabled(graph and layout.graph):
-                    output, _ = run_layout(self.trunk, self.forward, batch.inputs, layout, way)
-            except Exception:
-                if self.groups:  # the others run this one and those after it
-                    self._anchors({"input_ids": batch.inputs.ids}, len(planned) - i)
-                raise
-            hidden = output.last_hidden_state
-            tokens = layout.tokens.to(hidden.device, non_blocking=True)
-            cells.append(layout.cells.to(hidden.device, non_blocking=True))
-            states.append(hidden.flatten(0, 1).index_select(0, tokens))
-        hidden = states[0].new_zeros(sequences * length, states[0].shape[-1])
-        filled = torch.cat(cells)
-        hidden = hidden.index_copy(0, filled, torch.cat(states)).view(sequences, length, -1)
-        is_filled = torch.zeros(sequences * length, dtype=torch.bool, device=hidden.device)
-        self.computed.append(is_filled.index_fill(0, filled, True).view(sequences, length))
+        return [layout for layout in both if layout is not None]
+
+    def _live(self, inputs: TrunkInputs) -> Tensor:
+        """(B,) bool: rows of the batch `inputs` that may get a gradient."""
+        first = self.start - len(inputs.given["input_ids"])
+        return self.live[first : self.start] & torch.is_grad_enabled()
+
+    def _loses_to_trim(
+        self, exactness: Exactness, way: Way, planned: Sequence[TrunkLayout]
+    ) -> bool:
+        """True if recurrences make the tree `planned` slower than rows, which are exact too."""
+        inputs = exactness.inputs
+        if not way.chunk or inputs.is_packed or isinstance(exactness.known("trim"), str):
+            return False
+        rows = self._planned(inputs, "trim", way)
+        device = inputs.given["input_ids"].device
+        one, other = (sum(states.cost(x, way.chunk, device) for x in y) for y in (planned, rows))
+        return one > other
+
+    def _in_parts(
+        self,
+        inputs: TrunkInputs,
+        way: Way,
+        planned: list[TrunkLayout],
+        forward: Callable[..., Any],
+    ) -> Any:
+        """The trunk's output, its hidden states (B, L, H) from forwards of `planned`."""
+        graph, shape = torch.is_grad_enabled(), inputs.given["input_ids"].shape
+        if not any(layout.graph == graph for layout in planned):
+            planned = [layouts.anchor(graph=graph), *planned]  # a loss needs something to attach to
+        parts = []
+        for layout in planned:
+            with torch.set_grad_enabled(layout.graph):
+                output, _ = run_layout(self.trunk, forward, inputs, layout, way)
+            parts.append((layout, output))
+        hidden, is_filled = filled(parts, shape)
+        self.computed.append(is_filled)
         if graph:
-            made = [(layout.sources.numel(), layout.graph) for layout, _ in planned]
-            computed = sum(n for n, _ in made)
-            gradient = sum(n for n, has_graph in made if has_graph)
-            live = int(batch.live.sum())
-            _count(self.shares, live, sequences, sequences * length, computed, gradient)
-            _guard(hidden, [layout for layout, _ in planned], batch.rows, batch.live)
+            made = [(layout.sources.numel(), layout.graph) for layout in planned]
+            computed, gradient = (sum(n for n, x in made if x or every) for every in (True, False))
+            live = self._live(inputs)
+            _count(self.shares, int(live.sum()), len(live), shape.numel(), computed, gradient)
+            _guard(hidden, planned, self.start - len(live), live)
         return type(output)(**{**output, "last_hidden_state": hidden})
 
 
 def _guard(
     hidden: Tensor,  # (B, L, H)
     planned: Sequence[TrunkLayout],
-    rows: range,
+    first: int,
     live: Tensor,  # (B,) bool
 ) -> None:
     """Have the backward raise if gradient arrives at a cell of `hidden` without a graph.
 
-    It costs one wait for the device in each backward. `rows` are the sequences' numbers.
+    It costs one wait for the device in each backward. `first` is the first sequence's number.
     """
-    if not hidden.requires_grad:
-        return
-    has_graph = torch.zeros(hidden.shape[0] * hidden.shape[1], dtype=torch.bool, device="cpu")
-    for layout in planned:
-        if layout.graph:
-            has_graph[layout.cells] = True
-    without = (~has_graph).nonzero().squeeze(1)
-    if not len(without):
-        return
     length = hidden.shape[1]
+    without_graph = torch.ones(len(live) * length, dtype=torch.bool, device="cpu")
+    for layout in planned:
+        without_graph[layout.cells] &= not layout.graph
+    without = without_graph.nonzero().squeeze(1)
+    if not hidden.requires_grad or not len(without):
+        return
     without_here = without.to(hidden.device, non_blocking=True)
 
     def look(gradient: Tensor) -> None:
@@ -371,8 +289,8 @@ def _guard(
         reached = at_cells.count_nonzero(dim=1)
         if not bool(reached.any()):
             return
-        local = (without[reached.nonzero().squeeze(1).cpu()] // length).unique()
-        dead = [rows[i] for i in local.tolist() if not live[i]]
+        local = (without[reached.nonzero().squeeze(1).cpu()] // length).unique().tolist()
+        dead = [first + i for i in local if not live[i]]
         if dead:
             raise RuntimeError(
                 f"zero_advantage: expected no gradient for the sequences {dead}, which ran without "
@@ -381,7 +299,7 @@ def _guard(
             )
         raise RuntimeError(
             "layout: expected gradient at completion tokens alone, got one elsewhere in the "
-            f"sequences {[rows[i] for i in local.tolist()]}; pass layout='padded'"
+            f"sequences {[first + i for i in local]}; pass layout='padded'"
         )
 
     hidden.register_hook(look)
@@ -391,9 +309,10 @@ def _count(
     shares: Shares, live: int, sequences: int, positions: int, computed: int, gradient: int
 ) -> None:
     """Of the padded `positions` of a call `computed` ran, `gradient` of them with a graph."""
-    shares.add("sequences/gradient", live, sequences)
-    shares.add("tokens/computed", computed, positions)
-    shares.add("tokens/gradient", gradient, positions)
+    if torch.is_grad_enabled():
+        shares.add("sequences/gradient", live, sequences)
+        shares.add("tokens/computed", computed, positions)
+        shares.add("tokens/gradient", gradient, positions)
 
 
 def unwrapped(model: nn.Module) -> tuple[list[nn.Module], PreTrainedModel]:
