@@ -1,9 +1,9 @@
 """``python -m benchmarks.verl_step``: verl's scoring of the old policy and its update, on a CPU.
 
 One group of completions, all with a gradient, through verl's own FSDP engine (not wrapped, fp32)
-and its ``ppo_loss``: with verl's fused torch head, with ours, and with ours where the update scores
-(``old_logprobs=auto``). CPU seconds of all micro-batches, without the optimizer; the variants take
-turns in one process.
+and its ``ppo_loss``: with verl's fused torch head, with ours alone, with ours where the update
+scores (``old_logprobs=auto``), and with the prompt run once besides, which is the default. CPU
+seconds of all micro-batches, without the optimizer; the variants take turns in one process.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from benchmarks.parity import TOLERANCE
 from benchmarks.timing import order
 from grpo_kernels.verl import old_logprobs, patch_verl
 
-TORCH, SCORED, OURS = "verl's torch head", "grpo_kernels, scored", "grpo_kernels"
+TORCH, SCORED, OURS = "verl's torch head", "head alone, scored", "head alone"
+TREE = "default"  # the prompt runs once
 # head : layers as in Qwen3-0.6B, 0.33 parameters
 SIZE, SHAPE, ROUNDS = Size(vocab=4096), Shape(1024, 256), 5
 TOY_SIZE, TOY_SHAPE = Size(32, 64, 2, 2, 1, 16, 500), Shape(24, 12, 4)
@@ -130,8 +131,13 @@ def measure(size: Size, shape: Shape, rounds: int, micro: int, *, packed: bool) 
     loss = functools.partial(verl("workers.utils.losses").ppo_loss, config=config)
     data = batch(size, shape, micro, packed=packed)
     ours_alone = {"impl_backend": "grpo_kernels", "layout": "padded"}  # prompts run as in verl
-    theirs, ours = (engine(size, shape, x) for x in ({"impl_backend": "torch"}, ours_alone))
-    variants = {TORCH: (theirs, True), SCORED: (ours, True), OURS: (ours, False)}
+    theirs, ours, tree = (
+        engine(size, shape, x)
+        for x in ({"impl_backend": "torch"}, ours_alone, {"impl_backend": "grpo_kernels"})
+    )
+    variants = {
+        TORCH: (theirs, True), SCORED: (ours, True), OURS: (ours, False), TREE: (tree, False),
+    }  # fmt: skip
 
     def run(name: str) -> tuple[float, float, Tensor]:
         made, scored = variants[name]
@@ -140,7 +146,8 @@ def measure(size: Size, shape: Shape, rounds: int, micro: int, *, packed: bool) 
     watch = Watch()
     _, want, gradient = run(TORCH)
     differences = {}
-    for name in (SCORED, OURS):  # which warms up, too
+    for name in (SCORED, OURS, TREE):  # which warms up, too
+        run(name)  # the first call tries the layout
         _, got, x = run(name)
         apart = float((x - gradient).norm() / gradient.norm())
         differences[name] = {"loss": abs(got - want), "gradient": apart}

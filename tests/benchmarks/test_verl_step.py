@@ -17,5 +17,10 @@ def test_every_variant_trains_alike(packed: bool) -> None:
     with verl_engine.on_one_rank():
         found = verl_step.measure(verl_step.TOY_SIZE, verl_step.TOY_SHAPE, 1, 2, packed=packed)
     assert found["status"] == "ok"
-    assert [*found["seconds"]] == [verl_step.TORCH, verl_step.SCORED, verl_step.OURS]
+    assert [*found["seconds"]] == [
+        verl_step.TORCH,
+        verl_step.SCORED,
+        verl_step.OURS,
+        verl_step.TREE,
+    ]
     assert all(x > 0 for x in found["seconds"].values())
