@@ -1,11 +1,13 @@
-"""Calls of a module that change nothing in it: in evaluation mode, or as a guest."""
+"""Calls of a module that change nothing in it: in evaluation mode, or as a guest; its identity."""
 
 from __future__ import annotations
 
 import random
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -93,3 +95,9 @@ def _restore(entries: dict[str, Any], before: dict[str, Any]) -> None:
     if entries.keys() != before.keys() or any(entries[name] is not x for name, x in before.items()):
         entries.clear()
         entries.update(before)
+
+
+def identity(function: Any) -> Any:
+    """What tells `function` from any other, and keeps neither it nor a method's module alive."""
+    owner, function = getattr(function, "__self__", None), getattr(function, "__func__", function)
+    return weakref.ref(function) if isinstance(function, FunctionType) else id(function), id(owner)

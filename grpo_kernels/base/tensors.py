@@ -1,10 +1,11 @@
-"""Tensors: records of them, sums, quantiles, importance ratios, and the sequences of a batch."""
+"""Tensors: records of them, sums, quantiles, importance ratios, sequences of a batch, calls."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, TypeVar
 
@@ -158,3 +159,41 @@ def sequences_of(
         return sequence, positions - on_device[sequence]
 
     return len(lengths), max(lengths, default=0), locate
+
+
+def cut(costs: Sequence[float], overhead: float) -> list[tuple[int, int]]:
+    """Divide ascending `costs` into parts (first, end) of least cost.
+
+    A part costs its size times its largest member c, and `overhead`. A dynamic programme over where
+    the last part begins: from `first` on it costs ``least[first] - first * c``, a line in c. Slopes
+    fall and c rises, so that a line once beaten stays beaten: `lines` are the others, best first.
+    """
+    least, begin, lines = [0.0], [0], deque[int]()
+
+    def crossing(one: int, other: int) -> float:
+        return (least[other] - least[one]) / (other - one)
+
+    for end, cost in enumerate(costs, start=1):
+        new = end - 1
+        while len(lines) > 1 and crossing(lines[-1], new) <= crossing(lines[-2], lines[-1]):
+            lines.pop()
+        lines.append(new)
+        while len(lines) > 1 and crossing(lines[0], lines[1]) < cost:
+            lines.popleft()
+        begin.append(lines[0])
+        least.append(least[lines[0]] + (end - lines[0]) * cost + overhead)
+    parts, end = [], len(costs)
+    while end > 0:
+        parts.append((begin[end], end))
+        end = begin[end]
+    return parts[::-1]
+
+
+def places(calls: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """Each token's place among the `calls` one after the other, (tokens, bool) each.
+
+    A token is where the bool is True, in one place.
+    """
+    tokens = torch.cat([tokens[own] for tokens, own in calls])
+    found = torch.cat([own.flatten() for _, own in calls]).nonzero().squeeze(1)
+    return found[tokens.argsort()]

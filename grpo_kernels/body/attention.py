@@ -19,8 +19,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.utils import _pytree as pytree
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
+from grpo_kernels.base.tensors import cut, places
 from grpo_kernels.body.layout import Paths
 
 # Floating-point operations of attention in the time that one more call takes, forward and backward:
@@ -58,9 +58,8 @@ def group(paths: Paths, call_cells: float) -> list[tuple[Tensor, Tensor, Tensor]
     since it needs a mask; there as many tokens lie before the q in all of them. So a segment is in
     a whole call where its context is its shorter part. Each call costs `call_cells` besides.
 
-    Returns:
-        of each call (queries (n, q), keys (n, k), own (n, q) bool): tokens of the layout, padded on
-        the right, and the queries whose results are read, the segments'.
+    Each is (queries (n, q), keys (n, k), own (n, q) bool): tokens of the layout, padded on the
+    right, and True for queries whose results are read, the segments'.
     """
     contexts = torch.where(paths.contexts <= paths.new, 0, paths.contexts)
     order = paths.lengths.argsort(stable=True)
@@ -77,45 +76,6 @@ def group(paths: Paths, call_cells: float) -> list[tuple[Tensor, Tensor, Tensor]
             own = (columns >= paths.contexts[part, None]) & (columns < length)
             found.append((keys[:, context:], keys, own[:, context:]))
     return found
-
-
-def cut(costs: Sequence[float], overhead: float) -> list[tuple[int, int]]:
-    """Divide ascending `costs` into parts (first, end) of least cost.
-
-    A part costs its size times its largest member, and `overhead`. A dynamic programme over where
-    the last part begins: with the largest member c of a part that begins at `first`, the cost is a
-    line in c, ``least[first] - first * c``. Slopes fall and c rises, so that a line once beaten
-    stays beaten: `lines` holds the others, the best one first.
-    """
-    least, begin, lines = [0.0], [0], deque[int]()
-
-    def crossing(one: int, other: int) -> float:
-        return (least[other] - least[one]) / (other - one)
-
-    for end, cost in enumerate(costs, start=1):
-        new = end - 1
-        while len(lines) > 1 and crossing(lines[-1], new) <= crossing(lines[-2], lines[-1]):
-            lines.pop()
-        lines.append(new)
-        while len(lines) > 1 and crossing(lines[0], lines[1]) < cost:
-            lines.popleft()
-        begin.append(lines[0])
-        least.append(least[lines[0]] + (end - lines[0]) * cost + overhead)
-    parts, end = [], len(costs)
-    while end > 0:
-        parts.append((begin[end], end))
-        end = begin[end]
-    return parts[::-1]
-
-
-def places(calls: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """Each token's place among the `calls` one after the other, (tokens, bool) each.
-
-    A token is where the bool is True, in one place.
-    """
-    tokens = torch.cat([tokens[own] for tokens, own in calls])
-    found = torch.cat([own.flatten() for _, own in calls]).nonzero().squeeze(1)
-    return found[tokens.argsort()]
 
 
 class Segments:

@@ -152,20 +152,17 @@ def read_inputs(
     if needed.shape != ids.shape:
         return None
     inputs = TrunkInputs.of(of_tokens, mask, constants, needed)
-    positions = inputs.values.get("position_ids")
-    if mask is not None or positions is None:
-        return inputs
-    return _apart(inputs, positions, ends, is_flash(attention_of(trunk)))
+    is_padded = mask is not None or "position_ids" not in of_tokens
+    return inputs if is_padded else _apart(inputs, ends, is_flash(attention_of(trunk)))
 
 
-def _apart(
-    inputs: TrunkInputs, positions: Tensor, ends_given: list[Tensor], flash: bool
-) -> TrunkInputs | str:
+def _apart(inputs: TrunkInputs, ends_given: list[Tensor], flash: bool) -> TrunkInputs | str:
     """`inputs` with each sequence of packed rows that is read by itself; or why not.
 
     Without a mask, transformers tells the sequences of a row by positions that do not go on: flash
     attention by zeros, and in a batch of one row alone.
     """
+    positions = inputs.values["position_ids"]
     begins = nn.functional.pad(positions.diff(dim=1) != 1, (1, 0), value=True).flatten()
     starts, is_read = begins.nonzero().squeeze(1), inputs.needed.flatten()
     ends = torch.cat([starts[1:], torch.tensor([len(begins)], device="cpu")])

@@ -26,30 +26,17 @@ from torch.nn.functional import pad
 
 @dataclass(frozen=True)
 class Rows:
-    """Cells of R sequences that have to be computed, in order: indices into the flat (B, L).
+    """Cells of R sequences that have to be computed."""
 
-    Attributes:
-        cells: with padding on the right, and that within a sequence.
-        computed: False right of a sequence's last cell.
-        attended: False for padding.
-        features: int64, whatever the trunk reads of a cell: token, position, token type.
-    """
-
-    cells: Tensor  # (R, w)
-    computed: Tensor  # (R, w) bool
-    attended: Tensor  # (R, w) bool
-    features: Tensor  # (R, w, F)
-
-    def __len__(self) -> int:
-        return len(self.cells)
+    cells: Tensor  # (R, w), indices into the flat (B, L)
+    computed: Tensor  # (R, w) bool, False right of a sequence's last cell
+    attended: Tensor  # (R, w) bool, False for padding, on the sides and within
+    features: Tensor  # (R, w, F) int64, what the trunk reads of a cell: token, position, type
 
 
 @dataclass(frozen=True)
 class Paths:
-    """The segments of a tree, S of them, in the order of their tokens.
-
-    Each token sees its path up to itself.
-    """
+    """The S segments of a tree in the order of their tokens. A token sees its path up to itself."""
 
     tokens: Tensor  # (S, k), the tokens of each path, with anything on the right
     lengths: Tensor  # (S,), number of tokens of each path
@@ -77,8 +64,7 @@ class TrunkLayout:
 def tree(rows: Rows, *, graph: bool, multiple: int = 1, least: int = 1) -> TrunkLayout:
     """Each distinct prefix of `rows` once; the width is a multiple of `multiple`.
 
-    Rows do not share a prefix, beyond one that they share anyway, if that saves less than `least`
-    tokens.
+    A branch saves at least `least` tokens, or rows do not share it.
     """
     left = (~rows.attended).to(torch.uint8).argsort(dim=1, stable=True)  # attended cells first
     lengths = rows.attended.sum(1)
@@ -97,18 +83,17 @@ def tree(rows: Rows, *, graph: bool, multiple: int = 1, least: int = 1) -> Trunk
     starts = new.cumsum(0) - new
     # The token in column c of a row is that of the last row so far that shares at most c tokens.
     is_new = places >= shared[:, None]
-    owners = torch.where(is_new, _range(len(rows))[:, None], 0).cummax(0).values
+    owners = torch.where(is_new, _range(len(cells))[:, None], 0).cummax(0).values
     tokens = (starts - shared)[owners] + places
     own, is_new = new > 0, is_new & inside
     paths = Paths(tokens[own], lengths[own], new[own])
     sources, depths = cells[is_new], places.expand_as(cells)[is_new]
     filling = -len(sources) % multiple
     if filling:  # a root of its own
-        row = torch.arange(len(sources), len(sources) + filling, device="cpu")
-        width, count = max(filling, len(places)), torch.tensor([filling], device="cpu")
-        before = pad(paths.tokens, (0, width - len(places)))
-        found = torch.cat([before, pad(row, (0, width - filling))[None]])
-        paths = Paths(found, torch.cat([paths.lengths, count]), torch.cat([paths.new, count]))
+        found = pad(paths.tokens, (0, max(0, filling - len(places)), 0, 1))
+        found[-1, :filling] = len(sources) + _range(filling)
+        lengths, new = (pad(x, (0, 1), value=filling) for x in (paths.lengths, paths.new))
+        paths = Paths(found, lengths, new)
         sources = torch.cat([sources, sources[:1].expand(filling)])
         depths = torch.cat([depths, _range(filling)])
     attended = torch.ones_like(sources, dtype=torch.bool)[None]

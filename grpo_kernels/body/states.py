@@ -24,14 +24,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from grpo_kernels.body.attention import (
-    NotAlongPaths,
-    Segments,
-    cut,
-    places,
-    taking_segments,
-    wrap_in_files,
-)
+from grpo_kernels.base.tensors import cut, places
+from grpo_kernels.body.attention import NotAlongPaths, Segments, taking_segments, wrap_in_files
 from grpo_kernels.body.layout import Paths, TrunkLayout
 
 _CHUNK = 64  # tokens that a recurrence computes at a time, where its call does not say
@@ -189,12 +183,12 @@ class Runs(NamedTuple):
 
 def _calls(
     paths: Paths, chunk: int, call_chunks: float, *, side_by_side: bool
-) -> tuple[list[tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]], Tensor]:
+) -> tuple[list[tuple[Tensor, Tensor | None, Tensor | None, bool]], Tensor]:
     """(the calls of a recurrence; of each token its place among all calls' tokens).
 
     Of each call: its tokens, (r, w) of r runs, padded on the right, or of all side by side (1, n);
-    the (r + 1,) ends of runs side by side; (r,), of their parents the places among the states kept
-    so far, None for roots; places of those whose last states are kept, None if none is.
+    the (r + 1,) ends of runs side by side; the (r,) places of their parents among the last states
+    kept so far, None for roots; and whether its own are kept.
     """
     runs, calls, kept, owned = Runs.of(paths), [], 0, []
     is_parent, place = runs.is_parent, torch.full_like(runs.parents, -1)
@@ -205,12 +199,12 @@ def _calls(
         if side_by_side:
             tokens, own = tokens[own][None], own[own][None]
             ends = nn.functional.pad(lengths.squeeze(1).cumsum(0), (1, 0))
-        of_parents = None if int(parents[0]) < 0 else place[parents]
-        last = is_parent[chosen].nonzero().squeeze(1)
-        place[chosen[last]] = kept + torch.arange(len(last), device="cpu")
-        kept += len(last)
         owned.append((tokens, own))
-        calls.append((tokens, ends, of_parents, last if len(last) else None))
+        keeps = bool(is_parent[chosen].any())
+        calls.append((tokens, ends, None if int(parents[0]) < 0 else place[parents], keeps))
+        if keeps:
+            place[chosen] = kept + torch.arange(len(chosen), device="cpu")
+            kept += len(chosen)
     return calls, places(owned)
 
 
@@ -265,17 +259,17 @@ def _recur(
         like.device,
     )
     outputs, states = list[Tensor](), list[Tensor]()
-    for tokens, ends, parents, kept in calls:
+    for tokens, ends, parents, keeps in calls:
         own = {
             name: given[name][0].index_select(0, tokens.flatten()).unflatten(0, tokens.shape)
             for name in recurrence.of_tokens
         }
         first = None if parents is None else torch.cat(states).index_select(0, parents)
-        own |= {recurrence.first: first, recurrence.wants_last: kept is not None}
+        own |= {recurrence.first: first, recurrence.wants_last: keeps}
         output, last = call(own if ends is None else {**own, "cu_seqlens": ends})
         outputs.append(output.flatten(0, 1))
-        if kept is not None and last is not None:
-            states.append(last.index_select(0, kept))
+        if keeps and last is not None:
+            states.append(last)
     found = torch.cat(outputs).index_select(0, back)[None]
     return (found, None) if recurrence.returns_pair else found
 

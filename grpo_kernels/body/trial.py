@@ -21,7 +21,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +28,7 @@ from torch import Tensor, nn
 
 from grpo_kernels.base.choices import BatchLayout, choices
 from grpo_kernels.base.distributed import rank_groups
-from grpo_kernels.base.modes import guest
+from grpo_kernels.base.modes import guest, identity
 from grpo_kernels.body import states
 from grpo_kernels.body.attention import NotAlongPaths, has_varlen
 from grpo_kernels.body.forwards import (
@@ -41,7 +40,7 @@ from grpo_kernels.body.forwards import (
     setting,
     text_config,
 )
-from grpo_kernels.head.module import name_of, origin
+from grpo_kernels.head.module import foreign_hook
 
 MODES: tuple[Any, ...] = choices(BatchLayout)
 
@@ -55,10 +54,6 @@ _SMALL = 2**17  # elements of a parameter whose gradient is compared
 _KEPT = 32  # facts that are kept of a model
 _IN_A_ROW = 8  # facts that may be new in a row until trials end
 _OF_LENGTH = {"dynamic", "longrope"}  # RoPE whose frequencies depend on a forward's last position
-# Hooks that look at no columns, or make parameters and activations whole
-_TORCHS = ("torch.distributed.", "torch.nn.", "torch.utils.")
-_HOOKS = (*_TORCHS, "deepspeed.", "accelerate.", "transformers.", "peft.")
-_HOOK_KINDS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _SWITCHES = (bool, int, float, str)  # attributes of modules that may change what they compute
 _COUNTERS = ("_", "ds_", "applied_")  # but not those of DeepSpeed
 
@@ -87,29 +82,28 @@ class Exactness:
         first, end = inputs.spans
         # columns of the longest sequence, from its first token to the last that is read, and of all
         self.size = int((end - first).amax()), inputs.needed.shape[1]
-        self._verdicts: dict[str, Verdict] = {}
-        self._reason: str | None = None  # against every layout
-        hook = _foreign_hook(trunk)
-        if hook is not None:
-            self._reason = f"the hook {hook} would be handed other columns than those of the batch"
-            return
         known, facts = _verdicts.setdefault(trunk, {}), _facts(trunk, forward, inputs)
         _new_in_a_row[trunk] = 0 if facts in known else _new_in_a_row.get(trunk, 0) + 1
-        if _new_in_a_row[trunk] > _IN_A_ROW:
-            self._reason = "what its results depend on changes in each call"
         self._verdicts = known.setdefault(facts, {})
         if len(known) > _KEPT:
             del known[next(iter(known))]
+        if _new_in_a_row[trunk] > _IN_A_ROW:
+            reason = "what its results depend on changes in each call"
+            self._verdicts = {mode: Verdict(reason=reason) for mode in MODES}
 
     def known(self, mode: str) -> Way | str | None:
         """The way in which layout `mode` is exact for this batch; or why not; None: not tried."""
-        if self._reason is not None:
-            return self._reason
         if self.inputs.padding_is_read and mode != "padded":
             return "padding is read, and only the model knows what it attends to"
-        reason = self._against_a_tree() if mode == "tree" else None
-        if reason is not None:
-            return reason
+        attended, needed = self.inputs.attended, self.inputs.needed
+        if mode == "tree" and isinstance(setting(self.trunk, "sliding_window"), int):
+            begun, goes_on = attended.cumsum(1) > 0, needed.flip(1).cumsum(1).flip(1) > 0
+            if (begun & goes_on & ~attended).any():
+                return "a sequence has padding within, which its sliding window counts"
+        types = self.inputs.values.keys() - {"input_ids", "position_ids"}
+        for name in types if mode == "tree" else ():
+            if len(self.inputs.values[name][attended].unique()) > 1:
+                return f"{name} differ between tokens, and may say which see each other"
         if mode not in self._verdicts:
             try:
                 reason = _by_structure(mode, self.trunk, self.forward)
@@ -121,18 +115,6 @@ class Exactness:
             return Way("none")  # nothing is read, nor computed
         fits = all(one <= other for one, other in zip(self.size, verdict.size, strict=True))
         return verdict.way if verdict.way is not None and fits else verdict.reason
-
-    def _against_a_tree(self) -> str | None:
-        """What `_facts` do not say: it is of this batch."""
-        attended, needed = self.inputs.attended, self.inputs.needed
-        begun, goes_on = attended.cumsum(1) > 0, needed.flip(1).cumsum(1).flip(1) > 0
-        has_window = isinstance(setting(self.trunk, "sliding_window"), int)
-        if has_window and (begun & goes_on & ~attended).any():
-            return "a sequence has padding within, which its sliding window counts"
-        for name, x in self.inputs.values.items():
-            if name not in ("input_ids", "position_ids") and len(x[attended].unique()) > 1:
-                return f"{name} differ between tokens, and may say which see each other"
-        return None
 
     def way(self, mode: str, forward: Callable[..., Any]) -> Way | str:
         """`known`, after a trial by `forward` where there is no verdict."""
@@ -151,9 +133,8 @@ class Exactness:
         if verdict.way is not None:
             # twice what was compared, if this batch has as many tokens: few try again then
             rows, most = len(self.inputs.needed), setting(self.trunk, "max_position_embeddings")
-            headroom = max(
-                self.inputs.needed.numel() // min(3, max(2, rows)), 5 * self.size[1] // 4
-            )
+            tokens = self.inputs.needed.numel() // min(3, max(2, rows))
+            headroom = max(tokens, 5 * self.size[1] // 4)
             columns = max(min(2 * verdict.size[1], most or headroom, headroom), self.size[1])
             sizes.insert(0, (max(min(2 * verdict.size[0], columns), self.size[0]), columns))
         for size in dict.fromkeys(sizes):
@@ -164,14 +145,12 @@ class Exactness:
                 if size == self.size:
                     raise
                 continue
-            _logger.info(
-                "%s: layout %r tried on sequences of %d tokens in %d columns: %s (%.2f s)",
-                type(self.trunk).__name__,
-                mode,
-                *size,
-                found if isinstance(found, str) else "exact",
+            seconds, result = (
                 time.perf_counter() - begin,
+                "exact" if isinstance(found, Way) else found,
             )
+            tried = "%s: layout %r tried on sequences of %d tokens in %d columns: %s (%.2f s)"
+            _logger.info(tried, type(self.trunk).__name__, mode, *size, result, seconds)
             if isinstance(found, Way):
                 verdict.way, verdict.size = found, size
                 return found
@@ -187,9 +166,9 @@ class Exactness:
 
 def fits_trees(trunk: nn.Module) -> bool | None:
     """True if `trunk` has been exact in a tree whenever it was tried; None if it was not."""
-    found = [x["tree"] for x in _verdicts.get(trunk, {}).values() if "tree" in x]
-    tried = [x for x in found if x.way is not None or x.reason is not None]
-    return all(x.way is not None for x in tried) if tried else None
+    found = [x.get("tree", Verdict()) for x in _verdicts.get(trunk, {}).values()]
+    tried = [x.way is not None for x in found if x.way is not None or x.reason is not None]
+    return all(tried) if tried else None
 
 
 def described(error: Exception) -> str:
@@ -205,8 +184,8 @@ def _facts(trunk: nn.Module, forward: Callable[..., Any], inputs: TrunkInputs) -
     for x in trunk.modules():
         own = vars(x)
         ours = forward if x is trunk else own.get("forward")  # the trunk's is replaced for the call
-        found += [weakref.ref(x), _identity(type(x).forward)]
-        found.append(None if ours is None else _identity(ours))
+        found += [weakref.ref(x), identity(type(x).forward)]
+        found.append(None if ours is None else identity(ours))
         found += [
             value
             for name, value in own.items()
@@ -215,26 +194,8 @@ def _facts(trunk: nn.Module, forward: Callable[..., Any], inputs: TrunkInputs) -
         found += [p is not None and p.requires_grad for p in own["_parameters"].values()]
         found += _active(x)
     names, constants = tuple(sorted(inputs.given)), tuple(sorted(inputs.constants.items()))
-    call = names, constants, device, _dtype(trunk, device)
+    call = names, constants, device, _dtype(trunk, device), foreign_hook(trunk)
     return call, attention_of(trunk), repr(vars(text_config(trunk))), tuple(found)
-
-
-def _identity(function: Any) -> Any:
-    """What tells `function` from any other, and keeps neither it nor a method's module alive."""
-    owner, function = getattr(function, "__self__", None), getattr(function, "__func__", function)
-    return weakref.ref(function) if isinstance(function, FunctionType) else id(function), id(owner)
-
-
-def _foreign_hook(trunk: nn.Module) -> str | None:
-    """The name of a hook below `trunk` that may look at columns or change numbers, or None."""
-    everywhere: Any = torch.nn.modules.module
-    found = [getattr(everywhere, f"_global{kind}") for kind in _HOOK_KINDS]
-    for x in trunk.modules():
-        if x is not trunk:
-            own = vars(x)
-            found += [own[kind] for kind in _HOOK_KINDS if own.get(kind)]
-    hooks = (hook for each in found for hook in each.values())
-    return next((name_of(hook) for hook in hooks if not origin(hook).startswith(_HOOKS)), None)
 
 
 def _active(module: Any) -> list[tuple[str, str]]:
@@ -246,7 +207,10 @@ def _active(module: Any) -> list[tuple[str, str]]:
 
 
 def _by_structure(mode: str, trunk: nn.Module, forward: Callable[..., Any]) -> str | None:
-    """The reason against layout `mode` that config, layers or adapters show, or None."""
+    """The reason against layout `mode` that hooks, config, layers or adapters show, or None."""
+    hook = foreign_hook(trunk)
+    if hook is not None:
+        return f"the hook {hook} would be handed other columns than those of the batch"
     modules = [*trunk.modules()]
     if any("alora" in variant.lower() for module in modules for _, variant in _active(module)):
         return "aLoRA begins at columns of the padded batch"
@@ -272,8 +236,6 @@ def _by_structure(mode: str, trunk: nn.Module, forward: Callable[..., Any]) -> s
 
 
 class _Found(NamedTuple):
-    """What forwards of a trial's rows give."""
-
     hidden: Tensor  # (n, H), states of the needed cells
     gradient: Tensor  # (m,), of the small parameters
     changed: dict[str, Tensor]  # buffers that were changed in place
@@ -288,13 +250,7 @@ class _Trial:
     nothing in common with them.
     """
 
-    def __init__(
-        self,
-        trunk: nn.Module,
-        forward: Callable[..., Any],
-        like: TrunkInputs,
-        size: tuple[int, int],
-    ) -> None:
+    def __init__(self, trunk: Any, forward: Any, like: TrunkInputs, size: tuple[int, int]) -> None:
         """`like` is the batch; `size`: tokens of the first row, columns."""
         self.trunk, self.forward = trunk, forward
         self.device = like.given["input_ids"].device
@@ -336,7 +292,7 @@ class _Trial:
 
     def outcome(self, mode: str) -> Way | str:
         """The way in which layout `mode` is exact for these rows, or why it is not."""
-        found: Way | str = ""
+        reason = ""
         for way in self._ways(mode):
             try:
                 found = self._compared(mode, way)
@@ -345,8 +301,9 @@ class _Trial:
             except Exception as error:
                 found = f"in its trial, {described(error)}"
             if isinstance(found, Way):
-                break
-        return found
+                return found
+            reason = found
+        return reason
 
     def _ways(self, mode: str) -> list[Way]:
         """The ways to call the model that are tried for layout `mode`, the best first."""
@@ -403,7 +360,6 @@ class _Trial:
 
     def _run(self, mode: str, way: Way, parts: list[list[int]], multiple: int = 1) -> _Found:
         """Compute the rows, those of each of `parts` in a forward of its own."""
-        numbers = torch.arange(len(self.needed), device="cpu")
         hidden, gradient = torch.zeros((), device=self.device), torch.zeros(1, device=self.device)
         with (
             torch.compiler.set_stance("force_eager"),  # nothing is compiled for these shapes
@@ -416,7 +372,8 @@ class _Trial:
             before, found = _random_state(self.device), way
             versions = {name: x._version for name, x in self.trunk.named_buffers()}
             for part in parts:
-                chosen = torch.isin(numbers, torch.tensor(part, device="cpu"))
+                chosen = torch.zeros(len(self.needed), dtype=torch.bool, device="cpu")
+                chosen[part] = True
                 layout = self.inputs.layout(mode, way, chosen, graph=True, multiple=multiple)
                 assert layout is not None
                 output, found = run_layout(self.trunk, self.forward, self.inputs, layout, way)
@@ -431,11 +388,8 @@ class _Trial:
                     gradient = gradient + torch.cat(flat)
                 del output, read  # the graph, before the next part has one
             is_random = not torch.equal(before, _random_state(self.device))
-            changed = {
-                name: x
-                for name, x in self.trunk.named_buffers()
-                if x._version > versions.get(name, x._version)
-            }
+            buffers = self.trunk.named_buffers()
+            changed = {name: x for name, x in buffers if x._version > versions.get(name, 2**63)}
         return _Found(hidden, gradient, changed, found, is_random)
 
 
@@ -451,21 +405,16 @@ def _distance(got: Tensor, want: Tensor) -> Tensor:
     return (got - want).double().norm() / want.double().norm().clamp(min=1e-30)
 
 
-def _takes_positions(trunk: nn.Module, forward: Callable[..., Any]) -> bool:
+def _takes_positions(trunk: Any, forward: Callable[..., Any]) -> bool:
     """True if `forward` takes position_ids, or the decoder to which it hands them."""
-    decoder: Any = trunk
-    forwards = forward, type(decoder.get_decoder()).forward
+    forwards = forward, type(trunk.get_decoder()).forward
     return any("position_ids" in inspect.signature(x).parameters for x in forwards)
 
 
 def _rope_types(parameters: Any) -> Iterator[str]:
     """Kinds of RoPE of a config's ``rope_parameters``, one or one for each kind of layer."""
-    if not isinstance(parameters, dict):
-        return
-    if isinstance(parameters.get("rope_type"), str):
-        yield parameters["rope_type"]
-    for x in parameters.values():
-        yield from _rope_types(x)
+    for name, x in parameters.items() if isinstance(parameters, dict) else ():
+        yield from [x] if name == "rope_type" else _rope_types(x)
 
 
 def _dtype(trunk: nn.Module, device: torch.device) -> torch.dtype:

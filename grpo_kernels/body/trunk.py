@@ -1,9 +1,6 @@
-"""The trunk of a transformers model, computed where a loss needs it: the seam, and ranks in step.
+"""A trunk's forward in a call: one forward with a graph and one without, and ranks in step.
 
-The trunk is the transformer below the head, ``model.base_model``. For the length of one scoring
-call its ``forward`` is replaced by one that runs a forward with a graph and one without, and
-returns hidden states (B, L, H) in which the computed cells are filled in; elsewhere they are 0. The
-model, its head, its hooks and the wrappers around it stay as they are, and see one forward.
+It returns hidden states (B, L, H) in which the computed cells are filled in; elsewhere they are 0.
 
     cells that the head reads          `needed`, from the completion mask
     sequences that may have gradient   `live`; the others run without graph
@@ -19,14 +16,13 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import _StopRecomputationError
-from transformers import PreTrainedModel
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from grpo_kernels.base.checks import warn_once
 from grpo_kernels.base.choices import BatchLayout
@@ -36,87 +32,26 @@ from grpo_kernels.body import states
 from grpo_kernels.body.forwards import TrunkInputs, Way, filled, read_inputs, run_layout
 from grpo_kernels.body.layout import TrunkLayout
 from grpo_kernels.body.trial import MODES, Exactness, described
-from grpo_kernels.patching import Shares, forward_name, replaced
+from grpo_kernels.patching import Shares
 
-FSDP1 = "_fsdp_wrapped_module"  # the child of a FullyShardedDataParallel
-# Names under which wrappers hold the model: torch.compile, Lightning's Fabric, FSDP1, DDP, PEFT
-_WRAPPED = (
-    *("_orig_mod", "_forward_module", FSDP1, "module"),
-    *("base_model", "model", "pretrained_model"),
-)
 _COMPILED_COLUMNS = 64  # if layers are compiled, widths are multiples of it, so that shapes recur
 _WHOLE = "all sequences run in one padded forward"
 _NOT_OF_A_LAYOUT = (torch.OutOfMemoryError, _StopRecomputationError)
 
 
-@contextmanager
-def live_trunk(
-    model: nn.Module,
-    layout: BatchLayout,
-    live: Tensor | None,  # (B,) bool
-    *,
-    needed: Tensor,  # (B, L) bool
-    shares: Shares,
-) -> Iterator[list[Tensor]]:
-    """Inside, the trunk of `model` computes only what is read of each batch.
-
-    Args:
-        layout: the first of the layouts that may serve.
-        live: (B,) bool, sequences that may get a gradient; None: all.
-        needed: (B, L) bool, cells whose hidden states are read. Calls of the model walk through the
-            B sequences in order.
-        shares: where the sequences and tokens of forwards with gradient are counted.
-
-    Yields:
-        an empty list, to which each call of the trunk that leaves cells out adds (b, L) bool, True
-        where computed.
-    """
-    trunk = trunk_of(model)
-    reason = _reason_against(model, trunk)
-    if reason is not None:
-        say_once(trunk, reason)
-    if reason is None and (layout != "padded" or live is not None):
-        name = forward_name(trunk)
-        call = _TrunkCall(trunk, getattr(trunk, name), layout, needed, live, shares)
-        with replaced(trunk, name, call.run):
-            yield call.computed
-        if call.was_called:
-            return
-        say_once(trunk, "the model's forward does not call its trunk")
-    else:
-        yield []
-    _count(shares, len(needed), len(needed), *[needed.numel()] * 3)
-
-
-@contextmanager
-def as_it_is(trunk: nn.Module) -> Iterator[None]:
-    """Inside, `trunk` runs its own forward, also within `live_trunk`."""
-    name = forward_name(trunk)
-    call = getattr(getattr(trunk, name), "__self__", None)
-    with replaced(trunk, name, call.forward) if isinstance(call, _TrunkCall) else nullcontext():
-        yield
-
-
-class _TrunkCall:
+@dataclass
+class TrunkCall:
     """Stand-in for the forward of a trunk while a batch is scored."""
 
-    def __init__(
-        self,
-        trunk: nn.Module,
-        forward: Callable[..., Any],
-        layout: BatchLayout,
-        needed: Tensor,
-        live: Tensor | None,
-        shares: Shares,
-    ) -> None:
-        self.trunk, self.forward, self.layout = trunk, forward, layout
-        self.needed, self.shares = needed, shares
-        every = torch.ones(len(needed), dtype=torch.bool, device="cpu")
-        self.live = every if live is None else live.cpu()
-        self.multiple = _COMPILED_COLUMNS if _is_compiled(trunk.modules()) else 1
-        self.start = 0  # first sequence of the next call
-        self.was_called = False
-        self.computed: list[Tensor] = []
+    trunk: nn.Module
+    forward: Callable[..., Any]
+    layout: BatchLayout
+    live: Tensor  # (B,) bool, on the CPU
+    needed: Tensor  # (B, L) bool
+    shares: Shares
+    start: int = 0  # first sequence of the next call
+    was_called: bool = False
+    computed: list[Tensor] = field(default_factory=list)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The trunk's output; a layout that raises gives way to the next."""
@@ -138,7 +73,7 @@ class _TrunkCall:
                     exactness.refuse(mode, described(error))
             found, ids = forward(**given), given.get("input_ids")
             if isinstance(ids, Tensor) and ids.dim() == 2:
-                _count(self.shares, len(ids), len(ids), *[ids.numel()] * 3)
+                count(self.shares, len(ids), len(ids), *[ids.numel()] * 3)
             return found
 
     @contextmanager
@@ -175,7 +110,7 @@ class _TrunkCall:
         """Of the inputs `given` by name; None, after a warning, if they run as they are."""
         try:
             inputs = read_inputs(self.trunk, given, self.needed[self.start :])
-            self.start += len(given["input_ids"])
+            self.start += 0 if isinstance(inputs, str) else len(given["input_ids"])
             if isinstance(inputs, TrunkInputs):
                 return Exactness(self.trunk, self.forward, inputs)
         except Exception as error:  # such as a body without a config
@@ -215,8 +150,9 @@ class _TrunkCall:
     def _planned(self, inputs: TrunkInputs, mode: str, way: Way) -> list[TrunkLayout]:
         """Layouts of the sequences with and without gradient that have something to compute."""
         live = self._live(inputs)[inputs.places[:, 0] // self.needed.shape[1]]
+        multiple = _COMPILED_COLUMNS if is_compiled(self.trunk.modules()) else 1
         both = [
-            inputs.layout(mode, way, chosen, graph=graph, multiple=self.multiple)
+            inputs.layout(mode, way, chosen, graph=graph, multiple=multiple)
             for chosen, graph in ((live, True), (~live, False))
         ]
         return [layout for layout in both if layout is not None]
@@ -226,9 +162,7 @@ class _TrunkCall:
         first = self.start - len(inputs.given["input_ids"])
         return self.live[first : self.start] & torch.is_grad_enabled()
 
-    def _loses_to_trim(
-        self, exactness: Exactness, way: Way, planned: Sequence[TrunkLayout]
-    ) -> bool:
+    def _loses_to_trim(self, exactness: Exactness, way: Way, planned: list[TrunkLayout]) -> bool:
         """True if recurrences make the tree `planned` slower than rows, which are exact too."""
         inputs = exactness.inputs
         if not way.chunk or inputs.is_packed or isinstance(exactness.known("trim"), str):
@@ -239,11 +173,7 @@ class _TrunkCall:
         return one > other
 
     def _in_parts(
-        self,
-        inputs: TrunkInputs,
-        way: Way,
-        planned: list[TrunkLayout],
-        forward: Callable[..., Any],
+        self, inputs: TrunkInputs, way: Way, planned: list[TrunkLayout], forward: Callable[..., Any]
     ) -> Any:
         """The trunk's output, its hidden states (B, L, H) from forwards of `planned`."""
         graph, shape = torch.is_grad_enabled(), inputs.given["input_ids"].shape
@@ -260,7 +190,7 @@ class _TrunkCall:
             made = [(layout.sources.numel(), layout.graph) for layout in planned]
             computed, gradient = (sum(n for n, x in made if x or every) for every in (True, False))
             live = self._live(inputs)
-            _count(self.shares, int(live.sum()), len(live), shape.numel(), computed, gradient)
+            count(self.shares, int(live.sum()), len(live), shape.numel(), computed, gradient)
             _guard(hidden, planned, self.start - len(live), live)
         return type(output)(**{**output, "last_hidden_state": hidden})
 
@@ -305,7 +235,7 @@ def _guard(
     hidden.register_hook(look)
 
 
-def _count(
+def count(
     shares: Shares, live: int, sequences: int, positions: int, computed: int, gradient: int
 ) -> None:
     """Of the padded `positions` of a call `computed` ran, `gradient` of them with a graph."""
@@ -313,31 +243,6 @@ def _count(
         shares.add("sequences/gradient", live, sequences)
         shares.add("tokens/computed", computed, positions)
         shares.add("tokens/gradient", gradient, positions)
-
-
-def unwrapped(model: nn.Module) -> tuple[list[nn.Module], PreTrainedModel]:
-    """(the wrappers around the transformers model, from the outside in; that model)."""
-    wrappers, inner = [], model
-    while not isinstance(inner, PreTrainedModel):
-        children = inner._modules if isinstance(inner, nn.Module) else {}
-        found = next((children[name] for name in _WRAPPED if children.get(name) is not None), None)
-        if found is None:
-            raise TypeError(
-                f"model: expected a transformers model, wrapped or not, got {type(model).__name__}"
-            )
-        wrappers.append(inner)
-        inner = found
-    return wrappers, inner
-
-
-def trunk_of(model: nn.Module) -> nn.Module:
-    """The module below the head whose forward the model's own calls; `model` may be wrapped."""
-    base = unwrapped(model)[1]
-    body: nn.Module = base.base_model
-    if body is base:  # Llama 4's text model names its trunk "language_model", and has it as "model"
-        body = getattr(base, "model", base)
-    decoder = getattr(body, "decoder", None)  # OPT's model calls it, not the body's forward
-    return decoder if isinstance(decoder, PreTrainedModel) else body
 
 
 def ordinary_id(model: nn.Module) -> int:
@@ -353,29 +258,7 @@ def ordinary_id(model: nn.Module) -> int:
     return next(x for x in range(len(special) + 1) if x not in special)
 
 
-def _reason_against(model: nn.Module, trunk: nn.Module) -> str | None:
-    """None if the forward of `trunk` can be replaced for a call, else the reason why not."""
-    wrappers, base = unwrapped(model)
-    if trunk is base:
-        return "the model names no trunk (base_model)"
-    if _is_compiled([*wrappers, base, trunk]):
-        return "the whole model is compiled; compile its layers instead (docs/training-step.md)"
-    if any(FSDP1 in x._modules for x in (*wrappers, *trunk.modules())):
-        return (
-            "FSDP1 has divided the model, whose units run one forward each; FSDP2 has no such limit"
-        )
-    name = getattr(getattr(trunk, "config", None), "_attn_implementation", "")
-    attention = ALL_ATTENTION_FUNCTIONS.get(name, None)
-    is_deepspeeds = str(getattr(attention, "__module__", "")).startswith("deepspeed")
-    torchs_own = torch._C._nn.scaled_dot_product_attention
-    if is_deepspeeds or nn.functional.scaled_dot_product_attention is not torchs_own:
-        return (
-            "attention is not torch's own (context parallel): sequences may be divided over ranks"
-        )
-    return None
-
-
-def _is_compiled(modules: Iterable[Any]) -> bool:
+def is_compiled(modules: Iterable[Any]) -> bool:
     """True if `torch.compile` has returned one of `modules`, or compiled it in place."""
     return any(
         type(x).__name__ == "OptimizedModule" or getattr(x, "_compiled_call_impl", None) is not None

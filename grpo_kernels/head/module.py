@@ -29,6 +29,11 @@ _PEFT_LORA = ("peft.tuners.lora.layer", "Linear")
 # Modules whose hooks are left alone: FSDP2's and ZeRO-3's, which `forward` runs, and
 # `causal_lm_loss`'s
 _KNOWN = ("torch.distributed.", "deepspeed.", "grpo_kernels.")
+# Hooks that look at no columns of a batch, or make parameters and activations whole
+_OF_NO_COLUMNS = (
+    *("torch.distributed.", "torch.nn.", "torch.utils."),
+    *("deepspeed.", "accelerate.", "transformers.", "peft."),
+)
 _REFUSED = {
     "_forward_hooks": "forward hook",
     "_backward_hooks": "backward hook",
@@ -265,6 +270,20 @@ def check_hooks(lm_head: nn.Module, name: str = "lm_head") -> None:
 def foreign_hooks(module: nn.Module, attribute: str = "_forward_hooks") -> list[str]:
     """Return the names of the hooks of one kind that are not ours, FSDP2's or DeepSpeed's."""
     return [name_of(hook) for hook in getattr(module, attribute).values() if not is_known(hook)]
+
+
+def foreign_hook(body: nn.Module) -> str | None:
+    """The name of a hook below `body` that may look at columns or change numbers, or None."""
+    everywhere: Any = torch.nn.modules.module
+    found = [getattr(everywhere, f"_global{kind}") for kind in _REFUSED]
+    for x in body.modules():
+        if x is not body:
+            own = vars(x)
+            found += [own[kind] for kind in _REFUSED if own.get(kind)]
+    hooks = (hook for each in found for hook in each.values())
+    return next(
+        (name_of(hook) for hook in hooks if not origin(hook).startswith(_OF_NO_COLUMNS)), None
+    )
 
 
 def run_pre_hooks(lm_head: nn.Module, hidden: Tensor) -> Tensor:

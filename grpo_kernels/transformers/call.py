@@ -37,7 +37,7 @@ from transformers.utils import ModelOutput
 from grpo_kernels.base.choices import BatchLayout
 from grpo_kernels.base.distributed import most_of_ranks, rank_groups
 from grpo_kernels.base.modes import evaluating, guest
-from grpo_kernels.body.trunk import as_it_is, live_trunk, ordinary_id, trunk_of
+from grpo_kernels.body.trunk import ordinary_id
 from grpo_kernels.head.head import Head
 from grpo_kernels.head.module import (
     divided_modules,
@@ -50,6 +50,7 @@ from grpo_kernels.patching import Shares, forward_name, replaced
 from grpo_kernels.transformers import head as heads
 from grpo_kernels.transformers.head import HeadCheck, constants_of
 from grpo_kernels.transformers.inputs import Batch, check_attended, check_attention_mask
+from grpo_kernels.transformers.seam import as_it_is, live_trunk, trunk_of
 
 RESULTS, FIELDS = "results", "others"  # of the dict that the model returns: wrappers look into it
 _MOST_RUNS = 4  # of one call: constants are measured, and a number of the whole batch is computed

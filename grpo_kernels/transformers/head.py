@@ -13,19 +13,18 @@ import inspect
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from grpo_kernels.base.modes import evaluating
-from grpo_kernels.body.trunk import unwrapped
+from grpo_kernels.base.modes import evaluating, identity
 from grpo_kernels.call.plan import Run
 from grpo_kernels.head.head import Head
 from grpo_kernels.head.module import gather_of, linear_of, parameters_of
 from grpo_kernels.scores import linear_logprob
+from grpo_kernels.transformers.seam import unwrapped
 
 # Scale and soft-cap, as transformers' models name the same two numbers in their configs
 _FACTORS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
@@ -113,8 +112,7 @@ def facts_of(base: PreTrainedModel, inputs: Mapping[str, Any]) -> Any:
     tensors = [(name, x) for name, x in inputs.items() if isinstance(x, Tensor)]
     values += [(name, x.item()) for name, x in tensors if x.numel() == 1]
     forwards = [x for x in (type(base).forward, vars(base).get("forward")) if x is not None]
-    code = [getattr(x, "__func__", x) for x in forwards]
-    code = [weakref.ref(x) if isinstance(x, FunctionType) else id(x) for x in code]
+    code = [identity(x)[0] for x in forwards]
     attributes = (x for part in (base, base.base_model) for x in vars(part).items())
     scales = [(name, x) for name, x in attributes if isinstance(x, float)]
     return _from_config(base), tuple(code), tuple(scales), tuple(sorted(values, key=str))

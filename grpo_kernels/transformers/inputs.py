@@ -17,8 +17,8 @@ from transformers import GenerationMixin
 
 from grpo_kernels.base.checks import check_shape, check_tensor, did_you_mean, warn_once
 from grpo_kernels.base.choices import BatchLayout, ZeroAdvantage, choices
-from grpo_kernels.body.trunk import unwrapped
 from grpo_kernels.objective.config import LossConfig
+from grpo_kernels.transformers.seam import unwrapped
 
 # Names that every forward with **kwargs takes: fields of TransformersKwargs (older releases have
 # fewer, or none), and names that transformers' decorators of a forward read. num_items_in_batch is

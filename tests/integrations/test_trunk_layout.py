@@ -103,7 +103,8 @@ def test_an_anchor_fills_nothing() -> None:
 
 
 pytest.importorskip("transformers")
-from grpo_kernels.body.attention import cut, group  # noqa: E402
+from grpo_kernels.base.tensors import cut  # noqa: E402
+from grpo_kernels.body.attention import group  # noqa: E402
 
 pytestmark = pytest.mark.unit
 
