@@ -1,4 +1,4 @@
-"""Calls of a module that change nothing in it: in evaluation mode, or as a guest; its identity."""
+"""Calls of a module that change nothing in it, evaluating or as a guest; what it depends on."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 # Parts of the names of attributes that make a forward random; they are 0.0 where nothing is drawn.
 _RANDOM = ("drop", "jitter", "noise")
+_SWITCHES = (bool, int, float, str)  # attributes of modules that may change what they compute
+_COUNTERS = ("_", "ds_", "applied_")  # but not those of DeepSpeed
 
 
 def random_rates(module: nn.Module) -> list[str]:
@@ -101,3 +103,28 @@ def identity(function: Any) -> Any:
     """What tells `function` from any other, and keeps neither it nor a method's module alive."""
     owner, function = getattr(function, "__self__", None), getattr(function, "__func__", function)
     return weakref.ref(function) if isinstance(function, FunctionType) else id(function), id(owner)
+
+
+def facts_of(module: nn.Module, forward: Any) -> Any:
+    """What results of `module`, whose own forward is `forward`, depend on besides tensors.
+
+    Code, attributes, and what trains; in a form that compares.
+    """
+    found = list[Any]()
+    for x in module.modules():
+        own = vars(x)
+        ours = forward if x is module else own.get("forward")
+        found += [weakref.ref(x), identity(type(x).forward)]
+        found.append(None if ours is None else identity(ours))
+        switches = ((name, value) for name, value in own.items() if type(value) in _SWITCHES)
+        found += [value for name, value in switches if not name.startswith(_COUNTERS)]
+        found += [p is not None and p.requires_grad for p in own["_parameters"].values()]
+    return tuple(found)
+
+
+def random_state(device: torch.device) -> Tensor:
+    """The state of torch's generators for calls on `device`."""
+    own = []
+    if device.type not in ("cpu", "meta"):
+        own.append(torch.get_device_module(device.type).get_rng_state(device))
+    return torch.cat([torch.get_rng_state(), *own])

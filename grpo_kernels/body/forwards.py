@@ -20,20 +20,16 @@ _RETURNED = ("output_hidden_states", "output_attentions", "output_router_logits"
 
 @dataclass(frozen=True)
 class Way:
-    """Arguments by which the trunk's forward computes a layout exactly.
+    """How the trunk's forward computes a layout exactly.
 
-    Attributes:
-        positions: the position ids: the caller's; each cell's column in the padded batch, as the
-            model itself would count; the number of tokens before the cell; or none.
-        varlen: True to take `torch.nn.attention.varlen` for a tree where it serves.
-        layers: calls that go along the paths of a tree; None: not known yet.
-        chunk: tokens that its recurrences compute at a time; 0: it has none.
+    Positions are the caller's; each cell's column in the padded batch, as the model itself would
+    count; the number of tokens before the cell; or none.
     """
 
     positions: Literal["given", "column", "depth", "none"]
-    varlen: bool = False
-    layers: int | None = None
-    chunk: int = 0
+    varlen: bool = False  # True to take `torch.nn.attention.varlen` for a tree where it serves
+    layers: int | None = None  # calls that go along the paths of a tree; None: not known yet
+    chunk: int = 0  # tokens that its recurrences compute at a time; 0: it has none
 
 
 @dataclass(frozen=True)

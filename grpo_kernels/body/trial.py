@@ -14,7 +14,6 @@ length. It also holds only while nothing changes that it depends on (`_facts`).
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 import time
@@ -28,7 +27,7 @@ from torch import Tensor, nn
 
 from grpo_kernels.base.choices import BatchLayout, choices
 from grpo_kernels.base.distributed import rank_groups
-from grpo_kernels.base.modes import guest, identity
+from grpo_kernels.base.modes import facts_of, guest, random_state
 from grpo_kernels.body import states
 from grpo_kernels.body.attention import NotAlongPaths, has_varlen
 from grpo_kernels.body.forwards import (
@@ -40,7 +39,7 @@ from grpo_kernels.body.forwards import (
     setting,
     text_config,
 )
-from grpo_kernels.head.module import foreign_hook
+from grpo_kernels.head.module import adapters_of, foreign_hook
 
 MODES: tuple[Any, ...] = choices(BatchLayout)
 
@@ -54,8 +53,6 @@ _SMALL = 2**17  # elements of a parameter whose gradient is compared
 _KEPT = 32  # facts that are kept of a model
 _IN_A_ROW = 8  # facts that may be new in a row until trials end
 _OF_LENGTH = {"dynamic", "longrope"}  # RoPE whose frequencies depend on a forward's last position
-_SWITCHES = (bool, int, float, str)  # attributes of modules that may change what they compute
-_COUNTERS = ("_", "ds_", "applied_")  # but not those of DeepSpeed
 
 
 @dataclass
@@ -180,30 +177,10 @@ def described(error: Exception) -> str:
 
 def _facts(trunk: nn.Module, forward: Callable[..., Any], inputs: TrunkInputs) -> Any:
     """Everything that a verdict depends on, in a form that compares."""
-    device, found = inputs.given["input_ids"].device, list[Any]()
-    for x in trunk.modules():
-        own = vars(x)
-        ours = forward if x is trunk else own.get("forward")  # the trunk's is replaced for the call
-        found += [weakref.ref(x), identity(type(x).forward)]
-        found.append(None if ours is None else identity(ours))
-        found += [
-            value
-            for name, value in own.items()
-            if type(value) in _SWITCHES and not name.startswith(_COUNTERS)
-        ]
-        found += [p is not None and p.requires_grad for p in own["_parameters"].values()]
-        found += _active(x)
+    device, adapters = inputs.given["input_ids"].device, [adapters_of(x) for x in trunk.modules()]
     names, constants = tuple(sorted(inputs.given)), tuple(sorted(inputs.constants.items()))
-    call = names, constants, device, _dtype(trunk, device), foreign_hook(trunk)
-    return call, attention_of(trunk), repr(vars(text_config(trunk))), tuple(found)
-
-
-def _active(module: Any) -> list[tuple[str, str]]:
-    """(name, variant of LoRA) of each adapter of PEFT that is active in a layer."""
-    if not hasattr(type(module), "disable_adapters") or module.disable_adapters:
-        return []
-    variants = getattr(module, "lora_variant", {})
-    return [(name, type(variants.get(name)).__name__) for name in module.active_adapters]
+    call = names, constants, device, _dtype(trunk, device), foreign_hook(trunk), repr(adapters)
+    return call, repr(vars(text_config(trunk))), attention_of(trunk), facts_of(trunk, forward)
 
 
 def _by_structure(mode: str, trunk: nn.Module, forward: Callable[..., Any]) -> str | None:
@@ -212,7 +189,7 @@ def _by_structure(mode: str, trunk: nn.Module, forward: Callable[..., Any]) -> s
     if hook is not None:
         return f"the hook {hook} would be handed other columns than those of the batch"
     modules = [*trunk.modules()]
-    if any("alora" in variant.lower() for module in modules for _, variant in _active(module)):
+    if any("alora" in variant.lower() for module in modules for _, variant in adapters_of(module)):
         return "aLoRA begins at columns of the padded batch"
     kinds = {*_rope_types(setting(trunk, "rope_parameters"))} & _OF_LENGTH
     if mode != "padded" and kinds:
@@ -292,18 +269,23 @@ class _Trial:
 
     def outcome(self, mode: str) -> Way | str:
         """The way in which layout `mode` is exact for these rows, or why it is not."""
-        reason = ""
+        together, padded = 2 if mode == "tree" else 1, self._ways("padded")[0]
+        parts = [[*range(together)], [*range(together, len(self.needed))]]
+        want, reason = self._run("padded", padded, self.of_padded), None
+        if want.is_random:  # in the mode of the call
+            self.evaluates = True
+            want = self._run("padded", padded, self.of_padded)
         for way in self._ways(mode):
             try:
-                found = self._compared(mode, way)
+                got = self._run(mode, way, [x for x in parts if x])
+                reason = self._against(mode, got, want)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:
-                found = f"in its trial, {described(error)}"
-            if isinstance(found, Way):
-                return found
-            reason = found
-        return reason
+                reason = f"in its trial, {described(error)}"
+            if reason is None:
+                return got.way
+        return reason or ""
 
     def _ways(self, mode: str) -> list[Way]:
         """The ways to call the model that are tried for layout `mode`, the best first."""
@@ -316,10 +298,8 @@ class _Trial:
         fits = has_varlen(attention_of(self.trunk), self.device, self.dtype)
         return [replace(way, varlen=True) for way in found if mode == "tree" and fits] + found
 
-    def _compared(self, mode: str, way: Way) -> Way | str:
-        want, together = self._want, 2 if mode == "tree" else 1
-        parts = [[*range(together)], [*range(together, len(self.needed))]]
-        got = self._run(mode, way, [x for x in parts if x])
+    def _against(self, mode: str, got: _Found, want: _Found) -> str | None:
+        """Why `got` of layout `mode` is not `want` of the padded forward, or None."""
         if mode == "tree" and not got.way.layers:
             return "its attention is not looked up in transformers' table, so it sees no segments"
         for name in {*want.changed, *got.changed}:
@@ -330,33 +310,22 @@ class _Trial:
         eps = torch.finfo(self.dtype).eps
         depth = max(1.0, (setting(self.trunk, "num_hidden_layers") or 1) / 8)
         floor, most = max(_ROUNDING * eps * depth**0.5, 1e-5), max(_MOST, 16 * eps)
-        for i, (name, off) in enumerate(self._off(got)):
-            if not off <= min((i + 1) * floor, most) and not off <= min(self._rounding[i], most):
-                return f"{name} are off by {off:.1g} of their length from the padded forward's"
-        return got.way
+        off, names = self._off(got, want), ("hidden states", "gradients")
+        if off[0] <= min(floor, most) and off[1] <= min(2 * floor, most):
+            return None
+        padded, columns = self._ways("padded")[0], self.needed.shape[1] + _MORE_COLUMNS
+        rounding = self._off(self._run("padded", padded, self.of_padded, columns), want)
+        for i, name in enumerate(names):
+            allowed = min(max((i + 1) * floor, _ROUNDING * rounding[i]), most)
+            if not off[i] <= allowed:
+                return f"{name} are off by {off[i]:.1g} of their length from the padded forward's"
+        return None
 
-    @functools.cached_property
-    def _want(self) -> _Found:
-        """Of the padded forward: in the mode of the call, unless it draws random numbers there."""
-        found = self._run("padded", self._ways("padded")[0], self.of_padded)
-        if found.is_random:
-            self.evaluates = True
-            found = self._run("padded", self._ways("padded")[0], self.of_padded)
-        return found
-
-    @functools.cached_property
-    def _rounding(self) -> list[float]:
-        """Differences of hidden states and gradients that rounding may make."""
-        width = self.needed.shape[1] + _MORE_COLUMNS
-        wider = self._run("padded", self._ways("padded")[0], self.of_padded, width)
-        return [_ROUNDING * off for _, off in self._off(wider)]
-
-    def _off(self, got: _Found) -> list[tuple[str, float]]:
+    def _off(self, got: _Found, want: _Found) -> tuple[float, float]:
         """How far hidden states, in the worst of eight ranges of depths, and gradients are off."""
         ranges = self.by_depth.tensor_split(min(8, len(self.by_depth)))
-        states = torch.stack([_distance(got.hidden[x], self._want.hidden[x]) for x in ranges])
-        gradient = _distance(got.gradient, self._want.gradient)
-        return [("hidden states", states.amax().item()), ("gradients", gradient.item())]
+        states = torch.stack([_distance(got.hidden[x], want.hidden[x]) for x in ranges])
+        return states.amax().item(), _distance(got.gradient, want.gradient).item()
 
     def _run(self, mode: str, way: Way, parts: list[list[int]], multiple: int = 1) -> _Found:
         """Compute the rows, those of each of `parts` in a forward of its own."""
@@ -369,7 +338,7 @@ class _Trial:
         ):
             if self.evaluates:
                 self.trunk.eval()
-            before, found = _random_state(self.device), way
+            before, found = random_state(self.device), way
             versions = {name: x._version for name, x in self.trunk.named_buffers()}
             for part in parts:
                 chosen = torch.zeros(len(self.needed), dtype=torch.bool, device="cpu")
@@ -387,17 +356,10 @@ class _Trial:
                     flat = [x.flatten().float().to(self.device) for x in of_leaves]
                     gradient = gradient + torch.cat(flat)
                 del output, read  # the graph, before the next part has one
-            is_random = not torch.equal(before, _random_state(self.device))
+            is_random = not torch.equal(before, random_state(self.device))
             buffers = self.trunk.named_buffers()
             changed = {name: x for name, x in buffers if x._version > versions.get(name, 2**63)}
         return _Found(hidden, gradient, changed, found, is_random)
-
-
-def _random_state(device: torch.device) -> Tensor:
-    own = []
-    if device.type not in ("cpu", "meta"):
-        own.append(torch.get_device_module(device.type).get_rng_state(device))
-    return torch.cat([torch.get_rng_state(), *own])
 
 
 def _distance(got: Tensor, want: Tensor) -> Tensor:

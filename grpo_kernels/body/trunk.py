@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,7 +34,6 @@ from grpo_kernels.body.layout import TrunkLayout
 from grpo_kernels.body.trial import MODES, Exactness, described
 from grpo_kernels.patching import Shares
 
-_COMPILED_COLUMNS = 64  # if layers are compiled, widths are multiples of it, so that shapes recur
 _WHOLE = "all sequences run in one padded forward"
 _NOT_OF_A_LAYOUT = (torch.OutOfMemoryError, _StopRecomputationError)
 
@@ -49,6 +48,7 @@ class TrunkCall:
     live: Tensor  # (B,) bool, on the CPU
     needed: Tensor  # (B, L) bool
     shares: Shares
+    multiple: int  # of which widths of layouts are
     start: int = 0  # first sequence of the next call
     was_called: bool = False
     computed: list[Tensor] = field(default_factory=list)
@@ -150,9 +150,8 @@ class TrunkCall:
     def _planned(self, inputs: TrunkInputs, mode: str, way: Way) -> list[TrunkLayout]:
         """Layouts of the sequences with and without gradient that have something to compute."""
         live = self._live(inputs)[inputs.places[:, 0] // self.needed.shape[1]]
-        multiple = _COMPILED_COLUMNS if is_compiled(self.trunk.modules()) else 1
         both = [
-            inputs.layout(mode, way, chosen, graph=graph, multiple=multiple)
+            inputs.layout(mode, way, chosen, graph=graph, multiple=self.multiple)
             for chosen, graph in ((live, True), (~live, False))
         ]
         return [layout for layout in both if layout is not None]
@@ -256,14 +255,6 @@ def ordinary_id(model: nn.Module) -> int:
     named = numbers(config.to_dict())
     special = {x for name, x in named if name.endswith(("_token_id", "_token_index"))}
     return next(x for x in range(len(special) + 1) if x not in special)
-
-
-def is_compiled(modules: Iterable[Any]) -> bool:
-    """True if `torch.compile` has returned one of `modules`, or compiled it in place."""
-    return any(
-        type(x).__name__ == "OptimizedModule" or getattr(x, "_compiled_call_impl", None) is not None
-        for x in modules
-    )
 
 
 def say_once(trunk: nn.Module, reason: str) -> None:

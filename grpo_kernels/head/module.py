@@ -174,6 +174,14 @@ def active_adapters(layer: Any) -> list[tuple[Any, Any, float, Any]]:
     ]
 
 
+def adapters_of(module: Any) -> list[tuple[str, str]]:
+    """(name, variant of LoRA) of each adapter of PEFT that is active in a layer."""
+    if not hasattr(type(module), "disable_adapters") or module.disable_adapters:
+        return []
+    variants = getattr(module, "lora_variant", {})
+    return [(name, type(variants.get(name)).__name__) for name in module.active_adapters]
+
+
 def check_module(lm_head: nn.Module, name: str = "lm_head") -> None:
     """Raise unless a head can score in the place of its forward; errors call it `name`."""
     for module in (lm_head, linear_of(lm_head, name)):

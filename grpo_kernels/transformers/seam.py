@@ -7,8 +7,9 @@ around it stay as they are, and see one forward.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from grpo_kernels.base.choices import BatchLayout
-from grpo_kernels.body.trunk import TrunkCall, count, is_compiled, say_once
+from grpo_kernels.body.trunk import TrunkCall, count, say_once
 from grpo_kernels.patching import Shares, forward_name, replaced
 
 FSDP1 = "_fsdp_wrapped_module"  # the child of a FullyShardedDataParallel
@@ -25,6 +26,7 @@ _WRAPPED = (
     *("_orig_mod", "_forward_module", FSDP1, "module"),
     *("base_model", "model", "pretrained_model"),
 )
+_COMPILED_COLUMNS = 64  # if layers are compiled, widths are multiples of it, so that shapes recur
 
 
 @contextmanager
@@ -57,7 +59,8 @@ def live_trunk(
         name = forward_name(trunk)
         every = torch.ones(len(needed), dtype=torch.bool, device="cpu")
         may_have = every if live is None else live.cpu()
-        call = TrunkCall(trunk, getattr(trunk, name), layout, may_have, needed, shares)
+        multiple = _COMPILED_COLUMNS if _is_compiled(trunk.modules()) else 1
+        call = TrunkCall(trunk, getattr(trunk, name), layout, may_have, needed, shares, multiple)
         with replaced(trunk, name, call.run):
             yield call.computed
         if call.was_called:
@@ -107,7 +110,7 @@ def _reason_against(model: nn.Module, trunk: nn.Module) -> str | None:
     wrappers, base = unwrapped(model)
     if trunk is base:
         return "the model names no trunk (base_model)"
-    if is_compiled([*wrappers, base, trunk]):
+    if _is_compiled([*wrappers, base, trunk]):
         return "the whole model is compiled; compile its layers instead (docs/training-step.md)"
     if any(FSDP1 in x._modules for x in (*wrappers, *trunk.modules())):
         return (
@@ -122,3 +125,11 @@ def _reason_against(model: nn.Module, trunk: nn.Module) -> str | None:
             "attention is not torch's own (context parallel): sequences may be divided over ranks"
         )
     return None
+
+
+def _is_compiled(modules: Iterable[Any]) -> bool:
+    """True if `torch.compile` has returned one of `modules`, or compiled it in place."""
+    return any(
+        type(x).__name__ == "OptimizedModule" or getattr(x, "_compiled_call_impl", None) is not None
+        for x in modules
+    )
