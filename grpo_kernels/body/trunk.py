@@ -247,14 +247,15 @@ def count(
 def ordinary_id(model: nn.Module) -> int:
     """An id that stands for a token of text."""
 
-    def numbers(fields: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-        for name, x in fields.items():
-            yield from numbers(x) if isinstance(x, dict) else [(str(name), x)]
+    def special(name: str, x: Any) -> Iterator[Any]:
+        for key, y in x.items() if isinstance(x, dict) else ():
+            yield from special(str(key), y)
+        if name.endswith(("_token_id", "_token_index")):
+            yield from x if isinstance(x, list) else [x]
 
     config: Any = model.config
-    named = numbers(config.to_dict())
-    special = {x for name, x in named if name.endswith(("_token_id", "_token_index"))}
-    return next(x for x in range(len(special) + 1) if x not in special)
+    others = {*special("", config.to_dict())}
+    return next(x for x in range(len(others) + 1) if x not in others)
 
 
 def say_once(trunk: nn.Module, reason: str) -> None:

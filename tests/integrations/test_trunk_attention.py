@@ -16,6 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 from grpo_kernels.base.checks import warn_once
 from grpo_kernels.body import attention, trial
 from grpo_kernels.body.attention import Segments
+from grpo_kernels.body.trunk import ordinary_id
 from tests.support import tiny_architectures as tiny
 from tests.support.flash_attention import HUB, flash_attention, ragged_varlen, set_attention
 from tests.support.training_step import (
@@ -232,3 +233,10 @@ def test_a_model_that_does_not_tell_its_window_is_not_taken_at_long_sequences(
         assert not said or (
             "hidden states are off" in said[0] and "layout='trim' serves" in said[0]
         )
+
+
+def test_an_ordinary_id_is_none_of_several_end_tokens() -> None:
+    """As in the configs of Gemma 3 and Llama 3."""
+    model = tiny.text_model("llama", torch.float32)
+    model.config.eos_token_id, model.config.pad_token_id, model.config.bos_token_id = [0, 1], 3, 2
+    assert ordinary_id(model) == 4
