@@ -28,6 +28,7 @@ import functools
 import importlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from contextvars import ContextVar
 from types import ModuleType
 from typing import Any, cast
@@ -417,11 +418,12 @@ def _divided(
         return [[rows[i] for i in part] for part in parts[::2][::-1] + parts[1::2]]
 
     if dynamic:
-        if plan.live is None or min(_least(group, device, n_dead, len(data) - n_dead)) == 0:
-            parts, without = by_prompt(order, indices), 0  # some rank has no such micro-batch
-        else:
-            dead = part_of(order[:n_dead])
-            parts, without = dead + part_of(order[n_dead:]), len(dead)
+        dead: list[list[int]] = []
+        live_parts: list[list[int]] = []
+        if plan.live is not None and min(_least(group, device, n_dead, len(data) - n_dead)):
+            with suppress(ValueError):  # on all ranks: one has too few for another's micro-batches
+                dead, live_parts = part_of(order[:n_dead]), part_of(order[n_dead:])
+        parts, without = dead + live_parts or by_prompt(order, indices), len(dead)
     else:
         size = data["micro_batch_size_per_gpu"]
         parts, without = [order[i : i + size] for i in range(0, len(order), size)], 0

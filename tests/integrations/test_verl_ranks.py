@@ -165,11 +165,11 @@ def test_sequences_without_gradient_run_without_a_graph(found: dict[str, Any]) -
 def test_trees(found: dict[str, Any]) -> None:
     """Ranks have equally many micro-batches; FSDP1's units run one forward each, of all tokens."""
     for rank, steps in enumerate(found["trees"]):
-        assert len(steps) == 8
+        assert len(steps) == 12
         for name, step in steps.items():
             assert max(step["gap"], step["loss"], step["metrics"]) < 3e-6, (name, step)
             if name.startswith("fsdp2"):
-                assert step["tokens"] < (0.9, 1.0)[rank], (name, step)
+                assert step["tokens"] < (0.95, 1.0)[rank], (name, step)
             else:
                 assert step["tokens"] == 1, (name, step)
 

@@ -342,7 +342,8 @@ def trees_on_two_ranks(rank: int) -> dict[str, Any]:
     reduce = verl_module("utils.metric").reduce_metrics
     found: dict[str, Any] = {}
     for strategy in ("fsdp2", "fsdp"):
-        for more in ({"micro": 4}, {"use_dynamic_bsz": True}):
+        few = {"use_dynamic_bsz": True, "max_token_len_per_gpu": 64}  # a sequence or two
+        for more in ({"micro": 4}, {"use_dynamic_bsz": True}, few):
             flags: dict[str, Any] = {"strategy": strategy, "layers": 2, **more}
             unfused = run(None, data, loss, **flags)
             want = {name: float(x) for name, x in reduce(dict(unfused.metrics)).items()}
