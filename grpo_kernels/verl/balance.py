@@ -2,7 +2,8 @@
 
 verl divides a batch over ranks so that each has as many tokens, whichever prompts they belong to.
 After it, `changes` exchanges sequences between ranks, within each of the actor's mini-batches: so
-each optimizer step sums over the same sequences as before, and each rank has as many.
+each optimizer step sums over the same sequences as before, and each rank has as many. Few groups
+can make ranks uneven: if the one that computes most would get more than before, verl's order stays.
 """
 
 from __future__ import annotations
@@ -48,17 +49,18 @@ def changes(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
         is_v1 = hasattr(balanced, "tags")
         if is_v1:  # keys are {uid}_{session}_{output}
             prompts = [key.rsplit("_", 2)[0] for key in balanced.keys]
-            lengths = [tag["seq_len"] for tag in balanced.tags]
+            lengths, shared = ([tag[x] for tag in balanced.tags] for x in ("seq_len", "prompt_len"))
             ranks = max(group._dispatch_info["actor"]) + 1
         else:
             prompts = balanced.non_tensor_batch["uid"].tolist()
-            lengths = balanced.batch["attention_mask"].sum(-1).tolist()
+            mask, width = balanced.batch["attention_mask"], balanced.batch["prompts"].shape[1]
+            lengths, shared = (x.sum(-1).tolist() for x in (mask, mask[:, :width]))
             ranks = self._get_dp_size(group, "actor")
         actor = self.config.actor_rollout_ref
         step = actor.actor.ppo_mini_batch_size * actor.rollout.n
         if ranks == 1 or step % ranks or len(prompts) % step:
             return found
-        parts = exchanged(prompts, lengths, ranks, step)
+        parts = exchanged(prompts, lengths, shared, ranks, step)
         order = [i for part in parts for i in part]
         balanced.reorder(order if is_v1 else torch.tensor(order))
         logged = module.log_seqlen_unbalance(lengths, parts, logging_prefix)
@@ -85,15 +87,29 @@ def _asks(trainer: Any) -> bool:
 
 
 def exchanged(
-    prompts: Sequence[Hashable], lengths: Sequence[int], ranks: int, step: int
+    prompts: Sequence[Hashable],
+    lengths: Sequence[int],
+    shared: Sequence[int],
+    ranks: int,
+    step: int,
 ) -> list[list[int]]:
     """The sequences of each rank, those of a prompt together, within steps of `step` sequences.
 
     Args:
-        prompts, lengths: of each sequence, those of the first rank first; each has its part of the
-            first step first.
+        prompts, lengths, shared: of each sequence, the last one the length of its prompt; those of
+            the first rank first, and each has its part of the first step first.
     """
     own, size = len(prompts) // ranks, step // ranks
+
+    def computed(part: Sequence[int]) -> int:
+        """Tokens of the sequences `part`, prompts counted once."""
+        once = {prompts[i]: shared[i] for i in part}
+        return sum(lengths[i] - shared[i] for i in part) + sum(once.values())
+
+    def slowest(parts: list[list[int]]) -> int:
+        """Those of the rank that has most, over all steps."""
+        return sum(max(computed(x[i : i + size]) for x in parts) for i in range(0, own, size))
+
     found: list[list[int]] = [[] for _ in range(ranks)]
     used = [0] * ranks
     for start in range(0, own, size):
@@ -102,8 +118,7 @@ def exchanged(
             for i in range(rank * own + start, rank * own + start + size):
                 groups.setdefault(prompts[i], []).append(i)
         parts: list[list[int]] = [[] for _ in range(ranks)]
-        for group in sorted(groups.values(), key=lambda x: -sum(lengths[i] for i in x)):
-            left = group
+        for left in sorted(groups.values(), key=computed, reverse=True):
             while left:
                 fits = [k for k in range(ranks) if len(parts[k]) + len(left) <= size]
                 # whole where fewest tokens are, else as many as there is room for
@@ -111,8 +126,8 @@ def exchanged(
                 k = min(fits, key=used.__getitem__) if fits else most
                 room = size - len(parts[k])
                 parts[k] += left[:room]
-                used[k] += sum(lengths[i] for i in left[:room])
+                used[k] += computed(left[:room])
                 left = left[room:]
         for k, part in enumerate(parts):
             found[k] += part
-    return found
+    return min(found, [[*range(k * own, (k + 1) * own)] for k in range(ranks)], key=slowest)

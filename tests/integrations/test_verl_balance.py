@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,8 @@ from tests.support.verl_peer import verl_module
 
 RANKS, GROUP, PROMPTS = 2, 4, 6
 UIDS = [f"u_{i}" for i in range(PROMPTS) for _ in range(GROUP)]
-LENGTHS = torch.randint(5, 40, (len(UIDS),), generator=torch.Generator().manual_seed(0)).tolist()
+PROMPT = 12  # tokens
+LENGTHS = torch.randint(17, 52, (len(UIDS),), generator=torch.Generator().manual_seed(0)).tolist()
 TRAINERS = ["trainer.ppo.ray_trainer", "trainer.ppo.v1.trainer_base"]
 
 
@@ -39,7 +41,7 @@ class Batch:
 
     def __init__(self) -> None:
         self.keys = [f"{uid}_{i % GROUP}_0" for i, uid in enumerate(UIDS)]
-        self.tags = [{"seq_len": n} for n in LENGTHS]
+        self.tags = [{"seq_len": n, "prompt_len": PROMPT} for n in LENGTHS]
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -70,9 +72,10 @@ def balanced(name: str, prompts: int = PROMPTS, **changed: Any) -> tuple[list[An
         batch = made._balance_batch(Batch(), metrics)
         uids = [key.rsplit("_", 2)[0] for key in batch.keys]
         return [*zip(uids, (x["seq_len"] for x in batch.tags), strict=True)], metrics
-    mask = (torch.arange(40) < torch.tensor(LENGTHS)[:, None]).long()
+    mask = (torch.arange(52) < torch.tensor(LENGTHS)[:, None]).long()
     batch = verl_module("protocol").DataProto.from_dict(
-        {"attention_mask": mask}, non_tensors={"uid": np.array(UIDS, dtype=object)}
+        {"attention_mask": mask, "prompts": mask[:, :PROMPT]},
+        non_tensors={"uid": np.array(UIDS, dtype=object)},
     )
     assert made._balance_batch(batch, metrics) is None
     lengths = batch.batch["attention_mask"].sum(1).tolist()
@@ -122,3 +125,13 @@ def test_what_shares_nothing_or_would_change_stays(name: str, changed: dict[str,
     stock = balanced(name, **changed)
     patch_verl()
     assert balanced(name, **changed) == stock
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_no_rank_gets_more_to_compute(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One group has most of the tokens: verl divides it, and it stays so."""
+    lengths = [PROMPT + (400 if i < GROUP else 4) for i in range(len(UIDS))]
+    monkeypatch.setattr(sys.modules[__name__], "LENGTHS", lengths)
+    stock = balanced(name)
+    patch_verl()
+    assert balanced(name) == stock

@@ -139,6 +139,8 @@ def worker(options: dict[str, str], settings: Any, strategy: str | None, model: 
     module = module_of_trainers("workers.engine_workers")
     device = SimpleNamespace(max_memory_allocated=lambda: 0, max_memory_reserved=lambda: 0)
     module.get_torch_device = lambda: device
+    memory = SimpleNamespace(used=0)  # a metric, which ranks have to agree on
+    module.psutil = SimpleNamespace(virtual_memory=lambda: memory)
     verl_engine.engine_module()
     verl_module("utils.fsdp_utils").get_device_id = lambda: "cpu"
     net = verl_engine.model() if model is None else model
