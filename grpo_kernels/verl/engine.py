@@ -414,8 +414,8 @@ def _divided(
                 largest = max(parts, key=lambda x: (len(x) > 1, _tokens(own, sizes, x)))
                 part += largest[len(largest) // 2 :]
                 del largest[len(largest) // 2 :]
-        parts.sort(key=lambda part: -_tokens(own, sizes, part))
-        return [[rows[i] for i in part] for part in parts[::2][::-1] + parts[1::2]]
+        parts.sort(key=lambda part: -_tokens(own, sizes, part))  # on all ranks: none waits for long
+        return [[rows[i] for i in part] for part in parts]
 
     if dynamic:
         dead: list[list[int]] = []
