@@ -35,7 +35,7 @@ REQUEST = "grpo_kernels_old_logprobs"
 WAIT, TRAIN, TAKE = "wait", "train", "take"  # a batch's requests, in this order
 ROW = "grpo_kernels_row"  # field of a micro-batch: which sequences of the worker's batch it has
 # Attributes: of a worker, its scores by sequence, None until they are there (or for all, if it does
-# not wait); of a trainer, True between a batch's first request and its update.
+# not wait); of a trainer, True from a batch's first request to its last.
 KEPT, WAITS = "_grpo_kernels_kept", "_grpo_kernels_waits"
 
 SCORES = ("log_probs", "entropy")  # what verl's scoring returns
@@ -162,6 +162,7 @@ def ray_changes(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
 
     @functools.wraps(score)
     def _compute_old_log_prob(self: Any, batch: Any) -> Any:
+        vars(self)[WAITS] = False
         if not _can_wait(self, trainer, own, len(batch)):
             return score(self, batch)
         with _asked(batch.meta_info, WAIT):
@@ -171,12 +172,13 @@ def ray_changes(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
 
     @functools.wraps(update)
     def _update_actor(self: Any, batch: Any) -> Any:
-        if not vars(self).pop(WAITS, False):
+        if not vars(self).get(WAITS, False):
             return update(self, batch)
         with _asked(batch.meta_info, TRAIN):
             output = update(self, batch)
         with _asked(batch.meta_info, TAKE):
             found, _ = score(self, batch)
+        vars(self)[WAITS] = False
         actor, metrics = self.config.actor_rollout_ref.actor, output.meta_info["metrics"]
         batch.batch[OLD] = found.batch[OLD]
         metrics[ENTROPY] = module.agg_loss(
@@ -209,6 +211,7 @@ def v1_changes(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
 
     @functools.wraps(score)
     def _compute_old_log_prob(self: Any, batch: Any, metrics: Any) -> Any:
+        vars(self)[WAITS] = False
         if not _can_wait(self, trainer, own, len(batch)):
             return score(self, batch, metrics)
         with _asked(batch.extra_info, WAIT):
@@ -218,12 +221,13 @@ def v1_changes(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
 
     @functools.wraps(update)
     def _update_actor(self: Any, batch: Any, metrics: Any) -> Any:
-        if not vars(self).pop(WAITS, False):
+        if not vars(self).get(WAITS, False):
             return update(self, batch, metrics)
         with _asked(batch.extra_info, TRAIN):
             batch = update(self, batch, metrics)
         with _asked(batch.extra_info, TAKE):
             score(self, batch, metrics)
+        vars(self)[WAITS] = False
         fields = ["response_mask", "rollout_log_probs", OLD]
         data = module.tq.kv_batch_get(
             keys=batch.keys, partition_id=batch.partition_id, select_fields=fields

@@ -193,6 +193,31 @@ def test_a_second_step_is_refused() -> None:
         train(OURS, change=change)
 
 
+@pytest.mark.parametrize("v1", [False, True], ids=["ray", "v1"])
+def test_a_failed_update_is_not_repeated_without_scores(v1: bool) -> None:
+    """By a trainer that catches the error: the batch's old log-probabilities are NaN still."""
+
+    def change(trainer: Any) -> None:
+        engine, update = trainer.actor_rollout_wg.own.actor.engine, trainer._update_actor
+        step, calls = engine.forward_step, []
+
+        def forward_step(*args: Any, **kwargs: Any) -> Any:
+            calls.append(args)
+            if len(calls) == 2:
+                raise ValueError("not enough memory")
+            return step(*args, **kwargs)
+
+        def twice(*args: Any, **kwargs: Any) -> Any:
+            with pytest.raises(ValueError, match="not enough memory"):
+                update(*args, **kwargs)
+            return update(*args, **kwargs)
+
+        engine.forward_step, trainer._update_actor = forward_step, twice
+
+    with pytest.raises(RuntimeError, match="expected one optimizer step for the 8 sequences"):
+        train(OURS, v1=v1, change=change)
+
+
 def on_ranks(rank: int, ranks: int) -> dict[str, tuple[Run, Run]]:
     return {
         strategy: tuple(
