@@ -225,8 +225,14 @@ def _sum(total: Number, x: Number) -> Number:
     return total + x
 
 
+def numbered(prompts: Sequence[tuple[int, ...]]) -> list[tuple[int, int]]:
+    """(the first sample that has it, its number of tokens) of each sample's prompt."""
+    first: dict[tuple[int, ...], int] = {}
+    return [(first.setdefault(prompt, i), len(prompt)) for i, prompt in enumerate(prompts)]
+
+
 def divided(
-    prompts: Sequence[tuple[int, ...]],
+    prompts: Sequence[tuple[int, int]],
     lengths: Sequence[int],
     live: Sequence[bool],
     parts: int,
@@ -239,17 +245,17 @@ def divided(
 
     Prompts with live samples come first, and of these the ones with most tokens. A sample that fits
     nowhere goes where fewest tokens are. `in_trees`: a part computes each prompt once; else its
-    rows stand side by side, and it has `size` samples.
+    rows stand side by side, and it has `size` samples. `prompts` are `numbered`.
     """
-    groups: dict[tuple[int, ...], list[int]] = {}
+    groups: dict[tuple[int, int], list[int]] = {}
     for i, prompt in enumerate(prompts):
         groups.setdefault(prompt, []).append(i)
     found: list[list[int]] = [[] for _ in range(parts)]
-    used, inside = [0] * parts, [set[tuple[int, ...]]() for _ in range(parts)]
+    used, inside = [0] * parts, [set[tuple[int, int]]() for _ in range(parts)]
 
-    def place(prompt: tuple[int, ...], samples: Sequence[int], *, anywhere: bool) -> bool:
+    def place(prompt: tuple[int, int], samples: Sequence[int], *, anywhere: bool) -> bool:
         own = sum(lengths[i] for i in samples)
-        added = [own if prompt in inside[k] else own + len(prompt) for k in range(parts)]
+        added = [own if prompt in inside[k] else own + prompt[1] for k in range(parts)]
         room = [k for k in range(parts) if in_trees or len(found[k]) + len(samples) <= size]
         fits = [k for k in room if not in_trees or used[k] + added[k] <= budget]
         if not fits and not anywhere:

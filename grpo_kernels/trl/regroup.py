@@ -22,7 +22,7 @@ from torch import Tensor
 from trl import GRPOTrainer
 
 from grpo_kernels.objective.losses import averaged_over
-from grpo_kernels.patching import divided, replaced
+from grpo_kernels.patching import divided, numbered, replaced
 from grpo_kernels.trl.micro_batches import config_of, live_of_loss, metrics_of
 
 # Losses whose optimizer step is the same sum over samples, whatever micro-batches they are in.
@@ -148,7 +148,7 @@ def regrouped(
         merged = {name: _joined([batch[name] for batch in window.batches]) for name in names}
         columns = merged["prompt_ids"].shape[1] + merged["completion_ids"].shape[1]
         both = zip(merged["prompt_ids"].cpu(), merged["prompt_mask"].cpu(), strict=True)
-        prompts = [tuple(ids[mask != 0].tolist()) for ids, mask in both]
+        prompts = numbered([tuple(ids[mask != 0].tolist()) for ids, mask in both])
         lengths = merged["completion_mask"].sum(1).tolist()
         budget = trainer.tokens_per_forward or size * columns
         parts = divided(prompts, lengths, is_live, count, budget, size, in_trees=in_trees)

@@ -40,7 +40,7 @@ from torch.nn import functional as F
 
 from grpo_kernels.base.checks import warn_once
 from grpo_kernels.base.choices import BatchLayout, choices
-from grpo_kernels.patching import KnownRows, divided, during, function_of
+from grpo_kernels.patching import KnownRows, divided, during, function_of, numbered
 from grpo_kernels.verl.rows import (
     Mode,
     Places,
@@ -384,10 +384,9 @@ def _divided(
     batches, indices = divide(data)
     if plan.live is None and not (plan.fits or (plan.moves and dynamic)):
         return batches, indices
-    prompts, lengths = _prompts(data) if plan.fits else ([()] * len(data), [])
+    prompts, lengths = _prompts(data) if plan.fits else ([(0, 0)] * len(data), [])
     live = torch.ones(len(data), dtype=torch.bool) if plan.live is None else plan.live.cpu()
-    first = {prompt: i for i, prompt in reversed([*enumerate(prompts)])}
-    order = sorted(range(len(data)), key=lambda i: (bool(live[i]), first[prompts[i]]))
+    order = sorted(range(len(data)), key=lambda i: (bool(live[i]), prompts[i]))
     n_dead = int((~live).sum())
 
     def part_of(rows: list[int]) -> list[list[int]]:
@@ -437,16 +436,17 @@ def _divided(
     return micro_batches, parts
 
 
-def _prompts(data: Any) -> tuple[list[tuple[int, ...]], list[int]]:
-    """(the prompt's ids, the number of tokens of the response) of each sequence."""
+def _prompts(data: Any) -> tuple[list[tuple[int, int]], list[int]]:
+    """(the prompt, `numbered`; the number of tokens of the response) of each sequence."""
     lengths = Places(data).lengths.tolist()
     rows = [x.tolist() for x in data["input_ids"].cpu().unbind()]
-    return [tuple(x[: len(x) - n]) for x, n in zip(rows, lengths, strict=True)], lengths
+    prompts = [tuple(x[: len(x) - n]) for x, n in zip(rows, lengths, strict=True)]
+    return numbered(prompts), lengths
 
 
-def _tokens(prompts: list[tuple[int, ...]], lengths: list[int], part: Sequence[int]) -> int:
+def _tokens(prompts: list[tuple[int, int]], lengths: list[int], part: Sequence[int]) -> int:
     """Tokens of the sequences `part`, prompts counted once."""
-    return sum(lengths[i] for i in part) + sum(map(len, {prompts[i] for i in part}))
+    return sum(lengths[i] for i in part) + sum(n for _, n in {prompts[i] for i in part})
 
 
 def _least(group: Any, device: Any, *counts: int) -> list[int]:

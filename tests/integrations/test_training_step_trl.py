@@ -289,7 +289,8 @@ def test_options_that_the_loss_does_not_allow_are_refused(
 
 def test_samples_are_divided_by_prompts_within_a_budget() -> None:
     """Every sample once, a prompt's together where they fit, live ones first, within the budget."""
-    prompts = [(1, 2, 3)] * 4 + [(4,) * 6] * 4 + [(5,) * 2] * 4
+    prompts = regroup.numbered([(1, 2, 3)] * 4 + [(4,) * 6] * 4 + [(5,) * 2] * 4)
+    assert prompts == [(0, 3)] * 4 + [(4, 6)] * 4 + [(8, 2)] * 4
     lengths = [3, 4, 5, 2, 6, 6, 6, 6, 1, 1, 2, 1]
     live = [False] * 4 + [True] * 8
     parts = regroup.divided(prompts, lengths, live, 4, 40, 3, in_trees=True)
@@ -298,7 +299,7 @@ def test_samples_are_divided_by_prompts_within_a_budget() -> None:
     for _ in range(50):
         groups, size, count = draw.randrange(1, 6), draw.randrange(1, 5), 4
         samples, budget = size * count, size * 14
-        prompts = [(g,) * 5 for g in (draw.randrange(groups) for _ in range(samples))]
+        prompts = [(draw.randrange(groups), 5) for _ in range(samples)]
         lengths = [draw.randrange(1, 9) for _ in range(samples)]
         live = [True] * samples
         for in_trees in (True, False):
