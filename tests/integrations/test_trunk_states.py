@@ -19,10 +19,12 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 from grpo_kernels.body import states
 from grpo_kernels.body.attention import Segments
 from grpo_kernels.body.layout import Paths, _worth_sharing, tree
+from grpo_kernels.transformers import completion_logprobs
 from tests.support import all_architectures as every
 from tests.support.prefix_trees import rows_of, seen
 from tests.support.training_step import (
     PADDED,
+    SCORED,
     assert_same,
     batch,
     distance,
@@ -239,6 +241,30 @@ def test_a_model_gets_the_padded_numbers(kind: str, reentrant: bool | None) -> N
         torch.testing.assert_close(out.loss, want.loss, rtol=2e-6, atol=2e-6)
         assert_same(got, gradients)
         assert out.metrics["tokens/computed"] < 0.6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_rows_keep_states_apart(kind: str) -> None:
+    """transformers' own functions would carry a state into the next sequence."""
+    model, given = every.build(kind).train(), large()
+    mask, counted = given["attention_mask"] != 0, torch.zeros_like(given["attention_mask"])
+    counted[:, 8:] = given["completion_mask"]
+    lengths = mask.sum(1).tolist()
+    packed = {name: x[mask][None] for name, x in (("ids", given["input_ids"]), ("mask", counted))}
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    ids, attended, completion = (given[name] for name in SCORED)
+    want = completion_logprobs(model, ids, attended, completion, layout="padded").logps
+    got = completion_logprobs(
+        model, packed["ids"], None, packed["mask"], position_ids=positions
+    ).logps
+    want, got = want[completion != 0], got[packed["mask"] != 0]
+    torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
+    parameters, cotangent = [*model.parameters()], torch.randn_like(want)
+    one, other = (
+        torch.autograd.grad(x, parameters, cotangent, materialize_grads=True, allow_unused=True)
+        for x in (got, want)
+    )
+    assert_same(dict(enumerate(one)), dict(enumerate(other)))  # type: ignore[arg-type]
 
 
 def conv1d(
