@@ -154,4 +154,5 @@ def test_the_options_arrive_in_verls_engine(composed: Any) -> None:
         )
     assert verl_engine.gap(ours, unfused) < 2e-6
     assert ours.loss == pytest.approx(unfused.loss, abs=1e-6)
-    assert ours.products.all < 0.6 * unfused.products.all
+    # and its first call has tried the layout
+    assert ours.products.all < 0.65 * unfused.products.all

@@ -109,15 +109,16 @@ class Segments:
         query: Tensor,  # (1, heads, n, d), as key and value
         key: Tensor,
         value: Tensor,
-        mask: Any,
+        attention_mask: Any,  # so named, since some layers pass it by name
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """What the attention `inner` of the implementation `name` returns: (1, n, heads, d)."""
         _, heads, tokens, size = query.shape
-        if not isinstance(mask, Tensor) or (mask.numel() != 1 and tokens > 1):
-            shape = tuple(mask.shape) if isinstance(mask, Tensor) else mask
-            raise NotAlongPaths(f"its attention has a mask of its own ({shape})")
+        if not isinstance(attention_mask, Tensor) or (attention_mask.numel() != 1 and tokens > 1):
+            is_tensor = isinstance(attention_mask, Tensor)
+            found = tuple(attention_mask.shape) if is_tensor else attention_mask
+            raise NotAlongPaths(f"its attention has a mask of its own ({found})")
         for argument, x in [*enumerate(args), *kwargs.items()]:
             is_number = x is None or isinstance(x, bool | int | float | str)
             is_of_heads = isinstance(x, Tensor) and tokens not in x.shape

@@ -84,8 +84,8 @@ def assert_own_logprobs(model: Any, given: dict[str, Tensor]) -> None:
     )
 
 
-# attention with a mask of its own, one config per kind of layer, chunks of columns
-QUICK = ("glm_moe_dsa", "gemma4_text", "llama4_text")
+# attention with a mask of its own, one config per kind of layer, chunks of columns, a mask by name
+QUICK = ("glm_moe_dsa", "gemma4_text", "llama4_text", "afmoe")
 
 
 @pytest.mark.parametrize(

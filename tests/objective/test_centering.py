@@ -20,7 +20,6 @@ from tests.support.reference_head import head
 from tests.support.run_case import arguments, config_of, packed, run
 from tests.support.sampler_ratio import PREFIX
 from tests.support.score_cases import HEADS
-from tests.support.trainer_stand_ins import IPOLoss
 
 B, T, H, V, K = 3, 6, 16, 50, 8
 WEIGHTS: dict[str, dict[str, Any]] = {
@@ -132,6 +131,8 @@ def test_the_samplers_tokens_have_no_gradient_in_expectation(weight: str) -> Non
 
 def test_prime_rls_where_every_id_is_listed() -> None:
     """Its capped ratio without its trust region. Without a tail the gradients are the same."""
+    from tests.support.trainer_stand_ins import IPOLoss  # which reads the docs
+
     case = case_of("prime-rl", V, "truncated", mask="holes", dtype=torch.float64)
     # the first positions have some that are no candidates
     case = case.but(completion_mask=case.completion_mask * (torch.arange(T) > 4))
