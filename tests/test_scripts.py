@@ -133,6 +133,7 @@ def compare(
     return done, json.loads(written.read_text()) if written.exists() else {}
 
 
+@pytest.mark.slow
 def test_the_clocks_of_a_comparison_keep_no_saving_off(tmp_path: Path) -> None:
     """They are set on the trainer, where a method of the user's would end regrouping."""
     script = TRAINS.replace("trainer = Mine(", "trainer = GRPOTrainer(")

@@ -140,7 +140,7 @@ def recurrences() -> dict[str, tuple[Callable[..., Any], states.Recurrence, bool
 @pytest.mark.parametrize("name", recurrences())
 def test_a_recurrence_sees_the_path(name: str) -> None:
     inner, recurrence, by_channel = recurrences()[name]
-    for paths, path_of in trees(8):
+    for paths, path_of in trees(5):
         n = len(path_of)
         x = [torch.randn(1, n, 2, 4).requires_grad_() for _ in range(3)]
         rates = (-torch.rand(1, n, 2, *((4,) if by_channel else ()))).requires_grad_()

@@ -97,9 +97,14 @@ SCENES = {
 
 
 BOTH = [*((name, True) for name in SCENES), ("token-mean", False), ("kl", False), ("fsdp", False)]
+# what `make test` runs of them: each trainer, a term besides, other micro-batches
+QUICK = [("token-mean", True), ("zero_advantage", True), ("dynamic batches", True), ("kl", False)]
 
 
-@pytest.mark.parametrize(("name", "v1"), BOTH)
+@pytest.mark.parametrize(
+    ("name", "v1"),
+    [pytest.param(*x, marks=() if x in QUICK else pytest.mark.slow) for x in BOTH],
+)
 def test_what_verl_logs_and_learns_is_the_same(name: str, v1: bool) -> None:
     scene = SCENES[name]
     runs = [
@@ -147,7 +152,9 @@ SCORING: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("v1", [False, True], ids=["ray", "v1"])
+@pytest.mark.parametrize(
+    "v1", [pytest.param(False, id="ray", marks=pytest.mark.slow), pytest.param(True, id="v1")]
+)
 @pytest.mark.parametrize("reason", SCORING)
 def test_verl_scores_where_it_has_to(
     reason: str, v1: bool, capsys: pytest.CaptureFixture[str]
