@@ -18,7 +18,7 @@ from __future__ import annotations
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -64,11 +64,14 @@ _OF_A_CACHE = {
 _KNOWN = {*RECURRENCES, *_OF_A_CACHE, _CONVOLUTION, _WHOLE}
 
 
-def reason_against(layers: list[nn.Module]) -> str | None:
+def with_a_state(layers: Iterable[nn.Module]) -> list[nn.Module]:
+    """Those of `layers` that have a state, as their convolution shows."""
+    return [x for x in layers if any(isinstance(y, nn.Conv1d) for y in x.children())]
+
+
+def reason_against(layers: Iterable[nn.Module]) -> str | None:
     """Why one of `layers` has a state that is not carried along paths; None: all can be."""
-    for layer in layers:
-        if not any(isinstance(x, nn.Conv1d) for x in layer.children()):
-            continue
+    for layer in with_a_state(layers):
         names = inspect.unwrap(type(layer).forward).__code__.co_names
         file = vars(sys.modules[type(layer).__module__])
         others = [x for x in names if hasattr(file.get(x), "__wrapped__") and x not in _KNOWN]

@@ -93,10 +93,12 @@ class Exactness:
         if self.inputs.padding_is_read and mode != "padded":
             return "padding is read, and only the model knows what it attends to"
         attended, needed = self.inputs.attended, self.inputs.needed
-        if mode == "tree" and isinstance(setting(self.trunk, "sliding_window"), int):
-            begun, goes_on = attended.cumsum(1) > 0, needed.flip(1).cumsum(1).flip(1) > 0
-            if (begun & goes_on & ~attended).any():
+        begun, goes_on = attended.cumsum(1) > 0, needed.flip(1).cumsum(1).flip(1) > 0
+        if mode == "tree" and (begun & goes_on & ~attended).any():
+            if isinstance(setting(self.trunk, "sliding_window"), int):
                 return "a sequence has padding within, which its sliding window counts"
+            if states.with_a_state(self.trunk.modules()):
+                return "a sequence has padding within, which its layers with a state count"
         types = self.inputs.values.keys() - {"input_ids", "position_ids"}
         for name in types if mode == "tree" else ():
             if len(self.inputs.values[name][attended].unique()) > 1:

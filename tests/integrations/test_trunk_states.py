@@ -244,6 +244,21 @@ def test_a_model_gets_the_padded_numbers(kind: str, reentrant: bool | None) -> N
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_padding_within_a_sequence_counts(kind: str) -> None:
+    """A convolution has it among its taps, and in a recurrence it decays the state."""
+    model, given = every.build(kind), large()
+    holes = given["attention_mask"] = given["attention_mask"].clone()
+    holes[0, 5] = holes[3, 40] = 0
+    given["completion_mask"] = given["completion_mask"] * holes[:, 8:] * holes[:, 7:-1]
+    want, gradients = loss_of(model, given, **PADDED)
+    said = said_by(lambda: loss_of(model, given))
+    assert len(said) == 1 and "padding within" in said[0] and "'trim' serves" in said[0]
+    out, got = loss_of(model, given)
+    torch.testing.assert_close(out.loss, want.loss, rtol=2e-6, atol=2e-6)
+    assert_same(got, gradients)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_packed_rows_keep_states_apart(kind: str) -> None:
     """transformers' own functions would carry a state into the next sequence."""
     model, given = every.build(kind).train(), large()
