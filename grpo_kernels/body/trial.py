@@ -258,9 +258,9 @@ class _Trial:
         sources = pool[torch.arange(width, device="cpu") % len(pool)].repeat(len(tokens), 1)
         mask, needed = torch.zeros(2, *sources.shape, dtype=torch.bool, device="cpu")
         for i, (begin, own) in enumerate(zip(begins, tokens, strict=False)):
-            end, third = begin + len(own), begin + len(own) // 3
+            end = begin + len(own)
             sources[i, begin:end], mask[i, begin:end] = own, True
-            needed[i, third : max(end - 1, third + 1)] = True
+            needed[i, begin : max(end - 1, begin + 1)] = True
         self.by_depth = (mask.cumsum(1) - 1)[needed].argsort().to(self.device)
         sources, mask = sources.to(self.device), mask.to(self.device)
         given = {name: x.reshape(-1)[sources] for name, x in like.given.items()}

@@ -282,6 +282,18 @@ def test_packed_rows_keep_states_apart(kind: str) -> None:
     assert_same(dict(enumerate(one)), dict(enumerate(other)))  # type: ignore[arg-type]
 
 
+def test_padding_that_a_bias_makes_other_than_zero() -> None:
+    """A convolution reads it in the first tokens of a row, and a long batch has few of those."""
+    model, draw = every.build("lfm2", conv_bias=True), torch.Generator().manual_seed(0)
+    ids, mask = torch.randint(3, 90, (3, 200), generator=draw), torch.ones(3, 200).long()
+    ids[1, :100], mask[2, :119], mask[2, 124:] = ids[0, :100], 0, 0
+    given = {"input_ids": ids, "attention_mask": mask, "completion_mask": mask[:, 120:]}
+    given["advantages"] = torch.tensor([0.01, -0.01, 1.0])
+    _, gradients = loss_of(model, given, **PADDED)
+    said = said_by(lambda: assert_same(loss_of(model, given)[1], gradients))
+    assert len(said) == 1 and "states are off by" in said[0] and "'padded' serves" in said[0]
+
+
 def conv1d(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, seq_idx: Any = None,
     initial_states: Any = None, return_final_states: bool = False, final_states_out: Any = None,
