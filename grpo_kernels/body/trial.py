@@ -139,7 +139,8 @@ class Exactness:
         for size in dict.fromkeys(sizes):
             begin = time.perf_counter()
             try:
-                found = _Trial(self.trunk, forward, self.inputs, size).outcome(mode)
+                with torch.inference_mode(False):  # whose tensors no graph could save
+                    found = _Trial(self.trunk, forward, self.inputs, size).outcome(mode)
             except torch.OutOfMemoryError:
                 if size == self.size:
                     raise
@@ -334,7 +335,6 @@ class _Trial:
         hidden, gradient = torch.zeros((), device=self.device), torch.zeros(1, device=self.device)
         with (
             torch.compiler.set_stance("force_eager"),  # nothing is compiled for these shapes
-            torch.inference_mode(False),
             torch.set_grad_enabled(not self.is_divided),
             guest(self.trunk, self.device, self.parameters) as leaves,
         ):

@@ -506,6 +506,7 @@ def test_scores_in_inference_mode_come_first() -> None:
     want = completion_logprobs(model, **given, layout="padded").logps
     torch.testing.assert_close(first.clone(), want, rtol=3e-6, atol=3e-6)
     torch.testing.assert_close(inside.clone(), want, rtol=3e-6, atol=3e-6)
+    assert is_a_tree(model, batch())
 
 
 def test_forwards_of_any_kind_and_bodies_without_a_config() -> None:
