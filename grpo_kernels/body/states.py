@@ -164,8 +164,10 @@ class Runs(NamedTuple):
         found[self.parents[self.parents >= 0]] = True
         return found
 
-    def calls(self, chunk: int, call_chunks: float, *, side_by_side: bool) -> Iterator[Tensor]:
-        """The runs of each call, parents before children.
+    def calls(
+        self, chunk: int, call_chunks: float, *, side_by_side: bool
+    ) -> Iterator[list[Tensor]]:
+        """The runs of each call, depth by depth.
 
         Runs side by side in a row need no padding. Otherwise those of a call are padded to the
         longest, but none whose last state counts; a call costs as much as `call_chunks` chunks.
@@ -174,41 +176,46 @@ class Runs(NamedTuple):
         for depth in range(int(self.depths.amax()) + 1):
             runs = order[self.depths[order] == depth]
             if side_by_side:
-                yield runs
+                yield [runs]
                 continue
             parents, leaves = runs[is_parent[runs]], runs[~is_parent[runs]]
-            for length in self.lengths[parents].unique():
-                yield parents[self.lengths[parents] == length]
+            lengths = self.lengths[parents]
             chunks = (-(-self.lengths[leaves] // chunk)).tolist()
-            for first, end in cut(chunks, call_chunks):
-                yield leaves[first:end]
+            parts = [leaves[first:end] for first, end in cut(chunks, call_chunks)]
+            yield [*(parents[lengths == x] for x in lengths.unique()), *parts]
 
 
 def _calls(
     paths: Paths, chunk: int, call_chunks: float, *, side_by_side: bool
-) -> tuple[list[tuple[Tensor, Tensor | None, Tensor | None, bool]], Tensor]:
-    """(the calls of a recurrence; of each token its place among all calls' tokens).
+) -> tuple[list[list[tuple[Tensor, Tensor | None, Tensor, bool]]], Tensor]:
+    """(the calls of a recurrence at each depth; of each token its place among all calls' tokens).
 
     Of each call: its tokens, (r, w) of r runs, padded on the right, or of all side by side (1, n);
     the (r + 1,) ends of runs side by side; the (r,) places of their parents among the last states
-    kept so far, None for roots; and whether its own are kept.
+    kept at the depth before; and whether its own are kept.
     """
-    runs, calls, kept, owned = Runs.of(paths), [], 0, []
+    runs, depths, owned = Runs.of(paths), [], []
     is_parent, place = runs.is_parent, torch.full_like(runs.parents, -1)
-    for chosen in runs.calls(chunk, call_chunks, side_by_side=side_by_side):
-        lengths, parents = runs.lengths[chosen, None], runs.parents[chosen]
-        columns, ends = torch.arange(int(lengths.amax()), device="cpu"), None
-        tokens, own = runs.begins[chosen, None] + columns.minimum(lengths - 1), columns < lengths
-        if side_by_side:
-            tokens, own = tokens[own][None], own[own][None]
-            ends = nn.functional.pad(lengths.squeeze(1).cumsum(0), (1, 0))
-        owned.append((tokens, own))
-        keeps = bool(is_parent[chosen].any())
-        calls.append((tokens, ends, None if int(parents[0]) < 0 else place[parents], keeps))
-        if keeps:
-            place[chosen] = kept + torch.arange(len(chosen), device="cpu")
-            kept += len(chosen)
-    return calls, places(owned)
+    for parts in runs.calls(chunk, call_chunks, side_by_side=side_by_side):
+        calls, kept = [], 0
+        for chosen in parts:
+            lengths, parents = runs.lengths[chosen, None], runs.parents[chosen]
+            columns, ends = torch.arange(int(lengths.amax()), device="cpu"), None
+            own, tokens = (
+                columns < lengths,
+                runs.begins[chosen, None] + columns.minimum(lengths - 1),
+            )
+            if side_by_side:
+                tokens, own = tokens[own][None], own[own][None]
+                ends = nn.functional.pad(lengths.squeeze(1).cumsum(0), (1, 0))
+            owned.append((tokens, own))
+            keeps = bool(is_parent[chosen].any())
+            calls.append((tokens, ends, place[parents], keeps))
+            if keeps:
+                place[chosen] = kept + torch.arange(len(chosen), device="cpu")
+                kept += len(chosen)
+        depths.append(calls)
+    return depths, places(owned)
 
 
 def cost(layout: TrunkLayout, chunk: int, device: torch.device) -> float:
@@ -219,7 +226,9 @@ def cost(layout: TrunkLayout, chunk: int, device: torch.device) -> float:
     runs = Runs.of(layout.paths)
     calls = runs.calls(chunk, call_chunks(device), side_by_side=False)
     chunks = [
-        len(x) * -(-int(runs.lengths[x].amax()) // chunk) + call_chunks(device) for x in calls
+        len(x) * -(-int(runs.lengths[x].amax()) // chunk) + call_chunks(device)
+        for parts in calls
+        for x in parts
     ]
     return _GATHERED * (width + _SHARE * chunk * sum(chunks))
 
@@ -256,23 +265,25 @@ def _recur(
     if like.shape[1] > 1 and inner not in _side_by_side:
         _side_by_side[inner] = _keeps_apart(call, recurrence, given)
     apart = _side_by_side.get(inner, False)
-    calls, back = segments.kept(
+    depths, back = segments.kept(
         ("runs", chunk, apart),
         lambda: _calls(segments.paths, chunk, call_chunks(like.device), side_by_side=apart),
         like.device,
     )
     outputs, states = list[Tensor](), list[Tensor]()
-    for tokens, ends, parents, keeps in calls:
-        own = {
-            name: given[name][0].index_select(0, tokens.flatten()).unflatten(0, tokens.shape)
-            for name in recurrence.of_tokens
-        }
-        first = None if parents is None else torch.cat(states).index_select(0, parents)
-        own |= {recurrence.first: first, recurrence.wants_last: keeps}
-        output, last = call(own if ends is None else {**own, "cu_seqlens": ends})
-        outputs.append(output.flatten(0, 1))
-        if keeps and last is not None:
-            states.append(last)
+    for calls in depths:
+        before, states = torch.cat(states) if states else None, []
+        for tokens, ends, parents, keeps in calls:
+            own = {
+                name: given[name][0].index_select(0, tokens.flatten()).unflatten(0, tokens.shape)
+                for name in recurrence.of_tokens
+            }
+            first = None if before is None else before.index_select(0, parents)
+            own |= {recurrence.first: first, recurrence.wants_last: keeps}
+            output, last = call(own if ends is None else {**own, "cu_seqlens": ends})
+            outputs.append(output.flatten(0, 1))
+            if keeps and last is not None:
+                states.append(last)
     found = torch.cat(outputs).index_select(0, back)[None]
     return (found, None) if recurrence.returns_pair else found
 

@@ -59,7 +59,7 @@ def test_runs_go_on_from_their_parents(side_by_side: bool) -> None:
     for paths, path_of in trees(30):
         runs = states.Runs.of(paths)
         done: dict[int, int] = {}  # the last token of each run so far -> its number
-        for call in runs.calls(3, 2.0, side_by_side=side_by_side):
+        for call in itertools.chain(*runs.calls(3, 2.0, side_by_side=side_by_side)):
             assert len(runs.depths[call].unique()) == 1
             widest, is_parent = int(runs.lengths[call].amax()), runs.is_parent
             for i in call.tolist():
@@ -72,6 +72,17 @@ def test_runs_go_on_from_their_parents(side_by_side: bool) -> None:
             done |= {int(runs.begins[i] + runs.lengths[i] - 1): i for i in call.tolist()}
         assert sorted(done.values()) == [*range(len(runs.begins))]
         assert int(runs.lengths.sum()) == len(path_of)
+
+
+@pytest.mark.parametrize("side_by_side", [False, True])
+def test_a_depth_reads_the_states_of_the_one_before_alone(side_by_side: bool) -> None:
+    """Else time and memory would grow with the square of the depth."""
+    paths = tree(rows_of([[1] * n for n in range(1, 20)]), graph=True).paths
+    assert paths is not None
+    depths, _ = states._calls(paths, 4, 1.0, side_by_side=side_by_side)
+    assert [[parents.tolist() for _, _, parents, _ in calls] for calls in depths[1:]] == [
+        [[0]]
+    ] * 18
 
 
 @pytest.mark.parametrize("taps", [2, 4])
