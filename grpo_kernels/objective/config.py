@@ -335,7 +335,8 @@ def _check_args(args: Any, overrides: Collection[str]) -> None:
         if value != neutral:
             raise ValueError(
                 f"{name}: expected {neutral}, since a LossConfig cannot hold it, got {value!r}; "
-                f"{instead}, and turn it off in a copy, dataclasses.replace(args, {name}={neutral})"
+                f"{instead}, and turn it off in a copy: args = copy.copy(args); "
+                f"args.{name} = {neutral}"
             )
 
 
