@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -163,15 +164,10 @@ def process_advantages(
     if (completion_mask is None) == (length is None):
         got = "neither" if length is None else "both"
         raise ValueError(f"completion_mask, length: expected exactly one of the two, got {got}")
-    if completion_mask is not None:
-        mask = _bool_mask(completion_mask)
-        _check_shape("completion_mask", mask, "(B, T)", (batch_size, mask.shape[1]))
-    elif isinstance(length, bool) or not isinstance(length, int):
-        raise TypeError(f"length: expected an int, got {type(length).__name__}")
-    elif length < 0:
-        raise ValueError(f"length: expected at least 0, got {length}")
-    else:
-        mask = torch.ones(batch_size, length, dtype=torch.bool, device=table.device)
+    if completion_mask is None:
+        _check_int("length", length, 0)
+        completion_mask = table.new_ones(batch_size, cast(int, length))
+    mask = _bool_mask(completion_mask, batch_size)
     x = widen(table)
     _require_all(~x.isinf(), x, "step_rewards", "finite values, or NaN for an unscored step")
     in_range = x.isnan() | ((ends >= 0) & (ends < mask.shape[1]))
@@ -263,7 +259,8 @@ def reinforce_plus_plus(
     check_number("epsilon", epsilon, lowest=0, inclusive=True)
     check_number("beta", beta)
     mask = _bool_mask(completion_mask)
-    table, weights = _reward_table(rewards, reward_weights, len(mask))
+    table, weights = _reward_table(rewards, reward_weights)
+    _check_shape("rewards", rewards, "(B,) or (B, F)", (len(mask), *rewards.shape[1:]))
     total = _weighted_sum(table, weights)
     scored = mask & ~total.isnan()
     if num_generations is not None or group_ids is not None:
@@ -325,42 +322,32 @@ def _groups(
     fewest: int = 2,  # a group of one gets 0 where rows are compared with the others
 ) -> _Groups:
     check_group("process_group", process_group)
-    rows, device = table.shape[0], table.device
+    rows, device = len(table), table.device
     if (num_generations is None) == (group_ids is None):
         got = "neither" if group_ids is None else "both"
         raise ValueError(f"num_generations, group_ids: expected exactly one of the two, got {got}")
-    ids = torch.zeros(0, dtype=torch.int64, device=device)
-    if group_ids is not None and rows:
-        ids = torch.as_tensor(group_ids, device=device)
-        if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-            raise TypeError(f"group_ids: expected integers, got {ids.dtype}")
-        _check_shape("group_ids", ids, "(B,)", (rows,))
-        ids = ids.to(torch.int64)
-    elif num_generations is not None:
-        if isinstance(num_generations, bool) or not isinstance(num_generations, int):
-            got = type(num_generations).__name__
-            raise TypeError(f"num_generations: expected an int, got {got}")
-        if num_generations < fewest:
-            why = " completions of a prompt: alone each has advantage 0, and nothing trains"
-            why = why if num_generations == 1 else ""
-            raise ValueError(
-                f"num_generations: expected at least {fewest}{why}, got {num_generations}"
-            )
+    if num_generations is not None:
+        why = " completions of a prompt: alone each has advantage 0, and nothing trains"
+        _check_int("num_generations", num_generations, fewest, why if fewest > 1 else "")
     sizes, start = [rows], 0
     if process_group is not None:
         sizes = gather_stacked(torch.tensor(rows, device=device), process_group).tolist()
         start = sum(sizes[: torch.distributed.get_rank(process_group)])
-    if num_generations is None:
-        every = ids if process_group is None else gather_uneven(ids, sizes, process_group)
-        unique, index = every.unique(return_inverse=True)
-        return _Groups(index[start : start + rows], len(unique), process_group)
-    total = sum(sizes)
-    if total % num_generations:
-        raise ValueError(
-            f"num_generations: expected a divisor of the {total} rewards, got {num_generations}"
-        )
-    of_row = torch.arange(start, start + rows, device=device) // num_generations
-    return _Groups(of_row, total // num_generations, process_group)
+    if num_generations is not None:
+        total = sum(sizes)
+        if total % num_generations:
+            expected = f"expected a divisor of the {total} rewards"
+            raise ValueError(f"num_generations: {expected}, got {num_generations}")
+        of_row = torch.arange(start, start + rows, device=device) // num_generations
+        return _Groups(of_row, total // num_generations, process_group)
+    ids = torch.as_tensor(group_ids if rows else torch.zeros(0, dtype=torch.int64), device=device)
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise TypeError(f"group_ids: expected integers, got {ids.dtype}")
+    _check_shape("group_ids", ids, "(B,)", (rows,))
+    ids = ids.to(torch.int64)
+    every = ids if process_group is None else gather_uneven(ids, sizes, process_group)
+    unique, index = every.unique(return_inverse=True)
+    return _Groups(index[start : start + rows], len(unique), process_group)
 
 
 def _group_sums(x: Tensor, groups: _Groups) -> Tensor:
@@ -406,14 +393,12 @@ def _weighted_sum(table: Tensor, weights: Tensor) -> Tensor:
 
 
 def _reward_table(
-    rewards: Tensor, reward_weights: Tensor | Sequence[float] | None, rows: int | None = None
+    rewards: Tensor, reward_weights: Tensor | Sequence[float] | None
 ) -> tuple[Tensor, Tensor]:
-    """Rewards as (B, F), B being `rows` if that is given, and weights as (F,), both widened."""
+    """Rewards as (B, F) and weights as (F,), both widened."""
     check_tensor("rewards", rewards)
     if rewards.dim() not in (1, 2) or rewards.shape[1:] == (0,):
         raise ValueError(f"rewards: expected shape (B,) or (B, F), got {tuple(rewards.shape)}")
-    if rows is not None:
-        _check_shape("rewards", rewards, "(B,) or (B, F)", (rows, *rewards.shape[1:]))
     table = widen(rewards if rewards.dim() == 2 else rewards[:, None])
     _require_all(~table.isinf(), table, "rewards", "finite values, or NaN for an unscored row")
     if reward_weights is None:
@@ -430,28 +415,23 @@ def _reward_table(
     return table, weights
 
 
-def _step_table(
-    step_rewards: Tensor | Sequence[Sequence[float | None]],
-    step_ends: Tensor | Sequence[Sequence[int]],
-) -> tuple[Tensor, Tensor]:
+def _step_table(step_rewards: Any, step_ends: Any) -> tuple[Tensor, Tensor]:
     """Rewards and ends as (B, S) tensors; ragged lists are padded with NaN and -1."""
+    if not (isinstance(step_rewards, Tensor) or isinstance(step_ends, Tensor)):
+        wanted, got = ([len(row) for row in x] for x in (step_rewards, step_ends))
+        if wanted != got:
+            expected = f"expected as many ends as step_rewards, {wanted} by row"
+            raise ValueError(f"step_ends: {expected}, got {got}")
 
-    def padded(rows: Sequence[Sequence[float]], fill: float, dtype: torch.dtype) -> Tensor:
-        width = max(map(len, rows), default=0)
-        table = [[*row, *[fill] * (width - len(row))] for row in rows]
-        return torch.tensor(table, dtype=dtype).view(len(rows), width)
+    def padded(rows: Any, fill: float, dtype: torch.dtype) -> Tensor:
+        if isinstance(rows, Tensor):
+            return rows
+        columns = zip_longest(*rows, fillvalue=None)
+        table = [[fill if x is None else x for x in column] for column in columns]
+        return torch.tensor(table, dtype=dtype).view(len(table), len(rows)).T
 
-    if not isinstance(step_rewards, Tensor):
-        rows = [[math.nan if reward is None else reward for reward in row] for row in step_rewards]
-        if not isinstance(step_ends, Tensor):
-            wanted, got = [len(row) for row in rows], [len(row) for row in step_ends]
-            if wanted != got:
-                raise ValueError(
-                    f"step_ends: expected as many ends as step_rewards, {wanted} by row, got {got}"
-                )
-        step_rewards = padded(rows, math.nan, torch.float32)
-    if not isinstance(step_ends, Tensor):
-        step_ends = padded(step_ends, -1, torch.int64)
+    step_rewards = padded(step_rewards, math.nan, torch.float32)
+    step_ends = padded(step_ends, -1, torch.int64)
     check_tensor("step_rewards", step_rewards)
     if step_rewards.dim() != 2:
         raise ValueError(f"step_rewards: expected shape (B, S), got {tuple(step_rewards.shape)}")
@@ -461,7 +441,7 @@ def _step_table(
     return step_rewards, step_ends.to(step_rewards.device, torch.int64)
 
 
-def _bool_mask(mask: Tensor) -> Tensor:
+def _bool_mask(mask: Tensor, rows: int | None = None) -> Tensor:
     """``completion_mask`` as (B, T) bool: non-zero counts. Warns once of numbers but 0 and 1.
 
     Integers on a GPU are not checked: that would wait for the device.
@@ -469,6 +449,8 @@ def _bool_mask(mask: Tensor) -> Tensor:
     check_tensor("completion_mask", mask)
     if mask.dim() != 2:
         raise ValueError(f"completion_mask: expected shape (B, T), got {tuple(mask.shape)}")
+    if rows is not None:
+        _check_shape("completion_mask", mask, "(B, T)", (rows, mask.shape[1]))
     counts = mask != 0
     if (mask.is_floating_point() or mask.device.type == "cpu") and bool(mask.ne(counts).any()):
         check_mask_values("completion_mask", has_nan=bool(mask.isnan().any()))
@@ -492,6 +474,13 @@ def _require_all(ok: Tensor, x: Tensor, name: str, expected: str) -> None:
 def _check_shape(name: str, x: Tensor, letters: str, shape: Sequence[int]) -> None:
     check_tensor(name, x)
     check_shape(name, x, (letters, tuple(shape)))
+
+
+def _check_int(name: str, value: Any, lowest: int, why: str = "") -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
+    if value < lowest:
+        raise ValueError(f"{name}: expected at least {lowest}{why}, got {value}")
 
 
 def _check_share(name: str, value: float) -> None:

@@ -14,7 +14,6 @@ import math
 import threading
 import warnings
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import wait
 from typing import Any
 
 import torch
@@ -50,22 +49,27 @@ def compute_rewards(
     TRL's ``trainer_state``, ``log_extra`` and ``log_metric``, which are handed on as they are.
 
     Warns, naming the row, where every function returned None. Raises RuntimeError naming the
-    function if one raises (its own error chained) or ends the event loop, ValueError if it does not
-    return B numbers within float32's range, TypeError or ValueError for wrong arguments. SystemExit
-    and KeyboardInterrupt from a sync function are raised as they are: they may come from a signal
-    to the process. No signal reaches an async function, so from there they are errors like any
-    other.
+    function if one raises (its own error chained), ValueError if it does not return B numbers
+    within float32's range, TypeError or ValueError for wrong arguments. SystemExit and
+    KeyboardInterrupt from a sync function are raised as they are: they may come from a signal to
+    the process. No signal reaches an async function, so from there they are errors like any other.
     """
     funcs = _as_list(reward_funcs)
     names = reward_names(funcs)
     tokenizers = _tokenizers(processing_classes, funcs, names)
-    inputs = {
-        "prompts": prompts,
-        "completions": completions,
-        "completion_ids": completion_ids,
-        **columns,
-    }
-    _check_batch(inputs)
+    inputs: dict[str, Any] = {"prompts": prompts, "completions": completions}
+    inputs |= {"completion_ids": completion_ids, **columns}
+    if not isinstance(prompts, (list, tuple)):
+        raise TypeError(f"prompts: expected a list, got {type(prompts).__name__}")
+    for name, values in inputs.items():
+        if name in _NO_COLUMNS or (name == "completion_ids" and values is None):
+            continue
+        if isinstance(values, (str, bytes, dict)) or not hasattr(values, "__len__"):
+            got = type(values).__name__
+            raise TypeError(f"{name}: expected a list with one entry per prompt, got {got}")
+        if len(values) != len(prompts):
+            expected = f"length {len(prompts)}, one entry per prompt"
+            raise ValueError(f"{name}: expected {expected}, got {len(values)}")
     if len(prompts) == 0:
         return torch.empty(0, len(funcs), dtype=torch.float32, device=device)
     returned: list[Any] = []
@@ -75,11 +79,11 @@ def compute_rewards(
             returned.append(_model_rewards(func, tokenizer, inputs) if model else func(**inputs))
         except Exception as error:
             raise _failure(name, error) from error
-    concurrent = [i for i, x in enumerate(returned) if inspect.isawaitable(x)]
-    if concurrent:
-        values = _run_together([names[i] for i in concurrent], [returned[i] for i in concurrent])
-        for i, value in zip(concurrent, values, strict=True):
-            returned[i] = value
+    waiting = [i for i, x in enumerate(returned) if inspect.isawaitable(x)]
+    for i, value in zip(waiting, _run_together([returned[i] for i in waiting]), strict=True):
+        if isinstance(value, BaseException):
+            raise _failure(names[i], value) from value
+        returned[i] = value
     table = [_column(x, name, len(prompts)) for x, name in zip(returned, names, strict=True)]
     rewards = torch.tensor(table, dtype=torch.float32).T.contiguous()
     rows = rewards.isnan().all(dim=1).nonzero()[:, 0].tolist()
@@ -102,9 +106,9 @@ def reward_names(reward_funcs: RewardFunc | Sequence[RewardFunc]) -> list[str]:
 def _name(func: Any) -> str:
     if isinstance(func, functools.partial):
         return _name(func.func)
-    if isinstance(func, nn.Module):
-        checkpoint = getattr(getattr(func, "config", None), "_name_or_path", None)
-        return str(checkpoint).rstrip("/").split("/")[-1] if checkpoint else type(func).__name__
+    checkpoint = getattr(getattr(func, "config", None), "_name_or_path", None)
+    if isinstance(func, nn.Module) and checkpoint:
+        return str(checkpoint).rstrip("/").split("/")[-1]
     return str(getattr(func, "__name__", type(func).__name__))
 
 
@@ -124,7 +128,7 @@ def _model_rewards(model: nn.Module, tokenizer: Any, inputs: dict[str, Any]) -> 
     if plain:
         texts = [prompt + completion for prompt, completion in pairs]
     else:
-        chats = [[*prompt, *reply] for prompt, reply in pairs]
+        chats = ([*prompt, *reply] for prompt, reply in pairs)
         texts = [tokenizer.apply_chat_template(chat, tokenize=False) for chat in chats]
     options = {"return_tensors": "pt", "padding": True, "padding_side": "right"}
     batch = tokenizer(text=texts, add_special_tokens=False, **options)
@@ -145,19 +149,21 @@ _thread: threading.Thread | None = None
 _starting = threading.Lock()
 
 
-def _run_together(names: list[str], awaitables: list[Awaitable[Any]]) -> list[Any]:
+def _run_together(awaitables: list[Awaitable[Any]]) -> list[Any]:
+    """What each gave, or raised."""
     global _loop, _thread
-    failures: list[tuple[str, BaseException]] = []
 
-    async def one(name: str, awaitable: Awaitable[Any]) -> Any:
+    async def one(awaitable: Awaitable[Any]) -> Any:
         try:
             return await awaitable
         except BaseException as error:  # asyncio would let SystemExit end the loop
-            failures.append((name, error))
+            return error
 
     async def together() -> list[Any]:
-        return await asyncio.gather(*map(one, names, awaitables))
+        return await asyncio.gather(*map(one, awaitables))
 
+    if not awaitables:
+        return []
     if threading.current_thread() is _thread:
         raise RuntimeError(
             "compute_rewards: called inside an async reward function, whose loop it would wait for"
@@ -167,18 +173,12 @@ def _run_together(names: list[str], awaitables: list[Awaitable[Any]]) -> list[An
             _loop = asyncio.new_event_loop()
             _thread = threading.Thread(target=_loop.run_forever, name=__name__, daemon=True)
             _thread.start()
-        thread, future = _thread, asyncio.run_coroutine_threadsafe(together(), _loop)
+        future = asyncio.run_coroutine_threadsafe(together(), _loop)
     try:
-        while not wait([future], timeout=1.0).done:
-            if not thread.is_alive():
-                which = ", ".join(map(repr, names))
-                raise RuntimeError(f"reward functions {which}: one of them ended the event loop")
-    except BaseException:
+        return future.result()
+    except BaseException:  # the caller was interrupted
         future.cancel()
         raise
-    for name, error in failures:
-        raise _failure(name, error) from error
-    return future.result()
 
 
 # Arguments and results
@@ -198,51 +198,31 @@ def _as_list(reward_funcs: Any) -> list[Any]:
     return funcs
 
 
-def _check_batch(inputs: dict[str, Any]) -> None:
-    prompts = inputs["prompts"]
-    if not isinstance(prompts, (list, tuple)):
-        raise TypeError(f"prompts: expected a list, got {type(prompts).__name__}")
-    expected = f"length {len(prompts)}, one entry per prompt"
-    for name, values in inputs.items():
-        if name in _NO_COLUMNS or (name == "completion_ids" and values is None):
-            continue
-        if isinstance(values, (str, bytes, dict)) or not hasattr(values, "__len__"):
-            got = type(values).__name__
-            raise TypeError(f"{name}: expected a list with one entry per prompt, got {got}")
-        if len(values) != len(prompts):
-            raise ValueError(f"{name}: expected {expected}, got {len(values)}")
-
-
-def _tokenizers(processing_classes: Any, funcs: list[Any], names: list[str]) -> list[Any]:
-    """Check and return the tokenizers, one per function."""
-    if not isinstance(processing_classes, (list, tuple)):
-        processing_classes = [processing_classes] * len(funcs)
-    if len(processing_classes) != len(funcs):
+def _tokenizers(given: Any, funcs: list[Any], names: list[str]) -> list[Any]:
+    """One per function, checked where the function is a model."""
+    tokenizers = [*given] if isinstance(given, (list, tuple)) else [given] * len(funcs)
+    if len(tokenizers) != len(funcs):
         expected = f"one per reward function, {len(funcs)}"
-        raise ValueError(f"processing_classes: expected {expected}, got {len(processing_classes)}")
-    for i, (func, tokenizer) in enumerate(zip(funcs, processing_classes, strict=True)):
+        raise ValueError(f"processing_classes: expected {expected}, got {len(tokenizers)}")
+    for i, (func, tokenizer) in enumerate(zip(funcs, tokenizers, strict=True)):
         if not isinstance(func, nn.Module):
             continue
-        where, pad = f"processing_classes[{i}]", getattr(tokenizer, "pad_token_id", None)
-        if tokenizer is None:
-            expected = f"the tokenizer of reward model {names[i]!r}"
-            raise ValueError(f"{where}: expected {expected}, got None")
+        pad = getattr(tokenizer, "pad_token_id", None)
         if pad is None:
-            expected = "a tokenizer with a pad token"
-            raise ValueError(f"{where}: expected {expected}, got pad_token_id None")
+            got = "None" if tokenizer is None else "pad_token_id None"
+            expected = f"the tokenizer of reward model {names[i]!r}, with a pad token"
+            raise ValueError(f"processing_classes[{i}]: expected {expected}, got {got}")
         # A decoder's score is that of the last token other than config.pad_token_id: with a wrong
         # id, of a wrong token.
         wrong = getattr(getattr(func, "config", None), "pad_token_id", pad)
         if wrong != pad:
-            raise ValueError(
-                f"reward_funcs[{i}]: expected config.pad_token_id of {names[i]!r} to be its "
-                f"tokenizer's, {pad}, got {wrong}"
-            )
-    return list(processing_classes)
+            expected = f"config.pad_token_id of {names[i]!r} to be its tokenizer's, {pad}"
+            raise ValueError(f"reward_funcs[{i}]: expected {expected}, got {wrong}")
+    return tokenizers
 
 
 def _column(values: Any, name: str, length: int) -> list[float]:
-    """Convert the result of a reward function to ``length`` floats."""
+    """The result of a reward function as ``length`` floats."""
     returned, where = type(values).__name__, f"reward function {name!r}"
     if hasattr(values, "tolist"):  # tensors, arrays, series
         values = values.tolist()
@@ -253,17 +233,12 @@ def _column(values: Any, name: str, length: int) -> list[float]:
         raise ValueError(f"{where}: expected {expected}, got {len(values)}")
     numbers = []
     for row, value in enumerate(values):
-        expected = "a number or None"
         try:
             number = math.nan if value is None else float(value)
-            if isinstance(value, str):
-                raise ValueError
-            if math.isfinite(number) and abs(number) > torch.finfo(torch.float32).max:
-                raise OverflowError
-        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-            if isinstance(error, OverflowError):
-                expected = "a number within float32's range or None"
-            got = f"{value!r:.80}"
-            raise ValueError(f"{where}: expected {expected} for row {row}, got {got}") from None
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            number = math.inf
+        if isinstance(value, str) or abs(number) > torch.finfo(torch.float32).max:
+            expected = f"a number within float32's range or None for row {row}"
+            raise ValueError(f"{where}: expected {expected}, got {value!r:.80}")
         numbers.append(number)
     return numbers

@@ -144,11 +144,6 @@ def loop_reinforce(totals, mask, kl, beta, gamma):
     return out
 
 
-def test_worked_example_of_outcome_supervision():
-    result = adv.group_advantages(torch.tensor([8.5, 6.2, 4.1]), 3, std="population", epsilon=1e-8)
-    assert [round(a, 2) for a in result.tolist()] == [1.24, -0.04, -1.21]
-
-
 @AGGREGATIONS
 @SCALES
 @STDS
@@ -183,15 +178,15 @@ def test_rloo_against_loops(normalize):
         close(result, loop_rloo(totals, ids, **options), 1e-6)
 
 
-def test_worked_example_of_process_supervision():
+def test_worked_examples_of_the_paper():
     """Normalised: -0.447, 0.447, -1.342, 1.342; each token sums the steps that end at or after
     it."""
     rewards, ends = [[0.8, 0.9, 0.7, 1.0]] * 3, [[1, 3, 4, 6]] * 3
     result = adv.process_advantages(rewards, ends, 3, length=8, epsilon=0.0)
     close(result, [[0, 0, 0.447, 0.447, 0, 1.342, 1.342, 0]] * 3, 5e-4)
-    single = [[x] for x in rewards[0]]
-    last_only = adv.process_advantages(single, [[0]] * 4, 4, length=1, epsilon=0.0)
-    close(last_only[:, 0], [-0.447, 0.447, -1.342, 1.342], 5e-4)
+    outcomes = torch.tensor([8.5, 6.2, 4.1])  # and of outcome supervision
+    result = adv.group_advantages(outcomes, 3, std="population", epsilon=1e-8)
+    assert [round(a, 2) for a in result.tolist()] == [1.24, -0.04, -1.21]
 
 
 @STDS
@@ -206,9 +201,8 @@ def test_process_advantages_against_loops(std):
         options = {"group_ids": ids, "completion_mask": mask.int(), "std": std}
         result = adv.process_advantages(rewards, torch.tensor(ends), **options)
         correction = int(std == "sample")
-        close(
-            result, loop_process(rewards.tolist(), ends, ids, mask.tolist(), correction, 1e-4), 1e-9
-        )
+        expected = loop_process(rewards.tolist(), ends, ids, mask.tolist(), correction, 1e-4)
+        close(result, expected, 1e-9)
         junk = torch.where(rewards.isnan(), rng.choice([-1, -100, 10**9]), torch.tensor(ends))
         assert torch.equal(adv.process_advantages(rewards, junk, **options), result)
 
@@ -234,9 +228,8 @@ def test_gae_against_loops(gamma, lam):
         for given in (None, last):
             ends = torch.zeros(5) if given is None else given
             expected = loop_gae(*lists, gamma, lam, ends.tolist())
-            for x, y in zip(
-                adv.gae(rewards, values, mask, gamma, lam, given), expected, strict=True
-            ):
+            found = adv.gae(rewards, values, mask, gamma, lam, given)
+            for x, y in zip(found, expected, strict=True):
                 close(x, y)
 
 
@@ -268,9 +261,8 @@ def test_whiten_against_loops(std):
     assert not adv.whiten(x, torch.zeros_like(mask)).any()
 
 
-@pytest.mark.parametrize(
-    ("baseline", "gamma", "beta"), [*product([False, True], [1.0, 0.9], [0, 0.2])]
-)
+@pytest.mark.parametrize("baseline", [False, True])
+@pytest.mark.parametrize(("gamma", "beta"), [(1.0, 0), (0.9, 0.2)])
 def test_reinforce_plus_plus_against_loops(baseline, gamma, beta):
     for seed in range(8):
         kl, mask = random_tokens(seed, rows=6)
@@ -281,31 +273,11 @@ def test_reinforce_plus_plus_against_loops(baseline, gamma, beta):
             totals = z_scores(totals, ids, 0, 0.0, "none")
         raw = loop_reinforce(totals, mask.tolist(), kl.tolist(), beta, gamma)
         mean, spread = mean_std([a for row in raw for a in row if a is not None], 0)
-        expected = [
-            [0.0 if a is None else (a - mean) / (spread + 1e-8) for a in row] for row in raw
-        ]
-        found = adv.reinforce_plus_plus(
-            rewards,
-            mask,
-            per_token_kl=kl.masked_fill(~mask, NAN) if beta else None,
-            beta=0.2,
-            gamma=gamma,
-            reward_weights=weights,
-            group_ids=ids if baseline else None,
-        )
-        close(found, expected, 1e-9)
-
-
-def test_float32_rewards_are_rounded_once_and_weights_in_a_list_not_at_all():
-    rewards, weights = torch.randn(1000, 2), [0.1, 1 / 3]
-    exact = torch.tensor(weights, dtype=FLOAT)
-    expected = adv.group_advantages(rewards.double(), 500, reward_weights=exact)
-    torch.set_default_dtype(torch.float16)
-    try:
-        found = adv.group_advantages(rewards, 500, reward_weights=weights)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert torch.equal(found, expected.float())
+        scaled = [[0.0 if a is None else (a - mean) / (spread + 1e-8) for a in x] for x in raw]
+        options = {"gamma": gamma, "beta": 0.2, "reward_weights": weights}
+        options |= {"per_token_kl": kl.masked_fill(~mask, NAN)} if beta else {}
+        options |= {"group_ids": ids} if baseline else {}
+        close(adv.reinforce_plus_plus(rewards, mask, **options), scaled, 1e-9)
 
 
 def trl_advantages(rewards, num_generations, weights, scale, aggregation):
@@ -316,17 +288,10 @@ def trl_advantages(rewards, num_generations, weights, scale, aggregation):
     first = source.index("        unscorable_mask = torch.isnan(")
     last = "        advantages = torch.nan_to_num(advantages, nan=0.0)\n"
     lines = textwrap.dedent(source[first : source.index(last, first) + len(last)])
-    scope = {
-        "self": SimpleNamespace(
-            multi_objective_aggregation=aggregation,
-            scale_rewards=scale,
-            reward_weights=weights,
-            reward_funcs=weights,
-        ),
-        "rewards_per_func": rewards,
-        "num_generations": num_generations,
-        "device": "cpu",
-    }
+    trainer = {"multi_objective_aggregation": aggregation, "scale_rewards": scale}
+    trainer |= {"reward_weights": weights, "reward_funcs": weights}
+    scope = {"self": SimpleNamespace(**trainer), "rewards_per_func": rewards}
+    scope |= {"num_generations": num_generations, "device": "cpu"}
     exec(lines, vars(grpo_trainer).copy(), scope)
     return scope["advantages"]
 
@@ -334,9 +299,8 @@ def trl_advantages(rewards, num_generations, weights, scale, aggregation):
 @AGGREGATIONS
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 def test_defaults_equal_trl(scale, aggregation):
-    for seed, (rows, num_generations, nan_share) in enumerate(
-        [(12, 4, 0), (12, 4, 0.4), (12, 2, 0.6), (4, 2, 0.3)]
-    ):
+    cases = (12, 4, 0), (12, 4, 0.4), (12, 2, 0.6), (4, 2, 0.3)
+    for seed, (rows, num_generations, nan_share) in enumerate(cases):
         rewards, weights = random_rewards(seed, rows, 2, nan_share), torch.tensor([1.0, 0.3])
         expected = trl_advantages(rewards.clone(), num_generations, weights, scale, aggregation)
         options = {"scale": scale, "aggregation": aggregation, "reward_weights": weights}
@@ -358,79 +322,49 @@ def batch(seed: int, *, holes: bool = False, rows: int = 13, length: int = 7) ->
         mask = torch.rand(rows, length, generator=gen) < 0.6
         mask[0], mask[1] = False, True
     order = torch.randperm(rows, generator=gen)
+    per_token = torch.randn(2, rows, length, generator=gen, dtype=FLOAT)
     return SimpleNamespace(
-        rewards=rewards[order],
-        ids=ids[order] * 1000 - 5,
-        mask=mask,
-        token_rewards=torch.randn(rows, length, generator=gen, dtype=FLOAT),
-        values=torch.randn(rows, length, generator=gen, dtype=FLOAT),
-        kl=0.5 + torch.rand(rows, length, generator=gen, dtype=FLOAT),
+        rewards=rewards[order], ids=ids[order] * 1000 - 5, mask=mask, token_rewards=per_token[0],
+        values=per_token[1], kl=0.5 + torch.rand(rows, length, generator=gen, dtype=FLOAT),
         last=torch.randn(rows, generator=gen, dtype=FLOAT),
         ends=torch.arange(2 * rows).view(-1, 2) % 4,
-    )
+    )  # fmt: skip
 
 
 # Properties: each estimator by an example of each way to call it, with a batch and a process group
 
 
-def groups(d: SimpleNamespace, process_group: Any) -> dict[str, Any]:
-    return {"group_ids": d.ids, "process_group": process_group}
+def of_group(scale: str, aggregation: str) -> Any:
+    options: dict[str, Any] = {"scale": scale, "aggregation": aggregation, "epsilon": 0.0}
+    return lambda d, **group: adv.group_advantages(d.rewards, group_ids=d.ids, **options, **group)
 
 
-def of_group(scale: str, aggregation: str, epsilon: float) -> Any:
-    options: dict[str, Any] = {"scale": scale, "aggregation": aggregation, "epsilon": epsilon}
-    return lambda d, pg: adv.group_advantages(d.rewards, **options, **groups(d, pg))
-
-
+SCALED = product(("group", "batch", "mean", "none"), ("sum_then_normalize", "normalize_then_sum"))
 ESTIMATORS = {
     **{
-        f"group {scale} {aggregation} {epsilon}": of_group(scale, aggregation, epsilon)
-        for scale, aggregation, epsilon in product(
-            ("group", "batch", "mean", "none"),
-            ("sum_then_normalize", "normalize_then_sum"),
-            (0.0, 1e-4),
-        )
+        f"group {scale} {aggregation}": of_group(scale, aggregation)
+        for scale, aggregation in SCALED
     },
-    "rloo": lambda d, pg: adv.rloo_advantages(d.rewards, **groups(d, pg)),
-    "rloo normalised": lambda d, pg: adv.rloo_advantages(
-        d.rewards, normalize=True, epsilon=0.0, **groups(d, pg)
+    "rloo": lambda d, **group: adv.rloo_advantages(d.rewards, group_ids=d.ids, **group),
+    "rloo normalised": lambda d, **group: adv.rloo_advantages(
+        d.rewards, group_ids=d.ids, normalize=True, epsilon=0.0, **group
     ),
-    "process": lambda d, pg: adv.process_advantages(
-        d.rewards, d.ends, completion_mask=d.mask, epsilon=0.0, **groups(d, pg)
+    "process": lambda d, **group: adv.process_advantages(
+        d.rewards, d.ends, group_ids=d.ids, completion_mask=d.mask, **group
     ),
-    "process length": lambda d, pg: adv.process_advantages(
-        d.rewards, d.ends, length=d.mask.shape[1], **groups(d, pg)
-    ),
-    "gae": lambda d, pg: adv.gae(
+    "gae": lambda d, **group: adv.gae(
         d.token_rewards, d.values, d.mask, 0.9, 0.9, torch.where(d.mask.any(1), d.last, NAN)
     )[0],
-    "gae returns": lambda d, pg: adv.gae(d.token_rewards, d.token_rewards, d.mask, 0.9)[1],
-    "gae whitened": lambda d, pg: adv.gae(
-        d.token_rewards, -d.token_rewards, d.mask, whiten_advantages=True, process_group=pg
+    "gae whitened": lambda d, **group: adv.gae(
+        d.token_rewards, d.values, d.mask, whiten_advantages=True, **group
     )[0],
-    "reinforce++": lambda d, pg: adv.reinforce_plus_plus(
-        d.rewards, d.mask, epsilon=0.0, process_group=pg
+    "reinforce++": lambda d, **group: adv.reinforce_plus_plus(d.rewards, d.mask, **group),
+    "reinforce++ baseline": lambda d, **group: adv.reinforce_plus_plus(
+        d.rewards, d.mask, per_token_kl=d.kl, beta=0.2, group_ids=d.ids, **group
     ),
-    "reinforce++ baseline": lambda d, pg: adv.reinforce_plus_plus(
-        d.rewards, d.mask, **groups(d, pg)
-    ),
-    "reinforce++ penalty": lambda d, pg: adv.reinforce_plus_plus(
-        d.rewards, d.mask, per_token_kl=d.kl, beta=0.2, **groups(d, pg)
-    ),
-    "whiten": lambda d, pg: adv.whiten(d.token_rewards, d.mask, epsilon=0.0, process_group=pg),
+    "whiten": lambda d, **group: adv.whiten(d.token_rewards, d.mask, epsilon=0.0, **group),
 }
 CENTRED = [name for name in ESTIMATORS if name.split()[0] in ("group", "rloo", "process")]
-SHIFTS = [*CENTRED, "reinforce++ baseline"]  # a constant added to all rewards changes nothing
-SHIFTS = [name for name in SHIFTS if not name.startswith("group mean sum")]
-DEGREES = {"group none sum_then_normalize 0.0": 1, "group none sum_then_normalize 0.0001": 1,
-"rloo": 1, "process": 0,
-           "rloo normalised": 0, "gae returns": 1, "reinforce++": 0, "whiten": 0}  # fmt: skip
-DEGREES |= {name: 0 for name in ESTIMATORS if name.endswith(" 0.0") and name not in DEGREES}
-each = pytest.mark.parametrize("name", ESTIMATORS)
-
-
-def estimate(name: str, data: SimpleNamespace, process_group: Any = None) -> Tensor:
-    return ESTIMATORS[name](data, process_group)
 
 
 def part(d: SimpleNamespace, rows: slice | Tensor, columns: int | None = None) -> SimpleNamespace:
@@ -440,97 +374,68 @@ def part(d: SimpleNamespace, rows: slice | Tensor, columns: int | None = None) -
     return SimpleNamespace(**cut)
 
 
-@pytest.mark.parametrize("name", [x for x in ESTIMATORS if not x.startswith(("gae", "whiten"))])
-def test_unscored_rows_change_nothing_for_the_others(name: str) -> None:
-    data = batch(4, holes=True)
-    unscored = torch.zeros(len(data.ids), dtype=torch.bool)
-    unscored[[2, 5, 6]] = True
-    kept = part(data, ~unscored)
-    data.rewards[unscored] = NAN
-    found = estimate(name, data)
-    close(found[~unscored], estimate(name, kept))
-    assert not found[unscored].any()
-    data.rewards[:] = NAN
-    assert not estimate(name, data).any()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, FLOAT])
-@pytest.mark.parametrize("name", [*CENTRED, "reinforce++ baseline"])
-def test_equal_rewards_give_exactly_zero(name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("name", CENTRED)
+def test_equal_rewards_give_exactly_zero(name: str) -> None:
     """Whatever their size; the other group differs, so that a std over the batch is not 0."""
-    for value, size in product((0.1, 1e8, -3.3e7, 1e-30, 0.0), (1, 3, 7, 11)):
+    sizes = product((0.1, 1e8, -3.3e7, 1e-30, 0.0), (1, 3, 7, 11), (torch.float32, FLOAT))
+    for value, size, dtype in sizes:
         data = batch(5, rows=size + 4)
         rewards = torch.tensor([value] * size + [NAN, 1.0, 2.0, 4.0], dtype=dtype)
-        data.rewards, data.ids = (
-            rewards[:, None].repeat(1, 2),
-            torch.tensor([0] * (size + 1) + [1] * 3),
-        )
-        found = estimate(name, data)
-        if name in CENTRED:
-            assert not found[: size + 1].any()
+        data.rewards = rewards[:, None].repeat(1, 2)
+        data.ids = torch.tensor([0] * (size + 1) + [1] * 3)
+        found = ESTIMATORS[name](data)
+        assert not found[: size + 1].any()
         assert found.isfinite().all() and found[size + 1 :].any()
         data.rewards = torch.full_like(data.rewards, value)  # in the whole batch
-        assert not estimate(name, data).any()
+        assert not ESTIMATORS[name](data).any()
 
 
-@pytest.mark.parametrize("name", SHIFTS)
+@pytest.mark.parametrize("name", ["rloo", "process", "group group sum_then_normalize"])
 def test_a_constant_added_to_all_rewards_changes_nothing(name: str) -> None:
     """Small differences of large rewards are not lost."""
     data = batch(6)
     data.rewards = (torch.arange(26.0).view(13, 2) * 5 % 7).mul(8)
-    small = estimate(name, data)
+    small = ESTIMATORS[name](data)
     data.rewards = data.rewards + 1e8
-    assert torch.equal(estimate(name, data), small)
+    assert torch.equal(ESTIMATORS[name](data), small)
     assert small.any()
 
 
-@pytest.mark.parametrize("name", DEGREES)
-def test_rewards_of_another_scale(name: str) -> None:
-    data, larger = batch(2), batch(2)
-    larger.rewards, larger.token_rewards = data.rewards * 1024, data.token_rewards * 1024
-    small = estimate(name, data)
-    close(estimate(name, larger), small * 1024.0 ** DEGREES[name])
-    assert small.any()
-
-
-@each
+@pytest.mark.parametrize("name", ESTIMATORS)
 def test_masked_positions_orders_dtypes_and_empty_batches(name: str) -> None:
     """What is masked is never read; rows may come in any order; no gradient, and inputs stay as
     they are."""
     data = batch(3, holes=True)
-    whole, order = estimate(name, data), torch.randperm(len(data.ids))
-    close(estimate(name, part(data, order)), whole[order])
+    whole, order = ESTIMATORS[name](data), torch.randperm(len(data.ids))
+    close(ESTIMATORS[name](part(data, order)), whole[order])
     for junk in (NAN, INF, -1e300):
         for field in ("token_rewards", "values", "kl"):
             setattr(data, field, getattr(data, field).masked_fill(~data.mask, junk))
-        assert torch.equal(estimate(name, data), whole)
-    if whole.dim() == 2 and "length" not in name:
+        assert torch.equal(ESTIMATORS[name](data), whole)
+    if whole.dim() == 2:
         assert not whole[~data.mask].any()
-    for dtype in (torch.bfloat16, torch.float32, FLOAT):
+    for dtype in (torch.bfloat16, FLOAT):
         data = batch(0)
         for field, x in vars(data).items():
             if x.is_floating_point():
                 setattr(data, field, x.to(dtype).requires_grad_())
         before = {field: x.detach().clone() for field, x in vars(data).items()}
-        found = estimate(name, data)
+        found = ESTIMATORS[name](data)
         assert found.dtype == dtype and not found.requires_grad
         assert all(torch.equal(x.detach(), before[field]) for field, x in vars(data).items())
-    for dtype in (torch.int64, torch.bool):
-        data = SimpleNamespace(
-            **{k: x.float() if x.is_floating_point() else x for k, x in vars(batch(0)).items()}
-        )
-        data.rewards = (data.rewards > 0).to(dtype)
-        assert estimate(name, data).dtype == torch.float32
-    assert estimate(name, part(batch(0), slice(0, 0))).shape == (0, *whole.shape[1:])
+    data.rewards, data.token_rewards = (data.rewards > 0).int(), data.token_rewards.float()
+    data.values = data.values.float()
+    assert ESTIMATORS[name](data).dtype == torch.float32
+    assert ESTIMATORS[name](part(batch(0), slice(0, 0))).shape == (0, *whole.shape[1:])
     if not name.startswith("process"):  # whose steps end at tokens
-        empty = estimate(name, part(batch(0), slice(None), 0))
+        empty = ESTIMATORS[name](part(batch(0), slice(None), 0))
         assert empty.shape == (13, *[0] * (whole.dim() - 1))
 
 
 # Groups that span ranks: rows of the first of two
 
-SPLITS = {"about equal": 6, "unequal": 5, "nothing for the second": 13, "padded less": 6}
-CALLS = {**ESTIMATORS, "rows": lambda d, pg: adv.group_advantages(d.rewards, 13, process_group=pg)}
+SPLITS = {"unequal": 5, "nothing for the second": 13, "padded less": 6}
+CALLS = {**ESTIMATORS, "rows": lambda d, **group: adv.group_advantages(d.rewards, 13, **group)}
 
 
 def of_ranks(split: str) -> SimpleNamespace:
@@ -550,9 +455,9 @@ def rank_task(rank: int, world_size: int) -> dict[str, Any]:
         if rank:
             rows, columns = slice(first, 13), 4 if "less" in split else None
         own = part(of_ranks(split), rows, columns)
-        results[split] = [call(own, group) for call in CALLS.values()]
+        results[split] = [call(own, process_group=group) for call in CALLS.values()]
     # no communication, though initialised
-    results["alone"] = [call(of_ranks("unequal"), None) for call in CALLS.values()]
+    results["alone"] = [call(of_ranks("unequal")) for call in CALLS.values()]
     try:
         adv.group_advantages(torch.zeros(3 + rank), 4, process_group=group)
     except ValueError as error:
@@ -564,11 +469,11 @@ def test_groups_that_span_ranks() -> None:
     first, second = run_ranks(rank_task, 2)
     for split in SPLITS:
         for call, own, other in zip(CALLS.values(), first[split], second[split], strict=True):
-            x = call(of_ranks(split), None)
+            x = call(of_ranks(split))
             padding = x.shape[-1] - other.shape[-1] if x.dim() == 2 else 0
             close(torch.cat([own, torch.nn.functional.pad(other, (0, padding))]), x, 1e-10)
     for own, call in zip(first["alone"], CALLS.values(), strict=True):
-        assert torch.equal(own, call(of_ranks("unequal"), None))
+        assert torch.equal(own, call(of_ranks("unequal")))
     for result in (first, second):
         assert result["message"] == "num_generations: expected a divisor of the 7 rewards, got 4"
 
@@ -578,27 +483,21 @@ def test_groups_that_span_ranks() -> None:
 R, M = torch.zeros(4), torch.ones(4, 3)
 GOOD: dict[str, Any] = {
     "rewards": R, "completion_mask": M, "num_generations": 2, "values": M, "x": M,
-    "step_rewards": M,
-    "step_ends": M.long(),
+    "step_rewards": M, "step_ends": M.long(),
 }  # fmt: skip
 TAKES = {name: {*inspect.signature(getattr(adv, name)).parameters} for name in adv.__all__}
-PER_TOKEN = ("values", "x", "per_token_kl")
 WRONG: list[tuple[type[Exception], str, Any, str]] = [
-    *((ValueError, name, M[:, :2],
-    r"expected shape \(B, T\) = \(4, 3\), got \(4, 2\)") for name in PER_TOKEN),
-    *((ValueError, name, M * x, f"expected finite .* got {x}") for name in PER_TOKEN for x in (NAN,
-    INF)),
+    *((ValueError, name, M[:, :2], r"expected shape \(B, T\) = \(4, 3\), got \(4, 2\)")
+      for name in ("values", "x", "per_token_kl")),
+    *((ValueError, name, M * NAN, "expected finite .* got nan")
+      for name in ("values", "x", "per_token_kl")),
     (ValueError, "last_value", R[:3], r"expected shape \(B,\) = \(4,\), got \(3,\)"),
     (ValueError, "last_value", R + INF, "expected finite .* got inf"),
     (TypeError, "rewards", [1.0, 2.0], "expected a tensor, got list"),
-    (TypeError, "rewards", R.cfloat(), "expected a dense real tensor, got torch.complex64"),
     (ValueError, "rewards", R.view(2, 2, 1), r"expected shape .* got \(2, 2, 1\)"),
-    (ValueError, "rewards", R + torch.tensor([0.0, 0.0, INF, 0.0]),
-     r"expected finite .* got inf at \(2, "),
-    (ValueError, "rewards", R - INF, "expected finite .* got -inf"),
+    (ValueError, "rewards", R + torch.tensor([0, 0, INF, 0]), r"expected finite .* inf at \(2, "),
     (ValueError, "reward_weights", [1, 2], r"expected shape \(F,\) = \(1,\), got \(2,\)"),
     (ValueError, "reward_weights", [NAN], "expected finite values, got nan"),
-    (TypeError, "reward_weights", "ab", "expected a tensor or a list of numbers, got 'ab'"),
     (TypeError, "reward_weights", [None], r"expected a tensor or a list of numbers, got \[None\]"),
     (ValueError, "num_generations", 3, "expected a divisor of the 4 .* got 3"),
     (ValueError, "num_generations", 0, "expected at least [12].*, got 0"),
@@ -609,53 +508,41 @@ WRONG: list[tuple[type[Exception], str, Any, str]] = [
     (ValueError, "std", "biased", "expected one of .* got 'biased'"),
     (ValueError, "aggregation", "sum", "expected one of .* got 'sum'"),
     (ValueError, "epsilon", -1.0, "expected a finite number >= 0, got -1"),
-    (ValueError, "epsilon", NAN, "expected a finite number >= 0, got nan"),
     (TypeError, "epsilon", "1", "expected a number, got '1'"),
     (ValueError, "completion_mask", R, r"expected shape \(B, T\), got \(4,\)"),
     (TypeError, "completion_mask", 3, "expected a tensor, got int"),
     (ValueError, "completion_mask", M * NAN, "expected 0 or a number that is not, got nan"),
     (ValueError, "step_rewards", R, r"expected shape \(B, S\), got \(4,\)"),
     (ValueError, "step_rewards", M * INF, "expected finite .* got inf"),
-    (ValueError, "step_ends", M[:, :2].long(), r"expected shape \(B, S\) = \(4, 3\), got \(4, 2\)"),
+    (ValueError, "step_ends", M[:, :2].long(), r"expected shape .* \(4, 3\), got \(4, 2\)"),
     (TypeError, "step_ends", M, "expected integers, got torch.float32"),
-    (ValueError, "step_ends", M.long() * 3,
-     r"expected indices in \[0, T\) = \[0, 3\), got 3 at \(0, 0\)"),
+    (ValueError, "step_ends", M.long() * 3, r"expected indices in .* \[0, 3\), got 3 at \(0, 0\)"),
     (ValueError, "step_ends", -M.long(), "expected indices .* got -1"),
     (ValueError, "gamma", 1.5, r"expected a number in \[0, 1\], got 1.5"),
     (ValueError, "lam", -0.1, r"expected a finite number >= 0, got -0.1"),
     (ValueError, "beta", NAN, "expected a finite number, got nan"),
 ]  # fmt: skip
+STEPS = "process_advantages"
 OF_ONE: list[tuple[type[Exception], str, dict[str, Any], str]] = [
-    (ValueError, "group_advantages", {"rewards": M[:, :0]},
-     r"rewards: expected shape .* got \(4, 0\)"),
-    (ValueError, "group_advantages", {"num_generations": 1},
-     "num_generations: expected at least 2 .* got 1"),
-    (ValueError, "process_advantages", {"step_rewards": [[1.0], [1.0, 2.0]], "step_ends": [[0],
-     [0]]},
+    (ValueError, "group_advantages", {"rewards": M[:, :0]}, r"rewards: .* got \(4, 0\)"),
+    (ValueError, "group_advantages", {"num_generations": 1}, "num_generations: .* 2 .* got 1"),
+    (ValueError, STEPS, {"step_rewards": [[1.0], [1.0, 2.0]], "step_ends": [[0], [0]]},
      r"step_ends: .*\[1, 2\] by row, got \[1, 1\]"),
-    (ValueError, "process_advantages", {"completion_mask": None},
-     "completion_mask, length: .* got neither"),
-    (ValueError, "process_advantages", {"length": 3}, "completion_mask, length: .* got both"),
-    (ValueError, "process_advantages", {"completion_mask": M[:3]},
-     r"completion_mask: .* \(4, 3\), got \(3, 3\)"),
-    (ValueError, "process_advantages", {"completion_mask": None, "length": -1},
-     "length: expected at least 0, got -1"),
-    (TypeError, "process_advantages", {"completion_mask": None, "length": 3.0},
-     "length: expected an int, got float"),
-    (TypeError, "gae", {"completion_mask": None},
-     "completion_mask: expected a tensor, got NoneType"),
+    (ValueError, STEPS, {"completion_mask": None}, "completion_mask, length: .* got neither"),
+    (ValueError, STEPS, {"length": 3}, "completion_mask, length: .* got both"),
+    (ValueError, STEPS, {"completion_mask": M[:3]}, r"completion_mask: .* \(4, 3\), got \(3, 3\)"),
+    (ValueError, STEPS, {"completion_mask": None, "length": -1}, "length: expected at least 0"),
+    (TypeError, STEPS, {"completion_mask": None, "length": 3.0}, "length: expected an int, got fl"),
     (ValueError, "gae", {"rewards": M[:, :2]}, r"rewards: .* \(4, 3\), got \(4, 2\)"),
     (ValueError, "gae", {"rewards": R * NAN}, "rewards: expected finite .* got nan"),
     *((ValueError, name, {"rewards": R[:3]}, r"rewards: .*= \(4,.*\), got \(3,\)")
       for name in ("gae", "reinforce_plus_plus")),
-    *((ValueError, name, {"group_ids": [0] * 4, "num_generations": 2},
-    ".* exactly one of the two, got both")
+    *((ValueError, name, {"group_ids": [0] * 4, "num_generations": 2}, ".* of the two, got both")
       for name, takes in TAKES.items() if "group_ids" in takes),
     *((ValueError, name, {"num_generations": None}, ".* exactly one of the two, got neither")
-      for name in ("group_advantages", "rloo_advantages", "process_advantages")),
-    *((TypeError, name,
-    {"process_group": "x"} | ({"whiten_advantages": True} if name == "gae" else {}),
-       r"process_group: expected a torch.distributed.ProcessGroup .* got str")
+      for name in ("group_advantages", "rloo_advantages", STEPS)),
+    *((TypeError, name, {"process_group": "x"} | ({"whiten_advantages": True} if name == "gae"
+       else {}), "process_group: expected a torch.distributed.ProcessGroup .* got str")
       for name, takes in TAKES.items() if "process_group" in takes),
 ]  # fmt: skip
 
