@@ -9,18 +9,26 @@ in this order::
 
 If a `TokenLoss` can describe the loss and the backend fuses, ``fused`` takes the place of the last
 two. `torch_rows.TorchRows` runs anywhere and is the oracle for every other backend;
-`triton_rows.rows.TritonRows` runs on a GPU, `cpp_rows.CppRows` on a CPU. Which of them serves is
-said by `interface.Backend`, one in each of these modules.
+`triton_rows.rows.TritonRows` runs on a GPU, `cpp_rows.CppRows` on a CPU.
+
+The backend that `BackendName` calls x is the module ``x_rows``. Importing it compiles nothing, and
+imports no package that may be missing. It has three functions::
+
+    refusal(device, dtype, asked_for=...)   why it cannot serve these logits, in words, or None;
+                                            unless it was asked for by name, it warns of a reason
+                                            that the user can remove (`warn_of_torch`)
+    reason(device)                          why "auto" takes it, in words
+    load()               -> RowBackend      called only where there is no refusal
 """
 
 from __future__ import annotations
 
-import functools
 import importlib
+from types import ModuleType
 
 import torch
 
-from grpo_kernels.backends.interface import Backend, LogitTransform, RowBackend, RowStats
+from grpo_kernels.backends.interface import LogitTransform, RowBackend, RowStats
 from grpo_kernels.base.choices import BackendName, choices
 
 NAMES = choices(BackendName)  # names that calls take
@@ -48,26 +56,19 @@ def choose_backend(
     """
     check_backend(name)
     if name != "auto":
-        refusal = _backend(name).refusal(device, dtype, asked_for=True)
+        refusal = _module(name).refusal(device, dtype, asked_for=True)
         if refusal is not None:
             raise ValueError(f"backend: expected one that can serve here, got {name!r}: {refusal}")
-        return _loaded(name), "asked for"
-    preferred = next((x for x in BACKENDS if _backend(x).prefers(device)), "torch")
-    refusal = _backend(preferred).refusal(device, dtype, asked_for=False)
+        return _module(name).load(), "asked for"
+    preferred = "cpp" if device.type == "cpu" else "triton"
+    refusal = _module(preferred).refusal(device, dtype, asked_for=False)
     if refusal is not None:
-        return _loaded("torch"), f"not {preferred}: {refusal}"
-    return _loaded(preferred), _backend(preferred).reason(device)
+        return _module("torch").load(), f"not {preferred}: {refusal}"
+    return _module(preferred).load(), _module(preferred).reason(device)
 
 
-def _backend(name: str) -> Backend:
-    """Return the backend called `name`, one of `BACKENDS`, whose module is imported here."""
-    backend: Backend = importlib.import_module(f"{__name__}.{name}_rows").BACKEND
-    return backend
-
-
-@functools.cache
-def _loaded(name: str) -> RowBackend:
-    return _backend(name).load()
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"{__name__}.{name}_rows")
 
 
 __all__ = [

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, runtime_checkable
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -13,34 +13,6 @@ from grpo_kernels.base.choices import Extra, choices
 from grpo_kernels.token_loss.record import TokenLoss
 
 STATISTICS = choices(Extra)
-
-
-class Backend(Protocol):
-    """A row backend before it is loaded: where it serves, and why not elsewhere.
-
-    The backend that `BackendName` calls x is `BACKEND` in the module ``backends.x_rows``. Importing
-    the module compiles nothing, and imports no package that may be missing.
-    """
-
-    def prefers(self, device: torch.device) -> bool:
-        """Return True if "auto" takes this backend for tensors on `device`, unless it refuses."""
-        ...
-
-    def reason(self, device: torch.device) -> str:
-        """Return the reason why "auto" takes it, in words."""
-        ...
-
-    def refusal(self, device: torch.device, dtype: torch.dtype, *, asked_for: bool) -> str | None:
-        """Return why this backend cannot serve these logits here, in words; None if it can.
-
-        Unless it was `asked_for` by name, warn of a reason that the user can remove
-        (`warn_of_torch`).
-        """
-        ...
-
-    def load(self) -> RowBackend:
-        """Return the row work; called only where there is no `refusal`."""
-        ...
 
 
 def warn_of_torch(place: str, better: str, refusal: str) -> None:
@@ -143,33 +115,21 @@ class RowStats:
         divergence: bool = False,
     ) -> RowStats:
         """Concatenate the statistics of `chunks`; without any, those of no rows, like `like`."""
-        if not chunks:
-            none, flags = like.new_empty(0, dtype=dtype), like.new_empty(0, dtype=torch.bool)
-            empty = {name: flags if name == "is_top1" else none for name in extras}
-            diverged = DivergenceStats(none, none, none, none) if divergence else None
-            return RowStats(
-                none,
-                none,
-                none,
-                none if entropy else None,
-                empty,
-                dict.fromkeys(terms, none),
-                diverged,
-            )
         if len(chunks) == 1:
             return chunks[0]
+        if chunks:
+            return RowStats(
+                *(_joined([getattr(x, f.name) for x in chunks]) for f in fields(RowStats))
+            )
+        none, flags = like.new_empty(0, dtype=dtype), like.new_empty(0, dtype=torch.bool)
         return RowStats(
-            torch.cat([chunk.logps for chunk in chunks]),
-            torch.cat([chunk.max_logit for chunk in chunks]),
-            torch.cat([chunk.log_sum for chunk in chunks]),
-            torch.cat([chunk.entropies for chunk in chunks if chunk.entropies is not None])
-            if entropy
-            else None,
-            {name: torch.cat([chunk.extras[name] for chunk in chunks]) for name in extras},
-            {name: torch.cat([chunk.terms[name] for chunk in chunks]) for name in terms},
-            DivergenceStats.concatenate(
-                [chunk.divergence for chunk in chunks if chunk.divergence is not None]
-            ),
+            none,
+            none,
+            none,
+            none if entropy else None,
+            {name: flags if name == "is_top1" else none for name in extras},
+            dict.fromkeys(terms, none),
+            DivergenceStats(none, none, none, none) if divergence else None,
         )
 
 
@@ -181,10 +141,14 @@ class DivergenceStats(NamedTuple):
     max_logit: Tensor  # the teacher's
     log_sum: Tensor  # the teacher's
 
-    @staticmethod
-    def concatenate(parts: list[DivergenceStats]) -> DivergenceStats | None:
-        """Concatenate the statistics of `parts`; return None if there are none."""
-        return DivergenceStats(*map(torch.cat, zip(*parts, strict=True))) if parts else None
+
+def _joined(parts: list[Any]) -> Any:
+    """A field of `RowStats`, of the rows of several."""
+    if isinstance(parts[0], Tensor):
+        return torch.cat(parts)
+    if isinstance(parts[0], dict):
+        return {name: _joined([part[name] for part in parts]) for name in parts[0]}
+    return parts[0] and DivergenceStats(*map(torch.cat, zip(*parts, strict=True)))
 
 
 class RowBackend(Protocol):
@@ -194,11 +158,14 @@ class RowBackend(Protocol):
 
     def scratch_rows(self, n: int, vocab: int, *, teacher: bool = False) -> int:
         """Return the temporary memory that a chunk of `n` rows needs, in rows of logits."""
-        ...
+        return 0
 
     def prepare_(self, logits: Tensor, transform: LogitTransform) -> None:
-        """Turn the raw projection into the form that the other methods read, in place."""
-        ...
+        """Turn the raw projection into the form that the other methods read, in place.
+
+        Nothing to do where they read the raw projection.
+        """
+        return None
 
     def stats(self, chunk: Chunk, *, entropy: bool, extras: tuple[str, ...] = ()) -> RowStats:
         """Reduce each row."""
@@ -234,7 +201,7 @@ class RowBackend(Protocol):
 
         `x` is in the accumulator's dtype. `out` has its shape, and may be `x`, or be of 16 bits.
         """
-        ...
+        torch.mul(x, factor, out=out)
 
 
 @runtime_checkable

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from grpo_kernels.backends.divergence import terms_of
 from grpo_kernels.backends.interface import (
-    Backend,
     Chunk,
     DivergenceStats,
     LogitTransform,
@@ -40,26 +39,16 @@ TERM_ROWS = 16  # temporaries of the size of a block while a divergence's terms 
 LOWEST = -1e4  # its exponential is 0 in every dtype, and 0 * LOWEST is 0, which 0 * -inf is not
 
 
-class Torch(Backend):
-    """Serves anywhere; "auto" takes it where no other backend serves."""
-
-    def prefers(self, device: torch.device) -> bool:
-        return False
-
-    def reason(self, device: torch.device) -> str:
-        return f"no other backend is for {device.type} tensors"
-
-    def refusal(self, device: torch.device, dtype: torch.dtype, *, asked_for: bool) -> None:
-        return None
-
-    def load(self) -> RowBackend:
-        return TorchRows()
+def refusal(device: torch.device, dtype: torch.dtype, *, asked_for: bool) -> None:
+    """None: torch serves anywhere; "auto" takes it where no other backend serves."""
 
 
-BACKEND = Torch()
+def load() -> RowBackend:
+    """The row work."""
+    return TorchRows()
 
 
-class TorchRows:
+class TorchRows(RowBackend):
     """Row work in torch operations, a cache-sized block of rows at a time."""
 
     name = "torch"
@@ -90,7 +79,7 @@ class TorchRows:
             for name in extras
         }
         scratch = logits.new_empty(2, _block_rows(n, vocab), vocab)
-        for block in _blocks(n, vocab):
+        for block in _blocks(n, _block_rows(n, vocab)):
             shifted, exps = scratch[:, : block.stop - block.start]
             _block_stats(
                 logits[block],
@@ -107,7 +96,7 @@ class TorchRows:
         unread = stats.logps
         normalisers = DivergenceStats(unread, unread, teacher.max_logit, teacher.log_sum)
         value, sum_k = torch.empty_like(stats.logps), torch.empty_like(stats.logps)
-        for block in _even_blocks(len(chunk.logits), _term_rows(*chunk.logits.shape)):
+        for block in _blocks(len(chunk.logits), _term_rows(*chunk.logits.shape)):
             block_stats = replace(take(stats, block), divergence=take(normalisers, block))
             terms, k = _terms(chunk.logits[block], chunk.teacher, block, block_stats)
             value[block], sum_k[block] = terms.sum(dim=1), k.sum(dim=1)
@@ -137,7 +126,7 @@ class TorchRows:
         d_logp = d_logp * row_factor
         d_entropy = None if d_entropy is None else d_entropy * row_factor
         scratch = logits.new_empty(2, _block_rows(n, vocab), vocab)
-        for block in _blocks(n, vocab):
+        for block in _blocks(n, _block_rows(n, vocab)):
             slope, exps = scratch[:, : block.stop - block.start]
             _block_grad_(
                 logits[block],
@@ -153,9 +142,6 @@ class TorchRows:
         if out is not logits:
             out.copy_(logits)
 
-    def scale(self, x: Tensor, factor: Tensor, out: Tensor) -> None:
-        torch.mul(x, factor, out=out)
-
     def _grad_with_teacher(
         self,
         chunk: Chunk,
@@ -169,7 +155,7 @@ class TorchRows:
         assert chunk.teacher is not None
         assert stats.divergence is not None
         logits, transform, inv_t = chunk.logits, chunk.transform, chunk.transform.inv_temperature
-        for block in _even_blocks(len(logits), _term_rows(*logits.shape)):
+        for block in _blocks(len(logits), _term_rows(*logits.shape)):
             z, block_stats = logits[block], take(stats, block)
             assert block_stats.divergence is not None
             more = _terms(z, chunk.teacher, block, block_stats)[1]
@@ -297,15 +283,11 @@ def _block_rows(n: int, vocab: int) -> int:
 
 
 def _term_rows(n: int, vocab: int) -> int:
-    """Return the number of rows at a time, for work with `TERM_ROWS` temporaries per row."""
+    """Rows at a time, for work with `TERM_ROWS` temporaries per row."""
     return max(min(n, LEAST_BLOCK_ROWS), _block_rows(n, vocab) * 2 // TERM_ROWS)
 
 
-def _blocks(n: int, vocab: int) -> Iterator[slice]:
-    return _even_blocks(n, _block_rows(n, vocab))
-
-
-def _even_blocks(n: int, most: int) -> Iterator[slice]:
+def _blocks(n: int, most: int) -> Iterator[slice]:
     """Blocks of nearly equal size, none of a single row (if n > 1): torch sums that otherwise."""
     count = -(-n // most)
     return (slice(n * i // count, n * (i + 1) // count) for i in range(count))

@@ -8,16 +8,18 @@ bits depend on the row alone: not on threads, nor on the processor's instruction
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from grpo_kernels.backends.interface import (
-    Backend,
     Chunk,
     DivergenceStats,
+    FusedRowBackend,
     LogitTransform,
     RowBackend,
     RowStats,
@@ -27,52 +29,41 @@ from grpo_kernels.token_loss.formulas import ESTIMATORS, SURROGATES
 from grpo_kernels.token_loss.record import TokenLoss
 
 
-class Cpp(Backend):
+def refusal(device: torch.device, dtype: torch.dtype, *, asked_for: bool) -> str | None:
     """Serves CPU tensors where the library can be loaded or built."""
+    if device.type != "cpu":
+        return f"it serves CPU tensors, and these are {device.type} tensors"
+    from grpo_kernels.backends.cpp_rows import build  # not at import: it is also run as a command
 
-    def prefers(self, device: torch.device) -> bool:
-        return device.type == "cpu"
-
-    def reason(self, device: torch.device) -> str:
-        from grpo_kernels.backends.cpp_rows.build import load
-
-        return f"CPU tensors; library {load().origin}"
-
-    def refusal(self, device: torch.device, dtype: torch.dtype, *, asked_for: bool) -> str | None:
-        if device.type != "cpu":
-            return f"it serves CPU tensors, and these are {device.type} tensors"
-        # not at import: `build` is also run as a command
-        from grpo_kernels.backends.cpp_rows.build import load
-
-        library = load()
-        if library.refusal is not None and not asked_for:
-            warn_of_torch("CPU", "C++", library.refusal)
-        return library.refusal
-
-    def load(self) -> RowBackend:
-        return CppRows()
+    library = build.load()
+    if library.refusal is not None and not asked_for:
+        warn_of_torch("CPU", "C++", library.refusal)
+    return library.refusal
 
 
-BACKEND = Cpp()
+def reason(device: torch.device) -> str:
+    """Where the library is from."""
+    from grpo_kernels.backends.cpp_rows import build
+
+    return f"CPU tensors; library {build.load().origin}"
 
 
-class CppRows:
+def load() -> RowBackend:
+    """The row work, after `build.load`."""
+    return CppRows()
+
+
+class CppRows(FusedRowBackend):
     """Row work in one op per chunk, its rows divided among torch's threads; after `build.load`."""
 
     name = "cpp"
     fuses_teacher = True
 
-    def scratch_rows(self, n: int, vocab: int, *, teacher: bool = False) -> int:
-        return 0
-
-    def prepare_(self, logits: Tensor, transform: LogitTransform) -> None:
-        """Do nothing: the kernels read the raw projection."""
-
     def stats(self, chunk: Chunk, *, entropy: bool, extras: tuple[str, ...] = ()) -> RowStats:
-        new = _Columns(chunk.logits)
+        new = _columns(chunk.logits)
         logps, max_logit, log_sum = new(), new(), new()
         entropies = new() if entropy else None
-        more = {name: new(torch.bool if name == "is_top1" else None) for name in extras}
+        more = {name: new(dtype=torch.bool) if name == "is_top1" else new() for name in extras}
         torch.ops.grpo_kernels_cpp.stats(
             *_rows(chunk),
             logps=logps,
@@ -86,7 +77,7 @@ class CppRows:
         return RowStats(logps, max_logit, log_sum, entropies, more)
 
     def diverge(self, chunk: Chunk, stats: RowStats, teacher: RowStats) -> tuple[Tensor, Tensor]:
-        new = _Columns(chunk.logits)
+        new = _columns(chunk.logits)
         value, sum_k = new(), new()
         torch.ops.grpo_kernels_cpp.diverge(
             *_rows(chunk),
@@ -127,11 +118,8 @@ class CppRows:
             out=out,
         )
 
-    def scale(self, x: Tensor, factor: Tensor, out: Tensor) -> None:
-        torch.mul(x, factor, out=out)
-
     def fused(self, chunk: Chunk, token_loss: TokenLoss, out: Tensor | None) -> RowStats:
-        new = _Columns(chunk.logits)
+        new = _columns(chunk.logits)
         logps, max_logit, log_sum, entropies = new(), new(), new(), new()
         terms = {name: new() for name in token_loss.terms}
         full = token_loss.kl == "full"  # the divergence from the teacher
@@ -167,19 +155,10 @@ class CppRows:
         return RowStats(logps, max_logit, log_sum, entropies, terms=terms, divergence=diverged)
 
 
-class _Columns:
-    """Makes uninitialised columns (n,) in the accumulator's dtype."""
-
-    def __init__(self, logits: Tensor) -> None:
-        if logits.device.type != "cpu":
-            raise ValueError(
-                f"backend: expected CPU tensors for 'cpp', got {logits.device.type} tensors"
-            )
-        self._logits = logits
-        self._dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-
-    def __call__(self, dtype: torch.dtype | None = None) -> Tensor:
-        return self._logits.new_empty(self._logits.shape[0], dtype=dtype or self._dtype)
+def _columns(logits: Tensor) -> Callable[..., Tensor]:
+    """Makes uninitialised columns (n,), in the accumulator's dtype if none is given."""
+    accumulator = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    return partial(logits.new_empty, len(logits), dtype=accumulator)
 
 
 def _rows(chunk: Chunk) -> tuple[Any, ...]:

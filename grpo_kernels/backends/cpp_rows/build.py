@@ -34,18 +34,11 @@ if sys.platform != "win32":
     import fcntl
 
 NAME = "grpo_kernels_cpp"  # the library, and the namespace of its ops
-# the same bits on all instruction sets
-SAME_BITS = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
-STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020b000000000000"  # of torch 2.11
 FLAGS = (
-    "-std=c++17",
-    "-O2",
-    "-g0",
-    "-fPIC",
-    "-shared",
-    "-fvisibility=hidden",
-    *SAME_BITS,
-    STABLE_ABI,
+    *("-std=c++17", "-O2", "-g0", "-fPIC", "-shared", "-fvisibility=hidden"),
+    # the same bits on all instruction sets
+    *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
+    "-DTORCH_TARGET_VERSION=0x020b000000000000",  # the stable ABI of torch 2.11
 )
 COMPILERS = ("c++", "g++", "clang++")
 COMPILER_SECONDS = 300.0
@@ -89,19 +82,25 @@ def load_from(prebuilt: Path, sources: Path) -> Library:
     if sys.platform == "win32":
         raise Unavailable("there is no Windows build; use WSL")
     troubles: list[str] = []
-    if prebuilt.is_file() and _loads(prebuilt, troubles):
+    if _loads(prebuilt, troubles):
         return Library("prebuilt", prebuilt)
     folder = cache_folder()
     path = folder / f"{cache_key(sources)}.so"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if path.is_file() and _loads(path, troubles):
+        if _loads(path, troubles):
             return Library("cached", path)
-        with one_builder(folder):
-            if path.is_file() and _loads(path, []):
+        with _one_builder(folder):
+            if _loads(path, []):  # built by another process meanwhile
                 return Library("cached", path)
             start = time.perf_counter()
-            _build(sources, path)
+            descriptor, beside = tempfile.mkstemp(dir=folder, prefix="building-", suffix=".so")
+            os.close(descriptor)
+            try:
+                compile_library(sources, Path(beside))
+                os.replace(beside, path)
+            finally:
+                Path(beside).unlink(missing_ok=True)
         if _loads(path, troubles):
             return Library(f"built in {time.perf_counter() - start:.1f} s", path)
         fix = f"try another compiler (CXX) or another TORCH_EXTENSIONS_DIR, {OR_WHEEL}"
@@ -115,8 +114,28 @@ def load_from(prebuilt: Path, sources: Path) -> Library:
     raise Unavailable("; ".join([*troubles, fix]))
 
 
+def _loads(path: Path, troubles: list[str]) -> bool:
+    """Load `path`, if it is there; if that does not give the ops, `troubles` gets the reason."""
+    if not path.is_file():
+        return False
+    try:
+        torch.ops.load_library(str(path))
+    except OSError as error:
+        troubles.append(f"{path} does not load ({error.__cause__ or error})")
+        return False
+    if not has_ops():
+        troubles.append(f"{path} has not the ops of {NAME}")
+        return False
+    return True
+
+
+def has_ops() -> bool:
+    """True if the library's ops are registered."""
+    return hasattr(getattr(torch.ops, NAME), "fused")
+
+
 @contextlib.contextmanager
-def one_builder(folder: Path) -> Iterator[None]:
+def _one_builder(folder: Path) -> Iterator[None]:
     """Lock `folder` itself, so that one process builds in it and the others find the result.
 
     The lock ends with its holder and leaves no file. It saves work and nothing else: on a file
@@ -138,47 +157,10 @@ def one_builder(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _build(sources: Path, path: Path) -> None:
-    """Compile a library beside `path`, and move it there."""
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix="building-", suffix=".so")
-    os.close(descriptor)
-    try:
-        compile_library(sources, Path(name))
-        os.replace(name, path)
-    finally:
-        Path(name).unlink(missing_ok=True)
-
-
-def _loads(path: Path, troubles: list[str]) -> bool:
-    """Load `path`; return True if it has the ops. If not, `troubles` gets the reason."""
-    try:
-        torch.ops.load_library(str(path))
-    except OSError as error:
-        troubles.append(f"{path} does not load ({error.__cause__ or error})")
-        return False
-    if not has_ops():
-        troubles.append(f"{path} has not the ops of {NAME}")
-        return False
-    return True
-
-
-def has_ops() -> bool:
-    """Return True if the library's ops are registered."""
-    return hasattr(getattr(torch.ops, NAME), "fused")
-
-
 def source_folder() -> Path:
     """csrc/: inside the package where that is installed, beside it in a checkout."""
     installed = PACKAGE / "csrc"
     return installed if installed.is_dir() else PACKAGE.with_name("csrc")
-
-
-def source_files(folder: Path) -> list[Path]:
-    """The files that are compiled and those that they include, sorted by name."""
-    files = [path for path in sorted(folder.glob("*")) if path.suffix in (".cpp", ".h", ".inl")]
-    if not any(path.suffix == ".cpp" for path in files):
-        raise Unavailable(f"its sources are not in {folder}; install grpo_kernels again")
-    return files
 
 
 def cache_folder() -> Path:
@@ -195,7 +177,11 @@ def cache_folder() -> Path:
 def cache_key(sources: Path) -> str:
     """A digest of all that the library depends on: sources, flags, torch and platform."""
     target = (FLAGS, torch.__version__, platform.machine(), platform.libc_ver())
-    contents = [(path.name, path.read_bytes()) for path in source_files(sources)]
+    contents = [
+        (path.name, path.read_bytes())
+        for path in sorted(sources.glob("*"))
+        if path.suffix in (".cpp", ".h", ".inl")
+    ]
     return hashlib.sha256(repr((target, contents)).encode()).hexdigest()[:16]
 
 
@@ -214,26 +200,39 @@ def compiler() -> list[str]:
 def compile_library(sources: Path, output: Path, extra: Sequence[str] = ()) -> None:
     """Compile every .cpp in `sources` to the shared library `output`, in one call.
 
-    A line on stderr, and in the log, says that it begins. At DEBUG the log has the command and the
-    compiler's output.
+    A line on stderr says that it begins. At DEBUG the log has the command and the compiler's
+    output.
 
     Args:
         extra: flags after `FLAGS`.
 
     Raises:
-        Unavailable: no compiler, one that fails, or one that takes too long.
+        Unavailable: no sources, no compiler, one that fails, or one that takes too long.
     """
+    units = [str(path) for path in sorted(sources.glob("*.cpp"))]
+    if not units:
+        raise Unavailable(f"its sources are not in {sources}; install grpo_kernels again")
     root = Path(torch.__file__).parent
-    units = [str(path) for path in source_files(sources) if path.suffix == ".cpp"]
     command = [*compiler(), *FLAGS, *extra, "-isystem", str(root / "include"), *units]
     command += ["-o", str(output), f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"]
     command += ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else []
-    _logger.info(
-        "compiling the C++ kernels with %s; once, unless torch or the sources change", command[0]
-    )
     _logger.debug("the command: %s", shlex.join(command))
     _say("compiling the C++ kernels for the CPU, up to half a minute; once, then they are cached")
-    if problem := _problem(command, output):
+    try:
+        done = subprocess.run(
+            command, capture_output=True, errors="replace", timeout=COMPILER_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        problem = f"took more than {COMPILER_SECONDS:g} s"
+    except OSError as error:
+        problem = f"does not run ({error})"
+    else:
+        if done.stderr:
+            _logger.debug("the compiler said:\n%s", done.stderr.rstrip())
+        problem = f"failed (exit status {done.returncode})" if done.returncode else ""
+        if not problem and not (output.is_file() and output.stat().st_size > 0):
+            problem = f"{command[0]} wrote no library, although it ended well"
+    if problem:
         raise Unavailable(
             f"the compiler {problem}; try another compiler (CXX), {OR_WHEEL}; `{BUILD}` shows the "
             "command and what the compiler says"
@@ -242,30 +241,6 @@ def compile_library(sources: Path, output: Path, extra: Sequence[str] = ()) -> N
 
 def _say(line: str) -> None:
     print(f"grpo_kernels: {line}", file=sys.stderr, flush=True)  # the log may have no reader
-
-
-def _problem(command: Sequence[str], output: Path) -> str | None:
-    """Run the compiler; return the reason why `output` was not written, or None if it was."""
-    try:
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            errors="replace",
-            timeout=COMPILER_SECONDS,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return f"took more than {COMPILER_SECONDS:g} s"
-    except OSError as error:
-        return f"does not run ({error})"
-    if done.stderr:
-        _logger.debug("the compiler said:\n%s", done.stderr.rstrip())
-    if done.returncode != 0:
-        return f"failed (exit status {done.returncode})"
-    written = output.is_file() and output.stat().st_size > 0
-    return None if written else f"{command[0]} wrote no library, although it ended well"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

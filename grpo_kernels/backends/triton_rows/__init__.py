@@ -10,42 +10,38 @@ import importlib.util
 
 import torch
 
-from grpo_kernels.backends.interface import Backend, RowBackend, warn_of_torch
+from grpo_kernels.backends.interface import RowBackend, warn_of_torch
 
 
-class Triton(Backend):
+def refusal(device: torch.device, dtype: torch.dtype, *, asked_for: bool) -> str | None:
     """Serves GPUs where Triton can launch; if asked for, also a CPU, in Triton's interpreter."""
+    if dtype == torch.float64:
+        return "its kernels compute in float32, and these inputs ask for float64"
+    if device.type != "cuda" and not asked_for:
+        return f"it serves GPUs, and these are {device.type} tensors"
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    from grpo_kernels.backends.triton_rows.device import launch_trouble
+    from grpo_kernels.backends.triton_rows.rows import INTERPRETED
 
-    def prefers(self, device: torch.device) -> bool:
-        return device.type != "cpu"
-
-    def reason(self, device: torch.device) -> str:
-        return f"{device.type} tensors and Triton is installed"
-
-    def refusal(self, device: torch.device, dtype: torch.dtype, *, asked_for: bool) -> str | None:
-        if dtype == torch.float64:
-            return "its kernels compute in float32, and these inputs ask for float64"
-        if device.type != "cuda" and not asked_for:
-            return f"it serves GPUs, and these are {device.type} tensors"
-        if importlib.util.find_spec("triton") is None:
-            return "Triton is not installed"
-        from grpo_kernels.backends.triton_rows.device import launch_trouble
-        from grpo_kernels.backends.triton_rows.rows import INTERPRETED
-
-        if INTERPRETED:
-            return None
-        if device.type != "cuda":
-            needs = "a GPU, or TRITON_INTERPRET=1 before Triton is imported"
-            return f"it needs {needs}, and these are {device.type} tensors"
-        trouble = launch_trouble()
-        if trouble is not None and not asked_for:
-            warn_of_torch("GPU", "Triton's kernels", trouble)
-        return trouble
-
-    def load(self) -> RowBackend:
-        from grpo_kernels.backends.triton_rows.rows import TritonRows
-
-        return TritonRows()
+    if INTERPRETED:
+        return None
+    if device.type != "cuda":
+        needs = "a GPU, or TRITON_INTERPRET=1 before Triton is imported"
+        return f"it needs {needs}, and these are {device.type} tensors"
+    trouble = launch_trouble()
+    if trouble is not None and not asked_for:
+        warn_of_torch("GPU", "Triton's kernels", trouble)
+    return trouble
 
 
-BACKEND = Triton()
+def reason(device: torch.device) -> str:
+    """What there is."""
+    return f"{device.type} tensors and Triton is installed"
+
+
+def load() -> RowBackend:
+    """The row work, whose modules import Triton."""
+    from grpo_kernels.backends.triton_rows.rows import TritonRows
+
+    return TritonRows()

@@ -10,7 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from grpo_kernels.backends.interface import Chunk, LogitTransform, RowStats
+from grpo_kernels.backends.interface import Chunk, FusedRowBackend, RowStats
 from grpo_kernels.backends.triton_rows.device import RowConfig, arch_of, on, row_config
 from grpo_kernels.backends.triton_rows.divergence import launch_diverge
 from grpo_kernels.backends.triton_rows.fused import launch_fused
@@ -21,17 +21,11 @@ from grpo_kernels.token_loss.record import TokenLoss
 INTERPRETED = not isinstance(stats_kernel, triton.JITFunction)
 
 
-class TritonRows:
+class TritonRows(FusedRowBackend):
     """Row work in one kernel launch per chunk."""
 
     name = "triton"
     fuses_teacher = False
-
-    def scratch_rows(self, n: int, vocab: int, *, teacher: bool = False) -> int:
-        return 0
-
-    def prepare_(self, logits: Tensor, transform: LogitTransform) -> None:
-        """Do nothing: the kernels read the raw projection."""
 
     def stats(self, chunk: Chunk, *, entropy: bool, extras: tuple[str, ...] = ()) -> RowStats:
         config = self._config("stats", chunk)
@@ -59,7 +53,7 @@ class TritonRows:
     def scale(self, x: Tensor, factor: Tensor, out: Tensor) -> None:
         """See `RowBackend`. torch serves factors of rows, only for d hidden, which is small."""
         if factor.dim() > 0 or not (x.is_contiguous() and out.is_contiguous()):
-            torch.mul(x, factor, out=out)
+            super().scale(x, factor, out)
             return
         with on(x.device):
             launch_scale(x, factor, out)
