@@ -25,8 +25,8 @@ from torch.utils import deterministic
 
 from grpo_kernels.backends import choose_backend
 from grpo_kernels.base.checks import warn_once
-from grpo_kernels.call import plan
 from tests.support import interpreter
+from tests.support.chosen import Choose, choose_by
 
 SEED = 20240203
 NO_GPU = "needs a CUDA or ROCm device"
@@ -106,16 +106,16 @@ def _uninitialised_memory_is_nan() -> Iterator[None]:
 def every_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The test with each row backend in the place of "auto"; float64, which Triton's lacks, runs in
     torch instead."""
-    choose = plan.choose_backend
 
-    def chosen(name: str, device: torch.device, dtype: torch.dtype = torch.float32):
-        if name == "auto":
-            name = (
-                "torch" if request.param == "triton" and dtype == torch.float64 else request.param
-            )
-        return choose(name, device, dtype)
+    def make(choose: Choose) -> Choose:
+        def chosen(name: str, device: torch.device, dtype: torch.dtype = torch.float32):
+            other = "torch" if dtype == torch.float64 else "triton"
+            wanted = other if request.param == "triton" else request.param
+            return choose(wanted if name == "auto" else name, device, dtype)
 
-    monkeypatch.setattr(plan, "choose_backend", chosen)
+        return chosen
+
+    choose_by(monkeypatch, make)
     return request.param
 
 

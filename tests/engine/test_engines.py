@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
 import grpo_kernels
-from grpo_kernels import Run
-from grpo_kernels.engine.engines import ENGINES, choose_engine
-from grpo_kernels.engine.plan import Coupling
-from grpo_kernels.objective.config import LossConfig
-from grpo_kernels.objective.custom import TokenInputs
-from grpo_kernels.objective.losses import LOSSES
+from grpo_kernels import LossConfig, Run, TokenInputs
+from grpo_kernels.typing import EngineName, LossTypeName
 from tests.support import reference_terms
 from tests.support.flat import flat
 from tests.support.measure import count_flops
@@ -59,7 +55,7 @@ COST = {  # of the share s of rows with gradient: (head trains, head frozen)
 @pytest.mark.parametrize(("share_zero", "off_policy"), [(0.0, False), (0.5, False), (0.5, True)])
 @pytest.mark.parametrize("head", ["trainable", "frozen", "no grad"])
 @pytest.mark.parametrize("level", ["token", "sequence"])
-@pytest.mark.parametrize("loss_type", LOSSES)
+@pytest.mark.parametrize("loss_type", get_args(LossTypeName))
 def test_cost_of_every_loss(
     loss_type: str, level: str, head: str, share_zero: float, off_policy: bool
 ) -> None:
@@ -152,13 +148,6 @@ def test_custom_objectives(head: str) -> None:
         assert cost == COST[name][frozen](1.0)
 
 
-@pytest.mark.parametrize("coupling", list(Coupling))
-def test_tight_memory_chooses_lean_where_the_head_trains(coupling: Coupling) -> None:
-    options = {"hidden_trains": True, "entropy_gradient": False, "tight_memory": True}
-    assert choose_engine(coupling, **options, head_trains=True).name == "lean"
-    assert choose_engine(coupling, **options, head_trains=False).name == "frozen"
-
-
 @pytest.mark.parametrize("head", ["trainable", "frozen"])
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_lean_costs_what_two_passes_cost(level: str, head: str) -> None:
@@ -185,18 +174,18 @@ def test_rows_metrics() -> None:
     assert [x.item() for x in out.metrics.pairs["rows/gradient"]] == [36, 72]
 
 
-def test_choose_engine_refuses_what_would_be_wrong() -> None:
-    trains = {"hidden_trains": True, "head_trains": True, "entropy_gradient": False}
-    coupled = Coupling.CROSS_TOKEN
-    assert choose_engine(coupled, **trains).name == "two_pass"
+def test_engines_that_would_be_wrong_are_refused() -> None:
+    coupled = LossConfig(importance_sampling_level="sequence")
+    inputs = batch(0.0, "trainable") | {"old_per_token_logps": torch.full((B, T), -4.2)}
+    assert nvh(inputs, coupled)[1] == "two_pass"
     for engine in ("score", "frozen", "one_pass"):
         with pytest.raises(ValueError, match="engine: "):
-            choose_engine(coupled, engine, **trains)
+            nvh(inputs, coupled, engine=engine)
     with pytest.raises(ValueError, match="engine: expected one of auto, score"):
-        choose_engine(Coupling.KNOWN, "fast", **trains)
-    for engine in ENGINES:  # without a gradient nothing but the forward is done, whatever was asked
-        none = {"hidden_trains": False, "head_trains": False, "entropy_gradient": False}
-        assert choose_engine(Coupling.KNOWN, engine, **none).name == "score"
+        nvh(inputs, coupled, engine="fast")
+    # without a gradient nothing but the forward is done, whatever was asked
+    for engine in get_args(EngineName):
+        assert nvh(batch(0.0, "no grad"), coupled, engine=engine) == (2.0, "score")
 
 
 @pytest.mark.parametrize("engine", ["one_pass", "two_pass"])

@@ -1,29 +1,24 @@
-"""What a call does on a GPU, without one: rows and bytes that are planned, launches that are
-counted at real sizes."""
+"""What a call does on a GPU, without one, at real sizes: the rows of its chunks, the bytes it moves
+and takes, its launches, and what it makes of the memory that is free."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
-from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
-from grpo_kernels import Run, grpo_loss, linear_logprob
-from grpo_kernels.engine.device import AMPLE, CUDA, FreeMemory, default_workspace, large_workspace
-from grpo_kernels.engine.plan import Group, divide
-from grpo_kernels.engine.records import NeedsGrad
+from grpo_kernels import grpo_loss, linear_logprob
 from tests.support.flat import flat
-from tests.support.gpu_tape import Tape, taped, tensor
+from tests.support.gpu_tape import PLENTY, GPUAllocations, Tape, taped, tensor
 from tests.support.pretend_gpu import OnGPU
 
 MIB, GIB = 2**20, 2**30
 N, H, V = 8192, 4096, 151936
 BF16, FP32 = torch.bfloat16, torch.float32
+GRADIENTS = 6 * (V + N) * H  # bf16, and in fp32 before they are rounded
+COPY = 2 * V * H  # of an fp32 weight in bf16
+WORKSPACES = [x * MIB for x in (512, 768, 1024, 1536, 2048, 3072)]
 
 pytestmark = [pytest.mark.unit, pytest.mark.filterwarnings("ignore:.*CUDA is not available")]
 
@@ -37,31 +32,35 @@ def step(
     frozen: bool = False,
     score: bool = False,
     zero_share: float = 0.0,  # of the sequences with advantage 0
+    memory: dict[str, Any] | None = None,
     **options: Any,
 ) -> Tape:
     """Forward and backward of an on-policy loss, or scoring; within autocast if the weight is in
     fp32."""
-    batch, t = n // 512, 512
-    with taped(autocast=BF16 if weight == FP32 else None) as tape:
+    t = 512 if n % 512 == 0 else n
+    batch = n // t
+    autocast = BF16 if weight == FP32 else None
+    with taped(autocast=autocast, **(memory or {})) as tape:
         hidden = tensor(batch, t, h, dtype=BF16).requires_grad_(not score)
-        head = tensor(v, h, dtype=weight)
+        head = tensor(v, h, dtype=weight).requires_grad_(not (frozen or score))
         # as trainers have it
         ids, mask = (OnGPU(make(batch, t, dtype=torch.long)) for make in (torch.zeros, torch.ones))
-        if score:
-            with torch.no_grad():
-                linear_logprob(hidden, head, ids, mask=mask)
-            return tape
-        head.requires_grad_(not frozen)
         advantages = torch.ones(batch)
         advantages[: int(batch * zero_share)] = 0.0
-        torch.autograd.backward(
-            flat(grpo_loss)(hidden, head, ids, mask, OnGPU(advantages), **options).loss
-        )
+        with GPUAllocations() as watch:
+            if score:
+                flat(linear_logprob)(hidden, head, ids, mask=mask, **options)
+            else:
+                out = flat(grpo_loss)(hidden, head, ids, mask, OnGPU(advantages), **options)
+                tape.engine = out.engine
+                torch.autograd.backward(out.loss)
+        tape.peak = watch.peak
     return tape
 
 
-def scored(weight: torch.dtype = BF16) -> Tape:
-    return step(weight=weight, score=True)
+def chunks(tape: Tape) -> list[int]:
+    """Rows of each chunk."""
+    return [x.shape[0] for x in tape.of("rows")]
 
 
 @pytest.fixture(scope="module")
@@ -69,36 +68,21 @@ def main_step() -> Tape:
     return step()
 
 
-def groups_of(
-    n: int, v: int, h: int, workspace: int, *, gradient: bool, grouped: bool
-) -> tuple[list[Group], int, int]:
-    """As a sweep in bf16 plans them, and what a row of a chunk and of a group takes."""
-    chunk, group = 4 * CUDA.row_width(v), 2 * h + (2 * CUDA.row_width(v) if gradient else 0)
-    costs: dict[str, Any] = {"chunk_row_bytes": chunk, "group_row_bytes": group, "grouped": grouped}
-    return divide(n, workspace, CUDA, **costs, scratch_bytes=lambda rows: 0), chunk, group
-
-
-@pytest.mark.parametrize("v", [33, 32_003, 151_936, 262_144])
-@pytest.mark.parametrize("workspace", [1, 16 * MIB, 64 * MIB, 100 * MIB, 512 * MIB, 2 * GIB])
-def test_a_small_workspace_multiplies_no_work(v: int, workspace: int) -> None:
+@pytest.mark.parametrize("workspace", [1, 16 * MIB, 100 * MIB, 512 * MIB, 2 * GIB])
+@pytest.mark.parametrize(("n", "v"), [(1, V), (100, 33), (1025, V), (3000, 262_144), (N, 32_003)])
+def test_a_small_workspace_multiplies_no_work(n: int, v: int, workspace: int) -> None:
     """Rows computed over rows asked, and the budget, which one tile of rows may exceed."""
-    for n, h, (gradient, grouped) in itertools.product(
-        (1, 100, 128, 1000, 1024, 1025, 3000, 8192, 65_536),
-        (896, 4096),
-        ((False, False), (True, False), (True, True)),
+    h, rows = 896, max(n, 128)
+    for case, nvh, gradients in (
+        ({"score": True}, 2, 0),
+        ({"frozen": True}, 4, 6 * rows * h),
+        ({}, 6, 6 * (rows + v) * h),
     ):
-        groups, chunk, group = groups_of(n, v, h, workspace, gradient=gradient, grouped=grouped)
-        computed = sum(g.rows for g in groups)
-        assert [g.start for g in groups] == [0, *[g.stop for g in groups[:-1]]]
-        assert groups[-1].stop == n
-        for g in groups:
-            assert g.n <= g.rows == CUDA.padded_rows(g.n) and g.start % 128 == 0
-            assert [c.start for c in g.chunks] == [0, *[c.stop for c in g.chunks[:-1]]]
-            assert g.chunks[-1].stop == g.rows
+        found = step(n, h, v, workspace_bytes=workspace, **case)
+        computed = sum(x.flops for x in found.of("product")) / (nvh * v * h)
         assert computed <= max(128, (1.25 if n >= 1024 else 2) * n)
-        for g in groups:
-            used = max(c.stop - c.start for c in g.chunks) * chunk + g.rows * group
-            assert used <= workspace or used <= 128 * (chunk + group)
+        tile = 128 * (6 * (v + 64) + 2 * h)
+        assert found.peak <= max(workspace, tile) + gradients + 200 * rows
 
 
 @pytest.mark.parametrize(
@@ -114,35 +98,23 @@ def test_nothing_is_multiplied_that_the_case_does_not_need(shape: dict[str, Any]
     assert needed <= sum(x.flops for x in step(**shape).of("product")) <= 1.03 * needed
 
 
-def test_an_fp32_weight_is_converted_once(main_step: Tape) -> None:
+@pytest.mark.parametrize("case", [{}, {"frozen": True}, {"score": True}], ids=str)
+def test_an_fp32_weight_is_converted_once(case: dict[str, Any]) -> None:
     """Under autocast, TRL's default: products and rows of a bf16 weight, and one conversion."""
-    found = step(weight=FP32)
-    assert len(found.of("product")) <= 1.1 * len(main_step.of("product"))
-    casts = [x for x in found.of("launch") if x.written == 2 * V * H and x.shape == (V, H)]
+    plain, found = step(**case), step(**case, weight=FP32)
+    assert len(found.of("product")) <= 1.1 * len(plain.of("product"))
+    casts = [x for x in found.of("launch") if x.written == COPY and x.shape == (V, H)]
     assert len(casts) == 1
     for kind in ("product", "rows"):
-        assert sum(x.moved for x in found.of(kind)) <= 1.1 * sum(
-            x.moved for x in main_step.of(kind)
-        )
-
-
-@pytest.mark.parametrize("kind", ["frozen", "scoring"])
-def test_an_fp32_weight_is_converted_once_elsewhere(kind: str) -> None:
-    plain, found = (
-        step(frozen=True, weight=w) if kind == "frozen" else scored(weight=w) for w in (BF16, FP32)
-    )
-    assert len(found.of("product")) <= 1.1 * len(plain.of("product"))
-    assert len([x for x in found.of("launch") if x.shape == (V, H)]) == 1
+        moved, as_bf16 = (sum(x.moved for x in tape.of(kind)) for tape in (found, plain))
+        assert moved <= 1.1 * as_bf16
 
 
 def test_without_room_an_fp32_weight_is_converted_in_slices() -> None:
-    with mock.patch.object(FreeMemory, "of", return_value=replace(AMPLE, converts=False)):
-        found = step(n=1024, weight=FP32, engine="one_pass")
-    copies = [
-        x.written for x in found.of("launch", "_to_copy") if x.shape[1:] == (H,) and x.shape[0] != V
-    ]
-    assert len(copies) > 30
-    assert max(copies) <= 32 * MIB
+    found = step(n=1024, weight=FP32, engine="one_pass", memory={"free": 0})
+    slices = [x for x in found.of("launch", "_to_copy") if x.shape[1:] == (H,) and x.shape[0] != V]
+    assert len(slices) > 30
+    assert max(x.written for x in slices) <= 32 * MIB
 
 
 @pytest.mark.parametrize("v", [151_665, 50_257, 32_003, V])
@@ -155,153 +127,91 @@ def test_rows_of_logits_are_aligned_whatever_the_vocabulary(v: int, engine: str)
 
 
 @pytest.mark.parametrize(
-    "shape", ["frozen", "scoring", "H 896", "H 1024, frozen", "N 8192, V 50257"]
+    "shape",
+    [{"frozen": True}, {"score": True}, {"h": 896}, {"h": 1024, "frozen": True}, {"v": 50_257}],
+    ids=str,
 )
-def test_default_chunks_are_large(shape: str) -> None:
-    found = {
-        "frozen": lambda: step(frozen=True),
-        "scoring": scored,
-        "H 896": lambda: step(h=896),
-        "H 1024, frozen": lambda: step(h=1024, frozen=True),
-        "N 8192, V 50257": lambda: step(v=50_257),
-    }[shape]()
-    assert min(x.shape[0] for x in found.of("rows")) >= 1024
+def test_default_chunks_are_large(shape: dict[str, Any]) -> None:
+    assert min(chunks(step(**shape))) >= 1024
 
 
-def room(
-    free: int, unused: int | None = 0, fragments: int = 0, **asked: Any
-) -> tuple[FreeMemory, list[str]]:
-    """`FreeMemory.of` a bf16 weight with its gradient, and what was asked for it.
-
-    Given what the driver has free, and what the allocator has reserved for nobody, in whole blocks
-    and in fragments of blocks that are in use; `unused` None: to ask it raises.
-    """
-    calls: list[str] = []
-    dtype = asked.pop("dtype", BF16)
-    size = dtype.itemsize
-    in_use = 5 * GIB
-    held = {
-        "reserved": in_use + (unused or 0) + fragments,
-        "active": in_use,
-        "inactive_split": fragments,
-    }
-    stats = {f"{name}_bytes": {"all": {"current": x}} for name, x in held.items()}
-
-    def told(name: str, value: Any) -> Callable[..., Any]:
-        def ask(*_: Any) -> Any:
-            calls.append(name)
-            if value is None:
-                raise RuntimeError("not supported by this allocator")
-            return value
-
-        return ask
-
-    cuda = SimpleNamespace(
-        is_current_stream_capturing=lambda: False,
-        mem_get_info=told("free", (free, 2**40)),
-        memory_stats_as_nested_dict=told("allocator", None if unused is None else stats),
-    )
-    weight, hidden = (
-        SimpleNamespace(
-            shape=(k, H),
-            dtype=dtype,
-            device=torch.device("cuda"),
-            numel=lambda k=k: k * H,
-            element_size=lambda: size,
-        )
-        for k in (V, N)
-    )
-    given: dict[str, Any] = {
-        "needs_grad": NeedsGrad(True, True),
-        "workspace_bytes": None,
-        "asks_tight": True,
-        **asked,
-    }
-    with mock.patch.object(torch, "cuda", cuda):
-        return FreeMemory.of(weight, hidden, compute_dtype=BF16, **given), calls  # type: ignore[arg-type]
-
-
-GRADIENTS = 6 * (V + N) * H  # bf16, and in fp32 before they are rounded
-
-
-def test_the_allocator_is_asked_only_where_the_driver_has_not_enough() -> None:
-    plenty, none, least = 64 * GIB, 0, FreeMemory(tight=True, converts=False, workspace=512 * MIB)
-    assert room(plenty) == (AMPLE, ["free"])
-    assert room(none, plenty) == (AMPLE, ["free", "allocator"])
-    assert room(none, none)[0] == least
-    assert room(none, None)[0] == least  # raises nothing
-    assert not room(none, none, asks_tight=False)[0].tight
-    assert not room(none, none, needs_grad=NeedsGrad(hidden=True))[0].tight
-    assert room(GRADIENTS + 64 * MIB, workspace_bytes=64 * MIB)[0] == replace(
-        AMPLE, workspace=64 * MIB
-    )
+@pytest.mark.parametrize(
+    ("case", "memory", "engine", "asked"),
+    [
+        ({}, {"free": PLENTY}, "one_pass", ["driver"]),
+        ({}, {"free": 0, "unused": PLENTY}, "one_pass", ["driver", "allocator"]),
+        ({}, {"free": 0, "unused": 0}, "lean", ["driver", "allocator"]),
+        ({}, {"free": 0, "unused": None}, "lean", ["driver", "allocator"]),  # it raises
+        # fragments of blocks that are in use are no room
+        ({}, {"free": 0, "unused": 0, "fragments": 64 * GIB}, "lean", ["driver", "allocator"]),
+        ({"frozen": True}, {"free": 0, "unused": 0}, "frozen", ["driver", "allocator"]),
+        ({"engine": "one_pass"}, {"free": 0, "unused": 0}, "one_pass", ["driver", "allocator"]),
+        ({"workspace_bytes": 64 * MIB}, {"free": GRADIENTS + 64 * MIB}, "one_pass", ["driver"]),
+    ],
+    ids=str,
+)
+def test_short_memory_chooses_lean(
+    case: dict[str, Any], memory: dict[str, Any], engine: str, asked: list[str]
+) -> None:
+    """Where the head trains and no engine was named. The allocator is asked only where the driver
+    has not enough; nothing is asked after a wait."""
+    found = step(n=1024, **case, memory=memory)
+    assert found.engine == engine
+    assert [x.name for x in found.of("asks")] == asked
+    first_wait = next(i for i, x in enumerate(found.events) if x.kind == "wait")
+    assert not any(x.kind == "asks" for x in found.events[first_wait:])
 
 
 def test_the_workspace_grows_in_steps_with_what_is_free() -> None:
     """Six of them, whatever is free; within a step the rows of a chunk are the same, and the bits
     with them."""
-    found: dict[int, set[tuple[int, ...]]] = {}
-    for beside in range(0, 4 * GIB, 64 * MIB):
-        workspace = room(GRADIENTS + beside)[0].workspace
-        assert workspace <= max(512 * MIB, beside)
-        groups, _, _ = groups_of(N, V, H, workspace, gradient=True, grouped=True)
-        found.setdefault(workspace, set()).add(
-            tuple(c.stop - c.start for g in groups for c in g.chunks)
-        )
-    assert [*found] == [x * MIB for x in (512, 768, 1024, 1536, 2048, 3072)]
-    assert all(len(chunks) == 1 for chunks in found.values())
-    assert all(1024 in chunks for x, (chunks,) in found.items() if x >= 1536 * MIB)
-    assert all(min(chunks) >= 256 for (chunks,) in found.values())
+    seen: dict[int, set[tuple[int, ...]]] = {}
+    for beside in (0, 511, 512, 767, 768, 1000, 1024, 1500, 1536, 2000, 2048, 3000, 3072, 4096):
+        found = step(memory={"free": GRADIENTS + beside * MIB, "unused": 0})
+        budget = max([512 * MIB, *(x for x in WORKSPACES if x <= beside * MIB)])
+        assert found.engine == ("lean" if beside < 512 else "one_pass")
+        if beside >= 512:
+            seen.setdefault(budget, set()).add(tuple(chunks(found)))
+            assert found.peak <= budget + GRADIENTS + 200 * N
+    assert [*seen] == WORKSPACES
+    assert all(len(kinds) == 1 for kinds in seen.values())
+    assert all(min(kind) >= (1024 if x >= 1536 * MIB else 256) for x, (kind,) in seen.items())
 
 
 def test_the_workspace_is_no_larger_than_it_helps() -> None:
     """Rows of a frozen head take less: 1,024 of them are below a step, which is then as good as the
     largest."""
-    frozen = NeedsGrad(hidden=True)
-    wanted = large_workspace(OnGPU(torch.empty(V, H, dtype=BF16, device="meta")), frozen)
-    assert 768 * MIB < wanted < 1024 * MIB
-    enough, calls = room(GRADIENTS + 1024 * MIB, needs_grad=frozen)
-    assert calls == ["free"]
-    weight = OnGPU(torch.empty(V, H, dtype=BF16, device="meta"))
-    assert default_workspace(weight, frozen, enough) == default_workspace(weight, frozen) == wanted
+    enough, plenty = (
+        step(frozen=True, memory={"free": x, "unused": 0}) for x in (GRADIENTS + 1024 * MIB, PLENTY)
+    )
+    assert [x.name for x in enough.of("asks")] == ["driver"]
+    assert chunks(enough) == chunks(plenty)
+    assert 768 * MIB < plenty.peak < 1024 * MIB + 8 * N * H
 
 
-def test_fragments_of_reserved_memory_are_no_room() -> None:
-    beside = 1024 * MIB
-    assert room(GRADIENTS, beside, fragments=64 * GIB)[0].workspace == beside
-    assert room(0, 0, fragments=64 * GIB)[0].tight
-    assert room(0, 64 * GIB, fragments=64 * GIB)[0] == AMPLE
+def test_fragments_of_reserved_memory_grow_no_workspace() -> None:
+    memory = {"unused": 1024 * MIB, "fragments": 64 * GIB}
+    found, same = (
+        step(memory=x)
+        for x in ({"free": GRADIENTS, **memory}, {"free": GRADIENTS + 1024 * MIB, "unused": 0})
+    )
+    assert chunks(found) == chunks(same)
 
 
-def test_a_copy_of_the_weight_comes_before_a_larger_workspace() -> None:
+@pytest.mark.parametrize(
+    ("beside", "conversions", "workspace"), [(511, 0, 1536), (512, 1, 512), (1600, 1, 1536)]
+)
+def test_a_copy_of_the_weight_comes_before_a_larger_workspace(
+    beside: int, conversions: int, workspace: int
+) -> None:
     """Without it every chunk converts the weight again."""
-    gradients, copy = 8 * (V + N) * H, 2 * V * H
-    for beside, converts, workspace in (
-        (copy + 511 * MIB, False, 1536),
-        (copy + 512 * MIB, True, 512),
-        (copy + 1600 * MIB, True, 1536),
-    ):
-        found, _ = room(gradients + beside, dtype=FP32)
-        assert (found.converts, found.workspace) == (converts, workspace * MIB)
-
-
-@pytest.mark.parametrize("engine", ["auto", "one_pass"])
-def test_memory_is_asked_for_before_any_wait(engine: str) -> None:
-    """Once, and whether it is short only for "auto"."""
-    seen: list[tuple[int, bool]] = []
-    with taped() as tape:
-        ask = FreeMemory.of
-
-        def noted(*given: Any, **options: Any) -> FreeMemory:
-            seen.append((len(tape.of("wait")), options["asks_tight"]))
-            return ask(*given, **options)
-
-        with mock.patch.object(FreeMemory, "of", noted):
-            hidden, weight = tensor(2, 4, 8).requires_grad_(), tensor(20, 8).requires_grad_()
-            ids = OnGPU(torch.zeros(2, 4, dtype=torch.long))
-            mask, advantages = OnGPU(torch.ones(2, 4)), OnGPU(torch.ones(2))
-            grpo_loss(hidden, weight, ids, mask, advantages, run=Run(engine=engine))
-    assert seen == [(0, engine == "auto")]
+    free = (8 * V + 6 * N) * H + COPY + beside * MIB
+    found = step(weight=FP32, engine="one_pass", memory={"free": free, "unused": 0})
+    casts = [x for x in found.of("launch", "_to_copy") if x.shape == (V, H)]
+    assert len([x for x in casts if x.written == COPY]) == conversions
+    wanted = step(memory={"free": GRADIENTS + workspace * MIB, "unused": 0})
+    if conversions:  # a chunk that converts has a slice of the weight beside its logits
+        assert chunks(found) == chunks(wanted)
 
 
 def test_the_backward_scales_and_casts_in_one_pass(main_step: Tape) -> None:
@@ -312,19 +222,12 @@ def test_the_backward_scales_and_casts_in_one_pass(main_step: Tape) -> None:
         assert [x.name for x in passes] == ["scale"]
 
 
-# Counted so on the code before: 225 launches besides products and row kernels; 30 operations of the
-# host, 15 of them launches, between the last wait and the first product.
-@pytest.mark.parametrize(
-    ("kind", "before"), [("launch", 225), ("after the wait", 30), ("launch after the wait", 15)]
-)
-def test_small_launches_are_few(kind: str, before: int, main_step: Tape) -> None:
+def test_small_launches_are_few(main_step: Tape) -> None:
+    """Besides products and row kernels; and after the last wait, which the device sits out."""
     after = main_step.after_last_wait()
-    count = {
-        "launch": len(main_step.of("launch")),
-        "after the wait": len(after),
-        "launch after the wait": sum(x.kind == "launch" for x in after),
-    }
-    assert count[kind] <= before / 2
+    assert len(main_step.of("launch")) <= 112
+    assert len(after) <= 15
+    assert sum(x.kind == "launch" for x in after) <= 7
 
 
 def test_fp32_products_have_one_tile_of_rows() -> None:
@@ -333,5 +236,5 @@ def test_fp32_products_have_one_tile_of_rows() -> None:
     for n in (512, 1024, 4096):
         with taped() as tape, torch.no_grad():
             linear_logprob(tensor(n, 64), tensor(1000, 64), OnGPU(torch.zeros(n, dtype=torch.long)))
-        assert {x.shape[0] for x in tape.of("product")} == {CUDA.fp32_rows}
-    assert min(x.shape[0] for x in scored().of("product")) >= 1024
+        assert {x.shape[0] for x in tape.of("product")} == {128}
+    assert min(x.shape[0] for x in step(score=True).of("product")) >= 1024

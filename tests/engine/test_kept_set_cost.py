@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import Run, linear_logprob
-from grpo_kernels.call.kept import ENTRY_BYTES, plan_spans
 from tests.support.measure import AllocationWatcher, count_flops
 
 pytestmark = pytest.mark.unit
@@ -62,35 +61,15 @@ def test_flops_of_ragged_sets_go_with_their_sizes() -> None:
     assert flops < 2 * 64 * 256 * H / 8
 
 
-def test_spans_hold_the_budget_and_cover_every_row() -> None:
-    sizes = sorted(torch.randint(2, 300, (500,)).tolist(), reverse=True)
-    longest = [
-        size + extra
-        for size, extra in zip(sizes, torch.randint(0, 50, (500,)).tolist(), strict=True)
-    ]
-    at = 0
-    for rows, width, entries in plan_spans(sizes, longest, 100_000, 64, 500):
-        assert (
-            rows.start == at
-            and rows.stop > at
-            and width == sizes[at]
-            and entries == max(longest[rows])
-        )
-        assert sizes[rows.stop - 1] >= width / 2
-        assert (
-            rows.stop == at + 1
-            or (rows.stop - at) * (width * 64 + entries * ENTRY_BYTES + 500) <= 100_000
-        )
-        at = rows.stop
-    assert at == len(sizes) and plan_spans([], [], 1, 1, 1) == []
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_memory(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("ragged", [False, True])
+def test_memory(dtype: torch.dtype, ragged: bool) -> None:
     """Within the workspace, beside 8 bytes an entry; of the vocabulary's size is nothing but d
     weight."""
     n, h, v, k, budget = 256, 32, 20_000, 40, 200_000
     kept = torch.randint(0, v, (n, k), dtype=torch.int32)
+    if ragged:
+        kept[torch.arange(k) > torch.randint(k, (n, 1))] = -1
     hidden, weight = torch.randn(n, h).to(dtype).requires_grad_(), torch.randn(v, h).to(dtype)
     entries, rows, states = 8 * n * k, 60 * n, n * h * dtype.itemsize
     run = Run(workspace_bytes=budget)

@@ -4,18 +4,16 @@ once."""
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from hypothesis import settings
 from hypothesis.database import InMemoryExampleDatabase
-from torch import Tensor
 
-from grpo_kernels.call import loss as call
-from grpo_kernels.objective.losses import LOSSES
+from grpo_kernels.typing import LossTypeName
 from tests.fuzz import __main__ as command
-from tests.fuzz import attack
+from tests.fuzz import attack, losses
 from tests.fuzz.expectations import EXPECTED
 from tests.fuzz.losses import LOSS
 from tests.support.random_cases import DTYPES
@@ -33,12 +31,13 @@ def test_nothing_fails(name: str) -> None:
 
 def test_a_planted_fault_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under DAPO each token weighs a thousandth too much."""
-    right = call.token_weights
+    right = losses.grpo_loss
 
-    def wrong(config: Any, *rest: Any) -> Tensor:
-        return right(config, *rest) * (1.001 if config.loss_type == "dapo" else 1.0)
+    def wrong(*args: Any, config: Any, advantages: Any, **rest: Any) -> Any:
+        factor = 1.001 if config.loss_type == "dapo" else 1.0
+        return right(*args, config=config, advantages=factor * advantages, **rest)
 
-    monkeypatch.setattr(call, "token_weights", wrong)
+    monkeypatch.setattr(losses, "grpo_loss", wrong)
     LOSS.check({"name": "fuzz/planted", "loss_type": "grpo"})
     with pytest.raises(AssertionError, match="fuzz/planted"):
         LOSS.check({"name": "fuzz/planted"})
@@ -88,7 +87,7 @@ def test_failures_are_kept_and_tried_first() -> None:
 def test_random_calls_cover_what_they_are_to_cover() -> None:
     """Of 400 drawn: every loss type, dtype, layout, and backend of a CPU."""
     drawn = [LOSS.draw(random.Random(seed)) for seed in range(400)]
-    assert {x.get("loss_type", "dapo") for x in drawn} == {*LOSSES}
+    assert {x.get("loss_type", "dapo") for x in drawn} == {*get_args(LossTypeName)}
     assert {x["backend"] for x in drawn} >= {"torch", "cpp"}
     assert {x.get("dtype", torch.float32) for x in drawn} == {*DTYPES}
     for name in (

@@ -20,12 +20,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from grpo_kernels.backends.interface import Chunk, LogitTransform, RowStats
-from grpo_kernels.call import plan as planner
 from grpo_kernels.token_loss.record import TokenLoss
 from tests.support import pretend_gpu
+from tests.support.chosen import choose_by
 from tests.support.measure import AllocationWatcher
 
 WITHOUT_DATA = 2**18  # elements: larger tensors have none
+PLENTY = 2**40  # bytes
 aten = torch.ops.aten
 PRODUCTS = {aten.mm, aten.addmm, aten.bmm}
 # what allocates, or makes a view, and launches nothing; views are known by their aliases
@@ -45,8 +46,8 @@ class Event:
     """One thing that happens.
 
     Attributes:
-        kind: "product", "rows" (a row kernel), "launch" (any other), "view" (host work alone) or
-            "wait".
+        kind: "product", "rows" (a row kernel), "launch" (any other), "view" (host work alone),
+            "wait", or "asks" (the driver or the allocator, for its free memory).
         name: of the operation or kernel.
         flops: of a product.
         shape: (m, n, k) of a product, (rows, V) of a row kernel; of others that of the result.
@@ -69,9 +70,11 @@ class Event:
 
 @dataclass
 class Tape:
-    """The events of a call."""
+    """The events of a call, the engine that served, and the most bytes that it took at once."""
 
     events: list[Event] = field(default_factory=list)
+    engine: str = ""
+    peak: int = 0
 
     def of(self, kind: str, name: str = "") -> list[Event]:
         """Those of a kind, and if given with `name` in their name."""
@@ -235,16 +238,39 @@ def tensor(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 @contextmanager
-def taped(*, autocast: torch.dtype | None = None) -> Iterator[Tape]:
-    """Within, calls on `tensor`s are noted down, as they would be within autocast to that dtype."""
-    tape, before = Tape(), (torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"))
+def taped(
+    *,
+    autocast: torch.dtype | None = None,
+    free: int = PLENTY,
+    unused: int | None = 0,
+    fragments: int = 0,
+) -> Iterator[Tape]:
+    """Within, calls on `tensor`s are noted down, as they would be within autocast to that dtype.
+
+    Args:
+        free: bytes that the driver has free.
+        unused: bytes that the allocator has reserved for nobody, in whole blocks; None: to ask it
+            raises.
+        fragments: such bytes within blocks that are in use.
+    """
+    tape = Tape()
+    in_use = 5 * 2**30
+    sizes = {"reserved": in_use + fragments + (unused or 0), "active": in_use}
+    sizes["inactive_split"] = fragments
+
+    def driver(device: Any = None) -> tuple[int, int]:
+        tape.events.append(Event("asks", "driver"))
+        return free, PLENTY
+
+    def allocator(device: Any = None) -> dict[str, Any]:
+        tape.events.append(Event("asks", "allocator"))
+        if unused is None:
+            raise RuntimeError("not supported by this allocator")
+        return {f"{name}_bytes": {"all": {"current": x}} for name, x in sizes.items()}
+
     with pytest.MonkeyPatch.context() as patch, pretend_gpu.pretended(patch, tape=tape):
-        patch.setattr(planner, "choose_backend", lambda *_: (NotedRows(tape), "noted"))
-        try:
-            if autocast is not None:  # torch.autocast would look for the device
-                torch.set_autocast_enabled("cuda", True)
-                torch.set_autocast_dtype("cuda", autocast)
+        choose_by(patch, lambda _: lambda *_: (NotedRows(tape), "noted"))
+        patch.setattr(torch.cuda, "mem_get_info", driver)
+        patch.setattr(torch.cuda, "memory_stats_as_nested_dict", allocator)
+        with pretend_gpu.autocast(autocast):
             yield tape
-        finally:
-            torch.set_autocast_enabled("cuda", before[0])
-            torch.set_autocast_dtype("cuda", before[1])

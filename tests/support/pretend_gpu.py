@@ -226,3 +226,16 @@ def pretended(
         yield WAITS
     finally:
         WAITS.forbidden, WAITS.tape = False, None
+
+
+@contextmanager
+def autocast(dtype: torch.dtype | None) -> Iterator[None]:
+    """As ``torch.autocast("cuda", dtype)``, which would look for the device; None: no autocast."""
+    before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+    torch.set_autocast_enabled("cuda", dtype is not None)
+    torch.set_autocast_dtype("cuda", before[1] if dtype is None else dtype)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled("cuda", before[0])
+        torch.set_autocast_dtype("cuda", before[1])

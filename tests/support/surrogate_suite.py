@@ -10,11 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels import LossConfig
-from grpo_kernels.backends.interface import Chunk, FusedRowBackend, LogitTransform
-from grpo_kernels.batch.tokens import LossInputs, read_tokens
-from grpo_kernels.objective.losses import LOSSES, token_weights
-from grpo_kernels.objective.policy import PolicyObjective
+from grpo_kernels import LossConfig, Run, grpo_loss, linear_logprob, policy_loss_from_logps
+from grpo_kernels.backends.interface import FusedRowBackend
+from grpo_kernels.objective.losses import LOSSES
 from grpo_kernels.token_loss.formulas import ESTIMATORS, SURROGATES, times
 from tests.support.reference_terms import TERMS, either, filled, vespo
 from tests.support.row_cases import DEVICE, ON_POLICY, same
@@ -260,60 +258,32 @@ class SurrogateSuite:
         self, estimator: str, log_ratio: float | None
     ) -> None:
         """r (kl + kl') to 1e-6. Of k3 that is -r d, which sums of parts of e^d would lose."""
-        raw = torch.randn(12, 3, device=self.device)
-        ids = torch.zeros(12, dtype=torch.long, device=self.device)
-        logps = self.kernels.stats(Chunk(raw, ids, LogitTransform()), entropy=False).logps
-        distances = [
-            -90.0,
-            -16.0,
-            -1e-3,
-            1e-3,
-            0.3,
-            4.0,
-            10.0,
-            16.0,
-            30.0,
-            60.0,
-            88.0,
-            300.0,
-        ]  # e^88 is the last
-        shape = lambda x: x.view(12, 1)  # noqa: E731
-        inputs = LossInputs(
-            shape(ids),
-            None,
-            torch.zeros(12, device=self.device),
-            old_per_token_logps=None if log_ratio is None else shape(logps - log_ratio),
-            ref_per_token_logps=shape(logps + torch.tensor(distances, device=self.device)),
-        )
-        tokens = read_tokens(inputs, torch.float32)
-        config = LossConfig(beta=0.5, kl_estimator=estimator)
-        made = PolicyObjective(
-            config, tokens, token_weights(config, tokens.layout, None, torch.float32)
-        )
-        loss = made.token_loss()
-        assert loss is not None
-        fused = self.kernels.fused(Chunk(raw, ids, LogitTransform()), loss, None)
-        found = {"fused": fused.terms["d_logp"], "evaluated": made.evaluate(logps, logps).d_logp}
-        found["in part"] = made.coefficients_of(torch.arange(12, device=self.device), logps, logps)[
-            0
-        ]
+        raw, weight = torch.randn(12, 1, 3, device=self.device), torch.eye(3, device=self.device)
+        raw[..., 0] -= 6.0
+        ids = torch.zeros(12, 1, dtype=torch.long, device=self.device)
+        logps = linear_logprob(raw, weight, ids, run=Run(backend=self.kernels.name)).logps
+        # e^88 is the last
+        ds = [-90.0, -16.0, -1e-3, 1e-3, 0.3, 4.0, 10.0, 16.0, 30.0, 60.0, 88.0, 300.0]
+        given = {
+            "old_per_token_logps": None if log_ratio is None else logps - log_ratio,
+            "ref_per_token_logps": logps + torch.tensor(ds, device=self.device)[:, None],
+            "config": LossConfig(beta=0.5, kl_estimator=estimator),
+        }
+        nothing = torch.zeros(12, device=self.device)  # advantages
         at = logps.double()
-        assert tokens.ref_per_token_logps is not None
-        d = tokens.ref_per_token_logps.double() - at
-        r = (
-            torch.ones_like(at)
-            if tokens.old_per_token_logps is None
-            else (at - tokens.old_per_token_logps).exp()
-        )
-        want = (
-            0.5
-            * made.weights.double()
-            * r
-            * {"k1": 1 - d, "k2": d * d / 2 - d, "k3": -d}[estimator]
-        )
+        d = given["ref_per_token_logps"].double() - at
+        r = torch.ones_like(at) if log_ratio is None else (at - (logps - log_ratio)).exp()
+        want = 0.5 / 12 * r * {"k1": 1 - d, "k2": d * d / 2 - d, "k3": -d}[estimator]
+        found, leaf = {}, logps.clone().requires_grad_()
+        policy_loss_from_logps(leaf, logps, None, nothing, **given).loss.backward()
+        found["from log-probabilities"] = leaf.grad
+        for engine in ("one_pass", "two_pass"):
+            hidden, run = raw.clone().requires_grad_(), Run(engine, self.kernels.name)
+            grpo_loss(hidden, weight, ids, None, nothing, **given, run=run).loss.backward()
+            found[engine] = hidden.grad[..., 0] / -at.expm1()
         for name, x in found.items():
             torch.testing.assert_close(
-                x.double(), want, rtol=1e-6, atol=0, msg=lambda m, n=name: f"{n}: {m}"
+                x.double(), want, rtol=2e-6, atol=0, msg=lambda m, n=name: f"{n}: {m}"
             )
 
     @pytest.mark.parametrize("estimator", [None, *ESTIMATORS])
@@ -322,44 +292,36 @@ class SurrogateSuite:
     def test_fused_kernel_is_the_objective(
         self, loss_type: str, off_policy: bool, estimator: str | None
     ) -> None:
-        """Loss, terms and derivative, put together by `assemble`, are those of `evaluate`."""
+        """Loss, metrics and gradient are those of its own log-probabilities and entropies."""
         draw = lambda: torch.randn(2, 5, device=self.device) * 0.3 - 2  # noqa: E731
-        config = LossConfig(
-            loss_type=loss_type,
-            beta=0.0 if estimator is None else 0.3,
-            kl_estimator=estimator or "k3",
-            use_bias_correction_kl=estimator != "k2",
-            epsilon_high=1.2 if loss_type == "cispo" else 0.28,
-            delta=1.4 if loss_type == "grpo" else None,
-            entropy_coef=0.05 if off_policy else 0.0,
-        )
-        inputs = LossInputs(
-            torch.randint(7, (2, 5), device=self.device),
-            None,
-            torch.tensor([1.5, -0.7], device=self.device),
-            old_per_token_logps=draw() if off_policy else None,
-            ref_per_token_logps=draw(),
-            importance_sampling_ratio=torch.rand(2, 5, device=self.device) + 0.5,
-        )
-        tokens = read_tokens(inputs, torch.float32)
-        made = PolicyObjective(
-            config, tokens, token_weights(config, tokens.layout, None, torch.float32)
-        )
-        loss = made.token_loss()
-        assert (loss is None) == made.couples_tokens
-        if loss is None:
-            return
-        raw = torch.randn(10, 7, device=self.device)
-        found = self.kernels.fused(Chunk(raw, tokens.ids, LogitTransform()), loss, None)
-        assert found.entropies is not None
-        got, want = (
-            made.assemble(found.terms, found.entropies),
-            made.evaluate(found.logps, found.entropies),
-        )
-        for name in ("loss", "d_logp", "policy_loss"):
-            x = getattr(want, name)
-            check(name, getattr(got, name), x, 64 * U * (1 + x.abs()))
-        assert (got.coefficients.d_entropy is None) == (want.coefficients.d_entropy is None)
-        if estimator is not None:
-            assert got.terms.kl is not None
-            check("kl", got.terms.kl, want.terms.kl, 64 * U * (1 + want.terms.kl.abs()))
+        given = {
+            "old_per_token_logps": draw() if off_policy else None,
+            "ref_per_token_logps": draw(),
+            "importance_sampling_ratio": torch.rand(2, 5, device=self.device) + 0.5,
+            "config": LossConfig(
+                loss_type=loss_type,
+                beta=0.0 if estimator is None else 0.3,
+                kl_estimator=estimator or "k3",
+                use_bias_correction_kl=estimator != "k2",
+                epsilon_high=1.2 if loss_type == "cispo" else 0.28,
+                delta=1.4 if loss_type == "grpo" else None,
+                entropy_coef=0.05 if off_policy else 0.0,
+            ),
+        }
+        ids = torch.randint(7, (2, 5), device=self.device)
+        advantages = torch.tensor([1.5, -0.7], device=self.device)
+        raw = torch.randn(2, 5, 7, device=self.device).requires_grad_()
+        same, weight = raw.detach().clone().requires_grad_(), torch.eye(7, device=self.device)
+        run = Run(backend=self.kernels.name)
+        got = grpo_loss(raw, weight, ids, None, advantages, **given, run=run)
+        log_probs = same.log_softmax(-1)
+        logps = log_probs.gather(-1, ids[..., None])[..., 0]
+        entropies = -(log_probs.exp() * log_probs).sum(-1)
+        want = policy_loss_from_logps(logps, entropies, None, advantages, **given)
+        got.loss.backward()
+        want.loss.backward()
+        pairs = {"loss": (got.loss, want.loss), "d logits": (raw.grad, same.grad)}
+        for name in ("policy_loss", *(() if estimator is None else ("kl",))):
+            pairs[name] = got.metrics[name], want.metrics[name]
+        for name, (x, y) in pairs.items():
+            check(name, x.detach(), y.detach(), 64 * U * (1 + y.detach().abs()))
