@@ -15,8 +15,6 @@ from tests.support.flat import flat
 from tests.support.measure import count_flops
 from tests.support.small_batch import small_batch
 
-pytestmark = pytest.mark.unit
-
 B, T, H, V = 8, 12, 10, 64
 
 

@@ -11,8 +11,6 @@ from torch import Tensor
 from grpo_kernels import Run, linear_logprob
 from tests.support.measure import AllocationWatcher, count_flops
 
-pytestmark = pytest.mark.unit
-
 N, H, V, K = 24, 16, 500, 8
 
 

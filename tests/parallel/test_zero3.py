@@ -25,7 +25,7 @@ BOTH = ("off-policy", "sequence ratio")
 # of the largest entry: DeepSpeed keeps gradients in float32, whatever the model's dtype
 EXACT = 2e-7
 
-pytestmark = [pytest.mark.unit, needs_deepspeed]
+pytestmark = needs_deepspeed
 
 
 class Zero3:
