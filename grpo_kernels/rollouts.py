@@ -51,7 +51,7 @@ class Correction(NamedTuple):
     metrics: dict[str, float]
 
 
-# level -> x (R, T) and mask (R, T) to (R, T) or (R, 1); each row has a counted token
+# x (R, T) and mask (R, T), whose rows have a counted token, to (R, T) or (R, 1)
 _AGGREGATES = {
     "token": lambda x, mask: x,
     "seq_sum": lambda x, mask: torch.where(mask, x, 0.0).sum(dim=1, keepdim=True),
@@ -60,16 +60,16 @@ _AGGREGATES = {
         x.masked_fill(~mask, -math.inf).amax(dim=1, keepdim=True) if len(x) else x.sum(1, True)
     ),
 }
+_WEIGHTED = {"token": "token", "sequence": "seq_sum", "geometric": "seq_mean"}  # of levels
 _DIVERGENCES = {  # of D, of any shape
     "k1": lambda d: -d,
     "k2": lambda d: d.square() / 2,
     "k3": lambda d: torch.expm1(d) - d,
     "reverse_k3": lambda d: torch.expm1(-d) + d,
 }
-_STATISTICS = {  # name -> (level, kind)
+_STATISTICS = {  # name -> (aggregate, kind)
     f"{level}_{kind}": (level, kind) for level in _AGGREGATES for kind in ("ratio", *_DIVERGENCES)
 }
-_WEIGHT_LEVELS = {"token": "token", "sequence": "seq_sum", "geometric": "seq_mean"}
 
 
 @torch.no_grad()
@@ -146,27 +146,25 @@ def correct(
     check_choice("mode", mode, choices(CorrectionMode))
     if level is not None:
         check_choice("level", level, choices(CorrectionLevel))
-    ends = {"clip_max": clip_max, "clip_min": clip_min, "veto_threshold": veto_threshold}
-    for name, bound in ends.items():
-        if bound is not None:
-            check_number(name, bound, lowest=0, inclusive=name == "clip_min")
-    if clip_min is not None and clip_max is not None and clip_min > clip_max:
-        raise ValueError(f"clip_min: expected at most clip_max = {clip_max}, got {clip_min}")
-    if not isinstance(batch_normalize, bool):
-        raise TypeError(f"batch_normalize: expected True or False, got {batch_normalize!r}")
-    if level is None and (batch_normalize or clip_min is not None or mode != "truncate"):
+    elif batch_normalize or clip_min is not None or mode != "truncate":
         why = "since clip_min, mode or batch_normalize ask for weights"
         raise ValueError(f"level: expected a name, {why}, got None")
+    for name, bound in (("clip_max", clip_max), ("veto_threshold", veto_threshold)):
+        if bound is not None:
+            check_number(name, bound, lowest=0)
+    if clip_min is not None:
+        check_number("clip_min", clip_min, lowest=0, inclusive=True)
+        if clip_max is not None and clip_min > clip_max:
+            raise ValueError(f"clip_min: expected at most clip_max = {clip_max}, got {clip_min}")
     if safety_bound != math.inf:
         check_number("safety_bound", safety_bound, lowest=0)
-    if not hasattr({} if reject is None else reject, "items"):
+    if not isinstance(reject, Mapping | None):
         expected = "a mapping from statistics to bounds, or None"
         raise TypeError(f"reject: expected {expected}, got {type(reject).__name__}")
     rules = {name: _bounds(name, bound) for name, bound in (reject or {}).items()}
     inputs = old_per_token_logps, sampling_per_token_logps, completion_mask
     counted = _counted(*inputs, packed=cu_seqlens is not None)
     batch, columns, locate = sequences_of(old_per_token_logps, cu_seqlens)
-
     place = locate(torch.arange(counted.numel(), device=counted.device))
 
     def padded(x: Tensor) -> Tensor:  # (B, T)
@@ -179,10 +177,9 @@ def correct(
     sampled = widen(padded(sampling_per_token_logps)[sequences])
     d = torch.where(mask, scored_difference(old, sampled), 0.0)
     results = _off_policy(old, d, mask, safety_bound)
-
     weights = mask.to(d.dtype)
     if level is not None:
-        log_ratio = _AGGREGATES[_WEIGHT_LEVELS[level]](d, mask)
+        log_ratio = _AGGREGATES[_WEIGHTED[level]](d, mask)
         raw = log_ratio.clamp(-safety_bound, safety_bound).exp()
         weights = bounded(raw, clip_min, clip_max, truncates=mode == "truncate")
         high = math.inf if clip_max is None else clip_max
@@ -206,11 +203,14 @@ def correct(
 
     kept = mask
     for name, bounds in rules.items():
-        values = _statistic(name, d, mask, safety_bound)
+        aggregate, kind = _AGGREGATES[_STATISTICS[name][0]], _STATISTICS[name][1]
+        if kind == "ratio":
+            values = aggregate(d, mask).clamp(-safety_bound, safety_bound).exp()
+        else:
+            values = aggregate(_DIVERGENCES[kind](d.clamp(-safety_bound, safety_bound)), mask)
         inside = ((values >= bounds[0]) & (values <= bounds[1])).expand_as(mask)
-        prefix = f"rollout_rs_{name}"
-        results |= _spread(prefix, values, values, mask, bounds, bounds, ideal=0.0)
-        results |= _rejected(prefix, inside & mask, mask)
+        results |= _spread(f"rollout_rs_{name}", values, values, mask, bounds, bounds, ideal=0.0)
+        results |= _rejected(f"rollout_rs_{name}", inside & mask, mask)
         kept = kept & inside
     if veto_threshold is not None:
         vetoed = mask & (d.exp() < veto_threshold)
@@ -230,36 +230,35 @@ def correct(
 
 
 def _bounds(name: str, bound: Any) -> tuple[float, float]:
-    """Check an entry of ``reject``; return its bounds in the unit of the statistic."""
+    """Bounds of a statistic, in its unit."""
     check_choice("reject", name, _STATISTICS, did_you_mean(str(name), _STATISTICS))
-    kind, where = _STATISTICS[name][1], f"reject[{name!r}]"
+    is_k1, where = _STATISTICS[name][1] == "k1", f"reject[{name!r}]"
     if isinstance(bound, tuple) and len(bound) == 2:
         low, high = bound
     else:
         check_number(where, bound, lowest=0)
-        low, high = 1 / bound if kind == "k1" else None, bound
+        low, high = 1 / bound if is_k1 else None, bound
     for end in (low, high):
         if end is not None:
-            check_number(where, end, lowest=0, inclusive=kind != "k1")
+            check_number(where, end, lowest=0, inclusive=not is_k1)
     low, high = 0.0 if low is None else low, math.inf if high is None else high
     if low > high:
         raise ValueError(f"{where}: expected a lower bound of at most the upper one, got {bound}")
-    if kind == "k1":
-        low, high = math.log(low) if low else -math.inf, math.log(high)
+    if is_k1:
+        return math.log(low) if low else -math.inf, math.log(high)
     return low, high
 
 
 def _counted(old: Any, sampling: Any, completion_mask: Any, *, packed: bool) -> Tensor:
-    """Check the three arguments, (B, T), or (N,) if `packed`; return where the mask counts."""
+    """Where the mask counts; all of it is checked."""
     check_tensor("old_per_token_logps", old, floating=True)
     if old.dim() != (1 if packed else 2):
         expected = "(N,), since there are cu_seqlens" if packed else "(B, T)"
         raise ValueError(f"old_per_token_logps: expected shape {expected}, got {tuple(old.shape)}")
-    check_tensor("sampling_per_token_logps", sampling, like=old, floating=True)
-    check_tensor("completion_mask", completion_mask, like=old)
-    same = ("that of old_per_token_logps", tuple(old.shape))
-    check_shape("sampling_per_token_logps", sampling, same)
-    check_shape("completion_mask", completion_mask, same)
+    others = {"sampling_per_token_logps": sampling, "completion_mask": completion_mask}
+    for name, x in others.items():
+        check_tensor(name, x, like=old, floating=x is sampling)
+        check_shape(name, x, ("that of old_per_token_logps", tuple(old.shape)))
     counts = completion_mask != 0
     if bool(completion_mask.ne(counts).any()):
         check_mask_values("completion_mask", has_nan=bool(completion_mask.isnan().any()))
@@ -271,15 +270,6 @@ def _counted(old: Any, sampling: Any, completion_mask: Any, *, packed: bool) -> 
     check_logps("old_per_token_logps", rows)
     check_logps("sampling_per_token_logps", sampling[counts])
     return counts
-
-
-def _statistic(name: str, d: Tensor, mask: Tensor, safety_bound: float) -> Tensor:
-    """The values that a rule judges: (R, T) of tokens, (R, 1) of sequences."""
-    level, kind = _STATISTICS[name]
-    aggregate = _AGGREGATES[level]
-    if kind == "ratio":
-        return aggregate(d, mask).clamp(-safety_bound, safety_bound).exp()
-    return aggregate(_DIVERGENCES[kind](d.clamp(-safety_bound, safety_bound)), mask)
 
 
 # Metrics by verl's names and formulas (verl/trainer/ppo/rollout_corr_helper.py), of R sequences
