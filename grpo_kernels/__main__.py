@@ -14,9 +14,19 @@ import os
 import sys
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 from grpo_kernels import __version__, estimate, memory, report, scripts
+
+COMMANDS = (  # name, help, description, options, what it runs
+    ("memory", "how much memory a loss needs with each engine",
+     memory.__doc__, memory.add_arguments, memory.run),
+    ("estimate", "what a training with TRL would gain, by arithmetic",
+     estimate.__doc__, estimate.add_arguments, estimate.run),
+    ("compare", "run a script that trains with TRL twice for a few steps, stock and with ours",
+     scripts.__doc__, scripts.add_compare_arguments, scripts.compare),
+    ("run", "run a script that trains with TRL, with our trainers in the place of TRL's",
+     scripts.__doc__, scripts.add_run_arguments, scripts.run),
+)  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,42 +36,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
     parser.add_argument("--no-check", action="store_true", help="the environment only")
     commands = parser.add_subparsers(dest="command")
-    add = partial(commands.add_parser, formatter_class=argparse.RawDescriptionHelpFormatter)
-    about = "how much memory a loss needs with each engine"
-    planner = add("memory", help=about, description=memory.__doc__)
-    memory.add_arguments(planner)
-    planner.set_defaults(run=partial(memory.run, planner))
-    about = "what a training with TRL would gain, by arithmetic"
-    planner = add("estimate", help=about, description=estimate.__doc__)
-    estimate.add_arguments(planner)
-    planner.set_defaults(run=partial(estimate.run, planner))
-    about = "run a script that trains with TRL twice for a few steps, stock and with our trainers"
-    comparer = add("compare", help=about, description=scripts.__doc__)
-    scripts.add_compare_arguments(comparer)
-    comparer.set_defaults(run=partial(scripts.compare, comparer))
-    about = "run a script that trains with TRL, with our trainers in the place of TRL's"
-    runner = add("run", help=about, description=scripts.__doc__)
-    scripts.add_run_arguments(runner)
-    runner.set_defaults(run=partial(scripts.run, runner))
+    raw = argparse.RawDescriptionHelpFormatter
+    for name, about, description, add_arguments, run in COMMANDS:
+        command = commands.add_parser(
+            name, help=about, description=description, formatter_class=raw
+        )
+        add_arguments(command)
+        command.set_defaults(run=partial(run, command))
     options = parser.parse_args(arguments)
     if options.command is not None:
         if options.json or options.no_check:
             parser.error(f"{options.command}: expected neither --json nor --no-check before it")
         return options.run(options)
 
-    environment = report.collect()
+    environment, checks = report.collect(), []
     if not options.json:
         print(report.render(environment), flush=True)
-    checks: list[dict[str, Any]] = []
     for check in () if options.no_check else report.check(report.devices()):
-        if not (checks or options.json):
-            print("\nself-check against float64")
         checks.append(check)
-        if not options.json:
-            error = "      -" if check["error"] is None else f"{check['error']:.1e}"
-            verdict = "OK" if check["ok"] else f"FAILED {check['detail']}"
-            about = f"{check['name']:<48}  {check['device']:<6}  {check['backend']:<6}"
-            print(f"  {about}  {error}  {verdict}", flush=True)
+        if options.json:
+            continue
+        if len(checks) == 1:
+            print("\nself-check against float64")
+        error = "      -" if check["error"] is None else f"{check['error']:.1e}"
+        verdict = "OK" if check["ok"] else f"FAILED {check['detail']}"
+        about = f"{check['name']:<48}  {check['device']:<6}  {check['backend']:<6}"
+        print(f"  {about}  {error}  {verdict}", flush=True)
     right = sum(check["ok"] for check in checks)
     ok = right == len(checks)
     if options.json:

@@ -47,9 +47,9 @@ class Model(NamedTuple):
     body: int  # weights of the body's matrices that a token meets
 
 
-MODELS = (
-    Model("Qwen3-0.6B", 151_936, 1024, 440_401_920),
-    Model("Qwen3-8B", 151_936, 4096, 6_945_767_424),
+MODELS = tuple(
+    Model(name, *memory.MODELS[name], body)
+    for name, body in (("Qwen3-0.6B", 440_401_920), ("Qwen3-8B", 6_945_767_424))
 )
 
 
@@ -163,33 +163,24 @@ def batches_of_samples(
 
 
 def model_of(name: str) -> Model:
-    """The model of `MODELS` with this name, or of a folder's or the Hub's ``config.json``.
-
-    Code that comes with a model is not run.
-    """
+    """One of `MODELS`, or the model of a folder's or the Hub's ``config.json``."""
     for model in MODELS:
-        if model.name.casefold() == name.rpartition("/")[2].casefold() and not Path(name).exists():
+        if memory.is_called(model.name, name):
             return model
-    try:
-        from transformers import AutoConfig, AutoModel
+    config = memory.config_of(name, (x.name for x in MODELS))
+    from transformers import AutoModel
 
-        read = AutoConfig.from_pretrained(name, trust_remote_code=False)
-        config = read.get_text_config(decoder=True)
-        with torch.device("meta"):
-            below_the_head = AutoModel.from_config(config, trust_remote_code=False)
-        tables = [x for x in below_the_head.modules() if isinstance(x, torch.nn.Embedding)]
-        names = ("num_experts", "num_local_experts", "n_routed_experts")
-        experts = [getattr(config, x) for x in names if getattr(config, x, None)]
-        embeddings, body = {id(x.weight) for x in tables}, 0.0
-        for path, x in below_the_head.named_parameters():
-            if x.dim() > 1 and id(x) not in embeddings:
-                met = config.num_experts_per_tok / experts[0] if ".experts." in path else 1.0
-                body += x.numel() * met
-        return Model(name, config.vocab_size, config.hidden_size, round(body))
-    except Exception as error:  # the checks of a config may raise anything
-        known = f"{', '.join(x.name for x in MODELS)}, or a model whose config.json can be read"
-        reason = str(error).partition("\n")[0]
-        raise ValueError(f"--model: expected {known}, got {name} ({reason})") from error
+    with torch.device("meta"):
+        below_the_head = AutoModel.from_config(config, trust_remote_code=False)
+    tables = [x for x in below_the_head.modules() if isinstance(x, torch.nn.Embedding)]
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    experts = [getattr(config, x) for x in names if getattr(config, x, None)]
+    embeddings, body = {id(x.weight) for x in tables}, 0.0
+    for path, x in below_the_head.named_parameters():
+        if x.dim() > 1 and id(x) not in embeddings:
+            met = config.num_experts_per_tok / experts[0] if ".experts." in path else 1.0
+            body += x.numel() * met
+    return Model(name, config.vocab_size, config.hidden_size, round(body))
 
 
 def mean_and_variation(argument: str) -> tuple[float, float]:

@@ -8,13 +8,13 @@ docs/start/liger.md lists where Liger's loss differs from TRL's; ours is TRL's.
 from __future__ import annotations
 
 import warnings
-from dataclasses import KW_ONLY, dataclass, fields
+from dataclasses import KW_ONLY, dataclass, fields, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from grpo_kernels.base.checks import check_ids, check_mask, check_tensor
+from grpo_kernels.base.checks import check_tensor
 from grpo_kernels.base.choices import BackendName, EngineName, ImportanceSamplingLevel, LossTypeName
 from grpo_kernels.base.distributed import all_reduce
 from grpo_kernels.call.plan import Run, check_run
@@ -47,9 +47,9 @@ class LigerFusedLinearGRPOLoss(nn.Module):
     chunk_size: int = 1  # not used: the engine plans its chunks
     epsilon_low: float = 0.2
     epsilon_high: float = 0.2  # for "cispo" the cap on the ratio
-    loss_type: LossTypeName = "dapo"  # one of Liger's: not "gmpo"
+    loss_type: LossTypeName = "dapo"
     max_completion_length: int | None = None  # needed for "dr_grpo"
-    importance_sampling_level: ImportanceSamplingLevel = "token"  # alone for cispo, sapo, vespo
+    importance_sampling_level: ImportanceSamplingLevel = "token"
     sapo_temperature_pos: float = 1.0
     sapo_temperature_neg: float = 1.05
     temperature: float = 1.0
@@ -71,8 +71,6 @@ class LigerFusedLinearGRPOLoss(nn.Module):
 
     def loss_config(self) -> LossConfig:
         """The configuration of the loss, for `grpo_loss`."""
-        if self.loss_type == "gmpo":
-            raise ValueError("loss_type: Liger's call has no 'gmpo'; grpo_loss has it")
         known = {field.name for field in fields(LossConfig)} & vars(self).keys()
         options = {name: getattr(self, name) for name in known}
         options |= {"epsilon": self.epsilon_low, "beta": self.beta if self.use_ref_model else 0.0}
@@ -112,7 +110,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             (loss, metrics): the loss () in fp32 (fp64 for fp64 inputs), attached; metrics () each,
             detached: the mean KL if `beta` is not 0, then the share of clipped tokens.
         """
-        config = self.loss_config()
+        config, run = self.loss_config(), Run(self.engine, self.backend, self.workspace_bytes)
         if self.importance_sampling_level == "sequence" and self.loss_type in _OF_TOKENS:
             raise ValueError(
                 "importance_sampling_level: Sequence-level importance sampling is not supported for"
@@ -120,23 +118,10 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             )
         if self.loss_type == "dr_grpo" and self.max_completion_length is None:
             raise ValueError("max_completion_length: expected an int for 'dr_grpo', got None")
-        check_tensor("_input", _input, floating=True)
-        check_ids("selected_token_ids", selected_token_ids, _input)
-        check_mask("attention_mask", attention_mask, selected_token_ids)
+        check_tensor("attention_mask", attention_mask)
         if config.beta == 0.0:
             ref_per_token_logps = None  # Liger's call demands one even here
-        elif ref_per_token_logps is not None and ref_input is not None:
-            warnings.warn(  # in Liger's words
-                "grpo_kernels: Both ref_per_token_logps and ref_input are provided. Using "
-                "ref_per_token_logps.",
-                stacklevel=2,
-            )
-        elif ref_per_token_logps is None:
-            if ref_input is None or ref_weight is None:
-                raise ValueError(
-                    "ref_per_token_logps: expected it, or ref_input and ref_weight, since beta = "
-                    f"{self.beta}, got None"
-                )
+        elif ref_per_token_logps is None and ref_input is not None and ref_weight is not None:
             with torch.no_grad():
                 ref_per_token_logps = linear_logprob(
                     ref_input,
@@ -145,10 +130,17 @@ class LigerFusedLinearGRPOLoss(nn.Module):
                     mask=attention_mask,
                     temperature=self.temperature,
                     entropy=False,
-                    run=Run("auto", self.backend, self.workspace_bytes),
+                    run=replace(run, engine="auto"),
                 ).logps
         # ZeRO-3 divides the weight again when the trainer's own gathering, around the call, ends
         gather = gather_of(x for x in (lin_weight, bias) if x is not None)
+        if self.loss_type not in ("dapo", "cispo", "vespo"):
+            num_items_in_batch = None
+        elif dist.is_available() and dist.is_initialized():
+            if num_items_in_batch is None:
+                counted = attention_mask.ne(0).sum().float()
+                num_items_in_batch = all_reduce(counted, "sum", dist.group.WORLD)
+            num_items_in_batch = num_items_in_batch / dist.get_world_size()
         out = grpo_loss(
             _input,
             Head(lin_weight, bias),
@@ -158,34 +150,23 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             old_per_token_logps=old_per_token_logps,
             ref_per_token_logps=ref_per_token_logps,
             importance_sampling_ratio=vllm_is_ratio,
-            num_items_in_batch=self._items_of_rank(attention_mask, num_items_in_batch),
+            num_items_in_batch=num_items_in_batch,
             config=config,
-            run=Run(self.engine, self.backend, self.workspace_bytes, gather),
+            run=replace(run, gather=gather),
         )
-        clipped = self._clipped(
-            out.per_token_logps, attention_mask != 0, advantages, old_per_token_logps
-        )
+        counted = attention_mask != 0
+        clipped = self._clipped(out.per_token_logps, counted, advantages, old_per_token_logps)
         if self.beta == 0.0:
             return out.loss, (clipped,)
         return out.loss, (out.metrics["kl"] if config.beta else torch.zeros_like(clipped), clipped)
-
-    def _items_of_rank(self, mask: Tensor, items: float | Tensor | None) -> float | Tensor | None:
-        if self.loss_type not in ("dapo", "cispo", "vespo"):
-            return None
-        if not (dist.is_available() and dist.is_initialized()):
-            return items
-        if items is None:
-            items = all_reduce(mask.ne(0).sum().float(), "sum", dist.group.WORLD)
-        return items / dist.get_world_size()
 
     @torch.no_grad()
     def _clipped(
         self, logps: Tensor, counted: Tensor, advantages: Tensor, old: Tensor | None
     ) -> Tensor:
         """Share of the counted tokens whose ratio is past the bound that clips it, not `delta`."""
-        if old is None or self.loss_type in ("sapo", "vespo"):
-            log_ratio = torch.zeros_like(logps)
-        else:
+        log_ratio = torch.zeros_like(logps)
+        if old is not None and self.loss_type not in ("sapo", "vespo"):
             log_ratio = torch.where(counted, logps - old.to(logps), 0.0)
         if self.importance_sampling_level == "sequence":
             lengths = counted.sum(dim=1, keepdim=True).clamp(min=1)

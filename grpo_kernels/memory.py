@@ -6,9 +6,11 @@ It is what a call allocates beyond its inputs, counted by the engines' own plann
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -65,14 +67,6 @@ class Size:
         trained = 0 if self.score else self.rows + (0 if self.frozen else self.vocab)
         return trained * self.hidden * self.dtype.itemsize
 
-    def __str__(self) -> str:
-        kind = "frozen head" if self.frozen else "trainable head"
-        kind = "log-probabilities alone" if self.score else kind
-        masked = f", {self.masked:.0%} of the positions masked" if self.masked else ""
-        head = f"V {self.vocab:,}, H {self.hidden:,}, {str(self.dtype).removeprefix('torch.')}"
-        device = "GPU" if self.on_gpu else "CPU"
-        return f"N {self.rows:,}, {head}, {kind}{masked}; MiB on a {device}"
-
 
 @dataclass(frozen=True)
 class Need:
@@ -95,20 +89,10 @@ def estimate(size: Size) -> list[Need]:
 
     The first is what "auto" takes if the loss does not couple tokens and memory is not short.
     """
-    n, trains = size.counted, not (size.score or size.frozen)
-    wants = NeedsGrad(hidden=not size.score, weight=trains)
-    with meta_tensors_of(CUDA if size.on_gpu else CPU):
-        new = partial(torch.empty, dtype=size.dtype, device="meta")
-        head = Operands(new(size.rows, size.hidden), new(size.vocab, size.hidden))
-        indices = new(n, dtype=torch.int64)
-        rows = Rows(indices, indices)
-        workspace = size.workspace_bytes or default_workspace(head.weight, wants)
-        plan = HeadPlan(CppRows(), size.dtype, workspace)
-        scored = planned_bytes(rows, head, plan, None)
-        if size.score:
-            return [Need("score", scored, 0, 0)]
-        graded = planned_bytes(rows, head, plan, wants)
-        slices = plan_slices(rows, head, plan, wants)[2] if trains else 0
+    scored, graded, slices = _planned(size)
+    if size.score:
+        return [Need("score", scored, 0, 0)]
+    n, trains = size.counted, not size.frozen
     row, weight = size.hidden * size.dtype.itemsize, size.vocab * size.hidden  # bytes, elements
     d_hidden = n * size.hidden * FP32
     sums = d_hidden + (weight * FP32 if trains else 0)
@@ -127,43 +111,54 @@ def estimate(size: Size) -> list[Need]:
     return needs
 
 
+def _planned(size: Size) -> tuple[int, int, int]:
+    """Bytes that the engines plan beside their sums: of scores, of gradients by rows and by slices
+    of the vocabulary."""
+    trains = not (size.score or size.frozen)
+    wants = NeedsGrad(hidden=not size.score, weight=trains)
+    with meta_tensors_of(CUDA if size.on_gpu else CPU):
+        new = partial(torch.empty, dtype=size.dtype, device="meta")
+        head = Operands(new(size.rows, size.hidden), new(size.vocab, size.hidden))
+        indices = new(size.counted, dtype=torch.int64)
+        rows = Rows(indices, indices)
+        workspace = size.workspace_bytes or default_workspace(head.weight, wants)
+        plan = HeadPlan(CppRows(), size.dtype, workspace)
+        scored = planned_bytes(rows, head, plan, None)
+        graded = 0 if size.score else planned_bytes(rows, head, plan, wants)
+        return scored, graded, plan_slices(rows, head, plan, wants)[2] if trains else 0
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``python -m grpo_kernels memory``."""
-    add, head = parser.add_argument, f"take the head of this model: {', '.join(MODELS)}"
-    add("--model", type=_model, metavar="NAME", help=head)
-    add("--config", type=_config, metavar="DIR", help="take the head of the config.json in DIR")
+    add = parser.add_argument
+    about = f"{', '.join(MODELS)}, or a folder or Hub name, whose config.json is read"
+    add("--model", metavar="NAME", help=about)
     add("--vocab", type=whole_number, help="V: the size of the vocabulary")
     add("--hidden", type=whole_number, help="H: the size of the hidden states")
     add("--dtype", choices=DTYPES, default="bf16", help="of the tensors; default: bf16")
-    add(
-        "--rows",
-        type=whole_number,
-        default=16384,
-        help="N: positions of the batch; default: 16,384",
-    )
+    about = "N: positions of the batch; default: 16,384"
+    add("--rows", type=whole_number, default=16384, help=about)
     add("--frozen", action="store_true", help="the head does not train, as with LoRA on the body")
     add("--score", action="store_true", help="no gradient: old or reference log-probabilities")
     add("--mask", type=share, default=0.0, help="share of the positions that do not count")
-    add(
-        "--workspace",
-        type=whole_number,
-        metavar="MIB",
-        help="workspace_bytes; default: the library's",
-    )
-    gpu = f"on a GPU, and as a share of its memory: {', '.join(GPUS)}, or its memory in GiB"
-    add("--gpu", type=_gpu, metavar="NAME", help=gpu)
+    about = "workspace_bytes; default: the library's"
+    add("--workspace", type=whole_number, metavar="MIB", help=about)
+    about = f"on a GPU, and as a share of its memory: {', '.join(GPUS)}, or its memory in GiB"
+    add("--gpu", type=_gpu, metavar="NAME", help=about)
 
 
 def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """Print the table for `options`, in MiB; on a GPU also the share of its memory."""
-    given = None if options.vocab is options.hidden is None else (options.vocab, options.hidden)
-    heads = [head for head in (options.model, options.config, given) if head is not None]
-    if len(heads) != 1 or None in heads[0]:
-        parser.error("expected --model NAME, --config DIR, or both --vocab V and --hidden H")
-    vocab, hidden = heads[0]
+    sizes = options.vocab, options.hidden
+    if (options.model is None) == (None in sizes) or (options.model and any(sizes)):
+        parser.error("expected --model NAME, or both --vocab V and --hidden H")
+    if options.model is not None:
+        try:
+            sizes = head_of(options.model)
+        except ValueError as error:
+            parser.error(str(error))
     size = Size(
-        vocab,
-        hidden,
+        *sizes,
         DTYPES[options.dtype],
         options.rows,
         frozen=options.frozen,
@@ -172,6 +167,11 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         workspace_bytes=options.workspace and options.workspace * MIB,
         on_gpu=options.gpu is not None,
     )
+    kind = "frozen head" if size.frozen else "trainable head"
+    kind = "log-probabilities alone" if size.score else kind
+    kind += f", {size.masked:.0%} of the positions masked" if size.masked else ""
+    head = f"V {size.vocab:,}, H {size.hidden:,}, {str(size.dtype).removeprefix('torch.')}"
+    print(f"N {size.rows:,}, {head}, {kind}; MiB on a {'GPU' if size.on_gpu else 'CPU'}\n")
     needs = estimate(size)
     cells = [["engine", "extra", "with gradients", "kept for backward"]]
     cells += [[x.name, *(f"{b / MIB:,.0f}" for b in (x.extra, x.peak, x.kept))] for x in needs]
@@ -180,7 +180,6 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         shares = [f"of {name}'s {gib:g} GiB", *(f"{x.peak / (gib * 2**30):.1%}" for x in needs)]
         cells = [[*row, share] for row, share in zip(cells, shares, strict=True)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    print(f"{size}\n")
     for name, *numbers in cells:
         row = (x.rjust(width) for x, width in zip(numbers, widths[1:], strict=True))
         print("  ".join([name.ljust(widths[0]), *row]))
@@ -202,34 +201,36 @@ def share(argument: str) -> float:
     return float(argument)
 
 
-def _model(argument: str) -> tuple[int, int]:
-    """(V, H) of the model of this name, in any case, with or without the organisation before it."""
-    name = argument.rpartition("/")[2].casefold()
+def head_of(name: str) -> tuple[int, int]:
+    """(V, H) of one of `MODELS`, in any case and with or without the organisation before it, or of
+    a folder's or the Hub's ``config.json``."""
     for model, sizes in MODELS.items():
-        if model.casefold() == name:
+        if is_called(model, name):
             return sizes
-    known = f"{', '.join(MODELS)}, or --config DIR for another"
-    raise argparse.ArgumentTypeError(f"expected {known}, got {argument}")
+    config = config_of(name, MODELS)
+    return config.vocab_size, config.hidden_size
 
 
-def _config(argument: str) -> tuple[int, int]:
-    """(V, H) of the model whose config.json is in the folder `argument`; no code of it is run."""
-    file = Path(argument) / "config.json"
-    if not file.is_file():
-        raise argparse.ArgumentTypeError(f"expected a folder with config.json, got {argument}")
+def is_called(model: str, name: str) -> bool:
+    """True if `name` is the name of a known model, and not a folder's."""
+    return model.casefold() == name.rpartition("/")[2].casefold() and not Path(name).exists()
+
+
+def config_of(name: str, known: Iterable[str]) -> Any:
+    """The configuration of a model's text part. Code that comes with the model is not run."""
     try:
         from transformers import AutoConfig  # knows the names and the defaults of every model
 
-        read = AutoConfig.from_pretrained(argument, local_files_only=True, trust_remote_code=False)
+        read = AutoConfig.from_pretrained(name, trust_remote_code=False)
         config = read.get_text_config(decoder=True)
         sizes = config.vocab_size, config.hidden_size
         if not all(type(x) is int and 1 <= x <= MOST for x in sizes):
             raise ValueError(f"expected sizes of 1 to {MOST:,}, got {sizes}")
+        return config
     except Exception as error:  # the checks of a config may raise anything
-        reason = (str(error).splitlines() or [""])[0]
-        text = f"{file} cannot be read ({reason}); give --vocab and --hidden"
-        raise argparse.ArgumentTypeError(text) from error
-    return sizes
+        expected = f"{', '.join(known)}, or a model whose config.json can be read"
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"--model: expected {expected}, got {name} ({reason})") from error
 
 
 def _gpu(argument: str) -> tuple[str, float]:

@@ -55,22 +55,23 @@ F = TypeVar("F", bound=Callable[..., Any])
 def _loss(
     *, token_level: bool, above_0: tuple[str, ...] = (), signed: tuple[str, ...] = ()
 ) -> Callable[[F], F]:
-    """Declare what an objective reads, tokens alone and no entropies, and check its numbers: at
-    least 0, `above_0` more than that, `signed` any."""
+    """Of an objective that reads no entropies: its numbers are at least 0, `above_0` more than
+    that, `signed` any. An importance sampling ratio multiplies what it returns."""
 
     def declare(function: F) -> F:
         numbers = [k for k, x in (function.__kwdefaults__ or {}).items() if isinstance(x, float)]
-        lowest = {k: -math.inf if k in signed else 0.0 for k in numbers}
 
         @functools.wraps(function)
-        def checked(tokens: TokenInputs, **options: Any) -> Tensor:
-            for name in lowest.keys() & options.keys():
-                check_number(name, options[name], lowest[name], name not in above_0)
-            return function(tokens, **options)
+        def objective(tokens: TokenInputs, **options: Any) -> Tensor:
+            for name in options.keys() & {*numbers}:
+                lowest = -math.inf if name in signed else 0.0
+                check_number(name, options[name], lowest, name not in above_0)
+            loss, ratio = function(tokens, **options), tokens.importance_sampling_ratio
+            return loss if ratio is None else times(loss, ratio)
 
-        checked.token_level = token_level  # type: ignore[attr-defined]
-        checked.uses_entropies = False  # type: ignore[attr-defined]
-        return checked  # type: ignore[return-value]
+        objective.token_level = token_level  # type: ignore[attr-defined]
+        objective.uses_entropies = False  # type: ignore[attr-defined]
+        return objective  # type: ignore[return-value]
 
     return declare
 
@@ -90,7 +91,7 @@ def ipo(
     log_ratio, highest = tokens.logps - sampled, math.log(ratio_max)
     cap = highest + tokens.logps - logps  # with the gradient of logps
     capped = torch.where(log_ratio > highest, cap, log_ratio)
-    return _weighted(_kept(keep, capped, tokens) + _squared(kl_tau, log_ratio), tokens)
+    return _kept(keep, capped, tokens) + _squared(kl_tau, log_ratio)
 
 
 @_loss(token_level=True, above_0=("ratio_low", "ratio_high"))
@@ -104,7 +105,7 @@ def icepop_prime_rl(
     """
     log_ratio = tokens.logps - _sampled(tokens)
     keep = (log_ratio >= math.log(ratio_low)) & (log_ratio <= math.log(ratio_high))
-    return _weighted(_kept(keep, log_ratio, tokens), tokens)
+    return _kept(keep, log_ratio, tokens)
 
 
 @_loss(token_level=True)
@@ -119,7 +120,7 @@ def kpop(tokens: TokenInputs, *, threshold: float = 0.1, kl_tau: float = 1e-3) -
     forward = p * torch.log(p / mu) + (1 - p) * torch.log((1 - p) / (1 - mu))
     reverse = mu * torch.log(mu / p) + (1 - mu) * torch.log((1 - mu) / (1 - p))
     keep, log_ratio = (forward <= threshold) & (reverse <= threshold), tokens.logps - sampled
-    return _weighted(_kept(keep, log_ratio, tokens) + _squared(kl_tau, log_ratio), tokens)
+    return _kept(keep, log_ratio, tokens) + _squared(kl_tau, log_ratio)
 
 
 @_loss(token_level=True)
@@ -133,8 +134,7 @@ def rollout_is(
     """
     ratio = torch.exp(tokens.logps.detach() - _sampled(tokens))
     keep = (ratio > 1 - eps_clip_low) & (ratio < 1 + eps_clip_high)
-    loss = times(tokens.logps, torch.where(keep, -ratio * tokens.advantages, 0.0))
-    return _weighted(loss, tokens)
+    return times(tokens.logps, torch.where(keep, -ratio * tokens.advantages, 0.0))
 
 
 @_loss(token_level=True)
@@ -156,7 +156,7 @@ def topr(
     log_ratio = tokens.logps.detach() - tokens.old_per_token_logps
     tapered = negative_weight * torch.exp(log_ratio.clamp(max=0.0))
     weight = torch.where(score > 0, torch.full_like(tapered, positive_weight), tapered)
-    return _weighted(times(tokens.logps, -weight * tokens.advantages), tokens)
+    return times(tokens.logps, -weight * tokens.advantages)
 
 
 @_loss(token_level=False, above_0=("decay_rate",))
@@ -185,8 +185,7 @@ def fipo(
     influence = torch.exp(future).clamp(1 - influence_low, 1 + influence_high)
     unsafe = (tokens.advantages < 0) & (torch.exp(moved) > safety_threshold)
     influence = torch.where(unsafe, influence.clamp(0.8, 1.0), influence)
-    loss, _ = _clipped(log_ratio, tokens.advantages, clip_ratio_low, clip_ratio_high)
-    return _weighted(loss * influence, tokens)
+    return _clipped(log_ratio, tokens, clip_ratio_low, clip_ratio_high)[0] * influence
 
 
 @_loss(token_level=True)
@@ -200,7 +199,7 @@ def cispo_two_sided(
     1. Source: https://arxiv.org/abs/2506.13585.
     """
     ratio = _constant_ratio(tokens).clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
-    return _weighted(times(tokens.logps, -ratio * tokens.advantages), tokens)
+    return times(tokens.logps, -ratio * tokens.advantages)
 
 
 @_loss(token_level=True, above_0=("clip_ratio_c",))
@@ -249,7 +248,7 @@ def _dppo(tokens: TokenInputs, raised: Tensor, lowered: Tensor, cap: float) -> T
     """The loss of the tokens that count: `raised` if A > 0, else `lowered`."""
     keep = torch.where(tokens.advantages > 0, raised, lowered)
     weight = -_constant_ratio(tokens).clamp(max=cap) * tokens.advantages
-    return _weighted(times(tokens.logps, torch.where(keep, weight, 0.0)), tokens)
+    return times(tokens.logps, torch.where(keep, weight, 0.0))
 
 
 @_loss(token_level=False, above_0=("clip_cov_ratio",), signed=("clip_cov_lb", "clip_cov_ub"))
@@ -274,14 +273,14 @@ def clip_cov(
     https://arxiv.org/abs/2505.22617.
     """
     log_ratio = tokens.logps - tokens.old_per_token_logps
-    loss, clipped = _clipped(log_ratio, tokens.advantages, clip_ratio_low, clip_ratio_high)
+    loss, clipped = _clipped(log_ratio, tokens, clip_ratio_low, clip_ratio_high)
     covariance = _covariance(tokens)
     eligible = (covariance > clip_cov_lb) & (covariance < clip_cov_ub) & tokens.mask & ~clipped
     places = eligible.flatten().nonzero()[:, 0]
     number = max(int(clip_cov_ratio * int(tokens.mask.sum())), 1)
     drawn = torch.randperm(len(places), generator=generator)[:number]
     dropped = _at_places(places[drawn.to(places.device)], eligible)
-    return _weighted(torch.where(dropped, 0.0, loss), tokens)
+    return torch.where(dropped, 0.0, loss)
 
 
 @_loss(token_level=False, above_0=("kl_cov_ratio",))
@@ -298,7 +297,7 @@ def kl_cov(
     highest = places[_covariance(tokens).flatten()[places].topk(number).indices]
     penalised = _at_places(highest, tokens.mask)
     penalty = torch.where(penalised, ppo_kl_coef * log_ratio.abs(), 0.0)
-    return _weighted(-_times_exp(log_ratio, tokens.advantages) + penalty, tokens)
+    return -_times_exp(log_ratio, tokens.advantages) + penalty
 
 
 @_loss(token_level=False)
@@ -312,13 +311,12 @@ def gspo_token(
     prefer `presets.GSPO`: the gradient is the same, and it has metrics of the ratio. Source:
     https://arxiv.org/abs/2507.18071.
     """
-    attached = tokens.logps - tokens.logps.detach()  # 0, with the gradient of logps
-    mean = sequence_means(tokens.logps.detach() - tokens.old_per_token_logps, tokens.mask)
-    log_ratio = attached + mean
+    logps = tokens.logps.detach()
+    mean = sequence_means(logps - tokens.old_per_token_logps, tokens.mask)
+    log_ratio = tokens.logps - logps + mean  # the mean, with the gradient of logps
     # no clamp: its gradient at the bound depends on the release of torch
     log_ratio = torch.where(log_ratio > 10.0, 10.0, log_ratio)
-    loss, _ = _clipped(log_ratio, tokens.advantages, clip_ratio_low, clip_ratio_high)
-    return _weighted(loss, tokens)
+    return _clipped(log_ratio, tokens, clip_ratio_low, clip_ratio_high)[0]
 
 
 def m2po_mask(
@@ -338,16 +336,12 @@ def m2po_mask(
     """
     check_number("threshold", threshold, lowest=0.0)
     check_tensor("completion_mask", completion_mask)
-    given = {
-        "old_per_token_logps": old_per_token_logps,
-        "sampling_per_token_logps": sampling_per_token_logps,
-    }
-    for name, x in given.items():
+    old, sampling = old_per_token_logps, sampling_per_token_logps
+    for name, x in (("old_per_token_logps", old), ("sampling_per_token_logps", sampling)):
         check_tensor(name, x, like=completion_mask, floating=True)
         check_shape(name, x, ("that of completion_mask", tuple(completion_mask.shape)))
     counts = completion_mask != 0
-    wide = torch.promote_types(old_per_token_logps.dtype, torch.float32)
-    difference = old_per_token_logps.to(wide) - sampling_per_token_logps
+    difference = old.to(torch.promote_types(old.dtype, torch.float32)) - sampling
     moved = torch.nan_to_num(difference, nan=0.0)[counts].square()
     places = moved.argsort(descending=True)
     number = torch.arange(len(moved), 0, -1, device=moved.device)
@@ -358,19 +352,14 @@ def m2po_mask(
     return counts.masked_scatter(counts, kept)
 
 
-def _weighted(loss: Tensor, tokens: TokenInputs) -> Tensor:
-    ratio = tokens.importance_sampling_ratio
-    return loss if ratio is None else times(loss, ratio)
-
-
 def _clipped(
-    log_ratio: Tensor, advantages: Tensor, low: float, high: float
+    log_ratio: Tensor, tokens: TokenInputs, low: float, high: float
 ) -> tuple[Tensor, Tensor]:
     """PPO's ``-min(e^R A, clip(e^R) A)``, and where it is clipped; a ratio beyond its bound is
     never used."""
+    advantages, ratio = tokens.advantages, torch.exp(log_ratio.detach())
     up = advantages > 0
     bound = torch.where(up, torch.full_like(log_ratio, 1 + high), 1 - low)
-    ratio = torch.exp(log_ratio.detach())
     beyond = torch.where(up, ratio > bound, ratio < bound) & (advantages != 0)
     inside = _times_exp(torch.where(beyond, 0.0, log_ratio), advantages)
     return -torch.where(beyond, bound * advantages, inside), beyond

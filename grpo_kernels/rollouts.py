@@ -158,7 +158,7 @@ def correct(
             raise ValueError(f"clip_min: expected at most clip_max = {clip_max}, got {clip_min}")
     if safety_bound != math.inf:
         check_number("safety_bound", safety_bound, lowest=0)
-    if not isinstance(reject, Mapping | None):
+    if reject is not None and not hasattr(reject, "items"):
         expected = "a mapping from statistics to bounds, or None"
         raise TypeError(f"reject: expected {expected}, got {type(reject).__name__}")
     rules = {name: _bounds(name, bound) for name, bound in (reject or {}).items()}

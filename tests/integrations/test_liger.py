@@ -16,7 +16,6 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from grpo_kernels import liger
 from grpo_kernels.liger import LigerFusedLinearGRPOLoss as Ours
 from grpo_kernels.liger import patch_liger, unpatch_liger
 from tests.support.case_builder import make_case
@@ -155,16 +154,21 @@ def test_importance_ratios_and_items(loss_type: str, ratio: str) -> None:
     assert_same(ours, call(Ours, items, given), rtol=1e-6)
 
 
-HOT = {"sources": "ref_input", "beta": 0.3, "loss_type": "grpo", "temperature": 1.7, "bias": True}
-OTHERS: dict[str, dict[str, Any]] = {"a reference at the same temperature": HOT}
-for loss_type, level in ((x, y) for x in ("grpo", "dapo") for y in ("token", "sequence")):
-    corrected = {"beta": 0.2, "use_bias_correction_kl": True, "epsilon_high": 0.3}
-    corrected |= {"loss_type": loss_type, "importance_sampling_level": level}
-    OTHERS[f"corrected/{loss_type}/{level}"] = corrected
+OTHERS: dict[str, dict[str, Any]] = {
+    "hot": {
+        "sources": "ref_input",
+        "beta": 0.3,
+        "loss_type": "grpo",
+        "temperature": 1.7,
+        "bias": True,
+    }
+}
+for level in ("token", "sequence"):
+    corrected = {"beta": 0.2, "use_bias_correction_kl": True, "loss_type": "grpo"}
+    OTHERS[f"corrected/{level}"] = {**corrected, "importance_sampling_level": level}
 for b, t, mask in ((1, 5, "full"), (4, 1, "full"), (2, 3, "none"), (3, 4, "first_empty")):
-    for loss_type in ("grpo", "dapo", "dr_grpo"):
-        shape = {"b": b, "t": t, "mask": mask, "beta": 0.1, "loss_type": loss_type}
-        OTHERS[f"{b}x{t}/{loss_type}"] = shape
+    shape = {"b": b, "t": t, "mask": mask, "beta": 0.1}
+    OTHERS |= {f"{b}x{t}/{x}": {**shape, "loss_type": x} for x in ("grpo", "dapo")}
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -214,21 +218,16 @@ def test_an_attribute_that_a_trainer_changes_counts() -> None:
     assert_close(found, call(Ours, case)[:2])
 
 
-LOGPS, ZEROS = "ref_per_token_logps: expected it, or ref_input", torch.zeros(2, 3, 4)
+ZEROS = torch.zeros(2, 3, 4)
 WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"loss_type": "ppo"}, {}, "loss_type: expected one of"),
-    ({"loss_type": "gmpo"}, {}, "loss_type: Liger's call has no 'gmpo'"),
-    ({"sapo_temperature_neg": 0.0}, {}, "sapo_temperature_neg: expected a finite number > 0"),
     ({"delta": -1.0}, {}, "delta: expected a finite number > 0"),
     ({"engine": "fast"}, {}, "engine: expected one of"),
     ({"loss_type": "dr_grpo"}, {}, "max_completion_length: expected an int"),
     ({"loss_type": "sapo", "importance_sampling_level": "sequence"}, {}, "Sequence-level impo"),
-    ({"beta": 0.1}, {}, LOGPS),
-    ({"beta": 0.1}, {"ref_input": ZEROS}, LOGPS),
+    ({"beta": 0.1}, {"ref_input": ZEROS}, "ref_per_token_logps: expected a tensor since beta"),
     ({}, {"attention_mask": None}, "attention_mask: expected a tensor"),
-    ({}, {"attention_mask": torch.ones(2)}, "attention_mask: expected shape"),
-    ({}, {"selected_token_ids": torch.zeros(2, 3)}, "selected_token_ids: expected integer ids"),
-    ({}, {"_input": [1]}, "_input: expected a tensor"),
+    ({}, {"selected_token_ids": torch.zeros(2, 3)}, "completion_ids: expected integer ids"),
     ({}, {"lin_weight": torch.zeros(5, 3)}, "weight: expected shape"),
     ({}, {"vllm_is_ratio": torch.ones(3)}, "importance_sampling_ratio: expected shape"),
 ]
@@ -248,8 +247,7 @@ def test_a_reference_given_twice_is_the_log_probabilities() -> None:
     case, given = case_of("twice", "ref_input", beta=0.1, loss_type="dapo")
     args = case.hidden, case.weight, case.completion_ids, case.completion_mask, case.advantages
     given["ref_input"] = torch.zeros_like(given["ref_input"])
-    with pytest.warns(UserWarning, match="Using ref_per_token_logps"):
-        loss, _ = Ours(beta=0.1)(*args, ref_per_token_logps=case.ref_per_token_logps, **given)
+    loss, _ = Ours(beta=0.1)(*args, ref_per_token_logps=case.ref_per_token_logps, **given)
     assert_close(loss, call(Ours, case)[0])
 
 
@@ -359,8 +357,7 @@ def test_d_weight_is_not_summed_in_16_bits() -> None:
     want = reference_loss(case).d_weight
     found = [call(cls, case)[2]["weight"].double() for cls in (Ours, Theirs)]
     ours, theirs = (float((x - want).norm() / want.norm()) for x in found)
-    assert ours < 2.5e-3
-    assert theirs > 2 * ours
+    assert ours < 2.5e-3 < 2 * ours < theirs
 
 
 def test_what_is_not_read() -> None:
@@ -379,74 +376,60 @@ def test_what_is_not_read() -> None:
 
 def test_products() -> None:
     """Liger projects masked positions and makes gradients that nobody asked for."""
-    options = {"b": 4, "t": 16, "mask": "holes", "loss_type": "dapo"}
-    case, _ = case_of("flops", "ref_input", **options)
+    case, _ = case_of("flops", b=4, t=16, mask="holes", loss_type="dapo")
     product = 2 * case.hidden.shape[-1] * case.weight.shape[0]
     counted, everything = int(case.completion_mask.sum()), case.completion_mask.numel()
     assert 12 <= counted < everything
     args = case.hidden, case.weight, case.completion_ids, case.completion_mask, case.advantages
-    score = {}
-    for cls in (Ours, Theirs):
-        loss_fn = cls(beta=0.0, compiled=False, use_ref_model=False)
-        with torch.no_grad():
-            score[cls] = count_flops(lambda: loss_fn(*args))  # noqa: B023
     assert count_flops(lambda: call(Ours, case)) == 3 * product * counted
     assert count_flops(lambda: call(Theirs, case)) == 4 * product * everything
-    assert score[Ours] == product * counted
-    assert score[Theirs] >= 2 * product * everything
+    with torch.no_grad():
+        assert count_flops(lambda: Ours(beta=0.0)(*args)) == product * counted
 
 
-class TestPatch:
-    """`patch_liger` where the trainers look."""
+@pytest.fixture
+def trainer(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Where `patch_liger` finds the class, too: TRL <= 1.12 binds the name."""
+    trainer = ModuleType("trl.trainer.grpo_trainer")
+    trainer.LigerFusedLinearGRPOLoss = Theirs
+    monkeypatch.setitem(sys.modules, "trl.trainer.grpo_trainer", trainer)
+    yield trainer
+    unpatch_liger()
+    assert chunked_loss.LigerFusedLinearGRPOLoss is Theirs
 
-    @pytest.fixture(autouse=True)
-    def trainer(self, monkeypatch: pytest.MonkeyPatch) -> Any:
-        trainer = ModuleType("trl.trainer.grpo_trainer")  # TRL <= 1.12 binds the name
-        trainer.LigerFusedLinearGRPOLoss = Theirs
-        monkeypatch.setitem(sys.modules, "trl.trainer.grpo_trainer", trainer)
-        yield trainer
+
+def test_patched_and_back(trainer: Any) -> None:
+    for _ in range(2):
+        assert patch_liger()
+        assert patch_liger()
+        assert chunked_loss.LigerFusedLinearGRPOLoss is Ours
+        assert trainer.LigerFusedLinearGRPOLoss is Ours
+        unpatch_liger()
         unpatch_liger()
         assert chunked_loss.LigerFusedLinearGRPOLoss is Theirs
-
-    def test_there_and_back(self, trainer: Any) -> None:
-        for _ in range(2):
-            assert patch_liger()
-            assert patch_liger()
-            assert chunked_loss.LigerFusedLinearGRPOLoss is Ours
-            assert trainer.LigerFusedLinearGRPOLoss is Ours
-            unpatch_liger()
-            unpatch_liger()
-            assert chunked_loss.LigerFusedLinearGRPOLoss is Theirs
-            assert trainer.LigerFusedLinearGRPOLoss is Theirs
-
-    def test_a_trainer_imported_meanwhile_and_somebody_elses_class(self, trainer: Any) -> None:
-        del trainer.LigerFusedLinearGRPOLoss
-        patch_liger()
-        trainer.LigerFusedLinearGRPOLoss = chunked_loss.LigerFusedLinearGRPOLoss
-        unpatch_liger()
         assert trainer.LigerFusedLinearGRPOLoss is Theirs
-        trainer.LigerFusedLinearGRPOLoss = int
+    del trainer.LigerFusedLinearGRPOLoss
+    patch_liger()
+    trainer.LigerFusedLinearGRPOLoss = chunked_loss.LigerFusedLinearGRPOLoss
+    unpatch_liger()
+    assert trainer.LigerFusedLinearGRPOLoss is Theirs  # imported meanwhile
+    trainer.LigerFusedLinearGRPOLoss = int
+    patch_liger()
+    assert trainer.LigerFusedLinearGRPOLoss is int  # somebody else's
+
+
+def test_an_unknown_liger_is_left_alone(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Newer(Theirs):
+        def forward(self, *args: Any, temperatures: Any = None) -> Any:
+            raise AssertionError
+
+    said = r"takes forward\(args\), forward\(temperatures\)"
+    for new, warning in ((Newer, said), (None, "has no LigerFused")):
+        with monkeypatch.context() as patch:
+            patch.setattr(chunked_loss, "LigerFusedLinearGRPOLoss", new)
+            with pytest.warns(UserWarning, match=warning):
+                assert not patch_liger()
+            assert chunked_loss.LigerFusedLinearGRPOLoss is new
+    monkeypatch.setitem(sys.modules, "liger_kernel.chunked_loss", None)
+    with pytest.raises(ImportError):
         patch_liger()
-        assert trainer.LigerFusedLinearGRPOLoss is int
-
-    def test_an_unknown_liger_is_left_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        class Newer(Theirs):
-            def forward(self, *args: Any, temperatures: Any = None) -> Any:
-                raise AssertionError
-
-        said = r"takes forward\(args\), forward\(temperatures\)"
-        for new, warning in ((Newer, said), (None, "has no LigerFused")):
-            with monkeypatch.context() as patch:
-                patch.setattr(chunked_loss, "LigerFusedLinearGRPOLoss", new)
-                with pytest.warns(UserWarning, match=warning):
-                    assert not patch_liger()
-                assert chunked_loss.LigerFusedLinearGRPOLoss is new
-
-    def test_without_trl_or_liger(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.delitem(sys.modules, "trl.trainer.grpo_trainer")
-        assert patch_liger()
-        unpatch_liger()
-        monkeypatch.setitem(sys.modules, "liger_kernel.chunked_loss", None)
-        with pytest.raises(ImportError):
-            patch_liger()
-        assert not liger._patches._restorations
