@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,23 +74,17 @@ class TorchRows(RowBackend):
         logits = chunk.logits
         n, vocab = logits.shape
         names = ["logps", "max_logit", "log_sum", *(["entropies"] if entropy else [])]
-        out = {name: logits.new_empty(n) for name in names}
-        more = {
+        out: dict[str, Any] = {
             name: logits.new_empty(n, dtype=torch.bool if name == "is_top1" else None)
-            for name in extras
+            for name in (*names, *extras)
         }
         scratch = logits.new_empty(2, _block_rows(n, vocab), vocab)
         for block in _blocks(n, _block_rows(n, vocab)):
             shifted, exps = scratch[:, : block.stop - block.start]
-            _block_stats(
-                logits[block],
-                chunk.ids[block, None],
-                shifted,
-                exps,
-                {name: x[block] for name, x in out.items()},
-                {name: x[block] for name, x in more.items()},
-            )
-        return RowStats(out["logps"], out["max_logit"], out["log_sum"], out.get("entropies"), more)
+            of_block = {name: x[block] for name, x in out.items()}
+            _block_stats(logits[block], chunk.ids[block, None], shifted, exps, of_block)
+        more = {name: out.pop(name) for name in extras}
+        return RowStats(**out, extras=more)
 
     def diverge(self, chunk: Chunk, stats: RowStats, teacher: RowStats) -> tuple[Tensor, Tensor]:
         assert chunk.teacher is not None
@@ -212,7 +207,6 @@ def _block_stats(
     shifted: Tensor,  # (r, V) scratch
     exps: Tensor,  # (r, V) scratch
     out: dict[str, Tensor],  # each (r,), written
-    extras: dict[str, Tensor],  # each (r,), written
 ) -> None:
     top, argmax = z.max(dim=1, keepdim=True)
     torch.sub(z, top, out=shifted)
@@ -229,16 +223,16 @@ def _block_stats(
     out["logps"].copy_(-torch.logaddexp(torch.zeros_like(margin), margin)[:, 0])
     out["max_logit"].copy_(top[:, 0])
     out["log_sum"].copy_(log_sum[:, 0])
-    if "log_sum_sq_probs" in extras:
+    if "log_sum_sq_probs" in out:
         squares = (
             torch.linalg.vector_norm(exps, dim=1, keepdim=True).square().masked_fill_(is_inf, 0.0)
         )
-        extras["log_sum_sq_probs"].copy_((squares.log1p() - 2 * log_sum)[:, 0])
-    if "mean_logits" in extras:
-        extras["mean_logits"].copy_(z.mean(dim=1))
-    if "is_top1" in extras:  # of equal logits the one with the lowest id counts as the largest
+        out["log_sum_sq_probs"].copy_((squares.log1p() - 2 * log_sum)[:, 0])
+    if "mean_logits" in out:
+        out["mean_logits"].copy_(z.mean(dim=1))
+    if "is_top1" in out:  # of equal logits the one with the lowest id counts as the largest
         # False where there is no largest
-        extras["is_top1"].copy_((is_argmax & ~log_sum.isnan())[:, 0])
+        out["is_top1"].copy_((is_argmax & ~log_sum.isnan())[:, 0])
     if "entropies" in out:
         mean_shifted = exps.mul_(shifted.clamp_(min=LOWEST)).sum(dim=1, keepdim=True) / (1 + rest)
         out["entropies"].copy_((log_sum - mean_shifted)[:, 0])

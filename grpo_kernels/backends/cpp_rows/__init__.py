@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.interface import (
+    STATISTICS,
     Chunk,
     DivergenceStats,
     FusedRowBackend,
@@ -26,7 +27,7 @@ from grpo_kernels.backends.interface import (
     warn_of_torch,
 )
 from grpo_kernels.token_loss.formulas import ESTIMATORS, SURROGATES
-from grpo_kernels.token_loss.record import TokenLoss
+from grpo_kernels.token_loss.record import LOSS_TERMS, TokenLoss
 
 
 def refusal(device: torch.device, dtype: torch.dtype, *, asked_for: bool) -> str | None:
@@ -61,20 +62,13 @@ class CppRows(FusedRowBackend):
 
     def stats(self, chunk: Chunk, *, entropy: bool, extras: tuple[str, ...] = ()) -> RowStats:
         new = _columns(chunk.logits)
-        logps, max_logit, log_sum = new(), new(), new()
+        found: dict[str, Any] = {name: new() for name in ("logps", "max_logit", "log_sum")}
         entropies = new() if entropy else None
         more = {name: new(dtype=torch.bool) if name == "is_top1" else new() for name in extras}
         torch.ops.grpo_kernels_cpp.stats(
-            *_rows(chunk),
-            logps=logps,
-            max_logit=max_logit,
-            log_sum=log_sum,
-            entropies=entropies,
-            log_sum_sq_probs=more.get("log_sum_sq_probs"),
-            mean_logits=more.get("mean_logits"),
-            is_top1=more.get("is_top1"),
+            *_rows(chunk), **found, entropies=entropies, **{x: more.get(x) for x in STATISTICS}
         )
-        return RowStats(logps, max_logit, log_sum, entropies, more)
+        return RowStats(**found, entropies=entropies, extras=more)
 
     def diverge(self, chunk: Chunk, stats: RowStats, teacher: RowStats) -> tuple[Tensor, Tensor]:
         new = _columns(chunk.logits)
@@ -119,40 +113,28 @@ class CppRows(FusedRowBackend):
         )
 
     def fused(self, chunk: Chunk, token_loss: TokenLoss, out: Tensor | None) -> RowStats:
-        new = _columns(chunk.logits)
-        logps, max_logit, log_sum, entropies = new(), new(), new(), new()
-        terms = {name: new() for name in token_loss.terms}
-        full = token_loss.kl == "full"  # the divergence from the teacher
+        loss, new = token_loss, _columns(chunk.logits)
+        found: dict[str, Any] = {
+            name: new() for name in ("logps", "max_logit", "log_sum", "entropies")
+        }
+        terms = {name: new() for name in loss.terms}
+        full = loss.kl == "full"  # the divergence from the teacher
         diverged = DivergenceStats(terms["kl"], new(), new(), new()) if full else None
         torch.ops.grpo_kernels_cpp.fused(
             *_rows(chunk),
             *_teacher(chunk),
-            token_loss.advantages,
-            token_loss.d_logps,
-            token_loss.weights,
-            token_loss.old,
-            token_loss.ref,
-            token_loss.gate,
-            [*SURROGATES].index(token_loss.surrogate),  # as formulas.h counts them
-            token_loss.constants,
-            [None, *ESTIMATORS].index(None if full else token_loss.kl),
-            token_loss.corrects_kl,
-            token_loss.beta,
-            token_loss.d_entropy,
-            logps=logps,
-            max_logit=max_logit,
-            log_sum=log_sum,
-            entropies=entropies,
-            loss=terms["loss"],
-            d_logp=terms["d_logp"],
-            log_ratio=terms["log_ratio"],
-            kl=terms.get("kl"),
+            loss.advantages, loss.d_logps, loss.weights, loss.old, loss.ref, loss.gate,
+            [*SURROGATES].index(loss.surrogate), loss.constants,  # as formulas.h counts them
+            [None, *ESTIMATORS].index(None if full else loss.kl), loss.corrects_kl, loss.beta,
+            loss.d_entropy,
+            **found,
+            **dict.fromkeys(LOSS_TERMS) | terms,
             sum_k=diverged and diverged.sum_k,
             teacher_max_logit=diverged and diverged.max_logit,
             teacher_log_sum=diverged and diverged.log_sum,
             out=out,
-        )
-        return RowStats(logps, max_logit, log_sum, entropies, terms=terms, divergence=diverged)
+        )  # fmt: skip
+        return RowStats(**found, terms=terms, divergence=diverged)
 
 
 def _columns(logits: Tensor) -> Callable[..., Tensor]:

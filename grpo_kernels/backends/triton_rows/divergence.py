@@ -123,42 +123,23 @@ def launch_diverge(
 @triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=PER_ROW)
 def diverge_kernel(
     # data: (n, V), (n, V)
-    logits_ptr,
-    teacher_logits_ptr,
+    logits_ptr, teacher_logits_ptr,
     # statistics: (n,)
-    max_logit_ptr,
-    log_sum_ptr,
-    teacher_max_logit_ptr,
-    teacher_log_sum_ptr,
+    max_logit_ptr, log_sum_ptr, teacher_max_logit_ptr, teacher_log_sum_ptr,
     # results: (n,)
-    value_ptr,
-    sum_k_ptr,
+    value_ptr, sum_k_ptr,
     # shapes and strides
-    n,
-    V,
-    stride_n,
-    teacher_stride_n,
+    n, V, stride_n, teacher_stride_n,
     # the divergence
-    jsd_beta,
-    TERMS: tl.constexpr,
+    jsd_beta, TERMS: tl.constexpr,
     # the transforms: (V,), (n,), numbers
-    bias_ptr,
-    inv_t_ptr,
-    inner,
-    outer,
-    teacher_bias_ptr,
-    teacher_inv_t_ptr,
-    teacher_inner,
-    teacher_outer,
-    HAS_SOFTCAP: tl.constexpr,
-    ROUNDED_TO: tl.constexpr,
-    TEACHER_HAS_SOFTCAP: tl.constexpr,
-    TEACHER_ROUNDED_TO: tl.constexpr,
+    bias_ptr, inv_t_ptr, inner, outer,
+    teacher_bias_ptr, teacher_inv_t_ptr, teacher_inner, teacher_outer,
+    HAS_SOFTCAP: tl.constexpr, ROUNDED_TO: tl.constexpr,
+    TEACHER_HAS_SOFTCAP: tl.constexpr, TEACHER_ROUNDED_TO: tl.constexpr,
     # the tile
-    BLOCK_N: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-):
+    BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
     """The divergence of `BLOCK_N` rows and the sum of their k, from the rows' ends to their starts.
 
     Both are NaN where a row of either head has no finite logit, or a NaN.

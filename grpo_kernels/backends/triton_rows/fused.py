@@ -6,6 +6,8 @@ goes back from the row's end, which the cache may still hold.
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -30,7 +32,7 @@ from grpo_kernels.backends.triton_rows.transform import (
     row_block,
     scaled,
 )
-from grpo_kernels.token_loss.record import TokenLoss
+from grpo_kernels.token_loss.record import LOSS_TERMS, TokenLoss
 
 
 def launch_fused(
@@ -41,8 +43,9 @@ def launch_fused(
 ) -> RowStats:
     """Statistics with the loss's terms; d loss / d (raw projection) goes to `out`."""
     n, new = len(chunk.logits), chunk.logits.new_empty
-    logps, max_logit, log_sum, entropies = (new(n) for _ in range(4))
+    found: dict[str, Any] = {x: new(n) for x in ("logps", "max_logit", "log_sum", "entropies")}
     terms = {name: new(n) for name in loss.terms}
+    results = found | dict.fromkeys(LOSS_TERMS) | terms
     fused_kernel[(triton.cdiv(n, config.block_n),)](
         **chunk_arguments(chunk),
         # the loss
@@ -60,68 +63,33 @@ def launch_fused(
         ESTIMATOR=ESTIMATORS[loss.kl],
         CORRECTS_KL=loss.corrects_kl,
         # results
-        logps_ptr=logps,
-        max_logit_ptr=max_logit,
-        log_sum_ptr=log_sum,
-        entropies_ptr=entropies,
-        loss_ptr=terms["loss"],
-        d_logp_ptr=terms["d_logp"],
-        log_ratio_ptr=terms["log_ratio"],
-        kl_ptr=terms.get("kl"),
+        **{f"{name}_ptr": x for name, x in results.items()},
         out_ptr=out,
         stride_out_n=0 if out is None else out.stride(0),
         **config.arguments(),
     )
-    return RowStats(logps, max_logit, log_sum, entropies, terms=terms)
+    return RowStats(**found, terms=terms)
 
 
 @triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=PER_ROW)
 def fused_kernel(
     # data: (n, V), (n, V), (n,)
-    logits_ptr,
-    out_ptr,
-    ids_ptr,
+    logits_ptr, out_ptr, ids_ptr,
     # tokens: (n,)
-    advantages_ptr,
-    d_policy_ptr,
-    weights_ptr,
-    old_ptr,
-    ref_ptr,
-    gate_ptr,
+    advantages_ptr, d_policy_ptr, weights_ptr, old_ptr, ref_ptr, gate_ptr,
     # results: (n,)
-    logps_ptr,
-    max_logit_ptr,
-    log_sum_ptr,
-    entropies_ptr,
-    loss_ptr,
-    d_logp_ptr,
-    log_ratio_ptr,
-    kl_ptr,
+    logps_ptr, max_logit_ptr, log_sum_ptr, entropies_ptr,
+    loss_ptr, d_logp_ptr, log_ratio_ptr, kl_ptr,
     # shapes and strides
-    n,
-    V,
-    stride_n,
-    stride_out_n,
+    n, V, stride_n, stride_out_n,
     # the loss
-    constants,
-    beta,
-    d_entropy,
-    SURROGATE: tl.constexpr,
-    ESTIMATOR: tl.constexpr,
-    CORRECTS_KL: tl.constexpr,
-    HAS_ENTROPY_GRADIENT: tl.constexpr,
+    constants, beta, d_entropy, SURROGATE: tl.constexpr, ESTIMATOR: tl.constexpr,
+    CORRECTS_KL: tl.constexpr, HAS_ENTROPY_GRADIENT: tl.constexpr,
     # the transform: (V,), (n,), numbers
-    bias_ptr,
-    inv_t_ptr,
-    inner,
-    outer,
-    HAS_SOFTCAP: tl.constexpr,
-    ROUNDED_TO: tl.constexpr,
+    bias_ptr, inv_t_ptr, inner, outer, HAS_SOFTCAP: tl.constexpr, ROUNDED_TO: tl.constexpr,
     # the tile
-    BLOCK_N: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-):
+    BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
     """`BLOCK_N` rows, from raw projection to loss and, with `out_ptr`, gradient."""
     rows, is_row = row_block(tl.program_id(0), n, BLOCK_N)
     row_ptrs, inner, outer = head_rows(
@@ -139,8 +107,25 @@ def fused_kernel(
     rest, log_sum, entropy = finish(m, rest, t)
     logp = tl.where(ids < 0, float("nan"), target_logp(m, rest, z_target))
 
-    tokens = (advantages_ptr, d_policy_ptr, weights_ptr, old_ptr, gate_ptr)
-    loss, d_logp, log_ratio, weight = policy_loss(rows, logp, tokens, constants, SURROGATE)
+    weight = tl.load(weights_ptr + rows)
+    if old_ptr is None:  # on-policy: `SURROGATE` takes the policy term's derivative as advantage
+        log_ratio = tl.where(logp == logp, 0.0, logp)
+        loss, d_log_ratio, d_logp = SURROGATE(
+            log_ratio, tl.load(d_policy_ptr + rows), logp, *constants
+        )
+        loss += logp - logp  # NaN without a finite log-probability: nothing else makes it NaN
+    else:
+        log_ratio = logp - tl.load(old_ptr + rows)
+        loss, d_log_ratio, d_logp = SURROGATE(
+            log_ratio, tl.load(advantages_ptr + rows), logp, *constants
+        )
+        if gate_ptr is not None:
+            gate = tl.load(gate_ptr + rows)
+            loss = times(loss, gate)
+            d_log_ratio = times(d_log_ratio, gate)
+            d_logp = times(d_logp, gate)
+        loss = weight * loss
+        d_logp = weight * d_log_ratio + weight * d_logp
     if ref_ptr is not None:
         kl, d_kl, d_corrected = ESTIMATOR(logp, tl.load(ref_ptr + rows))
         if CORRECTS_KL:
@@ -185,34 +170,3 @@ def fused_kernel(
         )  # fmt: skip
         # overwrites what `write_gradient` wrote: it begins with a barrier
         store_target(out_ptrs, ids, is_id & is_row, of_raw(d_target, x_target, head, HAS_SOFTCAP))
-
-
-@triton.jit
-def policy_loss(rows, logp, tokens, constants, SURROGATE: tl.constexpr):
-    """Return (R,) each: the loss without a KL term, d loss / d logp, the log-ratio, the weight.
-
-    `tokens` is a tuple of pointers (n,) in the order of the kernel's arguments, without the
-    reference. On-policy there is no `old_ptr`; SURROGATE is then "constant" or "linear", which take
-    the policy term's derivative as advantage.
-    """
-    advantages_ptr, d_policy_ptr, weights_ptr, old_ptr, gate_ptr = tokens
-    weight = tl.load(weights_ptr + rows)
-    if old_ptr is None:
-        log_ratio = tl.where(logp == logp, 0.0, logp)
-        loss, d_log_ratio, d_logp = SURROGATE(
-            log_ratio, tl.load(d_policy_ptr + rows), logp, *constants
-        )
-        loss += logp - logp  # NaN without a finite log-probability: nothing else makes it NaN
-    else:
-        log_ratio = logp - tl.load(old_ptr + rows)
-        loss, d_log_ratio, d_logp = SURROGATE(
-            log_ratio, tl.load(advantages_ptr + rows), logp, *constants
-        )
-        if gate_ptr is not None:
-            gate = tl.load(gate_ptr + rows)
-            loss = times(loss, gate)
-            d_log_ratio = times(d_log_ratio, gate)
-            d_logp = times(d_logp, gate)
-        loss = weight * loss
-        d_logp = weight * d_log_ratio + weight * d_logp
-    return loss, d_logp, log_ratio, weight

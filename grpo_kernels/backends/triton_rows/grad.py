@@ -78,50 +78,22 @@ def launch_grad(
 @triton.jit(do_not_specialize=["n", "first_id"], do_not_specialize_on_alignment=PER_ROW)
 def grad_kernel(
     # data: (n, V), (n, V), (n,)
-    logits_ptr,
-    out_ptr,
-    ids_ptr,
+    logits_ptr, out_ptr, ids_ptr,
     # statistics and coefficients: (n,)
-    logps_ptr,
-    max_logit_ptr,
-    log_sum_ptr,
-    entropies_ptr,
-    d_logp_ptr,
-    d_entropy_ptr,
+    logps_ptr, max_logit_ptr, log_sum_ptr, entropies_ptr, d_logp_ptr, d_entropy_ptr,
     # shapes and strides
-    n,
-    V,
-    first_id,
-    stride_n,
-    stride_out_n,
+    n, V, first_id, stride_n, stride_out_n,
     # the transform: (V,), (n,), numbers
-    bias_ptr,
-    inv_t_ptr,
-    inner,
-    outer,
-    HAS_SOFTCAP: tl.constexpr,
-    ROUNDED_TO: tl.constexpr,
+    bias_ptr, inv_t_ptr, inner, outer, HAS_SOFTCAP: tl.constexpr, ROUNDED_TO: tl.constexpr,
     # the tile
-    BLOCK_N: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    STEPS: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, STEPS: tl.constexpr, NUM_STAGES: tl.constexpr,
     # a teacher: logits, statistics, d_divergence, transform, divergence
-    teacher_logits_ptr=None,
-    teacher_stride_n=None,
-    teacher_max_logit_ptr=None,
-    teacher_log_sum_ptr=None,
-    sum_k_ptr=None,
-    d_divergence_ptr=None,
-    teacher_bias_ptr=None,
-    teacher_inv_t_ptr=None,
-    teacher_inner=None,
-    teacher_outer=None,
-    TEACHER_HAS_SOFTCAP: tl.constexpr = False,
-    TEACHER_ROUNDED_TO: tl.constexpr = None,
-    jsd_beta=None,
-    TERMS: tl.constexpr = None,
-):
+    teacher_logits_ptr=None, teacher_stride_n=None,
+    teacher_max_logit_ptr=None, teacher_log_sum_ptr=None, sum_k_ptr=None, d_divergence_ptr=None,
+    teacher_bias_ptr=None, teacher_inv_t_ptr=None, teacher_inner=None, teacher_outer=None,
+    TEACHER_HAS_SOFTCAP: tl.constexpr = False, TEACHER_ROUNDED_TO: tl.constexpr = None,
+    jsd_beta=None, TERMS: tl.constexpr = None,
+):  # fmt: skip
     """Write up to `STEPS` tiles of the gradient; the teacher's part if `TERMS`."""
     parts = tl.cdiv(V, STEPS * BLOCK_V)
     rows, is_row = row_block(tl.program_id(0) // parts, n, BLOCK_N)
@@ -202,14 +174,9 @@ def grad_kernel(
 
 @triton.jit
 def row_terms(
-    head,
-    log_sum,
-    entropy,
-    d_logp,
-    d_entropy,
-    HAS_ENTROPY_GRADIENT: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-):
+    head, log_sum, entropy, d_logp, d_entropy,
+    HAS_ENTROPY_GRADIENT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+):  # fmt: skip
     """Return the row terms (R, 1) of a gradient, d x_j = e^(z_j - m) (level + tilt (z_j - m)).
 
     d z_j = d_logp (1[j = y] - p_j) - d_entropy p_j (log p_j + entropy), and log p_j = z_j - m -
@@ -237,24 +204,15 @@ def target_gradient(logp, entropy, d_logp, d_entropy, HAS_ENTROPY_GRADIENT: tl.c
 def write_gradient(
     head,
     # the tile: row pointers (R, 1), first column, vocabulary's end if in it, rows that count (R,)
-    out_ptrs,
-    start,
-    end,
-    is_row,
+    out_ptrs, start, end, is_row,
     # of the rows: (R, 1)
-    m,
-    level,
-    tilt,
-    HAS_ENTROPY_GRADIENT: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    ROUNDED_TO: tl.constexpr,
+    m, level, tilt,
+    HAS_ENTROPY_GRADIENT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, ROUNDED_TO: tl.constexpr,
     BLOCK_V: tl.constexpr,
     # with a teacher: (its head, `normalisers`, d_divergence times `row_slope` (R, 1), beta)
-    pair=None,
-    TERMS: tl.constexpr = None,
-    TEACHER_HAS_SOFTCAP: tl.constexpr = False,
-    TEACHER_ROUNDED_TO: tl.constexpr = None,
-):
+    pair=None, TERMS: tl.constexpr = None,
+    TEACHER_HAS_SOFTCAP: tl.constexpr = False, TEACHER_ROUNDED_TO: tl.constexpr = None,
+):  # fmt: skip
     """Write one tile (R, BLOCK_V) of d loss / d (raw projection), as if no column were the target.
 
     It goes by quarters: a thread reads and writes four neighbours at a time, a warp whole sectors,
@@ -269,34 +227,28 @@ def write_gradient(
         y0, y1, y2, y3, _id0, _id1, _id2, _id3 = load_step(
             pair[0], start, end, TEACHER_ROUNDED_TO, BLOCK_V // 4
         )
-    d0 = gradient(
-        x0, y0, head, m, level, tilt, HAS_ENTROPY_GRADIENT, HAS_SOFTCAP,
-        pair, TERMS, TEACHER_HAS_SOFTCAP,
-    )  # fmt: skip
-    store_rows(out_ptrs, d0, columns0, end, is_row)
-    d1 = gradient(
-        x1, y1, head, m, level, tilt, HAS_ENTROPY_GRADIENT, HAS_SOFTCAP,
-        pair, TERMS, TEACHER_HAS_SOFTCAP,
-    )  # fmt: skip
-    store_rows(out_ptrs, d1, columns1, end, is_row)
-    d2 = gradient(
-        x2, y2, head, m, level, tilt, HAS_ENTROPY_GRADIENT, HAS_SOFTCAP,
-        pair, TERMS, TEACHER_HAS_SOFTCAP,
-    )  # fmt: skip
-    store_rows(out_ptrs, d2, columns2, end, is_row)
-    d3 = gradient(
-        x3, y3, head, m, level, tilt, HAS_ENTROPY_GRADIENT, HAS_SOFTCAP,
-        pair, TERMS, TEACHER_HAS_SOFTCAP,
-    )  # fmt: skip
-    store_rows(out_ptrs, d3, columns3, end, is_row)
+    rows = (head, m, level, tilt, out_ptrs, end, is_row)
+    write_quarter(
+        x0, y0, columns0, rows, HAS_ENTROPY_GRADIENT, HAS_SOFTCAP, pair, TERMS, TEACHER_HAS_SOFTCAP
+    )
+    write_quarter(
+        x1, y1, columns1, rows, HAS_ENTROPY_GRADIENT, HAS_SOFTCAP, pair, TERMS, TEACHER_HAS_SOFTCAP
+    )
+    write_quarter(
+        x2, y2, columns2, rows, HAS_ENTROPY_GRADIENT, HAS_SOFTCAP, pair, TERMS, TEACHER_HAS_SOFTCAP
+    )
+    write_quarter(
+        x3, y3, columns3, rows, HAS_ENTROPY_GRADIENT, HAS_SOFTCAP, pair, TERMS, TEACHER_HAS_SOFTCAP
+    )
 
 
 @triton.jit
-def gradient(
-    x, y, head, m, level, tilt, HAS_ENTROPY_GRADIENT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+def write_quarter(
+    x, y, columns, rows, HAS_ENTROPY_GRADIENT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     pair, TERMS: tl.constexpr, TEACHER_HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """d loss / dx of x (R, W), as if it were no target; y is the teacher's projection, if any."""
+    """d loss / dx of x (R, W) in its columns below `end`; y is the teacher's projection, if any."""
+    head, m, level, tilt, out_ptrs, end, is_row = rows
     shifted = scaled(x, head, HAS_SOFTCAP) - m
     d = level
     if HAS_ENTROPY_GRADIENT:
@@ -312,7 +264,16 @@ def gradient(
         if HAS_SOFTCAP:
             more = more * bend(x, head)
         d = d + more
-    return d
+    d = d.to(out_ptrs.dtype.element_ty)
+    if is_row.shape[0] > 1:
+        mask = tl.broadcast_to(is_row[:, None], d.shape)
+        if end is not None:
+            mask = mask & (columns < end)
+        tl.store(out_ptrs + columns, d, mask=mask)
+    elif end is not None:  # a lone row counts
+        tl.store(out_ptrs + columns, d, mask=columns < end)
+    else:
+        tl.store(out_ptrs + columns, d)
 
 
 @triton.jit
@@ -331,37 +292,19 @@ def store_target(out_ptrs, target, mask, d):
     tl.store(out_ptrs + target[:, None], d.to(out_ptrs.dtype.element_ty), mask=mask[:, None])
 
 
-@triton.jit
-def store_rows(ptrs, x, columns, end, is_row):
-    """Store x (R, W) in its columns below `end`, of the rows that count (a lone one does)."""
-    x = x.to(ptrs.dtype.element_ty)
-    if is_row.shape[0] > 1:
-        mask = tl.broadcast_to(is_row[:, None], x.shape)
-        if end is not None:
-            mask = mask & (columns < end)
-        tl.store(ptrs + columns, x, mask=mask)
-    elif end is not None:
-        tl.store(ptrs + columns, x, mask=columns < end)
-    else:
-        tl.store(ptrs + columns, x)
-
-
 # Triton does not order reads and writes of global memory by different threads of a program: who
 # writes where another thread has read or written must wait for all threads. The builtin is
 # `debug_barrier`, to be renamed to `barrier` (https://github.com/triton-lang/triton/pull/11437).
-if hasattr(tl, "debug_barrier"):
+IS_RENAMED = tl.constexpr(not hasattr(tl, "debug_barrier"))
 
-    @triton.jit
-    def barrier():
-        """Wait until all threads of the program are here, and have read and written."""
-        tl.debug_barrier()
 
-else:
-
-    @triton.jit
-    def barrier():
-        """Wait until all threads of the program are here, and have read and written."""
+@triton.jit
+def barrier():
+    """Wait until all threads of the program are here, and have read and written."""
+    if IS_RENAMED:
         tl.barrier()
+    else:
+        tl.debug_barrier()
 
 
 def launch_scale(x: Tensor, factor: Tensor, out: Tensor) -> None:

@@ -34,7 +34,7 @@ import torch
 import triton
 import triton.language as tl
 
-from grpo_kernels.backends.interface import Chunk, RowStats
+from grpo_kernels.backends.interface import STATISTICS, Chunk, RowStats
 from grpo_kernels.backends.triton_rows.device import RowConfig
 from grpo_kernels.backends.triton_rows.mathfn import exp, exp_term, log1p, softplus
 from grpo_kernels.backends.triton_rows.transform import (
@@ -60,14 +60,11 @@ def launch_stats(
     more = {name: new(n, dtype=torch.bool if name == "is_top1" else None) for name in extras}
     stats_kernel[(triton.cdiv(n, config.block_n),)](
         **chunk_arguments(chunk),
-        # results
         logps_ptr=logps,
         max_logit_ptr=max_logit,
         log_sum_ptr=log_sum,
         entropies_ptr=entropies,
-        log_sum_sq_probs_ptr=more.get("log_sum_sq_probs"),
-        mean_logits_ptr=more.get("mean_logits"),
-        is_top1_ptr=more.get("is_top1"),
+        **{f"{name}_ptr": more.get(name) for name in STATISTICS},
         **config.arguments(),
     )
     return RowStats(logps, max_logit, log_sum, entropies, more)
@@ -76,32 +73,17 @@ def launch_stats(
 @triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=PER_ROW)
 def stats_kernel(
     # data: (n, V), (n,)
-    logits_ptr,
-    ids_ptr,
+    logits_ptr, ids_ptr,
     # results: (n,)
-    logps_ptr,
-    max_logit_ptr,
-    log_sum_ptr,
-    entropies_ptr,
-    log_sum_sq_probs_ptr,
-    mean_logits_ptr,
-    is_top1_ptr,
+    logps_ptr, max_logit_ptr, log_sum_ptr, entropies_ptr,
+    log_sum_sq_probs_ptr, mean_logits_ptr, is_top1_ptr,
     # shapes and strides
-    n,
-    V,
-    stride_n,
+    n, V, stride_n,
     # the transform: (V,), (n,), numbers
-    bias_ptr,
-    inv_t_ptr,
-    inner,
-    outer,
-    HAS_SOFTCAP: tl.constexpr,
-    ROUNDED_TO: tl.constexpr,
+    bias_ptr, inv_t_ptr, inner, outer, HAS_SOFTCAP: tl.constexpr, ROUNDED_TO: tl.constexpr,
     # the tile
-    BLOCK_N: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-):
+    BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
     """Statistics of `BLOCK_N` rows; a pointer is None where its result is not wanted."""
     rows, is_row = row_block(tl.program_id(0), n, BLOCK_N)
     row_ptrs, inner, outer = head_rows(
@@ -138,32 +120,20 @@ def stats_kernel(
 
 @triton.jit
 def reduce_rows(
-    head,
-    V,
-    HAS_SOFTCAP: tl.constexpr,
-    ROUNDED_TO: tl.constexpr,
-    wanted,
-    BLOCK_N: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-):
+    head, V, HAS_SOFTCAP: tl.constexpr, ROUNDED_TO: tl.constexpr, wanted,
+    BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
     """The sums of whole rows, (BLOCK_N,)."""
     LANES: tl.constexpr = BLOCK_V // 4
-    sums = no_logits(BLOCK_N, LANES)
+    m = tl.full((BLOCK_N, LANES), float("-inf"), tl.float32)
+    nothing = tl.zeros((BLOCK_N, LANES), tl.float32)
+    sums = m, nothing, nothing, nothing, nothing, tl.zeros((BLOCK_N, LANES), tl.int32)
     whole = V // BLOCK_V * BLOCK_V
     for start in tl.range(0, whole, BLOCK_V, num_stages=NUM_STAGES):
         sums = reduce_step(sums, head, start, None, HAS_SOFTCAP, ROUNDED_TO, wanted)
     if whole < V:
         sums = reduce_step(sums, head, whole, V, HAS_SOFTCAP, ROUNDED_TO, wanted)
-    return merge_lanes(sums, V, wanted)
-
-
-@triton.jit
-def no_logits(R: tl.constexpr, LANES: tl.constexpr):
-    """The sums (R, LANES) of `reduce_rows` before the first logit."""
-    m = tl.full((R, LANES), float("-inf"), tl.float32)
-    nothing = tl.zeros((R, LANES), tl.float32)
-    return m, nothing, nothing, nothing, nothing, tl.zeros((R, LANES), tl.int32)
+    return merge(sums, V, wanted)
 
 
 @triton.jit
@@ -171,17 +141,11 @@ def reduce_step(
     sums, head, start, end, HAS_SOFTCAP: tl.constexpr, ROUNDED_TO: tl.constexpr, wanted
 ):
     """Fold four logits into each lane of `sums` (R, W), from `load_logits`."""
-    z0, z1, z2, z3, id0, id1, id2, id3 = load_logits(
-        head, start, end, HAS_SOFTCAP, ROUNDED_TO, sums[0].shape[1]
-    )
-    return fold_step(sums, z0, z1, z2, z3, id0, id1, id2, id3, end, wanted)
-
-
-@triton.jit
-def fold_step(sums, z0, z1, z2, z3, id0, id1, id2, id3, end, wanted):
-    """Fold four logits z (R, W), of the columns id (1, W), into the sums of each lane."""
     m, rest, t, squares, total, top_id = sums
     with_entropy, with_squares, with_total, with_top_id = wanted
+    z0, z1, z2, z3, id0, id1, id2, id3 = load_logits(
+        head, start, end, HAS_SOFTCAP, ROUNDED_TO, m.shape[1]
+    )
     if with_total:
         total += (number(z0, id0, end) + number(z1, id1, end)) + (
             number(z2, id2, end) + number(z3, id3, end)
@@ -191,28 +155,11 @@ def fold_step(sums, z0, z1, z2, z3, id0, id1, id2, id3, end, wanted):
     m, rest, t_new, keep, e0, e1, e2, e3 = fold(m, rest, t, z0, z1, z2, z3)
     if with_entropy:
         t = t_new
-    if with_squares:
-        squares = fold_squares(squares, keep, e0, e1, e2, e3)
+    if with_squares:  # e^(2 (x - m)) over the terms of `rest`
+        squares = tl.fma(
+            keep * keep, squares, tl.fma(e3, e3, tl.fma(e2, e2, tl.fma(e1, e1, e0 * e0)))
+        )
     return m, rest, t, squares, total, top_id
-
-
-@triton.jit
-def merge_lanes(sums, V, wanted):
-    """Merge the sums of the lanes (R, W) into those of the rows (R,)."""
-    m, rest, t, squares, total, top_id = sums
-    _with_entropy, with_squares, with_total, with_top_id = wanted
-    lane_m = m
-    m, rest, t, e, is_first = merge(m, rest, t)
-    squares_all = m
-    if with_squares:
-        squares_all = merge_squares(squares, e, is_first)
-    total_all = m
-    if with_total:
-        total_all = sum_lanes(total)
-    top_id_all = tl.full(m.shape, 0, tl.int32)
-    if with_top_id:
-        top_id_all = tl.min(tl.where(lane_m == m[:, None], top_id, V), axis=1)
-    return m, rest, t, squares_all, total_all, top_id_all
 
 
 @triton.jit
@@ -242,7 +189,7 @@ def fold(m, rest, t, x0, x1, x2, x3):
     Each x, and the old m, is a term of the sums unless it is the largest, so one instance of the
     largest stays out. The earlier sums are rescaled once for the four.
 
-    Also return what `fold_squares` needs: the factor on the earlier sums, and the four new terms.
+    Also return what the sum of squares needs: the factor on the earlier sums, and the new terms.
     """
     low0, top = _low_high(m, x0)
     low1, top = _low_high(top, x1)
@@ -259,34 +206,30 @@ def fold(m, rest, t, x0, x1, x2, x3):
 
 
 @triton.jit
-def fold_squares(squares, keep, e0, e1, e2, e3):
-    """Running sum of e^(2 (x - m)) over the terms of `rest`; the rest is from `fold`."""
-    return tl.fma(keep * keep, squares, tl.fma(e3, e3, tl.fma(e2, e2, tl.fma(e1, e1, e0 * e0))))
-
-
-@triton.jit
-def merge(m, rest, t):
-    """Join the running sums along the last axis: (R, W) each -> (R,) each, W a power of 2.
-
-    Also return what `merge_squares` needs: the factors (R, W) on each lane's sums, and the lane
-    whose m is left out.
-    """
-    W: tl.constexpr = m.shape[1]
-    top = tl.max(m, axis=1)
+def merge(sums, V, wanted):
+    """Join the sums of the lanes (R, W), W a power of 2, to those of the rows (R,)."""
+    lane_m, rest, t, squares, total, top_id = sums
+    _with_entropy, with_squares, with_total, with_top_id = wanted
+    W: tl.constexpr = lane_m.shape[1]
+    m = tl.max(lane_m, axis=1)
     lane = tl.arange(0, W)[None, :]
-    is_first = lane == tl.min(tl.where(m == top[:, None], lane, W), axis=1)[:, None]
-    a = _distance(m, top[:, None])
+    is_first = lane == tl.min(tl.where(lane_m == m[:, None], lane, W), axis=1)[:, None]
+    a = -tl.abs(lane_m - m[:, None])
+    a = tl.where(a > LOWEST, a, LOWEST)  # also NaN, as between -inf and -inf
     e = exp_term(a)
     rest_all = sum_lanes(e * (rest + tl.where(is_first, 0.0, 1.0)))
     t_all = sum_lanes(e * (t + a * (rest + 1.0)))
-    top = tl.where(tl.max((m != m).to(tl.int32), axis=1) > 0, float("nan"), top)
-    return top, rest_all, t_all, e, is_first
-
-
-@triton.jit
-def merge_squares(squares, e, is_first):
-    """Join the sums of `fold_squares`: (R, W) -> (R,); `e` and `is_first` are from `merge`."""
-    return sum_lanes(e * e * (squares + tl.where(is_first, 0.0, 1.0)))
+    m = tl.where(tl.max((lane_m != lane_m).to(tl.int32), axis=1) > 0, float("nan"), m)
+    squares_all = m
+    if with_squares:
+        squares_all = sum_lanes(e * e * (squares + tl.where(is_first, 0.0, 1.0)))
+    total_all = m
+    if with_total:
+        total_all = sum_lanes(total)
+    top_id_all = tl.full(m.shape, 0, tl.int32)
+    if with_top_id:
+        top_id_all = tl.min(tl.where(lane_m == m[:, None], top_id, V), axis=1)
+    return m, rest_all, t_all, squares_all, total_all, top_id_all
 
 
 @triton.jit
@@ -340,10 +283,3 @@ def _term(x, m):
     a = x - m
     a = tl.where(a > LOWEST, a, LOWEST)
     return a, exp_term(a)
-
-
-@triton.jit
-def _distance(x, m):
-    """Return -|x - m|; LOWEST if that is below LOWEST, or NaN, as between -inf and -inf."""
-    a = -tl.abs(x - m)
-    return tl.where(a > LOWEST, a, LOWEST)

@@ -6,7 +6,6 @@ float32. `torch_rows.TorchRows` has the formulas.
 
 from __future__ import annotations
 
-import torch
 import triton
 from torch import Tensor
 
@@ -64,20 +63,4 @@ class TritonRows(FusedRowBackend):
             return launch_fused(chunk, token_loss, out, config)
 
     def _config(self, kernel: str, chunk: Chunk) -> RowConfig:
-        """Return the tile for a chunk; raise ValueError if this backend cannot serve it."""
-        for logits in (chunk.logits, *([] if chunk.teacher is None else [chunk.teacher.logits])):
-            if logits.dtype != torch.float32:
-                raise ValueError(
-                    f"backend: expected float32 logits for 'triton', got {logits.dtype}"
-                )
-            if logits.stride(1) != 1 and logits.shape[1] > 1:
-                raise ValueError(
-                    "backend: expected logits with contiguous rows for 'triton', "
-                    f"got strides {logits.stride()}"
-                )
-            if not logits.is_cuda and not INTERPRETED:
-                raise ValueError(
-                    "backend: 'triton' expected tensors on a GPU (or TRITON_INTERPRET=1 before "
-                    f"Triton is imported), got {logits.device.type} tensors"
-                )
         return row_config(kernel, chunk.logits.shape[1], arch_of(chunk.logits.device))

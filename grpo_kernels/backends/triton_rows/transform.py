@@ -18,33 +18,14 @@ from grpo_kernels.backends.triton_rows.mathfn import quarter_tanh_slope, tanh
 
 # Arguments with one number per row. Each is read once: its alignment is not worth a kernel variant.
 PER_ROW = [
-    "ids_ptr",
-    "inv_t_ptr",
-    "logps_ptr",
-    "max_logit_ptr",
-    "log_sum_ptr",
-    "entropies_ptr",
-    "log_sum_sq_probs_ptr",
-    "mean_logits_ptr",
-    "is_top1_ptr",
-    "d_logp_ptr",
-    "d_entropy_ptr",
-    "loss_ptr",
-    "log_ratio_ptr",
-    "kl_ptr",
-    "advantages_ptr",
-    "d_policy_ptr",
-    "weights_ptr",
-    "old_ptr",
-    "ref_ptr",
-    "gate_ptr",
-    "teacher_inv_t_ptr",
-    "teacher_max_logit_ptr",
-    "teacher_log_sum_ptr",
-    "value_ptr",
-    "sum_k_ptr",
-    "d_divergence_ptr",
-]
+    "ids_ptr", "inv_t_ptr",
+    "logps_ptr", "max_logit_ptr", "log_sum_ptr", "entropies_ptr",
+    "log_sum_sq_probs_ptr", "mean_logits_ptr", "is_top1_ptr",
+    "d_logp_ptr", "d_entropy_ptr", "d_divergence_ptr",
+    "loss_ptr", "log_ratio_ptr", "kl_ptr",
+    "advantages_ptr", "d_policy_ptr", "weights_ptr", "old_ptr", "ref_ptr", "gate_ptr",
+    "teacher_inv_t_ptr", "teacher_max_logit_ptr", "teacher_log_sum_ptr", "value_ptr", "sum_k_ptr",
+]  # fmt: skip
 ROUNDINGS = {None: None, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
@@ -89,11 +70,9 @@ def head_rows(logits_ptr, stride_n, rows, inv_t_ptr, inner, outer, HAS_SOFTCAP: 
     These two are numbers, or (R, 1) where each row has its own temperature.
 
     A head travels as one tuple, `head`: (row pointers, bias pointer, inner, outer). Each kernel
-    puts the bias pointer
-    between these itself: in Triton 3.6 no function can return a tuple that holds None. HAS_SOFTCAP
-        and ROUNDED_TO
-    travel by themselves: Triton makes run-time numbers of flags in a tuple, and a tuple cannot hold
-        a dtype.
+    puts the bias pointer between these itself: in Triton 3.6 no function can return a tuple that
+    holds None. HAS_SOFTCAP and ROUNDED_TO travel by themselves: Triton makes run-time numbers of
+    flags in a tuple, and a tuple cannot hold a dtype.
     """
     inner = tl.cast(inner, tl.float32)
     outer = tl.cast(outer, tl.float32)

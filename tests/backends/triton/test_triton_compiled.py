@@ -33,17 +33,6 @@ for arch in TARGETS:
         found[f"{arch} {dtype} {dtype.itemsize}"] = accesses
 print(json.dumps(found))
 """
-ON_THE_CPU = """
-import torch
-from grpo_kernels.backends.interface import Chunk, LogitTransform
-from grpo_kernels.backends.triton_rows.rows import INTERPRETED, TritonRows
-assert not INTERPRETED
-chunk = Chunk(torch.ones(2, 8), torch.zeros(2, dtype=torch.long), LogitTransform())
-try:
-    TritonRows().stats(chunk, entropy=False)
-except ValueError as error:
-    print(error)
-"""
 
 
 def printed(*arguments: str) -> str:
@@ -80,7 +69,3 @@ def test_the_scaling_kernel_accesses_128_bits_on_every_target() -> None:
         )
         assert counts[reads] == of_thread * 4 // 16, (target, counts)
         assert counts[writes] == of_thread * int(target[-1]) // 16, (target, counts)
-
-
-def test_tensors_on_the_cpu_are_refused() -> None:
-    assert printed("-c", ON_THE_CPU).startswith("backend: 'triton' expected tensors on a GPU")

@@ -14,7 +14,7 @@ from grpo_kernels.backends.interface import Chunk
 from grpo_kernels.backends.triton_rows.device import RowConfig
 from grpo_kernels.backends.triton_rows.rows import INTERPRETED, TritonRows
 from tests.support.divergence_suite import BETAS, DivergenceSuite
-from tests.support.row_cases import DEVICE, PLAIN, make_transform, rows
+from tests.support.row_cases import DEVICE, make_transform, rows
 from tests.support.row_suite import RowSuite, SpecialSuite, check_kernels, check_many_rows
 
 pytestmark = pytest.mark.unit
@@ -87,11 +87,3 @@ def test_default_tiles(vocab: int) -> None:
 
 def test_many_rows() -> None:
     check_many_rows(small(4096 if INTERPRETED else 1, 16), DEVICE)
-
-
-def test_refusals() -> None:
-    raw, ids = rows(2, 8)
-    with pytest.raises(ValueError, match="backend: expected float32 logits"):
-        TritonRows().stats(Chunk(raw.double(), ids, PLAIN), entropy=False)
-    with pytest.raises(ValueError, match="backend: expected logits with contiguous rows"):
-        TritonRows().stats(Chunk(raw.T, ids, PLAIN), entropy=False)
