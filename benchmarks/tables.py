@@ -14,15 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import figures
-from benchmarks.figures import (
-    ALL_OPTIONS,
-    DEFAULTS,
-    ONE_GROUP,
-    OURS,
-    PRODUCTS,
-    Case,
-    ratio,
-)
+from benchmarks.figures import ALL_OPTIONS, DEFAULTS, ONE_GROUP, OURS, PRODUCTS, Case, ratio
 from benchmarks.providers import PROVIDERS
 
 PACKAGES = {

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_kernels import LossConfig, Run, grpo_loss, linear_divergence, linear_logprob
+from grpo_kernels import LossConfig, Run, grpo_loss, linear_divergence
 from tests.support.flat import flat
 from tests.support.measure import AllocationWatcher, count_flops
 from tests.support.pretend_gpu import OnGPU, here, pretended
@@ -29,12 +29,12 @@ def tensors(head: str, n: int = N, v: int = V, h: int = H) -> tuple[torch.Tensor
 
 def nvh(head: str, gradient: Any = None, **options: Any) -> float:
     """Cost of forward and backward in units of NVH."""
-    given = tensors(head)
+    given, upstream = tensors(head), torch.full((N,), 0.3) if gradient is None else gradient
 
     def run() -> None:
         found = flat(linear_divergence)(*given, **options).divergence
         if found.requires_grad:
-            found.backward(torch.full_like(found, 0.3) if gradient is None else gradient)
+            found.backward(upstream)
 
     return count_flops(run) / (N * V * H)
 
@@ -59,27 +59,34 @@ def test_only_the_rows_that_count_are_projected() -> None:
     assert nvh("trainable", mask=mask) == 8 * 3 / 4
 
 
+def with_exact_kl(given: Any, there: Any = lambda x: x, **options: Any) -> torch.Tensor:
+    """A loss whose KL term is the divergence from a reference, of on-policy tokens."""
+    hidden, weight, other, other_weight = given
+    shape = (8, N // 8)
+    config = LossConfig(beta=0.1, kl_estimator="full", **options.pop("config", {}))
+    return grpo_loss(
+        hidden.view(*shape, H), weight, there(torch.zeros(shape, dtype=torch.long)), None,
+        there(torch.ones(8)), reference=(other.view(*shape, H), other_weight), config=config,
+        **options,
+    ).loss  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("old", "level", "cost"), [(False, "token", 8), (True, "token", 8), (True, "sequence", 12)]
 )
 def test_the_exact_kl_of_a_loss_adds_the_projection_of_the_reference(
     old: bool, level: str, cost: int
 ) -> None:
-    config = LossConfig(beta=0.1, kl_estimator="full", importance_sampling_level=level)
+    options: dict[str, Any] = {"config": {"importance_sampling_level": level}}
+    if old:
+        options["old_per_token_logps"] = torch.full((8, N // 8), -4.0)
     for head, engines in (("trainable", cost), ("frozen", cost - 2), ("no grad", 4)):
-        hidden, weight, other, other_weight = tensors(head)
+        given = tensors(head)
 
-        def run(given: Any = (hidden, weight), reference: Any = (other, other_weight)) -> None:
-            shape = (8, N // 8)
-            logps = torch.full(shape, -4.0) if old else None
-            out = grpo_loss(
-                given[0].view(*shape, H), given[1], torch.zeros(shape, dtype=torch.long), None,
-                torch.ones(8), reference=(reference[0].view(*shape, H), reference[1]),
-                config=config,
-                old_per_token_logps=logps,
-            )  # fmt: skip
-            if out.loss.requires_grad:
-                out.loss.backward()
+        def run(given: Any = given) -> None:
+            loss = with_exact_kl(given, **options)
+            if loss.requires_grad:
+                loss.backward()
 
         assert count_flops(run) / (N * V * H) == engines
 
@@ -142,35 +149,11 @@ def test_without_a_mask_it_can_be_captured(
         torch.testing.assert_close(here(found.detach()), plain, rtol=1e-5, atol=1e-6)
 
 
-def test_an_expectation_can_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two passes are then taken: whether it came true cannot be asked."""
-    hidden, weight, *_ = tensors("trainable")
-    ids = torch.arange(N) % V
-    want = linear_logprob(hidden, weight, ids, run=ON_TORCH).logps
-    want.sum().backward()
-    with pretended(monkeypatch, capturing=True) as waits:
-        given = on_gpu((True, True))[:2]
-        found = linear_logprob(
-            *given, OnGPU(ids), expected=OnGPU(torch.ones(N)), run=ON_TORCH
-        ).logps
-        torch.autograd.backward(found.sum())
-        assert not waits
-        torch.testing.assert_close(here(given[1].grad), weight.grad, rtol=1e-5, atol=1e-5)
-
-
 def test_a_loss_with_the_exact_kl_waits_no_more_and_can_be_captured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    config = LossConfig(beta=0.1, kl_estimator="full", loss_type="grpo")
     with pretended(monkeypatch, capturing=True) as waits:
-        hidden, weight, other, other_weight = on_gpu((True, True))
-        shape = (8, N // 8)
-        out = grpo_loss(
-            hidden.view(*shape, H), weight, OnGPU(torch.zeros(shape, dtype=torch.long)), None,
-            OnGPU(torch.ones(8)), reference=(other.view(*shape, H), other_weight), config=config,
-            run=ON_TORCH,
-        )  # fmt: skip
-        torch.autograd.backward(out.loss)
+        torch.autograd.backward(with_exact_kl(on_gpu((True, True)), OnGPU, run=ON_TORCH))
     assert not waits
 
 

@@ -73,77 +73,61 @@ def test_cost_of_every_loss(
     assert cost == COST[expected][head == "frozen"](1 - share_zero)
 
 
-@pytest.mark.parametrize(
-    ("options", "trainable", "frozen"),
-    [
-        ({"beta": 0.1}, "one_pass", "frozen"),
-        ({"beta": 0.1, "importance_sampling_level": "sequence"}, "two_pass", "frozen"),
-        ({"beta": 0.1, "importance_sampling_level": "sequence", "use_bias_correction_kl": False},
-            "one_pass", "frozen"),
-        ({"entropy_coef": 0.01}, "one_pass", "one_pass"),
-        ({"entropy_coef": 0.01, "beta": 0.1}, "one_pass", "one_pass"),
-    ],
-    ids=str,
-)  # fmt: skip
+def coupled(tokens: TokenInputs) -> torch.Tensor:
+    return -tokens.advantages * tokens.logps * tokens.logps.detach().mean()
+
+
+def coupled_entropy(tokens: TokenInputs) -> torch.Tensor:
+    return -tokens.advantages * tokens.logps - tokens.entropies * tokens.logps.detach().mean()
+
+
+@grpo_kernels.token_level
+def token(tokens: TokenInputs) -> torch.Tensor:
+    return -tokens.advantages * tokens.logps
+
+
+SEQUENCE = {"importance_sampling_level": "sequence"}
+# With a KL term or an entropy bonus an advantage of 0 leaves no row without gradient; of a custom
+# objective none is given.
+EVERY_ROW = [  # options, engine of a head that trains, and of a frozen one
+    ({"beta": 0.1}, "one_pass", "frozen"),
+    ({"beta": 0.1, **SEQUENCE}, "two_pass", "frozen"),
+    ({"beta": 0.1, **SEQUENCE, "use_bias_correction_kl": False}, "one_pass", "frozen"),
+    ({"entropy_coef": 0.01}, "one_pass", "one_pass"),
+    ({"entropy_coef": 0.01, "beta": 0.1}, "one_pass", "one_pass"),
+    ({"objective": token}, "one_pass", "frozen"),
+    ({"objective": coupled}, "two_pass", "frozen"),
+    ({"objective": coupled_entropy}, "two_pass", "two_pass"),
+]
+
+
+@pytest.mark.parametrize(("options", "trainable", "frozen"), EVERY_ROW, ids=range(len(EVERY_ROW)))
 def test_cost_where_every_row_carries_gradient(
     options: dict[str, Any], trainable: str, frozen: str
 ) -> None:
-    """With a KL term or an entropy bonus, an advantage of 0 leaves no row without gradient."""
+    custom = {k: x for k, x in options.items() if k == "objective"}
+    config = LossConfig(**{} if custom else options)
     for head, name in (("trainable", trainable), ("frozen", frozen)):
-        cost, engine = nvh(batch(0.5, head), LossConfig(**options))
-        assert engine == name
-        assert cost == COST[name][head == "frozen"](1.0)
+        cost, engine = nvh(batch(0.0 if custom else 0.5, head), config, **custom)
+        assert (engine, cost) == (name, COST[name][head == "frozen"](1.0))
 
 
 def test_two_passes_skip_rows_whose_coefficient_came_out_zero() -> None:
-    """The top-entropy mask leaves a quarter of the rows: 2 + 6/4; with an entropy bonus and a
-    frozen head 2 + 4/4."""
+    """The top-entropy mask leaves a quarter of the rows; of ratios far above the clip, half of the
+    sequences have a positive advantage. With a frozen head the gradient of all logps was taken in
+    the forward, unless there is an entropy bonus."""
+    top = LossConfig(top_entropy_quantile=0.25)
+    bonus = LossConfig(top_entropy_quantile=0.25, entropy_coef=0.1)
     for head, config, want in (
-        ("trainable", LossConfig(top_entropy_quantile=0.25), 2 + 6 * 0.25),
-        (
-            "frozen",
-            LossConfig(top_entropy_quantile=0.25),
-            4,
-        ),  # the gradient of all logps was taken in the forward
-        ("frozen", LossConfig(top_entropy_quantile=0.25, entropy_coef=0.1), 2 + 4 * 0.25),
+        ("trainable", top, (2 + 6 * 0.25, "two_pass")),
+        ("frozen", top, (4, "frozen")),
+        ("frozen", bonus, (2 + 4 * 0.25, "two_pass")),
     ):
-        cost, engine = nvh(batch(0.0, head), config)
-        assert cost == want <= 6
-        assert engine == ("frozen" if want == 4 else "two_pass")
-
-
-def test_clipped_rows_cost_no_second_pass() -> None:
-    """Sequence ratios far above the clip with a positive advantage: only the other half is
-    projected again."""
+        assert nvh(batch(0.0, head), config) == want
     inputs = batch(0.0, "trainable")
     inputs["advantages"] = torch.tensor([1.0, -1.0] * (B // 2))
     inputs["old_per_token_logps"] = torch.full((B, T), -40.0)  # every ratio is far above the clip
-    cost, engine = nvh(inputs, LossConfig(loss_type="grpo", importance_sampling_level="sequence"))
-    assert engine == "two_pass"
-    assert cost == 2 + 6 * 0.5
-
-
-@pytest.mark.parametrize("head", ["trainable", "frozen"])
-def test_custom_objectives(head: str) -> None:
-    @grpo_kernels.token_level
-    def token(tokens: TokenInputs) -> torch.Tensor:
-        return -tokens.advantages * tokens.logps
-
-    def coupled(tokens: TokenInputs) -> torch.Tensor:
-        return -tokens.advantages * tokens.logps * tokens.logps.detach().mean()
-
-    def coupled_entropy(tokens: TokenInputs) -> torch.Tensor:
-        return -tokens.advantages * tokens.logps - tokens.entropies * tokens.logps.detach().mean()
-
-    frozen = head == "frozen"
-    for objective, name in (
-        (token, "frozen" if frozen else "one_pass"),
-        (coupled, "frozen" if frozen else "two_pass"),
-        (coupled_entropy, "two_pass"),
-    ):
-        cost, engine = nvh(batch(0.0, head), LossConfig(), objective=objective)
-        assert engine == name
-        assert cost == COST[name][frozen](1.0)
+    assert nvh(inputs, LossConfig(loss_type="grpo", **SEQUENCE)) == (2 + 6 * 0.5, "two_pass")
 
 
 @pytest.mark.parametrize("head", ["trainable", "frozen"])
@@ -173,7 +157,7 @@ def test_rows_metrics() -> None:
 
 
 def test_engines_that_would_be_wrong_are_refused() -> None:
-    coupled = LossConfig(importance_sampling_level="sequence")
+    coupled = LossConfig(**SEQUENCE)
     inputs = batch(0.0, "trainable") | {"old_per_token_logps": torch.full((B, T), -4.2)}
     assert nvh(inputs, coupled)[1] == "two_pass"
     for engine in ("score", "frozen", "one_pass"):
