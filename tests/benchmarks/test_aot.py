@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ pytest.importorskip("triton")
 from benchmarks.aot import __main__ as aot_command
 from benchmarks.aot import roofline
 from benchmarks.aot.checks import broken_by_code, may_spill, narrow_products, spills_in_inner_loops
-from benchmarks.aot.sass import LOADS, inner_loops, moved, parsed
+from benchmarks.aot.sass import parsed
 from tests.support.planted import ROOT, Fault, plant
 
 ROW_KERNELS = ("stats", "grad", "fused", "diverge")
@@ -160,68 +159,3 @@ def test_spills_in_inner_loops_are_noticed(place: int, found: bool) -> None:
         x if x.endswith(":") else f"        /*{16 * i:04x}*/  {x} ;" for i, x in enumerate(code)
     )
     assert spills_in_inner_loops(parsed("\n".join(lines))) == found
-
-
-def test_a_child_imports_the_release_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(aot_command, "FOLDER", tmp_path)
-    assert aot_command.environment(version("triton")).get("PYTHONPATH") == os.environ.get(
-        "PYTHONPATH"
-    )
-    package = tmp_path / "triton-0.0.1" / "triton"
-    package.mkdir(parents=True)
-    (package / "__init__.py").write_text("__version__ = '0.0.1'")
-    (package.parent / ".installed").touch()
-    command = [sys.executable, "-c", "import triton; print(triton.__version__)"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env=aot_command.environment("0.0.1")
-    )
-    assert done.stdout.strip() == "0.0.1", done.stderr
-
-
-LOOPS = """
-stats_kernel:
-.text.stats_kernel:
-        /*0000*/                   LDC R1, c[0x0][0x28] ;
-.L_x_1:
-        /*0010*/              @!P4 LDG.E.128.CONSTANT R4, desc[UR4][R2.64] ;
-.L_x_2:
-        /*0020*/                   LDGSTS.E.BYPASS.LTC128B.64 [R35], desc[UR14][R2.64], P5 ;
-        /*0030*/                   LDG.E.U16 R4, desc[UR4][R2.64] ;
-        /*0040*/              @!P4 BRA `(.L_x_2) ;
-        /*0050*/              @!P4 BRA `(.L_x_1) ;
-.L_x_3:
-        /*0060*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P3, [UR6], R194 ;
-        /*0070*/              @!P3 BRA `(.L_x_3) ;
-        /*0080*/                   EXIT ;
-"""
-
-
-def test_loops_are_told_apart() -> None:
-    """The inner one of two, and one that only waits."""
-    code = parsed(LOOPS)
-    assert [x.name for x in code[:3]] == ["LDC", "LDG", "LDGSTS"]
-    assert [[x.name for x in loop] for loop in inner_loops(code)] == [
-        ["LDGSTS", "LDG", "BRA"],
-        ["SYNCS", "BRA"],
-    ]
-    (reading,) = inner_loops(code, lambda x: x.name in LOADS)
-    assert (moved(reading, LOADS), moved(code, LOADS)) == (8 + 2, 16 + 8 + 2)
-    with pytest.raises(ValueError, match="no instructions"):
-        parsed("nvdisasm fatal")
-
-
-@pytest.mark.parametrize(
-    ("registers", "threads", "shared", "ctas"),
-    [
-        (48, 256, 16384, 5),
-        (79, 256, 16384, 3),
-        (30, 256, 0, 8),  # by threads
-        (255, 256, 147480, 1),  # by registers, and by shared memory
-        (32, 64, 0, 32),  # by programs
-        (32, 128, 116 * 1024, 1),  # by the KiB that the system takes
-    ],
-)
-def test_programs_of_a_multiprocessor(registers: int, threads: int, shared: int, ctas: int) -> None:
-    assert roofline.ctas_per_sm(registers, threads, shared) == ctas

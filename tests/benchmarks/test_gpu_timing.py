@@ -4,14 +4,11 @@ counts as time."""
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import gpu_parts
-from benchmarks.run import Results
 from benchmarks.timing import Clock, TooLongToQueue, interleaved, quantiles
 
 CPU = torch.device("cpu")
@@ -89,20 +86,6 @@ def test_a_launch_is_no_part_of_a_kernels_time(monkeypatch: pytest.MonkeyPatch) 
         "event",
         "wait",
     ]
-
-
-@pytest.mark.parametrize("measure", [gpu_parts.measure_ceilings, gpu_parts.measure_rows])
-def test_kernels_are_queued(measure: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clocks: list[dict[str, Any]] = []
-
-    def clock(device: torch.device, **options: Any) -> Clock:
-        clocks.append(options)
-        return Clock(device)
-
-    monkeypatch.setattr(gpu_parts, "Clock", clock)
-    measure(CPU, Results(tmp_path / "found.json"), toy=True)
-    assert clocks
-    assert all(options == {"flush": True, "queued": True} for options in clocks)
 
 
 def test_interleaving() -> None:

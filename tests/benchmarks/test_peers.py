@@ -113,18 +113,6 @@ def test_the_result_is_right_or_there_is_a_reason(name: str, case: BenchCase) ->
     assert (outcome.entropies is not None) or not case.wants_entropy or name not in GIVES_ENTROPY
 
 
-@pytest.mark.skipif(not HAS_LINEAR_CE, reason="torch has no F.linear_cross_entropy")
-@pytest.mark.parametrize(
-    "case", [x for x in CASES.values() if x.softcap is None and x.top_entropy == 1]
-)
-def test_linear_ce_in_chunks(case: BenchCase) -> None:
-    """From as many tokens as its documentation recommends them for."""
-    assert "in chunks" in run("linear_ce", make_inputs(replace(case, n=case.h), CPU)).note
-    assert (
-        "options=None" in run("linear_ce", make_inputs(replace(case, n=case.h - case.t), CPU)).note
-    )
-
-
 @pytest.mark.slow  # compiles
 def test_compiled() -> None:
     inputs = make_inputs(replace(TOY, softcap=5.0, padding=0.5, top_entropy=0.5), CPU)
@@ -193,18 +181,3 @@ def test_a_package_that_is_missing_is_named(name: str, monkeypatch: pytest.Monke
     peers.module.cache_clear()  # verl's adapter keeps what it imported
     with pytest.raises(Absence, match=PACKAGES[name]):
         build(name, make_inputs(TOY, CPU))
-
-
-@pytest.mark.skipif(not is_installed("verl_triton"), reason="verl is not installed")
-def test_verl_finds_its_kernels_in_a_call_without_verl_itself(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Its forward and backward say ``from . import kernels``, which must not import verl, and with
-    it Ray."""
-    peers.module.cache_clear()
-    head = peers.module("kernel", "linear_cross_entropy")
-    for package in ("ray", "verl"):
-        hide(package, monkeypatch)
-    exec("from . import kernels", vars(head))
-    assert head.kernels.efficient_entropy_forward.__name__ == "efficient_entropy_forward"
-    assert not {"ray", "verl"} & set(sys.modules)

@@ -17,7 +17,6 @@ from benchmarks.figures import DEFAULTS, STOCK
 from benchmarks.machine import ROOT
 from benchmarks.real import __main__ as command
 from benchmarks.real import expectations, report, train
-from benchmarks.real.model import make
 from benchmarks.run import Results
 from benchmarks.step import PHASES
 
@@ -138,16 +137,6 @@ def test_a_training_that_fails_is_noted_and_the_others_go_on(
         and not reasons[2]
     )
     assert [run.get("tests") for run in runs] == [None, None, False]
-
-
-def test_without_its_packages_it_says_which(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(
-        ModuleNotFoundError, match=r"expected the packages of requirements/real\.txt"
-    ):
-        make(tmp_path / "model")
 
 
 def test_the_page_shows_what_to_expect() -> None:

@@ -16,11 +16,10 @@ pytest.importorskip("trl")
 pytest.importorskip("liger_kernel")
 
 from benchmarks import __main__ as command
-from benchmarks import figures, machine, tables
+from benchmarks import figures, tables
 from benchmarks.cases import HEADS, WORKLOADS, BenchCase, Inputs, case, make_inputs, policy_loss
-from benchmarks.head_flops import counter
-from benchmarks.machine import ROOT, Watch
-from benchmarks.plan import cpu_cases, gpu_cases
+from benchmarks.machine import ROOT
+from benchmarks.plan import cpu_cases
 from benchmarks.providers import Outcome, build, heads, named, peers
 from benchmarks.reference import Reference, errors, is_right, reference
 from benchmarks.run import How, Results, Step, check, measure_case
@@ -77,29 +76,6 @@ def test_counted_operations(name: str, counted: tuple[int, ...]) -> None:
     assert tuple(found) == counted
 
 
-def test_operations_of_a_product_with_another_dtype() -> None:
-    """What torch's dispatch gives for ``torch.addmm(c, a, b, out_dtype=..., out=c)`` on a GPU."""
-    formula = counter().flop_registry[torch.ops.aten.addmm]
-    a, b, c = torch.zeros(3, 5), torch.zeros(5, 7), torch.zeros(3, 7)
-    assert formula(c, a, b, torch.float32, beta=1, out=c, out_val=c) == 2 * 3 * 5 * 7
-
-
-def test_what_other_processes_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 10 seconds on 4 cores all were at work for 26, of which 6 were this process's."""
-    readings = iter(((1.0, 100.0, 3.0), (11.0, 126.0, 9.0)))
-    monkeypatch.setattr(Watch, "_read", staticmethod(lambda: next(readings)))
-    monkeypatch.setattr(machine.os, "cpu_count", lambda: 4)
-    assert Watch().others() == 0.5
-
-
-def test_share_of_ratios() -> None:
-    """Counted exactly: a log-probability that is off by 2 % is a ratio that is."""
-    inputs, want, outcome = stepped(replace(case("x", workload="off-policy").toy(), n=64, t=8))
-    logps = outcome.logps.detach().clone()
-    logps.view(-1)[:16] += 0.02
-    assert errors(Outcome(logps=logps), inputs, want)["ratio_off"] == 0.25
-
-
 def test_inputs_are_as_their_case_says() -> None:
     given = replace(case("x", workload="padding"), n=128, t=16, v=300, h=16)
     assert given.counted == int(make_inputs(given, CPU).mask.sum()) == 64
@@ -126,15 +102,6 @@ def test_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert providers["eager"]["status"] == "wrong" and "ms" not in providers["eager"]
     assert providers["cce"]["status"] == "absent" and providers["cce"]["reason"]
     assert providers["ours"]["status"] == "ok" and providers["ours"]["ms"]["full"]["samples"] == 2
-
-
-def test_what_there_was_no_time_for_is_noted(tmp_path: Path) -> None:
-    found, given = Results(tmp_path / "x.json", cases={}), replace(PLAIN, rounds=2)
-    how = How(backend="torch", one_by_one=True, until=0.0)
-    measure_case(given, ("eager", "ours"), found, how)
-    measured = found.data["cases"]["plain"]
-    assert measured["status"] == "partial" and measured["providers"]["ours"]["status"] == "ok"
-    assert measured["providers"]["eager"] == {"status": "skipped", "reason": "no time left"}
 
 
 @pytest.mark.parametrize("one_by_one", [False, True])
@@ -176,15 +143,6 @@ def test_what_fails_costs_no_other_provider(
     assert with_anchors == (["ours/torch", "compiled", "eager"] if one_by_one else [])
     assert ("ms" in before[0]["ours"]) is one_by_one
     assert "ms" in before[1]["ours"]
-
-
-def test_plans() -> None:
-    for plan in (cpu_cases(), gpu_cases()):
-        assert len({x.name for x in plan}) == len(plan)
-        assert all(x.n % x.t == 0 and all(map(named, x.providers)) for x in plan)
-        assert {x.model for x in plan} == set(HEADS)
-    limited = [x for x in cpu_cases() if "products" in x.providers]
-    assert all(x.rounds >= 3 for x in limited)  # often enough to be a limit
 
 
 def test_choices_and_refusals() -> None:
@@ -303,26 +261,6 @@ def test_goals_and_conditions_of_a_gpu() -> None:
     assert "triton" not in said and "None" not in said
 
 
-def test_a_run_that_was_stopped_has_the_tables_of_what_it_has() -> None:
-    full = {"samples": 1, "median": 12.5, "p20": None, "p80": None}
-    found = {
-        "ours": {"status": "ok", "ms": {"full": full}, "errors": {}, "extra_mib": None},
-        "trl": {"status": "ok", "ms": {"full": {"samples": 0}}},
-        "eager": {"status": "wrong", "reason": "d_hidden"},
-        "cce": {"status": "out of memory"},
-        "liger_ce": {},
-    }
-    shape = {"part": "main", "n": 64, "h": 32, "v": 700, "t": 8, "dtype": "bfloat16"}
-    cases = {"a": {**shape, "providers": found}, "b": {**shape, "providers": {}}}
-    run = {"format": 2, "device": "cpu", "status": "stopped", "cases": cases}
-    text = tables.lines(run)
-    (rows,) = parsed(text, "Main cases")
-    assert [(row["provider"], row.get("ms")) for row in rows] == [("`ours`", "12.5"), ("`trl`", "")]
-    assert "extra MiB" not in rows[0]
-    reasons = "`eager`: wrong: d_hidden", "`cce`: out of memory", "`liger_ce`: not run"
-    assert all(f"- {reason} (a)" in text for reason in reasons)
-    assert "None" not in "\n".join(text) and tables.summary(run) == []
-    assert tables.lines({"format": 2, "cases": {}})
 
 
 def test_no_path_of_the_machine_and_no_number_that_wraps(
@@ -337,13 +275,6 @@ def test_no_path_of_the_machine_and_no_number_that_wraps(
     kept = "ours/torch, 3 / 4, https://a.org/b/c and N/A"
     assert tables.tidy(kept) == kept
     assert tables.tidy("at\n|x| /usr/lib/") == "at /x/ lib"
-
-
-def test_names_have_versions() -> None:
-    versions = {"trl": "1.16.0", "torch": "2.13.0+cpu", "verl": "absent"}
-    names = {"trl": "TRL 1.16 fused head", "linear_ce": "torch 2.13 linear_cross_entropy"}
-    names |= {"verl_torch": "verl torch head", "ours@128": "grpo_kernels, 128 MiB"}
-    assert {x: tables.label(x, versions) for x in names} == names
 
 
 def test_steps_of_another_run_come_with_its_conditions(tmp_path: Path) -> None:

@@ -25,28 +25,6 @@ def test_the_table_is_whole_and_says_what_was_measured() -> None:
         assert measured is False or set(measured) == {"device", "torch", "triton"}
 
 
-def test_neighbours_that_agree_are_one_entry() -> None:
-    assert tune.joined([(1, "a"), (2, "a"), (3, "b"), (4, "b")]) == [(2, "a"), (None, "b")]
-    assert tune.joined([(1, "a")]) == [(None, "a")]
-
-
-def test_the_fastest_that_keeps_the_rules(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = {"slow": 3.0, "spills": 1.0, "fast": 2.0}
-    monkeypatch.setattr(tune, "seconds", lambda run: times[run])
-    monkeypatch.setattr(tune, "SHORTLIST", 1)
-    same = lambda config: config  # noqa: E731
-    assert tune.shortlist(times, same, lambda c: c == "spills", tune.Budget(None)) == ["fast"]
-    assert tune.fastest(times, [same, same], tune.Budget(None)) == "spills"
-
-
-def test_new_entries_replace_those_of_their_family_only() -> None:
-    table = json.loads(tune.own_table().read_text())
-    entry = {**next(e for e in table if e["family"] == "sm_90"), "num_warps": 4}
-    merged = tune.merged(table, [entry])
-    key = ("family", "kernels")
-    assert merged == [entry, *(e for e in table if any(e[k] != entry[k] for k in key))]
-
-
 @pytest.mark.slow
 def test_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
     before = tune.own_table().read_text()
@@ -97,10 +75,3 @@ def test_the_tuner_does_a_subset(tmp_path: Path) -> None:
     own, table = json.loads(tune.own_table().read_text()), json.loads(out.read_text())
     assert [e["vocab_at_most"] for e in of_kernel(table, "grad")] == [None]
     assert of_kernel(table, "stats") == of_kernel(own, "stats")
-
-
-def test_a_budget_ends() -> None:
-    tune.Budget(None).check()
-    tune.Budget(60.0).check()
-    with pytest.raises(tune.OutOfTime):
-        tune.Budget(-1.0).check()

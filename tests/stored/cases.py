@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial, reduce
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -33,21 +34,6 @@ RENAMED: dict[str, str] = {
     "objectives.gspo": "objectives.gspo_token",
     "objectives.icepop": "objectives.icepop_prime_rl",
 }
-# Those that are gone, and what a user calls instead. Their cases are counted, not compared.
-GONE: dict[str, str] = {
-    "advantages.distillation_advantages": "teacher_logps - student_logps (docs/divergences.md)",
-    "advantages.gdpo_advantages": "whiten of group_advantages (docs/choosing-a-loss.md)",
-    "advantages.gpg_advantages": "a line of torch (docs/choosing-a-loss.md)",
-    "advantages.opo_advantages": "a line of torch (docs/choosing-a-loss.md)",
-    "advantages.optimal_token_baseline": "verl's own; log_sum_sq_probs of linear_logprob feeds it",
-    "advantages.passk_advantages": "two lines of torch (docs/choosing-a-loss.md)",
-    "advantages.rejection_sampling_advantages": "(rewards >= threshold).float()",
-    "advantages.remax_advantages": "rewards - rewards of the greedy completions",
-    "objectives.dro": "presets.REINFORCE with kl_estimator='k2' (docs/choosing-a-loss.md)",
-    "objectives.geo_mean": "loss_type='gmpo'",
-    "objectives.gpg": "presets.REINFORCE, without old log-probabilities",
-}
-
 B, T, N = 3, 4, 12
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo", "gmpo")
 MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "sequence_mean_mask")
@@ -58,18 +44,12 @@ GARBAGE = (math.nan, math.inf, -math.inf, 1e30)
 Results = dict[str, Any]  # name -> tensor or text
 
 
-class Gone(Exception):
-    """A public name that the library has no more."""
-
-
 def public(name: str) -> Any:
     """The public object called `name`, such as "advantages.gae"."""
-    for path in filter(None, (name, RENAMED.get(name))):
-        try:
-            return reduce(getattr, path.split("."), grpo_kernels)
-        except AttributeError:
-            continue
-    raise Gone(name)
+    try:
+        return reduce(getattr, name.split("."), grpo_kernels)
+    except AttributeError:
+        return reduce(getattr, RENAMED[name].split("."), grpo_kernels)
 
 
 class Draw(random.Random):
@@ -210,6 +190,11 @@ class Calls:
             total.backward()
         return results | {f"d_{k}": x.grad for k, x in self.leaves.items() if x.grad is not None}
 
+    def score(self, **given: Any) -> Results:
+        """`call` of `linear_logprob`."""
+        score = partial(grpo_kernels.linear_logprob, self.hidden, self.head, self.ids, **given)
+        return self.call(lambda run: score(run=run))
+
     def upstream(self, out: Any) -> Tensor | None:
         """What is differentiated: the loss, or all scores under any upstream gradient."""
         if hasattr(out, "loss"):
@@ -247,12 +232,8 @@ def read(out: Any) -> Results:
     if isinstance(out, Tensor):
         return {"result": out.detach()}
     if hasattr(out, "metrics") and hasattr(out, "loss"):
-        results = {
-            "loss": out.loss.detach(),
-            "logps": out.per_token_logps,
-            "entropies": out.entropies,
-        }
-        results |= {"engine": out.engine, "backend": out.backend}
+        results = {"loss": out.loss.detach(), "logps": out.per_token_logps}
+        results |= {name: getattr(out, name) for name in ("entropies", "engine", "backend")}
         results |= {f"metric {name}": x for name, x in out.metrics.items()}
         counts = {f"count {name}": count for name, (_, count) in out.metrics.pairs.items()}
         return results | counts
@@ -286,12 +267,8 @@ def loss_fields(d: Draw, kind: str | None = None, level: str | None = None) -> d
     if kind == "sapo" and d.random() < 0.5:
         fields |= {"sapo_temperature_pos": 0.6, "sapo_temperature_neg": 2.3}
     if kind == "vespo" and d.random() < 0.5:
-        fields |= {
-            "vespo_k_pos": 1.3,
-            "vespo_lambda_pos": 0.7,
-            "vespo_k_neg": 0.4,
-            "vespo_lambda_neg": 2.2,
-        }
+        fields |= {"vespo_k_pos": 1.3, "vespo_lambda_pos": 0.7}
+        fields |= {"vespo_k_neg": 0.4, "vespo_lambda_neg": 2.2}
     if kind == "gmpo":
         return fields
     fields["importance_sampling_level"] = level or d.choice(("token", "sequence"))
@@ -331,11 +308,8 @@ def loss_inputs(
         inputs["sampling_per_token_logps"] = near(old, 0.3).to(kind)
         if d.random() < 0.2:
             inputs["sampling_per_token_logps"][0, 0] = math.nan
-    if (
-        d.random() < 0.3
-        and config.loss_type != "gmpo"
-        and not config.vllm_importance_sampling_correction
-    ):
+    corrects = config.vllm_importance_sampling_correction
+    if d.random() < 0.3 and config.loss_type != "gmpo" and not corrects:
         shape = d.choice(((B, T), (B, T), (B, 1), (B,)))
         ratio = 1.0 + d.normal(*shape, scale=0.3, step=1 / 64).clamp(-0.9, 2.0)
         inputs["importance_sampling_ratio"] = torch.where(ratio > 1.3, 0.0, ratio).to(kind)
@@ -356,9 +330,18 @@ def loss_inputs(
     return inputs
 
 
-def packed(d: Draw, x: Any) -> Any:
+def packed(x: Any) -> Any:
     """Tensors of a padded batch (B, T, ...) as those of a packed one (B * T, ...)."""
     return x.flatten(0, 1) if isinstance(x, Tensor) and x.shape[:2] == (B, T) else x
+
+
+def packed_call(d: Draw, tokens: list[Any], inputs: dict[str, Any]) -> tuple[list[Any], Any]:
+    """Both packed; without ratios of sequences, whose shape would be ambiguous."""
+    inputs = {name: packed(x) for name, x in inputs.items()} | {"cu_seqlens": bounds(d)}
+    ratio = inputs.get("importance_sampling_ratio")
+    if ratio is not None and ratio.shape != (N,):
+        del inputs["importance_sampling_ratio"]
+    return [packed(x) for x in tokens], inputs
 
 
 def bounds(d: Draw) -> Tensor:
@@ -404,14 +387,8 @@ def loss_case(
         inputs |= sets
         c.run["workspace_bytes"] = None
     elif d.random() < 0.15 and "lora_input" not in c.leaves:
-        tokens = [packed(d, x) for x in tokens]
-        inputs = {name: packed(d, x) for name, x in inputs.items()} | {"cu_seqlens": bounds(d)}
-        ratio = inputs.get("importance_sampling_ratio")
-        if ratio is not None and ratio.shape != (N,):
-            del inputs["importance_sampling_ratio"]
-    options = (
-        {"config": config} if objective is None else {"config": config, "objective": objective}
-    )
+        tokens, inputs = packed_call(d, tokens, inputs)
+    options = {"config": config} | ({} if objective is None else {"objective": objective})
 
     def call(run: Run) -> Any:
         if module:
@@ -446,14 +423,10 @@ def of_module(d: Draw) -> Results:
             linear.bias.copy_(d.normal(c.v, step=1 / 16))
     c.leaves = {"hidden": c.hidden, **dict(linear.named_parameters())}
     if d.random() < 0.5:
-        return c.call(
-            lambda run: grpo_kernels.linear_logprob(c.hidden, linear, c.ids, mask=c.mask, run=run)
-        )
-    advantages = d.normal(B)
-    call = partial(
-        grpo_kernels.grpo_loss, c.hidden, linear, c.ids, c.mask, advantages, loss_type="grpo"
-    )
-    return c.call(lambda run: call(run=run))
+        c.head = linear
+        return c.score(mask=c.mask)
+    given = c.hidden, linear, c.ids, c.mask, d.normal(B)
+    return c.call(lambda run: grpo_kernels.grpo_loss(*given, loss_type="grpo", run=run))
 
 
 def autocast() -> AbstractContextManager[Any]:
@@ -489,26 +462,19 @@ def logprob_case(d: Draw, **options: Any) -> Results:
 
         graded = d.integers(3, B, T).ne(0)
         given["expected"] = d.choice((a, (a, b), grpo_kernels.Expectation(coefficients, graded)))
-    return c.call(
-        lambda run: grpo_kernels.linear_logprob(c.hidden, c.head, c.ids, run=run, **given)
-    )
+    return c.score(**given)
 
 
 def policy_expectation_case(d: Draw, **options: Any) -> Results:
     """A trainer's own loss of log-probabilities, whose gradient is expected."""
     expect = public("policy_expectation")
     c = Calls(d, **options)
-    fields = loss_fields(d) | {
-        "top_entropy_quantile": 1.0,
-        "kl_estimator": d.choice(("k1", "k2", "k3")),
-    }
-    config = LossConfig(**fields)
+    fields = loss_fields(d) | {"top_entropy_quantile": 1.0}
+    config = LossConfig(**fields | {"kl_estimator": d.choice(("k1", "k2", "k3"))})
     inputs = loss_inputs(d, c.logps(config.temperature), c.mask, config)
     expected = expect(config, completion_mask=c.mask, **inputs)
     given = {"mask": c.mask, "temperature": config.temperature, "expected": expected}
-    result = c.call(
-        lambda run: grpo_kernels.linear_logprob(c.hidden, c.head, c.ids, run=run, **given)
-    )
+    result = c.score(**given)
     return result | ({} if expected.graded is None else {"graded": expected.graded})
 
 
@@ -571,15 +537,10 @@ def from_logps_case(
     leaves = [x.to(kind) for x in (logps, d.normal(B, T).abs())]
     tokens = [mask, inputs.pop("advantages")]
     if d.random() < 0.2:
-        leaves, tokens = ([packed(d, x) for x in xs] for xs in (leaves, tokens))
-        inputs = {name: packed(d, x) for name, x in inputs.items()} | {"cu_seqlens": bounds(d)}
-        ratio = inputs.get("importance_sampling_ratio")
-        if ratio is not None and ratio.shape != (N,):
-            del inputs["importance_sampling_ratio"]
+        leaves = [packed(x) for x in leaves]
+        tokens, inputs = packed_call(d, tokens, inputs)
     leaves = [x.requires_grad_() for x in leaves]
-    options = (
-        {"config": config} if objective is None else {"config": config, "objective": objective}
-    )
+    options = {"config": config} | ({} if objective is None else {"objective": objective})
     out = grpo_kernels.policy_loss_from_logps(*leaves, *tokens, **inputs, **options)
     if out.loss.requires_grad:
         (out.loss * d.choice((1.0, -0.75))).backward()
@@ -605,21 +566,11 @@ def centred(tokens: Any) -> Tensor:
 
 
 def placed(tokens: Any) -> Tensor:
-    bonus = torch.arange(N) / 8 + 0.5
-    return (
-        -tokens.advantages
-        * tokens.logps
-        * bonus[tokens.index]
-        / (1 + tokens.position + tokens.sequence)
-    )
+    bonus = (torch.arange(N) / 8 + 0.5)[tokens.index]
+    return -tokens.advantages * tokens.logps * bonus / (1 + tokens.position + tokens.sequence)
 
 
-CUSTOM = {
-    "reinforce": reinforce,
-    "with_entropy": with_entropy,
-    "centred": centred,
-    "placed": placed,
-}
+CUSTOM = {x.__name__: x for x in (reinforce, with_entropy, centred, placed)}
 
 
 def custom_case(d: Draw, name: str, declared: bool, **options: Any) -> Results:
@@ -640,10 +591,7 @@ OBJECTIVES: dict[str, tuple[dict[str, Any], ...]] = {
     "clip_cov": ({"clip_cov_ratio": 0.2, "clip_cov_lb": -1.0},),
     "dppo_kl": ({}, {"clip_ratio_low": 0.01, "clip_ratio_high": 0.02, "clip_ratio_c": 1.1}),
     "dppo_tv": ({}, {"clip_ratio_low": 0.02, "clip_ratio_high": 0.01, "clip_ratio_c": 1.1}),
-    "dro": ({"dro_beta": 0.3},),
     "fipo": ({}, {"decay_rate": 2.0, "influence_low": 0.1, "safety_threshold": 1.05}),
-    "geo_mean": ({}, {"clip_ratio_low": 0.05, "clip_ratio_high": 0.1}),
-    "gpg": ({},),
     "gspo": ({}, {"clip_ratio_low": 0.05, "clip_ratio_high": 0.1}),
     "icepop": ({}, {"ratio_low": 0.8, "ratio_high": 1.25}),
     "ipo": ({}, {"eps": 0.02, "kl_tau": 0.1, "ratio_max": 1.2}),
@@ -714,61 +662,26 @@ def advantage_arguments(d: Draw, name: str) -> dict[str, Any]:
         return rewards | groups_of(d) | more
     if name == "rloo_advantages":
         return rewards | groups_of(d) | {"normalize": d.random() < 0.5}
-    if name == "passk_advantages":
-        return rewards | groups_of(d) | {"scale": d.choice(("group", "none")), **std}
-    if name == "opo_advantages":
-        return rewards | per_token | groups_of(d)
-    if name == "gpg_advantages":
-        return rewards | groups_of(d)
     if name == "process_advantages":
         steps = [sorted(d.sample(range(T), d.randint(0, 3))) for _ in range(6)]
         scores = [[d.choice((None, 0.5, 1.0, -0.25, 2.0)) for _ in row] for row in steps]
         return {"step_rewards": scores, "step_ends": steps, "length": T, **groups_of(d), **std}
-    if name == "remax_advantages":
-        given = d.choice((rewards_of(d), rewards_of(d)[:, None] * d.normal(6, T).float()))
-        return {"rewards": given, "baselines": rewards_of(d), **per_token}
-    if name == "optimal_token_baseline":
-        logps = -d.normal(6, T).abs()
-        more = {
-            "old_per_token_logps": logps,
-            "sum_pi_squared": (2 * logps).exp().clamp(max=0.9) + 0.1,
-        }
-        more["importance_sampling_ratio"] = d.sometimes(0.4, 1 + d.normal(6, T, scale=0.2))
-        more["handle_zero_tail"] = d.random() < 0.5
-        return {"rewards": rewards_of(d), **per_token, **groups_of(d), **more}
     if name == "gae":
         given = d.choice((d.normal(6), d.normal(6, T)))
-        more = {
-            "values": d.normal(6, T),
-            "gamma": d.choice((1.0, 0.9)),
-            "lam": d.choice((0.95, 1.0, 0.0)),
-        }
+        more: dict[str, Any] = {"values": d.normal(6, T), "gamma": d.choice((1.0, 0.9))}
+        more["lam"] = d.choice((0.95, 1.0, 0.0))
         more |= {"whiten_advantages": d.random() < 0.5, "last_value": d.sometimes(0.4, d.normal(6))}
         return {"rewards": given, **per_token, **more}
     if name == "reinforce_plus_plus":
-        more = {
-            "per_token_kl": d.sometimes(0.5, d.normal(6, T)),
-            "gamma": d.choice((1.0, 0.9)),
-            "beta": 0.05,
-        }
+        more = {"per_token_kl": d.sometimes(0.5, d.normal(6, T))}
+        more |= {"gamma": d.choice((1.0, 0.9)), "beta": 0.05}
         return rewards | per_token | more | d.choice(({}, groups_of(d)))
-    if name == "gdpo_advantages":
-        return rewards | per_token | groups_of(d)
-    if name == "rejection_sampling_advantages":
-        return rewards | {"threshold": d.choice((0.0, 0.5, d.normal(6)))}
-    if name == "distillation_advantages":
-        pair = {"teacher_logps": -d.normal(6, T).abs(), "student_logps": -d.normal(6, T).abs()}
-        more = {"coefficient": d.choice((1.0, 0.3)), "clip": d.choice((None, 0.5))}
-        more["advantages"] = d.choice((None, d.normal(6), d.normal(6, T)))
-        return pair | per_token | more
     assert name == "whiten"
     return {"x": d.normal(6, T), **per_token, "shift_mean": d.random() < 0.6, **std}
 
 
 ADVANTAGES = (
-    "distillation_advantages", "gae", "gdpo_advantages", "gpg_advantages", "group_advantages",
-    "opo_advantages", "optimal_token_baseline", "passk_advantages", "process_advantages",
-    "reinforce_plus_plus", "rejection_sampling_advantages", "remax_advantages", "rloo_advantages",
+    "gae", "group_advantages", "process_advantages", "reinforce_plus_plus", "rloo_advantages",
     "whiten",
 )  # fmt: skip
 
@@ -799,7 +712,7 @@ def rollout_case(d: Draw) -> Results:
     more["veto_threshold"] = d.sometimes(0.3, 0.7)
     given = [old, sampling, mask]
     if d.random() < 0.3:
-        given = [packed(d, x) for x in given]
+        given = [packed(x) for x in given]
         more["cu_seqlens"] = bounds(d)
     return read(public("rollouts.correct")(*given, **more))
 
@@ -848,26 +761,17 @@ def exact_kl(d: Draw, **options: Any) -> Results:
 def cases() -> Iterator[tuple[str, Callable[[Draw], Results]]]:
     """Every case: a name, whose first word is its group, and the function that computes it."""
     yield "config/default", default_case
-    for kind in LOSS_TYPES:
-        for level in ("token",) if kind == "gmpo" else ("token", "sequence"):
-            for old in (False, True):
-                for engine in ENGINES[1:]:
-                    for backend in ("torch", "cpp"):
-                        policy = "off-policy" if old else "on-policy"
-                        name = f"types/{kind}/{level}/{policy}/{engine}/{backend}"
-                        fields = {
-                            "loss_type": kind,
-                            "importance_sampling_level": level,
-                            "epsilon_high": 0.28,
-                        }
-                        options = {
-                            "engine": engine,
-                            "backend": backend,
-                            "plain": True,
-                            "kept": False,
-                        }
-                        options |= {"given": {"old": old}, "dtype": torch.float32}
-                        yield name, partial(loss_case, fields=fields, **options)
+    for kind, level, old, engine, backend in product(
+        LOSS_TYPES, ("token", "sequence"), (False, True), ENGINES[1:], ("torch", "cpp")
+    ):
+        if kind == "gmpo" and level == "sequence":
+            continue
+        policy = "off-policy" if old else "on-policy"
+        fields = {"loss_type": kind, "importance_sampling_level": level, "epsilon_high": 0.28}
+        options: dict[str, Any] = {"engine": engine, "backend": backend, "plain": True}
+        options |= {"kept": False, "given": {"old": old}, "dtype": torch.float32}
+        name = f"types/{kind}/{level}/{policy}/{engine}/{backend}"
+        yield name, partial(loss_case, fields=fields, **options)
     numbered: dict[str, tuple[int, Callable[[Draw], Results]]] = {
         "loss": (1200, loss_case),
         "exact-kl": (200, exact_kl),
@@ -895,23 +799,16 @@ def cases() -> Iterator[tuple[str, Callable[[Draw], Results]]]:
     for name in PRESETS:
         for i in range(4):
             yield f"presets/{name}/{i}", partial(preset_case, name=name, dtype=torch.float32)
-    for name in CUSTOM:
-        for declared in (False, True) if name != "centred" else (False,):
-            for i in range(6):
-                yield (
-                    f"custom/{name}/{declared}/{i}",
-                    partial(custom_case, name=name, declared=declared),
-                )
+    for name, declared, i in product(CUSTOM, (False, True), range(6)):
+        if not (declared and name == "centred"):
+            case = partial(custom_case, name=name, declared=declared)
+            yield f"custom/{name}/{declared}/{i}", case
     for name, settings in OBJECTIVES.items():
-        for j, options in enumerate(settings):
-            for i in range(4):
-                yield (
-                    f"objectives/{name}/{j}/{i}",
-                    partial(objective_case, name=name, options=options),
-                )
-    for name in ADVANTAGES:
-        for i in range(16):
-            yield f"advantages/{name}/{i}", partial(advantage_case, name=name)
+        for (j, options), i in product(enumerate(settings), range(4)):
+            case = partial(objective_case, name=name, options=options)
+            yield f"objectives/{name}/{j}/{i}", case
+    for name, i in product(ADVANTAGES, range(16)):
+        yield f"advantages/{name}/{i}", partial(advantage_case, name=name)
 
 
 def interpreted_cases() -> Iterator[tuple[str, Callable[[Draw], Results]]]:
@@ -934,8 +831,6 @@ def compute(groups: list[str]) -> dict[str, Results]:
             continue
         try:
             found[name] = function(Draw(name))
-        except Gone as error:
-            found[name] = {"gone": str(error)}
         except Exception as error:
             found[name] = {"raises": type(error).__name__}
             if "STORED_VERBOSE" in os.environ:
