@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -291,8 +290,6 @@ def test_sanitizer_output() -> None:
 
 
 ALONE = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-
-
 
 
 def test_pytest_results(tmp_path: Path) -> None:

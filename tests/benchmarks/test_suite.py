@@ -261,8 +261,6 @@ def test_goals_and_conditions_of_a_gpu() -> None:
     assert "triton" not in said and "None" not in said
 
 
-
-
 def test_no_path_of_the_machine_and_no_number_that_wraps(
     data: dict[str, Any], tmp_path: Path
 ) -> None:

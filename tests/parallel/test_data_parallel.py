@@ -46,32 +46,18 @@ def gradients(
 ) -> Gradients:
     """Of one run on this rank; `adapter` names the module that has one."""
     of_run = {name: options.pop(name) for name in ("mesh", "last_empty") if name in options}
-    dtype = options.pop("dtype", torch.float64)
-    run = Run(
-        SETUPS[setup],
-        adapted_loss(adapter, loss) if adapter else LOSSES[loss],
-        CPU,
-        dtype,
-        **of_run,
-    )
+    of_loss = adapted_loss(adapter, loss) if adapter else LOSSES[loss]
+    run = Run(SETUPS[setup], of_loss, CPU, options.pop("dtype", torch.float64), **of_run)
     return run.train(adapted(adapter)) if adapter else run.gradients(accumulate, **options)
 
 
 @functools.cache
-def wanted(
-    world_size: int,
-    loss: str,
-    *,
-    adapter: str = "",
-    dtype: torch.dtype | None = None,
-    **options: Any,
-) -> Any:
+def wanted(world_size: int, loss: str, *, adapter: str = "", **options: Any) -> Any:
     """Gradients of one process."""
-    return (
-        adapted_truth(adapter, LOSSES[loss])
-        if adapter
-        else truth(LOSSES[loss], world_size, **options)
-    )
+    options.pop("dtype", None)
+    if adapter:
+        return adapted_truth(adapter, LOSSES[loss])
+    return truth(LOSSES[loss], world_size, **options)
 
 
 def check(
@@ -135,53 +121,6 @@ def test_two_replicas_of_two_shards_each() -> None:
         check_scenes(four, HYBRID)
 
 
-def test_the_mean_over_uneven_ranks_is_the_loss_of_the_whole_batch() -> None:
-    # what `truth` adds up rank by rank is what one process computes on all sequences at once
-    loss = LOSSES["off-policy"]
-    batches = [cases.make_batch(rank, 2, torch.float64, last_empty=False) for rank in range(2)]
-    joined = cases.Batch(**{k: torch.cat([vars(x)[k] for x in batches]) for k in vars(batches[0])})
-    counts = [int(x.completion_mask.sum()) for x in batches]
-    assert counts[0] != counts[1]
-    model = cases.make_model(torch.float64, loss)
-    cases.backward_by_reference(model, joined, loss, sum(counts), 1.0)
-    check([{name: x.grad for name, x in model.named_parameters()}], truth(loss, 2), "joined")
-
-
-def run_full_tensor(rank: int, world_size: int) -> dict[str, Gradients]:
-    """The head its own unit, its weight read as TRL and verl read it: ``weight.full_tensor()``."""
-    run = Run(SETUPS[OWN_UNIT], LOSSES["off-policy"], CPU, torch.float64)
-    found = {}
-    for way in ("full_tensor", "module"):
-        model = cases.make_model(torch.float64, run.loss)
-        wrapped = run.setup.wrap(model, None)
-
-        def then(hidden: Tensor, head: Any = model.lm_head, way: str = way) -> Tensor:
-            given = cases.arguments(run.loss, run.batch, run.items)
-            if way == "full_tensor":
-                return grpo_loss(hidden, head.weight.full_tensor(), **given).loss
-            with pytest.raises(ValueError, match="completion_mask: expected shape"):
-                grpo_loss(
-                    hidden, head, **{**given, "completion_mask": run.batch.completion_mask[:, 1:]}
-                )
-            return grpo_loss(hidden, head, **given).loss  # a call that failed leaves nothing behind
-
-        wrapped(run.batch.tokens, then).backward()
-        found[way] = {name: cases.whole(x.grad) for name, x in model.named_parameters()}
-    return found
-
-
-def test_a_bare_full_tensor_gives_a_head_gradient_that_is_wrong_by_about_all_of_it(
-    ranks: Ranks,
-) -> None:
-    want = truth(LOSSES["off-policy"], 2)
-    for found in ranks.run(run_full_tensor):
-        check([found["module"]], want, "module")
-        wrong = found["full_tensor"].pop("lm_head.weight") - want["lm_head.weight"]
-        assert 0.5 < float(wrong.norm() / want["lm_head.weight"].norm()) < 2.0
-        others = {name: x for name, x in want.items() if name != "lm_head.weight"}
-        check([found["full_tensor"]], others, "only the head's is wrong")
-
-
 def run_divided(rank: int, world_size: int) -> list[str]:
     """What is said of a head whose weight is not whole: outside the unit it belongs to, and read
     from outside."""
@@ -236,19 +175,14 @@ def test_mixed_precision_rounds_weights_and_hidden_states_and_nothing_else(
     ranks: Ranks, output_dtype: torch.dtype | None
 ) -> None:
     got = ranks.run(run_mixed, output_dtype)
-    weight = (
-        cases.make_model(torch.float32, LOSSES["sequence ratio"]).lm_head.weight.detach().bfloat16()
-    )
-    total, allowed = (
-        torch.zeros(weight.shape, dtype=torch.float64),
-        torch.zeros(weight.shape, dtype=torch.float64),
-    )
+    model = cases.make_model(torch.float32, LOSSES["sequence ratio"])
+    weight = model.lm_head.weight.detach().bfloat16()
+    total, allowed = torch.zeros(2, *weight.shape, dtype=torch.float64)
     for found in got:
         assert found["hidden"].dtype == torch.bfloat16
         assert found["loss"].dtype == found["logps"].dtype == found["scored"].dtype == torch.float32
-        case = Case(
-            "", found["hidden"], weight, config=LOSSES["sequence ratio"].config, **found["given"]
-        )
+        config = LOSSES["sequence ratio"].config
+        case = Case("", found["hidden"], weight, config=config, **found["given"])
         want = reference_loss(case)
         bounds = bounds_of(want, case)
         assert not bounds.ambiguous
@@ -280,7 +214,7 @@ def run_logprobs(rank: int, world_size: int) -> dict[tuple[str, bool], Gradients
         loss = scores.logps.square().sum()
         assert (scores.entropies is not None) == entropy
         (loss - scores.entropies.sum() if entropy else loss).backward()
-        found[setup, entropy] = {name: cases.whole(x.grad) for name, x in model.named_parameters()}
+        found[setup, entropy] = cases.gradients_of(model)
     return found
 
 
@@ -293,7 +227,7 @@ def logprobs_truth(entropy: bool) -> Gradients:
         entropies = -(log_probs.exp() * log_probs).sum(-1)
         per_token = (3.0 * logps).square() - (entropies if entropy else 0.0)
         (per_token * batch.completion_mask).sum().div(2).backward()
-    return {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
+    return cases.gradients_of(model)
 
 
 def test_logprobs_and_entropies_of_a_divided_head_are_differentiable(ranks: Ranks) -> None:
@@ -315,8 +249,11 @@ class ReturnsTheOutput(nn.Module):
         return self.loss(self.body(x), self.head.weight, ids, None, torch.tensor([1.0, -0.5]))
 
 
-def static_graph_gradients(module: nn.Module, rank: int) -> list[Tensor]:
-    """Two steps: the first is where DDP learns the graph."""
+def static_graph(rank: int, world_size: int, wrap: bool = True) -> list[Tensor]:
+    """Gradients of two steps: the first is where DDP learns the graph."""
+    module: nn.Module = ReturnsTheOutput()
+    if wrap:
+        module = nn.parallel.DistributedDataParallel(module, static_graph=True)
     for step in range(2):
         module.zero_grad()
         out = module(torch.randn(2, 5, 6, generator=seeded(f"step {step}, rank {rank}")))
@@ -325,14 +262,8 @@ def static_graph_gradients(module: nn.Module, rank: int) -> list[Tensor]:
     return [x.grad.clone() for x in module.parameters() if x.grad is not None]
 
 
-def run_static_graph(rank: int, world_size: int) -> list[Tensor]:
-    return static_graph_gradients(
-        nn.parallel.DistributedDataParallel(ReturnsTheOutput(), static_graph=True), rank
-    )
-
-
 def test_an_output_of_ddp_with_a_static_graph_keeps_its_gradients(ranks: Ranks) -> None:
-    alone = [static_graph_gradients(ReturnsTheOutput(), rank) for rank in range(2)]
+    alone = [static_graph(rank, 2, wrap=False) for rank in range(2)]
     want = [torch.stack(x).mean(0) for x in zip(*alone, strict=True)]
-    for found in ranks.run(run_static_graph):
+    for found in ranks.run(static_graph):
         torch.testing.assert_close(found, want)

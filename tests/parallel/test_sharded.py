@@ -20,11 +20,9 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 
 from grpo_kernels import Head, KeptIds, LoRA, Run, grpo_loss, linear_divergence, linear_logprob
-from grpo_kernels.base import distributed as collectives
 from tests.support.case_builder import make_case, seeded
 from tests.support.cases import fixed_cases
 from tests.support.centering import candidates, centered_loss
-from tests.support.flat import flat
 from tests.support.head_cases import head_cases
 from tests.support.ranks import run_ranks
 from tests.support.reference import reference_loss, reference_scores
@@ -32,8 +30,6 @@ from tests.support.run_case import allowed_engines, engines_of, run, run_scores,
 from tests.support.sampler_ratio import PREFIX
 from tests.support.score_cases import score_cases
 from tests.support.tolerance import assert_matches, assert_scores, bounds_of
-
-pytestmark = pytest.mark.unit
 
 CASES = [case for case in (*head_cases(), *fixed_cases()) if case.weight.shape[0] >= 10]
 SCORED = [case for case in score_cases() if case.weight.shape[0] >= 10]
@@ -50,9 +46,14 @@ def spans(vocab: int, parts: int, *, uneven: bool = False) -> list[tuple[int, in
 def same_on_every_rank(x: Tensor) -> bool:
     """Bit by bit, NaN too."""
     return all(
-        torch.equal(x.nan_to_num(), other.nan_to_num())
-        for other in collectives.gather_stacked(x, dist.group.WORLD)
+        torch.equal(x.nan_to_num(), other.nan_to_num()) for other in of_ranks(x.contiguous())
     )
+
+
+def of_ranks(x: Any) -> list[Any]:
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, x)
+    return found
 
 
 def gathered(grads: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
@@ -60,8 +61,7 @@ def gathered(grads: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
     for name in ("weight", "bias", "lora_b"):
         x = grads[name]
         if x is not None:
-            sizes = collectives.gather_stacked(torch.tensor(len(x)), dist.group.WORLD).tolist()
-            grads[name] = collectives.gather_uneven(x, sizes, dist.group.WORLD)
+            grads[name] = torch.cat(of_ranks(x))
     return grads
 
 
@@ -73,21 +73,16 @@ def check_cases(rank: int, world_size: int, first: int) -> set[str]:
         allowed = ["auto", *sorted(allowed_engines(case) - {"auto"})]
         engine, uneven = allowed[number % len(allowed)], number % 3 > 0
         rows = slice(*spans(case.weight.shape[0], world_size, uneven=uneven)[rank])
-        options = {
-            "backend": "torch" if number % 5 == 0 else "auto",
-            "rows": rows,
-            "process_group": dist.group.WORLD,
-        }
-        output, grads = run(case, engine, **options)
+        backend = "torch" if number % 5 == 0 else "auto"
+        group = dist.group.WORLD
+        output, grads = run(case, engine, backend=backend, rows=rows, process_group=group)
         engines.add(output.engine)
         assert same_on_every_rank(output.loss.detach()), case.name
         assert grads["hidden"] is None or same_on_every_rank(grads["hidden"].float()), case.name
         grads = gathered(grads)
         if rank == 0:
-            reference, case = (
-                reference_loss(case),
-                case.but(name=f"{case.name}, engine {engine!r}, uneven {uneven}"),
-            )
+            reference = reference_loss(case)
+            case = case.but(name=f"{case.name}, engine {engine!r}, uneven {uneven}")
             assert_matches(output, grads, reference, case, bounds_of(reference, case))
     return engines
 
@@ -114,31 +109,19 @@ def check_every_case(rank: int, world_size: int, first: int) -> set[str]:
     ("world_size", "first"), [(2, 0), pytest.param(4, 1, marks=pytest.mark.slow)]
 )
 def test_every_case_is_exact_on_shards(world_size: int, first: int) -> None:
-    assert run_ranks(check_every_case, world_size, first)[0] >= {
-        "frozen",
-        "one_pass",
-        "two_pass",
-        "lean",
-        "kept_sets",
-    }
+    every = {"frozen", "one_pass", "two_pass", "lean", "kept_sets"}
+    assert run_ranks(check_every_case, world_size, first)[0] >= every
 
 
 def make_head(name: str = "head") -> dict[str, Tensor]:
     """Hidden states, a head with an adapter, and ids; the same on every rank."""
     g = seeded(name)
-    shapes = {
-        "hidden": (9, 8),
-        "weight": (23, 8),
-        "bias": (23,),
-        "lora_a": (2, 8),
-        "lora_b": (23, 2),
-    }
+    shapes = {"hidden": (9, 8), "weight": (23, 8), "bias": (23,), "lora_a": (2, 8)}
     made = {
-        name: torch.randn(shape, generator=g, dtype=torch.float64) for name, shape in shapes.items()
+        name: torch.randn(shape, generator=g, dtype=torch.float64).requires_grad_()
+        for name, shape in (shapes | {"lora_b": (23, 2)}).items()
     }
-    return {name: x.requires_grad_() for name, x in made.items()} | {
-        "ids": torch.randint(19, (9,), generator=g)
-    }
+    return made | {"ids": torch.randint(19, (9,), generator=g)}
 
 
 def check_padding_rows(rank: int, world_size: int) -> None:
@@ -167,11 +150,9 @@ def check_padding_rows(rank: int, world_size: int) -> None:
             found = []
             for of, rows in ((wholes, slice(None)), (parts, slice(start, stop))):
                 scores = call(of, rows)
-                main = (
-                    scores.divergence
-                    if scores.logps is None
-                    else scores.logps + 0.3 * scores.entropies
-                )
+                main = scores.divergence
+                if scores.logps is not None:
+                    main = scores.logps + 0.3 * scores.entropies
                 leaves = [head["hidden"], head["lora_a"], of.weight, of.bias, of.lora.b]
                 grads = torch.autograd.grad((main * upstream).sum(), leaves)
                 found.append((scores.given, grads))
@@ -274,23 +255,20 @@ def check_dtensors(rank: int, world_size: int) -> None:
 
 
 def check_errors(rank: int, world_size: int) -> None:
-    """What the ranks do not agree on, and a head too short for them, raises on all."""
+    """A head too short for the ranks, and ids beyond it, raise on all; so do products in other
+    dtypes."""
     head, group = make_head(), dist.group.WORLD
     hidden, weight, ids = head_of(head)
     part = weight[slice(*spans(23, world_size)[rank])]
-    calls: dict[str, tuple[Tensor, Tensor, Tensor, dict[str, Any]]] = {
-        "same ids, hidden, counted": (hidden[rank:], part, ids[rank:], {}),
-        "gradients wanted": (hidden, part if rank else part.detach(), ids, {}),
-        "backend": (hidden, part, ids, {"backend": "torch" if rank else "cpp"}),
-        "engine": (hidden, part, ids, {"engine": "lean" if rank else "auto"}),
-        "at least one row|refuses": (hidden, weight[: 0 if rank else 23], ids, {}),
-        "at least one row of the": (hidden, part, ids * 0, {"vocab_size": 3}),
-        "at most the 23 rows": (hidden, part, ids, {"vocab_size": 24}),
-        r"\[0, 23\)": (hidden, part, ids + 23, {}),
+    calls: dict[str, tuple[Tensor, Tensor, dict[str, Any]]] = {
+        "at least one row|refuses": (weight[: 0 if rank else 23], ids, {}),
+        "at least one row of the": (part, ids * 0, {"vocab_size": 3}),
+        "at most the 23 rows": (part, ids, {"vocab_size": 24}),
+        r"\[0, 23\)": (part, ids + 23, {}),
     }
-    for says, (*given, options) in calls.items():
+    for says, (own, wrong, options) in calls.items():
         with pytest.raises(ValueError, match=says):
-            flat(linear_logprob)(*given, **options, process_group=group)
+            linear_logprob(hidden, Head(own, process_group=group, **options), wrong)
     with (
         torch.autocast("cpu", torch.bfloat16, enabled=rank == 0),
         pytest.raises(ValueError, match="dtype of the products"),
@@ -301,24 +279,19 @@ def check_errors(rank: int, world_size: int) -> None:
 
 
 def check_kept_sets(rank: int, world_size: int) -> None:
-    """What the ranks say first, once; that sets in one row are the padded ones; and what they must
-    agree on."""
+    """Sets in one row are the padded ones; the ranks must agree on them."""
     case = make_case(
         "divided", t=9, kept=14, mask="full", loss_type="grpo", others={"without_set": "full"}
     )
     own = case.weight[rank * 25 : (rank + 1) * 25]
     head = Head(own, process_group=dist.group.WORLD)
     given = case.completion_ids, case.completion_mask, case.advantages
-    with mock.patch.object(
-        collectives, "gather_stacked", wraps=collectives.gather_stacked
-    ) as asked:
-        in_a_row = KeptIds.from_padded(case.kept_ids)
-        out = grpo_loss(case.hidden, head, *given, kept_ids=in_a_row, without_set="full")
+    in_a_row = KeptIds.from_padded(case.kept_ids)
+    out = grpo_loss(case.hidden, head, *given, kept_ids=in_a_row, without_set="full")
     whole = grpo_loss(case.hidden, case.weight, *given, kept_ids=case.kept_ids, without_set="full")
     for name in ("kept/without_set", "kept/size"):
         torch.testing.assert_close(out.metrics[name], whole.metrics[name], rtol=0, atol=0)
     torch.testing.assert_close(out.loss, whole.loss)
-    assert asked.call_count == 1  # the ranks compare the sets and the loss at once
     with pytest.raises(ValueError, match=r"process_group: .*kept_ids"):
         linear_logprob(case.hidden, head, case.completion_ids, kept_ids=case.kept_ids[..., rank:])
 
@@ -346,27 +319,6 @@ def check_candidates(rank: int, world_size: int) -> None:
         linear_logprob(given[0], head, given[1], topk_ids=ids[..., rank:])
 
 
-def check_adapters(rank: int, world_size: int) -> None:
-    """What only one rank of two has of an adapter raises on both."""
-    hidden, weight, ids = torch.ones(3, 8), torch.ones(5, 8), torch.zeros(3, dtype=torch.long)
-    a, b = torch.ones(2, 8), torch.ones(5, 2)
-    x = hidden.clone().requires_grad_(rank == 1)
-    differs = "^process_group: expected the same "
-    wrong: list[tuple[str, Any]] = [
-        (f"{differs}gradients wanted of", LoRA(a.clone().requires_grad_(rank == 1), b)),
-        (f"{differs}gradients wanted of", LoRA(a, b.clone().requires_grad_(rank == 1))),
-        (f"{differs}gradients wanted of", LoRA(a, b, 1.0, x)),
-        (f"{differs}lora of", LoRA(a[rank:], b[:, rank:])),
-        (f"{differs}lora", None if rank else LoRA(a, b)),
-        (r"^lora: expected a LoRA, got tuple", (a, b)),
-        (r"^lora\.a: expected a tensor, got NoneType", LoRA(None, b)),  # type: ignore[arg-type]
-    ]
-    for says, lora in wrong:
-        head = Head(weight, lora=lora, process_group=dist.group.WORLD)
-        with pytest.raises((TypeError, ValueError), match=says):
-            linear_logprob(hidden, head, ids)
-
-
 def check_traffic(rank: int, world_size: int) -> dict[str, list[int]]:
     """Numbers that a rank sends, forward and backward, of 64 rows, 16 at a time."""
     sent: dict[str, list[int]] = {}
@@ -383,10 +335,8 @@ def check_traffic(rank: int, world_size: int) -> dict[str, list[int]]:
         with wrapped["all_gather"], wrapped["all_reduce"]:
             part = weight[slice(*spans(300, world_size)[rank])].clone().requires_grad_()
             run = Run(engine=engine, workspace_bytes=20 * 4 * -(-300 // world_size))
-            out = grpo_loss(
-                leaf, Head(part, process_group=dist.group.WORLD), ids, None, advantages, run=run
-            )
-            out.loss.backward()
+            head = Head(part, process_group=dist.group.WORLD)
+            grpo_loss(leaf, head, ids, None, advantages, run=run).loss.backward()
         sent[engine] = counts
     return sent
 
@@ -421,7 +371,7 @@ def check_all(rank: int, world_size: int) -> dict[str, list[int]]:
     for check in (check_padding_rows, check_edges, check_expectation, check_dtensors, check_errors):
         check(rank, world_size)
     if world_size == 2:
-        for check in (check_kept_sets, check_candidates, check_adapters, check_rest):
+        for check in (check_kept_sets, check_candidates, check_rest):
             check(rank, world_size)
     return check_traffic(rank, world_size)
 

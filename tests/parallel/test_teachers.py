@@ -68,68 +68,40 @@ def make_batch(rank: int) -> Batch:
 def gradients(student_way: str, teacher_way: str, what: str, engine: str, tied: bool) -> Gradients:
     """Of one run on this rank."""
     run = cases.Run(SETUPS[student_way], LOSSES["off-policy"], torch.device("cpu"), torch.float64)
-    student, teacher = (
-        cases.make_model(torch.float64, run.loss, tied=tied),
-        divided_teacher(teacher_way),
-    )
+    student = cases.make_model(torch.float64, run.loss, tied=tied)
+    teacher = divided_teacher(teacher_way)
     wrapped, batch = run.setup.wrap(student, None), run.batch
     with torch.no_grad():
         states = teacher(batch.tokens)
 
     def then(hidden: Tensor) -> Tensor:
-        return score(
-            student.lm_head, hidden, states, teacher.lm_head, batch, run.items, what, engine
-        )
+        heads = student.lm_head, hidden, states, teacher.lm_head
+        return score(*heads, batch, run.items, what, engine)
 
     loss = wrapped(batch.tokens, then) if run.setup.inside else then(wrapped(batch.tokens))
     loss.backward()
-    return {
-        name: cases.whole(x.grad) for name, x in student.named_parameters() if x.grad is not None
-    }
+    return cases.gradients_of(student)
 
 
 def score(
-    head: Any,
-    hidden: Tensor,
-    states: Tensor,
-    teacher_head: nn.Module,
-    batch: Batch,
-    items: float,
-    what: str,
-    engine: str,
-) -> Tensor:
+    head: Any, hidden: Tensor, states: Tensor, teacher_head: nn.Module, batch: Batch, items: float,
+    what: str, engine: str,
+) -> Tensor:  # fmt: skip
+    run = Run(engine)
     if what == "loss":
         given = cases.arguments(LOSSES["off-policy"], batch, items)
-        out = grpo_loss(
-            hidden,
-            head,
-            config=LossConfig(**KL),
-            reference=(states, teacher_head),
-            run=Run(engine),
-            **given,
-        )
+        reference, config = (states, teacher_head), LossConfig(**KL)
+        out = grpo_loss(hidden, head, config=config, reference=reference, run=run, **given)
         assert engine in ("auto", out.engine)
-        loss: Tensor = out.loss
-        return loss
-    found = linear_divergence(
-        hidden,
-        head,
-        states,
-        teacher_head,
-        mask=batch.completion_mask,
-        divergence=what,
-        run=Run(engine),
-    )
-    total: Tensor = found.divergence.sum() / items
-    return total
+        return out.loss
+    given = {"mask": batch.completion_mask, "divergence": what, "run": run}
+    return linear_divergence(hidden, head, states, teacher_head, **given).divergence.sum() / items
 
 
 def truth(what: str, tied: bool) -> Gradients:
     """The mean over ranks, with all logits of the divergence."""
-    student, teacher = (
-        cases.make_model(torch.float64, LOSSES["off-policy"], tied=tied),
-        make_teacher(),
-    )
+    student = cases.make_model(torch.float64, LOSSES["off-policy"], tied=tied)
+    teacher = make_teacher()
     items = cases.items_per_rank(2, last_empty=False)
     for rank in range(2):
         batch = make_batch(rank)
@@ -140,16 +112,12 @@ def truth(what: str, tied: bool) -> Gradients:
             weight, run = student.lm_head.weight, Run(backend="torch")
             loss = grpo_loss(hidden, weight, config=LossConfig(**KL), run=run, **given).loss
         else:
-            logs = (
-                model.lm_head(x).log_softmax(-1)
-                for model, x in ((student, hidden), (teacher, states))
-            )
-            log_p, log_q = (x.flatten(0, 1) for x in logs)
-            loss = (
-                divergence(BETAS[what], log_p, log_q) * batch.completion_mask.flatten()
-            ).sum() / items
+            pairs = (student, hidden), (teacher, states)
+            log_p, log_q = (m.lm_head(x).log_softmax(-1).flatten(0, 1) for m, x in pairs)
+            each = divergence(BETAS[what], log_p, log_q) * batch.completion_mask.flatten()
+            loss = each.sum() / items
         (loss / 2).backward()
-    return {name: x.grad for name, x in student.named_parameters() if x.grad is not None}
+    return cases.gradients_of(student)
 
 
 def assert_those_of_one_process(
@@ -170,26 +138,16 @@ def test_gradients_are_those_of_one_process() -> None:
     assert_those_of_one_process(run_ranks(run_cases, 2), wanted, EXACT)
 
 
-ZERO3 = [
-    ("jsd", "auto"),
-    ("jsd", "two_pass"),
-    ("reverse_kl", "lean"),
-    ("loss", "auto"),
-    ("loss", "two_pass"),
-]
+ZERO3 = [("jsd", "auto"), ("reverse_kl", "lean"), ("loss", "auto"), ("loss", "two_pass")]
 
 
 def by_zero3(what: str, engine: str) -> Gradients:
     """Both models divided, the teacher's without an optimizer."""
-    package = deepspeed()
-    batch, items = (
-        make_batch(torch.distributed.get_rank()),
-        cases.items_per_rank(2, last_empty=False),
-    )
+    package, batch = deepspeed(), make_batch(torch.distributed.get_rank())
+    items = cases.items_per_rank(2, last_empty=False)
     student, teacher = cases.make_model(torch.float64, LOSSES["off-policy"]), make_teacher()
-    trained, _, *_ = package.initialize(
-        model=student, config=CONFIG, optimizer=torch.optim.SGD(student.parameters(), lr=0.0)
-    )
+    optimizer = torch.optim.SGD(student.parameters(), lr=0.0)
+    trained, *_ = package.initialize(model=student, config=CONFIG, optimizer=optimizer)
     frozen, *_ = package.initialize(model=teacher, config=CONFIG)
     assert teacher.lm_head.weight.numel() == student.lm_head.weight.numel() == 0
     with torch.no_grad():
@@ -214,13 +172,19 @@ def run_zero3(rank: int, world_size: int) -> list[Gradients]:
 
 @needs_deepspeed
 def test_gradients_under_zero3_are_those_of_one_process() -> None:
-    assert_those_of_one_process(
-        run_ranks(run_zero3, 2), [truth(what, False) for what, _ in ZERO3], EXACT_ZERO3
-    )
+    wanted = [truth(what, False) for what, _ in ZERO3]
+    assert_those_of_one_process(run_ranks(run_zero3, 2), wanted, EXACT_ZERO3)
 
 
-def heads() -> tuple[Any, nn.Module, Tensor]:
-    return nn.Linear(6, 11), nn.Linear(4, 11), torch.randn(2, 3, 6)
+def heads() -> tuple[nn.Linear, nn.Linear, Tensor, Tensor]:
+    return nn.Linear(6, 11), nn.Linear(4, 11), torch.randn(2, 3, 6), torch.randn(2, 3, 4)
+
+
+def loss_with(reference: Any, head: Any = None) -> Tensor:
+    own, _, hidden, states = heads()
+    given = torch.zeros(2, 3, dtype=torch.long), None, torch.ones(2)
+    config, reference = LossConfig(**KL), (states, reference)
+    return grpo_loss(hidden, head or own, *given, config=config, reference=reference).loss
 
 
 def adapted() -> nn.Module:
@@ -239,40 +203,33 @@ def hooked() -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (adapted, ValueError, "{}: expected no active adapter"),
-        (hooked, TypeError, "{}: expected no forward hook"),
-        (lambda: nn.Embedding(11, 4), TypeError, "{}: expected an nn.Linear with its own forward"),
-        (lambda: nn.Linear(4, 12), ValueError, None),
+        (adapted, ValueError, "expected no active adapter"),
+        (hooked, TypeError, "expected no forward hook"),
+        (lambda: nn.Embedding(11, 4), TypeError, "expected an nn.Linear with its own forward"),
     ],
-    ids=["adapter", "hook", "embedding", "other ids"],
+    ids=["adapter", "hook", "embedding"],
 )
 def test_a_head_that_cannot_be_compared_with_is_refused(
-    make: Any, error: type[Exception], message: str | None
+    make: Any, error: type[Exception], message: str
 ) -> None:
-    head, _, hidden = heads()
-    ids, states = torch.zeros(2, 3, dtype=torch.long), torch.randn(2, 3, 4)
-    with pytest.raises(
-        error, match=(message or "reference.weight: expected shape").format("reference.head")
-    ):
-        grpo_loss(
-            hidden,
-            head,
-            ids,
-            None,
-            torch.ones(2),
-            config=LossConfig(**KL),
-            reference=(states, make()),
-        )
-    if message is not None:
-        with pytest.raises(error, match=message.format("teacher_head")):
-            linear_divergence(hidden, head, states, make())
-    else:  # ids that both have count
-        assert linear_divergence(hidden, head, states, make()).divergence.shape == (2, 3)
+    head, _, hidden, states = heads()
+    with pytest.raises(error, match=f"reference.head: {message}"):
+        loss_with(make())
+    with pytest.raises(error, match=f"teacher_head: {message}"):
+        linear_divergence(hidden, head, states, make())
+
+
+def test_of_heads_with_other_ids_those_count_that_both_have() -> None:
+    head, _, hidden, states = heads()
+    found = linear_divergence(hidden, head, states, nn.Linear(4, 12), entropy=True)
+    assert found.divergence.shape == (2, 3) and {*found.given} == {"divergence", "entropies"}
+    with pytest.raises(ValueError, match=r"reference\.weight: expected shape"):
+        loss_with(nn.Linear(4, 12))
 
 
 def test_an_adapter_that_is_off_and_the_layer_within_are_fine() -> None:
-    head, _, hidden = heads()
-    states, layer = torch.randn(2, 3, 4), adapted()
+    head, _, hidden, states = heads()
+    layer = adapted()
     nn.init.normal_(layer.lora_B["default"].weight)
     within = linear_divergence(hidden, head, states, layer.base_layer).divergence
     layer.enable_adapters(False)
@@ -280,29 +237,23 @@ def test_an_adapter_that_is_off_and_the_layer_within_are_fine() -> None:
 
 
 def test_arguments_that_the_heads_have_themselves_are_refused() -> None:
-    head, teacher, hidden = heads()
-    states, bias = torch.randn(2, 3, 4), torch.zeros(11)
-    with pytest.raises(ValueError, match=r"^bias: expected None"):
-        linear_divergence(hidden, Head(head, bias), states, teacher)
-    with pytest.raises(ValueError, match=r"^teacher_bias: expected None"):
-        linear_divergence(hidden, head, states, Head(teacher, bias))
-    assert {*linear_divergence(hidden, head, states, teacher, entropy=True).given} == {
-        "divergence",
-        "entropies",
-    }
-    given = torch.zeros(2, 3, dtype=torch.long), None, torch.ones(2)
+    head, teacher, hidden, states = heads()
+    bias = torch.zeros(11)
+    for name, *both in (
+        ("bias", Head(head, bias), teacher), ("teacher_bias", head, Head(teacher, bias))
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=rf"^{name}: expected None"):
+            linear_divergence(hidden, both[0], states, both[1])
     with pytest.raises(ValueError, match=r"reference\.bias: expected None"):
-        grpo_loss(
-            hidden, head, *given, config=LossConfig(**KL), reference=(states, Head(teacher, bias))
-        )
+        loss_with(Head(teacher, bias))
 
 
 def test_a_plain_weight_takes_a_module_to_compare_with() -> None:
-    head, teacher, hidden = heads()
-    given = hidden, head.weight, torch.zeros(2, 3, dtype=torch.long), None, torch.ones(2)
-    states, config = torch.randn(2, 3, 4), LossConfig(**KL)
-    module, tensors = (
-        grpo_loss(*given, config=config, reference=(states, x)).loss
-        for x in (teacher, Head(teacher.weight, teacher.bias))
-    )
-    assert torch.equal(module, tensors)
+    found = []
+    for as_module in (True, False):
+        torch.manual_seed(0)
+        teacher, weight = nn.Linear(4, 11), torch.randn(11, 6)
+        found.append(
+            loss_with(teacher if as_module else Head(teacher.weight, teacher.bias), Head(weight))
+        )
+    assert torch.equal(*found)

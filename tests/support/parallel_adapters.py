@@ -39,24 +39,15 @@ def adapted_truth(where: str, loss: cases.Loss) -> dict[str, Tensor]:
         batch = cases.make_batch(rank, 2, torch.float64, last_empty=False)
         hidden, weight, head = model(batch.tokens), model.lm_head.weight, model.lm_head
         if where == "lm_head":
-            weight = (
-                weight
-                + head.scaling["default"]
-                * head.lora_B["default"].weight
-                @ head.lora_A["default"].weight
-            )
-        case = Case(
-            "",
-            hidden.detach(),
-            weight.detach(),
-            config=loss.config,
-            **cases.arguments(loss, batch, items),
-        )
+            factors = head.lora_B["default"].weight @ head.lora_A["default"].weight
+            weight = weight + head.scaling["default"] * factors
+        given = cases.arguments(loss, batch, items)
+        case = Case("", hidden.detach(), weight.detach(), config=loss.config, **given)
         want = reference_loss(case)
         for x, grad in ((hidden, want.d_hidden), (weight, want.d_weight)):
             if x.requires_grad:
                 x.backward(0.5 * grad, retain_graph=True)
-    return {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
+    return cases.gradients_of(model)
 
 
 def adapted_loss(where: str, loss: str) -> cases.Loss:

@@ -145,7 +145,7 @@ def truth(
             make_batch(rank, world_size, torch.float64, last_empty=last_empty), accumulate
         ):
             backward_by_reference(model, batch, loss, items, 1.0 / world_size)
-    return {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
+    return gradients_of(model)
 
 
 def backward_by_reference(
@@ -154,14 +154,8 @@ def backward_by_reference(
     """Add `factor` times the gradient of the reference's loss to the model's; the loss."""
     hidden = model(batch.tokens)
     weight, bias = model.lm_head.weight, model.lm_head.bias
-    case = Case(
-        "",
-        hidden.detach(),
-        weight.detach(),
-        bias=bias,
-        config=loss.config,
-        **arguments(loss, batch, items),
-    )
+    given = arguments(loss, batch, items)
+    case = Case("", hidden.detach(), weight.detach(), bias=bias, config=loss.config, **given)
     want = reference_loss(case)
     if hidden.requires_grad:
         hidden.backward(factor * want.d_hidden)
@@ -240,7 +234,7 @@ class Run:
         for i, batch in enumerate(parts):
             with synchronised(wrapped, i == len(parts) - 1):
                 self.score(wrapped, head, batch).backward()
-        return {name: whole(x.grad) for name, x in model.named_parameters() if x.grad is not None}
+        return gradients_of(model)
 
     def score(self, wrapped: nn.Module, head: Any, batch: Batch) -> Tensor:
         """The loss of one micro-batch. A forward has to return tensors: in other objects ZeRO-3
@@ -269,6 +263,11 @@ def synchronised(model: nn.Module, now: bool) -> AbstractContextManager[Any]:
 def whole(x: Tensor) -> Tensor:
     """All of a gradient, which FSDP2 divides after it has reduced it."""
     return (x.full_tensor() if hasattr(x, "full_tensor") else x).detach().cpu()
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    """Those that there are, by name, whole and on the CPU."""
+    return {name: whole(x.grad) for name, x in model.named_parameters() if x.grad is not None}
 
 
 def relative_error(got: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, float]:
