@@ -20,6 +20,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,7 +30,6 @@ from torch.utils import _pytree as pytree
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from grpo_kernels.base.tensors import cut, places
-from grpo_kernels.body.layout import Paths
 
 # Floating-point operations of attention in the time that one more call takes, forward and backward:
 # 120 us at 20 GFLOP/s on a CPU core (measured, AVX2); on a GPU five launches of 5 us at 100 TFLOP/s
@@ -44,6 +44,20 @@ ENDS, LONGEST = ("cu_seq_lens_q", "cu_seq_lens_k"), ("max_length_q", "max_length
 _EAGER = "eager_attention_forward"
 # Arguments of attention that hold along a path: positions, which no function reads here, and sinks.
 _OF_PATHS = {"position_ids", "s_aux", "sinks"}
+
+
+@dataclass(frozen=True)
+class Paths:
+    """The S segments of a tree in the order of their tokens. A token sees its path up to itself."""
+
+    tokens: Tensor  # (S, k), the tokens of each path, with anything on the right
+    lengths: Tensor  # (S,), number of tokens of each path
+    new: Tensor  # (S,), number of those, the last ones of the path, that are the segment
+
+    @property
+    def contexts(self) -> Tensor:
+        """(S,), number of tokens before each segment."""
+        return self.lengths - self.new
 
 
 class NotAlongPaths(Exception):

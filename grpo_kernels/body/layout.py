@@ -10,18 +10,47 @@ The new tokens of a row are a *segment*; its path is the tokens from the root to
 which is the row itself. Prompts, system prompts, the turns of a conversation and equal completions
 are one case; rows that share nothing are packed one after the other.
 
-All tensors here are on the CPU, indices in int64; nothing depends on a model.
+Tensors of a layout are on the CPU, indices in int64.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
+
+from grpo_kernels.body import states
+from grpo_kernels.body.attention import (
+    ENDS,
+    LONGEST,
+    NotAlongPaths,
+    Paths,
+    Segments,
+    install,
+    is_flash,
+)
+
+_RETURNED = ("output_hidden_states", "output_attentions", "output_router_logits")
+
+
+@dataclass(frozen=True)
+class Way:
+    """How the trunk's forward computes a layout exactly.
+
+    Positions are the caller's; each cell's column in the padded batch, as the model itself would
+    count; the number of tokens before the cell; or none.
+    """
+
+    positions: Literal["given", "column", "depth", "none"]
+    varlen: bool = False  # True to take `torch.nn.attention.varlen` for a tree where it serves
+    layers: int | None = None  # calls that go along the paths of a tree; None: not known yet
+    chunk: int = 0  # tokens that its recurrences compute at a time; 0: it has none
 
 
 @dataclass(frozen=True)
@@ -35,20 +64,6 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Paths:
-    """The S segments of a tree in the order of their tokens. A token sees its path up to itself."""
-
-    tokens: Tensor  # (S, k), the tokens of each path, with anything on the right
-    lengths: Tensor  # (S,), number of tokens of each path
-    new: Tensor  # (S,), number of those, the last ones of the path, that are the segment
-
-    @property
-    def contexts(self) -> Tensor:
-        """(S,), number of tokens before each segment."""
-        return self.lengths - self.new
-
-
-@dataclass(frozen=True)
 class TrunkLayout:
     """Tokens (b, w) that one forward computes, and the cells of (B, L) that get their states."""
 
@@ -59,6 +74,162 @@ class TrunkLayout:
     tokens: Tensor  # (n,), index into the flattened (b, w) of each cell's token
     graph: bool  # True if the forward keeps a graph for the backward
     paths: Paths | None = None  # of a tree; None: tokens see the earlier tokens of their row
+
+
+@dataclass(frozen=True)
+class TrunkInputs:
+    """A batch (B, L) on its device, and on the CPU its sequences (S, w) and what of them is read.
+
+    A sequence is a row; of packed rows, one of those that are read.
+    """
+
+    given: dict[str, Tensor]  # (B, L) each: input_ids, position_ids, token_type_ids
+    mask: Tensor | None  # (B, L)
+    constants: dict[str, Any]
+    attended: Tensor  # (S, w) bool, False for padding
+    needed: Tensor  # (S, w) bool, cells whose hidden states are read
+    values: dict[str, Tensor]  # (S, w) int64 each: `given`
+    places: Tensor  # (S, w), indices into the flat (B, L)
+    is_packed: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        given: dict[str, Tensor],
+        mask: Tensor | None,
+        constants: dict[str, Any],
+        needed: Tensor,  # (B, L) bool, on the device of the ids
+    ) -> TrunkInputs:
+        """A sequence for each row. Waits for the device."""
+        ids = given["input_ids"]
+        attended = torch.ones_like(ids) if mask is None else mask != 0
+        values = [
+            x.double().view(torch.int64) if x.is_floating_point() else x for x in given.values()
+        ]
+        cells = [x.to(torch.int64) for x in (attended, needed, *values)]
+        attended, needed, *values = torch.stack(cells).cpu()
+        places = torch.arange(ids.numel(), device="cpu").view(ids.shape)
+        by_name = dict(zip(given, values, strict=True))
+        return cls(given, mask, constants, attended != 0, needed != 0, by_name, places)
+
+    @property
+    def spans(self) -> tuple[Tensor, Tensor]:
+        """(S,) each: a sequence's first column, and the one after the last that is read."""
+        columns = torch.arange(self.needed.shape[1], device="cpu")
+        first = torch.where(self.attended, columns, len(columns)).amin(1)
+        return first, torch.where(self.needed, columns + 1, 0).amax(1)
+
+    @property
+    def padding_is_read(self) -> bool:
+        """True if a needed cell is padding: only the model knows what it attends to."""
+        return bool((self.needed & ~self.attended).any())
+
+    def layout(
+        self, mode: str, way: Way, chosen: Tensor, *, graph: bool, multiple: int = 1
+    ) -> TrunkLayout | None:
+        """Layout `mode` of the sequences `chosen` (S,) bool; None if nothing of them is read.
+
+        Its width is a multiple of `multiple`. Where recurrences compute `way.chunk` tokens at a
+        time, a branch of the tree has to save half as many.
+        """
+        length = self.needed.shape[1]
+        numbers = (chosen & self.needed.any(1)).nonzero()
+        if not len(numbers):
+            return None
+        first, end = (x[numbers] for x in self.spans)
+        if mode == "padded":
+            first, end = torch.zeros_like(first), torch.full_like(end, length)
+        columns = first + torch.arange(int((end - first).amax()), device="cpu")
+        computed = columns < end
+        cells = numbers * length + columns.clamp(max=length - 1)
+        values = [x.reshape(-1)[cells] for x in self.values.values()]
+        values += [columns] if way.positions == "column" else []
+        attended = self.attended.reshape(-1)[cells] & computed
+        places = self.places.reshape(-1)[cells]
+        rows = Rows(places, computed, attended, torch.stack(values, dim=-1))
+        if mode == "tree":
+            least = max(1, way.chunk // 2)
+            return tree(rows, graph=graph, multiple=multiple, least=least)
+        return by_rows(rows, graph=graph, multiple=multiple)
+
+
+def read_inputs(
+    trunk: nn.Module,
+    given: dict[str, Any],
+    needed: Tensor,  # (N, L) bool
+) -> TrunkInputs | str | None:
+    """The arguments `given` by name, or why they cannot be computed in parts.
+
+    `needed` are the cells that are read, of their B rows and of those after them; None: they are of
+    another shape.
+    """
+    given = {name: x for name, x in given.items() if x is not None}
+    config: Any = trunk.config
+    for name in _RETURNED:  # a vision-language model's decoder reads the config of its own
+        if given.get(name, any(getattr(x, name, False) for x in (config, text_config(trunk)))):
+            return f"{name} is returned for the padded batch, so the padded forward runs"
+    if given.get("return_dict", getattr(config, "return_dict", True)) is False:
+        return "return_dict: expected outputs with names"
+    ids, mask = given.get("input_ids"), given.pop("attention_mask", None)
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or not ids.numel():
+        return "the inputs are not input_ids (B, L)"
+    if mask is not None and (not isinstance(mask, Tensor) or mask.shape != ids.shape):
+        return "attention_mask is not (B, L)"
+    ends: list[Tensor] = []  # of packed rows' sequences, in the flat cells
+    if mask is None and "position_ids" in given:
+        ends = [given.pop(name) for name in ENDS if name in given]
+        given = {name: x for name, x in given.items() if name not in LONGEST}
+    of_tokens = {
+        name: x for name, x in given.items() if isinstance(x, Tensor) and x.shape == ids.shape
+    }
+    constants = {name: x for name, x in given.items() if name not in of_tokens}
+    for name, x in constants.items():
+        if not isinstance(x, bool | int | float | str):
+            return f"{name} is not a value per token, so the padded forward runs"
+    if constants.pop("use_cache", False):
+        return "use_cache: expected False, a cache would be that of a part"
+    needed = needed[: len(ids)].to(ids.device)
+    if needed.shape != ids.shape:
+        return None
+    inputs = TrunkInputs.of(of_tokens, mask, constants, needed)
+    is_padded = mask is not None or "position_ids" not in of_tokens
+    return inputs if is_padded else _apart(inputs, ends, is_flash(attention_of(trunk)))
+
+
+def _apart(inputs: TrunkInputs, ends_given: list[Tensor], flash: bool) -> TrunkInputs | str:
+    """`inputs` with each sequence of packed rows that is read by itself; or why not.
+
+    Without a mask, transformers tells the sequences of a row by positions that do not go on: flash
+    attention by zeros, and in a batch of one row alone.
+    """
+    positions = inputs.values["position_ids"]
+    begins = pad(positions.diff(dim=1) != 1, (1, 0), value=True).flatten()
+    starts, is_read = begins.nonzero().squeeze(1), inputs.needed.flatten()
+    ends = torch.cat([starts[1:], torch.tensor([len(begins)], device="cpu")])
+    read = (begins.cumsum(0) - 1)[is_read].unique()
+    read = read if len(read) else torch.zeros(1, dtype=torch.int64, device="cpu")
+    ours = ends[: read[-1] + 1]  # what comes after them is padding
+    for theirs in ends_given:
+        found = theirs.reshape(-1)[1:].cpu()
+        if found[found <= ours[-1]].tolist() != ours.tolist():
+            return "cu_seq_lens do not agree with position_ids, so packed rows run as given"
+    if len(starts) == len(positions):
+        return inputs
+    if positions.flatten()[starts[read]].any():
+        return "sequences in a packed row begin at another position than 0, so it runs as given"
+    if flash and len(positions) > 1:
+        return "flash attention takes one packed row at a time, so several run as given"
+    starts, lengths = starts[read], (ends - starts)[read, None]
+    columns = torch.arange(int(lengths.amax()), device="cpu")
+    inside, places = columns < lengths, (starts[:, None] + columns).clamp(max=len(begins) - 1)
+    return replace(
+        inputs,
+        attended=inside,
+        needed=is_read[places] & inside,
+        values={name: x.flatten()[places] for name, x in inputs.values.items()},
+        places=places,
+        is_packed=True,
+    )
 
 
 def tree(rows: Rows, *, graph: bool, multiple: int = 1, least: int = 1) -> TrunkLayout:
@@ -148,3 +319,80 @@ def anchor(*, graph: bool) -> TrunkLayout:
 
 def _range(stop: int) -> Tensor:
     return torch.arange(stop, device="cpu")  # whatever the default device is
+
+
+def run_layout(
+    trunk: nn.Module,
+    forward: Callable[..., Any],
+    inputs: TrunkInputs,
+    layout: TrunkLayout,
+    way: Way,
+) -> tuple[Any, Way]:
+    """Run `forward` on the tokens of `layout`.
+
+    Returns:
+        its output, with hidden states (b, w, H); and `way`, of a tree with what it has counted.
+    """
+    ids = inputs.given["input_ids"]
+    sources = layout.sources.to(ids.device, non_blocking=True)
+    found: dict[str, Any] = {name: x.reshape(-1)[sources] for name, x in inputs.given.items()}
+    if way.positions == "column":
+        found["position_ids"] = sources % ids.shape[1]
+    elif way.positions == "depth":
+        found["position_ids"] = layout.depths.to(ids.device, non_blocking=True)
+    parameters = inspect.signature(forward).parameters.values()
+    if any(x.name == "use_cache" or x.kind is x.VAR_KEYWORD for x in parameters):
+        found["use_cache"] = False  # with a cache, transformers detects no packed sequences
+    if layout.paths is None:
+        if inputs.mask is not None or not bool(layout.attended.all()):
+            found["attention_mask"] = layout.attended.to(ids.device, torch.int64, non_blocking=True)
+        return forward(**found, **inputs.constants), way
+    install(attention_of(trunk), trunk)
+    states.install(trunk)
+    segments = Segments(layout.paths, varlen=way.varlen)
+    # of four dimensions, as transformers then makes none itself; attention refuses any other
+    found |= {"segments": segments, "attention_mask": torch.zeros(1, 1, 1, 1, device=ids.device)}
+    output = forward(**found, **inputs.constants)
+    if way.layers not in (None, segments.consumed):
+        raise NotAlongPaths(
+            f"{segments.consumed} calls of its layers have gone along the paths of a tree, and "
+            f"{way.layers} in its first forward"
+        )
+    return output, replace(way, layers=segments.consumed, chunk=segments.chunk)
+
+
+def filled(parts: list[tuple[TrunkLayout, Any]], shape: torch.Size) -> tuple[Tensor, Tensor]:
+    """(hidden states (B, L, H) of the forwards' outputs; (B, L) bool, cells that have one).
+
+    The others are 0.
+    """
+    cells, states = list[Tensor](), list[Tensor]()
+    for layout, output in parts:
+        hidden = output.last_hidden_state
+        cells.append(layout.cells.to(hidden.device, non_blocking=True))
+        tokens = layout.tokens.to(hidden.device, non_blocking=True)
+        states.append(hidden.flatten(0, 1).index_select(0, tokens))
+    at = torch.cat(cells)
+    hidden = states[0].new_zeros(shape.numel(), states[0].shape[-1])
+    is_filled = torch.zeros(shape.numel(), dtype=torch.bool, device=hidden.device)
+    hidden = hidden.index_copy(0, at, torch.cat(states)).unflatten(0, shape)
+    return hidden, is_filled.index_fill(0, at, True).view(shape)
+
+
+def text_config(trunk: nn.Module) -> Any:
+    """The config of the trunk's decoder."""
+    config: Any = trunk.config
+    return config.get_text_config(decoder=True)
+
+
+def setting(trunk: nn.Module, name: str) -> Any:
+    """The value of `name` in the decoder's config; None where it has none for all layers."""
+    try:
+        return getattr(text_config(trunk), name, None)
+    except RuntimeError:  # Gemma 4 has one for each kind of layer, and then no attribute
+        return None
+
+
+def attention_of(trunk: nn.Module) -> str:
+    """Name of the trunk's attention implementation."""
+    return str(getattr(text_config(trunk), "_attn_implementation", None))

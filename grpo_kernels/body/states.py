@@ -25,8 +25,13 @@ import torch
 from torch import Tensor, nn
 
 from grpo_kernels.base.tensors import cut, places
-from grpo_kernels.body.attention import NotAlongPaths, Segments, taking_segments, wrap_in_files
-from grpo_kernels.body.layout import Paths, TrunkLayout
+from grpo_kernels.body.attention import (
+    NotAlongPaths,
+    Paths,
+    Segments,
+    taking_segments,
+    wrap_in_files,
+)
 
 _CHUNK = 64  # tokens that a recurrence computes at a time, where its call does not say
 # Chunks of one run that are computed in the time of one more call, forward and backward: on a CPU
@@ -218,12 +223,12 @@ def _calls(
     return depths, places(owned)
 
 
-def cost(layout: TrunkLayout, chunk: int, device: torch.device) -> float:
-    """Time of a forward of `layout` with recurrences, in that of one token's matrix products."""
-    rows, width = layout.sources.shape
-    if layout.paths is None:
+def cost(shape: torch.Size, paths: Paths | None, chunk: int, device: torch.device) -> float:
+    """Time of a forward of tokens (b, w) with recurrences, in that of one token's products."""
+    rows, width = shape
+    if paths is None:
         return rows * (width + _SHARE * chunk * -(-width // chunk))
-    runs = Runs.of(layout.paths)
+    runs = Runs.of(paths)
     calls = runs.calls(chunk, call_chunks(device), side_by_side=False)
     chunks = [
         len(x) * -(-int(runs.lengths[x].amax()) // chunk) + call_chunks(device)

@@ -30,7 +30,7 @@ from grpo_kernels.base.distributed import rank_groups
 from grpo_kernels.base.modes import facts_of, guest, random_state
 from grpo_kernels.body import states
 from grpo_kernels.body.attention import NotAlongPaths, has_varlen
-from grpo_kernels.body.forwards import (
+from grpo_kernels.body.layout import (
     TrunkInputs,
     Way,
     attention_of,

@@ -26,7 +26,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,10 +34,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from transformers.utils import ModelOutput
 
-from grpo_kernels.base.choices import BatchLayout
+from grpo_kernels.base.checks import check_choice, check_shape, check_tensor, warn_once
+from grpo_kernels.base.choices import BatchLayout, ZeroAdvantage, choices
 from grpo_kernels.base.distributed import most_of_ranks, rank_groups
 from grpo_kernels.base.modes import evaluating, guest
-from grpo_kernels.body.trunk import ordinary_id
+from grpo_kernels.body.trunk import live_trunk, ordinary_id, trunk_of
 from grpo_kernels.head.head import Head
 from grpo_kernels.head.module import (
     divided_modules,
@@ -49,8 +50,6 @@ from grpo_kernels.head.module import (
 from grpo_kernels.patching import Shares, forward_name, replaced
 from grpo_kernels.transformers import head as heads
 from grpo_kernels.transformers.head import HeadCheck, constants_of
-from grpo_kernels.transformers.inputs import Batch, check_attended, check_attention_mask
-from grpo_kernels.transformers.seam import as_it_is, live_trunk, trunk_of
 
 RESULTS, FIELDS = "results", "others"  # of the dict that the model returns: wrappers look into it
 _MOST_RUNS = 4  # of one call: constants are measured, and a number of the whole batch is computed
@@ -59,6 +58,66 @@ Score = Callable[[Tensor, Head], tuple[Tensor, ...]]  # the head's input (B, L, 
 _models_with_scalars: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 # by head: the factor on the body's output, before the head
 _factors: weakref.WeakKeyDictionary[nn.Module, float] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class TrunkOptions:
+    """What the trunk computes of a batch; `causal_lm_loss` explains the options."""
+
+    zero_advantage: ZeroAdvantage = "score"
+    layout: BatchLayout = "tree"
+
+    def __post_init__(self) -> None:
+        check_choice("zero_advantage", self.zero_advantage, choices(ZeroAdvantage))
+        check_choice("layout", self.layout, choices(BatchLayout))
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The ids of a call and which of them count."""
+
+    input_ids: Tensor  # (B, L)
+    completion_mask: Tensor  # (B, T)
+
+    def __post_init__(self) -> None:
+        check_tensor("input_ids", self.input_ids)
+        check_tensor("completion_mask", self.completion_mask)
+        if self.input_ids.dim() != 2:
+            raise ValueError(f"input_ids: expected shape (B, L), got {tuple(self.input_ids.shape)}")
+        (sequences, length), shape = self.input_ids.shape, tuple(self.completion_mask.shape)
+        if len(shape) != 2 or shape[0] != sequences or not 0 < shape[1] <= length:
+            raise ValueError(
+                f"completion_mask: expected shape (B, T) with B = {sequences} and 0 < T <= "
+                f"{length}, got {shape}"
+            )
+
+    def needed(self) -> Tensor:
+        """(B, L) bool: the positions whose hidden states predict a token that counts."""
+        before = self.input_ids.shape[1] - self.completion_mask.shape[1]
+        return nn.functional.pad(self.completion_mask != 0, (before - 1, 1))
+
+    def aligned(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(states (B, T, H), ids (B, T), mask (B, T)): each id with the states that predict it."""
+        (sequences, length), count = self.input_ids.shape, self.completion_mask.shape[1]
+        least, shape = min(count + 1, length), tuple(hidden.shape)
+        if len(shape) != 3 or shape[0] != sequences or shape[1] < least:
+            raise RuntimeError(
+                f"model: expected hidden states of {sequences} sequences and at least {least} "
+                f"positions at its head, got {shape}; is logits_to_keep too small?"
+            )
+        ids = self.input_ids[:, -count:].to(hidden.device)
+        mask = self.completion_mask.to(hidden.device)
+        if shape[1] > count:
+            return hidden[:, -count - 1 : -1], ids, mask
+        # nothing predicts the first token
+        mask = torch.cat([torch.zeros_like(mask[:, :1]), mask[:, 1:]], dim=1)
+        return hidden.roll(1, dims=1), ids, mask
+
+    def counted_state(self, hidden: Tensor) -> Tensor:
+        """A state (H,) of `hidden` (B, L, H) that predicts a token that counts, if any counts."""
+        states, _, mask = self.aligned(hidden)
+        row, column = divmod(int((mask != 0).reshape(-1).to(torch.uint8).argmax()), mask.shape[1])
+        return states[row, column]
 
 
 def run_scored(
@@ -73,23 +132,46 @@ def run_scored(
 
     `layout` and `live` go to `live_trunk`.
     """
-    base, inputs = _model_inputs(model, batch, inputs)
-    needed = batch.needed()
-    is_checked = heads.known_head(model, heads.facts_of(base, inputs))[1]
-    # in later calls it would wait for the device
-    if not is_checked or needed.device.type == "cpu":
-        check_attended(
-            inputs.get("attention_mask"),
-            needed,
-            input_ids=batch.input_ids,
-            config=base.config,
-            has_positions="position_ids" in inputs,
+    if inputs.get("labels") is not None:
+        raise ValueError(
+            "labels: expected none, since there are no logits to hold them against; got labels"
         )
+    inputs = {name: x for name, x in inputs.items() if x is not None}
+    base, attention_mask = heads.causal_lm(model), inputs.get("attention_mask")
+    # masks of four dimensions and dicts of them, which transformers takes too, are the model's
+    if attention_mask is not None and not isinstance(attention_mask, dict):
+        check_tensor("attention_mask", attention_mask)
+        if attention_mask.dim() != 4:
+            shape = "(B, L)", tuple(batch.input_ids.shape)
+            check_shape("attention_mask", attention_mask, shape)
+    parameters = inspect.signature(type(base).forward).parameters
+    if "use_cache" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        inputs.setdefault("use_cache", False)
+    inputs, needed = {"input_ids": batch.input_ids, **inputs}, batch.needed()
+    is_checked = heads.known_head(model, heads.facts_of(base, inputs))[1]
+    if needed.device.type == "cpu" or not is_checked:  # in later calls it would wait for the device
+        _check_attended(batch.input_ids, needed, inputs, base.config)
 
     def run(call: HeadCall) -> dict[str, Any]:
-        with call.within(base):
+        model_forward = base.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return call.pack_output(model_forward(*args, **kwargs))
+
+        with call.in_head(), replaced(base, "forward", forward):
             returned: dict[str, Any] = model(**inputs)
-        call.check_output(returned)
+        if not isinstance(returned, dict) or RESULTS not in returned:
+            raise RuntimeError(
+                "model: expected a wrapper that calls the model's forward, which is replaced for "
+                f"this call, and returns its result, got {type(returned).__name__}; a compiled "
+                "model may run the forward that it was compiled with: compile its layers instead"
+            )
+        for x, (_, dtype) in zip(returned[RESULTS], call.result_specs, strict=True):
+            if x.dtype.itemsize < dtype.itemsize:
+                raise ValueError(
+                    f"model: expected results of {dtype}, and a wrapper of the model has made them "
+                    f"{x.dtype}; under FSDP2, leave output_dtype out of MixedPrecisionPolicy"
+                )
         return returned
 
     return run_in_head(model, run, score, inputs, layout, needed, live, batch.counted_state)
@@ -117,7 +199,11 @@ def run_in_head(
     head, is_checked = heads.known_head(model, facts)
 
     def score_whole(hidden: Tensor, head: Head) -> tuple[Tensor, ...]:
-        _keep_precision(base)
+        # accelerate has FSDP2 round logits to 16 bits, which would leave 8 of log-probabilities
+        unit: Any = next((x for x in base.modules() if is_fsdp_unit(x)), None)
+        root = None if unit is None else unit._get_fsdp_state()._state_ctx.iter_forward_root
+        if root is not None and root._mp_policy.output_dtype is not None:
+            root._mp_policy = replace(root._mp_policy, output_dtype=None)
         return score(hidden, head)
 
     groups = rank_groups(trunk_of(model))
@@ -133,29 +219,14 @@ def run_in_head(
         if has_scalar and not is_whole and most_of_ranks(groups, [int(bool(computed))])[0]:
             _models_with_scalars.add(base)  # such as an aux_loss: it may be of all hidden states
             continue
-        measured = head if check is None else check.verified(base)
-        if check is not None and constants_of(measured) == constants_of(head):
-            # logits of a row of padding may be NaN
-            heads.remember(head, facts, compared=check.is_finite)
-        elif check is not None:  # all ranks measure the same
-            head = measured
+        used, head = head, head if check is None else check.verified(base, facts)
+        if constants_of(head) != constants_of(used):  # all ranks measure the same
             continue
         return returned[RESULTS], call.output_type(**_nan_where_skipped(fields, computed)), shares
     raise ValueError(
         "model: expected one scale, soft-cap or cut of the logits, got another in each run: "
         f"{constants_of(head)}"
     )
-
-
-def _keep_precision(base: nn.Module) -> None:
-    """Have FSDP2 return results as they are, in a forward of `base`, from now on.
-
-    accelerate sets ``output_dtype`` to 16 bits for logits. Of log-probabilities it would leave 8.
-    """
-    unit: Any = next((x for x in base.modules() if is_fsdp_unit(x)), None)
-    root = None if unit is None else unit._get_fsdp_state()._state_ctx.iter_forward_root
-    if root is not None and root._mp_policy.output_dtype is not None:
-        root._mp_policy = replace(root._mp_policy, output_dtype=None)
 
 
 def measured_head(base: nn.Module, forward: Callable[..., Any]) -> Head:
@@ -167,9 +238,9 @@ def measured_head(base: nn.Module, forward: Callable[..., Any]) -> Head:
     """
     facts = heads.facts_of(base, {})
     head, is_checked = heads.known_head(base, facts)
-    factor, body = _factors.get(head.weight, 1.0), trunk_of(base)
-    device = linear_of(head.weight).weight.device
-    states: list[Tensor] = []
+    linear, states = linear_of(head.weight), list[Tensor]()  # of the body and of the head's input
+    device = linear.weight.device
+    ids = torch.full((1, 2), ordinary_id(base), device=device)
 
     def keep(hidden: Tensor, _: Head) -> tuple[Tensor, ...]:
         states.append(hidden)
@@ -179,18 +250,18 @@ def measured_head(base: nn.Module, forward: Callable[..., Any]) -> Head:
         output = args[-1]
         states.append(output[0] if isinstance(output, tuple) else output.last_hidden_state)
 
-    for _ in range(0 if is_checked and head.weight in _factors else 3):
-        check = HeadCheck(head, lambda hidden: hidden[0, -1])
-        call = HeadCall(head, keep, check)
-        ids = torch.full((1, 2), ordinary_id(base), device=device)
-        with torch.no_grad(), guest(base, device), evaluating(base), call.in_head(), as_it_is(body):
-            looking = body.register_forward_hook(look)
+    def run(call: HeadCall) -> dict[str, Any]:
+        with torch.no_grad(), guest(base, device), evaluating(base), call.in_head():
+            looking = trunk_of(base).register_forward_hook(look)
             try:
-                call.pack_output(forward(input_ids=ids))
+                return call.pack_output(forward(input_ids=ids))
             finally:
                 looking.remove()
-        made, of_body = (states.pop()[0, -1].double() for _ in range(2))
-        measured = check.verified(base)
+
+    if not is_checked or head.weight not in _factors:
+        read = torch.ones_like(ids, dtype=torch.bool)
+        run_in_head(base, run, keep, {}, "padded", read, None, lambda hidden: hidden[0, -1])
+        of_body, made = (x[0, -1].double() for x in states[-2:])
         factor = ((made @ of_body) / (of_body @ of_body)).item()
         factor = 1.0 if abs(factor - 1.0) < 1e-3 else factor
         if (made - factor * of_body).norm() > 1e-2 * made.norm():
@@ -199,34 +270,15 @@ def measured_head(base: nn.Module, forward: Callable[..., Any]) -> Head:
                 f"{type(base).__name__} changes it in between; its own loss and log-probabilities "
                 "are those of causal_lm_loss and completion_logprobs"
             )
-        if constants_of(measured) == constants_of(head):
-            heads.remember(head, facts, compared=check.is_finite)
-            _factors[head.weight] = factor
-            break
-        head = measured
-    if factor != 1.0 and linear_of(head.weight).bias is not None:
+        _factors[head.weight] = factor
+        head = heads.known_head(base, facts)[0]
+    factor = _factors[head.weight]
+    if factor != 1.0 and linear.bias is not None:
         raise ValueError(
             f"model: expected a head without bias behind hidden states times {factor:g}, got one "
             "with bias"
         )
     return replace(head, logit_scale=head.logit_scale * factor)
-
-
-def _model_inputs(
-    model: nn.Module, batch: Batch, inputs: dict[str, Any]
-) -> tuple[nn.Module, dict[str, Any]]:
-    """(the transformers model, the arguments of its forward)."""
-    if inputs.get("labels") is not None:
-        raise ValueError(
-            "labels: expected none, since there are no logits to hold them against; got labels"
-        )
-    inputs = {name: x for name, x in inputs.items() if x is not None}
-    check_attention_mask(inputs.get("attention_mask"), batch.input_ids)
-    base = heads.causal_lm(model)
-    parameters = inspect.signature(type(base).forward).parameters
-    if "use_cache" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        inputs.setdefault("use_cache", False)
-    return base, {"input_ids": batch.input_ids, **inputs}
 
 
 def _nan_where_skipped(fields: dict[str, Any], computed: list[Tensor]) -> dict[str, Any]:
@@ -266,17 +318,6 @@ class HeadCall:
         self.rows = torch.empty(0)  # the same, detached, (R, V)
         self.results: tuple[Tensor, ...] | None = None
         self.output_type = ModelOutput
-
-    @contextmanager
-    def within(self, base: nn.Module) -> Iterator[None]:
-        """Inside, this call replaces the head of `base`, and `base` returns its results."""
-        model_forward = base.forward
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            return self.pack_output(model_forward(*args, **kwargs))
-
-        with self.in_head(), replaced(base, "forward", forward):
-            yield
 
     @contextmanager
     def in_head(self) -> Iterator[None]:
@@ -352,27 +393,72 @@ class HeadCall:
             raise RuntimeError(
                 f"model: expected a forward that calls its head, {self.name} was not called"
             )
-        if self.check:
-            self.check.take(output)
-        if not isinstance(output, ModelOutput):
+        logits = getattr(output, "logits", None)
+        is_of_rows = isinstance(logits, Tensor) and logits.dim() == 3 and logits.shape[1] > 1
+        if not isinstance(output, ModelOutput) or (self.check and not is_of_rows):
             raise ValueError(
                 f"model: expected an output with logits (B, T, V), got {type(output).__name__}"
             )
+        if self.check:
+            self.check.made = output.logits[0, :2].detach()
         self.output_type = type(output)
         others = {name: x for name, x in output.items() if name != "logits"}
         return {RESULTS: self.results, FIELDS: others}
 
-    def check_output(self, returned: Any) -> None:
-        """Raise unless `returned` holds the results, no less precise than they were computed."""
-        if not isinstance(returned, dict) or RESULTS not in returned:
-            raise RuntimeError(
-                "model: expected a wrapper that calls the model's forward, which is replaced for "
-                f"this call, and returns its result, got {type(returned).__name__}; a compiled "
-                "model may run the forward that it was compiled with: compile its layers instead"
-            )
-        for x, (_, dtype) in zip(returned[RESULTS], self.result_specs, strict=True):
-            if x.dtype.itemsize < dtype.itemsize:
-                raise ValueError(
-                    f"model: expected results of {dtype}, and a wrapper of the model has made them "
-                    f"{x.dtype}; under FSDP2, leave output_dtype out of MixedPrecisionPolicy"
-                )
+
+def _check_attended(
+    input_ids: Tensor,  # (B, L)
+    needed: Tensor,  # (B, L) bool
+    inputs: dict[str, Any],
+    config: Any,
+) -> None:
+    """Check the values of an attention_mask (B, L) among `inputs`. Waits for the device.
+
+    A token that counts within padding is an error. Three cases warn: no mask, though padding comes
+    before a token that counts; a first token that counts though only padding comes before it; and
+    zeros between ones, after which positions are off unless the forward is given them. The token
+    after the last 1 may count: it is the end token if that is the padding token too.
+    """
+    attention_mask = inputs.get("attention_mask")
+    if attention_mask is None:
+        _warn_of_attended_padding(input_ids, needed, config.get_text_config(decoder=True))
+    if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2:
+        return
+    attended = attention_mask.to(needed.device) != 0
+    unseen = needed[:, :-1] & ~attended[:, :-1]
+    in_padding = (unseen & ~attended[:, 1:]).nonzero()
+    if len(in_padding):
+        row, column = in_padding[0].tolist()
+        raise ValueError(
+            "completion_mask: expected 0 where attention_mask is 0, got a token that counts in "
+            f"column {column + 1} of sequence {row}, with attention_mask 0 there and before"
+        )
+    if bool(unseen.any()):
+        warn_once(
+            "completion_mask: it counts a token whose column before has attention_mask 0: nothing "
+            "predicts the first token of a sequence, so give it 0"
+        )
+    begun, goes_on = attended.cumsum(1) > 0, attended.flip(1).cumsum(1).flip(1) > 0
+    if "position_ids" not in inputs and bool((begun & goes_on & ~attended).any()):
+        warn_once(
+            "attention_mask: it has zeros between ones, and a model without position_ids counts "
+            "them as positions. Pad prompts on the left and completions on the right, or pass "
+            "position_ids = (attention_mask.cumsum(1) - 1).clamp(min=0)"
+        )
+
+
+def _warn_of_attended_padding(input_ids: Tensor, needed: Tensor, config: Any) -> None:
+    pad = getattr(config, "pad_token_id", None)
+    if pad is None:
+        return
+    is_before = needed.flip(1).cumsum(1).flip(1) > 0  # that on the right does no harm
+    padding = (input_ids == pad) & is_before.to(input_ids.device)
+    of_text = [getattr(config, name, None) for name in ("eos_token_id", "bos_token_id")]
+    if any(pad in (x if isinstance(x, list) else [x]) for x in of_text):
+        padding = padding[:, 1:] & padding[:, :-1]  # one alone is the end or begin of a text
+    if bool(padding.any()):
+        warn_once(
+            f"attention_mask: got None, and input_ids with padding tokens (pad_token_id = {pad}) "
+            "before a token that counts, which attends to them as to text. Pass the tokenizer's "
+            "attention_mask, with a 1 for each token of the completion"
+        )

@@ -7,32 +7,31 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, Literal, overload
 
 import torch
+import transformers.utils
 from torch import Tensor, nn
+from transformers import GenerationMixin
 from transformers.utils import ModelOutput
 
+from grpo_kernels.base.checks import did_you_mean
 from grpo_kernels.base.choices import BatchLayout, LogitsDtype, WithoutSet, ZeroAdvantage
 from grpo_kernels.batch.kept_ids import KeptIds
+from grpo_kernels.body.trunk import unwrapped
 from grpo_kernels.call.results import LossOutput, Scores
 from grpo_kernels.head.head import Head
 from grpo_kernels.loss import GRPOLoss, grpo_loss, policy_expectation
+from grpo_kernels.objective.config import LossConfig
 from grpo_kernels.objective.losses import averaged_over
+from grpo_kernels.patching import replaced
 from grpo_kernels.scores import linear_logprob
 from grpo_kernels.transformers import head as heads
-from grpo_kernels.transformers.call import RESULTS, HeadCall, run_scored
+from grpo_kernels.transformers.call import RESULTS, Batch, HeadCall, TrunkOptions, run_scored
 from grpo_kernels.transformers.head import HeadCheck
-from grpo_kernels.transformers.inputs import (
-    Batch,
-    TrunkOptions,
-    check_names,
-    check_skip,
-    with_positions,
-)
 
 _OF_LOSS = inspect.signature(grpo_loss).parameters.keys() - {"fields"}
 _LOGPS = {name for name in _OF_LOSS if name.endswith("_per_token_logps")}
@@ -40,10 +39,15 @@ _OF_EXPECTATION = _LOGPS | {"importance_sampling_ratio", "num_items_in_batch"}
 _LOSS_INPUTS = _OF_EXPECTATION | {
     "kept_ids", "without_set", "sampling_topk_ids", "sampling_topk_logps",
 }  # fmt: skip
-_NAMED = _LOSS_INPUTS | {"completion_mask", "advantages", "router_aux_loss_coef"}
-_NAMED |= {"logits_dtype", "zero_advantage", "layout"}
-_OF_SCORING = {"completion_mask", "loss_fn", "temperature", "logits_dtype", "kept_ids"}
-_OF_SCORING |= {"without_set", "entropy", "return_output", "layout"}
+# Names that every forward with **kwargs takes: fields of TransformersKwargs (older releases have
+# fewer, or none), and names that transformers' decorators of a forward read. num_items_in_batch is
+# the loss's: read only with labels.
+_DOCUMENTED = {
+    *("position_ids", "is_causal", "use_cache", "return_dict", "cache_position", "seq_idx"),
+    *("output_hidden_states", "output_attentions", "output_router_logits"),
+    *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
+    *getattr(getattr(transformers.utils, "TransformersKwargs", None), "__annotations__", ()),
+} - {"num_items_in_batch"}
 
 
 def causal_lm_loss(
@@ -98,8 +102,8 @@ def causal_lm_loss(
             f"{name}: expected none here, where the model and loss_fn decide it, got one"
         )
     trunk = TrunkOptions(zero_advantage, layout)
-    check_names(model, inputs, _NAMED, " or the loss")
-    batch = Batch.of(input_ids, completion_mask)
+    _check_names(model, inputs, causal_lm_loss, _LOSS_INPUTS)
+    batch = Batch(input_ids, completion_mask)
     live = None if zero_advantage == "train" else _live(loss_fn, batch, advantages, loss_inputs)
     if zero_advantage == "skip" and live is not None:
         check_skip(loss_fn.config)
@@ -123,7 +127,7 @@ def causal_lm_loss(
         done[:] = [loss(states, whole, ids, mask, _moved(advantages, states), **given)]
         return (done[0].loss,)
 
-    model_inputs = with_positions(model, {"attention_mask": attention_mask, **inputs})
+    model_inputs = _with_positions(model, {"attention_mask": attention_mask, **inputs})
     (loss,), output, shares = run_scored(model, batch, score, model_inputs, trunk.layout, live)
     aux_loss = getattr(output, "aux_loss", None)
     if aux_loss is not None:
@@ -232,7 +236,7 @@ def completion_logprobs(
         RuntimeError: the model's forward does not call its head exactly once.
     """
     trunk = TrunkOptions(layout=layout)
-    check_names(model, model_inputs, _OF_SCORING, "")
+    _check_names(model, model_inputs, completion_logprobs)
     if loss_fn is not None:
         _check_loss_fn(loss_fn)
         if temperature is not None:
@@ -242,7 +246,7 @@ def completion_logprobs(
             )
         temperature = loss_fn.config.temperature
     divisor = 1.0 if temperature is None else temperature
-    batch = Batch.of(input_ids, completion_mask)
+    batch = Batch(input_ids, completion_mask)
 
     def score(hidden: Tensor, head: Head) -> tuple[Tensor, ...]:
         states, ids, mask = batch.aligned(hidden)
@@ -259,7 +263,7 @@ def completion_logprobs(
         )
         return tuple(found.given.values())
 
-    inputs = with_positions(model, {"attention_mask": attention_mask, **model_inputs})
+    inputs = _with_positions(model, {"attention_mask": attention_mask, **model_inputs})
     results, output, _ = run_scored(model, batch, score, inputs, trunk.layout)
     scores = Scores.of(logps=results[0], entropies=results[1] if entropy else None)
     return (scores, output) if return_output else scores
@@ -323,12 +327,24 @@ def head_inputs(model: nn.Module) -> Iterator[HeadInputs]:
     facts = heads.facts_of(base, {})
     head, is_checked = heads.known_head(model, facts)
     check = None if is_checked else HeadCheck(head, lambda hidden: hidden[0, 0])
-    call, found = _Handing(head, check), HeadInputs()
+    found, model_forward, dtypes = HeadInputs(), base.forward, list[torch.dtype]()
+
+    def as_rows(hidden: Tensor, _: Head) -> tuple[Tensor, ...]:
+        dtypes[:] = [hidden.dtype]
+        # in the precision of the rows of the check, beside which they lie
+        return (hidden.to(torch.promote_types(hidden.dtype, torch.float32)),)
+
+    call = HeadCall(head, as_rows, check)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        output = model_forward(*args, **kwargs)
+        (hidden,) = call.pack_output(output)[RESULTS]
+        return type(output)(**{**output, "logits": hidden.to(dtypes[0])})
 
     def take(module: nn.Module, args: Any, output: Any) -> None:
-        found.hidden = output.logits.to(call.dtype)
+        found.hidden = output.logits.to(dtypes[0])
 
-    with call.within(base):
+    with call.in_head(), replaced(base, "forward", forward):
         # after the hooks of wrappers, such as FSDP2's for the backward
         last = model.register_forward_hook(take)
         try:
@@ -337,28 +353,89 @@ def head_inputs(model: nn.Module) -> Iterator[HeadInputs]:
             last.remove()
     if call.results is None:
         raise RuntimeError("head_inputs: expected one forward of the model inside, got none")
-    found.of_model = head if check is None else check.verified(base)
-    if check is not None:
-        as_expected = heads.constants_of(found.of_model) == heads.constants_of(head)
-        heads.remember(found.of_model, facts, compared=check.is_finite and as_expected)
+    found.of_model = head if check is None else check.verified(base, facts)
 
 
-class _Handing(HeadCall):
-    """A `HeadCall` whose one score is the head's input, and stands in for the model's logits."""
-
-    def __init__(self, head: Head, check: HeadCheck | None) -> None:
-        super().__init__(head, _as_rows, check)  # no method: a cycle would hold the hidden states
-        self.dtype = torch.float32
-
-    def _head_forward(self, hidden: Tensor, *others: Any, **named: Any) -> Tensor:
-        self.dtype = hidden.dtype
-        return super()._head_forward(hidden, *others, **named)
-
-    def pack_output(self, output: Any) -> Any:
-        (hidden,) = super().pack_output(output)[RESULTS]
-        return type(output)(**{**output, "logits": hidden.to(self.dtype)})
+def check_skip(config: LossConfig) -> None:
+    """Raise if the gradient of live sequences depends on the scores of the others."""
+    expected = "zero_advantage: expected 'score' or 'train'"
+    if config.top_entropy_quantile < 1.0:
+        raise ValueError(
+            f"{expected} with top_entropy_quantile, which is one of all sequences, got 'skip'"
+        )
+    if config.corrects_sampling:
+        raise ValueError(
+            f"{expected} where the loss makes the importance sampling ratio, got 'skip'"
+        )
 
 
-def _as_rows(hidden: Tensor, head: Head) -> tuple[Tensor, ...]:
-    # in the precision of the rows of the check, beside which they lie
-    return (hidden.to(torch.promote_types(hidden.dtype, torch.float32)),)
+def _check_names(
+    model: nn.Module,
+    given: Collection[str],
+    call: Callable[..., Any],
+    of_loss: Collection[str] = (),
+) -> None:
+    """Raise TypeError if nothing reads one of the names `given` as arguments of the model.
+
+    transformers' forwards ignore unknown names in their ``**kwargs``. A name counts if it is a
+    parameter of a forward around the model, of the model or of its body, or `_DOCUMENTED`. Those of
+    `call` and `of_loss` are suggested.
+    """
+    if not given:
+        return
+    wrappers, base = unwrapped(model)
+    known = {name for module in (*wrappers, base) for name in _named_by(module)}
+    parameters = inspect.signature(type(base).forward).parameters.values()
+    if any(x.kind is x.VAR_KEYWORD for x in parameters):
+        known |= _DOCUMENTED.union(_named_by(base.base_model))  # its **kwargs go on to the body
+    reader = f"{type(base).__name__} or the loss" if of_loss else type(base).__name__
+    for name in given:
+        if name in {field.name for field in fields(LossConfig)}:
+            raise TypeError(
+                f"{name}: expected an input of {reader}, got a field of LossConfig: set it on the "
+                f"loss, GRPOLoss({name}=...)"
+            )
+        if name not in known:
+            hint = did_you_mean(name, sorted({*known, *of_loss, *_names(call)}))
+            raise TypeError(
+                f"{name}: expected an input of {reader}, got a name that nothing there reads{hint}"
+            )
+
+
+def _names(function: Callable[..., Any]) -> set[str]:
+    parameters = inspect.signature(function).parameters
+    return {
+        name
+        for name, x in parameters.items()
+        if x.kind in (x.POSITIONAL_OR_KEYWORD, x.KEYWORD_ONLY) and name != "self"
+    }
+
+
+def _named_by(module: nn.Module) -> set[str]:
+    # both forwards: an object's may be a wrapper; and PEFT takes some names out of its **kwargs
+    names = _names(type(module).forward) | _names(module.forward)
+    return names.union(getattr(module, "special_peft_forward_args", ()))
+
+
+def _with_positions(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
+    """`inputs` of a forward with ``position_ids``, counted from a mask (B, L) as by `generate`.
+
+    Nothing is added where the caller gives position_ids, where a forward does not take them, and to
+    a model with positions of its own: of three dimensions, for images, or counted from padding
+    tokens.
+    """
+    mask, hook = inputs.get("attention_mask"), "_prepare_position_ids_for_generation"
+    if inputs.get("position_ids") is not None or not isinstance(mask, Tensor) or mask.dim() != 2:
+        return inputs
+    wrappers, base = unwrapped(model)
+    takes = "position_ids" in inspect.signature(type(base).forward).parameters
+    for wrapper in wrappers:
+        parameters = inspect.signature(wrapper.forward).parameters
+        is_open = any(x.kind is x.VAR_KEYWORD for x in parameters.values())
+        takes = takes and (is_open or "position_ids" in parameters)
+    plain = getattr(GenerationMixin, hook, None)  # None before transformers 5
+    is_plain = plain is not None and getattr(type(base), hook, None) is plain
+    of_roberta = "create_position_ids_from_input_ids"
+    if not takes or not is_plain or any(hasattr(x, of_roberta) for x in base.modules()):
+        return inputs
+    return {**inputs, "position_ids": ((mask != 0).cumsum(1) - 1).masked_fill(mask == 0, 0)}

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from grpo_kernels.base.modes import evaluating, identity
+from grpo_kernels.body.trunk import unwrapped
 from grpo_kernels.call.plan import Run
 from grpo_kernels.head.head import Head
 from grpo_kernels.head.module import gather_of, linear_of, parameters_of
 from grpo_kernels.scores import linear_logprob
-from grpo_kernels.transformers.seam import unwrapped
 
 # Scale and soft-cap, as transformers' models name the same two numbers in their configs
 _FACTORS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
@@ -42,12 +42,6 @@ _known: weakref.WeakKeyDictionary[nn.Module, dict[Any, tuple[Constants, bool]]] 
 def constants_of(head: Head) -> Constants:
     """Scale, soft-cap, and number of ids (None: all rows) of the product with `head`."""
     return head.logit_scale, head.final_logit_softcapping, head.vocab_size
-
-
-def logits_of(head: Head, projected: Tensor) -> Tensor:
-    """The logits (..., vocab_size) of a projection (..., V)."""
-    scaled, cap = head.logit_scale * projected[..., : head.vocab_size], head.final_logit_softcapping
-    return scaled if cap is None else cap * torch.tanh(scaled / cap)
 
 
 def read(head: Head, hidden: Tensor) -> Head:
@@ -101,8 +95,7 @@ def known_head(model: nn.Module, facts: Any = None) -> tuple[Head, bool]:
     facts = facts_of(base, {}) if facts is None else facts
     constants, compared = _known.get(head, {}).get(facts, (_from_config(base), False))
     scale, cap, size = constants
-    found = Head(head, vocab_size=size, final_logit_softcapping=cap, logit_scale=scale)
-    return found, compared
+    return Head(head, vocab_size=size, final_logit_softcapping=cap, logit_scale=scale), compared
 
 
 def facts_of(base: PreTrainedModel, inputs: Mapping[str, Any]) -> Any:
@@ -111,19 +104,11 @@ def facts_of(base: PreTrainedModel, inputs: Mapping[str, Any]) -> Any:
     values = [(name, x) for name, x in inputs.items() if isinstance(x, bool | int | float | str)]
     tensors = [(name, x) for name, x in inputs.items() if isinstance(x, Tensor)]
     values += [(name, x.item()) for name, x in tensors if x.numel() == 1]
-    forwards = [x for x in (type(base).forward, vars(base).get("forward")) if x is not None]
-    code = [identity(x)[0] for x in forwards]
+    forwards = type(base).forward, vars(base).get("forward")
+    code = [identity(x)[0] for x in forwards if x is not None]
     attributes = (x for part in (base, base.base_model) for x in vars(part).items())
     scales = [(name, x) for name, x in attributes if isinstance(x, float)]
     return _from_config(base), tuple(code), tuple(scales), tuple(sorted(values, key=str))
-
-
-def remember(head: Head, facts: Any, compared: bool) -> None:
-    """Let `known_head` return `head` under these `facts` from now on; `compared` as there."""
-    known = _known.setdefault(head.weight, {})
-    known[facts] = constants_of(head), compared
-    if len(known) > _FACTS:  # of arguments that take a new value in each call
-        del known[next(iter(known))]
 
 
 def causal_lm(model: nn.Module) -> PreTrainedModel:
@@ -143,7 +128,13 @@ def inner_head(head: nn.Module) -> nn.Module:
 
 def _from_config(base: PreTrainedModel) -> Constants:
     config = base.config.get_text_config(decoder=True)
-    return *_scale_and_cap(lambda name: getattr(config, name, None)), None
+
+    def first(names: tuple[str, ...]) -> float | None:
+        numbers = (getattr(config, name, None) for name in names)
+        return next((float(x) for x in numbers if isinstance(x, int | float) and x > 0), None)
+
+    scale = first(_FACTORS) or 1.0 / (first(_DIVISORS) or 1.0)
+    return scale, first(_CAPS), None
 
 
 class HeadCheck:
@@ -156,12 +147,13 @@ class HeadCheck:
     ours are compared with them.
 
     Order of the calls: `project` and `score` within the head; `rows`, which the head returns;
-    `take` for the model's output; `verified`.
+    `made`, what the model has made of them, (2, V) or fewer columns, is set; `verified`.
     """
 
+    made: Tensor
+
     def __init__(self, head: Head, state_of: Callable[[Tensor], Tensor]) -> None:
-        """`state_of` chooses the state (H,) to compare at, of the head's input (B, L, H)."""
-        self._head, self._state_of = head, state_of
+        self._head, self._state_of = head, state_of  # (B, L, H), the head's input -> (H,)
 
     @torch.no_grad()
     def project(self, hidden: Tensor, forward: Callable[..., Tensor]) -> None:
@@ -193,84 +185,71 @@ class HeadCheck:
         """Logits to give the model, (2, V): those of the row, and the ladder."""
         return torch.stack([self._logits, self._rungs])
 
-    def take(self, output: Any) -> None:
-        """Keep what the model has made of `rows`: the first two rows of logits in its `output`."""
-        logits = getattr(output, "logits", None)
-        if not isinstance(logits, Tensor) or logits.dim() != 3 or logits.shape[1] < 2:
-            raise ValueError(
-                f"model: expected an output with logits (B, T, V), got {type(output).__name__}"
-            )
-        self._made = logits[0, :2].detach()
+    def verified(self, model: nn.Module, facts: Any) -> Head:
+        """The head as `model` really uses it: the checked one, or with measured constants.
 
-    @property
-    def is_finite(self) -> bool:
-        """True if the row's logits are finite, so that they can be compared."""
-        return bool(self._logits.isfinite().all())
-
-    def verified(self, model: nn.Module) -> Head:
-        """The head as `model` really uses it: the checked one, or with measured constants."""
-        (own, climbed), rungs, name = self._made, self._rungs, type(model).__name__
-        if not _agrees(self._head, rungs, climbed):
-            found = _measured(self._head, rungs, climbed)
-            if found is None:
-                both = zip(rungs[:8:2], climbed[:8:2], strict=False)
-                pairs = ", ".join(f"{x:g} -> {y:g}" for x, y in both)
+        From now on `known_head` returns it under these `facts`.
+        """
+        head, (own, climbed), rungs = self._head, self.made, self._rungs
+        agrees, name = _agrees(head, rungs, climbed), type(model).__name__
+        # the logits of a row of padding may be NaN, and compare nothing
+        is_finite = bool(self._logits.isfinite().all())
+        if agrees:
+            theirs = own.log_softmax(-1, dtype=self._logps.dtype)[self._ids]
+            allowed = max(1e-4, 4 * self._eps) * max(1.0, own.abs().max().item())
+            gap = (theirs - self._logps).abs().max().item()
+            if is_finite and not gap <= allowed:
                 raise ValueError(
-                    f"model: expected a scale, a soft-cap or a cut of the logits, {name} makes of "
-                    f"{rungs.shape[0]} raw logits {climbed.shape[0]}, {pairs}"
+                    f"model: expected the logits of one linear layer, {name}'s own "
+                    f"log-probabilities differ from it by {gap:.3g}; "
+                    f"{type(head.weight).__name__} does something else"
                 )
-            return found
-        theirs = own.log_softmax(-1, dtype=self._logps.dtype)[self._ids]
-        allowed = max(1e-4, 4 * self._eps) * max(1.0, own.abs().max().item())
-        gap = (theirs - self._logps).abs().max().item()
-        if self.is_finite and not gap <= allowed:
-            raise ValueError(
-                f"model: expected the logits of one linear layer, {name}'s own log-probabilities "
-                f"differ from it by {gap:.3g}; {type(self._head.weight).__name__} does something "
-                "else"
-            )
-        return self._head
+        else:
+            head = _measured(head, rungs, climbed, name)
+        known = _known.setdefault(head.weight, {})
+        known[facts] = constants_of(head), agrees and is_finite
+        if len(known) > _FACTS:  # of arguments that take a new value in each call
+            del known[next(iter(known))]
+        return head
 
 
 def _agrees(head: Head, rungs: Tensor, logits: Tensor) -> bool:
     """True if `head` turns `rungs` (V,) into the model's own logits, up to rounding."""
-    expected = logits_of(head, rungs.double())
+    expected, cap = (
+        head.logit_scale * rungs[: head.vocab_size].double(),
+        head.final_logit_softcapping,
+    )
+    expected = expected if cap is None else cap * torch.tanh(expected / cap)
     if expected.shape != logits.shape:
         return False
     tolerance = 16 * torch.finfo(logits.dtype).eps
     return bool(((logits.double() - expected).abs() <= tolerance * expected.abs()).all())
 
 
-def _measured(head: Head, rungs: Tensor, logits: Tensor) -> Head | None:
-    """`head` with the constants that turn `rungs` (V,) into `logits` (v,), if there are such.
+def _measured(head: Head, rungs: Tensor, logits: Tensor, name: str) -> Head:
+    """`head` with the constants that turn `rungs` (V,) into the `logits` (v,) of the model `name`.
 
     ``logits = cap tanh(scale x / cap)`` is the cap for large x and ``scale x`` near 0.
     """
     count = logits.shape[-1]
-    if count > rungs.shape[0] or count < 22 or logits.dtype.itemsize < 4:
-        return None
-    x, y = rungs[:22:2].double(), logits[:22:2].double()
-    small, cap = y[0], y[-1]
-    linear = bool(cap > 9.0 * y[-2])
-    scale = (small / x[0] if linear else torch.atanh(small / cap) * cap / x[0]).item()
-    for known in (1.0, head.logit_scale):
-        if abs(scale / known - 1.0) < 1e-6:  # no more than rounding
-            scale = known
-    found = replace(
-        head,
-        logit_scale=scale,
-        final_logit_softcapping=None if linear else cap.item(),
-        vocab_size=None if count == rungs.shape[0] else count,
+    if 22 <= count <= rungs.shape[0] and logits.dtype.itemsize >= 4:
+        x, y = rungs[:22:2].double(), logits[:22:2].double()
+        small, cap = y[0], y[-1]
+        linear = bool(cap > 9.0 * y[-2])
+        scale = (small / x[0] if linear else torch.atanh(small / cap) * cap / x[0]).item()
+        for known in (1.0, head.logit_scale):
+            if abs(scale / known - 1.0) < 1e-6:  # no more than rounding
+                scale = known
+        found = replace(
+            head,
+            logit_scale=scale,
+            final_logit_softcapping=None if linear else cap.item(),
+            vocab_size=None if count == rungs.shape[0] else count,
+        )
+        if _agrees(found, rungs, logits):
+            return found
+    pairs = ", ".join(f"{x:g} -> {y:g}" for x, y in zip(rungs[:8:2], logits[:8:2], strict=False))
+    raise ValueError(
+        f"model: expected a scale, a soft-cap or a cut of the logits, {name} makes of "
+        f"{rungs.shape[0]} raw logits {count}, {pairs}"
     )
-    return found if _agrees(found, rungs, logits) else None
-
-
-def _scale_and_cap(value_of: Callable[[str], object]) -> tuple[float, float | None]:
-    def first(names: tuple[str, ...]) -> float | None:
-        numbers = (value_of(name) for name in names)
-        return next((float(x) for x in numbers if isinstance(x, int | float) and x > 0), None)
-
-    scale, divisor = first(_FACTORS), first(_DIVISORS)
-    if scale is None:
-        scale = 1.0 if divisor is None else 1.0 / divisor
-    return scale, first(_CAPS)

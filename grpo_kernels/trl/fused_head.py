@@ -30,8 +30,7 @@ from grpo_kernels.head.head import Head
 from grpo_kernels.patching import KnownRows, Shares, replaced
 from grpo_kernels.scores import linear_logprob
 from grpo_kernels.transformers import head as heads
-from grpo_kernels.transformers.call import HeadCall, run_in_head
-from grpo_kernels.transformers.inputs import TrunkOptions
+from grpo_kernels.transformers.call import HeadCall, TrunkOptions, run_in_head
 from grpo_kernels.trl.sampled_sets import SampledSets, over_sets
 
 EXTRAS: tuple[Extra, ...] = choices(Extra)  # type: ignore[assignment]

@@ -14,7 +14,7 @@ from grpo_kernels.base.choices import BackendName, BatchLayout, EngineName, Logi
 from grpo_kernels.call.plan import Run, check_run
 from grpo_kernels.head.head import Head
 from grpo_kernels.patching import Patches
-from grpo_kernels.transformers.inputs import TrunkOptions
+from grpo_kernels.transformers.call import TrunkOptions
 from grpo_kernels.trl.distillation import divergence_loss
 from grpo_kernels.trl.fused_head import HeadOptions, add_fused_lm_head
 from grpo_kernels.trl.supported import Patch

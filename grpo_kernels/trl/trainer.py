@@ -45,11 +45,12 @@ from trl import GRPOTrainer
 from grpo_kernels.base import choices
 from grpo_kernels.base.checks import warn_once
 from grpo_kernels.body import trial
+from grpo_kernels.body.trunk import trunk_of
 from grpo_kernels.call.plan import Run, check_run
 from grpo_kernels.objective.config import config_of_trainer
 from grpo_kernels.patching import KnownRows, Shares, replaced
-from grpo_kernels.transformers.inputs import TrunkOptions, check_skip
-from grpo_kernels.transformers.seam import trunk_of
+from grpo_kernels.transformers.call import TrunkOptions
+from grpo_kernels.transformers.causal_lm import check_skip
 from grpo_kernels.trl import exact_kl, fused_head, micro_batches, regroup, scoring
 from grpo_kernels.trl.fused_head import Foreseen, HeadOptions, head_of
 from grpo_kernels.trl.regroup import PART, Part

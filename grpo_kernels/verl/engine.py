@@ -315,7 +315,7 @@ def _layout(engine: Any) -> BatchLayout:
 
 def _fits_trees(engine: Any) -> bool:
     from grpo_kernels.body.trial import fits_trees
-    from grpo_kernels.transformers.seam import trunk_of
+    from grpo_kernels.body.trunk import trunk_of
 
     return fits_trees(trunk_of(engine.module)) is True
 

@@ -170,7 +170,7 @@ def _in_layout(model: Any, task: HeadTask, input_ids: Tensor | None) -> Abstract
     """Inside, the body of `model` computes what `task` needs of the batch, in its layout."""
     if task.layout == "padded" or input_ids is None:
         return nullcontext()
-    from grpo_kernels.transformers.seam import live_trunk
+    from grpo_kernels.body.trunk import live_trunk
 
     whole = torch.ones_like(input_ids, dtype=torch.bool)
     needed = whole if task.rows is None else task.rows.counted.view(input_ids.shape)

@@ -17,8 +17,8 @@ from transformers.models.kimi_linear import modeling_kimi_linear
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from grpo_kernels.body import states
-from grpo_kernels.body.attention import Segments
-from grpo_kernels.body.layout import Paths, _worth_sharing, tree
+from grpo_kernels.body.attention import Paths, Segments
+from grpo_kernels.body.layout import _worth_sharing, tree
 from grpo_kernels.transformers import completion_logprobs
 from tests.support import all_architectures as every
 from tests.support.prefix_trees import rows_of, seen
