@@ -64,20 +64,19 @@ class NotAlongPaths(Exception):
     """What a model hands its attention that cannot be carried along the paths of a tree."""
 
 
-def group(paths: Paths, call_cells: float) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Divide the segments of `paths` into calls of least cost.
+def group(paths: Paths, call_cells: float) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
+    """(calls of least cost that have all segments; of each token its place among their queries).
 
     A call of n paths of at most k tokens computes n k^2 / 2 cells (query times key) if all queries
     of the paths are in it, causal. With the last q queries of each path alone it computes n q k,
     since it needs a mask; there as many tokens lie before the q in all of them. So a segment is in
     a whole call where its context is its shorter part. Each call costs `call_cells` besides.
 
-    Each is (queries (n, q), keys (n, k), own (n, q) bool): tokens of the layout, padded on the
-    right, and True for queries whose results are read, the segments'.
+    Each is (queries (n, q), keys (n, k)): tokens of the layout, padded on the right.
     """
     contexts = torch.where(paths.contexts <= paths.new, 0, paths.contexts)
     order = paths.lengths.argsort(stable=True)
-    found = []
+    calls, owned = [], []
     for context in contexts.unique().tolist():
         members = order[contexts[order] == context]
         lengths = paths.lengths[members].tolist()
@@ -87,24 +86,19 @@ def group(paths: Paths, call_cells: float) -> list[tuple[Tensor, Tensor, Tensor]
             length = paths.lengths[part, None]
             columns = torch.arange(int(length.amax()), device="cpu")
             keys = paths.tokens[part].gather(1, columns.minimum(length - 1))
-            own = (columns >= paths.contexts[part, None]) & (columns < length)
-            found.append((keys[:, context:], keys, own[:, context:]))
-    return found
+            calls.append((keys[:, context:], keys))
+            own = (columns >= paths.contexts[part, None]) & (columns < length)  # the segments'
+            owned.append((keys[:, context:], own[:, context:]))
+    return calls, places(owned)
 
 
 class Segments:
-    """Value of the keyword argument ``segments``: the paths of one forward's tokens.
-
-    Attributes:
-        consumed: number of calls of attention and of layers with a state that have gone along the
-            paths so far.
-        chunk: tokens that a recurrence computes at a time; 0: none has been called.
-    """
+    """Value of the keyword argument ``segments``: the paths of one forward's tokens."""
 
     def __init__(self, paths: Paths, *, varlen: bool) -> None:
-        """`varlen`: True to take `torch.nn.attention.varlen` where it serves."""
-        self.paths, self.varlen = paths, varlen
-        self.consumed = self.chunk = 0
+        self.paths, self.varlen = paths, varlen  # `torch.nn.attention.varlen`, where it serves
+        self.consumed = 0  # calls of attention and of layers with a state along the paths so far
+        self.chunk = 0  # tokens that a recurrence computes at a time; 0: none has been called
         self._kept: dict[Any, Any] = {}
 
     def kept(self, key: Any, make: Callable[[], Any], device: torch.device) -> Any:
@@ -161,7 +155,7 @@ class Segments:
             of_varlen: Any = varlen_attn(rows[0], keys, values, **of_rows)
             return of_varlen[None], None
         groups, back = self.kept(
-            "groups", lambda: self._groups(call_cells(heads * size, device)), device
+            "groups", lambda: group(self.paths, call_cells(heads * size, device)), device
         )
         results = []
         for queries, keys in groups:
@@ -183,16 +177,10 @@ class Segments:
         new, length = counts.amax(1).tolist()
         return paths, of_segments, of_paths, new, length
 
-    def _groups(self, call_cells: float) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
-        """(queries and keys of each call; of each token its place among all calls' queries)."""
-        groups = group(self.paths, call_cells)
-        back = places([(queries, own) for queries, _, own in groups])
-        return [(queries, keys) for queries, keys, _ in groups], back
-
     def _mask(self, queries: int, keys: int, window: int | None, like: Tensor, name: str) -> Any:
         """The mask of the last `queries` of `keys` tokens; None: plain causal attention."""
         cut = keys if window is None else min(window, keys)
-        if name != "eager" and cut == keys:
+        if name != _EAGER and cut == keys:
             if queries in (1, keys):  # a single query sees all keys
                 return None
             if like.is_cuda:
@@ -219,10 +207,7 @@ def has_varlen(implementation: str, device: torch.device, dtype: torch.dtype) ->
 
 
 def call_cells(width: int, device: torch.device) -> float:
-    """Cells (query times key, all heads) that `device` computes in the time of one more call.
-
-    `width` is the size of all heads of a token.
-    """
+    """Cells (query times key) of heads of `width` in all, in the time of one more call."""
     return _CALL_FLOPS.get(device.type, _CALL_FLOPS_ON_A_GPU) / (4 * width)
 
 
@@ -238,41 +223,33 @@ def install(implementation: str, trunk: nn.Module) -> None:
     in the file of each model.
     """
     if implementation == "eager":
-        wrap_in_files(trunk, [_EAGER], lambda inner, _: taking_segments(inner, "eager", _attend))
+        wrap_in_files(trunk, [_EAGER], Segments.attend)
         return
     inner = ALL_ATTENTION_FUNCTIONS.get(implementation, None)
     if inner is not None and not hasattr(inner, "_takes_segments"):
-        wrapped = taking_segments(inner, implementation, _attend)
+        wrapped = _taking_segments(inner, implementation, Segments.attend)
         AttentionInterface.register(implementation, wrapped)
 
 
-def _attend(
-    inner: Callable[..., Any], name: str, segments: Segments, *args: Any, **named: Any
-) -> Any:
-    return segments.attend(inner, name, *args, **named)
-
-
-def wrap_in_files(
-    trunk: nn.Module, names: Iterable[str], wrap: Callable[[Callable[..., Any], str], Any]
-) -> None:
-    """`wrap` the functions of `names` in the files of the trunk's modules, unless they are."""
+def wrap_in_files(trunk: nn.Module, names: Iterable[str], along: Callable[..., Any]) -> None:
+    """Have the functions of `names` in the files of the trunk's modules take ``segments``."""
     for file in {sys.modules[cls.__module__] for x in trunk.modules() for cls in type(x).__mro__}:
         for name in names:
             inner = vars(file).get(name)
             if inner is not None and not hasattr(inner, "_takes_segments"):
-                setattr(file, name, wrap(inner, name))
+                setattr(file, name, _taking_segments(inner, name, along))
 
 
-def taking_segments(
+def _taking_segments(
     inner: Callable[..., Any], name: str, along: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """`inner`, or where it is called with ``segments`` `along` of (inner, name, segments, ...)."""
+    """`inner`, or where it is called with ``segments`` `along` of (segments, inner, name, ...)."""
 
     @functools.wraps(inner)
     def function(*args: Any, segments: Segments | None = None, **kwargs: Any) -> Any:
         if segments is None:
             return inner(*args, **kwargs)
-        return along(inner, name, segments, *args, **kwargs)
+        return along(segments, inner, name, *args, **kwargs)
 
     function._takes_segments = True  # type: ignore[attr-defined]
     return function

@@ -25,16 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from grpo_kernels.body import states
-from grpo_kernels.body.attention import (
-    ENDS,
-    LONGEST,
-    NotAlongPaths,
-    Paths,
-    Segments,
-    install,
-    is_flash,
-)
+from grpo_kernels.body import attention, states
+from grpo_kernels.body.attention import NotAlongPaths, Paths, Segments
 
 _RETURNED = ("output_hidden_states", "output_attentions", "output_router_logits")
 
@@ -51,16 +43,6 @@ class Way:
     varlen: bool = False  # True to take `torch.nn.attention.varlen` for a tree where it serves
     layers: int | None = None  # calls that go along the paths of a tree; None: not known yet
     chunk: int = 0  # tokens that its recurrences compute at a time; 0: it has none
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Cells of R sequences that have to be computed."""
-
-    cells: Tensor  # (R, w), indices into the flat (B, L)
-    computed: Tensor  # (R, w) bool, False right of a sequence's last cell
-    attended: Tensor  # (R, w) bool, False for padding, on the sides and within
-    features: Tensor  # (R, w, F) int64, what the trunk reads of a cell: token, position, type
 
 
 @dataclass(frozen=True)
@@ -108,14 +90,14 @@ class TrunkInputs:
         ]
         cells = [x.to(torch.int64) for x in (attended, needed, *values)]
         attended, needed, *values = torch.stack(cells).cpu()
-        places = torch.arange(ids.numel(), device="cpu").view(ids.shape)
+        places = _range(ids.numel()).view(ids.shape)
         by_name = dict(zip(given, values, strict=True))
         return cls(given, mask, constants, attended != 0, needed != 0, by_name, places)
 
     @property
     def spans(self) -> tuple[Tensor, Tensor]:
         """(S,) each: a sequence's first column, and the one after the last that is read."""
-        columns = torch.arange(self.needed.shape[1], device="cpu")
+        columns = _range(self.needed.shape[1])
         first = torch.where(self.attended, columns, len(columns)).amin(1)
         return first, torch.where(self.needed, columns + 1, 0).amax(1)
 
@@ -139,18 +121,17 @@ class TrunkInputs:
         first, end = (x[numbers] for x in self.spans)
         if mode == "padded":
             first, end = torch.zeros_like(first), torch.full_like(end, length)
-        columns = first + torch.arange(int((end - first).amax()), device="cpu")
+        columns = first + _range(int((end - first).amax()))
         computed = columns < end
         cells = numbers * length + columns.clamp(max=length - 1)
-        values = [x.reshape(-1)[cells] for x in self.values.values()]
-        values += [columns] if way.positions == "column" else []
         attended = self.attended.reshape(-1)[cells] & computed
         places = self.places.reshape(-1)[cells]
-        rows = Rows(places, computed, attended, torch.stack(values, dim=-1))
-        if mode == "tree":
-            least = max(1, way.chunk // 2)
-            return tree(rows, graph=graph, multiple=multiple, least=least)
-        return by_rows(rows, graph=graph, multiple=multiple)
+        if mode != "tree":
+            return by_rows(places, computed, attended, graph=graph, multiple=multiple)
+        values = [x.reshape(-1)[cells] for x in self.values.values()]
+        values += [columns] if way.positions == "column" else []
+        features, least = torch.stack(values, dim=-1), max(1, way.chunk // 2)
+        return tree(places, attended, features, graph=graph, multiple=multiple, least=least)
 
 
 def read_inputs(
@@ -177,8 +158,8 @@ def read_inputs(
         return "attention_mask is not (B, L)"
     ends: list[Tensor] = []  # of packed rows' sequences, in the flat cells
     if mask is None and "position_ids" in given:
-        ends = [given.pop(name) for name in ENDS if name in given]
-        given = {name: x for name, x in given.items() if name not in LONGEST}
+        ends = [given.pop(name) for name in attention.ENDS if name in given]
+        given = {name: x for name, x in given.items() if name not in attention.LONGEST}
     of_tokens = {
         name: x for name, x in given.items() if isinstance(x, Tensor) and x.shape == ids.shape
     }
@@ -193,7 +174,7 @@ def read_inputs(
         return None
     inputs = TrunkInputs.of(of_tokens, mask, constants, needed)
     is_padded = mask is not None or "position_ids" not in of_tokens
-    return inputs if is_padded else _apart(inputs, ends, is_flash(attention_of(trunk)))
+    return inputs if is_padded else _apart(inputs, ends, attention.is_flash(attention_of(trunk)))
 
 
 def _apart(inputs: TrunkInputs, ends_given: list[Tensor], flash: bool) -> TrunkInputs | str:
@@ -207,7 +188,7 @@ def _apart(inputs: TrunkInputs, ends_given: list[Tensor], flash: bool) -> TrunkI
     starts, is_read = begins.nonzero().squeeze(1), inputs.needed.flatten()
     ends = torch.cat([starts[1:], torch.tensor([len(begins)], device="cpu")])
     read = (begins.cumsum(0) - 1)[is_read].unique()
-    read = read if len(read) else torch.zeros(1, dtype=torch.int64, device="cpu")
+    read = read if len(read) else _range(1)
     ours = ends[: read[-1] + 1]  # what comes after them is padding
     for theirs in ends_given:
         found = theirs.reshape(-1)[1:].cpu()
@@ -220,7 +201,7 @@ def _apart(inputs: TrunkInputs, ends_given: list[Tensor], flash: bool) -> TrunkI
     if flash and len(positions) > 1:
         return "flash attention takes one packed row at a time, so several run as given"
     starts, lengths = starts[read], (ends - starts)[read, None]
-    columns = torch.arange(int(lengths.amax()), device="cpu")
+    columns = _range(int(lengths.amax()))
     inside, places = columns < lengths, (starts[:, None] + columns).clamp(max=len(begins) - 1)
     return replace(
         inputs,
@@ -232,17 +213,25 @@ def _apart(inputs: TrunkInputs, ends_given: list[Tensor], flash: bool) -> TrunkI
     )
 
 
-def tree(rows: Rows, *, graph: bool, multiple: int = 1, least: int = 1) -> TrunkLayout:
-    """Each distinct prefix of `rows` once; the width is a multiple of `multiple`.
+def tree(
+    cells: Tensor,  # (R, w), indices into the flat (B, L)
+    attended: Tensor,  # (R, w) bool, False for cells left out, on the sides and within
+    features: Tensor,  # (R, w, F) int64, what the trunk reads of a cell: token, position, type
+    *,
+    graph: bool,
+    multiple: int = 1,
+    least: int = 1,
+) -> TrunkLayout:
+    """Each distinct prefix of R rows once; the width is a multiple of `multiple`.
 
     A branch saves at least `least` tokens, or rows do not share it.
     """
-    left = (~rows.attended).to(torch.uint8).argsort(dim=1, stable=True)  # attended cells first
-    lengths = rows.attended.sum(1)
+    left = (~attended).to(torch.uint8).argsort(dim=1, stable=True)  # attended cells first
+    lengths = attended.sum(1)
     places = _range(int(lengths.amax()))
     inside, left = places < lengths[:, None], left[:, : len(places)]
-    cells = rows.cells.gather(1, left)
-    features = rows.features.gather(1, left[..., None].expand(-1, -1, rows.features.shape[2]))
+    cells = cells.gather(1, left)
+    features = features.gather(1, left[..., None].expand(-1, -1, features.shape[2]))
     features = torch.cat([inside[..., None], features * inside[..., None]], dim=-1)
     order = features.flatten(1).unique(dim=0, return_inverse=True)[1].argsort(stable=True)
     features, cells, lengths, inside = features[order], cells[order], lengths[order], inside[order]
@@ -299,22 +288,20 @@ def _worth_sharing(shared: Sequence[int], least: int) -> list[int]:
     return [found[node] for node in of_rows]
 
 
-def by_rows(rows: Rows, *, graph: bool, multiple: int = 1) -> TrunkLayout:
-    """`rows` side by side, padded to a width that is a multiple of `multiple`."""
-    filling = -rows.cells.shape[1] % multiple
-    of_rows = rows.cells, rows.computed, rows.attended
+def by_rows(
+    cells: Tensor,  # (R, w), indices into the flat (B, L)
+    computed: Tensor,  # (R, w) bool, False right of a row's last cell
+    attended: Tensor,  # (R, w) bool, False for padding
+    *,
+    graph: bool,
+    multiple: int = 1,
+) -> TrunkLayout:
+    """R rows side by side, padded to a width that is a multiple of `multiple`."""
+    of_rows, filling = (cells, computed, attended), -cells.shape[1] % multiple
     sources, computed, attended = (pad(x, (0, filling)) for x in of_rows)
     depths = (attended.cumsum(dim=1) - 1).clamp(min=0)
     tokens = _range(sources.numel()).view_as(sources)[computed]
     return TrunkLayout(sources * computed, attended, depths, sources[computed], tokens, graph)
-
-
-def anchor(*, graph: bool) -> TrunkLayout:
-    """Two tokens that fill no cell: they attach a loss to the model, or keep ranks in step."""
-    none, two = _range(0), _range(2)[None]
-    return TrunkLayout(
-        torch.zeros_like(two), torch.ones_like(two, dtype=torch.bool), two, none, none, graph
-    )
 
 
 def _range(stop: int) -> Tensor:
@@ -340,14 +327,13 @@ def run_layout(
         found["position_ids"] = sources % ids.shape[1]
     elif way.positions == "depth":
         found["position_ids"] = layout.depths.to(ids.device, non_blocking=True)
-    parameters = inspect.signature(forward).parameters.values()
-    if any(x.name == "use_cache" or x.kind is x.VAR_KEYWORD for x in parameters):
+    if takes(forward, "use_cache"):
         found["use_cache"] = False  # with a cache, transformers detects no packed sequences
     if layout.paths is None:
         if inputs.mask is not None or not bool(layout.attended.all()):
             found["attention_mask"] = layout.attended.to(ids.device, torch.int64, non_blocking=True)
         return forward(**found, **inputs.constants), way
-    install(attention_of(trunk), trunk)
+    attention.install(attention_of(trunk), trunk)
     states.install(trunk)
     segments = Segments(layout.paths, varlen=way.varlen)
     # of four dimensions, as transformers then makes none itself; attention refuses any other
@@ -379,10 +365,15 @@ def filled(parts: list[tuple[TrunkLayout, Any]], shape: torch.Size) -> tuple[Ten
     return hidden, is_filled.index_fill(0, at, True).view(shape)
 
 
-def text_config(trunk: nn.Module) -> Any:
+def takes(forward: Callable[..., Any], name: str) -> bool:
+    """True if `forward` takes an argument of this name, be it in its ``**kwargs``."""
+    parameters = inspect.signature(forward).parameters
+    return name in parameters or any(x.kind is x.VAR_KEYWORD for x in parameters.values())
+
+
+def text_config(trunk: Any) -> Any:
     """The config of the trunk's decoder."""
-    config: Any = trunk.config
-    return config.get_text_config(decoder=True)
+    return trunk.config.get_text_config(decoder=True)
 
 
 def setting(trunk: nn.Module, name: str) -> Any:
@@ -395,4 +386,4 @@ def setting(trunk: nn.Module, name: str) -> Any:
 
 def attention_of(trunk: nn.Module) -> str:
     """Name of the trunk's attention implementation."""
-    return str(getattr(text_config(trunk), "_attn_implementation", None))
+    return str(setting(trunk, "_attn_implementation"))

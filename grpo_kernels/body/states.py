@@ -6,8 +6,7 @@ off, into *runs*, and the runs with equally many runs before them on their path 
 computed together. A group of completions has two depths, its prompt and the rest.
 
     convolution    a call a layer, and one for the first K - 1 tokens of the segments
-    recurrence     a call for each depth where the function takes ``cu_seqlens`` (FLA's kernels),
-                   else one for several runs at a time, padded on the right
+    recurrence     for each depth a call for several runs at a time, padded on the right
 
 As for attention, a wrapper stands in place of each function in the file of its model, and does
 nothing without the keyword argument ``segments``.
@@ -17,7 +16,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -25,18 +23,12 @@ import torch
 from torch import Tensor, nn
 
 from grpo_kernels.base.tensors import cut, places
-from grpo_kernels.body.attention import (
-    NotAlongPaths,
-    Paths,
-    Segments,
-    taking_segments,
-    wrap_in_files,
-)
+from grpo_kernels.body.attention import NotAlongPaths, Paths, Segments, wrap_in_files
 
 _CHUNK = 64  # tokens that a recurrence computes at a time, where its call does not say
-# Chunks of one run that are computed in the time of one more call, forward and backward: on a CPU
-# core half a chunk to two (measured, AVX-512, the gated delta rule of 4 heads of 128 and of 32); on
-# a GPU some thirty launches of 5 us, and a chunk in 3 us (reckoned).
+# Chunks of one run that a device computes in the time of one more call, forward and backward: a CPU
+# core half a chunk to two (measured, AVX-512, the gated delta rule of 4 heads of 128 and of 32); a
+# GPU launches some thirty kernels in 5 us each, and computes a chunk in 3 us (reckoned).
 _CALL_CHUNKS = {"cpu": 1.0}
 _CALL_CHUNKS_ON_A_GPU = 50.0
 # What a recurrence takes of the time of a token's matrix products (0.15 measured on a CPU at 4
@@ -88,24 +80,23 @@ def reason_against(layers: Iterable[nn.Module]) -> str | None:
 
 def install(trunk: nn.Module) -> None:
     """Have the functions of its layers with a state go along the paths of ``segments``."""
-    names = (*RECURRENCES, _CONVOLUTION, _WHOLE)
-    wrap_in_files(trunk, names, lambda inner, name: taking_segments(inner, name, _along))
+    wrap_in_files(trunk, (*RECURRENCES, _CONVOLUTION, _WHOLE), _along)
 
 
 def _along(
-    inner: Callable[..., Any], name: str, segments: Segments, *args: Any, **kwargs: Any
+    segments: Segments, inner: Callable[..., Any], name: str, *args: Any, **kwargs: Any
 ) -> Any:
     if name == _WHOLE:
         return None
     if name == _CONVOLUTION:
-        return _convolve(inner, segments, *args, **kwargs)
-    return _recur(inner, RECURRENCES[name], segments, args, kwargs)
+        return _convolve(segments, inner, *args, **kwargs)
+    return _recur(segments, inner, RECURRENCES[name], args, kwargs)
 
 
 @torch.compiler.disable
 def _convolve(
-    inner: Callable[..., Any],
     segments: Segments,
+    inner: Callable[..., Any],
     states: Tensor,  # (1, c, n)
     weight: Tensor,  # (c, K)
     *args: Any,
@@ -140,12 +131,13 @@ def _windows(paths: Paths, taps: int) -> tuple[Tensor, Tensor]:
 
 
 class Runs(NamedTuple):
-    """Runs of a tree in the order of their tokens: R of them."""
+    """R runs of a tree in the order of their tokens."""
 
     begins: Tensor  # (R,), the first token of each
     lengths: Tensor  # (R,)
     parents: Tensor  # (R,), the run before each on its path; -1 for a root
     depths: Tensor  # (R,), number of runs before each on its path
+    is_parent: Tensor  # (R,) bool
 
     @classmethod
     def of(cls, paths: Paths) -> Runs:
@@ -161,61 +153,43 @@ class Runs(NamedTuple):
         for parent in parents.tolist():
             depths.append(0 if parent < 0 else depths[parent] + 1)
         lengths = torch.cat([begins, torch.tensor([total], device="cpu")]).diff()
-        return cls(begins, lengths, parents, torch.tensor(depths, device="cpu"))
+        is_parent = torch.isin(torch.arange(len(begins), device="cpu"), parents)
+        return cls(begins, lengths, parents, torch.tensor(depths, device="cpu"), is_parent)
 
-    @property
-    def is_parent(self) -> Tensor:
-        found = torch.zeros_like(self.parents, dtype=torch.bool)
-        found[self.parents[self.parents >= 0]] = True
-        return found
+    def calls(self, chunk: int, device: torch.device) -> Iterator[list[Tensor]]:
+        """The runs of each call of a recurrence, depth by depth.
 
-    def calls(
-        self, chunk: int, call_chunks: float, *, side_by_side: bool
-    ) -> Iterator[list[Tensor]]:
-        """The runs of each call, depth by depth.
-
-        Runs side by side in a row need no padding. Otherwise those of a call are padded to the
-        longest, but none whose last state counts; a call costs as much as `call_chunks` chunks.
+        Those of a call are padded to the longest, but none whose last state counts.
         """
-        order, is_parent = self.lengths.argsort(stable=True), self.is_parent
+        order = self.lengths.argsort(stable=True)
         for depth in range(int(self.depths.amax()) + 1):
             runs = order[self.depths[order] == depth]
-            if side_by_side:
-                yield [runs]
-                continue
-            parents, leaves = runs[is_parent[runs]], runs[~is_parent[runs]]
+            parents, leaves = runs[self.is_parent[runs]], runs[~self.is_parent[runs]]
             lengths = self.lengths[parents]
             chunks = (-(-self.lengths[leaves] // chunk)).tolist()
-            parts = [leaves[first:end] for first, end in cut(chunks, call_chunks)]
+            parts = [leaves[first:end] for first, end in cut(chunks, _call_chunks(device))]
             yield [*(parents[lengths == x] for x in lengths.unique()), *parts]
 
 
 def _calls(
-    paths: Paths, chunk: int, call_chunks: float, *, side_by_side: bool
-) -> tuple[list[list[tuple[Tensor, Tensor | None, Tensor, bool]]], Tensor]:
+    paths: Paths, chunk: int, device: torch.device
+) -> tuple[list[list[tuple[Tensor, Tensor, bool]]], Tensor]:
     """(the calls of a recurrence at each depth; of each token its place among all calls' tokens).
 
-    Of each call: its tokens, (r, w) of r runs, padded on the right, or of all side by side (1, n);
-    the (r + 1,) ends of runs side by side; the (r,) places of their parents among the last states
-    kept at the depth before; and whether its own are kept.
+    Of each call: its tokens, (r, w) of r runs, padded on the right; the (r,) places of their
+    parents among the last states kept at the depth before; and whether its own are kept.
     """
     runs, depths, owned = Runs.of(paths), [], []
-    is_parent, place = runs.is_parent, torch.full_like(runs.parents, -1)
-    for parts in runs.calls(chunk, call_chunks, side_by_side=side_by_side):
+    place = torch.full_like(runs.parents, -1)
+    for parts in runs.calls(chunk, device):
         calls, kept = [], 0
         for chosen in parts:
-            lengths, parents = runs.lengths[chosen, None], runs.parents[chosen]
-            columns, ends = torch.arange(int(lengths.amax()), device="cpu"), None
-            own, tokens = (
-                columns < lengths,
-                runs.begins[chosen, None] + columns.minimum(lengths - 1),
-            )
-            if side_by_side:
-                tokens, own = tokens[own][None], own[own][None]
-                ends = nn.functional.pad(lengths.squeeze(1).cumsum(0), (1, 0))
-            owned.append((tokens, own))
-            keeps = bool(is_parent[chosen].any())
-            calls.append((tokens, ends, place[parents], keeps))
+            lengths = runs.lengths[chosen, None]
+            columns = torch.arange(int(lengths.amax()), device="cpu")
+            tokens = runs.begins[chosen, None] + columns.minimum(lengths - 1)
+            owned.append((tokens, columns < lengths))
+            keeps = bool(runs.is_parent[chosen].any())
+            calls.append((tokens, place[runs.parents[chosen]], keeps))
             if keeps:
                 place[chosen] = kept + torch.arange(len(chosen), device="cpu")
                 kept += len(chosen)
@@ -223,31 +197,29 @@ def _calls(
     return depths, places(owned)
 
 
-def cost(shape: torch.Size, paths: Paths | None, chunk: int, device: torch.device) -> float:
-    """Time of a forward of tokens (b, w) with recurrences, in that of one token's products."""
-    rows, width = shape
+def cost(tokens: Tensor, paths: Paths | None, chunk: int, device: torch.device) -> float:
+    """Time of a forward of `tokens` (b, w) with recurrences, in that of one token's products."""
+    rows, width = tokens.shape
     if paths is None:
         return rows * (width + _SHARE * chunk * -(-width // chunk))
     runs = Runs.of(paths)
-    calls = runs.calls(chunk, call_chunks(device), side_by_side=False)
     chunks = [
-        len(x) * -(-int(runs.lengths[x].amax()) // chunk) + call_chunks(device)
-        for parts in calls
+        len(x) * -(-int(runs.lengths[x].amax()) // chunk) + _call_chunks(device)
+        for parts in runs.calls(chunk, device)
         for x in parts
     ]
     return _GATHERED * (width + _SHARE * chunk * sum(chunks))
 
 
-def call_chunks(device: torch.device) -> float:
-    """Chunks of one run that `device` computes in the time of one more call."""
+def _call_chunks(device: torch.device) -> float:
     return _CALL_CHUNKS.get(device.type, _CALL_CHUNKS_ON_A_GPU)
 
 
 @torch.compiler.disable
 def _recur(
+    segments: Segments,
     inner: Callable[..., Any],
     recurrence: Recurrence,
-    segments: Segments,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
@@ -260,56 +232,24 @@ def _recur(
             raise NotAlongPaths(f"a recurrence gets an argument {name!r} that may be of each token")
     segments.consumed += 1
     segments.chunk = max(segments.chunk, chunk)
-
-    def call(own: dict[Any, Any]) -> tuple[Tensor, Tensor | None]:
-        own = {**given, **own}
-        placed = [own.pop(i) for i in range(len(args))]
-        found = inner(*placed, **own)
-        return found if isinstance(found, tuple) else (found, None)
-
-    if like.shape[1] > 1 and inner not in _side_by_side:
-        _side_by_side[inner] = _keeps_apart(call, recurrence, given)
-    apart = _side_by_side.get(inner, False)
     depths, back = segments.kept(
-        ("runs", chunk, apart),
-        lambda: _calls(segments.paths, chunk, call_chunks(like.device), side_by_side=apart),
-        like.device,
+        ("runs", chunk), lambda: _calls(segments.paths, chunk, like.device), like.device
     )
     outputs, states = list[Tensor](), list[Tensor]()
     for calls in depths:
         before, states = torch.cat(states) if states else None, []
-        for tokens, ends, parents, keeps in calls:
-            own = {
+        for tokens, parents, keeps in calls:
+            own = given | {
                 name: given[name][0].index_select(0, tokens.flatten()).unflatten(0, tokens.shape)
                 for name in recurrence.of_tokens
             }
-            first = None if before is None else before.index_select(0, parents)
-            own |= {recurrence.first: first, recurrence.wants_last: keeps}
-            output, last = call(own if ends is None else {**own, "cu_seqlens": ends})
+            own[recurrence.first] = None if before is None else before.index_select(0, parents)
+            own[recurrence.wants_last] = keeps
+            placed = [own.pop(i) for i in range(len(args))]
+            found = inner(*placed, **own)
+            output, last = found if isinstance(found, tuple) else (found, None)
             outputs.append(output.flatten(0, 1))
             if keeps and last is not None:
                 states.append(last)
     found = torch.cat(outputs).index_select(0, back)[None]
     return (found, None) if recurrence.returns_pair else found
-
-
-# by function: whether it keeps sequences apart that lie side by side in one row
-_side_by_side: weakref.WeakKeyDictionary[Callable[..., Any], bool] = weakref.WeakKeyDictionary()
-
-
-@torch.no_grad()
-def _keeps_apart(
-    call: Callable[[dict[Any, Any]], tuple[Tensor, Any]], recurrence: Recurrence, given: Any
-) -> bool:
-    """True if with ``cu_seqlens`` a second token does not depend on the first."""
-
-    def output(first: int, **others: Any) -> Tensor:
-        own = {name: given[name][:, first:2] for name in recurrence.of_tokens}
-        return call({**own, **others})[0][:, -1]
-
-    ends = torch.tensor([0, 1, 2], device=given[0].device)
-    try:
-        found = output(0, cu_seqlens=ends)
-    except ValueError:  # transformers refuses them where no kernel is installed
-        return False
-    return torch.allclose(found, output(1), rtol=1e-2, atol=1e-2 * float(found.abs().amax()))

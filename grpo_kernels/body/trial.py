@@ -37,6 +37,7 @@ from grpo_kernels.body.layout import (
     filled,
     run_layout,
     setting,
+    takes,
     text_config,
 )
 from grpo_kernels.head.module import adapters_of, foreign_hook
@@ -105,10 +106,9 @@ class Exactness:
                 return f"{name} differ between tokens, and may say which see each other"
         if mode not in self._verdicts:
             try:
-                reason = _by_structure(mode, self.trunk, self.forward)
+                self.refuse(mode, _by_structure(mode, self.trunk, self.forward))
             except Exception as error:
-                reason = f"in looking at its layers, {described(error)}"
-            self._verdicts[mode] = Verdict(reason=reason)
+                self.refuse(mode, f"in looking at its layers, {described(error)}")
         verdict = self._verdicts[mode]
         if self.size[0] <= 0 and verdict.reason is None:
             return Way("none")  # nothing is read, nor computed
@@ -125,10 +125,12 @@ class Exactness:
         except torch.OutOfMemoryError:  # of this moment: the next call tries again
             return "no memory is free for its trial"
         except Exception as error:
-            return self.refuse(mode, f"in making its trial, {described(error)}")
+            reason = f"in making its trial, {described(error)}"
+            self.refuse(mode, reason)
+            return reason
 
     def _tried(self, mode: str, forward: Callable[..., Any]) -> Way | str:
-        verdict, sizes, reason = self._verdicts[mode], [self.size], ""
+        verdict, sizes = self._verdicts[mode], [self.size]
         if verdict.way is not None:
             # twice what was compared, if this batch has as many tokens: few try again then
             rows, most = len(self.inputs.needed), setting(self.trunk, "max_position_embeddings")
@@ -145,29 +147,25 @@ class Exactness:
                 if size == self.size:
                     raise
                 continue
-            seconds, result = (
-                time.perf_counter() - begin,
-                "exact" if isinstance(found, Way) else found,
-            )
+            result = "exact" if isinstance(found, Way) else found
             tried = "%s: layout %r tried on sequences of %d tokens in %d columns: %s (%.2f s)"
-            _logger.info(tried, type(self.trunk).__name__, mode, *size, result, seconds)
+            name, seconds = type(self.trunk).__name__, time.perf_counter() - begin
+            _logger.info(tried, name, mode, *size, result, seconds)
             if isinstance(found, Way):
-                verdict.way, verdict.size = found, size
+                verdict.way, verdict.size, verdict.reason = found, size, None
                 return found
-            reason = found
-        verdict.reason = reason
-        return reason
+            verdict.reason = found
+        return verdict.reason or ""
 
-    def refuse(self, mode: str, reason: str) -> str:
-        """Note `reason` against layout `mode`, which has failed for this batch."""
+    def refuse(self, mode: str, reason: str | None) -> None:
+        """Note a `reason` against layout `mode`, or that none is known before its trial."""
         self._verdicts[mode] = Verdict(reason=reason)
-        return reason
 
 
 def fits_trees(trunk: nn.Module) -> bool | None:
     """True if `trunk` has been exact in a tree whenever it was tried; None if it was not."""
-    found = [x.get("tree", Verdict()) for x in _verdicts.get(trunk, {}).values()]
-    tried = [x.way is not None for x in found if x.way is not None or x.reason is not None]
+    found = [x["tree"] for x in _verdicts.get(trunk, {}).values() if "tree" in x]
+    tried = [x.way is not None for x in found if x.way or x.reason]
     return all(tried) if tried else None
 
 
@@ -209,14 +207,13 @@ def _by_structure(mode: str, trunk: nn.Module, forward: Callable[..., Any]) -> s
     reason = states.reason_against([x for x in modules if x not in elsewhere])
     if reason is not None:
         return reason
-    parameters = inspect.signature(forward).parameters.values()
-    if not _takes_positions(trunk, forward) or not any(x.kind is x.VAR_KEYWORD for x in parameters):
+    if not _takes_positions(trunk, forward) or not takes(forward, "segments"):
         return "its forward takes no position_ids, or no further arguments for its attention"
     return None
 
 
 class _Found(NamedTuple):
-    hidden: Tensor  # (n, H), states of the needed cells
+    hidden: Tensor  # (n, H), of the needed cells
     gradient: Tensor  # (m,), of the small parameters
     changed: dict[str, Tensor]  # buffers that were changed in place
     way: Way
@@ -231,15 +228,13 @@ class _Trial:
     """
 
     def __init__(self, trunk: Any, forward: Any, like: TrunkInputs, size: tuple[int, int]) -> None:
-        """`like` is the batch; `size`: tokens of the first row, columns."""
         self.trunk, self.forward = trunk, forward
         self.device = like.given["input_ids"].device
         self.dtype = _dtype(trunk, self.device)
         self.is_divided = bool(rank_groups(trunk))
         small = [x for x in trunk.parameters() if x.requires_grad and x.numel() <= _SMALL]
-        self.parameters = [] if self.is_divided else small
-        self.evaluates = False
-        length, width = size
+        self.parameters, self.evaluates = [] if self.is_divided else small, False
+        length, width = size  # tokens of the first row, columns
         every = torch.ones(len(like.needed), dtype=torch.bool, device="cpu")
         rows = like.layout("trim", Way("none"), every, graph=False)
         assert rows is not None  # or `size` is 0

@@ -20,7 +20,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,12 +32,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from grpo_kernels.base.checks import warn_once
 from grpo_kernels.base.choices import BatchLayout
 from grpo_kernels.base.distributed import most_of_ranks, rank_groups
-from grpo_kernels.body import layout as layouts
 from grpo_kernels.body import states
 from grpo_kernels.body.layout import (
     TrunkInputs,
     TrunkLayout,
     Way,
+    by_rows,
     filled,
     read_inputs,
     run_layout,
@@ -63,37 +63,35 @@ def live_trunk(
     *,
     needed: Tensor,  # (B, L) bool
     shares: Shares,
-) -> Iterator[list[Tensor]]:
-    """Inside, the trunk of `model` computes only what is read of each batch.
+) -> Iterator[Callable[[], Tensor | None]]:
+    """Inside, the trunk of `model` computes only what is read of a batch.
 
     Args:
         layout: the first of the layouts that may serve.
         live: (B,) bool, sequences that may get a gradient; None: all.
-        needed: (B, L) bool, cells whose hidden states are read. Calls of the model walk through the
-            B sequences in order.
+        needed: (B, L) bool, cells whose hidden states are read.
         shares: where the sequences and tokens of forwards with gradient are counted.
 
     Yields:
-        an empty list, to which each call of the trunk that leaves cells out adds (b, L) bool, True
-        where computed.
+        a function for after the forward: (B, L) bool, True where computed; None if all is.
     """
     trunk, saves = trunk_of(model), layout != "padded" or live is not None
     reason = _reason_against(model, trunk) if saves else None
-    if reason is not None:
-        say_once(trunk, reason)
-    elif saves:
+    if saves and reason is None:
         name = forward_name(trunk)
         every = torch.ones(len(needed), dtype=torch.bool, device="cpu")
         may_have = every if live is None else live.cpu()
         multiple = _COMPILED_COLUMNS if _is_compiled(trunk.modules()) else 1
         call = TrunkCall(trunk, getattr(trunk, name), layout, may_have, needed, shares, multiple)
         with replaced(trunk, name, call.run):
-            yield call.computed
+            yield lambda: call.computed
         if call.was_called:
             return
-        say_once(trunk, "the model's forward does not call its trunk")
-    if reason is not None or not saves:
-        yield []
+        reason = "the model's forward does not call its trunk"
+    else:
+        yield lambda: None
+    if reason is not None:
+        say_once(trunk, reason)
     count(shares, len(needed), len(needed), *[needed.numel()] * 3)
 
 
@@ -159,35 +157,25 @@ class TrunkCall:
     trunk: nn.Module
     forward: Callable[..., Any]
     layout: BatchLayout
-    live: Tensor  # (B,) bool, on the CPU
+    live: Tensor  # (B,) bool, on the CPU: may get a gradient
     needed: Tensor  # (B, L) bool
     shares: Shares
     multiple: int  # of which widths of layouts are
-    start: int = 0  # first sequence of the next call
     was_called: bool = False
-    computed: list[Tensor] = field(default_factory=list)
+    computed: Tensor | None = None  # (B, L) bool, if cells were left out
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """The trunk's output; a layout that raises gives way to the next."""
-        self.was_called = True
+        """The trunk's output."""
         positional = zip(inspect.signature(self.forward).parameters, args, strict=False)
         given = {**dict(positional), **kwargs}
         with self._in_step(given) as forward:
-            exactness = self._exactness(given)
-            while exactness is not None:
-                choice = self._choice(exactness, forward)
-                if choice is None:
-                    break
-                mode, way, planned = choice
-                try:
-                    return self._in_parts(exactness.inputs, way, planned, forward)
-                except _NOT_OF_A_LAYOUT:
-                    raise
-                except Exception as error:
-                    exactness.refuse(mode, described(error))
-            found, ids = forward(**given), given.get("input_ids")
-            if isinstance(ids, Tensor) and ids.dim() == 2:
-                count(self.shares, len(ids), len(ids), *[ids.numel()] * 3)
+            exactness = None if self.was_called else self._exactness(given)
+            self.was_called = True
+            found = None if exactness is None else self._in_a_layout(exactness, forward)
+            if found is None:
+                found, ids = forward(**given), given.get("input_ids")
+                if isinstance(ids, Tensor) and ids.dim() == 2:
+                    count(self.shares, len(ids), len(ids), *[ids.numel()] * 3)
             return found
 
     @contextmanager
@@ -223,71 +211,70 @@ class TrunkCall:
     def _exactness(self, given: dict[str, Any]) -> Exactness | None:
         """Of the inputs `given` by name; None, after a warning, if they run as they are."""
         try:
-            inputs = read_inputs(self.trunk, given, self.needed[self.start :])
-            self.start += 0 if isinstance(inputs, str) else len(given["input_ids"])
+            inputs = read_inputs(self.trunk, given, self.needed)
             if isinstance(inputs, TrunkInputs):
                 return Exactness(self.trunk, self.forward, inputs)
         except Exception as error:  # such as a body without a config
             inputs = f"in reading its inputs, {described(error)}"
         if inputs is not None:
             say_once(self.trunk, inputs)
-            self.start = len(self.needed)  # the places of further calls are not known
         return None
 
-    def _choice(
-        self, exactness: Exactness, forward: Callable[..., Any]
-    ) -> tuple[str, Way, list[TrunkLayout]] | None:
-        """The first layout that serves, from the one asked for on; None: the batch runs as given.
+    def _in_a_layout(self, exactness: Exactness, forward: Callable[..., Any]) -> Any:
+        """The trunk's output in the first layout that serves, from the one asked for on.
 
-        The reason against the one asked for is said.
+        The reason against the one asked for is said. None: the batch has to run as given.
         """
-        inputs, reasons, found = exactness.inputs, list[str](), None
-        modes = MODES[MODES.index(self.layout) :]
+        inputs, reasons, modes = exactness.inputs, list[str](), MODES[MODES.index(self.layout) :]
+
+        def say(instead: str) -> None:
+            if reasons and not inputs.padding_is_read:
+                say_once(self.trunk, f"layout={self.layout!r}: {reasons[0]}; {instead}")
+
         for mode in modes[: modes.count("tree")] if inputs.is_packed else modes:
             way = exactness.way(mode, forward)
-            if isinstance(way, Way):
-                try:
-                    planned = self._planned(inputs, mode, way)
-                    if self._loses_to_trim(exactness, way, planned):
-                        continue
-                    found = mode, way, planned
-                    break
-                except Exception as error:
-                    way = f"in planning it, {described(error)}"
-            reasons.append(way)
-        if reasons and not inputs.padding_is_read:
-            whole = "packed rows run as given"
-            whole = whole if inputs.is_packed else "all sequences run in one padded forward"
-            instead = whole if found is None else f"layout={found[0]!r} serves"
-            say_once(self.trunk, f"layout={self.layout!r}: {reasons[0]}; {instead}")
-        return found
+            if isinstance(way, str):
+                reasons.append(way)
+                continue
+            try:
+                planned = self._planned(inputs, mode, way)
+                if self._loses_to_trim(exactness, way, planned):
+                    continue
+            except Exception as error:
+                reasons.append(f"in planning it, {described(error)}")
+                continue
+            say(f"layout={mode!r} serves")
+            try:
+                return self._in_parts(inputs, way, planned, forward)
+            except _NOT_OF_A_LAYOUT:
+                raise
+            except Exception as error:
+                reasons.append(described(error))
+                exactness.refuse(mode, reasons[-1])
+        whole = "all sequences run in one padded forward"
+        say("packed rows run as given" if inputs.is_packed else whole)
+        return None
 
     def _planned(self, inputs: TrunkInputs, mode: str, way: Way) -> list[TrunkLayout]:
         """Layouts of the sequences with and without gradient that have something to compute."""
-        live = self._live(inputs)[inputs.places[:, 0] // self.needed.shape[1]]
+        live = (self.live & torch.is_grad_enabled())[inputs.places[:, 0] // self.needed.shape[1]]
         both = [
             inputs.layout(mode, way, chosen, graph=graph, multiple=self.multiple)
             for chosen, graph in ((live, True), (~live, False))
         ]
         return [layout for layout in both if layout is not None]
 
-    def _live(self, inputs: TrunkInputs) -> Tensor:
-        """(B,) bool: rows of the batch `inputs` that may get a gradient."""
-        first = self.start - len(inputs.given["input_ids"])
-        return self.live[first : self.start] & torch.is_grad_enabled()
-
     def _loses_to_trim(self, exactness: Exactness, way: Way, planned: list[TrunkLayout]) -> bool:
         """True if recurrences make the tree `planned` slower than rows, which are exact too."""
         inputs = exactness.inputs
         if not way.chunk or inputs.is_packed or isinstance(exactness.known("trim"), str):
             return False
-        rows = self._planned(inputs, "trim", way)
         device = inputs.given["input_ids"].device
-        one, other = (
-            sum(states.cost(x.sources.shape, x.paths, way.chunk, device) for x in y)
-            for y in (planned, rows)
-        )
-        return one > other
+
+        def cost(layouts: list[TrunkLayout]) -> float:
+            return sum(states.cost(x.sources, x.paths, way.chunk, device) for x in layouts)
+
+        return cost(planned) > cost(self._planned(inputs, "trim", way))
 
     def _in_parts(
         self, inputs: TrunkInputs, way: Way, planned: list[TrunkLayout], forward: Callable[..., Any]
@@ -295,32 +282,32 @@ class TrunkCall:
         """The trunk's output, its hidden states (B, L, H) from forwards of `planned`."""
         graph, shape = torch.is_grad_enabled(), inputs.given["input_ids"].shape
         if not any(layout.graph == graph for layout in planned):
-            planned = [layouts.anchor(graph=graph), *planned]  # a loss needs something to attach to
+            two = torch.ones(1, 2, dtype=torch.bool, device="cpu")  # tokens that fill no cell:
+            anchor = by_rows(two.long() * 0, ~two, two, graph=graph)  # a loss attaches to them
+            planned = [anchor, *planned]
         parts = []
         for layout in planned:
             with torch.set_grad_enabled(layout.graph):
                 output, _ = run_layout(self.trunk, forward, inputs, layout, way)
             parts.append((layout, output))
-        hidden, is_filled = filled(parts, shape)
-        self.computed.append(is_filled)
+        hidden, self.computed = filled(parts, shape)
         if graph:
             made = [(layout.sources.numel(), layout.graph) for layout in planned]
             computed, gradient = (sum(n for n, x in made if x or every) for every in (True, False))
-            live = self._live(inputs)
-            count(self.shares, int(live.sum()), len(live), shape.numel(), computed, gradient)
-            _guard(hidden, planned, self.start - len(live), live)
+            live = int(self.live.sum())
+            count(self.shares, live, len(self.live), shape.numel(), computed, gradient)
+            _guard(hidden, planned, self.live)
         return type(output)(**{**output, "last_hidden_state": hidden})
 
 
 def _guard(
     hidden: Tensor,  # (B, L, H)
     planned: Sequence[TrunkLayout],
-    first: int,
     live: Tensor,  # (B,) bool
 ) -> None:
     """Have the backward raise if gradient arrives at a cell of `hidden` without a graph.
 
-    It costs one wait for the device in each backward. `first` is the first sequence's number.
+    It costs one wait for the device in each backward.
     """
     length = hidden.shape[1]
     without_graph = torch.ones(len(live) * length, dtype=torch.bool, device="cpu")
@@ -336,8 +323,8 @@ def _guard(
         reached = at_cells.count_nonzero(dim=1)
         if not bool(reached.any()):
             return
-        local = (without[reached.nonzero().squeeze(1).cpu()] // length).unique().tolist()
-        dead = [first + i for i in local if not live[i]]
+        rows = (without[reached.nonzero().squeeze(1).cpu()] // length).unique().tolist()
+        dead = [i for i in rows if not live[i]]
         if dead:
             raise RuntimeError(
                 f"zero_advantage: expected no gradient for the sequences {dead}, which ran without "
@@ -346,7 +333,7 @@ def _guard(
             )
         raise RuntimeError(
             "layout: expected gradient at completion tokens alone, got one elsewhere in the "
-            f"sequences {[first + i for i in local]}; pass layout='padded'"
+            f"sequences {rows}; pass layout='padded'"
         )
 
     hidden.register_hook(look)

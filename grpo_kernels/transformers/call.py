@@ -9,12 +9,9 @@ in the root's unit or in its own) and DeepSpeed ZeRO-3 gather the weight there, 
 backward; DDP, PEFT and accelerate see one call of the model. The results leave through the outputs
 of head and model, which is where those engines hook the backward.
 
-One thing remains unknown: what the model does to the logits after its head. The config says so
-under many names, and is not trusted: in the first call of a model its forward is given a few known
-numbers in place of logits, and one row of real ones (`HeadCheck`). That costs one row of the head,
-once, and no forward of its own: nothing random is drawn, no collective is added. If the config was
-wrong, the model runs a second time with the constants that were measured; if no constants fit, the
-call raises.
+What the model does to the logits after its head is measured in its first call (`HeadCheck`), at the
+cost of one row of the head: nothing random is drawn, no collective is added. If its config was
+wrong, the model runs a second time with the constants that were measured.
 
 Not for: encoder-decoder models, several heads (codebooks), quantised heads, ``nn.DataParallel``, a
 model that two threads use at a time.
@@ -22,7 +19,7 @@ model that two threads use at a time.
 
 from __future__ import annotations
 
-import inspect
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,10 +31,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from transformers.utils import ModelOutput
 
-from grpo_kernels.base.checks import check_choice, check_shape, check_tensor, warn_once
+from grpo_kernels.base.checks import check_shape, check_tensor, warn_once
 from grpo_kernels.base.choices import BatchLayout, ZeroAdvantage, choices
 from grpo_kernels.base.distributed import most_of_ranks, rank_groups
 from grpo_kernels.base.modes import evaluating, guest
+from grpo_kernels.body.layout import takes
 from grpo_kernels.body.trunk import live_trunk, ordinary_id, trunk_of
 from grpo_kernels.head.head import Head
 from grpo_kernels.head.module import (
@@ -68,8 +66,11 @@ class TrunkOptions:
     layout: BatchLayout = "tree"
 
     def __post_init__(self) -> None:
-        check_choice("zero_advantage", self.zero_advantage, choices(ZeroAdvantage))
-        check_choice("layout", self.layout, choices(BatchLayout))
+        for name, allowed in (("zero_advantage", ZeroAdvantage), ("layout", BatchLayout)):
+            value, names = getattr(self, name), choices(allowed)
+            if value not in names:
+                expected = ", ".join(map(repr, names))
+                raise ValueError(f"{name}: expected one of {expected}, got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -144,8 +145,7 @@ def run_scored(
         if attention_mask.dim() != 4:
             shape = "(B, L)", tuple(batch.input_ids.shape)
             check_shape("attention_mask", attention_mask, shape)
-    parameters = inspect.signature(type(base).forward).parameters
-    if "use_cache" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+    if takes(type(base).forward, "use_cache"):
         inputs.setdefault("use_cache", False)
     inputs, needed = {"input_ids": batch.input_ids, **inputs}, batch.needed()
     is_checked = heads.known_head(model, heads.facts_of(base, inputs))[1]
@@ -216,17 +216,28 @@ def run_in_head(
             returned = run(call)
         fields: dict[str, Any] = returned[FIELDS]
         has_scalar = any(isinstance(x, Tensor) and x.dim() == 0 for x in pytree.tree_leaves(fields))
-        if has_scalar and not is_whole and most_of_ranks(groups, [int(bool(computed))])[0]:
+        part = computed()
+        if has_scalar and not is_whole and most_of_ranks(groups, [int(part is not None)])[0]:
             _models_with_scalars.add(base)  # such as an aux_loss: it may be of all hidden states
             continue
         used, head = head, head if check is None else check.verified(base, facts)
         if constants_of(head) != constants_of(used):  # all ranks measure the same
             continue
-        return returned[RESULTS], call.output_type(**_nan_where_skipped(fields, computed)), shares
+        if part is not None:
+            fields = pytree.tree_map(functools.partial(_nan_but_at, part), fields)
+        return returned[RESULTS], call.output_type(**fields), shares
     raise ValueError(
         "model: expected one scale, soft-cap or cut of the logits, got another in each run: "
         f"{constants_of(head)}"
     )
+
+
+def _nan_but_at(computed: Tensor, x: Any) -> Any:
+    """`x`, a tensor (B, L, ...) of an output, NaN outside of the cells `computed` (B, L)."""
+    if not isinstance(x, Tensor) or x.shape[:2] != computed.shape or not x.is_floating_point():
+        return x
+    cells = computed.to(x.device).reshape(*computed.shape, *(1,) * (x.dim() - 2))
+    return x.masked_fill(~cells, float("nan"))
 
 
 def measured_head(base: nn.Module, forward: Callable[..., Any]) -> Head:
@@ -238,9 +249,8 @@ def measured_head(base: nn.Module, forward: Callable[..., Any]) -> Head:
     """
     facts = heads.facts_of(base, {})
     head, is_checked = heads.known_head(base, facts)
-    linear, states = linear_of(head.weight), list[Tensor]()  # of the body and of the head's input
-    device = linear.weight.device
-    ids = torch.full((1, 2), ordinary_id(base), device=device)
+    linear, states = linear_of(head.weight), list[Tensor]()  # the body's output, the head's input
+    ids = torch.full((1, 2), ordinary_id(base), device=linear.weight.device)
 
     def keep(hidden: Tensor, _: Head) -> tuple[Tensor, ...]:
         states.append(hidden)
@@ -251,7 +261,7 @@ def measured_head(base: nn.Module, forward: Callable[..., Any]) -> Head:
         states.append(output[0] if isinstance(output, tuple) else output.last_hidden_state)
 
     def run(call: HeadCall) -> dict[str, Any]:
-        with torch.no_grad(), guest(base, device), evaluating(base), call.in_head():
+        with torch.no_grad(), guest(base, ids.device), evaluating(base), call.in_head():
             looking = trunk_of(base).register_forward_hook(look)
             try:
                 return call.pack_output(forward(input_ids=ids))
@@ -281,26 +291,6 @@ def measured_head(base: nn.Module, forward: Callable[..., Any]) -> Head:
     return replace(head, logit_scale=head.logit_scale * factor)
 
 
-def _nan_where_skipped(fields: dict[str, Any], computed: list[Tensor]) -> dict[str, Any]:
-    """The fields of an output, NaN at the cells that the trunk has skipped.
-
-    A tensor (B, L, ...) is marked wherever it is, such as in a tuple of hidden states. `computed`
-    are (b, L) bool each.
-    """
-    if not computed:
-        return fields
-    skipped = ~torch.cat(computed)
-
-    def mark(x: Any) -> Any:
-        if not isinstance(x, Tensor) or x.shape[:2] != skipped.shape or not x.is_floating_point():
-            return x
-        cells = skipped.to(x.device).reshape(*skipped.shape, *(1,) * (x.dim() - 2))
-        return x.masked_fill(cells, float("nan"))
-
-    marked: dict[str, Any] = pytree.tree_map(mark, fields)
-    return marked
-
-
 class HeadCall:
     """Stand-in for a head during one forward: it scores, and returns scores in place of logits.
 
@@ -310,12 +300,10 @@ class HeadCall:
 
     def __init__(self, head: Head, score: Score, check: HeadCheck | None) -> None:
         self.head, self.score, self.check = head, score, check
-        self.name = type(head.weight).__name__
         self.project: Callable[..., Tensor] = head.weight.forward
-        # of each result, once the head has run
+        # once the head has run: of each result; its output (1, R, V), and detached (R, V)
         self.result_specs: list[tuple[torch.Size, torch.dtype]] = []
-        self.output = torch.empty(0)  # of the head, (1, R, V)
-        self.rows = torch.empty(0)  # the same, detached, (R, V)
+        self.output = self.rows = torch.empty(0)
         self.results: tuple[Tensor, ...] | None = None
         self.output_type = ModelOutput
 
@@ -340,7 +328,8 @@ class HeadCall:
         """Score `hidden` (B, L, H) in place of the head's forward; the scores as (1, R, V)."""
         if self.result_specs:
             raise RuntimeError(
-                f"model: expected a forward that calls its head once, {self.name} is called again"
+                "model: expected a forward that calls its head once, "
+                f"{type(self.head.weight).__name__} is called again"
             )
         if others or named:  # as PEFT's adapter_names, which give each row its own adapter
             given = ", ".join([*(type(x).__name__ for x in others), *named])
@@ -390,8 +379,9 @@ class HeadCall:
     def pack_output(self, output: Any) -> Any:
         """A dict in place of the model's `output`: the results, and its fields without logits."""
         if self.results is None:
+            name = type(self.head.weight).__name__
             raise RuntimeError(
-                f"model: expected a forward that calls its head, {self.name} was not called"
+                f"model: expected a forward that calls its head, {name} was not called"
             )
         logits = getattr(output, "logits", None)
         is_of_rows = isinstance(logits, Tensor) and logits.dim() == 3 and logits.shape[1] > 1

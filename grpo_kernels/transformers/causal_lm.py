@@ -6,10 +6,10 @@ Text and vision-language models, wrapped or not, in one forward without logits: 
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
+from inspect import signature
 from typing import Any, Literal, overload
 
 import torch
@@ -21,6 +21,7 @@ from transformers.utils import ModelOutput
 from grpo_kernels.base.checks import did_you_mean
 from grpo_kernels.base.choices import BatchLayout, LogitsDtype, WithoutSet, ZeroAdvantage
 from grpo_kernels.batch.kept_ids import KeptIds
+from grpo_kernels.body.layout import takes
 from grpo_kernels.body.trunk import unwrapped
 from grpo_kernels.call.results import LossOutput, Scores
 from grpo_kernels.head.head import Head
@@ -33,7 +34,7 @@ from grpo_kernels.transformers import head as heads
 from grpo_kernels.transformers.call import RESULTS, Batch, HeadCall, TrunkOptions, run_scored
 from grpo_kernels.transformers.head import HeadCheck
 
-_OF_LOSS = inspect.signature(grpo_loss).parameters.keys() - {"fields"}
+_OF_LOSS = signature(grpo_loss).parameters.keys() - {"fields"}
 _LOGPS = {name for name in _OF_LOSS if name.endswith("_per_token_logps")}
 _OF_EXPECTATION = _LOGPS | {"importance_sampling_ratio", "num_items_in_batch"}
 _LOSS_INPUTS = _OF_EXPECTATION | {
@@ -384,37 +385,31 @@ def _check_names(
     if not given:
         return
     wrappers, base = unwrapped(model)
-    known = {name for module in (*wrappers, base) for name in _named_by(module)}
-    parameters = inspect.signature(type(base).forward).parameters.values()
-    if any(x.kind is x.VAR_KEYWORD for x in parameters):
-        known |= _DOCUMENTED.union(_named_by(base.base_model))  # its **kwargs go on to the body
+    is_open = any(
+        x.kind is x.VAR_KEYWORD for x in signature(type(base).forward).parameters.values()
+    )
+    modules = [*wrappers, base, *([base.base_model] if is_open else [])]  # **kwargs go to the body
+    known = {*_DOCUMENTED} if is_open else set[str]()
+    for module in modules:
+        # both forwards: an object's may be a wrapper; and PEFT takes some names out of its **kwargs
+        known |= _named(type(module).forward) | _named(module.forward)
+        known |= {*getattr(module, "special_peft_forward_args", ())}
     reader = f"{type(base).__name__} or the loss" if of_loss else type(base).__name__
     for name in given:
+        expected = f"{name}: expected an input of {reader}, got"
         if name in {field.name for field in fields(LossConfig)}:
             raise TypeError(
-                f"{name}: expected an input of {reader}, got a field of LossConfig: set it on the "
-                f"loss, GRPOLoss({name}=...)"
+                f"{expected} a field of LossConfig: set it on the loss, GRPOLoss({name}=...)"
             )
         if name not in known:
-            hint = did_you_mean(name, sorted({*known, *of_loss, *_names(call)}))
-            raise TypeError(
-                f"{name}: expected an input of {reader}, got a name that nothing there reads{hint}"
-            )
+            hint = did_you_mean(name, sorted({*known, *of_loss, *_named(call)}))
+            raise TypeError(f"{expected} a name that nothing there reads{hint}")
 
 
-def _names(function: Callable[..., Any]) -> set[str]:
-    parameters = inspect.signature(function).parameters
-    return {
-        name
-        for name, x in parameters.items()
-        if x.kind in (x.POSITIONAL_OR_KEYWORD, x.KEYWORD_ONLY) and name != "self"
-    }
-
-
-def _named_by(module: nn.Module) -> set[str]:
-    # both forwards: an object's may be a wrapper; and PEFT takes some names out of its **kwargs
-    names = _names(type(module).forward) | _names(module.forward)
-    return names.union(getattr(module, "special_peft_forward_args", ()))
+def _named(function: Callable[..., Any]) -> set[str]:
+    parameters = signature(function).parameters.values()
+    named = (x.name for x in parameters if x.kind in (x.POSITIONAL_OR_KEYWORD, x.KEYWORD_ONLY))
+    return {*named} - {"self"}
 
 
 def _with_positions(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -428,14 +423,11 @@ def _with_positions(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
     if inputs.get("position_ids") is not None or not isinstance(mask, Tensor) or mask.dim() != 2:
         return inputs
     wrappers, base = unwrapped(model)
-    takes = "position_ids" in inspect.signature(type(base).forward).parameters
-    for wrapper in wrappers:
-        parameters = inspect.signature(wrapper.forward).parameters
-        is_open = any(x.kind is x.VAR_KEYWORD for x in parameters.values())
-        takes = takes and (is_open or "position_ids" in parameters)
+    is_taken = "position_ids" in signature(type(base).forward).parameters
+    is_taken = is_taken and all(takes(x.forward, "position_ids") for x in wrappers)
     plain = getattr(GenerationMixin, hook, None)  # None before transformers 5
     is_plain = plain is not None and getattr(type(base), hook, None) is plain
     of_roberta = "create_position_ids_from_input_ids"
-    if not takes or not is_plain or any(hasattr(x, of_roberta) for x in base.modules()):
+    if not is_taken or not is_plain or any(hasattr(x, of_roberta) for x in base.modules()):
         return inputs
     return {**inputs, "position_ids": ((mask != 0).cumsum(1) - 1).masked_fill(mask == 0, 0)}

@@ -140,11 +140,9 @@ def _from_config(base: PreTrainedModel) -> Constants:
 class HeadCheck:
     """Comparison of a head with its model's own logits, in one forward of the model.
 
-    Beside the scores the model is given two rows in place of logits: real logits, which its own
-    head has projected from one hidden state; and a ladder of known numbers, which shows every
-    scale, soft-cap and cut. If the ladder comes back otherwise than the constants of `Head`
-    predict, they are measured from it. The real logits give the model's own log-probabilities, and
-    ours are compared with them.
+    Beside the scores the model is given two rows in place of logits: real ones, which its own head
+    has projected from one hidden state, to compare log-probabilities; and a ladder of known
+    numbers. If that comes back otherwise than the constants predict, they are measured from it.
 
     Order of the calls: `project` and `score` within the head; `rows`, which the head returns;
     `made`, what the model has made of them, (2, V) or fewer columns, is set; `verified`.

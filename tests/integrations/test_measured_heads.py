@@ -82,35 +82,6 @@ def test_a_patched_trl(kind: str) -> None:
     assert torch.equal(own_logps(model, given), want)
 
 
-@pytest.mark.parametrize("kind", ["recurrent_gemma", "hyperclovax"])
-def test_the_trainer(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it scores is what the model's own logits say."""
-    pytest.importorskip("trl")
-    from grpo_kernels.trl import FusedGRPOTrainer
-    from tests.support.trl_training import train
-
-    seen: list[tuple[Tensor, Tensor, Tensor]] = []
-
-    class Watched(FusedGRPOTrainer):
-        def _get_per_token_logps_and_entropies(
-            self, model: Any, ids: Tensor, mask: Tensor, *rest: Any, **k: Any
-        ) -> Any:
-            found = super()._get_per_token_logps_and_entropies(model, ids, mask, *rest, **k)
-            count, given = found[0].shape[1], {"input_ids": ids, "attention_mask": mask}
-            want = own_logps(self.accelerator.unwrap_model(model), given)[:, -count:]
-            seen.append((found[0].detach(), want, mask[:, -count:]))
-            return found
-
-    model = tiny.text_model(
-        kind, torch.float32, vocab_size=tiny_models.VOCAB, max_position_embeddings=256
-    )
-    monkeypatch.setattr(tiny_run, "model", lambda *_, **__: model)
-    train(Watched, 1, temperature=1.0)
-    assert seen
-    for got, want, mask in seen:
-        torch.testing.assert_close(got[mask.bool()], want[mask.bool()], rtol=1e-3, atol=1e-3)
-
-
 def test_distillation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Constants of student and teacher, under a name that trl does not read."""
     trl = pytest.importorskip("trl")

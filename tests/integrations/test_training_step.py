@@ -198,8 +198,7 @@ def test_padding_is_never_read() -> None:
 
 @pytest.mark.parametrize("options", MODES.values(), ids=MODES)
 def test_the_guard(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sequence that is wrongly taken for one without gradient is an error of the backward, not a
-    loss of gradient."""
+    """A sequence that is wrongly taken for one without gradient is an error of the backward."""
     from grpo_kernels.transformers import causal_lm
 
     def wrong(*_: Any) -> Tensor:
@@ -349,17 +348,6 @@ def test_images_and_text_of_vision_language_models() -> None:
     text["attention_mask"][0, :3] = text["attention_mask"][1, :2] = 0
     assert_modes_agree(model, text)
     assert loss_of(model, text)[0].metrics["tokens/computed"] < 1
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing(reentrant: bool) -> None:
-    model = family("qwen3").train()
-    _, gradients = loss_of(model, batch(), **PADDED)
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    if reentrant:
-        model.enable_input_require_grads()
-    for options in MODES.values():
-        assert_same(loss_of(model, batch(), **options)[1], gradients)
 
 
 def test_adapters() -> None:

@@ -4,6 +4,8 @@ forward's."""
 from __future__ import annotations
 
 import inspect
+import itertools
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +16,7 @@ pytest.importorskip("transformers")
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from grpo_kernels.base.checks import warn_once
+from grpo_kernels.base.tensors import cut
 from grpo_kernels.body import attention, trial
 from grpo_kernels.body.attention import Segments
 from grpo_kernels.body.trunk import ordinary_id
@@ -23,6 +26,7 @@ from tests.support.training_step import (
     ALL,
     FAMILIES,
     PADDED,
+    assert_any_rows,
     assert_modes_agree,
     assert_same,
     batch,
@@ -98,15 +102,13 @@ def test_families(kind: str, name: str, reentrant: bool) -> None:
         assert out.metrics["tokens/computed"] < 0.6
 
 
-def test_a_call_for_each_segment_and_one_for_many_give_the_same(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    given = batch()
+@pytest.mark.parametrize("cells", [0.0, 30.0, 1e9])
+@pytest.mark.parametrize("name", ["sdpa", "eager", "flash_attention_2"])
+def test_whatever_rows_share(name: str, cells: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a call for each segment, some, or one for all."""
+    monkeypatch.setattr("grpo_kernels.body.attention.call_cells", lambda *_: cells)
     for kind in ("qwen3", "mistral"):
-        model = model_of(kind, "sdpa")
-        for cells in (0.0, 1e9):
-            monkeypatch.setattr("grpo_kernels.body.attention.call_cells", lambda *_, n=cells: n)
-            assert_modes_agree(model, given, [{}])
+        assert not said_by(lambda kind=kind: assert_any_rows(model_of(kind, name)))
 
 
 def test_completions_of_one_token() -> None:
@@ -240,3 +242,19 @@ def test_an_ordinary_id_is_none_of_several_end_tokens() -> None:
     model = tiny.text_model("llama", torch.float32)
     model.config.eos_token_id, model.config.pad_token_id, model.config.bos_token_id = [0, 1], 3, 2
     assert ordinary_id(model) == 4
+
+
+def test_parts_cost_the_least_of_all() -> None:
+    draw = random.Random(3)
+
+    def cost(ends: tuple[int, ...], costs: list[int], overhead: int) -> int:
+        parts = itertools.pairwise((0, *ends, len(costs)))
+        return sum((end - first) * costs[end - 1] + overhead for first, end in parts)
+
+    for overhead in (0, 3, 20, 200) * 5:
+        costs = sorted(draw.randrange(1, 40) for _ in range(6))
+        parts = cut(costs, overhead)
+        assert [x for first, end in parts for x in range(first, end)] == [*range(6)]
+        every = [ends for n in range(6) for ends in itertools.combinations(range(1, 6), n)]
+        found = cost(tuple(end for _, end in parts[:-1]), costs, overhead)
+        assert found == min(cost(ends, costs, overhead) for ends in every)

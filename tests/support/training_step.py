@@ -3,6 +3,7 @@ family is exact."""
 
 from __future__ import annotations
 
+import random
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -129,6 +130,29 @@ def assert_modes_agree(
         torch.testing.assert_close(out.loss, want.loss, rtol=2e-6, atol=2e-6)
         assert_same(got, gradients)
     return out
+
+
+def assert_any_rows(model: Any, batches: int = 8, *, counts: bool = True) -> None:
+    """Loss and gradients of rows that share any prefixes are the padded forward's; with `counts`
+    each distinct prefix that predicts a token has been computed once."""
+    draw = random.Random(5)
+    for _ in range(batches):
+        rows = [
+            [draw.randrange(3, 5) for _ in range(draw.randrange(2, 13))]
+            for _ in range(draw.randrange(2, 9))
+        ]
+        ids = [torch.tensor(x) for x in rows]
+        given = {"input_ids": nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=77)}
+        mask = nn.utils.rnn.pad_sequence([torch.ones_like(x) for x in ids], batch_first=True)
+        given |= {"attention_mask": mask, "completion_mask": mask[:, 1:]}
+        given["advantages"] = 0.1 + torch.arange(len(rows))
+        want, gradients = loss_of(model, given, **PADDED)
+        out, got = loss_of(model, given)
+        torch.testing.assert_close(out.loss, want.loss, rtol=2e-6, atol=2e-6)
+        assert_same(got, gradients, 5e-6)
+        prefixes = {tuple(x[:n]) for x in rows for n in range(1, len(x))}
+        computed = round(out.metrics["tokens/computed"].item() * mask.numel())
+        assert computed == len(prefixes) or not counts
 
 
 def said_by(call: Any) -> list[str]:
