@@ -1,5 +1,6 @@
-"""Argument checks: every error names the argument, the expected and the actual value, before any
-work is done."""
+"""Argument checks: each raises TypeError or ValueError before any work is done, and names the
+argument, what was expected and what came. What costs a wait for the device is checked on a CPU
+alone."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def warn_once(message: str, category: type[Warning] = UserWarning) -> None:
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """Return "; did you mean ...?" with the one of `names` that is near `name`, or nothing."""
+    """ "; did you mean ...?" with the one of `names` that is near `name`, or nothing."""
     candidates = [*names]
     name = name.replace("log_prob", "logp").replace("logprob", "logp")
     parts = {*name.split("_")}
@@ -45,7 +46,7 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
 
 
 def check_number(name: str, value: Any, lowest: float = -math.inf, inclusive: bool = False) -> None:
-    """Raise unless `value` is a finite number above `lowest` (or equal to it, if `inclusive`)."""
+    """A finite number above `lowest`, or equal to it if `inclusive`."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name}: expected a number, got {value!r}")
     if not math.isfinite(value) or value < lowest or (value == lowest and not inclusive):
@@ -54,19 +55,13 @@ def check_number(name: str, value: Any, lowest: float = -math.inf, inclusive: bo
 
 
 def check_choice(name: str, value: Any, allowed: Iterable[str], hint: str = "") -> None:
-    """Raise ValueError unless `value` is one of `allowed`."""
+    """One of `allowed`."""
     if value not in allowed:
         raise ValueError(f"{name}: expected one of {', '.join(allowed)}, got {value!r}{hint}")
 
 
 def check_tensor(name: str, x: Any, *, like: Tensor | None = None, floating: bool = False) -> None:
-    """Raise unless `x` is a tensor with data, on the device of `like`, real, and floating if
-    `floating`.
-
-    Raises:
-        TypeError: not a tensor, or of the wrong kind of dtype.
-        ValueError: a sharded or meta tensor, or one on another device.
-    """
+    """A plain dense real tensor with data, on the device of `like`, and floating if `floating`."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
     if is_dtensor(x):
@@ -89,7 +84,7 @@ def check_tensor(name: str, x: Any, *, like: Tensor | None = None, floating: boo
 
 
 def check_shape(name: str, x: Tensor, *shapes: tuple[str, tuple[int, ...]]) -> None:
-    """Raise ValueError unless `x` has one of `shapes`, each given as (text, sizes)."""
+    """One of `shapes`, each given as (text, sizes)."""
     if not any(tuple(x.shape) == sizes for _, sizes in shapes):
         wanted = " or ".join(f"{text} = {sizes}" for text, sizes in shapes)
         raise ValueError(f"{name}: expected shape {wanted}, got {tuple(x.shape)}")
@@ -98,10 +93,8 @@ def check_shape(name: str, x: Tensor, *shapes: tuple[str, tuple[int, ...]]) -> N
 def check_head(
     hidden: Any, weight: Any, bias: Any, *, ranks: tuple[int, ...] | None = None
 ) -> None:
-    """Raise unless hidden states (..., H), weight (V, H) and bias (V,) fit each other.
-
-    `ranks`: allowed values of `hidden.dim()`; None: any from 2 up.
-    """
+    """Hidden states (..., H), weight (V, H) and bias (V,) that fit; `ranks` of `hidden`, or any
+    from 2 up."""
     check_tensor("hidden", hidden, floating=True)
     if ranks is not None and hidden.dim() not in ranks:
         wanted = " or ".join({2: "(N, H) with cu_seqlens", 3: "(B, T, H)"}[rank] for rank in ranks)
@@ -120,8 +113,8 @@ def check_head(
         )
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
         refuse_logits("hidden", hidden, weight)
-        swapped, hint = weight.dim() == 2 and weight.shape[0] == hidden.shape[-1], ""
-        if swapped:
+        hint = ""
+        if weight.dim() == 2 and weight.shape[0] == hidden.shape[-1]:
             hint = "; it looks transposed, or hidden like logits: pass the hidden states before "
             hint += "lm_head"
         raise ValueError(
@@ -134,25 +127,17 @@ def check_head(
 
 
 def first_rows(name: str, x: Any, weight: Tensor, count: int) -> Any:
-    """Return the first `count` rows of a tensor `x`, which has a row for each of `weight`; anything
-    else as it is.
-
-    Raises:
-        ValueError: it has another number of rows.
-    """
+    """The first `count` rows of a tensor `x`, which has as many as `weight`; else `x` itself."""
     if not isinstance(x, Tensor):
         return x
-    rows = weight.shape[0]
-    if x.shape[:1] != (rows,):
-        raise ValueError(
-            f"{name}: expected a row for each of the {rows} of weight, got shape {tuple(x.shape)}"
-        )
+    if x.shape[:1] != weight.shape[:1]:
+        wanted = f"a row for each of the {weight.shape[0]} of weight"
+        raise ValueError(f"{name}: expected {wanted}, got shape {tuple(x.shape)}")
     return x[:count]
 
 
 def refuse_logits(name: str, hidden: Tensor, weight: Tensor) -> None:
-    """Raise ValueError if `hidden` looks like logits: it is (..., V), not (..., H), for a weight
-    (V, H), H < V."""
+    """Refuse (..., V) beside a weight (V, H), H < V."""
     if weight.dim() == 2 and weight.shape[1] < hidden.shape[-1] == weight.shape[0]:
         raise ValueError(
             f"{name}: expected hidden states of width H = {weight.shape[1]}, for a weight (V, H) = "
@@ -162,7 +147,7 @@ def refuse_logits(name: str, hidden: Tensor, weight: Tensor) -> None:
 
 
 def check_ids(name: str, ids: Any, hidden: Tensor) -> None:
-    """Raise unless `ids` are integers of the shape of `hidden` without its last dimension."""
+    """Integers of the shape of `hidden` without its last dimension."""
     check_tensor(name, ids, like=hidden)
     if ids.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
         raise TypeError(f"{name}: expected integer ids, got {ids.dtype}")
@@ -174,42 +159,33 @@ def check_ids(name: str, ids: Any, hidden: Tensor) -> None:
 
 
 def _shift(hidden: tuple[int, ...], ids: tuple[int, ...]) -> str:
-    """Return advice if the lengths of hidden states and ids differ by one, since nothing is shifted
-    here."""
+    """Advice if the lengths differ by one: nothing is shifted here."""
     more = hidden[-1] - ids[-1] if len(hidden) == len(ids) and hidden[:-1] == ids[:-1] else 0
     why = "; what predicts token t is position t - 1"
     if more == 1:
-        return (
-            f"{why}: drop the last position, hidden[..., :-1, :], if the first one predicts the "
-            "first id"
-        )
+        why += ": drop the last position, hidden[..., :-1, :], if the first one predicts the "
+        return f"{why}first id"
     if more == -1:
         return f"{why}: drop the first id, [..., 1:], if hidden begins with the position of that id"
     return ""
 
 
 def check_signed_ids(name: str, ids: Any, like: Tensor) -> None:
-    """Raise unless `ids` are integers that have -1, for padding, on the device of `like`."""
+    """Integers that have -1, for padding."""
     check_tensor(name, ids, like=like)
     if ids.dtype not in (torch.int64, torch.int32, torch.int16):
-        raise TypeError(
-            f"{name}: expected signed integer ids of 16, 32 or 64 bits, got {ids.dtype}"
-        )
+        wanted = "signed integer ids of 16, 32 or 64 bits"
+        raise TypeError(f"{name}: expected {wanted}, got {ids.dtype}")
 
 
 def check_mask(name: str, mask: Any, ids: Tensor) -> None:
-    """Raise unless `mask` is a real tensor of the shape of `ids`; `check_mask_values` checks its
-    values."""
+    """A real tensor of the shape of `ids`; its values: `check_mask_values`."""
     check_tensor(name, mask, like=ids)
     check_shape(name, mask, ("that of the ids", tuple(ids.shape)))
 
 
 def check_mask_values(name: str, *, has_nan: bool) -> None:
-    """Refuse a mask that has NaN; else warn, once, that it has values other than 0 and 1.
-
-    Raises:
-        ValueError: there is NaN in it.
-    """
+    """Refuse a mask that has NaN; else warn, once, that it has values other than 0 and 1."""
     if has_nan:
         raise ValueError(f"{name}: expected 0 or a number that is not, got nan")
     warn_once(
@@ -220,13 +196,8 @@ def check_mask_values(name: str, *, has_nan: bool) -> None:
 
 
 def check_counted_ids(name: str, ids: Tensor, vocab: int) -> Tensor | None:
-    """Return a bool (n,), True where the id of a counted position is outside [0, V); on a CPU None:
-    nowhere.
-
-    Raises:
-        ValueError: on a CPU, an id is out of range. On other devices that would cost a wait for the
-            device; there the row's results are made NaN.
-    """
+    """Ids in [0, V). On a CPU it returns None; elsewhere which are not, a bool (n,), whose results
+    are then made NaN."""
     outside = (ids < 0) | (ids >= vocab)
     if ids.device.type != "cpu":
         return outside
@@ -239,30 +210,21 @@ def check_counted_ids(name: str, ids: Tensor, vocab: int) -> Tensor | None:
 
 
 def check_logps(name: str, rows: Tensor | None) -> None:
-    """Raise unless `rows` (n,) of the argument `name`, at the counted positions, may be
-    log-probabilities.
-
-    They are checked on a CPU only, where that needs no wait. NaN passes. So does a number above 0
-    if others are below 0: rounding may put a token that is nearly certain there.
-
-    Raises:
-        ValueError: none is below 0, and one is above 0 by more than rounding.
-    """
-    if rows is None or rows.device.type != "cpu" or rows.numel() == 0:
+    """Log-probabilities (n,), by their looks: NaN passes, and if some are below 0 so do others
+    above, where rounding may put a token that is nearly certain."""
+    if rows is None or rows.device.type != "cpu" or rows.numel() == 0 or bool((rows < 0).any()):
         return
-    if not bool((rows < 0).any()):
-        highest = rows.nan_to_num(nan=0.0).amax().item()
-        if highest > HIGHEST_LOGP:
-            raise ValueError(
-                f"{name}: expected log-probabilities, <= 0 where the mask counts, got none below "
-                f"0, and {highest:.4g}: of probabilities take the logarithm, of a negative "
-                "log-likelihood (a cross entropy) the negative"
-            )
+    highest = rows.nan_to_num(nan=0.0).amax().item()
+    if highest > HIGHEST_LOGP:
+        raise ValueError(
+            f"{name}: expected log-probabilities, <= 0 where the mask counts, got none below 0, "
+            f"and {highest:.4g}: of probabilities take the logarithm, of a negative "
+            "log-likelihood (a cross entropy) the negative"
+        )
 
 
 def check_masses(name: str, rows: Tensor) -> None:
-    """Raise unless the probabilities of each row's different ids, the exponentials of `rows` (n, K)
-    of the argument `name`, add up to 1 at most. On a CPU only."""
+    """Log-probabilities (n, K) of different ids, whose probabilities add up to 1 at most."""
     if rows.device.type != "cpu" or rows.numel() == 0:
         return
     most = rows.exp().sum(dim=1).nan_to_num(nan=0.0).amax().item()
@@ -274,8 +236,7 @@ def check_masses(name: str, rows: Tensor) -> None:
 
 
 def warn_of_ratio(log_ratio: Tensor | None) -> None:
-    """Warn, once, if the mean of a batch's `log_ratio` (n,) is too large for policies of one run.
-    On a CPU only."""
+    """Warn, once, of a mean (n,) that is too large for policies of one run."""
     if log_ratio is None or log_ratio.device.type != "cpu" or log_ratio.numel() == 0:
         return
     if abs(log_ratio.mean().item()) > HIGHEST_MEAN_LOG_RATIO:
@@ -288,7 +249,7 @@ def warn_of_ratio(log_ratio: Tensor | None) -> None:
 
 
 def check_budget(workspace_bytes: Any) -> None:
-    """Raise unless `workspace_bytes` is a positive number of bytes."""
+    """A positive number of bytes."""
     if isinstance(workspace_bytes, bool) or not isinstance(workspace_bytes, int):
         raise TypeError(f"workspace_bytes: expected an int, got {workspace_bytes!r}")
     if workspace_bytes <= 0:
@@ -301,19 +262,17 @@ def check_budget(workspace_bytes: Any) -> None:
 
 
 def check_gather(gather: Any) -> None:
-    """Raise TypeError unless `gather` is a function or None: it is called in the backward only."""
+    """A function or None: it is called in the backward only."""
     if gather is not None and not callable(gather):
-        raise TypeError(
-            f"gather: expected a function that makes a context, got {type(gather).__name__}"
-        )
+        got = type(gather).__name__
+        raise TypeError(f"gather: expected a function that makes a context, got {got}")
 
 
 def is_dtensor(x: Any) -> bool:
-    """Return True for a DTensor, without importing `torch.distributed.tensor`."""
+    """True for a DTensor, without importing `torch.distributed.tensor`."""
     return type(x).__name__ == "DTensor"
 
 
 def is_one(x: Tensor) -> bool:
-    """Return True if x () is known to be 1 without a wait: on a CPU. On a GPU the answer is always
-    False."""
+    """True if x () is 1, as far as that is known without a wait for the device."""
     return x.device.type == "cpu" and x.item() == 1.0

@@ -33,7 +33,7 @@ CorrectionMode = Literal["truncate", "mask"]
 
 
 def choices(names: Any) -> tuple[str, ...]:
-    """Return the names that a type of this file allows, in its order."""
+    """The names that a type of this file allows, in its order."""
     return get_args(names)
 
 

@@ -25,8 +25,7 @@ MOST_VALUES = 96  # that ranks compare
 
 
 def check_group(name: str, process_group: Any) -> None:
-    """Raise TypeError unless `process_group`, the argument `name` of a call, is a process group or
-    None."""
+    """A process group or None."""
     if process_group is None:
         return
     from torch.distributed import ProcessGroup
@@ -41,8 +40,7 @@ def check_group(name: str, process_group: Any) -> None:
 def all_reduce(
     x: Tensor, op: Literal["sum", "min", "max"], process_group: ProcessGroup | None
 ) -> Tensor:
-    """Reduce `x` in place over the group's ranks and return it; without a group, return it as it
-    is."""
+    """`x`, reduced in place over the ranks of the group, if there is one."""
     if process_group is None:
         return x
     import torch.distributed as dist
@@ -52,7 +50,7 @@ def all_reduce(
 
 
 def gather_stacked(x: Tensor, process_group: ProcessGroup) -> Tensor:
-    """Return (R, ...): the tensors of all R ranks, of one shape and dtype, in rank order."""
+    """(R, ...): the tensors of all R ranks, of one shape and dtype, in rank order."""
     import torch.distributed as dist
 
     parts = x.new_empty(dist.get_world_size(process_group), *x.shape)
@@ -61,14 +59,11 @@ def gather_stacked(x: Tensor, process_group: ProcessGroup) -> Tensor:
 
 
 def group_device(process_group: ProcessGroup) -> torch.device:
-    """Return the device of tensors that ranks exchange: the GPU if the group serves it, even for
-    CPU tensors."""
+    """Where ranks exchange tensors, those of a CPU too: on the GPU, if the group serves it."""
     import torch.distributed as dist
 
-    if (
-        torch.accelerator.is_available()
-        and (here := torch.accelerator.current_accelerator()) is not None
-    ):
+    here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if here is not None:
         # cpu:gloo,cuda:nccl
         served = dict(x.split(":") for x in dist.get_backend_config(process_group).split(","))
         if served.get(here.type, "gloo") != "gloo":
@@ -77,7 +72,7 @@ def group_device(process_group: ProcessGroup) -> torch.device:
 
 
 def gather_uneven(x: Tensor, sizes: list[int], process_group: ProcessGroup) -> Tensor:
-    """Return the rows of all ranks in rank order; rank r has ``sizes[r]`` of them."""
+    """The rows of all ranks in rank order; rank r has ``sizes[r]`` of them."""
     if max(sizes) == 0:
         return x
     padded = x.new_zeros(max(sizes), *x.shape[1:])
@@ -100,10 +95,9 @@ def rank_groups(module: nn.Module) -> Sequence[ProcessGroup]:
         parameter: Any = x
         if hasattr(parameter, "ds_status"):
             return [parameter.ds_process_group]
-        if is_dtensor(parameter) and (
-            largest is None or parameter.device_mesh.size() > largest.size()
-        ):
-            largest = parameter.device_mesh
+        if is_dtensor(parameter):
+            mesh = parameter.device_mesh
+            largest = mesh if largest is None or mesh.size() > largest.size() else largest
     return [] if largest is None else [largest.get_group(i) for i in range(largest.ndim)]
 
 

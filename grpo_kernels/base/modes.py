@@ -29,8 +29,7 @@ def random_rates(module: nn.Module) -> list[str]:
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Inside, `module` and all modules in it are in evaluation mode: dropout is off, nothing random
-    is drawn."""
+    """Inside, `module` and all in it are in evaluation mode: nothing random is drawn."""
     modes = [(x, x.training) for x in module.modules()]
     module.eval()
     try:

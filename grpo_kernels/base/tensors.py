@@ -19,31 +19,25 @@ R = TypeVar("R")
 MOST = 2**24
 
 
-def map_tensors(change: Callable[[Tensor], Any], record: R) -> R:
-    """Return `record` with `change` of each tensor in it, in the order of the fields; other values
-    stay."""
-    mapped: R = _mapped(change, record)
-    return mapped
-
-
-def take(record: R, index: Tensor | slice) -> R:
-    """Select the rows at `index` (m,) of every tensor of `record`, all of them (n, ...)."""
-    return map_tensors(lambda x: x[index], record)
-
-
-def _mapped(change: Callable[[Tensor], Any], x: Any) -> Any:
+def map_tensors(change: Callable[[Tensor], Any], x: Any) -> Any:
+    """The record `x` with `change` of each tensor in it, in the order of the fields."""
     if isinstance(x, Tensor):
         return change(x)
     if is_dataclass(x) and not isinstance(x, type):
-        return replace(
-            x, **{field.name: _mapped(change, getattr(x, field.name)) for field in fields(x)}
-        )
+        changed = {f.name: map_tensors(change, getattr(x, f.name)) for f in fields(x)}
+        return replace(x, **changed)
     if isinstance(x, dict):
-        return {name: _mapped(change, value) for name, value in x.items()}
+        return {name: map_tensors(change, value) for name, value in x.items()}
     if isinstance(x, tuple):
-        values = [_mapped(change, value) for value in x]
+        values = [map_tensors(change, value) for value in x]
         return type(x)(*values) if hasattr(x, "_fields") else tuple(values)
     return x
+
+
+def take(record: R, index: Tensor | slice) -> R:
+    """The rows at `index` (m,) of every tensor of `record`, all of them (n, ...)."""
+    rows: R = map_tensors(lambda x: x[index], record)
+    return rows
 
 
 def discounted_sums(x: Tensor, discount: float) -> Tensor:
@@ -61,14 +55,12 @@ def discounted_sums(x: Tensor, discount: float) -> Tensor:
 
 def sequence_means(x: Tensor, mask: Tensor) -> Tensor:
     """(B, T) -> (B, 1): the mean over each row's counted positions, 0 in a row without any."""
-    return torch.where(mask, x, 0.0).sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(
-        min=1
-    )
+    counts = mask.sum(dim=1, keepdim=True).clamp(min=1)
+    return torch.where(mask, x, 0.0).sum(dim=1, keepdim=True) / counts
 
 
 def counted_first(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, T) each: the order that moves a row's counted positions to its front, and the mask in
-    that order."""
+    """(B, T) each: the order that puts a row's counted positions first, and the mask in it."""
     order = (~mask).to(torch.uint8).argsort(dim=1, stable=True)
     return order, mask.gather(1, order)
 
@@ -79,13 +71,12 @@ def last_counted(mask: Tensor) -> Tensor:
 
 
 def widen(x: Tensor) -> Tensor:
-    """Convert to float64, or to float32 on a device that has no float64."""
+    """To float64, or to float32 on a device that has no float64."""
     return x.to(torch.float32 if x.device.type == "mps" else torch.float64)
 
 
 def quantile(x: Tensor, q: float) -> Tensor:
-    """`torch.quantile` of `x` (n,), n > 0: linear between values; NaN if any is. Does not wait for
-    the device."""
+    """`torch.quantile` of `x` (n,), n > 0: linear between values; NaN if any is."""
     if x.numel() <= MOST:
         return torch.quantile(x, q)
     ranked, place = x.sort().values, q * (x.numel() - 1)
@@ -95,8 +86,7 @@ def quantile(x: Tensor, q: float) -> Tensor:
 
 
 def quantile_of_numbers(x: Tensor, q: float) -> Tensor:
-    """Return the lower `q`-quantile of `x` (n,), ignoring NaN; NaN if nothing is left. Does not
-    wait for the device."""
+    """The lower `q`-quantile of `x` (n,), ignoring NaN; NaN if nothing is left."""
     if x.numel() == 0:
         return x.new_full((), torch.nan)
     if x.numel() <= MOST:
@@ -107,14 +97,12 @@ def quantile_of_numbers(x: Tensor, q: float) -> Tensor:
 
 
 def scored_difference(logps: Tensor, sampling_logps: Tensor) -> Tensor:
-    """Return ``logps - sampling_logps``, detached, in their shape; 0 where the sampler could not
-    score (NaN)."""
+    """``logps - sampling_logps``, detached; 0 where the sampler could not score (NaN)."""
     return torch.nan_to_num(logps.detach() - sampling_logps, nan=0.0)
 
 
 def bounded(ratio: Tensor, low: float | None, high: float | None, *, truncates: bool) -> Tensor:
-    """Return ratios of any shape, clamped to [`low`, `high`], or else 0 outside of them; None: no
-    bound."""
+    """Ratios clamped to [`low`, `high`], or else 0 outside of them; None: no bound."""
     low, high = -math.inf if low is None else low, math.inf if high is None else high
     if truncates:
         return ratio.clamp(low, high)
@@ -124,35 +112,22 @@ def bounded(ratio: Tensor, low: float | None, high: float | None, *, truncates: 
 def sequences_of(
     of_tokens: Tensor, cu_seqlens: Any
 ) -> tuple[int, int, Callable[[Tensor], tuple[Tensor, Tensor]]]:
-    """Return B, the longest length, and a function: positions (n,) in the flattened batch ->
-    sequence, index in it.
-
-    Args:
-        of_tokens: a tensor of the batch, (B, T), or (N,) if there are `cu_seqlens` (B + 1,).
-
-    Raises:
-        TypeError, ValueError: `cu_seqlens` are not bounds of N tokens.
-    """
-    device = of_tokens.device
+    """B, the longest length, and a function: positions (n,) in the flattened batch -> sequence,
+    index in it. `of_tokens` is (B, T), or (N,) if there are `cu_seqlens` (B + 1,)."""
     if cu_seqlens is None:
         batch, columns = of_tokens.shape
         width = max(columns, 1)
         return batch, columns, lambda positions: (positions // width, positions % width)
     check_tensor("cu_seqlens", cu_seqlens)
-    if (
-        cu_seqlens.dtype not in (torch.int64, torch.int32)
-        or cu_seqlens.dim() != 1
-        or cu_seqlens.numel() < 1
-    ):
-        raise ValueError(
-            f"cu_seqlens: expected int32 or int64 of shape (B + 1,), got {cu_seqlens.dtype} "
-            f"{tuple(cu_seqlens.shape)}"
-        )
+    kind, shape = cu_seqlens.dtype, tuple(cu_seqlens.shape)
+    if kind not in (torch.int64, torch.int32) or len(shape) != 1 or shape[0] < 1:
+        wanted = "int32 or int64 of shape (B + 1,)"
+        raise ValueError(f"cu_seqlens: expected {wanted}, got {kind} {shape}")
     bounds, n = cu_seqlens.tolist(), of_tokens.shape[0]
     lengths = [stop - start for start, stop in itertools.pairwise(bounds)]
     if bounds[0] != 0 or bounds[-1] != n or min(lengths, default=0) < 0:
         raise ValueError(f"cu_seqlens: expected to rise from 0 to N = {n}, got {bounds}")
-    on_device = cu_seqlens.to(device, torch.long, non_blocking=True)
+    on_device = cu_seqlens.to(of_tokens.device, torch.long, non_blocking=True)
 
     def locate(positions: Tensor) -> tuple[Tensor, Tensor]:
         sequence = torch.repeat_interleave(on_device.diff(), output_size=n)[positions]

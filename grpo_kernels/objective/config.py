@@ -8,9 +8,10 @@ Every name and default is TRL's, except those marked *ours*. Published algorithm
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import Field, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, TypedDict
+from types import NoneType
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args, get_origin, get_type_hints
 
 from grpo_kernels.base.checks import check_choice, check_number, did_you_mean, warn_once
 from grpo_kernels.base.choices import (
@@ -19,7 +20,6 @@ from grpo_kernels.base.choices import (
     KLEstimator,
     LossTypeName,
     SamplingMode,
-    choices,
 )
 from grpo_kernels.objective.losses import loss_of
 
@@ -27,11 +27,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-# Rules of a field, as its metadata; a number without one may be any finite number
-
-
-def _one_of(names: Any) -> dict[str, Any]:
-    return {"one_of": choices(names)}
+# The range of a number, as its field's metadata; without one it may be any finite number
 
 
 def _above(lowest: float) -> dict[str, Any]:
@@ -41,9 +37,6 @@ def _above(lowest: float) -> dict[str, Any]:
 def _at_least(lowest: float) -> dict[str, Any]:
     return {"range": (lowest, True)}
 
-
-# of TRL's fields not taken over: its trainer makes the ratio, so the loss must not
-CORRECTION = "vllm_importance_sampling_correction"
 
 # name -> (value with which it does nothing, what to do instead)
 REFUSED: dict[str, tuple[Any, str]] = {
@@ -149,24 +142,20 @@ class LossConfig:
         TypeError, ValueError: a field of the wrong type, or out of its range; the message names it.
     """
 
-    loss_type: LossTypeName = field(default="dapo", metadata=_one_of(LossTypeName))
-    importance_sampling_level: ImportanceSamplingLevel = field(
-        default="token", metadata=_one_of(ImportanceSamplingLevel)
-    )
+    loss_type: LossTypeName = "dapo"
+    importance_sampling_level: ImportanceSamplingLevel = "token"
     epsilon: float = field(default=0.2, metadata=_at_least(0.0))
     epsilon_high: float | None = field(default=None, metadata=_at_least(0.0))
     delta: float | None = field(default=None, metadata=_above(0.0))
     beta: float = field(default=0.0, metadata=_at_least(0.0))
     use_bias_correction_kl: bool = True
-    kl_estimator: KLEstimator = field(default="k3", metadata=_one_of(KLEstimator))
+    kl_estimator: KLEstimator = "k3"
     temperature: float = field(default=1.0, metadata=_above(0.0))
     top_entropy_quantile: float = field(default=1.0, metadata=_at_least(0.0))
     entropy_coef: float = 0.0
     off_policy_mask_threshold: float | None = None
     vllm_importance_sampling_correction: bool = False
-    vllm_importance_sampling_mode: SamplingMode = field(
-        default="sequence_mask", metadata=_one_of(SamplingMode)
-    )
+    vllm_importance_sampling_mode: SamplingMode = "sequence_mask"
     vllm_importance_sampling_clip_max: float | None = field(default=3.0, metadata=_above(0.0))
     vllm_importance_sampling_clip_min: float | None = field(default=None, metadata=_at_least(0.0))
     max_completion_length: int = field(default=512, metadata=_at_least(1))
@@ -179,7 +168,8 @@ class LossConfig:
 
     def __post_init__(self) -> None:
         for option in fields(self):  # stored as Python's types, from numpy's or enums
-            object.__setattr__(self, option.name, _checked(option, getattr(self, option.name)))
+            value = _checked(option.name, getattr(self, option.name), option.metadata)
+            object.__setattr__(self, option.name, value)
         if self.top_entropy_quantile > 1.0:
             got = repr(self.top_entropy_quantile)
             raise ValueError(f"top_entropy_quantile: expected a number in [0, 1], got {got}")
@@ -203,25 +193,23 @@ class LossConfig:
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
 
     @property
+    def estimates_kl(self) -> bool:
+        """True if there is a KL term, of the sampled tokens' log-probabilities."""
+        return self.beta != 0.0 and self.kl_estimator != "full"
+
+    @property
     def corrects_kl(self) -> bool:
         """True if the KL estimate is multiplied by the ratio."""
         return self.estimates_kl and self.use_bias_correction_kl and loss_of(self).corrects_kl
 
     @property
-    def estimates_kl(self) -> bool:
-        """True if the loss has a KL term that is estimated from the sampled tokens'
-        log-probabilities."""
-        return self.beta != 0.0 and self.kl_estimator != "full"
-
-    @property
     def needs_reference_head(self) -> bool:
-        """True if the loss has a KL term over the whole vocabulary."""
+        """True if there is a KL term, over the whole vocabulary."""
         return self.beta != 0.0 and self.kl_estimator == "full"
 
     @property
     def ratio_is_per_sequence(self) -> bool:
-        """True if the policy term has one ratio per sequence, which couples the tokens of a
-        sequence."""
+        """True if one ratio per sequence couples its tokens in the policy term."""
         return self.importance_sampling_level == "sequence" or loss_of(self).shares_ratio
 
     @property
@@ -237,9 +225,8 @@ class LossConfig:
     @property
     def corrects_sampling(self) -> bool:
         """True if the importance sampling ratio is computed within the loss."""
-        return (
-            self.vllm_importance_sampling_correction and loss_of(self).importance_ratio is not None
-        )
+        wanted = self.vllm_importance_sampling_correction
+        return wanted and loss_of(self).importance_ratio is not None
 
     @property
     def sampling_ratio_is_per_sequence(self) -> bool:
@@ -248,8 +235,7 @@ class LossConfig:
 
     @property
     def truncates_sampling_ratio(self) -> bool:
-        """True if a ratio that is computed within the loss is clamped to its bounds; else it is 0
-        outside of them."""
+        """True if that ratio is clamped to its bounds; else it is 0 outside of them."""
         return self.vllm_importance_sampling_mode.endswith("_truncate")
 
     def couples_tokens(self, *, on_policy: bool, sampled: bool) -> bool:
@@ -259,16 +245,15 @@ class LossConfig:
             on_policy: True without old log-probabilities.
             sampled: True with the sampler's log-probabilities.
         """
-        if self.top_entropy_quantile < 1.0 or (
-            self.masks_off_policy and (sampled or not on_policy)
-        ):
+        compares = sampled or not on_policy
+        if self.top_entropy_quantile < 1.0 or (self.masks_off_policy and compares):
             return True
+        if not on_policy:
+            return self.ratio_is_per_sequence
         reads_sequence = self.vllm_importance_sampling_mode.startswith("sequence_")
-        if on_policy and self.corrects_sampling and (reads_sequence or self.ratio_is_per_sequence):
+        if self.corrects_sampling and (reads_sequence or self.ratio_is_per_sequence):
             return True
-        if on_policy:
-            return self.corrects_kl and self.importance_sampling_level == "sequence"
-        return self.ratio_is_per_sequence
+        return self.corrects_kl and self.importance_sampling_level == "sequence"
 
     def knows_gradient(self, *, on_policy: bool, sampled: bool) -> bool:
         """True if the whole gradient is known before any log-probability; arguments as in
@@ -297,16 +282,36 @@ class LossConfig:
                 ``DistillationConfig``), or have none of the fields, such as None or a mapping
                 (whose misspelt keys would go unnoticed).
         """
-        _check_args(args, overrides.keys())
+        own = [x.__name__ for x in type(args).__mro__ if x.__module__.partition(".")[0] == "trl"]
+        is_like = "GRPOConfig" in own
+        if own and own[0] != "GRPOConfig" and not (is_like and "loss_type" in overrides):
+            hint = "; its loss, if it is meant: from_trl(args, loss_type=...)" if is_like else ""
+            raise TypeError(
+                f"args: expected a trl.GRPOConfig or its like, got {type(args).__name__}, of a "
+                f"trainer with another loss{hint}"
+            )
+        for name, (neutral, instead) in REFUSED.items():
+            value = getattr(args, name, neutral)
+            if value != neutral:
+                raise ValueError(
+                    f"{name}: expected {neutral}, since a LossConfig cannot hold it, got "
+                    f"{value!r}; {instead}, and turn it off in a copy: args = copy.copy(args); "
+                    f"args.{name} = {neutral}"
+                )
         return config_of_trainer(args, **overrides)
 
 
+FIELDS = tuple(x.name for x in fields(LossConfig))
+_TYPES = get_type_hints(LossConfig)
+# Fields that apply beside a custom objective: the normaliser's, and the temperature.
+_BESIDE_AN_OBJECTIVE = ("loss_type", "max_completion_length", "temperature")
+
+
 def config_of_trainer(args: Any, **overrides: Any) -> LossConfig:
-    """Like `LossConfig.from_trl`, for TRL's trainer, which itself serves the options that are
-    refused there."""
-    options = {option.name: option for option in fields(LossConfig)}
-    found = {name: getattr(args, name) for name in options if hasattr(args, name)}
-    found.pop(CORRECTION, None)
+    """`LossConfig.from_trl` for TRL's trainer, which itself serves what is refused there."""
+    found = {name: getattr(args, name) for name in FIELDS if hasattr(args, name)}
+    # its trainer makes the ratio, so the loss must not
+    found.pop("vllm_importance_sampling_correction", None)
     if not found:
         # of a mapping nobody would notice a misspelt key
         is_mapping = isinstance(args, Mapping)
@@ -314,92 +319,58 @@ def config_of_trainer(args: Any, **overrides: Any) -> LossConfig:
         raise TypeError(
             f"args: expected a trl.GRPOConfig or its like, got {type(args).__name__}{hint}"
         )
-    found = {k: x for k, x in found.items() if x is not None or _is_optional(options[k])}
+    found = {name: x for name, x in found.items() if x is not None or _is_optional(name)}
     if getattr(args, "vllm_importance_sampling_cap", None) is not None:
         found["vllm_importance_sampling_clip_max"] = args.vllm_importance_sampling_cap
     return LossConfig(**{**found, **overrides})
 
 
-def _check_args(args: Any, overrides: Collection[str]) -> None:
-    """Raise unless a `LossConfig` with `overrides` can hold all that `args` say of the loss."""
-    of_trl = [x.__name__ for x in type(args).__mro__ if x.__module__.partition(".")[0] == "trl"]
-    is_like = "GRPOConfig" in of_trl
-    if of_trl and of_trl[0] != "GRPOConfig" and not (is_like and "loss_type" in overrides):
-        hint = "; its loss, if it is meant: from_trl(args, loss_type=...)" if is_like else ""
-        raise TypeError(
-            f"args: expected a trl.GRPOConfig or its like, got {type(args).__name__}, of a trainer "
-            f"with another loss{hint}"
-        )
-    for name, (neutral, instead) in REFUSED.items():
-        value = getattr(args, name, neutral)
-        if value != neutral:
-            raise ValueError(
-                f"{name}: expected {neutral}, since a LossConfig cannot hold it, got {value!r}; "
-                f"{instead}, and turn it off in a copy: args = copy.copy(args); "
-                f"args.{name} = {neutral}"
-            )
+def _is_optional(name: str) -> bool:
+    return NoneType in get_args(_TYPES[name])
 
 
-def _is_optional(option: Field[Any]) -> bool:
-    return str(option.type).endswith("| None")
-
-
-def _checked(option: Field[Any], value: Any) -> Any:
-    """Return `value` as a Python type; raise if it does not fit the field's annotation or rule."""
-    name = option.name
-    if "one_of" in option.metadata:
-        allowed = option.metadata["one_of"]
-        check_choice(name, value, allowed, preset_hint(value) if name == "loss_type" else "")
+def _checked(name: str, value: Any, rule: Mapping[str, Any]) -> Any:
+    """`value` as a Python type; it must fit the field's annotation and `rule`."""
+    kind = _TYPES[name]
+    if get_origin(kind) is Literal:
+        allowed = get_args(kind)
+        check_choice(name, value, allowed, _preset_hint(value) if name == "loss_type" else "")
         return allowed[allowed.index(value)]
-    if option.type == "bool":
+    if kind is bool:
         if not isinstance(value, bool):
             raise TypeError(f"{name}: expected a bool, got {value!r}")
         return value
-    if value is None and _is_optional(option):
+    if value is None and _is_optional(name):
         return None
-    check_number(name, value, *option.metadata.get("range", ()))
+    check_number(name, value, *rule.get("range", ()))
     if isinstance(value, Integral):
         return int(value)
-    if option.type == "int":
+    if kind is int:
         raise TypeError(f"{name}: expected an int, got {value!r}")
     return float(value)
 
 
-def preset_hint(name: Any) -> str:
-    """Return a hint that points to the preset of this `name`, or nothing."""
+def _preset_hint(name: Any) -> str:
+    """Where to find the preset of this `name`, if there is one."""
     preset = str(name).upper().replace("-", "_")
     if preset not in PRESETS:
         return ""
     return f"; grpo_kernels.presets.{preset} is that loss: GRPOLoss(presets.{preset})"
 
 
-FIELDS = tuple(x.name for x in fields(LossConfig))
-_DEFAULT = LossConfig()
-# Fields that apply beside a custom objective: the normaliser's, and the temperature.
-_BESIDE_AN_OBJECTIVE = ("loss_type", "max_completion_length", "temperature")
-
-
 def check_config(config: Any) -> None:
-    """Raise unless `config` is a LossConfig."""
+    """A LossConfig, and no name of one."""
     if not isinstance(config, LossConfig):
-        raise TypeError(
-            f"config: expected a LossConfig, got {type(config).__name__}{preset_hint(config)}"
-        )
+        got = f"{type(config).__name__}{_preset_hint(config)}"
+        raise TypeError(f"config: expected a LossConfig, got {got}")
 
 
 def config_with(
     config: LossConfig | None, options: Mapping[str, Any], call: Collection[str], function: str
 ) -> LossConfig:
-    """Return `config` (None: the default one) with the fields in `options`, keyword arguments of
-    `function`.
-
-    Args:
-        call: the other arguments of `function`, for the message.
-
-    Raises:
-        TypeError: a name that is no field. TypeError, ValueError: a wrong value.
-    """
-    config = _DEFAULT if config is None else config
+    """`config`, or the default one, with the fields in `options`, keyword arguments of `function`,
+    whose others are `call`."""
+    config = LossConfig() if config is None else config
     if not options:
         return config
     check_config(config)
@@ -414,8 +385,7 @@ def check_names(
     elsewhere: str = "",
     others: Collection[str] = (),
 ) -> None:
-    """Raise TypeError unless all `names` are `allowed`; the message suggests one of those, or one
-    of `others`."""
+    """All `names` must be `allowed`; the error suggests one of those, or of `others`."""
     for name in names:
         if name not in allowed:
             hint = did_you_mean(name, allowed)
@@ -427,7 +397,7 @@ def check_names(
 
 
 def check_objective(config: LossConfig, objective: Any) -> None:
-    """Raise unless `objective` is None, or a function beside a config with all terms off."""
+    """An objective must be a function, and stand beside a config with all terms off."""
     if objective is None:
         return
     if not callable(objective):
@@ -450,8 +420,7 @@ def check_terms(
     *,
     has_reference: bool = False,
 ) -> None:
-    """Raise unless a KL term has its reference, and all terms of the config are off beside a custom
-    `objective`. Warn once of reference log-probabilities that nothing reads."""
+    """A KL term must have its reference, and none other; warn of one that nothing reads."""
     check_objective(config, objective)
     if config.estimates_kl and ref_per_token_logps is None:
         raise ValueError(
@@ -477,8 +446,7 @@ def check_terms(
 def check_sampling(
     config: LossConfig, sampling_per_token_logps: Any, importance_sampling_ratio: Any
 ) -> None:
-    """Raise ValueError if the loss is to compute the ratio, but the caller passes it, or no
-    sampling logps."""
+    """If the loss computes the ratio, it needs the sampler's numbers and no ratio beside."""
     if not config.vllm_importance_sampling_correction:
         return
     why = "since vllm_importance_sampling_correction = True"
@@ -490,12 +458,8 @@ def check_sampling(
 
 
 def check_centering(config: LossConfig, objective: Any, inputs: Any, kept_ids: Any) -> None:
-    """Raise unless the loss can be centered, if a sampler's candidates are given: its policy term
-    is then -A w logp, w a constant that is known of every candidate.
-
-    Args:
-        inputs: the `LossInputs`.
-    """
+    """If a sampler's candidates are given in `inputs`, the `LossInputs`, the policy term must be
+    -A w logp, w a constant that is known of every candidate."""
     given = [inputs.sampling_topk_ids is not None, inputs.sampling_topk_logps is not None]
     if not any(given):
         return
@@ -512,8 +476,7 @@ def check_centering(config: LossConfig, objective: Any, inputs: Any, kept_ids: A
     for name, x in others.items():
         if x is not None:
             raise ValueError(f"{name}: expected None {why}, got {type(x).__name__}")
-    loss = loss_of(config)
-    if loss.surrogate != "clipped" or config.importance_sampling_level != "token":
+    if loss_of(config).surrogate != "clipped" or config.importance_sampling_level != "token":
         raise ValueError(
             f"loss_type: expected 'grpo', 'bnpo', 'dr_grpo', 'dapo' or 'luspo' {why}, with "
             f"importance_sampling_level = 'token', got {config.loss_type!r} with "
@@ -537,8 +500,10 @@ def warn_of_inputs(
     old_per_token_logps: Any,
     sampling_per_token_logps: Any,
 ) -> None:
-    """Warn, once each, of inputs that nothing reads or that are too coarse for their use."""
-    if num_items_in_batch is not None and loss_of(config).normaliser != "num_items":
+    """Warn, once each, of inputs that nothing reads, that are too coarse for their use, or that
+    meet a clip range which is likely a mistake (no error, as in TRL)."""
+    loss = loss_of(config)
+    if num_items_in_batch is not None and loss.normaliser != "num_items":
         warn_once(
             f"num_items_in_batch: not used by loss_type = {config.loss_type!r}, a mean over the "
             "call. Under gradient accumulation divide the loss by the number of steps, and leave "
@@ -549,8 +514,6 @@ def warn_of_inputs(
             "kl_estimator: 'full' has no part in a loss with beta = 0; give beta a value, or leave "
             "it out"
         )
-    if old_per_token_logps is not None and objective is None:
-        _warn_of_clipping(config)
     reads_sampling = objective is not None or config.masks_off_policy or config.corrects_sampling
     if sampling_per_token_logps is not None and not reads_sampling:
         warn_once(
@@ -558,16 +521,14 @@ def warn_of_inputs(
             "or vllm_importance_sampling_correction (which loss_type = 'gmpo' does not have), or "
             "leave them out"
         )
-    if old_per_token_logps is not None and old_per_token_logps.dtype.itemsize < 4:
+    if old_per_token_logps is None:
+        return
+    if old_per_token_logps.dtype.itemsize < 4:
         warn_once(
             f"old_per_token_logps: rounded to {old_per_token_logps.dtype}, so that ratios which "
             "should be 1 are off by 1 % and more: keep them in torch.float32, as they came"
         )
-
-
-def _warn_of_clipping(config: LossConfig) -> None:
-    """Warn, once each, of clip ranges that are likely a mistake. They raise no error, as in TRL."""
-    if config.loss_type == "gmpo" or loss_of(config).clipped is None:
+    if objective is not None or config.loss_type == "gmpo" or loss.clipped is None:
         return
     low, high = config.epsilon, config.clip_high
     if config.epsilon_high is not None and high >= 1.0:

@@ -150,12 +150,12 @@ class LossType:
 
     @property
     def takes_level(self) -> bool:
-        """True if `importance_sampling_level` decides what R is."""
+        """`importance_sampling_level` decides what R is."""
         return self.log_ratio is of_level
 
     @property
     def shares_ratio(self) -> bool:
-        """True if a sequence's tokens share one ratio, whatever `importance_sampling_level` is."""
+        """A sequence's tokens share one ratio, whatever `importance_sampling_level` is."""
         return not self.takes_level or self.argument is not None
 
 
@@ -200,7 +200,7 @@ LOSSES = {
 
 
 def loss_of(config: Config) -> LossType:
-    """Return the loss type of a config."""
+    """The loss type of a config."""
     return LOSSES[config.loss_type]
 
 
@@ -233,12 +233,8 @@ def token_weights(
 
 
 def averaged_over(config: Config, *, num_items: bool) -> str:
-    """Return "sequences" or "tokens" if a call's policy loss is a mean over those of the call, else
-    "nothing".
-
-    `num_items` is True if ``num_items_in_batch`` was given: the losses of a batch's calls then add
-    up.
-    """
+    """What a call's policy loss is a mean over: the call's "sequences" or "tokens", or "nothing" if
+    the losses of a batch's calls add up, with `num_items` (``num_items_in_batch`` was given)."""
     normaliser = loss_of(config).normaliser
     if normaliser == "num_items" and num_items:
         return "nothing"
@@ -246,8 +242,7 @@ def averaged_over(config: Config, *, num_items: bool) -> str:
 
 
 def check_num_items(num_items_in_batch: Any) -> None:
-    """Raise unless `num_items_in_batch` is None, a finite number >= 0 or a tensor of one
-    element."""
+    """None, a finite number >= 0 or a tensor of one element."""
     if isinstance(num_items_in_batch, Tensor):
         if num_items_in_batch.numel() != 1:
             got = f"a tensor of shape {tuple(num_items_in_batch.shape)}"

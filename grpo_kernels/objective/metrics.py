@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
@@ -81,48 +81,42 @@ class Metrics(Mapping[str, Tensor]):
         kinds = {(*part, part.loss_over) for part in parts}
         if len(kinds) != 1:
             raise ValueError(f"parts: expected the metrics of one loss, got those of {len(kinds)}")
-        first, pairs = parts[0], {}
+        first, sequences = parts[0], [part.sequences for part in parts]
+        pairs: dict[str, Any] = {}
         for name in first.pairs:
             stacked = torch.stack([torch.stack(part.pairs[name]) for part in parts])
-            total, count = stacked.sum(dim=0).unbind()
-            pairs[name] = total, count
+            pairs[name] = stacked.sum(dim=0).unbind()
         losses = torch.stack([part["policy_loss"] for part in parts])
-        weights = torch.stack([part._loss_weight() for part in parts])
+        weights = torch.ones_like(losses)
+        if first.loss_over == "sequences":
+            weights = torch.stack([torch.full_like(losses[0], n) for n in sequences])
+        elif first.loss_over == "tokens":
+            weights = torch.stack([part.pairs["entropy"][1] for part in parts]).to(losses)
         loss = (losses * weights).sum()
         if first.loss_over != "nothing":
             loss = loss / weights.sum().clamp(min=1)
         pairs["policy_loss"] = loss, torch.ones_like(loss)
-        extremes = {
-            name: _extreme(
-                torch.stack([part[name] for part in parts]), largest=name.endswith("max")
-            )
-            for name in first._extremes
-        }
-        sequences = sum(part.sequences for part in parts)
-        return cls(pairs, extremes, sequences=sequences, loss_over=first.loss_over)
+        extremes = {}
+        for name in first._extremes:
+            found = torch.stack([part[name] for part in parts])
+            extremes[name] = _extreme(found, largest=name.endswith("max"))
+        return cls(pairs, extremes, sequences=sum(sequences), loss_over=first.loss_over)
 
     def floats(self) -> dict[str, float]:
-        """Return the metrics as numbers, for a logger. Waits for the device, once."""
+        """The metrics as numbers, for a logger. Waits for the device, once."""
         return dict(zip(self, torch.stack([*self.values()]).tolist(), strict=True))
 
     def joined(self, more: Mapping[str, tuple[Tensor, Tensor]]) -> Metrics:
-        """Return these metrics with `more` pairs."""
+        """These metrics with `more` pairs."""
         pairs = {**self.pairs, **more}
         return Metrics(pairs, self._extremes, sequences=self.sequences, loss_over=self.loss_over)
-
-    def _loss_weight(self) -> Tensor:
-        loss = self["policy_loss"]
-        if self.loss_over == "tokens":
-            return self.pairs["entropy"][1].to(loss)
-        return torch.full_like(loss, self.sequences if self.loss_over == "sequences" else 1)
 
     def __getitem__(self, name: str) -> Tensor:
         if name in self._extremes:
             return self._extremes[name]
         if name not in self._pairs:
-            known = ", ".join(self)
-            hint = did_you_mean(str(name), self)
-            raise KeyError(f"metrics: expected one of {known}; got {name!r}{hint}")
+            got = f"{name!r}{did_you_mean(str(name), self)}"
+            raise KeyError(f"metrics: expected one of {', '.join(self)}; got {got}")
         total, count = self._pairs[name]
         return total / count.clamp(min=1)
 
@@ -140,36 +134,22 @@ class Metrics(Mapping[str, Tensor]):
         return f"Metrics({', '.join(self)})"
 
 
-class _Context(NamedTuple):
-    """Facts about metrics besides their tensors."""
-
-    pairs: tuple[str, ...]
-    extremes: tuple[str, ...]
-    sequences: int
-    loss_over: str
-    lost: bool
-
-
-def _flatten(metrics: Metrics) -> tuple[list[Any], _Context]:
-    pairs, extremes = metrics._pairs, metrics._extremes
-    leaves = [*(x for pair in pairs.values() for x in pair), *extremes.values()]
+def _flatten(metrics: Metrics) -> tuple[list[Any], tuple[Any, ...]]:
     facts = metrics.sequences, metrics.loss_over, metrics._lost
-    return leaves, _Context((*pairs,), (*extremes,), *facts)
+    return [metrics._pairs, metrics._extremes], facts
 
 
-def _flatten_with_keys(metrics: Metrics) -> tuple[list[tuple[pytree.KeyEntry, Any]], _Context]:
-    leaves, context = _flatten(metrics)
-    keys = [*(f"{name}[{i}]" for name in context.pairs for i in range(2)), *context.extremes]
-    return [(pytree.MappingKey(key), x) for key, x in zip(keys, leaves, strict=True)], context
+def _flatten_with_keys(metrics: Metrics) -> tuple[list[tuple[pytree.KeyEntry, Any]], Any]:
+    children, facts = _flatten(metrics)
+    names = ("pairs", "extremes")
+    return [(pytree.MappingKey(x), y) for x, y in zip(names, children, strict=True)], facts
 
 
-def _unflatten(leaves: Iterable[Any], context: _Context) -> Metrics:
-    values = iter(leaves)
-    pairs = {name: (next(values), next(values)) for name in context.pairs}
-    extremes = dict(zip(context.extremes, values, strict=True))
-    if context.lost:
+def _unflatten(children: Iterable[Any], facts: tuple[Any, ...]) -> Metrics:
+    (pairs, extremes), (sequences, loss_over, lost) = children, facts
+    if lost:
         return Metrics(extremes)
-    return Metrics(pairs, extremes, sequences=context.sequences, loss_over=context.loss_over)
+    return Metrics(pairs, extremes, sequences=sequences, loss_over=loss_over)
 
 
 pytree.register_pytree_node(
@@ -177,8 +157,8 @@ pytree.register_pytree_node(
     _flatten,
     _unflatten,
     serialized_type_name="grpo_kernels.Metrics",
-    to_dumpable_context=lambda context: context,
-    from_dumpable_context=lambda x: _Context(tuple(x[0]), tuple(x[1]), *x[2:]),  # JSON has lists
+    to_dumpable_context=lambda facts: facts,
+    from_dumpable_context=tuple,  # JSON has lists
     flatten_with_keys_fn=_flatten_with_keys,
 )
 
@@ -219,24 +199,28 @@ def loss_metrics(
         of_sequence[layout.sequence] = x.to(of_sequence.dtype)
         return of_sequence
 
+    def mean_of(name: str, x: Tensor, per_sequence: bool, empty: float = 0.0) -> None:
+        if per_sequence:
+            over_sequences(name, shared(x, empty))
+        else:
+            over_tokens(name, x)
+
     pairs["policy_loss"] = (evaluation.policy_loss, number(1))
     over_tokens("entropy", entropies)
     over_tokens("advantages/mean", tokens.advantages)
     over_tokens("advantages/zero", tokens.advantages == 0)
     pairs["rows/projected"] = (number(n), number(math.prod(layout.shape)))
     pairs["rows/gradient"] = (with_grad.to(entropies.dtype), number(n))
+    ratio, per_sequence = tokens.unexpanded_ratio, tokens.sequence_ratio is not None
+    gap = None if terms is None else terms.sampling_difference
     if terms is not None and terms.kl is not None:
         over_tokens("kl", terms.kl)
-    ratio, gap = tokens.unexpanded_ratio, None
-    if terms is not None:
-        gap, of_loss = terms.sampling_difference, terms.importance_sampling_ratio
-        ratio = ratio if of_loss is None else of_loss
+    if terms is not None and terms.importance_sampling_ratio is not None:
+        ratio = terms.importance_sampling_ratio
+    if gap is not None:
+        per_sequence = config.sampling_ratio_is_per_sequence
     if ratio is not None:
-        per_sequence = tokens.sequence_ratio is not None
-        if gap is not None:
-            per_sequence = config.sampling_ratio_is_per_sequence
-        mean = over_sequences if per_sequence else over_tokens
-        mean("importance_sampling_ratio", ratio)
+        (over_sequences if per_sequence else over_tokens)("importance_sampling_ratio", ratio)
     if terms is not None and terms.on_policy_keep is not None:
         over_tokens("off_policy_masked", ~terms.on_policy_keep)
     if tokens.sampling_per_token_logps is not None:
@@ -251,20 +235,12 @@ def loss_metrics(
             name = f"sampling/importance_sampling_ratio/{least}"
             extremes[name] = _extreme(ratio, largest=least == "max")
 
-    clipped: dict[str, Tensor] = {}
     if terms is not None:
         loss_type, ratios = loss_of(config), torch.exp(terms.log_ratio)
         of_level = loss_type.takes_level
         by_sequence = config.importance_sampling_level == "sequence"
         # with one ratio and one advantage per sequence, TRL counts clipped sequences, else tokens
         once = by_sequence and of_level and tokens.advantages_per_sequence
-
-        def mean_of(name: str, x: Tensor, per_sequence: bool, empty: float = 0.0) -> None:
-            if per_sequence:
-                over_sequences(name, shared(x, empty))
-            else:
-                over_tokens(name, x)
-
         mean_of("ratio", ratios, by_sequence or not of_level, empty=1.0)
         if terms.phi is not None:
             mean_of("vespo/phi_seq_mean", terms.phi, tokens.advantages_per_sequence, empty=1.0)
@@ -278,20 +254,19 @@ def loss_metrics(
             mean_of("clip_ratio/high_mean", high, once)
             mean_of("clip_ratio/region_mean", low | high, once)
             if once:
-                clipped = {"low_min": shared(low), "high_max": shared(high)}
-            else:  # shares of each sequence's tokens, counted exactly, in any order
+                shares = [shared(low), shared(high)]
+            else:  # of each sequence's tokens, counted exactly, in any order
                 ones = torch.stack([low, high], dim=1).to(entropies.dtype)
                 counts = ones.new_zeros(layout.batch, 2).index_add_(0, layout.sequence, ones)
                 shares = [x / layout.lengths for x in counts.unbind(1)]
-                clipped = dict(zip(("low_min", "high_max"), shares, strict=True))
+            extremes["clip_ratio/low_min"] = _extreme(shares[0], largest=False)
+            extremes["clip_ratio/high_max"] = _extreme(shares[1], largest=True)
 
     for flags in (False, True):
         summands = {name: x for name, x in summed.items() if (x.dtype == torch.bool) == flags}
         if summands:
             sums = torch.stack([*summands.values()]).sum(dim=1, dtype=entropies.dtype)
             pairs |= {k: (x, pairs[k][1]) for k, x in zip(summands, sums.unbind(), strict=True)}
-    for name, x in clipped.items():
-        extremes[f"clip_ratio/{name}"] = _extreme(x, largest=name == "high_max")
     loss_over = averaged_over(config, num_items=num_items)
     return Metrics(pairs, extremes, sequences=layout.batch, loss_over=loss_over)
 
