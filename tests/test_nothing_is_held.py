@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from grpo_kernels import (
     GRPOLoss,
     Head,
-    KeptIds,
     LoRA,
     Run,
     grpo_loss,
@@ -46,8 +45,7 @@ def counting() -> Iterator[Callable[[], tuple[int, int, int]]]:
     saved: weakref.WeakSet[Saved] = weakref.WeakSet()
 
     def pack(tensor: Tensor) -> Saved:
-        found = Saved(tensor)
-        saved.add(found)
+        saved.add(found := Saved(tensor))
         return found
 
     def count() -> tuple[int, int, int]:
@@ -71,9 +69,7 @@ def assert_nothing_is_held(call: Callable[[], Any]) -> None:
         for _ in range(CALLS - 2):
             call()
         after = count()
-    assert before == after, (
-        f"tensors, bytes, saved tensors after call 2 and {CALLS}: {before}, {after}"
-    )
+    assert before == after, f"(tensors, bytes, saved) after call 2 and {CALLS}: {before}, {after}"
 
 
 B, T, H, V, K = 2, 5, 8, 24, 6
@@ -91,31 +87,22 @@ def backward(result: Tensor) -> None:
         result.sum().backward()
 
 
-def loss(**more: Any) -> Callable[[], None]:
+def loss(head: Callable[[Tensor], Any] = lambda weight: weight, **more: Any) -> Callable[[], None]:
     def call() -> None:
-        hidden, head = operands()
-        backward(grpo_loss(hidden, head, IDS, MASK, ADVANTAGES, **more).loss)
+        hidden, weight = operands()
+        backward(grpo_loss(hidden, head(weight), IDS, MASK, ADVANTAGES, **more).loss)
 
     return call
 
 
-def of_module(module: nn.Module) -> Callable[[], None]:
-    def call() -> None:
-        backward(grpo_loss(operands()[0], module, IDS, MASK, ADVANTAGES).loss)
-        module.zero_grad()
-
-    return call
-
-
-def frozen() -> None:
-    hidden, head = operands()
-    backward(grpo_loss(hidden, head.detach(), IDS, MASK, ADVANTAGES).loss)
-
-
-def with_lora() -> None:
-    hidden, head = operands()
+def with_lora(weight: Tensor) -> Head:
     a, b = torch.randn(2, H, requires_grad=True), torch.randn(V, 2, requires_grad=True)
-    backward(grpo_loss(hidden, Head(head, lora=LoRA(a, b, 0.5)), IDS, MASK, ADVANTAGES).loss)
+    return Head(weight, lora=LoRA(a, b, 0.5))
+
+
+def of_module() -> None:
+    module = nn.Linear(H, V)
+    backward(grpo_loss(operands()[0], module, IDS, MASK, ADVANTAGES).loss)
 
 
 def scores(**more: Any) -> Callable[[], None]:
@@ -127,14 +114,11 @@ def scores(**more: Any) -> Callable[[], None]:
 
 
 def expected() -> None:
+    """Rightly, then wrongly."""
     hint = policy_expectation(presets.DAPO, completion_mask=MASK, advantages=ADVANTAGES)
-    found = linear_logprob(*operands(), IDS, mask=MASK, expected=hint)
-    backward(-(found.logps * ADVANTAGES[:, None] * MASK) / MASK.sum())
-
-
-def expected_and_wrong() -> None:
-    found = linear_logprob(*operands(), IDS, mask=MASK, expected=torch.ones(B, T))
-    backward(found.logps * torch.randn(B, T))
+    for expected in (hint, torch.ones(B, T)):
+        found = linear_logprob(*operands(), IDS, mask=MASK, expected=expected)
+        backward(-(found.logps * ADVANTAGES[:, None] * MASK) / MASK.sum())
 
 
 def divergence(**more: Any) -> Callable[[], None]:
@@ -146,19 +130,10 @@ def divergence(**more: Any) -> Callable[[], None]:
 
 
 def top_k() -> None:
-    ids = torch.arange(K).expand(B, T, K)
-    backward(
-        topk_divergence(
-            *operands(), ids, torch.randn(B, T, K).log_softmax(-1), mask=MASK
-        ).divergence
-    )
+    listed = torch.arange(K).expand(B, T, K), torch.randn(B, T, K).log_softmax(-1)
+    backward(topk_divergence(*operands(), *listed, mask=MASK).divergence)
 
 
-def kept() -> Any:
-    return torch.cat([IDS[..., None], (IDS[..., None] + torch.arange(1, K)) % V], dim=-1)
-
-
-@token_level
 def own(tokens: Any) -> Tensor:
     return -tokens.logps * tokens.advantages
 
@@ -180,36 +155,42 @@ def unused() -> None:
     linear_divergence(hidden, head, torch.randn(B, T, H), torch.randn(V, H))
 
 
+def refused() -> None:
+    """A gradient that may not be differentiated again."""
+    hidden, head = operands()
+    for result in (grpo_loss(hidden, head, IDS, MASK, ADVANTAGES).loss,
+                   linear_logprob(hidden, head, IDS).logps.sum()):  # fmt: skip
+        torch.autograd.grad(result, hidden, create_graph=True)
+
+
+KEPT = torch.cat([IDS[..., None], (IDS[..., None] + torch.arange(1, K)) % V], dim=-1)
 OLD = {"old_per_token_logps": torch.full((B, T), -3.0)}
 CASES: dict[str, Callable[[], None]] = {
     **{f"loss, {x}": loss(run=Run(backend=x)) for x in ("torch", "cpp")},
     **{f"loss, {x}": loss(run=Run(x), **OLD) for x in ("one_pass", "two_pass", "lean")},
-    "loss, frozen": frozen,
-    "loss, LoRA": with_lora,
+    "loss, frozen": loss(Tensor.detach),
+    "loss, LoRA": loss(with_lora),
     "loss, sequences": loss(loss_type="grpo", importance_sampling_level="sequence", **OLD),
     "loss, KL": loss(beta=0.1, ref_per_token_logps=torch.full((B, T), -3.0)),
-    "loss, a module": of_module(nn.Linear(H, V)),
-    "loss, kept sets": loss(kept_ids=kept()),
-    "loss, kept sets, lean": loss(
-        kept_ids=KeptIds.of(kept()) if hasattr(KeptIds, "of") else kept(), run=Run("lean")
-    ),
+    "loss, a module": of_module,
+    "loss, kept sets": loss(kept_ids=KEPT),
     "loss, candidates": loss(
         sampling_topk_ids=IDS[..., None], sampling_topk_logps=torch.full((B, T, 1), -1.0)
     ),
-    "objective by token": loss(objective=own),
+    "objective by token": loss(objective=token_level(own)),
     "objective by sequence": loss(objective=own_of_sequences),
     "scores": scores(),
     "scores, with entropies out": scores(entropy=False),
     "scores, everything": scores(extras=("log_sum_sq_probs", "mean_logits", "is_top1")),
-    "scores, kept sets": scores(kept_ids=kept()),
+    "scores, kept sets": scores(kept_ids=KEPT),
     "scores, more ids": scores(topk_ids=IDS[..., None]),
     "expected": expected,
-    "expected and wrong": expected_and_wrong,
     **{f"divergence, {x}": divergence(divergence=x) for x in ("reverse_kl", "forward_kl")},
     "divergence, with ids": divergence(ids=IDS, entropy=True),
     "top-k divergence": top_k,
     "from log-probabilities": from_logps,
     "unused": unused,
+    "refused": refused,
 }
 
 
@@ -252,11 +233,9 @@ def test_calls_with_a_model(kind: str, options: dict[str, Any]) -> None:
     layout = {name: x for name, x in options.items() if name == "layout"}
 
     def trained() -> None:
+        causal_lm_loss(model, GRPOLoss(), **given, **options)  # a forward alone
         causal_lm_loss(model, GRPOLoss(), **given, **options).loss.backward()
         model.zero_grad()
-
-    def forward_alone() -> None:
-        causal_lm_loss(model, GRPOLoss(), **given, **options)
 
     def logprobs() -> None:
         completion_logprobs(model, **scored, **layout).logps.sum().backward()
@@ -271,7 +250,7 @@ def test_calls_with_a_model(kind: str, options: dict[str, Any]) -> None:
         linear_logprob(states, found.head(states), given["input_ids"][:, 1:]).logps.sum().backward()
         model.zero_grad()
 
-    for call in (trained, forward_alone, logprobs, head):
+    for call in (trained, logprobs, head):
         assert_nothing_is_held(call)
 
 
@@ -284,16 +263,12 @@ def test_no_parameter_of_an_earlier_call_is_held() -> None:
     from tests.support.training_step import batch
 
     model = tiny.text_model("qwen2", torch.float32)
-    gc.collect()
-    gc.disable()
-    try:
+    with counting():
         for size in (97, 110, 103):
             model.resize_token_embeddings(size)
             causal_lm_loss(model, GRPOLoss(), **batch()).loss.backward()
             assert model.get_input_embeddings().weight.grad.shape[0] == size
             model.zero_grad()
-    finally:
-        gc.enable()
 
 
 # Trainers
@@ -307,12 +282,10 @@ TRAINERS: dict[str, dict[str, Any]] = {
     "patched": {},
     "stock": {},
     "distillation": {
-        "beta": 0.5,
-        "per_device_train_batch_size": 4,
-        "gradient_accumulation_steps": 2,
+        "beta": 0.5, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2,
         "max_completion_length": 12,
     },
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TRAINERS)
@@ -361,12 +334,8 @@ def test_verls_forward() -> None:
         model = verl_peer.with_own_class(tiny_models.model("qwen3"))
         ids = torch.randint(2, 97, (2, 9))
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        patch.apply_monkey_patch(
-            model,
-            use_remove_padding=False,
-            use_fused_kernels=True,
-            fused_kernels_backend="grpo_kernels",
-        )
+        fused = {"use_fused_kernels": True, "fused_kernels_backend": "grpo_kernels"}
+        patch.apply_monkey_patch(model, use_remove_padding=False, **fused)
 
         def call() -> None:
             output = model(**inputs, temperature=1.0, return_dict=True, use_cache=False)

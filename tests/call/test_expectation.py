@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import Expectation, LossOutput, grpo_loss, linear_logprob, policy_expectation
-from tests.support import reference_terms
 from tests.support.case_builder import Case, make_case
-from tests.support.cases import LOSSES
 from tests.support.flat import flat
 from tests.support.measure import count_flops
 from tests.support.reference import evaluate
+from tests.support.reference_terms import TERMS
 from tests.support.run_case import arguments, config_of
 
 N, H, V = 32, 8, 23
@@ -53,13 +52,9 @@ def run(
 
     def step() -> None:
         scores = flat(linear_logprob)(hidden, weight, IDS, bias=bias, **options)
-        outputs = scores.logps, scores.entropies
-        pairs = [
-            (out, up)
-            for out, up in zip(outputs, (g, h), strict=True)
-            if out is not None and up is not None
-        ]
-        torch.autograd.backward([out for out, _ in pairs], [up for _, up in pairs])
+        outs = zip((scores.logps, scores.entropies), (g, h), strict=True)
+        pairs = [(out, up) for out, up in outs if out is not None and up is not None]
+        torch.autograd.backward(*zip(*pairs, strict=True))
 
     return count_flops(step) / (2 * N * H * V), [x.grad for x in (hidden, weight, bias)]
 
@@ -88,27 +83,26 @@ RIGHT: dict[str, Any] = {
     "of another dtype": A.double() * 7,
     "pair without entropies": (A, None),
     "function": lambda index, logps, entropies: A[index] * 3,
-    "expectation": Expectation(lambda *x: (A[x[0]], None), has_entropy_gradient=False),
+    "no entropies": Expectation(lambda *x: (A[x[0]], None), has_entropy_gradient=False),
     "graded": Expectation(lambda index, logps, entropies: A[index], graded=torch.ones(N)),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", RIGHT)
-@pytest.mark.parametrize("c", [-0.3, 1e4, 1e-6])
-def test_right_up_to_a_factor(kind: str, c: float) -> None:
-    g = c * (torch.ones(N) if kind == "integers" else A)
-    products, got = run(g, None, expected=RIGHT[kind])
-    assert products == 3
-    assert near(got, run(g, None, engine="two_pass")[1])
+def test_right_up_to_a_factor(kind: str) -> None:
+    for c in (-0.3, 1e4, 1e-6):
+        g = c * (torch.ones(N) if kind == "integers" else A)
+        products, got = run(g, None, expected=RIGHT[kind])
+        assert products == 3
+        assert near(got, run(g, None, engine="two_pass")[1])
 
 
 def test_right_with_the_same_factor_is_the_same_bits() -> None:
     """Times a power of two, a right expectation gives the bits of its own gradient."""
     one = run(A, None, expected=A)[1]
     for c in (1.0, -0.25, 1024.0):
-        assert all(
-            torch.equal(x, y * c) for x, y in zip(run(A * c, None, expected=A)[1], one, strict=True)
-        )
+        got = run(A * c, None, expected=A)[1]
+        assert all(torch.equal(x, y * c) for x, y in zip(got, one, strict=True))
 
 
 PAIRS: dict[str, Any] = {
@@ -136,40 +130,35 @@ def test_wrong_in_some_rows(rows: int, of: str) -> None:
     assert near(got, run(0.5 * A, 0.5 * B, engine="two_pass")[1])
 
 
-ONES, ROW, FAR = torch.ones(N), torch.tensor([5]), (1e2, 1e4, 1e6, 1e20, 3e38)
-WRONG: dict[str, Callable[[], tuple[Any, Tensor | None, Tensor | None]]] = {
-    "completely": lambda: (torch.randn(N), torch.randn(N), None),
-    "completely, both": lambda: ((torch.randn(N), torch.randn(N)), torch.randn(N), torch.randn(N)),
-    "the sign of half": lambda: (A, torch.where(torch.arange(N) % 2 == 0, A, -A), None),
-    "a, but the entropies' gradient comes": lambda: (A, None, B),
-    "a, but both come": lambda: (A, A, B),
-    "a and b, but only a comes": lambda: ((A, B), A, None),
-    "a and b, but only b comes": lambda: ((A, B), None, B),
-    "a and b of different scale": lambda: ((A, 3 * B), A, B),
-    **{f"{x} times too large in a row": lambda x=x: (ONES.index_fill(0, ROW, x), ONES, None)
-       for x in FAR},
-    **{f"{x} in a row": lambda x=x: (A.index_fill(0, ROW, x), A, None)
-       for x in (float("nan"), float("inf"))},
-    "nothing but that half is graded": lambda: (Expectation(None, torch.arange(N) % 2), A, B),
-    "nothing but that none is graded": lambda: (Expectation(None, torch.zeros(N)), None, B),
-    "nothing but that all are graded": lambda: (Expectation(None, ONES), A, None),
-    "tiny": lambda: (A * 1e-30, torch.randn(N), None),
-    "huge": lambda: (A * 1e30, torch.randn(N), None),
-    "the largest there is": lambda: (A.sign() * torch.finfo(torch.float32).max, torch.randn(N),
-     None),
-    "beyond float32": lambda: (A.double() * 1e300, torch.randn(N), None),
-    "subnormal, of what is tiny": lambda: (A * 1e-42, A * 1e-12, None),
-    "nothing comes": lambda: (A, torch.zeros(N), None),
-    "zero": lambda: (torch.zeros(N), A, None),
-    "zero, and nothing comes": lambda: (torch.zeros(N), torch.zeros(N), None),
-    "zero, both": lambda: ((torch.zeros(N), torch.zeros(N)), A, B),
-    "mostly zero": lambda: (A * (torch.arange(N) < 4), A, None),
-    "zero where it comes": lambda: (A * (torch.arange(N) < 16), A * (torch.arange(N) >= 16), None),
-    "only where nothing comes, b": lambda: ((A, B * 0), A * 0, B),
-    "graded nowhere": lambda: (Expectation(lambda *x: A[x[0]], graded=torch.zeros(N)), A, None),
-    "graded wrongly": lambda: (Expectation(ask, graded=torch.arange(N) % 2), A, B),
-    "graded and wrong": lambda: (Expectation(lambda *x: x[1] * 0 + 1, graded=torch.arange(N) % 3),
-     A, B),
+ONES, ROW = torch.ones(N), torch.tensor([5])
+FIRST, HALF = torch.arange(N) < 8, torch.arange(N) % 2
+ANY, OTHER = torch.linspace(-1.0, 2.0, N).roll(5), torch.linspace(1.5, -0.4, N).roll(9)
+WRONG: dict[str, tuple[Any, Tensor | None, Tensor | None]] = {
+    "completely": (ANY, OTHER, None),
+    "completely, both": ((ANY, OTHER), OTHER, ANY),
+    "the sign of half": (A, torch.where(HALF == 0, A, -A), None),
+    "a, but the entropies' gradient comes": (A, None, B),
+    "a, but both come": (A, A, B),
+    "a and b, but only a comes": ((A, B), A, None),
+    "a and b, but only b comes": ((A, B), None, B),
+    "a and b of different scale": ((A, 3 * B), A, B),
+    **{f"{x} times too large in a row": (ONES.index_fill(0, ROW, x), ONES, None)
+       for x in (1e2, 1e6, 3e38)},
+    **{f"{x} in a row": (A.index_fill(0, ROW, x), A, None) for x in (float("nan"), float("inf"))},
+    "nothing but that half is graded": (Expectation(None, HALF), A, B),
+    "nothing but that none is graded": (Expectation(None, torch.zeros(N)), None, B),
+    "nothing but that all are graded": (Expectation(None, ONES), A, None),
+    "tiny": (A * 1e-30, ANY, None),
+    "the largest there is": (A.sign() * torch.finfo(torch.float32).max, ANY, None),
+    "beyond float32": (A.double() * 1e300, ANY, None),
+    "subnormal, of what is tiny": (A * 1e-42, A * 1e-12, None),
+    "nothing comes": (A, torch.zeros(N), None),
+    "zero": (torch.zeros(N), A, None),
+    "zero, both": ((torch.zeros(N), torch.zeros(N)), A, B),
+    "mostly zero": (A * FIRST, A, None),
+    "zero where it comes": (A * (torch.arange(N) < 16), A * (torch.arange(N) >= 16), None),
+    "graded wrongly": (Expectation(ask, graded=HALF), A, B),
+    "graded and wrong": (Expectation(lambda *x: x[1] * 0 + 1, graded=torch.arange(N) % 3), A, B),
 }  # fmt: skip
 
 
@@ -179,8 +168,8 @@ def test_whatever_is_expected(kind: str, every_backend: str) -> None:
     # which needs coefficients
     by_one_pass = [] if kind.startswith("nothing but") else [(False, "one_pass")]
     others = [(True, "auto"), *by_one_pass] if every_backend == "cpp" else []
+    expected, g, h = WRONG[kind]
     for frozen, engine in [(False, "auto"), *others]:
-        expected, g, h = WRONG[kind]()
         products, got = run(g, h, frozen, expected=expected, engine=engine)
         want = run(g, h, frozen, engine="two_pass")[1]
         assert all(x is None or bool(x.isfinite().all()) for x in got), (frozen, engine)
@@ -188,13 +177,12 @@ def test_whatever_is_expected(kind: str, every_backend: str) -> None:
         assert products <= (4 if frozen else 6), (frozen, engine)
 
 
-FIRST, HALF = torch.arange(N) < 8, A * (torch.arange(N) < 16)
 COSTS: dict[str, tuple[Any, Tensor | None, Tensor | None, float]] = {
     "the entropies' gradient was not expected": (A, A, B, 6.0),
     "nothing was expected": (torch.zeros(N), A, None, 4.0),
     "nothing comes": (A, torch.zeros(N), None, 3.0),
-    "half is known to carry none": (HALF, HALF, None, 2.0),
-    "half was wrongly said to carry none": (HALF, A, None, 2.0 + 1.5),
+    "half is known to carry none": (A * HALF, A * HALF, None, 2.0),
+    "half was wrongly said to carry none": (A * HALF, A, None, 2.0 + 1.5),
     "graded: 8 rows": (Expectation(lambda *x: A[x[0]], FIRST), A * FIRST, None,
      (3 * multiplied(8) + N - 8) / N),
 }  # fmt: skip
@@ -206,53 +194,26 @@ def test_costs(kind: str) -> None:
     assert run(g, h, expected=expected)[0] == products
 
 
-@pytest.mark.parametrize("rows", [slice(5, 6), slice(0, N)])
-def test_infinite_upstream_gradient_surfaces(rows: slice) -> None:
-    """A loss scaler must see the overflow."""
-    g = A.clone()
-    g[rows] = float("inf")
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_an_upstream_gradient_that_is_not_finite_surfaces(value: float) -> None:
+    """A loss scaler must see the overflow, where it was."""
+    g = A.index_fill(0, ROW, value)
     got, want = run(g, None, expected=A)[1], run(g, None, engine="two_pass")[1]
     for x, y in zip(got, want, strict=True):
         assert x is not None and y is not None
-        assert torch.equal(x.isfinite(), y.isfinite())
-
-
-def test_nan_upstream_gradient_surfaces() -> None:
-    got = run(A.index_fill(0, ROW, float("nan")), None, expected=A)[1]
-    assert got[0] is not None and got[1] is not None
-    assert (
-        bool(got[0].isnan().all(1)[5])
-        and not bool(got[0][:5].isnan().any())
-        and bool(got[1].isnan().any())
-    )
+        assert torch.equal(x.isfinite(), y.isfinite()) and not bool(x.isfinite().all())
 
 
 def test_expected_entropy_gradient_without_entropies() -> None:
     """Given as a tensor, an entropy's gradient that cannot come is an error."""
-    with pytest.raises(
-        ValueError, match=r"^expected: expected .*\(a, None\) since there is no entropy"
-    ):
+    message = r"^expected: expected .*\(a, None\) since there is no entropy"
+    with pytest.raises(ValueError, match=message):
         run(A, None, entropy=False, expected=(A, B))
     want = run(A, None, engine="two_pass")[1]
     for expected in (PAIRS["function"], Expectation(lambda *x: (A[x[0]], B[x[0]]))):
         products, got = run(A, None, entropy=False, expected=expected)
         assert products == 3
         assert near(got, want)
-
-
-@pytest.mark.parametrize("mask", ["ragged", "none", "one"])
-def test_masked_positions_need_no_expectation(mask: str) -> None:
-    """What is expected where the mask is 0 is not read."""
-    case = make_case(f"expected/{mask}", b=3, t=8, mask=mask)
-    counted = case.completion_mask != 0
-    a = torch.where(counted, torch.randn(3, 8), float("nan"))
-    got = []
-    for options in ({"expected": a}, {"expected": (a, a)}, {"engine": "two_pass"}):
-        h, w = case.hidden.clone().requires_grad_(), case.weight.clone().requires_grad_()
-        scores = flat(linear_logprob)(h, w, case.completion_ids, mask=counted, **options)
-        scores.logps.backward(torch.where(counted, a * 2, float("inf")))
-        got.append([h.grad, w.grad])
-    assert near(got[0], got[2], 5e-6) and near(got[1], got[2], 5e-6)
 
 
 def told(case: Case) -> tuple[LossOutput, dict[str, Any], Expectation, Tensor, Tensor | None]:
@@ -262,11 +223,8 @@ def told(case: Case) -> tuple[LossOutput, dict[str, Any], Expectation, Tensor, T
     (a, b) is what arrives from a trainer with its own loss.
     """
     config, given = config_of(case), arguments(case)
-    inputs = {
-        k: x
-        for k, x in given.items()
-        if k not in ("hidden", "weight", "bias", "completion_ids", "reference")
-    }
+    of_head = ("hidden", "weight", "bias", "completion_ids", "reference")
+    inputs = {name: x for name, x in given.items() if name not in of_head}
     out = flat(grpo_loss)(**given, config=config)
     leaves = [x.clone().requires_grad_() for x in (out.per_token_logps, out.entropies)]
     a, b = torch.autograd.grad(evaluate(case, *leaves).loss, leaves, allow_unused=True)
@@ -278,9 +236,8 @@ def assert_foreseen(
 ) -> Expectation:
     """The gradient by `linear_logprob` is that of the loss, at the expected cost."""
     out, given, expected, a, b = told(case)
-    hidden, weight = (
-        given[k].detach().requires_grad_(k not in case.frozen) for k in ("hidden", "weight")
-    )
+    trains = {name: name not in case.frozen for name in ("hidden", "weight")}
+    hidden, weight = (given[name].detach().requires_grad_(x) for name, x in trains.items())
 
     def step() -> None:
         scores = linear_logprob(hidden, weight, case.completion_ids, expected=expected)
@@ -293,26 +250,21 @@ def assert_foreseen(
     return expected
 
 
-KNOWN = [x for x in LOSSES if x[1] == "token" and not reference_terms.TERMS[x[0]].per_sequence]
+OPTIONS = ({}, {"beta": 0.1}, {"entropy_coef": 0.05}, {"ratio": "token"}, {"old": False})
 
 
-@pytest.mark.parametrize(("loss_type", "level"), KNOWN)
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"beta": 0.1}, {"entropy_coef": 0.05}, {"ratio": "token"}, {"old": False}],
-    ids=str,
-)
-def test_policy_expectation_foresees_the_loss(
-    loss_type: str, level: str, options: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("loss_type", [x for x, loss in TERMS.items() if not loss.per_sequence])
+def test_policy_expectation_foresees_the_loss(loss_type: str) -> None:
     """Without coupled tokens nothing is computed twice; other rows are projected."""
-    case = make_case(
-        f"foresee/{loss_type}", b=4, t=8, mask="full", zero_adv=True, loss_type=loss_type, **options
-    )
-    product = 2 * case.completion_ids.numel() * case.weight.numel()
-    assert_foreseen(
-        case, lambda out, a: round(product * (1 + 2 * float(out.metrics["rows/gradient"])))
-    )
+    for options in OPTIONS:
+        shape = {"b": 4, "t": 8, "mask": "full", "zero_adv": True}
+        case = make_case(f"foresee/{loss_type}", **shape, loss_type=loss_type, **options)
+        product = 2 * case.completion_ids.numel() * case.weight.numel()
+
+        def flops(out: LossOutput, _: Tensor, product: int = product) -> float:
+            return round(product * (1 + 2 * float(out.metrics["rows/gradient"])))
+
+        assert_foreseen(case, flops)
 
 
 COUPLED = [
@@ -334,14 +286,11 @@ def test_policy_expectation_of_coupled_tokens(options: dict[str, Any], frozen: b
 
     expected = assert_foreseen(case, flops)
     assert expected.coefficients is None
-    assert expected.graded is not None and torch.equal(
-        expected.graded, (case.advantages != 0)[:, None].expand(4, 8)
-    )
+    assert torch.equal(expected.graded, (case.advantages != 0)[:, None].expand(4, 8))
 
 
-@pytest.mark.parametrize("outlier", [1e4, 1e8])
-def test_one_large_upstream_gradient_hides_no_wrong_row(outlier: float) -> None:
-    g = torch.ones(N).index_fill(0, torch.tensor([0]), outlier)
+def test_one_large_upstream_gradient_hides_no_wrong_row() -> None:
+    g = torch.ones(N).index_fill(0, torch.tensor([0]), 1e8)
     expected = torch.ones(N).index_fill(0, torch.tensor([1]), 5.0)
     got, want = run(g, None, expected=expected)[1], run(g, None, engine="two_pass")[1]
     assert got[0] is not None and want[0] is not None
@@ -356,12 +305,10 @@ def test_a_row_that_gets_no_gradient_after_all_is_exactly_zero() -> None:
     assert bool((d_hidden[[3, 7]] == 0).all()) and bool((d_hidden[:3] != 0).any())
 
 
-@pytest.mark.parametrize(
-    "wrong", [1.0, torch.tensor(1.0), torch.ones(N, 1)], ids=["number", "0-d", "column"]
-)
-def test_function_of_the_wrong_kind(wrong: Any) -> None:
-    with pytest.raises((TypeError, ValueError), match=r"^expected: expected .+, got "):
-        run(A, None, expected=lambda index, logps, entropies: wrong)
+def test_function_of_the_wrong_kind() -> None:
+    for wrong in (1.0, torch.tensor(1.0), torch.ones(N, 1)):
+        with pytest.raises((TypeError, ValueError), match=r"^expected: expected .+, got "):
+            run(A, None, expected=lambda index, logps, entropies, x=wrong: x)
 
 
 @pytest.mark.usefixtures("forget_warnings")
@@ -375,6 +322,5 @@ def test_an_expectation_that_fits_few_tokens_is_said_once() -> None:
         assert not said
         for _ in range(2):
             assert run(A, None, entropy=False, expected=A.flip(0).abs() + 0.1)[0] > 5.5
-    assert [str(x.message)[:58] for x in said] == [
-        "grpo_kernels: expected: the gradient that came is no multi"
-    ]
+    (message,) = (str(x.message) for x in said)
+    assert message.startswith("grpo_kernels: expected: the gradient that came is no multi")

@@ -20,22 +20,16 @@ from tests.support.run_case import arguments, config_of
 B, T, H, V = 2, 3, 3, 5
 F64 = torch.float64
 HEAD = ("hidden", "weight", "bias")
-
+IDS, MASK = torch.tensor([[0, 4, 2], [1, 3, 2]]), torch.tensor([[1, 1, 1], [1, 0, 1]])
+TEMPERATURE = torch.tensor([[0.5, 1.0, 2.0], [0.7, 1.3, 0.9]], dtype=F64)
 LOGPROB: dict[str, dict[str, Any]] = {
     "plain": {},
-    "bias": {"bias": True},
-    "softcap": {"final_logit_softcapping": 2.5},
     "scale": {"logit_scale": -1.7},
-    "temperature": {"temperature": 0.6},
-    "row temperature": {"temperature": torch.tensor([[0.5, 1.0, 2.0], [0.7, 1.3, 0.9]], dtype=F64)},
-    "mask": {"mask": torch.tensor([[1, 0, 1], [0, 1, 1]])},
     "everything": {
-        "bias": True, "final_logit_softcapping": 3.0, "logit_scale": 0.8,
-        "mask": torch.tensor([[1, 0, 1], [1, 1, 0]]),
-        "temperature": torch.tensor([[0.5, 1.0, 2.0], [0.7, 1.3, 0.9]], dtype=F64),
+        "bias": True, "final_logit_softcapping": 3.0, "logit_scale": 0.8, "mask": MASK,
+        "temperature": TEMPERATURE,
     },
 }  # fmt: skip
-EXPECTED = [("plain", "logps"), ("everything", "logps"), ("everything", "both")]
 
 
 def leaves(bias: bool) -> list[Tensor]:
@@ -44,50 +38,43 @@ def leaves(bias: bool) -> list[Tensor]:
     return [torch.randn(shape, dtype=F64).requires_grad_() for shape in shapes]
 
 
-@pytest.mark.parametrize(("kind", "expected"), [*((kind, None) for kind in LOGPROB), *EXPECTED])
-def test_gradcheck_of_linear_logprob(kind: str, expected: str | None) -> None:
+@pytest.mark.parametrize("expected", ["nothing", "logps", "both"])
+@pytest.mark.parametrize("kind", LOGPROB)
+def test_gradcheck_of_linear_logprob(kind: str, expected: str) -> None:
     """Log-probabilities and entropies, each alone and together, whatever was expected."""
     options = dict(LOGPROB[kind])
     inputs = leaves(options.pop("bias", False))
     a, b = torch.randn(2, B, T, dtype=F64).unbind()
-    options["expected"] = {None: None, "logps": a, "both": (a, b)}[expected]
-    ids = torch.tensor([[0, 4, 2], [1, 3, 2]])
+    options["expected"] = {"nothing": None, "logps": a, "both": (a, b)}[expected]
 
     def call(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        scores = flat(linear_logprob)(hidden, weight, ids, bias=bias, **options)
+        scores = flat(linear_logprob)(hidden, weight, IDS, bias=bias, **options)
         return scores.logps, scores.entropies
 
     assert gradcheck(call, inputs, fast_mode=False)
     assert gradcheck(lambda *x: torch.stack(call(*x)).sum(), inputs, fast_mode=False)
 
 
+@token_level
+def own(tokens: Any) -> Tensor:
+    return torch.tanh(tokens.logps) * tokens.advantages - 0.3 * tokens.entropies**2
+
+
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_gradcheck_of_a_custom_objective(level: str) -> None:
-    function = lambda tokens: (  # noqa: E731
-        torch.tanh(tokens.logps) * tokens.advantages - 0.3 * tokens.entropies**2
-    )
-    function = (
-        token_level(function)
-        if level == "token"
-        else lambda x: x.logps.sum(1, keepdim=True) * x.entropies
-    )
-    ids, mask = torch.tensor([[0, 4, 2], [1, 3, 2]]), torch.tensor([[1, 1, 1], [1, 0, 1]])
-    advantages = torch.tensor([1.0, -2.0], dtype=F64)
-    assert gradcheck(
-        lambda h, w: grpo_loss(h, w, ids, mask, advantages, objective=function).loss, leaves(False)
-    )
+    coupled = lambda tokens: tokens.logps.sum(1, keepdim=True) * tokens.entropies  # noqa: E731
+    given = IDS, MASK, torch.tensor([1.0, -2.0], dtype=F64)
+    options = {"objective": own if level == "token" else coupled}
+    assert gradcheck(lambda h, w: grpo_loss(h, w, *given, **options).loss, leaves(False))
 
 
-def run(
-    case: Case, scale: float = 1.0, engine: str = "auto", **changes: Any
-) -> tuple[Tensor, dict[str, Tensor]]:
+def run(case: Case, scale: float = 1.0, engine: str = "auto") -> tuple[Tensor, dict[str, Tensor]]:
     """The loss and its gradients for upstream `scale`, divided by it, in float64."""
-    given = arguments(case) | changes
+    given = arguments(case)
     out = flat(grpo_loss)(**given, config=config_of(case), engine=engine)
     (out.loss * scale).backward()
-    return out.loss.detach(), {
-        k: given[k].grad.double() / scale for k in HEAD if given[k] is not None
-    }
+    found = {name: given[name].grad for name in HEAD if given[name] is not None}
+    return out.loss.detach(), {name: x.double() / scale for name, x in found.items()}
 
 
 def far(x: Tensor, y: Tensor) -> float:
@@ -98,9 +85,8 @@ def far(x: Tensor, y: Tensor) -> float:
 @pytest.mark.parametrize("engine", ["one_pass", "two_pass"])
 def test_fp16_gradients_survive_under_a_loss_scale(engine: str) -> None:
     """The scale enters before the rounding: what would be flushed without it is not with it."""
-    case = make_case(
-        "fp16", b=8, t=16, dtype=torch.float16, num_items=2e5, bias=True, entropy_coef=1e-4
-    )
+    options = {"dtype": torch.float16, "num_items": 2e5, "bias": True, "entropy_coef": 1e-4}
+    case = make_case("fp16", b=8, t=16, **options)
     want = run(case.to(torch.float32))[1]
     scaled, unscaled = run(case, 65536.0, engine)[1], run(case, 1.0, engine)[1]
     for name in HEAD:
@@ -109,49 +95,44 @@ def test_fp16_gradients_survive_under_a_loss_scale(engine: str) -> None:
     assert int((scaled["hidden"] == 0).sum()) == int((want["hidden"] == 0).sum())
 
 
-@pytest.mark.parametrize("expected", [None, torch.linspace(1, 2, 64)])
-def test_fp16_gradients_of_logps_survive(expected: Tensor | None) -> None:
+def test_fp16_gradients_of_logps_survive() -> None:
     hidden, weight = torch.randn(64, 16), torch.randn(50, 16)
-    got = []
-    for dtype, scale in ((torch.float16, 65536.0), (torch.float32, 1.0)):
-        h, w = hidden.half().to(dtype).requires_grad_(), weight.half().to(dtype).requires_grad_()
-        scores = linear_logprob(h, w, torch.arange(64) % 50, expected=expected)
-        scores.logps.backward(torch.linspace(1, 2, 64) * 1e-8 * scale)
-        got.append([x.grad.double() / scale for x in (h, w)])
-    assert all(far(x, y) < 1e-3 for x, y in zip(*got, strict=True))
+    upstream = torch.linspace(1, 2, 64)
+    for expected in (None, upstream):
+        got = []
+        for dtype, scale in ((torch.float16, 65536.0), (torch.float32, 1.0)):
+            h, w = (x.half().to(dtype).requires_grad_() for x in (hidden, weight))
+            scores = linear_logprob(h, w, torch.arange(64) % 50, expected=expected)
+            scores.logps.backward(upstream * 1e-8 * scale)
+            got.append([x.grad.double() / scale for x in (h, w)])
+        assert all(far(x, y) < 1e-3 for x, y in zip(*got, strict=True))
 
 
-AUTOCAST = [
-    (a, b) for a in (torch.float32, torch.bfloat16) for b in (torch.float32, torch.bfloat16)
-]
-
-
-@pytest.mark.parametrize("dtypes", AUTOCAST, ids=str)
-@pytest.mark.parametrize("engine", ["one_pass", "two_pass"])
 @pytest.mark.parametrize("lower", [torch.bfloat16, torch.float16])
-def test_autocast(dtypes: tuple[torch.dtype, torch.dtype], engine: str, lower: torch.dtype) -> None:
+@pytest.mark.parametrize("engine", ["one_pass", "two_pass"])
+def test_autocast(engine: str, lower: torch.dtype) -> None:
     """The bits of explicit casts; gradients come in each tensor's own dtype."""
     case = make_case("autocast", b=3, bias=True, beta=0.1, entropy_coef=0.01)
-    head = {"hidden": case.hidden.to(dtypes[0]), "weight": case.weight.to(dtypes[1])}
-    given = arguments(case.but(**head))
-    config = config_of(case)
-    with torch.autocast("cpu", dtype=lower):
-        out = flat(grpo_loss)(**given, config=config, engine=engine)
-        logps = linear_logprob(given["hidden"], given["weight"], case.completion_ids).logps
-    out.loss.backward()
-    cast = arguments(case.but(**{k: x.to(lower) for k, x in head.items()}))
-    want = flat(grpo_loss)(**cast, config=config, engine=engine)
-    want.loss.backward()
-    assert torch.equal(out.loss, want.loss)
-    assert out.loss.dtype == logps.dtype == torch.float32
-    assert torch.equal(out.per_token_logps, want.per_token_logps)
-    assert torch.equal(
-        logps, linear_logprob(cast["hidden"], cast["weight"], case.completion_ids).logps
-    )
-    for name in HEAD:
-        assert given[name].grad.dtype == given[name].dtype
-        coarsest = max(torch.finfo(x.dtype).eps for x in (given[name], cast[name]))
-        assert far(given[name].grad, cast[name].grad) < max(coarsest, 1e-6)
+    config, both = config_of(case), (torch.float32, torch.bfloat16)
+    for kinds in ((x, y) for x in both for y in both):
+        head = {"hidden": case.hidden.to(kinds[0]), "weight": case.weight.to(kinds[1])}
+        given = arguments(case.but(**head))
+        cast = arguments(case.but(**{name: x.to(lower) for name, x in head.items()}))
+        with torch.autocast("cpu", dtype=lower):
+            out = flat(grpo_loss)(**given, config=config, engine=engine)
+            logps = linear_logprob(given["hidden"], given["weight"], case.completion_ids).logps
+        want = flat(grpo_loss)(**cast, config=config, engine=engine)
+        want_logps = linear_logprob(cast["hidden"], cast["weight"], case.completion_ids).logps
+        out.loss.backward()
+        want.loss.backward()
+        assert torch.equal(out.loss, want.loss)
+        assert torch.equal(out.per_token_logps, want.per_token_logps)
+        assert torch.equal(logps, want_logps)
+        assert out.loss.dtype == logps.dtype == torch.float32
+        for name in HEAD:
+            assert given[name].grad.dtype == given[name].dtype
+            coarsest = max(torch.finfo(x.dtype).eps for x in (given[name], cast[name]))
+            assert far(given[name].grad, cast[name].grad) < max(coarsest, 1e-6)
 
 
 @pytest.mark.parametrize("hidden", [torch.float16, torch.bfloat16, torch.float32, F64])
@@ -162,20 +143,20 @@ def test_mixed_dtypes(hidden: torch.dtype, weight: torch.dtype) -> None:
     case = case.but(hidden=case.hidden.to(hidden), weight=case.weight.to(weight))
     loss, got = run(case)
     want_loss, want = run(case.to(F64))
-    both = torch.promote_types(hidden, weight)
-    assert loss.dtype == (F64 if both == F64 else torch.float32)
+    assert loss.dtype == (F64 if F64 in (hidden, weight) else torch.float32)
     assert_close(loss.double(), want_loss, rtol=1e-5, atol=1e-6)
     for name, dtype in zip(HEAD, (hidden, weight, torch.float32), strict=True):
         assert far(got[name], want[name]) < 2 * torch.finfo(dtype).eps + 1e-5, name
 
 
+SPLIT = ("hidden", "completion_ids", "completion_mask", "advantages", "importance_sampling_ratio",
+         "old_per_token_logps", "ref_per_token_logps")  # fmt: skip
+
+
 def split(case: Case, sizes: list[int]) -> list[Case]:
     """Micro-batches of so many sequences."""
-    named = ("hidden", "completion_ids", "completion_mask", "advantages",
-             "importance_sampling_ratio", "old_per_token_logps", "ref_per_token_logps",
-             "sampling_per_token_logps")  # fmt: skip
-    parts = {k: getattr(case, k).split(sizes) for k in named if getattr(case, k) is not None}
-    return [case.but(**{k: x[i] for k, x in parts.items()}) for i in range(len(sizes))]
+    parts = [getattr(case, name).split(sizes) for name in SPLIT]
+    return [case.but(**dict(zip(SPLIT, part, strict=True))) for part in zip(*parts, strict=True)]
 
 
 def share(case: Case, whole: Case) -> float:
@@ -189,38 +170,16 @@ def share(case: Case, whole: Case) -> float:
 
 
 @pytest.mark.parametrize(("loss_type", "level"), LOSSES)
-@pytest.mark.parametrize("sizes", [[1] * 8, [5, 2, 1]], ids=str)
-def test_micro_batches_add_up(loss_type: str, level: str, sizes: list[int]) -> None:
+def test_micro_batches_add_up(loss_type: str, level: str) -> None:
     """With one denominator, any split sums to the whole."""
-    beta = {"beta": 0.1, "loss_type": loss_type, "importance_sampling_level": level}
-    case = make_case(
-        "split", b=8, mask="first_empty", num_items=33.0, bias=True, ratio="token", **beta
-    )
+    options = {"loss_type": loss_type, "importance_sampling_level": level, "ratio": "token"}
+    options |= {"beta": 0.1, "bias": True, "num_items": 33.0, "mask": "first_empty"}
+    case = make_case("split", b=8, **options)
     loss, want = run(case)
-    parts = [(share(part, case), *run(part)) for part in split(case, sizes)]
-    assert_close(sum(factor * x for factor, x, _ in parts), loss, rtol=2e-6, atol=2e-7)
-    for name in HEAD:
-        each = [factor * found[name] for factor, _, found in parts]
-        total = torch.cat(each) if name == "hidden" else torch.stack(each).sum(0)
-        assert far(total, want[name]) < 2e-6
-
-
-def test_denominator_counts_what_the_numerator_counts() -> None:
-    """Without num_items_in_batch it is the mask's own count, and never less than 1."""
-    case = make_case("count", b=4, mask="holes")
-    items = int((case.completion_mask != 0).sum())
-    by_items = [
-        x
-        for x, loss in reference_terms.TERMS.items()
-        if loss.normaliser is reference_terms.num_items
-    ]
-    for loss_type in by_items:
-        own, given = (
-            run(case.but(config={"loss_type": loss_type}, num_items_in_batch=x))
-            for x in (None, items)
-        )
-        assert torch.equal(own[0], given[0])
-        for tiny in (0, 0.3, torch.tensor(0)):
-            assert torch.equal(
-                run(case.but(num_items_in_batch=tiny))[0], run(case.but(num_items_in_batch=1))[0]
-            )
+    for sizes in ([1] * 8, [5, 2, 1]):
+        parts = [(share(part, case), *run(part)) for part in split(case, sizes)]
+        assert_close(sum(factor * x for factor, x, _ in parts), loss, rtol=2e-6, atol=2e-7)
+        for name in HEAD:
+            each = [factor * found[name] for factor, _, found in parts]
+            total = torch.cat(each) if name == "hidden" else torch.stack(each).sum(0)
+            assert far(total, want[name]) < 2e-6
