@@ -80,12 +80,9 @@ def arguments(given: Given) -> dict[str, Any]:
         "ratio": "importance_sampling_ratio",
         "ref": "ref_per_token_logps",
     }
-    masked = {
-        ours: torch.where(given["mask"], given[name], torch.nan)
-        for name, ours in names.items()
-        if name in given
-    }
-    return masked | {"completion_mask": given["mask"]}
+    mask = given["mask"]
+    masked = {names[x]: torch.where(mask, given[x], torch.nan) for x in names.keys() & given.keys()}
+    return masked | {"completion_mask": mask}
 
 
 def ours(given: Given, **how: Any) -> tuple[Tensor, Tensor]:
@@ -120,28 +117,22 @@ def verl_config(options: dict[str, Any], info: dict[str, Any]) -> Any:
     actor = verl_module("workers.config")
     fields = {field.name for field in dataclasses.fields(actor.PolicyLossConfig)}
     loss = actor.PolicyLossConfig(**{key: x for key, x in options.items() if key in fields})
-    return actor.ActorConfig(
-        strategy="fsdp",
-        rollout_n=1,
-        ppo_micro_batch_size_per_gpu=1,
-        policy_loss=loss,
-        global_batch_info=info,
-        **{key: x for key, x in options.items() if key not in fields},
-    )
+    others = {key: x for key, x in options.items() if key not in fields}
+    needed = {"strategy": "fsdp", "rollout_n": 1, "ppo_micro_batch_size_per_gpu": 1}
+    return actor.ActorConfig(**needed, policy_loss=loss, global_batch_info=info, **others)
 
 
-def verl_loss(
-    given: Given, mode: str, name: str, options: dict[str, Any], info: dict[str, Any] | None = None
-) -> Tensor:
+def verl_loss(given: Given, mode: str, name: str, options: dict[str, Any]) -> Tensor:
     """verl's registered function; masked positions hold 0, as it would read them."""
-    info = {"global_batch_size": B, "loss_scale_factor": FACTOR} if info is None else info
-    config, mask = verl_config(options, info), given["mask"]
+    config, mask = (
+        verl_config(options, {"global_batch_size": B, "loss_scale_factor": FACTOR}),
+        given["mask"],
+    )
     old, logps, advantages = (
-        torch.where(mask, given[key], 0.0) for key in ("old", "logps", "advantages")
+        torch.where(mask, given[x], 0.0) for x in ("old", "logps", "advantages")
     )
     torch.manual_seed(SEED)
-    function = core_algos().get_policy_loss_fn(name)
-    counts = mask.to(logps.dtype)
+    function, counts = core_algos().get_policy_loss_fn(name), mask.to(logps.dtype)
     return function(old, logps, advantages, counts, mode, config, given.get("ratio"))[0]
 
 
@@ -219,7 +210,6 @@ class Source(NamedTuple):
     loss: Callable[[Given, str], Tensor]  # (given, mode)
     modes: tuple[str, ...] = ("token-mean",)
     token_level: bool = True
-    smooth: bool = False  # every token with an advantage has a gradient
 
 
 # verl's losses: our name, and parameters under which tokens fall on both sides of every bound
@@ -247,18 +237,12 @@ FORMULAS: dict[str, tuple[Callable[..., Tensor], dict[str, float], tuple[float, 
     "topr": (topr, {}, ()),
     "topr weighted": (topr, {"positive_weight": 0.5, "negative_weight": 2.0}, (0.5, 2.0)),
     "fipo": (fipo, {}, ()),
-    "fipo fast": (
-        fipo,
-        {"clip_ratio_low": 0.1, "clip_ratio_high": 0.1, "decay_rate": 3.0, "influence_low": 0.3,
-         "influence_high": 0.4,
-         "safety_threshold": 1.2},
-        (3.0, 0.3, 0.4, 1.2, 0.1),
-    ),
+    "fipo fast": (fipo, {
+        "clip_ratio_low": 0.1, "clip_ratio_high": 0.1, "decay_rate": 3.0, "influence_low": 0.3,
+        "influence_high": 0.4, "safety_threshold": 1.2,
+    }, (3.0, 0.3, 0.4, 1.2, 0.1)),
 }  # fmt: skip
-COUPLED, SMOOTH = (
-    {"clip_cov", "kl_cov", "gspo_token", "fipo"},
-    {"cispo_two_sided", "kl_cov", "topr"},
-)
+COUPLED = {"clip_cov", "kl_cov", "gspo_token", "fipo"}
 
 
 def source_of(name: str) -> Source:
@@ -268,16 +252,13 @@ def source_of(name: str) -> Source:
         draw = {"generator": torch.Generator().manual_seed(SEED)} if name == "clip_cov" else {}
         loss = partial(verl_loss, name=name, options=options)
         objective = partial(getattr(objectives, own), **options, **draw)
-        return Source(objective, loss, tuple(MODES), own not in COUPLED, own in SMOOTH)
+        return Source(objective, loss, tuple(MODES), own not in COUPLED)
     formula, options, parameters = FORMULAS[name]
     own = name.split()[0]
-
-    def loss(given: Given, mode: str) -> Tensor:
-        return mean_of(lambda x: formula(x, *parameters), given, mode)
-
-    smooth = own in SMOOTH or name in ("kpop", "ipo near")
-    objective = partial(getattr(objectives, own), **options)
-    return Source(objective, loss, token_level=own not in COUPLED, smooth=smooth)
+    loss = partial(mean_of, lambda x: formula(x, *parameters))
+    return Source(
+        partial(getattr(objectives, own), **options), loss, token_level=own not in COUPLED
+    )
 
 
 each = pytest.mark.parametrize("name", [*OF_VERL, *FORMULAS])
@@ -364,17 +345,6 @@ def test_on_policy_packed_and_without_tokens(name: str) -> None:
     assert none.loss == 0 and not torch.autograd.grad(none.loss, hidden)[0].any()
 
 
-@each
-def test_both_sides_of_every_bound_are_tested(name: str) -> None:
-    """Where there is one: some of the gradients are 0 and some are not, of tokens with an
-    advantage."""
-    source, given = source_of(name), off_policy(3)
-    given["advantages"][4] = 0.5
-    _, gradient = ours(given, objective=source.objective, config=MODES["token-mean"])
-    dropped = int((gradient == 0).sum())
-    assert dropped == 0 if source.smooth else 0 < dropped < len(gradient)
-
-
 @pytest.mark.parametrize("name", ["ipo", "icepop_prime_rl", "kpop", "rollout_is"])
 def test_a_sampler_is_asked_for(name: str) -> None:
     given = off_policy(0)
@@ -389,19 +359,11 @@ def test_a_sampler_is_asked_for(name: str) -> None:
         ("ipo", {"eps": -0.1}, "eps: expected a finite number >= 0, got -0.1"),
         ("ipo", {"ratio_max": 0.0}, "ratio_max: expected a finite number > 0, got 0"),
         ("icepop_prime_rl", {"ratio_low": 0}, "ratio_low: .* > 0, got 0"),
-        ("icepop_prime_rl", {"ratio_high": -5.0}, "ratio_high: .* > 0, got -5"),
         ("kpop", {"threshold": None}, "threshold: expected a number, got None"),
-        ("rollout_is", {"eps_clip_low": math.inf}, "eps_clip_low: .* >= 0, got inf"),
-        ("topr", {"negative_weight": -1.0}, "negative_weight: .* >= 0, got -1"),
         ("fipo", {"decay_rate": 0.0}, "decay_rate: .* > 0, got 0"),
-        ("cispo_two_sided", {"clip_ratio_low": -0.1}, "clip_ratio_low: .* >= 0, got -0.1"),
         ("dppo_tv", {"clip_ratio_c": 0.0}, "clip_ratio_c: .* > 0, got 0"),
-        ("dppo_kl", {"clip_ratio_c": 0.0}, "clip_ratio_c: .* > 0, got 0"),
-        ("clip_cov", {"clip_cov_ratio": 0}, "clip_cov_ratio: .* > 0, got 0"),
         ("clip_cov", {"clip_cov_ub": math.nan}, "clip_cov_ub: expected a finite number, got nan"),
-        ("kl_cov", {"kl_cov_ratio": 0.0}, "kl_cov_ratio: .* > 0, got 0"),
         ("kl_cov", {"kl_cov_ratio": 2}, r"kl_cov_ratio: expected a number in \(0, 1\], got 2"),
-        ("gspo_token", {"clip_ratio_high": -0.2}, "clip_ratio_high: .* >= 0, got -0.2"),
     ],
 )
 def test_numbers_out_of_range(name: str, options: dict[str, Any], message: str) -> None:
@@ -433,21 +395,22 @@ CLIP, CLIPPED = (
     {"epsilon": 0.1, "epsilon_high": 0.3},
 )
 SEQUENCES = "seq-mean-token-mean"
+DRO = dataclasses.replace(
+    presets.REINFORCE, beta=0.3, kl_estimator="k2", use_bias_correction_kl=False
+)
 CONFIGS: dict[str, tuple[str, str, dict[str, Any], LossConfig]] = {
     "vanilla": ("vanilla", "token-mean", CLIP, LossConfig(loss_type="bnpo", delta=3.0, **CLIPPED)),
-    "gspo": ("gspo", SEQUENCES, CLIP, LossConfig(loss_type="grpo",
-    importance_sampling_level="sequence", **CLIPPED)),
+    "gspo": ("gspo", SEQUENCES, CLIP,
+             LossConfig(loss_type="grpo", importance_sampling_level="sequence", **CLIPPED)),
     "sapo": ("sapo", SEQUENCES, {}, LossConfig(loss_type="sapo")),
     "geo_mean": ("geo_mean", SEQUENCES, {"clip_ratio_low": 0.4, "clip_ratio_high": 0.2},
                  LossConfig(loss_type="gmpo", epsilon=0.4, epsilon_high=0.2)),
     "TRL's cispo": ("cispo", "token-mean", {"clip_ratio_low": 1.0, "clip_ratio_high": 0.5},
                     LossConfig(loss_type="cispo", epsilon_high=1.5)),
     "gpg": ("gpg", "token-mean", {}, presets.REINFORCE),  # without old log-probabilities
-    "dro": ("dro", "token-mean", {"dro_beta": 0.3},  # the same, and they are the reference's
-            dataclasses.replace(presets.REINFORCE, beta=0.3, kl_estimator="k2",
-            use_bias_correction_kl=False)),
-    "bypass_mode of ppo_clip": ("bypass_mode", "token-mean", {}, LossConfig(loss_type="bnpo",
-    delta=3.0)),
+    "dro": ("dro", "token-mean", {"dro_beta": 0.3}, DRO),  # the same: they are the reference's
+    "bypass_mode of ppo_clip":
+        ("bypass_mode", "token-mean", {}, LossConfig(loss_type="bnpo", delta=3.0)),
     "bypass_mode of reinforce": ("bypass_mode", "token-mean", {}, presets.REINFORCE),
 }  # fmt: skip
 
@@ -518,9 +481,6 @@ def test_gspo_has_no_gradient_above_a_ratio_of_e_to_the_10() -> None:
     losses, gradient = per_token(objectives.gspo_token, [-1.0, -2.0], [-15.0, -12.0], [-1.0, -1.0])
     assert not gradient.any()
     torch.testing.assert_close(losses, torch.full((1, 2), torch.e**10))
-    wide = partial(objectives.gspo_token, clip_ratio_low=0.0, clip_ratio_high=float(torch.e**11))
-    _, gradient = per_token(wide, [-1.0], [-11.0], [1.0])  # a bound that is met passes it
-    torch.testing.assert_close(gradient, torch.full((1, 1), -(torch.e**10)))
 
 
 def test_ratios_that_overflow() -> None:
@@ -600,34 +560,23 @@ def test_presets_are_the_sources(name: str) -> None:
     assert (dropped > 0) == (name != "TIS")
 
 
-@pytest.mark.parametrize("whole", [False, True], ids=["accepted tokens", "all tokens"])
-def test_reinforce_with_advantages_of_1_or_0_is_the_cross_entropy_of_the_accepted(
-    whole: bool,
-) -> None:
-    """Rejection sampling; what stands at rejected completions is never read, where the mask says
-    so."""
-    hidden = torch.randn(8, 32, 12, dtype=FLOAT, requires_grad=True)
-    head = torch.randn(50, 12, dtype=FLOAT, requires_grad=True)
-    lengths = torch.tensor([32, 20, 9, 30, 32, 1, 17, 25])
-    ids, mask = torch.randint(50, (8, 32)), (torch.arange(32) < lengths[:, None]).long()
-    mask[3, 4:8] = 0
-    advantages, right = torch.tensor([1.0, 0, 0, 1, 0, 0, 1, 0]), [0, 3, 6]
+def test_reinforce_with_advantages_of_1_or_0_is_the_cross_entropy_of_the_accepted() -> None:
+    """Rejection sampling; what stands at rejected completions is never read."""
+    hidden = torch.randn(6, 9, 12, dtype=FLOAT, requires_grad=True)
+    head, ids = torch.randn(50, 12, dtype=FLOAT, requires_grad=True), torch.randint(50, (6, 9))
+    mask = (torch.arange(9) < torch.tensor([[9], [5], [3], [8], [9], [1]])).long()
+    advantages, right = torch.tensor([1.0, 0, 0, 1, 0, 0]), [0, 3]
     labels, logits = ids.masked_fill(mask == 0, -100)[right], hidden[right] @ head.T
-    total = functional.cross_entropy(
-        logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum"
-    )
-    want = total / (mask.sum() if whole else mask[right].sum())
+    want = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
     expected = torch.autograd.grad(want, (hidden, head))
     given = hidden.detach().clone()
-    if not whole:
-        given[advantages == 0] = torch.nan
-    counted = mask if whole else mask * advantages[:, None]
+    given[advantages == 0] = torch.nan
     given.requires_grad_()
+    counted = mask * advantages[:, None]
     out = grpo_loss(given, head, ids, counted, advantages, config=presets.REINFORCE)
-    found = torch.autograd.grad(out.loss, (given, head))
     torch.testing.assert_close(out.loss, want, atol=1e-12, rtol=1e-12)
+    found = torch.autograd.grad(out.loss, (given, head))
     torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
-    assert not found[0][advantages == 0].any()
 
 
 def test_published_estimators_on_policy() -> None:
@@ -645,33 +594,21 @@ def test_published_estimators_on_policy() -> None:
 # M2PO
 
 
-def largest_dropped(squares: list[float], threshold: float) -> int:
-    """The number of the largest that are dropped, one after the other."""
-    rest = sorted(squares)
-    while len(rest) > 1 and sum(rest) / len(rest) >= threshold:
-        rest.pop()
-    return len(squares) - len(rest)
-
-
-@pytest.mark.parametrize("threshold", [0.04, 0.2, 1e9, 1e-12])
-def test_m2po_drops_the_largest_until_the_mean_is_below(threshold: float) -> None:
-    for seed in range(5):
+def test_m2po_drops_the_largest_until_the_mean_is_below() -> None:
+    for seed, threshold in enumerate((0.04, 0.2, 1e9, 1e-12)):
         given = off_policy(seed)
         mask, old, sampling = given["mask"], given["old"], given["sampling"]
         junk = [x.masked_fill(~mask, torch.nan) for x in (old, sampling)]
         found = objectives.m2po_mask(*junk, mask, threshold)
         squares = (old - sampling).nan_to_num(nan=0.0)[mask].square()
-        dropped = largest_dropped(squares.tolist(), threshold)
+        rest = sorted(squares.tolist())
+        while len(rest) > 1 and sum(rest) / len(rest) >= threshold:
+            rest.pop()
         assert not (found & ~mask).any()
-        assert int((mask & ~found).sum()) == dropped
-        kept = found[mask]
-        if dropped:
-            assert squares[kept].max() <= squares[~kept].min()
-        if threshold == 0.04:
-            assert 0 < dropped < len(squares) - 1
+        assert sorted(squares[found[mask]].tolist()) == rest
+        flat = old.flatten(), sampling.flatten(), mask.flatten().long()
+        assert torch.equal(objectives.m2po_mask(*flat, threshold).view(B, T), found)
     assert not objectives.m2po_mask(old, sampling, torch.zeros(B, T)).any()
-    flat = old.flatten(), sampling.flatten(), mask.flatten().long()
-    assert torch.equal(objectives.m2po_mask(*flat, threshold).view(B, T), found)
 
 
 def test_m2po_as_a_mask_and_as_a_ratio() -> None:
