@@ -13,6 +13,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,8 +45,11 @@ EXAMPLES: dict[str, tuple[int | None, str]] = {
     "gkd_trl": (12, "largest difference from TRL's:"),
 }
 # start processes, or change what is imported
-APART = {"fsdp2", "tensor_parallel", "context_parallel", "verl_plugin"}
+APART = {"fsdp2", "tensor_parallel", "context_parallel", "verl_plugin", "demo"}
 SCRIPTS = {"gsm8k_trl", "distill"}  # of a real run; --smoke makes a small one
+WITHOUT_VLLM = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is not None, reason="needs an environment without vLLM"
+)
 # what becomes of the model
 LAUNCHED = {"fsdp2": "FSDPQwen3ForCausalLM", "zero3": "DeepSpeedEngine"}
 
@@ -62,14 +66,12 @@ def run_python(*arguments: str, beside: tuple[str, ...] = ()) -> str:
     return done.stdout
 
 
-def run_example(name: str, *options: str) -> str:
-    """The output of an example in a process of its own."""
-    return run_python(str(ROOT / "examples" / f"{name}.py"), *options)
-
-
-def run_forked(name: str, *options: str, folder: Path) -> str:
-    """The output of an example in a fork of a process that has loaded transformers."""
-    code, printed = run_script(ROOT / "examples" / f"{name}.py", [*options], folder)
+def run_example(name: str, *options: str, folder: Path) -> str:
+    """The output of an example in a fork of a process that has loaded transformers, or apart."""
+    path = ROOT / "examples" / f"{name}.py"
+    if name in APART:
+        return run_python(str(path), *options)
+    code, printed = run_script(path, [*options], folder)
     assert code == 0, printed
     return printed
 
@@ -80,38 +82,26 @@ def test_an_example_shows_what_it_claims(name: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     steps, says = EXAMPLES[name]
     options = [] if steps is None else ["--steps", str(steps)]
-    output = (
-        run_example(name, *options)
-        if name in APART
-        else run_forked(name, *options, folder=tmp_path)
-    )
+    output = run_example(name, *options, folder=tmp_path)
     printed = output.strip().splitlines()
-    assert printed[0] == docstring(name).splitlines()[0]
+    source = (ROOT / "examples" / f"{name}.py").read_text()
+    assert printed[0] == ast.get_docstring(ast.parse(source)).splitlines()[0]
     assert printed[1].startswith("threads: ")
     assert says in printed[-1]
     assert len(printed) >= 5, "expected progress before the result"
 
 
-def docstring(name: str) -> str:
-    return ast.get_docstring(ast.parse((ROOT / "examples" / f"{name}.py").read_text()))
-
-
 def test_every_script_is_covered() -> None:
-    shared = {"arithmetic", "begin", "demo", "gsm8k"}
-    apart = SCRIPTS | {"gsm8k_plain"}  # tests/test_gsm8k_examples.py
-    assert {path.stem for path in (ROOT / "examples").glob("*.py")} == shared | apart | set(
-        EXAMPLES
-    )
-    assert {path.stem for path in (ROOT / "examples" / "accelerate").glob("*.yaml")} == set(
-        LAUNCHED
-    )
+    shared, folder = {"arithmetic", "begin", "gsm8k"}, ROOT / "examples"
+    apart = SCRIPTS | {"demo", "gsm8k_plain"}  # tests/test_gsm8k_examples.py
+    assert {path.stem for path in folder.glob("*.py")} == shared | apart | {*EXAMPLES}
+    assert {path.stem for path in (folder / "accelerate").glob("*.yaml")} == {*LAUNCHED}
 
 
 def before_and_after(printed: str, title: str) -> tuple[float, float]:
     """Both values of a metric, from the line that a script ends with."""
-    found = re.findall(
-        rf"^{title}, 9 test problems: ([\d.]+) before, ([\d.]+) after$", printed, re.MULTILINE
-    )
+    pattern = rf"^{title}, 9 test problems: ([\d.]+) before, ([\d.]+) after$"
+    found = re.findall(pattern, printed, re.MULTILINE)
     assert len(found) == 1, printed
     return float(found[0][0]), float(found[0][1])
 
@@ -119,35 +109,34 @@ def before_and_after(printed: str, title: str) -> tuple[float, float]:
 @pytest.mark.slow
 def test_grpo_on_gsm8k_learns_writes_checkpoints_and_resumes(tmp_path: Path) -> None:
     pytest.importorskip("trl")
-    printed = run_example("gsm8k_trl", "--smoke", "--output_dir", str(tmp_path))
+    run = partial(run_example, "gsm8k_trl", "--smoke", "--output_dir", str(tmp_path))
+    printed = run(folder=tmp_path)
     assert f"steps: 10; model and checkpoints in {tmp_path}" in printed
     before, after = before_and_after(printed, "accuracy")
     assert 0 < before < after
-    states = [
-        json.loads((tmp_path / f"checkpoint-{step}/trainer_state.json").read_text())
-        for step in (5, 10)
-    ]
-    assert [state["global_step"] for state in states] == [5, 10]
-    assert {entry["step"] for entry in states[1]["log_history"] if "loss" in entry} == set(
-        range(1, 11)
-    )
-    assert any(0 < entry.get("sequences/gradient", 0) < 1 for entry in states[1]["log_history"])
 
-    options = ["--smoke", "--output_dir", str(tmp_path), "--resume", "--max_steps", "12"]
-    resumed = run_forked("gsm8k_trl", *options, folder=tmp_path)
+    def log(step: int) -> list[dict[str, Any]]:
+        state = json.loads((tmp_path / f"checkpoint-{step}/trainer_state.json").read_text())
+        assert state["global_step"] == step
+        steps = {entry["step"] for entry in state["log_history"] if "loss" in entry}
+        assert steps == set(range(1, step + 1))
+        return state["log_history"]
+
+    first = log(10)
+    assert any(0 < entry.get("sequences/gradient", 0) < 1 for entry in first)
+    resumed = run("--resume", "--max_steps", "12", folder=tmp_path)
     assert "steps: 12;" in resumed
     assert before_and_after(resumed, "accuracy")[0] == before
-    log = json.loads((tmp_path / "checkpoint-12/trainer_state.json").read_text())["log_history"]
-    assert log[: len(states[1]["log_history"])] == states[1]["log_history"]
-    assert {entry["step"] for entry in log if "loss" in entry} == set(range(1, 13))
-    assert max(entry["grad_norm"] for entry in log if entry["step"] > 10 and "loss" in entry) > 0
+    longer = log(12)
+    assert longer[: len(first)] == first
+    assert max(x["grad_norm"] for x in longer if x["step"] > 10 and "loss" in x) > 0
 
 
 @pytest.mark.slow
 def test_distillation_brings_the_student_nearer_to_the_teacher(tmp_path: Path) -> None:
     pytest.importorskip("trl")
     options = ["--smoke", "--output_dir", str(tmp_path), "--use_peft", "--lora_r", "4"]
-    printed = run_forked("distill", *options, folder=tmp_path)
+    printed = run_example("distill", *options, folder=tmp_path)
     assert f"steps: 10; model and checkpoints in {tmp_path}" in printed
     before, after = before_and_after(printed, "divergence from the teacher")
     assert 0 < after < 0.9 * before
@@ -160,20 +149,11 @@ def test_distillation_brings_the_student_nearer_to_the_teacher(tmp_path: Path) -
 def test_gsm8k_on_two_processes(kind: str, tmp_path: Path) -> None:
     pytest.importorskip("trl")
     configuration = str(ROOT / "examples" / "accelerate" / f"{kind}.yaml")
-    launch = [
-        "-m",
-        "accelerate.commands.launch",
-        "--config_file",
-        configuration,
-        "--num_processes",
-        "2",
-    ]
-    script = [
-        str(ROOT / "tests" / "support" / "launched.py"),
-        str(ROOT / "examples" / "gsm8k_trl.py"),
-    ]
-    options = ["--main_process_port", "0", *script, "--smoke", "--output_dir", str(tmp_path)]
-    printed = run_python(*launch, *options, beside=(str(zero3.FOLDER),) if kind == "zero3" else ())
+    launch = ["-m", "accelerate.commands.launch", "--config_file", configuration]
+    launch += ["--num_processes", "2", "--main_process_port", "0"]
+    launch += [str(ROOT / "tests" / "support" / "launched.py")]
+    launch += [str(ROOT / "examples" / "gsm8k_trl.py"), "--smoke", "--output_dir", str(tmp_path)]
+    printed = run_python(*launch, beside=(str(zero3.FOLDER),) if kind == "zero3" else ())
     assert f"prepared: {LAUNCHED[kind]}" in printed
     assert printed.count("steps: 10;") == 1
     before, after = before_and_after(printed, "accuracy")
@@ -205,31 +185,23 @@ def gsm8k(monkeypatch: pytest.MonkeyPatch) -> Any:
     ("script", "given", "message"),
     [
         ("distill", "--epochs 3", "epochs"),
-        ("distill", "--lora 8", "lora"),
         ("distill", "--config {folder}/config.yaml", "epochs"),
         ("gsm8k_trl", "--eval_problems 0", "--eval_problems: expected .*, got .*0"),
-        (
-            "gsm8k_trl",
-            "--output_dir {folder}/config.yaml",
-            "--output_dir: expected .*, got .*config.yaml",
-        ),
+        ("gsm8k_trl", "--output_dir {folder}/config.yaml", "--output_dir: expected .*config.yaml"),
+        pytest.param("gsm8k_trl", "--use_vllm", "vLLM is not installed", marks=WITHOUT_VLLM),
     ],
 )
 def test_options_that_cannot_be_are_errors_before_anything_is_read(
-    script: str,
-    given: str,
-    message: str,
-    gsm8k: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    script: str, given: str, message: str, gsm8k: Any, monkeypatch: Any, tmp_path: Path
 ) -> None:
     import trl
 
     (tmp_path / "config.yaml").write_text("epochs: 3\n")
     config = {"distill": trl.DistillationConfig, "gsm8k_trl": trl.GRPOConfig}[script]
-    monkeypatch.setattr(
-        sys, "argv", [f"{script}.py", "--smoke", *given.format(folder=tmp_path).split()]
-    )
+    options = ["--smoke", *given.format(folder=tmp_path).split()]
+    if "--output_dir" not in options:
+        options += ["--output_dir", str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", [f"{script}.py", *options])
     with pytest.raises(SystemExit, match=message):
         gsm8k.parse("On GSM8K", gsm8k.Options, config, {}, {})
 
@@ -243,16 +215,13 @@ def test_problems_are_read_from_copies_of_any_form(gsm8k: Any, tmp_path: Path) -
         rows.to_parquet(str(tmp_path / f"{split}.parquet"))
     for name in ("saved", "files"):
         found = gsm8k.splits(str(tmp_path / name))
-        assert {split: found[split]["question"] for split in found} == {
-            x: made[x]["question"] for x in made
-        }
+        assert all(found[split]["question"] == made[split]["question"] for split in made)
     for name in ("files/train.jsonl", "train.parquet"):  # a tenth is for the test
         found = gsm8k.splits(str(tmp_path / name))
         assert (len(found["train"]), len(found["test"])) == (18, 3)
     made["train"].rename_column("answer", "solution").to_json(str(tmp_path / "other.jsonl"))
-    with pytest.raises(
-        SystemExit, match="expected splits train and test with columns question and answer, got"
-    ):
+    expected = "expected splits train and test with columns question and answer, got"
+    with pytest.raises(SystemExit, match=expected):
         gsm8k.splits(str(tmp_path / "other.jsonl"))
 
 
@@ -260,10 +229,8 @@ def test_a_run_without_unequal_rewards_says_so_once(
     gsm8k: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for shares, said in (([1.0] * 9, 1), ([1.0, 1.0, 0.5, 1.0, 1.0, 1.0], 0)):
-        callback, state = (
-            gsm8k.SaysThatNothingIsLearnt(),
-            SimpleNamespace(is_world_process_zero=True),
-        )
+        callback = gsm8k.SaysThatNothingIsLearnt()
+        state = SimpleNamespace(is_world_process_zero=True)
         for share in shares:
             callback.on_log(None, state, None, logs={"frac_reward_zero_std": share})
             callback.on_log(None, state, None, logs={"eval_loss": 0.0})
@@ -273,43 +240,20 @@ def test_a_run_without_unequal_rewards_says_so_once(
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["--updates", "0"], "--updates: expected at least 1, got 0"),
-        (["--test", "0"], "--test: expected at least 1, got 0"),
-        (["--micro-batch", "0"], "--micro-batch: expected at least 1, got 0"),
-        (["--micro-batch", "12"], "--micro-batch: expected whole groups of 8, got 12"),
-        (
-            ["--output", __file__],
-            "--output: expected a folder, or a name that is free, got the file",
-        ),
-        (["--epochs", "3"], "unrecognized arguments: --epochs 3"),
+        ("--updates 0", "--updates: expected at least 1, got 0"),
+        ("--micro-batch 12", "--micro-batch: expected whole groups of 8, got 12"),
+        (f"--output {__file__}", "--output: expected a folder, or a name that is free, got the"),
+        ("--epochs 3", "unrecognized arguments: --epochs 3"),
     ],
+    ids=("updates", "micro-batch", "output", "epochs"),
 )
 def test_the_plain_loop_refuses_options_that_cannot_be(
-    gsm8k: Any,
-    given: list[str],
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    gsm8k: Any, given: str, message: str, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["gsm8k_plain.py", "--smoke", *given])
+    monkeypatch.setattr(sys, "argv", ["gsm8k_plain.py", "--smoke", *given.split()])
     with pytest.raises(SystemExit):
         importlib.import_module("gsm8k_plain").main()
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.skipif(
-    importlib.util.find_spec("vllm") is not None, reason="needs an environment without vLLM"
-)
-def test_vllm_that_is_not_installed_is_an_error(
-    gsm8k: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    from trl import GRPOConfig
-
-    monkeypatch.setattr(
-        sys, "argv", ["gsm8k_trl.py", "--smoke", "--use_vllm", "--output_dir", str(tmp_path)]
-    )
-    with pytest.raises(SystemExit, match="vLLM is not installed"):
-        gsm8k.parse("On GSM8K", gsm8k.Options, GRPOConfig, {}, {})
 
 
 @pytest.mark.parametrize("with_math_verify", [False, True])
@@ -319,12 +263,7 @@ def test_the_reward_is_an_exact_match(
     if with_math_verify:
         pytest.importorskip("math_verify")
     monkeypatch.setattr(gsm8k, "is_math_verify_available", lambda: with_math_verify)
-    right = [
-        r"so 3 * 14 = 42, thus \boxed{42}",
-        "3 * 14\n#### 42",
-        r"That makes \boxed{42.0}.",
-        "#### $42",
-    ]
+    right = [r"so 3 * 14 = 42, thus \boxed{42}", "3 * 14\n#### 42", r"So \boxed{42.0}.", "#### $42"]
     wrong = [r"\boxed{43}", "42 of 50, so\n#### 8", "", "none", r"42 in the end: \boxed{4}"]
     completions = [[{"role": "assistant", "content": text}] for text in right + wrong]
     expected = [1.0] * len(right) + [0.0] * len(wrong)
@@ -336,10 +275,8 @@ def test_a_solution_is_the_number_of_the_answer(
 ) -> None:
     from datasets import Dataset, DatasetDict
 
-    row = {
-        "question": "How many are 4 times 300?",
-        "answer": "4 * 300 = <<4*300=1200>>1,200\n#### 1,200",
-    }
+    row = {"question": "How many are 4 times 300?"}
+    row["answer"] = "4 * 300 = <<4*300=1200>>1,200\n#### 1,200"
     data = DatasetDict({name: Dataset.from_list([row] * 3) for name in ("train", "test")})
     monkeypatch.setattr(gsm8k, "splits", lambda name: data)
     found = gsm8k.problems(gsm8k.Options(eval_problems=2))
@@ -351,7 +288,7 @@ def test_a_solution_is_the_number_of_the_answer(
 @pytest.mark.slow
 def test_demo_writes_its_summary(tmp_path: Path) -> None:
     pytest.importorskip("trl")
-    printed = run_example("demo", "--smoke", "--output", str(tmp_path))
+    printed = run_example("demo", "--smoke", "--output", str(tmp_path), folder=tmp_path)
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert {"reward_start", "reward_end", "reward_end_trl", "versions"} <= summary.keys()
     assert summary["max_loss_difference"] <= 1e-5
@@ -363,9 +300,4 @@ def test_demo_writes_its_summary(tmp_path: Path) -> None:
     assert trl["sequences/gradient"] == trl["tokens/computed"] == 1
     assert ours["sequences/gradient"] < 1, "some groups have equal rewards"
     assert 0 < ours["tokens/computed"] < 1, "the last token of a completion predicts nothing"
-    for case, products in (("all", 6), ("half", 4)):
-        pair = summary["head"][case]
-        assert (pair["trl"]["flops_nvh"], pair["ours"]["flops_nvh"]) == (8, products)
-        assert pair["ours"]["peak_bytes"] < pair["trl"]["peak_bytes"]
-        assert min(pair[name]["seconds"] for name in ("trl", "ours")) > 0
     assert "largest difference of the losses" in printed
