@@ -1,7 +1,7 @@
 # Each target makes the environment it needs; a fresh checkout needs Python >= 3.11, make and a C++ compiler, no more.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help test test-slow test-torch demo real vllm bench docs lint aot emulate roofline faults sanitize fuzz peers gpu tune parity wheel dist format clean
+.PHONY: help test test-slow test-torch demo real vllm bench docs lint aot emulate roofline sanitize fuzz peers gpu tune parity wheel dist format clean
 
 VENV        := .venv
 PY          := $(VENV)/bin/python
@@ -39,7 +39,6 @@ PARITY_ARGS ?=
 AOT_ARGS    ?=
 EMULATE_ARGS ?=
 ROOFLINE_ARGS ?=
-FAULTS      ?=
 SANITIZE_ARGS ?=
 FUZZ_ARGS   ?=
 PEERS_ARGS  ?=
@@ -153,9 +152,6 @@ emulate: $(STAMP)  ## the Triton kernels as compiled for sm_80 and sm_90, execut
 
 roofline: $(STAMP)  ## what the kernels cost an element, counted in SASS, against docs/roofline.md (ROOFLINE_ARGS=--update)
 	$(PY) -m benchmarks.aot.roofline $(ROOFLINE_ARGS) </dev/null
-
-faults: $(STAMP)  ## plants faults in the compiled kernels, one at a time; the emulator must notice each (FAULTS="grad_kernel")
-	$(PY) -m tests.emulator.planted $(FAULTS) </dev/null
 
 sanitize: $(STAMP)  ## the C++ kernels under AddressSanitizer and UBSan: row tests, engine, random cases (SANITIZE_ARGS=--quick)
 	$(PY) -m tests.sanitize $(SANITIZE_ARGS) </dev/null

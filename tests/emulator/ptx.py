@@ -16,7 +16,7 @@ ENTRY = re.compile(r"\.visible \.entry (\w+)\((.*?)\)[^{]*\{(.*?)\n\}", re.DOTAL
 STATEMENT = re.compile(
     r"""\s*(?:
     (?P<label>\$?\w+):(?!:)
-    | \.loc\s+(?P<file>\d+)\s+(?P<line>\d+)(?P<callers>[^\n]*)
+    | \.loc\s+(?P<file>\d+)\s+(?P<line>\d+)[^\n]*
     | \.reg\s+\.(?P<kind>\w+)\s+(?P<registers>[^;]*);
     | (?P<directive>\.\w[^;]*);
     | (?P<brace>[{}])
@@ -43,8 +43,6 @@ class Instruction:
     guard: str | None = None  # a predicate: lanes where it is false do nothing
     negated: bool = False  # lanes where it is true do nothing
     line: str = ""  # of the source: "steps.py:93"
-    # the lines that call the function of that line, the nearest first
-    callers: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.opcode} {', '.join(self.operands)}" + (
@@ -78,11 +76,11 @@ def parse(text: str) -> Kernel:
         raise UnknownInstruction("expected PTX with a .visible .entry, got none")
     name, parameters, body = entry.groups()
     files = dict(re.findall(r'^\s*\.file\s+(\d+)\s+"(?:[^"]*/)?([^"/]*)"', text, re.MULTILINE))
-    body = re.sub(r"//(?![^\n]* @\[)[^\n]*", "", body)  # but for the callers of a line
+    body = re.sub(r"//[^\n]*", "", body)
     registers: dict[str, int] = {}
     labels: dict[str, int] = {}
     code: list[Instruction] = []
-    line, callers, at = "", (), 0
+    line, at = "", 0
     end = len(body.rstrip())
     while at < end:
         found = STATEMENT.match(body, at)
@@ -95,24 +93,14 @@ def parse(text: str) -> Kernel:
             labels[found["label"]] = len(code)
         elif found["file"]:
             line = f"{files.get(found['file'], '?')}:{found['line']}"
-            callers = tuple(re.findall(r"@\[ ([^\s:]+:\d+)", found["callers"]))
         elif found["kind"]:
             prefixes = (
                 re.sub(r"<\d+>$|\d*$", "", each.strip()) for each in found["registers"].split(",")
             )
             registers |= dict.fromkeys(prefixes, BITS[found["kind"]])
         elif found["opcode"]:
-            operands = split(found["operands"])
-            code.append(
-                Instruction(
-                    found["opcode"],
-                    operands,
-                    found["guard"],
-                    found["negated"] == "!",
-                    line,
-                    callers,
-                )
-            )
+            operands, negated = split(found["operands"]), found["negated"] == "!"
+            code.append(Instruction(found["opcode"], operands, found["guard"], negated, line))
     return Kernel(
         name, tuple(re.findall(r"(\w+_param_\d+)", parameters)), registers, tuple(code), labels
     )

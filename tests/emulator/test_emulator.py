@@ -70,79 +70,67 @@ NEXT = "xor.b32 %r12, %r10, {};"  # another thread's
 BARRIER = "bar.sync 0;"
 
 
-def numbers(n: int = 32) -> torch.Tensor:
+LOAD, STORE = f"{OWN} ld.global.b32 %r2, [%rd11];", f"{OWN} st.global.b32 [%rd11], %r0;"
+SHARED_LOAD = f"{SPOT} ld.shared.b32 %r2, [%r10];"
+SHARED_STORE = f"{SPOT} st.shared.b32 [%r10], %r0;"
+SHUFFLE = "shfl.sync.bfly.b32 %r2, %r0, 1, 31, -1;"
+
+
+def numbers(n: int = 32) -> Tensor:
     return torch.arange(n, dtype=torch.int32)
+
+
+def refused(match: str, body: str, *tensors: Tensor, **options: int) -> None:
+    with pytest.raises(Fault, match=match):
+        execute(body, *tensors, **options)
 
 
 def test_a_kernel_that_keeps_the_rules() -> None:
     x = numbers()
-    execute(
-        f"{OWN} ld.global.b32 %r2, [%rd11]; add.s32 %r2, %r2, %r0; st.global.b32 [%rd11], %r2;", x
-    )
+    execute(f"{LOAD} add.s32 %r2, %r2, %r0; st.global.b32 [%rd11], %r2;", x)
     assert torch.equal(x, 2 * numbers())
 
 
-@pytest.mark.parametrize("offset", [-4, 4, 128, 4096])
-def test_outside_of_an_argument(offset: int) -> None:
-    with pytest.raises(Fault, match="outside of"):
-        execute(f"{OWN} ld.global.b32 %r2, [%rd11+{offset}];", numbers())
-    with pytest.raises(Fault, match=r"st\.global\.b32 .*outside of"):
-        execute(f"{OWN} st.global.b32 [%rd11+{offset}], %r0;", numbers())
-
-
-def test_what_is_near_in_memory_belongs_to_others() -> None:
+def test_bounds() -> None:
     """Views of one tensor are arguments of their own; columns between those of a view are none."""
-    both = numbers(64)
-    execute(f"{OWN} ld.global.b32 %r2, [%rd11];", both[:32], both[32:])
-    with pytest.raises(Fault, match="outside of the elements of written_param_0"):
-        execute(f"{OWN} ld.global.b32 %r2, [%rd11+4];", both[:32], both[32:])
-    columns = numbers(128).view(4, 32)[:, :31]
-    with pytest.raises(Fault, match="outside of the elements of written_param_0"):
-        execute(f"{OWN} ld.global.b32 %r2, [%rd11];", columns)
-
-
-def test_guarded_lanes_reach_nothing() -> None:
-    x = numbers(31)
-    execute(
-        f"{OWN} setp.lt.u32 %p1, %r0, 31; @%p1 ld.global.b32 %r2, [%rd11]; "
-        "@%p1 st.global.b32 [%rd11], %r2;",
-        x,
-    )
-    with pytest.raises(Fault, match="outside of"):
-        execute(f"{OWN} setp.lt.u32 %p1, %r0, 32; @%p1 ld.global.b32 %r2, [%rd11];", x)
+    for offset in (-4, 4, 128, 4096):
+        refused("outside of", f"{OWN} ld.global.b32 %r2, [%rd11+{offset}];", numbers())
+        refused(
+            r"st\.global\.b32 .*outside of",
+            f"{OWN} st.global.b32 [%rd11+{offset}], %r0;",
+            numbers(),
+        )
+    both, elements = numbers(64), "outside of the elements of written_param_0"
+    execute(LOAD, both[:32], both[32:])
+    refused(elements, f"{OWN} ld.global.b32 %r2, [%rd11+4];", both[:32], both[32:])
+    refused(elements, LOAD, numbers(128).view(4, 32)[:, :31])
+    guarded = f"{OWN} setp.lt.u32 %p1, %r0, {{}}; @%p1 ld.global.b32 %r2, [%rd11];"
+    execute(guarded.format(31), numbers(31))
+    refused("outside of", guarded.format(32), numbers(31))
+    execute(SHARED_STORE, shared=128)
+    refused("outside of the 64 bytes of shared memory", SHARED_STORE, shared=64)
 
 
 @pytest.mark.parametrize(
     "code", ["ld.global.v2.b32 {%r2, %r3}, [%rd0+4];", "ld.global.b64 %rd2, [%rd0+4];"]
 )
 def test_misaligned(code: str) -> None:
-    with pytest.raises(Fault, match="misaligned: 8 bytes of global memory"):
-        execute(code, numbers())
+    refused("misaligned: 8 bytes of global memory", code, numbers())
     execute(code.replace("+4", "+8"), numbers())
 
 
-def test_results_read_before_they_are_written() -> None:
+def test_memory_is_written_before_it_is_read() -> None:
     with marked():
         result = torch.empty(32, dtype=torch.float32)
-    store, load = f"{OWN} st.global.b32 [%rd11], %r0;", f"{OWN} ld.global.b32 %r2, [%rd11];"
-    with pytest.raises(Fault, match="reads global memory that nobody wrote"):
-        execute(load + store, result)
-    execute(store + load, result)
-    execute(load, result)
+    refused("reads global memory that nobody wrote", LOAD + STORE, result)
+    execute(STORE + LOAD, result)
+    execute(LOAD, result)
     for dtype in (torch.bfloat16, torch.float16, torch.int64, torch.int32):
         with marked():
             result = torch.empty(64, dtype=dtype)
-        with pytest.raises(Fault, match="reads global memory that nobody wrote"):
-            execute("ld.global.b64 %rd2, [%rd0];", result)
-
-
-def test_shared_memory_read_before_it_is_written() -> None:
-    store, load = f"{SPOT} st.shared.b32 [%r10], %r0;", f"{SPOT} ld.shared.b32 %r2, [%r10];"
-    execute(store + load, shared=128)
-    with pytest.raises(Fault, match="reads shared memory that nobody wrote"):
-        execute(load + store, shared=128)
-    with pytest.raises(Fault, match="outside of the 64 bytes of shared memory"):
-        execute(store, shared=64)
+        refused("reads global memory that nobody wrote", "ld.global.b64 %rd2, [%rd0];", result)
+    execute(SHARED_STORE + SHARED_LOAD, shared=128)
+    refused("reads shared memory that nobody wrote", SHARED_LOAD + SHARED_STORE, shared=128)
 
 
 @pytest.mark.parametrize(
@@ -150,21 +138,17 @@ def test_shared_memory_read_before_it_is_written() -> None:
 )
 def test_races_of_threads(threads: int, other: int, barrier: str) -> None:
     """Of a warp, ordered by a barrier of warps, and of two warps, for which that is not enough."""
-    store, load, next_of = (
-        f"{SPOT} st.shared.b32 [%r10], %r0;",
-        "ld.shared.b32 %r2, [%r12];",
-        NEXT.format(other),
-    )
+    options = {"threads": threads, "shared": 256}
+    store, load, next_of = SHARED_STORE, "ld.shared.b32 %r2, [%r12];", NEXT.format(other)
     for barriers in ("", "" if threads == 32 else "bar.warp.sync -1;"):
-        with pytest.raises(Fault, match=r"race: .* reads what thread \d+ of program 0 wrote"):
-            execute(store + barriers + next_of + load, threads=threads, shared=256)
-    execute(store + barrier + next_of + load, threads=threads, shared=256)
+        body = store + barriers + next_of + load
+        refused(r"race: .* reads what thread \d+ of program 0 wrote", body, **options)
+    execute(store + barrier + next_of + load, **options)
     read, write = f"{store} {barrier} {next_of} {load}", "st.shared.b32 [%r10], %r2;"
-    with pytest.raises(Fault, match=r"race: .* writes what thread \d+ of program 0 read"):
-        execute(read + write, threads=threads, shared=256)
-    execute(read + barrier + write, threads=threads, shared=256)
-    with pytest.raises(Fault, match=r"race: .* writes where thread \d+ of program 0 wrote"):
-        execute(f"{store} {next_of} st.shared.b32 [%r12], %r0;", threads=threads, shared=256)
+    refused(r"race: .* writes what thread \d+ of program 0 read", read + write, **options)
+    execute(read + barrier + write, **options)
+    body = f"{store} {next_of} st.shared.b32 [%r12], %r0;"
+    refused(r"race: .* writes where thread \d+ of program 0 wrote", body, **options)
 
 
 def test_many_readers_are_all_remembered() -> None:
@@ -175,55 +159,45 @@ def test_many_readers_are_all_remembered() -> None:
         "ld.shared.b32 %r2, [global_smem];"
     )
     again = "setp.gt.u32 %p3, %r0, 31; @%p3 ld.shared.b32 %r3, [global_smem];"
-    with pytest.raises(Fault, match="race: thread 63 of program 0 writes what"):
-        execute(start + again + write, threads=64, shared=16)
+    refused(
+        "race: thread 63 of program 0 writes what", start + again + write, threads=64, shared=16
+    )
     execute(start + again + BARRIER + write, threads=64, shared=16)
-
-
-def test_different_values_at_one_place_at_once() -> None:
-    with pytest.raises(Fault, match="lanes write different values to global memory at once"):
-        execute("st.global.b32 [%rd0], %r0;", numbers())
-    execute("st.global.b32 [%rd0], 7;", numbers())
 
 
 @pytest.mark.parametrize("programs", [2, 3])
 def test_races_of_programs(programs: int) -> None:
     """No barrier orders them, and it does not matter which comes first."""
-    first, last = "setp.eq.u32 %p1, %r1, 0;", f"setp.eq.u32 %p1, %r1, {programs - 1};"
     read, write = "ld.global.b32 %r2, [%rd0];", "@%p1 st.global.b32 [%rd0], 7;"
-    for chosen in (first, last):
-        with pytest.raises(
-            Fault, match=r"race: .* of program \d writes what thread \d+ of program \d read"
+    of_other = r"what thread \d+ of program \d"
+    for program in (0, programs - 1):
+        chosen = f"setp.eq.u32 %p1, %r1, {program};"
+        for what, body in (
+            (f"writes {of_other} read", f"{read} {BARRIER} {chosen} {write}"),
+            (f"reads {of_other} wrote", f"{chosen} {write} {BARRIER} {read}"),
         ):
-            execute(f"{read} {BARRIER} {chosen} {write}", numbers(), programs=programs)
-        with pytest.raises(
-            Fault, match=r"race: .* of program \d reads what thread \d+ of program \d wrote"
-        ):
-            execute(f"{chosen} {write} {BARRIER} {read}", numbers(), programs=programs)
+            refused(rf"race: .* of program \d {what}", body, numbers(), programs=programs)
     execute(read, numbers(), programs=programs)
-    with pytest.raises(Fault, match="race: "):
-        execute("st.global.b32 [%rd0], %r1;", numbers(), programs=programs)
-
-
-def test_barriers_that_not_all_threads_reach() -> None:
-    with pytest.raises(Fault, match="wait at a barrier for others that have returned"):
-        execute("setp.gt.u32 %p1, %r0, 40; @%p1 ret; bar.sync 0;", threads=64)
-    with pytest.raises(Fault, match="wait at different barriers"):
-        execute(
-            "setp.gt.u32 %p1, %r0, 40; @%p1 bra $A; bar.sync 0; bra $B; $A: bar.sync 0; $B:",
-            threads=64,
-        )
-    execute(
-        "setp.gt.u32 %p1, %r0, 40; @%p1 bra $A; add.s32 %r2, %r0, 1; $A: bar.sync 0;", threads=64
+    refused("race: ", "st.global.b32 [%rd0], %r1;", numbers(), programs=programs)
+    refused(
+        "lanes write different values to global memory at once",
+        "st.global.b32 [%rd0], %r0;",
+        numbers(),
     )
+    execute("st.global.b32 [%rd0], 7;", numbers())
 
 
-def test_a_part_of_a_warp_in_an_instruction_of_whole_ones() -> None:
-    shuffle = "shfl.sync.bfly.b32 %r2, %r0, 1, 31, -1;"
-    with pytest.raises(Fault, match="a part of a warp"):
-        execute(f"setp.gt.u32 %p1, %r0, 3; @%p1 bra $A; {shuffle} $A:")
-    with pytest.raises(Fault, match="expected all lanes of a warp to be members"):
-        execute(shuffle.replace("-1", "65535"))
+def test_what_threads_do_together() -> None:
+    """A barrier that not all of them reach; an instruction of whole warps in a part of one."""
+    some = "setp.gt.u32 %p1, %r0, 40; @%p1"
+    refused(
+        "wait at a barrier for others that have returned", f"{some} ret; bar.sync 0;", threads=64
+    )
+    apart = f"{some} bra $A; bar.sync 0; bra $B; $A: bar.sync 0; $B:"
+    refused("wait at different barriers", apart, threads=64)
+    execute(f"{some} bra $A; add.s32 %r2, %r0, 1; $A: bar.sync 0;", threads=64)
+    refused("a part of a warp", f"setp.gt.u32 %p1, %r0, 3; @%p1 bra $A; {SHUFFLE} $A:")
+    refused("expected all lanes of a warp to be members", SHUFFLE.replace("-1", "65535"))
 
 
 @pytest.mark.parametrize(
@@ -346,7 +320,7 @@ def test_bfloat16_is_rounded_to_the_nearest() -> None:
 def test_text_is_read_as_written() -> None:
     """Labels, guards, source lines, comments, blocks, and vectors among operands."""
     body = """
-    .loc 1 12 5 // steps.py:12:5 @[ grad.py:3:4 @[ fused.py:177:86 ] ]
+    .loc 1 12 5 // steps.py:12:5 @[ grad.py:3:4 ]
     // begin inline asm
     { .reg .pred %q; setp.eq.s32 %q, %r0, 3; }
     // end inline asm
@@ -361,7 +335,6 @@ def test_text_is_read_as_written() -> None:
     assert kernel.parameters == ("written_param_0",)
     compare, branch, load, _ret = kernel.code[-4:]
     assert (compare.opcode, compare.line) == ("setp.eq.s32", "steps.py:12")
-    assert compare.callers == ("grad.py:3", "fused.py:177")
     assert (branch.guard, branch.negated, branch.operands) == ("%p1", True, ("$L__BB0_2",))
     assert load.operands == ("{ %r2, %r3 }", "[%rd0+16]")
     assert kernel.labels == {"$L__BB0_2": len(kernel.code) - 2}

@@ -64,11 +64,6 @@ def _fence(lanes: Lanes) -> None:
     """An order for others to see, which no barrier is."""
 
 
-@known(r"trap")
-def _trap(lanes: Lanes) -> None:
-    raise Fault("trap")
-
-
 def _whole(lanes: Lanes, members: str) -> None:
     lanes.whole_warps()
     if (lanes.everywhere(lanes.get(members, "u32"))[lanes.chosen()] != ALL_LANES).any():

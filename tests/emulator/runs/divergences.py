@@ -7,8 +7,8 @@ import torch
 
 from grpo_kernels.backends.interface import DivergenceStats
 from grpo_kernels.backends.triton_rows.rows import TritonRows
+from tests.emulator.apart import RowsApart
 from tests.emulator.launch import Emulation
-from tests.emulator.scenes import RowsApart
 from tests.support.divergence_suite import DivergenceSuite
 from tests.support.row_cases import same
 from tests.support.row_truth import U, check, divergence, gradient, truth

@@ -1,0 +1,65 @@
+"""The row kernels of Triton on rows as the engine lays them on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from torch import Tensor
+
+from grpo_kernels.backends.interface import Chunk, RowStats
+from grpo_kernels.backends.triton_rows.rows import TritonRows
+from grpo_kernels.token_loss.record import TokenLoss
+
+MULTIPLE = 64
+
+
+def apart(x: Tensor) -> Tensor:
+    """A copy of `x` (n, V) with rows at multiples of `MULTIPLE` elements, unwritten between."""
+    n, vocab = x.shape
+    wide = x.new_empty(n, -(-vocab // MULTIPLE) * MULTIPLE)[:, :vocab]
+    return wide.copy_(x)
+
+
+class RowsApart(TritonRows):
+    """`TritonRows` on copies (`apart`) of what it is given; it writes in place there too."""
+
+    def stats(self, chunk: Chunk, *, entropy: bool, extras: tuple[str, ...] = ()) -> RowStats:
+        return super().stats(_apart(chunk), entropy=entropy, extras=extras)
+
+    def diverge(self, chunk: Chunk, stats: RowStats, teacher: RowStats) -> tuple[Tensor, Tensor]:
+        return super().diverge(_apart(chunk), stats, teacher)
+
+    def grad(
+        self,
+        chunk: Chunk,
+        stats: RowStats,
+        a: Tensor,
+        b: Tensor | None,
+        out: Tensor,
+        c: Tensor | None = None,
+    ) -> None:
+        with _written(chunk, out) as (wide, wide_out):
+            super().grad(wide, stats, a, b, wide_out, c)
+
+    def fused(self, chunk: Chunk, token_loss: TokenLoss, out: Tensor | None) -> RowStats:
+        if out is None:
+            return super().fused(_apart(chunk), token_loss, None)
+        with _written(chunk, out) as (wide, wide_out):
+            return super().fused(wide, token_loss, wide_out)
+
+
+def _apart(chunk: Chunk) -> Chunk:
+    teacher = chunk.teacher and replace(chunk.teacher, logits=apart(chunk.teacher.logits))
+    return replace(chunk, logits=apart(chunk.logits), teacher=teacher)
+
+
+@contextmanager
+def _written(chunk: Chunk, out: Tensor) -> Iterator[tuple[Chunk, Tensor]]:
+    """The chunk apart, and a place for `out`, which is copied at the end."""
+    wide = _apart(chunk)
+    in_place = out.data_ptr() == chunk.logits.data_ptr() and out.dtype == chunk.logits.dtype
+    wide_out = wide.logits if in_place else apart(out)
+    yield wide, wide_out
+    out.copy_(wide_out)
