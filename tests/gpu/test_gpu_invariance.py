@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import LossConfig, Run, grpo_loss, linear_logprob
-from tests.support.on_device import BACKENDS, copy_of, gradients, leaves, relative, same_bits
+from tests.support.on_device import BACKENDS, copy_of, leaves, relative, same_bits
 
 DTYPES = [torch.bfloat16, torch.float32, torch.float16]
 RERUNS = {"cuda": 20, "cpu": 2}
@@ -62,7 +62,12 @@ def test_every_run_has_the_same_bits(
             hidden, weight, ids.view(-1, 4), None, advantages, config=config,
             old_per_token_logps=old, ref_per_token_logps=old, run=Run(engine, backend),
         )  # fmt: skip
-        return out.loss, out.per_token_logps, out.entropies, *gradients(out.loss, [hidden, weight])
+        return (
+            out.loss,
+            out.per_token_logps,
+            out.entropies,
+            *torch.autograd.grad(out.loss, [hidden, weight]),
+        )
 
     first = copy_of(step())
     for i in range(RERUNS[device.type] - 1):
@@ -129,16 +134,9 @@ def test_the_ratio_is_exactly_one_on_policy(
     advantages = torch.linspace(-1, 1, b, device=device)
 
     def step(old_per_token_logps: Tensor | None) -> tuple[Any, tuple[Tensor, ...]]:
-        out = grpo_loss(
-            hidden,
-            weight,
-            ids,
-            None,
-            advantages,
-            old_per_token_logps=old_per_token_logps,
-            run=Run(engine, backend),
-        )
-        return out, gradients(out.loss, [hidden, weight])
+        old = {"old_per_token_logps": old_per_token_logps}
+        out = grpo_loss(hidden, weight, ids, None, advantages, **old, run=Run(engine, backend))
+        return out, torch.autograd.grad(out.loss, [hidden, weight])
 
     out, grads = step(old)
     on_policy, wanted = step(None)
@@ -160,11 +158,9 @@ def test_rows_are_the_same_in_every_engine(
     n, h, v = (640, 512, 32_003) if device.type == "cuda" else (16, 16, 70)
     hidden, weight, ids = leaves(device, n, h, v, torch.bfloat16)
     want = scored(hidden, weight, ids, backend)
+    given = hidden.view(-1, 8, h), weight, ids.view(-1, 8), None, torch.ones(n // 8, device=device)
     for engine in ENGINES:
-        out = grpo_loss(
-            hidden.view(-1, 8, h), weight, ids.view(-1, 8), None, torch.ones(n // 8, device=device),
-            run=Run(engine, backend),
-        )  # fmt: skip
+        out = grpo_loss(*given, run=Run(engine, backend))
         assert same_bits((out.per_token_logps.flatten(), out.entropies.flatten()), want), engine
 
 

@@ -1,4 +1,4 @@
-"""The smoke test of ``python -m benchmarks.gpu``: kernels, engines, 16-bit products, a bandwidth.
+"""The smoke test of ``python -m benchmarks.gpu``: kernels, engines, a bandwidth.
 
 All but the bandwidth is held against float64, at V 9001 (whole steps of a tile and a tail; rows
 that are not aligned; all that a head may have), 1088 and 151936. The sanitizers watch the small
@@ -28,21 +28,21 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from benchmarks.timing import Clock
-from grpo_kernels import LossConfig, Run, grpo_loss, linear_logprob
 from grpo_kernels.backends import choose_backend, triton_rows
 from grpo_kernels.backends.interface import (
     STATISTICS,
     Chunk,
-    DivergenceStats,
     LogitTransform,
     RowStats,
     Teacher,
 )
 from grpo_kernels.backends.triton_rows import rows as row_work
-from grpo_kernels.engine.device import device_of
-from grpo_kernels.engine.engines import ENGINES
-from grpo_kernels.engine.gemm import mixed_mm
 from grpo_kernels.token_loss.record import TokenLoss
+from tests.support.case_builder import make_case
+from tests.support.on_device import run_on
+from tests.support.reference import reference_loss
+from tests.support.row_cases import statistics
+from tests.support.tolerance import assert_matches, bounds_of
 
 pytestmark = pytest.mark.unit
 
@@ -52,8 +52,6 @@ FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 STATISTIC = 2e-5  # allowed of a statistic, of 1 + its size
 # allowed of d logits by their dtype: half a unit and more
 GRADIENT = {FP32: 1e-4, BF16: 5e-3, FP16: 6e-4}
-# allowed of a whole gradient by the dtype of the head, in the norm
-PRODUCT = {FP32: 1e-4, BF16: 1e-2}
 SCALE = 1024.0  # of the coefficients, so that gradients of a long row are normal numbers of fp16
 ROWS = 16
 VOCABS = (9001, 1088, 151936)
@@ -98,24 +96,15 @@ class Rows:
         self.raw = raw.double().requires_grad_()
         self.all_logps = log_probs(self.raw, transform)
         self.logps = self.all_logps.gather(1, ids[:, None])[:, 0]
-        probs, teacher_logps = (
-            self.all_logps.exp(),
-            log_probs(teacher_raw.double(), LogitTransform()),
-        )
+        probs = self.all_logps.exp()
+        teacher_logps = log_probs(teacher_raw.double(), LogitTransform())
         self.entropies = -(probs * self.all_logps).sum(1)
         self.divergence = divergence(self.all_logps, teacher_logps, beta)
         self.size = probs.detach() + teacher_logps.exp()
 
     def statistics(self, kernels: Any) -> RowStats:
         """Ours, of the pair."""
-        stats, teacher = (
-            kernels.stats(self.chunk, entropy=True),
-            kernels.stats(self.pair.of_teacher(), entropy=False),
-        )
-        found = kernels.diverge(self.pair, stats, teacher)
-        return replace(
-            stats, divergence=DivergenceStats(*found, teacher.max_logit, teacher.log_sum)
-        )
+        return statistics(kernels, self.pair, ())
 
     def gradient(self, loss: Tensor) -> Iterator[Compared]:
         """`out` against d loss.sum() / d raw; the padding stays."""
@@ -180,13 +169,8 @@ def compare_stats(case: Rows, kernels: Any) -> Iterator[Compared]:
     stats = kernels.stats(case.chunk, entropy=True, extras=STATISTICS)
     yield from case.of(stats)
     squares = (2.0 * case.all_logps).logsumexp(1)
-    yield (
-        "log_sum_sq_probs",
-        stats.extras["log_sum_sq_probs"],
-        squares,
-        1.0 + squares.abs(),
-        STATISTIC,
-    )
+    found = stats.extras["log_sum_sq_probs"]
+    yield "log_sum_sq_probs", found, squares, 1.0 + squares.abs(), STATISTIC
     is_top1 = (case.all_logps.argmax(1) == case.chunk.ids).double()
     yield "is_top1", stats.extras["is_top1"], is_top1, 1.0, 0.5
 
@@ -213,9 +197,8 @@ def compare_fused(case: Rows, kernels: Any) -> Iterator[Compared]:
 
 def compare_teacher_grad(case: Rows, kernels: Any) -> Iterator[Compared]:
     kernels.grad(case.pair, case.statistics(kernels), case.a, case.b, case.out, case.c)
-    yield from case.gradient(
-        case.a * case.logps + case.b * case.entropies + case.c * case.divergence
-    )
+    of_student = case.a * case.logps + case.b * case.entropies
+    yield from case.gradient(of_student + case.c * case.divergence)
 
 
 def compare_scale(case: Rows, kernels: Any) -> Iterator[Compared]:
@@ -223,13 +206,8 @@ def compare_scale(case: Rows, kernels: Any) -> Iterator[Compared]:
     want = case.raw.detach() * factor.double()
     out = x if case.out is case.chunk.logits else torch.empty_like(x, dtype=case.dtype)
     kernels.scale(x, factor, out)
-    yield (
-        "product",
-        out,
-        want,
-        want.abs() + torch.finfo(case.dtype).smallest_normal,
-        GRADIENT[case.dtype],
-    )
+    size = want.abs() + torch.finfo(case.dtype).smallest_normal
+    yield "product", out, want, size, GRADIENT[case.dtype]
 
 
 # By the name of the kernel; `teacher_grad` is `grad` with a teacher. Those of `WRITES` write
@@ -243,73 +221,6 @@ KERNELS: dict[str, Callable[[Rows, Any], Iterator[Compared]]] = {
     "scale": compare_scale,
 }
 WRITES = ("grad", "fused", "teacher_grad", "scale")
-
-
-def compare_engine(
-    engine: str, shape: tuple[int, int, int], vocab: int, dtype: torch.dtype, device: torch.device
-) -> Iterator[Compared]:
-    """A whole call by `engine`, and its backward if any, against all logits in float64."""
-    b, t, width = shape
-    torch.manual_seed(0)
-    hidden = torch.randn(b, t, width, device=device).to(dtype).requires_grad_()
-    weight = (torch.randn(vocab, width, device=device) * (2.0 / width**0.5)).to(dtype)
-    weight.requires_grad_(engine != "frozen")
-    ids = torch.randint(vocab, (b, t)).to(device)
-    h64, w64 = (x.detach().double().requires_grad_(x.requires_grad) for x in (hidden, weight))
-    all_logps = (h64 @ w64.T).log_softmax(-1)
-    logps, entropies = (
-        all_logps.gather(-1, ids[..., None])[..., 0],
-        -(all_logps.exp() * all_logps).sum(-1),
-    )
-    if engine == "score":
-        with torch.no_grad():
-            found = linear_logprob(hidden, weight, ids, run=Run(engine, "triton"))
-        assert found.logps is not None
-        assert found.entropies is not None
-        yield "logps", found.logps, logps, 1.0 + logps.abs(), STATISTIC
-        yield "entropies", found.entropies, entropies, 1.0 + entropies, STATISTIC
-        return
-    mask = torch.ones(b, t, device=device)
-    mask[0, t // 2 :] = 0.0
-    # of one sequence none: nothing to compute
-    advantages = torch.tensor([1.0, -1.0, 0.0, 0.5], device=device)
-    old = logps.detach().float() + 0.2 * torch.randn(b, t, device=device)
-    out = grpo_loss(
-        hidden, weight, ids, mask, advantages, config=LossConfig(epsilon=0.2),
-        old_per_token_logps=old,
-        run=Run(engine, "triton"),
-    )  # fmt: skip
-    out.loss.backward()
-    ratio, gain = (logps - old.double()).exp(), advantages[:, None]
-    per_token = -torch.minimum(ratio * gain, ratio.clamp(0.8, 1.2) * gain)
-    loss = (per_token * mask).sum() / mask.sum()
-    loss.backward()
-    yield "loss", out.loss, loss.detach(), 1.0, STATISTIC
-    yield (
-        "logps",
-        out.per_token_logps,
-        (logps * mask).detach(),
-        1.0 + logps.detach().abs(),
-        STATISTIC,
-    )
-    for name, x, x64 in (("d hidden", hidden, h64), ("d weight", weight, w64)):
-        if x64.grad is not None:
-            assert x.grad is not None
-            off, size = (x.grad.double() - x64.grad).norm(), x64.grad.norm()
-            yield name, off, torch.zeros_like(off), size, PRODUCT[dtype]
-
-
-def compare_product(dtype: torch.dtype, add: bool, device: torch.device) -> Iterator[Compared]:
-    """A product as the engine has it: 16-bit operands, and an fp32 result that they add to."""
-    left, right = (torch.randn(512, n, device=device).to(dtype) for n in (1000, 256))
-    out = torch.randn(1000, 256, device=device)
-    want = left.double().T @ right.double() + (out.double() if add else 0.0)
-    mixed_mm(left.T, right, out, add=add)
-    yield "product", out, want, 512**0.5, STATISTIC
-
-
-def short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def triton_kernels(device: torch.device) -> Any:
@@ -331,19 +242,11 @@ def worst(compared: Iterator[Compared]) -> tuple[float, str]:
     return max(shares)
 
 
-def hold(compared: Iterator[Compared], record_property: Callable[[str, object], None]) -> None:
-    share, name = worst(compared)
-    record_property("error", f"{share:.2g} of what is allowed, in {name}")
-    assert share <= 1, f"{share:.2g} of what is allowed, in {name}"
-
-
 FORMS = [*itertools.product(KERNELS, VOCABS, (FP32, BF16, FP16))]
 
 
 @pytest.mark.parametrize(
-    ("kernel", "vocab", "dtype"),
-    FORMS,
-    ids=lambda x: short(x) if isinstance(x, torch.dtype) else str(x),
+    ("kernel", "vocab", "dtype"), FORMS, ids=lambda x: str(x).removeprefix("torch.")
 )
 def test_kernel(
     device: torch.device,
@@ -353,37 +256,29 @@ def test_kernel(
     record_property: Any,
     as_in_use: None,
 ) -> None:
-    if device.type == "cpu" and vocab not in CPU_VOCABS:
-        pytest.skip("too much for Triton's interpreter")
-    if device.type == "cpu" and dtype not in CPU_DTYPES:
-        pytest.skip("Triton's interpreter has no exact bf16")
-    vocab = CPU_VOCABS[vocab] if device.type == "cpu" else vocab
+    if device.type == "cpu":
+        if vocab not in CPU_VOCABS or dtype not in CPU_DTYPES:
+            pytest.skip("too much for Triton's interpreter, or bf16, which it rounds otherwise")
+        vocab = CPU_VOCABS[vocab]
     for in_place in ways(kernel, dtype):
-        hold(
-            KERNELS[kernel](Rows(device, vocab, dtype, in_place), triton_kernels(device)),
-            record_property,
-        )
+        case = Rows(device, vocab, dtype, in_place)
+        share, name = worst(KERNELS[kernel](case, triton_kernels(device)))
+        record_property("error", f"{share:.2g} of what is allowed, in {name}")
+        assert share <= 1, f"{share:.2g} of what is allowed, in {name}"
 
 
 @pytest.mark.parametrize("vocab", VOCABS[1:])
-@pytest.mark.parametrize("engine", ENGINES)
-def test_engine(
-    device: torch.device, engine: str, vocab: int, record_property: Any, as_in_use: None
-) -> None:
+@pytest.mark.parametrize("engine", ["score", "frozen", "one_pass", "two_pass", "lean"])
+def test_engine(device: torch.device, engine: str, vocab: int, as_in_use: None) -> None:
+    """A whole call, and its backward if any, against all logits in float64."""
     if device.type == "cpu" and vocab not in CPU_VOCABS:
         pytest.skip("too much for Triton's interpreter")
-    shape, dtype = ((4, 16, 128), BF16) if device.type == "cuda" else ((4, 4, 16), FP32)
-    hold(compare_engine(engine, shape, vocab, dtype, device), record_property)
-
-
-@pytest.mark.parametrize("add", [False, True], ids=["mm", "addmm"])
-@pytest.mark.parametrize("dtype", [BF16, FP16], ids=short)
-def test_product_with_out_dtype(
-    gpu: torch.device, dtype: torch.dtype, add: bool, record_property: Any
-) -> None:
-    if not device_of(gpu).mixed_products:
-        pytest.skip(f"on this device operands of {short(dtype)} are converted to float32")
-    hold(compare_product(dtype, add, gpu), record_property)
+    frozen = {"score": ("weight", "hidden"), "frozen": ("weight",)}.get(engine, ())
+    h, dtype = (128, BF16) if device.type == "cuda" else (16, FP32)
+    case = make_case(f"smoke {engine}", b=4, t=8, h=h, v=vocab, dtype=dtype, frozen=frozen)
+    reference = reference_loss(case)
+    found = run_on(case, device, engine, "triton")
+    assert_matches(*found, reference, case, bounds_of(reference, case))
 
 
 def test_bandwidth(gpu: torch.device, record_property: Any, as_in_use: None) -> None:
@@ -421,9 +316,8 @@ def test_a_wrong_kernel_is_noticed() -> None:
 
     for place in (1099, 1100):
         with mock.patch.object(row_work, "launch_grad", wrong(place)):
-            assert worst(compare_grad(Rows(cpu, 1100, FP32, False), triton_kernels(cpu)))[0] > 1, (
-                place
-            )
+            compared = compare_grad(Rows(cpu, 1100, FP32, False), triton_kernels(cpu))
+            assert worst(compared)[0] > 1, place
 
 
 PRETENDED = """
@@ -445,8 +339,6 @@ with (
     for name, vocab, dtype in smoke.FORMS:
         for in_place in smoke.ways(name, dtype):
             smoke.worst(smoke.KERNELS[name](smoke.Rows(gpu, vocab, dtype, in_place), kernels))
-    for engine in smoke.ENGINES:
-        smoke.worst(smoke.compare_engine(engine, (4, 16, 128), smoke.VOCABS[-1], smoke.BF16, gpu))
 print(*sorted({x.kernel.__name__ for x in launches}))
 """
 

@@ -15,9 +15,7 @@ from tests.support.on_device import (
     BACKENDS,
     Graphed,
     copy_of,
-    gradients,
     leaves,
-    on_backends,
     same_bits,
     waits,
 )
@@ -59,7 +57,7 @@ def loss_step(
     def step() -> tuple[Tensor, ...]:
         out = grpo_loss(**given, config=config, run=Run(**options))
         trained = [x for x in (given["hidden"], given["head"]) if x.requires_grad]
-        return out.loss, out.per_token_logps, *gradients(out.loss, trained)
+        return out.loss, out.per_token_logps, *torch.autograd.grad(out.loss, trained)
 
     return step
 
@@ -154,7 +152,8 @@ def test_a_graph_of_the_loss_replays(
     check_replays(given, step, device)
 
 
-@pytest.mark.parametrize(("engine", "backend"), on_backends("score", "two_pass"))
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("engine", ["score", "two_pass"])
 def test_a_graph_of_the_log_probabilities_replays(
     device: torch.device, engine: str, backend: str, as_in_use: None
 ) -> None:
@@ -164,12 +163,12 @@ def test_a_graph_of_the_log_probabilities_replays(
     def step() -> tuple[Tensor, ...]:
         with torch.set_grad_enabled(engine == "two_pass"):
             found = linear_logprob(hidden, weight, ids, run=Run(engine, backend))
-        logps, entropies = found.logps, found.entropies
-        assert logps is not None
-        assert entropies is not None
-        if engine != "two_pass":
-            return logps, entropies
-        return logps, entropies, *gradients(logps.sum() + 0.1 * entropies.sum(), [hidden, weight])
+        assert found.logps is not None
+        assert found.entropies is not None
+        both = found.logps, found.entropies
+        if engine == "score":
+            return both
+        return *both, *torch.autograd.grad(both[0].sum() + 0.1 * both[1].sum(), [hidden, weight])
 
     check_replays(given, step, device)
 
@@ -178,30 +177,41 @@ def test_a_graph_of_the_log_probabilities_replays(
 # and entropy bonus, and in a second pass, to learn how many carry gradient.
 # (engine/test_no_waits.py counts it without a device.)
 WAITS = {
-    "no mask": {"on-policy": 1, "kl": 0, "entropy": 0},
-    "mask": {"one_pass": 2, "two_pass": 2, "lean": 2},
+    ("no mask", "on-policy"): 1,
+    ("no mask", "kl"): 0,
+    ("no mask", "entropy"): 0,
+    ("mask", "kl"): 1,
+    ("scoring", "kl"): 0,
 }
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("head", ["trains", "frozen", "no gradient"])
-@pytest.mark.parametrize("config", CONFIGS)
-def test_waits_without_a_mask(
-    gpu: torch.device, config: str, head: str, backend: str, as_in_use: None
+@pytest.mark.parametrize(("kind", "config"), WAITS)
+def test_waits(
+    gpu: torch.device, kind: str, config: str, head: str, backend: str, as_in_use: None
 ) -> None:
-    given = batch(gpu)
+    given, run = batch(gpu), Run(backend=backend)
     given["head"].requires_grad_(head == "trains")
     given["hidden"].requires_grad_(head != "no gradient")
     if config == "on-policy":
         given["old_per_token_logps"] = None
+    if kind == "mask":
+        given["completion_mask"] = torch.ones_like(given["completion_ids"])
+        given["completion_mask"][:, -1] = 0
 
     def step() -> None:
-        out = grpo_loss(**given, config=CONFIGS[config], run=Run(backend=backend))
+        if kind == "scoring":
+            with torch.no_grad():
+                linear_logprob(given["hidden"], given["head"], given["completion_ids"], run=run)
+            return
+        out = grpo_loss(**given, config=CONFIGS[config], run=run)
         if out.loss.requires_grad:
             out.loss.backward()
 
     step()  # what is compiled or allocated once may wait
-    found, allowed = waits(step), WAITS["no mask"][config] if head != "no gradient" else 0
+    found = waits(step)
+    allowed = 0 if (kind, head) == ("no mask", "no gradient") else WAITS[kind, config]
     assert len(found) == allowed, found
     if allowed == 0:  # the stricter form: the call fails where it waits
         torch.cuda.set_sync_debug_mode("error")
@@ -209,35 +219,3 @@ def test_waits_without_a_mask(
             step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_scoring_without_a_mask_does_not_wait(
-    gpu: torch.device, backend: str, as_in_use: None
-) -> None:
-    given = batch(gpu)
-
-    def step() -> None:
-        with torch.no_grad():
-            linear_logprob(
-                given["hidden"], given["head"], given["completion_ids"], run=Run(backend=backend)
-            )
-
-    step()
-    assert waits(step) == []
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("engine", WAITS["mask"])
-def test_waits_with_a_mask(gpu: torch.device, engine: str, backend: str, as_in_use: None) -> None:
-    given = batch(gpu)
-    mask = torch.ones_like(given["completion_ids"])
-    mask[:, -1] = 0
-    given["completion_mask"] = mask
-
-    def step() -> None:
-        grpo_loss(**given, run=Run(engine, backend)).loss.backward()
-
-    step()
-    found = waits(step)
-    assert len(found) == WAITS["mask"][engine], found

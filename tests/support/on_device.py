@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
@@ -16,11 +16,6 @@ from tests.support.case_builder import Case
 from tests.support.run_case import run
 
 BACKENDS = ("torch", "triton")
-
-
-def on_backends(*engines: str) -> list[tuple[str, str]]:
-    """Each engine with each backend."""
-    return [(engine, x) for engine in engines for x in BACKENDS]
 
 
 def move(case: Case, device: torch.device) -> Case:
@@ -46,23 +41,13 @@ def run_on(
 
 
 def leaves(
-    device: torch.device,
-    n: int,
-    h: int,
-    v: int,
-    dtype: torch.dtype,
-    seed: int = 0,
-    spread: float = 2.0,
+    device: torch.device, n: int, h: int, v: int, dtype: torch.dtype, seed: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Hidden states (n, H), weight (V, H), ids (n,), seeded; the first two want gradients."""
     g = torch.Generator(device).manual_seed(seed)
     hidden = torch.randn(n, h, generator=g, device=device).to(dtype).requires_grad_()
-    weight = (
-        (torch.randn(v, h, generator=g, device=device) * (spread / h**0.5))
-        .to(dtype)
-        .requires_grad_()
-    )
-    return hidden, weight, torch.randint(v, (n,), generator=g, device=device)
+    weight = (torch.randn(v, h, generator=g, device=device) * (2.0 / h**0.5)).to(dtype)
+    return hidden, weight.requires_grad_(), torch.randint(v, (n,), generator=g, device=device)
 
 
 def truth(
@@ -92,12 +77,9 @@ def same_bits(one: Any, other: Any) -> bool:
     pairs = zip(tree_flatten(one)[0], tree_flatten(other)[0], strict=True)
     integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     views = [
-        (
-            x.detach().contiguous().view(integer[x.element_size()]),
-            y.detach().contiguous().view(integer[y.element_size()]),
-        )
-        for x, y in pairs
-        if isinstance(x, Tensor) and x.dtype != torch.bool
+        [z.detach().contiguous().view(integer[z.element_size()]) for z in pair]
+        for pair in pairs
+        if isinstance(pair[0], Tensor) and pair[0].dtype != torch.bool
     ]
     return all(x.shape == y.shape and torch.equal(x, y) for x, y in views)
 
@@ -155,11 +137,6 @@ def waits(function: Callable[[], Any]) -> list[str]:
         for w in caught
         if "called a synchronizing" in str(w.message)
     ]
-
-
-def gradients(loss: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """d loss / d tensors, as new tensors and not in ``.grad``."""
-    return torch.autograd.grad(loss, list(tensors))
 
 
 def report(failures: Mapping[str, Exception], of: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import fields, replace
 from typing import Any
 
@@ -88,12 +89,8 @@ def tensors_of(stats: RowStats) -> dict[str, Tensor]:
     """All tensors of `stats` by their names."""
     found = {field: getattr(stats, field) for field in FIELDS}
     of_pair = {} if stats.divergence is None else stats.divergence._asdict()
-    return (
-        found
-        | stats.extras
-        | stats.terms
-        | {f"divergence {field}": x for field, x in of_pair.items()}
-    )
+    diverged = {f"divergence {field}": x for field, x in of_pair.items()}
+    return found | stats.extras | stats.terms | diverged
 
 
 def same(x: Tensor, y: Tensor) -> bool:
@@ -134,3 +131,13 @@ def statistics(kernels: RowBackend, chunk: Chunk, extras: tuple[str, ...] = EXTR
 def full_loss(logps: Tensor, kind: int) -> TokenLoss:
     """Loss number `kind` with the divergence as its KL."""
     return replace(make_loss(logps, kind), kl="full", ref=None, corrects_kl=False, beta=0.7)
+
+
+def instruction_sets() -> Iterator[str]:
+    """Each that the C++ kernels have for this processor, in use."""
+    isa = torch.ops.grpo_kernels_cpp.isa
+    before, best = isa(""), isa("auto")
+    try:
+        yield from map(isa, ISAS[: ISAS.index(best) + 1])
+    finally:
+        isa(before)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -19,6 +17,7 @@ from tests.support.row_cases import (
     assert_same,
     full_loss,
     in_double,
+    instruction_sets,
     make_loss,
     make_transform,
     prepared,
@@ -27,7 +26,7 @@ from tests.support.row_cases import (
     statistics,
     tensors_of,
 )
-from tests.support.row_suite import RowSuite, SpecialSuite, check_kernels, check_many_rows
+from tests.support.row_suite import RowSuite, SpecialSuite
 from tests.support.row_truth import U, check, loss_terms
 
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("cpp_library")]
@@ -36,14 +35,6 @@ CPU = "cpu"
 CPP = CppRows()
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 ROUNDINGS = (None, torch.bfloat16, torch.float16)
-# 12 x 24 shapes: of less than a vector, of one, of several and a tail; of less than a tile of sums,
-# one, and two.
-NS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 33)
-VOCABS = (
-    *(1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 97),
-    *(127, 128, 129, 255, 256, 257),
-)
-WIDE = (4095, 4096, 4097, 8191, 8192, 8193, 9000)
 each_pair = pytest.mark.parametrize("beta", [None, *BETAS])  # without a teacher, and with one
 
 
@@ -94,12 +85,8 @@ class TestDivergence(DivergenceSuite):
             assert same(found.terms["kl"], want.divergence.value)
             terms = loss_terms(loss, found.logps, found.terms["log_ratio"])
             added = loss.beta * loss.weights.double() * want.divergence.value
-            check(
-                "loss",
-                found.terms["loss"],
-                terms["loss"][0] + added,
-                8 * U * (terms["loss"][1] + added),
-            )
+            policy, size = terms["loss"]
+            check("loss", found.terms["loss"], policy + added, 8 * U * (size + added))
             check("d_logp", found.terms["d_logp"], terms["d_logp"][0], 8 * U * terms["d_logp"][1])
             b, c = torch.full_like(loss.weights, loss.d_entropy), loss.beta * loss.weights
             d = self.grad(chunk, want, found.terms["d_logp"], b if loss.d_entropy else None, c)
@@ -112,10 +99,8 @@ class TestDivergence(DivergenceSuite):
         ids = torch.tensor([4, -1, self.wide - 1], device=self.device)
         for kind in (0, 3, 5, 6):
             chunk = self.chunk(self.randn(3, self.wide), self.randn(3, self.wide), beta, ids)
-            out, loss = (
-                torch.empty_like(chunk.logits),
-                full_loss(-torch.ones_like(chunk.logits[:, 0]), kind),
-            )
+            out = torch.empty_like(chunk.logits)
+            loss = full_loss(-torch.ones_like(out[:, 0]), kind)
             found = self.kernels.fused(chunk, loss, out)
             for x in (found.logps, found.terms["loss"], found.terms["d_logp"], out[:, 7]):
                 assert x.isnan().tolist() == [False, True, False]
@@ -125,36 +110,6 @@ class TestDivergence(DivergenceSuite):
 
 class TestDivergenceDouble(TestDivergence):
     dtype = torch.float64
-
-
-def each_isa(run: Callable[[], Any]) -> list[tuple[str, Any]]:
-    """What `run` returns by each instruction set of this processor; the best one first."""
-    isa, found = torch.ops.grpo_kernels_cpp.isa, []
-    try:
-        for name in ("avx512", "avx2", "portable"):
-            try:
-                isa(name)
-            except RuntimeError as error:
-                assert f"no '{name}'" in str(error)  # noqa: PT017
-                continue
-            found.append((name, run()))
-    finally:
-        best = isa("auto")
-    assert best == found[0][0]
-    return found
-
-
-def test_many_rows() -> None:
-    check_many_rows(CPP, CPU)
-
-
-@pytest.mark.parametrize("n", NS)
-def test_every_kernel_on_every_shape(n: int) -> None:
-    """Transforms, roundings, and dtypes of the gradients in turn; rows of several tiles too."""
-    for i, vocab in enumerate((*VOCABS, *WIDE) if n in (1, 4, 7) else VOCABS):
-        kind, (raw, ids) = n + i, rows(n, vocab, CPU)
-        transform = make_transform(n, vocab, kind, ROUNDINGS[i % 3], CPU)
-        check_kernels(CPP, raw, ids, transform, kind, DTYPES[kind // 4 % 3])
 
 
 def chunk_of(
@@ -215,9 +170,9 @@ def test_every_instruction_set_gives_the_same_bits(dtype: torch.dtype, beta: flo
     for kind in range(12) if beta is None else (0, 6, 11):
         for vocab in (1, 7, 33, 100, 4133):
             chunk = chunk_of(9, vocab, kind, dtype, beta, ROUNDINGS[kind % 3])
-            (_, first), *others = each_isa(lambda chunk=chunk, kind=kind: outcomes(chunk, kind))
-            for isa, found in others:
-                assert_all_same(found, first, f"{kind} {vocab} {isa}")
+            want = outcomes(chunk, kind)
+            for isa in instruction_sets():
+                assert_all_same(outcomes(chunk, kind), want, f"{kind} {vocab} {isa}")
 
 
 @pytest.mark.parametrize(
@@ -246,11 +201,9 @@ def test_rows_of_16_bits_are_those_numbers(dtype: torch.dtype, beta: float | Non
             teacher = chunk.teacher and replace(chunk.teacher, logits=chunk.teacher.logits.float())
             wide = replace(chunk, logits=chunk.logits.float(), teacher=teacher)
             want = outcomes(wide, kind)
-            for mixed in (
-                chunk,
-                replace(chunk, teacher=teacher),
-                replace(wide, teacher=chunk.teacher),
-            ):
+            of_teacher = replace(chunk, teacher=teacher)
+            of_student = replace(wide, teacher=chunk.teacher)
+            for mixed in (chunk, of_teacher, of_student):
                 in_place = want["in place"].to(mixed.logits.dtype)
                 assert_all_same(outcomes(mixed, kind), want | {"in place": in_place}, (vocab, kind))
 
@@ -285,27 +238,6 @@ def test_float64_rows(beta: float | None) -> None:
                 CPP.grad(chunk, stats, a, b_or_none, d, c_or_none)
                 TorchRows().grad(replace(in_torch, logits=z), want, a, b_or_none, z, c_or_none)
                 torch.testing.assert_close(d, z, rtol=1e-11, atol=1e-13)
-
-
-def test_ids_that_do_not_exist() -> None:
-    """Their log-probability is NaN, all else is the row's; they have no gradient of their own."""
-    for vocab in (1, 40, 4097):
-        raw = torch.randn(1, vocab).repeat(6, 1)
-        ids = torch.tensor([-1, vocab, -(2**62), 2**62, 2**32, 0])
-        stats = statistics(CPP, Chunk(raw, ids, PLAIN))
-        assert stats.logps.isnan().tolist() == [True] * 5 + [False]
-        assert not stats.extras["is_top1"][:5].any()
-        for x in (stats.max_logit, stats.log_sum, stats.entropies, stats.extras["mean_logits"]):
-            assert x is not None
-            assert x.unique().numel() == 1
-        a, p = torch.ones(6), torch.softmax(raw, 1)
-        wide = torch.full((6, vocab + 2), 77.0)
-        out = wide[:, 1:-1]
-        for first_id in (0, 1, -vocab):
-            CPP.grad(Chunk(raw, ids, PLAIN, first_id), stats, a, None, out)
-            elsewhere = torch.tensor([not 0 <= i - first_id < vocab for i in ids.tolist()])
-            torch.testing.assert_close(out[elsewhere], -p[elsewhere])
-            assert (wide[:, [0, -1]] == 77).all()
 
 
 def test_unknown_instruction_sets_are_refused() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -16,13 +15,14 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.cpp_rows import CppRows
-from grpo_kernels.backends.interface import Chunk, LogitTransform, RowStats
+from grpo_kernels.backends.interface import Chunk, RowStats
 from grpo_kernels.token_loss.record import TokenLoss
 from tests.support.row_cases import (
     EXTRAS,
     FIELDS,
-    ISAS,
     assert_same,
+    in_double,
+    instruction_sets,
     make_loss,
     make_transform,
     rows,
@@ -55,18 +55,10 @@ def check(seed: int) -> None:
     torch.manual_seed(seed)
     torch.set_num_threads(draw.choice((1, 1, 2)))
     n, kind, dtype = draw.choice((0, 1, 1, 2, 3, 5, 9)), draw.randrange(420), draw.choice(DTYPES)
-    vocab = draw.choice(
-        (
-            1,
-            draw.randint(1, 70),
-            draw.randint(1, 70),
-            draw.randint(71, 600),
-            draw.randint(4000, 8400),
-        )
-    )
-    rounded_to = (
-        None if dtype == torch.float64 else draw.choice((None, None, torch.bfloat16, torch.float16))
-    )
+    few = draw.randint(1, 70), draw.randint(1, 70)
+    vocab = draw.choice((1, *few, draw.randint(71, 600), draw.randint(4000, 8400)))
+    roundings = (None, None, torch.bfloat16, torch.float16)
+    rounded_to = None if dtype == torch.float64 else draw.choice(roundings)
     transform = make_transform(n, vocab, kind, rounded_to, "cpu")
     raw, ids = rows(n, vocab, "cpu")
     if transform.softcap is None:  # its bounds are for logits that it does not flatten
@@ -74,44 +66,23 @@ def check(seed: int) -> None:
     if draw.random() < 0.2:
         raw = raw.round()  # ties
     if draw.random() < 0.5 and n:
-        raw[:, draw.choice((0, 15, 31, 32, 4080, 4095, 4096, vocab - 1)) % vocab] = (
-            raw.amax() + draw.choice((0, 1, 20))
-        )
+        column = draw.choice((0, 15, 31, 32, 4080, 4095, 4096, vocab - 1)) % vocab
+        raw[:, column] = raw.amax() + draw.choice((0, 1, 20))
     if draw.random() < 0.2:
         raw[(torch.rand(n, vocab) < 0.3).scatter(1, ids[:, None], False)] = -torch.inf
     raw = raw.to(dtype).to(torch.float64 if dtype == torch.float64 else torch.float32)
-    transform = with_tensors(transform, raw.dtype)
-    kernels, of_out = (
-        Everywhere(dtype, draw),
-        dtype if dtype == torch.float64 else draw.choice(DTYPES[:3]),
-    )
+    transform = in_double(transform) if dtype == torch.float64 else transform
+    kernels = Everywhere(dtype, draw)
+    of_out = dtype if dtype == torch.float64 else draw.choice(DTYPES[:3])
     if n:
         check_kernels(kernels, raw, ids, transform, kind, of_out)
-    else:
-        check_no_rows(kernels, raw, ids, transform, kind)
-
-
-def check_no_rows(
-    kernels: Everywhere, raw: Tensor, ids: Tensor, transform: LogitTransform, kind: int
-) -> None:
-    stats = kernels.stats(Chunk(raw, ids, transform), entropy=True, extras=EXTRAS)
-    fused = kernels.fused(
-        Chunk(raw, ids, transform), make_loss(stats.logps, kind), torch.empty_like(raw)
-    )
-    kernels.grad(Chunk(raw, ids, transform), stats, stats.logps, stats.logps, torch.empty_like(raw))
-    assert all(
-        x.shape == (0,) for x in (fused.logps, *stats.extras.values(), *fused.terms.values())
-    )
-
-
-def with_tensors(transform: LogitTransform, dtype: torch.dtype) -> LogitTransform:
-    """`transform` with its tensors in `dtype`."""
-    bias, inv_t = transform.bias, transform.inv_temperature
-    return replace(
-        transform,
-        bias=None if bias is None else bias.to(dtype),
-        inv_temperature=inv_t.to(dtype) if isinstance(inv_t, Tensor) else inv_t,
-    )
+        return
+    chunk, out = Chunk(raw, ids, transform), torch.empty_like(raw)
+    stats = kernels.stats(chunk, entropy=True, extras=EXTRAS)
+    fused = kernels.fused(chunk, make_loss(stats.logps, kind), out)
+    kernels.grad(chunk, stats, stats.logps, stats.logps, out)
+    for x in (fused.logps, *stats.extras.values(), *fused.terms.values()):
+        assert x.shape == (0,)
 
 
 class Everywhere(CppRows):
@@ -142,10 +113,8 @@ class Everywhere(CppRows):
     def grad(self, chunk: Chunk, stats: RowStats, a: Tensor, b: Tensor | None, out: Tensor) -> None:
         logits, ids, transform = chunk.logits, chunk.ids, chunk.transform
         vocab = logits.shape[1]
-        cut, in_place = (
-            self._draw.randint(0, vocab),
-            out.dtype == self._dtype and self._draw.random() < 0.5,
-        )
+        cut = self._draw.randint(0, vocab)
+        in_place = out.dtype == self._dtype and self._draw.random() < 0.5
         bad, odd = self._some_beyond(chunk)
         is_target = torch.arange(vocab) == ids[:, None]
 
@@ -153,12 +122,8 @@ class Everywhere(CppRows):
             x = self._placed(logits, self._dtype, UNTOUCHED)
             to = x if in_place else self._placed(out, out.dtype, UNTOUCHED)
             for part in parts:
-                some = (
-                    transform
-                    if transform.bias is None
-                    else replace(transform, bias=transform.bias[part])
-                )
-                cut_out = Chunk(x[:, part], targets, some, part.start)
+                bias = None if transform.bias is None else transform.bias[part]
+                cut_out = Chunk(x[:, part], targets, replace(transform, bias=bias), part.start)
                 super(Everywhere, self).grad(cut_out, stats, a, b, to[:, part])
             assert_untouched_around(to)
             return to
@@ -168,9 +133,8 @@ class Everywhere(CppRows):
             if i == 0:
                 out.copy_(whole)
             assert same(whole.contiguous(), out.contiguous())
-            assert same(
-                run(ids, slice(0, cut), slice(cut, vocab)).contiguous(), out.contiguous()
-            ), cut
+            parts = run(ids, slice(0, cut), slice(cut, vocab))
+            assert same(parts.contiguous(), out.contiguous()), cut
             if vocab > 1:  # a row without a target is that of another target, where that is not
                 other = torch.where(is_target, run((ids + 1) % vocab, slice(0, vocab)), whole)
                 want = torch.where(bad[:, None], other, whole)
@@ -212,16 +176,6 @@ class Everywhere(CppRows):
         """Which rows get an id that does not exist (n,), and the ids (n,)."""
         bad = torch.rand(len(chunk.ids)) < 0.4
         return bad, torch.where(bad, self._draw.choice((chunk.logits.shape[1], *BEYOND)), chunk.ids)
-
-
-def instruction_sets() -> Iterator[str]:
-    """Each that this processor has, in use."""
-    isa = torch.ops.grpo_kernels_cpp.isa
-    before, best = isa(""), isa("auto")
-    try:
-        yield from map(isa, ISAS[: ISAS.index(best) + 1])
-    finally:
-        isa(before)
 
 
 def assert_untouched_around(x: Tensor) -> None:
