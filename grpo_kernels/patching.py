@@ -10,13 +10,18 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from importlib import metadata
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from grpo_kernels.call.expected import Expectation
+
+if TYPE_CHECKING:
+    from transformers import Trainer as _Trainer  # has the attributes of any trainer
+else:
+    _Trainer = object
 
 _logger = logging.getLogger(__name__)
 _Value = TypeVar("_Value")
@@ -42,36 +47,48 @@ class Patches:
             return
         inherited = attribute not in vars(owner)
 
+        def swap(old: Any, new: Any, *owners: Any) -> None:
+            loaded = [sys.modules[name] for name in importers if name in sys.modules]
+            for x in (*owners, *loaded):
+                if vars(x).get(attribute) is old:
+                    setattr(x, attribute, new)
+
+        def log(message: str) -> None:
+            if self._package is not None:
+                of_class = inspect.isclass(owner)
+                name = f"{owner.__module__}.{owner.__qualname__}" if of_class else owner.__name__
+                _logger.info(message, self._package, f"{name}.{attribute}")
+
         def restore() -> None:
             is_ours = vars(owner).get(attribute) is ours
             if inherited and is_ours:
                 delattr(owner, attribute)
-            _swap(importers, attribute, ours, theirs, owner)
+            swap(ours, theirs, owner)
             whose = "its own again" if is_ours else "left as somebody else has made it since"
-            self._log(f"unpatched %s: %s.%s is {whose}", owner, attribute)
+            log(f"unpatched %s: %s is {whose}")
 
         self._restorations.append(restore)
         setattr(owner, attribute, ours)
-        _swap(importers, attribute, theirs, ours)
-        self._log("patched %s: %s.%s is that of grpo_kernels", owner, attribute)
+        swap(theirs, ours)
+        log("patched %s: %s is that of grpo_kernels")
 
     def restore(self) -> None:
         """Restore each attribute that is still ours; what others have put there since stays."""
         while self._restorations:
             self._restorations.pop()()
 
-    def _log(self, message: str, owner: Any, attribute: str) -> None:
-        if self._package is not None:
-            name = owner.__name__
-            where = f"{owner.__module__}.{owner.__qualname__}" if inspect.isclass(owner) else name
-            _logger.info(message, self._package, where, attribute)
 
+class Patch(int):
+    """1 if a package is patched, 0 if it was left alone. As a context manager it takes back."""
 
-def _swap(importers: Sequence[str], attribute: str, old: Any, new: Any, *owners: Any) -> None:
-    loaded = (sys.modules.get(name) for name in importers)
-    for owner in (*owners, *(x for x in loaded if x is not None)):
-        if vars(owner).get(attribute) is old:
-            setattr(owner, attribute, new)
+    undo: Callable[[], None] | None = None
+
+    def __enter__(self) -> Patch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.undo is not None:
+            self.undo()
 
 
 @contextmanager
@@ -101,13 +118,12 @@ def parameter_names(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def function_of(owner: Any, name: str, parameters: Sequence[str]) -> Callable[..., Any]:
-    """The function `name` of a module or class."""
+    """The function `name` of a module or class; LookupError unless it has these parameters."""
     function = getattr(owner, name, None)
     if not callable(function):
         raise LookupError(f"{owner.__name__} has no function {name}")
-    names = parameter_names(function)
-    if names != tuple(parameters):
-        expected = tuple(parameters)
+    names, expected = parameter_names(function), tuple(parameters)
+    if names != expected:
         raise LookupError(
             f"{owner.__name__}.{name}: expected the parameters {expected}, got {names}"
         )
@@ -205,6 +221,31 @@ class Shares:
         counted, all_counted = self.pairs.get(name, (0, 0))
         self.pairs[name] = _sum(counted, count), _sum(all_counted, total)
 
+    def add_rows(self, mask: Tensor, results: Sequence[Tensor | None]) -> None:
+        """Count a scoring of the positions where `mask` is True, unless it is without gradient.
+
+        ``rows/projected``: the share of positions that went through the head's product.
+        ``rows/gradient``: the share of projected rows whose `results` get a gradient.
+        """
+        attached = [x for x in results if x is not None and x.requires_grad]
+        if not attached:
+            return
+        projected, counted = mask.sum(), torch.zeros_like(mask)
+        self.add("rows/projected", projected, mask.numel())
+        self.add("rows/gradient", 0, projected)
+
+        # no hook on several tensors: torch's holds their nodes, which hold it
+        def look(gradient: Tensor | None) -> None:
+            nonlocal counted
+            if gradient is None:  # of a result that nothing reads, where its node made several
+                return
+            graded = (gradient != 0) & mask
+            self.add("rows/gradient", (graded & ~counted).sum(), 0)
+            counted = counted | graded
+
+        for x in attached:
+            x.register_hook(look)
+
     def join(self, others: Shares) -> None:
         """Add those of `others`."""
         for name, (count, total) in others.pairs.items():
@@ -223,6 +264,18 @@ def _sum(total: Number, x: Number) -> Number:
     if isinstance(total, Tensor) and isinstance(x, Tensor):
         return total + x.to(total.device)
     return total + x
+
+
+class LogsShares(_Trainer):
+    """In front of a trainer's class: logs its `_shares`, of this process, since the last log."""
+
+    _shares: Shares
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log as the trainer does, with the shares."""
+        if self.model.training:
+            logs.update(self._shares.take())
+        super().log(logs, *args, **kwargs)
 
 
 def numbered(prompts: Sequence[tuple[int, ...]]) -> list[tuple[int, int]]:

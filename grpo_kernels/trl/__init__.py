@@ -1,22 +1,59 @@
-"""TRL's trainers with their language-model head computed by `grpo_kernels`."""
+"""TRL's trainers with their language-model head computed by `grpo_kernels`.
+
+One minor version of TRL is known. With another one everything here works, after a warning, as TRL
+does without it.
+"""
 
 from grpo_kernels.patching import needed
 
 with needed("'trl>=1.16'", "trl", "transformers"):
-    from grpo_kernels.trl.supported import IS_KNOWN
+    from trl import __version__ as _version
 
-    if IS_KNOWN:
+    _IS_KNOWN = _version.startswith("1.16.")
+    if _IS_KNOWN:
         from grpo_kernels.trl.distillation import FusedDistillationTrainer
-        from grpo_kernels.trl.patch import patch_trl, unpatch_trl
+        from grpo_kernels.trl.fused_head import patch_trl, unpatch_trl
         from grpo_kernels.trl.trainer import FusedGRPOTrainer, FusedLossMixin
-    else:
-        from grpo_kernels.trl.supported import (  # type: ignore[assignment]
-            FusedDistillationTrainer,
-            FusedGRPOTrainer,
-            FusedLossMixin,
-            patch_trl,
-            unpatch_trl,
-        )
+
+if not _IS_KNOWN:
+    import warnings
+    from typing import Any
+
+    from trl import DistillationTrainer as FusedDistillationTrainer  # type: ignore[no-redef]
+    from trl import GRPOTrainer
+
+    from grpo_kernels.base.checks import warn_once
+    from grpo_kernels.patching import Patch
+
+    _MESSAGE = f"expected trl 1.16, got trl {_version}, which works as without grpo_kernels"
+    _OF_RESULTS = {"kl_estimator": "k3", "sampling_mask": None}
+    _OF_COST = {
+        *("fused_sampling_correction", "zero_advantage", "layout", "regroup"),
+        *("tokens_per_forward", "engine", "backend", "workspace_bytes"),
+    }
+    warnings.warn(f"grpo_kernels: {_MESSAGE}", stacklevel=2)
+
+    class FusedLossMixin:  # type: ignore[no-redef]
+        """Takes our options in front of a trainer of an unknown TRL, which runs as it is."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            warn_once(_MESSAGE)
+            for name, default in _OF_RESULTS.items():
+                if kwargs.pop(name, default) != default:
+                    raise ValueError(f"{name}: expected {default!r} with trl {_version}")
+            super().__init__(*args, **{x: y for x, y in kwargs.items() if x not in _OF_COST})
+
+    class FusedGRPOTrainer(FusedLossMixin, GRPOTrainer):  # type: ignore[no-redef]
+        """TRL's trainer as it is."""
+
+    def patch_trl(**_: Any) -> Patch:  # type: ignore[misc]
+        """Warn: this TRL is left alone."""
+        warn_once(_MESSAGE)
+        return Patch(False)
+
+    def unpatch_trl() -> None:
+        """Change nothing."""
+
 
 __all__ = [
     "FusedDistillationTrainer",

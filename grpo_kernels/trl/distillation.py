@@ -23,13 +23,10 @@ from grpo_kernels.base.checks import is_dtensor, warn_once
 from grpo_kernels.call.plan import Run
 from grpo_kernels.head.head import Head
 from grpo_kernels.head.module import whole_constant
-from grpo_kernels.patching import Shares, replaced
+from grpo_kernels.patching import LogsShares, Shares, replaced
 from grpo_kernels.scores import linear_divergence
 from grpo_kernels.transformers.call import measured_head
 from grpo_kernels.transformers.head import causal_lm
-from grpo_kernels.trl.fused_head import LogsRows, count_rows
-
-Heads = tuple[Head | None, Head | None]  # measured, of student and teacher
 
 
 def divergence_loss(
@@ -49,7 +46,7 @@ def divergence_loss(
     temperature: float = 1.0,
     *,
     shares: Shares | None = None,
-    heads: Heads = (None, None),
+    heads: tuple[Head | None, Head | None] = (None, None),  # measured, of student and teacher
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (loss, summed entropy of the student, number of counted tokens), () each.
 
@@ -70,23 +67,18 @@ def divergence_loss(
         )
     student = student_lm_head_weight, student_lm_head_bias
     teacher = teacher_lm_head_weight, teacher_lm_head_bias
-    (weight, bias), (teacher_weight, teacher_bias) = (
-        [whole_constant(x) if is_dtensor(x) else x for x in head] for head in (student, teacher)
-    )
     valid = completion_mask != 0
     if isinstance(num_items_in_batch, Tensor):
         num_items_in_batch = num_items_in_batch.to(valid.device)
-    of_student = _constants(heads[0], student_final_logit_softcapping, student_logit_scale)
-    of_teacher = _constants(heads[1], teacher_final_logit_softcapping, teacher_logit_scale)
     expected = None  # the gradient of a mean
     if num_items_in_batch is not None:
         expected = (torch.ones((), device=valid.device) / num_items_in_batch).expand(valid.shape)
     with maybe_gather_lm_head_ctx(*student, *teacher):  # ZeRO-3
         found = linear_divergence(
             student_hidden_states,
-            Head(weight, bias, **of_student),
+            _head(heads[0], *student, student_final_logit_softcapping, student_logit_scale),
             teacher_hidden_states,
-            Head(teacher_weight, teacher_bias, **of_teacher),
+            _head(heads[1], *teacher, teacher_final_logit_softcapping, teacher_logit_scale),
             mask=valid,
             divergence="jsd",
             beta=beta,
@@ -97,11 +89,28 @@ def divergence_loss(
             run=Run(gather=lambda: maybe_gather_lm_head_ctx(*student)),
         )
     if shares is not None:
-        count_rows(shares, valid, [found.divergence])
+        shares.add_rows(valid, [found.divergence])
     count = valid.sum()
     total, entropy = found.divergence.sum(), found.entropies.detach().sum()
     items = count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
     return total / items, entropy, count
+
+
+def _head(
+    measured: Head | None, weight: Any, bias: Tensor | None, cap: float | None, scale: float
+) -> Head:
+    """The head with the constants of the `measured` one; without it TRL's, from the config."""
+    if measured is not None:
+        ours = measured.final_logit_softcapping, measured.logit_scale
+        if cap != ours[0] or abs(scale - ours[1]) > 1e-6 * abs(ours[1]):
+            warn_once(
+                f"trl's head would use the soft-cap and scale {(cap, scale)}, from the config; the "
+                f"model's own logits have {ours}, which are used, so that losses are the model's "
+                "and not stock trl's"
+            )
+        cap, scale = ours
+    weight, bias = [whole_constant(x) if is_dtensor(x) else x for x in (weight, bias)]
+    return Head(weight, bias, final_logit_softcapping=cap, logit_scale=scale)
 
 
 def _measured(model: Any) -> Head | None:
@@ -112,21 +121,7 @@ def _measured(model: Any) -> Head | None:
     return measured_head(model, model.forward)
 
 
-def _constants(measured: Head | None, cap: float | None, scale: float) -> dict[str, Any]:
-    """Soft-cap and scale of a `measured` head by name; without one TRL's, from the config."""
-    if measured is None:
-        return {"final_logit_softcapping": cap, "logit_scale": scale}
-    ours = measured.final_logit_softcapping, measured.logit_scale
-    if cap != ours[0] or abs(scale - ours[1]) > 1e-6 * abs(ours[1]):
-        warn_once(
-            f"trl's head would use the soft-cap and scale {(cap, scale)}, from the config; the "
-            f"model's own logits have {ours}, which are used, so that losses are the model's and "
-            "not stock trl's"
-        )
-    return {"final_logit_softcapping": ours[0], "logit_scale": ours[1]}
-
-
-class FusedDistillationTrainer(LogsRows, DistillationTrainer):
+class FusedDistillationTrainer(LogsShares, DistillationTrainer):
     """``trl.DistillationTrainer`` with the same arguments, losses and metrics, and fewer products.
 
     With N completion tokens and heads of one width, it costs 8NVH floating-point operations a step

@@ -1,9 +1,10 @@
 """TRL's fused language-model head: what a model returns where TRL passes ``fused_lm_head=True``.
 
 TRL gives a model that forward by one public function, `add_fused_lm_head` (GRPO, RLOO, SFT, DPO,
-KTO, AsyncGRPO), and reads a `FusedCausalLMOutput`. Ours has its place: labels say which positions
-are scored; the model's own forward runs, with its body computed where it is needed and its head
-scoring in place of projecting (`grpo_kernels.transformers.call`).
+KTO, AsyncGRPO), and reads a `FusedCausalLMOutput`. Ours has its place, for one trainer or, by
+`patch_trl`, for all: labels say which positions are scored; the model's own forward runs, with its
+body computed where it is needed and its head scoring in place of projecting
+(`grpo_kernels.transformers.call`).
 """
 
 from __future__ import annotations
@@ -17,26 +18,35 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import trl.trainer.distillation_trainer as trl_distillation
 import trl.trainer.grpo_trainer as trl_grpo
+import trl.trainer.utils as trl_utils
 from torch import Tensor, nn
 from torch.nn import functional as F
+from trl.trainer.base_trainer import _BaseTrainer
 from trl.trainer.utils import FusedCausalLMOutput
 
-from grpo_kernels.base.choices import Extra, LogitsDtype, WithoutSet, choices
-from grpo_kernels.call.plan import Run
+from grpo_kernels.base import choices
+from grpo_kernels.base.checks import warn_once
+from grpo_kernels.call.expected import Expectation
+from grpo_kernels.call.plan import Run, check_run
 from grpo_kernels.call.results import Scores
 from grpo_kernels.head import module as modules
 from grpo_kernels.head.head import Head
-from grpo_kernels.patching import KnownRows, Shares, replaced
+from grpo_kernels.patching import Patch, Patches, Shares, replaced
 from grpo_kernels.scores import linear_logprob
 from grpo_kernels.transformers import head as heads
 from grpo_kernels.transformers.call import HeadCall, TrunkOptions, run_in_head
-from grpo_kernels.trl.sampled_sets import SampledSets, over_sets
+from grpo_kernels.trl.distillation import divergence_loss
+from grpo_kernels.trl.sampled_sets import SETS, over_sets
 
-EXTRAS: tuple[Extra, ...] = choices(Extra)  # type: ignore[assignment]
+EXTRAS: Any = choices.choices(choices.Extra)
 IGNORED = -100  # the label of a position that is not scored
 _HEADS = "_grpo_kernels_heads"  # attribute of a model
 _TUNED = "BaseTunerLayer"  # PEFT's class, which TRL's module imports if PEFT is installed
+# Modules that copy TRL's function when they are imported, or asked for it
+_ADDERS = [f"trl.trainer.{name}_trainer" for name in ("grpo", "rloo", "kto", "sft", "dpo")]
+_ADDERS += ["trl.trainer", "trl.experimental.async_grpo.async_grpo_trainer"]
 
 
 @dataclass(frozen=True)
@@ -44,44 +54,61 @@ class HeadOptions:
     """The options of a model's fused forwards, and where their rows are counted."""
 
     run: Run = field(default_factory=Run)
-    trunk: TrunkOptions = field(default_factory=TrunkOptions)
-    logits_dtype: LogitsDtype = "float32"
+    layout: choices.BatchLayout = "tree"
+    logits_dtype: choices.LogitsDtype = "float32"
+    without_set: choices.WithoutSet | None = None  # as in `linear_logprob`, where there are sets
     shares: Shares = field(default_factory=Shares)
-    without_set: WithoutSet | None = (
-        None  # as in `linear_logprob`, where a sampler's sets are given
-    )
+
+    def __post_init__(self) -> None:  # each raises for a value that it does not know
+        Head(None, logits_dtype=self.logits_dtype)
+        TrunkOptions(layout=self.layout)
+        check_run(self.run)
 
 
 @dataclass(eq=False)
-class Foreseen:
-    """What a trainer knows of a forward before it runs."""
+class Call:
+    """A scoring that a trainer knows of: that of a micro-batch, by its loss or for it."""
 
-    rows: KnownRows | None = None  # the (B, T) tokens that are read, and the gradient to expect
+    model: Any = None
+    # TRL's micro-batch; completions that a truncating sampler has drawn are scored over its `SETS`
+    inputs: dict[str, Any] = field(default_factory=dict)
+    counted: Tensor | None = None  # (B, T), not 0 for tokens that are read; None: all labels
+    expected: Expectation | None = None  # the gradient
     live: Tensor | None = None  # (B,) bool, sequences that may get a gradient; None: all
-    score: Callable[..., Scores] | None = None  # None: `linear_logprob`
+    score: Callable[..., Scores] | None = None  # `linear_logprob`, but it gets the call first
+    is_unscored: bool = False  # the inputs are to get old log-probabilities
+    scores: tuple[Tensor, Tensor] | None = None  # log-probabilities and entropies (B, T)
+    divergences: Tensor | None = None  # (B, T), of the exact KL
+    is_done: bool = False  # these are known: no model runs
+
+    def rows(self, of: str) -> Tensor:
+        """The ids, or the mask, (B, L), of prompts and completions."""
+        return torch.cat([self.inputs[f"{x}_{of}"] for x in ("prompt", "completion")], dim=1)
+
+    def is_of(self, model: Any, ids: Tensor, mask: Tensor, columns: int) -> bool:
+        """True if this is the scoring of the last `columns` of these rows, (B, L) each."""
+        if model is not self.model or columns != self.inputs["completion_ids"].shape[1]:
+            return False
+        return torch.equal(self.rows("ids"), ids) and torch.equal(self.rows("mask"), mask)
+
+    @property
+    def fill(self) -> Tensor | None:
+        """Log-probabilities (B, T) to report of tools' tokens, with which a ratio is finite."""
+        given = [self.inputs.get(x) for x in ("old_per_token_logps", "ref_per_token_logps")]
+        is_needed = self.counted is not self.inputs.get("completion_mask")
+        return next((x for x in given if x is not None), None) if is_needed else None
 
 
+@dataclass(eq=False)
 class FusedHead:
-    """The fused forward of one model, kept on the model by `add_fused_lm_head`.
+    """The fused forward of one model, kept on the model by `add_fused_lm_head`."""
 
-    Attributes:
-        foreseen: set by a trainer around one forward.
-        sets: of the completions that a sampler has truncated; rows that have some are scored over
-            them.
-    """
-
-    def __init__(
-        self,
-        model: Any,
-        options: HeadOptions,
-        temperature: float = 1.0,
-        cast_lm_head_to_fp32: bool = False,
-        outputs: Sequence[str] = ("log_probs",),
-    ) -> None:
-        self.forward, self.options = model.forward, options
-        self.temperature, self.in_fp32, self.outputs = temperature, cast_lm_head_to_fp32, outputs
-        self.foreseen = Foreseen()
-        self.sets: Sequence[SampledSets | None] | None = None
+    forward: Callable[..., Any]  # the model's own
+    options: HeadOptions
+    temperature: float = 1.0
+    in_fp32: bool = False
+    outputs: Sequence[str] = ("log_probs",)
+    call: Call | None = None  # set by a trainer around a forward that it knows
 
     @torch.compiler.disable  # which rows count depends on data
     def run(
@@ -94,23 +121,24 @@ class FusedHead:
     ) -> FusedCausalLMOutput:
         """TRL's record of the labelled positions, (B, L - 1), or (B, L) with `shift_labels`."""
         inputs = {name: x for name, x in inputs.items() if x is not None} | {"use_cache": False}
-        if labels is not None and shift_labels is None:
-            targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
-        elif shift_labels is not None:
+        if shift_labels is not None:
             targets = shift_labels
+        elif labels is not None:
+            targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
         else:
             raise ValueError("labels: expected (B, L) with fused_lm_head=True, got None")
         needed, length = targets != IGNORED, targets.shape[1]
-        rows, compute = self.foreseen.rows, self.foreseen.score or linear_logprob
-        columns = slice(0, length)
-        if rows is not None:  # all that is read lies in the last T columns
-            columns = slice(length - 1 - rows.counted.shape[1], length - 1)
+        options, call = self.options, self.call or Call()
+        compute = functools.partial(call.score, call) if call.score else linear_logprob
+        columns, counted = slice(0, length), needed
+        if call.counted is not None:  # all that is read lies in the last T columns
+            columns = slice(length - 1 - call.counted.shape[1], length - 1)
+            counted = needed[:, columns] & (call.counted != 0)
         ids, labelled = targets[:, columns], needed[:, columns]
-        counted = labelled if rows is None else labelled & (rows.counted != 0)
-        expected = rows.expected if rows is not None and torch.is_grad_enabled() else None
-        if self.sets is not None:
-            without_set = self.options.without_set
-            compute, drawn = over_sets(self.sets, inputs, labelled, columns.start, without_set)
+        expected = call.expected if torch.is_grad_enabled() else None
+        if call.inputs.get(SETS) is not None:
+            sets, start = call.inputs[SETS], columns.start
+            compute, drawn = over_sets(sets, inputs, labelled, start, options.without_set)
             counted = counted & drawn
         names: list[str] = []
 
@@ -123,14 +151,14 @@ class FusedHead:
             with precision:
                 found = compute(
                     states,
-                    replace(heads.read(head, states), logits_dtype=self.options.logits_dtype),
+                    replace(heads.read(head, states), logits_dtype=options.logits_dtype),
                     ids.clamp(min=0).to(states.device),
                     mask=counted.to(states.device),
                     temperature=self.temperature,
                     entropy="entropy" in self.outputs,
                     extras=tuple(name for name in EXTRAS if name in self.outputs),
                     expected=expected,
-                    run=heads.gathering(head, self.options.run),
+                    run=heads.gathering(head, options.run),
                 ).given
             names[:] = found
             return tuple(found.values())
@@ -139,23 +167,23 @@ class FusedHead:
             row, column = divmod(int(needed.reshape(-1).to(torch.uint8).argmax()), length)
             return hidden[row, column].float() if self.in_fp32 else hidden[row, column]
 
-        def run(call: HeadCall) -> dict[str, Any]:
-            with call.in_head():
-                return call.pack_output(self.forward(**inputs))
+        def run(head: HeadCall) -> dict[str, Any]:
+            with head.in_head():
+                return head.pack_output(self.forward(**inputs))
 
-        layout, live = self.options.trunk.layout, self.foreseen.live
-        scored = run_in_head(model, run, score, inputs, layout, needed, live, state_of)
-        results, output, shares = scored
+        results, output, shares = run_in_head(
+            model, run, score, inputs, options.layout, needed, call.live, state_of
+        )
         # TRL's record is in fp32
         single = (x.float() if x.dtype == torch.float64 else x for x in results)
         found = dict(zip(names, single, strict=True))
         device = results[0].device
         counted, needed = counted.to(device), needed.to(device)
-        self.options.shares.join(shares)
-        count_rows(self.options.shares, counted, [found["logps"], found.get("entropies")])
-        if rows is not None and rows.fill is not None:
+        options.shares.join(shares)
+        options.shares.add_rows(counted, [found["logps"], found.get("entropies")])
+        if call.fill is not None:
             others = labelled.to(device) & ~counted
-            found["logps"] = torch.where(others, rows.fill.to(device), found["logps"])
+            found["logps"] = torch.where(others, call.fill.to(device), found["logps"])
         end = length - 1 if shift_labels is None else length
         around = (columns.start, end - columns.stop)
         found = {name: F.pad(x, around) for name, x in found.items()}  # no views: FSDP2 hooks them
@@ -165,27 +193,31 @@ class FusedHead:
         if aux_loss is not None:
             config = model.config.get_text_config()
             loss = loss + getattr(config, "router_aux_loss_coef", 0.0) * aux_loss.to(device)
-        extras = {name: found[name].detach() if name in found else None for name in EXTRAS}
         return FusedCausalLMOutput(
             loss=loss,
             log_probs=logps,
             entropy=found.get("entropies"),
             label_mask=mask,
             aux_loss=aux_loss,
-            **extras,
+            **{name: found[name].detach() if name in found else None for name in EXTRAS},
         )
 
 
 def add_fused_lm_head(
-    model: Any, *args: Any, options: HeadOptions | None = None, **kwargs: Any
+    model: Any,
+    temperature: float = 1.0,
+    cast_lm_head_to_fp32: bool = False,
+    outputs: Sequence[str] = ("log_probs",),
+    *,
+    options: HeadOptions | None = None,
 ) -> None:
     """Do what TRL's function of this name does, with its arguments; the scores are ours.
 
     A model of several trainers has several heads, and the last one serves.
     """
     fused: list[FusedHead] = vars(model).setdefault(_HEADS, [])
-    place = len(fused)
-    fused.append(FusedHead(model, options or HeadOptions(), *args, **kwargs))
+    place, options = len(fused), options or HeadOptions()
+    fused.append(FusedHead(model.forward, options, temperature, cast_lm_head_to_fp32, outputs))
     names = [*inspect.signature(type(model).forward).parameters][1:]
 
     @functools.wraps(type(model).forward)  # `generate` reads its signature
@@ -235,41 +267,88 @@ def check_head(model: nn.Module, args: Any) -> None:
         )
 
 
-def count_rows(shares: Shares, mask: Tensor, results: Sequence[Tensor | None]) -> None:
-    """Count a scoring of the positions where `mask` is True, unless it is without gradient.
+_patches = Patches("trl")
+_in_force: dict[str, Any] | None = None  # the options of the patch
+_shares = Shares()  # of patched trainers
 
-    ``rows/projected``: the share of positions that went through the head's product.
-    ``rows/gradient``: the share of projected rows whose `results` get a gradient.
+
+def patch_trl(
+    *,
+    layout: choices.BatchLayout = "tree",
+    logits_dtype: choices.LogitsDtype = "float32",
+    engine: choices.EngineName = "auto",
+    backend: choices.BackendName = "auto",
+    workspace_bytes: int | None = None,
+) -> Patch:
+    """Give our fused head to the models of all TRL trainers (GRPO, RLOO, DPO, KTO, SFT, AsyncGRPO).
+
+    It takes the place of TRL's public function ``add_fused_lm_head``, so it applies to trainers
+    that are made from now on. The divergence of TRL's DistillationTrainer is replaced too. Models,
+    configurations and losses stay TRL's. Trainers also log ``rows/projected`` and
+    ``rows/gradient``, ``tokens/computed`` and ``tokens/gradient``, which show that the patch is at
+    work. A trainer that computes all logits itself (GKD, IW-OPD, GOLD, TPO, A2PO, CPO, ORPO, SDFT,
+    SDPO) logs none of them, and warns once. Calling `patch_trl` again changes nothing.
+
+    Args:
+        layout: as in `grpo_kernels.transformers.causal_lm_loss`: what the model computes below its
+            head for padding, and for prefixes that sequences share, as the two answers of a DPO
+            pair share their prompt.
+        logits_dtype: as in `Head`: ``"float32"``, unrounded logits; or ``"input"``: rounded to the
+            dtype of the hidden states, as TRL's are. It does not apply to distillation.
+        engine, backend, workspace_bytes: as in `Run`, of every call of a fused head. They do not
+            apply to distillation.
+
+    Returns:
+        a true value if TRL is patched; a false one, after a warning, if this TRL is unknown and was
+        left alone. The value is also a context manager, within which trainers are made.
+
+    Raises:
+        ValueError: an unknown option, or another than that of the patch in force.
     """
-    attached = [x for x in results if x is not None and x.requires_grad]
-    if not attached:
-        return
-    projected = mask.sum()
-    shares.add("rows/projected", projected, mask.numel())
-    shares.add("rows/gradient", 0, projected)
-    counted = torch.zeros_like(mask)
+    global _in_force
+    of_run: dict[str, Any] = {"engine": engine, "backend": backend}
+    of_run["workspace_bytes"] = workspace_bytes
+    asked = {"layout": layout, "logits_dtype": logits_dtype, **of_run}
+    options = HeadOptions(Run(**of_run), layout, logits_dtype, shares=_shares)
+    if _in_force is not None:
+        for name, value in _in_force.items():
+            if asked[name] != value:
+                raise ValueError(
+                    f"{name}: expected {value!r}, that of the patch in force, got "
+                    f"{asked[name]!r}; unpatch_trl() comes first"
+                )
+        return Patch(True)
+    _in_force = asked
+    ours = functools.partial(add_fused_lm_head, options=options)
+    _patches.replace(trl_utils, "add_fused_lm_head", ours, importers=_ADDERS)
+    divergence = functools.partial(divergence_loss, shares=_shares)
+    _patches.replace(trl_distillation, "_chunked_divergence_loss", divergence)
+    _patches.replace(_BaseTrainer, "log", _log)
+    found = Patch(True)
+    found.undo = unpatch_trl
+    return found
 
-    # no hook on several tensors: torch's holds their nodes, which hold it
-    def look(gradient: Tensor | None) -> None:
-        nonlocal counted
-        if gradient is None:  # of a result that nothing reads, where its node made several
-            return
-        graded = (gradient != 0) & mask
-        shares.add("rows/gradient", (graded & ~counted).sum(), 0)
-        counted = counted | graded
 
-    for x in attached:
-        x.register_hook(look)
+def unpatch_trl() -> None:
+    """Give TRL its own functions back. Trainers that were made before keep our head."""
+    global _in_force
+    _patches.restore()
+    _in_force = None
+    _shares.pairs.clear()
 
 
-class LogsRows:
-    """In front of a trainer's class: logs its `_shares`, of this process, since the last log."""
-
-    model: Any
-    _shares: Shares
-
-    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log as TRL does, with the shares."""
-        if self.model.training:
-            logs.update(self._shares.take())
-        super().log(logs, *args, **kwargs)  # type: ignore[misc]
+def _log(self: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+    """Log as transformers does, with this process's row counts; warn if a step had no rows."""
+    if self.model.training and _in_force is not None:
+        shares = _shares.take()
+        if not shares and "loss" in logs and not hasattr(self, "_shares"):
+            warn_once(
+                f"patch_trl: {type(self).__name__} has trained a step without TRL's fused head, so "
+                "nothing of it is computed by grpo_kernels. Either it was made before patch_trl() "
+                "was called, or it makes all logits itself, as TRL's GKD, IW-OPD, GOLD, TPO, A2PO, "
+                "CPO, ORPO, SDFT and SDPO trainers do; in a loss of your own, linear_divergence "
+                "and linear_logprob take the place of logits: examples/gkd_trl.py",
+                RuntimeWarning,
+            )
+        logs.update(shares)
+    super(_BaseTrainer, self).log(logs, *args, **kwargs)

@@ -1,27 +1,46 @@
-"""TRL's micro-batches: which tokens count, and which gradient to expect.
+"""TRL's micro-batches: the gradient to expect of one, and samples brought together by prompt.
 
 The expected gradient follows from the trainer's options and the micro-batch. It is TRL's own loss
 that runs: an expectation that is off costs time and changes no result, and a gradient that arrives
 where none was expected raises.
+
+TRL scatters the completions of a prompt over micro-batches, and a tree has little to share in each.
+`regrouped` divides the samples of a `Window` anew: those of a prompt together, the ones without
+gradient last, micro-batches filled up one after the other. The step's gradient is the same sum.
+Metrics are TRL's own, of TRL's own micro-batches: each sample's log-probabilities and entropies are
+kept, and after the last micro-batch of the window TRL's loss runs on them once more, without
+gradient, for each micro-batch that it had made. What it logs then is logged; what it logs of a
+regrouped micro-batch is not.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from trl import GRPOTrainer
+from trl.trainer.utils import split_tensor_dict
 
+from grpo_kernels.batch.tokens import LossInputs, read_tokens
+from grpo_kernels.call.expected import Expectation
 from grpo_kernels.loss import policy_expectation
 from grpo_kernels.objective.config import LossConfig, config_of_trainer
-from grpo_kernels.objective.losses import averaged_over, loss_of
-from grpo_kernels.patching import KnownRows
+from grpo_kernels.objective.losses import averaged_over, loss_of, token_weights
+from grpo_kernels.patching import divided, numbered, replaced
+
+OLD, RATIO, REFERENCE = "old_per_token_logps", "importance_sampling_ratio", "ref_per_token_logps"
+# Losses whose optimizer step is the same sum over samples, whatever micro-batches they are in.
+REGROUPED = ("grpo", "sapo", "luspo", "dr_grpo", "dapo", "cispo", "vespo")
+PART = "regrouped"  # the entry of a regrouped micro-batch that holds its `Part`
+Batch = dict[str, Any]
 
 
-def counted_tokens(inputs: dict[str, Any]) -> Tensor:
+def counted_tokens(inputs: Batch) -> Tensor:
     """Mask (B, T) of TRL's batch, 0 where a token is padding or a tool's."""
     mask, tool_mask = inputs["completion_mask"], inputs.get("tool_mask")
     return mask if tool_mask is None else mask * tool_mask
@@ -48,98 +67,67 @@ def correction_options(trainer: Any) -> dict[str, Any]:
 def config_of(trainer: Any) -> LossConfig:
     """The loss that the trainer's options name, with what TRL's loss reads off the trainer."""
     config = config_of_trainer(trainer.args)
-    return dataclasses.replace(config, loss_type=trainer.loss_type, beta=trainer.beta)
+    return replace(config, loss_type=trainer.loss_type, beta=trainer.beta)
 
 
-def loss_config(trainer: Any, *, is_unscored: bool = False) -> LossConfig | None:
-    """Configuration of the trainer's loss; None if it has no gradient, or we do not know it."""
-    if not torch.is_grad_enabled():
-        return None
-    owner = trainer.loss_owner
+def foreseen(
+    trainer: Any, inputs: Batch, *, is_unscored: bool = False
+) -> tuple[LossConfig | None, Expectation | None]:
+    """(the trainer's loss, the gradient that it will send); None where it is not known, or none.
+
+    The policy term and the entropy bonus have one scale here. TRL divides the bonus and most losses
+    by the accumulation steps G. dapo, cispo and vespo divide by
+    num_items / world_size * G / steps_per_generation instead. G is left out of both, so that these
+    three divide by num_items / (world_size * steps_per_generation).
+
+    Args:
+        is_unscored: the loss makes the old log-probabilities.
+    """
+    owner, config = trainer.loss_owner, None
+    is_gmpo = owner.__name__ == "GMPOTrainer" and owner.__module__.startswith("trl.")
+    if not torch.is_grad_enabled() or not (is_gmpo or owner is GRPOTrainer):
+        return None, None
     overrides: dict[str, Any] = {"kl_estimator": trainer.kl_estimator}
-    if trainer.use_adaptive_entropy:  # TRL keeps the weight on the trainer
-        too_low = trainer._last_world_entropy <= trainer.args.entropy_target
-        overrides["entropy_coef"] = trainer.entropy_coef if too_low else 0.0
-    if owner.__name__ == "GMPOTrainer" and owner.__module__.startswith("trl."):
-        # it overrides the loss and reads none of these options
+    if is_gmpo:  # it overrides the loss and reads none of these options
         overrides = {"loss_type": "gmpo", "entropy_coef": 0.0, "delta": None}
         overrides["off_policy_mask_threshold"] = None
-    elif owner is not GRPOTrainer:
-        return None
-    elif is_unscored and is_corrected(trainer):  # the loss makes the ratio to the sampler
+    elif trainer.use_adaptive_entropy:  # TRL keeps the weight on the trainer
+        too_low = trainer._last_world_entropy <= trainer.args.entropy_target
+        overrides["entropy_coef"] = trainer.entropy_coef if too_low else 0.0
+    if not is_gmpo and is_unscored and is_corrected(trainer):  # it makes the ratio to the sampler
         overrides |= correction_options(trainer)
-    try:
-        return dataclasses.replace(config_of(trainer), **overrides)
-    except (TypeError, ValueError) as error:
-        _warn(error)
-        return None
-
-
-def rows_of_loss(
-    trainer: Any, inputs: dict[str, Any], config: LossConfig | None
-) -> KnownRows | None:
-    """The rows (B, T) that the loss `config` reads, and the gradient that it will send."""
-    if config is None:
-        return None
-    counted, fill = counted_tokens(inputs), None
-    if counted is not inputs["completion_mask"]:
-        # Tools' tokens are labelled and not read. With these log-probabilities a ratio is finite.
-        scored = (inputs.get(name) for name in ("old_per_token_logps", "ref_per_token_logps"))
-        fill = next((logps for logps in scored if logps is not None), None)
-    try:
-        given = _policy_inputs(trainer, inputs, config)
-        expected = policy_expectation(config, completion_mask=counted, **given)
-    except (TypeError, ValueError) as error:  # TRL takes some shapes that we do not
-        _warn(error)
-        expected = None
-    return KnownRows(counted, fill, expected)
-
-
-def _policy_inputs(trainer: Any, inputs: dict[str, Any], config: LossConfig) -> dict[str, Any]:
-    """The batch as `policy_expectation` takes it, on one scale for policy term and entropy bonus.
-
-    TRL divides the bonus and most losses by the accumulation steps G. dapo, cispo and vespo divide
-    by num_items / world_size * G / steps_per_generation instead. G is left out of both here, so
-    that these three divide by num_items / (world_size * steps_per_generation).
-    """
-    found = {
-        "advantages": inputs["advantages"],
-        "old_per_token_logps": inputs.get("old_per_token_logps"),
-    }
-    if config.estimates_kl:  # where it is not scored yet, any values grade the same rows
-        reference = inputs.get("ref_per_token_logps")
-        zeros = torch.zeros_like(inputs["completion_mask"], dtype=torch.float32)
-        found["ref_per_token_logps"] = zeros if reference is None else reference
-    if config.masks_off_policy or config.corrects_sampling:
-        found["sampling_per_token_logps"] = inputs.get("sampling_per_token_logps")
-    enters = loss_of(config).importance_ratio
-    if enters == "argument" or (enters == "factor" and is_corrected(trainer)):
-        found["importance_sampling_ratio"] = inputs.get("importance_sampling_ratio")
+    given = {"advantages": inputs["advantages"], OLD: inputs.get(OLD)}
     items = inputs.get("num_items_in_batch")
     if items is not None:
         items = torch.as_tensor(items).clamp(min=1.0) / trainer.accelerator.num_processes
-        found["num_items_in_batch"] = items / trainer.args.steps_per_generation
-    return found
+        given["num_items_in_batch"] = items / trainer.args.steps_per_generation
+    try:
+        config = replace(config_of(trainer), **overrides)
+        if config.estimates_kl:  # where it is not scored yet, any values grade the same rows
+            zeros = torch.zeros_like(inputs["completion_mask"], dtype=torch.float32)
+            given[REFERENCE] = inputs.get(REFERENCE, zeros)
+        if config.masks_off_policy or config.corrects_sampling:
+            given["sampling_per_token_logps"] = inputs.get("sampling_per_token_logps")
+        enters = loss_of(config).importance_ratio
+        if enters == "argument" or (enters == "factor" and is_corrected(trainer)):
+            given[RATIO] = inputs.get(RATIO)
+        return config, policy_expectation(config, completion_mask=counted_tokens(inputs), **given)
+    except (TypeError, ValueError) as error:  # TRL takes some options and shapes that we do not
+        warnings.warn(
+            f"grpo_kernels: the gradient of this loss is not foreseen: {error}", stacklevel=3
+        )
+        return config, None
 
 
-def _warn(error: Exception) -> None:
-    warnings.warn(f"grpo_kernels: the gradient of this loss is not foreseen: {error}", stacklevel=3)
-
-
-def live_of_loss(trainer: Any, inputs: dict[str, Any]) -> Tensor | None:
-    """`live_sequences` of the loss of `inputs`."""
-    return live_sequences(trainer, rows_of_loss(trainer, inputs, loss_config(trainer)))
-
-
-def live_sequences(trainer: Any, rows: KnownRows | None) -> Tensor | None:
-    """(B,) bool: sequences that may get a gradient from the loss of `rows`; None: not known."""
-    graded = None if rows is None or rows.expected is None else rows.expected.graded
+def live_sequences(trainer: Any, expected: Expectation | None) -> Tensor | None:
+    """(B,) bool: sequences that may get a gradient from a loss; None: not known."""
+    graded = None if expected is None else expected.graded
     return None if graded is None or trainer.aux_loss_enabled else graded.any(dim=1)
 
 
 def without_dead(
-    inputs: dict[str, Any], live: Tensor, config: LossConfig | None
-) -> tuple[dict[str, Any], Tensor | float]:
+    inputs: Batch, live: Tensor, config: LossConfig | None
+) -> tuple[Batch, Tensor | float]:
     """Inputs of TRL's loss with the sequences that are not `live` masked; a factor for the loss."""
     mask = inputs["completion_mask"]
     keep = live.to(mask.device)[:, None]
@@ -151,3 +139,172 @@ def without_dead(
         return found, 1.0
     counted = counted_tokens(inputs)  # bnpo: a mean over all tokens of the micro-batch
     return found, (counted * keep).sum() / counted.sum().clamp(min=1)
+
+
+def with_exact_kl(trainer: Any, loss: Tensor, inputs: Batch, divergences: Tensor) -> Tensor:
+    """TRL's `loss` () plus beta times the loss type's mean of `divergences` (B, T); logs them."""
+    config = config_of(trainer)
+    mask, trains = counted_tokens(inputs), trainer.model.training
+    items, per_item = None, 1.0
+    # items: of the generated batch; items / per_item: of a micro-batch
+    if loss_of(config).normaliser == "num_items":
+        items = inputs["num_items_in_batch"].clamp(min=1.0)
+        steps = trainer.args.steps_per_generation if trains else 1
+        per_item = trainer.accelerator.num_processes * steps
+    blank = LossInputs(None, mask, divergences.new_zeros(len(mask))).with_blank_ids(mask)
+    layout = read_tokens(blank, divergences.dtype).layout
+    weights = per_item * token_weights(config, layout, items, divergences.dtype)
+    term = config.beta * (weights * divergences.reshape(-1)[layout.positions]).sum()
+    accumulated = trainer.current_gradient_accumulation_steps if trains else 1
+    metrics = metrics_of(trainer)
+    if trainer._entropy_bonus_enabled:  # TRL's policy loss has the KL term in it
+        value = term / accumulated if items is not None else term
+        gathered = trainer.accelerator.gather(value.detach())
+        metrics["policy_loss"][-1] += gathered.nanmean().item()
+    totals = torch.stack([(divergences.detach() * mask).sum(), mask.sum().to(divergences.dtype)])
+    total, count = trainer.accelerator.reduce(totals, reduction="sum")
+    metrics["kl"].append((total / count.clamp(min=1.0)).item())
+    return loss + term / accumulated
+
+
+def samples_of(batch: Batch, samples: Sequence[int]) -> Batch:
+    """A batch of these samples; as in TRL, whatever has a length is of samples."""
+
+    def chosen(x: Any) -> Any:
+        if isinstance(x, Tensor) and x.dim() > 0:
+            return x[[*samples]]
+        return [x[i] for i in samples] if isinstance(x, list) else x
+
+    return {name: chosen(x) for name, x in batch.items()}
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    if isinstance(parts[0], Tensor) and parts[0].dim() > 0:
+        return torch.cat([*parts])
+    return [x for part in parts for x in part] if isinstance(parts[0], list) else parts[0]
+
+
+@dataclass(eq=False)
+class Window:
+    """TRL's micro-batches that one optimizer step divides, and what their samples' losses gave."""
+
+    batches: list[Batch]
+    kept: dict[str, Tensor] = field(default_factory=dict)  # (S, ...) by sample
+
+    def keep(self, samples: Sequence[int], results: dict[str, Tensor]) -> None:
+        """Keep the (n, ...) `results` of these samples."""
+        for name, x in results.items() if samples else ():
+            if name not in self.kept:
+                count = sum(len(batch["prompt_ids"]) for batch in self.batches)
+                self.kept[name] = x.new_zeros(count, *x.shape[1:])
+            self.kept[name][[*samples]] = x
+
+    def restored(self) -> list[Batch]:
+        """TRL's micro-batches with all that is kept of their samples."""
+        if not self.kept:
+            return self.batches
+        kept = split_tensor_dict(self.kept, len(self.batches))
+        return [{**batch, **own} for batch, own in zip(self.batches, kept, strict=True)]
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A regrouped micro-batch: its samples in the window; none, and the batch is of no tokens."""
+
+    window: Window
+    samples: list[int]
+    is_last: bool
+
+
+def is_empty(batch: Batch) -> bool:
+    """True for a regrouped micro-batch without samples."""
+    return PART in batch and not batch[PART].samples
+
+
+def reason_against_regrouping(trainer: Any) -> str | None:
+    """What forbids to regroup: the loss depends on which samples share a micro-batch."""
+    args, owner = trainer.args, trainer.loss_owner
+    # what TRL's loss reads: a callback may change it
+    for what, is_set in (
+        (f"a loss of {owner.__name__}'s own", owner is not GRPOTrainer),
+        (f"loss_type={trainer.loss_type!r}", trainer.loss_type not in REGROUPED),
+        ("entropy_coef", trainer._entropy_bonus_enabled),
+        ("top_entropy_quantile", trainer.top_entropy_quantile < 1.0),
+        ("router_aux_loss_coef", trainer.aux_loss_enabled),
+    ):
+        if is_set:
+            return f"{what}, whose loss depends on which samples share a micro-batch"
+    steps, accumulated = args.steps_per_generation, args.gradient_accumulation_steps
+    if steps % accumulated and accumulated % steps:
+        return f"steps_per_generation={steps}, of which optimizer steps of {accumulated} take parts"
+    return None
+
+
+def window_of(trainer: Any) -> int:
+    """The micro-batches of a generation that one optimizer step divides."""
+    args = trainer.args
+    return int(min(args.gradient_accumulation_steps, args.steps_per_generation))
+
+
+def regrouped(trainer: Any, batches: list[Batch], *, in_trees: bool) -> list[Batch]:
+    """TRL's micro-batches of a generation, the samples of each window `divided` anew.
+
+    A micro-batch without a sample left gets one without tokens.
+    """
+    found: list[Batch] = []
+    count = window_of(trainer)
+    for start in range(0, len(batches), count):
+        window = Window(batches[start : start + count])
+        size = len(batches[0]["prompt_ids"])
+        batch = {name: _joined([x[name] for x in window.batches]) for name in batches[0]}
+        live = live_sequences(trainer, foreseen(trainer, batch)[1])
+        is_live = [True] * size * count if live is None else live.tolist()
+        columns = batch["prompt_ids"].shape[1] + batch["completion_ids"].shape[1]
+        both = zip(batch["prompt_ids"].cpu(), batch["prompt_mask"].cpu(), strict=True)
+        prompts = numbered([tuple(ids[mask != 0].tolist()) for ids, mask in both])
+        lengths = batch["completion_mask"].sum(1).tolist()
+        budget = trainer.tokens_per_forward or size * columns
+        parts = divided(prompts, lengths, is_live, count, budget, size, in_trees=in_trees)
+        for i, samples in enumerate(parts):
+            own = samples_of(batch, samples or [0])
+            for name in own if not samples else ():  # no token, and no ratio that overflows
+                if name == "completion_mask" or name.endswith("_per_token_logps"):
+                    own[name] = torch.zeros_like(own[name])
+            found.append({**own, PART: Part(window, samples, is_last=i == count - 1)})
+    return found
+
+
+def undone(batches: Sequence[Batch], names: Sequence[str]) -> list[Batch]:
+    """TRL's own micro-batches of a generation that was regrouped.
+
+    They have those of the fields `names` that all samples of their window have.
+    """
+    found: list[Batch] = []
+    for i, batch in enumerate(batches):
+        if PART not in batch:  # it was left as it was
+            found.append(batch)
+        elif batch[PART].is_last:
+            window = batch[PART].window
+            parts = batches[i + 1 - len(window.batches) : i + 1]
+            window.kept.clear()
+            for part in parts if all(name in x for x in parts for name in names) else ():
+                window.keep(part[PART].samples, {name: part[name] for name in names})
+            found += window.restored()
+    return found
+
+
+@contextmanager
+def unlogged(trainer: Any) -> Iterator[None]:
+    """Inside, TRL's loss logs nothing, and asks no other process for its metrics."""
+    metrics, accelerator = metrics_of(trainer), trainer.accelerator
+    before = {name: len(x) for name, x in metrics.items()}
+    with ExitStack() as stack:
+        for name in ("gather", "gather_for_metrics", "reduce"):
+            stack.enter_context(replaced(accelerator, name, lambda x, *_, **__: x))
+        try:
+            yield
+        finally:
+            for name in [*metrics]:
+                del metrics[name][before.get(name, 0) :]
+                if not metrics[name]:
+                    del metrics[name]

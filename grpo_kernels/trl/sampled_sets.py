@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_kernels.base.choices import WithoutSet, choices
+from grpo_kernels.base.choices import WithoutSet
 from grpo_kernels.batch.kept_ids import KeptIds, joined_ids
 from grpo_kernels.call.results import Scores
 from grpo_kernels.scores import linear_logprob
@@ -31,25 +31,6 @@ class SampledSets(NamedTuple):
     ids: Tensor  # (M,) int32 or int64, one token after the other
     counts: Tensor  # (T,) int64
     drawn: Tensor  # (T,) bool: False where the token is a tool's
-
-
-def check_sampling_mask(trainer: Any) -> None:
-    """Raise ValueError unless the trainer can have its option `sampling_mask`."""
-    option = trainer.sampling_mask
-    if option is None:
-        return
-    if option not in choices(WithoutSet):
-        names = ", ".join(map(repr, choices(WithoutSet)))
-        raise ValueError(f"sampling_mask: expected one of {names}, or None, got {option!r}")
-    for what, is_set in (
-        (
-            "kl_estimator='full', the divergence over the whole vocabulary",
-            trainer.kl_estimator == "full",
-        ),
-        ("no rollout_func, whose output has the sets", trainer.rollout_func is None),
-    ):
-        if is_set:
-            raise ValueError(f"sampling_mask: expected None with {what}, got {option!r}")
 
 
 def taken_sets(
@@ -87,7 +68,7 @@ def taken_sets(
     return found
 
 
-def sets_of_rows(
+def _sets_of_rows(
     sets: Sequence[SampledSets | None],
     ids: Tensor,  # (B, L)
     prompt: Tensor,  # (B, L) bool
@@ -112,7 +93,7 @@ def sets_of_batch(
     prompt, mask = batch["prompt_mask"] != 0, batch["completion_mask"] != 0
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
     of_prompt = torch.cat([prompt, torch.zeros_like(mask)], dim=1)
-    found = sets_of_rows(sets, ids, of_prompt, torch.cat([torch.zeros_like(prompt), mask], dim=1))
+    found = _sets_of_rows(sets, ids, of_prompt, torch.cat([torch.zeros_like(prompt), mask], dim=1))
     if any(x is None and y for x, y in zip(found, mask.any(dim=1).tolist(), strict=True)):
         raise ValueError(
             "sampling_mask: expected a batch of the completions that rollout_func has returned, "
@@ -135,7 +116,7 @@ def over_sets(
     """
     ids = inputs["input_ids"]
     completion = torch.nn.functional.pad(labelled, (start + 1, 0))[:, : ids.shape[1]]
-    rows = sets_of_rows(sets, ids, (inputs["attention_mask"] != 0) & ~completion, completion)
+    rows = _sets_of_rows(sets, ids, (inputs["attention_mask"] != 0) & ~completion, completion)
     if all(x is None for x in rows):
         return linear_logprob, labelled
     counts = torch.zeros(labelled.shape, dtype=torch.int64)
@@ -146,5 +127,5 @@ def over_sets(
             counts[i, of_tokens[i]], drawn[i, of_tokens[i]] = x.counts, x.drawn
     joined = torch.cat([x.ids for x in rows if x is not None])
     kept = KeptIds.from_counts(joined.to(labelled.device), counts.to(labelled.device))
-    kept_options: dict[str, Any] = {"kept_ids": kept, "without_set": without_set}
-    return partial(linear_logprob, **kept_options), drawn.to(ids.device)
+    of_sets: dict[str, Any] = {"kept_ids": kept, "without_set": without_set}
+    return partial(linear_logprob, **of_sets), drawn.to(ids.device)

@@ -14,7 +14,10 @@ of TRL's loss: after its log-probabilities, and before it reads the ratio.
 
 The reference scores a micro-batch just before its loss, in the rows and the layout of the loss.
 Where policy and reference are equal, the bits of their log-probabilities then are, too, and the
-gradient of the KL term is exactly 0. A rounding in its place would be a full step of Adam.
+gradient of the KL term is exactly 0. A rounding in its place would be a full step of Adam. For the
+KL over the whole vocabulary the input of the reference's head, (B, T, H'), is kept in place of
+log-probabilities. The loss's own call to the policy's head projects both inputs, and returns each
+token's divergence beside its log-probability.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,17 +37,21 @@ from trl.trainer.utils import use_adapter
 from grpo_kernels.base.checks import warn_once
 from grpo_kernels.base.modes import random_rates
 from grpo_kernels.base.tensors import scored_difference
-from grpo_kernels.head.module import is_fsdp_unit, origin
+from grpo_kernels.call.results import Scores
+from grpo_kernels.head import module as modules
+from grpo_kernels.head.head import Head
 from grpo_kernels.objective.config import LossConfig
 from grpo_kernels.objective.policy import bounded_ratio
-from grpo_kernels.patching import replaced
+from grpo_kernels.patching import LogsShares, replaced
+from grpo_kernels.scores import linear_divergence
+from grpo_kernels.transformers.head import inner_head
 from grpo_kernels.trl import micro_batches
-from grpo_kernels.trl.micro_batches import counted_tokens, is_corrected, metrics_of
-from grpo_kernels.trl.regroup import is_empty
+from grpo_kernels.trl.fused_head import Call, head_of
+from grpo_kernels.trl.micro_batches import OLD, RATIO, REFERENCE, Batch, is_corrected, metrics_of
+from grpo_kernels.trl.sampled_sets import SETS, sets_of_batch, taken_sets
 
-OLD, RATIO, REFERENCE = "old_per_token_logps", "importance_sampling_ratio", "ref_per_token_logps"
-# Methods that read a batch or the log-probabilities of its loss; those that see a micro-batch in
-# another way; and modules whose are known.
+STATES = "reference_of_exact_kl"  # a `Reference`, in the micro-batch
+# Methods that read a batch or the log-probabilities of its loss, and modules whose are known
 READERS = (
     "_generate_and_score_completions",
     "_prepare_inputs",
@@ -51,62 +59,141 @@ READERS = (
     "_compute_loss",
     "_get_per_token_logps_and_entropies",
 )
-OF_LOSS = ("get_off_policy_mask", "get_gamma_weights")
 _KNOWN = ("transformers.", "trl.trainer.", "trl.experimental.gmpo.", "grpo_kernels.")
-_TRL_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 
-class OldScoring:
-    """What TRL is kept from scoring at a generation: the policy, and the reference."""
+class Scoring(LogsShares):
+    """In front of a GRPO trainer: what it scores, besides its loss, and when."""
 
-    def __init__(self) -> None:
-        self.is_deferred: bool | None = None  # decided at the first generation
-        self.defers_reference = False  # decided with it
-        self._generated_at = 0  # optimizer steps before the last generation
-        # of a generation's micro-batches, in training and in an evaluation, which may come between
-        self._figures: dict[bool, list[tuple[Tensor, Tensor]]] = {True: [], False: []}
+    _call: Call | None = None  # the scoring that runs
+    _is_deferred: bool | None = None  # TRL scores no old policy; decided at the first generation
+    _defers_reference = False  # decided with it
+    _generated_at = 0  # optimizer steps before the last generation
 
-    def prepare(
-        self, trainer: Any, prepare: Callable[[Any], dict[str, Any]], inputs: Any
-    ) -> dict[str, Any]:
-        """Return the batch of TRL's method `prepare`, without what is scored later."""
-        if self.is_deferred is None:
-            self.is_deferred = _is_deferred(trainer)
-            self.defers_reference = _defers_reference(trainer)
-        changes: list[tuple[Any, str, Any]] = []
-        if self.defers_reference:
-            changes.append((trainer, "beta", 0.0))
-        if self.is_deferred:  # as if there were no correction and no step before the batch ends
-            changes.append((trainer, "vllm_importance_sampling_correction", False))
-            changes.append((trainer.args, "gradient_accumulation_steps", _micro_steps(trainer)))
-        with ExitStack() as stack:
-            for name in ("_generate", "_calculate_rewards"):  # for which all is as it was
-                method = _with_own(changes, getattr(trainer, name))
-                stack.enter_context(replaced(trainer, name, method))
-            for change in changes:
-                stack.enter_context(replaced(*change))
-            batch = prepare(inputs)
-        if not self.is_deferred:
-            return batch
-        if is_corrected(trainer) and "sampling_per_token_logps" not in batch:
-            raise ValueError(
-                "sampling_per_token_logps: expected the sampler's for its correction, got None"
+    # (differences from the sampler's log-probabilities, ratios) of a generation's micro-batches, in
+    # training (True) and in an evaluation, which may come between
+    _figures: dict[bool, list[tuple[Tensor, Tensor]]]
+
+    @property
+    def _trains(self) -> bool:
+        return bool(self.model.training)
+
+    @property
+    def _has_exact_kl(self) -> bool:
+        return bool(self.kl_estimator == "full" and self.beta != 0.0)
+
+    @property
+    def _micro_steps(self) -> int:
+        """Between two generations."""
+        return int(self.args.steps_per_generation * self.num_iterations)
+
+    def _generate_and_score_completions(self, inputs: Any) -> Batch:
+        """TRL's batch, without what is scored later; with `sampling_mask` it has the sets."""
+        if self._is_deferred is None:
+            self._warn_of_truncation()
+            self._is_deferred = self._defers_old()
+            self._defers_reference = self.kl_estimator == "full" or not (
+                # where it moves it has to score at the generation
+                self.args.sync_ref_model or reader_of(self, READERS[:2])
             )
-        self._figures[trainer.model.training].clear()
-        if trainer.model.training:
-            self._generated_at = trainer.state.global_step
+        changes: list[tuple[Any, str, Any]] = []
+        if self._defers_reference:
+            changes.append((self, "beta", 0.0))
+        if self._is_deferred:  # as if there were no correction and no step before the batch ends
+            changes.append((self, "vllm_importance_sampling_correction", False))
+            changes.append((self.args, "gradient_accumulation_steps", self._micro_steps))
+        try:
+            with ExitStack() as stack:
+                for name in ("_generate", "_calculate_rewards"):  # for which all is as it was
+                    method = _with_own(changes, getattr(self, name))
+                    stack.enter_context(replaced(self, name, method))
+                for change in changes:
+                    stack.enter_context(replaced(*change))
+                batch: Batch = super()._generate_and_score_completions(inputs)
+            if self._call is not None:
+                batch[SETS] = sets_of_batch(self._call.inputs[SETS], batch)
+        finally:
+            self._call = None
+        if self._is_deferred:
+            if is_corrected(self) and "sampling_per_token_logps" not in batch:
+                raise ValueError(
+                    "sampling_per_token_logps: expected the sampler's for its correction, got None"
+                )
+            self._figures[self._trains].clear()
+            if self._trains:
+                self._generated_at = self.state.global_step
         return batch
 
-    def due(self, batches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Those of TRL's `batches` that lack old log-probabilities."""
-        return [x for x in batches if self.is_deferred and OLD not in x]
+    def _generate(self, *args: Any, **kwargs: Any) -> Any:
+        """What TRL's rollout generates; with `sampling_mask`, keep the sampler's sets."""
+        generated = super()._generate(*args, **kwargs)
+        if self.sampling_mask is not None:
+            sets = taken_sets(generated, self.accelerator, metrics_of(self))
+            self._call = Call(inputs={SETS: sets})  # by TRL, of these completions
+        return generated
 
-    def is_missing(self, trainer: Any, inputs: dict[str, Any]) -> bool:
+    def _defers_old(self) -> bool:
+        """True if TRL's scoring of the old policy is left out; warn if a correction keeps it."""
+        option, corrects = self.fused_sampling_correction, is_corrected(self)
+        if option is True and not corrects:
+            raise ValueError(
+                "fused_sampling_correction: expected False without a sampler to correct for "
+                "(use_vllm=True and vllm_importance_sampling_correction=True), got True"
+            )
+        is_scored = corrects or self.args.gradient_accumulation_steps % self._micro_steps != 0
+        if isinstance(option, bool) or not is_scored:
+            return option is True
+        reader = reader_of(self, READERS)
+        if corrects and self.zero_advantage == "skip":
+            reason = (
+                "sampling/* metrics read the sequences that zero_advantage='skip' leaves out; "
+                "'score' computes less here"
+            )
+        elif reader is not None:
+            reason = f"{reader} may read its result; pass True if not"
+        elif any(random_rates(module) for module in self.model.modules()):
+            reason = "dropout, or noise, makes log-probabilities random; set it to 0, or pass True"
+        else:
+            return True
+        if corrects:
+            warn_once(
+                "fused_sampling_correction: False, so TRL scores each batch for its correction: "
+                f"{reason}"
+            )
+        return False
+
+    def _warn_of_truncation(self) -> None:
+        """Warn of a sampler that truncates where TRL multiplies the loss by a sequence's ratio."""
+        args, mode = self.args, self.args.vllm_importance_sampling_mode
+        cuts = [
+            f"{name}={getattr(args, name)}"
+            for name, is_set in (
+                ("top_p", args.top_p is not None and args.top_p < 1.0),
+                ("top_k", args.top_k is not None and args.top_k > 0),
+                ("min_p", bool(args.min_p)),
+            )
+            if is_set
+        ]
+        of_sequence = is_corrected(self) and mode.startswith("sequence_")
+        if cuts and of_sequence and self.sampling_mask is None:
+            warn_once(
+                f"{', '.join(cuts)}: the sampler's log-probabilities are of the ids that it keeps, "
+                "ours of all, so that a sequence's ratio falls with its length, and "
+                f"vllm_importance_sampling_mode={mode!r} multiplies the loss by it; hand over the "
+                "sets (sampling_mask=, docs/truncating-samplers.md), or sample from the whole "
+                "vocabulary"
+            )
+
+    def _due(self) -> list[Batch]:
+        """The micro-batches of the generation that lack old log-probabilities."""
+        return [x for x in self._buffered_inputs or () if self._is_deferred and OLD not in x]
+
+    def _is_unscored(self, inputs: Batch) -> bool:
         """True if the loss of `inputs` has to give the old log-probabilities, and can."""
-        if not self.is_deferred or OLD in inputs:
+        if not self._is_deferred or OLD in inputs:
             return False
-        steps = trainer.state.global_step
-        if trainer.model.training and steps != self._generated_at:
+        steps = self.state.global_step
+        if self._trains and steps != self._generated_at:
             raise RuntimeError(
                 f"{OLD}: expected them in a batch generated at optimizer step "
                 f"{self._generated_at}, got None at step {steps}; pass "
@@ -114,62 +201,156 @@ class OldScoring:
             )
         return True
 
-    def take(self, trainer: Any, inputs: dict[str, Any], logps: Tensor) -> None:
-        """Put the old policy's `logps` (B, T) into `inputs`, and the ratio to the sampler."""
-        inputs[OLD] = logps.detach()
-        if not is_corrected(trainer):
-            return
-        sampling = inputs["sampling_per_token_logps"]
-        config = LossConfig(**micro_batches.correction_options(trainer))
-        mask = counted_tokens(inputs).bool()
-        log_ratio = torch.where(mask, scored_difference(logps, sampling), 0.0)
-        per_sequence = config.sampling_ratio_is_per_sequence
-        if per_sequence:
-            log_ratio = log_ratio.sum(dim=-1, keepdim=True)
-        inputs[RATIO] = ratio = bounded_ratio(config, log_ratio)
-        # of the tokens that the sampler could score
-        gaps = (logps.detach() - sampling).abs()[mask & ~torch.isnan(sampling)]
-        ratios = ratio.flatten() if per_sequence else ratio[mask]
-        figures = (gaps[:0], ratios[:0]) if is_empty(inputs) else (gaps, ratios)
-        self._figures[trainer.model.training].append(figures)
+    def _score_old(self, batch: Batch) -> None:
+        """Old log-probabilities of a micro-batch without a loss that could give them in time."""
+        live: Tensor | None = None
+        phi = self.loss_type == "vespo" and self.zero_advantage != "skip"
+        zeros = torch.zeros_like(batch["completion_mask"], dtype=torch.float32)
+        if self._is_idle(batch):
+            logps = zeros
+        else:
+            if not (phi or is_corrected(self)):  # whose metrics are of all sequences
+                # the loss will have a ratio to old log-probabilities, not known yet
+                expected = micro_batches.foreseen(self, {**batch, OLD: zeros})[1]
+                live = micro_batches.live_sequences(self, expected)
+            logps = self._score(self.model, batch, live)
+        self._take_old(batch, logps)
+        self._log_figures()
 
-    def log_figures(self, trainer: Any) -> None:
+    def _is_idle(self, inputs: Batch) -> bool:
+        """True if no other process waits for the forward of a micro-batch without samples."""
+        return micro_batches.is_empty(inputs) and bool(self.accelerator.num_processes == 1)
+
+    def _take_old(self, inputs: Batch, logps: Tensor) -> None:
+        """Put the old policy's `logps` (B, T), and the ratio to the sampler, into `inputs`.
+
+        TRL's micro-batch gets them too, for later passes over it.
+        """
+        inputs[OLD] = logps.detach()
+        if is_corrected(self):
+            sampling = inputs["sampling_per_token_logps"]
+            config = LossConfig(**micro_batches.correction_options(self))
+            mask = micro_batches.counted_tokens(inputs).bool()
+            log_ratio = torch.where(mask, scored_difference(logps, sampling), 0.0)
+            per_sequence = config.sampling_ratio_is_per_sequence
+            if per_sequence:
+                log_ratio = log_ratio.sum(dim=-1, keepdim=True)
+            inputs[RATIO] = ratio = bounded_ratio(config, log_ratio)
+            # of the tokens that the sampler could score
+            gaps = (logps.detach() - sampling).abs()[mask & ~torch.isnan(sampling)]
+            ratios = ratio.flatten() if per_sequence else ratio[mask]
+            ratios = ratios[:0] if micro_batches.is_empty(inputs) else ratios
+            self._figures[self._trains].append((gaps, ratios))
+        for batch in self._buffered_inputs or ():
+            if batch["completion_ids"] is inputs["completion_ids"]:
+                batch.update({name: inputs[name] for name in (OLD, RATIO) if name in inputs})
+
+    def _log_figures(self) -> None:
         """Log what TRL does of a generation's ratios, once those of all micro-batches are there.
 
         As TRL: each is reduced on every rank (0 if it has no numbers), then over ranks.
         """
-        figures, trains = self._figures[trainer.model.training], trainer.model.training
-        if len(figures) < (trainer.args.steps_per_generation if trains else 1):
+        figures = self._figures[self._trains]
+        if len(figures) < (self.args.steps_per_generation if self._trains else 1):
             return
         gaps, ratios = map(torch.cat, zip(*figures, strict=True))
         figures.clear()
-        for name, x, own, all_ranks in (
-            ("sampling_logp_difference/mean", gaps, torch.mean, torch.mean),
-            ("sampling_logp_difference/max", gaps, torch.max, torch.max),
-            ("importance_sampling_ratio/min", ratios, torch.min, torch.min),
-            ("importance_sampling_ratio/mean", ratios, torch.mean, torch.mean),
-            ("importance_sampling_ratio/max", ratios, torch.max, torch.max),
+        for name, x, reduce in (
+            ("sampling_logp_difference/mean", gaps, torch.mean),
+            ("sampling_logp_difference/max", gaps, torch.max),
+            ("importance_sampling_ratio/min", ratios, torch.min),
+            ("importance_sampling_ratio/mean", ratios, torch.mean),
+            ("importance_sampling_ratio/max", ratios, torch.max),
         ):
-            here = own(x) if x.numel() > 0 else x.new_zeros(())
-            found = all_ranks(trainer.accelerator.gather(here)).item()
-            metrics_of(trainer)[f"sampling/{name}"].append(found)
+            here = reduce(x) if x.numel() > 0 else x.new_zeros(())
+            found = reduce(self.accelerator.gather(here)).item()
+            metrics_of(self)[f"sampling/{name}"].append(found)
 
-    def pass_over(self, trainer: Any, inputs: dict[str, Any]) -> None:
-        """Put zeros into a micro-batch without samples: neither a loss nor a scoring runs."""
-        if self.is_deferred and OLD not in inputs:
-            zeros = torch.zeros_like(inputs["completion_mask"], dtype=torch.float32)
-            self.take(trainer, inputs, zeros)
-            self.keep(trainer, inputs)
+    def _with_reference(self, inputs: Batch) -> Batch:
+        """The inputs of a loss, with what the reference has to give if TRL left it out."""
+        name = STATES if self._has_exact_kl else REFERENCE
+        is_left_out = self.beta != 0.0 and self._defers_reference and name not in inputs
+        if not is_left_out or self._is_idle(inputs):
+            return inputs
+        found: Tensor | Reference
+        with self._as_reference() as model:
+            if self._has_exact_kl:
+                found = Reference(self.accelerator.unwrap_model(model))
+                self._score(model, inputs, score=found.take)
+            else:
+                found = self._score(model, inputs)
+        if self._trains and self.num_iterations > 1:
+            inputs[name] = found  # of TRL's buffer, for later passes over it
+        return {**inputs, name: found}
 
-    def keep(self, trainer: Any, inputs: dict[str, Any]) -> None:
-        """Copy what the loss's `inputs` took into TRL's micro-batch, for later passes over it."""
-        for batch in trainer._buffered_inputs or ():
-            if batch["completion_ids"] is inputs["completion_ids"]:
-                batch.update({name: inputs[name] for name in (OLD, RATIO) if name in inputs})
+    @contextmanager
+    def _as_reference(self) -> Iterator[Any]:
+        """Inside, the model that is given is the reference."""
+        if self.ref_model is not None:
+            yield self.ref_model
+            return
+        model = self.accelerator.unwrap_model(self.model)
+        with use_adapter(model, "ref" if "ref" in model.peft_config else None):
+            try:
+                yield self.model
+            finally:
+                # FSDP2 leaves parameters whole after a forward without a backward. PEFT switches
+                # the gradient of adapters off here, and on again at the parameters that it finds:
+                # if it found shards first and whole ones then, the shards' would stay off.
+                for module in model.modules():
+                    if modules.is_fsdp_unit(module):
+                        module.reshard()
 
-    def forget_figures(self) -> None:
-        """Of a generation whose micro-batches will be scored anew."""
-        self._figures[True].clear()
+    def _score(
+        self,
+        model: Any,
+        batch: Batch,
+        live: Tensor | None = None,
+        score: Callable[..., Scores] | None = None,
+    ) -> Tensor:
+        """Log-probabilities (B, T) of a micro-batch; 0, lest a ratio overflow, where not `live`."""
+        mask = batch["completion_mask"]
+        if live is not None:
+            mask = mask * live.to(mask.device)[:, None]
+        parameters = inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters
+        images = {name: batch[name] for name in parameters if name in batch}
+        checkpointing = self.args.gradient_checkpointing_kwargs
+        call = Call(model, {**batch, "completion_mask": mask}, mask, score=score)
+        with (
+            torch.no_grad(),
+            disable_gradient_checkpointing(self.model, checkpointing),
+            replaced(self, "_call", call),
+        ):
+            rows = (call.rows("ids"), call.rows("mask"), mask.size(1))
+            logps, *_ = self._get_per_token_logps_and_entropies(model, *rows, **images)
+        return logps
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """TRL's scoring, of a call that is known with what is foreseen of it."""
+        call, given = self._call, (input_ids, attention_mask, logits_to_keep)
+        score = super()._get_per_token_logps_and_entropies
+        if call is not None and not call.is_of(model, *given):
+            sets = call.inputs.get(SETS) if model in (self.model, self.ref_model) else None
+            call = None if sets is None else Call(inputs={SETS: sets})
+        if call is None:
+            return score(model, *given, *args, **kwargs)
+        if call.is_done and call.scores is not None:
+            return (*call.scores, None)
+        with replaced(head_of(model), "call", call):
+            results = score(model, *given, *args, **kwargs)
+        call.scores = results[:2]
+        if call.is_unscored:
+            call.is_unscored = False
+            self._take_old(call.inputs, results[0])
+        return results
 
 
 def _with_own(
@@ -187,95 +368,10 @@ def _with_own(
     return run
 
 
-@contextmanager
-def as_reference(trainer: Any) -> Iterator[Any]:
-    """Inside, the model that is given is the reference."""
-    if trainer.ref_model is not None:
-        yield trainer.ref_model
-        return
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    with use_adapter(model, "ref" if "ref" in model.peft_config else None):
-        try:
-            yield trainer.model
-        finally:
-            # FSDP2 leaves parameters whole after a forward without a backward. PEFT switches the
-            # gradient of adapters off here, and on again at the parameters that it finds: if it
-            # found shards first and whole ones then, the shards' would stay off.
-            for module in model.modules():
-                if is_fsdp_unit(module):
-                    module.reshard()
-
-
-def score(trainer: Any, model: Any, batch: dict[str, Any], live: Tensor | None = None) -> Tensor:
-    """Log-probabilities (B, T) of a micro-batch; 0, lest a ratio overflow, where not `live`."""
-    mask = batch["completion_mask"]
-    if live is not None:
-        mask = mask * live.to(mask.device)[:, None]
-    parameters = inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters
-    images = {name: batch[name] for name in parameters if name in batch}
-    checkpointing = trainer.args.gradient_checkpointing_kwargs
-    with torch.no_grad(), disable_gradient_checkpointing(trainer.model, checkpointing):
-        logps, *_ = trainer._get_per_token_logps_and_entropies(
-            model,
-            torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
-            torch.cat([batch["prompt_mask"], mask], dim=1),
-            mask.size(1),
-            **images,
-        )
-    return logps
-
-
-def _is_deferred(trainer: Any) -> bool:
-    """True if TRL's scoring of the old policy is left out; warn if a correction keeps it."""
-    option, mode = trainer.fused_sampling_correction, trainer.vllm_importance_sampling_mode
-    corrects = is_corrected(trainer)
-    if option is True:
-        if not corrects:
-            raise ValueError(
-                "fused_sampling_correction: expected False without a sampler to correct for "
-                "(use_vllm=True and vllm_importance_sampling_correction=True), got True"
-            )
-        if mode not in _TRL_MODES:
-            raise ValueError(
-                "vllm_importance_sampling_mode: expected one of "
-                f"{', '.join(map(repr, _TRL_MODES))}, got {mode!r}"
-            )
-        return True
-    is_scored = corrects or trainer.args.gradient_accumulation_steps % _micro_steps(trainer) != 0
-    if option is False or not is_scored or (corrects and mode not in _TRL_MODES):
-        return False
-    reader = reader_of(trainer)
-    if corrects and trainer.trunk_options.zero_advantage == "skip":
-        reason = (
-            "sampling/* metrics read the sequences that zero_advantage='skip' leaves out; 'score' "
-            "computes less here"
-        )
-    elif reader is not None:
-        reason = f"{reader} may read its result; pass True if not"
-    elif any(random_rates(module) for module in trainer.model.modules()):
-        reason = "dropout, or noise, makes log-probabilities random; set it to 0, or pass True"
-    else:
-        return True
-    if corrects:
-        warn_once(
-            "fused_sampling_correction: False, so TRL scores each batch for its correction: "
-            f"{reason}"
-        )
-    return False
-
-
-def _defers_reference(trainer: Any) -> bool:
-    """True if nobody reads the reference's scoring before a micro-batch is handed out."""
-    if trainer.kl_estimator == "full":
-        return True
-    moves = trainer.args.sync_ref_model  # it has to score at the generation
-    return not moves and reader_of(trainer, READERS[:2]) is None
-
-
-def reader_of(trainer: Any, names: Sequence[str] = READERS) -> str | None:
+def reader_of(trainer: Any, names: Sequence[str]) -> str | None:
     """A method of `names` that is not TRL's or ours, of a class or set on the trainer, or None."""
     for name in names:
-        if name in vars(trainer) and not origin(vars(trainer)[name]).startswith(_KNOWN):
+        if name in vars(trainer) and not modules.origin(vars(trainer)[name]).startswith(_KNOWN):
             return f"the trainer's own {name}"
     for cls in type(trainer).__mro__:
         if not cls.__module__.startswith(_KNOWN):
@@ -285,25 +381,47 @@ def reader_of(trainer: Any, names: Sequence[str] = READERS) -> str | None:
     return None
 
 
-def _micro_steps(trainer: Any) -> int:  # between two generations
-    return int(trainer.args.steps_per_generation * trainer.num_iterations)
+class Reference:
+    """The reference of a micro-batch: its head, and that head's inputs.
 
+    `model` is read here, with the adapters active now.
+    """
 
-def warn_of_truncation(trainer: Any) -> None:
-    """Warn of a sampler that truncates where TRL multiplies the loss by a sequence's ratio."""
-    args = trainer.args
-    cuts = {
-        f"top_p={args.top_p}": args.top_p is not None and args.top_p < 1.0,
-        f"top_k={args.top_k}": args.top_k is not None and args.top_k > 0,
-        f"min_p={args.min_p}": bool(args.min_p),
-    }
-    mode = args.vllm_importance_sampling_mode
-    of_sequence = is_corrected(trainer) and mode.startswith("sequence_")
-    if trainer.sampling_mask is None and of_sequence and any(cuts.values()):
-        warn_once(
-            f"{', '.join(name for name, is_set in cuts.items() if is_set)}: the sampler's "
-            "log-probabilities are of the ids that it keeps, ours of all, so that a sequence's "
-            "ratio falls with its length, and "
-            f"vllm_importance_sampling_mode={mode!r} multiplies the loss by it; hand over the sets "
-            "(sampling_mask=, docs/truncating-samplers.md), or sample from the whole vocabulary"
-        )
+    def __init__(self, model: Any) -> None:
+        head = inner_head(model.get_output_embeddings())
+        self._linear = modules.linear_of(head)
+        if self._linear is not head and modules.active_adapters(head):
+            raise ValueError(
+                "kl_estimator: expected 'k3' where the reference is an adapter of its own and has "
+                "a part on lm_head, got 'full'"
+            )
+        self._hidden, self._constants = torch.empty(0), Head(None)
+
+    def take(
+        self, _: Call, hidden: Tensor, head: Head, ids: Tensor, *, extras: Sequence[str], **how: Any
+    ) -> Scores:
+        """`Call.score` of the reference: keeps `hidden` (B, T, H'); the results are 0."""
+        self._constants = replace(head, weight=None, bias=None, lora=None)
+        self._hidden = hidden.detach().clone()  # not with the prompt's, of which it is a part
+        zeros = hidden.new_zeros(ids.shape, dtype=torch.float32)
+        return Scores(**dict.fromkeys(("logps", "entropies", *extras), zeros))
+
+    def compare(
+        self,
+        call: Call,
+        hidden: Tensor,
+        head: Head,
+        ids: Tensor,
+        *,
+        extras: Sequence[str],
+        **how: Any,
+    ) -> Scores:
+        """`Call.score` of the policy: makes the divergences. TRL's loss reads no `extras`."""
+        states = self._hidden.to(hidden.device)
+        # read now: under FSDP2 the weight is another tensor within a forward than outside
+        with modules.constants_of(self._linear, "reference") as (weight, bias):
+            reference = replace(self._constants, weight=weight, bias=bias)
+            found = linear_divergence(hidden, head, states, reference, ids=ids, **how)
+        if call.divergences is None or torch.is_grad_enabled():
+            call.divergences = found.divergence
+        return Scores.of(logps=found.logps, entropies=found.entropies)

@@ -12,8 +12,8 @@ The calls, and what is ours of them::
 
     train                      after an interruption: what it has left
     once a generation
-      _prepare_inputs          TRL's generates and rewards, kept from scoring (`OldScoring.prepare`)
-        _regrouped             each window of micro-batches is divided anew (`regroup`)
+      _prepare_inputs          TRL's generates and rewards, kept from scoring (`Scoring`)
+        _regrouped             each window of micro-batches is divided anew (`micro_batches`)
         _score_old             old log-probabilities of what later optimizer steps take
     each micro-batch
       _with_reference          the reference scores it
@@ -31,9 +31,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, Literal
 
@@ -46,48 +44,22 @@ from grpo_kernels.base import choices
 from grpo_kernels.base.checks import warn_once
 from grpo_kernels.body import trial
 from grpo_kernels.body.trunk import trunk_of
-from grpo_kernels.call.plan import Run, check_run
+from grpo_kernels.call.plan import Run
 from grpo_kernels.objective.config import config_of_trainer
-from grpo_kernels.patching import KnownRows, Shares, replaced
+from grpo_kernels.objective.losses import averaged_over
+from grpo_kernels.patching import Shares, replaced
 from grpo_kernels.transformers.call import TrunkOptions
 from grpo_kernels.transformers.causal_lm import check_skip
-from grpo_kernels.trl import exact_kl, fused_head, micro_batches, regroup, scoring
-from grpo_kernels.trl.fused_head import Foreseen, HeadOptions, head_of
-from grpo_kernels.trl.regroup import PART, Part
-from grpo_kernels.trl.sampled_sets import (
-    SETS,
-    SampledSets,
-    check_sampling_mask,
-    sets_of_batch,
-    taken_sets,
-)
+from grpo_kernels.trl import fused_head, micro_batches, scoring
+from grpo_kernels.trl.fused_head import Call, HeadOptions
+from grpo_kernels.trl.micro_batches import OLD, PART, RATIO, REFERENCE, Batch, Part
+from grpo_kernels.trl.scoring import STATES, reader_of
 
 _logger = logging.getLogger(__name__)
-_PARTS = ("prompt", "completion")
-_SEES_MICRO_BATCHES = (*scoring.READERS, *scoring.OF_LOSS)
+_SEES_MICRO_BATCHES = (*scoring.READERS, "get_off_policy_mask", "get_gamma_weights")
 
 
-@dataclass(eq=False)
-class Call:
-    """One scoring that the trainer knows: that of a micro-batch, by its loss or for it."""
-
-    model: Any
-    inputs: dict[str, Any]
-    foreseen: Foreseen = field(default_factory=Foreseen)
-    is_unscored: bool = False  # `inputs` are to get old log-probabilities
-    scores: tuple[Tensor, Tensor] | None = None  # log-probabilities and entropies (B, T)
-    is_done: bool = False  # the scores are known: no model runs
-
-    def is_of(self, model: Any, ids: Tensor, mask: Tensor, columns: int) -> bool:
-        """True if this is the scoring of the last `columns` of these rows, (B, L) each."""
-        is_same = model is self.model and columns == self.inputs["completion_ids"].shape[1]
-        return is_same and all(
-            torch.equal(torch.cat([self.inputs[f"{x}_{of}"] for x in _PARTS], dim=1), given)
-            for of, given in (("ids", ids), ("mask", mask))
-        )
-
-
-class FusedLossMixin(fused_head.LogsRows):
+class FusedLossMixin(scoring.Scoring):
     """Makes a ``GRPOTrainer`` subclass use the fused loss.
 
     For example ``class Mine(FusedLossMixin, GMPOTrainer)``.
@@ -125,16 +97,6 @@ class FusedLossMixin(fused_head.LogsRows):
         args, kwargs: the trainer's own.
     """
 
-    args: Any
-    accelerator: Any
-    beta: float
-    loss_type: str
-    num_iterations: int
-    ref_model: Any
-    _buffered_inputs: Any
-    _step: int
-    _call: Call | None = None  # the scoring that runs
-
     def __init__(
         self,
         *args: Any,
@@ -150,9 +112,10 @@ class FusedLossMixin(fused_head.LogsRows):
         workspace_bytes: int | None = None,
         **kwargs: Any,
     ) -> None:
+        self._shares, self._figures = Shares(), {True: [], False: []}
         run = Run(engine, backend, workspace_bytes)
-        self.trunk_options = TrunkOptions(zero_advantage, layout)
-        check_run(run)
+        options = HeadOptions(run, layout, without_set=sampling_mask, shares=self._shares)
+        TrunkOptions(zero_advantage)  # raises for an unknown one
         if kl_estimator not in ("k3", "full"):
             raise ValueError(
                 f"kl_estimator: expected 'k3', which is TRL's own, or 'full', got {kl_estimator!r}"
@@ -163,76 +126,106 @@ class FusedLossMixin(fused_head.LogsRows):
         ):
             if not isinstance(value, bool) and value != "auto":
                 raise ValueError(f"{name}: expected 'auto', True or False, got {value!r}")
-        self.tokens_per_forward = tokens_per_forward
-        self.fused_sampling_correction = fused_sampling_correction
-        self.kl_estimator = kl_estimator
-        self.sampling_mask = sampling_mask
-        self._old_scoring, self._shares = scoring.OldScoring(), Shares()
-        options = HeadOptions(run, self.trunk_options, "float32", self._shares, sampling_mask)
+        self.fused_sampling_correction, self.kl_estimator = fused_sampling_correction, kl_estimator
+        self.zero_advantage, self.layout = zero_advantage, layout
+        self.tokens_per_forward, self.sampling_mask = tokens_per_forward, sampling_mask
         ours = partial(fused_head.add_fused_lm_head, options=options)
         with fused_head.adapters_allowed(), replaced(trl_grpo, "add_fused_lm_head", ours):
             super().__init__(*args, **kwargs)
         fused_head.check_head(self.model, self.args)
-        self._check_skip()
-        self.regroup, self._is_trusted = self._decided(regroup), regroup is True
-        if kl_estimator == "full":
-            exact_kl.check(self)
-        check_sampling_mask(self)
-        scoring.warn_of_truncation(self)
+        self.regroup, self._is_trusted = self._regroups(regroup), regroup is True
+        self._check_options()
         if self.args.torch_compile:
             warn_once(
                 "torch_compile: the forward of the loss is not compiled as a whole; compile the "
                 "model's layers instead (docs/training-step.md)"
             )
 
-    def _check_skip(self) -> None:
-        if self.trunk_options.zero_advantage != "skip":
-            return
-        check_skip(config_of_trainer(self.args))
-        for name, is_set in (
-            ("use_adaptive_entropy", self.args.use_adaptive_entropy),
-            ("fused_sampling_correction", self.fused_sampling_correction is True),
-        ):
-            if is_set:
-                raise ValueError(
-                    f"zero_advantage: expected 'score' or 'train' with {name}, which reads all "
-                    "sequences, got 'skip'"
-                )
-
-    def _decided(self, regroups: bool | str) -> bool:
+    def _regroups(self, option: bool | str) -> bool:
         """True if samples are regrouped; raise ValueError if they are to be and cannot."""
-        reason, budget = regroup.reason_against(self), self.tokens_per_forward
-        if regroups is True and reason is not None:
+        reason = micro_batches.reason_against_regrouping(self)
+        if option is True and reason is not None:
             raise ValueError(f"regroup: expected 'auto' or False with {reason}, got True")
-        reader = scoring.reader_of(self, (*_SEES_MICRO_BATCHES, "training_step"))
+        reader = reader_of(self, (*_SEES_MICRO_BATCHES, "training_step"))
         if reader is not None:
             reason = reason or f"{reader}, which may read micro-batches"
-        if self.trunk_options.layout == "padded":
+        if self.layout == "padded":
             reason = reason or "layout='padded', as TRL computes them"
-        found = regroups is True or (regroups == "auto" and reason is None)
-        if regroups == "auto" and not found:
+        found = option is True or (option == "auto" and reason is None)
+        if option == "auto" and not found:
             _logger.debug("regroup: samples stay in TRL's micro-batches, because of %s", reason)
+        budget = self.tokens_per_forward
         is_number = isinstance(budget, int) and not isinstance(budget, bool) and budget >= 1
         if budget is not None and not (found and is_number):
             expected = "a number of tokens, an int >= 1, or None" if found else "None"
             why = "" if found else " where samples are not regrouped"
-            why += f" ({reason})" if not found and regroups == "auto" else ""
+            why += f" ({reason})" if not found and option == "auto" else ""
             raise ValueError(f"tokens_per_forward: expected {expected}{why}, got {budget!r}")
         return found
 
+    def _check_options(self) -> None:
+        """Raise ValueError for options that exclude each other."""
+        args, sets, has_sets = self.args, self.sampling_mask, self.sampling_mask is not None
+        skips, is_exact = self.zero_advantage == "skip", self.kl_estimator == "full"
+        if skips:
+            check_skip(config_of_trainer(args))
+        only = "zero_advantage: expected 'score' or 'train' with"
+        read_all = "which reads all sequences, got 'skip'"
+        for is_wrong, message in (
+            (
+                skips and args.use_adaptive_entropy,
+                f"{only} use_adaptive_entropy, {read_all}",
+            ),
+            (
+                skips and self.fused_sampling_correction is True,
+                f"{only} fused_sampling_correction, {read_all}",
+            ),
+            (
+                is_exact and args.beta == 0.0,
+                "kl_estimator: expected 'k3' with beta = 0, which leaves no KL term, got 'full'; "
+                "give beta",
+            ),
+            (
+                is_exact and self.loss_owner is not GRPOTrainer,
+                f"kl_estimator: expected 'k3', since {self.loss_owner.__name__} has a loss of its "
+                "own, got 'full'",
+            ),
+            (
+                is_exact and args.sync_ref_model,
+                "sync_ref_model: expected False with kl_estimator = 'full', which keeps hidden "
+                "states of one reference model for the head of the same, got True",
+            ),
+            (
+                sets not in ("error", "full", None),
+                f"sampling_mask: expected one of 'error', 'full', or None, got {sets!r}",
+            ),
+            (
+                has_sets and is_exact,
+                "sampling_mask: expected None with kl_estimator='full', the divergence over the "
+                f"whole vocabulary, got {sets!r}",
+            ),
+            (
+                has_sets and self.rollout_func is None,
+                "sampling_mask: expected None with no rollout_func, whose output has the sets, got "
+                f"{sets!r}",
+            ),
+        ):
+            if is_wrong:
+                raise ValueError(message)
+
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as TRL does; first see to what an interrupted training has left."""
-        if self.regroup and self._step % regroup.window_of(self):
+        if self.regroup and self._step % micro_batches.window_of(self):
             self._stop_regrouping(
                 "a training was interrupted within an optimizer step, and train() called again, so "
                 "that the steps to come are not of whole windows"
             )
-        due = self._old_scoring.due(self._buffered_inputs or ())
+        due = self._due()
         if due:
             self.model.train()  # as it will be: an evaluation may have come last
         for batch in due:
             self._score_old(batch)
-        return super().train(*args, **kwargs)  # type: ignore[misc]
+        return super().train(*args, **kwargs)
 
     def _stop_regrouping(self, why: str) -> None:
         """From now on, micro-batches are TRL's, and those that are left of a generation, too."""
@@ -240,88 +233,46 @@ class FusedLossMixin(fused_head.LogsRows):
             f"grpo_kernels: regroup: {why}: samples stay in TRL's micro-batches from now on",
             stacklevel=3,
         )
-        names = [scoring.OLD, scoring.RATIO] if micro_batches.is_corrected(self) else [scoring.OLD]
-        buffered = self._buffered_inputs or ()
+        names = [OLD, RATIO] if micro_batches.is_corrected(self) else [OLD]
         self.regroup = False
-        self._buffered_inputs = regroup.undone(buffered, names) or None
-        self._old_scoring.forget_figures()
+        self._buffered_inputs: Any = (
+            micro_batches.undone(self._buffered_inputs or (), names) or None
+        )
+        self._figures[True].clear()  # they are scored anew
 
-    def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
+    def _prepare_inputs(self, generation_batch: Any) -> Batch:
         """TRL's micro-batch, scored by the reference; after a generation, regroup all of them."""
-        begins = self.regroup and self._trains and self._step % regroup.window_of(self) == 0
-        reason = regroup.reason_against(self) if begins else None
-        if begins and reason is None and not self._is_trusted:
-            reason = scoring.reader_of(self, _SEES_MICRO_BATCHES)
-        if reason is not None:
-            self._stop_regrouping(f"the trainer has changed since it was made: {reason}")
         if self.regroup and self._trains:
-            regroup.check_window(self)
+            self._check_regrouping()
         before = self._buffered_inputs
-        inputs: dict[str, Any] = super()._prepare_inputs(generation_batch)  # type: ignore[misc]
+        inputs: Batch = super()._prepare_inputs(generation_batch)
         if not self._trains:
             return self._with_reference(inputs)
         if self.regroup and self._buffered_inputs is not before:
             self._buffered_inputs = self._regrouped(self._buffered_inputs)
             inputs = self._buffered_inputs[self._step % len(self._buffered_inputs)]
         if self.accelerator.sync_gradients:  # the policy changes after this micro-batch
-            for batch in self._old_scoring.due(self._buffered_inputs):
+            for batch in self._due():
                 if batch is not inputs:
                     self._score_old(batch)
         return self._with_reference(inputs)
 
-    def _with_reference(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """The inputs of a loss, with what the reference has to give if TRL left it out."""
-        name = exact_kl.REFERENCE if self._has_exact_kl else scoring.REFERENCE
-        is_left_out = self.beta != 0.0 and self._old_scoring.defers_reference and name not in inputs
-        if not is_left_out or self._is_idle(inputs):
-            return inputs
-        found: Tensor | exact_kl.Reference
-        with scoring.as_reference(self) as model, self._over_sets(inputs):
-            if self._has_exact_kl:
-                found = exact_kl.Reference(self.accelerator.unwrap_model(model))
-                labelled = KnownRows(inputs["completion_mask"])
-                call = Call(model, inputs, Foreseen(labelled, score=found.take))
-                with replaced(self, "_call", call):
-                    scoring.score(self, model, inputs)
-            else:
-                found = scoring.score(self, model, inputs)
-        if self._trains and self.num_iterations > 1:
-            inputs[name] = found  # of TRL's buffer, for later passes over it
-        return {**inputs, name: found}
+    def _check_regrouping(self) -> None:
+        """Before a micro-batch: see whether a window can begin, and where one ends."""
+        window = micro_batches.window_of(self)
+        if self._step % window == 0:
+            reason = micro_batches.reason_against_regrouping(self)
+            if reason is None and not self._is_trusted:
+                reason = reader_of(self, _SEES_MICRO_BATCHES)
+            if reason is not None:
+                self._stop_regrouping(f"the trainer has changed since it was made: {reason}")
+        if self.regroup and self.accelerator.sync_gradients and (self._step + 1) % window:
+            raise RuntimeError(
+                f"regroup: expected optimizer steps of whole windows of {window} micro-batches, "
+                "got one that ends within a window; pass regroup=False"
+            )
 
-    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
-        """TRL's batch; with `sampling_mask` it has the sampler's sets."""
-        with self._over_sets({}):
-            prepare = super()._generate_and_score_completions  # type: ignore[misc]
-            batch = self._old_scoring.prepare(self, prepare, inputs)
-            sets = head_of(self.model).sets
-        if sets is not None:
-            batch[SETS] = sets_of_batch(sets, batch)
-        return batch
-
-    def _generate(self, *args: Any, **kwargs: Any) -> Any:
-        """What TRL's rollout generates; with `sampling_mask`, keep the sampler's sets."""
-        generated = super()._generate(*args, **kwargs)  # type: ignore[misc]
-        if self.sampling_mask is not None:
-            metrics = micro_batches.metrics_of(self)
-            self._set_sets(taken_sets(generated, self.accelerator, metrics))
-        return generated
-
-    @contextmanager
-    def _over_sets(self, batch: dict[str, Any]) -> Iterator[None]:
-        """Inside, completions are scored over the sets of `batch`, where it has some."""
-        self._set_sets(batch.get(SETS))
-        try:
-            yield
-        finally:
-            self._set_sets(None)
-
-    def _set_sets(self, sets: list[SampledSets | None] | None) -> None:
-        for model in (self.model, self.ref_model) if self.sampling_mask is not None else ():
-            if model is not None:
-                head_of(model).sets = sets
-
-    def _regrouped(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def _regrouped(self, batches: list[Batch]) -> list[Batch]:
         """The micro-batches of a generation, samples regrouped within each optimizer step."""
         stays = any(batch.get("pixel_values") is not None for batch in batches)
         stays |= len({len(batch["prompt_ids"]) for batch in batches}) > 1
@@ -329,153 +280,94 @@ class FusedLossMixin(fused_head.LogsRows):
         if self.accelerator.gather(torch.tensor([stays], device=self.accelerator.device)).any():
             _logger.debug("regroup: samples stay, since there are images or uneven micro-batches")
             return batches
-        in_trees = self.trunk_options.layout == "tree"
+        in_trees = self.layout == "tree"
         if in_trees:
             trunk = trunk_of(self.accelerator.unwrap_model(self.model))
             if trial.fits_trees(trunk) is None:  # it has not run yet: try it on one sample
-                scoring.score(self, self.model, regroup.first_sample(batches[0]))
+                self._score(self.model, micro_batches.samples_of(batches[0], [0]))
             in_trees = trial.fits_trees(trunk) is True
-        return regroup.regrouped(self, batches, in_trees=in_trees)
+        return micro_batches.regrouped(self, batches, in_trees=in_trees)
 
-    def _score_old(self, batch: dict[str, Any]) -> None:
-        """Old log-probabilities of a micro-batch that is trained on after the policy's change."""
-        if self._is_idle(batch):
-            self._old_scoring.pass_over(self, batch)
-            self._old_scoring.log_figures(self)
-            return
-        live: Tensor | None = None
-        phi = self.loss_type == "vespo" and self.trunk_options.zero_advantage != "skip"
-        if not (phi or micro_batches.is_corrected(self)):  # whose metrics are of all sequences
-            # the loss will have a ratio to old log-probabilities, not known yet
-            old = torch.zeros_like(batch["completion_mask"], dtype=torch.float32)
-            live = micro_batches.live_of_loss(self, {**batch, scoring.OLD: old})
-        with self._over_sets(batch):
-            self._old_scoring.take(self, batch, scoring.score(self, self.model, batch, live))
-        self._old_scoring.log_figures(self)
-
-    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+    def _compute_loss(self, model: Any, inputs: Batch) -> Tensor:
         """TRL's loss; the policy's forward is told which gradient to expect."""
         part: Part | None = inputs.get(PART)
         if self._is_idle(inputs):
-            self._old_scoring.pass_over(self, inputs)
+            if self._is_unscored(inputs):
+                self._score_old(inputs)
             loss = torch.zeros((), device=self.accelerator.device, requires_grad=True)
         elif part is None:
             loss = self._loss_of(model, inputs)[0]
         else:
-            with regroup.unlogged(self):
+            with micro_batches.unlogged(self):
                 loss, kept = self._loss_of(model, inputs)
-            loss = regroup.share_of_mean(self, inputs) * loss
+            if averaged_over(micro_batches.config_of(self), num_items=True) == "sequences":
+                size = len(part.window.batches[0]["prompt_ids"])  # of TRL's micro-batch
+                loss = len(inputs["prompt_ids"]) / size * loss
             part.window.keep(part.samples, kept)
-        self._old_scoring.log_figures(self)
+        self._log_figures()
         if part is not None and part.is_last:
-            for batch in part.window.restored():
-                self._log_as_trl(model, batch)
+            for batch in part.window.restored():  # TRL's own, for its metrics: no model runs
+                scores = batch.pop("logps"), batch.pop("entropies")
+                call = Call(model, batch, scores=scores, is_done=True)
+                call.divergences = batch.pop("divergences", None)
+                with torch.no_grad():
+                    self._loss_by_trl(call)
         return loss
 
-    def _loss_of(self, model: Any, inputs: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+    def _loss_of(self, model: Any, inputs: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss of a micro-batch, and what its metrics are made of, (B, ...) by name."""
-        is_unscored = self._old_scoring.is_missing(self, inputs)
+        is_unscored = self._is_unscored(inputs)
         inputs = {**inputs}  # gets the log-probabilities of the loss, if it is unscored
-        config = micro_batches.loss_config(self, is_unscored=is_unscored)
-        rows = micro_batches.rows_of_loss(self, inputs, config)
+        config, expected = micro_batches.foreseen(self, inputs, is_unscored=is_unscored)
         live: Tensor | None = None
         factor: Tensor | float = 1.0
-        if self.trunk_options.zero_advantage == "skip":
-            live = micro_batches.live_sequences(self, rows)
-        if live is not None:
+        if self.zero_advantage != "train":
+            live = micro_batches.live_sequences(self, expected)
+        if self.zero_advantage == "skip" and live is not None:
             inputs, factor = micro_batches.without_dead(inputs, live, config)
-            rows = micro_batches.rows_of_loss(self, inputs, config)
-        elif self.trunk_options.zero_advantage == "score":
-            live = micro_batches.live_sequences(self, rows)
-        foreseen = Foreseen(rows or KnownRows(inputs["completion_mask"]), live)
+            config, expected = micro_batches.foreseen(self, inputs, is_unscored=is_unscored)
+        mask = inputs["completion_mask"]
+        counted = mask if config is None else micro_batches.counted_tokens(inputs)
+        call = Call(model, inputs, counted, expected, live, is_unscored=is_unscored)
         if self._has_exact_kl:
-            foreseen.score = inputs[exact_kl.REFERENCE].compare
-        call = Call(model, inputs, foreseen, is_unscored)
-        with self._over_sets(inputs):
-            loss, kept = self._loss_by_trl(model, call)
-        names = [scoring.OLD, scoring.RATIO, scoring.REFERENCE, "completion_mask"]
-        kept |= {name: inputs[name] for name in names if name in inputs}
+            call.score = inputs[STATES].compare
+        loss = self._loss_by_trl(call)
+        kept = {
+            name: inputs[name]
+            for name in (OLD, RATIO, REFERENCE, "completion_mask")
+            if name in inputs
+        }
+        if call.scores is not None:
+            kept |= {"logps": call.scores[0].detach(), "entropies": call.scores[1].detach()}
+        if call.divergences is not None:
+            kept["divergences"] = call.divergences.detach()
         return factor * loss, kept
 
-    def _log_as_trl(self, model: Any, batch: dict[str, Any]) -> None:
-        """Have TRL log what it does for a micro-batch of its own, of what its samples have given.
-
-        No model runs.
-        """
-        scores = batch.pop("logps"), batch.pop("entropies")
-        divergences = batch.pop("divergences", None)
-        with torch.no_grad():
-            call = Call(model, batch, scores=scores, is_done=True)
-            self._loss_by_trl(model, call, divergences)
-
-    def _loss_by_trl(
-        self, model: Any, call: Call, divergences: Tensor | None = None
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """TRL's loss of a call, and the (B, T) numbers that it is made of, detached.
-
-        `divergences` are of the exact KL; None: of the call.
-        """
-        skips, mask = self.trunk_options.zero_advantage == "skip", call.inputs["completion_mask"]
+    def _loss_by_trl(self, call: Call) -> Tensor:
+        """TRL's loss of a call, with the exact KL."""
+        mask, has_exact_kl = call.inputs["completion_mask"], self._has_exact_kl
+        skips = self.zero_advantage == "skip"
         is_measured = not skips or self.accelerator.gather(mask.any().reshape(1)).any()
-        with ExitStack() as stack:
+        with ExitStack() as logs:
             if not is_measured:  # no process has a sequence left
-                stack.enter_context(regroup.unlogged(self))
-            stack.enter_context(replaced(self, "_call", call))
-            if not self._has_exact_kl:
-                loss = super()._compute_loss(model, call.inputs)  # type: ignore[misc]
-            else:  # without a KL term of TRL's own
-                with replaced(self, "beta", 0.0):
-                    loss = super()._compute_loss(model, call.inputs)  # type: ignore[misc]
-                if divergences is None:
-                    divergences = call.inputs[exact_kl.REFERENCE].given()
-                loss = exact_kl.add_term(self, loss, call.inputs, divergences)
-        found = {} if divergences is None else {"divergences": divergences.detach()}
-        if call.scores is not None:
-            found |= {"logps": call.scores[0].detach(), "entropies": call.scores[1].detach()}
-        return loss, found
-
-    def _get_per_token_logps_and_entropies(
-        self,
-        model: Any,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        logits_to_keep: int,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        """TRL's scoring, of a call that is known with what is foreseen of it."""
-        call, given = self._call, (input_ids, attention_mask, logits_to_keep)
-        score = super()._get_per_token_logps_and_entropies  # type: ignore[misc]
-        if call is None or not call.is_of(model, *given):
-            return score(model, *given, *args, **kwargs)
-        if call.is_done and call.scores is not None:
-            return (*call.scores, None)
-        with replaced(head_of(model), "foreseen", call.foreseen):
-            results = score(model, *given, *args, **kwargs)
-        call.scores = results[:2]
-        if call.is_unscored:
-            call.is_unscored = False
-            self._old_scoring.take(self, call.inputs, results[0])
-            self._old_scoring.keep(self, call.inputs)
-        return results
+                logs.enter_context(micro_batches.unlogged(self))
+            with replaced(self, "_call", call), ExitStack() as stack:
+                if has_exact_kl:  # without a KL term of TRL's own
+                    stack.enter_context(replaced(self, "beta", 0.0))
+                loss: Tensor = super()._compute_loss(call.model, call.inputs)
+            if not has_exact_kl:
+                return loss
+            if call.divergences is None:
+                raise RuntimeError(
+                    "kl_estimator: expected trl's loss to run its fused head, got none"
+                )
+            return micro_batches.with_exact_kl(self, loss, call.inputs, call.divergences)
 
     @property
     def loss_owner(self) -> type:
         """The class that defines ``super()._compute_loss``."""
         after = type(self).__mro__[type(self).__mro__.index(FusedLossMixin) + 1 :]
         return next(cls for cls in after if "_compute_loss" in vars(cls))
-
-    @property
-    def _has_exact_kl(self) -> bool:
-        return bool(self.kl_estimator == "full" and self.beta != 0.0)
-
-    def _is_idle(self, inputs: dict[str, Any]) -> bool:
-        """True if no other process waits for the forward of a micro-batch without samples."""
-        return regroup.is_empty(inputs) and bool(self.accelerator.num_processes == 1)
-
-    @property
-    def _trains(self) -> bool:
-        return bool(self.model.training)
 
 
 class FusedGRPOTrainer(FusedLossMixin, GRPOTrainer):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import logging
+import random
 import subprocess
 import sys
 from contextvars import ContextVar
@@ -15,7 +17,16 @@ import pytest
 import torch
 
 from grpo_kernels import Expectation
-from grpo_kernels.patching import KnownRows, Patches, Shares, during, needed, replaced
+from grpo_kernels.patching import (
+    KnownRows,
+    Patches,
+    Shares,
+    divided,
+    during,
+    needed,
+    numbered,
+    replaced,
+)
 
 pytestmark = pytest.mark.unit
 
@@ -33,40 +44,18 @@ def owner() -> ModuleType:
     return module
 
 
-def test_replaced_once_more_in_between(owner: ModuleType) -> None:
-    patches = Patches()
-    patches.replace(owner, "f", ours)
-    owner.f = print
-    patches.replace(owner, "f", ours)
-    patches.restore()
-    assert owner.f is print
-    patches.replace(owner, "f", ours)
-    owner.f = len
-    patches.restore()
-    assert owner.f is len
-
-
-def test_a_class_that_inherits_what_is_ours() -> None:
-    parent = type("Parent", (), {"f": theirs})
-    child = type("Child", (parent,), {})
-    patches = Patches()
-    patches.replace(parent, "f", ours)
-    patches.replace(child, "f", ours)
-    patches.restore()
-    assert parent.f is child.f is theirs
-
-
-def test_the_log_says_what_is_replaced_and_given_back(
+def test_what_others_replace_in_between_stays_theirs_and_the_log_says_so(
     owner: ModuleType, caplog: pytest.LogCaptureFixture
 ) -> None:
     patches = Patches("someone's package")
-    child = type("Child", (type("Parent", (), {"f": theirs}),), {"__module__": "somewhere"})
+    parent = type("Parent", (), {"f": theirs})
+    child = type("Child", (parent,), {"__module__": "somewhere"})
     with caplog.at_level(logging.INFO, "grpo_kernels"):
         patches.replace(owner, "f", ours)
         patches.replace(child, "f", ours)
         owner.f = print
         patches.restore()
-        Patches().replace(owner, "f", ours)
+    assert owner.f is print
     assert "f" not in vars(child)
     assert caplog.messages == [
         "patched someone's package: owner.f is that of grpo_kernels",
@@ -74,31 +63,27 @@ def test_the_log_says_what_is_replaced_and_given_back(
         "unpatched someone's package: somewhere.Child.f is its own again",
         "unpatched someone's package: owner.f is left as somebody else has made it since",
     ]
+    patches.replace(parent, "f", ours)
+    patches.replace(child, "f", ours)  # it has inherited ours
+    patches.replace(owner, "f", ours)
+    owner.f = len
+    patches.replace(owner, "f", ours)  # once more
+    patches.restore()
+    assert parent.f is child.f is theirs
+    assert owner.f is len
 
 
-def test_replaced_for_a_call_that_raises(owner: ModuleType) -> None:
+def test_what_is_replaced_for_a_call_comes_back_if_it_raises(owner: ModuleType) -> None:
     child = type("Child", (type("Parent", (), {"f": theirs}),), {})
-    seen = []
-
-    def fail(x: object) -> None:
-        seen.append(x)
-        raise KeyError
-
     for each in (owner, SimpleNamespace(f=theirs), child, child()):
         before = dict(vars(each))
         with pytest.raises(KeyError), replaced(each, "f", ours):
-            fail(vars(each)["f"])
+            {theirs: "before"}[vars(each)["f"]]
         assert dict(vars(each)) == before
-    assert seen == [ours] * 4
-
-
-def test_a_context_variable_for_a_call_that_raises() -> None:
     variable = ContextVar("variable", default=0)
-    with during(variable, 1) as value:
-        assert variable.get() == value == 1
-        with pytest.raises(KeyError), during(variable, 2):
-            {1: "before"}[variable.get()]
-        assert variable.get() == 1
+    with contextlib.suppress(KeyError), during(variable, 2) as value:
+        assert variable.get() == value == 2
+        raise KeyError
     assert variable.get() == 0
 
 
@@ -133,8 +118,7 @@ def test_rows_of_a_call_are_those_at_its_positions() -> None:
 
 
 def test_rows_of_which_less_is_known() -> None:
-    of_call = KnownRows(COUNTED).at(torch.tensor([2, -1]))
-    logps = torch.ones(2)
+    of_call, logps = KnownRows(COUNTED).at(torch.tensor([2, -1])), torch.ones(2)
     assert of_call.filled(logps) is logps
     assert of_call.entropy
     assert of_call.expected is None
@@ -142,9 +126,8 @@ def test_rows_of_which_less_is_known() -> None:
     assert expected is not None
     assert expected.coefficients is None, "a gradient that is not known row by row"
     with torch.no_grad():
-        assert (
-            KnownRows(COUNTED, expected=Expectation(asked)).at(torch.tensor([0])).expected is None
-        )
+        rows = KnownRows(COUNTED, expected=Expectation(asked)).at(torch.tensor([0]))
+    assert rows.expected is None
 
 
 def test_shares_are_of_all_calls_since_the_last_log() -> None:
@@ -156,6 +139,30 @@ def test_shares_are_of_all_calls_since_the_last_log() -> None:
     assert shares.take() == {"tokens": 3 / 8, "none of none": 0.0}
     shares.add("none of none", 0, 0)
     assert shares.take() == {}, "nothing was counted"
+
+
+def test_samples_are_divided_by_prompts_within_a_budget() -> None:
+    """Every sample once, a prompt's together where they fit, live ones first, within the budget."""
+    prompts = numbered([(1, 2, 3)] * 4 + [(4,) * 6] * 4 + [(5,) * 2] * 4)
+    assert prompts == [(0, 3)] * 4 + [(4, 6)] * 4 + [(8, 2)] * 4
+    lengths = [3, 4, 5, 2, 6, 6, 6, 6, 1, 1, 2, 1]
+    live = [False] * 4 + [True] * 8
+    parts = divided(prompts, lengths, live, 4, 40, 3, in_trees=True)
+    assert parts == [[4, 5, 6, 7, 8, 9, 10, 11], [0, 1, 2, 3], [], []]
+    draw = random.Random(0)
+    for _ in range(50):
+        groups, size, count = draw.randrange(1, 6), draw.randrange(1, 5), 4
+        samples, budget = size * count, size * 14
+        prompts = [(draw.randrange(groups), 5) for _ in range(samples)]
+        lengths = [draw.randrange(1, 9) for _ in range(samples)]
+        for in_trees in (True, False):
+            how = (count, budget, size)
+            parts = divided(prompts, lengths, [True] * samples, *how, in_trees=in_trees)
+            assert sorted(i for part in parts for i in part) == [*range(samples)]
+            for part in parts:
+                used = sum(lengths[i] for i in part) + 5 * len({prompts[i] for i in part})
+                assert used <= budget, "a padded micro-batch has as many"
+                assert in_trees or len(part) == size
 
 
 USES = {  # package -> what needs it, and how to install that
@@ -204,12 +211,12 @@ def test_a_package_that_is_not_installed_is_named_with_its_extra() -> None:
 def test_a_release_without_what_is_imported_is_named_with_its_version(
     name: str, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "old_trainer").mkdir()
-    (tmp_path / "old_trainer" / "__init__.py").touch()
-    (tmp_path / "old_trainer-0.9.dist-info").mkdir()
-    (tmp_path / "old_trainer-0.9.dist-info" / "METADATA").write_text(
-        "Name: old_trainer\nVersion: 0.9\n"
-    )
+    for folder, file, text in (
+        ("old_trainer", "__init__.py", ""),
+        ("old_trainer-0.9.dist-info", "METADATA", "Name: old_trainer\nVersion: 0.9\n"),
+    ):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / file).write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     expected = (
         r"^expected a release of old_trainer that grpo_kernels knows, got old_trainer 0\.9, "
@@ -221,8 +228,6 @@ def test_a_release_without_what_is_imported_is_named_with_its_version(
 
 
 def test_an_error_of_another_package_is_left_as_it_is() -> None:
-    with (
-        pytest.raises(ModuleNotFoundError, match=r"^No module named 'no_such_package'$"),
-        needed("trl", "trl"),
-    ):
+    wanted = r"^No module named 'no_such_package'$"
+    with pytest.raises(ModuleNotFoundError, match=wanted), needed("trl", "trl"):
         importlib.import_module("no_such_package")

@@ -27,7 +27,6 @@ CASES: dict[str, tuple[str, str, dict[str, Any], float, dict[str, Any]]] = {
     "JSD, tied student with adapters on the body": (
         "tied", "qwen3", {}, 0.5, {"peft_config": parity.lora(), **COOLER}
     ),
-    "reverse KL, capped student and tied teacher": ("softcap", "tied", {}, 1.0, {}),
     "JSD, scaled student, capped teacher": ("logit_scale", "softcap", {}, 0.3, {}),
     "reverse KL, a bias each, scaled teacher": ("bias", "logits_scaling", {}, 1.0, COOLER),
 }  # fmt: skip
@@ -107,9 +106,9 @@ def test_padding_rows_of_one_head_are_no_tokens() -> None:
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
-def test_each_head_is_projected_once(beta: float) -> None:
+def test_each_head_is_projected_once() -> None:
     given = divergence_inputs(width=12) | {"completion_mask": torch.ones(3, 7)}
-    with FlopCounterMode(display=False) as counter:
-        distillation.divergence_loss(beta=beta, **given)[0].backward()
-    assert counter.get_total_flops() == 8 * 21 * 50 * 12  # two projections, d hidden and d weight
+    for beta in (0.0, 0.5, 1.0):
+        with FlopCounterMode(display=False) as counter:
+            distillation.divergence_loss(beta=beta, **given)[0].backward()
+        assert counter.get_total_flops() == 8 * 21 * 50 * 12  # two projections, d hidden, d weight

@@ -34,6 +34,7 @@ ALL = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 LENGTHS = (10, 10, 7, 9)
 B, L = len(LENGTHS), max(LENGTHS)
 MASK = (torch.arange(L) < torch.tensor(LENGTHS)[:, None]).long()
+Given = dict[str, Any]
 
 
 @pytest.fixture(autouse=True)
@@ -42,35 +43,25 @@ def _unpatched() -> Iterator[None]:
     unpatch_trl()
 
 
-def ours(model: Any, *args: Any, patched: dict[str, Any] | None = None, **kwargs: Any) -> None:
+def ours(model: Any, *args: Any, patched: Given | None = None, **kwargs: Any) -> None:
     with patch_trl(**patched or {}):
         trl_utils.add_fused_lm_head(model, *args, **kwargs)
 
 
-def batch() -> dict[str, Tensor]:
+def batch(where: str = "anywhere", name: str = "labels") -> Given:
     """Two rows share their first tokens, one is padded on its right, one on its left."""
-    ids = torch.randint(3, tiny_models.VOCAB, (B, L))
+    ids, mask, column = torch.randint(3, tiny_models.VOCAB, (B, L)), MASK.clone(), torch.arange(L)
     ids[1, :5] = ids[0, :5]
-    mask = MASK.clone()
     mask[3] = mask[3].flip(0)
-    return {"input_ids": ids * mask, "attention_mask": mask}
-
-
-def everything(x: Tensor) -> Tensor:
-    return torch.ones_like(x, dtype=torch.bool)
-
-
-LABELS: dict[str, Callable[[Tensor], Tensor]] = {
-    "completions": lambda x: everything(x) & (torch.arange(L) >= 5),
-    "anywhere": lambda x: (x % 3 == 0) & (torch.arange(B)[:, None] != 2),
-    "everywhere": everything,
-    "nowhere": lambda x: ~everything(x),
-}
-
-
-def labelled(given: dict[str, Tensor], where: str = "anywhere") -> Tensor:
-    is_label = LABELS[where](given["input_ids"]) & (given["attention_mask"] != 0)
-    return given["input_ids"].masked_fill(~is_label, -100)
+    ids = ids * mask
+    is_label = {
+        "completions": column >= 5,
+        "anywhere": (ids % 3 == 0) & (torch.arange(B)[:, None] != 2),
+        "everywhere": column >= 0,
+        "nowhere": column < 0,
+    }[where]
+    labels = ids.masked_fill(~is_label | (mask == 0), -100)
+    return {"input_ids": ids, "attention_mask": mask, name: labels}
 
 
 def answer(model: Any, *args: Any, **given: Any) -> dict[str, Tensor]:
@@ -84,15 +75,6 @@ def answer(model: Any, *args: Any, **given: Any) -> dict[str, Tensor]:
     total.backward()
     gradients = {f"d {name}": x.grad for name, x in model.named_parameters() if x.grad is not None}
     return {**output, **gradients}
-
-
-def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    assert found.keys() == wanted.keys()
-    for name, x in wanted.items():
-        assert found[name].requires_grad == x.requires_grad, name
-        torch.testing.assert_close(
-            found[name], x, rtol=1e-4, atol=2e-5, msg=lambda m, name=name: f"{name}: {m}"
-        )
 
 
 def check(
@@ -109,51 +91,45 @@ def check(
     for give in (THEIRS, ours):
         model = make()
         answers.append(answer(add(give, model) or model, *args, **given))
-    assert_same(answers[1], answers[0])
-    return answers[1]
+    wanted, found = answers
+    assert found.keys() == wanted.keys()
+    for name, x in wanted.items():
+        assert found[name].requires_grad == x.requires_grad, name
+        torch.testing.assert_close(
+            found[name], x, rtol=1e-4, atol=2e-5, msg=lambda m, name=name: f"{name}: {m}"
+        )
+    return found
 
 
-@pytest.mark.parametrize("is_shifted", [False, True], ids=["labels", "shift_labels"])
-@pytest.mark.parametrize("where", LABELS)
-def test_labels_say_what_is_scored(where: str, is_shifted: bool) -> None:
-    given = batch()
-    name = "shift_labels" if is_shifted else "labels"
-    found = check(**given, **{name: labelled(given, where)})
+@pytest.mark.parametrize("name", ["labels", "shift_labels"])
+@pytest.mark.parametrize("where", ["completions", "anywhere", "everywhere", "nowhere"])
+def test_labels_say_what_is_scored(where: str, name: str) -> None:
+    found = check(**batch(where, name))
     assert found["is_top1"].dtype == torch.bool
-    assert found["log_probs"].shape == (B, L if is_shifted else L - 1)
+    assert found["log_probs"].shape == (B, L if name == "shift_labels" else L - 1)
     if where == "nowhere":
         assert found["loss"] == 0.0
         assert not any(x.any() for name, x in found.items() if name.startswith("d "))
 
 
+OUTPUTS: list[Given] = [
+    {"temperature": 0.7, "outputs": ALL},
+    {"temperature": 1.3, "outputs": ("entropy",)},
+    {"outputs": ("is_top1", "log_probs")},
+]
+
+
 @pytest.mark.parametrize("kind", tiny_models.KINDS)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"temperature": 0.7, "outputs": ALL},
-        {"temperature": 1.3, "outputs": ("entropy",)},
-        {"outputs": ("is_top1", "log_probs")},
-    ],
-    ids=str,
-)
-def test_models_and_outputs(kind: str, options: dict[str, Any]) -> None:
-    given = batch()
-    items = {"num_items_in_batch": torch.tensor(37)} if "entropy" in options["outputs"] else {}
-    check(
-        make=lambda: tiny_models.model(kind),
-        add=lambda give, model: give(model, **options),
-        labels=labelled(given),
-        **items,
-        **given,
-    )
-
-
-def experts(**changes: Any) -> Any:
-    shape = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-    _, _, fields = tiny_models.KINDS["qwen3"]
-    of_tiny = {**tiny_models._SHAPE, **fields, **shape, **changes}
-    torch.manual_seed(0)
-    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**of_tiny))
+def test_models_and_outputs(kind: str) -> None:
+    for options in OUTPUTS:
+        given = batch()
+        if "entropy" in options["outputs"]:
+            given["num_items_in_batch"] = torch.tensor(37)
+        check(
+            make=lambda: tiny_models.model(kind),
+            add=lambda give, model, options=options: give(model, **options),
+            **given,
+        )
 
 
 @pytest.mark.parametrize("name", VISION)
@@ -173,22 +149,25 @@ def test_images(name: str) -> None:
 
 
 @pytest.mark.parametrize("asked", [{"output_router_logits": True}, {}], ids=["call", "config"])
-def test_the_load_balancing_loss_of_a_mixture_of_experts(asked: dict[str, Any]) -> None:
-    given = batch()
-    make = lambda: experts(output_router_logits=not asked, router_aux_loss_coef=0.2)  # noqa: E731
-    found = check(make=make, **given, **asked, labels=labelled(given))
-    assert found["aux_loss"] > 0
+def test_the_load_balancing_loss_of_a_mixture_of_experts(asked: Given) -> None:
+    shape = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    fields = {**tiny_models._SHAPE, **tiny_models.KINDS["qwen3"][2], **shape}
+    fields |= {"output_router_logits": not asked, "router_aux_loss_coef": 0.2}
 
+    def make() -> Any:
+        torch.manual_seed(0)
+        return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**fields))
 
-def frozen() -> Any:
-    model = tiny_models.model("bias")
-    model.get_output_embeddings().requires_grad_(False)
-    return model
+    assert check(make=make, **batch(), **asked)["aux_loss"] > 0
 
 
 def test_a_frozen_head() -> None:
-    given = batch()
-    found = check(make=frozen, **given, labels=labelled(given))
+    def make() -> Any:
+        model = tiny_models.model("bias")
+        model.get_output_embeddings().requires_grad_(False)
+        return model
+
+    found = check(make=make, **batch())
     assert "d lm_head.weight" not in found
     assert "d model.embed_tokens.weight" in found
 
@@ -202,9 +181,7 @@ def test_prompt_tuning() -> None:
         torch.manual_seed(1)
         return peft.get_peft_model(model, config)
 
-    given = batch()
-    found = check(add=add, **given, labels=labelled(given))
-    assert found["log_probs"].shape == (B, 3 + L - 1)
+    assert check(add=add, **batch())["log_probs"].shape == (B, 3 + L - 1)
 
 
 def test_a_copy_of_the_model_is_scored_and_projected_by_its_own_weights() -> None:
@@ -218,71 +195,46 @@ def test_a_copy_of_the_model_is_scored_and_projected_by_its_own_weights() -> Non
                 x.mul_(1.1)
         return copies[-1]
 
-    found = check(add=add, **given, labels=labelled(given))
-    assert "d lm_head.weight" in found
-    plain = tiny_models.model()(**given).logits
-    torch.testing.assert_close(copies[1](**given).logits, plain)
+    assert "d lm_head.weight" in check(add=add, **given)
+    torch.testing.assert_close(copies[1](**given).logits, tiny_models.model()(**given).logits)
 
 
-def test_the_last_of_two_heads_serves() -> None:
+def test_the_last_of_two_heads_serves_and_arguments_may_be_positional() -> None:
     """As of two trainers of one model."""
 
     def add(give: Any, model: Any) -> None:
         THEIRS(model, temperature=0.7)
         give(model, temperature=0.5)
-        give(model, temperature=2.0, outputs=ALL)
+        give(model, 2.0, False, ALL)
 
     given = batch()
-    check(add=add, **given, labels=labelled(given))
+    check(given.pop("input_ids"), given.pop("attention_mask"), add=add, **given)
 
 
 def test_a_forward_that_does_not_ask_for_the_head_is_the_models_own() -> None:
     model, given = tiny_models.model(), batch()
-    mask, labels = given["attention_mask"][:2], labelled(given)
-    prompts = {"input_ids": given["input_ids"][:2, :5], "attention_mask": mask[:, :5]}
+    prompts = {name: x[:2, :5] for name, x in given.items() if name != "labels"}
     options = {"max_new_tokens": 6, "do_sample": False}
     signature = inspect.signature(model.forward)
-    before = model.generate(**prompts, **options), model(**given, labels=labels)
+    before = model.generate(**prompts, **options), model(**given)
     for temperature in (0.5, 2.0):
         ours(model, temperature=temperature)
-    after = model.generate(**prompts, **options), model(**given, labels=labels)
+    after = model.generate(**prompts, **options), model(**given)
     assert torch.equal(before[0], after[0])
     assert type(before[1]) is type(after[1])
     torch.testing.assert_close([*after[1][:2]], [*before[1][:2]], rtol=0, atol=0)
     assert inspect.signature(model.forward) == signature  # which `generate` reads
-
-
-def test_positional_arguments() -> None:
-    given = batch()
-    check(
-        *given.values(),
-        add=lambda give, model: give(model, 0.7, False, ALL),
-        labels=labelled(given),
-    )
-
-
-def test_labels_are_needed() -> None:
-    model = tiny_models.model()
-    ours(model)
+    del given["labels"]
     with pytest.raises(ValueError, match=r"labels: expected \(B, L\) with fused_lm_head=True"):
-        model(**batch(), fused_lm_head=True)
-
-
-def exact(model: Any, given: dict[str, Tensor], labels: Tensor, operand: torch.dtype) -> Tensor:
-    """Log-probabilities in float64 of the model's own last hidden states and head as `operand`."""
-    hidden = model.base_model(**given).last_hidden_state[:, :-1]
-    hidden, weight = (x.to(operand).double() for x in (hidden, model.lm_head.weight))
-    logps = (hidden @ weight.T).log_softmax(-1)
-    labels = labels[:, 1:]
-    return logps.gather(-1, labels.clamp(min=0)[..., None])[..., 0] * (labels != -100)
+        model(**given, fused_lm_head=True)
 
 
 @pytest.mark.parametrize("in_fp32", [False, True], ids=["", "cast_lm_head_to_fp32"])
 @pytest.mark.parametrize("by_autocast", [False, True], ids=["bfloat16", "autocast"])
 def test_logits_are_rounded_as_trls_if_asked(by_autocast: bool, in_fp32: bool) -> None:
     """TRL rounds logits to the dtype of the hidden states, unless the head is in fp32."""
-    given, logps, gradients = batch(), {}, {}
-    labels, wanted = labelled(given, "everywhere"), torch.empty(0)
+    given, logps, gradients, wanted = batch("everywhere"), {}, {}, torch.empty(0)
+    inputs, labels = {x: given[x] for x in ("input_ids", "attention_mask")}, given["labels"][:, 1:]
     operand = torch.float32 if in_fp32 else torch.bfloat16
     for name, give, options in (
         ("theirs", THEIRS, {}),
@@ -295,9 +247,12 @@ def test_logits_are_rounded_as_trls_if_asked(by_autocast: bool, in_fp32: bool) -
             head.forward = lambda x, head=head: F.linear(x.float(), head.weight)
         give(model, cast_lm_head_to_fp32=in_fp32, **options)
         with torch.autocast("cpu", torch.bfloat16, enabled=by_autocast):
-            found = answer(model, **given, labels=labels)
-            with torch.no_grad():
-                wanted = exact(model, given, labels, operand)
+            found = answer(model, **given)
+            with torch.no_grad():  # in float64, of the model's own last hidden states and head
+                hidden = model.base_model(**inputs).last_hidden_state[:, :-1]
+                logits = F.linear(*(x.to(operand).double() for x in (hidden, model.lm_head.weight)))
+        scores = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+        wanted = scores * (labels != -100)
         logps[name], gradients[name] = found["log_probs"].detach(), found["d lm_head.weight"]
     errors = {name: float((x - wanted).abs().max()) for name, x in logps.items()}
     assert errors["ours"] < 1e-5
@@ -308,28 +263,24 @@ def test_logits_are_rounded_as_trls_if_asked(by_autocast: bool, in_fp32: bool) -
         torch.testing.assert_close(x, gradients["theirs"], rtol=2e-2, atol=2e-2)
 
 
-# Trainers
-
-
-def others() -> dict[str, tuple[type, type, dict[str, Any]]]:
+def trainer_of(name: str) -> tuple[type, dict[str, Any]]:
+    """(one of TRL's trainers, options of `train`)."""
     prompts = [*tiny_run.dataset(16)["prompt"]]
-    better, worse = (
-        [f" w{(7 * i + k) % 200} w{(3 * i) % 200}" for i in range(16)] for k in (1, 50)
-    )
-    texts = {"text": [f"{p} w5 w9" for p in prompts]}
-    pairs = {"prompt": prompts, "chosen": better, "rejected": worse}
-    labelled = {"prompt": prompts, "completion": better, "label": [True, False] * 8}
+    texts = [[f" w{(7 * i + k) % 200} w{(3 * i) % 200}" for i in range(16)] for k in (1, 50)]
+    turns = [{"role": "user", "content": "w1 w2"}, {"role": "assistant", "content": "w3 w4"}]
     rl = {"gradient_accumulation_steps": 2, "num_generations": 4, "max_completion_length": 8}
-
-    def of(data: dict[str, Any]) -> dict[str, Any]:
-        return {"train_dataset": Dataset.from_dict(data)}
-
-    return {
-        "SFT": (trl.SFTTrainer, trl.SFTConfig, of(texts)),
-        "DPO": (trl.DPOTrainer, trl.DPOConfig, of(pairs)),
-        "KTO": (trl.KTOTrainer, trl.KTOConfig, of(labelled)),
-        "RLOO": (trl.RLOOTrainer, trl.RLOOConfig, {"reward_funcs": tiny_run.reward, **rl}),
-    }
+    data, options = {
+        "SFT": ({"text": [f"{prompt} w5 w9" for prompt in prompts]}, {}),
+        "DPO": ({"prompt": prompts, "chosen": texts[0], "rejected": texts[1]}, {}),
+        "KTO": ({"prompt": prompts, "completion": texts[0], "label": [True, False] * 8}, {}),
+        "RLOO": (None, {"reward_funcs": tiny_run.reward, **rl}),
+        "GKD": ({"messages": [turns] * 16}, {"teacher_model": tiny_models.model(), "lmbda": 0.0}),
+    }[name]
+    if data is not None:
+        options["train_dataset"] = Dataset.from_dict(data)
+    module = pytest.importorskip("trl.experimental.gkd") if name == "GKD" else trl
+    options["config_class"] = getattr(module, f"{name}Config")
+    return getattr(module, f"{name}Trainer"), options
 
 
 SHARES = ("rows/projected", "rows/gradient", "tokens/computed", "tokens/gradient")
@@ -344,30 +295,28 @@ def shares_of(run: Run) -> list[dict[str, float]]:
 @pytest.mark.parametrize("name", ["SFT", "DPO", "KTO", "RLOO"])
 def test_patched_trainers(name: str) -> None:
     """Same losses and logs, with the shares of labels and of tokens below the head."""
-    trainer_class, config_class, options = others()[name]
+    trainer_class, options = trainer_of(name)
     labelled: list[float] = []  # of each forward with gradient
 
-    def note(_: Any, __: Any, given: dict[str, Any]) -> None:
+    def note(_: Any, __: Any, given: Given) -> None:
         if torch.is_grad_enabled() and given.get("fused_lm_head"):
             labelled.append(float((given["labels"][:, 1:] != -100).sum() / given["labels"].numel()))
 
     def prepare(trainer: Any) -> None:
         trainer.model.register_forward_pre_hook(note, with_kwargs=True)
 
-    options = {"config_class": config_class, "prepare": prepare, **options}
-    stock = train(trainer_class, **options)
+    stock = train(trainer_class, prepare=prepare, **options)
     assert shares_of(stock) == [{}, {}]
     shares = {}
     for layout in ("padded", "trim", "tree"):
         labelled.clear()
         with patch_trl(layout=layout) as done:
             assert done
-            patched = train(trainer_class, **options)
+            patched = train(trainer_class, prepare=prepare, **options)
+        # absolute too: DPO's and KTO's figures are differences of whole sequences
+        how = {"rel": parity.TOLERANCE, "abs": parity.TOLERANCE, "nan_ok": True}
         for left, right in zip(stock.steps, patched.steps, strict=True):
-            # absolute too: DPO's and KTO's figures are differences of whole sequences
-            assert right == pytest.approx(
-                left, rel=parity.TOLERANCE, abs=parity.TOLERANCE, nan_ok=True
-            )
+            assert right == pytest.approx(left, **how)
         shares[layout] = shares_of(patched)
         count = len(labelled) // 2  # forwards of a step, as large as each other
         means = [sum(labelled[i : i + count]) / count for i in (0, count)]
@@ -380,19 +329,13 @@ def test_patched_trainers(name: str) -> None:
         assert name != "DPO" or computed[2] < 0.5  # a pair's prompt once
 
 
-def importers() -> list[Any]:
-    """The modules of TRL that have the function by its name."""
-    root = Path(trl.__file__).parent
-    found = []
+def test_patch_and_unpatch() -> None:
+    """In all modules of TRL that have the function by its name."""
+    modules, root = [trl_utils], Path(trl.__file__).parent
     for path in root.rglob("*.py"):
         if re.search(r"^ +add_fused_lm_head,$", path.read_text(), re.MULTILINE):
             parts = path.relative_to(root.parent).with_suffix("").parts
-            found.append(importlib.import_module(".".join(parts).removesuffix(".__init__")))
-    return found
-
-
-def test_patch_and_unpatch() -> None:
-    modules = [trl_utils, *importers()]
+            modules.append(importlib.import_module(".".join(parts).removesuffix(".__init__")))
     assert len(modules) >= 8
 
     def are_theirs() -> bool:
@@ -402,7 +345,6 @@ def test_patch_and_unpatch() -> None:
     unpatch_trl()  # nothing to undo
     assert are_theirs()
     assert patch_trl()
-    assert not are_theirs()
     with patch_trl() as again:  # changes nothing, so it undoes nothing
         assert again
     assert not are_theirs()
@@ -411,14 +353,14 @@ def test_patch_and_unpatch() -> None:
         assert are_theirs()
 
 
-OPTIONS: dict[str, Any] = {"engine": "lean", "backend": "torch", "workspace_bytes": 2**16}
+OPTIONS: Given = {"engine": "lean", "backend": "torch", "workspace_bytes": 2**16}
 
 
 def test_head_calls_have_the_options_of_the_patch_or_of_the_trainer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of the patch in force when the trainer was made: it keeps our head."""
-    seen: list[dict[str, Any]] = []
+    seen: list[Given] = []
     compute = fused_head.linear_logprob
 
     def noted(*args: Any, **options: Any) -> Any:
@@ -446,34 +388,31 @@ def test_head_calls_have_the_options_of_the_patch_or_of_the_trainer(
     assert seen[-1] == {"engine": "auto", "backend": "auto", "workspace_bytes": None}
 
 
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
+def test_options_of_head_calls_are_checked() -> None:
+    for option, message in (
         ({"engine": "fast"}, "engine: expected one of auto, score,"),
         ({"backend": "cuda"}, "backend: expected"),
         ({"workspace_bytes": 0}, "workspace_bytes: expected a number of bytes > 0, got 0"),
         ({"layout": "packed"}, "layout: expected one of 'tree', 'trim', 'padded', got"),
         ({"logits_dtype": "bfloat16"}, "logits_dtype: expected one of float32, input, got 'bf"),
-    ],
-)
-def test_options_of_head_calls_are_checked(option: dict[str, Any], message: str) -> None:
-    for make in (patch_trl, FusedGRPOTrainer):
-        if make is patch_trl or "logits_dtype" not in option:
-            with pytest.raises(ValueError, match=message):
-                make(**option)
+    ):
+        for make in (patch_trl, FusedGRPOTrainer):
+            if make is patch_trl or "logits_dtype" not in option:
+                with pytest.raises(ValueError, match=message):
+                    make(**option)
     assert trl_utils.add_fused_lm_head is THEIRS
 
 
 def test_the_trainer_logs_the_share_of_completion_tokens_and_of_those_with_an_advantage() -> None:
-    batches: list[dict[str, Any]] = []
+    batches: list[Given] = []
 
     class Noted(FusedGRPOTrainer):
-        def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        def _compute_loss(self, model: Any, inputs: Given) -> Tensor:
             inputs["completion_mask"][::2, -3:] = 0  # completions that ended early
             batches.append(inputs)
             return super()._compute_loss(model, inputs)
 
-    def shares(batches: list[dict[str, Any]]) -> dict[str, float]:
+    def shares(batches: list[Given]) -> dict[str, float]:
         masks = [batch["completion_mask"].bool() for batch in batches]
         graded = [x[y["advantages"] != 0].sum() for x, y in zip(masks, batches, strict=True)]
         counted, places = sum(int(x.sum()) for x in masks), sum(x.numel() for x in masks)
@@ -490,8 +429,13 @@ def test_the_trainer_logs_the_share_of_completion_tokens_and_of_those_with_an_ad
     assert step["rows/gradient"] == 1.0
 
 
-def named(trainer_class: type, **options: Any) -> str:
-    """What is said, once, of a trainer that trains without ours."""
+@pytest.mark.usefixtures("forget_warnings")
+@pytest.mark.parametrize("name", ["SFT", "GKD"])
+def test_a_trainer_that_trains_without_ours_is_named_once(name: str) -> None:
+    """It was made before the patch, or makes all logits itself."""
+    trainer_class, options = trainer_of(name)
+    if name == "GKD":
+        patch_trl()
 
     def prepare(_: Any) -> None:
         patch_trl()
@@ -500,25 +444,5 @@ def named(trainer_class: type, **options: Any) -> str:
     with pytest.warns(RuntimeWarning, match="patch_trl") as caught:
         train(trainer_class, prepare=prepare, **options)
     (said,) = [str(x.message) for x in caught if "patch_trl" in str(x.message)]
-    return said
-
-
-@pytest.mark.usefixtures("forget_warnings")
-def test_a_trainer_that_was_made_before_is_named_once() -> None:
-    trainer_class, config_class, options = others()["SFT"]
-    said = named(trainer_class, config_class=config_class, **options)
-    assert "SFTTrainer has trained a step without TRL's fused head" in said
+    assert f"{name}Trainer has trained a step without TRL's fused head" in said
     assert "it was made before patch_trl()" in said
-
-
-@pytest.mark.usefixtures("forget_warnings")
-def test_a_trainer_that_makes_its_own_logits_is_named_once() -> None:
-    gkd = pytest.importorskip("trl.experimental.gkd")
-    turns = [{"role": "user", "content": "w1 w2"}, {"role": "assistant", "content": "w3 w4 w5"}]
-    given = {
-        "teacher_model": tiny_models.model(),
-        "train_dataset": Dataset.from_dict({"messages": [turns] * 16}),
-    }
-    with patch_trl():
-        said = named(gkd.GKDTrainer, config_class=gkd.GKDConfig, lmbda=0.0, **given)
-    assert "GKDTrainer has trained a step without TRL's fused head" in said

@@ -39,7 +39,6 @@ BONUS = {"entropy_coef": 0.01, "num_iterations": 2}
 JOBS = {
     "DDP": Job(),
     "FSDP2": Job("FSDP2"),
-    "FSDP2, tied": Job("FSDP2", kind="tied"),
     "FSDP2, head in the root unit": Job("FSDP2, head in the root unit"),
     "FSDP2, head its own unit": Job("FSDP2, head its own unit"),
     "FSDP2, head its own unit, patched": Job("FSDP2, head its own unit", stock=True, patched=True),
@@ -48,7 +47,6 @@ JOBS = {
     "FSDP1, tied": Job("FSDP1, original parameters", kind="tied"),
     "FSDP1: micro-batches are left": Job("FSDP1", arguments=LEFT),
     "DDP: micro-batches are left": Job(arguments=LEFT),
-    "FSDP2: micro-batches are left": Job("FSDP2", arguments=LEFT),
 }
 # half of a batch is scored, its live sequences alone
 HALVES: dict[str, Any] = {"options": {"steps_per_generation": 4, "epsilon": 1e-3}}
@@ -66,15 +64,13 @@ OTHER_JOBS = {
     "skip, FSDP1": Job("FSDP1", options={}, arguments={"zero_advantage": "skip"}),
 }
 ZERO_JOBS = {
-    "ZeRO-1": Job("ZeRO-1"),
     "ZeRO-2": Job("ZeRO-2"),
-    "ZeRO-2, tied": Job("ZeRO-2", kind="tied"),
     "ZeRO-3": Job("ZeRO-3"),
     "ZeRO-3, tied": Job("ZeRO-3", kind="tied"),
     "ZeRO-3, adapter on the head, exact KL": Job("ZeRO-3", **ADAPTED),
 }
 # beside FSDP2 and ZeRO-3, which divide the head too
-SLOW = ("FSDP1", "skip,", "ZeRO-1", "ZeRO-2")
+SLOW = ("FSDP1", "skip,", "ZeRO-2")
 BECOMES = {
     "DDP": "DistributedDataParallel",
     "FSDP1": "FullyShardedDataParallel",
@@ -110,8 +106,15 @@ def logged(
 
 
 def marked(jobs: dict[str, Job]) -> list[Any]:
-    slow = pytest.mark.slow
-    return [pytest.param(x, marks=slow if x.startswith(SLOW) else ()) for x in jobs]
+    """With what a test of each needs."""
+    return [
+        pytest.param(
+            name,
+            marks=[pytest.mark.slow] * name.startswith(SLOW)
+            + [zero3.needs_deepspeed] * name.startswith("ZeRO"),
+        )
+        for name in jobs
+    ]
 
 
 def test_a_divided_teacher_is_right_and_a_divided_student_that_trains_is_refused(
@@ -146,7 +149,11 @@ def of_one_process(
     return train(Job(kind=kind, **ADAPTED) if adapted else Job(kind=kind, stock=True), folder)[:2]
 
 
-def check(name: str, job: Job, logged: list[dict[str, Found]], folders: dict[str, str]) -> None:
+@pytest.mark.parametrize("name", marked(JOBS | ZERO_JOBS))
+def test_a_divided_model_trains_as_on_one_process(
+    name: str, logged: list[dict[str, Found]], folders: dict[str, str]
+) -> None:
+    job = (JOBS | ZERO_JOBS)[name]
     want, moved = of_one_process(job.kind, bool(job.lora), folders[job.kind])
     assert all(x["grad_norm"] > 0.1 for x in want)
     for of_rank in logged:
@@ -156,17 +163,6 @@ def check(name: str, job: Job, logged: list[dict[str, Found]], folders: dict[str
         assert_same(ran.moved, moved, TOLERANCE)
         assert BECOMES.get(job.wrap.split(",")[0], "DeepSpeedEngine") in ran.classes
         assert ran.head.startswith("FSDP") == (job.wrap in ("FSDP2", "FSDP2, head its own unit"))
-
-
-@pytest.mark.parametrize("name", marked(JOBS))
-def test_ddp_and_fsdp(name: str, logged: list[dict[str, Found]], folders: dict[str, str]) -> None:
-    check(name, JOBS[name], logged, folders)
-
-
-@zero3.needs_deepspeed
-@pytest.mark.parametrize("name", marked(ZERO_JOBS))
-def test_zero(name: str, logged: list[dict[str, Found]], folders: dict[str, str]) -> None:
-    check(name, ZERO_JOBS[name], logged, folders)
 
 
 @pytest.mark.parametrize(

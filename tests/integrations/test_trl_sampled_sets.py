@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +12,6 @@ from torch import Tensor
 pytest.importorskip("trl")
 from trl import GRPOTrainer
 
-from benchmarks import tiny_run
 from grpo_kernels.trl import FusedGRPOTrainer, FusedLossMixin, scoring
 from tests.support import trl_training
 from tests.support.case_builder import seeded
@@ -25,6 +22,7 @@ pytestmark = pytest.mark.unit
 
 KEPT = 5  # ids that the sampler keeps
 ERROR = {"sampling_mask": "error"}
+FusedCurious = mixed(Curious, FusedGRPOTrainer)
 
 
 def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
@@ -117,12 +115,9 @@ def test_scorings_by_others_while_it_generates_are_over_the_vocabulary(correctio
     # "twice" has TRL score nothing, with False it scores the completions over their sets
     stock = train(mixed(Curious, GRPOTrainer), 1, beta=0.04)
     options = {"beta": 0.04, "num_iterations": 2, "fused_sampling_correction": correction, **ERROR}
-    plain, ours = (
-        train(cls, 1, **options) for cls in (FusedGRPOTrainer, mixed(Curious, FusedGRPOTrainer))
-    )
-    want, got = stock.trainer.seen, ours.trainer.seen
-    assert len(got) == 2
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    plain, ours = (train(x, 1, **options) for x in (FusedGRPOTrainer, FusedCurious))
+    assert len(ours.trainer.seen) == 2
+    torch.testing.assert_close(ours.trainer.seen, stock.trainer.seen, rtol=1e-5, atol=1e-5)
     assert ours.steps == plain.steps
 
 
@@ -140,30 +135,27 @@ def test_a_token_without_a_set_may_have_the_whole_vocabulary() -> None:
     assert 0 < got.steps[0]["kept/without_set"] < 0.1
 
 
+TRUNCATES = {"top_p": 0.9, "top_k": 50}
+
+
 @pytest.mark.parametrize(
     ("options", "warns"),
     [
-        ({"top_p": 0.9, "top_k": 50}, True),
+        (TRUNCATES, True),
         ({"min_p": 0.1}, True),
         ({}, False),
-        ({"top_p": 0.9, "vllm_importance_sampling_mode": "token_truncate"}, False),
-        ({"top_p": 0.9, "vllm_importance_sampling_correction": False}, False),
-        ({"top_p": 0.9, "sampling_mask": "error"}, False),
+        ({"vllm_importance_sampling_mode": "token_truncate", **TRUNCATES}, False),
+        ({**ERROR, **TRUNCATES}, False),
     ],
     ids=str,
 )
 def test_a_truncating_sampler_without_its_sets_is_warned_of(
-    options: dict[str, Any], warns: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    options: dict[str, Any], warns: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
     monkeypatch.setattr(scoring, "warn_once", said.append)
-    of_config = {name: x for name, x in options.items() if name != "sampling_mask"}
-    args = tiny_run.config(str(tmp_path), 1, **of_config)
-    corrects = args.vllm_importance_sampling_correction
-    trainer = SimpleNamespace(args=args, use_vllm=True)
-    trainer.sampling_mask = options.get("sampling_mask")
-    trainer.vllm_importance_sampling_correction = corrects
-    scoring.warn_of_truncation(trainer)
+    with_vllm = {"use_vllm": True, "_last_loaded_step": 0}
+    train(FusedGRPOTrainer, 1, prepare=lambda x: vars(x).update(with_vllm), **options)
     assert [all(name in x for name in options) for x in said] == [True] * warns
 
 
