@@ -70,13 +70,13 @@ class Case:
 
     def to(self, dtype: torch.dtype) -> Case:
         """All floating-point tensors in `dtype`, whatever they were."""
+        named = self.tensors().items()
+        return replace(self, **{k: x.to(dtype) for k, x in named if x.is_floating_point()})
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Those that there are, by name."""
         named = {f.name: getattr(self, f.name) for f in fields(self)}
-        floating = {
-            k: x.to(dtype)
-            for k, x in named.items()
-            if isinstance(x, Tensor) and x.is_floating_point()
-        }
-        return replace(self, **floating)
+        return {name: x for name, x in named.items() if isinstance(x, Tensor)}
 
 
 def seeded(name: str) -> torch.Generator:
@@ -91,18 +91,15 @@ def make_mask(kind: str, b: int, t: int, g: torch.Generator) -> Tensor:
     steps = torch.arange(t)
     mask = (steps < lengths).long()
     if kind == "holes":
-        mask = mask * ((torch.rand(b, t, generator=g) > 0.3) | (steps == lengths - 1))
-    elif kind == "full":
-        mask = torch.ones(b, t, dtype=torch.long)
-    elif kind == "none":
-        mask = torch.zeros(b, t, dtype=torch.long)
-    elif kind == "left":
-        mask = mask.flip(1)
-    elif kind == "one":
-        mask = torch.zeros(b, t, dtype=torch.long)
-        mask[b // 2, t // 2] = 1
-    elif kind == "first_empty":
+        return mask * ((torch.rand(b, t, generator=g) > 0.3) | (steps == lengths - 1))
+    if kind == "left":
+        return mask.flip(1)
+    if kind == "first_empty":
         mask[0] = 0
+    if kind in ("full", "none", "one"):
+        mask = torch.full((b, t), int(kind == "full"))
+    if kind == "one":
+        mask[b // 2, t // 2] = 1
     return mask
 
 
@@ -137,16 +134,16 @@ def make_case(
     num_items: float | None = None,
     frozen: tuple[str, ...] = (),
     workspace: int = DEFAULT_WORKSPACE,
-    teacher: float
-    | None = None,  # how far another head's logits lie from the policy's; None: there is no other
-    teacher_h: int
-    | None = None,  # its width; None: h, the same weight, and hidden states that differ
+    # how far another head's logits lie from the policy's; None: there is no other
+    teacher: float | None = None,
+    # its width; None: h, the same weight, and hidden states that differ
+    teacher_h: int | None = None,
     lora: int | None = None,  # rank of an adapter
     lora_input: bool = False,  # the adapter has an input of its own
     lora_dtype: torch.dtype | None = None,  # None: dtype
     temperatures: bool = False,  # one per position
-    kept: int
-    | None = None,  # ids in the largest kept set; with without_set = "full" some positions lack one
+    # ids in the largest kept set; with without_set = "full" some positions lack one
+    kept: int | None = None,
     listed: int | None = None,  # ids of a teacher that lists its most likely ones
     others: dict[str, Any] | None = None,
     **config: Any,
@@ -172,9 +169,8 @@ def make_case(
     if lora is not None:
         case = with_lora(case, lora, lora_input, lora_dtype or dtype)
     if temperatures:
-        case = case.but(
-            temperature=0.5 + torch.rand(b, t, generator=seeded(f"{name} temperatures"))
-        )
+        drawn = torch.rand(b, t, generator=seeded(f"{name} temperatures"))
+        case = case.but(temperature=0.5 + drawn)
     # Two thirds of the ids are sampled from the policy itself, the others are any.
     everywhere = case.but(completion_mask=torch.ones(b, t, dtype=torch.long))
     probs = head(everywhere).log_probs.detach().exp()
@@ -194,11 +190,11 @@ def make_case(
     ref = (logps + 0.5 * normal(b, t)).float()
     wide = dtype if dtype == torch.float64 else torch.float32
     sampling_logps = (old_logps if old else logps) + 0.3 * normal(b, t) + 0.3 * normal(b, 1)
-    old_logps, ref, sampling_logps = (x.clamp(max=-1e-3) for x in (old_logps, ref, sampling_logps))
-    if kept is not None:  # an id alone in its set is certain to every policy
-        old_logps, ref, sampling_logps = (
-            x.masked_fill(logps == 0, 0.0) for x in (old_logps, ref, sampling_logps)
-        )
+    # an id alone in its set is certain to every policy
+    certain = logps == 0 if kept is not None else torch.zeros(b, t, dtype=torch.bool)
+    old_logps, ref, sampling_logps = (
+        x.clamp(max=-1e-3).masked_fill(certain, 0.0) for x in (old_logps, ref, sampling_logps)
+    )
     if teacher is not None:
         case = with_teacher(case, teacher, teacher_h, g)
     return case.but(
@@ -219,10 +215,8 @@ def with_teacher(case: Case, distance: float, width: int | None, g: torch.Genera
     normal = lambda *shape: torch.randn(shape, generator=g)  # noqa: E731
     if width is not None:
         vocab, dtype = case.weight.shape[0], case.weight.dtype
-        hidden, weight = (
-            normal(b, t, width).to(dtype),
-            (normal(vocab, width) * distance / width**0.5).to(dtype),
-        )
+        hidden = normal(b, t, width).to(dtype)
+        weight = (normal(vocab, width) * distance / width**0.5).to(dtype)
         bias = None if case.bias is None else normal(vocab).to(dtype)
         return case.but(teacher_hidden=hidden, teacher_weight=weight, teacher_bias=bias)
     size = case.weight.float().norm(dim=1).mean().clamp(min=1e-3)
@@ -250,11 +244,8 @@ def with_kept(case: Case, most: int) -> Case:
     """
     g, ids = seeded(f"{case.name} kept"), case.completion_ids
     b, t = ids.shape
-    shuffled = (
-        torch.rand(b, t, case.weight.shape[0], generator=g)
-        .scatter(-1, ids[..., None], -1.0)
-        .argsort(-1)
-    )
+    order = torch.rand(b, t, case.weight.shape[0], generator=g)
+    shuffled = order.scatter(-1, ids[..., None], -1.0).argsort(-1)
     sizes = torch.randint(1, most + 1, (b, t, 1), generator=g)
     sizes[0, 0], sizes[0, 1] = 1, most
     kept = torch.where(torch.arange(most) < sizes, shuffled[..., :most], -1)
@@ -270,9 +261,8 @@ def with_listed(case: Case, k: int) -> Case:
     nothing."""
     g = seeded(f"{case.name} listed")
     b, t = case.completion_ids.shape
-    ids = torch.rand(b, t, case.weight.shape[0], generator=g).argsort(-1)[..., :k]
-    logps = (
-        (2 * torch.randn(b, t, case.weight.shape[0], generator=g)).log_softmax(-1).gather(-1, ids)
-    )
+    vocab = case.weight.shape[0]
+    ids = torch.rand(b, t, vocab, generator=g).argsort(-1)[..., :k]
+    logps = (2 * torch.randn(b, t, vocab, generator=g)).log_softmax(-1).gather(-1, ids)
     ids[0, 0, 2], ids[0, 2], logps[0, 1, 1] = -1, -1, -torch.inf
     return case.but(listed_ids=ids, listed_logps=logps.to(case.hidden.dtype))

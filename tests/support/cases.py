@@ -10,9 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import cache
+from itertools import product
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tests.support.case_builder import PER_TOKEN, Case, make_case
 from tests.support.random_cases import random_case
@@ -22,13 +24,13 @@ __all__ = ["LOSSES", "Case", "fixed_cases", "random_case", "wide_cases"]
 
 # (loss type, level): GMPO has one level only.
 LOSSES = [
-    (x, level)
-    for x in TERMS
-    for level in ("token", "sequence")
+    (x, level) for x in TERMS for level in ("token", "sequence")
     if (x, level) != ("gmpo", "sequence")
-]
+]  # fmt: skip
 SHORT = {"token": "t", "sequence": "s"}
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "f64": torch.float64}
+INPUTS = (*PER_TOKEN, "importance_sampling_ratio")
+Options = dict[str, Any]
 
 
 def loss(loss_type: str, level: str = "token") -> dict[str, str]:
@@ -36,167 +38,113 @@ def loss(loss_type: str, level: str = "token") -> dict[str, str]:
     return {"loss_type": loss_type, "importance_sampling_level": level}
 
 
+def each_loss(pattern: str, losses: Any = LOSSES, **options: Any) -> Iterator[Case]:
+    """A case for each of `losses`, which `pattern` names by {}."""
+    for x, level in losses:
+        name = pattern.format(f"{x}-{SHORT[level]}")
+        yield make_case(name, **loss(x, level) | options)
+
+
 def group_a() -> Iterator[Case]:
-    for x, level in LOSSES:
-        for short in ("f32", "bf16"):
-            kind = loss(x, level) | {"dtype": DTYPES[short]}
-            cap = {"epsilon_high": 1.2} if x == "cispo" else {"epsilon_high": 0.28}
-            yield make_case(
-                f"A/{x}-{SHORT[level]}/off-policy/{short}", b=5, noise=0.4, **kind, **cap
-            )
-            yield make_case(
-                f"A/{x}-{SHORT[level]}/on-policy/{short}", old=False, zero_adv=True, **kind, **cap
-            )
+    for (x, level), short in product(LOSSES, ("f32", "bf16")):
+        kind = loss(x, level) | {"dtype": DTYPES[short]}
+        kind |= {"epsilon_high": 1.2 if x == "cispo" else 0.28}
+        name = f"A/{x}-{SHORT[level]}"
+        yield make_case(f"{name}/off-policy/{short}", b=5, noise=0.4, **kind)
+        yield make_case(f"{name}/on-policy/{short}", old=False, zero_adv=True, **kind)
+
+
+OF_HEADS: dict[str, Options] = {
+    "temperature": {"temperature": 0.7}, "softcap": {"final_logit_softcapping": 3.0},
+    "bias": {"bias": True}, "scale": {"logit_scale": 0.25}, "negative-scale": {"logit_scale": -1.5},
+    "hot": {"temperature": 1.8, "bias": True},
+    "head": {"bias": True, "final_logit_softcapping": 4.0, "logit_scale": 1.7, "temperature": 0.8},
+}  # fmt: skip
+OF_LOSSES: dict[str, Options] = {
+    "delta": {"delta": 1.1, "epsilon_high": 0.3}, "delta-wide": {"delta": 1.6},
+    "epsilons": {"epsilon_high": 0.05}, "no-epsilon": {"epsilon": 0.0}, "kl": {"beta": 0.04},
+    "kl-uncorrected": {"beta": 0.3, "use_bias_correction_kl": False},
+    "k1": {"beta": 0.1, "kl_estimator": "k1"}, "k2": {"beta": 0.1, "kl_estimator": "k2"},
+    "k1-uncorrected": {"beta": 0.1, "kl_estimator": "k1", "use_bias_correction_kl": False},
+    "k2-uncorrected": {"beta": 0.1, "kl_estimator": "k2", "use_bias_correction_kl": False},
+    "kl-on-policy": {"beta": 0.1, "old": False}, "entropy": {"entropy_coef": 0.05},
+    "malus": {"entropy_coef": -0.02},
+    "entropy-on-policy": {"entropy_coef": 0.05, "old": False, "zero_adv": True},
+    "top-entropy": {"top_entropy_quantile": 0.37},
+    "off-policy-mask": {"off_policy_mask_threshold": 0.03},
+    "top-entropy-bonus": {"top_entropy_quantile": 0.53, "entropy_coef": 0.1},
+    "sampling-mask": {"off_policy_mask_threshold": 0.05, "sampling": True},
+    "ratio-token": {"ratio": "token"}, "ratio-masked": {"ratio": "masked"},
+    "ratio-sequence": {"ratio": "sequence"}, "ratio-batch": {"ratio": "batch", "beta": 0.1},
+    "token-advantages": {"adv": "token"},
+    "token-advantages-mask": {"adv": "token", "off_policy_mask_threshold": 0.05},
+}  # fmt: skip
+EVERYTHING: Options = {
+    "beta": 0.05, "entropy_coef": 0.02, "bias": True, "final_logit_softcapping": 6.0,
+    "temperature": 0.9, "delta": 1.5, "ratio": "token", "adv": "token",
+    "off_policy_mask_threshold": 0.08, "sampling": True,
+}  # fmt: skip
 
 
 def group_b() -> Iterator[Case]:
     """One option at a time for a token-level and a sequence-level loss, then many at once for every
     loss."""
-    heads = {
-        "temperature": {"temperature": 0.7}, "softcap": {"final_logit_softcapping": 3.0},
-        "bias": {"bias": True},
-        "scale": {"logit_scale": 0.25}, "negative-scale": {"logit_scale": -1.5},
-        "hot": {"temperature": 1.8, "bias": True},
-        "head": {
-            "bias": True, "final_logit_softcapping": 4.0, "logit_scale": 1.7, "temperature": 0.8,
-        },
-    }  # fmt: skip
-    for name, options in heads.items():
-        for short in ("f32", "bf16", "f16"):
-            yield make_case(
-                f"B/{name}/{short}", dtype=DTYPES[short], beta=0.05, entropy_coef=0.01, **options
-            )
-    options = {
-        "delta": {"delta": 1.1, "epsilon_high": 0.3}, "delta-wide": {"delta": 1.6},
-        "epsilons": {"epsilon_high": 0.05},
-        "no-epsilon": {"epsilon": 0.0}, "kl": {"beta": 0.04},
-        "kl-uncorrected": {"beta": 0.3, "use_bias_correction_kl": False},
-        "k1": {"beta": 0.1, "kl_estimator": "k1"}, "k2": {"beta": 0.1, "kl_estimator": "k2"},
-        "k1-uncorrected": {"beta": 0.1, "kl_estimator": "k1", "use_bias_correction_kl": False},
-        "k2-uncorrected": {"beta": 0.1, "kl_estimator": "k2", "use_bias_correction_kl": False},
-        "kl-on-policy": {"beta": 0.1, "old": False}, "entropy": {"entropy_coef": 0.05},
-        "malus": {"entropy_coef": -0.02},
-        "entropy-on-policy": {"entropy_coef": 0.05, "old": False, "zero_adv": True},
-        "top-entropy": {"top_entropy_quantile": 0.37},
-        "off-policy-mask": {"off_policy_mask_threshold": 0.03},
-        "top-entropy-bonus": {"top_entropy_quantile": 0.53, "entropy_coef": 0.1},
-        "sampling-mask": {"off_policy_mask_threshold": 0.05, "sampling": True},
-        "ratio-token": {"ratio": "token"},
-        "ratio-masked": {"ratio": "masked"}, "ratio-sequence": {"ratio": "sequence"},
-        "ratio-batch": {"ratio": "batch", "beta": 0.1}, "token-advantages": {"adv": "token"},
-        "token-advantages-mask": {"adv": "token", "off_policy_mask_threshold": 0.05},
-    }  # fmt: skip
-    for name, option in options.items():
-        for x, level in (("dapo", "token"), ("grpo", "sequence")):
-            yield make_case(
-                f"B/{name}/{x}-{SHORT[level]}", b=4, noise=0.35, **loss(x, level), **option
-            )
-    everything = {
-        "beta": 0.05, "entropy_coef": 0.02, "bias": True, "final_logit_softcapping": 6.0,
-        "temperature": 0.9,
-        "delta": 1.5,
-    }  # fmt: skip
-    coupled = {
-        "ratio": "token",
-        "adv": "token",
-        "off_policy_mask_threshold": 0.08,
-        "sampling": True,
-    }
+    for (name, options), short in product(OF_HEADS.items(), ("f32", "bf16", "f16")):
+        more = {"dtype": DTYPES[short], "beta": 0.05, "entropy_coef": 0.01}
+        yield make_case(f"B/{name}/{short}", **more, **options)
+    for name, options in OF_LOSSES.items():
+        both = ("dapo", "token"), ("grpo", "sequence")
+        yield from each_loss(f"B/{name}/{{}}", both, b=4, noise=0.35, **options)
     for x, level in LOSSES:
-        extra = {"beta": 0.1, "top_entropy_quantile": 0.47} if x == "gmpo" else everything | coupled
-        yield make_case(f"B/everything/{x}-{SHORT[level]}", b=4, t=9, **loss(x, level), **extra)
-    vespo = {
-        "vespo_k_pos": 1.3,
-        "vespo_lambda_pos": 0.7,
-        "vespo_k_neg": 0.4,
-        "vespo_lambda_neg": 2.2,
-    }
+        more = {"beta": 0.1, "top_entropy_quantile": 0.47} if x == "gmpo" else EVERYTHING
+        yield from each_loss("B/everything/{}", [(x, level)], b=4, t=9, **more)
+    vespo: Options = {"vespo_k_pos": 1.3, "vespo_lambda_pos": 0.7}
+    vespo |= {"vespo_k_neg": 0.4, "vespo_lambda_neg": 2.2, "loss_type": "vespo"}
     for ratio in (None, "token", "masked", "sequence", "batch"):
-        yield make_case(
-            f"B/vespo-shape/{ratio}", loss_type="vespo", ratio=ratio, num_items=11.0, **vespo
-        )
-    yield make_case(
-        "B/sapo-shape", loss_type="sapo", sapo_temperature_pos=0.6, sapo_temperature_neg=2.3
-    )
+        yield make_case(f"B/vespo-shape/{ratio}", ratio=ratio, num_items=11.0, **vespo)
+    sapo = {"sapo_temperature_pos": 0.6, "sapo_temperature_neg": 2.3}
+    yield make_case("B/sapo-shape", loss_type="sapo", **sapo)
     for short in ("bf16", "f16"):
-        yield make_case(
-            f"B/input-logits/{short}", dtype=DTYPES[short], logits_dtype="input", beta=0.1
-        )
+        more = {"dtype": DTYPES[short], "logits_dtype": "input", "beta": 0.1}
+        yield make_case(f"B/input-logits/{short}", **more)
+
+
+SHAPES = (  # B, T, H, V
+    (1, 1, 1, 1), (1, 1, 1, 2), (2, 3, 1, 5), (1, 2, 3, 1), (8, 1, 7, 31), (1, 40, 8, 33),
+    (5, 13, 33, 127), (3, 6, 70, 600), (2, 9, 64, 513), (4, 5, 17, 255), (4, 5, 17, 256),
+    (4, 5, 17, 257), (3, 17, 5, 64), (7, 11, 12, 90), (2, 31, 24, 129),
+)  # fmt: skip
 
 
 def group_c() -> Iterator[Case]:
-    shapes = [
-        (1, 1, 1, 1), (1, 1, 1, 2), (2, 3, 1, 5), (1, 2, 3, 1), (8, 1, 7, 31), (1, 40, 8, 33),
-        (5, 13, 33, 127),
-        (3, 6, 70, 600), (2, 9, 64, 513), (4, 5, 17, 255), (4, 5, 17, 256), (4, 5, 17, 257),
-        (3, 17, 5, 64),
-        (7, 11, 12, 90), (2, 31, 24, 129),
-    ]  # fmt: skip
-    for b, t, h, v in shapes:
-        for x, level in (("dapo", "token"), ("sapo", "sequence")):
-            yield make_case(
-                f"C/{b}x{t}x{h}x{v}/{x}",
-                b=b,
-                t=t,
-                h=h,
-                v=v,
-                mask="ragged",
-                beta=0.02,
-                **loss(x, level),
-            )
-    for b, t in ((0, 5), (3, 0), (0, 0)):
-        for x, level in (
-            ("dapo", "token"),
-            ("luspo", "sequence"),
-            ("vespo", "token"),
-            ("gmpo", "token"),
-        ):
-            yield make_case(f"C/{b}x{t}/{x}", b=b, t=t, beta=0.1, **loss(x, level))
-    # Rows of the workspace: a budget that no row fits, one, a few, one less and one more than all
-    # of them.
-    for rows in (0.01, 1, 2, 5, 27, 28, 29):
-        for x, level in (("dapo", "token"), ("luspo", "sequence"), ("grpo", "token")):
-            size = {
-                "b": 4,
-                "t": 7,
-                "h": 9,
-                "v": 40,
-                "mask": "full",
-                "workspace": round(rows * 40 * 4),
-            }
-            yield make_case(f"C/workspace-{rows}/{x}", entropy_coef=0.01, **size, **loss(x, level))
-    yield make_case("C/long", b=2, t=160, h=12, v=80, mask="ragged", workspace=2**13, beta=0.1)
-    yield make_case(
-        "C/long/bf16", b=2, t=160, h=12, v=80, dtype=torch.bfloat16, mask="ragged", workspace=2**13
-    )
-    yield make_case(
-        "C/wide", b=2, t=6, h=20, v=5000, dtype=torch.bfloat16, workspace=2**15, beta=0.1
-    )
-    yield make_case(
-        "C/wide/bias",
-        b=2,
-        t=6,
-        h=20,
-        v=700,
-        bias=True,
-        workspace=2**15,
-        final_logit_softcapping=9.0,
-    )
+    """Shapes, empty ones, and rows of the workspace: a budget that no row fits, one, a few, one
+    less and one more than all of them."""
+    for b, t, h, v in SHAPES:
+        for kind in (loss("dapo"), loss("sapo", "sequence")):
+            size = {"b": b, "t": t, "h": h, "v": v, "mask": "ragged", "beta": 0.02}
+            yield make_case(f"C/{b}x{t}x{h}x{v}/{kind['loss_type']}", **size, **kind)
+    for (b, t), x in product(((0, 5), (3, 0), (0, 0)), ("dapo", "luspo", "vespo", "gmpo")):
+        level = "sequence" if x == "luspo" else "token"
+        yield make_case(f"C/{b}x{t}/{x}", b=b, t=t, beta=0.1, **loss(x, level))
+    for rows, x in product((0.01, 1, 2, 5, 27, 28, 29), ("dapo", "luspo", "grpo")):
+        level = "sequence" if x == "luspo" else "token"
+        size = {"b": 4, "t": 7, "h": 9, "v": 40, "mask": "full", "workspace": round(rows * 160)}
+        yield make_case(f"C/workspace-{rows}/{x}", entropy_coef=0.01, **size, **loss(x, level))
+    long: Options = {"b": 2, "t": 160, "h": 12, "v": 80, "mask": "ragged", "workspace": 2**13}
+    wide: Options = {"b": 2, "t": 6, "h": 20, "workspace": 2**15}
+    yield make_case("C/long", beta=0.1, **long)
+    yield make_case("C/long/bf16", dtype=torch.bfloat16, **long)
+    yield make_case("C/wide", v=5000, dtype=torch.bfloat16, beta=0.1, **wide)
+    yield make_case("C/wide/bias", v=700, bias=True, final_logit_softcapping=9.0, **wide)
 
 
 def group_d() -> Iterator[Case]:
     for mask in ("full", "holes", "left", "none", "one", "first_empty"):
-        for x, level in (
-            ("dapo", "token"),
-            ("grpo", "sequence"),
-            ("luspo", "token"),
-            ("vespo", "token"),
-            ("gmpo", "token"),
-        ):
-            yield make_case(f"D/{mask}/{x}", b=4, mask=mask, beta=0.05, **loss(x, level))
-    for items in (0, 0.25, 1, 7.5, 1e4):
-        for x in ("dapo", "cispo", "vespo", "bnpo"):
-            yield make_case(f"D/items-{items}/{x}", num_items=items, loss_type=x)
+        for x in ("dapo", "grpo", "luspo", "vespo", "gmpo"):
+            kind = loss(x, "sequence" if x == "grpo" else "token")
+            yield make_case(f"D/{mask}/{x}", b=4, mask=mask, beta=0.05, **kind)
+    for items, x in product((0, 0.25, 1, 7.5, 1e4), ("dapo", "cispo", "vespo", "bnpo")):
+        yield make_case(f"D/items-{items}/{x}", num_items=items, loss_type=x)
     yield make_case("D/items-tensor").but(num_items_in_batch=torch.tensor(13))
     yield make_case("D/max-length", loss_type="dr_grpo", max_completion_length=9)
     for x in ("dapo", "grpo"):
@@ -212,36 +160,26 @@ def poison(case: Case, name: str, value: float | int) -> Case:
 
 
 def group_e() -> Iterator[Case]:
-    full = {
-        "b": 4,
-        "beta": 0.1,
-        "sampling": True,
-        "ratio": "token",
-        "adv": "token",
-        "off_policy_mask_threshold": 0.2,
-    }
-    names = ("hidden", *PER_TOKEN, "importance_sampling_ratio", "advantages")
-    for name in names:
-        for value in (math.nan, math.inf, -math.inf, 1e30):
-            yield poison(make_case(f"E/{name}/{value}", entropy_coef=0.01, **full), name, value)
+    full: Options = {"b": 4, "beta": 0.1, "sampling": True, "ratio": "token", "adv": "token"}
+    full["off_policy_mask_threshold"] = 0.2
+    names = ("hidden", *INPUTS, "advantages")
+    for name, value in product(names, (math.nan, math.inf, -math.inf, 1e30)):
+        yield poison(make_case(f"E/{name}/{value}", entropy_coef=0.01, **full), name, value)
     for value in (-100, -1, 50, 2**40):
         yield poison(make_case(f"E/ids/{value}", **full), "completion_ids", value)
     for x, level in LOSSES:
         options = {"b": 4, "beta": 0.1} if x == "gmpo" else full
-        case = make_case(
-            f"E/everything/{x}-{SHORT[level]}", mask="first_empty", **options, **loss(x, level)
-        )
+        (case,) = each_loss("E/everything/{}", [(x, level)], mask="first_empty", **options)
         for name in names:
             tensor = getattr(case, name)
             if tensor is not None and (name != "advantages" or tensor.dim() == 2):
                 case = poison(case, name, math.nan)
         yield poison(case, "completion_ids", -100)
-    yield poison(
-        make_case("E/entropy-mask", top_entropy_quantile=0.41, entropy_coef=0.1), "hidden", math.nan
-    )
+    top = make_case("E/entropy-mask", top_entropy_quantile=0.41, entropy_coef=0.1)
+    yield poison(top, "hidden", math.nan)
 
 
-def extreme(name: str, by: float, sign: int | None, every: int = 2, **options) -> Case:
+def extreme(name: str, by: float, sign: int | None, every: int = 2, **options: Any) -> Case:
     """Old logps moved by `by` at every second counted token; advantages all positive, all negative,
     or 0 there."""
     case = make_case(f"F/{name}", b=4, mask="full", noise=0.1, shift=0.05, **options)
@@ -255,7 +193,7 @@ def extreme(name: str, by: float, sign: int | None, every: int = 2, **options) -
 def group_f_ratios() -> Iterator[Case]:
     for x, level in LOSSES:
         kind, tag = loss(x, level), f"{x}-{SHORT[level]}"
-        if x not in ("gmpo",):
+        if x != "gmpo":
             yield extreme(f"overflow-zero-advantage/{tag}", -300.0, None, **kind)
         yield extreme(f"overflow-clipped/{tag}", -700.0, +1, **kind)
         yield extreme(f"underflow/{tag}", 300.0, -1 if level == "token" else +1, **kind)
@@ -267,14 +205,8 @@ def group_f_ratios() -> Iterator[Case]:
     yield extreme("old-minus-inf", -math.inf, +1)
     yield extreme("old-plus-inf", math.inf, -1)
     yield extreme("large-ratio", -60.0, -1, delta=None)
-    dropped = extreme(
-        "overflow-off-policy-masked",
-        -300.0,
-        -1,
-        sampling=True,
-        off_policy_mask_threshold=0.5,
-        every=1,
-    )
+    masked = {"sampling": True, "off_policy_mask_threshold": 0.5, "every": 1}
+    dropped = extreme("overflow-off-policy-masked", -300.0, -1, **masked)
     yield dropped.but(sampling_per_token_logps=dropped.sampling_per_token_logps + 5.0)
 
 
@@ -286,41 +218,24 @@ def group_f() -> Iterator[Case]:
             # log-probabilities are not all above 0
             some = torch.arange(case.ref_per_token_logps.shape[1]) % 3 > 0
             yield case.but(ref_per_token_logps=case.ref_per_token_logps + by * some)
-    for spread in (15.0, 40.0, 100.0):
-        for short in ("f32", "bf16"):
-            yield make_case(
-                f"F/confident-{spread:g}/{short}",
-                spread=spread,
-                dtype=DTYPES[short],
-                entropy_coef=0.1,
-                beta=0.01,
-            )
+    terms = {"entropy_coef": 0.1, "beta": 0.01}
+    for spread, short in product((15.0, 40.0, 100.0), ("f32", "bf16")):
+        name = f"F/confident-{spread:g}/{short}"
+        yield make_case(name, spread=spread, dtype=DTYPES[short], **terms)
     for short in ("f32", "f16", "bf16"):
-        yield make_case(
-            f"F/logits-1e5-capped/{short}",
-            spread=3e4,
-            dtype=DTYPES[short],
-            final_logit_softcapping=9.0,
-        )
-        yield make_case(
-            f"F/tiny-cap/{short}",
-            spread=5.0,
-            dtype=DTYPES[short],
-            final_logit_softcapping=0.3,
-            old=False,
-        )
+        large: Options = {"spread": 3e4, "dtype": DTYPES[short], "final_logit_softcapping": 9.0}
+        yield make_case(f"F/logits-1e5-capped/{short}", **large)
+        tiny = large | {"spread": 5.0, "final_logit_softcapping": 0.3}
+        yield make_case(f"F/tiny-cap/{short}", old=False, **tiny)
     yield make_case("F/logits-1e5/f16", spread=3e4, dtype=torch.float16, old=False)
     for temperature in (0.02, 50.0):
-        yield make_case(
-            f"F/temperature-{temperature}", temperature=temperature, entropy_coef=0.1, beta=0.01
-        )
+        yield make_case(f"F/temperature-{temperature}", temperature=temperature, **terms)
     for scale in (1e-4, 1e4):
         case = make_case(f"F/advantages-{scale:g}", loss_type="cispo", epsilon_high=2.0)
         yield case.but(advantages=case.advantages * scale)
     for short in ("f32", "bf16"):
-        case = make_case(
-            f"F/banned-lanes/{short}", bias=True, dtype=DTYPES[short], entropy_coef=0.1
-        )
+        name = f"F/banned-lanes/{short}"
+        case = make_case(name, bias=True, dtype=DTYPES[short], entropy_coef=0.1)
         lanes = ~torch.isin(torch.arange(50), case.completion_ids)
         yield case.but(bias=case.bias.masked_fill(lanes & (torch.arange(50) % 3 == 0), -math.inf))
     for x in ("dapo", "grpo"):
@@ -338,129 +253,94 @@ def group_f() -> Iterator[Case]:
         yield case.but(sampling_per_token_logps=sampling)
 
 
+MASKS = torch.tensor([0.25, 3.0, -1.0, 1.0, 1e-6, 2.0, 7.0])
+
+
 def group_g() -> Iterator[Case]:
-    for x, level in LOSSES[::2]:
-        for short in ("f64", "f16"):
-            options = (
-                {}
-                if x == "gmpo"
-                else {"entropy_coef": 0.02, "ratio": "token", "final_logit_softcapping": 5.0}
-            )
-            yield make_case(
-                f"G/{short}/{x}",
-                dtype=DTYPES[short],
-                beta=0.05,
-                bias=True,
-                **options,
-                **loss(x, level),
-            )
+    more: Options = {"entropy_coef": 0.02, "ratio": "token", "final_logit_softcapping": 5.0}
+    for (x, level), short in product(LOSSES[::2], ("f64", "f16")):
+        options = {} if x == "gmpo" else more
+        kind = {"dtype": DTYPES[short], "beta": 0.05, "bias": True} | loss(x, level)
+        yield make_case(f"G/{short}/{x}", **options, **kind)
     for x, level in (("dapo", "token"), ("grpo", "sequence")):
-        base = {
-            "beta": 0.1,
-            "ratio": "token",
-            "sampling": True,
-            "off_policy_mask_threshold": 0.3,
-        } | loss(x, level)
-        case = make_case(f"G/transposed/{x}", **base)
-        flip = lambda tensor: tensor.transpose(0, 1).contiguous().transpose(0, 1)  # noqa: E731
-        names = (
-            "hidden",
-            "weight",
-            "completion_ids",
-            "completion_mask",
-            "importance_sampling_ratio",
-            *PER_TOKEN,
-        )
-        yield case.but(**{name: flip(getattr(case, name)) for name in names})
-        case = make_case(f"G/sliced/{x}", b=6, t=9, h=20, **base)
-        cut = {
-            "hidden": case.hidden[::2, 1:, 2:18],
-            "weight": case.weight[:, 2:18],
-            "advantages": case.advantages[::2],
-        }
-        names = ("completion_ids", "completion_mask", "importance_sampling_ratio", *PER_TOKEN)
-        yield case.but(**cut, **{name: getattr(case, name)[::2, 1:] for name in names})
-        case = make_case(f"G/expanded/{x}", **base)
-        cut = {
-            "advantages": case.advantages[:1].expand(3),
-            "completion_ids": case.completion_ids[:1].expand(3, -1),
-        }
-        yield case.but(hidden=case.hidden[:1].expand(3, -1, -1), **cut)
+        base: Options = {"beta": 0.1, "ratio": "token", "sampling": True}
+        base |= {"off_policy_mask_threshold": 0.3} | loss(x, level)
+
+        def named(kind: str, base: Options = base, x: str = x, **options: Any) -> Case:
+            return make_case(f"G/{kind}/{x}", **base | options)
+
+        def changed(case: Case, how: Any, *names: str) -> Case:
+            return case.but(**{name: how(getattr(case, name)) for name in names})
+
+        def flip(tensor: Tensor) -> Tensor:
+            return tensor.transpose(0, 1).contiguous().transpose(0, 1)
+
+        of_tokens = ("completion_ids", "completion_mask", *INPUTS)
+        yield changed(named("transposed"), flip, "hidden", "weight", *of_tokens)
+        case = named("sliced", b=6, t=9, h=20)
+        cut = {"hidden": case.hidden[::2, 1:, 2:18], "weight": case.weight[:, 2:18]}
+        cut["advantages"] = case.advantages[::2]
+        yield changed(case, lambda tensor: tensor[::2, 1:], *of_tokens).but(**cut)
+        case = named("expanded").but(advantages=named("expanded").advantages[:1].expand(3))
+        yield changed(case, lambda tensor: tensor[:1].expand_as(tensor), "completion_ids", "hidden")
         for kind in (torch.bool, torch.int32, torch.uint8, torch.float32, torch.bfloat16):
-            case = make_case(f"G/mask-{str(kind)[6:]}/{x}", **base)
+            case = named(f"mask-{str(kind)[6:]}")
             yield case.but(completion_mask=case.completion_mask.to(kind))
-        case = make_case(f"G/mask-values/{x}", **base)
-        yield case.but(
-            completion_mask=case.completion_mask
-            * torch.tensor([0.25, 3.0, -1.0, 1.0, 1e-6, 2.0, 7.0])
-        )
-        case = make_case(f"G/int32-ids/{x}", **base)
-        yield case.but(completion_ids=case.completion_ids.to(torch.int32))
-        case = make_case(f"G/16-bit-inputs/{x}", dtype=torch.bfloat16, **base)
-        yield case.but(
-            **{
-                k: getattr(case, k).bfloat16()
-                for k in ("advantages", "importance_sampling_ratio", *PER_TOKEN)
-            }
-        )
+        yield changed(named("mask-values"), lambda mask: mask * MASKS, "completion_mask")
+        yield changed(named("int32-ids"), lambda ids: ids.to(torch.int32), "completion_ids")
+        case = named("16-bit-inputs", dtype=torch.bfloat16)
+        yield changed(case, lambda tensor: tensor.bfloat16(), "advantages", *INPUTS)
 
 
-def full_kl(name: str, teacher: float = 0.3, **options) -> Case:
+def full_kl(name: str, teacher: float = 0.3, **options: Any) -> Case:
     """A case whose KL term is the divergence from another head."""
     return make_case(f"H/{name}", kl_estimator="full", teacher=teacher, **{"beta": 0.3} | options)
+
+
+OF_TEACHERS: dict[str, Options] = {
+    "on-policy": {"old": False, "zero_adv": True}, "entropy": {"entropy_coef": 0.05},
+    "on-policy-entropy": {"old": False, "entropy_coef": 0.05},
+    "uncorrected": {"use_bias_correction_kl": False},
+    "top-entropy": {"top_entropy_quantile": 0.37}, "other-width": {"teacher_h": 33, "bias": True},
+    "caps": {
+        "final_logit_softcapping": 5.0, "others": {"teacher_final_logit_softcapping": 2.0},
+    },
+    "cap-of-teacher": {"others": {"teacher_final_logit_softcapping": 2.0}, "temperature": 0.7},
+    "scales": {"logit_scale": -0.5, "others": {"teacher_logit_scale": 1.3}, "temperature": 1.6},
+    "garbage": {"mask": "left"}, "same": {"teacher": 0.0}, "near": {"teacher": 1e-4},
+    "far": {"teacher": 3.0, "teacher_h": 8}, "workspace": {"workspace": 3 * 50 * 4, "b": 6},
+    "none": {"mask": "none"}, "one": {"mask": "one"},
+    "input-logits": {"logits_dtype": "input", "dtype": torch.bfloat16}, "beta-0": {"beta": 0.0},
+}  # fmt: skip
 
 
 def group_h() -> Iterator[Case]:
     for x, level in LOSSES:
         yield full_kl(f"{x}-{SHORT[level]}", b=4, bias=True, **loss(x, level))
-    options = {
-        "on-policy": {"old": False, "zero_adv": True}, "entropy": {"entropy_coef": 0.05},
-        "on-policy-entropy": {"old": False, "entropy_coef": 0.05},
-        "uncorrected": {"use_bias_correction_kl": False},
-        "top-entropy": {"top_entropy_quantile": 0.37},
-        "other-width": {"teacher_h": 33, "bias": True},
-        "caps": {
-            "final_logit_softcapping": 5.0, "others": {"teacher_final_logit_softcapping": 2.0},
-        },
-        "cap-of-teacher": {"others": {"teacher_final_logit_softcapping": 2.0}, "temperature": 0.7},
-        "scales": {"logit_scale": -0.5, "others": {"teacher_logit_scale": 1.3}, "temperature": 1.6},
-        "garbage": {"mask": "left"},
-        "same": {"teacher": 0.0}, "near": {"teacher": 1e-4},
-        "far": {"teacher": 3.0, "teacher_h": 8},
-        "workspace": {"workspace": 3 * 50 * 4, "b": 6}, "none": {"mask": "none"},
-        "one": {"mask": "one"},
-        "input-logits": {"logits_dtype": "input", "dtype": torch.bfloat16}, "beta-0": {"beta": 0.0},
-    }  # fmt: skip
-    for name, option in options.items():
-        case = full_kl(f"{name}", **{"b": 4} | option)
+    for name, option in OF_TEACHERS.items():
+        case = full_kl(name, **{"b": 4} | option)
         yield poison(case, "teacher_hidden", math.nan) if name == "garbage" else case
     for short, kind in DTYPES.items():
-        yield full_kl(f"{short}", dtype=kind, teacher_h=24, bias=True)
+        yield full_kl(short, dtype=kind, teacher_h=24, bias=True)
 
 
 def wide_cases() -> tuple[Case, ...]:
     """A dozen with vocabularies of several steps of a kernel's tile, for a GPU: in the interpreter
     they take long."""
-    kinds: dict[str, dict[str, Any]] = {
+    kinds: dict[str, Options] = {
         "on-policy": {"old": False, "zero_adv": True, "dtype": torch.bfloat16},
         "everything": {
             "beta": 0.05, "entropy_coef": 0.02, "bias": True, "final_logit_softcapping": 6.0,
             "temperature": 0.9,
         },
-        "frozen": {
-            "loss_type": "grpo", "importance_sampling_level": "sequence", "dtype": torch.float16,
-            "frozen": ("weight",),
-        },
+        "frozen": loss("grpo", "sequence") | {"dtype": torch.float16, "frozen": ("weight",)},
     }  # fmt: skip
-    shape = {"b": 2, "t": 5, "mask": "ragged"}
-    return tuple(
-        case
-        for v in (9001, 8192, 4096)
-        for case in (
-            *(make_case(f"wide/{v}/{name}", v=v, **shape, **kind) for name, kind in kinds.items()),
-            full_kl(f"wide/{v}/full-kl", v=v, **shape),
-        )
-    )
+    found = []
+    for v in (9001, 8192, 4096):
+        shape: Options = {"v": v, "b": 2, "t": 5, "mask": "ragged"}
+        found += [make_case(f"wide/{v}/{name}", **shape, **kind) for name, kind in kinds.items()]
+        found.append(full_kl(f"wide/{v}/full-kl", **shape))
+    return tuple(found)
 
 
 @cache

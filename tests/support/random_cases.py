@@ -11,6 +11,7 @@ from tests.support.reference_terms import CLIPPED, TERMS
 
 # Twice as often float32 as any other.
 DTYPES = (torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64)
+FROZEN = (("weight", "bias"), ("hidden",), ("bias",), ("weight",))
 GARBAGE = (float("nan"), float("inf"), -float("inf"), 1e30, -200.0)
 
 
@@ -55,9 +56,7 @@ def head_options(draw: random.Random) -> dict[str, object]:
         "temperature": sometimes(0.4, draw.choice((0.5, 0.9, 1.7)), 1.0),
         "dtype": draw.choice(DTYPES),
         "spread": draw.choice((0.3, 2.0, 2.0, 8.0, 20.0)),
-        "frozen": sometimes(
-            0.25, draw.choice((("weight", "bias"), ("hidden",), ("bias",), ("weight",))), ()
-        ),
+        "frozen": sometimes(0.25, draw.choice(FROZEN), ()),
     }
 
 
@@ -70,19 +69,12 @@ def case_options(draw: random.Random) -> dict[str, object]:
     }
     if draw.random() < 0.8:
         shape = {k: max(x, 2) for k, x in shape.items()}
-    mask = draw.choice(
-        ("ragged", "ragged", "holes", "holes", "full", "left", "one", "first_empty", "none")
-    )
-    if not shape["b"] * shape["t"]:
-        mask = "ragged"
+    masks = ("ragged", "holes", "full", "left", "one", "first_empty", "none")
+    mask = draw.choice((*masks[:1], *masks[:2], *masks[1:]))
+    mask = mask if shape["b"] * shape["t"] else "ragged"
     workspace = draw.choice((2**29, 2**29, 4 * shape["v"], 20 * shape["v"], 200 * shape["v"]))
-    options = {
-        "mask": mask,
-        "workspace": workspace,
-        **shape,
-        **loss_options(draw),
-        **head_options(draw),
-    }
+    options = {"mask": mask, "workspace": workspace, **shape}
+    options |= loss_options(draw) | head_options(draw)
     return options | (teacher_options(draw) if options["kl_estimator"] == "full" else {})
 
 
@@ -111,9 +103,8 @@ def with_garbage(case: Case, draw: random.Random) -> Case:
     """NaN, inf and ids out of range at the masked positions of every tensor that has one value per
     token."""
     masked = case.completion_mask == 0
-    changes = {
-        "completion_ids": case.completion_ids.masked_fill(masked, draw.choice((-100, -1, 10**6)))
-    }
+    ids = case.completion_ids.masked_fill(masked, draw.choice((-100, -1, 10**6)))
+    changes = {"completion_ids": ids}
     for name in ("kept_ids", "listed_ids"):
         if getattr(case, name) is not None:
             changes[name] = getattr(case, name).masked_fill(masked[..., None], 30_000)
@@ -121,8 +112,7 @@ def with_garbage(case: Case, draw: random.Random) -> Case:
     for name in (*names, "importance_sampling_ratio", *PER_TOKEN):
         tensor = getattr(case, name)
         if tensor is not None and tensor.shape[:2] == masked.shape:
+            value = torch.nan if tensor.dtype == torch.float16 else draw.choice(GARBAGE)
             where = masked[..., None] if tensor.dim() == 3 else masked
-            changes[name] = tensor.masked_fill(
-                where, draw.choice(GARBAGE) if tensor.dtype != torch.float16 else torch.nan
-            )
+            changes[name] = tensor.masked_fill(where, value)
     return case.but(**changes)
