@@ -45,19 +45,15 @@ UNITS = {
 
 def computed_in(case: Case) -> torch.dtype:
     """float64 inputs are computed in float64, all others in float32."""
-    return (
-        torch.float64 if torch.float64 in (case.hidden.dtype, case.weight.dtype) else torch.float32
-    )
+    wide = torch.float64 in (case.hidden.dtype, case.weight.dtype)
+    return torch.float64 if wide else torch.float32
 
 
 def compute_unit(case: Case) -> Unit:
     """The roundings of the dtype the case is computed in; of a few ids logps are all but exact."""
     unit = UNITS[computed_in(case)]
-    return (
-        unit
-        if case.kept_ids is None and case.listed_ids is None
-        else replace(unit, extra=unit.extra_of_few)
-    )
+    of_few = case.kept_ids is not None or case.listed_ids is not None
+    return replace(unit, extra=unit.extra_of_few) if of_few else unit
 
 
 def score_bounds(case: Case, want: ScoresResult) -> tuple[Tensor, Tensor]:
@@ -78,22 +74,16 @@ def logit_error(case: Case, h: Head) -> Tensor:
         size = size + of["bias"].abs().masked_fill(of["bias"].isinf(), 0.0)
     rounding = torch.zeros_like(size)
     if "lora_a" in of:
-        seen, between = (
-            of.get("lora_input", of["hidden"]),
-            abs(o.lora_scaling) * of["lora_b"].abs().T,
-        )
+        seen = of.get("lora_input", of["hidden"])
+        between = abs(o.lora_scaling) * of["lora_b"].abs().T
         size = size + seen.abs() @ of["lora_a"].abs().T @ between
         rounding = 2 * between_products(case) * ((seen @ of["lora_a"].T).abs() @ between)
     if o.logits_dtype == "input":
-        rounding = (
-            torch.finfo(case.hidden.dtype).eps
-            * h.raw.detach().masked_fill(h.raw.isinf(), 0.0).abs()
-        )
-        rounding = rounding / abs(o.logit_scale)
+        raw = h.raw.detach().masked_fill(h.raw.isinf(), 0.0).abs()
+        rounding = torch.finfo(case.hidden.dtype).eps * raw / abs(o.logit_scale)
     error = (2 * unit.product * size + rounding) * abs(o.logit_scale) / h.temperature
-    return (
-        error.masked_fill(h.wide_log_probs.isinf() & h.log_probs.isinf(), 0.0).amax(-1) + unit.extra
-    )
+    nowhere = h.wide_log_probs.isinf() & h.log_probs.isinf()
+    return error.masked_fill(nowhere, 0.0).amax(-1) + unit.extra
 
 
 def between_products(case: Case) -> float:
@@ -139,9 +129,8 @@ def divergence_bounds(case: Case, h: Head, e: Tensor) -> Diverging:
     e_y = logit_error(other, head(other))
     both = (e + e_y)[:, None]
     size = slopes_z.abs() * e[:, None] + slopes_y.abs() * e_y[:, None]
-    error = (
-        size.nan_to_num(0.0).sum(-1) + 4 * both[:, 0] ** 2 + 4 * unit.term * value.detach().abs()
-    )
+    error = size.nan_to_num(0.0).sum(-1) + 4 * both[:, 0] ** 2
+    error = error + 4 * unit.term * value.detach().abs()
     spread_of = {0.0: p + q, 1.0: p}.get(o.beta_of_divergence, p)
     bound = 4 * both * spread_of + 2 * both * slopes_z.abs() + p * error[:, None]
     bound = bound + unit.term * (slopes_z.abs() + p * (1 + value.detach()[:, None]))
@@ -160,29 +149,20 @@ def listed_bounds(case: Case, h: Head, e: Tensor) -> Diverging:
         return value.detach(), torch.autograd.grad(value.sum(), z)[0]
 
     value, slope = at(0.0)
-    signs = torch.sign(
-        torch.randn(4, *log_p.shape, generator=torch.Generator().manual_seed(7), dtype=log_p.dtype)
-    )
-    values, slopes = zip(
-        *(at(e[:, None] * sign) for sign in (1.0, slope.sign(), -slope.sign(), *signs)), strict=True
-    )
+    g = torch.Generator().manual_seed(7)
+    signs = torch.randn(4, *log_p.shape, generator=g, dtype=log_p.dtype).sign()
+    signs = (1.0, slope.sign(), -slope.sign(), *signs)
+    values, slopes = zip(*(at(e[:, None] * sign) for sign in signs), strict=True)
     error = spread(value, list(values)) + unit.extra + unit.term * value.abs()
     sizes = slope.abs() + log_p.exp() * (1 + value.abs()[:, None])
-    return Diverging(
-        error, slope, 2 * spread(slope, list(slopes)) + (2 * unit.extra + unit.term) * sizes
-    )
+    bound = 2 * spread(slope, list(slopes)) + (2 * unit.extra + unit.term) * sizes
+    return Diverging(error, slope, bound)
 
 
 def logit_bounds(
-    case: Case,
-    want: ScoresResult,
-    e: Tensor,
-    e_entropy: Tensor,
-    d_a: Tensor,
-    d_b: Tensor,
-    a_size: Tensor,
-    diverging: Diverging | None = None,
-) -> tuple[Tensor, Tensor]:
+    case: Case, want: ScoresResult, e: Tensor, e_entropy: Tensor, d_a: Tensor, d_b: Tensor,
+    a_size: Tensor, diverging: Diverging | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(n, V): the gradient of the products' result (before bias, scale and soft-cap), and its
     bound.
 
@@ -199,11 +179,8 @@ def logit_bounds(
     away = (logs.masked_fill(logs.isinf(), 0.0) + h.entropies.detach()[:, None]) * (wide > 0)
     dz = a * (hot - p) - b * wide * away
     bound = (d_a + unit.term * a_size) * (hot - p).abs() + a.abs() * p * e
-    bound = (
-        bound
-        + (d_b + unit.term * b.abs()) * wide * away.abs()
-        + b.abs() * wide * (away.abs() * e + e + e_entropy)
-    )
+    bound = bound + (d_b + unit.term * b.abs()) * wide * away.abs()
+    bound = bound + b.abs() * wide * (away.abs() * e + e + e_entropy)
     least = torch.finfo(computed_in(case)).smallest_normal  # a probability below it may count as 0
     bound = bound + least * (a.abs() + b.abs() * away.abs())
     if case.kept_ids is not None:  # outside of its set nothing is computed
@@ -275,6 +252,5 @@ def in_two_parts(case: Case, name: str) -> bool:
     an adapter, too."""
     o = settings(case)
     through_both = name == "hidden" and case.lora_a is not None and case.lora_input is None
-    return through_both or (
-        case.kept_ids is not None and (o.without_set == "full" or o.entropy_of != "the set")
-    )
+    of_all = o.without_set == "full" or o.entropy_of != "the set"
+    return through_both or (case.kept_ids is not None and of_all)

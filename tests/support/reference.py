@@ -23,6 +23,7 @@ from tests.support.reference_terms import (
     LOG_RATIO_LIMIT,
     OVERFLOW,
     TERMS,
+    by_column,
     gamma_weight,
     geometric_mean,
     kl_estimate,
@@ -66,18 +67,14 @@ def policy_masks(
     keeps: dict[str, Tensor] = {}
     if o.top_entropy_quantile < 1.0:
         pool = entropies.detach()[counted]
-        high = (
-            entropies.detach() >= torch.quantile(pool, 1 - o.top_entropy_quantile)
-            if len(pool)
-            else counted
-        )
-        keeps["high entropy"] = counted & high
+        keeps["high entropy"] = counted
+        if len(pool):
+            threshold = torch.quantile(pool, 1 - o.top_entropy_quantile)
+            keeps["high entropy"] = counted & (entropies.detach() >= threshold)
     if o.off_policy_mask_threshold is not None:
         sampling = case.sampling_per_token_logps
         evidence = old if sampling is None else pick(sampling.to(logps.dtype), counted)
-        drift = pick(evidence - logps.detach(), counted).nan_to_num(
-            nan=0.0, posinf=1e30, neginf=-1e30
-        )
+        drift = pick(evidence - logps.detach(), counted).nan_to_num(0.0, 1e30, -1e30)
         drift = drift.sum(1, keepdim=True) / counted.sum(1, keepdim=True).clamp(min=1)
         keeps["on policy"] = (adv >= 0) | (drift <= o.off_policy_mask_threshold)
     acts = counted & (adv != 0)
@@ -97,11 +94,8 @@ def evaluate(
     o, counted, dtype = settings(case), case.completion_mask != 0, logps.dtype
     adv = case.advantages.to(dtype)
     adv = pick(adv, counted) if adv.dim() == 2 else adv[:, None]
-    old = (
-        logps.detach()
-        if case.old_per_token_logps is None
-        else pick(case.old_per_token_logps.to(dtype), counted)
-    )
+    old = case.old_per_token_logps
+    old = logps.detach() if old is None else pick(old.to(dtype), counted)
     log_ratio = pick(logps - old, counted)
     log_w = log_ratio
     if o.importance_sampling_level == "sequence":
@@ -118,14 +112,11 @@ def evaluate(
         unweighted = (parts * len(parts)).expand_as(logps)
     else:
         phi = gamma_weight(o, adv, log_ratio, counted, case) if surrogate is vespo else None
-        unweighted = pick(
-            surrogate(o, full.exp(), pick(adv.expand_as(logps), acts), logps, phi), acts
-        )
+        acting = pick(adv.expand_as(logps), acts)
+        unweighted = pick(surrogate(o, full.exp(), acting, logps, phi), acts)
         share = case.importance_sampling_ratio
         if share is not None and phi is None:
-            unweighted = unweighted * pick(
-                share.to(dtype)[:, None] if share.dim() == 1 else share.to(dtype), counted
-            )
+            unweighted = unweighted * pick(by_column(share, dtype), counted)
         parts = weights * unweighted
     zeros = torch.zeros_like(logps)
     result = Evaluation(
@@ -138,10 +129,8 @@ def evaluate(
         result.parts["kl"] = o.beta * weights * divergences
         result.sizes["kl"] = result.parts["kl"].detach().abs()
         result.loss = result.loss + result.parts["kl"].sum()
-        result.means["kl"], result.kl_size = (
-            (divergences.detach(), counted),
-            divergences.detach().abs(),
-        )
+        result.means["kl"] = (divergences.detach(), counted)
+        result.kl_size = divergences.detach().abs()
     elif o.beta != 0.0:
         add_kl(result, case, logps, ratio, weights)
     result.means["policy_loss"] = (result.loss.detach()[None], torch.ones(1, dtype=torch.bool))
@@ -169,10 +158,8 @@ def add_kl(result: Evaluation, case: Case, logps: Tensor, ratio: Tensor, weights
             lengths = counted.sum(1, keepdim=True).clamp(min=1)
             through_ratio = through_ratio.sum(1, keepdim=True) / lengths
     kl = pick(kl, counted)
-    result.parts["kl"], result.sizes["kl"] = (
-        o.beta * weights * kl,
-        (o.beta * weights * size).detach(),
-    )
+    result.parts["kl"] = o.beta * weights * kl
+    result.sizes["kl"] = (o.beta * weights * size).detach()
     result.kl_size = pick(size.detach(), counted)
     result.kl_slope_size = pick(o.beta * (weights * slope + through_ratio), counted).detach()
     result.overflow = result.overflow | (counted & (o.beta * size > OVERFLOW))
@@ -181,29 +168,21 @@ def add_kl(result: Evaluation, case: Case, logps: Tensor, ratio: Tensor, weights
 
 
 def add_metrics(
-    result: Evaluation,
-    case: Case,
-    ratio: Tensor,
-    log_ratio: Tensor,
-    adv: Tensor,
-    phi: Tensor | None,
-    keeps: dict,
-) -> None:
+    result: Evaluation, case: Case, ratio: Tensor, log_ratio: Tensor, adv: Tensor,
+    phi: Tensor | None, keeps: dict[str, Tensor],
+) -> None:  # fmt: skip
     """Clip shares, ratios and masks. What is one value a sequence is averaged over sequences, the
     rest over tokens."""
     o, counted, dtype = settings(case), case.completion_mask != 0, ratio.dtype
     sequences = torch.ones(len(counted), 1, dtype=torch.bool)
-    by_sequence, adv_by_sequence = (
-        o.importance_sampling_level == "sequence",
-        case.advantages.dim() == 1,
-    )
+    by_sequence = o.importance_sampling_level == "sequence"
+    adv_by_sequence = case.advantages.dim() == 1
     either = sequences if by_sequence and adv_by_sequence else counted
     of_adv = sequences if adv_by_sequence else counted
     if o.loss_type == "gmpo":
         acts = keeps.get("high entropy", counted)
-        mean = pick(result.log_ratios.detach(), acts).sum(1, keepdim=True) / acts.sum(
-            1, keepdim=True
-        ).clamp(min=1)
+        total = pick(result.log_ratios.detach(), acts).sum(1, keepdim=True)
+        mean = total / acts.sum(1, keepdim=True).clamp(min=1)
         result.means["ratio"] = (mean.exp(), sequences)
     else:
         result.means["ratio"] = (ratio, sequences if by_sequence else counted)
@@ -215,17 +194,14 @@ def add_metrics(
     share = case.importance_sampling_ratio
     if share is not None:
         of_share = counted if share.shape == counted.shape else sequences
-        share = share.to(dtype)[:, None] if share.dim() == 1 else share.to(dtype)
-        result.means["importance_sampling_ratio"] = (share, of_share)
+        result.means["importance_sampling_ratio"] = (by_column(share, dtype), of_share)
     if o.loss_type == "cispo":
         capped = (ratio > o.epsilon_high) & (adv > 0) & counted.any(1, keepdim=True)
         result.means["cispo_clip_ratio"] = (capped.to(dtype), either)
     if o.loss_type in CLIPPED:
         bounded = ratio if o.delta is None else ratio.clamp(max=o.delta)
-        low, high = (
-            (bounded < 1 - o.epsilon) & (adv < 0),
-            (bounded > 1 + o.epsilon_high) & (adv > 0),
-        )
+        low = (bounded < 1 - o.epsilon) & (adv < 0)
+        high = (bounded > 1 + o.epsilon_high) & (adv > 0)
     elif o.loss_type == "gmpo":
         low, high = (log_ratio < -o.epsilon) & (adv < 0), (log_ratio > o.epsilon_high) & (adv > 0)
         either = counted
@@ -292,14 +268,10 @@ def through_head(h: Head, scores: list[Tensor], up: list[Tensor]) -> dict[str, A
         gradients = torch.autograd.grad(
             scores, [*h.leaves.values()], up, allow_unused=True, retain_graph=True
         )
-    grads = {
-        name: torch.zeros_like(h.leaves[name]) if x is None else x
-        for name, x in zip(names, gradients, strict=True)
-    }
-    grads = {
-        name: on_grid(x, h.counted) if name in ("hidden", "lora_input") else x
-        for name, x in grads.items()
-    }
+    grads = {}
+    for name, x in zip(names, gradients, strict=True):
+        x = torch.zeros_like(h.leaves[name]) if x is None else x
+        grads[name] = on_grid(x, h.counted) if name in ("hidden", "lora_input") else x
     found = {"divergences": None} | dict(zip(SCORES, [x.detach() for x in scores], strict=False))
     arrived = {"divergences": None} | dict(zip(SCORES, up, strict=False))
     return {"head": h, **found, **{f"d_{name}": x for name, x in (arrived | grads).items()}}

@@ -33,26 +33,17 @@ class Head:
     logps: Tensor  # (n,)
     entropies: Tensor  # (n,)
 
-    @property
-    def hidden(self) -> Tensor:
-        return self.leaves["hidden"]
-
-    @property
-    def weight(self) -> Tensor:
-        return self.leaves["weight"]
-
-    @property
-    def bias(self) -> Tensor | None:
-        return self.leaves.get("bias")
+    def __getattr__(self, name: str) -> Tensor | None:
+        """A leaf, None if there is none of that name."""
+        if name in LEAVES:
+            return self.leaves.get(name)
+        raise AttributeError(name)
 
 
 def teacher_case(case: Case) -> Case:
     """The case with the other head in the place of the policy's."""
-    o = settings(case)
-    options = {
-        "final_logit_softcapping": o.teacher_final_logit_softcapping,
-        "logit_scale": o.teacher_logit_scale,
-    }
+    names = ("final_logit_softcapping", "logit_scale")
+    options = {name: getattr(settings(case), f"teacher_{name}") for name in names}
     return case.but(
         hidden=case.teacher_hidden, weight=case.teacher_weight, bias=case.teacher_bias,
         config=options,
@@ -80,10 +71,10 @@ def head(case: Case, dtype: torch.dtype = torch.float64, edit_raw=None) -> Head:
     if ((ids < 0) | (ids >= vocab)).any():
         raise ValueError(f"completion_ids: a counted id lies outside [0, {vocab})")
     tensors = {name: getattr(case, name) for name in LEAVES if getattr(case, name) is not None}
-    leaves = {
-        name: rows(x) if name in ("hidden", "lora_input") else x for name, x in tensors.items()
-    }
-    leaves = {name: x.detach().to(dtype).requires_grad_() for name, x in leaves.items()}
+    leaves = {}
+    for name, x in tensors.items():
+        x = rows(x) if name in ("hidden", "lora_input") else x
+        leaves[name] = x.detach().to(dtype).requires_grad_()
     raw = leaves["hidden"] @ leaves["weight"].T
     if "lora_a" in leaves:
         seen = leaves.get("lora_input", leaves["hidden"])
@@ -92,17 +83,16 @@ def head(case: Case, dtype: torch.dtype = torch.float64, edit_raw=None) -> Head:
     raw = raw if edit_raw is None else edit_raw(raw)
     cap = o.final_logit_softcapping
     capped = raw if cap is None else cap * torch.tanh(raw / cap)
-    temperature = (
-        o.temperature if case.temperature is None else rows(case.temperature).to(dtype)[:, None]
-    )
-    log_probs = wide = torch.log_softmax(capped / temperature, dim=-1)
+    temperature = o.temperature
+    if case.temperature is not None:
+        temperature = rows(case.temperature).to(dtype)[:, None]
+    logits = capped / temperature
+    log_probs = wide = torch.log_softmax(logits, dim=-1)
     if case.kept_ids is not None:
         inside = kept_lanes(rows(case.kept_ids).long(), vocab)
         if o.without_set == "full":
             inside = inside | ~inside.gather(1, ids[:, None])
-        log_probs = torch.log_softmax(
-            (capped / temperature).masked_fill(~inside, -torch.inf), dim=-1
-        )
+        log_probs = torch.log_softmax(logits.masked_fill(~inside, -torch.inf), dim=-1)
         wide = log_probs if o.entropy_of == "the set" else wide
     logps = log_probs.gather(1, ids[:, None]).squeeze(1)
     entropies = -(wide.exp() * wide.masked_fill(wide == -torch.inf, 0.0)).sum(-1)
@@ -120,9 +110,8 @@ def divergences_of(case: Case, log_probs: Tensor) -> Tensor | None:
     if case.listed_ids is not None and case.listed_logps is not None:
         counted = case.completion_mask != 0
         ids, logps = case.listed_ids[counted].long(), case.listed_logps[counted].double()
-        return listed_divergence(
-            settings(case), log_probs, ids, logps, torch.finfo(case.listed_logps.dtype).eps
-        )
+        least = torch.finfo(case.listed_logps.dtype).eps
+        return listed_divergence(settings(case), log_probs, ids, logps, least)
     if case.teacher_hidden is None:
         return None
     return divergence(settings(case).beta_of_divergence, log_probs, teacher_log_probs(case))

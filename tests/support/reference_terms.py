@@ -15,6 +15,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from tests.support.case_builder import Case
 
+Options = SimpleNamespace  # a case's configuration, with all defaults
 # GRPOConfig's defaults (TRL 1.16), then those of the options that are ours; stated again here on
 # purpose.
 DEFAULTS = {
@@ -51,7 +52,7 @@ def filled(**options: Any) -> SimpleNamespace:
     return o
 
 
-def kl_estimate(o: SimpleNamespace, logps: Tensor, ref: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def kl_estimate(o: Options, logps: Tensor, ref: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """KL(policy || ref) per token, d = ref - logp; then the size of its terms and of those of its
     derivative."""
     d = ref - logps
@@ -63,26 +64,25 @@ def kl_estimate(o: SimpleNamespace, logps: Tensor, ref: Tensor) -> tuple[Tensor,
     return grown - d - 1, grown.detach() + d.abs() + 1, grown.detach() + 1
 
 
-def gamma_weight(
-    o: SimpleNamespace, adv: Tensor, log_ratio: Tensor, counted: Tensor, case: Case
-) -> Tensor:
+def gamma_weight(o: Options, adv: Tensor, log_ratio: Tensor, counted: Tensor, case: Case) -> Tensor:
     """VESPO's weight of a sequence, exp(lambda + k log w - lambda w), without gradient. (B, 1) or,
     by adv, (B, T)."""
     lowest = torch.tensor(1e-8, dtype=torch.float64).log().item()
     log_w = log_ratio.detach().clamp(-20, 20).sum(1, keepdim=True)
     if case.importance_sampling_ratio is not None:
-        ratio = case.importance_sampling_ratio.to(log_w.dtype)
-        ratio = ratio[:, None] if ratio.dim() == 1 else ratio
-        log_is = ratio.log().clamp(lowest, 20)
-        log_w = log_w + (
-            log_is
-            if ratio.shape[1] != counted.shape[1]
-            else pick(log_is, counted).sum(1, keepdim=True)
-        )
+        log_is = by_column(case.importance_sampling_ratio, log_w.dtype).log().clamp(lowest, 20)
+        if log_is.shape[1] == counted.shape[1]:
+            log_is = pick(log_is, counted).sum(1, keepdim=True)
+        log_w = log_w + log_is
     log_w = log_w.clamp(lowest, 20)
     k = either(adv >= 0, o.vespo_k_pos, o.vespo_k_neg, log_w.dtype)
     lam = either(adv >= 0, o.vespo_lambda_pos, o.vespo_lambda_neg, log_w.dtype).clamp(min=1e-4)
     return (lam + k * log_w - lam * log_w.exp()).exp()
+
+
+def by_column(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """One value a token (B, T), or a sequence (B, 1)."""
+    return x.to(dtype)[:, None] if x.dim() == 1 else x.to(dtype)
 
 
 def either(condition: Tensor, yes: float, no: float, dtype: torch.dtype) -> Tensor:
@@ -101,52 +101,43 @@ def clip(x: Tensor, low: float = -math.inf, high: float = math.inf) -> Tensor:
     return torch.where(x < low, low, torch.where(x > high, high, x))
 
 
-def clipped(
-    o: SimpleNamespace, ratio: Tensor, adv: Tensor, logps: Tensor, phi: Tensor | None
-) -> Tensor:
+def clipped(o: Options, ratio: Tensor, adv: Tensor, logps: Tensor, phi: Any) -> Tensor:
     bounded = ratio if o.delta is None else clip(ratio, high=o.delta)
     return -torch.min(bounded * adv, clip(ratio, 1 - o.epsilon, 1 + o.epsilon_high) * adv)
 
 
-def cispo(
-    o: SimpleNamespace, ratio: Tensor, adv: Tensor, logps: Tensor, phi: Tensor | None
-) -> Tensor:
+def cispo(o: Options, ratio: Tensor, adv: Tensor, logps: Tensor, phi: Any) -> Tensor:
     return -ratio.detach().clamp(max=o.epsilon_high) * adv * logps
 
 
-def sapo(
-    o: SimpleNamespace, ratio: Tensor, adv: Tensor, logps: Tensor, phi: Tensor | None
-) -> Tensor:
+def sapo(o: Options, ratio: Tensor, adv: Tensor, logps: Tensor, phi: Any) -> Tensor:
     tau = either(adv > 0, o.sapo_temperature_pos, o.sapo_temperature_neg, adv.dtype)
     # its slope keeps its digits near a gate of 1
     gate = torch.nn.functional.logsigmoid(tau * (ratio - 1)).exp()
     return -gate * 4 / tau * adv
 
 
-def vespo(
-    o: SimpleNamespace, ratio: Tensor, adv: Tensor, logps: Tensor, phi: Tensor | None
-) -> Tensor:
-    assert phi is not None
+def vespo(o: Options, ratio: Tensor, adv: Tensor, logps: Tensor, phi: Any) -> Tensor:
     return -phi * adv * logps
 
 
-def sequence_mean(o: SimpleNamespace, m: Tensor, items: float) -> Tensor:
+def sequence_mean(o: Options, m: Tensor, items: float) -> Tensor:
     return m / (m.sum(1, keepdim=True).clamp(min=1) * max(len(m), 1))
 
 
-def token_mean(o: SimpleNamespace, m: Tensor, items: float) -> Tensor:
+def token_mean(o: Options, m: Tensor, items: float) -> Tensor:
     return m / m.sum().clamp(min=1)
 
 
-def num_items(o: SimpleNamespace, m: Tensor, items: float) -> Tensor:
+def num_items(o: Options, m: Tensor, items: float) -> Tensor:
     return m / max(items, 1.0)
 
 
-def max_length(o: SimpleNamespace, m: Tensor, items: float) -> Tensor:
+def max_length(o: Options, m: Tensor, items: float) -> Tensor:
     return m / (max(len(m), 1) * o.max_completion_length)
 
 
-def sequence_sum(o: SimpleNamespace, m: Tensor, items: float) -> Tensor:
+def sequence_sum(o: Options, m: Tensor, items: float) -> Tensor:
     return m / max(len(m), 1)
 
 
@@ -177,7 +168,7 @@ CLIPPED = tuple(name for name, loss in TERMS.items() if loss.surrogate is clippe
 
 
 def token_weights(
-    o: SimpleNamespace, counted: Tensor, items: float | Tensor | None, dtype: torch.dtype
+    o: Options, counted: Tensor, items: float | Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """(B, T): the normaliser's weights; without `items` the counted tokens are meant."""
     m = counted.to(dtype)
@@ -185,14 +176,13 @@ def token_weights(
 
 
 def geometric_mean(
-    o: SimpleNamespace, log_ratio: Tensor, adv: Tensor, counted: Tensor, active: Tensor
+    o: Options, log_ratio: Tensor, adv: Tensor, counted: Tensor, active: Tensor
 ) -> tuple[Tensor, Tensor]:
     """GMPO: -A * exp(mean of the one-sidedly clipped log-ratios over the active tokens), (B, 1);
     those, (B, T)."""
     clamped = clip(log_ratio, -o.epsilon, o.epsilon_high)
-    clipped = torch.where(
-        adv > 0, torch.minimum(log_ratio, clamped), torch.maximum(log_ratio, clamped)
-    )
+    low, high = torch.minimum(log_ratio, clamped), torch.maximum(log_ratio, clamped)
+    clipped = torch.where(adv > 0, low, high)
     clipped = pick(clipped.clamp(max=LOG_RATIO_LIMIT[log_ratio.dtype]), active)
     mean = clipped.sum(1, keepdim=True) / active.sum(1, keepdim=True).clamp(min=1)
     valid = counted.any(1, keepdim=True) & (adv != 0)
@@ -210,9 +200,7 @@ def divergence(beta: float, log_p: Tensor, log_q: Tensor) -> Tensor:
         return relative_entropy(log_q, log_p)
     shares = torch.tensor([1 - beta, beta], dtype=log_p.dtype).log()
     nowhere = log_p.isinf() & log_q.isinf()  # where the derivative of logaddexp is NaN
-    terms = [
-        x.masked_fill(nowhere, 0.0) + share for x, share in zip((log_p, log_q), shares, strict=True)
-    ]
+    terms = (x.masked_fill(nowhere, 0.0) + y for x, y in zip((log_p, log_q), shares, strict=True))
     mixture = torch.logaddexp(*terms).masked_fill(nowhere, -float("inf"))
     return (1 - beta) * relative_entropy(log_p, mixture) + beta * relative_entropy(log_q, mixture)
 
@@ -235,7 +223,7 @@ def relative_entropy(log_x: Tensor, log_y: Tensor) -> Tensor:
 
 
 def listed_divergence(
-    o: SimpleNamespace, log_p: Tensor, ids: Tensor, log_q: Tensor, least_rest: float
+    o: Options, log_p: Tensor, ids: Tensor, log_q: Tensor, least_rest: float
 ) -> Tensor:
     """(n,) from a teacher that gives log_q of K ids a row (n, K); what is -1 or of no mass is not
     listed."""
@@ -249,11 +237,7 @@ def listed_divergence(
     if o.divergence == "reverse_kl":
         value = total(log_p.exp() * (log_p - log_q)) + p_rest * (p_rest / q_rest).log()
     else:
-        value = total(log_q.exp() * (log_q - log_p)) + (
-            q_rest * (q_rest / p_rest).log() if o.tail else 0.0
-        )
-    return (
-        value
-        if o.loss_max_clamp is None
-        else value.clamp(min=-o.loss_max_clamp, max=o.loss_max_clamp)
-    )
+        value = total(log_q.exp() * (log_q - log_p))
+        value = value + (q_rest * (q_rest / p_rest).log() if o.tail else 0.0)
+    most = o.loss_max_clamp
+    return value if most is None else value.clamp(min=-most, max=most)

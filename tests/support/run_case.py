@@ -19,7 +19,7 @@ from grpo_kernels import (
     linear_divergence,
     linear_logprob,
     topk_divergence,
-)
+)  # fmt: skip
 from tests.support.case_builder import PER_TOKEN, Case, seeded
 from tests.support.flat import flat
 from tests.support.reference import reference_scores
@@ -58,11 +58,9 @@ def leaves_of(case: Case, rows: slice = WHOLE) -> dict[str, Tensor | None]:
 def lora_of(case: Case, leaves: dict[str, Tensor | None]) -> LoRA | None:
     """The adapter that these leaves are of."""
     a, b = leaves["lora_a"], leaves["lora_b"]
-    return (
-        None
-        if a is None or b is None
-        else LoRA(a, b, settings(case).lora_scaling, leaves["lora_input"])
-    )
+    if a is None or b is None:
+        return None
+    return LoRA(a, b, settings(case).lora_scaling, leaves["lora_input"])
 
 
 def arguments(case: Case, rows: slice = WHOLE) -> dict[str, Any]:
@@ -74,13 +72,8 @@ def arguments(case: Case, rows: slice = WHOLE) -> dict[str, Any]:
 def loss_arguments(
     case: Case, leaves: dict[str, Tensor | None], rows: slice = WHOLE
 ) -> dict[str, Any]:
-    names = (
-        "completion_ids",
-        "completion_mask",
-        "advantages",
-        *PER_TOKEN,
-        "importance_sampling_ratio",
-    )
+    names = ("completion_ids", "completion_mask", "advantages", *PER_TOKEN)
+    names = (*names, "importance_sampling_ratio")
     if case.sampling_topk_ids is not None:
         names = (*names, "sampling_topk_ids", "sampling_topk_logps")
     given = {name: leaves[name] for name in ("hidden", "weight", "bias")}
@@ -92,11 +85,9 @@ def loss_arguments(
 
 def kept_of(case: Case) -> dict[str, Any]:
     """The sets, and what to do without one."""
-    return (
-        {}
-        if case.kept_ids is None
-        else {"kept_ids": case.kept_ids, "without_set": settings(case).without_set}
-    )
+    if case.kept_ids is None:
+        return {}
+    return {"kept_ids": case.kept_ids, "without_set": settings(case).without_set}
 
 
 def reference_of(case: Case, rows: slice = WHOLE) -> tuple[Tensor, Head] | None:
@@ -157,11 +148,8 @@ def upstream_of(case: Case) -> dict[str, Tensor]:
         "none": nothing,
     }[o.arrives]
     more = o.more or not case.diverges
-    up = {
-        "divergences": c,
-        "entropies": any_of() if more else nothing,
-        "logps": any_of() if more else nothing,
-    }
+    up = {"divergences": c}
+    up |= {name: any_of() if more else nothing for name in ("entropies", "logps")}
     return {name: torch.where(case.completion_mask != 0, x, torch.nan) for name, x in up.items()}
 
 
@@ -183,9 +171,8 @@ def scores(
     if case.listed_ids is not None:
         names = ("divergence", "tail", "log_prob_min_clamp", "loss_max_clamp")
         options |= {name: getattr(o, name) for name in names}
-        return topk_divergence(
-            leaves["hidden"], head, case.listed_ids, case.listed_logps, **options
-        )
+        listed = case.listed_ids, case.listed_logps
+        return topk_divergence(leaves["hidden"], head, *listed, **options)
     if case.teacher_hidden is not None:
         kind = KINDS.get(o.beta_of_divergence, {"divergence": "jsd", "beta": o.beta_of_divergence})
         given = {"ids": case.completion_ids, "entropy": True, **kind}
@@ -216,9 +203,7 @@ def engines_of(case: Case) -> tuple[str, ...]:
     """Engines that give the case's scores, of which kept sets have no choice."""
     if case.kept_ids is not None:
         return ("auto",)
-    return (
-        ("auto", "one_pass", "two_pass", "lean") if case.diverges else ("auto", "two_pass", "lean")
-    )
+    return ("auto", *(("one_pass",) if case.diverges else ()), "two_pass", "lean")
 
 
 def check_scores(case: Case, engines: tuple[str, ...] = ()) -> None:
@@ -243,16 +228,13 @@ def allowed_engines(case: Case) -> set[str]:
     coupled = o.top_entropy_quantile < 1.0
     if o.off_policy_mask_threshold is not None:
         coupled |= not on_policy or case.sampling_per_token_logps is not None
-    coupled |= (
-        (corrected and by_sequence) if on_policy else by_sequence or TERMS[o.loss_type].per_sequence
-    )
+    if on_policy:
+        coupled |= corrected and by_sequence
+    else:
+        coupled |= by_sequence or TERMS[o.loss_type].per_sequence
     allowed = {"two_pass", "lean"} if coupled else {"two_pass", "lean", "one_pass"}
-    if (
-        case.lora_a is None
-        and not trains & {"weight", "bias"}
-        and (o.entropy_coef == 0.0 or not trains)
-        and not full
-    ):
+    frozen = case.lora_a is None and not trains & {"weight", "bias"} and not full
+    if frozen and (o.entropy_coef == 0.0 or not trains):
         allowed.add("frozen")
     return allowed if trains else allowed | {"score"}
 
@@ -264,12 +246,8 @@ def packed(case: Case, given: dict) -> tuple[dict, Tensor]:
     steps = torch.arange(counted.shape[1]) + 1
     lengths = (counted * steps).amax(1)
     stays = steps <= lengths[:, None]
-    out = dict(
-        given,
-        cu_seqlens=torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).to(
-            torch.int32
-        ),
-    )
+    bounds = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    out = dict(given, cu_seqlens=bounds.to(torch.int32))
     for name, x in given.items():
         if isinstance(x, Tensor) and x.shape[:2] == counted.shape and name != "weight":
             out[name] = x[stays]

@@ -83,11 +83,7 @@ def slopes(
 
 
 def moved(
-    case: Case,
-    want: ReferenceResult,
-    e: Tensor,
-    e_entropy: Tensor,
-    e_divergence: Tensor | float = 0.0,
+    case: Case, want: ReferenceResult, e: Tensor, e_entropy: Tensor, e_divergence: Tensor | float
 ) -> list[tuple[Evaluation, Tensor, Tensor]]:
     """The reference at logps, entropies and divergences that are off by their bounds, in four
     patterns of signs."""
@@ -109,18 +105,14 @@ def slope_sizes(case: Case, at: Evaluation, a: Tensor) -> Tensor:
     """(B, T): sum of the absolute values of the terms that d loss / d logp is summed from."""
     o, counted = settings(case), case.completion_mask != 0
     size = a.abs() + at.kl_slope_size
-    if (
-        not at.log_ratios.requires_grad
-        or o.importance_sampling_level != "sequence"
-        or not at.policy.requires_grad
-    ):
+    of_ratios = at.log_ratios.requires_grad and at.policy.requires_grad
+    if not of_ratios or o.importance_sampling_level != "sequence":
         return size
     (g,) = torch.autograd.grad(at.policy, at.log_ratios, allow_unused=True, retain_graph=True)
     if g is None:
         return size
-    return size + pick(
-        g.abs().sum(1, keepdim=True) / counted.sum(1, keepdim=True).clamp(min=1), counted
-    )
+    mean = g.abs().sum(1, keepdim=True) / counted.sum(1, keepdim=True).clamp(min=1)
+    return size + pick(mean, counted)
 
 
 def is_ambiguous(
@@ -139,11 +131,8 @@ def is_ambiguous(
     below, above = pool[math.floor(position)], pool[math.ceil(position)]
     threshold = below + (above - below) * (position - math.floor(position))
     error = 2 * e_entropy.max()
-    return bool(
-        abs(position - round(position)) < 1e-3
-        or threshold - below < error
-        or above - threshold < error
-    )
+    near = threshold - below < error or above - threshold < error
+    return bool(abs(position - round(position)) < 1e-3 or near)
 
 
 def metric_bounds(case: Case, want: ReferenceResult, others: list[Evaluation]) -> dict[str, float]:
@@ -180,10 +169,8 @@ def bounds_of(want: ReferenceResult, case: Case) -> Bounds:
     e_divergence = 0.0 if diverging is None else on_grid(diverging.value, h.counted)
     others = moved(case, want, e_grid, entropy_grid, e_divergence)
     at = [x for x, _, _ in others]
-    d_a, d_b = (
-        spread(want.d_logps, [a for _, a, _ in others]),
-        spread(want.d_entropies, [b for _, _, b in others]),
-    )
+    d_a = spread(want.d_logps, [a for _, a, _ in others])
+    d_b = spread(want.d_entropies, [b for _, _, b in others])
     lost = want.evaluation.overflow & h.counted
     d_a = torch.where(lost, math.inf, d_a)
     sizes = slope_sizes(case, want.evaluation, want.d_logps)
@@ -208,9 +195,8 @@ def compare(name: str, got: Tensor, want: Tensor, bound: Tensor | float, case: C
     # where exactly 0 is asked for, exactly 0
     bound = torch.where(bound > 0, bound + compute_unit(case).floor, bound)
     error = (got - want).abs()
-    excess = torch.where(
-        error <= bound, 0.0, torch.nan_to_num(error / bound, nan=math.inf, posinf=math.inf)
-    )
+    ratio = torch.nan_to_num(error / bound, nan=math.inf, posinf=math.inf)
+    excess = torch.where(error <= bound, 0.0, ratio)
     excess = torch.where((got == want) | bound.isposinf(), 0.0, excess)
     excess = torch.where(want.isnan(), torch.where(got.isnan(), 0.0, math.inf), excess)
     if excess.numel() == 0 or not bool((excess > 0).any()):
@@ -252,13 +238,8 @@ def assert_matches(
     else:
         compare("loss", output.loss, reference.loss, limits.loss, case)
     for name in reference.metrics.keys() & output.metrics.keys():
-        compare(
-            f"metrics[{name}]",
-            output.metrics[name],
-            reference.metrics[name],
-            limits.metrics[name],
-            case,
-        )
+        both = output.metrics[name], reference.metrics[name]
+        compare(f"metrics[{name}]", *both, limits.metrics[name], case)
     if grads is not None:
         compare_grads(grads, reference, case, vars(limits), scale)
 
@@ -286,12 +267,9 @@ def compare_grads(
 
 
 def assert_scores(
-    case: Case,
-    want: ScoresResult,
-    results: dict[str, Tensor],
-    grads: dict[str, Tensor | None],
+    case: Case, want: ScoresResult, results: dict[str, Tensor], grads: dict[str, Tensor | None],
     engine: str = "auto",
-) -> None:
+) -> None:  # fmt: skip
     """Scores by name and gradients of an engine against the reference; a masked position has
     exactly 0."""
     e, e_entropy = score_bounds(case, want)
@@ -317,11 +295,8 @@ def raw_bounds(
     its size."""
     zeros, o = torch.zeros_like(want.d_logps), settings(case)
     d_raw, bound = logit_bounds(case, want, *errors, zeros, zeros, want.d_logps.abs(), diverging)
-    if (
-        diverging is None
-        or engine not in ("auto", "one_pass")
-        or (o.arrives == "same" and not o.more)
-    ):
+    as_expected = o.arrives == "same" and not o.more
+    if diverging is None or engine not in ("auto", "one_pass") or as_expected:
         return d_raw, bound
     # What is stored is the divergences' alone, so that it cancels nothing of the others.
     largest = want.d_divergences.abs().max() if want.d_divergences.numel() else 0.0
