@@ -203,9 +203,8 @@ def policy_loss(inputs: Inputs, logps: Tensor, entropies: Tensor | None = None) 
         if entropies is None:
             raise Absence("gives no entropy")
         entropies = entropies.detach().to(logps.dtype)
-        loss = loss * (
-            entropies >= torch.quantile(entropies[inputs.mask.bool()], 1 - case.top_entropy)
-        )
+        threshold = torch.quantile(entropies[inputs.mask.bool()], 1 - case.top_entropy)
+        loss = loss * (entropies >= threshold)
     if inputs.ref is not None:
         d = inputs.ref.to(logps.dtype) - logps
         loss = loss + case.beta * (torch.exp(d) - d - 1)
@@ -225,12 +224,8 @@ def _weight(h: int, v: int, spread: float, dtype: torch.dtype, device: torch.dev
     columns moved on.
     """
     g = torch.Generator(device).manual_seed(SEED + 1)
-    block = (
-        torch.randn(min(v, 8192), h, generator=g, device=device)
-        .mul_(spread / h**0.5)
-        .to(torch.bfloat16)
-        .to(dtype)
-    )
+    block = torch.randn(min(v, 8192), h, generator=g, device=device).mul_(spread / h**0.5)
+    block = block.to(torch.bfloat16).to(dtype)
     weight = torch.empty(v, h, dtype=dtype, device=device)
     for i, part in enumerate(weight.split(len(block))):
         at = i * 37 % h

@@ -57,12 +57,8 @@ def over(case: Case, name: str, other: str) -> float | None:
 
 def unit(cases: dict[str, Case]) -> tuple[str, float]:
     """Unit in which these cases' times read best, and its milliseconds: the typical one decides."""
-    ms = sorted(
-        x
-        for case in cases.values()
-        for name in providers(case)
-        if (x := median(case, name)) is not None
-    )
+    every = (median(case, name) for case in cases.values() for name in providers(case))
+    ms = sorted(x for x in every if x is not None)
     return ("seconds", 1e3) if ms and ms[len(ms) // 2] >= 1e3 else ("ms", 1.0)
 
 

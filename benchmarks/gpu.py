@@ -83,43 +83,20 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     )
     cases = gpu_cases()
     providers = list(dict.fromkeys(name for case in cases for name in case.providers))
-    parser.add_argument(
-        "--only", choices=STEPS, action="append", help="this step; may be given more than once"
-    )
-    parser.add_argument(
-        "--budget-seconds", type=float, default=560.0, help="for everything (default 560)"
-    )
-    parser.add_argument(
-        "--out", type=Path, help="result file (default benchmarks/results/<device>-<date>.json)"
-    )
-    parser.add_argument(
-        "--cases",
-        nargs="+",
-        choices=[x.name for x in cases],
-        metavar="CASE",
-        help="only these cases",
-    )
-    parser.add_argument(
-        "--providers", nargs="+", choices=providers, metavar="PEER", help="these, ours and products"
-    )
-    parser.add_argument(
-        "--profile", action="store_true", help="also profile a step of ours by kernel"
-    )
-    parser.add_argument(
-        "--no-micro",
-        action="store_true",
-        help="leave out the row kernels and the device's ceilings",
-    )
-    parser.add_argument(
-        "--flush-l2", action="store_true", help="overwrite the L2 cache before each measured step"
-    )
-    parser.add_argument("--commit", help="what was measured, where the checkout does not tell")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="all of it on a CPU, at toy sizes, once"
-    )
-    parser.add_argument(
-        "--report", type=Path, metavar="JSON", help="measure nothing: sum up these results"
-    )
+    add = parser.add_argument
+    add("--only", choices=STEPS, action="append", help="this step; may be given more than once")
+    add("--budget-seconds", type=float, default=560.0, help="for everything (default 560)")
+    add("--out", type=Path, help="result file (default benchmarks/results/<device>-<date>.json)")
+    names = [x.name for x in cases]
+    add("--cases", nargs="+", choices=names, metavar="CASE", help="only these cases")
+    peers = {"nargs": "+", "choices": providers, "metavar": "PEER"}
+    add("--providers", **peers, help="these, ours and products")
+    add("--profile", action="store_true", help="also profile a step of ours by kernel")
+    add("--no-micro", action="store_true", help="no row kernels, no ceilings of the device")
+    add("--flush-l2", action="store_true", help="overwrite the L2 cache before each step")
+    add("--commit", help="what was measured, where the checkout does not tell")
+    add("--dry-run", action="store_true", help="all of it on a CPU, at toy sizes, once")
+    add("--report", type=Path, metavar="JSON", help="measure nothing: sum up these results")
     options = parser.parse_args(given)
     if options.report is not None and not options.report.is_file():
         parser.error(f"--report: expected a file of results, got {options.report}")
@@ -131,23 +108,17 @@ def main(given: Sequence[str] | None = None) -> int:
     options = arguments(given)
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     if options.report:
-        return (
-            0 if conclude(Results(options.report, **json.loads(options.report.read_text()))) else 1
-        )
+        results = Results(options.report, **json.loads(options.report.read_text()))
+        return 0 if conclude(results) else 1
     if not (options.dry_run or torch.cuda.is_available()):
-        print(
-            "error: no CUDA or ROCm device; --dry-run runs everything on a CPU at toy sizes",
-            file=sys.stderr,
-        )
+        instead = "--dry-run runs everything on a CPU at toy sizes"
+        print(f"error: no CUDA or ROCm device; {instead}", file=sys.stderr)
         return 2
     # Triton reads it when it is imported
     if options.dry_run and os.environ.get("TRITON_INTERPRET") != "1":
         toy = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        os.execve(
-            sys.executable,
-            [sys.executable, "-m", "benchmarks.gpu", *sys.argv[1:]],
-            {**os.environ, **toy},
-        )
+        again = [sys.executable, "-m", "benchmarks.gpu", *sys.argv[1:]]
+        os.execve(sys.executable, again, {**os.environ, **toy})
     about = machine.about(on_gpu=not options.dry_run, commit=options.commit)
     name = re.sub(r"[^a-z0-9]+", "-", about["device"].lower()).strip("-")
     out = options.out or ROOT / "benchmarks" / "results" / f"{name}-{about['date'][:10]}.json"
@@ -230,12 +201,8 @@ def run_smoke(results: Results, options: argparse.Namespace, until: float) -> No
 def run_gpu_tests(results: Results, options: argparse.Namespace, until: float) -> None:
     """The tests marked `gpu`, and by themselves those that want much memory."""
     others = [f"--ignore={name}" for name in ALONE]
-    run_tests(
-        results,
-        "together",
-        ["tests/gpu", "-m", "gpu", *others],
-        time.time() + 0.75 * (until - time.time()),
-    )
+    most = time.time() + 0.75 * (until - time.time())
+    run_tests(results, "together", ["tests/gpu", "-m", "gpu", *others], most)
     run_tests(results, "alone", [*ALONE, "-m", "gpu", "-p", "no:xdist"], until)
 
 
@@ -248,44 +215,30 @@ def run_tests(results: Results, name: str, what: Sequence[str], until: float) ->
     xml = logs(results) / f"{name}.xml"
     command = [*PYTEST, "--color=no", "--tb=short", *what, f"--junitxml={xml}", "--durations=10"]
     if importlib.util.find_spec("xdist") is not None and "no:xdist" not in what:
-        command += [
-            "-n",
-            str(min(MOST_WORKERS, max(1, (os.cpu_count() or 1) * 3 // 4))),
-            "--dist",
-            "worksteal",
-        ]
+        workers = min(MOST_WORKERS, max(1, (os.cpu_count() or 1) * 3 // 4))
+        command += ["-n", str(workers), "--dist", "worksteal"]
     if importlib.util.find_spec("pytest_timeout") is not None:
         command.append(f"--timeout={ONE_TEST_SECONDS}")
     results.merge("tests", name, status="running")
     started = time.time()
     code, output = run(command, until, xml.with_suffix(".log"))
-    results.merge(
-        "tests", name, seconds=round(time.time() - started, 1), **tests_summary(code, output, xml)
-    )
-    print(
-        f"{name}: {results.at('tests', name)['status']} {results.at('tests', name)['counts']}",
-        flush=True,
-    )
+    summary = tests_summary(code, output, xml)
+    results.merge("tests", name, seconds=round(time.time() - started, 1), **summary)
+    print(f"{name}: {summary['status']} {summary['counts']}", flush=True)
 
 
 def tests_summary(code: int | None, output: str, xml: Path) -> dict[str, Any]:
     """Counts and failures, from pytest's XML, or else from its output."""
-    status = (
-        "out of time"
-        if code is None
-        else {0: "passed", 1: "failed", 5: "nothing selected"}.get(code, "error")
-    )
+    statuses = {None: "out of time", 0: "passed", 1: "failed", 5: "nothing selected"}
+    status = statuses.get(code, "error")
     found: dict[str, Any] = {"status": status, "exit_status": code}
     try:
         found |= _from_xml(ElementTree.parse(xml).getroot())
     except (OSError, ElementTree.ParseError):  # each line of -v has the progress in percent
-        words = re.findall(
-            r"^(?=.*\[ *\d+%\]).*?\b(PASSED|FAILED|ERROR|SKIPPED)\b", output, re.MULTILINE
-        )
-        found["counts"] = Counter(x.lower() for x in words)
-    return (
-        found if status in ("passed", "nothing selected") else {**found, "output": output[-4000:]}
-    )
+        line = r"^(?=.*\[ *\d+%\]).*?\b(PASSED|FAILED|ERROR|SKIPPED)\b"
+        found["counts"] = Counter(x.lower() for x in re.findall(line, output, re.MULTILINE))
+    well = status in ("passed", "nothing selected")
+    return found if well else {**found, "output": output[-4000:]}
 
 
 def _from_xml(root: ElementTree.Element) -> dict[str, Any]:
@@ -299,12 +252,8 @@ def _from_xml(root: ElementTree.Element) -> dict[str, Any]:
         if outcome is not None and outcome.tag == "skipped":
             skips[outcome.get("message") or ""] += 1
         elif outcome is not None:
-            failures.append(
-                {
-                    "test": name,
-                    "text": f"{outcome.get('message') or ''}\n{outcome.text or ''}"[:1500],
-                }
-            )
+            text = f"{outcome.get('message') or ''}\n{outcome.text or ''}"
+            failures.append({"test": name, "text": text[:1500]})
         if recorded := {x.get("name"): x.get("value") for x in test.iter("property")}:
             said[name] = recorded
     return {"counts": counts, "failures": failures[:40], "skipped_for": skips, "said": said}
@@ -312,10 +261,7 @@ def _from_xml(root: ElementTree.Element) -> dict[str, Any]:
 
 def run_sanitizers(results: Results, options: argparse.Namespace, until: float) -> None:
     """Watch the small cases of the smoke test with each tool; ``sanitizer`` gets the findings."""
-    places = [
-        shutil.which("compute-sanitizer"),
-        *(f"{place}/compute-sanitizer" for place in PLACES),
-    ]
+    places = (shutil.which("compute-sanitizer"), *(f"{x}/compute-sanitizer" for x in PLACES))
     tool = next((x for x in places if x and Path(x).exists()), None)
     for i, (check, which) in enumerate(TOOLS.items()):
         if options.dry_run or tool is None:
@@ -324,20 +270,13 @@ def run_sanitizers(results: Results, options: argparse.Namespace, until: float) 
             continue
         results.merge("sanitizer", check, status="running")
         xml = logs(results) / f"{check}.xml"
-        command = [
-            tool,
-            f"--tool={check}",
-            f"--error-exitcode={FOUND}",
-            "--print-limit=50",
-            "--launch-timeout=120",
-        ]
-        command += ["--target-processes=application-only", *PYTEST, SMOKE, "-m", "gpu", "-k", which]
-        command.append(f"--junitxml={xml}")
+        command = [tool, f"--tool={check}", f"--error-exitcode={FOUND}", "--print-limit=50"]
+        command += ["--launch-timeout=120", "--target-processes=application-only", *PYTEST, SMOKE]
+        command += ["-m", "gpu", "-k", which, f"--junitxml={xml}"]
         # without a pool, an access past the end of a tensor is one past the end of an allocation
         share = time.time() + (until - time.time()) / (len(TOOLS) - i)
-        code, output = run(
-            command, share, xml.with_suffix(".log"), PYTORCH_NO_CUDA_MEMORY_CACHING="1"
-        )
+        no_pool = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+        code, output = run(command, share, xml.with_suffix(".log"), **no_pool)
         tests = tests_summary(code, output, xml)["counts"]
         results.merge("sanitizer", check, counts=tests, **sanitizer_summary(code, output, tests))
 
@@ -398,18 +337,13 @@ def plan(
     """
     goals, others = [], []
     for case in (x for x in gpu_cases() if not cases or x.name in cases):
-        of_passes = [
-            [x for x in names if not providers or x in {*providers, *ANCHORS}]
-            for names in passes(case)
-        ]
+        wanted = {*(providers or case.providers), *ANCHORS}
+        of_passes = [tuple(x for x in names if x in wanted) for names in passes(case)]
         kept = [names for i, names in enumerate(of_passes) if i == 0 or set(names) - set(ANCHORS)]
-        (goals if case.name in GOAL_CASES else others).append(
-            [Item("case", case.name, tuple(x)) for x in kept]
-        )
+        of_case = [Item("case", case.name, x) for x in kept]
+        (goals if case.name in GOAL_CASES else others).append(of_case)
     found = [of_case[0] for of_case in goals]
-    found += [
-        Item("profile", item.case) for item in list(found) if profiles and item.case in PROFILED
-    ]
+    found += [Item("profile", x.case) for x in list(found) if profiles and x.case in PROFILED]
     found += [Item(kind) for kind in PARTS if parts]
     for place in range(1, max(map(len, goals), default=0)):
         found += [item for of_case in goals for item in of_case[place : place + 1]]
@@ -419,15 +353,13 @@ def plan(
 def run_layouts(results: Results, options: argparse.Namespace, until: float) -> None:
     """Measure the layouts of a training step; transformers may be missing."""
     if importlib.util.find_spec("transformers") is None:
-        results.merge(
-            "layouts", "any attention", status="absent", reason="transformers is not installed"
-        )
+        missing = {"status": "absent", "reason": "transformers is not installed"}
+        results.merge("layouts", "any attention", **missing)
         return
     from benchmarks.gpu_step import measure_layouts
 
-    measure_layouts(
-        torch.device("cpu" if options.dry_run else "cuda"), results, until, toy=options.dry_run
-    )
+    device = torch.device("cpu" if options.dry_run else "cuda")
+    measure_layouts(device, results, until, toy=options.dry_run)
 
 
 def run_bench(results: Results, options: argparse.Namespace, until: float) -> None:
@@ -436,21 +368,14 @@ def run_bench(results: Results, options: argparse.Namespace, until: float) -> No
     device = torch.device("cpu" if toy else "cuda")
     if toy:
         torch.set_num_threads(1)
-    backend = "triton" if toy else "auto"
     how = How(
-        device,
-        backend,
-        one_by_one=True,
-        flush=options.flush_l2,
-        once=toy,
-        seconds=PEER_SECONDS,
-        until=until,
-    )
+        device, "triton" if toy else "auto", one_by_one=True, flush=options.flush_l2, once=toy,
+        seconds=PEER_SECONDS, until=until,
+    )  # fmt: skip
     cases = {case.name: case.toy() if toy else case for case in gpu_cases()}
     results.merge("clocks", before=machine.clocks())
-    for item in plan(
-        options.cases, options.providers, profiles=options.profile, parts=not options.no_micro
-    ):
+    chosen = {"profiles": options.profile, "parts": not options.no_micro}
+    for item in plan(options.cases, options.providers, **chosen):
         if timing.is_past(until):
             results.merge("not_begun", **{" ".join((item.kind, item.case)).strip(): "no time left"})
         elif item.kind == "case":
@@ -508,19 +433,13 @@ def is_well(data: dict[str, Any]) -> bool:
     """Tests passed, no finding in our kernels, ours right everywhere, no missed goal."""
     tests = data.get("tests", {}).values()
     failed = any(x.get("status") != "passed" for x in tests)
-    nothing_ran = (
-        bool(tests)
-        and not data.get("dry_run")
-        and not any(x["counts"].get("passed") for x in tests)
-    )
+    passed = any(x.get("counts", {}).get("passed") for x in tests)
+    nothing_ran = bool(tests) and not data.get("dry_run") and not passed
     found = any(x.get("in_our_kernels") for x in data.get("sanitizer", {}).values())
     missed = any(goal["verdict"] == "fail" for goal in data.get("goals", []))
     wrong = any(x["status"] in ("wrong", "error") for _, x in _statuses(data.get("layouts", {})))
-    ours = {
-        x["ours"].get("status")
-        for c in data.get("cases", {}).values()
-        if "ours" in (x := figures.providers(c))
-    }
+    every = [figures.providers(case) for case in data.get("cases", {}).values()]
+    ours = {x["ours"].get("status") for x in every if "ours" in x}
     is_bad = failed or nothing_ran or found or missed or wrong or "failed_steps" in data
     return not is_bad and ours <= {"ok"}
 
@@ -530,10 +449,8 @@ def lines(data: dict[str, Any]) -> Iterator[str]:
     for name, x in data.get("profile", {}).items():
         ms = f"step {x.get('step_ms')} ms, kernels {x.get('kernels_ms')} ms"
         yield f"profile {name}: {ms} {x.get('reason', '')}"
-        yield from (
-            f"  {k['ms']:9.3f} ms {k['calls']:4d} x {k['name'][:80]}"
-            for k in x.get("kernels", [])[:8]
-        )
+        for kernel in x.get("kernels", [])[:8]:
+            yield "  {ms:9.3f} ms {calls:4d} x {name:.80}".format(**kernel)
     for name, x in data.get("micro", {}).items():
         yield f"{name}: {json.dumps({k: _rate(y) for k, y in x.items()})}"
     for name, x in _statuses(data.get("layouts", {})):
@@ -545,9 +462,8 @@ def lines(data: dict[str, Any]) -> Iterator[str]:
             yield f"{name}: {ms} ms, {mib} MiB, {x['computed']:.0%} of the tokens{errors}"
     for name, x in data.get("tests", {}).items():
         yield from (f"  {y['test']}: {y['text'][:160]!r}" for y in x.get("failures", []))
-        yield from (
-            f"  {test}: {said}" for test, said in x.get("said", {}).items() if name == "smoke"
-        )
+        said = x.get("said", {}).items() if name == "smoke" else ()
+        yield from (f"  {test}: {text}" for test, text in said)
         yield f"tests, {name}: {x['status']} {x.get('counts', '')}"
     for name, x in data.get("sanitizer", {}).items():
         ours = f"in our kernels: {x.get('in_our_kernels')}"
@@ -560,34 +476,26 @@ def _rate(found: Any) -> Any:
     if not isinstance(found, dict):
         return found
     rates = [found[unit] for unit in ("gb_per_s", "tflops", "reason") if unit in found]
-    return (
-        rates[0]
-        if rates
-        else {k: _rate(x) for k, x in found.items() if isinstance(x, dict) and k != "ms"}
-    )
+    below = {k: _rate(x) for k, x in found.items() if isinstance(x, dict) and k != "ms"}
+    return rates[0] if rates else below
 
 
 def did_not_run(data: dict[str, Any]) -> list[str]:
     """What was asked for and did not run, each with the reason; of a dry run that it was one."""
     text = []
     if data.get("dry_run"):
-        text.append(
-            "NOTHING RAN ON A GPU: a dry run, at toy sizes on a CPU, whose times say nothing"
-        )
+        text.append("NOTHING RAN ON A GPU: a dry run, at toy sizes on a CPU; times say nothing")
     for name, x in data.get("tests", {}).items():
-        if x.get("skipped_for"):
-            text.append(
-                f"not run: {name}: "
-                + ", ".join(f"{why!r} ({n})" for why, n in x["skipped_for"].items())
-            )
+        if skipped := x.get("skipped_for"):
+            reasons = ", ".join(f"{why!r} ({n})" for why, n in skipped.items())
+            text.append(f"not run: {name}: {reasons}")
     for part in ("sanitizer", "layouts"):
         entries = _statuses(data.get(part, {}))
         text += [f"not run: {name}: {_why(x)}" for name, x in entries if x["status"] in NOT_RUN]
     if late := data.get("not_begun"):
         text.append(f"not run: no time for {', '.join(late)}")
-    providers = [
-        item for case in data.get("cases", {}).values() for item in figures.providers(case).items()
-    ]
+    cases = data.get("cases", {}).values()
+    providers = [item for case in cases for item in figures.providers(case).items()]
     ran = {name for name, x in providers if figures.ran(x) or x.get("status") == "wrong"}
     why = {name: _why(x) for name, x in providers if name not in ran}
     return text + [f"not run: {name} in any case: {reason}" for name, reason in why.items()]

@@ -40,9 +40,8 @@ def measure_ceilings(device: torch.device, results: Results, *, toy: bool = Fals
         "copy": lambda: target.copy_(source),
         "matmul": lambda: torch.mm(left, right),
     }
-    found = measure_runs(
-        runs, Clock(device, flush=True, queued=True), results, ("micro", "ceilings"), once=toy
-    )
+    clock = Clock(device, flush=True, queued=True)
+    found = measure_runs(runs, clock, results, ("micro", "ceilings"), once=toy)
     for name, amount, unit in (
         ("copy", 2 * source.nbytes / 1e6, "gb_per_s"),
         ("matmul", 2 * n**3 / 1e9, "tflops"),
@@ -61,18 +60,13 @@ def measure_rows(device: torch.device, results: Results, *, toy: bool = False) -
         top = ("micro", "rows", name)
         with results.noting(*top, seconds=LIMIT):
             backend, _ = choose_backend(name, device)
-            runs, clock = (
-                _row_runs(backend, logits.clone(), ids),
-                Clock(device, flush=True, queued=True),
-            )
-            found = measure_runs(
-                {run: x for run, (_, x) in runs.items()}, clock, results, top, once=toy
-            )
-            for run, ms in found.items():
-                gigabytes = runs[run][0] * n * vocab / 1e9
-                results.merge(
-                    *top, run, bytes_per_logit=runs[run][0], gb_per_s=round(1e3 * gigabytes / ms, 1)
-                )
+            runs = _row_runs(backend, logits.clone(), ids)
+            clock = Clock(device, flush=True, queued=True)
+            steps = {run: x for run, (_, x) in runs.items()}
+            for run, ms in measure_runs(steps, clock, results, top, once=toy).items():
+                least = runs[run][0]
+                rate = round(least * n * vocab / 1e6 / ms, 1)
+                results.merge(*top, run, bytes_per_logit=least, gb_per_s=rate)
 
 
 def _row_runs(
@@ -126,14 +120,8 @@ def profile_step(
         rows = [row for x in averages if (row := _row(x, clock.on_gpu))["ms"] > 0]
         rows.sort(key=lambda x: -x["ms"])
         total = sum(x["ms"] for x in rows)
-        results.merge(
-            *path,
-            status="ok",
-            step_ms=round(ms, 3),
-            kernels_ms=round(total, 3),
-            distinct=len(rows),
-            kernels=rows[:TOP],
-        )
+        of_step = {"step_ms": round(ms, 3), "kernels_ms": round(total, 3), "distinct": len(rows)}
+        results.merge(*path, status="ok", **of_step, kernels=rows[:TOP])
         inputs.clear_gradients()
 
 

@@ -31,7 +31,7 @@ from benchmarks.groups import (
     gradient,
     group,
     step,
-)
+)  # fmt: skip
 from benchmarks.memory import MIB, Peak
 from benchmarks.run import Results, measure_runs
 from benchmarks.timing import Clock
@@ -76,10 +76,9 @@ def measure_layouts(
                     results.merge(*at, status="skipped", reason="no time left")
                     continue
                 with results.noting(*at):
-                    inputs = truth.inputs if shape == shapes[0] else group(model, shape)
-                    right = _checked(
-                        model, inputs, results, at, truth if shape == shapes[0] else None
-                    )
+                    first = truth if shape == shapes[0] else None
+                    inputs = group(model, shape) if first is None else first.inputs
+                    right = _checked(model, inputs, results, at, first)
                     with results.noting(*at, seconds=LIMIT):
                         measure_runs(right, Clock(device), results, at, once=toy)
                 model.zero_grad()
@@ -95,20 +94,15 @@ class Truth(NamedTuple):
     def errors(self, loss: float, found: Tensor) -> dict[str, float]:
         """Errors of a loss, absolute, and of a gradient and its norm, relative."""
         norm = self.gradient.norm()
-        errors = {
-            "loss": abs(loss - self.loss),
-            "gradient": ((found - self.gradient).norm() / norm).item(),
-        }
-        return {**errors, "grad_norm": ((found.norm() - norm).abs() / norm).item()}
+        apart = ((found - self.gradient).norm() / norm).item()
+        of_norm = ((found.norm() - norm).abs() / norm).item()
+        return {"loss": abs(loss - self.loss), "gradient": apart, "grad_norm": of_norm}
 
 
 def _checked(
-    model: Any,
-    inputs: dict[str, Tensor],
-    results: Results,
-    path: tuple[str, ...],
+    model: Any, inputs: dict[str, Tensor], results: Results, path: tuple[str, ...],
     truth: Truth | None,
-) -> dict[str, Callable[[], Any]]:
+) -> dict[str, Callable[[], Any]]:  # fmt: skip
     """Write status, peak memory and errors of each layout; the steps of those that are right."""
     found: dict[str, Callable[[], Any]] = {}
     allowed = math.inf
@@ -119,13 +113,9 @@ def _checked(
             model.zero_grad()
             peak = Peak(model.device)
             out = run()
-            extra = peak.extra_bytes(
-                sum(x.grad.nbytes for x in model.parameters() if x.grad is not None)
-            )
-            about: dict[str, Any] = {
-                "status": "ok",
-                "computed": out.metrics["tokens/computed"].item(),
-            }
+            grads = (x.grad.nbytes for x in model.parameters() if x.grad is not None)
+            extra, computed = peak.extra_bytes(sum(grads)), out.metrics["tokens/computed"].item()
+            about: dict[str, Any] = {"status": "ok", "computed": computed}
             about |= {} if extra is None else {"peak_mib": round(max(0, extra) / MIB, 1)}
             if truth is not None:
                 about["errors"] = errors = truth.errors(out.loss.item(), gradient(model))

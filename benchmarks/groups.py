@@ -50,9 +50,7 @@ class Size:
     kv_heads: int = 2
     head_dim: int = 64
     vocab: int = 512
-    linear_dim: int = (
-        0  # of the heads of a hybrid's linear layers, as many as `heads`; 0: no hybrid
-    )
+    linear_dim: int = 0  # of a hybrid's linear heads, as many as `heads`; 0: no hybrid
 
     def model(self, longest: int, **options: Any) -> PreTrainedModel:
         """The model with random weights, the same each time, for sequences of at most `longest`
@@ -63,15 +61,11 @@ class Size:
         """
         torch.manual_seed(0)
         fields: dict[str, Any] = {
-            "hidden_size": self.hidden,
-            "intermediate_size": self.intermediate,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "head_dim": self.head_dim,
-            "vocab_size": self.vocab,
-            "max_position_embeddings": longest,
-        }
+            "hidden_size": self.hidden, "intermediate_size": self.intermediate,
+            "num_hidden_layers": self.layers, "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads, "head_dim": self.head_dim,
+            "vocab_size": self.vocab, "max_position_embeddings": longest,
+        }  # fmt: skip
         if self.linear_dim:
             for name in ("key", "value"):
                 fields[f"linear_num_{name}_heads"] = self.heads
@@ -115,38 +109,24 @@ class Shape(NamedTuple):
 
 SHAPES = (Shape(64, 256), Shape(256, 256), Shape(512, 512), Shape(1024, 256))
 TOY_SIZE, TOY_SHAPES = Size(32, 64, 2, 2, 1, 16, 500), (Shape(12, 20, 4), Shape(24, 12, 4))
-HYBRID, TOY_HYBRID = (
-    Size(hidden=512, intermediate=1536, linear_dim=128, head_dim=128),
-    Size(32, 64, 4, 2, 1, 16, 500, 16),
-)
+HYBRID = Size(hidden=512, intermediate=1536, linear_dim=128, head_dim=128)
+TOY_HYBRID = Size(32, 64, 4, 2, 1, 16, 500, 16)
 HYBRID_SHAPES = (*SHAPES, Shape(32, 32), Shape(256, 64), Shape(16, 256), Shape(256, 256, 2))
 
 
 def group(model: PreTrainedModel, shape: Shape) -> dict[str, Tensor]:
     """Arguments of `causal_lm_loss` for one group; old log-probabilities are near `model`'s."""
-    draw, device = torch.Generator().manual_seed(1), model.device
-    prompt = torch.randint(model.config.vocab_size, (1, shape.prompt), generator=draw).expand(
-        shape.group, -1
-    )
-    completions = torch.randint(
-        model.config.vocab_size, (shape.group, shape.completion), generator=draw
-    )
-    noise, advantages = (
-        torch.randn(completions.shape, generator=draw),
-        torch.randn(shape.group, generator=draw),
-    )
-    ids, mask = (
-        torch.cat([prompt, completions], dim=1).to(device),
-        torch.ones_like(completions).to(device),
-    )
-    found = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "completion_mask": mask}
+    draw, vocab = torch.Generator().manual_seed(1), model.config.vocab_size
+    prompt = torch.randint(vocab, (1, shape.prompt), generator=draw).expand(shape.group, -1)
+    completions = torch.randint(vocab, (shape.group, shape.completion), generator=draw)
+    noise = DRIFT * torch.randn(completions.shape, generator=draw).to(model.device)
+    advantages = torch.randn(shape.group, generator=draw).to(model.device)
+    ids = torch.cat([prompt, completions], dim=1).to(model.device)
+    found = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    found["completion_mask"] = torch.ones_like(ids[:, shape.prompt :])
     with torch.no_grad():
         logps = completion_logprobs(model, **found, entropy=False).logps
-    return {
-        **found,
-        "advantages": advantages.to(device),
-        "old_per_token_logps": logps + DRIFT * noise.to(device),
-    }
+    return {**found, "advantages": advantages, "old_per_token_logps": logps + noise}
 
 
 def step(model: PreTrainedModel, inputs: dict[str, Tensor], layout: Any) -> Any:
@@ -170,16 +150,11 @@ def measure_groups(results: Results, *, toy: bool = False) -> None:
     _measure(results, "hybrid_groups", size, shapes, rounds)
 
 
-def _measure(
-    results: Results, key: str, size: Size, shapes: tuple[Shape, ...], rounds: int
-) -> None:
+def _measure(results: Results, key: str, size: Size, shapes: Any, rounds: int) -> None:
     model = size.model(max(x.prompt + x.completion for x in shapes))
     kind = "hybrid like Qwen3.5" if size.linear_dim else "Qwen3-like model"
-    about = (
-        f"{kind} with V {size.vocab}, H {size.hidden}, {size.layers} layers, fp32; one "
-        "group, equal lengths, "
-        "all sequences with gradient"
-    )
+    about = f"{kind} with V {size.vocab}, H {size.hidden}, {size.layers} layers, fp32; "
+    about += "one group, equal lengths, all sequences with gradient"
     watch = Watch()
     results.merge("step", key, about=about, rounds=rounds)
     for shape in shapes:

@@ -113,10 +113,8 @@ class Watch:
             def compute(hidden: Tensor, weight: Tensor) -> Any:
                 return score(hidden, replace(head, weight=weight), ids, mask=mask, **others)
 
-            rows = int(mask.sum())
-            return self.call(
-                compute, lambda found: [found.logps, found.entropies], hidden, head.weight, rows
-            )
+            results = lambda found: [found.logps, found.entropies]  # noqa: E731
+            return self.call(compute, results, hidden, head.weight, int(mask.sum()))
 
         return wrapped
 
@@ -155,21 +153,16 @@ def watched(counts: Counts, compact: bool = False) -> Iterator[Callable[[Any], N
 
 
 def count(
-    trainer_class: type,
-    *,
-    compact: bool = False,
-    steps: int = 2,
-    kind: str = "qwen3",
+    trainer_class: type, *, compact: bool = False, steps: int = 2, kind: str = "qwen3",
     **options: Any,
-) -> Counts:
+) -> Counts:  # fmt: skip
     """Head operations of `steps` optimiser steps of the tiny run of `tiny_run.py`."""
     from benchmarks import tiny_run
 
     counts = Counts(steps=steps)
     with tempfile.TemporaryDirectory() as folder, watched(counts, compact) as prepare:
-        tiny_run.train(
-            trainer_class, tiny_run.config(folder, steps, **options), kind=kind, prepare=prepare
-        )
+        args = tiny_run.config(folder, steps, **options)
+        tiny_run.train(trainer_class, args, kind=kind, prepare=prepare)
     return counts
 
 

@@ -21,14 +21,9 @@ PACKAGES = (  # torch, what the providers are made of, and what measures
     "numpy",
 )  # fmt: skip
 CLOCKS = (
-    "clocks.sm",
-    "clocks.mem",
-    "clocks.max.sm",
-    "power.draw",
-    "power.limit",
-    "temperature.gpu",
+    "clocks.sm", "clocks.mem", "clocks.max.sm", "power.draw", "power.limit", "temperature.gpu",
     "utilization.gpu",
-)
+)  # fmt: skip
 
 
 def about(*, on_gpu: bool, commit: str | None = None) -> dict[str, Any]:
@@ -71,18 +66,16 @@ def _version(name: str) -> str:
 
 def _nvidia_smi(*fields: str) -> dict[str, str]:
     try:
-        line = _output(
-            "nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"
-        ).splitlines()[0]
+        query = f"--query-gpu={','.join(fields)}"
+        line = _output("nvidia-smi", query, "--format=csv,noheader").splitlines()[0]
     except (OSError, subprocess.SubprocessError, IndexError):
         return {}
     return dict(zip(fields, (x.strip() for x in line.split(",")), strict=False))
 
 
 def _output(*command: str) -> str:
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=20, check=True
-    ).stdout.strip()
+    kept = {"capture_output": True, "text": True, "timeout": 20, "check": True}
+    return subprocess.run(command, **kept).stdout.strip()
 
 
 class Watch:
@@ -102,9 +95,8 @@ class Watch:
     def _read() -> tuple[float, float, float] | None:
         """Seconds: on the wall, of all cores at work, of this process's."""
         try:
-            user, nice, system, _, _, irq, softirq, steal = map(
-                int, Path("/proc/stat").read_text().split()[1:9]
-            )
+            numbers = map(int, Path("/proc/stat").read_text().split()[1:9])
+            user, nice, system, _, _, irq, softirq, steal = numbers
         except (OSError, ValueError):
             return None
         busy = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")

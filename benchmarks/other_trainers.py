@@ -11,7 +11,6 @@ from __future__ import annotations
 import random
 import statistics
 import tempfile
-import time
 import warnings
 from typing import Any
 
@@ -65,32 +64,10 @@ class Given(step.Given):
         return super()._generate_single_turn(*args, **kwargs)[0]
 
 
-class Clocked:
-    """In front of a trainer: the CPU seconds of each step, without generation."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.seconds: list[float] = []
-        self._generating, self._began = 0.0, time.process_time()
-        super().__init__(*args, **kwargs)
-
-    def _generate(self, *args: Any, **kwargs: Any) -> Any:
-        began = time.process_time()
-        found = super()._generate(*args, **kwargs)  # type: ignore[misc]
-        self._generating += time.process_time() - began
-        return found
-
-    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        super().log(logs, *args, **kwargs)  # type: ignore[misc]
-        if "loss" in logs:
-            now = time.process_time()
-            self.seconds.append(now - self._began - self._generating)
-            self._generating, self._began = 0.0, time.process_time()
-
-
 def train(name: str, way: str) -> tuple[list[dict[str, float]], list[float]]:
     """What each step has logged, and its seconds."""
     trainer_class, config_class, data, options = trainers()[name]
-    front = (Clocked, Given) if name == "RLOO" else (Clocked,)
+    front = (step.Timed, Given) if name == "RLOO" else (step.Timed,)
     given = {"reward_funcs": tiny_run.reward} if name == "RLOO" else {}
     patch = WAYS[way]
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
@@ -113,8 +90,8 @@ def train(name: str, way: str) -> tuple[list[dict[str, float]], list[float]]:
         finally:
             if undo is not None:
                 undo.__exit__()
-    logs = [tiny_run.compared(x) for x in trainer.state.log_history if "loss" in x]
-    return logs, trainer.seconds[1:]
+    seconds = [step.without_generation(x["seconds"]) for x in trainer.steps]
+    return [x["logs"] for x in trainer.steps], seconds[1:]
 
 
 def main() -> None:

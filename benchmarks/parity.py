@@ -96,22 +96,15 @@ def loss_options(loss_type: str, level: str = "token", **others: Any) -> dict[st
 
 
 TWICE = {"num_iterations": 2, "beta": 0.04}
+ADAPTIVE = {"entropy_coef": 0.01, "use_adaptive_entropy": True, "entropy_target": 3.4}
+ADAPTIVE |= {"entropy_coef_delta": 0.005}
+BOTH_ENTROPIES = {"top_entropy_quantile": 0.5, "entropy_coef": 0.01}
 EXTRAS = [  # every other option that reaches the head or the gradient that comes back to it
     Case("entropy bonus 0.01", {"entropy_coef": 0.01}),
     Case("entropy bonus 0.01, grpo", {"entropy_coef": 0.01, "loss_type": "grpo", **TWICE}),
-    Case(
-        "adaptive entropy bonus",
-        {
-            "entropy_coef": 0.01,
-            "use_adaptive_entropy": True,
-            "entropy_target": 3.4,
-            "entropy_coef_delta": 0.005,
-        },
-    ),
+    Case("adaptive entropy bonus", ADAPTIVE),
     Case("top-entropy mask 0.5", {"top_entropy_quantile": 0.5, **TWICE}),
-    Case(
-        "top-entropy mask 0.5, entropy bonus", {"top_entropy_quantile": 0.5, "entropy_coef": 0.01}
-    ),
+    Case("top-entropy mask 0.5, entropy bonus", BOTH_ENTROPIES),
     Case("off-policy mask", {"off_policy_mask_threshold": 0.02, **TWICE}),
     Case("off-policy mask, sampling logps", {"off_policy_mask_threshold": 0.5}, mixin="sampling"),
     Case("delta 1.1", {"delta": 1.1, **TWICE}),
@@ -131,24 +124,15 @@ EXTRAS = [  # every other option that reaches the head or the gradient that come
     Case("bias (Phi)", TWICE, kind="bias"),
     Case("tied head (Qwen3)", TWICE, kind="tied"),
     Case("LoRA body, frozen head", {"learning_rate": 1e-2, **TWICE}, lora=True),
-    Case(
-        "LoRA body, frozen head, entropy bonus",
-        {"learning_rate": 1e-2, "entropy_coef": 0.01},
-        lora=True,
-    ),
+    Case("LoRA body, frozen head, entropy bonus",
+        {"learning_rate": 1e-2, "entropy_coef": 0.01}, lora=True),
     # A 16-bit body rounds at every layer: a different last bit of an fp32 gradient becomes 2^-9
     # there, and after some ten steps another token is sampled. (So it is with stock TRL when only
     # its head is replaced by log_softmax.) In 16 bits a tree rounds otherwise than padded rows, and
     # a clip decision that flips is more than a rounding
-    Case(
-        "bf16 body, fp32 head, padded, 6 steps",
-        {"cast_lm_head_to_fp32": True, **TWICE},
-        dtype="bfloat16",
-        tolerance=5e-2,
-        most_steps=6,
-        ours={"layout": "padded"},
-    ),
-]
+    Case("bf16 body, fp32 head, padded, 6 steps", {"cast_lm_head_to_fp32": True, **TWICE},
+        dtype="bfloat16", tolerance=5e-2, most_steps=6, ours={"layout": "padded"}),
+]  # fmt: skip
 
 
 def run(case: Case, steps: int) -> Result:
@@ -171,13 +155,10 @@ def run(case: Case, steps: int) -> Result:
     worst = differences(stock.steps, ours.steps)
     loss, norm = worst.pop("loss"), worst.pop("grad_norm")
     name = max(worst, key=lambda key: worst[key])
-    clipped = max(
-        max(s.get("clip_ratio/region_mean", 0.0), s.get("cispo_clip_ratio", 0.0))
-        for s in stock.steps
-    )
-    return Result(
-        case, loss, norm, worst[name], name, clipped, len(stock.steps), time.perf_counter() - began
-    )
+    names = ("clip_ratio/region_mean", "cispo_clip_ratio")
+    clipped = max(s.get(x, 0.0) for s in stock.steps for x in names)
+    took = time.perf_counter() - began
+    return Result(case, loss, norm, worst[name], name, clipped, len(stock.steps), took)
 
 
 def mixed(case: Case, base: type) -> type:
@@ -190,9 +171,8 @@ def mixed(case: Case, base: type) -> type:
         def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
             self.use_vllm = name == "ratio"
             try:
-                return super()._compute_loss(
-                    model, inputs | INJECTED[name](inputs["completion_ids"])
-                )
+                given = INJECTED[name](inputs["completion_ids"])
+                return super()._compute_loss(model, inputs | given)
             finally:
                 self.use_vllm = False
 
@@ -204,9 +184,8 @@ def lora() -> Any:
     """Adapters on the attention of the body; the head stays frozen."""
     from peft import LoraConfig
 
-    return LoraConfig(
-        r=4, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], task_type="CAUSAL_LM"
-    )
+    modules = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    return LoraConfig(r=4, target_modules=modules, task_type="CAUSAL_LM")
 
 
 def differences(stock: list[dict[str, float]], ours: list[dict[str, float]]) -> dict[str, float]:
@@ -216,9 +195,8 @@ def differences(stock: list[dict[str, float]], ours: list[dict[str, float]]) -> 
     worst: dict[str, float] = {}
     for left, right in zip(stock, ours, strict=True):
         for name in sorted(left.keys() | right.keys()):  # of equals the first is named
-            worst[name] = max(
-                worst.get(name, 0.0), difference(name, left.get(name), right.get(name))
-            )
+            apart = difference(name, left.get(name), right.get(name))
+            worst[name] = max(worst.get(name, 0.0), apart)
     return worst
 
 
@@ -249,55 +227,34 @@ def page(results: list[Result], flops: list[str], steps: int) -> str:
     from grpo_kernels.backends import choose_backend
 
     exact = [r for r in results if r.case.tolerance == TOLERANCE]
-    lines = [
-        "# Parity with TRL",
-        "",
-        "Generated by `make parity`; do not edit.",
-        "",
-        f"Conditions: TRL {trl.__version__}, transformers {transformers.__version__}, torch "
-        f"{torch.__version__}, CPU, "
-        f"backend {choose_backend('auto', torch.device('cpu'))[0].name}, one thread, fp32. A "
-        "Qwen3-shaped model "
-        f"(2 layers, hidden size 32, vocabulary {tiny_models.VOCAB}, random weights), {steps} "
-        "optimiser steps of "
-        "AdamW, 2 accumulated micro-batches of 8 completions of at most 12 tokens, groups of 4, "
-        "half of the groups "
-        "with equal rewards. `GRPOTrainer` and `FusedGRPOTrainer` start from the same seed.",
-        "",
-        "Each figure is the largest over all steps of |ours - stock| / max(|stock|, floor). The "
-        "floor is "
-        f"{METRIC_FLOOR:g}, and {LOSS_FLOOR:g} for losses, which are sums of terms of that size "
-        "that nearly cancel. "
-        "Every logged value is compared except clocks, the epoch and the learning rate.",
-        "",
-        f"{sum(r.equal for r in results)} of {len(results)} configurations agree; {len(exact)} of "
-        "them to "
-        f"{max(max(r.loss, r.grad_norm, r.metric) for r in exact):.1e} (tolerance {TOLERANCE:g}); "
-        "the others' "
-        "tolerance is in their row.",
-        "",
-        "## Head FLOPs per optimiser step",
-        "",
-        *flops,
-        "",
-        "## Every configuration",
-        "",
-        *table(results),
+    most = max(max(r.loss, r.grad_norm, r.metric) for r in exact)
+    backend = choose_backend("auto", torch.device("cpu"))[0].name
+    conditions = f"""Conditions: TRL {trl.__version__}, transformers {transformers.__version__},
+        torch {torch.__version__}, CPU, backend {backend}, one thread, fp32. A Qwen3-shaped model
+        (2 layers, hidden size 32, vocabulary {tiny_models.VOCAB}, random weights), {steps}
+        optimiser steps of AdamW, 2 accumulated micro-batches of 8 completions of at most 12 tokens,
+        groups of 4, half of the groups with equal rewards. `GRPOTrainer` and `FusedGRPOTrainer`
+        start from the same seed."""
+    figures = f"""Each figure is the largest over all steps of |ours - stock| / max(|stock|, floor).
+        The floor is {METRIC_FLOOR:g}, and {LOSS_FLOOR:g} for losses, which are sums of terms of
+        that size that nearly cancel. Every logged value is compared except clocks, the epoch and
+        the learning rate."""
+    agree = f"""{sum(r.equal for r in results)} of {len(results)} configurations agree;
+        {len(exact)} of them to {most:.1e} (tolerance {TOLERANCE:g}); the others' tolerance is in
+        their row."""
+    head = ["# Parity with TRL", "Generated by `make parity`; do not edit."]
+    prose = [
+        x for text in (*head, conditions, figures, agree) for x in (" ".join(text.split()), "")
     ]
-    return tables.page(lines)
+    sections = ["## Head FLOPs per optimiser step", "", *flops, "", "## Every configuration", ""]
+    return tables.page([*prose, *sections, *table(results)])
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.parity",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.parity", description=__doc__)
     parser.add_argument("--steps", type=int, default=20, help="optimiser steps of each run")
     parser.add_argument("--workers", type=int, default=2, help="processes")
-    parser.add_argument(
-        "--only", default="", help="run the configurations whose name contains this; writes no page"
-    )
+    parser.add_argument("--only", default="", help="names that contain this; writes no page")
     asked = parser.parse_args()
     from benchmarks import head_flops
 

@@ -38,68 +38,30 @@ EXACTNESS = (
 def cpu_cases() -> list[BenchCase]:
     """In fp32, at token counts that fit a CPU: ten minutes on two cores."""
     everything = ("ours", "ours@64", "ours/torch", "products", *ON_CPU)
+    few = ("ours", "products", "trl")
     main = [
         case("main", rounds=3, providers=everything, **SMALL),
-        case(
-            "frozen",
-            frozen=True,
-            providers=("ours", "products", "eager", "trl", "unsloth"),
-            **SMALL,
-            **LIMITED,
-        ),
+        case("frozen", frozen=True, providers=(*SHORT, "unsloth"), **SMALL, **LIMITED),
         case("score", score=True, providers=(*SHORT, "unsloth", "liger_ce"), **SMALL, **LIMITED),
         case("bf16", dtype="bfloat16", providers=SHORT, **SMALL, **LIMITED),
     ]
     workloads = [
-        case(
-            name,
-            workload=name,
-            part="workloads",
-            providers=("ours", "products", "trl"),
-            **SMALL,
-            **LIMITED,
-        )
+        case(name, workload=name, part="workloads", providers=few, **SMALL, **LIMITED)
         for name in WORKLOADS
         if name != "all tokens"
     ]
-    shapes = [  # frozen: the gradient of such a head alone is gigabytes
-        case(
-            model,
-            model,
-            part="shapes",
-            n=64,
-            t=16,
-            frozen=True,
-            providers=("ours", "products", "trl"),
-            **LIMITED,
-        )
-        for model in HEADS
-        if model != "Qwen3-0.6B"
-    ]
+    # frozen: the gradient of such a head alone is gigabytes
+    large: dict[str, Any] = {"part": "shapes", "n": 64, "t": 16, "frozen": True, **LIMITED}
+    others = [model for model in HEADS if model != "Qwen3-0.6B"]
+    shapes = [case(model, model, providers=few, **large) for model in others]
     return main + workloads + shapes + _exactness(n=256, t=32, v=32768)
 
 
 def gpu_cases() -> list[BenchCase]:
     """In bf16, the most important first: how many there is time for is not known beforehand."""
-    main = case(
-        "main",
-        "Qwen3-8B",
-        n=8192,
-        t=512,
-        dtype="bfloat16",
-        rounds=ROUNDS,
-        providers=GOALS + REST + OURS,
-    )
-    trainable = (
-        *ANCHORS,
-        "trl",
-        "liger_ce",
-        "unsloth",
-        "ours/two_pass",
-        "ours/lean",
-        "eager",
-        "verl_triton",
-    )
+    size: dict[str, Any] = {"n": 8192, "t": 512, "dtype": "bfloat16", "rounds": ROUNDS}
+    main = case("main", "Qwen3-8B", providers=GOALS + REST + OURS, **size)
+    trainable = (*ANCHORS, "trl", "liger_ce", "unsloth", *OURS[:2], "eager", "verl_triton")
     some = ("unsloth", "verl_triton", "cce", "linear_ce", "compiled")
     found = [
         main,
@@ -114,8 +76,7 @@ def gpu_cases() -> list[BenchCase]:
             found.append(replace(main, name=name, part="workloads", providers=trainable, **fields))
     for model in HEADS:
         if model != main.model:
-            shape = {"n": 8192, "t": 512, "dtype": "bfloat16", "rounds": ROUNDS}
-            found.append(case(model, model, part="shapes", providers=trainable, **shape))
+            found.append(case(model, model, part="shapes", providers=trainable, **size))
     return found
 
 
@@ -146,11 +107,8 @@ def _edges(main: BenchCase) -> list[BenchCase]:
         "H 1024": {"model": "Qwen3-0.6B", "h": 1024},
         "1024 rows": {"n": 1024},
     }
-    modes: dict[str, dict[str, Any]] = {
-        "": {},
-        ", frozen": {"frozen": True},
-        ", score": {"score": True},
-    }
+    modes: dict[str, dict[str, Any]] = {"": {}}
+    modes |= {", frozen": {"frozen": True}, ", score": {"score": True}}
     return [
         replace(main, name=name + mode, part="edges", providers=providers, **fields, **how)
         for name, fields in shapes.items()
@@ -161,16 +119,8 @@ def _edges(main: BenchCase) -> list[BenchCase]:
 
 def _exactness(**shape: int) -> list[BenchCase]:
     """In bf16, off-policy, with about one ratio in twenty clipped; not timed."""
-    kinds = {
-        **{f"logits {scale:g}": {"scale": scale} for scale in SCALES},
-        "peaked": {"peaked": True},
-    }
-    common = {
-        "drift": 0.1,
-        "part": "accuracy",
-        "dtype": "bfloat16",
-        "rounds": 0,
-        "providers": EXACTNESS,
-        **shape,
-    }
+    kinds: dict[str, Any] = {f"logits {scale:g}": {"scale": scale} for scale in SCALES}
+    kinds["peaked"] = {"peaked": True}
+    common: dict[str, Any] = {"drift": 0.1, "part": "accuracy", "dtype": "bfloat16", "rounds": 0}
+    common |= {"providers": EXACTNESS, **shape}
     return [case(name, **common, **kind) for name, kind in kinds.items()]

@@ -86,10 +86,7 @@ def errors(outcome: Outcome, inputs: Inputs, want: Reference) -> dict[str, float
         found["loss"] = float((outcome.loss.detach().double() - want.loss).abs())
     if outcome.logps is not None:
         signed = (outcome.logps.detach().double().reshape(-1) - want.logps)[counted]
-        found["logp_mean"], found["logp_max"] = (
-            float(signed.abs().mean()),
-            float(signed.abs().max()),
-        )
+        found |= {"logp_mean": float(signed.abs().mean()), "logp_max": float(signed.abs().max())}
         found["ratio_off"] = float((torch.expm1(signed).abs() > 0.01).double().mean())
     if outcome.entropies is not None:
         off = (outcome.entropies.detach().double().reshape(-1) - want.entropies).abs()[counted]
@@ -110,14 +107,10 @@ def is_right(found: dict[str, float], case: BenchCase) -> bool:
     chosen = case.drift > 0 or case.top_entropy < 1
     exact = CHOSEN_EXACT_LIMITS if chosen else EXACT_LIMITS
     limits = (CHOSEN_LIMITS if chosen else LIMITS) if rounds else exact
-    needed = (
-        {"logp_mean"}
-        if case.score
-        else {"loss", "d_hidden"} | (set() if case.frozen else {"d_weight"})
-    )
-    return needed <= found.keys() and all(
-        found[name] <= limits[name] for name in limits if name in found
-    )
+    needed = {"loss", "d_hidden"} | (set() if case.frozen else {"d_weight"})
+    needed = {"logp_mean"} if case.score else needed
+    within = all(found[name] <= limits[name] for name in limits if name in found)
+    return needed <= found.keys() and within
 
 
 def _sampled(ids: Tensor, vocab: int) -> tuple[Tensor, Tensor]:

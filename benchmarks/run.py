@@ -182,16 +182,10 @@ def check(name: str, step: Step, inputs: Inputs, want: Reference) -> dict[str, A
     off = errors(outcome, inputs, want) if provider.compared else {}
     shown_as_it_is = case.part == "accuracy" and not figures.is_ours(name)
     inputs.clear_gradients()
-    return {
-        "status": "checked"
-        if not provider.compared or shown_as_it_is or is_right(off, case)
-        else "wrong",
-        "errors": off,
-        "note": outcome.note,
-        "flops_nvh": round(operations.get_total_flops() / case.nvh, 3)
-        if provider.counted
-        else None,
-    }
+    well = not provider.compared or shown_as_it_is or is_right(off, case)
+    found = {"status": "checked" if well else "wrong", "errors": off, "note": outcome.note}
+    nvh = round(operations.get_total_flops() / case.nvh, 3) if provider.counted else None
+    return {**found, "flops_nvh": nvh}
 
 
 def measure_case(case: BenchCase, providers: Sequence[str], results: Results, how: How) -> None:
@@ -205,9 +199,9 @@ def measure_case(case: BenchCase, providers: Sequence[str], results: Results, ho
         task = _Task(case, results, how)
         anchors = [x for x in providers if x in ANCHORS] if how.one_by_one else []
         task.anchors = task.turn(anchors)
-        turns = (
-            [[x] for x in providers if x not in anchors] if how.one_by_one else [list(providers)]
-        )
+        turns = [list(providers)]
+        if how.one_by_one:
+            turns = [[x] for x in providers if x not in anchors]
         late = []
         for names in turns:
             if timing.is_past(how.until):
@@ -216,9 +210,8 @@ def measure_case(case: BenchCase, providers: Sequence[str], results: Results, ho
                 task.turn(names)
         for name in late:
             results.merge(*top, "providers", name, status="skipped", reason="no time left")
-        results.merge(
-            *top, status="partial" if late else "complete", cpu_of_others=task.watch.others()
-        )
+        status = "partial" if late else "complete"
+        results.merge(*top, status=status, cpu_of_others=task.watch.others())
     finally:
         gc.unfreeze()
 
@@ -297,39 +290,25 @@ class _Task:
             steps.pop(name)
             check_device()
 
-        for samples in interleaved(
-            steps,
-            self._clock,
-            before=before,
-            after=after,
-            failed=failed,
-            until=min(self._how.until, time.time() + self._how.seconds),
-            rounds=1 if self._how.once else self._case.rounds,
-        ):
+        until = min(self._how.until, time.time() + self._how.seconds)
+        rounds = 1 if self._how.once else self._case.rounds
+        around = {"before": before, "after": after, "failed": failed}
+        for samples in interleaved(steps, self._clock, **around, until=until, rounds=rounds):
             ms = {name: quantiles(x) for name, x in samples.items() if name in steps and x}
             of_anchors = {name: ms[name] for name in self.anchors if name in ms}
             for name in [x for x in written if x in ms]:
                 beside = {"anchors": of_anchors} if of_anchors else {}
                 beside |= {"extra_mib": statistics.median(mib[name])} if mib[name] else {}
                 every = {self._mode: [round(x, 4) for x in samples[name]]}
-                self._results.merge(
-                    *self._path(name),
-                    status="ok",
-                    ms={self._mode: ms[name]},
-                    samples_ms=every,
-                    **beside,
-                )
+                beside |= {"ms": {self._mode: ms[name]}, "samples_ms": every}
+                self._results.merge(*self._path(name), status="ok", **beside)
         self._inputs.clear_gradients()
 
 
 def measure_runs(
-    runs: dict[str, Callable[[], Any]],
-    clock: Clock,
-    results: Results,
-    top: tuple[str, ...],
-    *,
+    runs: dict[str, Callable[[], Any]], clock: Clock, results: Results, top: tuple[str, ...], *,
     once: bool,
-) -> dict[str, float]:
+) -> dict[str, float]:  # fmt: skip
     """Median milliseconds of each of `runs`, warmed up and interleaved; written under `top` too."""
     warm = {}
     for name, run in runs.items():
@@ -337,14 +316,13 @@ def measure_runs(
             run()
             clock.time(run)
             warm[name] = run
+
+    def failed(name: str, error: Exception) -> None:
+        results.merge(*top, name, **failure(error))
+
     samples: dict[str, list[float]] = {}
-    for so_far in interleaved(
-        warm,
-        clock,
-        failed=lambda name, error: results.merge(*top, name, **failure(error)),
-        until=time.time() + 5.0,
-        rounds=1 if once else 20,
-    ):
+    until, rounds = time.time() + 5.0, 1 if once else 20
+    for so_far in interleaved(warm, clock, failed=failed, until=until, rounds=rounds):
         samples.update(so_far)
     found = {name: quantiles(values) for name, values in samples.items() if values}
     for name, ms in found.items():

@@ -84,11 +84,8 @@ class Scene:
         """The scene in seconds; with two variants where another scene has all of them."""
         sizes = {"prompt": (4, 9), "completion": (6, 16), "vocab": 256, "hidden": 32, "layers": 2}
         variants = (STOCK, DEFAULTS) if self.variants == MOST else self.variants
-        few = {
-            "sequences": min(self.sequences, 4),
-            "micro_batches": 8 // min(self.sequences, 4),
-            "group": 4,
-        }
+        rows = min(self.sequences, 4)
+        few = {"sequences": rows, "micro_batches": 8 // rows, "group": 4}
         return replace(self, **sizes, **few, variants=variants, steps=2, rounds=1)
 
     def by_groups(self) -> Scene:
@@ -103,10 +100,9 @@ class Scene:
         loss = "" if self.loss_type == "dapo" else f"; loss of the type {self.loss_type}"
         return (
             f"Qwen3-like model with V {self.vocab}, H {self.hidden}, {self.layers} layers, fp32; "
-            f"{self.sequences} "
-            f"sequences a micro-batch, {self.micro_batches} micro-batches a step, groups of "
-            f"{self.group}, half of them "
-            f"with equal rewards; prompts of {prompt} tokens, completions log-normal with "
+            f"{self.sequences} sequences a micro-batch, {self.micro_batches} micro-batches a step, "
+            f"groups of {self.group}, half of them with equal rewards; prompts of {prompt} tokens, "
+            "completions log-normal with "
             f"a median of {self.completion[0]} and at most {self.completion[1]} tokens{kept}{loss}"
         )
 
@@ -176,9 +172,8 @@ class Timed:
         if "loss" in logs:  # TRL has added its metrics by now
             self._spent["other"] = now - self._ended - self._spent.total()
             seconds = {name: round(self._spent[name], 5) for name in (*PHASES, "other")}
-            self.steps.append(
-                {"logs": tiny_run.compared(self.state.log_history[-1]), "seconds": seconds}
-            )
+            found = tiny_run.compared(self.state.log_history[-1])
+            self.steps.append({"logs": found, "seconds": seconds})
             self._spent.clear()
             self._ended = time.process_time()
 
@@ -233,12 +228,9 @@ def prompts(scene: Scene) -> Dataset:
     draw = random.Random(0)
     found = []
     for i in range(64):
-        length = draw.randint(*scene.prompt)
-        words = [
-            f"w{i % 2}",
-            *(f"w{draw.randrange(1, tiny_models.WORDS)}" for _ in range(length - 1)),
-        ]
-        found.append(" ".join(words))
+        rest = draw.randint(*scene.prompt) - 1
+        words = (draw.randrange(1, tiny_models.WORDS) for _ in range(rest))
+        found.append(" ".join(f"w{x}" for x in (i % 2, *words)))
     return Dataset.from_dict({"prompt": found})
 
 
@@ -280,24 +272,16 @@ def train(
     }
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        args = tiny_run.config(folder, scene.steps, **arguments)
         trainer = trainer_of(
-            options,
-            Timed,
-            Given,
-            model=policy(scene),
-            args=tiny_run.config(folder, scene.steps, **arguments),
-            reward_funcs=tiny_run.reward,
-            train_dataset=prompts(scene),
-            processing_class=tiny_models.tokenizer(),
-        )
+            options, Timed, Given, model=policy(scene), args=args, reward_funcs=tiny_run.reward,
+            train_dataset=prompts(scene), processing_class=tiny_models.tokenizer(),
+        )  # fmt: skip
         trainer.scene, trainer.saved = scene, [] if watched else None
         trainer.train()
     seconds = [without_generation(x["seconds"]) for x in trainer.steps]
-    return trainer.model, {
-        "seconds": seconds,
-        "logs": [x["logs"] for x in trainer.steps],
-        "saved": trainer.saved,
-    }
+    logs = [x["logs"] for x in trainer.steps]
+    return trainer.model, {"seconds": seconds, "logs": logs, "saved": trainer.saved}
 
 
 def without_generation(seconds: dict[str, float]) -> float:
@@ -340,39 +324,26 @@ def _measure(results: Results, path: tuple[str, ...], scene: Scene) -> None:
                 if i == 0:
                     results.merge(*at, **_compared(name, stock, found))
                 else:
-                    samples = [
-                        *results.at(*at).get("samples", []),
-                        [round(x, 5) for x in found["seconds"][1:]],
-                    ]
+                    of_round = [round(x, 5) for x in found["seconds"][1:]]
+                    samples = [*results.at(*at).get("samples", []), of_round]
                     results.merge(*at, samples=samples, seconds=seconds(samples))
     results.merge(*path, cpu_of_others=watch.others())
 
 
 def _compared(name: str, stock: list[dict[str, float]], found: dict[str, Any]) -> dict[str, Any]:
     """Status, differences from stock TRL, saved MiB and shares, of a variant's first round."""
-    options, logs = VARIANTS[name] or {}, found["logs"]
+    options, logs, saved = VARIANTS[name] or {}, found["logs"], found["saved"]
     divides = name == ONE_GROUP
-    apart = _apart(stock, logs)
-    metrics = {k: x for k, x in apart.items() if k not in ("loss", "grad_norm")}
+    metrics = _apart(stock, logs)
+    differences: dict[str, Any] = {key: metrics.pop(key) for key in ("loss", "grad_norm")}
     worst = max(metrics, key=lambda k: metrics[k])
-    differences = {
-        "loss": apart["loss"],
-        "grad_norm": apart["grad_norm"],
-        "metrics": metrics[worst],
-        "worst": worst,
-    }
     other_means = divides or options.get("zero_advantage") == "skip"  # by intent
     bound = ONE_GROUP_TOLERANCE if divides else parity.TOLERANCE
-    checked = [
-        differences[k] for k in ("loss", "grad_norm", *(() if other_means else ("metrics",)))
-    ]
+    checked = [*differences.values(), *(() if other_means else (metrics[worst],))]
     return {
         "status": "ok" if max(checked) <= bound else "wrong",
-        "differences": differences,
-        "saved_mib": {
-            "mean": statistics.fmean(found["saved"]) / MIB,
-            "max": max(found["saved"]) / MIB,
-        },
+        "differences": {**differences, "metrics": metrics[worst], "worst": worst},
+        "saved_mib": {"mean": statistics.fmean(saved) / MIB, "max": max(saved) / MIB},
         "shares": {k: statistics.fmean(log[k] for log in logs) for k in SHARES if k in logs[0]},
     }
 
@@ -381,9 +352,8 @@ def _apart(stock: list[dict[str, float]], logs: list[dict[str, float]]) -> dict[
     """The largest difference over the steps of each figure that stock TRL logs."""
     if not stock:
         raise RuntimeError(f"expected the logs of {STOCK} to compare with, got none")
-    return parity.differences(
-        stock, [{k: x for k, x in log.items() if k in stock[0]} for log in logs]
-    )
+    same = [{k: x for k, x in log.items() if k in stock[0]} for log in logs]
+    return parity.differences(stock, same)
 
 
 def seconds(samples: Sequence[Sequence[float]]) -> float:

@@ -101,12 +101,8 @@ def _time(data: dict[str, Any]) -> str:
     text += f" for one loss ({shape(main)})."
     for title, case in cases.items():
         peers = [x for x in figures.providers(case) if not figures.is_ours(x) and x != PRODUCTS]
-        times_ours = {x: figures.over(case, x, OURS) or 1.0 for x in peers}
-        ahead = [
-            f"{label(x)} ({1 / over:.2f} times as fast)"
-            for x, over in times_ours.items()
-            if over < 0.98
-        ]
+        times_ours = ((x, figures.over(case, x, OURS) or 1.0) for x in peers)
+        ahead = [f"{label(x)} ({1 / y:.2f} times as fast)" for x, y in times_ours if y < 0.98]
         text += f" Faster than ours in the case `{title}`: {', '.join(ahead)}." if ahead else ""
     return text
 
@@ -373,9 +369,9 @@ def failed(x: dict[str, Any]) -> str:
 def busy(measured: dict[str, Any]) -> str:
     """How much of the machine other processes used."""
     others = measured.get("cpu_of_others")
-    return (
-        "" if others is None else f"; other processes used {share(others)} of the cores meanwhile"
-    )
+    if others is None:
+        return ""
+    return f"; other processes used {share(others)} of the cores meanwhile"
 
 
 # Providers, cases and runs in words.
@@ -418,11 +414,8 @@ def about(case: Case) -> str:
         kind.append(f"{share(case['zero_share'])} of the groups with advantage 0")
     if case.get("top_entropy", 1.0) < 1.0:
         kind.append(f"the {share(case['top_entropy'])} of highest entropy")
-    named = {
-        "sequence": "ratio of the sequence",
-        "peaked": "peaked",
-        "autocast": "under autocast to bf16",
-    }
+    named = {"sequence": "ratio of the sequence", "peaked": "peaked"}
+    named["autocast"] = "under autocast to bf16"
     kind += [text for key, text in named.items() if case.get(key)]
     scale = None if case.get("peaked") else case.get("scale")
     values = ("KL", case.get("beta")), ("soft-cap", case.get("softcap")), ("logits to about", scale)

@@ -18,34 +18,23 @@ VOCAB = WORDS + len(SPECIAL)
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}"
 
 _SHAPE: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": None,
-    "eos_token_id": 1,
-}
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "max_position_embeddings": 128, "pad_token_id": 0,
+    "bos_token_id": None, "eos_token_id": 1,
+}  # fmt: skip
 _GROUPED: dict[str, Any] = {"num_key_value_heads": 2, "head_dim": 8}
 # kind -> (config class, model class, fields): one kind for every property of a head that the
 # integration must carry.
 KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {**_GROUPED, "tie_word_embeddings": False}),
-    "tied": ("Qwen3Config", "Qwen3ForCausalLM", {**_GROUPED, "tie_word_embeddings": True}),
-    "softcap": ("Gemma2Config", "Gemma2ForCausalLM", {**_GROUPED, "final_logit_softcapping": 2.0}),
-    "logit_scale": (
-        "CohereConfig",
-        "CohereForCausalLM",
-        {"num_key_value_heads": 2, "logit_scale": 0.25},
-    ),
-    "logits_scaling": (
-        "GraniteConfig",
-        "GraniteForCausalLM",
-        {"num_key_value_heads": 2, "logits_scaling": 2.0},
-    ),
-    "bias": ("PhiConfig", "PhiForCausalLM", {"num_key_value_heads": 4}),
+    kind: (f"{family}Config", f"{family}ForCausalLM", fields)
+    for kind, family, fields in (
+        ("qwen3", "Qwen3", {**_GROUPED, "tie_word_embeddings": False}),
+        ("tied", "Qwen3", {**_GROUPED, "tie_word_embeddings": True}),
+        ("softcap", "Gemma2", {**_GROUPED, "final_logit_softcapping": 2.0}),
+        ("logit_scale", "Cohere", {"num_key_value_heads": 2, "logit_scale": 0.25}),
+        ("logits_scaling", "Granite", {"num_key_value_heads": 2, "logits_scaling": 2.0}),
+        ("bias", "Phi", {"num_key_value_heads": 4}),
+    )
 }
 
 
@@ -55,12 +44,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
     core = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     made = PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        pad_token="<pad>",
-        eos_token="<eos>",
-        unk_token="<unk>",
+        tokenizer_object=core, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>",
         padding_side="left",
-    )
+    )  # fmt: skip
     made.chat_template = CHAT_TEMPLATE
     return made
 
@@ -80,10 +66,8 @@ def model(
     config = getattr(transformers, config_name)(**{**_SHAPE, **fields, **changes})
     made = getattr(transformers, model_name)(config)
     with torch.no_grad():
-        head, lean = (
-            made.get_output_embeddings(),
-            torch.tensor([1.0, -1.0]).repeat(config.hidden_size // 2),
-        )
+        head = made.get_output_embeddings()
+        lean = torch.tensor([1.0, -1.0]).repeat(config.hidden_size // 2)
         head.weight.normal_(0.0, 0.3)
         if head.bias is not None:
             head.bias.normal_(0.0, 0.3)

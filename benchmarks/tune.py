@@ -101,10 +101,8 @@ def main(given: Sequence[str] | None = None) -> int:
     options = arguments(given)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" and not (options.dry_run and INTERPRETED):
-        print(
-            "error: no GPU to time on; --dry-run with TRITON_INTERPRET=1 needs none",
-            file=sys.stderr,
-        )
+        instead = "--dry-run with TRITON_INTERPRET=1 needs none"
+        print(f"error: no GPU to time on; {instead}", file=sys.stderr)
         return 2
     sizes = TOY if options.dry_run else REAL
     if options.vocabs:
@@ -168,10 +166,10 @@ def broken_rules(part: Sequence[str], config: RowConfig, arch: str) -> tuple[str
     from benchmarks.aot import matrix
     from benchmarks.aot.checks import compile_launch
 
-    cases = (case for kernel in part for case in matrix.row_cases(kernel, arch, config))
-    return next(
-        (result.broken for c in cases if (result := compile_launch(c.caught(), arch)).broken), ()
-    )
+    for case in (case for kernel in part for case in matrix.row_cases(kernel, arch, config)):
+        if broken := compile_launch(case.caught(), arch).broken:
+            return broken
+    return ()
 
 
 def fastest(candidates: Iterable[Any], workloads: list[Workload], budget: Budget) -> Any:

@@ -19,10 +19,8 @@ def is_interpreted() -> bool:
     """Return True, and say so, if Triton interprets kernels, which then cannot be compiled."""
     if os.environ.get("TRITON_INTERPRET", "0") in ("", "0"):
         return False
-    print(
-        "error: TRITON_INTERPRET is set, and interpreted kernels cannot be compiled",
-        file=sys.stderr,
-    )
+    why = "TRITON_INTERPRET is set, and interpreted kernels cannot be compiled"
+    print(f"error: {why}", file=sys.stderr)
     return True
 
 

@@ -21,19 +21,12 @@ FOLDER = Path(__file__).resolve().parents[2] / ".venv"  # where other releases o
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.aot", description=__doc__)
-    parser.add_argument(
-        "--quick", action="store_true", help="a subset that has each kernel and rule"
-    )
-    parser.add_argument(
-        "--target", action="append", metavar="ARCH", help="only this one; may be repeated"
-    )
-    parser.add_argument(
-        "--kernel", action="append", metavar="NAME", help="only this one; may be repeated"
-    )
-    parser.add_argument("--workers", type=int, default=2, metavar="N")
-    parser.add_argument(
-        "--triton", nargs="+", metavar="RELEASE", help="by each of these; fetched into .venv"
-    )
+    add = parser.add_argument
+    add("--quick", action="store_true", help="a subset that has each kernel and rule")
+    add("--target", action="append", metavar="ARCH", help="only this one; may be repeated")
+    add("--kernel", action="append", metavar="NAME", help="only this one; may be repeated")
+    add("--workers", type=int, default=2, metavar="N")
+    add("--triton", nargs="+", metavar="RELEASE", help="by each of these; fetched into .venv")
     arguments = parser.parse_args()
     if is_interpreted():
         return 2
@@ -67,9 +60,8 @@ def by_release(release: str, arguments: argparse.Namespace) -> int:
     """The exit status of the same command in a process that imports `release`."""
     command = [sys.executable, "-m", "benchmarks.aot", "--workers", str(arguments.workers)]
     command += ["--quick"] if arguments.quick else []
-    command += [f"--target={x}" for x in arguments.target or ()] + [
-        f"--kernel={x}" for x in arguments.kernel or ()
-    ]
+    command += [f"--target={x}" for x in arguments.target or ()]
+    command += [f"--kernel={x}" for x in arguments.kernel or ()]
     return subprocess.run(command, env=environment(release)).returncode
 
 
@@ -81,16 +73,8 @@ def environment(release: str) -> dict[str, str]:
     stamp = folder / ".installed"
     if not stamp.exists():
         print(f"installing Triton {release} into {folder}", flush=True)
-        pip = [
-            sys.executable,
-            "-m",
-            "pip",
-            "--disable-pip-version-check",
-            "--no-input",
-            "install",
-            "--quiet",
-        ]
-        options = ["--no-deps", "--no-compile", "--upgrade", "--target", str(folder)]
+        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "install"]
+        options = ["--quiet", "--no-deps", "--no-compile", "--upgrade", "--target", str(folder)]
         subprocess.run([*pip, *options, f"triton=={release}"], check=True)
         stamp.touch()
     path = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]

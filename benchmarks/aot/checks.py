@@ -27,12 +27,8 @@ from grpo_kernels.backends.triton_rows.device import family
 
 # The most shared memory of a program; "default" stands for all other devices.
 SHARED_BYTES = {
-    "sm_80": 166912,
-    "sm_90": 232448,
-    "sm_100": 232448,
-    "gfx942": 65536,
-    "default": 65536,
-}
+    "sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536, "default": 65536,
+}  # fmt: skip
 # Bytes of a thread that a release of Triton spills, by target and kernel: none in an inner loop, so
 # that they are written and read once a row. docs/kernels.md says what they cost.
 SPILLS = {"3.8": {("sm_90", "stats_kernel"): 8}, "3.9": {("sm_90", "diverge_kernel"): 16}}
@@ -53,11 +49,9 @@ class Result:
 
 def target_of(arch: str) -> GPUTarget:
     """Of ``"sm_90"``, ``"gfx942"``."""
-    return (
-        GPUTarget("hip", arch, 64)
-        if arch.startswith("gfx")
-        else GPUTarget("cuda", int(arch[3:]), 32)
-    )
+    if arch.startswith("gfx"):
+        return GPUTarget("hip", arch, 64)
+    return GPUTarget("cuda", int(arch[3:]), 32)
 
 
 def compile_for(launch: Launch, arch: str) -> Any:
@@ -116,13 +110,10 @@ def _number(pattern: str, text: str) -> int:
 
 
 def broken_by_code(text: str, arch: str) -> list[str]:
+    rules = {"double precision": r"\.f64\b", "an atomic": r"^\s*(@%p\d+ )?(atom|red)\."}
     if arch.startswith("gfx"):
-        rules = {
-            "double precision": r"\bv_\w*_f64",
-            "an atomic": r"\b(global|flat|buffer|ds)_\w*atomic",
-        }
-    else:
-        rules = {"double precision": r"\.f64\b", "an atomic": r"^\s*(@%p\d+ )?(atom|red)\."}
+        rules = {"double precision": r"\bv_\w*_f64"}
+        rules["an atomic"] = r"\b(global|flat|buffer|ds)_\w*atomic"
     found = {name: re.search(rule, text, re.MULTILINE) for name, rule in rules.items()}
     return [f"{name}: {match.group(0).strip()}" for name, match in found.items() if match]
 
@@ -154,10 +145,9 @@ def narrow_products(ttir: str) -> list[str]:
     def is_place(operation: str, arguments: list[str]) -> bool:
         if operation in ("arith.minsi", *SPREADING):
             return any(map(within_tile, arguments))
-        return operation in ("tt.make_range", "arith.constant") or (
-            operation in ("arith.addi", "arith.subi", "arith.muli")
-            and all(map(within_tile, arguments))
-        )
+        if operation in ("arith.addi", "arith.subi", "arith.muli"):
+            return all(map(within_tile, arguments))
+        return operation in ("tt.make_range", "arith.constant")
 
     return [
         f"a product in 32 bits: {origin(stride)} * {other}"

@@ -39,23 +39,14 @@ class Loss(NamedTuple):
     def of_rows(self, numbers: Callable[[], Tensor]) -> TokenLoss:
         """The loss of rows whose weights, advantages and log-probabilities are of `numbers`."""
         on_policy = self.surrogate in ("constant", "linear")
-        constants = {x.surrogate: x.constants(LossConfig()) for x in losses.LOSSES.values()}.get(
-            self.surrogate, ()
-        )
+        constants = {x.surrogate: x.constants(LossConfig()) for x in losses.LOSSES.values()}
         return TokenLoss(
-            surrogate=self.surrogate,
-            constants=constants,
-            kl=self.kl,
-            corrects_kl=self.corrects_kl,
-            advantages=None if on_policy else numbers(),
-            d_logps=numbers() if on_policy else None,
-            weights=numbers(),
-            old=None if on_policy else -numbers(),
-            ref=None if self.kl is None else -numbers(),
-            gate=numbers() if self.has_gate else None,
-            beta=0.04,
-            d_entropy=self.d_entropy,
-        )
+            surrogate=self.surrogate, constants=constants.get(self.surrogate, ()), kl=self.kl,
+            corrects_kl=self.corrects_kl, advantages=None if on_policy else numbers(),
+            d_logps=numbers() if on_policy else None, weights=numbers(),
+            old=None if on_policy else -numbers(), ref=None if self.kl is None else -numbers(),
+            gate=numbers() if self.has_gate else None, beta=0.04, d_entropy=self.d_entropy,
+        )  # fmt: skip
 
 
 def transform_of(name: str, vocab: int, n: int = N, device: torch.device = META) -> LogitTransform:
@@ -72,19 +63,11 @@ def transform_of(name: str, vocab: int, n: int = N, device: torch.device = META)
 
 
 def row_runs(
-    kernel: str,
-    *,
-    n: int = N,
-    device: torch.device = META,
-    vocab: int = V,
-    apart: bool = False,
-    transform: str = "plain",
-    teacher: tuple[str, float] | None = None,
-    out: torch.dtype | None = BF16,
-    loss: Loss | None = None,
-    entropy: bool = False,
+    kernel: str, *, n: int = N, device: torch.device = META, vocab: int = V, apart: bool = False,
+    transform: str = "plain", teacher: tuple[str, float] | None = None,
+    out: torch.dtype | None = BF16, loss: Loss | None = None, entropy: bool = False,
     extras: tuple[str, ...] = (),
-) -> Callable[[RowConfig], Callable[[], Any]]:
+) -> Callable[[RowConfig], Callable[[], Any]]:  # fmt: skip
     """Return a function of the configuration that returns the launch of a row kernel.
 
     Args:

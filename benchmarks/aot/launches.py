@@ -1,8 +1,8 @@
 """What the launchers pass to their kernels, caught, as ahead-of-time compilation takes it.
 
 The launchers are called with tensors on torch's "meta" device, which have shapes and no memory, so
-that what is
-compiled is what they launch: the same arguments, specialised as Triton would at run time.
+that what is compiled is what they launch: the same arguments, specialised as Triton would at run
+time.
 """
 
 from __future__ import annotations
@@ -18,16 +18,9 @@ import torch
 from triton.runtime.jit import JITFunction
 
 TYPES = {
-    torch.float32: "fp32",
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.int64: "i64",
-    torch.int32: "i32",
-    torch.int8: "i8",
-    torch.uint32: "u32",
-    torch.uint8: "u8",
-    torch.bool: "i1",
-}
+    torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int64: "i64",
+    torch.int32: "i32", torch.int8: "i8", torch.uint32: "u32", torch.uint8: "u8", torch.bool: "i1",
+}  # fmt: skip
 ALIGNED = [["tt.divisibility", 16]]
 
 
@@ -50,9 +43,8 @@ def caught() -> Iterator[list[Launch]]:
 
     def catch(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         assert not args, f"{self.__name__}: launched with positional arguments"
-        assert "enable_fp_fusion" in kwargs, (
-            f"{self.__name__}: its default differs between releases of Triton"
-        )
+        why = f"{self.__name__}: its default differs between releases of Triton"
+        assert "enable_fp_fusion" in kwargs, why
         launches.append(replace(describe(self, kwargs), programs=math.prod(grid)))
 
     with mock.patch.object(JITFunction, "run", catch):
@@ -87,7 +79,6 @@ def _specialise(value: Any, param: Any) -> tuple[Any, bool]:
     if isinstance(value, int):
         if value == 1 and not param.do_not_specialize:
             return "constexpr", False
-        return "i32" if abs(
-            value
-        ) < 2**31 else "i64", value % 16 == 0 and not param.do_not_specialize
+        aligned = value % 16 == 0 and not param.do_not_specialize
+        return ("i32" if abs(value) < 2**31 else "i64"), aligned
     raise TypeError(f"{param.name}: expected a tensor or a number, got {type(value).__name__}")

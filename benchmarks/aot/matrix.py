@@ -57,14 +57,12 @@ class Case:
 
 def all_cases(quick: bool) -> list[Case]:
     """All of them, in a fixed order; of the fallback only the quick, none if `quick`."""
-    made = [
-        case for arch in (*TARGETS, FALLBACK) for kind in (_rows, _scales) for case in kind(arch)
-    ]
-    return [
-        x
-        for x in made
-        if (x.is_quick and not quick if x.arch == FALLBACK else x.is_quick or not quick)
-    ]
+    made = [x for arch in (*TARGETS, FALLBACK) for kind in (_rows, _scales) for x in kind(arch)]
+
+    def is_wanted(x: Case) -> bool:
+        return x.is_quick and not quick if x.arch == FALLBACK else x.is_quick or not quick
+
+    return [x for x in made if is_wanted(x)]
 
 
 def line_of(case: Case) -> tuple[str, bool]:
@@ -107,11 +105,8 @@ def _stats() -> Variants:
     for vocab, extras, name in product((V, RAGGED_V), ((), STATISTICS), TRANSFORMS):
         if vocab == V or name == "all":
             options = {"vocab": vocab, "transform": name, "entropy": bool(extras), "extras": extras}
-            yield (
-                f"{name}{' extras' if extras else ''}",
-                name == "all" and (vocab == V) == bool(extras),
-                options,
-            )
+            is_quick = name == "all" and (vocab == V) == bool(extras)
+            yield f"{name}{' extras' if extras else ''}", is_quick, options
 
 
 def _grad() -> Variants:
@@ -124,9 +119,8 @@ def _grad() -> Variants:
             yield f"{name} {SHORT[dtype]}{' b' if has_b else ''}", is_quick, options
 
 
-LOSSES: tuple[
-    tuple[Loss, torch.dtype | None], ...
-] = (  # and the gradient's dtype; None: none is written
+# and the gradient's dtype; None: none is written
+LOSSES: tuple[tuple[Loss, torch.dtype | None], ...] = (
     (Loss("clipped"), FP32),
     (Loss("clipped", "k3", corrects_kl=True, has_gate=True, d_entropy=0.01), BF16),
     (Loss("clipped", "k1"), None),
@@ -170,11 +164,8 @@ def _teacher_grad() -> Variants:
     for text, is_quick, options in _diverge():
         for dtype, has_b in ((FP32, False), (BF16, True), (FP16, True)):
             if dtype == BF16 or text == "plain, plain beta 1":
-                yield (
-                    f"{text} {SHORT[dtype]}",
-                    is_quick,
-                    {**options, "out": dtype, "entropy": has_b},
-                )
+                more = {**options, "out": dtype, "entropy": has_b}
+                yield f"{text} {SHORT[dtype]}", is_quick, more
 
 
 def _scales(arch: str) -> Iterator[Case]:

@@ -28,7 +28,7 @@ from benchmarks.aot.sass import (
     disassembled,
     inner_loops,
     moved,
-)
+)  # fmt: skip
 from grpo_kernels.backends.interface import STATISTICS
 from grpo_kernels.backends.triton_rows.device import row_config
 
@@ -84,30 +84,21 @@ def counts_of(case: Case) -> tuple[str, list[str]]:
     registers, _ = nvidia_usage(compiled.asm)
     shared, threads = compiled.metadata.shared, 32 * compiled.metadata.num_warps
     heads = 2 if "teacher" in case.options else 1
-    cells = [
-        *_an_element(loops, heads),
-        str(registers),
-        str(shared),
-        str(ctas_per_sm(registers, threads, shared)),
-    ]
-    broken = (
-        [f"expected {sweeps} loops over a row, got {len(loops)}"] if len(loops) < sweeps else []
-    )
-    return f"| {' | '.join([case.kernel, case.variant, *cells])} |", broken + _broken(loops)
+    by_sm = ctas_per_sm(registers, threads, shared)
+    cells = [*_an_element(loops, heads), *map(str, (registers, shared, by_sm))]
+    few = [f"expected {sweeps} loops over a row, got {len(loops)}"] if len(loops) < sweeps else []
+    line = f"| {' | '.join([case.kernel, case.variant, *cells])} |"
+    return line, few + _broken(loops)
 
 
 def _an_element(loops: list[list[Instruction]], heads: int) -> list[str]:
     """Instructions, results of the special function unit, and bytes, for each sweep."""
     # of a thread in a round, each logit in fp32
     elements = [moved(loop, LOADS) // (4 * heads) for loop in loops]
-    instructions = " + ".join(
-        f"{len(loop) / n:.1f}" for loop, n in zip(loops, elements, strict=True)
-    )
-    specials = sum(count(loop, "MUFU") / n for loop, n in zip(loops, elements, strict=True))
-    loaded, stored = (
-        sum(moved(loop, names) // n for loop, n in zip(loops, elements, strict=True))
-        for names in (LOADS, STORES)
-    )
+    each = list(zip(loops, elements, strict=True))
+    instructions = " + ".join(f"{len(loop) / n:.1f}" for loop, n in each)
+    specials = sum(count(loop, "MUFU") / n for loop, n in each)
+    loaded, stored = (sum(moved(x, names) // n for x, n in each) for names in (LOADS, STORES))
     return [instructions, f"{specials:.2f}", f"{loaded} + {stored}"]
 
 
@@ -116,9 +107,7 @@ def _broken(loops: list[list[Instruction]]) -> list[str]:
     for loop in loops:
         forbidden = {"SHFL": count(loop, "SHFL"), "spilled": count(loop, *SPILLING)}
         forbidden["narrow loads"] = sum(x.name in LOADS and x.bytes < 16 for x in loop)
-        found += [
-            f"{times} {what} in a loop over a row" for what, times in forbidden.items() if times
-        ]
+        found += [f"{n} {what} in a loop over a row" for what, n in forbidden.items() if n]
     return found
 
 
@@ -136,13 +125,10 @@ def ctas_per_sm(registers: int, threads: int, shared: int) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.aot.roofline", description=__doc__)
-    parser.add_argument(
-        "--update", action="store_true", help="write the table of docs/roofline.md anew"
-    )
-    parser.add_argument(
-        "--case", metavar="TEXT", help="only those whose kernel and variant contain this"
-    )
-    parser.add_argument("--workers", type=int, default=2, metavar="N")
+    add = parser.add_argument
+    add("--update", action="store_true", help="write the table of docs/roofline.md anew")
+    add("--case", metavar="TEXT", help="only those whose kernel and variant contain this")
+    add("--workers", type=int, default=2, metavar="N")
     arguments = parser.parse_args()
     if is_interpreted():
         return 2
@@ -152,9 +138,8 @@ def main() -> int:
     import triton
 
     everything = cases()
-    places = [
-        i for i, x in enumerate(everything) if (arguments.case or "") in f"{x.kernel} {x.variant}"
-    ]
+    named = [f"{x.kernel} {x.variant}" for x in everything]
+    places = [i for i, name in enumerate(named) if (arguments.case or "") in name]
     found = list(in_processes(counts_of, [everything[i] for i in places], arguments.workers))
     text = DOCUMENT.read_text()
     table = TABLE.search(text)
@@ -162,9 +147,8 @@ def main() -> int:
     if arguments.update:
         lines = "".join(f"{line}\n" for line, _ in found)
         text = text[: table.start("lines")] + lines + text[table.end("lines") :]
-        DOCUMENT.write_text(
-            text.replace(f"By Triton {table['triton']}:", f"By Triton {triton.__version__}:")
-        )
+        by = f"By Triton {table['triton']}:", f"By Triton {triton.__version__}:"
+        DOCUMENT.write_text(text.replace(*by))
     is_pinned = triton.__version__ == table["triton"] and not arguments.update
     expected = table["lines"].splitlines()
     differs = 0
@@ -175,10 +159,8 @@ def main() -> int:
         differs += bool(broken)
         print(line, *broken, sep="\n  BROKEN: ")
     if not is_pinned and not arguments.update:
-        print(
-            f"by Triton {triton.__version__}; the document's are by {table['triton']}, "
-            "and were not compared"
-        )
+        why = f"the document's are by {table['triton']}, and were not compared"
+        print(f"by Triton {triton.__version__}; {why}")
     print(f"{differs} of {len(places)} kernels are not as in {DOCUMENT.name}")
     return 1 if differs else 0
 

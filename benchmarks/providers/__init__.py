@@ -61,18 +61,15 @@ class Provider:
     lacks: tuple[str, ...] = ()
 
 
-LACKING: dict[
-    str, tuple[Callable[[Inputs], bool], str]
-] = {  # the cases that want it, and the reason not to do them
+# the cases that want it, and the reason not to do them
+LACKING: dict[str, tuple[Callable[[Inputs], bool], str]] = {
     "soft-cap": (lambda x: x.case.softcap is not None, "no soft-cap"),
-    "two dtypes": (
-        lambda x: x.weight.dtype != x.hidden.dtype,
-        "takes hidden states and weight of one dtype, under autocast too",
-    ),
+    "two dtypes": (lambda x: x.weight.dtype != x.hidden.dtype,
+        "takes hidden states and weight of one dtype, under autocast too"),
     "CPU": (lambda x: not x.hidden.is_cuda, "its Triton kernel serves GPUs only"),
     "scores": (lambda x: x.case.score, "it has no log-probabilities to give"),
     "top entropy": (lambda x: x.case.top_entropy < 1, "it has no top-entropy mask"),
-}
+}  # fmt: skip
 CAP, CE, GRPO = ("soft-cap",), ("soft-cap", "two dtypes"), ("scores", "top entropy", "soft-cap")
 PROVIDERS = {
     "ours": Provider("heads.ours", "grpo_kernels"),
@@ -116,11 +113,10 @@ def named(name: str) -> Provider:
     """
     kind, _, mib = name.partition("@")
     if kind in PROVIDERS and (not mib or (kind.startswith("ours") and mib.isdigit())):
-        found = PROVIDERS[kind]
-        return replace(found, arguments={**found.arguments, **({"workspace": mib} if mib else {})})
-    raise ValueError(
-        f"providers: expected some of {', '.join(PROVIDERS)}, or ours@MIB, got {name!r}"
-    )
+        found, more = PROVIDERS[kind], {"workspace": mib} if mib else {}
+        return replace(found, arguments={**found.arguments, **more})
+    known = ", ".join(PROVIDERS)
+    raise ValueError(f"providers: expected some of {known}, or ours@MIB, got {name!r}")
 
 
 def build(name: str, inputs: Inputs, backend: str = "auto") -> Forward:
@@ -171,17 +167,13 @@ def from_rows(inputs: Inputs, rows: Rows, note: str, *, packs: bool = True) -> F
     packs, counted = packs and inputs.case.padding > 0, inputs.mask.bool()
 
     def whole(values: Tensor) -> Tensor:
-        return (
-            values.new_zeros(counted.shape).masked_scatter(counted, values)
-            if packs
-            else values.view(counted.shape)
-        )
+        if not packs:
+            return values.view(counted.shape)
+        return values.new_zeros(counted.shape).masked_scatter(counted, values)
 
     def logps() -> Scored:
-        hidden, ids = (
-            x[counted] if packs else x.flatten(0, 1) for x in (inputs.hidden, inputs.ids)
-        )
-        scored, entropies = rows(hidden, ids)
+        both = inputs.hidden, inputs.ids
+        scored, entropies = rows(*(x[counted] if packs else x.flatten(0, 1) for x in both))
         return whole(scored), None if entropies is None else whole(entropies)
 
     return from_logps(inputs, logps, note)

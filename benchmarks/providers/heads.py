@@ -25,14 +25,12 @@ def ours(inputs: Inputs, *, backend: str, engine: str = "auto", workspace: str =
     if case.score:
 
         def score() -> Scored:
-            scores = linear_logprob(
-                inputs.hidden, _head(inputs), inputs.ids, entropy=case.wants_entropy, run=run
-            )
+            given, entropy = (inputs.hidden, _head(inputs), inputs.ids), case.wants_entropy
+            scores = linear_logprob(*given, entropy=entropy, run=run)
             return scores.logps, scores.entropies
 
-        return from_logps(
-            inputs, score, f"score, backend {run.backend}" if engine == "auto" else engine
-        )
+        note = f"score, backend {run.backend}" if engine == "auto" else engine
+        return from_logps(inputs, score, note)
     loss_fn = GRPOLoss(
         epsilon=EPSILON,
         beta=case.beta,
@@ -43,18 +41,10 @@ def ours(inputs: Inputs, *, backend: str, engine: str = "auto", workspace: str =
     )
 
     def forward() -> Outcome:
-        out = loss_fn(
-            inputs.hidden,
-            _head(inputs),
-            inputs.ids,
-            inputs.mask,
-            inputs.advantages,
-            old_per_token_logps=inputs.old,
-            ref_per_token_logps=inputs.ref,
-        )
-        return Outcome(
-            out.loss, out.per_token_logps, out.entropies, f"{out.engine}, backend {run.backend}"
-        )
+        given = inputs.hidden, _head(inputs), inputs.ids, inputs.mask, inputs.advantages
+        out = loss_fn(*given, old_per_token_logps=inputs.old, ref_per_token_logps=inputs.ref)
+        note = f"{out.engine}, backend {run.backend}"
+        return Outcome(out.loss, out.per_token_logps, out.entropies, note)
 
     return forward
 
@@ -118,10 +108,8 @@ def products(inputs: Inputs) -> Forward:
     hidden = inputs.hidden.detach().reshape(-1, case.h)[counted]
     weight = inputs.weight.detach().to(hidden.dtype)  # under autocast cast beforehand
     if not hidden.is_cuda and hidden.dtype != torch.float32:
-        raise Absence(
-            "no one limit: the CPU library's 16-bit products round their results, and exact ones "
-            "are fp32's"
-        )
+        why = "the CPU library's 16-bit products round their results, and exact ones are fp32's"
+        raise Absence(f"no one limit: {why}")
     logits = hidden.new_empty(len(hidden), case.v, dtype=torch.float32)
     _mm(hidden, weight.t(), logits)
     runs = [(hidden, weight.t(), logits)]

@@ -25,7 +25,7 @@ from benchmarks.providers import (
     from_nll,
     from_rows,
     without_init,
-)
+)  # fmt: skip
 
 OUTPUTS = ("log_probs", "entropy")  # what its GRPO trainer asks for
 TEMPERATURE, TILES = 1.0, 1  # as verl passes them
@@ -95,15 +95,9 @@ def liger_grpo(inputs: Inputs, *, compiled: str = "on a GPU") -> Forward:
     )
 
     def forward() -> Outcome:
-        loss, _ = loss_fn(
-            inputs.hidden,
-            inputs.weight,
-            inputs.ids,
-            inputs.mask,
-            inputs.advantages,
-            old_per_token_logps=inputs.old,
-            ref_per_token_logps=inputs.ref,
-        )
+        given = inputs.hidden, inputs.weight, inputs.ids, inputs.mask, inputs.advantages
+        more = {"old_per_token_logps": inputs.old, "ref_per_token_logps": inputs.ref}
+        loss, _ = loss_fn(*given, **more)
         return Outcome(loss, note=f"chunk_size={loss_fn.chunk_size}, compiled={compiles}")
 
     return forward
@@ -115,9 +109,8 @@ def liger_ce(inputs: Inputs) -> Forward:
 
     # on Hopper: its CuTe DSL kernel, or ImportError
     chosen = module._resolve_implementation(inputs.hidden.device)
-    return _scaled_ce(
-        inputs, module.LigerFusedLinearScaledCrossEntropyFunction, chosen.__name__, TILES
-    )
+    function = module.LigerFusedLinearScaledCrossEntropyFunction
+    return _scaled_ce(inputs, function, chosen.__name__, TILES)
 
 
 def liger_torch(inputs: Inputs) -> Forward:
@@ -133,9 +126,8 @@ def _scaled_ce(inputs: Inputs, function: Any, note: str, *tiles: int) -> Forward
     wants_entropy = inputs.case.wants_entropy or not inputs.case.score
 
     def rows(hidden: Tensor, ids: Tensor) -> Scored:
-        found = function.apply(
-            hidden, inputs.weight, ids, TEMPERATURE, IGNORE, *tiles, wants_entropy
-        )
+        given = hidden, inputs.weight, ids, TEMPERATURE, IGNORE
+        found = function.apply(*given, *tiles, wants_entropy)
         nll, entropies = found if isinstance(found, tuple) else (found, None)
         return -nll, entropies
 
@@ -242,14 +234,11 @@ def linear_ce(inputs: Inputs) -> Forward:
     options = torch.nn.LinearCrossEntropyOptions() if in_chunks else None
 
     def nll(hidden: Tensor, ids: Tensor) -> Tensor:
-        found = function(
-            hidden, inputs.weight, ids, reduction="none", ignore_index=IGNORE, options=options
-        )
-        return found.float()
+        more = {"reduction": "none", "ignore_index": IGNORE, "options": options}
+        return function(hidden, inputs.weight, ids, **more).float()
 
-    return from_nll(
-        inputs, nll, "in chunks, LinearCrossEntropyOptions()" if in_chunks else "options=None"
-    )
+    note = "in chunks, LinearCrossEntropyOptions()" if in_chunks else "options=None"
+    return from_nll(inputs, nll, note)
 
 
 def cce(inputs: Inputs) -> Forward:
@@ -259,12 +248,8 @@ def cce(inputs: Inputs) -> Forward:
 
     if package.LinearCrossEntropyImpl.CCE == CHOSEN and not inputs.hidden.is_cuda:
         raise Absence("the Triton kernels it chooses serve GPUs only")
-    options = {
-        "ignore_index": IGNORE,
-        "softcap": inputs.case.softcap,
-        "reduction": "none",
-        "impl": CHOSEN,
-    }
+    options = {"ignore_index": IGNORE, "softcap": inputs.case.softcap, "reduction": "none"}
+    options["impl"] = CHOSEN
 
     def nll(hidden: Tensor, ids: Tensor) -> Tensor:
         return package.linear_cross_entropy(hidden, inputs.weight, ids, **options)

@@ -45,30 +45,18 @@ def jobs(*, short: bool) -> list[Job]:
     if short:
         return [Job(name, 0, 2) for name in (STOCK, DEFAULTS)]
     main = [Job(name, seed, STEPS) for seed in SEEDS for name in (STOCK, DEFAULTS)]
-    return [
-        *main,
-        *(
-            Job(name, SEEDS[0], STEPS_OF_OPTIONS)
-            for name in VARIANTS
-            if name not in (STOCK, DEFAULTS)
-        ),
-    ]
+    others = [name for name in VARIANTS if name not in (STOCK, DEFAULTS)]
+    return [*main, *(Job(name, SEEDS[0], STEPS_OF_OPTIONS) for name in others)]
 
 
 def run_all(todo: Sequence[Job], results: Results, model: Path, *, short: bool) -> None:
     """Run the trainings, `AT_ONCE` beside each other, and merge each into ``runs``."""
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        for job, run in zip(
-            todo, pool.map(lambda job: _run(job, model, short=short), todo), strict=True
-        ):
-            results.merge(
-                "runs",
-                **{f"{job.name}, seed {job.seed}": {"name": job.name, "seed": job.seed, **run}},
-            )
-            print(
-                f"{job.name}, seed {job.seed}: {run['wall']} s, {run.get('reason', 'ok')[-300:]}",
-                flush=True,
-            )
+        done = pool.map(lambda job: _run(job, model, short=short), todo)
+        for job, run in zip(todo, done, strict=True):
+            name = f"{job.name}, seed {job.seed}"
+            results.merge("runs", **{name: {"name": job.name, "seed": job.seed, **run}})
+            print(f"{name}: {run['wall']} s, {run.get('reason', 'ok')[-300:]}", flush=True)
 
 
 def _run(job: Job, model: Path, *, short: bool) -> dict[str, Any]:
@@ -77,17 +65,13 @@ def _run(job: Job, model: Path, *, short: bool) -> dict[str, Any]:
     tests = not short and job.steps == STEPS
     with ProcessPoolExecutor(1, multiprocessing.get_context(START)) as alone:
         try:
-            run = alone.submit(
-                train, job.name, model, seed=job.seed, steps=job.steps, short=short, tests=tests
-            )
+            options = {"seed": job.seed, "steps": job.steps, "short": short, "tests": tests}
+            run = alone.submit(train, job.name, model, **options)
             outcome = {"status": "ok", **run.result()}
-        except (
-            Exception
-        ) as error:  # of the training, with its traceback there, or BrokenProcessPool
-            outcome = {
-                "status": "error",
-                "reason": str(error.__cause__ or describe(error)).strip()[-1500:],
-            }
+        # of the training, with its traceback there, or BrokenProcessPool
+        except Exception as error:
+            reason = str(error.__cause__ or describe(error)).strip()[-1500:]
+            outcome = {"status": "error", "reason": reason}
     return {"wall": round(time.monotonic() - started), **outcome}
 
 
@@ -98,19 +82,14 @@ def compare(data: dict[str, Any]) -> None:
         stock = runs.get(f"{STOCK}, seed {run['seed']}", {})
         if run["name"] == STOCK or "steps" not in run or "steps" not in stock:
             continue
-        pairs = [
-            ([theirs["logs"]], [{k: x for k, x in ours["logs"].items() if k in theirs["logs"]}])
-            for theirs, ours in zip(stock["steps"], run["steps"], strict=False)
-        ]
-        apart = [parity.differences(*pair) for pair in pairs]
-        worst = max(
-            ({k: max(step.get(k, 0.0) for step in apart) for k in apart[0]}).items(),
-            key=lambda x: x[1],
-        )
-        alike = next(
-            (i for i, step in enumerate(apart) if max(step.values()) > TOLERANCE), len(apart)
-        )
-        run |= {"alike": alike, "worst": list(worst)}
+        apart = []
+        for theirs, ours in zip(stock["steps"], run["steps"], strict=False):
+            same = {k: x for k, x in ours["logs"].items() if k in theirs["logs"]}
+            apart.append(parity.differences([theirs["logs"]], [same]))
+        most = {k: max(step.get(k, 0.0) for step in apart) for k in apart[0]}
+        off = [i for i, step in enumerate(apart) if max(step.values()) > TOLERANCE]
+        worst = max(most.items(), key=lambda x: x[1])
+        run |= {"alike": off[0] if off else len(apart), "worst": list(worst)}
 
 
 def is_wrong(data: dict[str, Any]) -> bool:
@@ -123,18 +102,12 @@ def is_wrong(data: dict[str, Any]) -> bool:
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.real", description=__doc__.splitlines()[0]
-    )
-    parser.add_argument(
-        "--short", action="store_true", help="two steps of 16 completions, once: two minutes"
-    )
-    parser.add_argument(
-        "--save", type=Path, help="JSON file (default benchmarks/results/cpu-real-<date>.json)"
-    )
-    parser.add_argument(
-        "--report", type=Path, metavar="JSON", help="train nothing: show these results"
-    )
+    about = __doc__.splitlines()[0]
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.real", description=about)
+    add, saved = parser.add_argument, "JSON file (default benchmarks/results/cpu-real-<date>.json)"
+    add("--short", action="store_true", help="two steps of 16 completions, once: two minutes")
+    add("--save", type=Path, help=saved)
+    add("--report", type=Path, metavar="JSON", help="train nothing: show these results")
     options = parser.parse_args(given)
     os.environ |= {"OMP_NUM_THREADS": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
     if options.report:

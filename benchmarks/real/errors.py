@@ -35,14 +35,9 @@ class Exact:
     """In front of TRL's trainer: log-probabilities of all logits, in the model's precision."""
 
     def _get_per_token_logps_and_entropies(
-        self,
-        model: Any,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        logits_to_keep: int,
-        *_: Any,
+        self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, *_: Any,
         **__: Any,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         z = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
         log_probs = (z[:, -logits_to_keep - 1 : -1] / self.temperature).log_softmax(-1)
         entropies = -(log_probs.exp() * log_probs).sum(-1)
@@ -101,14 +96,9 @@ def generated(folder: Path) -> tuple[dict[str, Any], Tensor]:
     model = trainer.model.train()
     batch: dict[str, Any] = trainer._prepare_inputs(inputs)
     with torch.no_grad():
-        ids, mask = (
-            torch.cat([batch[f"prompt_{x}"], batch[f"completion_{x}"]], dim=1)
-            for x in ("ids", "mask")
-        )
-        logps = trainer._get_per_token_logps_and_entropies(
-            model, ids, mask, batch["completion_ids"].shape[1]
-        )[0]
-    return batch, logps
+        pairs = ([batch[f"{of}_{x}"] for of in ("prompt", "completion")] for x in ("ids", "mask"))
+        given = *(torch.cat(pair, dim=1) for pair in pairs), batch["completion_ids"].shape[1]
+        return batch, trainer._get_per_token_logps_and_entropies(model, *given)[0]
 
 
 def disturbed(batch: dict[str, Any], logps: Tensor, draw: int) -> dict[str, Any]:
@@ -132,16 +122,11 @@ def measure(results: Results, folder: Path) -> None:
         with results.noting(*at):
             for i in range(DRAWS.get(precision, 1)):
                 drawn = disturbed(batch, logps, 1 + i)
-                exact = gradient(
-                    trainer_of(folder, options, STOCK, Exact, lora=lora),
-                    drawn,
-                    torch.float64,
-                    lora=lora,
-                )
+                trainer = trainer_of(folder, options, STOCK, Exact, lora=lora)
+                exact = gradient(trainer, drawn, torch.float64, lora=lora)
                 for variant in variants:
-                    got = gradient(
-                        trainer_of(folder, options, variant, lora=lora), drawn, dtype, lora=lora
-                    )
+                    trainer = trainer_of(folder, options, variant, lora=lora)
+                    got = gradient(trainer, drawn, dtype, lora=lora)
                     found[variant].append(((got - exact).norm() / exact.norm()).item())
             results.merge(*at, status="ok", found=found, precision=precision)
         print(f"{name}: {results.at(*at)}", flush=True)

@@ -19,12 +19,7 @@ from benchmarks.tables import SHARES, markdown, multiple, number, share, small, 
 Run = dict[str, Any]
 EQUAL, REWARD, LENGTH = "frac_reward_zero_std", "reward", "completions/mean_length"
 LEARNING = slice(7)  # steps before the task is solved, in which few groups have equal rewards
-SHORT = {
-    "generation": "generation",
-    "scoring": "scoring",
-    "loss": "forward and backward",
-    "optimizer": "optimizer",
-}
+SHORT = {x: x for x in PHASES} | {"loss": "forward and backward"}
 TASK = "SmolLM2-135M-Instruct, one-digit sums, groups of 8, all parameters, fp32, beta 0"
 
 
@@ -34,9 +29,8 @@ def trained(data: dict[str, Any]) -> dict[str, Run]:
 
 def named(data: dict[str, Any], name: str) -> list[Run]:
     """The trainings of one variant, by seed."""
-    return sorted(
-        (run for run in trained(data).values() if run["name"] == name), key=lambda run: run["seed"]
-    )
+    runs = (run for run in trained(data).values() if run["name"] == name)
+    return sorted(runs, key=lambda run: run["seed"])
 
 
 def seconds(run: Run, steps: slice, *phases: str) -> float:
@@ -57,12 +51,10 @@ def faster(data: dict[str, Any], run: Run, steps: slice, *phases: str) -> str:
 
 def gained(data: dict[str, Any], run: Run, *phases: str) -> str:
     """A cell of ours: the gain over all steps and, in brackets, while the model learns."""
-    steps = slice(len(run["steps"])), LEARNING
-    return (
-        ""
-        if run["name"] == STOCK
-        else "{} ({})".format(*(times(over(data, run, x, *phases)) for x in steps))
-    )
+    if run["name"] == STOCK:
+        return ""
+    every, first = slice(len(run["steps"])), LEARNING
+    return "{} ({})".format(*(times(over(data, run, x, *phases)) for x in (every, first)))
 
 
 def claim(data: dict[str, Any]) -> str:
@@ -156,18 +148,12 @@ def _errors(data: dict[str, Any]) -> list[str]:
         }
         for name, case in cases.items()
     ]  # fmt: skip
-    return [
-        "",
-        f"Errors of the gradient of one batch ({errors['sequences']} sequences, "
-        f"{errors['with_gradient']} with an "
-        "advantage) against TRL's loss in float64: the norm of the difference over the norm of the "
-        "gradient; in bf16 "
-        "the mean and the range of several draws of the old log-probabilities, since most of it "
-        "comes from a few "
-        "tokens on the other side of their clip bound.",
-        "",
-        *markdown(rows),
-    ]
+    about = f"""Errors of the gradient of one batch ({errors["sequences"]} sequences,
+        {errors["with_gradient"]} with an advantage) against TRL's loss in float64: the norm of the
+        difference over the norm of the gradient; in bf16 the mean and the range of several draws of
+        the old log-probabilities, since most of it comes from a few tokens on the other side of
+        their clip bound."""
+    return ["", " ".join(about.split()), "", *markdown(rows)]
 
 
 def _error(draws: list[float] | None) -> str:

@@ -30,15 +30,9 @@ HELD_OUT = random.Random(0).sample(PAIRS, 21)
 def problems(pairs: list[tuple[int, int]]) -> Dataset:
     """Conversations that ask for the sum of each pair, and the answers."""
     system = {"role": "system", "content": "Answer with one number."}
-    return Dataset.from_list(
-        [
-            {
-                "prompt": [system, {"role": "user", "content": f"Calculate {a} + {b}."}],
-                "answer": a + b,
-            }
-            for a, b in pairs
-        ]
-    )
+    asked = [{"role": "user", "content": f"Calculate {a} + {b}."} for a, b in pairs]
+    answers = [a + b for a, b in pairs]
+    return Dataset.from_dict({"prompt": [[system, x] for x in asked], "answer": answers})
 
 
 def training_problems(count: int, seed: int) -> Dataset:
@@ -49,27 +43,22 @@ def training_problems(count: int, seed: int) -> Dataset:
 
 def is_right(completions: list[Any], answer: list[int], **_: Any) -> list[float]:
     """1 for each completion whose last number is the answer, else 0."""
-    found = [
-        re.findall(r"-?\d+", x[-1]["content"] if isinstance(x, list) else x) for x in completions
-    ]
+    texts = (x[-1]["content"] if isinstance(x, list) else x for x in completions)
+    found = [re.findall(r"-?\d+", text) for text in texts]
     return [float(x[-1:] == [str(want)]) for x, want in zip(found, answer, strict=True)]
 
 
 def right(model: nn.Module, tokenizer: Any, tokens: int) -> float:
     """Share of right answers to the problems that are held out, four samples each."""
     held_out, model = problems(HELD_OUT * 4), model.eval()
-    texts = [
-        tokenizer.apply_chat_template(x, tokenize=False, add_generation_prompt=True)
-        for x in held_out["prompt"]
-    ]
+    as_text = {"tokenize": False, "add_generation_prompt": True}
+    texts = [tokenizer.apply_chat_template(x, **as_text) for x in held_out["prompt"]]
     inputs = tokenizer(texts, add_special_tokens=False, padding=True, return_tensors="pt")
     set_seed(0)
-    found: Any = model.generate(
-        **inputs, max_new_tokens=tokens, do_sample=True, temperature=1.0, top_k=0
-    )  # type: ignore[operator]
-    answers = tokenizer.batch_decode(
-        found[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True
-    )
+    sampling = {"max_new_tokens": tokens, "do_sample": True, "temperature": 1.0, "top_k": 0}
+    found: Any = model.generate(**inputs, **sampling)  # type: ignore[operator]
+    completions = found[:, inputs["input_ids"].shape[1] :]
+    answers = tokenizer.batch_decode(completions, skip_special_tokens=True)
     rewards = is_right(answers, held_out["answer"])
     return sum(rewards) / len(rewards)
 
@@ -112,23 +101,13 @@ def train(
             answered.append(right(policy, tokenizer, args.max_completion_length))
         set_seed(seed)
         trainer = step.trainer_of(
-            options,
-            step.Timed,
-            model=policy,
-            args=args,
-            reward_funcs=is_right,
-            train_dataset=training_problems(400, seed),
-            processing_class=tokenizer,
-        )
+            options, step.Timed, model=policy, args=args, reward_funcs=is_right,
+            train_dataset=training_problems(400, seed), processing_class=tokenizer,
+        )  # fmt: skip
         trainer.train()
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / MIB
         if tests:
             answered.append(right(policy, tokenizer, args.max_completion_length))
     ours = sorted({str(x.message) for x in said if "grpo_kernels" in x.filename})
-    return {
-        "options": options,
-        "steps": trainer.steps,
-        "right": answered,
-        "peak_mib": round(peak),
-        "said": ours,
-    }
+    found = {"options": options, "steps": trainer.steps, "right": answered}
+    return {**found, "peak_mib": round(peak), "said": ours}
