@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import itertools
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,24 +11,20 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from datasets import Dataset, DatasetDict
-from gsm8k_plain import NOTHING_LEARNT, splits
+from gsm8k_plain import NOTHING_LEARNT, READS, is_right, splits
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, TrainerCallback
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
-from trl.import_utils import is_math_verify_available, is_vllm_available
-from trl.rewards import accuracy_reward
+from trl.import_utils import is_vllm_available
 
 INSTRUCTION = r"Reason step by step, and put the final answer within \boxed{}."
-NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
-AFTER_HASHES = re.compile(r"####\s*\$?(-?\d[\d,]*(?:\.\d+)?)")
 
 # Values of TRL's options: of every run where they are not TRL's defaults, and then those of
 # --smoke.
 DEFAULTS = {
     "model_name_or_path": "Qwen/Qwen3-0.6B",
-    "chat_template_kwargs": {
-        "enable_thinking": False
-    },  # Qwen3's thinking takes more tokens than a completion has here
+    # Qwen3's thinking takes more tokens than a completion has here
+    "chat_template_kwargs": {"enable_thinking": False},
     "num_train_epochs": 1,
     "per_device_train_batch_size": 8,
     "gradient_accumulation_steps": 8,
@@ -57,12 +53,8 @@ class Options:
     dataset_name: str = field(
         default="openai/gsm8k", metadata={"help": "its name on the Hub, or a copy: gsm8k_plain.py"}
     )
-    eval_problems: int = field(
-        default=256, metadata={"help": "test problems to evaluate on; there are 1319"}
-    )
-    resume: bool = field(
-        default=False, metadata={"help": "go on from the last checkpoint in output_dir"}
-    )
+    eval_problems: int = field(default=256, metadata={"help": "test problems, of 1319"})
+    resume: bool = field(default=False, metadata={"help": "from the last checkpoint in output_dir"})
     smoke: bool = field(
         default=False,
         metadata={"help": "a tiny model, thirty problems, ten steps; on a CPU, offline"},
@@ -78,9 +70,8 @@ def parse(
     An unknown name is an error. --smoke changes defaults only, so that options beside it still
     count.
     """
-    parser = TrlParser(
-        (options, config, ModelConfig), description=doc.splitlines()[0], allow_abbrev=False
-    )
+    kinds = options, config, ModelConfig
+    parser = TrlParser(kinds, description=doc.splitlines()[0], allow_abbrev=False)
     chosen = {**DEFAULTS, **defaults, **({**SMOKE, **smoke} if "--smoke" in sys.argv else {})}
     unknown = parser.set_defaults_with_config(**chosen)
     assert not unknown, unknown
@@ -92,14 +83,10 @@ def parse(
     if parsed.eval_problems < 1:
         raise SystemExit(f"--eval_problems: expected at least 1, got {parsed.eval_problems}")
     if Path(args.output_dir).is_file():
-        raise SystemExit(
-            "--output_dir: expected a folder, or a name that is free, got the file "
-            f"{args.output_dir}"
-        )
+        expected = "expected a folder, or a name that is free"
+        raise SystemExit(f"--output_dir: {expected}, got the file {args.output_dir}")
     if args.use_vllm and not is_vllm_available():
-        raise SystemExit(
-            "--use_vllm: vLLM is not installed; pip install 'trl[vllm]', or leave the option out"
-        )
+        raise SystemExit("--use_vllm: vLLM is not installed; pip install 'trl[vllm]'")
     args.model_init_kwargs = {
         "revision": model.model_revision,
         "attn_implementation": model.attn_implementation,
@@ -124,37 +111,19 @@ def problems(options: Options) -> DatasetDict:
     found["test"] = found["test"].select(range(min(options.eval_problems, len(found["test"]))))
 
     def prepare(row: dict[str, str]) -> dict[str, Any]:
-        prompt = [{"role": "user", "content": f"{row['question']}\n{INSTRUCTION}"}]
-        return {
-            "prompt": prompt,
-            "solution": row["answer"].split("####")[-1].strip().replace(",", ""),
-        }
+        solution = row["answer"].split("####")[-1].strip().replace(",", "")
+        content = f"{row['question']}\n{INSTRUCTION}"
+        return {"prompt": [{"role": "user", "content": content}], "solution": solution}
 
     return found.map(prepare, remove_columns=["question", "answer"])
 
 
 def exact_match(
     completions: list[list[dict[str, str]]], solution: list[str], **kwargs: Any
-) -> list[float | None]:
-    """The reward, 1 for a right answer and else 0: TRL's accuracy_reward of what stands in
-    \\boxed{} or after ####.
-
-    That needs math-verify. Without it the last number of the completion is compared with the
-    solution.
-    """
-    if is_math_verify_available():
-        texts = [
-            AFTER_HASHES.sub(r"\\boxed{\1}", completion[-1]["content"])
-            for completion in completions
-        ]
-        return accuracy_reward([[{"content": text}] for text in texts], solution)
-    last = [
-        (NUMBER.findall(completion[-1]["content"]) or ["nan"])[-1].replace(",", "")
-        for completion in completions
-    ]
-    return [
-        float(float(found) == float(wanted)) for found, wanted in zip(last, solution, strict=True)
-    ]
+) -> list[float]:
+    """The reward, 1 for a right answer and else 0: of what stands in \\boxed{} or after ####."""
+    pairs = zip(completions, solution, strict=True)
+    return [float(is_right(completion[-1]["content"], wanted)) for completion, wanted in pairs]
 
 
 class SaysThatNothingIsLearnt(TrainerCallback):
@@ -184,21 +153,15 @@ def train_and_evaluate(trainer: Any, options: Options, metrics: dict[str, str]) 
     # by train(), which first divides the model over the GPUs
     args.eval_on_start = checkpoint is None
     say = trainer.accelerator.print
-    if not is_math_verify_available():
-        say(
-            "math-verify is not installed: the last number of each completion is compared with the "
-            "solution"
-        )
+    say(f"reward: {READS}")
     trainer.train(resume_from_checkpoint=checkpoint)
     trainer.evaluate()
     trainer.save_model()
     say(f"steps: {trainer.state.global_step}; model and checkpoints in {args.output_dir}")
     for name, title in metrics.items():
         values = [entry[name] for entry in trainer.state.log_history if name in entry]
-        say(
-            f"{title}, {len(trainer.eval_dataset)} test problems: {values[0]:.3f} before, "
-            f"{values[-1]:.3f} after"
-        )
+        change = f"{values[0]:.3f} before, {values[-1]:.3f} after"
+        say(f"{title}, {len(trainer.eval_dataset)} test problems: {change}")
     trainer.end()
 
 
@@ -206,19 +169,13 @@ def smoke_problems() -> DatasetDict:
     """Thirty problems in the form of GSM8K's. Two thirds have the answer 3, which is learnt in a
     few steps."""
     names = ("Ada", "Ben", "Cleo", "Dan", "Eve", "Finn", "Gus", "Hana", "Ivo", "June")
-    rows = [
-        {
-            "question": f"{name} has {first} apples and buys {second} more . "
-            f"How many apples has {name} now ?",
-            "answer": f"{name} has {first} + {second} = {first + second} apples now.\n"
-            f"#### {first + second}",
-        }
-        for name in names
-        for first, second in ((1, 1), (1, 2), (2, 1))
-    ]
-    return DatasetDict(
-        {"train": Dataset.from_list(rows[:21]), "test": Dataset.from_list(rows[21:])}
-    )
+    rows = []
+    for name, (a, b) in itertools.product(names, ((1, 1), (1, 2), (2, 1))):
+        question = f"{name} has {a} apples and buys {b} more . How many apples has {name} now ?"
+        answer = f"{name} has {a} + {b} = {a + b} apples now.\n#### {a + b}"
+        rows.append({"question": question, "answer": answer})
+    parts = {"train": rows[:21], "test": rows[21:]}
+    return DatasetDict({split: Dataset.from_list(part) for split, part in parts.items()})
 
 
 def smoke_model(folder: Path, hidden_size: int, seed: int) -> str:
@@ -227,24 +184,12 @@ def smoke_model(folder: Path, hidden_size: int, seed: int) -> str:
     state = PartialState()
     if state.is_local_main_process:
         words = {word for row in smoke_problems()["train"] for word in row["question"].split()}
-        vocab = [
-            "<pad>",
-            "<eos>",
-            "<unk>",
-            *sorted(words),
-            *(rf"\boxed{{{x}}}" for x in range(1, 6)),
-        ]
-        core = Tokenizer(
-            models.WordLevel({word: i for i, word in enumerate(vocab)}, unk_token="<unk>")
-        )
+        answers = [rf"\boxed{{{x}}}" for x in range(1, 6)]
+        vocab = ["<pad>", "<eos>", "<unk>", *sorted(words), *answers]
+        core = Tokenizer(models.WordLevel({x: i for i, x in enumerate(vocab)}, unk_token="<unk>"))
         core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-        tokenizer = PreTrainedTokenizerFast(
-            tokenizer_object=core,
-            pad_token="<pad>",
-            eos_token="<eos>",
-            unk_token="<unk>",
-            padding_side="left",
-        )
+        special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, padding_side="left", **special)
         tokenizer.chat_template = "{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}"
         tokenizer.save_pretrained(folder)
         torch.manual_seed(seed)

@@ -41,12 +41,10 @@ PRECISIONS = {  # of float32 products, by torch's names
 
 def collect() -> dict[str, dict[str, str]]:
     """Return the report: section -> name -> text. Of the packages, only torch is imported."""
-    everywhere = devices()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the report itself says the same
-        chosen = {str(device): choose_backend("auto", device) for device in everywhere}
-    library = build.load()
-    kernels = "none"
+        chosen = {str(device): choose_backend("auto", device) for device in devices()}
+    library, kernels = build.load(), "none"
     if not library.refusal:
         kernels = f"{torch.ops.grpo_kernels_cpp.isa('')}, {library.path or library.origin}"
     least, *_, most = (f"{size / 2**20:.0f} MiB" for size in CUDA.workspaces)
@@ -64,7 +62,7 @@ def collect() -> dict[str, dict[str, str]]:
             "torch threads": str(torch.get_num_threads()),
             "torch cpu capability": torch.backends.cpu.get_cpu_capability(),
         },
-        "devices": {str(device): _describe(device) for device in everywhere},
+        "devices": {str(device): _describe(device) for device in devices()},
         "backend": {
             **{name: f"{backend.name} ({reason})" for name, (backend, reason) in chosen.items()},
             "C++ library": kernels,
@@ -159,15 +157,13 @@ def check(devices: list[torch.device]) -> Iterator[dict[str, Any]]:
                 about = f"{name}, {str(dtype).removeprefix('torch.')}"
                 found = {"name": about, "device": str(device), "backend": backend}
                 try:
-                    pairs = call(*_drawn(dtype, device), run)
-                    share, error, what = max(_errors(pairs))
+                    share, error, what = max(_errors(call(*_drawn(dtype, device), run)))
                 except Exception as raised:
                     detail = f"{type(raised).__name__}: {raised}"
                     yield found | {"error": None, "ok": False, "detail": detail}
                     continue
-                shown = error if math.isfinite(error) else None
-                detail = "" if share <= 1 else f"in {what}"
-                yield found | {"error": shown, "ok": share <= 1, "detail": detail}
+                shown, ok = error if math.isfinite(error) else None, share <= 1
+                yield found | {"error": shown, "ok": ok, "detail": "" if ok else f"in {what}"}
 
 
 def _errors(pairs: Pairs) -> Iterator[tuple[float, float, str]]:

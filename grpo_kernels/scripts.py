@@ -43,10 +43,8 @@ METHODS = {  # of TRL's trainers; one may call another, whose phase then has the
     "forward and backward": "training_step",
 }
 PHASES = (*METHODS, "optimizer", "other")
-# methods and attributes of TRL's trainers that draw completions
-SAMPLERS = ("_generate_single_turn", "rollout_func")
-# clocks and schedules say nothing of the loss
-NOT_COMPARED = ("time", "per_second", "epoch", "learning_rate", "total_flos")
+SAMPLERS = ("_generate_single_turn", "rollout_func")  # of TRL's trainers, that draw completions
+NOT_COMPARED = ("time", "per_second", "epoch", "learning_rate", "total_flos")  # not of the loss
 RESTRICTED = {  # arguments of a trainer: a log at each step, no files, no trackers
     "logging_strategy": "steps", "logging_steps": 1, "log_completions": False, "report_to": [],
     "save_strategy": "no", "load_best_model_at_end": False, "push_to_hub": False,
@@ -125,6 +123,7 @@ class Watch:
         from transformers import Trainer, TrainingArguments
 
         self.variant, self.folder, self.steps, self.draws = variant, folder, steps, 0
+        self.restricted = RESTRICTED | {"output_dir": str(folder / "output")}
         self.seconds: list[dict[str, float]] = []
         self.spent, self.phase, self.began = dict.fromkeys(PHASES, 0.0), "other", _now()
         init, train = Trainer.__init__, Trainer.train
@@ -133,7 +132,7 @@ class Watch:
             trainer: Any, model: Any = None, args: Any = None, *given: Any, **named: Any
         ) -> None:
             args = args or TrainingArguments()
-            self.restrict(args)
+            vars(args).update(self.restricted)
             init(trainer, model, args, *given, **named)
 
         def watched(trainer: Any, resume_from_checkpoint: Any = None, **named: Any) -> None:
@@ -143,10 +142,6 @@ class Watch:
             raise SystemExit(0)
 
         Trainer.__init__, Trainer.train = restricted, watched
-
-    def restrict(self, args: Any) -> None:
-        """Change a trainer's arguments: files go to our folder."""
-        vars(args).update(RESTRICTED, output_dir=str(self.folder / "output"))
 
     def begin(self, trainer: Any) -> bool:
         """Put clocks around a trainer's methods; return True if noise had to be turned off."""
@@ -167,7 +162,7 @@ class Watch:
                 watch.spent = dict.fromkeys(PHASES, 0.0)
                 control.should_training_stop |= state.global_step >= watch.steps
 
-        self.restrict(trainer.args)  # what the script has changed since
+        vars(trainer.args).update(self.restricted)  # what the script has changed since
         for phase, name in METHODS.items():
             if hasattr(trainer, name):
                 setattr(trainer, name, partial(self.timed, phase, getattr(trainer, name)))
@@ -180,12 +175,21 @@ class Watch:
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         self.began = _now()
-        return _without_noise(trainer.model)
+        # dropout, router jitter and the like: the two runs would draw other noise, since they
+        # compute tokens in other shapes
+        noise = [(x, rate) for x in trainer.model.modules() for rate in random_rates(x)]
+        for module, rate in noise:
+            setattr(module, rate, 0.0)
+        return bool(noise)
 
     def end(self, trainer: Any, had_noise: bool) -> None:
         """Write what was watched to ``stock.json`` or ``fused.json``."""
         peak, args, model = _peak_mib(), trainer.args, trainer.model
-        logs = [x for x in trainer.state.log_history if "loss" in x]
+        logs = [
+            {name: float(x) for name, x in log.items() if isinstance(x, (int, float))}
+            for log in trainer.state.log_history
+            if "loss" in log
+        ]
         result = {
             "trainer": type(trainer).__name__,
             "device": str(args.device),
@@ -193,7 +197,10 @@ class Watch:
             "noise_off": had_noise,
             "peak_mib": peak,
             "seconds": self.seconds,
-            "logs": [{k: float(x) for k, x in log.items() if _is_compared(k, x)} for log in logs],
+            "logs": [
+                {k: x for k, x in log.items() if not any(y in k for y in NOT_COMPARED)}
+                for log in logs
+            ],
         }
         if self.variant == STOCK:
             torch.save(_trained(model), self.folder / "end.pt")
@@ -244,19 +251,6 @@ def _peak_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / MIB
 
 
-def _without_noise(model: torch.nn.Module) -> bool:
-    """Turn dropout, router jitter and the like off; return whether there was any.
-
-    The two runs compute tokens in other shapes, and would draw other noise.
-    """
-    found = False
-    for module in model.modules():
-        for name in random_rates(module):
-            setattr(module, name, 0.0)
-            found = True
-    return found
-
-
 def _trained(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: x.detach() for name, x in model.named_parameters() if x.requires_grad}
 
@@ -276,10 +270,6 @@ def _parameters_apart(folder: Path, ours: dict[str, torch.Tensor]) -> dict[str, 
         change = math.hypot(change, (x.double() - begin[name].double()).norm().item())
     relative = difference / change if change else math.inf if difference else 0.0
     return {"relative": relative, "change": change, "largest": largest[0], "in": largest[1]}
-
-
-def _is_compared(name: str, x: Any) -> bool:
-    return isinstance(x, (int, float)) and not any(part in name for part in NOT_COMPARED)
 
 
 def _watched_run() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -37,23 +37,26 @@ def check_token_level(
     """
     if tokens is None:
         gen = torch.Generator().manual_seed(0)
-        numbers = torch.randn(6, 99, generator=gen)
+        numbers, places = torch.randn(6, 99, generator=gen), torch.arange(99)
         logps = -numbers[0].abs() - 0.01
-        places = torch.arange(99)
-        tokens = TokenInputs(
-            logps=logps,
-            entropies=numbers[1].abs(),
-            mask=torch.ones(99, dtype=torch.bool),
-            advantages=numbers[2],
-            old_per_token_logps=(logps + 0.3 * numbers[3]).clamp(max=0.0),
-            ref_per_token_logps=(logps + 0.3 * numbers[4]).clamp(max=0.0),
-            sampling_per_token_logps=(logps + 0.3 * numbers[5]).clamp(max=0.0),
-            importance_sampling_ratio=torch.rand(99, generator=gen) + 0.5,
-            index=places,
-            sequence=places // 11,
-            position=places % 11,
-        )
-    whole = _evaluated(objective, _some(tokens, slice(None)))
+        old, ref, sampling = ((logps + 0.3 * x).clamp(max=0.0) for x in numbers[3:])
+        ratio, mask = torch.rand(99, generator=gen) + 0.5, torch.ones(99, dtype=torch.bool)
+        policy = logps, numbers[1].abs(), mask, numbers[2]
+        where = places, places // 11, places % 11
+        tokens = TokenInputs(*policy, old, ref, sampling, ratio, *where)
+    given = {x.name: getattr(tokens, x.name) for x in fields(TokenInputs)}
+
+    def evaluated(index: Tensor | slice) -> tuple[Tensor, ...]:  # losses, gradients of their sum
+        some: dict[str, Any] = {
+            name: x if x is None else x.flatten()[index] for name, x in given.items()
+        }
+        names = "logps", "entropies"
+        leaves = [some[x].detach().clone().requires_grad_() for x in names]
+        losses = objective(TokenInputs(**{**some, **dict(zip(names, leaves, strict=True))}))
+        options: dict[str, Any] = {"allow_unused": True, "materialize_grads": True}
+        return losses.detach(), *torch.autograd.grad(losses.sum(), leaves, **options)
+
+    whole = evaluated(slice(None))
     if not any(x.any() for x in whole[1:]):
         raise AssertionError("check_token_level: expected a gradient, got 0 at every token")
     n = tokens.logps.numel()
@@ -64,36 +67,15 @@ def check_token_level(
     worst = 0.0
     for part in order.tensor_split([few] if n < 3 else [few, few + (n - few) // 2]):
         part = part.to(tokens.logps.device)
-        alone = _evaluated(objective, _some(tokens, part))
-        for x, every in zip(alone, whole, strict=True):
-            worst = max(worst, _difference(x, every[part], every))
+        for x, every in zip(evaluated(part), whole, strict=True):
+            y = every[part]
+            size = torch.maximum(y.abs(), every.abs().nan_to_num(0.0, 0.0, 0.0).mean())
+            same = (x == y) | (x.isnan() & y.isnan())
+            distance = torch.where(same, 0.0, ((x - y).abs() / size).nan_to_num(torch.inf))
+            worst = max(worst, distance.max().item())
     if worst > tolerance:
         raise AssertionError(
             "check_token_level: expected a loss of each token alone, but with fewer tokens beside "
             f"them its values or gradients differ by {worst:.1e} of their size. Do not declare it "
             "token_level. Numbers that belong to a token: extra.flatten()[tokens.index]"
         )
-
-
-def _some(tokens: TokenInputs, index: Tensor | slice) -> TokenInputs:
-    given = {x.name: getattr(tokens, x.name) for x in fields(TokenInputs)}
-    some: dict[str, Any] = {k: x if x is None else x.flatten()[index] for k, x in given.items()}
-    return TokenInputs(**some)
-
-
-def _evaluated(objective: PerTokenLoss, tokens: TokenInputs) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss of each token, and the gradients of their sum in logps and entropies."""
-    leaves = [x.detach().clone().requires_grad_() for x in (tokens.logps, tokens.entropies)]
-    losses = objective(replace(tokens, logps=leaves[0], entropies=leaves[1]))
-    d_logp, d_entropy = torch.autograd.grad(
-        losses.sum(), leaves, allow_unused=True, materialize_grads=True
-    )
-    return losses.detach(), d_logp, d_entropy
-
-
-def _difference(x: Tensor, y: Tensor, every: Tensor) -> float:
-    """The largest distance of x from y, relative to y or to the mean of `every`; NaN equals NaN."""
-    size = torch.maximum(y.abs(), every.abs().nan_to_num(0.0, 0.0, 0.0).mean())
-    same = (x == y) | (x.isnan() & y.isnan())
-    distance = ((x - y).abs() / size).nan_to_num(torch.inf)
-    return torch.where(same, 0.0, distance).max().item()

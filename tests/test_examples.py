@@ -129,7 +129,6 @@ def test_grpo_on_gsm8k_learns_writes_checkpoints_and_resumes(tmp_path: Path) -> 
     assert before_and_after(resumed, "accuracy")[0] == before
     longer = log(12)
     assert longer[: len(first)] == first
-    assert max(x["grad_norm"] for x in longer if x["step"] > 10 and "loss" in x) > 0
 
 
 @pytest.mark.slow
@@ -256,20 +255,6 @@ def test_the_plain_loop_refuses_options_that_cannot_be(
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("with_math_verify", [False, True])
-def test_the_reward_is_an_exact_match(
-    gsm8k: Any, monkeypatch: pytest.MonkeyPatch, with_math_verify: bool
-) -> None:
-    if with_math_verify:
-        pytest.importorskip("math_verify")
-    monkeypatch.setattr(gsm8k, "is_math_verify_available", lambda: with_math_verify)
-    right = [r"so 3 * 14 = 42, thus \boxed{42}", "3 * 14\n#### 42", r"So \boxed{42.0}.", "#### $42"]
-    wrong = [r"\boxed{43}", "42 of 50, so\n#### 8", "", "none", r"42 in the end: \boxed{4}"]
-    completions = [[{"role": "assistant", "content": text}] for text in right + wrong]
-    expected = [1.0] * len(right) + [0.0] * len(wrong)
-    assert gsm8k.exact_match(completions, ["42"] * len(completions)) == expected
-
-
 def test_a_solution_is_the_number_of_the_answer(
     gsm8k: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -283,6 +268,8 @@ def test_a_solution_is_the_number_of_the_answer(
     assert {name: len(split) for name, split in found.items()} == {"train": 3, "test": 2}
     assert found["test"][0]["solution"] == "1200"
     assert found["test"][0]["prompt"][0]["content"].startswith(row["question"])
+    completions = [[{"role": "assistant", "content": x}] for x in ("#### 1,200", "1200", "#### 1")]
+    assert gsm8k.exact_match(completions, ["1200"] * 3) == [1.0, 0.0, 0.0]
 
 
 @pytest.mark.slow
