@@ -34,15 +34,15 @@ from typing import TYPE_CHECKING, Any
 # typing is not in __all__: import * would hide Python's module typing
 from grpo_kernels import advantages, objectives, presets, rewards, rollouts
 from grpo_kernels import typing as typing
-from grpo_kernels.batch.kept_ids import KeptIds
-from grpo_kernels.call.expected import Expectation
-from grpo_kernels.call.plan import Run
-from grpo_kernels.call.results import LossOutput, Scores
-from grpo_kernels.head.head import Head, LoRA
+from grpo_kernels.engine.plan import Run
+from grpo_kernels.head import Head, LoRA
+from grpo_kernels.kept_ids import KeptIds
 from grpo_kernels.loss import GRPOLoss, grpo_loss, policy_expectation, policy_loss_from_logps
 from grpo_kernels.objective.config import LossConfig
 from grpo_kernels.objective.custom import TokenInputs, token_level
+from grpo_kernels.objective.expected import Expectation
 from grpo_kernels.objective.metrics import Metrics
+from grpo_kernels.results import LossOutput, Scores
 from grpo_kernels.scores import linear_divergence, linear_logprob, topk_divergence
 
 __version__ = "0.1.0"

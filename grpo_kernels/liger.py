@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from grpo_kernels.base.checks import check_tensor
 from grpo_kernels.base.choices import BackendName, EngineName, ImportanceSamplingLevel, LossTypeName
 from grpo_kernels.base.distributed import all_reduce
-from grpo_kernels.call.plan import Run, check_run
-from grpo_kernels.head.head import Head
-from grpo_kernels.head.module import gather_of
+from grpo_kernels.engine.plan import Run, check_run
+from grpo_kernels.head import Head
 from grpo_kernels.loss import grpo_loss
+from grpo_kernels.module import gather_of
 from grpo_kernels.objective.config import LossConfig
 from grpo_kernels.patching import Patches, needed, parameter_names
 from grpo_kernels.scores import linear_logprob

@@ -3,19 +3,19 @@ log-probabilities.
 
 The algorithm of `grpo_loss`, in the order in which it runs, and where it is::
 
-    tokens  = the positions that count                                    batch/tokens.py
+    tokens  = the positions that count                                    tokens.py
     weights = the loss type's normaliser, one weight per token            objective/losses.py
-    engine  = the cheapest that gives this loss its exact gradient        call/plan.py, engine/
-    the first pass, before autograd knows of the call:                    call/loss.py,
-    for each chunk of rows:                               engine/passes.py, engine/sweep.py
-        z = hidden @ weight.T                                             engine/sweep.py
+    engine  = the cheapest that gives this loss its exact gradient        engine/plan.py
+    the first pass, before autograd knows of the call:                    engine/sweep.py
+    for each chunk of rows:
+        z = hidden @ weight.T                                             engine/gemm.py
         logps, entropies = log softmax(z)[id], -sum p log p               backends/
         R = logps - old_per_token_logps                                   objective/policy.py
         l = -min(e^R A, clip(e^R, 1 - epsilon, 1 + epsilon_high) A) + beta KL
                                                                           token_loss/formulas.py
         a, b = d loss / d logps, d loss / d entropies                     objective/policy.py
         dz_j = a (1[j = id] - p_j) - b p_j (log p_j + entropy)            backends/
-        d hidden, d weight += dz @ weight, dz.T @ hidden                  engine/sweep.py
+        d hidden, d weight += dz @ weight, dz.T @ hidden                  engine/gemm.py
     loss = sum(weights * l) - entropy_coef * mean entropy                 objective/policy.py
     the gradient of the loss, in its backward                             engine/autograd.py
 
@@ -29,30 +29,35 @@ K candidates v (`sampling_topk_ids`) there are K more, g_v = d loss / d log p_v,
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from torch import Tensor, nn
 
-from grpo_kernels.base.checks import check_ids, check_shape, check_tensor
+from grpo_kernels.base.checks import (
+    check_ids,
+    check_logps,
+    check_shape,
+    check_tensor,
+    warn_of_ratio,
+)
 from grpo_kernels.base.choices import WithoutSet
-from grpo_kernels.batch.kept_ids import KeptIds, check_without_set
-from grpo_kernels.batch.tokens import LossInputs, read_tokens
-from grpo_kernels.call.doors import outside_graphs, takes_heads, whole_reference
-from grpo_kernels.call.expected import Expectation
-from grpo_kernels.call.kept import Kept, score_kept
-from grpo_kernels.call.loss import Loss, check_loss, counted_tokens
-from grpo_kernels.call.plan import Run, check_run, planned
-from grpo_kernels.call.results import LossOutput
-from grpo_kernels.call.rows import check_listed, with_topk
-from grpo_kernels.engine.autograd import PolicyLoss
-from grpo_kernels.engine.device import accumulator_of
-from grpo_kernels.engine.records import Rows
-from grpo_kernels.engine.top_k import TOPK_LOGPS
-from grpo_kernels.head.head import HeadLike
-from grpo_kernels.head.lm_head import LMHead, OtherHead
+from grpo_kernels.engine.autograd import PolicyLoss, first_order
+from grpo_kernels.engine.plan import Rows, Run, begin, check_run, plan, together
+from grpo_kernels.engine.sweep import first_pass, of_loss
+from grpo_kernels.engine.top_k import TopKLogps
+from grpo_kernels.engine.workspace import accumulator_of
+from grpo_kernels.head import (
+    HeadLike,
+    grouped,
+    outside_graphs,
+    read_heads,
+    read_second,
+)
+from grpo_kernels.kept_ids import KeptIds, check_without_set
+from grpo_kernels.module import takes_heads, whole_second
 from grpo_kernels.objective.config import (
     FIELDS,
     LossConfig,
@@ -60,15 +65,43 @@ from grpo_kernels.objective.config import (
     check_config,
     check_names,
     check_objective,
+    check_sampling,
+    check_terms,
     config_with,
+    warn_of_inputs,
 )
-from grpo_kernels.objective.custom import TokenInputs
+from grpo_kernels.objective.custom import CustomObjective, TokenInputs
+from grpo_kernels.objective.expected import Expectation
+from grpo_kernels.objective.losses import check_num_items, token_weights
+from grpo_kernels.objective.metrics import Metrics, loss_metrics
+from grpo_kernels.objective.policy import Evaluation, PolicyObjective, numbers
+from grpo_kernels.results import LossOutput
+from grpo_kernels.scores import check_listed, read_kept_sets, score_kept
+from grpo_kernels.token_loss.record import TOPK_LOGPS
+from grpo_kernels.tokens import Layout, Tokens, read_tokens
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from grpo_kernels.call.loss import LossInputKeywords
     from grpo_kernels.objective.config import LossFields
+
+Custom = Callable[[TokenInputs], Tensor]  # a user's objective
+
+
+class LossInputKeywords(TypedDict, total=False):
+    """Keyword arguments of a `GRPOLoss`'s call, for type checkers."""
+
+    old_per_token_logps: Tensor | None
+    ref_per_token_logps: Tensor | None
+    reference: tuple[Tensor, HeadLike] | None
+    num_items_in_batch: float | Tensor | None
+    sampling_per_token_logps: Tensor | None
+    importance_sampling_ratio: Tensor | None
+    sampling_topk_ids: Tensor | None
+    sampling_topk_logps: Tensor | None
+    kept_ids: Tensor | KeptIds | None
+    without_set: WithoutSet
+    cu_seqlens: Tensor | None
 
 
 @takes_heads
@@ -80,7 +113,7 @@ def grpo_loss(
     advantages: Tensor,  # (B,) or (B, T) or (N,)
     *,
     config: LossConfig | None = None,
-    objective: Callable[[TokenInputs], Tensor] | None = None,
+    objective: Custom | None = None,
     # policy terms
     old_per_token_logps: Tensor | None = None,  # (B, T) or (N,)
     ref_per_token_logps: Tensor | None = None,  # (B, T) or (N,)
@@ -184,65 +217,83 @@ def grpo_loss(
         TypeError, ValueError: a wrong argument; the message names it, what was expected and what
             came. Raised before any work is done, and nothing is changed.
     """
-    config = config_with(config, fields, _OF_CALL, "grpo_loss")
-    inputs = LossInputs(
-        completion_ids, completion_mask, advantages, old_per_token_logps, ref_per_token_logps,
-        sampling_per_token_logps, importance_sampling_ratio, num_items_in_batch, cu_seqlens,
-        sampling_topk_ids, sampling_topk_logps,
-    )  # fmt: skip
-    if kept_ids is None:
+    given = {**locals()}
+    given["config"] = config = config_with(config, fields, _OF_CALL, "grpo_loss")
+    inputs = {
+        "old_per_token_logps": old_per_token_logps,
+        "ref_per_token_logps": ref_per_token_logps,
+        "sampling_per_token_logps": sampling_per_token_logps,
+        "importance_sampling_ratio": importance_sampling_ratio,
+        "sampling_topk_logps": sampling_topk_logps,
+        "cu_seqlens": cu_seqlens,
+    }
+    if kept_ids is None and without_set != "error":
         check_without_set(without_set)
-    # what the ranks of a divided head compare
-    given = {**vars(inputs), "objective": objective}
-    given |= {"kept_ids": kept_ids, "without_set": without_set}
-    policy = LMHead.of_call(hidden, head, OtherHead.of_reference(reference))
-    with whole_reference(policy) as policy:
-        with planned("grpo_loss", policy, run, given) as call:
-            if kept_ids is not None and config.needs_reference_head:
-                raise ValueError(
-                    "kl_estimator: expected 'k1', 'k2' or 'k3' with kept_ids, which truncate the "
-                    "policy, got 'full', the divergence over the whole vocabulary"
-                )
-            check_loss(inputs, config, objective, has_reference=reference is not None)
-            check_centering(config, objective, inputs, kept_ids)
-            given |= vars(config)
-            if not config.needs_reference_head:  # beta is 0
-                call.head = replace(call.head, reference=None)
-            call.head.check(ranks=(3,) if cu_seqlens is None else (2,))
-            check_ids("completion_ids", completion_ids, call.head.hidden)
-            if sampling_topk_ids is not None:
-                states = call.head.hidden
-                check_listed("sampling_topk_ids", sampling_topk_ids, states, sampling_topk_logps)
-            kept = None
-            if kept_ids is not None:
-                names = {"ids_name": "completion_ids", "others": inputs.logps}
-                kept = Kept.of(kept_ids, without_set, completion_ids, **names)
-            call.make_plan(backend=None if kept is None else "torch")
-            tokens = counted_tokens(inputs, config, objective, call.plan.accumulator)
-            call.rows = Rows(tokens.layout.positions, tokens.ids, 1.0 / config.temperature)
-        if kept is None:
-            call.rows = call.check_range("completion_ids", call.rows)
-        extras: tuple[str, ...] = ()
-        if sampling_topk_ids is not None and sampling_topk_logps is not None:
-            ids = sampling_topk_ids.masked_fill(sampling_topk_logps == -torch.inf, -1)
-            call.rows, padding = with_topk(call, call.rows, "sampling_topk_ids", ids)
-            tokens, extras = tokens.without_candidates(padding), (TOPK_LOGPS,)
-        loss = Loss.of(inputs, tokens, config, objective)
-        if kept is not None:
-            expected = loss.expectation() if without_set == "full" else None
-            scores, of_sets = score_kept(call, kept, expected)
-            out = loss.from_logps(scores.logps, scores.entropies, engine="kept_sets")
-            return replace(out, metrics=out.metrics.joined(of_sets))
-        request = call.request(call.rows, loss, extras=extras)
-        operands = call.head.operands(call.rows.positions)
-        first, evaluation = loss.first_pass(operands, request)
-        value, *results = PolicyLoss.apply(
-            request, evaluation.loss, first, operands.teacher, *operands
+    if kept_ids is not None and isinstance(config, LossConfig) and config.needs_reference_head:
+        raise ValueError(
+            "kl_estimator: expected 'k1', 'k2' or 'k3' with kept_ids, which truncate the "
+            "policy, got 'full', the divergence over the whole vocabulary"
         )
+    reference = whole_second(reference, hidden, head, "reference.")
+    head = grouped(hidden, head)
+    with together("grpo_loss", head.process_group, given) as ranks:
+        _check_loss(config, objective, inputs, num_items_in_batch, reference is not None)
+        check_centering(config, objective, given)
+        if reference is not None and not config.needs_reference_head:  # beta is 0
+            read_second(reference, head, "reference.")
+            reference = None
+        dims = (3,) if cu_seqlens is None else (2,)
+        hidden, head, reference = read_heads(
+            hidden, head, reference, prefix="reference.", ranks=dims
+        )
+        check_ids("completion_ids", completion_ids, hidden)
+        if sampling_topk_ids is not None:
+            check_listed("sampling_topk_ids", sampling_topk_ids, hidden, sampling_topk_logps)
+        sets = None
+        if kept_ids is not None:
+            sets = read_kept_sets(kept_ids, without_set, completion_ids)
+        backend: Any = None if sets is None else "torch"
+        job = begin(hidden, head, run, reference, "reference.", backend=backend)
+        job = replace(job, extras=() if sampling_topk_ids is None else (TOPK_LOGPS,))
+        tokens = read_tokens(completion_ids, completion_mask, advantages, job.accumulator, **inputs)
+        _check_tokens(tokens, config, objective, inputs, num_items_in_batch)
+        rows = Rows(tokens.layout.positions, tokens.ids, 1.0 / config.temperature)
+        if sampling_topk_ids is not None and sampling_topk_logps is not None:
+            listed = sampling_topk_ids.masked_fill(sampling_topk_logps == -torch.inf, -1)
+            listed = listed.detach().flatten(0, -2)[rows.positions]
+            top_k, padding = TopKLogps.of(listed, rows.ids)
+            rows, tokens = replace(rows, top_k=top_k), tokens.without_candidates(padding)
+        loss = _objective(config, objective, tokens, num_items_in_batch)
+        names = None if sets else ("completion_ids", "sampling_topk_ids")
+        job, tensors, of_reference = plan(
+            job, hidden, head, rows, run, ranks, None if sets else loss,
+            second=reference, prefix="reference.", names=names,
+        )  # fmt: skip
+    if sets is not None:
+        options: dict[str, Any] = {"ids_name": "completion_ids", "without_set": without_set}
+        if without_set == "full":
+            options["expected"] = Expectation.of_loss(loss, tokens)
+        others = {name: inputs[name] for name in LOGPS}
+        scores, of_sets = score_kept(
+            job, tensors, run, sets, completion_ids, others=others, **options
+        )
+        out = _loss_of_logps(
+            loss, tokens, config, num_items_in_batch, scores.logps, scores.entropies, "kept_sets"
+        )
+        return replace(out, metrics=out.metrics.joined(of_sets))
+
+    first = first_pass(job, tensors, of_reference, loss)
+    with torch.no_grad():
+        evaluation = loss.evaluate(first.stats)
+        first = of_loss(job, first, evaluation.coefficients)
+    value, *results = PolicyLoss.apply(job, evaluation.loss, first, of_reference, *tensors)
     logps, entropies = (x.view(tokens.layout.shape) for x in results)
-    metrics = loss.metrics(first.entropies, evaluation, request)
-    engine, backend = request.engine.name, request.plan.backend.name
-    return LossOutput(value, logps, entropies, metrics, engine, backend)
+    with_grad = evaluation.has_gradient  # which tokens the backward has products for
+    if job.when != "later":
+        with_grad = torch.full_like(with_grad, job.when == "now")
+        with_grad = loss.live if job.when == "now" and loss.live is not None else with_grad
+    metrics = _metrics(config, tokens, first.entropies, evaluation, with_grad, num_items_in_batch)
+    return LossOutput(value, logps, entropies, metrics, job.engine, job.backend.name)
 
 
 _OF_CALL = [name for name in inspect.signature(grpo_loss).parameters if name != "fields"]
@@ -271,7 +322,7 @@ class GRPOLoss(nn.Module):
         self,
         config: LossConfig | None = None,
         *,
-        objective: Callable[[TokenInputs], Tensor] | None = None,
+        objective: Custom | None = None,
         run: Run | None = None,
         **fields: Unpack[LossFields],
     ) -> None:
@@ -335,7 +386,7 @@ def policy_loss_from_logps(
     importance_sampling_ratio: Tensor | None = None,  # (B, T), (B, 1) or (B,); (N,)
     num_items_in_batch: float | Tensor | None = None,
     config: LossConfig | None = None,
-    objective: Callable[[TokenInputs], Tensor] | None = None,
+    objective: Custom | None = None,
     cu_seqlens: Tensor | None = None,  # (B + 1,)
     **fields: Unpack[LossFields],
 ) -> LossOutput:
@@ -361,21 +412,26 @@ def policy_loss_from_logps(
         TypeError, ValueError: a wrong argument; the message names it. RuntimeError: differentiated
             twice.
     """
-    inputs = LossInputs(
-        None, completion_mask, advantages, old_per_token_logps, ref_per_token_logps,
-        sampling_per_token_logps, importance_sampling_ratio, num_items_in_batch, cu_seqlens,
-    )  # fmt: skip
+    inputs = {
+        "old_per_token_logps": old_per_token_logps,
+        "ref_per_token_logps": ref_per_token_logps,
+        "sampling_per_token_logps": sampling_per_token_logps,
+        "importance_sampling_ratio": importance_sampling_ratio,
+        "cu_seqlens": cu_seqlens,
+    }
     config = config_with(config, fields, _OF_LOGPS, "policy_loss_from_logps")
-    check_loss(inputs, config, objective)
+    _check_loss(config, objective, inputs, num_items_in_batch)
     check_tensor("logps", logps, floating=True)
-    if logps.dim() != (2 if inputs.cu_seqlens is None else 1):
-        written = "(B, T)" if inputs.cu_seqlens is None else "(N,) with cu_seqlens"
+    if logps.dim() != (2 if cu_seqlens is None else 1):
+        written = "(B, T)" if cu_seqlens is None else "(N,) with cu_seqlens"
         raise ValueError(f"logps: expected shape {written}, got {tuple(logps.shape)}")
     check_tensor("entropies", entropies, like=logps, floating=True)
     check_shape("entropies", entropies, ("that of logps", tuple(logps.shape)))
-    dtype = accumulator_of(logps.dtype)
-    tokens = counted_tokens(inputs.with_blank_ids(logps), config, objective, dtype)
-    return Loss.of(inputs, tokens, config, objective).from_logps(logps, entropies)
+    no_ids, dtype = torch.zeros_like(logps, dtype=torch.long), accumulator_of(logps.dtype)
+    tokens = read_tokens(no_ids, completion_mask, advantages, dtype, **inputs)
+    _check_tokens(tokens, config, objective, inputs, num_items_in_batch)
+    loss = _objective(config, objective, tokens, num_items_in_batch)
+    return _loss_of_logps(loss, tokens, config, num_items_in_batch, logps, entropies, "given")
 
 
 _OF_LOGPS = [x for x in inspect.signature(policy_loss_from_logps).parameters if x != "fields"]
@@ -412,15 +468,118 @@ def policy_expectation(
     Raises:
         TypeError, ValueError: a wrong argument; the message names it.
     """
-    inputs = LossInputs(
-        None, completion_mask, advantages, old_per_token_logps, ref_per_token_logps,
-        sampling_per_token_logps, importance_sampling_ratio, num_items_in_batch,
-    )  # fmt: skip
+    inputs = {
+        "old_per_token_logps": old_per_token_logps,
+        "ref_per_token_logps": ref_per_token_logps,
+        "sampling_per_token_logps": sampling_per_token_logps,
+        "importance_sampling_ratio": importance_sampling_ratio,
+    }
     check_config(config)
-    check_loss(inputs, config, has_reference=config.needs_reference_head)
+    _check_loss(config, None, inputs, num_items_in_batch, config.needs_reference_head)
     check_tensor("completion_mask", completion_mask)
     if completion_mask.dim() != 2:
         got = tuple(completion_mask.shape)
         raise ValueError(f"completion_mask: expected shape (B, T), got {got}")
-    tokens = read_tokens(inputs.with_blank_ids(completion_mask), torch.float32)
-    return Loss.of(inputs, tokens, config).expectation()
+    no_ids = torch.zeros_like(completion_mask, dtype=torch.long)
+    tokens = read_tokens(no_ids, completion_mask, advantages, torch.float32, **inputs)
+    return Expectation.of_loss(_objective(config, None, tokens, num_items_in_batch), tokens)
+
+
+LOGPS = ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps")
+
+
+def _check_loss(
+    config: LossConfig,
+    objective: Custom | None,
+    inputs: Mapping[str, Any],
+    num_items_in_batch: float | Tensor | None,
+    has_reference: bool = False,
+) -> None:
+    """Raise unless `inputs` have all that the loss reads; `read_tokens` checks their shapes."""
+    check_config(config)
+    check_terms(config, inputs["ref_per_token_logps"], objective, has_reference=has_reference)
+    ratio = inputs["importance_sampling_ratio"]
+    check_sampling(config, inputs["sampling_per_token_logps"], ratio)
+    check_num_items(num_items_in_batch)
+
+
+def _check_tokens(
+    tokens: Tokens,
+    config: LossConfig,
+    objective: Custom | None,
+    inputs: Mapping[str, Any],
+    num_items_in_batch: float | Tensor | None,
+) -> None:
+    for name in LOGPS:
+        check_logps(name, getattr(tokens, name))
+    warn_of_inputs(
+        config,
+        objective,
+        num_items_in_batch=num_items_in_batch,
+        old_per_token_logps=inputs["old_per_token_logps"],
+        sampling_per_token_logps=inputs["sampling_per_token_logps"],
+    )
+
+
+def _objective(
+    config: LossConfig, objective: Custom | None, tokens: Tokens, num_items: float | Tensor | None
+) -> PolicyObjective | CustomObjective:
+    """The loss that `config` describes, or the custom one."""
+    weights = token_weights(config, tokens.layout, num_items, tokens.advantages.dtype)
+    if objective is None:
+        return PolicyObjective(config, tokens, weights)
+    return CustomObjective(objective, tokens, weights)
+
+
+def _metrics(
+    config: LossConfig,
+    tokens: Tokens,
+    entropies: Tensor,
+    evaluation: Evaluation,
+    with_grad: Tensor,
+    num_items: float | Tensor | None,
+) -> Metrics:
+    if tokens.old_per_token_logps is not None and evaluation.terms is not None:
+        warn_of_ratio(evaluation.terms.token_log_ratio)
+    has_items = num_items is not None
+    return loss_metrics(config, tokens, entropies, evaluation, with_grad.sum(), num_items=has_items)
+
+
+def _loss_of_logps(
+    loss: PolicyObjective | CustomObjective,
+    tokens: Tokens,
+    config: LossConfig,
+    num_items: float | Tensor | None,
+    logps: Tensor,
+    entropies: Tensor,
+    engine: str,
+) -> LossOutput:
+    """The loss with its gradient in `logps` and `entropies`, both (B, T) or (N,)."""
+    layout, dtype = tokens.layout, tokens.advantages.dtype
+    rows = [x.detach().reshape(-1)[layout.positions].to(dtype) for x in (logps, entropies)]
+    evaluation = loss.evaluate(numbers(*rows))
+    value = _LossOfLogps.apply(logps, entropies, evaluation, layout)
+    metrics = _metrics(config, tokens, rows[1], evaluation, evaluation.has_gradient, num_items)
+    per_token, entropies = map(layout.scatter, rows)
+    return LossOutput(value, per_token, entropies, metrics, engine, "torch")
+
+
+@first_order
+class _LossOfLogps(torch.autograd.Function):
+    """``forward(ctx, logps, entropies, evaluation, layout)`` -> the loss () of `evaluation`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logps: Tensor, entropies: Tensor, evaluation: Evaluation, layout: Layout
+    ) -> Tensor:
+        ctx.layout, ctx.dtypes = layout, (logps.dtype, entropies.dtype)
+        ctx.save_for_backward(evaluation.d_logp, evaluation.coefficients.d_entropy)
+        return evaluation.loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
+        grads = [
+            None if x is None else ctx.layout.scatter(d_loss * x).to(dtype)
+            for x, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        ]
+        return *grads, None, None

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 
 from grpo_kernels.backends.cpp_rows import CppRows
-from grpo_kernels.engine.device import CPU, CUDA, default_workspace, meta_tensors_of
-from grpo_kernels.engine.plan import HeadPlan, planned_bytes
-from grpo_kernels.engine.records import NeedsGrad, Operands, Rows
+from grpo_kernels.engine.plan import Job, Rows
 from grpo_kernels.engine.slices import plan_slices
+from grpo_kernels.engine.sweep import planned_bytes
+from grpo_kernels.engine.workspace import CPU, CUDA, default_workspace, meta_tensors_of
+from grpo_kernels.head import Tensors
 
 MIB = 2**20
 FP32 = 4  # bytes per accumulated element
@@ -115,17 +116,17 @@ def _planned(size: Size) -> tuple[int, int, int]:
     """Bytes that the engines plan beside their sums: of scores, of gradients by rows and by slices
     of the vocabulary."""
     trains = not (size.score or size.frozen)
-    wants = NeedsGrad(hidden=not size.score, weight=trains)
+    wants = Tensors(hidden=not size.score, weight=trains)
     with meta_tensors_of(CUDA if size.on_gpu else CPU):
         new = partial(torch.empty, dtype=size.dtype, device="meta")
-        head = Operands(new(size.rows, size.hidden), new(size.vocab, size.hidden))
+        head = Tensors(new(size.rows, size.hidden), new(size.vocab, size.hidden))
         indices = new(size.counted, dtype=torch.int64)
         rows = Rows(indices, indices)
         workspace = size.workspace_bytes or default_workspace(head.weight, wants)
-        plan = HeadPlan(CppRows(), size.dtype, workspace)
-        scored = planned_bytes(rows, head, plan, None)
-        graded = 0 if size.score else planned_bytes(rows, head, plan, wants)
-        return scored, graded, plan_slices(rows, head, plan, wants)[2] if trains else 0
+        job = Job(rows, wants, CppRows(), size.dtype, workspace)
+        scored = planned_bytes(job, head, None, None)
+        graded = 0 if size.score else planned_bytes(job, head, None, wants)
+        return scored, graded, plan_slices(job, head, None)[2] if trains else 0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from grpo_kernels.call.expected import Expectation
+from grpo_kernels.objective.expected import Expectation
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer  # has the attributes of any trainer

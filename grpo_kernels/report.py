@@ -22,9 +22,9 @@ from torch import Tensor
 import grpo_kernels
 from grpo_kernels.backends import choose_backend
 from grpo_kernels.backends.cpp_rows import build
-from grpo_kernels.call.plan import Run
-from grpo_kernels.engine.device import CUDA, LARGE_CHUNK_ROWS
-from grpo_kernels.head.head import Head
+from grpo_kernels.engine.plan import Run
+from grpo_kernels.engine.workspace import CUDA, LARGE_CHUNK_ROWS
+from grpo_kernels.head import Head
 from grpo_kernels.loss import grpo_loss
 from grpo_kernels.objective.config import LossConfig
 from grpo_kernels.scores import linear_divergence

@@ -48,42 +48,57 @@ computed once, and the gradient of D from them: the products of one head in one 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
+from grpo_kernels.backends import choose_backend
 from grpo_kernels.backends.interface import STATISTICS
-from grpo_kernels.base.checks import check_ids, is_dtensor
-from grpo_kernels.base.choices import DivergenceName, Extra, TopKDivergenceName, WithoutSet
-from grpo_kernels.batch.kept_ids import KeptIds, check_without_set
-from grpo_kernels.call.doors import takes_heads, whole_reference
-from grpo_kernels.call.expected import (
+from grpo_kernels.base.checks import (
+    check_choice,
+    check_ids,
+    check_mask,
+    check_number,
+    check_shape,
+    check_signed_ids,
+    check_tensor,
+    is_dtensor,
+)
+from grpo_kernels.base.choices import (
+    DivergenceName,
+    Extra,
+    TopKDivergenceName,
+    WithoutSet,
+    choices,
+)
+from grpo_kernels.engine.autograd import LinearLogprob, scatter
+from grpo_kernels.engine.kept import WORKSPACE_BYTES, KeptSetLogprob, plan_sets, survey_sets
+from grpo_kernels.engine.plan import Job, Rows, Run, begin, choose_engine, in_range, plan, together
+from grpo_kernels.engine.sweep import first_pass
+from grpo_kernels.engine.top_k import TopKLogps, TopKTeacher
+from grpo_kernels.head import (
+    Head,
+    HeadLike,
+    Tensors,
+    grouped,
+    read_heads,
+)
+from grpo_kernels.kept_ids import KeptIds, check_without_set, read_kept_ids
+from grpo_kernels.module import takes_heads, whole_second
+from grpo_kernels.objective.expected import (
     Expectation,
     Expected,
-    ExpectedRows,
+    ExpectedGradient,
     divergence_weights,
+    expected_divergence,
     read_expected,
 )
-from grpo_kernels.call.kept import Kept, score_kept
-from grpo_kernels.call.plan import Run, planned
-from grpo_kernels.call.results import Scores
-from grpo_kernels.call.rows import (
-    beta_of,
-    check_listed,
-    expected_divergence,
-    measure_of,
-    no_ids,
-    read_rows,
-    request_of,
-    scored,
-    with_listed,
-    with_topk,
-)
-from grpo_kernels.engine.top_k import TOPK_LOGPS
-from grpo_kernels.head.head import Head, HeadLike
-from grpo_kernels.head.lm_head import LMHead, OtherHead
-from grpo_kernels.token_loss.record import Coefficients
+from grpo_kernels.results import Scores
+from grpo_kernels.token_loss.record import TOPK_LOGPS, Coefficients
+from grpo_kernels.tokens import counted_positions
 
 
 @takes_heads
@@ -162,8 +177,10 @@ def linear_logprob(
             [0, V), and a sampled id outside its set; on other devices that position's results are
             NaN.
     """
+    given = {**locals()}
     if kept_ids is None:
-        check_without_set(without_set)
+        if without_set != "error":
+            check_without_set(without_set)
         if not isinstance(entropy, bool):
             raise TypeError(f"entropy: expected a bool without kept_ids, got {entropy!r}")
     elif extras:
@@ -172,35 +189,38 @@ def linear_logprob(
         for name, x in (("kept_ids", kept_ids), ("expected", expected)):
             if x is not None:
                 raise ValueError(f"{name}: expected None with topk_ids, got {type(x).__name__}")
-    # what the ranks of a divided head compare, as in the other calls
-    given: dict[str, Any] = {"ids": ids, "mask": mask, "temperature": temperature}
-    given |= {"entropy": entropy, "extras": extras, "expected": expected}
-    given |= {"topk_ids": topk_ids, "kept_ids": kept_ids, "without_set": without_set}
-    with planned("linear_logprob", LMHead.of_call(hidden, head), run, given) as call:
-        call.head.check()
-        check_ids("ids", ids, call.head.hidden)
+    head = grouped(hidden, head)
+    with together("linear_logprob", head.process_group, given) as ranks:
+        hidden, head, _ = read_heads(hidden, head)
+        check_ids("ids", ids, hidden)
         if unknown := {*extras} - {*STATISTICS}:
             named = ", ".join(STATISTICS)
             raise ValueError(f"extras: expected some of {named}, got {sorted(unknown)}")
-        if topk_ids is not None:
-            check_listed("topk_ids", topk_ids, call.head.hidden)
-        kept = None
-        if kept_ids is not None:
-            kept = Kept.of(kept_ids, without_set, ids, entropy=entropy)
-        call.make_plan(backend=None if kept is None else "torch")
-        call.rows = read_rows(call, ids, mask, temperature)
+        job = begin(hidden, head, run, backend=None if kept_ids is None else "torch")
+        job = replace(job, entropy=bool(entropy), extras=tuple(extras))
+        rows = _read_rows(job, ids, mask, temperature)
         # also where few rows, or none, may need it
         gradient = read_expected(
-            expected, ids, call.rows.positions, call.plan.accumulator, entropy=bool(entropy)
+            expected,
+            ids,
+            rows.positions,
+            job.accumulator,
+            entropy=bool(entropy),
         )
-    if kept is not None:
-        return score_kept(call, kept, expected)[0]
-    rows = call.check_range("ids", call.rows)
-    if topk_ids is not None:
-        rows, _ = with_topk(call, rows, "topk_ids", topk_ids)
-    names = extras if topk_ids is None else (*extras, TOPK_LOGPS)
-    request = request_of(call, rows, gradient, entropy=bool(entropy), extras=names)
-    return scored(call, request)
+        if kept_ids is not None:
+            sets = read_kept_sets(kept_ids, without_set, ids, entropy)
+            job, tensors, _ = plan(job, hidden, head, rows, run, ranks, names=None)
+        else:
+            if topk_ids is not None:
+                check_listed("topk_ids", topk_ids, hidden)
+                listed = topk_ids.detach().flatten(0, -2)[rows.positions]
+                rows = replace(rows, top_k=TopKLogps.of(listed, rows.ids)[0])
+                job = replace(job, extras=(*extras, TOPK_LOGPS))
+            job, tensors, _ = plan(job, hidden, head, rows, run, ranks, gradient)
+    if kept_ids is None:
+        return scored(job, tensors, None, gradient, ids.shape)
+    options: dict[str, Any] = {"entropy": entropy, "expected": expected}
+    return score_kept(job, tensors, run, sets, ids, without_set=without_set, **options)[0]
 
 
 @takes_heads
@@ -261,24 +281,32 @@ def linear_divergence(
 
     A CUDA graph can be captured without a mask; there a head that trains takes two passes.
     """
-    jsd_beta = beta_of(divergence, beta)
-    teacher = OtherHead(teacher_hidden, teacher_head, "teacher_")
-    given: dict[str, Any] = {"mask": mask, "divergence": divergence, "beta": beta}
-    given |= {"temperature": temperature, "entropy": entropy, "ids": ids, "expected": expected}
-    with whole_reference(LMHead.of_call(hidden, head, teacher)) as student:
-        if student.process_group is None:
-            student = _over_common_ids(student)
-        with planned("linear_divergence", student, run, given) as call:
-            call.head.check()
-            if ids is not None:
-                check_ids("ids", ids, call.head.hidden)
-            call.make_plan(jsd_beta=jsd_beta)
-            some_ids = no_ids(call.head.hidden) if ids is None else ids
-            call.rows = read_rows(call, some_ids, mask, temperature)
-            gradient = expected_divergence(call, call.rows, expected, ids, entropy=entropy)
-        rows = call.check_range("ids", call.rows)
-        request = request_of(call, rows, gradient, entropy=entropy)
-        return scored(call, request, has_ids=ids is not None)
+    given, jsd_beta = {**locals()}, _beta_of(divergence, beta)
+    teacher: Any = (teacher_hidden, teacher_head)
+    if teacher_head is not None:
+        teacher = whole_second(teacher, hidden, head, "teacher_")
+    head = grouped(hidden, head)
+    if head.process_group is None and teacher_head is not None:
+        head, teacher = _over_common_ids(head, *teacher)
+    with together("linear_divergence", head.process_group, given) as ranks:
+        hidden, head, teacher = read_heads(hidden, head, teacher, prefix="teacher_")
+        if ids is not None:
+            check_ids("ids", ids, hidden)
+        job = begin(hidden, head, run, teacher, "teacher_")
+        job = replace(job, entropy=entropy, jsd_beta=jsd_beta)
+        rows = _read_rows(job, _no_ids(hidden) if ids is None else ids, mask, temperature)
+        gradient = expected_divergence(
+            expected,
+            hidden,
+            ids,
+            rows.positions,
+            job.accumulator,
+            entropy=entropy,
+        )
+        job, tensors, reference = plan(
+            job, hidden, head, rows, run, ranks, gradient, second=teacher, prefix="teacher_"
+        )
+    return scored(job, tensors, reference, gradient, hidden.shape[:-1], has_ids=ids is not None)
 
 
 @takes_heads
@@ -333,37 +361,227 @@ def topk_divergence(
             done. On a CPU that includes an id that is neither -1 nor in [0, V); on other devices
             that position's results are NaN.
     """
+    given, head = {**locals()}, grouped(hidden, head)
     measured = (divergence, tail, log_prob_min_clamp, loss_max_clamp)
-    given: dict[str, Any] = {"teacher_ids": teacher_ids, "teacher_logps": teacher_logps}
-    given |= {"mask": mask, "temperature": temperature, "expected": expected}
-    given["divergence, tail, clamps"] = measured
-    with planned("topk_divergence", LMHead.of_call(hidden, head), run, given) as call:
-        call.head.check()
-        states = call.head.hidden
-        check_listed("teacher_ids", teacher_ids, states, teacher_logps)
-        call.make_plan()
-        call.rows = read_rows(call, no_ids(states), mask, temperature)
-        dtype = call.plan.accumulator
-        weights = divergence_weights("expected", expected, states, call.rows.positions, dtype)
-        measure = measure_of(*measured, dtype, teacher_logps.dtype)
-    rows = with_listed(call, teacher_ids, teacher_logps, measure)
-    gradient = ExpectedRows.of(Coefficients(d_divergence=weights))
-    request = request_of(call, rows, gradient, entropy=False, extras=("student_mass",))
-    return scored(call, request, has_ids=False)
+    with together("topk_divergence", head.process_group, given) as ranks:
+        hidden, head, _ = read_heads(hidden, head)
+        check_listed("teacher_ids", teacher_ids, hidden, teacher_logps)
+        job = replace(begin(hidden, head, run), entropy=False, extras=("student_mass",))
+        rows, dtype = _read_rows(job, _no_ids(hidden), mask, temperature), job.accumulator
+        weights = divergence_weights("expected", expected, hidden, rows.positions, dtype)
+        measure = _measure_of(*measured, dtype, teacher_logps.dtype)
+        listed, logps = (
+            x.detach().flatten(0, -2)[rows.positions] for x in (teacher_ids, teacher_logps)
+        )
+        gradient = ExpectedGradient(
+            coefficients=Coefficients(d_divergence=weights),
+        )
+        rows = replace(rows, top_k=TopKTeacher.of(listed, logps, measure))
+        names = ("ids", "teacher_ids")
+        job, tensors, _ = plan(job, hidden, head, rows, run, ranks, gradient, names=names)
+    return scored(job, tensors, None, gradient, hidden.shape[:-1], has_ids=False)
 
 
-def _over_common_ids(head: LMHead) -> LMHead:
-    """Return both heads with the `vocab_size` of the shorter one, if they differ and are valid."""
-    other = head.reference
-    assert other is not None
-    teacher = Head.of(other.head)
+def scored(
+    job: Job,
+    head: Tensors,
+    reference: Tensors | None,
+    expected: ExpectedGradient,
+    shape: torch.Size,
+    *,
+    has_ids: bool = True,
+) -> Scores:
+    """Run one forward, and return its results in the shape of the positions."""
+    first = first_pass(job, head, reference, expected)
+    logps, entropies, divergence, *extras = LinearLogprob.apply(job, first, reference, *head)
+    results = {
+        "logps": logps if has_ids else None,
+        "entropies": entropies,
+        "divergence": divergence,
+        **dict(zip(job.extras, extras, strict=True)),
+    }
+    there = {name: x for name, x in results.items() if x is not None}
+    return Scores.of(**{name: x.view(*shape, *x.shape[1:]) for name, x in there.items()})
+
+
+def read_kept_sets(
+    kept_ids: Any, without_set: Any, ids: Tensor, entropy: bool | str = True
+) -> KeptIds:
+    """The sets of checked `ids`, as int64 bounds and ids."""
+    check_choice("without_set", without_set, choices(WithoutSet))
+    if not isinstance(entropy, bool) and entropy != "full":
+        raise ValueError(f"entropy: expected True, False or 'full', got {entropy!r}")
+    return read_kept_ids(kept_ids, ids)
+
+
+def score_kept(
+    job: Job,
+    head: Tensors,
+    run: Run | None,
+    sets: KeptIds,
+    ids: Tensor,
+    *,
+    ids_name: str = "ids",
+    without_set: WithoutSet,
+    entropy: bool | str = True,
+    expected: Expected | None = None,
+    others: Mapping[str, Tensor | None] | None = None,
+) -> tuple[Scores, dict[str, tuple[Tensor, Tensor]]]:
+    """Score rows over their sets, rows without a set over the whole vocabulary.
+
+    Args:
+        job: planned for the torch backend, its ids not checked for range.
+        entropy: True: over the sets; "full": over the whole vocabulary; False: none.
+        expected: the expected gradient where there is no set.
+        others: other policies' log-probabilities, (...) each, which must be over the same sets.
+
+    Returns:
+        The scores, and the metrics of the sets, as (sum, count).
+    """
+    run = Run() if run is None else run
+    budget = WORKSPACE_BYTES if run.workspace_bytes is None else run.workspace_bytes
+    over_sets = replace(job, workspace_bytes=budget, entropy=entropy is True)
+    survey = survey_sets(
+        over_sets, head.weight.shape[0], sets, ids, ids_name, without_set, others or {}
+    )
+    planned, any_without = plan_sets(over_sets, head, sets, survey)
+    whole, in_full, shape = None, entropy == "full", ids.shape
+    if any_without or in_full:
+        rows, vocab, first_id = job.rows, head.weight.shape[0], 0
+        if job.shard is not None:
+            vocab, first_id = job.shard.vocab, job.shard.start
+        if not in_full:
+            rows = rows.at(survey.without.nonzero()[:, 0])
+        gradient = read_expected(
+            expected,
+            ids,
+            rows.positions,
+            job.accumulator,
+            entropy=bool(entropy),
+        )
+        whole = replace(
+            job,
+            rows=in_range(rows, (ids_name, ""), vocab, first_id),
+            backend=choose_backend(run.backend, ids.device, job.dtype)[0],
+            entropy=bool(entropy),
+        )
+        whole = replace(whole, engine=choose_engine(run.engine, whole, gradient))
+    logps, entropies = KeptSetLogprob.apply(planned, *head)
+    logps, entropies = logps.view(shape), None if entropies is None else entropies.view(shape)
+    if whole is not None:
+        without = scatter(survey.without, job.rows, shape.numel()).view(shape)
+        full = scored(whole, head, None, gradient, shape)
+        logps = torch.where(without, full.logps, logps)
+        if entropies is not None:
+            entropies = torch.where(without, full.entropies, entropies)
+        elif in_full:
+            entropies = full.entropies
+    return Scores.of(logps=logps, entropies=entropies), survey.metrics(job.accumulator)
+
+
+def _no_ids(hidden: Tensor) -> Tensor:
+    """Zeros (...), one per position of hidden states (..., H), for a call without ids."""
+    return hidden.new_zeros((), dtype=torch.long).expand(hidden.shape[:-1])
+
+
+def _read_rows(job: Job, ids: Tensor, mask: Tensor | None, temperature: float | Tensor) -> Rows:
+    """The rows where the mask counts, with ids not yet checked for range."""
+    if mask is not None:
+        check_mask("mask", mask, ids)
+    positions = counted_positions("mask", mask, ids)
+    inverse: float | Tensor
+    if not isinstance(temperature, Tensor):
+        check_number("temperature", temperature, 0.0)
+        inverse = 1.0 / float(temperature)
+    else:
+        check_tensor("temperature", temperature, like=ids, floating=True)
+        check_shape("temperature", temperature, ("that of the ids", tuple(ids.shape)))
+        rows = temperature.detach().reshape(-1)[positions].to(job.accumulator)
+        bad = ~((rows > 0) & torch.isfinite(rows))
+        if rows.device.type == "cpu" and bool(bad.any()):
+            got = rows[bad][0].item()
+            raise ValueError(
+                f"temperature: expected finite numbers > 0 where the mask counts, got {got}"
+            )
+        inverse = (1.0 / rows)[:, None]
+    return Rows(positions, ids.detach().reshape(-1)[positions].long(), inverse)
+
+
+def _over_common_ids(head: Head, states: Tensor, teacher_head: HeadLike) -> tuple[Head, Any]:
+    """Both heads with the `vocab_size` of the shorter one, if they differ and are valid."""
+    teacher = Head.of(teacher_head)
     sizes: set[Any] = {head.vocab_size, teacher.vocab_size} - {None}
     weights = (head.weight, teacher.weight)
     if all(isinstance(x, Tensor) and not is_dtensor(x) and x.dim() == 2 for x in weights):
         rows = {x.shape[0] for x in weights}
         sizes |= rows if len(rows) > 1 else set()
     if not sizes or not all(isinstance(x, int) for x in sizes):
-        return head
-    if isinstance(other.head, Head):
-        other = replace(other, head=replace(teacher, vocab_size=None))
-    return replace(head, vocab_size=min(sizes), reference=other)
+        return head, (states, teacher_head)
+    if isinstance(teacher_head, Head):
+        teacher_head = replace(teacher, vocab_size=None)
+    return replace(head, vocab_size=min(sizes)), (states, teacher_head)
+
+
+def _beta_of(divergence: Any, beta: Any) -> float:
+    """The divergence as a beta: 0 forward KL, 1 reverse KL ."""
+    check_choice("divergence", divergence, choices(DivergenceName))
+    if divergence != "jsd":
+        if beta is not None:
+            raise ValueError(
+                f"beta: expected None with divergence = {divergence!r}, which has none, got "
+                f"{beta!r}"
+            )
+        return 1.0 if divergence == "reverse_kl" else 0.0
+    beta = 0.5 if beta is None else beta
+    check_number("beta", beta, 0.0, inclusive=True)
+    if beta > 1.0:
+        raise ValueError(f"beta: expected a number in [0, 1], got {beta!r}")
+    return float(beta)
+
+
+def _measure_of(
+    divergence: Any, tail: Any, log_prob_min_clamp: Any, loss_max_clamp: Any, *dtypes: torch.dtype
+) -> dict[str, Any]:
+    """The fields of a `TopKTeacher` that these arguments describe.
+
+    Args:
+        dtypes: those of the result and of the teacher's log-probabilities.
+    """
+    check_choice("divergence", divergence, choices(TopKDivergenceName))
+    reverse = divergence == "reverse_kl"
+    if tail is not None and not isinstance(tail, bool):
+        raise TypeError(f"tail: expected a bool or None, got {tail!r}")
+    if reverse and tail is False:
+        raise ValueError(
+            "tail: expected True or None with divergence = 'reverse_kl', got False: over the "
+            "listed ids alone it is least where the student gives them nothing"
+        )
+    tail = reverse if tail is None else tail
+    if log_prob_min_clamp is not None:
+        check_number("log_prob_min_clamp", log_prob_min_clamp)
+        if tail:
+            raise ValueError(
+                f"log_prob_min_clamp: expected None with a tail, got {log_prob_min_clamp!r}; it is "
+                "of the forward KL over the listed ids alone"
+            )
+    if loss_max_clamp is not None:
+        check_number("loss_max_clamp", loss_max_clamp, 0.0)
+    least_rest = max(torch.finfo(dtype).eps for dtype in dtypes) if tail else None
+    return {
+        "reverse": reverse,
+        "least_rest": least_rest,
+        "log_prob_min_clamp": log_prob_min_clamp,
+        "loss_max_clamp": loss_max_clamp,
+    }
+
+
+def check_listed(name: str, ids: Any, hidden: Tensor, logps: Any = None) -> None:
+    """Raise unless ids (..., K), the argument `name`, and log-probabilities, ``*_logps`` of the
+    same name, fit hidden states (..., H)."""
+    check_signed_ids(name, ids, hidden)
+    shape = (*hidden.shape[:-1], max(1, ids.shape[-1] if ids.dim() else 0))
+    check_shape(name, ids, ("(*that of hidden without H, K), K > 0", shape))
+    if logps is not None:
+        of_them = name.replace("_ids", "_logps")
+        check_tensor(of_them, logps, like=hidden, floating=True)
+        check_shape(of_them, logps, (f"that of {name}", shape))

@@ -31,12 +31,12 @@ from grpo_kernels.base.choices import (
     WithoutSet,
     ZeroAdvantage,
 )
-from grpo_kernels.call.expected import Expected
-from grpo_kernels.call.loss import LossInputKeywords
 from grpo_kernels.engine.plan import Gather
-from grpo_kernels.head.head import HeadLike
+from grpo_kernels.head import HeadLike
+from grpo_kernels.loss import LossInputKeywords
 from grpo_kernels.objective.config import LossFields
 from grpo_kernels.objective.custom import PerTokenLoss
+from grpo_kernels.objective.expected import Expected
 
 __all__ = [
     # names

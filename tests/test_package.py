@@ -54,13 +54,14 @@ REACHES = {
     "advantages": {"base"},
     "rewards": {"base"},
     "rollouts": {"base"},
-    "batch": {"base"},
+    "tokens": {"base"},
+    "head": {"base"},
     "backends": {"base", "token_loss"},
-    "engine": {"base", "token_loss", "backends"},  # the vocabulary, and no policy
-    "objective": {"base", "token_loss", "batch"},  # the policy, and no vocabulary
-    "head": {"base", "token_loss", "backends", "engine"},
+    # the vocabulary, and no policy
+    "engine": {"base", "token_loss", "backends", "head", "tokens"},
+    # the policy, and no vocabulary
+    "objective": {"base", "token_loss", "backends", "tokens"},
 }
-REACHES["call"] = {*REACHES}
 REACHES["public"] = INNER = {*REACHES}
 REACHES["report"] = REACHES["patching"] = {*INNER, "public"}
 REACHES["body"] = {*INNER, "public", "patching"}
@@ -76,7 +77,8 @@ FILES_OF |= {
     "objective": {"objectives", "presets", "testing"},
 }
 FILES_OF |= {"patching": {"patching", "liger"}, "verl": {"verl_plugin"}}
-FILES_OF["public"] = {"loss", "scores", "typing"}
+FILES_OF |= {"tokens": {"tokens", "kept_ids"}, "head": {"head", "eagerly"}}
+FILES_OF["public"] = {"loss", "scores", "results", "module", "typing"}
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:

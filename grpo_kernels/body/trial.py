@@ -40,7 +40,7 @@ from grpo_kernels.body.layout import (
     takes,
     text_config,
 )
-from grpo_kernels.head.module import adapters_of, foreign_hook
+from grpo_kernels.module import adapters_of, foreign_hook
 
 MODES: tuple[Any, ...] = choices(BatchLayout)
 

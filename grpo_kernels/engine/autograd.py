@@ -21,19 +21,21 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.interface import RowBackend
+from grpo_kernels.backends.interface import RowBackend, RowStats
 from grpo_kernels.base.checks import is_one, warn_once
-from grpo_kernels.base.tensors import map_tensors, quantile_of_numbers
-from grpo_kernels.engine.device import device_of
-from grpo_kernels.engine.passes import all_rows, scatter, second_pass
-from grpo_kernels.engine.plan import ForwardResult, Request, Stored
-from grpo_kernels.engine.records import Gradients, HeadTensors, Operands
-from grpo_kernels.engine.top_k import TOPK_LOGPS
-from grpo_kernels.token_loss.record import NO_COEFFICIENTS, Coefficients
+from grpo_kernels.base.tensors import map_tensors, quantile_of_numbers, take
+from grpo_kernels.engine.plan import Job
+from grpo_kernels.engine.slices import sweep_slices
+from grpo_kernels.engine.sweep import First, indices_of, job_at, row_work, sweep
+from grpo_kernels.engine.workspace import device_of
+from grpo_kernels.head import Tensors
+from grpo_kernels.token_loss.record import TOPK_LOGPS, Coefficients, moved
 
 F = TypeVar("F", bound=type[torch.autograd.Function])
 # remainder over upstream; beyond, more than three bits would cancel in d weight
 FAR_TOO_LARGE = 8.0
+_NO_STATS: Any = RowStats(*[None] * 3)  # type: ignore[arg-type]
+OF_ROWS = ("hidden", "lora_u")  # of the head's tensors, those with a row for each position
 
 
 def first_order(function: F) -> F:
@@ -100,82 +102,64 @@ def _refuse() -> tuple[Tensor | None, ...]:
 class PolicyLoss(torch.autograd.Function):
     """A scalar loss of all rows' log-probabilities and entropies.
 
-    ``forward(ctx, request, loss, first, teacher, *tensors)`` -> loss (), logps (N,), entropies
-    (N,), where `tensors` are those of `Operands`. `loss` and the result `first` of the first pass
-    (`of_loss`) are there already; here the loss gets its gradient. Engines that recompute save the
-    coefficients for the backward, the others the gradient.
+    ``forward(ctx, job, loss, first, reference, *tensors)`` -> loss (), logps (N,), entropies (N,),
+    where `reference` and `tensors` are the heads'. `loss` and the result `first` of the first pass,
+    with the loss's coefficients, are there already; here the loss gets its gradient.
     """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        request: Request,
-        loss: Tensor,
-        first: ForwardResult,
-        teacher: HeadTensors[Tensor] | None,
-        *tensors: Any,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        head, stats = replace(Operands(*tensors), teacher=teacher), first.stats
-        assert stats is not None
-        ctx.request, ctx.shapes = request, head.map(_shape_and_dtype)
-        if first.grads is not None:
-            _save(ctx, None, replace(first, stats=None, coefficients=NO_COEFFICIENTS))
-        elif request.engine.recomputes:
-            _save(ctx, head, first)
+        ctx: Any, job: Job, loss: Tensor, first: First, reference: Tensors | None, *tensors: Any
+    ) -> tuple[Tensor, ...]:
+        head, stats = Tensors(*tensors), first.stats
+        if job.when == "later":
+            _save(ctx, job, head, (head, reference, first))
+        else:
+            _save(ctx, job, head, (None, None, First(_NO_STATS, first.grads, first.grad_rows)))
         n = head.hidden.shape[0]
-        logps, entropies = (scatter(x, request.rows, n) for x in (stats.logps, first.entropies))
+        logps, entropies = scatter(stats.logps, job.rows, n), scatter(first.entropies, job.rows, n)
         ctx.mark_non_differentiable(logps, entropies)
         return loss.clone(), logps, entropies  # the copy joins the graph, `loss` must not
 
     @staticmethod
     def backward(ctx: Any, d_loss: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-        request, (head, first) = ctx.request, _saved(ctx)
-        if not request.engine.recomputes:
-            stored = _returned(first.grads, ctx.shapes, request, first.grad_rows, d_loss)
+        job, (head, reference, first) = ctx.job, _saved(ctx)
+        if job.when != "later":
+            stored = _returned(first.grads, ctx.shapes, job, first.grad_rows, d_loss)
             return None, None, None, None, *stored
         coefficients = map_tensors(d_loss.mul, first.coefficients)
-        with request.gathered_weight():
-            grads, indices = second_pass(head, request, first.stats, coefficients)
-        return None, None, None, None, *_returned(grads, ctx.shapes, request, indices)
+        with job.gather():
+            grads, indices = second_pass(job, head, reference, first.stats, coefficients)
+        return None, None, None, None, *_returned(grads, ctx.shapes, job, indices)
 
 
 @first_order
 class LinearLogprob(torch.autograd.Function):
-    """Log-probabilities, entropies and divergences from a teacher, all differentiable.
+    """Log-probabilities, entropies and divergences from a second head, all differentiable.
 
-    ``forward(ctx, request, teacher, *tensors)`` -> logps (N,), entropies (N,) or None, divergences
-    (N,) or None, and the extras, of which the log-probabilities of more ids (N, K) are
-    differentiable, too, where `tensors` are those of `Operands`. If the gradient for
-    expected coefficients is stored, the backward scales it by s. A second sweep then adds the
-    gradient of the remainder, upstream less s times the expected, in the rows where that is more
-    than rounding (`split_off`).
+    ``forward(ctx, job, first, reference, *tensors)`` -> logps (N,), entropies (N,) or None,
+    divergences (N,) or None, and the extras, of which the log-probabilities of more ids (N, K) are
+    differentiable, too. If the gradient for expected coefficients is stored, the backward scales it
+    by s. A second pass then adds the gradient of the remainder, upstream less s times the expected,
+    in the rows where that is more than rounding (`split_off`).
     """
 
     @staticmethod
     def forward(
-        ctx: Any, request: Request, teacher: HeadTensors[Tensor] | None, *tensors: Any
+        ctx: Any, job: Job, first: First, reference: Tensors | None, *tensors: Any
     ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
-        head = replace(Operands(*tensors), teacher=teacher)
-        first = request.engine.first_pass(head, request)
-        stats = first.stats
-        assert stats is not None
-        ctx.request, ctx.shapes = request, head.map(_shape_and_dtype)
-        if request.engine.stores is not Stored.NOTHING:
-            if request.token_loss is not None:  # a fused kernel records no coefficients
-                assert request.coefficients_of is not None
-                every = torch.arange(len(request.rows), device=request.rows.positions.device)
-                first = replace(first, coefficients=request.coefficients_of(every, stats))
-            _save(ctx, head, first)
+        head, stats = Tensors(*tensors), first.stats
+        _save(ctx, job, head, None if job.when == "never" else (head, reference, first))
 
         def result(x: Tensor | None) -> Tensor | None:
-            return None if x is None else scatter(x, request.rows, head.hidden.shape[0])
+            return None if x is None else scatter(x, job.rows, head.hidden.shape[0])
 
-        extras = [result(stats.extras[name]) for name in request.extras]
+        extras = [result(stats.extras[name]) for name in job.extras]
         # a fused kernel always computes the entropies
-        entropies = result(stats.entropies) if request.entropy else None
+        entropies = result(stats.entropies) if job.entropy else None
         divergences = result(None if stats.divergence is None else stats.divergence.value)
-        pairs = zip(request.extras, extras, strict=True)
+        pairs = zip(job.extras, extras, strict=True)
         ctx.mark_non_differentiable(*(x for name, x in pairs if name != TOPK_LOGPS))
         return result(stats.logps), entropies, divergences, *extras
 
@@ -188,14 +172,16 @@ class LinearLogprob(torch.autograd.Function):
         *d_extras: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
         # all ranks that share the weight gather it, also one whose rows will not need it
-        with ctx.request.gathered_weight():
-            head, first = _saved(ctx)
-            d_topk = dict(zip(ctx.request.extras, d_extras, strict=True)).get(TOPK_LOGPS)
+        with ctx.job.gather():
+            d_topk = dict(zip(ctx.job.extras, d_extras, strict=True)).get(TOPK_LOGPS)
             upstream = Coefficients(d_logps, d_entropies, d_divergences, d_topk)
-            return None, None, *_gradient(ctx.request, ctx.shapes, head, first, upstream)
+            head, reference, first = _saved(ctx)
+            grads = _gradient(ctx.job, ctx.shapes, head, reference, first, upstream)
+            return None, None, None, *grads
 
 
-def _save(ctx: Any, head: Operands | None, first: ForwardResult) -> None:
+def _save(ctx: Any, job: Job, head: Tensors, kept: Any) -> None:
+    ctx.job, ctx.shapes = job, head.map(lambda x: (x.shape, x.dtype))
     # as a flat list, without statistics that no backward reads
     tensors: list[Tensor] = []
     place = torch.empty(0)
@@ -204,38 +190,94 @@ def _save(ctx: Any, head: Operands | None, first: ForwardResult) -> None:
         tensors.append(x)
         return place
 
-    if first.stats is not None:
-        first = replace(first, stats=replace(first.stats, extras={}, terms={}))
-    ctx.kept = map_tensors(keep, (head, first))
+    if kept is not None:
+        first = kept[2]
+        kept = (*kept[:2], first._replace(stats=replace(first.stats, extras={}, terms={})))
+    ctx.kept = map_tensors(keep, kept)
     ctx.save_for_backward(*tensors)
 
 
-def _saved(ctx: Any) -> tuple[Any, Any]:  # Operands, ForwardResult
+def _saved(ctx: Any) -> Any:  # head, reference, First
     tensors = iter(ctx.saved_tensors)
     return map_tensors(lambda _: next(tensors), ctx.kept)
 
 
+def scatter(x: Tensor, rows: Any, n: int) -> Tensor:
+    """(rows, ...) -> (n positions, ...), 0 where a position is no row; always a copy."""
+    if len(rows) == n:
+        return x.clone()
+    full = x.new_zeros(n, *x.shape[1:])
+    full[rows.positions] = x
+    return full
+
+
+def second_pass(
+    job: Job,
+    head: Tensors,
+    reference: Tensors | None,
+    stats: RowStats,
+    coefficients: Coefficients,
+) -> tuple[Tensors, Tensor]:
+    """Find the gradient of the rows with a coefficient (n,) that is not 0, on logits that are
+    projected again; and their indices.
+
+    Waits for the device once, to count these rows. At least one coefficient is not None.
+    """
+    indices, coefficients = _nonzero(coefficients)
+    job = job_at(job, indices)
+    if coefficients.d_divergence is None:  # then the gradient has no part of the reference's
+        job, reference = replace(job, reference_dtype=None), None
+    stats, coefficients = take((stats, coefficients), indices)
+    if job.engine == "lean":
+        return sweep_slices(job, head, reference, stats, coefficients), indices
+    head, reference = job.converted(head, reference)
+    work = row_work(job, head, lambda at, _: take(coefficients, at), stats=stats)
+    grads = sweep(job, head, reference, work, job.needs)[1]
+    assert grads is not None
+    return grads, indices
+
+
+def _nonzero(coefficients: Coefficients) -> tuple[Tensor, Coefficients]:
+    """The indices where any coefficient (n,) is not 0, and the coefficients.
+
+    If there are several, any that is zero everywhere becomes None.
+    """
+    moves = [None if x is None else moved(x) for x in coefficients]
+    present = [x for x in moves if x is not None]
+    if len(present) == 1 or device_of(present[0].device).is_capturing():
+        return indices_of(present[0]), coefficients
+    any_moves = torch.stack(present).any(dim=0)
+    count, *counts = torch.stack([any_moves.sum(), *(x.sum() for x in present)]).tolist()
+    next_count = iter(counts)
+    kept = (x if x is not None and next(next_count) else None for x in coefficients)
+    return (~any_moves).to(torch.uint8).argsort(stable=True)[:count], Coefficients(*kept)
+
+
 def _gradient(
-    request: Request,
-    shapes: GradientShapes,
-    head: Operands,
-    first: ForwardResult,
+    job: Job,
+    shapes: Tensors,
+    head: Tensors,
+    reference: Tensors | None,
+    first: First,
     upstream: Coefficients,
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of the head's tensors; `upstream`: the gradient of each result, (N,)."""
-    rows, stats, stored, grad_rows = request.rows, first.stats, first.grads, first.grad_rows
-    assert stats is not None
-    upstream = map_tensors(lambda x: x[rows.positions].to(request.plan.accumulator), upstream)
-    main = request.main(upstream)
+    """The gradients of the head's tensors; `upstream`: the gradient of each result, (N,)."""
+    rows, stats, stored, grad_rows = job.rows, first.stats, first.grads, first.grad_rows
+
+    def again(coefficients: Coefficients) -> tuple[Tensors, Tensor]:
+        return second_pass(job, head, reference, stats, coefficients)
+
+    upstream = map_tensors(lambda x: x[rows.positions].to(job.accumulator), upstream)
+    main = job.main(upstream)
     if main is None:
         main = stats.logps.new_zeros(len(rows))
-        upstream = request.with_main(main, upstream)
+        upstream = job.with_main(main, upstream)
     if stored is None or grad_rows is None:
-        total, indices = second_pass(head, request, stats, upstream)
-        return _returned(total, shapes, request, indices)
-    if request.engine.stores is Stored.PER_ROW:
+        total, indices = again(upstream)
+        return _returned(total, shapes, job, indices)
+    if job.engine == "frozen":
         factor = main[grad_rows, None]
-        remainder = request.with_main(main.index_fill(0, grad_rows, 0.0), upstream)
+        remainder = job.with_main(main.index_fill(0, grad_rows, 0.0), upstream)
         alone = all(x is None or x is main for x in upstream)
         complete = alone and grad_rows.shape[0] == len(rows)  # then nothing waits for the device
         any_left = not complete and check_remainder(remainder, upstream)[0]
@@ -244,18 +286,18 @@ def _gradient(
         any_left, far = check_remainder(remainder, upstream)
         if far:  # stored and remainder are far larger than their sum, and would cancel
             warn_once(WRONG_EXPECTATION)
-            total, indices = second_pass(head, request, stats, upstream)
-            return _returned(total, shapes, request, indices)
+            total, indices = again(upstream)
+            return _returned(total, shapes, job, indices)
     if not any_left:
-        return _returned(stored, shapes, request, grad_rows, factor)
-    more, indices = second_pass(head, request, stats, remainder)
-    if request.engine.stores is Stored.GRADIENT and 2 * len(indices) > len(rows):
+        return _returned(stored, shapes, job, grad_rows, factor)
+    more, indices = again(remainder)
+    if job.engine == "one_pass" and 2 * len(indices) > len(rows):
         warn_once(WRONG_EXPECTATION)
-    scaled = map_tensors(lambda x: _times(x, factor, x.dtype, request.plan.backend), stored)
+    scaled = map_tensors(lambda x: _times(x, factor, x.dtype, job.backend), stored)
     ratio = _ratio(upstream, remainder, indices)
     total = _merge(scaled, grad_rows, more, indices, len(rows), ratio)
     every = torch.arange(len(rows), device=rows.positions.device)
-    return _returned(total, shapes, request, every)
+    return _returned(total, shapes, job, every)
 
 
 WRONG_EXPECTATION = (
@@ -266,7 +308,7 @@ WRONG_EXPECTATION = (
 
 
 def _ratio(upstream: Coefficients, remainder: Coefficients, indices: Tensor) -> Tensor:
-    """Return upstream over remainder, (m,) at `indices`; NaN in rows with several coefficients."""
+    """Upstream over remainder, (m,) at `indices`; NaN in rows with several coefficients."""
     both = zip(upstream, remainder, strict=True)
     pairs = [(torch.zeros_like(y) if x is None else x, y) for x, y in both if y is not None]
     x, y = (torch.stack(column)[:, indices] for column in zip(*pairs, strict=True))  # (k, m)
@@ -274,15 +316,8 @@ def _ratio(upstream: Coefficients, remainder: Coefficients, indices: Tensor) -> 
     return torch.where(is_one, x.sum(dim=0) / y.sum(dim=0), torch.nan)
 
 
-GradientShapes = HeadTensors[tuple[torch.Size, torch.dtype]]  # of the gradients to return
-
-
-def _shape_and_dtype(x: Tensor) -> tuple[torch.Size, torch.dtype]:
-    return x.shape, x.dtype
-
-
 def _times(x: Tensor, factor: Tensor | None, dtype: torch.dtype, backend: RowBackend) -> Tensor:
-    """Return ``x * factor``, rounded once to `dtype`.
+    """``x * factor``, rounded once to `dtype`.
 
     May overwrite `x` unless this backward can be called again. On a GPU one pass multiplies and
     rounds. On a CPU torch would need a temporary as large as `x`.
@@ -300,73 +335,77 @@ def _times(x: Tensor, factor: Tensor | None, dtype: torch.dtype, backend: RowBac
 
 
 def _merge(
-    stored: Gradients, grad_rows: Tensor, more: Gradients, indices: Tensor, n: int, ratio: Tensor
-) -> Gradients:
-    """Add the stored gradients, of `grad_rows`, and those of a second sweep of rows `indices`.
+    stored: Tensors, grad_rows: Tensor, more: Tensors, indices: Tensor, n: int, ratio: Tensor
+) -> Tensors:
+    """Add the stored gradients, of `grad_rows`, and those of a second pass of rows `indices`.
 
-    A row with one coefficient gets `ratio` (m,) times its gradient from the second sweep, and
+    A row with one coefficient gets `ratio` (m,) times its gradient from the second pass, and
     nothing stored: their sum could be a small difference of large numbers. `ratio` is NaN where a
     row has more than one coefficient.
     """
-
-    def add(x: Tensor | None, y: Tensor | None) -> Tensor | None:
-        if x is None or y is None:
-            return y if x is None else x
-        return x + y if _graph_is_kept() else x.add_(y)
-
-    def row_by_row(x: Tensor | None, y: Tensor | None) -> Tensor | None:
-        if x is None or y is None:
-            return None
-        total = x.new_zeros(n, x.shape[1])
-        total[grad_rows] = x
-        total[indices] = torch.where(ratio.isnan()[:, None], total[indices] + y, y * ratio[:, None])
-        return total
-
-    of_each = zip((row_by_row, add, add, row_by_row, add), stored, more, strict=True)
-    return Gradients(*(function(x, y) for function, x, y in of_each))
+    keeps = _graph_is_kept()
+    total = []
+    for name, x, y in zip(Tensors._fields, stored, more, strict=True):
+        if name in OF_ROWS and x is not None and y is not None:
+            rows = x.new_zeros(n, x.shape[1])
+            rows[grad_rows] = x
+            added = rows[indices] + y
+            rows[indices] = torch.where(ratio.isnan()[:, None], added, y * ratio[:, None])
+            total.append(rows)
+        elif x is None or y is None:
+            total.append(y if x is None else x)
+        else:
+            total.append(x + y if keeps else x.add_(y))
+    return Tensors(*total)
 
 
 def _returned(
-    grads: Gradients,
-    shapes: GradientShapes,
-    request: Request,
-    indices: Tensor,
-    factor: Tensor | None = None,
+    grads: Tensors, shapes: Tensors, job: Job, indices: Tensor, factor: Tensor | None = None
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients times `factor`, () or (m, 1), as `shapes` says, each rounded once.
+    """The gradients times `factor`, () or (m, 1), as `shapes` says, each rounded once.
 
     Their rows are at `indices` among the rows of the call. With a sharded head, the gradients that
     a row gets from each rank's columns are summed over the ranks.
     """
-    rows, shard, backend = request.rows, request.plan.shard, request.plan.backend
-
-    def whole(x: Tensor, _: torch.Size, dtype: torch.dtype) -> Tensor:
-        return _times(x, factor, dtype, backend)
+    rows, shard, backend = job.rows, job.shard, job.backend
 
     def row_by_row(x: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         if shard is not None:
             # sum over all rows of the call: their number is the same on every rank
-            summed = shard.sum_(all_rows(_times(x, factor, x.dtype, backend), indices, len(rows)))
-            return all_rows(summed.to(dtype), rows.positions, shape[0])
+            summed = shard.sum_(_spread(_times(x, factor, x.dtype, backend), indices, len(rows)))
+            return _spread(summed.to(dtype), rows.positions, shape[0])
         complete = indices.shape == rows.positions.shape
         positions = rows.positions if complete else rows.positions[indices]
-        return all_rows(_times(x, factor, dtype, backend), positions, shape[0])
+        return _spread(_times(x, factor, dtype, backend), positions, shape[0])
 
-    of_each = (row_by_row, whole, whole, row_by_row, whole)
-    return tuple(
-        None if x is None or shape is None else function(x, *shape)
-        for function, x, shape in zip(of_each, grads, shapes, strict=True)
-    )
+    returned: list[Tensor | None] = []
+    for name, x, like in zip(Tensors._fields, grads, shapes, strict=True):
+        if x is None or like is None:
+            returned.append(None)
+        elif name in OF_ROWS:
+            returned.append(row_by_row(x, *like))
+        else:
+            returned.append(_times(x, factor, like[1], backend))
+    return tuple(returned)
+
+
+def _spread(x: Tensor, indices: Tensor, n: int) -> Tensor:
+    """`x` (m, H) in the rows of (n, H) at rising `indices`; `x` itself if m = n."""
+    if x.shape[0] == n:
+        return x
+    full = x.new_zeros(n, x.shape[1])
+    full[indices] = x
+    return full
 
 
 def _graph_is_kept() -> bool:
-    """Return True if this backward may be called again (``retain_graph``)."""
+    """True if this backward may be called again (``retain_graph``)."""
     ask = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
     return True if ask is None else bool(ask())
 
 
 def check_remainder(remainder: Coefficients, upstream: Coefficients) -> tuple[bool, bool]:
-    """Return two flags: there is a remainder to compute; it is far larger than upstream gradients.
+    """Two flags: there is a remainder to compute; it is far larger than upstream gradients.
 
     Waits for the device.
     """
@@ -379,7 +418,7 @@ def check_remainder(remainder: Coefficients, upstream: Coefficients) -> tuple[bo
 
 
 def split_off(upstream: Coefficients, expected: Coefficients) -> tuple[Tensor, Coefficients]:
-    """Return s, and the remainders (n,), `upstream` less s times `expected`.
+    """S, and the remainders (n,), `upstream` less s times `expected`.
 
     A remainder is 0 where it is only rounding, None where both are None. s is the median ratio,
     which fits most rows if any does. A row fits if s times its expectation is its upstream gradient

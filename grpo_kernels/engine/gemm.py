@@ -19,7 +19,7 @@ from torch import Tensor
 
 from grpo_kernels.backends.interface import LogitTransform, RowStats
 from grpo_kernels.base.tensors import map_tensors
-from grpo_kernels.engine.device import device_of
+from grpo_kernels.engine.workspace import device_of
 from grpo_kernels.token_loss.record import Coefficients
 
 HIGHEST_FP16 = 2.0**12  # bound of scaled d logits, 1/16 of the largest fp16
@@ -59,11 +59,11 @@ class Products:
         return self._operand
 
     def hidden_bytes(self) -> int:
-        """Return the bytes of a row of hidden states as an operand."""
+        """The bytes of a row of hidden states as an operand."""
         return self.weight.shape[1] * self._operand.itemsize
 
     def operand(self, hidden: Tensor) -> Tensor:
-        """Return hidden states, rounded to the compute dtype, as the products take them."""
+        """Hidden states, rounded to the compute dtype, as the products take them."""
         return hidden.to(self.compute_dtype).to(self._operand)
 
     @property
@@ -77,7 +77,7 @@ class Products:
         stats: RowStats,
         transform: LogitTransform,
     ) -> tuple[Coefficients, Tensor | None]:
-        """Return the coefficients of rows with these statistics, times the power of two () that
+        """The coefficients of rows with these statistics, times the power of two () that
         brings d logits into range, and it. Their d_logp is then not None.
 
         It is 1 if a coefficient is not finite, so that NaN and inf reach the gradient; None if

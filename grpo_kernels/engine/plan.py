@@ -1,422 +1,512 @@
-"""Plan of a call: how it projects, reduces and differentiates its rows, and how many at a time.
+"""Plan of a call: which rows, by which backend, in which dtypes, when their gradient is computed.
 
-A group is rows whose d logits enter one backward product. A chunk is rows of a group whose logits
-exist at one time. Both are chosen so that the workspace is not exceeded and the products are large.
+Costs of the engines in NVH floating point operations, for N projected rows, a share s of which
+carries gradient; a product takes 2:
+
+========== =========================================== ======================== ==================
+engine     what it does                                head and hidden train    head frozen
+========== =========================================== ======================== ==================
+score      project                                     2 (no gradient at all)
+frozen     project; d logp / d hidden, scaled later    (not possible)           2 + 2s
+one_pass   project; gradient on the same logits        2 + 4s                   2 + 2s
+two_pass   project; later project again, gradient      2 + 6s                   2 + 4s
+lean       the same, later by slices of the vocabulary 2 + 6s                   2 + 4s
+========== =========================================== ======================== ==================
+
+A divergence from a second head adds 2 for every projection of the rows: it projects them, too.
+`one_pass` needs each row's coefficients, d loss / d logp, d loss / d entropy and d loss / d
+divergence, as soon as the row's own logits are there. `frozen` needs no coefficients, since d
+hidden is linear in a single one; it cannot serve several. `two_pass` and `lean` serve all calls.
+`lean` writes each slice of d weight once, in the weight's dtype, and so needs no accumulator of the
+weight's size. Rows whose coefficients are certain to be 0 are only projected in `frozen` and
+`one_pass`. In `two_pass` and `lean` so are all rows whose coefficients turn out to be 0.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from enum import Enum
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.interface import (
-    STATISTICS,
-    Chunk,
-    DivergenceStats,
-    LogitTransform,
-    RowBackend,
-    RowStats,
-)
-from grpo_kernels.base.choices import EngineName
-from grpo_kernels.base.distributed import gather_stacked
-from grpo_kernels.engine.device import (
+from grpo_kernels.backends import check_backend, choose_backend
+from grpo_kernels.backends.interface import FusedRowBackend, LogitTransform, RowBackend, RowStats
+from grpo_kernels.base.checks import check_budget, check_counted_ids, check_gather, warn_once
+from grpo_kernels.base.choices import BackendName, EngineName, choices
+from grpo_kernels.base.tensors import map_tensors, take
+from grpo_kernels.engine.gemm import Products
+from grpo_kernels.engine.ranks import Ranks, Shard, widest_part
+from grpo_kernels.engine.top_k import TopKLogps, TopKTeacher
+from grpo_kernels.engine.workspace import (
     AMPLE,
-    CHUNKS_OF_A_GROUP,
-    CPU,
-    LARGE_CHUNK_ROWS,
-    LEAST_CHUNK_ROWS,
-    Device,
-    FreeMemory,
+    Memory,
     accumulator_of,
     converted_dtype,
+    default_workspace,
     device_of,
+    free_memory,
 )
-from grpo_kernels.engine.gemm import Products
-from grpo_kernels.engine.records import (
-    CoefficientsOf,
-    Gradients,
-    HeadTensors,
-    NeedsGrad,
-    Operands,
-    Rows,
+from grpo_kernels.head import (
+    Head,
+    Second,
+    Tensors,
+    first_ids,
+    gradients_wanted,
+    operands,
+    products_dtype,
 )
-from grpo_kernels.engine.top_k import TopKTeacher
-from grpo_kernels.engine.vocab_parallel import Shard, widest_part
-from grpo_kernels.token_loss.record import NO_COEFFICIENTS, Coefficients, TokenLoss
+from grpo_kernels.token_loss.record import Coefficients, TokenLoss
 
+_AS_IT_IS, _NONE = LogitTransform(), Coefficients()
 SLICE_BYTES = 32 * 2**20  # of the weight, converted at a time; less only with a small budget
 Gather = Callable[[], AbstractContextManager[Any]]
+# name -> when the gradient is computed, and in which order; the first that serves is the cheapest,
+# and frozen comes before one_pass since it needs no coefficients
+ENGINES: dict[str, tuple[Literal["never", "now", "later"], Literal["rows", "slices"]]] = {
+    "score": ("never", "rows"),
+    "frozen": ("now", "rows"),  # for the coefficient 1; the backward scales each row
+    "one_pass": ("now", "rows"),
+    "two_pass": ("later", "rows"),
+    "lean": ("later", "slices"),  # of the vocabulary; for short memory
+}
+NAMES = choices(EngineName)  # names that calls take: "auto" and these
+# when the coefficients of a row are known, as errors say it
+Known = Literal["before", "row", "rows", "backward"]
+_KNOWN = {
+    "before": "before the forward",
+    "row": "from the row's own log-probability and entropy",
+    "rows": "only when other rows are done",
+    "backward": "only in the backward, since no expected= was given",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """Options of how a call is computed; the results are the same up to rounding.
+
+    Args:
+        engine: one of `grpo_kernels.typing.EngineName`.
+        backend: one of `grpo_kernels.typing.BackendName`.
+        workspace_bytes: bound on temporary memory, whatever the number of tokens. None: 512 MiB,
+            over kept sets 64 MiB; on a GPU up to 3 GiB, by the size of the head and the free
+            memory.
+        gather: makes a context in which the weight is whole (DeepSpeed ZeRO-3), for a backward that
+            reads it again.
+
+    Wrong values raise TypeError or ValueError in the call, before any work is done.
+    """
+
+    engine: EngineName = "auto"
+    backend: BackendName = "auto"
+    workspace_bytes: int | None = None
+    gather: Gather | None = None
+
+
+def check_run(run: Any) -> None:
+    """Raise unless `run` is a `Run` of valid options; its engine may still not serve."""
+    if not isinstance(run, Run):
+        raise TypeError(f"run: expected a Run, got {type(run).__name__}")
+    check_gather(run.gather)
+    if run.engine not in NAMES:
+        raise ValueError(f"engine: expected one of {', '.join(NAMES)}, got {run.engine!r}")
+    check_backend(run.backend)
+    if run.workspace_bytes is not None:
+        check_budget(run.workspace_bytes)
+
+
+class Objective(Protocol):
+    """The gradient that the rows of a call will get, as far as it is known before the backward: a
+    built-in loss, a custom one, or what a caller expects.
+
+    Attributes:
+        known: when the coefficients of a row are known.
+        compares: True if the backward compares them with the gradient that arrives.
+        live: (n,) bool, rows that may have a coefficient other than 0; None: all.
+        one_number: True if it depends on one number of each row alone. Asked only where the head is
+            frozen: it may evaluate a user's function.
+    """
+
+    compares: bool
+
+    @property
+    def known(self) -> Known: ...
+    @property
+    def live(self) -> Tensor | None: ...
+    @property
+    def one_number(self) -> bool: ...
+
+    def gradient(self, index: Tensor, stats: RowStats) -> Coefficients:
+        """The coefficients of the rows at `index` (m,), from their statistics."""
+
+    def token_loss(self) -> TokenLoss | None:
+        """The same as a loss that one kernel computes; None if it cannot."""
 
 
 @dataclass(frozen=True)
-class HeadPlan:
-    """Backend, dtypes and budget of a head, and how its raw projection becomes logits.
+class Rows:
+    """The positions to project, as copies: later changes of the caller's tensors have no effect.
 
     Attributes:
-        compute_dtype: of the products' operands.
-        round_logits: True if logits are rounded to the compute dtype.
-        shard: this rank's, if the head's rows are divided among ranks.
-        teacher: the teacher's plan, with the same accumulator.
-        jsd_beta: the divergence from the teacher, see `Teacher`.
+        positions: (n,) int64, indices into `hidden`.
+        ids: (n,) int64 in [0, V); on a shard counted from its first row, out of range on another's.
+        inv_temperature: a number, or (n, 1).
+        invalid: (n,) bool, rows whose log-probability is NaN; None: none.
+        marked: (n,) the ids, -1 where invalid; None: all are valid.
+        top_k: K more ids of each row, to score or with a teacher's log-probabilities.
     """
 
+    positions: Tensor
+    ids: Tensor
+    inv_temperature: float | Tensor = 1.0
+    invalid: Tensor | None = None
+    marked: Tensor | None = None
+    top_k: TopKTeacher | TopKLogps | None = None
+
+    def __len__(self) -> int:
+        return self.positions.shape[0]
+
+    def at(self, index: Tensor) -> Rows:
+        return take(self, index)
+
+
+_NO_ROWS = Rows(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64))
+
+
+@dataclass(frozen=True)
+class Job:
+    """A call, planned: all but the tensors of its heads.
+
+    Attributes:
+        rows: n rows (until `plan` none); every other position is 0 in all results.
+        needs: which of the head's tensors need a gradient.
+        dtype: of the products' operands; the second head's is `reference_dtype`, None without one.
+        transform: from raw projections to logits, without bias and temperature.
+        jsd_beta: the divergence from the second head, see `backends.interface.Teacher`.
+        shard: this rank's, if the head's rows are divided among ranks.
+        entropy, extras: further results.
+        gather: context in which the backward has the whole weight (ZeRO-3).
+    """
+
+    rows: Rows
+    needs: Tensors
     backend: RowBackend
-    compute_dtype: torch.dtype
+    dtype: torch.dtype
     workspace_bytes: int
-    logit_scale: float = 1.0
-    softcap: float | None = None
-    round_logits: bool = False
-    shard: Shard | None = None
-    memory: FreeMemory = AMPLE
-    teacher: HeadPlan | None = None
+    transform: LogitTransform = _AS_IT_IS
+    reference_dtype: torch.dtype | None = None
+    reference_transform: LogitTransform = _AS_IT_IS
     jsd_beta: float = 1.0
+    memory: Memory = AMPLE
+    shard: Shard | None = None
+    engine: str = "score"
+    entropy: bool = True
+    extras: tuple[str, ...] = ()
+    gather: Gather = nullcontext
+
+    @property
+    def when(self) -> str:
+        return ENGINES[self.engine][0]
 
     @property
     def accumulator(self) -> torch.dtype:
         """Dtype of logits, statistics, and gradients before their one rounding."""
-        return accumulator_of(self.compute_dtype)
+        return accumulator_of(self.dtype)
+
+    @property
+    def fuses(self) -> bool:
+        """True if one kernel can compute a whole loss; the ranks of a divided head combine
+        statistics before it."""
+        if self.shard is not None or self.rows.top_k is not None:
+            return False
+        alone, backend = self.reference_dtype is None, cast(FusedRowBackend, self.backend)
+        return hasattr(backend, "fused") and (alone or backend.fuses_teacher)
+
+    @property
+    def diverges(self) -> bool:
+        """True if a row's main number is its divergence, not its log-probability."""
+        return self.reference_dtype is not None or isinstance(self.rows.top_k, TopKTeacher)
+
+    def main(self, coefficients: Coefficients) -> Tensor | None:
+        """The coefficient of the rows' main number."""
+        return coefficients.d_divergence if self.diverges else coefficients.d_logp
+
+    def with_main(self, value: Tensor, others: Coefficients = _NONE) -> Coefficients:
+        """`others` with `value` (n,) in the place of `main`."""
+        return others._replace(**{"d_divergence" if self.diverges else "d_logp": value})
 
     def products(self, weight: Tensor, dtype: torch.dtype | None = None) -> Products:
-        """Return the products with `weight`, which may be a part of the head."""
+        """The products with `weight`, which may be a part of the head."""
         slice_bytes = min(SLICE_BYTES, self.workspace_bytes // 8)
-        return Products(weight, dtype or self.compute_dtype, self.accumulator, slice_bytes)
+        return Products(weight, dtype or self.dtype, self.accumulator, slice_bytes)
 
-    def operand_dtypes(self, head: HeadTensors[Tensor]) -> list[torch.dtype]:
-        """Return the operands' dtype of each of `HeadTensors.factors`; an adapter keeps its own."""
+    def operand_dtypes(self, head: Tensors) -> list[torch.dtype]:
+        """The operands' dtype of each of `Tensors.factors`; an adapter keeps its own."""
         _, *adapter = head.factors()
-        return [self.compute_dtype, *(torch.promote_types(u.dtype, b.dtype) for u, b in adapter)]
+        return [self.dtype, *(torch.promote_types(u.dtype, b.dtype) for u, b in adapter)]
 
-    def all_products(
-        self, head: HeadTensors[Tensor], columns: slice = slice(None)
-    ) -> list[Products]:
-        """Return the products of `HeadTensors.factors`, in their order."""
+    def all_products(self, head: Tensors, columns: slice = slice(None)) -> list[Products]:
+        """The products of `Tensors.factors`, in their order."""
         pairs = zip(head.factors(), self.operand_dtypes(head), strict=True)
         return [self.products(matrix[columns], dtype) for (_, matrix), dtype in pairs]
 
-    def converted(self, head: Operands) -> Operands:
-        """Return `head` with weights in the dtype of 16-bit products, if memory allows copies.
+    def converted(self, head: Tensors, reference: Tensors | None) -> tuple[Tensors, Tensors | None]:
+        """Both heads with weights in the dtype of 16-bit products, if memory allows copies.
 
         Otherwise each product converts its weight slice by slice.
         """
         if not self.memory.converts:
-            return head
-        teacher = head.teacher
-        if teacher is not None and self.teacher is not None:
-            weight = _converted(teacher.weight, self.teacher.compute_dtype)
-            teacher = replace(teacher, weight=weight)
-        return replace(head, weight=_converted(head.weight, self.compute_dtype), teacher=teacher)
-
-    def transform(self, bias: Tensor | None, inv_temperature: float | Tensor) -> LogitTransform:
-        """Return the transform of raw projections into logits; `bias` as `row_bias` gives it."""
-        rounded_to = self.compute_dtype if self.round_logits else None
-        return LogitTransform(self.logit_scale, self.softcap, inv_temperature, bias, rounded_to)
-
-    def stats(
-        self, chunk: Chunk, rows: Rows, *, entropy: bool, extras: tuple[str, ...]
-    ) -> RowStats:
-        """Reduce the rows of a chunk, and with a teacher compute the divergence.
-
-        The log-probability is NaN where a row is invalid.
-        """
-        of_backend = tuple(x for x in extras if x in STATISTICS)
-        stats = self._reduced(chunk, entropy=entropy, extras=of_backend)
-        if chunk.teacher is not None:
-            teacher = self._reduced(chunk.of_teacher(), entropy=False, extras=())
-            value, sum_k = self.backend.diverge(chunk, stats, teacher)
-            if self.shard is not None:
-                parts = gather_stacked(torch.stack([value, sum_k]), self.shard.process_group)
-                value, sum_k = parts.sum(dim=0).unbind()
-            divergence = DivergenceStats(value, sum_k, teacher.max_logit, teacher.log_sum)
-            stats = replace(stats, divergence=divergence)
-        if rows.invalid is not None:
-            stats.logps.masked_fill_(rows.invalid, torch.nan)
-        return stats if rows.top_k is None else rows.top_k.completed(stats, self.shard)
-
-    def _reduced(self, chunk: Chunk, *, entropy: bool, extras: tuple[str, ...]) -> RowStats:
-        if self.shard is None:
-            return self.backend.stats(chunk, entropy=entropy, extras=extras)
-        return self.shard.stats(self.backend, chunk, entropy=entropy, extras=extras)
-
-    def grad(
-        self, chunk: Chunk, rows: Rows, stats: RowStats, coefficients: Coefficients, out: Tensor
-    ) -> None:
-        """``out = d loss / d (raw projection)``, (n, V), of rows with these statistics."""
-        if rows.top_k is not None:
-            rows.top_k.grad(self.backend, chunk, stats, coefficients, out)
-            return
-        d_logp, d_entropy, d_divergence, _ = coefficients
-        assert d_logp is not None
-        self.backend.grad(chunk, stats, d_logp, d_entropy, out, d_divergence)
+            return head, reference
+        if reference is not None and self.reference_dtype is not None:
+            reference = _converted(reference, self.reference_dtype)
+        return _converted(head, self.dtype), reference
 
 
-def _converted(weight: Tensor, compute_dtype: torch.dtype) -> Tensor:
-    dtype = converted_dtype(weight, compute_dtype)
-    return weight if dtype is None else weight.to(dtype)
+def _converted(head: Tensors, dtype: torch.dtype) -> Tensors:
+    wanted = converted_dtype(head.weight, dtype)
+    return head if wanted is None else head._replace(weight=head.weight.to(wanted))
 
 
-class Coupling(Enum):
-    """Moment at which a row's coefficients are known."""
+@contextmanager
+def together(call: str, group: Any, arguments: Mapping[str, Any]) -> Iterator[Ranks | None]:
+    """Context of a public call's checks and plan; yields its `Ranks`, None without a group.
 
-    KNOWN = "before the forward"
-    TOKEN = "from the row's own log-probability and entropy"
-    CROSS_TOKEN = "only when other rows are done"
-    UNKNOWN = "only in the backward, since no expected= was given"
-
-    @staticmethod
-    def of(*, known: bool, coupled: bool) -> Coupling:
-        """Return a loss's coupling: `known` beforehand, `coupled` over its tokens, or neither."""
-        return Coupling.KNOWN if known else Coupling.CROSS_TOKEN if coupled else Coupling.TOKEN
-
-
-class Stored(Enum):
-    """Results that a first pass leaves for the backward."""
-
-    NOTHING = "there is no gradient"
-    PER_ROW = "d logp / d hidden of each row, or that of the divergence, which the backward scales"
-    GRADIENT = "the gradient for coefficients that were known, or expected"
-    STATISTICS = "those of the rows, for a second pass that recomputes the logits"
-
-
-@dataclass(frozen=True)
-class Engine:
-    """One way to compute a call; its second pass is on the rows with gradient."""
-
-    name: EngineName
-    stores: Stored
-    first_pass: Callable[[Operands, Request], ForwardResult]
-    second_pass: Callable[[Operands, Request, RowStats, Coefficients], Gradients]
-
-    @property
-    def recomputes(self) -> bool:
-        """True if the whole gradient is computed in a second pass."""
-        return self.stores is Stored.STATISTICS
-
-    @property
-    def stores_gradient(self) -> bool:
-        """True if the first pass computes the gradient, or everything expensive about it."""
-        return self.stores in (Stored.PER_ROW, Stored.GRADIENT)
-
-
-@dataclass(frozen=True)
-class Request:
-    """A call's inputs and settings, without the head's tensors.
-
-    Attributes:
-        rows: n rows; every other position is 0 in all results.
-        coefficients_of: the true ones for `PolicyLoss`, the expected ones for `LinearLogprob`.
-        token_loss: the same as a loss that a backend fuses; its terms reach `evaluate`.
-        compares: True if the backward compares these coefficients with the gradient that arrives.
-        may_have_grad: (n,) bool, rows that may have a gradient; None: all of them.
-        gathered_weight: context in which the backward has the whole weight (ZeRO-3).
+    If one rank raises in it before `Ranks.compare`, all ranks raise: each sends the same number of
+    integers, whatever its call. `arguments` are those of the call; heads, hidden states and `run`
+    are compared when it is planned.
     """
-
-    rows: Rows
-    plan: HeadPlan
-    needs_grad: NeedsGrad
-    engine: Engine
-    entropy: bool = True
-    extras: tuple[str, ...] = ()
-    coefficients_of: CoefficientsOf | None = None
-    token_loss: TokenLoss | None = None
-    compares: bool = False
-    may_have_grad: Tensor | None = None
-    gathered_weight: Gather = nullcontext
-
-    @property
-    def diverges(self) -> bool:
-        """True if the rows have a teacher."""
-        return self.plan.teacher is not None or isinstance(self.rows.top_k, TopKTeacher)
-
-    def main(self, coefficients: Coefficients) -> Tensor | None:
-        """Return the main one: d_divergence if rows have a teacher, else d_logp."""
-        return coefficients.d_divergence if self.diverges else coefficients.d_logp
-
-    def with_main(
-        self, value: Tensor, coefficients: Coefficients = NO_COEFFICIENTS
-    ) -> Coefficients:
-        """Return `coefficients` with `value` (n,) in the place of `main`."""
-        if self.diverges:
-            return coefficients._replace(d_divergence=value)
-        return coefficients._replace(d_logp=value)
+    if group is None:
+        yield None
+        return
+    apart = ("hidden", "head", "reference", "teacher_hidden", "teacher_head", "run")
+    ranks = Ranks(call, group, {k: x for k, x in arguments.items() if k not in apart})
+    try:
+        yield ranks
+    except Exception:
+        if not ranks.compared:
+            ranks.exchange(1)
+        raise
 
 
-@dataclass(frozen=True)
-class ForwardResult:
-    """Result of a first pass: statistics and, if the engine stores it, a gradient.
+def begin(
+    hidden: Tensor,
+    head: Head,
+    run: Run | None,
+    second: Second | None = None,
+    prefix: str = "",
+    *,
+    backend: BackendName | None = None,
+) -> Job:
+    """How rows of checked heads are projected, whichever they are. Does not wait for the device.
 
-    Autograd keeps the parts that the backward reads.
-
-    Attributes:
-        stats: (n,).
-        grads: of the rows that may have one.
-        grad_rows: (m,) indices of those rows.
-        coefficients: (n,) those of `grads`, or for the second pass.
+    `backend` overrides that of `run`, unless it is None.
     """
-
-    stats: RowStats | None
-    grads: Gradients | None = None
-    grad_rows: Tensor | None = None
-    coefficients: Coefficients = NO_COEFFICIENTS
-
-    @property
-    def entropies(self) -> Tensor:
-        """The entropies (n,) of a pass that was asked for them."""
-        assert self.stats is not None and self.stats.entropies is not None
-        return self.stats.entropies
-
-
-class Group(NamedTuple):
-    """The rows [start, stop) of a sweep, whose d logits enter one backward product."""
-
-    start: int
-    stop: int
-    rows: int  # stop - start, padded
-    chunks: tuple[slice, ...]  # of those rows
-
-    @property
-    def n(self) -> int:
-        """Rows without padding."""
-        return self.stop - self.start
-
-    @property
-    def chunk_rows(self) -> int:
-        """Rows of the largest chunk."""
-        return max((chunk.stop - chunk.start for chunk in self.chunks), default=0)
-
-
-def plan_groups(
-    rows: Rows, head: Operands, plan: HeadPlan, needs_grad: NeedsGrad | None
-) -> list[Group]:
-    """Return the groups of a sweep over `rows`."""
-    costs, device = _costs(rows, head, plan, needs_grad), device_of(head.weight.device)
-    return divide(len(rows), plan.workspace_bytes, device, **costs)
-
-
-def planned_bytes(rows: Rows, head: Operands, plan: HeadPlan, needs_grad: NeedsGrad | None) -> int:
-    """Return the peak bytes of a sweep's chunks; works on meta tensors too.
-
-    That is at most `HeadPlan.workspace_bytes`, if that is enough for a chunk of
-    `Device.fewest_rows`.
-    """
-    costs = _costs(rows, head, plan, needs_grad)
-    groups = plan_groups(rows, head, plan, needs_grad)
-    return max(
-        (
-            group.chunk_rows * costs["chunk_row_bytes"]
-            + group.rows * costs["group_row_bytes"]
-            + costs["scratch_bytes"](group.chunk_rows)
-            for group in groups
-        ),
-        default=0,
+    run = Run() if run is None else run
+    check_run(run)
+    dtype, needs = products_dtype(hidden, head.weight), gradients_wanted(hidden, head)
+    weights = [(head.weight, dtype)]
+    _warn_if_promoted("hidden", hidden, "weight", *weights[0])
+    of_second: dict[str, Any] = {}
+    if second is not None:
+        states, own = second
+        weights.append((own.weight, products_dtype(states, own.weight, dtype)))
+        _warn_if_promoted(f"{prefix}hidden", states, f"{prefix}weight", *weights[1])
+        of_second["reference_dtype"] = weights[1][1]
+        of_second["reference_transform"] = _transform(own, weights[1][1])
+    memory = free_memory(weights, hidden, needs, run.workspace_bytes)
+    return Job(
+        rows=_NO_ROWS,
+        needs=needs,
+        backend=choose_backend(backend or run.backend, hidden.device, dtype)[0],
+        dtype=dtype,
+        workspace_bytes=run.workspace_bytes or 0,
+        transform=_transform(head, dtype),
+        memory=memory,
+        gather=run.gather or nullcontext,
+        **of_second,
     )
 
 
-def _costs(
-    rows: Rows, head: Operands, plan: HeadPlan, needs_grad: NeedsGrad | None
-) -> dict[str, Any]:
-    """Return the costs of a sweep, as `divide` takes them.
+def plan(
+    job: Job,
+    hidden: Tensor,
+    head: Head,
+    rows: Rows,
+    run: Run | None,
+    ranks: Ranks | None,
+    objective: Objective | None = None,
+    *,
+    second: Second | None = None,
+    prefix: str = "",
+    names: tuple[str, str] | None = ("ids", "topk_ids"),
+) -> tuple[Job, Tensors, Tensors | None]:
+    """Plan a call that `begin` began; return it, and the tensors of both heads.
 
-    A chunk has logits; a group has operands, and d logits if these are of another dtype.
+    Args:
+        rows: with the ids of the whole vocabulary, whose range is checked here; `names` are those
+            of the arguments with them. None: it is not checked, and ids are not counted from this
+            rank's first row.
+        ranks: of a divided head, which compare their calls here.
+        objective: by which an engine is chosen; None: none is.
     """
-    products = plan.products(widest_part(head.weight, plan.shard))
-    vocab, with_teacher = products.weight.shape[0], plan.teacher is not None
-    width = device_of(head.weight.device).row_width(vocab)
-    row_bytes = width * plan.accumulator.itemsize
-    separate = needs_grad is not None and products.gradient_dtype != plan.accumulator
-    chunk_row_bytes, slice_bytes = row_bytes, products.slice_bytes
-    if rows.top_k is not None:
-        chunk_row_bytes += rows.top_k.row_bytes()
-    if plan.teacher is not None and head.teacher is not None:
-        other = plan.teacher.products(widest_part(head.teacher.weight, plan.shard))
-        chunk_row_bytes = 2 * row_bytes + other.hidden_bytes()
-        slice_bytes = max(slice_bytes, other.slice_bytes)
-    d_logits = width * products.gradient_dtype.itemsize if separate else 0
+    run = Run() if run is None else run
+    memory, shard, first_id, vocab = job.memory, None, 0, head.weight.shape[0]
+    if ranks is not None:
+        values = _compared(job, hidden, head, second, rows, run)
+        of_ranks = ranks.compare(values, {"rows of weight": vocab, **memory._asdict()})
+        sizes = _sizes(head.vocab_size, of_ranks["rows of weight"])
+        rank = torch.distributed.get_rank(ranks.group)
+        head, second = first_ids(head, second, sizes[rank], prefix)
+        tight, converts = any(of_ranks["tight"]), all(of_ranks["converts"])
+        memory, vocab = Memory(tight, converts, min(of_ranks["workspace"])), sum(sizes)
+        if len(sizes) > 1:
+            shard = Shard(ranks.group, rank, tuple(sizes))
+            first_id = shard.start
+    workspace_bytes = run.workspace_bytes
+    if workspace_bytes is None:
+        widest = head.weight if shard is None else widest_part(head.weight, shard)
+        heads = 1 if second is None else 2
+        workspace_bytes = default_workspace(widest, job.needs, memory, heads=heads)
+    if names is not None:
+        rows = in_range(rows, names, vocab, first_id)
+    job = replace(job, rows=rows, memory=memory, shard=shard, workspace_bytes=workspace_bytes)
+    tensors, reference = operands(hidden, head, rows.positions), None
+    if second is not None:
+        states, own = second
+        reference = operands(states, own, rows.positions).map(Tensor.detach)
+    if objective is not None:
+        job = replace(job, engine=choose_engine(run.engine, job, objective))
+    return job, tensors, reference
 
-    def scratch_bytes(m: int) -> int:  # products and row work never run at the same time
-        scratch = plan.backend.scratch_rows(m, vocab, teacher=with_teacher) * row_bytes
-        return max(slice_bytes, scratch)
 
-    grouped = needs_grad is not None and separate and needs_grad.weight
+def choose_engine(name: str, job: Job, objective: Objective) -> str:
+    """The cheapest engine that gives the exact gradient, or the one named.
+
+    Raises:
+        ValueError: the one named cannot give this gradient.
+    """
+    needs, known = job.needs, objective.known
+    if objective.compares and device_of(job.rows.positions.device).is_capturing():
+        known = "rows"  # in a CUDA graph the comparison would wait
+    head_trains, no_gradient = any(needs[1:]), not any(needs)
+    if name == "auto" and job.memory.tight and head_trains:
+        return "lean"
+    serves: dict[str, Callable[[], bool]] = {
+        "score": lambda: no_gradient,
+        "frozen": lambda: (
+            not head_trains
+            and not isinstance(job.rows.top_k, TopKLogps)
+            and (no_gradient or objective.one_number)
+        ),
+        "one_pass": lambda: known in ("before", "row"),
+        "two_pass": lambda: True,
+        "lean": lambda: True,
+    }
+    if name == "auto":
+        return next(x for x in ENGINES if serves[x]())
+    if not serves[name]():
+        needed = {
+            "score": "that no gradient is wanted",
+            "frozen": "a frozen head, without a lora of its own, and no gradient but that of one "
+            "number a row",
+            "one_pass": f"coefficients known row by row; here they are known {_KNOWN[known]}",
+        }
+        raise ValueError(
+            f"engine: expected one that gives this gradient, got {name!r}, which needs "
+            f"{needed[name]}"
+        )
+    return "score" if no_gradient else name
+
+
+def in_range(rows: Rows, names: tuple[str, str], vocab: int, first_id: int) -> Rows:
+    """`rows` with ids in range, counted from this rank's first.
+
+    Raises:
+        ValueError: on a CPU, an id is out of range; elsewhere the row's results are made NaN.
+    """
+    ids, marked, top_k = rows.ids, None, rows.top_k
+    invalid = check_counted_ids(names[0], ids, vocab)
+    if invalid is not None:
+        ids, marked = ids.masked_fill(invalid, 0), ids.masked_fill(invalid, -1)
+    if top_k is not None:
+        outside = (top_k.ids < -1) | (top_k.ids >= vocab)
+        if isinstance(top_k, TopKTeacher) and ids.device.type != "cpu":
+            none = outside.any(dim=1, keepdim=True)
+            top_k = replace(top_k, logps=top_k.logps.masked_fill(none, torch.nan))
+        elif ids.device.type != "cpu":
+            none = outside.any(dim=1)
+            invalid = none if invalid is None else invalid | none
+        elif bool(outside.any()):
+            bad = top_k.ids[outside][0].item()
+            raise ValueError(
+                f"{names[1]}: expected ids in [0, V) = [0, {vocab}), or -1 for padding, where the "
+                f"mask counts, got {bad}"
+            )
+        top_k = replace(top_k, ids=top_k.ids - first_id)
+    ids = ids - first_id if first_id else ids
+    return replace(rows, ids=ids, invalid=invalid, marked=marked, top_k=top_k)
+
+
+def _transform(head: Head, dtype: torch.dtype) -> LogitTransform:
+    rounds = head.logits_dtype == "input" and dtype.itemsize < 4
+    cap = head.final_logit_softcapping
+    return LogitTransform(head.logit_scale, cap, rounded_to=dtype if rounds else None)
+
+
+def _compared(
+    job: Job, hidden: Tensor, head: Head, second: Second | None, rows: Rows, run: Run
+) -> dict[str, Any]:
+    """What the ranks of a divided head compare, besides the arguments of their call."""
+    # without rows, whose numbers may differ
+    first, other = map_tensors(lambda x: x[:0], (replace(head, process_group=None), second))
     return {
-        "chunk_row_bytes": chunk_row_bytes,
-        "group_row_bytes": products.hidden_bytes() + d_logits,
-        "grouped": grouped and not products.scales_gradient,
-        "scratch_bytes": scratch_bytes,
+        **{x.name: getattr(first, x.name) for x in fields(Head)},
+        **{x: getattr(run, x) for x in ("engine", "backend", "workspace_bytes")},
+        "reference": None if other is None else (other[0], replace(other[1], process_group=None)),
+        "hidden": hidden,
+        "counted tokens": len(rows),
+        "gradients wanted": [bool(x) for x in job.needs],
+        "dtype of the products": [job.dtype, job.reference_dtype],
+        "backend that serves": choose_backend(run.backend, hidden.device, job.dtype)[0].name,
     }
 
 
-def divide(
-    n: int,
-    workspace_bytes: int,
-    device: Device = CPU,
-    *,
-    chunk_row_bytes: int,
-    group_row_bytes: int,
-    grouped: bool,
-    scratch_bytes: Callable[[int], int],
-) -> list[Group]:
-    """Divide `n` rows into groups whose workspace stays within `workspace_bytes`, if it can.
+def _sizes(vocab_size: int | None, sizes: list[int]) -> list[int]:
+    """Rows of the head on each rank, without padding rows."""
+    if vocab_size is not None:
+        if vocab_size > sum(sizes):
+            raise ValueError(
+                f"vocab_size: expected at most the {sum(sizes)} rows of all shards, got "
+                f"{vocab_size}"
+            )
+        starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        pairs = zip(sizes, starts, strict=True)
+        sizes = [min(size, max(0, vocab_size - start)) for size, start in pairs]
+    if min(sizes) == 0:
+        raise ValueError(
+            f"weight: expected at least one row of the vocabulary on every rank, got {sizes}"
+        )
+    return sizes
 
-    Groups differ by at most one row (or by one `Device.row_multiple`), so that none is much smaller
-    than the others. A chunk has at least `Device.fewest_rows`.
 
-    Args:
-        chunk_row_bytes: for a row of a chunk, as long as the chunk lasts.
-        group_row_bytes: for a row of a group, as long as the group lasts.
-        grouped: True if several chunks may share a backward product; else a group is one chunk.
-            Each product for d weight reads and writes all of its accumulator, so fewer are better.
-        scratch_bytes: further bytes for a chunk with the given number of rows; not decreasing.
+def _warn_if_promoted(
+    name: str, hidden: Tensor, weight_name: str, weight: Tensor, dtype: torch.dtype
+) -> None:
+    """Warn, once, if dtype promotion makes the products fp32, which is likely a mistake.
+
+    That is, for a 16-bit weight, on a GPU that multiplies 16-bit operands an order of magnitude
+    faster. An fp32 weight is taken as meant.
     """
-
-    def rows_of_chunk(per_group: int) -> int:
-        row_bytes = chunk_row_bytes + per_group * group_row_bytes
-        return most_rows(row_bytes, workspace_bytes, scratch_bytes, device.fewest_rows)
-
-    sizes = {count: rows_of_chunk(count) for count in (CHUNKS_OF_A_GROUP if grouped else ())}
-    choices = itertools.product((LARGE_CHUNK_ROWS, LEAST_CHUNK_ROWS), sizes)
-    per_group = next((count for least, count in choices if sizes[count] >= least), 1)
-    most = sizes.get(per_group) or rows_of_chunk(per_group)
-    multiple = device.row_multiple
-    most -= most % multiple  # to which a chunk's rows are padded
-    groups = []
-    for start, stop in _even_parts(n, per_group * most, multiple):
-        rows = device.padded_rows(stop - start)
-        parts = [(0, rows)] if per_group == 1 else _even_parts(rows, most, multiple)
-        groups.append(Group(start, stop, rows, tuple(slice(*part) for part in parts)))
-    return groups
-
-
-def _even_parts(n: int, most: int, multiple: int) -> list[tuple[int, int]]:
-    """Return [0, n) in the fewest parts of at most `most`, from multiples of `multiple`."""
-    count = -(-n // most)
-    if not count:
-        return []
-    bounds = (min(n, -(-(n * i // count) // multiple) * multiple) for i in range(count + 1))
-    return list(itertools.pairwise(bounds))
-
-
-def most_rows(
-    row_bytes: int, workspace_bytes: int, scratch_bytes: Callable[[int], int], least: int
-) -> int:
-    """Return the most rows of a chunk for which the workspace stays within `workspace_bytes`.
-
-    Args:
-        row_bytes: bytes for a row of a chunk, with the group that it belongs to.
-        scratch_bytes: further bytes for a chunk with the given number of rows; not decreasing.
-        least: the result, where the budget allows fewer: they would be padded to that.
-    """
-    low, high = least, max(least, workspace_bytes // row_bytes)
-    while low < high:
-        middle = (low + high + 1) // 2
-        if middle * row_bytes + scratch_bytes(middle) <= workspace_bytes:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    device = device_of(weight.device)
+    if dtype != torch.float32 or weight.dtype.itemsize != 2 or not device.slow_fp32:
+        return
+    if device.mixed_products:  # else they would be multiplied in fp32 anyway
+        warn_once(
+            f"{name} in {hidden.dtype} with a {weight_name} in {weight.dtype}, outside autocast, "
+            "is multiplied in torch.float32, which takes a GPU about ten times as long as 16 bits. "
+            f"Cast {name} to the dtype of {weight_name}, or call within torch.autocast; if float32 "
+            f"is meant, cast {weight_name} to it",
+            RuntimeWarning,
+        )

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from grpo_kernels.backends.interface import RowStats
 from grpo_kernels.base.tensors import take
-from grpo_kernels.engine.device import device_of
 from grpo_kernels.engine.gemm import Products
-from grpo_kernels.engine.plan import HeadPlan
-from grpo_kernels.engine.records import Gradients, NeedsGrad, Operands, Rows, row_bias
-from grpo_kernels.engine.sweep import Projection
+from grpo_kernels.engine.plan import Job, Rows
+from grpo_kernels.engine.sweep import Projection, row_bias, write_gradient
+from grpo_kernels.engine.workspace import device_of
+from grpo_kernels.head import Tensors
 from grpo_kernels.token_loss.record import Coefficients
 
 MOST_ROWS = 8192  # rows at a time; with more, slices would get narrow
@@ -29,22 +29,23 @@ FEATURES_SHARE = 4  # operands of the rows at a time: at most 1 / FEATURES_SHARE
 
 
 def sweep_slices(
-    head: Operands,
-    rows: Rows,
-    plan: HeadPlan,
+    job: Job,
+    head: Tensors,
+    reference: Tensors | None,
     stats: RowStats,
     coefficients: Coefficients,
-    needs_grad: NeedsGrad,
-) -> Gradients:
-    """Return the gradient of `rows`, n of them, given their statistics and coefficients (n,).
+) -> Tensors:
+    """The gradient of the rows of `job`, n of them, given their statistics and coefficients (n,).
 
     It is the same as from `sweep`, but d weight and d lora_b are in their own dtype, rounded once.
     """
-    transform = plan.transform(row_bias(head.bias, plan.accumulator), rows.inv_temperature)
+    rows, needs, dtype = job.rows, job.needs, job.accumulator
+    bias = row_bias(head.bias, slice(None), dtype)
+    transform = replace(job.transform, inv_temperature=rows.inv_temperature, bias=bias)
     # one factor for all rows and slices, since the gradients are summed over both
-    coefficients, fp16_scale = plan.products(head.weight).scaled(coefficients, stats, transform)
-    n, vocab, dtype = len(rows), head.weight.shape[0], plan.accumulator
-    rows_at_once, columns_at_once, _ = plan_slices(rows, head, plan, needs_grad)
+    coefficients, fp16_scale = job.products(head.weight).scaled(coefficients, stats, transform)
+    n, vocab = len(rows), head.weight.shape[0]
+    rows_at_once, columns_at_once, _ = plan_slices(job, head, reference)
     blocks = [
         (place, count, *take((rows, stats, coefficients), index))
         for place, count, index in _blocks(rows, rows_at_once)
@@ -54,11 +55,11 @@ def sweep_slices(
     new = head.hidden.new_empty if blocks else head.hidden.new_zeros
     d_rows: list[Tensor | None] = []  # per factor: (m, K)
     d_matrices: list[Tensor | None] = []  # (V, K), in their own dtype
-    pairs = zip(head.factors(), needs_grad.factors(), strict=False)
+    pairs = zip(head.factors(), needs.factors(), strict=False)
     for (x, matrix), (needs_rows, needs_matrix) in pairs:
         d_rows.append(new(m, x.shape[1], dtype=dtype) if needs_rows else None)
         d_matrices.append(new(matrix.shape, dtype=matrix.dtype) if needs_matrix else None)
-    d_bias = head.hidden.new_zeros(vocab, dtype=dtype) if needs_grad.bias else None
+    d_bias = head.hidden.new_zeros(vocab, dtype=dtype) if needs.bias else None
 
     def add_block(
         projection: Projection,
@@ -66,11 +67,15 @@ def sweep_slices(
         parts: list[Tensor | None],
         place: slice,
         count: int,
-        block: Rows,
-        *known: Any,
+        rows: Rows,
+        stats: RowStats,
+        known: Coefficients,
     ) -> None:
-        operands = projection.operands(block.positions)
-        d_logits = _d_logits(projection, plan, operands, block, *known)
+        operands = projection.operands(rows.positions)
+        every, out = slice(0, len(rows)), projection.new_logits(len(rows))
+        chunk, rows = projection.project(operands, every, rows, every, out)
+        d_logits = out[0] if projection.in_place else projection.new_d_logits(len(rows))
+        write_gradient(job, chunk, rows, stats, known, d_logits)
         d_logits[count:] = 0.0
         products = zip(projection.products, operands[0], d_rows, parts, strict=True)
         for product, x, of_rows, part in products:
@@ -83,7 +88,7 @@ def sweep_slices(
 
     def add_slice(columns: slice) -> None:
         """Add the gradient of all rows from some columns of their logits."""
-        projection = Projection(head, plan, columns)
+        projection = Projection(job, head, reference, columns)
         targets = [None if x is None else x[columns] for x in d_matrices]
         # a target in the accumulator's dtype is summed in place; any other apart, and rounded
         parts = [
@@ -96,7 +101,7 @@ def sweep_slices(
             if target is None or part is None:
                 continue
             if fp16_scale is not None:
-                plan.backend.scale(part, 1.0 / fp16_scale, target)
+                job.backend.scale(part, 1.0 / fp16_scale, target)
             elif part is not target:
                 target.copy_(part)
 
@@ -108,23 +113,7 @@ def sweep_slices(
             if total is not None:
                 total.mul_(1.0 / fp16_scale)
     d_rows = [None if x is None else x[:n] for x in d_rows]
-    return Gradients.of_factors(d_rows, d_matrices, d_bias)
-
-
-def _d_logits(
-    projection: Projection,
-    plan: HeadPlan,
-    operands: tuple[list[Tensor], Tensor | None],
-    rows: Rows,
-    stats: RowStats,
-    coefficients: Coefficients,
-) -> Tensor:
-    m, every = len(rows), slice(0, len(rows))
-    out = projection.new_logits(m)
-    chunk, rows = projection.project(operands, every, rows, every, out)
-    d_logits = out[0] if projection.in_place else projection.new_d_logits(m)
-    plan.grad(chunk, rows, stats, coefficients, d_logits)
-    return d_logits
+    return Tensors.of_factors(d_rows, d_matrices, d_bias)
 
 
 def _blocks(rows: Rows, most: int) -> Iterator[tuple[slice, int, Tensor]]:
@@ -144,43 +133,44 @@ def _blocks(rows: Rows, most: int) -> Iterator[tuple[slice, int, Tensor]]:
         yield slice(start, start + m), count, index
 
 
-def plan_slices(
-    rows: Rows, head: Operands, plan: HeadPlan, needs_grad: NeedsGrad
-) -> tuple[int, int, int]:
-    """Return the rows and columns to take at a time within the workspace, and the bytes they take.
+def plan_slices(job: Job, head: Tensors, reference: Tensors | None) -> tuple[int, int, int]:
+    """The rows and columns to take at a time within the workspace, and the bytes they take.
 
     Works on meta tensors too. Each row needs its operands. Each column needs its row of d weight
     (and of d lora_b) if that is summed apart. Both together need logits, d logits and the backend's
     scratch. At least a tile of rows and `SLICE_MULTIPLE` columns.
     """
-    vocab, budget, size = head.weight.shape[0], plan.workspace_bytes, plan.accumulator.itemsize
+    rows, vocab, size = job.rows, head.weight.shape[0], job.accumulator.itemsize
+    budget = job.workspace_bytes
     tile, least = device_of(head.weight.device).fewest_rows, min(vocab, SLICE_MULTIPLE)
-    factors = plan.all_products(head)
+    factors = job.all_products(head)
     dtype = factors[0].gradient_dtype
-    logit_bytes = size + (0 if dtype == plan.accumulator else dtype.itemsize)
+    logit_bytes = size + (0 if dtype == job.accumulator else dtype.itemsize)
     row_bytes = 0 if rows.top_k is None else rows.top_k.row_bytes()
     column_bytes = padding_bytes = 0
-    triples = zip(factors, head.factors(), needs_grad.factors(), strict=False)
+    triples = zip(factors, head.factors(), job.needs.factors(), strict=False)
     for p, (x, matrix), (_, wanted) in triples:
         # for an adapter more precise than d logits
         converted = 0 if p.gradient_dtype == dtype else dtype.itemsize
         row_bytes += p.hidden_bytes() + x.shape[1] * (_copied_bytes(x, p) + converted)
         column_bytes += x.shape[1] * (
-            converted + (size if wanted and matrix.dtype != plan.accumulator else 0)
+            converted + (size if wanted and matrix.dtype != job.accumulator else 0)
         )
         padding_bytes += tile * x.shape[1] * size  # for d hidden
-    with_teacher = plan.teacher is not None
-    teacher = head.teacher
-    if plan.teacher is not None and teacher is not None:
-        p = plan.teacher.products(teacher.weight)
+    if reference is not None:
+        p = job.products(reference.weight, job.reference_dtype)
         factors = [*factors, p]
         logit_bytes += size
-        row_bytes += p.hidden_bytes() + teacher.hidden.shape[1] * _copied_bytes(teacher.hidden, p)
+        copied = _copied_bytes(reference.hidden, p)
+        row_bytes += p.hidden_bytes() + reference.hidden.shape[1] * copied
     # the weights are converted one after the other
     row_free = padding_bytes + max(p.slice_bytes for p in factors)
 
     def taken(m: int, columns: int) -> int:
-        logits = m * logit_bytes + plan.backend.scratch_rows(m, least, teacher=with_teacher) * size
+        logits = (
+            m * logit_bytes
+            + job.backend.scratch_rows(m, least, teacher=reference is not None) * size
+        )
         return row_free + m * row_bytes + columns * (column_bytes + logits)
 
     m = max(1, -(-min(len(rows), MOST_ROWS) // tile)) * tile
@@ -192,6 +182,6 @@ def plan_slices(
 
 
 def _copied_bytes(x: Tensor, products: Products) -> int:
-    """Return the bytes per element of `x`, beside its operand, while it is converted to that."""
+    """Bytes per element of `x`, beside its operand, while it is converted to that."""
     steps = [x.dtype, products.compute_dtype, products.gradient_dtype]
     return sum(before.itemsize for before, after in itertools.pairwise(steps) if before != after)

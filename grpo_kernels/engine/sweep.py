@@ -1,74 +1,333 @@
-"""The one loop of the engines, a sweep: for each chunk of rows project, do the row work, add up.
+"""The only loop over the vocabulary product, and the two passes of a call made of it.
 
-Engines differ in the row work (`RowWork`): ``score`` only reduces, ``one_pass`` and ``frozen``
-reduce and derive, and the second pass of ``two_pass`` derives with the statistics of the first.
-(The second pass of ``lean`` goes by slices of the vocabulary, `slices.py`.)
+For each chunk of rows: project, do the row work, add up the gradients. The logits of a chunk are
+the only tensor with a vocabulary dimension besides the weight and its gradient; d logits may be
+written into the same memory. The row work (`row_work`) of a chunk is one of::
+
+    reduce  the statistics of each row
+    fused   statistics, loss and d logits by one kernel, for a loss whose tokens do not wait
+    derive  d logits from statistics, found just now or in a first pass, and coefficients
+
+The gradient comes now, in the first pass, or later, in a second one. (That of ``lean`` goes by
+slices of the vocabulary, `slices.py`.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.interface import Chunk, FusedRowBackend, RowStats, Teacher
-from grpo_kernels.base.tensors import take
-from grpo_kernels.engine.device import device_of
-from grpo_kernels.engine.gemm import Products
-from grpo_kernels.engine.plan import Group, HeadPlan, Request, plan_groups
-from grpo_kernels.engine.records import (
-    Gradients,
-    HeadTensors,
-    Index,
-    NeedsGrad,
-    Operands,
-    Rows,
-    row_bias,
+from grpo_kernels.backends.interface import (
+    STATISTICS,
+    Chunk,
+    DivergenceStats,
+    LogitTransform,
+    RowStats,
+    Teacher,
 )
-from grpo_kernels.engine.top_k import TOPK_LOGPS, TopKLogps
-from grpo_kernels.token_loss.record import Coefficients, TokenLoss
+from grpo_kernels.base.distributed import gather_stacked
+from grpo_kernels.base.tensors import take
+from grpo_kernels.engine.gemm import Products
+from grpo_kernels.engine.plan import Job, Objective, Rows
+from grpo_kernels.engine.ranks import widest_part
+from grpo_kernels.engine.top_k import TopKLogps
+from grpo_kernels.engine.workspace import Group, device_of, divide
+from grpo_kernels.head import Tensors
+from grpo_kernels.token_loss.record import TOPK_LOGPS, Coefficients, TokenLoss
 
-_CoefficientsAt = Callable[[Index, RowStats], Coefficients]
+Index = Tensor | slice  # of rows: (m,) int64, or a slice
+# chunk, its rows, their index, memory for d logits (m, V) -> statistics, and the factor () that
+# d logits carry in fp16
+RowWork = Callable[[Chunk, Rows, Index, Tensor | None], tuple[RowStats, Tensor | None]]
+
+
+class First(NamedTuple):
+    """What a first pass leaves: statistics (n,) of all rows and, if it is computed now, a gradient.
+
+    The gradients `grads` are those of the rows `grad_rows` (m,), for `coefficients` (n,), in the
+    accumulator's dtype.
+    """
+
+    stats: RowStats
+    grads: Tensors | None = None
+    grad_rows: Tensor | None = None
+    coefficients: Coefficients = Coefficients()
+
+    @property
+    def entropies(self) -> Tensor:
+        """The entropies (n,) of a pass that was asked for them."""
+        assert self.stats.entropies is not None
+        return self.stats.entropies
+
+
+def first_pass(job: Job, head: Tensors, reference: Tensors | None, objective: Objective) -> First:
+    """Find the statistics of all rows and, if it is computed now, the gradient of the live ones.
+
+    Waits for the device once, to count these, unless all are.
+    """
+    with torch.no_grad():
+        head, reference = job.converted(head, reference)
+        if job.when != "now":
+            return First(sweep(job, head, reference, row_work(job, head))[0])
+        n, device, live = len(job.rows), job.rows.positions.device, objective.live
+        every = torch.arange(n, device=device)
+        index = every if live is None else indices_of(live)
+        loss = objective.token_loss() if job.engine == "one_pass" and job.fuses else None
+        # those that the backward compares: a caller's function may not give them twice
+        used: dict[str, Tensor] = {}
+
+        def coefficients(at: Index, stats: RowStats) -> Coefficients:
+            if job.engine == "frozen":
+                return job.with_main(torch.ones_like(stats.logps))
+            rows = index[at]
+            given = objective.gradient(rows, stats)
+            if objective.compares:
+                for name, x in given._asdict().items():
+                    if x is not None:
+                        used.setdefault(name, x.new_zeros(n))[rows] = x
+            return given
+
+        part, part_loss = job, loss
+        if index.shape[0] < n:
+            part, part_loss = job_at(job, index), take(loss, index)
+        work = row_work(part, head, coefficients, part_loss)
+        stats, grads = sweep(part, head, reference, work, job.needs, part_loss)
+        if live is not None and index.shape[0] < n:
+            rest = live.to(torch.uint8).argsort(stable=True)[: n - index.shape[0]]
+            part, part_loss = job_at(job, rest), take(loss, rest)
+            work = row_work(part, head, loss=part_loss)
+            others = sweep(part, head, reference, work, loss=part_loss)[0]
+            both = concatenated(job, [stats, others], stats.logps, loss)
+            stats = take(both, torch.cat([index, rest]).argsort())
+        given = Coefficients(**used)
+        if loss is not None and objective.compares:
+            given = objective.gradient(every, stats)
+        if job.main(given) is None:
+            given = job.with_main(stats.logps.new_zeros(n), given)
+        return First(stats, grads, index, given)
+
+
+def of_loss(job: Job, first: First, coefficients: Coefficients) -> First:
+    """`first` as that of a loss with these coefficients (n,).
+
+    With a frozen head the gradient of each row's log-probability becomes the loss's, in place.
+    """
+    if job.engine == "frozen" and first.grads is not None and coefficients.d_logp is not None:
+        first.grads.hidden.mul_(coefficients.d_logp[first.grad_rows, None])
+    return first._replace(coefficients=coefficients)
+
+
+def row_work(
+    job: Job,
+    head: Tensors,
+    coefficients: Callable[[Index, RowStats], Coefficients] | None = None,
+    loss: TokenLoss | None = None,
+    stats: RowStats | None = None,
+) -> RowWork:
+    """The work on a chunk: reduce its rows, unless their `stats` are known; with memory for
+    d logits derive these for the `coefficients` of the rows at an index, given their statistics.
+    A `loss` is fused with both (if d logits must be scaled before they are rounded, a second kernel
+    derives)."""
+    products, backend = job.products(head.weight), job.backend
+
+    def work(
+        chunk: Chunk, rows: Rows, at: Index, out: Tensor | None
+    ) -> tuple[RowStats, Tensor | None]:
+        derives = out is not None
+        if stats is not None:
+            found = take(stats, at)
+        elif loss is None:
+            found = statistics(job, chunk, rows)
+        else:
+            derives = derives and products.scales_gradient
+            marked = chunk if rows.marked is None else replace(chunk, ids=rows.marked)
+            fused: Any = backend
+            found = fused.fused(marked, take(loss, at), None if derives else out)
+        if not derives or coefficients is None or out is None:
+            return found, None
+        scaled, scale = products.scaled(coefficients(at, found), found, chunk.transform)
+        write_gradient(job, chunk, rows, found, scaled, out)
+        return found, scale
+
+    return work
+
+
+def statistics(job: Job, chunk: Chunk, rows: Rows) -> RowStats:
+    """Log-probability (NaN where a row is invalid), entropy and extras of each row of a chunk and,
+    with a second head, the divergence."""
+
+    def reduced(chunk: Chunk, *, entropy: bool, extras: tuple[str, ...]) -> RowStats:
+        if job.shard is None:
+            return job.backend.stats(chunk, entropy=entropy, extras=extras)
+        return job.shard.stats(job.backend, chunk, entropy=entropy, extras=extras)
+
+    of_backend = tuple(x for x in job.extras if x in STATISTICS)
+    stats = reduced(chunk, entropy=job.entropy, extras=of_backend)
+    if chunk.teacher is not None:
+        teacher = reduced(chunk.of_teacher(), entropy=False, extras=())
+        value, sum_k = job.backend.diverge(chunk, stats, teacher)
+        if job.shard is not None:
+            parts = gather_stacked(torch.stack([value, sum_k]), job.shard.process_group)
+            value, sum_k = parts.sum(dim=0).unbind()
+        divergence = DivergenceStats(value, sum_k, teacher.max_logit, teacher.log_sum)
+        stats = replace(stats, divergence=divergence)
+    if rows.invalid is not None:
+        stats.logps.masked_fill_(rows.invalid, torch.nan)
+    return stats if rows.top_k is None else rows.top_k.completed(stats, job.shard)
+
+
+def write_gradient(
+    job: Job, chunk: Chunk, rows: Rows, stats: RowStats, coefficients: Coefficients, out: Tensor
+) -> None:
+    """``out = d loss / d (raw projection)``, (n, V), of rows with these statistics."""
+    if rows.top_k is not None:
+        rows.top_k.grad(job.backend, chunk, stats, coefficients, out)
+        return
+    d_logp, d_entropy, d_divergence, _ = coefficients
+    assert d_logp is not None
+    job.backend.grad(chunk, stats, d_logp, d_entropy, out, d_divergence)
 
 
 def sweep(
-    head: Operands, rows: Rows, plan: HeadPlan, work: RowWork, needs_grad: NeedsGrad | None = None
-) -> Gradients | None:
-    """Call `work` with the logits of all `rows`, a chunk at a time.
+    job: Job,
+    head: Tensors,
+    reference: Tensors | None,
+    work: RowWork,
+    needs: Tensors | None = None,
+    loss: TokenLoss | None = None,
+) -> tuple[RowStats, Tensors | None]:
+    """Call `work` with the logits of all rows, a chunk at a time.
 
-    Returns:
-        The gradients that `needs_grad` wants, or None without it. The statistics stay in `work`.
+    Returns their statistics (of a fused `loss` with its terms), and the gradients that `needs`
+    wants, those of rows for the rows of the job alone, in the accumulator's dtype.
     """
-    groups, projection = plan_groups(rows, head, plan, needs_grad), Projection(head, plan)
-    sums = None if needs_grad is None else GradientSums(head, len(rows), groups, plan, needs_grad)
+    rows, parts = job.rows, []
+    groups, projection = plan_groups(job, head, reference, needs), Projection(job, head, reference)
+    sums = None if needs is None else _Sums(job, head, groups, needs)
     with torch.autocast(head.hidden.device.type, enabled=False), torch.no_grad():
         most = max((group.chunk_rows for group in groups), default=0)
-        logits, teacher_logits = projection.new_logits(most)
+        logits, reference_logits = projection.new_logits(most)
         d_logits = logits if projection.in_place else None
         for group in groups:
             index = _index(group, rows)
             operands = projection.operands(_positions(rows, index, head.hidden.shape[0]))
+            scale = None
             for part in group.chunks:
                 at, m = _part(index, part), part.stop - part.start
-                out = logits[:m], None if teacher_logits is None else teacher_logits[:m]
+                out = logits[:m], None if reference_logits is None else reference_logits[:m]
                 chunk, chunk_rows = projection.project(operands, part, rows, at, out)
                 # not before the first product is under way
                 if sums is not None and d_logits is None:
                     d_logits = projection.new_d_logits(max(group.rows for group in groups))
                 target = None if sums is None or d_logits is None else d_logits[part]
-                work(chunk, chunk_rows, at, group.n - part.start, target)
+                stats, scale = work(chunk, chunk_rows, at, target)
+                # rows before the padding; none if all are padding
+                parts.append(take(stats, slice(max(0, group.n - part.start))))
             if sums is not None and d_logits is not None:
                 if group.n < group.rows:
                     d_logits[group.n : group.rows] = 0.0
                 d_rows = d_logits[: group.rows]
-                sums.add(group, projection.products, operands[0], d_rows, work.fp16_scale)
-    return None if sums is None else sums.gradients()
+                sums.add(group, projection.products, operands[0], d_rows, scale)
+        stats = concatenated(job, parts, head.hidden, loss)
+        return stats, None if sums is None else sums.gradients()
+
+
+def concatenated(job: Job, parts: list[RowStats], like: Tensor, loss: TokenLoss | None) -> RowStats:
+    """The statistics of `parts` as one, on the device of `like`."""
+    if len(parts) == 1:
+        return parts[0]
+    stats = RowStats.concatenate(
+        parts,
+        like,
+        job.accumulator,
+        entropy=job.entropy or loss is not None,
+        extras=() if loss is not None else job.extras,
+        terms=() if loss is None else loss.terms,
+        divergence=job.diverges,
+    )
+    if not parts and isinstance(job.rows.top_k, TopKLogps):
+        stats.extras[TOPK_LOGPS] = stats.logps.new_empty(0, job.rows.top_k.given)
+    return stats
+
+
+def job_at(job: Job, index: Tensor) -> Job:
+    """The same call for some of its rows."""
+    return replace(job, rows=take(job.rows, index))
+
+
+def indices_of(chosen: Tensor) -> Tensor:
+    """The indices where `chosen` (n,) is True; in a CUDA graph all n. Waits for the device."""
+    if device_of(chosen.device).is_capturing():
+        return torch.arange(chosen.shape[0], device=chosen.device)
+    return chosen.nonzero()[:, 0]
+
+
+def plan_groups(
+    job: Job, head: Tensors, reference: Tensors | None, needs: Tensors | None
+) -> list[Group]:
+    """The groups of a sweep over the rows of `job`."""
+    costs = _costs(job, head, reference, needs)
+    return divide(len(job.rows), job.workspace_bytes, device_of(head.weight.device), **costs)
+
+
+def planned_bytes(job: Job, head: Tensors, reference: Tensors | None, needs: Tensors | None) -> int:
+    """The peak bytes of a sweep's chunks; works on meta tensors too.
+
+    That is at most `Job.workspace_bytes`, if that is enough for a chunk of `Device.fewest_rows`.
+    """
+    costs = _costs(job, head, reference, needs)
+    return max(
+        (
+            group.chunk_rows * costs["chunk_row_bytes"]
+            + group.rows * costs["group_row_bytes"]
+            + costs["scratch_bytes"](group.chunk_rows)
+            for group in plan_groups(job, head, reference, needs)
+        ),
+        default=0,
+    )
+
+
+def _costs(
+    job: Job, head: Tensors, reference: Tensors | None, needs: Tensors | None
+) -> dict[str, Any]:
+    """The costs of a sweep, as `divide` takes them.
+
+    A chunk has logits; a group has operands, and d logits if these are of another dtype.
+    """
+    products = job.products(widest_part(head.weight, job.shard))
+    vocab = products.weight.shape[0]
+    width = device_of(head.weight.device).row_width(vocab)
+    row_bytes = width * job.accumulator.itemsize
+    separate = needs is not None and products.gradient_dtype != job.accumulator
+    chunk_row_bytes, slice_bytes = row_bytes, products.slice_bytes
+    if job.rows.top_k is not None:
+        chunk_row_bytes += job.rows.top_k.row_bytes()
+    if reference is not None:
+        weight = widest_part(reference.weight, job.shard)
+        other = job.products(weight, job.reference_dtype)
+        chunk_row_bytes = 2 * row_bytes + other.hidden_bytes()
+        slice_bytes = max(slice_bytes, other.slice_bytes)
+    d_logits = width * products.gradient_dtype.itemsize if separate else 0
+
+    def scratch_bytes(m: int) -> int:  # products and row work never run at the same time
+        scratch = job.backend.scratch_rows(m, vocab, teacher=reference is not None) * row_bytes
+        return max(slice_bytes, scratch)
+
+    grouped = needs is not None and separate and needs.weight
+    return {
+        "chunk_row_bytes": chunk_row_bytes,
+        "group_row_bytes": products.hidden_bytes() + d_logits,
+        "grouped": grouped and not products.scales_gradient,
+        "scratch_bytes": scratch_bytes,
+    }
 
 
 def _index(group: Group, rows: Rows) -> Index:
-    """Return the index of a group's rows among all rows. Padding repeats the group's first row."""
+    """The index of a group's rows among all rows. Padding repeats the group's first row."""
     if group.n == group.rows:
         return slice(group.start, group.stop)
     index = torch.arange(group.start, group.start + group.rows, device=rows.positions.device)
@@ -91,39 +350,42 @@ class Projection:
     """The products that make logits, chunk after chunk.
 
     Attributes:
-        products: one for each pair of `HeadTensors.factors`, on these columns.
+        products: one for each pair of `Tensors.factors`, on these columns.
         first_id: the id of the first column.
     """
 
-    def __init__(self, head: Operands, plan: HeadPlan, columns: slice = slice(None)) -> None:
-        self._plan, self.first_id = plan, columns.start or 0
+    def __init__(
+        self, job: Job, head: Tensors, reference: Tensors | None, columns: slice = slice(None)
+    ) -> None:
+        self._job, self.first_id = job, columns.start or 0
         self._hidden = [x for x, _ in head.factors()]
-        self.products, self._bias = plan.all_products(head, columns), _bias_of(head, plan, columns)
-        self._teacher = None if head.teacher is None or plan.teacher is None else head.teacher
-        if self._teacher is not None and plan.teacher is not None:
-            self._of_teacher = plan.teacher.products(self._teacher.weight[columns])
-            self._teacher_bias = _bias_of(self._teacher, plan.teacher, columns)
+        self.products = job.all_products(head, columns)
+        self._bias = row_bias(head.bias, columns, job.accumulator)
+        self._reference = reference
+        if reference is not None:
+            weight = reference.weight[columns]
+            self._of_reference = job.products(weight, job.reference_dtype)
+            self._reference_bias = row_bias(reference.bias, columns, job.accumulator)
 
     @property
     def in_place(self) -> bool:
         """True if d logits take the place of the logits."""
-        return self.products[0].gradient_dtype == self._plan.accumulator
+        return self.products[0].gradient_dtype == self._job.accumulator
 
     def operands(self, positions: Index) -> tuple[list[Tensor], Tensor | None]:
-        """Return the operands of m positions, (m, K) per product, and the teacher's, (m, H')."""
+        """The operands of m positions, (m, K) per product, and the reference's, (m, H')."""
         selected = [x[positions] for x in self._hidden]
-        of_teacher = None if self._teacher is None else self._teacher.hidden[positions]
+        of_reference = None if self._reference is None else self._reference.hidden[positions]
         pairs = zip(self.products, selected, strict=True)
-        return [product.operand(x) for product, x in pairs], of_teacher
+        return [product.operand(x) for product, x in pairs], of_reference
 
     def new_logits(self, rows: int) -> tuple[Tensor, Tensor | None]:
-        """Return memory for the logits of this many rows, and for the teacher's if there is one."""
-        dtype = self._plan.accumulator
+        """Memory for the logits of this many rows, and for the reference's if there is one."""
+        dtype = self._job.accumulator
         of_rows = self._new(rows, dtype)
-        return of_rows, None if self._teacher is None else self._new(rows, dtype)
+        return of_rows, None if self._reference is None else self._new(rows, dtype)
 
     def new_d_logits(self, rows: int) -> Tensor:
-        """Return memory for the d logits of this many rows."""
         return self._new(rows, self.products[0].gradient_dtype)
 
     def _new(self, rows: int, dtype: torch.dtype) -> Tensor:
@@ -139,42 +401,47 @@ class Projection:
         index: Index,
         out: tuple[Tensor, Tensor | None],
     ) -> tuple[Chunk, Rows]:
-        """Project a chunk; return it and its rows, with the logits of a `TopKTeacher` gathered.
+        """Project a chunk; return it and its rows, with the logits of their K ids gathered.
 
         Args:
             operands: those of a group of rows.
             part: the chunk's rows, among those of the group.
             rows, index: the rows of the sweep, and the index of the chunk's rows among them.
-            out: memory for the logits, and for the teacher's.
+            out: memory for the logits, and for the reference's.
         """
-        (of_rows, of_teacher), (logits, teacher_logits), plan = operands, out, self._plan
+        (of_rows, of_reference), (logits, reference_logits), job = operands, out, self._job
         for i, (product, x) in enumerate(zip(self.products, of_rows, strict=True)):
             product.logits(x[part], logits, first=i == 0)
         rows, teacher = take(rows, index), None
-        transform = plan.transform(self._bias, rows.inv_temperature)
-        if plan.teacher is not None and of_teacher is not None and teacher_logits is not None:
-            self._of_teacher.logits(self._of_teacher.operand(of_teacher[part]), teacher_logits)
-            of_its = plan.teacher.transform(self._teacher_bias, rows.inv_temperature)
-            plan.teacher.backend.prepare_(teacher_logits, of_its)
-            teacher = Teacher(teacher_logits, of_its, plan.jsd_beta)
+        inv_t = rows.inv_temperature
+        transform = _with(job.transform, inv_t, self._bias)
+        if of_reference is not None and reference_logits is not None:
+            self._of_reference.logits(
+                self._of_reference.operand(of_reference[part]), reference_logits
+            )
+            of_its = _with(job.reference_transform, inv_t, self._reference_bias)
+            job.backend.prepare_(reference_logits, of_its)
+            teacher = Teacher(reference_logits, of_its, job.jsd_beta)
         if rows.top_k is not None:
             rows = replace(rows, top_k=rows.top_k.gathered(logits, transform, self.first_id))
-        plan.backend.prepare_(logits, transform)
+        job.backend.prepare_(logits, transform)
         return Chunk(logits, rows.ids, transform, self.first_id, teacher), rows
 
 
-def _bias_of(head: HeadTensors[Tensor], plan: HeadPlan, columns: slice) -> Tensor | None:
-    return None if head.bias is None else row_bias(head.bias[columns], plan.accumulator)
+def _with(x: LogitTransform, inv_temperature: Any, bias: Tensor | None) -> LogitTransform:
+    return LogitTransform(x.scale, x.softcap, inv_temperature, bias, x.rounded_to)
 
 
-class GradientSums:
+def row_bias(bias: Tensor | None, columns: slice, dtype: torch.dtype) -> Tensor | None:
+    """The bias of some columns as row backends read it."""
+    return None if bias is None else bias[columns].detach().to(dtype).contiguous()
+
+
+class _Sums:
     """The gradients of the head's tensors, summed over the groups."""
 
-    def __init__(
-        self, head: Operands, n: int, groups: list[Group], plan: HeadPlan, needs_grad: NeedsGrad
-    ) -> None:
-        self._head, self._n, self._dtype, self._wants = head, n, plan.accumulator, needs_grad
-        self._backend = plan.backend
+    def __init__(self, job: Job, head: Tensors, groups: list[Group], needs: Tensors) -> None:
+        self._job, self._head, self._needs = job, head, needs
         self._padded = max((group.start + group.rows for group in groups), default=0)
         # per factor: (n, K), and padding, which the next group overwrites
         self._rows: list[Tensor | None] = []
@@ -185,15 +452,15 @@ class GradientSums:
 
     def _allocate(self) -> None:
         # not before the first group's d logits are under way
-        new, dtype, wants = self._head.hidden, self._dtype, self._wants
+        new, dtype, needs = self._head.hidden, self._job.accumulator, self._needs
         # the first group's product writes the matrices; without a group they are 0
-        new_matrix = new.new_empty if self._n > 0 else new.new_zeros
-        pairs = zip(self._head.factors(), wants.factors(), strict=False)
+        new_matrix = new.new_empty if len(self._job.rows) > 0 else new.new_zeros
+        pairs = zip(self._head.factors(), needs.factors(), strict=False)
         for (x, matrix), (needs_rows, needs_matrix) in pairs:
             rows = new.new_empty(self._padded, x.shape[1], dtype=dtype) if needs_rows else None
             self._rows.append(rows)
             self._matrices.append(new_matrix(matrix.shape, dtype=dtype) if needs_matrix else None)
-        if wants.bias:
+        if needs.bias:
             self._bias = new.new_zeros(self._head.weight.shape[0], dtype=dtype)
 
     def add(
@@ -204,10 +471,8 @@ class GradientSums:
         d_logits: Tensor,
         fp16_scale: Tensor | None,
     ) -> None:
-        """Add a group's gradient, from its operands (m, K) and d logits (m, V).
-
-        D logits carry `fp16_scale` ().
-        """
+        """Add a group's gradient, from its operands (m, K) and d logits (m, V), which carry
+        `fp16_scale` ()."""
         if not self._rows:
             self._allocate()
         if fp16_scale is not None and self._fp16_scale is not None:
@@ -224,108 +489,15 @@ class GradientSums:
         if self._bias is not None:
             self._bias.add_(d_logits.sum(dim=0, dtype=self._bias.dtype))
 
-    def gradients(self) -> Gradients:
+    def gradients(self) -> Tensors:
         if not self._rows:
             self._allocate()
         if self._fp16_scale is not None:
             self._rescale(1.0 / self._fp16_scale)
-        rows = [None if x is None else x[: self._n] for x in self._rows]
-        return Gradients.of_factors(rows, self._matrices, self._bias)
+        rows = [None if x is None else x[: len(self._job.rows)] for x in self._rows]
+        return Tensors.of_factors(rows, self._matrices, self._bias)
 
     def _rescale(self, factor: Tensor) -> None:
         for x in (*self._matrices, self._bias):
             if x is not None:
-                self._backend.scale(x, factor, x)
-
-
-class RowWork:
-    """The row work of a sweep: called with one chunk of logits after the other.
-
-    Each row is reduced to its statistics. With `coefficients_of`, the gradient follows for the
-    coefficients that it returns for the rows at an index, given their statistics. If the loss is
-    `token_loss`, one kernel computes statistics, loss and gradient (if d logits must be scaled
-    before they are rounded, a second kernel computes the gradient).
-
-    Attributes:
-        fp16_scale: () factor that the last chunk's d logits carry, in fp16, where a group is one
-            chunk; None: 1.
-    """
-
-    def __init__(
-        self,
-        request: Request,
-        head: Operands,
-        coefficients_of: _CoefficientsAt | None = None,
-        token_loss: TokenLoss | None = None,
-    ) -> None:
-        self._request, self._plan = request, request.plan
-        self._products = request.plan.products(head.weight)
-        self._coefficients_of, self._token_loss = coefficients_of, token_loss
-        self.fp16_scale: Tensor | None = None
-        self._parts: list[RowStats] = []
-
-    def __call__(
-        self, chunk: Chunk, rows: Rows, index: Index, count: int, d_logits: Tensor | None
-    ) -> None:
-        """Do the work on a chunk.
-
-        Args:
-            rows: the rows of the chunk.
-            index: their index among the rows of the sweep.
-            count: number of rows before the padding; 0 or less: all are padding.
-            d_logits: (m, V) memory to write the gradient to; None: no gradient.
-        """
-        request, derives = self._request, d_logits is not None
-        if self._token_loss is None:
-            entropy, extras = request.entropy, request.extras
-            stats = self._plan.stats(chunk, rows, entropy=entropy, extras=extras)
-        else:
-            backend, derives = self._plan.backend, derives and self._products.scales_gradient
-            assert isinstance(backend, FusedRowBackend)
-            marked = chunk if rows.marked is None else replace(chunk, ids=rows.marked)
-            loss = take(self._token_loss, index)
-            stats = backend.fused(marked, loss, None if derives else d_logits)
-        if derives and d_logits is not None:
-            self._derive(chunk, rows, index, stats, d_logits)
-        self._parts.append(take(stats, slice(max(0, count))))
-
-    def _derive(
-        self, chunk: Chunk, rows: Rows, index: Index, stats: RowStats, d_logits: Tensor
-    ) -> None:
-        assert self._coefficients_of is not None
-        coefficients, self.fp16_scale = self._products.scaled(
-            self._coefficients_of(index, stats), stats, chunk.transform
-        )
-        self._plan.grad(chunk, rows, stats, coefficients, d_logits)
-
-    def statistics(self, like: Tensor) -> RowStats:
-        """Return the statistics of all rows, (n,) each, on the device of `like`."""
-        fused, request, top_k = self._token_loss, self._request, self._request.rows.top_k
-        stats = RowStats.concatenate(
-            self._parts,
-            like,
-            self._plan.accumulator,
-            entropy=request.entropy or fused is not None,
-            extras=() if fused is not None else request.extras,
-            terms=() if fused is None else fused.terms,
-            divergence=request.diverges,
-        )
-        if not self._parts and isinstance(top_k, TopKLogps):
-            stats.extras[TOPK_LOGPS] = stats.logps.new_empty(0, top_k.given)
-        return stats
-
-
-class Derive(RowWork):
-    """The gradient of `coefficients` (n,), given the rows' statistics `stats` (n,)."""
-
-    def __init__(
-        self, request: Request, head: Operands, coefficients: Coefficients, stats: RowStats
-    ) -> None:
-        super().__init__(request, head, lambda index, _: take(coefficients, index))
-        self._all_stats = stats
-
-    def __call__(
-        self, chunk: Chunk, rows: Rows, index: Index, count: int, d_logits: Tensor | None
-    ) -> None:
-        assert d_logits is not None
-        self._derive(chunk, rows, index, take(self._all_stats, index), d_logits)
+                self._job.backend.scale(x, factor, x)

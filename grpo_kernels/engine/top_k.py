@@ -29,7 +29,7 @@ All work on (n, K) numbers is in double precision.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -43,15 +43,14 @@ from grpo_kernels.backends.interface import (
     RowStats,
 )
 from grpo_kernels.backends.torch_rows import TorchRows
-from grpo_kernels.token_loss.record import Coefficients
+from grpo_kernels.token_loss.record import TOPK_LOGPS, Coefficients
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from grpo_kernels.engine.vocab_parallel import Shard
+    from grpo_kernels.engine.ranks import Shard
 
 ENTRY_BYTES = 160  # bytes of temporaries per entry (row, k)
-TOPK_LOGPS = "topk_logps"  # the result of `TopKLogps`, among the extras
 
 
 @dataclass(frozen=True)
@@ -71,11 +70,11 @@ class TopK:
     z: Tensor | None = field(default=None, kw_only=True)
 
     def row_bytes(self) -> int:
-        """Return the bytes of temporary memory per row."""
+        """The bytes of temporary memory per row."""
         return self.ids.shape[1] * ENTRY_BYTES
 
     def gathered(self, raw: Tensor, transform: LogitTransform, first_id: int = 0) -> Self:
-        """Return this record with the logits z of the ids among the columns of `raw` (n, V)."""
+        """This record with the logits z of the ids among the columns of `raw` (n, V)."""
         columns, here = self._columns(raw.shape[1], first_id)
         z = raw.gather(1, columns)
         bias = None if transform.bias is None else transform.bias[columns]
@@ -138,8 +137,20 @@ class TopKLogps(TopK):
         """K', the number of ids that the caller gave."""
         return self.place.shape[1] - 1
 
+    @staticmethod
+    def of(listed: Tensor, own: Tensor) -> tuple[TopKLogps, Tensor]:
+        """The ids (n, K'), -1 where padded, and each row's own id (n,); and which of the given
+        ones, (n, K') bool, are padding or repeat one before."""
+        ids, order, repeats = _sorted(torch.cat([listed, own[:, None]], dim=1))
+        columns = torch.arange(ids.shape[1], device=ids.device, dtype=torch.int32)
+        first = torch.where(repeats, 0, columns).cummax(dim=1).values  # of equal ids
+        place = torch.empty_like(first).scatter_(1, order, first)
+        padding = repeats | (ids == -1)
+        of_given = torch.empty_like(padding).scatter_(1, order, padding)[:, :-1]
+        return TopKLogps(ids, padding, place), of_given
+
     def completed(self, stats: RowStats, shard: Shard | None) -> RowStats:
-        """Return `stats` with the log-probabilities of the given ids, (n, K'), -inf in padding."""
+        """`stats` with the log-probabilities of the given ids, (n, K'), -inf in padding."""
         place = self.place[:, :-1].long()
         logps = self._logps(stats, shard).gather(1, place).to(stats.logps.dtype)
         logps = torch.where(stats.logps.isnan()[:, None], torch.nan, logps)
@@ -192,8 +203,19 @@ class TopKTeacher(TopK):
     log_prob_min_clamp: float | None = None
     loss_max_clamp: float | None = None
 
+    @staticmethod
+    def of(listed: Tensor, logps: Tensor, measure: dict[str, Any]) -> TopKTeacher:
+        """The ids (n, K), -1 where padded, with their log-probabilities; `measure` are the fields
+        below these. Padding and repeated ids get the log-probability -inf."""
+        logps = logps.double()
+        # padding, which must not be the first of a repeated id
+        ids, order, repeats = _sorted(torch.where(logps == -torch.inf, -1, listed))
+        padding = repeats | (ids == -1)
+        logps = logps.gather(1, order).masked_fill(padding, -torch.inf)
+        return TopKTeacher(ids, padding, logps, **measure)
+
     def completed(self, stats: RowStats, shard: Shard | None) -> RowStats:
-        """Return the student's `stats` with the divergence, and sum_k p_k as ``"student_mass"``."""
+        """The student's `stats` with the divergence, and sum_k p_k as ``"student_mass"``."""
         dtype, logq = stats.logps.dtype, self.logps
         logp = self._logps(stats, shard)
         if self.least_rest is None:
@@ -254,8 +276,16 @@ class TopKTeacher(TopK):
         return d_z
 
 
+def _sorted(ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Each row's ids in order, the order, and which of them repeat the one before."""
+    ids, order = ids.clamp(-2, 2**31 - 1).int().sort(dim=1, stable=True)
+    repeats = torch.zeros_like(ids, dtype=torch.bool)
+    repeats[:, 1:] = ids[:, 1:] == ids[:, :-1]
+    return ids, order, repeats
+
+
 def _with_rest(logp: Tensor, logq: Tensor, least: float, reversed_: bool) -> tuple[Tensor, Tensor]:
-    """Return D (n,) over K + 1 outcomes, and its sum_k, from log-probabilities (n, K)."""
+    """D (n,) over K + 1 outcomes, and its sum_k, from log-probabilities (n, K)."""
     p_rest, q_rest = _rest(logp).clamp(min=least), _rest(logq).clamp(min=least)
     d_rest = p_rest.log() - q_rest.log()
     d = torch.where(logq == -torch.inf, 0.0, logp - logq)
@@ -275,7 +305,7 @@ def _rest(logps: Tensor) -> Tensor:
 
 
 def _d_projection(z: Tensor, transform: LogitTransform) -> Tensor | float:
-    """d z / d (raw projection) of logits z (n, K)."""
+    """D z / d (raw projection) of logits z (n, K)."""
     inv_t, cap = transform.inv_temperature, transform.softcap
     factor = transform.scale * inv_t
     return factor if cap is None else factor * (1.0 - (z / (cap * inv_t)).square())

@@ -457,10 +457,10 @@ def check_sampling(
         raise ValueError(f"sampling_per_token_logps: expected a tensor {why}, got None")
 
 
-def check_centering(config: LossConfig, objective: Any, inputs: Any, kept_ids: Any) -> None:
-    """If a sampler's candidates are given in `inputs`, the `LossInputs`, the policy term must be
-    -A w logp, w a constant that is known of every candidate."""
-    given = [inputs.sampling_topk_ids is not None, inputs.sampling_topk_logps is not None]
+def check_centering(config: LossConfig, objective: Any, inputs: Mapping[str, Any]) -> None:
+    """If a sampler's candidates are given in `inputs`, the call's arguments by name, the policy
+    term must be -A w logp, w a constant that is known of every candidate."""
+    given = [inputs["sampling_topk_ids"] is not None, inputs["sampling_topk_logps"] is not None]
     if not any(given):
         return
     if not all(given):
@@ -469,9 +469,9 @@ def check_centering(config: LossConfig, objective: Any, inputs: Any, kept_ids: A
     why = "with sampling_topk_ids, which center the score"
     others = {
         "objective": objective,
-        "kept_ids": kept_ids,
-        "old_per_token_logps": inputs.old_per_token_logps,
-        "importance_sampling_ratio": inputs.importance_sampling_ratio,
+        "kept_ids": inputs["kept_ids"],
+        "old_per_token_logps": inputs["old_per_token_logps"],
+        "importance_sampling_ratio": inputs["importance_sampling_ratio"],
     }
     for name, x in others.items():
         if x is not None:

@@ -21,14 +21,15 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from grpo_kernels.batch.tokens import Tokens
-from grpo_kernels.objective.policy import Evaluation
+from grpo_kernels.backends.interface import RowStats
+from grpo_kernels.objective.policy import Evaluation, numbers
 from grpo_kernels.token_loss.record import Coefficients
+from grpo_kernels.tokens import Tokens
 
 OPTIONAL = ("ref_per_token_logps", "sampling_per_token_logps", "importance_sampling_ratio")
 
@@ -116,7 +117,8 @@ def _declared(function: Any, name: str, default: bool) -> bool:
 class CustomObjective:
     """A user's function in place of `PolicyObjective`."""
 
-    is_known = False
+    compares = False
+    live = None  # any token may have a gradient
 
     def __init__(
         self, function: PerTokenLoss, tokens: Tokens, weights: Tensor, chosen: Tensor | None = None
@@ -124,7 +126,9 @@ class CustomObjective:
         """Take `tokens`, and their `weights` (n,); `chosen` (n,) are their indices in the layout
         (None: all of it)."""
         self.function, self.tokens, self.weights, self._chosen = function, tokens, weights, chosen
-        self.couples_tokens = not _declared(function, "token_level", False)
+        self.known: Literal["row", "rows"] = "rows"
+        if _declared(function, "token_level", False):
+            self.known = "row"
 
     @cached_property
     def has_entropy_gradient(self) -> bool:
@@ -133,28 +137,30 @@ class CustomObjective:
         if not _declared(self.function, "uses_entropies", True):
             return False
         nothing = torch.zeros_like(self.tokens.advantages)
-        return self.evaluate(nothing, nothing).coefficients.d_entropy is not None
+        return self.evaluate(numbers(nothing, nothing)).coefficients.d_entropy is not None
 
-    def may_have_grad(self) -> None:
-        """Return None: any token may have a gradient."""
-        return None
+    @property
+    def one_number(self) -> bool:
+        return not self.has_entropy_gradient
 
-    def coefficients_of(self, index: Tensor, logps: Tensor, entropies: Tensor) -> Coefficients:
-        """Return the coefficients of the tokens at `index` (m,), from these tokens alone."""
+    def gradient(self, index: Tensor, stats: RowStats) -> Coefficients:
+        """The coefficients of the tokens at `index` (m,), from these tokens alone."""
         chosen = index if self._chosen is None else self._chosen[index]
         some = self.tokens.at(index), self.weights[index], chosen
-        return CustomObjective(self.function, *some).evaluate(logps, entropies).coefficients
+        return CustomObjective(self.function, *some).evaluate(stats).coefficients
 
     def token_loss(self) -> None:
-        """Return None: a row kernel cannot call the user's function."""
+        """None: a row kernel cannot call the user's function."""
         return None
 
-    def evaluate(self, logps: Tensor, entropies: Tensor) -> Evaluation:
-        """The loss and its gradient, by autograd, at `logps`, `entropies`, (n,) each.
+    def evaluate(self, stats: RowStats) -> Evaluation:
+        """The loss and its gradient, by autograd, at log-probabilities and entropies, (n,) each.
 
         Raises:
             ValueError: the function returns no per-token loss.
         """
+        logps, entropies = stats.logps, stats.entropies
+        assert entropies is not None
         if torch.is_inference_mode_enabled():  # no gradient can follow
             loss = (self.weights * self._call(logps, entropies)).sum()
             return Evaluation(loss, Coefficients(torch.zeros_like(logps)), loss)
@@ -170,10 +176,10 @@ class CustomObjective:
         return Evaluation(loss.detach(), Coefficients(d_logp, d_entropy), loss.detach())
 
     def _call(self, logps: Tensor, entropies: Tensor) -> Tensor:
-        layout, tokens = self.tokens.layout, self.tokens
+        layout, tokens, couples = self.tokens.layout, self.tokens, self.known == "rows"
 
         def shaped(x: Tensor) -> Tensor:
-            return layout.dense(x) if self.couples_tokens else x
+            return layout.dense(x) if couples else x
 
         old = logps.detach() if tokens.old_per_token_logps is None else tokens.old_per_token_logps
         given = {name: getattr(tokens, name) for name in OPTIONAL}
@@ -198,7 +204,7 @@ class CustomObjective:
                 raise
             raise type(error)(f"{error}; the call was given no {absent}") from error
         except (RuntimeError, IndexError) as error:
-            if self.couples_tokens:
+            if couples:
                 raise
             raise ValueError(
                 f"objective: expected a function of {len(logps)} tokens, since it is declared "
@@ -213,7 +219,7 @@ class CustomObjective:
                 "objective: expected a per-token loss of the shape of tokens.logps = "
                 f"{tuple(inputs.logps.shape)}, got {got}"
             )
-        return per_token[layout.sequence, layout.column] if self.couples_tokens else per_token
+        return per_token[layout.sequence, layout.column] if couples else per_token
 
 
 def _check_leaves(loss: Tensor, *inputs: Tensor) -> None:

@@ -29,8 +29,8 @@ from torch import Tensor
 
 from grpo_kernels.base.checks import check_number, check_tensor
 from grpo_kernels.base.choices import LossTypeName
-from grpo_kernels.batch.tokens import Layout, Tokens
 from grpo_kernels.token_loss.formulas import phi
+from grpo_kernels.tokens import Layout, Tokens
 
 # Any object with the fields of `LossConfig`, which itself imports this module.
 Config = Any

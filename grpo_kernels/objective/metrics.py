@@ -17,10 +17,10 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from grpo_kernels.base.checks import did_you_mean
-from grpo_kernels.batch.tokens import Tokens
 from grpo_kernels.objective.config import LossConfig
 from grpo_kernels.objective.losses import averaged_over, loss_of
 from grpo_kernels.objective.policy import Evaluation
+from grpo_kernels.tokens import Tokens
 
 
 class Metrics(Mapping[str, Tensor]):

@@ -51,20 +51,26 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from grpo_kernels.backends.interface import RowStats
 from grpo_kernels.base.tensors import bounded, quantile, scored_difference
-from grpo_kernels.batch.tokens import Tokens
 from grpo_kernels.objective.config import LossConfig
 from grpo_kernels.objective.losses import LogRatio, loss_of
 from grpo_kernels.token_loss.formulas import ESTIMATORS, SURROGATES, times
-from grpo_kernels.token_loss.record import Coefficients, TokenLoss, moved
+from grpo_kernels.token_loss.record import TOPK_LOGPS, Coefficients, TokenLoss, moved
+from grpo_kernels.tokens import Tokens
 
 LEAST_TAIL = 1e-6
 CENTERED_ROWS = 2048  # at a time, in double precision
+
+
+def numbers(logps: Tensor, entropies: Tensor) -> RowStats:
+    """Log-probabilities and entropies (n,) as statistics that a loss reads."""
+    return RowStats(logps, logps, logps, entropies)
 
 
 @dataclass(frozen=True)
@@ -141,11 +147,12 @@ class PolicyObjective:
         is_centered: True with a sampler's candidates.
         lacks_ratio: True if the importance sampling ratio must be computed from this call's
             log-probabilities.
-        couples_tokens: True if a token's gradient depends on other tokens' log-probabilities or
-            entropies.
-        is_known: True if the whole gradient is known before any log-probability.
+        known: when a token's gradient is known: before any log-probability, from the token's own,
+            or from other tokens', too (``"before"``, ``"row"``, ``"rows"``).
         has_entropy_gradient: True if the loss depends on the entropies.
     """
+
+    compares = False
 
     def __init__(self, config: LossConfig, tokens: Tokens, weights: Tensor) -> None:
         old, sampled = tokens.old_per_token_logps, tokens.sampling_per_token_logps is not None
@@ -155,11 +162,14 @@ class PolicyObjective:
             tokens, self.lacks_ratio = _with_sampling_ratio(config, tokens, old), False
         self.config, self.tokens, self.weights = config, tokens, weights
         self.loss_type = loss_of(config)
-        self.couples_tokens = config.couples_tokens(on_policy=self.on_policy, sampled=sampled)
         self.is_centered = tokens.sampling_topk_logps is not None
-        self.is_known = not self.is_centered and config.knows_gradient(
+        self.known: Literal["before", "row", "rows"] = "row"
+        if config.couples_tokens(on_policy=self.on_policy, sampled=sampled):
+            self.known = "rows"
+        elif not self.is_centered and config.knows_gradient(
             on_policy=self.on_policy, sampled=sampled
-        )
+        ):
+            self.known = "before"
         self.has_entropy_gradient = config.entropy_coef != 0.0
 
     @cached_property
@@ -168,14 +178,22 @@ class PolicyObjective:
         only_policy = replace(self.config, beta=0.0, entropy_coef=0.0)
         nothing = torch.zeros_like(self.tokens.advantages)
         tokens = replace(self.tokens, sampling_topk_logps=None)
-        return PolicyObjective(only_policy, tokens, self.weights).evaluate(nothing, nothing)
+        return PolicyObjective(only_policy, tokens, self.weights).evaluate(
+            numbers(nothing, nothing)
+        )
 
-    def may_have_grad(self) -> Tensor | None:
+    @property
+    def one_number(self) -> bool:
+        """True if the loss depends on the log-probabilities alone."""
+        return not (self.has_entropy_gradient or self.config.needs_reference_head)
+
+    @cached_property
+    def live(self) -> Tensor | None:
         """(n,) bool: False where a = b = 0 is certain before the forward; None: True everywhere."""
         config, tokens = self.config, self.tokens
         if config.beta != 0.0 or self.has_entropy_gradient:
             return None
-        if self.is_known:
+        if self.known == "before":
             return self._at_ratio_one.d_logp != 0
         moves = tokens.advantages != 0
         if tokens.importance_sampling_ratio is not None and config.multiplies_by_importance_ratio:
@@ -186,12 +204,10 @@ class PolicyObjective:
             moves = layout.sequence_sum(moves.to(tokens.advantages))[layout.sequence] > 0
         return moves
 
-    def coefficients_of(
-        self, index: Tensor, logps: Tensor, entropies: Tensor, topk_logps: Tensor | None = None
-    ) -> Coefficients:
-        """Return the coefficients at `index` (m,) from these tokens alone; only if nothing couples
-        tokens."""
-        assert not self.couples_tokens
+    def gradient(self, index: Tensor, stats: RowStats) -> Coefficients:
+        """The coefficients at `index` (m,) from these tokens' statistics alone; only if nothing
+        couples tokens."""
+        logps = stats.logps
         if self.on_policy and not self.lacks_ratio:
             d_logp = torch.where(torch.isnan(logps), logps, self._at_ratio_one.d_logp[index])
             if self.config.estimates_kl:
@@ -202,7 +218,7 @@ class PolicyObjective:
         d_entropy = torch.full_like(logps, self._d_entropy) if self.has_entropy_gradient else None
         d_topk = None
         if self.is_centered:
-            d_topk = self._at(index)._centering(topk_logps, logps, None)[1]
+            d_topk = self._at(index)._centering(stats.extras[TOPK_LOGPS], logps, None)[1]
         return Coefficients(d_logp, d_entropy, self._d_divergence(index), d_topk)
 
     def _at(self, index: Tensor) -> PolicyObjective:
@@ -223,7 +239,7 @@ class PolicyObjective:
     def token_loss(self) -> TokenLoss | None:
         """Loss that a row kernel can compute by itself; None if tokens are coupled or lack their
         ratio."""
-        if self.couples_tokens or self.lacks_ratio or self.is_centered:
+        if self.known == "rows" or self.lacks_ratio or self.is_centered:
             return None
         config, tokens = self.config, self.tokens
         on_policy_surrogate = "linear" if self.loss_type.is_linear else "constant"
@@ -242,9 +258,24 @@ class PolicyObjective:
             d_entropy=self._d_entropy if self.has_entropy_gradient else 0.0,
         )
 
-    def assemble(self, terms: dict[str, Tensor], entropies: Tensor) -> Evaluation:
-        """Return the result of `evaluate` from the terms (n,) that a row kernel computed for
-        `token_loss`."""
+    def evaluate(self, stats: RowStats) -> Evaluation:
+        """The loss and its gradient at the statistics of all tokens: from the terms that a row
+        kernel computed for `token_loss`, or from log-probabilities, entropies and, from a second
+        head, divergences; and the log-probabilities (n, K) of a sampler's candidates."""
+        entropies: Any = stats.entropies
+        if stats.terms:
+            return self._assembled(stats.terms, entropies)
+        divergences = None if stats.divergence is None else stats.divergence.value
+        keep = _keep_high_entropy(self.config, entropies)
+        loss, d_logp, terms = self._per_token(stats.logps, keep, divergences)
+        d_topk = None
+        if self.is_centered:
+            centering, d_topk = self._centering(stats.extras[TOPK_LOGPS], stats.logps, keep)
+            loss = loss + centering
+        policy_loss = (self.weights * loss).sum()
+        return self._with_bonus(policy_loss, d_logp, entropies, keep, terms, d_topk)
+
+    def _assembled(self, terms: dict[str, Tensor], entropies: Tensor) -> Evaluation:
         policy_loss, at_one = terms["loss"].sum(), None
         if self.on_policy:
             at_one = self._at_ratio_one.terms
@@ -255,26 +286,8 @@ class PolicyObjective:
         all_terms = Terms(*both, *of_one, *self._sampling_terms(None))
         return self._with_bonus(policy_loss, terms["d_logp"], entropies, None, all_terms)
 
-    def evaluate(
-        self,
-        logps: Tensor,
-        entropies: Tensor,
-        divergences: Tensor | None = None,
-        topk_logps: Tensor | None = None,
-    ) -> Evaluation:
-        """The loss and its gradient at `logps`, `entropies` and, from a second head, `divergences`,
-        (n,) each; and at the log-probabilities (n, K) of a sampler's candidates."""
-        keep = _keep_high_entropy(self.config, entropies)
-        loss, d_logp, terms = self._per_token(logps, keep, divergences)
-        d_topk = None
-        if self.is_centered:
-            centering, d_topk = self._centering(topk_logps, logps, keep)
-            loss = loss + centering
-        policy_loss = (self.weights * loss).sum()
-        return self._with_bonus(policy_loss, d_logp, entropies, keep, terms, d_topk)
-
     def _centering(
-        self, topk_logps: Any, logps: Tensor, keep_entropy: Tensor | None
+        self, topk_logps: Tensor, logps: Tensor, keep_entropy: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """A_t sum_H c_v log p_v, and d loss / d log p_v (n, K)."""
         factor = self.tokens.advantages

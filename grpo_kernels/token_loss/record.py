@@ -23,6 +23,8 @@ from torch import Tensor
 
 # per-token results of a fused kernel, besides the statistics
 LOSS_TERMS = ("loss", "d_logp", "log_ratio", "kl")
+# log-probabilities (n, K) of K more ids, among the extras of a row's statistics
+TOPK_LOGPS = "topk_logps"
 
 
 class Coefficients(NamedTuple):

@@ -37,8 +37,8 @@ from grpo_kernels.base.distributed import most_of_ranks, rank_groups
 from grpo_kernels.base.modes import evaluating, guest
 from grpo_kernels.body.layout import takes
 from grpo_kernels.body.trunk import live_trunk, ordinary_id, trunk_of
-from grpo_kernels.head.head import Head
-from grpo_kernels.head.module import (
+from grpo_kernels.head import Head
+from grpo_kernels.module import (
     divided_modules,
     foreign_hooks,
     is_fsdp_unit,

@@ -20,15 +20,15 @@ from transformers.utils import ModelOutput
 
 from grpo_kernels.base.checks import did_you_mean
 from grpo_kernels.base.choices import BatchLayout, LogitsDtype, WithoutSet, ZeroAdvantage
-from grpo_kernels.batch.kept_ids import KeptIds
 from grpo_kernels.body.layout import takes
 from grpo_kernels.body.trunk import unwrapped
-from grpo_kernels.call.results import LossOutput, Scores
-from grpo_kernels.head.head import Head
+from grpo_kernels.head import Head
+from grpo_kernels.kept_ids import KeptIds
 from grpo_kernels.loss import GRPOLoss, grpo_loss, policy_expectation
 from grpo_kernels.objective.config import LossConfig
 from grpo_kernels.objective.losses import averaged_over
 from grpo_kernels.patching import replaced
+from grpo_kernels.results import LossOutput, Scores
 from grpo_kernels.scores import linear_logprob
 from grpo_kernels.transformers import head as heads
 from grpo_kernels.transformers.call import RESULTS, Batch, HeadCall, TrunkOptions, run_scored

@@ -21,9 +21,9 @@ from transformers import PreTrainedModel
 
 from grpo_kernels.base.modes import evaluating, identity
 from grpo_kernels.body.trunk import unwrapped
-from grpo_kernels.call.plan import Run
-from grpo_kernels.head.head import Head
-from grpo_kernels.head.module import gather_of, linear_of, parameters_of
+from grpo_kernels.engine.plan import Run
+from grpo_kernels.head import Head
+from grpo_kernels.module import gather_of, linear_of, parameters_of
 from grpo_kernels.scores import linear_logprob
 
 # Scale and soft-cap, as transformers' models name the same two numbers in their configs

@@ -20,9 +20,9 @@ from trl import DistillationTrainer
 from trl.trainer.utils import maybe_gather_lm_head_ctx
 
 from grpo_kernels.base.checks import is_dtensor, warn_once
-from grpo_kernels.call.plan import Run
-from grpo_kernels.head.head import Head
-from grpo_kernels.head.module import whole_constant
+from grpo_kernels.engine.plan import Run
+from grpo_kernels.head import Head
+from grpo_kernels.module import whole_constant
 from grpo_kernels.patching import LogsShares, Shares, replaced
 from grpo_kernels.scores import linear_divergence
 from grpo_kernels.transformers.call import measured_head

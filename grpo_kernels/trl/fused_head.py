@@ -26,14 +26,14 @@ from torch.nn import functional as F
 from trl.trainer.base_trainer import _BaseTrainer
 from trl.trainer.utils import FusedCausalLMOutput
 
+from grpo_kernels import module as modules
 from grpo_kernels.base import choices
 from grpo_kernels.base.checks import warn_once
-from grpo_kernels.call.expected import Expectation
-from grpo_kernels.call.plan import Run, check_run
-from grpo_kernels.call.results import Scores
-from grpo_kernels.head import module as modules
-from grpo_kernels.head.head import Head
+from grpo_kernels.engine.plan import Run, check_run
+from grpo_kernels.head import Head
+from grpo_kernels.objective.expected import Expectation
 from grpo_kernels.patching import Patch, Patches, Shares, replaced
+from grpo_kernels.results import Scores
 from grpo_kernels.scores import linear_logprob
 from grpo_kernels.transformers import head as heads
 from grpo_kernels.transformers.call import HeadCall, TrunkOptions, run_in_head

@@ -26,12 +26,12 @@ from torch import Tensor
 from trl import GRPOTrainer
 from trl.trainer.utils import split_tensor_dict
 
-from grpo_kernels.batch.tokens import LossInputs, read_tokens
-from grpo_kernels.call.expected import Expectation
 from grpo_kernels.loss import policy_expectation
 from grpo_kernels.objective.config import LossConfig, config_of_trainer
+from grpo_kernels.objective.expected import Expectation
 from grpo_kernels.objective.losses import averaged_over, loss_of, token_weights
 from grpo_kernels.patching import divided, numbered, replaced
+from grpo_kernels.tokens import read_tokens
 
 OLD, RATIO, REFERENCE = "old_per_token_logps", "importance_sampling_ratio", "ref_per_token_logps"
 # Losses whose optimizer step is the same sum over samples, whatever micro-batches they are in.
@@ -151,8 +151,8 @@ def with_exact_kl(trainer: Any, loss: Tensor, inputs: Batch, divergences: Tensor
         items = inputs["num_items_in_batch"].clamp(min=1.0)
         steps = trainer.args.steps_per_generation if trains else 1
         per_item = trainer.accelerator.num_processes * steps
-    blank = LossInputs(None, mask, divergences.new_zeros(len(mask))).with_blank_ids(mask)
-    layout = read_tokens(blank, divergences.dtype).layout
+    no_ids = torch.zeros_like(mask, dtype=torch.long)
+    layout = read_tokens(no_ids, mask, mask.new_zeros(len(mask)), divergences.dtype).layout
     weights = per_item * token_weights(config, layout, items, divergences.dtype)
     term = config.beta * (weights * divergences.reshape(-1)[layout.positions]).sum()
     accumulated = trainer.current_gradient_accumulation_steps if trains else 1

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.base.choices import WithoutSet
-from grpo_kernels.batch.kept_ids import KeptIds, joined_ids
-from grpo_kernels.call.results import Scores
+from grpo_kernels.kept_ids import KeptIds, joined_ids
+from grpo_kernels.results import Scores
 from grpo_kernels.scores import linear_logprob
 
 SETS = "sampling_mask"  # of the rollout's output and of TRL's batch

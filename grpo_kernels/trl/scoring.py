@@ -34,15 +34,15 @@ from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import use_adapter
 
+from grpo_kernels import module as modules
 from grpo_kernels.base.checks import warn_once
 from grpo_kernels.base.modes import random_rates
 from grpo_kernels.base.tensors import scored_difference
-from grpo_kernels.call.results import Scores
-from grpo_kernels.head import module as modules
-from grpo_kernels.head.head import Head
+from grpo_kernels.head import Head
 from grpo_kernels.objective.config import LossConfig
 from grpo_kernels.objective.policy import bounded_ratio
 from grpo_kernels.patching import LogsShares, replaced
+from grpo_kernels.results import Scores
 from grpo_kernels.scores import linear_divergence
 from grpo_kernels.transformers.head import inner_head
 from grpo_kernels.trl import micro_batches
@@ -419,9 +419,9 @@ class Reference:
         """`Call.score` of the policy: makes the divergences. TRL's loss reads no `extras`."""
         states = self._hidden.to(hidden.device)
         # read now: under FSDP2 the weight is another tensor within a forward than outside
-        with modules.constants_of(self._linear, "reference") as (weight, bias):
-            reference = replace(self._constants, weight=weight, bias=bias)
-            found = linear_divergence(hidden, head, states, reference, ids=ids, **how)
+        weight, bias = modules.constants_of(self._linear, "reference")
+        reference = replace(self._constants, weight=weight, bias=bias)
+        found = linear_divergence(hidden, head, states, reference, ids=ids, **how)
         if call.divergences is None or torch.is_grad_enabled():
             call.divergences = found.divergence
         return Scores.of(logps=found.logps, entropies=found.entropies)

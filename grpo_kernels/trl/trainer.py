@@ -44,7 +44,7 @@ from grpo_kernels.base import choices
 from grpo_kernels.base.checks import warn_once
 from grpo_kernels.body import trial
 from grpo_kernels.body.trunk import trunk_of
-from grpo_kernels.call.plan import Run
+from grpo_kernels.engine.plan import Run
 from grpo_kernels.objective.config import config_of_trainer
 from grpo_kernels.objective.losses import averaged_over
 from grpo_kernels.patching import Shares, replaced

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grpo_kernels.head.head import Head
-from grpo_kernels.head.module import check_module
+from grpo_kernels.head import Head
+from grpo_kernels.module import check_module
 from grpo_kernels.patching import KnownRows, Patches, Shares, function_of
 from grpo_kernels.scores import linear_logprob, topk_divergence
 from grpo_kernels.verl.engine import ARGUMENT, BACKEND, MARK, HeadTask, TeacherLogprobs

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_kernels.head.head import Head
+from grpo_kernels.head import Head
 from grpo_kernels.patching import KnownRows, during, function_of, parameter_names
 from grpo_kernels.scores import linear_logprob
 from grpo_kernels.verl.engine import BACKEND, OPTIONS, WHERE, asks_to_score

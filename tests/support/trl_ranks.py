@@ -24,7 +24,7 @@ from torch import Tensor
 
 from benchmarks import head_flops, tiny_models, tiny_run
 from grpo_kernels.base.checks import is_dtensor
-from grpo_kernels.head.module import gather_of
+from grpo_kernels.module import gather_of
 from grpo_kernels.trl import FusedGRPOTrainer, patch_trl
 from grpo_kernels.trl.distillation import divergence_loss
 from tests.support.trl_training import Written, divergence_inputs, mixed

@@ -23,34 +23,6 @@ from grpo_kernels.base.checks import (
 from grpo_kernels.base.tensors import sequences_of
 
 
-@dataclass(frozen=True, eq=False)
-class LossInputs:
-    """The per-token and per-sequence arguments of `grpo_loss`; None where absent."""
-
-    completion_ids: Tensor | None  # (B, T), or packed (N,)
-    completion_mask: Tensor | None  # (B, T) or (N,)
-    advantages: Tensor  # (B,) or (B, T) or (N,)
-    old_per_token_logps: Tensor | None = None  # (B, T) or (N,)
-    ref_per_token_logps: Tensor | None = None  # (B, T) or (N,)
-    sampling_per_token_logps: Tensor | None = None  # (B, T) or (N,)
-    importance_sampling_ratio: Tensor | None = None  # (B, T), (B, 1) or (B,); (N,)
-    num_items_in_batch: float | Tensor | None = None
-    cu_seqlens: Tensor | None = None  # (B + 1,)
-    sampling_topk_ids: Tensor | None = None  # (B, T, K) or (N, K)
-    sampling_topk_logps: Tensor | None = None  # of the same shape
-
-    def with_blank_ids(self, like: Tensor) -> LossInputs:
-        """Return these with zeros as ids, for a loss on existing log-probabilities, which reads no
-        ids."""
-        return replace(self, completion_ids=torch.zeros_like(like, dtype=torch.long))
-
-    @property
-    def logps(self) -> dict[str, Tensor | None]:
-        """The log-probabilities of other policies, by name."""
-        names = ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps")
-        return {name: getattr(self, name) for name in names}
-
-
 @dataclass(frozen=True)
 class Layout:
     """Positions of the counted tokens in the batch, ordered by sequence."""
@@ -171,47 +143,49 @@ def _is_checked(mask: Tensor) -> bool:
     return mask.dtype != torch.bool and mask.device.type == "cpu"
 
 
-def read_tokens(inputs: LossInputs, dtype: torch.dtype) -> Tokens:
-    """Check the per-token inputs of a loss and keep those of the counted tokens, numbers in
+def read_tokens(
+    ids: Tensor,
+    completion_mask: Tensor | None,
+    advantages: Tensor,
+    dtype: torch.dtype,
+    *,
+    cu_seqlens: Tensor | None = None,
+    importance_sampling_ratio: Tensor | None = None,
+    sampling_topk_logps: Tensor | None = None,
+    **logps: Tensor | None,
+) -> Tokens:
+    """Check the per-token arguments of a loss and keep those of the counted tokens, numbers in
     `dtype`.
 
     Args:
-        inputs: unchecked, except for the ids, whose shape and device the others must have.
+        ids: checked; the shape and device that the others must have.
+        logps: log-probabilities of other policies, by name.
 
     Raises:
-        TypeError, ValueError: an input of the wrong kind, shape or device; the message names it.
+        TypeError, ValueError: an argument of the wrong kind, shape or device; the message names it.
     """
-    completion_ids = inputs.completion_ids
-    assert completion_ids is not None
-    completion_mask, advantages = inputs.completion_mask, inputs.advantages
     if completion_mask is not None:
-        check_mask("completion_mask", completion_mask, completion_ids)
-    batch, columns, locate = sequences_of(completion_ids, inputs.cu_seqlens)
-    shape = tuple(completion_ids.shape)
-    written = "(B, T)" if inputs.cu_seqlens is None else "(N,)"
-    for name, x in inputs.logps.items():
+        check_mask("completion_mask", completion_mask, ids)
+    batch, columns, locate = sequences_of(ids, cu_seqlens)
+    shape = tuple(ids.shape)
+    per_token = ("(B, T)" if cu_seqlens is None else "(N,)", shape)
+    for name, x in logps.items():
         if x is not None:
-            check_tensor(name, x, like=completion_ids, floating=True)
-            check_shape(name, x, (written, shape))
-    check_tensor("advantages", advantages, like=completion_ids)
-    check_shape("advantages", advantages, ("(B,)", (batch,)), (written, shape))
-    ratio = inputs.importance_sampling_ratio
+            check_tensor(name, x, like=ids, floating=True)
+            check_shape(name, x, per_token)
+    check_tensor("advantages", advantages, like=ids)
+    check_shape("advantages", advantages, ("(B,)", (batch,)), per_token)
+    ratio = importance_sampling_ratio
     if ratio is not None:
-        check_tensor("importance_sampling_ratio", ratio, like=completion_ids, floating=True)
-        check_shape(
-            "importance_sampling_ratio",
-            ratio,
-            (written, shape),
-            ("(B, 1)", (batch, 1)),
-            ("(B,)", (batch,)),
-        )
+        name = "importance_sampling_ratio"
+        check_tensor(name, ratio, like=ids, floating=True)
+        check_shape(name, ratio, per_token, ("(B, 1)", (batch, 1)), ("(B,)", (batch,)))
 
-    positions = counted_positions("completion_mask", completion_mask, completion_ids)
+    positions = counted_positions("completion_mask", completion_mask, ids)
     layout = Layout(positions, *locate(positions), batch, columns, shape)
 
-    def per_sequence(
-        x: Tensor,
-    ) -> bool:  # if B = N, (B,) is per sequence; if T = 1, (B, 1) is per token
+    def per_sequence(x: Tensor) -> bool:
+        # if B = N, (B,) is per sequence; if T = 1, (B, 1) is per token
         return x.shape == (batch,) or x.shape != shape
 
     def rows(x: Tensor, index: Tensor) -> Tensor:
@@ -220,18 +194,18 @@ def read_tokens(inputs: LossInputs, dtype: torch.dtype) -> Tokens:
     def either(x: Tensor) -> Tensor:
         return rows(x, layout.sequence if per_sequence(x) else positions)
 
-    topk = inputs.sampling_topk_logps
+    sequence_ratio = topk = None
+    if ratio is not None and per_sequence(ratio):
+        sequence_ratio = ratio.detach().reshape(-1).to(dtype)
+    if sampling_topk_logps is not None:
+        topk = sampling_topk_logps.detach().flatten(0, -2)[positions].to(dtype)
     return Tokens(
         layout=layout,
-        sampling_topk_logps=None
-        if topk is None
-        else topk.detach().flatten(0, -2)[positions].to(dtype),
-        ids=completion_ids.reshape(-1)[positions].long(),
+        ids=ids.reshape(-1)[positions].long(),
         advantages=either(advantages),
         advantages_per_sequence=per_sequence(advantages),
         importance_sampling_ratio=None if ratio is None else either(ratio),
-        sequence_ratio=ratio.detach().reshape(-1).to(dtype)
-        if ratio is not None and per_sequence(ratio)
-        else None,
-        **{name: None if x is None else rows(x, positions) for name, x in inputs.logps.items()},
+        sequence_ratio=sequence_ratio,
+        sampling_topk_logps=topk,
+        **{name: None if x is None else rows(x, positions) for name, x in logps.items()},
     )

@@ -22,7 +22,7 @@ class LossOutput:
         per_token_logps: (B, T) or (N,), detached, 0 where masked; of the dtype of `loss`.
         entropies: of the same shape and dtype, detached, 0 where masked.
         metrics: name -> mean, and ``metrics.pairs``: name -> (sum, count).
-        engine: which engine served the call: one of `engine.engines.ENGINES`.
+        engine: which engine served the call: one of `engine.plan.ENGINES`.
         backend: which backend computed it: ``"cpp"``, ``"triton"`` or ``"torch"``.
     """
 

@@ -13,17 +13,18 @@ hooks are refused: they would be handed logits, which are never made.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
-from typing import Any
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from grpo_kernels.base.checks import is_dtensor
-from grpo_kernels.engine.plan import Gather
-from grpo_kernels.head.head import LoRA
+from grpo_kernels.head import Head, LoRA, outside_graphs, read_second
+from grpo_kernels.results import LossOutput, Scores
 
 _PEFT_LORA = ("peft.tuners.lora.layer", "Linear")
 # Modules whose hooks are left alone: FSDP2's and ZeRO-3's, which `forward` runs, and
@@ -41,6 +42,43 @@ _REFUSED = {
     "_forward_pre_hooks": "forward pre-hook",
 }
 Compute = Callable[[Tensor], tuple[Tensor, ...]]
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def takes_heads(function: F) -> F:
+    """Decorate a public call with a `Head` in its second place, where a plain weight or a module
+    may stand."""
+
+    @outside_graphs
+    @functools.wraps(function)
+    def call(hidden: Any, head: Any, *args: Any, **options: Any) -> Any:
+        head = Head.of(head)
+        if not isinstance(head.weight, nn.Module):
+            return function(hidden, head, *args, **options)
+        return within_module(
+            lambda states, whole: function(states, whole, *args, **options), hidden, head
+        )
+
+    return cast(Any, call)
+
+
+def whole_second(second: Any, hidden: Any, head: Any, prefix: str) -> Any:
+    """`second`, with the whole weight and bias where its head is a module: a collective, if FSDP2
+    or ZeRO-3 has divided it. A head that is divided over a process group stays divided."""
+    if second is None or not isinstance(second, tuple) or len(second) != 2:
+        return second
+    if not isinstance(Head.of(second[1]).weight, nn.Module):
+        return second
+    states, own = read_second(second, head, prefix)
+    if own.bias is not None:
+        raise ValueError(
+            f"{prefix}bias: expected None, since it is that of the module, got another"
+        )
+    check_module(own.weight, f"{prefix}head")
+    check_present(own.weight, f"{prefix}head")
+    sharded = head.process_group is not None or is_dtensor(hidden)
+    weight, bias = constants_of(own.weight, f"{prefix}head", sharded=sharded)
+    return states, replace(own, weight=weight, bias=bias)
 
 
 def linear_of(lm_head: nn.Module, name: str = "lm_head") -> nn.Linear:
@@ -93,15 +131,14 @@ def parameters_of(lm_head: nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor | 
     return weight, bias, LoRA(low, torch.cat([b.weight for _, b, _, _ in layers], dim=1))
 
 
-@contextmanager
 def constants_of(
     head: nn.Module, name: str, *, sharded: bool = False
-) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Yield whole weight and bias of a head that does not train here: the second of a call.
+) -> tuple[Tensor, Tensor | None]:
+    """Whole weight and bias of a head that does not train here: the second of a call.
 
-    Both may be kept after the context. If FSDP2 or ZeRO-3 has divided them, all ranks gather them
-    together, each into a copy: a backward that has kept it gathers nothing. A head that is
-    `sharded` over a process group is not gathered: each rank gets its rows.
+    If FSDP2 or ZeRO-3 has divided them, all ranks gather them together, each into a copy: a
+    backward that has kept it gathers nothing. A head that is `sharded` over a process group is not
+    gathered: each rank gets its rows.
     """
     base = linear_of(head, name)
     if base is not head and active_adapters(head):
@@ -110,11 +147,10 @@ def constants_of(
             "some: merge it, or pass the layer within (base_layer)"
         )
     if sharded:
-        yield base.weight, base.bias
-        return
+        return base.weight, base.bias
     gather = gather_of(base.parameters(recurse=False)) or nullcontext
     with gather():
-        yield whole_constant(base.weight), None if base.bias is None else whole_constant(base.bias)
+        return whole_constant(base.weight), None if base.bias is None else whole_constant(base.bias)
 
 
 def whole_constant(x: Any) -> Tensor:
@@ -123,7 +159,9 @@ def whole_constant(x: Any) -> Tensor:
     return whole
 
 
-def gather_of(parameters: Iterable[Tensor]) -> Gather | None:
+def gather_of(
+    parameters: Iterable[Tensor],
+) -> Callable[[], AbstractContextManager[Any]] | None:
     """Return a context that gathers what DeepSpeed ZeRO-3 has divided; None if none is divided.
 
     ZeRO-3 needs them whole once more, when their gradients are accumulated: see `within_forwards`.
@@ -215,6 +253,37 @@ def is_fsdp_unit(head: nn.Module) -> bool:
     return isinstance(head, FSDPModule)
 
 
+def within_module(call: Callable[[Tensor, Head], Any], hidden: Tensor, head: Head) -> Any:
+    """``call(hidden, head)`` for a head of the parameters of its module."""
+    module: nn.Module = head.weight
+    check_module(module)
+    check_present(module)
+    if head.bias is not None:
+        raise ValueError("bias: expected None, since it is lm_head's own, got another")
+    done: list[Any] = []  # the result of the call
+    # whether `within_forwards` calls the module, which runs its hooks
+    hooks_have_run = is_fsdp_unit(module) or module in divided_modules(module)
+
+    def compute(hidden: Tensor) -> tuple[Tensor, ...]:
+        if not hooks_have_run:
+            hidden = run_pre_hooks(module, hidden)
+        weight, bias, lora = parameters_of(module, hidden)
+        if lora is not None and head.lora is not None:
+            raise ValueError(
+                "lora: expected None, since PEFT's adapters are taken from lm_head, got a LoRA"
+            )
+        output = call(hidden, replace(head, weight=weight, bias=bias, lora=lora or head.lora))
+        done.append(output)
+        if isinstance(output, LossOutput):
+            return (output.loss,)
+        return tuple(x.clone() for x in output.given.values())  # no views: FSDP2 warns of them
+
+    results, output = within_head(module, compute, hidden), done[0]
+    if isinstance(output, LossOutput):
+        return replace(output, loss=results[0])
+    return Scores(**dict(zip(output.given, results, strict=True)))
+
+
 def within_head(head: nn.Module, compute: Compute, hidden: Tensor) -> tuple[Tensor, ...]:
     """Return ``compute(hidden)``, with the parameters of `head` whole; in the backward too.
 
@@ -251,7 +320,7 @@ def within_forwards(
         return compute(hidden)
     first, others = modules[0], modules[1:]
     replaced = vars(first).get("forward")  # that was set on the object, such as accelerate's
-    first.forward = partial(within_forwards, others, compute)
+    first.forward = functools.partial(within_forwards, others, compute)
     try:
         return first(hidden)
     finally:

@@ -12,18 +12,23 @@ logit, log sum and entropy, M = max m_r::
 The rank with the largest logit is left out of the logarithms, like the largest term in
 `torch_rows`, so that nothing cancels when a token is nearly certain. All ranks join the same
 numbers in the same order, and get the same bits.
+
+The ranks must make the same call: `Ranks` compares it once, before any work.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from numbers import Real
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from grpo_kernels.backends.interface import RowBackend, RowStats
-from grpo_kernels.base.distributed import all_reduce, gather_stacked
+from grpo_kernels.base.distributed import all_reduce, gather_stacked, group_device
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -32,7 +37,7 @@ if TYPE_CHECKING:
 
 
 def widest_part(weight: Tensor, shard: Shard | None) -> Tensor:
-    """Return a tensor in the shape of the largest part of the head, perhaps without data.
+    """A tensor in the shape of the largest part of the head, perhaps without data.
 
     Plans made by its size are the same on all ranks.
     """
@@ -65,7 +70,7 @@ class Shard:
     def stats(
         self, backend: RowBackend, chunk: Chunk, *, entropy: bool, extras: tuple[str, ...]
     ) -> RowStats:
-        """Return `RowBackend.stats` of the whole vocabulary. All ranks call it for the same rows.
+        """`RowBackend.stats` of the whole vocabulary. All ranks call it for the same rows.
 
         Ids of the chunk (n, V_r) are counted from `start`, outside [0, V_r) if another rank's.
         """
@@ -75,11 +80,11 @@ class Shard:
         return self.joined(stats, chunk.ids, chunk.transform)
 
     def local_ids(self, ids: Tensor) -> Tensor:
-        """Return `ids`, with 0 for those that other ranks have."""
+        """`ids`, with 0 for those that other ranks have."""
         return torch.where((ids >= 0) & (ids < self.sizes[self.rank]), ids, 0)
 
     def joined(self, stats: RowStats, ids: Tensor, transform: LogitTransform) -> RowStats:
-        """Return the statistics of the whole vocabulary, from those of this rank's columns for its
+        """The statistics of the whole vocabulary, from those of this rank's columns for its
         `local_ids`."""
         extras, max_logit = tuple(stats.extras), stats.max_logit
         # a backend makes a row without a finite logit NaN; here other ranks may have one. A
@@ -157,3 +162,62 @@ class Shard:
     def sum_(self, x: Tensor) -> Tensor:
         """Sum `x` over the ranks in place: the gradient of a tensor that every rank has."""
         return all_reduce(x, "sum", self.process_group)
+
+
+MOST_VALUES = 96  # that ranks compare
+
+
+class Ranks:
+    """The ranks of a divided head, while they plan a call together."""
+
+    def __init__(self, call: str, group: ProcessGroup, given: Mapping[str, Any]) -> None:
+        self.call, self.group, self.given, self.compared = call, group, given, False
+
+    def exchange(self, *numbers: int) -> list[list[int]]:
+        """Each of the integers that this rank sends, of all ranks."""
+        sent = torch.tensor([*numbers, *[0] * (MOST_VALUES + 2 - len(numbers))])
+        sent = sent.to(group_device(self.group))
+        return [list(column) for column in gather_stacked(sent, self.group).T.tolist()]
+
+    def compare(self, values: Mapping[str, Any], own: Mapping[str, int]) -> dict[str, list[int]]:
+        """Compare the call's arguments and `values`, of tensors dtype and shape; return the `own`
+        integers of all ranks.
+
+        Raises:
+            ValueError: on all ranks; one of them refuses its call, or they differ.
+        """
+        same = {**self.given, **values}
+        if "config" in same:  # of a loss, by its fields
+            same |= vars(same.pop("config"))
+        numbers = [_checksum(x) for x in same.values()]
+        call = _checksum((self.call, *same))
+        self.compared = True
+        refused, calls, *columns = self.exchange(0, call, *numbers, *own.values())
+        if any(refused):
+            raise ValueError(
+                f"process_group: rank {refused.index(1)} refuses the call of {self.call}"
+            )
+        of_ranks = dict(zip((*same, *own), columns, strict=False))
+        differ = [name for name in same if len({*of_ranks[name]}) > 1]
+        if len({*calls}) > 1 or differ:
+            what = f"{', '.join(differ)} of {self.call}"
+            what = what if len({*calls}) == 1 else f"call, {self.call} here,"
+            raise ValueError(f"process_group: expected the same {what} on every rank")
+        return {name: of_ranks[name] for name in own}
+
+
+def _checksum(x: Any) -> int:
+    return zlib.crc32(repr(_comparable(x)).encode())
+
+
+def _comparable(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return str(x.dtype), *x.shape
+    if is_dataclass(x):
+        x = [getattr(x, field.name) for field in fields(x)]
+    if isinstance(x, (list, tuple)):
+        return [_comparable(y) for y in x]
+    if isinstance(x, Real):
+        return float(x)  # 1 and 1.0 are the same
+    plain = x is None or isinstance(x, (str, torch.dtype))
+    return x if plain else getattr(x, "__qualname__", type(x).__qualname__)

@@ -1,1 +1,0 @@
-"""The tokens that count, of padded and packed batches, and kept sets."""

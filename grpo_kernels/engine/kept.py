@@ -1,0 +1,462 @@
+"""Log-probabilities and entropies over kept sets: hidden states times the head's rows of each
+position's kept ids.
+
+The sets of a block of r positions are ids (r, w), padded. Forward: gather (r, w, H), multiply with
+hidden states (r, H) to raw projections (r, w), and reduce these as a chunk of w logits a row.
+Backward: differentiate the saved logits; gather again and multiply for d hidden; the outer product
+with hidden states is added to the ids' rows of d weight.
+
+With a divided head, every rank has those ids of each set that are among its rows, in blocks of its
+own. The ranks join the statistics of all positions (`ranks`), and sum d hidden.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.backends.interface import Chunk, LogitTransform, RowStats
+from grpo_kernels.backends.torch_rows import TorchRows
+from grpo_kernels.base.checks import HIGHEST_LOGP
+from grpo_kernels.base.tensors import take
+from grpo_kernels.engine.autograd import first_order, scatter
+from grpo_kernels.engine.plan import Job
+from grpo_kernels.head import Tensors
+from grpo_kernels.kept_ids import KeptIds
+
+WORKSPACE_BYTES = 64 * 2**20  # by default: a larger workspace is no faster
+# per kept id, besides its row of the head, while sets are counted, sorted and reduced
+ENTRY_BYTES = 64
+# Rows of `KeptSets.order` whose sets are projected together; ids of the largest set; entries of the
+# longest list, with its padding.
+Span = tuple[slice, int, int]
+# Of a block of r rows: (r, w) int32 ids counted from this rank's first, each once, where padding
+# repeats the row's first id; (r, w) logits, -inf in the padding; (r,) column of the sampled id, -1
+# if another rank has it.
+_Block = tuple[Tensor, Tensor, Tensor]
+_ROWS = TorchRows()  # sets are short: their row work is little beside the gathering
+
+
+class Survey(NamedTuple):
+    """Counts of ids in the sets of n rows, and the rows to treat apart, (n,) each."""
+
+    sizes: Tensor  # ids in the set, repetitions included
+    local: Tensor  # ids among this rank's rows of the head
+    without: Tensor  # bool: scored over the whole vocabulary
+    invalid: Tensor | None  # bool: results are NaN; None: none are
+
+    def metrics(self, dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor]]:
+        """The sets' mean size and the share of positions without one, as (sum, count)."""
+        without, has_set = self.without.to(dtype), (~self.without).to(dtype)
+        return {
+            "kept/size": ((has_set * self.sizes).sum(), has_set.sum()),
+            "kept/without_set": (without.sum(), torch.ones_like(without).sum()),
+        }
+
+
+@dataclass(frozen=True)
+class KeptSets:
+    """The rows of a call and their sets.
+
+    A set of one id is in no block: its log-probability and entropy are 0, and so is their gradient.
+
+    Attributes:
+        job: its rows' ids are counted from this rank's first.
+        kept: all entries, and bounds of each position's; -1 is padding.
+        projected: (n,) bool, rows whose set is projected, on whatever rank.
+        order: (m,) index of the rows of which this rank has ids, the largest sets first.
+    """
+
+    job: Job
+    kept: KeptIds
+    projected: Tensor
+    order: Tensor
+    spans: list[Span]
+
+    def transform(self, at: Tensor) -> LogitTransform:
+        """The transform of the rows `at` (r,), without bias."""
+        inv_t = self.job.rows.inv_temperature
+        inv_t = inv_t[at] if isinstance(inv_t, Tensor) else inv_t
+        return replace(self.job.transform, inv_temperature=inv_t)
+
+
+def survey_sets(
+    job: Job,
+    rows_here: int,
+    sets: KeptIds,
+    ids: Tensor,
+    ids_name: str,
+    without_set: str,
+    others: Mapping[str, Tensor | None],
+) -> Survey:
+    """Count the kept ids of all positions, a workspace at a time. Waits for no device but a CPU.
+
+    Args:
+        rows_here: ids of this rank's part of the head.
+        ids: (...) the ids to score, the argument `ids_name`.
+        others: other policies' log-probabilities, (...) each, which must be over the same sets.
+    """
+    rows, shard, sampled = job.rows, job.shard, ids.detach().reshape(-1)
+    vocab, first = (rows_here, 0) if shard is None else (shard.vocab, shard.start)
+    # per position: ids, ids among this rank's rows, ids that do not exist, the sampled one
+    counts = sets.offsets.new_zeros(4, sampled.shape[0])
+    step = max(1, job.workspace_bytes // ENTRY_BYTES)
+    for start in range(0, sets.ids.shape[0], step):
+        some = sets.ids[start : start + step]
+        place = torch.arange(start, start + some.shape[0], device=some.device)
+        owner = torch.searchsorted(sets.offsets, place, right=True) - 1
+        exists = (some >= 0) & (some < vocab)
+        flags = (
+            exists,
+            exists & (some >= first) & (some < first + rows_here),
+            (some < -1) | (some >= vocab),
+        )
+        for count, flag in zip(counts, (*flags, exists & (some == sampled[owner])), strict=True):
+            count.index_add_(0, owner, flag.long())
+    sizes, local, outside, hits = counts[:, rows.positions]
+    missing = hits == 0
+    invalid = (outside > 0) if without_set == "full" else (outside > 0) | missing
+    if invalid.device.type != "cpu":
+        without = missing & ~invalid
+        return Survey(sizes, local, without, invalid)
+    if bool(invalid.any()):
+        i = int(invalid.nonzero()[0])
+        at = rows.positions[i]
+        raise ValueError(_wrong(sets, ids, ids_name, at, int(sizes[i]), int(outside[i]), vocab))
+    _check_others(others, rows.positions[(sizes == 1) & ~missing])
+    return Survey(sizes, local, missing, None)
+
+
+def _check_others(others: Mapping[str, Tensor | None], alone: Tensor) -> None:
+    """Raise unless other policies' log-probabilities are 0 at positions whose set is one id.
+
+    Otherwise they were computed over other sets.
+    """
+    for name, x in others.items():
+        logps = None if x is None else x.detach().reshape(-1)[alone]
+        if logps is not None and bool((logps.abs() > HIGHEST_LOGP).any()):
+            raise ValueError(
+                f"{name}: expected log-probabilities over the same kept sets, so 0 where a set is "
+                f"one id, got {logps[logps.abs() > HIGHEST_LOGP][0].item():.4g}: make them with "
+                "kept_ids, too"
+            )
+
+
+def _wrong(
+    sets: KeptIds,
+    ids: Tensor,
+    ids_name: str,
+    position: Tensor,
+    size: int,
+    outside: int,
+    vocab: int,
+) -> str:
+    """The message about a wrong set at a position."""
+    at = tuple(int(x) for x in torch.unravel_index(position, ids.shape))
+    if outside:
+        entries = sets.ids[int(sets.offsets[position]) : int(sets.offsets[position + 1])]
+        bad = entries[(entries < -1) | (entries >= vocab)][0].item()
+        return f"kept_ids: expected ids in [0, V) = [0, {vocab}) or -1, got {bad} at position {at}"
+    way_out = "; without_set='full' scores such positions over the whole vocabulary"
+    if size == 0:
+        return f"kept_ids: expected a set where the mask counts, got none at position {at}{way_out}"
+    got = ids.reshape(-1)[position].item()
+    return (
+        f"{ids_name}: expected an id of the position's kept set, got {got} at position {at}"
+        f"{way_out}"
+    )
+
+
+def plan_sets(job: Job, head: Tensors, sets: KeptIds, survey: Survey) -> tuple[KeptSets, bool]:
+    """Plan the work; also return True if a position has no set. Waits for the sets' sizes."""
+    rows = job.rows
+    projected = (survey.sizes > 1) & ~survey.without
+    local, order = torch.where(projected, survey.local, 0).sort(descending=True, stable=True)
+    longest = sets.offsets.diff()[rows.positions][order]
+    sizes, lists, without = torch.stack([local, longest, survey.without.long()]).tolist()
+    count = bisect.bisect_left(sizes, 0, key=operator.neg)
+    row_bytes = 2 * job.accumulator.itemsize * sum(x.shape[1] for _, x in head.factors())
+    budget, head_bytes = job.workspace_bytes, entry_bytes(head, job)
+    spans = plan_spans(sizes[:count], lists[:count], budget, head_bytes, row_bytes)
+    first_id = 0 if job.shard is None else job.shard.start
+    own = replace(rows, ids=rows.ids - first_id, invalid=survey.invalid)
+    planned = KeptSets(replace(job, rows=own), sets, projected, order[:count], spans)
+    return planned, any(without)
+
+
+def plan_spans(
+    sizes: list[int], longest: list[int], budget: int, head_bytes: int, row_bytes: int
+) -> list[Span]:
+    """Spans of rows that fit the budget, each set at least half as long as the longest.
+
+    Padding then costs at most as much as the sets themselves.
+
+    Args:
+        sizes: ids of each row's set, falling.
+        longest: entries of each row's list, padding included.
+        head_bytes: bytes of one entry's gathered rows of the head.
+        row_bytes: further bytes of a row.
+    """
+    spans, start = [], 0
+    most_left = [*itertools.accumulate(reversed(longest), max)][::-1]  # from each row on
+    while start < len(sizes):
+        width = sizes[start]
+        most = max(1, budget // (width * head_bytes + most_left[start] * ENTRY_BYTES + row_bytes))
+        stop = bisect.bisect_right(
+            sizes, -width / 2, lo=start, hi=min(len(sizes), start + most), key=operator.neg
+        )
+        spans.append((slice(start, stop), width, max(longest[start:stop])))
+        start = stop
+    return spans
+
+
+@first_order
+class KeptSetLogprob(torch.autograd.Function):
+    """Log-probabilities (N,) and entropies (N,) or None over kept sets.
+
+    ``forward(ctx, sets, *tensors)``: `tensors` are those of `Tensors`.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, sets: KeptSets, *tensors: Any) -> tuple[Tensor, Tensor | None]:
+        ctx.set_materialize_grads(False)
+        head, shard = Tensors(*tensors), sets.job.shard
+        zeros = sets.job.rows.positions.new_zeros(len(sets.job.rows), dtype=sets.job.accumulator)
+        nothing = torch.full_like(zeros, -torch.inf)  # of rows of which this rank has no id
+        stats = RowStats(zeros, nothing, zeros.clone(), zeros.clone() if sets.job.entropy else None)
+        blocks: list[Tensor] = []
+        with torch.autocast(head.hidden.device.type, enabled=False):
+            factors = _factors(head, sets)
+            for span in sets.spans:
+                at = sets.order[span[0]]
+                kept, target = _in_order(sets, at, span, head.weight.shape[0])
+                logits = _logits(factors, head, sets, at, kept)
+                chunk = Chunk(logits, target.clamp(min=0), sets.transform(at))
+                of_block = _ROWS.stats(chunk, entropy=sets.job.entropy)
+                for x, part in zip(_numbers(stats), _numbers(of_block), strict=True):
+                    if x is not None and part is not None:
+                        x[at] = part
+                if any(sets.job.needs):
+                    blocks += [kept, logits, target]
+            if shard is not None:
+                stats = shard.joined(stats, sets.job.rows.ids, LogitTransform())
+        ctx.sets, ctx.count = sets, len(tensors)
+        ctx.save_for_backward(*tensors, *_numbers(stats), *blocks)
+        entropies = None if stats.entropies is None else _result(stats.entropies, sets, head)
+        return _result(stats.logps, sets, head), entropies
+
+    @staticmethod
+    def backward(
+        ctx: Any, d_logps: Tensor | None, d_entropies: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        sets: KeptSets = ctx.sets
+        with sets.job.gather(), torch.autocast(sets.kept.ids.device.type, enabled=False):
+            saved = iter(ctx.saved_tensors)
+            head = Tensors(*itertools.islice(saved, ctx.count))
+            stats = RowStats(*itertools.islice(saved, 4))
+            upstream = [x for x in (d_logps, d_entropies) if x is not None]
+            if not upstream:
+                return None, *(None for _ in head)
+            sums, factors = _GradientSums(head, sets), _factors(head, sets)
+            for rows, *_ in sets.spans:
+                at, block = sets.order[rows], tuple(itertools.islice(saved, 3))
+                moved = torch.stack([x[sets.job.rows.positions[at]] != 0 for x in upstream]).any(
+                    dim=0
+                )
+                index = moved.nonzero()[:, 0]
+                if len(index):
+                    at, block = at[index], take(block, index)
+                    d_raw = _d_raw(block, sets, at, stats, d_logps, d_entropies)
+                    sums.add(factors, block[0], d_raw, at)
+        return None, *sums.gradients()
+
+
+def _numbers(stats: RowStats) -> tuple[Tensor | None, ...]:
+    # the statistics that rows of sets have, in the order of the fields
+    return stats.logps, stats.max_logit, stats.log_sum, stats.entropies
+
+
+def _factors(head: Tensors, sets: KeptSets) -> list[_Gathered]:
+    """The gathered rows of each factor, for as many entries as the workspace holds."""
+    job = sets.job
+    largest = max(((rows.stop - rows.start) * width for rows, width, _ in sets.spans), default=0)
+    entries = min(max(1, job.workspace_bytes // entry_bytes(head, job)), largest)
+    pairs = zip(head.factors(), job.operand_dtypes(head), strict=True)
+    return [_Gathered(matrix, dtype, job.accumulator, entries) for (_, matrix), dtype in pairs]
+
+
+def _result(x: Tensor, sets: KeptSets, head: Tensors) -> Tensor:
+    """(n,) -> (N,): 0 where no set is projected, NaN where a row is invalid."""
+    x = torch.where(sets.projected, x, 0.0)
+    if sets.job.rows.invalid is not None:
+        x.masked_fill_(sets.job.rows.invalid, torch.nan)
+    return scatter(x, sets.job.rows, head.hidden.shape[0])
+
+
+def _in_order(sets: KeptSets, at: Tensor, span: Span, vocab: int) -> tuple[Tensor, Tensor]:
+    """The ids (r, w) and the target (r,) of a `_Block`, on a rank with `vocab` ids.
+
+    Padding and repetitions are the row's first id: so NaN in a position's hidden state reaches the
+    gradient of no id outside of its set.
+    """
+    positions, (_, width, longest) = sets.job.rows.positions[at], span
+    place = sets.kept.offsets[positions][:, None] + torch.arange(longest, device=positions.device)
+    inside = place < sets.kept.offsets[positions + 1][:, None]
+    kept = sets.kept.ids[torch.where(inside, place, 0)].long() - (
+        0 if sets.job.shard is None else sets.job.shard.start
+    )
+    kept = torch.where(inside & (kept >= 0) & (kept < vocab), kept, -1).to(torch.int32)
+    kept = kept.sort(dim=1, descending=True).values[:, :width]
+    padding = kept < 0
+    padding[:, 1:] |= kept[:, 1:] == kept[:, :-1]
+    kept = torch.where(padding, kept[:, :1], kept)
+    is_target = kept == sets.job.rows.ids[at, None]
+    return kept, torch.where(is_target.any(dim=1), is_target.to(torch.uint8).argmax(dim=1), -1)
+
+
+def _padding(kept: Tensor) -> Tensor:
+    padding = kept == kept[:, :1]
+    padding[:, 0] = False
+    return padding
+
+
+def _logits(
+    factors: list[_Gathered], head: Tensors, sets: KeptSets, at: Tensor, kept: Tensor
+) -> Tensor:
+    """The logits (r, w) of the ids `kept`, -inf in the padding."""
+    positions = sets.job.rows.positions[at]
+    z = head.hidden.new_zeros(kept.shape, dtype=sets.job.accumulator)
+    for factor, (x, _) in zip(factors, head.factors(), strict=True):
+        states = factor.operand(x[positions])
+        for columns in factor.pieces(*kept.shape):
+            z[:, columns] += torch.bmm(factor.of(kept[:, columns]), states[:, :, None])[..., 0]
+    bias = None if head.bias is None else head.bias.detach()[kept].to(z.dtype)
+    _ROWS.prepare_(z, replace(sets.transform(at), bias=bias))
+    return z.masked_fill_(_padding(kept), -torch.inf)
+
+
+def _d_raw(
+    block: _Block,
+    sets: KeptSets,
+    at: Tensor,
+    stats: RowStats,
+    d_logps: Tensor | None,
+    d_entropies: Tensor | None,
+) -> Tensor:
+    """D loss / d (raw projection), (r, w), from statistics (n,) and upstream (N,)."""
+    kept, logits, target = block
+    positions, stats = sets.job.rows.positions[at], take(stats, at)
+    d_logp, d_entropy = (
+        None if x is None else x[positions].to(sets.job.accumulator) for x in (d_logps, d_entropies)
+    )
+    d_logp = torch.zeros_like(stats.logps) if d_logp is None else d_logp
+    _ROWS.grad(Chunk(logits, target, sets.transform(at)), stats, d_logp, d_entropy, logits)
+    return logits.masked_fill_(_padding(kept), 0.0)
+
+
+class _GradientSums:
+    """The gradients of the head's tensors, summed over blocks."""
+
+    def __init__(self, head: Tensors, sets: KeptSets) -> None:
+        self._head, self._sets, dtype = head, sets, sets.job.accumulator
+        # then d hidden is a sum over the ranks, rounded after it
+        divided = sets.job.shard is not None
+        self._rows: list[Tensor | None] = []
+        self._matrices: list[Tensor | None] = []
+        pairs = zip(head.factors(), sets.job.needs.factors(), strict=False)
+        for (x, matrix), (rows, whole) in pairs:
+            of_rows = dtype if divided else x.dtype
+            self._rows.append(torch.zeros_like(x, dtype=of_rows) if rows else None)
+            self._matrices.append(torch.zeros_like(matrix, dtype=dtype) if whole else None)
+        self._bias = None
+        if head.bias is not None and sets.job.needs.bias:
+            self._bias = torch.zeros_like(head.bias, dtype=dtype)
+
+    def add(self, factors: list[_Gathered], kept: Tensor, d_raw: Tensor, at: Tensor) -> None:
+        """Add the gradient of the rows `at` (r,), from the ids (r, w) and d raw (r, w)."""
+        positions, features = (
+            self._sets.job.rows.positions[at],
+            (x for x, _ in self._head.factors()),
+        )
+        targets = zip(factors, features, self._rows, self._matrices, strict=True)
+        for factor, x, rows, matrix in targets:
+            states = factor.operand(x[positions])
+            d_states = torch.zeros_like(states)
+            for columns in factor.pieces(*kept.shape):
+                index, part = kept[:, columns], d_raw[:, columns]
+                if rows is not None:
+                    d_states += torch.bmm(part[:, None, :], factor.of(index))[:, 0]
+                if matrix is not None:
+                    matrix.index_add_(0, index.reshape(-1), factor.outer(part, states))
+            if rows is not None:
+                rows[positions] = d_states.to(rows.dtype)
+        if self._bias is not None:
+            self._bias.index_add_(0, kept.reshape(-1), d_raw.reshape(-1))
+
+    def gradients(self) -> Tensors:
+        """The gradients in the dtypes of the head's tensors."""
+        shard = self._sets.job.shard
+        for x in self._rows:
+            if shard is not None and x is not None:
+                shard.sum_(x)
+        sums = Tensors.of_factors(self._rows, self._matrices, self._bias)
+        pairs = zip(sums, self._head, strict=True)
+        return Tensors(
+            *(None if x is None or like is None else x.to(like.dtype) for x, like in pairs)
+        )
+
+
+def entry_bytes(head: Tensors, job: Job) -> int:
+    """The bytes of one entry's gathered rows."""
+    pairs = zip(head.factors(), job.operand_dtypes(head), strict=True)
+    return sum(
+        matrix.shape[1] * sum(x.itemsize for x in _stages(matrix.dtype, dtype, job.accumulator))
+        for (_, matrix), dtype in pairs
+    )
+
+
+def _stages(*dtypes: torch.dtype) -> list[torch.dtype]:
+    # of a gathered row: as stored, as an operand, as one of fp32 products
+    return [x for i, x in enumerate(dtypes) if i == 0 or x != dtypes[i - 1]]
+
+
+class _Gathered:
+    """The rows of a factor's matrix (V, K) for kept ids, in memory that every block uses again."""
+
+    def __init__(
+        self, matrix: Tensor, dtype: torch.dtype, accumulator: torch.dtype, entries: int
+    ) -> None:
+        self._entries, self._matrix, self._dtypes = entries, matrix.detach(), (dtype, accumulator)
+        stages = _stages(matrix.dtype, *self._dtypes)
+        self._stages = [matrix.new_empty(entries, matrix.shape[1], dtype=x) for x in stages]
+
+    def operand(self, x: Tensor) -> Tensor:
+        """Rows of the other factor as an operand of the products."""
+        dtype, accumulator = self._dtypes
+        return x.to(dtype).to(accumulator)
+
+    def of(self, kept: Tensor) -> Tensor:
+        """Gather (r, w) ids -> (r, w, K); valid until the next call."""
+        n = kept.numel()
+        torch.index_select(self._matrix, 0, kept.reshape(-1), out=self._stages[0][:n])
+        for x, y in itertools.pairwise(self._stages):
+            y[:n].copy_(x[:n])
+        return self._stages[-1][:n].view(*kept.shape, self._matrix.shape[1])
+
+    def outer(self, d_raw: Tensor, x: Tensor) -> Tensor:
+        """(r, w) and (r, K) -> (r w, K): d matrix of each entry; valid until the next call."""
+        out = self._stages[-1][: d_raw.numel()]
+        torch.bmm(d_raw[:, :, None], x[:, None, :], out=out.view(*d_raw.shape, out.shape[1]))
+        return out
+
+    def pieces(self, rows: int, width: int) -> list[slice]:
+        """Slices of a block's columns that fit; several only if one row is too long."""
+        step = max(1, self._entries // max(1, rows))
+        return [slice(start, min(start + step, width)) for start in range(0, width, step)]

@@ -1,0 +1,324 @@
+"""How many rows at a time: kinds of devices, the memory that a call may use, groups and chunks.
+
+A group is rows whose d logits enter one backward product. A chunk is rows of a group whose logits
+exist at one time. Both are chosen so that the workspace is not exceeded and the products are large.
+No other file asks for a device's kind.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.head import Tensors
+
+MIB = 2**20
+# the most chunks of a group with `LARGE_CHUNK_ROWS` each, else with `LEAST_CHUNK_ROWS`
+CHUNKS_OF_A_GROUP = (8, 4, 2)
+LARGE_CHUNK_ROWS, LEAST_CHUNK_ROWS = 1024, 256
+
+
+@dataclass(frozen=True)
+class Device:
+    """A kind of device.
+
+    Attributes:
+        fewest_rows: rows of a product; fewer are padded.
+        row_multiple: a product's rows are padded to a multiple of this.
+        width_multiple: rows of logits start at multiples of this many elements.
+        mixed_products: True if 16-bit operands have products with fp32 results (`gemm.mixed_mm`).
+        slow_fp32: True if fp32 products are much slower than 16-bit ones.
+        fp32_rows: rows of an fp32 product: one tile, so that a row's bits do not depend on other
+            rows; None: all.
+        casts_into: True if ``x * factor`` is rounded to 16 bits in one pass, without a temporary.
+        workspaces: default budgets of chunks in bytes, rising; more free memory, larger budget.
+        free: bytes that the driver has free; None: it is never asked.
+        unused: unused bytes in torch's allocator that it could give back.
+        is_capturing: True within a CUDA graph: nothing may wait for the device, or depend on its
+            free memory.
+    """
+
+    fewest_rows: int
+    row_multiple: int
+    width_multiple: int
+    mixed_products: bool
+    slow_fp32: bool
+    fp32_rows: int | None
+    casts_into: bool
+    workspaces: tuple[int, ...]
+    free: Callable[[torch.device], int] | None
+    unused: Callable[[torch.device], int]
+    is_capturing: Callable[[], bool]
+
+    def padded_rows(self, n: int) -> int:
+        """Return the number of rows that the products of `n` rows are padded to.
+
+        The vendor library picks its kernel by the number of rows, and the bits of a row must not
+        depend on how many others there are. On a CPU the choice matters below `fewest_rows`. On a
+        GPU a whole tile costs no more than a part of it.
+        """
+        return max(self.fewest_rows, -(-n // self.row_multiple) * self.row_multiple) if n > 0 else 0
+
+    def row_width(self, vocab: int) -> int:
+        """Return the distance between rows of logits, in elements.
+
+        On a GPU rows start at multiples of 128 bytes, also those of 16-bit d logits. Otherwise the
+        vendor library's products are several times slower, and the row kernels have to go element
+        by element.
+        """
+        return -(-vocab // self.width_multiple) * self.width_multiple
+
+
+def _free(device: torch.device) -> int:
+    try:
+        return int(torch.cuda.mem_get_info(device)[0])
+    except RuntimeError:
+        return 0
+
+
+def _unused(device: torch.device) -> int:
+    # wholly free blocks: the allocator cannot give back the free part of a block in use
+    try:
+        stats = torch.cuda.memory_stats_as_nested_dict(device)
+    except RuntimeError:
+        return 0
+    kinds = ("reserved", "active", "inactive_split")
+    reserved, active, fragments = (stats[f"{x}_bytes"]["all"]["current"] for x in kinds)
+    return int(reserved - active - fragments)
+
+
+CPU = Device(
+    fewest_rows=16,
+    row_multiple=1,
+    width_multiple=1,
+    mixed_products=False,
+    slow_fp32=False,
+    fp32_rows=None,
+    casts_into=False,
+    workspaces=(512 * MIB,),
+    free=None,
+    unused=lambda device: 0,
+    is_capturing=lambda: False,
+)
+CUDA = Device(
+    fewest_rows=128,
+    row_multiple=128,
+    width_multiple=64,
+    mixed_products=True,
+    slow_fp32=True,
+    fp32_rows=128,
+    casts_into=True,
+    workspaces=(512 * MIB, 768 * MIB, 1024 * MIB, 1536 * MIB, 2048 * MIB, 3072 * MIB),
+    free=_free,
+    unused=_unused,
+    # looked up when asked: tests replace it
+    is_capturing=lambda: torch.cuda.is_current_stream_capturing(),
+)
+ROCM = replace(CUDA, mixed_products=False)  # not all of its releases have such products
+_KINDS = {"cpu": CPU, "cuda": CUDA, "meta": CPU}  # a new kind of device gets an entry here
+
+
+@contextmanager
+def meta_tensors_of(kind: Device) -> Iterator[None]:
+    """Context in which tensors on torch's "meta" device are planned for as tensors of `kind`."""
+    before, _KINDS["meta"] = _KINDS["meta"], kind
+    try:
+        yield
+    finally:
+        _KINDS["meta"] = before
+
+
+def device_of(device: torch.device) -> Device:
+    """The kind of `device`; kinds without an entry are taken for a CPU."""
+    if device.type == "cuda" and torch.version.hip is not None:
+        return ROCM
+    return _KINDS.get(device.type, CPU)
+
+
+def accumulator_of(compute_dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of logits, statistics, and gradients before their one rounding."""
+    return torch.float64 if compute_dtype == torch.float64 else torch.float32
+
+
+def converted_dtype(weight: Tensor, compute_dtype: torch.dtype) -> torch.dtype | None:
+    """Return the 16-bit dtype that the whole weight must be converted to; None if it need not be.
+
+    A weight that is converted to 32 bits is never converted as a whole.
+    """
+    device = device_of(weight.device)
+    can_ask = device.free is not None  # it can tell if a copy fits
+    mixed = can_ask and compute_dtype.itemsize == 2 and device.mixed_products
+    return compute_dtype if mixed and weight.dtype != compute_dtype else None
+
+
+class Memory(NamedTuple):
+    """Decisions by the memory that a device has free, after the gradients have taken theirs."""
+
+    tight: bool  # too little for an accumulator of d weight: `lean` serves
+    converts: bool  # enough for a copy of the weight in the operands' dtype
+    workspace: int  # bytes that chunks may take by default: one of `Device.workspaces`
+
+
+AMPLE = Memory(tight=False, converts=True, workspace=max(CUDA.workspaces))
+
+
+def free_memory(
+    weights: list[tuple[Tensor, torch.dtype]],
+    hidden: Tensor,
+    needs: Tensors,
+    workspace_bytes: int | None,
+) -> Memory:
+    """Ask the device for its free memory, and decide; on a CPU `AMPLE`.
+
+    So, too, while a CUDA graph is captured: it must not depend on the memory that is free now.
+
+    Args:
+        weights: of the head and of the second head, with the dtypes of their products' operands.
+        hidden: hidden states of all positions.
+        workspace_bytes: the budget, None for the default.
+    """
+    weight, device = weights[0][0], device_of(hidden.device)
+    if device.free is None or device.is_capturing():
+        return AMPLE
+    copies = 0
+    for x, wanted in weights:
+        dtype = converted_dtype(x, wanted)
+        copies += 0 if dtype is None else x.numel() * dtype.itemsize
+    gradients = sum(
+        x.numel() * (accumulator_of(x.dtype).itemsize + x.element_size())
+        for x, wanted in ((weight, needs.weight), (hidden, needs.hidden))
+        if wanted
+    )
+    if workspace_bytes is not None:
+        budgets = [workspace_bytes]
+    else:
+        large = large_workspace(weight, needs, heads=len(weights))
+        # the workspaces up to the first that is as large
+        budgets = [x for x in device.workspaces if x < large]
+        budgets.append(device.workspaces[len(budgets)])
+    free = device.free(weight.device)
+    # only then ask the allocator, which takes longer
+    if gradients + copies + budgets[-1] > free:
+        free += device.unused(weight.device)
+    converts = gradients + copies + budgets[0] <= free
+    held = gradients + (copies if converts else 0)
+    return Memory(
+        tight=needs.weight and gradients + budgets[0] > free,
+        converts=converts,
+        workspace=max((x for x in budgets if held + x <= free), default=budgets[0]),
+    )
+
+
+def default_workspace(
+    weight: Tensor, needs: Tensors, memory: Memory = AMPLE, *, heads: int = 1
+) -> int:
+    """The default budget in bytes: `large_workspace`, but at most `memory.workspace`."""
+    return min(large_workspace(weight, needs, heads), memory.workspace)
+
+
+def large_workspace(weight: Tensor, needs: Tensors, heads: int = 1) -> int:
+    """Bytes of chunks of `LARGE_CHUNK_ROWS` rows, within the device's `workspaces`.
+
+    On a GPU a product with fewer rows is bound by reading the weight. On a CPU products are too
+    slow for that to matter. `heads` is the number of heads whose logits exist at a time.
+    """
+    device, (vocab, width) = device_of(weight.device), weight.shape
+    chunks = CHUNKS_OF_A_GROUP[0] if needs.weight else 1  # whose d logits exist at a time
+    d_logits = 2 * chunks if any(needs) else 0
+    row_bytes = device.row_width(vocab) * (4 * heads + d_logits) + width * 4 * chunks
+    return min(max(device.workspaces[0], LARGE_CHUNK_ROWS * row_bytes), device.workspaces[-1])
+
+
+class Group(NamedTuple):
+    """The rows [start, stop) of a sweep, whose d logits enter one backward product."""
+
+    start: int
+    stop: int
+    rows: int  # stop - start, padded
+    chunks: tuple[slice, ...]  # of those rows
+
+    @property
+    def n(self) -> int:
+        """Rows without padding."""
+        return self.stop - self.start
+
+    @property
+    def chunk_rows(self) -> int:
+        """Rows of the largest chunk."""
+        return max((chunk.stop - chunk.start for chunk in self.chunks), default=0)
+
+
+def divide(
+    n: int,
+    workspace_bytes: int,
+    device: Device = CPU,
+    *,
+    chunk_row_bytes: int,
+    group_row_bytes: int,
+    grouped: bool,
+    scratch_bytes: Callable[[int], int],
+) -> list[Group]:
+    """Divide `n` rows into groups whose workspace stays within `workspace_bytes`, if it can.
+
+    Groups differ by at most one row (or by one `Device.row_multiple`), so that none is much smaller
+    than the others. A chunk has at least `Device.fewest_rows`.
+
+    Args:
+        chunk_row_bytes: for a row of a chunk, as long as the chunk lasts.
+        group_row_bytes: for a row of a group, as long as the group lasts.
+        grouped: True if several chunks may share a backward product; else a group is one chunk.
+            Each product for d weight reads and writes all of its accumulator, so fewer are better.
+        scratch_bytes: further bytes for a chunk with the given number of rows; not decreasing.
+    """
+
+    def rows_of_chunk(per_group: int) -> int:
+        row_bytes = chunk_row_bytes + per_group * group_row_bytes
+        return most_rows(row_bytes, workspace_bytes, scratch_bytes, device.fewest_rows)
+
+    sizes = {count: rows_of_chunk(count) for count in (CHUNKS_OF_A_GROUP if grouped else ())}
+    choices = itertools.product((LARGE_CHUNK_ROWS, LEAST_CHUNK_ROWS), sizes)
+    per_group = next((count for least, count in choices if sizes[count] >= least), 1)
+    most = sizes.get(per_group) or rows_of_chunk(per_group)
+    multiple = device.row_multiple
+    most -= most % multiple  # to which a chunk's rows are padded
+    groups = []
+    for start, stop in _even_parts(n, per_group * most, multiple):
+        rows = device.padded_rows(stop - start)
+        parts = [(0, rows)] if per_group == 1 else _even_parts(rows, most, multiple)
+        groups.append(Group(start, stop, rows, tuple(slice(*part) for part in parts)))
+    return groups
+
+
+def _even_parts(n: int, most: int, multiple: int) -> list[tuple[int, int]]:
+    """Return [0, n) in the fewest parts of at most `most`, from multiples of `multiple`."""
+    count = -(-n // most)
+    if not count:
+        return []
+    bounds = (min(n, -(-(n * i // count) // multiple) * multiple) for i in range(count + 1))
+    return list(itertools.pairwise(bounds))
+
+
+def most_rows(
+    row_bytes: int, workspace_bytes: int, scratch_bytes: Callable[[int], int], least: int
+) -> int:
+    """Return the most rows of a chunk for which the workspace stays within `workspace_bytes`.
+
+    Args:
+        row_bytes: bytes for a row of a chunk, with the group that it belongs to.
+        scratch_bytes: further bytes for a chunk with the given number of rows; not decreasing.
+        least: the result, where the budget allows fewer: they would be padded to that.
+    """
+    low, high = least, max(least, workspace_bytes // row_bytes)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if middle * row_bytes + scratch_bytes(middle) <= workspace_bytes:
+            low = middle
+        else:
+            high = middle - 1
+    return low

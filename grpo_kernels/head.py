@@ -1,0 +1,402 @@
+"""A language model's head: what turns hidden states (N, H) into logits (N, V).
+
+A KL term's reference and distillation's teacher are a second `Head`, with hidden states of its own.
+A head may be divided by rows of the vocabulary over a process group (tensor parallelism); hidden
+states are then the same on every rank, and get their whole gradient there.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from grpo_kernels.base.checks import (
+    check_choice,
+    check_head,
+    check_number,
+    check_shape,
+    check_tensor,
+    first_rows,
+    is_dtensor,
+    refuse_logits,
+)
+from grpo_kernels.base.choices import LogitsDtype, choices
+from grpo_kernels.base.distributed import check_group
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Tensors(NamedTuple):
+    """One value for each tensor of a head: the tensor itself, its gradient, or True if it needs
+    one; None where the head has none.
+
+    The raw projection is ``hidden @ weight.T + lora_u @ lora_b.T + bias``.
+    """
+
+    hidden: Any  # (N, H)
+    weight: Any  # (V, H)
+    bias: Any = None  # (V,)
+    lora_u: Any = None  # (N, r), the hidden states times the adapter's first factor
+    lora_b: Any = None  # (V, r)
+
+    def factors(self) -> list[tuple[Any, Any]]:
+        """The values of the pairs (N, K), (V, K) whose products add up to the projection."""
+        adapter = [] if self.lora_u is None or self.lora_b is None else [(self.lora_u, self.lora_b)]
+        return [(self.hidden, self.weight), *adapter]
+
+    @staticmethod
+    def of_factors(rows: list[Any], matrices: list[Any], bias: Any) -> Tensors:
+        """The record whose `factors` are the pairs of `rows` and `matrices`."""
+        (hidden, *lora_u), (weight, *lora_b) = rows, matrices
+        return Tensors(hidden, weight, bias, *lora_u, *lora_b)
+
+    def map(self, change: Callable[[Any], Any]) -> Tensors:
+        return Tensors(*(None if x is None else change(x) for x in self))
+
+
+@dataclass(frozen=True)
+class LoRA:
+    """A low-rank adapter (https://arxiv.org/abs/2106.09685) on the head itself.
+
+    It adds ``scaling * x @ a.T @ b.T`` to the head's raw projection; x is `input` or hidden states.
+
+    The V x H product of the two is never made; they cost r (H + V) multiplications per token. Both
+    factors, `input` and the hidden states get exact gradients. Pass several adapters as one:
+    concatenate their factors along r.
+
+    Args:
+        a: (r, H), PEFT's ``lora_A.weight``.
+        b: (V, r), PEFT's ``lora_B.weight``; with a sharded head the same rows as the weight.
+        scaling: a finite number, PEFT's ``scaling``.
+        input: (..., H), the input of `a` instead of the hidden states, such as the hidden states
+            after dropout.
+    """
+
+    a: Tensor
+    b: Tensor
+    scaling: float = 1.0
+    input: Tensor | None = None
+
+    def project(self, hidden: Tensor, positions: Tensor) -> Tensor:
+        """Return u = scaling * x @ a.T, (N, r), of N positions; 0 except at `positions` (n,).
+
+        Other positions are not read: NaN there would reach the gradient of `a`, even times 0. The
+        dtype is the promoted dtype of x and a; within autocast, autocast's, as in PEFT.
+        """
+        x = (hidden if self.input is None else self.input).reshape(-1, hidden.shape[-1])
+        n = x.shape[0]
+        x = x if len(positions) == n else x.index_select(0, positions)
+        dtype = torch.promote_types(x.dtype, self.a.dtype)
+        u = self.scaling * (x.to(dtype) @ self.a.to(dtype).t())
+        return u if len(positions) == n else u.new_zeros(n, u.shape[1]).index_copy(0, positions, u)
+
+
+_LOGITS_DTYPES = choices(LogitsDtype)
+CONSTANTS = ("final_logit_softcapping", "logit_scale", "logits_dtype")
+
+
+@dataclass(frozen=True, eq=False)
+class Head:
+    """A language model's head.
+
+    Its logits are ``softcap(logit_scale * (hidden @ weight.T + bias))``, where ``softcap(x)`` is
+    ``cap * tanh(x / cap)``.
+
+    Every call takes one in its second place, and for the second model that some calls compare with:
+    a KL term's reference, distillation's teacher. A plain weight, or the model's own module, may
+    stand there instead: it means ``Head(weight)``.
+
+    Args:
+        weight: (V, H). Or the head's module: an ``nn.Linear``, or PEFT's LoRA layer around one. The
+            call then reads its weight, bias and active adapters, within the hooks by which FSDP2
+            and DeepSpeed ZeRO-3 make parameters whole; `bias` and `lora` stay None. Forward and
+            backward hooks, which would be handed logits, are refused.
+        bias: (V,), or None.
+        lora: a low-rank adapter on the head, `LoRA`.
+        process_group: the group over which the head is sharded by rows of the vocabulary, in rank
+            order; the shards may be uneven. Arguments other than the head are the same on every
+            rank, and so are the results; each rank gets the gradient of its own rows of the head
+            and the whole gradient of the hidden states. Not needed if weight and hidden states are
+            DTensors, `Shard(0)` and replicated. The ranks send each other three numbers per row,
+            four with the entropy, and sum d hidden; nothing that they send has the size of the
+            vocabulary.
+        vocab_size: number of ids, at most V (of all shards together); the head's rows from there on
+            are padding.
+        final_logit_softcapping: the cap, > 0, or None.
+        logit_scale: factor on the logits.
+        logits_dtype: ``"float32"``: logits straight from the product's fp32 accumulator;
+            ``"input"``: rounded to the dtype of the product's operands first, as a sampler with a
+            16-bit head does.
+
+    Raises:
+        TypeError, ValueError: a constant of the wrong type, or out of its range. The tensors are
+            checked by the call.
+    """
+
+    weight: Any
+    bias: Tensor | None = None
+    lora: LoRA | None = None
+    process_group: ProcessGroup | None = None
+    vocab_size: int | None = None
+    final_logit_softcapping: float | None = None
+    logit_scale: float = 1.0
+    logits_dtype: LogitsDtype = "float32"
+
+    def __post_init__(self) -> None:
+        cap, scale, allowed = self.final_logit_softcapping, self.logit_scale, _LOGITS_DTYPES
+        if cap is not None:
+            check_number("final_logit_softcapping", cap, 0.0)
+        check_number("logit_scale", scale)
+        check_choice("logits_dtype", self.logits_dtype, allowed)
+        # as Python's types, from numpy's or enums
+        object.__setattr__(self, "final_logit_softcapping", None if cap is None else float(cap))
+        object.__setattr__(self, "logit_scale", float(scale))
+        object.__setattr__(self, "logits_dtype", allowed[allowed.index(self.logits_dtype)])
+
+    @staticmethod
+    def of(head: HeadLike) -> Head:
+        """Return `head`, or the head of a plain weight or a module."""
+        return head if isinstance(head, Head) else Head(head)
+
+
+HeadLike = Head | Tensor | nn.Module
+
+
+Second = tuple[Tensor, Head]  # hidden states and head of a reference or teacher
+
+
+def outside_graphs(function: F) -> F:
+    """Decorate a public call: torch.compile breaks its graph there, and it runs eagerly."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            return function(*args, **options)
+        from grpo_kernels.eagerly import eagerly
+
+        return eagerly(function, *args, **options)
+
+    return cast(Any, call)
+
+
+def grouped(hidden: Any, head: Any) -> Head:
+    """`head` with its process group: the argument, or that of DTensors."""
+    if head.process_group is not None:
+        check_group("process_group", head.process_group)
+    elif is_dtensor(hidden) and is_dtensor(head.weight):
+        return replace(head, process_group=_sharding_group(head.weight))
+    return head
+
+
+def read_second(second: Any, head: Head, prefix: str) -> Second:
+    """The second head of a call as a `Head` with constants of its own; `prefix` is that of its
+    names in errors, ``"teacher_"`` or ``"reference."``."""
+    hidden, own = second if isinstance(second, tuple) and len(second) == 2 else (second, None)
+    if own is None:
+        wanted = "a head, got None"
+        if prefix == "reference.":
+            wanted = f"(hidden, head), got {type(second).__name__}"
+        raise TypeError(f"{prefix.rstrip('._')}: expected {wanted}")
+    for name in () if isinstance(own, Head) else CONSTANTS:
+        if getattr(head, name) != getattr(Head, name):
+            raise ValueError(
+                f"{prefix}head: expected a Head, which says its own {name}, since that of the "
+                f"other head is {getattr(head, name)!r}, got {type(own).__name__}"
+            )
+    own = Head.of(own)
+    if own.lora is not None:
+        raise ValueError(
+            f"{prefix}head.lora: expected None, since the head is a constant, got a LoRA"
+        )
+    for name in ("process_group", "vocab_size"):
+        value, of_first = getattr(own, name), getattr(head, name)
+        if value is not None and value is not of_first and value != of_first:
+            raise ValueError(
+                f"{prefix}head.{name}: expected None or that of the other head, got {value!r}"
+            )
+    return hidden, own
+
+
+def read_heads(
+    hidden: Any, head: Head, second: Any = None, *, prefix: str = "", ranks: tuple[int, ...] = ()
+) -> tuple[Tensor, Head, Second | None]:
+    """This rank's plain tensors of a call's heads, checked; of a whole head without padding rows.
+
+    `ranks` are the allowed values of ``hidden.dim()``; none: any from 2 up.
+    """
+    size, group = head.vocab_size, head.process_group
+    if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+        raise ValueError(f"vocab_size: expected an int > 0, got {size!r}")
+    if head.lora is not None and not isinstance(head.lora, LoRA):
+        raise TypeError(f"lora: expected a LoRA, got {type(head.lora).__name__}")
+    if second is not None:
+        second = read_second(second, head, prefix)
+    if group is not None:
+        hidden, head = _local(hidden, head, group)
+        if second is not None:
+            states, own = second
+            second = _local(states, own, group, prefix)
+        weight = head.weight
+        if isinstance(weight, Tensor) and weight.dim() == 2 and weight.shape[0] == 0:
+            raise ValueError(
+                "weight: expected at least one row of the vocabulary on every rank, got none"
+            )
+    elif size is not None and isinstance(head.weight, Tensor) and head.weight.dim():
+        if size > head.weight.shape[0]:
+            raise ValueError(
+                f"vocab_size: expected at most the {head.weight.shape[0]} rows of weight, got "
+                f"{size}"
+            )
+        head, second = first_ids(head, second, size, prefix)
+    check_head(hidden, head.weight, head.bias, ranks=ranks or None)
+    if head.lora is not None:
+        _check_lora(head.lora, hidden, head.weight)
+    if second is not None:
+        states, own = second
+        _check_second(states, own, hidden, head.weight, prefix)
+    return hidden, head, second
+
+
+def first_ids(
+    head: Head, second: Second | None, count: int, prefix: str
+) -> tuple[Head, Second | None]:
+    """The first `count` ids of both heads."""
+    if second is not None:
+        states, own = second
+        weight = own.weight
+        if isinstance(weight, Tensor) and weight.dim() and weight.shape[0] > count:
+            bias = first_rows(f"{prefix}bias", own.bias, weight, count)
+            second = states, replace(own, weight=weight[:count], bias=bias)
+    if head.weight.shape[0] == count:
+        return head, second
+    lora, bias = head.lora, first_rows("bias", head.bias, head.weight, count)
+    if lora is not None:
+        lora = replace(lora, b=first_rows("lora.b", lora.b, head.weight, count))
+    return replace(head, weight=head.weight[:count], bias=bias, lora=lora), second
+
+
+def _check_lora(lora: LoRA, hidden: Tensor, weight: Tensor) -> None:
+    check_tensor("lora.a", lora.a, like=hidden, floating=True)
+    check_tensor("lora.b", lora.b, like=hidden, floating=True)
+    check_number("lora.scaling", lora.scaling)
+    rank = lora.a.shape[0] if lora.a.dim() else 0
+    check_shape("lora.a", lora.a, ("(r, H)", (rank, hidden.shape[-1])))
+    check_shape("lora.b", lora.b, ("(V, r)", (weight.shape[0], rank)))
+    if rank == 0:
+        raise ValueError(f"lora.a: expected shape (r, H) with r > 0, got {tuple(lora.a.shape)}")
+    if lora.input is not None:
+        check_tensor("lora.input", lora.input, like=hidden, floating=True)
+        check_shape("lora.input", lora.input, ("that of hidden", tuple(hidden.shape)))
+
+
+def _check_second(states: Any, own: Head, hidden: Tensor, weight: Tensor, prefix: str) -> None:
+    check_tensor(f"{prefix}hidden", states, like=hidden, floating=True)
+    check_tensor(f"{prefix}weight", own.weight, like=hidden, floating=True)
+    width = states.shape[-1] if states.dim() else 0
+    shape = (*hidden.shape[:-1], width)
+    check_shape(f"{prefix}hidden", states, ("(*that of hidden without H, H')", shape))
+    vocab = weight.shape[0]
+    refuse_logits(f"{prefix}hidden", states, own.weight)
+    if tuple(own.weight.shape) != (vocab, width):
+        raise ValueError(
+            f"{prefix}weight: expected shape (V, H') = {(vocab, width)}, of the ids of weight, got "
+            f"{tuple(own.weight.shape)}; vocab_size leaves out the rows of both from there on"
+        )
+    if own.bias is not None:
+        check_tensor(f"{prefix}bias", own.bias, like=hidden, floating=True)
+        check_shape(f"{prefix}bias", own.bias, ("(V,)", (vocab,)))
+
+
+def operands(hidden: Tensor, head: Head, positions: Tensor) -> Tensors:
+    """The tensors that products read: `hidden` (..., H) flattened, the adapter's at `positions`."""
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    if head.lora is None:
+        return Tensors(flat, head.weight, head.bias)
+    return Tensors(flat, head.weight, head.bias, head.lora.project(hidden, positions), head.lora.b)
+
+
+def gradients_wanted(hidden: Tensor, head: Head) -> Tensors:
+    """True for each of the `operands` whose gradient autograd will need."""
+    if not torch.is_grad_enabled():
+        return Tensors(False, False)
+    bias, lora = head.bias, head.lora
+    of_bias = bias is not None and bias.requires_grad
+    if lora is None:
+        return Tensors(hidden.requires_grad, head.weight.requires_grad, of_bias)
+    x = hidden if lora.input is None else lora.input
+    of_u = x.requires_grad or lora.a.requires_grad
+    return Tensors(
+        hidden.requires_grad, head.weight.requires_grad, of_bias, of_u, lora.b.requires_grad
+    )
+
+
+def products_dtype(hidden: Tensor, weight: Tensor, first: torch.dtype | None = None) -> torch.dtype:
+    """The dtype that the operands of products are rounded to: autocast's, or that of the tensors.
+
+    For the second head `first` is the first one's: autocast rounds both alike, and they share one
+    accumulator dtype, so that float64 is for both or neither.
+    """
+    dtype, kind = torch.promote_types(hidden.dtype, weight.dtype), hidden.device.type
+    autocast = torch.is_autocast_enabled(kind)
+    if first is None:
+        of_autocast = autocast and dtype != torch.float64
+        return torch.get_autocast_dtype(kind) if of_autocast else dtype
+    if first == torch.float64 or (autocast and dtype.itemsize > 2):
+        return first
+    return torch.float32 if dtype == torch.float64 else dtype
+
+
+def _local(hidden: Any, head: Head, group: Any, prefix: str = "") -> Second:
+    """This rank's parts of tensors that may be DTensors, sharded over the group or replicated."""
+
+    def whole(name: str, x: Any) -> Any:
+        if not is_dtensor(x):
+            return x
+        if not all(placement.is_replicate() for placement in x.placements):
+            raise ValueError(
+                f"{prefix}{name}: expected a replicated DTensor, or a plain tensor, got "
+                f"{x.placements}"
+            )
+        return x.to_local(grad_placements=x.placements)
+
+    def part(name: str, x: Any) -> Any:
+        if not is_dtensor(x):
+            return x
+        own = _sharding_group(x)
+        if own is not group and _ranks(own) != _ranks(group):
+            raise ValueError(
+                f"{prefix}{name}: expected a DTensor sharded over process_group, got {x.placements}"
+            )
+        return x.to_local()
+
+    lora = head.lora
+    if lora is not None:
+        a, b = whole("lora.a", lora.a), part("lora.b", lora.b)
+        lora = replace(lora, a=a, b=b, input=whole("lora.input", lora.input))
+    hidden, weight = whole("hidden", hidden), part("weight", head.weight)
+    return hidden, replace(head, weight=weight, bias=part("bias", head.bias), lora=lora)
+
+
+def _sharding_group(weight: Any) -> ProcessGroup:
+    """The group of the one mesh dimension over which `weight`, a DTensor, is sharded."""
+    dims = [i for i, placement in enumerate(weight.placements) if not placement.is_replicate()]
+    if len(dims) != 1 or not weight.placements[dims[0]].is_shard(0):
+        raise ValueError(
+            f"weight: expected a DTensor sharded once, by rows: Shard(0), got {weight.placements}"
+        )
+    group: ProcessGroup = weight.device_mesh.get_group(dims[0])
+    return group
+
+
+def _ranks(process_group: ProcessGroup) -> list[int]:
+    import torch.distributed as dist
+
+    return dist.get_process_group_ranks(process_group)

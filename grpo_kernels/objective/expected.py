@@ -1,0 +1,240 @@
+"""The gradient that a caller expects its own loss to have, so that scores take one pass."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.backends.interface import RowStats
+from grpo_kernels.base.checks import check_shape, check_tensor
+from grpo_kernels.base.tensors import take
+from grpo_kernels.objective.policy import numbers
+from grpo_kernels.token_loss.record import Coefficients, TokenLoss
+from grpo_kernels.tokens import Tokens
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """An expected gradient that is computed from each chunk's log-probabilities and entropies.
+
+    Args:
+        coefficients: function of index (n,) int64, the positions in the flattened ids, logps (n,)
+            and entropies (n,) or None. It returns a = d loss / d logp, or (a, b) with
+            b = d loss / d entropy, or, in a call with divergences, (a, b, c) with
+            c = d loss / d divergence; (n,) each. None: not known row by row.
+        graded: bool, shaped like the ids: False where all coefficients are certainly 0; no gradient
+            is computed there. None: True everywhere.
+        has_entropy_gradient: False if b is always None.
+    """
+
+    coefficients: Callable[[Tensor, Tensor, Tensor | None], Any] | None
+    graded: Tensor | None = None
+    has_entropy_gradient: bool = True
+
+    @staticmethod
+    def of_loss(objective: Any, tokens: Tokens) -> Expectation:
+        """The gradient of a loss of `tokens`, for ids of the batch's shape."""
+        layout, ids, dtype = tokens.layout, tokens.ids, tokens.advantages.dtype
+        row = torch.zeros(math.prod(layout.shape), dtype=torch.long, device=ids.device)
+        row[layout.positions] = torch.arange(len(tokens), device=row.device)
+        live = objective.live
+        live = torch.ones_like(ids, dtype=torch.bool) if live is None else live
+
+        def coefficients(index: Tensor, logps: Tensor, entropies: Tensor | None) -> Coefficients:
+            entropies = logps if entropies is None else entropies
+            stats = numbers(logps.to(dtype), entropies.to(dtype))
+            return objective.gradient(row[index], stats)
+
+        return Expectation(
+            None if objective.known == "rows" else coefficients,
+            graded=layout.scatter(live),
+            has_entropy_gradient=objective.has_entropy_gradient,
+        )
+
+
+Expected = (
+    Tensor | tuple[Tensor, Tensor | None] | Expectation | Callable[[Tensor, Tensor, Tensor], Any]
+)
+CoefficientsOf = Callable[[Tensor, RowStats], Coefficients]
+
+
+class ExpectedGradient:
+    """An expected gradient of the rows of a call, with which the backward compares what arrives.
+    In a CUDA graph it would wait for that: there nothing is expected.
+
+    Args:
+        compute: from the index (m,) of rows and their statistics to coefficients; None: not known
+            row by row.
+        live: (n,) bool, rows that may have a coefficient other than 0; None: all.
+        one_number: True if it has coefficients of one number of each row alone.
+        coefficients: (n,), if they are known before the forward.
+    """
+
+    compares = True
+
+    def __init__(
+        self,
+        compute: CoefficientsOf | None = None,
+        live: Tensor | None = None,
+        *,
+        one_number: bool = True,
+        coefficients: Coefficients | None = None,
+    ) -> None:
+        if coefficients is not None:
+            compute = lambda index, _: take(coefficients, index)  # noqa: E731
+        self.compute, self.live, self.one_number = compute, live, one_number
+        self.coefficients = coefficients
+        self.known: Literal["before", "row", "rows", "backward"] = "row"
+        if compute is None and live is None:
+            self.known = "backward"
+        elif compute is None:
+            self.known = "rows"
+        elif coefficients is not None:
+            self.known = "before"
+
+    def gradient(self, index: Tensor, stats: RowStats) -> Coefficients:
+        assert self.compute is not None
+        return self.compute(index, stats)
+
+    def token_loss(self) -> TokenLoss | None:
+        """The gradient of divergences from a second head as a loss."""
+        if self.coefficients is None or self.coefficients.d_divergence is None:
+            return None
+        weights, d_logps = self.coefficients.d_divergence, self.coefficients.d_logp
+        return TokenLoss(
+            surrogate="constant",
+            constants=(),
+            kl="full",
+            corrects_kl=False,
+            advantages=None,
+            d_logps=torch.zeros_like(weights) if d_logps is None else d_logps,
+            weights=weights,
+            old=None,
+            ref=None,
+            gate=None,
+            beta=1.0,
+            d_entropy=0.0,
+        )
+
+
+def divergence_weights(
+    name: str, expected: Tensor | None, hidden: Tensor, positions: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """The expected gradient (n,) in the divergences at `positions` (n,).
+
+    `expected` None stands for that of their mean; errors call it `name`.
+    """
+    if expected is None:
+        return torch.full_like(positions, 1.0 / max(1, len(positions)), dtype=dtype)
+    check_tensor(name, expected, like=hidden)
+    check_shape(name, expected, ("that of hidden without H", tuple(hidden.shape[:-1])))
+    return expected.detach().reshape(-1)[positions].to(dtype)
+
+
+def expected_divergence(
+    expected: Any,
+    hidden: Tensor,
+    ids: Tensor | None,
+    positions: Tensor,
+    dtype: torch.dtype,
+    *,
+    entropy: bool,
+) -> ExpectedGradient:
+    """Read the expected gradient in divergences and log-probabilities, up to one factor; from an
+    `Expectation` also that in entropies."""
+    if isinstance(expected, Expectation):
+        shape = hidden.shape[:-1]
+        of_ids = hidden.new_zeros((), dtype=torch.long).expand(shape) if ids is None else ids
+        return read_expected(
+            expected,
+            of_ids,
+            positions,
+            dtype,
+            entropy=entropy,
+            divergence=True,
+        )
+    pair = expected if isinstance(expected, tuple) else (expected,)
+    if len(pair) not in ((1,) if ids is None else (1, 2)):
+        raise ValueError(
+            f"expected: expected a tensor, or with ids two, got a tuple of {len(pair)}"
+        )
+    weights = [
+        divergence_weights(name, x, hidden, positions, dtype)
+        for name, x in zip(("expected", "expected[1]"), pair, strict=False)
+    ]
+    coefficients = Coefficients(None if len(weights) == 1 else weights[1], None, weights[0])
+    one_number = len(weights) == 1
+    return ExpectedGradient(coefficients=coefficients, one_number=one_number)
+
+
+def read_expected(
+    expected: Expected | None,
+    ids: Tensor,
+    positions: Tensor,
+    dtype: torch.dtype,
+    *,
+    entropy: bool,
+    divergence: bool = False,
+) -> ExpectedGradient:
+    """Read the expected gradient at `positions` (n,) of `ids`, in `dtype`.
+
+    `entropy` and `divergence` say which results the call has besides log-probabilities.
+    """
+    if isinstance(expected, tuple) and (
+        len(expected) != 2 or (expected[1] is not None and not entropy)
+    ):
+        pair = "(a, b)" if entropy else "(a, None) since there is no entropy"
+        raise ValueError(
+            f"expected: expected a tensor, {pair} or an Expectation, got a tuple of {len(expected)}"
+        )
+    if expected is None:
+        return ExpectedGradient()
+    largest = torch.finfo(dtype).max ** 0.5
+
+    # 0 where products with x could overflow, or lose bits to underflow
+    def usable(x: Tensor) -> Tensor:
+        x = x.to(dtype)
+        return torch.where((x.abs() <= largest) & (x.abs() >= 1 / largest), x, 0.0)
+
+    def rows(name: str, x: Any) -> Tensor:
+        check_tensor(name, x, like=ids)
+        check_shape(name, x, ("that of the ids", tuple(ids.shape)))
+        return x.detach().reshape(-1)[positions]
+
+    if callable(expected):
+        expected = Expectation(cast(Any, expected))
+    if not isinstance(expected, Expectation):
+        a, b = expected if isinstance(expected, tuple) else (expected, None)
+        a = usable(rows("expected", a))
+        b = None if b is None else usable(rows("expected[1]", b))
+        nonzero = (a != 0) if b is None else (a != 0) | (b != 0)
+        both = Coefficients(a, b)
+        return ExpectedGradient(
+            lambda index, _: take(both, index),
+            nonzero,
+            one_number=b is None,
+        )
+
+    graded, function = expected.graded, expected.coefficients
+    live = None if graded is None else rows("expected.graded", graded).bool()
+    one_number = not (expected.has_entropy_gradient or divergence)
+    if function is None:
+        return ExpectedGradient(None, live, one_number=one_number)
+
+    def compute(index: Tensor, stats: RowStats) -> Coefficients:
+        answer = function(positions[index], stats.logps, stats.entropies)
+        a, b, c, *_ = (*answer, None, None) if isinstance(answer, tuple) else (answer, None, None)
+        # no gradient can come from a result that the call does not have
+        given = (a, None if stats.entropies is None else b, c if divergence else None)
+        for name, x in zip(("expected", "expected[1]", "expected[2]"), given, strict=True):
+            if x is not None or name == "expected":
+                check_tensor(name, x, like=ids)
+                check_shape(name, x, ("that of the index", tuple(index.shape)))
+        return Coefficients(*(None if x is None else usable(x) for x in given))
+
+    return ExpectedGradient(compute, live, one_number=one_number)
