@@ -30,16 +30,13 @@ from tests.support.run_case import (
     run,
 )
 from tests.support.score_cases import random_divergence_case, score_cases
-from tests.support.tolerance import Bounds, assert_matches, bounds_of, compare
+from tests.support.tolerance import Bounds, assert_matches, bounds_of
 
 ENGINES = ("score", "frozen", "one_pass", "two_pass", "lean")
 BLOCKS, BLOCK_SIZE = 8, 100
 FACTOR = int(os.environ.get("GRPO_KERNELS_RANDOM_FACTOR", "1"))
 pytestmark = pytest.mark.usefixtures("every_backend")
 CASES = (*fixed_cases(), *head_cases())
-SPLITTABLE = [
-    c for c in fixed_cases() if c.group in "ABDH" and not c.frozen and c.completion_mask.numel()
-]
 
 
 def check_row_shares(case: Case, output, reference: ReferenceResult) -> None:
@@ -47,12 +44,11 @@ def check_row_shares(case: Case, output, reference: ReferenceResult) -> None:
     counted = reference.head.counted
     projected = counted.double().mean() if counted.numel() else torch.zeros(())
     assert abs(float(output.metrics["rows/projected"]) - float(projected)) < 1e-6, case.name
-    carries = (
-        reference.d_logps.abs() + reference.d_entropies.abs() > 1e-30
-    ).sum() / counted.sum().clamp(min=1)
     if set(case.frozen) >= {"hidden", "weight"} or torch.isnan(reference.loss):
         return
-    assert float(carries) - 1e-6 <= float(output.metrics["rows/gradient"]) <= 1.0, case.name
+    carries = reference.d_logps.abs() + reference.d_entropies.abs() > 1e-30
+    least = float(carries.sum() / counted.sum().clamp(min=1)) - 1e-6
+    assert least <= float(output.metrics["rows/gradient"]) <= 1.0, case.name
 
 
 def truth_of(case: Case) -> tuple[ReferenceResult, Bounds]:
@@ -84,16 +80,13 @@ def check(
             output, grads = run(case, engine)
             done.add(output.engine)
             assert_matches(output, grads, reference, case, bounds)
-            missing = set(reference.metrics) - set(output.metrics)
-            assert not missing, f"{case.name}: metrics missing: {missing}"
-            attached = [name for name, x in output.metrics.items() if x.requires_grad]
-            assert not attached, f"{case.name}: metrics attached to the graph: {attached}"
+            assert set(reference.metrics) <= set(output.metrics)
+            assert not any(x.requires_grad for x in output.metrics.values())
             if engine == "auto" and not bounds.ambiguous and case.kept_ids is None:
                 check_row_shares(case, output, reference)
         except Exception as error:
-            error.add_note(f"{case.name}, engine {engine!r}") if hasattr(
-                error, "add_note"
-            ) else None
+            if hasattr(error, "add_note"):
+                error.add_note(f"{case.name}, engine {engine!r}")
             raise
 
 
@@ -121,31 +114,17 @@ def test_random_cases(block: int, every_backend: str) -> None:
     count = BLOCK_SIZE if every_backend == "torch" else BLOCK_SIZE // 10  # the interpreter is slow
     for seed in range(block * BLOCK_SIZE, block * BLOCK_SIZE + count):
         check(random_case(seed), ("auto", ENGINES[seed % 5]))
+    engines = ("one_pass", "two_pass", "lean")
     for seed in range(block * BLOCK_SIZE, block * BLOCK_SIZE + count // 4):
-        check_scores(
-            random_divergence_case(seed), ("auto", ("one_pass", "two_pass", "lean")[seed % 3])
-        )
+        check_scores(random_divergence_case(seed), ("auto", engines[seed % 3]))
 
 
 def test_module_equals_function() -> None:
     case = next(case for case in fixed_cases() if case.name == "B/everything/dapo-t")
-    given = arguments(case)
+    given, config = arguments(case), config_of(case)
     one, _ = run(case)
-    config = config_of(case)
     for module in (GRPOLoss(config), GRPOLoss(**asdict(config))):
         other = flat(module)(**given)
         assert torch.equal(one.loss, other.loss)
         assert torch.equal(one.per_token_logps, other.per_token_logps)
-        assert {name: float(x) for name, x in one.metrics.items()} == {
-            name: float(x) for name, x in other.metrics.items()
-        }
-
-
-def test_metric_pairs_add_up() -> None:
-    for case in SPLITTABLE[::7]:
-        metrics = run(case)[0].metrics
-        for name, (total, count) in metrics.pairs.items():
-            assert total.dim() == count.dim() == 0
-            compare(
-                f"pairs[{name}]", metrics[name], (total / count.clamp(min=1)).double(), 1e-6, case
-            )
+        assert one.metrics.floats() == other.metrics.floats()

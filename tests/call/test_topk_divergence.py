@@ -42,6 +42,23 @@ def test_the_whole_vocabulary_is_linear_divergence() -> None:
             torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
 
 
+def test_ids_of_no_mass() -> None:
+    """A tail of nothing on both sides adds nothing; an id that the student rules out is infinite in
+    the forward KL alone."""
+    hidden = torch.eye(2, 3)[:1].requires_grad_()
+    weight = torch.tensor([[60.0, 0, 0], [0, 0, 0], [-60.0, 0, 0]])
+    ids, logps = torch.tensor([[0, 1]]), torch.tensor([[-1.0, -2.0]])
+    banned = Head(weight, torch.tensor([0.0, -math.inf, 0.0]))
+    for name in ("forward_kl", "reverse_kl"):
+        options = {"divergence": name, "tail": True}
+        found = divergence_of(hidden, weight, ids[:, :1], torch.zeros(1, 1), **options)
+        (grad,) = torch.autograd.grad(found.sum(), hidden)
+        assert float(found.detach()) == 0.0
+        assert float(grad.abs().max()) < 1e-20
+        found = divergence_of(hidden, banned, ids, logps, divergence=name)
+        assert bool(found.isfinite().all()) == (name == "reverse_kl")
+
+
 @pytest.mark.parametrize("distance", [1e-4, 1e-6])
 @pytest.mark.parametrize("name", ["reverse_kl", "forward_kl"])
 def test_small_divergences_do_not_cancel(name: str, distance: float) -> None:
@@ -58,51 +75,16 @@ def test_small_divergences_do_not_cancel(name: str, distance: float) -> None:
     assert float((got - terms.sum(-1)).abs().max()) < 3e-6 * distance + 1e-13
 
 
-def test_a_tail_of_nothing_on_both_sides_adds_nothing() -> None:
-    hidden = torch.eye(2, 3)[:1].requires_grad_()
-    weight = torch.tensor([[60.0, 0, 0], [0, 0, 0], [-60.0, 0, 0]])
-    ids, logps = torch.tensor([[0]]), torch.tensor([[0.0]])
-    for name in ("forward_kl", "reverse_kl"):
-        found = divergence_of(hidden, weight, ids, logps, divergence=name, tail=True)
-        (grad,) = torch.autograd.grad(found.sum(), hidden)
-        assert float(found.detach()) == 0.0
-        assert float(grad.abs().max()) < 1e-20
-
-
-def test_a_student_that_rules_an_id_out() -> None:
-    hidden, weight = torch.ones(1, 2, requires_grad=True), torch.randn(4, 2)
-    bias = torch.tensor([0.0, -math.inf, 0.0, 0.0])
-    ids = torch.tensor([[0, 1]])
-    logps = torch.tensor([[-1.0, -2.0]])
-    found = divergence_of(hidden, Head(weight, bias), ids, logps, divergence="reverse_kl")
-    found.sum().backward()
-    assert bool(found.isfinite().all())
-    assert bool(hidden.grad.isfinite().all())
-    assert float(divergence_of(hidden, Head(weight, bias), ids, logps)) == math.inf
-
-
 def test_repetition_padding_and_order_do_not_matter() -> None:
     case = case_of(dtype=torch.float64)
     want, order = run_scores(case), torch.randperm(K)
     ids, logps = case.listed_ids, case.listed_logps
     more = torch.cat([ids[..., order], ids[..., :2], torch.full((B, T, 3), -1)], -1)
-    # A repetition of what counts has any mass; a first one without mass hides nothing.
-    again = (
-        torch.full((B, T, 2), -0.1).double().masked_fill(logps[..., :2] == -torch.inf, -torch.inf)
-    )
+    # a repetition of what counts has any mass; a first one without mass hides nothing
+    again = torch.where(logps[..., :2] == -torch.inf, -torch.inf, -0.1).double()
     logps = torch.cat([logps[..., order], again, torch.full((B, T, 3), 7.0)], -1)
     got = run_scores(case.but(listed_ids=more, listed_logps=logps))
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)
-
-
-def test_nothing_counted_is_zero_with_gradients() -> None:
-    case = case_of()
-    nothing = torch.full_like(case.listed_ids, -1)
-    for mask in (torch.zeros_like(case.completion_mask), case.completion_mask):
-        found, grads = run_scores(case.but(completion_mask=mask, listed_ids=nothing))
-        assert not found["divergences"].any() and not any(
-            x.any() for x in grads.values() if x is not None
-        )
 
 
 def test_autocast_and_rounded_logits() -> None:
@@ -120,11 +102,7 @@ def test_autocast_and_rounded_logits() -> None:
 
 
 COSTS = {
-    "auto": (6, 4),
-    "one_pass": (6, 4),
-    "two_pass": (8, 6),
-    "lean": (8, 6),
-    "frozen": (None, 4),
+    "auto": (6, 4), "one_pass": (6, 4), "two_pass": (8, 6), "lean": (8, 6), "frozen": (None, 4),
 }  # fmt: skip
 
 
@@ -134,10 +112,8 @@ def test_cost(engine: str) -> None:
     case = case.but(completion_mask=torch.arange(T).expand(B, T) < 8)  # the rows are a whole block
     for frozen, cost in zip((frozenset(), frozenset({"weight"})), COSTS[engine], strict=True):
         if cost is not None:
-            assert (
-                count_flops(lambda x=frozen: run_scores(case.but(frozen=x), engine))
-                == cost * 16 * V * H
-            )
+            flops = count_flops(lambda x=frozen: run_scores(case.but(frozen=x), engine))
+            assert flops == cost * 16 * V * H
     every = frozenset({"weight", "hidden"})
     assert count_flops(lambda: run_scores(case.but(frozen=every))) == 2 * 16 * V * H
 
@@ -171,30 +147,24 @@ def test_what_does_not_exist_is_an_error_here_and_nan_elsewhere(
     assert here(found).isnan().nonzero().tolist() == [[1, 3]]
 
 
-@pytest.mark.parametrize(
-    ("changes", "error", "message"),
-    [
-        ({"divergence": "jsd"}, ValueError,
-         "divergence: expected one of forward_kl, reverse_kl, got 'jsd'"),
-        ({"divergence": "reverse_kl", "tail": False}, ValueError, "tail: expected True or None"),
-        ({"tail": 1}, TypeError, "tail: expected a bool or None, got 1"),
-        ({"tail": True, "log_prob_min_clamp": -9.0}, ValueError,
-         "log_prob_min_clamp: expected None with a tail"),
-        ({"loss_max_clamp": 0.0}, ValueError, "loss_max_clamp: expected a finite number > 0"),
-        ({"expected": torch.ones(3)}, ValueError, "expected: expected shape"),
-        ({"teacher_ids": torch.zeros(B, T, K)}, TypeError,
-         "teacher_ids: expected signed integer ids"),
-        ({"teacher_ids": torch.zeros(B, T, 0, dtype=torch.long)}, ValueError,
-         "teacher_ids: expected shape"),
-        ({"teacher_logps": torch.zeros(B, T)}, ValueError, "teacher_logps: expected shape"),
-        ({"run": Run("fast")}, ValueError, "engine: expected"),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_wrong_arguments_are_named(
-    changes: dict[str, Any], error: type[Exception], message: str
-) -> None:
+FLOATS = torch.zeros(B, T, K)
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"divergence": "jsd"}, "divergence: expected one of forward_kl, reverse_kl, got 'jsd'"),
+    ({"divergence": "reverse_kl", "tail": False}, "tail: expected True or None"),
+    ({"tail": 1}, "tail: expected a bool or None, got 1"),
+    ({"tail": True, "log_prob_min_clamp": -9.0}, "log_prob_min_clamp: expected None with a tail"),
+    ({"loss_max_clamp": 0.0}, "loss_max_clamp: expected a finite number > 0"),
+    ({"expected": torch.ones(3)}, "expected: expected shape"),
+    ({"teacher_ids": FLOATS}, "teacher_ids: expected signed integer ids"),
+    ({"teacher_ids": FLOATS[..., :0].long()}, "teacher_ids: expected shape"),
+    ({"teacher_logps": FLOATS[..., 0]}, "teacher_logps: expected shape"),
+    ({"run": Run("fast")}, "engine: expected"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), WRONG, ids=[x[1][:30] for x in WRONG])
+def test_wrong_arguments_are_named(changes: dict[str, Any], message: str) -> None:
     case = case_of()
     given = {"teacher_ids": case.listed_ids, "teacher_logps": case.listed_logps, **changes}
-    with pytest.raises(error, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         topk_divergence(case.hidden, case.weight, **given)

@@ -43,9 +43,7 @@ CUDA_IEEE = "torch.backends.cuda.matmul.fp32_precision = 'ieee'"
 SETTINGS = {
     "pass": ("full", "full"),
     "torch.backends.cuda.matmul.allow_tf32 = True": ("TF32", "full"),
-    "torch.set_float32_matmul_precision('high')": ("TF32", "TF32"),
     "torch.set_float32_matmul_precision('medium')": ("TF32", "bfloat16"),
-    "torch.backends.cuda.matmul.fp32_precision = 'tf32'": ("TF32", "full"),
     "torch.backends.fp32_precision = 'tf32'": ("TF32", "TF32"),
     f"torch.backends.fp32_precision = 'tf32'; {CUDA_IEEE}": ("full", "TF32"),
     f"torch.set_float32_matmul_precision('high'); {CUDA_IEEE}": ("full", "TF32"),
@@ -66,9 +64,8 @@ def test_the_report_shows_the_precision_of_fp32_products() -> None:
     with server_context().Pool(1, maxtasksperchild=1) as pool:  # a process for each
         reports = pool.map(shown_after, SETTINGS, chunksize=1)
     for setting, shown in zip(SETTINGS, reports, strict=True):
-        assert (
-            tuple(shown[name].split()[0].rstrip(",") for name in (CUDA, CPU)) == SETTINGS[setting]
-        ), setting
+        said = tuple(shown[name].split()[0].rstrip(",") for name in (CUDA, CPU))
+        assert said == SETTINGS[setting], setting
         assert "fp32_precision" in shown[CUDA], setting
         assert ("not exact" in shown[CUDA]) == (SETTINGS[setting][0] != "full"), setting
 
@@ -94,14 +91,12 @@ REFUSED = (
 )
 
 
-@pytest.mark.parametrize("engine", ["auto", "one_pass", "two_pass", "lean"])
-def test_fp16_accumulation_is_refused_before_any_product(
-    fp16_accumulation: None, engine: str
-) -> None:
-    options = {"expected": OnGPU(torch.ones(N))} if engine == "one_pass" else {}
-    with FlopCounterMode(display=False) as counter, pytest.raises(RuntimeError, match=REFUSED):
-        call(HALF, HALF, engine=engine, **options)
-    assert counter.get_total_flops() == 0
+def test_fp16_accumulation_is_refused_before_any_product(fp16_accumulation: None) -> None:
+    for engine in ("auto", "one_pass", "two_pass", "lean"):
+        options = {"expected": OnGPU(torch.ones(N))} if engine == "one_pass" else {}
+        with FlopCounterMode(display=False) as counter, pytest.raises(RuntimeError, match=REFUSED):
+            call(HALF, HALF, engine=engine, **options)
+        assert counter.get_total_flops() == 0
     assert "refused" in report.collect()["settings of torch"]["float16 products, cuda"]
 
 
@@ -147,15 +142,10 @@ def test_a_promotion_to_fp32_warns_once(
         assert "torch.bfloat16" in said
         assert "autocast" in said
         assert len(promotions((HALF, BRAIN))) == 1  # two kinds of 16 bits have only fp32 in common
-        given = [
-            torch.randn(1, 4, H),
-            torch.randn(V, H).half(),
-            torch.zeros(1, 4, dtype=torch.long),
-        ]
+        given = torch.randn(1, 4, H), torch.randn(V, H).half(), torch.zeros(1, 4, dtype=torch.long)
         forget_warnings()
-        with pytest.warns(
-            RuntimeWarning, match=r"hidden in torch\.float32 with a weight in torch\.float16"
-        ):
+        message = r"hidden in torch\.float32 with a weight in torch\.float16"
+        with pytest.warns(RuntimeWarning, match=message):
             grpo_loss(*map(OnGPU, given), None, OnGPU(torch.ones(1)), run=Run(backend="torch"))
 
 
