@@ -25,18 +25,15 @@ ROOT = Path(__file__).parents[1]
 USER = ROOT / "tests" / "support" / "typed_user.py"
 # Most of torch, and the packages of trainers, have no say in what is checked here, and take mypy
 # half a minute.
-TORCH = (
-    "torch, torch._C.*, torch._tensor, torch.autograd, torch.autograd.grad_mode, torch.nn, "
-    "torch.nn.modules, "
-    "torch.nn.modules.linear, torch.nn.modules.module, torch.nn.parameter, torch.types, "
-    "torch.utils._contextlib"
-).replace(" ", "")
+TORCH = "torch,torch.types,torch._C.*,torch._tensor,torch.autograd,torch.autograd.grad_mode"
+MODULES = "torch.nn,torch.nn.modules,torch.nn.modules.linear,torch.nn.modules.module"
+MODULES += ",torch.nn.parameter,torch.utils._contextlib"
 MYPY = f"""
 [mypy]
 python_version = 3.10
 [mypy-torch.*,transformers.*,ray.*,peft.*]
 follow_imports = skip
-[mypy-{TORCH}]
+[mypy-{TORCH},{MODULES}]
 follow_imports = silent
 """
 PYRIGHT = {"include": [USER.name], "pythonVersion": "3.10", "typeCheckingMode": "standard"}
@@ -46,12 +43,9 @@ def run(folder: Path, *arguments: str) -> str:
     """What a checker prints; it finds the package by itself in the environment, where `pip install
     -e .` has put it."""
     command = [sys.executable, "-m", *arguments]
-    environment = {
-        name: x for name, x in os.environ.items() if name not in ("PYTHONPATH", "MYPYPATH")
-    }
-    done = subprocess.run(
-        command, capture_output=True, text=True, cwd=folder, env=environment, check=False
-    )
+    environment = {x: os.environ[x] for x in os.environ if x not in ("PYTHONPATH", "MYPYPATH")}
+    options = {"capture_output": True, "text": True, "cwd": folder, "env": environment}
+    done = subprocess.run(command, check=False, **options)
     assert done.returncode == 1, done.stdout + done.stderr  # errors were found
     return done.stdout
 
@@ -59,10 +53,8 @@ def run(folder: Path, *arguments: str) -> str:
 def by_mypy(folder: Path) -> dict[int, str]:
     (folder / "mypy.ini").write_text(MYPY)
     said = run(folder, "mypy", "--cache-dir", str(ROOT / ".mypy_cache" / "user"), USER.name)
-    return {
-        int(line): text
-        for line, text in re.findall(rf"^{USER.name}:(\d+): error: (.*)$", said, re.MULTILINE)
-    }
+    found = re.findall(rf"^{USER.name}:(\d+): error: (.*)$", said, re.MULTILINE)
+    return {int(line): text for line, text in found}
 
 
 def by_pyright(folder: Path) -> dict[int, str]:
@@ -87,28 +79,17 @@ def test_a_users_mistakes_are_reported_on_their_lines_and_nothing_else_is(
     assert {number: line for number, line in planted.items() if number not in reported} == {}
 
 
-def annotations_of(function: Callable[..., Any], *but: str) -> dict[str, str]:
-    """Keyword-only arguments of a function, as they are written."""
-    found = inspect.signature(function).parameters.values()
-    return {x.name: x.annotation for x in found if x.kind is x.KEYWORD_ONLY and x.name not in but}
-
-
-def annotations_in(keywords: Any) -> dict[str, str]:
-    return {name: x.__forward_arg__ for name, x in keywords.__annotations__.items()}
-
-
-OWN = inspect.signature(GRPOLoss.__init__).parameters
-HANDED_ON = {
-    "LossInputKeywords": annotations_of(grpo_loss, *OWN),
-    "LossFields": {field.name: field.type for field in fields(LossConfig)},
-}
-
-
-@pytest.mark.parametrize(
-    "name", [name for name in typing.__all__ if name.endswith(("Keywords", "Fields"))]
-)
-def test_keywords_that_are_handed_on_have_the_names_and_types_of_the_function(name: str) -> None:
-    assert annotations_in(getattr(typing, name)) == HANDED_ON[name]
+def test_keywords_that_are_handed_on_have_the_names_and_types_of_the_function() -> None:
+    own = {*inspect.signature(GRPOLoss.__init__).parameters}
+    arguments = inspect.signature(grpo_loss).parameters.values()
+    keywords = {x.name: x.annotation for x in arguments if x.kind is x.KEYWORD_ONLY}
+    of_config = {field.name: field.type for field in fields(LossConfig)}
+    for handed_on, of_function in (
+        (typing.LossInputKeywords, {x: y for x, y in keywords.items() if x not in own}),
+        (typing.LossFields, of_config),
+    ):
+        written = {name: x.__forward_arg__ for name, x in handed_on.__annotations__.items()}
+        assert written == of_function
 
 
 def test_a_module_is_called_with_what_its_forward_takes() -> None:
