@@ -51,7 +51,7 @@ _WRAPPED = (
     *("_orig_mod", "_forward_module", FSDP1, "module"),
     *("base_model", "model", "pretrained_model"),
 )
-_COMPILED_COLUMNS = 64  # if layers are compiled, widths are multiples of it, so that shapes recur
+_COMPILED_COLUMNS = 64  # of which widths are multiples if layers are compiled: shapes recur
 _NOT_OF_A_LAYOUT = (torch.OutOfMemoryError, _StopRecomputationError)
 
 
@@ -60,39 +60,28 @@ def live_trunk(
     model: nn.Module,
     layout: BatchLayout,
     live: Tensor | None,  # (B,) bool
-    *,
     needed: Tensor,  # (B, L) bool
-    shares: Shares,
-) -> Iterator[Callable[[], Tensor | None]]:
+) -> Iterator[TrunkCall]:
     """Inside, the trunk of `model` computes only what is read of a batch.
 
     Args:
         layout: the first of the layouts that may serve.
         live: (B,) bool, sequences that may get a gradient; None: all.
         needed: (B, L) bool, cells whose hidden states are read.
-        shares: where the sequences and tokens of forwards with gradient are counted.
-
-    Yields:
-        a function for after the forward: (B, L) bool, True where computed; None if all is.
     """
     trunk, saves = trunk_of(model), layout != "padded" or live is not None
-    reason = _reason_against(model, trunk) if saves else None
-    if saves and reason is None:
-        name = forward_name(trunk)
-        every = torch.ones(len(needed), dtype=torch.bool, device="cpu")
-        may_have = every if live is None else live.cpu()
-        multiple = _COMPILED_COLUMNS if _is_compiled(trunk.modules()) else 1
-        call = TrunkCall(trunk, getattr(trunk, name), layout, may_have, needed, shares, multiple)
-        with replaced(trunk, name, call.run):
-            yield lambda: call.computed
-        if call.was_called:
-            return
-        reason = "the model's forward does not call its trunk"
+    name, reason = forward_name(trunk), _reason_against(model, trunk) if saves else None
+    every = torch.ones(len(needed), dtype=torch.bool, device="cpu")
+    may_have = every if live is None else live.cpu()
+    call = TrunkCall(trunk, getattr(trunk, name), layout, may_have, needed)
+    if not saves or reason is not None:
+        yield call
     else:
-        yield lambda: None
+        with replaced(trunk, name, call.run):
+            yield call
+        reason = None if call.was_called else "the model's forward does not call its trunk"
     if reason is not None:
         say_once(trunk, reason)
-    count(shares, len(needed), len(needed), *[needed.numel()] * 3)
 
 
 def unwrapped(model: nn.Module) -> tuple[list[nn.Module], PreTrainedModel]:
@@ -159,10 +148,9 @@ class TrunkCall:
     layout: BatchLayout
     live: Tensor  # (B,) bool, on the CPU: may get a gradient
     needed: Tensor  # (B, L) bool
-    shares: Shares
-    multiple: int  # of which widths of layouts are
     was_called: bool = False
     computed: Tensor | None = None  # (B, L) bool, if cells were left out
+    made: Sequence[TrunkLayout] = ()  # the layouts that have run instead of the batch
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The trunk's output."""
@@ -172,11 +160,18 @@ class TrunkCall:
             exactness = None if self.was_called else self._exactness(given)
             self.was_called = True
             found = None if exactness is None else self._in_a_layout(exactness, forward)
-            if found is None:
-                found, ids = forward(**given), given.get("input_ids")
-                if isinstance(ids, Tensor) and ids.dim() == 2:
-                    count(self.shares, len(ids), len(ids), *[ids.numel()] * 3)
-            return found
+            return forward(**given) if found is None else found
+
+    def shares(self) -> Shares:
+        """What ran of the padded batch in a call with gradient."""
+        found, positions = Shares(), self.needed.numel()
+        if torch.is_grad_enabled():
+            sizes = [(x.sources.numel(), x.graph) for x in self.made] or [(positions, True)]
+            live = int(self.live.sum()) if self.made else len(self.live)
+            found.add("sequences/gradient", live, len(self.live))
+            found.add("tokens/computed", sum(n for n, _ in sizes), positions)
+            found.add("tokens/gradient", sum(n for n, graph in sizes if graph), positions)
+        return found
 
     @contextmanager
     def _in_step(self, given: dict[str, Any]) -> Iterator[Callable[..., Any]]:
@@ -258,8 +253,9 @@ class TrunkCall:
     def _planned(self, inputs: TrunkInputs, mode: str, way: Way) -> list[TrunkLayout]:
         """Layouts of the sequences with and without gradient that have something to compute."""
         live = (self.live & torch.is_grad_enabled())[inputs.places[:, 0] // self.needed.shape[1]]
+        multiple = _COMPILED_COLUMNS if _is_compiled(self.trunk.modules()) else 1
         both = [
-            inputs.layout(mode, way, chosen, graph=graph, multiple=self.multiple)
+            inputs.layout(mode, way, chosen, graph=graph, multiple=multiple)
             for chosen, graph in ((live, True), (~live, False))
         ]
         return [layout for layout in both if layout is not None]
@@ -291,11 +287,8 @@ class TrunkCall:
                 output, _ = run_layout(self.trunk, forward, inputs, layout, way)
             parts.append((layout, output))
         hidden, self.computed = filled(parts, shape)
+        self.made = planned
         if graph:
-            made = [(layout.sources.numel(), layout.graph) for layout in planned]
-            computed, gradient = (sum(n for n, x in made if x or every) for every in (True, False))
-            live = int(self.live.sum())
-            count(self.shares, live, len(self.live), shape.numel(), computed, gradient)
             _guard(hidden, planned, self.live)
         return type(output)(**{**output, "last_hidden_state": hidden})
 
@@ -337,16 +330,6 @@ def _guard(
         )
 
     hidden.register_hook(look)
-
-
-def count(
-    shares: Shares, live: int, sequences: int, positions: int, computed: int, gradient: int
-) -> None:
-    """Of the padded `positions` of a call `computed` ran, `gradient` of them with a graph."""
-    if torch.is_grad_enabled():
-        shares.add("sequences/gradient", live, sequences)
-        shares.add("tokens/computed", computed, positions)
-        shares.add("tokens/gradient", gradient, positions)
 
 
 def ordinary_id(model: nn.Module) -> int:

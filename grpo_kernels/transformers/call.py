@@ -210,13 +210,13 @@ def run_in_head(
     for _ in range(_MOST_RUNS):
         is_whole = base in _models_with_scalars
         check = None if is_checked else HeadCheck(head, state_of)
-        call, shares = HeadCall(head, score_whole, check), Shares()
+        call = HeadCall(head, score_whole, check)
         runs = ("padded", None) if is_whole else (layout, live)
-        with live_trunk(model, *runs, needed=needed, shares=shares) as computed:
+        with live_trunk(model, *runs, needed) as of_trunk:
             returned = run(call)
         fields: dict[str, Any] = returned[FIELDS]
         has_scalar = any(isinstance(x, Tensor) and x.dim() == 0 for x in pytree.tree_leaves(fields))
-        part = computed()
+        part = of_trunk.computed
         if has_scalar and not is_whole and most_of_ranks(groups, [int(part is not None)])[0]:
             _models_with_scalars.add(base)  # such as an aux_loss: it may be of all hidden states
             continue
@@ -225,7 +225,7 @@ def run_in_head(
             continue
         if part is not None:
             fields = pytree.tree_map(functools.partial(_nan_but_at, part), fields)
-        return returned[RESULTS], call.output_type(**fields), shares
+        return returned[RESULTS], call.output_type(**fields), of_trunk.shares()
     raise ValueError(
         "model: expected one scale, soft-cap or cut of the logits, got another in each run: "
         f"{constants_of(head)}"

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from grpo_kernels.head import Head
 from grpo_kernels.module import check_module
-from grpo_kernels.patching import KnownRows, Patches, Shares, function_of
+from grpo_kernels.patching import KnownRows, Patches, function_of
 from grpo_kernels.scores import linear_logprob, topk_divergence
 from grpo_kernels.verl.engine import ARGUMENT, BACKEND, MARK, HeadTask, TeacherLogprobs
 
@@ -174,7 +174,7 @@ def _in_layout(model: Any, task: HeadTask, input_ids: Tensor | None) -> Abstract
 
     whole = torch.ones_like(input_ids, dtype=torch.bool)
     needed = whole if task.rows is None else task.rows.counted.view(input_ids.shape)
-    return live_trunk(model, task.layout, None, needed=needed, shares=Shares())
+    return live_trunk(model, task.layout, None, needed)
 
 
 def _keep_own_forward(cls: Any) -> None:
