@@ -125,12 +125,11 @@ class Exactness:
         except torch.OutOfMemoryError:  # of this moment: the next call tries again
             return "no memory is free for its trial"
         except Exception as error:
-            reason = f"in making its trial, {described(error)}"
-            self.refuse(mode, reason)
-            return reason
+            self.refuse(mode, f"in making its trial, {described(error)}")
+            return self._verdicts[mode].reason or ""
 
     def _tried(self, mode: str, forward: Callable[..., Any]) -> Way | str:
-        verdict, sizes = self._verdicts[mode], [self.size]
+        verdict, sizes, reason = self._verdicts[mode], [self.size], ""
         if verdict.way is not None:
             # twice what was compared, if this batch has as many tokens: few try again then
             rows, most = len(self.inputs.needed), setting(self.trunk, "max_position_embeddings")
@@ -152,10 +151,11 @@ class Exactness:
             name, seconds = type(self.trunk).__name__, time.perf_counter() - begin
             _logger.info(tried, name, mode, *size, result, seconds)
             if isinstance(found, Way):
-                verdict.way, verdict.size, verdict.reason = found, size, None
+                verdict.way, verdict.size = found, size
                 return found
-            verdict.reason = found
-        return verdict.reason or ""
+            reason = found
+        verdict.reason = reason
+        return reason
 
     def refuse(self, mode: str, reason: str | None) -> None:
         """Note a `reason` against layout `mode`, or that none is known before its trial."""

@@ -68,6 +68,15 @@ def model_of(kind: str, name: str) -> Any:
     return model
 
 
+def assert_as_padded(model: Any, given: dict[str, Tensor], rows: dict[str, Any]) -> Any:
+    """Loss and gradients of packed `rows` are those of the padded batch; the output."""
+    want, gradients = loss_of(model, given, **PADDED)
+    out, got = loss_of(model, rows)
+    torch.testing.assert_close(out.loss, want.loss, rtol=2e-6, atol=2e-6)
+    assert_same(got, gradients)
+    return out
+
+
 PADDINGS = {
     "none": None,
     "anew": torch.arange(6),  # as verl pads
@@ -81,13 +90,9 @@ PADDINGS = {
 def test_they_are_a_tree(name: str, padding: str) -> None:
     given = batch()
     model, row = model_of("llama", name), packed(given, PADDINGS[padding])
-    want, gradients = loss_of(model, given, **PADDED)
     for more in ({}, ends_of(row) if padding != "ones" else {}):
-        said = said_by(lambda more=more: loss_of(model, {**row, **more}))
-        out, got = loss_of(model, {**row, **more})
-        torch.testing.assert_close(out.loss, want.loss, rtol=2e-6, atol=2e-6)
-        assert_same(got, gradients)
-        assert not said
+        assert not said_by(lambda more=more: loss_of(model, {**row, **more}))
+        out = assert_as_padded(model, given, {**row, **more})
         # two prompts, of 4 and 8 tokens, and the completions without their last ones
         computed = (4 + 8 + 35 - 6) / row["input_ids"].numel()
         assert out.metrics["tokens/computed"] == pytest.approx(computed)
@@ -100,9 +105,7 @@ def test_families(kind: str) -> None:
     for name in ("sdpa", "eager"):
         model = model_of(kind, name).eval()
         if name == "eager" or model._supports_sdpa:
-            _, want = loss_of(model, given, **PADDED)
-            out, got = loss_of(model, packed(given))
-            assert_same(got, want)
+            out = assert_as_padded(model, given, packed(given))
             assert out.metrics["tokens/computed"] < 0.6
 
 
@@ -112,11 +115,7 @@ def test_several_rows() -> None:
     given["advantages"] = torch.tensor([1.0, 0.0, -0.5, 0.0, 0.0, 0.0])
     rows = packed(given, rows=2)
     for name in ("sdpa", "eager"):
-        model = model_of("llama", name)
-        want, gradients = loss_of(model, given, **PADDED)
-        out, got = loss_of(model, rows)
-        torch.testing.assert_close(out.loss, want.loss, rtol=2e-6, atol=2e-6)
-        assert_same(got, gradients)
+        out = assert_as_padded(model_of("llama", name), given, rows)
         assert out.metrics["tokens/gradient"] < out.metrics["tokens/computed"] < 0.6
         assert out.metrics["sequences/gradient"] == 0.5
 

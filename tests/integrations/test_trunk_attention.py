@@ -18,17 +18,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 from grpo_kernels.base.checks import warn_once
 from grpo_kernels.base.tensors import cut
 from grpo_kernels.body import attention, trial
-from grpo_kernels.body.attention import Segments
 from grpo_kernels.body.trunk import ordinary_id
 from tests.support import tiny_architectures as tiny
 from tests.support.flash_attention import HUB, flash_attention, ragged_varlen, set_attention
 from tests.support.training_step import (
     ALL,
     FAMILIES,
-    PADDED,
     assert_any_rows,
-    assert_modes_agree,
-    assert_same,
+    assert_right,
     batch,
     loss_of,
     said_by,
@@ -90,15 +87,11 @@ def test_families(kind: str, name: str, reentrant: bool) -> None:
     """With and without activation checkpointing, which recomputes layers after the call of the
     model has ended."""
     model, given = model_of(kind, name, **NO_DROPOUT.get(kind, {})).train(), batch()
-    want, gradients = loss_of(model, given, **PADDED)
     for checkpointing in (None, {"use_reentrant": reentrant}):
         if checkpointing is not None:
             model.gradient_checkpointing_enable(checkpointing)
             model.enable_input_require_grads()
-        assert not said_by(lambda: loss_of(model, given))
-        out, got = loss_of(model, given)
-        torch.testing.assert_close(out.loss, want.loss, rtol=2e-6, atol=2e-6)
-        assert_same(got, gradients)
+        out = assert_right(model, given, modes=[{}, {}], quiet=True)
         assert out.metrics["tokens/computed"] < 0.6
 
 
@@ -121,7 +114,7 @@ def test_completions_of_one_token() -> None:
     }
     given["advantages"] = batch()["advantages"]
     for name in ("sdpa", "eager", "flash_attention_2"):
-        assert_modes_agree(model_of("llama", name), given, [{}])
+        assert_right(model_of("llama", name), given)
 
 
 def test_torchs_attention_for_ragged_batches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,10 +130,9 @@ def test_torchs_attention_for_ragged_batches(monkeypatch: pytest.MonkeyPatch) ->
     given = batch()
     for kind, expected in (("qwen3", 4), ("mistral", 0)):
         model = model_of(kind, "sdpa")
-        _, gradients = loss_of(model, given, **PADDED)
         loss_of(model, given)  # its trial, whose rows fit into some windows
         calls.clear()
-        assert_same(loss_of(model, given)[1], gradients)
+        assert_right(model, given)
         assert len(calls) == expected, "two layers, with a graph and without"
 
 
@@ -158,7 +150,7 @@ def test_torchs_attention_that_is_not_exact_is_not_taken(monkeypatch: pytest.Mon
     for function in (wrong, refused):
         monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", function)
         model, given = model_of("qwen3", "sdpa"), batch()
-        assert assert_modes_agree(model, given, [{}, {}]).metrics["tokens/computed"] < 0.6
+        assert assert_right(model, given, modes=[{}, {}]).metrics["tokens/computed"] < 0.6
 
 
 def test_the_installed_torch_has_the_signature_that_is_known() -> None:
@@ -179,7 +171,6 @@ def test_attention_that_is_replaced_later_gives_way(monkeypatch: pytest.MonkeyPa
     """Another library puts its function over ours, and drops what it does not know: the next layout
     serves."""
     model, given = model_of("qwen3", "sdpa"), batch()
-    _, gradients = loss_of(model, given, **PADDED)
     loss_of(model, given)
     ours = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
@@ -188,14 +179,11 @@ def test_attention_that_is_replaced_later_gives_way(monkeypatch: pytest.MonkeyPa
 
     dropping._takes_segments = True  # type: ignore[attr-defined]  # so that it is not wrapped again
     monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", dropping)
-    said = said_by(lambda: assert_same(loss_of(model, given)[1], gradients))
-    assert (
-        len(said) == 1 and "0 calls of its layers" in said[0] and "layout='trim' serves" in said[0]
-    )
+    assert_right(model, given, "0 calls of its layers", "layout='trim' serves")
     monkeypatch.setitem(
         AttentionInterface._global_mapping, "sdpa", lambda *args, **kwargs: ours(*args, **kwargs)
     )
-    assert_same(loss_of(model, given)[1], gradients)
+    assert_right(model, given)
 
 
 def test_without_segments_the_wrapper_does_nothing() -> None:
@@ -214,27 +202,23 @@ def test_a_model_that_does_not_tell_its_window_is_not_taken_at_long_sequences(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Rows that fit into the window do not show it: a longer batch is tried again."""
-    attend = Segments.attend
+    loss_of(model_of("qwen3", "sdpa"), batch())
+    ours = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
-    def silent(self: Segments, *args: Any, sliding_window: Any = None, **kwargs: Any) -> Any:
-        return attend(self, *args, **kwargs)
+    def silent(*args: Any, sliding_window: Any = None, **kwargs: Any) -> Any:
+        return ours(*args, **kwargs)
 
-    monkeypatch.setattr(Segments, "attend", silent)
+    silent._takes_segments = True  # type: ignore[attr-defined]  # so that it is not wrapped again
+    monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", silent)
     model, given = tiny.text_model("mistral", torch.float32, sliding_window=8), batch()
     short = {
         name: x[3:] if x.dim() == 1 else x[3:, : 8 if x.shape[1] == 18 else 0]
         for name, x in given.items()
     }
     short["completion_mask"] = short["attention_mask"][:, 4:]
-    for case, expected in ((short, 0), (given, 1), (short, 0)):
-        _, gradients = loss_of(model, case, **PADDED)
-        said = said_by(
-            lambda case=case, gradients=gradients: assert_same(loss_of(model, case)[1], gradients)
-        )
-        assert len(said) == expected
-        assert not said or (
-            "hidden states are off" in said[0] and "layout='trim' serves" in said[0]
-        )
+    assert_right(model, short, quiet=True)
+    assert_right(model, given, "hidden states are off", "layout='trim' serves")
+    assert_right(model, short, quiet=True)
 
 
 def test_an_ordinary_id_is_none_of_several_end_tokens() -> None:

@@ -119,40 +119,52 @@ def assert_same(got: dict[str, Tensor], want: dict[str, Tensor], bound: float = 
     assert distance(got, want) <= bound
 
 
-def assert_modes_agree(
-    model: Any, given: dict[str, Any], modes: Iterable[dict[str, Any]] = MODES.values()
+def assert_right(
+    model: Any,
+    given: dict[str, Any],
+    *words: str,
+    modes: Iterable[dict[str, Any]] = ({},),
+    quiet: bool = False,
 ) -> Any:
-    """Loss and gradients in each mode are those of the padded forward; returns the output of the
-    last one."""
+    """Loss and gradients in each mode are the padded forward's; returns the last output. There is
+    one warning, which has the `words`; or none if `quiet`."""
     want, gradients = loss_of(model, given, **PADDED)
-    for options in modes:
-        out, got = loss_of(model, given, **options)
+    found: list[Any] = []
+    said = said_by(lambda: found.extend(loss_of(model, given, **options) for options in modes))
+    for out, got in found:
         torch.testing.assert_close(out.loss, want.loss, rtol=2e-6, atol=2e-6)
         assert_same(got, gradients)
-    return out
+    assert not (quiet and said), said
+    assert not words or (len(said) == 1 and all(word in said[0] for word in words)), said
+    return found[-1][0]
 
 
 def assert_any_rows(model: Any, batches: int = 8, *, counts: bool = True) -> None:
-    """Loss and gradients of rows that share any prefixes are the padded forward's; with `counts`
-    each distinct prefix that predicts a token has been computed once."""
+    """`assert_each_prefix_once` of rows of two ids, which part anywhere."""
     draw = random.Random(5)
     for _ in range(batches):
         rows = [
             [draw.randrange(3, 5) for _ in range(draw.randrange(2, 13))]
             for _ in range(draw.randrange(2, 9))
         ]
-        ids = [torch.tensor(x) for x in rows]
-        given = {"input_ids": nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=77)}
-        mask = nn.utils.rnn.pad_sequence([torch.ones_like(x) for x in ids], batch_first=True)
-        given |= {"attention_mask": mask, "completion_mask": mask[:, 1:]}
-        given["advantages"] = 0.1 + torch.arange(len(rows))
-        want, gradients = loss_of(model, given, **PADDED)
-        out, got = loss_of(model, given)
-        torch.testing.assert_close(out.loss, want.loss, rtol=2e-6, atol=2e-6)
-        assert_same(got, gradients, 5e-6)
-        prefixes = {tuple(x[:n]) for x in rows for n in range(1, len(x))}
-        computed = round(out.metrics["tokens/computed"].item() * mask.numel())
-        assert computed == len(prefixes) or not counts
+        assert_each_prefix_once(model, rows, counts=counts)
+
+
+def assert_each_prefix_once(model: Any, rows: list[list[int]], *, counts: bool = True) -> None:
+    """Loss and gradients are the padded forward's; with `counts` each distinct prefix of `rows`
+    that predicts a token has been computed once."""
+    ids = [torch.tensor(x) for x in rows]
+    given = {"input_ids": nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=77)}
+    mask = nn.utils.rnn.pad_sequence([torch.ones_like(x) for x in ids], batch_first=True)
+    given |= {"attention_mask": mask, "completion_mask": mask[:, 1:]}
+    given["advantages"] = 0.1 + torch.arange(len(rows))
+    want, gradients = loss_of(model, given, **PADDED)
+    out, got = loss_of(model, given)
+    torch.testing.assert_close(out.loss, want.loss, rtol=2e-6, atol=2e-6)
+    assert_same(got, gradients, 5e-6)
+    prefixes = {tuple(x[:n]) for x in rows for n in range(1, len(x))}
+    computed = round(out.metrics["tokens/computed"].item() * mask.numel())
+    assert computed == len(prefixes) or not counts
 
 
 def said_by(call: Any) -> list[str]:
