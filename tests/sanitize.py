@@ -30,13 +30,8 @@ from grpo_kernels.backends.interface import Chunk, LogitTransform
 from tests.support.row_cases import ISAS
 
 ROOT = Path(__file__).parents[1]
-FLAGS = (
-    "-fsanitize=address,undefined",
-    "-fno-sanitize-recover=all",
-    "-fno-omit-frame-pointer",
-    "-O1",
-    "-g",
-)
+FLAGS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+FLAGS += ("-fno-omit-frame-pointer", "-O1", "-g")
 # the second, or exceptions thrown by what was loaded before it are not seen
 PRELOADED = ("libasan.", "libstdc++.")
 OPTIONS = {

@@ -79,9 +79,8 @@ def call(
     if name.endswith("on-policy"):
         del given["old_per_token_logps"]
     waits.clear()
-    out = grpo_loss(
-        **given, completion_mask=mask, config=config, run=Run(engine=engine, backend="torch")
-    )
+    run = Run(engine=engine, backend="torch")
+    out = grpo_loss(**given, completion_mask=mask, config=config, run=run)
     assert out.engine == engine
     forward = len(waits)
     if out.loss.requires_grad:

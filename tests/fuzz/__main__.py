@@ -42,13 +42,10 @@ SETTINGS = settings(attack.SETTINGS, max_examples=400, derandomize=False, databa
 def main(arguments: Sequence[str] | None = None) -> int:
     """0 if nothing failed."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
-    parser.add_argument(
-        "--minutes", type=float, default=10.0, metavar="M", help="0: one round of each category"
-    )
-    parser.add_argument("--seed", type=int, help="of the first round; the next has the next one")
-    parser.add_argument(
-        "--category", nargs="+", default=[*CATEGORIES], choices=[*CATEGORIES], help="only these"
-    )
+    add, once = parser.add_argument, "0: one round of each category"
+    add("--minutes", type=float, default=10.0, metavar="M", help=once)
+    add("--seed", type=int, help="of the first round; the next has the next one")
+    add("--category", nargs="+", default=[*CATEGORIES], choices=[*CATEGORIES], help="only these")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     choose_backend("cpp", torch.device("cpu"))  # builds the library, which no trial then waits for
@@ -75,9 +72,8 @@ def passes(name: str, seed: int | None) -> bool:
             CATEGORIES[name].run(SETTINGS, seed)
     except Exception:
         traceback.print_exc(file=sys.stdout)
-        again = f"python -m tests.fuzz --minutes 0 --category {name}" + (
-            "" if seed is None else f" --seed {seed}"
-        )
+        again = f"python -m tests.fuzz --minutes 0 --category {name}"
+        again += "" if seed is None else f" --seed {seed}"
         print(f"{name} failed; again: {again}")
         return False
     return True

@@ -19,12 +19,9 @@ Options = dict[str, Any]
 # No phase that explains failures: it traces every line of every trial.
 PHASES = (Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)
 SETTINGS = settings(
-    max_examples=120,
-    deadline=None,
-    print_blob=False,
-    phases=PHASES,
+    max_examples=120, deadline=None, print_blob=False, phases=PHASES,
     suppress_health_check=list(HealthCheck),
-)
+)  # fmt: skip
 
 
 class Draws:

@@ -15,21 +15,24 @@ from tests.support.case_builder import Case, make_case, seeded
 from tests.support.flat import flat
 from tests.support.reference import head, on_grid
 
+
+def some(x: Tensor, g: torch.Generator) -> Tensor:
+    return torch.rand(x.shape, generator=g) < 0.3
+
+
 # How what is expected comes to be wrong, from what will come; each takes the generator too.
 HOSTILE: dict[str, Any] = {
     "right": lambda x, g: x,
     "scaled": lambda x, g: x * -0.37,
     "all NaN": lambda x, g: x * math.nan,
-    "some NaN": lambda x, g: x.masked_fill(torch.rand(x.shape, generator=g) < 0.3, math.nan),
-    "some inf": lambda x, g: x.masked_fill(torch.rand(x.shape, generator=g) < 0.3, math.inf),
+    "some NaN": lambda x, g: x.masked_fill(some(x, g), math.nan),
+    "some inf": lambda x, g: x.masked_fill(some(x, g), math.inf),
     "one -inf": lambda x, g: x.masked_fill(torch.arange(x.numel()).view(x.shape) == 1, -math.inf),
     "zeros": lambda x, g: x * 0,
     "-0.0": lambda x, g: x * -0.0,
     "some zeros": lambda x, g: x.masked_fill(torch.rand(x.shape, generator=g) < 0.5, 0.0),
-    "some rows wrong": lambda x, g: torch.where(
-        torch.rand(x.shape, generator=g) < 0.3, -2 * x + 0.3, x
-    ),
-    "some rows huge": lambda x, g: torch.where(torch.rand(x.shape, generator=g) < 0.3, 1e37, x),
+    "some rows wrong": lambda x, g: torch.where(some(x, g), -2 * x + 0.3, x),
+    "some rows huge": lambda x, g: torch.where(some(x, g), 1e37, x),
     "random": lambda x, g: torch.randn(x.shape, generator=g),
     "subnormal": lambda x, g: x * 1e-41,
     "tiny": lambda x, g: x * 1e-30,
@@ -47,15 +50,10 @@ SENT: dict[str, Any] = {
     "large": lambda x, g: x * 1e6,
 }
 FORMS = (
-    "tensor",
-    "pair",
-    "pair with None",
-    "function",
-    "function of pairs",
-    "expectation",
-    "graded",
+    "tensor", "pair", "pair with None", "function", "function of pairs", "expectation", "graded",
     "no coefficients",
-)
+)  # fmt: skip
+OF_HEAD = ("temperature", "logit_scale", "final_logit_softcapping")
 
 
 def draw(random_: Any) -> Options:
@@ -87,16 +85,7 @@ def draw(random_: Any) -> Options:
 
 def build(options: Options) -> Case:
     """A case of one sequence of n tokens; the loss in it plays no part."""
-    names = (
-        "bias",
-        "dtype",
-        "temperature",
-        "logit_scale",
-        "final_logit_softcapping",
-        "workspace",
-        "frozen",
-        "mask",
-    )
+    names = ("bias", "dtype", "workspace", "frozen", "mask", *OF_HEAD)
     given = {name: options[name] for name in names if name in options}
     shape = {"b": 1, "t": options.get("n", 5), "h": options.get("h", 3), "v": options.get("v", 7)}
     return make_case(options.get("name", "expected"), **{"mask": "full", **given, **shape})
@@ -104,20 +93,17 @@ def build(options: Options) -> Case:
 
 def expectation(options: Options, g: Tensor, h: Tensor, random_: torch.Generator) -> Any:
     """What `linear_logprob` is told to expect where g and h will come."""
-    a = HOSTILE[options.get("a", "right")](g, random_)
-    b = (
-        HOSTILE[options["b"]](h, random_)
-        if "b" in options and "no_entropy" not in options
-        else None
-    )
+    a, b = HOSTILE[options.get("a", "right")](g, random_), None
+    if "b" in options and "no_entropy" not in options:
+        b = HOSTILE[options["b"]](h, random_)
     form = options.get("form", "tensor")
     if form.startswith("pair"):
         return a, b if form == "pair" else None
     rows = lambda index, logps, entropies: a.flatten()[index]  # noqa: E731
-    pairs = lambda index, logps, entropies: (  # noqa: E731
-        a.flatten()[index],
-        None if b is None else b.flatten()[index],
-    )
+
+    def pairs(index: Tensor, logps: Tensor, entropies: Tensor | None) -> Any:
+        return a.flatten()[index], None if b is None else b.flatten()[index]
+
     graded = torch.rand(g.shape, generator=random_) < 0.5
     return {
         "tensor": a,
@@ -136,39 +122,26 @@ def check(options: Options) -> None:
     g, h = torch.randn(2, *case.completion_ids.shape, generator=random_)
     g = SENT[options.get("sent", "normal")](g, random_)
     asks_entropy = "no_entropy" not in options
-    h = (
-        SENT[options["sent_entropy"]](h, random_)
-        if "sent_entropy" in options and asks_entropy
-        else h * 0
-    )
-    tensors = {name: getattr(case, name) for name in ("hidden", "weight", "bias")}
+    sends_entropy = "sent_entropy" in options and asks_entropy
+    h = SENT[options["sent_entropy"]](h, random_) if sends_entropy else h * 0
     leaves = {
-        k: None if x is None else x.detach().requires_grad_(k not in case.frozen)
-        for k, x in tensors.items()
+        name: None if x is None else x.detach().requires_grad_(name not in case.frozen)
+        for name, x in (("hidden", case.hidden), ("weight", case.weight), ("bias", case.bias))
     }
-    config = {
-        k: case.config[k]
-        for k in ("temperature", "logit_scale", "final_logit_softcapping")
-        if k in case.config
-    }
+    config = {k: case.config[k] for k in OF_HEAD if k in case.config}
     expected = expectation(options, g, h, random_)
-    engine = "auto"
-    if "one_pass" in options and options.get("form") != "no coefficients":
-        engine = "one_pass"
+    one_pass = "one_pass" in options and options.get("form") != "no coefficients"
     scores = flat(linear_logprob)(
         leaves["hidden"], leaves["weight"], case.completion_ids, bias=leaves["bias"],
-        mask=case.completion_mask,
-        entropy=asks_entropy, expected=expected, engine=engine,
-        backend=options.get("backend", "auto"),
+        mask=case.completion_mask, entropy=asks_entropy, expected=expected,
+        engine="one_pass" if one_pass else "auto", backend=options.get("backend", "auto"),
         workspace_bytes=case.workspace_bytes, **config,
     )  # fmt: skip
-    logps, entropies = scores.logps, scores.entropies
-    total = (logps * g).sum() + (
-        0.0 if entropies is None or "sent_entropy" not in options else (entropies * h).sum()
-    )
+    total = (scores.logps * g).sum()
+    total = total + ((scores.entropies * h).sum() if sends_entropy else 0.0)
     if total.requires_grad:
         total.backward()
-    compare(case, leaves, logps, g.double(), h.double())
+    compare(case, leaves, scores.logps, g.double(), h.double())
 
 
 def compare(
@@ -195,9 +168,8 @@ def compare(
         "bias": size.sum(0),
     }
     off = (logps.detach() - on_grid(want.logps, counted)).abs()
-    assert float(off.max()) <= unit * (
-        1 + float(want.raw.abs().max() if want.raw.numel() else 0)
-    ), "logps"
+    most = float(want.raw.abs().max()) if want.raw.numel() else 0.0
+    assert float(off.max()) <= unit * (1 + most), "logps"
     for name, leaf in leaves.items():
         if leaf is None or not leaf.requires_grad:
             continue
@@ -207,9 +179,8 @@ def compare(
         wrong = ~((got - grad).abs() <= unit * sizes[name] + 1e-35)  # NaN is wrong, too
         if bool(wrong.any()):
             where = tuple(wrong.nonzero()[0].tolist())
-            raise AssertionError(
-                f"d {name}{list(where)}: got {got[where]:.6g}, want {grad[where]:.6g}"
-            )
+            both = f"got {got[where]:.6g}, want {grad[where]:.6g}"
+            raise AssertionError(f"d {name}{list(where)}: {both}")
 
 
 EXPECTED = Attack(draw, check)

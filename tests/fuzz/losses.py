@@ -27,7 +27,7 @@ from tests.support.run_case import (
     leaves_of,
     loss_arguments,
     packed,
-)
+)  # fmt: skip
 from tests.support.sampler_ratio import MODES, PREFIX, given_ratio
 from tests.support.tolerance import Bounds, assert_matches, bounds_of
 
@@ -50,15 +50,10 @@ def draw(random_: Any) -> Options:
         options |= TRITON_SHAPE
         options["dtype"] = torch.float32
     if options["loss_type"] != "gmpo" and "ratio" not in options and random_.random() < 0.25:
-        options |= {
-            "sampling": True,
-            PREFIX + "correction": True,
-            PREFIX + "mode": random_.choice(MODES),
-        }
-        options |= {
-            PREFIX + "clip_max": random_.choice((1.1, 3.0)),
-            PREFIX + "clip_min": random_.choice((None, 0.7)),
-        }
+        options |= {"sampling": True, PREFIX + "correction": True}
+        options[PREFIX + "mode"] = random_.choice(MODES)
+        options[PREFIX + "clip_max"] = random_.choice((1.1, 3.0))
+        options[PREFIX + "clip_min"] = random_.choice((None, 0.7))
         options["dtype"] = torch.float64
     own: Options = {
         "engine": sometimes(0.8, random_.randrange(60)),
@@ -80,25 +75,23 @@ def draw(random_: Any) -> Options:
     return {"name": name, **told, **{k: x for k, x in own.items() if x is not None}}
 
 
+def mode_of(case: Case) -> str:
+    return case.config.get(PREFIX + "mode", "sequence_mask")
+
+
 def build(options: Options) -> tuple[Case, Case]:
     """The case for the library; and for the reference, whose sampler's ratio is ready made."""
     # the reference takes that ratio as exact, and bounds no rounding of it
     if options.get("dtype") != torch.float64:
         options = {k: x for k, x in options.items() if not k.startswith(PREFIX)}
-    case = same = make_case(
-        options.get("name", "fuzz"), **{k: x for k, x in options.items() if k not in OWN}
-    )
+    of_case = {k: x for k, x in options.items() if k not in OWN}
+    case = same = make_case(options.get("name", "fuzz"), **of_case)
     if case.config.get(PREFIX + "correction") and case.sampling_per_token_logps is not None:
-        scored = head(same)
-        logps = on_grid(scored.logps.detach(), scored.counted)
+        scored, old = head(same), case.old_per_token_logps
         same = given_ratio(
-            same, logps if case.old_per_token_logps is None else case.old_per_token_logps
+            same, on_grid(scored.logps.detach(), scored.counted) if old is None else old
         )
-        if case.config.get(PREFIX + "mode", "sequence_mask") in (
-            "sequence_mask",
-            "sequence_truncate",
-        ):
-            # (B, 1) could be (B, T)
+        if mode_of(case) in ("sequence_mask", "sequence_truncate"):  # (B, 1) could be (B, T)
             same = same.but(importance_sampling_ratio=same.importance_sampling_ratio[:, 0])
     for name in [name for name in same.config if name.startswith(PREFIX)]:
         del same.config[name]
@@ -110,19 +103,14 @@ def build(options: Options) -> tuple[Case, Case]:
 def engine_of(options: Options, case: Case) -> str:
     """One that is exact for the case, or the library's choice."""
     allowed = allowed_engines(case)
-    mode = case.config.get(PREFIX + "mode", "sequence_mask")
     if case.config.get(PREFIX + "correction"):  # of the ratio that is made here
-        by_sequence = (
-            mode.startswith("sequence")
-            or case.config.get("importance_sampling_level") == "sequence"
-        )
+        level = case.config.get("importance_sampling_level")
+        by_sequence = mode_of(case).startswith("sequence") or level == "sequence"
         couples = by_sequence and case.old_per_token_logps is None
         allowed -= {"one_pass"} if couples or case.config.get("loss_type") == "vespo" else set()
-    return (
-        sorted(allowed)[options["engine"] % len(allowed)]
-        if "engine" in options and allowed
-        else "auto"
-    )
+    if "engine" not in options or not allowed:
+        return "auto"
+    return sorted(allowed)[options["engine"] % len(allowed)]
 
 
 def with_strides(x: Any) -> Any:
@@ -139,10 +127,8 @@ def check(options: Options) -> None:
     case, same = build(options)
     strided = with_strides if "strides" in options else lambda x: x
     leaves = {name: strided(x) for name, x in leaves_of(case).items()}
-    given = {
-        name: x if name in leaves else strided(x)
-        for name, x in loss_arguments(case, leaves).items()
-    }
+    arguments = loss_arguments(case, leaves).items()
+    given = {name: x if name in leaves else strided(x) for name, x in arguments}
     if "no_mask" in options and bool((case.completion_mask != 0).all()):
         given["completion_mask"] = None
     call, stays = given, None
@@ -174,15 +160,12 @@ def widened(bounds: Bounds, want: ReferenceResult) -> Bounds:
     def more(bound: Any, x: Tensor) -> Any:
         return bound + 1e-12 * float(x.detach().abs().nan_to_num().max()) if x.numel() else bound
 
-    named = {f"d_{name}": getattr(bounds, f"d_{name}") for name in LEAVES}
+    grads = {f"d_{name}": getattr(bounds, f"d_{name}") for name in LEAVES}
     return replace(
         bounds,
         loss=more(bounds.loss, want.loss),
-        metrics={name: more(bound, want.metrics[name]) for name, bound in bounds.metrics.items()},
-        **{
-            name: None if bound is None else more(bound, getattr(want, name))
-            for name, bound in named.items()
-        },
+        metrics={name: more(x, want.metrics[name]) for name, x in bounds.metrics.items()},
+        **{k: None if x is None else more(x, getattr(want, k)) for k, x in grads.items()},
     )
 
 
@@ -191,12 +174,8 @@ def padded(out: Any, stays: Tensor | None) -> Any:
     if stays is None:
         return out
     grid = lambda x: x.new_zeros(stays.shape).masked_scatter(stays, x)  # noqa: E731
-    return SimpleNamespace(
-        loss=out.loss,
-        per_token_logps=grid(out.per_token_logps),
-        entropies=grid(out.entropies),
-        metrics=out.metrics,
-    )
+    rows = {name: grid(getattr(out, name)) for name in ("per_token_logps", "entropies")}
+    return SimpleNamespace(loss=out.loss, metrics=out.metrics, **rows)
 
 
 LOSS = Attack(draw, check)

@@ -40,10 +40,8 @@ class Peer:
     known: Mapping[str, str] = field(default_factory=dict)
 
     def why(self, way: str, test: str) -> str | None:
-        return next(
-            (reason for what, reason in self.known.items() if re.search(what, f"{way}: {test}")),
-            None,
-        )
+        found = (x for what, x in self.known.items() if re.search(what, f"{way}: {test}"))
+        return next(found, None)
 
 
 def of_trl(name: str, *ways: str, **more: Any) -> Peer:
@@ -59,25 +57,18 @@ PEERS = (
     of_trl("grpo", "patch_trl", "FusedGRPOTrainer", known=ADAPTER),
     *(of_trl(name, "patch_trl") for name in ("rloo", "dpo", "kto")),
     Peer(
-        "liger_kernel",
-        "LIGER_SOURCE",
-        "test",
-        "test/chunked_loss/test_grpo_loss.py",
+        "liger_kernel", "LIGER_SOURCE", "test", "test/chunked_loss/test_grpo_loss.py",
         ("patch_liger",),
         select="not 8-128-1024-4096",  # of the grid the small shape, 3 x 47 x 31 x 123
-        environment={
-            "TORCHDYNAMO_DISABLE": "1"
-        },  # else every test compiles Liger's module anew: hours
+        # else every test compiles Liger's module anew: hours
+        environment={"TORCHDYNAMO_DISABLE": "1"},
         known={r"-sequence-luspo-True-\w+-\w+-0\.1-.*-dtype1-": "luspo's KL term counts padding"},
     ),
     Peer(
-        "verl",
-        "VERL_SOURCE",
-        "tests",
-        "tests/trainer/ppo/test_core_algos_on_cpu.py",
+        "verl", "VERL_SOURCE", "tests", "tests/trainer/ppo/test_core_algos_on_cpu.py",
         ("grpo_kernels.advantages",),
     ),
-)
+)  # fmt: skip
 
 
 def run(peer: Peer, source: Path, way: str, options: Sequence[str]) -> dict[str, str]:
@@ -113,9 +104,8 @@ def outcomes(report: Path) -> dict[str, str]:
     for case in ET.parse(report).iter("testcase"):
         tags = {child.tag for child in case}
         what = next((x for x in ("error", "failure", "skipped") if x in tags), "passed")
-        found[f"{case.get('classname')}::{case.get('name')}"] = (
-            "failed" if what == "failure" else what
-        )
+        outcome = "failed" if what == "failure" else what
+        found[f"{case.get('classname')}::{case.get('name')}"] = outcome
     return found
 
 
@@ -127,9 +117,8 @@ def row(peer: Peer, way: str, found: dict[str, str]) -> str:
 def main(options: Sequence[str]) -> int:
     """0 if every test has the same outcome with ours, but for those known; `options` are for
     pytest."""
-    given = [
-        (peer, Path(os.environ[peer.variable])) for peer in PEERS if os.environ.get(peer.variable)
-    ]
+    sources = [(peer, os.environ.get(peer.variable)) for peer in PEERS]
+    given = [(peer, Path(source)) for peer, source in sources if source]
     if not given:
         variables = dict.fromkeys(peer.variable for peer in PEERS)
         print(f"no source is given: set {', '.join(variables)} to their folders")
@@ -151,10 +140,8 @@ def main(options: Sequence[str]) -> int:
             print(row(peer, way, ours), flush=True)
             for test in (test for test, outcome in stock.items() if outcome != ours.get(test)):
                 reason = peer.why(way, test)
-                told.append(
-                    f"{way}: {test}: {ours.get(test)}"
-                    + (f" (known: it {reason})" if reason else "")
-                )
+                known = f" (known: it {reason})" if reason else ""
+                told.append(f"{way}: {test}: {ours.get(test)}{known}")
                 lost |= reason is None
     print("\n".join(told) if told else "every test has the same outcome with ours")
     return int(lost)

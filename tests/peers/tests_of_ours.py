@@ -110,14 +110,8 @@ def _verl() -> None:
 
     @torch.no_grad()
     def gae(token_level_rewards: Any, values: Any, response_mask: Any, gamma: Any, lam: Any) -> Any:
-        return ours.gae(
-            token_level_rewards,
-            values,
-            response_mask,
-            float(gamma),
-            float(lam),
-            whiten_advantages=True,
-        )
+        given = token_level_rewards, values, response_mask, float(gamma), float(lam)
+        return ours.gae(*given, whiten_advantages=True)
 
     @torch.no_grad()
     def rloo(token_level_rewards: Any, response_mask: Any, index: Any, **rest: Any) -> Any:
@@ -130,18 +124,13 @@ def _verl() -> None:
         norm_adv_by_std_in_grpo: bool = True, **rest: Any,
     ) -> Any:  # fmt: skip
         rewards, scale = token_level_rewards.sum(-1), "group" if norm_adv_by_std_in_grpo else "none"
-        result = ours.group_advantages(
-            rewards, group_ids=groups(index), scale=scale, epsilon=epsilon
-        )
-        return spread(result, response_mask)
+        options = {"group_ids": groups(index), "scale": scale, "epsilon": epsilon}
+        return spread(ours.group_advantages(rewards, **options), response_mask)
 
-    for name, function in {
-        "compute_gae_advantage_return": gae,
-        "compute_rloo_outcome_advantage": rloo,
-        "compute_grpo_outcome_advantage": grpo,
-    }.items():
-        assert hasattr(core_algos, name), f"verl has no {name}"
-        setattr(core_algos, name, counted(function))
+    names = {"gae_advantage_return": gae, "rloo_outcome_advantage": rloo}
+    for name, function in (names | {"grpo_outcome_advantage": grpo}).items():
+        assert hasattr(core_algos, f"compute_{name}"), f"verl has no compute_{name}"
+        setattr(core_algos, f"compute_{name}", counted(function))
 
 
 WAYS = {

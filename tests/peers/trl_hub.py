@@ -25,22 +25,15 @@ BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 # pad, end of text, begin of text; then what the chat templates and the tests name
 SPECIAL = (
     "<|endoftext|>", "<|im_end|>", "<|im_start|>", "<|finetune_right_pad_id|>", "<|begin_of_text|>",
-    "<|eot_id|>",
-    "<|start_header_id|>", "<|end_header_id|>", "<tool_call>", "</tool_call>", "<think>",
-    "</think>",
+    "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>", "<tool_call>", "</tool_call>",
+    "<think>", "</think>",
 )  # fmt: skip
 VOCAB = len(BYTES) + len(SPECIAL)
 BASE: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "pad_token_id": len(BYTES),
-    "eos_token_id": len(BYTES) + 1,
-    "bos_token_id": len(BYTES) + 4,
-}
+    "vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": len(BYTES),
+    "eos_token_id": len(BYTES) + 1, "bos_token_id": len(BYTES) + 4,
+}  # fmt: skip
 EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 8}
 # name on the hub -> the class of its configuration, its fields
 CAUSAL: dict[str, tuple[str, dict[str, Any]]] = {
@@ -56,42 +49,29 @@ CAUSAL: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}),
     "tiny-Glm4MoeForCausalLM": ("Glm4MoeConfig",
         {**EXPERTS, "n_routed_experts": 4, "first_k_dense_replace": 1}),
-    "tiny-NemotronHForCausalLM-nano": (
-        "NemotronHConfig",
-        {
-            "layers_block_type": ["mamba", "moe", "attention", "mlp"], "num_hidden_layers": 4,
-            "head_dim": 8,
-            "mamba_num_heads": 8, "mamba_head_dim": 4, "ssm_state_size": 8, "n_groups": 2,
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2, "moe_intermediate_size": 32,
-            "moe_shared_expert_intermediate_size": 32,
-        },
-    ),
+    "tiny-NemotronHForCausalLM-nano": ("NemotronHConfig", {
+        "layers_block_type": ["mamba", "moe", "attention", "mlp"], "num_hidden_layers": 4,
+        "head_dim": 8, "mamba_num_heads": 8, "mamba_head_dim": 4, "ssm_state_size": 8,
+        "n_groups": 2, "n_routed_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 32,
+    }),
 }  # fmt: skip
 REWARD = {
-    "tiny-Qwen2ForSequenceClassification-2.5": "Qwen2Config",
-    "tiny-Qwen3ForSequenceClassification": "Qwen3Config",
-    "tiny-LlamaForSequenceClassification-3.2": "LlamaConfig",
+    f"tiny-{family}ForSequenceClassification{more}": f"{family}Config"
+    for family, more in (("Qwen2", "-2.5"), ("Qwen3", ""), ("Llama", "-3.2"))
 }
 TEMPLATES = {
-    "Qwen3": "qwen3",
-    "Llama": "llama3_2",
-    "Cohere2": "cohere2",
-    "GptOss": "gptoss",
+    "Qwen3": "qwen3", "Llama": "llama3_2", "Cohere2": "cohere2", "GptOss": "gptoss",
     "Glm4Moe": "glm4moe",
-}
+}  # fmt: skip
 KINDS = (
-    *("prompt_only", "language_modeling", "prompt_completion", "preference"),
-    *("implicit_prompt_preference", "unpaired_preference"),
-)
+    "prompt_only", "language_modeling", "prompt_completion", "preference",
+    "implicit_prompt_preference", "unpaired_preference",
+)  # fmt: skip
 PROMPTS = (
-    "Short is better than",
-    "What is plain is",
-    "Nested code is",
-    "An error should never",
-    "If it is hard",
-    "Now is",
-)
+    "Short is better than", "What is plain is", "Nested code is", "An error should never",
+    "If it is hard", "Now is",
+)  # fmt: skip
 
 
 def make(folder: Path) -> None:
@@ -101,10 +81,9 @@ def make(folder: Path) -> None:
     owner = folder / OWNER
     for name, (config, fields) in CAUSAL.items():
         _write(owner / name, config, fields, transformers.AutoModelForCausalLM)
+    classes = transformers.AutoModelForSequenceClassification
     for name, config in REWARD.items():
-        _write(
-            owner / name, config, {"num_labels": 1}, transformers.AutoModelForSequenceClassification
-        )
+        _write(owner / name, config, {"num_labels": 1}, classes)
     _remote(owner)
     _texts(owner / "zen")
 
@@ -120,24 +99,16 @@ def tokenizer(model: str) -> PreTrainedTokenizerFast:
     """Bytes, and the special tokens; with the chat template of the model's family, which TRL brings
     along."""
     core = Tokenizer(models.BPE({x: i for i, x in enumerate(BYTES)}, merges=[]))
-    core.pre_tokenizer, core.decoder = (
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-        decoders.ByteLevel(),
-    )
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
     core.add_special_tokens(list(SPECIAL))
     made = PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        pad_token=SPECIAL[0],
-        eos_token=SPECIAL[1],
-        bos_token=SPECIAL[4],
+        tokenizer_object=core, pad_token=SPECIAL[0], eos_token=SPECIAL[1], bos_token=SPECIAL[4],
         padding_side="left",
-    )
-    family = next(
-        (t for start, t in TEMPLATES.items() if model.startswith(f"tiny-{start}")), "qwen2_5"
-    )
-    made.chat_template = (
-        Path(trl.__file__).parent / "chat_templates" / f"{family}.jinja"
-    ).read_text()
+    )  # fmt: skip
+    families = (t for start, t in TEMPLATES.items() if model.startswith(f"tiny-{start}"))
+    template = f"{next(families, 'qwen2_5')}.jinja"
+    made.chat_template = (Path(trl.__file__).parent / "chat_templates" / template).read_text()
     return made
 
 

@@ -31,14 +31,9 @@ aten = torch.ops.aten
 PRODUCTS = {aten.mm, aten.addmm, aten.bmm}
 # what allocates, or makes a view, and launches nothing; views are known by their aliases
 NOTHING = {
-    aten.empty,
-    aten.empty_strided,
-    aten.empty_like,
-    aten.new_empty,
-    aten.new_empty_strided,
-    aten.detach,
-}
-NOTHING |= {aten.lift_fresh, aten.alias, aten._local_scalar_dense}
+    aten.empty, aten.empty_strided, aten.empty_like, aten.new_empty, aten.new_empty_strided,
+    aten.detach, aten.lift_fresh, aten.alias, aten._local_scalar_dense,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -105,20 +100,13 @@ class Tape:
 
     def note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """An operation on tensors of the device."""
-        packet = func.overloadpacket
-        if packet in NOTHING:
-            self.events.append(Event("view", str(func)))
-            return
+        packet, returns = func.overloadpacket, func._schema.returns
         outputs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
-        if outputs and all(x.numel() == 0 for x in outputs):
+        is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+        if packet in NOTHING or is_view or (outputs and not any(x.numel() for x in outputs)):
             self.events.append(Event("view", str(func)))
             return
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        if any(
-            r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns
-        ):
-            self.events.append(Event("view", str(func)))
-            return
         written = sum(x.nbytes for x in outputs)
         read = sum(
             _touched(x, outputs) for x in inputs if not _is_only_written(x, func, args, kwargs)
@@ -127,9 +115,8 @@ class Tape:
             left, right = [x for x in inputs if x.dim() == 2 and x is not outputs[0]][-2:]
             (m, k), n = left.shape, right.shape[1]
             aligned = all(_is_aligned(x) for x in (left, right, outputs[0]))
-            self.events.append(
-                Event("product", str(func), 2 * m * n * k, (m, n, k), read, written, aligned)
-            )
+            sizes = 2 * m * n * k, (m, n, k), read, written, aligned
+            self.events.append(Event("product", str(func), *sizes))
             return
         shape = tuple(outputs[0].shape) if outputs else ()
         self.events.append(Event("launch", str(func), 0, shape, read, written))
@@ -138,21 +125,15 @@ class Tape:
         """A row kernel that reads each logit `reads` times."""
         n, vocab = logits.shape
         aligned = all(_is_aligned(pretend_gpu.here(x)) for x in (logits, out) if x is not None)
-        read, written = (
-            reads * n * vocab * logits.element_size(),
-            0 if out is None else n * vocab * out.element_size(),
-        )
+        read = reads * n * vocab * logits.element_size()
+        written = 0 if out is None else n * vocab * out.element_size()
         self.events.append(Event("rows", name, 0, (n, vocab), read, written, aligned))
 
 
 def _is_aligned(x: Tensor) -> bool:
     """Whether the rows, or columns, of `x` (m, n) start at multiples of 16 bytes."""
-    apart = max(x.stride())
-    return (
-        min(x.stride()) == 1
-        and apart * x.element_size() % 16 == 0
-        and x.storage_offset() * x.element_size() % 16 == 0
-    )
+    places = max(x.stride()), x.storage_offset()
+    return min(x.stride()) == 1 and all(at * x.element_size() % 16 == 0 for at in places)
 
 
 def _touched(x: Tensor, outputs: list[Tensor]) -> int:
@@ -164,9 +145,8 @@ def _is_only_written(x: Tensor, func: Any, args: Any, kwargs: Any) -> bool:
     named = kwargs.get("out")
     if x is named:
         return not (func.overloadpacket == aten.addmm and args and args[0] is x)
-    return (
-        func.overloadpacket in (aten.copy_, aten.fill_, aten.zero_) and bool(args) and x is args[0]
-    )
+    writes = func.overloadpacket in (aten.copy_, aten.fill_, aten.zero_)
+    return writes and bool(args) and x is args[0]
 
 
 class GPUAllocations(AllocationWatcher):
@@ -203,14 +183,9 @@ class NotedRows:
         return stats.logps, stats.logps
 
     def grad(
-        self,
-        chunk: Chunk,
-        stats: RowStats,
-        a: Tensor,
-        b: Tensor | None,
-        out: Tensor,
+        self, chunk: Chunk, stats: RowStats, a: Tensor, b: Tensor | None, out: Tensor,
         c: Tensor | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._tape.rows("grad", chunk.logits, out)
 
     def scale(self, x: Tensor, factor: Tensor, out: Tensor) -> None:

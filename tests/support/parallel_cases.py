@@ -121,11 +121,8 @@ def arguments(loss: Loss, batch: Batch, num_items: float) -> dict[str, Any]:
 def items_per_rank(world_size: int, **options: Any) -> float:
     """Counted tokens of all ranks over their number: the normaliser of a loss whose gradients are
     averaged."""
-    masks = [
-        make_batch(rank, world_size, torch.float64, **options).completion_mask
-        for rank in range(world_size)
-    ]
-    return sum(int(x.sum()) for x in masks) / world_size
+    batches = (make_batch(x, world_size, torch.float64, **options) for x in range(world_size))
+    return sum(int(batch.completion_mask.sum()) for batch in batches) / world_size
 
 
 def micro_batches(batch: Batch, accumulate: int) -> list[Batch]:
@@ -141,9 +138,8 @@ def truth(
     model = make_model(torch.float64, loss, **options)
     items = items_per_rank(world_size, last_empty=last_empty)
     for rank in range(world_size):
-        for batch in micro_batches(
-            make_batch(rank, world_size, torch.float64, last_empty=last_empty), accumulate
-        ):
+        whole_batch = make_batch(rank, world_size, torch.float64, last_empty=last_empty)
+        for batch in micro_batches(whole_batch, accumulate):
             backward_by_reference(model, batch, loss, items, 1.0 / world_size)
     return gradients_of(model)
 

@@ -63,13 +63,8 @@ class OnGPU(Tensor):
 
     @staticmethod
     def __new__(cls, data: Tensor) -> OnGPU:
-        made = torch.Tensor._make_wrapper_subclass(
-            cls,
-            data.shape,
-            strides=data.stride(),
-            storage_offset=data.storage_offset(),
-            dtype=data.dtype,
-        )
+        layout = {"strides": data.stride(), "storage_offset": data.storage_offset()}
+        made = torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=data.dtype, **layout)
         made.data_here = data
         return made
 
@@ -105,10 +100,7 @@ class OnGPU(Tensor):
             WAITS.add(str(func))
         here_args, here_kwargs = tree_map(here, args), tree_map(here, kwargs)
         if any(x.data_here.is_meta for x in inputs if isinstance(x, OnGPU)):
-            here_args, here_kwargs = (
-                tree_map(_without_data, here_args),
-                tree_map(_without_data, here_kwargs),
-            )
+            here_args, here_kwargs = tree_map(_without_data, (here_args, here_kwargs))
             if "device" in here_kwargs:
                 here_kwargs = {**here_kwargs, "device": "meta"}
         if func is aten._local_scalar_dense.default and here_args[0].is_meta:
@@ -178,12 +170,9 @@ def _to(
 
 @contextmanager
 def pretended(
-    monkeypatch: pytest.MonkeyPatch,
-    *,
-    capturing: bool = False,
-    tape: Any = None,
+    monkeypatch: pytest.MonkeyPatch, *, capturing: bool = False, tape: Any = None,
     memory: bool = True,
-) -> Iterator[Waits]:
+) -> Iterator[Waits]:  # fmt: skip
     """Within, tensors may be `OnGPU`, and waits are listed; while `capturing`, each is an error.
 
     A tensor whose data is on torch's "meta" device has none, and nor has what comes of it. Without
@@ -193,24 +182,13 @@ def pretended(
     plenty = 2**40
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (plenty, plenty))
-    nothing = {
-        f"{name}_bytes": {"all": {"current": 0}}
-        for name in ("reserved", "active", "inactive_split")
-    }
+    names = ("reserved", "active", "inactive_split")
+    nothing = {f"{name}_bytes": {"all": {"current": 0}} for name in names}
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device=None: nothing)
-    made = (
-        "arange",
-        "empty",
-        "full",
-        "ones",
-        "zeros",
-        "tensor",
-        *(() if memory else ("linspace", "randint", "randn")),
-    )
-    for name in made:
-        monkeypatch.setattr(
-            torch, name, _makes_there(getattr(torch, name), copies=name == "tensor", memory=memory)
-        )
+    made = ["arange", "empty", "full", "ones", "zeros", "tensor"]
+    for name in made if memory else [*made, "linspace", "randint", "randn"]:
+        there = _makes_there(getattr(torch, name), copies=name == "tensor", memory=memory)
+        monkeypatch.setattr(torch, name, there)
     if not memory:
         monkeypatch.setattr(symbolic, "meta_nonzero_assume_all_nonzero", True)
         monkeypatch.setattr(torch.cuda, "device", lambda device=None: nullcontext())

@@ -44,12 +44,9 @@ def server_context() -> Any:
 
 
 def run_ranks(
-    task: Callable[..., Any],
-    world_size: int,
-    *args: Any,
-    backend: str = "gloo",
+    task: Callable[..., Any], world_size: int, *args: Any, backend: str = "gloo",
     seconds: float = SECONDS,
-) -> list[Any]:
+) -> list[Any]:  # fmt: skip
     """``[task(rank, world_size, *args) for each rank]``, in processes of their own."""
     with Ranks(world_size, seconds, backend) as ranks:
         return ranks.run(task, *args)
@@ -99,13 +96,8 @@ class Ranks:
         self.starts += 1
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
-            args = (
-                rank,
-                self.world_size,
-                self.backend,
-                os.path.join(self._folder.name, "store"),
-                theirs,
-            )
+            store = os.path.join(self._folder.name, "store")
+            args = (rank, self.world_size, self.backend, store, theirs)
             process = context.Process(target=_serve, args=args, daemon=True)
             process.start()
             theirs.close()
@@ -122,9 +114,8 @@ class Ranks:
                 assert isinstance(pipe, Connection)
                 rank = waiting.pop(pipe)
                 try:
-                    results[rank], error = torch.load(
-                        io.BytesIO(pipe.recv_bytes()), weights_only=False
-                    )
+                    answer = io.BytesIO(pipe.recv_bytes())
+                    results[rank], error = torch.load(answer, weights_only=False)
                 except EOFError:
                     error = self._last_words(rank)
                 if error is not None:
@@ -135,10 +126,8 @@ class Ranks:
         self.close()
         told = [f"rank {rank}: {error}" for rank, error in errors.items()]
         if waiting:
-            told.append(
-                f"ranks {sorted(waiting.values())} did not return"
-                + ("" if told else f" within {seconds:g} s")
-            )
+            within = "" if told else f" within {seconds:g} s"
+            told.append(f"ranks {sorted(waiting.values())} did not return{within}")
         raise AssertionError("\n".join([*told, f"results: {results}"]))
 
     def _last_words(self, rank: int) -> str:

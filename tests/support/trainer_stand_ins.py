@@ -35,12 +35,9 @@ def run(section: str, index: int = 0) -> dict[str, Any]:
 
 
 def assert_same(
-    compute: Callable[[], tuple[Tensor, ...]],
-    parameters: list[Tensor],
-    section: str,
-    index: int = 0,
-    bound: float = 1e-10,
-) -> None:
+    compute: Callable[[], tuple[Tensor, ...]], parameters: list[Tensor], section: str,
+    index: int = 0, bound: float = 1e-10,
+) -> None:  # fmt: skip
     """What `compute` returns, and its gradients, before and after a block of the page has run."""
     found = []
     for recipe in (False, True):
@@ -98,13 +95,9 @@ def unpad_and_slice_tensor(
 
 
 def gather_and_pad_tensor(
-    tensor: Tensor,
-    ring_attn_group: Any,
-    ring_attn_pad_len: int,
-    indices: Tensor,
-    batch: int,
+    tensor: Tensor, ring_attn_group: Any, ring_attn_pad_len: int, indices: Tensor, batch: int,
     seqlen: int,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """OpenRLHF 0.11.0's (3c3be62), without a ring: (1, N) back to (batch, seqlen)."""
     return tensor.new_zeros(batch * seqlen).index_put((indices,), tensor[0]).view(batch, seqlen)
 
@@ -117,18 +110,10 @@ class Actor(nn.Module):
         self.model, self.temperature, self.packing_samples = model, temperature, packing_samples
 
     def forward(
-        self,
-        sequences,
-        action_mask=None,
-        attention_mask=None,
-        return_output=False,
-        allgather_logits=False,
-        return_logprobs=False,
-        ring_attn_group=None,
-        packed_seq_lens=None,
-        return_entropy=False,
-        **mm_inputs,
-    ):
+        self, sequences, action_mask=None, attention_mask=None, return_output=False,
+        allgather_logits=False, return_logprobs=False, ring_attn_group=None, packed_seq_lens=None,
+        return_entropy=False, **mm_inputs,
+    ):  # fmt: skip
         if self.packing_samples:
             ids, positions, rolled, pad_len, indices = unpad_and_slice_tensor(
                 sequences, attention_mask, None
@@ -157,18 +142,10 @@ class HFModelWrapper(nn.Module):
         self.remove_microbatch_padding = self.is_vlm = False
 
     def forward(
-        self,
-        sequences,
-        num_actions,
-        attention_mask=None,
-        temperature=1.0,
-        return_output=False,
-        compute_entropy=False,
-        entropy_requires_grad=True,
-        pixel_values=None,
-        image_grid_thw=None,
+        self, sequences, num_actions, attention_mask=None, temperature=1.0, return_output=False,
+        compute_entropy=False, entropy_requires_grad=True, pixel_values=None, image_grid_thw=None,
         mm_token_type_ids=None,
-    ):
+    ):  # fmt: skip
         logps, entropies = next_scores(self.model, sequences, attention_mask, temperature)
         entropies = nn.functional.pad(entropies, (0, 1))
         entropies = entropies if entropy_requires_grad else entropies.detach()
@@ -183,28 +160,18 @@ class GRPOTrainer:
     template = SimpleNamespace(padding_free=False)
 
     def _get_logps_via_local_forward(
-        self,
-        model: nn.Module,
-        model_inputs: Any,
-        logits_to_keep: int,
-        input_ids: Tensor,
+        self, model: nn.Module, model_inputs: Any, logits_to_keep: int, input_ids: Tensor,
         compute_entropy: bool = False,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         logits = model(**model_inputs, use_cache=False, logits_to_keep=logits_to_keep + 1).logits
         logits = logits[:, -logits_to_keep - 1 : -1]
         return scores_of(logits / self.temperature, input_ids[:, -logits_to_keep:])
 
 
 def forward_for_logprobs(
-    model,
-    query_responses,
-    attention_mask,
-    position_ids,
-    pad_token_id,
-    temperature,
-    return_entropy=False,
-    pass_olmo_core_doc_lens=False,
-):
+    model, query_responses, attention_mask, position_ids, pad_token_id, temperature,
+    return_entropy=False, pass_olmo_core_doc_lens=False,
+):  # fmt: skip
     """Open-Instruct's at e6c3044 (2026-08-20)."""
     logits = model(
         input_ids=query_responses, attention_mask=attention_mask, position_ids=position_ids
@@ -279,13 +246,9 @@ class LinearGRPOLoss(nn.Module):
     """torchtune 0.7.0's (bd2a0fc): on-policy, k3, a mean over sequences of their means."""
 
     def __init__(
-        self,
-        num_output_chunks=8,
-        epsilon=0.1,
-        kl_coeff=0.1,
-        ignore_index=-100,
+        self, num_output_chunks=8, epsilon=0.1, kl_coeff=0.1, ignore_index=-100,
         mask_pre_projection=True,
-    ):
+    ):  # fmt: skip
         super().__init__()
         self.kl_coeff, self.linear_projection = kl_coeff, None
 
@@ -305,17 +268,10 @@ class LinearGRPOLoss(nn.Module):
 
 
 def from_parallel_hidden_states_to_logprobs(
-    tensor_parallel_hidden_states,
-    output_weight_layer,
-    runtime_gather_output,
-    target,
-    vocab_start_index,
-    vocab_end_index,
-    tp_group,
-    inference_only=False,
-    cp_group=None,
+    tensor_parallel_hidden_states, output_weight_layer, runtime_gather_output, target,
+    vocab_start_index, vocab_end_index, tp_group, inference_only=False, cp_group=None,
     chunk_size=None,
-):
+):  # fmt: skip
     """NeMo-RL 0.6.0's (7ea279a), on one rank: hidden (S, B, H), weight (V, H), target (B, S)."""
     logits = tensor_parallel_hidden_states @ output_weight_layer.T
     return scores_of(logits.transpose(0, 1)[:, :-1], target[:, 1:])[0]
@@ -329,14 +285,9 @@ class LossPostProcessor:
         self.tp_mesh = SimpleNamespace(size=lambda: 1)
 
     def __call__(
-        self,
-        logits,
-        data_dict,
-        processed_inputs,
-        global_valid_seqs,
-        global_valid_toks,
+        self, logits, data_dict, processed_inputs, global_valid_seqs, global_valid_toks,
         sequence_dim=1,
-    ):
+    ):  # fmt: skip
         ids = data_dict["input_ids"]
         if self.loss_fn.use_fused_linear_logprobs:
             logps = logits[:, : ids.shape[1] - 1]
@@ -354,14 +305,9 @@ class LogprobsPostProcessor:
         self.tp_mesh = SimpleNamespace(size=lambda: 1)
 
     def __call__(
-        self,
-        logits,
-        data_dict,
-        processed_inputs,
-        original_batch_size,
-        original_seq_len,
+        self, logits, data_dict, processed_inputs, original_batch_size, original_seq_len,
         sequence_dim=1,
-    ):
+    ):  # fmt: skip
         logps = self._compute_local_logprobs(logits, processed_inputs.input_ids)
         logps = nn.functional.pad(logps, (1, 0))
         return logps * (torch.arange(logps.shape[1]) < data_dict["input_lengths"][:, None])
@@ -378,16 +324,9 @@ def need_top_k_or_top_p_filtering(sampling_params: Any) -> bool:
 
 
 def forward_with_post_processing_fn(
-    model,
-    post_processing_fn,
-    processed_mb,
-    is_reward_model=False,
-    allow_flash_attn_args=True,
-    global_valid_seqs=None,
-    global_valid_toks=None,
-    sampling_params=None,
-    sequence_dim=1,
-):
+    model, post_processing_fn, processed_mb, is_reward_model=False, allow_flash_attn_args=True,
+    global_valid_seqs=None, global_valid_toks=None, sampling_params=None, sequence_dim=1,
+):  # fmt: skip
     """NeMo-RL 0.6.0's (7ea279a), for the two processors above and others, which get the logits."""
     inputs = processed_mb.processed_inputs
     names = ("input_ids", "attention_mask", "position_ids")
@@ -424,17 +363,9 @@ def _extract_per_sample(log_prob_full, entropy_full, total_lengths, response_len
 
 
 def get_log_probs_and_entropy(
-    logits,
-    *,
-    args,
-    unconcat_tokens,
-    total_lengths,
-    response_lengths,
-    with_entropy=False,
-    non_loss_data=True,
-    top_p_token_ids=None,
-    top_p_token_offsets=None,
-):
+    logits, *, args, unconcat_tokens, total_lengths, response_lengths, with_entropy=False,
+    non_loss_data=True, top_p_token_ids=None, top_p_token_offsets=None,
+):  # fmt: skip
     """slime 0.3.1's (624b824), without context parallelism."""
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 

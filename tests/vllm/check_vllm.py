@@ -6,6 +6,7 @@ Each engine runs in a fresh process: what it samples depends on the prefixes tha
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -64,14 +65,10 @@ def corrected(logps: Tensor, samples: Samples, **options: Any) -> tuple[int, dic
     sampling = torch.zeros(mask.shape, dtype=torch.float64)
     sampling[mask != 0] = of_engine(samples)
     found = rollouts.correct(logps.double(), sampling, mask, **options)
-    metrics = {
-        x: found.metrics[f"rollout_corr/rollout_is_{x}"] for x in ("mean", "eff_sample_size")
-    }
+    names = ("mean", "eff_sample_size")
+    metrics = {x: found.metrics[f"rollout_corr/rollout_is_{x}"] for x in names}
     kept = int(found.keep.any(dim=1).sum())
-    print(
-        f"{options} keeps {kept} of {len(mask)} sequences;",
-        {name: round(x, 3) for name, x in metrics.items()},
-    )
+    print(f"{options} keeps {kept} of {len(mask)} sequences; {metrics}")
     return kept, metrics
 
 
@@ -86,29 +83,21 @@ def sampled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Samples]:
 @pytest.mark.parametrize("name", CASES)
 def test_log_probabilities_in_fp32_are_the_engines(name: str, sampled: dict[str, Samples]) -> None:
     samples, options = sampled[name], CASES[name]
-    given = batch(samples)
+    given, model = batch(samples), AutoModelForCausalLM.from_pretrained(FP32, dtype=torch.float32)
+    score = functools.partial(completion_logprobs, model, **given, entropy=False)
+    score = functools.partial(score, temperature=options["temperature"])
+    sets = {}
     if "top_k" in options:
-        given["kept_ids"] = KeptIds.from_logprobs(
-            [x["top"] for x in samples], given["completion_mask"]
-        )
-    model = AutoModelForCausalLM.from_pretrained(FP32, dtype=torch.float32)
+        kept = KeptIds.from_logprobs([x["top"] for x in samples], given["completion_mask"])
+        sets["kept_ids"] = kept
     with torch.no_grad():
-        logps = completion_logprobs(
-            model, **given, temperature=options["temperature"], entropy=False
-        ).logps
+        logps = score(**sets).logps
     gaps = (of_samples(logps, samples) - of_engine(samples)).abs()
-    print(
-        f"{name}: {len(gaps)} tokens, off by {gaps.mean():.1e} in the mean, "
-        f"{gaps.max():.1e} at most"
-    )
+    print(f"{name}: {len(gaps)} tokens, off by {gaps.mean():.1e}, {gaps.max():.1e} at most")
     assert gaps.max() < NEAR
-    if "top_k" in options:  # without the sets
-        del given["kept_ids"]
+    if sets:
         with torch.no_grad():
-            logps = completion_logprobs(
-                model, **given, temperature=options["temperature"], entropy=False
-            ).logps
-        _, metrics = corrected(logps, samples)
+            _, metrics = corrected(score().logps, samples)
         assert metrics["mean"] < 0.97
         assert metrics["eff_sample_size"] > 0.9  # which does not show the truncation
 
@@ -122,14 +111,10 @@ def scorers(model: Any, samples: Samples, temperature: float) -> dict[str, Tenso
             model(input_ids=given["input_ids"], attention_mask=given["attention_mask"])
         hidden, ids = found.hidden[:, -columns - 1 : -1], given["input_ids"][:, -columns:]
         weight = found.of_model.weight.weight
-        heads = {
-            "ours": Head(weight),
-            'ours, `logits_dtype="input"`': Head(weight, logits_dtype="input"),
-        }
-        ours = {
-            name: linear_logprob(hidden, head, ids, temperature=temperature, entropy=False).logps
-            for name, head in heads.items()
-        }
+        score = functools.partial(linear_logprob, temperature=temperature, entropy=False)
+        rounded = Head(weight, logits_dtype="input")
+        ours = {"ours": score(hidden, Head(weight), ids).logps}
+        ours['ours, `logits_dtype="input"`'] = score(hidden, rounded, ids).logps
         flat = hidden.reshape(-1, hidden.shape[-1])
         logits = (hidden @ weight.t()).float() / temperature
         product = logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0]
@@ -157,16 +142,13 @@ def test_in_bf16_ours_are_as_near_to_the_engines_as_trls_or_nearer(
         for scorer, logps in scored.items():
             gap = of_samples(logps, sampled[name]) - of_engine(sampled[name])
             gaps[scorer] = gap.abs().mean()
-            print(
-                f"| {'bf16' if head is None else 'bf16, fp32 head'} | {name} | {scorer} | "
-                f"{gap.abs().mean():.1e} | "
-                f"{gap.abs().max():.2f} | {gap.exp().std():.1e} | {len(gap)} |"
-            )
+            model_is = "bf16" if head is None else "bf16, fp32 head"
+            numbers = f"{gap.abs().mean():.1e} | {gap.abs().max():.2f} | {gap.exp().std():.1e}"
+            print(f"| {model_is} | {name} | {scorer} | {numbers} | {len(gap)} |")
         assert gaps["ours"] < 1.05 * gaps["TRL"]  # 0.84 to 1.01 of it
-        bounds = ((0.999, 1.002), (0.97, 1.03))
         few, most = (
-            corrected(scored["ours"], sampled[name], reject={"seq_mean_ratio": x})[0]
-            for x in bounds
+            corrected(scored["ours"], sampled[name], reject={"seq_mean_ratio": bounds})[0]
+            for bounds in ((0.999, 1.002), (0.97, 1.03))
         )
         assert few < most / 2  # of completions of at most 64 tokens
 
@@ -176,11 +158,8 @@ def trained(kind: str, folder: Path, *options: str) -> dict[str, Any]:
     run("training", kind, "--model", FP32, *options, save=save)
     found: dict[str, Any] = json.loads(save.read_text())
     for log in found["logs"]:
-        shown = {
-            k: round(x, 5)
-            for k, x in log.items()
-            if k in ("loss", "grad_norm") or "ratio/mean" in k or "kept" in k
-        }
+        wanted = ("loss", "grad_norm", "ratio/mean", "kept")
+        shown = {k: round(x, 5) for k, x in log.items() if any(name in k for name in wanted)}
         print(kind, *options, shown, f"scored {found['scored']}, losses {found['losses']}")
     return found
 
@@ -189,10 +168,8 @@ RATIO = "sampling/importance_sampling_ratio/mean"
 
 
 def test_trl_with_a_colocated_engine_trains_alike_and_scores_less(tmp_path: Path) -> None:
-    stock, ours, scored = (
-        trained(*x)
-        for x in (("stock", tmp_path), ("ours", tmp_path), ("ours", tmp_path, "--scored"))
-    )
+    stock, ours = trained("stock", tmp_path), trained("ours", tmp_path)
+    scored = trained("ours", tmp_path, "--scored")
     for theirs, *others in zip(stock["logs"], ours["logs"], scored["logs"], strict=True):
         for mine in others:
             assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
@@ -223,12 +200,8 @@ def test_a_loss_of_ones_own_takes_the_sets(sampled: dict[str, Samples]) -> None:
     sampler[mask != 0] = of_engine(samples).float()
     states = found.hidden[:, -columns - 1 : -1]
     out = GRPOLoss(loss_type="grpo")(
-        states,
-        found.head(states),
-        given["input_ids"][:, -columns:],
-        mask,
-        torch.ones(len(mask)),
+        states, found.head(states), given["input_ids"][:, -columns:], mask, torch.ones(len(mask)),
         old_per_token_logps=sampler,
         kept_ids=KeptIds.from_logprobs([x["top"] for x in samples], mask),
-    )
+    )  # fmt: skip
     assert out.metrics["ratio"].item() == pytest.approx(1.0, abs=NEAR)

@@ -18,7 +18,7 @@ from trl import GRPOConfig, GRPOTrainer
 from vllm import SamplingParams
 
 from grpo_kernels.trl import FusedGRPOTrainer
-from tests.vllm.engine import KEPT, QUESTIONS
+from tests.vllm.engine import CHATS, KEPT
 
 TRUNCATED = {"top_p": 0.9, "top_k": KEPT}
 
@@ -37,9 +37,8 @@ def rollout(prompts: list[Any], trainer: Any) -> dict[str, Any]:
     tokenizer = trainer.processing_class
     texts = tokenizer.apply_chat_template(prompts, tokenize=False, add_generation_prompt=True)
     prompt_ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    params = SamplingParams(
-        max_tokens=trainer.args.max_completion_length, logprobs=KEPT, **TRUNCATED
-    )
+    most = trainer.args.max_completion_length
+    params = SamplingParams(max_tokens=most, logprobs=KEPT, **TRUNCATED)
     asked = [{"prompt_token_ids": ids} for ids in prompt_ids]
     requests = trainer.vllm_generation.llm.generate(asked, params, use_tqdm=False)
     found = [request.outputs[0] for request in requests]
@@ -48,11 +47,12 @@ def rollout(prompts: list[Any], trainer: Any) -> dict[str, Any]:
         "prompt_ids": prompt_ids,
         "completion_ids": [[*x.token_ids] for x in found],
         "logprobs": [[token[i].logprob for token, i in tokens] for tokens in drawn],
-        "sampling_mask": [
-            [[i for i, x in token.items() if x.logprob > -float("inf")] for token in x.logprobs]
-            for x in found
-        ],
+        "sampling_mask": [[*map(kept, x.logprobs)] for x in found],
     }
+
+
+def kept(token: Any) -> list[int]:
+    return [i for i, x in token.items() if x.logprob > -float("inf")]
 
 
 def reward(completions: list[Any], **_: Any) -> list[float]:
@@ -76,25 +76,19 @@ def counted(trainer: Any) -> list[bool]:
 def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("kind", choices=["stock", "ours"])
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--save", type=Path, required=True)
-    parser.add_argument("--truncated", action="store_true", help="top-p and top-k")
-    parser.add_argument("--sets", action="store_true", help="hand over the sets, to ours")
-    parser.add_argument(
-        "--scored", action="store_true", help="ours: fused_sampling_correction=False"
-    )
+    add = parser.add_argument
+    add("kind", choices=["stock", "ours"])
+    add("--model", required=True)
+    add("--save", type=Path, required=True)
+    add("--truncated", action="store_true", help="top-p and top-k")
+    add("--sets", action="store_true", help="hand over the sets, to ours")
+    add("--scored", action="store_true", help="ours: fused_sampling_correction=False")
     options = parser.parse_args()
     as_on_a_cpu()
     base: Any = GRPOTrainer if options.kind == "stock" else FusedGRPOTrainer
-    more: dict[str, Any] = (
-        {"rollout_func": rollout, "sampling_mask": "error"} if options.sets else {}
-    )
+    sets: dict[str, Any] = {"rollout_func": rollout, "sampling_mask": "error"}
+    more = sets if options.sets else {}
     more |= {"fused_sampling_correction": False} if options.scored else {}
-    chats = [
-        [{"role": "system", "content": "Be brief."}, {"role": "user", "content": x}]
-        for x in QUESTIONS
-    ]
     with tempfile.TemporaryDirectory() as folder:
         args = GRPOConfig(
             output_dir=folder, use_vllm=True, vllm_mode="colocate", vllm_max_model_length=256,
@@ -104,16 +98,13 @@ def main() -> None:
             gradient_checkpointing=False, seed=3, disable_tqdm=True, **(TRUNCATED if
             options.truncated else {}),
         )  # fmt: skip
-        data = Dataset.from_dict({"prompt": chats})
-        trainer = base(
-            model=options.model, reward_funcs=reward, args=args, train_dataset=data, **more
-        )
+        given = {"reward_funcs": reward, "train_dataset": Dataset.from_dict({"prompt": CHATS})}
+        trainer = base(model=options.model, args=args, **given, **more)
         scored = counted(trainer)
         trainer.train()
     logs = [x for x in trainer.state.log_history if "loss" in x]
-    options.save.write_text(
-        json.dumps({"logs": logs, "scored": sum(scored), "losses": len(scored) - sum(scored)})
-    )
+    found = {"logs": logs, "scored": sum(scored), "losses": len(scored) - sum(scored)}
+    options.save.write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
