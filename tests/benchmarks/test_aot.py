@@ -24,11 +24,9 @@ ROW_KERNELS = ("stats", "grad", "fused", "diverge")
 KERNELS = (*ROW_KERNELS, "scale")
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 SELECT = Fault(
-    "a select more in the loops",
-    "grpo_kernels/backends/triton_rows/mathfn.py",
-    "return tl.exp2(x * LOG2_E)",
-    "return tl.where(x > -1000.0, tl.exp2(x * LOG2_E), 0.0)",
-)
+    "a select more in the loops", "grpo_kernels/backends/triton_rows/mathfn.py",
+    "return tl.exp2(x * LOG2_E)", "return tl.where(x > -1000.0, tl.exp2(x * LOG2_E), 0.0)",
+)  # fmt: skip
 
 
 def run(module: str, *arguments: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -36,9 +34,8 @@ def run(module: str, *arguments: str, folder: Path = ROOT) -> subprocess.Complet
     plain = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     path = os.pathsep.join([str(folder), plain.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", module, *arguments]
-    return subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, env={**plain, "PYTHONPATH": path}
-    )
+    env = {**plain, "PYTHONPATH": path}
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, env=env)
 
 
 @pytest.mark.slow
@@ -65,9 +62,8 @@ def test_every_kernel_costs_what_the_document_says_and_a_select_more_is_noticed(
     plant(SELECT, tmp_path)
     (tmp_path / "docs").mkdir()
     shutil.copy(ROOT / "docs" / "roofline.md", tmp_path / "docs")
-    done = run(
-        "benchmarks.aot.roofline", "--case", "stats all extras", "--workers", "1", folder=tmp_path
-    )
+    options = ("--case", "stats all extras", "--workers", "1")
+    done = run("benchmarks.aot.roofline", *options, folder=tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "BROKEN: expected | stats | all extras" in done.stdout
 
@@ -83,12 +79,9 @@ def test_every_kernel_costs_what_the_document_says_and_a_select_more_is_noticed(
     ids=lambda x: x if isinstance(x, str) else "",
 )
 def test_it_refuses_what_it_cannot_do(
-    command: Any,
-    arguments: list[str],
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
+    command: Any, arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:
+) -> None:  # fmt: skip
     monkeypatch.setattr(sys, "argv", ["command", *arguments])
     monkeypatch.setenv("TRITON_INTERPRET", "1" if "TRITON_INTERPRET" in message else "0")
     assert command.main() == 2
@@ -103,11 +96,7 @@ def test_it_refuses_what_it_cannot_do(
         ("\tred.global.add.f32 \t[%rd1], %f2;", "sm_80", "an atomic: red."),
         ("\tv_add_f64 v[0:1], v[2:3], v[4:5]", "gfx942", "double precision: v_add_f64"),
         ("\tglobal_atomic_add_f32 v0, v1, s[0:1]", "gfx942", "an atomic: global_atomic"),
-        (
-            "\tredux.sync.max.s32 %r1, %r2, %r3;\n\tadd.f32 %f1, %f2, %f3;\n\tmov.b64 %rd1, %rd2;",
-            "sm_90",
-            None,
-        ),
+        ("\tredux.sync.max.s32 %r1, %r2, %r3;\n\tmov.b64 %rd1, %rd2;", "sm_90", None),
     ],
 )
 def test_forbidden_instructions_are_noticed(code: str, arch: str, broken: str | None) -> None:
@@ -118,14 +107,10 @@ PID = "%pid = tt.get_program_id x : i32"
 RANGE = "%range = tt.make_range {end = 4 : i32, start = 0 : i32} : tensor<4xi32>"
 STRIDE = "%stride = tt.splat %stride_n : i32 -> tensor<4xi32>"
 PRODUCT = "%at = arith.muli %rows, %stride : tensor<4xi32>"
-SPLAT, SUM = (
-    "%first = tt.splat %pid : i32 -> tensor<4xi32>",
-    "%rows = arith.addi %first, %range : tensor<4xi32>",
-)
-LEFT, LEAST = (
-    "%left = tt.splat %n : i32 -> tensor<4xi32>",
-    "%rows = arith.minsi %range, %left : tensor<4xi32>",
-)
+SPLAT = "%first = tt.splat %pid : i32 -> tensor<4xi32>"
+SUM = "%rows = arith.addi %first, %range : tensor<4xi32>"
+LEFT = "%left = tt.splat %n : i32 -> tensor<4xi32>"
+LEAST = "%rows = arith.minsi %range, %left : tensor<4xi32>"
 WIDE = ("%row = arith.extsi %pid : i32 to i64", "%stride = arith.extsi %stride_n : i32 to i64")
 
 

@@ -69,27 +69,25 @@ def test_dry_run(tmp_path: Path) -> None:
     for case in (case for case in gpu_cases() if case.name in CASES):
         providers = found["cases"][case.name]["providers"]
         assert set(providers) == set(case.providers)
-        assert all(
-            x["status"] == "ok" for name, x in providers.items() if name.startswith("ours")
-        ), providers
+        ours = [x["status"] for name, x in providers.items() if name.startswith("ours")]
+        assert set(ours) == {"ok"}, providers
         timed = {name: x for name, x in providers.items() if x["status"] == "ok" and case.rounds}
-        assert all(
-            x["ms"]["score" if case.score else "full"]["samples"] >= 1 for x in timed.values()
-        )
+        mode = "score" if case.score else "full"
+        assert all(x["ms"][mode]["samples"] >= 1 for x in timed.values())
         # the products are absent from a CPU, where in bf16 they are no limit
-        assert all(list(x["anchors"]) == ["ours"] for name, x in timed.items() if name != "ours"), (
-            case.name
-        )
+        anchors = [[*x["anchors"]] for name, x in timed.items() if name != "ours"]
+        assert anchors == [["ours"]] * len(anchors), case.name
         assert providers.get("products", {"status": "absent"})["status"] == "absent"
-        ours = providers["ours"]["errors"]
-        assert ours.get("logp_mean", 0.0) < 1e-5
+        wrong = providers["ours"]["errors"]
+        assert wrong.get("logp_mean", 0.0) < 1e-5
         # Triton's interpreter cuts d logits off to bf16, where it should round
-        assert max(ours.get("d_hidden", 0.0), ours.get("d_weight", 0.0)) < 1e-2
+        assert max(wrong.get("d_hidden", 0.0), wrong.get("d_weight", 0.0)) < 1e-2
     assert found["micro"]["rows"]["triton"]["fused"]["status"] == "ok"
     assert found["profile"]["main"]["kernels"]
     assert "goals" not in found  # a CPU at toy size has none
 
 
+@pytest.mark.slow
 def test_layouts_of_a_training_step(tmp_path: Path) -> None:
     """Each layout by itself, at every shape; errors at the smallest; what each computes is said."""
     pytest.importorskip("transformers")
@@ -100,50 +98,35 @@ def test_layouts_of_a_training_step(tmp_path: Path) -> None:
     layouts, said = results.data["layouts"], [*gpu.lines(results.data)]
     assert layouts["flash_attention_2"] == {"status": "absent", "reason": "dry run"}
     assert len(layouts["sdpa"]) == len(layouts["hybrid"]) == 2
-    for found in layouts["hybrid"].values():
-        assert all(x["status"] == "ok" for x in found.values())
+    every = [x for name in ("sdpa", "hybrid") for x in layouts[name].values()]
+    assert all(x["status"] == "ok" for found in every for x in found.values())
     for i, (shape, found) in enumerate(layouts["sdpa"].items()):
-        assert list(found) == ["padded", "trim", "tree"]
-        assert (
-            found["padded"]["computed"] == 1 > found["trim"]["computed"] > found["tree"]["computed"]
-        )
+        computed = [found[x]["computed"] for x in ("padded", "trim", "tree")]
+        assert computed[0] == 1 > computed[1] > computed[2]
         for layout, x in found.items():
-            assert x["status"] == "ok" and x["ms"]["samples"] == 1
             assert ("errors" in x) is (i == 0)
-            assert any(
-                line.startswith(f"sdpa, {shape}, {layout}: {x['ms']['median']} ms, ")
-                for line in said
-            )
+            line = f"sdpa, {shape}, {layout}: {x['ms']['median']} ms, "
+            assert any(text.startswith(line) for text in said)
 
 
 def test_what_did_not_run_is_said_and_is_no_failure() -> None:
     """No room, no time, no package; what is wrong or unable to run is a failure."""
     of_shape = {"padded": {"status": "ok"}, "tree": {"status": "out of memory", "reason": "64 GiB"}}
     shapes = {"P 1": of_shape, "P 2": {"status": "skipped", "reason": "no time left"}}
-    counts = {
-        "status": "passed",
-        "counts": {"passed": 1, "skipped": 7},
-        "skipped_for": {"no device": 7},
-    }
+    counts = {"passed": 1, "skipped": 7}
+    together = {"status": "passed", "counts": counts, "skipped_for": {"no device": 7}}
+    absent = {"ours": {"status": "ok"}, "cce": {"status": "absent", "reason": "no wheel"}}
+    late = {"trl": {"status": "error", "reason": "x"}}
     data: dict[str, Any] = {
-        "tests": {"together": counts},
+        "tests": {"together": together},
         "not_begun": {"case score": "no time left", "rows": "no time left"},
         "sanitizer": {"memcheck": {"status": "clean"}, "racecheck": {"status": "out of time"}},
         "layouts": {"sdpa": shapes, "flash": {"status": "absent", "reason": "not installed"}},
         "cases": {
-            "main": {
-                "providers": {
-                    "ours": {"status": "ok"},
-                    "cce": {"status": "absent", "reason": "no wheel"},
-                }
-            },
-            "score": {
-                "status": "skipped",
-                "providers": {"trl": {"status": "error", "reason": "x"}},
-            },
+            "main": {"providers": absent}, "score": {"status": "skipped", "providers": late},
             "frozen": {"providers": {"trl": {"status": "ok"}}},
         },
-    }
+    }  # fmt: skip
     assert gpu.is_well(data)
     assert gpu.did_not_run(data) == [
         "not run: together: 'no device' (7)",
@@ -170,13 +153,8 @@ def test_what_is_known_survives_an_interrupt(
 ) -> None:
     """In the background of a shell, too, where SIGINT is ignored."""
     out = tmp_path / "results.json"
-    background = [
-        "sh",
-        "-c",
-        'trap "" INT; exec "$@"',
-        "sh",
-        *command("--only", "bench", "--out", str(out)),
-    ]
+    ignoring = ["sh", "-c", 'trap "" INT; exec "$@"', "sh"]
+    background = [*ignoring, *command("--only", "bench", "--out", str(out))]
     process = subprocess.Popen(background, cwd=ROOT, env=TOY, stdout=subprocess.DEVNULL)
     try:
         until = time.time() + 300
@@ -201,10 +179,8 @@ def test_goals_come_first() -> None:
     first = {x.case: set(x.providers) for x in items[: len(GOAL_CASES)]}
     assert tuple(first) == GOAL_CASES
     for goal in GOALS:
-        assert (
-            goal.under in first[goal.case]
-            and {*FAMILIES.get(goal.over, (goal.over,))} & first[goal.case]
-        )
+        over = {*FAMILIES.get(goal.over, (goal.over,))}
+        assert goal.under in first[goal.case] and over & first[goal.case]
     assert [x.kind for x in items[4:8]] == ["profile", "profile", *PARTS]
     for case in gpu_cases():
         of_case = [x.providers for x in items if x.kind == "case" and x.case == case.name]
@@ -247,10 +223,8 @@ WRONG = {"status": "wrong"}
         (True, {"cases": {"main": times(ours=1.0)}}),
         (False, {"goals": [{"verdict": "fail"}]}),
         (False, {"cases": {"score": {"providers": {"ours": WRONG}}}}),
-        (
-            False,
-            {"tests": {"together": {"status": "passed", "counts": {"skipped": 200}}}},
-        ),  # nothing ran on a GPU
+        # nothing ran on a GPU
+        (False, {"tests": {"together": {"status": "passed", "counts": {"skipped": 200}}}}),
         (False, {"tests": {"smoke": {"status": "out of time", "counts": {"passed": 3}}}}),
         (False, {"sanitizer": {"memcheck": {"status": "found", "in_our_kernels": 1}}}),
         (False, {"failed_steps": {"bench": "RuntimeError"}}),
@@ -294,10 +268,9 @@ ALONE = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 
 def test_pytest_results(tmp_path: Path) -> None:
     test, xml = tmp_path / "test_x.py", tmp_path / "x.xml"
-    test.write_text(
-        "import pytest\ndef test_a(): pass\ndef test_b(): assert 1 == 2\ndef test_c(): "
-        "pytest.skip('why')\n"
-    )
+    tests = "pass", "assert 1 == 2", "pytest.skip('why')"
+    lines = [f"def test_{i}(): {text}\n" for i, text in enumerate(tests)]
+    test.write_text("import pytest\n" + "".join(lines))
     command = [*gpu.PYTEST, f"--junitxml={xml}", str(test)]
     done = subprocess.run(command, cwd=tmp_path, env=ALONE, capture_output=True, text=True)
     found = gpu.tests_summary(done.returncode, done.stdout, xml)

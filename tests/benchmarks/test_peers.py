@@ -39,13 +39,9 @@ CASES = {
     "off-policy sequences": replace(TOY, drift=0.25, sequence=True, beta=0.04),
 }
 PACKAGES = {
-    "liger_ce": "liger_kernel",
-    "liger_torch": "liger_kernel",
-    "verl_torch": "verl",
-    "verl_triton": "verl",
-    "unsloth": "unsloth_zoo",
-    "cce": "cut_cross_entropy",
-}
+    "liger_ce": "liger_kernel", "liger_torch": "liger_kernel", "verl_torch": "verl",
+    "verl_triton": "verl", "unsloth": "unsloth_zoo", "cce": "cut_cross_entropy",
+}  # fmt: skip
 RESTRICTED = {"unsloth_zoo", "cut-cross-entropy"}  # distributions
 STAND_INS = Path(__file__).parents[1] / "stand_ins"
 STOOD_IN_FOR = ("unsloth", "cce")
@@ -74,11 +70,8 @@ def run(name: str, inputs: Inputs) -> Outcome:
 
 
 def is_installed(name: str) -> bool:
-    return (
-        name not in PACKAGES
-        or name in STOOD_IN_FOR
-        or importlib.util.find_spec(PACKAGES[name]) is not None
-    )
+    given = name not in PACKAGES or name in STOOD_IN_FOR
+    return given or importlib.util.find_spec(PACKAGES[name]) is not None
 
 
 def expected_absence(name: str, case: BenchCase) -> str | None:
@@ -169,10 +162,8 @@ def test_only_bench_installs_what_is_not_permissive(
     named = set(re.findall(r"^([\w-]+)==", "\n".join(files), re.MULTILINE))
     assert "verl" in named
     assert RESTRICTED & named == (RESTRICTED if targets == ("bench",) else set())
-    in_pyproject = (ROOT / "pyproject.toml").read_text() + (
-        ROOT / "requirements/constraints.txt"
-    ).read_text()
-    assert not any(package in in_pyproject for package in RESTRICTED)
+    for file in ("pyproject.toml", "requirements/constraints.txt"):
+        assert not any(package in (ROOT / file).read_text() for package in RESTRICTED)
 
 
 @pytest.mark.parametrize("name", PACKAGES)
