@@ -187,6 +187,26 @@ def outside_graphs(function: F) -> F:
     return cast(Any, call)
 
 
+def takes_heads(within_module: Callable[..., Any]) -> Callable[[F], F]:
+    """Decorate a public call with a `Head` in its second place, where a plain weight may stand or a
+    module: then `within_module` makes the call."""
+
+    def decorate(function: F) -> F:
+        @outside_graphs
+        @functools.wraps(function)
+        def call(hidden: Any, head: Any, *args: Any, **options: Any) -> Any:
+            head = Head.of(head)
+            if not isinstance(head.weight, nn.Module):
+                return function(hidden, head, *args, **options)
+            return within_module(
+                lambda states, whole: function(states, whole, *args, **options), hidden, head
+            )
+
+        return cast(Any, call)
+
+    return decorate
+
+
 def grouped(hidden: Any, head: Any) -> Head:
     """`head` with its process group: the argument, or that of DTensors."""
     if head.process_group is not None:

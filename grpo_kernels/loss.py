@@ -55,9 +55,10 @@ from grpo_kernels.head import (
     outside_graphs,
     read_heads,
     read_second,
+    takes_heads,
 )
 from grpo_kernels.kept_ids import KeptIds, check_without_set
-from grpo_kernels.module import takes_heads, whole_second
+from grpo_kernels.module import whole_second, within_module
 from grpo_kernels.objective.config import (
     FIELDS,
     LossConfig,
@@ -104,7 +105,7 @@ class LossInputKeywords(TypedDict, total=False):
     cu_seqlens: Tensor | None
 
 
-@takes_heads
+@takes_heads(within_module)
 def grpo_loss(
     hidden: Tensor,  # (B, T, H), or packed (N, H)
     head: HeadLike,

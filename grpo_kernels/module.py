@@ -17,13 +17,13 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from grpo_kernels.base.checks import is_dtensor
-from grpo_kernels.head import Head, LoRA, outside_graphs, read_second
+from grpo_kernels.head import Head, LoRA, read_second
 from grpo_kernels.results import LossOutput, Scores
 
 _PEFT_LORA = ("peft.tuners.lora.layer", "Linear")
@@ -42,24 +42,6 @@ _REFUSED = {
     "_forward_pre_hooks": "forward pre-hook",
 }
 Compute = Callable[[Tensor], tuple[Tensor, ...]]
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def takes_heads(function: F) -> F:
-    """Decorate a public call with a `Head` in its second place, where a plain weight or a module
-    may stand."""
-
-    @outside_graphs
-    @functools.wraps(function)
-    def call(hidden: Any, head: Any, *args: Any, **options: Any) -> Any:
-        head = Head.of(head)
-        if not isinstance(head.weight, nn.Module):
-            return function(hidden, head, *args, **options)
-        return within_module(
-            lambda states, whole: function(states, whole, *args, **options), hidden, head
-        )
-
-    return cast(Any, call)
 
 
 def whole_second(second: Any, hidden: Any, head: Any, prefix: str) -> Any:

@@ -85,9 +85,10 @@ from grpo_kernels.head import (
     Tensors,
     grouped,
     read_heads,
+    takes_heads,
 )
 from grpo_kernels.kept_ids import KeptIds, check_without_set, read_kept_ids
-from grpo_kernels.module import takes_heads, whole_second
+from grpo_kernels.module import whole_second, within_module
 from grpo_kernels.objective.expected import (
     Expectation,
     Expected,
@@ -101,7 +102,7 @@ from grpo_kernels.token_loss.record import TOPK_LOGPS, Coefficients
 from grpo_kernels.tokens import counted_positions
 
 
-@takes_heads
+@takes_heads(within_module)
 def linear_logprob(
     hidden: Tensor,  # (..., H)
     head: HeadLike,
@@ -223,7 +224,7 @@ def linear_logprob(
     return score_kept(job, tensors, run, sets, ids, without_set=without_set, **options)[0]
 
 
-@takes_heads
+@takes_heads(within_module)
 def linear_divergence(
     hidden: Tensor,  # (..., H)
     head: HeadLike,
@@ -309,7 +310,7 @@ def linear_divergence(
     return scored(job, tensors, reference, gradient, hidden.shape[:-1], has_ids=ids is not None)
 
 
-@takes_heads
+@takes_heads(within_module)
 def topk_divergence(
     hidden: Tensor,  # (..., H)
     head: HeadLike,

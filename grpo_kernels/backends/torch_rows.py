@@ -34,6 +34,7 @@ from grpo_kernels.backends.interface import (
 from grpo_kernels.base.tensors import take
 
 BLOCK_ELEMENTS = 2**21  # few enough rows to stay in the caches, enough to keep threads busy
+FEW_ELEMENTS = 2**12  # one block, whatever share of the chunk it is
 LEAST_BLOCK_ROWS = 3
 ROUNDED_ROWS = 16  # rows at a time, where logits are rounded
 TERM_ROWS = 16  # temporaries of the size of a block while a divergence's terms are computed
@@ -273,7 +274,8 @@ def _block_grad_(
 
 
 def _block_rows(n: int, vocab: int) -> int:
-    return min(n, max(LEAST_BLOCK_ROWS, min(BLOCK_ELEMENTS // vocab, n // 8)))
+    least = max(LEAST_BLOCK_ROWS, FEW_ELEMENTS // vocab)
+    return min(n, max(least, min(BLOCK_ELEMENTS // vocab, n // 8)))
 
 
 def _term_rows(n: int, vocab: int) -> int:

@@ -6,7 +6,6 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import fields, is_dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -21,11 +20,15 @@ MOST = 2**24
 
 def map_tensors(change: Callable[[Tensor], Any], x: Any) -> Any:
     """The record `x` with `change` of each tensor in it, in the order of the fields."""
+    if x is None or isinstance(x, (bool, int, float, str)):
+        return x
     if isinstance(x, Tensor):
         return change(x)
-    if is_dataclass(x) and not isinstance(x, type):
-        changed = {f.name: map_tensors(change, getattr(x, f.name)) for f in fields(x)}
-        return replace(x, **changed)
+    if hasattr(x, "__dataclass_fields__") and not isinstance(x, type):
+        copy = object.__new__(type(x))  # every call makes dozens: no checks again
+        for name in x.__dataclass_fields__:
+            copy.__dict__[name] = map_tensors(change, getattr(x, name))
+        return copy
     if isinstance(x, dict):
         return {name: map_tensors(change, value) for name, value in x.items()}
     if isinstance(x, tuple):

@@ -298,7 +298,8 @@ def _costs(
 
     A chunk has logits; a group has operands, and d logits if these are of another dtype.
     """
-    products = job.products(widest_part(head.weight, job.shard))
+    whole = job.shard is None  # else all ranks plan for the widest part
+    products = job.products(head.weight if whole else widest_part(head.weight, job.shard))
     vocab = products.weight.shape[0]
     width = device_of(head.weight.device).row_width(vocab)
     row_bytes = width * job.accumulator.itemsize
@@ -307,7 +308,7 @@ def _costs(
     if job.rows.top_k is not None:
         chunk_row_bytes += job.rows.top_k.row_bytes()
     if reference is not None:
-        weight = widest_part(reference.weight, job.shard)
+        weight = reference.weight if whole else widest_part(reference.weight, job.shard)
         other = job.products(weight, job.reference_dtype)
         chunk_row_bytes = 2 * row_bytes + other.hidden_bytes()
         slice_bytes = max(slice_bytes, other.slice_bytes)

@@ -365,12 +365,15 @@ def check_config(config: Any) -> None:
         raise TypeError(f"config: expected a LossConfig, got {got}")
 
 
+_DEFAULT = LossConfig()
+
+
 def config_with(
     config: LossConfig | None, options: Mapping[str, Any], call: Collection[str], function: str
 ) -> LossConfig:
     """`config`, or the default one, with the fields in `options`, keyword arguments of `function`,
     whose others are `call`."""
-    config = LossConfig() if config is None else config
+    config = _DEFAULT if config is None else config
     if not options:
         return config
     check_config(config)

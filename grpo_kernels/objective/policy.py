@@ -175,7 +175,9 @@ class PolicyObjective:
     @cached_property
     def _at_ratio_one(self) -> Evaluation:
         """The policy term where every ratio is 1: its derivative depends on no log-probability."""
-        only_policy = replace(self.config, beta=0.0, entropy_coef=0.0)
+        config, only_policy = self.config, self.config
+        if config.beta != 0.0 or config.entropy_coef != 0.0:
+            only_policy = replace(config, beta=0.0, entropy_coef=0.0)
         nothing = torch.zeros_like(self.tokens.advantages)
         tokens = replace(self.tokens, sampling_topk_logps=None)
         return PolicyObjective(only_policy, tokens, self.weights).evaluate(
