@@ -324,3 +324,24 @@ def test_an_expectation_that_fits_few_tokens_is_said_once() -> None:
             assert run(A, None, entropy=False, expected=A.flip(0).abs() + 0.1)[0] > 5.5
     (message,) = (str(x.message) for x in said)
     assert message.startswith("grpo_kernels: expected: the gradient that came is no multi")
+
+
+def test_a_function_that_answers_differently_each_time() -> None:
+    """What it said in the forward is what the backward compares: the gradient is exact."""
+    said: list[int] = []
+
+    def drifting(index: Tensor, logps: Tensor, entropies: Tensor | None) -> Tensor:
+        said.append(len(said))
+        return torch.full_like(logps, 1.0 + len(said)) * (index % 3 - 1.0)
+
+    case = torch.Generator().manual_seed(7)
+    hidden, weight = torch.randn(2, 6, 8, generator=case), torch.randn(40, 8, generator=case)
+    ids, upstream = torch.arange(12).view(2, 6), torch.randn(2, 6, generator=case)
+    grads = []
+    for expected in (None, drifting):
+        leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
+        scores = linear_logprob(*leaves, ids, expected=expected)
+        (scores.logps * upstream).sum().backward()
+        grads.append([x.grad for x in leaves])
+    assert said
+    torch.testing.assert_close(grads[1], grads[0])
