@@ -39,7 +39,8 @@ def make_transform(
     n: int, vocab: int, kind: int, rounded_to: torch.dtype | None, device: str = DEVICE
 ) -> LogitTransform:
     """Four kinds: plain; bias, scale and a temperature; one a row; all with a soft-cap."""
-    bias, inv_t = torch.randn(vocab, device=device), torch.rand(n, 1, device=device) + 0.5
+    bias = torch.randn(vocab, device=device)
+    inv_t = torch.randn(n, 1, device=device).sigmoid() + 0.5
     kinds = (
         PLAIN,
         LogitTransform(scale=0.3, inv_temperature=1.7, bias=bias),
@@ -87,7 +88,7 @@ def assert_same(got: RowStats, want: RowStats, name: str = "", *, nan: bool = Fa
 
 def tensors_of(stats: RowStats) -> dict[str, Tensor]:
     """All tensors of `stats` by their names."""
-    found = {field: getattr(stats, field) for field in FIELDS}
+    found = {x: getattr(stats, x) for x in FIELDS if getattr(stats, x) is not None}
     of_pair = {} if stats.divergence is None else stats.divergence._asdict()
     diverged = {f"divergence {field}": x for field, x in of_pair.items()}
     return found | stats.extras | stats.terms | diverged

@@ -16,6 +16,7 @@ from torch import Tensor
 from grpo_kernels.backends.interface import LogitTransform, RowStats
 from grpo_kernels.token_loss.formulas import ESTIMATORS, SURROGATES, times
 from grpo_kernels.token_loss.record import TokenLoss
+from tests.support.row_cases import tensors_of
 
 U = 2.0**-24
 # of a sum: a lane's roundings, its rescaling at each larger logit, the tree of lanes
@@ -42,23 +43,15 @@ def truth(raw: Tensor, ids: Tensor, transform: LogitTransform) -> Truth:
     x = x if transform.rounded_to is None else x.to(transform.rounded_to)
     x, inv_t, cap = x.double(), transform.inv_temperature, transform.softcap
     inv_t = inv_t.double() if isinstance(inv_t, Tensor) else inv_t
-    z, slope, slope_error = (
-        x * transform.scale * inv_t,
-        torch.ones_like(x) * transform.scale * inv_t,
-        0 * x + FEW,
-    )
+    z, slope = x * transform.scale * inv_t, torch.ones_like(x) * transform.scale * inv_t
+    slope_error = 0 * x + FEW
     if cap is not None:
         inner = x * transform.scale / cap
         z, q = torch.tanh(inner) * cap * inv_t, torch.exp(-2 * inner.abs())
         slope, slope_error = slope * 4 * q / (1 + q).square(), 16 * U * (1 + inner.abs())
     finite = z.masked_fill(z.isinf(), 0.0)
-    roundings = (
-        12
-        if cap is not None
-        else 0
-        if isinstance(inv_t, float) and transform.scale * inv_t == 1.0
-        else 4
-    )
+    is_plain = isinstance(inv_t, float) and transform.scale * inv_t == 1.0
+    roundings = 12 if cap is not None else 0 if is_plain else 4
     e = roundings * U * finite.abs().amax(1, keepdim=True)
 
     top, argmax = z.amax(1, keepdim=True), z.argmax(1)
@@ -96,26 +89,26 @@ def truth(raw: Tensor, ids: Tensor, transform: LogitTransform) -> Truth:
 
 def gradient(at: Truth, ids: Tensor, a: Tensor, b: Tensor | None) -> tuple[Tensor, Tensor]:
     """d loss / d raw (n, V) for a = d loss / d logp, b = d loss / d entropy (n,), and its bound."""
-    p, hot = at.logs.exp(), torch.nn.functional.one_hot(ids, at.logs.shape[1]).double()
+    p = at.logs.exp()
+    hot = torch.zeros_like(p).scatter_(1, ids[:, None], 1.0)
     others = -torch.expm1(at.want["logps"])[:, None]
     finite = torch.where(p > 0, at.logs, 0.0)
     away = torch.where(p > 0, finite + at.want["entropies"][:, None], 0.0)
-    a, b = (
-        a.double()[:, None],
-        torch.zeros_like(a).double()[:, None] if b is None else b.double()[:, None],
-    )
+    a, b = (torch.zeros_like(at.logs[:, :1]) if x is None else x.double()[:, None] for x in (a, b))
     dz = a * torch.where(hot > 0, others, -p) - b * p * away
     rho = 2 * at.e + TERMS + 4 * U * finite.abs() + at.bound["log_sum"][:, None]
     size = torch.where(hot > 0, others * FEW + p * at.bound["logps"][:, None], p * rho) * a.abs()
-    size = size + b.abs() * p * (
-        away.abs() * rho + 2 * at.e + at.bound["entropies"][:, None] + FEW * finite.abs()
+    of_entropy = FEW * (1 + at.want["entropies"][:, None]) + at.bound["logps"][:, None]
+    of_entropy = (
+        of_entropy
+        + away.abs() * rho
+        + 2 * at.e
+        + at.bound["entropies"][:, None]
+        + FEW * finite.abs()
     )
-    size = size + b.abs() * p * (
-        FEW * (1 + at.want["entropies"][:, None]) + at.bound["logps"][:, None]
-    )
-    return dz * at.slope, (size + FEW * dz.abs()) * at.slope.abs() + (
-        dz * at.slope
-    ).abs() * at.slope_error
+    size = size + b.abs() * p * of_entropy
+    d = dz * at.slope
+    return d, (size + FEW * dz.abs()) * at.slope.abs() + d.abs() * at.slope_error
 
 
 def loss_terms(
@@ -124,9 +117,8 @@ def loss_terms(
     """The terms of `loss` (n,) by `formulas` in float64, and the sizes of what they are sums of."""
     slopes = loss.d_logps if loss.advantages is None else loss.advantages
     assert slopes is not None
-    logps, log_ratio, slopes, weights = (
-        x.double() for x in (logps, log_ratio, slopes, loss.weights)
-    )
+    given = logps, log_ratio, slopes, loss.weights
+    logps, log_ratio, slopes, weights = (x.double() for x in given)
     ratio = log_ratio.exp()
     if loss.old is None:
         policy, a = times(logps, slopes) if loss.surrogate == "linear" else 0 * logps, slopes
@@ -141,9 +133,8 @@ def loss_terms(
     if loss.kl is None or loss.ref is None:
         return {"loss": (policy, size), "d_logp": (a, size)}
     kl, d_kl, d_corrected = ESTIMATORS[loss.kl](logps, loss.ref.double())
-    kl_size = (1 + (loss.ref - logps).abs().exp() + (loss.ref - logps).square()) * (
-        1 + log_ratio.exp()
-    )
+    gap = loss.ref - logps
+    kl_size = (1 + gap.abs().exp() + gap.square()) * (1 + log_ratio.exp())
     if loss.corrects_kl:
         kl, d_kl = log_ratio.exp() * kl, log_ratio.exp() * d_corrected
     size = size + loss.beta * weights * kl_size
@@ -154,11 +145,15 @@ def loss_terms(
     }
 
 
+def rounding(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """What one rounding to `dtype` may change."""
+    kind = torch.finfo(dtype)
+    return kind.eps / 2 * x.abs() + kind.smallest_normal * kind.eps
+
+
 def check(name: str, got: Tensor, want: Tensor, bound: Tensor) -> None:
     """Raise with the worst element, unless every |got - want| is within its bound."""
-    assert got.shape == want.shape, (
-        f"{name}: shape {tuple(got.shape)}, expected {tuple(want.shape)}"
-    )
+    assert got.shape == want.shape, f"{name}: {tuple(got.shape)}, expected {tuple(want.shape)}"
     error, bound = (got.double() - want.double()).abs(), bound + FLOOR
     excess = torch.where(got == want, 0.0, torch.nan_to_num(error / bound, nan=torch.inf))
     worst = excess.argmax()
@@ -170,15 +165,7 @@ def check(name: str, got: Tensor, want: Tensor, bound: Tensor) -> None:
 
 def check_stats(got: RowStats, at: Truth) -> None:
     """Every statistic there is but `is_top1`."""
-    found = {
-        "logps": got.logps,
-        "max_logit": got.max_logit,
-        "log_sum": got.log_sum,
-        **got.extras,
-        **got.terms,
-    }
-    if got.entropies is not None:
-        found["entropies"] = got.entropies
+    found = tensors_of(got)
     for name in found.keys() & at.want.keys():
         check(name, found[name], at.want[name], at.bound[name])
 
@@ -225,13 +212,10 @@ def divergence(student: Truth, teacher: Truth, beta: float) -> Divergence:
     moved = (error * (slopes[0].abs() + slopes[1].abs())).sum(1)
     bound = RELATIVE * value.abs() + 2 * moved + 4 * (1 + value.abs()) * shared.square()
 
-    k = (
-        p * d
-        if beta == 1.0
-        else p - q
-        if beta == 0.0
-        else (1 - beta) * p * (logs - _mixture(logs, other_logs, beta))
+    of_mixture = (
+        (1 - beta) * p * (logs - _mixture(logs, other_logs, beta)) if 0 < beta < 1 else 0 * p
     )
+    k = {0.0: p - q, 1.0: p * d}.get(beta, of_mixture)
     k = torch.where(p + q > 0, k, 0.0)
     size = RELATIVE * k.abs() + 4 * error * (p * (1 + d.abs().clamp(max=1e3)) + q)
     size = size + p * size.sum(1, keepdim=True)

@@ -66,29 +66,19 @@ def run(folder: Path, change: str, **more: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+NO_COMPILER = "Triton needs a C compiler, and there is no gcc or clang: install gcc"
+NO_FILE = "Triton cannot start: FileNotFoundError: [Errno 2] No such file"
+NEEDS_HEADERS = "Triton needs Python's headers, and there is no Python.h in /no: install"
+ODD = "Triton cannot start: IndexError: list index out of range"
+
+
 @pytest.mark.parametrize(
     ("change", "env", "reason"),
     [
-        (
-            NO_DRIVER_LIBRARY,
-            {"PATH": "/no"},
-            "Triton needs a C compiler, and there is no gcc or clang: install gcc",
-        ),
-        (
-            NO_DRIVER_LIBRARY,
-            {"CC": "/no/cc"},
-            "Triton cannot start: FileNotFoundError: [Errno 2] No such file",
-        ),
-        (
-            NO_DRIVER_LIBRARY + NO_HEADERS,
-            {},
-            "Triton needs Python's headers, and there is no Python.h in /no: install",
-        ),
-        (
-            "nvidia.libcuda_dirs = lambda: [][0]\n",
-            {},
-            "Triton cannot start: IndexError: list index out of range",
-        ),
+        (NO_DRIVER_LIBRARY, {"PATH": "/no"}, NO_COMPILER),
+        (NO_DRIVER_LIBRARY, {"CC": "/no/cc"}, NO_FILE),
+        (NO_DRIVER_LIBRARY + NO_HEADERS, {}, NEEDS_HEADERS),
+        ("nvidia.libcuda_dirs = lambda: [][0]\n", {}, ODD),
     ],
 )
 def test_it_is_said_once_and_torch_serves(
@@ -96,15 +86,10 @@ def test_it_is_said_once_and_torch_serves(
 ) -> None:
     auto, warned, named, torch, started = run(tmp_path, change, **env)
     assert auto.startswith(f"torch | not triton: {reason}")
-    assert warned.startswith(
-        "1 | grpo_kernels: on the GPU, losses and log-probabilities run in torch operations"
-    )
+    assert warned.startswith("1 | grpo_kernels: on the GPU, losses and log-probabilities run in")
     assert reason in warned
     assert named.startswith(f"backend: expected one that can serve here, got 'triton': {reason}")
-    assert (
-        torch
-        == "torch not triton: its kernels compute in float32, and these inputs ask for float64"
-    )
+    assert torch.startswith("torch not triton: its kernels compute in float32")
     assert started == "1"
 
 
