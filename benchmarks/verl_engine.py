@@ -27,7 +27,6 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import machine, verl_step
 from benchmarks.groups import Shape
@@ -44,53 +43,31 @@ WAYS: dict[str, dict[str, str]] = {  # verl's fused_kernel_options
 }
 
 
-class Counted(TorchDispatchMode):
-    """Counts tokens that are embedded, and operations of products with the vocabulary."""
-
-    def __init__(self, vocabulary: int) -> None:
-        super().__init__()
-        self.vocabulary, self.tokens, self.head = vocabulary, 0, 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out, name = func(*args, **(kwargs or {})), func._overloadpacket.__name__
-        if name == "embedding":
-            self.tokens += args[1].numel()
-        if name in ("mm", "addmm", "addmm_"):
-            one, other = args[-2:]
-            if self.vocabulary in (*one.shape, *other.shape):
-                self.head += 2 * one.shape[0] * one.shape[1] * other.shape[1]
-        return out
-
-
 def engine(shape: Shape, options: dict[str, str]) -> Any:
     """verl's engine around a model that verl has wrapped."""
-    made = verl_step.engine(SIZE, shape, options, use_no_sync_for_gradient_accumulation=True)
-    made.module.config.tie_word_embeddings = True  # verl's head cannot read one that is divided
-    made.module.tie_weights()
+    model = verl_step.model(SIZE, shape, options)
+    model.config.tie_word_embeddings = True  # verl's head cannot read one that is divided
+    model.tie_weights()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     wrap = verl_step.verl("utils.fsdp_utils").apply_fsdp2
-    wrap(made.module, {"mesh": mesh, "reshard_after_forward": True}, {})
-    return made
+    wrap(model, {"mesh": mesh, "reshard_after_forward": True}, {})
+    return verl_step.engine(model, options, use_no_sync_for_gradient_accumulation=True)
 
 
 def batch(prompt: int, *, fused: bool) -> Any:
-    from tensordict import TensorDict
-    from verl.utils.tensordict_utils import assign_non_tensor
-    from verl.workers.utils.padding import left_right_2_no_padding
-
     g, size = torch.Generator().manual_seed(dist.get_rank()), 2 * GROUP
     ids = torch.randint(3, SIZE.vocab, (size, prompt + COMPLETION), generator=g)
     ids[:, :prompt] = ids[:2, :prompt].repeat(GROUP, 1)
-    whole, mask = torch.ones_like(ids), torch.ones(size, COMPLETION, dtype=torch.long)
+    mask = torch.ones(size, COMPLETION, dtype=torch.long)
     advantages = torch.randn(size, 1, generator=g) * (torch.arange(size) % 2)[:, None]
-    fields = {"input_ids": ids, "attention_mask": whole, "position_ids": whole.cumsum(1) - 1}
-    fields |= {"prompts": ids[:, :prompt], "responses": ids[:, prompt:], "response_mask": mask}
-    fields |= {"advantages": advantages * mask}
+    fields = {"response_mask": mask, "advantages": advantages * mask}
     fields["old_log_probs"] = -8.0 + torch.randn(mask.shape, generator=g)
-    data = left_right_2_no_padding(TensorDict(fields, batch_size=[size]))
+    data = verl_step.mini_batch(torch.ones_like(ids), ids, prompt, fields)
     flags = {"use_remove_padding": False, "use_dynamic_bsz": False, "use_fused_kernels": fused}
     flags |= {"micro_batch_size_per_gpu": GROUP, "calculate_entropy": False}
-    assign_non_tensor(data, temperature=1.0, global_batch_size=size * RANKS, **flags)
+    verl_step.verl("utils.tensordict_utils").assign_non_tensor(
+        data, temperature=1.0, global_batch_size=size * RANKS, **flags
+    )
     return data
 
 
@@ -116,7 +93,7 @@ def rank(number: int, folder: str, results: dict[str, Any]) -> None:
             for way, made in engines.items():
                 data = batch(prompt, fused=bool(WAYS[way]))
                 made.module.zero_grad()
-                counts, began = Counted(SIZE.vocab), time.process_time()
+                counts, began = verl_step.Products(SIZE.vocab), time.process_time()
                 if i == -1:
                     with counts:
                         made.forward_backward_batch(data, loss)

@@ -20,12 +20,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from torch.utils.flop_counter import flop_registry
 
 from benchmarks.groups import Shape, Size
 from benchmarks.machine import Watch
 from benchmarks.parity import TOLERANCE
 from benchmarks.timing import order
-from grpo_kernels.verl import old_logprobs, patch_verl
+from grpo_kernels.verl import patch_verl, trainers
 
 TORCH, SCORED, OURS = "verl's torch head", "head alone, scored", "head alone"
 TREE = "default"  # the prompt runs once
@@ -38,18 +41,33 @@ def verl(name: str) -> Any:
     return importlib.import_module(f"verl.{name}")
 
 
-def engine(size: Size, shape: Shape, options: dict[str, str], **config: Any) -> Any:
-    """verl's engine around a model with verl's ``fused_kernel_options``, if any; made without its
-    constructor, which wants a GPU."""
+class Products(TorchDispatchMode):
+    """Counts floating point operations: `all`, and those of the `head`, whose vocabulary is in no
+    other shape; and the `tokens` that are embedded."""
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()
+        self.vocabulary, self.all, self.head, self.tokens = vocabulary, 0, 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func._overloadpacket.__name__
+        count = flop_registry.get(getattr(torch.ops.aten, name.rstrip("_"), None))
+        if name == "embedding":
+            self.tokens += args[1].numel()
+        if count is not None and func.namespace == "aten":
+            operations = count(*args, **(kwargs or {}), out_val=out)
+            self.all += operations
+            tensors = [x for x in tree_iter((args, out)) if isinstance(x, Tensor)]
+            self.head += operations * any(self.vocabulary in x.shape for x in tensors)
+        return out
+
+
+def engine(model: Any, options: dict[str, str], **config: Any) -> Any:
+    """verl's engine around a model; made without its constructor, which wants a GPU."""
     module = verl("workers.engine.fsdp.transformer_impl")
     module.get_device_id = module.get_device_name = lambda: "cpu"
-    patch = verl("models.transformers.monkey_patch")
-    patch.is_trl_available = lambda: False  # it looks for a class that TRL has no more
-    model = size.model(shape.prompt + shape.completion)
-    if options:
-        backend = options["impl_backend"]
-        model.__class__ = type(backend, (type(model),), {})  # verl replaces the forward of a class
-        patch.patch_forward_with_backends(model, True, backend)
+    module.device_name = "cpu"
     made = module.FSDPEngineWithLMHead.__new__(module.FSDPEngineWithLMHead)
     made.module, made.model_config = model, SimpleNamespace(fused_kernel_options=options)
     flags = {"entropy_checkpointing": False, "entropy_from_logits_with_chunking": False}
@@ -62,27 +80,47 @@ def engine(size: Size, shape: Shape, options: dict[str, str], **config: Any) -> 
     return made
 
 
-def batch(size: Size, shape: Shape, micro: int, *, packed: bool) -> Any:
-    """The group as verl's trainer sends it to a worker, without old log-probabilities."""
+def model(size: Size, shape: Shape, options: dict[str, str]) -> Any:
+    """A model with the head of verl's ``fused_kernel_options``, if any."""
+    patch = verl("models.transformers.monkey_patch")
+    patch.is_trl_available = lambda: False  # it looks for a class that TRL has no more
+    made = size.model(shape.prompt + shape.completion)
+    if options:
+        backend = options["impl_backend"]
+        made.__class__ = type(backend, (type(made),), {})  # verl replaces the forward of a class
+        patch.patch_forward_with_backends(made, True, backend)
+    return made
+
+
+def mini_batch(there: Tensor, ids: Tensor, prompt: int, fields: dict[str, Tensor]) -> Any:
+    """Padded sequences, whose first `prompt` columns are the prompts, as verl sends them to a
+    worker; `there` where a token is."""
     from tensordict import TensorDict
 
+    ids = ids * there
+    common = {
+        "input_ids": ids,
+        "attention_mask": there,
+        "position_ids": (there.cumsum(1) - 1).clamp(min=0),
+        "prompts": ids[:, :prompt],
+        "responses": ids[:, prompt:],
+    }
+    data = TensorDict(common | fields, batch_size=[len(ids)])
+    return verl("workers.utils.padding").left_right_2_no_padding(data)
+
+
+def batch(size: Size, shape: Shape, micro: int, *, packed: bool) -> Any:
+    """The group as verl's trainer sends it to a worker, without old log-probabilities."""
     draw = torch.Generator().manual_seed(1)
     prompt = torch.randint(size.vocab, (1, shape.prompt), generator=draw)
     answers = torch.randint(size.vocab, (shape.group, shape.completion), generator=draw)
     ids = torch.cat([prompt.expand(shape.group, -1), answers], dim=1)
     advantages = torch.randn(shape.group, 1, generator=draw)
     fields = {
-        "input_ids": ids,
-        "attention_mask": torch.ones_like(ids),
-        "position_ids": torch.arange(ids.shape[1]).expand_as(ids).contiguous(),
-        "prompts": ids[:, : shape.prompt],
-        "responses": answers,
         "response_mask": torch.ones_like(answers),
         "advantages": advantages.expand(-1, shape.completion).contiguous(),
     }
-    data = verl("workers.utils.padding").left_right_2_no_padding(
-        TensorDict(fields, batch_size=[shape.group])
-    )
+    data = mini_batch(torch.ones_like(ids), ids, shape.prompt, fields)
     verl("utils.tensordict_utils").assign_non_tensor(
         data,
         use_remove_padding=packed,
@@ -108,8 +146,8 @@ def step(made: Any, data: Any, loss: Any, *, scored: bool) -> tuple[float, float
         data["old_log_probs"] = verl("workers.utils.padding").no_padding_2_padding(found, data)
         tensordict_utils.assign_non_tensor(data, calculate_entropy=False)
     else:  # as the worker asks for it
-        loss = old_logprobs.FirstPass(loss, [None] * len(data), entropy=False)
-        data[old_logprobs.ROW] = torch.arange(len(data))
+        loss = trainers.FirstPass(loss, [None] * len(data), entropy=False)
+        data[trainers.ROW] = torch.arange(len(data))
         data["old_log_probs"] = torch.zeros_like(data["advantages"])
         tensordict_utils.assign_non_tensor(data, calculate_entropy=True)
     made.module.train()
@@ -132,7 +170,7 @@ def measure(size: Size, shape: Shape, rounds: int, micro: int, *, packed: bool) 
     data = batch(size, shape, micro, packed=packed)
     ours_alone = {"impl_backend": "grpo_kernels", "layout": "padded"}  # prompts run as in verl
     theirs, ours, tree = (
-        engine(size, shape, x)
+        engine(model(size, shape, x), x)
         for x in ({"impl_backend": "torch"}, ours_alone, {"impl_backend": "grpo_kernels"})
     )
     variants = {

@@ -9,9 +9,9 @@ same by hand, where entry points are switched off (``VERL_USE_EXTERNAL_PLUGINS=n
 
 verl's modules (0.9.1) are patched as they are imported, whenever that is: `forward` gives models
 the forward of the FSDP engines, `engine` tells it what a micro-batch asks of the head, `megatron`
-does both for Megatron's engine, `old_logprobs` keeps the trainers from scoring what an update
-computes anyway, and `balance` has them keep the responses of a prompt on one rank. A module that
-differs from the release we know is left as it is, after a warning.
+does both for Megatron's engine, and `trainers` keeps verl's trainers from scoring what an update
+computes anyway, and the responses of a prompt on one rank. A module that differs from the release
+we know is left as it is, after a warning.
 """
 
 from __future__ import annotations
@@ -19,36 +19,26 @@ from __future__ import annotations
 import importlib.util
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from importlib.abc import Loader, MetaPathFinder
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
-from itertools import chain
 from types import ModuleType
-from typing import Any
 
 from grpo_kernels.patching import needed
-from grpo_kernels.verl import balance, engine, forward, megatron, old_logprobs
+from grpo_kernels.verl import engine, forward, megatron, trainers
 
 __all__ = ["patch_verl", "unpatch_verl"]
 
-# (object, attribute, our replacement), as patchers yield them; they raise LookupError if verl is
-# not as we know it.
-Patcher = Callable[[ModuleType], Iterator[tuple[Any, str, Any]]]
-
-
-def _both(one: Patcher, other: Patcher) -> Patcher:
-    return lambda module: chain(one(module), other(module))
-
-
-PATCHERS: dict[str, Patcher] = {
+# They raise LookupError if verl is not as we know it.
+PATCHERS: dict[str, Callable[[ModuleType], engine.Changes]] = {
     "verl.models.transformers.monkey_patch": forward.changes,
     "verl.models.mcore.model_forward_fused": megatron.forward_changes,
     "verl.models.mcore.model_forward_1f1b_overlap": megatron.function_changes,
     "verl.workers.engine.megatron.transformer_impl": megatron.engine_changes,
     "verl.workers.engine.fsdp.transformer_impl": engine.changes,
-    "verl.workers.engine_workers": old_logprobs.worker_changes,
-    "verl.trainer.ppo.ray_trainer": _both(old_logprobs.ray_changes, balance.changes),
-    "verl.trainer.ppo.v1.trainer_base": _both(old_logprobs.v1_changes, balance.changes),
+    "verl.workers.engine_workers": trainers.worker_changes,
+    "verl.trainer.ppo.ray_trainer": trainers.ray_changes,
+    "verl.trainer.ppo.v1.trainer_base": trainers.v1_changes,
 }
 
 
@@ -60,38 +50,19 @@ class _Importer(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname not in PATCHERS:
             return None
-        for finder in sys.meta_path:
-            find = None if finder is self else getattr(finder, "find_spec", None)
-            spec = None if find is None else find(fullname, path, target)
-            if spec is not None:
-                if spec.loader is not None:
-                    spec.loader = _Loader(spec.loader)
-                return spec
-        return None
+        finders = [x for x in sys.meta_path if x is not self and hasattr(x, "find_spec")]
+        found = (finder.find_spec(fullname, path, target) for finder in finders)
+        spec = next((x for x in found if x is not None), None)
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
 
+            def exec_module(module: ModuleType) -> None:
+                run(module)
+                _patched.discard(fullname)  # it may have been loaded before
+                _patch(module)
 
-class _Loader(Loader):
-    """Runs a verl module's own loader, then our patcher. The module keeps its own loader."""
-
-    def __init__(self, theirs: Loader) -> None:
-        self.theirs = theirs
-
-    def __getattr__(self, name: str) -> Any:
-        """`runpy` asks for a module's code or source before it is loaded."""
-        if name == "theirs":  # not set yet, in a copy
-            raise AttributeError(name)
-        return getattr(self.theirs, name)
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self.theirs.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        module.__loader__ = self.theirs
-        if module.__spec__ is not None:
-            module.__spec__.loader = self.theirs
-        self.theirs.exec_module(module)
-        _patched.discard(module.__name__)  # it may have been loaded before
-        _patch(module)
+            vars(spec.loader)["exec_module"] = exec_module
+        return spec
 
 
 _importer = _Importer()

@@ -14,80 +14,49 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields, make_dataclass
+from dataclasses import fields, make_dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from grpo_kernels.head import Head
 from grpo_kernels.module import check_module
-from grpo_kernels.patching import KnownRows, Patches, function_of
-from grpo_kernels.scores import linear_logprob, topk_divergence
-from grpo_kernels.verl.engine import ARGUMENT, BACKEND, MARK, HeadTask, TeacherLogprobs
+from grpo_kernels.patching import Patches, function_of
+from grpo_kernels.scores import topk_divergence
+from grpo_kernels.verl.engine import ARGUMENT, BACKEND, MARK, Changes, HeadTask
+from grpo_kernels.verl.rows import scored
 
 # of verl's patch_forward_with_backends
 PARAMETERS = ("model", "use_fused_kernels", "fused_kernels_backend")
-NOT_THE_BODYS = ("self", "labels", "temperature", "shift_labels", "logits_to_keep")
+# of a forward: what is not its body's, and what has to be there
+OF_HEAD = {"self", "labels", "temperature", "shift_labels", "logits_to_keep"}
+NEEDED = {"input_ids", "labels", "temperature", "shift_labels"}
+OF_MODEL = {"input_ids", "cu_seqlens", "cu_seqlens_cpu"}  # what ``model.model`` takes, among others
 KEPT = ("past_key_values", "hidden_states", "attentions")  # of the body, returned too
 
-
-@dataclass(frozen=True)
-class Family:
-    """Names of verl's functions for one family of models, with their parameters."""
-
-    module: str  # below verl.models.transformers
-    output: str  # the class that a forward returns
-    forward: str  # the parameters of verl's ``forward_with_torch_backend``, which ours replaces
-    # the function that runs all but the head, and its parameters; "": ``model.model`` itself does
-    body: tuple[str, str] = ("", "")
-
-
-_FORWARD = "self input_ids labels temperature shift_labels kwargs"
-_BODY = (
-    "self input_ids attention_mask position_ids pixel_values pixel_values_videos image_grid_thw "
-    "video_grid_thw kwargs"
-)
-DENSE = Family(
-    "dense_common",
-    "CausalLMOutputForPPO",
-    "self input_ids attention_mask position_ids past_key_values inputs_embeds labels use_cache "
-    "output_attentions output_hidden_states return_dict cache_position logits_to_keep temperature "
-    "shift_labels loss_kwargs",
-    (
-        "forward_base_model",
-        "self input_ids attention_mask position_ids past_key_values inputs_embeds use_cache "
-        "output_attentions output_hidden_states return_dict cache_position",
-    ),
-)
-QWEN2_VL = Family("qwen2_vl", "Qwen2VLCausalLMOutputForPPO", _FORWARD, ("qwen2_vl_forward", _BODY))
-GLM4V = Family("glm4v", "Glm4vCausalLMOutputForPPO", _FORWARD, ("glm4v_forward", _BODY))
-QWEN3_VL = Family("qwen3_vl", "Qwen3VLCausalLMOutputForPPO", _FORWARD)
-QWEN3_5 = Family(
-    "qwen3_5",
-    "Qwen3_5CausalLMOutputForPPO",
-    "self input_ids labels temperature shift_labels cu_seqlens cu_seqlens_cpu kwargs",
-)
-# model type -> family, as in verl's patch_forward_with_backends; every other one is dense
+# Model type -> verl's module below verl.models.transformers, and the function in it that runs all
+# but the head ("": ``model.model`` itself does), as in verl's patch_forward_with_backends
 FAMILIES = {
-    "qwen2_vl": QWEN2_VL,
-    "qwen2_5_vl": QWEN2_VL,
-    "qwen3_vl": QWEN3_VL,
-    "qwen3_vl_moe": QWEN3_VL,
-    "qwen3_5": QWEN3_5,
-    "qwen3_5_moe": QWEN3_5,
-    "glm4v": GLM4V,
+    "qwen2_vl": ("qwen2_vl", "qwen2_vl_forward"),
+    "qwen2_5_vl": ("qwen2_vl", "qwen2_vl_forward"),
+    "qwen3_vl": ("qwen3_vl", ""),
+    "qwen3_vl_moe": ("qwen3_vl", ""),
+    "qwen3_5": ("qwen3_5", ""),
+    "qwen3_5_moe": ("qwen3_5", ""),
+    "glm4v": ("glm4v", "glm4v_forward"),
 }
+DENSE = ("dense_common", "forward_base_model")  # every other one
 
 # All that we have replaced in verl: functions of its modules, forwards of models' classes.
 patches = Patches("verl")
 _own: dict[type, Callable[..., Any]] = {}  # class of a model -> its forward before ours
 
 
-def changes(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
+def changes(module: ModuleType) -> Changes:
     """Yield the replacements for verl.models.transformers.monkey_patch."""
     theirs = function_of(module, "patch_forward_with_backends", PARAMETERS)
 
@@ -97,20 +66,18 @@ def changes(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
     ) -> None:
         _keep_own_forward(type(model))
         if use_fused_kernels and fused_kernels_backend == BACKEND:
-            use(model)
+            _use(model)
         else:
             theirs(model, use_fused_kernels, fused_kernels_backend)
 
     yield module, "patch_forward_with_backends", patch_forward_with_backends
 
 
-def use(model: Any) -> None:
+def _use(model: Any) -> None:
     """Give the class of `model` the forward with our head, as verl does with its own."""
     from grpo_kernels.transformers.head import describe_head  # slow: not for a bare `import verl`
 
-    family = FAMILIES.get(model.config.model_type, DENSE)
-    forward = _forward(family)
-    _keep_own_forward(type(model))
+    forward = _forward(*FAMILIES.get(model.config.model_type, DENSE))
     _own_forward(type(model))
     # an unknown kind of head is refused here, not within the first step
     check_module(describe_head(model).weight)
@@ -121,17 +88,34 @@ def use(model: Any) -> None:
 
 
 @functools.cache
-def _forward(family: Family) -> Callable[..., Any]:
-    module = importlib.import_module(f"verl.models.transformers.{family.module}")
-    theirs = function_of(module, "forward_with_torch_backend", family.forward.split())
+def _forward(family: str, body_name: str) -> Callable[..., Any]:
+    """A forward in place of verl's ``forward_with_torch_backend``, whose parameters it takes."""
+    module = importlib.import_module(f"verl.models.transformers.{family}")
+    theirs = getattr(module, "forward_with_torch_backend", None)
+    body = getattr(module, body_name, None)
+    output = next((x for n, x in vars(module).items() if n.endswith("CausalLMOutputForPPO")), None)
+    if theirs is None or (body is None and body_name) or output is None:
+        raise LookupError(
+            f"{module.__name__}: expected forward_with_torch_backend, {body_name} and an output "
+            "class CausalLMOutputForPPO"
+        )
+    if not {"log_probs", "entropy", *KEPT} <= {field.name for field in fields(output)}:
+        raise LookupError(f"{output.__name__} has no log_probs and entropy")
     signature = inspect.signature(theirs)
-    open_ended = family.forward.split()[-1]  # the name of its **kwargs
-    name, parameters = family.body
-    body = function_of(module, name, parameters.split()) if name else None
-    output = getattr(module, family.output, None)
-    known = set() if output is None else {field.name for field in fields(output)}
-    if output is None or not {"log_probs", "entropy", *KEPT} <= known:
-        raise LookupError(f"{family.output} has no log_probs and entropy")
+    names, open_ended = {*signature.parameters}, [*signature.parameters][-1]  # **kwargs
+    of_body = OF_MODEL if body is None else {*inspect.signature(body).parameters}
+    missing, unknown = NEEDED - names, names - OF_HEAD - of_body - {open_ended}
+    if missing or unknown:
+        raise LookupError(
+            f"{module.__name__}.forward_with_torch_backend: expected {sorted(NEEDED)}, and "
+            f"parameters of its body, got {[*signature.parameters]}"
+        )
+    with_aux = make_dataclass(  # the engine reads this field of a distillation
+        output.__name__,
+        [("fused_linear_aux", Any, None)],
+        bases=(output,),
+        namespace={"__module__": output.__module__},
+    )
 
     from grpo_kernels.transformers.call import measured_head
 
@@ -141,27 +125,28 @@ def _forward(family: Family) -> Callable[..., Any]:
         others = dict(given.pop(open_ended, {}))
         task = others.pop(ARGUMENT, None) or HeadTask()
         head = measured_head(self, functools.partial(_own_forward(type(self)), self))
-        of_body = {key: x for key, x in given.items() if key not in NOT_THE_BODYS}
+        inputs = {name: x for name, x in given.items() if name not in OF_HEAD}
+        if body is None or open_ended in of_body:
+            inputs |= others  # which the dense body does not take: they are dropped, as in verl
         with _in_layout(self, task, given.get("input_ids")):
-            if body is None:
-                outputs = self.model(**of_body, **others)
-            elif open_ended in parameters:
-                outputs = body(self, **of_body, **others)
-            else:  # arguments that the dense body does not take are dropped, as in verl
-                outputs = body(self, **of_body)
+            outputs = self.model(**inputs) if body is None else body(self, **inputs)
         hidden = outputs[0]
         ids = _labels(given.get("shift_labels"), given.get("labels"), given.get("input_ids"))
+        if ids.shape != hidden.shape[:-1]:
+            raise ValueError(
+                f"shift_labels: expected {tuple(hidden.shape[:-1])}, one a position, got "
+                f"{tuple(ids.shape)}"
+            )
         temperature = given.get("temperature", 1.0)
         results = {key: getattr(outputs, key, None) for key in KEPT}
-        teacher = task.teacher
-        if not (teacher and teacher.alone):
-            results["log_probs"], results["entropy"] = _logprobs(
-                head, hidden, ids, task.rows, temperature
+        if not task.only_teacher:
+            results["log_probs"], results["entropy"] = scored(
+                hidden, head, ids, task.rows, temperature
             )
-        if teacher:
-            distilled = _distilled(head, hidden, teacher, task.rows, temperature)
-            return _with_aux(output)(fused_linear_aux=distilled, **results)
-        return output(**results)
+        if task.teacher is None:
+            return output(**results)
+        distilled = _distilled(hidden, head, task, task.teacher, temperature)
+        return with_aux(fused_linear_aux=distilled, **results)
 
     return forward
 
@@ -211,63 +196,30 @@ def _labels(shift_labels: Tensor | None, labels: Tensor | None, input_ids: Tenso
     return torch.roll(ids, -1, -1)
 
 
-def _logprobs(
-    head: Head, hidden: Tensor, ids: Tensor, rows: KnownRows | None, temperature: Any
-) -> tuple[Tensor, Tensor | None]:
-    """Log-probabilities and entropies, shaped like the ids, in fp32 (fp64 for fp64 models)."""
-    if ids.shape != hidden.shape[:-1]:
-        raise ValueError(
-            f"shift_labels: expected {tuple(hidden.shape[:-1])}, one a position, got "
-            f"{tuple(ids.shape)}"
-        )
-    options: dict[str, Any] = {}
-    if rows is not None:
-        options = {"mask": rows.counted, "expected": rows.expected, "entropy": rows.entropy}
-    found = linear_logprob(hidden, head, ids, temperature=temperature, **options)
-    return found.logps if rows is None else rows.filled(found.logps), found.entropies
+class Distilled(NamedTuple):
+    """What verl's engine reads of a distillation: (1, N) each, 0 where a row does not count."""
+
+    distillation_losses: Tensor
+    student_mass: Tensor
+    teacher_mass: Tensor
 
 
 def _distilled(
-    head: Head, hidden: Tensor, teacher: TeacherLogprobs, rows: KnownRows | None, temperature: Any
-) -> Any:
-    """The value of ``fused_linear_aux``: the forward KL on the teacher's ids, and both masses.
-
-    (1, N) each; 0 but at `rows`.
-    """
-    if teacher.ids.shape[:-1] != hidden.shape[:-1]:
-        got = tuple(teacher.ids.shape)
+    hidden: Tensor, head: Head, task: HeadTask, teacher: tuple[Tensor, Tensor], temperature: Any
+) -> Distilled:
+    ids, logps = teacher
+    if ids.shape[:-1] != hidden.shape[:-1]:
+        got = tuple(ids.shape)
         raise ValueError(
             f"teacher_ids: expected {(*hidden.shape[:-1], 'K')}, K a position, got {got}"
         )
     found = topk_divergence(
         hidden,
         head,
-        teacher.ids,
-        teacher.logps,
-        log_prob_min_clamp=teacher.log_prob_min_clamp,
-        mask=None if rows is None else rows.counted,
+        ids,
+        logps,
+        log_prob_min_clamp=task.log_prob_min_clamp,
+        mask=None if task.rows is None else task.rows.counted,
         temperature=temperature,
     )
-    mass = teacher.logps.detach().float().exp().sum(dim=-1)
-    return _aux_class()(
-        distillation_losses=found.divergence, student_mass=found.student_mass, teacher_mass=mass
-    )
-
-
-@functools.cache
-def _with_aux(output: Any) -> Any:
-    """A subclass of `output`, a model's output class, with the field that the engine reads."""
-    return _output_class(output.__name__, output, ("fused_linear_aux",), output.__module__)
-
-
-@functools.cache
-def _aux_class() -> Any:
-    from transformers.utils import ModelOutput  # FSDP2 finds the tensors in it
-
-    names = ("distillation_losses", "student_mass", "teacher_mass")
-    return _output_class("DistillationOutput", ModelOutput, names, __name__)
-
-
-def _output_class(name: str, base: Any, names: tuple[str, ...], module: str) -> Any:
-    optional = [(x, Any, None) for x in names]
-    return make_dataclass(name, optional, bases=(base,), namespace={"__module__": module})
+    return Distilled(found.divergence, found.student_mass, logps.detach().float().exp().sum(dim=-1))

@@ -3,25 +3,21 @@
 verl's fused forwards (with Megatron's output processor, of a whole GPT model, and overlapped) look
 the function up in their module, and call it with the hidden states, which are the same on all
 tensor parallel ranks, and each rank's own rows of the head. No forward passes on which
-`impl_backend` was asked for, but the engine knows. So the engine marks the head's weight, and for a
-marked weight our function runs.
+`impl_backend` was asked for, but the engine knows: it marks the head's weight, and for a marked
+weight our function runs.
 
-Rows: the engine's `forward_step` notes the micro-batch and its loss. The fused forward divides the
-labels over context parallel ranks by ``preprocess_thd_engine``; we send the numbers of the rows the
-same way, and read there which of this rank's rows count. The overlapped schedule does not come by
-here: all rows count.
+The engine's `forward_step` notes which rows count. Context parallel ranks divide the labels by
+``preprocess_thd_engine``; we send the numbers of the rows the same way. The overlapped schedule
+does not come by here: all rows count.
 
-The gradient of the hidden states: verl's kernel returns a partial sum, over each rank's own rows of
-the head. If the sequence is divided too, as it is by default, that is right: the gather in front of
-the head sums over the ranks in its backward. If it is not divided, nothing sums, and verl's
-gradient of everything below the head is wrong. Ours is the whole sum; in front of a gather, which
-will sum over the ranks, each rank returns an equal share of it.
+The gradient of the hidden states is the whole sum over the ranks' rows of the head; verl's kernel
+returns each rank's part of it. If the sequence is divided, the gather in front of the head sums
+over the ranks in its backward, so each rank returns an equal share.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
@@ -31,10 +27,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grpo_kernels.head import Head
-from grpo_kernels.patching import KnownRows, during, function_of, parameter_names
-from grpo_kernels.scores import linear_logprob
-from grpo_kernels.verl.engine import BACKEND, OPTIONS, WHERE, asks_to_score
-from grpo_kernels.verl.rows import flag, numbers_of, packed_rows
+from grpo_kernels.patching import KnownRows, during, function_of
+from grpo_kernels.verl.engine import BACKEND, OPTIONS, Changes, class_of, options_of
+from grpo_kernels.verl.rows import flag, numbers_of, packed_rows, scored
 
 _SIZES = ("local_cp_size", "min_local_rows", "pad_to_length_bucket")
 DIVIDE = ("input_ids", "pre_process", "need_roll", "use_fp8_padding", *_SIZES, "cp_layout")
@@ -44,48 +39,31 @@ STEP = ("self", "batch_iter", "model", "logits_processor_func", "postprocess_mic
 
 
 class _MicroBatch:
-    """The micro-batch in hand.
-
-    Attributes:
-        rows: those that count, in verl's packed order; None: all do.
-        here: those of this rank, as its labels lie; None before the labels are divided.
-    """
+    """The micro-batch in hand."""
 
     def __init__(self, rows: KnownRows | None) -> None:
-        self.rows = rows
-        self.here: KnownRows | None = None
+        self.rows = rows  # those that count, in verl's packed order; None: all do
+        self.here: KnownRows | None = None  # of this rank, once its labels are divided
 
 
 _micro_batch: ContextVar[_MicroBatch | None] = ContextVar("micro_batch", default=None)
 
 
-def function_changes(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
+def function_changes(module: ModuleType) -> Changes:
     """Yield the replacement in `module`, one of verl.models.mcore that has a fused forward."""
-    theirs = getattr(module, "linear_cross_entropy", None)
-    # The `apply` of an autograd function, whose parameters are those of its forward
-    forward = getattr(getattr(theirs, "__self__", None), "forward", None)
-    names = None if forward is None else parameter_names(forward)
-    if theirs is None or names != PARAMETERS:
-        raise LookupError(
-            f"linear_cross_entropy: expected the parameters {PARAMETERS}, got {names}"
-        )
+    theirs: Any = getattr(module, "linear_cross_entropy", None)
+    function = getattr(theirs, "__self__", None)  # whose `apply` it is
+    if function is None:
+        raise LookupError(f"{module.__name__} has no linear_cross_entropy")
+    function_of(function, "forward", PARAMETERS)
 
-    def linear_cross_entropy(
-        hidden: Tensor,  # (N, H) or (S, B, H)
-        weight: Tensor,  # (V / ranks, H)
-        labels: Tensor,  # (N,) or (B, S)
-        temperature: float = 1.0,
-        reduction: str = "none",
-        dist_process_group: dist.ProcessGroup | None = None,
-    ) -> Any:
-        """(log-probabilities, entropies), (N,) each."""
-        function = getattr(weight, MARK, theirs)
-        return function(hidden, weight, labels, temperature, reduction, dist_process_group)
+    def linear_cross_entropy(hidden: Tensor, weight: Tensor, *more: Any) -> Any:
+        return getattr(weight, MARK, theirs)(hidden, weight, *more)
 
     yield module, "linear_cross_entropy", linear_cross_entropy
 
 
-def forward_changes(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
+def forward_changes(module: ModuleType) -> Changes:
     """Yield the replacements in verl.models.mcore.model_forward_fused."""
     yield from function_changes(module)
     divide = function_of(module, "preprocess_thd_engine", DIVIDE)
@@ -105,54 +83,43 @@ def forward_changes(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
     yield module, "preprocess_thd_engine", preprocess_thd_engine
 
 
-def engine_changes(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
+def engine_changes(module: ModuleType) -> Changes:
     """Yield the replacements for verl.workers.engine.megatron.transformer_impl."""
-    engine = getattr(module, "MegatronEngine", None)
-    if engine is None:
-        raise LookupError(f"{module.__name__} has no MegatronEngine")
-    theirs = function_of(engine, "_maybe_enable_fused_kernels", ("self",))
-    with_head = getattr(module, "MegatronEngineWithLMHead", None)
-    if with_head is None:
-        raise LookupError(f"{module.__name__} has no MegatronEngineWithLMHead")
+    engine = class_of(module, "MegatronEngine")
+    with_head = class_of(module, "MegatronEngineWithLMHead")
+    enable = function_of(engine, "_maybe_enable_fused_kernels", ("self",))
     step = function_of(with_head, "forward_step", STEP)
 
-    @functools.wraps(theirs)
+    @functools.wraps(enable)
     def _maybe_enable_fused_kernels(self: Any) -> None:
-        theirs(self)
-        if _is_ours(self):
-            options = self.model_config.fused_kernel_options
-            if asks_to_score(options):
-                raise ValueError(f"{WHERE}: expected 'train' with Megatron's engine, got 'score'")
-            layout = options.get("layout", "padded")
-            if layout != "padded":
+        enable(self)
+        if not _is_ours(self):
+            return
+        options = self.model_config.fused_kernel_options
+        options_of(options)
+        for name, only in (("zero_advantage", "train"), ("layout", "padded")):
+            if options.get(name, only) != only:
                 raise ValueError(
-                    f"{OPTIONS}.layout: expected 'padded' with Megatron's engine, got {layout!r}"
+                    f"{OPTIONS}.{name}: expected {only!r} with Megatron's engine, got "
+                    f"{options[name]!r}"
                 )
-            from verl.models.mcore import model_forward_fused  # importing it replaces its function
+        from verl.models.mcore import model_forward_fused  # importing it replaces its function
 
-            vocab_size = self.model_config.hf_config.get_text_config().vocab_size
-            for model in self.module:
-                model = model_forward_fused._get_patching_model(model)
-                if model is not None:
-                    mark(model, vocab_size)
+        vocab_size = self.model_config.hf_config.get_text_config().vocab_size
+        for model in self.module:
+            model = model_forward_fused._get_patching_model(model)
+            if model is not None:
+                _mark(model, vocab_size)
 
     @functools.wraps(step)
-    def forward_step(
-        self: Any,
-        batch_iter: Any,
-        model: Any,
-        logits_processor_func: Any,
-        postprocess_micro_batch_func: Any,
-    ) -> Any:
+    def forward_step(self: Any, batch_iter: Any, model: Any, **functions: Any) -> Any:
         batch = next(batch_iter).to(module.get_device_id())
         rows = None
         if _is_ours(self) and flag(batch, "use_fused_kernels", default=True):
-            loss_function = postprocess_micro_batch_func.keywords["loss_function"]
+            loss_function = functions["postprocess_micro_batch_func"].keywords["loss_function"]
             rows = packed_rows(batch, loss_function, self.get_data_parallel_group())
         with during(_micro_batch, _MicroBatch(rows)):
-            return step(
-                self, iter([batch]), model, logits_processor_func, postprocess_micro_batch_func
-            )
+            return step(self, iter([batch]), model, **functions)
 
     yield engine, "_maybe_enable_fused_kernels", _maybe_enable_fused_kernels
     yield with_head, "forward_step", forward_step
@@ -163,10 +130,10 @@ def _is_ours(engine: Any) -> bool:
     return bool(engine.engine_config.use_fused_kernels and options.get("impl_backend") == BACKEND)
 
 
-def mark(model: Any, vocab_size: int | None = None) -> None:
-    """Mark the head of Megatron's GPTModel: fused calls are ours; `vocab_size` as in `score`."""
+def _mark(model: Any, vocab_size: int) -> None:
+    """Mark the head of Megatron's GPTModel: fused calls are ours."""
     divided = bool(model.config.sequence_parallel)
-    ours = functools.partial(score, sequence_parallel=divided, vocab_size=vocab_size)
+    ours = functools.partial(_score, sequence_parallel=divided, vocab_size=vocab_size)
     layers = [getattr(model, "output_layer", None)]
     if model.share_embeddings_and_output_weights:
         layers.append(getattr(getattr(model, "embedding", None), "word_embeddings", None))
@@ -176,23 +143,18 @@ def mark(model: Any, vocab_size: int | None = None) -> None:
             setattr(weight, MARK, ours)
 
 
-def score(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    temperature: float,
-    reduction: str,
-    process_group: dist.ProcessGroup | None,
+def _score(
+    hidden: Tensor,  # (N, H) or (S, B, H)
+    weight: Tensor,  # (V / ranks, H)
+    labels: Tensor,  # (N,) or (B, S)
+    temperature: float = 1.0,
+    reduction: str = "none",
+    process_group: dist.ProcessGroup | None = None,
     *,
-    sequence_parallel: bool,
-    vocab_size: int | None,
+    sequence_parallel: bool,  # a gather over the tensor parallel ranks stands before the head
+    vocab_size: int,  # rows of the whole head that are tokens: Megatron pads the rest
 ) -> tuple[Tensor, Tensor | None]:
-    """verl's ``linear_cross_entropy`` by our engines; entropies if they are read.
-
-    Args:
-        sequence_parallel: True if a gather over the tensor parallel ranks stands before the head.
-        vocab_size: rows of the whole head that are tokens, or None for all: Megatron pads the rest.
-    """
+    """(N,) log-probabilities, and entropies if they are read."""
     if reduction != "none":
         raise ValueError(f"reduction: expected 'none', got {reduction!r}")
     if hidden.dim() == 3 and hidden.size(1) != 1 and hidden.shape[:2] != labels.shape:
@@ -206,17 +168,12 @@ def score(
     elif sequence_parallel and hidden.requires_grad:
         hidden = hidden.view_as(hidden)  # the hook is this call's, not the caller's
         hidden.register_hook(lambda d_hidden: d_hidden / ranks)
-    if vocab_size is not None and vocab_size >= ranks * weight.size(0):
-        vocab_size = None
+    tokens = vocab_size if vocab_size < ranks * weight.size(0) else None
     micro_batch = _micro_batch.get()
-    rows = None if micro_batch is None else micro_batch.here
-    found = linear_logprob(
+    return scored(
         hidden.reshape(-1, hidden.size(-1)),
-        Head(weight, process_group=process_group, vocab_size=vocab_size),
+        Head(weight, process_group=process_group, vocab_size=tokens),
         labels.reshape(-1),
-        mask=None if rows is None else rows.counted,
-        expected=None if rows is None else rows.expected,
-        entropy=rows is None or rows.entropy,
-        temperature=temperature,
+        None if micro_batch is None else micro_batch.here,
+        temperature,
     )
-    return (found.logps if rows is None else rows.filled(found.logps)), found.entropies

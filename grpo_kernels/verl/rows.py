@@ -5,13 +5,13 @@ response's token predicts something that the loss reads, and only where the mask
 micro-batch has all that tells them apart; `packed_rows` reads it in verl's packed order. What a
 rank then gives its head is a part of that order, padded and divided; an engine sends numbers
 through its own layout (`numbers_of`), and `KnownRows.at` reads them. The gradient is asked of
-verl's own loss (`Slopes`).
+verl's own loss (`_slopes`).
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,16 @@ from torch.nn import functional as F
 
 from grpo_kernels.objective.expected import Expectation
 from grpo_kernels.patching import KnownRows
+from grpo_kernels.scores import linear_logprob
+
+# losses whose reading is known, and their modules
+LOSSES = {
+    **dict.fromkeys(("ppo_loss", "sft_loss"), "verl.workers.utils.losses"),
+    "distillation_ppo_loss": "verl.trainer.distillation.losses",
+}
+# of a micro-batch, what ``ppo_loss`` reads: fields of its tokens, and constants
+FIELDS = {"response_mask", "old_log_probs", "advantages", "rollout_is_weights", "ref_log_prob"}
+CONSTANTS = ("dp_size", "batch_num_tokens", "global_batch_size")
 
 
 class Mode(NamedTuple):
@@ -31,10 +41,9 @@ class Mode(NamedTuple):
     by_weight: bool = False  # it is 0 where ``rollout_is_weights`` are 0
 
 
+ALL = ("vanilla", "dppo_tv", "dppo_kl", "sapo", "gpg", "cispo")
 MODES = {
-    **dict.fromkeys(
-        ("vanilla", "dppo_tv", "dppo_kl", "sapo", "gpg", "cispo"), Mode(True, True, True)
-    ),
+    **dict.fromkeys(ALL, Mode(by_token=True, by_advantage=True, by_weight=True)),
     "gspo": Mode(by_advantage=True, by_weight=True),
     "dro": Mode(by_token=True, by_weight=True),  # its penalty of the log-ratio stays
 }  # the others read the whole micro-batch
@@ -55,19 +64,33 @@ def mode_of(config: Any) -> Mode:
     return Mode(by_token, by_advantage=True)  # it makes its own weights
 
 
+def name_of(loss_function: Any) -> str:
+    """The name of verl's loss that `loss_function` is a ``functools.partial`` of; "" for others."""
+    function = getattr(loss_function, "func", None)
+    name = getattr(function, "__name__", "")
+    theirs = getattr(importlib.import_module(LOSSES[name]), name) if name in LOSSES else None
+    return name if function is theirs else ""
+
+
 def actor_config(loss_function: Any) -> Any:
     """The config of an actor if `loss_function` is verl's ``ppo_loss`` with one, else None."""
-    return loss_function.keywords["config"] if _is(loss_function, "ppo_loss") else None
-
-
-def _is(loss_function: Any, name: str) -> bool:
-    theirs = getattr(importlib.import_module("verl.workers.utils.losses"), name)
-    return getattr(loss_function, "func", None) is theirs
+    return loss_function.keywords["config"] if name_of(loss_function) == "ppo_loss" else None
 
 
 def has_other_terms(config: Any, *, entropy: bool) -> bool:
     """True if a KL or (computed) entropy term gives each counted token a gradient."""
     return bool(config.use_kl_loss or (entropy and config.entropy_coeff != 0))
+
+
+def may_move(config: Any) -> bool:
+    """True if an actor's loss is a sum over sequences, whichever share a micro-batch."""
+    return mode_of(config) != Mode() and not is_by_width(config)
+
+
+def is_by_width(config: Any) -> bool:
+    """True if the loss divides by the width of a micro-batch."""
+    norm = config.loss_agg_mode == "seq-mean-token-sum-norm"
+    return norm and config.loss_scale_factor is None
 
 
 def flag(data: Any, name: str, default: Any = False) -> Any:
@@ -79,19 +102,16 @@ def flag(data: Any, name: str, default: Any = False) -> Any:
 def packed_rows(data: Any, loss_function: Any, dp_group: Any) -> KnownRows | None:
     """The rows of the micro-batch `data` that `loss_function` reads; or, if that is None, verl.
 
-    Returns:
-        (N,) for N tokens in verl's packed order. None if all rows may be read: by another loss, or
-        since the log-probabilities go back to the caller.
+    (N,) for N tokens in verl's packed order. None if all rows may be read: by another loss, or
+    since the log-probabilities go back to the caller.
     """
     if flag(data, "return_model_output"):
         return None
-    is_sft = _is(loss_function, "sft_loss")
-    if loss_function is not None and not is_sft and not _is(loss_function, "ppo_loss"):
-        distillation = importlib.import_module("verl.trainer.distillation.losses")
-        if getattr(loss_function, "func", None) is not distillation.distillation_ppo_loss:
-            return None
+    name = name_of(loss_function)
+    if loss_function is not None and not name:
+        return None
     entropy = bool(flag(data, "calculate_entropy"))
-    if is_sft:
+    if name == "sft_loss":
         weights = data["loss_mask"].values().roll(-1, 0).float()  # as the loss rolls it
         expected = Expectation(
             lambda index, *_: weights[index], graded=weights != 0, has_entropy_gradient=False
@@ -105,22 +125,55 @@ def packed_rows(data: Any, loss_function: Any, dp_group: Any) -> KnownRows | Non
     others = places.packed(data["old_log_probs"]) if "old_log_probs" in names else None
     counted = places.packed(data["response_mask"]) != 0
     config = actor_config(loss_function)
-    mode = Mode() if config is None else mode_of(config)
-    if others is None or not mode.by_token:
+    if others is None or config is None or not mode_of(config).by_token:
         return KnownRows(counted, others, entropy=entropy)
-    graded = counted
-    if mode.by_advantage and not has_other_terms(config, entropy=entropy):
-        graded = counted & (places.packed(data["advantages"]) != 0)
-        if mode.by_weight and "rollout_is_weights" in names:
-            graded &= places.packed(data["rollout_is_weights"]) != 0
-    slopes = Slopes(loss_function, data, places, dp_group, entropy=entropy)
-    expected = Expectation(slopes, graded=graded, has_entropy_gradient=slopes.of_entropy)
+    expected = Expectation(
+        _slopes(loss_function, data, places, dp_group, entropy=entropy),
+        graded=graded_rows(data, config, places, entropy=entropy),
+        has_entropy_gradient=entropy and config.entropy_coeff != 0,
+    )
     return KnownRows(counted, others, expected, entropy=entropy)
+
+
+def graded_rows(data: Any, config: Any, places: Places, *, entropy: bool) -> Tensor:
+    """(N,) bool: the packed rows that an actor's loss may give a gradient."""
+    mode, names = mode_of(config), ["response_mask"]
+    if mode.by_advantage and not has_other_terms(config, entropy=entropy):
+        names.append("advantages")
+        if mode.by_weight and "rollout_is_weights" in data.keys():  # noqa: SIM118
+            names.append("rollout_is_weights")
+    return torch.stack([places.packed(data[name]) != 0 for name in names]).all(dim=0)
+
+
+def by_sequence(output: dict[str, Tensor], offsets: Tensor) -> list[dict[str, Tensor]]:
+    """A model's output, nested or packed, of each sequence."""
+    lengths = offsets.diff().tolist()
+    values = [(x.values() if x.is_nested else x).split(lengths) for x in output.values()]
+    return [dict(zip(output, row, strict=True)) for row in zip(*values, strict=True)]
+
+
+def joined(sequences: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The nested output of which `sequences` are `by_sequence`."""
+    return {
+        name: torch.nested.as_nested_tensor([x[name] for x in sequences], layout=torch.jagged)
+        for name in sequences[0]
+    }
 
 
 def numbers_of(rows: KnownRows) -> Tensor:
     """(N,) int64, 1 for the first row and so on: 0 is left for padding."""
     return torch.arange(1, len(rows.counted) + 1, device=rows.counted.device)
+
+
+def scored(
+    hidden: Tensor, head: Any, ids: Tensor, rows: KnownRows | None, temperature: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probabilities of `ids`, and entropies if they are read; `rows`: those that count."""
+    options: dict[str, Any] = {}
+    if rows is not None:
+        options = {"mask": rows.counted, "expected": rows.expected, "entropy": rows.entropy}
+    found = linear_logprob(hidden, head, ids, temperature=temperature, **options)
+    return found.logps if rows is None else rows.filled(found.logps), found.entropies
 
 
 class Places:
@@ -147,91 +200,62 @@ class Places:
         values = x.values() if x.is_nested else x[self._inside]
         return values.new_zeros(self._tokens).index_copy(0, self._rows, values)
 
-    def of_rows(self) -> Tensor:
-        """b * `width` + t of the response's token that each packed row (N,) predicts; else 0."""
-        places = torch.arange(self._inside.numel(), device=self._rows.device)
-        return self.packed(places.view(self._inside.shape))
 
-
-class Slopes:
+def _slopes(
+    loss_function: Any, data: Any, places: Places, dp_group: Any, *, entropy: bool
+) -> Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]:
     """Derivatives of verl's ``ppo_loss``, for modes that take log-probabilities token by token.
 
     The loss is a sum over sequences, with constants of the whole mini-batch. So it is asked about
     the sequences of the tokens at hand alone, as a batch whose prompts have one token, with old
-    log-probabilities for all other tokens.
+    log-probabilities for all other tokens. `entropy`: whether it gets entropies.
     """
+    from tensordict import TensorDict  # verl's own dependency
 
-    FIELDS = ("response_mask", "old_log_probs", "advantages", "rollout_is_weights", "ref_log_prob")
-    CONSTANTS = ("dp_size", "batch_num_tokens", "global_batch_size")
+    tensordict_utils = importlib.import_module("verl.utils.tensordict_utils")
+    width, names = places.width, set(data.keys())
+    size, device = len(data), places.lengths.device
+    # b * width + t of the response's token that a packed row (N,) predicts
+    cells = places.packed(torch.arange(size * width, device=device).view(size, width))
+    there = torch.ones(size, 1 + width, dtype=torch.bool, device=device)
+    fields = {"prompts": there[:, :1], "responses": there[:, 1:], "attention_mask": there}
+    for name in names & FIELDS:
+        x = data[name]
+        if x.is_nested:
+            x = torch.nested.to_padded_tensor(x, 0, output_size=(size, width))
+        fields[name] = x
+    whole = TensorDict(fields, batch_size=[size])
+    tensordict_utils.assign_non_tensor(whole, **{name: data[name] for name in CONSTANTS})
 
-    def __init__(
-        self, loss_function: Any, data: Any, places: Places, dp_group: Any, *, entropy: bool
-    ) -> None:
-        """`entropy`: whether the loss has entropies."""
-        self.loss_function, self.dp_group, self.entropy = loss_function, dp_group, entropy
-        self.places, self.width = places.of_rows(), places.width
-        # True if the derivative by the entropy may not be 0
-        self.of_entropy = entropy and actor_config(loss_function).entropy_coeff != 0
-        names = set(data.keys())
-        self.fields = {x: padded(data[x], self.width) for x in self.FIELDS if x in names}
-        self.constants = {name: data[name] for name in self.CONSTANTS}
-
-    def __call__(
-        self, rows: Tensor, logps: Tensor, entropies: Tensor | None
+    def slopes(
+        rows: Tensor, logps: Tensor, entropies: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """Both derivatives (n,) at `rows` (n,) of the packed tokens; None: no entropies."""
-        places = self.places[rows]
-        sequences, here = torch.unique(places // self.width, return_inverse=True)
-        at = here, places % self.width
-        data = self._batch(sequences)
-        leaves = {"log_probs": data["old_log_probs"].to(logps.dtype).index_put(at, logps)}
-        if self.entropy:
-            zeros = torch.zeros_like(leaves["log_probs"])
+        sequences, here = torch.unique(cells[rows] // width, return_inverse=True)
+        batch = whole[sequences]
+        at = here * (1 + width) + cells[rows] % width  # a sequence's last token predicts nothing
+        others = F.pad(batch["old_log_probs"], (0, 1)).flatten()
+        values = {"log_probs": others.to(logps.dtype).index_put((at,), logps)}
+        if entropy:
+            zeros = torch.zeros_like(values["log_probs"])
             given = None if entropies is None else entropies.to(zeros.dtype)
-            leaves["entropy"] = zeros if given is None else zeros.index_put(at, given)
+            values["entropy"] = zeros if given is None else zeros.index_put((at,), given)
+        found = slopes_of(loss_function, values, batch, dp_group)[2]
+        return found["log_probs"][at], found["entropy"][at] if entropy else None
 
-        def loss(leaves: dict[str, Tensor]) -> Tensor:
-            # the last token predicts nothing
-            packed = {name: F.pad(x, (0, 1)).flatten() for name, x in leaves.items()}
-            found: Tensor = self.loss_function(
-                model_output=packed, data=data, dp_group=self.dp_group
-            )[0]
-            return found
-
-        slopes = slopes_of(loss, leaves)
-        return slopes["log_probs"][at], slopes["entropy"][at] if self.entropy else None
-
-    def _batch(self, sequences: Tensor) -> Any:
-        from tensordict import TensorDict  # verl's own dependency
-
-        size, device = len(sequences), sequences.device
-        ids = torch.zeros(size, 1 + self.width, dtype=torch.long, device=device)
-        layout = {"prompts": ids[:, :1], "responses": ids[:, 1:]}
-        layout["attention_mask"] = torch.ones_like(ids)
-        fields = {name: x[sequences] for name, x in self.fields.items()}
-        data = TensorDict({**layout, **fields}, batch_size=[size])
-        tensordict_utils = importlib.import_module("verl.utils.tensordict_utils")
-        tensordict_utils.assign_non_tensor(data, **self.constants)
-        return data
-
-
-def padded(x: Tensor, width: int) -> Tensor:
-    """(B, `width`) of nested numbers, 0 where they end; (B, `width`) as it is."""
-    if not x.is_nested:
-        return x
-    return torch.nested.to_padded_tensor(x, 0, output_size=(x.shape[0], width))
+    return slopes
 
 
 def slopes_of(
-    loss: Callable[[dict[str, Tensor]], Tensor], values: dict[str, Tensor]
-) -> dict[str, Tensor]:
-    """The derivative of `loss` by each of the tensors that it takes, at `values`."""
+    loss_function: Any, model_output: dict[str, Tensor], data: Any, dp_group: Any
+) -> tuple[Tensor, Any, dict[str, Tensor]]:
+    """The loss and its metrics, and its derivative by each tensor of `model_output`."""
     with torch.enable_grad():
-        leaves = {name: x.detach().requires_grad_() for name, x in values.items()}
-        value = loss(leaves)
-        if not value.requires_grad:
-            return {name: torch.zeros_like(x) for name, x in leaves.items()}
-        found = torch.autograd.grad(
-            value, [*leaves.values()], allow_unused=True, materialize_grads=True
-        )
-    return dict(zip(leaves, found, strict=True))
+        leaves = {name: x.detach().requires_grad_() for name, x in model_output.items()}
+        loss, metrics = loss_function(model_output=leaves, data=data, dp_group=dp_group)
+        slopes: Sequence[Tensor] = [torch.zeros_like(x) for x in leaves.values()]
+        if loss.requires_grad:
+            slopes = torch.autograd.grad(
+                loss, [*leaves.values()], allow_unused=True, materialize_grads=True
+            )
+    return loss.detach(), metrics, dict(zip(leaves, slopes, strict=True))

@@ -174,12 +174,9 @@ def test_vision_language(verl_patch: ModuleType, kind: str) -> None:
         output = model(**inputs, temperature=TEMPERATURE, use_cache=False)
         found.append((*backward(model, output.log_probs, output.entropy), type(output)))
     assert found[0][3] is found[1][3]
+    task = HeadTask()
+    task.layout = "tree"
     with pytest.warns(UserWarning, match="position_ids is not a value per token"):
-        output = model(
-            **inputs,
-            temperature=TEMPERATURE,
-            use_cache=False,
-            **{ARGUMENT: HeadTask(layout="tree")},
-        )
+        output = model(**inputs, temperature=TEMPERATURE, use_cache=False, **{ARGUMENT: task})
     assert torch.equal(output.log_probs, found[1][0])
     assert max(errors(found[1][:3], found[0][:3]).values()) < 1e-5

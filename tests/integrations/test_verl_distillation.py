@@ -71,7 +71,7 @@ def model() -> Iterator[nn.Module]:
 
 def forward(model: nn.Module, ids: Tensor, given: Any = None, **inputs: Any) -> Any:
     """As verl's engine calls it, with a teacher."""
-    task = {} if given is None else {"grpo_kernels_task": engine.HeadTask(teacher=given)}
+    task = {} if given is None else {"grpo_kernels_task": given}
     return model(
         input_ids=ids, temperature=TEMPERATURE, use_cache=False, return_dict=True, **inputs, **task
     )
@@ -82,7 +82,9 @@ def test_the_forward_gives_what_verls_engine_reads(model: nn.Module, alone: bool
     ids, logps = teacher()
     tokens = torch.randint(VOCAB, (1, sum(LENGTHS)))
     inputs = {"attention_mask": None, "position_ids": torch.arange(sum(LENGTHS))[None]}
-    given = engine.TeacherLogprobs(ids[None], logps[None], -6.0, alone=alone)
+    given = engine.HeadTask()
+    given.teacher, given.log_prob_min_clamp = (ids[None], logps[None]), -6.0
+    given.only_teacher = alone
     out = forward(model, tokens, given, **inputs)
     assert (out.log_probs is None) == (out.entropy is None) == alone
     aux = out.fused_linear_aux
@@ -98,11 +100,12 @@ def test_the_forward_gives_what_verls_engine_reads(model: nn.Module, alone: bool
 def test_a_forward_without_a_teacher_returns_verls_class(model: nn.Module) -> None:
     tokens = torch.tensor([[3, 4, 5]])
     assert not hasattr(forward(model, tokens), "fused_linear_aux")
-    ids, logps = (x[None] for x in teacher())
+    given = engine.HeadTask()
+    given.teacher = tuple(x[None] for x in teacher())
     with pytest.raises(
         ValueError, match=r"teacher_ids: expected \(1, 3, 'K'\), K a position, got \(1, 13, 6\)"
     ):
-        forward(model, tokens, engine.TeacherLogprobs(ids, logps, None, alone=True))
+        forward(model, tokens, given)
 
 
 @pytest.fixture

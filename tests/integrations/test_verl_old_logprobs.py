@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("verl")
 pytest.importorskip("ray")
 
-from grpo_kernels.verl import old_logprobs
+from grpo_kernels.verl import trainers
 from tests.support import verl_engine, verl_peer
 from tests.support.ranks import run_ranks
 from tests.support.verl_engine import OURS, SCORE
@@ -39,7 +39,7 @@ def group() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _told() -> None:
-    old_logprobs._say.cache_clear()
+    trainers._say.cache_clear()
 
 
 def logged(step: dict[str, Any]) -> dict[str, float]:

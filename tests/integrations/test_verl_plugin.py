@@ -3,7 +3,6 @@ know it."""
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import importlib.util
 import inspect
@@ -20,12 +19,12 @@ import torch
 
 pytest.importorskip("transformers")
 
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
 from benchmarks import tiny_models
 from grpo_kernels import verl as plugin
-from grpo_kernels.verl import balance, old_logprobs, patch_verl, unpatch_verl
-from grpo_kernels.verl import engine as verl_engine
 from grpo_kernels.verl import forward as verl_forward
-from grpo_kernels.verl import megatron as verl_megatron
+from grpo_kernels.verl import patch_verl, unpatch_verl
 from tests.support import verl_peer
 
 pytestmark = [pytest.mark.unit, verl_peer.needs_verl]
@@ -116,58 +115,60 @@ def other(model: Any, more: Any) -> None:
     """Not what verl has under this name."""
 
 
-FUSED, ENABLE = "linear_cross_entropy", "_maybe_enable_fused_kernels"
-PARAMETERS, BACKENDS = "expected the parameters", "patch_forward_with_backends"
-ENGINE = type("Engine", (), {ENABLE: property(), "prepare_model_inputs": other})
-UNKNOWN: list[tuple[Any, dict[str, Any], str]] = [
-    (verl_forward.changes, {}, BACKENDS),
-    (verl_forward.changes, {BACKENDS: other}, PARAMETERS),
-    (verl_forward.changes, {BACKENDS: None}, "has no function patch_forward"),
-    (verl_megatron.function_changes, {}, FUSED),
-    (verl_megatron.function_changes, {FUSED: other}, PARAMETERS),
-    (verl_megatron.forward_changes, {}, FUSED),
-    (verl_megatron.forward_changes, {FUSED: other}, PARAMETERS),
-    (verl_megatron.engine_changes, {}, "MegatronEngine"),
-    (verl_megatron.engine_changes, {"MegatronEngine": other}, f"has no function {ENABLE}"),
-    (verl_megatron.engine_changes, {"MegatronEngine": ENGINE}, f"has no function {ENABLE}"),
-    (verl_engine.changes, {}, "FSDPEngineWithLMHead"),
-    (verl_engine.changes, {"FSDPEngineWithLMHead": ENGINE}, f"prepare_model_inputs: {PARAMETERS}"),
-    (old_logprobs.worker_changes, {}, "TrainingWorker"),
-    (old_logprobs.worker_changes, {"TrainingWorker": ENGINE}, "has no function infer_batch"),
-    (old_logprobs.ray_changes, {}, "RayPPOTrainer"),
-    (old_logprobs.ray_changes, {"RayPPOTrainer": ENGINE}, "has no function _compute_old_log_prob"),
-    (balance.changes, {}, "neither RayPPOTrainer nor PPOTrainer"),
-    (balance.changes, {"PPOTrainer": ENGINE}, "has no function _balance_batch"),
-    (old_logprobs.v1_changes, {}, "PPOTrainer"),
-    (old_logprobs.v1_changes, {"PPOTrainer": ENGINE}, "has no function _compute_old_log_prob"),
-]
+METHODS = (
+    *("prepare_model_inputs", "_maybe_enable_fused_kernels", "forward_step", "infer_batch", "fit"),
+    *("_compute_old_log_prob", "_compute_advantage", "_balance_batch"),
+)
+OTHER = type("Other", (), dict.fromkeys(METHODS, other))
+CONTENTS = (
+    *("patch_forward_with_backends", "linear_cross_entropy", "agg_loss"),
+    *("FSDPEngineWithLMHead", "MegatronEngine", "MegatronEngineWithLMHead", "TrainingWorker"),
+    *("RayPPOTrainer", "PPOTrainer"),
+)
 
 
-@pytest.mark.parametrize(("patcher", "contents", "message"), UNKNOWN)
-def test_what_is_not_as_we_know_it_is_left_alone(
-    patcher: plugin.Patcher, contents: dict[str, Any], message: str
+@pytest.mark.parametrize("name", plugin.PATCHERS)
+def test_what_is_not_as_we_know_it_is_left_alone(name: str) -> None:
+    module = ModuleType(name)
+    with pytest.raises(LookupError, match="has no"):
+        list(plugin.PATCHERS[name](module))
+    for content in CONTENTS:
+        setattr(module, content, other if content.islower() else OTHER)
+    with pytest.raises(LookupError, match=r"expected the parameters|has no linear_cross"):
+        list(plugin.PATCHERS[name](module))
+
+
+def narrow(self: Any, input_ids: Any, **kwargs: Any) -> None:
+    """A forward of verl without labels."""
+
+
+def wide(
+    input_ids: Any, labels: Any, temperature: Any, shift_labels: Any, scale: Any, **_: Any
 ) -> None:
-    module = ModuleType("verl.some_module")
-    vars(module).update(contents)
-    with pytest.raises(LookupError, match=message):
-        list(patcher(module))
+    """A forward of verl with a parameter more."""
 
 
-def test_an_unknown_forward_is_refused() -> None:
+def test_an_unknown_forward_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever asks for ours must not get another head in silence."""
-    with pytest.raises(LookupError, match="forward_with_torch_backend"):
-        verl_forward._forward(
-            dataclasses.replace(verl_forward.DENSE, forward="self input_ids kwargs")
-        )
-    with pytest.raises(LookupError, match="CausalLMOutputWithPast has no log_probs"):
-        verl_forward._forward(
-            dataclasses.replace(verl_forward.DENSE, output="CausalLMOutputWithPast")
-        )
-    model = tiny_models.model("qwen3")
+    patch_verl()
+    patch, model = verl_peer.monkey_patch(), verl_peer.with_own_class(tiny_models.model("qwen3"))
+    before, dense = type(model).forward, verl_peer.verl_module("models.transformers.dense_common")
+    changed: list[tuple[str, Any, str]] = [
+        ("forward_with_torch_backend", narrow, "forward_with_torch_backend: expected .*labels"),
+        ("forward_with_torch_backend", wide, "forward_with_torch_backend: expected .*scale"),
+        ("forward_base_model", None, "expected forward_with_torch_backend, forward_base_model"),
+        ("CausalLMOutputForPPO", CausalLMOutputWithPast, "WithPast has no log_probs"),
+    ]
+    for name, unknown, message in changed:
+        with monkeypatch.context() as patched:
+            patched.setattr(dense, name, unknown)
+            verl_forward._forward.cache_clear()
+            with pytest.raises(LookupError, match=message):
+                patch.patch_forward_with_backends(model, True, "grpo_kernels")
     model.lm_head = torch.nn.Sequential(model.lm_head)
     with pytest.raises(TypeError, match="head"):
-        verl_forward.use(model)
-    assert type(model).forward is not verl_forward._forward(verl_forward.DENSE)
+        patch.patch_forward_with_backends(model, True, "grpo_kernels")
+    assert type(model).forward is before
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from benchmarks.verl_step import Products
 from tests.support import verl_engine
 from tests.support.case_builder import seeded
 from tests.support.trainer_stand_ins import scores_of
@@ -184,9 +185,14 @@ def rows(**options: Any) -> dict[str, float]:
     postprocess = functools.partial(
         engine.postprocess_micro_batch_func, forward_only=False, loss_function=loss_function
     )
-    products = verl_engine.Products(vocabulary=TOKENS)
+    products = Products(TOKENS)
     with products:
-        output, finish = engine.forward_step(iter([data]), model, loss_function, postprocess)
+        output, finish = engine.forward_step(
+            iter([data]),
+            model,
+            logits_processor_func=loss_function,
+            postprocess_micro_batch_func=postprocess,
+        )
         loss, _ = finish(output)
         loss.backward()
     found = {"loss": abs(float(loss.detach()) - float(want))}

@@ -11,7 +11,6 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,10 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
-from torch.utils.flop_counter import flop_registry
 
+from benchmarks import verl_step
+from benchmarks.verl_step import Products
 from grpo_kernels.verl import patch_verl, unpatch_verl
 from tests.support import verl_peer
 from tests.support.ranks import one_rank
@@ -37,28 +35,6 @@ SCORE = OURS | {"zero_advantage": "score"}
 AS_GIVEN = {"layout": "padded"}  # the trunk computes all tokens, also those of shared prompts
 
 
-class Products(TorchDispatchMode):
-    """Counts floating point operations: `all`, and those of the `head`, whose vocabulary is in no
-    other shape; and the `tokens` that are embedded."""
-
-    def __init__(self, vocabulary: int = VOCAB) -> None:
-        super().__init__()
-        self.vocabulary, self.all, self.head, self.tokens = vocabulary, 0, 0, 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        name = func._overloadpacket.__name__
-        count = flop_registry.get(getattr(torch.ops.aten, name, None))
-        if name == "embedding":
-            self.tokens += args[1].numel()
-        if count is not None and func.namespace == "aten":
-            operations = count(*args, **(kwargs or {}), out_val=out)
-            self.all += operations
-            tensors = [x for x in tree_iter((args, out)) if isinstance(x, Tensor)]
-            self.head += operations * any(self.vocabulary in x.shape for x in tensors)
-        return out
-
-
 @dataclass
 class Step:
     """What one mini-batch came to."""
@@ -68,15 +44,6 @@ class Step:
     products: Products
     metrics: dict[str, Any]
     model_output: dict[str, Tensor]
-
-
-def engine_module() -> ModuleType:
-    """verl's module of the engine, on CPUs."""
-    module = verl_module("workers.engine.fsdp.transformer_impl")
-    module.get_device_id = module.get_device_name = lambda: "cpu"
-    module.device_name = "cpu"
-    verl_module("utils.seqlen_balancing").get_device_name = lambda: "cpu"
-    return module
 
 
 @contextmanager
@@ -130,8 +97,6 @@ def batch(
 ) -> Any:
     """A mini-batch as verl's trainer sends it: `dead` sequences (the first so many, or a mask) have
     the advantage 0, and every (`size` / `group`)-th one has the same prompt."""
-    from tensordict import TensorDict
-
     g = torch.Generator().manual_seed(seed)
     prompts = torch.randint(8, PROMPT + 1, (size, 1), generator=g)
     responses = torch.randint(RESPONSE // 4, RESPONSE + 1, (size, 1), generator=g)
@@ -139,25 +104,14 @@ def batch(
     if group > 1:
         prompts = prompts[: size // group].repeat(group, 1)
         ids[:, :PROMPT] = ids[: size // group, :PROMPT].repeat(group, 1)
-    place = torch.arange(PROMPT + RESPONSE)
-    there = ((place >= PROMPT - prompts) & (place < PROMPT + responses)).long()
+    there = places(prompts, responses)
     mask = there[:, PROMPT:].clone()
     if tools:
         mask[:, 5:9] = 0
     advantages = torch.randn(size, 1, generator=g)
     advantages[torch.arange(size) < dead if isinstance(dead, int) else dead] = 0.0
-    fields = {
-        "input_ids": ids * there,
-        "attention_mask": there,
-        "position_ids": (there.cumsum(1) - 1).clamp(min=0),
-        "prompts": (ids * there)[:, :PROMPT],
-        "responses": (ids * there)[:, PROMPT:],
-        "response_mask": mask,
-        "advantages": advantages * mask,
-    }
-    data = verl_module("workers.utils.padding").left_right_2_no_padding(
-        TensorDict(fields, batch_size=[size])
-    )
+    fields = {"response_mask": mask, "advantages": advantages * mask}
+    data = verl_step.mini_batch(there, ids, PROMPT, fields)
     logps = run(None, data, None, forward_only=True).model_output["log_probs"]
     logps = verl_module("workers.utils.padding").no_padding_2_padding(logps, data)
     for name, deviation in (("old_log_probs", OLD), ("ref_log_prob", REF)):
@@ -166,6 +120,13 @@ def batch(
         w = 2 * torch.rand(logps.shape, generator=g)
         data["rollout_is_weights"] = w * (w >= 0.4)
     return data
+
+
+def places(prompts: Tensor, responses: Tensor) -> Tensor:
+    """1 where a token of sequences of these lengths (B, 1) is: prompts end, responses begin, at
+    PROMPT."""
+    place = torch.arange(PROMPT + RESPONSE)
+    return ((place >= PROMPT - prompts) & (place < PROMPT + responses)).long()
 
 
 def nested(data: Any) -> Any:
@@ -202,18 +163,17 @@ def wrap(module: nn.Module, strategy: str | None, *, use_orig_params: bool = Tru
 
 def engine(module: nn.Module, options: dict[str, str], strategy: str | None) -> Any:
     """verl's engine around `module`, wrapped."""
-    owner = engine_module().FSDPEngineWithLMHead
-    made = owner.__new__(owner)
-    made.model_config = SimpleNamespace(fused_kernel_options=options)
-    flags = {"entropy_checkpointing": False, "entropy_from_logits_with_chunking": False}
-    made.engine_config = SimpleNamespace(use_no_sync_for_gradient_accumulation=True, **flags)
-    made.use_ulysses_sp, made.ulysses_sequence_parallel_size = False, 1
-    made.ulysses_device_mesh = None
-    made.pad_to_length, made.pad_to_length_bucket = False, 1
-    made._autocast_dtype, made.scaler = torch.float32, None
-    made.compute_entropy_from_logits = verl_module("utils.torch_functional").entropy_from_logits
-    made.module = wrap(module, strategy)
-    return made
+    verl_module("utils.seqlen_balancing").get_device_name = lambda: "cpu"
+    module = wrap(module, strategy)
+    return verl_step.engine(module, options, use_no_sync_for_gradient_accumulation=True)
+
+
+def use_backend(module: nn.Module, options: dict[str, str]) -> None:
+    """Give `module` the fused head of verl's `options`."""
+    backend = options["impl_backend"]
+    verl_peer.monkey_patch().patch_forward_with_backends(module, True, backend)
+    with torch.no_grad():  # a first call measures the head's constants: no work of a step
+        module(input_ids=torch.ones(1, 2, dtype=torch.long), return_dict=True)
 
 
 def run(
@@ -231,15 +191,12 @@ def run(
     **flags: Any,
 ) -> Step:
     """One mini-batch through verl's engine."""
-    verl_patch = verl_peer.monkey_patch()
+    verl_peer.monkey_patch()
     unpatch_verl()
     patch_verl()
-    engine_module()
     made = model(layers)
     if options is not None:
-        verl_patch.patch_forward_with_backends(made, True, options["impl_backend"])
-        with torch.no_grad():  # a first call measures the head's constants: no work of a step
-            made(input_ids=torch.ones(1, 2, dtype=torch.long), return_dict=True)
+        use_backend(made, options)
     if adapter:
         import peft
 
@@ -262,7 +219,7 @@ def run(
     verl_module("utils.tensordict_utils").assign_non_tensor(data, **{**settings, **flags})
     if tried:
         the_engine.forward_backward_batch(data.clone(), None, True)
-    products = Products()
+    products = Products(VOCAB)
     with products:
         out = the_engine.forward_backward_batch(data, loss, forward_only)
     gradients = gradients_of(the_engine.module, whole=strategy != "fsdp" or forward_only)
@@ -283,6 +240,11 @@ def gap(got: Step, want: Step) -> float:
     """Largest relative error of a parameter's gradient."""
     assert got.gradients.keys() == want.gradients.keys()
     return max(verl_peer.relative(got.gradients[name], x) for name, x in want.gradients.items())
+
+
+def metrics_of(step: Step) -> dict[str, float]:
+    reduced = verl_module("utils.metric").reduce_metrics(dict(step.metrics))
+    return {name: float(x) for name, x in reduced.items()}
 
 
 def tokens_with_graph(data: Any, micro: int) -> int:
@@ -339,23 +301,21 @@ def trees_on_two_ranks(rank: int) -> dict[str, Any]:
     """Errors against verl's unfused head, and shares of its tokens, where one rank's responses
     share two prompts, and the other's none."""
     data, loss = batch(8, seed=rank, group=(4, 1)[rank], dead=(6, 3)[rank]), ppo_loss(config())
-    reduce = verl_module("utils.metric").reduce_metrics
     found: dict[str, Any] = {}
-    for strategy in ("fsdp2", "fsdp"):
-        few = {"use_dynamic_bsz": True, "max_token_len_per_gpu": 64}  # a sequence or two
-        for more in ({"micro": 4}, {"use_dynamic_bsz": True}, few):
-            flags: dict[str, Any] = {"strategy": strategy, "layers": 2, **more}
-            unfused = run(None, data, loss, **flags)
-            want = {name: float(x) for name, x in reduce(dict(unfused.metrics)).items()}
-            for name, options in {"tree": OURS, "score": SCORE}.items():
-                step = run(options, data, loss, tried=True, **flags)
-                got = {key: float(x) for key, x in reduce(dict(step.metrics)).items()}
-                found[f"{strategy} {name} {[*more]}"] = {
-                    "gap": gap(step, unfused),
-                    "loss": abs(step.loss - unfused.loss),
-                    "metrics": max(abs(got[key] - x) for key, x in want.items()),
-                    "tokens": step.products.tokens / unfused.products.tokens,
-                }
+    dynamic: dict[str, Any] = {"use_dynamic_bsz": True}
+    few = {"max_token_len_per_gpu": 64, **dynamic}  # a sequence or two
+    for strategy, more in (*(("fsdp2", x) for x in ({"micro": 4}, dynamic, few)), ("fsdp", few)):
+        flags: dict[str, Any] = {"strategy": strategy, "layers": 2, **more}
+        unfused = run(None, data, loss, **flags)
+        for name, options in {"tree": OURS, "score": SCORE}.items():
+            step = run(options, data, loss, tried=True, **flags)
+            got = metrics_of(step)
+            found[f"{strategy} {name} {[*more]}"] = {
+                "gap": gap(step, unfused),
+                "loss": abs(step.loss - unfused.loss),
+                "metrics": max(abs(got[key] - x) for key, x in metrics_of(unfused).items()),
+                "tokens": step.products.tokens / unfused.products.tokens,
+            }
     return found
 
 

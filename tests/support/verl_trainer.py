@@ -23,9 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.verl_step import Products
 from grpo_kernels.verl import patch_verl, unpatch_verl
 from tests.support import verl_engine, verl_peer
-from tests.support.verl_engine import PROMPT, RESPONSE, VOCAB, Products
+from tests.support.verl_engine import PROMPT, RESPONSE, VOCAB, places
 from tests.support.verl_peer import verl_module
 
 GROUP, SIZE = 4, 8
@@ -110,8 +111,7 @@ def batch(seed: int, sampled: bool) -> dict[str, Tensor]:
     prompts = torch.randint(8, PROMPT + 1, (SIZE // GROUP, 1), generator=g)
     prompts = prompts.repeat_interleave(GROUP, 0)
     responses = torch.randint(RESPONSE // 4, RESPONSE + 1, (SIZE, 1), generator=g)
-    place = torch.arange(PROMPT + RESPONSE)
-    there = ((place >= PROMPT - prompts) & (place < PROMPT + responses)).long()
+    there = places(prompts, responses)
     ids = torch.randint(3, VOCAB, there.shape, generator=g) * there
     mask = there[:, PROMPT:].clone()
     mask[:, 5:9] = 0  # a tool's output
@@ -141,12 +141,9 @@ def worker(options: dict[str, str], settings: Any, strategy: str | None, model: 
     module.get_torch_device = lambda: device
     memory = SimpleNamespace(used=0)  # a metric, which ranks have to agree on
     module.psutil = SimpleNamespace(virtual_memory=lambda: memory)
-    verl_engine.engine_module()
     verl_module("utils.fsdp_utils").get_device_id = lambda: "cpu"
     net = verl_engine.model() if model is None else model
-    verl_peer.monkey_patch().patch_forward_with_backends(net, True, options["impl_backend"])
-    with torch.no_grad():  # a first call measures the head's constants: no work of a step
-        net(input_ids=torch.ones(1, 2, dtype=torch.long), return_dict=True)
+    verl_engine.use_backend(net, options)
     engine = verl_engine.engine(net, options, strategy)
     engine.engine_config.fsdp_size = dist.get_world_size()
     engine.engine_config.forward_only = False
@@ -229,7 +226,7 @@ def train(
     if change is not None:
         change(made)
     run = Run()
-    run.products = Products()
+    run.products = Products(VOCAB)
     data = [batch(seed, sampled) for seed in range(steps)]
     with run.products:
         run.metrics, run.batches = (_v1_steps if v1 else _fit)(made, data)

@@ -1,0 +1,398 @@
+"""verl's trainers: who scores the old policy, and which rank gets which sequences.
+
+verl scores a batch with the policy before it trains on it, for the ratio in its loss and for what
+it logs. If the batch is one optimizer step, the forward of that step finds the same
+log-probabilities. Then `_compute_old_log_prob` asks the workers to defer: they answer with NaN, and
+run nothing. In `_update_actor` the loss takes its own log-probabilities, detached, as the old ones,
+and the workers keep them, with the entropies. verl's scoring is called again afterwards, collects
+what they kept, and logs it. What is asked stands in the batch (`REQUEST`). A worker that does not
+know it, or cannot defer, scores as ever: no NaN tells the trainer so.
+
+verl divides a batch over ranks so that each has as many tokens, whichever prompts they belong to.
+After it, sequences are exchanged between ranks, within each of the actor's mini-batches, so that a
+tree computes the prompt of several responses once.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from grpo_kernels.base.modes import random_rates
+from grpo_kernels.patching import function_of, replaced
+from grpo_kernels.verl.engine import BACKEND, MARK, OPTIONS, Changes, class_of, options_of
+from grpo_kernels.verl.rows import actor_config, by_sequence, flag, joined, may_move
+
+REQUEST = "grpo_kernels_old_logprobs"
+DEFER, UPDATE, COLLECT = "defer", "update", "collect"  # a batch's requests, in this order
+ROW = "grpo_kernels_row"  # field of a micro-batch: which sequences of the worker's batch it has
+# Attributes: of a worker, its scores by sequence, None until they are there (or for all, if it does
+# not defer); of a trainer, True from a batch's first request to its last.
+KEPT, DEFERRED = "_grpo_kernels_kept", "_grpo_kernels_deferred"
+
+SCORES = ("log_probs", "entropy")  # what verl's scoring returns
+OLD, ENTROPY = "old_log_probs", "actor/entropy"
+READ_OLD = ("optimal_token_baseline", "tir_optimal_token_baseline")  # advantage estimators
+BALANCE = ("self", "batch", "metrics", "logging_prefix", "keep_minibatch")
+
+
+class FirstPass:
+    """verl's ``ppo_loss`` for a batch's only step; looks like the ``functools.partial`` it is of.
+
+    `kept` gets the log-probabilities and entropies of each sequence. `entropy`: whether the loss
+    gets entropies.
+    """
+
+    def __init__(self, loss: Any, kept: list[Any], *, entropy: bool) -> None:
+        self.func, self.args, self.keywords = loss.func, loss.args, loss.keywords
+        self._loss, self._kept, self._entropy = loss, kept, entropy
+
+    def __call__(self, model_output: Any, data: Any, dp_group: Any = None) -> Any:
+        padding = importlib.import_module("verl.workers.utils.padding")
+        rows = data.get(ROW, None)
+        if rows is not None:  # else it is a part of a micro-batch, asked for a derivative
+            output = {name: model_output[name].detach() for name in SCORES}
+            found = by_sequence(output, data["input_ids"].offsets())
+            for row, scores in zip(rows.tolist(), found, strict=True):
+                self._kept[row] = scores
+        data = data.copy()
+        data[OLD] = padding.no_padding_2_padding(model_output["log_probs"].detach(), data)
+        if not self._entropy:
+            model_output = {name: x for name, x in model_output.items() if name != "entropy"}
+        return self._loss(model_output=model_output, data=data, dp_group=dp_group)
+
+
+def worker_changes(module: ModuleType) -> Changes:
+    """Yield the replacements for verl.workers.engine_workers."""
+    worker = class_of(module, "TrainingWorker")
+    infer = function_of(worker, "infer_batch", ("self", "data"))
+    train = function_of(worker, "train_batch", ("self", "data"))
+    tensordict_utils = importlib.import_module("verl.utils.tensordict_utils")
+
+    def request_of(data: Any) -> Any:  # which may be a reference to a batch
+        return flag(data, REQUEST, None) if isinstance(data, module.TensorDict) else None
+
+    def answer(self: Any, kept: list[Any]) -> Any:
+        """What verl's scoring returns."""
+        if not self.engine.is_mp_src_rank_with_outputs():
+            return None
+        metrics = {"metrics": {"mfu": 0.0}}  # no operations
+        return tensordict_utils.get_tensordict(joined(kept), metrics).cpu()
+
+    @functools.wraps(infer)
+    def infer_batch(self: Any, data: Any) -> Any:
+        request = request_of(data)
+        if request == DEFER:
+            reason = _reason_of_worker(self)
+            vars(self)[KEPT] = None if reason else [None] * len(data)
+            if reason is None:
+                lengths = data["input_ids"].offsets().diff().tolist()
+                return answer(
+                    self, [dict.fromkeys(SCORES, torch.full((n,), math.nan)) for n in lengths]
+                )
+            _say(reason)
+        kept = vars(self).pop(KEPT) if request == COLLECT else None
+        if kept is None:
+            return infer(self, data)
+        if None in kept:
+            raise RuntimeError(f"{REQUEST}: expected an update of the batch before {COLLECT!r}")
+        return answer(self, kept)
+
+    @functools.wraps(train)
+    def train_batch(self: Any, data: Any) -> Any:
+        kept = vars(self).get(KEPT)
+        if request_of(data) != UPDATE or kept is None:
+            return train(self, data)
+        if kept != [None] * len(data):
+            raise RuntimeError(
+                f"{OLD}: expected one optimizer step for the {len(kept)} sequences of a batch, got "
+                f"a step of {len(data)}; set {OPTIONS}.old_logprobs=score"
+            )
+        loss = FirstPass(self.loss_fn, kept, entropy=bool(flag(data, "calculate_entropy")))
+        data[ROW] = torch.arange(len(data))
+        data[OLD] = torch.zeros_like(data[OLD])  # in place of NaN, also where nothing is computed
+        tensordict_utils.assign_non_tensor(data, calculate_entropy=True)
+        with replaced(self, "loss_fn", loss):
+            return train(self, data)
+
+    yield worker, "infer_batch", infer_batch
+    yield worker, "train_batch", train_batch
+
+
+def _reason_of_worker(worker: Any) -> str | None:
+    """Why a worker cannot leave the scoring to its update."""
+    model = getattr(worker.engine, "module", None)
+    if getattr(model, MARK, None) != BACKEND:
+        return "another engine than FSDP's"
+    if actor_config(worker.loss_fn) is None:
+        return "another loss than ppo_loss"
+    if any(random_rates(module) for module in model.modules()):  # type: ignore[union-attr]
+        return "dropout, or noise"
+    return None
+
+
+def ray_changes(module: ModuleType) -> Changes:
+    """Yield the replacements for verl.trainer.ppo.ray_trainer (``trainer.use_v1=False``)."""
+    trainer = class_of(module, "RayPPOTrainer")
+    if not hasattr(module, "agg_loss"):
+        raise LookupError(f"{module.__name__} has no agg_loss")
+    function_of(trainer, "fit", ("self",))
+
+    def is_deferred(found: Any, _: Any) -> bool:
+        return bool(found[0].batch[OLD].isnan().any())
+
+    def log(self: Any, batch: Any, found: Any, output: Any) -> None:
+        actor, metrics = self.config.actor_rollout_ref.actor, output.meta_info["metrics"]
+        batch.batch[OLD] = found[0].batch[OLD]
+        metrics[ENTROPY] = module.agg_loss(
+            loss_mat=found[0].batch["entropys"],
+            loss_mask=batch.batch["response_mask"],
+            loss_agg_mode=actor.loss_agg_mode,
+            loss_scale_factor=actor.loss_scale_factor,
+        ).item()
+        if "rollout_log_probs" in batch.batch.keys():  # noqa: SIM118
+            debug = importlib.import_module("verl.utils.debug.metrics")
+            metrics.update(debug.calculate_debug_metrics(batch))
+            metrics.update(_rollout_metrics(self, batch))
+
+    yield from _scoring_changes(trainer, ("fit",), (), "meta_info", is_deferred, log)
+    yield from _balance_changes(module, trainer)
+
+
+def v1_changes(module: ModuleType) -> Changes:
+    """Yield the replacements for verl.trainer.ppo.v1.trainer_base."""
+    trainer = class_of(module, "PPOTrainer")
+    function_of(trainer, "_compute_advantage", ("self", "batch", "metrics"))
+    function_of(trainer, "_step_once", ("self", "metrics", "timing_raw", "sample_batch_size"))
+
+    def is_deferred(_: Any, metrics: Any) -> bool:
+        return math.isnan(metrics[ENTROPY])
+
+    def log(self: Any, batch: Any, found: Any, output: Any, metrics: Any) -> None:
+        fields = ["response_mask", "rollout_log_probs", OLD]
+        data = module.tq.kv_batch_get(
+            keys=batch.keys, partition_id=batch.partition_id, select_fields=fields
+        )
+        if "rollout_log_probs" in data.keys():  # noqa: SIM118
+            data = module.DataProto(batch=data.to_padded_tensor())
+            metrics.update(_rollout_metrics(self, data))
+
+    own = ("_step_once", "_compute_advantage")
+    yield from _scoring_changes(trainer, own, ("metrics",), "extra_info", is_deferred, log)
+    yield from _balance_changes(module, trainer)
+
+
+def _scoring_changes(
+    trainer: Any,
+    own: Sequence[str],  # methods that have to be verl's, besides those that are replaced
+    more: Sequence[str],  # parameters of those, besides the batch
+    info: str,  # attribute of a batch, what the workers get with it
+    is_deferred: Callable[..., bool],  # of what verl's scoring returns, and the metrics
+    log: Callable[..., None],  # what verl logs of its scoring
+) -> Changes:
+    parameters = ("self", "batch", *more)
+    score = function_of(trainer, "_compute_old_log_prob", parameters)
+    update = function_of(trainer, "_update_actor", parameters)
+    own = (*own, "_compute_old_log_prob", "_update_actor")
+
+    @contextmanager
+    def asked(batch: Any, request: str) -> Iterator[None]:
+        """Inside, the workers that get `batch` find the `request`."""
+        getattr(batch, info)[REQUEST] = request
+        try:
+            yield
+        finally:
+            del getattr(batch, info)[REQUEST]
+
+    @functools.wraps(score)
+    def _compute_old_log_prob(self: Any, batch: Any, metrics: Any = None) -> Any:
+        rest = (metrics,) if more else ()
+        vars(self)[DEFERRED] = False
+        if not _can_defer(self, trainer, own, len(batch)):
+            return score(self, batch, *rest)
+        with asked(batch, DEFER):
+            found = score(self, batch, *rest)
+        vars(self)[DEFERRED] = is_deferred(found, metrics)
+        return found
+
+    @functools.wraps(update)
+    def _update_actor(self: Any, batch: Any, metrics: Any = None) -> Any:
+        rest = (metrics,) if more else ()
+        if not vars(self).get(DEFERRED, False):
+            return update(self, batch, *rest)
+        with asked(batch, UPDATE):
+            output = update(self, batch, *rest)
+        with asked(batch, COLLECT):
+            found = score(self, batch, *rest)
+        vars(self)[DEFERRED] = False
+        log(self, batch, found, output, *rest)
+        return output
+
+    yield trainer, "_compute_old_log_prob", _compute_old_log_prob
+    yield trainer, "_update_actor", _update_actor
+
+
+def _rollout_metrics(trainer: Any, batch: Any) -> dict[str, Any]:
+    """What verl logs of a `batch` under rollout_corr/."""
+    config = trainer.config.algorithm.get("rollout_correction", None)
+    if config is None:
+        return {}
+    helper = importlib.import_module("verl.trainer.ppo.rollout_corr_helper")
+    metrics: dict[str, Any]
+    _, metrics = helper.compute_rollout_correction_and_add_to_batch(batch, config)
+    return metrics
+
+
+def _options(trainer: Any) -> dict[str, Any] | None:
+    """The options of our head; None if the actor has another one."""
+    model = trainer.config.actor_rollout_ref.model
+    given = model.get("fused_kernel_options", None) or {}
+    if not model.get("use_fused_kernels", False) or given.get("impl_backend") != BACKEND:
+        return None
+    return options_of(given)
+
+
+def _distils(config: Any) -> bool:
+    return bool((config.get("distillation", None) or {}).get("enabled", False))
+
+
+def _can_defer(trainer: Any, cls: type, own: Sequence[str], size: int) -> bool:
+    """True if the update may score the `size` sequences of a batch; say it if not."""
+    options, config = _options(trainer), trainer.config
+    if options is None or options["old_logprobs"] == "score":
+        return False
+    correction = config.algorithm.get("rollout_correction", None) or {}
+    if correction.get("bypass_mode", False) or config.trainer.critic_warmup > trainer.global_steps:
+        return False
+    others = [name for name in own if getattr(type(trainer), name) is not getattr(cls, name)]
+    actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
+    step = actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n
+    # what reads the old log-probabilities before the update, or in more steps than one
+    reasons = {
+        f"{type(trainer).__name__}.{', '.join(others)}": others,
+        f"a batch is not one step of {step} sequences": size != step,
+        f"actor.ppo_epochs={actor.ppo_epochs}": actor.ppo_epochs != 1,
+        "actor.shuffle": actor.shuffle,
+        "actor.calculate_sum_pi_squared": actor.get("calculate_sum_pi_squared", False),
+        "algorithm.use_kl_in_reward": algorithm.use_kl_in_reward,
+        "algorithm.use_pf_ppo": algorithm.get("use_pf_ppo", False),
+        f"algorithm.adv_estimator={algorithm.adv_estimator}": algorithm.adv_estimator in READ_OLD,
+        "algorithm.rollout_correction": (
+            correction.get("rollout_is", None) or correction.get("rollout_rs", None)
+        ),
+        "distillation": _distils(config),
+    }
+    reason = next((reason for reason, holds in reasons.items() if holds), None)
+    if reason is not None:
+        _say(reason)
+    return reason is None
+
+
+@functools.cache
+def _say(reason: str) -> None:  # once, where verl says such things
+    print(f"{BACKEND}: verl scores the old policy before each update ({reason})")
+
+
+def _balance_changes(module: ModuleType, trainer: Any) -> Changes:
+    theirs = function_of(trainer, "_balance_batch", BALANCE)
+    if not hasattr(module, "log_seqlen_unbalance"):
+        raise LookupError(f"{module.__name__} has no log_seqlen_unbalance")
+
+    @functools.wraps(theirs)
+    def _balance_batch(
+        self: Any, batch: Any, metrics: Any, logging_prefix: str = "global_seqlen", **more: Any
+    ) -> Any:
+        found = theirs(self, batch, metrics, logging_prefix, **more)
+        balanced = batch if found is None else found  # the older trainer's is changed in place
+        if not _shares_prompts(self):
+            return found
+        group = self.actor_rollout_wg
+        is_v1 = hasattr(balanced, "tags")
+        if is_v1:  # keys are {uid}_{session}_{output}
+            prompts = [key.rsplit("_", 2)[0] for key in balanced.keys]
+            lengths, shared = ([tag[x] for tag in balanced.tags] for x in ("seq_len", "prompt_len"))
+            ranks = max(group._dispatch_info["actor"]) + 1
+        else:
+            prompts = balanced.non_tensor_batch["uid"].tolist()
+            mask, width = balanced.batch["attention_mask"], balanced.batch["prompts"].shape[1]
+            lengths, shared = (x.sum(-1).tolist() for x in (mask, mask[:, :width]))
+            ranks = self._get_dp_size(group, "actor")
+        actor = self.config.actor_rollout_ref
+        step = actor.actor.ppo_mini_batch_size * actor.rollout.n
+        if ranks == 1 or step % ranks or len(prompts) % step:
+            return found
+        parts = _exchanged(prompts, lengths, shared, ranks, step)
+        order = [i for part in parts for i in part]
+        balanced.reorder(order if is_v1 else torch.tensor(order))
+        logged = module.log_seqlen_unbalance(lengths, parts, logging_prefix)
+        metrics.update({name: x for name, x in logged.items() if "balanced_" in name})
+        return found
+
+    yield trainer, "_balance_batch", _balance_batch
+
+
+def _shares_prompts(trainer: Any) -> bool:
+    """True if the actor computes prompts once, and each step is a sum however ranks divide it."""
+    options, config = _options(trainer), trainer.config
+    actor = config.actor_rollout_ref.actor
+    if options is None or options["layout"] != "tree" or actor.strategy != "fsdp2":
+        return False
+    divides = actor.get("ulysses_sequence_parallel_size", 1) > 1
+    # a critic's mini-batches may be others
+    if actor.shuffle or _distils(config) or divides or getattr(trainer, "use_critic", False):
+        return False
+    return may_move(actor)
+
+
+def _exchanged(
+    prompts: Sequence[Hashable],
+    lengths: Sequence[int],
+    shared: Sequence[int],
+    ranks: int,
+    step: int,
+) -> list[list[int]]:
+    """The sequences of each rank, those of a prompt together, within steps of `step` sequences.
+
+    Few groups can make ranks uneven: if the one that computes most would get more than before,
+    verl's order stays.
+
+    Args:
+        prompts, lengths, shared: of each sequence, the last one the length of its prompt; those of
+            the first rank first, and each has its part of the first step first.
+    """
+    own, size = len(prompts) // ranks, step // ranks
+    verls = [[*range(k * own, (k + 1) * own)] for k in range(ranks)]
+
+    def computed(part: Sequence[int]) -> int:
+        """Tokens of the sequences `part`, prompts counted once."""
+        once = {prompts[i]: shared[i] for i in part}
+        return sum(lengths[i] - shared[i] for i in part) + sum(once.values())
+
+    def slowest(parts: list[list[int]]) -> int:
+        """Those of the rank that has most, over all steps."""
+        return sum(max(computed(x[i : i + size]) for x in parts) for i in range(0, own, size))
+
+    found: list[list[int]] = [[] for _ in range(ranks)]
+    used = [0] * ranks
+    for start in range(0, own, size):
+        groups: dict[Hashable, list[int]] = {}
+        for part in verls:
+            for i in part[start : start + size]:
+                groups.setdefault(prompts[i], []).append(i)
+        for left in sorted(groups.values(), key=computed, reverse=True):
+            while left:
+                room = [start + size - len(part) for part in found]
+                fits = [k for k in range(ranks) if room[k] >= len(left)]
+                # whole where fewest tokens are, else as many as there is room for
+                k = min(fits, key=used.__getitem__) if fits else room.index(max(room))
+                found[k] += left[: room[k]]
+                used[k] += computed(left[: room[k]])
+                left = left[room[k] :]
+    return min(found, verls, key=slowest)

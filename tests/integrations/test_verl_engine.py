@@ -1,0 +1,413 @@
+"""verl's engine with our head: losses, gradients and metrics against verl's own forward; operations
+of the head, and tokens of the trunk, counted.
+
+N is the number of response tokens that count, V the vocabulary, H the width; 2NVH is one product of
+those rows."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+import transformers.integrations.flash_attention as flash_integration
+
+pytest.importorskip("verl")
+
+from grpo_kernels.base.checks import warn_once
+from grpo_kernels.verl import rows
+from tests.support import verl_engine, verl_peer
+from tests.support.flash_attention import flash_attention, set_attention
+from tests.support.verl_engine import (
+    AS_GIVEN,
+    HIDDEN,
+    OURS,
+    SCORE,
+    VOCAB,
+    Step,
+    config,
+    gap,
+    metrics_of,
+    ppo_loss,
+    run,
+)
+from tests.support.verl_peer import verl_module
+
+pytestmark = pytest.mark.unit
+
+BYPASS = {"rollout_is": "token", "rollout_is_threshold": 1.1, "loss_type": "reinforce"}
+CLIPPED = {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.9_1.1"}
+SEQ_MEAN = {"loss_agg_mode": "seq-mean-token-mean"}
+BY_WIDTH = {"loss_agg_mode": "seq-mean-token-sum-norm"}
+ENTROPY = {"calculate_entropy": True}
+MICRO, DYNAMIC = {"micro": 4}, {"use_dynamic_bsz": True}
+PADDED = {"use_remove_padding": False}
+PROMPTS = [0, 2, 4, 6], [1, 3, 5, 7]  # the responses of each
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group() -> Iterator[None]:
+    with verl_engine.on_one_rank():
+        yield
+
+
+@functools.cache
+def batch(**options: Any) -> Any:
+    """Two prompts, four responses of each, scattered."""
+    return verl_engine.batch(group=4, **options)
+
+
+def tokens_of(data: Any) -> int:
+    return int(data["input_ids"].values().numel())
+
+
+def tree_tokens(data: Any, *parts: list[int]) -> int:
+    """Distinct tokens of micro-batches, without the responses' last ones."""
+    found = 0
+    sequences, lengths = data["input_ids"].unbind(), data["attention_mask"][:, verl_engine.PROMPT :]
+    for part in parts or [[*range(len(data))]]:
+        own = {i: int(lengths[i].sum()) for i in part}
+        prompts = {tuple(sequences[i].tolist()[: len(sequences[i]) - own[i]]) for i in part}
+        found += sum(map(len, prompts)) + sum(n - 1 for n in own.values())
+    return found
+
+
+def share(data: Any) -> float:
+    """The share of the counted tokens that have an advantage and a weight."""
+    counted = data["response_mask"] != 0
+    live = counted & (data["advantages"] != 0)
+    if "rollout_is_weights" in data.keys():  # noqa: SIM118
+        live &= data["rollout_is_weights"] != 0
+    return float(live.sum() / counted.sum())
+
+
+def nvh(step: Step, data: Any) -> float:
+    return step.products.head / (int(data["response_mask"].sum()) * VOCAB * HIDDEN)
+
+
+def both(
+    data: Any, loss: Any, options: Any = OURS, tried: bool = True, **flags: Any
+) -> tuple[Step, Step]:
+    """One mini-batch with verl's unfused head, and with ours."""
+    steps = []
+    for one in (None, options):
+        torch.manual_seed(0)  # clip_cov draws
+        steps.append(run(one, data, loss, tried=tried and one is not None, **flags))
+    unfused, ours = steps
+    assert ours.loss == pytest.approx(unfused.loss, abs=1e-6)
+    assert gap(ours, unfused) < 3e-6
+    assert metrics_of(ours) == pytest.approx(metrics_of(unfused), rel=1e-4, abs=1e-6)
+    return unfused, ours
+
+
+def wide(engine: Any) -> None:
+    """verl's `pad_to_length` pads the packed row, and what is padded does not count."""
+    engine.pad_to_length, engine.pad_to_length_bucket = True, 64
+
+
+@dataclass(frozen=True)
+class Scene:
+    """One step of verl's engine, and how many products of V H it takes where a share s of the
+    tokens is live."""
+
+    config: dict[str, Any] = field(default_factory=dict)
+    flags: dict[str, Any] = field(default_factory=dict)
+    products: str = "2 + 4s"
+    batch: dict[str, Any] = field(default_factory=dict)
+    jagged: bool = False  # responses without padding
+
+
+def mode(name: str, **options: Any) -> dict[str, Any]:
+    return {"mode": name, **options}
+
+
+GSPO = mode("gspo", clip_ratio_low=0.03, clip_ratio_high=0.04, **SEQ_MEAN)
+SCENES = {
+    "vanilla": Scene(),
+    "dr_grpo": Scene({**BY_WIDTH, "loss_scale_factor": 1024}),
+    "tools": Scene(batch={"tools": True}),
+    "rollout_is": Scene(batch={"weights": True}),
+    "bypass, clipped": Scene(mode("bypass_mode", correction=CLIPPED)),
+    **{name: Scene(mode(name)) for name in ("cispo", "dppo_tv", "dppo_kl", "sapo", "gpg")},
+    "entropy, as a metric": Scene(flags=ENTROPY),
+    # rows without advantage have a gradient
+    "dro": Scene(mode("dro"), products="6"),
+    "kl": Scene({"use_kl_loss": True, "kl_loss_coef": 0.01}, products="6"),
+    "entropy": Scene({"entropy_coeff": 0.01, **SEQ_MEAN}, ENTROPY, "6"),
+    "all tokens live": Scene(batch={"dead": 0}, products="6"),
+    # losses that read all tokens first: the rows that count, and those with a gradient again in the
+    # backward
+    **{name: Scene(mode(name), {}, "2 + 6s") for name in ("geo_mean", "clip_cov", "kl_cov")},
+    **{
+        f"bypass, {name} {value}": Scene(
+            mode("bypass_mode", correction={**BYPASS, name: value}), {}, "2 + 6s"
+        )
+        for name, value in (("rollout_is", "sequence"), ("rollout_is_batch_normalize", True))
+    },
+    # responses of a prompt come together: in micro-batches, dynamic ones
+    "micro-batches, jagged": Scene(flags=MICRO, jagged=True),
+    "micro-batches, kl": Scene({"use_kl_loss": True, "kl_loss_coef": 0.01}, MICRO, "6"),
+    "dynamic, bypass": Scene(mode("bypass_mode", correction=BYPASS), DYNAMIC),
+    "dynamic, gspo": Scene(GSPO, DYNAMIC, "2 + 6s"),
+    "dynamic, entropy": Scene({"entropy_coeff": 0.01, **SEQ_MEAN}, ENTROPY | DYNAMIC, "6"),
+    # padded inputs of the model, and rows
+    "padded inputs": Scene(flags=PADDED),
+    "padded inputs, micro-batches, jagged": Scene(flags=PADDED | MICRO, jagged=True),
+    "padded inputs, dynamic": Scene(flags=PADDED | DYNAMIC),
+    "padded rows": Scene(flags={"prepare": wide}),
+}
+
+
+@pytest.mark.parametrize("name", SCENES)
+def test_what_counts_is_computed(name: str) -> None:
+    """verl's own way takes 6 products of all tokens, prompts too, and of padding."""
+    scene = SCENES[name]
+    data = batch(**scene.batch)
+    given = verl_engine.nested(data) if scene.jagged else data
+    unfused, ours = both(given, ppo_loss(config(**scene.config)), **scene.flags)
+    theirs, s = nvh(unfused, data), share(data)
+    tokens = tokens_of(data) / int(data["response_mask"].sum())
+    assert theirs > 6 * tokens if "padded" in name else theirs == pytest.approx(6 * tokens)
+    done, exact = nvh(ours, data), {"6": 6, "2 + 4s": 2 + 4 * s}
+    if scene.products in exact:
+        assert done == pytest.approx(exact[scene.products])
+    else:
+        assert 2 + 4 * s < done <= 2 + 6 * s + 1e-9
+    is_divided = {*MICRO, *DYNAMIC} & {*scene.flags}
+    assert ours.products.tokens == tree_tokens(data, *(PROMPTS if is_divided else ()))
+
+
+def test_bf16_autocast() -> None:
+    """As verl trains: the same products, and a gradient nearer to that of fp32, since the logits
+    are not rounded."""
+
+    def narrow(engine: Any) -> None:
+        engine._autocast_dtype = torch.bfloat16
+
+    data, loss = verl_engine.batch(), ppo_loss(config())
+    want = run(None, data, loss)
+    unfused, ours = (run(options, data, loss, prepare=narrow) for options in (None, OURS))
+    assert nvh(ours, data) == pytest.approx(2 + 4 * share(data))
+    assert gap(ours, want) < 0.02 < gap(unfused, want)
+
+
+def test_lora_and_layers_that_are_recomputed() -> None:
+    """The head is frozen: 2 + 2s."""
+    pytest.importorskip("peft")
+
+    def recompute(engine: Any) -> None:
+        engine.module.gradient_checkpointing_enable({"use_reentrant": False})
+        engine.module.train()
+
+    data = batch()
+    _, ours = both(data, ppo_loss(config()), adapter=True, prepare=recompute, strategy=None)
+    assert nvh(ours, data) == pytest.approx(2 + 2 * share(data))
+    assert all("lora" in name for name in ours.gradients)
+    assert ours.products.tokens == tree_tokens(data)
+
+
+@pytest.mark.parametrize("flags", [{}, {"micro": 2}, DYNAMIC], ids=str)
+def test_compute_log_prob(flags: dict[str, Any]) -> None:
+    """verl's log-probabilities of old and reference policy, in its order: one product of the rows
+    that count."""
+    data = batch(tools=True).exclude("old_log_probs", "advantages")
+    flags = {"forward_only": True, **ENTROPY, **flags}
+    unfused, ours = run(None, data, None, **flags), run(OURS, data, None, tried=True, **flags)
+    assert nvh(ours, data) == pytest.approx(2, abs=0.2)  # fewer than 16 rows are padded to 16
+    assert ours.products.tokens < 0.9 * unfused.products.tokens
+    mask = data["response_mask"] != 0
+    padded = verl_module("workers.utils.padding").no_padding_2_padding
+    for name, x in ours.model_output.items():
+        got, want = padded(x, data), padded(unfused.model_output[name], data)
+        torch.testing.assert_close(got[mask], want[mask], rtol=1e-5, atol=3e-6)
+        assert not got[~mask].any()
+
+
+def test_sft() -> None:
+    """verl's supervised loss has a mask over whole sequences, and no advantages."""
+    data = batch().select("input_ids", "position_ids")
+    ids = data["input_ids"]
+    mask = (torch.arange(tokens_of(data)) % 3 == 0).long()
+    data["loss_mask"] = torch.nested.nested_tensor_from_jagged(mask, ids.offsets())
+    loss = functools.partial(verl_module("workers.utils.losses").sft_loss, config=None)
+    unfused, ours = run(None, data, loss), run(OURS, data, loss)
+    assert ours.loss == pytest.approx(unfused.loss, rel=1e-6)
+    assert gap(ours, unfused) < 2e-6
+    assert ours.products.head == 6 * VOCAB * HIDDEN * int(mask.sum())
+
+
+def test_what_another_may_read_is_computed() -> None:
+    """An unknown loss, and a caller that wants the log-probabilities back (verl's Tinker worker),
+    get all of them."""
+    data, theirs = batch(), ppo_loss(config())
+
+    def prompts_too(model_output: Any, data: Any, dp_group: Any = None) -> Any:
+        loss, metrics = theirs(model_output=model_output, data=data, dp_group=dp_group)
+        return loss + 0.1 * model_output["log_probs"].values().mean(), metrics
+
+    tokens = tokens_of(data) / int(data["response_mask"].sum())
+    assert nvh(both(data, functools.partial(prompts_too))[1], data) == pytest.approx(8 * tokens)
+    got, want = (
+        step.model_output["log_probs"].values()
+        for step in both(data, theirs, tried=False, return_model_output=True)
+    )
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=2e-6)
+
+
+def test_what_depends_on_its_micro_batch_stays() -> None:
+    """The losses that read a micro-batch as a whole, and losses of others."""
+    data, theirs = batch(), ppo_loss(config())
+
+    def mine(model_output: Any, data: Any, dp_group: Any = None) -> Any:
+        return theirs(model_output=model_output, data=data, dp_group=dp_group)
+
+    halves = tree_tokens(data, [0, 1, 2, 3], [4, 5, 6, 7])
+    for loss in (ppo_loss(config("kl_cov")), ppo_loss(config(**BY_WIDTH))):
+        assert both(data, loss, **MICRO)[1].products.tokens == halves
+    assert both(data, functools.partial(mine), **MICRO)[1].products.tokens > halves
+
+
+def test_a_wrong_expectation_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It costs time alone; with `zero_advantage=score` the guard says so."""
+    # but it has a gradient without an advantage
+    monkeypatch.setitem(rows.MODES, "dro", rows.MODES["vanilla"])
+    data, loss = batch(), ppo_loss(config("dro"))
+    unfused, ours = both(data, loss, micro=2)
+    assert nvh(ours, data) > 6
+    with pytest.warns(
+        RuntimeWarning, match="zero_advantage: expected no gradient where all advantages are 0"
+    ):
+        score = run(SCORE, data, loss, micro=2)
+    assert gap(score, unfused) < 2e-6
+
+
+def test_verls_own_heads_are_left_alone() -> None:
+    data = batch()
+    steps = [
+        run(options, data, ppo_loss(config()), strategy=None)
+        for options in (None, {"impl_backend": "torch"})
+    ]
+    assert gap(steps[1], steps[0]) < 2e-6
+    assert nvh(steps[1], data) > nvh(steps[0], data)
+
+
+REFUSED: list[tuple[dict[str, Any] | None, dict[str, Any], str]] = [
+    ({"use_kl_loss": True}, {}, "with a KL or entropy term"),
+    ({"entropy_coeff": 0.01}, ENTROPY, "with a KL or entropy term"),
+    ({"mode": "dro"}, {}, "with loss_mode=dro"),
+    ({"mode": "kl_cov"}, {}, "with loss_mode=kl_cov"),
+    (BY_WIDTH, {}, "without loss_scale_factor"),
+    ({}, {"return_model_output": True}, "with return_model_output"),
+    (None, {}, "with another loss than ppo_loss"),
+]
+
+
+@pytest.mark.parametrize(("options", "flags", "reason"), REFUSED, ids=str)
+def test_zero_advantage_is_refused(
+    options: dict[str, Any] | None, flags: dict[str, Any], reason: str
+) -> None:
+    loss = (lambda **_: None) if options is None else ppo_loss(config(**options))
+    message = rf"zero_advantage: expected 'train' .*{reason}.*, got 'score'"
+    with pytest.raises(ValueError, match=message):
+        run(SCORE, batch(), loss, **flags)
+
+
+def test_names_and_values_of_options() -> None:
+    data, loss = batch(), ppo_loss(config())
+    wrong = {
+        "zero_advantage": ("skip", "zero_advantage: expected one of 'train', 'score', got 'skip'"),
+        "zero_advantages": (
+            "score",
+            "zero_advantage, layout and old_logprobs, got zero_advantages",
+        ),
+        "layout": ("packed", "layout: expected one of 'tree', 'trim', 'padded', got 'packed'"),
+    }
+    for name, (value, message) in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            run(OURS | {name: value}, data, loss)
+    train = run(OURS | {"zero_advantage": "train"}, data, loss, micro=2)
+    assert train.products.all == run(OURS, data, loss, micro=2).products.all
+    assert run(SCORE, data, None, forward_only=True).model_output["log_probs"].values().any()
+    unfused, as_given = both(data, loss, OURS | AS_GIVEN, **MICRO)
+    assert as_given.products.tokens == unfused.products.tokens == tokens_of(data)
+
+
+@pytest.mark.parametrize(
+    ("dead", "mode"), [("half", "gspo"), ("half", "cispo"), ("all", "gspo"), ("none", "cispo")]
+)
+def test_the_gradient_stays_with_zero_advantage(dead: str, mode: str) -> None:
+    """Also where no sequence has a gradient, or all have: then nothing is saved but what the head
+    saves."""
+    silent: Any = {"half": torch.arange(8) % 2 == 0, "all": 8, "none": 0}[dead]
+    data, loss = verl_engine.batch(dead=silent), ppo_loss(config(mode, **SEQ_MEAN))
+    unfused, ours, score = (
+        run(options, data, loss, micro=2, layers=2)
+        for options in (None, OURS | AS_GIVEN, SCORE | AS_GIVEN)
+    )
+    assert score.loss == pytest.approx(unfused.loss, abs=1e-6)  # of up to 5, in fp32
+    if dead != "all":
+        assert gap(score, unfused) < 2e-6
+    else:
+        assert score.gradients.keys() == unfused.gradients.keys()
+        assert not any(x.any() for x in score.gradients.values())
+    tokens, graph = tokens_of(data), verl_engine.tokens_with_graph(data, 2)
+    assert graph == tokens if dead == "none" else graph < tokens
+    got, usual = (x.products.all - x.products.head for x in (score, ours))
+    assert got / usual == pytest.approx((tokens + 2 * graph) / (3 * tokens))
+
+
+@pytest.mark.parametrize("dead", ["half", "all"])
+@pytest.mark.parametrize("more", [{"micro": 2}, DYNAMIC], ids=str)
+def test_sequences_without_gradient_of_a_prompt(dead: str, more: dict[str, Any]) -> None:
+    """They have micro-batches of their own, in trees."""
+    data = batch(dead=torch.arange(8) % 2 == 0 if dead == "half" else 8)
+    if dead == "all":  # gradients are 0
+        score = run(SCORE, data, ppo_loss(config()), tried=True, **more)
+        assert not any(x.any() for x in score.gradients.values())
+    else:
+        score = both(data, ppo_loss(config()), SCORE, **more)[1]
+        parts = PROMPTS if more == DYNAMIC else ([0, 2], [4, 6], [1, 3], [5, 7])
+        assert score.products.tokens == tree_tokens(data, *parts)
+
+
+def test_weights_of_0_count_as_no_advantage() -> None:
+    data = verl_engine.batch(dead=0)
+    data["rollout_is_weights"] = (
+        (torch.arange(8) % 2).float()[:, None].expand(8, verl_engine.RESPONSE).contiguous()
+    )
+    unfused, ours, score = (
+        run(x, data, ppo_loss(config()), micro=2, layers=2)
+        for x in (None, OURS | AS_GIVEN, SCORE | AS_GIVEN)
+    )
+    assert gap(score, unfused) < 2e-6
+    assert score.products.all < 0.75 * ours.products.all
+
+
+def test_flash_attention_as_verl_replaces_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """verl puts its own function in front of it, for Ulysses, wherever rows are packed."""
+    theirs = verl_peer.monkey_patch()._ulysses_flash_attention_forward
+    with flash_attention(monkeypatch):
+        monkeypatch.setattr(flash_integration, "_flash_attention_forward", theirs)
+
+        def flash(engine: Any) -> None:
+            set_attention(engine.module, "flash_attention_2")
+
+        data = batch()
+        ours = both(data, ppo_loss(config()), prepare=flash)[1]
+        assert ours.products.tokens == tree_tokens(data)
+
+
+def test_ulysses_runs_as_given_and_says_so() -> None:
+    data = batch()
+    warn_once.cache_clear()
+    with pytest.warns(UserWarning, match="layout=tree: Ulysses divides sequences"):
+        ours = run(
+            OURS, data, ppo_loss(config()), prepare=verl_engine.divided_by_ulysses, strategy=None
+        )
+    verl_module("utils.ulysses").set_ulysses_sequence_parallel_group(None)
+    assert ours.products.tokens == tokens_of(data)
