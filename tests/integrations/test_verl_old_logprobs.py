@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,7 +25,6 @@ pytestmark = pytest.mark.unit
 
 OLD = "old_log_probs"
 SCORED = {"old_logprobs": "score"}
-ACTOR = "actor_rollout_ref__actor__"
 # of a clock, of the machine, or of a scoring that does not run
 OTHER = ("timing_", "perf/", "actor/perf/")
 
@@ -46,18 +44,13 @@ def logged(step: dict[str, Any]) -> dict[str, float]:
     return {name: float(x) for name, x in step.items() if not name.startswith(OTHER)}
 
 
-def old_of(batch: Any) -> torch.Tensor:
-    x = batch[OLD]
-    found: torch.Tensor = x.values() if x.is_nested else x
-    return found
-
-
 def check_same(auto: Run, score: Run) -> None:
     assert len(auto.metrics) == len(score.metrics) == 2
     for got, want in zip(auto.metrics, score.metrics, strict=True):
         assert logged(got) == pytest.approx(logged(want), rel=1e-6, abs=1e-6)
     for got, want in zip(auto.batches, score.batches, strict=True):
-        torch.testing.assert_close(old_of(got), old_of(want), rtol=1e-6, atol=1e-6)
+        pair = ((x.values() if x.is_nested else x) for x in (got[OLD], want[OLD]))
+        torch.testing.assert_close(*pair, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(auto.weights, score.weights, rtol=0, atol=1e-7)
 
 
@@ -68,34 +61,26 @@ def reference(trainer: Any) -> None:
     trainer.ref_policy_wg = SimpleNamespace(compute_ref_log_prob=workers.compute_log_prob)
 
 
-@dataclass(frozen=True)
-class Scene:
-    changes: dict[str, Any] = field(default_factory=dict)  # of verl's configuration
-    options: dict[str, str] = field(default_factory=lambda: OURS)
-    flags: dict[str, Any] = field(default_factory=dict)  # of the run
-    no_scoring: bool = True
-
-
 def actor(**changes: Any) -> dict[str, Any]:
-    return {f"{ACTOR}{name}": x for name, x in changes.items()}
+    return {f"actor_rollout_ref__actor__{name}": x for name, x in changes.items()}
 
 
-SCENES = {
-    "token-mean": Scene(),
-    "seq-mean-token-mean": Scene(actor(loss_agg_mode="seq-mean-token-mean")),
-    "gspo": Scene(actor(loss_agg_mode="seq-mean-token-mean", policy_loss__loss_mode="gspo")),
-    "cispo": Scene(actor(policy_loss__loss_mode="cispo")),
-    "entropy": Scene(actor(entropy_coeff=0.01)),
-    "entropy, as a metric": Scene(actor(calculate_entropy=True)),
-    "kl": Scene(actor(use_kl_loss=True, kl_loss_coef=0.1), flags={"change": reference}),
-    "dynamic batches": Scene(actor(use_dynamic_bsz=True)),
-    "without a sampler's": Scene(flags={"sampled": False}),
-    "dr_grpo": Scene(actor(loss_agg_mode="seq-mean-token-sum-norm", loss_scale_factor=40)),
-    "zero_advantage": Scene(options=SCORE),
-    "fsdp": Scene(flags={"strategy": "fsdp"}),
+SEQ_MEAN = {"loss_agg_mode": "seq-mean-token-mean"}
+DR_GRPO = {"loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": 40}
+# of the run, and of verl's configuration
+SCENES: dict[str, dict[str, Any]] = {
+    "token-mean": {},
+    "gspo": actor(**SEQ_MEAN, policy_loss__loss_mode="gspo"),
+    "cispo": actor(policy_loss__loss_mode="cispo"),
+    "entropy": actor(entropy_coeff=0.01),
+    "entropy, as a metric": actor(calculate_entropy=True),
+    "kl": {"change": reference, **actor(use_kl_loss=True, kl_loss_coef=0.1)},
+    "dynamic batches": actor(use_dynamic_bsz=True),
+    "without a sampler's": {"sampled": False},
+    "dr_grpo": actor(**DR_GRPO),
+    "zero_advantage": {"options": SCORE},
+    "fsdp": {"strategy": "fsdp"},
 }
-
-
 BOTH = [*((name, True) for name in SCENES), ("token-mean", False), ("kl", False), ("fsdp", False)]
 # what `make test` runs of them: each trainer, a term besides, other micro-batches
 QUICK = [("token-mean", True), ("zero_advantage", True), ("dynamic batches", True), ("kl", False)]
@@ -106,10 +91,9 @@ QUICK = [("token-mean", True), ("zero_advantage", True), ("dynamic batches", Tru
     [pytest.param(*x, marks=() if x in QUICK else pytest.mark.slow) for x in BOTH],
 )
 def test_what_verl_logs_and_learns_is_the_same(name: str, v1: bool) -> None:
-    scene = SCENES[name]
-    runs = [
-        train(scene.options | more, v1=v1, **scene.flags, **scene.changes) for more in ({}, SCORED)
-    ]
+    flags = dict(SCENES[name])
+    options = flags.pop("options", OURS)
+    runs = [train(options | more, v1=v1, **flags) for more in ({}, SCORED)]
     check_same(*runs)
     auto, score = (run.products.all for run in runs)
     assert auto < 0.85 * score
@@ -120,8 +104,7 @@ def test_what_verl_logs_and_learns_is_the_same(name: str, v1: bool) -> None:
 def with_kl_in_reward(trainer: Any) -> None:
     reference(trainer)
     trainer.config.algorithm.use_kl_in_reward = True
-    core_algos = verl_peer.core_algos()
-    trainer.kl_ctrl_in_reward = core_algos.FixedKLController(0.1)
+    trainer.kl_ctrl_in_reward = verl_peer.core_algos().FixedKLController(0.1)
 
 
 def with_own_update(trainer: Any) -> None:
@@ -165,20 +148,14 @@ def test_verl_scores_where_it_has_to(
     runs = [train(OURS | more, v1=v1, model=make(), **flags) for more in ({}, SCORED)]
     check_same(*runs)
     assert runs[0].products.all == runs[1].products.all
+    line = f"grpo_kernels: verl scores the old policy before each update ({reason})"
     told = [x for x in capsys.readouterr().out.splitlines() if "verl scores the old" in x]
-    assert told == (
-        [f"grpo_kernels: verl scores the old policy before each update ({reason})"]
-        if reason
-        else []
-    )
+    assert told == ([line] if reason else [])
 
 
-def test_the_options_values() -> None:
+def test_who_else_scores(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ValueError, match="old_logprobs: expected one of 'auto', 'score', got 'no'"):
         train(OURS | {"old_logprobs": "no"})
-
-
-def test_verls_own_heads_are_verls(capsys: pytest.CaptureFixture[str]) -> None:
     step = train({"impl_backend": "torch"}, steps=1, strategy="fsdp").metrics[0]
     assert step["perf/mfu/actor_infer"] > 0
     assert "verl scores" not in capsys.readouterr().out

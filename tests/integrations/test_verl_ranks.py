@@ -7,6 +7,7 @@ behind rounding."""
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -111,11 +112,8 @@ def everything(rank: int, world_size: int) -> dict[str, Any]:
         for name, options in losses.items():
             found[f"megatron rows {context} {name}"] = megatron_peer.rows(**options)
     megatron_peer.start(tensor=world_size)
-    for sequence_parallel in (False, True):
-        for tied in (False, True):
-            found[f"megatron {sequence_parallel} {tied}"] = megatron_peer.errors(
-                sequence_parallel, tied
-            )
+    for divided, tied in itertools.product((False, True), repeat=2):
+        found[f"megatron {divided} {tied}"] = megatron_peer.errors(divided, tied)
     found["recipes"] = {tensor: megatron_recipes.differences(tensor) for tensor in (1, world_size)}
     return found
 
@@ -126,10 +124,10 @@ def found() -> dict[str, Any]:
     return {**ranks[0], **{name: [x[name] for x in ranks] for name in ("steps", "trees")}}
 
 
-@pytest.mark.parametrize("how", ["fsdp2", "fsdp2 tied", "fsdp2 vision", "fsdp1", "fsdp1 orig"])
-def test_gradients_are_those_of_one_process(found: dict[str, Any], how: str) -> None:
-    assert len(found[how]) >= 10
-    assert max(found[how].values()) < 1e-12, found[how]
+def test_gradients_are_those_of_one_process(found: dict[str, Any]) -> None:
+    for how in ("fsdp2", "fsdp2 tied", "fsdp2 vision", "fsdp1", "fsdp1 orig"):
+        assert len(found[how]) >= 10
+        assert max(found[how].values()) < 1e-12, (how, found[how])
 
 
 def test_what_verl_makes_of_a_head_of_its_own(found: dict[str, Any]) -> None:
@@ -141,12 +139,11 @@ def test_what_verl_makes_of_a_head_of_its_own(found: dict[str, Any]) -> None:
     assert max(found["verl vision"].values()) < 1e-5
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole", "divided"])
-def test_megatron(found: dict[str, Any], sequence_parallel: bool, tied: bool) -> None:
-    errors = found[f"megatron {sequence_parallel} {tied}"]
-    assert len(errors) == (5 if tied else 6)
-    assert max(errors.values()) < 1e-12, errors
+def test_megatron(found: dict[str, Any]) -> None:
+    for divided, tied in itertools.product((False, True), repeat=2):
+        errors = found[f"megatron {divided} {tied}"]
+        assert len(errors) == (5 if tied else 6)
+        assert max(errors.values()) < 1e-12, (divided, tied, errors)
 
 
 def test_sequences_without_gradient_run_without_a_graph(found: dict[str, Any]) -> None:
@@ -174,26 +171,22 @@ def test_trees(found: dict[str, Any]) -> None:
                 assert step["tokens"] == 1, (name, step)
 
 
-@pytest.mark.parametrize(("name", "nvh"), [("vanilla", 3.99), ("entropy", 6)])
-def test_ulysses(found: dict[str, Any], name: str, nvh: float) -> None:
-    assert found["ulysses"][name]["gap"] < 1e-6
-    assert nvh <= found["ulysses"][name]["nvh"] < nvh + 0.15  # as above, on each rank
+def test_ulysses(found: dict[str, Any]) -> None:
+    for name, nvh in (("vanilla", 3.99), ("entropy", 6)):
+        assert found["ulysses"][name]["gap"] < 1e-6
+        assert nvh <= found["ulysses"][name]["nvh"] < nvh + 0.15  # as above, on each rank
 
 
-@pytest.mark.parametrize(
-    ("name", "row", "live"), [("vanilla", 2, 4), ("gspo", 2, 6), ("entropy", 6, 0)]
-)
 @pytest.mark.parametrize("context", [1, 2])
-def test_rows_of_megatron(
-    found: dict[str, Any], context: int, name: str, row: int, live: int
-) -> None:
+def test_rows_of_megatron(found: dict[str, Any], context: int) -> None:
     """Divided by context, the rows lie where verl's own preprocessing puts them; else the
     vocabulary is divided."""
-    step = dict(found[f"megatron rows {context} {name}"])
-    nvh, share = step.pop("nvh"), step.pop("share")
-    assert max(step.values()) < 1e-7, step  # verl rounds the temperature to float32
-    if context == RANKS:
-        assert nvh == pytest.approx(row + live * share)
+    for name, row, live in (("vanilla", 2, 4), ("gspo", 2, 6), ("entropy", 6, 0)):
+        step = dict(found[f"megatron rows {context} {name}"])
+        nvh, share = step.pop("nvh"), step.pop("share")
+        assert max(step.values()) < 1e-7, (name, step)  # verl rounds the temperature to float32
+        if context == RANKS:
+            assert nvh == pytest.approx(row + live * share), name
 
 
 @pytest.mark.parametrize("tensor", [1, RANKS])
