@@ -246,11 +246,16 @@ def read_second(second: Any, head: Head, prefix: str) -> Second:
 
 
 def read_heads(
-    hidden: Any, head: Head, second: Any = None, *, prefix: str = "", ranks: tuple[int, ...] = ()
+    hidden: Any,
+    head: Head,
+    second: Any = None,
+    *,
+    prefix: str = "reference.",
+    dims: tuple[int, ...] = (),
 ) -> tuple[Tensor, Head, Second | None]:
     """This rank's plain tensors of a call's heads, checked; of a whole head without padding rows.
 
-    `ranks` are the allowed values of ``hidden.dim()``; none: any from 2 up.
+    `dims` are the allowed values of ``hidden.dim()``; none: any from 2 up.
     """
     size, group = head.vocab_size, head.process_group
     if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
@@ -276,7 +281,7 @@ def read_heads(
                 f"{size}"
             )
         head, second = first_ids(head, second, size, prefix)
-    check_head(hidden, head.weight, head.bias, ranks=ranks or None)
+    check_head(hidden, head.weight, head.bias, ranks=dims or None)
     if head.lora is not None:
         _check_lora(head.lora, hidden, head.weight)
     if second is not None:

@@ -220,69 +220,51 @@ def grpo_loss(
     """
     given = {**locals()}
     given["config"] = config = config_with(config, fields, _OF_CALL, "grpo_loss")
-    inputs = {
-        "old_per_token_logps": old_per_token_logps,
-        "ref_per_token_logps": ref_per_token_logps,
-        "sampling_per_token_logps": sampling_per_token_logps,
-        "importance_sampling_ratio": importance_sampling_ratio,
-        "sampling_topk_logps": sampling_topk_logps,
-        "cu_seqlens": cu_seqlens,
-    }
-    if kept_ids is None and without_set != "error":
-        check_without_set(without_set)
-    if kept_ids is not None and isinstance(config, LossConfig) and config.needs_reference_head:
-        raise ValueError(
-            "kl_estimator: expected 'k1', 'k2' or 'k3' with kept_ids, which truncate the "
-            "policy, got 'full', the divergence over the whole vocabulary"
-        )
     reference = whole_second(reference, hidden, head, "reference.")
     head = grouped(hidden, head)
     with together("grpo_loss", head.process_group, given) as ranks:
-        _check_loss(config, objective, inputs, num_items_in_batch, reference is not None)
-        check_centering(config, objective, given)
+        # heads and ids
+        _check_loss(config, given, has_reference=reference is not None)
         if reference is not None and not config.needs_reference_head:  # beta is 0
             read_second(reference, head, "reference.")
             reference = None
         dims = (3,) if cu_seqlens is None else (2,)
-        hidden, head, reference = read_heads(
-            hidden, head, reference, prefix="reference.", ranks=dims
-        )
+        hidden, head, reference = read_heads(hidden, head, reference, dims=dims)
         check_ids("completion_ids", completion_ids, hidden)
         if sampling_topk_ids is not None:
             check_listed("sampling_topk_ids", sampling_topk_ids, hidden, sampling_topk_logps)
         sets = None
         if kept_ids is not None:
             sets = read_kept_sets(kept_ids, without_set, completion_ids)
-        backend: Any = None if sets is None else "torch"
-        job = begin(hidden, head, run, reference, "reference.", backend=backend)
-        job = replace(job, extras=() if sampling_topk_ids is None else (TOPK_LOGPS,))
-        tokens = read_tokens(completion_ids, completion_mask, advantages, job.accumulator, **inputs)
-        _check_tokens(tokens, config, objective, inputs, num_items_in_batch)
+        job = begin(hidden, head, run, reference, backend=None if sets is None else "torch")
+
+        # the tokens that count, and their loss
+        tokens = _tokens(completion_ids, completion_mask, advantages, job.accumulator, given)
         rows = Rows(tokens.layout.positions, tokens.ids, 1.0 / config.temperature)
         if sampling_topk_ids is not None and sampling_topk_logps is not None:
             listed = sampling_topk_ids.masked_fill(sampling_topk_logps == -torch.inf, -1)
             listed = listed.detach().flatten(0, -2)[rows.positions]
             top_k, padding = TopKLogps.of(listed, rows.ids)
             rows, tokens = replace(rows, top_k=top_k), tokens.without_candidates(padding)
-        loss = _objective(config, objective, tokens, num_items_in_batch)
+            job = replace(job, extras=(TOPK_LOGPS,))
+        loss = _objective(config, given, tokens)
+
+        # which engine
         names = None if sets else ("completion_ids", "sampling_topk_ids")
+        choose_by = None if sets else loss
         job, tensors, of_reference = plan(
-            job, hidden, head, rows, run, ranks, None if sets else loss,
-            second=reference, prefix="reference.", names=names,
-        )  # fmt: skip
+            job, hidden, head, rows, run, ranks, choose_by, second=reference, names=names
+        )
     if sets is not None:
-        options: dict[str, Any] = {"ids_name": "completion_ids", "without_set": without_set}
-        if without_set == "full":
-            options["expected"] = Expectation.of_loss(loss, tokens)
-        others = {name: inputs[name] for name in LOGPS}
+        expected = Expectation.of_loss(loss, tokens) if without_set == "full" else None
         scores, of_sets = score_kept(
-            job, tensors, run, sets, completion_ids, others=others, **options
-        )
-        out = _loss_of_logps(
-            loss, tokens, config, num_items_in_batch, scores.logps, scores.entropies, "kept_sets"
-        )
+            job, tensors, run, sets, completion_ids, "completion_ids", without_set,
+            expected=expected, others={name: given[name] for name in LOGPS},
+        )  # fmt: skip
+        out = _loss_of_logps(loss, tokens, given, scores.logps, scores.entropies, "kept_sets")
         return replace(out, metrics=out.metrics.joined(of_sets))
 
+    # the loop over the rows, the loss, its gradient
     first = first_pass(job, tensors, of_reference, loss)
     with torch.no_grad():
         evaluation = loss.evaluate(first.stats)
@@ -293,7 +275,7 @@ def grpo_loss(
     if job.when != "later":
         with_grad = torch.full_like(with_grad, job.when == "now")
         with_grad = loss.live if job.when == "now" and loss.live is not None else with_grad
-    metrics = _metrics(config, tokens, first.entropies, evaluation, with_grad, num_items_in_batch)
+    metrics = _metrics(given, tokens, first.entropies, evaluation, with_grad)
     return LossOutput(value, logps, entropies, metrics, job.engine, job.backend.name)
 
 
@@ -413,15 +395,9 @@ def policy_loss_from_logps(
         TypeError, ValueError: a wrong argument; the message names it. RuntimeError: differentiated
             twice.
     """
-    inputs = {
-        "old_per_token_logps": old_per_token_logps,
-        "ref_per_token_logps": ref_per_token_logps,
-        "sampling_per_token_logps": sampling_per_token_logps,
-        "importance_sampling_ratio": importance_sampling_ratio,
-        "cu_seqlens": cu_seqlens,
-    }
-    config = config_with(config, fields, _OF_LOGPS, "policy_loss_from_logps")
-    _check_loss(config, objective, inputs, num_items_in_batch)
+    given = {**locals()}
+    given["config"] = config = config_with(config, fields, _OF_LOGPS, "policy_loss_from_logps")
+    _check_loss(config, given)
     check_tensor("logps", logps, floating=True)
     if logps.dim() != (2 if cu_seqlens is None else 1):
         written = "(B, T)" if cu_seqlens is None else "(N,) with cu_seqlens"
@@ -429,10 +405,9 @@ def policy_loss_from_logps(
     check_tensor("entropies", entropies, like=logps, floating=True)
     check_shape("entropies", entropies, ("that of logps", tuple(logps.shape)))
     no_ids, dtype = torch.zeros_like(logps, dtype=torch.long), accumulator_of(logps.dtype)
-    tokens = read_tokens(no_ids, completion_mask, advantages, dtype, **inputs)
-    _check_tokens(tokens, config, objective, inputs, num_items_in_batch)
-    loss = _objective(config, objective, tokens, num_items_in_batch)
-    return _loss_of_logps(loss, tokens, config, num_items_in_batch, logps, entropies, "given")
+    tokens = _tokens(no_ids, completion_mask, advantages, dtype, given)
+    loss = _objective(config, given, tokens)
+    return _loss_of_logps(loss, tokens, given, logps, entropies, "given")
 
 
 _OF_LOGPS = [x for x in inspect.signature(policy_loss_from_logps).parameters if x != "fields"]
@@ -469,88 +444,94 @@ def policy_expectation(
     Raises:
         TypeError, ValueError: a wrong argument; the message names it.
     """
-    inputs = {
-        "old_per_token_logps": old_per_token_logps,
-        "ref_per_token_logps": ref_per_token_logps,
-        "sampling_per_token_logps": sampling_per_token_logps,
-        "importance_sampling_ratio": importance_sampling_ratio,
-    }
+    given = {**locals()}
     check_config(config)
-    _check_loss(config, None, inputs, num_items_in_batch, config.needs_reference_head)
+    _check_loss(config, given, has_reference=config.needs_reference_head)
     check_tensor("completion_mask", completion_mask)
     if completion_mask.dim() != 2:
         got = tuple(completion_mask.shape)
         raise ValueError(f"completion_mask: expected shape (B, T), got {got}")
     no_ids = torch.zeros_like(completion_mask, dtype=torch.long)
+    inputs = {name: given[name] for name in _INPUTS if name in given}
     tokens = read_tokens(no_ids, completion_mask, advantages, torch.float32, **inputs)
-    return Expectation.of_loss(_objective(config, None, tokens, num_items_in_batch), tokens)
+    return Expectation.of_loss(_objective(config, given, tokens), tokens)
 
 
 LOGPS = ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps")
+_INPUTS = (*LOGPS, "importance_sampling_ratio", "sampling_topk_logps", "cu_seqlens")
+# The helpers below take the arguments of a public call by name, `given`; an absent one is None.
 
 
 def _check_loss(
-    config: LossConfig,
-    objective: Custom | None,
-    inputs: Mapping[str, Any],
-    num_items_in_batch: float | Tensor | None,
-    has_reference: bool = False,
+    config: LossConfig, given: Mapping[str, Any], *, has_reference: bool = False
 ) -> None:
-    """Raise unless `inputs` have all that the loss reads; `read_tokens` checks their shapes."""
+    """Raise unless there is all that the loss reads; `read_tokens` checks shapes."""
     check_config(config)
-    check_terms(config, inputs["ref_per_token_logps"], objective, has_reference=has_reference)
-    ratio = inputs["importance_sampling_ratio"]
-    check_sampling(config, inputs["sampling_per_token_logps"], ratio)
-    check_num_items(num_items_in_batch)
+    objective, logps = given.get("objective"), given["sampling_per_token_logps"]
+    check_terms(config, given["ref_per_token_logps"], objective, has_reference=has_reference)
+    check_sampling(config, logps, given["importance_sampling_ratio"])
+    check_num_items(given["num_items_in_batch"])
+    if given.get("kept_ids") is not None and config.needs_reference_head:
+        raise ValueError(
+            "kl_estimator: expected 'k1', 'k2' or 'k3' with kept_ids, which truncate the "
+            "policy, got 'full', the divergence over the whole vocabulary"
+        )
+    if given.get("kept_ids") is None and given.get("without_set", "error") != "error":
+        check_without_set(given["without_set"])
+    if "sampling_topk_ids" in given:
+        check_centering(config, objective, given)
 
 
-def _check_tokens(
-    tokens: Tokens,
-    config: LossConfig,
-    objective: Custom | None,
-    inputs: Mapping[str, Any],
-    num_items_in_batch: float | Tensor | None,
-) -> None:
+def _tokens(
+    ids: Tensor,
+    completion_mask: Tensor | None,
+    advantages: Tensor,
+    dtype: torch.dtype,
+    given: Mapping[str, Any],
+) -> Tokens:
+    """The tokens that count, checked; warns of inputs that nothing reads."""
+    inputs = {name: given[name] for name in _INPUTS if name in given}
+    tokens = read_tokens(ids, completion_mask, advantages, dtype, **inputs)
     for name in LOGPS:
         check_logps(name, getattr(tokens, name))
     warn_of_inputs(
-        config,
-        objective,
-        num_items_in_batch=num_items_in_batch,
-        old_per_token_logps=inputs["old_per_token_logps"],
-        sampling_per_token_logps=inputs["sampling_per_token_logps"],
+        given["config"],
+        given["objective"],
+        num_items_in_batch=given["num_items_in_batch"],
+        old_per_token_logps=given["old_per_token_logps"],
+        sampling_per_token_logps=given["sampling_per_token_logps"],
     )
+    return tokens
 
 
 def _objective(
-    config: LossConfig, objective: Custom | None, tokens: Tokens, num_items: float | Tensor | None
+    config: LossConfig, given: Mapping[str, Any], tokens: Tokens
 ) -> PolicyObjective | CustomObjective:
     """The loss that `config` describes, or the custom one."""
-    weights = token_weights(config, tokens.layout, num_items, tokens.advantages.dtype)
-    if objective is None:
+    items = given["num_items_in_batch"]
+    weights = token_weights(config, tokens.layout, items, tokens.advantages.dtype)
+    if given.get("objective") is None:
         return PolicyObjective(config, tokens, weights)
-    return CustomObjective(objective, tokens, weights)
+    return CustomObjective(given["objective"], tokens, weights)
 
 
 def _metrics(
-    config: LossConfig,
+    given: Mapping[str, Any],
     tokens: Tokens,
     entropies: Tensor,
     evaluation: Evaluation,
     with_grad: Tensor,
-    num_items: float | Tensor | None,
 ) -> Metrics:
     if tokens.old_per_token_logps is not None and evaluation.terms is not None:
         warn_of_ratio(evaluation.terms.token_log_ratio)
-    has_items = num_items is not None
+    config, has_items = given["config"], given["num_items_in_batch"] is not None
     return loss_metrics(config, tokens, entropies, evaluation, with_grad.sum(), num_items=has_items)
 
 
 def _loss_of_logps(
     loss: PolicyObjective | CustomObjective,
     tokens: Tokens,
-    config: LossConfig,
-    num_items: float | Tensor | None,
+    given: Mapping[str, Any],
     logps: Tensor,
     entropies: Tensor,
     engine: str,
@@ -560,9 +541,9 @@ def _loss_of_logps(
     rows = [x.detach().reshape(-1)[layout.positions].to(dtype) for x in (logps, entropies)]
     evaluation = loss.evaluate(numbers(*rows))
     value = _LossOfLogps.apply(logps, entropies, evaluation, layout)
-    metrics = _metrics(config, tokens, rows[1], evaluation, evaluation.has_gradient, num_items)
-    per_token, entropies = map(layout.scatter, rows)
-    return LossOutput(value, per_token, entropies, metrics, engine, "torch")
+    metrics = _metrics(given, tokens, rows[1], evaluation, evaluation.has_gradient)
+    per_token, per_entropy = map(layout.scatter, rows)
+    return LossOutput(value, per_token, per_entropy, metrics, engine, "torch")
 
 
 @first_order

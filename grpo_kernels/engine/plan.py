@@ -295,7 +295,7 @@ def begin(
     head: Head,
     run: Run | None,
     second: Second | None = None,
-    prefix: str = "",
+    prefix: str = "reference.",
     *,
     backend: BackendName | None = None,
 ) -> Job:
@@ -339,7 +339,7 @@ def plan(
     objective: Objective | None = None,
     *,
     second: Second | None = None,
-    prefix: str = "",
+    prefix: str = "reference.",
     names: tuple[str, str] | None = ("ids", "topk_ids"),
 ) -> tuple[Job, Tensors, Tensors | None]:
     """Plan a call that `begin` began; return it, and the tensors of both heads.
