@@ -1,7 +1,7 @@
 """Helpers for every part of the library. They know no loss and no head.
 
 - `checks`: checks of arguments; `choices`: names to choose from.
-- `distributed`: collectives, and the check that all ranks make the same call.
+- `distributed`: collectives.
 - `tensors`: records of tensors, sums, quantiles, importance ratios, sequences of a batch.
 - `modes`: modules in evaluation mode, and calls that leave no trace.
 """

@@ -58,11 +58,11 @@ def guest(
     modules = [*module.modules()]
     places = [(x, name, p) for x in modules for name, p in x._parameters.items() if id(p) in leaves]
     before = [(x, dict(vars(x)), dict(x._buffers), dict(x._modules)) for x in modules]
+    not_reentrant = partial(checkpoint, use_reentrant=False)
     kind = "cuda" if device.type in ("cpu", "meta") else device.type
     with ExitStack() as stack:
-        stack.enter_context(
-            torch.random.fork_rng([] if kind != device.type else [device], device_type=kind)
-        )
+        devices = [device] if kind == device.type else []
+        stack.enter_context(torch.random.fork_rng(devices, device_type=kind))
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda x: x))
         stack.callback(random.setstate, random.getstate())
         stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
@@ -79,9 +79,7 @@ def guest(
                     vars(x)[name] = 0.0
                 # transformers'; a reentrant one fills live gradients
                 if "_gradient_checkpointing_func" in attributes:
-                    vars(x)["_gradient_checkpointing_func"] = partial(
-                        checkpoint, use_reentrant=False
-                    )
+                    vars(x)["_gradient_checkpointing_func"] = not_reentrant
             yield [*leaves.values()]
         finally:
             for owner, name, live in places:

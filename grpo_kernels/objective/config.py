@@ -435,8 +435,8 @@ def check_terms(
             f"'full' and beta = {config.beta}, got None"
         )
     if has_reference and (objective is not None or config.kl_estimator != "full"):
-        why = f"with kl_estimator = {config.kl_estimator!r}"
-        why = why if objective is None else "beside an objective"
+        of_config = f"with kl_estimator = {config.kl_estimator!r}"
+        why = of_config if objective is None else "beside an objective"
         raise ValueError(f"reference: expected None {why}, which does not read it, got one")
     if ref_per_token_logps is not None and objective is None and not config.estimates_kl:
         why, instead = "beta = 0, so there is no KL term", "give beta a value"
@@ -470,13 +470,8 @@ def check_centering(config: LossConfig, objective: Any, inputs: Mapping[str, Any
         absent = "sampling_topk_ids" if given[1] else "sampling_topk_logps"
         raise ValueError(f"{absent}: expected a tensor, as the other of the two, got None")
     why = "with sampling_topk_ids, which center the score"
-    others = {
-        "objective": objective,
-        "kept_ids": inputs["kept_ids"],
-        "old_per_token_logps": inputs["old_per_token_logps"],
-        "importance_sampling_ratio": inputs["importance_sampling_ratio"],
-    }
-    for name, x in others.items():
+    names = ("kept_ids", "old_per_token_logps", "importance_sampling_ratio")
+    for name, x in (("objective", objective), *((name, inputs[name]) for name in names)):
         if x is not None:
             raise ValueError(f"{name}: expected None {why}, got {type(x).__name__}")
     if loss_of(config).surrogate != "clipped" or config.importance_sampling_level != "token":
