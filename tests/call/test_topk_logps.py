@@ -70,15 +70,6 @@ def test_values_and_gradients(name: str, every_backend: str) -> None:
                 torch.testing.assert_close(grads[leaf].double(), x, rtol=0, atol=close * size)
 
 
-def test_the_own_id_is_the_same_and_the_whole_vocabulary_sums_to_one() -> None:
-    case = scored("topk/whole", mask="full")
-    ids = torch.arange(V).expand(B, T, V)
-    found, _ = run(case, ids)
-    own = found.topk_logps.gather(-1, case.completion_ids[..., None])[..., 0]
-    torch.testing.assert_close(own, found.logps, rtol=0, atol=1e-6)
-    torch.testing.assert_close(found.topk_logps.exp().sum(-1), torch.ones(B, T))
-
-
 def test_gradients_of_padding_go_nowhere() -> None:
     """NaN too, as that of a logsumexp of padding alone."""
     hidden, weight = torch.randn(2, 4, requires_grad=True), torch.randn(9, 4)

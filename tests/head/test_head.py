@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from grpo_kernels import GRPOLoss, Head, LoRA, LossConfig, Run, grpo_loss, linear_logprob
 from tests.support.adapter_case import check_adapter
@@ -47,14 +46,6 @@ def test_numpy_numbers_are_numbers() -> None:
 def test_it_is_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         Head(WEIGHT).logit_scale = 2.0  # type: ignore[misc]
-
-
-def test_a_weight_or_a_module_stands_for_a_head_of_it() -> None:
-    module = nn.Linear(4, 9, bias=False)
-    module.weight.data.copy_(WEIGHT)
-    want = linear_logprob(HIDDEN, Head(WEIGHT), IDS).logps
-    for head in (WEIGHT, module, Head(module)):
-        assert torch.equal(linear_logprob(HIDDEN, head, IDS).logps, want)
 
 
 def test_the_constants_are_no_fields_of_a_loss() -> None:
