@@ -148,7 +148,7 @@ def run_scored(
     if takes(type(base).forward, "use_cache"):
         inputs.setdefault("use_cache", False)
     inputs, needed = {"input_ids": batch.input_ids, **inputs}, batch.needed()
-    is_checked = heads.known_head(model, heads.facts_of(base, inputs))[1]
+    is_checked = heads.known_head(model, inputs)[2]
     if needed.device.type == "cpu" or not is_checked:  # in later calls it would wait for the device
         _check_attended(batch.input_ids, needed, inputs, base.config)
 
@@ -195,8 +195,7 @@ def run_in_head(
     base = heads.causal_lm(model)
     if "adapter_names" in inputs:  # PEFT's, one for each sequence of the padded batch
         layout, live = "padded", None
-    facts = heads.facts_of(base, inputs)
-    head, is_checked = heads.known_head(model, facts)
+    head, facts, is_checked = heads.known_head(model, inputs)
 
     def score_whole(hidden: Tensor, head: Head) -> tuple[Tensor, ...]:
         # accelerate has FSDP2 round logits to 16 bits, which would leave 8 of log-probabilities
@@ -247,8 +246,7 @@ def measured_head(base: nn.Module, forward: Callable[..., Any]) -> Head:
     The first time it runs on two tokens, as a guest and within the caller's own call of `base`, so
     that FSDP2 and ZeRO-3 have made whole what it reads.
     """
-    facts = heads.facts_of(base, {})
-    head, is_checked = heads.known_head(base, facts)
+    head, _, is_checked = heads.known_head(base, {})
     linear, states = linear_of(head.weight), list[Tensor]()  # the body's output, the head's input
     ids = torch.full((1, 2), ordinary_id(base), device=linear.weight.device)
 
@@ -281,7 +279,7 @@ def measured_head(base: nn.Module, forward: Callable[..., Any]) -> Head:
                 "are those of causal_lm_loss and completion_logprobs"
             )
         _factors[head.weight] = factor
-        head = heads.known_head(base, facts)[0]
+        head = heads.known_head(base, {})[0]
     factor = _factors[head.weight]
     if factor != 1.0 and linear.bias is not None:
         raise ValueError(

@@ -325,8 +325,7 @@ def head_inputs(model: nn.Module) -> Iterator[HeadInputs]:
         RuntimeError: the model has not run inside, or has called its head more than once.
     """
     base = heads.causal_lm(model)
-    facts = heads.facts_of(base, {})
-    head, is_checked = heads.known_head(model, facts)
+    head, facts, is_checked = heads.known_head(model, {})
     check = None if is_checked else HeadCheck(head, lambda hidden: hidden[0, 0])
     found, model_forward, dtypes = HeadInputs(), base.forward, list[torch.dtype]()
 

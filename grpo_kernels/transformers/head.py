@@ -32,7 +32,7 @@ _DIVISORS = ("logits_scaling",)
 _CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 _FACTS = 16  # that are kept of a head
 Constants = tuple[float, float | None, int | None]
-# head -> facts of the call (`facts_of`) -> (the measured constants, True if a row of logits has
+# head -> facts of the call (`_facts`) -> (the measured constants, True if a row of logits has
 # been compared too)
 _known: weakref.WeakKeyDictionary[nn.Module, dict[Any, tuple[Constants, bool]]] = (
     weakref.WeakKeyDictionary()
@@ -71,11 +71,12 @@ def describe_head(model: nn.Module) -> Head:
         TypeError: not a transformers model, an encoder-decoder model, or a head that is not one
             linear layer; the message says what was found.
     """
-    return known_head(model)[0]
+    return known_head(model, {})[0]
 
 
-def known_head(model: nn.Module, facts: Any = None) -> tuple[Head, bool]:
-    """`describe_head`'s head, and True if its logits were compared under the same `facts`."""
+def known_head(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Head, Any, bool]:
+    """`describe_head`'s head; the facts of a call with `inputs`, on which its constants depend; and
+    True if its logits were compared under the same facts."""
     base = causal_lm(model)
     if "decoder_input_ids" in inspect.signature(type(base).forward).parameters:
         raise TypeError(
@@ -92,13 +93,14 @@ def known_head(model: nn.Module, facts: Any = None) -> tuple[Head, bool]:
         )
     head = inner_head(head)
     linear_of(head)
-    facts = facts_of(base, {}) if facts is None else facts
+    facts = _facts(base, inputs)
     constants, compared = _known.get(head, {}).get(facts, (_from_config(base), False))
     scale, cap, size = constants
-    return Head(head, vocab_size=size, final_logit_softcapping=cap, logit_scale=scale), compared
+    found = Head(head, vocab_size=size, final_logit_softcapping=cap, logit_scale=scale)
+    return found, facts, compared
 
 
-def facts_of(base: PreTrainedModel, inputs: Mapping[str, Any]) -> Any:
+def _facts(base: PreTrainedModel, inputs: Mapping[str, Any]) -> Any:
     """What logits may depend on besides the head: config, code, and single values in `inputs`."""
     inputs = {name: x for name, x in inputs.items() if name not in ("use_cache", "return_dict")}
     values = [(name, x) for name, x in inputs.items() if isinstance(x, bool | int | float | str)]
