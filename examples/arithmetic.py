@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -41,6 +42,7 @@ class Rollout:
     completion_mask: Tensor  # (B, T) int64, 1 up to and including the first end-of-sequence token
     problems: list[Problem]  # length B
     texts: list[str]  # length B, the completions without special tokens
+    scores: Tensor  # (B, T, V), the sampler's logits, -inf where it cuts
 
 
 def build_tokenizer(vocab_size: int = 64) -> PreTrainedTokenizerFast:
@@ -48,9 +50,7 @@ def build_tokenizer(vocab_size: int = 64) -> PreTrainedTokenizerFast:
     are in real ones."""
     used = [PAD, EOS, *CHARACTERS]
     entries = used + [f"<unused_{i}>" for i in range(vocab_size - len(used))]
-    tokenizer = Tokenizer(
-        models.WordLevel({entry: i for i, entry in enumerate(entries)}, unk_token=PAD)
-    )
+    tokenizer = Tokenizer(models.WordLevel({x: i for i, x in enumerate(entries)}, unk_token=PAD))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
@@ -86,9 +86,8 @@ def make_problem(terms: Sequence[int]) -> Problem:
     if len(terms) not in (2, 3):
         raise ValueError(f"terms: expected 2 or 3 digits, got {len(terms)}")
     prompt = "+".join(map(str, terms)) + "="
-    working = "".join(f"{sum(terms[:i])}+{terms[i]}=" for i in range(2, len(terms))) + str(
-        sum(terms)
-    )
+    carried = [f"{sum(terms[:i])}+{terms[i]}=" for i in range(2, len(terms))]
+    working = "".join(carried) + str(sum(terms))
     return Problem(prompt, working, sum(terms))
 
 
@@ -135,7 +134,6 @@ def warm_start(
     batch_size: int = 128,
     learning_rate: float = 3e-3,
     seed: int = 0,
-    progress: Callable[[int, float], None] | None = None,
 ) -> None:
     """Supervised learning on noisy workings, in place: the format is learnt, the sums are right
     some of the time."""
@@ -144,22 +142,18 @@ def warm_start(
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, total_steps=steps)
     prompt_length = len(problems[0].prompt)
     model.train()
-    for step in range(steps):
+    for _ in range(steps):
         batch = generator.choices(problems, k=batch_size)
         workings = [noisy_working(problem, noise, generator) for problem in batch]
         longest = max(map(len, workings))
-        texts = [
-            p.prompt + w + EOS + PAD * (longest - len(w))
-            for p, w in zip(batch, workings, strict=True)
-        ]
+        pairs = zip(batch, workings, strict=True)
+        texts = [p.prompt + w + EOS + PAD * (longest - len(w)) for p, w in pairs]
         ids = encode(tokenizer, texts)
         labels = ids.masked_fill(ids == tokenizer.pad_token_id, -100)[:, prompt_length:]
         logits = model(input_ids=ids).logits[:, prompt_length - 1 : -1]
         loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
         take_step(optimizer, loss)
         schedule.step()
-        if progress is not None:
-            progress(step, loss.item())
 
 
 @torch.no_grad()
@@ -168,32 +162,30 @@ def sample(
     tokenizer: PreTrainedTokenizerFast,
     problems: Sequence[Problem],
     num_generations: int = 1,
-    max_new_tokens: int = 8,
+    **how: Any,
 ) -> Rollout:
-    """Sample `num_generations` completions per problem at temperature 1 from the whole
-    distribution."""
+    """Sample `num_generations` completions per problem at temperature 1, from the whole
+    distribution if `how`, options of ``generate``, says nothing else."""
     repeated = [problem for problem in problems for _ in range(num_generations)]
     prompt_ids = encode(tokenizer, [problem.prompt for problem in repeated])
     training = model.training
     model.eval()
-    ids = model.generate(
+    options = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, **how}
+    found = model.generate(
         input_ids=prompt_ids,
         attention_mask=torch.ones_like(prompt_ids),
-        do_sample=True,
-        temperature=1.0,
-        top_k=0,
-        top_p=1.0,
-        max_new_tokens=max_new_tokens,
+        max_new_tokens=8,
+        output_scores=True,
+        return_dict_in_generate=True,
+        **options,
     )
     model.train(training)
-    completion_ids = ids[:, prompt_ids.shape[1] :]
-    is_eos = completion_ids == tokenizer.eos_token_id
-    completion_mask = (is_eos.cumsum(1) - is_eos.long() == 0).long()
-    texts = tokenizer.batch_decode(
-        completion_ids.where(completion_mask.bool(), tokenizer.pad_token_id),
-        skip_special_tokens=True,
-    )
-    return Rollout(prompt_ids, completion_ids, completion_mask, repeated, texts)
+    ids = found.sequences[:, prompt_ids.shape[1] :]
+    is_eos = ids == tokenizer.eos_token_id
+    mask = (is_eos.cumsum(1) - is_eos.long() == 0).long()
+    shown = ids.where(mask.bool(), tokenizer.pad_token_id)
+    texts = tokenizer.batch_decode(shown, skip_special_tokens=True)
+    return Rollout(prompt_ids, ids, mask, repeated, texts, torch.stack(found.scores, dim=1))
 
 
 def warm_model() -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerFast, list[Problem]]:
@@ -203,9 +195,8 @@ def warm_model() -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerFast, list[Proble
     model = build_model(tokenizer, seed=0)
     problems = all_problems(largest=3)
     print("warm start: 150 supervised steps, in which a small model learns to write sums")
-    warm_start(
-        model, tokenizer, problems, steps=150, noise=0.3, batch_size=32, learning_rate=5e-3, seed=0
-    )
+    how = {"steps": 150, "noise": 0.3, "batch_size": 32, "learning_rate": 5e-3}
+    warm_start(model, tokenizer, problems, **how)
     return model, tokenizer, problems
 
 
@@ -213,12 +204,8 @@ def hidden_states(model: Qwen3ForCausalLM, rollout: Rollout) -> Tensor:
     """The states that predict the completion: (B, T, H), aligned with `completion_ids`. The head is
     not run."""
     ids = torch.cat([rollout.prompt_ids, rollout.completion_ids], dim=1)
-    attention_mask = torch.cat(
-        [torch.ones_like(rollout.prompt_ids), rollout.completion_mask], dim=1
-    )
-    states = model.model(
-        input_ids=ids, attention_mask=attention_mask, use_cache=False
-    ).last_hidden_state
+    real = torch.cat([torch.ones_like(rollout.prompt_ids), rollout.completion_mask], dim=1)
+    states = model.model(input_ids=ids, attention_mask=real, use_cache=False).last_hidden_state
     return states[:, rollout.prompt_ids.shape[1] - 1 : -1]
 
 

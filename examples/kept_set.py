@@ -17,56 +17,10 @@ if __name__ == "__main__":
     begin(__doc__)
 
 import torch
-from arithmetic import (
-    Problem,
-    Rollout,
-    accuracy,
-    encode,
-    evaluate,
-    hidden_states,
-    take_step,
-    warm_model,
-)
-from torch import Tensor
-from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+from arithmetic import accuracy, evaluate, hidden_states, sample, take_step, warm_model
 
 from grpo_kernels import LossConfig, grpo_loss, linear_logprob
 from grpo_kernels.advantages import group_advantages
-
-
-@torch.no_grad()
-def sample_truncated(
-    model: Qwen3ForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
-    problems: list[Problem],
-    num_generations: int,
-) -> tuple[Rollout, Tensor, Tensor]:
-    """A rollout at top-k 12 and top-p 0.95; the kept ids (B, T, K), padded with -1; the sampler's
-    own logps (B, T)."""
-    repeated = [problem for problem in problems for _ in range(num_generations)]
-    prompt_ids = encode(tokenizer, [problem.prompt for problem in repeated])
-    found = model.generate(
-        input_ids=prompt_ids,
-        attention_mask=torch.ones_like(prompt_ids),
-        do_sample=True,
-        top_k=12,
-        top_p=0.95,
-        max_new_tokens=8,
-        output_scores=True,
-        return_dict_in_generate=True,
-    )
-    completion_ids = found.sequences[:, prompt_ids.shape[1] :]
-    is_eos = completion_ids == tokenizer.eos_token_id
-    mask = (is_eos.cumsum(1) - is_eos.long() == 0).long()
-    texts = tokenizer.batch_decode(
-        completion_ids.where(mask.bool(), tokenizer.pad_token_id), skip_special_tokens=True
-    )
-    scores = torch.stack(found.scores, dim=1)  # (B, T, V), -inf where cut
-    largest = int(scores.isfinite().sum(-1).max())
-    kept = scores.topk(largest, dim=-1)
-    kept_ids = kept.indices.masked_fill(kept.values.isinf(), -1)
-    logps = scores.log_softmax(-1).gather(-1, completion_ids[..., None]).squeeze(-1)
-    return Rollout(prompt_ids, completion_ids, mask, repeated, texts), kept_ids, logps
 
 
 def main() -> None:
@@ -82,25 +36,27 @@ def main() -> None:
     off_kept = off_full = 0.0
     for step in range(0, steps, 2):
         first = step * 8 % len(problems)
-        rollout, kept_ids, sampler = sample_truncated(
-            model, tokenizer, problems[first : first + 16], 8
-        )
+        batch = problems[first : first + 16]
+        rollout = sample(model, tokenizer, batch, 8, top_k=12, top_p=0.95)
         ids, mask = rollout.completion_ids, rollout.completion_mask
         advantages = group_advantages(accuracy(rollout), num_generations=8)
+        largest = int(rollout.scores.isfinite().sum(-1).max())
+        kept = rollout.scores.topk(largest, dim=-1)
+        kept_ids = kept.indices.masked_fill(kept.values.isinf(), -1)  # (B, T, K)
+        sampler = rollout.scores.log_softmax(-1).gather(-1, ids[..., None]).squeeze(-1)
         for update in range(2):
             states = hidden_states(model, rollout)
             given = {"old_per_token_logps": sampler, "kept_ids": kept_ids, "config": config}
             out = grpo_loss(states, head, ids, mask, advantages, **given)
             if update == 0:  # nothing has moved since the sampler
-                full = linear_logprob(
-                    states.detach(), head.detach(), ids, mask=mask, entropy=False
-                ).logps
+                frozen = states.detach(), head.detach()
+                full = linear_logprob(*frozen, ids, mask=mask, entropy=False).logps
                 counted = mask.bool()
-                off_kept = max(
-                    off_kept,
-                    ((out.per_token_logps - sampler).exp() - 1)[counted].abs().max().item(),
-                )
-                off_full = max(off_full, ((full - sampler).exp() - 1)[counted].abs().mean().item())
+                ratios = [
+                    ((x - sampler).exp() - 1)[counted].abs() for x in (out.per_token_logps, full)
+                ]
+                off_kept = max(off_kept, ratios[0].max().item())
+                off_full = max(off_full, ratios[1].mean().item())
             take_step(optimizer, out.loss)
         if step % 8 == 0 or step >= steps - 2:
             size = out.metrics["kept/size"].item()
