@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import sys
@@ -24,6 +25,13 @@ def begin(doc: str) -> None:
     logger = logging.getLogger("grpo_kernels")
     logger.addHandler(shown)
     logger.setLevel(logging.INFO)
+
+
+def steps_of(doc: str, default: int, about: str) -> int:
+    """The one option of the short examples, --steps."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=default, help=about)
+    return parser.parse_args().steps
 
 
 def free_cores() -> int:

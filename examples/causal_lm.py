@@ -8,10 +8,9 @@ of the models' own logits, and every model's reward rises.
 
 from __future__ import annotations
 
-import argparse
 from typing import Any
 
-from begin import begin
+from begin import begin, steps_of
 
 if __name__ == "__main__":
     begin(__doc__)
@@ -100,11 +99,7 @@ def own_logprobs(model: Any, ids: Tensor) -> Tensor:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--steps", type=int, default=40, help="optimiser steps of each model, two a batch"
-    )
-    steps = parser.parse_args().steps
+    steps = steps_of(__doc__, 40, "optimiser steps of each model, two a batch")
 
     worst, rises = 0.0, []
     for name, model in build_models().items():

@@ -8,9 +8,7 @@ through full logits, and training with it works.
 
 from __future__ import annotations
 
-import argparse
-
-from begin import begin
+from begin import begin, steps_of
 
 if __name__ == "__main__":
     begin(__doc__)
@@ -47,9 +45,7 @@ def by_autograd(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=40, help="optimiser steps, two a batch")
-    steps = parser.parse_args().steps
+    steps = steps_of(__doc__, 40, "optimiser steps, two a batch")
 
     model, tokenizer, problems = warm_model()
     head = model.lm_head.weight

@@ -11,13 +11,12 @@ The claims at the end: both trainers log the same losses, and the student comes 
 
 from __future__ import annotations
 
-import argparse
 import os
 import tempfile
 import warnings
 from typing import Any
 
-from begin import begin
+from begin import begin, steps_of
 
 if __name__ == "__main__":
     begin(__doc__)
@@ -106,9 +105,7 @@ def losses(trainer_class: type, steps: int) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=20, help="optimiser steps of each trainer")
-    steps = parser.parse_args().steps
+    steps = steps_of(__doc__, 20, "optimiser steps of each trainer")
     ours, stock = losses(FusedGKDTrainer, steps), losses(GKDTrainer, steps)
     for step in range(0, steps, max(1, steps // 4)):
         print(f"step {step:3d}  loss {ours[step]:.5f}  TRL's {stock[step]:.5f}")

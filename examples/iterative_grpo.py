@@ -9,11 +9,10 @@ reward that is learnt, which still tells right answers from wrong ones.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import random
 
-from begin import begin
+from begin import begin, steps_of
 
 if __name__ == "__main__":
     begin(__doc__)
@@ -67,11 +66,7 @@ class RewardModel:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--steps", type=int, default=6, help="steps of each of the three iterations"
-    )
-    steps = parser.parse_args().steps
+    steps = steps_of(__doc__, 6, "steps of each of the three iterations")
 
     random.seed(0)
     policy, tokenizer, problems = warm_model()

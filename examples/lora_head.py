@@ -7,9 +7,7 @@ autograd, no product of the two factors was ever made (counted operations), and 
 
 from __future__ import annotations
 
-import argparse
-
-from begin import begin
+from begin import begin, steps_of
 
 if __name__ == "__main__":
     begin(__doc__)
@@ -24,9 +22,7 @@ SCALING = 2.0
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=60, help="optimiser steps")
-    steps = parser.parse_args().steps
+    steps = steps_of(__doc__, 60, "optimiser steps")
 
     g = torch.Generator().manual_seed(0)
     hidden = torch.randn(PROMPTS, 1, H, generator=g).repeat_interleave(GENERATIONS, 0)  # (B, 1, H)

@@ -7,11 +7,10 @@ right answers rise.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from typing import Any
 
-from begin import begin
+from begin import begin, steps_of
 
 if __name__ == "__main__":
     begin(__doc__)
@@ -53,9 +52,7 @@ WEIGHTS = torch.tensor([1.0, 0.5, 0.25])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=30, help="optimiser steps")
-    steps = parser.parse_args().steps
+    steps = steps_of(__doc__, 30, "optimiser steps")
 
     model, tokenizer, problems = warm_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)

@@ -7,9 +7,7 @@ first on-policy, the second against the log-probabilities of the policy that sam
 
 from __future__ import annotations
 
-import argparse
-
-from begin import begin
+from begin import begin, steps_of
 
 if __name__ == "__main__":
     begin(__doc__)
@@ -22,9 +20,7 @@ from grpo_kernels.advantages import group_advantages
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=40, help="optimiser steps")
-    steps = parser.parse_args().steps
+    steps = steps_of(__doc__, 40, "optimiser steps")
 
     model, tokenizer, problems = warm_model()
     head = model.lm_head

@@ -9,9 +9,7 @@ improve, and the final answer with them.
 
 from __future__ import annotations
 
-import argparse
-
-from begin import begin
+from begin import begin, steps_of
 
 if __name__ == "__main__":
     begin(__doc__)
@@ -44,9 +42,7 @@ def score_steps(rollout: Rollout) -> tuple[list[list[float]], list[list[int]]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=30, help="optimiser steps")
-    steps = parser.parse_args().steps
+    steps = steps_of(__doc__, 30, "optimiser steps")
 
     model, tokenizer, problems = warm_model()
     before = evaluate(model, tokenizer, problems * 4)
