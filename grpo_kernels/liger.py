@@ -47,9 +47,9 @@ class LigerFusedLinearGRPOLoss(nn.Module):
     chunk_size: int = 1  # not used: the engine plans its chunks
     epsilon_low: float = 0.2
     epsilon_high: float = 0.2  # for "cispo" the cap on the ratio
-    loss_type: LossTypeName = "dapo"
+    loss_type: LossTypeName = "dapo"  # one of Liger's: not "gmpo"
     max_completion_length: int | None = None  # needed for "dr_grpo"
-    importance_sampling_level: ImportanceSamplingLevel = "token"
+    importance_sampling_level: ImportanceSamplingLevel = "token"  # alone for cispo, sapo, vespo
     sapo_temperature_pos: float = 1.0
     sapo_temperature_neg: float = 1.05
     temperature: float = 1.0
@@ -71,6 +71,8 @@ class LigerFusedLinearGRPOLoss(nn.Module):
 
     def loss_config(self) -> LossConfig:
         """The configuration of the loss, for `grpo_loss`."""
+        if self.loss_type == "gmpo":
+            raise ValueError("loss_type: Liger's call has no 'gmpo'; grpo_loss has it")
         known = {field.name for field in fields(LossConfig)} & vars(self).keys()
         options = {name: getattr(self, name) for name in known}
         options |= {"epsilon": self.epsilon_low, "beta": self.beta if self.use_ref_model else 0.0}

@@ -221,6 +221,7 @@ def test_an_attribute_that_a_trainer_changes_counts() -> None:
 ZEROS = torch.zeros(2, 3, 4)
 WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"loss_type": "ppo"}, {}, "loss_type: expected one of"),
+    ({"loss_type": "gmpo"}, {}, "loss_type: Liger's call has no 'gmpo'"),
     ({"delta": -1.0}, {}, "delta: expected a finite number > 0"),
     ({"engine": "fast"}, {}, "engine: expected one of"),
     ({"loss_type": "dr_grpo"}, {}, "max_completion_length: expected an int"),

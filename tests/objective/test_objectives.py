@@ -302,7 +302,7 @@ def hidden_batch(given: Given, *, trains: bool = True) -> tuple[Tensor, Tensor, 
 
 @pytest.mark.parametrize("trains", [True, False])
 @each
-def test_from_hidden_states(name: str, trains: bool) -> None:
+def test_from_packed_hidden_states(name: str, trains: bool) -> None:
     """With a frozen head too, where the engine asks whether the entropies are used: nothing is
     drawn for that."""
     source, given = source_of(name), off_policy(3, weighted=True)
@@ -310,39 +310,27 @@ def test_from_hidden_states(name: str, trains: bool) -> None:
     leaves = (hidden, weight) if trains else (hidden,)
     wanted = source.loss(given, source.modes[0])
     gradients = torch.autograd.grad(wanted, leaves)
-    out = grpo_loss(
-        hidden, weight, ids.masked_fill(~given["mask"], -100), **arguments(given),
-        objective=source.objective,
-        config=MODES[source.modes[0]], run=Run(workspace_bytes=1 << 10),
-    )  # fmt: skip
+    rows = {key: x.flatten() for key, x in arguments(given).items()}
+    rows |= {"config": MODES[source.modes[0]], "cu_seqlens": torch.arange(0, B * T + 1, T)}
+    rows |= {"objective": source.objective, "run": Run(workspace_bytes=1 << 10)}
+    tokens = hidden.flatten(0, 1), weight, ids.masked_fill(~given["mask"], -100).flatten()
+    out = grpo_loss(*tokens, **rows)
     trained = "one_pass" if source.token_level else "two_pass"
     assert out.engine == (trained if trains else "frozen")
     torch.testing.assert_close(out.loss, wanted.detach(), rtol=1e-10, atol=1e-13)
     for x, y in zip(torch.autograd.grad(out.loss, leaves), gradients, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-12)
+    none = grpo_loss(*tokens, **rows | {"completion_mask": torch.zeros(B * T)})
+    assert none.loss == 0 and not torch.autograd.grad(none.loss, hidden)[0].any()
 
 
 @each
-def test_on_policy_packed_and_without_tokens(name: str) -> None:
-    """Without old logps they are the current ones; packed sequences give what padded ones do."""
+def test_without_old_log_probabilities_they_are_the_current_ones(name: str) -> None:
     source, given = source_of(name), off_policy(4)
-    hidden, weight, ids = hidden_batch(given)
-    config = MODES[source.modes[-1]]
-    wanted = source.loss(given | {"old": given["logps"].detach()}, source.modes[-1])
-    given.pop("old")
-    out = grpo_loss(
-        hidden, weight, ids, **arguments(given), objective=source.objective, config=config
-    )
-    torch.testing.assert_close(out.loss, wanted.detach(), rtol=1e-7, atol=1e-12)
-    found, gradient = (torch.autograd.grad(x, hidden)[0] for x in (out.loss, wanted))
-    torch.testing.assert_close(found, gradient, rtol=1e-6, atol=1e-12)
-    rows: dict[str, Any] = {key: x.flatten() for key, x in arguments(given).items()}
-    rows |= {"objective": source_of(name).objective, "cu_seqlens": torch.arange(0, B * T + 1, T)}
-    packed = grpo_loss(hidden.flatten(0, 1), weight, ids.flatten(), **rows, config=config)
-    torch.testing.assert_close(packed.loss, out.loss)
-    given["mask"] = torch.zeros_like(given["mask"])
-    none = grpo_loss(hidden, weight, ids, **arguments(given), objective=source.objective)
-    assert none.loss == 0 and not torch.autograd.grad(none.loss, hidden)[0].any()
+    given["old"] = given["logps"]
+    wanted = ours(given, objective=source.objective)
+    del given["old"]
+    agree(ours(given, objective=source_of(name).objective), wanted)
 
 
 @pytest.mark.parametrize("name", ["ipo", "icepop_prime_rl", "kpop", "rollout_is"])
