@@ -6,29 +6,18 @@ import pytest
 
 pytest.importorskip("triton")
 
-from grpo_kernels.backends.triton_rows.device import (
-    FAMILIES,
-    ROW_KERNELS,
-    family,
-    row_config,
-    row_configs,
-)
+from grpo_kernels.backends.triton_rows import device
+from grpo_kernels.backends.triton_rows.device import family, row_config, row_configs
 
 pytestmark = pytest.mark.unit
 
-ARCHES = {
-    "sm_75": "default",
-    "sm_80": "sm_80",
-    "sm_89": "default",
-    "sm_90": "sm_90",
-    "sm_100": "sm_100",
+ARCHES = {  # and their families
+    **{arch: arch for arch in ("sm_80", "sm_90", "sm_100", "gfx942")},
+    **dict.fromkeys(("sm_75", "sm_89", "sm_120", "gfx90a"), "default"),
     "sm_103": "sm_100",
-    "sm_120": "default",
-    "gfx90a": "default",
-    "gfx942": "gfx942",
     "gfx950": "gfx942",
     "cpu": "interpreter",
-}  # and their families
+}
 
 
 @pytest.mark.parametrize("arch", ARCHES)
@@ -46,10 +35,10 @@ def test_a_small_vocabulary_has_a_small_tile(vocab: int) -> None:
         assert config.block_v < 2 * max(vocab, 128 * config.num_warps)
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "interpreter"])
+@pytest.mark.parametrize("name", [name for name in device.FAMILIES if name != "interpreter"])
 def test_a_thread_reads_16_bytes_at_a_time(name: str) -> None:
     """Four fp32 logits of each quarter of a tile, or accesses are narrower."""
-    for kernel in ROW_KERNELS:
+    for kernel in device.ROW_KERNELS:
         for config in row_configs(kernel, name):
             threads = config.num_warps * (64 if name.startswith("gfx") else 32)
             assert config.block_v // 4 >= 4 * threads, (name, kernel)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels.engine import device, gemm
+from grpo_kernels.engine import gemm, workspace
 from tests.emulator.launch import Emulation
 from tests.support.case_builder import Case, make_case
 from tests.support.reference import reference_loss
@@ -30,21 +30,27 @@ def product(left: Tensor, right: Tensor, out: Tensor, *, add: bool) -> None:
 @pytest.fixture(autouse=True)
 def _like_a_gpu() -> Iterator[None]:
     kind = replace(
-        device.CUDA, free=None, unused=lambda device: 0, is_capturing=lambda: False,
+        workspace.CUDA, free=None, unused=lambda device: 0, is_capturing=lambda: False,
         fewest_rows=16, row_multiple=16,
     )  # fmt: skip
     with (
-        mock.patch.dict(device._KINDS, {"cpu": kind}),
+        mock.patch.dict(workspace._KINDS, {"cpu": kind}),
         mock.patch.object(gemm, "mixed_mm", product),
     ):
         yield
 
 
 def case_of(name: str, **options) -> Case:
-    return make_case(
-        name,
-        **{"b": 2, "t": 6, "h": 32, "v": 9001, "dtype": torch.bfloat16, "beta": 0.04} | options,
-    )
+    given = {"b": 2, "t": 6, "h": 32, "v": 9001, "dtype": torch.bfloat16, "beta": 0.04} | options
+    return make_case(name, **given)
+
+
+def check(case: Case, engine: str) -> None:
+    assert engine in allowed_engines(case)
+    reference = reference_loss(case)
+    output, grads = run(case, engine, backend="triton")
+    assert output.engine == engine
+    assert_matches(output, grads, reference, case, bounds_of(reference, case))
 
 
 @pytest.mark.parametrize(
@@ -60,12 +66,7 @@ def case_of(name: str, **options) -> Case:
     ],
 )
 def test_every_engine(engine: str, frozen: tuple[str, ...], emulation: Emulation) -> None:
-    case = case_of(f"emulated {engine}", frozen=frozen)
-    assert engine in allowed_engines(case)
-    reference = reference_loss(case)
-    output, grads = run(case, engine, backend="triton")
-    assert output.engine == engine
-    assert_matches(output, grads, reference, case, bounds_of(reference, case))
+    check(case_of(f"emulated {engine}", frozen=frozen), engine)
     assert emulation.launches
 
 
@@ -75,17 +76,9 @@ def test_every_engine(engine: str, frozen: tuple[str, ...], emulation: Emulation
     "options", [{"final_logit_softcapping": 20.0, "entropy_coef": 0.01}, {"bias": True}], ids=str
 )
 def test_more_of_the_head(engine: str, dtype: torch.dtype, options: dict) -> None:
-    case = case_of(f"emulated {engine} {options}", dtype=dtype, temperature=0.8, **options)
-    reference = reference_loss(case)
-    assert_matches(
-        *run(case, engine, backend="triton"), reference, case, bounds_of(reference, case)
-    )
+    check(case_of(f"emulated {engine} {options}", dtype=dtype, temperature=0.8, **options), engine)
 
 
 @pytest.mark.parametrize("engine", ["one_pass", "two_pass", "lean"])
 def test_a_divergence_from_a_teacher(engine: str) -> None:
-    case = case_of(f"emulated teacher {engine}", teacher=0.3, kl_estimator="full")
-    reference = reference_loss(case)
-    assert_matches(
-        *run(case, engine, backend="triton"), reference, case, bounds_of(reference, case)
-    )
+    check(case_of(f"emulated teacher {engine}", teacher=0.3, kl_estimator="full"), engine)

@@ -50,10 +50,8 @@ def test_statistics_gradient_and_loss(
 ) -> None:
     """`stats`, `grad` and `fused`: the transforms of `make_transform` and its losses, in turn."""
     raw, ids = rows_of(vocab)
-    rounded_to = dtype if dtype != torch.float32 else None
-    check_kernels(
-        BACKENDS[layout], raw, ids, make_transform(len(ids), vocab, kind, rounded_to), kind, dtype
-    )
+    transform = make_transform(len(ids), vocab, kind, None if dtype == torch.float32 else dtype)
+    check_kernels(BACKENDS[layout], raw, ids, transform, kind, dtype)
 
 
 @pytest.mark.parametrize("kind", [pytest.param(1, marks=quick), 3])
