@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from importlib import metadata
@@ -92,14 +92,20 @@ class Patch(int):
 
 
 @contextmanager
-def replaced(owner: Any, attribute: str, ours: Any) -> Iterator[None]:
-    """Inside, the attribute of `owner`, a module, class or object, is `ours`."""
+def all_replaced(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Inside, attributes are changed: (a module, class or object, its attribute, ours) each."""
     patches = Patches()
-    patches.replace(owner, attribute, ours)
+    for change in changes:
+        patches.replace(*change)
     try:
         yield
     finally:
         patches.restore()
+
+
+def replaced(owner: Any, attribute: str, ours: Any) -> AbstractContextManager[None]:
+    """Inside, the attribute of `owner`, a module, class or object, is `ours`."""
+    return all_replaced([(owner, attribute, ours)])
 
 
 @contextmanager

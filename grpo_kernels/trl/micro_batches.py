@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from grpo_kernels.loss import policy_expectation
 from grpo_kernels.objective.config import LossConfig, config_of_trainer
 from grpo_kernels.objective.expected import Expectation
 from grpo_kernels.objective.losses import averaged_over, loss_of, token_weights
-from grpo_kernels.patching import divided, numbered, replaced
+from grpo_kernels.patching import all_replaced, divided, numbered
 from grpo_kernels.tokens import read_tokens
 
 OLD, RATIO, REFERENCE = "old_per_token_logps", "importance_sampling_ratio", "ref_per_token_logps"
@@ -60,14 +60,14 @@ def is_corrected(trainer: Any) -> bool:
 def correction_options(trainer: Any) -> dict[str, Any]:
     """The `LossConfig` fields of the trainer's correction for its sampler."""
     names = [f"vllm_importance_sampling_{name}" for name in ("mode", "clip_max", "clip_min")]
-    found = {name: getattr(trainer, name) for name in names}
-    return {"vllm_importance_sampling_correction": True, **found}
+    correction = {"vllm_importance_sampling_correction": True}
+    return correction | {name: getattr(trainer, name) for name in names}
 
 
-def config_of(trainer: Any) -> LossConfig:
+def config_of(trainer: Any, **overrides: Any) -> LossConfig:
     """The loss that the trainer's options name, with what TRL's loss reads off the trainer."""
-    config = config_of_trainer(trainer.args)
-    return replace(config, loss_type=trainer.loss_type, beta=trainer.beta)
+    of_trainer = {"loss_type": trainer.loss_type, "beta": trainer.beta}
+    return config_of_trainer(trainer.args, **{**of_trainer, **overrides})
 
 
 def foreseen(
@@ -75,13 +75,10 @@ def foreseen(
 ) -> tuple[LossConfig | None, Expectation | None]:
     """(the trainer's loss, the gradient that it will send); None where it is not known, or none.
 
-    The policy term and the entropy bonus have one scale here. TRL divides the bonus and most losses
-    by the accumulation steps G. dapo, cispo and vespo divide by
-    num_items / world_size * G / steps_per_generation instead. G is left out of both, so that these
-    three divide by num_items / (world_size * steps_per_generation).
-
-    Args:
-        is_unscored: the loss makes the old log-probabilities.
+    `is_unscored`: the loss makes the old log-probabilities. The policy term and the entropy bonus
+    have one scale here. TRL divides the bonus and most losses by the accumulation steps G. dapo,
+    cispo and vespo divide by num_items / world_size * G / steps_per_generation instead. G is left
+    out of both, so that these three divide by num_items / (world_size * steps_per_generation).
     """
     owner, config = trainer.loss_owner, None
     is_gmpo = owner.__name__ == "GMPOTrainer" and owner.__module__.startswith("trl.")
@@ -102,7 +99,7 @@ def foreseen(
         items = torch.as_tensor(items).clamp(min=1.0) / trainer.accelerator.num_processes
         given["num_items_in_batch"] = items / trainer.args.steps_per_generation
     try:
-        config = replace(config_of(trainer), **overrides)
+        config = config_of(trainer, **overrides)
         if config.estimates_kl:  # where it is not scored yet, any values grade the same rows
             zeros = torch.zeros_like(inputs["completion_mask"], dtype=torch.float32)
             given[REFERENCE] = inputs.get(REFERENCE, zeros)
@@ -298,9 +295,8 @@ def unlogged(trainer: Any) -> Iterator[None]:
     """Inside, TRL's loss logs nothing, and asks no other process for its metrics."""
     metrics, accelerator = metrics_of(trainer), trainer.accelerator
     before = {name: len(x) for name, x in metrics.items()}
-    with ExitStack() as stack:
-        for name in ("gather", "gather_for_metrics", "reduce"):
-            stack.enter_context(replaced(accelerator, name, lambda x, *_, **__: x))
+    asks = ("gather", "gather_for_metrics", "reduce")
+    with all_replaced((accelerator, name, lambda x, *_, **__: x) for name in asks):
         try:
             yield
         finally:

@@ -24,8 +24,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ from grpo_kernels.base.tensors import scored_difference
 from grpo_kernels.head import Head
 from grpo_kernels.objective.config import LossConfig
 from grpo_kernels.objective.policy import bounded_ratio
-from grpo_kernels.patching import LogsShares, replaced
+from grpo_kernels.patching import LogsShares, all_replaced, replaced
 from grpo_kernels.results import Scores
 from grpo_kernels.scores import linear_divergence
 from grpo_kernels.transformers.head import inner_head
@@ -102,13 +103,11 @@ class Scoring(LogsShares):
         if self._is_deferred:  # as if there were no correction and no step before the batch ends
             changes.append((self, "vllm_importance_sampling_correction", False))
             changes.append((self.args, "gradient_accumulation_steps", self._micro_steps))
+        own = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
+        for name in ("_generate", "_calculate_rewards"):  # for which all is as it was
+            changes.append((self, name, partial(_within, own, getattr(self, name))))
         try:
-            with ExitStack() as stack:
-                for name in ("_generate", "_calculate_rewards"):  # for which all is as it was
-                    method = _with_own(changes, getattr(self, name))
-                    stack.enter_context(replaced(self, name, method))
-                for change in changes:
-                    stack.enter_context(replaced(*change))
+            with all_replaced(changes):
                 batch: Batch = super()._generate_and_score_completions(inputs)
             if self._call is not None:
                 batch[SETS] = sets_of_batch(self._call.inputs[SETS], batch)
@@ -353,19 +352,11 @@ class Scoring(LogsShares):
         return results
 
 
-def _with_own(
-    changes: Sequence[tuple[Any, str, Any]], method: Callable[..., Any]
-) -> Callable[..., Any]:
-    """`method`, with the values of now for the attributes that `changes` are going to change."""
-    own = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with ExitStack() as stack:
-            for value in own:
-                stack.enter_context(replaced(*value))
-            return method(*args, **kwargs)
-
-    return run
+def _within(
+    changes: Sequence[tuple[Any, str, Any]], method: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    with all_replaced(changes):
+        return method(*args, **kwargs)
 
 
 def reader_of(trainer: Any, names: Sequence[str]) -> str | None:

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from contextlib import ExitStack
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -41,13 +41,13 @@ from torch import Tensor
 from trl import GRPOTrainer
 
 from grpo_kernels.base import choices
-from grpo_kernels.base.checks import warn_once
+from grpo_kernels.base.checks import check_choice, warn_once
 from grpo_kernels.body import trial
 from grpo_kernels.body.trunk import trunk_of
 from grpo_kernels.engine.plan import Run
 from grpo_kernels.objective.config import config_of_trainer
 from grpo_kernels.objective.losses import averaged_over
-from grpo_kernels.patching import Shares, replaced
+from grpo_kernels.patching import Shares, all_replaced, replaced
 from grpo_kernels.transformers.call import TrunkOptions
 from grpo_kernels.transformers.causal_lm import check_skip
 from grpo_kernels.trl import fused_head, micro_batches, scoring
@@ -116,10 +116,7 @@ class FusedLossMixin(scoring.Scoring):
         run = Run(engine, backend, workspace_bytes)
         options = HeadOptions(run, layout, without_set=sampling_mask, shares=self._shares)
         TrunkOptions(zero_advantage)  # raises for an unknown one
-        if kl_estimator not in ("k3", "full"):
-            raise ValueError(
-                f"kl_estimator: expected 'k3', which is TRL's own, or 'full', got {kl_estimator!r}"
-            )
+        check_choice("kl_estimator", kl_estimator, ("k3", "full"), "; 'k3' is TRL's own")
         for name, value in (
             ("regroup", regroup),
             ("fused_sampling_correction", fused_sampling_correction),
@@ -348,12 +345,12 @@ class FusedLossMixin(scoring.Scoring):
         mask, has_exact_kl = call.inputs["completion_mask"], self._has_exact_kl
         skips = self.zero_advantage == "skip"
         is_measured = not skips or self.accelerator.gather(mask.any().reshape(1)).any()
-        with ExitStack() as logs:
-            if not is_measured:  # no process has a sequence left
-                logs.enter_context(micro_batches.unlogged(self))
-            with replaced(self, "_call", call), ExitStack() as stack:
-                if has_exact_kl:  # without a KL term of TRL's own
-                    stack.enter_context(replaced(self, "beta", 0.0))
+        changes: list[tuple[Any, str, Any]] = [(self, "_call", call)]
+        if has_exact_kl:  # without a KL term of TRL's own
+            changes.append((self, "beta", 0.0))
+        # not where no process has a sequence left
+        with nullcontext() if is_measured else micro_batches.unlogged(self):
+            with all_replaced(changes):
                 loss: Tensor = super()._compute_loss(call.model, call.inputs)
             if not has_exact_kl:
                 return loss

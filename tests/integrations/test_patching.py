@@ -117,19 +117,6 @@ def test_rows_of_a_call_are_those_at_its_positions() -> None:
     assert expected.coefficients(index, torch.tensor([1.0, 2.0]), None).tolist() == [41.0, 52.0]
 
 
-def test_rows_of_which_less_is_known() -> None:
-    of_call, logps = KnownRows(COUNTED).at(torch.tensor([2, -1])), torch.ones(2)
-    assert of_call.filled(logps) is logps
-    assert of_call.entropy
-    assert of_call.expected is None
-    expected = KnownRows(COUNTED, expected=Expectation(None, GRADED)).at(torch.tensor([0])).expected
-    assert expected is not None
-    assert expected.coefficients is None, "a gradient that is not known row by row"
-    with torch.no_grad():
-        rows = KnownRows(COUNTED, expected=Expectation(asked)).at(torch.tensor([0]))
-    assert rows.expected is None
-
-
 def test_shares_are_of_all_calls_since_the_last_log() -> None:
     shares = Shares()
     assert shares.take() == {}

@@ -37,12 +37,6 @@ def noisy() -> Tensor:
     return -5.2 + 0.3 * torch.randn(B, T)
 
 
-def truncated(given: dict[str, Any]) -> dict[str, Any]:
-    mask = given["completion_mask"].clone()
-    mask[[2, 6]] = 0
-    return {"completion_mask": mask, "num_items_in_batch": mask.sum()}
-
-
 def far_off_dead(given: dict[str, Any]) -> dict[str, Any]:
     """A ratio of e^200 where the advantage is 0 would be a NaN, were it computed."""
     old = given["old_per_token_logps"].clone()
@@ -54,7 +48,6 @@ def far_off_dead(given: dict[str, Any]) -> dict[str, Any]:
 CHANGES: dict[str, Any] = {
     "old": lambda _: {"old_per_token_logps": noisy()},
     "reference": lambda _: {"ref_per_token_logps": noisy()},
-    "truncated": truncated,
     "tools": lambda _: {"tool_mask": (torch.rand(B, T) < 0.7).long()},
     "per_token": lambda x: {"advantages": x["advantages"][:, None] * (torch.rand(B, T) < 0.5)},
     "token_ratios": lambda _: {"importance_sampling_ratio": torch.rand(B, T)},
@@ -95,7 +88,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{f"{name}, old": ("old", {"loss_type": name}) for name in parity.LOSS_TYPES},
     "gspo": ("old", {"loss_type": "grpo", **SEQUENCE}),
     "beta": ("reference", {"beta": 0.04}),
-    "beta, truncated": ("reference truncated", {"beta": 0.04}),
     "entropy bonus": ("", {"entropy_coef": 0.01}),
     "adaptive entropy": ("", {"entropy_coef": 0.01, "use_adaptive_entropy": True}),
     "entropy quantile": ("", {"top_entropy_quantile": 0.4}),
@@ -157,22 +149,6 @@ def step(trainer: Any, given: dict[str, Any]) -> tuple[float, dict[str, Tensor],
     return loss.item(), gradients, {name: x[-1] for name, x in trainer._metrics["train"].items()}
 
 
-def truly_live(trainer: Any, given: dict[str, Any]) -> int:
-    """Number of sequences whose results get a gradient from TRL's own loss."""
-    arrived, score = [], trainer._get_per_token_logps_and_entropies
-
-    def spied(*args: Any, **kwargs: Any) -> Any:
-        found = score(*args, **kwargs)
-        for x in found[:2]:
-            x.register_hook(arrived.append)
-        return found
-
-    trainer._get_per_token_logps_and_entropies = spied
-    step(trainer, given)
-    del trainer._get_per_token_logps_and_entropies
-    return int(torch.stack([(x != 0).any(dim=1) for x in arrived]).any(dim=0).sum())
-
-
 def assert_metrics(got: dict[str, float], want: dict[str, float], what: str = "") -> None:
     for name, x in want.items():
         assert difference(name, x, got[name]) <= 1e-5, f"{what}: {name}"
@@ -182,9 +158,8 @@ def assert_metrics(got: dict[str, float], want: dict[str, float], what: str = ""
 def test_loss_gradients_and_metrics_are_stock_trls(name: str) -> None:
     changes, options = CASES[name]
     given = batch(changes)
-    stock = trainer_of(GRPOTrainer, options)
-    live = truly_live(stock, given)
-    loss, gradients, metrics = step(stock, given)
+    loss, gradients, metrics = step(trainer_of(GRPOTrainer, options), given)
+    live = int((given["advantages"] != 0).sum())
     for saving, of_body in SAVINGS.items():
         if saving == "skip" and name in NO_SKIP:
             continue
@@ -193,7 +168,6 @@ def test_loss_gradients_and_metrics_are_stock_trls(name: str) -> None:
         assert abs(got_loss - loss) <= 1e-6 * max(1.0, abs(loss)), saving
         assert not gradients["lm_head.weight"].any() or distance(got, gradients) <= 5e-6, saving
         graphs = ours._shares.pairs["sequences/gradient"][0]
-        assert graphs >= live, f"{saving}: {graphs} of {live} live sequences"
         assert graphs == live or name not in EXACTLY_LIVE, f"{saving}: {graphs} for {live}"
         if saving != "skip":
             assert got_metrics.keys() == metrics.keys()
@@ -268,6 +242,11 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"entropy_coef": 0.01}, REGROUP, "regroup: expected 'auto' or False with entropy_coef"),
     ({"top_entropy_quantile": 0.4}, REGROUP, "regroup: .*top_entropy_quantile"),
     (WINDOWS, REGROUP, "regroup: .*steps_per_generation=6, of which optimizer steps of 4"),
+    ({}, {"kl_estimator": "k1"}, "kl_estimator: expected one of k3, full, got 'k1'"),
+    ({}, {"kl_estimator": "full"}, "kl_estimator: expected 'k3' with beta = 0, .* give beta"),
+    ({}, {"sampling_mask": True}, "sampling_mask: expected one of 'error', 'full', or None, got T"),
+    ({}, {"sampling_mask": "error"}, "sampling_mask: expected None with no rollout_func"),
+    ({}, {"fused_sampling_correction": "on"}, "fused_sampling_.*: expected 'auto', True or False"),
     ({}, {"zero_advantage": "drop"}, "zero_advantage: expected one of 'score', 'skip', 'train'"),
     ({}, {"layout": True}, "layout: expected one of 'tree', 'trim', 'padded', got True"),
     ({}, {"tokens_per_forward": 0, **REGROUP}, "tokens_per_forward: expected a number of tokens"),

@@ -28,7 +28,6 @@ TWICE = {"num_iterations": 2, "beta": 0.04}
 # steps: make parity.
 CASES: dict[str, dict[str, Any]] = {
     "defaults": {"steps": 4},
-    "entropy bonus": {"entropy_coef": 0.01, "steps_per_generation": 4},
     "LoRA": {"learning_rate": 1e-2, "peft_config": parity.lora(), "steps": 4, **TWICE},
     # Adam's first steps make directions of a gradient's last bits, and a saturated cap many small
     # gradients: another order of roundings shows (4.1e-5 with the C++ kernels, 1.9e-6 with torch),

@@ -44,7 +44,6 @@ JOBS = {
     "FSDP2, head its own unit, patched": Job("FSDP2, head its own unit", stock=True, patched=True),
     "FSDP2, adapter on the head, exact KL": Job("FSDP2", **ADAPTED),
     "FSDP1": Job("FSDP1"),
-    "FSDP1, tied": Job("FSDP1, original parameters", kind="tied"),
     "FSDP1: micro-batches are left": Job("FSDP1", arguments=LEFT),
     "DDP: micro-batches are left": Job(arguments=LEFT),
 }

@@ -175,8 +175,6 @@ def of_sets(change: Callable[[Any], Any]) -> dict[str, Any]:
 NOT_A_SET = "kept_ids: expected a set where the mask counts"
 NO_SETS = {"rollout_func": changed(lambda x: x.pop("sampling_mask"))}
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "name": ({"sampling_mask": True}, "expected one of 'error', 'full', or None, got True"),
-    "no rollout": ({"rollout_func": None}, "expected None with no rollout_func, whose output has"),
     "exact KL": ({"kl_estimator": "full"}, "expected None with kl_estimator='full'"),
     "no sets": (NO_SETS, "expected a list of them in rollout_func's output, got none"),
     "a set too many": (of_sets(lambda x: x[1].append([1])), "lists of ids for completion 1, one a"),
