@@ -220,7 +220,8 @@ def grpo_loss(
     """
     given = {**locals()}
     given["config"] = config = config_with(config, fields, _OF_CALL, "grpo_loss")
-    reference = whole_second(reference, hidden, head, "reference.")
+    if reference is not None:
+        reference = whole_second(reference, hidden, head, "reference.")
     head = grouped(hidden, head)
     with together("grpo_loss", head.process_group, given) as ranks:
         # heads and ids

@@ -47,7 +47,7 @@ Compute = Callable[[Tensor], tuple[Tensor, ...]]
 def whole_second(second: Any, hidden: Any, head: Any, prefix: str) -> Any:
     """`second`, with the whole weight and bias where its head is a module: a collective, if FSDP2
     or ZeRO-3 has divided it. A head that is divided over a process group stays divided."""
-    if second is None or not isinstance(second, tuple) or len(second) != 2:
+    if not isinstance(second, tuple) or len(second) != 2:
         return second
     if not isinstance(Head.of(second[1]).weight, nn.Module):
         return second

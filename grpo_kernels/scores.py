@@ -101,6 +101,8 @@ from grpo_kernels.results import Scores
 from grpo_kernels.token_loss.record import TOPK_LOGPS, Coefficients
 from grpo_kernels.tokens import counted_positions
 
+_WITHOUT_SET = choices(WithoutSet)
+
 
 @takes_heads(within_module)
 def linear_logprob(
@@ -402,14 +404,14 @@ def scored(
         **dict(zip(job.extras, extras, strict=True)),
     }
     there = {name: x for name, x in results.items() if x is not None}
-    return Scores.of(**{name: x.view(*shape, *x.shape[1:]) for name, x in there.items()})
+    return Scores(**{name: x.view(*shape, *x.shape[1:]) for name, x in there.items()})
 
 
 def read_kept_sets(
     kept_ids: Any, without_set: Any, ids: Tensor, entropy: bool | str = True
 ) -> KeptIds:
     """The sets of checked `ids`, as int64 bounds and ids."""
-    check_choice("without_set", without_set, choices(WithoutSet))
+    check_choice("without_set", without_set, _WITHOUT_SET)
     if not isinstance(entropy, bool) and entropy != "full":
         raise ValueError(f"entropy: expected True, False or 'full', got {entropy!r}")
     return read_kept_ids(kept_ids, ids)
@@ -477,7 +479,8 @@ def score_kept(
             entropies = torch.where(without, full.entropies, entropies)
         elif in_full:
             entropies = full.entropies
-    return Scores.of(logps=logps, entropies=entropies), survey.metrics(job.accumulator)
+    scores = Scores(logps=logps) if entropies is None else Scores(logps=logps, entropies=entropies)
+    return scores, survey.metrics(job.accumulator)
 
 
 def _no_ids(hidden: Tensor) -> Tensor:

@@ -43,6 +43,11 @@ def take(record: R, index: Tensor | slice) -> R:
     return rows
 
 
+def moved(coefficient: Tensor) -> Tensor:
+    """(n,) bool: the tokens at which a coefficient, (n,) or (n, K), is not 0."""
+    return coefficient != 0 if coefficient.dim() == 1 else (coefficient != 0).any(dim=1)
+
+
 def discounted_sums(x: Tensor, discount: float) -> Tensor:
     """y_t = sum_k discount^k x_(t+k) along dim 1 of (B, T).
 

@@ -23,13 +23,13 @@ from torch import Tensor
 
 from grpo_kernels.backends.interface import RowBackend, RowStats
 from grpo_kernels.base.checks import is_one, warn_once
-from grpo_kernels.base.tensors import map_tensors, quantile_of_numbers, take
+from grpo_kernels.base.tensors import map_tensors, moved, quantile_of_numbers, take
 from grpo_kernels.engine.plan import Job
 from grpo_kernels.engine.slices import sweep_slices
 from grpo_kernels.engine.sweep import First, indices_of, job_at, row_work, sweep
 from grpo_kernels.engine.workspace import device_of
 from grpo_kernels.head import Tensors
-from grpo_kernels.token_loss.record import TOPK_LOGPS, Coefficients, moved
+from grpo_kernels.token_loss.record import TOPK_LOGPS, Coefficients
 
 F = TypeVar("F", bound=type[torch.autograd.Function])
 # remainder over upstream; beyond, more than three bits would cancel in d weight

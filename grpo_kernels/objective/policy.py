@@ -57,11 +57,11 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.interface import RowStats
-from grpo_kernels.base.tensors import bounded, quantile, scored_difference
+from grpo_kernels.base.tensors import bounded, moved, quantile, scored_difference
 from grpo_kernels.objective.config import LossConfig
 from grpo_kernels.objective.losses import LogRatio, loss_of
 from grpo_kernels.token_loss.formulas import ESTIMATORS, SURROGATES, times
-from grpo_kernels.token_loss.record import TOPK_LOGPS, Coefficients, TokenLoss, moved
+from grpo_kernels.token_loss.record import TOPK_LOGPS, Coefficients, TokenLoss
 from grpo_kernels.tokens import Tokens
 
 LEAST_TAIL = 1e-6

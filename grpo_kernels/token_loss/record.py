@@ -38,14 +38,6 @@ class Coefficients(NamedTuple):
     d_topk: Tensor | None = None
 
 
-NO_COEFFICIENTS = Coefficients()
-
-
-def moved(coefficient: Tensor) -> Tensor:
-    """(n,) bool: the tokens at which a coefficient, (n,) or (n, K), is not 0."""
-    return coefficient != 0 if coefficient.dim() == 1 else (coefficient != 0).any(dim=1)
-
-
 @dataclass(frozen=True)
 class TokenLoss:
     """A loss whose tokens are not coupled. Tensors are (n,), in the accumulator's dtype."""
