@@ -100,21 +100,20 @@ def test_captured(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
         found = call(name, waits, dtype=dtype)
     assert found.pop("waits") == want.pop("waits") == (0, 0)
     assert found.keys() == want.keys()
-    for key, x in found.items():
-        if key == "rows/gradient":  # captured, all rows go through the products
-            continue
-        rounding = 1e-5 if dtype == torch.float32 else 2e-2  # d logits in bf16
-        torch.testing.assert_close(
-            x, want[key], rtol=rounding, atol=rounding, msg=key, equal_nan=True
-        )
+    rounding = 1e-5 if dtype == torch.float32 else 2e-2  # d logits in bf16
+    for key in found.keys() - {"rows/gradient"}:  # captured, all rows go through the products
+        near = {"rtol": rounding, "atol": rounding, "equal_nan": True}
+        torch.testing.assert_close(found[key], want[key], msg=key, **near)
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_waits_with_a_mask(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    want = call(name, Waits(), there=False, mask=MASK)
+def test_waits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mask costs one."""
+    want, documented = call(name, Waits(), there=False, mask=MASK), CALLS[name][3]
     with pretended(monkeypatch) as waits:
         found = call(name, waits, mask=OnGPU(MASK))
-    assert found.pop("waits") == CALLS[name][3]
+        assert found.pop("waits") == documented
+        assert call(name, waits)["waits"] == (documented[0] - 1, documented[1])
     del want["waits"]
     torch.testing.assert_close(found, want, equal_nan=True)
 
@@ -140,14 +139,6 @@ def test_a_mask_of_floats_is_looked_at_in_the_same_wait(
     del want["waits"], odd["waits"]
     torch.testing.assert_close(found, want, equal_nan=True)
     torch.testing.assert_close(odd, want, equal_nan=True)
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_waits_without_a_mask(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pretended(monkeypatch) as waits:
-        found = call(name, waits)["waits"]
-    forward, backward = CALLS[name][3]
-    assert found == (forward - 1, backward)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -238,23 +229,21 @@ def test_candidates_cost_no_wait(
 ) -> None:
     """In a loss, and as scores; without a mask both are captured."""
     ids = torch.randint(V, (B, T, 3), generator=seeded("candidates"))
-    logps = torch.full((B, T, 3), -2.0)
+    logps, as_without = torch.full((B, T, 3), -2.0), 0 if mask is None else 2
     with pretended(monkeypatch, capturing=mask is None) as waits:
         given = batch()
         del given["old_per_token_logps"], given["ref_per_token_logps"]
-        given["completion_mask"] = None if mask is None else OnGPU(mask)
+        mask = given["completion_mask"] = None if mask is None else OnGPU(mask)
         listed = {"sampling_topk_ids": OnGPU(ids), "sampling_topk_logps": OnGPU(logps)}
         run = Run(engine=engine, backend="torch")
         torch.autograd.backward(grpo_loss(**given, **listed, run=run).loss)
-        assert len(waits) == (0 if mask is None else 2)  # as without them
+        assert len(waits) == as_without
         if engine != "one_pass":
             waits.clear()
-            scores = linear_logprob(
-                given["hidden"], given["head"], given["completion_ids"],
-                mask=given["completion_mask"], topk_ids=OnGPU(ids), run=run,
-            )  # fmt: skip
+            tensors = (given[x] for x in ("hidden", "head", "completion_ids"))
+            scores = linear_logprob(*tensors, mask=mask, topk_ids=OnGPU(ids), run=run)
             torch.autograd.backward(scores.topk_logps.sum())
-            assert len(waits) == (0 if mask is None else 2)
+            assert len(waits) == as_without
 
 
 @pytest.mark.parametrize("mask", [None, MASK], ids=["all", "some"])
