@@ -154,15 +154,8 @@ def test_importance_ratios_and_items(loss_type: str, ratio: str) -> None:
     assert_same(ours, call(Ours, items, given), rtol=1e-6)
 
 
-OTHERS: dict[str, dict[str, Any]] = {
-    "hot": {
-        "sources": "ref_input",
-        "beta": 0.3,
-        "loss_type": "grpo",
-        "temperature": 1.7,
-        "bias": True,
-    }
-}
+HOT = {"sources": "ref_input", "beta": 0.3, "loss_type": "grpo", "temperature": 1.7, "bias": True}
+OTHERS: dict[str, dict[str, Any]] = {"a reference at the same temperature": HOT}
 for level in ("token", "sequence"):
     corrected = {"beta": 0.2, "use_bias_correction_kl": True, "loss_type": "grpo"}
     OTHERS[f"corrected/{level}"] = {**corrected, "importance_sampling_level": level}
