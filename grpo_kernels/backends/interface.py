@@ -115,8 +115,6 @@ class RowStats:
         divergence: bool = False,
     ) -> RowStats:
         """Concatenate the statistics of `chunks`; without any, those of no rows, like `like`."""
-        if len(chunks) == 1:
-            return chunks[0]
         if chunks:
             return RowStats(
                 *(_joined([getattr(x, f.name) for x in chunks]) for f in fields(RowStats))

@@ -76,13 +76,9 @@ class CppRows(FusedRowBackend):
         torch.ops.grpo_kernels_cpp.diverge(
             *_rows(chunk),
             *_teacher(chunk),
-            stats.max_logit,
-            stats.log_sum,
-            teacher.max_logit,
-            teacher.log_sum,
-            value=value,
-            sum_k=sum_k,
-        )
+            stats.max_logit, stats.log_sum, teacher.max_logit, teacher.log_sum,
+            value=value, sum_k=sum_k,
+        )  # fmt: skip
         return value, sum_k
 
     def grad(
@@ -100,9 +96,7 @@ class CppRows(FusedRowBackend):
         torch.ops.grpo_kernels_cpp.grad(
             *_rows(chunk),
             *_teacher(chunk),
-            stats.logps,
-            stats.max_logit,
-            stats.log_sum,
+            stats.logps, stats.max_logit, stats.log_sum,
             None if d_entropy is None else stats.entropies,
             d_logp.contiguous(),  # the gradient of a sum may be one number, expanded
             None if d_entropy is None else d_entropy.contiguous(),
@@ -110,7 +104,7 @@ class CppRows(FusedRowBackend):
             *((None,) * 3 if divergence is None else divergence[1:]),
             chunk.first_id,
             out=out,
-        )
+        )  # fmt: skip
 
     def fused(self, chunk: Chunk, token_loss: TokenLoss, out: Tensor | None) -> RowStats:
         loss, new = token_loss, _columns(chunk.logits)

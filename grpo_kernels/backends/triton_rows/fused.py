@@ -49,25 +49,16 @@ def launch_fused(
     fused_kernel[(triton.cdiv(n, config.block_n),)](
         **chunk_arguments(chunk),
         # the loss
-        advantages_ptr=loss.advantages,
-        d_policy_ptr=loss.d_logps,
-        weights_ptr=loss.weights,
-        old_ptr=loss.old,
-        ref_ptr=loss.ref,
-        gate_ptr=loss.gate,
-        constants=loss.constants,
-        beta=loss.beta,
-        d_entropy=loss.d_entropy,
-        SURROGATE=SURROGATES[loss.surrogate],
-        HAS_ENTROPY_GRADIENT=loss.d_entropy != 0.0,
-        ESTIMATOR=ESTIMATORS[loss.kl],
-        CORRECTS_KL=loss.corrects_kl,
+        advantages_ptr=loss.advantages, d_policy_ptr=loss.d_logps, weights_ptr=loss.weights,
+        old_ptr=loss.old, ref_ptr=loss.ref, gate_ptr=loss.gate,
+        constants=loss.constants, beta=loss.beta, d_entropy=loss.d_entropy,
+        SURROGATE=SURROGATES[loss.surrogate], HAS_ENTROPY_GRADIENT=loss.d_entropy != 0.0,
+        ESTIMATOR=ESTIMATORS[loss.kl], CORRECTS_KL=loss.corrects_kl,
         # results
         **{f"{name}_ptr": x for name, x in results.items()},
-        out_ptr=out,
-        stride_out_n=0 if out is None else out.stride(0),
+        out_ptr=out, stride_out_n=0 if out is None else out.stride(0),
         **config.arguments(),
-    )
+    )  # fmt: skip
     return RowStats(**found, terms=terms)
 
 

@@ -61,18 +61,14 @@ def launch_grad(
         **with_teacher,
         first_id=chunk.first_id,
         # statistics and coefficients
-        logps_ptr=stats.logps,
-        max_logit_ptr=stats.max_logit,
-        log_sum_ptr=stats.log_sum,
+        logps_ptr=stats.logps, max_logit_ptr=stats.max_logit, log_sum_ptr=stats.log_sum,
         entropies_ptr=None if d_entropy is None else stats.entropies,
         d_logp_ptr=d_logp.contiguous(),  # the gradient of a sum may be one number, expanded
         d_entropy_ptr=None if d_entropy is None else d_entropy.contiguous(),
         # result
-        out_ptr=out,
-        stride_out_n=out.stride(0),
-        STEPS=STEPS,
+        out_ptr=out, stride_out_n=out.stride(0), STEPS=STEPS,
         **config.arguments(),
-    )
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["n", "first_id"], do_not_specialize_on_alignment=PER_ROW)
@@ -312,14 +308,9 @@ def launch_scale(x: Tensor, factor: Tensor, out: Tensor) -> None:
     n = x.numel()
     if n > 0:
         scale_kernel[(triton.cdiv(n, SCALE_BLOCK),)](
-            x_ptr=x,
-            factor_ptr=factor,
-            out_ptr=out,
-            n=n,
-            BLOCK=SCALE_BLOCK,
-            num_warps=8,
-            enable_fp_fusion=False,
-        )
+            x_ptr=x, factor_ptr=factor, out_ptr=out, n=n,
+            BLOCK=SCALE_BLOCK, num_warps=8, enable_fp_fusion=False,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["factor_ptr"])

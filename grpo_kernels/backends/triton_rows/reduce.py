@@ -60,13 +60,10 @@ def launch_stats(
     more = {name: new(n, dtype=torch.bool if name == "is_top1" else None) for name in extras}
     stats_kernel[(triton.cdiv(n, config.block_n),)](
         **chunk_arguments(chunk),
-        logps_ptr=logps,
-        max_logit_ptr=max_logit,
-        log_sum_ptr=log_sum,
-        entropies_ptr=entropies,
+        logps_ptr=logps, max_logit_ptr=max_logit, log_sum_ptr=log_sum, entropies_ptr=entropies,
         **{f"{name}_ptr": more.get(name) for name in STATISTICS},
         **config.arguments(),
-    )
+    )  # fmt: skip
     return RowStats(logps, max_logit, log_sum, entropies, more)
 
 
