@@ -131,14 +131,9 @@ def run_divided(rank: int, world_size: int) -> list[str]:
     hidden = torch.randn(cases.SEQUENCES, cases.COLUMNS, cases.WIDTH, dtype=torch.float64)
     given = cases.arguments(run.loss, run.batch, run.items)
     messages = []
-    for call in (
-        lambda: grpo_loss(hidden, head, **given),
-        lambda: grpo_loss(hidden, head.weight, **given),
-    ):
-        with pytest.raises(
-            ValueError, match="weight: expected a plain tensor, got a DTensor"
-        ) as raised:
-            call()
+    for given_head in (head, head.weight):
+        with pytest.raises(ValueError, match="weight: expected a plain tensor, got a") as raised:
+            grpo_loss(hidden, given_head, **given)
         messages.append(str(raised.value))
     return messages
 
@@ -150,9 +145,8 @@ def test_a_divided_weight_raises_and_the_message_names_the_fix(ranks: Ranks) -> 
 
 
 def run_mixed(rank: int, world_size: int, output_dtype: torch.dtype | None) -> dict[str, Any]:
-    policy = MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=output_dtype
-    )
+    dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    policy = MixedPrecisionPolicy(**dtypes, output_dtype=output_dtype)
     wrap = cases.units("mid", "lm_head", mp_policy=policy)
     run = Run(cases.Setup(wrap, inside=False), LOSSES["sequence ratio"], CPU, torch.float32)
     model = cases.make_model(torch.float32, run.loss)
@@ -161,9 +155,8 @@ def run_mixed(rank: int, world_size: int, output_dtype: torch.dtype | None) -> d
     given = cases.arguments(run.loss, run.batch, run.items)
     out = grpo_loss(hidden, model.lm_head, config=LossConfig(**run.loss.config), **given)
     with torch.no_grad():
-        scores = linear_logprob(
-            hidden, model.lm_head, run.batch.completion_ids, mask=run.batch.completion_mask
-        )
+        ids, mask = run.batch.completion_ids, run.batch.completion_mask
+        scores = linear_logprob(hidden, model.lm_head, ids, mask=mask)
     out.loss.backward()
     results = {"hidden": hidden.detach(), "loss": out.loss.detach(), "logps": out.per_token_logps}
     scored = {"scored": scores.logps, "entropies": scores.entropies}

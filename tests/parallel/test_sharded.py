@@ -140,33 +140,30 @@ def check_padding_rows(rank: int, world_size: int) -> None:
             for x in (head, part)
         )
         parts = replace(parts, process_group=group)
-        calls: dict[str, Any] = {
-            "scores": lambda of, rows: linear_logprob(head["hidden"], of, head["ids"],
-                extras=EXTRAS),
-            "divergences": lambda of, rows: linear_divergence(head["hidden"], of, other["hidden"],
-                Head(other["weight"][rows], other["bias"][rows])),
-        }  # fmt: skip
-        for call in calls.values():
+        given, shard = (head["hidden"], head["ids"]), slice(start, stop)
+        for kind in ("scores", "divergences"):
             found = []
-            for of, rows in ((wholes, slice(None)), (parts, slice(start, stop))):
-                scores = call(of, rows)
-                main = scores.divergence
-                if scores.logps is not None:
+            for of, rows in ((wholes, slice(None)), (parts, shard)):
+                if kind == "scores":
+                    scores = linear_logprob(given[0], of, given[1], extras=EXTRAS)
                     main = scores.logps + 0.3 * scores.entropies
+                else:
+                    second = Head(other["weight"][rows], other["bias"][rows])
+                    scores = linear_divergence(given[0], of, other["hidden"], second)
+                    main = scores.divergence
                 leaves = [head["hidden"], head["lora_a"], of.weight, of.bias, of.lora.b]
                 grads = torch.autograd.grad((main * upstream).sum(), leaves)
                 found.append((scores.given, grads))
             (want, want_grads), (got, got_grads) = found
             torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
             assert all(same_on_every_rank(x.detach()) for x in got.values())
-            cut = [*want_grads[:2], *(x[start:stop] for x in want_grads[2:])]
+            cut = [*want_grads[:2], *(x[shard] for x in want_grads[2:])]
             torch.testing.assert_close([*got_grads], cut, rtol=1e-11, atol=1e-11)
             if vocab_size is not None and stop > vocab_size:
                 assert not any(x[max(0, vocab_size - start) :].any() for x in got_grads[2:])
+    shorter = other["weight"][start + rank : stop]
     with pytest.raises(ValueError, match=r"teacher_weight|refuses"):
-        linear_divergence(
-            head["hidden"], parts, head["hidden"], other["weight"][start + rank : stop]
-        )
+        linear_divergence(head["hidden"], parts, head["hidden"], shorter)
     given = head["hidden"], parts, head["hidden"], other["weight"][start:stop]
     with pytest.raises(ValueError, match="same beta of"):  # on all ranks
         linear_divergence(*given, divergence="jsd", beta=0.3 if rank else 0.5)
@@ -192,9 +189,8 @@ def check_edges(rank: int, world_size: int) -> None:
         want = exact.gather(1, ids[:, None])[:, 0]
         want_entropy = -(exact.exp() * exact.masked_fill(exact.isinf(), 0.0)).sum(-1)
         part = torch.eye(vocab)[start:stop].requires_grad_()
-        head = Head(
-            part, bias[start:stop], process_group=dist.group.WORLD, final_logit_softcapping=cap
-        )
+        group = dist.group.WORLD
+        head = Head(part, bias[start:stop], process_group=group, final_logit_softcapping=cap)
         scores = linear_logprob(logits, head, ids)
         torch.testing.assert_close(scores.logps.double(), want, rtol=3e-6, atol=0)
         torch.testing.assert_close(scores.entropies.double(), want_entropy, rtol=3e-6, atol=0)
@@ -226,31 +222,27 @@ def check_dtensors(rank: int, world_size: int) -> None:
     replicated hidden states."""
     mesh, head = init_device_mesh("cpu", (world_size,)), make_head()
     scores = linear_logprob(head["hidden"], Head(head["weight"], head["bias"]), head["ids"])
-    want = torch.autograd.grad(
-        scores.logps.sum() + scores.entropies.sum(), [head[x] for x in ("hidden", "weight", "bias")]
-    )
+    leaves = [head[x] for x in ("hidden", "weight", "bias")]
+    want = torch.autograd.grad(scores.logps.sum() + scores.entropies.sum(), leaves)
     for hidden_too in (False, True):
         weight, bias = (
             distribute_tensor(head[x].detach(), mesh, [Shard(0)]).requires_grad_()
             for x in ("weight", "bias")
         )
         hidden = head["hidden"].detach().clone()
-        hidden = (
-            distribute_tensor(hidden, mesh, [Replicate()]) if hidden_too else hidden
-        ).requires_grad_()
+        hidden = distribute_tensor(hidden, mesh, [Replicate()]) if hidden_too else hidden
+        hidden.requires_grad_()
         group = None if hidden_too else mesh.get_group()
         scores = linear_logprob(hidden, Head(weight, bias, process_group=group), head["ids"])
         (scores.logps.sum() + scores.entropies.sum()).backward()
         for x, y in zip((hidden, weight, bias), want, strict=True):
             got = x.grad if x is hidden and not hidden_too else x.grad.full_tensor()
             torch.testing.assert_close(got, y, rtol=1e-12, atol=1e-12)
+    columns = distribute_tensor(head["weight"].detach(), mesh, [Shard(1)])
     with pytest.raises(ValueError, match=r"weight: expected a DTensor sharded once, by rows"):
-        linear_logprob(
-            hidden, distribute_tensor(head["weight"].detach(), mesh, [Shard(1)]), head["ids"]
-        )
-    with pytest.raises(
-        ValueError, match=r"weight: .* got a DTensor.*the head's module.*process_group="
-    ):
+        linear_logprob(hidden, columns, head["ids"])
+    says = r"weight: .* got a DTensor.*the head's module.*process_group="
+    with pytest.raises(ValueError, match=says):
         linear_logprob(head["hidden"], weight, head["ids"])
 
 
