@@ -236,7 +236,6 @@ def peft_head(*ranks: int, bias: bool = False, **options: Any) -> Any:
 
 
 PEFT: dict[str, Callable[[], Any]] = {
-    "one adapter": lambda: peft_head(2),
     "rank-stabilised, bias of head and adapter": lambda: peft_head(
         4, bias=True, use_rslora=True, lora_bias=True
     ),

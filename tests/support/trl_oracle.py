@@ -78,13 +78,9 @@ def stub_trainer(
 ) -> SimpleNamespace:
     """What `_compute_loss` reads, for one process and one gradient accumulation step."""
     accelerator = SimpleNamespace(
-        num_processes=1,
-        sync_gradients=True,
-        gather=lambda x: x,
-        gather_for_metrics=lambda x: x,
-        pad_across_processes=lambda x, dim, pad_index: x,
-        reduce=lambda x, reduction: x,
-    )
+        num_processes=1, sync_gradients=True, gather=lambda x: x, gather_for_metrics=lambda x: x,
+        pad_across_processes=lambda x, dim, pad_index: x, reduce=lambda x, reduction: x,
+    )  # fmt: skip
     trainer = SimpleNamespace(
         accelerator=accelerator,
         args=SimpleNamespace(**vars(o), steps_per_generation=1),
@@ -127,21 +123,17 @@ def trl_loss(case: Case) -> OracleResult:
         mask = (case.completion_mask != 0).long()
         items = mask.sum() if case.num_items_in_batch is None else case.num_items_in_batch
         inputs = {
-            "prompt_ids": mask[:, :0],
-            "prompt_mask": mask[:, :0],
-            "completion_ids": case.completion_ids,
-            "completion_mask": mask,
+            "prompt_ids": mask[:, :0], "prompt_mask": mask[:, :0],
+            "completion_ids": case.completion_ids, "completion_mask": mask,
             "advantages": exact.advantages,
             "num_items_in_batch": torch.as_tensor(items, dtype=torch.float64),
-        }
+        }  # fmt: skip
         ratio = exact.importance_sampling_ratio
         if ratio is not None:
             ratio = ratio[:, None] if ratio.dim() == 1 else ratio
-            # TRL's own ratio is exactly 1 at masked positions, and vespo relies on it.
-            whole = ratio.shape[1] == 1
-            inputs["importance_sampling_ratio"] = (
-                ratio if whole else torch.where(mask != 0, ratio, 1.0)
-            )
+            if ratio.shape[1] > 1:  # TRL's own is exactly 1 where masked, and vespo relies on it
+                ratio = torch.where(mask != 0, ratio, 1.0)
+            inputs["importance_sampling_ratio"] = ratio
         for name in ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps"):
             if getattr(exact, name) is not None:
                 inputs[name] = getattr(exact, name)
