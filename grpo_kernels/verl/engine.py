@@ -151,7 +151,7 @@ class MiniBatch:
             return theirs, indices
         count = len(data)
         live = self.live or [True] * count
-        prompts = _Prompts(data) if self.fits else None
+        prompts = _prompts(data) if self.fits else None
         order = sorted(range(count), key=lambda i: (live[i], prompts.of[i] if prompts else ()))
         n_dead, without = live.count(False), 0
         if dynamic:
@@ -184,7 +184,7 @@ class MiniBatch:
         return most_of_ranks([self.group], [int(x) for x in counts])
 
     def _by_prompt(
-        self, rows: list[int], verls: list[list[int]], prompts: _Prompts | None, budget: int
+        self, rows: list[int], verls: list[list[int]], prompts: Prompts | None, budget: int
     ) -> list[list[int]]:
         """The sequences `rows`, those of a prompt together, in micro-batches of `budget` tokens.
 
@@ -194,8 +194,11 @@ class MiniBatch:
             return verls
         count, parts = len(verls), None
         if prompts is not None:
+            own, lengths = [prompts.of[i] for i in rows], [prompts.lengths[i] for i in rows]
+            live, size = [True] * len(rows), len(rows)
             for n in range(-(-prompts.tokens(rows) // budget), count + 1):
-                found = prompts.divided(rows, n, budget)
+                found = divided(own, lengths, live, n, budget, size, in_trees=True)
+                found = [[rows[i] for i in part] for part in found]
                 if max(map(prompts.tokens, found)) <= budget:
                     count, parts = n, found
                     break
@@ -228,24 +231,22 @@ class MiniBatch:
             yield {"model_output": output, "loss": float(loss), "metrics": metrics}
 
 
-class _Prompts:
-    """The prompts of sequences, `numbered`, and the lengths of their responses."""
+class Prompts:
+    """Of each sequence the prompt, (its name, its tokens), and the tokens of the response."""
 
-    def __init__(self, data: Any) -> None:
-        self.lengths = Places(data).lengths.tolist()
-        rows = [x.tolist() for x in data["input_ids"].cpu().unbind()]
-        prompts = [tuple(x[: len(x) - n]) for x, n in zip(rows, self.lengths, strict=True)]
-        self.of = numbered(prompts)
+    def __init__(self, of: Sequence[tuple[Any, int]], lengths: Sequence[int]) -> None:
+        self.of, self.lengths = of, lengths
 
     def tokens(self, part: Sequence[int]) -> int:
         """Tokens of the sequences `part`, prompts counted once."""
         return sum(self.lengths[i] for i in part) + sum(n for _, n in {self.of[i] for i in part})
 
-    def divided(self, rows: list[int], parts: int, budget: int) -> list[list[int]]:
-        own, lengths = [self.of[i] for i in rows], [self.lengths[i] for i in rows]
-        live = [True] * len(rows)
-        found = divided(own, lengths, live, parts, budget, len(rows), in_trees=True)
-        return [[rows[i] for i in part] for part in found]
+
+def _prompts(data: Any) -> Prompts:
+    lengths = Places(data).lengths.tolist()
+    rows = [x.tolist() for x in data["input_ids"].cpu().unbind()]
+    of = numbered([tuple(x[: len(x) - n]) for x, n in zip(rows, lengths, strict=True)])
+    return Prompts(of, lengths)
 
 
 _mini_batch: ContextVar[MiniBatch | None] = ContextVar("mini_batch", default=None)

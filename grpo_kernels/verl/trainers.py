@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import importlib
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -27,7 +27,7 @@ import torch
 
 from grpo_kernels.base.modes import random_rates
 from grpo_kernels.patching import function_of, replaced
-from grpo_kernels.verl.engine import BACKEND, MARK, OPTIONS, Changes, class_of, options_of
+from grpo_kernels.verl.engine import BACKEND, MARK, OPTIONS, Changes, Prompts, class_of, options_of
 from grpo_kernels.verl.rows import actor_config, by_sequence, flag, joined, may_move
 
 REQUEST = "grpo_kernels_old_logprobs"
@@ -316,19 +316,21 @@ def _balance_changes(module: ModuleType, trainer: Any) -> Changes:
         group = self.actor_rollout_wg
         is_v1 = hasattr(balanced, "tags")
         if is_v1:  # keys are {uid}_{session}_{output}
-            prompts = [key.rsplit("_", 2)[0] for key in balanced.keys]
+            names = [key.rsplit("_", 2)[0] for key in balanced.keys]
             lengths, shared = ([tag[x] for tag in balanced.tags] for x in ("seq_len", "prompt_len"))
             ranks = max(group._dispatch_info["actor"]) + 1
         else:
-            prompts = balanced.non_tensor_batch["uid"].tolist()
+            names = balanced.non_tensor_batch["uid"].tolist()
             mask, width = balanced.batch["attention_mask"], balanced.batch["prompts"].shape[1]
             lengths, shared = (x.sum(-1).tolist() for x in (mask, mask[:, :width]))
             ranks = self._get_dp_size(group, "actor")
         actor = self.config.actor_rollout_ref
         step = actor.actor.ppo_mini_batch_size * actor.rollout.n
-        if ranks == 1 or step % ranks or len(prompts) % step:
+        if ranks == 1 or step % ranks or len(names) % step:
             return found
-        parts = _exchanged(prompts, lengths, shared, ranks, step)
+        responses = [n - own for n, own in zip(lengths, shared, strict=True)]
+        prompts = Prompts([*zip(names, shared, strict=True)], responses)
+        parts = _exchanged(prompts, ranks, step)
         order = [i for part in parts for i in part]
         balanced.reorder(order if is_v1 else torch.tensor(order))
         logged = module.log_seqlen_unbalance(lengths, parts, logging_prefix)
@@ -351,48 +353,35 @@ def _shares_prompts(trainer: Any) -> bool:
     return may_move(actor)
 
 
-def _exchanged(
-    prompts: Sequence[Hashable],
-    lengths: Sequence[int],
-    shared: Sequence[int],
-    ranks: int,
-    step: int,
-) -> list[list[int]]:
+def _exchanged(prompts: Prompts, ranks: int, step: int) -> list[list[int]]:
     """The sequences of each rank, those of a prompt together, within steps of `step` sequences.
 
-    Few groups can make ranks uneven: if the one that computes most would get more than before,
-    verl's order stays.
-
-    Args:
-        prompts, lengths, shared: of each sequence, the last one the length of its prompt; those of
-            the first rank first, and each has its part of the first step first.
+    Sequences of the first rank are first, and each rank has its part of the first step first. Few
+    groups can make ranks uneven: if the one that computes most would get more than before, verl's
+    order stays.
     """
-    own, size = len(prompts) // ranks, step // ranks
+    own, size = len(prompts.of) // ranks, step // ranks
     verls = [[*range(k * own, (k + 1) * own)] for k in range(ranks)]
 
-    def computed(part: Sequence[int]) -> int:
-        """Tokens of the sequences `part`, prompts counted once."""
-        once = {prompts[i]: shared[i] for i in part}
-        return sum(lengths[i] - shared[i] for i in part) + sum(once.values())
-
     def slowest(parts: list[list[int]]) -> int:
-        """Those of the rank that has most, over all steps."""
-        return sum(max(computed(x[i : i + size]) for x in parts) for i in range(0, own, size))
+        """Tokens of the rank that has most, over all steps."""
+        steps = ([part[i : i + size] for part in parts] for i in range(0, own, size))
+        return sum(max(map(prompts.tokens, step)) for step in steps)
 
     found: list[list[int]] = [[] for _ in range(ranks)]
     used = [0] * ranks
     for start in range(0, own, size):
-        groups: dict[Hashable, list[int]] = {}
+        groups: dict[Any, list[int]] = {}
         for part in verls:
             for i in part[start : start + size]:
-                groups.setdefault(prompts[i], []).append(i)
-        for left in sorted(groups.values(), key=computed, reverse=True):
+                groups.setdefault(prompts.of[i], []).append(i)
+        for left in sorted(groups.values(), key=prompts.tokens, reverse=True):
             while left:
                 room = [start + size - len(part) for part in found]
                 fits = [k for k in range(ranks) if room[k] >= len(left)]
                 # whole where fewest tokens are, else as many as there is room for
                 k = min(fits, key=used.__getitem__) if fits else room.index(max(room))
                 found[k] += left[: room[k]]
-                used[k] += computed(left[: room[k]])
+                used[k] += prompts.tokens(left[: room[k]])
                 left = left[room[k] :]
     return min(found, verls, key=slowest)
