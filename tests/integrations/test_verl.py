@@ -122,9 +122,9 @@ def test_bf16_under_autocast(verl_patch: ModuleType) -> None:
     assert ours["entropy"] < 0.05
 
 
-def test_labels(verl_patch: ModuleType) -> None:
+def test_labels(verl_patch: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """`shift_labels` first, then `labels`, then `input_ids`; the ids are aligned with the hidden
-    states, or refused."""
+    states, or refused. A sequence that is divided over ranks needs the first."""
     model, inputs = text_model("qwen3"), batch(packed=False)
     others = (inputs["input_ids"] + 1) % 97
     both = {"labels": others, "shift_labels": inputs["input_ids"].clamp(max=5)}
@@ -136,13 +136,6 @@ def test_labels(verl_patch: ModuleType) -> None:
         model(**inputs, return_dict=True, shift_labels=others[:, 1:])
     with pytest.raises(ValueError, match=r"shift_labels: .*none of them"):
         model(inputs_embeds=model.model.embed_tokens(inputs["input_ids"]), return_dict=True)
-
-
-def test_a_divided_sequence_needs_its_labels(
-    verl_patch: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, inputs = text_model("qwen3"), batch(packed=False)
-    through_verl(verl_patch, "grpo_kernels", model, inputs)
     ulysses = verl_peer.verl_module("utils.ulysses")
     monkeypatch.setattr(ulysses, "get_ulysses_sequence_parallel_world_size", lambda: 2)
     with pytest.raises(ValueError, match=r"shift_labels: .*over 2 ranks"):

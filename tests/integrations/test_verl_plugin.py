@@ -94,21 +94,18 @@ def test_any_order_and_back(library: Callable[[], ModuleType], first: str) -> No
     assert importlib.reload(module).VALUE == 1
 
 
-def test_what_another_put_there_since_stays(library: Callable[[], ModuleType]) -> None:
-    patch_verl()
-    module = library()
-    module.VALUE = 3
-    unpatch_verl()
-    assert module.VALUE == 3
-
-
-def test_an_unknown_verl_is_left_alone(library: Callable[[], ModuleType]) -> None:
+def test_what_is_not_verls_of_0_9_1_is_left_alone(library: Callable[[], ModuleType]) -> None:
+    """What another has put there before us, after a warning, or since."""
     verl_peer.verl_module("protocol")
     module = library()
     module.VALUE = 5
     with pytest.warns(RuntimeWarning, match=r"verl 0\.9\.1 is not as .*VALUE is not 1.*left alone"):
         patch_verl()
     assert module.VALUE == 5
+    assert importlib.reload(module).VALUE == 2
+    module.VALUE = 3
+    unpatch_verl()
+    assert module.VALUE == 3
 
 
 def other(model: Any, more: Any) -> None:
@@ -202,24 +199,22 @@ def test_unpatching_gives_classes_their_forward_back() -> None:
     assert module.patch_forward_with_backends is theirs
 
 
-def test_an_error_while_loading_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plug_in_loads_in_silence_or_tells_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """verl writes it to its debug log alone."""
+    name = "grpo_kernels.verl_plugin"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        importlib.import_module(name)
+    assert plugin._importer in sys.meta_path
 
     def broken() -> None:
         raise RuntimeError("broken")
 
     monkeypatch.setattr("grpo_kernels.verl.patch_verl", broken)
-    monkeypatch.delitem(sys.modules, "grpo_kernels.verl_plugin", raising=False)
+    monkeypatch.delitem(sys.modules, name)
     with (
         pytest.warns(RuntimeWarning, match="could not be loaded.*broken"),
         pytest.raises(RuntimeError),
     ):
-        importlib.import_module("grpo_kernels.verl_plugin")
-
-
-def test_it_loads_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "grpo_kernels.verl_plugin", raising=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        importlib.import_module("grpo_kernels.verl_plugin")
-    assert plugin._importer in sys.meta_path
+        importlib.import_module(name)
