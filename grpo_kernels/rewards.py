@@ -14,6 +14,7 @@ import math
 import threading
 import warnings
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import wait
 from typing import Any
 
 import torch
@@ -173,8 +174,11 @@ def _run_together(awaitables: list[Awaitable[Any]]) -> list[Any]:
             _loop = asyncio.new_event_loop()
             _thread = threading.Thread(target=_loop.run_forever, name=__name__, daemon=True)
             _thread.start()
-        future = asyncio.run_coroutine_threadsafe(together(), _loop)
+        thread, future = _thread, asyncio.run_coroutine_threadsafe(together(), _loop)
     try:
+        while not wait([future], timeout=1.0).done:
+            if not thread.is_alive():
+                raise RuntimeError("reward functions: one of them ended the event loop")
         return future.result()
     except BaseException:  # the caller was interrupted
         future.cancel()

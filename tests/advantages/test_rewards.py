@@ -361,3 +361,14 @@ def test_wrong_arguments(error, message, arguments):
     good = {"reward_funcs": lengths, "prompts": PROMPTS, "completions": COMPLETIONS}
     with pytest.raises(error, match=message):
         compute_rewards(**{**good, **arguments})
+
+
+async def stops_its_loop(**kwargs):
+    asyncio.get_running_loop().stop()
+    await asyncio.Event().wait()
+
+
+def test_a_function_that_ends_the_event_loop_is_an_error_and_the_next_call_has_another() -> None:
+    with pytest.raises(RuntimeError, match="one of them ended the event loop"):
+        column(stops_its_loop)
+    assert column(async_lengths) == LENGTHS
