@@ -6,6 +6,7 @@ While a CUDA graph is captured a wait is an error; what runs through here then, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,6 @@ from torch import Tensor
 
 import grpo_kernels
 from grpo_kernels import Expectation, Head, LoRA, LossConfig, Run, grpo_loss, linear_logprob
-from grpo_kernels.base import checks
 from tests.support.case_builder import seeded
 from tests.support.pretend_gpu import OnGPU, Waits, here, pretended
 
@@ -48,7 +48,7 @@ CALLS = {
     "one_pass-luspo": (LossConfig(loss_type="luspo"), BOTH, "one_pass", (2, 0)),
 }  # fmt: skip
 
-pytestmark = [pytest.mark.unit, pytest.mark.filterwarnings("ignore:.*CUDA is not available")]
+pytestmark = pytest.mark.filterwarnings("ignore:.*CUDA is not available")
 
 
 def batch(
@@ -120,13 +120,12 @@ def test_waits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ["one_pass", "score"])
 def test_a_mask_of_floats_is_looked_at_in_the_same_wait(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, monkeypatch: pytest.MonkeyPatch, forget_warnings: Callable[[], None]
 ) -> None:
     want = call(name, Waits(), there=False, mask=MASK)
     with pretended(monkeypatch) as waits:
         found = call(name, waits, mask=OnGPU(1.0 * MASK))
         assert found.pop("waits") == CALLS[name][3]
-        checks.warn_once.cache_clear()
         with pytest.warns(UserWarning, match="completion_mask: it holds values other than 0 and 1"):
             odd = call(name, waits, mask=OnGPU(torch.where(MASK == 0, 0.0, -torch.inf)))
         with pytest.raises(
