@@ -19,11 +19,15 @@ The algorithm of `grpo_loss`, in the order in which it runs, and where it is::
     loss = sum(weights * l) - entropy_coef * mean entropy                 objective/policy.py
     the gradient of the loss, in its backward                             engine/autograd.py
 
-Where a token's a depends on other tokens, the loop ends with the log-probabilities, and the
-backward projects again. With a KL term over the whole vocabulary (`reference`) there is a third
-number, c = d loss / d KL, and ``c p_j (log p_j - log q_j - KL)`` is added to dz_j. With a sampler's
-K candidates v (`sampling_topk_ids`) there are K more, g_v = d loss / d log p_v, and
-``sum_v g_v (1[j = v] - p_j)`` is added.
+A backend that fuses computes R, l, a, b and dz in one kernel. The others are given a and b within
+the loop (`gradient`), and the value follows after it (`evaluate`), from the same formulas. Where a
+token's a depends on other tokens, the loop ends with the log-probabilities, and the backward
+projects again. Tokens that certainly get no gradient are projected apart, without one.
+
+With a KL term over the whole vocabulary (`reference`) there is a third number, c = d loss / d KL,
+and ``c p_j (log p_j - log q_j - KL)`` is added to dz_j. With a sampler's K candidates v
+(`sampling_topk_ids`) there are K more, g_v = d loss / d log p_v, and ``sum_v g_v (1[j = v] - p_j)``
+is added.
 """
 
 from __future__ import annotations
@@ -269,13 +273,15 @@ def grpo_loss(
     first = first_pass(job, tensors, of_reference, loss)
     with torch.no_grad():
         evaluation = loss.evaluate(first.stats)
+        # read by `frozen`, which scales each row by its own, and by the second pass of the others
         first = of_loss(job, first, evaluation.coefficients)
     value, *results = PolicyLoss.apply(job, evaluation.loss, first, of_reference, *tensors)
     logps, entropies = (x.view(tokens.layout.shape) for x in results)
-    with_grad = evaluation.has_gradient  # which tokens the backward has products for
-    if job.when != "later":
-        with_grad = torch.full_like(with_grad, job.when == "now")
-        with_grad = loss.live if job.when == "now" and loss.live is not None else with_grad
+    with_grad = evaluation.has_gradient if job.when == "later" else None
+    if job.when == "now":
+        with_grad = loss.live
+    if with_grad is None:  # none of the tokens, or all
+        with_grad = torch.full_like(tokens.ids, job.when == "now", dtype=torch.bool)
     metrics = _metrics(given, tokens, first.entropies, evaluation, with_grad)
     return LossOutput(value, logps, entropies, metrics, job.engine, job.backend.name)
 

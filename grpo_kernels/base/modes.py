@@ -48,8 +48,8 @@ def guest(
 
     Buffers, attributes and children of the modules and random numbers are restored. The caller's
     autocast cache gets no entry (a cast made without graph would serve the caller's own forward),
-    and his hooks on saved tensors, such as a checkpoint's, do not run. Leaves of the same memory
-    stand in for `parameters`: their gradient runs no hook.
+    and the caller's hooks on saved tensors, such as a checkpoint's, do not run. Leaves of the same
+    memory stand in for `parameters`: their gradient runs no hook.
 
     Yields:
         the leaves, in the order of `parameters`.

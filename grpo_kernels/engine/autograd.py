@@ -1,4 +1,4 @@
-"""The two autograd Functions: a loss that carries its gradient, and differentiable scores.
+"""The autograd Functions: a loss that carries its gradient, and differentiable scores.
 
 Both keep d hidden and d weight in the accumulator's dtype and apply the upstream gradient before
 the one rounding; `lean` alone rounds d weight slice by slice, in its second pass.
@@ -418,7 +418,7 @@ def check_remainder(remainder: Coefficients, upstream: Coefficients) -> tuple[bo
 
 
 def split_off(upstream: Coefficients, expected: Coefficients) -> tuple[Tensor, Coefficients]:
-    """S, and the remainders (n,), `upstream` less s times `expected`.
+    """The median ratio s, and the remainders (n,), `upstream` less s times `expected`.
 
     A remainder is 0 where it is only rounding, None where both are None. s is the median ratio,
     which fits most rows if any does. A row fits if s times its expectation is its upstream gradient

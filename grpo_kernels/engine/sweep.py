@@ -223,6 +223,7 @@ def sweep(
                 # not before the first product is under way
                 if sums is not None and d_logits is None:
                     d_logits = projection.new_d_logits(max(group.rows for group in groups))
+                # in place of the logits, or with a scale, a group is one chunk (`_costs`)
                 target = None if sums is None or d_logits is None else d_logits[part]
                 stats, scale = work(chunk, chunk_rows, at, target)
                 # rows before the padding; none if all are padding

@@ -127,7 +127,7 @@ class TopKLogps(TopK):
 
     Attributes:
         place: (n, K' + 1) int32, the column in `ids` of each of the K' ids that the caller gave, in
-            his order and with his repetitions, and of the row's own id.
+            the caller's order, with repetitions, and of the row's own id.
     """
 
     place: Tensor

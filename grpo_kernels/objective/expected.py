@@ -71,7 +71,7 @@ class ExpectedGradient:
         compute: from the index (m,) of rows and their statistics to coefficients; None: not known
             row by row.
         live: (n,) bool, rows that may have a coefficient other than 0; None: all.
-        one_number: True if it has coefficients of one number of each row alone.
+        one_number: True if each row has a single coefficient.
         coefficients: (n,), if they are known before the forward.
     """
 
