@@ -22,7 +22,8 @@ The algorithm of `grpo_loss`, in the order in which it runs, and where it is::
 A backend that fuses computes R, l, a, b and dz in one kernel. The others are given a and b within
 the loop (`gradient`), and the value follows after it (`evaluate`), from the same formulas. Where a
 token's a depends on other tokens, the loop ends with the log-probabilities, and the backward
-projects again. Tokens that certainly get no gradient are projected apart, without one.
+projects again. Without old log-probabilities and KL term a is known beforehand. Tokens that
+certainly get no gradient are projected apart, without one.
 
 With a KL term over the whole vocabulary (`reference`) there is a third number, c = d loss / d KL,
 and ``c p_j (log p_j - log q_j - KL)`` is added to dz_j. With a sampler's K candidates v
@@ -273,7 +274,7 @@ def grpo_loss(
     first = first_pass(job, tensors, of_reference, loss)
     with torch.no_grad():
         evaluation = loss.evaluate(first.stats)
-        # read by `frozen`, which scales each row by its own, and by the second pass of the others
+        # a frozen head's rows are scaled by theirs here; a second pass reads them in the backward
         first = of_loss(job, first, evaluation.coefficients)
     value, *results = PolicyLoss.apply(job, evaluation.loss, first, of_reference, *tensors)
     logps, entropies = (x.view(tokens.layout.shape) for x in results)

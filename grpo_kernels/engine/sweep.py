@@ -103,9 +103,9 @@ def first_pass(job: Job, head: Tensors, reference: Tensors | None, objective: Ob
             others = sweep(part, head, reference, work, loss=part_loss)[0]
             both = concatenated(job, [stats, others], stats.logps, loss)
             stats = take(both, torch.cat([index, rest]).argsort())
-        given = Coefficients(**used)
-        if loss is not None and objective.compares:
-            given = objective.gradient(every, stats)
+        if not objective.compares:  # a loss has its coefficients from its evaluation
+            return First(stats, grads, index)
+        given = Coefficients(**used) if loss is None else objective.gradient(every, stats)
         if job.main(given) is None:
             given = job.with_main(stats.logps.new_zeros(n), given)
         return First(stats, grads, index, given)

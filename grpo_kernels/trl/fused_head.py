@@ -268,8 +268,9 @@ def check_head(model: nn.Module, args: Any) -> None:
 
 
 _patches = Patches("trl")
-_in_force: dict[str, Any] | None = None  # the options of the patch
-_shares = Shares()  # of patched trainers
+# the options of the patch, and the rows of trainers that are made under it: those of an earlier one
+# keep our head, and count into its own
+_in_force: tuple[dict[str, Any], Shares] | None = None
 
 
 def patch_trl(
@@ -309,19 +310,19 @@ def patch_trl(
     of_run: dict[str, Any] = {"engine": engine, "backend": backend}
     of_run["workspace_bytes"] = workspace_bytes
     asked = {"layout": layout, "logits_dtype": logits_dtype, **of_run}
-    options = HeadOptions(Run(**of_run), layout, logits_dtype, shares=_shares)
+    options = HeadOptions(Run(**of_run), layout, logits_dtype)
     if _in_force is not None:
-        for name, value in _in_force.items():
+        for name, value in _in_force[0].items():
             if asked[name] != value:
                 raise ValueError(
                     f"{name}: expected {value!r}, that of the patch in force, got "
                     f"{asked[name]!r}; unpatch_trl() comes first"
                 )
         return Patch(True)
-    _in_force = asked
+    _in_force = asked, options.shares
     ours = functools.partial(add_fused_lm_head, options=options)
     _patches.replace(trl_utils, "add_fused_lm_head", ours, importers=_ADDERS)
-    divergence = functools.partial(divergence_loss, shares=_shares)
+    divergence = functools.partial(divergence_loss, shares=options.shares)
     _patches.replace(trl_distillation, "_chunked_divergence_loss", divergence)
     _patches.replace(_BaseTrainer, "log", _log)
     found = Patch(True)
@@ -334,13 +335,12 @@ def unpatch_trl() -> None:
     global _in_force
     _patches.restore()
     _in_force = None
-    _shares.pairs.clear()
 
 
 def _log(self: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
     """Log as transformers does, with this process's row counts; warn if a step had no rows."""
     if self.model.training and _in_force is not None:
-        shares = _shares.take()
+        shares = _in_force[1].take()
         if not shares and "loss" in logs and not hasattr(self, "_shares"):
             warn_once(
                 f"patch_trl: {type(self).__name__} has trained a step without TRL's fused head, so "

@@ -388,6 +388,20 @@ def test_head_calls_have_the_options_of_the_patch_or_of_the_trainer(
     assert seen[-1] == {"engine": "auto", "backend": "auto", "workspace_bytes": None}
 
 
+def test_a_patch_counts_the_rows_of_its_own_trainers_alone() -> None:
+    """One of an earlier patch keeps our head, and trains on."""
+
+    def counted() -> list[dict[str, float]]:
+        with patch_trl():
+            return shares_of(train(trl.GRPOTrainer, 1))
+
+    before = counted()
+    patch_trl()
+    other, options = trainer_of("SFT")
+    train(other, 1, prepare=lambda _: unpatch_trl(), **options)
+    assert counted() == before != []
+
+
 def test_options_of_head_calls_are_checked() -> None:
     for option, message in (
         ({"engine": "fast"}, "engine: expected one of auto, score,"),
