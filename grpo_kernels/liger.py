@@ -22,6 +22,7 @@ from grpo_kernels.head import Head
 from grpo_kernels.loss import grpo_loss
 from grpo_kernels.module import gather_of
 from grpo_kernels.objective.config import LossConfig
+from grpo_kernels.objective.losses import LOSSES
 from grpo_kernels.patching import Patches, needed, parameter_names
 from grpo_kernels.scores import linear_logprob
 
@@ -136,7 +137,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
                 ).logps
         # ZeRO-3 divides the weight again when the trainer's own gathering, around the call, ends
         gather = gather_of(x for x in (lin_weight, bias) if x is not None)
-        if self.loss_type not in ("dapo", "cispo", "vespo"):
+        if LOSSES[self.loss_type].normaliser != "num_items":
             num_items_in_batch = None
         elif dist.is_available() and dist.is_initialized():
             if num_items_in_batch is None:

@@ -149,6 +149,7 @@ class Shard:
             joined_extras["mean_logits"] = torch.stack(totals).sum(dim=0) / self.vocab
         if "is_top1" in more:
             joined_extras["is_top1"] = at_target(more["is_top1"] * top) != 0
+        assert joined_extras.keys() == more.keys(), "each statistic says above how ranks join it"
         return RowStats(
             logps=-torch.logaddexp(torch.zeros_like(margin), margin),
             max_logit=max_logit[0],

@@ -14,45 +14,46 @@ with needed("'trl>=1.16'", "trl", "transformers"):
         from grpo_kernels.trl.distillation import FusedDistillationTrainer
         from grpo_kernels.trl.fused_head import patch_trl, unpatch_trl
         from grpo_kernels.trl.trainer import FusedGRPOTrainer, FusedLossMixin
+    else:
+        import warnings
+        from typing import Any
 
-if not _IS_KNOWN:
-    import warnings
-    from typing import Any
+        from trl import DistillationTrainer, GRPOTrainer
 
-    from trl import DistillationTrainer as FusedDistillationTrainer  # type: ignore[no-redef]
-    from trl import GRPOTrainer
+        from grpo_kernels.base.checks import warn_once
+        from grpo_kernels.patching import Patch
 
-    from grpo_kernels.base.checks import warn_once
-    from grpo_kernels.patching import Patch
+        _MESSAGE = f"expected trl 1.16, got trl {_version}, which works as without grpo_kernels"
+        _OF_RESULTS = {"kl_estimator": "k3", "sampling_mask": None}
+        _OF_COST = {
+            *("fused_sampling_correction", "zero_advantage", "layout", "regroup"),
+            *("tokens_per_forward", "engine", "backend", "workspace_bytes"),
+        }
+        warnings.warn(f"grpo_kernels: {_MESSAGE}", stacklevel=2)
 
-    _MESSAGE = f"expected trl 1.16, got trl {_version}, which works as without grpo_kernels"
-    _OF_RESULTS = {"kl_estimator": "k3", "sampling_mask": None}
-    _OF_COST = {
-        *("fused_sampling_correction", "zero_advantage", "layout", "regroup"),
-        *("tokens_per_forward", "engine", "backend", "workspace_bytes"),
-    }
-    warnings.warn(f"grpo_kernels: {_MESSAGE}", stacklevel=2)
+        # an assignment: what builds the documentation resolves no name of another package
+        FusedDistillationTrainer = DistillationTrainer  # type: ignore[misc]
 
-    class FusedLossMixin:  # type: ignore[no-redef]
-        """Takes our options in front of a trainer of an unknown TRL, which runs as it is."""
+        class FusedLossMixin:  # type: ignore[no-redef]
+            """Takes our options in front of a trainer of an unknown TRL, which runs as it is."""
 
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            def __init__(self, *args: Any, **kwargs: Any) -> None:
+                warn_once(_MESSAGE)
+                for name, default in _OF_RESULTS.items():
+                    if kwargs.pop(name, default) != default:
+                        raise ValueError(f"{name}: expected {default!r} with trl {_version}")
+                super().__init__(*args, **{x: y for x, y in kwargs.items() if x not in _OF_COST})
+
+        class FusedGRPOTrainer(FusedLossMixin, GRPOTrainer):  # type: ignore[no-redef]
+            """TRL's trainer as it is."""
+
+        def patch_trl(**_: Any) -> Patch:  # type: ignore[misc]
+            """Warn: this TRL is left alone."""
             warn_once(_MESSAGE)
-            for name, default in _OF_RESULTS.items():
-                if kwargs.pop(name, default) != default:
-                    raise ValueError(f"{name}: expected {default!r} with trl {_version}")
-            super().__init__(*args, **{x: y for x, y in kwargs.items() if x not in _OF_COST})
+            return Patch(False)
 
-    class FusedGRPOTrainer(FusedLossMixin, GRPOTrainer):  # type: ignore[no-redef]
-        """TRL's trainer as it is."""
-
-    def patch_trl(**_: Any) -> Patch:  # type: ignore[misc]
-        """Warn: this TRL is left alone."""
-        warn_once(_MESSAGE)
-        return Patch(False)
-
-    def unpatch_trl() -> None:
-        """Change nothing."""
+        def unpatch_trl() -> None:
+            """Change nothing."""
 
 
 __all__ = [
