@@ -281,7 +281,7 @@ def read_heads(
                 f"{size}"
             )
         head, second = first_ids(head, second, size, prefix)
-    check_head(hidden, head.weight, head.bias, ranks=dims or None)
+    check_head(hidden, head.weight, head.bias, dims=dims or None)
     if head.lora is not None:
         _check_lora(head.lora, hidden, head.weight)
     if second is not None:

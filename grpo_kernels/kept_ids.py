@@ -181,15 +181,3 @@ def read_kept_ids(kept_ids: Any, ids: Tensor) -> KeptIds:
             f"some from {offsets[0].item()} to {offsets[-1].item()}"
         )
     return KeptIds(kept.detach(), offsets.detach().long())
-
-
-def check_without_set(without_set: Any) -> None:
-    """Raise unless `without_set` has its default: there are no kept ids.
-
-    Raises:
-        ValueError: it has another value.
-    """
-    if without_set != "error":
-        raise ValueError(
-            f"without_set: expected 'error', the default, without kept_ids, got {without_set!r}"
-        )

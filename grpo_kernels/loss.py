@@ -46,6 +46,7 @@ from grpo_kernels.base.checks import (
     check_logps,
     check_shape,
     check_tensor,
+    check_without_set,
     warn_of_ratio,
 )
 from grpo_kernels.base.choices import WithoutSet
@@ -62,7 +63,7 @@ from grpo_kernels.head import (
     read_second,
     takes_heads,
 )
-from grpo_kernels.kept_ids import KeptIds, check_without_set
+from grpo_kernels.kept_ids import KeptIds
 from grpo_kernels.module import whole_second, within_module
 from grpo_kernels.objective.config import (
     FIELDS,
@@ -256,8 +257,8 @@ def grpo_loss(
         loss = _objective(config, given, tokens)
 
         # which engine
-        names = None if sets else ("completion_ids", "sampling_topk_ids")
-        choose_by = None if sets else loss
+        names = None if sets is not None else ("completion_ids", "sampling_topk_ids")
+        choose_by = None if sets is not None else loss
         job, tensors, of_reference = plan(
             job, hidden, head, rows, run, ranks, choose_by, second=reference, names=names
         )
@@ -484,7 +485,7 @@ def _check_loss(
             "kl_estimator: expected 'k1', 'k2' or 'k3' with kept_ids, which truncate the "
             "policy, got 'full', the divergence over the whole vocabulary"
         )
-    if given.get("kept_ids") is None and given.get("without_set", "error") != "error":
+    if given.get("kept_ids") is None and "without_set" in given:
         check_without_set(given["without_set"])
     if "sampling_topk_ids" in given:
         check_centering(config, objective, given)

@@ -65,6 +65,7 @@ from grpo_kernels.base.checks import (
     check_shape,
     check_signed_ids,
     check_tensor,
+    check_without_set,
     is_dtensor,
 )
 from grpo_kernels.base.choices import (
@@ -74,6 +75,7 @@ from grpo_kernels.base.choices import (
     WithoutSet,
     choices,
 )
+from grpo_kernels.base.tensors import take
 from grpo_kernels.engine.autograd import LinearLogprob, scatter
 from grpo_kernels.engine.kept import WORKSPACE_BYTES, KeptSetLogprob, plan_sets, survey_sets
 from grpo_kernels.engine.plan import Job, Rows, Run, begin, choose_engine, in_range, plan, together
@@ -87,7 +89,7 @@ from grpo_kernels.head import (
     read_heads,
     takes_heads,
 )
-from grpo_kernels.kept_ids import KeptIds, check_without_set, read_kept_ids
+from grpo_kernels.kept_ids import KeptIds, read_kept_ids
 from grpo_kernels.module import whole_second, within_module
 from grpo_kernels.objective.expected import (
     Expectation,
@@ -182,8 +184,7 @@ def linear_logprob(
     """
     given = {**locals()}
     if kept_ids is None:
-        if without_set != "error":
-            check_without_set(without_set)
+        check_without_set(without_set)
         if not isinstance(entropy, bool):
             raise TypeError(f"entropy: expected a bool without kept_ids, got {entropy!r}")
     elif extras:
@@ -204,11 +205,7 @@ def linear_logprob(
         rows = _read_rows(job, ids, mask, temperature)
         # also where few rows, or none, may need it
         gradient = read_expected(
-            expected,
-            ids,
-            rows.positions,
-            job.accumulator,
-            entropy=bool(entropy),
+            expected, ids, rows.positions, job.accumulator, entropy=bool(entropy)
         )
         if kept_ids is not None:
             sets = read_kept_sets(kept_ids, without_set, ids, entropy)
@@ -299,12 +296,7 @@ def linear_divergence(
         job = replace(job, entropy=entropy, jsd_beta=jsd_beta)
         rows = _read_rows(job, _no_ids(hidden) if ids is None else ids, mask, temperature)
         gradient = expected_divergence(
-            expected,
-            hidden,
-            ids,
-            rows.positions,
-            job.accumulator,
-            entropy=entropy,
+            expected, hidden, ids, rows.positions, job.accumulator, entropy=entropy
         )
         job, tensors, reference = plan(
             job, hidden, head, rows, run, ranks, gradient, second=teacher, prefix="teacher_"
@@ -376,9 +368,7 @@ def topk_divergence(
         listed, logps = (
             x.detach().flatten(0, -2)[rows.positions] for x in (teacher_ids, teacher_logps)
         )
-        gradient = ExpectedGradient(
-            coefficients=Coefficients(d_divergence=weights),
-        )
+        gradient = ExpectedGradient(coefficients=Coefficients(d_divergence=weights))
         rows = replace(rows, top_k=TopKTeacher.of(listed, logps, measure))
         names = ("ids", "teacher_ids")
         job, tensors, _ = plan(job, hidden, head, rows, run, ranks, gradient, names=names)
@@ -450,21 +440,14 @@ def score_kept(
     planned, any_without = plan_sets(over_sets, head, sets, survey)
     whole, in_full, shape = None, entropy == "full", ids.shape
     if any_without or in_full:
-        rows, vocab, first_id = job.rows, head.weight.shape[0], 0
-        if job.shard is not None:
-            vocab, first_id = job.shard.vocab, job.shard.start
-        if not in_full:
-            rows = rows.at(survey.without.nonzero()[:, 0])
+        vocab = head.weight.shape[0] if job.shard is None else job.shard.vocab
+        rows = job.rows if in_full else take(job.rows, survey.without.nonzero()[:, 0])
         gradient = read_expected(
-            expected,
-            ids,
-            rows.positions,
-            job.accumulator,
-            entropy=bool(entropy),
+            expected, ids, rows.positions, job.accumulator, entropy=bool(entropy)
         )
         whole = replace(
             job,
-            rows=in_range(rows, (ids_name, ""), vocab, first_id),
+            rows=in_range(rows, (ids_name, ""), vocab, job.first_id),
             backend=choose_backend(run.backend, ids.device, job.dtype)[0],
             entropy=bool(entropy),
         )
@@ -527,7 +510,7 @@ def _over_common_ids(head: Head, states: Tensor, teacher_head: HeadLike) -> tupl
 
 
 def _beta_of(divergence: Any, beta: Any) -> float:
-    """The divergence as a beta: 0 forward KL, 1 reverse KL ."""
+    """The divergence as a beta: 0 forward KL, 1 reverse KL (`backends.interface.Teacher`)."""
     check_choice("divergence", divergence, choices(DivergenceName))
     if divergence != "jsd":
         if beta is not None:

@@ -37,6 +37,12 @@ class LogitTransform:
     bias: Tensor | None = None  # (V,), contiguous, in the accumulator's dtype
     rounded_to: torch.dtype | None = None  # a 16-bit dtype that x + bias is rounded to
 
+    def of_rows(
+        self, inv_temperature: float | Tensor, bias: Tensor | None = None
+    ) -> LogitTransform:
+        """The same with a temperature, and a bias (V,), of its own."""
+        return LogitTransform(self.scale, self.softcap, inv_temperature, bias, self.rounded_to)
+
     def factors(self) -> tuple[float, float]:
         """Return (inner, outer), the factors that all rows share, without temperatures per row.
 

@@ -90,14 +90,12 @@ def check_shape(name: str, x: Tensor, *shapes: tuple[str, tuple[int, ...]]) -> N
         raise ValueError(f"{name}: expected shape {wanted}, got {tuple(x.shape)}")
 
 
-def check_head(
-    hidden: Any, weight: Any, bias: Any, *, ranks: tuple[int, ...] | None = None
-) -> None:
-    """Hidden states (..., H), weight (V, H) and bias (V,) that fit; `ranks` of `hidden`, or any
+def check_head(hidden: Any, weight: Any, bias: Any, *, dims: tuple[int, ...] | None = None) -> None:
+    """Hidden states (..., H), weight (V, H) and bias (V,) that fit; `dims` of `hidden`, or any
     from 2 up."""
     check_tensor("hidden", hidden, floating=True)
-    if ranks is not None and hidden.dim() not in ranks:
-        wanted = " or ".join({2: "(N, H) with cu_seqlens", 3: "(B, T, H)"}[rank] for rank in ranks)
+    if dims is not None and hidden.dim() not in dims:
+        wanted = " or ".join({2: "(N, H) with cu_seqlens", 3: "(B, T, H)"}[rank] for rank in dims)
         raise ValueError(f"hidden: expected shape {wanted}, got {tuple(hidden.shape)}")
     if hidden.dim() < 2:
         raise ValueError(
@@ -245,6 +243,14 @@ def warn_of_ratio(log_ratio: Tensor | None) -> None:
             "hardly those of the policy that sampled. Often they were made with another "
             "temperature, with unshifted ids, by another model, or are summed over the sequence; "
             "completion_logprobs(..., loss_fn=loss_fn) makes them right"
+        )
+
+
+def check_without_set(without_set: Any) -> None:
+    """Its default: there are no kept ids."""
+    if without_set != "error":
+        raise ValueError(
+            f"without_set: expected 'error', the default, without kept_ids, got {without_set!r}"
         )
 
 

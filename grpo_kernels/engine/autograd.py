@@ -26,7 +26,7 @@ from grpo_kernels.base.checks import is_one, warn_once
 from grpo_kernels.base.tensors import map_tensors, moved, quantile_of_numbers, take
 from grpo_kernels.engine.plan import Job
 from grpo_kernels.engine.slices import sweep_slices
-from grpo_kernels.engine.sweep import First, indices_of, job_at, row_work, sweep
+from grpo_kernels.engine.sweep import First, indices_of, row_work, sweep
 from grpo_kernels.engine.workspace import device_of
 from grpo_kernels.head import Tensors
 from grpo_kernels.token_loss.record import TOPK_LOGPS, Coefficients
@@ -204,11 +204,8 @@ def _saved(ctx: Any) -> Any:  # head, reference, First
 
 def scatter(x: Tensor, rows: Any, n: int) -> Tensor:
     """(rows, ...) -> (n positions, ...), 0 where a position is no row; always a copy."""
-    if len(rows) == n:
-        return x.clone()
-    full = x.new_zeros(n, *x.shape[1:])
-    full[rows.positions] = x
-    return full
+    full = _spread(x, rows.positions, n)
+    return x.clone() if full is x else full
 
 
 def second_pass(
@@ -224,7 +221,7 @@ def second_pass(
     Waits for the device once, to count these rows. At least one coefficient is not None.
     """
     indices, coefficients = _nonzero(coefficients)
-    job = job_at(job, indices)
+    job = job.at(indices)
     if coefficients.d_divergence is None:  # then the gradient has no part of the reference's
         job, reference = replace(job, reference_dtype=None), None
     stats, coefficients = take((stats, coefficients), indices)
@@ -390,10 +387,10 @@ def _returned(
 
 
 def _spread(x: Tensor, indices: Tensor, n: int) -> Tensor:
-    """`x` (m, H) in the rows of (n, H) at rising `indices`; `x` itself if m = n."""
+    """`x` (m, ...) in the rows of (n, ...) at rising `indices`; `x` itself if m = n."""
     if x.shape[0] == n:
         return x
-    full = x.new_zeros(n, x.shape[1])
+    full = x.new_zeros(n, *x.shape[1:])
     full[indices] = x
     return full
 

@@ -83,8 +83,7 @@ class KeptSets:
     def transform(self, at: Tensor) -> LogitTransform:
         """The transform of the rows `at` (r,), without bias."""
         inv_t = self.job.rows.inv_temperature
-        inv_t = inv_t[at] if isinstance(inv_t, Tensor) else inv_t
-        return replace(self.job.transform, inv_temperature=inv_t)
+        return self.job.transform.of_rows(inv_t[at] if isinstance(inv_t, Tensor) else inv_t)
 
 
 def survey_sets(
@@ -103,8 +102,8 @@ def survey_sets(
         ids: (...) the ids to score, the argument `ids_name`.
         others: other policies' log-probabilities, (...) each, which must be over the same sets.
     """
-    rows, shard, sampled = job.rows, job.shard, ids.detach().reshape(-1)
-    vocab, first = (rows_here, 0) if shard is None else (shard.vocab, shard.start)
+    rows, sampled = job.rows, ids.detach().reshape(-1)
+    vocab, first = rows_here if job.shard is None else job.shard.vocab, job.first_id
     # per position: ids, ids among this rank's rows, ids that do not exist, the sampled one
     counts = sets.offsets.new_zeros(4, sampled.shape[0])
     step = max(1, job.workspace_bytes // ENTRY_BYTES)
@@ -185,8 +184,7 @@ def plan_sets(job: Job, head: Tensors, sets: KeptIds, survey: Survey) -> tuple[K
     row_bytes = 2 * job.accumulator.itemsize * sum(x.shape[1] for _, x in head.factors())
     budget, head_bytes = job.workspace_bytes, entry_bytes(head, job)
     spans = plan_spans(sizes[:count], lists[:count], budget, head_bytes, row_bytes)
-    first_id = 0 if job.shard is None else job.shard.start
-    own = replace(rows, ids=rows.ids - first_id, invalid=survey.invalid)
+    own = replace(rows, ids=rows.ids - job.first_id, invalid=survey.invalid)
     planned = KeptSets(replace(job, rows=own), sets, projected, order[:count], spans)
     return planned, any(without)
 
@@ -309,9 +307,7 @@ def _in_order(sets: KeptSets, at: Tensor, span: Span, vocab: int) -> tuple[Tenso
     positions, (_, width, longest) = sets.job.rows.positions[at], span
     place = sets.kept.offsets[positions][:, None] + torch.arange(longest, device=positions.device)
     inside = place < sets.kept.offsets[positions + 1][:, None]
-    kept = sets.kept.ids[torch.where(inside, place, 0)].long() - (
-        0 if sets.job.shard is None else sets.job.shard.start
-    )
+    kept = sets.kept.ids[torch.where(inside, place, 0)].long() - sets.job.first_id
     kept = torch.where(inside & (kept >= 0) & (kept < vocab), kept, -1).to(torch.int32)
     kept = kept.sort(dim=1, descending=True).values[:, :width]
     padding = kept < 0

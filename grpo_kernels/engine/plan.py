@@ -168,9 +168,6 @@ class Rows:
     def __len__(self) -> int:
         return self.positions.shape[0]
 
-    def at(self, index: Tensor) -> Rows:
-        return take(self, index)
-
 
 _NO_ROWS = Rows(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64))
 
@@ -209,6 +206,15 @@ class Job:
     @property
     def when(self) -> str:
         return ENGINES[self.engine][0]
+
+    @property
+    def first_id(self) -> int:
+        """The id of this rank's first row of the head."""
+        return 0 if self.shard is None else self.shard.start
+
+    def at(self, index: Tensor) -> Job:
+        """The same call for some of its rows."""
+        return replace(self, rows=take(self.rows, index))
 
     @property
     def accumulator(self) -> torch.dtype:
@@ -352,7 +358,7 @@ def plan(
         objective: by which an engine is chosen; None: none is.
     """
     run = Run() if run is None else run
-    memory, shard, first_id, vocab = job.memory, None, 0, head.weight.shape[0]
+    memory, shard, vocab = job.memory, None, head.weight.shape[0]
     if ranks is not None:
         values = _compared(job, hidden, head, second, rows, run)
         of_ranks = ranks.compare(values, {"rows of weight": vocab, **memory._asdict()})
@@ -363,15 +369,14 @@ def plan(
         memory, vocab = Memory(tight, converts, min(of_ranks["workspace"])), sum(sizes)
         if len(sizes) > 1:
             shard = Shard(ranks.group, rank, tuple(sizes))
-            first_id = shard.start
     workspace_bytes = run.workspace_bytes
     if workspace_bytes is None:
         widest = head.weight if shard is None else widest_part(head.weight, shard)
         heads = 1 if second is None else 2
         workspace_bytes = default_workspace(widest, job.needs, memory, heads=heads)
-    if names is not None:
-        rows = in_range(rows, names, vocab, first_id)
-    job = replace(job, rows=rows, memory=memory, shard=shard, workspace_bytes=workspace_bytes)
+    job = replace(job, memory=memory, shard=shard, workspace_bytes=workspace_bytes)
+    rows = rows if names is None else in_range(rows, names, vocab, job.first_id)
+    job = replace(job, rows=rows)
     tensors, reference = operands(hidden, head, rows.positions), None
     if second is not None:
         states, own = second

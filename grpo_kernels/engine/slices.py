@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -41,7 +40,7 @@ def sweep_slices(
     """
     rows, needs, dtype = job.rows, job.needs, job.accumulator
     bias = row_bias(head.bias, slice(None), dtype)
-    transform = replace(job.transform, inv_temperature=rows.inv_temperature, bias=bias)
+    transform = job.transform.of_rows(rows.inv_temperature, bias)
     # one factor for all rows and slices, since the gradients are summed over both
     coefficients, fp16_scale = job.products(head.weight).scaled(coefficients, stats, transform)
     n, vocab = len(rows), head.weight.shape[0]

@@ -25,7 +25,6 @@ from grpo_kernels.backends.interface import (
     STATISTICS,
     Chunk,
     DivergenceStats,
-    LogitTransform,
     RowStats,
     Teacher,
 )
@@ -40,9 +39,9 @@ from grpo_kernels.head import Tensors
 from grpo_kernels.token_loss.record import TOPK_LOGPS, Coefficients, TokenLoss
 
 Index = Tensor | slice  # of rows: (m,) int64, or a slice
-# chunk, its rows, their index, memory for d logits (m, V) -> statistics, and the factor () that
-# d logits carry in fp16
-RowWork = Callable[[Chunk, Rows, Index, Tensor | None], tuple[RowStats, Tensor | None]]
+# chunk, its rows, their index, memory for d logits (m, V) -> statistics (None if they were known),
+# and the factor () that d logits carry in fp16
+RowWork = Callable[[Chunk, Rows, Index, Tensor | None], tuple[RowStats | None, Tensor | None]]
 
 
 class First(NamedTuple):
@@ -76,7 +75,8 @@ def first_pass(job: Job, head: Tensors, reference: Tensors | None, objective: Ob
         n, device, live = len(job.rows), job.rows.positions.device, objective.live
         every = torch.arange(n, device=device)
         index = every if live is None else indices_of(live)
-        loss = objective.token_loss() if job.engine == "one_pass" and job.fuses else None
+        fused = job.engine == "one_pass" and job.fuses
+        token_loss = objective.token_loss() if fused else None
         # those that the backward compares: a caller's function may not give them twice
         used: dict[str, Tensor] = {}
 
@@ -91,21 +91,21 @@ def first_pass(job: Job, head: Tensors, reference: Tensors | None, objective: Ob
                         used.setdefault(name, x.new_zeros(n))[rows] = x
             return given
 
-        part, part_loss = job, loss
+        part, of_part = job, token_loss
         if index.shape[0] < n:
-            part, part_loss = job_at(job, index), take(loss, index)
-        work = row_work(part, head, coefficients, part_loss)
-        stats, grads = sweep(part, head, reference, work, job.needs, part_loss)
+            part, of_part = job.at(index), take(token_loss, index)
+        work = row_work(part, head, coefficients, of_part)
+        stats, grads = sweep(part, head, reference, work, job.needs, of_part)
         if live is not None and index.shape[0] < n:
             rest = live.to(torch.uint8).argsort(stable=True)[: n - index.shape[0]]
-            part, part_loss = job_at(job, rest), take(loss, rest)
-            work = row_work(part, head, loss=part_loss)
-            others = sweep(part, head, reference, work, loss=part_loss)[0]
-            both = concatenated(job, [stats, others], stats.logps, loss)
+            part, of_part = job.at(rest), take(token_loss, rest)
+            work = row_work(part, head, token_loss=of_part)
+            others = sweep(part, head, reference, work, token_loss=of_part)[0]
+            both = concatenated(job, [stats, others], stats.logps, token_loss)
             stats = take(both, torch.cat([index, rest]).argsort())
-        if not objective.compares:  # a loss has its coefficients from its evaluation
-            return First(stats, grads, index)
-        given = Coefficients(**used) if loss is None else objective.gradient(every, stats)
+        if not objective.compares or job.engine == "frozen":
+            return First(stats, grads, index)  # a loss has its coefficients from its evaluation
+        given = Coefficients(**used) if token_loss is None else objective.gradient(every, stats)
         if job.main(given) is None:
             given = job.with_main(stats.logps.new_zeros(n), given)
         return First(stats, grads, index, given)
@@ -125,33 +125,33 @@ def row_work(
     job: Job,
     head: Tensors,
     coefficients: Callable[[Index, RowStats], Coefficients] | None = None,
-    loss: TokenLoss | None = None,
+    token_loss: TokenLoss | None = None,
     stats: RowStats | None = None,
 ) -> RowWork:
     """The work on a chunk: reduce its rows, unless their `stats` are known; with memory for
     d logits derive these for the `coefficients` of the rows at an index, given their statistics.
-    A `loss` is fused with both (if d logits must be scaled before they are rounded, a second kernel
-    derives)."""
+    One kernel does both for a `token_loss` (if d logits must be scaled before they are rounded, a
+    second one derives)."""
     products, backend = job.products(head.weight), job.backend
 
     def work(
         chunk: Chunk, rows: Rows, at: Index, out: Tensor | None
-    ) -> tuple[RowStats, Tensor | None]:
+    ) -> tuple[RowStats | None, Tensor | None]:
         derives = out is not None
         if stats is not None:
             found = take(stats, at)
-        elif loss is None:
+        elif token_loss is None:
             found = statistics(job, chunk, rows)
         else:
             derives = derives and products.scales_gradient
             marked = chunk if rows.marked is None else replace(chunk, ids=rows.marked)
             fused: Any = backend
-            found = fused.fused(marked, take(loss, at), None if derives else out)
+            found = fused.fused(marked, take(token_loss, at), None if derives else out)
         if not derives or coefficients is None or out is None:
             return found, None
         scaled, scale = products.scaled(coefficients(at, found), found, chunk.transform)
         write_gradient(job, chunk, rows, found, scaled, out)
-        return found, scale
+        return found if stats is None else None, scale
 
     return work
 
@@ -198,12 +198,13 @@ def sweep(
     reference: Tensors | None,
     work: RowWork,
     needs: Tensors | None = None,
-    loss: TokenLoss | None = None,
+    token_loss: TokenLoss | None = None,
 ) -> tuple[RowStats, Tensors | None]:
     """Call `work` with the logits of all rows, a chunk at a time.
 
-    Returns their statistics (of a fused `loss` with its terms), and the gradients that `needs`
-    wants, those of rows for the rows of the job alone, in the accumulator's dtype.
+    Returns their statistics (of a fused `token_loss` with its terms; empty if `work` gives none),
+    and the gradients that `needs` wants, those of rows for the rows of the job alone, in the
+    accumulator's dtype.
     """
     rows, parts = job.rows, []
     groups, projection = plan_groups(job, head, reference, needs), Projection(job, head, reference)
@@ -226,18 +227,20 @@ def sweep(
                 # in place of the logits, or with a scale, a group is one chunk (`_costs`)
                 target = None if sums is None or d_logits is None else d_logits[part]
                 stats, scale = work(chunk, chunk_rows, at, target)
-                # rows before the padding; none if all are padding
-                parts.append(take(stats, slice(max(0, group.n - part.start))))
+                if stats is not None:  # of rows before the padding; none if all are padding
+                    parts.append(take(stats, slice(max(0, group.n - part.start))))
             if sums is not None and d_logits is not None:
                 if group.n < group.rows:
                     d_logits[group.n : group.rows] = 0.0
                 d_rows = d_logits[: group.rows]
                 sums.add(group, projection.products, operands[0], d_rows, scale)
-        stats = concatenated(job, parts, head.hidden, loss)
+        stats = concatenated(job, parts, head.hidden, token_loss)
         return stats, None if sums is None else sums.gradients()
 
 
-def concatenated(job: Job, parts: list[RowStats], like: Tensor, loss: TokenLoss | None) -> RowStats:
+def concatenated(
+    job: Job, parts: list[RowStats], like: Tensor, token_loss: TokenLoss | None
+) -> RowStats:
     """The statistics of `parts` as one, on the device of `like`."""
     if len(parts) == 1:
         return parts[0]
@@ -245,19 +248,14 @@ def concatenated(job: Job, parts: list[RowStats], like: Tensor, loss: TokenLoss 
         parts,
         like,
         job.accumulator,
-        entropy=job.entropy or loss is not None,
-        extras=() if loss is not None else job.extras,
-        terms=() if loss is None else loss.terms,
+        entropy=job.entropy or token_loss is not None,
+        extras=() if token_loss is not None else job.extras,
+        terms=() if token_loss is None else token_loss.terms,
         divergence=job.diverges,
     )
     if not parts and isinstance(job.rows.top_k, TopKLogps):
         stats.extras[TOPK_LOGPS] = stats.logps.new_empty(0, job.rows.top_k.given)
     return stats
-
-
-def job_at(job: Job, index: Tensor) -> Job:
-    """The same call for some of its rows."""
-    return replace(job, rows=take(job.rows, index))
 
 
 def indices_of(chosen: Tensor) -> Tensor:
@@ -416,22 +414,18 @@ class Projection:
             product.logits(x[part], logits, first=i == 0)
         rows, teacher = take(rows, index), None
         inv_t = rows.inv_temperature
-        transform = _with(job.transform, inv_t, self._bias)
+        transform = job.transform.of_rows(inv_t, self._bias)
         if of_reference is not None and reference_logits is not None:
             self._of_reference.logits(
                 self._of_reference.operand(of_reference[part]), reference_logits
             )
-            of_its = _with(job.reference_transform, inv_t, self._reference_bias)
+            of_its = job.reference_transform.of_rows(inv_t, self._reference_bias)
             job.backend.prepare_(reference_logits, of_its)
             teacher = Teacher(reference_logits, of_its, job.jsd_beta)
         if rows.top_k is not None:
             rows = replace(rows, top_k=rows.top_k.gathered(logits, transform, self.first_id))
         job.backend.prepare_(logits, transform)
         return Chunk(logits, rows.ids, transform, self.first_id, teacher), rows
-
-
-def _with(x: LogitTransform, inv_temperature: Any, bias: Tensor | None) -> LogitTransform:
-    return LogitTransform(x.scale, x.softcap, inv_temperature, bias, x.rounded_to)
 
 
 def row_bias(bias: Tensor | None, columns: slice, dtype: torch.dtype) -> Tensor | None:

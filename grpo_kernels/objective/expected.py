@@ -13,7 +13,8 @@ from torch import Tensor
 from grpo_kernels.backends.interface import RowStats
 from grpo_kernels.base.checks import check_shape, check_tensor
 from grpo_kernels.base.tensors import take
-from grpo_kernels.objective.policy import numbers
+from grpo_kernels.objective.custom import CustomObjective
+from grpo_kernels.objective.policy import PolicyObjective, numbers
 from grpo_kernels.token_loss.record import Coefficients, TokenLoss
 from grpo_kernels.tokens import Tokens
 
@@ -37,7 +38,7 @@ class Expectation:
     has_entropy_gradient: bool = True
 
     @staticmethod
-    def of_loss(objective: Any, tokens: Tokens) -> Expectation:
+    def of_loss(objective: PolicyObjective | CustomObjective, tokens: Tokens) -> Expectation:
         """The gradient of a loss of `tokens`, for ids of the batch's shape."""
         layout, ids, dtype = tokens.layout, tokens.ids, tokens.advantages.dtype
         row = torch.zeros(math.prod(layout.shape), dtype=torch.long, device=ids.device)
@@ -150,14 +151,7 @@ def expected_divergence(
     if isinstance(expected, Expectation):
         shape = hidden.shape[:-1]
         of_ids = hidden.new_zeros((), dtype=torch.long).expand(shape) if ids is None else ids
-        return read_expected(
-            expected,
-            of_ids,
-            positions,
-            dtype,
-            entropy=entropy,
-            divergence=True,
-        )
+        return read_expected(expected, of_ids, positions, dtype, entropy=entropy, divergence=True)
     pair = expected if isinstance(expected, tuple) else (expected,)
     if len(pair) not in ((1,) if ids is None else (1, 2)):
         raise ValueError(
@@ -214,11 +208,7 @@ def read_expected(
         b = None if b is None else usable(rows("expected[1]", b))
         nonzero = (a != 0) if b is None else (a != 0) | (b != 0)
         both = Coefficients(a, b)
-        return ExpectedGradient(
-            lambda index, _: take(both, index),
-            nonzero,
-            one_number=b is None,
-        )
+        return ExpectedGradient(lambda index, _: take(both, index), nonzero, one_number=b is None)
 
     graded, function = expected.graded, expected.coefficients
     live = None if graded is None else rows("expected.graded", graded).bool()
