@@ -403,7 +403,8 @@ def choose_engine(name: str, job: Job, objective: Objective) -> str:
         "frozen": lambda: (
             not head_trains
             and not isinstance(job.rows.top_k, TopKLogps)
-            and (no_gradient or objective.one_number)
+            # without gradient a user's function is not evaluated for this
+            and ((no_gradient and job.reference_dtype is None) or objective.one_number)
         ),
         "one_pass": lambda: known in ("before", "row"),
         "two_pass": lambda: True,
