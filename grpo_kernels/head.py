@@ -170,7 +170,8 @@ class Head:
 HeadLike = Head | Tensor | nn.Module
 
 
-Second = tuple[Tensor, Head]  # hidden states and head of a reference or teacher
+# hidden states and head of a second model: a KL term's reference, or distillation's teacher
+Reference = tuple[Tensor, Head]
 
 
 def outside_graphs(function: F) -> F:
@@ -216,14 +217,15 @@ def grouped(hidden: Any, head: Any) -> Head:
     return head
 
 
-def read_second(second: Any, head: Head, prefix: str) -> Second:
-    """The second head of a call as a `Head` with constants of its own; `prefix` is that of its
+def read_reference(reference: Any, head: Head, prefix: str) -> Reference:
+    """A call's second model with a `Head` that has constants of its own; `prefix` is that of its
     names in errors, ``"teacher_"`` or ``"reference."``."""
-    hidden, own = second if isinstance(second, tuple) and len(second) == 2 else (second, None)
+    is_pair = isinstance(reference, tuple) and len(reference) == 2
+    hidden, own = reference if is_pair else (reference, None)
     if own is None:
         wanted = "a head, got None"
         if prefix == "reference.":
-            wanted = f"(hidden, head), got {type(second).__name__}"
+            wanted = f"(hidden, head), got {type(reference).__name__}"
         raise TypeError(f"{prefix.rstrip('._')}: expected {wanted}")
     for name in () if isinstance(own, Head) else CONSTANTS:
         if getattr(head, name) != getattr(Head, name):
@@ -248,11 +250,11 @@ def read_second(second: Any, head: Head, prefix: str) -> Second:
 def read_heads(
     hidden: Any,
     head: Head,
-    second: Any = None,
+    reference: Any = None,
     *,
     prefix: str = "reference.",
     dims: tuple[int, ...] = (),
-) -> tuple[Tensor, Head, Second | None]:
+) -> tuple[Tensor, Head, Reference | None]:
     """This rank's plain tensors of a call's heads, checked; of a whole head without padding rows.
 
     `dims` are the allowed values of ``hidden.dim()``; none: any from 2 up.
@@ -262,13 +264,13 @@ def read_heads(
         raise ValueError(f"vocab_size: expected an int > 0, got {size!r}")
     if head.lora is not None and not isinstance(head.lora, LoRA):
         raise TypeError(f"lora: expected a LoRA, got {type(head.lora).__name__}")
-    if second is not None:
-        second = read_second(second, head, prefix)
+    if reference is not None:
+        reference = read_reference(reference, head, prefix)
     if group is not None:
         hidden, head = _local(hidden, head, group)
-        if second is not None:
-            states, own = second
-            second = _local(states, own, group, prefix)
+        if reference is not None:
+            states, own = reference
+            reference = _local(states, own, group, prefix)
         weight = head.weight
         if isinstance(weight, Tensor) and weight.dim() == 2 and weight.shape[0] == 0:
             raise ValueError(
@@ -280,32 +282,32 @@ def read_heads(
                 f"vocab_size: expected at most the {head.weight.shape[0]} rows of weight, got "
                 f"{size}"
             )
-        head, second = first_ids(head, second, size, prefix)
+        head, reference = first_ids(head, reference, size, prefix)
     check_head(hidden, head.weight, head.bias, dims=dims or None)
     if head.lora is not None:
         _check_lora(head.lora, hidden, head.weight)
-    if second is not None:
-        states, own = second
-        _check_second(states, own, hidden, head.weight, prefix)
-    return hidden, head, second
+    if reference is not None:
+        states, own = reference
+        _check_reference(states, own, hidden, head.weight, prefix)
+    return hidden, head, reference
 
 
 def first_ids(
-    head: Head, second: Second | None, count: int, prefix: str
-) -> tuple[Head, Second | None]:
+    head: Head, reference: Reference | None, count: int, prefix: str
+) -> tuple[Head, Reference | None]:
     """The first `count` ids of both heads."""
-    if second is not None:
-        states, own = second
+    if reference is not None:
+        states, own = reference
         weight = own.weight
         if isinstance(weight, Tensor) and weight.dim() and weight.shape[0] > count:
             bias = first_rows(f"{prefix}bias", own.bias, weight, count)
-            second = states, replace(own, weight=weight[:count], bias=bias)
+            reference = states, replace(own, weight=weight[:count], bias=bias)
     if head.weight.shape[0] == count:
-        return head, second
+        return head, reference
     lora, bias = head.lora, first_rows("bias", head.bias, head.weight, count)
     if lora is not None:
         lora = replace(lora, b=first_rows("lora.b", lora.b, head.weight, count))
-    return replace(head, weight=head.weight[:count], bias=bias, lora=lora), second
+    return replace(head, weight=head.weight[:count], bias=bias, lora=lora), reference
 
 
 def _check_lora(lora: LoRA, hidden: Tensor, weight: Tensor) -> None:
@@ -322,7 +324,7 @@ def _check_lora(lora: LoRA, hidden: Tensor, weight: Tensor) -> None:
         check_shape("lora.input", lora.input, ("that of hidden", tuple(hidden.shape)))
 
 
-def _check_second(states: Any, own: Head, hidden: Tensor, weight: Tensor, prefix: str) -> None:
+def _check_reference(states: Any, own: Head, hidden: Tensor, weight: Tensor, prefix: str) -> None:
     check_tensor(f"{prefix}hidden", states, like=hidden, floating=True)
     check_tensor(f"{prefix}weight", own.weight, like=hidden, floating=True)
     width = states.shape[-1] if states.dim() else 0
@@ -379,7 +381,7 @@ def products_dtype(hidden: Tensor, weight: Tensor, first: torch.dtype | None = N
     return torch.float32 if dtype == torch.float64 else dtype
 
 
-def _local(hidden: Any, head: Head, group: Any, prefix: str = "") -> Second:
+def _local(hidden: Any, head: Head, group: Any, prefix: str = "") -> Reference:
     """This rank's parts of tensors that may be DTensors, sharded over the group or replicated."""
 
     def whole(name: str, x: Any) -> Any:

@@ -51,20 +51,21 @@ from grpo_kernels.base.checks import (
 )
 from grpo_kernels.base.choices import WithoutSet
 from grpo_kernels.engine.autograd import PolicyLoss, first_order
-from grpo_kernels.engine.plan import Rows, Run, begin, check_run, plan, together
+from grpo_kernels.engine.plan import Job, Rows, Run, begin, check_run, plan, together
 from grpo_kernels.engine.sweep import first_pass, of_loss
 from grpo_kernels.engine.top_k import TopKLogps
 from grpo_kernels.engine.workspace import accumulator_of
 from grpo_kernels.head import (
     HeadLike,
+    Tensors,
     grouped,
     outside_graphs,
     read_heads,
-    read_second,
+    read_reference,
     takes_heads,
 )
 from grpo_kernels.kept_ids import KeptIds
-from grpo_kernels.module import whole_second, within_module
+from grpo_kernels.module import whole_reference, within_module
 from grpo_kernels.objective.config import (
     FIELDS,
     LossConfig,
@@ -227,13 +228,13 @@ def grpo_loss(
     given = {**locals()}
     given["config"] = config = config_with(config, fields, _OF_CALL, "grpo_loss")
     if reference is not None:
-        reference = whole_second(reference, hidden, head, "reference.")
+        reference = whole_reference(reference, hidden, head, "reference.")
     head = grouped(hidden, head)
     with together("grpo_loss", head.process_group, given) as ranks:
         # heads and ids
         _check_loss(config, given, has_reference=reference is not None)
         if reference is not None and not config.needs_reference_head:  # beta is 0
-            read_second(reference, head, "reference.")
+            read_reference(reference, head, "reference.")
             reference = None
         dims = (3,) if cu_seqlens is None else (2,)
         hidden, head, reference = read_heads(hidden, head, reference, dims=dims)
@@ -248,11 +249,8 @@ def grpo_loss(
         # the tokens that count, and their loss
         tokens = _tokens(completion_ids, completion_mask, advantages, job.accumulator, given)
         rows = Rows(tokens.layout.positions, tokens.ids, 1.0 / config.temperature)
-        if sampling_topk_ids is not None and sampling_topk_logps is not None:
-            listed = sampling_topk_ids.masked_fill(sampling_topk_logps == -torch.inf, -1)
-            listed = listed.detach().flatten(0, -2)[rows.positions]
-            top_k, padding = TopKLogps.of(listed, rows.ids)
-            rows, tokens = replace(rows, top_k=top_k), tokens.without_candidates(padding)
+        if sampling_topk_ids is not None:
+            rows, tokens = _with_candidates(rows, tokens, sampling_topk_ids, sampling_topk_logps)
             job = replace(job, extras=(TOPK_LOGPS,))
         loss = _objective(config, given, tokens)
 
@@ -260,16 +258,10 @@ def grpo_loss(
         names = None if sets is not None else ("completion_ids", "sampling_topk_ids")
         choose_by = None if sets is not None else loss
         job, tensors, of_reference = plan(
-            job, hidden, head, rows, run, ranks, choose_by, second=reference, names=names
+            job, hidden, head, rows, run, ranks, choose_by, reference=reference, names=names
         )
     if sets is not None:
-        expected = Expectation.of_loss(loss, tokens) if without_set == "full" else None
-        scores, of_sets = score_kept(
-            job, tensors, run, sets, completion_ids, "completion_ids", without_set,
-            expected=expected, others={name: given[name] for name in LOGPS},
-        )  # fmt: skip
-        out = _loss_of_logps(loss, tokens, given, scores.logps, scores.entropies, "kept_sets")
-        return replace(out, metrics=out.metrics.joined(of_sets))
+        return _loss_over_sets(loss, tokens, given, job, tensors, sets)
 
     # the loop over the rows, the loss, its gradient
     first = first_pass(job, tensors, of_reference, loss)
@@ -524,6 +516,13 @@ def _objective(
     return CustomObjective(given["objective"], tokens, weights)
 
 
+def _with_candidates(rows: Rows, tokens: Tokens, ids: Tensor, logps: Any) -> tuple[Rows, Tokens]:
+    """Both with the sampler's candidates, (..., K); an entry of -inf, or repeated, is padding."""
+    listed = ids.masked_fill(logps == -torch.inf, -1).detach().flatten(0, -2)[rows.positions]
+    top_k, padding = TopKLogps.of(listed, rows.ids)
+    return replace(rows, top_k=top_k), tokens.without_candidates(padding)
+
+
 def _metrics(
     given: Mapping[str, Any],
     tokens: Tokens,
@@ -553,6 +552,25 @@ def _loss_of_logps(
     metrics = _metrics(given, tokens, rows[1], evaluation, evaluation.has_gradient)
     per_token, per_entropy = map(layout.scatter, rows)
     return LossOutput(value, per_token, per_entropy, metrics, engine, "torch")
+
+
+def _loss_over_sets(
+    loss: PolicyObjective | CustomObjective,
+    tokens: Tokens,
+    given: Mapping[str, Any],
+    job: Job,
+    head: Tensors,
+    sets: KeptIds,
+) -> LossOutput:
+    """The loss of log-probabilities over the sampler's kept sets."""
+    without_set = given["without_set"]
+    expected = Expectation.of_loss(loss, tokens) if without_set == "full" else None
+    scores, metrics = score_kept(
+        job, head, given["run"], sets, given["completion_ids"], "completion_ids", without_set,
+        expected=expected, others={name: given[name] for name in LOGPS},
+    )  # fmt: skip
+    out = _loss_of_logps(loss, tokens, given, scores.logps, scores.entropies, "kept_sets")
+    return replace(out, metrics=out.metrics.joined(metrics))
 
 
 @first_order

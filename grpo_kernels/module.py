@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_kernels.base.checks import is_dtensor
-from grpo_kernels.head import Head, LoRA, read_second
+from grpo_kernels.head import Head, LoRA, read_reference
 from grpo_kernels.results import LossOutput, Scores
 
 _PEFT_LORA = ("peft.tuners.lora.layer", "Linear")
@@ -44,14 +44,14 @@ _REFUSED = {
 Compute = Callable[[Tensor], tuple[Tensor, ...]]
 
 
-def whole_second(second: Any, hidden: Any, head: Any, prefix: str) -> Any:
-    """`second`, with the whole weight and bias where its head is a module: a collective, if FSDP2
+def whole_reference(reference: Any, hidden: Any, head: Any, prefix: str) -> Any:
+    """`reference`, with whole weight and bias where its head is a module: a collective, if FSDP2
     or ZeRO-3 has divided it. A head that is divided over a process group stays divided."""
-    if not isinstance(second, tuple) or len(second) != 2:
-        return second
-    if not isinstance(Head.of(second[1]).weight, nn.Module):
-        return second
-    states, own = read_second(second, head, prefix)
+    if not isinstance(reference, tuple) or len(reference) != 2:
+        return reference
+    if not isinstance(Head.of(reference[1]).weight, nn.Module):
+        return reference
+    states, own = read_reference(reference, head, prefix)
     if own.bias is not None:
         raise ValueError(
             f"{prefix}bias: expected None, since it is that of the module, got another"

@@ -90,7 +90,7 @@ from grpo_kernels.head import (
     takes_heads,
 )
 from grpo_kernels.kept_ids import KeptIds, read_kept_ids
-from grpo_kernels.module import whole_second, within_module
+from grpo_kernels.module import whole_reference, within_module
 from grpo_kernels.objective.expected import (
     Expectation,
     Expected,
@@ -284,7 +284,7 @@ def linear_divergence(
     given, jsd_beta = {**locals()}, _beta_of(divergence, beta)
     teacher: Any = (teacher_hidden, teacher_head)
     if teacher_head is not None:
-        teacher = whole_second(teacher, hidden, head, "teacher_")
+        teacher = whole_reference(teacher, hidden, head, "teacher_")
     head = grouped(hidden, head)
     if head.process_group is None and teacher_head is not None:
         head, teacher = _over_common_ids(head, *teacher)
@@ -299,7 +299,7 @@ def linear_divergence(
             expected, hidden, ids, rows.positions, job.accumulator, entropy=entropy
         )
         job, tensors, reference = plan(
-            job, hidden, head, rows, run, ranks, gradient, second=teacher, prefix="teacher_"
+            job, hidden, head, rows, run, ranks, gradient, reference=teacher, prefix="teacher_"
         )
     return scored(job, tensors, reference, gradient, hidden.shape[:-1], has_ids=ids is not None)
 

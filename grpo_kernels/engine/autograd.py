@@ -26,7 +26,7 @@ from grpo_kernels.base.checks import is_one, warn_once
 from grpo_kernels.base.tensors import map_tensors, moved, quantile_of_numbers, take
 from grpo_kernels.engine.plan import Job
 from grpo_kernels.engine.slices import sweep_slices
-from grpo_kernels.engine.sweep import First, indices_of, row_work, sweep
+from grpo_kernels.engine.sweep import First, derived, indices_of, sweep
 from grpo_kernels.engine.workspace import device_of
 from grpo_kernels.head import Tensors
 from grpo_kernels.token_loss.record import TOPK_LOGPS, Coefficients
@@ -228,7 +228,8 @@ def second_pass(
     if job.engine == "lean":
         return sweep_slices(job, head, reference, stats, coefficients), indices
     head, reference = job.converted(head, reference)
-    work = row_work(job, head, lambda at, _: take(coefficients, at), stats=stats)
+    known = lambda chunk, rows, at, out: (take(stats, at), None)  # noqa: E731
+    work = derived(job, head, lambda at, _: take(coefficients, at), known, keeps=False)
     grads = sweep(job, head, reference, work, job.needs)[1]
     assert grads is not None
     return grads, indices

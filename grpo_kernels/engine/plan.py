@@ -51,7 +51,7 @@ from grpo_kernels.engine.workspace import (
 )
 from grpo_kernels.head import (
     Head,
-    Second,
+    Reference,
     Tensors,
     first_ids,
     gradients_wanted,
@@ -300,7 +300,7 @@ def begin(
     hidden: Tensor,
     head: Head,
     run: Run | None,
-    second: Second | None = None,
+    reference: Reference | None = None,
     prefix: str = "reference.",
     *,
     backend: BackendName | None = None,
@@ -315,8 +315,8 @@ def begin(
     weights = [(head.weight, dtype)]
     _warn_if_promoted("hidden", hidden, "weight", *weights[0])
     of_second: dict[str, Any] = {}
-    if second is not None:
-        states, own = second
+    if reference is not None:
+        states, own = reference
         weights.append((own.weight, products_dtype(states, own.weight, dtype)))
         _warn_if_promoted(f"{prefix}hidden", states, f"{prefix}weight", *weights[1])
         of_second["reference_dtype"] = weights[1][1]
@@ -344,7 +344,7 @@ def plan(
     ranks: Ranks | None,
     objective: Objective | None = None,
     *,
-    second: Second | None = None,
+    reference: Reference | None = None,
     prefix: str = "reference.",
     names: tuple[str, str] | None = ("ids", "topk_ids"),
 ) -> tuple[Job, Tensors, Tensors | None]:
@@ -360,11 +360,11 @@ def plan(
     run = Run() if run is None else run
     memory, shard, vocab = job.memory, None, head.weight.shape[0]
     if ranks is not None:
-        values = _compared(job, hidden, head, second, rows, run)
+        values = _compared(job, hidden, head, reference, rows, run)
         of_ranks = ranks.compare(values, {"rows of weight": vocab, **memory._asdict()})
         sizes = _sizes(head.vocab_size, of_ranks["rows of weight"])
         rank = torch.distributed.get_rank(ranks.group)
-        head, second = first_ids(head, second, sizes[rank], prefix)
+        head, reference = first_ids(head, reference, sizes[rank], prefix)
         tight, converts = any(of_ranks["tight"]), all(of_ranks["converts"])
         memory, vocab = Memory(tight, converts, min(of_ranks["workspace"])), sum(sizes)
         if len(sizes) > 1:
@@ -372,18 +372,18 @@ def plan(
     workspace_bytes = run.workspace_bytes
     if workspace_bytes is None:
         widest = head.weight if shard is None else widest_part(head.weight, shard)
-        heads = 1 if second is None else 2
+        heads = 1 if reference is None else 2
         workspace_bytes = default_workspace(widest, job.needs, memory, heads=heads)
     job = replace(job, memory=memory, shard=shard, workspace_bytes=workspace_bytes)
     rows = rows if names is None else in_range(rows, names, vocab, job.first_id)
     job = replace(job, rows=rows)
-    tensors, reference = operands(hidden, head, rows.positions), None
-    if second is not None:
-        states, own = second
-        reference = operands(states, own, rows.positions).map(Tensor.detach)
+    tensors, of_reference = operands(hidden, head, rows.positions), None
+    if reference is not None:
+        states, own = reference
+        of_reference = operands(states, own, rows.positions).map(Tensor.detach)
     if objective is not None:
         job = replace(job, engine=choose_engine(run.engine, job, objective))
-    return job, tensors, reference
+    return job, tensors, of_reference
 
 
 def choose_engine(name: str, job: Job, objective: Objective) -> str:
@@ -462,11 +462,11 @@ def _transform(head: Head, dtype: torch.dtype) -> LogitTransform:
 
 
 def _compared(
-    job: Job, hidden: Tensor, head: Head, second: Second | None, rows: Rows, run: Run
+    job: Job, hidden: Tensor, head: Head, reference: Reference | None, rows: Rows, run: Run
 ) -> dict[str, Any]:
     """What the ranks of a divided head compare, besides the arguments of their call."""
     # without rows, whose numbers may differ
-    first, other = map_tensors(lambda x: x[:0], (replace(head, process_group=None), second))
+    first, other = map_tensors(lambda x: x[:0], (replace(head, process_group=None), reference))
     return {
         **{x.name: getattr(first, x.name) for x in fields(Head)},
         **{x: getattr(run, x) for x in ("engine", "backend", "workspace_bytes")},

@@ -2,11 +2,11 @@
 
 For each chunk of rows: project, do the row work, add up the gradients. The logits of a chunk are
 the only tensor with a vocabulary dimension besides the weight and its gradient; d logits may be
-written into the same memory. The row work (`row_work`) of a chunk is one of::
+written into the same memory. The row work of a chunk is one of::
 
-    reduce  the statistics of each row
-    fused   statistics, loss and d logits by one kernel, for a loss whose tokens do not wait
-    derive  d logits from statistics, found just now or in a first pass, and coefficients
+    reduced  the statistics of each row
+    fused    statistics, loss and d logits by one kernel, for a loss whose tokens do not wait
+    derived  d logits from statistics, found just now or in a first pass, and coefficients
 
 The gradient comes now, in the first pass, or later, in a second one. (That of ``lean`` goes by
 slices of the vocabulary, `slices.py`.)
@@ -42,6 +42,8 @@ Index = Tensor | slice  # of rows: (m,) int64, or a slice
 # chunk, its rows, their index, memory for d logits (m, V) -> statistics (None if they were known),
 # and the factor () that d logits carry in fp16
 RowWork = Callable[[Chunk, Rows, Index, Tensor | None], tuple[RowStats | None, Tensor | None]]
+# index (m,) of rows, their statistics -> their coefficients
+CoefficientsOf = Callable[[Index, RowStats], Coefficients]
 
 
 class First(NamedTuple):
@@ -71,12 +73,12 @@ def first_pass(job: Job, head: Tensors, reference: Tensors | None, objective: Ob
     with torch.no_grad():
         head, reference = job.converted(head, reference)
         if job.when != "now":
-            return First(sweep(job, head, reference, row_work(job, head))[0])
+            return First(sweep(job, head, reference, reduced(job))[0])
         n, device, live = len(job.rows), job.rows.positions.device, objective.live
         every = torch.arange(n, device=device)
         index = every if live is None else indices_of(live)
-        fused = job.engine == "one_pass" and job.fuses
-        token_loss = objective.token_loss() if fused else None
+        fuses = job.engine == "one_pass" and job.fuses
+        token_loss = objective.token_loss() if fuses else None
         # those that the backward compares: a caller's function may not give them twice
         used: dict[str, Tensor] = {}
 
@@ -94,12 +96,14 @@ def first_pass(job: Job, head: Tensors, reference: Tensors | None, objective: Ob
         part, of_part = job, token_loss
         if index.shape[0] < n:
             part, of_part = job.at(index), take(token_loss, index)
-        work = row_work(part, head, coefficients, of_part)
+        work = reduced(part) if of_part is None else fused(part, of_part)
+        if of_part is None or job.products(head.weight).scales_gradient:
+            work = derived(part, head, coefficients, work)
         stats, grads = sweep(part, head, reference, work, job.needs, of_part)
         if live is not None and index.shape[0] < n:
             rest = live.to(torch.uint8).argsort(stable=True)[: n - index.shape[0]]
             part, of_part = job.at(rest), take(token_loss, rest)
-            work = row_work(part, head, token_loss=of_part)
+            work = reduced(part) if of_part is None else fused(part, of_part)
             others = sweep(part, head, reference, work, token_loss=of_part)[0]
             both = concatenated(job, [stats, others], stats.logps, token_loss)
             stats = take(both, torch.cat([index, rest]).argsort())
@@ -121,37 +125,43 @@ def of_loss(job: Job, first: First, coefficients: Coefficients) -> First:
     return first._replace(coefficients=coefficients)
 
 
-def row_work(
-    job: Job,
-    head: Tensors,
-    coefficients: Callable[[Index, RowStats], Coefficients] | None = None,
-    token_loss: TokenLoss | None = None,
-    stats: RowStats | None = None,
-) -> RowWork:
-    """The work on a chunk: reduce its rows, unless their `stats` are known; with memory for
-    d logits derive these for the `coefficients` of the rows at an index, given their statistics.
-    One kernel does both for a `token_loss` (if d logits must be scaled before they are rounded, a
-    second one derives)."""
-    products, backend = job.products(head.weight), job.backend
+def reduced(job: Job) -> RowWork:
+    """The statistics of the rows."""
+    return lambda chunk, rows, at, out: (statistics(job, chunk, rows), None)
+
+
+def fused(job: Job, token_loss: TokenLoss) -> RowWork:
+    """Statistics with `token_loss` and, if there is memory for them, d logits: by one kernel."""
+    backend: Any = job.backend
 
     def work(
         chunk: Chunk, rows: Rows, at: Index, out: Tensor | None
     ) -> tuple[RowStats | None, Tensor | None]:
-        derives = out is not None
-        if stats is not None:
-            found = take(stats, at)
-        elif token_loss is None:
-            found = statistics(job, chunk, rows)
-        else:
-            derives = derives and products.scales_gradient
-            marked = chunk if rows.marked is None else replace(chunk, ids=rows.marked)
-            fused: Any = backend
-            found = fused.fused(marked, take(token_loss, at), None if derives else out)
-        if not derives or coefficients is None or out is None:
-            return found, None
+        marked = chunk if rows.marked is None else replace(chunk, ids=rows.marked)
+        return backend.fused(marked, take(token_loss, at), out), None
+
+    return work
+
+
+def derived(
+    job: Job,
+    head: Tensors,
+    coefficients: CoefficientsOf,
+    first: RowWork,
+    *,
+    keeps: bool = True,
+) -> RowWork:
+    """D logits from the statistics that `first` finds and the coefficients of the rows."""
+    products = job.products(head.weight)
+
+    def work(
+        chunk: Chunk, rows: Rows, at: Index, out: Tensor | None
+    ) -> tuple[RowStats | None, Tensor | None]:
+        found, _ = first(chunk, rows, at, None)
+        assert found is not None and out is not None
         scaled, scale = products.scaled(coefficients(at, found), found, chunk.transform)
         write_gradient(job, chunk, rows, found, scaled, out)
-        return found if stats is None else None, scale
+        return found if keeps else None, scale
 
     return work
 
