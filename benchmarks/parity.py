@@ -3,8 +3,8 @@ parity`)
 
 Trains the same tiny model twice per configuration, from the same seed, once with each trainer, and
 compares the loss, the gradient norm and every logged metric of every optimiser step. Counts the
-floating-point operations of the head alone. Writes the table to docs/parity.md and exits with 1 if
-a configuration is out of tolerance.
+floating-point operations of the head alone. Writes the table to docs/dev/parity.md and exits with 1
+if a configuration is out of tolerance.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ def table(results: list[Result]) -> list[str]:
 
 
 def page(results: list[Result], flops: list[str], steps: int) -> str:
-    """docs/parity.md."""
+    """docs/dev/parity.md."""
     import transformers
     import trl
 
@@ -267,7 +267,7 @@ def main() -> int:
     flops = head_flops.table()
     print("\n".join(flops))
     if not asked.only:
-        (ROOT / "docs" / "parity.md").write_text(page(results, flops, asked.steps))
+        (ROOT / "docs" / "dev" / "parity.md").write_text(page(results, flops, asked.steps))
     different = [r.case.name for r in results if not r.equal]
     print(f"{len(results) - len(different)} of {len(results)} equal", *different, sep="\n  ")
     return 1 if different else 0

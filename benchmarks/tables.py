@@ -57,8 +57,9 @@ def lines(data: dict[str, Any]) -> list[str]:
 
 def write(data: dict[str, Any], path: Path) -> None:
     """Write the page."""
-    about = "Written by `python -m benchmarks`; do not edit. [How it is measured](measuring.md), "
-    about += "and [how to read the tables](measuring.md#reading-the-tables)."
+    about = "Written by `python -m benchmarks`; do not edit. "
+    about += "[How it is measured](dev/measuring.md), "
+    about += "and [how to read the tables](dev/measuring.md#reading-the-tables)."
     head = ["# Benchmarks", "", about, ""]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page([*head, *lines(data)]), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.aot.roofline``: costs on sm_90, counted in SASS, against docs/roofline.md.
+"""``python -m benchmarks.aot.roofline``: costs on sm_90, against docs/dev/roofline.md (SASS).
 
 The table of that document is what is expected, to the digit, of the release of Triton that it
 names; by another release the counts are printed, and no more. Some rules hold by any: in a loop
@@ -33,7 +33,7 @@ from grpo_kernels.backends.interface import STATISTICS
 from grpo_kernels.backends.triton_rows.device import row_config
 
 ARCH = "sm_90"
-DOCUMENT = Path(__file__).parents[2] / "docs" / "roofline.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "dev" / "roofline.md"
 HEAD = "| kernel | variant | instructions | MUFU | bytes | registers | shared | CTAs/SM |"
 TABLE = re.compile(
     rf"By Triton (?P<triton>[\w.]+):\n\n{re.escape(HEAD)}\n\|[-:| ]+\|\n(?P<lines>(?:\|.*\n)+)"
@@ -126,7 +126,7 @@ def ctas_per_sm(registers: int, threads: int, shared: int) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.aot.roofline", description=__doc__)
     add = parser.add_argument
-    add("--update", action="store_true", help="write the table of docs/roofline.md anew")
+    add("--update", action="store_true", help="write the table of docs/dev/roofline.md anew")
     add("--case", metavar="TEXT", help="only those whose kernel and variant contain this")
     add("--workers", type=int, default=2, metavar="N")
     arguments = parser.parse_args()

@@ -79,7 +79,7 @@ def test_a_tree_computes_what_is_necessary(measured: dict[str, Any]) -> None:
     tables_of = parsed(["", "## A", *tables.step_lines(measured)], "A")
     for rows, expected in zip(tables_of[-2:], (shapes, of_hybrid), strict=True):
         assert [row["shape"] for row in rows] == list(expected)
-    allowed = [shape.allowed(groups.Size()) for shape in groups.SHAPES]  # as docs/design.md has it
+    allowed = [shape.allowed(groups.Size()) for shape in groups.SHAPES]  # docs/dev/design.md
     assert allowed == pytest.approx([1.19, 1.68, 1.62, 2.93], abs=0.005)
 
 

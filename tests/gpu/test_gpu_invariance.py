@@ -1,8 +1,8 @@
 """The same bits again: run after run, and for a row whatever else is in its batch.
 
 That is promised of every dtype and backend where the library multiplies the same number of rows;
-where it is another number, of fp32 with the Triton kernels (docs/design.md, "Numbers"), and of the
-others that they agree to `CLOSE`.
+where it is another number, of fp32 with the Triton kernels (docs/dev/design.md, "Numbers"), and
+of the others that they agree to `CLOSE`.
 """
 
 from __future__ import annotations

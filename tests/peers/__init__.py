@@ -1,2 +1,2 @@
 """Other people's tests of GRPO, run with theirs and with ours: `python -m tests.peers`
-(docs/testing.md)."""
+(docs/dev/testing.md)."""
