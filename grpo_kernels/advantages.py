@@ -26,6 +26,7 @@ from grpo_kernels.base.checks import (
     check_number,
     check_shape,
     check_tensor,
+    hints_names,
 )
 from grpo_kernels.base.choices import AdvantageScale, AdvantageStd, RewardAggregation, choices
 from grpo_kernels.base.distributed import all_reduce, check_group, gather_stacked, gather_uneven
@@ -44,6 +45,7 @@ __all__ = [
 ]
 
 
+@hints_names
 @torch.no_grad()
 def group_advantages(
     rewards: Tensor,  # (B,) or (B, F)
@@ -105,6 +107,7 @@ def group_advantages(
     return result[:, 0].nan_to_num(nan=0.0).to(_float_dtype(rewards))
 
 
+@hints_names
 @torch.no_grad()
 def rloo_advantages(
     rewards: Tensor,  # (B,) or (B, F)
@@ -133,6 +136,7 @@ def rloo_advantages(
     return result[:, 0].nan_to_num(nan=0.0).to(_float_dtype(rewards))
 
 
+@hints_names
 @torch.no_grad()
 def process_advantages(
     step_rewards: Tensor | Sequence[Sequence[float | None]],  # (B, S)
@@ -182,6 +186,7 @@ def process_advantages(
     return torch.where(mask, discounted_sums(at_ends, 1.0), 0.0).to(_float_dtype(table))
 
 
+@hints_names
 @torch.no_grad()
 def gae(
     rewards: Tensor,  # (B, T), or (B,): a reward at each row's last counted token
@@ -232,6 +237,7 @@ def gae(
     return advantages.to(dtype), returns.to(dtype)
 
 
+@hints_names
 @torch.no_grad()
 def reinforce_plus_plus(
     rewards: Tensor,  # (B,) or (B, F)
@@ -275,6 +281,7 @@ def reinforce_plus_plus(
     return result.to(_float_dtype(rewards))
 
 
+@hints_names
 @torch.no_grad()
 def whiten(
     x: Tensor,  # (B, T)

@@ -22,6 +22,7 @@ from grpo_kernels.base.checks import (
     check_shape,
     check_tensor,
     first_rows,
+    hints_names,
     is_dtensor,
     refuse_logits,
 )
@@ -62,6 +63,7 @@ class Tensors(NamedTuple):
         return Tensors(*(None if x is None else change(x) for x in self))
 
 
+@hints_names
 @dataclass(frozen=True)
 class LoRA:
     """A low-rank adapter (https://arxiv.org/abs/2106.09685) on the head itself.
@@ -103,6 +105,7 @@ _LOGITS_DTYPES = choices(LogitsDtype)
 CONSTANTS = ("final_logit_softcapping", "logit_scale", "logits_dtype")
 
 
+@hints_names
 @dataclass(frozen=True, eq=False)
 class Head:
     """A language model's head.
@@ -176,6 +179,7 @@ Reference = tuple[Tensor, Head]
 
 def outside_graphs(function: F) -> F:
     """Decorate a public call: torch.compile breaks its graph there, and it runs eagerly."""
+    function = hints_names(function)
 
     @functools.wraps(function)
     def call(*args: Any, **options: Any) -> Any:

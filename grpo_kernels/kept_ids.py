@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_kernels.base.checks import check_shape, check_signed_ids, check_tensor
+from grpo_kernels.base.checks import check_shape, check_signed_ids, check_tensor, hints_names
 
 _INT32 = torch.iinfo(torch.int32)
 
 
+@hints_names
 @dataclass(frozen=True, eq=False)
 class KeptIds:
     """Kept sets of N positions: the ids that a truncating sampler (top-k, top-p, min-p) did not cut

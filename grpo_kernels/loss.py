@@ -47,6 +47,7 @@ from grpo_kernels.base.checks import (
     check_shape,
     check_tensor,
     check_without_set,
+    hints_names,
     warn_of_ratio,
 )
 from grpo_kernels.base.choices import WithoutSet
@@ -158,9 +159,9 @@ def grpo_loss(
         advantages: (B,), one per sequence, or (B, T) or (N,), one per token; in a packed batch with
             N = B, one per sequence.
         config: default `LossConfig()`.
-        objective: a per-token loss of your own in place of all of the config's terms (surrogate, KL
-            term, masks, entropy bonus), see `TokenInputs`; of `config` only the normaliser and
-            `temperature` then apply.
+        objective: a per-token loss of your own, a function of `TokenInputs`, instead of the
+            config's. It may build on that one, ``tokens.loss``; if it does not, only the normaliser
+            and `temperature` of `config` apply.
 
         Policy terms:
 
@@ -414,6 +415,7 @@ def policy_loss_from_logps(
 _OF_LOGPS = [x for x in inspect.signature(policy_loss_from_logps).parameters if x != "fields"]
 
 
+@hints_names
 def policy_expectation(
     config: LossConfig,
     *,
@@ -513,7 +515,7 @@ def _objective(
     weights = token_weights(config, tokens.layout, items, tokens.advantages.dtype)
     if given.get("objective") is None:
         return PolicyObjective(config, tokens, weights)
-    return CustomObjective(given["objective"], tokens, weights)
+    return CustomObjective(given["objective"], config, tokens, weights)
 
 
 def _with_candidates(rows: Rows, tokens: Tokens, ids: Tensor, logps: Any) -> tuple[Rows, Tokens]:

@@ -62,7 +62,13 @@ def _loss(
         numbers = [k for k, x in (function.__kwdefaults__ or {}).items() if isinstance(x, float)]
 
         @functools.wraps(function)
-        def objective(tokens: TokenInputs, **options: Any) -> Tensor:
+        def objective(tokens: TokenInputs | None = None, **options: Any) -> Tensor:
+            if not isinstance(tokens, TokenInputs):
+                name = function.__name__
+                raise TypeError(
+                    f"{name}: expected TokenInputs, which grpo_loss(objective=objectives.{name}) "
+                    f"passes; with other parameters functools.partial(objectives.{name}, ...)"
+                )
             for name in options.keys() & {*numbers}:
                 lowest = -math.inf if name in signed else 0.0
                 check_number(name, options[name], lowest, name not in above_0)

@@ -9,6 +9,7 @@ from typing import Any
 import torch.utils._pytree as pytree
 from torch import Tensor
 
+from grpo_kernels.base.checks import no_attribute
 from grpo_kernels.objective.metrics import Metrics
 
 
@@ -32,6 +33,9 @@ class LossOutput:
     metrics: Metrics
     engine: str
     backend: str
+
+    def __getattr__(self, name: str) -> Any:
+        raise no_attribute(self, name, (x.name for x in fields(self)))
 
 
 @dataclass
@@ -80,6 +84,12 @@ class Scores:
         """Raise TypeError: results have names, and no order."""
         names = ", ".join(f".{name}" for name in self.given)
         raise TypeError(f"Scores: expected a result by its name, {names}, got [{key!r}]")
+
+    def __getattr__(self, name: str) -> Any:
+        raise no_attribute(self, name, _OF_SCORES)
+
+    def __repr__(self) -> str:
+        return f"Scores({', '.join(f'{name}={x!r}' for name, x in self.given.items())})"
 
 
 _OF_SCORES = [x.name for x in fields(Scores)]

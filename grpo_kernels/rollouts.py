@@ -22,6 +22,7 @@ from grpo_kernels.base.checks import (
     check_shape,
     check_tensor,
     did_you_mean,
+    hints_names,
 )
 from grpo_kernels.base.choices import CorrectionLevel, CorrectionMode, choices
 from grpo_kernels.base.distributed import all_reduce, check_group
@@ -72,6 +73,7 @@ _STATISTICS = {  # name -> (aggregate, kind)
 }
 
 
+@hints_names
 @torch.no_grad()
 def correct(
     old_per_token_logps: Tensor,  # (B, T), or packed (N,)

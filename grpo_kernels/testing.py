@@ -8,13 +8,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_kernels.objective.custom import PerTokenLoss, TokenInputs
+from grpo_kernels.base.checks import hints_names
+from grpo_kernels.objective.config import LossConfig
+from grpo_kernels.objective.custom import OPTIONAL, PerTokenLoss, TokenInputs
+from grpo_kernels.objective.policy import PolicyObjective
+from grpo_kernels.tokens import Layout, Tokens
 
 __all__ = ["check_token_level"]
 
 
+@hints_names
 def check_token_level(
-    objective: PerTokenLoss, tokens: TokenInputs | None = None, *, tolerance: float = 1e-3
+    objective: PerTokenLoss,
+    tokens: TokenInputs | None = None,
+    *,
+    config: LossConfig | None = None,
+    tolerance: float = 1e-3,
 ) -> None:
     """Check that `objective`'s loss of a token depends on that token alone, as
     `grpo_kernels.token_level` declares.
@@ -29,6 +38,7 @@ def check_token_level(
         tokens: what it is evaluated on, at least two tokens. None: 99 random tokens of nine
             sequences that have all optional inputs. Give your own to a function that reads other
             tensors of a certain size.
+        config: whose loss the function reads as ``tokens.loss``; default `LossConfig()`.
         tolerance: largest difference allowed, relative to a number or to the mean size of all. The
             default is far above float32's rounding; raise it for 16-bit products.
 
@@ -44,7 +54,7 @@ def check_token_level(
         policy = logps, numbers[1].abs(), mask, numbers[2]
         where = places, places // 11, places % 11
         tokens = TokenInputs(*policy, old, ref, sampling, ratio, *where)
-    given = {x.name: getattr(tokens, x.name) for x in fields(TokenInputs)}
+    given = {x.name: getattr(tokens, x.name) for x in fields(TokenInputs) if x.repr}
 
     def evaluated(index: Tensor | slice) -> tuple[Tensor, ...]:  # losses, gradients of their sum
         some: dict[str, Any] = {
@@ -52,6 +62,15 @@ def check_token_level(
         }
         names = "logps", "entropies"
         leaves = [some[x].detach().clone().requires_grad_() for x in names]
+        n, places = len(leaves[0]), [some[x] for x in ("index", "sequence", "position")]
+        given_to = {x: some[x] for x in ("advantages", "old_per_token_logps", *OPTIONAL)}
+        inputs = Tokens(
+            Layout(places[0], places[1], places[2], n, n, (n,)),
+            torch.zeros_like(some["index"]),
+            **given_to,
+        )
+        own = PolicyObjective(config or LossConfig(), inputs, torch.ones_like(leaves[0]))
+        some["_loss"] = lambda: own.token_losses(*leaves, alone=True)[0]
         losses = objective(TokenInputs(**{**some, **dict(zip(names, leaves, strict=True))}))
         options: dict[str, Any] = {"allow_unused": True, "materialize_grads": True}
         return losses.detach(), *torch.autograd.grad(losses.sum(), leaves, **options)

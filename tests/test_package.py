@@ -234,7 +234,7 @@ def differentiate_everything() -> None:
     def whole(tokens: Any) -> torch.Tensor:
         return -tokens.logps * tokens.logps.detach().sum()
 
-    for objective in (rowwise, whole):
+    for objective in (rowwise, whole, lambda tokens: tokens.loss):
         grpo_loss(
             hidden, weight, ids, mask, torch.tensor([1.0, -1.0]), objective=objective
         ).loss.backward()

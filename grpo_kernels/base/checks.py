@@ -6,16 +6,18 @@ from __future__ import annotations
 
 import difflib
 import functools
+import inspect
 import math
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from numbers import Real
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+F = TypeVar("F", bound=Callable[..., Any])
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 HIGHEST_LOGP = 1e-3  # above 0 by rounding
 HIGHEST_MASS = 1.05  # a sum of 16-bit probabilities may be a little above 1
@@ -43,6 +45,36 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
     near = near or difflib.get_close_matches(name, candidates, n=1)
     near = near or [x for x in candidates if x.endswith(f"_{name}")] or longer
     return f"; did you mean {' or '.join(near)}?" if near else ""
+
+
+def hints_names(function: F, name: str = "") -> F:
+    """Decorate a public function or class: an unknown keyword argument raises TypeError with the
+    name that was likely meant."""
+    name = name or function.__name__
+    if isinstance(function, type):
+        function.__init__ = hints_names(function.__init__, name)  # type: ignore[misc]
+        return function
+    names = inspect.signature(function).parameters
+    if any(x.kind == x.VAR_KEYWORD for x in names.values()):
+        return function  # it checks them itself
+
+    @functools.wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        for unknown in options:
+            if unknown not in names:
+                hint = did_you_mean(unknown, names)
+                raise TypeError(
+                    f"{unknown}: expected an argument of {name}, got a name that is none{hint}"
+                )
+        return function(*args, **options)
+
+    return cast(F, call)
+
+
+def no_attribute(of: Any, name: str, names: Iterable[str]) -> AttributeError:
+    """The error of a record that has no attribute of this name, but these."""
+    hint = did_you_mean(name, names)
+    return AttributeError(f"{type(of).__name__!r} object has no attribute {name!r}{hint}", obj=of)
 
 
 def check_number(name: str, value: Any, lowest: float = -math.inf, inclusive: bool = False) -> None:

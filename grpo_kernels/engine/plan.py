@@ -34,7 +34,14 @@ from torch import Tensor
 
 from grpo_kernels.backends import check_backend, choose_backend
 from grpo_kernels.backends.interface import FusedRowBackend, LogitTransform, RowBackend, RowStats
-from grpo_kernels.base.checks import check_budget, check_counted_ids, check_gather, warn_once
+from grpo_kernels.base.checks import (
+    check_budget,
+    check_choice,
+    check_counted_ids,
+    check_gather,
+    hints_names,
+    warn_once,
+)
 from grpo_kernels.base.choices import BackendName, EngineName, choices
 from grpo_kernels.base.tensors import map_tensors, take
 from grpo_kernels.engine.gemm import Products
@@ -83,6 +90,7 @@ _KNOWN = {
 }
 
 
+@hints_names
 @dataclass(frozen=True, eq=False)
 class Run:
     """Options of how a call is computed; the results are the same up to rounding.
@@ -96,7 +104,8 @@ class Run:
         gather: makes a context in which the weight is whole (DeepSpeed ZeRO-3), for a backward that
             reads it again.
 
-    Wrong values raise TypeError or ValueError in the call, before any work is done.
+    Raises:
+        TypeError, ValueError: a wrong value.
     """
 
     engine: EngineName = "auto"
@@ -104,17 +113,18 @@ class Run:
     workspace_bytes: int | None = None
     gather: Gather | None = None
 
+    def __post_init__(self) -> None:
+        check_gather(self.gather)
+        check_choice("engine", self.engine, NAMES)
+        check_backend(self.backend)
+        if self.workspace_bytes is not None:
+            check_budget(self.workspace_bytes)
+
 
 def check_run(run: Any) -> None:
-    """Raise unless `run` is a `Run` of valid options; its engine may still not serve."""
+    """Raise unless `run` is a `Run`; its engine may still not serve."""
     if not isinstance(run, Run):
         raise TypeError(f"run: expected a Run, got {type(run).__name__}")
-    check_gather(run.gather)
-    if run.engine not in NAMES:
-        raise ValueError(f"engine: expected one of {', '.join(NAMES)}, got {run.engine!r}")
-    check_backend(run.backend)
-    if run.workspace_bytes is not None:
-        check_budget(run.workspace_bytes)
 
 
 class Objective(Protocol):

@@ -13,7 +13,13 @@ from numbers import Integral
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args, get_origin, get_type_hints
 
-from grpo_kernels.base.checks import check_choice, check_number, did_you_mean, warn_once
+from grpo_kernels.base.checks import (
+    check_choice,
+    check_number,
+    did_you_mean,
+    hints_names,
+    warn_once,
+)
 from grpo_kernels.base.choices import (
     PRESETS,
     ImportanceSamplingLevel,
@@ -82,6 +88,7 @@ class LossFields(TypedDict, total=False):
     vespo_lambda_neg: float
 
 
+@hints_names
 @dataclass(frozen=True)
 class LossConfig:
     """The loss, as TRL's ``GRPOConfig`` names it.
@@ -400,19 +407,33 @@ def check_names(
 
 
 def check_objective(config: LossConfig, objective: Any) -> None:
-    """An objective must be a function, and stand beside a config with all terms off."""
+    """An objective must be a function, and stand beside terms that it can read as `tokens.loss`."""
     if objective is None:
         return
     if not callable(objective):
         raise TypeError(
             f"objective: expected a function of TokenInputs, got {type(objective).__name__}"
         )
+    if config.entropy_coef != 0.0:
+        raise ValueError(
+            "entropy_coef: expected 0 beside an objective, whose own term of tokens.entropies it "
+            f"then is, got {config.entropy_coef!r}"
+        )
+    if config.needs_reference_head:
+        raise ValueError(
+            "kl_estimator: expected 'k1', 'k2' or 'k3' beside an objective, got 'full', the "
+            "divergence over the whole vocabulary"
+        )
+
+
+def check_loss_is_read(config: LossConfig) -> None:
+    """All terms must be off beside an objective that does not read `tokens.loss`."""
     for option in fields(LossConfig):
         value, default = getattr(config, option.name), option.default
         if option.name not in _BESIDE_AN_OBJECTIVE and value != default:
             raise ValueError(
-                f"{option.name}: expected {default!r} beside an objective, which replaces the "
-                f"config's terms, got {value!r}"
+                f"{option.name}: expected {default!r} beside an objective that does not read "
+                f"tokens.loss, the config's own loss, got {value!r}"
             )
 
 

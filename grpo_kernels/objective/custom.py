@@ -10,7 +10,11 @@ the same engines.
     out = grpo_kernels.grpo_loss(..., objective=reinforce)
 
 The function returns a per-token loss; autograd gives its coefficients; the config's ``loss_type``
-gives its normaliser. It replaces all of the config's terms: ratio, KL, masks and entropy bonus.
+gives its normaliser. It replaces the config's loss of a token, which it may read and build on::
+
+    def with_penalty(tokens):
+        return tokens.loss + 0.01 * tokens.logps.square()
+
 Tensors that `TokenInputs` does not have come in by a closure: ``extra.flatten()[tokens.index]`` for
 `extra` of the shape of the ids.
 """
@@ -19,7 +23,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, Literal
 
@@ -27,7 +31,9 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.interface import RowStats
-from grpo_kernels.objective.policy import Evaluation, numbers
+from grpo_kernels.base.checks import no_attribute
+from grpo_kernels.objective.config import LossConfig, check_loss_is_read
+from grpo_kernels.objective.policy import Evaluation, PolicyObjective, Terms, numbers
 from grpo_kernels.token_loss.record import Coefficients
 from grpo_kernels.tokens import Tokens
 
@@ -39,9 +45,9 @@ class TokenInputs:
     """Arguments of a custom objective; all tensors have the shape of `logps`.
 
     For a `token_level` function that shape is (n,), some of the counted tokens. For any other it is
-    (B, T), with 0 at masked positions; T of a packed batch is the longest sequence. Only `logps`
-    and `entropies` carry gradient; a function that reads another tensor with a gradient, such as a
-    parameter of its own, is refused.
+    (B, T), with 0 at masked positions; T of a packed batch is the longest sequence. Only `logps`,
+    `entropies` and `loss` carry gradient; a function that reads another tensor with a gradient,
+    such as a parameter of its own, is refused.
 
     Attributes:
         logps, entropies: of the policy, with gradient.
@@ -56,6 +62,8 @@ class TokenInputs:
             reads a tensor (B,).
         position: int64, the token's place in its sequence, the column of a padded batch:
             ``bonus[tokens.position]`` reads a tensor (T,).
+        loss: the config's own loss of each token, with its KL term, masks and importance sampling
+            ratio, differentiable in `logps`. It is computed when it is read.
     """
 
     logps: Tensor
@@ -70,6 +78,7 @@ class TokenInputs:
     index: Tensor = field(default=None)  # type: ignore[assignment]
     sequence: Tensor = field(default=None)  # type: ignore[assignment]
     position: Tensor = field(default=None)  # type: ignore[assignment]
+    _loss: Callable[[], Tensor] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         places = torch.arange(self.logps.numel(), device=self.logps.device).view(self.logps.shape)
@@ -78,6 +87,20 @@ class TokenInputs:
         for name, x in defaults.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, x)
+
+    @property
+    def loss(self) -> Tensor:
+        if self._loss is None:
+            raise ValueError("tokens.loss: expected to be read in a call with a config, got none")
+        return self._loss()
+
+    def __getattr__(self, name: str) -> Any:
+        raise no_attribute(self, name, (x.name for x in fields(self) if x.repr))
+
+    def __repr__(self) -> str:
+        shapes = ((x.name, getattr(self, x.name)) for x in fields(self) if x.repr)
+        given = (f"{name}={tuple(x.shape)}" for name, x in shapes if x is not None)
+        return f"TokenInputs({', '.join(given)})"
 
 
 PerTokenLoss = Callable[[TokenInputs], Tensor]
@@ -121,11 +144,17 @@ class CustomObjective:
     live = None  # any token may have a gradient
 
     def __init__(
-        self, function: PerTokenLoss, tokens: Tokens, weights: Tensor, chosen: Tensor | None = None
+        self,
+        function: PerTokenLoss,
+        config: LossConfig,
+        tokens: Tokens,
+        weights: Tensor,
+        chosen: Tensor | None = None,
     ) -> None:
         """Take `tokens`, and their `weights` (n,); `chosen` (n,) are their indices in the layout
         (None: all of it)."""
-        self.function, self.tokens, self.weights, self._chosen = function, tokens, weights, chosen
+        self.function, self.config, self.tokens = function, config, tokens
+        self.weights, self._chosen = weights, chosen
         self.known: Literal["row", "rows"] = "rows"
         if _declared(function, "token_level", False):
             self.known = "row"
@@ -147,7 +176,7 @@ class CustomObjective:
         """The coefficients of the tokens at `index` (m,), from these tokens alone."""
         chosen = index if self._chosen is None else self._chosen[index]
         some = self.tokens.at(index), self.weights[index], chosen
-        return CustomObjective(self.function, *some).evaluate(stats).coefficients
+        return CustomObjective(self.function, self.config, *some).evaluate(stats).coefficients
 
     def token_loss(self) -> None:
         """None: a row kernel cannot call the user's function."""
@@ -162,20 +191,24 @@ class CustomObjective:
         logps, entropies = stats.logps, stats.entropies
         assert entropies is not None
         if torch.is_inference_mode_enabled():  # no gradient can follow
-            loss = (self.weights * self._call(logps, entropies)).sum()
-            return Evaluation(loss, Coefficients(torch.zeros_like(logps)), loss)
+            per_token, terms = self._call(logps, entropies)
+            loss = (self.weights * per_token).sum()
+            return Evaluation(loss, Coefficients(torch.zeros_like(logps)), loss, terms)
         with torch.enable_grad():
             logps, entropies = logps.clone().requires_grad_(), entropies.clone().requires_grad_()
-            loss = (self.weights * self._call(logps, entropies)).sum()
+            per_token, terms = self._call(logps, entropies)
+            loss = (self.weights * per_token).sum()
             if not loss.requires_grad:
                 expected = "a loss that depends on tokens.logps or tokens.entropies"
                 raise ValueError(f"objective: expected {expected}")
             _check_leaves(loss, logps, entropies)
             d_logp, d_entropy = torch.autograd.grad(loss, (logps, entropies), allow_unused=True)
         d_logp = torch.zeros_like(logps) if d_logp is None else d_logp
-        return Evaluation(loss.detach(), Coefficients(d_logp, d_entropy), loss.detach())
+        return Evaluation(loss.detach(), Coefficients(d_logp, d_entropy), loss.detach(), terms)
 
-    def _call(self, logps: Tensor, entropies: Tensor) -> Tensor:
+    def _call(self, logps: Tensor, entropies: Tensor) -> tuple[Tensor, Terms | None]:
+        """The function's loss of each token, (n,); and the inputs of the metrics of the config's
+        own loss, if the function reads that."""
         layout, tokens, couples = self.tokens.layout, self.tokens, self.known == "rows"
 
         def shaped(x: Tensor) -> Tensor:
@@ -187,6 +220,15 @@ class CustomObjective:
         places = {"index": layout.positions, "sequence": layout.sequence, "position": layout.column}
         if self._chosen is not None:
             places = {name: x[self._chosen] for name, x in places.items()}
+        read: list[Terms] = []
+
+        @functools.cache
+        def of_config() -> Tensor:
+            own = PolicyObjective(self.config, tokens, self.weights)
+            losses, terms = own.token_losses(logps, entropies, alone=not couples)
+            read.append(terms)
+            return shaped(losses)
+
         inputs = TokenInputs(
             logps=shaped(logps),
             entropies=shaped(entropies),
@@ -195,6 +237,7 @@ class CustomObjective:
             old_per_token_logps=shaped(old),
             **optional,
             **{name: shaped(x) for name, x in places.items()},
+            _loss=of_config,
         )
         try:
             per_token = self.function(inputs)
@@ -219,7 +262,10 @@ class CustomObjective:
                 "objective: expected a per-token loss of the shape of tokens.logps = "
                 f"{tuple(inputs.logps.shape)}, got {got}"
             )
-        return per_token[layout.sequence, layout.column] if couples else per_token
+        if not read:
+            check_loss_is_read(self.config)
+        per_token = per_token[layout.sequence, layout.column] if couples else per_token
+        return per_token, read[0] if read else None
 
 
 def _check_leaves(loss: Tensor, *inputs: Tensor) -> None:

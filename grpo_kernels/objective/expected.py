@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.interface import RowStats
-from grpo_kernels.base.checks import check_shape, check_tensor
+from grpo_kernels.base.checks import check_shape, check_tensor, hints_names
 from grpo_kernels.base.tensors import take
 from grpo_kernels.objective.custom import CustomObjective
 from grpo_kernels.objective.policy import PolicyObjective, numbers
@@ -19,6 +19,7 @@ from grpo_kernels.token_loss.record import Coefficients, TokenLoss
 from grpo_kernels.tokens import Tokens
 
 
+@hints_names
 @dataclass(frozen=True)
 class Expectation:
     """An expected gradient that is computed from each chunk's log-probabilities and entropies.

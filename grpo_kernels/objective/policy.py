@@ -55,6 +55,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from grpo_kernels.backends.interface import RowStats
 from grpo_kernels.base.tensors import bounded, moved, quantile, scored_difference
@@ -277,6 +278,24 @@ class PolicyObjective:
         policy_loss = (self.weights * loss).sum()
         return self._with_bonus(policy_loss, d_logp, entropies, keep, terms, d_topk)
 
+    def token_losses(
+        self, logps: Tensor, entropies: Tensor, *, alone: bool
+    ) -> tuple[Tensor, Terms]:
+        """l_t (n,) without the entropy bonus, differentiable once in `logps`, and the inputs of
+        the metrics.
+
+        Raises:
+            ValueError: tokens are coupled, and `alone` says that these may be some of them.
+        """
+        if alone and self.known == "rows":
+            raise ValueError(
+                "tokens.loss: expected a loss of each token alone in a token_level objective, got "
+                f"{self.config}, whose tokens depend on each other: do not declare it token_level"
+            )
+        keep = _keep_high_entropy(self.config, entropies.detach())
+        loss, _, terms = self._per_token(logps.detach(), keep, None)
+        return _TokenLosses.apply(logps, loss, self, keep), terms
+
     def _assembled(self, terms: dict[str, Tensor], entropies: Tensor) -> Evaluation:
         policy_loss, at_one = terms["loss"].sum(), None
         if self.on_policy:
@@ -400,6 +419,25 @@ class PolicyObjective:
         if log_ratio.is_shared:  # then the ratio moves with every logp of the sequence
             a = a + (log_ratio.to_logps(weights * kl) - weights * kl)
         return kl, a
+
+
+class _TokenLosses(torch.autograd.Function):
+    """``forward(ctx, logps, loss, objective, keep)`` -> `loss` (n,), with its gradient in logps:
+    a_t, where the upstream gradient is the weights."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logps: Tensor, loss: Tensor, objective: PolicyObjective, keep: Tensor | None
+    ) -> Tensor:
+        ctx.objective, ctx.keep = objective, keep
+        ctx.save_for_backward(logps)
+        return loss.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        weighted = PolicyObjective(ctx.objective.config, ctx.objective.tokens, upstream)
+        return weighted._per_token(ctx.saved_tensors[0], ctx.keep, None)[1], None, None, None
 
 
 # Masks of the tokens that the policy term acts on. Neither carries gradient.

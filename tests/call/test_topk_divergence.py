@@ -147,7 +147,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"teacher_ids": FLOATS}, "teacher_ids: expected signed integer ids"),
     ({"teacher_ids": FLOATS[..., :0].long()}, "teacher_ids: expected shape"),
     ({"teacher_logps": FLOATS[..., 0]}, "teacher_logps: expected shape"),
-    ({"run": Run("fast")}, "engine: expected"),
 ]
 
 

@@ -9,7 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels import GRPOLoss, Run, TokenInputs, grpo_loss, objectives, token_level
+from grpo_kernels import (
+    GRPOLoss,
+    LossOutput,
+    Run,
+    TokenInputs,
+    grpo_loss,
+    objectives,
+    presets,
+    token_level,
+)
 from grpo_kernels.liger import LigerFusedLinearGRPOLoss
 from grpo_kernels.testing import check_token_level
 from tests.support.small_batch import small_batch
@@ -104,14 +113,102 @@ REPLACED: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_fields_that_it_replaces_are_refused() -> None:
+def test_fields_without_use_are_refused() -> None:
+    """Those of the config's own loss, unless the function reads it; two of a whole call, always."""
+    inputs = training_batch() | {"ref_per_token_logps": -torch.ones(4, 6)}
     for name, value in REPLACED.items():
         options = {"objective": Scaled().loss, name: value}
-        message = f"^{name}: expected .* beside an objective, .*, got {value!r}"
+        message = f"^{name}: expected .* beside an objective.*, got {value!r}"
         with pytest.raises(ValueError, match=message):
-            GRPOLoss(**options)
-        with pytest.raises(ValueError, match=message):
-            grpo_loss(**training_batch(), **options)
+            grpo_loss(**inputs, **options)
+        if name != "entropy_coef":
+            grpo_loss(**inputs, **options | {"objective": lambda tokens: tokens.loss})
+    for options in ({"entropy_coef": 0.1}, {"kl_estimator": "full", "beta": 0.1}):
+        with pytest.raises(
+            ValueError, match=f"^{next(iter(options))}: expected .* beside an objective"
+        ):
+            GRPOLoss(objective=lambda tokens: tokens.loss, **options)
+
+
+OWN: dict[str, dict[str, Any]] = {
+    "dapo": {}, "kl": {"beta": 0.1}, "paper": {"loss_type": "grpo", "beta": 0.04},
+    "sapo": {"loss_type": "sapo"}, "cispo": {"loss_type": "cispo", "epsilon_high": 1.2},
+    "sequence": {"importance_sampling_level": "sequence", "epsilon": 0.01},
+    "gmpo": {"loss_type": "gmpo"}, "entropy": {"top_entropy_quantile": 0.5},
+    "off-policy": {"off_policy_mask_threshold": 0.1},
+    "sampling": {"vllm_importance_sampling_correction": True},
+}  # fmt: skip
+COUPLED_CONFIGS = ("sequence", "gmpo", "entropy", "off-policy", "sampling")
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_the_configs_own_loss_can_be_built_on(name: str) -> None:
+    """`tokens.loss` alone is the config's loss, with its gradient and metrics; a term beside it, or
+    a factor that is not constant, adds its own."""
+    inputs, logps = training_batch(), -2.0 - torch.rand(3, 4, 6)
+    names = ["old_per_token_logps", "ref_per_token_logps"]
+    names += ["sampling_per_token_logps"] * (name in ("off-policy", "sampling"))
+    inputs |= dict(zip(names, logps, strict=False)) | OWN[name]
+
+    def results(objective: Any) -> tuple[LossOutput, list[Tensor]]:
+        out = grpo_loss(**inputs, objective=objective)
+        return out, [*torch.autograd.grad(out.loss, (inputs["hidden"], inputs["head"]))]
+
+    want, of_config = results(None)
+    found, gradients = results(lambda tokens: tokens.loss)
+    torch.testing.assert_close(gradients, of_config)
+    torch.testing.assert_close(found.loss, want.loss)
+    assert {*found.metrics} == {*want.metrics}
+    for k, x in want.metrics.items():
+        if k != "rows/gradient":  # of a custom loss no token is known to have none
+            torch.testing.assert_close(found.metrics[k], x, equal_nan=True)
+
+    def penalty(tokens: TokenInputs) -> Tensor:
+        return 0.5 * tokens.logps.square()
+
+    both = results(lambda tokens: 2 * tokens.loss + penalty(tokens))[1]
+    for k in OWN[name].keys() - {"loss_type"}:
+        del inputs[k]
+    alone = results(penalty)[1]
+    want_sum = [2 * x + y for x, y in zip(of_config, alone, strict=True)]
+    torch.testing.assert_close(both, want_sum)
+
+
+def test_a_token_level_function_may_read_it() -> None:
+    """In one pass, unless its tokens depend on each other; it can be checked like any other."""
+
+    def penalised(tokens: TokenInputs) -> Tensor:
+        return tokens.loss + 0.01 * tokens.logps.square()
+
+    inputs = training_batch() | {"old_per_token_logps": -2.0 - torch.rand(4, 6)}
+    results = []
+    for objective in (penalised, token_level(penalised)):
+        out = grpo_loss(**inputs, objective=objective, epsilon=0.1)
+        grads = torch.autograd.grad(out.loss, (inputs["hidden"], inputs["head"]))
+        results.append([out.loss.detach(), *grads])
+    assert out.engine == "one_pass"
+    torch.testing.assert_close(*results)
+    message = "^tokens.loss: expected a loss of each token alone"
+    options = {"objective": token_level(penalised), "importance_sampling_level": "sequence"}
+    with pytest.raises(ValueError, match=message):
+        grpo_loss(**inputs, **options)
+    check_token_level(penalised)
+    with pytest.raises(ValueError, match=message):
+        check_token_level(penalised, config=presets.GSPO)
+
+
+def test_token_inputs_name_shapes() -> None:
+    """And no numbers, so that an error with them can be read."""
+    seen: list[TokenInputs] = []
+    grpo_loss(**training_batch(), objective=lambda tokens: seen.append(tokens) or tokens.logps)
+    assert repr(seen[0]).startswith("TokenInputs(logps=(4, 6), entropies=(4, 6), mask=(4, 6), ")
+    given = {x: getattr(seen[0], x) for x in ("logps", "entropies", "mask", "advantages")}
+    optional = dict.fromkeys(("ref_per_token_logps", "sampling_per_token_logps"))
+    alone = TokenInputs(
+        **given, **optional, old_per_token_logps=given["logps"], importance_sampling_ratio=None
+    )
+    with pytest.raises(ValueError, match=r"^tokens\.loss: expected to be read in a call"):
+        _ = alone.loss
 
 
 def coupled_by_mean(tokens: TokenInputs) -> Tensor:

@@ -102,7 +102,6 @@ LOSS: dict[str, tuple[Arguments, str]] = {
     "budget": ({"run": Run(workspace_bytes=2**21)}, "workspace_bytes"),
     "alone, shape": ({"completion_mask": torch.ones(2, 9)}, "completion_mask"),
     "alone, type": ({"config": {"beta": 0.1}}, "config"),
-    "alone, unknown engine": ({"run": Run(engine="fast")}, "engine"),  # type: ignore[arg-type]
 }  # fmt: skip
 SCORES: dict[str, tuple[Arguments, str]] = {
     "extras": ({"extras": ("is_top1",)}, "extras"),

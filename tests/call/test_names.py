@@ -1,0 +1,90 @@
+"""Names that callers may get wrong: arguments, results, inputs of an objective."""
+
+from __future__ import annotations
+
+import inspect
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import grpo_kernels
+from grpo_kernels import (
+    LossOutput,
+    Metrics,
+    Run,
+    Scores,
+    TokenInputs,
+    advantages,
+    objectives,
+    rollouts,
+)
+from grpo_kernels.testing import check_token_level
+from tests.support.small_batch import small_batch
+
+PUBLIC: dict[str, Any] = {
+    f"{module.__name__}.{name}": getattr(module, name)
+    for module in (grpo_kernels, advantages, rollouts)
+    for name in module.__all__
+    if not isinstance(getattr(module, name), ModuleType)
+}
+# results, whose fields nobody writes; a decorator; a class that is a mapping
+for x in (LossOutput, Scores, Metrics, TokenInputs, rollouts.Correction, grpo_kernels.token_level):
+    PUBLIC = {name: y for name, y in PUBLIC.items() if y is not x}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_a_wrong_argument_names_the_right_one(name: str) -> None:
+    """Of every public function and class, before anything else is looked at."""
+    call, given = PUBLIC[name], ()
+    names = [*inspect.signature(call).parameters]
+    wrong = names[-2] + "x" if names[-1] in ("fields", "inputs") else names[-1] + "x"
+    message = f"^{wrong}: expected .*, got a name that is none; did you mean {wrong[:-1]}"
+    if name in ("grpo_kernels.grpo_loss", "grpo_kernels.policy_loss_from_logps"):
+        given = (torch.ones(1, 2, 3), torch.ones(4, 3), *torch.ones(3, 1, 2))
+        given = given if "from" not in name else given[-4:]
+    with pytest.raises(TypeError, match=message):
+        call(*given, **{wrong: None})
+
+
+def test_results_and_inputs_hint_too() -> None:
+    inputs, seen = small_batch(2, 3), []
+    inputs["head"] = inputs.pop("weight")
+
+    def objective(tokens: TokenInputs) -> torch.Tensor:
+        seen.append(tokens)
+        return tokens.logps
+
+    out = grpo_kernels.grpo_loss(**inputs, objective=objective)
+    scores = Scores(logps=torch.zeros(1))
+    for record, wrong, right in (
+        (out, "losses", "loss"),
+        (scores, "logp", "logps"),
+        (seen[0], "old_logps", "old_per_token_logps"),
+    ):
+        message = f"has no attribute '{wrong}'; did you mean {right}"
+        with pytest.raises(AttributeError, match=message):
+            getattr(record, wrong)
+    assert repr(scores) == "Scores(logps=tensor([0.]))"
+
+
+def test_run_checks_itself() -> None:
+    """When it is made, not in the call that gets it."""
+    wrong: Any
+    for wrong, kind, message in (
+        ({"engine": "fast"}, ValueError, "engine: expected one of auto, score, .*, got 'fast'"),
+        ({"backend": "cuda"}, ValueError, "backend: expected one of .*, got 'cuda'"),
+        ({"workspace_bytes": "64MB"}, TypeError, "workspace_bytes: expected an int"),
+        ({"workspace_bytes": 0}, ValueError, "workspace_bytes: expected a number of bytes > 0"),
+        ({"gather": 1}, TypeError, "gather: expected"),
+    ):
+        with pytest.raises(kind, match=f"^{message}"):
+            Run(**wrong)
+
+
+def test_an_objective_that_is_called_says_how_to_pass_it() -> None:
+    with pytest.raises(TypeError, match=r"^ipo: .* functools.partial\(objectives.ipo, ...\)"):
+        objectives.ipo(eps=0.1)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"^tolerances: .*; did you mean tolerance\?"):
+        check_token_level(objectives.ipo, tolerances=1.0)  # type: ignore[call-arg]
