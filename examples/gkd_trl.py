@@ -1,11 +1,10 @@
 """GKD with TRL's experimental trainer and no logits: a subclass that replaces the loss.
 
-TRL's GKDTrainer makes the logits (B, L, V) of student and teacher. Here `head_inputs` takes the
-input of both heads out of the models' own forwards, and `linear_divergence` projects only tokens
-that have a label. The same lines serve other trainers that make all logits. TRL's IWOPDTrainer
-reads log-probabilities of the sampled tokens only: `completion_logprobs` gives those, for student
-and teacher. `topk_divergence` replaces `linear_divergence` where only the top of the teacher's
-logits is known. The heads must be whole outside of the forward: one process, or DDP.
+TRL's GKDTrainer makes the logits (B, L, V) of student and teacher. `causal_lm_divergence` makes
+none, and projects only tokens that have a label. The same lines serve other trainers that make all
+logits. TRL's IWOPDTrainer reads log-probabilities of the sampled tokens only: `completion_logprobs`
+gives those, for student and teacher. `topk_divergence` is for a teacher of which only the top
+logits are known.
 The claims at the end: both trainers log the same losses, and the student comes nearer.
 """
 
@@ -21,13 +20,11 @@ from begin import begin, steps_of
 if __name__ == "__main__":
     begin(__doc__)
 
-import torch
 import transformers
 from arithmetic import all_problems, build_model, build_tokenizer
 from datasets import Dataset
 
-from grpo_kernels import linear_divergence
-from grpo_kernels.transformers import head_inputs
+from grpo_kernels.transformers import causal_lm_divergence
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # read when the next import runs
 from trl.experimental.gkd import GKDConfig, GKDTrainer
@@ -45,22 +42,11 @@ class FusedGKDTrainer(GKDTrainer):
     ) -> Any:
         if return_outputs:  # an evaluation, which reads the logits
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        given = {name: inputs[name] for name in ("input_ids", "attention_mask")}
         self.teacher_model.eval()
-        with torch.no_grad(), head_inputs(self.teacher_model) as teacher:
-            self.teacher_model(**given)
-        with head_inputs(model) as student:
-            model(**given)
-        hidden, teacher_hidden = student.hidden[:, :-1], teacher.hidden[:, :-1]
-        mask = inputs["labels"][:, 1:] != -100
-        divergence = linear_divergence(
-            hidden,
-            student.head(hidden),
-            teacher_hidden,
-            teacher.head(teacher_hidden),
-            mask=mask,
-            divergence="jsd",
-            beta=self.beta,
+        mask = inputs["labels"] != -100
+        batch = inputs["input_ids"], inputs["attention_mask"], mask
+        divergence = causal_lm_divergence(
+            model, self.teacher_model, *batch, divergence="jsd", beta=self.beta
         ).divergence
         items = mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
         return divergence.sum() / items

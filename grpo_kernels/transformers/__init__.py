@@ -5,10 +5,18 @@ from grpo_kernels.patching import needed
 with needed("transformers", "transformers"):
     from grpo_kernels.transformers.causal_lm import (
         HeadInputs,
+        causal_lm_divergence,
         causal_lm_loss,
         completion_logprobs,
         head_inputs,
     )
     from grpo_kernels.transformers.head import describe_head
 
-__all__ = ["HeadInputs", "causal_lm_loss", "completion_logprobs", "describe_head", "head_inputs"]
+__all__ = [
+    "HeadInputs",
+    "causal_lm_divergence",
+    "causal_lm_loss",
+    "completion_logprobs",
+    "describe_head",
+    "head_inputs",
+]

@@ -19,9 +19,16 @@ from transformers import GenerationMixin
 from transformers.utils import ModelOutput
 
 from grpo_kernels.base.checks import did_you_mean
-from grpo_kernels.base.choices import BatchLayout, LogitsDtype, WithoutSet, ZeroAdvantage
+from grpo_kernels.base.choices import (
+    BatchLayout,
+    DivergenceName,
+    LogitsDtype,
+    WithoutSet,
+    ZeroAdvantage,
+)
 from grpo_kernels.body.layout import takes
 from grpo_kernels.body.trunk import unwrapped
+from grpo_kernels.engine.plan import Run
 from grpo_kernels.head import Head
 from grpo_kernels.kept_ids import KeptIds
 from grpo_kernels.loss import GRPOLoss, grpo_loss, policy_expectation
@@ -29,7 +36,7 @@ from grpo_kernels.objective.config import LossConfig
 from grpo_kernels.objective.losses import averaged_over
 from grpo_kernels.patching import replaced
 from grpo_kernels.results import LossOutput, Scores
-from grpo_kernels.scores import linear_logprob
+from grpo_kernels.scores import linear_divergence, linear_logprob
 from grpo_kernels.transformers import head as heads
 from grpo_kernels.transformers.call import RESULTS, Batch, HeadCall, TrunkOptions, run_scored
 from grpo_kernels.transformers.head import HeadCheck
@@ -268,6 +275,88 @@ def completion_logprobs(
     results, output, _ = run_scored(model, batch, score, inputs, trunk.layout)
     scores = Scores.of(logps=results[0], entropies=results[1] if entropy else None)
     return (scores, output) if return_output else scores
+
+
+def causal_lm_divergence(
+    student: nn.Module,
+    teacher: nn.Module,
+    input_ids: Tensor,  # (B, L)
+    attention_mask: Tensor | None,  # (B, L)
+    completion_mask: Tensor,  # (B, T)
+    *,
+    divergence: DivergenceName = "reverse_kl",
+    beta: float | None = None,
+    temperature: float = 1.0,
+    logits_dtype: LogitsDtype = "float32",
+    entropy: bool = False,
+    layout: BatchLayout = "tree",
+    run: Run | None = None,
+    **model_inputs: Any,
+) -> Scores:
+    """Divergence of two models at each completion token, over the whole vocabulary, differentiable
+    in the student; neither model makes logits.
+
+    ::
+
+        scores = causal_lm_divergence(student, teacher, input_ids, attention_mask, completion_mask)
+        loss = scores.divergence.sum() / completion_mask.sum()
+        loss.backward()
+
+    The teacher runs first, without gradient, in whichever mode it is (call ``teacher.eval()``), and
+    leaves its hidden states at the completion tokens. Both models get the same inputs, so that they
+    must share the ids; the vocabularies may differ in size (see `linear_divergence`).
+
+    Args:
+        student, teacher: causal language models of transformers, as in `completion_logprobs`, on
+            one device. The teacher's head has no adapter.
+        input_ids, attention_mask, completion_mask, logits_dtype, entropy, layout: as in
+            `completion_logprobs`.
+        divergence, beta, temperature, run: as in `linear_divergence`.
+        model_inputs: other arguments of both models' forwards.
+
+    Returns:
+        `Scores` with `divergence` (B, T), `logps` (B, T) of the student and, if asked for,
+        `entropies` (B, T): fp32 (fp64 for fp64 models), 0 where the mask is 0.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as `completion_logprobs` and `linear_divergence`.
+    """
+    trunk, batch = TrunkOptions(layout=layout), Batch(input_ids, completion_mask)
+    for model in (student, teacher):
+        _check_names(model, model_inputs, causal_lm_divergence)
+    given, dtypes = {"attention_mask": attention_mask, **model_inputs}, list[torch.dtype]()
+
+    def keep(hidden: Tensor, head: Head) -> tuple[Tensor, ...]:
+        states, _, _ = batch.aligned(hidden)
+        dtypes[:] = [states.dtype]
+        return (states.to(torch.promote_types(states.dtype, torch.float32)),)
+
+    with torch.no_grad():
+        inputs = _with_positions(teacher, given)
+        (teacher_states,), _, _ = run_scored(teacher, batch, keep, inputs, trunk.layout)
+    teacher_head = replace(heads.known_head(teacher, inputs)[0], logits_dtype=logits_dtype)
+
+    def score(hidden: Tensor, head: Head) -> tuple[Tensor, ...]:
+        states, ids, mask = batch.aligned(hidden)
+        found = linear_divergence(
+            states,
+            replace(heads.read(head, states), logits_dtype=logits_dtype),
+            teacher_states.to(states.device, dtypes[0]),
+            teacher_head,
+            mask=mask,
+            divergence=divergence,
+            beta=beta,
+            temperature=temperature,
+            entropy=entropy,
+            ids=ids,
+            run=heads.gathering(head, run),
+        )
+        return tuple(found.given.values())
+
+    inputs = _with_positions(student, given)
+    results, _, _ = run_scored(student, batch, score, inputs, trunk.layout)
+    names = ["logps", *(["entropies"] if entropy else []), "divergence"]
+    return Scores(**dict(zip(names, results, strict=True)))
 
 
 def _check_loss_fn(loss_fn: Any) -> None:

@@ -1,0 +1,125 @@
+"""`causal_lm_divergence`, against the divergence of both models' own logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers")
+
+from grpo_kernels.transformers import causal_lm_divergence
+from tests.support import tiny_architectures as tiny
+from tests.support.model_checks import last_columns, peft_model, positions_of_generate, text_batch
+
+
+def models(student: str, teacher: str, dtype: torch.dtype) -> tuple[Any, Any]:
+    """Two models of different weights; ``"adapter"`` is a LoRA on body and head of the student."""
+    own = tiny.text_model("llama" if student == "adapter" else student, dtype)
+    if student == "adapter":
+        own = peft_model(own, target_modules=["q_proj", "lm_head"]).to(dtype)
+    other = tiny.text_model(teacher, dtype)
+    with torch.no_grad():
+        for x in other.parameters():
+            x.mul_(1.1).add_(0.02 * torch.randn_like(x))
+    return own, other
+
+
+def plain(student: Any, teacher: Any, count: int, divergence: str, **inputs: Tensor) -> Tensor:
+    """(B, T), from all logits."""
+    places = positions_of_generate(student, inputs["input_ids"], inputs["attention_mask"])
+    of_student = student(**inputs, **places).logits.double()
+    with torch.no_grad():
+        of_teacher = teacher(**inputs, **places).logits.double()
+    p, q = (x[:, -count - 1 : -1].log_softmax(-1) for x in (of_student, of_teacher))
+    if divergence == "forward_kl":
+        p, q = q, p
+    if divergence != "jsd":
+        return (p.exp() * (p - q)).sum(-1)
+    middle = torch.logaddexp(p, q) - torch.tensor(2.0).log()
+    return 0.5 * (q.exp() * (q - middle) + p.exp() * (p - middle)).sum(-1)
+
+
+@pytest.mark.parametrize(
+    ("student", "teacher", "divergence"),
+    [
+        ("llama", "llama", "reverse_kl"),
+        ("qwen3", "gemma3_text", "forward_kl"),  # the teacher has a soft-cap and a scale
+        ("granite", "cohere", "jsd"),
+        ("adapter", "llama", "reverse_kl"),
+        ("gpt2", "gpt2", "forward_kl"),
+    ],
+)
+@pytest.mark.parametrize("layout", ["tree", "trim", "padded"])
+def test_values_and_gradients(student: str, teacher: str, divergence: Any, layout: Any) -> None:
+    """In the first call, in which the logits are checked, and in the second; the teacher gets
+    none."""
+    own, other = models(student, teacher, torch.float64)
+    ids, attention_mask = text_batch()
+    ids[2, :6] = ids[1, :6]  # a shared prefix
+    mask, inputs = (
+        last_columns(attention_mask),
+        {"input_ids": ids, "attention_mask": attention_mask},
+    )
+    want = plain(own, other, mask.shape[1], divergence, **inputs)
+    parameters = [x for x in own.parameters() if x.requires_grad]
+    counts = mask.bool()
+    want_grads = torch.autograd.grad(want[counts].sum(), parameters, allow_unused=True)
+    for _ in range(2):
+        scores = causal_lm_divergence(
+            own, other, ids, attention_mask, mask, divergence=divergence, layout=layout
+        )
+        assert (scores.divergence[~counts] == 0).all()
+        near: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-5}
+        torch.testing.assert_close(scores.divergence[counts].double(), want[counts], **near)
+        got = torch.autograd.grad(scores.divergence.sum(), parameters, allow_unused=True)
+        torch.testing.assert_close(got, want_grads, rtol=1e-4, atol=1e-5)
+        assert scores.logps.shape == mask.shape
+        assert scores.given.keys() == {"logps", "divergence"}
+    assert all(x.grad is None for x in other.parameters())
+
+
+def test_a_larger_vocabulary_and_options() -> None:
+    """Both distributions are over the ids that both heads have; temperature, beta and entropies
+    reach the call."""
+    own, other = models("llama", "llama", torch.float64)
+    other.resize_token_embeddings(tiny.VOCAB + 6)
+    ids, attention_mask = text_batch()
+    mask = last_columns(attention_mask)
+    scores = causal_lm_divergence(
+        own, other, ids, attention_mask, mask,
+        divergence="jsd", beta=0.0, temperature=2.0, entropy=True,
+    )  # fmt: skip
+    logits = [x(input_ids=ids, attention_mask=attention_mask).logits for x in (own, other)]
+    columns = slice(-mask.shape[1] - 1, -1)
+    p, q = ((x[:, columns, : tiny.VOCAB].double() / 2).log_softmax(-1) for x in logits)
+    counts = mask.bool()
+    for got, want in (
+        (scores.divergence, (q.exp() * (q - p)).sum(-1)),  # beta 0: the forward KL
+        (scores.entropies, -(p.exp() * p).sum(-1)),
+        (scores.logps, p.gather(-1, ids[:, -mask.shape[1] :, None])[..., 0]),
+    ):
+        torch.testing.assert_close(got[counts].double(), want[counts], rtol=1e-5, atol=1e-5)
+
+
+def test_mistakes() -> None:
+    own, other = models("llama", "llama", torch.float32)
+    ids, attention_mask = text_batch()
+    inputs: tuple[Any, ...] = (ids, attention_mask, last_columns(attention_mask))
+    wrong: Any
+    for wrong, kind, message in (
+        ({"divergence": "kl"}, ValueError, "divergence: expected one of reverse_kl"),
+        ({"temprature": 2.0}, TypeError, r"temprature: .*did you mean temperature\?"),
+        ({"beta": 0.5}, ValueError, "beta: expected None with divergence = 'reverse_kl'"),
+        ({"layout": "flat"}, ValueError, "layout: expected one of"),
+        ({"labels": ids}, ValueError, "labels: expected none"),
+    ):
+        with pytest.raises(kind, match=f"^{message}"):
+            causal_lm_divergence(own, other, *inputs, **wrong)
+    with pytest.raises(TypeError, match=r"^model: expected"):
+        causal_lm_divergence(own, torch.nn.Linear(2, 2), *inputs)
+    adapted = peft_model(other, target_modules=["lm_head"]).float()
+    with pytest.raises(ValueError, match=r"^teacher.*adapter"):
+        causal_lm_divergence(own, adapted, *inputs)
