@@ -20,6 +20,7 @@ from torch import nn
 import grpo_kernels
 from docs.tools import check
 from grpo_kernels import typing
+from grpo_kernels.advantages import group_advantages
 
 DOCS = Path(__file__).parents[1] / "docs"
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -148,6 +149,17 @@ def test_the_plain_loop_of_the_start_page_is_right_with_prompts_padded_on_the_le
         out.per_token_logps * completion_mask, logps * completion_mask, rtol=0, atol=0
     )
     assert model.tokens.weight.grad.abs().max() > 0
+
+
+def test_the_code_of_custom_losses_runs_as_it_stands() -> None:
+    names: dict[str, Any] = {"n": 4, "rewards": torch.arange(8.0)}
+    names |= {"completion_mask": torch.ones(8, 6), "group_advantages": group_advantages}
+    for block in blocks("custom-losses.md"):
+        exec(block, names)
+    assert names["hidden"].grad.abs().sum() > 0
+    for advantages in (names["opo"], names["passk"], names["gpg"]):  # of groups of four
+        assert advantages.numel() == 8
+    assert torch.equal(names["passk"], torch.tensor([[0.0, 0, 0, 1]] * 2))
 
 
 def site_of(tmp_path: Path, body: str) -> Path:

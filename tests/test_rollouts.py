@@ -347,8 +347,9 @@ def test_the_page_shows_how_it_goes_into_trl(monkeypatch: pytest.MonkeyPatch) ->
     score = {"_generate_and_score_completions": lambda self, inputs: dict(inputs)}
     stock = type("GRPOTrainer", (), score)
     monkeypatch.setitem(sys.modules, "trl", SimpleNamespace(GRPOTrainer=stock))
-    page = (Path(__file__).parents[1] / "docs" / "rollout-correction.md").read_text()
-    _, in_trl = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    page = (Path(__file__).parents[1] / "docs" / "samplers.md").read_text()
+    shown = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    (in_trl,) = (block for block in shown if "class CorrectedGRPOTrainer" in block)
     names: dict[str, Any] = {}
     exec(in_trl, names)
     output = names["CorrectedGRPOTrainer"]()._generate_and_score_completions(given)

@@ -179,8 +179,7 @@ class Scoring(LogsShares):
                 f"{', '.join(cuts)}: the sampler's log-probabilities are of the ids that it keeps, "
                 "ours of all, so that a sequence's ratio falls with its length, and "
                 f"vllm_importance_sampling_mode={mode!r} multiplies the loss by it; hand over the "
-                "sets (sampling_mask=, docs/truncating-samplers.md), or sample from the whole "
-                "vocabulary"
+                "sets (sampling_mask=, docs/samplers.md), or sample from the whole vocabulary"
             )
 
     def _due(self) -> list[Batch]:

@@ -1,5 +1,5 @@
 """Settings of torch that change the numbers: shown by the report, refused or warned of
-(docs/numerics.md)."""
+(docs/precision.md)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.ranks import server_context
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*CUDA is not available")
 
-NUMERICS = Path(__file__).parents[2] / "docs" / "numerics.md"
+PRECISION = Path(__file__).parents[2] / "docs" / "precision.md"
 N, H, V = 256, 8, 300
 CUDA, CPU = "float32 products, cuda", "float32 products, cpu"
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
@@ -169,7 +169,7 @@ def test_what_is_no_promotion_does_not_warn(
 
 def test_documented_flop_formula(monkeypatch: pytest.MonkeyPatch) -> None:
     """It counts rows in several groups, where torch's own raises up to 2.13."""
-    code = NUMERICS.read_text().split("```python\n")[1].split("```")[0]
+    code = PRECISION.read_text().split("```python\n")[1].split("```")[0]
     found: dict[str, Any] = {}
     exec(code, found)
     counter = found["counter"]

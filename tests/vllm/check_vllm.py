@@ -129,7 +129,7 @@ def test_in_bf16_ours_are_as_near_to_the_engines_as_trls_or_nearer(
     head: str | None, tmp_path: Path
 ) -> None:
     """Hidden states are those of transformers, which differ from vLLM's: that is most of the gap.
-    The table of docs/same-numbers.md."""
+    The table of docs/samplers.md."""
     more = [] if head is None else ["--head", head]
     save = tmp_path / "bf16.pt"
     cases = ["temperature 1", "temperature 0.7"]

@@ -33,7 +33,7 @@ def as_on_a_cpu() -> None:
 
 def rollout(prompts: list[Any], trainer: Any) -> dict[str, Any]:
     """Completions with the sets that the sampler kept, from its log-probabilities
-    (docs/truncating-samplers.md)."""
+    (docs/samplers.md)."""
     tokenizer = trainer.processing_class
     texts = tokenizer.apply_chat_template(prompts, tokenize=False, add_generation_prompt=True)
     prompt_ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
