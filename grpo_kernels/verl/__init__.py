@@ -20,6 +20,7 @@ import importlib.util
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from copy import copy
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -55,6 +56,7 @@ class _Importer(MetaPathFinder):
         spec = next((x for x in found if x is not None), None)
         if spec is not None and spec.loader is not None:
             run = spec.loader.exec_module
+            spec.loader = copy(spec.loader)  # which an archive's modules share
 
             def exec_module(module: ModuleType) -> None:
                 run(module)

@@ -102,10 +102,13 @@ def _forward(family: str, body_name: str) -> Callable[..., Any]:
     if not {"log_probs", "entropy", *KEPT} <= {field.name for field in fields(output)}:
         raise LookupError(f"{output.__name__} has no log_probs and entropy")
     signature = inspect.signature(theirs)
-    names, open_ended = {*signature.parameters}, [*signature.parameters][-1]  # **kwargs
+    *explicit, open_ended = signature.parameters
+    names, kind = {*explicit}, signature.parameters[open_ended].kind
     of_body = OF_MODEL if body is None else {*inspect.signature(body).parameters}
-    missing, unknown = NEEDED - names, names - OF_HEAD - of_body - {open_ended}
-    if missing or unknown:
+    # what would come with **kwargs, which a body that does not name them does not get
+    lost = set() if body is None or open_ended in of_body else of_body - names
+    known = names >= NEEDED and names <= OF_HEAD | of_body and not lost
+    if not known or kind is not inspect.Parameter.VAR_KEYWORD:
         raise LookupError(
             f"{module.__name__}.forward_with_torch_backend: expected {sorted(NEEDED)}, and "
             f"parameters of its body, got {[*signature.parameters]}"

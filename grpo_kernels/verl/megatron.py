@@ -112,14 +112,22 @@ def engine_changes(module: ModuleType) -> Changes:
                 _mark(model, vocab_size)
 
     @functools.wraps(step)
-    def forward_step(self: Any, batch_iter: Any, model: Any, **functions: Any) -> Any:
+    def forward_step(
+        self: Any,
+        batch_iter: Any,
+        model: Any,
+        logits_processor_func: Any,
+        postprocess_micro_batch_func: Any,
+    ) -> Any:
         batch = next(batch_iter).to(module.get_device_id())
         rows = None
         if _is_ours(self) and flag(batch, "use_fused_kernels", default=True):
-            loss_function = functions["postprocess_micro_batch_func"].keywords["loss_function"]
+            loss_function = postprocess_micro_batch_func.keywords["loss_function"]
             rows = packed_rows(batch, loss_function, self.get_data_parallel_group())
         with during(_micro_batch, _MicroBatch(rows)):
-            return step(self, iter([batch]), model, **functions)
+            return step(
+                self, iter([batch]), model, logits_processor_func, postprocess_micro_batch_func
+            )
 
     yield engine, "_maybe_enable_fused_kernels", _maybe_enable_fused_kernels
     yield with_head, "forward_step", forward_step

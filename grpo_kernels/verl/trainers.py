@@ -307,9 +307,13 @@ def _balance_changes(module: ModuleType, trainer: Any) -> Changes:
 
     @functools.wraps(theirs)
     def _balance_batch(
-        self: Any, batch: Any, metrics: Any, logging_prefix: str = "global_seqlen", **more: Any
+        self: Any,
+        batch: Any,
+        metrics: Any,
+        logging_prefix: str = "global_seqlen",
+        keep_minibatch: bool = False,
     ) -> Any:
-        found = theirs(self, batch, metrics, logging_prefix, **more)
+        found = theirs(self, batch, metrics, logging_prefix, keep_minibatch)
         balanced = batch if found is None else found  # the older trainer's is changed in place
         if not _shares_prompts(self):
             return found

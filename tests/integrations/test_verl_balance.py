@@ -78,7 +78,7 @@ def balanced(
         {"attention_mask": mask, "prompts": mask[:, :PROMPT]},
         non_tensors={"uid": np.array(UIDS, dtype=object)},
     )
-    assert made._balance_batch(batch, metrics) is None
+    assert made._balance_batch(batch, metrics, "global_seqlen", False) is None  # as verl's takes it
     found = batch.batch["attention_mask"].sum(1).tolist()
     return [*zip(batch.non_tensor_batch["uid"], found, strict=True)], metrics
 

@@ -9,6 +9,7 @@ import inspect
 import subprocess
 import sys
 import warnings
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -108,6 +109,21 @@ def test_what_is_not_verls_of_0_9_1_is_left_alone(library: Callable[[], ModuleTy
     assert module.VALUE == 3
 
 
+def test_an_archive_whose_modules_share_a_loader(
+    library: Callable[[], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with zipfile.ZipFile(tmp_path / "verl.zip", "w") as archive:
+        for name in ("verl_stand_in", "verl_beside"):
+            archive.writestr(f"{name}.py", "VALUE = 1")
+    monkeypatch.syspath_prepend(tmp_path / "verl.zip")
+    patch_verl()
+    assert library().VALUE == 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert importlib.import_module("verl_beside").VALUE == 1
+    del sys.modules["verl_beside"]
+
+
 def other(model: Any, more: Any) -> None:
     """Not what verl has under this name."""
 
@@ -145,6 +161,14 @@ def wide(
     """A forward of verl with a parameter more."""
 
 
+def closed(input_ids: Any, labels: Any, temperature: Any, shift_labels: Any) -> None:
+    """A forward of verl that takes nothing else."""
+
+
+def short(input_ids: Any, labels: Any, temperature: Any, shift_labels: Any, **_: Any) -> None:
+    """A forward of verl that does not name what its body takes, the attention mask among it."""
+
+
 def test_an_unknown_forward_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever asks for ours must not get another head in silence."""
     patch_verl()
@@ -153,6 +177,8 @@ def test_an_unknown_forward_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     changed: list[tuple[str, Any, str]] = [
         ("forward_with_torch_backend", narrow, "forward_with_torch_backend: expected .*labels"),
         ("forward_with_torch_backend", wide, "forward_with_torch_backend: expected .*scale"),
+        ("forward_with_torch_backend", closed, "forward_with_torch_backend: expected .*labels"),
+        ("forward_with_torch_backend", short, "forward_with_torch_backend: expected .*_"),
         ("forward_base_model", None, "expected forward_with_torch_backend, forward_base_model"),
         ("CausalLMOutputForPPO", CausalLMOutputWithPast, "WithPast has no log_probs"),
     ]

@@ -187,12 +187,7 @@ def rows(**options: Any) -> dict[str, float]:
     )
     products = Products(TOKENS)
     with products:
-        output, finish = engine.forward_step(
-            iter([data]),
-            model,
-            logits_processor_func=loss_function,
-            postprocess_micro_batch_func=postprocess,
-        )
+        output, finish = engine.forward_step(iter([data]), model, loss_function, postprocess)
         loss, _ = finish(output)
         loss.backward()
     found = {"loss": abs(float(loss.detach()) - float(want))}
