@@ -38,7 +38,7 @@ from grpo_kernels.scores import linear_logprob
 from grpo_kernels.transformers import head as heads
 from grpo_kernels.transformers.call import HeadCall, TrunkOptions, run_in_head
 from grpo_kernels.trl.distillation import divergence_loss
-from grpo_kernels.trl.sampled_sets import SETS, over_sets
+from grpo_kernels.trl.sampled_sets import SampledSets, over_sets
 
 EXTRAS: Any = choices.choices(choices.Extra)
 IGNORED = -100  # the label of a position that is not scored
@@ -70,8 +70,7 @@ class Call:
     """A scoring that a trainer knows of: that of a micro-batch, by its loss or for it."""
 
     model: Any = None
-    # TRL's micro-batch; completions that a truncating sampler has drawn are scored over its `SETS`
-    inputs: dict[str, Any] = field(default_factory=dict)
+    inputs: dict[str, Any] = field(default_factory=dict)  # TRL's micro-batch
     counted: Tensor | None = None  # (B, T), not 0 for tokens that are read; None: all labels
     expected: Expectation | None = None  # the gradient
     live: Tensor | None = None  # (B,) bool, sequences that may get a gradient; None: all
@@ -81,15 +80,20 @@ class Call:
     divergences: Tensor | None = None  # (B, T), of the exact KL
     is_done: bool = False  # these are known: no model runs
 
-    def rows(self, of: str) -> Tensor:
-        """The ids, or the mask, (B, L), of prompts and completions."""
-        return torch.cat([self.inputs[f"{x}_{of}"] for x in ("prompt", "completion")], dim=1)
+    @functools.cached_property
+    def rows(self) -> tuple[Tensor, ...]:
+        """(ids, mask) of prompts and completions, (B, L) each."""
+        of = self.inputs
+        return tuple(
+            torch.cat([of[f"prompt_{x}"], of[f"completion_{x}"]], dim=1) for x in ("ids", "mask")
+        )
 
     def is_of(self, model: Any, ids: Tensor, mask: Tensor, columns: int) -> bool:
         """True if this is the scoring of the last `columns` of these rows, (B, L) each."""
         if model is not self.model or columns != self.inputs["completion_ids"].shape[1]:
             return False
-        return torch.equal(self.rows("ids"), ids) and torch.equal(self.rows("mask"), mask)
+        # on a device `equal` waits for it
+        return all(x is y or torch.equal(x, y) for x, y in zip(self.rows, (ids, mask), strict=True))
 
     @property
     def fill(self) -> Tensor | None:
@@ -109,6 +113,8 @@ class FusedHead:
     in_fp32: bool = False
     outputs: Sequence[str] = ("log_probs",)
     call: Call | None = None  # set by a trainer around a forward that it knows
+    # of completions that a truncating sampler has drawn: scored over them, by whatever call
+    sets: Sequence[SampledSets | None] | None = None
 
     @torch.compiler.disable  # which rows count depends on data
     def run(
@@ -136,9 +142,9 @@ class FusedHead:
             counted = needed[:, columns] & (call.counted != 0)
         ids, labelled = targets[:, columns], needed[:, columns]
         expected = call.expected if torch.is_grad_enabled() else None
-        if call.inputs.get(SETS) is not None:
-            sets, start = call.inputs[SETS], columns.start
-            compute, drawn = over_sets(sets, inputs, labelled, start, options.without_set)
+        if self.sets is not None:
+            start = columns.start
+            compute, drawn = over_sets(self.sets, inputs, labelled, start, options.without_set)
             counted = counted & drawn
         names: list[str] = []
 

@@ -49,10 +49,10 @@ from grpo_kernels.transformers.head import inner_head
 from grpo_kernels.trl import micro_batches
 from grpo_kernels.trl.fused_head import Call, head_of
 from grpo_kernels.trl.micro_batches import OLD, RATIO, REFERENCE, Batch, is_corrected, metrics_of
-from grpo_kernels.trl.sampled_sets import SETS, sets_of_batch, taken_sets
+from grpo_kernels.trl.sampled_sets import SETS, SampledSets, sets_of_batch, taken_sets
 
 STATES = "reference_of_exact_kl"  # a `Reference`, in the micro-batch
-# Methods that read a batch or the log-probabilities of its loss, and modules whose are known
+# Methods that read a batch or the log-probabilities of its loss, and modules whose own are known
 READERS = (
     "_generate_and_score_completions",
     "_prepare_inputs",
@@ -91,7 +91,6 @@ class Scoring(LogsShares):
     def _generate_and_score_completions(self, inputs: Any) -> Batch:
         """TRL's batch, without what is scored later; with `sampling_mask` it has the sets."""
         if self._is_deferred is None:
-            self._warn_of_truncation()
             self._is_deferred = self._defers_old()
             self._defers_reference = self.kl_estimator == "full" or not (
                 # where it moves it has to score at the generation
@@ -106,13 +105,11 @@ class Scoring(LogsShares):
         own = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
         for name in ("_generate", "_calculate_rewards"):  # for which all is as it was
             changes.append((self, name, partial(_within, own, getattr(self, name))))
-        try:
-            with all_replaced(changes):
-                batch: Batch = super()._generate_and_score_completions(inputs)
-            if self._call is not None:
-                batch[SETS] = sets_of_batch(self._call.inputs[SETS], batch)
-        finally:
-            self._call = None
+        with self._over_sets({}), all_replaced(changes):
+            batch: Batch = super()._generate_and_score_completions(inputs)
+            sets = head_of(self.model).sets
+        if sets is not None:
+            batch[SETS] = sets_of_batch(sets, batch)
         if self._is_deferred:
             if is_corrected(self) and "sampling_per_token_logps" not in batch:
                 raise ValueError(
@@ -127,9 +124,22 @@ class Scoring(LogsShares):
         """What TRL's rollout generates; with `sampling_mask`, keep the sampler's sets."""
         generated = super()._generate(*args, **kwargs)
         if self.sampling_mask is not None:
-            sets = taken_sets(generated, self.accelerator, metrics_of(self))
-            self._call = Call(inputs={SETS: sets})  # by TRL, of these completions
+            self._set_sets(taken_sets(generated, self.accelerator, metrics_of(self)))
         return generated
+
+    @contextmanager
+    def _over_sets(self, batch: Batch) -> Iterator[None]:
+        """Inside, both models score completions over the sets of `batch`, where it has some."""
+        self._set_sets(batch.get(SETS))
+        try:
+            yield
+        finally:
+            self._set_sets(None)
+
+    def _set_sets(self, sets: Sequence[SampledSets | None] | None) -> None:
+        for model in (self.model, self.ref_model) if self.sampling_mask is not None else ():
+            if model is not None:
+                head_of(model).sets = sets
 
     def _defers_old(self) -> bool:
         """True if TRL's scoring of the old policy is left out; warn if a correction keeps it."""
@@ -318,8 +328,9 @@ class Scoring(LogsShares):
             torch.no_grad(),
             disable_gradient_checkpointing(self.model, checkpointing),
             replaced(self, "_call", call),
+            self._over_sets(batch),
         ):
-            rows = (call.rows("ids"), call.rows("mask"), mask.size(1))
+            rows = (*call.rows, mask.size(1))
             logps, *_ = self._get_per_token_logps_and_entropies(model, *rows, **images)
         return logps
 
@@ -335,10 +346,7 @@ class Scoring(LogsShares):
         """TRL's scoring, of a call that is known with what is foreseen of it."""
         call, given = self._call, (input_ids, attention_mask, logits_to_keep)
         score = super()._get_per_token_logps_and_entropies
-        if call is not None and not call.is_of(model, *given):
-            sets = call.inputs.get(SETS) if model in (self.model, self.ref_model) else None
-            call = None if sets is None else Call(inputs={SETS: sets})
-        if call is None:
+        if call is None or not call.is_of(model, *given):
             return score(model, *given, *args, **kwargs)
         if call.is_done and call.scores is not None:
             return (*call.scores, None)

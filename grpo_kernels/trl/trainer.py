@@ -132,6 +132,7 @@ class FusedLossMixin(scoring.Scoring):
         fused_head.check_head(self.model, self.args)
         self.regroup, self._is_trusted = self._regroups(regroup), regroup is True
         self._check_options()
+        self._warn_of_truncation()
         if self.args.torch_compile:
             warn_once(
                 "torch_compile: the forward of the loss is not compiled as a whole; compile the "
@@ -350,7 +351,7 @@ class FusedLossMixin(scoring.Scoring):
             changes.append((self, "beta", 0.0))
         # not where no process has a sequence left
         with nullcontext() if is_measured else micro_batches.unlogged(self):
-            with all_replaced(changes):
+            with self._over_sets(call.inputs), all_replaced(changes):
                 loss: Tensor = super()._compute_loss(call.model, call.inputs)
             if not has_exact_kl:
                 return loss

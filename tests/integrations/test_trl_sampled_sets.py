@@ -129,10 +129,75 @@ def test_a_subclass_below_may_choose_the_samples() -> None:
     assert got.losses == pytest.approx(want.losses, rel=1e-5, abs=1e-6)
 
 
+class OwnLoss(GRPOTrainer):
+    """A class below with a loss of its own, which reads policy and reference."""
+
+    def _compute_loss(self, model: Any, inputs: Any) -> Tensor:
+        mask = inputs["completion_mask"] * inputs["tool_mask"]
+        logps = self.logps(model, inputs) + self.logps(self.ref_model, inputs).detach()
+        return -(inputs["advantages"].exp()[:, None] * logps * mask).sum() / mask.sum()
+
+    def logps(self, model: Any, inputs: Any) -> Tensor:
+        ids, mask = (
+            torch.cat([inputs[f"prompt_{of}"], inputs[f"completion_{of}"]], dim=1)
+            for of in ("ids", "mask")
+        )
+        return self.logps_of(model, ids, mask, inputs["completion_ids"].shape[1])
+
+    def logps_of(self, *rows: Any) -> Tensor:
+        return self._get_per_token_logps_and_entropies(*rows)[0]
+
+
+class Forward(OwnLoss):
+    """It calls the model itself."""
+
+    def logps_of(self, model: Any, ids: Tensor, mask: Tensor, columns: int) -> Tensor:
+        labels = ids.masked_fill(mask == 0, -100)
+        labels[:, :-columns] = -100
+        given = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+        return model(**given, fused_lm_head=True).log_probs[:, -columns:]
+
+
+class Parts(OwnLoss):
+    """It scores some rows, and then the others."""
+
+    def logps_of(self, model: Any, ids: Tensor, mask: Tensor, columns: int) -> Tensor:
+        parts = ((x, y, columns) for x, y in zip(ids.split(3), mask.split(3), strict=True))
+        score = self._get_per_token_logps_and_entropies
+        return torch.cat([score(model, *part)[0] for part in parts])
+
+
+# the model of a loss is then not the trainer's, but around it
+COMPILED = {"torch_compile": True, "torch_compile_backend": "eager"}
+
+
+@pytest.mark.parametrize(
+    ("below", "options"),
+    [(Forward, {}), (Parts, {}), (Parts, COMPILED)],
+    ids=["a forward", "parts", "parts, compiled"],
+)
+def test_a_loss_of_a_class_below_is_over_the_sets(below: type, options: dict[str, Any]) -> None:
+    """However it scores them."""
+    want = train(type("Want", (Oracle, OwnLoss), {}), 1, beta=0.04)
+    fused = mixed(FusedLossMixin, below)
+    got = train(fused, 1, beta=0.04, zero_advantage="train", **ERROR, **options)
+    assert got.losses == pytest.approx(want.losses, rel=1e-5, abs=1e-6)
+    other = train(fused, 1, beta=0.04, zero_advantage="train", **options)
+    assert other.losses != pytest.approx(want.losses, rel=1e-2, abs=1e-3)
+
+
 def test_a_token_without_a_set_may_have_the_whole_vocabulary() -> None:
     lost = changed(lambda x: x["sampling_mask"][0][0].clear())
     got = train(FusedGRPOTrainer, steps=1, sampling_mask="full", rollout_func=lost)
     assert 0 < got.steps[0]["kept/without_set"] < 0.1
+
+
+class WithVLLM(GRPOTrainer):
+    """It has vLLM, it says."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.use_vllm, self._last_loaded_step = True, 0
 
 
 TRUNCATES = {"top_p": 0.9, "top_k": 50}
@@ -153,10 +218,12 @@ def test_a_truncating_sampler_without_its_sets_is_warned_of(
     options: dict[str, Any], warns: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
+    made: list[int] = []
     monkeypatch.setattr(scoring, "warn_once", said.append)
-    with_vllm = {"use_vllm": True, "_last_loaded_step": 0}
-    train(FusedGRPOTrainer, 1, prepare=lambda x: vars(x).update(with_vllm), **options)
+    fused = mixed(FusedLossMixin, WithVLLM)
+    train(fused, 1, prepare=lambda _: made.append(len(said)), **options)
     assert [all(name in x for name in options) for x in said] == [True] * warns
+    assert made == [warns], "when the trainer is made"
 
 
 class Rewriter(FusedGRPOTrainer):
