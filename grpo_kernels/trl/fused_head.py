@@ -347,7 +347,9 @@ def _log(self: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
     """Log as transformers does, with this process's row counts; warn if a step had no rows."""
     if self.model.training and _in_force is not None:
         shares = _in_force[1].take()
-        if not shares and "loss" in logs and not hasattr(self, "_shares"):
+        serving = [x for y in self.model.modules() for x in vars(y).get(_HEADS, ())[-1:]]
+        counts_elsewhere = any(x.options.shares is not _in_force[1] for x in serving)
+        if not shares and "loss" in logs and not counts_elsewhere:
             warn_once(
                 f"patch_trl: {type(self).__name__} has trained a step without TRL's fused head, so "
                 "nothing of it is computed by grpo_kernels. Either it was made before patch_trl() "

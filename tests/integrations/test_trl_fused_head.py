@@ -388,6 +388,7 @@ def test_head_calls_have_the_options_of_the_patch_or_of_the_trainer(
     assert seen[-1] == {"engine": "auto", "backend": "auto", "workspace_bytes": None}
 
 
+@pytest.mark.usefixtures("forget_warnings")
 def test_a_patch_counts_the_rows_of_its_own_trainers_alone() -> None:
     """One of an earlier patch keeps our head, and trains on."""
 
@@ -395,10 +396,18 @@ def test_a_patch_counts_the_rows_of_its_own_trainers_alone() -> None:
         with patch_trl():
             return shares_of(train(trl.GRPOTrainer, 1))
 
+    def next_patch(_: Any) -> None:
+        unpatch_trl()
+        patch_trl()
+        warnings.simplefilter("always")  # a tiny run is silent
+
     before = counted()
     patch_trl()
     other, options = trainer_of("SFT")
-    train(other, 1, prepare=lambda _: unpatch_trl(), **options)
+    with warnings.catch_warnings(record=True) as caught:
+        assert shares_of(train(other, 1, prepare=next_patch, **options)) == [{}]
+    assert not [x for x in caught if "patch_trl" in str(x.message)], "its head is ours"
+    unpatch_trl()
     assert counted() == before != []
 
 
