@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from grpo_kernels.base.checks import check_tensor
+from grpo_kernels.base.checks import check_ids, check_mask, check_tensor
 from grpo_kernels.base.choices import BackendName, EngineName, ImportanceSamplingLevel, LossTypeName
 from grpo_kernels.base.distributed import all_reduce
 from grpo_kernels.engine.plan import Run, check_run
@@ -99,6 +99,8 @@ class LigerFusedLinearGRPOLoss(nn.Module):
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Compute the loss and its metrics; dtypes, devices and errors as in `grpo_loss`.
 
+        Errors about `lin_weight`, `vllm_is_ratio` and ids that do not exist have its names.
+
         Args:
             _input: (B, T, H), hidden states that predict `selected_token_ids`.
             attention_mask: (B, T), the loss mask: anything but 0 counts as 1.
@@ -121,10 +123,23 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             )
         if self.loss_type == "dr_grpo" and self.max_completion_length is None:
             raise ValueError("max_completion_length: expected an int for 'dr_grpo', got None")
-        check_tensor("attention_mask", attention_mask)
+        check_tensor("_input", _input, floating=True)
+        check_ids("selected_token_ids", selected_token_ids, _input)
+        check_mask("attention_mask", attention_mask, selected_token_ids)
         if config.beta == 0.0:
             ref_per_token_logps = None  # Liger's call demands one even here
-        elif ref_per_token_logps is None and ref_input is not None and ref_weight is not None:
+        elif ref_per_token_logps is not None and ref_input is not None:
+            warnings.warn(  # in Liger's words
+                "grpo_kernels: Both ref_per_token_logps and ref_input are provided. Using "
+                "ref_per_token_logps.",
+                stacklevel=2,
+            )
+        elif ref_per_token_logps is None:
+            if ref_input is None or ref_weight is None:
+                raise ValueError(
+                    f"ref_per_token_logps: expected a tensor since beta = {config.beta}, or "
+                    "ref_input and ref_weight, got None"
+                )
             with torch.no_grad():
                 ref_per_token_logps = linear_logprob(
                     ref_input,

@@ -48,7 +48,7 @@ class Patches:
         inherited = attribute not in vars(owner)
 
         def swap(old: Any, new: Any, *owners: Any) -> None:
-            loaded = [sys.modules[name] for name in importers if name in sys.modules]
+            loaded = [sys.modules[name] for name in importers if sys.modules.get(name)]
             for x in (*owners, *loaded):
                 if vars(x).get(attribute) is old:
                     setattr(x, attribute, new)
@@ -95,9 +95,9 @@ class Patch(int):
 def all_replaced(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
     """Inside, attributes are changed: (a module, class or object, its attribute, ours) each."""
     patches = Patches()
-    for change in changes:
-        patches.replace(*change)
     try:
+        for change in changes:
+            patches.replace(*change)
         yield
     finally:
         patches.restore()

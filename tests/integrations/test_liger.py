@@ -212,6 +212,9 @@ def test_an_attribute_that_a_trainer_changes_counts() -> None:
 
 
 ZEROS = torch.zeros(2, 3, 4)
+NO_REFERENCE = (
+    "ref_per_token_logps: expected a tensor since beta = 0.1, or ref_input and ref_weight, got None"
+)
 WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"loss_type": "ppo"}, {}, "loss_type: expected one of"),
     ({"loss_type": "gmpo"}, {}, "loss_type: Liger's call has no 'gmpo'"),
@@ -219,9 +222,12 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"engine": "fast"}, {}, "engine: expected one of"),
     ({"loss_type": "dr_grpo"}, {}, "max_completion_length: expected an int"),
     ({"loss_type": "sapo", "importance_sampling_level": "sequence"}, {}, "Sequence-level impo"),
-    ({"beta": 0.1}, {"ref_input": ZEROS}, "ref_per_token_logps: expected a tensor since beta"),
+    ({"beta": 0.1}, {}, NO_REFERENCE),
+    ({"beta": 0.1}, {"ref_input": ZEROS}, NO_REFERENCE),
+    ({}, {"_input": ZEROS.long()}, "_input: expected a floating-point tensor"),
     ({}, {"attention_mask": None}, "attention_mask: expected a tensor"),
-    ({}, {"selected_token_ids": torch.zeros(2, 3)}, "completion_ids: expected integer ids"),
+    ({}, {"attention_mask": torch.ones(2)}, "attention_mask: expected shape"),
+    ({}, {"selected_token_ids": torch.zeros(2, 3)}, "selected_token_ids: expected integer ids"),
     ({}, {"lin_weight": torch.zeros(5, 3)}, "weight: expected shape"),
     ({}, {"vllm_is_ratio": torch.ones(3)}, "importance_sampling_ratio: expected shape"),
 ]
@@ -241,7 +247,8 @@ def test_a_reference_given_twice_is_the_log_probabilities() -> None:
     case, given = case_of("twice", "ref_input", beta=0.1, loss_type="dapo")
     args = case.hidden, case.weight, case.completion_ids, case.completion_mask, case.advantages
     given["ref_input"] = torch.zeros_like(given["ref_input"])
-    loss, _ = Ours(beta=0.1)(*args, ref_per_token_logps=case.ref_per_token_logps, **given)
+    with pytest.warns(UserWarning, match="Using ref_per_token_logps"):
+        loss, _ = Ours(beta=0.1)(*args, ref_per_token_logps=case.ref_per_token_logps, **given)
     assert_close(loss, call(Ours, case)[0])
 
 
@@ -410,6 +417,19 @@ def test_patched_and_back(trainer: Any) -> None:
     trainer.LigerFusedLinearGRPOLoss = int
     patch_liger()
     assert trainer.LigerFusedLinearGRPOLoss is int  # somebody else's
+
+
+@pytest.mark.parametrize("module", [{}, {"trl.trainer.grpo_trainer": None}], ids=["not", "blocked"])
+def test_patched_without_trls_module(
+    trainer: Any, module: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not imported, or its import is blocked."""
+    monkeypatch.delitem(sys.modules, "trl.trainer.grpo_trainer")
+    sys.modules.update(module)
+    assert patch_liger()
+    assert chunked_loss.LigerFusedLinearGRPOLoss is Ours
+    unpatch_liger()
+    assert chunked_loss.LigerFusedLinearGRPOLoss is Theirs
 
 
 def test_an_unknown_liger_is_left_alone(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from grpo_kernels.patching import (
     KnownRows,
     Patches,
     Shares,
+    all_replaced,
     divided,
     during,
     needed,
@@ -80,6 +81,9 @@ def test_what_is_replaced_for_a_call_comes_back_if_it_raises(owner: ModuleType) 
         with pytest.raises(KeyError), replaced(each, "f", ours):
             {theirs: "before"}[vars(each)["f"]]
         assert dict(vars(each)) == before
+    with pytest.raises(AttributeError), all_replaced([(owner, "f", ours), (owner, "g", ours)]):
+        pass
+    assert owner.f is theirs, "the second could not be replaced"
     variable = ContextVar("variable", default=0)
     with contextlib.suppress(KeyError), during(variable, 2) as value:
         assert variable.get() == value == 2
