@@ -24,7 +24,7 @@ The calls, and what is ours of them::
               model(..., labels=..., fused_lm_head=True)
                 FusedHead.run  the body where it is needed, the head, TRL's record
     after the last micro-batch of a window
-      _log_as_trl              TRL's _compute_loss on what was kept, for its metrics
+      _loss_by_trl             TRL's _compute_loss on what was kept, for its metrics
 """
 
 from __future__ import annotations
@@ -117,6 +117,9 @@ class FusedLossMixin(scoring.Scoring):
         options = HeadOptions(run, layout, without_set=sampling_mask, shares=self._shares)
         TrunkOptions(zero_advantage)  # raises for an unknown one
         check_choice("kl_estimator", kl_estimator, ("k3", "full"), "; 'k3' is TRL's own")
+        if sampling_mask is not None:
+            modes, hint = choices.choices(choices.WithoutSet), ", and not None"
+            check_choice("sampling_mask", sampling_mask, modes, hint)
         for name, value in (
             ("regroup", regroup),
             ("fused_sampling_correction", fused_sampling_correction),
@@ -192,10 +195,6 @@ class FusedLossMixin(scoring.Scoring):
                 is_exact and args.sync_ref_model,
                 "sync_ref_model: expected False with kl_estimator = 'full', which keeps hidden "
                 "states of one reference model for the head of the same, got True",
-            ),
-            (
-                sets not in ("error", "full", None),
-                f"sampling_mask: expected one of 'error', 'full', or None, got {sets!r}",
             ),
             (
                 has_sets and is_exact,
