@@ -225,7 +225,11 @@ def run_in_head(
         if part is not None:
             fields = pytree.tree_map(functools.partial(_nan_but_at, part), fields)
         return returned[RESULTS], call.output_type(**fields), of_trunk.shares()
-    raise ValueError(
+    raise _differing_constants(head)
+
+
+def _differing_constants(head: Head) -> ValueError:
+    return ValueError(
         "model: expected one scale, soft-cap or cut of the logits, got another in each run: "
         f"{constants_of(head)}"
     )
@@ -246,7 +250,7 @@ def measured_head(base: nn.Module, forward: Callable[..., Any]) -> Head:
     The first time it runs on two tokens, as a guest and within the caller's own call of `base`, so
     that FSDP2 and ZeRO-3 have made whole what it reads.
     """
-    head, _, is_checked = heads.known_head(base, {})
+    head, facts, is_checked = heads.known_head(base, {})
     linear, states = linear_of(head.weight), list[Tensor]()  # the body's output, the head's input
     ids = torch.full((1, 2), ordinary_id(base), device=linear.weight.device)
 
@@ -258,17 +262,21 @@ def measured_head(base: nn.Module, forward: Callable[..., Any]) -> Head:
         output = args[-1]
         states.append(output[0] if isinstance(output, tuple) else output.last_hidden_state)
 
-    def run(call: HeadCall) -> dict[str, Any]:
-        with torch.no_grad(), guest(base, ids.device), evaluating(base), call.in_head():
-            looking = trunk_of(base).register_forward_hook(look)
-            try:
-                return call.pack_output(forward(input_ids=ids))
-            finally:
-                looking.remove()
-
     if not is_checked or head.weight not in _factors:
-        read = torch.ones_like(ids, dtype=torch.bool)
-        run_in_head(base, run, keep, {}, "padded", read, None, lambda hidden: hidden[0, -1])
+        for _ in range(_MOST_RUNS):
+            check, used = HeadCheck(head, lambda hidden: hidden[0, -1]), head
+            call = HeadCall(head, keep, check)
+            with torch.no_grad(), guest(base, ids.device), evaluating(base), call.in_head():
+                looking = trunk_of(base).register_forward_hook(look)
+                try:
+                    call.pack_output(forward(input_ids=ids))
+                finally:
+                    looking.remove()
+            head = check.verified(base, facts)
+            if constants_of(head) == constants_of(used):
+                break
+        else:
+            raise _differing_constants(head)
         of_body, made = (x[0, -1].double() for x in states[-2:])
         factor = ((made @ of_body) / (of_body @ of_body)).item()
         factor = 1.0 if abs(factor - 1.0) < 1e-3 else factor
@@ -279,7 +287,6 @@ def measured_head(base: nn.Module, forward: Callable[..., Any]) -> Head:
                 "are those of causal_lm_loss and completion_logprobs"
             )
         _factors[head.weight] = factor
-        head = heads.known_head(base, {})[0]
     factor = _factors[head.weight]
     if factor != 1.0 and linear.bias is not None:
         raise ValueError(

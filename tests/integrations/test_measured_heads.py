@@ -62,6 +62,24 @@ def test_verls_forward(kind: str) -> None:
             assert_own(nn.functional.pad(got[:, :-1], (1, 0)), want, given)
 
 
+def test_verls_forward_leaves_the_precision_of_fsdp2s_outputs_alone() -> None:
+    pytest.importorskip("verl")
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    from tests.support import verl_peer
+    from tests.support.ranks import one_rank
+
+    given = batch()
+    with verl_peer.patched() as patch, one_rank():
+        model = verl_peer.with_own_class(tiny.text_model("llama", torch.float32))
+        ours = {"use_fused_kernels": True, "fused_kernels_backend": "grpo_kernels"}
+        patch.apply_monkey_patch(model, use_remove_padding=False, **ours)
+        fully_shard(model, mp_policy=MixedPrecisionPolicy(output_dtype=torch.float16))
+        for _ in range(2):
+            out = model(**{name: given[name] for name in SCORED[:2]}, return_dict=True)
+            assert out.log_probs.dtype == torch.float16
+
+
 @pytest.mark.parametrize("kind", [*SCALED, "bert"])
 def test_a_patched_trl(kind: str) -> None:
     """BERT has a dense layer and a norm before its head, which stock TRL leaves out."""
