@@ -93,10 +93,14 @@ def group(paths: Paths, call_cells: float) -> tuple[list[tuple[Tensor, Tensor]],
 
 
 class Segments:
-    """Value of the keyword argument ``segments``: the paths of one forward's tokens."""
+    """Value of the keyword argument ``segments``: the paths of one forward's tokens.
+
+    With `varlen`, attention without dropout and without a window that cuts is computed by
+    `torch.nn.attention.varlen`.
+    """
 
     def __init__(self, paths: Paths, *, varlen: bool) -> None:
-        self.paths, self.varlen = paths, varlen  # `torch.nn.attention.varlen`, where it serves
+        self.paths, self.varlen = paths, varlen
         self.consumed = 0  # calls of attention and of layers with a state along the paths so far
         self.chunk = 0  # tokens that a recurrence computes at a time; 0: none has been called
         self._kept: dict[Any, Any] = {}

@@ -137,12 +137,11 @@ class TrunkInputs:
 def read_inputs(
     trunk: nn.Module,
     given: dict[str, Any],
-    needed: Tensor,  # (N, L) bool
-) -> TrunkInputs | str | None:
+    needed: Tensor,  # (B, L) bool
+) -> TrunkInputs | str:
     """The arguments `given` by name, or why they cannot be computed in parts.
 
-    `needed` are the cells that are read, of their B rows and of those after them; None: they are of
-    another shape.
+    `needed` are the cells that are read.
     """
     given = {name: x for name, x in given.items() if x is not None}
     config: Any = trunk.config
@@ -169,10 +168,9 @@ def read_inputs(
             return f"{name} is not a value per token, so the padded forward runs"
     if constants.pop("use_cache", False):
         return "use_cache: expected False, a cache would be that of a part"
-    needed = needed[: len(ids)].to(ids.device)
     if needed.shape != ids.shape:
-        return None
-    inputs = TrunkInputs.of(of_tokens, mask, constants, needed)
+        return "its forward is called on a part of the batch, which runs as given"
+    inputs = TrunkInputs.of(of_tokens, mask, constants, needed.to(ids.device))
     is_padded = mask is not None or "position_ids" not in of_tokens
     return inputs if is_padded else _apart(inputs, ends, attention.is_flash(attention_of(trunk)))
 

@@ -249,7 +249,9 @@ def _recur(
             found = inner(*placed, **own)
             output, last = found if isinstance(found, tuple) else (found, None)
             outputs.append(output.flatten(0, 1))
-            if keeps and last is not None:
+            if keeps and last is None:
+                raise NotAlongPaths("a recurrence gives back no last state")
+            if keeps:
                 states.append(last)
     found = torch.cat(outputs).index_select(0, back)[None]
     return (found, None) if recurrence.returns_pair else found

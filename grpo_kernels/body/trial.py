@@ -165,7 +165,7 @@ class Exactness:
 def fits_trees(trunk: nn.Module) -> bool | None:
     """True if `trunk` has been exact in a tree whenever it was tried; None if it was not."""
     found = [x["tree"] for x in _verdicts.get(trunk, {}).values() if "tree" in x]
-    tried = [x.way is not None for x in found if x.way or x.reason]
+    tried = [x.way is not None for x in found if x.way is not None or x.reason is not None]
     return all(tried) if tried else None
 
 

@@ -152,6 +152,11 @@ class TrunkCall:
     computed: Tensor | None = None  # (B, L) bool, if cells were left out
     made: Sequence[TrunkLayout] = ()  # the layouts that have run instead of the batch
 
+    @functools.cached_property
+    def multiple(self) -> int:
+        """Widths of layouts are a multiple of it."""
+        return _COMPILED_COLUMNS if _is_compiled(self.trunk.modules()) else 1
+
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The trunk's output."""
         positional = zip(inspect.signature(self.forward).parameters, args, strict=False)
@@ -211,32 +216,37 @@ class TrunkCall:
                 return Exactness(self.trunk, self.forward, inputs)
         except Exception as error:  # such as a body without a config
             inputs = f"in reading its inputs, {described(error)}"
-        if inputs is not None:
-            say_once(self.trunk, inputs)
+        say_once(self.trunk, inputs)
         return None
 
     def _in_a_layout(self, exactness: Exactness, forward: Callable[..., Any]) -> Any:
         """The trunk's output in the first layout that serves, from the one asked for on.
 
-        The reason against the one asked for is said. None: the batch has to run as given.
+        The reasons against those before it are said. None: the batch has to run as given.
         """
-        inputs, reasons, modes = exactness.inputs, list[str](), MODES[MODES.index(self.layout) :]
+        inputs, modes = exactness.inputs, [*MODES[MODES.index(self.layout) :]]
+        if inputs.is_packed:
+            del modes[modes.count("tree") :]
+        reasons: dict[str, str] = {}  # the first layout against which each is
 
         def say(instead: str) -> None:
             if reasons and not inputs.padding_is_read:
-                say_once(self.trunk, f"layout={self.layout!r}: {reasons[0]}; {instead}")
+                found = "; ".join(f"layout={mode!r}: {x}" for x, mode in reasons.items())
+                say_once(self.trunk, f"{found}; {instead}")
 
-        for mode in modes[: modes.count("tree")] if inputs.is_packed else modes:
+        while modes:
+            mode = modes.pop(0)
             way = exactness.way(mode, forward)
             if isinstance(way, str):
-                reasons.append(way)
+                reasons.setdefault(way, mode)
                 continue
             try:
                 planned = self._planned(inputs, mode, way)
-                if self._loses_to_trim(exactness, way, planned):
+                if modes[:1] == ["trim"] and self._loses_to_trim(exactness, way, planned):
+                    modes.insert(1, mode)  # its turn, if trim fails
                     continue
             except Exception as error:
-                reasons.append(f"in planning it, {described(error)}")
+                reasons.setdefault(f"in planning it, {described(error)}", mode)
                 continue
             say(f"layout={mode!r} serves")
             try:
@@ -244,8 +254,8 @@ class TrunkCall:
             except _NOT_OF_A_LAYOUT:
                 raise
             except Exception as error:
-                reasons.append(described(error))
-                exactness.refuse(mode, reasons[-1])
+                reasons.setdefault(described(error), mode)
+                exactness.refuse(mode, described(error))
         whole = "all sequences run in one padded forward"
         say("packed rows run as given" if inputs.is_packed else whole)
         return None
@@ -253,9 +263,8 @@ class TrunkCall:
     def _planned(self, inputs: TrunkInputs, mode: str, way: Way) -> list[TrunkLayout]:
         """Layouts of the sequences with and without gradient that have something to compute."""
         live = (self.live & torch.is_grad_enabled())[inputs.places[:, 0] // self.needed.shape[1]]
-        multiple = _COMPILED_COLUMNS if _is_compiled(self.trunk.modules()) else 1
         both = [
-            inputs.layout(mode, way, chosen, graph=graph, multiple=multiple)
+            inputs.layout(mode, way, chosen, graph=graph, multiple=self.multiple)
             for chosen, graph in ((live, True), (~live, False))
         ]
         return [layout for layout in both if layout is not None]
@@ -263,7 +272,7 @@ class TrunkCall:
     def _loses_to_trim(self, exactness: Exactness, way: Way, planned: list[TrunkLayout]) -> bool:
         """True if recurrences make the tree `planned` slower than rows, which are exact too."""
         inputs = exactness.inputs
-        if not way.chunk or inputs.is_packed or isinstance(exactness.known("trim"), str):
+        if not way.chunk or isinstance(exactness.known("trim"), str):
             return False
         device = inputs.given["input_ids"].device
 

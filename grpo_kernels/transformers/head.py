@@ -75,8 +75,12 @@ def describe_head(model: nn.Module) -> Head:
 
 
 def known_head(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Head, Any, bool]:
-    """`describe_head`'s head; the facts of a call with `inputs`, on which its constants depend; and
-    True if its logits were compared under the same facts."""
+    """`describe_head`'s head with its constants in a call with `inputs`.
+
+    Returns:
+        it; the facts of the call, on which the constants depend; True if the model's logits were
+        compared under the same facts.
+    """
     base = causal_lm(model)
     if "decoder_input_ids" in inspect.signature(type(base).forward).parameters:
         raise TypeError(

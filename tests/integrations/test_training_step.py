@@ -13,21 +13,26 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("transformers")
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
 from benchmarks import tiny_models
 from grpo_kernels import GRPOLoss
-from grpo_kernels.body import trial
+from grpo_kernels.body import trial, trunk
 from grpo_kernels.transformers import causal_lm_loss, completion_logprobs
+from tests.support import all_architectures as every
 from tests.support import tiny_architectures as tiny
 from tests.support.model_checks import peft_model
 from tests.support.training_step import (
     FAMILIES,
     MODES,
     PADDED,
+    assert_any_rows,
     assert_each_prefix_once,
     assert_right,
     batch,
     distance,
     family,
+    lengthened,
     loss_of,
     positions_left_to_the_model,
     said_by,
@@ -324,6 +329,50 @@ def test_sixteen_bits_and_autocast() -> None:
                 _, got = loss_of(model, given, **options)
             errors[name] = distance(got, exact)
         assert max(errors.values()) <= 1.5 * errors["padded"], errors
+
+
+def test_a_trunk_that_is_called_on_halves_of_the_batch_runs_as_given() -> None:
+    plain = family("llama")
+
+    class Halves(type(plain)):  # type: ignore[misc]
+        def forward(self, input_ids: Tensor, attention_mask: Tensor, **kwargs: Any) -> Any:
+            halves = zip(input_ids.split(3), attention_mask.split(3), strict=True)
+            parts = [self.model(x, attention_mask=y, **kwargs).last_hidden_state for x, y in halves]
+            hidden = torch.cat(parts)
+            return CausalLMOutputWithPast(logits=self.lm_head(hidden), hidden_states=(hidden,))
+
+    plain.__class__, given = Halves, batch()
+    out = assert_right(plain, given, "on a part of the batch", modes=[{}, {"layout": "trim"}])
+    assert out.metrics["tokens/computed"] == out.metrics["sequences/gradient"] == 1
+    given.pop("advantages")
+    with torch.no_grad():
+        got, want = (
+            completion_logprobs(plain, **given, layout=layout, return_output=True)
+            for layout in ("tree", "padded")
+        )
+    assert torch.equal(got[0].logps, want[0].logps)
+    assert torch.equal(got[1].hidden_states[0], want[1].hidden_states[0])
+
+
+@pytest.mark.parametrize("kind", ["sdpa", "eager", "qwen3_5_text"])
+def test_widths_of_compiled_layers(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are filled to multiples of 64 with what no cell reads. Layers are looked at once."""
+    looks: list[int] = []
+
+    def is_compiled(modules: Any) -> bool:  # a list of the whole model and what is around it
+        looks.extend([] if isinstance(modules, list) else [1])
+        return not isinstance(modules, list)
+
+    monkeypatch.setattr(trunk, "_is_compiled", is_compiled)
+    model = family("qwen3") if kind in ("sdpa", "eager") else every.build(kind).train()
+    if kind == "eager":
+        model.set_attn_implementation(kind)
+    assert not said_by(lambda: assert_any_rows(model, 4, counts=False))
+    for given in (batch(), lengthened(batch(), 8)):
+        looks.clear()
+        out, _ = loss_of(model, given)
+        assert round(out.metrics["tokens/computed"].item() * given["input_ids"].numel()) % 64 == 0
+        assert looks == [1]
 
 
 def test_a_plan_that_fails_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:

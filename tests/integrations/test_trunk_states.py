@@ -88,13 +88,36 @@ KERNELS = {
 
 
 def large() -> dict[str, Tensor]:
-    """Prompts of 4 and 8 tokens, completions of 8 to 80."""
-    return lengthened(batch(), 8)
+    """Prompts of 44 and 48 tokens, long enough to be branches, and completions of 16 to 80."""
+    given = lengthened(batch(), 8)
+    more = torch.randint(3, 90, (2, 40), generator=torch.Generator().manual_seed(0))
+    for name, x in (("input_ids", more), ("attention_mask", torch.ones_like(more))):
+        parts = given[name][:, :8], x.repeat_interleave(3, dim=0), given[name][:, 8:]
+        given[name] = torch.cat(parts, dim=1)
+    return given
+
+
+@pytest.fixture
+def first_states(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of each call of a recurrence along paths, whether it begins with a state."""
+    found: list[bool] = []
+
+    def seen(segments: Any, inner: Any, recurrence: Any, *given: Any) -> Any:
+        def function(*args: Any, **kwargs: Any) -> Any:
+            found.append(kwargs.get(recurrence.first) is not None)
+            return inner(*args, **kwargs)
+
+        return RECUR(segments, function, recurrence, *given)
+
+    monkeypatch.setattr(states, "_recur", seen)
+    return found
 
 
 @pytest.mark.parametrize("reentrant", [None, False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_model_gets_the_padded_numbers(kind: str, reentrant: bool | None) -> None:
+def test_a_model_gets_the_padded_numbers(
+    kind: str, reentrant: bool | None, first_states: list[bool]
+) -> None:
     """With and without activation checkpointing, which recomputes layers after the call."""
     model, given = every.build(kind).train(), large()
     if reentrant is not None:
@@ -102,6 +125,9 @@ def test_a_model_gets_the_padded_numbers(kind: str, reentrant: bool | None) -> N
         model.enable_input_require_grads()
     out = assert_right(model, given, modes=[{}, {}], quiet=True)
     assert out.metrics["tokens/computed"] < 0.6
+    first_states.clear()
+    loss_of(model, given)
+    assert any(first_states) == (kind != "lfm2")  # convolutions alone
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -109,8 +135,8 @@ def test_padding_within_a_sequence_counts(kind: str) -> None:
     """A convolution has it among its taps, and in a recurrence it decays the state."""
     model, given = every.build(kind), large()
     holes = given["attention_mask"] = given["attention_mask"].clone()
-    holes[0, 5] = holes[3, 40] = 0
-    given["completion_mask"] = given["completion_mask"] * holes[:, 8:] * holes[:, 7:-1]
+    holes[0, 5] = holes[3, 80] = 0
+    given["completion_mask"] = given["completion_mask"] * holes[:, 48:] * holes[:, 47:-1]
     assert_right(model, given, "padding within", "'trim' serves")
 
 
@@ -119,7 +145,7 @@ def test_packed_rows_keep_states_apart(kind: str) -> None:
     """transformers' own functions would carry a state into the next sequence."""
     model, given = every.build(kind).train(), large()
     mask, counted = given["attention_mask"] != 0, torch.zeros_like(given["attention_mask"])
-    counted[:, 8:] = given["completion_mask"]
+    counted[:, 48:] = given["completion_mask"]
     ids, counted = given["input_ids"][mask][None], counted[mask][None]
     positions = torch.cat([torch.arange(n) for n in mask.sum(1).tolist()])[None]
     want = completion_logprobs(model, **{x: given[x] for x in SCORED}, layout="padded").logps
@@ -147,10 +173,12 @@ def test_padding_that_a_bias_makes_other_than_zero() -> None:
 
 def test_kernels_of_other_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     """As transformers calls fla's and causal_conv1d's: with the arguments that they take."""
-    plain, calls = {x: getattr(modeling_qwen3_5, x) for x in KERNELS}, list[str]()
+    plain = {x: getattr(modeling_qwen3_5, x) for x in KERNELS}
+    calls, begun = list[str](), list[bool]()
 
     def kernel(name: str, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         calls.append(name)
+        begun.append(kwargs.get("initial_state") is not None)
         if name == "causal_conv1d_fn":
             aligned = x.stride(1) == 1 and x.stride(2) % 8 == x.stride(0) % 8 == 0
             assert x.stride(2) == 1 or aligned
@@ -160,8 +188,12 @@ def test_kernels_of_other_packages(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name in KERNELS:
         monkeypatch.setattr(modeling_qwen3_5, name, functools.partial(kernel, name))
-    out = assert_right(every.build("qwen3_5_text").train(), large())
+    model, given = every.build("qwen3_5_text").train(), large()
+    out = assert_right(model, given)
     assert out.metrics["tokens/computed"] < 0.6 and {*calls} == {*KERNELS}
+    begun.clear()
+    loss_of(model, given)
+    assert any(begun)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -185,7 +217,8 @@ def test_adapters_on_these_layers() -> None:
     peft = pytest.importorskip("peft")
     model = every.build("qwen3_5_text")
     places = ["in_proj_qkv", "in_proj_a", "out_proj"]
-    config = peft.LoraConfig(r=2, target_modules=places, init_lora_weights=False)
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=2, lora_alpha=1, target_modules=places, init_lora_weights=False)
     model = peft.get_peft_model(model, config)
     assert assert_right(model, large()).metrics["tokens/computed"] < 0.6
 
@@ -242,6 +275,21 @@ def test_a_layer_that_drops_its_arguments_later_gives_way(monkeypatch: pytest.Mo
     assert_right(model, given, "in its first forward", "'trim' serves")
 
 
+def test_a_recurrence_that_drops_its_last_state_later_gives_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, given, name = every.build("qwen3_5_text"), large(), "torch_chunk_gated_delta_rule"
+    loss_of(model, given)
+    plain = getattr(modeling_qwen3_5, name).__wrapped__
+
+    def dropping(*args: Any, **kwargs: Any) -> Any:
+        return plain(*args, **kwargs)[0], None
+
+    monkeypatch.setattr(modeling_qwen3_5, name, dropping)
+    said = "layout='tree': a recurrence gives back no last state", "'trim' serves"
+    assert_right(model, given, *said, modes=[{}, {}])
+
+
 def test_layers_that_are_not_known_are_refused_by_name() -> None:
     said = "JambaMambaMixer has a state that is not known", "mamba_selective_scan", "'trim' serves"
     assert_right(every.build("jamba"), large(), *said)
@@ -259,3 +307,22 @@ def test_rows_that_share_nothing_run_as_rows() -> None:
         out = assert_right(model, given)
         assert round(float(out.metrics["tokens/computed"]) * 4 * 64) == expected
     assert not said_by(lambda: loss_of(model, given))
+
+
+def test_a_tree_that_costs_more_than_rows_serves_where_these_fail() -> None:
+    model = every.build("qwen3_5_text")
+    ids = torch.randint(3, 90, (4, 64), generator=torch.Generator().manual_seed(0))
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    given |= {"completion_mask": torch.ones(4, 32), "advantages": torch.tensor([1.0, -1, 2, 3])}
+    forward, trees = model.model.layers[0].forward, list[bool]()
+
+    def failing(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if hidden.shape[:2] == (4, 63):
+            raise IndexError("of a kernel that does not serve this shape")
+        trees.append(kwargs.get("segments") is not None)
+        return forward(hidden, *args, **kwargs)
+
+    model.model.layers[0].forward = failing
+    said = "layout='trim': it raised IndexError", "layout='tree' serves"
+    assert_right(model, given, *said, modes=[{}, {}])
+    assert trees[-1]
