@@ -280,6 +280,22 @@ def test_equal_weights_have_a_ratio_of_1() -> None:
         assert max(x.abs().max() for x in got.values()) <= bound
 
 
+def test_a_run_without_signal_leaves_a_fresh_adapter_alone() -> None:
+    """All rewards are equal, and the policy is its reference. Adam would make a step of a
+    rounding."""
+    peft = pytest.importorskip("peft")
+    pytest.importorskip("trl")
+    from grpo_kernels.trl import FusedGRPOTrainer
+    from tests.support.trl_training import train
+
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    options = {"reward_funcs": lambda completion_ids, **_: [1.0] * len(completion_ids)}
+    run = train(FusedGRPOTrainer, beta=0.04, steps_per_generation=4, peft_config=lora, **options)
+    assert all(step["grad_norm"] == 0.0 for step in run.steps)
+    trained = [x for name, x in run.trainer.model.named_parameters() if "lora_B" in name]
+    assert trained and not any(x.any() for x in trained)
+
+
 def test_noise_on_embeddings_has_the_magnitude_of_the_padded_width(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

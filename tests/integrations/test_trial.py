@@ -307,6 +307,7 @@ def test_what_is_made_anew_in_each_step_means_no_trial_in_each(what: str) -> Non
             continue
         with mlp.register_forward_hook(lambda *_: calls.append(1)):
             assert_same(loss_of(model, batch())[1], want)
+        assert len(calls) == 1
     assert len(calls) == 1
     loss_of(model, batch())
     assert is_a_tree(model, batch()), "the verdict outlives no hook"
