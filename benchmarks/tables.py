@@ -75,7 +75,7 @@ def summary(data: dict[str, Any]) -> list[str]:
         text.append(
             "- All figures are of CPUs, where TRL's head is "
             "[a fallback that also projects prompt and "
-            "padding](costs.md#trl-on-a-cpu-and-on-a-gpu). No GPU has "
+            "padding](memory.md#trl-on-a-cpu-and-on-a-gpu). No GPU has "
             "measured anything yet, and nothing is claimed for GPUs."
         )
     return text

@@ -4,7 +4,7 @@ Every figure is a ratio of matrix products, those of stock TRL over those of `Fu
 which regroups samples by prompt. Attention, rewards and the optimizer are left out.
 
 A token of the body (the model below the head) costs 1 in the forward and 2 in the backward, with
-LoRA 1. The head costs what docs/costs.md counts; stock TRL's projects completion tokens alone, as
+LoRA 1. The head costs what docs/memory.md counts; stock TRL's projects completion tokens alone, as
 its Triton path on a GPU does. Stock TRL computes prompt and completion padded to the longest of
 the completions that a process generates together.
 """

@@ -186,7 +186,7 @@ def test_a_model_is_read_from_its_config(
 
 
 def test_the_page_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (Path(__file__).parents[1] / "docs" / "estimate.md").read_text()
+    page = (Path(__file__).parents[1] / "docs" / "memory.md").read_text()
     [(arguments, shown)] = re.findall(
         r"^\$ python -m grpo_kernels (estimate [^\n]*)\n(.*?)^```", page, re.MULTILINE | re.DOTALL
     )
