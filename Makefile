@@ -130,7 +130,7 @@ vllm: $(VLLM_VENV)/.installed $(REAL_PATH)/.installed  ## a real sampler beside 
 	PYTHONPATH=$(REAL_PATH) $(PY) -m benchmarks.real.model $(REAL_MODEL) $(REAL_MODEL_BF16) </dev/null
 	PYTHONPATH=$(CURDIR) $(VLLM_VENV)/bin/python -m pytest -rP -p no:cacheprovider tests/vllm/check_vllm.py $(VLLM_ARGS) </dev/null
 
-bench: $(BENCH_PATH)/.installed  ## the head on a CPU, ours and every peer, in one run: JSON, docs/benchmarks.md (BENCH_ARGS=--help)
+bench: $(BENCH_PATH)/.installed  ## the head on a CPU, ours and every peer, in one run: JSON, benchmarks/results/README.md (BENCH_ARGS=--help)
 	PYTHONPATH=$(BENCH_PATH) $(PY) -m benchmarks --page $(BENCH_ARGS) </dev/null
 
 lint: $(STAMP)  ## style, format, types, and the workflows of .github/

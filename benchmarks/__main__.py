@@ -1,9 +1,9 @@
 """``python -m benchmarks``: the head of a policy loss on a CPU, ours and every peer in one run.
 
 Writes a JSON file, complete after every single result, and prints tables in markdown; with --page
-they go into docs/benchmarks.md. Exit status: 1 if ours was wrong; 2 if it could not start. Let
-nothing else run meanwhile: the tables say how much of the machine other processes used. On a GPU:
-``python -m benchmarks.gpu``.
+they go into benchmarks/results/README.md. Exit status: 1 if ours was wrong; 2 if it could not
+start. Let nothing else run meanwhile: the tables say how much of the machine other processes used.
+On a GPU: ``python -m benchmarks.gpu``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from benchmarks.machine import ROOT
 from benchmarks.plan import PARTS, cpu_cases
 from benchmarks.run import How, Results, measure_case
 
-DOCS, RESULTS = ROOT / "docs", ROOT / "benchmarks" / "results"
+RESULTS = ROOT / "benchmarks" / "results"
 THREADS = min(2, os.cpu_count() or 1)
 STEP = "step"  # the part that trains with TRL; only where asked for, it takes a quarter of an hour
 
@@ -38,15 +38,15 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     add("--parts", nargs="+", choices=(*PARTS, STEP), default=PARTS, help="only these parts")
     saved = "JSON file (default benchmarks/results/cpu[-part]-<date>.json)"
     add("--save", type=Path, help=saved)
-    add("--page", action="store_true", help="the tables into docs/benchmarks.md")
+    add("--page", action="store_true", help="the tables into README.md beside the results")
     add("--report", type=Path, metavar="JSON", help="measure nothing: show these results")
-    add("--docs", type=Path, default=DOCS, help="where --page writes")
+    add("--into", type=Path, default=RESULTS, help="where --page writes")
     add("--smoke", action="store_true", help="everything at toy size, once")
     options = parser.parse_args(given)
     if options.report is not None and not options.report.is_file():
         parser.error(f"--report: expected a file of results, got {options.report}")
-    if options.smoke and options.page and options.docs == DOCS:
-        parser.error("--page: expected --docs too with --smoke, whose figures are no measurement")
+    if options.smoke and options.page and options.into == RESULTS:
+        parser.error("--page: expected --into too with --smoke, whose figures are no measurement")
     return options
 
 
@@ -127,7 +127,7 @@ def main(given: Sequence[str] | None = None) -> int:
     page = with_others(data, RESULTS)
     print("\n".join(tables.lines(page)))
     if options.page:
-        tables.write(page, options.docs / "benchmarks.md")
+        tables.write(page, options.into / "README.md")
     return int(is_wrong(data))
 
 

@@ -58,8 +58,8 @@ def lines(data: dict[str, Any]) -> list[str]:
 def write(data: dict[str, Any], path: Path) -> None:
     """Write the page."""
     about = "Written by `python -m benchmarks`; do not edit. "
-    about += "[How it is measured](dev/measuring.md), "
-    about += "and [how to read the tables](dev/measuring.md#reading-the-tables)."
+    about += "[How it is measured](../../docs/dev/measuring.md), "
+    about += "and [how to read the tables](../../docs/dev/measuring.md#reading-the-tables)."
     head = ["# Benchmarks", "", about, ""]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page([*head, *lines(data)]), encoding="utf-8")
@@ -75,7 +75,7 @@ def summary(data: dict[str, Any]) -> list[str]:
         text.append(
             "- All figures are of CPUs, where TRL's head is "
             "[a fallback that also projects prompt and "
-            "padding](memory.md#trl-on-a-cpu-and-on-a-gpu). No GPU has "
+            "padding](../../docs/memory.md#trl-on-a-cpu-and-on-a-gpu). No GPU has "
             "measured anything yet, and nothing is claimed for GPUs."
         )
     return text

@@ -2,8 +2,8 @@
 real`).
 
 Two trainings run at a time, each on one core. Results are in a JSON file after each of them; the
-tables go into docs/real.md and the figure into docs/plots/. Exit status: 1 if a training failed, or
-ours was not stock TRL's.
+tables go into docs/results.md and benchmarks/results/real.md, the figure into docs/plots/. Exit
+status: 1 if a training failed, or ours was not stock TRL's.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def main(given: Sequence[str] | None = None) -> int:
         print(f"results: {path}")
     print("\n".join(report.lines(data)))
     if not data["short"]:
-        report.write(data, ROOT / "docs")
+        report.write(data, ROOT / "docs", ROOT / "benchmarks" / "results")
     return int(is_wrong(data))
 
 

@@ -1,5 +1,5 @@
 """``python -m benchmarks.real.expectations``: what trainings of Qwen3 may expect, by the arithmetic
-of `grpo_kernels.estimate` (docs/real.md)."""
+of `grpo_kernels.estimate` (docs/results.md)."""
 
 from __future__ import annotations
 

@@ -216,11 +216,13 @@ def draw(data: dict[str, Any]) -> Figure:
 
 
 BEGIN, END = "<!-- measured -->", "<!-- /measured -->"
+ABOUT = "Written by `python -m benchmarks.real`; do not edit. What it means: "
+ABOUT += "[results](../../docs/results.md#a-real-run)."
 
 
-def write(data: dict[str, Any], folder: Path) -> None:
-    """Draw ``plots/real.png`` and replace what ``real.md`` has between its marks; both are in
-    `folder`.
+def write(data: dict[str, Any], folder: Path, results: Path) -> None:
+    """Draw ``plots/real.png``, and replace what ``results.md`` has between its marks; both are in
+    `folder`. All tables go into ``real.md`` in `results`.
 
     Raises:
         ValueError: the page has not one pair of marks.
@@ -230,11 +232,14 @@ def write(data: dict[str, Any], folder: Path) -> None:
         matplotlib.rcParams.update(LOOKS)
         (folder / "plots").mkdir(exist_ok=True)
         draw(data).savefig(folder / "plots" / "real.png", metadata={"Software": None})
-    path = folder / "real.md"
+    path = folder / "results.md"
     before, *rest = re.split(f"{BEGIN}|{END}", path.read_text(encoding="utf-8"))
     if len(rest) != 2:
         raise ValueError(f"{path}: expected one {BEGIN} and one {END}, got {len(rest)} marks")
     picture = f"![{claim(data)}](plots/real.png)"
     conditions = f"Conditions: {tables.footer(data)}."
-    middle = tables.page(["", picture, "", *lines(data), "", conditions])
+    short = [*_trainings(data), *_options(data)]
+    middle = tables.page(["", picture, "", *short, "", conditions])
     path.write_text(f"{before}{BEGIN}\n{middle}{END}{rest[1]}", encoding="utf-8")
+    text = tables.page(["# A real run", "", ABOUT, "", *lines(data), "", conditions])
+    (results / "real.md").write_text(text, encoding="utf-8")

@@ -73,9 +73,9 @@ def test_a_difference_or_a_failure_is_wrong(fault: str, data: dict[str, Any]) ->
 
 
 def test_the_page_keeps_what_is_outside_of_its_marks(data: dict[str, Any], tmp_path: Path) -> None:
-    page = tmp_path / "real.md"
+    page = tmp_path / "results.md"
     page.write_text(f"# Before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
-    report.write(data, tmp_path)
+    report.write(data, tmp_path, tmp_path)
     text = page.read_text()
     assert text.startswith(f"# Before\n{report.BEGIN}\n\n![{report.claim(data)}](plots/real.png)")
     assert text.endswith(f"{report.END}\nafter\n") and "old" not in text
@@ -93,7 +93,7 @@ def test_the_page_keeps_what_is_outside_of_its_marks(data: dict[str, Any], tmp_p
     ]
     page.write_text("# No marks\n")
     with pytest.raises(ValueError, match="expected one <!-- measured --> and one"):
-        report.write(data, tmp_path)
+        report.write(data, tmp_path, tmp_path)
 
 
 def test_the_reward_is_the_last_number() -> None:
@@ -129,4 +129,4 @@ def test_a_training_that_fails_is_noted_and_the_others_go_on(
 
 def test_the_page_shows_what_to_expect() -> None:
     table = "\n".join(expectations.lines())
-    assert table in (ROOT / "docs" / "real.md").read_text(encoding="utf-8")
+    assert table in (ROOT / "docs" / "results.md").read_text(encoding="utf-8")

@@ -164,8 +164,8 @@ def test_exit_status() -> None:
 @pytest.mark.slow
 def test_smoke(tmp_path: Path) -> None:
     """The whole command at toy size: every part and table."""
-    out, docs = tmp_path / "found.json", tmp_path / "docs"
-    assert command.main(["--smoke", "--save", str(out), "--page", "--docs", str(docs)]) == 0
+    out, folder = tmp_path / "found.json", tmp_path / "page"
+    assert command.main(["--smoke", "--save", str(out), "--page", "--into", str(folder)]) == 0
     found = json.loads(out.read_text())
     assert found["status"] == "complete" and found["format"] == 2 and found["commit"]
     assert list(found["cases"]) == [x.name for x in cpu_cases()]
@@ -177,7 +177,7 @@ def test_smoke(tmp_path: Path) -> None:
             limit = name == "products" and given.dtype == "float32"
             if limit or name.split("/")[0] in ("ours", "eager", "trl"):
                 assert x["status"] == "ok", (given.name, name, x)
-    page = (docs / "benchmarks.md").read_text()
+    page = (folder / "README.md").read_text()
     assert str(tmp_path) not in page and str(ROOT) not in page + out.read_text()
 
 
@@ -191,8 +191,8 @@ def data() -> dict[str, Any]:
 
 def test_the_page_is_what_the_committed_results_say(tmp_path: Path) -> None:
     newest = sorted((ROOT / "benchmarks" / "results").glob("cpu-20*.json"))[-1]
-    assert command.main(["--report", str(newest), "--page", "--docs", str(tmp_path)]) == 0
-    assert (tmp_path / "benchmarks.md").read_text() == (ROOT / "docs" / "benchmarks.md").read_text()
+    assert command.main(["--report", str(newest), "--page", "--into", str(tmp_path)]) == 0
+    assert (tmp_path / "README.md").read_text() == (newest.parent / "README.md").read_text()
 
 
 def test_claims_begin_the_page_and_cells_are_of_the_results(data: dict[str, Any]) -> None:
