@@ -10,10 +10,10 @@
     python examples/gsm8k_trl.py --smoke                                      # ten steps, on a CPU
 
 TRL comes with `pip install '.[trl]'`; LoRA needs peft, vLLM `pip install 'trl[vllm]'`. With `pip
-install math-verify` the reward reads an answer as mathematics; without it the last number of a
-completion counts. On a CPU add --use_cpu True --bf16 False. Every option of TRL's GRPOConfig and
-ModelConfig is an option here: --model_name_or_path, --max_steps, --report_to wandb or tensorboard;
---help lists them. A server for --vllm_mode server is started first, on other GPUs:
+install math-verify` the reward reads an answer, the last in \\boxed{} or after ####, as
+mathematics; without it as a number. On a CPU add --use_cpu True --bf16 False. Every option of TRL's
+GRPOConfig and ModelConfig is an option here: --model_name_or_path, --max_steps, --report_to wandb
+or tensorboard; --help lists them. A server for --vllm_mode server is started first, on other GPUs:
 
     VLLM_SERVER_DEV_MODE=1 vllm serve Qwen/Qwen3-0.6B \\
         --weight-transfer-config '{"backend": "nccl"}' \\

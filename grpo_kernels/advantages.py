@@ -170,7 +170,7 @@ def process_advantages(
         raise ValueError(f"completion_mask, length: expected exactly one of the two, got {got}")
     if completion_mask is None:
         _check_int("length", length, 0)
-        completion_mask = table.new_ones(batch_size, cast(int, length))
+        completion_mask = table.new_ones(batch_size, cast(int, length), dtype=torch.bool)
     mask = _bool_mask(completion_mask, batch_size)
     x = widen(table)
     _require_all(~x.isinf(), x, "step_rewards", "finite values, or NaN for an unscored step")
@@ -335,7 +335,7 @@ def _groups(
         raise ValueError(f"num_generations, group_ids: expected exactly one of the two, got {got}")
     if num_generations is not None:
         why = " completions of a prompt: alone each has advantage 0, and nothing trains"
-        _check_int("num_generations", num_generations, fewest, why if fewest > 1 else "")
+        _check_int("num_generations", num_generations, fewest, why if num_generations == 1 else "")
     sizes, start = [rows], 0
     if process_group is not None:
         sizes = gather_stacked(torch.tensor(rows, device=device), process_group).tolist()
@@ -433,10 +433,11 @@ def _step_table(step_rewards: Any, step_ends: Any) -> tuple[Tensor, Tensor]:
     def padded(rows: Any, fill: float, dtype: torch.dtype) -> Tensor:
         if isinstance(rows, Tensor):
             return rows
-        columns = zip_longest(*rows, fillvalue=None)
-        table = [[fill if x is None else x for x in column] for column in columns]
+        table = [*zip_longest(*rows, fillvalue=fill)]
         return torch.tensor(table, dtype=dtype).view(len(table), len(rows)).T
 
+    if not isinstance(step_rewards, Tensor):
+        step_rewards = [[math.nan if x is None else x for x in row] for row in step_rewards]
     step_rewards = padded(step_rewards, math.nan, torch.float32)
     step_ends = padded(step_ends, -1, torch.int64)
     check_tensor("step_rewards", step_rewards)

@@ -167,20 +167,23 @@ def model_of(name: str) -> Model:
     for model in MODELS:
         if memory.is_called(model.name, name):
             return model
-    config = memory.config_of(name, (x.name for x in MODELS))
-    from transformers import AutoModel
 
-    with torch.device("meta"):
-        below_the_head = AutoModel.from_config(config, trust_remote_code=False)
-    tables = [x for x in below_the_head.modules() if isinstance(x, torch.nn.Embedding)]
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    experts = [getattr(config, x) for x in names if getattr(config, x, None)]
-    embeddings, body = {id(x.weight) for x in tables}, 0.0
-    for path, x in below_the_head.named_parameters():
-        if x.dim() > 1 and id(x) not in embeddings:
-            met = config.num_experts_per_tok / experts[0] if ".experts." in path else 1.0
-            body += x.numel() * met
-    return Model(name, config.vocab_size, config.hidden_size, round(body))
+    def counted(config: Any) -> Model:
+        from transformers import AutoModel
+
+        with torch.device("meta"):
+            below_the_head = AutoModel.from_config(config, trust_remote_code=False)
+        tables = [x for x in below_the_head.modules() if isinstance(x, torch.nn.Embedding)]
+        names = ("num_experts", "num_local_experts", "n_routed_experts")
+        experts = [getattr(config, x) for x in names if getattr(config, x, None)]
+        embeddings, body = {id(x.weight) for x in tables}, 0.0
+        for path, x in below_the_head.named_parameters():
+            if x.dim() > 1 and id(x) not in embeddings:
+                met = config.num_experts_per_tok / experts[0] if ".experts." in path else 1.0
+                body += x.numel() * met
+        return Model(name, config.vocab_size, config.hidden_size, round(body))
+
+    return memory.of_config(name, (x.name for x in MODELS), counted)
 
 
 def mean_and_variation(argument: str) -> tuple[float, float]:

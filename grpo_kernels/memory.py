@@ -6,11 +6,11 @@ It is what a call allocates beyond its inputs, counted by the engines' own plann
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,6 +21,7 @@ from grpo_kernels.engine.sweep import planned_bytes
 from grpo_kernels.engine.workspace import CPU, CUDA, default_workspace, meta_tensors_of
 from grpo_kernels.head import Tensors
 
+R = TypeVar("R")
 MIB = 2**20
 FP32 = 4  # bytes per accumulated element
 MOST = 10**9  # upper bound of a plausible size
@@ -208,8 +209,7 @@ def head_of(name: str) -> tuple[int, int]:
     for model, sizes in MODELS.items():
         if is_called(model, name):
             return sizes
-    config = config_of(name, MODELS)
-    return config.vocab_size, config.hidden_size
+    return of_config(name, MODELS, lambda config: (config.vocab_size, config.hidden_size))
 
 
 def is_called(model: str, name: str) -> bool:
@@ -217,18 +217,19 @@ def is_called(model: str, name: str) -> bool:
     return model.casefold() == name.rpartition("/")[2].casefold() and not Path(name).exists()
 
 
-def config_of(name: str, known: Iterable[str]) -> Any:
-    """The configuration of a model's text part. Code that comes with the model is not run."""
+def of_config(name: str, known: Iterable[str], read: Callable[[Any], R]) -> R:
+    """What `read` gives for the configuration of a model's text part. Code that comes with the
+    model is not run."""
     try:
         from transformers import AutoConfig  # knows the names and the defaults of every model
 
-        read = AutoConfig.from_pretrained(name, trust_remote_code=False)
-        config = read.get_text_config(decoder=True)
+        whole = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        config = whole.get_text_config(decoder=True)
         sizes = config.vocab_size, config.hidden_size
         if not all(type(x) is int and 1 <= x <= MOST for x in sizes):
             raise ValueError(f"expected sizes of 1 to {MOST:,}, got {sizes}")
-        return config
-    except Exception as error:  # the checks of a config may raise anything
+        return read(config)
+    except Exception as error:  # the checks of a config, and a model, may raise anything
         expected = f"{', '.join(known)}, or a model whose config.json can be read"
         reason = str(error).partition("\n")[0]
         raise ValueError(f"--model: expected {expected}, got {name} ({reason})") from error

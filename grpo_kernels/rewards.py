@@ -15,6 +15,7 @@ import threading
 import warnings
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import wait
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -50,10 +51,11 @@ def compute_rewards(
     TRL's ``trainer_state``, ``log_extra`` and ``log_metric``, which are handed on as they are.
 
     Warns, naming the row, where every function returned None. Raises RuntimeError naming the
-    function if one raises (its own error chained), ValueError if it does not return B numbers
-    within float32's range, TypeError or ValueError for wrong arguments. SystemExit and
-    KeyboardInterrupt from a sync function are raised as they are: they may come from a signal to
-    the process. No signal reaches an async function, so from there they are errors like any other.
+    function if one raises (its own error chained), or all async ones if one of them ends their
+    event loop; ValueError if one does not return B numbers within float32's range, TypeError or
+    ValueError for wrong arguments. SystemExit and KeyboardInterrupt from a sync function are raised
+    as they are: they may come from a signal to the process. No signal reaches an async function, so
+    from there they are errors like any other.
     """
     funcs = _as_list(reward_funcs)
     names = reward_names(funcs)
@@ -81,9 +83,8 @@ def compute_rewards(
         except Exception as error:
             raise _failure(name, error) from error
     waiting = [i for i, x in enumerate(returned) if inspect.isawaitable(x)]
-    for i, value in zip(waiting, _run_together([returned[i] for i in waiting]), strict=True):
-        if isinstance(value, BaseException):
-            raise _failure(names[i], value) from value
+    values = _run_together([names[i] for i in waiting], [returned[i] for i in waiting])
+    for i, value in zip(waiting, values, strict=True):
         returned[i] = value
     table = [_column(x, name, len(prompts)) for x, name in zip(returned, names, strict=True)]
     rewards = torch.tensor(table, dtype=torch.float32).T.contiguous()
@@ -150,18 +151,19 @@ _thread: threading.Thread | None = None
 _starting = threading.Lock()
 
 
-def _run_together(awaitables: list[Awaitable[Any]]) -> list[Any]:
-    """What each gave, or raised."""
+def _run_together(names: list[str], awaitables: list[Awaitable[Any]]) -> list[Any]:
+    """What each gave."""
     global _loop, _thread
+    failures: list[tuple[str, BaseException]] = []
 
-    async def one(awaitable: Awaitable[Any]) -> Any:
+    async def one(name: str, awaitable: Awaitable[Any]) -> Any:
         try:
             return await awaitable
         except BaseException as error:  # asyncio would let SystemExit end the loop
-            return error
+            failures.append((name, error))
 
     async def together() -> list[Any]:
-        return await asyncio.gather(*map(one, awaitables))
+        return await asyncio.gather(*map(one, names, awaitables))
 
     if not awaitables:
         return []
@@ -178,11 +180,14 @@ def _run_together(awaitables: list[Awaitable[Any]]) -> list[Any]:
     try:
         while not wait([future], timeout=1.0).done:
             if not thread.is_alive():
-                raise RuntimeError("reward functions: one of them ended the event loop")
-        return future.result()
+                which = ", ".join(map(repr, names))
+                raise RuntimeError(f"reward functions {which}: one of them ended the event loop")
     except BaseException:  # the caller was interrupted
         future.cancel()
         raise
+    for name, error in failures:
+        raise _failure(name, error) from error
+    return future.result()
 
 
 # Arguments and results
@@ -237,11 +242,11 @@ def _column(values: Any, name: str, length: int) -> list[float]:
         raise ValueError(f"{where}: expected {expected}, got {len(values)}")
     numbers = []
     for row, value in enumerate(values):
-        try:
+        number = None
+        with suppress(TypeError, ValueError, RuntimeError, OverflowError):
             number = math.nan if value is None else float(value)
-        except (TypeError, ValueError, RuntimeError, OverflowError):
-            number = math.inf
-        if isinstance(value, str) or abs(number) > torch.finfo(torch.float32).max:
+        most = torch.finfo(torch.float32).max
+        if number is None or isinstance(value, str) or most < abs(number) < math.inf:
             expected = f"a number within float32's range or None for row {row}"
             raise ValueError(f"{where}: expected {expected}, got {value!r:.80}")
         numbers.append(number)

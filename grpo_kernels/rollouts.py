@@ -146,6 +146,8 @@ def correct(
     """
     check_group("process_group", process_group)
     check_choice("mode", mode, choices(CorrectionMode))
+    if not isinstance(batch_normalize, bool):
+        raise TypeError(f"batch_normalize: expected True or False, got {batch_normalize!r}")
     if level is not None:
         check_choice("level", level, choices(CorrectionLevel))
     elif batch_normalize or clip_min is not None or mode != "truncate":

@@ -44,7 +44,8 @@ METHODS = {  # of TRL's trainers; one may call another, whose phase then has the
 }
 PHASES = (*METHODS, "optimizer", "other")
 SAMPLERS = ("_generate_single_turn", "rollout_func")  # of TRL's trainers, that draw completions
-NOT_COMPARED = ("time", "per_second", "epoch", "learning_rate", "total_flos")  # not of the loss
+# clocks and schedules say nothing of the loss
+NOT_COMPARED = ("time", "per_second", "epoch", "learning_rate", "total_flos")
 RESTRICTED = {  # arguments of a trainer: a log at each step, no files, no trackers
     "logging_strategy": "steps", "logging_steps": 1, "log_completions": False, "report_to": [],
     "save_strategy": "no", "load_best_model_at_end": False, "push_to_hub": False,

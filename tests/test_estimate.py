@@ -185,6 +185,26 @@ def test_a_model_is_read_from_its_config(
     assert estimated(capsys, given, tmp_path)["model"]["body"] == body
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        QWEN3 | {"hidden_act": "none of torch's"},
+        QWEN3 | {"model_type": "phi3", "vocab_size": 50},  # less than its padding id
+        {"model_type": "dbrx", "vocab_size": 50, "d_model": 16},
+        {"model_type": "speecht5", "vocab_size": 50, "hidden_size": 16},
+    ],
+    ids=lambda config: config["model_type"],
+)
+def test_a_model_that_cannot_be_built_is_an_error_in_one_line(
+    config: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    written(tmp_path, [config], "config.json")
+    said = refused(capsys, "--prompt 9 --completion 9 --model", tmp_path).splitlines()[-1]
+    assert "--model: expected Qwen3-0.6B, Qwen3-8B, or a model whose config.json can be" in said
+    assert f"got {tmp_path} (" in said
+
+
 def test_the_page_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).parents[1] / "docs" / "memory.md").read_text()
     [(arguments, shown)] = re.findall(

@@ -317,6 +317,7 @@ OLD, SAMPLING = "old_per_token_logps", "sampling_per_token_logps"
         ({"clip_min": 3.0}, "clip_min: expected at most clip_max = 2.0, got 3.0"),
         ({"veto_threshold": NAN}, "veto_threshold: expected a finite number > 0, got nan"),
         ({"safety_bound": -1.0}, "safety_bound: expected a finite number > 0, got -1.0"),
+        ({"batch_normalize": 1}, "batch_normalize: expected True or False, got 1"),
         ({"level": None, "mode": "mask"}, "level: expected a name, .* ask for weights, got None"),
         ({"reject": [("token_k1", 2.0)]}, "reject: expected a mapping .*, or None, got list"),
         ({"reject": {"seq_k1": 2.0}}, "reject: expected one of token_ratio, .*; did you mean"),

@@ -17,7 +17,8 @@ imports no package that may be missing. It has three functions::
     refusal(device, dtype, asked_for=...)   why it cannot serve these logits, in words, or None;
                                             unless it was asked for by name, it warns of a reason
                                             that the user can remove (`warn_of_torch`)
-    reason(device)                          why "auto" takes it, in words
+    reason(device)                          why "auto" takes it, in words; not in `torch_rows`,
+                                            which it takes where another backend refuses
     load()               -> RowBackend      called only where there is no refusal
 """
 

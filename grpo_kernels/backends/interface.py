@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -110,8 +111,12 @@ class RowStats:
     divergence: DivergenceStats | None = None  # of rows that have a teacher
 
     @staticmethod
-    def concatenate(
-        chunks: list[RowStats],
+    def concatenate(chunks: list[RowStats]) -> RowStats:
+        """The statistics of all `chunks`, of which there is one at least."""
+        return RowStats(*(_joined([getattr(x, f.name) for x in chunks]) for f in fields(RowStats)))
+
+    @staticmethod
+    def empty(
         like: Tensor,
         dtype: torch.dtype,
         *,
@@ -120,11 +125,7 @@ class RowStats:
         terms: tuple[str, ...] = (),
         divergence: bool = False,
     ) -> RowStats:
-        """Concatenate the statistics of `chunks`; without any, those of no rows, like `like`."""
-        if chunks:
-            return RowStats(
-                *(_joined([getattr(x, f.name) for x in chunks]) for f in fields(RowStats))
-            )
+        """The statistics of no rows, on the device of `like`."""
         none, flags = like.new_empty(0, dtype=dtype), like.new_empty(0, dtype=torch.bool)
         return RowStats(
             none,
@@ -171,10 +172,12 @@ class RowBackend(Protocol):
         """
         return None
 
+    @abstractmethod
     def stats(self, chunk: Chunk, *, entropy: bool, extras: tuple[str, ...] = ()) -> RowStats:
         """Reduce each row."""
         ...
 
+    @abstractmethod
     def diverge(self, chunk: Chunk, stats: RowStats, teacher: RowStats) -> tuple[Tensor, Tensor]:
         """`DivergenceStats.value` and ``.sum_k`` (n,) of a chunk with a teacher.
 
@@ -183,6 +186,7 @@ class RowBackend(Protocol):
         """
         ...
 
+    @abstractmethod
     def grad(
         self,
         chunk: Chunk,
@@ -214,6 +218,7 @@ class FusedRowBackend(RowBackend, Protocol):
 
     fuses_teacher: bool  # True if `fused` takes chunks with a teacher
 
+    @abstractmethod
     def fused(self, chunk: Chunk, token_loss: TokenLoss, out: Tensor | None) -> RowStats:
         """Do `stats`, compute the loss of each row as `terms`, and do `grad` if `out` is given.
 

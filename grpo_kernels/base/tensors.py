@@ -84,7 +84,8 @@ def widen(x: Tensor) -> Tensor:
 
 
 def quantile(x: Tensor, q: float) -> Tensor:
-    """`torch.quantile` of `x` (n,), n > 0: linear between values; NaN if any is."""
+    """`torch.quantile` of `x` (n,), n > 0: linear between values; NaN if any is. Does not wait for
+    the device."""
     if x.numel() <= MOST:
         return torch.quantile(x, q)
     ranked, place = x.sort().values, q * (x.numel() - 1)
@@ -94,7 +95,8 @@ def quantile(x: Tensor, q: float) -> Tensor:
 
 
 def quantile_of_numbers(x: Tensor, q: float) -> Tensor:
-    """The lower `q`-quantile of `x` (n,), ignoring NaN; NaN if nothing is left."""
+    """The lower `q`-quantile of `x` (n,), ignoring NaN; NaN if nothing is left. Does not wait for
+    the device."""
     if x.numel() == 0:
         return x.new_full((), torch.nan)
     if x.numel() <= MOST:

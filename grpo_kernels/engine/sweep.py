@@ -252,10 +252,9 @@ def concatenated(
     job: Job, parts: list[RowStats], like: Tensor, token_loss: TokenLoss | None
 ) -> RowStats:
     """The statistics of `parts` as one, on the device of `like`."""
-    if len(parts) == 1:
-        return parts[0]
-    stats = RowStats.concatenate(
-        parts,
+    if parts:
+        return parts[0] if len(parts) == 1 else RowStats.concatenate(parts)
+    stats = RowStats.empty(
         like,
         job.accumulator,
         entropy=job.entropy or token_loss is not None,
@@ -263,7 +262,7 @@ def concatenated(
         terms=() if token_loss is None else token_loss.terms,
         divergence=job.diverges,
     )
-    if not parts and isinstance(job.rows.top_k, TopKLogps):
+    if isinstance(job.rows.top_k, TopKLogps):
         stats.extras[TOPK_LOGPS] = stats.logps.new_empty(0, job.rows.top_k.given)
     return stats
 

@@ -175,8 +175,9 @@ class LossConfig:
 
     def __post_init__(self) -> None:
         for option in fields(self):  # stored as Python's types, from numpy's or enums
-            value = _checked(option.name, getattr(self, option.name), option.metadata)
-            object.__setattr__(self, option.name, value)
+            if option.name in FIELDS:  # not those of a subclass
+                value = _checked(option.name, getattr(self, option.name), option.metadata)
+                object.__setattr__(self, option.name, value)
         if self.top_entropy_quantile > 1.0:
             got = repr(self.top_entropy_quantile)
             raise ValueError(f"top_entropy_quantile: expected a number in [0, 1], got {got}")

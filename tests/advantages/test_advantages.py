@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import advantages as adv
+from tests.support.pretend_gpu import OnGPU, here, pretended
 from tests.support.ranks import run_ranks
 
 NAN, INF, FLOAT = math.nan, math.inf, torch.float64
@@ -219,6 +220,16 @@ def test_process_lists_are_padded_tensors():
     assert adv.process_advantages([[], [], []], [[], [], []], 3, length=0).shape == (3, 0)
 
 
+def test_a_length_waits_for_the_device_no_more_than_a_mask(monkeypatch):
+    with pretended(monkeypatch) as waits:
+        given = OnGPU(torch.rand(4, 2)), OnGPU(torch.arange(8).view(4, 2)), 2
+        of_mask = adv.process_advantages(*given, completion_mask=OnGPU(torch.ones(4, 8).bool()))
+        expected = [*waits]
+        waits.clear()
+        assert torch.equal(here(adv.process_advantages(*given, length=8)), here(of_mask))
+        assert [*waits] == expected
+
+
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 1.0), (0.99, 0.0), (0.0, 0.5)])
 def test_gae_against_loops(gamma, lam):
     for seed, length in enumerate((1, 6, 26, 1000)):
@@ -278,6 +289,18 @@ def test_reinforce_plus_plus_against_loops(baseline, gamma, beta):
         options |= {"per_token_kl": kl.masked_fill(~mask, NAN)} if beta else {}
         options |= {"group_ids": ids} if baseline else {}
         close(adv.reinforce_plus_plus(rewards, mask, **options), scaled, 1e-9)
+
+
+def test_float32_rewards_are_rounded_once_and_weights_in_a_list_not_at_all():
+    rewards, weights = torch.randn(1000, 2), [0.1, 1 / 3]
+    exact = torch.tensor(weights, dtype=FLOAT)
+    expected = adv.group_advantages(rewards.double(), 500, reward_weights=exact)
+    torch.set_default_dtype(torch.float16)
+    try:
+        found = adv.group_advantages(rewards, 500, reward_weights=weights)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(found, expected.float())
 
 
 def trl_advantages(rewards, num_generations, weights, scale, aggregation):
@@ -372,6 +395,20 @@ def part(d: SimpleNamespace, rows: slice | Tensor, columns: int | None = None) -
     per_token = ("mask", "token_rewards", "values", "kl")
     cut = {k: x[rows, :columns] if k in per_token else x[rows] for k, x in vars(d).items()}
     return SimpleNamespace(**cut)
+
+
+@pytest.mark.parametrize("name", [x for x in ESTIMATORS if not x.startswith(("gae", "whiten"))])
+def test_unscored_rows_change_nothing_for_the_others(name: str) -> None:
+    data = batch(4, holes=True)
+    unscored = torch.zeros(len(data.ids), dtype=torch.bool)
+    unscored[[2, 5, 6]] = True
+    kept = part(data, ~unscored)
+    data.rewards[unscored] = NAN
+    found = ESTIMATORS[name](data)
+    close(found[~unscored], ESTIMATORS[name](kept))
+    assert not found[unscored].any()
+    data.rewards[:] = NAN
+    assert not ESTIMATORS[name](data).any()
 
 
 @pytest.mark.parametrize("name", CENTRED)
@@ -526,6 +563,9 @@ STEPS = "process_advantages"
 OF_ONE: list[tuple[type[Exception], str, dict[str, Any], str]] = [
     (ValueError, "group_advantages", {"rewards": M[:, :0]}, r"rewards: .* got \(4, 0\)"),
     (ValueError, "group_advantages", {"num_generations": 1}, "num_generations: .* 2 .* got 1"),
+    *((ValueError, "group_advantages", {"num_generations": n},
+       f"num_generations: expected at least 2, got {n}$") for n in (0, -3)),
+    (TypeError, STEPS, {"step_rewards": [[None]] * 4, "step_ends": [[None]] * 4}, ".*'?NoneType'?"),
     (ValueError, STEPS, {"step_rewards": [[1.0], [1.0, 2.0]], "step_ends": [[0], [0]]},
      r"step_ends: .*\[1, 2\] by row, got \[1, 1\]"),
     (ValueError, STEPS, {"completion_mask": None}, "completion_mask, length: .* got neither"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
 import re
 import signal
 import sys
@@ -74,6 +75,10 @@ def test_kinds_of_returned_values():
         rewards = compute_rewards(lambda values=values, **kwargs: values, PROMPTS, COMPLETIONS)
         assert rewards[:, 0].tolist() == [1.0, 0.5, 1.0]
         assert not rewards.requires_grad
+
+
+def test_infinite_rewards_are_returned():
+    assert column(lambda **kwargs: [math.inf, -math.inf, 1.0]) == [math.inf, -math.inf, 1.0]
 
 
 def test_none_becomes_nan_and_a_warning_names_the_rows_nobody_scored():
@@ -170,6 +175,21 @@ def test_every_end_of_an_async_function_reaches_the_caller(error):
     assert re.match(f"reward function 'ends' raised {error.__name__}: no answer", str(caught[0]))
     assert type(caught[0].__cause__) is error
     assert column(async_lengths) == LENGTHS
+
+
+def test_of_several_async_functions_the_first_to_fail_is_named():
+    failed = asyncio.Event()
+
+    async def later(**kwargs):
+        await asyncio.wait_for(failed.wait(), timeout=120)
+        raise ValueError
+
+    async def first(**kwargs):
+        failed.set()
+        raise KeyError("answer")
+
+    with pytest.raises(RuntimeError, match="reward function 'first' raised KeyError: 'answer'"):
+        compute_rewards([later, first], PROMPTS, COMPLETIONS)
 
 
 def test_an_interrupted_caller_cancels_its_functions():
@@ -331,6 +351,11 @@ def test_model_errors(model, tokenizer, monkeypatch, error, message, changes):
         ("123", "expected a list of 3 rewards, got str"),
         ([1.0, "2", 3.0], "expected a number .* or None for row 1, got '2'"),
         (torch.zeros(3, 2), r"expected a number .* or None for row 0, got \[0.0, 0.0\]"),
+        (torch.zeros(3, dtype=torch.complex64), "expected a number .* or None for row 0, got 0j"),
+        ([1.0, torch.zeros(2), 1.0], r"expected a number .* for row 1, got tensor\(\[0., 0.\]\)"),
+        ([1.0, 1.0, torch.tensor(1j)], r"expected a number .* for row 2, got tensor\(0.\+1.j\)"),
+        ({0: 1.0, 1: 1.0, 2: 1.0}, "expected a list of 3 rewards, got dict"),
+        (None, "expected a list of 3 rewards, got NoneType"),
         ([1.0, 10**400, 1.0], "expected a number within float32's range .* row 1, got 1000"),
         ([1.0, 1.0, -1e39], r"expected a number within float32's range .* row 2, got -1e\+39"),
     ],
@@ -369,6 +394,7 @@ async def stops_its_loop(**kwargs):
 
 
 def test_a_function_that_ends_the_event_loop_is_an_error_and_the_next_call_has_another() -> None:
-    with pytest.raises(RuntimeError, match="one of them ended the event loop"):
-        column(stops_its_loop)
+    names = "reward functions 'async_lengths', 'stops_its_loop': "
+    with pytest.raises(RuntimeError, match=f"{names}one of them ended the event loop"):
+        compute_rewards([async_lengths, lengths, stops_its_loop], PROMPTS, COMPLETIONS)
     assert column(async_lengths) == LENGTHS

@@ -179,3 +179,16 @@ def test_num_items_in_whatever_form() -> None:
         got = flat(grpo_loss)(**inputs, num_items_in_batch=items).loss
         assert got.shape == ()
         torch.testing.assert_close(got, want)
+
+
+@dataclasses.dataclass(frozen=True)
+class OfAUser(LossConfig):
+    margin: float = 0.1
+    name: str = "mine"
+
+
+def test_a_subclass_may_have_fields_of_its_own() -> None:
+    config = dataclasses.replace(OfAUser(margin=0.2), epsilon=0.3)
+    assert (config.margin, config.name, config.epsilon) == (0.2, "mine", 0.3)
+    with pytest.raises(TypeError, match="epsilon: expected a number"):
+        OfAUser(epsilon="0.3")  # type: ignore[arg-type]

@@ -85,8 +85,8 @@ def load_from(prebuilt: Path, sources: Path) -> Library:
     if _loads(prebuilt, troubles):
         return Library("prebuilt", prebuilt)
     folder = cache_folder()
-    path = folder / f"{cache_key(sources)}.so"
     try:
+        path = folder / f"{cache_key(sources)}.so"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if _loads(path, troubles):
             return Library("cached", path)
@@ -163,6 +163,14 @@ def source_folder() -> Path:
     return installed if installed.is_dir() else PACKAGE.with_name("csrc")
 
 
+def source_files(folder: Path) -> list[Path]:
+    """The files that are compiled and those that they include, sorted by name."""
+    files = [path for path in sorted(folder.glob("*")) if path.suffix in (".cpp", ".h", ".inl")]
+    if not any(path.suffix == ".cpp" for path in files):
+        raise Unavailable(f"its sources are not in {folder}; install grpo_kernels again")
+    return files
+
+
 def cache_folder() -> Path:
     """The folder of the cache; need not exist."""
     chosen = os.environ.get("TORCH_EXTENSIONS_DIR") or os.environ.get("XDG_CACHE_HOME")
@@ -177,11 +185,7 @@ def cache_folder() -> Path:
 def cache_key(sources: Path) -> str:
     """A digest of all that the library depends on: sources, flags, torch and platform."""
     target = (FLAGS, torch.__version__, platform.machine(), platform.libc_ver())
-    contents = [
-        (path.name, path.read_bytes())
-        for path in sorted(sources.glob("*"))
-        if path.suffix in (".cpp", ".h", ".inl")
-    ]
+    contents = [(path.name, path.read_bytes()) for path in source_files(sources)]
     return hashlib.sha256(repr((target, contents)).encode()).hexdigest()[:16]
 
 
@@ -209,9 +213,7 @@ def compile_library(sources: Path, output: Path, extra: Sequence[str] = ()) -> N
     Raises:
         Unavailable: no sources, no compiler, one that fails, or one that takes too long.
     """
-    units = [str(path) for path in sorted(sources.glob("*.cpp"))]
-    if not units:
-        raise Unavailable(f"its sources are not in {sources}; install grpo_kernels again")
+    units = [str(path) for path in source_files(sources) if path.suffix == ".cpp"]
     root = Path(torch.__file__).parent
     command = [*compiler(), *FLAGS, *extra, "-isystem", str(root / "include"), *units]
     command += ["-o", str(output), f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"]
@@ -220,7 +222,11 @@ def compile_library(sources: Path, output: Path, extra: Sequence[str] = ()) -> N
     _say("compiling the C++ kernels for the CPU, up to half a minute; once, then they are cached")
     try:
         done = subprocess.run(
-            command, capture_output=True, errors="replace", timeout=COMPILER_SECONDS
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            errors="replace",
+            timeout=COMPILER_SECONDS,
         )
     except subprocess.TimeoutExpired:
         problem = f"took more than {COMPILER_SECONDS:g} s"

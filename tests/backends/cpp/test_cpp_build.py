@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from multiprocessing.context import ForkProcess
@@ -55,6 +56,7 @@ def lines(code: str, folder: Path = CHECKOUT, **environment: object) -> list[str
     changed = {name: str(value) for name, value in environment.items()}
     done = subprocess.run(
         [sys.executable, "-c", code],
+        input="typed",  # which is not for the compiler
         capture_output=True,
         text=True,
         cwd=folder,
@@ -215,6 +217,15 @@ def test_why_there_is_none(
     assert not list(world.cache.glob("building*")), "something was left"
 
 
+def test_without_sources_nothing_is_made(world: World) -> None:
+    (world.sources / "ops.cpp").unlink()
+    world.put_prebuilt(BAD)
+    refusal = world.find().refusal
+    assert refusal is not None
+    assert "does not load (invalid ELF header); its sources are not in" in refusal
+    assert not world.cache.exists()
+
+
 def fork(work: Callable[[], object]) -> ForkProcess:
     process = multiprocessing.get_context("fork").Process(target=work, daemon=True)
     process.start()
@@ -254,6 +265,34 @@ def test_file_system_without_locks(world: World) -> None:
 
     world.patch.setattr(fcntl, "flock", refuse)
     assert world.find().origin.startswith("built in ")
+
+
+def names_of_calls(thread: threading.Thread) -> list[str]:
+    """Of the functions that `thread` is in."""
+    assert thread.ident is not None
+    frames = traceback.walk_stack(sys._current_frames()[thread.ident])
+    return [frame.f_code.co_name for frame, _ in frames]
+
+
+def test_fork_during_the_first_build(world: World) -> None:
+    """The child neither waits for a thread that it lacks, nor removes what is being built."""
+    world.compiler(
+        f'while [ ! -e "{world.folder}/go" ]; do sleep 0.05; done; printf "{GOOD}" > "$out"'
+    )
+    found: list[build.Library] = []
+    thread = threading.Thread(target=lambda: found.append(world.find()))
+    thread.start()
+    end = time.monotonic() + 120
+    while "communicate" not in names_of_calls(thread):  # before that a child would have its pipes
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    child = fork(lambda: (world.folder / "origin").write_text(world.find().origin))
+    (world.folder / "go").touch()
+    child.join(120)
+    child.kill()
+    thread.join()
+    assert (world.folder / "origin").read_text() == "cached"
+    assert found[0].origin.startswith("built in ")
 
 
 @pytest.mark.slow
@@ -307,7 +346,9 @@ def test_stderr_and_the_log_say_what_is_done(
 
 
 def test_torch_builds_nothing_and_auto_warns_once_and_goes_on_with_it(tmp_path: Path) -> None:
-    failing = script(tmp_path / "cxx", f'echo call >> "{tmp_path}/calls"; exit 1')
+    failing = script(
+        tmp_path / "cxx", f'cat >> "{tmp_path}/calls"; echo call >> "{tmp_path}/calls"; exit 1'
+    )
     code, cache = LOSS.format(backends=["torch", "auto"]), tmp_path / "cache"
     printed = lines(code, tmp_path, TORCH_EXTENSIONS_DIR=cache, CXX=failing)
     torchs, (warned, logps, _) = map(json.loads, printed)
