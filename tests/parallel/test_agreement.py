@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -72,6 +73,17 @@ def a_head(**fields: Any) -> Callable[[Arguments], Head]:
     return make
 
 
+def an_adapter(weight: Tensor, *, trains: bool = False) -> LoRA:
+    """Whose `a` may train."""
+    return LoRA(torch.ones(2, 4, requires_grad=trains), torch.ones(len(weight), 2))
+
+
+def with_adapter(rank: int) -> Arguments:
+    """Of a frozen body: whether d (hidden @ a.T) is summed hangs on `a` alone."""
+    right = a_loss(rank)
+    return right | {"hidden": right["hidden"].detach(), "head": a_head(lora=an_adapter)(right)}
+
+
 Case = tuple[Callable[..., Any], Callable[[int], Arguments], Arguments, str]
 # what the odd rank gives instead; "alone": it is wrong by itself, and that rank's own error names
 # it
@@ -90,8 +102,7 @@ LOSS: dict[str, tuple[Arguments, str]] = {
     "frozen hidden": ({"hidden": lambda right: right["hidden"].detach()}, "gradients wanted"),
     "frozen weight": ({"head": a_head(weight=Tensor.detach)}, "gradients wanted"),
     "bias": ({"head": a_head(bias=lambda w: torch.ones(len(w)))}, "bias"),
-    "lora": ({"head": a_head(lora=lambda w: LoRA(torch.ones(2, 4), torch.ones(len(w), 2)))},
-        "lora"),
+    "lora": ({"head": a_head(lora=an_adapter)}, "lora"),
     "soft-cap": ({"head": a_head(final_logit_softcapping=5.0)}, "final_logit_softcapping"),
     "temperature": ({"config": LossConfig(temperature=0.5)}, "temperature"),
     "loss type": ({"loss_type": "grpo"}, "loss_type"),
@@ -113,6 +124,8 @@ SCORES: dict[str, tuple[Arguments, str]] = {
 }
 CASES: dict[str, Case] = {
     **{f"loss, {x}": (grpo_loss, a_loss, *case) for x, case in LOSS.items()},
+    "loss, a lora that trains": (grpo_loss, with_adapter,
+        {"head": a_head(lora=partial(an_adapter, trains=True))}, "gradients wanted"),
     **{f"scores, {x}": (linear_logprob, some_scores, *case) for x, case in SCORES.items()},
     "divergence": (linear_divergence, a_divergence, {"divergence": "forward_kl"}, "divergence"),
     "teacher's H": (linear_divergence, a_divergence, {"teacher_hidden": torch.ones(2, 3, 6),
@@ -149,11 +162,9 @@ def another_call(rank: int, world_size: int) -> str:
 
 
 def right_calls(rank: int, world_size: int) -> list[str]:
-    calls = {function: right for function, right, _, _ in CASES.values()}
+    calls = dict.fromkeys((function, right) for function, right, _, _ in CASES.values())
     numbers = {"config": LossConfig(temperature=1 if rank else 1.0)}  # 1 and 1.0 are the same
-    return [
-        error_of(f, right(rank) | (numbers if f is grpo_loss else {})) for f, right in calls.items()
-    ]
+    return [error_of(f, right(rank) | (numbers if f is grpo_loss else {})) for f, right in calls]
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +184,7 @@ def test_every_mismatch_raises_on_every_rank(ranks: Ranks) -> None:
         assert f"process_group: {expected}" in other, (name, errors)
         assert alone or says in other, (name, errors)
     assert all("expected the same call" in x for x in ranks.run(another_call))
-    assert ranks.run(right_calls) == [[""] * 4] * 2
+    assert ranks.run(right_calls) == [[""] * 5] * 2
     assert ranks.starts == 1, "the ranks had to be replaced"
 
 

@@ -121,6 +121,52 @@ def test_two_replicas_of_two_shards_each() -> None:
         check_scenes(four, HYBRID)
 
 
+def test_the_mean_over_uneven_ranks_is_the_loss_of_the_whole_batch() -> None:
+    """What `truth` adds up rank by rank is what one process computes on all sequences at once."""
+    loss = LOSSES["off-policy"]
+    batches = [cases.make_batch(rank, 2, torch.float64, last_empty=False) for rank in range(2)]
+    joined = cases.Batch(**{k: torch.cat([vars(x)[k] for x in batches]) for k in vars(batches[0])})
+    counts = [int(x.completion_mask.sum()) for x in batches]
+    assert counts[0] != counts[1]
+    model = cases.make_model(torch.float64, loss)
+    cases.backward_by_reference(model, joined, loss, sum(counts), 1.0)
+    check([cases.gradients_of(model)], truth(loss, 2), "joined")
+
+
+def run_full_tensor(rank: int, world_size: int) -> dict[str, Gradients]:
+    """The head its own unit, its weight read as TRL and verl read it, and given as its module."""
+    run = Run(SETUPS[OWN_UNIT], LOSSES["off-policy"], CPU, torch.float64)
+    given = cases.arguments(run.loss, run.batch, run.items)
+    found = {}
+    for way in ("full_tensor", "module"):
+        model = cases.make_model(torch.float64, run.loss)
+        wrapped = run.setup.wrap(model, None)
+
+        def then(hidden: Tensor, head: Any = model.lm_head, way: str = way) -> Tensor:
+            if way == "full_tensor":
+                return grpo_loss(hidden, head.weight.full_tensor(), **given).loss
+            shorter = {**given, "completion_mask": run.batch.completion_mask[:, 1:]}
+            with pytest.raises(ValueError, match="completion_mask: expected shape"):
+                grpo_loss(hidden, head, **shorter)
+            return grpo_loss(hidden, head, **given).loss  # a call that failed leaves nothing behind
+
+        wrapped(run.batch.tokens, then).backward()
+        found[way] = cases.gradients_of(model)
+    return found
+
+
+def test_a_bare_full_tensor_gives_a_head_gradient_that_is_wrong_by_about_all_of_it(
+    ranks: Ranks,
+) -> None:
+    want = truth(LOSSES["off-policy"], 2)
+    others = {name: x for name, x in want.items() if name != "lm_head.weight"}
+    for found in ranks.run(run_full_tensor):
+        check([found["module"]], want, "module")
+        wrong = found["full_tensor"].pop("lm_head.weight") - want["lm_head.weight"]
+        assert 0.5 < float(wrong.norm() / want["lm_head.weight"].norm()) < 2.0
+        check([found["full_tensor"]], others, "only the head's is wrong")
+
+
 def run_divided(rank: int, world_size: int) -> list[str]:
     """What is said of a head whose weight is not whole: outside the unit it belongs to, and read
     from outside."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import accumulate, product
-from typing import Any
+from typing import Any, get_args
 from unittest import mock
 
 import pytest
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 
 from grpo_kernels import Head, KeptIds, LoRA, Run, grpo_loss, linear_divergence, linear_logprob
+from grpo_kernels.typing import Extra
 from tests.support.case_builder import make_case, seeded
 from tests.support.cases import fixed_cases
 from tests.support.centering import candidates, centered_loss
@@ -33,7 +34,6 @@ from tests.support.tolerance import assert_matches, assert_scores, bounds_of
 
 CASES = [case for case in (*head_cases(), *fixed_cases()) if case.weight.shape[0] >= 10]
 SCORED = [case for case in score_cases() if case.weight.shape[0] >= 10]
-EXTRAS = ("log_sum_sq_probs", "mean_logits", "is_top1")
 
 
 def spans(vocab: int, parts: int, *, uneven: bool = False) -> list[tuple[int, int]]:
@@ -145,7 +145,7 @@ def check_padding_rows(rank: int, world_size: int) -> None:
             found = []
             for of, rows in ((wholes, slice(None)), (parts, shard)):
                 if kind == "scores":
-                    scores = linear_logprob(given[0], of, given[1], extras=EXTRAS)
+                    scores = linear_logprob(given[0], of, given[1], extras=get_args(Extra))
                     main = scores.logps + 0.3 * scores.entropies
                 else:
                     second = Head(other["weight"][rows], other["bias"][rows])
@@ -317,7 +317,12 @@ def check_traffic(rank: int, world_size: int) -> dict[str, list[int]]:
     g = torch.Generator().manual_seed(1)
     hidden, weight = torch.randn(64, 8, generator=g), torch.randn(300, 8, generator=g)
     ids, advantages = torch.randint(300, (4, 16), generator=g), torch.randn(4, generator=g)
-    for engine in ("one_pass", "two_pass", "lean"):
+    kept = torch.stack([ids, (ids + 1) % 300], dim=-1)
+    half = kept.masked_fill(torch.arange(16)[:, None] % 2 > 0, -1)  # of the positions have a set
+    given: dict[str, dict[str, Any]] = {"one_pass": {}, "two_pass": {}, "lean": {}}
+    given |= {"kept_sets": {"kept_ids": kept}}
+    given |= {"kept_sets, half": {"kept_ids": half, "without_set": "full"}}
+    for engine, sets in given.items():
         counts: list[int] = []
         wrapped = {
             name: mock.patch.object(dist, name, counting(counts, getattr(dist, name)))
@@ -326,9 +331,10 @@ def check_traffic(rank: int, world_size: int) -> dict[str, list[int]]:
         leaf = hidden.view(4, 16, 8).requires_grad_()
         with wrapped["all_gather"], wrapped["all_reduce"]:
             part = weight[slice(*spans(300, world_size)[rank])].clone().requires_grad_()
-            run = Run(engine=engine, workspace_bytes=20 * 4 * -(-300 // world_size))
+            budget = 20 * 4 * -(-300 // world_size)
+            run = Run(engine="auto" if sets else engine, workspace_bytes=budget)
             head = Head(part, process_group=dist.group.WORLD)
-            grpo_loss(leaf, head, ids, None, advantages, run=run).loss.backward()
+            grpo_loss(leaf, head, ids, None, advantages, run=run, **sets).loss.backward()
         sent[engine] = counts
     return sent
 
@@ -370,12 +376,15 @@ def check_all(rank: int, world_size: int) -> dict[str, list[int]]:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_outputs_dtensors_errors_and_traffic(world_size: int) -> None:
-    """What ranks say first; three numbers and an entropy a row, a chunk at a time; in the backward
-    d hidden, once."""
+    """What ranks say first, once; three numbers and an entropy a row, a chunk at a time, of sets at
+    once; in the backward d hidden, once. Positions without a set add their rows'."""
     sent = run_ranks(check_all, world_size)[0]
+    agreed, of_sets, *rest = sent.pop("kept_sets, half")
+    assert (agreed < 200, of_sets, sum(rest)) == (True, 4 * 64, 4 * 32 + 32 * 8 + 64 * 8)
     for engine, counts in sent.items():
         agreed, *gathered, summed = counts
         assert agreed < 200, engine
         assert sum(gathered) == 4 * 64, engine
         assert summed == 64 * 8, engine
     assert len(sent["one_pass"]) > 4, "expected several chunks"
+    assert len(sent["kept_sets"]) == 3

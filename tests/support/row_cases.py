@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -21,10 +21,11 @@ from grpo_kernels.objective.config import LossConfig
 from grpo_kernels.objective.losses import LOSSES
 from grpo_kernels.token_loss.formulas import ESTIMATORS
 from grpo_kernels.token_loss.record import TokenLoss
+from grpo_kernels.typing import Extra
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where the Triton kernels run
 FIELDS = ("logps", "max_logit", "log_sum", "entropies")
-EXTRAS = ("log_sum_sq_probs", "mean_logits", "is_top1")
+EXTRAS: tuple[Extra, ...] = get_args(Extra)
 PLAIN = LogitTransform()
 ISAS = ("portable", "avx2", "avx512")  # of the C++ kernels
 FUSED = {loss.surrogate: loss for loss in LOSSES.values() if not loss.shares_ratio}
