@@ -75,14 +75,13 @@ def _float_extreme(
     lanes.put(d, keep[name](x, y))
 
 
-@known(r"(ex2\.approx|rsqrt\.approx|abs|neg)(\.ftz)?\.f32")
+@known(r"(ex2\.approx|rsqrt\.approx|rcp\.(?:approx|rn)|sqrt\.(?:approx|rn)|abs|neg)(\.ftz)?\.f32")
 def _of_one(lanes: Lanes, name: str, flush: str | None, d: str, a: str) -> None:
     functions: dict[str, Callable[[Any], Any]] = {
-        "ex2": np.exp2,
-        "rsqrt": lambda x: 1 / np.sqrt(x),
+        "ex2": np.exp2, "rsqrt": lambda x: 1 / np.sqrt(x), "rcp": lambda x: 1 / x, "sqrt": np.sqrt,
         "abs": np.abs,
         "neg": np.negative,
-    }
+    }  # fmt: skip
     x = flushed(lanes.get(a, "f32"), flush).astype(np.float64)
     lanes.put(d, flushed(functions[name.split(".")[0]](x).astype(np.float32), flush))
 
@@ -104,6 +103,13 @@ def _integer(lanes: Lanes, name: str, kind: str, d: str, a: str, b: str) -> None
         "max": np.maximum,
     }
     lanes.put(d, functions[name](lanes.get(a, kind), lanes.get(b, kind)))
+
+
+@known(r"mul\.hi\.([su]32)")
+def _high_product(lanes: Lanes, kind: str, d: str, a: str, b: str) -> None:
+    wide = TYPES[WIDE[kind]]
+    product = lanes.get(a, kind).astype(wide) * lanes.get(b, kind).astype(wide)
+    lanes.put(d, (product >> wide.type(32)).astype(TYPES[kind]))
 
 
 @known(r"mul\.wide\.([su](?:16|32))")
@@ -155,10 +161,28 @@ def _shift(lanes: Lanes, name: str, kind: str, d: str, a: str, b: str) -> None:
     lanes.put(d, found)
 
 
-@known(r"bfe\.u32")
-def _bit_field(lanes: Lanes, d: str, a: str, start: str, length: str) -> None:
-    x, bits = lanes.get(a, "u32") >> lanes.get(start, "u32"), lanes.get(length, "u64")
-    lanes.put(d, x & ((np.uint64(1) << bits) - np.uint64(1)).astype(np.uint32))
+@known(r"bfe\.([su]32)")
+def _bit_field(lanes: Lanes, kind: str, d: str, a: str, start: str, length: str) -> None:
+    x, start_at, bits = lanes.get(a, "u32"), lanes.get(start, "u32"), lanes.get(length, "u32")
+    if kind == "s32":
+        up = (32 - start_at - bits).astype(np.uint32)
+        lanes.put(d, (x << up).view(np.int32) >> (32 - bits).astype(np.int32))
+    else:
+        lanes.put(
+            d,
+            (x >> start_at)
+            & ((np.uint64(1) << bits.astype(np.uint64)) - np.uint64(1)).astype(np.uint32),
+        )
+
+
+@known(r"lop3\.b32")
+def _table(lanes: Lanes, d: str, a: str, b: str, c: str, table: str) -> None:
+    x, y, z = (lanes.get(operand, "b32") for operand in (a, b, c))
+    found = np.zeros(lanes.count, np.uint32)
+    for row in range(8):
+        if int(table, 0) >> row & 1:
+            found |= (x if row & 4 else ~x) & (y if row & 2 else ~y) & (z if row & 1 else ~z)
+    lanes.put(d, found)
 
 
 COMPARISONS = {

@@ -49,6 +49,20 @@ def _select(lanes: Lanes, kind: str, d: str, a: str, b: str, p: str) -> None:
     lanes.put(d, np.where(lanes.predicate(p), lanes.get(a, kind), lanes.get(b, kind)))
 
 
+@known(r"prmt\.b32")
+def _permute_bytes(lanes: Lanes, d: str, a: str, b: str, selector: str) -> None:
+    low, high, places = (
+        lanes.get(operand, "b32").astype(np.uint64) for operand in (a, b, selector)
+    )
+    both, found = low | high << np.uint64(32), np.zeros(lanes.count, np.uint64)
+    for i in range(4):
+        place = places >> np.uint64(4 * i)
+        byte = both >> ((place & np.uint64(7)) * np.uint64(8)) & np.uint64(255)
+        sign = np.where(byte & np.uint64(128), np.uint64(255), np.uint64(0))
+        found |= np.where(place & np.uint64(8), sign, byte) << np.uint64(8 * i)
+    lanes.put(d, found.astype(np.uint32))
+
+
 @known(r"cvt\.rn\.(bf16|f16)\.f32")
 def _to_16_bits(lanes: Lanes, kind: str, d: str, a: str) -> None:
     x = lanes.get(a, "f32")

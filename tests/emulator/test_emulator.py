@@ -137,10 +137,11 @@ def test_memory_is_written_before_it_is_read() -> None:
     ("threads", "other", "barrier"), [(32, 4, "bar.warp.sync -1;"), (64, 128, BARRIER)]
 )
 def test_races_of_threads(threads: int, other: int, barrier: str) -> None:
-    """Of a warp, ordered by a barrier of warps, and of two warps, for which that is not enough."""
+    """Of a warp, ordered by a barrier of warps, and of two warps, for which that is not enough;
+    nor is a fence."""
     options = {"threads": threads, "shared": 256}
     store, load, next_of = SHARED_STORE, "ld.shared.b32 %r2, [%r12];", NEXT.format(other)
-    for barriers in ("", "" if threads == 32 else "bar.warp.sync -1;"):
+    for barriers in ("", "fence.acq_rel.cta;" if threads == 32 else "bar.warp.sync -1;"):
         body = store + barriers + next_of + load
         refused(r"race: .* reads what thread \d+ of program 0 wrote", body, **options)
     execute(store + barrier + next_of + load, **options)
@@ -198,6 +199,7 @@ def test_what_threads_do_together() -> None:
     execute(f"{some} bra $A; add.s32 %r2, %r0, 1; $A: bar.sync 0;", threads=64)
     refused("a part of a warp", f"setp.gt.u32 %p1, %r0, 3; @%p1 bra $A; {SHUFFLE} $A:")
     refused("expected all lanes of a warp to be members", SHUFFLE.replace("-1", "65535"))
+    refused("trap", f"setp.gt.u32 %p1, %r0, 30; @%p1 trap; {LOAD}", numbers())
 
 
 @pytest.mark.parametrize(
@@ -226,17 +228,26 @@ def result(code: str, kind: str = "b32") -> int:
     return int(out.numpy().view(f"u{size // 8}")[0])
 
 
+ONE_OF_A_WARP = "setp.eq.u32 %p1, %r0, 7;"
+
+
 @pytest.mark.parametrize(
     ("code", "want"),
     [
         ("shl.b32 %r2, 1, 32;", 0),
         ("shr.u32 %r2, -1, 40;", 0),
         ("shr.s32 %r2, -8, 40;", 0xFFFFFFFF),
+        ("prmt.b32 %r2, 0x33221180, 0x77665544, 0x8765;", 0xFF776655),
+        ("prmt.b32 %r2, 0x33221180, 0x77665544, 0x0008;", 0x808080FF),
+        ("bfe.u32 %r2, 0xABCD1234, 8, 12;", 0xD12),
+        ("bfe.s32 %r2, 0xABCD1234, 12, 8;", 0xFFFFFFD1),
+        ("lop3.b32 %r2, 0xF0F0, 0xFF00, 0x3333, 0xCA;", (0xF0F0 & 0xFF00) | (~0xF0F0 & 0x3333)),
         ("div.s32 %r2, -7, 2;", 0xFFFFFFFD),
         ("rem.s32 %r2, -7, 2;", 0xFFFFFFFF),
+        ("mul.hi.u32 %r2, 0xFFFFFFFF, 3;", 2),
+        ("mul.hi.s32 %r2, -1, 3;", 0xFFFFFFFF),
         ("min.s32 %r2, -1, 1;", 0xFFFFFFFF),
         ("min.u32 %r2, -1, 1;", 1),
-        ("bfe.u32 %r2, 0xABCD1234, 8, 12;", 0xD12),
         ("setp.lt.u32 %p1, -1, 1; selp.b32 %r2, 5, 6, %p1;", 6),
         (f"setp.lt.f32 %p1, {bits(NAN)}, {bits(1)}; selp.b32 %r2, 5, 6, %p1;", 6),
         (f"setp.ltu.f32 %p1, {bits(NAN)}, {bits(1)}; selp.b32 %r2, 5, 6, %p1;", 5),
@@ -248,6 +259,8 @@ def result(code: str, kind: str = "b32") -> int:
         (f"ex2.approx.f32 %r2, {bits(-127)};", 1 << 22),
         (f"mul.ftz.f32 %r2, {bits(-1e-30)}, {bits(1e-10)};", 0x80000000),
         (f"rsqrt.approx.ftz.f32 %r2, {bits(4)};", int(bits(0.5)[2:], 16)),
+        (f"rcp.approx.ftz.f32 %r2, {bits(4)};", int(bits(0.25)[2:], 16)),
+        (f"sqrt.rn.f32 %r2, {bits(9)};", int(bits(3)[2:], 16)),
         (f"cvt.rni.s32.f32 %r2, {bits(2.5)};", 2),
         (f"cvt.rzi.s32.f32 %r2, {bits(-3e9)};", 0x80000000),
         (f"cvt.rzi.s32.f32 %r2, {bits(INF)};", 0x7FFFFFFF),
@@ -260,7 +273,16 @@ def result(code: str, kind: str = "b32") -> int:
         ),
         ("redux.sync.min.s32 %r2, %r0, -1;", 0),
         ("redux.sync.max.s32 %r2, %r0, -1;", 31),
+        ("redux.sync.add.s32 %r2, %r0, -1;", 496),
+        ("or.b32 %r3, %r0, 64; redux.sync.and.b32 %r2, %r3, -1;", 64),
+        ("redux.sync.or.b32 %r2, %r0, -1;", 31),
+        ("min.u32 %r3, %r0, 1; redux.sync.xor.b32 %r2, %r3, -1;", 1),
         ("shfl.sync.bfly.b32 %r2, %r0, 16, 31, -1;", 16),
+        ("shfl.sync.idx.b32 %r2, %r0, 7, 31, -1;", 7),
+        ("shfl.sync.down.b32 %r2, %r0, 3, 31, -1;", 3),
+        ("shfl.sync.up.b32 %r2|%p1, %r0, 3, 0, -1; selp.b32 %r2, 1, 9, %p1;", 9),
+        (f"{ONE_OF_A_WARP} vote.sync.any.pred %p2, %p1, -1; selp.b32 %r2, 5, 6, %p2;", 5),
+        (f"{ONE_OF_A_WARP} vote.sync.all.pred %p2, %p1, -1; selp.b32 %r2, 5, 6, %p2;", 6),
     ],
 )  # fmt: skip
 def test_results(code: str, want: int) -> None:
