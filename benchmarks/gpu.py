@@ -42,10 +42,7 @@ ALONE = ("tests/gpu/test_gpu_memory.py", "tests/gpu/test_gpu_sizes.py")
 MOST_WORKERS = 12
 ONE_TEST_SECONDS = 150
 # What each tool watches.
-TOOLS = {
-    "memcheck": "not 151936 and not bandwidth and not out_dtype",
-    "racecheck": "9001 and bfloat16",
-}
+TOOLS = {"memcheck": "not 151936 and not bandwidth", "racecheck": "9001 and bfloat16"}
 NOT_RUN = ("absent", "skipped", "out of time", "out of memory")
 FOUND = 99  # exit status if the tool found something
 PLACES = ("/usr/local/cuda/bin", "/opt/nvidia/bin")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -263,7 +264,27 @@ def test_sanitizer_output() -> None:
         assert gpu.sanitizer_summary(code, output, counts)["status"] == status
 
 
+COLLECT = """
+import sys, pytest
+for which in sys.argv[2:]:
+    print("selected:")
+    pytest.main(["-q", "--collect-only", "-p", "no:cacheprovider", "-m", "gpu", sys.argv[1], "-k",
+        which])
+"""
 ALONE = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+
+
+def test_the_sanitizers_watch_every_kernel() -> None:
+    """And none of the sizes for which they are too slow."""
+    command = [sys.executable, "-c", COLLECT, gpu.SMOKE, "test_kernel", *gpu.TOOLS.values()]
+    done = subprocess.run(command, cwd=ROOT, env=ALONE, capture_output=True, text=True)
+    _, *selected = done.stdout.split("selected:")
+    everything, *watched = [
+        set(re.findall(r"::test_kernel\[cuda-(\w+)-", said)) for said in selected
+    ]
+    assert len(everything) >= 6
+    assert watched == [everything] * len(gpu.TOOLS), done.stdout
+    assert all("151936" not in said for said in selected[1:])
 
 
 def test_pytest_results(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from benchmarks import __main__ as command
 from benchmarks import figures, tables
 from benchmarks.cases import HEADS, WORKLOADS, BenchCase, Inputs, case, make_inputs, policy_loss
 from benchmarks.machine import ROOT
-from benchmarks.plan import cpu_cases
+from benchmarks.plan import cpu_cases, gpu_cases
 from benchmarks.providers import Outcome, build, heads, named, peers
 from benchmarks.reference import Reference, errors, is_right, reference
 from benchmarks.run import How, Results, Step, check, measure_case
@@ -74,6 +74,14 @@ def test_counted_operations(name: str, counted: tuple[int, ...]) -> None:
         assert checked["status"] == "checked"
         found.append(checked["flops_nvh"])
     assert tuple(found) == counted
+
+
+def test_share_of_ratios() -> None:
+    """Counted exactly: a log-probability that is off by 2 % is a ratio that is."""
+    inputs, want, outcome = stepped(replace(case("x", workload="off-policy").toy(), n=64, t=8))
+    logps = outcome.logps.detach().clone()
+    logps.view(-1)[:16] += 0.02
+    assert errors(Outcome(logps=logps), inputs, want)["ratio_off"] == 0.25
 
 
 def test_inputs_are_as_their_case_says() -> None:
@@ -138,6 +146,15 @@ def test_what_fails_costs_no_other_provider(
     assert with_anchors == (["ours/torch", "compiled", "eager"] if one_by_one else [])
     assert ("ms" in before[0]["ours"]) is one_by_one
     assert "ms" in before[1]["ours"]
+
+
+def test_plans() -> None:
+    for plan in (cpu_cases(), gpu_cases()):
+        assert len({x.name for x in plan}) == len(plan)
+        assert all(x.n % x.t == 0 and all(map(named, x.providers)) for x in plan)
+        assert {x.model for x in plan} == set(HEADS)
+    limited = [x for x in cpu_cases() if "products" in x.providers]
+    assert all(x.rounds >= 3 for x in limited)  # often enough to be a limit
 
 
 def test_choices_and_refusals() -> None:

@@ -25,6 +25,15 @@ def test_the_table_is_whole_and_says_what_was_measured() -> None:
         assert measured is False or set(measured) == {"device", "torch", "triton"}
 
 
+def test_the_fastest_that_keeps_the_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = {"slow": 3.0, "spills": 1.0, "fast": 2.0}
+    monkeypatch.setattr(tune, "seconds", lambda run: times[run])
+    monkeypatch.setattr(tune, "SHORTLIST", 1)
+    same = lambda config: config  # noqa: E731
+    assert tune.shortlist(times, same, lambda c: c == "spills", tune.Budget(None)) == ["fast"]
+    assert tune.fastest(times, [same, same], tune.Budget(None)) == "spills"
+
+
 @pytest.mark.slow
 def test_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
     before = tune.own_table().read_text()
