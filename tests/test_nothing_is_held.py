@@ -100,9 +100,15 @@ def with_lora(weight: Tensor) -> Head:
     return Head(weight, lora=LoRA(a, b, 0.5))
 
 
-def of_module() -> None:
+def of_module() -> Callable[[], None]:
+    """The same module in every call: what one leaves on it is there in the next."""
     module = nn.Linear(H, V)
-    backward(grpo_loss(operands()[0], module, IDS, MASK, ADVANTAGES).loss)
+
+    def call() -> None:
+        backward(grpo_loss(operands()[0], module, IDS, MASK, ADVANTAGES).loss)
+        module.zero_grad()
+
+    return call
 
 
 def scores(**more: Any) -> Callable[[], None]:
@@ -172,7 +178,7 @@ CASES: dict[str, Callable[[], None]] = {
     "loss, LoRA": loss(with_lora),
     "loss, sequences": loss(loss_type="grpo", importance_sampling_level="sequence", **OLD),
     "loss, KL": loss(beta=0.1, ref_per_token_logps=torch.full((B, T), -3.0)),
-    "loss, a module": of_module,
+    "loss, a module": of_module(),
     "loss, kept sets": loss(kept_ids=KEPT),
     "loss, candidates": loss(
         sampling_topk_ids=IDS[..., None], sampling_topk_logps=torch.full((B, T, 1), -1.0)

@@ -173,25 +173,30 @@ def test_a_graph_of_the_log_probabilities_replays(
     check_replays(given, step, device)
 
 
+OF_WAITS = CONFIGS | {"off-policy": LossConfig()}
 # How often a step waits for the device: with a mask, to learn how many positions count; without KL
 # and entropy bonus, and in a second pass, to learn how many carry gradient.
 # (engine/test_no_waits.py counts it without a device.)
 WAITS = {
-    ("no mask", "on-policy"): 1,
-    ("no mask", "kl"): 0,
-    ("no mask", "entropy"): 0,
-    ("mask", "kl"): 1,
-    ("scoring", "kl"): 0,
+    ("auto", "no mask", "on-policy"): 1,
+    ("auto", "no mask", "kl"): 0,
+    ("auto", "no mask", "entropy"): 0,
+    ("auto", "mask", "on-policy"): 2,
+    ("auto", "mask", "kl"): 1,
+    ("auto", "scoring", "kl"): 0,
+    ("one_pass", "mask", "off-policy"): 2,
+    ("two_pass", "mask", "off-policy"): 2,
+    ("lean", "mask", "off-policy"): 2,
 }
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("head", ["trains", "frozen", "no gradient"])
-@pytest.mark.parametrize(("kind", "config"), WAITS)
+@pytest.mark.parametrize(("engine", "kind", "config"), WAITS)
 def test_waits(
-    gpu: torch.device, kind: str, config: str, head: str, backend: str, as_in_use: None
+    gpu: torch.device, engine: str, kind: str, config: str, head: str, backend: str, as_in_use: None
 ) -> None:
-    given, run = batch(gpu), Run(backend=backend)
+    given, run = batch(gpu), Run(engine, backend)
     given["head"].requires_grad_(head == "trains")
     given["hidden"].requires_grad_(head != "no gradient")
     if config == "on-policy":
@@ -205,13 +210,15 @@ def test_waits(
             with torch.no_grad():
                 linear_logprob(given["hidden"], given["head"], given["completion_ids"], run=run)
             return
-        out = grpo_loss(**given, config=CONFIGS[config], run=run)
+        out = grpo_loss(**given, config=OF_WAITS[config], run=run)
         if out.loss.requires_grad:
             out.loss.backward()
 
     step()  # what is compiled or allocated once may wait
     found = waits(step)
-    allowed = 0 if (kind, head) == ("no mask", "no gradient") else WAITS[kind, config]
+    # without gradient only a mask is counted
+    counted = 1 if kind == "mask" else 0
+    allowed = counted if head == "no gradient" else WAITS[engine, kind, config]
     assert len(found) == allowed, found
     if allowed == 0:  # the stricter form: the call fails where it waits
         torch.cuda.set_sync_debug_mode("error")
