@@ -91,7 +91,8 @@ def _trainings(data: dict[str, Any]) -> list[str]:
             "largest difference": small(run["worst"][1]) if "worst" in run else "",
         })  # fmt: skip
     about = (
-        f"CPU seconds of a step, the mean of all steps; in brackets of steps 1 to {LEARNING.stop}:"
+        "CPU seconds per step, averaged over all steps; "
+        f"in brackets over steps 1 to {LEARNING.stop}:"
     )
     return [about, "", *markdown(rows)]
 
