@@ -109,12 +109,14 @@ class Watch:
     def ours(self, score: Callable[..., Any]) -> Callable[..., Any]:
         """`linear_logprob`, counted."""
 
-        def wrapped(hidden: Tensor, head: Any, ids: Tensor, *, mask: Tensor, **others: Any) -> Any:
+        def wrapped(
+            hidden: Tensor, head: Any, ids: Tensor, completion_mask: Tensor, **others: Any
+        ) -> Any:
             def compute(hidden: Tensor, weight: Tensor) -> Any:
-                return score(hidden, replace(head, weight=weight), ids, mask=mask, **others)
+                return score(hidden, replace(head, weight=weight), ids, completion_mask, **others)
 
             results = lambda found: [found.logps, found.entropies]  # noqa: E731
-            return self.call(compute, results, hidden, head.weight, int(mask.sum()))
+            return self.call(compute, results, hidden, head.weight, int(completion_mask.sum()))
 
         return wrapped
 

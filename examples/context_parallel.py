@@ -63,7 +63,7 @@ def run(rank: int, store: str) -> None:
     )
     hidden = hidden.clone().requires_grad_()
     head = given["head"].detach().clone().requires_grad_()
-    scores = linear_logprob(hidden, head, ids, mask=mask)
+    scores = linear_logprob(hidden, head, ids, completion_mask=mask)
     out = policy_loss_from_logps(
         gathered(scores.logps),
         gathered(scores.entropies),

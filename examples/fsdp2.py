@@ -72,7 +72,9 @@ def train(rank: int, store: str) -> None:
     dist.all_reduce(items)
     items /= RANKS  # FSDP2 averages gradients over the ranks
     with torch.no_grad():
-        old = linear_logprob(model(tokens), model.lm_head, ids, mask=mask, entropy=False).logps
+        old = linear_logprob(
+            model(tokens), model.lm_head, ids, completion_mask=mask, entropy=False
+        ).logps
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     losses, worst = [], 0.0

@@ -88,7 +88,7 @@ def main() -> None:
                 ):
                     states, head = hidden_states(model, rollout), model.lm_head
                     given[name] = linear_logprob(
-                        states, head, batch[0], mask=batch[1], entropy=False
+                        states, head, batch[0], completion_mask=batch[1], entropy=False
                     ).logps
             scores = reward_model.score(rollout)
             advantages = group_advantages(scores, num_generations=8)

@@ -46,11 +46,9 @@ def main() -> None:
             out = grpo_loss(states, head, ids, mask, advantages, **given)
             if update == 0:  # nothing has moved since the sampler
                 frozen = states.detach(), head.detach()
-                full = linear_logprob(*frozen, ids, mask=mask, entropy=False).logps
+                full = linear_logprob(*frozen, ids, completion_mask=mask, entropy=False).logps
                 counted = mask.bool()
-                ratios = [
-                    ((x - sampler).exp() - 1)[counted].abs() for x in (out.per_token_logps, full)
-                ]
+                ratios = [((x - sampler).exp() - 1)[counted].abs() for x in (out.logps, full)]
                 off_kept = max(off_kept, ratios[0].max().item())
                 off_full = max(off_full, ratios[1].mean().item())
             take_step(optimizer, out.loss)

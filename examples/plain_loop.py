@@ -36,7 +36,7 @@ def main() -> None:
         advantages = group_advantages(accuracy(rollout), num_generations=8)
         with torch.no_grad():
             old = linear_logprob(
-                hidden_states(model, rollout), head, ids, mask=mask, entropy=False
+                hidden_states(model, rollout), head, ids, completion_mask=mask, entropy=False
             ).logps
         for _ in range(2):
             out = loss_function(

@@ -41,7 +41,7 @@ def main() -> None:
         counted = mask.bool()
         with torch.no_grad():
             states = hidden_states(model, rollout)
-            old = linear_logprob(states, head, ids, mask=mask, entropy=False).logps
+            old = linear_logprob(states, head, ids, completion_mask=mask, entropy=False).logps
             values = value_head(states).squeeze(-1)
         advantages, returns = gae(
             accuracy(rollout), values, mask, gamma=1.0, lam=0.95, whiten_advantages=True

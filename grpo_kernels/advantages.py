@@ -53,13 +53,13 @@ def group_advantages(
     *,
     group_ids: Tensor | Sequence[int] | None = None,  # (B,)
     reward_weights: Tensor | Sequence[float] | None = None,  # (F,)
-    scale: AdvantageScale = "group",
+    scale_rewards: AdvantageScale = "group",
     std: AdvantageStd = "sample",
-    aggregation: RewardAggregation = "sum_then_normalize",
-    epsilon: float = 1e-4,
+    multi_objective_aggregation: RewardAggregation = "sum_then_normalize",
+    eps: float = 1e-4,
     process_group: ProcessGroup | None = None,
 ) -> Tensor:
-    """Group-relative advantages (B,): A_i = (r_i - mean of its group) / (std + epsilon).
+    """Group-relative advantages (B,): A_i = (r_i - mean of its group) / (std + eps).
 
     The defaults are TRL's. Groups are ``num_generations`` consecutive rows (counted over all ranks)
     or the rows of equal integer id in ``group_ids``, in any order and of any sizes; exactly one of
@@ -67,43 +67,45 @@ def group_advantages(
     without any score has advantage 0. A group of equal rewards, or with one scored row, has
     advantages of exactly 0.
 
-    ``aggregation`` of F rewards: "sum_then_normalize" takes r = sum_f w_f r_f; "normalize_then_sum"
-    takes the weighted sum of each reward's own z-score in its group and divides by its std over the
-    batch (``scale`` is then ignored).
-    ``scale``: std is that of the "group" or of the "batch"; "none" returns the difference from the
-    mean; "mean" divides by the group's mean in place of a std (MaxRL, for rewards of at least 0;
-    prime-rl's with ``epsilon=0``), and gives a group whose mean is not above 0 advantages of 0.
+    ``multi_objective_aggregation`` of F rewards: "sum_then_normalize" takes r = sum_f w_f r_f;
+    "normalize_then_sum" takes the weighted sum of each reward's own z-score in its group and
+    divides by its std over the batch (``scale_rewards`` is then ignored).
+    ``scale_rewards``: std is that of the "group" or of the "batch"; "none" returns the difference
+    from the mean; "mean" divides by the group's mean instead of a std (MaxRL, for rewards of at
+    least 0; prime-rl's with ``eps=0``), and gives a group whose mean is not above 0 advantages of
+    0.
     ``std``: "sample" divides by n - 1, "population" by n.
 
     Sources: https://arxiv.org/abs/2402.03300 (section 4.1.2), https://arxiv.org/abs/2503.20783
     (scale "none"), https://arxiv.org/abs/2602.02710 (scale "mean"),
     https://arxiv.org/abs/2601.05242 ("normalize_then_sum"). Raises ValueError for infinite rewards
     and for arguments out of range, TypeError for wrong types."""
-    check_choice("scale", scale, choices(AdvantageScale))
-    check_choice("aggregation", aggregation, choices(RewardAggregation))
+    check_choice("scale_rewards", scale_rewards, choices(AdvantageScale))
+    allowed = choices(RewardAggregation)
+    check_choice("multi_objective_aggregation", multi_objective_aggregation, allowed)
     correction = _correction(std)
-    check_number("epsilon", epsilon, lowest=0, inclusive=True)
+    check_number("eps", eps, lowest=0, inclusive=True)
     table, weights = _reward_table(rewards, reward_weights)
     groups = _groups(table, num_generations, group_ids, process_group)
     batch = _one_group(table, process_group)
 
-    if aggregation == "sum_then_normalize":
+    if multi_objective_aggregation == "sum_then_normalize":
         total = _weighted_sum(table, weights)
         result, spread, count = _moments(total, groups, correction)
-        if scale == "batch":
+        if scale_rewards == "batch":
             _, spread, _ = _moments(total, batch, correction)
-        if scale == "mean":
+        if scale_rewards == "mean":
             sums = _group_sums(total.nan_to_num(nan=0.0), groups)[groups.of_row]
             spread = sums / count.clamp(min=1)
             result = torch.where(spread > 0, result, 0.0)
-        if scale != "none":
-            result = _divide(result, spread + epsilon)
+        if scale_rewards != "none":
+            result = _divide(result, spread + eps)
     else:
         centred, spread, _ = _moments(table, groups, correction)
-        total = _weighted_sum(_divide(centred, spread + epsilon), weights)
+        total = _weighted_sum(_divide(centred, spread + eps), weights)
         # z-scores sum to 0 in every group, hence in the batch: their mean is rounding noise only.
         _, spread, _ = _moments(total, batch, correction)
-        result = _divide(total, spread + epsilon)
+        result = _divide(total, spread + eps)
     return result[:, 0].nan_to_num(nan=0.0).to(_float_dtype(rewards))
 
 
@@ -115,24 +117,24 @@ def rloo_advantages(
     *,
     group_ids: Tensor | Sequence[int] | None = None,  # (B,)
     reward_weights: Tensor | Sequence[float] | None = None,  # (F,)
-    normalize: bool = False,
-    epsilon: float = 1e-4,
+    normalize_advantages: bool = False,
+    eps: float = 1e-4,
     process_group: ProcessGroup | None = None,
 ) -> Tensor:
     """Leave-one-out advantages (B,): A_i = r_i - mean of the other scored rewards of its group.
 
     Groups, weights, NaN and errors as in ``group_advantages``; a row alone in its group has
-    advantage 0. ``normalize`` divides by (sample std over the batch + ``epsilon``).
+    advantage 0. ``normalize_advantages`` divides by (sample std over the batch + ``eps``).
     Source: https://arxiv.org/abs/2402.14740
     """
-    check_number("epsilon", epsilon, lowest=0, inclusive=True)
+    check_number("eps", eps, lowest=0, inclusive=True)
     table, weights = _reward_table(rewards, reward_weights)
     groups = _groups(table, num_generations, group_ids, process_group)
     centred, _, n = _moments(_weighted_sum(table, weights), groups, 0)
     result = centred * n / (n - 1)  # 0 / 0 = NaN, unscored, where n = 1
-    if normalize:
+    if normalize_advantages:
         _, spread, _ = _moments(result, _one_group(table, process_group), 1)
-        result = _divide(result, spread + epsilon)
+        result = _divide(result, spread + eps)
     return result[:, 0].nan_to_num(nan=0.0).to(_float_dtype(rewards))
 
 
@@ -146,15 +148,15 @@ def process_advantages(
     group_ids: Tensor | Sequence[int] | None = None,  # (B,)
     completion_mask: Tensor | None = None,  # (B, T)
     length: int | None = None,  # T
-    std: AdvantageStd = "population",
-    epsilon: float = 1e-4,
+    std: AdvantageStd = "sample",
+    eps: float = 1e-4,
     process_group: ProcessGroup | None = None,
 ) -> Tensor:
     """Process supervision (B, T): A_t = sum of the normalised rewards of the steps that end at or
     after token t.
 
     Rewards are normalised over all steps of all outputs of a group: (r - mean) / (std +
-    ``epsilon``). ``step_rewards`` is padded with NaN (an unscored step, which counts for nothing),
+    ``eps``). ``step_rewards`` is padded with NaN (an unscored step, which counts for nothing),
     ``step_ends`` holds the index in [0, T) of each step's last token and is not read where the
     reward is NaN; both may be ragged lists. T comes from ``length`` or from ``completion_mask``,
     exactly one of which is given; masked positions get 0, as do tokens after the last step.
@@ -162,7 +164,7 @@ def process_advantages(
     Raises ValueError for infinite rewards, ends out of range and shapes that disagree.
     """
     correction = _correction(std)
-    check_number("epsilon", epsilon, lowest=0, inclusive=True)
+    check_number("eps", eps, lowest=0, inclusive=True)
     table, ends = _step_table(step_rewards, step_ends)
     batch_size, steps = table.shape
     if (completion_mask is None) == (length is None):
@@ -179,7 +181,7 @@ def process_advantages(
     groups = _groups(x, num_generations, group_ids, process_group, fewest=1)
     by_step = groups._replace(of_row=groups.of_row.repeat_interleave(steps))
     centred, spread, _ = _moments(x.reshape(-1, 1), by_step, correction)
-    normalised = _divide(centred, spread + epsilon).nan_to_num(nan=0.0).view(batch_size, steps)
+    normalised = _divide(centred, spread + eps).nan_to_num(nan=0.0).view(batch_size, steps)
     at_ends = x.new_zeros(mask.shape)
     if mask.shape[1]:
         at_ends.scatter_add_(1, torch.where(x.isnan(), 0, ends), normalised)
@@ -197,6 +199,7 @@ def gae(
     last_value: Tensor | None = None,  # (B,)
     *,
     whiten_advantages: bool = False,
+    std: AdvantageStd = "sample",
     process_group: ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation: (advantages, returns), both (B, T) and 0 where masked.
@@ -204,13 +207,14 @@ def gae(
     delta_t = r_t + gamma V_(t+1) - V_t,  A_t = delta_t + gamma lam A_(t+1),  return_t = A_t + V_t,
     where t + 1 is the next counted position: the recursion jumps over masked ones (padding, tool
     output), whose contents are never used. After a row's last counted token V is ``last_value`` (0
-    by default: the episode has ended). ``whiten_advantages`` applies ``whiten``, over all ranks of
-    ``process_group``; the returns keep their scale.
+    by default: the episode has ended). ``whiten_advantages`` applies ``whiten`` with ``std``, over
+    all ranks of ``process_group``; the returns keep their scale.
     Source: https://arxiv.org/abs/1506.02438. Raises ValueError for non-finite numbers at counted
     positions.
     """
     _check_share("gamma", gamma)
     _check_share("lam", lam)
+    _correction(std)
     mask = _bool_mask(completion_mask)
     check_tensor("rewards", rewards)
     if rewards.dim() == 2:
@@ -232,7 +236,7 @@ def gae(
     advantages = torch.zeros_like(v).scatter(1, order, discounted_sums(delta, gamma * lam))
     returns = advantages + v  # both are 0 where masked
     if whiten_advantages:
-        advantages = whiten(advantages, mask, process_group=process_group)
+        advantages = whiten(advantages, mask, std=std, process_group=process_group)
     dtype = torch.promote_types(_float_dtype(rewards), _float_dtype(values))
     return advantages.to(dtype), returns.to(dtype)
 
@@ -249,20 +253,22 @@ def reinforce_plus_plus(
     num_generations: int | None = None,
     group_ids: Tensor | Sequence[int] | None = None,  # (B,)
     reward_weights: Tensor | Sequence[float] | None = None,  # (F,)
-    epsilon: float = 1e-8,
+    std: AdvantageStd = "sample",
+    eps: float = 1e-8,
     process_group: ProcessGroup | None = None,
 ) -> Tensor:
     """REINFORCE++ (B, T): discounted returns of a terminal reward and a KL penalty per token,
     whitened over the batch.
 
     A_t = sum_(k >= t) gamma^(k - t) (r [k is the last counted token] - beta KL_k), then (A - mean)
-    / (std + epsilon) over all counted tokens of the batch (of all ranks). Without ``per_token_kl``
-    there is no penalty. With ``num_generations`` or ``group_ids`` it is the baseline variant: the
-    group's mean reward is subtracted first. Rows without a score get 0 and are left out of mean and
-    std. Masked positions are jumped over. Source: https://arxiv.org/abs/2501.03262
+    / (std + eps) over all counted tokens of the batch (of all ranks). ``std`` as in ``whiten``;
+    OpenRLHF's is "population", verl's "sample". Without ``per_token_kl`` there is no penalty. With
+    ``num_generations`` or ``group_ids`` it is the baseline variant: the group's mean reward is
+    subtracted first. Rows without a score get 0 and are left out of mean and std. Masked positions
+    are jumped over. Source: https://arxiv.org/abs/2501.03262
     """
     _check_share("gamma", gamma)
-    check_number("epsilon", epsilon, lowest=0, inclusive=True)
+    check_number("eps", eps, lowest=0, inclusive=True)
     check_number("beta", beta)
     mask = _bool_mask(completion_mask)
     table, weights = _reward_table(rewards, reward_weights)
@@ -277,7 +283,7 @@ def reinforce_plus_plus(
         x = x - beta * _counted_values("per_token_kl", per_token_kl, scored)
     order, _ = counted_first(scored)
     returns = torch.zeros_like(x).scatter(1, order, discounted_sums(x.gather(1, order), gamma))
-    result = whiten(returns, scored, epsilon=epsilon, process_group=process_group)
+    result = whiten(returns, scored, std=std, eps=eps, process_group=process_group)
     return result.to(_float_dtype(rewards))
 
 
@@ -288,22 +294,22 @@ def whiten(
     completion_mask: Tensor,  # (B, T)
     *,
     shift_mean: bool = True,
-    std: AdvantageStd = "population",
-    epsilon: float = 1e-8,
+    std: AdvantageStd = "sample",
+    eps: float = 1e-8,
     process_group: ProcessGroup | None = None,
 ) -> Tensor:
-    """(x - mean) / (std + ``epsilon``) over all counted positions (of all ranks), (B, T) in x's
+    """(x - mean) / (std + ``eps``) over all counted positions (of all ranks), (B, T) in x's
     dtype, 0 where masked.
 
     ``shift_mean=False`` divides only. Equal numbers give exactly 0 (with ``shift_mean``).
     """
     correction = _correction(std)
-    check_number("epsilon", epsilon, lowest=0, inclusive=True)
+    check_number("eps", eps, lowest=0, inclusive=True)
     mask = _bool_mask(completion_mask)
     _counted_values("x", x, mask)
     flat = torch.where(mask, widen(x), math.nan).reshape(-1, 1)
     centred, spread, _ = _moments(flat, _one_group(flat, process_group), correction)
-    result = _divide(centred if shift_mean else flat, spread + epsilon).view(mask.shape)
+    result = _divide(centred if shift_mean else flat, spread + eps).view(mask.shape)
     return torch.where(mask, result, 0.0).to(_float_dtype(x))
 
 

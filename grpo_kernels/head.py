@@ -223,14 +223,12 @@ def grouped(hidden: Any, head: Any) -> Head:
 
 def read_reference(reference: Any, head: Head, prefix: str) -> Reference:
     """A call's second model with a `Head` that has constants of its own; `prefix` is that of its
-    names in errors, ``"teacher_"`` or ``"reference."``."""
+    names in errors, ``"teacher."`` or ``"reference."``."""
     is_pair = isinstance(reference, tuple) and len(reference) == 2
     hidden, own = reference if is_pair else (reference, None)
     if own is None:
-        wanted = "a head, got None"
-        if prefix == "reference.":
-            wanted = f"(hidden, head), got {type(reference).__name__}"
-        raise TypeError(f"{prefix.rstrip('._')}: expected {wanted}")
+        got = type(reference).__name__
+        raise TypeError(f"{prefix.rstrip('.')}: expected (hidden, head), got {got}")
     for name in () if isinstance(own, Head) else CONSTANTS:
         if getattr(head, name) != getattr(Head, name):
             raise ValueError(

@@ -25,7 +25,7 @@ class KeptIds:
     there.
 
     The set of position i is ``ids[offsets[i] : offsets[i + 1]]`` (CSR). Positions are those of the
-    call's `ids` (or `completion_ids`), flattened. Within a position the order does not matter, a
+    call's `completion_ids`, flattened. Within a position the order does not matter, a
     repeated id counts once, and -1 is padding. A position without ids has no set.
 
     Args:
@@ -37,7 +37,7 @@ class KeptIds:
     offsets: Tensor
 
     @staticmethod
-    def from_rows(rows: Sequence[Sequence[Any]], mask: Tensor) -> KeptIds:
+    def from_rows(rows: Sequence[Sequence[Any]], completion_mask: Tensor) -> KeptIds:
         """The sets that vLLM (``output.sampling_mask.token_ids``) and SGLang
         (``meta_info["output_token_sampling_mask"]``) return: for each sequence a list of the ids
         kept at each token.
@@ -45,20 +45,20 @@ class KeptIds:
         Args:
             rows: one list per sequence; in it, for each sampled token a list, tensor or array of
                 ids, or None where there is no set.
-            mask: (B, T), bool or number: not 0 at the sampled tokens, in their order. Other
-                positions get no set.
+            completion_mask: (B, T), bool or number: not 0 at the sampled tokens, in their order.
+                Other positions get no set.
 
         Raises:
             TypeError, ValueError: the message names the argument: another number of lists than
                 sequences or tokens.
         """
-        check_tensor("mask", mask)
-        if mask.dim() != 2 or len(rows) != mask.shape[0]:
+        check_tensor("completion_mask", completion_mask)
+        if completion_mask.dim() != 2 or len(rows) != completion_mask.shape[0]:
             raise ValueError(
-                f"mask: expected shape (B, T) with B = {len(rows)}, as rows, got "
-                f"{tuple(mask.shape)}"
+                f"completion_mask: expected shape (B, T) with B = {len(rows)}, as rows, got "
+                f"{tuple(completion_mask.shape)}"
             )
-        sampled = mask.detach().cpu() != 0
+        sampled = completion_mask.detach().cpu() != 0
         for i, (lists, wanted) in enumerate(zip(rows, sampled.sum(dim=1).tolist(), strict=True)):
             if len(lists) != wanted:
                 raise ValueError(
@@ -66,12 +66,14 @@ class KeptIds:
                     f"where the mask counts, got {len(lists)}"
                 )
         ids, of_each = joined_ids("rows", itertools.chain.from_iterable(rows))
-        counts = torch.zeros(mask.shape, dtype=torch.int64)
+        counts = torch.zeros(completion_mask.shape, dtype=torch.int64)
         counts[sampled] = of_each
-        return KeptIds.from_counts(ids, counts).to(mask.device)
+        return KeptIds.from_counts(ids, counts).to(completion_mask.device)
 
     @staticmethod
-    def from_logprobs(rows: Sequence[Sequence[Mapping[int, Any] | None]], mask: Tensor) -> KeptIds:
+    def from_logprobs(
+        rows: Sequence[Sequence[Mapping[int, Any] | None]], completion_mask: Tensor
+    ) -> KeptIds:
         """The sets in the log-probabilities that vLLM returns (``output.logprobs``): the ids with
         any above -inf.
 
@@ -82,7 +84,7 @@ class KeptIds:
         Args:
             rows: one list per sequence; in it, for each sampled token a mapping from ids to
                 log-probabilities, numbers or vLLM's ``Logprob``; or None where there is no set.
-            mask: as in `from_rows`.
+            completion_mask: as in `from_rows`.
 
         Raises:
             TypeError, ValueError: as `from_rows`.
@@ -93,7 +95,7 @@ class KeptIds:
                 return None
             return [i for i, x in token.items() if getattr(x, "logprob", x) > -math.inf]
 
-        return KeptIds.from_rows([[kept(token) for token in row] for row in rows], mask)
+        return KeptIds.from_rows([[kept(token) for token in row] for row in rows], completion_mask)
 
     @staticmethod
     def from_counts(ids: Tensor, counts: Tensor) -> KeptIds:
@@ -102,7 +104,7 @@ class KeptIds:
 
         Args:
             ids: (M,) signed integers, one position after the other.
-            counts: (...) integers, shaped like the call's `ids`; 0: no set.
+            counts: (...) integers, shaped like the call's `completion_ids`; 0: no set.
         """
         check_tensor("counts", counts, like=ids)
         if counts.is_floating_point() or counts.dtype == torch.bool:

@@ -145,7 +145,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
                     ref_input,
                     Head(ref_weight, ref_bias),
                     selected_token_ids,
-                    mask=attention_mask,
+                    completion_mask=attention_mask,
                     temperature=self.temperature,
                     entropy=False,
                     run=replace(run, engine="auto"),
@@ -173,7 +173,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             run=replace(run, gather=gather),
         )
         counted = attention_mask != 0
-        clipped = self._clipped(out.per_token_logps, counted, advantages, old_per_token_logps)
+        clipped = self._clipped(out.logps, counted, advantages, old_per_token_logps)
         if self.beta == 0.0:
             return out.loss, (clipped,)
         return out.loss, (out.metrics["kl"] if config.beta else torch.zeros_like(clipped), clipped)

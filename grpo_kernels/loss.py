@@ -44,13 +44,13 @@ from torch import Tensor, nn
 from grpo_kernels.base.checks import (
     check_ids,
     check_logps,
+    check_on_missing_set,
     check_shape,
     check_tensor,
-    check_without_set,
     hints_names,
     warn_of_ratio,
 )
-from grpo_kernels.base.choices import WithoutSet
+from grpo_kernels.base.choices import OnMissingSet
 from grpo_kernels.engine.autograd import PolicyLoss, first_order
 from grpo_kernels.engine.plan import Job, Rows, Run, begin, check_run, plan, together
 from grpo_kernels.engine.sweep import first_pass, of_loss
@@ -109,7 +109,7 @@ class LossInputKeywords(TypedDict, total=False):
     sampling_topk_ids: Tensor | None
     sampling_topk_logps: Tensor | None
     kept_ids: Tensor | KeptIds | None
-    without_set: WithoutSet
+    on_missing_set: OnMissingSet
     cu_seqlens: Tensor | None
 
 
@@ -134,7 +134,7 @@ def grpo_loss(
     sampling_topk_ids: Tensor | None = None,  # (B, T, K) or (N, K)
     sampling_topk_logps: Tensor | None = None,  # (B, T, K) or (N, K)
     kept_ids: Tensor | KeptIds | None = None,  # (B, T, K) or (N, K)
-    without_set: WithoutSet = "error",
+    on_missing_set: OnMissingSet = "error",
     # packed sequences
     cu_seqlens: Tensor | None = None,  # (B + 1,)
     # how it is computed
@@ -143,8 +143,7 @@ def grpo_loss(
 ) -> LossOutput:
     """The loss that `config` describes, from hidden states, without (tokens, vocabulary) logits.
 
-    Losses name the policy's tokens as TRL does, `completion_ids` and `completion_mask`; scores,
-    which take any tokens, call them `ids` and `mask`. Values at masked positions are never read, in
+    Values at masked positions are never read, in
     any argument. Hidden states, weight, bias and adapter get exact gradients, all other arguments
     are constants; a batch without a counted token gives an attached loss of 0.
 
@@ -205,8 +204,8 @@ def grpo_loss(
             top-p, min-p) did not cut, as in `linear_logprob`. Log-probabilities and entropies are
             taken over these sets, at the cost of the sets. The old, reference and sampling
             log-probabilities must be, too.
-        without_set: treatment of a position whose set is empty or lacks the sampled id: ``"error"``
-            refuses it, ``"full"`` scores it over the whole vocabulary.
+        on_missing_set: treatment of a position whose set is empty or lacks the sampled id:
+            ``"error"`` refuses it, ``"full"`` scores it over the whole vocabulary.
 
         Packed sequences:
 
@@ -244,7 +243,7 @@ def grpo_loss(
             check_listed("sampling_topk_ids", sampling_topk_ids, hidden, sampling_topk_logps)
         sets = None
         if kept_ids is not None:
-            sets = read_kept_sets(kept_ids, without_set, completion_ids)
+            sets = read_kept_sets(kept_ids, on_missing_set, completion_ids)
         job = begin(hidden, head, run, reference, backend=None if sets is None else "torch")
 
         # the tokens that count, and their loss
@@ -479,8 +478,8 @@ def _check_loss(
             "kl_estimator: expected 'k1', 'k2' or 'k3' with kept_ids, which truncate the "
             "policy, got 'full', the divergence over the whole vocabulary"
         )
-    if given.get("kept_ids") is None and "without_set" in given:
-        check_without_set(given["without_set"])
+    if given.get("kept_ids") is None and "on_missing_set" in given:
+        check_on_missing_set(given["on_missing_set"])
     if "sampling_topk_ids" in given:
         check_centering(config, objective, given)
 
@@ -565,10 +564,10 @@ def _loss_over_sets(
     sets: KeptIds,
 ) -> LossOutput:
     """The loss of log-probabilities over the sampler's kept sets."""
-    without_set = given["without_set"]
-    expected = Expectation.of_loss(loss, tokens) if without_set == "full" else None
+    on_missing_set = given["on_missing_set"]
+    expected = Expectation.of_loss(loss, tokens) if on_missing_set == "full" else None
     scores, metrics = score_kept(
-        job, head, given["run"], sets, given["completion_ids"], "completion_ids", without_set,
+        job, head, given["run"], sets, given["completion_ids"], on_missing_set,
         expected=expected, others={name: given[name] for name in LOGPS},
     )  # fmt: skip
     out = _loss_of_logps(loss, tokens, given, scores.logps, scores.entropies, "kept_sets")

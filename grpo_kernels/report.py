@@ -219,7 +219,7 @@ def _loss(
     bonus = config.entropy_coef * (entropies * mask).sum() / mask.sum()
     loss = (per_token * mask / lengths).sum() / B - bonus
     loss.backward()
-    pairs = {"loss": (out.loss, loss), "per_token_logps": (out.per_token_logps, logps * mask)}
+    pairs = {"loss": (out.loss, loss), "logps": (out.logps, logps * mask)}
     pairs |= {"entropies": (out.entropies, entropies * mask)}
     names = ("hidden",) if frozen else ("hidden", "weight", "bias")
     return pairs | {f"d {x}": (ours[i].grad, exact[i].grad) for i, x in enumerate(names)}
@@ -228,7 +228,7 @@ def _loss(
 def _divergence(ours: list[Tensor], exact: list[Tensor], run: Run, *, kind: Any) -> Pairs:
     hidden, weight, _, other, other_weight = ours
     teacher = other.detach(), other_weight.detach()
-    found = linear_divergence(hidden, weight, *teacher, divergence=kind, run=run).divergence
+    found = linear_divergence(hidden, weight, teacher, divergence=kind, run=run).divergence
     log_p, log_q = ((exact[i] @ exact[i + 1].T).log_softmax(-1) for i in (0, 3))
     log_m = torch.logaddexp(log_p, log_q) - math.log(2.0)
     wanted = {

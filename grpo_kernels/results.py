@@ -20,7 +20,7 @@ class LossOutput:
 
     Attributes:
         loss: 0-d, attached to the graph; fp32 (fp64 for fp64 inputs).
-        per_token_logps: (B, T) or (N,), detached, 0 where masked; of the dtype of `loss`.
+        logps: (B, T) or (N,), detached, 0 where masked; of the dtype of `loss`.
         entropies: of the same shape and dtype, detached, 0 where masked.
         metrics: name -> mean, and ``metrics.pairs``: name -> (sum, count).
         engine: which engine served the call: one of `engine.plan.ENGINES`.
@@ -28,7 +28,7 @@ class LossOutput:
     """
 
     loss: Tensor
-    per_token_logps: Tensor
+    logps: Tensor
     entropies: Tensor
     metrics: Metrics
     engine: str

@@ -62,17 +62,17 @@ from grpo_kernels.base.checks import (
     check_ids,
     check_mask,
     check_number,
+    check_on_missing_set,
     check_shape,
     check_signed_ids,
     check_tensor,
-    check_without_set,
     is_dtensor,
 )
 from grpo_kernels.base.choices import (
     DivergenceName,
     Extra,
+    OnMissingSet,
     TopKDivergenceName,
-    WithoutSet,
     choices,
 )
 from grpo_kernels.base.tensors import take
@@ -103,16 +103,16 @@ from grpo_kernels.results import Scores
 from grpo_kernels.token_loss.record import TOPK_LOGPS, Coefficients
 from grpo_kernels.tokens import counted_positions
 
-_WITHOUT_SET = choices(WithoutSet)
+_ON_MISSING_SET = choices(OnMissingSet)
 
 
 @takes_heads(within_module)
 def linear_logprob(
     hidden: Tensor,  # (..., H)
     head: HeadLike,
-    ids: Tensor,  # (...)
+    completion_ids: Tensor,  # (...)
+    completion_mask: Tensor | None = None,  # (...)
     *,
-    mask: Tensor | None = None,  # (...)
     temperature: float | Tensor = 1.0,
     entropy: bool | Literal["full"] = True,
     extras: tuple[Extra, ...] = (),
@@ -120,7 +120,7 @@ def linear_logprob(
     topk_ids: Tensor | None = None,  # (..., K)
     # the sampler
     kept_ids: Tensor | KeptIds | None = None,  # (..., K)
-    without_set: WithoutSet = "error",
+    on_missing_set: OnMissingSet = "error",
     # how it is computed
     run: Run | None = None,
 ) -> Scores:
@@ -131,19 +131,20 @@ def linear_logprob(
     Results are differentiable, once, in hidden states, weight, bias and adapter.
 
     Args:
-        hidden: (..., H) hidden states, aligned with `ids`: the library never shifts.
+        hidden: (..., H) hidden states, aligned with `completion_ids`: nothing is shifted here.
         head: a weight (V, H), a `Head`, or the model's head module.
-        ids: (...) integers, the tokens to score; read only where the mask counts. (A loss calls
-            them `completion_ids`, and their mask `completion_mask`.)
-        mask: (...) bool, int or float; non-zero counts, NaN is refused. None: every position
-            counts.
-        temperature: a number, or one per position, shaped like `ids`; a constant, without gradient.
+        completion_ids: (...) integers, the tokens to score, of prompts or completions; read only
+            where the mask counts.
+        completion_mask: (...) bool, int or float; non-zero counts, NaN is refused. None: every
+            position counts.
+        temperature: a number, or one per position, shaped like `completion_ids`; a constant,
+            without gradient.
         entropy: False to leave out the entropy. With `kept_ids` it is over the set; ``"full"``:
             over the whole vocabulary, for one more product with the head.
         extras: further results of the same pass, without gradient: ``"log_sum_sq_probs"``,
             ``"mean_logits"``, ``"is_top1"``, see `Scores`. Not with `kept_ids`.
         expected: the upstream gradient that will arrive, up to one common factor: a = d loss / d
-            logp shaped like `ids`; or (a, b) with b = d loss / d entropy or None; or an
+            logp shaped like `completion_ids`; or (a, b) with b = d loss / d entropy or None; or an
             `Expectation`, or just its function. The gradient is exact whatever is expected. With
             `kept_ids`, for the positions that are scored over the whole vocabulary. Not with
             `topk_ids`.
@@ -164,7 +165,7 @@ def linear_logprob(
             Besides the workspace, 8 bytes for each (position, kept id) stay from forward to
             backward (12 in fp64). The host reads the sizes of the sets. With a divided head the
             sets, too, are the same on every rank.
-        without_set: treatment of a position without a set. ``"error"``: each set must hold the
+        on_missing_set: treatment of a position without a set. ``"error"``: each set must hold the
             sampled id. ``"full"``: a position whose set is empty, or lacks the sampled id, is
             scored over the whole vocabulary, as in prime-rl, and costs as without sets.
 
@@ -184,7 +185,7 @@ def linear_logprob(
     """
     given = {**locals()}
     if kept_ids is None:
-        check_without_set(without_set)
+        check_on_missing_set(on_missing_set)
         if not isinstance(entropy, bool):
             raise TypeError(f"entropy: expected a bool without kept_ids, got {entropy!r}")
     elif extras:
@@ -196,19 +197,19 @@ def linear_logprob(
     head = grouped(hidden, head)
     with together("linear_logprob", head.process_group, given) as ranks:
         hidden, head, _ = read_heads(hidden, head)
-        check_ids("ids", ids, hidden)
+        check_ids("completion_ids", completion_ids, hidden)
         if unknown := {*extras} - {*STATISTICS}:
             named = ", ".join(STATISTICS)
             raise ValueError(f"extras: expected some of {named}, got {sorted(unknown)}")
         job = begin(hidden, head, run, backend=None if kept_ids is None else "torch")
         job = replace(job, entropy=bool(entropy), extras=tuple(extras))
-        rows = _read_rows(job, ids, mask, temperature)
+        rows = _read_rows(job, completion_ids, completion_mask, temperature)
         # also where few rows, or none, may need it
         gradient = read_expected(
-            expected, ids, rows.positions, job.accumulator, entropy=bool(entropy)
+            expected, completion_ids, rows.positions, job.accumulator, entropy=bool(entropy)
         )
         if kept_ids is not None:
-            sets = read_kept_sets(kept_ids, without_set, ids, entropy)
+            sets = read_kept_sets(kept_ids, on_missing_set, completion_ids, entropy)
             job, tensors, _ = plan(job, hidden, head, rows, run, ranks, names=None)
         else:
             if topk_ids is not None:
@@ -218,24 +219,23 @@ def linear_logprob(
                 job = replace(job, extras=(*extras, TOPK_LOGPS))
             job, tensors, _ = plan(job, hidden, head, rows, run, ranks, gradient)
     if kept_ids is None:
-        return scored(job, tensors, None, gradient, ids.shape)
+        return scored(job, tensors, None, gradient, completion_ids.shape)
     options: dict[str, Any] = {"entropy": entropy, "expected": expected}
-    return score_kept(job, tensors, run, sets, ids, without_set=without_set, **options)[0]
+    return score_kept(job, tensors, run, sets, completion_ids, on_missing_set, **options)[0]
 
 
 @takes_heads(within_module)
 def linear_divergence(
     hidden: Tensor,  # (..., H)
     head: HeadLike,
-    teacher_hidden: Tensor,  # (..., H')
-    teacher_head: HeadLike,
+    teacher: tuple[Tensor, HeadLike],  # (..., H') and its head
+    completion_mask: Tensor | None = None,  # (...)
     *,
-    mask: Tensor | None = None,  # (...)
     divergence: DivergenceName = "reverse_kl",
     beta: float | None = None,
     temperature: float | Tensor = 1.0,
     entropy: bool = False,
-    ids: Tensor | None = None,  # (...)
+    completion_ids: Tensor | None = None,  # (...)
     expected: Tensor | tuple[Tensor, Tensor] | Expectation | None = None,  # (...)
     # how it is computed
     run: Run | None = None,
@@ -248,26 +248,28 @@ def linear_divergence(
     Values at masked positions are never read.
 
     Args:
-        hidden, head, mask: (..., H), the student's head and (...), as in `linear_logprob`.
-        teacher_hidden: (..., H'), the teacher's hidden states at the same positions. H' may differ
-            from H.
-        teacher_head: the teacher's head: a weight (V', H'), a `Head` without adapter, or a module
-            without active adapters, which is gathered for this call if FSDP2 or ZeRO-3 has divided
-            it: all ranks that share it must then make the call. V' may differ from V, and the
-            heads' ``vocab_size``: both distributions are then over the ids that both heads have,
-            the first ones, alone. A process group divides both heads, into the same ids on each
-            rank; its ranks do not see whole heads, so that both must have the same number of ids,
-            or the same ``vocab_size``.
+        hidden, head, completion_mask: (..., H), the student's head and (...), as in
+            `linear_logprob`.
+        teacher: (hidden states (..., H') at the same positions, head), constants. H' may differ
+            from H. The head is a weight (V', H'), a `Head` without adapter, or a module without
+            active adapters, which is gathered for this call if FSDP2 or ZeRO-3 has divided it: all
+            ranks that share it must then make the call. V' may differ from V, and the heads'
+            ``vocab_size``: both distributions are then over the ids that both heads have, the first
+            ones, alone. A process group divides both heads, into the same ids on each rank; its
+            ranks do not see whole heads, so that both must have the same number of ids, or the same
+            ``vocab_size``.
         divergence: ``"reverse_kl"``, ``"forward_kl"`` or ``"jsd"``.
         beta: for ``"jsd"``: TRL's beta, in [0, 1], by default 0.5; 0 is the forward and 1 the
             reverse KL.
         temperature: a number, or one per position.
         entropy: True to compute the entropy of the student's distribution.
-        ids: (...) tokens whose log-probabilities under the student to compute; None: none.
+        completion_ids: (...) tokens whose log-probabilities under the student to compute; None:
+            none.
         expected: the upstream gradient of each divergence, up to one common factor; None: the same
             for all, as from a sum or a mean. Where it is right, it saves the recomputation; the
-            gradient is exact in any case. With `ids` it may be a pair, of the divergences and of
-            the log-probabilities. It may also be an `Expectation`, which has the entropies too.
+            gradient is exact in any case. With `completion_ids` it may be a pair, of the
+            divergences and of the log-probabilities. It may also be an `Expectation`, which has the
+            entropies too.
         run: engine, backend, memory: `Run`.
 
     Returns:
@@ -282,26 +284,28 @@ def linear_divergence(
     A CUDA graph can be captured without a mask; there a head that trains takes two passes.
     """
     given, jsd_beta = {**locals()}, _beta_of(divergence, beta)
-    teacher: Any = (teacher_hidden, teacher_head)
-    if teacher_head is not None:
-        teacher = whole_reference(teacher, hidden, head, "teacher_")
+    both: Any = whole_reference(teacher, hidden, head, "teacher.")
     head = grouped(hidden, head)
-    if head.process_group is None and teacher_head is not None:
-        head, teacher = _over_common_ids(head, *teacher)
+    if head.process_group is None:
+        head, both = _over_common_ids(head, both)
     with together("linear_divergence", head.process_group, given) as ranks:
-        hidden, head, teacher = read_heads(hidden, head, teacher, prefix="teacher_")
-        if ids is not None:
-            check_ids("ids", ids, hidden)
-        job = begin(hidden, head, run, teacher, "teacher_")
+        if teacher is None:
+            raise TypeError("teacher: expected (hidden, head), got NoneType")
+        hidden, head, both = read_heads(hidden, head, both, prefix="teacher.")
+        if completion_ids is not None:
+            check_ids("completion_ids", completion_ids, hidden)
+        job = begin(hidden, head, run, both, "teacher.")
         job = replace(job, entropy=entropy, jsd_beta=jsd_beta)
-        rows = _read_rows(job, _no_ids(hidden) if ids is None else ids, mask, temperature)
+        ids = _no_ids(hidden) if completion_ids is None else completion_ids
+        rows = _read_rows(job, ids, completion_mask, temperature)
         gradient = expected_divergence(
-            expected, hidden, ids, rows.positions, job.accumulator, entropy=entropy
+            expected, hidden, completion_ids, rows.positions, job.accumulator, entropy=entropy
         )
         job, tensors, reference = plan(
-            job, hidden, head, rows, run, ranks, gradient, reference=teacher, prefix="teacher_"
+            job, hidden, head, rows, run, ranks, gradient, reference=both, prefix="teacher."
         )
-    return scored(job, tensors, reference, gradient, hidden.shape[:-1], has_ids=ids is not None)
+    has_ids = completion_ids is not None
+    return scored(job, tensors, reference, gradient, hidden.shape[:-1], has_ids=has_ids)
 
 
 @takes_heads(within_module)
@@ -310,9 +314,9 @@ def topk_divergence(
     head: HeadLike,
     teacher_ids: Tensor,  # (..., K)
     teacher_logps: Tensor,  # (..., K)
+    completion_mask: Tensor | None = None,  # (...)
     *,
-    mask: Tensor | None = None,  # (...)
-    divergence: TopKDivergenceName = "forward_kl",
+    divergence: TopKDivergenceName = "reverse_kl",
     tail: bool | None = None,
     log_prob_min_clamp: float | None = None,
     loss_max_clamp: float | None = None,
@@ -327,14 +331,14 @@ def topk_divergence(
     states, weight, bias and adapter. Values at masked positions are never read.
 
     Args:
-        hidden, head, mask, temperature: (..., H), the student's head, (...) and a number or (...),
-            as in `linear_logprob`.
+        hidden, head, completion_mask, temperature: (..., H), the student's head, (...) and a number
+            or (...), as in `linear_logprob`.
         teacher_ids: (..., K) signed integers, padded with -1, in any order. A repeated id counts
             once, with its first log-probability.
         teacher_logps: (..., K), natural logarithms, of a softmax over the whole vocabulary at the
             teacher's own temperature: they are used as they come. An entry of -inf is padding.
-        divergence: ``"forward_kl"``, KL(teacher || student), or ``"reverse_kl"``, KL(student ||
-            teacher).
+        divergence: ``"reverse_kl"``, KL(student || teacher), or ``"forward_kl"``, KL(teacher ||
+            student).
         tail: True: the other ids count as one more outcome. None: True for ``"reverse_kl"``, which
             needs it, else False. The tail's probability is clamped to at least eps of the dtype of
             `teacher_logps` or of the result, whichever is coarser: nothing smaller is known.
@@ -362,7 +366,10 @@ def topk_divergence(
         hidden, head, _ = read_heads(hidden, head)
         check_listed("teacher_ids", teacher_ids, hidden, teacher_logps)
         job = replace(begin(hidden, head, run), entropy=False, extras=("student_mass",))
-        rows, dtype = _read_rows(job, _no_ids(hidden), mask, temperature), job.accumulator
+        rows, dtype = (
+            _read_rows(job, _no_ids(hidden), completion_mask, temperature),
+            job.accumulator,
+        )
         weights = divergence_weights("expected", expected, hidden, rows.positions, dtype)
         measure = _measure_of(*measured, dtype, teacher_logps.dtype)
         listed, logps = (
@@ -370,7 +377,7 @@ def topk_divergence(
         )
         gradient = ExpectedGradient(coefficients=Coefficients(d_divergence=weights))
         rows = replace(rows, top_k=TopKTeacher.of(listed, logps, measure))
-        names = ("ids", "teacher_ids")
+        names = ("completion_ids", "teacher_ids")
         job, tensors, _ = plan(job, hidden, head, rows, run, ranks, gradient, names=names)
     return scored(job, tensors, None, gradient, hidden.shape[:-1], has_ids=False)
 
@@ -398,10 +405,10 @@ def scored(
 
 
 def read_kept_sets(
-    kept_ids: Any, without_set: Any, ids: Tensor, entropy: bool | str = True
+    kept_ids: Any, on_missing_set: Any, ids: Tensor, entropy: bool | str = True
 ) -> KeptIds:
     """The sets of checked `ids`, as int64 bounds and ids."""
-    check_choice("without_set", without_set, _WITHOUT_SET)
+    check_choice("on_missing_set", on_missing_set, _ON_MISSING_SET)
     if not isinstance(entropy, bool) and entropy != "full":
         raise ValueError(f"entropy: expected True, False or 'full', got {entropy!r}")
     return read_kept_ids(kept_ids, ids)
@@ -413,8 +420,7 @@ def score_kept(
     run: Run | None,
     sets: KeptIds,
     ids: Tensor,
-    ids_name: str = "ids",
-    without_set: WithoutSet = "error",
+    on_missing_set: OnMissingSet = "error",
     *,
     entropy: bool | str = True,
     expected: Expected | None = None,
@@ -434,9 +440,7 @@ def score_kept(
     run = Run() if run is None else run
     budget = WORKSPACE_BYTES if run.workspace_bytes is None else run.workspace_bytes
     over_sets = replace(job, workspace_bytes=budget, entropy=entropy is True)
-    survey = survey_sets(
-        over_sets, head.weight.shape[0], sets, ids, ids_name, without_set, others or {}
-    )
+    survey = survey_sets(over_sets, head.weight.shape[0], sets, ids, on_missing_set, others or {})
     planned, any_without = plan_sets(over_sets, head, sets, survey)
     whole, in_full, shape = None, entropy == "full", ids.shape
     if any_without or in_full:
@@ -447,7 +451,7 @@ def score_kept(
         )
         whole = replace(
             job,
-            rows=in_range(rows, (ids_name, ""), vocab, job.first_id),
+            rows=in_range(rows, ("completion_ids", ""), vocab, job.first_id),
             backend=choose_backend(run.backend, ids.device, job.dtype)[0],
             entropy=bool(entropy),
         )
@@ -474,8 +478,8 @@ def _no_ids(hidden: Tensor) -> Tensor:
 def _read_rows(job: Job, ids: Tensor, mask: Tensor | None, temperature: float | Tensor) -> Rows:
     """The rows where the mask counts, with ids not yet checked for range."""
     if mask is not None:
-        check_mask("mask", mask, ids)
-    positions = counted_positions("mask", mask, ids)
+        check_mask("completion_mask", mask, ids)
+    positions = counted_positions(mask, ids)
     inverse: float | Tensor
     if not isinstance(temperature, Tensor):
         check_number("temperature", temperature, 0.0)
@@ -494,19 +498,22 @@ def _read_rows(job: Job, ids: Tensor, mask: Tensor | None, temperature: float | 
     return Rows(positions, ids.detach().reshape(-1)[positions].long(), inverse)
 
 
-def _over_common_ids(head: Head, states: Tensor, teacher_head: HeadLike) -> tuple[Head, Any]:
+def _over_common_ids(head: Head, teacher: Any) -> tuple[Head, Any]:
     """Both heads with the `vocab_size` of the shorter one, if they differ and are valid."""
-    teacher = Head.of(teacher_head)
-    sizes: set[Any] = {head.vocab_size, teacher.vocab_size} - {None}
-    weights = (head.weight, teacher.weight)
+    if not isinstance(teacher, tuple) or len(teacher) != 2:
+        return head, teacher
+    states, given = teacher
+    other = Head.of(given)
+    sizes: set[Any] = {head.vocab_size, other.vocab_size} - {None}
+    weights = (head.weight, other.weight)
     if all(isinstance(x, Tensor) and not is_dtensor(x) and x.dim() == 2 for x in weights):
         rows = {x.shape[0] for x in weights}
         sizes |= rows if len(rows) > 1 else set()
     if not sizes or not all(isinstance(x, int) for x in sizes):
-        return head, (states, teacher_head)
-    if isinstance(teacher_head, Head):
-        teacher_head = replace(teacher, vocab_size=None)
-    return replace(head, vocab_size=min(sizes)), (states, teacher_head)
+        return head, teacher
+    if isinstance(given, Head):
+        given = replace(other, vocab_size=None)
+    return replace(head, vocab_size=min(sizes)), (states, given)
 
 
 def _beta_of(divergence: Any, beta: Any) -> float:

@@ -111,13 +111,13 @@ class Tokens:
         return self.ids.shape[0]
 
 
-def counted_positions(name: str, mask: Tensor | None, ids: Tensor) -> Tensor:
+def counted_positions(mask: Tensor | None, ids: Tensor) -> Tensor:
     """Return the indices (n,) into the flattened `mask` where it is not 0; all if it is None.
 
     Waits for the device once, to count them. Values other than 0 and 1 are warned of, once.
 
     Raises:
-        ValueError: there is NaN in the mask, which the message calls `name`.
+        ValueError: there is NaN in the mask.
     """
     if mask is None:
         return torch.arange(ids.numel(), device=ids.device)
@@ -131,7 +131,7 @@ def counted_positions(name: str, mask: Tensor | None, ids: Tensor) -> Tensor:
     positions = (torch.cat([counts, odd[None]]) | odd).nonzero()[:, 0]
     if positions.shape[0] <= mask.shape[0]:
         return positions
-    check_mask_values(name, has_nan=bool(mask.isnan().any()))
+    check_mask_values("completion_mask", has_nan=bool(mask.isnan().any()))
     return counts.nonzero()[:, 0]
 
 
@@ -181,7 +181,7 @@ def read_tokens(
         check_tensor(name, ratio, like=ids, floating=True)
         check_shape(name, ratio, per_token, ("(B, 1)", (batch, 1)), ("(B,)", (batch,)))
 
-    positions = counted_positions("completion_mask", completion_mask, ids)
+    positions = counted_positions(completion_mask, ids)
     layout = Layout(positions, *locate(positions), batch, columns, shape)
 
     def per_sequence(x: Tensor) -> bool:

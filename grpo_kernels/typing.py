@@ -25,10 +25,10 @@ from grpo_kernels.base.choices import (
     KLEstimator,
     LogitsDtype,
     LossTypeName,
+    OnMissingSet,
     RewardAggregation,
     SamplingMode,
     TopKDivergenceName,
-    WithoutSet,
     ZeroAdvantage,
 )
 from grpo_kernels.engine.plan import Gather
@@ -43,7 +43,7 @@ __all__ = [
     "AdvantageScale", "AdvantageStd", "BackendName", "BatchLayout", "CorrectionLevel",
     "CorrectionMode", "DivergenceName", "EngineName", "Extra", "ImportanceSamplingLevel",
     "KLEstimator", "LogitsDtype", "LossTypeName", "RewardAggregation", "SamplingMode",
-    "TopKDivergenceName", "WithoutSet", "ZeroAdvantage",
+    "TopKDivergenceName", "OnMissingSet", "ZeroAdvantage",
     # keyword arguments
     "LossFields", "LossInputKeywords",
     # arguments

@@ -30,7 +30,7 @@ def results(case: Case) -> list[Tensor]:
     """Everything a call returns and every gradient, NaN (a metric of no sequence) as a number."""
     out, grads = run(case)
     pairs = [x for _, pair in sorted(out.metrics.pairs.items()) for x in pair]
-    found = [out.loss.detach(), out.per_token_logps, out.entropies, *pairs]
+    found = [out.loss.detach(), out.logps, out.entropies, *pairs]
     found += [x for _, x in sorted(out.metrics.items())]
     found += [x for x in grads.values() if x is not None]
     return [y for x in found for y in (x.isnan(), x.nan_to_num())]
@@ -79,7 +79,7 @@ def test_nothing_to_learn_from(loss_type: str, level: str) -> None:
         case = make_case("empty", b=b, t=t, **options, **kind(loss_type, level))
         out, grads = run(case)
         assert out.loss.requires_grad and float(out.loss.detach()) == 0.0
-        assert out.per_token_logps.shape == out.entropies.shape == (b, t)
+        assert out.logps.shape == out.entropies.shape == (b, t)
         for name in ("hidden", "weight", "bias"):
             assert grads[name] is not None and not grads[name].any()
             assert grads[name].shape == getattr(case, name).shape
@@ -107,7 +107,7 @@ def test_sampling_logp_that_is_nan(loss_type: str) -> None:
     still are."""
     options = {"mask": "full", "sampling": True, "off_policy_mask_threshold": 0.1}
     case = make_case("sampling", loss_type=loss_type, **options)
-    sampling, agreeing = case.sampling_per_token_logps.clone(), run(case)[0].per_token_logps
+    sampling, agreeing = case.sampling_per_token_logps.clone(), run(case)[0].logps
     sampling[:, 2] = agreeing[:, 2]
     want = run(case.but(sampling_per_token_logps=sampling.clone()))[0]
     sampling[:, 2] = NAN
@@ -158,7 +158,7 @@ def test_nan_at_a_counted_position_surfaces(loss_type: str, level: str) -> None:
         assert bool(out.loss.isnan()) and bool(grads["weight"].isnan().any())
         rows = torch.zeros(3, 7, dtype=torch.bool)
         rows[1, 2] = name == "hidden"
-        assert torch.equal(out.per_token_logps.isnan(), rows)
+        assert torch.equal(out.logps.isnan(), rows)
         assert torch.equal(out.entropies.isnan(), rows)
         if level == "token" and not TERMS[loss_type].per_sequence:
             assert bool(grads["hidden"][[0, 2]].isfinite().all())

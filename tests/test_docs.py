@@ -145,9 +145,7 @@ def test_the_plain_loop_of_the_start_page_is_right_with_prompts_padded_on_the_le
         alone = model.lm_head(body.last_hidden_state).log_softmax(-1)[0, len(prompt) - 1 : -1]
         expected = alone.gather(1, completion_ids[row, :n, None])[:, 0]
         torch.testing.assert_close(logps[row, :n], expected.detach(), rtol=0, atol=1e-10)
-    torch.testing.assert_close(
-        out.per_token_logps * completion_mask, logps * completion_mask, rtol=0, atol=0
-    )
+    torch.testing.assert_close(out.logps * completion_mask, logps * completion_mask, rtol=0, atol=0)
     assert model.tokens.weight.grad.abs().max() > 0
 
 

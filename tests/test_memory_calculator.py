@@ -106,7 +106,7 @@ def test_figures_of_a_gpu_are_what_the_engines_allocate_there(
             run = Run(engine=need.name, workspace_bytes=size.workspace_bytes)  # type: ignore[arg-type]
             with GPUAllocations() as watch:
                 if size.score:
-                    linear_logprob(hidden, weight, ids, mask=mask)
+                    linear_logprob(hidden, weight, ids, completion_mask=mask)
                 else:
                     grpo_loss(
                         hidden, weight, ids, mask, OnGPU(torch.ones(b)), run=run

@@ -113,7 +113,7 @@ def of_module() -> Callable[[], None]:
 
 def scores(**more: Any) -> Callable[[], None]:
     def call() -> None:
-        found = linear_logprob(*operands(), IDS, mask=MASK, **more)
+        found = linear_logprob(*operands(), IDS, completion_mask=MASK, **more)
         backward(found.logps + (0.0 if found.entropies is None else found.entropies))
 
     return call
@@ -123,21 +123,21 @@ def expected() -> None:
     """Rightly, then wrongly."""
     hint = policy_expectation(presets.DAPO, completion_mask=MASK, advantages=ADVANTAGES)
     for expected in (hint, torch.ones(B, T)):
-        found = linear_logprob(*operands(), IDS, mask=MASK, expected=expected)
+        found = linear_logprob(*operands(), IDS, completion_mask=MASK, expected=expected)
         backward(-(found.logps * ADVANTAGES[:, None] * MASK) / MASK.sum())
 
 
 def divergence(**more: Any) -> Callable[[], None]:
     def call() -> None:
         teacher = torch.randn(B, T, H + 1), torch.randn(V, H + 1)
-        backward(linear_divergence(*operands(), *teacher, mask=MASK, **more).divergence)
+        backward(linear_divergence(*operands(), teacher, completion_mask=MASK, **more).divergence)
 
     return call
 
 
 def top_k() -> None:
     listed = torch.arange(K).expand(B, T, K), torch.randn(B, T, K).log_softmax(-1)
-    backward(topk_divergence(*operands(), *listed, mask=MASK).divergence)
+    backward(topk_divergence(*operands(), *listed, completion_mask=MASK).divergence)
 
 
 def own(tokens: Any) -> Tensor:
@@ -158,7 +158,7 @@ def unused() -> None:
     hidden, head = operands()
     grpo_loss(hidden, head, IDS, MASK, ADVANTAGES)
     linear_logprob(hidden, head, IDS)
-    linear_divergence(hidden, head, torch.randn(B, T, H), torch.randn(V, H))
+    linear_divergence(hidden, head, (torch.randn(B, T, H), torch.randn(V, H)))
 
 
 def refused() -> None:
@@ -192,7 +192,7 @@ CASES: dict[str, Callable[[], None]] = {
     "scores, more ids": scores(topk_ids=IDS[..., None]),
     "expected": expected,
     **{f"divergence, {x}": divergence(divergence=x) for x in ("reverse_kl", "forward_kl")},
-    "divergence, with ids": divergence(ids=IDS, entropy=True),
+    "divergence, with ids": divergence(completion_ids=IDS, entropy=True),
     "top-k divergence": top_k,
     "from log-probabilities": from_logps,
     "unused": unused,

@@ -224,7 +224,7 @@ def differentiate_everything() -> None:
     for head in (weight, weight.detach()):
         linear_logprob(hidden, head, ids, entropy=False).logps.sum().backward()
     for expected in (None, rising, (rising, rising)):
-        scores = linear_logprob(hidden, weight, ids, mask=mask, expected=expected)
+        scores = linear_logprob(hidden, weight, ids, completion_mask=mask, expected=expected)
         (scores.logps + 2 * scores.entropies).sum().backward()
 
     @grpo_kernels.token_level
@@ -239,7 +239,7 @@ def differentiate_everything() -> None:
             hidden, weight, ids, mask, torch.tensor([1.0, -1.0]), objective=objective
         ).loss.backward()
     scores = linear_logprob(
-        hidden, weight, ids, kept_ids=torch.arange(7).expand(2, 3, 7), mask=mask
+        hidden, weight, ids, kept_ids=torch.arange(7).expand(2, 3, 7), completion_mask=mask
     )
     grpo_kernels.policy_loss_from_logps(
         scores.logps, scores.entropies, mask, torch.ones(2)

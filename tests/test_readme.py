@@ -163,7 +163,7 @@ def test_plain_loop_is_right_with_left_padding(local: dict[str, str], adapted: b
     got = {name: x.grad for name, x in trained.items()}
     model.load_state_dict(before)
     loss, logps = full_logits_loss(names, model, names["loss_fn"])
-    torch.testing.assert_close(out.per_token_logps, logps.detach(), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(out.logps, logps.detach(), atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(out.loss.detach(), loss.detach(), atol=1e-6, rtol=1e-5)
     wanted = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
     assert any(x is not None and x.abs().max() > 0 for x in wanted)

@@ -44,7 +44,7 @@ def ours(inputs: Inputs, *, backend: str, engine: str = "auto", workspace: str =
         given = inputs.hidden, _head(inputs), inputs.ids, inputs.mask, inputs.advantages
         out = loss_fn(*given, old_per_token_logps=inputs.old, ref_per_token_logps=inputs.ref)
         note = f"{out.engine}, backend {run.backend}"
-        return Outcome(out.loss, out.per_token_logps, out.entropies, note)
+        return Outcome(out.loss, out.logps, out.entropies, note)
 
     return forward
 

@@ -278,11 +278,12 @@ def warn_of_ratio(log_ratio: Tensor | None) -> None:
         )
 
 
-def check_without_set(without_set: Any) -> None:
+def check_on_missing_set(on_missing_set: Any) -> None:
     """Its default: there are no kept ids."""
-    if without_set != "error":
+    if on_missing_set != "error":
         raise ValueError(
-            f"without_set: expected 'error', the default, without kept_ids, got {without_set!r}"
+            "on_missing_set: expected 'error', the default, without kept_ids, got "
+            f"{on_missing_set!r}"
         )
 
 

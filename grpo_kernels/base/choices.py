@@ -22,7 +22,7 @@ BatchLayout = Literal["tree", "trim", "padded"]
 Extra = Literal["log_sum_sq_probs", "mean_logits", "is_top1"]  # further results of `linear_logprob`
 DivergenceName = Literal["reverse_kl", "forward_kl", "jsd"]
 TopKDivergenceName = Literal["forward_kl", "reverse_kl"]
-WithoutSet = Literal["error", "full"]
+OnMissingSet = Literal["error", "full"]
 
 AdvantageScale = Literal["group", "batch", "mean", "none"]
 AdvantageStd = Literal["sample", "population"]

@@ -91,15 +91,14 @@ def survey_sets(
     rows_here: int,
     sets: KeptIds,
     ids: Tensor,
-    ids_name: str,
-    without_set: str,
+    on_missing_set: str,
     others: Mapping[str, Tensor | None],
 ) -> Survey:
     """Count the kept ids of all positions, a workspace at a time. Waits for no device but a CPU.
 
     Args:
         rows_here: ids of this rank's part of the head.
-        ids: (...) the ids to score, the argument `ids_name`.
+        ids: (...) the ids to score.
         others: other policies' log-probabilities, (...) each, which must be over the same sets.
     """
     rows, sampled = job.rows, ids.detach().reshape(-1)
@@ -121,14 +120,14 @@ def survey_sets(
             count.index_add_(0, owner, flag.long())
     sizes, local, outside, hits = counts[:, rows.positions]
     missing = hits == 0
-    invalid = (outside > 0) if without_set == "full" else (outside > 0) | missing
+    invalid = (outside > 0) if on_missing_set == "full" else (outside > 0) | missing
     if invalid.device.type != "cpu":
         without = missing & ~invalid
         return Survey(sizes, local, without, invalid)
     if bool(invalid.any()):
         i = int(invalid.nonzero()[0])
         at = rows.positions[i]
-        raise ValueError(_wrong(sets, ids, ids_name, at, int(sizes[i]), int(outside[i]), vocab))
+        raise ValueError(_wrong(sets, ids, at, int(sizes[i]), int(outside[i]), vocab))
     _check_others(others, rows.positions[(sizes == 1) & ~missing])
     return Survey(sizes, local, missing, None)
 
@@ -151,7 +150,6 @@ def _check_others(others: Mapping[str, Tensor | None], alone: Tensor) -> None:
 def _wrong(
     sets: KeptIds,
     ids: Tensor,
-    ids_name: str,
     position: Tensor,
     size: int,
     outside: int,
@@ -163,12 +161,12 @@ def _wrong(
         entries = sets.ids[int(sets.offsets[position]) : int(sets.offsets[position + 1])]
         bad = entries[(entries < -1) | (entries >= vocab)][0].item()
         return f"kept_ids: expected ids in [0, V) = [0, {vocab}) or -1, got {bad} at position {at}"
-    way_out = "; without_set='full' scores such positions over the whole vocabulary"
+    way_out = "; on_missing_set='full' scores such positions over the whole vocabulary"
     if size == 0:
         return f"kept_ids: expected a set where the mask counts, got none at position {at}{way_out}"
     got = ids.reshape(-1)[position].item()
     return (
-        f"{ids_name}: expected an id of the position's kept set, got {got} at position {at}"
+        f"completion_ids: expected an id of the position's kept set, got {got} at position {at}"
         f"{way_out}"
     )
 

@@ -296,7 +296,7 @@ def together(call: str, group: Any, arguments: Mapping[str, Any]) -> Iterator[Ra
     if group is None:
         yield None
         return
-    apart = ("hidden", "head", "reference", "teacher_hidden", "teacher_head", "run")
+    apart = ("hidden", "head", "reference", "teacher", "run")
     ranks = Ranks(call, group, {k: x for k, x in arguments.items() if k not in apart})
     try:
         yield ranks
@@ -356,7 +356,7 @@ def plan(
     *,
     reference: Reference | None = None,
     prefix: str = "reference.",
-    names: tuple[str, str] | None = ("ids", "topk_ids"),
+    names: tuple[str, str] | None = ("completion_ids", "topk_ids"),
 ) -> tuple[Job, Tensors, Tensors | None]:
     """Plan a call that `begin` began; return it, and the tensors of both heads.
 

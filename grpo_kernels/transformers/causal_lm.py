@@ -23,7 +23,7 @@ from grpo_kernels.base.choices import (
     BatchLayout,
     DivergenceName,
     LogitsDtype,
-    WithoutSet,
+    OnMissingSet,
     ZeroAdvantage,
 )
 from grpo_kernels.body.layout import takes
@@ -45,7 +45,7 @@ _OF_LOSS = signature(grpo_loss).parameters.keys() - {"fields"}
 _LOGPS = {name for name in _OF_LOSS if name.endswith("_per_token_logps")}
 _OF_EXPECTATION = _LOGPS | {"importance_sampling_ratio", "num_items_in_batch"}
 _LOSS_INPUTS = _OF_EXPECTATION | {
-    "kept_ids", "without_set", "sampling_topk_ids", "sampling_topk_logps",
+    "kept_ids", "on_missing_set", "sampling_topk_ids", "sampling_topk_logps",
 }  # fmt: skip
 # Names that every forward with **kwargs takes: fields of TransformersKwargs (older releases have
 # fewer, or none), and names that transformers' decorators of a forward read. num_items_in_batch is
@@ -170,7 +170,7 @@ def completion_logprobs(
     model: nn.Module, input_ids: Tensor, attention_mask: Tensor | None, completion_mask: Tensor, *,
     loss_fn: GRPOLoss | None = ..., temperature: float | None = ...,
     logits_dtype: LogitsDtype = ..., kept_ids: Tensor | KeptIds | None = ...,
-    without_set: WithoutSet = ..., entropy: bool = ..., layout: BatchLayout = ...,
+    on_missing_set: OnMissingSet = ..., entropy: bool = ..., layout: BatchLayout = ...,
     return_output: Literal[False] = ..., **model_inputs: Any,
 ) -> Scores: ...
 @overload
@@ -178,7 +178,7 @@ def completion_logprobs(
     model: nn.Module, input_ids: Tensor, attention_mask: Tensor | None, completion_mask: Tensor, *,
     loss_fn: GRPOLoss | None = ..., temperature: float | None = ...,
     logits_dtype: LogitsDtype = ..., kept_ids: Tensor | KeptIds | None = ...,
-    without_set: WithoutSet = ..., entropy: bool = ..., layout: BatchLayout = ...,
+    on_missing_set: OnMissingSet = ..., entropy: bool = ..., layout: BatchLayout = ...,
     return_output: Literal[True], **model_inputs: Any,
 ) -> tuple[Scores, ModelOutput]: ...
 # fmt: on
@@ -194,7 +194,7 @@ def completion_logprobs(
     temperature: float | None = None,
     logits_dtype: LogitsDtype = "float32",
     kept_ids: Tensor | KeptIds | None = None,  # (B, T, K)
-    without_set: WithoutSet = "error",
+    on_missing_set: OnMissingSet = "error",
     entropy: bool = True,
     layout: BatchLayout = "tree",
     return_output: bool = False,
@@ -217,7 +217,7 @@ def completion_logprobs(
         loss_fn: the loss that the log-probabilities are for; its temperature applies.
         temperature: divisor of the logits; None: the temperature of `loss_fn`, or 1 without one.
         logits_dtype: as in `grpo_kernels.Head`.
-        kept_ids, without_set: as in `linear_logprob`: the ids that a truncating sampler kept, at
+        kept_ids, on_missing_set: as in `linear_logprob`: the ids that a truncating sampler kept, at
             the columns of `completion_mask`.
         entropy: True to compute entropies.
         layout: arrangement of the batch below the head, as in `causal_lm_loss`.
@@ -262,11 +262,11 @@ def completion_logprobs(
             states,
             replace(heads.read(head, states), logits_dtype=logits_dtype),
             ids,
-            mask=mask,
+            completion_mask=mask,
             temperature=divisor,
             entropy=entropy,
             kept_ids=_moved(kept_ids, states),
-            without_set=without_set,
+            on_missing_set=on_missing_set,
             run=heads.gathering(head),
         )
         return tuple(found.given.values())
@@ -341,14 +341,13 @@ def causal_lm_divergence(
         found = linear_divergence(
             states,
             replace(heads.read(head, states), logits_dtype=logits_dtype),
-            teacher_states.to(states.device, dtypes[0]),
-            teacher_head,
-            mask=mask,
+            (teacher_states.to(states.device, dtypes[0]), teacher_head),
+            completion_mask=mask,
             divergence=divergence,
             beta=beta,
             temperature=temperature,
             entropy=entropy,
-            ids=ids,
+            completion_ids=ids,
             run=heads.gathering(head, run),
         )
         return tuple(found.given.values())

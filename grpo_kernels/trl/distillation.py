@@ -77,9 +77,11 @@ def divergence_loss(
         found = linear_divergence(
             student_hidden_states,
             _head(heads[0], *student, student_final_logit_softcapping, student_logit_scale),
-            teacher_hidden_states,
-            _head(heads[1], *teacher, teacher_final_logit_softcapping, teacher_logit_scale),
-            mask=valid,
+            (
+                teacher_hidden_states,
+                _head(heads[1], *teacher, teacher_final_logit_softcapping, teacher_logit_scale),
+            ),
+            completion_mask=valid,
             divergence="jsd",
             beta=beta,
             temperature=temperature,

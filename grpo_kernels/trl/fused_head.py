@@ -56,7 +56,8 @@ class HeadOptions:
     run: Run = field(default_factory=Run)
     layout: choices.BatchLayout = "tree"
     logits_dtype: choices.LogitsDtype = "float32"
-    without_set: choices.WithoutSet | None = None  # as in `linear_logprob`, where there are sets
+    # as in `linear_logprob`, where there are sets
+    on_missing_set: choices.OnMissingSet | None = None
     shares: Shares = field(default_factory=Shares)
 
     def __post_init__(self) -> None:  # each raises for a value that it does not know
@@ -144,7 +145,7 @@ class FusedHead:
         expected = call.expected if torch.is_grad_enabled() else None
         if self.sets is not None:
             start = columns.start
-            compute, drawn = over_sets(self.sets, inputs, labelled, start, options.without_set)
+            compute, drawn = over_sets(self.sets, inputs, labelled, start, options.on_missing_set)
             counted = counted & drawn
         names: list[str] = []
 
@@ -159,7 +160,7 @@ class FusedHead:
                     states,
                     replace(heads.read(head, states), logits_dtype=options.logits_dtype),
                     ids.clamp(min=0).to(states.device),
-                    mask=counted.to(states.device),
+                    completion_mask=counted.to(states.device),
                     temperature=self.temperature,
                     entropy="entropy" in self.outputs,
                     extras=tuple(name for name in EXTRAS if name in self.outputs),

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_kernels.base.choices import WithoutSet
+from grpo_kernels.base.choices import OnMissingSet
 from grpo_kernels.kept_ids import KeptIds, joined_ids
 from grpo_kernels.results import Scores
 from grpo_kernels.scores import linear_logprob
@@ -108,7 +108,7 @@ def over_sets(
     inputs: dict[str, Any],
     labelled: Tensor,  # (B, n) bool, the states from column `start` that predict a completion's id
     start: int,
-    without_set: WithoutSet | None,
+    on_missing_set: OnMissingSet | None,
 ) -> tuple[Callable[..., Scores], Tensor]:
     """(`linear_logprob` over the sets of a forward's rows, the mask (B, n) of drawn tokens).
 
@@ -127,5 +127,5 @@ def over_sets(
             counts[i, of_tokens[i]], drawn[i, of_tokens[i]] = x.counts, x.drawn
     joined = torch.cat([x.ids for x in rows if x is not None])
     kept = KeptIds.from_counts(joined.to(labelled.device), counts.to(labelled.device))
-    of_sets: dict[str, Any] = {"kept_ids": kept, "without_set": without_set}
+    of_sets: dict[str, Any] = {"kept_ids": kept, "on_missing_set": on_missing_set}
     return partial(linear_logprob, **of_sets), drawn.to(ids.device)

@@ -89,7 +89,7 @@ class Scoring(LogsShares):
         return int(self.args.steps_per_generation * self.num_iterations)
 
     def _generate_and_score_completions(self, inputs: Any) -> Batch:
-        """TRL's batch, without what is scored later; with `sampling_mask` it has the sets."""
+        """TRL's batch, without what is scored later; with `on_missing_set` it has the sets."""
         if self._is_deferred is None:
             self._is_deferred = self._defers_old()
             self._defers_reference = self.kl_estimator == "full" or not (
@@ -121,9 +121,9 @@ class Scoring(LogsShares):
         return batch
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
-        """What TRL's rollout generates; with `sampling_mask`, keep the sampler's sets."""
+        """What TRL's rollout generates; with `on_missing_set`, keep the sampler's sets."""
         generated = super()._generate(*args, **kwargs)
-        if self.sampling_mask is not None:
+        if self.on_missing_set is not None:
             self._set_sets(taken_sets(generated, self.accelerator, metrics_of(self)))
         return generated
 
@@ -137,7 +137,7 @@ class Scoring(LogsShares):
             self._set_sets(None)
 
     def _set_sets(self, sets: Sequence[SampledSets | None] | None) -> None:
-        for model in (self.model, self.ref_model) if self.sampling_mask is not None else ():
+        for model in (self.model, self.ref_model) if self.on_missing_set is not None else ():
             if model is not None:
                 head_of(model).sets = sets
 
@@ -184,12 +184,12 @@ class Scoring(LogsShares):
             if is_set
         ]
         of_sequence = is_corrected(self) and mode.startswith("sequence_")
-        if cuts and of_sequence and self.sampling_mask is None:
+        if cuts and of_sequence and self.on_missing_set is None:
             warn_once(
                 f"{', '.join(cuts)}: the sampler's log-probabilities are of the ids that it keeps, "
                 "ours of all, so that a sequence's ratio falls with its length, and "
                 f"vllm_importance_sampling_mode={mode!r} multiplies the loss by it; hand over the "
-                "sets (sampling_mask=, docs/samplers.md), or sample from the whole vocabulary"
+                "sets (on_missing_set=, docs/samplers.md), or sample from the whole vocabulary"
             )
 
     def _due(self) -> list[Batch]:
@@ -419,7 +419,7 @@ class Reference:
         # read now: under FSDP2 the weight is another tensor within a forward than outside
         weight, bias = modules.constants_of(self._linear, "reference")
         reference = replace(self._constants, weight=weight, bias=bias)
-        found = linear_divergence(hidden, head, states, reference, ids=ids, **how)
+        found = linear_divergence(hidden, head, (states, reference), completion_ids=ids, **how)
         if call.divergences is None or torch.is_grad_enabled():
             call.divergences = found.divergence
         return Scores.of(logps=found.logps, entropies=found.entropies)

@@ -86,10 +86,10 @@ class FusedLossMixin(scoring.Scoring):
         tokens_per_forward: most tokens of a regrouped micro-batch, a shared prompt counted once;
             None: as many as TRL's padded micro-batch has. More of them is faster and takes more
             memory.
-        sampling_mask: None: all is scored over the whole vocabulary, as in TRL. ``"error"`` or
-            ``"full"``, the `without_set` of `grpo_kernels.linear_logprob`: a `rollout_func` returns
-            the ids that a truncating sampler kept (``"sampling_mask"``), and log-probabilities and
-            entropies are over these sets. Logged: ``kept/size``, the mean size of a set, and
+        on_missing_set: None: all is scored over the whole vocabulary, as in TRL. ``"error"`` or
+            ``"full"``, as in `grpo_kernels.linear_logprob`: a `rollout_func` returns the ids that a
+            truncating sampler kept (``"sampling_mask"``), and log-probabilities and entropies are
+            over these sets. Logged: ``kept/size``, the mean size of a set, and
             ``kept/without_set``, the share of tokens without one.
         engine, backend, workspace_bytes: as in `grpo_kernels.Run`, of every call of the head. On a
             GPU with memory free the default takes more memory than TRL's head,
@@ -106,7 +106,7 @@ class FusedLossMixin(scoring.Scoring):
         layout: choices.BatchLayout = "tree",
         regroup: bool | Literal["auto"] = "auto",
         tokens_per_forward: int | None = None,
-        sampling_mask: choices.WithoutSet | None = None,
+        on_missing_set: choices.OnMissingSet | None = None,
         engine: choices.EngineName = "auto",
         backend: choices.BackendName = "auto",
         workspace_bytes: int | None = None,
@@ -114,12 +114,12 @@ class FusedLossMixin(scoring.Scoring):
     ) -> None:
         self._shares, self._figures = Shares(), {True: [], False: []}
         run = Run(engine, backend, workspace_bytes)
-        options = HeadOptions(run, layout, without_set=sampling_mask, shares=self._shares)
+        options = HeadOptions(run, layout, on_missing_set=on_missing_set, shares=self._shares)
         TrunkOptions(zero_advantage)  # raises for an unknown one
         check_choice("kl_estimator", kl_estimator, ("k3", "full"), "; 'k3' is TRL's own")
-        if sampling_mask is not None:
-            modes, hint = choices.choices(choices.WithoutSet), ", and not None"
-            check_choice("sampling_mask", sampling_mask, modes, hint)
+        if on_missing_set is not None:
+            modes, hint = choices.choices(choices.OnMissingSet), ", and not None"
+            check_choice("on_missing_set", on_missing_set, modes, hint)
         for name, value in (
             ("regroup", regroup),
             ("fused_sampling_correction", fused_sampling_correction),
@@ -128,7 +128,7 @@ class FusedLossMixin(scoring.Scoring):
                 raise ValueError(f"{name}: expected 'auto', True or False, got {value!r}")
         self.fused_sampling_correction, self.kl_estimator = fused_sampling_correction, kl_estimator
         self.zero_advantage, self.layout = zero_advantage, layout
-        self.tokens_per_forward, self.sampling_mask = tokens_per_forward, sampling_mask
+        self.tokens_per_forward, self.on_missing_set = tokens_per_forward, on_missing_set
         ours = partial(fused_head.add_fused_lm_head, options=options)
         with fused_head.adapters_allowed(), replaced(trl_grpo, "add_fused_lm_head", ours):
             super().__init__(*args, **kwargs)
@@ -166,7 +166,7 @@ class FusedLossMixin(scoring.Scoring):
 
     def _check_options(self) -> None:
         """Raise ValueError for options that exclude each other."""
-        args, sets, has_sets = self.args, self.sampling_mask, self.sampling_mask is not None
+        args, sets, has_sets = self.args, self.on_missing_set, self.on_missing_set is not None
         skips, is_exact = self.zero_advantage == "skip", self.kl_estimator == "full"
         if skips:
             check_skip(config_of_trainer(args))
@@ -198,13 +198,13 @@ class FusedLossMixin(scoring.Scoring):
             ),
             (
                 has_sets and is_exact,
-                "sampling_mask: expected None with kl_estimator='full', the divergence over the "
+                "on_missing_set: expected None with kl_estimator='full', the divergence over the "
                 f"whole vocabulary, got {sets!r}",
             ),
             (
                 has_sets and self.rollout_func is None,
-                "sampling_mask: expected None with no rollout_func, whose output has the sets, got "
-                f"{sets!r}",
+                "on_missing_set: expected None with no rollout_func, whose output has the sets, "
+                f"got {sets!r}",
             ),
         ):
             if is_wrong:

@@ -221,8 +221,9 @@ def _distilled(
         head,
         ids,
         logps,
+        divergence="forward_kl",
         log_prob_min_clamp=task.log_prob_min_clamp,
-        mask=None if task.rows is None else task.rows.counted,
+        completion_mask=None if task.rows is None else task.rows.counted,
         temperature=temperature,
     )
     return Distilled(found.divergence, found.student_mass, logps.detach().float().exp().sum(dim=-1))

@@ -171,7 +171,11 @@ def scored(
     """Log-probabilities of `ids`, and entropies if they are read; `rows`: those that count."""
     options: dict[str, Any] = {}
     if rows is not None:
-        options = {"mask": rows.counted, "expected": rows.expected, "entropy": rows.entropy}
+        options = {
+            "completion_mask": rows.counted,
+            "expected": rows.expected,
+            "entropy": rows.entropy,
+        }
     found = linear_logprob(hidden, head, ids, temperature=temperature, **options)
     return found.logps if rows is None else rows.filled(found.logps), found.entropies
 

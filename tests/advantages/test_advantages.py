@@ -80,7 +80,8 @@ def z_scores(values, ids, correction, epsilon, over="group"):
     return out
 
 
-def loop_group(table, ids, weights, scale, std, aggregation, epsilon):
+def loop_group(table, ids, weights, *, scale_rewards, std, multi_objective_aggregation, eps):
+    scale, aggregation, epsilon = scale_rewards, multi_objective_aggregation, eps
     correction = 1 if std == "sample" else 0
     if aggregation == "sum_then_normalize":
         totals = [weighted(row, weights) for row in table]
@@ -96,7 +97,8 @@ def loop_group(table, ids, weights, scale, std, aggregation, epsilon):
     return [0.0 if math.isnan(a) else a for a in result]
 
 
-def loop_rloo(values, ids, normalize, epsilon):
+def loop_rloo(values, ids, normalize_advantages, eps):
+    normalize, epsilon = normalize_advantages, eps
     out = []
     for i, value in enumerate(values):
         rows = [j for j in range(len(values)) if ids[j] == ids[i] and j != i]
@@ -157,7 +159,8 @@ def test_group_advantages_against_loops(scale, std, aggregation):
         ids = [rng.choice([-7, 0, 3, 10**12]) for _ in range(rows)]
         weights = [rng.uniform(-1, 2) for _ in range(columns)] if columns else None
         epsilon = rng.choice([1e-4, 0.1])
-        options = {"scale": scale, "std": std, "aggregation": aggregation, "epsilon": epsilon}
+        options = {"scale_rewards": scale, "std": std, "eps": epsilon}
+        options["multi_objective_aggregation"] = aggregation
         result = adv.group_advantages(rewards, group_ids=ids, reward_weights=weights, **options)
         table = rewards.double().reshape(rows, -1).tolist()
         expected = loop_group(table, ids, weights or [1.0], **options)
@@ -172,7 +175,7 @@ def test_rloo_against_loops(normalize):
         rows = rng.randint(3, 14)
         rewards = random_rewards(seed, rows, 2, nan_share=0.4)
         ids, weights = [rng.randint(0, 3) for _ in range(rows)], [0.5, 2.0]
-        options = {"normalize": normalize, "epsilon": 1e-4}
+        options = {"normalize_advantages": normalize, "eps": 1e-4}
         grouped = {"group_ids": torch.tensor(ids), "reward_weights": weights}
         totals = [weighted(row, weights) for row in rewards.double().tolist()]
         result = adv.rloo_advantages(rewards, **grouped, **options)
@@ -183,10 +186,11 @@ def test_worked_examples_of_the_paper():
     """Normalised: -0.447, 0.447, -1.342, 1.342; each token sums the steps that end at or after
     it."""
     rewards, ends = [[0.8, 0.9, 0.7, 1.0]] * 3, [[1, 3, 4, 6]] * 3
-    result = adv.process_advantages(rewards, ends, 3, length=8, epsilon=0.0)
+    options = {"std": "population", "eps": 0.0}
+    result = adv.process_advantages(rewards, ends, 3, length=8, **options)
     close(result, [[0, 0, 0.447, 0.447, 0, 1.342, 1.342, 0]] * 3, 5e-4)
     outcomes = torch.tensor([8.5, 6.2, 4.1])  # and of outcome supervision
-    result = adv.group_advantages(outcomes, 3, std="population", epsilon=1e-8)
+    result = adv.group_advantages(outcomes, 3, std="population", eps=1e-8)
     assert [round(a, 2) for a in result.tolist()] == [1.24, -0.04, -1.21]
 
 
@@ -265,10 +269,10 @@ def test_whiten_against_loops(std):
     x[~mask] = NAN
     mean, spread = mean_std(x.flatten().tolist(), int(std == "sample"))
     close(adv.whiten(x, mask, std=std), torch.where(mask, (x - mean) / (spread + 1e-8), 0.0))
-    options = {"std": std, "shift_mean": False, "epsilon": 0.5}
+    options = {"std": std, "shift_mean": False, "eps": 0.5}
     close(adv.whiten(x, mask, **options), torch.where(mask, x / (spread + 0.5), 0.0))
     assert adv.whiten(torch.tensor([[3.0]]), torch.ones(1, 1), **options).item() == 6.0
-    assert not adv.whiten(torch.full((2, 5), 0.1), torch.ones(2, 5), epsilon=0.0).any()
+    assert not adv.whiten(torch.full((2, 5), 0.1), torch.ones(2, 5), eps=0.0).any()
     assert not adv.whiten(x, torch.zeros_like(mask)).any()
 
 
@@ -283,7 +287,7 @@ def test_reinforce_plus_plus_against_loops(baseline, gamma, beta):
         if baseline:
             totals = z_scores(totals, ids, 0, 0.0, "none")
         raw = loop_reinforce(totals, mask.tolist(), kl.tolist(), beta, gamma)
-        mean, spread = mean_std([a for row in raw for a in row if a is not None], 0)
+        mean, spread = mean_std([a for row in raw for a in row if a is not None], 1)
         scaled = [[0.0 if a is None else (a - mean) / (spread + 1e-8) for a in x] for x in raw]
         options = {"gamma": gamma, "beta": 0.2, "reward_weights": weights}
         options |= {"per_token_kl": kl.masked_fill(~mask, NAN)} if beta else {}
@@ -326,7 +330,8 @@ def test_defaults_equal_trl(scale, aggregation):
     for seed, (rows, num_generations, nan_share) in enumerate(cases):
         rewards, weights = random_rewards(seed, rows, 2, nan_share), torch.tensor([1.0, 0.3])
         expected = trl_advantages(rewards.clone(), num_generations, weights, scale, aggregation)
-        options = {"scale": scale, "aggregation": aggregation, "reward_weights": weights}
+        options = {"scale_rewards": scale, "reward_weights": weights}
+        options["multi_objective_aggregation"] = aggregation
         result = adv.group_advantages(rewards, num_generations, **options)
         torch.testing.assert_close(result, expected, atol=3e-6, rtol=1e-5)
         if scale == "group" and aggregation == "sum_then_normalize":
@@ -358,7 +363,8 @@ def batch(seed: int, *, holes: bool = False, rows: int = 13, length: int = 7) ->
 
 
 def of_group(scale: str, aggregation: str) -> Any:
-    options: dict[str, Any] = {"scale": scale, "aggregation": aggregation, "epsilon": 0.0}
+    options: dict[str, Any] = {"scale_rewards": scale, "eps": 0.0}
+    options["multi_objective_aggregation"] = aggregation
     return lambda d, **group: adv.group_advantages(d.rewards, group_ids=d.ids, **options, **group)
 
 
@@ -370,7 +376,7 @@ ESTIMATORS = {
     },
     "rloo": lambda d, **group: adv.rloo_advantages(d.rewards, group_ids=d.ids, **group),
     "rloo normalised": lambda d, **group: adv.rloo_advantages(
-        d.rewards, group_ids=d.ids, normalize=True, epsilon=0.0, **group
+        d.rewards, group_ids=d.ids, normalize_advantages=True, eps=0.0, **group
     ),
     "process": lambda d, **group: adv.process_advantages(
         d.rewards, d.ends, group_ids=d.ids, completion_mask=d.mask, **group
@@ -385,7 +391,7 @@ ESTIMATORS = {
     "reinforce++ baseline": lambda d, **group: adv.reinforce_plus_plus(
         d.rewards, d.mask, per_token_kl=d.kl, beta=0.2, group_ids=d.ids, **group
     ),
-    "whiten": lambda d, **group: adv.whiten(d.token_rewards, d.mask, epsilon=0.0, **group),
+    "whiten": lambda d, **group: adv.whiten(d.token_rewards, d.mask, eps=0.0, **group),
 }
 CENTRED = [name for name in ESTIMATORS if name.split()[0] in ("group", "rloo", "process")]
 
@@ -541,11 +547,11 @@ WRONG: list[tuple[type[Exception], str, Any, str]] = [
     (TypeError, "num_generations", 2.0, "expected an int, got float"),
     (TypeError, "group_ids", R, "expected integers, got torch.float32"),
     (ValueError, "group_ids", [0] * 7, r"expected shape \(B,\) = \(4,\), got \(7,\)"),
-    (ValueError, "scale", "groups", "expected one of .* got 'groups'"),
+    (ValueError, "scale_rewards", "groups", "expected one of .* got 'groups'"),
     (ValueError, "std", "biased", "expected one of .* got 'biased'"),
-    (ValueError, "aggregation", "sum", "expected one of .* got 'sum'"),
-    (ValueError, "epsilon", -1.0, "expected a finite number >= 0, got -1"),
-    (TypeError, "epsilon", "1", "expected a number, got '1'"),
+    (ValueError, "multi_objective_aggregation", "sum", "expected one of .* got 'sum'"),
+    (ValueError, "eps", -1.0, "expected a finite number >= 0, got -1"),
+    (TypeError, "eps", "1", "expected a number, got '1'"),
     (ValueError, "completion_mask", R, r"expected shape \(B, T\), got \(4,\)"),
     (TypeError, "completion_mask", 3, "expected a tensor, got int"),
     (ValueError, "completion_mask", M * NAN, "expected 0 or a number that is not, got nan"),

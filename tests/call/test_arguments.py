@@ -37,7 +37,13 @@ def valid(call: str) -> dict[str, Any]:
     if call == "logprob":
         mask, temperature = inputs["completion_mask"], inputs["importance_sampling_ratio"]
         expected = inputs["old_per_token_logps"]
-        return {**head, "ids": ids, "mask": mask, "temperature": temperature, "expected": expected}
+        return {
+            **head,
+            "completion_ids": ids,
+            "completion_mask": mask,
+            "temperature": temperature,
+            "expected": expected,
+        }
     if call == "expectation":
         return {"config": LossConfig(beta=0.1), **inputs}
     config = LossConfig(beta=0.1, off_policy_mask_threshold=0.5, entropy_coef=0.01)
@@ -110,8 +116,8 @@ TENSORS = [
     ("packed", "importance_sampling_ratio", "padded"),
     ("packed", "cu_seqlens", "list nested meta"),
     ("logprob", "bias", "int meta"),
-    ("logprob", "ids", "float transposed"),
-    ("logprob", "mask", "shorter list"),
+    ("logprob", "completion_ids", "float transposed"),
+    ("logprob", "completion_mask", "shorter list"),
     ("logprob", "temperature", "first_column scalar int meta"),
     ("logprob", "expected", "shorter scalar number complex meta"),
     ("expectation", "completion_mask", "list first"),
@@ -137,7 +143,7 @@ VALUES: list[Wrong] = [
     ("logprob", "hidden", lambda x: x[0, 0], ValueError),
     *(("loss", "completion_ids", with_id(x), ValueError, str(x)) for x in (-1, V, -100)),
     ("packed", "completion_ids", with_id(2**40), ValueError, str(2**40)),
-    ("logprob", "ids", with_id(V), ValueError, str(V)),
+    ("logprob", "completion_ids", with_id(V), ValueError, str(V)),
     *((x, "ref_per_token_logps", None, ValueError, "None")
       for x in ("loss", "module", "expectation")),
     ("packed", "cu_seqlens", lambda x: x.float(), ValueError),
@@ -247,7 +253,7 @@ def good() -> list[Tensor]:
     logps, entropies = scores.logps, scores.entropies
     (out.loss + (logps * logps.detach()).sum() + entropies.sum()).backward()
     grads = [x[name].grad for x in (given, other) for name in HEAD]
-    values = [out.loss, out.per_token_logps, out.entropies, *dict(out.metrics).values()]
+    values = [out.loss, out.logps, out.entropies, *dict(out.metrics).values()]
     return [*values, logps, entropies, *grads]
 
 
@@ -333,5 +339,5 @@ def test_next_good_call_gives_the_same_bits(first: list[Tensor]) -> None:
 def test_the_output_says_which_backend_it_was(backend: str) -> None:
     out = flat(grpo_loss)(**small_batch(), backend=backend)
     assert out.backend == backend
-    given = out.per_token_logps, out.entropies, torch.ones(2, 5), torch.ones(2)
+    given = out.logps, out.entropies, torch.ones(2, 5), torch.ones(2)
     assert policy_loss_from_logps(*given).backend == "torch"

@@ -55,7 +55,7 @@ def batch(given: dict[str, Tensor], **changes: Any) -> dict[str, Any]:
 
 
 def both(given: dict[str, Tensor], **options: Any) -> tuple[Tensor, Tensor]:
-    scores = flat(linear_logprob)(**given, ids=IDS, **options)
+    scores = flat(linear_logprob)(**given, completion_ids=IDS, **options)
     return scores.logps, scores.entropies
 
 
@@ -191,7 +191,7 @@ def test_evaluation_does_forward_work_only(
     # Triton's fused kernel rounds the ratio otherwise than what evaluates
     rtol = 2e-6 if every_backend == "triton" else 0
     assert_close(out.loss, trained.loss.detach(), rtol=rtol, atol=0)
-    assert torch.equal(out.per_token_logps, trained.per_token_logps)
+    assert torch.equal(out.logps, trained.logps)
 
 
 @on_every_backend
@@ -242,7 +242,11 @@ def test_nothing_of_the_callers_is_written_or_read_again(engine: str) -> None:
     frozen, options = engine_options(engine)
     given = head(torch.float32, frozen)
     inputs = batch(given, bias=given["bias"], importance_sampling_ratio=torch.rand(2, N // 2))
-    side = {"ids": IDS.clone(), "mask": torch.ones(N), "temperature": torch.rand(N) + 0.5}
+    side = {
+        "completion_ids": IDS.clone(),
+        "completion_mask": torch.ones(N),
+        "temperature": torch.rand(N) + 0.5,
+    }
     side |= {} if options["expected"] is None else {"expected": options["expected"].float()}
     named = {**given, **{k: x for k, x in inputs.items() if k not in HEAD}, **side}
     before = {k: x.detach().clone() for k, x in named.items()}

@@ -60,13 +60,13 @@ def by_loss(head: Callable[[Policy], Any], **options: Any) -> Step:
 
 
 def scored(p: Policy, hidden: Tensor, ids: Tensor) -> Tensor:
-    scores = linear_logprob(hidden, p.lm_head, ids, mask=MASK)
+    scores = linear_logprob(hidden, p.lm_head, ids, completion_mask=MASK)
     return mean((scores.logps - OLD).exp() * scores.logps - 0.1 * scores.entropies)
 
 
 def over_sets(p: Policy, hidden: Tensor, ids: Tensor) -> Tensor:
     every = torch.arange(V).expand(B, T, V)
-    return mean(linear_logprob(hidden, p.lm_head, ids, kept_ids=every, mask=MASK).logps)
+    return mean(linear_logprob(hidden, p.lm_head, ids, kept_ids=every, completion_mask=MASK).logps)
 
 
 def from_logps(p: Policy, hidden: Tensor, ids: Tensor) -> Tensor:
@@ -90,10 +90,14 @@ STEPS: dict[str, Step] = {
     "linear_logprob": scored,
     "linear_logprob, kept sets": over_sets,
     "linear_divergence": lambda p, hidden, ids: mean(
-        linear_divergence(hidden, p.lm_head, hidden.detach() + 1, p.lm_head, mask=MASK).divergence
+        linear_divergence(
+            hidden, p.lm_head, (hidden.detach() + 1, p.lm_head), completion_mask=MASK
+        ).divergence
     ),
     "topk_divergence": lambda p, hidden, ids: mean(
-        topk_divergence(hidden, p.lm_head, ids[..., None], OLD[..., None], mask=MASK).divergence
+        topk_divergence(
+            hidden, p.lm_head, ids[..., None], OLD[..., None], completion_mask=MASK
+        ).divergence
     ),
     "policy_loss_from_logps": from_logps,
 }

@@ -66,7 +66,7 @@ def test_only_the_common_ids_count() -> None:
     wide = lambda x: torch.cat([x, torch.full_like(x[:7], 3.0)])  # noqa: E731
 
     def found(head: Any, other: Any) -> Tensor:
-        return divergence_of(case.hidden, head, case.teacher_hidden, other)
+        return divergence_of(case.hidden, head, (case.teacher_hidden, other))
 
     plain, some = found(ours, theirs), found(ours[:31], theirs[:31])
     assert torch.equal(found(wide(ours), theirs), plain)
@@ -99,30 +99,31 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"beta": 0.5}, ValueError, "beta: expected None with divergence = 'reverse_kl'"),
     ({"divergence": "jsd", "beta": 1.5}, ValueError, r"beta: expected a number in \[0, 1\]"),
     ({"divergence": "jsd", "beta": "half"}, TypeError, "beta: expected a number"),
-    ({"ids": torch.zeros(3, 8, dtype=torch.long)}, ValueError, "ids: expected shape"),
+    ({"completion_ids": torch.zeros(3, 8, dtype=torch.long)}, ValueError,
+     "completion_ids: expected shape"),
     ({"expected": (torch.ones(3, 7), torch.ones(3, 7))}, ValueError,
      "expected: expected a tensor, or with ids two"),
     ({"temperature": 0.0}, ValueError, "temperature"),
-    ({"mask": torch.ones(3, 8)}, ValueError, "mask: expected shape"),
+    ({"completion_mask": torch.ones(3, 8)}, ValueError, "completion_mask: expected shape"),
     ({"teacher_head": lambda w: Head(w, torch.zeros(49))}, ValueError,
-     "teacher_bias: expected shape"),
+     "teacher.bias: expected shape"),
     ({"head": lambda w: Head(w, vocab_size=51), "teacher_head": Head}, ValueError,
      "vocab_size: expected at most"),
     ({"teacher_head": lambda w: Head(nn.Linear(*w.T.shape), torch.zeros(50))}, ValueError,
-     "teacher_bias: expected None, since it is that of the module"),
+     "teacher.bias: expected None, since it is that of the module"),
     ({"teacher_head": lambda w: Head(w, lora=LoRA(torch.zeros(2, 16), torch.zeros(50, 2)))},
-     ValueError, r"teacher_head\.lora: expected None"),
+     ValueError, r"teacher\.head\.lora: expected None"),
     ({"head": lambda w: Head(w, logit_scale=2.0)}, ValueError,
-     "teacher_head: expected a Head, which says its own logit_scale, .* 2.0"),
+     "teacher.head: expected a Head, which says its own logit_scale, .* 2.0"),
     ({"head": lambda w: Head(w, final_logit_softcapping=9.0)}, ValueError,
-     "teacher_head: expected a Head, which says its own final_logit_soft"),
-    ({"teacher_hidden": lambda x: x[:, :3]}, ValueError, "teacher_hidden: expected shape"),
+     "teacher.head: expected a Head, which says its own final_logit_soft"),
+    ({"teacher_hidden": lambda x: x[:, :3]}, ValueError, "teacher.hidden: expected shape"),
     ({"teacher_hidden": Tensor.long}, TypeError,
-     "teacher_hidden: expected a floating-point tensor"),
-    ({"teacher_hidden": Tensor.tolist}, TypeError, "teacher_hidden: expected a tensor"),
-    ({"teacher_head": lambda x: x[:, :5]}, ValueError, "teacher_weight: expected shape"),
+     "teacher.hidden: expected a floating-point tensor"),
+    ({"teacher_hidden": Tensor.tolist}, TypeError, "teacher.hidden: expected a tensor"),
+    ({"teacher_head": lambda x: x[:, :5]}, ValueError, "teacher.weight: expected shape"),
     ({"teacher_head": lambda x: x.to("meta")}, ValueError,
-     "teacher_weight: expected a tensor with data"),
+     "teacher.weight: expected a tensor with data"),
 ]  # fmt: skip
 
 
@@ -132,8 +133,17 @@ def test_wrong_arguments_are_named(changes: dict, error: type[Exception], match:
     given = {"hidden": case.hidden, "head": case.weight}
     given |= {"teacher_hidden": case.teacher_hidden, "teacher_head": case.teacher_weight}
     given |= {name: x(given[name]) if callable(x) else x for name, x in changes.items()}
-    with pytest.raises(error, match=match):
+    given["teacher"] = given.pop("teacher_hidden"), given.pop("teacher_head")
+    with pytest.raises(error, match=f"^{match}"):
         linear_divergence(**given)
+
+
+@pytest.mark.parametrize("teacher", [None, (None,), torch.ones(3, 7, 5)], ids=["none", "one", "x"])
+def test_a_teacher_is_a_pair(teacher: Any) -> None:
+    case = diverging("wrong")
+    got = type(teacher).__name__
+    with pytest.raises(TypeError, match=rf"^teacher: expected \(hidden, head\), got {got}"):
+        linear_divergence(case.hidden, case.weight, teacher)
 
 
 def test_any_leading_shape() -> None:
@@ -142,7 +152,7 @@ def test_any_leading_shape() -> None:
     def found(*shape: int) -> Tensor:
         hidden, other = (x.view(*shape, -1) for x in (case.hidden, case.teacher_hidden))
         options = {"temperature": case.temperature.view(shape)}
-        return divergence_of(hidden, case.weight, other, case.teacher_weight, **options).flatten()
+        return divergence_of(hidden, case.weight, (other, case.teacher_weight), **options).flatten()
 
     assert torch.equal(found(24), found(6, 4))
     assert torch.equal(found(2, 3, 4), found(6, 4))
@@ -190,7 +200,7 @@ def test_within_autocast_operands_are_rounded_to_its_dtype() -> None:
 def test_the_teacher_gets_no_gradient() -> None:
     sizes = ((3, 7, 16), (50, 16), (3, 7, 12), (50, 12))
     given = [torch.randn(size).requires_grad_() for size in sizes]
-    divergence_of(*given).sum().backward()
+    divergence_of(*given[:2], (given[2], given[3])).sum().backward()
     assert given[0].grad is not None and given[2].grad is None and given[3].grad is None
 
 

@@ -205,7 +205,7 @@ def told(case: Case) -> tuple[LossOutput, dict[str, Any], Expectation, Tensor, T
     of_head = ("hidden", "weight", "bias", "completion_ids", "reference")
     inputs = {name: x for name, x in given.items() if name not in of_head}
     out = flat(grpo_loss)(**given, config=config)
-    leaves = [x.clone().requires_grad_() for x in (out.per_token_logps, out.entropies)]
+    leaves = [x.clone().requires_grad_() for x in (out.logps, out.entropies)]
     a, b = torch.autograd.grad(evaluate(case, *leaves).loss, leaves, allow_unused=True)
     return out, given, policy_expectation(config, **inputs), a, b
 

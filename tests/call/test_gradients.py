@@ -26,7 +26,7 @@ LOGPROB: dict[str, dict[str, Any]] = {
     "plain": {},
     "scale": {"logit_scale": -1.7},
     "everything": {
-        "bias": True, "final_logit_softcapping": 3.0, "logit_scale": 0.8, "mask": MASK,
+        "bias": True, "final_logit_softcapping": 3.0, "logit_scale": 0.8, "completion_mask": MASK,
         "temperature": TEMPERATURE,
     },
 }  # fmt: skip
@@ -126,7 +126,7 @@ def test_autocast(engine: str, lower: torch.dtype) -> None:
         out.loss.backward()
         want.loss.backward()
         assert torch.equal(out.loss, want.loss)
-        assert torch.equal(out.per_token_logps, want.per_token_logps)
+        assert torch.equal(out.logps, want.logps)
         assert torch.equal(logps, want_logps)
         assert out.loss.dtype == logps.dtype == torch.float32
         for name in HEAD:

@@ -43,7 +43,7 @@ def test_padding_changes_nothing(loss_type: str, level: str) -> None:
         keep = slice(left, left + 7)
         # the sum over a sequence may be in another order
         assert_close(padded.loss, out.loss, rtol=2e-7, atol=0)
-        assert torch.equal(padded.per_token_logps[:, keep], out.per_token_logps)
+        assert torch.equal(padded.logps[:, keep], out.logps)
         assert_close(wide_grads["hidden"][:, keep], grads["hidden"], rtol=1e-6, atol=1e-8)
         assert_close(wide_grads["weight"], grads["weight"], rtol=1e-5, atol=1e-7)
         for name in {*out.metrics} - {"rows/projected"}:
@@ -60,7 +60,7 @@ def test_packed_is_padded(loss_type: str, level: str) -> None:
     cut, stays = packed(case, given)
     out, (one, grads) = flat(grpo_loss)(**cut, config=config_of(case)), run(case)
     out.loss.backward()
-    assert torch.equal(out.per_token_logps, one.per_token_logps[stays])
+    assert torch.equal(out.logps, one.logps[stays])
     assert torch.equal(out.entropies, one.entropies[stays])
     # VESPO weighs by e to the sum over a sequence
     assert_close(out.loss, one.loss, rtol=5e-7, atol=0)
@@ -128,7 +128,7 @@ def test_rows_are_the_same_in_every_engine() -> None:
     outs += [run(case.but(frozen=frozenset(["weight"])), "frozen")[0]]
     outs += [run(case.but(frozen=frozenset(["hidden", "weight"])), "score")[0]]
     for out in outs[1:]:
-        assert torch.equal(out.per_token_logps, outs[0].per_token_logps)
+        assert torch.equal(out.logps, outs[0].logps)
         assert torch.equal(out.entropies, outs[0].entropies)
         assert torch.equal(out.loss, outs[0].loss)
 
@@ -141,7 +141,7 @@ def test_loss_and_logprob_take_the_same_temperature() -> None:
     head, out = Head(case.weight, **head_options), run(case)[0]
     for temperature in (0.6, torch.full(case.completion_ids.shape, 0.6)):
         scores = linear_logprob(case.hidden, head, case.completion_ids, temperature=temperature)
-        assert torch.equal(out.per_token_logps, scores.logps)
+        assert torch.equal(out.logps, scores.logps)
         assert torch.equal(out.entropies, scores.entropies)
 
 

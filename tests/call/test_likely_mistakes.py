@@ -66,8 +66,8 @@ def test_logits_in_the_place_of_hidden_states_and_a_shift(name: str) -> None:
 
 
 def test_logits_of_a_teacher_and_a_weight_with_rows_and_columns_swapped() -> None:
-    with pytest.raises(ValueError, match=r"^teacher_hidden: expected .*: these look like logits"):
-        linear_divergence(HIDDEN, WEIGHT, LOGITS, WEIGHT)
+    with pytest.raises(ValueError, match=r"^teacher\.hidden: expected .*: these look like logits"):
+        linear_divergence(HIDDEN, WEIGHT, (LOGITS, WEIGHT))
     with pytest.raises(ValueError, match=r"^weight: expected .*\(V, H\) .*; it looks transposed"):
         linear_logprob(HIDDEN, WEIGHT.T, IDS)
 
@@ -202,8 +202,8 @@ def test_a_bias_of_another_head_than_the_weight_that_is_cut() -> None:
         HIDDEN, Head(longer, vocab_size=20, **options), IDS
     )
     for name, shape, call in (
-        ("teacher_bias", "(20,)",
-         lambda: linear_divergence(HIDDEN, longer[:20], HIDDEN, Head(longer, bias))),
+        ("teacher.bias", "(20,)",
+         lambda: linear_divergence(HIDDEN, longer[:20], (HIDDEN, Head(longer, bias)))),
         ("bias", "(20,)", lambda: cut(bias=bias)),
         ("lora.b", "(20, 2)", lambda: cut(lora=adapter)),
     ):  # fmt: skip

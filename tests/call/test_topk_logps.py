@@ -34,7 +34,7 @@ def run(case: Case, ids: Tensor, **options: Any) -> tuple[Any, dict[str, Tensor 
     of_head = Head(leaves["weight"], leaves["bias"], lora_of(case, leaves), **constants_of(case))
     temperature = settings(case).temperature if case.temperature is None else case.temperature
     found = linear_logprob(
-        leaves["hidden"], of_head, case.completion_ids, mask=case.completion_mask,
+        leaves["hidden"], of_head, case.completion_ids, completion_mask=case.completion_mask,
         temperature=temperature, topk_ids=ids, **options,
     )  # fmt: skip
     total_of(found.logps, found.entropies, found.topk_logps, ids).backward()

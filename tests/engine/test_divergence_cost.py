@@ -32,7 +32,7 @@ def nvh(head: str, gradient: Any = None, **options: Any) -> float:
     given, upstream = tensors(head), torch.full((N,), 0.3) if gradient is None else gradient
 
     def run() -> None:
-        found = flat(linear_divergence)(*given, **options).divergence
+        found = flat(linear_divergence)(*paired(given), **options).divergence
         if found.requires_grad:
             found.backward(upstream)
 
@@ -56,7 +56,13 @@ def test_an_expectation_that_does_not_come_true_costs_a_second_pass_of_the_rows_
 
 def test_only_the_rows_that_count_are_projected() -> None:
     mask = torch.arange(N) % 4 != 0
-    assert nvh("trainable", mask=mask) == 8 * 3 / 4
+    assert nvh("trainable", completion_mask=mask) == 8 * 3 / 4
+
+
+def paired(given: Any) -> tuple[Any, ...]:
+    """Both heads' tensors as `linear_divergence` takes them."""
+    hidden, weight, *teacher = given
+    return hidden, weight, tuple(teacher)
 
 
 def with_exact_kl(given: Any, there: Any = lambda x: x, **options: Any) -> torch.Tensor:
@@ -97,7 +103,7 @@ def test_the_workspace_holds_both_logits(engine: str) -> None:
     given = tensors("trainable", n, v, h)
     run = Run(engine=engine, workspace_bytes=workspace)
     with AllocationWatcher() as watch:
-        linear_divergence(*given, run=run).divergence.sum().backward()
+        linear_divergence(*paired(given), run=run).divergence.sum().backward()
     gradients = 2 * 4 * (n * h + v * h)  # in the accumulator, and as they are returned
     assert watch.peak <= workspace + gradients + 60 * n * 4
     assert watch.largest < n * v / 8
@@ -127,7 +133,7 @@ def test_waits_for_the_device(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     with pretended(monkeypatch) as waits:
         given = on_gpu(trains)
         mask, run = OnGPU(torch.arange(N) % 3), Run(engine=engine, backend="torch")
-        found = linear_divergence(*given, mask=mask, run=run).divergence
+        found = linear_divergence(*paired(given), completion_mask=mask, run=run).divergence
         forward = len(waits)
         if found.requires_grad:
             gradient = torch.full((N,), 0.5) if arrives == "same" else torch.linspace(0.1, 1.0, N)
@@ -139,10 +145,10 @@ def test_waits_for_the_device(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_without_a_mask_it_can_be_captured(
     trains: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = linear_divergence(*tensors("no grad"), run=ON_TORCH).divergence
+    plain = linear_divergence(*paired(tensors("no grad")), run=ON_TORCH).divergence
     with pretended(monkeypatch, capturing=True) as waits:
         given = on_gpu(trains)
-        found = linear_divergence(*given, run=ON_TORCH).divergence
+        found = linear_divergence(*paired(given), run=ON_TORCH).divergence
         if any(trains):
             torch.autograd.backward(found.sum())
         assert not waits
@@ -161,13 +167,13 @@ def test_gradients_of_16_bits_are_scaled_into_their_range(monkeypatch: pytest.Mo
     """fp16 on a GPU: d logits carry a power of two, also where the divergence is large."""
     plain = [x.detach().half() for x in tensors("no grad")]
     want = [x.detach().clone().float().requires_grad_(i < 2) for i, x in enumerate(plain)]
-    expected = linear_divergence(*want, run=ON_TORCH).divergence
+    expected = linear_divergence(*paired(want), run=ON_TORCH).divergence
     (expected.sum() * 1e-6).backward()
     with pretended(monkeypatch):
         given = [OnGPU(x) for x in plain]
         for x in given[:2]:
             x.requires_grad_()
-        found = linear_divergence(*given, run=ON_TORCH).divergence
+        found = linear_divergence(*paired(given), run=ON_TORCH).divergence
         torch.autograd.backward(found.sum() * 1e-3)
         for x, y in zip(given[:2], want[:2], strict=True):
             torch.testing.assert_close(here(x.grad).float(), y.grad * 1e3, rtol=2e-2, atol=2e-5)

@@ -49,7 +49,7 @@ def step(
         advantages[: int(batch * zero_share)] = 0.0
         with GPUAllocations() as watch:
             if score:
-                flat(linear_logprob)(hidden, head, ids, mask=mask, **options)
+                flat(linear_logprob)(hidden, head, ids, completion_mask=mask, **options)
             else:
                 out = flat(grpo_loss)(hidden, head, ids, mask, OnGPU(advantages), **options)
                 tape.engine = out.engine

@@ -41,7 +41,8 @@ def case_of(name: str = "plain", **options: Any) -> Case:
 
 def scores_of(case: Case, **options: Any) -> Any:
     """`linear_logprob` with a plain head."""
-    given = {"ids": case.completion_ids, "kept_ids": case.kept_ids, "mask": case.completion_mask}
+    given = {"completion_ids": case.completion_ids, "kept_ids": case.kept_ids}
+    given |= {"completion_mask": case.completion_mask}
     return linear_logprob(case.hidden, case.weight, **given | options)
 
 
@@ -118,7 +119,7 @@ def test_counts_of_prime_rl_and_offsets_of_slime() -> None:
     ):
         assert lists(kept) == WANT
         hidden, weight = torch.randn(2, 4, 3), torch.randn(8, 3)
-        logps = linear_logprob(hidden, weight, ids, kept_ids=kept, mask=SAMPLED).logps
+        logps = linear_logprob(hidden, weight, ids, kept_ids=kept, completion_mask=SAMPLED).logps
         assert (logps == 0).tolist() == [[False, True, True, False], [False, True, True, True]]
 
 
@@ -184,7 +185,7 @@ def test_nothing_to_score_is_an_attached_zero(shape: tuple[int, ...], k: int) ->
     for x in leaves:
         x.requires_grad_()
     ids, kept = torch.full(shape, BIG), torch.full((*shape, k), BIG)
-    scores = linear_logprob(hidden, weight, ids, kept_ids=kept, mask=torch.zeros(shape))
+    scores = linear_logprob(hidden, weight, ids, kept_ids=kept, completion_mask=torch.zeros(shape))
     assert scores.logps.shape == scores.entropies.shape == shape
     (scores.logps.sum() + scores.entropies.sum()).backward()
     assert not hidden.grad.any() and not weight.grad.any()
@@ -206,7 +207,7 @@ def test_on_a_gpu_wrong_ids_make_their_position_nan(monkeypatch: pytest.MonkeyPa
     wrong[0, 3] = wrong[1, 1] = wrong[1, 4] = True
     for x in (scores.logps, scores.entropies):
         assert torch.equal(here(x).isnan(), wrong)
-    want = scores_of(case, mask=~wrong).logps
+    want = scores_of(case, completion_mask=~wrong).logps
     assert_close(here(scores.logps).detach()[~wrong], want[~wrong])
 
 
@@ -249,12 +250,12 @@ def with_set(*ids: int) -> Tensor:
 
 
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "not in its set": ({"ids": torch.tensor([[1, 2], [9, 4]])}, ValueError,
+    "not in its set": ({"completion_ids": torch.tensor([[1, 2], [9, 4]])}, ValueError,
         r"ids: expected an id of the position's kept set, got 9 at position \(1, 0\)"),
     "an empty set": ({"kept_ids": with_set(-1, -1)}, ValueError,
         r"kept_ids: expected a set where the mask counts, got none at position \(0, 1\); "
-        "without_set='full'"),
-    "padding is no id": ({"ids": torch.tensor([[1, -1], [3, 4]])}, ValueError,
+        "on_missing_set='full'"),
+    "padding is no id": ({"completion_ids": torch.tensor([[1, -1], [3, 4]])}, ValueError,
         r"ids: expected an id of the position's kept set, got -1 at position \(0, 1\)"),
     "beyond the vocabulary": ({"kept_ids": with_set(2, 10)}, ValueError,
         r"kept_ids: expected ids in \[0, V\) = \[0, 10\) or -1, got 10 at position \(0, 1\)"),
@@ -268,18 +269,18 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "temperatures": ({"temperature": torch.zeros(2, 2)}, ValueError,
         "temperature: expected finite numbers > 0"),
     "cap": ({"final_logit_softcapping": -1.0}, ValueError, "final_logit_softcapping"),
-    "mask": ({"mask": torch.ones(4)}, ValueError, "mask: expected shape"),
+    "mask": ({"completion_mask": torch.ones(4)}, ValueError, "completion_mask: expected shape"),
     "bias": ({"bias": torch.ones(3)}, ValueError, "bias: expected shape"),
     "workspace": ({"workspace_bytes": 0}, ValueError, "workspace_bytes: expected a number of"),
-    "without_set": ({"without_set": "all"}, ValueError,
-        "without_set: expected one of error, full"),
+    "on_missing_set": ({"on_missing_set": "all"}, ValueError,
+        "on_missing_set: expected one of error, full"),
     "entropy": ({"entropy": "set"}, ValueError, "entropy: expected True, False or 'full'"),
     "engine": ({"engine": "one"}, ValueError, "engine: expected one of"),
     "backend": ({"backend": "c"}, ValueError, "backend: expected one of"),
     "extras": ({"extras": ("is_top1",)}, ValueError,
         r"extras: expected none with kept_ids, got \('is_top1',\)"),
-    "no sets": ({"kept_ids": None, "without_set": "full"}, ValueError,
-        "without_set: expected 'error', the default, without kept_ids"),
+    "no sets": ({"kept_ids": None, "on_missing_set": "full"}, ValueError,
+        "on_missing_set: expected 'error', the default, without kept_ids"),
     "full entropy": ({"kept_ids": None, "entropy": "full"}, TypeError,
         "entropy: expected a bool without kept_ids, got 'full'"),
 }  # fmt: skip
@@ -289,14 +290,14 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 def test_wrong_arguments(name: str) -> None:
     changes, kind, message = WRONG[name]
     hidden, weight, ids = torch.randn(2, 2, 3), torch.randn(10, 3), torch.tensor([[1, 2], [3, 4]])
-    good: dict[str, Any] = {"ids": ids, "kept_ids": SETS}
+    good: dict[str, Any] = {"completion_ids": ids, "kept_ids": SETS}
     flat(linear_logprob)(hidden, weight, **good)
     with pytest.raises(kind, match=message):
         flat(linear_logprob)(hidden, weight, **{**good, **changes})
 
 
 def test_what_the_loss_says_of_the_sets_padded_and_packed() -> None:
-    options = {"bias": True, "dtype": torch.float64, "others": {"without_set": "full"}}
+    options = {"bias": True, "dtype": torch.float64, "others": {"on_missing_set": "full"}}
     case = make_case("said", t=9, kept=14, **options)
     out, grads = run(case)
     assert (out.engine, out.backend) == ("kept_sets", "torch")
@@ -330,8 +331,11 @@ def test_refusals_of_the_loss() -> None:
         (full_kl, "kl_estimator: .*kept_ids"),
         ({"old_per_token_logps": of_whole}, f"old_per_token_logps: {same}"),
         (of_reference, f"ref_per_token_logps: {same}, .* got -1: make"),
-        ({"without_set": None}, "without_set: expected one of"),
-        ({"kept_ids": None, "without_set": "full"}, "without_set: expected 'error', the default"),
+        ({"on_missing_set": None}, "on_missing_set: expected one of"),
+        (
+            {"kept_ids": None, "on_missing_set": "full"},
+            "on_missing_set: expected 'error', the default",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             grpo_loss(*args, **{"kept_ids": case.kept_ids} | options)
@@ -390,11 +394,11 @@ def test_flops_of_an_adapter_and_of_positions_without_a_set() -> None:
     assert count_flops(lambda: step(kept, lora=lora)) == adapted
     of_sets, whole = 6 * 16 * k * h, 2 * 16 * v * h
     for options, passes in (({}, 4), ({"expected": ones}, 3)):
-        found = count_flops(lambda given=options: step(missing, without_set="full", **given))
+        found = count_flops(lambda given=options: step(missing, on_missing_set="full", **given))
         assert found == of_sets + passes * whole
 
     def backward(**config: Any) -> int:
-        given = {"kept_ids": missing[None], "without_set": "full"}
+        given = {"kept_ids": missing[None], "on_missing_set": "full"}
         given["old_per_token_logps"] = torch.full((1, n), -2.0)
         config = LossConfig(**config, epsilon=100.0, epsilon_high=100.0)
         ids = missing[None, :, 0].clamp(0)

@@ -46,7 +46,7 @@ def run_there(case: Case, engine: str) -> tuple[Any, dict[str, Tensor | None]]:
     named = {f.name: getattr(case, f.name) for f in fields(case)}
     there = {name: OnGPU(x) for name, x in named.items() if isinstance(x, Tensor)}
     out, grads = run(replace(case, **there), engine, backend="torch")
-    names = ("loss", "per_token_logps", "entropies")
+    names = ("loss", "logps", "entropies")
     found = {name: here(getattr(out, name).detach()) for name in names}
     metrics = {name: here(x) for name, x in out.metrics.items()}
     return SimpleNamespace(**found, metrics=metrics), {k: here(x) for k, x in grads.items()}

@@ -86,7 +86,7 @@ def call(
     if out.loss.requires_grad:
         torch.autograd.backward(out.loss)
     grads = {x: given[x].grad for x in ("hidden", "head") if given[x].grad is not None}
-    results = {"loss": out.loss, "logps": out.per_token_logps, "entropies": out.entropies, **grads}
+    results = {"loss": out.loss, "logps": out.logps, "entropies": out.entropies, **grads}
     values = {key: here(x.detach()) for key, x in {**results, **out.metrics}.items()}
     return {**values, "waits": (forward, len(waits) - forward)}
 
@@ -133,8 +133,10 @@ def test_a_mask_of_floats_is_looked_at_in_the_same_wait(
         ):
             call(name, waits, mask=OnGPU(MASK / MASK))
         given = [batch()[x].detach() for x in ("hidden", "head", "completion_ids")]
-        with pytest.raises(ValueError, match=r"^mask: expected 0 or a number that is not, got nan"):
-            linear_logprob(*given, mask=OnGPU(MASK / MASK), run=ON_TORCH)
+        with pytest.raises(
+            ValueError, match=r"^completion_mask: expected 0 or a number that is not, got nan"
+        ):
+            linear_logprob(*given, completion_mask=OnGPU(MASK / MASK), run=ON_TORCH)
     del want["waits"], odd["waits"]
     torch.testing.assert_close(found, want, equal_nan=True)
     torch.testing.assert_close(odd, want, equal_nan=True)
@@ -211,7 +213,9 @@ def test_linear_logprob(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         if expected is not None and expected.graded is not None:
             expected = replace(expected, graded=OnGPU(expected.graded))
         tensors = (given[x] for x in ("hidden", "head", "completion_ids"))
-        scores = linear_logprob(*tensors, mask=OnGPU(MASK), expected=expected, run=ON_TORCH)
+        scores = linear_logprob(
+            *tensors, completion_mask=OnGPU(MASK), expected=expected, run=ON_TORCH
+        )
         forward = len(waits)
         loss = (scores.logps * OnGPU(gradient)).sum()
         if of_entropies:
@@ -240,7 +244,7 @@ def test_candidates_cost_no_wait(
         if engine != "one_pass":
             waits.clear()
             tensors = (given[x] for x in ("hidden", "head", "completion_ids"))
-            scores = linear_logprob(*tensors, mask=mask, topk_ids=OnGPU(ids), run=run)
+            scores = linear_logprob(*tensors, completion_mask=mask, topk_ids=OnGPU(ids), run=run)
             torch.autograd.backward(scores.topk_logps.sum())
             assert len(waits) == as_without
 
@@ -252,7 +256,9 @@ def test_an_adapter_costs_no_wait(mask: Tensor | None, monkeypatch: pytest.Monke
         lora = LoRA(OnGPU(torch.randn(3, H)).requires_grad_(), OnGPU(torch.randn(V, 3)))
         head, run = Head(given["head"], lora=lora), Run(engine="two_pass", backend="torch")
         mask = None if mask is None else OnGPU(mask)
-        scores = linear_logprob(given["hidden"], head, given["completion_ids"], mask=mask, run=run)
+        scores = linear_logprob(
+            given["hidden"], head, given["completion_ids"], completion_mask=mask, run=run
+        )
         torch.autograd.backward((scores.logps + scores.entropies).sum())
         assert len(waits) == (0 if mask is None else 2)  # as without one
         assert lora.a.grad is not None

@@ -133,7 +133,7 @@ def check(options: Options) -> None:
     one_pass = "one_pass" in options and options.get("form") != "no coefficients"
     scores = flat(linear_logprob)(
         leaves["hidden"], leaves["weight"], case.completion_ids, bias=leaves["bias"],
-        mask=case.completion_mask, entropy=asks_entropy, expected=expected,
+        completion_mask=case.completion_mask, entropy=asks_entropy, expected=expected,
         engine="one_pass" if one_pass else "auto", backend=options.get("backend", "auto"),
         workspace_bytes=case.workspace_bytes, **config,
     )  # fmt: skip

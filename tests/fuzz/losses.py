@@ -174,7 +174,7 @@ def padded(out: Any, stays: Tensor | None) -> Any:
     if stays is None:
         return out
     grid = lambda x: x.new_zeros(stays.shape).masked_scatter(stays, x)  # noqa: E731
-    rows = {name: grid(getattr(out, name)) for name in ("per_token_logps", "entropies")}
+    rows = {name: grid(getattr(out, name)) for name in ("logps", "entropies")}
     return SimpleNamespace(loss=out.loss, metrics=out.metrics, **rows)
 
 

@@ -64,7 +64,7 @@ def test_every_run_has_the_same_bits(
         )  # fmt: skip
         return (
             out.loss,
-            out.per_token_logps,
+            out.logps,
             out.entropies,
             *torch.autograd.grad(out.loss, [hidden, weight]),
         )
@@ -109,7 +109,7 @@ def test_masked_positions_and_padding_change_no_bit(
     alone = linear_logprob(hidden[mask], weight, ids[mask], run=run)
     pad = lambda x, value: torch.cat([x, x.new_full((len(x), 3, *x.shape[2:]), value)], 1)  # noqa: E731
     wide = linear_logprob(
-        pad(hidden, torch.nan), weight, pad(ids, -100), mask=pad(mask, False), run=run
+        pad(hidden, torch.nan), weight, pad(ids, -100), completion_mask=pad(mask, False), run=run
     )
     for name in ("logps", "entropies"):
         got, want = getattr(wide, name), getattr(alone, name)
@@ -161,7 +161,7 @@ def test_rows_are_the_same_in_every_engine(
     given = hidden.view(-1, 8, h), weight, ids.view(-1, 8), None, torch.ones(n // 8, device=device)
     for engine in ENGINES:
         out = grpo_loss(*given, run=Run(engine, backend))
-        assert same_bits((out.per_token_logps.flatten(), out.entropies.flatten()), want), engine
+        assert same_bits((out.logps.flatten(), out.entropies.flatten()), want), engine
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -180,7 +180,7 @@ def test_autocast_to_bf16(device: torch.device, engine: str, backend: str) -> No
     want = grpo_loss(*rounded, ids.view(-1, 8), None, advantages, run=run)
     want.loss.backward()
     assert out.loss.dtype == torch.float32
-    assert same_bits((out.loss, out.per_token_logps), (want.loss, want.per_token_logps))
+    assert same_bits((out.loss, out.logps), (want.loss, want.logps))
     for got, right in zip((hidden, weight), rounded, strict=True):
         assert got.grad is not None
         assert right.grad is not None

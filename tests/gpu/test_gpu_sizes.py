@@ -86,7 +86,7 @@ def test_more_than_2_to_the_31_logits(
         out.loss.backward()
         assert part.grad is not None
         assert w.grad is not None
-        return out.loss.detach(), out.per_token_logps.reshape(-1), part.grad.reshape(-1, h), w.grad
+        return out.loss.detach(), out.logps.reshape(-1), part.grad.reshape(-1, h), w.grad
 
     loss, logps, d_hidden, d_weight = step(slice(0, n))
     parts = [step(slice(n * i // 8, n * (i + 1) // 8)) for i in range(8)]

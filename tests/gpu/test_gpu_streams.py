@@ -57,7 +57,7 @@ def loss_step(
     def step() -> tuple[Tensor, ...]:
         out = grpo_loss(**given, config=config, run=Run(**options))
         trained = [x for x in (given["hidden"], given["head"]) if x.requires_grad]
-        return out.loss, out.per_token_logps, *torch.autograd.grad(out.loss, trained)
+        return out.loss, out.logps, *torch.autograd.grad(out.loss, trained)
 
     return step
 

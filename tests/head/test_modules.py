@@ -56,9 +56,9 @@ def test_every_call_takes_a_module_or_a_head_around_one(bias: bool) -> None:
     teacher = 1.3 * hidden.detach(), Head(torch.randn(V, H, dtype=torch.float64))
     listed = IDS[..., None], torch.full((B, T, 1), -1.0, dtype=torch.float64)
     calls: list[Callable[[Any], Any]] = [
-        lambda head: linear_logprob(hidden, head, IDS, mask=MASK, temperature=0.8),
+        lambda head: linear_logprob(hidden, head, IDS, completion_mask=MASK, temperature=0.8),
         lambda head: grpo_loss(hidden, head, IDS, MASK, ADVANTAGES, old_per_token_logps=OLD),
-        lambda head: linear_divergence(hidden, head, *teacher),
+        lambda head: linear_divergence(hidden, head, teacher),
         lambda head: topk_divergence(hidden, head, *listed),
     ]
 

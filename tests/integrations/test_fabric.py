@@ -93,8 +93,8 @@ def test_a_module_may_return_what_the_loss_returned() -> None:
         )
     assert isinstance(out, LossOutput)
     assert_close(
-        (out.loss, out.per_token_logps, out.entropies),
-        (want.loss, want.per_token_logps, want.entropies),
+        (out.loss, out.logps, out.entropies),
+        (want.loss, want.logps, want.entropies),
     )
     assert_close(d_weight, torch.autograd.grad(want.loss, model.head.weight))
     assert out.engine == want.engine
@@ -119,7 +119,7 @@ def test_causal_lm_loss_of_a_wrapped_model() -> None:
         want = causal_lm_loss(model, GRPOLoss(), *batch, torch.tensor([1.0, -1.0, 0.5]))
     out = causal_lm_loss(Wrapper(model), GRPOLoss(), *batch, torch.tensor([1.0, -1.0, 0.5]))
     assert_close(out.loss, want.loss)
-    assert_close(out.per_token_logps, want.per_token_logps)
+    assert_close(out.logps, want.logps)
     parameter = model.model.embed_tokens.weight
     assert_close(
         torch.autograd.grad(out.loss, parameter), torch.autograd.grad(want.loss, parameter)

@@ -201,7 +201,7 @@ def test_skipped_sequences() -> None:
     live = given["advantages"] != 0
     alone, _ = loss_of(model, {name: x[live] for name, x in given.items()})
     torch.testing.assert_close(out.metrics["entropy"], alone.metrics["entropy"])
-    assert not out.per_token_logps[~live].any()
+    assert not out.logps[~live].any()
     for fields, message in (
         ({"top_entropy_quantile": 0.5}, "top_entropy_quantile"),
         ({"loss_type": "bnpo"}, "'bnpo'.* num_items_in_batch=completion_mask.sum"),

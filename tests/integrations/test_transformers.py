@@ -70,7 +70,7 @@ def test_scores_are_those_that_generate_sampled_by(kind: str) -> None:
     for layout in ("tree", "padded"):
         scores = completion_logprobs(model, *batch, layout=layout)
         out = causal_lm_loss(model, GRPOLoss(), *batch, torch.ones(3), layout=layout)
-        for logps in (scores.logps, out.per_token_logps):
+        for logps in (scores.logps, out.logps):
             torch.testing.assert_close(logps.double(), want, rtol=2e-5, atol=2e-5)
 
 

@@ -186,9 +186,10 @@ def test_padding_that_is_attended_to_is_warned_of(
     assert_warns_once(said if warns else None, attention_mask=None, **LOSS, **given)
 
 
-def test_weights_in_the_place_of_a_completion_mask() -> None:
-    for name, inputs in (("mask", {}), ("completion_mask", LOSS)):
-        with pytest.warns(UserWarning, match=f" {name}: it holds values other than 0 and 1"):
+def test_weights_in_the_place_of_a_completion_mask(forget_warnings: Callable[[], None]) -> None:
+    for inputs in ({}, LOSS):
+        forget_warnings()
+        with pytest.warns(UserWarning, match="completion_mask: it holds values other than 0 and 1"):
             call(completion_mask=0.5 * MASK, **inputs)
 
 

@@ -21,7 +21,7 @@ from tests.support.trl_training import Curious, Half, Run, mixed
 pytestmark = pytest.mark.unit
 
 KEPT = 5  # ids that the sampler keeps
-ERROR = {"sampling_mask": "error"}
+ERROR = {"on_missing_set": "error"}
 FusedCurious = mixed(Curious, FusedGRPOTrainer)
 
 
@@ -188,7 +188,7 @@ def test_a_loss_of_a_class_below_is_over_the_sets(below: type, options: dict[str
 
 def test_a_token_without_a_set_may_have_the_whole_vocabulary() -> None:
     lost = changed(lambda x: x["sampling_mask"][0][0].clear())
-    got = train(FusedGRPOTrainer, steps=1, sampling_mask="full", rollout_func=lost)
+    got = train(FusedGRPOTrainer, steps=1, on_missing_set="full", rollout_func=lost)
     assert 0 < got.steps[0]["kept/without_set"] < 0.1
 
 
@@ -257,4 +257,5 @@ def test_wrong_sets(name: str) -> None:
     options = {"trainer": FusedGRPOTrainer, "steps": 1, "beta": 0.1, **ERROR, **options}
     with pytest.raises(ValueError, match=message) as error:
         train(**options)
-    assert str(error.value).startswith("kept_ids" if message is NOT_A_SET else "sampling_mask: ")
+    named = "on_missing_set: " if name == "exact KL" else "sampling_mask: "  # the rollout's field
+    assert str(error.value).startswith("kept_ids" if message is NOT_A_SET else named)

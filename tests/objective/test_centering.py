@@ -220,7 +220,7 @@ def test_what_does_not_exist_is_an_error_here_and_nan_elsewhere(
         there = {name: OnGPU(x.clone()) for name, x in listed.items()}
         out = grpo_loss(*(OnGPU(x.clone()) for x in given), **there, run=Run(backend="torch"))
     assert here(out.loss).isnan()
-    assert here(out.per_token_logps).isnan().nonzero().tolist() == [[1, 3]]
+    assert here(out.logps).isnan().nonzero().tolist() == [[1, 3]]
 
 
 FLOATS, NONE = torch.zeros(B, T, K), torch.zeros(B, T, 0, dtype=torch.long)

@@ -35,7 +35,7 @@ def by_two_steps(case: Case, *, is_packed: bool = False) -> tuple[Any, dict[str,
     call = packed(case, given)[0] if is_packed else dict(given)
     of_head = ("hidden", "weight", "completion_ids", "bias", "reference")
     hidden, weight, ids, _, _ = (call.pop(x) for x in of_head)
-    scores = linear_logprob(hidden, weight, ids, mask=call["completion_mask"])
+    scores = linear_logprob(hidden, weight, ids, completion_mask=call["completion_mask"])
     out = policy_loss_from_logps(scores.logps, scores.entropies, **call, config=config_of(case))
     out.loss.backward()
     return out, {name: given[name].grad for name in ("hidden", "weight")}
@@ -75,7 +75,7 @@ def test_dtypes_masked_positions_and_a_second_derivative() -> None:
     for x in given:
         with pytest.raises(RuntimeError, match="differentiating twice"):
             torch.autograd.grad(d_logps.sum(), x, allow_unused=True, retain_graph=True)
-    assert out.per_token_logps.tolist() == [[-1.5, 0.0]] and not out.per_token_logps.requires_grad
+    assert out.logps.tolist() == [[-1.5, 0.0]] and not out.logps.requires_grad
 
 
 WRONG: list[tuple[str, Any, str]] = [

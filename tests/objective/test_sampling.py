@@ -73,7 +73,7 @@ def test_the_bits_are_those_of_the_ratio_given_and_the_packed_form_is_the_same(m
         for backend in ("torch", "cpp"):
             how = {"backend": backend, "engine": "two_pass"}
             out, grads = run(case, **how)
-            want, d_want = run(given_ratio(case, out.per_token_logps), **how)
+            want, d_want = run(given_ratio(case, out.logps), **how)
             assert torch.equal(out.loss, want.loss)
             assert all(torch.equal(grads[name], d_want[name]) for name in ("hidden", "weight"))
         given = arguments(case)
@@ -123,8 +123,8 @@ def test_metrics(mode: str) -> None:
     case = unscored(make_case("metrics", b=5, old=False, sampling=True, **correction(mode)))
     out, _ = run(case)
     counted = case.completion_mask != 0
-    gap = (out.per_token_logps - case.sampling_per_token_logps)[counted].abs()
-    ratio = trls_ratio(case, out.per_token_logps)
+    gap = (out.logps - case.sampling_per_token_logps)[counted].abs()
+    ratio = trls_ratio(case, out.logps)
     ratio = ratio if mode == "sequence_mask" else ratio[counted]
     scored = gap[~gap.isnan()]
     for name, want in {
@@ -154,7 +154,7 @@ def test_a_trainer_can_foresee_it(mode: str) -> None:
     assert (expected.coefficients is None) == (mode == "sequence_mask")
     out, grads = run(case)
     hidden, weight = (given[k].detach().requires_grad_() for k in ("hidden", "weight"))
-    a = -case.advantages[:, None] * trls_ratio(case, out.per_token_logps)
+    a = -case.advantages[:, None] * trls_ratio(case, out.logps)
     a = (a / case.completion_mask.sum()).expand(case.completion_ids.shape)
 
     def step() -> None:

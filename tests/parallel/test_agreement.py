@@ -46,14 +46,13 @@ def a_loss(rank: int) -> Arguments:
 
 def some_scores(rank: int) -> Arguments:
     hidden, head = parts(rank)
-    return {"hidden": hidden, "head": head, "ids": IDS}
+    return {"hidden": hidden, "head": head, "completion_ids": IDS}
 
 
 def a_divergence(rank: int) -> Arguments:
     hidden, head = parts(rank)
-    teacher = torch.ones(len(head.weight), 5)
-    other = {"teacher_hidden": torch.ones(2, 3, 5), "teacher_head": teacher}
-    return {"hidden": hidden, "head": head, **other}
+    teacher = torch.ones(2, 3, 5), torch.ones(len(head.weight), 5)
+    return {"hidden": hidden, "head": head, "teacher": teacher}
 
 
 def of_top_k(rank: int) -> Arguments:
@@ -128,8 +127,8 @@ CASES: dict[str, Case] = {
         {"head": a_head(lora=partial(an_adapter, trains=True))}, "gradients wanted"),
     **{f"scores, {x}": (linear_logprob, some_scores, *case) for x, case in SCORES.items()},
     "divergence": (linear_divergence, a_divergence, {"divergence": "forward_kl"}, "divergence"),
-    "teacher's H": (linear_divergence, a_divergence, {"teacher_hidden": torch.ones(2, 3, 6),
-        "teacher_head": lambda right: torch.ones(len(right["head"].weight), 6)}, "reference"),
+    "teacher's H": (linear_divergence, a_divergence, {"teacher": lambda right: (
+        torch.ones(2, 3, 6), torch.ones(len(right["head"].weight), 6))}, "reference"),
     "K": (topk_divergence, of_top_k, {"teacher_ids": IDS[..., None], "teacher_logps": -torch.ones(2,
         3, 1)}, "teacher_ids"),
 }  # fmt: skip

@@ -202,9 +202,9 @@ def run_mixed(rank: int, world_size: int, output_dtype: torch.dtype | None) -> d
     out = grpo_loss(hidden, model.lm_head, config=LossConfig(**run.loss.config), **given)
     with torch.no_grad():
         ids, mask = run.batch.completion_ids, run.batch.completion_mask
-        scores = linear_logprob(hidden, model.lm_head, ids, mask=mask)
+        scores = linear_logprob(hidden, model.lm_head, ids, completion_mask=mask)
     out.loss.backward()
-    results = {"hidden": hidden.detach(), "loss": out.loss.detach(), "logps": out.per_token_logps}
+    results = {"hidden": hidden.detach(), "loss": out.loss.detach(), "logps": out.logps}
     scored = {"scored": scores.logps, "entropies": scores.entropies}
     return {**results, **scored, "grad": cases.whole(model.lm_head.weight.grad), "given": given}
 
@@ -243,7 +243,7 @@ def run_logprobs(rank: int, world_size: int) -> dict[tuple[str, bool], Gradients
         model = cases.make_model(torch.float64, run.loss)
         wrapped = run.setup.wrap(model, None)
         head: Any = model.lm_head
-        options = {"mask": run.batch.completion_mask, "entropy": entropy}
+        options = {"completion_mask": run.batch.completion_mask, "entropy": entropy}
 
         def then(hidden: Tensor, head: Any = head, run: Run = run, options: Any = options) -> Any:
             return linear_logprob(hidden, head, run.batch.completion_ids, **options)

@@ -149,7 +149,7 @@ def check_padding_rows(rank: int, world_size: int) -> None:
                     main = scores.logps + 0.3 * scores.entropies
                 else:
                     second = Head(other["weight"][rows], other["bias"][rows])
-                    scores = linear_divergence(given[0], of, other["hidden"], second)
+                    scores = linear_divergence(given[0], of, (other["hidden"], second))
                     main = scores.divergence
                 leaves = [head["hidden"], head["lora_a"], of.weight, of.bias, of.lora.b]
                 grads = torch.autograd.grad((main * upstream).sum(), leaves)
@@ -162,9 +162,9 @@ def check_padding_rows(rank: int, world_size: int) -> None:
             if vocab_size is not None and stop > vocab_size:
                 assert not any(x[max(0, vocab_size - start) :].any() for x in got_grads[2:])
     shorter = other["weight"][start + rank : stop]
-    with pytest.raises(ValueError, match=r"teacher_weight|refuses"):
-        linear_divergence(head["hidden"], parts, head["hidden"], shorter)
-    given = head["hidden"], parts, head["hidden"], other["weight"][start:stop]
+    with pytest.raises(ValueError, match=r"teacher\.weight|refuses"):
+        linear_divergence(head["hidden"], parts, (head["hidden"], shorter))
+    given = head["hidden"], parts, (head["hidden"], other["weight"][start:stop])
     with pytest.raises(ValueError, match="same beta of"):  # on all ranks
         linear_divergence(*given, divergence="jsd", beta=0.3 if rank else 0.5)
 
@@ -273,14 +273,16 @@ def check_errors(rank: int, world_size: int) -> None:
 def check_kept_sets(rank: int, world_size: int) -> None:
     """Sets in one row are the padded ones; the ranks must agree on them."""
     case = make_case(
-        "divided", t=9, kept=14, mask="full", loss_type="grpo", others={"without_set": "full"}
+        "divided", t=9, kept=14, mask="full", loss_type="grpo", others={"on_missing_set": "full"}
     )
     own = case.weight[rank * 25 : (rank + 1) * 25]
     head = Head(own, process_group=dist.group.WORLD)
     given = case.completion_ids, case.completion_mask, case.advantages
     in_a_row = KeptIds.from_padded(case.kept_ids)
-    out = grpo_loss(case.hidden, head, *given, kept_ids=in_a_row, without_set="full")
-    whole = grpo_loss(case.hidden, case.weight, *given, kept_ids=case.kept_ids, without_set="full")
+    out = grpo_loss(case.hidden, head, *given, kept_ids=in_a_row, on_missing_set="full")
+    whole = grpo_loss(
+        case.hidden, case.weight, *given, kept_ids=case.kept_ids, on_missing_set="full"
+    )
     for name in ("kept/without_set", "kept/size"):
         torch.testing.assert_close(out.metrics[name], whole.metrics[name], rtol=0, atol=0)
     torch.testing.assert_close(out.loss, whole.loss)
@@ -321,7 +323,7 @@ def check_traffic(rank: int, world_size: int) -> dict[str, list[int]]:
     half = kept.masked_fill(torch.arange(16)[:, None] % 2 > 0, -1)  # of the positions have a set
     given: dict[str, dict[str, Any]] = {"one_pass": {}, "two_pass": {}, "lean": {}}
     given |= {"kept_sets": {"kept_ids": kept}}
-    given |= {"kept_sets, half": {"kept_ids": half, "without_set": "full"}}
+    given |= {"kept_sets, half": {"kept_ids": half, "on_missing_set": "full"}}
     for engine, sets in given.items():
         counts: list[int] = []
         wrapped = {
@@ -358,7 +360,7 @@ def check_rest(rank: int, world_size: int) -> None:
     with torch.no_grad():
         old = linear_logprob(hidden, head, ids)
     out = grpo_loss(hidden, head, ids, None, torch.ones(2), old_per_token_logps=old.logps)
-    assert torch.equal(out.per_token_logps, old.logps)
+    assert torch.equal(out.logps, old.logps)
     assert out.metrics["ratio"] == 1.0
     alone = [dist.new_group([x]) for x in range(world_size)][rank]
     by_one = linear_logprob(hidden, Head(weight, process_group=alone), ids)

@@ -94,8 +94,8 @@ def score(
         out = grpo_loss(hidden, head, config=config, reference=reference, run=run, **given)
         assert engine in ("auto", out.engine)
         return out.loss
-    given = {"mask": batch.completion_mask, "divergence": what, "run": run}
-    return linear_divergence(hidden, head, states, teacher_head, **given).divergence.sum() / items
+    given = {"completion_mask": batch.completion_mask, "divergence": what, "run": run}
+    return linear_divergence(hidden, head, (states, teacher_head), **given).divergence.sum() / items
 
 
 def truth(what: str, tied: bool) -> Gradients:
@@ -215,13 +215,13 @@ def test_a_head_that_cannot_be_compared_with_is_refused(
     head, _, hidden, states = heads()
     with pytest.raises(error, match=f"reference.head: {message}"):
         loss_with(make())
-    with pytest.raises(error, match=f"teacher_head: {message}"):
-        linear_divergence(hidden, head, states, make())
+    with pytest.raises(error, match=f"teacher.head: {message}"):
+        linear_divergence(hidden, head, (states, make()))
 
 
 def test_of_heads_with_other_ids_those_count_that_both_have() -> None:
     head, _, hidden, states = heads()
-    found = linear_divergence(hidden, head, states, nn.Linear(4, 12), entropy=True)
+    found = linear_divergence(hidden, head, (states, nn.Linear(4, 12)), entropy=True)
     assert found.divergence.shape == (2, 3) and {*found.given} == {"divergence", "entropies"}
     with pytest.raises(ValueError, match=r"reference\.weight: expected shape"):
         loss_with(nn.Linear(4, 12))
@@ -231,19 +231,19 @@ def test_an_adapter_that_is_off_and_the_layer_within_are_fine() -> None:
     head, _, hidden, states = heads()
     layer = adapted()
     nn.init.normal_(layer.lora_B["default"].weight)
-    within = linear_divergence(hidden, head, states, layer.base_layer).divergence
+    within = linear_divergence(hidden, head, (states, layer.base_layer)).divergence
     layer.enable_adapters(False)
-    assert torch.equal(linear_divergence(hidden, head, states, layer).divergence, within)
+    assert torch.equal(linear_divergence(hidden, head, (states, layer)).divergence, within)
 
 
 def test_arguments_that_the_heads_have_themselves_are_refused() -> None:
     head, teacher, hidden, states = heads()
     bias = torch.zeros(11)
     for name, *both in (
-        ("bias", Head(head, bias), teacher), ("teacher_bias", head, Head(teacher, bias))
+        ("bias", Head(head, bias), teacher), (r"teacher\.bias", head, Head(teacher, bias))
     ):  # fmt: skip
         with pytest.raises(ValueError, match=rf"^{name}: expected None"):
-            linear_divergence(hidden, both[0], states, both[1])
+            linear_divergence(hidden, both[0], (states, both[1]))
     with pytest.raises(ValueError, match=r"reference\.bias: expected None"):
         loss_with(Head(teacher, bias))
 

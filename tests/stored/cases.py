@@ -160,15 +160,15 @@ class Calls:
         logps = (z / temperature).log_softmax(-1).gather(-1, self.ids[..., None])[..., 0]
         return (logps * 2**10).round() / 2**10
 
-    def kept(self, without_set: str) -> Any:
+    def kept(self, on_missing_set: str) -> Any:
         """Sets of up to six ids, padded with -1, that hold the sampled one unless they need not."""
         d, width = self.d, min(6, self.v)
         rows = torch.full((B, T, width), -1)
         for row, own in zip(rows.view(-1, width), self.ids.flatten().tolist(), strict=True):
             chosen = d.sample(range(self.v), d.randint(1, width))
-            if without_set == "error" and own not in chosen:
+            if on_missing_set == "error" and own not in chosen:
                 chosen[0] = own
-            if without_set == "full" and d.random() < 0.3:
+            if on_missing_set == "full" and d.random() < 0.3:
                 chosen = []
             row[: len(chosen)] = torch.tensor(chosen, dtype=torch.int64)
         return KeptIds.from_padded(rows) if d.random() < 0.5 else rows
@@ -232,7 +232,7 @@ def read(out: Any) -> Results:
     if isinstance(out, Tensor):
         return {"result": out.detach()}
     if hasattr(out, "metrics") and hasattr(out, "loss"):
-        results = {"loss": out.loss.detach(), "logps": out.per_token_logps}
+        results = {"loss": out.loss.detach(), "logps": out.logps}
         results |= {name: getattr(out, name) for name in ("entropies", "engine", "backend")}
         results |= {f"metric {name}": x for name, x in out.metrics.items()}
         counts = {f"count {name}": count for name, (_, count) in out.metrics.pairs.items()}
@@ -374,8 +374,8 @@ def loss_case(
     full = config.beta and config.kl_estimator == "full"
     sets: dict[str, Any] = {}
     if not full and (d.random() < 0.1 if kept is None else kept):
-        sets["without_set"] = d.choice(("error", "full"))
-        sets["kept_ids"] = c.kept(sets["without_set"])
+        sets["on_missing_set"] = d.choice(("error", "full"))
+        sets["kept_ids"] = c.kept(sets["on_missing_set"])
     logps = c.logps(config.temperature, sets.get("kept_ids"))
     inputs = loss_inputs(d, logps, c.mask, config, **given or {})
     tokens = [c.hidden, c.head, c.ids, masked_as(d, c.mask), inputs.pop("advantages")]
@@ -424,7 +424,7 @@ def of_module(d: Draw) -> Results:
     c.leaves = {"hidden": c.hidden, **dict(linear.named_parameters())}
     if d.random() < 0.5:
         c.head = linear
-        return c.score(mask=c.mask)
+        return c.score(completion_mask=c.mask)
     given = c.hidden, linear, c.ids, c.mask, d.normal(B)
     return c.call(lambda run: grpo_kernels.grpo_loss(*given, loss_type="grpo", run=run))
 
@@ -442,11 +442,14 @@ def temperature_of(d: Draw) -> Any:
 def logprob_case(d: Draw, **options: Any) -> Results:
     """One `linear_logprob`."""
     c = Calls(d, **options)
-    given: dict[str, Any] = {"mask": masked_as(d, c.mask), "temperature": temperature_of(d)}
+    given: dict[str, Any] = {
+        "completion_mask": masked_as(d, c.mask),
+        "temperature": temperature_of(d),
+    }
     given["entropy"] = d.random() < 0.7
     if d.random() < 0.2:
-        without_set = d.choice(("error", "full"))
-        given |= {"kept_ids": c.kept(without_set), "without_set": without_set}
+        on_missing_set = d.choice(("error", "full"))
+        given |= {"kept_ids": c.kept(on_missing_set), "on_missing_set": on_missing_set}
         given["entropy"] = d.choice((True, False, "full"))
         c.run["workspace_bytes"] = None
     elif d.random() < 0.4:
@@ -473,7 +476,7 @@ def policy_expectation_case(d: Draw, **options: Any) -> Results:
     config = LossConfig(**fields | {"kl_estimator": d.choice(("k1", "k2", "k3"))})
     inputs = loss_inputs(d, c.logps(config.temperature), c.mask, config)
     expected = expect(config, completion_mask=c.mask, **inputs)
-    given = {"mask": c.mask, "temperature": config.temperature, "expected": expected}
+    given = {"completion_mask": c.mask, "temperature": config.temperature, "expected": expected}
     result = c.score(**given)
     return result | ({} if expected.graded is None else {"graded": expected.graded})
 
@@ -487,19 +490,22 @@ def divergence_case(d: Draw, **options: Any) -> Results:
         d.sometimes(0.3, d.normal(rows, step=1 / 16, dtype=c.dtype)),
         **drawn_constants(d),
     )
-    given: dict[str, Any] = {"mask": masked_as(d, c.mask), "temperature": temperature_of(d)}
+    given: dict[str, Any] = {
+        "completion_mask": masked_as(d, c.mask),
+        "temperature": temperature_of(d),
+    }
     given["divergence"] = d.choice(("reverse_kl", "forward_kl", "jsd"))
     if given["divergence"] == "jsd":
         given["beta"] = d.choice((None, 0.0, 0.1, 0.5, 0.9, 1.0))
     given["entropy"] = d.random() < 0.4
     if d.random() < 0.4:
-        given["ids"] = c.ids
+        given["completion_ids"] = c.ids
     if d.random() < 0.3:
         expected = d.normal(B, T)
-        given["expected"] = (expected, d.normal(B, T)) if "ids" in given else expected
+        given["expected"] = (expected, d.normal(B, T)) if "completion_ids" in given else expected
     hidden = d.normal(B, T, h, step=1 / 16, dtype=c.dtype)
     call = grpo_kernels.linear_divergence
-    return c.call(lambda run: call(c.hidden, c.head, hidden, teacher, run=run, **given))
+    return c.call(lambda run: call(c.hidden, c.head, (hidden, teacher), run=run, **given))
 
 
 def top_k_case(d: Draw, **options: Any) -> Results:
@@ -510,7 +516,10 @@ def top_k_case(d: Draw, **options: Any) -> Results:
     listed = torch.tensor(rows).view(B, T, k).masked_fill(d.integers(5, B, T, k) == 0, -1)
     raw = d.normal(B, T, k + 1, dtype=torch.float64).log_softmax(-1)[..., :k]
     logps = ((raw * 2**10).round() / 2**10).float()
-    given: dict[str, Any] = {"mask": masked_as(d, c.mask), "temperature": temperature_of(d)}
+    given: dict[str, Any] = {
+        "completion_mask": masked_as(d, c.mask),
+        "temperature": temperature_of(d),
+    }
     given["divergence"] = d.choice(("forward_kl", "reverse_kl"))
     if given["divergence"] == "forward_kl":
         given["tail"] = d.choice((None, True, False))
@@ -657,11 +666,12 @@ def advantage_arguments(d: Draw, name: str) -> dict[str, Any]:
     per_token = {"completion_mask": mask}
     std = {"std": d.choice(("sample", "population"))}
     if name == "group_advantages":
-        more: dict[str, Any] = {"scale": d.choice(("group", "batch", "mean", "none")), **std}
-        more |= {"aggregation": d.choice(("sum_then_normalize", "normalize_then_sum"))}
+        more: dict[str, Any] = {"scale_rewards": d.choice(("group", "batch", "mean", "none"))}
+        kind = d.choice(("sum_then_normalize", "normalize_then_sum"))
+        more |= {"multi_objective_aggregation": kind, **std}
         return rewards | groups_of(d) | more
     if name == "rloo_advantages":
-        return rewards | groups_of(d) | {"normalize": d.random() < 0.5}
+        return rewards | groups_of(d) | {"normalize_advantages": d.random() < 0.5}
     if name == "process_advantages":
         steps = [sorted(d.sample(range(T), d.randint(0, 3))) for _ in range(6)]
         scores = [[d.choice((None, 0.5, 1.0, -0.25, 2.0)) for _ in row] for row in steps]
@@ -671,10 +681,10 @@ def advantage_arguments(d: Draw, name: str) -> dict[str, Any]:
         more: dict[str, Any] = {"values": d.normal(6, T), "gamma": d.choice((1.0, 0.9))}
         more["lam"] = d.choice((0.95, 1.0, 0.0))
         more |= {"whiten_advantages": d.random() < 0.5, "last_value": d.sometimes(0.4, d.normal(6))}
-        return {"rewards": given, **per_token, **more}
+        return {"rewards": given, **per_token, **more, "std": "population"}
     if name == "reinforce_plus_plus":
         more = {"per_token_kl": d.sometimes(0.5, d.normal(6, T))}
-        more |= {"gamma": d.choice((1.0, 0.9)), "beta": 0.05}
+        more |= {"gamma": d.choice((1.0, 0.9)), "beta": 0.05, "std": "population"}
         return rewards | per_token | more | d.choice(({}, groups_of(d)))
     assert name == "whiten"
     return {"x": d.normal(6, T), **per_token, "shift_mean": d.random() < 0.6, **std}

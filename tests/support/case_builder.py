@@ -142,7 +142,7 @@ def make_case(
     lora_input: bool = False,  # the adapter has an input of its own
     lora_dtype: torch.dtype | None = None,  # None: dtype
     temperatures: bool = False,  # one per position
-    # ids in the largest kept set; with without_set = "full" some positions lack one
+    # ids in the largest kept set; with on_missing_set = "full" some positions lack one
     kept: int | None = None,
     listed: int | None = None,  # ids of a teacher that lists its most likely ones
     others: dict[str, Any] | None = None,
@@ -239,8 +239,8 @@ def with_lora(case: Case, rank: int, own_input: bool, dtype: torch.dtype) -> Cas
 def with_kept(case: Case, most: int) -> Case:
     """`case` with ragged sets in any order, padding among the ids; the sampled id is one of them.
 
-    The first sets have one id and all of them. With without_set = "full" some are empty, and some
-    lack the sampled id.
+    The first sets have one id and all of them. With on_missing_set = "full" some are empty, and
+    some lack the sampled id.
     """
     g, ids = seeded(f"{case.name} kept"), case.completion_ids
     b, t = ids.shape
@@ -249,7 +249,7 @@ def with_kept(case: Case, most: int) -> Case:
     sizes = torch.randint(1, most + 1, (b, t, 1), generator=g)
     sizes[0, 0], sizes[0, 1] = 1, most
     kept = torch.where(torch.arange(most) < sizes, shuffled[..., :most], -1)
-    if case.others.get("without_set") == "full":
+    if case.others.get("on_missing_set") == "full":
         kind = torch.arange(b * t).view(b, t, 1) % 5
         kept = torch.where((kind == 3) | ((kind == 4) & (kept == ids[..., None])), -1, kept)
     kept = kept.gather(-1, torch.rand(b, t, most, generator=g).argsort(-1))

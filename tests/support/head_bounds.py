@@ -252,5 +252,5 @@ def in_two_parts(case: Case, name: str) -> bool:
     an adapter, too."""
     o = settings(case)
     through_both = name == "hidden" and case.lora_a is not None and case.lora_input is None
-    of_all = o.without_set == "full" or o.entropy_of != "the set"
+    of_all = o.on_missing_set == "full" or o.entropy_of != "the set"
     return through_both or (case.kept_ids is not None and of_all)

@@ -56,10 +56,10 @@ def group_j() -> Iterator[Case]:
     head |= {"temperature": 1.3, "b": 4, "kept": 14}
     for (i, (x, level)), without in product(enumerate(LOSSES), ("error", "full")):
         kind: Options = {"dtype": DTYPES["f32" if i % 2 else "f64"]} | loss(x, level)
-        kind |= {"others": {"without_set": without}}
+        kind |= {"others": {"on_missing_set": without}}
         kind |= {} if x == "gmpo" else {"entropy_coef": 0.02}
         yield make_case(f"J/{x}-{SHORT[level]}/{without}", **head, **kind)
-    full: Options = {"others": {"without_set": "full"}, "b": 4, "kept": 9}
+    full: Options = {"others": {"on_missing_set": "full"}, "b": 4, "kept": 9}
     yield make_case("J/kl", beta=0.1, **full)
     yield make_case("J/on-policy", old=False, zero_adv=True, **full)
     yield make_case("J/top-entropy", top_entropy_quantile=0.6, entropy_coef=0.02, **full)

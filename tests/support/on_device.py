@@ -33,7 +33,7 @@ def run_on(
     output, grads = run(move(case, device), engine, backend=backend)
     found = SimpleNamespace(
         loss=output.loss.detach().cpu(),
-        per_token_logps=output.per_token_logps.cpu(),
+        logps=output.logps.cpu(),
         entropies=output.entropies.cpu(),
         metrics={name: x.cpu() for name, x in output.metrics.items()},
     )

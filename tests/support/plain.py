@@ -72,7 +72,7 @@ def plain(
     more = pulled(told, h, c[0], leaves[2].detach(), hooks) if full else 0.0
     output = SimpleNamespace(
         loss=hooks.loss(at.loss.detach()),
-        per_token_logps=hooks.logps(leaves[0].detach()),
+        logps=hooks.logps(leaves[0].detach()),
         entropies=hooks.entropies(leaves[1].detach()),
         metrics=hooks.metrics(mean_metrics(at)),
     )

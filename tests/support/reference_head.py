@@ -90,7 +90,7 @@ def head(case: Case, dtype: torch.dtype = torch.float64, edit_raw=None) -> Head:
     log_probs = wide = torch.log_softmax(logits, dim=-1)
     if case.kept_ids is not None:
         inside = kept_lanes(rows(case.kept_ids).long(), vocab)
-        if o.without_set == "full":
+        if o.on_missing_set == "full":
             inside = inside | ~inside.gather(1, ids[:, None])
         log_probs = torch.log_softmax(logits.masked_fill(~inside, -torch.inf), dim=-1)
         wide = log_probs if o.entropy_of == "the set" else wide

@@ -29,7 +29,7 @@ DEFAULTS = {
     "kl_estimator": "k3", "final_logit_softcapping": None, "logit_scale": 1.0,
     "logits_dtype": "float32",
     "teacher_final_logit_softcapping": None, "teacher_logit_scale": 1.0, "beta_of_divergence": 1.0,
-    "lora_scaling": 1.0, "without_set": "error", "entropy_of": "the set", "arrives": "same",
+    "lora_scaling": 1.0, "on_missing_set": "error", "entropy_of": "the set", "arrives": "same",
     "more": False,
     "divergence": "forward_kl", "tail": None, "log_prob_min_clamp": None, "loss_max_clamp": None,
 }  # fmt: skip

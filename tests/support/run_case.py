@@ -87,7 +87,7 @@ def kept_of(case: Case) -> dict[str, Any]:
     """The sets, and what to do without one."""
     if case.kept_ids is None:
         return {}
-    return {"kept_ids": case.kept_ids, "without_set": settings(case).without_set}
+    return {"kept_ids": case.kept_ids, "on_missing_set": settings(case).on_missing_set}
 
 
 def reference_of(case: Case, rows: slice = WHOLE) -> tuple[Tensor, Head] | None:
@@ -166,7 +166,7 @@ def scores(
         **constants_of(case),
     )
     options["run"] = Run(engine, options.pop("backend", "auto"), case.workspace_bytes)
-    options["mask"] = case.completion_mask
+    options["completion_mask"] = case.completion_mask
     options["temperature"] = o.temperature if case.temperature is None else case.temperature
     if case.listed_ids is not None:
         names = ("divergence", "tail", "log_prob_min_clamp", "loss_max_clamp")
@@ -175,9 +175,9 @@ def scores(
         return topk_divergence(leaves["hidden"], head, *listed, **options)
     if case.teacher_hidden is not None:
         kind = KINDS.get(o.beta_of_divergence, {"divergence": "jsd", "beta": o.beta_of_divergence})
-        given = {"ids": case.completion_ids, "entropy": True, **kind}
+        given = {"completion_ids": case.completion_ids, "entropy": True, **kind}
         return linear_divergence(
-            leaves["hidden"], head, *reference_of(case, rows), **given, **options
+            leaves["hidden"], head, reference_of(case, rows), **given, **options
         )
     options.setdefault("entropy", True if o.entropy_of == "the set" else "full")
     return linear_logprob(leaves["hidden"], head, case.completion_ids, **kept_of(case), **options)

@@ -45,7 +45,7 @@ def kept() -> Iterator[Case]:
     """Over kept sets: every head in every dtype, in turn with positions without a set and the whole
     entropy."""
     for (i, (name, head)), (j, short) in product(enumerate(HEADS.items()), enumerate(DTYPES)):
-        others = {"without_set": ("error", "full")[(i + j) % 2]}
+        others = {"on_missing_set": ("error", "full")[(i + j) % 2]}
         others["entropy_of"] = ("the set", "all")[(i + j) // 2 % 2]
         options: Options = {"workspace": (2**29, 2_000, 1)[(i + j) % 3], "dtype": DTYPES[short]}
         options["frozen"] = (("hidden",), (), ("weight",), ("bias",))[(i + 2 * j) % 4]

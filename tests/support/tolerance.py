@@ -218,16 +218,16 @@ def assert_matches(
     bounds: Bounds | None = None,
     scale: float = 1.0,
 ) -> None:
-    """`output` (loss, per_token_logps, entropies, metrics) and `grads` (hidden, weight, bias)
+    """`output` (loss, logps, entropies, metrics) and `grads` (hidden, weight, bias)
     against the reference.
 
     `grads=None` compares the forward alone; `scale` is the upstream gradient that `grads` were
     taken under.
     """
     limits = bounds_of(reference, case) if bounds is None else bounds
-    compare("per_token_logps", output.per_token_logps, reference.logps, limits.logps, case)
+    compare("logps", output.logps, reference.logps, limits.logps, case)
     compare("entropies", output.entropies, reference.entropies, limits.entropies, case)
-    for name in ("loss", "per_token_logps", "entropies"):
+    for name in ("loss", "logps", "entropies"):
         dtype = getattr(output, name).dtype
         assert dtype == computed_in(case), f"{case.name}: {name}: dtype {dtype}"
     if limits.ambiguous:

@@ -78,19 +78,19 @@ grpo_loss(*loss_args, epsilon_hi=1)  # wrong
 grpo_loss(*loss_args, config={"beta": 0.1})  # wrong
 assert_type(policy_loss_from_logps(ids, ids, mask, rewards, config=config), LossOutput)
 
-scores = linear_logprob(x, whole, ids, mask=mask, temperature=0.9, extras=("is_top1", "mean_logits"), run=run)
+scores = linear_logprob(x, whole, ids, completion_mask=mask, temperature=0.9, extras=("is_top1", "mean_logits"), run=run)
 assert_type(scores, Scores)
 assert_type(scores.logps, Tensor)
 assert_type(scores.given, dict[str, Tensor])
-assert_type(linear_logprob(x, lm_head, ids, kept_ids=ids, without_set="full", entropy="full"), Scores)
+assert_type(linear_logprob(x, lm_head, ids, kept_ids=ids, on_missing_set="full", entropy="full"), Scores)
 linear_logprob(x, x, ids, bias=x)  # wrong
 linear_logprob(x, x, ids, entropy="whole")  # wrong
 linear_logprob(x, x, ids, extras="is_top1")  # wrong
 linear_logprob(x, [x], ids)  # wrong
 
-assert_type(linear_divergence(x, whole, x, lm_head, divergence="jsd", beta=0.5, entropy=True, ids=ids), Scores)
-linear_divergence(x, x, x, x, divergence="js")  # wrong
-linear_divergence(x, x, x, x, teacher_bias=x)  # wrong
+assert_type(linear_divergence(x, whole, (x, lm_head), divergence="jsd", beta=0.5, entropy=True, completion_ids=ids), Scores)
+linear_divergence(x, x, (x, x), divergence="js")  # wrong
+linear_divergence(x, x, (x, x), teacher_bias=x)  # wrong
 assert_type(topk_divergence(x, whole, ids, ids, tail=True), Scores)
 topk_divergence(x, x, ids, ids, divergence="jsd")  # wrong
 
@@ -119,8 +119,8 @@ grpo_loss(*loss_args, objective=partial(objectives.clip_cov, clip_cov_ratio=0.00
 grpo_loss(*loss_args, objective=lambda tokens: tokens.logps * 2)
 make_loss("cuda", "auto")  # wrong
 make_loss("auto", "auto", epsilon_hi=1)  # wrong
-assert_type(advantages.group_advantages(rewards, 2, scale="none", std="population"), Tensor)
-advantages.group_advantages(rewards, 2, scale="nothing")  # wrong
+assert_type(advantages.group_advantages(rewards, 2, scale_rewards="none", std="population"), Tensor)
+advantages.group_advantages(rewards, 2, scale_rewards="nothing")  # wrong
 grpo_kernels.grpo_los(*loss_args)  # wrong
 print(grpo_kernels.integration)  # wrong
 grpo_kernels.trl.patch_trl()

@@ -86,7 +86,7 @@ def main() -> None:
     options = parser.parse_args()
     as_on_a_cpu()
     base: Any = GRPOTrainer if options.kind == "stock" else FusedGRPOTrainer
-    sets: dict[str, Any] = {"rollout_func": rollout, "sampling_mask": "error"}
+    sets: dict[str, Any] = {"rollout_func": rollout, "on_missing_set": "error"}
     more = sets if options.sets else {}
     more |= {"fused_sampling_correction": False} if options.scored else {}
     with tempfile.TemporaryDirectory() as folder:
