@@ -2,7 +2,7 @@
 
 TRL up to 1.12, ms-swift and Axolotl call ``LigerFusedLinearGRPOLoss`` if ``use_liger_kernel`` is
 on. Import the class from here, or call `patch_liger` before the trainer builds its loss.
-docs/start/liger.md lists where Liger's loss differs from TRL's; ours is TRL's.
+docs/start/other-trainers.md lists where Liger's loss differs from TRL's; ours is TRL's.
 """
 
 from __future__ import annotations

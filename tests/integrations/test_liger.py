@@ -1,7 +1,7 @@
 """Liger's call: the axes of Liger's own public tests, against Liger's module and TRL's float64.
 
 (linkedin/Liger-Kernel, test/chunked_loss/test_grpo_loss.py; smaller tensors.) `test_differences`
-pins the rows of docs/start/liger.md where Liger 0.8.5 is not TRL.
+pins the rows of docs/start/other-trainers.md where Liger 0.8.5 is not TRL.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""docs/recipes.md: every block of Python runs as it stands, and gives what the trainer gave."""
+"""docs/start/other-trainers.md: every block of Python, and the files of examples/recipes, run as
+they stand and give what the trainer gave."""
 
 from __future__ import annotations
 
@@ -302,6 +303,17 @@ def test_nemo_rls_automodel_forward_returns_what_it_did(
     assert forward(model, lambda **x: x["logits"], batch)[0].shape[-1] == tiny.VOCAB
 
 
+def test_ligers_call_gives_a_loss_and_its_metrics() -> None:
+    hidden, weight = parameters((4, 3, 8), (33, 8))
+    logps = -3 - torch.rand(4, 3, dtype=torch.float64)
+    tensors = {"ids": torch.randint(33, (4, 3)), "mask": torch.ones(4, 3), "ref": logps}
+    tensors |= {"hidden": hidden, "advantages": torch.randn(4).double(), "old": logps}
+    found = run("Liger", lm_head=SimpleNamespace(weight=weight), **tensors)
+    found["loss"].backward()
+    assert weight.grad is not None
+    assert len(found["metrics"]) == 2  # the KL, and the share of clipped tokens
+
+
 def test_rays_workers_get_the_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Any] = []
     ray = module(monkeypatch, "my_ray", init=lambda *args, **options: started.append(options))
@@ -326,5 +338,6 @@ def test_every_block_has_its_test() -> None:
     for section, blocks in BLOCKS.items():
         for index in range(len(blocks)):
             calls = [f'"{section}", {index}']
-            calls += [] if index else [f'"{section}")', f'"{section}", bound']
+            if index == 0:
+                calls += [f'"{section}")', f'"{section}", bound', f'"{section}", lm_head']
             assert any(call in source for call in calls), f"{section}, block {index}"

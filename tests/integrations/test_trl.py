@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from functools import cache
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ pytest.importorskip("trl")
 import trl
 from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 
-from benchmarks import head_flops, parity, tiny_models
+from benchmarks import head_flops, parity, tiny_models, tiny_run
 from grpo_kernels import Expectation
 from grpo_kernels.body import trial
 from grpo_kernels.trl import FusedGRPOTrainer, FusedLossMixin, micro_batches
@@ -49,6 +50,24 @@ def test_training_is_the_same(name: str) -> None:
     options = {**CASES[name]}
     tolerance = options.pop("tolerance", None)
     assert_same(*(train(x, **options) for x in (trl.GRPOTrainer, FusedGRPOTrainer)), tolerance)
+
+
+@pytest.mark.parametrize("first", [trl.GRPOTrainer, FusedGRPOTrainer])
+def test_either_trainer_resumes_from_a_checkpoint_of_the_other(first: Any, tmp_path: Path) -> None:
+    def args(steps: int) -> trl.GRPOConfig:
+        return tiny_run.config(str(tmp_path), steps, save_strategy="steps", save_steps=2)
+
+    def resume(trainer: Any) -> None:
+        checkpoint = str(tmp_path / "checkpoint-2")
+        trainer.train = partial(trainer.train, resume_from_checkpoint=checkpoint)
+
+    second = FusedGRPOTrainer if first is trl.GRPOTrainer else trl.GRPOTrainer
+    tiny_run.train(first, args(2))
+    resumed = tiny_run.train(second, args(4), prepare=resume).steps
+    whole = train(trl.GRPOTrainer, 4).steps
+    assert len(resumed) == 2
+    for got, want in zip(resumed, whole[2:], strict=True):
+        assert {name: got[name] for name in want} == pytest.approx(want, rel=1e-4, abs=1e-5)
 
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}

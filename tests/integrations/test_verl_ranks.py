@@ -191,7 +191,7 @@ def test_rows_of_megatron(found: dict[str, Any], context: int) -> None:
 
 @pytest.mark.parametrize("tensor", [1, RANKS])
 def test_recipes_of_megatron_core_and_slime(found: dict[str, Any], tensor: int) -> None:
-    """docs/recipes.md, with the vocabulary divided over `tensor` ranks."""
+    """docs/start/other-trainers.md, with the vocabulary divided over `tensor` ranks."""
     assert len(found["recipes"][tensor]) == 6 * tensor
     for case, difference in found["recipes"][tensor].items():
         assert difference < (1e-6 if case.startswith("loss") else 1e-11), case

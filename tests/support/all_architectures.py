@@ -146,12 +146,12 @@ OUTCOMES = [
         "smollm3 solar_open starcoder2 vaultgemma whisper youtu zamba2",
     ),
     Outcome(
-        "trim", "layers carry a state from token to token in a function that is not known, or that "
-        "takes none to begin with (Mamba-1)", "a state that is not known",
+        "trim", "recurrent layers of a kind that the library does not know, or that cannot start "
+        "from a given state (Mamba-1)", "a state that is not known",
         "falcon_mamba jamba mamba qwen4_exp qwen4_exp_text zamba zaya",
     ),
     Outcome(
-        "trim", "attention has a bias of its own for each token", "'position_bias'",
+        "trim", "attention has a bias for each token", "'position_bias'",
         "inkling2_text inkling_text",
     ),
     Outcome(
@@ -159,66 +159,64 @@ OUTCOMES = [
         "minimax",
     ),
     Outcome(
-        "trim", "attention is a function of its own, not one of transformers' table",
+        "trim", "attention is the model's own function, not one of transformers' interface",
         "not looked up|it raised",
         "codegen falcon git gpt_neo gpt_neox_japanese gptj megatron-bert nemotron openai-gpt "
         "rembert stablelm xglm",
     ),
     Outcome(
-        "trim", "each token selects keys, by a mask of the model's own", "a mask of its own",
+        "trim", "each token selects its keys by a mask that the model makes", "a mask of its own",
         "axk2 deepseek_v32 dots3_note dots3_note_text glm_moe_dsa hy_v4",
     ),
     Outcome(
-        "trim", "distances (ALiBi) are counted in the attention mask", "takes no position_ids",
+        "trim", "distances (ALiBi) come from the attention mask", "takes no position_ids",
         "bloom mpt",
     ),
     Outcome(
-        "trim", "layers with a state alone, without positions", "takes no position_ids",
+        "trim", "only recurrent layers, and no positions", "takes no position_ids",
         "mamba2",
     ),
     Outcome(
-        "trim", "the mask has a sliding window of which attention is not told; "
-        "without a window: tree",
+        "trim", "the sliding window is only in the mask; without a window: tree",
         "are off by",
         "phimoe qwen2_moe",
     ),
     Outcome(
-        "padded", "positions are columns of the batch", "takes no position_ids",
+        "padded", "positions are the batch's columns", "takes no position_ids",
         "bart bigbird_pegasus blenderbot blenderbot-small marian mbart mvp pegasus plbart "
         "roformer trocr",
     ),
     Outcome(
-        "padded", "padding is told by its id, and counts if it has another one", "are off by",
+        "padded", "padding is recognized by its id, not by the mask", "are off by",
         "camembert data2vec-text roberta roberta-prelayernorm xlm-roberta xlm-roberta-xl xmod",
     ),
     Outcome(
-        "padded", "padding or later tokens are read", "takes no position_ids|a state|it raised",
+        "padded", "reads padding or later tokens", "takes no position_ids|a state|it raised",
         "cpmant recurrent_gemma rwkv xlm xlnet xlstm",
     ),
     Outcome(
-        "padded", "blocks, patches or scales of attention go by columns of the batch",
+        "padded", "blocks, patches or scales of attention depend on the batch's columns",
         "a mask of its own|it raised|chunks of columns",
         "big_bird blt deepseek_v4 llama4 llama4_text minimax_m3_vl_text reformer",
     ),
     Outcome(
-        "padded", "each token selects keys, and other ones beside padding", "a mask of its own",
+        "padded", "each token selects its keys, and others beside padding", "a mask of its own",
         "doge",
     ),
     Outcome(
-        "refused", "a head for each codebook", "lm_head: expected an nn.Linear",
+        "refused", "one head for each codebook", "lm_head: expected an nn.Linear",
         "musicgen musicgen_melody",
     ),
     Outcome(
-        "refused", "several predictions for each position", "expected hidden states of 6|view size",
+        "refused", "several predictions at each position", "expected hidden states of 6|view size",
         "prophetnet",
     ),
     Outcome(
-        "not built", "its encoder of images needs timm; its text model is gemma3n_text", "",
+        "not built", "its image encoder needs timm; its text model is gemma3n_text", "",
         "gemma3n",
     ),
     Outcome(
-        "not built", "a draft model, which is handed keys and values of the model that it "
-        "drafts for",
+        "not built", "a draft model, which needs keys and values of another model",
         "",
         "gemma4_assistant gemma4_unified_assistant",
     ),
@@ -227,9 +225,10 @@ OUTCOME = {kind: x for x in OUTCOMES for kind in x.kinds.split()}
 
 
 def table() -> str:
-    """The table of docs/architectures.md."""
+    """The table of docs/status.md."""
     rows = [f"| {x.layout} | {x.why} | {x.kinds.replace(' ', ', ')} |" for x in OUTCOMES]
-    return "\n".join(["| layout | why no better one | model types |", "| --- | --- | --- |", *rows])
+    head = ["| Layout | Why not a better one | Model types |", "| --- | --- | --- |"]
+    return "\n".join([*head, *rows])
 
 
 def config_of(kind: str, **fields: Any) -> Any:

@@ -1,4 +1,5 @@
-"""docs/recipes.md on ranks of `run_ranks`: Megatron-Core's own GPT model, and slime on it."""
+"""docs/start/other-trainers.md on ranks of `run_ranks`: Megatron-Core's own GPT model, and slime on
+it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What docs/recipes.md puts its lines into: the trainers' signatures, in plain torch from logits.
+"""What docs/start/other-trainers.md puts its lines into: the trainers' signatures, in plain torch
+from logits.
 
 Each docstring names the version that it stands for; tests/integrations/test_stand_ins.py compares
 the signatures with the trainers' own source where that is at hand. `module` puts stand-ins where a
@@ -19,18 +20,25 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-PAGE = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "start" / "other-trainers.md").read_text()
 SECTIONS = dict(zip(*[iter(re.split(r"^## (.*)$", PAGE, flags=re.M)[1:])] * 2, strict=True))
+SHOWN = r"^```python\n(?P<shown>.*?)^```$"
+FILE = r"\]\(\.\./\.\./(?P<file>examples/recipes/\w+\.py)\)"
+# A section's blocks and the files that it links to, in their order.
 BLOCKS = {
-    name: re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)
+    name: [
+        x["shown"] or (ROOT / x["file"]).read_text()
+        for x in re.finditer(f"{SHOWN}|{FILE}", text, re.M | re.S)
+    ]
     for name, text in SECTIONS.items()
 }
 
 
-def run(section: str, index: int = 0) -> dict[str, Any]:
-    """The names that a block makes."""
-    names: dict[str, Any] = {"__name__": "my_module"}
-    exec(compile(BLOCKS[section][index], f"recipes.md: {section}", "exec"), names)
+def run(section: str, index: int = 0, **given: Any) -> dict[str, Any]:
+    """The names that a block makes, which finds those that are `given`."""
+    names: dict[str, Any] = {"__name__": "my_module", **given}
+    exec(compile(BLOCKS[section][index], f"other-trainers.md: {section}", "exec"), names)
     return names
 
 
