@@ -108,14 +108,19 @@ CONSTANTS = ("final_logit_softcapping", "logit_scale", "logits_dtype")
 @hints_names
 @dataclass(frozen=True, eq=False)
 class Head:
-    """A language model's head.
+    """A language model's head: the second argument of every call.
+
+    ::
+
+        Head(model.lm_head, final_logit_softcapping=30.0)  # a model that caps its logits
+        Head(weight, bias, lora=LoRA(a, b, scaling=2.0))
+        Head(shard, process_group=group)                   # divided over ranks by rows
 
     Its logits are ``softcap(logit_scale * (hidden @ weight.T + bias))``, where ``softcap(x)`` is
     ``cap * tanh(x / cap)``.
 
-    Every call takes one in its second place, and for the second model that some calls compare with:
-    a KL term's reference, distillation's teacher. A plain weight, or the model's own module, may
-    stand there instead: it means ``Head(weight)``.
+    A plain weight, or the model's own module, means ``Head(weight)``. Some calls take a second
+    head: that of a KL term's reference or of distillation's teacher.
 
     Args:
         weight: (V, H). Or the head's module: an ``nn.Linear``, or PEFT's LoRA layer around one. The

@@ -80,7 +80,7 @@ from grpo_kernels.objective.config import (
     warn_of_inputs,
 )
 from grpo_kernels.objective.custom import CustomObjective, TokenInputs
-from grpo_kernels.objective.expected import Expectation
+from grpo_kernels.objective.expected import Expectation, expectation_of
 from grpo_kernels.objective.losses import check_num_items, token_weights
 from grpo_kernels.objective.metrics import Metrics, loss_metrics
 from grpo_kernels.objective.policy import Evaluation, PolicyObjective, numbers
@@ -141,11 +141,19 @@ def grpo_loss(
     run: Run | None = None,
     **fields: Unpack[LossFields],
 ) -> LossOutput:
-    """The loss that `config` describes, from hidden states, without (tokens, vocabulary) logits.
+    """Compute a GRPO-family loss from hidden states, without the (tokens, vocabulary) logits.
 
-    Values at masked positions are never read, in
-    any argument. Hidden states, weight, bias and adapter get exact gradients, all other arguments
-    are constants; a batch without a counted token gives an attached loss of 0.
+    ::
+
+        out = grpo_loss(
+            hidden, model.lm_head, completion_ids, completion_mask, advantages,
+            old_per_token_logps=old_logps, loss_type="dapo", epsilon_high=0.28,
+        )
+        out.loss.backward()
+
+    Values at masked positions are never read, in any argument. Hidden states, weight, bias and
+    adapter get exact gradients; all other arguments are constants. A batch without a counted token
+    gives an attached loss of 0.
 
     Args:
         hidden: (B, T, H), or packed (N, H), floating: hidden states that predict `completion_ids`
@@ -281,20 +289,24 @@ def grpo_loss(
 
 
 _OF_CALL = [name for name in inspect.signature(grpo_loss).parameters if name != "fields"]
+_OF_MODULE = ("config", "objective", "run", "fields")  # arguments that `GRPOLoss` has itself
 
 
 class GRPOLoss(nn.Module):
-    """`grpo_loss` as a module.
+    """A GRPO-family loss as a module; `GRPOLoss()` is TRL's default: DAPO without a KL term.
 
     ::
 
-        GRPOLoss()                             # TRL's default: DAPO's mean over tokens, no KL term
-        GRPOLoss(presets.GRPO)                 # the GRPO paper's loss, with its KL term: beta 0.04
-        GRPOLoss(presets.GRPO, beta=0.001)     # the same with another weight of the KL term
-        GRPOLoss(loss_type="grpo", beta=0.04)  # TRL's: its KL estimate is multiplied by the ratio
+        loss_fn = GRPOLoss(presets.GRPO)                 # the GRPO paper's, with its KL term
+        loss_fn = GRPOLoss(presets.GRPO, beta=0.001)     # with another weight of that term
+        loss_fn = GRPOLoss(loss_type="grpo", beta=0.04)  # TRL's, which corrects the KL estimate
+        out = loss_fn(hidden, model.lm_head, completion_ids, completion_mask, advantages)
+        out.loss.backward()
+
+    The call is `grpo_loss` with this module's config.
 
     Args:
-        config: the loss, `LossConfig`.
+        config: the loss; default `LossConfig()`.
         fields: fields of `config`, which they replace.
         objective, run: as in `grpo_loss`.
 
@@ -339,6 +351,16 @@ class GRPOLoss(nn.Module):
         )
         own: Any = {"config": self.config, "objective": self.objective, "run": self.run}
         return grpo_loss(hidden, head, completion_ids, completion_mask, advantages, **own, **inputs)
+
+    # as help() shows it: the arguments by name
+    forward.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
+        + [
+            x
+            for name, x in inspect.signature(grpo_loss).parameters.items()
+            if name not in _OF_MODULE
+        ]
+    )
 
     # The call runs the hooks, then `forward`; `nn.Module` declares that it returns Any.
     if TYPE_CHECKING:
@@ -456,7 +478,7 @@ def policy_expectation(
     no_ids = torch.zeros_like(completion_mask, dtype=torch.long)
     inputs = {name: given[name] for name in _INPUTS if name in given}
     tokens = read_tokens(no_ids, completion_mask, advantages, torch.float32, **inputs)
-    return Expectation.of_loss(_objective(config, given, tokens), tokens)
+    return expectation_of(_objective(config, given, tokens), tokens)
 
 
 LOGPS = ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps")
@@ -565,7 +587,7 @@ def _loss_over_sets(
 ) -> LossOutput:
     """The loss of log-probabilities over the sampler's kept sets."""
     on_missing_set = given["on_missing_set"]
-    expected = Expectation.of_loss(loss, tokens) if on_missing_set == "full" else None
+    expected = expectation_of(loss, tokens) if on_missing_set == "full" else None
     scores, metrics = score_kept(
         job, head, given["run"], sets, given["completion_ids"], on_missing_set,
         expected=expected, others={name: given[name] for name in LOGPS},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.utils._pytree as pytree
 from torch import Tensor
@@ -34,8 +34,10 @@ class LossOutput:
     engine: str
     backend: str
 
-    def __getattr__(self, name: str) -> Any:
-        raise no_attribute(self, name, (x.name for x in fields(self)))
+    if not TYPE_CHECKING:  # it would tell a type checker that any name is there
+
+        def __getattr__(self, name: str) -> Any:
+            raise no_attribute(self, name, (x.name for x in fields(self)))
 
 
 @dataclass
@@ -85,8 +87,10 @@ class Scores:
         names = ", ".join(f".{name}" for name in self.given)
         raise TypeError(f"Scores: expected a result by its name, {names}, got [{key!r}]")
 
-    def __getattr__(self, name: str) -> Any:
-        raise no_attribute(self, name, _OF_SCORES)
+    if not TYPE_CHECKING:  # it would tell a type checker that any name is there
+
+        def __getattr__(self, name: str) -> Any:
+            raise no_attribute(self, name, _OF_SCORES)
 
     def __repr__(self) -> str:
         return f"Scores({', '.join(f'{name}={x!r}' for name, x in self.given.items())})"

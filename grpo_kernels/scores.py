@@ -124,7 +124,12 @@ def linear_logprob(
     # how it is computed
     run: Run | None = None,
 ) -> Scores:
-    """Log-probabilities and entropies, without the (tokens, vocabulary) logits in memory.
+    """Compute log-probabilities and entropies, without the (tokens, vocabulary) logits.
+
+    ::
+
+        scores = linear_logprob(hidden, model.lm_head, completion_ids, completion_mask)
+        scores.logps, scores.entropies  # shaped like completion_ids
 
     They are ``log softmax(z)[id]`` and the entropy of ``softmax(z)``; z are the head's logits
     (`Head`) divided by the temperature. With `kept_ids` both are over the set of each position.
@@ -240,12 +245,16 @@ def linear_divergence(
     # how it is computed
     run: Run | None = None,
 ) -> Scores:
-    """The divergence of each position, and more of the student from the same pass, all
-    differentiable once.
+    """Compute the divergence of two models at each position, over the whole vocabulary.
 
-    Each head has logits of its own (`Head`); both are divided by the same temperature. Gradients go
-    to the student's hidden states, weight, bias and adapter; the teacher's tensors are constants.
-    Values at masked positions are never read.
+    ::
+
+        scores = linear_divergence(hidden, model.lm_head, (teacher_hidden, teacher.lm_head), mask)
+        loss = scores.divergence.sum() / mask.sum()
+
+    All results are differentiable, once. Each head has logits of its own (`Head`); both are divided
+    by the same temperature. Gradients go to the student's hidden states, weight, bias and adapter;
+    the teacher's tensors are constants. Values at masked positions are never read.
 
     Args:
         hidden, head, completion_mask: (..., H), the student's head and (...), as in
@@ -325,10 +334,15 @@ def topk_divergence(
     # how it is computed
     run: Run | None = None,
 ) -> Scores:
-    """The divergence of each position from the teacher's K ids there, differentiable once.
+    """Compute the divergence from a teacher that gives K ids and log-probabilities per position.
 
-    The student's logits are the head's (`Head`) divided by the temperature. Gradients go to hidden
-    states, weight, bias and adapter. Values at masked positions are never read.
+    ::
+
+        scores = topk_divergence(hidden, model.lm_head, teacher_ids, teacher_logps, mask)
+
+    It is differentiable, once. The student's logits are the head's (`Head`) divided by the
+    temperature. Gradients go to hidden states, weight, bias and adapter. Values at masked positions
+    are never read.
 
     Args:
         hidden, head, completion_mask, temperature: (..., H), the student's head, (...) and a number

@@ -93,7 +93,12 @@ _KNOWN = {
 @hints_names
 @dataclass(frozen=True, eq=False)
 class Run:
-    """Options of how a call is computed; the results are the same up to rounding.
+    """Options that change a call's speed and memory, and its results only by rounding.
+
+    ::
+
+        Run(workspace_bytes=512 * 2**20)  # less temporary memory than the default on a GPU
+        Run(engine="lean")                # no accumulator of the weight's size
 
     Args:
         engine: one of `grpo_kernels.typing.EngineName`.

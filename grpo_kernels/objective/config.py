@@ -91,7 +91,13 @@ class LossFields(TypedDict, total=False):
 @hints_names
 @dataclass(frozen=True)
 class LossConfig:
-    """The loss, as TRL's ``GRPOConfig`` names it.
+    """Settings of a policy loss, with the names and defaults of TRL's ``GRPOConfig``.
+
+    ::
+
+        LossConfig()                                   # DAPO, clip range 0.2, no KL term
+        LossConfig(loss_type="grpo", beta=0.04)
+        LossConfig.from_trl(trainer.args)
 
     Args:
         loss_type: surrogate (the policy term of a token's loss) and normaliser, one of ``"grpo"``
@@ -245,29 +251,6 @@ class LossConfig:
     def truncates_sampling_ratio(self) -> bool:
         """True if that ratio is clamped to its bounds; else it is 0 outside of them."""
         return self.vllm_importance_sampling_mode.endswith("_truncate")
-
-    def couples_tokens(self, *, on_policy: bool, sampled: bool) -> bool:
-        """True if a token's gradient depends on other tokens' log-probabilities or entropies.
-
-        Args:
-            on_policy: True without old log-probabilities.
-            sampled: True with the sampler's log-probabilities.
-        """
-        compares = sampled or not on_policy
-        if self.top_entropy_quantile < 1.0 or (self.masks_off_policy and compares):
-            return True
-        if not on_policy:
-            return self.ratio_is_per_sequence
-        reads_sequence = self.vllm_importance_sampling_mode.startswith("sequence_")
-        if self.corrects_sampling and (reads_sequence or self.ratio_is_per_sequence):
-            return True
-        return self.corrects_kl and self.importance_sampling_level == "sequence"
-
-    def knows_gradient(self, *, on_policy: bool, sampled: bool) -> bool:
-        """True if the whole gradient is known before any log-probability; arguments as in
-        `couples_tokens`."""
-        unknown = not on_policy or self.estimates_kl or self.corrects_sampling
-        return not unknown and not self.couples_tokens(on_policy=on_policy, sampled=sampled)
 
     @classmethod
     def from_trl(cls, args: Any, **overrides: Unpack[LossFields]) -> LossConfig:

@@ -25,7 +25,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -42,7 +42,7 @@ OPTIONAL = ("ref_per_token_logps", "sampling_per_token_logps", "importance_sampl
 
 @dataclass(frozen=True)
 class TokenInputs:
-    """Arguments of a custom objective; all tensors have the shape of `logps`.
+    """What a custom objective gets; all tensors have the shape of `logps`.
 
     For a `token_level` function that shape is (n,), some of the counted tokens. For any other it is
     (B, T), with 0 at masked positions; T of a packed batch is the longest sequence. Only `logps`,
@@ -94,8 +94,10 @@ class TokenInputs:
             raise ValueError("tokens.loss: expected to be read in a call with a config, got none")
         return self._loss()
 
-    def __getattr__(self, name: str) -> Any:
-        raise no_attribute(self, name, (x.name for x in fields(self) if x.repr))
+    if not TYPE_CHECKING:  # it would tell a type checker that any name is there
+
+        def __getattr__(self, name: str) -> Any:
+            raise no_attribute(self, name, (x.name for x in fields(self) if x.repr))
 
     def __repr__(self) -> str:
         shapes = ((x.name, getattr(self, x.name)) for x in fields(self) if x.repr)
@@ -107,12 +109,18 @@ PerTokenLoss = Callable[[TokenInputs], Tensor]
 
 
 def token_level(objective: PerTokenLoss) -> PerTokenLoss:
-    """Declare that `objective`'s loss of a token depends on that token alone: it then gets the
-    one-pass engine.
+    """Mark an objective whose loss for a token depends only on that token, so that one pass is
+    enough.
 
-    It is evaluated on some tokens at a time for the gradient and on all of them for the loss, and
-    so must be a function of its argument alone, without randomness. This is believed, not checked:
-    call `grpo_kernels.testing.check_token_level` in a test of your own.
+    ::
+
+        @token_level
+        def penalised(tokens):
+            return tokens.loss + 0.01 * tokens.logps.square()
+
+    The function is evaluated on some tokens at a time for the gradient and on all of them for the
+    loss, so it must be a function of its argument alone, without randomness. This is believed, not
+    checked: call `grpo_kernels.testing.check_token_level` in a test of your own.
 
     Raises:
         TypeError: `objective` is no function.

@@ -38,25 +38,25 @@ class Expectation:
     graded: Tensor | None = None
     has_entropy_gradient: bool = True
 
-    @staticmethod
-    def of_loss(objective: PolicyObjective | CustomObjective, tokens: Tokens) -> Expectation:
-        """The gradient of a loss of `tokens`, for ids of the batch's shape."""
-        layout, ids, dtype = tokens.layout, tokens.ids, tokens.advantages.dtype
-        row = torch.zeros(math.prod(layout.shape), dtype=torch.long, device=ids.device)
-        row[layout.positions] = torch.arange(len(tokens), device=row.device)
-        live = objective.live
-        live = torch.ones_like(ids, dtype=torch.bool) if live is None else live
 
-        def coefficients(index: Tensor, logps: Tensor, entropies: Tensor | None) -> Coefficients:
-            entropies = logps if entropies is None else entropies
-            stats = numbers(logps.to(dtype), entropies.to(dtype))
-            return objective.gradient(row[index], stats)
+def expectation_of(objective: PolicyObjective | CustomObjective, tokens: Tokens) -> Expectation:
+    """The expected gradient of a loss of `tokens`, for ids of the batch's shape."""
+    layout, ids, dtype = tokens.layout, tokens.ids, tokens.advantages.dtype
+    row = torch.zeros(math.prod(layout.shape), dtype=torch.long, device=ids.device)
+    row[layout.positions] = torch.arange(len(tokens), device=row.device)
+    live = objective.live
+    live = torch.ones_like(ids, dtype=torch.bool) if live is None else live
 
-        return Expectation(
-            None if objective.known == "rows" else coefficients,
-            graded=layout.scatter(live),
-            has_entropy_gradient=objective.has_entropy_gradient,
-        )
+    def coefficients(index: Tensor, logps: Tensor, entropies: Tensor | None) -> Coefficients:
+        entropies = logps if entropies is None else entropies
+        stats = numbers(logps.to(dtype), entropies.to(dtype))
+        return objective.gradient(row[index], stats)
+
+    return Expectation(
+        None if objective.known == "rows" else coefficients,
+        graded=layout.scatter(live),
+        has_entropy_gradient=objective.has_entropy_gradient,
+    )
 
 
 Expected = (

@@ -165,10 +165,10 @@ class PolicyObjective:
         self.loss_type = loss_of(config)
         self.is_centered = tokens.sampling_topk_logps is not None
         self.known: Literal["before", "row", "rows"] = "row"
-        if config.couples_tokens(on_policy=self.on_policy, sampled=sampled):
+        if _couples_tokens(config, on_policy=self.on_policy, sampled=sampled):
             self.known = "rows"
-        elif not self.is_centered and config.knows_gradient(
-            on_policy=self.on_policy, sampled=sampled
+        elif self.on_policy and not (
+            self.is_centered or config.estimates_kl or config.corrects_sampling
         ):
             self.known = "before"
         self.has_entropy_gradient = config.entropy_coef != 0.0
@@ -419,6 +419,24 @@ class PolicyObjective:
         if log_ratio.is_shared:  # then the ratio moves with every logp of the sequence
             a = a + (log_ratio.to_logps(weights * kl) - weights * kl)
         return kl, a
+
+
+def _couples_tokens(config: LossConfig, *, on_policy: bool, sampled: bool) -> bool:
+    """True if a token's gradient depends on other tokens' log-probabilities or entropies.
+
+    Args:
+        on_policy: True without old log-probabilities.
+        sampled: True with the sampler's log-probabilities.
+    """
+    compares = sampled or not on_policy
+    if config.top_entropy_quantile < 1.0 or (config.masks_off_policy and compares):
+        return True
+    if not on_policy:
+        return config.ratio_is_per_sequence
+    reads_sequence = config.vllm_importance_sampling_mode.startswith("sequence_")
+    if config.corrects_sampling and (reads_sequence or config.ratio_is_per_sequence):
+        return True
+    return config.corrects_kl and config.importance_sampling_level == "sequence"
 
 
 class _TokenLosses(torch.autograd.Function):
