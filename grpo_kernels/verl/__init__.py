@@ -10,8 +10,8 @@ same by hand, where entry points are switched off (``VERL_USE_EXTERNAL_PLUGINS=n
 verl's modules (0.9.1) are patched as they are imported, whenever that is: `forward` gives models
 the forward of the FSDP engines, `engine` tells it what a micro-batch asks of the head, `megatron`
 does both for Megatron's engine, and `trainers` keeps verl's trainers from scoring what an update
-computes anyway, and the responses of a prompt on one rank. A module that differs from the release
-we know is left as it is, after a warning.
+computes anyway, and brings the responses of a prompt to one rank. A module that differs from the
+release we know is left as it is, after a warning.
 """
 
 from __future__ import annotations
