@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -210,6 +211,22 @@ def test_the_page_is_what_the_committed_results_say(tmp_path: Path) -> None:
     newest = sorted((ROOT / "benchmarks" / "results").glob("cpu-20*.json"))[-1]
     assert command.main(["--report", str(newest), "--page", "--into", str(tmp_path)]) == 0
     assert (tmp_path / "README.md").read_text() == (newest.parent / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("page", "begin", "end"),
+    [
+        ("results.md", "## A whole training step", "### Accuracy"),
+        ("training-step.md", "## What it saves", "**Estimate yours"),
+    ],
+)
+def test_tables_of_the_documentation_quote_the_page(page: str, begin: str, end: str) -> None:
+    number = re.compile(r"\d+\.\d+")
+    text = (ROOT / "docs" / page).read_text().partition(begin)[2].partition(end)[0]
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    quoted = {x for row in rows for x in number.findall(row)}
+    known = set(number.findall((ROOT / "benchmarks" / "results" / "README.md").read_text()))
+    assert len(quoted) > 10 and quoted <= known, quoted - known
 
 
 def test_claims_begin_the_page_and_cells_are_of_the_results(data: dict[str, Any]) -> None:
