@@ -18,6 +18,7 @@ VLLM        := requirements/vllm.txt
 VLLM_VENV   := $(VENV)/vllm
 DOCS        := requirements/docs.txt
 DOCS_PATH   := $(abspath $(VENV)/docs)
+DEMO_VENV   := $(VENV)/demo
 DIST        := requirements/dist.txt
 DIST_VENV   := $(VENV)/dist
 EXTRAS      := trl,bench,test,dev
@@ -100,6 +101,7 @@ $(DOCS_PATH)/.installed: $(STAMP) $(DOCS)
 	@touch $@
 
 test: $(STAMP)  ## the tests (PYTEST_ARGS="tests/engine -k name" for some of them)
+	@echo "all tests take about nine minutes on two cores; PYTEST_ARGS=\"tests/call\" runs some of them"
 	$(PYTEST) -m "not slow" $(PYTEST_ARGS) </dev/null
 
 test-slow: $(STAMP)  ## the tests that compile for every target, run whole commands, or repeat others in Triton's interpreter
@@ -113,8 +115,18 @@ test-torch:  ## the tests with another release of torch and the Triton it brings
 .venv-torch-%.txt: requirements/constraints.txt $(wildcard requirements/torch-*.txt)
 	@echo "torch==$*" | awk -F '[<=>]' '$$1 != "triton" && !seen[$$1]++' - $(wildcard requirements/torch-$(basename $*).txt) $< > $@
 
-demo: $(STAMP)  ## trains a small model with stock TRL and with grpo_kernels, and compares them
-	$(PY) examples/demo.py $(DEMO_ARGS) </dev/null
+# What the demo needs alone; where the whole environment is, it serves.
+$(DEMO_VENV)/.installed: pyproject.toml $(CONSTRAINTS)
+	@test -n "$(PYTHON)" || { echo "error: neither python3.11 nor python3 is Python >= 3.11; set PYTHON=/path/to/python" >&2; exit 1; }
+	@echo "installing torch and TRL into $(DEMO_VENV)"
+	@"$(PYTHON)" -m venv --clear $(DEMO_VENV)
+	@$(DEMO_VENV)/bin/python -m pip --disable-pip-version-check --no-input install --quiet --no-compile -c $(CONSTRAINTS) torch
+	@$(DEMO_VENV)/bin/python -m pip --disable-pip-version-check --no-input install --quiet --no-compile -c $(CONSTRAINTS) -e '.[trl]'
+	@touch $@
+
+DEMO_READY  := $(if $(wildcard $(STAMP)),$(STAMP),$(DEMO_VENV)/.installed)
+demo: $(DEMO_READY)  ## trains a small model with stock TRL and with grpo_kernels, and compares them
+	$(dir $(DEMO_READY))bin/python examples/demo.py $(DEMO_ARGS) </dev/null
 
 real: $(REAL_PATH)/.installed  ## a real model learns sums, stock TRL beside ours, an hour (REAL_ARGS=--short: two minutes)
 	PYTHONPATH=$(REAL_PATH) $(PY) -m benchmarks.real $(REAL_ARGS) </dev/null
