@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import statistics
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ Run = dict[str, Any]
 EQUAL, REWARD, LENGTH = "frac_reward_zero_std", "reward", "completions/mean_length"
 LEARNING = slice(7)  # steps before the task is solved, in which few groups have equal rewards
 SHORT = {x: x for x in PHASES} | {"loss": "forward and backward"}
-TASK = "SmolLM2-135M-Instruct, one-digit sums, groups of 8, all parameters, fp32, beta 0"
 
 
 def trained(data: dict[str, Any]) -> dict[str, Run]:
@@ -166,53 +164,43 @@ def _error(draws: list[float] | None) -> str:
 
 COLORS = {STOCK: "#D55E00", DEFAULTS: "#0072B2"}  # Okabe and Ito's
 LOOKS = {
-    "font.size": 15, "axes.grid": True, "axes.grid.axis": "y", "grid.color": "#d8dee4",
+    "font.size": 17, "axes.grid": True, "axes.grid.axis": "y", "grid.color": "#d8dee4",
     "axes.axisbelow": True,
     **{f"axes.spines.{side}": False for side in ("top", "right", "bottom", "left")},
     **dict.fromkeys(("figure.facecolor", "savefig.facecolor", "axes.facecolor"), "#fbfbf9"),
 }  # fmt: skip
-NOTE = (
-    "Forward and backward of an optimizer step of 32 completions, generation left out. A group "
-    "whose rewards are "
-    "equal has no gradient: what ours saves follows their share, and the padding. Stock TRL runs "
-    "its fallback for "
-    "CPUs, whose head also projects prompt and padding."
-)
+SHADE, SHADE_TEXT = "#e3e6e8", "#5f6a72"
 
 
 def draw(data: dict[str, Any]) -> Figure:
-    """Reward, share of groups with equal rewards, and seconds of both: mean and range."""
+    """Seconds of each step, stock and ours, the mean of the seeds; behind them the share of groups
+    with equal rewards. To be read on a phone too: one panel, few words."""
     trainers = {name: named(data, name) for name in (STOCK, DEFAULTS)}
     count = len(trainers[DEFAULTS][0]["steps"])
-    figure = Figure(figsize=(11, 9.5), dpi=120, layout="constrained")
-    seeds = f"{tables.count(len(trainers[DEFAULTS]), 'seed')}: their mean, and their range"
-    about = "; ".join([TASK, tables.where(data), seeds, str(data.get("date", ""))[:10]])
-    title = "\n".join(textwrap.wrap(claim(data), 56))
-    figure.suptitle(title, size=22, weight="bold", x=0.02, ha="left")
-    axes = figure.subplots(3, 1, sharex=True, height_ratios=(2, 2, 3))
-    axes[0].set_title("\n".join(textwrap.wrap(about, 100)), size=13, loc="left")
-    rows: list[tuple[str, tuple[str, ...], str, str]] = [
-        ("reward", (DEFAULTS,), "logs", REWARD),
-        ("groups with\nequal rewards", (DEFAULTS,), "logs", EQUAL),
-        ("CPU seconds", (STOCK, DEFAULTS), "seconds", "loss"),
-    ]
-    for axis, (label, names, kind, key) in zip(axes, rows, strict=True):
-        for name in names:
-            runs = [[step[kind][key] for step in run["steps"]] for run in trainers[name]]
-            columns, x = list(zip(*runs, strict=True)), range(1, count + 1)
-            shade, mean = COLORS[name], [statistics.fmean(column) for column in columns]
-            low, high = ([pick(column) for column in columns] for pick in (min, max))
-            axis.fill_between(x, low, high, color=shade, alpha=0.15, linewidth=0)
-            axis.plot(x, mean, color=shade, linewidth=3.5)
-            who = name if name == STOCK else "grpo_kernels"
-            axis.annotate(who, (count + 0.3, mean[-1]), color=shade, va="center")
-        axis.set_ylabel(label)
-        axis.set_ylim(bottom=0)
-        axis.tick_params(length=0)
-    axes[2].set_xlim(1, count * 1.2)
-    axes[2].set_xticks([1, *range(5, count + 1, 5)])
-    notes = textwrap.wrap(f"{NOTE} {tables.made(data)}", 130)
-    axes[2].set_xlabel("\n".join(["optimizer step", "", *notes]), size=11)
+    figure = Figure(figsize=(8, 5.2), dpi=150, layout="constrained")
+    axis = figure.subplots()
+    axis.set_title("Forward and backward, CPU seconds per step", loc="left", weight="bold", size=18)
+
+    def means(name: str, kind: str, key: str) -> list[float]:
+        runs = [[step[kind][key] for step in run["steps"]] for run in trainers[name]]
+        return [statistics.fmean(column) for column in zip(*runs, strict=True)]
+
+    x, top = range(1, count + 1), 1.1 * max(means(STOCK, "seconds", "loss"))
+    equal = [top * y for y in means(DEFAULTS, "logs", EQUAL)]
+    axis.bar(x, equal, width=1.0, color=SHADE)
+    for name, step in ((STOCK, min(5, count)), (DEFAULTS, min(3, count))):
+        values = means(name, "seconds", "loss")
+        axis.plot(x, values, color=COLORS[name], linewidth=4)
+        who = name if name == STOCK else "grpo_kernels"
+        place = (step, max(values[step - 1 : step + 2]) + 0.03 * top)
+        axis.annotate(who, place, color=COLORS[name], weight="bold", va="bottom")
+    about = "grey: share of groups\nwith equal rewards\n(full height: 100 %)"
+    axis.annotate(about, (0.51 * count, 0.25 * top), color=SHADE_TEXT, size=14)
+    axis.set_ylim(0, top)
+    axis.set_xlim(0.5, count + 0.5)
+    axis.set_xticks([1, *range(5, count + 1, 5)])
+    axis.set_xlabel("optimizer step")
+    axis.tick_params(length=0)
     return figure
 
 

@@ -115,7 +115,7 @@ def token_level(objective: PerTokenLoss) -> PerTokenLoss:
     ::
 
         @token_level
-        def penalised(tokens):
+        def penalized(tokens):
             return tokens.loss + 0.01 * tokens.logps.square()
 
     The function is evaluated on some tokens at a time for the gradient and on all of them for the

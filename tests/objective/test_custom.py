@@ -177,24 +177,24 @@ def test_the_configs_own_loss_can_be_built_on(name: str) -> None:
 def test_a_token_level_function_may_read_it() -> None:
     """In one pass, unless its tokens depend on each other; it can be checked like any other."""
 
-    def penalised(tokens: TokenInputs) -> Tensor:
+    def penalized(tokens: TokenInputs) -> Tensor:
         return tokens.loss + 0.01 * tokens.logps.square()
 
     inputs = training_batch() | {"old_per_token_logps": -2.0 - torch.rand(4, 6)}
     results = []
-    for objective in (penalised, token_level(penalised)):
+    for objective in (penalized, token_level(penalized)):
         out = grpo_loss(**inputs, objective=objective, epsilon=0.1)
         grads = torch.autograd.grad(out.loss, (inputs["hidden"], inputs["head"]))
         results.append([out.loss.detach(), *grads])
     assert out.engine == "one_pass"
     torch.testing.assert_close(*results)
     message = "^tokens.loss: expected a loss of each token alone"
-    options = {"objective": token_level(penalised), "importance_sampling_level": "sequence"}
+    options = {"objective": token_level(penalized), "importance_sampling_level": "sequence"}
     with pytest.raises(ValueError, match=message):
         grpo_loss(**inputs, **options)
-    check_token_level(penalised)
+    check_token_level(penalized)
     with pytest.raises(ValueError, match=message):
-        check_token_level(penalised, config=presets.GSPO)
+        check_token_level(penalized, config=presets.GSPO)
 
 
 def test_token_inputs_name_shapes() -> None:
