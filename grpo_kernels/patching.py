@@ -8,15 +8,11 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from dataclasses import replace
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
-
-from grpo_kernels.objective.expected import Expectation
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer  # has the attributes of any trainer
@@ -165,55 +161,6 @@ def needed(install: str, *packages: str) -> Iterator[None]:
             name=error.name,
             path=error.path,
         ) from error
-
-
-class KnownRows:
-    """Facts about the rows of a batch, in the trainer's order: (B, T) or packed (N,).
-
-    No dataclass: FSDP rounds the tensors of a dataclass on the way into a model.
-
-    Attributes:
-        counted: True, or not 0, for rows whose results are read. The others are not projected.
-        fill: shaped like `counted`, log-probabilities that are reported for the others; None: 0.
-        expected: the gradient to expect, for ids shaped like `counted`; None: not known, or none.
-        entropy: False if no entropies are read.
-    """
-
-    def __init__(
-        self,
-        counted: Tensor,
-        fill: Tensor | None = None,
-        expected: Expectation | None = None,
-        *,
-        entropy: bool = True,
-    ) -> None:
-        self.counted, self.fill, self.expected, self.entropy = counted, fill, expected, entropy
-
-    def at(self, positions: Tensor) -> KnownRows:
-        """The rows at `positions` of the flat batch; at -1 is a row that does not count."""
-
-        def select(x: Tensor) -> Tensor:
-            return F.pad(x.reshape(-1), (1, 0))[positions + 1]
-
-        expected = self.expected if torch.is_grad_enabled() else None
-        if expected is not None:
-            graded = None if expected.graded is None else select(expected.graded)
-            of_batch, flat = expected.coefficients, positions.reshape(-1)
-
-            def of_call(index: Tensor, logps: Tensor, entropies: Tensor | None) -> Any:
-                assert of_batch is not None
-                return of_batch(flat[index], logps, entropies)
-
-            asked = None if of_batch is None else of_call
-            expected = replace(expected, graded=graded, coefficients=asked)
-        fill = None if self.fill is None else select(self.fill)
-        return KnownRows(select(self.counted) != 0, fill, expected, entropy=self.entropy)
-
-    def filled(self, logps: Tensor) -> Tensor:
-        """`logps`, with `fill` at the rows that do not count."""
-        if self.fill is None:
-            return logps
-        return torch.where(self.counted, logps, self.fill.to(logps.dtype))
 
 
 class Shares:

@@ -31,8 +31,9 @@ from torch.nn import functional as F
 from grpo_kernels.base.checks import warn_once
 from grpo_kernels.base.choices import BatchLayout, choices
 from grpo_kernels.base.distributed import most_of_ranks
-from grpo_kernels.patching import KnownRows, divided, during, function_of, numbered
+from grpo_kernels.patching import divided, during, function_of, numbered
 from grpo_kernels.verl.rows import (
+    KnownRows,
     Places,
     actor_config,
     by_sequence,

@@ -27,9 +27,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grpo_kernels.head import Head
-from grpo_kernels.patching import KnownRows, during, function_of
+from grpo_kernels.patching import during, function_of
 from grpo_kernels.verl.engine import BACKEND, OPTIONS, Changes, class_of, options_of
-from grpo_kernels.verl.rows import flag, numbers_of, packed_rows, scored
+from grpo_kernels.verl.rows import KnownRows, flag, numbers_of, packed_rows, scored
 
 _SIZES = ("local_cp_size", "min_local_rows", "pad_to_length_bucket")
 DIVIDE = ("input_ids", "pre_process", "need_roll", "use_fp8_padding", *_SIZES, "cp_layout")

@@ -1,4 +1,4 @@
-"""What the doors share: replaced attributes come back, rows of a call, errors of imports."""
+"""What the doors share: replaced attributes come back, shares of rows, errors of imports."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from grpo_kernels import Expectation
 from grpo_kernels.patching import (
-    KnownRows,
     Patches,
     Shares,
     all_replaced,
@@ -89,36 +87,6 @@ def test_what_is_replaced_for_a_call_comes_back_if_it_raises(owner: ModuleType) 
         assert variable.get() == value == 2
         raise KeyError
     assert variable.get() == 0
-
-
-COUNTED = torch.tensor([[1, 0, 1], [0, 1, 1]])
-FILL = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], dtype=torch.float64)
-GRADED = COUNTED.bool() & torch.tensor([[True], [False]])
-
-
-def asked(index: torch.Tensor, logps: torch.Tensor, entropies: torch.Tensor | None) -> torch.Tensor:
-    """Derivatives that tell the position in the batch."""
-    return 10.0 * index + logps
-
-
-def test_rows_of_a_call_are_those_at_its_positions() -> None:
-    """In any order, in any shape, and padding among them."""
-    positions = torch.tensor([[4, -1, 1], [0, 5, -1]])
-    of_batch = Expectation(asked, GRADED, has_entropy_gradient=False)
-    of_call = KnownRows(COUNTED, FILL, of_batch, entropy=False).at(positions)
-    assert of_call.counted.tolist() == [[True, False, False], [True, True, False]]
-    assert not of_call.entropy
-    logps = torch.full((2, 3), -1.0)
-    assert of_call.filled(logps).tolist() == [[-1.0, 0.0, 2.0], [-1.0, -1.0, 0.0]]
-    assert of_call.filled(logps).dtype == logps.dtype
-    expected = of_call.expected
-    assert expected is not None
-    assert expected.graded is not None
-    assert expected.graded.tolist() == [[False, False, False], [True, False, False]]
-    assert not expected.has_entropy_gradient
-    assert expected.coefficients is not None
-    index = torch.tensor([0, 4])  # rows of the call, at positions 4 and 5 of the batch
-    assert expected.coefficients(index, torch.tensor([1.0, 2.0]), None).tolist() == [41.0, 52.0]
 
 
 def test_shares_are_of_all_calls_since_the_last_log() -> None:

@@ -329,7 +329,8 @@ def test_a_subclass_that_keeps_a_part_of_the_samples(loss_type: str) -> None:
 
 def test_a_class_that_sees_micro_batches_keeps_them_unless_it_is_trusted() -> None:
     assert trainer_of(FusedGRPOTrainer, {}).regroup
-    for name in ("get_off_policy_mask", "get_gamma_weights", "training_step", "compute_loss"):
+    of_loss = ("get_off_policy_mask", "get_gamma_weights", "compute_loss", "_compute_loss")
+    for name in (*of_loss, "training_step"):
         reader = type("Reader", (FusedGRPOTrainer,), {name: getattr(FusedGRPOTrainer, name)})
         assert not trainer_of(reader, {}).regroup
         assert trainer_of(reader, {}, **REGROUP).regroup

@@ -121,6 +121,7 @@ def equal(prompts: list[str], **_: Any) -> list[float]:
     "options",
     [
         {},
+        {"peft_config": None},  # all parameters are trained
         {"kl_estimator": "full"},
         {"regroup": True, "tokens_per_forward": 200},
         {"layout": "trim", "num_iterations": 2},

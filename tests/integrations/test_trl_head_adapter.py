@@ -79,10 +79,20 @@ def test_an_adapter_that_is_there_already_is_its_own_reference() -> None:
         train(mixed(Adapted, Ours), kl_estimator="full", **TWICE)
 
 
-def test_a_trained_copy_of_the_head_is_as_in_stock_trl() -> None:
-    shape = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"], **SHAPE}
-    options = {"peft_config": peft.LoraConfig(r=4, **shape), **TWICE}
-    assert_same(*(train(cls, **options) for cls in (Stock, Ours)))
+OFF_HEAD: dict[str, dict[str, Any]] = {
+    "a trained copy of the head": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    "all linear layers": {"target_modules": "all-linear"},  # PEFT leaves the head out
+}
+
+
+@pytest.mark.parametrize("name", OFF_HEAD)
+def test_without_an_adapter_on_the_head_all_is_as_in_stock_trl(name: str) -> None:
+    shape = {"r": 4, **OFF_HEAD[name], **SHAPE}
+    options = {"peft_config": peft.LoraConfig(**shape), **TWICE}
+    stock, ours = (train(cls, **options) for cls in (Stock, Ours))
+    assert_same(stock, ours)
+    modules = ours.trainer.model.get_output_embeddings().named_modules()
+    assert not any("lora_" in name for name, _ in modules)
 
 
 def test_the_exact_kl_has_the_adapter_in_the_policy_and_not_in_the_reference() -> None:

@@ -39,6 +39,7 @@ BONUS = {"entropy_coef": 0.01, "num_iterations": 2}
 JOBS = {
     "DDP": Job(),
     "FSDP2": Job("FSDP2"),
+    "FSDP2, tied": Job("FSDP2", kind="tied"),
     "FSDP2, head in the root unit": Job("FSDP2, head in the root unit"),
     "FSDP2, head its own unit": Job("FSDP2, head its own unit"),
     "FSDP2, head its own unit, patched": Job("FSDP2, head its own unit", stock=True, patched=True),
@@ -63,13 +64,14 @@ OTHER_JOBS = {
     "skip, FSDP1": Job("FSDP1", options={}, arguments={"zero_advantage": "skip"}),
 }
 ZERO_JOBS = {
+    "ZeRO-1": Job("ZeRO-1"),
     "ZeRO-2": Job("ZeRO-2"),
     "ZeRO-3": Job("ZeRO-3"),
     "ZeRO-3, tied": Job("ZeRO-3", kind="tied"),
     "ZeRO-3, adapter on the head, exact KL": Job("ZeRO-3", **ADAPTED),
 }
 # beside FSDP2 and ZeRO-3, which divide the head too
-SLOW = ("FSDP1", "skip,", "ZeRO-2")
+SLOW = ("FSDP1", "FSDP2, tied", "skip,", "ZeRO-1", "ZeRO-2")
 BECOMES = {
     "DDP": "DistributedDataParallel",
     "FSDP1": "FullyShardedDataParallel",

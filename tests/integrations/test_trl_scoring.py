@@ -195,15 +195,50 @@ def test_training_with_a_samplers_correction_is_the_same(name: str) -> None:
     assert ours.trainer.vllm_importance_sampling_correction
 
 
+class Counted(Sampler):
+    """It counts the operations of all that is scored without gradient."""
+
+    flops = 0
+
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+        ids = torch.ones(1, 3, dtype=torch.long)
+        with torch.no_grad():  # a first call compares the head with the model's
+            self._get_per_token_logps_and_entropies(self.model, ids, ids, 1)  # type: ignore[attr-defined]
+        self.flops = 0
+        return super()._generate_single_turn(*args, **kwargs)
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+        with FlopCounterMode(display=False) as counter:
+            found = super()._get_per_token_logps_and_entropies(*args, **kwargs)  # type: ignore[misc]
+        self.flops += 0 if torch.is_grad_enabled() else counter.get_total_flops()
+        return found
+
+
 def test_a_forward_of_the_model_is_saved() -> None:
-    flops = []
+    """Counted: exactly what the scoring beforehand takes."""
     padded = {"layout": "padded", "zero_advantage": "train"}  # nothing is tried on a model then
+    options, found = {"mixin": Counted, **padded}, []
     for fused in (True, False):
         with FlopCounterMode(display=False) as counter:
-            sampled(FusedGRPOTrainer, fused_sampling_correction=fused, **padded)
-        flops.append(counter.get_total_flops())
-    # of four: the loss's forward and backward, as large as two
-    assert 0.15 < 1 - flops[0] / flops[1] < 0.26
+            run = sampled(FusedGRPOTrainer, fused_sampling_correction=fused, **options)
+        found += [counter.get_total_flops(), run.trainer.flops]
+    ours, nothing, scored_too, scored = found
+    assert nothing == 0
+    assert scored_too - ours == scored > 0.15 * scored_too
+
+
+def test_a_scoring_before_the_loss_compares_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It knows its own ids; on a GPU a comparison waits for the device."""
+    compared, equal = [], torch.equal
+
+    def noted(*tensors: Tensor) -> bool:
+        compared.append(torch.is_grad_enabled())
+        return equal(*tensors)
+
+    monkeypatch.setattr(torch, "equal", noted)
+    run = counted(FusedGRPOTrainer, beta=0.04, regroup=False, layout="padded", **HALVES)
+    assert run.trainer.scored["forwards"] > 0
+    assert compared and all(compared), "the loss's rows are TRL's"
 
 
 @pytest.mark.parametrize("name", ["token_truncate", "sequence_mask"])

@@ -1,4 +1,4 @@
-"""TRL's trainers on several gloo processes: DDP, FSDP1, FSDP2 and ZeRO-2 and 3 of accelerate.
+"""TRL's trainers on several gloo processes: DDP, FSDP1, FSDP2 and ZeRO of accelerate.
 
 Completions come from the prompts, so that any number of processes trains on the same ones.
 """
@@ -255,7 +255,7 @@ WRAPS: dict[str, Any] = {
         _fsdp2, FSDP_TRANSFORMER_CLS_TO_WRAP="Qwen3DecoderLayer,Linear"
     ),
     "FSDP1": _fsdp1,  # the head in the root unit
-    **{f"ZeRO-{stage}": partial(_zero, stage) for stage in (2, 3)},
+    **{f"ZeRO-{stage}": partial(_zero, stage) for stage in (1, 2, 3)},
 }
 
 
