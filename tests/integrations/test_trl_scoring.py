@@ -217,7 +217,7 @@ class Counted(Sampler):
 def test_a_forward_of_the_model_is_saved() -> None:
     """Counted: exactly what the scoring beforehand takes."""
     padded = {"layout": "padded", "zero_advantage": "train"}  # nothing is tried on a model then
-    options, found = {"mixin": Counted, **padded}, []
+    options, found = {"mixin": Counted, **mode("token_truncate"), **padded}, []
     for fused in (True, False):
         with FlopCounterMode(display=False) as counter:
             run = sampled(FusedGRPOTrainer, fused_sampling_correction=fused, **options)
