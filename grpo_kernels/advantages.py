@@ -27,6 +27,7 @@ from grpo_kernels.base.checks import (
     check_shape,
     check_tensor,
     hints_names,
+    warn_once,
 )
 from grpo_kernels.base.choices import AdvantageScale, AdvantageStd, RewardAggregation, choices
 from grpo_kernels.base.distributed import all_reduce, check_group, gather_stacked, gather_uneven
@@ -59,33 +60,48 @@ def group_advantages(
     eps: float = 1e-4,
     process_group: ProcessGroup | None = None,
 ) -> Tensor:
-    """Group-relative advantages (B,): A_i = (r_i - mean of its group) / (std + eps).
+    """Compute group-relative advantages, A_i = (r_i - mean of its group) / (std + eps).
 
-    The defaults are TRL's. Groups are ``num_generations`` consecutive rows (counted over all ranks)
-    or the rows of equal integer id in ``group_ids``, in any order and of any sizes; exactly one of
-    the two is given. A NaN reward is unscored: it enters no sum, no mean and no std, and a row
-    without any score has advantage 0. A group of equal rewards, or with one scored row, has
-    advantages of exactly 0.
+    ::
 
-    ``multi_objective_aggregation`` of F rewards: "sum_then_normalize" takes r = sum_f w_f r_f;
-    "normalize_then_sum" takes the weighted sum of each reward's own z-score in its group and
-    divides by its std over the batch (``scale_rewards`` is then ignored).
-    ``scale_rewards``: std is that of the "group" or of the "batch"; "none" returns the difference
-    from the mean; "mean" divides by the group's mean instead of a std (MaxRL, for rewards of at
-    least 0; prime-rl's with ``eps=0``), and gives a group whose mean is not above 0 advantages of
-    0.
-    ``std``: "sample" divides by n - 1, "population" by n.
+        advantages = group_advantages(rewards, num_generations=8)  # (B,), TRL's defaults
+
+    A group of equal rewards, or with one scored row, has advantages of exactly 0.
+
+    Args:
+        rewards: (B,), or (B, F) from F reward functions. NaN is unscored: it enters no sum, no mean
+            and no std, and a row without any score has advantage 0.
+        num_generations: completions per prompt; a group is that many consecutive rows, counted over
+            all ranks.
+        group_ids: (B,) integers instead: rows of equal id are a group, in any order, of any size.
+        reward_weights: (F,), default 1.
+        scale_rewards: std is that of the ``"group"`` or of the ``"batch"``. ``"none"``: the
+            difference from the mean. ``"mean"``: divided by the group's mean instead of a std
+            (MaxRL, for rewards of at least 0; prime-rl's with ``eps=0``); 0 in a group whose mean
+            is not above 0.
+        std: ``"sample"`` divides by n - 1, ``"population"`` by n.
+        multi_objective_aggregation: ``"sum_then_normalize"``: r = sum_f w_f r_f.
+            ``"normalize_then_sum"``: the weighted sum of each reward's own z-score in its group,
+            divided by its std over the batch; `scale_rewards` is then ignored.
+        eps: added to the std.
+        process_group: ranks over which groups and batch extend.
+
+    Returns:
+        (B,) advantages, in the dtype of the rewards.
+
+    Raises:
+        TypeError, ValueError: a wrong argument, such as infinite rewards; the message names it.
 
     Sources: https://arxiv.org/abs/2402.03300 (section 4.1.2), https://arxiv.org/abs/2503.20783
-    (scale "none"), https://arxiv.org/abs/2602.02710 (scale "mean"),
-    https://arxiv.org/abs/2601.05242 ("normalize_then_sum"). Raises ValueError for infinite rewards
-    and for arguments out of range, TypeError for wrong types."""
+    ("none"), https://arxiv.org/abs/2602.02710 ("mean"), https://arxiv.org/abs/2601.05242
+    ("normalize_then_sum").
+    """
     check_choice("scale_rewards", scale_rewards, choices(AdvantageScale))
     allowed = choices(RewardAggregation)
     check_choice("multi_objective_aggregation", multi_objective_aggregation, allowed)
     correction = _correction(std)
     check_number("eps", eps, lowest=0, inclusive=True)
-    table, weights = _reward_table(rewards, reward_weights)
+    table, weights = _reward_table(rewards, reward_weights, num_generations)
     groups = _groups(table, num_generations, group_ids, process_group)
     batch = _one_group(table, process_group)
 
@@ -121,14 +137,26 @@ def rloo_advantages(
     eps: float = 1e-4,
     process_group: ProcessGroup | None = None,
 ) -> Tensor:
-    """Leave-one-out advantages (B,): A_i = r_i - mean of the other scored rewards of its group.
+    """Compute leave-one-out advantages, A_i = r_i - mean of the other scored rewards of its group.
 
-    Groups, weights, NaN and errors as in ``group_advantages``; a row alone in its group has
-    advantage 0. ``normalize_advantages`` divides by (sample std over the batch + ``eps``).
+    A row alone in its group has advantage 0.
+
+    Args:
+        rewards, num_generations, group_ids, reward_weights, process_group: as in
+            `group_advantages`.
+        normalize_advantages: divide by (sample std over the batch + `eps`).
+        eps: added to that std.
+
+    Returns:
+        (B,) advantages, in the dtype of the rewards.
+
+    Raises:
+        TypeError, ValueError: as `group_advantages`.
+
     Source: https://arxiv.org/abs/2402.14740
     """
     check_number("eps", eps, lowest=0, inclusive=True)
-    table, weights = _reward_table(rewards, reward_weights)
+    table, weights = _reward_table(rewards, reward_weights, num_generations)
     groups = _groups(table, num_generations, group_ids, process_group)
     centred, _, n = _moments(_weighted_sum(table, weights), groups, 0)
     result = centred * n / (n - 1)  # 0 / 0 = NaN, unscored, where n = 1
@@ -152,16 +180,33 @@ def process_advantages(
     eps: float = 1e-4,
     process_group: ProcessGroup | None = None,
 ) -> Tensor:
-    """Process supervision (B, T): A_t = sum of the normalised rewards of the steps that end at or
-    after token t.
+    """Compute advantages of process supervision: A_t sums the normalized rewards of the steps that
+    end at token t or later.
 
-    Rewards are normalised over all steps of all outputs of a group: (r - mean) / (std +
-    ``eps``). ``step_rewards`` is padded with NaN (an unscored step, which counts for nothing),
-    ``step_ends`` holds the index in [0, T) of each step's last token and is not read where the
-    reward is NaN; both may be ragged lists. T comes from ``length`` or from ``completion_mask``,
-    exactly one of which is given; masked positions get 0, as do tokens after the last step.
-    Groups as in ``group_advantages``. Source: https://arxiv.org/abs/2402.03300 (section 4.1.3)
-    Raises ValueError for infinite rewards, ends out of range and shapes that disagree.
+    ::
+
+        advantages = process_advantages(
+            [[0.1, 0.9], [0.5]], [[3, 7], [5]], num_generations=2, completion_mask=completion_mask
+        )  # (B, T)
+
+    Rewards are normalized over all steps of all outputs of a group: (r - mean) / (std + eps).
+
+    Args:
+        step_rewards: (B, S), or a list of numbers per completion. NaN or None: an unscored step,
+            which counts for nothing.
+        step_ends: (B, S), or a list per completion: the column in [0, T) of each step's last token;
+            not read where there is no reward.
+        num_generations, group_ids, std, eps, process_group: as in `group_advantages`.
+        completion_mask: (B, T); masked positions get 0. Either this or
+        length: T.
+
+    Returns:
+        (B, T) advantages; tokens after the last step get 0.
+
+    Raises:
+        TypeError, ValueError: as `group_advantages`; an end out of range.
+
+    Source: https://arxiv.org/abs/2402.03300 (section 4.1.3)
     """
     correction = _correction(std)
     check_number("eps", eps, lowest=0, inclusive=True)
@@ -202,15 +247,29 @@ def gae(
     std: AdvantageStd = "sample",
     process_group: ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation: (advantages, returns), both (B, T) and 0 where masked.
+    """Compute advantages and returns by generalized advantage estimation.
 
     delta_t = r_t + gamma V_(t+1) - V_t,  A_t = delta_t + gamma lam A_(t+1),  return_t = A_t + V_t,
-    where t + 1 is the next counted position: the recursion jumps over masked ones (padding, tool
-    output), whose contents are never used. After a row's last counted token V is ``last_value`` (0
-    by default: the episode has ended). ``whiten_advantages`` applies ``whiten`` with ``std``, over
-    all ranks of ``process_group``; the returns keep their scale.
-    Source: https://arxiv.org/abs/1506.02438. Raises ValueError for non-finite numbers at counted
-    positions.
+    where t + 1 is the next counted position: padding and tool output are jumped over, and what they
+    hold is never used.
+
+    Args:
+        rewards: (B, T), or (B,): a reward at each row's last counted token.
+        values: (B, T).
+        completion_mask: (B, T), not 0 where a token counts.
+        gamma, lam: discount and trace, in [0, 1].
+        last_value: (B,), V after a row's last counted token; None: 0, the episode has ended.
+        whiten_advantages: apply `whiten`, with `std`, over all ranks of `process_group`; the
+            returns keep their scale.
+        std, process_group: as in `whiten`.
+
+    Returns:
+        (advantages, returns), both (B, T) and 0 where masked.
+
+    Raises:
+        TypeError, ValueError: a wrong argument, such as NaN at a counted position.
+
+    Source: https://arxiv.org/abs/1506.02438
     """
     _check_share("gamma", gamma)
     _check_share("lam", lam)
@@ -257,21 +316,36 @@ def reinforce_plus_plus(
     eps: float = 1e-8,
     process_group: ProcessGroup | None = None,
 ) -> Tensor:
-    """REINFORCE++ (B, T): discounted returns of a terminal reward and a KL penalty per token,
-    whitened over the batch.
+    """Compute REINFORCE++'s advantages: discounted returns of a terminal reward and of a KL
+    penalty for each token, whitened over the batch.
 
     A_t = sum_(k >= t) gamma^(k - t) (r [k is the last counted token] - beta KL_k), then (A - mean)
-    / (std + eps) over all counted tokens of the batch (of all ranks). ``std`` as in ``whiten``;
-    OpenRLHF's is "population", verl's "sample". Without ``per_token_kl`` there is no penalty. With
-    ``num_generations`` or ``group_ids`` it is the baseline variant: the group's mean reward is
-    subtracted first. Rows without a score get 0 and are left out of mean and std. Masked positions
-    are jumped over. Source: https://arxiv.org/abs/2501.03262
+    / (std + eps) over all counted tokens of the batch, of all ranks. Masked positions are jumped
+    over. Rows without a score get 0 and are left out of mean and std.
+
+    Args:
+        rewards, reward_weights, process_group: as in `group_advantages`.
+        completion_mask: (B, T), not 0 where a token counts.
+        per_token_kl: (B, T); None: no penalty.
+        beta: weight of the penalty.
+        gamma: discount, in [0, 1].
+        num_generations, group_ids: the baseline variant, in which the group's mean reward is
+            subtracted first.
+        std, eps: as in `whiten`; OpenRLHF's std is ``"population"``, verl's ``"sample"``.
+
+    Returns:
+        (B, T) advantages, 0 where masked.
+
+    Raises:
+        TypeError, ValueError: as `group_advantages`.
+
+    Source: https://arxiv.org/abs/2501.03262
     """
     _check_share("gamma", gamma)
     check_number("eps", eps, lowest=0, inclusive=True)
     check_number("beta", beta)
     mask = _bool_mask(completion_mask)
-    table, weights = _reward_table(rewards, reward_weights)
+    table, weights = _reward_table(rewards, reward_weights, num_generations)
     _check_shape("rewards", rewards, "(B,) or (B, F)", (len(mask), *rewards.shape[1:]))
     total = _weighted_sum(table, weights)
     scored = mask & ~total.isnan()
@@ -298,10 +372,21 @@ def whiten(
     eps: float = 1e-8,
     process_group: ProcessGroup | None = None,
 ) -> Tensor:
-    """(x - mean) / (std + ``eps``) over all counted positions (of all ranks), (B, T) in x's
-    dtype, 0 where masked.
+    """Compute (x - mean) / (std + eps) over all counted positions, of all ranks.
 
-    ``shift_mean=False`` divides only. Equal numbers give exactly 0 (with ``shift_mean``).
+    Args:
+        x: (B, T).
+        completion_mask: (B, T), not 0 where a token counts.
+        shift_mean: False: divide only. Otherwise equal numbers give exactly 0.
+        std: ``"sample"`` divides by n - 1, ``"population"`` by n.
+        eps: added to the std.
+        process_group: ranks over which the batch extends.
+
+    Returns:
+        (B, T) in the dtype of `x`, 0 where masked.
+
+    Raises:
+        TypeError, ValueError: a wrong argument, such as NaN at a counted position.
     """
     correction = _correction(std)
     check_number("eps", eps, lowest=0, inclusive=True)
@@ -406,12 +491,20 @@ def _weighted_sum(table: Tensor, weights: Tensor) -> Tensor:
 
 
 def _reward_table(
-    rewards: Tensor, reward_weights: Tensor | Sequence[float] | None
+    rewards: Tensor,
+    reward_weights: Tensor | Sequence[float] | None,
+    num_generations: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Rewards as (B, F) and weights as (F,), both widened."""
     check_tensor("rewards", rewards)
     if rewards.dim() not in (1, 2) or rewards.shape[1:] == (0,):
         raise ValueError(f"rewards: expected shape (B,) or (B, F), got {tuple(rewards.shape)}")
+    if reward_weights is None and rewards.shape[1:] == (num_generations,) != (1,):
+        warn_once(
+            f"rewards: the columns of {tuple(rewards.shape)} are taken for reward functions, "
+            "though there are num_generations of them. If a row is a prompt and its completions, "
+            "pass rewards.flatten(); if they are functions, reward_weights says so"
+        )
     table = widen(rewards if rewards.dim() == 2 else rewards[:, None])
     _require_all(~table.isinf(), table, "rewards", "finite values, or NaN for an unscored row")
     if reward_weights is None:

@@ -7,6 +7,7 @@ import inspect
 import math
 import random
 import textwrap
+from collections.abc import Callable
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -616,3 +617,18 @@ def test_of_one_estimator(
 ) -> None:
     with pytest.raises(error, match=f"^{message}"):
         call(name, **changes)
+
+
+def test_rewards_by_prompt_may_be_taken_for_reward_functions(
+    forget_warnings: Callable[[], None], recwarn: pytest.WarningsRecorder
+) -> None:
+    for estimator in (adv.group_advantages, adv.rloo_advantages):
+        forget_warnings()
+        with pytest.warns(UserWarning, match=r"rewards: the columns .* pass rewards\.flatten\(\)"):
+            estimator(torch.rand(8, 4), num_generations=4)
+    forget_warnings()
+    recwarn.clear()
+    adv.group_advantages(torch.rand(8, 4), 4, reward_weights=[1.0, 1, 1, 1])
+    adv.group_advantages(torch.rand(8, 3), 4)
+    adv.group_advantages(torch.rand(8, 1), 1 + 1)
+    assert not recwarn.list
