@@ -60,41 +60,9 @@ _SEES_MICRO_BATCHES = (*scoring.READERS, "get_off_policy_mask", "get_gamma_weigh
 
 
 class FusedLossMixin(scoring.Scoring):
-    """Makes a ``GRPOTrainer`` subclass use the fused loss.
+    """Give a subclass of ``GRPOTrainer`` the fused loss.
 
-    For example ``class Mine(FusedLossMixin, GMPOTrainer)``.
-
-    Args:
-        fused_sampling_correction: ``"auto"``: until the policy changes, the ratio to the sampler
-            (``use_vllm`` with ``vllm_importance_sampling_correction``) and old log-probabilities
-            (``num_iterations``, ``steps_per_generation``) come from the loss's own forward. That
-            saves TRL's scoring of the batch, a forward of the model. With dropout, or if a subclass
-            overrides a method that may read them, TRL scores. True: not even then; an error
-            without a sampler to correct for. False: TRL always scores.
-        kl_estimator: ``"k3"``, TRL's estimate from sampled tokens; or ``"full"``: the KL term
-            (`beta`) and the metric ``kl`` are the divergence from the reference over the whole
-            vocabulary, exact and with less variance. `use_bias_correction_kl` does not apply to it.
-            A micro-batch then keeps hidden states (B, T, H') of the reference.
-        zero_advantage, layout: as in `grpo_kernels.transformers.causal_lm_loss`: what the model
-            computes below its head for sequences without gradient, for padding, and for prefixes
-            that sequences share.
-        regroup: ``"auto"``: the samples of an optimizer step come together by prompt, micro-batches
-            fill up one after the other, and those that are left compute nothing. The step's
-            gradient and all that is logged stay TRL's. Not where the loss depends on which samples
-            share a micro-batch, nor where a subclass overrides a method that sees one. True: there
-            an error, a subclass is trusted. False: micro-batches are TRL's.
-        tokens_per_forward: most tokens of a regrouped micro-batch, a shared prompt counted once;
-            None: as many as TRL's padded micro-batch has. More of them is faster and takes more
-            memory.
-        on_missing_set: None: all is scored over the whole vocabulary, as in TRL. ``"error"`` or
-            ``"full"``, as in `grpo_kernels.linear_logprob`: a `rollout_func` returns the ids that a
-            truncating sampler kept (``"sampling_mask"``), and log-probabilities and entropies are
-            over these sets. Logged: ``kept/size``, the mean size of a set, and
-            ``kept/without_set``, the share of tokens without one.
-        engine, backend, workspace_bytes: as in `grpo_kernels.Run`, of every call of the head. On a
-            GPU with memory free the default takes more memory than TRL's head,
-            ``workspace_bytes=512 * 2**20`` less: docs/memory.md.
-        args, kwargs: the trainer's own.
+    ``class Mine(FusedLossMixin, GMPOTrainer)``. Its arguments are those of `FusedGRPOTrainer`.
     """
 
     def __init__(
@@ -118,7 +86,7 @@ class FusedLossMixin(scoring.Scoring):
         TrunkOptions(zero_advantage)  # raises for an unknown one
         check_choice("kl_estimator", kl_estimator, ("k3", "full"), "; 'k3' is TRL's own")
         if on_missing_set is not None:
-            modes, hint = choices.choices(choices.OnMissingSet), ", and not None"
+            modes, hint = choices.choices(choices.OnMissingSet), "; None: the whole vocabulary"
             check_choice("on_missing_set", on_missing_set, modes, hint)
         for name, value in (
             ("regroup", regroup),
@@ -368,17 +336,46 @@ class FusedLossMixin(scoring.Scoring):
 
 
 class FusedGRPOTrainer(FusedLossMixin, GRPOTrainer):
-    """``trl.GRPOTrainer`` with the same arguments, losses and metrics, and fewer matrix products.
+    """Train as TRL's ``GRPOTrainer`` does, with fewer operations: same arguments, losses, metrics.
 
-    It also logs ``rows/projected`` and ``rows/gradient``, which show that it is at work.
+    ::
 
-    With N completion tokens, a share s of which carries gradient, its head costs (2 + 4s)NVH
-    floating-point operations a step where TRL's costs 8NVH. Prompt, padding and tool tokens are not
-    projected; TRL's head projects tool tokens too and, where it has no Triton (on a CPU), prompt
-    and padding. Where the loss couples tokens (a sequence-level ratio with old log-probabilities,
-    vespo, an entropy quantile, an off-policy mask) it costs (2 + 6s)NVH. Gradients are exact either
-    way. With vLLM, and in the first of several optimizer steps on a batch,
-    ``fused_sampling_correction`` saves a forward of the whole model, see `FusedLossMixin`.
+        trainer = FusedGRPOTrainer(
+            model="Qwen/Qwen3-0.6B", reward_funcs=rewards, train_dataset=data, args=GRPOConfig(...)
+        )
+        trainer.train()
 
-    Other trainers of the process are not touched; `patch_trl` is for those.
+    Its log also has ``sequences/gradient``, ``tokens/computed`` and ``rows/gradient``, which show
+    that it is at work. Other trainers of the process are not touched; `patch_trl` is for those.
+
+    Args:
+        fused_sampling_correction: skip TRL's scoring of the batch before the loss, which is a
+            forward of the model. ``"auto"``: until the policy changes, the ratio to the sampler
+            (``use_vllm`` with ``vllm_importance_sampling_correction``) and the old
+            log-probabilities come from the loss's own forward. TRL scores as usual if the model has
+            dropout, or if a subclass overrides a method that may read them. True: skip it there
+            too; an error if there is no sampler to correct for. False: TRL always scores.
+        kl_estimator: ``"k3"``: TRL's estimate from sampled tokens. ``"full"``: the KL term (`beta`)
+            and the metric ``kl`` are the divergence from the reference over the whole vocabulary,
+            which is exact. `use_bias_correction_kl` does not apply to it. Each micro-batch then
+            keeps the reference's hidden states (B, T, H').
+        zero_advantage, layout: as in `grpo_kernels.transformers.causal_lm_loss`: what the model
+            computes for sequences without a gradient, for padding, and for shared prefixes.
+        regroup: ``"auto"``: the samples of an optimizer step are sorted by prompt into
+            micro-batches, so that each prompt runs once; micro-batches that stay empty compute
+            nothing. The step's gradient and every logged value stay TRL's. Off if the loss depends
+            on which samples share a micro-batch, or if a subclass overrides a method that sees one.
+            True: an error in the first case; in the second, your subclass is trusted. False: TRL's
+            micro-batches.
+        tokens_per_forward: the most tokens of a regrouped micro-batch, counting a shared prompt
+            once. More is faster and takes more memory. None: as many as TRL's padded micro-batch.
+        on_missing_set: None: score over the whole vocabulary, as TRL does. ``"error"`` or
+            ``"full"``: score over the ids that a truncating sampler kept, which your `rollout_func`
+            returns as ``"sampling_mask"``; ``"full"`` scores tokens without a set over the whole
+            vocabulary. Logged: ``kept/size``, the mean size of a set, and ``kept/without_set``, the
+            share of tokens without one.
+        engine, backend, workspace_bytes: as in `grpo_kernels.Run`, for every call of the head. On a
+            GPU with free memory, the default takes more memory than TRL's head, and
+            ``workspace_bytes=512 * 2**20`` less (docs/memory.md).
+        args, kwargs: the trainer's own.
     """

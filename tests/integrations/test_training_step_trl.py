@@ -257,7 +257,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (WINDOWS, REGROUP, "regroup: .*steps_per_generation=6, of which optimizer steps of 4"),
     ({}, {"kl_estimator": "k1"}, "kl_estimator: expected one of k3, full, got 'k1'"),
     ({}, {"kl_estimator": "full"}, "kl_estimator: expected 'k3' with beta = 0, .* give beta"),
-    ({}, {"on_missing_set": True}, "on_missing_set: expected one of error, full, got True, and"),
+    ({}, {"on_missing_set": True}, "on_missing_set: expected one of error, full, got True; None"),
     ({}, {"on_missing_set": "error"}, "on_missing_set: expected None with no rollout_func"),
     ({}, {"fused_sampling_correction": "on"}, "fused_sampling_.*: expected 'auto', True or False"),
     ({}, {"zero_advantage": "drop"}, "zero_advantage: expected one of 'score', 'skip', 'train'"),
