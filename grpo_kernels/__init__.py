@@ -76,6 +76,12 @@ __all__ = [
 
 
 _TRAINERS = ("liger", "transformers", "trl", "verl")
+_OF_TRAINERS = {
+    "transformers": ("causal_lm_divergence", "causal_lm_loss", "completion_logprobs"),
+    "trl": ("FusedGRPOTrainer", "patch_trl"),
+    "verl": ("patch_verl",),
+    "liger": ("patch_liger",),
+}  # to say where a name is
 
 if TYPE_CHECKING:
     from grpo_kernels import liger as liger
@@ -88,7 +94,10 @@ else:
         """Import a trainer's module when it is first asked for: it may need that package."""
         if name in _TRAINERS:
             return importlib.import_module(f"{__name__}.{name}")
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        homes = [x.__name__ for x in (advantages, presets, rewards, rollouts) if hasattr(x, name)]
+        homes += [f"{__name__}.{x}" for x, names in _OF_TRAINERS.items() if name in names]
+        hint = f"; it is in {homes[0]}" if homes else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
 
 
 def __dir__() -> list[str]:

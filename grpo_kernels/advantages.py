@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import zip_longest
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -438,7 +439,11 @@ def _groups(
             raise ValueError(f"num_generations: {expected}, got {num_generations}")
         of_row = torch.arange(start, start + rows, device=device) // num_generations
         return _Groups(of_row, total // num_generations, process_group)
-    ids = torch.as_tensor(group_ids if rows else torch.zeros(0, dtype=torch.int64), device=device)
+    ids: Any = group_ids if rows else torch.zeros(0, dtype=torch.int64)
+    try:
+        ids = torch.as_tensor(ids, device=device)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise TypeError(f"group_ids: expected integers, got {group_ids!r:.80}") from error
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise TypeError(f"group_ids: expected integers, got {ids.dtype}")
     _check_shape("group_ids", ids, "(B,)", (rows,))
@@ -523,6 +528,16 @@ def _reward_table(
 
 def _step_table(step_rewards: Any, step_ends: Any) -> tuple[Tensor, Tensor]:
     """Rewards and ends as (B, S) tensors; ragged lists are padded with NaN and -1."""
+    for name, rows in (("step_rewards", step_rewards), ("step_ends", step_ends)):
+        if not isinstance(rows, Tensor) and not all(hasattr(row, "__len__") for row in rows or [0]):
+            raise TypeError(f"{name}: expected a tensor (B, S), or a list for each completion")
+    if not isinstance(step_ends, Tensor):
+        odd = [x for row in step_ends for x in row if not isinstance(x, Integral)]
+        if odd:
+            raise TypeError(
+                "step_ends: expected integers, the column of each step's last token, got "
+                f"{odd[0]}; are step_rewards and step_ends swapped?"
+            )
     if not (isinstance(step_rewards, Tensor) or isinstance(step_ends, Tensor)):
         wanted, got = ([len(row) for row in x] for x in (step_rewards, step_ends))
         if wanted != got:

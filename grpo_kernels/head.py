@@ -164,6 +164,9 @@ class Head:
             check_number("final_logit_softcapping", cap, 0.0)
         check_number("logit_scale", scale)
         check_choice("logits_dtype", self.logits_dtype, allowed)
+        size = self.vocab_size
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+            raise ValueError(f"vocab_size: expected an int > 0, got {size!r}")
         # as Python's types, from numpy's or enums
         object.__setattr__(self, "final_logit_softcapping", None if cap is None else float(cap))
         object.__setattr__(self, "logit_scale", float(scale))
@@ -267,8 +270,6 @@ def read_heads(
     `dims` are the allowed values of ``hidden.dim()``; none: any from 2 up.
     """
     size, group = head.vocab_size, head.process_group
-    if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-        raise ValueError(f"vocab_size: expected an int > 0, got {size!r}")
     if head.lora is not None and not isinstance(head.lora, LoRA):
         raise TypeError(f"lora: expected a LoRA, got {type(head.lora).__name__}")
     if reference is not None:

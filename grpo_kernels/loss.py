@@ -293,7 +293,7 @@ _OF_MODULE = ("config", "objective", "run", "fields")  # arguments that `GRPOLos
 
 
 class GRPOLoss(nn.Module):
-    """A GRPO-family loss as a module; `GRPOLoss()` is TRL's default: DAPO without a KL term.
+    """A GRPO-family loss as a module; `GRPOLoss()` is TRL's default, DAPO without a KL term.
 
     ::
 
@@ -341,11 +341,7 @@ class GRPOLoss(nn.Module):
         advantages: Tensor,
         **inputs: Unpack[LossInputKeywords],
     ) -> LossOutput:
-        """`grpo_loss` with this module's config; shapes, results and errors as there.
-
-        `inputs` are the other arguments of `grpo_loss`: old_per_token_logps, ref_per_token_logps,
-        cu_seqlens, ...
-        """
+        """Compute the loss: `grpo_loss` with this module's config, objective and run."""
         check_names(
             inputs, "an argument of grpo_loss", _OF_CALL, "a field, as in GRPOLoss(...)", FIELDS
         )

@@ -67,6 +67,11 @@ def linear_of(lm_head: nn.Module, name: str = "lm_head") -> nn.Linear:
     """Return `lm_head`, or the linear layer within PEFT's LoRA layer; errors call it `name`."""
     base: Any = lm_head.base_layer if _is_peft_lora(lm_head) else lm_head
     if not isinstance(base, nn.Linear) or type(base).forward is not nn.Linear.forward:
+        if hasattr(lm_head, "get_output_embeddings"):
+            raise TypeError(
+                f"{name}: expected the head, got a whole model, {type(lm_head).__name__}; pass "
+                "model.lm_head, or call causal_lm_loss(model, ...)"
+            )
         within = "" if base is lm_head else f" around {type(base).__module__}.{type(base).__name__}"
         way_out = "take off, or merge, what is around it"
         if type(lm_head).__module__.startswith("peft."):

@@ -13,13 +13,12 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
-import grpo_kernels
-from grpo_kernels import advantages, transformers
 from tests.support import tiny_architectures as tiny
 from tests.support.model_checks import text_batch
 
 PAGE = Path(__file__).parents[1] / "docs/start/plain-loop.md"
 SECTION = PAGE.read_text().partition("## Six tasks")[2].partition("\n## ")[0]
+(IMPORTS,) = re.findall(r"^```python\n(import torch\n.*?)```", SECTION, re.DOTALL | re.MULTILINE)
 TASKS = dict(re.findall(r"\*\*(.*?):?\*\*.*?```python\n(.*?)```", SECTION, re.DOTALL))
 
 
@@ -34,14 +33,13 @@ def run(title: str) -> SimpleNamespace:
         for x in reference.parameters():
             x.add_(0.02 * torch.randn_like(x))
     given: dict[str, Any] = {
-        **vars(grpo_kernels), **vars(advantages), **vars(transformers), "torch": torch,
         "model": model, "reference_model": reference, "completion_mask": mask,
         "batch": (ids, attention_mask, mask), "rewards": torch.tensor([1.0, 0, 0.5, 0, 1, 1, 0, 0]),
         "advantages": torch.tensor([1.0, -0.5, 0.3, -1, 0.2, 0.7, -0.2, 0.1]),
         "step_rewards": [[0.1, 0.9], [0.5], [0.2, 0.4], [1.0]] * 2,
         "step_ends": [[0, 2], [1], [0, 1], [3]] * 2,
     }  # fmt: skip
-    exec(TASKS[title], given)  # the page's own lines
+    exec(IMPORTS + TASKS[title], given)  # the page's own lines
     scope = SimpleNamespace(**given)
     scope.gradients = [x.grad for x in model.parameters()]
     model.zero_grad()

@@ -34,9 +34,24 @@ def warn_once(message: str, category: type[Warning] = UserWarning) -> None:
     warnings.warn(f"grpo_kernels: {message}", category, stacklevel=level)
 
 
+# names of the same thing elsewhere
+_SYNONYMS = {
+    "kl_coef": "beta", "kl_beta": "beta", "clip_high": "epsilon_high", "clip_low": "epsilon",
+    "clip_ratio_high": "epsilon_high", "clip_ratio_low": "epsilon", "eps_clip": "epsilon",
+    "softcap": "final_logit_softcapping", "logit_softcap": "final_logit_softcapping",
+    "logit_softcapping": "final_logit_softcapping", "group_size": "num_generations",
+    "n_generations": "num_generations", "labels": "completion_ids", "ids": "completion_ids",
+    "weight": "head", "lm_head": "head", "ref_model": "reference_model",
+    "loss_fn": "objective", "engine": "run", "backend": "run", "workspace_bytes": "run",
+    "group_index": "group_ids", "normalize": "normalize_advantages", "epsilon": "eps",
+}  # fmt: skip
+
+
 def did_you_mean(name: str, names: Iterable[str]) -> str:
     """ "; did you mean ...?" with the one of `names` that is near `name`, or nothing."""
     candidates = [*names]
+    if _SYNONYMS.get(name) in candidates:
+        return f"; did you mean {_SYNONYMS[name]}?"
     name = name.replace("log_prob", "logp").replace("logprob", "logp")
     parts = {*name.split("_")}
     # such as old_per_token_logps for old_logps

@@ -101,8 +101,11 @@ class Run:
         Run(engine="lean")                # no accumulator of the weight's size
 
     Args:
-        engine: one of `grpo_kernels.typing.EngineName`.
-        backend: one of `grpo_kernels.typing.BackendName`.
+        engine: ``"auto"``: the cheapest that gives the exact gradient. ``"one_pass"``;
+            ``"two_pass"``, which computes the logits again in the backward; ``"lean"``, the same
+            with less memory; ``"frozen"``, for a head that does not train; ``"score"``, without
+            gradient. An engine that cannot give the gradient is an error.
+        backend: ``"auto"``, ``"triton"``, ``"cpp"`` or ``"torch"``.
         workspace_bytes: bound on temporary memory, whatever the number of tokens. None: 512 MiB,
             over kept sets 64 MiB; on a GPU up to 3 GiB, by the size of the head and the free
             memory.

@@ -201,6 +201,11 @@ class LossConfig:
                 f"{self.vllm_importance_sampling_mode!r}, got None for both"
             )
 
+    def __repr__(self) -> str:
+        changed = {x.name: getattr(self, x.name) for x in fields(self)}
+        changed = {k: x for k, x in changed.items() if k == "loss_type" or x != _defaults()[k]}
+        return f"{type(self).__name__}({', '.join(f'{k}={x!r}' for k, x in changed.items())})"
+
     @property
     def clip_high(self) -> float:
         """`epsilon_high`, or `epsilon` where it is not set."""
@@ -359,6 +364,10 @@ def check_config(config: Any) -> None:
 _DEFAULT = LossConfig()
 
 
+def _defaults() -> dict[str, Any]:
+    return {x.name: x.default for x in fields(LossConfig)}
+
+
 def config_with(
     config: LossConfig | None, options: Mapping[str, Any], call: Collection[str], function: str
 ) -> LossConfig:
@@ -417,7 +426,9 @@ def check_loss_is_read(config: LossConfig) -> None:
         if option.name not in _BESIDE_AN_OBJECTIVE and value != default:
             raise ValueError(
                 f"{option.name}: expected {default!r} beside an objective that does not read "
-                f"tokens.loss, the config's own loss, got {value!r}"
+                f"tokens.loss, and so replaces the config's loss, got {value!r}; pass "
+                f"GRPOLoss(loss_type={config.loss_type!r}, objective=...) without a preset, or "
+                "build on tokens.loss"
             )
 
 
@@ -430,7 +441,8 @@ def check_terms(
 ) -> None:
     """A KL term must have its reference, and none other; warn of one that nothing reads."""
     check_objective(config, objective)
-    if config.estimates_kl and ref_per_token_logps is None:
+    # an objective may not read it: `PolicyObjective.token_losses` looks when it does
+    if config.estimates_kl and ref_per_token_logps is None and objective is None:
         raise ValueError(
             f"ref_per_token_logps: expected a tensor since beta = {config.beta}, got None"
         )

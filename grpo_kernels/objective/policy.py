@@ -292,6 +292,10 @@ class PolicyObjective:
                 "tokens.loss: expected a loss of each token alone in a token_level objective, got "
                 f"{self.config}, whose tokens depend on each other: do not declare it token_level"
             )
+        if self.config.estimates_kl and self.tokens.ref_per_token_logps is None:
+            raise ValueError(
+                f"ref_per_token_logps: expected a tensor since beta = {self.config.beta}, got None"
+            )
         keep = _keep_high_entropy(self.config, entropies.detach())
         loss, _, terms = self._per_token(logps.detach(), keep, None)
         return _TokenLosses.apply(logps, loss, self, keep), terms

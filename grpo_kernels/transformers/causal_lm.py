@@ -47,6 +47,15 @@ _OF_EXPECTATION = _LOGPS | {"importance_sampling_ratio", "num_items_in_batch"}
 _LOSS_INPUTS = _OF_EXPECTATION | {
     "kept_ids", "on_missing_set", "sampling_topk_ids", "sampling_topk_logps",
 }  # fmt: skip
+# Arguments of `grpo_loss` that `causal_lm_loss` does not take
+_INSTEAD = {
+    "completion_ids": "they are the last columns of input_ids",
+    "hidden": "the model makes them",
+    "head": "it is the model's",
+    "cu_seqlens": "pass packed rows with position_ids, as the model takes them",
+    "reference": "only grpo_loss takes it; pass ref_per_token_logps, from completion_logprobs",
+    **{x: f"set it on the loss, GRPOLoss({x}=...)" for x in ("config", "objective", "run")},
+}
 # Names that every forward with **kwargs takes: fields of TransformersKwargs (older releases have
 # fewer, or none), and names that transformers' decorators of a forward read. num_items_in_batch is
 # the loss's: read only with labels.
@@ -106,8 +115,11 @@ def causal_lm_loss(
     _check_loss_fn(loss_fn)
     loss_inputs = {name: inputs.pop(name) for name in [*inputs] if name in _OF_LOSS}
     for name in loss_inputs.keys() - _LOSS_INPUTS:
+        raise ValueError(f"{name}: expected none here, got one: {_INSTEAD[name]}")
+    if loss_fn.config.needs_reference_head:
         raise ValueError(
-            f"{name}: expected none here, where the model and loss_fn decide it, got one"
+            "kl_estimator: expected 'k1', 'k2' or 'k3' here, got 'full', which reads the hidden "
+            "states of a reference: call grpo_loss(..., reference=(hidden, head))"
         )
     trunk = TrunkOptions(zero_advantage, layout)
     _check_names(model, inputs, causal_lm_loss, _LOSS_INPUTS)
@@ -322,7 +334,11 @@ def causal_lm_divergence(
         TypeError, ValueError, RuntimeError: as `completion_logprobs` and `linear_divergence`.
     """
     trunk, batch = TrunkOptions(layout=layout), Batch(input_ids, completion_mask)
-    for model in (student, teacher):
+    for name, model in (("student", student), ("teacher", teacher)):
+        try:
+            heads.known_head(model, {})
+        except TypeError as error:
+            raise TypeError(f"{name}: {str(error).removeprefix('model: ')}") from None
         _check_names(model, model_inputs, causal_lm_divergence)
     given, dtypes = {"attention_mask": attention_mask, **model_inputs}, list[torch.dtype]()
 
@@ -360,7 +376,8 @@ def causal_lm_divergence(
 
 def _check_loss_fn(loss_fn: Any) -> None:
     if not isinstance(loss_fn, GRPOLoss):
-        raise TypeError(f"loss_fn: expected a GRPOLoss, got {type(loss_fn).__name__}")
+        hint = "; pass GRPOLoss(config)" if isinstance(loss_fn, LossConfig) else ""
+        raise TypeError(f"loss_fn: expected a GRPOLoss, got {type(loss_fn).__name__}{hint}")
 
 
 def _moved(x: Any, like: Tensor) -> Any:

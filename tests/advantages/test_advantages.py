@@ -572,7 +572,7 @@ OF_ONE: list[tuple[type[Exception], str, dict[str, Any], str]] = [
     (ValueError, "group_advantages", {"num_generations": 1}, "num_generations: .* 2 .* got 1"),
     *((ValueError, "group_advantages", {"num_generations": n},
        f"num_generations: expected at least 2, got {n}$") for n in (0, -3)),
-    (TypeError, STEPS, {"step_rewards": [[None]] * 4, "step_ends": [[None]] * 4}, ".*'?NoneType'?"),
+    (TypeError, STEPS, {"step_rewards": [[None]] * 4, "step_ends": [[None]] * 4}, ".*got None"),
     (ValueError, STEPS, {"step_rewards": [[1.0], [1.0, 2.0]], "step_ends": [[0], [0]]},
      r"step_ends: .*\[1, 2\] by row, got \[1, 1\]"),
     (ValueError, STEPS, {"completion_mask": None}, "completion_mask, length: .* got neither"),
@@ -632,3 +632,16 @@ def test_rewards_by_prompt_may_be_taken_for_reward_functions(
     adv.group_advantages(torch.rand(8, 3), 4)
     adv.group_advantages(torch.rand(8, 1), 1 + 1)
     assert not recwarn.list
+
+
+def test_swapped_steps_and_plain_lists_are_refused() -> None:
+    ends, rewards = [[2, 5], [3]], [[0.5, 1.9], [0.9]]
+    for given, message in (
+        ((ends, rewards), "step_ends: expected integers, .*, got 0.5; are step_rewards and"),
+        (([1.0, 0.5], [[2], [3]]), "step_rewards: expected a tensor .*, or a list for each"),
+        (([[1.0], [0.5]], [2, 3]), "step_ends: expected a tensor .*, or a list for each"),
+    ):
+        with pytest.raises(TypeError, match=f"^{message}"):
+            adv.process_advantages(*given, 2, length=6)
+    with pytest.raises(TypeError, match=r"^group_ids: expected integers, got"):
+        adv.group_advantages(torch.ones(2), group_ids=["a", "b"])

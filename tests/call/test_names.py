@@ -11,12 +11,15 @@ import torch
 
 import grpo_kernels
 from grpo_kernels import (
+    GRPOLoss,
+    Head,
     LossOutput,
     Metrics,
     Run,
     Scores,
     TokenInputs,
     advantages,
+    linear_logprob,
     objectives,
     rollouts,
 )
@@ -88,3 +91,44 @@ def test_an_objective_that_is_called_says_how_to_pass_it() -> None:
         objectives.ipo(eps=0.1)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r"^tolerances: .*; did you mean tolerance\?"):
         check_token_level(objectives.ipo, tolerances=1.0)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: GRPOLoss(kl_coef=0.1), "kl_coef: .*did you mean beta"),
+        (lambda: Head(torch.ones(3, 2), softcap=30.0), "softcap: .* final_logit_softcapping"),
+        (lambda: advantages.group_advantages(torch.ones(4), group_size=2), ".* num_generations"),
+        (lambda: linear_logprob(torch.ones(1, 2), lm_head=torch.ones(3, 2)), "lm_head: .* head"),
+    ],
+    ids=["kl_coef", "softcap", "group_size", "lm_head"],
+)
+def test_names_of_other_libraries_are_known(call: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=f"^{message}"):
+        call()
+
+
+def test_names_in_other_modules_are_found() -> None:
+    for name, home in (
+        ("causal_lm_loss", "grpo_kernels.transformers"),
+        ("group_advantages", "grpo_kernels.advantages"),
+        ("FusedGRPOTrainer", "grpo_kernels.trl"),
+        ("DAPO", "grpo_kernels.presets"),
+    ):
+        with pytest.raises(AttributeError, match=f"it is in {home}$"):
+            getattr(grpo_kernels, name)
+
+
+def test_a_config_shows_what_differs_from_the_default() -> None:
+    assert repr(grpo_kernels.LossConfig(beta=0.1)) == "LossConfig(loss_type='dapo', beta=0.1)"
+    assert len(str(GRPOLoss(grpo_kernels.presets.GSPO))) < 200
+
+
+def test_a_whole_model_is_not_a_head() -> None:
+    class Model(torch.nn.Module):
+        def get_output_embeddings(self) -> None: ...
+
+    with pytest.raises(TypeError, match=r"whole model, Model; pass model\.lm_head, or call causal"):
+        linear_logprob(torch.ones(1, 2), Model(), torch.ones(1, dtype=torch.long))
+    with pytest.raises(ValueError, match=r"^vocab_size: expected an int > 0, got 0"):
+        Head(torch.ones(3, 2), vocab_size=0)

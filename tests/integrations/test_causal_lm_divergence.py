@@ -118,8 +118,10 @@ def test_mistakes() -> None:
     ):
         with pytest.raises(kind, match=f"^{message}"):
             causal_lm_divergence(own, other, *inputs, **wrong)
-    with pytest.raises(TypeError, match=r"^model: expected"):
+    with pytest.raises(TypeError, match=r"^teacher: expected a transformers model"):
         causal_lm_divergence(own, torch.nn.Linear(2, 2), *inputs)
+    with pytest.raises(TypeError, match=r"^student: expected a causal language model"):
+        causal_lm_divergence(own.model, other, *inputs)
     adapted = peft_model(other, target_modules=["lm_head"]).float()
     with pytest.raises(ValueError, match=r"^teacher.*adapter"):
         causal_lm_divergence(own, adapted, *inputs)

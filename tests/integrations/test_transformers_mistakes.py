@@ -201,3 +201,20 @@ def test_log_probabilities_have_the_temperature_of_the_loss() -> None:
         torch.testing.assert_close(old, call(temperature=0.7).logps, rtol=1e-2, atol=1e-2)
         ratio = call(**loss, old_per_token_logps=old.detach(), **options).metrics["ratio"]
         torch.testing.assert_close(ratio, torch.ones_like(ratio), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"completion_ids": IDS}, "completion_ids: .* they are the last columns of input_ids"),
+        ({"objective": len}, r"objective: .* set it on the loss, GRPOLoss\(objective=...\)"),
+        ({"reference": (IDS, IDS)}, "reference: .* only grpo_loss takes it"),
+        ({"loss_fn": GRPOLoss(kl_estimator="full", beta=0.1)}, r"kl_estimator: .* call grpo_loss"),
+    ],
+    ids=["completion_ids", "objective", "reference", "full KL"],
+)
+def test_arguments_of_grpo_loss_say_where_they_go(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        call(**{**LOSS, **changes})
+    with pytest.raises(TypeError, match=r"got LossConfig; pass GRPOLoss\(config\)"):
+        call(**{**LOSS, "loss_fn": GRPOLoss().config})
