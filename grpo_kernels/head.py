@@ -220,7 +220,7 @@ def takes_heads(within_module: Callable[..., Any]) -> Callable[[F], F]:
     return decorate
 
 
-def grouped(hidden: Any, head: Any) -> Head:
+def with_its_group(hidden: Any, head: Any) -> Head:
     """`head` with its process group: the argument, or that of DTensors."""
     if head.process_group is not None:
         check_group("process_group", head.process_group)

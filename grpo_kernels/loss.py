@@ -6,7 +6,7 @@ The algorithm of `grpo_loss`, in the order in which it runs, and where it is::
     tokens  = the positions that count                                    tokens.py
     weights = the loss type's normaliser, one weight per token            objective/losses.py
     engine  = the cheapest that gives this loss its exact gradient        engine/plan.py
-    the first pass, before autograd knows of the call:                    engine/sweep.py
+    first_pass, before autograd knows of the call:                        engine/sweep.py
     for each chunk of rows:
         z = hidden @ weight.T                                             engine/gemm.py
         logps, entropies = log softmax(z)[id], -sum p log p               backends/
@@ -15,15 +15,28 @@ The algorithm of `grpo_loss`, in the order in which it runs, and where it is::
                                                                           token_loss/formulas.py
         a, b = d loss / d logps, d loss / d entropies                     objective/policy.py
         dz_j = a (1[j = id] - p_j) - b p_j (log p_j + entropy)            backends/
-        d hidden, d weight += dz @ weight, dz.T @ hidden                  engine/gemm.py
+        d hidden = dz @ weight                                            engine/gemm.py
+        d weight += dz.T @ hidden
     loss = sum(weights * l) - entropy_coef * mean entropy                 objective/policy.py
-    the gradient of the loss, in its backward                             engine/autograd.py
+    PolicyLoss attaches the gradient to the loss                          engine/autograd.py
 
-A backend that fuses computes R, l, a, b and dz in one kernel. The others are given a and b within
-the loop (`gradient`), and the value follows after it (`evaluate`), from the same formulas. Where a
-token's a depends on other tokens, the loop ends with the log-probabilities, and the backward
-projects again. Without old log-probabilities and KL term a is known beforehand. Tokens that
-certainly get no gradient are projected apart, without one.
+What the engines do at these steps, by the functions' names:
+
+======== ================================== ========================= ==========================
+engine   in the loop of `first_pass`        after it, in `grpo_loss`  in the backward
+======== ================================== ========================= ==========================
+one_pass `fused`; or `reduced`, then        `evaluate`: the value     the stored gradient, times
+         `derived` with `gradient`'s a, b                             the upstream one
+frozen   the same, with a = 1               `evaluate`; rows times a  the same
+two_pass `reduced`                          `evaluate`: value, a, b   `second_pass`: the loop
+                                                                      again, `derived`
+lean     `reduced`                          `evaluate`: value, a, b   `second_pass`: by slices
+======== ================================== ========================= ==========================
+
+A backend that fuses computes R, l, a, b and dz in one kernel. Two passes are for losses in which a
+token's a depends on other tokens. Without old log-probabilities and KL term a is known beforehand.
+Tokens that certainly get no gradient are projected apart, without one. Kept sets go another way:
+`_loss_over_sets`, by torch operations on the ids of each set.
 
 With a KL term over the whole vocabulary (`reference`) there is a third number, c = d loss / d KL,
 and ``c p_j (log p_j - log q_j - KL)`` is added to dz_j. With a sampler's K candidates v
@@ -53,17 +66,17 @@ from grpo_kernels.base.checks import (
 from grpo_kernels.base.choices import OnMissingSet
 from grpo_kernels.engine.autograd import PolicyLoss, first_order
 from grpo_kernels.engine.plan import Job, Rows, Run, begin, check_run, plan, together
-from grpo_kernels.engine.sweep import first_pass, of_loss
+from grpo_kernels.engine.sweep import first_pass, with_coefficients
 from grpo_kernels.engine.top_k import TopKLogps
 from grpo_kernels.engine.workspace import accumulator_of
 from grpo_kernels.head import (
     HeadLike,
     Tensors,
-    grouped,
     outside_graphs,
     read_heads,
     read_reference,
     takes_heads,
+    with_its_group,
 )
 from grpo_kernels.kept_ids import KeptIds
 from grpo_kernels.module import whole_reference, within_module
@@ -83,7 +96,7 @@ from grpo_kernels.objective.custom import CustomObjective, TokenInputs
 from grpo_kernels.objective.expected import Expectation, expectation_of
 from grpo_kernels.objective.losses import check_num_items, token_weights
 from grpo_kernels.objective.metrics import Metrics, loss_metrics
-from grpo_kernels.objective.policy import Evaluation, PolicyObjective, numbers
+from grpo_kernels.objective.policy import Evaluation, PolicyObjective, as_stats
 from grpo_kernels.results import LossOutput
 from grpo_kernels.scores import check_listed, read_kept_sets, score_kept
 from grpo_kernels.token_loss.record import TOPK_LOGPS
@@ -237,7 +250,7 @@ def grpo_loss(
     given["config"] = config = config_with(config, fields, _OF_CALL, "grpo_loss")
     if reference is not None:
         reference = whole_reference(reference, hidden, head, "reference.")
-    head = grouped(hidden, head)
+    head = with_its_group(hidden, head)
     with together("grpo_loss", head.process_group, given) as ranks:
         # heads and ids
         _check_loss(config, given, has_reference=reference is not None)
@@ -276,15 +289,15 @@ def grpo_loss(
     with torch.no_grad():
         evaluation = loss.evaluate(first.stats)
         # a frozen head's rows are scaled by theirs here; a second pass reads them in the backward
-        first = of_loss(job, first, evaluation.coefficients)
+        first = with_coefficients(job, first, evaluation.coefficients)
     value, *results = PolicyLoss.apply(job, evaluation.loss, first, of_reference, *tensors)
     logps, entropies = (x.view(tokens.layout.shape) for x in results)
-    with_grad = evaluation.has_gradient if job.when == "later" else None
+    differentiated = evaluation.has_gradient if job.when == "later" else None
     if job.when == "now":
-        with_grad = loss.live
-    if with_grad is None:  # none of the tokens, or all
-        with_grad = torch.full_like(tokens.ids, job.when == "now", dtype=torch.bool)
-    metrics = _metrics(given, tokens, first.entropies, evaluation, with_grad)
+        differentiated = loss.live
+    if differentiated is None:  # none of the tokens, or all
+        differentiated = torch.full_like(tokens.ids, job.when == "now", dtype=torch.bool)
+    metrics = _metrics(given, tokens, first.entropies, evaluation, differentiated)
     return LossOutput(value, logps, entropies, metrics, job.engine, job.backend.name)
 
 
@@ -566,7 +579,7 @@ def _loss_of_logps(
     """The loss with its gradient in `logps` and `entropies`, both (B, T) or (N,)."""
     layout, dtype = tokens.layout, tokens.advantages.dtype
     rows = [x.detach().reshape(-1)[layout.positions].to(dtype) for x in (logps, entropies)]
-    evaluation = loss.evaluate(numbers(*rows))
+    evaluation = loss.evaluate(as_stats(*rows))
     value = _LossOfLogps.apply(logps, entropies, evaluation, layout)
     metrics = _metrics(given, tokens, rows[1], evaluation, evaluation.has_gradient)
     per_token, per_entropy = map(layout.scatter, rows)

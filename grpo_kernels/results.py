@@ -23,8 +23,10 @@ class LossOutput:
         logps: (B, T) or (N,), detached, 0 where masked; of the dtype of `loss`.
         entropies: of the same shape and dtype, detached, 0 where masked.
         metrics: name -> mean, and ``metrics.pairs``: name -> (sum, count).
-        engine: which engine served the call: one of `engine.plan.ENGINES`.
-        backend: which backend computed it: ``"cpp"``, ``"triton"`` or ``"torch"``.
+        engine: which engine served the call: one of `engine.plan.ENGINES`, ``"kept_sets"``, or
+            ``"given"`` where the log-probabilities were.
+        backend: which backend computed it: ``"cpp"``, ``"triton"`` or ``"torch"``, which is that of
+            kept sets.
     """
 
     loss: Tensor

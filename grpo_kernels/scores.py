@@ -85,9 +85,9 @@ from grpo_kernels.head import (
     Head,
     HeadLike,
     Tensors,
-    grouped,
     read_heads,
     takes_heads,
+    with_its_group,
 )
 from grpo_kernels.kept_ids import KeptIds, read_kept_ids
 from grpo_kernels.module import whole_reference, within_module
@@ -199,7 +199,7 @@ def linear_logprob(
         for name, x in (("kept_ids", kept_ids), ("expected", expected)):
             if x is not None:
                 raise ValueError(f"{name}: expected None with topk_ids, got {type(x).__name__}")
-    head = grouped(hidden, head)
+    head = with_its_group(hidden, head)
     with together("linear_logprob", head.process_group, given) as ranks:
         hidden, head, _ = read_heads(hidden, head)
         check_ids("completion_ids", completion_ids, hidden)
@@ -294,7 +294,7 @@ def linear_divergence(
     """
     given, jsd_beta = {**locals()}, _beta_of(divergence, beta)
     both: Any = whole_reference(teacher, hidden, head, "teacher.")
-    head = grouped(hidden, head)
+    head = with_its_group(hidden, head)
     if head.process_group is None:
         head, both = _over_common_ids(head, both)
     with together("linear_divergence", head.process_group, given) as ranks:
@@ -374,7 +374,7 @@ def topk_divergence(
             done. On a CPU that includes an id that is neither -1 nor in [0, V); on other devices
             that position's results are NaN.
     """
-    given, head = {**locals()}, grouped(hidden, head)
+    given, head = {**locals()}, with_its_group(hidden, head)
     measured = (divergence, tail, log_prob_min_clamp, loss_max_clamp)
     with together("topk_divergence", head.process_group, given) as ranks:
         hidden, head, _ = read_heads(hidden, head)

@@ -225,7 +225,7 @@ def second_pass(
     if coefficients.d_divergence is None:  # then the gradient has no part of the reference's
         job, reference = replace(job, reference_dtype=None), None
     stats, coefficients = take((stats, coefficients), indices)
-    if job.engine == "lean":
+    if job.order == "slices":
         return sweep_slices(job, head, reference, stats, coefficients), indices
     head, reference = job.converted(head, reference)
     known = lambda chunk, rows, at, out: (take(stats, at), None)  # noqa: E731

@@ -7,7 +7,7 @@ carries gradient; a product takes 2:
 engine     what it does                                head and hidden train    head frozen
 ========== =========================================== ======================== ==================
 score      project                                     2 (no gradient at all)
-frozen     project; d logp / d hidden, scaled later    (not possible)           2 + 2s
+frozen     project; d logp / d hidden, then scaled     (not possible)           2 + 2s
 one_pass   project; gradient on the same logits        2 + 4s                   2 + 2s
 two_pass   project; later project again, gradient      2 + 6s                   2 + 4s
 lean       the same, later by slices of the vocabulary 2 + 6s                   2 + 4s
@@ -74,7 +74,8 @@ Gather = Callable[[], AbstractContextManager[Any]]
 # and frozen comes before one_pass since it needs no coefficients
 ENGINES: dict[str, tuple[Literal["never", "now", "later"], Literal["rows", "slices"]]] = {
     "score": ("never", "rows"),
-    "frozen": ("now", "rows"),  # for the coefficient 1; the backward scales each row
+    # for the coefficient 1; each row is scaled by its own once that is known
+    "frozen": ("now", "rows"),
     "one_pass": ("now", "rows"),
     "two_pass": ("later", "rows"),
     "lean": ("later", "slices"),  # of the vocabulary; for short memory
@@ -224,6 +225,10 @@ class Job:
     @property
     def when(self) -> str:
         return ENGINES[self.engine][0]
+
+    @property
+    def order(self) -> str:
+        return ENGINES[self.engine][1]
 
     @property
     def first_id(self) -> int:

@@ -102,11 +102,7 @@ def first_pass(job: Job, head: Tensors, reference: Tensors | None, objective: Ob
         stats, grads = sweep(part, head, reference, work, job.needs, of_part)
         if live is not None and index.shape[0] < n:
             rest = live.to(torch.uint8).argsort(stable=True)[: n - index.shape[0]]
-            part, of_part = job.at(rest), take(token_loss, rest)
-            work = reduced(part) if of_part is None else fused(part, of_part)
-            others = sweep(part, head, reference, work, token_loss=of_part)[0]
-            both = concatenated(job, [stats, others], stats.logps, token_loss)
-            stats = take(both, torch.cat([index, rest]).argsort())
+            stats = _with_rest(job, head, reference, token_loss, (index, stats), rest)
         if not objective.compares or job.engine == "frozen":
             return First(stats, grads, index)  # a loss has its coefficients from its evaluation
         given = Coefficients(**used) if token_loss is None else objective.gradient(every, stats)
@@ -115,7 +111,24 @@ def first_pass(job: Job, head: Tensors, reference: Tensors | None, objective: Ob
         return First(stats, grads, index, given)
 
 
-def of_loss(job: Job, first: First, coefficients: Coefficients) -> First:
+def _with_rest(
+    job: Job,
+    head: Tensors,
+    reference: Tensors | None,
+    token_loss: TokenLoss | None,
+    done: tuple[Tensor, RowStats],
+    rest: Tensor,
+) -> RowStats:
+    """The statistics of all rows: those that are `done`, at an index, and of the `rest`, which get
+    no gradient."""
+    (index, stats), part, of_part = done, job.at(rest), take(token_loss, rest)
+    work = reduced(part) if of_part is None else fused(part, of_part)
+    others = sweep(part, head, reference, work, token_loss=of_part)[0]
+    both = concatenated(job, [stats, others], stats.logps, token_loss)
+    return take(both, torch.cat([index, rest]).argsort())
+
+
+def with_coefficients(job: Job, first: First, coefficients: Coefficients) -> First:
     """`first` as that of a loss with these coefficients (n,).
 
     With a frozen head the gradient of each row's log-probability becomes the loss's, in place.
@@ -170,15 +183,15 @@ def statistics(job: Job, chunk: Chunk, rows: Rows) -> RowStats:
     """Log-probability (NaN where a row is invalid), entropy and extras of each row of a chunk and,
     with a second head, the divergence."""
 
-    def reduced(chunk: Chunk, *, entropy: bool, extras: tuple[str, ...]) -> RowStats:
+    def of_head(chunk: Chunk, *, entropy: bool, extras: tuple[str, ...]) -> RowStats:
         if job.shard is None:
             return job.backend.stats(chunk, entropy=entropy, extras=extras)
         return job.shard.stats(job.backend, chunk, entropy=entropy, extras=extras)
 
     of_backend = tuple(x for x in job.extras if x in STATISTICS)
-    stats = reduced(chunk, entropy=job.entropy, extras=of_backend)
+    stats = of_head(chunk, entropy=job.entropy, extras=of_backend)
     if chunk.teacher is not None:
-        teacher = reduced(chunk.of_teacher(), entropy=False, extras=())
+        teacher = of_head(chunk.of_teacher(), entropy=False, extras=())
         value, sum_k = job.backend.diverge(chunk, stats, teacher)
         if job.shard is not None:
             parts = gather_stacked(torch.stack([value, sum_k]), job.shard.process_group)

@@ -27,7 +27,7 @@ from grpo_kernels.base.choices import (
     LossTypeName,
     SamplingMode,
 )
-from grpo_kernels.objective.losses import loss_of
+from grpo_kernels.objective.losses import loss_type_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -219,7 +219,7 @@ class LossConfig:
     @property
     def corrects_kl(self) -> bool:
         """True if the KL estimate is multiplied by the ratio."""
-        return self.estimates_kl and self.use_bias_correction_kl and loss_of(self).corrects_kl
+        return self.estimates_kl and self.use_bias_correction_kl and loss_type_of(self).corrects_kl
 
     @property
     def needs_reference_head(self) -> bool:
@@ -229,23 +229,23 @@ class LossConfig:
     @property
     def ratio_is_per_sequence(self) -> bool:
         """True if one ratio per sequence couples its tokens in the policy term."""
-        return self.importance_sampling_level == "sequence" or loss_of(self).shares_ratio
+        return self.importance_sampling_level == "sequence" or loss_type_of(self).shares_ratio
 
     @property
     def masks_off_policy(self) -> bool:
         """True if off-policy sequences are dropped."""
-        return self.off_policy_mask_threshold is not None and loss_of(self).masks
+        return self.off_policy_mask_threshold is not None and loss_type_of(self).masks
 
     @property
     def multiplies_by_importance_ratio(self) -> bool:
         """True if an importance sampling ratio multiplies the policy term."""
-        return loss_of(self).importance_ratio == "factor"
+        return loss_type_of(self).importance_ratio == "factor"
 
     @property
     def corrects_sampling(self) -> bool:
         """True if the importance sampling ratio is computed within the loss."""
         wanted = self.vllm_importance_sampling_correction
-        return wanted and loss_of(self).importance_ratio is not None
+        return wanted and loss_type_of(self).importance_ratio is not None
 
     @property
     def sampling_ratio_is_per_sequence(self) -> bool:
@@ -491,7 +491,7 @@ def check_centering(config: LossConfig, objective: Any, inputs: Mapping[str, Any
     for name, x in (("objective", objective), *((name, inputs[name]) for name in names)):
         if x is not None:
             raise ValueError(f"{name}: expected None {why}, got {type(x).__name__}")
-    if loss_of(config).surrogate != "clipped" or config.importance_sampling_level != "token":
+    if loss_type_of(config).surrogate != "clipped" or config.importance_sampling_level != "token":
         raise ValueError(
             f"loss_type: expected 'grpo', 'bnpo', 'dr_grpo', 'dapo' or 'luspo' {why}, with "
             f"importance_sampling_level = 'token', got {config.loss_type!r} with "
@@ -517,7 +517,7 @@ def warn_of_inputs(
 ) -> None:
     """Warn, once each, of inputs that nothing reads, that are too coarse for their use, or that
     meet a clip range which is likely a mistake (no error, as in TRL)."""
-    loss = loss_of(config)
+    loss = loss_type_of(config)
     if num_items_in_batch is not None and loss.normaliser != "num_items":
         warn_once(
             f"num_items_in_batch: not used by loss_type = {config.loss_type!r}, a mean over the "

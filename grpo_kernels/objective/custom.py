@@ -33,7 +33,7 @@ from torch import Tensor
 from grpo_kernels.backends.interface import RowStats
 from grpo_kernels.base.checks import no_attribute
 from grpo_kernels.objective.config import LossConfig, check_loss_is_read
-from grpo_kernels.objective.policy import Evaluation, PolicyObjective, Terms, numbers
+from grpo_kernels.objective.policy import Evaluation, PolicyObjective, Terms, as_stats
 from grpo_kernels.token_loss.record import Coefficients
 from grpo_kernels.tokens import Tokens
 
@@ -174,7 +174,7 @@ class CustomObjective:
         if not _declared(self.function, "uses_entropies", True):
             return False
         nothing = torch.zeros_like(self.tokens.advantages)
-        return self.evaluate(numbers(nothing, nothing)).coefficients.d_entropy is not None
+        return self.evaluate(as_stats(nothing, nothing)).coefficients.d_entropy is not None
 
     @property
     def one_number(self) -> bool:

@@ -14,7 +14,7 @@ from grpo_kernels.backends.interface import RowStats
 from grpo_kernels.base.checks import check_shape, check_tensor, hints_names
 from grpo_kernels.base.tensors import take
 from grpo_kernels.objective.custom import CustomObjective
-from grpo_kernels.objective.policy import PolicyObjective, numbers
+from grpo_kernels.objective.policy import PolicyObjective, as_stats
 from grpo_kernels.token_loss.record import Coefficients, TokenLoss
 from grpo_kernels.tokens import Tokens
 
@@ -49,7 +49,7 @@ def expectation_of(objective: PolicyObjective | CustomObjective, tokens: Tokens)
 
     def coefficients(index: Tensor, logps: Tensor, entropies: Tensor | None) -> Coefficients:
         entropies = logps if entropies is None else entropies
-        stats = numbers(logps.to(dtype), entropies.to(dtype))
+        stats = as_stats(logps.to(dtype), entropies.to(dtype))
         return objective.gradient(row[index], stats)
 
     return Expectation(

@@ -199,7 +199,7 @@ LOSSES = {
 }  # fmt: skip
 
 
-def loss_of(config: Config) -> LossType:
+def loss_type_of(config: Config) -> LossType:
     """The loss type of a config."""
     return LOSSES[config.loss_type]
 
@@ -212,7 +212,7 @@ def token_weights(
 ) -> Tensor:
     """Each counted token's weight (n,) by the normaliser."""
     batch, device = max(layout.batch, 1), layout.positions.device
-    normaliser = loss_of(config).normaliser
+    normaliser = loss_type_of(config).normaliser
 
     def one_over(x: float) -> Tensor:  # rounded once, as the quotient of two numbers of `dtype` is
         return torch.full((layout.positions.shape[0],), 1 / x, dtype=dtype, device=device)
@@ -235,7 +235,7 @@ def token_weights(
 def averaged_over(config: Config, *, num_items: bool) -> str:
     """What a call's policy loss is a mean over: the call's "sequences" or "tokens", or "nothing" if
     the losses of a batch's calls add up, with `num_items` (``num_items_in_batch`` was given)."""
-    normaliser = loss_of(config).normaliser
+    normaliser = loss_type_of(config).normaliser
     if normaliser == "num_items" and num_items:
         return "nothing"
     return "tokens" if normaliser in ("num_items", "token_mean") else "sequences"

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from grpo_kernels.base.checks import did_you_mean
 from grpo_kernels.objective.config import LossConfig
-from grpo_kernels.objective.losses import averaged_over, loss_of
+from grpo_kernels.objective.losses import averaged_over, loss_type_of
 from grpo_kernels.objective.policy import Evaluation
 from grpo_kernels.tokens import Tokens
 
@@ -236,7 +236,7 @@ def loss_metrics(
             extremes[name] = _extreme(ratio, largest=least == "max")
 
     if terms is not None:
-        loss_type, ratios = loss_of(config), torch.exp(terms.log_ratio)
+        loss_type, ratios = loss_type_of(config), torch.exp(terms.log_ratio)
         of_level = loss_type.takes_level
         by_sequence = config.importance_sampling_level == "sequence"
         # with one ratio and one advantage per sequence, TRL counts clipped sequences, else tokens

@@ -60,7 +60,7 @@ from torch.autograd.function import once_differentiable
 from grpo_kernels.backends.interface import RowStats
 from grpo_kernels.base.tensors import bounded, moved, quantile, scored_difference
 from grpo_kernels.objective.config import LossConfig
-from grpo_kernels.objective.losses import LogRatio, loss_of
+from grpo_kernels.objective.losses import LogRatio, loss_type_of
 from grpo_kernels.token_loss.formulas import ESTIMATORS, SURROGATES, times
 from grpo_kernels.token_loss.record import TOPK_LOGPS, Coefficients, TokenLoss
 from grpo_kernels.tokens import Tokens
@@ -69,7 +69,7 @@ LEAST_TAIL = 1e-6
 CENTERED_ROWS = 2048  # at a time, in double precision
 
 
-def numbers(logps: Tensor, entropies: Tensor) -> RowStats:
+def as_stats(logps: Tensor, entropies: Tensor) -> RowStats:
     """Log-probabilities and entropies (n,) as statistics that a loss reads."""
     return RowStats(logps, logps, logps, entropies)
 
@@ -162,7 +162,7 @@ class PolicyObjective:
         if self.lacks_ratio and old is not None:  # old and sampling logps are enough for it
             tokens, self.lacks_ratio = _with_sampling_ratio(config, tokens, old), False
         self.config, self.tokens, self.weights = config, tokens, weights
-        self.loss_type = loss_of(config)
+        self.loss_type = loss_type_of(config)
         self.is_centered = tokens.sampling_topk_logps is not None
         self.known: Literal["before", "row", "rows"] = "row"
         if _couples_tokens(config, on_policy=self.on_policy, sampled=sampled):
@@ -182,7 +182,7 @@ class PolicyObjective:
         nothing = torch.zeros_like(self.tokens.advantages)
         tokens = replace(self.tokens, sampling_topk_logps=None)
         return PolicyObjective(only_policy, tokens, self.weights).evaluate(
-            numbers(nothing, nothing)
+            as_stats(nothing, nothing)
         )
 
     @property

@@ -29,7 +29,7 @@ from trl.trainer.utils import split_tensor_dict
 from grpo_kernels.loss import policy_expectation
 from grpo_kernels.objective.config import LossConfig, config_of_trainer
 from grpo_kernels.objective.expected import Expectation
-from grpo_kernels.objective.losses import averaged_over, loss_of, token_weights
+from grpo_kernels.objective.losses import averaged_over, loss_type_of, token_weights
 from grpo_kernels.patching import all_replaced, divided, numbered
 from grpo_kernels.tokens import read_tokens
 
@@ -105,7 +105,7 @@ def foreseen(
             given[REFERENCE] = inputs.get(REFERENCE, zeros)
         if config.masks_off_policy or config.corrects_sampling:
             given["sampling_per_token_logps"] = inputs.get("sampling_per_token_logps")
-        enters = loss_of(config).importance_ratio
+        enters = loss_type_of(config).importance_ratio
         if enters == "argument" or (enters == "factor" and is_corrected(trainer)):
             given[RATIO] = inputs.get(RATIO)
         return config, policy_expectation(config, completion_mask=counted_tokens(inputs), **given)
@@ -144,7 +144,7 @@ def with_exact_kl(trainer: Any, loss: Tensor, inputs: Batch, divergences: Tensor
     mask, trains = counted_tokens(inputs), trainer.model.training
     items, per_item = None, 1.0
     # items: of the generated batch; items / per_item: of a micro-batch
-    if loss_of(config).normaliser == "num_items":
+    if loss_type_of(config).normaliser == "num_items":
         items = inputs["num_items_in_batch"].clamp(min=1.0)
         steps = trainer.args.steps_per_generation if trains else 1
         per_item = trainer.accelerator.num_processes * steps
