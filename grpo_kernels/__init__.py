@@ -1,28 +1,27 @@
-"""The GRPO family of losses straight from hidden states, without the (tokens, vocabulary) logits.
+"""GRPO-family losses computed from hidden states, without storing (tokens, vocabulary) logits.
 
 ::
 
     out = grpo_loss(hidden, model.lm_head.weight, completion_ids, completion_mask, advantages)
     out.loss.backward()
 
-    the loss           grpo_loss, its module GRPOLoss, its result LossOutput with Metrics
-      its options      LossConfig; presets: published algorithms
-      one of your own  objectives, TokenInputs, token_level
-      given log-probs  policy_loss_from_logps
-    log-probabilities  linear_logprob
-      over kept sets   KeptIds
-      their gradient   Expectation, policy_expectation
-    distillation       linear_divergence, topk_divergence
-    their result       Scores
-    a model's head     Head, LoRA
-    how it is computed Run
+    loss               grpo_loss, or the module GRPOLoss; they return LossOutput with Metrics
+      options          LossConfig; presets: published algorithms
+      your own loss    objectives, TokenInputs, token_level
+      from log-probs   policy_loss_from_logps
+    log-probabilities  linear_logprob, which returns Scores
+      truncated sets   KeptIds
+      gradient hints   Expectation, policy_expectation
+    distillation       linear_divergence, topk_divergence, which return Scores
+    head of a model    Head, LoRA
+    engine, memory     Run
     before the loss    advantages, rewards, rollouts
-    trainers           trl, verl, liger, transformers: modules, imported when first asked for
+    trainers           trl, verl, liger, transformers: modules, imported on first use
     annotations        typing
 
-``help(grpo_kernels.grpo_loss)`` and so on has the arguments; ``python -m grpo_kernels`` reports the
-environment and checks results against float64. All other modules are internal and may change in any
-release.
+``help(grpo_kernels.grpo_loss)`` and so on describe the arguments; ``python -m grpo_kernels``
+reports the environment and checks results against float64. All other modules are internal and may
+change in any release.
 """
 
 from __future__ import annotations
@@ -91,7 +90,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> Any:
-        """Import a trainer's module when it is first asked for: it may need that package."""
+        """Import a trainer's module on first use, since it may need that trainer's package."""
         if name in _TRAINERS:
             return importlib.import_module(f"{__name__}.{name}")
         homes = [x.__name__ for x in (advantages, presets, rewards, rollouts) if hasattr(x, name)]
@@ -101,5 +100,5 @@ else:
 
 
 def __dir__() -> list[str]:
-    """List the public names, without the modules that they come from."""
+    """List the public names, without the modules that define them."""
     return [*__all__, "typing", *(name for name in globals() if name.startswith("__"))]

@@ -1,13 +1,12 @@
-"""Advantages from rewards (group baselines, leave-one-out, process supervision, GAE, REINFORCE++)
-or a teacher.
+"""Advantages from rewards: group baselines, leave-one-out, process supervision, GAE, REINFORCE++.
 
-All run in float64 (float32 where the device has none) and without gradient. Results have the dtype
-of the float inputs, float32 for integer rewards.
+All functions compute in float64 (float32 on devices without it) and without gradient. Results have
+the dtype of the float inputs, or float32 for integer rewards.
 
-``process_group`` is for groups whose samples lie on several ranks: each rank passes its own rows
-(their number may differ), all with the same options, and gets the advantages of its own rows.
-Rewards never travel, only group ids and per-group statistics. ``None`` means no communication at
-all, also where ``torch.distributed`` is initialised.
+Pass ``process_group`` if the samples of a group are spread over several ranks. Each rank passes its
+own rows (their number may differ) with the same options, and gets the advantages of those rows.
+Ranks exchange group ids and per-group statistics, never rewards. ``None`` means no communication,
+even if ``torch.distributed`` is initialized.
 """
 
 from __future__ import annotations
@@ -61,37 +60,38 @@ def group_advantages(
     eps: float = 1e-4,
     process_group: ProcessGroup | None = None,
 ) -> Tensor:
-    """Compute group-relative advantages, A_i = (r_i - mean of its group) / (std + eps).
+    """Compute group-relative advantages, A_i = (r_i - group mean) / (std + eps).
 
     ::
 
         advantages = group_advantages(rewards, num_generations=8)  # (B,), TRL's defaults
 
-    A group of equal rewards, or with one scored row, has advantages of exactly 0.
+    Advantages are exactly 0 in a group whose rewards are all equal, or with a single scored row.
 
     Args:
-        rewards: (B,), or (B, F) from F reward functions. NaN is unscored: it enters no sum, no mean
-            and no std, and a row without any score has advantage 0.
+        rewards: (B,), or (B, F) from F reward functions. NaN means unscored and is left out of
+            every sum, mean and std; a row without any score gets advantage 0.
         num_generations: completions per prompt; a group is that many consecutive rows, counted over
             all ranks.
-        group_ids: (B,) integers instead: rows of equal id are a group, in any order, of any size.
+        group_ids: (B,) integers, alternative to `num_generations`: rows with equal ids form a
+            group, in any order and of any size.
         reward_weights: (F,), default 1.
-        scale_rewards: std is that of the ``"group"`` or of the ``"batch"``. ``"none"``: the
-            difference from the mean. ``"mean"``: divided by the group's mean instead of a std
-            (MaxRL, for rewards of at least 0; prime-rl's with ``eps=0``); 0 in a group whose mean
-            is not above 0.
+        scale_rewards: which std to divide by, the ``"group"``'s or the ``"batch"``'s. ``"none"``:
+            only subtract the mean. ``"mean"``: divide by the group's mean instead of a std (MaxRL,
+            for rewards of at least 0; prime-rl's with ``eps=0``); a group whose mean is not above 0
+            gets 0.
         std: ``"sample"`` divides by n - 1, ``"population"`` by n.
         multi_objective_aggregation: ``"sum_then_normalize"``: r = sum_f w_f r_f.
             ``"normalize_then_sum"``: the weighted sum of each reward's own z-score in its group,
-            divided by its std over the batch; `scale_rewards` is then ignored.
+            divided by the std of that sum over the batch; `scale_rewards` is then ignored.
         eps: added to the std.
-        process_group: ranks over which groups and batch extend.
+        process_group: ranks that the groups and the batch span.
 
     Returns:
         (B,) advantages, in the dtype of the rewards.
 
     Raises:
-        TypeError, ValueError: a wrong argument, such as infinite rewards; the message names it.
+        TypeError, ValueError: an invalid argument, such as infinite rewards; the message names it.
 
     Sources: https://arxiv.org/abs/2402.03300 (section 4.1.2), https://arxiv.org/abs/2503.20783
     ("none"), https://arxiv.org/abs/2602.02710 ("mean"), https://arxiv.org/abs/2601.05242
@@ -120,7 +120,7 @@ def group_advantages(
     else:
         centred, spread, _ = _moments(table, groups, correction)
         total = _weighted_sum(_divide(centred, spread + eps), weights)
-        # z-scores sum to 0 in every group, hence in the batch: their mean is rounding noise only.
+        # z-scores sum to 0 in every group, hence in the batch: their mean is only rounding error
         _, spread, _ = _moments(total, batch, correction)
         result = _divide(total, spread + eps)
     return result[:, 0].nan_to_num(nan=0.0).to(_float_dtype(rewards))
@@ -138,15 +138,15 @@ def rloo_advantages(
     eps: float = 1e-4,
     process_group: ProcessGroup | None = None,
 ) -> Tensor:
-    """Compute leave-one-out advantages, A_i = r_i - mean of the other scored rewards of its group.
+    """Compute leave-one-out advantages, A_i = r_i - mean of the group's other scored rewards.
 
-    A row alone in its group has advantage 0.
+    The only scored row of a group gets advantage 0.
 
     Args:
         rewards, num_generations, group_ids, reward_weights, process_group: as in
             `group_advantages`.
         normalize_advantages: divide by (sample std over the batch + `eps`).
-        eps: added to that std.
+        eps: added to the std.
 
     Returns:
         (B,) advantages, in the dtype of the rewards.
@@ -181,8 +181,8 @@ def process_advantages(
     eps: float = 1e-4,
     process_group: ProcessGroup | None = None,
 ) -> Tensor:
-    """Compute advantages of process supervision: A_t sums the normalized rewards of the steps that
-    end at token t or later.
+    """Compute advantages from step rewards: each token gets the normalized rewards of its own and
+    all later steps, summed.
 
     ::
 
@@ -190,22 +190,22 @@ def process_advantages(
             [[0.1, 0.9], [0.5]], [[3, 7], [5]], num_generations=2, completion_mask=completion_mask
         )  # (B, T)
 
-    Rewards are normalized over all steps of all outputs of a group: (r - mean) / (std + eps).
+    Each reward is normalized over all steps of its group: (r - mean) / (std + eps).
 
     Args:
-        step_rewards: (B, S), or a list of numbers per completion. NaN or None: an unscored step,
-            which counts for nothing.
-        step_ends: (B, S), or a list per completion: the column in [0, T) of each step's last token;
-            not read where there is no reward.
+        step_rewards: (B, S), or a list of numbers per completion. NaN or None marks an unscored
+            step, which is ignored.
+        step_ends: (B, S), or a list per completion: the column, in [0, T), of each step's last
+            token; ignored for unscored steps.
         num_generations, group_ids, std, eps, process_group: as in `group_advantages`.
-        completion_mask: (B, T); masked positions get 0. Either this or
-        length: T.
+        completion_mask: (B, T); masked positions get 0.
+        length: T; pass either this or `completion_mask`.
 
     Returns:
-        (B, T) advantages; tokens after the last step get 0.
+        (B, T) advantages, 0 after the last step.
 
     Raises:
-        TypeError, ValueError: as `group_advantages`; an end out of range.
+        TypeError, ValueError: as `group_advantages`; also a step end outside [0, T).
 
     Source: https://arxiv.org/abs/2402.03300 (section 4.1.3)
     """
@@ -251,24 +251,23 @@ def gae(
     """Compute advantages and returns by generalized advantage estimation.
 
     delta_t = r_t + gamma V_(t+1) - V_t,  A_t = delta_t + gamma lam A_(t+1),  return_t = A_t + V_t,
-    where t + 1 is the next counted position: padding and tool output are jumped over, and what they
-    hold is never used.
+    where t + 1 is the next counted position: padding and tool output are skipped and never read.
 
     Args:
-        rewards: (B, T), or (B,): a reward at each row's last counted token.
+        rewards: (B, T), or (B,) with one reward per row, at its last counted token.
         values: (B, T).
-        completion_mask: (B, T), not 0 where a token counts.
-        gamma, lam: discount and trace, in [0, 1].
-        last_value: (B,), V after a row's last counted token; None: 0, the episode has ended.
-        whiten_advantages: apply `whiten`, with `std`, over all ranks of `process_group`; the
-            returns keep their scale.
+        completion_mask: (B, T), nonzero where a token counts.
+        gamma, lam: discount and trace decay, in [0, 1].
+        last_value: (B,), V after a row's last counted token; None means 0 (the episode has ended).
+        whiten_advantages: `whiten` the advantages, with `std`, over all ranks of `process_group`;
+            the returns keep their scale.
         std, process_group: as in `whiten`.
 
     Returns:
         (advantages, returns), both (B, T) and 0 where masked.
 
     Raises:
-        TypeError, ValueError: a wrong argument, such as NaN at a counted position.
+        TypeError, ValueError: an invalid argument, such as NaN at a counted position.
 
     Source: https://arxiv.org/abs/1506.02438
     """
@@ -317,21 +316,21 @@ def reinforce_plus_plus(
     eps: float = 1e-8,
     process_group: ProcessGroup | None = None,
 ) -> Tensor:
-    """Compute REINFORCE++'s advantages: discounted returns of a terminal reward and of a KL
-    penalty for each token, whitened over the batch.
+    """Compute REINFORCE++ advantages: discounted returns of a final reward and a per-token KL
+    penalty, whitened over the batch.
 
     A_t = sum_(k >= t) gamma^(k - t) (r [k is the last counted token] - beta KL_k), then (A - mean)
-    / (std + eps) over all counted tokens of the batch, of all ranks. Masked positions are jumped
-    over. Rows without a score get 0 and are left out of mean and std.
+    / (std + eps) over all counted tokens of the batch, on all ranks. Masked positions are skipped.
+    Rows without a score get 0 and are left out of the mean and the std.
 
     Args:
         rewards, reward_weights, process_group: as in `group_advantages`.
-        completion_mask: (B, T), not 0 where a token counts.
-        per_token_kl: (B, T); None: no penalty.
+        completion_mask: (B, T), nonzero where a token counts.
+        per_token_kl: (B, T); None means no penalty.
         beta: weight of the penalty.
         gamma: discount, in [0, 1].
-        num_generations, group_ids: the baseline variant, in which the group's mean reward is
-            subtracted first.
+        num_generations, group_ids: pass one of them for the baseline variant, which first
+            subtracts the group's mean reward.
         std, eps: as in `whiten`; OpenRLHF's std is ``"population"``, verl's ``"sample"``.
 
     Returns:
@@ -373,21 +372,21 @@ def whiten(
     eps: float = 1e-8,
     process_group: ProcessGroup | None = None,
 ) -> Tensor:
-    """Compute (x - mean) / (std + eps) over all counted positions, of all ranks.
+    """Compute (x - mean) / (std + eps) over all counted positions, on all ranks.
 
     Args:
         x: (B, T).
-        completion_mask: (B, T), not 0 where a token counts.
-        shift_mean: False: divide only. Otherwise equal numbers give exactly 0.
+        completion_mask: (B, T), nonzero where a token counts.
+        shift_mean: subtract the mean, so that equal values give exactly 0; False: divide only.
         std: ``"sample"`` divides by n - 1, ``"population"`` by n.
         eps: added to the std.
-        process_group: ranks over which the batch extends.
+        process_group: ranks the batch spans.
 
     Returns:
         (B, T) in the dtype of `x`, 0 where masked.
 
     Raises:
-        TypeError, ValueError: a wrong argument, such as NaN at a counted position.
+        TypeError, ValueError: an invalid argument, such as NaN at a counted position.
     """
     correction = _correction(std)
     check_number("eps", eps, lowest=0, inclusive=True)
@@ -399,12 +398,12 @@ def whiten(
     return torch.where(mask, result, 0.0).to(_float_dtype(x))
 
 
-# Groups of rows, which may lie on several ranks, and their statistics
+# Groups of rows, which may span ranks, and their statistics
 
 
 class _Groups(NamedTuple):
-    of_row: Tensor  # (N,) int64, the group of each of this rank's rows, in [0, n_groups)
-    n_groups: int  # of all ranks
+    of_row: Tensor  # (N,) int64, group index of each of this rank's rows, in [0, n_groups)
+    n_groups: int  # over all ranks
     process_group: ProcessGroup | None
 
 
@@ -418,7 +417,7 @@ def _groups(
     num_generations: int | None,
     group_ids: Tensor | Sequence[int] | None,  # (B,)
     process_group: ProcessGroup | None,
-    fewest: int = 2,  # a group of one gets 0 where rows are compared with the others
+    fewest: int = 2,  # a baseline from other rows leaves nothing to a group of one
 ) -> _Groups:
     check_group("process_group", process_group)
     rows, device = len(table), table.device
@@ -426,7 +425,7 @@ def _groups(
         got = "neither" if group_ids is None else "both"
         raise ValueError(f"num_generations, group_ids: expected exactly one of the two, got {got}")
     if num_generations is not None:
-        why = " completions of a prompt: alone each has advantage 0, and nothing trains"
+        why = " completions per prompt, since a group of one has advantage 0 and nothing trains"
         _check_int("num_generations", num_generations, fewest, why if num_generations == 1 else "")
     sizes, start = [rows], 0
     if process_group is not None:
@@ -454,17 +453,17 @@ def _groups(
 
 
 def _group_sums(x: Tensor, groups: _Groups) -> Tensor:
-    """(N, F) -> (groups, F): each group's sum, over all ranks; NaN if an entry is."""
+    """Sum x (N, F) by group, over all ranks, into (n_groups, F); NaN if an entry is NaN."""
     sums = x.new_zeros(groups.n_groups, x.shape[1]).index_add(0, groups.of_row, x)
     return all_reduce(sums, "sum", groups.process_group)
 
 
 def _moments(x: Tensor, groups: _Groups, correction: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(x - mean, std, n) of each entry's group, (N, F) each, over the n entries that are not NaN.
+    """Return (x - mean, std, n) for each entry's group, (N, F) each; NaN entries are left out.
 
-    std = sqrt(sum of (x - mean)^2 / (n - correction)), 0 for a single entry. Entries are shifted by
-    their group's smallest first: equal ones become exact zeros and stay so, whatever their size,
-    where x - mean(x) would leave the mean's rounding error.
+    std = sqrt(sum of (x - mean)^2 / (n - correction)), or 0 for a single entry. Each entry is first
+    shifted by its group's minimum, so equal entries become exact zeros; x - mean(x) would keep the
+    mean's rounding error.
     """
     scored = ~x.isnan()
     rows = groups.of_row[:, None].expand_as(x)
@@ -482,12 +481,12 @@ def _moments(x: Tensor, groups: _Groups, correction: int) -> tuple[Tensor, Tenso
 
 
 def _divide(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """The quotient, with 0 / 0 = 0."""
+    """Divide, with 0 / 0 = 0."""
     return torch.where(numerator == 0, 0.0, numerator / denominator)
 
 
 def _weighted_sum(table: Tensor, weights: Tensor) -> Tensor:
-    """(N, F), (F,) -> (N, 1): sum_f w_f r_f over the scored entries, NaN for a row without any."""
+    """Return sum_f w_f r_f (N, 1) over the scored entries; NaN for a row without any."""
     unscored = table.isnan().all(dim=1, keepdim=True)
     return torch.where(unscored, math.nan, (table * weights).nansum(dim=1, keepdim=True))
 
@@ -500,15 +499,15 @@ def _reward_table(
     reward_weights: Tensor | Sequence[float] | None,
     num_generations: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Rewards as (B, F) and weights as (F,), both widened."""
+    """Return rewards as (B, F) and weights as (F,), both widened."""
     check_tensor("rewards", rewards)
     if rewards.dim() not in (1, 2) or rewards.shape[1:] == (0,):
         raise ValueError(f"rewards: expected shape (B,) or (B, F), got {tuple(rewards.shape)}")
     if reward_weights is None and rewards.shape[1:] == (num_generations,) != (1,):
         warn_once(
-            f"rewards: the columns of {tuple(rewards.shape)} are taken for reward functions, "
-            "though there are num_generations of them. If a row is a prompt and its completions, "
-            "pass rewards.flatten(); if they are functions, reward_weights says so"
+            f"rewards: shape {tuple(rewards.shape)} is read as one column per reward function, but "
+            "it has num_generations columns. If each row holds one prompt's completions, pass "
+            "rewards.flatten(); if each column is a reward function, pass reward_weights"
         )
     table = widen(rewards if rewards.dim() == 2 else rewards[:, None])
     _require_all(~table.isinf(), table, "rewards", "finite values, or NaN for an unscored row")
@@ -527,7 +526,7 @@ def _reward_table(
 
 
 def _step_table(step_rewards: Any, step_ends: Any) -> tuple[Tensor, Tensor]:
-    """Rewards and ends as (B, S) tensors; ragged lists are padded with NaN and -1."""
+    """Return rewards and ends as (B, S) tensors, ragged lists padded with NaN and -1."""
     for name, rows in (("step_rewards", step_rewards), ("step_ends", step_ends)):
         if not isinstance(rows, Tensor) and not all(hasattr(row, "__len__") for row in rows or [0]):
             raise TypeError(f"{name}: expected a tensor (B, S), or a list for each completion")
@@ -564,9 +563,9 @@ def _step_table(step_rewards: Any, step_ends: Any) -> tuple[Tensor, Tensor]:
 
 
 def _bool_mask(mask: Tensor, rows: int | None = None) -> Tensor:
-    """``completion_mask`` as (B, T) bool: non-zero counts. Warns once of numbers but 0 and 1.
+    """Return ``completion_mask`` as (B, T) bool; warn once if it holds values other than 0 and 1.
 
-    Integers on a GPU are not checked: that would wait for the device.
+    Integer masks on a GPU are not checked: that would synchronize with the device.
     """
     check_tensor("completion_mask", mask)
     if mask.dim() != 2:
@@ -580,7 +579,7 @@ def _bool_mask(mask: Tensor, rows: int | None = None) -> Tensor:
 
 
 def _counted_values(name: str, x: Tensor, mask: Tensor) -> Tensor:
-    """(B, T), widened: ``x``, which has to be finite, where the mask counts, 0 elsewhere."""
+    """Return ``x`` (B, T), widened, with 0 where masked; raise unless the rest is finite."""
     _check_shape(name, x, "(B, T)", mask.shape)
     _require_all(x.isfinite() | ~mask, x, name, "finite values at counted positions")
     return torch.where(mask, widen(x), 0.0)
@@ -612,7 +611,7 @@ def _check_share(name: str, value: float) -> None:
 
 
 def _correction(std: str) -> int:
-    """A std divides by n - correction."""
+    """Return the correction of `std`, which divides by n - correction."""
     check_choice("std", std, choices(AdvantageStd))
     return 1 if std == "sample" else 0
 

@@ -1,8 +1,9 @@
-"""Liger's GRPO loss, computed by `grpo_loss`: the same constructor, call and metrics, TRL's loss.
+"""A replacement for Liger's GRPO loss, computed by `grpo_loss`: same constructor, call and metrics.
 
 TRL up to 1.12, ms-swift and Axolotl call ``LigerFusedLinearGRPOLoss`` if ``use_liger_kernel`` is
-on. Import the class from here, or call `patch_liger` before the trainer builds its loss.
-docs/start/other-trainers.md lists where Liger's loss differs from TRL's; ours is TRL's.
+on. Import the class from here, or call `patch_liger` before the trainer builds its loss. Where
+Liger's loss differs from TRL's, this class follows TRL; docs/start/other-trainers.md lists the
+differences.
 """
 
 from __future__ import annotations
@@ -33,24 +34,24 @@ NAME = "LigerFusedLinearGRPOLoss"
 
 @dataclass(eq=False, repr=False)
 class LigerFusedLinearGRPOLoss(nn.Module):
-    """``LigerFusedLinearGRPOLoss`` of liger-kernel 0.8.5, computed by `grpo_loss`.
+    """Replace ``LigerFusedLinearGRPOLoss`` of liger-kernel 0.8.5; computed by `grpo_loss`.
 
-    The arguments are Liger's, with Liger's defaults; `engine`, `backend` and `workspace_bytes` are
-    ours, as in `grpo_loss`. All may be changed afterwards, as attributes.
+    The arguments and their defaults are Liger's, plus `engine`, `backend` and `workspace_bytes`
+    from `grpo_kernels.Run`. You may change any of them later, as attributes.
 
     Raises:
-        TypeError, ValueError: a value that the loss does not take.
+        TypeError, ValueError: an invalid argument.
     """
 
     beta: float = 0.04  # weight of the KL term (k3)
-    compiled: bool = True  # not used: nothing here is compiled
-    use_ref_model: bool = True  # False: there is no KL term, whatever `beta` is
-    chunk_size: int = 1  # not used: the engine plans its chunks
+    compiled: bool = True  # ignored: nothing here is compiled
+    use_ref_model: bool = True  # False: no KL term, whatever `beta` is
+    chunk_size: int = 1  # ignored: the engine plans its chunks
     epsilon_low: float = 0.2
-    epsilon_high: float = 0.2  # for "cispo" the cap on the ratio
-    loss_type: LossTypeName = "dapo"  # one of Liger's: not "gmpo"
-    max_completion_length: int | None = None  # needed for "dr_grpo"
-    importance_sampling_level: ImportanceSamplingLevel = "token"  # alone for cispo, sapo, vespo
+    epsilon_high: float = 0.2  # for "cispo", the cap on the ratio
+    loss_type: LossTypeName = "dapo"  # any of Liger's, so not "gmpo"
+    max_completion_length: int | None = None  # required for "dr_grpo"
+    importance_sampling_level: ImportanceSamplingLevel = "token"  # required by cispo, sapo, vespo
     sapo_temperature_pos: float = 1.0
     sapo_temperature_neg: float = 1.05
     temperature: float = 1.0
@@ -71,9 +72,9 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         self.loss_config()
 
     def loss_config(self) -> LossConfig:
-        """The configuration of the loss, for `grpo_loss`."""
+        """Return the loss's configuration, for `grpo_loss`."""
         if self.loss_type == "gmpo":
-            raise ValueError("loss_type: Liger's call has no 'gmpo'; grpo_loss has it")
+            raise ValueError("loss_type: Liger's API has no 'gmpo'; use grpo_loss")
         known = {field.name for field in fields(LossConfig)} & vars(self).keys()
         options = {name: getattr(self, name) for name in known}
         options |= {"epsilon": self.epsilon_low, "beta": self.beta if self.use_ref_model else 0.0}
@@ -97,29 +98,39 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         vllm_is_ratio: Tensor | None = None,  # (B, T), (B, 1) or (B,)
         num_items_in_batch: float | Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Compute the loss and its metrics; dtypes, devices and errors as in `grpo_loss`.
+        """Compute the loss and its metrics; dtypes, devices and errors are those of `grpo_loss`.
 
-        Errors about `lin_weight`, `vllm_is_ratio` and ids that do not exist have its names.
+        Errors about `lin_weight`, `vllm_is_ratio` and invalid ids use the argument names of
+        `grpo_loss`.
 
         Args:
             _input: (B, T, H), hidden states that predict `selected_token_ids`.
-            attention_mask: (B, T), the loss mask: anything but 0 counts as 1.
-            ref_input, ref_weight, ref_bias: head of the reference model, (B, T, H'), (V, H') and
-                (V,), scored if there is a KL term and no `ref_per_token_logps`.
+            lin_weight: (V, H), weight of the head.
+            selected_token_ids: (B, T), the completion tokens.
+            attention_mask: (B, T), the loss mask; any nonzero value counts as 1.
+            advantages: (B,) or (B, T).
+            bias: (V,), bias of the head.
+            ref_per_token_logps: (B, T), log-probabilities from the reference model.
+            old_per_token_logps: (B, T), log-probabilities from before the update; None: the ratio
+                is 1.
+            ref_input, ref_weight, ref_bias: the reference model's hidden states (B, T, H'), head
+                weight (V, H') and bias (V,). They are scored if there is a KL term and no
+                `ref_per_token_logps`.
             vllm_is_ratio: (B, T), (B, 1) or (B,), importance sampling ratio of the sampler.
-            num_items_in_batch: counted tokens of the whole generation batch, over all ranks; dapo,
-                cispo and vespo divide by it / world size. None: the counted tokens of this call,
-                averaged over the ranks, all of which must then make the call.
+            num_items_in_batch: number of counted tokens in the whole generation batch, over all
+                ranks; dapo, cispo and vespo divide by it / world size. None: the counted tokens of
+                this call, averaged over the ranks; every rank must then make the call.
 
         Returns:
-            (loss, metrics): the loss () in fp32 (fp64 for fp64 inputs), attached; metrics () each,
-            detached: the mean KL if `beta` is not 0, then the share of clipped tokens.
+            (loss, metrics). The loss () is fp32 (fp64 for fp64 inputs) and has a gradient. The
+            metrics, () each and detached, are the mean KL if `beta` is not 0, then the share of
+            clipped tokens.
         """
         config, run = self.loss_config(), Run(self.engine, self.backend, self.workspace_bytes)
         if self.importance_sampling_level == "sequence" and self.loss_type in _OF_TOKENS:
             raise ValueError(
                 "importance_sampling_level: Sequence-level importance sampling is not supported for"
-                f" loss_type={self.loss_type!r} in Liger's call; grpo_loss has it"
+                f" loss_type={self.loss_type!r} in Liger's API; use grpo_loss"
             )
         if self.loss_type == "dr_grpo" and self.max_completion_length is None:
             raise ValueError("max_completion_length: expected an int for 'dr_grpo', got None")
@@ -127,9 +138,9 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         check_ids("selected_token_ids", selected_token_ids, _input)
         check_mask("attention_mask", attention_mask, selected_token_ids)
         if config.beta == 0.0:
-            ref_per_token_logps = None  # Liger's call demands one even here
+            ref_per_token_logps = None  # Liger requires one even here
         elif ref_per_token_logps is not None and ref_input is not None:
-            warnings.warn(  # in Liger's words
+            warnings.warn(  # Liger's text
                 "grpo_kernels: Both ref_per_token_logps and ref_input are provided. Using "
                 "ref_per_token_logps.",
                 stacklevel=2,
@@ -137,8 +148,8 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         elif ref_per_token_logps is None:
             if ref_input is None or ref_weight is None:
                 raise ValueError(
-                    f"ref_per_token_logps: expected a tensor since beta = {config.beta}, or "
-                    "ref_input and ref_weight, got None"
+                    "ref_per_token_logps: expected a tensor, or ref_input and ref_weight, since "
+                    f"beta = {config.beta}; got None"
                 )
             with torch.no_grad():
                 ref_per_token_logps = linear_logprob(
@@ -150,7 +161,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
                     entropy=False,
                     run=replace(run, engine="auto"),
                 ).logps
-        # ZeRO-3 divides the weight again when the trainer's own gathering, around the call, ends
+        # ZeRO-3 shards the weight again when the trainer's own gathering context ends
         gather = gather_of(x for x in (lin_weight, bias) if x is not None)
         if LOSSES[self.loss_type].normaliser != "num_items":
             num_items_in_batch = None
@@ -182,7 +193,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
     def _clipped(
         self, logps: Tensor, counted: Tensor, advantages: Tensor, old: Tensor | None
     ) -> Tensor:
-        """Share of the counted tokens whose ratio is past the bound that clips it, not `delta`."""
+        """Return the share of counted tokens whose ratio is clipped; `delta` is not considered."""
         log_ratio = torch.zeros_like(logps)
         if old is not None and self.loss_type not in ("sapo", "vespo"):
             log_ratio = torch.where(counted, logps - old.to(logps), 0.0)
@@ -199,19 +210,19 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         return (clipped & counted).sum().to(logps.dtype) / counted.sum().clamp(min=1)
 
 
-_OF_TOKENS = ("cispo", "sapo", "vespo")  # Liger has no ratio per sequence for them
+_OF_TOKENS = ("cispo", "sapo", "vespo")  # Liger has no per-sequence ratio for these
 _patches = Patches("liger-kernel")
 
 
 def patch_liger() -> bool:
-    """Replace Liger's class by ours for trainers that build their loss from now on.
+    """Replace Liger's class with `LigerFusedLinearGRPOLoss` in losses that are built later.
 
-    It is set on ``liger_kernel.chunked_loss`` and, where TRL up to 1.12 is imported, on
-    ``trl.trainer.grpo_trainer``. A Liger whose class takes arguments that ours does not know is
-    left as it is, with a warning. Calling it again has no effect.
+    This sets the class on ``liger_kernel.chunked_loss`` and, if TRL up to 1.12 is imported, on
+    ``trl.trainer.grpo_trainer``. If Liger's class has arguments that this library does not know, it
+    is left in place, with a warning. A second call has no effect.
 
     Returns:
-        True if ours is in place.
+        True if Liger's class is replaced.
 
     Raises:
         ImportError: liger-kernel is not installed, or has no `chunked_loss`.
@@ -227,9 +238,10 @@ def patch_liger() -> bool:
         if name not in parameter_names(getattr(ours, function))
     ]
     if theirs is None or unknown:
-        what = f"has no {NAME}" if theirs is None else f"takes {', '.join(unknown)}"
+        unsupported = f"has arguments that are not supported: {', '.join(unknown)}"
+        what = f"has no {NAME}" if theirs is None else unsupported
         warnings.warn(
-            f"grpo_kernels: this liger-kernel {what}, which we do not know; it is left as it is",
+            f"grpo_kernels: this release of liger-kernel {what}; Liger's own loss stays in place",
             stacklevel=2,
         )
         return False
@@ -238,5 +250,5 @@ def patch_liger() -> bool:
 
 
 def unpatch_liger() -> None:
-    """Put Liger's class back; losses that were built meanwhile stay ours."""
+    """Restore Liger's class; losses that are already built keep the replacement."""
     _patches.restore()

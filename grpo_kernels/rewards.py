@@ -1,7 +1,7 @@
-"""Rewards of a batch of completions, from Python functions (sync or async) and reward models.
+"""Score a batch of completions with Python functions (sync or async) and reward models.
 
 Functions are called as TRL calls them: ``f(prompts=..., completions=..., completion_ids=...,
-**columns)`` returns one number, or None for "not scored", per completion. None becomes NaN, which
+**columns)`` returns one number per completion, or None for "not scored". None becomes NaN, which
 ``advantages`` leaves out.
 """
 
@@ -25,37 +25,58 @@ from grpo_kernels.base.modes import evaluating
 
 __all__ = ["compute_rewards", "reward_names"]
 
-RewardFunc = Callable[..., Any]  # an nn.Module is one too
-_NO_COLUMNS = ("trainer_state", "log_extra", "log_metric")  # which TRL passes beside the columns
+RewardFunc = Callable[..., Any]  # includes nn.Module
+_NO_COLUMNS = ("trainer_state", "log_extra", "log_metric")  # passed by TRL, but not columns
 
 
 def compute_rewards(
     reward_funcs: RewardFunc | Sequence[RewardFunc],
     prompts: Sequence[Any],  # B strings or lists of messages
     completions: Sequence[Any],  # B, of the same kind
-    completion_ids: Sequence[Any] | Tensor | None = None,  # B lists of token ids; handed on
+    completion_ids: Sequence[Any] | Tensor | None = None,  # B lists of token ids
     *,
     processing_classes: Any = None,
     device: torch.device | str | None = None,
     **columns: Any,
 ) -> Tensor:
-    """The reward of each completion by each of F functions: (B, F) float32 on ``device``, NaN where
-    not scored.
+    """Score each of B completions with each of F reward functions.
 
-    An nn.Module is a reward model (sequence classification: ``outputs.logits[:, 0]``) and needs its
-    tokenizer in ``processing_classes``: one for all, or a list with one entry per function (None
-    for Python functions). It reads prompt + completion, through its chat template if they are lists
-    of messages, in evaluation and inference mode. Async functions run concurrently, on an event
-    loop of their own that lives as long as the process: it works under a running loop (a notebook)
-    too, and their clients may stay open between calls. ``columns`` are lists of length B, except
-    TRL's ``trainer_state``, ``log_extra`` and ``log_metric``, which are handed on as they are.
+    ::
 
-    Warns, naming the row, where every function returned None. Raises RuntimeError naming the
-    function if one raises (its own error chained), or all async ones if one of them ends their
-    event loop; ValueError if one does not return B numbers within float32's range, TypeError or
-    ValueError for wrong arguments. SystemExit and KeyboardInterrupt from a sync function are raised
-    as they are: they may come from a signal to the process. No signal reaches an async function, so
-    from there they are errors like any other.
+        rewards = compute_rewards([accuracy, length], prompts, completions, answer=answers)
+        advantages = group_advantages(rewards, num_generations=8)
+
+    An nn.Module is a reward model for sequence classification, whose score is
+    ``outputs.logits[:, 0]``. It reads prompt + completion, through its chat template if they are
+    lists of messages, in evaluation and inference mode.
+
+    Async functions run concurrently on a separate event loop, which lives as long as the process.
+    They work inside a running loop (a notebook) too, and their clients may stay open between calls.
+
+    Args:
+        reward_funcs: one function or reward model, or a list of F.
+        prompts, completions: B strings each, or B lists of messages each.
+        completion_ids: B lists of token ids, passed to the functions.
+        processing_classes: tokenizers of the reward models: one for all, or a list with one entry
+            per function (None for Python functions).
+        device: device of the result.
+        columns: lists of length B, passed to the functions by name. TRL's ``trainer_state``,
+            ``log_extra`` and ``log_metric`` are passed unchanged.
+
+    Returns:
+        (B, F) float32 on `device`, NaN where a function returned None.
+
+    Raises:
+        TypeError, ValueError: an invalid argument; or a function did not return B numbers within
+            float32's range.
+        RuntimeError: a function raised an error (chained; the message names the function), or an
+            async function ended the event loop.
+        SystemExit, KeyboardInterrupt: raised unchanged from a sync function, since they may come
+            from a signal to the process. Signals do not reach async functions, where both become
+            RuntimeError.
+
+    Warns:
+        UserWarning: every function returned None for a row; the message names it.
     """
     funcs = _as_list(reward_funcs)
     names = reward_names(funcs)
@@ -100,8 +121,8 @@ def compute_rewards(
 
 
 def reward_names(reward_funcs: RewardFunc | Sequence[RewardFunc]) -> list[str]:
-    """Return names for metrics and messages: a function's own, a model's checkpoint or an object's
-    class."""
+    """Return a name for each reward function: the function's own name, a model's checkpoint, or an
+    object's class."""
     return [_name(func) for func in _as_list(reward_funcs)]
 
 
@@ -120,7 +141,7 @@ def _failure(name: str, error: BaseException) -> RuntimeError:
 
 @torch.inference_mode()
 def _model_rewards(model: nn.Module, tokenizer: Any, inputs: dict[str, Any]) -> Tensor:
-    """``logits[:, 0]`` (B,) of prompt + completion, all rows in one batch."""
+    """Return ``logits[:, 0]`` (B,) for prompt + completion, with all rows in one batch."""
     pairs = list(zip(inputs["prompts"], inputs["completions"], strict=True))
     plain = isinstance(pairs[0][0], str)
     for row, pair in enumerate(pairs):
@@ -144,7 +165,7 @@ def _model_rewards(model: nn.Module, tokenizer: Any, inputs: dict[str, Any]) -> 
     return logits[:, 0].float()
 
 
-# Async functions run on one loop, in a thread that lasts as long as the process
+# Async functions run on one event loop, in a thread that lives as long as the process
 
 _loop: asyncio.AbstractEventLoop | None = None
 _thread: threading.Thread | None = None
@@ -152,14 +173,14 @@ _starting = threading.Lock()
 
 
 def _run_together(names: list[str], awaitables: list[Awaitable[Any]]) -> list[Any]:
-    """What each gave."""
+    """Return the result of each awaitable."""
     global _loop, _thread
     failures: list[tuple[str, BaseException]] = []
 
     async def one(name: str, awaitable: Awaitable[Any]) -> Any:
         try:
             return await awaitable
-        except BaseException as error:  # asyncio would let SystemExit end the loop
+        except BaseException as error:  # otherwise SystemExit would end the loop
             failures.append((name, error))
 
     async def together() -> list[Any]:
@@ -169,10 +190,10 @@ def _run_together(names: list[str], awaitables: list[Awaitable[Any]]) -> list[An
         return []
     if threading.current_thread() is _thread:
         raise RuntimeError(
-            "compute_rewards: called inside an async reward function, whose loop it would wait for"
+            "compute_rewards: called inside an async reward function, it would wait for itself"
         )
     with _starting:
-        if _loop is None or _thread is None or not _thread.is_alive():  # so also after a fork
+        if _loop is None or _thread is None or not _thread.is_alive():  # also after a fork
             _loop = asyncio.new_event_loop()
             _thread = threading.Thread(target=_loop.run_forever, name=__name__, daemon=True)
             _thread.start()
@@ -208,7 +229,7 @@ def _as_list(reward_funcs: Any) -> list[Any]:
 
 
 def _tokenizers(given: Any, funcs: list[Any], names: list[str]) -> list[Any]:
-    """One per function, checked where the function is a model."""
+    """Return one tokenizer per function; check those of reward models."""
     tokenizers = [*given] if isinstance(given, (list, tuple)) else [given] * len(funcs)
     if len(tokenizers) != len(funcs):
         expected = f"one per reward function, {len(funcs)}"
@@ -221,8 +242,8 @@ def _tokenizers(given: Any, funcs: list[Any], names: list[str]) -> list[Any]:
             got = "None" if tokenizer is None else "pad_token_id None"
             expected = f"the tokenizer of reward model {names[i]!r}, with a pad token"
             raise ValueError(f"processing_classes[{i}]: expected {expected}, got {got}")
-        # A decoder's score is that of the last token other than config.pad_token_id: with a wrong
-        # id, of a wrong token.
+        # A decoder scores the last token that is not config.pad_token_id: a wrong id makes it score
+        # a wrong token.
         wrong = getattr(getattr(func, "config", None), "pad_token_id", pad)
         if wrong != pad:
             expected = f"config.pad_token_id of {names[i]!r} to be its tokenizer's, {pad}"
@@ -231,7 +252,7 @@ def _tokenizers(given: Any, funcs: list[Any], names: list[str]) -> list[Any]:
 
 
 def _column(values: Any, name: str, length: int) -> list[float]:
-    """The result of a reward function as ``length`` floats."""
+    """Return the result of a reward function as a list of ``length`` floats."""
     returned, where = type(values).__name__, f"reward function {name!r}"
     if hasattr(values, "tolist"):  # tensors, arrays, series
         values = values.tolist()

@@ -1,8 +1,8 @@
-"""Rollout correction: weights and a mask for samples of another engine, or of an older policy, than
-is trained.
+"""Rollout correction: importance weights and a mask for tokens that were sampled by a different
+engine, or by an older policy, than the one being trained.
 
-It is all arithmetic on (B, T) numbers, in float64 (float32 where the device has none) and without
-gradient.
+All arithmetic is elementwise on (B, T) tensors, in float64 (float32 on devices without it) and
+without gradient.
 """
 
 from __future__ import annotations
@@ -40,19 +40,18 @@ if TYPE_CHECKING:
 __all__ = ["Correction", "correct"]
 
 Bound = float | tuple[float | None, float | None]
-_SMALLEST_MEAN = 1e-8  # of weights that are divided by it
+_SMALLEST_MEAN = 1e-8  # a smaller mean weight is not divided by
 
 
 class Correction(NamedTuple):
-    """Result of ``correct``: weights and the mask of the kept tokens, each (B, T) or (N,), and
-    metrics by name."""
+    """Result of `correct`: importance weights and a keep mask, (B, T) or (N,) each, and metrics."""
 
     weights: Tensor  # 0 where masked
     keep: Tensor  # the completion mask with 0 at rejected tokens
     metrics: dict[str, float]
 
 
-# x (R, T) and mask (R, T), whose rows have a counted token, to (R, T) or (R, 1)
+# (x (R, T), mask (R, T)) -> (R, T) or (R, 1); every row has a counted token
 _AGGREGATES = {
     "token": lambda x, mask: x,
     "seq_sum": lambda x, mask: torch.where(mask, x, 0.0).sum(dim=1, keepdim=True),
@@ -61,8 +60,8 @@ _AGGREGATES = {
         x.masked_fill(~mask, -math.inf).amax(dim=1, keepdim=True) if len(x) else x.sum(1, True)
     ),
 }
-_WEIGHTED = {"token": "token", "sequence": "seq_sum", "geometric": "seq_mean"}  # of levels
-_DIVERGENCES = {  # of D, of any shape
+_WEIGHTED = {"token": "token", "sequence": "seq_sum", "geometric": "seq_mean"}  # by level
+_DIVERGENCES = {  # functions of D, of any shape
     "k1": lambda d: -d,
     "k2": lambda d: d.square() / 2,
     "k3": lambda d: torch.expm1(d) - d,
@@ -91,58 +90,68 @@ def correct(
     cu_seqlens: Tensor | None = None,  # (B + 1,)
     process_group: ProcessGroup | None = None,
 ) -> Correction:
-    """Correct for a sampler whose log-probabilities are not the policy's: (weights, keep, metrics).
+    """Return importance weights, a keep mask and metrics for sampler mismatch.
 
-    With D_t = old - sampling log-probability of a counted token, the weight w of
+    ::
+
+        weights, keep, metrics = correct(
+            old_logps, sampling_logps, completion_mask, reject={"seq_mean_k3": 0.01}
+        )
+
+    D_t is the policy's minus the sampler's log-probability of counted token t. `level` sets the
+    weight w of a token:
 
         level "token"      exp(D_t)                         TIS, IcePop
-        level "sequence"   exp(sum of D over the sequence)  unbiased, and far apart for long
-                                                            sequences
+        level "sequence"   exp(sum of D over the sequence)  unbiased, high variance
         level "geometric"  exp(mean of D over the sequence)
         level None         1; nothing is weighted
 
-    is clamped to [``clip_min``, ``clip_max``] by mode "truncate", and 0 outside of them by mode
-    "mask"; None is no bound. ``batch_normalize`` then divides by the mean weight, of tokens or of
-    sequences.
+    `reject` maps statistics to bounds and drops tokens or sequences outside them. A key is
+    LEVEL_STATISTIC, for example "seq_mean_k3", the mean of k3 over a sequence. LEVEL is "token",
+    "seq_sum", "seq_mean" or "seq_max"; STATISTIC is one of:
 
-    ``reject`` maps statistics to bounds, which are inclusive. A token or a sequence is kept inside
-    all of them. The name says what is judged, each "token", or a sequence by the "seq_sum",
-    "seq_mean" or "seq_max" of its tokens, and by which number, so that "seq_mean_k3" is the mean of
-    k3 over a sequence:
+        ratio        exp(D); for a sequence, exp of the sum, mean or maximum of D
+        k1           -D; its bounds are given as bounds of exp(-D)
+        k2           D^2 / 2
+        k3           exp(D) - 1 - D
+        reverse_k3   exp(-D) - 1 + D
 
-        "_ratio"        exp(D), where a sequence's is exp(sum, mean or max of D)
-        "_k1"           -D; its bounds are those of exp(-D)
-        "_k2"           D^2 / 2
-        "_k3"           exp(D) - 1 - D
-        "_reverse_k3"   exp(-D) - 1 + D
-
-    Bounds are (low, high), either of which may be None. A number u is (None, u); for k1 (1 / u, u),
-    as in verl. ``veto_threshold`` rejects a sequence that has a token of exp(D) below it. Rejection
-    leaves the weights as they are. With ``keep`` as the loss' mask a rejected token is not in its
-    denominator; with ``weights * keep`` and the whole mask it is.
+    Rejection does not change the weights. If you pass `keep` as the loss's mask, rejected tokens
+    do not count in its denominator; if you pass ``weights * keep`` and the original mask, they do.
 
     Args:
-        old_per_token_logps: (B, T), or packed (N,), of the policy in the trainer, before the step's
-            first update.
-        sampling_per_token_logps: (B, T) or (N,), of the same tokens, as the sampler gave them. NaN,
-            where it gave none, is D = 0.
-        completion_mask: (B, T) or (N,); 0 is masked, and never read.
-        safety_bound: largest size of an exponent, and of D in k1, k2 and k3; both are clamped.
-            ``math.inf``: no bound.
-        cu_seqlens: (B + 1,) int32 or int64, bounds of the packed sequences, from 0 to N.
-        process_group: ranks over whose weights the mean of ``batch_normalize`` is. Metrics are of
-            this rank.
+        old_per_token_logps: (B, T), or packed (N,): log-probabilities of the policy being trained,
+            before the step's first update.
+        sampling_per_token_logps: (B, T) or (N,): log-probabilities of the same tokens, as reported
+            by the sampler. NaN (not reported) counts as D = 0.
+        completion_mask: (B, T) or (N,). Positions where it is 0 are never read.
+        level: what a weight is computed from (first table); None gives no weights.
+        mode: ``"truncate"`` clamps w to the bounds; ``"mask"`` sets it to 0 outside them.
+        clip_max, clip_min: bounds of w; None means no bound.
+        batch_normalize: divide the weights by their mean, over tokens for level "token", else over
+            sequences.
+        reject: bounds by statistic (second table), both inclusive; a token is kept only if it is
+            inside all of them. Bounds are (low, high), and either may be None. A single number u
+            means (None, u); for k1 it means (1 / u, u), as in verl.
+        veto_threshold: reject a sequence in which any token has exp(D) below this; None: never.
+        safety_bound: limit on the size of exponents, and of D in k1, k2 and k3; larger values are
+            clamped to it. ``math.inf``: no limit.
+        cu_seqlens: (B + 1,) int32 or int64, boundaries of the packed sequences, from 0 to N.
+        process_group: ranks over which the mean weight is taken. Metrics are this rank's own.
 
     Returns:
-        weights, in the dtype of ``old_per_token_logps``, for ``importance_sampling_ratio=``; keep,
-        in the mask's dtype, for ``completion_mask=``, both shaped like the arguments; metrics by
-        verl's names, as "rollout_corr/kl", of the sequences that have a counted token; none if
-        there is no such sequence.
+        `Correction`. `weights`, in the dtype of `old_per_token_logps`, is for
+        ``importance_sampling_ratio=``; `keep`, in the mask's dtype, is for ``completion_mask=``.
+        Both are shaped like the inputs and are 0 where masked. `metrics` has verl's names, such as
+        ``"rollout_corr/kl"``; it is empty if no sequence has a counted token.
+
+    Raises:
+        TypeError: an argument of the wrong type.
+        ValueError: an argument out of range, shapes that disagree, or `old_per_token_logps` that
+            are not finite at a counted position.
 
     Sources: https://fengyao.notion.site/off-policy-rl (TIS), https://richardli.xyz/rl-collapse
     (MIS, rejection); verl's ``rollout_corr_helper``.
-    Raises ValueError for arguments out of range and shapes that disagree, TypeError for wrong
-    types.
     """
     check_group("process_group", process_group)
     check_choice("mode", mode, choices(CorrectionMode))
@@ -176,7 +185,7 @@ def correct(
 
     counts = padded(counted)
     sequences = counts.any(dim=1)
-    mask = counts[sequences]  # (R, T): all that follows is of the R sequences with a counted token
+    mask = counts[sequences]  # (R, T): from here on, only the R sequences with a counted token
     old = torch.where(mask, widen(padded(old_per_token_logps)[sequences]), 0.0)
     sampled = widen(padded(sampling_per_token_logps)[sequences])
     d = torch.where(mask, scored_difference(old, sampled), 0.0)
@@ -228,13 +237,13 @@ def correct(
     whole_weights[sequences], whole_kept[sequences] = weights, kept
     weights, kept = (x[place].view(counted.shape) for x in (whole_weights, whole_kept))
     keep = completion_mask.masked_fill(~kept, 0)
-    numbers = torch.stack([*results.values()]).tolist()  # one wait for the device
+    numbers = torch.stack([*results.values()]).tolist()  # one synchronization with the device
     named = {f"rollout_corr/{name}": x for name, x in zip(results, numbers, strict=True)}
     return Correction(weights.to(old_per_token_logps.dtype), keep, named if len(mask) else {})
 
 
 def _bounds(name: str, bound: Any) -> tuple[float, float]:
-    """Bounds of a statistic, in its unit."""
+    """Return (low, high) in the statistic's own unit: for k1, the logarithms of what was given."""
     check_choice("reject", name, _STATISTICS, did_you_mean(str(name), _STATISTICS))
     is_k1, where = _STATISTICS[name][1] == "k1", f"reject[{name!r}]"
     if isinstance(bound, tuple) and len(bound) == 2:
@@ -254,7 +263,7 @@ def _bounds(name: str, bound: Any) -> tuple[float, float]:
 
 
 def _counted(old: Any, sampling: Any, completion_mask: Any, *, packed: bool) -> Tensor:
-    """Where the mask counts; all of it is checked."""
+    """Check the three tensors; return a bool mask of the counted positions."""
     check_tensor("old_per_token_logps", old, floating=True)
     if old.dim() != (1 if packed else 2):
         expected = "(N,), since there are cu_seqlens" if packed else "(B, T)"
@@ -276,9 +285,9 @@ def _counted(old: Any, sampling: Any, completion_mask: Any, *, packed: bool) -> 
     return counts
 
 
-# Metrics by verl's names and formulas (verl/trainer/ppo/rollout_corr_helper.py), of R sequences
-# that have a counted token each. Where verl counts sequences without a token, with a ratio and a
-# perplexity of 1 and a weight of 0, these do not.
+# Metrics with verl's names and formulas (verl/trainer/ppo/rollout_corr_helper.py), over the R
+# sequences that have a counted token. verl also includes sequences without one, with a ratio and a
+# perplexity of 1 and a weight of 0; these functions leave them out.
 
 
 def _off_policy(old: Tensor, d: Tensor, mask: Tensor, safety_bound: float) -> dict[str, Tensor]:
@@ -305,14 +314,14 @@ def _off_policy(old: Tensor, d: Tensor, mask: Tensor, safety_bound: float) -> di
 
 def _spread(
     prefix: str,
-    values: Tensor,  # (R, T) of tokens or (R, 1) of sequences
-    raw: Tensor,  # the same before they were bounded
+    values: Tensor,  # (R, T), per token, or (R, 1), per sequence
+    raw: Tensor,  # `values` before they were bounded
     mask: Tensor,
     bounds: tuple[float, float],
     clamped_to: tuple[float, float],
     ideal: float,
 ) -> dict[str, Tensor]:
-    """Means, standard deviations and extremes; shares of the raw values beyond the bounds."""
+    """Mean, standard deviation and extremes of `values`; shares of `raw` outside the bounds."""
     low, high = bounds
     of_tokens = values.shape == mask.shape
     tokens = values.expand_as(mask)[mask]
@@ -340,7 +349,7 @@ def _spread(
 
 
 def _rejected(prefix: str, kept: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """Shares of the tokens, and of the sequences that lose one."""
+    """Shares of rejected tokens, and of sequences with a rejected token."""
     gone = mask & ~kept
     return {
         f"{prefix}_masked_fraction": _share(gone[mask]),

@@ -1,6 +1,7 @@
-"""Causal language models of transformers: log-probabilities and the loss from their inputs.
+"""Losses and log-probabilities of transformers' causal language models, in one forward.
 
-Text and vision-language models, wrapped or not, in one forward without logits: `transformers.call`.
+Works for text and vision-language models, wrapped or not, and never stores all logits. How the
+forward runs is described in `transformers.call`.
 """
 
 from __future__ import annotations
@@ -56,9 +57,9 @@ _INSTEAD = {
     "reference": "only grpo_loss takes it; pass ref_per_token_logps, from completion_logprobs",
     **{x: f"set it on the loss, GRPOLoss({x}=...)" for x in ("config", "objective", "run")},
 }
-# Names that every forward with **kwargs takes: fields of TransformersKwargs (older releases have
-# fewer, or none), and names that transformers' decorators of a forward read. num_items_in_batch is
-# the loss's: read only with labels.
+# Names that every forward with **kwargs accepts: fields of TransformersKwargs (older releases have
+# fewer, or none), and names read by the decorators that transformers puts on a forward.
+# num_items_in_batch belongs to the loss: the model reads it only with labels.
 _DOCUMENTED = {
     *("position_ids", "is_causal", "use_cache", "return_dict", "cache_position", "seq_idx"),
     *("output_hidden_states", "output_attentions", "output_router_logits"),
@@ -81,33 +82,43 @@ def causal_lm_loss(
     logits_dtype: LogitsDtype = "float32",
     **inputs: Any,
 ) -> LossOutput:
-    """Compute `loss_fn` of a model on a batch, in one forward, whose head computes the loss.
+    """Compute a loss of a transformers model on a batch, in one forward without logits.
 
-    Below the head only what the loss needs is computed, exactly: docs/training-step.md. The metrics
-    ``sequences/gradient``, ``tokens/computed`` and ``tokens/gradient`` say how much that was.
+    ::
+
+        out = causal_lm_loss(
+            model, GRPOLoss(loss_type="dapo"), input_ids, attention_mask, completion_mask,
+            advantages, old_per_token_logps=old_logps,
+        )
+        out.loss.backward()
+
+    Tokens that the loss does not need are not computed, and the results stay exact; see
+    docs/training-step.md. The metrics ``sequences/gradient``, ``tokens/computed`` and
+    ``tokens/gradient`` show how much was computed.
 
     Args:
         model, input_ids, attention_mask, completion_mask: as in `completion_logprobs`.
-        loss_fn: the loss. The model's soft-cap and logit scale apply.
+        loss_fn: the loss. The model's own soft-cap and logit scale are applied.
         advantages: (B,), one per sequence, or (B, T), one per token.
-        router_aux_loss_coef: weight of a mixture of experts' load-balancing loss, which is added
-            where the model computes one (``output_router_logits=True`` in its config or here);
+        router_aux_loss_coef: weight of the load-balancing loss of a mixture of experts, which is
+            added if the model computes one (``output_router_logits=True`` in its config or here);
             None: the config's weight.
-        zero_advantage: treatment of sequences in which no token has a gradient (advantage 0 without
-            KL term and entropy bonus; or masked whole). ``"score"``: they run without graph, for
-            the metrics; ``"skip"``: they do not run, and metrics leave them out; ``"train"``: they
-            run like all sequences. With a loss of your own (`objective`) all sequences train.
-        layout: arrangement of the batch below the head. ``"tree"``: each distinct prefix of the
-            sequences runs once, so prompts that several completions share do, and padding does not
-            run; ``"trim"``: sequences side by side, without the columns of padding before and after
-            them; ``"padded"``: as given. If a model is not exact in one, a warning names the
-            reason, and the next serves.
+        zero_advantage: what to do with sequences in which no token has a gradient (advantage 0
+            without KL term and entropy bonus, or fully masked). ``"score"``: run them without
+            graph, for the metrics; ``"skip"``: do not run them, and leave them out of the metrics;
+            ``"train"``: run them like all others. With a custom loss (`objective`), all sequences
+            train.
+        layout: arrangement of the batch below the head. ``"tree"``: each distinct prefix runs once,
+            so a prompt shared by several completions does too, and padding does not run;
+            ``"trim"``: one row per sequence, without the columns of padding on the left and right;
+            ``"padded"``: as given. If a layout is not exact for a model, a warning names the reason
+            and the next one is used.
         logits_dtype: as in `grpo_kernels.Head`.
-        inputs: the other arguments of `grpo_loss` (old_per_token_logps (B, T), num_items_in_batch,
-            ...) and of the model's forward (pixel_values, position_ids, ...); told apart by name.
+        inputs: other arguments of `grpo_loss` (old_per_token_logps (B, T), num_items_in_batch, ...)
+            and of the model's forward (pixel_values, position_ids, ...); told apart by name.
 
     Returns:
-        `LossOutput`; its `loss` has gradients for all parameters of the model that train.
+        `LossOutput`; its `loss` has gradients for all trainable parameters of the model.
 
     Raises:
         TypeError, ValueError, RuntimeError: as `completion_logprobs` and `grpo_loss`.
@@ -132,7 +143,7 @@ def causal_lm_loss(
             raise ValueError(
                 "zero_advantage: expected 'score' or 'train' for a mean over the tokens of all "
                 f"sequences, as in {loss_fn.config.loss_type!r}, got 'skip'; or pass "
-                "num_items_in_batch=completion_mask.sum(), with which 'dapo' is 'bnpo' too"
+                "num_items_in_batch=completion_mask.sum()"
             )
         counted = batch.completion_mask * live.to(batch.completion_mask.device)[:, None]
         batch = replace(batch, completion_mask=counted)
@@ -165,7 +176,7 @@ def causal_lm_loss(
 def _live(
     loss_fn: GRPOLoss, batch: Batch, advantages: Tensor, loss_inputs: dict[str, Any]
 ) -> Tensor | None:
-    """(B,) bool: sequences that may get a gradient; None: not known, or none is wanted."""
+    """Return (B,) bool, the sequences that may get a gradient; None if unknown or not needed."""
     is_known = loss_fn.objective is None and type(loss_fn).forward is GRPOLoss.forward
     if not is_known or not torch.is_grad_enabled():
         return None
@@ -212,46 +223,51 @@ def completion_logprobs(
     return_output: bool = False,
     **model_inputs: Any,
 ) -> Scores | tuple[Scores, ModelOutput]:
-    """Log-probability of each completion token, and the entropy at its position; differentiable.
+    """Return the log-probability and entropy of each completion token, differentiable.
+
+    ::
+
+        with torch.no_grad():
+            scores = completion_logprobs(model, input_ids, attention_mask, completion_mask)
+        old_logps = scores.logps  # (B, T)
 
     Only tokens that count are projected, and the full logits are never stored.
 
     Args:
-        model: a causal language model of transformers; PEFT, DDP, FSDP2 or accelerate may be around
-            it.
-        input_ids: (B, L) prompt and completion.
-        attention_mask: (B, L), or None if no padding comes before a token that counts. (A warning
-            says so if it does.)
-        completion_mask: (B, T) for the last T <= L columns of `input_ids`, non-zero where a token
+        model: a causal language model of transformers, which PEFT, DDP, FSDP2 or accelerate may
+            wrap.
+        input_ids: (B, L), prompt and completion.
+        attention_mask: (B, L), or None if no padding comes before a token that counts (if some
+            does, a warning says so).
+        completion_mask: (B, T) for the last T <= L columns of `input_ids`, nonzero where a token
             counts. T may be the longest completion, as in TRL, or L, with completions anywhere. The
             token in column t is predicted from column t - 1, so column 0 of `input_ids` never
             counts.
-        loss_fn: the loss that the log-probabilities are for; its temperature applies.
+        loss_fn: the loss that will use the log-probabilities; its temperature is applied.
         temperature: divisor of the logits; None: the temperature of `loss_fn`, or 1 without one.
         logits_dtype: as in `grpo_kernels.Head`.
-        kept_ids, on_missing_set: as in `linear_logprob`: the ids that a truncating sampler kept, at
-            the columns of `completion_mask`.
-        entropy: True to compute entropies.
+        kept_ids, on_missing_set: as in `linear_logprob`: the ids that a truncating sampler kept,
+            for the columns of `completion_mask`.
+        entropy: compute entropies too.
         layout: arrangement of the batch below the head, as in `causal_lm_loss`.
-        return_output: True to return the model's own output too, such as a mixture of experts'
-            ``aux_loss``.
-        model_inputs: all other arguments of the model's forward: pixel_values, position_ids, ...
-            ``use_cache`` is False unless given. A name counts as the model's if it is a parameter
-            of its forward, of a wrapper's or of the body's, or one that transformers documents for
-            all models. Without position_ids they are counted from an `attention_mask` (B, L), as
-            the model's `generate` counts them; a model with positions of its own (RoBERTa, Qwen-VL)
-            keeps those.
+        return_output: return the model's output too, for example for the ``aux_loss`` of a mixture
+            of experts.
+        model_inputs: other arguments of the model's forward: pixel_values, position_ids, ...
+            ``use_cache`` defaults to False. Accepted names are the parameters of the forward of the
+            model, of its wrappers and of its body, and those that transformers documents for all
+            models. If you pass no position_ids, they are counted from an `attention_mask` (B, L),
+            as the model's `generate` does; models that compute their own positions (RoBERTa,
+            Qwen-VL) keep doing so.
 
     Returns:
         `Scores` with `logps` (B, T) and, unless `entropy` is False, `entropies` (B, T): fp32 (fp64
-        for an fp64 model), 0 where the mask is 0. With `return_output` a pair of them and the
-        output of the model's forward, of its own class, with all that it has but logits, which were
-        never made (None).
+        for an fp64 model), 0 where the mask is 0. With `return_output`, a pair: these scores, and
+        the model's output in its own class, complete except that `logits` is None.
 
     Raises:
-        TypeError: the model's head is not one linear layer, an argument is of the wrong type, or
-            has a name that nothing reads; before the model runs.
-        ValueError: a wrong argument; or the model changes its logits by more than a scale, a
+        TypeError: the model's head is not one linear layer, or an argument has the wrong type or an
+            unknown name; raised before the model runs.
+        ValueError: an invalid argument; or the model changes its logits by more than a scale, a
             soft-cap or a cut.
         RuntimeError: the model's forward does not call its head exactly once.
     """
@@ -261,7 +277,7 @@ def completion_logprobs(
         _check_loss_fn(loss_fn)
         if temperature is not None:
             raise ValueError(
-                "temperature: expected None beside loss_fn, whose temperature serves, got "
+                "temperature: expected None beside loss_fn, whose temperature is used, got "
                 f"{temperature}"
             )
         temperature = loss_fn.config.temperature
@@ -305,8 +321,9 @@ def causal_lm_divergence(
     run: Run | None = None,
     **model_inputs: Any,
 ) -> Scores:
-    """Divergence of two models at each completion token, over the whole vocabulary, differentiable
-    in the student; neither model makes logits.
+    """Compute the divergence of two models at each completion token, over the whole vocabulary.
+
+    It is differentiable in the student, and neither model stores its logits.
 
     ::
 
@@ -314,20 +331,20 @@ def causal_lm_divergence(
         loss = scores.divergence.sum() / completion_mask.sum()
         loss.backward()
 
-    The teacher runs first, without gradient, in whichever mode it is (call ``teacher.eval()``), and
-    leaves its hidden states at the completion tokens. Both models get the same inputs, so that they
-    must share the ids; the vocabularies may differ in size (see `linear_divergence`).
+    The teacher runs first, without gradient and in its current mode (call ``teacher.eval()``); its
+    hidden states at the completion tokens are kept. Both models get the same inputs, so token ids
+    must match; the vocabularies may differ in size (see `linear_divergence`).
 
     Args:
         student, teacher: causal language models of transformers, as in `completion_logprobs`, on
-            one device. The teacher's head has no adapter.
+            one device. The teacher's head must have no adapter.
         input_ids, attention_mask, completion_mask, logits_dtype, entropy, layout: as in
             `completion_logprobs`.
         divergence, beta, temperature, run: as in `linear_divergence`.
         model_inputs: other arguments of both models' forwards.
 
     Returns:
-        `Scores` with `divergence` (B, T), `logps` (B, T) of the student and, if asked for,
+        `Scores` with `divergence` (B, T), the student's `logps` (B, T) and, with `entropy`,
         `entropies` (B, T): fp32 (fp64 for fp64 models), 0 where the mask is 0.
 
     Raises:
@@ -381,29 +398,30 @@ def _check_loss_fn(loss_fn: Any) -> None:
 
 
 def _moved(x: Any, like: Tensor) -> Any:
-    """A tensor or kept ids on the device of `like`; anything else as it is."""
+    """Move a tensor or kept ids to the device of `like`; return anything else unchanged."""
     return x.to(like.device) if isinstance(x, Tensor | KeptIds) else x
 
 
 class HeadInputs:
-    """Input of a head in one forward of its model, and the head; both there after `head_inputs`.
+    """A head and its input in one forward of the model; filled in when `head_inputs` ends.
 
     Attributes:
-        hidden: (B, L, H), with the graph of the model; position t predicts token t + 1.
-        of_model: the head, its `weight` the module, with the constants of its model's logits.
+        hidden: (B, L, H), attached to the model's graph; position t predicts token t + 1.
+        of_model: the head, with its module as `weight`, and the model's scale, soft-cap and number
+            of ids.
     """
 
     hidden: Tensor
     of_model: Head
 
     def head(self, states: Tensor) -> Head:
-        """The head with its module's tensors for `states` (..., H), some of the hidden states."""
+        """Return the head with its tensors, to score `states` (..., H), part of `hidden`."""
         return heads.read(self.of_model, states)
 
 
 @contextmanager
 def head_inputs(model: nn.Module) -> Iterator[HeadInputs]:
-    """Inside, one forward of the model hands over the input of its head, and makes no logits.
+    """Capture the input of the head from one forward, without computing logits.
 
     ::
 
@@ -412,22 +430,22 @@ def head_inputs(model: nn.Module) -> Iterator[HeadInputs]:
         states = found.hidden[:, :-1]
         scores = linear_logprob(states, found.head(states), ids[:, 1:])
 
-    For losses that `completion_logprobs` and `causal_lm_loss` do not have, and for the hidden
-    states of a teacher. In the model's output these hidden states (B, L, H) take the place of the
-    logits; all else in it is the model's.
+    Use it for losses that `completion_logprobs` and `causal_lm_loss` do not cover, or to get a
+    teacher's hidden states. In the model's output, `logits` holds these hidden states (B, L, H);
+    everything else is unchanged.
 
     Args:
-        model: as in `completion_logprobs`. The head's parameters are read after the forward: if
-            FSDP2 or ZeRO-3 has divided them they are not whole there, so that a loss has to be
-            computed by `completion_logprobs` or `causal_lm_loss`, which compute within the forward.
+        model: as in `completion_logprobs`. The head's parameters are read after the forward. If
+            FSDP2 or ZeRO-3 shards the head, its weight is incomplete here; use
+            `completion_logprobs` or `causal_lm_loss`, which compute inside the forward.
 
     Yields:
-        `HeadInputs`, empty until the context has ended.
+        `HeadInputs`, empty until the context ends.
 
     Raises:
         TypeError, ValueError: as `completion_logprobs`; the model's logits are checked in its first
             call.
-        RuntimeError: the model has not run inside, or has called its head more than once.
+        RuntimeError: the model did not run inside the context, or called its head more than once.
     """
     base = heads.causal_lm(model)
     head, facts, is_checked = heads.known_head(model, {})
@@ -436,7 +454,7 @@ def head_inputs(model: nn.Module) -> Iterator[HeadInputs]:
 
     def as_rows(hidden: Tensor, _: Head) -> tuple[Tensor, ...]:
         dtypes[:] = [hidden.dtype]
-        # in the precision of the rows of the check, beside which they lie
+        # same precision as the check's rows, which are concatenated with them
         return (hidden.to(torch.promote_types(hidden.dtype, torch.float32)),)
 
     call = HeadCall(head, as_rows, check)
@@ -450,7 +468,7 @@ def head_inputs(model: nn.Module) -> Iterator[HeadInputs]:
         found.hidden = output.logits.to(dtypes[0])
 
     with call.in_head(), replaced(base, "forward", forward):
-        # after the hooks of wrappers, such as FSDP2's for the backward
+        # runs after the hooks of wrappers, such as FSDP2's for the backward
         last = model.register_forward_hook(take)
         try:
             yield found
@@ -462,15 +480,15 @@ def head_inputs(model: nn.Module) -> Iterator[HeadInputs]:
 
 
 def check_skip(config: LossConfig) -> None:
-    """Raise if the gradient of live sequences depends on the scores of the others."""
+    """Raise ValueError if the gradient of live sequences depends on scores of skipped ones."""
     expected = "zero_advantage: expected 'score' or 'train'"
     if config.top_entropy_quantile < 1.0:
         raise ValueError(
-            f"{expected} with top_entropy_quantile, which is one of all sequences, got 'skip'"
+            f"{expected} with top_entropy_quantile, a quantile over all sequences, got 'skip'"
         )
     if config.corrects_sampling:
         raise ValueError(
-            f"{expected} where the loss makes the importance sampling ratio, got 'skip'"
+            f"{expected} if the loss computes the importance sampling ratio, got 'skip'"
         )
 
 
@@ -480,11 +498,11 @@ def _check_names(
     call: Callable[..., Any],
     of_loss: Collection[str] = (),
 ) -> None:
-    """Raise TypeError if nothing reads one of the names `given` as arguments of the model.
+    """Raise TypeError for an argument name in `given` that neither model nor loss reads.
 
-    transformers' forwards ignore unknown names in their ``**kwargs``. A name counts if it is a
-    parameter of a forward around the model, of the model or of its body, or `_DOCUMENTED`. Those of
-    `call` and `of_loss` are suggested.
+    transformers' forwards silently ignore unknown names in their ``**kwargs``. Accepted are the
+    parameters of the forwards of wrappers, model and body, and `_DOCUMENTED`. The error suggests
+    similar names, including those of `call` and `of_loss`.
     """
     if not given:
         return
@@ -495,7 +513,7 @@ def _check_names(
     modules = [*wrappers, base, *([base.base_model] if is_open else [])]  # **kwargs go to the body
     known = {*_DOCUMENTED} if is_open else set[str]()
     for module in modules:
-        # both forwards: an object's may be a wrapper; and PEFT takes some names out of its **kwargs
+        # the class's forward too: the object's may be a wrapper. PEFT pops some names from **kwargs
         known |= _named(type(module).forward) | _named(module.forward)
         known |= {*getattr(module, "special_peft_forward_args", ())}
     reader = f"{type(base).__name__} or the loss" if of_loss else type(base).__name__
@@ -507,7 +525,7 @@ def _check_names(
             )
         if name not in known:
             hint = did_you_mean(name, sorted({*known, *of_loss, *_named(call)}))
-            raise TypeError(f"{expected} a name that nothing there reads{hint}")
+            raise TypeError(f"{expected} an unknown name{hint}")
 
 
 def _named(function: Callable[..., Any]) -> set[str]:
@@ -517,11 +535,12 @@ def _named(function: Callable[..., Any]) -> set[str]:
 
 
 def _with_positions(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
-    """`inputs` of a forward with ``position_ids``, counted from a mask (B, L) as by `generate`.
+    """Return a forward's `inputs` with ``position_ids`` counted from the mask (B, L), as `generate`
+    does.
 
-    Nothing is added where the caller gives position_ids, where a forward does not take them, and to
-    a model with positions of its own: of three dimensions, for images, or counted from padding
-    tokens.
+    They are unchanged if the caller passed position_ids, if a forward has no such parameter, or if
+    the model computes its own positions (three-dimensional ones for images, or from padding
+    tokens).
     """
     mask, hook = inputs.get("attention_mask"), "_prepare_position_ids_for_generation"
     if inputs.get("position_ids") is not None or not isinstance(mask, Tensor) or mask.dim() != 2:

@@ -1,10 +1,10 @@
-"""The head of a transformers model, and what the model's forward makes of its output.
+"""Describe the head of a transformers model, and what the model applies to its output.
 
-transformers' models differ in what they do to logits after the projection: a factor (Cohere,
-Falcon-H1, Granite), a soft-cap (the Gemma family), padding rows cut off (Inkling). Their configs
-name these numbers in a dozen ways, and one name means a factor in one model, a divisor in a second,
-and in a third a divisor of the hidden states. So the config is only a first guess, and the model's
-own code decides, in its first forward: `HeadCheck`.
+Models differ in what they do to logits after the projection: scale them (Cohere, Falcon-H1,
+Granite), soft-cap them (the Gemma family), or cut off padding rows (Inkling). Their configs name
+these numbers in a dozen ways, and one name means a factor in one model, a divisor in a second, and
+a divisor of the hidden states in a third. So the config is only a first guess; in the first
+forward, `HeadCheck` measures what the model's own code does.
 """
 
 from __future__ import annotations
@@ -26,46 +26,51 @@ from grpo_kernels.head import Head
 from grpo_kernels.module import gather_of, linear_of, parameters_of
 from grpo_kernels.scores import linear_logprob
 
-# Scale and soft-cap, as transformers' models name the same two numbers in their configs
+# Names of scale and soft-cap in the configs of transformers' models
 _FACTORS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
 _DIVISORS = ("logits_scaling",)
 _CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-_FACTS = 16  # that are kept of a head
+_FACTS = 16  # entries kept per head
 Constants = tuple[float, float | None, int | None]
-# head -> facts of the call (`_facts`) -> (the measured constants, True if a row of logits has
-# been compared too)
+# head -> facts of the call (`_facts`) -> (measured constants, True if a row of logits was
+# compared too)
 _known: weakref.WeakKeyDictionary[nn.Module, dict[Any, tuple[Constants, bool]]] = (
     weakref.WeakKeyDictionary()
 )
 
 
 def constants_of(head: Head) -> Constants:
-    """Scale, soft-cap, and number of ids (None: all rows) of the product with `head`."""
+    """Return the head's scale, soft-cap, and number of ids (None: all rows)."""
     return head.logit_scale, head.final_logit_softcapping, head.vocab_size
 
 
 def read(head: Head, hidden: Tensor) -> Head:
-    """`head` with its module's tensors for `hidden` (..., H); call it in the module's forward."""
+    """Return `head` with its module's tensors, for `hidden` (..., H); call in that forward."""
     weight, bias, lora = parameters_of(head.weight, hidden)
     return replace(head, weight=weight, bias=bias, lora=lora)
 
 
 def gathering(head: Head, run: Run | None = None) -> Run:
-    """`run` with what gathers the weight for the backward, if ZeRO-3 has divided the module."""
+    """Return `run` with the gathering of the weight for the backward, if ZeRO-3 shards it."""
     run = Run() if run is None else run
     gather = gather_of(head.weight.parameters())
     return run if gather is None else replace(run, gather=gather)
 
 
 def describe_head(model: nn.Module) -> Head:
-    """The head of a causal language model: text or vision-language, wrapped (PEFT, FSDP2) or not.
+    """Describe the head of a causal language model, text or vision-language, wrapped or not.
 
-    Its `weight` is the module; scale, soft-cap and number of ids are what the model makes of the
-    product. Whatever the model does to the hidden states before its head stays the model's: the
-    head is given the result.
+    The result's `weight` is the head's module; its scale, soft-cap and number of ids describe what
+    the model applies after the product. What the model applies to the hidden states before its head
+    is not included.
 
-    Before this library has run the model, the constants are the config's; afterwards they are those
-    measured.
+    Constants come from the config until the model has run, then from measurement.
+
+    Args:
+        model: as in `completion_logprobs`.
+
+    Returns:
+        `Head`, for `linear_logprob` and `grpo_loss`.
 
     Raises:
         TypeError: not a transformers model, an encoder-decoder model, or a head that is not one
@@ -75,11 +80,11 @@ def describe_head(model: nn.Module) -> Head:
 
 
 def known_head(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Head, Any, bool]:
-    """`describe_head`'s head with its constants in a call with `inputs`.
+    """Return the head as in `describe_head`, with its constants for a call with `inputs`.
 
     Returns:
-        it; the facts of the call, on which the constants depend; True if the model's logits were
-        compared under the same facts.
+        the head; the facts of the call that the constants depend on; True if the model's logits
+        were compared under the same facts.
     """
     base = causal_lm(model)
     if "decoder_input_ids" in inspect.signature(type(base).forward).parameters:
@@ -88,12 +93,12 @@ def known_head(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Head, Any, 
             f"{type(base).__name__}, an encoder-decoder model: call linear_logprob or grpo_loss "
             "with its decoder's hidden states and ids"
         )
-    # the class's, where the TRL trainer has put its own in its place
+    # the class's method, since the TRL trainer may have replaced the object's
     head = type(base).get_output_embeddings(base)
     if head is None:
         raise TypeError(
-            f"model: expected a causal language model, got {type(base).__name__}, which names no "
-            "head"
+            f"model: expected a causal language model, got {type(base).__name__}, whose "
+            "get_output_embeddings() returns None"
         )
     head = inner_head(head)
     linear_of(head)
@@ -105,7 +110,7 @@ def known_head(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Head, Any, 
 
 
 def _facts(base: PreTrainedModel, inputs: Mapping[str, Any]) -> Any:
-    """What logits may depend on besides the head: config, code, and single values in `inputs`."""
+    """Return what logits depend on besides the head: config, code, and scalars in `inputs`."""
     inputs = {name: x for name, x in inputs.items() if name not in ("use_cache", "return_dict")}
     values = [(name, x) for name, x in inputs.items() if isinstance(x, bool | int | float | str)]
     tensors = [(name, x) for name, x in inputs.items() if isinstance(x, Tensor)]
@@ -118,12 +123,12 @@ def _facts(base: PreTrainedModel, inputs: Mapping[str, Any]) -> Any:
 
 
 def causal_lm(model: nn.Module) -> PreTrainedModel:
-    """The transformers model within PEFT, DDP, FSDP1, DeepSpeed, Fabric or torch.compile."""
+    """Return the transformers model inside PEFT, DDP, FSDP1, DeepSpeed, Fabric, torch.compile."""
     return unwrapped(model)[1]
 
 
 def inner_head(head: nn.Module) -> nn.Module:
-    """The module that projects: `head`, or the copy that PEFT trains (`modules_to_save`)."""
+    """Return the module that projects: `head`, or PEFT's trained copy (`modules_to_save`)."""
     copies = getattr(head, "modules_to_save", None)
     if not isinstance(copies, nn.ModuleDict):
         return head
@@ -144,14 +149,15 @@ def _from_config(base: PreTrainedModel) -> Constants:
 
 
 class HeadCheck:
-    """Comparison of a head with its model's own logits, in one forward of the model.
+    """Compare a head with its model's own logits, in one forward of the model.
 
-    Beside the scores the model is given two rows in place of logits: real ones, which its own head
-    has projected from one hidden state, to compare log-probabilities; and a ladder of known
-    numbers. If that comes back otherwise than the constants predict, they are measured from it.
+    Along with the scores, the head returns two rows as logits. The first holds real logits,
+    projected by the model's own head from one hidden state, to compare log-probabilities. The
+    second holds known numbers; if the model returns them changed in another way than the constants
+    predict, the constants are measured from them.
 
-    Order of the calls: `project` and `score` within the head; `rows`, which the head returns;
-    `made`, what the model has made of them, (2, V) or fewer columns, is set; `verified`.
+    Order of calls: `project` and `score` inside the head, which returns `rows`; set `made` to the
+    model's output for them, (2, V) or with fewer columns; then `verified`.
     """
 
     made: Tensor
@@ -161,7 +167,7 @@ class HeadCheck:
 
     @torch.no_grad()
     def project(self, hidden: Tensor, forward: Callable[..., Tensor]) -> None:
-        """Compute, by the head's own `forward`, the logits of one state of `hidden` (B, L, H)."""
+        """Compute the logits of one state in `hidden` (B, L, H) with the head's own `forward`."""
         self._state = self._state_of(hidden).detach()  # (H,)
         with evaluating(self._head.weight):
             self._logits = forward(self._state.view(1, 1, -1)).view(-1)  # (V,)
@@ -169,7 +175,7 @@ class HeadCheck:
 
     @torch.no_grad()
     def score(self) -> None:
-        """Score some ids at that row; to be called where the head's parameters are whole."""
+        """Score some ids with that state; call this where the head's parameters are complete."""
         logits = self._logits
         count = self._head.vocab_size or logits.shape[0]
         ids = torch.linspace(0, count - 1, 8, device=logits.device).long()
@@ -179,24 +185,24 @@ class HeadCheck:
             found = linear_logprob(states, read(self._head, states), ids, entropy=False)
         self._logps = found.logps
         self._ids, self._logits = ids, logits.to(self._logps.dtype)
-        # (V,) numbers of both signs from 0.01 to 1e8, which show any factor and any cap
+        # (V,) numbers of both signs from 0.01 to 1e8, which reveal any factor and any cap
         steps = 10.0 ** torch.arange(-2, 9, dtype=self._logps.dtype, device=logits.device)
         vocab, both = logits.shape[0], torch.stack([steps, -steps], dim=1).reshape(-1)
         self._rungs = both.repeat(vocab // 22 + 1)[:vocab]
 
     @property
     def rows(self) -> Tensor:
-        """Logits to give the model, (2, V): those of the row, and the ladder."""
+        """Return the rows to give the model as logits, (2, V): real logits and known numbers."""
         return torch.stack([self._logits, self._rungs])
 
     def verified(self, model: nn.Module, facts: Any) -> Head:
-        """The head as `model` really uses it: the checked one, or with measured constants.
+        """Return the head with the constants that `model` really uses, measured if necessary.
 
-        From now on `known_head` returns it under these `facts`.
+        From now on, `known_head` returns it for these `facts`.
         """
         head, (own, climbed), rungs = self._head, self.made, self._rungs
         agrees, name = _agrees(head, rungs, climbed), type(model).__name__
-        # the logits of a row of padding may be NaN, and compare nothing
+        # logits at padding may be NaN; they cannot be compared
         is_finite = bool(self._logits.isfinite().all())
         if agrees:
             theirs = own.log_softmax(-1, dtype=self._logps.dtype)[self._ids]
@@ -204,21 +210,21 @@ class HeadCheck:
             gap = (theirs - self._logps).abs().max().item()
             if is_finite and not gap <= allowed:
                 raise ValueError(
-                    f"model: expected the logits of one linear layer, {name}'s own "
-                    f"log-probabilities differ from it by {gap:.3g}; "
-                    f"{type(head.weight).__name__} does something else"
+                    f"model: expected {name}'s logits to be those of one linear layer, but its "
+                    f"log-probabilities differ by {gap:.3g}; "
+                    f"{type(head.weight).__name__} computes something else"
                 )
         else:
             head = _measured(head, rungs, climbed, name)
         known = _known.setdefault(head.weight, {})
         known[facts] = constants_of(head), agrees and is_finite
-        if len(known) > _FACTS:  # of arguments that take a new value in each call
+        if len(known) > _FACTS:  # some arguments have a new value in each call
             del known[next(iter(known))]
         return head
 
 
 def _agrees(head: Head, rungs: Tensor, logits: Tensor) -> bool:
-    """True if `head` turns `rungs` (V,) into the model's own logits, up to rounding."""
+    """Return True if `head` maps `rungs` (V,) to the model's own logits, up to rounding."""
     expected, cap = (
         head.logit_scale * rungs[: head.vocab_size].double(),
         head.final_logit_softcapping,
@@ -231,9 +237,9 @@ def _agrees(head: Head, rungs: Tensor, logits: Tensor) -> bool:
 
 
 def _measured(head: Head, rungs: Tensor, logits: Tensor, name: str) -> Head:
-    """`head` with the constants that turn `rungs` (V,) into the `logits` (v,) of the model `name`.
+    """Return `head` with constants measured from `rungs` (V,) and the model's `logits` (v,).
 
-    ``logits = cap tanh(scale x / cap)`` is the cap for large x and ``scale x`` near 0.
+    ``logits = cap tanh(scale x / cap)`` approaches the cap for large x and ``scale x`` near 0.
     """
     count = logits.shape[-1]
     if 22 <= count <= rungs.shape[0] and logits.dtype.itemsize >= 4:
@@ -242,7 +248,7 @@ def _measured(head: Head, rungs: Tensor, logits: Tensor, name: str) -> Head:
         linear = bool(cap > 9.0 * y[-2])
         scale = (small / x[0] if linear else torch.atanh(small / cap) * cap / x[0]).item()
         for known in (1.0, head.logit_scale):
-            if abs(scale / known - 1.0) < 1e-6:  # no more than rounding
+            if abs(scale / known - 1.0) < 1e-6:  # only rounding
                 scale = known
         found = replace(
             head,
@@ -254,6 +260,6 @@ def _measured(head: Head, rungs: Tensor, logits: Tensor, name: str) -> Head:
             return found
     pairs = ", ".join(f"{x:g} -> {y:g}" for x, y in zip(rungs[:8:2], logits[:8:2], strict=False))
     raise ValueError(
-        f"model: expected a scale, a soft-cap or a cut of the logits, {name} makes of "
-        f"{rungs.shape[0]} raw logits {count}, {pairs}"
+        f"model: expected a scale, a soft-cap or a cut of the logits, but {name} turns "
+        f"{rungs.shape[0]} raw logits into {count}: {pairs}"
     )

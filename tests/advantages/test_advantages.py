@@ -624,7 +624,7 @@ def test_rewards_by_prompt_may_be_taken_for_reward_functions(
 ) -> None:
     for estimator in (adv.group_advantages, adv.rloo_advantages):
         forget_warnings()
-        with pytest.warns(UserWarning, match=r"rewards: the columns .* pass rewards\.flatten\(\)"):
+        with pytest.warns(UserWarning, match=r"rewards: shape .* pass rewards\.flatten\(\)"):
             estimator(torch.rand(8, 4), num_generations=4)
     forget_warnings()
     recwarn.clear()

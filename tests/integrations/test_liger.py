@@ -213,11 +213,12 @@ def test_an_attribute_that_a_trainer_changes_counts() -> None:
 
 ZEROS = torch.zeros(2, 3, 4)
 NO_REFERENCE = (
-    "ref_per_token_logps: expected a tensor since beta = 0.1, or ref_input and ref_weight, got None"
+    "ref_per_token_logps: expected a tensor, or ref_input and ref_weight, since beta = 0.1; got "
+    "None"
 )
 WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"loss_type": "ppo"}, {}, "loss_type: expected one of"),
-    ({"loss_type": "gmpo"}, {}, "loss_type: Liger's call has no 'gmpo'"),
+    ({"loss_type": "gmpo"}, {}, "loss_type: Liger's API has no 'gmpo'"),
     ({"delta": -1.0}, {}, "delta: expected a finite number > 0"),
     ({"engine": "fast"}, {}, "engine: expected one of"),
     ({"loss_type": "dr_grpo"}, {}, "max_completion_length: expected an int"),
@@ -437,7 +438,7 @@ def test_an_unknown_liger_is_left_alone(trainer: Any, monkeypatch: pytest.Monkey
         def forward(self, *args: Any, temperatures: Any = None) -> Any:
             raise AssertionError
 
-    said = r"takes forward\(args\), forward\(temperatures\)"
+    said = r"not supported: forward\(args\), forward\(temperatures\)"
     for new, warning in ((Newer, said), (None, "has no LigerFused")):
         with monkeypatch.context() as patch:
             patch.setattr(chunked_loss, "LigerFusedLinearGRPOLoss", new)

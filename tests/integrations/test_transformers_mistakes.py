@@ -68,7 +68,7 @@ TYPES: list[tuple[dict[str, Any], str]] = [
 ELSEWHERE = ("bias", "engine", "process_group", "final_logit_softcapping")  # of `Head` and `Run`
 # transformers' forwards have **kwargs, in which a misspelt name vanishes: the loss was the
 # on-policy one
-NOTHING = "a name that nothing there reads"
+NOTHING = "an unknown name"
 FIELD = "a field of LossConfig"
 NAMES: list[tuple[dict[str, Any], str, str]] = [
     *((LOSS, name, "") for name in ELSEWHERE),

@@ -158,14 +158,14 @@ TWO = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, tiny.VOCAB)).double()
 LIST = nn.ModuleList([nn.Linear(16, tiny.VOCAB)] * 2)
 growing = itertools.count(2)  # another scale every time
 ONE_SCALE = r"model: expected one scale, .* got another in each run"
-A_SCALE = "model: expected a scale, a soft-cap or a cut of the logits, LlamaForCausalLM"
+A_SCALE = "model: expected a scale, a soft-cap or a cut of the logits, but LlamaForCausalLM"
 REFUSED: list[tuple[Callable[[Any], Any], type[Exception], str]] = [
     (lambda x: with_logits(x, masked), ValueError, A_SCALE),
     (lambda x: with_logits(x, lambda logits: logits * next(growing)), ValueError, ONE_SCALE),
-    (bent, ValueError, "own log-probabilities differ"),
+    (bent, ValueError, "but its log-probabilities differ"),
     (lambda x: with_head(x, TWO), TypeError, r"got torch\.nn\.modules\.container\.Sequential"),
     (lambda x: with_head(x, LIST), TypeError, "ModuleList"),
-    (lambda x: x.model, TypeError, "names no head"),
+    (lambda x: x.model, TypeError, "returns None"),
     (lambda _: nn.Linear(2, 2), TypeError, "expected a transformers model, .* got Linear"),
     (without_its_head, RuntimeError, "was not called"),
 ]
