@@ -1,8 +1,8 @@
-"""A language model's head: what turns hidden states (N, H) into logits (N, V).
+"""A language model's head, which turns hidden states (N, H) into logits (N, V).
 
-A KL term's reference and distillation's teacher are a second `Head`, with hidden states of its own.
-A head may be divided by rows of the vocabulary over a process group (tensor parallelism); hidden
-states are then the same on every rank, and get their whole gradient there.
+The reference of a KL term, and the teacher in distillation, are a second `Head` with its own hidden
+states. A head may be divided by rows of the vocabulary over a process group (tensor parallelism);
+hidden states are then the same on every rank, and each rank gets their whole gradient.
 """
 
 from __future__ import annotations
@@ -68,18 +68,19 @@ class Tensors(NamedTuple):
 class LoRA:
     """A low-rank adapter (https://arxiv.org/abs/2106.09685) on the head itself.
 
-    It adds ``scaling * x @ a.T @ b.T`` to the head's raw projection; x is `input` or hidden states.
+    It adds ``scaling * x @ a.T @ b.T`` to the head's raw projection; x is `input`, or else the
+    hidden states.
 
-    The V x H product of the two is never made; they cost r (H + V) multiplications per token. Both
-    factors, `input` and the hidden states get exact gradients. Pass several adapters as one:
+    The V x H product of the factors is never formed; an adapter costs r (H + V) multiplications per
+    token. Both factors, `input` and the hidden states get exact gradients. To use several adapters,
     concatenate their factors along r.
 
     Args:
         a: (r, H), PEFT's ``lora_A.weight``.
         b: (V, r), PEFT's ``lora_B.weight``; with a sharded head the same rows as the weight.
         scaling: a finite number, PEFT's ``scaling``.
-        input: (..., H), the input of `a` instead of the hidden states, such as the hidden states
-            after dropout.
+        input: (..., H) input of `a` in place of the hidden states, such as the hidden states after
+            dropout.
     """
 
     a: Tensor
@@ -88,7 +89,7 @@ class LoRA:
     input: Tensor | None = None
 
     def project(self, hidden: Tensor, positions: Tensor) -> Tensor:
-        """Return u = scaling * x @ a.T, (N, r), of N positions; 0 except at `positions` (n,).
+        """Return u = scaling * x @ a.T, (N, r), for N positions; 0 except at `positions` (n,).
 
         Other positions are not read: NaN there would reach the gradient of `a`, even times 0. The
         dtype is the promoted dtype of x and a; within autocast, autocast's, as in PEFT.
@@ -119,34 +120,34 @@ class Head:
     Its logits are ``softcap(logit_scale * (hidden @ weight.T + bias))``, where ``softcap(x)`` is
     ``cap * tanh(x / cap)``.
 
-    A plain weight, or the model's own module, means ``Head(weight)``. Some calls take a second
-    head: that of a KL term's reference or of distillation's teacher.
+    Any call that takes a head also takes a plain weight or the model's own head module, which stand
+    for ``Head(weight)``. Some calls take a second head, for a KL term's reference model or for a
+    teacher.
 
     Args:
         weight: (V, H). Or the head's module: an ``nn.Linear``, or PEFT's LoRA layer around one. The
-            call then reads its weight, bias and active adapters, within the hooks by which FSDP2
-            and DeepSpeed ZeRO-3 make parameters whole; `bias` and `lora` stay None. Forward and
-            backward hooks, which would be handed logits, are refused.
+            call then reads the module's weight, bias and active adapters, inside the hooks by which
+            FSDP2 and DeepSpeed ZeRO-3 gather parameters; leave `bias` and `lora` None. Modules with
+            forward or backward hooks are refused, since these hooks expect logits.
         bias: (V,), or None.
         lora: a low-rank adapter on the head, `LoRA`.
         process_group: the group over which the head is sharded by rows of the vocabulary, in rank
-            order; the shards may be uneven. Arguments other than the head are the same on every
-            rank, and so are the results; each rank gets the gradient of its own rows of the head
-            and the whole gradient of the hidden states. Not needed if weight and hidden states are
-            DTensors, `Shard(0)` and replicated. The ranks send each other three numbers per row,
-            four with the entropy, and sum d hidden; nothing that they send has the size of the
-            vocabulary.
-        vocab_size: number of ids, at most V (of all shards together); the head's rows from there on
-            are padding.
+            order; the shards may be uneven. All other arguments, and the results, are the same on
+            every rank. Each rank gets the gradient of its own rows of the head, and the whole
+            gradient of the hidden states. Not needed if weight and hidden states are DTensors,
+            `Shard(0)` and replicated. The ranks exchange three numbers per row, four with the
+            entropy, and sum d hidden; they send nothing of the vocabulary's size.
+        vocab_size: number of ids, at most V (of all shards together); the head's rows beyond it are
+            padding.
         final_logit_softcapping: the cap, > 0, or None.
         logit_scale: factor on the logits.
-        logits_dtype: ``"float32"``: logits straight from the product's fp32 accumulator;
-            ``"input"``: rounded to the dtype of the product's operands first, as a sampler with a
-            16-bit head does.
+        logits_dtype: ``"float32"``: logits come unrounded from the product's fp32 accumulator.
+            ``"input"``: they are first rounded to the dtype of the product's operands, as in a
+            sampler with a 16-bit head.
 
     Raises:
-        TypeError, ValueError: a constant of the wrong type, or out of its range. The tensors are
-            checked by the call.
+        TypeError, ValueError: a constant of the wrong type, or out of its range. The call checks
+            the tensors.
     """
 
     weight: Any
@@ -181,7 +182,7 @@ class Head:
 HeadLike = Head | Tensor | nn.Module
 
 
-# hidden states and head of a second model: a KL term's reference, or distillation's teacher
+# hidden states and head of a second model: a KL term's reference, or a teacher
 Reference = tuple[Tensor, Head]
 
 
@@ -201,8 +202,8 @@ def outside_graphs(function: F) -> F:
 
 
 def takes_heads(within_module: Callable[..., Any]) -> Callable[[F], F]:
-    """Decorate a public call with a `Head` in its second place, where a plain weight may stand or a
-    module: then `within_module` makes the call."""
+    """Decorate a public call whose second argument is a `Head`, so that it also takes a plain
+    weight or a module. For a module, `within_module` makes the call."""
 
     def decorate(function: F) -> F:
         @outside_graphs
@@ -221,7 +222,7 @@ def takes_heads(within_module: Callable[..., Any]) -> Callable[[F], F]:
 
 
 def with_its_group(hidden: Any, head: Any) -> Head:
-    """`head` with its process group: the argument, or that of DTensors."""
+    """Return `head` with its process group, from the argument or from DTensors."""
     if head.process_group is not None:
         check_group("process_group", head.process_group)
     elif is_dtensor(hidden) and is_dtensor(head.weight):
@@ -230,8 +231,8 @@ def with_its_group(hidden: Any, head: Any) -> Head:
 
 
 def read_reference(reference: Any, head: Head, prefix: str) -> Reference:
-    """A call's second model with a `Head` that has constants of its own; `prefix` is that of its
-    names in errors, ``"teacher."`` or ``"reference."``."""
+    """Read a call's second model, whose `Head` states its own constants. `prefix` begins its names
+    in errors: ``"teacher."`` or ``"reference."``."""
     is_pair = isinstance(reference, tuple) and len(reference) == 2
     hidden, own = reference if is_pair else (reference, None)
     if own is None:
@@ -240,8 +241,8 @@ def read_reference(reference: Any, head: Head, prefix: str) -> Reference:
     for name in () if isinstance(own, Head) else CONSTANTS:
         if getattr(head, name) != getattr(Head, name):
             raise ValueError(
-                f"{prefix}head: expected a Head, which says its own {name}, since that of the "
-                f"other head is {getattr(head, name)!r}, got {type(own).__name__}"
+                f"{prefix}head: expected a Head that states its own {name}, since the other head's "
+                f"is {getattr(head, name)!r}, got {type(own).__name__}"
             )
     own = Head.of(own)
     if own.lora is not None:
@@ -252,7 +253,7 @@ def read_reference(reference: Any, head: Head, prefix: str) -> Reference:
         value, of_first = getattr(own, name), getattr(head, name)
         if value is not None and value is not of_first and value != of_first:
             raise ValueError(
-                f"{prefix}head.{name}: expected None or that of the other head, got {value!r}"
+                f"{prefix}head.{name}: expected None or the other head's value, got {value!r}"
             )
     return hidden, own
 
@@ -265,9 +266,10 @@ def read_heads(
     prefix: str = "reference.",
     dims: tuple[int, ...] = (),
 ) -> tuple[Tensor, Head, Reference | None]:
-    """This rank's plain tensors of a call's heads, checked; of a whole head without padding rows.
+    """Check a call's heads and return this rank's plain tensors; a whole head loses its padding
+    rows.
 
-    `dims` are the allowed values of ``hidden.dim()``; none: any from 2 up.
+    `dims` are the allowed values of ``hidden.dim()``; if empty, any from 2 up.
     """
     size, group = head.vocab_size, head.process_group
     if head.lora is not None and not isinstance(head.lora, LoRA):
@@ -303,7 +305,7 @@ def read_heads(
 def first_ids(
     head: Head, reference: Reference | None, count: int, prefix: str
 ) -> tuple[Head, Reference | None]:
-    """The first `count` ids of both heads."""
+    """Cut both heads to their first `count` ids."""
     if reference is not None:
         states, own = reference
         weight = own.weight
@@ -329,7 +331,7 @@ def _check_lora(lora: LoRA, hidden: Tensor, weight: Tensor) -> None:
         raise ValueError(f"lora.a: expected shape (r, H) with r > 0, got {tuple(lora.a.shape)}")
     if lora.input is not None:
         check_tensor("lora.input", lora.input, like=hidden, floating=True)
-        check_shape("lora.input", lora.input, ("that of hidden", tuple(hidden.shape)))
+        check_shape("lora.input", lora.input, ("hidden.shape", tuple(hidden.shape)))
 
 
 def _check_reference(states: Any, own: Head, hidden: Tensor, weight: Tensor, prefix: str) -> None:
@@ -337,13 +339,13 @@ def _check_reference(states: Any, own: Head, hidden: Tensor, weight: Tensor, pre
     check_tensor(f"{prefix}weight", own.weight, like=hidden, floating=True)
     width = states.shape[-1] if states.dim() else 0
     shape = (*hidden.shape[:-1], width)
-    check_shape(f"{prefix}hidden", states, ("(*that of hidden without H, H')", shape))
+    check_shape(f"{prefix}hidden", states, ("(*hidden.shape[:-1], H')", shape))
     vocab = weight.shape[0]
     refuse_logits(f"{prefix}hidden", states, own.weight)
     if tuple(own.weight.shape) != (vocab, width):
         raise ValueError(
-            f"{prefix}weight: expected shape (V, H') = {(vocab, width)}, of the ids of weight, got "
-            f"{tuple(own.weight.shape)}; vocab_size leaves out the rows of both from there on"
+            f"{prefix}weight: expected shape (V, H') = {(vocab, width)}, with the ids of weight, "
+            f"got {tuple(own.weight.shape)}; vocab_size leaves out the rows of both beyond it"
         )
     if own.bias is not None:
         check_tensor(f"{prefix}bias", own.bias, like=hidden, floating=True)
@@ -351,7 +353,8 @@ def _check_reference(states: Any, own: Head, hidden: Tensor, weight: Tensor, pre
 
 
 def operands(hidden: Tensor, head: Head, positions: Tensor) -> Tensors:
-    """The tensors that products read: `hidden` (..., H) flattened, the adapter's at `positions`."""
+    """Return the tensors that products read: `hidden` (..., H) flattened, the adapter's at
+    `positions`."""
     flat = hidden.reshape(-1, hidden.shape[-1])
     if head.lora is None:
         return Tensors(flat, head.weight, head.bias)
@@ -374,10 +377,11 @@ def gradients_wanted(hidden: Tensor, head: Head) -> Tensors:
 
 
 def products_dtype(hidden: Tensor, weight: Tensor, first: torch.dtype | None = None) -> torch.dtype:
-    """The dtype that the operands of products are rounded to: autocast's, or that of the tensors.
+    """Return the dtype that the operands of products are rounded to: autocast's, or the tensors'
+    own.
 
-    For the second head `first` is the first one's: autocast rounds both alike, and they share one
-    accumulator dtype, so that float64 is for both or neither.
+    For a second head, `first` is the first head's dtype: autocast rounds both alike, and both share
+    one accumulator dtype, so float64 applies to both or to neither.
     """
     dtype, kind = torch.promote_types(hidden.dtype, weight.dtype), hidden.device.type
     autocast = torch.is_autocast_enabled(kind)
@@ -390,7 +394,8 @@ def products_dtype(hidden: Tensor, weight: Tensor, first: torch.dtype | None = N
 
 
 def _local(hidden: Any, head: Head, group: Any, prefix: str = "") -> Reference:
-    """This rank's parts of tensors that may be DTensors, sharded over the group or replicated."""
+    """Return this rank's parts of tensors that may be DTensors, sharded over the group or
+    replicated."""
 
     def whole(name: str, x: Any) -> Any:
         if not is_dtensor(x):

@@ -21,16 +21,15 @@ _INT32 = torch.iinfo(torch.int32)
 @hints_names
 @dataclass(frozen=True, eq=False)
 class KeptIds:
-    """Kept sets of N positions: the ids that a truncating sampler (top-k, top-p, min-p) did not cut
-    there.
+    """Kept sets of N positions: the ids that a truncating sampler (top-k, top-p, min-p) kept there.
 
     The set of position i is ``ids[offsets[i] : offsets[i + 1]]`` (CSR). Positions are those of the
-    call's `completion_ids`, flattened. Within a position the order does not matter, a
-    repeated id counts once, and -1 is padding. A position without ids has no set.
+    call's `completion_ids`, flattened. Within a position the order does not matter, a repeated id
+    counts once, and -1 is padding. A position without ids has no set.
 
     Args:
         ids: (M,) signed integers of 16, 32 or 64 bits.
-        offsets: (N + 1,) int32 or int64, from 0 to M, never falling.
+        offsets: (N + 1,) int32 or int64, non-decreasing from 0 to M.
     """
 
     ids: Tensor
@@ -38,19 +37,20 @@ class KeptIds:
 
     @staticmethod
     def from_rows(rows: Sequence[Sequence[Any]], completion_mask: Tensor) -> KeptIds:
-        """The sets that vLLM (``output.sampling_mask.token_ids``) and SGLang
-        (``meta_info["output_token_sampling_mask"]``) return: for each sequence a list of the ids
-        kept at each token.
+        """Build the sets from lists of kept ids, as vLLM and SGLang return them.
+
+        vLLM has them in ``output.sampling_mask.token_ids``, SGLang in
+        ``meta_info["output_token_sampling_mask"]``.
 
         Args:
-            rows: one list per sequence; in it, for each sampled token a list, tensor or array of
-                ids, or None where there is no set.
-            completion_mask: (B, T), bool or number: not 0 at the sampled tokens, in their order.
+            rows: one list per sequence. For each sampled token it holds a list, tensor or array of
+                ids, or None if there is no set.
+            completion_mask: (B, T), bool or number: non-zero at the sampled tokens, in their order.
                 Other positions get no set.
 
         Raises:
-            TypeError, ValueError: the message names the argument: another number of lists than
-                sequences or tokens.
+            TypeError, ValueError: a wrong argument, or a number of lists that differs from the
+                number of sequences or tokens; the message names the argument.
         """
         check_tensor("completion_mask", completion_mask)
         if completion_mask.dim() != 2 or len(rows) != completion_mask.shape[0]:
@@ -74,20 +74,19 @@ class KeptIds:
     def from_logprobs(
         rows: Sequence[Sequence[Mapping[int, Any] | None]], completion_mask: Tensor
     ) -> KeptIds:
-        """The sets in the log-probabilities that vLLM returns (``output.logprobs``): the ids with
-        any above -inf.
+        """Build the sets from vLLM's log-probabilities (``output.logprobs``): the ids above -inf.
 
-        They hold the whole set where the sampler keeps at most k ids and is asked for as many:
+        The sets are complete if the sampler keeps at most k ids and returns k log-probabilities:
         ``SamplingParams(top_k=k, logprobs=k)``, with the engine's ``max_logprobs=k`` and
         ``logprobs_mode="processed_logprobs"``.
 
         Args:
-            rows: one list per sequence; in it, for each sampled token a mapping from ids to
-                log-probabilities, numbers or vLLM's ``Logprob``; or None where there is no set.
+            rows: one list per sequence. For each sampled token it holds a mapping from ids to
+                log-probabilities (numbers or vLLM's ``Logprob``), or None if there is no set.
             completion_mask: as in `from_rows`.
 
         Raises:
-            TypeError, ValueError: as `from_rows`.
+            TypeError, ValueError: as in `from_rows`.
         """
 
         def kept(token: Mapping[int, Any] | None) -> list[int] | None:
@@ -99,12 +98,13 @@ class KeptIds:
 
     @staticmethod
     def from_counts(ids: Tensor, counts: Tensor) -> KeptIds:
-        """The sets that prime-rl, SkyRL and slime hand over: all ids, and how many of them each
-        position has.
+        """Build the sets from all ids and their number at each position.
+
+        prime-rl, SkyRL and slime return this form.
 
         Args:
             ids: (M,) signed integers, one position after the other.
-            counts: (...) integers, shaped like the call's `completion_ids`; 0: no set.
+            counts: (...) integers, shaped like the call's `completion_ids`; 0 means no set.
         """
         check_tensor("counts", counts, like=ids)
         if counts.is_floating_point() or counts.dtype == torch.bool:
@@ -113,7 +113,7 @@ class KeptIds:
 
     @staticmethod
     def from_padded(kept: Tensor) -> KeptIds:
-        """The sets of a tensor (..., K), padded with -1 anywhere. Nothing is copied."""
+        """Build the sets from a tensor (..., K), padded with -1 anywhere, without a copy."""
         check_tensor("kept", kept)
         if kept.dim() == 0:
             raise ValueError("kept: expected shape (..., K), got ()")
@@ -121,7 +121,7 @@ class KeptIds:
         return KeptIds(kept.reshape(-1), bounds)
 
     def at(self, positions: Tensor) -> KeptIds:
-        """Return the sets at `positions`, (n,) int64; -1: no set. Waits for the device."""
+        """Return the sets at `positions`, (n,) int64; -1 means no set. Waits for the device."""
         inside = positions.clamp(min=0)
         starts, counts = (
             self.offsets[inside],
@@ -139,14 +139,13 @@ class KeptIds:
 
 
 def joined_ids(name: str, lists: Iterable[Any]) -> tuple[Tensor, Tensor]:
-    """Return the ids of all `lists`, one after the other (M,), in int32 if they fit; and each one's
-    number of ids.
+    """Concatenate the ids of all `lists` (M,), in int32 if they fit; and count the ids of each.
 
     Args:
-        lists: of integers, tensors (k,) or arrays (k,); None: no id.
+        lists: lists of integers, tensors (k,) or arrays (k,); None has no id.
 
     Raises:
-        TypeError: other than integers; the message calls them `name`.
+        TypeError: an id is no integer; the message calls the lists `name`.
     """
     rows = [[] if x is None else x.tolist() if hasattr(x, "tolist") else [*x] for x in lists]
     flat = [*itertools.chain.from_iterable(rows)]
@@ -178,9 +177,9 @@ def read_kept_ids(kept_ids: Any, ids: Tensor) -> KeptIds:
         raise TypeError(f"kept_ids.offsets: expected int32 or int64, got {offsets.dtype}")
     check_shape("kept_ids.offsets", offsets, ("(N + 1,), N positions", (ids.numel() + 1,)))
     wrong = (offsets[0] != 0) | (offsets[-1] != kept.numel()) | (offsets.diff() < 0).any()
-    if bool(wrong):  # waits for the device: wrong offsets would address foreign memory
+    if bool(wrong):  # waits for the device: wrong offsets would read other memory
         raise ValueError(
-            f"kept_ids.offsets: expected numbers from 0 to M = {kept.numel()} that never fall, got "
-            f"some from {offsets[0].item()} to {offsets[-1].item()}"
+            f"kept_ids.offsets: expected non-decreasing numbers from 0 to M = {kept.numel()}, got "
+            f"numbers from {offsets[0].item()} to {offsets[-1].item()}"
         )
     return KeptIds(kept.detach(), offsets.detach().long())

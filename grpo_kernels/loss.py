@@ -1,10 +1,9 @@
-"""The GRPO family of losses straight from hidden states, and the same loss on given
-log-probabilities.
+"""The GRPO family of losses, computed from hidden states or from given log-probabilities.
 
-The algorithm of `grpo_loss`, in the order in which it runs, and where it is::
+The steps of `grpo_loss`, in order, with the file of each::
 
     tokens  = the positions that count                                    tokens.py
-    weights = the loss type's normaliser, one weight per token            objective/losses.py
+    weights = the loss type's normalizer, one weight per token            objective/losses.py
     engine  = the cheapest that gives this loss its exact gradient        engine/plan.py
     first_pass, before autograd knows of the call:                        engine/sweep.py
     for each chunk of rows:
@@ -20,7 +19,7 @@ The algorithm of `grpo_loss`, in the order in which it runs, and where it is::
     loss = sum(weights * l) - entropy_coef * mean entropy                 objective/policy.py
     PolicyLoss attaches the gradient to the loss                          engine/autograd.py
 
-What the engines do at these steps, by the functions' names:
+The engines at these steps, by the names of the functions:
 
 ======== ================================== ========================= ==========================
 engine   in the loop of `first_pass`        after it, in `grpo_loss`  in the backward
@@ -33,15 +32,15 @@ two_pass `reduced`                          `evaluate`: value, a, b   `second_pa
 lean     `reduced`                          `evaluate`: value, a, b   `second_pass`: by slices
 ======== ================================== ========================= ==========================
 
-A backend that fuses computes R, l, a, b and dz in one kernel. Two passes are for losses in which a
-token's a depends on other tokens. Without old log-probabilities and KL term a is known beforehand.
-Tokens that certainly get no gradient are projected apart, without one. Kept sets go another way:
-`_loss_over_sets`, by torch operations on the ids of each set.
+A backend that fuses computes R, l, a, b and dz in one kernel. Losses in which a token's a depends
+on other tokens need two passes. Without old log-probabilities and without a KL term, a is known
+beforehand. Tokens that certainly get no gradient go through a separate loop that computes none.
+Kept sets take their own path, `_loss_over_sets`, by torch operations on the ids of each set.
 
 With a KL term over the whole vocabulary (`reference`) there is a third number, c = d loss / d KL,
-and ``c p_j (log p_j - log q_j - KL)`` is added to dz_j. With a sampler's K candidates v
-(`sampling_topk_ids`) there are K more, g_v = d loss / d log p_v, and ``sum_v g_v (1[j = v] - p_j)``
-is added.
+which adds ``c p_j (log p_j - log q_j - KL)`` to dz_j. With a sampler's K candidates v
+(`sampling_topk_ids`) there are K more, g_v = d loss / d log p_v.
+They add ``sum_v g_v (1[j = v] - p_j)``.
 """
 
 from __future__ import annotations
@@ -166,85 +165,89 @@ def grpo_loss(
 
     Values at masked positions are never read, in any argument. Hidden states, weight, bias and
     adapter get exact gradients; all other arguments are constants. A batch without a counted token
-    gives an attached loss of 0.
+    gives a loss of 0 that is still attached to the graph.
 
     Args:
         hidden: (B, T, H), or packed (N, H), floating: hidden states that predict `completion_ids`
             (aligned: nothing is shifted here).
         head: a weight (V, H), a `Head`, or the model's head module.
-        completion_ids: (B, T) or (N,) integers; those that count must lie in [0, V).
-        completion_mask: (B, T) or (N,), bool, int or float. Every value but 0 counts, negative ones
-            too (-inf of an additive attention mask, with a warning); NaN is refused. None: every
-            position counts, and the host need not wait for the device to count them.
-        advantages: (B,), one per sequence, or (B, T) or (N,), one per token; in a packed batch with
-            N = B, one per sequence.
-        config: default `LossConfig()`.
-        objective: a per-token loss of your own, a function of `TokenInputs`, instead of the
-            config's. It may build on that one, ``tokens.loss``; if it does not, only the normaliser
-            and `temperature` of `config` apply.
+        completion_ids: (B, T) or (N,) integers, in [0, V) wherever the mask counts.
+        completion_mask: (B, T) or (N,), bool, int or float. Every non-zero value counts, also a
+            negative one (-inf of an additive attention mask, with a warning); NaN raises an error.
+            None: every position counts, and the host does not have to wait for the device to count
+            them.
+        advantages: (B,), one per sequence, or (B, T) or (N,), one per token. In a packed batch with
+            N = B they are read as one per sequence.
+        config: the loss; default `LossConfig()`.
+        objective: your own per-token loss, a function of `TokenInputs`, which replaces the
+            config's. It may build on the config's loss, ``tokens.loss``. If it does not, only the
+            normalizer and `temperature` of `config` apply.
 
         Policy terms:
 
-        old_per_token_logps: (B, T) or (N,), of the policy that generated the tokens; absent:
-            on-policy, the ratio is exactly 1.
-        ref_per_token_logps: (B, T) or (N,), of the reference model; needed if ``config.beta`` is
-            not 0 and ``config.kl_estimator`` is not ``"full"``.
-        reference: (hidden states (B, T, H') or (N, H'), head) of the reference model, constants,
-            for the KL term over the whole vocabulary; needed if ``config.beta`` is not 0 and
-            ``config.kl_estimator`` is ``"full"``. Its head is a weight (V, H'), a `Head` or a
-            module, for the ids of the policy's; H' may differ from H. It costs one more product
-            with a head, and a second chunk of logits within the same workspace.
-        num_items_in_batch: a number, or a tensor (): normaliser of ``"dapo"``, ``"cispo"`` and
-            ``"vespo"``: the counted tokens of the whole batch, over accumulation steps and ranks,
-            divided by the number of ranks where gradients are averaged over them; below 1 it is 1.
-            Absent: the counted tokens of this call. The other loss types, and the entropy bonus,
-            are means over this call: divide the loss by the number of accumulation steps, and leave
-            this out (a warning says so).
+        old_per_token_logps: (B, T) or (N,), log-probabilities under the policy that generated the
+            tokens. None: on-policy, the ratio is exactly 1.
+        ref_per_token_logps: (B, T) or (N,), log-probabilities under the reference model; required
+            if ``config.beta`` is not 0 and ``config.kl_estimator`` is not ``"full"``.
+        reference: (hidden states (B, T, H') or (N, H'), head) of the reference model, both
+            constants, for the KL term over the whole vocabulary; required if ``config.beta`` is not
+            0 and ``config.kl_estimator`` is ``"full"``. The head is a weight (V, H'), a `Head` or a
+            module, with the policy's ids; H' may differ from H. It costs one more product with a
+            head, and a second chunk of logits within the same workspace.
+        num_items_in_batch: a number, or a tensor (): the normalizer of ``"dapo"``, ``"cispo"`` and
+            ``"vespo"``. Pass the counted tokens of the whole batch, over all accumulation steps and
+            ranks; divide by the number of ranks if gradients are averaged over them. Below 1 it
+            counts as 1. None: the counted tokens of this call. The other loss types and the entropy
+            bonus are means over this call: for those, leave it out (a warning says so) and divide
+            the loss by the number of accumulation steps.
 
         The sampler:
 
-        sampling_per_token_logps: (B, T) or (N,), the sampler's, for the off-policy mask and, with
-            ``vllm_importance_sampling_correction`` in the config, for an importance sampling ratio
-            that needs no forward beforehand. NaN: the sampler could not score the token, whose
-            difference then counts as 0.
-        importance_sampling_ratio: (B, T), (B, 1) or (B,), or packed (N,): factor on the policy term
-            that corrects for the sampler; part of the weight w of ``"vespo"``; not used by
-            ``"gmpo"``.
+        sampling_per_token_logps: (B, T) or (N,), log-probabilities under the sampler. The
+            off-policy mask reads them, and so does the importance sampling ratio if
+            ``vllm_importance_sampling_correction`` is on in the config; that ratio needs no forward
+            beforehand. NaN means that the sampler could not score the token; its difference then
+            counts as 0.
+        importance_sampling_ratio: (B, T), (B, 1) or (B,), or packed (N,): a factor on the policy
+            term that corrects for the sampler. In ``"vespo"`` it is part of the weight w;
+            ``"gmpo"`` does not use it.
         sampling_topk_ids, sampling_topk_logps: (B, T, K) or (N, K): the sampler's most likely ids
-            at each position, signed integers padded with -1, in any order, and their
-            log-probabilities in the distribution that it sampled from, over its whole vocabulary,
-            not over the K; an entry of -inf is padding, and a repeated id counts once, with its
-            first one. They center the score (https://arxiv.org/abs/2609.20807): from each token's
-            policy gradient A w grad log p its expectation over the sampler's tokens is taken, with
-            the ids that are not among the K in proportion to the policy. The weight w is the ratio
-            of ``vllm_importance_sampling_correction``, with the mode ``"token_truncate"`` or
-            ``"token_mask"``, or 1 without it. For the loss types ``"grpo"``, ``"bnpo"``,
-            ``"dr_grpo"``, ``"dapo"`` and ``"luspo"`` without `old_per_token_logps`; one pass, as
-            without.
-        kept_ids: the kept set of each position, that is the ids that a truncating sampler (top-k,
-            top-p, min-p) did not cut, as in `linear_logprob`. Log-probabilities and entropies are
-            taken over these sets, at the cost of the sets. The old, reference and sampling
-            log-probabilities must be, too.
-        on_missing_set: treatment of a position whose set is empty or lacks the sampled id:
-            ``"error"`` refuses it, ``"full"`` scores it over the whole vocabulary.
+            at each position (signed integers in any order, padded with -1), and their
+            log-probabilities in the distribution that it sampled from, taken over its whole
+            vocabulary, not over the K ids. An entry of -inf is padding; a repeated id counts once,
+            with its first log-probability. They center the score
+            (https://arxiv.org/abs/2609.20807): each token's policy gradient A w grad log p is
+            reduced by its expectation over the sampler's tokens, where ids outside the K count as
+            sampled in proportion to the policy. The weight w is the ratio of
+            ``vllm_importance_sampling_correction`` in mode ``"token_truncate"`` or
+            ``"token_mask"``, or 1 without that option. Available for the loss types ``"grpo"``,
+            ``"bnpo"``, ``"dr_grpo"``, ``"dapo"`` and ``"luspo"`` without `old_per_token_logps`. It
+            still takes one pass.
+        kept_ids: the kept set of each position: the ids that a truncating sampler (top-k, top-p,
+            min-p) did not cut, as in `linear_logprob`. Log-probabilities and entropies are then
+            taken over these sets, and only the head's rows of these ids are read. Compute old,
+            reference and sampling log-probabilities over the same sets.
+        on_missing_set: what to do with a position whose set is empty or lacks the sampled id.
+            ``"error"`` refuses it (NaN results on other devices than a CPU); ``"full"`` scores it
+            over the whole vocabulary.
 
         Packed sequences:
 
-        cu_seqlens: bounds of the packed sequences, (B + 1,) int32 or int64; per-token arguments are
-            then (N,). The host reads the bounds.
+        cu_seqlens: (B + 1,) int32 or int64, the bounds of the packed sequences; per-token arguments
+            are then (N,). The host reads the bounds.
 
         How it is computed:
 
-        run: engine, backend, memory: `Run`.
-        fields: fields of `config`, which they replace: ``epsilon_high=0.28``.
+        run: options for engine, backend and memory: `Run`.
+        fields: overrides for fields of `config`: ``epsilon_high=0.28``.
 
     Returns:
-        The loss, which carries the gradient, each token's log-probability and entropy, and the
-        metrics: a `LossOutput`.
+        `LossOutput`: the loss, attached to the graph; each token's log-probability and entropy; and
+        the metrics.
 
     Raises:
-        TypeError, ValueError: a wrong argument; the message names it, what was expected and what
-            came. Raised before any work is done, and nothing is changed.
+        TypeError, ValueError: a wrong argument. The message names the argument, what was expected
+            and what it got. Raised before any work is done, and nothing has been changed.
     """
     given = {**locals()}
     given["config"] = config = config_with(config, fields, _OF_CALL, "grpo_loss")
@@ -288,7 +291,7 @@ def grpo_loss(
     first = first_pass(job, tensors, of_reference, loss)
     with torch.no_grad():
         evaluation = loss.evaluate(first.stats)
-        # a frozen head's rows are scaled by theirs here; a second pass reads them in the backward
+        # scales a frozen head's rows by their a; a second pass reads the coefficients later
         first = with_coefficients(job, first, evaluation.coefficients)
     value, *results = PolicyLoss.apply(job, evaluation.loss, first, of_reference, *tensors)
     logps, entropies = (x.view(tokens.layout.shape) for x in results)
@@ -302,7 +305,7 @@ def grpo_loss(
 
 
 _OF_CALL = [name for name in inspect.signature(grpo_loss).parameters if name != "fields"]
-_OF_MODULE = ("config", "objective", "run", "fields")  # arguments that `GRPOLoss` has itself
+_OF_MODULE = ("config", "objective", "run", "fields")  # arguments of `GRPOLoss` itself
 
 
 class GRPOLoss(nn.Module):
@@ -310,21 +313,21 @@ class GRPOLoss(nn.Module):
 
     ::
 
-        loss_fn = GRPOLoss(presets.GRPO)                 # the GRPO paper's, with its KL term
-        loss_fn = GRPOLoss(presets.GRPO, beta=0.001)     # with another weight of that term
-        loss_fn = GRPOLoss(loss_type="grpo", beta=0.04)  # TRL's, which corrects the KL estimate
+        loss_fn = GRPOLoss(presets.GRPO)                 # the GRPO paper's loss, with its KL term
+        loss_fn = GRPOLoss(presets.GRPO, beta=0.001)     # the same with a smaller KL weight
+        loss_fn = GRPOLoss(loss_type="grpo", beta=0.04)  # TRL's GRPO, with corrected KL estimates
         out = loss_fn(hidden, model.lm_head, completion_ids, completion_mask, advantages)
         out.loss.backward()
 
-    The call is `grpo_loss` with this module's config.
+    Calling it runs `grpo_loss` with this module's config.
 
     Args:
         config: the loss; default `LossConfig()`.
-        fields: fields of `config`, which they replace.
+        fields: overrides for fields of `config`.
         objective, run: as in `grpo_loss`.
 
     Raises:
-        TypeError, ValueError: an unknown field, or a wrong value of a field or an option.
+        TypeError, ValueError: an unknown field, or a wrong value.
     """
 
     def __init__(
@@ -361,7 +364,7 @@ class GRPOLoss(nn.Module):
         own: Any = {"config": self.config, "objective": self.objective, "run": self.run}
         return grpo_loss(hidden, head, completion_ids, completion_mask, advantages, **own, **inputs)
 
-    # as help() shows it: the arguments by name
+    # so that help() shows the arguments by name
     forward.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
         + [
@@ -371,7 +374,7 @@ class GRPOLoss(nn.Module):
         ]
     )
 
-    # The call runs the hooks, then `forward`; `nn.Module` declares that it returns Any.
+    # `nn.Module` declares that a call, which runs hooks and `forward`, returns Any.
     if TYPE_CHECKING:
 
         def __call__(
@@ -405,27 +408,27 @@ def policy_loss_from_logps(
     cu_seqlens: Tensor | None = None,  # (B + 1,)
     **fields: Unpack[LossFields],
 ) -> LossOutput:
-    """`grpo_loss` without its projection, differentiable in `logps` and `entropies`.
+    """Compute the loss of `grpo_loss` from log-probabilities and entropies, differentiable in both.
 
-    `grpo_loss` scores and differentiates in one pass, which saves a product. This is the same loss
-    on log-probabilities from elsewhere: over kept sets (`linear_logprob` with `kept_ids`), or by a
-    model's own head.
+    Use it for log-probabilities from elsewhere: from a model's own head, or over kept sets
+    (`linear_logprob` with `kept_ids`). Otherwise prefer `grpo_loss`, which scores and
+    differentiates in one pass and so saves a product.
 
     Args:
-        logps, entropies: (B, T), or packed (N,), floating, the policy's, with their graph; values
-            at masked positions are never read. The loss is computed in fp32 (fp64 if `logps` is
-            fp64).
-        the others: as in `grpo_loss`. The config's `temperature` has no effect: it is in `logps`
-            already. Old, reference and sampling log-probabilities must be computed like `logps`,
-            over the same kept sets.
+        logps, entropies: (B, T), or packed (N,), floating: the policy's log-probabilities and
+            entropies, attached to the graph. Values at masked positions are never read. The loss is
+            computed in fp32 (fp64 if `logps` is fp64).
+        the others: as in `grpo_loss`. The config's `temperature` has no effect, since `logps`
+            already include it. Compute old, reference and sampling log-probabilities in the same
+            way as `logps`, over the same kept sets.
 
     Returns:
-        `LossOutput`, its `engine` ``"given"`` and its `backend` ``"torch"``; ``rows/gradient`` is
-        the share of the tokens that get a gradient.
+        `LossOutput` with `engine` ``"given"`` and `backend` ``"torch"``. Its metric
+        ``rows/gradient`` is the share of tokens that get a gradient.
 
     Raises:
-        TypeError, ValueError: a wrong argument; the message names it. RuntimeError: differentiated
-            twice.
+        TypeError, ValueError: a wrong argument; the message names it.
+        RuntimeError: the loss was differentiated twice.
     """
     given = {**locals()}
     given["config"] = config = config_with(config, fields, _OF_LOGPS, "policy_loss_from_logps")
@@ -435,7 +438,7 @@ def policy_loss_from_logps(
         written = "(B, T)" if cu_seqlens is None else "(N,) with cu_seqlens"
         raise ValueError(f"logps: expected shape {written}, got {tuple(logps.shape)}")
     check_tensor("entropies", entropies, like=logps, floating=True)
-    check_shape("entropies", entropies, ("that of logps", tuple(logps.shape)))
+    check_shape("entropies", entropies, ("logps.shape", tuple(logps.shape)))
     no_ids, dtype = torch.zeros_like(logps, dtype=torch.long), accumulator_of(logps.dtype)
     tokens = _tokens(no_ids, completion_mask, advantages, dtype, given)
     loss = _objective(config, given, tokens)
@@ -459,20 +462,20 @@ def policy_expectation(
 ) -> Expectation:
     """Return the expected gradient of a policy loss, for a trainer that computes its own loss.
 
-    With `linear_logprob(..., expected=policy_expectation(...))` such a trainer takes one pass. The
-    expectation does not have to be right; it only decides how much is recomputed. The ids have
-    shape (B, T); arguments as in `grpo_loss`.
+    With `linear_logprob(..., expected=policy_expectation(...))` such a trainer needs one pass only.
+    A wrong expectation costs time, but does not change the gradient. The ids have shape (B, T); the
+    arguments are as in `grpo_loss`.
 
     With ``kl_estimator="full"`` pass it to `linear_divergence`, whose divergences are the KL term.
 
-    If the trainer computes the importance sampling ratio from the log-probabilities of the call to
-    come, say so in the config (``vllm_importance_sampling_correction``) and pass
+    If the trainer will compute the importance sampling ratio from the log-probabilities of that
+    call, turn on ``vllm_importance_sampling_correction`` in the config and pass
     `sampling_per_token_logps`.
 
     Returns:
-        an `Expectation` whose `graded` is (B, T). If a token's gradient depends on other tokens,
-        `coefficients` is None: the gradient is not known row by row. `graded` still says which rows
-        cannot have a gradient.
+        An `Expectation` whose `graded` is (B, T). If a token's gradient depends on other tokens,
+        `coefficients` is None, since no row tells its own gradient; `graded` still marks the rows
+        that may have one.
 
     Raises:
         TypeError, ValueError: a wrong argument; the message names it.
@@ -492,13 +495,13 @@ def policy_expectation(
 
 LOGPS = ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps")
 _INPUTS = (*LOGPS, "importance_sampling_ratio", "sampling_topk_logps", "cu_seqlens")
-# The helpers below take the arguments of a public call by name, `given`; an absent one is None.
+# In the helpers below, `given` holds the arguments of a public call by name; None if absent.
 
 
 def _check_loss(
     config: LossConfig, given: Mapping[str, Any], *, has_reference: bool = False
 ) -> None:
-    """Raise unless there is all that the loss reads; `read_tokens` checks shapes."""
+    """Raise if an input that the loss reads is missing; `read_tokens` checks shapes."""
     check_config(config)
     objective, logps = given.get("objective"), given["sampling_per_token_logps"]
     check_terms(config, given["ref_per_token_logps"], objective, has_reference=has_reference)
@@ -522,7 +525,7 @@ def _tokens(
     dtype: torch.dtype,
     given: Mapping[str, Any],
 ) -> Tokens:
-    """The tokens that count, checked; warns of inputs that nothing reads."""
+    """Check and return the tokens that count; warn of inputs that nothing reads."""
     inputs = {name: given[name] for name in _INPUTS if name in given}
     tokens = read_tokens(ids, completion_mask, advantages, dtype, **inputs)
     for name in LOGPS:
@@ -549,7 +552,8 @@ def _objective(
 
 
 def _with_candidates(rows: Rows, tokens: Tokens, ids: Tensor, logps: Any) -> tuple[Rows, Tokens]:
-    """Both with the sampler's candidates, (..., K); an entry of -inf, or repeated, is padding."""
+    """Add the sampler's candidates (..., K) to both; an entry of -inf, or a repeated one, is
+    padding."""
     listed = ids.masked_fill(logps == -torch.inf, -1).detach().flatten(0, -2)[rows.positions]
     top_k, padding = TopKLogps.of(listed, rows.ids)
     return replace(rows, top_k=top_k), tokens.without_candidates(padding)
@@ -576,7 +580,7 @@ def _loss_of_logps(
     entropies: Tensor,
     engine: str,
 ) -> LossOutput:
-    """The loss with its gradient in `logps` and `entropies`, both (B, T) or (N,)."""
+    """The loss, differentiable in `logps` and `entropies`, both (B, T) or (N,)."""
     layout, dtype = tokens.layout, tokens.advantages.dtype
     rows = [x.detach().reshape(-1)[layout.positions].to(dtype) for x in (logps, entropies)]
     evaluation = loss.evaluate(as_stats(*rows))

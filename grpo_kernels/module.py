@@ -1,14 +1,14 @@
-"""A head's module: its parameters, made whole in the place of its forward, and its hooks.
+"""Calls in place of a head module's forward: gathering of its parameters, and its hooks.
 
-FSDP2 and DeepSpeed ZeRO-3 divide parameters over ranks and make them whole around the forward of
-the module that owns them. Code that reads ``lm_head.weight`` from outside gets a part of it; and
-``weight.full_tensor()`` is a copy whose gradient is not summed over the ranks. A call in the place
-of the head's forward has those hooks around it: it sees the whole weight, in forward and backward,
-and its gradient goes where that of ``lm_head(hidden)`` would go.
+FSDP2 and DeepSpeed ZeRO-3 shard parameters over ranks and gather them around the forward of the
+module that owns them. Code that reads ``lm_head.weight`` from outside gets only a shard, and
+``weight.full_tensor()`` is a copy whose gradient is not summed over the ranks. A call in place of
+the head's forward runs inside those hooks. It sees the whole weight in forward and backward, and
+its gradient goes where the gradient of ``lm_head(hidden)`` would go.
 
-Of the head's own hooks the forward pre-hooks are run: they make the weight
+Of the head's own hooks, the forward pre-hooks run: they compute the weight
 (`torch.nn.utils.spectral_norm`, `weight_norm`, `prune`) or change the input. Forward and backward
-hooks are refused: they would be handed logits, which are never made.
+hooks are refused: they expect logits, which are never computed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PEFT_LORA = ("peft.tuners.lora.layer", "Linear")
 # Modules whose hooks are left alone: FSDP2's and ZeRO-3's, which `forward` runs, and
 # `causal_lm_loss`'s
 _KNOWN = ("torch.distributed.", "deepspeed.", "grpo_kernels.")
-# Hooks that look at no columns of a batch, or make parameters and activations whole
+# Hooks that do not look at columns of a batch, or that gather parameters and activations
 _OF_NO_COLUMNS = (
     *("torch.distributed.", "torch.nn.", "torch.utils."),
     *("deepspeed.", "accelerate.", "transformers.", "peft."),
@@ -45,7 +45,7 @@ Compute = Callable[[Tensor], tuple[Tensor, ...]]
 
 
 def whole_reference(reference: Any, hidden: Any, head: Any, prefix: str) -> Any:
-    """`reference`, with whole weight and bias where its head is a module: a collective, if FSDP2
+    """Return `reference` with whole weight and bias if its head is a module: a collective if FSDP2
     or ZeRO-3 has divided it. A head that is divided over a process group stays divided."""
     if not isinstance(reference, tuple) or len(reference) != 2:
         return reference
@@ -54,7 +54,7 @@ def whole_reference(reference: Any, hidden: Any, head: Any, prefix: str) -> Any:
     states, own = read_reference(reference, head, prefix)
     if own.bias is not None:
         raise ValueError(
-            f"{prefix}bias: expected None, since it is that of the module, got another"
+            f"{prefix}bias: expected None, since the module has its own bias, got another one"
         )
     check_module(own.weight, f"{prefix}head")
     check_present(own.weight, f"{prefix}head")
@@ -73,11 +73,11 @@ def linear_of(lm_head: nn.Module, name: str = "lm_head") -> nn.Linear:
                 "model.lm_head, or call causal_lm_loss(model, ...)"
             )
         within = "" if base is lm_head else f" around {type(base).__module__}.{type(base).__name__}"
-        way_out = "take off, or merge, what is around it"
+        way_out = "remove or merge the layer around it"
         if type(lm_head).__module__.startswith("peft."):
             way_out = (
                 "train it by LoRA (target_modules=['lm_head']), whole (modules_to_save="
-                "['lm_head']) or not at all (what trains a tied embedding trains it, too)"
+                "['lm_head']) or not at all (training a tied embedding trains it, too)"
             )
         raise TypeError(
             f"{name}: expected an nn.Linear with its own forward, or PEFT's LoRA layer around one, "
@@ -111,8 +111,8 @@ def parameters_of(lm_head: nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor | 
         return weight, bias, LoRA(a.weight, b.weight, scaling, x)
     if any(drops):
         raise ValueError(
-            "lm_head: expected one active adapter if there is dropout, got "
-            f"{len(layers)}: lora_dropout=0"
+            "lm_head: expected a single active adapter if it has dropout, got "
+            f"{len(layers)}; set lora_dropout=0"
         )
     low = torch.cat([scaling * a.weight for a, _, scaling, _ in layers])
     return weight, bias, LoRA(low, torch.cat([b.weight for _, b, _, _ in layers], dim=1))
@@ -121,17 +121,17 @@ def parameters_of(lm_head: nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor | 
 def constants_of(
     head: nn.Module, name: str, *, sharded: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Whole weight and bias of a head that does not train here: the second of a call.
+    """Return whole weight and bias of a call's second head, which does not train here.
 
-    If FSDP2 or ZeRO-3 has divided them, all ranks gather them together, each into a copy: a
-    backward that has kept it gathers nothing. A head that is `sharded` over a process group is not
-    gathered: each rank gets its rows.
+    If FSDP2 or ZeRO-3 has divided them, all ranks gather them together, each into a copy, so a
+    backward that kept the copy gathers nothing. A head that is `sharded` over a process group is
+    not gathered: each rank gets its rows.
     """
     base = linear_of(head, name)
     if base is not head and active_adapters(head):
         raise ValueError(
-            f"{name}: expected no active adapter on a head that others are compared with, got "
-            "some: merge it, or pass the layer within (base_layer)"
+            f"{name}: expected no active adapter on a second head, which is a constant, got "
+            "some: merge them, or pass the base layer (base_layer)"
         )
     if sharded:
         return base.weight, base.bias
@@ -149,9 +149,10 @@ def whole_constant(x: Any) -> Tensor:
 def gather_of(
     parameters: Iterable[Tensor],
 ) -> Callable[[], AbstractContextManager[Any]] | None:
-    """Return a context that gathers what DeepSpeed ZeRO-3 has divided; None if none is divided.
+    """Return a context that gathers the parameters that ZeRO-3 has divided; None if none is
+    divided.
 
-    ZeRO-3 needs them whole once more, when their gradients are accumulated: see `within_forwards`.
+    ZeRO-3 needs them whole again when their gradients are accumulated: see `within_forwards`.
     """
     divided: list[Any] = [x for x in parameters if hasattr(x, "ds_status")]
 
@@ -200,7 +201,7 @@ def active_adapters(layer: Any) -> list[tuple[Any, Any, float, Any]]:
 
 
 def adapters_of(module: Any) -> list[tuple[str, str]]:
-    """(name, variant of LoRA) of each adapter of PEFT that is active in a layer."""
+    """Return (name, variant of LoRA) of each PEFT adapter that is active in a layer."""
     if not hasattr(type(module), "disable_adapters") or module.disable_adapters:
         return []
     variants = getattr(module, "lora_variant", {})
@@ -208,7 +209,7 @@ def adapters_of(module: Any) -> list[tuple[str, str]]:
 
 
 def check_module(lm_head: nn.Module, name: str = "lm_head") -> None:
-    """Raise unless a head can score in the place of its forward; errors call it `name`."""
+    """Raise unless a call may replace the head's forward; errors call the head `name`."""
     for module in (lm_head, linear_of(lm_head, name)):
         # accelerate's forward changes no number
         if "forward" in vars(module) and not hasattr(module, "_hf_hook"):
@@ -224,9 +225,9 @@ def check_present(lm_head: nn.Module, name: str = "lm_head") -> None:
     linear = linear_of(lm_head, name)
     if hasattr(linear, "_hf_hook") and linear.weight.is_meta:
         raise ValueError(
-            f"{name}: expected its weight on a device, got it offloaded by accelerate: leave the "
+            f"{name}: expected its weight on a device, got one offloaded by accelerate: keep the "
             "head on a device (device_map), or use causal_lm_loss and completion_logprobs of "
-            "grpo_kernels.transformers, which score within its forward"
+            "grpo_kernels.transformers, which run inside its forward"
         )
 
 
@@ -241,14 +242,14 @@ def is_fsdp_unit(head: nn.Module) -> bool:
 
 
 def within_module(call: Callable[[Tensor, Head], Any], hidden: Tensor, head: Head) -> Any:
-    """``call(hidden, head)`` for a head of the parameters of its module."""
+    """Make ``call(hidden, head)`` with a head of the module's parameters."""
     module: nn.Module = head.weight
     check_module(module)
     check_present(module)
     if head.bias is not None:
-        raise ValueError("bias: expected None, since it is lm_head's own, got another")
+        raise ValueError("bias: expected None, since lm_head has its own bias, got another one")
     done: list[Any] = []  # the result of the call
-    # whether `within_forwards` calls the module, which runs its hooks
+    # True if `within_forwards` calls the module, and so runs its hooks
     hooks_have_run = is_fsdp_unit(module) or module in divided_modules(module)
 
     def compute(hidden: Tensor) -> tuple[Tensor, ...]:
@@ -272,9 +273,9 @@ def within_module(call: Callable[[Tensor, Head], Any], hidden: Tensor, head: Hea
 
 
 def within_head(head: nn.Module, compute: Compute, hidden: Tensor) -> tuple[Tensor, ...]:
-    """Return ``compute(hidden)``, with the parameters of `head` whole; in the backward too.
+    """Return ``compute(hidden)``, with the parameters of `head` whole in forward and backward.
 
-    The results have the values and dtypes that `compute` gives; ZeRO-3's are new tensors, with its
+    The results keep the values and dtypes of `compute`; under ZeRO-3 they are new tensors with its
     backward hooks.
     """
     if not is_fsdp_unit(head):
@@ -298,15 +299,15 @@ def within_head(head: nn.Module, compute: Compute, hidden: Tensor) -> tuple[Tens
 def within_forwards(
     modules: Sequence[nn.Module], compute: Compute, hidden: Tensor
 ) -> tuple[Tensor, ...]:
-    """Run ``compute(hidden)`` in the place of the forwards of `modules`, within their hooks.
+    """Run ``compute(hidden)`` instead of the forwards of `modules`, inside their hooks.
 
-    ZeRO-3's hooks make the parameters whole for the forward, and from the backward until gradients
-    are accumulated.
+    ZeRO-3's hooks gather the parameters for the forward, and again from the backward until
+    gradients are accumulated.
     """
     if not modules:
         return compute(hidden)
     first, others = modules[0], modules[1:]
-    replaced = vars(first).get("forward")  # that was set on the object, such as accelerate's
+    replaced = vars(first).get("forward")  # set on the object, such as accelerate's
     first.forward = functools.partial(within_forwards, others, compute)
     try:
         return first(hidden)
@@ -317,7 +318,7 @@ def within_forwards(
 
 
 def check_hooks(lm_head: nn.Module, name: str = "lm_head") -> None:
-    """Raise unless scoring can respect the hooks on `lm_head` and on its submodules."""
+    """Raise if scoring could not respect a hook on `lm_head` or one of its submodules."""
     for path, module in lm_head.named_modules():
         for attribute, kind in _REFUSED.items():
             if module is lm_head and attribute == "_forward_pre_hooks":
@@ -326,18 +327,19 @@ def check_hooks(lm_head: nn.Module, name: str = "lm_head") -> None:
             if hooks:
                 where = f"{name}.{path}" if path else name
                 raise TypeError(
-                    f"{where}: expected no {kind}, since a head that scores makes no logits, got "
+                    f"{where}: expected no {kind}, since no logits are computed for it, got "
                     f"{', '.join(hooks)}"
                 )
 
 
 def foreign_hooks(module: nn.Module, attribute: str = "_forward_hooks") -> list[str]:
-    """Return the names of the hooks of one kind that are not ours, FSDP2's or DeepSpeed's."""
+    """Return the names of the hooks of one kind, except those of grpo_kernels, FSDP2 and
+    DeepSpeed."""
     return [name_of(hook) for hook in getattr(module, attribute).values() if not is_known(hook)]
 
 
 def foreign_hook(body: nn.Module) -> str | None:
-    """The name of a hook below `body` that may look at columns or change numbers, or None."""
+    """Return the name of a hook below `body` that may look at columns or change values, or None."""
     everywhere: Any = torch.nn.modules.module
     found = [getattr(everywhere, f"_global{kind}") for kind in _REFUSED]
     for x in body.modules():
@@ -366,7 +368,7 @@ def run_pre_hooks(lm_head: nn.Module, hidden: Tensor) -> Tensor:
         if len(args) != 1 or kwargs:
             got = [*(type(x).__name__ for x in args), *kwargs]
             raise TypeError(
-                f"lm_head: expected its forward pre-hooks to give one input, got {got} from "
+                f"lm_head: expected its forward pre-hooks to return one input, got {got} from "
                 f"{name_of(hook)}"
             )
         hidden = args[0]
@@ -374,7 +376,7 @@ def run_pre_hooks(lm_head: nn.Module, hidden: Tensor) -> Tensor:
 
 
 def is_known(hook: Callable[..., Any]) -> bool:
-    """Return True for a hook of ours, FSDP2's or DeepSpeed's."""
+    """Return True for a hook of grpo_kernels, FSDP2 or DeepSpeed."""
     return origin(hook).startswith(_KNOWN)
 
 

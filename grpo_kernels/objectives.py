@@ -4,9 +4,9 @@
     out = grpo_loss(..., sampling_per_token_logps=mu, objective=objectives.ipo)
     near = functools.partial(objectives.ipo, eps=0.1)  # another parameter
 
-Parameters and defaults are those of the trainer that is named. With p, old and mu the probabilities
-of the sampled token under the policy, the old policy and the sampler, r = p / mu, R = log(p / old),
-sg[x] a constant, a token's loss is::
+Parameters and defaults are those of the named trainer. With p, old and mu the probabilities of the
+sampled token under the policy, the old policy and the sampler, r = p / mu, R = log(p / old), sg[x]
+a constant, a token's loss is::
 
     ipo               -A min(r, ratio_max) where |p - mu| <= eps; + kl_tau log(r)^2
     icepop_prime_rl   -A r where ratio_low <= r <= ratio_high
@@ -20,14 +20,14 @@ sg[x] a constant, a token's loss is::
     kl_cov            -e^R A; + coef |R| for the tokens of highest covariance
     gspo_token        PPO's, with the sequence's ratio in value, the token's in gradient
 
-The last three and `fipo` look at a whole batch or sequence and take two passes, the others one.
-None uses entropies or the reference. An ``importance_sampling_ratio`` multiplies a token's whole
-loss. The normaliser is the config's ``loss_type``, by default "dapo". Without old log-probabilities
-R = 0; a token that the sampler could not score (NaN) has r = 1. An advantage of exactly 0
-contributes exactly 0 to the policy term, and a clipped token no gradient, also where a ratio
-overflows. Means and shares are over the tokens of the call.
+The last three and `fipo` look at a whole batch or sequence and take two passes; the others take
+one. None uses entropies or the reference. An ``importance_sampling_ratio`` multiplies a token's
+whole loss. The normalizer is the config's ``loss_type``, by default "dapo". Without old
+log-probabilities R = 0; a token that the sampler could not score (NaN) has r = 1. An advantage of
+exactly 0 contributes exactly 0 to the policy term, and a clipped token no gradient, also where a
+ratio overflows. Means and shares are over the tokens of the call.
 
-`m2po_mask` is a mask of tokens, made before the loss.
+`m2po_mask` computes a mask of tokens, before the loss.
 """
 
 from __future__ import annotations
@@ -55,8 +55,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 def _loss(
     *, token_level: bool, above_0: tuple[str, ...] = (), signed: tuple[str, ...] = ()
 ) -> Callable[[F], F]:
-    """Of an objective that reads no entropies: its numbers are at least 0, `above_0` more than
-    that, `signed` any. An importance sampling ratio multiplies what it returns."""
+    """Decorate an objective that reads no entropies. Its number options must be >= 0, those in
+    `above_0` > 0; those in `signed` may be negative. An importance sampling ratio multiplies its
+    loss."""
 
     def declare(function: F) -> F:
         numbers = [k for k, x in (function.__kwdefaults__ or {}).items() if isinstance(x, float)]
@@ -104,9 +105,9 @@ def ipo(
 def icepop_prime_rl(
     tokens: TokenInputs, *, ratio_low: float = 0.2, ratio_high: float = 5.0
 ) -> Tensor:
-    """IcePop as prime-rl has it: the ratio that is masked is the policy's, and has the gradient.
+    """IcePop as in prime-rl: the masked ratio is the policy's, and carries the gradient.
 
-    IcePop as OpenRLHF and NeMo-RL have it, a weight on PPO's loss, is `presets.ICEPOP`.
+    IcePop as in OpenRLHF and NeMo-RL, a weight on PPO's loss, is `presets.ICEPOP`.
     Source: https://github.com/PrimeIntellect-ai/prime-rl/pull/3526.
     """
     log_ratio = tokens.logps - _sampled(tokens)
@@ -118,7 +119,7 @@ def icepop_prime_rl(
 def kpop(tokens: TokenInputs, *, threshold: float = 0.1, kl_tau: float = 1e-3) -> Tensor:
     """KPop: -A r where KL((p, 1 - p) || (mu, 1 - mu)) and its reverse are at most `threshold`.
 
-    In the KLs both probabilities are held within [1e-6, 1 - 1e-6]; the ratio has no cap.
+    In the KLs both probabilities are clamped to [1e-6, 1 - 1e-6]; the ratio has no cap.
     Sources: https://ringtech.notion.site/kpop, prime-rl's #3283.
     """
     logps, sampled = tokens.logps.detach(), _sampled(tokens)
@@ -151,9 +152,9 @@ def topr(
     positive_weight: float = 1.0,
     negative_weight: float = 1.0,
 ) -> Tensor:
-    """TOPR (tapered off-policy REINFORCE). The weights are of good completions and of the others.
+    """TOPR (tapered off-policy REINFORCE), with weights for good and for other completions.
 
-    `scores` have the shape of the ids, one per position; a token is of a good completion if its
+    `scores` are shaped like the ids, one per position; a token belongs to a good completion if its
     score is above 0. For scores (B,): ``scores[:, None].expand_as(ids)``. None: A is the score, as
     in the paper, where the reward is both.
     Source: equation 8 of https://arxiv.org/abs/2503.14286; ROLL's ``topr``, with its defaults.
@@ -178,12 +179,11 @@ def fipo(
 ) -> Tensor:
     """FIPO (future-KL influenced policy optimisation): PPO's clipped loss times f, a constant.
 
-    ``f_t = clip(exp(sum over k >= t of gamma^(k - t) R_k), 1 - influence_low, 1 +
-    influence_high)`` over the counted tokens of the sequence, distances in positions, gamma =
-    2^(-1 / decay_rate). Where A < 0 and the token's own ratio is above `safety_threshold`, f is
-    then clipped to [0.8, 1].
+    ``f_t = clip(exp(sum over k >= t of gamma^(k - t) R_k), 1 - influence_low, 1 + influence_high)``
+    over the counted tokens of the sequence, distances in positions, gamma = 2^(-1 / decay_rate). If
+    A < 0 and the token's own ratio is above `safety_threshold`, f is also clipped to [0.8, 1].
     Source: https://arxiv.org/abs/2603.19835; ms-swift's ``loss_type="fipo"``, with its defaults.
-    Its ``fipo_clip_high_only`` is influence_low = 0; its ``delta`` is not here.
+    Its ``fipo_clip_high_only`` is influence_low = 0; its ``delta`` is not available.
     """
     log_ratio = tokens.logps - tokens.old_per_token_logps
     moved = torch.where(tokens.mask, log_ratio.detach(), 0.0)
@@ -198,8 +198,8 @@ def fipo(
 def cispo_two_sided(
     tokens: TokenInputs, *, clip_ratio_low: float = 0.2, clip_ratio_high: float = 0.2
 ) -> Tensor:
-    """CISPO as verl has it, with a lower bound: the ratio is clipped to [1 - `clip_ratio_low`,
-    1 + `clip_ratio_high`].
+    """CISPO as in verl, with a lower bound: the ratio is clipped to [1 - `clip_ratio_low`, 1 +
+    `clip_ratio_high`].
 
     ``loss_type="cispo"`` is TRL's: the same with clip_ratio_low=1, clip_ratio_high = epsilon_high -
     1. Source: https://arxiv.org/abs/2506.13585.
@@ -235,7 +235,7 @@ def dppo_kl(
     clip_ratio_high: float = 0.2,
     clip_ratio_c: float = 3.0,
 ) -> Tensor:
-    """As `dppo_tv`, where a token counts if KL((old, 1 - old) || (p, 1 - p)) is in bounds.
+    """Like `dppo_tv`, but a token counts if KL((old, 1 - old) || (p, 1 - p)) is in bounds.
 
     The bound is `clip_ratio_high` for A > 0, `clip_ratio_low` otherwise, and applies only to a
     token whose probability has moved the way its advantage pushes it. 1 - p is computed without
@@ -272,11 +272,11 @@ def clip_cov(
     most.
 
     ``max(int(clip_cov_ratio * counted tokens), 1)`` tokens get a loss of 0. They are drawn at
-    random from the unclipped tokens whose covariance (A - mean A) (logp - mean logp), means over
-    the batch, is between `clip_cov_lb` and `clip_cov_ub`. The draw is a ``torch.randperm`` on the
-    CPU as in verl, of `generator` or torch's default one. With a divided head it must be in the
-    same state on all ranks, or they draw different tokens. Source:
-    https://arxiv.org/abs/2505.22617.
+    random from the unclipped tokens whose covariance (A - mean A) (logp - mean logp), with means
+    over the batch, is between `clip_cov_lb` and `clip_cov_ub`. As in verl, the draw is a
+    ``torch.randperm`` on the CPU, from `generator` or torch's default generator. With a divided
+    head, that generator must be in the same state on all ranks, or they draw different tokens.
+    Source: https://arxiv.org/abs/2505.22617.
     """
     log_ratio = tokens.logps - tokens.old_per_token_logps
     loss, clipped = _clipped(log_ratio, tokens, clip_ratio_low, clip_ratio_high)
@@ -293,8 +293,8 @@ def clip_cov(
 def kl_cov(
     tokens: TokenInputs, *, kl_cov_ratio: float = 0.0002, ppo_kl_coef: float = 0.1
 ) -> Tensor:
-    """verl's KL-Cov: the penalty `ppo_kl_coef` |R| is for the ``max(1, int(kl_cov_ratio * counted
-    tokens))`` tokens of highest covariance, as in `clip_cov`."""
+    """verl's KL-Cov: the ``max(1, int(kl_cov_ratio * counted tokens))`` tokens of highest
+    covariance (see `clip_cov`) get the penalty `ppo_kl_coef` |R|."""
     if kl_cov_ratio > 1:
         raise ValueError(f"kl_cov_ratio: expected a number in (0, 1], got {kl_cov_ratio!r}")
     log_ratio = tokens.logps - tokens.old_per_token_logps
@@ -314,7 +314,7 @@ def gspo_token(
     most e^10.
 
     Advantages and importance sampling ratios may be one per token. Where both are one per sequence,
-    prefer `presets.GSPO`: the gradient is the same, and it has metrics of the ratio. Source:
+    prefer `presets.GSPO`: it has the same gradient, and metrics of the ratio. Source:
     https://arxiv.org/abs/2507.18071.
     """
     logps = tokens.logps.detach()
@@ -326,18 +326,17 @@ def gspo_token(
 
 
 def m2po_mask(
-    old_per_token_logps: Tensor,  # (B, T), or packed (N,), as the others
+    old_per_token_logps: Tensor,  # (B, T), or packed (N,), like the others
     sampling_per_token_logps: Tensor,
     completion_mask: Tensor,
     threshold: float = 0.04,
 ) -> Tensor:
-    """Return M2PO's mask, bool of the shape of `completion_mask`: the counted tokens without the
-    most stale ones.
+    """Return M2PO's mask, bool like `completion_mask`: the counted tokens but the stalest ones.
 
     With d = old - sampling, tokens of the largest d^2 are dropped until the mean d^2 of the rest is
-    below `threshold`; at least one token is kept, and one without a sampler's number (NaN) has d =
-    0. As ``completion_mask=`` it takes tokens out of the mean; as ``importance_sampling_ratio=``,
-    in floating point, it leaves them in the denominator.
+    below `threshold`; at least one token is kept. NaN (not scored by the sampler) counts as d = 0.
+    Passed as ``completion_mask=``, the mask takes tokens out of the mean; passed as
+    ``importance_sampling_ratio=``, in floating point, it leaves them in the denominator.
     Source: https://arxiv.org/abs/2510.01161; AReaL's ``m2_threshold``, 0.04 in its example.
     """
     check_number("threshold", threshold, lowest=0.0)
@@ -345,7 +344,7 @@ def m2po_mask(
     old, sampling = old_per_token_logps, sampling_per_token_logps
     for name, x in (("old_per_token_logps", old), ("sampling_per_token_logps", sampling)):
         check_tensor(name, x, like=completion_mask, floating=True)
-        check_shape(name, x, ("that of completion_mask", tuple(completion_mask.shape)))
+        check_shape(name, x, ("completion_mask.shape", tuple(completion_mask.shape)))
     counts = completion_mask != 0
     difference = old.to(torch.promote_types(old.dtype, torch.float32)) - sampling
     moved = torch.nan_to_num(difference, nan=0.0)[counts].square()
@@ -372,7 +371,7 @@ def _clipped(
 
 
 def _sampled(tokens: TokenInputs) -> Tensor:
-    """The sampler's log-probabilities; where it has none (NaN), the policy's, held constant."""
+    """The sampler's log-probabilities; where they are NaN, the policy's, held constant."""
     sampled = tokens.sampling_per_token_logps
     if sampled is None:
         expected = "a tensor, since the objective reads it"

@@ -1,6 +1,6 @@
-"""Published algorithms, each as the `LossConfig` that gives its loss.
+"""Published algorithms, each as a `LossConfig` of its loss.
 
-A preset fixes the loss only. The caller computes the advantages: `grpo_kernels.advantages`.
+A preset sets the loss only. You compute the advantages: see `grpo_kernels.advantages`.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from grpo_kernels.objective.config import LossConfig
 
 GRPO = LossConfig(loss_type="grpo", beta=0.04, use_bias_correction_kl=False)
 """DeepSeekMath, https://arxiv.org/abs/2402.03300: mean over each sequence, then over sequences,
-with KL 0.04. The KL estimate is the paper's; TRL multiplies it by the ratio
+with a KL weight of 0.04. The KL estimate is the paper's; TRL multiplies it by the ratio
 (``use_bias_correction_kl=True``)."""
 
 DR_GRPO = LossConfig(loss_type="dr_grpo")
-"""Understanding R1-Zero-like training, https://arxiv.org/abs/2503.20783: a constant normaliser;
+"""Understanding R1-Zero-like training, https://arxiv.org/abs/2503.20783: a constant normalizer;
 advantages unscaled."""
 
 DAPO = LossConfig(loss_type="dapo", epsilon=0.2, epsilon_high=0.28)
@@ -22,7 +22,7 @@ DAPO = LossConfig(loss_type="dapo", epsilon=0.2, epsilon_high=0.28)
 GSPO = LossConfig(
     loss_type="grpo", importance_sampling_level="sequence", epsilon=3e-4, epsilon_high=4e-4
 )
-"""Group sequence policy optimisation, https://arxiv.org/abs/2507.18071: one ratio per sequence, a
+"""Group sequence policy optimization, https://arxiv.org/abs/2507.18071: one ratio per sequence, a
 narrow clip."""
 
 CISPO = LossConfig(loss_type="cispo", epsilon_high=5.0)
@@ -30,32 +30,32 @@ CISPO = LossConfig(loss_type="cispo", epsilon_high=5.0)
 log-probability."""
 
 SAPO = LossConfig(loss_type="sapo")
-"""Soft adaptive policy optimisation, https://arxiv.org/abs/2511.20347: a sigmoid gate in place of
+"""Soft adaptive policy optimization, https://arxiv.org/abs/2511.20347: a sigmoid gate in place of
 the clip."""
 
 LUSPO = LossConfig(
     loss_type="luspo", importance_sampling_level="sequence", epsilon=2e-3, epsilon_high=2.5e-3
 )
-"""Length-unbiased sequence policy optimisation, https://arxiv.org/abs/2602.05261."""
+"""Length-unbiased sequence policy optimization, https://arxiv.org/abs/2602.05261."""
 
 VESPO = LossConfig(loss_type="vespo")
-"""Variational sequence-level soft policy optimisation, https://arxiv.org/abs/2602.10693: a
+"""Variational sequence-level soft policy optimization, https://arxiv.org/abs/2602.10693: a
 gamma-shaped weight."""
 
 GMPO = LossConfig(loss_type="gmpo", importance_sampling_level="sequence", epsilon=0.4)
-"""Geometric-mean policy optimisation, https://arxiv.org/abs/2507.20673: tokens clipped to
+"""Geometric-mean policy optimization, https://arxiv.org/abs/2507.20673: tokens clipped to
 exp(+-0.4), then averaged."""
 
 PPO = LossConfig(loss_type="bnpo", epsilon=0.2)
-"""Proximal policy optimisation, https://arxiv.org/abs/1707.06347: token ratios, per-token
+"""Proximal policy optimization, https://arxiv.org/abs/1707.06347: token ratios, per-token
 advantages (`gae`)."""
 
 REINFORCE = LossConfig(loss_type="cispo", epsilon_high=1.0)
 """REINFORCE (Williams, 1992, https://doi.org/10.1007/BF00992696): -A log p per token, weighted by a
-ratio of at most 1 if the samples are old."""
+ratio of at most 1 if the samples are off-policy."""
 
 RLOO = LossConfig(loss_type="luspo")
-"""REINFORCE leave-one-out, https://arxiv.org/abs/2402.14740: summed over the sequence; with
+"""REINFORCE leave-one-out, https://arxiv.org/abs/2402.14740: summed over the sequence; use
 `rloo_advantages`. The published estimator is on-policy; given old log-probabilities, each token's
 ratio is clipped as in PPO."""
 
@@ -65,8 +65,8 @@ TIS = LossConfig(
     vllm_importance_sampling_clip_max=2.0,
 )
 """Truncated importance sampling, https://fengyao.notion.site/off-policy-rl: PPO's loss times min(w,
-2), w a token's ratio of old to sampler's probability. The bound is slime's and verl's; OpenRLHF
-clamps to [0.5, 5]."""
+2), where w is a token's old probability over its probability under the sampler. slime and verl use
+this bound; OpenRLHF clamps to [0.5, 5]."""
 
 ICEPOP = LossConfig(
     vllm_importance_sampling_correction=True,
@@ -74,9 +74,9 @@ ICEPOP = LossConfig(
     vllm_importance_sampling_clip_min=0.5,
     vllm_importance_sampling_clip_max=5.0,
 )
-"""IcePop, https://arxiv.org/abs/2510.18855, as OpenRLHF and NeMo-RL have it: PPO's loss times the w
-of `TIS`, or 0 if w is outside of [0.5, 5] (slime: [0, 2]). prime-rl's IcePop, -A r within [0.2, 5],
-is `objectives.icepop_prime_rl`."""
+"""IcePop, https://arxiv.org/abs/2510.18855, as in OpenRLHF and NeMo-RL: PPO's loss times the w of
+`TIS`, or 0 if w is outside [0.5, 5] (slime: [0, 2]). prime-rl's IcePop, -A r within [0.2, 5], is
+`objectives.icepop_prime_rl`."""
 
 MIS = LossConfig(
     vllm_importance_sampling_correction=True,
@@ -84,12 +84,13 @@ MIS = LossConfig(
     vllm_importance_sampling_clip_max=3.0,
 )
 """Masked importance sampling, TRL's default (https://github.com/huggingface/trl): PPO's loss times
-the ratio of old to sampler's probability of the whole sequence, 0 above 3."""
+the whole sequence's old probability over its probability under the sampler, or 0 if this ratio is
+above 3."""
 
 OPSM = LossConfig(loss_type="grpo", off_policy_mask_threshold=1e-4)
 """Off-policy sequence masking, https://arxiv.org/abs/2512.02556, with slime's threshold: GRPO's
-loss, 0 for a sequence with A < 0 whose mean of old less current log-probability is above 1e-4 (of
-sampler's less current, if those are given)."""
+loss, but 0 for a sequence with A < 0 whose mean of (old - current) log-probability is above 1e-4;
+of (sampler - current), if the sampler's log-probabilities are given."""
 
 __all__ = [
     "CISPO", "DAPO", "DR_GRPO", "GMPO", "GRPO", "GSPO", "ICEPOP", "LUSPO", "MIS", "OPSM", "PPO",

@@ -1,4 +1,4 @@
-"""Results of the calls, registered as pytrees."""
+"""Results of calls, registered as pytrees."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class LossOutput:
 
     Attributes:
         loss: 0-d, attached to the graph; fp32 (fp64 for fp64 inputs).
-        logps: (B, T) or (N,), detached, 0 where masked; of the dtype of `loss`.
-        entropies: of the same shape and dtype, detached, 0 where masked.
-        metrics: name -> mean, and ``metrics.pairs``: name -> (sum, count).
-        engine: which engine served the call: one of `engine.plan.ENGINES`, ``"kept_sets"``, or
-            ``"given"`` where the log-probabilities were.
-        backend: which backend computed it: ``"cpp"``, ``"triton"`` or ``"torch"``, which is that of
-            kept sets.
+        logps: (B, T) or (N,) log-probabilities, detached, 0 where masked; in the dtype of `loss`.
+        entropies: entropies in the same shape and dtype, detached, 0 where masked.
+        metrics: `Metrics`: name -> mean; ``metrics.pairs`` holds name -> (sum, count).
+        engine: name of the engine that served the call: an `EngineName`, ``"kept_sets"`` with
+            `kept_ids`, or ``"given"`` from `policy_loss_from_logps`.
+        backend: name of the backend that computed it: ``"cpp"``, ``"triton"`` or ``"torch"``;
+            always ``"torch"`` with `kept_ids` or from `policy_loss_from_logps`.
     """
 
     loss: Tensor
@@ -36,7 +36,7 @@ class LossOutput:
     engine: str
     backend: str
 
-    if not TYPE_CHECKING:  # it would tell a type checker that any name is there
+    if not TYPE_CHECKING:  # else type checkers would accept any name
 
         def __getattr__(self, name: str) -> Any:
             raise no_attribute(self, name, (x.name for x in fields(self)))
@@ -47,22 +47,21 @@ class Scores:
     """Results of `linear_logprob`, `linear_divergence`, `topk_divergence` and
     `completion_logprobs`.
 
-    What was not asked for is None. Each has the shape of the positions, fp32 (fp64 for fp64
-    inputs), and is 0 where masked.
+    Results that you did not ask for are None. The others have the shape of the positions, in fp32
+    (fp64 for fp64 inputs), and are 0 where masked.
 
     Attributes:
         logps: log-probabilities of the ids, differentiable.
-        entropies: of the distributions, differentiable.
-        divergence: from the teacher, differentiable.
+        entropies: entropies of the distributions, differentiable.
+        divergence: divergences from the teacher, differentiable.
         log_sum_sq_probs: log of sum_v p_v^2.
         mean_logits: mean of the logits over the vocabulary.
         is_top1: bool; True where the id has the largest logit.
-        student_mass: the student's probability of the teacher's ids.
-        topk_logps: (..., K) log-probabilities of the ids in `topk_ids`, differentiable; -inf where
-            they are padded.
+        student_mass: the student's total probability of the teacher's ids.
+        topk_logps: (..., K) log-probabilities of `topk_ids`, differentiable; -inf at padding.
     """
 
-    # typed as Tensor: a caller reads the results that the call computes
+    # typed as Tensor, since callers read the results that they asked for
 
     logps: Tensor = None  # type: ignore[assignment]
     entropies: Tensor = None  # type: ignore[assignment]
@@ -75,7 +74,7 @@ class Scores:
 
     @staticmethod
     def of(**results: Tensor | None) -> Scores:
-        """Return these results, without those that are None."""
+        """Return the results that are not None."""
         return Scores(**{name: x for name, x in results.items() if x is not None})
 
     @property
@@ -85,11 +84,11 @@ class Scores:
         return {name: x for name, x in results.items() if x is not None}
 
     def __getitem__(self, key: object) -> Tensor:
-        """Raise TypeError: results have names, and no order."""
+        """Raise TypeError: results are read by name."""
         names = ", ".join(f".{name}" for name in self.given)
         raise TypeError(f"Scores: expected a result by its name, {names}, got [{key!r}]")
 
-    if not TYPE_CHECKING:  # it would tell a type checker that any name is there
+    if not TYPE_CHECKING:  # else type checkers would accept any name
 
         def __getattr__(self, name: str) -> Any:
             raise no_attribute(self, name, _OF_SCORES)

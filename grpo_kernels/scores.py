@@ -1,9 +1,9 @@
-"""Numbers per position straight from hidden states, differentiable, for other losses to build on.
+"""Scores of each position from hidden states, differentiable, for other losses to build on.
 
 With an expected upstream gradient, d hidden and d weight are computed in the forward, from logits
-that are there anyway. The backward finds the factor c between the expected and the upstream
-gradient, and recomputes only the rows where they do not fit. So the gradient is always exact, and a
-right expectation saves the recomputation.
+that exist anyway. The backward finds the factor c between the expected and the upstream gradient,
+and recomputes only the rows that do not match. The gradient is always exact; a correct expectation
+saves the recomputation.
 
 **Kept sets.** A sampler that cuts the distribution (top-k, top-p, min-p) draws y from the softmax
 over its kept set S, the ids that it did not cut. The policy trained on y has the same support only
@@ -12,12 +12,12 @@ mask)::
 
     logp = z_y - log sum_{j in S} exp z_j
 
-Only the head's rows of S are read. They are gathered for some positions at a time and multiplied
+Only the head's rows of S are read. They are gathered for a few positions at a time and multiplied
 with the hidden states of these positions. There are three products: one in the forward, one for d
 hidden, one for d weight. With N positions of K ids each takes 2NKH floating point operations; with
-an adapter of rank r on the head 2NK(H + r). Positions are sorted by falling size of their sets, so
-that short sets get little padding. An id that is alone in its set has log-probability 0 whatever
-its logit is, and costs nothing.
+an adapter of rank r on the head 2NK(H + r). Positions are sorted by decreasing size of their sets,
+so short sets get little padding. An id that is alone in its set has log-probability 0 whatever its
+logit is, and costs nothing.
 
 **A teacher's distribution.** On-policy distillation (https://arxiv.org/abs/2306.13649) moves a
 student towards a teacher on the student's samples::
@@ -26,16 +26,16 @@ student towards a teacher on the student's samples::
     forward_kl    D = KL(q || p)
     jsd           D = (1 - beta) KL(p || m) + beta KL(q || m)     m = (1 - beta) p + beta q
 
-Both heads' logits of a chunk of rows are computed once. The gradient of D, which is linear in the
-upstream gradient, is computed from them for the expected one, and scaled in the backward. So each
-row takes two products for the logits, and one each for d hidden and d weight.
+Both heads' logits of a chunk of rows are computed once. The gradient of D is linear in the upstream
+gradient: it is computed from these logits for the expected upstream gradient, and scaled in the
+backward. So each row takes two products for the logits, and one each for d hidden and d weight.
 `grpo_kernels.backends.divergence` says how the sums are written so that nothing cancels where p and
 q nearly agree.
 
 **A teacher's K ids.** Inference servers return a teacher's K most likely ids and their
 log-probabilities, not its hidden states. With q_k the teacher's probabilities of these ids, p_k the
-student's, both over the whole vocabulary, and q_r = 1 - sum_k q_k and p_r = 1 - sum_k p_k what is
-left for the other ids, the tail::
+student's, both over the whole vocabulary, and q_r = 1 - sum_k q_k and p_r = 1 - sum_k p_k the
+probabilities of all other ids, the tail::
 
     forward_kl               D = sum_k q_k log(q_k / p_k)
     forward_kl with a tail   D = sum_k q_k log(q_k / p_k) + q_r log(q_r / p_r)
@@ -131,62 +131,63 @@ def linear_logprob(
         scores = linear_logprob(hidden, model.lm_head, completion_ids, completion_mask)
         scores.logps, scores.entropies  # shaped like completion_ids
 
-    They are ``log softmax(z)[id]`` and the entropy of ``softmax(z)``; z are the head's logits
-    (`Head`) divided by the temperature. With `kept_ids` both are over the set of each position.
-    Results are differentiable, once, in hidden states, weight, bias and adapter.
+    `logps` are ``log softmax(z)[id]`` and `entropies` the entropies of ``softmax(z)``, where z are
+    the head's logits (`Head`) divided by the temperature. With `kept_ids` both are over each
+    position's kept set. They have first-order gradients with respect to hidden states, weight, bias
+    and adapter.
 
     Args:
         hidden: (..., H) hidden states, aligned with `completion_ids`: nothing is shifted here.
         head: a weight (V, H), a `Head`, or the model's head module.
-        completion_ids: (...) integers, the tokens to score, of prompts or completions; read only
+        completion_ids: (...) integers, the tokens to score, in prompts or completions; read only
             where the mask counts.
-        completion_mask: (...) bool, int or float; non-zero counts, NaN is refused. None: every
-            position counts.
-        temperature: a number, or one per position, shaped like `completion_ids`; a constant,
-            without gradient.
-        entropy: False to leave out the entropy. With `kept_ids` it is over the set; ``"full"``:
-            over the whole vocabulary, for one more product with the head.
+        completion_mask: (...) bool, int or float. Non-zero values count; NaN raises an error. None:
+            every position counts.
+        temperature: a number, or one per position, shaped like `completion_ids`; it gets no
+            gradient.
+        entropy: False skips the entropy. With `kept_ids`, True gives the entropy over the set, and
+            ``"full"`` the entropy over the whole vocabulary, for one more product with the head.
         extras: further results of the same pass, without gradient: ``"log_sum_sq_probs"``,
             ``"mean_logits"``, ``"is_top1"``, see `Scores`. Not with `kept_ids`.
-        expected: the upstream gradient that will arrive, up to one common factor: a = d loss / d
+        expected: the upstream gradient that you expect, up to one common factor: a = d loss / d
             logp shaped like `completion_ids`; or (a, b) with b = d loss / d entropy or None; or an
-            `Expectation`, or just its function. The gradient is exact whatever is expected. With
-            `kept_ids`, for the positions that are scored over the whole vocabulary. Not with
-            `topk_ids`.
-        topk_ids: (..., K) signed integers, padded with -1, in any order: more ids to score at each
-            position, from the same pass, as `topk_logps`: a sampler's candidates
-            (https://arxiv.org/abs/2609.20807). Not with `kept_ids`: over a set S the
-            log-probabilities are ``topk_logps - topk_logps.logsumexp(-1, keepdim=True)`` where
-            `topk_ids` are S.
+            `Expectation`, or its function alone. A correct value saves recomputation; the gradient
+            is exact either way. With `kept_ids` it applies to the positions that are scored over
+            the whole vocabulary. Not with `topk_ids`.
+        topk_ids: (..., K) signed integers in any order, padded with -1: more ids to score at each
+            position in the same pass, such as a sampler's candidates
+            (https://arxiv.org/abs/2609.20807). Their log-probabilities are `topk_logps`. Not with
+            `kept_ids`: for log-probabilities over a set S, pass S as `topk_ids` and take
+            ``topk_logps - topk_logps.logsumexp(-1, keepdim=True)``.
 
         The sampler:
 
-        kept_ids: the kept set of each position, that is the ids that a truncating sampler (top-k,
-            top-p, min-p) did not cut: `KeptIds`; or (..., K) signed integers padded with -1. They
-            are read only where the mask counts. Their order does not matter, and a repeated id
-            counts once. Operands are used as stored (under autocast rounded to its dtype), products
-            are fp32. Of the vocabulary's size there is only the accumulator for the gradient of a
-            weight that trains: V x H in fp32 (fp64), once per backward (and V for the bias).
-            Besides the workspace, 8 bytes for each (position, kept id) stay from forward to
-            backward (12 in fp64). The host reads the sizes of the sets. With a divided head the
-            sets, too, are the same on every rank.
-        on_missing_set: treatment of a position without a set. ``"error"``: each set must hold the
-            sampled id. ``"full"``: a position whose set is empty, or lacks the sampled id, is
-            scored over the whole vocabulary, as in prime-rl, and costs as without sets.
+        kept_ids: the kept set of each position: the ids that a truncating sampler (top-k, top-p,
+            min-p) did not cut, as `KeptIds` or as (..., K) signed integers padded with -1. They are
+            read only where the mask counts. Their order does not matter, and a repeated id counts
+            once. Operands keep their stored dtype (under autocast they are rounded to its dtype);
+            products are fp32. Only one tensor has the vocabulary's size: the gradient accumulator
+            of a weight that trains, V x H in fp32 (fp64), once per backward (and V for the bias).
+            Besides the workspace, 8 bytes per (position, kept id) stay from forward to backward (12
+            in fp64). The host reads the sizes of the sets. With a divided head, pass the same sets
+            on every rank.
+        on_missing_set: what to do with a position whose set is empty or lacks the sampled id.
+            ``"error"`` refuses it. ``"full"`` scores it over the whole vocabulary, as prime-rl
+            does, at the cost of a call without sets.
 
         How it is computed:
 
-        run: engine, backend, memory: `Run`.
+        run: options for engine, backend and memory: `Run`.
 
     Returns:
-        `Scores` with `logps`, `entropies` unless `entropy` is False, the `extras`, and `topk_logps`
-        where there are `topk_ids`.
+        `Scores` with `logps`, with `entropies` unless `entropy` is False, with the `extras`, and
+        with `topk_logps` if there are `topk_ids`.
 
     Raises:
         TypeError, ValueError: a wrong argument; the message names it. Raised before any work is
-            done. On a CPU that includes an id of `kept_ids` or `topk_ids` that is neither -1 nor in
-            [0, V), and a sampled id outside its set; on other devices that position's results are
-            NaN.
+            done. On a CPU this also checks that every id of `kept_ids` and `topk_ids` is -1 or in
+            [0, V), and that each set holds the sampled id; on other devices a wrong position's
+            results are NaN.
     """
     given = {**locals()}
     if kept_ids is None:
@@ -209,7 +210,7 @@ def linear_logprob(
         job = begin(hidden, head, run, backend=None if kept_ids is None else "torch")
         job = replace(job, entropy=bool(entropy), extras=tuple(extras))
         rows = _read_rows(job, completion_ids, completion_mask, temperature)
-        # also where few rows, or none, may need it
+        # read even if few rows, or none, will need it
         gradient = read_expected(
             expected, completion_ids, rows.positions, job.accumulator, entropy=bool(entropy)
         )
@@ -252,45 +253,46 @@ def linear_divergence(
         scores = linear_divergence(hidden, model.lm_head, (teacher_hidden, teacher.lm_head), mask)
         loss = scores.divergence.sum() / mask.sum()
 
-    All results are differentiable, once. Each head has logits of its own (`Head`); both are divided
-    by the same temperature. Gradients go to the student's hidden states, weight, bias and adapter;
-    the teacher's tensors are constants. Values at masked positions are never read.
+    All results have first-order gradients with respect to the student's hidden states, weight, bias
+    and adapter; the teacher's tensors are constants. Each head has its own logits (`Head`); both
+    are divided by the same temperature. Values at masked positions are never read.
 
     Args:
-        hidden, head, completion_mask: (..., H), the student's head and (...), as in
-            `linear_logprob`.
-        teacher: (hidden states (..., H') at the same positions, head), constants. H' may differ
-            from H. The head is a weight (V', H'), a `Head` without adapter, or a module without
-            active adapters, which is gathered for this call if FSDP2 or ZeRO-3 has divided it: all
-            ranks that share it must then make the call. V' may differ from V, and the heads'
-            ``vocab_size``: both distributions are then over the ids that both heads have, the first
-            ones, alone. A process group divides both heads, into the same ids on each rank; its
-            ranks do not see whole heads, so that both must have the same number of ids, or the same
-            ``vocab_size``.
-        divergence: ``"reverse_kl"``, ``"forward_kl"`` or ``"jsd"``.
-        beta: for ``"jsd"``: TRL's beta, in [0, 1], by default 0.5; 0 is the forward and 1 the
+        hidden: (..., H) hidden states of the student.
+        head: the student's head, as in `linear_logprob`.
+        teacher: (hidden states (..., H') at the same positions, head), both constants. H' may
+            differ from H. The head is a weight (V', H'), a `Head` without adapter, or a module
+            without active adapters. If FSDP2 or ZeRO-3 has divided the module, it is gathered for
+            this call, so all ranks that share it must make the call. V' may differ from V, and so
+            may the heads' ``vocab_size``: both distributions are then over the ids that both heads
+            have, which are the first ones. A process group divides both heads into the same ids on
+            each rank. Its ranks do not see whole heads, so both must then have the same number of
+            ids, or the same ``vocab_size``.
+        completion_mask: (...), as in `linear_logprob`.
+        divergence: ``"reverse_kl"``, KL(student || teacher); ``"forward_kl"``, KL(teacher ||
+            student); or ``"jsd"``.
+        beta: for ``"jsd"`` only: TRL's beta, in [0, 1], default 0.5; 0 is the forward and 1 the
             reverse KL.
         temperature: a number, or one per position.
         entropy: True to compute the entropy of the student's distribution.
-        completion_ids: (...) tokens whose log-probabilities under the student to compute; None:
-            none.
-        expected: the upstream gradient of each divergence, up to one common factor; None: the same
-            for all, as from a sum or a mean. Where it is right, it saves the recomputation; the
-            gradient is exact in any case. With `completion_ids` it may be a pair, of the
-            divergences and of the log-probabilities. It may also be an `Expectation`, which has the
-            entropies too.
-        run: engine, backend, memory: `Run`.
+        completion_ids: (...) tokens whose log-probabilities under the student are wanted, too.
+        expected: the upstream gradient that you expect for each divergence, up to one common
+            factor. None: the same for all, as from a sum or a mean. A correct value saves
+            recomputation; the gradient is exact either way. With `completion_ids` it may be a pair,
+            for the divergences and the log-probabilities. It may also be an `Expectation`, which
+            covers the entropies too.
+        run: options for engine, backend and memory: `Run`.
 
     Returns:
-        `Scores` with `divergence`, and `entropies` and `logps` if they are asked for. A divergence
-        is inf only where it must be: the reverse KL where the teacher rules out an id that the
-        student does not.
+        `Scores` with `divergence`, and with `entropies` and `logps` if you asked for them. A
+        divergence is inf only where it must be: in the reverse KL, where the teacher gives
+        probability 0 to an id that the student does not.
 
     Raises:
         TypeError, ValueError: a wrong argument; the message names it. Raised before any work is
             done.
 
-    A CUDA graph can be captured without a mask; there a head that trains takes two passes.
+    A CUDA graph can be captured if there is no mask; in it, a head that trains takes two passes.
     """
     given, jsd_beta = {**locals()}, _beta_of(divergence, beta)
     both: Any = whole_reference(teacher, hidden, head, "teacher.")
@@ -334,45 +336,46 @@ def topk_divergence(
     # how it is computed
     run: Run | None = None,
 ) -> Scores:
-    """Compute the divergence from a teacher that gives K ids and log-probabilities per position.
+    """Compute the divergence from a teacher's K ids and log-probabilities per position.
 
     ::
 
         scores = topk_divergence(hidden, model.lm_head, teacher_ids, teacher_logps, mask)
 
-    It is differentiable, once. The student's logits are the head's (`Head`) divided by the
-    temperature. Gradients go to hidden states, weight, bias and adapter. Values at masked positions
+    It has first-order gradients only, with respect to hidden states, weight, bias and adapter. The
+    student's logits are the head's (`Head`) divided by the temperature. Values at masked positions
     are never read.
 
     Args:
-        hidden, head, completion_mask, temperature: (..., H), the student's head, (...) and a number
-            or (...), as in `linear_logprob`.
+        hidden: (..., H) hidden states of the student.
+        head: the student's head, as in `linear_logprob`.
         teacher_ids: (..., K) signed integers, padded with -1, in any order. A repeated id counts
             once, with its first log-probability.
-        teacher_logps: (..., K), natural logarithms, of a softmax over the whole vocabulary at the
-            teacher's own temperature: they are used as they come. An entry of -inf is padding.
+        teacher_logps: (..., K) natural logarithms of a softmax over the whole vocabulary, at the
+            teacher's own temperature; used unchanged. An entry of -inf is padding.
+        completion_mask: (...), as in `linear_logprob`.
         divergence: ``"reverse_kl"``, KL(student || teacher), or ``"forward_kl"``, KL(teacher ||
             student).
-        tail: True: the other ids count as one more outcome. None: True for ``"reverse_kl"``, which
+        tail: True counts all other ids as one more outcome. None: True for ``"reverse_kl"``, which
             needs it, else False. The tail's probability is clamped to at least eps of the dtype of
-            `teacher_logps` or of the result, whichever is coarser: nothing smaller is known.
-        log_prob_min_clamp: lower bound to which both log-probabilities are clamped; an id whose
-            student log-probability is below it gives no gradient. Only for the forward KL without a
+            `teacher_logps` or of the result, whichever is coarser, since nothing smaller is known.
+        log_prob_min_clamp: lower bound that both log-probabilities are clamped to. An id whose
+            student log-probability is below it gets no gradient. Only for the forward KL without a
             tail.
-        loss_max_clamp: bound to which |D| is clamped; a position where it is reached gives no
-            gradient.
-        expected: the upstream gradient of each divergence, up to one common factor; None: the same
-            for all. Where it is right, it saves the recomputation; the gradient is exact in any
-            case.
-        run: engine, backend, memory: `Run`.
+        loss_max_clamp: bound that |D| is clamped to. A position that reaches it gets no gradient.
+        temperature: a number, or one per position.
+        expected: the upstream gradient that you expect for each divergence, up to one common
+            factor. None: the same for all. A correct value saves recomputation; the gradient is
+            exact either way.
+        run: options for engine, backend and memory: `Run`.
 
     Returns:
-        `Scores` with `divergence`, and without gradient `student_mass`, sum_k p_k.
+        `Scores` with `divergence` and, without gradient, `student_mass`, which is sum_k p_k.
 
     Raises:
         TypeError, ValueError: a wrong argument; the message names it. Raised before any work is
-            done. On a CPU that includes an id that is neither -1 nor in [0, V); on other devices
-            that position's results are NaN.
+            done. On a CPU this also checks that every id is -1 or in [0, V); on other devices a
+            wrong position's results are NaN.
     """
     given, head = {**locals()}, with_its_group(hidden, head)
     measured = (divergence, tail, log_prob_min_clamp, loss_max_clamp)
@@ -421,7 +424,7 @@ def scored(
 def read_kept_sets(
     kept_ids: Any, on_missing_set: Any, ids: Tensor, entropy: bool | str = True
 ) -> KeptIds:
-    """The sets of checked `ids`, as int64 bounds and ids."""
+    """Read the kept sets of `ids`, which are checked, as int64 bounds and ids."""
     check_choice("on_missing_set", on_missing_set, _ON_MISSING_SET)
     if not isinstance(entropy, bool) and entropy != "full":
         raise ValueError(f"entropy: expected True, False or 'full', got {entropy!r}")
@@ -444,8 +447,8 @@ def score_kept(
 
     Args:
         job: planned for the torch backend, its ids not checked for range.
-        entropy: True: over the sets; "full": over the whole vocabulary; False: none.
-        expected: the expected gradient where there is no set.
+        entropy: True for the sets, "full" for the whole vocabulary, False for none.
+        expected: the expected gradient of positions without a set.
         others: other policies' log-probabilities, (...) each, which must be over the same sets.
 
     Returns:
@@ -500,7 +503,7 @@ def _read_rows(job: Job, ids: Tensor, mask: Tensor | None, temperature: float | 
         inverse = 1.0 / float(temperature)
     else:
         check_tensor("temperature", temperature, like=ids, floating=True)
-        check_shape("temperature", temperature, ("that of the ids", tuple(ids.shape)))
+        check_shape("temperature", temperature, ("ids.shape", tuple(ids.shape)))
         rows = temperature.detach().reshape(-1)[positions].to(job.accumulator)
         bad = ~((rows > 0) & torch.isfinite(rows))
         if rows.device.type == "cpu" and bool(bad.any()):
@@ -553,7 +556,7 @@ def _measure_of(
     """The fields of a `TopKTeacher` that these arguments describe.
 
     Args:
-        dtypes: those of the result and of the teacher's log-probabilities.
+        dtypes: of the result and of the teacher's log-probabilities.
     """
     check_choice("divergence", divergence, choices(TopKDivergenceName))
     reverse = divergence == "reverse_kl"
@@ -562,15 +565,15 @@ def _measure_of(
     if reverse and tail is False:
         raise ValueError(
             "tail: expected True or None with divergence = 'reverse_kl', got False: over the "
-            "listed ids alone it is least where the student gives them nothing"
+            "listed ids alone it is smallest if the student gives them no probability"
         )
     tail = reverse if tail is None else tail
     if log_prob_min_clamp is not None:
         check_number("log_prob_min_clamp", log_prob_min_clamp)
         if tail:
             raise ValueError(
-                f"log_prob_min_clamp: expected None with a tail, got {log_prob_min_clamp!r}; it is "
-                "of the forward KL over the listed ids alone"
+                f"log_prob_min_clamp: expected None with a tail, got {log_prob_min_clamp!r}; it "
+                "applies to the forward KL over the listed ids alone"
             )
     if loss_max_clamp is not None:
         check_number("loss_max_clamp", loss_max_clamp, 0.0)
@@ -584,12 +587,12 @@ def _measure_of(
 
 
 def check_listed(name: str, ids: Any, hidden: Tensor, logps: Any = None) -> None:
-    """Raise unless ids (..., K), the argument `name`, and log-probabilities, ``*_logps`` of the
-    same name, fit hidden states (..., H)."""
+    """Raise unless the ids (..., K) of argument `name`, and the log-probabilities of the argument
+    named alike, ``*_logps``, fit hidden states (..., H)."""
     check_signed_ids(name, ids, hidden)
     shape = (*hidden.shape[:-1], max(1, ids.shape[-1] if ids.dim() else 0))
-    check_shape(name, ids, ("(*that of hidden without H, K), K > 0", shape))
+    check_shape(name, ids, ("(*hidden.shape[:-1], K), K > 0", shape))
     if logps is not None:
         of_them = name.replace("_ids", "_logps")
         check_tensor(of_them, logps, like=hidden, floating=True)
-        check_shape(of_them, logps, (f"that of {name}", shape))
+        check_shape(of_them, logps, (f"{name}.shape", shape))

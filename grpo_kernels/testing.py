@@ -1,4 +1,4 @@
-"""Helpers for tests of your own."""
+"""Helpers for your own tests."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ def check_token_level(
     config: LossConfig | None = None,
     tolerance: float = 1e-3,
 ) -> None:
-    """Check that `objective`'s loss of a token depends on that token alone, as
-    `grpo_kernels.token_level` declares.
+    """Check that `objective`'s loss of each token depends on that token alone.
 
-    The loss and its gradients of some tokens must be the same without the other tokens. ::
+    That is what `grpo_kernels.token_level` declares. The losses and gradients of some tokens must
+    stay the same if the other tokens are left out. ::
 
         def test_my_loss():
             check_token_level(my_loss)
 
     Args:
-        objective: the function; a ``functools.partial`` of it will do.
-        tokens: what it is evaluated on, at least two tokens. None: 99 random tokens of nine
-            sequences that have all optional inputs. Give your own to a function that reads other
-            tensors of a certain size.
-        config: whose loss the function reads as ``tokens.loss``; default `LossConfig()`.
-        tolerance: largest difference allowed, relative to a number or to the mean size of all. The
-            default is far above float32's rounding; raise it for 16-bit products.
+        objective: the function, or a ``functools.partial`` of it.
+        tokens: at least two tokens to evaluate it on. None: 99 random tokens of nine sequences,
+            with all optional inputs. Pass your own if the function reads other tensors of a certain
+            size.
+        config: the config whose loss the function reads as ``tokens.loss``; default `LossConfig()`.
+        tolerance: largest allowed difference, relative to a number or to the mean size of all
+            numbers. The default is far above float32's rounding; raise it for 16-bit products.
 
     Raises:
-        AssertionError: values or gradients differ, or all gradients are 0, which proves nothing.
+        AssertionError: losses or gradients differ; or all gradients are 0, which proves nothing.
     """
     if tokens is None:
         gen = torch.Generator().manual_seed(0)
@@ -94,7 +94,8 @@ def check_token_level(
             worst = max(worst, distance.max().item())
     if worst > tolerance:
         raise AssertionError(
-            "check_token_level: expected a loss of each token alone, but with fewer tokens beside "
-            f"them its values or gradients differ by {worst:.1e} of their size. Do not declare it "
-            "token_level. Numbers that belong to a token: extra.flatten()[tokens.index]"
+            "check_token_level: expected each token's loss to depend on that token alone, but "
+            "without other tokens its values or gradients differ by "
+            f"{worst:.1e} of their size. Do not declare it token_level. Index per-token extras "
+            "with extra.flatten()[tokens.index]"
         )

@@ -1,8 +1,8 @@
 """The caller's batch, reduced to the tokens that count.
 
 Everything after this module works on n rows, one per counted token. Values at masked positions are
-never read, so that none of them, NaN included, can reach a result. Padded (B, T) and packed (N,)
-batches become the same thing.
+never read, so none of them, NaN included, can reach a result. Padded (B, T) and packed (N,) batches
+look the same from here on.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Layout:
 @dataclass(frozen=True)
 class Tokens:
     """Per-token inputs of the loss; every tensor (n,), in the accumulator's dtype, detached; None
-    where absent. The sampler's candidates are (n, K), -inf where they count for nothing."""
+    where absent. The sampler's candidates are (n, K), with -inf as padding."""
 
     layout: Layout
     ids: Tensor  # int64
@@ -85,8 +85,8 @@ class Tokens:
     advantages_per_sequence: bool = False  # True if the caller passed (B,)
 
     def at(self, index: Tensor) -> Tokens:
-        """Return the tokens at `index` (m,), for computations token by token; fields not per token
-        stay whole."""
+        """Return the tokens at `index` (m,), for computations token by token; other fields stay
+        whole."""
         whole = ("layout", "sequence_ratio", "advantages_per_sequence")
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return Tokens(
@@ -102,7 +102,7 @@ class Tokens:
 
     @property
     def unexpanded_ratio(self) -> Tensor | None:
-        """The importance sampling ratio, (n,), or (B,) where it is per sequence."""
+        """The importance sampling ratio, (n,), or (B,) if it is per sequence."""
         return (
             self.importance_sampling_ratio if self.sequence_ratio is None else self.sequence_ratio
         )
@@ -114,10 +114,10 @@ class Tokens:
 def counted_positions(mask: Tensor | None, ids: Tensor) -> Tensor:
     """Return the indices (n,) into the flattened `mask` where it is not 0; all if it is None.
 
-    Waits for the device once, to count them. Values other than 0 and 1 are warned of, once.
+    Waits for the device once, to count them. Warns, once, of values other than 0 and 1.
 
     Raises:
-        ValueError: there is NaN in the mask.
+        ValueError: the mask contains NaN.
     """
     if mask is None:
         return torch.arange(ids.numel(), device=ids.device)
@@ -136,8 +136,8 @@ def counted_positions(mask: Tensor | None, ids: Tensor) -> Tensor:
 
 
 def _is_checked(mask: Tensor) -> bool:
-    """True if values other than 0 and 1 are looked for: in floats, and in integers on a CPU (a GPU:
-    4 launches)."""
+    """True if the mask is searched for values other than 0 and 1: floats always, integers on a CPU
+    only (on a GPU this takes 4 launches)."""
     if mask.is_floating_point():
         return True
     return mask.dtype != torch.bool and mask.device.type == "cpu"
@@ -154,11 +154,10 @@ def read_tokens(
     sampling_topk_logps: Tensor | None = None,
     **logps: Tensor | None,
 ) -> Tokens:
-    """Check the per-token arguments of a loss and keep those of the counted tokens, numbers in
-    `dtype`.
+    """Check the per-token arguments of a loss and select the counted tokens, numbers in `dtype`.
 
     Args:
-        ids: checked; the shape and device that the others must have.
+        ids: checked; the other arguments must have their shape and device.
         logps: log-probabilities of other policies, by name.
 
     Raises:

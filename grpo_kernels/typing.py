@@ -1,4 +1,4 @@
-"""Types for annotations of your own: names that options take, and keyword arguments to hand on.
+"""Types for your own annotations: names that options accept, and keyword arguments to pass on.
 
 ::
 
@@ -7,8 +7,9 @@
     def make_loss(backend: BackendName, **fields: Unpack[LossFields]) -> GRPOLoss:
         return GRPOLoss(run=Run(backend=backend), **fields)
 
-A type checker does not take a plain ``str`` for one of these names. Cast a string that is read at
-run time, such as ``cast(BackendName, arguments.backend)``: `LossConfig` and the calls check it.
+A type checker does not accept a plain ``str`` as one of these names. Cast a string that is read at
+run time, as in ``cast(BackendName, arguments.backend)``; `LossConfig` and the calls check its
+value.
 """
 
 from grpo_kernels.base.choices import (

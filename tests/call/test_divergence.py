@@ -110,13 +110,13 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"head": lambda w: Head(w, vocab_size=51), "teacher_head": Head}, ValueError,
      "vocab_size: expected at most"),
     ({"teacher_head": lambda w: Head(nn.Linear(*w.T.shape), torch.zeros(50))}, ValueError,
-     "teacher.bias: expected None, since it is that of the module"),
+     "teacher.bias: expected None, since the module has its own bias"),
     ({"teacher_head": lambda w: Head(w, lora=LoRA(torch.zeros(2, 16), torch.zeros(50, 2)))},
      ValueError, r"teacher\.head\.lora: expected None"),
     ({"head": lambda w: Head(w, logit_scale=2.0)}, ValueError,
-     "teacher.head: expected a Head, which says its own logit_scale, .* 2.0"),
+     "teacher.head: expected a Head that states its own logit_scale, .* 2.0"),
     ({"head": lambda w: Head(w, final_logit_softcapping=9.0)}, ValueError,
-     "teacher.head: expected a Head, which says its own final_logit_soft"),
+     "teacher.head: expected a Head that states its own final_logit_soft"),
     ({"teacher_hidden": lambda x: x[:, :3]}, ValueError, "teacher.hidden: expected shape"),
     ({"teacher_hidden": Tensor.long}, TypeError,
      "teacher.hidden: expected a floating-point tensor"),
@@ -211,7 +211,7 @@ LOSS_WRONG = [
     (3, FULL, TypeError, r"reference: expected \(hidden, head\), got int"),
     (lambda x: x[:40], FULL, ValueError, "reference.weight: expected shape"),
     (lambda x: Head(x, vocab_size=31), FULL, ValueError,
-     r"reference\.head\.vocab_size: expected None or that of the other head, got 31"),
+     r"reference\.head\.vocab_size: expected None or the other head's value, got 31"),
 ]  # fmt: skip
 
 

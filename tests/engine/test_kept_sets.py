@@ -212,7 +212,7 @@ def test_on_a_gpu_wrong_ids_make_their_position_nan(monkeypatch: pytest.MonkeyPa
 
 
 IDS = torch.zeros(4, dtype=torch.long)
-FOUR = "from 0 to M = 4 that never fall"
+FOUR = "non-decreasing numbers from 0 to M = 4"
 OFFSETS = {  # a `KeptIds` of four positions
     "floats": (torch.zeros(4), torch.arange(5), TypeError, r"ids: expected signed integer"),
     "float bounds": (IDS, torch.arange(5.0), TypeError, "offsets: expected int32 or int64"),

@@ -85,7 +85,7 @@ def test_an_adapter_that_does_not_fit_is_refused() -> None:
         r"lora\.a: expected shape \(r, H\) = \(2, 8\)": LoRA(torch.randn(2, 7), b),
         r"lora\.b: expected shape \(V, r\) = \(10, 2\)": LoRA(a, torch.randn(9, 2)),
         r"lora\.scaling: expected a finite number": LoRA(a, b, float("nan")),
-        r"lora\.input: expected shape that of hidden": LoRA(a, b, input=torch.randn(2, 8)),
+        r"lora\.input: expected shape hidden\.shape": LoRA(a, b, input=torch.randn(2, 8)),
         r"lora\.a: expected shape \(r, H\) with r > 0": LoRA(torch.randn(0, 8), torch.randn(10, 0)),
     }
     for says, lora in wrong.items():

@@ -81,7 +81,7 @@ def test_scores_without_gradient_and_a_bias_beside_the_modules() -> None:
     head, hidden = linear(), states()
     with torch.no_grad():
         assert not logps_of(head, hidden).requires_grad
-    with pytest.raises(ValueError, match=r"bias: expected None, since it is lm_head's own"):
+    with pytest.raises(ValueError, match=r"bias: expected None, since lm_head has its own bias"):
         logps_of(Head(head, torch.zeros(V, dtype=torch.float64)), hidden)
 
 
@@ -178,7 +178,7 @@ def test_hooks_that_would_be_handed_logits_are_refused_by_name() -> None:
 
 def test_pre_hooks_that_give_more_than_hidden_states_are_refused() -> None:
     head = with_pre_hook(lambda m, args, kwargs: (args, {"names": 1}), with_kwargs=True)
-    message = r"lm_head: expected its forward pre-hooks to give one input, got .*'names'\]"
+    message = r"lm_head: expected its forward pre-hooks to return one input, got .*'names'\]"
     with pytest.raises(TypeError, match=message):
         logps_of(head, states())
     layer = peft_head(2)
@@ -298,7 +298,7 @@ def test_adapters_that_are_not_plain_lora_are_refused_by_name() -> None:
         (peft_head(2, use_dora=True), ValueError,
          "adapters that are plain LoRA, got DoraLinear.* as 'a0'"),
         (peft_head(2, 2, lora_dropout=0.4), ValueError,
-         "one active adapter if there is dropout, got 2"),
+         "a single active adapter if it has dropout, got 2"),
         (Head(peft_head(2), lora=own), ValueError, "None, since PEFT's adapters"),
         (model["lm_head"], TypeError, ".*, got peft.tuners.loha.layer.Linear"),
     ):  # fmt: skip

@@ -132,7 +132,7 @@ def indices(of: str) -> dict[str, Any]:
 
 GOT = r"^lm_head: expected an nn\.Linear .* got .*"
 WHOLE = rf"{GOT}TrainableTokensWrapper; train it by LoRA \(target_modules=\['lm_head'\]\), whole"
-TIED = rf"{GOT}TrainableTokensWrapper; train it .* \(what trains a tied embedding trains it, too\)"
+TIED = rf"{GOT}TrainableTokensWrapper; train it .* \(training a tied embedding trains it, too\)"
 PARAM = rf"{GOT}ParamWrapper; train it by LoRA \(target_modules=\['lm_head'\]\)"
 ON_WEIGHT = lora(target_parameters=["lm_head.weight"])
 DORA = {"peft_config": on_head(use_dora=True)}
@@ -142,7 +142,7 @@ REFUSED: dict[str, tuple[type, dict[str, Any], type[Exception], str]] = {
     "token indices": (Ours, indices("lm_head"), TypeError, WHOLE),
     "of a tied embedding": (Ours, {"model": "tied", **indices("embed_tokens")}, TypeError, TIED),
     "target parameters": (Ours, ON_WEIGHT, TypeError, PARAM),
-    "unknown": (mixed(Wrapped, Ours), {}, TypeError, f"{GOT}Doubled; take off, or merge, what is"),
+    "unknown": (mixed(Wrapped, Ours), {}, TypeError, f"{GOT}Doubled; remove or merge the layer"),
     "DoRA": (Ours, DORA, ValueError, "expected adapters that are plain LoRA, got Dora"),
     "IA3": (Ours, IA3, TypeError, r"lm_head: .*ia3\.layer"),
     "fp32 head": (Ours, FP32, ValueError, "cast_lm_head_to_fp32: expected False"),

@@ -232,7 +232,7 @@ COUPLED = {
 
 @pytest.mark.parametrize("by", COUPLED)
 def test_a_function_that_couples_tokens_is_found(by: str) -> None:
-    message, function = "^check_token_level: expected a loss of each token alone", COUPLED[by]
+    message, function = "^check_token_level: expected each token's loss to depend", COUPLED[by]
     with pytest.raises(AssertionError, match=message):
         check_token_level(token_level(function))
     few = torch.tensor([[-1.0, -2.0], [0.5, 0.7], [1, 1], [2, -1], [-1.5, -1]])
