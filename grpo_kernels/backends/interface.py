@@ -223,6 +223,6 @@ class FusedRowBackend(RowBackend, Protocol):
         """Do `stats`, compute the loss of each row as `terms`, and do `grad` if `out` is given.
 
         For a chunk with a teacher `TokenLoss.kl` is ``"full"``: the divergence is computed, too. An
-        id of -1 is invalid: the row's log-probability, loss and d_logp are NaN.
+        id outside of [0, V) is invalid: the row's log-probability, loss and d_logp are NaN.
         """
         ...

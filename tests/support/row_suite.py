@@ -333,13 +333,14 @@ class SpecialSuite:
         assert got.extras["is_top1"].tolist() == [False, False, False, True]
 
     def test_a_row_without_a_token(self) -> None:
-        """An id of -1: log-probability, loss and gradient are NaN, for known losses too."""
-        raw, ids = self.randn(3, 20), torch.tensor([4, -1, 19], device=self.device)
+        """An id outside: log-probability, loss and gradient are NaN, for known losses too."""
+        raw = self.randn(6, 20)
+        ids = torch.tensor([4, -1, 19, 20, 2**32, -(2**62)], device=self.device)
         for kind in range(5):
             loss, out = make_loss(-torch.ones_like(raw[:, 0]), kind), torch.empty_like(raw)
             fused = self.kernels.fused(Chunk(raw, ids, PLAIN), loss, out)
             for x in (fused.logps, fused.terms["loss"], fused.terms["d_logp"], out[:, 7]):
-                assert x.isnan().tolist() == [False, True, False]
+                assert x.isnan().tolist() == [False, True, False, True, True, True]
             assert fused.entropies is not None
             assert fused.entropies.isfinite().all()
 

@@ -87,7 +87,7 @@ def fused_kernel(
         logits_ptr, stride_n, rows, inv_t_ptr, inner, outer, HAS_SOFTCAP
     )
     head = (row_ptrs, bias_ptr, inner, outer)  # see `head_rows`
-    ids = tl.load(ids_ptr + rows)  # in [0, V), or -1, by which the caller marks all invalid ids
+    ids = tl.load(ids_ptr + rows)
     is_id = (ids >= 0) & (ids < V)
     x_target = load_at(head, ids, is_id, ROUNDED_TO)
     z_target = tl.reshape(scaled(x_target, head, HAS_SOFTCAP), ids.shape)
@@ -96,7 +96,7 @@ def fused_kernel(
         head, V, HAS_SOFTCAP, ROUNDED_TO, wanted, BLOCK_N, BLOCK_V, NUM_STAGES
     )
     rest, log_sum, entropy = finish(m, rest, t)
-    logp = tl.where(ids < 0, float("nan"), target_logp(m, rest, z_target))
+    logp = tl.where(is_id, target_logp(m, rest, z_target), float("nan"))
 
     weight = tl.load(weights_ptr + rows)
     if old_ptr is None:  # on-policy: `SURROGATE` takes the policy term's derivative as advantage
@@ -126,8 +126,8 @@ def fused_kernel(
         loss += beta * weight * kl
         d_logp += beta * weight * d_kl
         tl.store(kl_ptr + rows, kl, mask=is_row)
-    d_logp = tl.where(ids < 0, float("nan"), d_logp)  # on-policy nothing else makes it NaN
-    loss = tl.where(ids < 0, float("nan"), loss)
+    d_logp = tl.where(is_id, d_logp, float("nan"))  # on-policy nothing else makes it NaN
+    loss = tl.where(is_id, loss, float("nan"))
 
     tl.store(logps_ptr + rows, logp, mask=is_row)
     tl.store(max_logit_ptr + rows, m, mask=is_row)
