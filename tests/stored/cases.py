@@ -16,6 +16,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields
 from functools import partial, reduce
 from itertools import product
 from pathlib import Path
@@ -696,6 +697,12 @@ ADVANTAGES = (
 )  # fmt: skip
 
 
+def every_field(config: LossConfig) -> str:
+    """The fields of a config, defaults too."""
+    values = (f"{x.name}={getattr(config, x.name)!r}" for x in fields(config))
+    return f"LossConfig({', '.join(values)})"
+
+
 def advantage_case(d: Draw, name: str) -> Results:
     """One of `grpo_kernels.advantages`."""
     return read(public(f"advantages.{name}")(**advantage_arguments(d, name)))
@@ -756,11 +763,11 @@ PRESETS = (
 def preset_case(d: Draw, name: str, **options: Any) -> Results:
     """The loss of a preset, whose fields are compared, too."""
     config = public(f"presets.{name}")
-    return loss_case(d, config=config, **options) | {"config": repr(config)}
+    return loss_case(d, config=config, **options) | {"config": every_field(config)}
 
 
 def default_case(d: Draw) -> Results:
-    return {"config": repr(LossConfig())}
+    return {"config": every_field(LossConfig())}
 
 
 def exact_kl(d: Draw, **options: Any) -> Results:
