@@ -1,6 +1,6 @@
 """Entry point that ``import verl`` loads (group ``verl.plugins``): importing it calls `patch_verl`.
 
-verl logs the errors of a plug-in where nobody reads them, so an error here is also a warning.
+verl logs a plug-in's errors where they are easily missed, so an error here is also a warning.
 """
 
 import warnings
@@ -11,8 +11,8 @@ try:
     patch_verl()
 except Exception as error:
     warnings.warn(
-        "grpo_kernels: the plug-in for verl could not be loaded, impl_backend=grpo_kernels is not "
-        f"there: {error!r}",
+        "grpo_kernels: the plug-in for verl failed to load, so impl_backend=grpo_kernels is not "
+        f"available: {error!r}",
         RuntimeWarning,
         stacklevel=2,
     )

@@ -1,7 +1,7 @@
 """TRL's trainers with their language-model head computed by `grpo_kernels`.
 
-One minor version of TRL is known. With another one everything here works, after a warning, as TRL
-does without it.
+Supports one minor version of TRL. With any other version, everything here warns and then behaves
+like stock TRL.
 """
 
 from grpo_kernels.patching import needed
@@ -31,11 +31,11 @@ with needed("'trl>=1.16'", "trl", "transformers"):
         }
         warnings.warn(f"grpo_kernels: {_MESSAGE}", stacklevel=2)
 
-        # an assignment: what builds the documentation resolves no name of another package
+        # an assignment, since the documentation's builder cannot resolve another package's names
         FusedDistillationTrainer = DistillationTrainer  # type: ignore[misc]
 
         class FusedLossMixin:  # type: ignore[no-redef]
-            """Takes our options in front of a trainer of an unknown TRL, which runs as it is."""
+            """Accept this library's options on a trainer of an unsupported TRL, unchanged."""
 
             def __init__(self, *args: Any, **kwargs: Any) -> None:
                 warn_once(_MESSAGE)
@@ -45,15 +45,15 @@ with needed("'trl>=1.16'", "trl", "transformers"):
                 super().__init__(*args, **{x: y for x, y in kwargs.items() if x not in _OF_COST})
 
         class FusedGRPOTrainer(FusedLossMixin, GRPOTrainer):  # type: ignore[no-redef]
-            """TRL's trainer as it is."""
+            """TRL's own trainer, unchanged."""
 
         def patch_trl(**_: Any) -> Patch:  # type: ignore[misc]
-            """Warn: this TRL is left alone."""
+            """Warn that this TRL is not supported and stays unpatched."""
             warn_once(_MESSAGE)
             return Patch(False)
 
         def unpatch_trl() -> None:
-            """Change nothing."""
+            """Do nothing, since nothing was patched."""
 
 
 __all__ = [

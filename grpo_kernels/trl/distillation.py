@@ -2,9 +2,9 @@
 
 TRL computes the divergence between student and teacher in one function of hidden states and heads,
 which the trainer looks up at call time as
-``trl.trainer.distillation_trainer._chunked_divergence_loss``. `divergence_loss` has its parameters
-and returns the same three values; all else stays TRL's. Student and teacher are projected once, and
-the gradient is taken on the same logits; TRL projects both again in its backward, and for
+``trl.trainer.distillation_trainer._chunked_divergence_loss``. `divergence_loss` has the same
+parameters and return values; everything else stays TRL's. It projects student and teacher once and
+computes the gradient from the same logits. TRL projects both again in its backward, and for
 0 < beta < 1 once more.
 """
 
@@ -46,31 +46,30 @@ def divergence_loss(
     temperature: float = 1.0,
     *,
     shares: Shares | None = None,
-    heads: tuple[Head | None, Head | None] = (None, None),  # measured, of student and teacher
+    heads: tuple[Head | None, Head | None] = (None, None),  # measured; (student, teacher)
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (loss, summed entropy of the student, number of counted tokens), () each.
 
-    Only the loss has a gradient. It is the sum of the tokens' divergences over
-    `num_items_in_batch`, or without it their mean. `beta` is as in TRL: 0 is the forward KL, 1 the
-    reverse KL, between them the generalized Jensen-Shannon divergence.
+    Only the loss has a gradient. It is the sum of the tokens' divergences divided by
+    `num_items_in_batch`, or their mean if that is None. `beta` is as in TRL: 0 is the forward KL,
+    1 the reverse KL, values in between the generalized Jensen-Shannon divergence.
 
     Raises:
-        ValueError: the student's head is divided by FSDP2 and trains.
+        ValueError: the student's head trains and is sharded by FSDP2.
     """
     trains = student_lm_head_weight.requires_grad and torch.is_grad_enabled()
     if is_dtensor(student_lm_head_weight) and trains:  # gradients would not be summed over ranks
         raise ValueError(
-            "student_lm_head_weight: expected a plain tensor, as it is within the forward of the "
-            "FSDP2 unit that lm_head belongs to, got a DTensor. Do not make lm_head a unit of its "
-            "own, or compute the loss with grpo_kernels.linear_divergence, which takes lm_head "
-            "itself"
+            "student_lm_head_weight: expected a plain tensor, as inside the forward of the FSDP2 "
+            "unit that contains lm_head, got a DTensor. Do not make lm_head a separate unit, or "
+            "pass the lm_head module to grpo_kernels.linear_divergence"
         )
     student = student_lm_head_weight, student_lm_head_bias
     teacher = teacher_lm_head_weight, teacher_lm_head_bias
     valid = completion_mask != 0
     if isinstance(num_items_in_batch, Tensor):
         num_items_in_batch = num_items_in_batch.to(valid.device)
-    expected = None  # the gradient of a mean
+    expected = None  # assumes the gradient of a mean
     if num_items_in_batch is not None:
         expected = (torch.ones((), device=valid.device) / num_items_in_batch).expand(valid.shape)
     with maybe_gather_lm_head_ctx(*student, *teacher):  # ZeRO-3
@@ -87,7 +86,7 @@ def divergence_loss(
             temperature=temperature,
             entropy=True,
             expected=expected,
-            # for the backward; the teacher's is kept
+            # for the backward, where only the student's head is needed
             run=Run(gather=lambda: maybe_gather_lm_head_ctx(*student)),
         )
     if shares is not None:
@@ -101,14 +100,14 @@ def divergence_loss(
 def _head(
     measured: Head | None, weight: Any, bias: Tensor | None, cap: float | None, scale: float
 ) -> Head:
-    """The head with the constants of the `measured` one; without it TRL's, from the config."""
+    """Return the head with the `measured` constants, or with TRL's, from the config, if None."""
     if measured is not None:
         ours = measured.final_logit_softcapping, measured.logit_scale
         if cap != ours[0] or abs(scale - ours[1]) > 1e-6 * abs(ours[1]):
             warn_once(
-                f"trl's head would use the soft-cap and scale {(cap, scale)}, from the config; the "
-                f"model's own logits have {ours}, which are used, so that losses are the model's "
-                "and not stock trl's"
+                f"TRL's head would use the soft-cap and scale {(cap, scale)}, from the config, but "
+                f"the model's own logits have {ours}. These are used, so losses match the model "
+                "and differ from stock TRL's"
             )
         cap, scale = ours
     weight, bias = [whole_constant(x) if is_dtensor(x) else x for x in (weight, bias)]
@@ -116,7 +115,7 @@ def _head(
 
 
 def _measured(model: Any) -> Head | None:
-    """The head with the constants of the model's logits; None where parameters are divided."""
+    """Return the head with constants measured on the model; None if parameters are sharded."""
     for x in model.parameters():
         if x.is_meta or hasattr(x, "ds_status") or type(x).__name__ in ("DTensor", "FlatParameter"):
             return None
@@ -124,14 +123,14 @@ def _measured(model: Any) -> Head | None:
 
 
 class FusedDistillationTrainer(LogsShares, DistillationTrainer):
-    """``trl.DistillationTrainer`` with the same arguments, losses and metrics, and fewer products.
+    """Train like ``trl.DistillationTrainer``, but faster: same arguments, losses and metrics.
 
-    With N completion tokens and heads of one width, it costs 8NVH floating-point operations a step
-    where TRL's costs 12NVH, and 16NVH with a `beta` between 0 and 1; prompt and padding tokens are
-    not projected at all. LoRA on the student's body is as in TRL, which refuses it on the head. It
-    also logs ``rows/projected`` and ``rows/gradient``.
+    For N completion tokens and heads of one width, the head costs 8NVH floating-point operations
+    per step; in TRL it costs 12NVH, or 16NVH with a `beta` between 0 and 1. Prompt and padding
+    tokens are not projected at all. LoRA on the student's body works as in TRL, which refuses it on
+    the head. The trainer also logs ``rows/projected`` and ``rows/gradient``.
 
-    Other trainers of the process are not touched; `patch_trl` is for those.
+    It does not affect other trainers in the process; for those, use `patch_trl`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -144,7 +143,7 @@ class FusedDistillationTrainer(LogsShares, DistillationTrainer):
         )
 
     def _compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute TRL's loss, with our divergence."""
+        """Compute TRL's loss with `divergence_loss`."""
         ours = partial(divergence_loss, shares=self._shares, heads=self._heads)
         with replaced(trl_distillation, "_chunked_divergence_loss", ours):
             return super()._compute_loss(*args, **kwargs)

@@ -1,9 +1,9 @@
-"""TRL's fused language-model head: what a model returns where TRL passes ``fused_lm_head=True``.
+"""TRL's fused language-model head: the forward that TRL calls with ``fused_lm_head=True``.
 
-TRL gives a model that forward by one public function, `add_fused_lm_head` (GRPO, RLOO, SFT, DPO,
-KTO, AsyncGRPO), and reads a `FusedCausalLMOutput`. Ours has its place, for one trainer or, by
-`patch_trl`, for all: labels say which positions are scored; the model's own forward runs, with its
-body computed where it is needed and its head scoring in place of projecting
+TRL installs that forward with one public function, `add_fused_lm_head` (GRPO, RLOO, SFT, DPO, KTO,
+AsyncGRPO), and reads a `FusedCausalLMOutput`. This module replaces the function for one trainer or,
+with `patch_trl`, for all. Labels say which positions are scored. The model's own forward runs; its
+body computes only what is needed, and its head scores instead of projecting
 (`grpo_kernels.transformers.call`).
 """
 
@@ -41,26 +41,26 @@ from grpo_kernels.trl.distillation import divergence_loss
 from grpo_kernels.trl.sampled_sets import SampledSets, over_sets
 
 EXTRAS: Any = choices.choices(choices.Extra)
-IGNORED = -100  # the label of a position that is not scored
+IGNORED = -100  # label of positions that are not scored
 _HEADS = "_grpo_kernels_heads"  # attribute of a model
 _TUNED = "BaseTunerLayer"  # PEFT's class, which TRL's module imports if PEFT is installed
-# Modules that copy TRL's function when they are imported, or asked for it
+# Modules that copy TRL's function on import or on first access
 _ADDERS = [f"trl.trainer.{name}_trainer" for name in ("grpo", "rloo", "kto", "sft", "dpo")]
 _ADDERS += ["trl.trainer", "trl.experimental.async_grpo.async_grpo_trainer"]
 
 
 @dataclass(frozen=True)
 class HeadOptions:
-    """The options of a model's fused forwards, and where their rows are counted."""
+    """Options of a model's fused forwards, and the counters of their rows."""
 
     run: Run = field(default_factory=Run)
     layout: choices.BatchLayout = "tree"
     logits_dtype: choices.LogitsDtype = "float32"
-    # as in `linear_logprob`, where there are sets
+    # as in `linear_logprob`, for rows that have sets
     on_missing_set: choices.OnMissingSet | None = None
     shares: Shares = field(default_factory=Shares)
 
-    def __post_init__(self) -> None:  # each raises for a value that it does not know
+    def __post_init__(self) -> None:  # each raises for an unknown value
         Head(None, logits_dtype=self.logits_dtype)
         TrunkOptions(layout=self.layout)
         check_run(self.run)
@@ -68,37 +68,37 @@ class HeadOptions:
 
 @dataclass(eq=False)
 class Call:
-    """A scoring that a trainer knows of: that of a micro-batch, by its loss or for it."""
+    """What a trainer knows about the scoring of a micro-batch, in its loss or before it."""
 
     model: Any = None
     inputs: dict[str, Any] = field(default_factory=dict)  # TRL's micro-batch
-    counted: Tensor | None = None  # (B, T), not 0 for tokens that are read; None: all labels
-    expected: Expectation | None = None  # the gradient
+    counted: Tensor | None = None  # (B, T), nonzero for tokens that are read; None: all labels
+    expected: Expectation | None = None  # of the gradient
     live: Tensor | None = None  # (B,) bool, sequences that may get a gradient; None: all
-    score: Callable[..., Scores] | None = None  # `linear_logprob`, but it gets the call first
-    is_unscored: bool = False  # the inputs are to get old log-probabilities
+    score: Callable[..., Scores] | None = None  # like `linear_logprob`, with the call as first arg
+    is_unscored: bool = False  # old log-probabilities still have to be put into the inputs
     scores: tuple[Tensor, Tensor] | None = None  # log-probabilities and entropies (B, T)
     divergences: Tensor | None = None  # (B, T), of the exact KL
-    is_done: bool = False  # these are known: no model runs
+    is_done: bool = False  # True: scores are known, no model runs
 
     @functools.cached_property
     def rows(self) -> tuple[Tensor, ...]:
-        """(ids, mask) of prompts and completions, (B, L) each."""
+        """Return (ids, mask) of prompts and completions, (B, L) each."""
         of = self.inputs
         return tuple(
             torch.cat([of[f"prompt_{x}"], of[f"completion_{x}"]], dim=1) for x in ("ids", "mask")
         )
 
     def is_of(self, model: Any, ids: Tensor, mask: Tensor, columns: int) -> bool:
-        """True if this is the scoring of the last `columns` of these rows, (B, L) each."""
+        """Return True if this call scores the last `columns` of these rows, (B, L) each."""
         if model is not self.model or columns != self.inputs["completion_ids"].shape[1]:
             return False
-        # on a device `equal` waits for it
+        # `equal` synchronizes with the device
         return all(x is y or torch.equal(x, y) for x, y in zip(self.rows, (ids, mask), strict=True))
 
     @property
     def fill(self) -> Tensor | None:
-        """Log-probabilities (B, T) to report of tools' tokens, with which a ratio is finite."""
+        """Return log-probabilities (B, T) to report for tool tokens, so that ratios are finite."""
         given = [self.inputs.get(x) for x in ("old_per_token_logps", "ref_per_token_logps")]
         is_needed = self.counted is not self.inputs.get("completion_mask")
         return next((x for x in given if x is not None), None) if is_needed else None
@@ -106,15 +106,15 @@ class Call:
 
 @dataclass(eq=False)
 class FusedHead:
-    """The fused forward of one model, kept on the model by `add_fused_lm_head`."""
+    """The fused forward of one model, stored on the model by `add_fused_lm_head`."""
 
     forward: Callable[..., Any]  # the model's own
     options: HeadOptions
     temperature: float = 1.0
     in_fp32: bool = False
     outputs: Sequence[str] = ("log_probs",)
-    call: Call | None = None  # set by a trainer around a forward that it knows
-    # of completions that a truncating sampler has drawn: scored over them, by whatever call
+    call: Call | None = None  # set by a trainer while a forward runs that it knows about
+    # kept ids of completions from a truncating sampler; every call scores over them
     sets: Sequence[SampledSets | None] | None = None
 
     @torch.compiler.disable  # which rows count depends on data
@@ -126,7 +126,7 @@ class FusedHead:
         shift_labels: Tensor | None,  # (B, L)
         num_items_in_batch: Tensor | int | None,
     ) -> FusedCausalLMOutput:
-        """TRL's record of the labelled positions, (B, L - 1), or (B, L) with `shift_labels`."""
+        """Return TRL's record of labeled positions, (B, L - 1), or (B, L) with `shift_labels`."""
         inputs = {name: x for name, x in inputs.items() if x is not None} | {"use_cache": False}
         if shift_labels is not None:
             targets = shift_labels
@@ -138,7 +138,7 @@ class FusedHead:
         options, call = self.options, self.call or Call()
         compute = functools.partial(call.score, call) if call.score else linear_logprob
         columns, counted = slice(0, length), needed
-        if call.counted is not None:  # all that is read lies in the last T columns
+        if call.counted is not None:  # only the last T columns are read
             columns = slice(length - 1 - call.counted.shape[1], length - 1)
             counted = needed[:, columns] & (call.counted != 0)
         ids, labelled = targets[:, columns], needed[:, columns]
@@ -181,7 +181,7 @@ class FusedHead:
         results, output, shares = run_in_head(
             model, run, score, inputs, options.layout, needed, call.live, state_of
         )
-        # TRL's record is in fp32
+        # TRL's record is fp32
         single = (x.float() if x.dtype == torch.float64 else x for x in results)
         found = dict(zip(names, single, strict=True))
         device = results[0].device
@@ -218,9 +218,9 @@ def add_fused_lm_head(
     *,
     options: HeadOptions | None = None,
 ) -> None:
-    """Do what TRL's function of this name does, with its arguments; the scores are ours.
+    """Replace TRL's function of the same name and arguments; `grpo_kernels` computes the scores.
 
-    A model of several trainers has several heads, and the last one serves.
+    A model used by several trainers has several heads; the last one is used.
     """
     fused: list[FusedHead] = vars(model).setdefault(_HEADS, [])
     place, options = len(fused), options or HeadOptions()
@@ -243,22 +243,22 @@ def add_fused_lm_head(
             return head_of(self).run(self, inputs, *of_loss)
         given = zip(("labels", "shift_labels", "num_items_in_batch"), of_loss, strict=True)
         kwargs |= {name: x for name, x in given if x is not None}
-        return vars(self)[_HEADS][place].forward(*args, **kwargs)  # of this model, if it is a copy
+        return vars(self)[_HEADS][place].forward(*args, **kwargs)  # `self` may be a copy of model
 
     model.forward = types.MethodType(forward, model)
 
 
 def head_of(model: nn.Module) -> FusedHead:
-    """The fused forward of a trainer's model, wrapped or not."""
+    """Return the fused forward of a trainer's model, wrapped or not."""
     found: FusedHead = vars(heads.causal_lm(model))[_HEADS][-1]
     return found
 
 
 def adapters_allowed() -> AbstractContextManager[None]:
-    """Inside, TRL's trainers accept an adapter on the head; `check_head` checks it afterwards."""
+    """Let TRL's trainers accept an adapter on the head; `check_head` checks it afterwards."""
     if not hasattr(trl_grpo, _TUNED):
         return nullcontext()
-    return replaced(trl_grpo, _TUNED, type(_TUNED, (), {}))  # a class that has no instances
+    return replaced(trl_grpo, _TUNED, type(_TUNED, (), {}))  # a class without instances
 
 
 def check_head(model: nn.Module, args: Any) -> None:
@@ -269,14 +269,14 @@ def check_head(model: nn.Module, args: Any) -> None:
     modules.active_adapters(head)
     if getattr(args, "cast_lm_head_to_fp32", False):
         raise ValueError(
-            "cast_lm_head_to_fp32: expected False with an adapter on lm_head, which would go on "
-            "in its own precision, got True"
+            "cast_lm_head_to_fp32: expected False with an adapter on lm_head, since the adapter "
+            "would keep its own precision, got True"
         )
 
 
 _patches = Patches("trl")
-# the options of the patch, and the rows of trainers that are made under it: those of an earlier one
-# keep our head, and count into its own
+# options of the current patch, and the row counts of trainers created under it (trainers of an
+# earlier patch keep the fused head and that patch's counts)
 _in_force: tuple[dict[str, Any], Shares] | None = None
 
 
@@ -288,30 +288,35 @@ def patch_trl(
     backend: choices.BackendName = "auto",
     workspace_bytes: int | None = None,
 ) -> Patch:
-    """Give our fused head to the models of all TRL trainers (GRPO, RLOO, DPO, KTO, SFT, AsyncGRPO).
+    """Use the fused head in all TRL trainers: GRPO, RLOO, DPO, KTO, SFT, AsyncGRPO, distillation.
 
-    It takes the place of TRL's public function ``add_fused_lm_head``, so it applies to trainers
-    that are made from now on. The divergence of TRL's DistillationTrainer is replaced too. Models,
-    configurations and losses stay TRL's. Trainers also log ``rows/projected`` and
-    ``rows/gradient``, ``tokens/computed`` and ``tokens/gradient``, which show that the patch is at
-    work. A trainer that computes all logits itself (GKD, IW-OPD, GOLD, TPO, A2PO, CPO, ORPO, SDFT,
-    SDPO) logs none of them, and warns once. Calling `patch_trl` again changes nothing.
+    ::
+
+        patch_trl()
+        trainer = DPOTrainer(...)  # any of TRL's trainers, created after the patch
+
+    This replaces TRL's public function ``add_fused_lm_head``, so it applies to trainers that you
+    create from now on, and the divergence of TRL's DistillationTrainer. Models, configurations and
+    losses stay TRL's. Trainers also log ``rows/projected``, ``rows/gradient``, ``tokens/computed``
+    and ``tokens/gradient``, which show that the patch is active. A trainer that computes all logits
+    itself (GKD, IW-OPD, GOLD, TPO, A2PO, CPO, ORPO, SDFT, SDPO) logs none of them, and warns once.
+    A second call of `patch_trl` changes nothing.
 
     Args:
-        layout: as in `grpo_kernels.transformers.causal_lm_loss`: what the model computes below its
-            head for padding, and for prefixes that sequences share, as the two answers of a DPO
-            pair share their prompt.
-        logits_dtype: as in `Head`: ``"float32"``, unrounded logits; or ``"input"``: rounded to the
-            dtype of the hidden states, as TRL's are. It does not apply to distillation.
-        engine, backend, workspace_bytes: as in `Run`, of every call of a fused head. They do not
-            apply to distillation.
+        layout: as in `grpo_kernels.transformers.causal_lm_loss`: what the model computes for
+            padding and for shared prefixes, such as the prompt of a DPO pair.
+        logits_dtype: as in `Head`: ``"float32"``, unrounded logits; or ``"input"``, rounded to the
+            dtype of the hidden states, as in TRL. Ignored by distillation.
+        engine, backend, workspace_bytes: as in `Run`, for every call of a fused head. Ignored by
+            distillation.
 
     Returns:
-        a true value if TRL is patched; a false one, after a warning, if this TRL is unknown and was
-        left alone. The value is also a context manager, within which trainers are made.
+        a true value if TRL is patched; a false one, after a warning, if this TRL is not supported
+        and stays unpatched. The value of the call that patched TRL is also a context manager, whose
+        end calls `unpatch_trl`.
 
     Raises:
-        ValueError: an unknown option, or another than that of the patch in force.
+        ValueError: an unknown option, or one that differs from the patch already applied.
     """
     global _in_force
     of_run: dict[str, Any] = {"engine": engine, "backend": backend}
@@ -322,8 +327,8 @@ def patch_trl(
         for name, value in _in_force[0].items():
             if asked[name] != value:
                 raise ValueError(
-                    f"{name}: expected {value!r}, that of the patch in force, got "
-                    f"{asked[name]!r}; unpatch_trl() comes first"
+                    f"{name}: expected {value!r}, as in the patch already applied, got "
+                    f"{asked[name]!r}; call unpatch_trl() first"
                 )
         return Patch(True)
     _in_force = asked, options.shares
@@ -338,14 +343,14 @@ def patch_trl(
 
 
 def unpatch_trl() -> None:
-    """Give TRL its own functions back. Trainers that were made before keep our head."""
+    """Restore TRL's own functions. Trainers created earlier keep the fused head."""
     global _in_force
     _patches.restore()
     _in_force = None
 
 
 def _log(self: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-    """Log as transformers does, with this process's row counts; warn if a step had no rows."""
+    """Log as transformers does, plus this process's row counts; warn if a step had no rows."""
     if self.model.training and _in_force is not None:
         shares = _in_force[1].take()
         serving = [x for y in self.model.modules() for x in vars(y).get(_HEADS, ())[-1:]]
@@ -353,10 +358,10 @@ def _log(self: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         if not shares and "loss" in logs and not counts_elsewhere:
             warn_once(
                 f"patch_trl: {type(self).__name__} has trained a step without TRL's fused head, so "
-                "nothing of it is computed by grpo_kernels. Either it was made before patch_trl() "
-                "was called, or it makes all logits itself, as TRL's GKD, IW-OPD, GOLD, TPO, A2PO, "
-                "CPO, ORPO, SDFT and SDPO trainers do; in a loss of your own, linear_divergence "
-                "and linear_logprob take the place of logits: examples/gkd_trl.py",
+                "grpo_kernels computed nothing in it. Either the trainer was created before "
+                "patch_trl() was called, or it computes all logits itself, as TRL's GKD, IW-OPD, "
+                "GOLD, TPO, A2PO, CPO, ORPO, SDFT and SDPO trainers do. In your own loss, you can "
+                "replace logits by linear_divergence and linear_logprob: examples/gkd_trl.py",
                 RuntimeWarning,
             )
         logs.update(shares)

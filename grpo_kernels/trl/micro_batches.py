@@ -1,16 +1,14 @@
-"""TRL's micro-batches: the gradient to expect of one, and samples brought together by prompt.
+"""TRL's micro-batches: the gradient to expect from each, and regrouping of samples by prompt.
 
-The expected gradient follows from the trainer's options and the micro-batch. It is TRL's own loss
-that runs: an expectation that is off costs time and changes no result, and a gradient that arrives
-where none was expected raises.
+The expected gradient follows from the trainer's options and the micro-batch. TRL's own loss runs,
+so a wrong expectation costs time but changes no result; a gradient where none was expected raises.
 
-TRL scatters the completions of a prompt over micro-batches, and a tree has little to share in each.
-`regrouped` divides the samples of a `Window` anew: those of a prompt together, the ones without
-gradient last, micro-batches filled up one after the other. The step's gradient is the same sum.
-Metrics are TRL's own, of TRL's own micro-batches: each sample's log-probabilities and entropies are
+TRL scatters the completions of a prompt over micro-batches, which leaves a prefix tree little to
+share. `regrouped` redistributes the samples of a `Window`: samples of one prompt together, those
+without gradient last, filling one micro-batch after another. The step's gradient is the same sum.
+Metrics are those of TRL's own micro-batches: each sample's log-probabilities and entropies are
 kept, and after the last micro-batch of the window TRL's loss runs on them once more, without
-gradient, for each micro-batch that it had made. What it logs then is logged; what it logs of a
-regrouped micro-batch is not.
+gradient, once for each of TRL's micro-batches. Only these runs log.
 """
 
 from __future__ import annotations
@@ -34,38 +32,38 @@ from grpo_kernels.patching import all_replaced, divided, numbered
 from grpo_kernels.tokens import read_tokens
 
 OLD, RATIO, REFERENCE = "old_per_token_logps", "importance_sampling_ratio", "ref_per_token_logps"
-# Losses whose optimizer step is the same sum over samples, whatever micro-batches they are in.
+# Losses whose optimizer step is the same sum over samples, however they are grouped.
 REGROUPED = ("grpo", "sapo", "luspo", "dr_grpo", "dapo", "cispo", "vespo")
 PART = "regrouped"  # the entry of a regrouped micro-batch that holds its `Part`
 Batch = dict[str, Any]
 
 
 def counted_tokens(inputs: Batch) -> Tensor:
-    """Mask (B, T) of TRL's batch, 0 where a token is padding or a tool's."""
+    """Return the mask (B, T) of TRL's batch, 0 for padding and tool tokens."""
     mask, tool_mask = inputs["completion_mask"], inputs.get("tool_mask")
     return mask if tool_mask is None else mask * tool_mask
 
 
 def metrics_of(trainer: Any) -> dict[str, list[float]]:
-    """TRL's metrics of the mode that the trainer is in."""
+    """Return TRL's metrics for the trainer's current mode."""
     found: dict[str, list[float]] = trainer._metrics["train" if trainer.model.training else "eval"]
     return found
 
 
 def is_corrected(trainer: Any) -> bool:
-    """True if `trainer` corrects for its sampler."""
+    """Return True if `trainer` corrects for sampler mismatch."""
     return bool(trainer.use_vllm and trainer.vllm_importance_sampling_correction)
 
 
 def correction_options(trainer: Any) -> dict[str, Any]:
-    """The `LossConfig` fields of the trainer's correction for its sampler."""
+    """Return the `LossConfig` fields of the trainer's sampler correction."""
     names = [f"vllm_importance_sampling_{name}" for name in ("mode", "clip_max", "clip_min")]
     correction = {"vllm_importance_sampling_correction": True}
     return correction | {name: getattr(trainer, name) for name in names}
 
 
 def config_of(trainer: Any, **overrides: Any) -> LossConfig:
-    """The loss that the trainer's options name, with what TRL's loss reads off the trainer."""
+    """Return the configuration of the trainer's loss, including what is stored on the trainer."""
     of_trainer = {"loss_type": trainer.loss_type, "beta": trainer.beta}
     return config_of_trainer(trainer.args, **{**of_trainer, **overrides})
 
@@ -73,12 +71,12 @@ def config_of(trainer: Any, **overrides: Any) -> LossConfig:
 def foreseen(
     trainer: Any, inputs: Batch, *, is_unscored: bool = False
 ) -> tuple[LossConfig | None, Expectation | None]:
-    """(the trainer's loss, the gradient that it will send); None where it is not known, or none.
+    """Return the trainer's loss configuration and its expected gradient; None if unknown.
 
-    `is_unscored`: the loss makes the old log-probabilities. The policy term and the entropy bonus
-    have one scale here. TRL divides the bonus and most losses by the accumulation steps G. dapo,
-    cispo and vespo divide by num_items / world_size * G / steps_per_generation instead. G is left
-    out of both, so that these three divide by num_items / (world_size * steps_per_generation).
+    `is_unscored`: True if the loss computes the old log-probabilities. Policy term and entropy
+    bonus must share one scale. TRL divides the bonus and most losses by the accumulation steps G;
+    dapo, cispo and vespo divide by num_items / world_size * G / steps_per_generation instead. G is
+    left out of both, so these three divide by num_items / (world_size * steps_per_generation).
     """
     owner, config = trainer.loss_owner, None
     is_gmpo = owner.__name__ == "GMPOTrainer" and owner.__module__.startswith("trl.")
@@ -88,10 +86,10 @@ def foreseen(
     if is_gmpo:  # it overrides the loss and reads none of these options
         overrides = {"loss_type": "gmpo", "entropy_coef": 0.0, "delta": None}
         overrides["off_policy_mask_threshold"] = None
-    elif trainer.use_adaptive_entropy:  # TRL keeps the weight on the trainer
+    elif trainer.use_adaptive_entropy:  # TRL stores the weight on the trainer
         too_low = trainer._last_world_entropy <= trainer.args.entropy_target
         overrides["entropy_coef"] = trainer.entropy_coef if too_low else 0.0
-    if not is_gmpo and is_unscored and is_corrected(trainer):  # it makes the ratio to the sampler
+    if not is_gmpo and is_unscored and is_corrected(trainer):  # the loss computes the ratio
         overrides |= correction_options(trainer)
     given = {"advantages": inputs["advantages"], OLD: inputs.get(OLD)}
     items = inputs.get("num_items_in_batch")
@@ -100,7 +98,7 @@ def foreseen(
         given["num_items_in_batch"] = items / trainer.args.steps_per_generation
     try:
         config = config_of(trainer, **overrides)
-        if config.estimates_kl:  # where it is not scored yet, any values grade the same rows
+        if config.estimates_kl:  # before scoring, any values mark the same rows
             zeros = torch.zeros_like(inputs["completion_mask"], dtype=torch.float32)
             given[REFERENCE] = inputs.get(REFERENCE, zeros)
         if config.masks_off_policy or config.corrects_sampling:
@@ -109,15 +107,15 @@ def foreseen(
         if enters == "argument" or (enters == "factor" and is_corrected(trainer)):
             given[RATIO] = inputs.get(RATIO)
         return config, policy_expectation(config, completion_mask=counted_tokens(inputs), **given)
-    except (TypeError, ValueError) as error:  # TRL takes some options and shapes that we do not
+    except (TypeError, ValueError) as error:  # options or shapes that only TRL accepts
         warnings.warn(
-            f"grpo_kernels: the gradient of this loss is not foreseen: {error}", stacklevel=3
+            f"grpo_kernels: cannot predict the gradient of this loss: {error}", stacklevel=3
         )
         return config, None
 
 
 def live_sequences(trainer: Any, expected: Expectation | None) -> Tensor | None:
-    """(B,) bool: sequences that may get a gradient from a loss; None: not known."""
+    """Return (B,) bool, the sequences that may get a gradient; None if unknown."""
     graded = None if expected is None else expected.graded
     return None if graded is None or trainer.aux_loss_enabled else graded.any(dim=1)
 
@@ -125,7 +123,7 @@ def live_sequences(trainer: Any, expected: Expectation | None) -> Tensor | None:
 def without_dead(
     inputs: Batch, live: Tensor, config: LossConfig | None
 ) -> tuple[Batch, Tensor | float]:
-    """Inputs of TRL's loss with the sequences that are not `live` masked; a factor for the loss."""
+    """Return inputs of TRL's loss with sequences that are not `live` masked, and a loss factor."""
     mask = inputs["completion_mask"]
     keep = live.to(mask.device)[:, None]
     found = {**inputs, "completion_mask": mask * keep}
@@ -139,11 +137,11 @@ def without_dead(
 
 
 def with_exact_kl(trainer: Any, loss: Tensor, inputs: Batch, divergences: Tensor) -> Tensor:
-    """TRL's `loss` () plus beta times the loss type's mean of `divergences` (B, T); logs them."""
+    """Add beta times the loss type's mean of `divergences` (B, T) to TRL's `loss` (); log it."""
     config = config_of(trainer)
     mask, trains = counted_tokens(inputs), trainer.model.training
     items, per_item = None, 1.0
-    # items: of the generated batch; items / per_item: of a micro-batch
+    # items: in the generated batch; items / per_item: in a micro-batch
     if loss_type_of(config).normaliser == "num_items":
         items = inputs["num_items_in_batch"].clamp(min=1.0)
         steps = trainer.args.steps_per_generation if trains else 1
@@ -154,7 +152,7 @@ def with_exact_kl(trainer: Any, loss: Tensor, inputs: Batch, divergences: Tensor
     term = config.beta * (weights * divergences.reshape(-1)[layout.positions]).sum()
     accumulated = trainer.current_gradient_accumulation_steps if trains else 1
     metrics = metrics_of(trainer)
-    if trainer._entropy_bonus_enabled:  # TRL's policy loss has the KL term in it
+    if trainer._entropy_bonus_enabled:  # TRL's policy loss includes the KL term
         value = term / accumulated if items is not None else term
         gathered = trainer.accelerator.gather(value.detach())
         metrics["policy_loss"][-1] += gathered.nanmean().item()
@@ -165,7 +163,7 @@ def with_exact_kl(trainer: Any, loss: Tensor, inputs: Batch, divergences: Tensor
 
 
 def samples_of(batch: Batch, samples: Sequence[int]) -> Batch:
-    """A batch of these samples; as in TRL, whatever has a length is of samples."""
+    """Select samples of a batch; as in TRL, every entry with a length is indexed by sample."""
 
     def chosen(x: Any) -> Any:
         if isinstance(x, Tensor) and x.dim() > 0:
@@ -183,13 +181,13 @@ def _joined(parts: Sequence[Any]) -> Any:
 
 @dataclass(eq=False)
 class Window:
-    """TRL's micro-batches that one optimizer step divides, and what their samples' losses gave."""
+    """TRL's micro-batches that share one optimizer step, and the scores of their samples."""
 
     batches: list[Batch]
     kept: dict[str, Tensor] = field(default_factory=dict)  # (S, ...) by sample
 
     def keep(self, samples: Sequence[int], results: dict[str, Tensor]) -> None:
-        """Keep the (n, ...) `results` of these samples."""
+        """Store the (n, ...) `results` of these samples."""
         for name, x in results.items() if samples else ():
             if name not in self.kept:
                 count = sum(len(batch["prompt_ids"]) for batch in self.batches)
@@ -197,7 +195,7 @@ class Window:
             self.kept[name][[*samples]] = x
 
     def restored(self) -> list[Batch]:
-        """TRL's micro-batches with all that is kept of their samples."""
+        """Return TRL's micro-batches with the kept results of their samples."""
         if not self.kept:
             return self.batches
         kept = split_tensor_dict(self.kept, len(self.batches))
@@ -206,7 +204,7 @@ class Window:
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """A regrouped micro-batch: its samples in the window; none, and the batch is of no tokens."""
+    """A regrouped micro-batch: its samples in the window. Without samples it has no tokens."""
 
     window: Window
     samples: list[int]
@@ -214,16 +212,16 @@ class Part:
 
 
 def is_empty(batch: Batch) -> bool:
-    """True for a regrouped micro-batch without samples."""
+    """Return True for a regrouped micro-batch without samples."""
     return PART in batch and not batch[PART].samples
 
 
 def reason_against_regrouping(trainer: Any) -> str | None:
-    """What forbids to regroup: the loss depends on which samples share a micro-batch."""
+    """Say why samples cannot be regrouped; None if they can."""
     args, owner = trainer.args, trainer.loss_owner
-    # what TRL's loss reads: a callback may change it
+    # values that TRL's loss reads; a callback may change them
     for what, is_set in (
-        (f"a loss of {owner.__name__}'s own", owner is not GRPOTrainer),
+        (f"{owner.__name__}'s own loss", owner is not GRPOTrainer),
         (f"loss_type={trainer.loss_type!r}", trainer.loss_type not in REGROUPED),
         ("entropy_coef", trainer._entropy_bonus_enabled),
         ("top_entropy_quantile", trainer.top_entropy_quantile < 1.0),
@@ -233,20 +231,21 @@ def reason_against_regrouping(trainer: Any) -> str | None:
             return f"{what}, whose loss depends on which samples share a micro-batch"
     steps, accumulated = args.steps_per_generation, args.gradient_accumulation_steps
     if steps % accumulated and accumulated % steps:
-        return f"steps_per_generation={steps}, of which optimizer steps of {accumulated} take parts"
+        both = f"steps_per_generation={steps} and gradient_accumulation_steps={accumulated}"
+        return f"{both}, neither a multiple of the other"
     return None
 
 
 def window_of(trainer: Any) -> int:
-    """The micro-batches of a generation that one optimizer step divides."""
+    """Return the number of a generation's micro-batches that share one optimizer step."""
     args = trainer.args
     return int(min(args.gradient_accumulation_steps, args.steps_per_generation))
 
 
 def regrouped(trainer: Any, batches: list[Batch], *, in_trees: bool) -> list[Batch]:
-    """TRL's micro-batches of a generation, the samples of each window `divided` anew.
+    """Return a generation's micro-batches with the samples of each window `divided` by prompt.
 
-    A micro-batch without a sample left gets one without tokens.
+    A micro-batch that is left without samples gets one without tokens.
     """
     found: list[Batch] = []
     count = window_of(trainer)
@@ -264,7 +263,7 @@ def regrouped(trainer: Any, batches: list[Batch], *, in_trees: bool) -> list[Bat
         parts = divided(prompts, lengths, is_live, count, budget, size, in_trees=in_trees)
         for i, samples in enumerate(parts):
             own = samples_of(batch, samples or [0])
-            for name in own if not samples else ():  # no token, and no ratio that overflows
+            for name in own if not samples else ():  # no tokens, and no ratio that overflows
                 if name == "completion_mask" or name.endswith("_per_token_logps"):
                     own[name] = torch.zeros_like(own[name])
             found.append({**own, PART: Part(window, samples, is_last=i == count - 1)})
@@ -272,13 +271,13 @@ def regrouped(trainer: Any, batches: list[Batch], *, in_trees: bool) -> list[Bat
 
 
 def undone(batches: Sequence[Batch], names: Sequence[str]) -> list[Batch]:
-    """TRL's own micro-batches of a generation that was regrouped.
+    """Undo the regrouping of a generation: return TRL's own micro-batches.
 
-    They have those of the fields `names` that all samples of their window have.
+    A window's fields `names` are kept only if all of its samples have them.
     """
     found: list[Batch] = []
     for i, batch in enumerate(batches):
-        if PART not in batch:  # it was left as it was
+        if PART not in batch:  # was not regrouped
             found.append(batch)
         elif batch[PART].is_last:
             window = batch[PART].window
@@ -292,7 +291,7 @@ def undone(batches: Sequence[Batch], names: Sequence[str]) -> list[Batch]:
 
 @contextmanager
 def unlogged(trainer: Any) -> Iterator[None]:
-    """Inside, TRL's loss logs nothing, and asks no other process for its metrics."""
+    """Stop TRL's loss from logging, and from gathering metrics from other processes."""
     metrics, accelerator = metrics_of(trainer), trainer.accelerator
     before = {name: len(x) for name, x in metrics.items()}
     asks = ("gather", "gather_for_metrics", "reduce")

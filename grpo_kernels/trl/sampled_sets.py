@@ -1,9 +1,10 @@
-"""Completions of a truncating sampler, scored over the sets of ids that it kept.
+"""Score completions of a truncating sampler over the sets of ids that it kept.
 
-The sets come from a ``rollout_func`` as one more field, ``"sampling_mask"``: for each completion a
-list of the ids kept at each token, as vLLM's ``output.sampling_mask.token_ids``. TRL shuffles and
-splits the batch's lists like its tensors. Old, reference and current log-probabilities are taken
-over these sets. A completion is known by its ids: what a reward function scores has no sets.
+A ``rollout_func`` returns the sets in a field ``"sampling_mask"``: for each completion, a list of
+the ids kept at each token, like vLLM's ``output.sampling_mask.token_ids``. TRL shuffles and splits
+the batch's lists like its tensors. Old, reference and current log-probabilities are all
+computed over these sets. Completions are matched to sets by their ids, so texts that a reward
+function scores have none.
 """
 
 from __future__ import annotations
@@ -21,28 +22,26 @@ from grpo_kernels.kept_ids import KeptIds, joined_ids
 from grpo_kernels.results import Scores
 from grpo_kernels.scores import linear_logprob
 
-SETS = "sampling_mask"  # of the rollout's output and of TRL's batch
+SETS = "sampling_mask"  # field of the rollout's output and of TRL's batch
 
 
 class SampledSets(NamedTuple):
     """The sets of one completion of T tokens."""
 
-    tokens: tuple[tuple[int, ...], ...]  # of the prompt and of the completion
-    ids: Tensor  # (M,) int32 or int64, one token after the other
-    counts: Tensor  # (T,) int64
-    drawn: Tensor  # (T,) bool: False where the token is a tool's
+    tokens: tuple[tuple[int, ...], ...]  # ids of the prompt, and of the completion
+    ids: Tensor  # (M,) int32 or int64, the kept ids of all tokens, concatenated
+    counts: Tensor  # (T,) int64, number of kept ids per token
+    drawn: Tensor  # (T,) bool, False for tool tokens
 
 
 def taken_sets(
     generated: tuple[Any, ...], accelerator: Any, metrics: dict[str, list[float]]
 ) -> list[SampledSets | None]:
-    """Take the sets out of the results of TRL's ``_generate``; log their size and their absence."""
+    """Pop the sets from the results of TRL's ``_generate``; log ``kept/*`` metrics."""
     prompts, completions, tool_masks, _, _, extra_fields, *_ = generated
     rows = extra_fields.pop(SETS, None)
     if rows is None:
-        raise ValueError(
-            "sampling_mask: expected a list of them in rollout_func's output, got none"
-        )
+        raise ValueError("sampling_mask: expected this field in rollout_func's output, got none")
     if len(rows) != len(completions):
         raise ValueError(
             f"sampling_mask: expected the sets of {len(completions)} completions, got {len(rows)}"
@@ -52,8 +51,8 @@ def taken_sets(
     for i, (sets, ids) in enumerate(zip(rows, completions, strict=True)):
         if len(sets) != len(ids):
             raise ValueError(
-                f"sampling_mask: expected {len(ids)} lists of ids for completion {i}, one a "
-                f"token, got {len(sets)}"
+                f"sampling_mask: expected {len(ids)} lists of ids for completion {i}, one "
+                f"per token, got {len(sets)}"
             )
         drawn = torch.tensor([1] * len(ids) if tool_masks is None else tool_masks[i]).bool()
         tokens = tuple(map(int, prompts[i])), tuple(map(int, ids))
@@ -74,7 +73,7 @@ def _sets_of_rows(
     prompt: Tensor,  # (B, L) bool
     completion: Tensor,  # (B, L) bool
 ) -> list[SampledSets | None]:
-    """The sets of each row of `ids`, or None."""
+    """Return the sets of each row of `ids`, or None for a row without sets."""
     left: dict[Any, list[SampledSets]] = defaultdict(list)
     for x in sets:
         if x is not None:
@@ -89,15 +88,15 @@ def _sets_of_rows(
 def sets_of_batch(
     sets: Sequence[SampledSets | None], batch: dict[str, Any]
 ) -> list[SampledSets | None]:
-    """The sets of each sample of TRL's `batch`; None for one that is masked whole."""
+    """Return the sets of each sample of TRL's `batch`; None for fully masked samples."""
     prompt, mask = batch["prompt_mask"] != 0, batch["completion_mask"] != 0
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
     of_prompt = torch.cat([prompt, torch.zeros_like(mask)], dim=1)
     found = _sets_of_rows(sets, ids, of_prompt, torch.cat([torch.zeros_like(prompt), mask], dim=1))
     if any(x is None and y for x, y in zip(found, mask.any(dim=1).tolist(), strict=True)):
         raise ValueError(
-            "sampling_mask: expected a batch of the completions that rollout_func has returned, "
-            "got others: a subclass that changes them has to change their sets, before "
+            "sampling_mask: expected the completions that rollout_func returned, got others. A "
+            "subclass that changes completions must also change their sets, before "
             "FusedLossMixin._generate returns"
         )
     return found
@@ -106,13 +105,13 @@ def sets_of_batch(
 def over_sets(
     sets: Sequence[SampledSets | None],
     inputs: dict[str, Any],
-    labelled: Tensor,  # (B, n) bool, the states from column `start` that predict a completion's id
+    labelled: Tensor,  # (B, n) bool, states from column `start` on that predict a completion id
     start: int,
     on_missing_set: OnMissingSet | None,
 ) -> tuple[Callable[..., Scores], Tensor]:
-    """(`linear_logprob` over the sets of a forward's rows, the mask (B, n) of drawn tokens).
+    """Return `linear_logprob` bound to the sets of a forward's rows, and a mask of drawn tokens.
 
-    All `labelled` tokens of a row without sets count as drawn.
+    The mask is (B, n). In a row without sets, all `labelled` tokens count as drawn.
     """
     ids = inputs["input_ids"]
     completion = torch.nn.functional.pad(labelled, (start + 1, 0))[:, : ids.shape[1]]

@@ -1,23 +1,23 @@
-"""Scoring before the loss: old log-probabilities, the reference's, and what a sampler hands over.
+"""Scoring before the loss: old and reference log-probabilities, and the sampler's sets.
 
-TRL scores a generated batch with the policy before it trains on it: for the ratio to the sampler
-(``vllm_importance_sampling_correction``), or if the policy changes before all of the batch is used.
-Until the policy changes, a micro-batch's loss computes the same log-probabilities. So TRL prepares
-the batch without that scoring here, and then
+TRL scores a generated batch with the policy before it trains on it, for the ratio to the sampler
+(``vllm_importance_sampling_correction``) or because the policy changes before the whole batch is
+used. Until the policy changes, a micro-batch's loss computes the same log-probabilities. So here
+TRL prepares the batch without that scoring, and then
 
-    micro-batches of the first optimizer step   take the log-probabilities that their loss computes,
+    micro-batches of the first optimizer step   use the log-probabilities that their loss computes,
     all other micro-batches                     are scored just before that step changes the policy.
 
-They are kept for later passes over the batch (``num_iterations``). Sequences that cannot have a
-gradient are not scored unless metrics read them. The ratio to the sampler is computed in the middle
-of TRL's loss: after its log-probabilities, and before it reads the ratio.
+Scores are kept for later passes over the batch (``num_iterations``). Sequences that cannot get a
+gradient are not scored, unless metrics read them. The ratio to the sampler is computed inside TRL's
+loss, after the log-probabilities and before TRL reads the ratio.
 
-The reference scores a micro-batch just before its loss, in the rows and the layout of the loss.
-Where policy and reference are equal, the bits of their log-probabilities then are, too, and the
-gradient of the KL term is exactly 0. A rounding in its place would be a full step of Adam. For the
-KL over the whole vocabulary the input of the reference's head, (B, T, H'), is kept in place of
-log-probabilities. The loss's own call to the policy's head projects both inputs, and returns each
-token's divergence beside its log-probability.
+The reference scores a micro-batch just before its loss, with the loss's rows and layout. If policy
+and reference are equal, their log-probabilities are then equal bit for bit, and the gradient of the
+KL term is exactly 0; a rounding error instead would become a full step of Adam. For the KL over the
+whole vocabulary, the input of the reference's head, (B, T, H'), is kept instead of
+log-probabilities. The loss's call of the policy's head then projects both inputs, and returns each
+token's divergence along with its log-probability.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ from grpo_kernels.trl.fused_head import Call, head_of
 from grpo_kernels.trl.micro_batches import OLD, RATIO, REFERENCE, Batch, is_corrected, metrics_of
 from grpo_kernels.trl.sampled_sets import SETS, SampledSets, sets_of_batch, taken_sets
 
-STATES = "reference_of_exact_kl"  # a `Reference`, in the micro-batch
-# Methods that read a batch or the log-probabilities of its loss, and modules whose own are known
+STATES = "reference_of_exact_kl"  # entry of a micro-batch that holds its `Reference`
+# Methods that read a batch or its loss's log-probabilities, and modules whose versions are known
 READERS = (
     "_generate_and_score_completions",
     "_prepare_inputs",
@@ -64,15 +64,15 @@ _KNOWN = ("transformers.", "trl.trainer.", "trl.experimental.gmpo.", "grpo_kerne
 
 
 class Scoring(LogsShares):
-    """In front of a GRPO trainer: what it scores, besides its loss, and when."""
+    """Mixin for a GRPO trainer: decides what is scored outside the loss, and when."""
 
-    _call: Call | None = None  # the scoring that runs
-    _is_deferred: bool | None = None  # TRL scores no old policy; decided at the first generation
-    _defers_reference = False  # decided with it
-    _generated_at = 0  # optimizer steps before the last generation
+    _call: Call | None = None  # the scoring in progress
+    _is_deferred: bool | None = None  # True: TRL does not score; decided at the first generation
+    _defers_reference = False  # decided at the same time
+    _generated_at = 0  # number of optimizer steps before the last generation
 
     # (differences from the sampler's log-probabilities, ratios) of a generation's micro-batches, in
-    # training (True) and in an evaluation, which may come between
+    # training (True) and in evaluation (False), which may interrupt training
     _figures: dict[bool, list[tuple[Tensor, Tensor]]]
 
     @property
@@ -85,25 +85,25 @@ class Scoring(LogsShares):
 
     @property
     def _micro_steps(self) -> int:
-        """Between two generations."""
+        """Number of micro-batches between two generations."""
         return int(self.args.steps_per_generation * self.num_iterations)
 
     def _generate_and_score_completions(self, inputs: Any) -> Batch:
-        """TRL's batch, without what is scored later; with `on_missing_set` it has the sets."""
+        """Return TRL's batch without deferred scores; with `on_missing_set`, with the sets."""
         if self._is_deferred is None:
             self._is_deferred = self._defers_old()
             self._defers_reference = self.kl_estimator == "full" or not (
-                # where it moves it has to score at the generation
+                # a reference that changes must score when the batch is generated
                 self.args.sync_ref_model or reader_of(self, READERS[:2])
             )
         changes: list[tuple[Any, str, Any]] = []
         if self._defers_reference:
             changes.append((self, "beta", 0.0))
-        if self._is_deferred:  # as if there were no correction and no step before the batch ends
+        if self._is_deferred:  # pretend: no correction, no optimizer step before the batch ends
             changes.append((self, "vllm_importance_sampling_correction", False))
             changes.append((self.args, "gradient_accumulation_steps", self._micro_steps))
         own = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
-        for name in ("_generate", "_calculate_rewards"):  # for which all is as it was
+        for name in ("_generate", "_calculate_rewards"):  # these see the original values
             changes.append((self, name, partial(_within, own, getattr(self, name))))
         with self._over_sets({}), all_replaced(changes):
             batch: Batch = super()._generate_and_score_completions(inputs)
@@ -113,7 +113,7 @@ class Scoring(LogsShares):
         if self._is_deferred:
             if is_corrected(self) and "sampling_per_token_logps" not in batch:
                 raise ValueError(
-                    "sampling_per_token_logps: expected the sampler's for its correction, got None"
+                    "sampling_per_token_logps: expected a tensor, for the correction, got None"
                 )
             self._figures[self._trains].clear()
             if self._trains:
@@ -121,7 +121,7 @@ class Scoring(LogsShares):
         return batch
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
-        """What TRL's rollout generates; with `on_missing_set`, keep the sampler's sets."""
+        """Generate as TRL does; with `on_missing_set`, keep the sampler's sets."""
         generated = super()._generate(*args, **kwargs)
         if self.on_missing_set is not None:
             self._set_sets(taken_sets(generated, self.accelerator, metrics_of(self)))
@@ -129,7 +129,7 @@ class Scoring(LogsShares):
 
     @contextmanager
     def _over_sets(self, batch: Batch) -> Iterator[None]:
-        """Inside, both models score completions over the sets of `batch`, where it has some."""
+        """Let both models score completions over the sets of `batch`, if it has any."""
         self._set_sets(batch.get(SETS))
         try:
             yield
@@ -142,7 +142,7 @@ class Scoring(LogsShares):
                 head_of(model).sets = sets
 
     def _defers_old(self) -> bool:
-        """True if TRL's scoring of the old policy is left out; warn if a correction keeps it."""
+        """Return True if TRL's scoring of the old policy is skipped; warn if it cannot be."""
         option, corrects = self.fused_sampling_correction, is_corrected(self)
         if option is True and not corrects:
             raise ValueError(
@@ -156,7 +156,7 @@ class Scoring(LogsShares):
         if corrects and self.zero_advantage == "skip":
             reason = (
                 "sampling/* metrics read the sequences that zero_advantage='skip' leaves out; "
-                "'score' computes less here"
+                "'score' is cheaper here"
             )
         elif reader is not None:
             reason = f"{reader} may read its result; pass True if not"
@@ -172,7 +172,7 @@ class Scoring(LogsShares):
         return False
 
     def _warn_of_truncation(self) -> None:
-        """Warn of a sampler that truncates where TRL multiplies the loss by a sequence's ratio."""
+        """Warn of a truncating sampler if TRL multiplies the loss by a sequence's ratio."""
         args, mode = self.args, self.args.vllm_importance_sampling_mode
         cuts = [
             f"{name}={getattr(args, name)}"
@@ -186,18 +186,19 @@ class Scoring(LogsShares):
         of_sequence = is_corrected(self) and mode.startswith("sequence_")
         if cuts and of_sequence and self.on_missing_set is None:
             warn_once(
-                f"{', '.join(cuts)}: the sampler's log-probabilities are of the ids that it keeps, "
-                "ours of all, so that a sequence's ratio falls with its length, and "
-                f"vllm_importance_sampling_mode={mode!r} multiplies the loss by it; hand over the "
-                "sets (on_missing_set=, docs/samplers.md), or sample from the whole vocabulary"
+                f"{', '.join(cuts)}: the sampler's log-probabilities are normalized over the ids "
+                "it keeps, the policy's over all ids. The ratio of a sequence then falls with its "
+                f"length, and vllm_importance_sampling_mode={mode!r} multiplies the loss by it. "
+                "Pass the kept sets (on_missing_set=, docs/samplers.md), or sample from the whole "
+                "vocabulary"
             )
 
     def _due(self) -> list[Batch]:
-        """The micro-batches of the generation that lack old log-probabilities."""
+        """Return this generation's micro-batches that lack old log-probabilities."""
         return [x for x in self._buffered_inputs or () if self._is_deferred and OLD not in x]
 
     def _is_unscored(self, inputs: Batch) -> bool:
-        """True if the loss of `inputs` has to give the old log-probabilities, and can."""
+        """Return True if the loss of `inputs` must provide the old log-probabilities."""
         if not self._is_deferred or OLD in inputs:
             return False
         steps = self.state.global_step
@@ -210,15 +211,15 @@ class Scoring(LogsShares):
         return True
 
     def _score_old(self, batch: Batch) -> None:
-        """Old log-probabilities of a micro-batch without a loss that could give them in time."""
+        """Compute old log-probabilities of a micro-batch whose loss would come too late."""
         live: Tensor | None = None
         phi = self.loss_type == "vespo" and self.zero_advantage != "skip"
         zeros = torch.zeros_like(batch["completion_mask"], dtype=torch.float32)
         if self._is_idle(batch):
             logps = zeros
         else:
-            if not (phi or is_corrected(self)):  # whose metrics are of all sequences
-                # the loss will have a ratio to old log-probabilities, not known yet
+            if not (phi or is_corrected(self)):  # these have metrics over all sequences
+                # zeros stand for old log-probabilities, which the loss will have
                 expected = micro_batches.foreseen(self, {**batch, OLD: zeros})[1]
                 live = micro_batches.live_sequences(self, expected)
             logps = self._score(self.model, batch, live)
@@ -226,13 +227,13 @@ class Scoring(LogsShares):
         self._log_figures()
 
     def _is_idle(self, inputs: Batch) -> bool:
-        """True if no other process waits for the forward of a micro-batch without samples."""
+        """Return True for an empty micro-batch whose forward no other process waits for."""
         return micro_batches.is_empty(inputs) and bool(self.accelerator.num_processes == 1)
 
     def _take_old(self, inputs: Batch, logps: Tensor) -> None:
-        """Put the old policy's `logps` (B, T), and the ratio to the sampler, into `inputs`.
+        """Store the old policy's `logps` (B, T), and the ratio to the sampler, in `inputs`.
 
-        TRL's micro-batch gets them too, for later passes over it.
+        They are also stored in TRL's micro-batch, for later passes over it.
         """
         inputs[OLD] = logps.detach()
         if is_corrected(self):
@@ -244,7 +245,7 @@ class Scoring(LogsShares):
             if per_sequence:
                 log_ratio = log_ratio.sum(dim=-1, keepdim=True)
             inputs[RATIO] = ratio = bounded_ratio(config, log_ratio)
-            # of the tokens that the sampler could score
+            # only tokens that the sampler has scored
             gaps = (logps.detach() - sampling).abs()[mask & ~torch.isnan(sampling)]
             ratios = ratio.flatten() if per_sequence else ratio[mask]
             ratios = ratios[:0] if micro_batches.is_empty(inputs) else ratios
@@ -254,9 +255,9 @@ class Scoring(LogsShares):
                 batch.update({name: inputs[name] for name in (OLD, RATIO) if name in inputs})
 
     def _log_figures(self) -> None:
-        """Log what TRL does of a generation's ratios, once those of all micro-batches are there.
+        """Log TRL's metrics of a generation's ratios once all micro-batches have contributed.
 
-        As TRL: each is reduced on every rank (0 if it has no numbers), then over ranks.
+        As in TRL, each is reduced on every rank (0 if it has no values), then over ranks.
         """
         figures = self._figures[self._trains]
         if len(figures) < (self.args.steps_per_generation if self._trains else 1):
@@ -275,7 +276,7 @@ class Scoring(LogsShares):
             metrics_of(self)[f"sampling/{name}"].append(found)
 
     def _with_reference(self, inputs: Batch) -> Batch:
-        """The inputs of a loss, with what the reference has to give if TRL left it out."""
+        """Return a loss's inputs, with the reference's scores if TRL did not compute them."""
         name = STATES if self._has_exact_kl else REFERENCE
         is_left_out = self.beta != 0.0 and self._defers_reference and name not in inputs
         if not is_left_out or self._is_idle(inputs):
@@ -288,12 +289,12 @@ class Scoring(LogsShares):
             else:
                 found = self._score(model, inputs)
         if self._trains and self.num_iterations > 1:
-            inputs[name] = found  # of TRL's buffer, for later passes over it
+            inputs[name] = found  # in TRL's buffer, for later passes
         return {**inputs, name: found}
 
     @contextmanager
     def _as_reference(self) -> Iterator[Any]:
-        """Inside, the model that is given is the reference."""
+        """Yield a model that acts as the reference inside the context."""
         if self.ref_model is not None:
             yield self.ref_model
             return
@@ -302,9 +303,9 @@ class Scoring(LogsShares):
             try:
                 yield self.model
             finally:
-                # FSDP2 leaves parameters whole after a forward without a backward. PEFT switches
-                # the gradient of adapters off here, and on again at the parameters that it finds:
-                # if it found shards first and whole ones then, the shards' would stay off.
+                # FSDP2 leaves parameters unsharded after a forward without backward. PEFT turns off
+                # requires_grad of adapters here, and turns it on again on the parameters it finds
+                # later: if those were the unsharded ones, the shards' would stay off.
                 for module in model.modules():
                     if modules.is_fsdp_unit(module):
                         module.reshard()
@@ -316,7 +317,7 @@ class Scoring(LogsShares):
         live: Tensor | None = None,
         score: Callable[..., Scores] | None = None,
     ) -> Tensor:
-        """Log-probabilities (B, T) of a micro-batch; 0, lest a ratio overflow, where not `live`."""
+        """Return log-probabilities (B, T) of a micro-batch, 0 in sequences that are not `live`."""
         mask = batch["completion_mask"]
         if live is not None:
             mask = mask * live.to(mask.device)[:, None]
@@ -343,7 +344,7 @@ class Scoring(LogsShares):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """TRL's scoring, of a call that is known with what is foreseen of it."""
+        """Score as TRL does; a known `Call` also passes what is predicted about it."""
         call, given = self._call, (input_ids, attention_mask, logits_to_keep)
         score = super()._get_per_token_logps_and_entropies
         if call is None or not call.is_of(model, *given):
@@ -367,7 +368,7 @@ def _within(
 
 
 def reader_of(trainer: Any, names: Sequence[str]) -> str | None:
-    """A method of `names` that is not TRL's or ours, of a class or set on the trainer, or None."""
+    """Name a method in `names` that neither TRL nor this library defines; None if there is none."""
     for name in names:
         if name in vars(trainer) and not modules.origin(vars(trainer)[name]).startswith(_KNOWN):
             return f"the trainer's own {name}"
@@ -380,9 +381,9 @@ def reader_of(trainer: Any, names: Sequence[str]) -> str | None:
 
 
 class Reference:
-    """The reference of a micro-batch: its head, and that head's inputs.
+    """The reference model of a micro-batch: its head and the head's input.
 
-    `model` is read here, with the adapters active now.
+    `model` is read on construction, with the adapters active at that time.
     """
 
     def __init__(self, model: Any) -> None:
@@ -390,17 +391,17 @@ class Reference:
         self._linear = modules.linear_of(head)
         if self._linear is not head and modules.active_adapters(head):
             raise ValueError(
-                "kl_estimator: expected 'k3' where the reference is an adapter of its own and has "
-                "a part on lm_head, got 'full'"
+                "kl_estimator: expected 'k3' if the reference is a separate adapter that covers "
+                "lm_head, got 'full'"
             )
         self._hidden, self._constants = torch.empty(0), Head(None)
 
     def take(
         self, _: Call, hidden: Tensor, head: Head, ids: Tensor, *, extras: Sequence[str], **how: Any
     ) -> Scores:
-        """`Call.score` of the reference: keeps `hidden` (B, T, H'); the results are 0."""
+        """Keep `hidden` (B, T, H') and return zeros; `Call.score` of the reference."""
         self._constants = replace(head, weight=None, bias=None, lora=None)
-        self._hidden = hidden.detach().clone()  # not with the prompt's, of which it is a part
+        self._hidden = hidden.detach().clone()  # a view would keep the prompt's too
         zeros = hidden.new_zeros(ids.shape, dtype=torch.float32)
         return Scores(**dict.fromkeys(("logps", "entropies", *extras), zeros))
 
@@ -414,9 +415,9 @@ class Reference:
         extras: Sequence[str],
         **how: Any,
     ) -> Scores:
-        """`Call.score` of the policy: makes the divergences. TRL's loss reads no `extras`."""
+        """Compute the divergences; `Call.score` of the policy. TRL's loss reads no `extras`."""
         states = self._hidden.to(hidden.device)
-        # read now: under FSDP2 the weight is another tensor within a forward than outside
+        # read here: under FSDP2 the weight is a different tensor inside a forward
         weight, bias = modules.constants_of(self._linear, "reference")
         reference = replace(self._constants, weight=weight, bias=bias)
         found = linear_divergence(hidden, head, (states, reference), completion_ids=ids, **how)

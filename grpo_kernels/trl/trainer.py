@@ -1,30 +1,30 @@
 """TRL's GRPO trainer with its language-model head, forward and backward, by `grpo_kernels`.
 
-The loss stays TRL's (the exact KL adds its term). `FusedGRPOTrainer` gives the policy and the
-reference our `add_fused_lm_head`, and tells the policy's forward what TRL's call of it does not
-say: which tokens the loss reads, and which gradient it is going to send back
-(`grpo_kernels.policy_expectation`). The one-pass engine computes the gradient for the expected
-coefficients in the forward, and the backward checks them against the true ones, so that an
-expectation that is off (an option this module does not know, a subclass with its own term) costs
-time and never changes the result; a gradient where none was expected raises.
+TRL's own code computes the loss (the exact KL adds its term). `FusedGRPOTrainer` gives policy and
+reference our `add_fused_lm_head`, and tells the policy's forward what TRL does not: which tokens
+the loss reads, and which gradient it will send back (`grpo_kernels.policy_expectation`). The
+one-pass engine computes the gradient for the expected coefficients in the forward, and the backward
+checks them against the true ones. A wrong expectation (an option this module does not know, a
+subclass with its own term) costs time but never changes the result; a gradient where none was
+expected raises.
 
-The calls, and what is ours of them::
+The calls, and what this module adds to them::
 
-    train                      after an interruption: what it has left
-    once a generation
-      _prepare_inputs          TRL's generates and rewards, kept from scoring (`Scoring`)
-        _regrouped             each window of micro-batches is divided anew (`micro_batches`)
-        _score_old             old log-probabilities of what later optimizer steps take
+    train                      after an interruption: score leftover micro-batches
+    once per generation
+      _prepare_inputs          TRL generates and rewards, without scoring (`Scoring`)
+        _regrouped             regroup the samples of each window (`micro_batches`)
+        _score_old             old log-probabilities for later optimizer steps
     each micro-batch
       _with_reference          the reference scores it
       _compute_loss
-        _loss_of               what is foreseen: rows that are read, gradient, live sequences
+        _loss_of               predict the rows that are read, the gradient, live sequences
           _loss_by_trl         TRL's _compute_loss
             _get_per_token_logps_and_entropies
               model(..., labels=..., fused_lm_head=True)
                 FusedHead.run  the body where it is needed, the head, TRL's record
     after the last micro-batch of a window
-      _loss_by_trl             TRL's _compute_loss on what was kept, for its metrics
+      _loss_by_trl             TRL's _compute_loss on the kept scores, for its metrics
 """
 
 from __future__ import annotations
@@ -60,9 +60,13 @@ _SEES_MICRO_BATCHES = (*scoring.READERS, "get_off_policy_mask", "get_gamma_weigh
 
 
 class FusedLossMixin(scoring.Scoring):
-    """Give a subclass of ``GRPOTrainer`` the fused loss.
+    """Add the fused loss to a subclass of ``GRPOTrainer``.
 
-    ``class Mine(FusedLossMixin, GMPOTrainer)``. Its arguments are those of `FusedGRPOTrainer`.
+    ::
+
+        class FusedGMPOTrainer(FusedLossMixin, GMPOTrainer): ...
+
+    It takes the arguments of `FusedGRPOTrainer`.
     """
 
     def __init__(
@@ -83,7 +87,7 @@ class FusedLossMixin(scoring.Scoring):
         self._shares, self._figures = Shares(), {True: [], False: []}
         run = Run(engine, backend, workspace_bytes)
         options = HeadOptions(run, layout, on_missing_set=on_missing_set, shares=self._shares)
-        TrunkOptions(zero_advantage)  # raises for an unknown one
+        TrunkOptions(zero_advantage)  # raises for an unknown option
         check_choice("kl_estimator", kl_estimator, ("k3", "full"), "; 'k3' is TRL's own")
         if on_missing_set is not None:
             modes, hint = choices.choices(choices.OnMissingSet), "; None: the whole vocabulary"
@@ -106,12 +110,12 @@ class FusedLossMixin(scoring.Scoring):
         self._warn_of_truncation()
         if self.args.torch_compile:
             warn_once(
-                "torch_compile: the forward of the loss is not compiled as a whole; compile the "
-                "model's layers instead (docs/training-step.md)"
+                "torch_compile: the loss's forward is not compiled as a whole; compile the model's "
+                "layers instead (docs/training-step.md)"
             )
 
     def _regroups(self, option: bool | str) -> bool:
-        """True if samples are regrouped; raise ValueError if they are to be and cannot."""
+        """Return True if samples are regrouped; raise ValueError if required but impossible."""
         reason = micro_batches.reason_against_regrouping(self)
         if option is True and reason is not None:
             raise ValueError(f"regroup: expected 'auto' or False with {reason}, got True")
@@ -133,7 +137,7 @@ class FusedLossMixin(scoring.Scoring):
         return found
 
     def _check_options(self) -> None:
-        """Raise ValueError for options that exclude each other."""
+        """Raise ValueError for options that cannot be combined."""
         args, sets, has_sets = self.args, self.on_missing_set, self.on_missing_set is not None
         skips, is_exact = self.zero_advantage == "skip", self.kl_estimator == "full"
         if skips:
@@ -151,8 +155,8 @@ class FusedLossMixin(scoring.Scoring):
             ),
             (
                 is_exact and args.beta == 0.0,
-                "kl_estimator: expected 'k3' with beta = 0, which leaves no KL term, got 'full'; "
-                "give beta",
+                "kl_estimator: expected 'k3' with beta = 0, since there is no KL term, got 'full'; "
+                "set beta",
             ),
             (
                 is_exact and self.loss_owner is not GRPOTrainer,
@@ -161,8 +165,8 @@ class FusedLossMixin(scoring.Scoring):
             ),
             (
                 is_exact and args.sync_ref_model,
-                "sync_ref_model: expected False with kl_estimator = 'full', which keeps hidden "
-                "states of one reference model for the head of the same, got True",
+                "sync_ref_model: expected False with kl_estimator = 'full', which keeps the "
+                "reference's hidden states while its head may change, got True",
             ),
             (
                 has_sets and is_exact,
@@ -171,7 +175,7 @@ class FusedLossMixin(scoring.Scoring):
             ),
             (
                 has_sets and self.rollout_func is None,
-                "on_missing_set: expected None with no rollout_func, whose output has the sets, "
+                "on_missing_set: expected None without a rollout_func, which returns the sets, "
                 f"got {sets!r}",
             ),
         ):
@@ -179,21 +183,21 @@ class FusedLossMixin(scoring.Scoring):
                 raise ValueError(message)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train as TRL does; first see to what an interrupted training has left."""
+        """Train as TRL does, after handling what an interrupted training left behind."""
         if self.regroup and self._step % micro_batches.window_of(self):
             self._stop_regrouping(
-                "a training was interrupted within an optimizer step, and train() called again, so "
-                "that the steps to come are not of whole windows"
+                "training was interrupted within an optimizer step, so in the new call of train() "
+                "the next steps do not consist of whole windows"
             )
         due = self._due()
         if due:
-            self.model.train()  # as it will be: an evaluation may have come last
+            self.model.train()  # the mode of the coming step; the last call may be an evaluation
         for batch in due:
             self._score_old(batch)
         return super().train(*args, **kwargs)
 
     def _stop_regrouping(self, why: str) -> None:
-        """From now on, micro-batches are TRL's, and those that are left of a generation, too."""
+        """Use TRL's own micro-batches from now on, also for the rest of this generation."""
         warnings.warn(
             f"grpo_kernels: regroup: {why}: samples stay in TRL's micro-batches from now on",
             stacklevel=3,
@@ -203,10 +207,10 @@ class FusedLossMixin(scoring.Scoring):
         self._buffered_inputs: Any = (
             micro_batches.undone(self._buffered_inputs or (), names) or None
         )
-        self._figures[True].clear()  # they are scored anew
+        self._figures[True].clear()  # they are scored again
 
     def _prepare_inputs(self, generation_batch: Any) -> Batch:
-        """TRL's micro-batch, scored by the reference; after a generation, regroup all of them."""
+        """Return TRL's micro-batch, scored by the reference; regroup after each generation."""
         if self.regroup and self._trains:
             self._check_regrouping()
         before = self._buffered_inputs
@@ -223,38 +227,38 @@ class FusedLossMixin(scoring.Scoring):
         return self._with_reference(inputs)
 
     def _check_regrouping(self) -> None:
-        """Before a micro-batch: see whether a window can begin, and where one ends."""
+        """Check before a micro-batch that a window can begin, and that none is cut off."""
         window = micro_batches.window_of(self)
         if self._step % window == 0:
             reason = micro_batches.reason_against_regrouping(self)
             if reason is None and not self._is_trusted:
                 reason = reader_of(self, _SEES_MICRO_BATCHES)
             if reason is not None:
-                self._stop_regrouping(f"the trainer has changed since it was made: {reason}")
+                self._stop_regrouping(f"the trainer has changed since it was created: {reason}")
         if self.regroup and self.accelerator.sync_gradients and (self._step + 1) % window:
             raise RuntimeError(
-                f"regroup: expected optimizer steps of whole windows of {window} micro-batches, "
-                "got one that ends within a window; pass regroup=False"
+                f"regroup: expected each optimizer step to end after {window} micro-batches, got "
+                "one that ends earlier; pass regroup=False"
             )
 
     def _regrouped(self, batches: list[Batch]) -> list[Batch]:
-        """The micro-batches of a generation, samples regrouped within each optimizer step."""
+        """Return a generation's micro-batches, regrouped within each optimizer step."""
         stays = any(batch.get("pixel_values") is not None for batch in batches)
         stays |= len({len(batch["prompt_ids"]) for batch in batches}) > 1
-        # on every process, or on none: micro-batches ask the others for their metrics
+        # on all processes or none: each micro-batch gathers metrics over processes
         if self.accelerator.gather(torch.tensor([stays], device=self.accelerator.device)).any():
-            _logger.debug("regroup: samples stay, since there are images or uneven micro-batches")
+            _logger.debug("regroup: samples stay, because of images or uneven micro-batches")
             return batches
         in_trees = self.layout == "tree"
         if in_trees:
             trunk = trunk_of(self.accelerator.unwrap_model(self.model))
-            if trial.fits_trees(trunk) is None:  # it has not run yet: try it on one sample
+            if trial.fits_trees(trunk) is None:  # not tried yet: run it on one sample
                 self._score(self.model, micro_batches.samples_of(batches[0], [0]))
             in_trees = trial.fits_trees(trunk) is True
         return micro_batches.regrouped(self, batches, in_trees=in_trees)
 
     def _compute_loss(self, model: Any, inputs: Batch) -> Tensor:
-        """TRL's loss; the policy's forward is told which gradient to expect."""
+        """Compute TRL's loss, telling the policy's forward which gradient to expect."""
         part: Part | None = inputs.get(PART)
         if self._is_idle(inputs):
             if self._is_unscored(inputs):
@@ -266,12 +270,12 @@ class FusedLossMixin(scoring.Scoring):
             with micro_batches.unlogged(self):
                 loss, kept = self._loss_of(model, inputs)
             if averaged_over(micro_batches.config_of(self), num_items=True) == "sequences":
-                size = len(part.window.batches[0]["prompt_ids"])  # of TRL's micro-batch
+                size = len(part.window.batches[0]["prompt_ids"])  # TRL's micro-batch size
                 loss = len(inputs["prompt_ids"]) / size * loss
             part.window.keep(part.samples, kept)
         self._log_figures()
         if part is not None and part.is_last:
-            for batch in part.window.restored():  # TRL's own, for its metrics: no model runs
+            for batch in part.window.restored():  # TRL's micro-batches, for metrics; no model runs
                 scores = batch.pop("logps"), batch.pop("entropies")
                 call = Call(model, batch, scores=scores, is_done=True)
                 call.divergences = batch.pop("divergences", None)
@@ -280,9 +284,9 @@ class FusedLossMixin(scoring.Scoring):
         return loss
 
     def _loss_of(self, model: Any, inputs: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of a micro-batch, and what its metrics are made of, (B, ...) by name."""
+        """Return a micro-batch's loss, and the tensors behind its metrics, (B, ...) by name."""
         is_unscored = self._is_unscored(inputs)
-        inputs = {**inputs}  # gets the log-probabilities of the loss, if it is unscored
+        inputs = {**inputs}  # if unscored, the loss adds its own log-probabilities
         config, expected = micro_batches.foreseen(self, inputs, is_unscored=is_unscored)
         live: Tensor | None = None
         factor: Tensor | float = 1.0
@@ -309,14 +313,14 @@ class FusedLossMixin(scoring.Scoring):
         return factor * loss, kept
 
     def _loss_by_trl(self, call: Call) -> Tensor:
-        """TRL's loss of a call, with the exact KL."""
+        """Compute TRL's loss of a call, plus the exact KL if requested."""
         mask, has_exact_kl = call.inputs["completion_mask"], self._has_exact_kl
         skips = self.zero_advantage == "skip"
         is_measured = not skips or self.accelerator.gather(mask.any().reshape(1)).any()
         changes: list[tuple[Any, str, Any]] = [(self, "_call", call)]
-        if has_exact_kl:  # without a KL term of TRL's own
+        if has_exact_kl:  # leave out TRL's own KL term
             changes.append((self, "beta", 0.0))
-        # not where no process has a sequence left
+        # nothing is logged if no process has a sequence left
         with nullcontext() if is_measured else micro_batches.unlogged(self):
             with self._over_sets(call.inputs), all_replaced(changes):
                 loss: Tensor = super()._compute_loss(call.model, call.inputs)
@@ -324,19 +328,19 @@ class FusedLossMixin(scoring.Scoring):
                 return loss
             if call.divergences is None:
                 raise RuntimeError(
-                    "kl_estimator: expected trl's loss to run its fused head, got none"
+                    "kl_estimator: expected TRL's loss to run its fused head, but it did not"
                 )
             return micro_batches.with_exact_kl(self, loss, call.inputs, call.divergences)
 
     @property
     def loss_owner(self) -> type:
-        """The class that defines ``super()._compute_loss``."""
+        """Return the class that defines ``super()._compute_loss``."""
         after = type(self).__mro__[type(self).__mro__.index(FusedLossMixin) + 1 :]
         return next(cls for cls in after if "_compute_loss" in vars(cls))
 
 
 class FusedGRPOTrainer(FusedLossMixin, GRPOTrainer):
-    """Train as TRL's ``GRPOTrainer`` does, with fewer operations: same arguments, losses, metrics.
+    """Train like TRL's ``GRPOTrainer``, but faster: same arguments, losses and metrics.
 
     ::
 
@@ -345,37 +349,40 @@ class FusedGRPOTrainer(FusedLossMixin, GRPOTrainer):
         )
         trainer.train()
 
-    Its log also has ``sequences/gradient``, ``tokens/computed`` and ``rows/gradient``, which show
-    that it is at work. Other trainers of the process are not touched; `patch_trl` is for those.
+    It also logs ``sequences/gradient``, ``tokens/computed`` and ``rows/gradient``, which show that
+    it is active. It does not affect other trainers in the process; for those, use `patch_trl`.
 
     Args:
-        fused_sampling_correction: skip TRL's scoring of the batch before the loss, which is a
-            forward of the model. ``"auto"``: until the policy changes, the ratio to the sampler
-            (``use_vllm`` with ``vllm_importance_sampling_correction``) and the old
-            log-probabilities come from the loss's own forward. TRL scores as usual if the model has
-            dropout, or if a subclass overrides a method that may read them. True: skip it there
-            too; an error if there is no sampler to correct for. False: TRL always scores.
+        fused_sampling_correction: skip the forward in which TRL scores the batch before the loss.
+            ``"auto"``: until the policy changes, the ratio to the sampler (``use_vllm`` with
+            ``vllm_importance_sampling_correction``) and the old log-probabilities come from the
+            loss's own forward; TRL still scores if the model has dropout, or if a subclass
+            overrides a method that may read them. True: skip it in those cases too; an error if
+            there is no sampler to correct for. False: TRL always scores.
         kl_estimator: ``"k3"``: TRL's estimate from sampled tokens. ``"full"``: the KL term (`beta`)
-            and the metric ``kl`` are the divergence from the reference over the whole vocabulary,
-            which is exact. `use_bias_correction_kl` does not apply to it. Each micro-batch then
-            keeps the reference's hidden states (B, T, H').
+            and the metric ``kl`` are the exact divergence from the reference, over the whole
+            vocabulary; `use_bias_correction_kl` is ignored. Each micro-batch then keeps the
+            reference's hidden states (B, T, H').
         zero_advantage, layout: as in `grpo_kernels.transformers.causal_lm_loss`: what the model
             computes for sequences without a gradient, for padding, and for shared prefixes.
-        regroup: ``"auto"``: the samples of an optimizer step are sorted by prompt into
-            micro-batches, so that each prompt runs once; micro-batches that stay empty compute
-            nothing. The step's gradient and every logged value stay TRL's. Off if the loss depends
-            on which samples share a micro-batch, or if a subclass overrides a method that sees one.
-            True: an error in the first case; in the second, your subclass is trusted. False: TRL's
-            micro-batches.
-        tokens_per_forward: the most tokens of a regrouped micro-batch, counting a shared prompt
-            once. More is faster and takes more memory. None: as many as TRL's padded micro-batch.
+        regroup: ``"auto"``: sort the samples of an optimizer step into micro-batches by prompt, so
+            that each prompt runs once; empty micro-batches compute nothing. The step's gradient and
+            every logged value stay TRL's. It is off if the loss depends on which samples share a
+            micro-batch, or if a subclass overrides a method that sees one. True: raise in the first
+            case; trust the subclass in the second. False: use TRL's micro-batches.
+        tokens_per_forward: maximum number of tokens in a regrouped micro-batch, counting a shared
+            prompt once. More tokens are faster and need more memory. None: as many as TRL's padded
+            micro-batch.
         on_missing_set: None: score over the whole vocabulary, as TRL does. ``"error"`` or
             ``"full"``: score over the ids that a truncating sampler kept, which your `rollout_func`
             returns as ``"sampling_mask"``; ``"full"`` scores tokens without a set over the whole
-            vocabulary. Logged: ``kept/size``, the mean size of a set, and ``kept/without_set``, the
-            share of tokens without one.
+            vocabulary. This logs ``kept/size``, the mean size of a set, and ``kept/without_set``,
+            the share of tokens without one.
         engine, backend, workspace_bytes: as in `grpo_kernels.Run`, for every call of the head. On a
-            GPU with free memory, the default takes more memory than TRL's head, and
-            ``workspace_bytes=512 * 2**20`` less (docs/memory.md).
-        args, kwargs: the trainer's own.
+            GPU with free memory, the default needs more memory than TRL's head; with
+            ``workspace_bytes=512 * 2**20`` it needs less (docs/memory.md).
+        args, kwargs: arguments of TRL's trainer.
+
+    Raises:
+        ValueError: an invalid option, or options that cannot be combined.
     """

@@ -1,17 +1,17 @@
-"""verl: `impl_backend=grpo_kernels` among its fused heads, for its FSDP and its Megatron engines.
+"""Add `impl_backend=grpo_kernels` to verl's fused heads, for its FSDP and Megatron engines.
 
     actor_rollout_ref.model.use_fused_kernels=True
     actor_rollout_ref.model.fused_kernel_options.impl_backend=grpo_kernels
 
-Nothing else changes, and without the second line nothing changes at all. ``import verl`` finds the
-plug-in by itself (entry point group ``verl.plugins``), in Ray's workers too; `patch_verl` does the
-same by hand, where entry points are switched off (``VERL_USE_EXTERNAL_PLUGINS=none``).
+These two lines need no other change; without the second one, nothing changes. ``import verl`` loads
+the plug-in (entry point group ``verl.plugins``), also in Ray's workers. If entry points are turned
+off (``VERL_USE_EXTERNAL_PLUGINS=none``), call `patch_verl` instead.
 
-verl's modules (0.9.1) are patched as they are imported, whenever that is: `forward` gives models
-the forward of the FSDP engines, `engine` tells it what a micro-batch asks of the head, `megatron`
-does both for Megatron's engine, and `trainers` keeps verl's trainers from scoring what an update
-computes anyway, and brings the responses of a prompt to one rank. A module that differs from the
-release we know is left as it is, after a warning.
+verl's modules (0.9.1) are patched when they are imported. `forward` provides the models' forward in
+the FSDP engines, and `engine` tells it what a micro-batch needs from the head; `megatron` does both
+for Megatron's engine. `trainers` keeps verl's trainers from scoring what an update computes anyway,
+and brings the responses to one prompt to one rank. A module that differs from verl 0.9.1 is left
+unpatched, with a warning.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from grpo_kernels.verl import engine, forward, megatron, trainers
 
 __all__ = ["patch_verl", "unpatch_verl"]
 
-# They raise LookupError if verl is not as we know it.
+# Each raises LookupError if verl's module differs from the supported release.
 PATCHERS: dict[str, Callable[[ModuleType], engine.Changes]] = {
     "verl.models.transformers.monkey_patch": forward.changes,
     "verl.models.mcore.model_forward_fused": megatron.forward_changes,
@@ -44,7 +44,7 @@ PATCHERS: dict[str, Callable[[ModuleType], engine.Changes]] = {
 
 
 class _Importer(MetaPathFinder):
-    """Finder of the modules in `PATCHERS`: others find them, and we patch right after they run."""
+    """Import hook for the modules in `PATCHERS`: patches each right after its code has run."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -56,11 +56,11 @@ class _Importer(MetaPathFinder):
         spec = next((x for x in found if x is not None), None)
         if spec is not None and spec.loader is not None:
             run = spec.loader.exec_module
-            spec.loader = copy(spec.loader)  # which an archive's modules share
+            spec.loader = copy(spec.loader)  # modules of an archive share one
 
             def exec_module(module: ModuleType) -> None:
                 run(module)
-                _patched.discard(fullname)  # it may have been loaded before
+                _patched.discard(fullname)  # it may be a reload
                 _patch(module)
 
             vars(spec.loader)["exec_module"] = exec_module
@@ -72,17 +72,23 @@ _patched: set[str] = set()
 
 
 def patch_verl() -> None:
-    """Let verl's configuration name ``grpo_kernels`` as the `impl_backend` of its fused kernels.
+    """Make ``grpo_kernels`` available as `impl_backend` of verl's fused kernels.
 
-    verl need not be imported yet: its imported modules are patched now, others when they are
-    imported. Models that already have their forward keep it, so call this before verl builds them.
-    Calling it again changes nothing.
+    ::
+
+        from grpo_kernels.verl import patch_verl
+
+        patch_verl()  # only if verl's plug-ins are turned off
+
+    You may call it before or after importing verl: loaded modules are patched now, others when they
+    are imported. Models that verl has already built keep their forward, so call it before that. A
+    second call changes nothing.
 
     Raises:
         ModuleNotFoundError: verl is not installed.
 
     Warns:
-        RuntimeWarning: this verl differs from the release we know; that part is left alone.
+        RuntimeWarning: a module of verl differs from the supported release and is left unpatched.
     """
     with needed("'verl>=0.9'", "verl"):
         if "verl" not in sys.modules and importlib.util.find_spec("verl") is None:
@@ -96,7 +102,7 @@ def patch_verl() -> None:
 
 
 def unpatch_verl() -> None:
-    """Restore all of verl, also the forwards of models that asked for ours."""
+    """Restore verl completely, including the forwards of models that use `grpo_kernels`."""
     if _importer in sys.meta_path:
         sys.meta_path.remove(_importer)
     _patched.clear()
@@ -112,8 +118,8 @@ def _patch(module: ModuleType) -> None:
     except LookupError as error:
         version = getattr(sys.modules.get("verl"), "__version__", "of unknown version")
         warnings.warn(
-            f"grpo_kernels: verl {version} is not as verl 0.9.1 in {name} ({error.args[0]}): it is "
-            "left alone, and impl_backend=grpo_kernels has no effect there",
+            f"grpo_kernels: in verl {version}, {name} differs from verl 0.9.1 ({error.args[0]}). "
+            "It is left unpatched, and impl_backend=grpo_kernels has no effect there",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -1,12 +1,12 @@
-"""verl's FSDP engines: the forward that a model gets for `impl_backend=grpo_kernels`.
+"""verl's FSDP engines: the forward that models get with `impl_backend=grpo_kernels`.
 
-verl puts a forward of its own on the model's class, which returns log-probabilities and entropies
-instead of logits. Ours runs the same body and takes the same labels, in the order `shift_labels`,
-rolled `labels`, rolled `input_ids`. The head differs. verl reads ``lm_head.weight``: under FSDP2
-that is a shard if the head is a unit of its own (as verl wraps it), or its ``full_tensor()``, whose
-gradient is never summed over the ranks. We hand the module to `linear_logprob`: FSDP2 runs it with
-the weight whole, and reduces its gradient. Our head also applies the bias, soft-cap and scale of
-the logits, which verl's fused heads leave out.
+verl replaces the forward of a model's class by one that returns log-probabilities and entropies
+instead of logits. The forward here runs the same body and reads the same labels, in the order
+`shift_labels`, rolled `labels`, rolled `input_ids`. The head differs. verl reads
+``lm_head.weight``: under FSDP2 that is a shard if the head is a separate unit (as verl wraps it),
+or its ``full_tensor()``, whose gradient is never summed over ranks. Here the module is passed to
+`linear_logprob`, so FSDP2 gathers the weight and reduces its gradient. This head also applies the
+bias, soft-cap and scale of the logits, which verl's fused heads leave out.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from grpo_kernels.scores import topk_divergence
 from grpo_kernels.verl.engine import ARGUMENT, BACKEND, MARK, Changes, HeadTask
 from grpo_kernels.verl.rows import scored
 
-# of verl's patch_forward_with_backends
+# parameters of verl's patch_forward_with_backends
 PARAMETERS = ("model", "use_fused_kernels", "fused_kernels_backend")
-# of a forward: what is not its body's, and what has to be there
+# parameters of a forward: those not passed to the body, and those required
 OF_HEAD = {"self", "labels", "temperature", "shift_labels", "logits_to_keep"}
 NEEDED = {"input_ids", "labels", "temperature", "shift_labels"}
-OF_MODEL = {"input_ids", "cu_seqlens", "cu_seqlens_cpu"}  # what ``model.model`` takes, among others
-KEPT = ("past_key_values", "hidden_states", "attentions")  # of the body, returned too
+OF_MODEL = {"input_ids", "cu_seqlens", "cu_seqlens_cpu"}  # some parameters of ``model.model``
+KEPT = ("past_key_values", "hidden_states", "attentions")  # outputs of the body, returned too
 
-# Model type -> verl's module below verl.models.transformers, and the function in it that runs all
-# but the head ("": ``model.model`` itself does), as in verl's patch_forward_with_backends
+# Model type -> verl's module below verl.models.transformers, and its function that runs everything
+# but the head ("" means ``model.model``), as in verl's patch_forward_with_backends
 FAMILIES = {
     "qwen2_vl": ("qwen2_vl", "qwen2_vl_forward"),
     "qwen2_5_vl": ("qwen2_vl", "qwen2_vl_forward"),
@@ -49,11 +49,11 @@ FAMILIES = {
     "qwen3_5_moe": ("qwen3_5", ""),
     "glm4v": ("glm4v", "glm4v_forward"),
 }
-DENSE = ("dense_common", "forward_base_model")  # every other one
+DENSE = ("dense_common", "forward_base_model")  # all other types
 
-# All that we have replaced in verl: functions of its modules, forwards of models' classes.
+# Everything replaced in verl: functions of its modules, forwards of model classes.
 patches = Patches("verl")
-_own: dict[type, Callable[..., Any]] = {}  # class of a model -> its forward before ours
+_own: dict[type, Callable[..., Any]] = {}  # model class -> its original forward
 
 
 def changes(module: ModuleType) -> Changes:
@@ -74,22 +74,22 @@ def changes(module: ModuleType) -> Changes:
 
 
 def _use(model: Any) -> None:
-    """Give the class of `model` the forward with our head, as verl does with its own."""
-    from grpo_kernels.transformers.head import describe_head  # slow: not for a bare `import verl`
+    """Replace the forward of `model`'s class by the one from `_forward`."""
+    from grpo_kernels.transformers.head import describe_head  # slow, so not on `import verl`
 
     forward = _forward(*FAMILIES.get(model.config.model_type, DENSE))
     _own_forward(type(model))
-    # an unknown kind of head is refused here, not within the first step
+    # an unknown kind of head raises here, not in the first step
     check_module(describe_head(model).weight)
     setattr(model, MARK, BACKEND)
     patches.replace(type(model), "forward", forward)
-    # where verl says the same
+    # verl prints the same for its own backends
     print(f"Using {BACKEND} backend for fused kernels in {type(model).__name__}")
 
 
 @functools.cache
 def _forward(family: str, body_name: str) -> Callable[..., Any]:
-    """A forward in place of verl's ``forward_with_torch_backend``, whose parameters it takes."""
+    """Return a replacement for verl's ``forward_with_torch_backend``, with its parameters."""
     module = importlib.import_module(f"verl.models.transformers.{family}")
     theirs = getattr(module, "forward_with_torch_backend", None)
     body = getattr(module, body_name, None)
@@ -105,7 +105,7 @@ def _forward(family: str, body_name: str) -> Callable[..., Any]:
     *explicit, open_ended = signature.parameters
     names, kind = {*explicit}, signature.parameters[open_ended].kind
     of_body = OF_MODEL if body is None else {*inspect.signature(body).parameters}
-    # what would come with **kwargs, which a body that does not name them does not get
+    # parameters that arrive in **kwargs, which are not passed on to such a body
     lost = set() if body is None or open_ended in of_body else of_body - names
     known = names >= NEEDED and names <= OF_HEAD | of_body and not lost
     if not known or kind is not inspect.Parameter.VAR_KEYWORD:
@@ -113,7 +113,7 @@ def _forward(family: str, body_name: str) -> Callable[..., Any]:
             f"{module.__name__}.forward_with_torch_backend: expected {sorted(NEEDED)}, and "
             f"parameters of its body, got {[*signature.parameters]}"
         )
-    with_aux = make_dataclass(  # the engine reads this field of a distillation
+    with_aux = make_dataclass(  # in distillation, the engine reads this field
         output.__name__,
         [("fused_linear_aux", Any, None)],
         bases=(output,),
@@ -130,14 +130,14 @@ def _forward(family: str, body_name: str) -> Callable[..., Any]:
         head = measured_head(self, functools.partial(_own_forward(type(self)), self))
         inputs = {name: x for name, x in given.items() if name not in OF_HEAD}
         if body is None or open_ended in of_body:
-            inputs |= others  # which the dense body does not take: they are dropped, as in verl
+            inputs |= others  # dropped for the dense body, as in verl
         with _in_layout(self, task, given.get("input_ids")):
             outputs = self.model(**inputs) if body is None else body(self, **inputs)
         hidden = outputs[0]
         ids = _labels(given.get("shift_labels"), given.get("labels"), given.get("input_ids"))
         if ids.shape != hidden.shape[:-1]:
             raise ValueError(
-                f"shift_labels: expected {tuple(hidden.shape[:-1])}, one a position, got "
+                f"shift_labels: expected {tuple(hidden.shape[:-1])}, one per position, got "
                 f"{tuple(ids.shape)}"
             )
         temperature = given.get("temperature", 1.0)
@@ -155,7 +155,7 @@ def _forward(family: str, body_name: str) -> Callable[..., Any]:
 
 
 def _in_layout(model: Any, task: HeadTask, input_ids: Tensor | None) -> AbstractContextManager[Any]:
-    """Inside, the body of `model` computes what `task` needs of the batch, in its layout."""
+    """Make the body of `model` compute only what `task` needs, in the task's layout."""
     if task.layout == "padded" or input_ids is None:
         return nullcontext()
     from grpo_kernels.body.trunk import live_trunk
@@ -166,41 +166,40 @@ def _in_layout(model: Any, task: HeadTask, input_ids: Tensor | None) -> Abstract
 
 
 def _keep_own_forward(cls: Any) -> None:
-    if not cls.forward.__module__.startswith("verl."):  # which ours has, too
+    if not cls.forward.__module__.startswith("verl."):  # `_forward`'s has this name too
         _own[cls] = cls.forward
 
 
 def _own_forward(cls: type) -> Callable[..., Any]:
-    """The forward that a model's class had before verl's and ours: it shows the head's
-    constants."""
+    """Return the original forward of a model's class, which reveals the head's constants."""
     for x in cls.__mro__:
         found = _own.get(x) or vars(x).get("forward")
         if found in (None, nn.Module.forward) or found.__module__.startswith("verl."):
             continue
         return found
     raise LookupError(
-        f"verl has replaced the forward of {cls.__name__} already; call patch_verl before verl does"
+        f"verl has already replaced the forward of {cls.__name__}; call patch_verl earlier"
     )
 
 
 def _labels(shift_labels: Tensor | None, labels: Tensor | None, input_ids: Tensor | None) -> Tensor:
-    """The id that each position predicts."""
+    """Return the id that each position predicts."""
     if shift_labels is not None:
         return shift_labels
     ids = input_ids if labels is None else labels
     if ids is None:
-        raise ValueError("shift_labels: expected them, or labels, or input_ids, got none of them")
+        raise ValueError("shift_labels: expected this, labels or input_ids, got none of them")
     ulysses = importlib.import_module("verl.utils.ulysses")
     ranks = ulysses.get_ulysses_sequence_parallel_world_size()
-    if ranks > 1:  # the last label of a shard is the first id of the next one
+    if ranks > 1:  # the last label of a shard is the first id of the next shard
         raise ValueError(
-            f"shift_labels: expected them, since a sequence is divided over {ranks} ranks, got None"
+            f"shift_labels: expected a tensor, since sequences span {ranks} ranks, got None"
         )
     return torch.roll(ids, -1, -1)
 
 
 class Distilled(NamedTuple):
-    """What verl's engine reads of a distillation: (1, N) each, 0 where a row does not count."""
+    """Fields that verl's engine reads in distillation, (1, N) each; 0 in rows that do not count."""
 
     distillation_losses: Tensor
     student_mass: Tensor
@@ -214,7 +213,7 @@ def _distilled(
     if ids.shape[:-1] != hidden.shape[:-1]:
         got = tuple(ids.shape)
         raise ValueError(
-            f"teacher_ids: expected {(*hidden.shape[:-1], 'K')}, K a position, got {got}"
+            f"teacher_ids: expected {(*hidden.shape[:-1], 'K')}, K per position, got {got}"
         )
     found = topk_divergence(
         hidden,

@@ -1,18 +1,18 @@
-"""verl's Megatron engine: our function in place of its fused ``linear_cross_entropy``.
+"""verl's Megatron engine: replace its fused ``linear_cross_entropy``.
 
 verl's fused forwards (with Megatron's output processor, of a whole GPT model, and overlapped) look
-the function up in their module, and call it with the hidden states, which are the same on all
-tensor parallel ranks, and each rank's own rows of the head. No forward passes on which
-`impl_backend` was asked for, but the engine knows: it marks the head's weight, and for a marked
-weight our function runs.
+up the function in their module. They call it with the hidden states, which are equal on all tensor
+parallel ranks, and each rank's own rows of the head. No forward passes on the configured
+`impl_backend`; so the engine marks the head's weight, and this module's function runs for marked
+weights.
 
-The engine's `forward_step` notes which rows count. Context parallel ranks divide the labels by
-``preprocess_thd_engine``; we send the numbers of the rows the same way. The overlapped schedule
-does not come by here: all rows count.
+The engine's `forward_step` records which rows count. Context parallel ranks divide labels by
+``preprocess_thd_engine``, and row numbers are sent the same way. The overlapped schedule does not
+call it, so there all rows count.
 
-The gradient of the hidden states is the whole sum over the ranks' rows of the head; verl's kernel
-returns each rank's part of it. If the sequence is divided, the gather in front of the head sums
-over the ranks in its backward, so each rank returns an equal share.
+The gradient of the hidden states is the full sum over the ranks' rows of the head, where verl's
+kernel returns each rank's part. With sequence parallelism, the gather in front of the head sums
+over ranks in its backward, so each rank returns an equal share.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ from grpo_kernels.verl.rows import KnownRows, flag, numbers_of, packed_rows, sco
 _SIZES = ("local_cp_size", "min_local_rows", "pad_to_length_bucket")
 DIVIDE = ("input_ids", "pre_process", "need_roll", "use_fp8_padding", *_SIZES, "cp_layout")
 PARAMETERS = ("ctx", "hidden", "weight", "labels", "temperature", "reduction", "dist_process_group")
-MARK = "_grpo_kernels_score"  # attribute of a head's weight: our function for it
+MARK = "_grpo_kernels_score"  # attribute of a head's weight that holds the function to call
 STEP = ("self", "batch_iter", "model", "logits_processor_func", "postprocess_micro_batch_func")
 
 
 class _MicroBatch:
-    """The micro-batch in hand."""
+    """The current micro-batch."""
 
     def __init__(self, rows: KnownRows | None) -> None:
-        self.rows = rows  # those that count, in verl's packed order; None: all do
-        self.here: KnownRows | None = None  # of this rank, once its labels are divided
+        self.rows = rows  # rows that count, in verl's packed order; None: all
+        self.here: KnownRows | None = None  # rows of this rank, once its labels are divided
 
 
 _micro_batch: ContextVar[_MicroBatch | None] = ContextVar("micro_batch", default=None)
 
 
 def function_changes(module: ModuleType) -> Changes:
-    """Yield the replacement in `module`, one of verl.models.mcore that has a fused forward."""
+    """Yield the replacement in `module`, a module of verl.models.mcore with a fused forward."""
     theirs: Any = getattr(module, "linear_cross_entropy", None)
-    function = getattr(theirs, "__self__", None)  # whose `apply` it is
+    function = getattr(theirs, "__self__", None)  # the autograd Function of this `apply`
     if function is None:
         raise LookupError(f"{module.__name__} has no linear_cross_entropy")
     function_of(function, "forward", PARAMETERS)
@@ -103,7 +103,7 @@ def engine_changes(module: ModuleType) -> Changes:
                     f"{OPTIONS}.{name}: expected {only!r} with Megatron's engine, got "
                     f"{options[name]!r}"
                 )
-        from verl.models.mcore import model_forward_fused  # importing it replaces its function
+        from verl.models.mcore import model_forward_fused  # the import patches it
 
         vocab_size = self.model_config.hf_config.get_text_config().vocab_size
         for model in self.module:
@@ -139,7 +139,7 @@ def _is_ours(engine: Any) -> bool:
 
 
 def _mark(model: Any, vocab_size: int) -> None:
-    """Mark the head of Megatron's GPTModel: fused calls are ours."""
+    """Mark the head of Megatron's GPTModel, so that fused calls run `_score`."""
     divided = bool(model.config.sequence_parallel)
     ours = functools.partial(_score, sequence_parallel=divided, vocab_size=vocab_size)
     layers = [getattr(model, "output_layer", None)]
@@ -159,14 +159,14 @@ def _score(
     reduction: str = "none",
     process_group: dist.ProcessGroup | None = None,
     *,
-    sequence_parallel: bool,  # a gather over the tensor parallel ranks stands before the head
-    vocab_size: int,  # rows of the whole head that are tokens: Megatron pads the rest
+    sequence_parallel: bool,  # True: a gather over tensor parallel ranks precedes the head
+    vocab_size: int,  # rows of the whole head that are tokens; Megatron pads beyond them
 ) -> tuple[Tensor, Tensor | None]:
-    """(N,) log-probabilities, and entropies if they are read."""
+    """Return log-probabilities (N,), and entropies (N,) if they are read."""
     if reduction != "none":
         raise ValueError(f"reduction: expected 'none', got {reduction!r}")
     if hidden.dim() == 3 and hidden.size(1) != 1 and hidden.shape[:2] != labels.shape:
-        # (S, B, H) flattens to another order than (B, S)
+        # (S, B, H) and (B, S) flatten in different orders
         raise ValueError(
             f"hidden: expected (S, 1, H), one packed sequence, got {tuple(hidden.shape)}"
         )
@@ -174,7 +174,7 @@ def _score(
     if ranks == 1:
         process_group = None
     elif sequence_parallel and hidden.requires_grad:
-        hidden = hidden.view_as(hidden)  # the hook is this call's, not the caller's
+        hidden = hidden.view_as(hidden)  # the hook must not stay on the caller's tensor
         hidden.register_hook(lambda d_hidden: d_hidden / ranks)
     tokens = vocab_size if vocab_size < ranks * weight.size(0) else None
     micro_batch = _micro_batch.get()

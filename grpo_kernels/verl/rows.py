@@ -1,10 +1,10 @@
-"""Rows of the head that count in a micro-batch of verl, and the gradient to expect there.
+"""Find the rows of the head that a micro-batch's loss reads, and the gradient to expect there.
 
-verl's engines hand a model packed ids: prompts, responses, padding. Only the row in front of a
-response's token predicts something that the loss reads, and only where the mask counts. A
-micro-batch has all that tells them apart; `packed_rows` reads it in verl's packed order. What a
-rank then gives its head is a part of that order, padded and divided; an engine sends numbers
-through its own layout (`numbers_of`), and `KnownRows.at` reads them. The gradient is asked of
+verl's engines pass packed ids to a model: prompts, responses, padding. Only the rows in front of
+response tokens predict something that the loss reads, and only where the mask counts.
+`packed_rows` finds them in verl's packed order, from the fields of the micro-batch. A rank gives
+its head only a part of that order, padded and sharded; so an engine sends row numbers through its
+own layout (`numbers_of`), and `KnownRows.at` selects by them. The expected gradient comes from
 verl's own loss (`_slopes`).
 """
 
@@ -22,12 +22,12 @@ from torch.nn import functional as F
 from grpo_kernels.objective.expected import Expectation
 from grpo_kernels.scores import linear_logprob
 
-# losses whose reading is known, and their modules
+# losses whose inputs are known, and their modules
 LOSSES = {
     **dict.fromkeys(("ppo_loss", "sft_loss"), "verl.workers.utils.losses"),
     "distillation_ppo_loss": "verl.trainer.distillation.losses",
 }
-# of a micro-batch, what ``ppo_loss`` reads: fields of its tokens, and constants
+# what ``ppo_loss`` reads from a micro-batch: fields per token, and constants
 FIELDS = {"response_mask", "old_log_probs", "advantages", "rollout_is_weights", "ref_log_prob"}
 CONSTANTS = ("dp_size", "batch_num_tokens", "global_batch_size")
 
@@ -38,9 +38,9 @@ class KnownRows:
     No dataclass: FSDP rounds the tensors of a dataclass on the way into a model.
 
     Attributes:
-        counted: True, or not 0, for rows whose results are read. The others are not projected.
-        fill: shaped like `counted`, log-probabilities that are reported for the others; None: 0.
-        expected: the gradient to expect, for ids shaped like `counted`; None: not known, or none.
+        counted: nonzero for rows whose results are read. Other rows are not projected.
+        fill: shaped like `counted`, log-probabilities to report for other rows; None: 0.
+        expected: the expected gradient, for ids shaped like `counted`; None: unknown, or none.
         entropy: False if no entropies are read.
     """
 
@@ -55,7 +55,7 @@ class KnownRows:
         self.counted, self.fill, self.expected, self.entropy = counted, fill, expected, entropy
 
     def at(self, positions: Tensor) -> KnownRows:
-        """The rows at `positions` of the flat batch; at -1 is a row that does not count."""
+        """Select rows at `positions` of the flat batch; -1 gives a row that does not count."""
 
         def select(x: Tensor) -> Tensor:
             return F.pad(x.reshape(-1), (1, 0))[positions + 1]
@@ -75,16 +75,16 @@ class KnownRows:
         return KnownRows(select(self.counted) != 0, fill, expected, entropy=self.entropy)
 
     def filled(self, logps: Tensor) -> Tensor:
-        """`logps`, with `fill` at the rows that do not count."""
+        """Return `logps` with `fill` in rows that do not count."""
         if self.fill is None:
             return logps
         return torch.where(self.counted, logps, self.fill.to(logps.dtype))
 
 
 class Mode(NamedTuple):
-    """Facts of a ``loss_mode`` of verl; `MODES` has those that are known."""
+    """Properties of a ``loss_mode`` of verl; `MODES` lists the known ones."""
 
-    # a token's gradient depends on no log-probability or entropy but its own
+    # a token's gradient depends on its own log-probability and entropy only
     by_token: bool = False
     by_advantage: bool = False  # it is 0 where the advantage is 0, whatever shares a micro-batch
     by_weight: bool = False  # it is 0 where ``rollout_is_weights`` are 0
@@ -95,11 +95,11 @@ MODES = {
     **dict.fromkeys(ALL, Mode(by_token=True, by_advantage=True, by_weight=True)),
     "gspo": Mode(by_advantage=True, by_weight=True),
     "dro": Mode(by_token=True, by_weight=True),  # its penalty of the log-ratio stays
-}  # the others read the whole micro-batch
+}  # other modes read the whole micro-batch
 
 
 def mode_of(config: Any) -> Mode:
-    """The facts of the mode that an actor's `config` names."""
+    """Return the properties of the loss mode in an actor's `config`."""
     name = config.policy_loss.get("loss_mode", "vanilla")
     if name != "bypass_mode":
         return MODES.get(name, Mode())
@@ -110,11 +110,11 @@ def mode_of(config: Any) -> Mode:
     by_token = correction.get("rollout_is", None) != "sequence" and all(
         not rule.strip() or rule.strip().startswith("token") for rule in rejections
     )
-    return Mode(by_token, by_advantage=True)  # it makes its own weights
+    return Mode(by_token, by_advantage=True)  # the mode computes its own weights
 
 
 def name_of(loss_function: Any) -> str:
-    """The name of verl's loss that `loss_function` is a ``functools.partial`` of; "" for others."""
+    """Return the name of the verl loss that `loss_function` is a partial of, or ""."""
     function = getattr(loss_function, "func", None)
     name = getattr(function, "__name__", "")
     theirs = getattr(importlib.import_module(LOSSES[name]), name) if name in LOSSES else None
@@ -122,37 +122,37 @@ def name_of(loss_function: Any) -> str:
 
 
 def actor_config(loss_function: Any) -> Any:
-    """The config of an actor if `loss_function` is verl's ``ppo_loss`` with one, else None."""
+    """Return the actor's config if `loss_function` is verl's ``ppo_loss``, else None."""
     return loss_function.keywords["config"] if name_of(loss_function) == "ppo_loss" else None
 
 
 def has_other_terms(config: Any, *, entropy: bool) -> bool:
-    """True if a KL or (computed) entropy term gives each counted token a gradient."""
+    """Return True if a KL or (computed) entropy term gives every counted token a gradient."""
     return bool(config.use_kl_loss or (entropy and config.entropy_coeff != 0))
 
 
 def may_move(config: Any) -> bool:
-    """True if an actor's loss is a sum over sequences, whichever share a micro-batch."""
+    """Return True if the actor's loss is the same sum however sequences are grouped."""
     return mode_of(config) != Mode() and not is_by_width(config)
 
 
 def is_by_width(config: Any) -> bool:
-    """True if the loss divides by the width of a micro-batch."""
+    """Return True if the loss divides by the width of a micro-batch."""
     norm = config.loss_agg_mode == "seq-mean-token-sum-norm"
     return norm and config.loss_scale_factor is None
 
 
 def flag(data: Any, name: str, default: Any = False) -> Any:
-    """A value of `data`, a TensorDict of verl, that is no tensor."""
+    """Return a non-tensor entry of `data`, one of verl's TensorDicts."""
     tensordict_utils = importlib.import_module("verl.utils.tensordict_utils")
     return tensordict_utils.get_non_tensor_data(data=data, key=name, default=default)
 
 
 def packed_rows(data: Any, loss_function: Any, dp_group: Any) -> KnownRows | None:
-    """The rows of the micro-batch `data` that `loss_function` reads; or, if that is None, verl.
+    """Return the rows of micro-batch `data` that `loss_function` reads (None: that verl reads).
 
-    (N,) for N tokens in verl's packed order. None if all rows may be read: by another loss, or
-    since the log-probabilities go back to the caller.
+    They are (N,) for N tokens in verl's packed order. None if all rows may be read: by an unknown
+    loss, or because log-probabilities are returned to the caller.
     """
     if flag(data, "return_model_output"):
         return None
@@ -161,7 +161,7 @@ def packed_rows(data: Any, loss_function: Any, dp_group: Any) -> KnownRows | Non
         return None
     entropy = bool(flag(data, "calculate_entropy"))
     if name == "sft_loss":
-        weights = data["loss_mask"].values().roll(-1, 0).float()  # as the loss rolls it
+        weights = data["loss_mask"].values().roll(-1, 0).float()  # as in the loss
         expected = Expectation(
             lambda index, *_: weights[index], graded=weights != 0, has_entropy_gradient=False
         )
@@ -170,7 +170,7 @@ def packed_rows(data: Any, loss_function: Any, dp_group: Any) -> KnownRows | Non
     if not {"responses", "response_mask"} <= names:
         return None
     places = Places(data)
-    # The losses compare the log-probabilities of all tokens with the old ones, and mask the result.
+    # Losses compare all tokens' log-probabilities with the old ones, then mask the result.
     others = places.packed(data["old_log_probs"]) if "old_log_probs" in names else None
     counted = places.packed(data["response_mask"]) != 0
     config = actor_config(loss_function)
@@ -185,7 +185,7 @@ def packed_rows(data: Any, loss_function: Any, dp_group: Any) -> KnownRows | Non
 
 
 def graded_rows(data: Any, config: Any, places: Places, *, entropy: bool) -> Tensor:
-    """(N,) bool: the packed rows that an actor's loss may give a gradient."""
+    """Return (N,) bool, the packed rows that may get a gradient from an actor's loss."""
     mode, names = mode_of(config), ["response_mask"]
     if mode.by_advantage and not has_other_terms(config, entropy=entropy):
         names.append("advantages")
@@ -195,14 +195,14 @@ def graded_rows(data: Any, config: Any, places: Places, *, entropy: bool) -> Ten
 
 
 def by_sequence(output: dict[str, Tensor], offsets: Tensor) -> list[dict[str, Tensor]]:
-    """A model's output, nested or packed, of each sequence."""
+    """Split a model's output, nested or packed, by sequence."""
     lengths = offsets.diff().tolist()
     values = [(x.values() if x.is_nested else x).split(lengths) for x in output.values()]
     return [dict(zip(output, row, strict=True)) for row in zip(*values, strict=True)]
 
 
 def joined(sequences: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The nested output of which `sequences` are `by_sequence`."""
+    """Join outputs of sequences into nested tensors; undoes `by_sequence`."""
     return {
         name: torch.nested.as_nested_tensor([x[name] for x in sequences], layout=torch.jagged)
         for name in sequences[0]
@@ -210,14 +210,14 @@ def joined(sequences: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def numbers_of(rows: KnownRows) -> Tensor:
-    """(N,) int64, 1 for the first row and so on: 0 is left for padding."""
+    """Number the rows from 1, (N,) int64; 0 is left for padding."""
     return torch.arange(1, len(rows.counted) + 1, device=rows.counted.device)
 
 
 def scored(
     hidden: Tensor, head: Any, ids: Tensor, rows: KnownRows | None, temperature: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probabilities of `ids`, and entropies if they are read; `rows`: those that count."""
+    """Return log-probabilities of `ids`, and entropies if read; `rows` says which count."""
     options: dict[str, Any] = {}
     if rows is not None:
         options = {
@@ -230,7 +230,7 @@ def scored(
 
 
 class Places:
-    """Rows of the packed tokens that predict the responses' tokens, (B, `width`) with padding."""
+    """Map response tokens, (B, `width`) with padding, to the packed rows that predict them."""
 
     def __init__(self, data: Any) -> None:
         ends = data["input_ids"].offsets()[1:]
@@ -241,7 +241,7 @@ class Places:
         else:
             lengths = data["attention_mask"][:, prompts.shape[1] :].sum(dim=1)
             self.width = responses.shape[1]
-        self.lengths = lengths  # (B,), tokens of the responses
+        self.lengths = lengths  # (B,), number of response tokens
         t = torch.arange(self.width, device=ends.device)
         self._inside = t < lengths[:, None]
         starts = ends - lengths - 1  # the last token of a prompt predicts the first of the response
@@ -249,7 +249,7 @@ class Places:
         self._tokens = len(data["input_ids"].values())
 
     def packed(self, x: Tensor) -> Tensor:
-        """`x`, (B, `width`) or nested, of each packed row (N,); 0 where it predicts no response."""
+        """Pack `x`, (B, `width`) or nested, into (N,); 0 in rows that predict no response token."""
         values = x.values() if x.is_nested else x[self._inside]
         return values.new_zeros(self._tokens).index_copy(0, self._rows, values)
 
@@ -257,18 +257,18 @@ class Places:
 def _slopes(
     loss_function: Any, data: Any, places: Places, dp_group: Any, *, entropy: bool
 ) -> Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]:
-    """Derivatives of verl's ``ppo_loss``, for modes that take log-probabilities token by token.
+    """Return a function for derivatives of verl's ``ppo_loss``, for modes with `by_token`.
 
-    The loss is a sum over sequences, with constants of the whole mini-batch. So it is asked about
-    the sequences of the tokens at hand alone, as a batch whose prompts have one token, with old
-    log-probabilities for all other tokens. `entropy`: whether it gets entropies.
+    The loss is a sum over sequences, with constants of the whole mini-batch. So it is evaluated
+    only on the sequences of the requested tokens, as a batch with one-token prompts and old
+    log-probabilities for all other tokens. `entropy`: True if the loss reads entropies.
     """
     from tensordict import TensorDict  # verl's own dependency
 
     tensordict_utils = importlib.import_module("verl.utils.tensordict_utils")
     width, names = places.width, set(data.keys())
     size, device = len(data), places.lengths.device
-    # b * width + t of the response's token that a packed row (N,) predicts
+    # b * width + t of the response token that a packed row (N,) predicts
     cells = places.packed(torch.arange(size * width, device=device).view(size, width))
     there = torch.ones(size, 1 + width, dtype=torch.bool, device=device)
     fields = {"prompts": there[:, :1], "responses": there[:, 1:], "attention_mask": there}
@@ -283,7 +283,7 @@ def _slopes(
     def slopes(
         rows: Tensor, logps: Tensor, entropies: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Both derivatives (n,) at `rows` (n,) of the packed tokens; None: no entropies."""
+        """Return derivatives (n,) by logps and entropies (None if unused) at packed `rows` (n,)."""
         sequences, here = torch.unique(cells[rows] // width, return_inverse=True)
         batch = whole[sequences]
         at = here * (1 + width) + cells[rows] % width  # a sequence's last token predicts nothing
@@ -302,7 +302,7 @@ def _slopes(
 def slopes_of(
     loss_function: Any, model_output: dict[str, Tensor], data: Any, dp_group: Any
 ) -> tuple[Tensor, Any, dict[str, Tensor]]:
-    """The loss and its metrics, and its derivative by each tensor of `model_output`."""
+    """Return the loss, its metrics, and its derivative by each tensor of `model_output`."""
     with torch.enable_grad():
         leaves = {name: x.detach().requires_grad_() for name, x in model_output.items()}
         loss, metrics = loss_function(model_output=leaves, data=data, dp_group=dp_group)

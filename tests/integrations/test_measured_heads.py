@@ -118,7 +118,7 @@ def test_distillation(monkeypatch: pytest.MonkeyPatch) -> None:
         options["prepare"] = lambda _: warnings.simplefilter("always")  # a tiny run is silent
         return train(Ours, 1, teacher_model=other, per_device_train_batch_size=4, **options)
 
-    with pytest.warns(UserWarning, match="trl's head would use the soft-cap and scale"):
+    with pytest.warns(UserWarning, match="TRL's head would use the soft-cap and scale"):
         run = distilled("recurrent_gemma", "hyperclovax")
     student, teacher = run.trainer._heads
     assert (student.final_logit_softcapping, student.logit_scale) == (2.0, 1.0)

@@ -368,7 +368,7 @@ def test_head_calls_have_the_options_of_the_patch_or_of_the_trainer(
         return compute(*args, **options)
 
     monkeypatch.setattr(fused_head, "linear_logprob", noted)
-    in_force = "that of the patch in force, got"
+    in_force = "as in the patch already applied, got"
     patch_trl(logits_dtype="input", **OPTIONS)
     for others, expected in (
         (OPTIONS, f"logits_dtype: expected 'input', {in_force} 'float32'"),
@@ -468,4 +468,4 @@ def test_a_trainer_that_trains_without_ours_is_named_once(name: str) -> None:
         train(trainer_class, prepare=prepare, **options)
     (said,) = [str(x.message) for x in caught if "patch_trl" in str(x.message)]
     assert f"{name}Trainer has trained a step without TRL's fused head" in said
-    assert "it was made before patch_trl()" in said
+    assert "the trainer was created before patch_trl()" in said

@@ -243,11 +243,11 @@ NOT_A_SET = "kept_ids: expected a set where the mask counts"
 NO_SETS = {"rollout_func": changed(lambda x: x.pop("sampling_mask"))}
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "exact KL": ({"kl_estimator": "full"}, "expected None with kl_estimator='full'"),
-    "no sets": (NO_SETS, "expected a list of them in rollout_func's output, got none"),
-    "a set too many": (of_sets(lambda x: x[1].append([1])), "lists of ids for completion 1, one a"),
+    "no sets": (NO_SETS, "expected this field in rollout_func's output, got none"),
+    "a set too many": (of_sets(lambda x: x[1].append([1])), "lists of ids for completion 1, one p"),
     "a completion too few": (of_sets(lambda x: x.pop()), "the sets of 16 completions, got 15"),
     "a token without one": (of_sets(lambda x: x[0][0].clear()), NOT_A_SET),
-    "other completions": ({"trainer": Rewriter}, "a batch of the completions that rollout_func"),
+    "other completions": ({"trainer": Rewriter}, "the completions that rollout_func returned"),
 }
 
 

@@ -73,7 +73,7 @@ def test_the_forward_gives_what_verls_engine_reads(alone: bool, clamp: float | N
         gradients = torch.autograd.grad(want["distillation_losses"].sum(), [*model.parameters()])
         assert_close(got, gradients, rtol=1e-3, atol=1e-5)
         assert not hasattr(forward(tokens), "fused_linear_aux")
-        message = r"teacher_ids: expected \(1, 3, 'K'\), K a position, got \(1, 13, 6\)"
+        message = r"teacher_ids: expected \(1, 3, 'K'\), K per position, got \(1, 13, 6\)"
         with pytest.raises(ValueError, match=message):
             forward(tokens[:, :3], grpo_kernels_task=given)
 
