@@ -87,7 +87,7 @@ def _loss(
 def ipo(
     tokens: TokenInputs, *, eps: float = 0.3, kl_tau: float = 0.0, ratio_max: float = 1e4
 ) -> Tensor:
-    """IPO (INTELLECT policy optimisation), prime-rl's default: a trust region in probability.
+    """IPO (INTELLECT policy optimization), prime-rl's default: a trust region in probability.
 
     The derivative of -A min(r, `ratio_max`) in logp is the term itself, also where r is capped.
     `eps` bounds the difference of the probabilities, whatever the sign of A.
@@ -177,7 +177,7 @@ def fipo(
     influence_high: float = 0.2,
     safety_threshold: float = 4.0,
 ) -> Tensor:
-    """FIPO (future-KL influenced policy optimisation): PPO's clipped loss times f, a constant.
+    """FIPO (future-KL influenced policy optimization): PPO's clipped loss times f, a constant.
 
     ``f_t = clip(exp(sum over k >= t of gamma^(k - t) R_k), 1 - influence_low, 1 + influence_high)``
     over the counted tokens of the sequence, distances in positions, gamma = 2^(-1 / decay_rate). If

@@ -327,7 +327,7 @@ OLD, SAMPLING = "old_per_token_logps", "sampling_per_token_logps"
         ({"process_group": "x"}, "process_group: expected a torch.distributed.ProcessGroup"),
         ({OLD: X[0]}, rf"{OLD}: expected shape \(B, T\), got \(3,\)"),
         ({SAMPLING: X[:1]}, rf"{SAMPLING}: expected shape that of {OLD} = \(2, 3\), got \(1, 3\)"),
-        ({"completion_mask": M * NAN}, "completion_mask: expected 0 or a number that is not, got"),
+        ({"completion_mask": M * NAN}, "completion_mask: expected a mask without NaN, got"),
         ({OLD: X / 0}, f"{OLD}: expected finite numbers where the mask counts, got -inf"),
         ({SAMPLING: -X}, f"{SAMPLING}: expected log-probabilities, <= 0 where the mask counts"),
         ({OLD: None}, f"{OLD}: expected a tensor, got NoneType"),

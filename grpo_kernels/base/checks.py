@@ -1,6 +1,6 @@
 """Argument checks: each raises TypeError or ValueError before any work is done, and names the
-argument, what was expected and what came. What costs a wait for the device is checked on a CPU
-alone."""
+argument, what was expected and what it got. Checks that would wait for the device run on a CPU
+only."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from torch import Tensor
 
 F = TypeVar("F", bound=Callable[..., Any])
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-HIGHEST_LOGP = 1e-3  # above 0 by rounding
+HIGHEST_LOGP = 1e-3  # rounding may lift one above 0
 HIGHEST_MASS = 1.05  # a sum of 16-bit probabilities may be a little above 1
 HIGHEST_MEAN_LOG_RATIO = math.log(20)  # over a batch's tokens
 
 
 @functools.cache
 def warn_once(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn of a likely mistake: once in a process, at the user's line that called."""
-    inner = ("grpo_kernels", "torch.")  # `nn.Module` calls forwards of ours
+    """Warn of a likely mistake, once in a process, at the line of the user's call."""
+    inner = ("grpo_kernels", "torch.")  # `nn.Module` calls our forwards
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and frame.f_globals["__name__"].startswith(inner):
         level, frame = level + 1, frame.f_back
     warnings.warn(f"grpo_kernels: {message}", category, stacklevel=level)
 
 
-# names of the same thing elsewhere
+# names that other libraries use
 _SYNONYMS = {
     "kl_coef": "beta", "kl_beta": "beta", "clip_high": "epsilon_high", "clip_low": "epsilon",
     "clip_ratio_high": "epsilon_high", "clip_ratio_low": "epsilon", "eps_clip": "epsilon",
@@ -48,7 +48,7 @@ _SYNONYMS = {
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """ "; did you mean ...?" with the one of `names` that is near `name`, or nothing."""
+    """Return "; did you mean ...?" with the nearest of `names`; "" if none is near."""
     candidates = [*names]
     if _SYNONYMS.get(name) in candidates:
         return f"; did you mean {_SYNONYMS[name]}?"
@@ -79,7 +79,7 @@ def hints_names(function: F, name: str = "") -> F:
             if unknown not in names:
                 hint = did_you_mean(unknown, names)
                 raise TypeError(
-                    f"{unknown}: expected an argument of {name}, got a name that is none{hint}"
+                    f"{unknown}: expected an argument of {name}, got an unknown name{hint}"
                 )
         return function(*args, **options)
 
@@ -87,13 +87,13 @@ def hints_names(function: F, name: str = "") -> F:
 
 
 def no_attribute(of: Any, name: str, names: Iterable[str]) -> AttributeError:
-    """The error of a record that has no attribute of this name, but these."""
+    """Return the error for a missing attribute, with a hint at the nearest of `names`."""
     hint = did_you_mean(name, names)
     return AttributeError(f"{type(of).__name__!r} object has no attribute {name!r}{hint}", obj=of)
 
 
 def check_number(name: str, value: Any, lowest: float = -math.inf, inclusive: bool = False) -> None:
-    """A finite number above `lowest`, or equal to it if `inclusive`."""
+    """Require a finite number above `lowest`, or equal to it if `inclusive`."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name}: expected a number, got {value!r}")
     if not math.isfinite(value) or value < lowest or (value == lowest and not inclusive):
@@ -102,21 +102,21 @@ def check_number(name: str, value: Any, lowest: float = -math.inf, inclusive: bo
 
 
 def check_choice(name: str, value: Any, allowed: Iterable[str], hint: str = "") -> None:
-    """One of `allowed`."""
+    """Require one of `allowed`."""
     if value not in allowed:
         raise ValueError(f"{name}: expected one of {', '.join(allowed)}, got {value!r}{hint}")
 
 
 def check_tensor(name: str, x: Any, *, like: Tensor | None = None, floating: bool = False) -> None:
-    """A plain dense real tensor with data, on the device of `like`, and floating if `floating`."""
+    """Require a plain dense real tensor with data, on the device of `like`; floating if
+    `floating`."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
     if is_dtensor(x):
         raise ValueError(
-            f"{name}: expected a plain tensor, got a DTensor. Of FSDP2: pass the head's module in "
-            "the place of its weight, or call inside the forward of the module that owns it. "
-            "Sharded by rows of the vocabulary (tensor parallel): pass Head(weight, "
-            "process_group=...), the group over which it is"
+            f"{name}: expected a plain tensor, got a DTensor. Under FSDP2, pass the head's module "
+            "instead of its weight, or call inside the forward of the module that owns it. Under "
+            "tensor parallelism (rows of the vocabulary), pass Head(weight, process_group=group)"
         )
     if floating and x.dtype not in FLOATING:
         raise TypeError(
@@ -131,15 +131,15 @@ def check_tensor(name: str, x: Any, *, like: Tensor | None = None, floating: boo
 
 
 def check_shape(name: str, x: Tensor, *shapes: tuple[str, tuple[int, ...]]) -> None:
-    """One of `shapes`, each given as (text, sizes)."""
+    """Require one of `shapes`, each given as (text, sizes)."""
     if not any(tuple(x.shape) == sizes for _, sizes in shapes):
         wanted = " or ".join(f"{text} = {sizes}" for text, sizes in shapes)
         raise ValueError(f"{name}: expected shape {wanted}, got {tuple(x.shape)}")
 
 
 def check_head(hidden: Any, weight: Any, bias: Any, *, dims: tuple[int, ...] | None = None) -> None:
-    """Hidden states (..., H), weight (V, H) and bias (V,) that fit; `dims` of `hidden`, or any
-    from 2 up."""
+    """Require hidden states (..., H), weight (V, H) and bias (V,) that fit; `dims` of `hidden`, or
+    any from 2 up."""
     check_tensor("hidden", hidden, floating=True)
     if dims is not None and hidden.dim() not in dims:
         wanted = " or ".join({2: "(N, H) with cu_seqlens", 3: "(B, T, H)"}[rank] for rank in dims)
@@ -152,16 +152,16 @@ def check_head(hidden: Any, weight: Any, bias: Any, *, dims: tuple[int, ...] | N
     if weight.numel() == 0:
         raise ValueError(
             f"weight: expected shape (V, H), got {tuple(weight.shape)}, which is empty; under "
-            "DeepSpeed ZeRO-3 pass the head's module in its place, or call inside the model's "
-            "forward, or gather it: with deepspeed.zero.GatheredParameters([weight]) around "
-            "forward and backward"
+            "DeepSpeed ZeRO-3, pass the head's module instead, or call inside the model's forward, "
+            "or gather the weight: with deepspeed.zero.GatheredParameters([weight]) around forward "
+            "and backward"
         )
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
         refuse_logits("hidden", hidden, weight)
         hint = ""
         if weight.dim() == 2 and weight.shape[0] == hidden.shape[-1]:
-            hint = "; it looks transposed, or hidden like logits: pass the hidden states before "
-            hint += "lm_head"
+            hint = "; it looks transposed, or hidden looks like logits: pass the hidden states "
+            hint += "before lm_head"
         raise ValueError(
             f"weight: expected shape (V, H) with H = {hidden.shape[-1]} as in hidden, got "
             f"{tuple(weight.shape)}{hint}"
@@ -172,7 +172,8 @@ def check_head(hidden: Any, weight: Any, bias: Any, *, dims: tuple[int, ...] | N
 
 
 def first_rows(name: str, x: Any, weight: Tensor, count: int) -> Any:
-    """The first `count` rows of a tensor `x`, which has as many as `weight`; else `x` itself."""
+    """Return the first `count` rows of `x`, a tensor with as many rows as `weight`, or `x`
+    itself."""
     if not isinstance(x, Tensor):
         return x
     if x.shape[:1] != weight.shape[:1]:
@@ -182,17 +183,17 @@ def first_rows(name: str, x: Any, weight: Tensor, count: int) -> Any:
 
 
 def refuse_logits(name: str, hidden: Tensor, weight: Tensor) -> None:
-    """Refuse (..., V) beside a weight (V, H), H < V."""
+    """Refuse `hidden` of shape (..., V) with a weight (V, H), H < V."""
     if weight.dim() == 2 and weight.shape[1] < hidden.shape[-1] == weight.shape[0]:
         raise ValueError(
             f"{name}: expected hidden states of width H = {weight.shape[1]}, for a weight (V, H) = "
-            f"{tuple(weight.shape)}, got {tuple(hidden.shape)}: these look like logits: pass the "
+            f"{tuple(weight.shape)}, got {tuple(hidden.shape)}: these look like logits; pass the "
             "hidden states before lm_head"
         )
 
 
 def check_ids(name: str, ids: Any, hidden: Tensor) -> None:
-    """Integers of the shape of `hidden` without its last dimension."""
+    """Require integers of the shape of `hidden` without its last dimension."""
     check_tensor(name, ids, like=hidden)
     if ids.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
         raise TypeError(f"{name}: expected integer ids, got {ids.dtype}")
@@ -204,9 +205,9 @@ def check_ids(name: str, ids: Any, hidden: Tensor) -> None:
 
 
 def _shift(hidden: tuple[int, ...], ids: tuple[int, ...]) -> str:
-    """Advice if the lengths differ by one: nothing is shifted here."""
+    """Return advice if the lengths differ by one, since nothing is shifted here."""
     more = hidden[-1] - ids[-1] if len(hidden) == len(ids) and hidden[:-1] == ids[:-1] else 0
-    why = "; what predicts token t is position t - 1"
+    why = "; position t - 1 predicts token t"
     if more == 1:
         why += ": drop the last position, hidden[..., :-1, :], if the first one predicts the "
         return f"{why}first id"
@@ -216,7 +217,7 @@ def _shift(hidden: tuple[int, ...], ids: tuple[int, ...]) -> str:
 
 
 def check_signed_ids(name: str, ids: Any, like: Tensor) -> None:
-    """Integers that have -1, for padding."""
+    """Require integers that can be -1, for padding."""
     check_tensor(name, ids, like=like)
     if ids.dtype not in (torch.int64, torch.int32, torch.int16):
         wanted = "signed integer ids of 16, 32 or 64 bits"
@@ -224,25 +225,25 @@ def check_signed_ids(name: str, ids: Any, like: Tensor) -> None:
 
 
 def check_mask(name: str, mask: Any, ids: Tensor) -> None:
-    """A real tensor of the shape of `ids`; its values: `check_mask_values`."""
+    """Require a real tensor of the shape of `ids`; `check_mask_values` checks its values."""
     check_tensor(name, mask, like=ids)
-    check_shape(name, mask, ("that of the ids", tuple(ids.shape)))
+    check_shape(name, mask, ("ids.shape", tuple(ids.shape)))
 
 
 def check_mask_values(name: str, *, has_nan: bool) -> None:
-    """Refuse a mask that has NaN; else warn, once, that it has values other than 0 and 1."""
+    """Refuse a mask that contains NaN; else warn, once, that it has values other than 0 and 1."""
     if has_nan:
-        raise ValueError(f"{name}: expected 0 or a number that is not, got nan")
+        raise ValueError(f"{name}: expected a mask without NaN, got NaN")
     warn_once(
-        f"{name}: it holds values other than 0 and 1, and all but 0 count alike. In an additive "
-        "attention mask it is 0 that counts: pass mask == 0. Weights belong into the advantages. "
-        "Ids in the place of the mask: swap the two"
+        f"{name}: it holds values other than 0 and 1; every non-zero value counts the same. For an "
+        "additive attention mask, pass mask == 0. Multiply token weights into the advantages. If "
+        "these are ids, swap ids and mask"
     )
 
 
 def check_counted_ids(name: str, ids: Tensor, vocab: int) -> Tensor | None:
-    """Ids in [0, V). On a CPU it returns None; elsewhere which are not, a bool (n,), whose results
-    are then made NaN."""
+    """Require ids in [0, V). Return None on a CPU; elsewhere return the wrong ones, a bool (n,),
+    whose results then become NaN."""
     outside = (ids < 0) | (ids >= vocab)
     if ids.device.type != "cpu":
         return outside
@@ -255,7 +256,7 @@ def check_counted_ids(name: str, ids: Tensor, vocab: int) -> Tensor | None:
 
 
 def check_logps(name: str, rows: Tensor | None) -> None:
-    """Log-probabilities (n,), by their looks: NaN passes, and if some are below 0 so do others
+    """Require what looks like log-probabilities (n,). NaN passes; if any is below 0, others may be
     above, where rounding may put a token that is nearly certain."""
     if rows is None or rows.device.type != "cpu" or rows.numel() == 0 or bool((rows < 0).any()):
         return
@@ -263,13 +264,13 @@ def check_logps(name: str, rows: Tensor | None) -> None:
     if highest > HIGHEST_LOGP:
         raise ValueError(
             f"{name}: expected log-probabilities, <= 0 where the mask counts, got none below 0, "
-            f"and {highest:.4g}: of probabilities take the logarithm, of a negative "
-            "log-likelihood (a cross entropy) the negative"
+            f"and {highest:.4g}: take the logarithm of probabilities, or negate a negative "
+            "log-likelihood (cross entropy)"
         )
 
 
 def check_masses(name: str, rows: Tensor) -> None:
-    """Log-probabilities (n, K) of different ids, whose probabilities add up to 1 at most."""
+    """Require log-probabilities (n, K) whose probabilities add up to at most 1 in each row."""
     if rows.device.type != "cpu" or rows.numel() == 0:
         return
     most = rows.exp().sum(dim=1).nan_to_num(nan=0.0).amax().item()
@@ -281,20 +282,20 @@ def check_masses(name: str, rows: Tensor) -> None:
 
 
 def warn_of_ratio(log_ratio: Tensor | None) -> None:
-    """Warn, once, of a mean (n,) that is too large for policies of one run."""
+    """Warn, once, of a mean log-ratio (n,) that is too large for policies of one run."""
     if log_ratio is None or log_ratio.device.type != "cpu" or log_ratio.numel() == 0:
         return
     if abs(log_ratio.mean().item()) > HIGHEST_MEAN_LOG_RATIO:
         warn_once(
-            "old_per_token_logps: the mean ratio to them is outside of [1/20, 20], so they are "
-            "hardly those of the policy that sampled. Often they were made with another "
-            "temperature, with unshifted ids, by another model, or are summed over the sequence; "
-            "completion_logprobs(..., loss_fn=loss_fn) makes them right"
+            "old_per_token_logps: the mean ratio to them is outside [1/20, 20], so they are "
+            "unlikely to come from the policy that sampled. Common causes: another temperature, "
+            "unshifted ids, another model, sums over the sequence. completion_logprobs(..., "
+            "loss_fn=loss_fn) computes them correctly"
         )
 
 
 def check_on_missing_set(on_missing_set: Any) -> None:
-    """Its default: there are no kept ids."""
+    """Require the default, since there are no kept ids."""
     if on_missing_set != "error":
         raise ValueError(
             "on_missing_set: expected 'error', the default, without kept_ids, got "
@@ -303,23 +304,23 @@ def check_on_missing_set(on_missing_set: Any) -> None:
 
 
 def check_budget(workspace_bytes: Any) -> None:
-    """A positive number of bytes."""
+    """Require a positive number of bytes."""
     if isinstance(workspace_bytes, bool) or not isinstance(workspace_bytes, int):
         raise TypeError(f"workspace_bytes: expected an int, got {workspace_bytes!r}")
     if workspace_bytes <= 0:
         raise ValueError(f"workspace_bytes: expected a number of bytes > 0, got {workspace_bytes}")
     if workspace_bytes < 2**20:
         warn_once(
-            "workspace_bytes: less than 1 MiB, so that rows are computed a few at a time and "
-            "slowly. The unit is bytes: 512 MiB, the default, are 512 * 2**20"
+            "workspace_bytes is in bytes; values under 1 MiB are slow. For 512 MiB, pass "
+            "512 * 2**20"
         )
 
 
 def check_gather(gather: Any) -> None:
-    """A function or None: it is called in the backward only."""
+    """Require a function or None. It is called in the backward only."""
     if gather is not None and not callable(gather):
         got = type(gather).__name__
-        raise TypeError(f"gather: expected a function that makes a context, got {got}")
+        raise TypeError(f"gather: expected a function that returns a context manager, got {got}")
 
 
 def is_dtensor(x: Any) -> bool:
@@ -328,5 +329,5 @@ def is_dtensor(x: Any) -> bool:
 
 
 def is_one(x: Tensor) -> bool:
-    """True if x () is known to be 1 without a wait: on a CPU. Always False on a GPU."""
+    """True if x () is known to be 1 without waiting for the device. Always False on a GPU."""
     return x.device.type == "cpu" and x.item() == 1.0

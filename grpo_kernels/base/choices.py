@@ -1,4 +1,4 @@
-"""The names that options take: types for type checkers, which the checks at run time read."""
+"""Names that options accept: types for type checkers, which the checks at run time read too."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EngineName = Literal["auto", "score", "frozen", "one_pass", "two_pass", "lean"]
 BackendName = Literal["auto", "torch", "triton", "cpp"]
 
 ZeroAdvantage = Literal["score", "skip", "train"]
-# the first that is exact, from the one asked for on
+# beginning with the one requested, the first that is exact
 BatchLayout = Literal["tree", "trim", "padded"]
 
 Extra = Literal["log_sum_sq_probs", "mean_logits", "is_top1"]  # further results of `linear_logprob`
@@ -33,7 +33,7 @@ CorrectionMode = Literal["truncate", "mask"]
 
 
 def choices(names: Any) -> tuple[str, ...]:
-    """The names that a type of this file allows, in its order."""
+    """Return the names that a type of this file allows, in its order."""
     return get_args(names)
 
 

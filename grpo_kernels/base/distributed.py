@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def check_group(name: str, process_group: Any) -> None:
-    """A process group or None."""
+    """Require a process group or None."""
     if process_group is None:
         return
     from torch.distributed import ProcessGroup
@@ -34,7 +34,7 @@ def check_group(name: str, process_group: Any) -> None:
 def all_reduce(
     x: Tensor, op: Literal["sum", "min", "max"], process_group: ProcessGroup | None
 ) -> Tensor:
-    """`x`, reduced in place over the ranks of the group, if there is one."""
+    """Reduce `x` in place over the ranks of the group, if there is one, and return it."""
     if process_group is None:
         return x
     import torch.distributed as dist
@@ -44,7 +44,7 @@ def all_reduce(
 
 
 def gather_stacked(x: Tensor, process_group: ProcessGroup) -> Tensor:
-    """(R, ...): the tensors of all R ranks, of one shape and dtype, in rank order."""
+    """Return (R, ...): the tensors of all R ranks, of one shape and dtype, in rank order."""
     import torch.distributed as dist
 
     parts = x.new_empty(dist.get_world_size(process_group), *x.shape)
@@ -53,7 +53,8 @@ def gather_stacked(x: Tensor, process_group: ProcessGroup) -> Tensor:
 
 
 def group_device(process_group: ProcessGroup) -> torch.device:
-    """Where ranks exchange tensors, those of a CPU too: on the GPU, if the group serves it."""
+    """Return the device on which ranks exchange tensors, CPU tensors too: the GPU if the group
+    serves it."""
     import torch.distributed as dist
 
     here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
@@ -66,7 +67,7 @@ def group_device(process_group: ProcessGroup) -> torch.device:
 
 
 def gather_uneven(x: Tensor, sizes: list[int], process_group: ProcessGroup) -> Tensor:
-    """The rows of all ranks in rank order; rank r has ``sizes[r]`` of them."""
+    """Return the rows of all ranks in rank order; rank r has ``sizes[r]`` rows."""
     if max(sizes) == 0:
         return x
     padded = x.new_zeros(max(sizes), *x.shape[1:])
@@ -76,14 +77,16 @@ def gather_uneven(x: Tensor, sizes: list[int], process_group: ProcessGroup) -> T
 
 
 def most_of_ranks(groups: Sequence[ProcessGroup], counts: list[int]) -> list[int]:
-    """The elementwise largest `counts` of the ranks of `groups`; without any, this process's."""
+    """Return the elementwise maximum of `counts` over the ranks of `groups`; without groups,
+    `counts`."""
     for group in groups:
         counts = all_reduce(torch.tensor(counts, device=group_device(group)), "max", group).tolist()
     return counts
 
 
 def rank_groups(module: nn.Module) -> Sequence[ProcessGroup]:
-    """Groups of ranks that run `module` together: those over which FSDP2 or ZeRO-3 divides it."""
+    """Return the groups of ranks that run `module` together, over which FSDP2 or ZeRO-3 divides
+    it."""
     largest: Any = None
     for x in module.parameters():
         parameter: Any = x

@@ -1,4 +1,4 @@
-"""Calls of a module that change nothing in it, evaluating or as a guest; what it depends on."""
+"""Calls of a module that leave no trace in it, and the facts that its results depend on."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-# Parts of the names of attributes that make a forward random; they are 0.0 where nothing is drawn.
+# Parts of names of attributes that make a forward random; 0.0 if nothing is drawn.
 _RANDOM = ("drop", "jitter", "noise")
 _SWITCHES = (bool, int, float, str)  # attributes of modules that may change what they compute
-_COUNTERS = ("_", "ds_", "applied_")  # but not those of DeepSpeed
+_COUNTERS = ("_", "ds_", "applied_")  # of DeepSpeed's counters, which do not matter
 
 
 def random_rates(module: nn.Module) -> list[str]:
-    """The attributes of `module` by which it draws random numbers in training: rates above 0."""
+    """Return the attributes by which `module` draws random numbers in training: rates above 0."""
     names = (*_RANDOM, "p") if isinstance(module, nn.modules.dropout._DropoutNd) else _RANDOM
     rates = [name for name, x in vars(module).items() if isinstance(x, float) and x > 0.0]
     return [rate for rate in rates if any(part in rate for part in names)]
@@ -29,7 +29,8 @@ def random_rates(module: nn.Module) -> list[str]:
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Inside, `module` and all in it are in evaluation mode: nothing random is drawn."""
+    """Context in which `module` and its submodules are in evaluation mode, so nothing random is
+    drawn."""
     modes = [(x, x.training) for x in module.modules()]
     module.eval()
     try:
@@ -43,13 +44,12 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 def guest(
     module: nn.Module, device: torch.device, parameters: Iterable[nn.Parameter] = ()
 ) -> Iterator[list[Tensor]]:
-    """Inside, calls of `module` on `device` leave no trace, and draw nothing: rates of dropout are
-    0.
+    """Context in which calls of `module` on `device` leave no trace and draw no random numbers.
 
-    Buffers, attributes and children of the modules and random numbers are restored. The caller's
-    autocast cache gets no entry (a cast made without graph would serve the caller's own forward),
-    and the caller's hooks on saved tensors, such as a checkpoint's, do not run. Leaves of the same
-    memory stand in for `parameters`: their gradient runs no hook.
+    Dropout rates are 0. Buffers, attributes and children of the modules, and random states, are
+    restored. The caller's autocast cache gets no entry (a cast made without graph would serve the
+    caller's own forward), and the caller's hooks on saved tensors, such as a checkpoint's, do not
+    run. Leaves that share their memory stand in for `parameters`, so gradients run no hooks.
 
     Yields:
         the leaves, in the order of `parameters`.
@@ -77,7 +77,7 @@ def guest(
                 x.training = x.training and not isinstance(x, nn.modules.dropout._DropoutNd)
                 for name in random_rates(x) if attributes["training"] else ():
                     vars(x)[name] = 0.0
-                # transformers'; a reentrant one fills live gradients
+                # transformers' function; a reentrant checkpoint fills live gradients
                 if "_gradient_checkpointing_func" in attributes:
                     vars(x)["_gradient_checkpointing_func"] = not_reentrant
             yield [*leaves.values()]
@@ -97,15 +97,15 @@ def _restore(entries: dict[str, Any], before: dict[str, Any]) -> None:
 
 
 def identity(function: Any) -> Any:
-    """What tells `function` from any other, and keeps neither it nor a method's module alive."""
+    """Return a key that identifies `function`, without keeping it or a method's module alive."""
     owner, function = getattr(function, "__self__", None), getattr(function, "__func__", function)
     return weakref.ref(function) if isinstance(function, FunctionType) else id(function), id(owner)
 
 
 def facts_of(module: nn.Module, forward: Any) -> Any:
-    """What results of `module`, whose own forward is `forward`, depend on besides tensors.
+    """Return what results of `module` depend on besides tensors, in a form that compares.
 
-    Code, attributes, and what trains; in a form that compares.
+    These are code, attributes, and which parameters train. `forward` is the module's own forward.
     """
     found = list[Any]()
     for x in module.modules():
@@ -120,7 +120,7 @@ def facts_of(module: nn.Module, forward: Any) -> Any:
 
 
 def random_state(device: torch.device) -> Tensor:
-    """The state of torch's generators for calls on `device`."""
+    """Return the state of torch's generators for calls on `device`."""
     own = []
     if device.type not in ("cpu", "meta"):
         own.append(torch.get_device_module(device.type).get_rng_state(device))

@@ -14,18 +14,20 @@ from torch import Tensor
 from grpo_kernels.base.checks import check_tensor
 
 R = TypeVar("R")
-# elements that torch.quantile and torch.nanquantile take: fp32, up to 2.13, lacks larger indices
+# most elements for torch.quantile and torch.nanquantile: up to torch 2.13, fp32 cannot hold larger
+# indices
 MOST = 2**24
 
 
 def map_tensors(change: Callable[[Tensor], Any], x: Any) -> Any:
-    """The record `x` with `change` of each tensor in it, in the order of the fields."""
+    """Return the record `x` with `change` applied to each tensor in it, in the order of the
+    fields."""
     if x is None or isinstance(x, (bool, int, float, str)):
         return x
     if isinstance(x, Tensor):
         return change(x)
     if hasattr(x, "__dataclass_fields__") and not isinstance(x, type):
-        copy = object.__new__(type(x))  # every call makes dozens: no checks again
+        copy = object.__new__(type(x))  # no checks again: every call makes dozens of copies
         for name in x.__dataclass_fields__:
             copy.__dict__[name] = map_tensors(change, getattr(x, name))
         return copy
@@ -38,7 +40,7 @@ def map_tensors(change: Callable[[Tensor], Any], x: Any) -> Any:
 
 
 def take(record: R, index: Tensor | slice) -> R:
-    """The rows at `index` (m,) of every tensor of `record`, all of them (n, ...)."""
+    """Select the rows at `index` (m,) of every tensor of `record`, each (n, ...)."""
     rows: R = map_tensors(lambda x: x[index], record)
     return rows
 
@@ -51,8 +53,8 @@ def moved(coefficient: Tensor) -> Tensor:
 def discounted_sums(x: Tensor, discount: float) -> Tensor:
     """y_t = sum_k discount^k x_(t+k) along dim 1 of (B, T).
 
-    By doubling: once y holds the sums of `span` terms, y_t + discount^span y_(t+span) holds those
-    of 2 span. log2(T) passes.
+    By doubling: if y holds the sums of `span` terms, y_t + discount^span y_(t+span) holds the sums
+    of 2 span terms. It takes log2(T) passes.
     """
     y, span = x.clone(), 1
     while span < x.shape[1]:
@@ -79,7 +81,7 @@ def last_counted(mask: Tensor) -> Tensor:
 
 
 def widen(x: Tensor) -> Tensor:
-    """To float64, or to float32 on a device that has no float64."""
+    """Convert to float64, or to float32 on a device without float64."""
     return x.to(torch.float32 if x.device.type == "mps" else torch.float64)
 
 
@@ -107,12 +109,13 @@ def quantile_of_numbers(x: Tensor, q: float) -> Tensor:
 
 
 def scored_difference(logps: Tensor, sampling_logps: Tensor) -> Tensor:
-    """``logps - sampling_logps``, detached; 0 where the sampler could not score (NaN)."""
+    """``logps - sampling_logps``, detached; 0 if the sampler could not score the token (NaN)."""
     return torch.nan_to_num(logps.detach() - sampling_logps, nan=0.0)
 
 
 def bounded(ratio: Tensor, low: float | None, high: float | None, *, truncates: bool) -> Tensor:
-    """Ratios clamped to [`low`, `high`], or else 0 outside of them; None: no bound."""
+    """Clamp ratios to [`low`, `high`] if `truncates`, else set them to 0 outside; None means no
+    bound."""
     low, high = -math.inf if low is None else low, math.inf if high is None else high
     if truncates:
         return ratio.clamp(low, high)
@@ -122,8 +125,8 @@ def bounded(ratio: Tensor, low: float | None, high: float | None, *, truncates: 
 def sequences_of(
     of_tokens: Tensor, cu_seqlens: Any
 ) -> tuple[int, int, Callable[[Tensor], tuple[Tensor, Tensor]]]:
-    """B, the longest length, and a function: positions (n,) in the flattened batch -> sequence,
-    index in it. `of_tokens` is (B, T), or (N,) if there are `cu_seqlens` (B + 1,)."""
+    """Return B, the longest length, and a function from positions (n,) in the flattened batch to
+    sequences and the indices in them. `of_tokens` is (B, T), or (N,) with `cu_seqlens` (B + 1,)."""
     if cu_seqlens is None:
         batch, columns = of_tokens.shape
         width = max(columns, 1)
@@ -149,9 +152,10 @@ def sequences_of(
 def cut(costs: Sequence[float], overhead: float) -> list[tuple[int, int]]:
     """Divide ascending `costs` into parts (first, end) of least cost.
 
-    A part costs its size times its largest member c, and `overhead`. A dynamic programme over where
-    the last part begins: from `first` on it costs ``least[first] - first * c``, a line in c. Slopes
-    fall and c rises, so that a line once beaten stays beaten: `lines` are the others, best first.
+    A part costs its size times its largest member c, plus `overhead`. This is a dynamic program
+    over the start of the last part: a part from `first` on costs ``least[first] - first * c``, a
+    line in c. Slopes fall and c rises, so a line that is beaten once stays beaten; `lines` holds
+    the others, best first.
     """
     least, begin, lines = [0.0], [0], deque[int]()
 
@@ -175,7 +179,7 @@ def cut(costs: Sequence[float], overhead: float) -> list[tuple[int, int]]:
 
 
 def places(calls: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """Each token's place among the `calls` one after the other, (tokens, bool) each.
+    """Return each token's place in the concatenated `calls`, (tokens, bool) each.
 
     A token is where the bool is True, in one place.
     """

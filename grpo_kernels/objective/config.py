@@ -1,5 +1,5 @@
-"""Options of the loss: one frozen config, one field per option of TRL 1.16's ``GRPOConfig``,
-checked once; and checks of the inputs that a config needs.
+"""Options of the loss: a frozen config with the options of TRL 1.16's ``GRPOConfig``, checked once;
+and checks of the inputs that a config needs.
 
 Every name and default is TRL's, except those marked *ours*. Published algorithms are presets
 (`grpo_kernels.presets`).
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-# The range of a number, as its field's metadata; without one it may be any finite number
+# The range of a number, as metadata of its field; without one, any finite number is allowed
 
 
 def _above(lowest: float) -> dict[str, Any]:
@@ -44,11 +44,11 @@ def _at_least(lowest: float) -> dict[str, Any]:
     return {"range": (lowest, True)}
 
 
-# name -> (value with which it does nothing, what to do instead)
+# name -> (the value that turns it off, what to do instead)
 REFUSED: dict[str, tuple[Any, str]] = {
     "use_adaptive_entropy": (
         False,
-        "its controller is the trainer's: change the coefficient between steps, replace(config, "
+        "the trainer controls it: change the coefficient between steps, replace(config, "
         "entropy_coef=...)",
     ),
     "mask_truncated_completions": (
@@ -100,56 +100,57 @@ class LossConfig:
         LossConfig.from_trl(trainer.args)
 
     Args:
-        loss_type: surrogate (the policy term of a token's loss) and normaliser, one of ``"grpo"``
+        loss_type: surrogate (the policy term of a token's loss) and normalizer, one of ``"grpo"``
             (https://arxiv.org/abs/2402.03300), ``"bnpo"``, ``"dr_grpo"``
             (https://arxiv.org/abs/2503.20783), ``"dapo"`` (https://arxiv.org/abs/2503.14476),
             ``"cispo"`` (https://arxiv.org/abs/2506.13585), ``"sapo"``
             (https://arxiv.org/abs/2511.20347), ``"luspo"`` (https://arxiv.org/abs/2602.05261),
             ``"vespo"`` (https://arxiv.org/abs/2602.10693) and, *ours*, ``"gmpo"``
-            (https://arxiv.org/abs/2507.20673; its ratio is always per sequence, its top-entropy
-            mask chooses the tokens of that ratio, and neither off-policy mask nor importance
-            sampling ratio applies to it).
-        importance_sampling_level: ``"token"``: one ratio per token; ``"sequence"``: the ratio is
-            exp of the sequence's mean log-ratio (GSPO, https://arxiv.org/abs/2507.18071).
+            (https://arxiv.org/abs/2507.20673). In ``"gmpo"`` the ratio is always per sequence, the
+            top-entropy mask selects the tokens of that ratio, and neither the off-policy mask nor
+            the importance sampling ratio applies.
+        importance_sampling_level: ``"token"``: one ratio per token. ``"sequence"``: one per
+            sequence, exp of the sequence's mean log-ratio (GSPO, https://arxiv.org/abs/2507.18071).
         epsilon, epsilon_high: clip range ``[1 - epsilon, 1 + epsilon_high]``; ``epsilon_high=None``
-            means ``epsilon``. For ``"cispo"`` `epsilon_high` is the cap on the ratio itself, so set
-            it (5 is usual): without it the cap is `epsilon`, as in TRL. For ``"gmpo"`` the range is
-            in log space.
-        delta: upper bound of the unclipped ratio (two-sided clipping); the clipped loss types only.
+            means ``epsilon``. For ``"cispo"``, `epsilon_high` is the cap on the ratio itself, so
+            set it (usually to 5); without it the cap is `epsilon`, as in TRL. For ``"gmpo"`` the
+            range is in log space.
+        delta: upper bound of the unclipped ratio (two-sided clipping), for the clipped loss types
+            only.
         beta: weight of the KL term to the reference model; 0 turns it off.
-        use_bias_correction_kl: multiply the KL estimate by the ratio, as TRL does by default and
-            the GRPO paper does not: ``loss_type="grpo", beta=0.04`` is TRL's GRPO, `presets.GRPO`
-            the paper's. Not for ``"gmpo"``; and ``"full"`` needs no correction: over the old
-            policy's tokens the expectation of the corrected estimate, sum_v old_v (p_v / old_v)
-            log(p_v / q_v), is the full KL itself.
-        kl_estimator: *ours*; with d = ref - logp: ``"k3"`` exp(d) - d - 1 (TRL's), ``"k2"`` d^2 /
-            2, ``"k1"`` -d. ``"full"``: no estimate, but sum_v p_v log(p_v / q_v) over the
+        use_bias_correction_kl: multiply the KL estimate by the ratio. TRL does so by default, the
+            GRPO paper does not: ``loss_type="grpo", beta=0.04`` is TRL's GRPO, `presets.GRPO` the
+            paper's. Not for ``"gmpo"``. ``"full"`` needs no correction: over the old policy's
+            tokens, the corrected estimate has the expectation sum_v old_v (p_v / old_v) log(p_v /
+            q_v), which is the full KL itself.
+        kl_estimator: *ours*. With d = ref - logp: ``"k3"`` exp(d) - d - 1 (TRL's), ``"k2"`` d^2 /
+            2, ``"k1"`` -d. ``"full"`` is no estimate but sum_v p_v log(p_v / q_v) over the
             vocabulary, with q from `reference`.
-        temperature: the logits are divided by it.
-        top_entropy_quantile: share of the tokens that carry the policy loss, those of highest
+        temperature: divisor of the logits.
+        top_entropy_quantile: share of tokens that carry the policy loss, those with the highest
             entropy; 1 means all.
-        entropy_coef: weight of the entropy bonus, the mean entropy of the tokens that
-            `top_entropy_quantile` keeps, which is subtracted from the loss.
-        off_policy_mask_threshold: tokens of negative advantage are dropped from the policy loss if
-            the mean of (sampling logp - logp) over their sequence is above this; without sampling
-            logps, of (old logp - logp).
-        vllm_importance_sampling_correction: compute the importance sampling ratio in the loss, of
-            the old log-probabilities (absent: the current ones, held constant) to
-            `sampling_per_token_logps`, which must then be given. Off by default; TRL has it on, and
-            its trainer computes the ratio. Not for ``"gmpo"``.
+        entropy_coef: weight of the entropy bonus, which is subtracted from the loss: the mean
+            entropy of the tokens that `top_entropy_quantile` keeps.
+        off_policy_mask_threshold: tokens with a negative advantage are dropped from the policy loss
+            if the mean of (sampling logp - logp) over their sequence is above this threshold;
+            without sampling logps, the mean of (old logp - logp).
+        vllm_importance_sampling_correction: compute the importance sampling ratio in the loss: of
+            the old log-probabilities (if absent, the current ones, held constant) to
+            `sampling_per_token_logps`, which are then required. Off by default; in TRL it is on,
+            and the trainer computes the ratio. Not for ``"gmpo"``.
         vllm_importance_sampling_mode: ``"token_*"``: one ratio per token; ``"sequence_*"``: one per
             sequence, from its summed differences; ``"*_truncate"``: clamped to the bounds;
-            ``"*_mask"``: set to 0 outside of them. ``"sequence_mean_mask"`` (not TRL's): one per
-            token, set to 0 in sequences whose geometric mean ratio is outside of the bounds.
-        vllm_importance_sampling_clip_max, vllm_importance_sampling_clip_min: the bounds of that
-            ratio; None: no bound.
-        max_completion_length: the constant in ``"dr_grpo"``'s normaliser, in tokens.
+            ``"*_mask"``: set to 0 outside them. ``"sequence_mean_mask"`` (not in TRL): one per
+            token, set to 0 in sequences whose geometric mean ratio is outside the bounds.
+        vllm_importance_sampling_clip_max, vllm_importance_sampling_clip_min: bounds of that ratio;
+            None means no bound.
+        max_completion_length: the constant in ``"dr_grpo"``'s normalizer, in tokens.
         sapo_temperature_pos, sapo_temperature_neg: temperature of the SAPO surrogate for positive
             and negative advantages.
         vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: shape of the VESPO surrogate
             for positive and negative advantages.
 
-    Soft-cap, scale and precision of the logits are the head's: `grpo_kernels.Head`.
+    Soft-cap, scale and precision of the logits belong to the head: `grpo_kernels.Head`.
 
     Raises:
         TypeError, ValueError: a field of the wrong type, or out of its range; the message names it.
@@ -180,8 +181,8 @@ class LossConfig:
     vespo_lambda_neg: float = field(default=2.0, metadata=_at_least(0.0))
 
     def __post_init__(self) -> None:
-        for option in fields(self):  # stored as Python's types, from numpy's or enums
-            if option.name in FIELDS:  # not those of a subclass
+        for option in fields(self):  # store Python types, also for numpy's or enums
+            if option.name in FIELDS:  # a subclass may have more
                 value = _checked(option.name, getattr(self, option.name), option.metadata)
                 object.__setattr__(self, option.name, value)
         if self.top_entropy_quantile > 1.0:
@@ -208,12 +209,12 @@ class LossConfig:
 
     @property
     def clip_high(self) -> float:
-        """`epsilon_high`, or `epsilon` where it is not set."""
+        """`epsilon_high`, or `epsilon` if it is not set."""
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
 
     @property
     def estimates_kl(self) -> bool:
-        """True if there is a KL term, of the sampled tokens' log-probabilities."""
+        """True if there is a KL term on the sampled tokens' log-probabilities."""
         return self.beta != 0.0 and self.kl_estimator != "full"
 
     @property
@@ -223,7 +224,7 @@ class LossConfig:
 
     @property
     def needs_reference_head(self) -> bool:
-        """True if there is a KL term, over the whole vocabulary."""
+        """True if there is a KL term over the whole vocabulary."""
         return self.beta != 0.0 and self.kl_estimator == "full"
 
     @property
@@ -243,48 +244,47 @@ class LossConfig:
 
     @property
     def corrects_sampling(self) -> bool:
-        """True if the importance sampling ratio is computed within the loss."""
+        """True if the loss computes the importance sampling ratio."""
         wanted = self.vllm_importance_sampling_correction
         return wanted and loss_type_of(self).importance_ratio is not None
 
     @property
     def sampling_ratio_is_per_sequence(self) -> bool:
-        """True if a ratio that is computed within the loss is one per sequence."""
+        """True if the ratio that the loss computes is per sequence."""
         return self.vllm_importance_sampling_mode in ("sequence_truncate", "sequence_mask")
 
     @property
     def truncates_sampling_ratio(self) -> bool:
-        """True if that ratio is clamped to its bounds; else it is 0 outside of them."""
+        """True if that ratio is clamped to its bounds; else it is 0 outside them."""
         return self.vllm_importance_sampling_mode.endswith("_truncate")
 
     @classmethod
     def from_trl(cls, args: Any, **overrides: Unpack[LossFields]) -> LossConfig:
-        """The loss that a ``trl.GRPOConfig`` (or any object with its fields) describes.
+        """Make the config of the loss that a ``trl.GRPOConfig``, or an object like it, describes.
 
-        Fields that `args` does not have keep their default; `overrides` win. Soft-cap and scale,
-        which TRL reads from the model, are the head's: `Head`.
-        ``vllm_importance_sampling_correction`` is not taken over: TRL's trainer makes the ratio
-        beforehand, and a second one would be wrong. To pass only `sampling_per_token_logps`, turn
-        it on: ``from_trl(args, vllm_importance_sampling_correction=True)``. The deprecated
-        ``vllm_importance_sampling_cap`` stands for ``vllm_importance_sampling_clip_max``, as in
-        TRL.
+        Fields that `args` lacks keep their default; `overrides` win. Soft-cap and scale, which TRL
+        reads from the model, belong to the `Head`. ``vllm_importance_sampling_correction`` is not
+        copied: TRL's trainer computes the ratio beforehand, and a second ratio would be wrong. If
+        you pass only `sampling_per_token_logps`, turn it on: ``from_trl(args,
+        vllm_importance_sampling_correction=True)``. The deprecated ``vllm_importance_sampling_cap``
+        sets ``vllm_importance_sampling_clip_max``, as in TRL.
 
         Raises:
-            ValueError: `args` asks for a loss type this library does not know, or turns on what a
-                `LossConfig` cannot hold: ``use_adaptive_entropy``, ``mask_truncated_completions``,
-                ``cast_lm_head_to_fp32``, ``router_aux_loss_coef``. The message says what to do
-                instead.
-            TypeError: `args` are those of a TRL trainer with another loss (``RLOOConfig``,
+            ValueError: `args` has a loss type that this library does not know, or turns on an
+                option that a `LossConfig` cannot hold: ``use_adaptive_entropy``,
+                ``mask_truncated_completions``, ``cast_lm_head_to_fp32``, ``router_aux_loss_coef``.
+                The message says what to do instead.
+            TypeError: `args` belong to a TRL trainer with another loss (``RLOOConfig``,
                 ``DistillationConfig``), or have none of the fields, such as None or a mapping
-                (whose misspelt keys would go unnoticed).
+                (whose misspelled keys would go unnoticed).
         """
         own = [x.__name__ for x in type(args).__mro__ if x.__module__.partition(".")[0] == "trl"]
         is_like = "GRPOConfig" in own
         if own and own[0] != "GRPOConfig" and not (is_like and "loss_type" in overrides):
-            hint = "; its loss, if it is meant: from_trl(args, loss_type=...)" if is_like else ""
+            hint = "; to keep its fields: from_trl(args, loss_type=...)" if is_like else ""
             raise TypeError(
-                f"args: expected a trl.GRPOConfig or its like, got {type(args).__name__}, of a "
-                f"trainer with another loss{hint}"
+                f"args: expected a trl.GRPOConfig or an object like it, got {type(args).__name__}, "
+                f"for a trainer with another loss{hint}"
             )
         for name, (neutral, instead) in REFUSED.items():
             value = getattr(args, name, neutral)
@@ -299,21 +299,21 @@ class LossConfig:
 
 FIELDS = tuple(x.name for x in fields(LossConfig))
 _TYPES = get_type_hints(LossConfig)
-# Fields that apply beside a custom objective: the normaliser's, and the temperature.
+# Fields that apply with a custom objective too: the normalizer's, and the temperature.
 _BESIDE_AN_OBJECTIVE = ("loss_type", "max_completion_length", "temperature")
 
 
 def config_of_trainer(args: Any, **overrides: Any) -> LossConfig:
-    """`LossConfig.from_trl` for TRL's trainer, which itself serves what is refused there."""
+    """`LossConfig.from_trl` for TRL's trainer, which itself handles the options refused there."""
     found = {name: getattr(args, name) for name in FIELDS if hasattr(args, name)}
-    # its trainer makes the ratio, so the loss must not
+    # the trainer computes the ratio, so the loss must not
     found.pop("vllm_importance_sampling_correction", None)
     if not found:
-        # of a mapping nobody would notice a misspelt key
+        # nobody would notice a misspelled key of a mapping
         is_mapping = isinstance(args, Mapping)
-        hint = "; of a mapping: trl.GRPOConfig(**args), or LossConfig(**args)" if is_mapping else ""
+        hint = "; for a mapping, trl.GRPOConfig(**args) or LossConfig(**args)" if is_mapping else ""
         raise TypeError(
-            f"args: expected a trl.GRPOConfig or its like, got {type(args).__name__}{hint}"
+            f"args: expected a trl.GRPOConfig or an object like it, got {type(args).__name__}{hint}"
         )
     found = {name: x for name, x in found.items() if x is not None or _is_optional(name)}
     if getattr(args, "vllm_importance_sampling_cap", None) is not None:
@@ -326,7 +326,7 @@ def _is_optional(name: str) -> bool:
 
 
 def _checked(name: str, value: Any, rule: Mapping[str, Any]) -> Any:
-    """`value` as a Python type; it must fit the field's annotation and `rule`."""
+    """Return `value` as a Python type; it must fit the field's annotation and `rule`."""
     kind = _TYPES[name]
     if get_origin(kind) is Literal:
         allowed = get_args(kind)
@@ -347,7 +347,7 @@ def _checked(name: str, value: Any, rule: Mapping[str, Any]) -> Any:
 
 
 def _preset_hint(name: Any) -> str:
-    """Where to find the preset of this `name`, if there is one."""
+    """Return a hint at the preset of this `name`, if there is one."""
     preset = str(name).upper().replace("-", "_")
     if preset not in PRESETS:
         return ""
@@ -355,7 +355,7 @@ def _preset_hint(name: Any) -> str:
 
 
 def check_config(config: Any) -> None:
-    """A LossConfig, and no name of one."""
+    """Require a LossConfig, not the name of a preset."""
     if not isinstance(config, LossConfig):
         got = f"{type(config).__name__}{_preset_hint(config)}"
         raise TypeError(f"config: expected a LossConfig, got {got}")
@@ -371,8 +371,8 @@ def _defaults() -> dict[str, Any]:
 def config_with(
     config: LossConfig | None, options: Mapping[str, Any], call: Collection[str], function: str
 ) -> LossConfig:
-    """`config`, or the default one, with the fields in `options`, keyword arguments of `function`,
-    whose others are `call`."""
+    """Return `config`, or the default one, with the fields in `options`. These are keyword
+    arguments of `function`; its other arguments are `call`."""
     config = _DEFAULT if config is None else config
     if not options:
         return config
@@ -388,7 +388,7 @@ def check_names(
     elsewhere: str = "",
     others: Collection[str] = (),
 ) -> None:
-    """All `names` must be `allowed`; the error suggests one of those, or of `others`."""
+    """Require all `names` to be `allowed`; the error suggests one of them, or of `others`."""
     for name in names:
         if name not in allowed:
             hint = did_you_mean(name, allowed)
@@ -396,11 +396,11 @@ def check_names(
                 hint = f"; it is {elsewhere}"
             elif not hint and (other := did_you_mean(name, others)):
                 hint = f"{other} It is {elsewhere}"
-            raise TypeError(f"{name}: expected {what}, got a name that is none{hint}")
+            raise TypeError(f"{name}: expected {what}, got an unknown name{hint}")
 
 
 def check_objective(config: LossConfig, objective: Any) -> None:
-    """An objective must be a function, and stand beside terms that it can read as `tokens.loss`."""
+    """Require a function, and only terms in `config` that it can read as `tokens.loss`."""
     if objective is None:
         return
     if not callable(objective):
@@ -409,8 +409,8 @@ def check_objective(config: LossConfig, objective: Any) -> None:
         )
     if config.entropy_coef != 0.0:
         raise ValueError(
-            "entropy_coef: expected 0 beside an objective, whose own term of tokens.entropies it "
-            f"then is, got {config.entropy_coef!r}"
+            "entropy_coef: expected 0 beside an objective, which can add its own term of "
+            f"tokens.entropies, got {config.entropy_coef!r}"
         )
     if config.needs_reference_head:
         raise ValueError(
@@ -420,7 +420,7 @@ def check_objective(config: LossConfig, objective: Any) -> None:
 
 
 def check_loss_is_read(config: LossConfig) -> None:
-    """All terms must be off beside an objective that does not read `tokens.loss`."""
+    """Require all terms to be off if an objective does not read `tokens.loss`."""
     for option in fields(LossConfig):
         value, default = getattr(config, option.name), option.default
         if option.name not in _BESIDE_AN_OBJECTIVE and value != default:
@@ -439,9 +439,9 @@ def check_terms(
     *,
     has_reference: bool = False,
 ) -> None:
-    """A KL term must have its reference, and none other; warn of one that nothing reads."""
+    """Require a KL term's own reference and no other; warn of one that nothing reads."""
     check_objective(config, objective)
-    # an objective may not read it: `PolicyObjective.token_losses` looks when it does
+    # an objective may not read it: `PolicyObjective.token_losses` checks if it does
     if config.estimates_kl and ref_per_token_logps is None and objective is None:
         raise ValueError(
             f"ref_per_token_logps: expected a tensor since beta = {config.beta}, got None"
@@ -466,26 +466,26 @@ def check_terms(
 def check_sampling(
     config: LossConfig, sampling_per_token_logps: Any, importance_sampling_ratio: Any
 ) -> None:
-    """If the loss computes the ratio, it needs the sampler's numbers and no ratio beside."""
+    """If the loss computes the ratio, require the sampler's log-probabilities and no ratio."""
     if not config.vllm_importance_sampling_correction:
         return
     why = "since vllm_importance_sampling_correction = True"
     if importance_sampling_ratio is not None:
         got = type(importance_sampling_ratio).__name__
-        raise ValueError(f"importance_sampling_ratio: expected None {why} makes it, got {got}")
+        raise ValueError(f"importance_sampling_ratio: expected None {why} computes it, got {got}")
     if sampling_per_token_logps is None and config.corrects_sampling:
         raise ValueError(f"sampling_per_token_logps: expected a tensor {why}, got None")
 
 
 def check_centering(config: LossConfig, objective: Any, inputs: Mapping[str, Any]) -> None:
-    """If a sampler's candidates are given in `inputs`, the call's arguments by name, the policy
-    term must be -A w logp, w a constant that is known of every candidate."""
+    """If `inputs`, the call's arguments by name, have a sampler's candidates, require a policy term
+    -A w logp, where w is a constant known for every candidate."""
     given = [inputs["sampling_topk_ids"] is not None, inputs["sampling_topk_logps"] is not None]
     if not any(given):
         return
     if not all(given):
         absent = "sampling_topk_ids" if given[1] else "sampling_topk_logps"
-        raise ValueError(f"{absent}: expected a tensor, as the other of the two, got None")
+        raise ValueError(f"{absent}: expected a tensor, like its partner, got None")
     why = "with sampling_topk_ids, which center the score"
     names = ("kept_ids", "old_per_token_logps", "importance_sampling_ratio")
     for name, x in (("objective", objective), *((name, inputs[name]) for name in names)):
@@ -515,8 +515,8 @@ def warn_of_inputs(
     old_per_token_logps: Any,
     sampling_per_token_logps: Any,
 ) -> None:
-    """Warn, once each, of inputs that nothing reads, that are too coarse for their use, or that
-    meet a clip range which is likely a mistake (no error, as in TRL)."""
+    """Warn, once each, of inputs that nothing reads or that are too coarse, and of a clip range
+    that is likely a mistake (no error, as in TRL)."""
     loss = loss_type_of(config)
     if num_items_in_batch is not None and loss.normaliser != "num_items":
         warn_once(
@@ -526,34 +526,34 @@ def warn_of_inputs(
         )
     if config.kl_estimator == "full" and config.beta == 0.0 and objective is None:
         warn_once(
-            "kl_estimator: 'full' has no part in a loss with beta = 0; give beta a value, or leave "
-            "it out"
+            "kl_estimator: 'full' has no effect in a loss with beta = 0; give beta a value, or "
+            "leave it out"
         )
     reads_sampling = objective is not None or config.masks_off_policy or config.corrects_sampling
     if sampling_per_token_logps is not None and not reads_sampling:
         warn_once(
-            "sampling_per_token_logps: not used, but for a metric: set off_policy_mask_threshold "
-            "or vllm_importance_sampling_correction (which loss_type = 'gmpo' does not have), or "
+            "sampling_per_token_logps: used for a metric only; set off_policy_mask_threshold or "
+            "vllm_importance_sampling_correction (not available for loss_type = 'gmpo'), or "
             "leave them out"
         )
     if old_per_token_logps is None:
         return
     if old_per_token_logps.dtype.itemsize < 4:
         warn_once(
-            f"old_per_token_logps: rounded to {old_per_token_logps.dtype}, so that ratios which "
-            "should be 1 are off by 1 % and more: keep them in torch.float32, as they came"
+            f"old_per_token_logps: rounded to {old_per_token_logps.dtype}, so ratios that "
+            "should be 1 are off by 1 % or more; keep them in torch.float32"
         )
     if objective is not None or config.loss_type == "gmpo" or loss.clipped is None:
         return
     low, high = config.epsilon, config.clip_high
     if config.epsilon_high is not None and high >= 1.0:
         warn_once(
-            f"epsilon_high: the upper bound of the ratio is 1 + epsilon_high, so that {high:g} "
+            f"epsilon_high: the upper bound of the ratio is 1 + epsilon_high, so {high:g} "
             "hardly clips; DAPO's is 0.28 (presets.DAPO)"
         )
     if low >= 1.0:
         warn_once(
-            f"epsilon: ratios are clipped to [1 - epsilon, 1 + epsilon_high], so that {low:g} "
+            f"epsilon: ratios are clipped to [1 - epsilon, 1 + epsilon_high], so {low:g} "
             "never clips from below; published values are 0.2 for a ratio per token, 3e-4 "
             "(presets.GSPO) for one per sequence"
         )

@@ -1,5 +1,5 @@
-"""A loss of the user's own: any torch function of per-token log-probabilities and entropies, with
-the same engines.
+"""Custom losses: any torch function of per-token log-probabilities and entropies, with the same
+engines.
 
 ::
 
@@ -10,13 +10,13 @@ the same engines.
     out = grpo_kernels.grpo_loss(..., objective=reinforce)
 
 The function returns a per-token loss; autograd gives its coefficients; the config's ``loss_type``
-gives its normaliser. It replaces the config's loss of a token, which it may read and build on::
+gives its normalizer. It replaces the config's loss of a token, but may read it and build on it::
 
     def with_penalty(tokens):
         return tokens.loss + 0.01 * tokens.logps.square()
 
-Tensors that `TokenInputs` does not have come in by a closure: ``extra.flatten()[tokens.index]`` for
-`extra` of the shape of the ids.
+Other tensors come in by a closure: ``extra.flatten()[tokens.index]`` reads `extra`, shaped like the
+ids.
 """
 
 from __future__ import annotations
@@ -42,28 +42,28 @@ OPTIONAL = ("ref_per_token_logps", "sampling_per_token_logps", "importance_sampl
 
 @dataclass(frozen=True)
 class TokenInputs:
-    """What a custom objective gets; all tensors have the shape of `logps`.
+    """Inputs of a custom objective; all tensors have the shape of `logps`.
 
     For a `token_level` function that shape is (n,), some of the counted tokens. For any other it is
-    (B, T), with 0 at masked positions; T of a packed batch is the longest sequence. Only `logps`,
-    `entropies` and `loss` carry gradient; a function that reads another tensor with a gradient,
-    such as a parameter of its own, is refused.
+    (B, T), with 0 at masked positions; in a packed batch, T is the longest sequence. Only `logps`,
+    `entropies` and `loss` carry gradient. A function that reads another tensor with a gradient,
+    such as a parameter of your own, raises an error.
 
     Attributes:
-        logps, entropies: of the policy, with gradient.
-        mask: bool, the tokens that count.
-        advantages: each token's.
-        old_per_token_logps: the current ones, held constant, if the caller gave none.
+        logps, entropies: the policy's log-probabilities and entropies, with gradient.
+        mask: bool, True for tokens that count.
+        advantages: the advantage of each token.
+        old_per_token_logps: if the caller gave none, the current ones, held constant.
         ref_per_token_logps, sampling_per_token_logps, importance_sampling_ratio: None if the caller
             gave none.
-        index: int64, the token's place in the caller's flattened batch, of B * T or packed N
-            places. ``extra.flatten()[tokens.index]`` reads a tensor of the shape of the ids.
-        sequence: int64, the number of the token's sequence, in [0, B): ``bonus[tokens.sequence]``
+        index: int64, the token's index in the caller's flattened batch, of B * T or packed N
+            positions. ``extra.flatten()[tokens.index]`` reads a tensor shaped like the ids.
+        sequence: int64, the index of the token's sequence, in [0, B): ``bonus[tokens.sequence]``
             reads a tensor (B,).
-        position: int64, the token's place in its sequence, the column of a padded batch:
+        position: int64, the token's index in its sequence, which is the column in a padded batch:
             ``bonus[tokens.position]`` reads a tensor (T,).
         loss: the config's own loss of each token, with its KL term, masks and importance sampling
-            ratio, differentiable in `logps`. It is computed when it is read.
+            ratio, differentiable in `logps`. It is computed when you read it.
     """
 
     logps: Tensor
@@ -74,7 +74,7 @@ class TokenInputs:
     ref_per_token_logps: Tensor | None
     sampling_per_token_logps: Tensor | None
     importance_sampling_ratio: Tensor | None
-    # absent: `logps` are all of a padded batch, (B, T), or of one sequence, (n,)
+    # if absent, `logps` are a whole padded batch (B, T), or one sequence (n,)
     index: Tensor = field(default=None)  # type: ignore[assignment]
     sequence: Tensor = field(default=None)  # type: ignore[assignment]
     position: Tensor = field(default=None)  # type: ignore[assignment]
@@ -94,7 +94,7 @@ class TokenInputs:
             raise ValueError("tokens.loss: expected to be read in a call with a config, got none")
         return self._loss()
 
-    if not TYPE_CHECKING:  # it would tell a type checker that any name is there
+    if not TYPE_CHECKING:  # else type checkers would accept any name
 
         def __getattr__(self, name: str) -> Any:
             raise no_attribute(self, name, (x.name for x in fields(self) if x.repr))
@@ -109,8 +109,7 @@ PerTokenLoss = Callable[[TokenInputs], Tensor]
 
 
 def token_level(objective: PerTokenLoss) -> PerTokenLoss:
-    """Mark an objective whose loss for a token depends only on that token, so that one pass is
-    enough.
+    """Mark an objective whose loss for a token depends on that token alone: one pass is enough.
 
     ::
 
@@ -118,12 +117,12 @@ def token_level(objective: PerTokenLoss) -> PerTokenLoss:
         def penalized(tokens):
             return tokens.loss + 0.01 * tokens.logps.square()
 
-    The function is evaluated on some tokens at a time for the gradient and on all of them for the
-    loss, so it must be a function of its argument alone, without randomness. This is believed, not
-    checked: call `grpo_kernels.testing.check_token_level` in a test of your own.
+    For the gradient, the function is evaluated on some tokens at a time; for the loss, on all of
+    them. So it must be a function of its argument alone, without randomness. This is not checked:
+    call `grpo_kernels.testing.check_token_level` in a test of your own.
 
     Raises:
-        TypeError: `objective` is no function.
+        TypeError: `objective` is not a function.
     """
     if not callable(objective):
         raise TypeError(
@@ -139,7 +138,7 @@ def token_level(objective: PerTokenLoss) -> PerTokenLoss:
 
 
 def _declared(function: Any, name: str, default: bool) -> bool:
-    """What `function`, or the function that a ``functools.partial`` is of, declares."""
+    """Return what `function`, or the function inside a ``functools.partial``, declares."""
     while isinstance(function, functools.partial):
         function = function.func
     return bool(getattr(function, name, default))
@@ -181,7 +180,7 @@ class CustomObjective:
         return not self.has_entropy_gradient
 
     def gradient(self, index: Tensor, stats: RowStats) -> Coefficients:
-        """The coefficients of the tokens at `index` (m,), from these tokens alone."""
+        """Return the coefficients of the tokens at `index` (m,), from these tokens alone."""
         chosen = index if self._chosen is None else self._chosen[index]
         some = self.tokens.at(index), self.weights[index], chosen
         return CustomObjective(self.function, self.config, *some).evaluate(stats).coefficients
@@ -191,10 +190,11 @@ class CustomObjective:
         return None
 
     def evaluate(self, stats: RowStats) -> Evaluation:
-        """The loss and its gradient, by autograd, at log-probabilities and entropies, (n,) each.
+        """Compute the loss and its gradient, by autograd, at log-probabilities and entropies, (n,)
+        each.
 
         Raises:
-            ValueError: the function returns no per-token loss.
+            ValueError: the function does not return a per-token loss.
         """
         logps, entropies = stats.logps, stats.entropies
         assert entropies is not None
@@ -215,8 +215,8 @@ class CustomObjective:
         return Evaluation(loss.detach(), Coefficients(d_logp, d_entropy), loss.detach(), terms)
 
     def _call(self, logps: Tensor, entropies: Tensor) -> tuple[Tensor, Terms | None]:
-        """The function's loss of each token, (n,); and the inputs of the metrics of the config's
-        own loss, if the function reads that."""
+        """Return the function's loss of each token, (n,); and the inputs of the metrics of the
+        config's own loss, if the function reads it."""
         layout, tokens, couples = self.tokens.layout, self.tokens, self.known == "rows"
 
         def shaped(x: Tensor) -> Tensor:
@@ -259,8 +259,8 @@ class CustomObjective:
                 raise
             raise ValueError(
                 f"objective: expected a function of {len(logps)} tokens, since it is declared "
-                "token_level and gets some of the counted tokens, (n,), at a time; of the caller's "
-                "tensors take extra.flatten()[tokens.index], (B,)[tokens.sequence] or "
+                "token_level and gets some of the counted tokens, (n,), at a time; index your own "
+                "tensors with extra.flatten()[tokens.index], (B,)[tokens.sequence] or "
                 f"(T,)[tokens.position]; got an error: {error}"
             ) from error
         if not isinstance(per_token, Tensor) or per_token.shape != inputs.logps.shape:
@@ -277,8 +277,8 @@ class CustomObjective:
 
 
 def _check_leaves(loss: Tensor, *inputs: Tensor) -> None:
-    """Raise ValueError if `loss` depends on a tensor that trains but `inputs`: it would get no
-    gradient."""
+    """Raise ValueError if `loss` depends on a trained tensor other than `inputs`, which would get
+    no gradient."""
     left, seen = [loss.grad_fn], set()
     while left:
         node = left.pop()
@@ -289,7 +289,7 @@ def _check_leaves(loss: Tensor, *inputs: Tensor) -> None:
         if leaf is not None and not any(leaf is x for x in inputs):
             raise ValueError(
                 "objective: expected no tensor that trains but tokens.logps and tokens.entropies, "
-                f"got one of the shape {tuple(leaf.shape)}, which would get no gradient here: "
-                "detach it, or make the loss from the log-probabilities of linear_logprob"
+                f"got one of shape {tuple(leaf.shape)}, which would get no gradient here: "
+                "detach it, or compute the loss from the log-probabilities of linear_logprob"
             )
         left += [x for x, _ in node.next_functions]

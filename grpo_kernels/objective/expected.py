@@ -1,4 +1,4 @@
-"""The gradient that a caller expects its own loss to have, so that scores take one pass."""
+"""The gradient that a caller expects of its own loss, so that scores take one pass."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from grpo_kernels.tokens import Tokens
 @hints_names
 @dataclass(frozen=True)
 class Expectation:
-    """An expected gradient that is computed from each chunk's log-probabilities and entropies.
+    """An expected gradient, computed from each chunk's log-probabilities and entropies.
 
     Args:
-        coefficients: function of index (n,) int64, the positions in the flattened ids, logps (n,)
-            and entropies (n,) or None. It returns a = d loss / d logp, or (a, b) with
-            b = d loss / d entropy, or, in a call with divergences, (a, b, c) with
-            c = d loss / d divergence; (n,) each. None: not known row by row.
-        graded: bool, shaped like the ids: False where all coefficients are certainly 0; no gradient
-            is computed there. None: True everywhere.
+        coefficients: a function of index (n,) int64, the positions in the flattened ids, of logps
+            (n,), and of entropies (n,) or None. It returns a = d loss / d logp, or (a, b) with b =
+            d loss / d entropy, or, in a call with divergences, (a, b, c) with c = d loss / d
+            divergence; (n,) each. None: the gradient is not known row by row.
+        graded: bool, shaped like the ids: False where all coefficients are certainly 0, so no
+            gradient is computed. None: True everywhere.
         has_entropy_gradient: False if b is always None.
     """
 
@@ -40,7 +40,7 @@ class Expectation:
 
 
 def expectation_of(objective: PolicyObjective | CustomObjective, tokens: Tokens) -> Expectation:
-    """The expected gradient of a loss of `tokens`, for ids of the batch's shape."""
+    """Return the expected gradient of a loss of `tokens`, for ids of the batch's shape."""
     layout, ids, dtype = tokens.layout, tokens.ids, tokens.advantages.dtype
     row = torch.zeros(math.prod(layout.shape), dtype=torch.long, device=ids.device)
     row[layout.positions] = torch.arange(len(tokens), device=row.device)
@@ -66,15 +66,15 @@ CoefficientsOf = Callable[[Tensor, RowStats], Coefficients]
 
 
 class ExpectedGradient:
-    """An expected gradient of the rows of a call, with which the backward compares what arrives.
-    In a CUDA graph it would wait for that: there nothing is expected.
+    """The expected gradient of a call's rows, which the backward compares with the one that
+    arrives. The comparison would wait, so in a CUDA graph nothing is expected.
 
     Args:
-        compute: from the index (m,) of rows and their statistics to coefficients; None: not known
-            row by row.
+        compute: a function from the index (m,) of rows and their statistics to coefficients; None:
+            not known row by row.
         live: (n,) bool, rows that may have a coefficient other than 0; None: all.
         one_number: True if each row has a single coefficient.
-        coefficients: (n,), if they are known before the forward.
+        coefficients: (n,), if known before the forward.
     """
 
     compares = True
@@ -104,7 +104,7 @@ class ExpectedGradient:
         return self.compute(index, stats)
 
     def token_loss(self) -> TokenLoss | None:
-        """The gradient of divergences from a second head as a loss."""
+        """Return the gradient of divergences from a second head as a loss."""
         if self.coefficients is None or self.coefficients.d_divergence is None:
             return None
         weights, d_logps = self.coefficients.d_divergence, self.coefficients.d_logp
@@ -127,14 +127,14 @@ class ExpectedGradient:
 def divergence_weights(
     name: str, expected: Tensor | None, hidden: Tensor, positions: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """The expected gradient (n,) in the divergences at `positions` (n,).
+    """Return the expected gradient (n,) with respect to the divergences at `positions` (n,).
 
-    `expected` None stands for that of their mean; errors call it `name`.
+    If `expected` is None, it is the gradient of their mean. Errors call it `name`.
     """
     if expected is None:
         return torch.full_like(positions, 1.0 / max(1, len(positions)), dtype=dtype)
     check_tensor(name, expected, like=hidden)
-    check_shape(name, expected, ("that of hidden without H", tuple(hidden.shape[:-1])))
+    check_shape(name, expected, ("hidden.shape[:-1]", tuple(hidden.shape[:-1])))
     return expected.detach().reshape(-1)[positions].to(dtype)
 
 
@@ -147,8 +147,8 @@ def expected_divergence(
     *,
     entropy: bool,
 ) -> ExpectedGradient:
-    """Read the expected gradient in divergences and log-probabilities, up to one factor; from an
-    `Expectation` also that in entropies."""
+    """Read the expected gradient with respect to divergences and log-probabilities, up to one
+    factor; an `Expectation` adds entropies."""
     if isinstance(expected, Expectation):
         shape = hidden.shape[:-1]
         of_ids = hidden.new_zeros((), dtype=torch.long).expand(shape) if ids is None else ids
@@ -156,7 +156,7 @@ def expected_divergence(
     pair = expected if isinstance(expected, tuple) else (expected,)
     if len(pair) not in ((1,) if ids is None else (1, 2)):
         raise ValueError(
-            f"expected: expected a tensor, or with ids two, got a tuple of {len(pair)}"
+            f"expected: expected a tensor, or two with ids, got a tuple of {len(pair)}"
         )
     weights = [
         divergence_weights(name, x, hidden, positions, dtype)
@@ -191,14 +191,14 @@ def read_expected(
         return ExpectedGradient()
     largest = torch.finfo(dtype).max ** 0.5
 
-    # 0 where products with x could overflow, or lose bits to underflow
+    # 0 if products with x could overflow, or lose bits to underflow
     def usable(x: Tensor) -> Tensor:
         x = x.to(dtype)
         return torch.where((x.abs() <= largest) & (x.abs() >= 1 / largest), x, 0.0)
 
     def rows(name: str, x: Any) -> Tensor:
         check_tensor(name, x, like=ids)
-        check_shape(name, x, ("that of the ids", tuple(ids.shape)))
+        check_shape(name, x, ("ids.shape", tuple(ids.shape)))
         return x.detach().reshape(-1)[positions]
 
     if callable(expected):
@@ -225,7 +225,7 @@ def read_expected(
         for name, x in zip(("expected", "expected[1]", "expected[2]"), given, strict=True):
             if x is not None or name == "expected":
                 check_tensor(name, x, like=ids)
-                check_shape(name, x, ("that of the index", tuple(index.shape)))
+                check_shape(name, x, ("index.shape", tuple(index.shape)))
         return Coefficients(*(None if x is None else usable(x) for x in given))
 
     return ExpectedGradient(compute, live, one_number=one_number)

@@ -1,11 +1,11 @@
-"""The loss types, each declared once, `LOSSES`, and what they are made of: log-ratios, clipping,
-normalisers.
+"""The loss types, each declared once in `LOSSES`, and their parts: log-ratios, clipping,
+normalizers.
 
 A new loss type is a name in `base.choices`, a record here, a formula in `token_loss.formulas` if
 none fits (then run ``python csrc/generate.py``), and a field of `LossConfig` and `LossFields` for
 each parameter that it adds.
 
-Every normaliser is one weight per token: ``loss = sum(weight * per_token_loss)``. With m the mask,
+Every normalizer is one weight per token: ``loss = sum(weight * per_token_loss)``. With m the mask,
 n_b the counted tokens of sequence b (at least 1), B the number of sequences:
 
 ============= ===============================================
@@ -38,8 +38,8 @@ _LOWEST_LOG_WEIGHT, _HIGHEST_LOG_WEIGHT = math.log(1e-8), 20.0  # VESPO's range,
 
 
 class LogRatio:
-    """The log-ratio R that a policy term sees, and the way back from d loss / d R to d loss /
-    d logp."""
+    """The log-ratio R that a policy term reads, and the way back from d loss / d R to d loss / d
+    logp."""
 
     def __init__(
         self,
@@ -48,8 +48,8 @@ class LogRatio:
         passes: Tensor | None = None,
         kept: Tensor | None = None,
     ) -> None:
-        """Take `log_ratio` (n,) as R; with `tokens`, its mean over the sequence's `kept` tokens,
-        and `passes` (n,) bool says which tokens get d R."""
+        """Take `log_ratio` (n,) as R; with `tokens`, take its mean over the sequence's `kept`
+        tokens, where `passes` (n,) bool marks the tokens that get d R."""
         self._tokens, self._passes = tokens, passes
         self.is_shared = tokens is not None  # one per sequence
         if tokens is None:
@@ -70,7 +70,7 @@ class LogRatio:
 
 
 def of_level(config: Config, tokens: Tokens, token_log_ratio: Tensor, _: Tensor | None) -> LogRatio:
-    """R by `importance_sampling_level`: each token's own, or its sequence's mean."""
+    """R by `importance_sampling_level`: the token's own log-ratio, or its sequence's mean."""
     by_sequence = config.importance_sampling_level == "sequence"
     return LogRatio(tokens if by_sequence else None, token_log_ratio)
 
@@ -101,8 +101,8 @@ def sequence_log_weight(tokens: Tokens, token_log_ratio: Tensor) -> Tensor:
     return log_weight.clamp(low, high)[tokens.layout.sequence]
 
 
-# Tokens that a loss type clips, as its metrics count them: (below, above), (n,) bool each, from its
-# ratios and its tokens' log-ratios
+# Tokens that a loss type clips, as metrics count them: (below, above), (n,) bool each, from ratios
+# and the tokens' log-ratios
 
 
 def outside_range(
@@ -118,15 +118,15 @@ def outside_range(
 def outside_log_range(
     config: Config, ratio: Tensor, token_log_ratio: Tensor, advantages: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Likewise of each token's log-ratio and [-epsilon, epsilon_high]."""
+    """The same with each token's log-ratio and [-epsilon, epsilon_high]."""
     below, above = token_log_ratio < -config.epsilon, token_log_ratio > config.clip_high
     return below & (advantages < 0), above & (advantages > 0)
 
 
 @dataclass(frozen=True)
 class LossType:
-    """Definition of a loss type, without the parts that all share: KL term, entropy bonus, masks,
-    engines."""
+    """Definition of a loss type, without the parts that all types share: KL term, entropy bonus,
+    masks, engines."""
 
     name: LossTypeName
     surrogate: str  # a name in `formulas.SURROGATES`
@@ -143,19 +143,19 @@ class LossType:
     masks: bool = True  # the off-policy and the top-entropy mask are factors on the policy term
     corrects_kl: bool = True  # the KL estimate may be multiplied by the ratio
 
-    # metrics: the tokens that are clipped (below a range, above it), and those that are capped
+    # for metrics: the tokens that are clipped (below a range, above it), and the capped ones
     clipped: Callable[[Config, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
     capped: Callable[[Config, Tensor, Tensor], Tensor] | None = None
     phi: Callable[..., Tensor] | None = None  # a formula: argument, advantages, constants -> (n,)
 
     @property
     def takes_level(self) -> bool:
-        """`importance_sampling_level` decides what R is."""
+        """True if `importance_sampling_level` decides what R is."""
         return self.log_ratio is of_level
 
     @property
     def shares_ratio(self) -> bool:
-        """A sequence's tokens share one ratio, whatever `importance_sampling_level` is."""
+        """True if a sequence's tokens share one ratio, whatever `importance_sampling_level` is."""
         return not self.takes_level or self.argument is not None
 
 
@@ -210,11 +210,11 @@ def token_weights(
     num_items_in_batch: float | Tensor | None,  # a number or tensor (); below 1 it is 1
     dtype: torch.dtype,
 ) -> Tensor:
-    """Each counted token's weight (n,) by the normaliser."""
+    """Return each counted token's weight (n,) by the normalizer."""
     batch, device = max(layout.batch, 1), layout.positions.device
     normaliser = loss_type_of(config).normaliser
 
-    def one_over(x: float) -> Tensor:  # rounded once, as the quotient of two numbers of `dtype` is
+    def one_over(x: float) -> Tensor:  # rounded once, like the quotient of two numbers of `dtype`
         return torch.full((layout.positions.shape[0],), 1 / x, dtype=dtype, device=device)
 
     if normaliser == "sequence_mean":
@@ -228,13 +228,13 @@ def token_weights(
     if isinstance(num_items_in_batch, Tensor) and num_items_in_batch.device.type != "cpu":
         items = num_items_in_batch.detach().reshape(()).to(device, dtype)
         return one_over(1) / items.clamp(min=1.0)
-    # from a CPU it is read: a copy to the device would wait for the device
+    # a number on the CPU is read: copying it to the device would wait for the device
     return one_over(max(float(num_items_in_batch), 1.0))
 
 
 def averaged_over(config: Config, *, num_items: bool) -> str:
-    """What a call's policy loss is a mean over: the call's "sequences" or "tokens", or "nothing" if
-    the losses of a batch's calls add up, with `num_items` (``num_items_in_batch`` was given)."""
+    """Return what a call's policy loss is a mean over: "sequences", "tokens", or "nothing" if the
+    losses of a batch's calls add up. `num_items` is True if ``num_items_in_batch`` was given."""
     normaliser = loss_type_of(config).normaliser
     if normaliser == "num_items" and num_items:
         return "nothing"
@@ -242,7 +242,7 @@ def averaged_over(config: Config, *, num_items: bool) -> str:
 
 
 def check_num_items(num_items_in_batch: Any) -> None:
-    """None, a finite number >= 0 or a tensor of one element."""
+    """Require None, a finite number >= 0 or a tensor of one element."""
     if isinstance(num_items_in_batch, Tensor):
         if num_items_in_batch.numel() != 1:
             got = f"a tensor of shape {tuple(num_items_in_batch.shape)}"

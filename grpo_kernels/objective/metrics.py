@@ -1,5 +1,5 @@
-"""Metrics of a loss as means and as (sum, count) pairs, so that micro-batches and ranks can be
-added up.
+"""Metrics of a loss, as means and as (sum, count) pairs that can be added over micro-batches and
+ranks.
 
 Everything stays on the device: nothing here waits for it. Names and definitions are TRL's, unless
 docs/metrics.md says otherwise.
@@ -27,13 +27,13 @@ class Metrics(Mapping[str, Tensor]):
     """Name -> mean (a 0-d tensor); 0 where nothing was counted.
 
     Attributes:
-        pairs: name -> (sum, count), 0-d tensors each. Smallest and largest values have no pair:
-            ``clip_ratio/low_min`` and ``clip_ratio/high_max``, of the sequences, and
-            ``sampling/.../min`` and ``max``. ``policy_loss`` has (loss, 1): added pairs give its
-            mean over the calls. `merge` weighs by the normaliser.
+        pairs: name -> (sum, count), 0-d tensors each. Minima and maxima have no pair:
+            ``clip_ratio/low_min`` and ``clip_ratio/high_max`` (over the sequences), and
+            ``sampling/.../min`` and ``max``. ``policy_loss`` has (loss, 1), so added pairs give
+            its mean over the calls; `merge` instead weights calls by the loss's normalizer.
         sequences: number of sequences.
-        loss_over: ``"sequences"`` or ``"tokens"`` if the loss is a mean over those of the call,
-            ``"nothing"`` if the losses of a batch's calls add up.
+        loss_over: ``"sequences"`` or ``"tokens"`` if the loss is a mean over the call's sequences
+            or tokens; ``"nothing"`` if the losses of a batch's calls add up.
     """
 
     def __init__(
@@ -44,8 +44,8 @@ class Metrics(Mapping[str, Tensor]):
         sequences: int = 0,
         loss_over: str = "nothing",
     ) -> None:
-        """Without `extremes`, `pairs` is name -> mean: Lightning's Fabric copies a mapping as
-        ``type(x)(items)``."""
+        """Store `pairs`, and minima and maxima in `extremes`. Without `extremes`, `pairs` is name
+        -> mean: Lightning's Fabric copies a mapping as ``type(x)(items)``."""
         self._lost = extremes is None
         self._pairs: dict[str, tuple[Tensor, Tensor]] = {} if extremes is None else {**pairs}
         self._extremes: dict[str, Tensor] = {**pairs} if extremes is None else extremes
@@ -55,23 +55,23 @@ class Metrics(Mapping[str, Tensor]):
     def pairs(self) -> dict[str, tuple[Tensor, Tensor]]:
         if self._lost:
             raise RuntimeError(
-                "metrics: expected those that the loss made, got a copy that a wrapper of the "
-                "module (Lightning's Fabric) made of their means: return out.metrics.pairs beside "
-                "the loss from the module's forward"
+                "metrics: expected the loss's own metrics, got a copy of their means, made by a "
+                "wrapper of the module (Lightning's Fabric): return out.metrics.pairs beside the "
+                "loss from the module's forward"
             )
         return self._pairs
 
     @classmethod
     def merge(cls, parts: Iterable[Metrics]) -> Metrics:
-        """Merge the metrics of micro-batches into those that one call on all of them would give.
+        """Merge the metrics of micro-batches into the metrics of one call on all of them.
 
-        ``policy_loss`` goes by its normaliser. A mean over sequences (grpo, sapo, gmpo, dr_grpo,
-        luspo) weighs each part by its sequences, a mean over tokens (bnpo; dapo, cispo and vespo
-        without ``num_items_in_batch``) by its counted tokens; with ``num_items_in_batch``, that of
-        the whole step, the parts add up.
+        ``policy_loss`` is merged by the loss's normalizer: a mean over sequences (grpo, sapo, gmpo,
+        dr_grpo, luspo) weights each part by its sequences; a mean over tokens (bnpo; dapo, cispo
+        and vespo without ``num_items_in_batch``) by its counted tokens. With the
+        ``num_items_in_batch`` of the whole step, the parts add up.
 
         Raises:
-            TypeError, ValueError: `parts` are no metrics, none at all, or those of different
+            TypeError, ValueError: `parts` is empty, or holds other objects or metrics of different
                 losses.
         """
         parts = list(parts)
@@ -103,11 +103,11 @@ class Metrics(Mapping[str, Tensor]):
         return cls(pairs, extremes, sequences=sum(sequences), loss_over=first.loss_over)
 
     def floats(self) -> dict[str, float]:
-        """The metrics as numbers, for a logger. Waits for the device, once."""
+        """Return the metrics as numbers, for a logger. Waits for the device once."""
         return dict(zip(self, torch.stack([*self.values()]).tolist(), strict=True))
 
     def joined(self, more: Mapping[str, tuple[Tensor, Tensor]]) -> Metrics:
-        """These metrics with `more` pairs."""
+        """Return these metrics with `more` pairs."""
         pairs = {**self.pairs, **more}
         return Metrics(pairs, self._extremes, sequences=self.sequences, loss_over=self.loss_over)
 
@@ -172,11 +172,12 @@ def loss_metrics(
     *,
     num_items: bool,
 ) -> Metrics:
-    """Return the metrics of one loss, whose backward had products for `with_grad` () tokens.
+    """Return the metrics of one loss, whose backward has products for `with_grad` () tokens.
 
     `num_items` is True if ``num_items_in_batch`` was given. Means are over the counted tokens, or
-    over the sequences where there is one value per sequence. A sequence without a counted token has
-    the ratio 1. Sums over the tokens are taken once, at the end: of all numbers, and of all flags.
+    over the sequences if there is one value per sequence. A sequence without a counted token has
+    ratio 1. Sums over the tokens are taken once, at the end: one for all numbers, one for all
+    flags.
     """
     layout, terms, n = tokens.layout, evaluation.terms, len(tokens)
     pairs: dict[str, tuple[Tensor, Tensor]] = {}
@@ -194,7 +195,7 @@ def loss_metrics(
     def over_sequences(name: str, x: Tensor) -> None:
         pairs[name] = (x.to(entropies.dtype).sum(), number(layout.batch))
 
-    def shared(x: Tensor, empty: float = 0.0) -> Tensor:  # by all tokens of a sequence -> (B,)
+    def shared(x: Tensor, empty: float = 0.0) -> Tensor:  # shared by a sequence's tokens -> (B,)
         of_sequence = entropies.new_full((layout.batch,), empty)
         of_sequence[layout.sequence] = x.to(of_sequence.dtype)
         return of_sequence
@@ -255,7 +256,7 @@ def loss_metrics(
             mean_of("clip_ratio/region_mean", low | high, once)
             if once:
                 shares = [shared(low), shared(high)]
-            else:  # of each sequence's tokens, counted exactly, in any order
+            else:  # shares of each sequence's tokens; exact, whatever the order of the sums
                 ones = torch.stack([low, high], dim=1).to(entropies.dtype)
                 counts = ones.new_zeros(layout.batch, 2).index_add_(0, layout.sequence, ones)
                 shares = [x / layout.lengths for x in counts.unbind(1)]

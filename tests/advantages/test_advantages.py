@@ -555,7 +555,7 @@ WRONG: list[tuple[type[Exception], str, Any, str]] = [
     (TypeError, "eps", "1", "expected a number, got '1'"),
     (ValueError, "completion_mask", R, r"expected shape \(B, T\), got \(4,\)"),
     (TypeError, "completion_mask", 3, "expected a tensor, got int"),
-    (ValueError, "completion_mask", M * NAN, "expected 0 or a number that is not, got nan"),
+    (ValueError, "completion_mask", M * NAN, "expected a mask without NaN, got NaN"),
     (ValueError, "step_rewards", R, r"expected shape \(B, S\), got \(4,\)"),
     (ValueError, "step_rewards", M * INF, "expected finite .* got inf"),
     (ValueError, "step_ends", M[:, :2].long(), r"expected shape .* \(4, 3\), got \(4, 2\)"),

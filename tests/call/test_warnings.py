@@ -43,7 +43,7 @@ NORMAL = torch.linspace(-3.0, -1.0, 10).view(2, 5)
         ({"num_items_in_batch": 7}, {"loss_type": "grpo"},
          "num_items_in_batch: not used by loss_type = 'grpo'"),
         ({"num_items_in_batch": 7}, {"loss_type": "dapo"}, None),
-        ({"sampling_per_token_logps": NORMAL}, {}, "sampling_per_token_logps: not used"),
+        ({"sampling_per_token_logps": NORMAL}, {}, "sampling_per_token_logps: used for a metric"),
         ({"sampling_per_token_logps": NORMAL}, {"off_policy_mask_threshold": 1.0}, None),
         ({"sampling_per_token_logps": NORMAL},
          {"off_policy_mask_threshold": 1.0, "loss_type": "gmpo"}, "sampling_per"),
@@ -71,7 +71,7 @@ NORMAL = torch.linspace(-3.0, -1.0, 10).view(2, 5)
         ({"ref_per_token_logps": NORMAL}, {}, "ref_per_token_logps: not used with beta = 0"),
         ({"ref_per_token_logps": NORMAL}, {"loss_type": "grpo", "beta": 0.04}, None),
         ({"ref_per_token_logps": NORMAL, "objective": lambda tokens: tokens.logps}, {}, None),
-        ({}, {"kl_estimator": "full"}, "kl_estimator: 'full' has no part in a loss with beta = 0"),
+        ({}, {"kl_estimator": "full"}, "kl_estimator: 'full' has no effect in a loss with"),
         *(({"completion_mask": torch.ones(2, 5).triu().to(dtype)}, {}, None) for dtype in MASKS),
     ],
 )  # fmt: skip
@@ -100,7 +100,7 @@ def test_a_workspace_of_a_few_bytes_warns_once() -> None:
         for size in (64, 512, 2**20):
             flat(grpo_loss)(**small_batch(), workspace_bytes=size)
     (said,) = caught
-    assert str(said.message).startswith("grpo_kernels: workspace_bytes: less than 1 MiB, so")
+    assert str(said.message).startswith("grpo_kernels: workspace_bytes is in bytes; values under 1")
 
 
 def test_a_reference_beside_beta_0_is_warned_of_wherever_it_comes_in(

@@ -129,12 +129,12 @@ def test_a_mask_of_floats_is_looked_at_in_the_same_wait(
         with pytest.warns(UserWarning, match="completion_mask: it holds values other than 0 and 1"):
             odd = call(name, waits, mask=OnGPU(torch.where(MASK == 0, 0.0, -torch.inf)))
         with pytest.raises(
-            ValueError, match=r"^completion_mask: expected 0 or a number that is not, got nan"
+            ValueError, match=r"^completion_mask: expected a mask without NaN, got NaN"
         ):
             call(name, waits, mask=OnGPU(MASK / MASK))
         given = [batch()[x].detach() for x in ("hidden", "head", "completion_ids")]
         with pytest.raises(
-            ValueError, match=r"^completion_mask: expected 0 or a number that is not, got nan"
+            ValueError, match=r"^completion_mask: expected a mask without NaN, got NaN"
         ):
             linear_logprob(*given, completion_mask=OnGPU(MASK / MASK), run=ON_TORCH)
     del want["waits"], odd["waits"]

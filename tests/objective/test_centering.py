@@ -227,7 +227,7 @@ FLOATS, NONE = torch.zeros(B, T, K), torch.zeros(B, T, 0, dtype=torch.long)
 REFERENCE = torch.zeros(B, T, H), torch.zeros(V, H)
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"sampling_topk_logps": None},
-     "sampling_topk_logps: expected a tensor, as the other of the two, got None"),
+     "sampling_topk_logps: expected a tensor, like its partner, got None"),
     ({"sampling_topk_ids": None}, "sampling_topk_ids: expected a tensor"),
     ({"sampling_topk_ids": FLOATS}, "sampling_topk_ids: expected signed integer ids"),
     ({"sampling_topk_ids": NONE}, "sampling_topk_ids: expected shape"),

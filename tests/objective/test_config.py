@@ -91,9 +91,9 @@ def test_from_trl_refuses_what_it_cannot_hold(name: str) -> None:
 
 def test_from_trl_refuses_what_is_none_of_grpos_arguments() -> None:
     others = [trl_config(x) for x in ("RLOOConfig", "DPOConfig", "SFTConfig", "DistillationConfig")]
-    expected = r"^args: expected a trl\.GRPOConfig or its like, got"
+    expected = r"^args: expected a trl\.GRPOConfig or an object like it, got"
     for args in others:
-        with pytest.raises(TypeError, match=rf"{expected} {type(args).__name__}, of a trainer"):
+        with pytest.raises(TypeError, match=rf"{expected} {type(args).__name__}, for a trainer"):
             LossConfig.from_trl(args)
     for args in (None, "grpo", {"beta": 0.04}, {}, 3, object()):
         with pytest.raises(TypeError, match=rf"{expected} {type(args).__name__}"):
@@ -102,7 +102,7 @@ def test_from_trl_refuses_what_is_none_of_grpos_arguments() -> None:
 
 def test_a_subclass_of_grpos_arguments_has_its_own_loss() -> None:
     theirs = trl_config("GMPOConfig")
-    message = r"got GMPOConfig, .*; its loss, if it is meant: from_trl\(args, loss_type="
+    message = r"got GMPOConfig, .*; to keep its fields: from_trl\(args, loss_type="
     with pytest.raises(TypeError, match=message):
         LossConfig.from_trl(theirs)
     assert LossConfig.from_trl(theirs, loss_type="gmpo").loss_type == "gmpo"

@@ -186,7 +186,7 @@ def run_divided(rank: int, world_size: int) -> list[str]:
 
 def test_a_divided_weight_raises_and_the_message_names_the_fix(ranks: Ranks) -> None:
     for message in itertools.chain(*ranks.run(run_divided)):
-        assert "pass the head's module in the place of its weight" in message
+        assert "pass the head's module instead of its weight" in message
         assert "process_group=" in message
 
 

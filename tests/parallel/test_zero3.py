@@ -95,7 +95,7 @@ def gathered_by_hand(loss: str) -> dict[str, Tensor]:
     """What the message for an empty weight says: forward and backward in one context."""
     zero3 = Zero3(loss)
     hidden = zero3.engine(zero3.run.batch.tokens)
-    says = r"weight: .*which is empty; under DeepSpeed ZeRO-3.*pass the head's module in its place"
+    says = r"weight: .*which is empty; under DeepSpeed ZeRO-3.*pass the head's module instead"
     with pytest.raises(ValueError, match=says):
         zero3.call(hidden, zero3.head.weight)
     with zero3.package.zero.GatheredParameters([zero3.head.weight]):
