@@ -140,7 +140,7 @@ def test_labels(verl_patch: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None
         model(inputs_embeds=model.model.embed_tokens(inputs["input_ids"]), return_dict=True)
     ulysses = verl_peer.verl_module("utils.ulysses")
     monkeypatch.setattr(ulysses, "get_ulysses_sequence_parallel_world_size", lambda: 2)
-    with pytest.raises(ValueError, match=r"shift_labels: .*over 2 ranks"):
+    with pytest.raises(ValueError, match=r"shift_labels: .*span 2 ranks"):
         model(**inputs, return_dict=True)
     model(**inputs, return_dict=True, shift_labels=inputs["input_ids"])
 
