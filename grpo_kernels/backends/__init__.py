@@ -1,25 +1,25 @@
 """Row backends: the work on a chunk of logits, row by row, between the matrix products.
 
-A backend knows no matrix product, and of the loss only each row's coefficients. Calls on a chunk,
-in this order::
+A backend computes no matrix product, and sees only each row's coefficients of the loss. Calls on a
+chunk, in this order::
 
     prepare_(logits, transform)             raw projection -> the form that the backend reads
     stats(chunk, ...)    -> RowStats        log-probability, entropy, the numbers `grad` needs
     grad(chunk, stats, a, b, out)           out = d loss / d raw projection
 
 If a `TokenLoss` can describe the loss and the backend fuses, ``fused`` takes the place of the last
-two. `torch_rows.TorchRows` runs anywhere and is the oracle for every other backend;
+two. `torch_rows.TorchRows` runs anywhere and is the reference for every other backend;
 `triton_rows.rows.TritonRows` runs on a GPU, `cpp_rows.CppRows` on a CPU.
 
 The backend that `BackendName` calls x is the module ``x_rows``. Importing it compiles nothing, and
 imports no package that may be missing. It has three functions::
 
     refusal(device, dtype, asked_for=...)   why it cannot serve these logits, in words, or None;
-                                            unless it was asked for by name, it warns of a reason
-                                            that the user can remove (`warn_of_torch`)
-    reason(device)                          why "auto" takes it, in words; not in `torch_rows`,
-                                            which it takes where another backend refuses
-    load()               -> RowBackend      called only where there is no refusal
+                                            unless requested by name, it also warns of a reason that
+                                            the user can remove (`warn_of_torch`)
+    reason(device)                          why "auto" chooses it, in words; not in `torch_rows`,
+                                            which "auto" chooses if another backend refuses
+    load()               -> RowBackend      called only if there is no refusal
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ def choose_backend(
 ) -> tuple[RowBackend, str]:
     """Return the row backend for logits of `dtype` on `device`, and why it was chosen, in words.
 
-    The first choice of the CPU's kernels in a process may compile them, once.
+    The first choice of the CPU kernels may compile them, once in a process.
 
     Args:
-        name: ``"auto"``, or the name of one of `BACKENDS`, which is then used or refused.
+        name: ``"auto"``, or one of `BACKENDS`, which is then used or refused.
 
     Raises:
-        ValueError: no backend of that name, or one that cannot serve here.
+        ValueError: no backend has that name, or it cannot serve here.
     """
     check_backend(name)
     if name != "auto":

@@ -15,7 +15,7 @@ terms; the right one makes each of them >= 0, and as small as d^2::
     reverse     p log(p / q) + q - p    = p phi(d)       phi(d) = e^-d - 1 + d
     forward     q log(q / p) + p - q    = q phi(-d)
 
-and likewise between. An error that all d share, such as that of the normalisers, then changes D in
+and likewise between. An error that all d share, such as one of the normalizers, then changes D in
 second order only. The functions compute with x = |d| and the larger of p and q; p phi(-x) is
 written q chi(x), chi(x) = 1 - e^-x (1 + x), so that nothing overflows.
 
@@ -70,7 +70,7 @@ def forward(d, lead, beta):
 
 
 def mixed(d, lead, beta):
-    """The terms of the generalised Jensen-Shannon divergence, and k: finite, whatever p and q are.
+    """The terms of the generalized Jensen-Shannon divergence, and k: finite, whatever p and q are.
 
     With s the mixture's share of the smaller of the two, m = lead (1 + w), w = s (e^-x - 1), and
     the term is ``lead (s chi(x) - g(w))``, g(w) = (1 + w) log(1 + w) - w.

@@ -1,4 +1,4 @@
-"""Interface between engines and row backends: the seam between matrix products and row work."""
+"""Interface between engines and row backends, that is, between matrix products and row work."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STATISTICS = choices(Extra)
 
 
 def warn_of_torch(place: str, better: str, refusal: str) -> None:
-    """Warn, once, that torch does the row work on the `place`, slower than in `better`, and why."""
+    """Warn, once, that torch does the row work on the `place`, slower than `better`, and why."""
     warn_once(
         f"on the {place}, losses and log-probabilities run in torch operations, slower than in "
         f'{better} (backend="torch" asks for this without a warning): {refusal}',
@@ -41,15 +41,15 @@ class LogitTransform:
     def of_rows(
         self, inv_temperature: float | Tensor, bias: Tensor | None = None
     ) -> LogitTransform:
-        """The same with a temperature, and a bias (V,), of its own."""
+        """Return the same transform with this temperature and bias (V,)."""
         return LogitTransform(self.scale, self.softcap, inv_temperature, bias, self.rounded_to)
 
     def factors(self) -> tuple[float, float]:
-        """Return (inner, outer), the factors that all rows share, without temperatures per row.
+        """Return (inner, outer), the factors that all rows share, without per-row temperatures.
 
         ``z = x * inner`` with inner = scale / T; with a soft-cap ``z = tanh(x * inner) * outer``,
-        inner = scale / cap and outer = cap / T. A temperature per row divides outer with a
-        soft-cap, else inner. In double, as in torch.
+        inner = scale / cap and outer = cap / T. A per-row temperature divides outer if there is a
+        soft-cap, else inner. Computed in double, as in torch.
         """
         shared = 1.0 if isinstance(self.inv_temperature, Tensor) else self.inv_temperature
         if self.softcap is None:
@@ -68,7 +68,7 @@ class Chunk:
         transform: from the raw projection to the scaled logits z.
         first_id: the id of the first column, if the columns are a slice of the vocabulary: only
             `grad` supports that.
-        teacher: the logits of another head for the same rows, if a divergence from them is wanted.
+        teacher: the logits of another head for the same rows, if a divergence from it is wanted.
     """
 
     logits: Tensor  # (n, V)
@@ -112,7 +112,7 @@ class RowStats:
 
     @staticmethod
     def concatenate(chunks: list[RowStats]) -> RowStats:
-        """The statistics of all `chunks`, of which there is one at least."""
+        """Concatenate the statistics of all `chunks`, at least one."""
         return RowStats(*(_joined([getattr(x, f.name) for x in chunks]) for f in fields(RowStats)))
 
     @staticmethod
@@ -125,7 +125,7 @@ class RowStats:
         terms: tuple[str, ...] = (),
         divergence: bool = False,
     ) -> RowStats:
-        """The statistics of no rows, on the device of `like`."""
+        """Return the statistics of no rows, on the device of `like`."""
         none, flags = like.new_empty(0, dtype=dtype), like.new_empty(0, dtype=torch.bool)
         return RowStats(
             none,
@@ -142,13 +142,13 @@ class DivergenceStats(NamedTuple):
     """Per-row results over the logits of both heads, (n,) each."""
 
     value: Tensor  # D >= 0
-    sum_k: Tensor  # sum of k over the vocabulary; `grad` takes p times it off k
+    sum_k: Tensor  # sum of k over the vocabulary; `grad` subtracts p times it from k
     max_logit: Tensor  # the teacher's
     log_sum: Tensor  # the teacher's
 
 
 def _joined(parts: list[Any]) -> Any:
-    """A field of `RowStats`, of the rows of several."""
+    """Concatenate one field of several `RowStats`."""
     if isinstance(parts[0], Tensor):
         return torch.cat(parts)
     if isinstance(parts[0], dict):
@@ -168,7 +168,7 @@ class RowBackend(Protocol):
     def prepare_(self, logits: Tensor, transform: LogitTransform) -> None:
         """Turn the raw projection into the form that the other methods read, in place.
 
-        Nothing to do where they read the raw projection.
+        A backend that reads the raw projection does nothing.
         """
         return None
 
@@ -179,9 +179,9 @@ class RowBackend(Protocol):
 
     @abstractmethod
     def diverge(self, chunk: Chunk, stats: RowStats, teacher: RowStats) -> tuple[Tensor, Tensor]:
-        """`DivergenceStats.value` and ``.sum_k`` (n,) of a chunk with a teacher.
+        """Return `DivergenceStats.value` and ``.sum_k`` (n,) of a chunk with a teacher.
 
-        The statistics may be those of a whole vocabulary that the columns are a part of: the parts'
+        If the columns are a part of the vocabulary, pass the statistics of the whole; the parts'
         results add up.
         """
         ...
@@ -198,16 +198,16 @@ class RowBackend(Protocol):
     ) -> None:
         """``out = d loss / d (raw projection)``, from derivatives in a row's three numbers (n,).
 
-        `out` (n, V) may be the logits themselves, or another tensor, also of 16 bits; the logits
-        may be overwritten either way. A row whose id is none of the columns has no target. Without
-        `d_divergence` a teacher is ignored.
+        `out` (n, V) may be the logits themselves, or another tensor, also a 16-bit one; the logits
+        may be overwritten either way. A row whose id is not among the columns has no target.
+        Without `d_divergence`, a teacher is ignored.
         """
         ...
 
     def scale(self, x: Tensor, factor: Tensor, out: Tensor) -> None:
         """``out = x * factor``, rounded once: a gradient of any shape, times () or (m, 1).
 
-        `x` is in the accumulator's dtype. `out` has its shape, and may be `x`, or be of 16 bits.
+        `x` is in the accumulator's dtype. `out` has its shape, and may be `x` or a 16-bit tensor.
         """
         torch.mul(x, factor, out=out)
 
@@ -220,9 +220,10 @@ class FusedRowBackend(RowBackend, Protocol):
 
     @abstractmethod
     def fused(self, chunk: Chunk, token_loss: TokenLoss, out: Tensor | None) -> RowStats:
-        """Do `stats`, compute the loss of each row as `terms`, and do `grad` if `out` is given.
+        """Do the work of `stats`, compute each row's loss as `terms`, and do the work of `grad` if
+        `out` is given.
 
-        For a chunk with a teacher `TokenLoss.kl` is ``"full"``: the divergence is computed, too. An
+        For a chunk with a teacher, `TokenLoss.kl` is ``"full"``: the divergence is computed too. An
         id outside of [0, V) is invalid: the row's log-probability, loss and d_logp are NaN.
         """
         ...

@@ -1,4 +1,4 @@
-"""The row backend in plain torch: runs on any device, and is the oracle for the others.
+"""The row backend in plain torch: runs on any device, and is the reference for the others.
 
 With m = max_j z_j, e_j = exp(z_j - m), S = sum_j e_j and y the target::
 
@@ -33,7 +33,7 @@ from grpo_kernels.backends.interface import (
 )
 from grpo_kernels.base.tensors import take
 
-BLOCK_ELEMENTS = 2**21  # few enough rows to stay in the caches, enough to keep threads busy
+BLOCK_ELEMENTS = 2**21  # small enough to stay in the caches, large enough to keep threads busy
 FEW_ELEMENTS = 2**12  # one block, whatever share of the chunk it is
 LEAST_BLOCK_ROWS = 3
 ROUNDED_ROWS = 16  # rows at a time, where logits are rounded
@@ -42,11 +42,11 @@ LOWEST = -1e4  # its exponential is 0 in every dtype, and 0 * LOWEST is 0, which
 
 
 def refusal(device: torch.device, dtype: torch.dtype, *, asked_for: bool) -> None:
-    """None: torch serves anywhere; "auto" takes it where no other backend serves."""
+    """Return None: torch serves anywhere; "auto" chooses it if no other backend serves."""
 
 
 def load() -> RowBackend:
-    """The row work."""
+    """Return the row work in torch."""
     return TorchRows()
 
 
@@ -96,7 +96,7 @@ class TorchRows(RowBackend):
             block_stats = replace(take(stats, block), divergence=take(normalisers, block))
             terms, k = _terms(chunk.logits[block], chunk.teacher, block, block_stats)
             value[block], sum_k[block] = terms.sum(dim=1), k.sum(dim=1)
-        # NaN where a row of the teacher has no finite logit, or NaN
+        # NaN if a row of the teacher has no finite logit, or has NaN
         odd = _offset(stats, normalisers) * 0.0
         return value + odd, sum_k + odd
 
@@ -115,8 +115,7 @@ class TorchRows(RowBackend):
         logits, transform = chunk.logits, chunk.transform
         n, vocab = logits.shape
         columns = chunk.ids - chunk.first_id
-        # d raw = d z * dz/draw: the part that is the same for the whole row goes into the
-        # coefficients
+        # d raw = d z * dz/draw: the part that a whole row shares goes into the coefficients
         inv_t = transform.inv_temperature
         row_factor = transform.scale * (inv_t[:, 0] if isinstance(inv_t, Tensor) else inv_t)
         d_logp = d_logp * row_factor
@@ -147,7 +146,7 @@ class TorchRows(RowBackend):
         d_divergence: Tensor,
         out: Tensor,
     ) -> None:
-        """Do `grad` a few rows at a time, and add the divergence's part."""
+        """Compute `grad` a few rows at a time, and add the divergence's part."""
         assert chunk.teacher is not None
         assert stats.divergence is not None
         logits, transform, inv_t = chunk.logits, chunk.transform, chunk.transform.inv_temperature
@@ -184,7 +183,8 @@ def _offset(stats: RowStats, teacher: DivergenceStats) -> Tensor:
 
 
 def _terms(z: Tensor, teacher: Teacher, block: slice, stats: RowStats) -> tuple[Tensor, Tensor]:
-    """The divergence's terms and k, (r, V) each, of the rows `block` with logits z (r, V)."""
+    """Return the divergence's terms and k, (r, V) each, for the rows `block` with logits z (r,
+    V)."""
     y, divergence = teacher.logits[block], stats.divergence
     assert divergence is not None
     d = z - y
@@ -215,7 +215,7 @@ def _block_stats(
     exp_target, target = exps.gather(1, ids), z.gather(1, ids)
     is_argmax = ids == argmax
     rest = exps.scatter_(1, argmax, 0.0).sum(dim=1, keepdim=True)  # all but the largest, which is 1
-    is_inf = top == torch.inf  # the others' probability is 0, also if several are inf
+    is_inf = top == torch.inf  # the others have probability 0, also if several are inf
     rest = rest.masked_fill_(is_inf, 0.0)
     # all but the target; >= 1, so nothing cancels
     others = torch.where(is_argmax, rest, 1.0 + (rest - exp_target))
@@ -284,6 +284,7 @@ def _term_rows(n: int, vocab: int) -> int:
 
 
 def _blocks(n: int, most: int) -> Iterator[slice]:
-    """Blocks of nearly equal size, none of a single row (if n > 1): torch sums that otherwise."""
+    """Yield blocks of nearly equal size, none of a single row (if n > 1), which torch sums
+    differently."""
     count = -(-n // most)
     return (slice(n * i // count, n * (i + 1) // count) for i in range(count))

@@ -1,4 +1,4 @@
-"""Engines: the passes of a call over its rows, their matrix products and chunks. They know no
+"""Engines: the passes of a call over its rows, with their matrix products and chunks. They know no
 objective."""
 
 from __future__ import annotations

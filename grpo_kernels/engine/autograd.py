@@ -1,14 +1,14 @@
-"""The autograd Functions: a loss that carries its gradient, and differentiable scores.
+"""The autograd Functions: a loss with its gradient, and differentiable scores.
 
 Both keep d hidden and d weight in the accumulator's dtype and apply the upstream gradient before
 the one rounding; `lean` alone rounds d weight slice by slice, in its second pass.
 
-Their gradients cannot be differentiated again, and raise if they are (`first_order`).
+Their gradients cannot be differentiated again; trying to raises an error (`first_order`).
 ``torch.autograd.function.once_differentiable`` raises only if an upstream gradient itself requires
-grad: a gradient penalty on ``loss.backward(create_graph=True)`` would pass through it as a
-constant, silently. And autograd visits only nodes that lead to the tensors it differentiates in: an
-error at any other node is never reached. So the error is tied to everything that the gradient
-depends on.
+grad: a gradient penalty on ``loss.backward(create_graph=True)`` would silently pass through it as a
+constant. Also, autograd visits only nodes that lead to the tensors it differentiates with respect
+to, so it never reaches an error at any other node. So the error is tied to everything that the
+gradient depends on.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from grpo_kernels.head import Tensors
 from grpo_kernels.token_loss.record import TOPK_LOGPS, Coefficients
 
 F = TypeVar("F", bound=type[torch.autograd.Function])
-# remainder over upstream; beyond, more than three bits would cancel in d weight
+# remainder over upstream; beyond this, more than three bits would cancel in d weight
 FAR_TOO_LARGE = 8.0
 _NO_STATS: Any = RowStats(*[None] * 3)  # type: ignore[arg-type]
-OF_ROWS = ("hidden", "lora_u")  # of the head's tensors, those with a row for each position
+OF_ROWS = ("hidden", "lora_u")  # the head's tensors with a row for each position
 
 
 def first_order(function: F) -> F:
-    """Decorate a Function: differentiating its gradients in any tensor raises RuntimeError."""
+    """Decorate a Function so that differentiating its gradients raises RuntimeError."""
     forward: Callable[..., Any] = function.forward
     backward: Callable[..., tuple[Tensor | None, ...]] = function.backward
 
@@ -56,7 +56,7 @@ def first_order(function: F) -> F:
         if any(vmap.is_legacy_batchedtensor(x) or vmap.is_batchedtensor(x) for x in given):
             raise RuntimeError(
                 "grpo_kernels: several gradients at once (is_grads_batched=True, vectorize=True, "
-                "vmap over a backward) are not supported: ask for one after the other"
+                "vmap over a backward) are not supported: compute one after the other"
             )
         differentiable = torch.is_grad_enabled()  # create_graph=True
         with torch.no_grad():
@@ -71,7 +71,7 @@ def first_order(function: F) -> F:
 
 
 class _Tie(torch.autograd.Function):
-    """Empty tensor tied to a forward's inputs, without their memory; its backward raises."""
+    """An empty tensor tied to a forward's inputs, without their memory; its backward raises."""
 
     @staticmethod
     def forward(ctx: Any, first: Tensor, *others: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ class _Tie(torch.autograd.Function):
 
 
 class _Refusal(torch.autograd.Function):
-    """Identity on a gradient, whose backward raises; `ties` are what the gradient depends on."""
+    """Identity on a gradient; its backward raises. `ties` are what the gradient depends on."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *ties: Tensor) -> Tensor:
@@ -103,8 +103,8 @@ class PolicyLoss(torch.autograd.Function):
     """A scalar loss of all rows' log-probabilities and entropies.
 
     ``forward(ctx, job, loss, first, reference, *tensors)`` -> loss (), logps (N,), entropies (N,),
-    where `reference` and `tensors` are the heads'. `loss` and the result `first` of the first pass,
-    with the loss's coefficients, are there already; here the loss gets its gradient.
+    where `reference` and `tensors` belong to the heads. `loss` and the first pass's result `first`,
+    with the loss's coefficients, are computed already; here the loss gets its gradient.
     """
 
     @staticmethod
@@ -139,9 +139,9 @@ class LinearLogprob(torch.autograd.Function):
 
     ``forward(ctx, job, first, reference, *tensors)`` -> logps (N,), entropies (N,) or None,
     divergences (N,) or None, and the extras, of which the log-probabilities of more ids (N, K) are
-    differentiable, too. If the gradient for expected coefficients is stored, the backward scales it
-    by s. A second pass then adds the gradient of the remainder, upstream less s times the expected,
-    in the rows where that is more than rounding (`split_off`).
+    differentiable too. If the gradient for expected coefficients is stored, the backward scales it
+    by s. A second pass then adds the gradient of the remainder, upstream - s * expected, in the
+    rows where the remainder exceeds rounding (`split_off`).
     """
 
     @staticmethod
@@ -171,7 +171,7 @@ class LinearLogprob(torch.autograd.Function):
         d_divergences: Tensor | None,
         *d_extras: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
-        # all ranks that share the weight gather it, also one whose rows will not need it
+        # all ranks that share the weight gather it, even a rank whose rows will not need it
         with ctx.job.gather():
             d_topk = dict(zip(ctx.job.extras, d_extras, strict=True)).get(TOPK_LOGPS)
             upstream = Coefficients(d_logps, d_entropies, d_divergences, d_topk)
@@ -182,7 +182,7 @@ class LinearLogprob(torch.autograd.Function):
 
 def _save(ctx: Any, job: Job, head: Tensors, kept: Any) -> None:
     ctx.job, ctx.shapes = job, head.map(lambda x: (x.shape, x.dtype))
-    # as a flat list, without statistics that no backward reads
+    # saved as a flat list, without statistics that no backward reads
     tensors: list[Tensor] = []
     place = torch.empty(0)
 
@@ -203,7 +203,7 @@ def _saved(ctx: Any) -> Any:  # head, reference, First
 
 
 def scatter(x: Tensor, rows: Any, n: int) -> Tensor:
-    """(rows, ...) -> (n positions, ...), 0 where a position is no row; always a copy."""
+    """(rows, ...) -> (n positions, ...), 0 at positions that are no row; always a copy."""
     full = _spread(x, rows.positions, n)
     return x.clone() if full is x else full
 
@@ -215,8 +215,8 @@ def second_pass(
     stats: RowStats,
     coefficients: Coefficients,
 ) -> tuple[Tensors, Tensor]:
-    """Find the gradient of the rows with a coefficient (n,) that is not 0, on logits that are
-    projected again; and their indices.
+    """Compute the gradient of the rows with a non-zero coefficient (n,), on logits that are
+    projected again; also return the rows' indices.
 
     Waits for the device once, to count these rows. At least one coefficient is not None.
     """
@@ -236,7 +236,7 @@ def second_pass(
 
 
 def _nonzero(coefficients: Coefficients) -> tuple[Tensor, Coefficients]:
-    """The indices where any coefficient (n,) is not 0, and the coefficients.
+    """Return the indices where any coefficient (n,) is not 0, and the coefficients.
 
     If there are several, any that is zero everywhere becomes None.
     """
@@ -259,7 +259,8 @@ def _gradient(
     first: First,
     upstream: Coefficients,
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of the head's tensors; `upstream`: the gradient of each result, (N,)."""
+    """Return the gradients of the head's tensors; `upstream` holds the gradient of each result,
+    (N,)."""
     rows, stats, stored, grad_rows = job.rows, first.stats, first.grads, first.grad_rows
 
     def again(coefficients: Coefficients) -> tuple[Tensors, Tensor]:
@@ -299,14 +300,14 @@ def _gradient(
 
 
 WRONG_EXPECTATION = (
-    "expected: the gradient that came is no multiple of the expected one in most tokens, which "
-    "were projected again. The result is right, and costs half as much again as two passes: pass "
-    "the coefficients of the loss as expected= (or, to linear_logprob, none)"
+    "expected: in most tokens the upstream gradient is no multiple of the expected one, so their "
+    "logits were computed again. The result is right, but costs 1.5 times as much as two passes: "
+    "pass the coefficients of the loss as expected= (or, to linear_logprob, none)"
 )
 
 
 def _ratio(upstream: Coefficients, remainder: Coefficients, indices: Tensor) -> Tensor:
-    """Upstream over remainder, (m,) at `indices`; NaN in rows with several coefficients."""
+    """Return upstream over remainder, (m,) at `indices`; NaN in rows with several coefficients."""
     both = zip(upstream, remainder, strict=True)
     pairs = [(torch.zeros_like(y) if x is None else x, y) for x, y in both if y is not None]
     x, y = (torch.stack(column)[:, indices] for column in zip(*pairs, strict=True))  # (k, m)
@@ -315,14 +316,14 @@ def _ratio(upstream: Coefficients, remainder: Coefficients, indices: Tensor) -> 
 
 
 def _times(x: Tensor, factor: Tensor | None, dtype: torch.dtype, backend: RowBackend) -> Tensor:
-    """``x * factor``, rounded once to `dtype`.
+    """Return ``x * factor``, rounded once to `dtype`.
 
     May overwrite `x` unless this backward can be called again. On a GPU one pass multiplies and
     rounds. On a CPU torch would need a temporary as large as `x`.
     """
     if factor is None:
         return x.to(dtype)
-    if factor.dim() == 0 and is_one(factor):  # as for `loss.backward()`
+    if factor.dim() == 0 and is_one(factor):  # as in `loss.backward()`
         return x.to(dtype, copy=_graph_is_kept())  # never give the stored gradient to the caller
     if x.dtype != dtype and not device_of(x.device).casts_into:
         return (x * factor if _graph_is_kept() else x.mul_(factor)).to(dtype)
@@ -335,11 +336,11 @@ def _times(x: Tensor, factor: Tensor | None, dtype: torch.dtype, backend: RowBac
 def _merge(
     stored: Tensors, grad_rows: Tensor, more: Tensors, indices: Tensor, n: int, ratio: Tensor
 ) -> Tensors:
-    """Add the stored gradients, of `grad_rows`, and those of a second pass of rows `indices`.
+    """Add the stored gradients (of `grad_rows`) and a second pass's gradients (of rows `indices`).
 
     A row with one coefficient gets `ratio` (m,) times its gradient from the second pass, and
-    nothing stored: their sum could be a small difference of large numbers. `ratio` is NaN where a
-    row has more than one coefficient.
+    nothing of the stored one, since their sum could be a small difference of large numbers. `ratio`
+    is NaN where a row has more than one coefficient.
     """
     keeps = _graph_is_kept()
     total = []
@@ -360,10 +361,10 @@ def _merge(
 def _returned(
     grads: Tensors, shapes: Tensors, job: Job, indices: Tensor, factor: Tensor | None = None
 ) -> tuple[Tensor | None, ...]:
-    """The gradients times `factor`, () or (m, 1), as `shapes` says, each rounded once.
+    """Return the gradients times `factor`, () or (m, 1), in the given `shapes`, each rounded once.
 
-    Their rows are at `indices` among the rows of the call. With a sharded head, the gradients that
-    a row gets from each rank's columns are summed over the ranks.
+    Their rows are at `indices` among the call's rows. With a sharded head, a row's gradients from
+    the ranks' columns are summed over the ranks.
     """
     rows, shard, backend = job.rows, job.shard, job.backend
 
@@ -388,7 +389,8 @@ def _returned(
 
 
 def _spread(x: Tensor, indices: Tensor, n: int) -> Tensor:
-    """`x` (m, ...) in the rows of (n, ...) at rising `indices`; `x` itself if m = n."""
+    """Put `x` (m, ...) into the rows of (n, ...) at increasing `indices`; return `x` itself if m =
+    n."""
     if x.shape[0] == n:
         return x
     full = x.new_zeros(n, *x.shape[1:])
@@ -403,7 +405,8 @@ def _graph_is_kept() -> bool:
 
 
 def check_remainder(remainder: Coefficients, upstream: Coefficients) -> tuple[bool, bool]:
-    """Two flags: there is a remainder to compute; it is far larger than upstream gradients.
+    """Return two flags: there is a remainder to compute; it is far larger than the upstream
+    gradients.
 
     Waits for the device.
     """
@@ -416,16 +419,16 @@ def check_remainder(remainder: Coefficients, upstream: Coefficients) -> tuple[bo
 
 
 def split_off(upstream: Coefficients, expected: Coefficients) -> tuple[Tensor, Coefficients]:
-    """The median ratio s, and the remainders (n,), `upstream` less s times `expected`.
+    """Return the median ratio s, and the remainders (n,), `upstream` - s * `expected`.
 
-    A remainder is 0 where it is only rounding, None where both are None. s is the median ratio,
-    which fits most rows if any does. A row fits if s times its expectation is its upstream gradient
-    up to rounding: eight units in the last place of the largest of both and of the rows' upper
-    quartile. (A trainer's gradient of a token is a sum of terms that may nearly cancel.) Non-finite
-    values never fit.
+    A remainder is 0 where it is only rounding, and None if both are None. s is the median ratio,
+    which fits most rows if any value does. A row fits if s times its expectation is its upstream
+    gradient up to rounding: eight units in the last place of the largest of both and of the rows'
+    upper quartile. (A trainer's gradient of a token is a sum of terms that may nearly cancel.)
+    Non-finite values never fit.
     """
     pairs = list(zip(upstream, expected, strict=True))
-    # nan or inf where y = 0
+    # nan or inf if y = 0
     ratios = torch.cat([x / y for x, y in pairs if x is not None and y is not None])
     finite_ratios = torch.where(torch.isfinite(ratios), ratios, torch.nan)
     s = torch.nan_to_num(quantile_of_numbers(finite_ratios, 0.5), nan=0.0)
@@ -448,5 +451,5 @@ def split_off(upstream: Coefficients, expected: Coefficients) -> tuple[Tensor, C
 
 
 def _largest(x: Tensor) -> Tensor:
-    # of a finite element: others never fit, and reach the gradient
+    # of finite elements: others never fit, and reach the gradient
     return torch.cat([torch.where(torch.isfinite(x), x.abs(), 0.0), x.new_zeros(1)]).amax()

@@ -5,9 +5,9 @@ into fp32 results; d logits are rounded to the same 16 bits. Elsewhere torch wou
 to 16 bits. So the operands are first converted to fp32, exactly, a slice of the vocabulary at a
 time, and d logits stay in fp32.
 
-The range of fp16 is too small for d logits, which no loss scale has multiplied yet. So fp16
-d logits carry a power of two, the same for all rows of a product; the accumulated results are
-divided by it.
+The range of fp16 is too small for d logits, which no loss scale has multiplied yet. So fp16 d
+logits carry a power of two, the same for all rows of a product; the accumulated results are divided
+by it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Products:
         if mixed:
             _check_accumulation(compute_dtype)
         self._operand = compute_dtype if mixed else accumulator
-        # bytes of an element of the weight
+        # bytes copied per element of the weight
         copied = 0 if weight.dtype == compute_dtype else compute_dtype.itemsize
         copied += 0 if self._operand == compute_dtype else self._operand.itemsize
         vocab, width = weight.shape
@@ -59,11 +59,11 @@ class Products:
         return self._operand
 
     def hidden_bytes(self) -> int:
-        """The bytes of a row of hidden states as an operand."""
+        """Return the bytes of a row of hidden states as an operand."""
         return self.weight.shape[1] * self._operand.itemsize
 
     def operand(self, hidden: Tensor) -> Tensor:
-        """Hidden states, rounded to the compute dtype, as the products take them."""
+        """Return hidden states rounded to the compute dtype, in the form that the products take."""
         return hidden.to(self.compute_dtype).to(self._operand)
 
     @property
@@ -77,11 +77,11 @@ class Products:
         stats: RowStats,
         transform: LogitTransform,
     ) -> tuple[Coefficients, Tensor | None]:
-        """The coefficients of rows with these statistics, times the power of two () that
-        brings d logits into range, and it. Their d_logp is then not None.
+        """Return the coefficients of rows with these statistics, times the power of two () that
+        brings d logits into range; and that power. Their d_logp is then not None.
 
-        It is 1 if a coefficient is not finite, so that NaN and inf reach the gradient; None if
-        d logits need none.
+        The power is 1 if a coefficient is not finite, so NaN and inf reach the gradient; None if d
+        logits need no scale.
         """
         d_logp, d_entropy, d_divergence, d_topk = coefficients
         d_logp = torch.zeros_like(stats.logps) if d_logp is None else d_logp
@@ -106,9 +106,9 @@ class Products:
     def logits(self, hidden: Tensor, out: Tensor, *, first: bool = True) -> None:
         """``out = hidden @ weight.T``: (n, H) operand -> (n, V); ``+=`` unless `first`.
 
-        On a GPU the library chooses its kernel by the number of rows, and fp32 kernels differ in
-        the order of their sums. So an fp32 product has one tile of rows: a row's bits do not depend
-        on the other rows.
+        On a GPU, the vendor library chooses its kernel by the number of rows, and fp32 kernels
+        differ in the order of their sums. So an fp32 product takes one tile of rows at a time: a
+        row's bits do not depend on other rows.
         """
         tile = device_of(self.weight.device).fp32_rows if self._operand == torch.float32 else None
         at_once = tile or max(1, hidden.shape[0])
@@ -138,13 +138,13 @@ class Products:
 
 
 def _check_accumulation(operands: torch.dtype) -> None:
-    # products that sum in fp16 have no fp32 result
+    # products summed in fp16 have no fp32 result
     if operands == torch.float16 and torch.backends.cuda.matmul.allow_fp16_accumulation:
         raise RuntimeError(
             "torch.backends.cuda.matmul.allow_fp16_accumulation: expected False for a head in "
             "torch.float16, whose products are summed in float32, got True, for which cuBLAS has "
             "no such product; set it to False for this call and its backward, or use "
-            "torch.bfloat16, which it does not concern"
+            "torch.bfloat16, which it does not affect"
         )
 
 

@@ -1,13 +1,13 @@
-"""Log-probabilities and entropies over kept sets: hidden states times the head's rows of each
+"""Log-probabilities and entropies over kept sets: hidden states times the head's rows for each
 position's kept ids.
 
 The sets of a block of r positions are ids (r, w), padded. Forward: gather (r, w, H), multiply with
-hidden states (r, H) to raw projections (r, w), and reduce these as a chunk of w logits a row.
+hidden states (r, H) to raw projections (r, w), and reduce these as a chunk of w logits per row.
 Backward: differentiate the saved logits; gather again and multiply for d hidden; the outer product
 with hidden states is added to the ids' rows of d weight.
 
-With a divided head, every rank has those ids of each set that are among its rows, in blocks of its
-own. The ranks join the statistics of all positions (`ranks`), and sum d hidden.
+With a divided head, every rank has the ids of each set that are among its rows, in its own blocks.
+The ranks join the statistics of all positions (`ranks`), and sum d hidden.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ from grpo_kernels.engine.plan import Job
 from grpo_kernels.head import Tensors
 from grpo_kernels.kept_ids import KeptIds
 
-WORKSPACE_BYTES = 64 * 2**20  # by default: a larger workspace is no faster
-# per kept id, besides its row of the head, while sets are counted, sorted and reduced
+WORKSPACE_BYTES = 64 * 2**20  # the default: a larger workspace is no faster
+# bytes per kept id, besides its row of the head, while sets are counted, sorted and reduced
 ENTRY_BYTES = 64
-# Rows of `KeptSets.order` whose sets are projected together; ids of the largest set; entries of the
-# longest list, with its padding.
+# Rows of `KeptSets.order` whose sets are projected together; size of the largest set; length of the
+# longest list, padding included.
 Span = tuple[slice, int, int]
-# Of a block of r rows: (r, w) int32 ids counted from this rank's first, each once, where padding
+# A block of r rows: (r, w) int32 ids counted from this rank's first, each once, where padding
 # repeats the row's first id; (r, w) logits, -inf in the padding; (r,) column of the sampled id, -1
 # if another rank has it.
 _Block = tuple[Tensor, Tensor, Tensor]
-_ROWS = TorchRows()  # sets are short: their row work is little beside the gathering
+_ROWS = TorchRows()  # sets are short: row work costs little compared with the gathering
 
 
 class Survey(NamedTuple):
-    """Counts of ids in the sets of n rows, and the rows to treat apart, (n,) each."""
+    """Counts of ids in the sets of n rows, and the rows to treat separately, (n,) each."""
 
     sizes: Tensor  # ids in the set, repetitions included
     local: Tensor  # ids among this rank's rows of the head
     without: Tensor  # bool: scored over the whole vocabulary
-    invalid: Tensor | None  # bool: results are NaN; None: none are
+    invalid: Tensor | None  # bool: results are NaN; None if there are none
 
     def metrics(self, dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor]]:
-        """The sets' mean size and the share of positions without one, as (sum, count)."""
+        """Return the sets' mean size and the share of positions without a set, as (sum, count)."""
         without, has_set = self.without.to(dtype), (~self.without).to(dtype)
         return {
             "kept/size": ((has_set * self.sizes).sum(), has_set.sum()),
@@ -63,15 +63,16 @@ class Survey(NamedTuple):
 
 @dataclass(frozen=True)
 class KeptSets:
-    """The rows of a call and their sets.
+    """A call's rows and their sets.
 
-    A set of one id is in no block: its log-probability and entropy are 0, and so is their gradient.
+    A set with a single id is in no block: its log-probability and entropy are 0, and so is their
+    gradient.
 
     Attributes:
-        job: its rows' ids are counted from this rank's first.
-        kept: all entries, and bounds of each position's; -1 is padding.
-        projected: (n,) bool, rows whose set is projected, on whatever rank.
-        order: (m,) index of the rows of which this rank has ids, the largest sets first.
+        job: the call, with rows whose ids are counted from this rank's first.
+        kept: all entries, and the bounds of each position's entries; -1 is padding.
+        projected: (n,) bool, rows whose set is projected, on any rank.
+        order: (m,) index of the rows with ids on this rank, the largest sets first.
     """
 
     job: Job
@@ -81,7 +82,7 @@ class KeptSets:
     spans: list[Span]
 
     def transform(self, at: Tensor) -> LogitTransform:
-        """The transform of the rows `at` (r,), without bias."""
+        """Return the transform of the rows `at` (r,), without bias."""
         inv_t = self.job.rows.inv_temperature
         return self.job.transform.of_rows(inv_t[at] if isinstance(inv_t, Tensor) else inv_t)
 
@@ -94,16 +95,16 @@ def survey_sets(
     on_missing_set: str,
     others: Mapping[str, Tensor | None],
 ) -> Survey:
-    """Count the kept ids of all positions, a workspace at a time. Waits for no device but a CPU.
+    """Count the kept ids of all positions, a workspace at a time, without waiting for a GPU.
 
     Args:
-        rows_here: ids of this rank's part of the head.
+        rows_here: number of ids in this rank's part of the head.
         ids: (...) the ids to score.
         others: other policies' log-probabilities, (...) each, which must be over the same sets.
     """
     rows, sampled = job.rows, ids.detach().reshape(-1)
     vocab, first = rows_here if job.shard is None else job.shard.vocab, job.first_id
-    # per position: ids, ids among this rank's rows, ids that do not exist, the sampled one
+    # per position: ids, ids among this rank's rows, ids that do not exist, the sampled id
     counts = sets.offsets.new_zeros(4, sampled.shape[0])
     step = max(1, job.workspace_bytes // ENTRY_BYTES)
     for start in range(0, sets.ids.shape[0], step):
@@ -142,8 +143,8 @@ def _check_others(others: Mapping[str, Tensor | None], alone: Tensor) -> None:
         if logps is not None and bool((logps.abs() > HIGHEST_LOGP).any()):
             raise ValueError(
                 f"{name}: expected log-probabilities over the same kept sets, so 0 where a set is "
-                f"one id, got {logps[logps.abs() > HIGHEST_LOGP][0].item():.4g}: make them with "
-                "kept_ids, too"
+                f"one id, got {logps[logps.abs() > HIGHEST_LOGP][0].item():.4g}: compute them "
+                "with kept_ids too"
             )
 
 
@@ -155,7 +156,7 @@ def _wrong(
     outside: int,
     vocab: int,
 ) -> str:
-    """The message about a wrong set at a position."""
+    """Return the message about a wrong set at a position."""
     at = tuple(int(x) for x in torch.unravel_index(position, ids.shape))
     if outside:
         entries = sets.ids[int(sets.offsets[position]) : int(sets.offsets[position + 1])]
@@ -172,7 +173,7 @@ def _wrong(
 
 
 def plan_sets(job: Job, head: Tensors, sets: KeptIds, survey: Survey) -> tuple[KeptSets, bool]:
-    """Plan the work; also return True if a position has no set. Waits for the sets' sizes."""
+    """Plan the work; also return True if any position has no set. Waits for the sets' sizes."""
     rows = job.rows
     projected = (survey.sizes > 1) & ~survey.without
     local, order = torch.where(projected, survey.local, 0).sort(descending=True, stable=True)
@@ -190,13 +191,14 @@ def plan_sets(job: Job, head: Tensors, sets: KeptIds, survey: Survey) -> tuple[K
 def plan_spans(
     sizes: list[int], longest: list[int], budget: int, head_bytes: int, row_bytes: int
 ) -> list[Span]:
-    """Spans of rows that fit the budget, each set at least half as long as the longest.
+    """Return spans of rows that fit the budget, where each set is at least half as long as the
+    longest.
 
     Padding then costs at most as much as the sets themselves.
 
     Args:
-        sizes: ids of each row's set, falling.
-        longest: entries of each row's list, padding included.
+        sizes: number of ids in each row's set, decreasing.
+        longest: number of entries in each row's list, padding included.
         head_bytes: bytes of one entry's gathered rows of the head.
         row_bytes: further bytes of a row.
     """
@@ -217,7 +219,7 @@ def plan_spans(
 class KeptSetLogprob(torch.autograd.Function):
     """Log-probabilities (N,) and entropies (N,) or None over kept sets.
 
-    ``forward(ctx, sets, *tensors)``: `tensors` are those of `Tensors`.
+    ``forward(ctx, sets, *tensors)``, with the tensors of a `Tensors`.
     """
 
     @staticmethod
@@ -225,7 +227,7 @@ class KeptSetLogprob(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         head, shard = Tensors(*tensors), sets.job.shard
         zeros = sets.job.rows.positions.new_zeros(len(sets.job.rows), dtype=sets.job.accumulator)
-        nothing = torch.full_like(zeros, -torch.inf)  # of rows of which this rank has no id
+        nothing = torch.full_like(zeros, -torch.inf)  # for rows without an id on this rank
         stats = RowStats(zeros, nothing, zeros.clone(), zeros.clone() if sets.job.entropy else None)
         blocks: list[Tensor] = []
         with torch.autocast(head.hidden.device.type, enabled=False):
@@ -275,12 +277,12 @@ class KeptSetLogprob(torch.autograd.Function):
 
 
 def _numbers(stats: RowStats) -> tuple[Tensor | None, ...]:
-    # the statistics that rows of sets have, in the order of the fields
+    # the statistics that a set's row has, in the order of the fields
     return stats.logps, stats.max_logit, stats.log_sum, stats.entropies
 
 
 def _factors(head: Tensors, sets: KeptSets) -> list[_Gathered]:
-    """The gathered rows of each factor, for as many entries as the workspace holds."""
+    """Return memory for each factor's gathered rows, for as many entries as the workspace holds."""
     job = sets.job
     largest = max(((rows.stop - rows.start) * width for rows, width, _ in sets.spans), default=0)
     entries = min(max(1, job.workspace_bytes // entry_bytes(head, job)), largest)
@@ -289,7 +291,7 @@ def _factors(head: Tensors, sets: KeptSets) -> list[_Gathered]:
 
 
 def _result(x: Tensor, sets: KeptSets, head: Tensors) -> Tensor:
-    """(n,) -> (N,): 0 where no set is projected, NaN where a row is invalid."""
+    """(n,) -> (N,): 0 if no set is projected, NaN if the row is invalid."""
     x = torch.where(sets.projected, x, 0.0)
     if sets.job.rows.invalid is not None:
         x.masked_fill_(sets.job.rows.invalid, torch.nan)
@@ -297,10 +299,10 @@ def _result(x: Tensor, sets: KeptSets, head: Tensors) -> Tensor:
 
 
 def _in_order(sets: KeptSets, at: Tensor, span: Span, vocab: int) -> tuple[Tensor, Tensor]:
-    """The ids (r, w) and the target (r,) of a `_Block`, on a rank with `vocab` ids.
+    """Return the ids (r, w) and the target (r,) of a `_Block`, on a rank with `vocab` ids.
 
-    Padding and repetitions are the row's first id: so NaN in a position's hidden state reaches the
-    gradient of no id outside of its set.
+    Padding and repetitions become the row's first id, so NaN in a position's hidden state cannot
+    reach the gradient of an id outside its set.
     """
     positions, (_, width, longest) = sets.job.rows.positions[at], span
     place = sets.kept.offsets[positions][:, None] + torch.arange(longest, device=positions.device)
@@ -324,7 +326,7 @@ def _padding(kept: Tensor) -> Tensor:
 def _logits(
     factors: list[_Gathered], head: Tensors, sets: KeptSets, at: Tensor, kept: Tensor
 ) -> Tensor:
-    """The logits (r, w) of the ids `kept`, -inf in the padding."""
+    """Return the logits (r, w) of the ids `kept`, -inf in the padding."""
     positions = sets.job.rows.positions[at]
     z = head.hidden.new_zeros(kept.shape, dtype=sets.job.accumulator)
     for factor, (x, _) in zip(factors, head.factors(), strict=True):
@@ -360,7 +362,7 @@ class _GradientSums:
 
     def __init__(self, head: Tensors, sets: KeptSets) -> None:
         self._head, self._sets, dtype = head, sets, sets.job.accumulator
-        # then d hidden is a sum over the ranks, rounded after it
+        # with a divided head, d hidden is a sum over the ranks, rounded afterwards
         divided = sets.job.shard is not None
         self._rows: list[Tensor | None] = []
         self._matrices: list[Tensor | None] = []
@@ -374,7 +376,7 @@ class _GradientSums:
             self._bias = torch.zeros_like(head.bias, dtype=dtype)
 
     def add(self, factors: list[_Gathered], kept: Tensor, d_raw: Tensor, at: Tensor) -> None:
-        """Add the gradient of the rows `at` (r,), from the ids (r, w) and d raw (r, w)."""
+        """Add the gradient of the rows `at` (r,), from ids (r, w) and d raw (r, w)."""
         positions, features = (
             self._sets.job.rows.positions[at],
             (x for x, _ in self._head.factors()),
@@ -395,7 +397,7 @@ class _GradientSums:
             self._bias.index_add_(0, kept.reshape(-1), d_raw.reshape(-1))
 
     def gradients(self) -> Tensors:
-        """The gradients in the dtypes of the head's tensors."""
+        """Return the gradients in the dtypes of the head's tensors."""
         shard = self._sets.job.shard
         for x in self._rows:
             if shard is not None and x is not None:
@@ -408,7 +410,7 @@ class _GradientSums:
 
 
 def entry_bytes(head: Tensors, job: Job) -> int:
-    """The bytes of one entry's gathered rows."""
+    """Return the bytes of one entry's gathered rows."""
     pairs = zip(head.factors(), job.operand_dtypes(head), strict=True)
     return sum(
         matrix.shape[1] * sum(x.itemsize for x in _stages(matrix.dtype, dtype, job.accumulator))
@@ -417,12 +419,12 @@ def entry_bytes(head: Tensors, job: Job) -> int:
 
 
 def _stages(*dtypes: torch.dtype) -> list[torch.dtype]:
-    # of a gathered row: as stored, as an operand, as one of fp32 products
+    # dtypes of a gathered row: as stored, as an operand, as an operand of fp32 products
     return [x for i, x in enumerate(dtypes) if i == 0 or x != dtypes[i - 1]]
 
 
 class _Gathered:
-    """The rows of a factor's matrix (V, K) for kept ids, in memory that every block uses again."""
+    """The rows of a factor's matrix (V, K) for kept ids, in memory that all blocks reuse."""
 
     def __init__(
         self, matrix: Tensor, dtype: torch.dtype, accumulator: torch.dtype, entries: int
@@ -432,7 +434,7 @@ class _Gathered:
         self._stages = [matrix.new_empty(entries, matrix.shape[1], dtype=x) for x in stages]
 
     def operand(self, x: Tensor) -> Tensor:
-        """Rows of the other factor as an operand of the products."""
+        """Return rows of the other factor as an operand of the products."""
         dtype, accumulator = self._dtypes
         return x.to(dtype).to(accumulator)
 
@@ -451,6 +453,7 @@ class _Gathered:
         return out
 
     def pieces(self, rows: int, width: int) -> list[slice]:
-        """Slices of a block's columns that fit; several only if one row is too long."""
+        """Return slices of a block's columns that fit; more than one only if a single row is too
+        long."""
         step = max(1, self._entries // max(1, rows))
         return [slice(start, min(start + step, width)) for start in range(0, width, step)]

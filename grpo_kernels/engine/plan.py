@@ -1,6 +1,6 @@
-"""Plan of a call: which rows, by which backend, in which dtypes, when their gradient is computed.
+"""Plan of a call: its rows, backend and dtypes, and when the gradient is computed.
 
-Costs of the engines in NVH floating point operations, for N projected rows, a share s of which
+Costs of the engines in NVH floating point operations, for N projected rows, of which a share s
 carries gradient; a product takes 2:
 
 ========== =========================================== ======================== ==================
@@ -13,13 +13,13 @@ two_pass   project; later project again, gradient      2 + 6s                   
 lean       the same, later by slices of the vocabulary 2 + 6s                   2 + 4s
 ========== =========================================== ======================== ==================
 
-A divergence from a second head adds 2 for every projection of the rows: it projects them, too.
-`one_pass` needs each row's coefficients, d loss / d logp, d loss / d entropy and d loss / d
-divergence, as soon as the row's own logits are there. `frozen` needs no coefficients, since d
-hidden is linear in a single one; it cannot serve several. `two_pass` and `lean` serve all calls.
-`lean` writes each slice of d weight once, in the weight's dtype, and so needs no accumulator of the
-weight's size. Rows whose coefficients are certain to be 0 are only projected in `frozen` and
-`one_pass`. In `two_pass` and `lean` so are all rows whose coefficients turn out to be 0.
+A divergence from a second head adds 2 for every projection of the rows, since that head projects
+them too. `one_pass` needs each row's coefficients, d loss / d logp, d loss / d entropy and d loss /
+d divergence, as soon as the row's own logits exist. `frozen` needs no coefficients, since d hidden
+is linear in a single one; it cannot serve several. `two_pass` and `lean` serve all calls. `lean`
+writes each slice of d weight once, in the weight's dtype, so it needs no accumulator of the
+weight's size. In `frozen` and `one_pass`, rows whose coefficients are certain to be 0 are only
+projected. In `two_pass` and `lean`, so are all rows whose coefficients turn out to be 0.
 """
 
 from __future__ import annotations
@@ -68,25 +68,25 @@ from grpo_kernels.head import (
 from grpo_kernels.token_loss.record import Coefficients, TokenLoss
 
 _AS_IT_IS, _NONE = LogitTransform(), Coefficients()
-SLICE_BYTES = 32 * 2**20  # of the weight, converted at a time; less only with a small budget
+SLICE_BYTES = 32 * 2**20  # of the weight to convert at a time; less only if the budget is small
 Gather = Callable[[], AbstractContextManager[Any]]
 # name -> when the gradient is computed, and in which order; the first that serves is the cheapest,
-# and frozen comes before one_pass since it needs no coefficients
+# and frozen precedes one_pass since it needs no coefficients
 ENGINES: dict[str, tuple[Literal["never", "now", "later"], Literal["rows", "slices"]]] = {
     "score": ("never", "rows"),
     # for the coefficient 1; each row is scaled by its own once that is known
     "frozen": ("now", "rows"),
     "one_pass": ("now", "rows"),
     "two_pass": ("later", "rows"),
-    "lean": ("later", "slices"),  # of the vocabulary; for short memory
+    "lean": ("later", "slices"),  # of the vocabulary; for when memory is short
 }
 NAMES = choices(EngineName)  # names that calls take: "auto" and these
-# when the coefficients of a row are known, as errors say it
+# when a row's coefficients are known, in the words of errors
 Known = Literal["before", "row", "rows", "backward"]
 _KNOWN = {
     "before": "before the forward",
     "row": "from the row's own log-probability and entropy",
-    "rows": "only when other rows are done",
+    "rows": "only after other rows are done",
     "backward": "only in the backward, since no expected= was given",
 }
 
@@ -102,19 +102,19 @@ class Run:
         Run(engine="lean")                # no accumulator of the weight's size
 
     Args:
-        engine: ``"auto"``: the cheapest that gives the exact gradient. ``"one_pass"``;
-            ``"two_pass"``, which computes the logits again in the backward; ``"lean"``, the same
-            with less memory; ``"frozen"``, for a head that does not train; ``"score"``, without
-            gradient. An engine that cannot give the gradient is an error.
+        engine: ``"auto"`` chooses the cheapest engine that gives the exact gradient. Or name one:
+            ``"one_pass"``; ``"two_pass"``, which computes the logits again in the backward;
+            ``"lean"``, the same with less memory; ``"frozen"``, for a head that does not train;
+            ``"score"``, without gradient. An engine that cannot give the gradient raises an error.
         backend: ``"auto"``, ``"triton"``, ``"cpp"`` or ``"torch"``.
-        workspace_bytes: bound on temporary memory, whatever the number of tokens. None: 512 MiB,
-            over kept sets 64 MiB; on a GPU up to 3 GiB, by the size of the head and the free
+        workspace_bytes: bound in bytes on temporary memory, for any number of tokens. None: 512 MiB
+            (64 MiB over kept sets); on a GPU up to 3 GiB, by the size of the head and the free
             memory.
-        gather: makes a context in which the weight is whole (DeepSpeed ZeRO-3), for a backward that
-            reads it again.
+        gather: function that returns a context manager in which the weight is whole (DeepSpeed
+            ZeRO-3), for a backward that reads the weight again.
 
     Raises:
-        TypeError, ValueError: a wrong value.
+        TypeError, ValueError: an option has a wrong value.
     """
 
     engine: EngineName = "auto"
@@ -131,21 +131,21 @@ class Run:
 
 
 def check_run(run: Any) -> None:
-    """Raise unless `run` is a `Run`; its engine may still not serve."""
+    """Raise unless `run` is a `Run`; its engine may still be unable to serve."""
     if not isinstance(run, Run):
         raise TypeError(f"run: expected a Run, got {type(run).__name__}")
 
 
 class Objective(Protocol):
-    """The gradient that the rows of a call will get, as far as it is known before the backward: a
-    built-in loss, a custom one, or what a caller expects.
+    """The gradient that a call's rows will get, as far as known before the backward: of a built-in
+    or custom loss, or as the caller expects it.
 
     Attributes:
         known: when the coefficients of a row are known.
         compares: True if the backward compares them with the gradient that arrives.
         live: (n,) bool, rows that may have a coefficient other than 0; None: all.
-        one_number: True if it depends on one number of each row alone. Asked only where the head is
-            frozen: it may evaluate a user's function.
+        one_number: True if the loss depends on a single number of each row. Read only if the head
+            is frozen, since it may evaluate a user's function.
     """
 
     compares: bool
@@ -158,23 +158,24 @@ class Objective(Protocol):
     def one_number(self) -> bool: ...
 
     def gradient(self, index: Tensor, stats: RowStats) -> Coefficients:
-        """The coefficients of the rows at `index` (m,), from their statistics."""
+        """Return the coefficients of the rows at `index` (m,), from their statistics."""
 
     def token_loss(self) -> TokenLoss | None:
-        """The same as a loss that one kernel computes; None if it cannot."""
+        """Return the same as a loss that one kernel computes; None if no kernel can."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The positions to project, as copies: later changes of the caller's tensors have no effect.
+    """The positions to project, as copies, so later changes of the caller's tensors have no effect.
 
     Attributes:
         positions: (n,) int64, indices into `hidden`.
-        ids: (n,) int64 in [0, V); on a shard counted from its first row, out of range on another's.
+        ids: (n,) int64 in [0, V). On a shard they are counted from its first row, so another
+            shard's ids are out of range.
         inv_temperature: a number, or (n, 1).
-        invalid: (n,) bool, rows whose log-probability is NaN; None: none.
-        marked: (n,) the ids, -1 where invalid; None: all are valid.
-        top_k: K more ids of each row, to score or with a teacher's log-probabilities.
+        invalid: (n,) bool, rows whose log-probability is NaN; None if there are none.
+        marked: (n,) the ids, -1 where invalid; None if all are valid.
+        top_k: K more ids of each row, to score, or with a teacher's log-probabilities.
     """
 
     positions: Tensor
@@ -193,17 +194,18 @@ _NO_ROWS = Rows(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.in
 
 @dataclass(frozen=True)
 class Job:
-    """A call, planned: all but the tensors of its heads.
+    """A planned call, without the tensors of its heads.
 
     Attributes:
-        rows: n rows (until `plan` none); every other position is 0 in all results.
+        rows: n rows (none until `plan`); all other positions are 0 in all results.
         needs: which of the head's tensors need a gradient.
-        dtype: of the products' operands; the second head's is `reference_dtype`, None without one.
+        dtype: dtype of the products' operands; `reference_dtype` is the second head's, None without
+            one.
         transform: from raw projections to logits, without bias and temperature.
         jsd_beta: the divergence from the second head, see `backends.interface.Teacher`.
-        shard: this rank's, if the head's rows are divided among ranks.
+        shard: this rank's shard, if the head's rows are divided among ranks.
         entropy, extras: further results.
-        gather: context in which the backward has the whole weight (ZeRO-3).
+        gather: returns a context in which the backward has the whole weight (ZeRO-3).
     """
 
     rows: Rows
@@ -236,7 +238,7 @@ class Job:
         return 0 if self.shard is None else self.shard.start
 
     def at(self, index: Tensor) -> Job:
-        """The same call for some of its rows."""
+        """Return the same call for some of its rows."""
         return replace(self, rows=take(self.rows, index))
 
     @property
@@ -259,30 +261,30 @@ class Job:
         return self.reference_dtype is not None or isinstance(self.rows.top_k, TopKTeacher)
 
     def main(self, coefficients: Coefficients) -> Tensor | None:
-        """The coefficient of the rows' main number."""
+        """Return the coefficient of the rows' main number."""
         return coefficients.d_divergence if self.diverges else coefficients.d_logp
 
     def with_main(self, value: Tensor, others: Coefficients = _NONE) -> Coefficients:
-        """`others` with `value` (n,) in the place of `main`."""
+        """Return `others` with `value` (n,) in place of `main`."""
         return others._replace(**{"d_divergence" if self.diverges else "d_logp": value})
 
     def products(self, weight: Tensor, dtype: torch.dtype | None = None) -> Products:
-        """The products with `weight`, which may be a part of the head."""
+        """Return the products with `weight`, which may be a part of the head."""
         slice_bytes = min(SLICE_BYTES, self.workspace_bytes // 8)
         return Products(weight, dtype or self.dtype, self.accumulator, slice_bytes)
 
     def operand_dtypes(self, head: Tensors) -> list[torch.dtype]:
-        """The operands' dtype of each of `Tensors.factors`; an adapter keeps its own."""
+        """Return the operands' dtype for each of `Tensors.factors`; an adapter keeps its own."""
         _, *adapter = head.factors()
         return [self.dtype, *(torch.promote_types(u.dtype, b.dtype) for u, b in adapter)]
 
     def all_products(self, head: Tensors, columns: slice = slice(None)) -> list[Products]:
-        """The products of `Tensors.factors`, in their order."""
+        """Return the products of `Tensors.factors`, in their order."""
         pairs = zip(head.factors(), self.operand_dtypes(head), strict=True)
         return [self.products(matrix[columns], dtype) for (_, matrix), dtype in pairs]
 
     def converted(self, head: Tensors, reference: Tensors | None) -> tuple[Tensors, Tensors | None]:
-        """Both heads with weights in the dtype of 16-bit products, if memory allows copies.
+        """Return both heads with weights in the dtype of 16-bit products, if memory allows copies.
 
         Otherwise each product converts its weight slice by slice.
         """
@@ -300,11 +302,11 @@ def _converted(head: Tensors, dtype: torch.dtype) -> Tensors:
 
 @contextmanager
 def together(call: str, group: Any, arguments: Mapping[str, Any]) -> Iterator[Ranks | None]:
-    """Context of a public call's checks and plan; yields its `Ranks`, None without a group.
+    """Context for a public call's checks and plan; yields its `Ranks`, or None without a group.
 
-    If one rank raises in it before `Ranks.compare`, all ranks raise: each sends the same number of
-    integers, whatever its call. `arguments` are those of the call; heads, hidden states and `run`
-    are compared when it is planned.
+    If one rank raises inside it before `Ranks.compare`, all ranks raise: each sends the same number
+    of integers, whatever its call. `arguments` are the call's arguments; heads, hidden states and
+    `run` are compared when the call is planned.
     """
     if group is None:
         yield None
@@ -328,9 +330,9 @@ def begin(
     *,
     backend: BackendName | None = None,
 ) -> Job:
-    """How rows of checked heads are projected, whichever they are. Does not wait for the device.
+    """Begin a call: how any rows of checked heads are projected. Does not wait for the device.
 
-    `backend` overrides that of `run`, unless it is None.
+    `backend` overrides `run.backend`, unless it is None.
     """
     run = Run() if run is None else run
     check_run(run)
@@ -371,14 +373,14 @@ def plan(
     prefix: str = "reference.",
     names: tuple[str, str] | None = ("completion_ids", "topk_ids"),
 ) -> tuple[Job, Tensors, Tensors | None]:
-    """Plan a call that `begin` began; return it, and the tensors of both heads.
+    """Plan a call that `begin` began; return it and the tensors of both heads.
 
     Args:
-        rows: with the ids of the whole vocabulary, whose range is checked here; `names` are those
-            of the arguments with them. None: it is not checked, and ids are not counted from this
-            rank's first row.
-        ranks: of a divided head, which compare their calls here.
-        objective: by which an engine is chosen; None: none is.
+        rows: rows with ids of the whole vocabulary. Their range is checked here, and errors use the
+            argument names `names`. If `names` is None, it is not checked, and ids are not counted
+            from this rank's first row.
+        ranks: the ranks of a divided head, which compare their calls here.
+        objective: what the engine is chosen for; None: no engine is chosen.
     """
     run = Run() if run is None else run
     memory, shard, vocab = job.memory, None, head.weight.shape[0]
@@ -410,14 +412,14 @@ def plan(
 
 
 def choose_engine(name: str, job: Job, objective: Objective) -> str:
-    """The cheapest engine that gives the exact gradient, or the one named.
+    """Return the cheapest engine that gives the exact gradient, or the engine `name`.
 
     Raises:
-        ValueError: the one named cannot give this gradient.
+        ValueError: the engine `name` cannot give this gradient.
     """
     needs, known = job.needs, objective.known
     if objective.compares and device_of(job.rows.positions.device).is_capturing():
-        known = "rows"  # in a CUDA graph the comparison would wait
+        known = "rows"  # in a CUDA graph, the comparison would wait
     head_trains, no_gradient = any(needs[1:]), not any(needs)
     if name == "auto" and job.memory.tight and head_trains:
         return "lean"
@@ -426,7 +428,7 @@ def choose_engine(name: str, job: Job, objective: Objective) -> str:
         "frozen": lambda: (
             not head_trains
             and not isinstance(job.rows.top_k, TopKLogps)
-            # without gradient a user's function is not evaluated for this
+            # without a gradient, a user's function is not evaluated for this
             and ((no_gradient and job.reference_dtype is None) or objective.one_number)
         ),
         "one_pass": lambda: known in ("before", "row"),
@@ -437,9 +439,9 @@ def choose_engine(name: str, job: Job, objective: Objective) -> str:
         return next(x for x in ENGINES if serves[x]())
     if not serves[name]():
         needed = {
-            "score": "that no gradient is wanted",
-            "frozen": "a frozen head, without a lora of its own, and no gradient but that of one "
-            "number a row",
+            "score": "a call without gradient",
+            "frozen": "a frozen head, without a lora of its own, and a loss that depends on one "
+            "number per row",
             "one_pass": f"coefficients known row by row; here they are known {_KNOWN[known]}",
         }
         raise ValueError(
@@ -450,10 +452,10 @@ def choose_engine(name: str, job: Job, objective: Objective) -> str:
 
 
 def in_range(rows: Rows, names: tuple[str, str], vocab: int, first_id: int) -> Rows:
-    """`rows` with ids in range, counted from this rank's first.
+    """Return `rows` with ids in range, counted from this rank's first id.
 
     Raises:
-        ValueError: on a CPU, an id is out of range; elsewhere the row's results are made NaN.
+        ValueError: an id is out of range, on a CPU; elsewhere the row's results become NaN.
     """
     ids, marked, top_k = rows.ids, None, rows.top_k
     invalid = check_counted_ids(names[0], ids, vocab)
@@ -487,8 +489,8 @@ def _transform(head: Head, dtype: torch.dtype) -> LogitTransform:
 def _compared(
     job: Job, hidden: Tensor, head: Head, reference: Reference | None, rows: Rows, run: Run
 ) -> dict[str, Any]:
-    """What the ranks of a divided head compare, besides the arguments of their call."""
-    # without rows, whose numbers may differ
+    """Return what the ranks of a divided head compare, besides the arguments of their call."""
+    # without rows, since their number may differ
     first, other = map_tensors(lambda x: x[:0], (replace(head, process_group=None), reference))
     return {
         **{x.name: getattr(first, x.name) for x in fields(Head)},
@@ -503,7 +505,7 @@ def _compared(
 
 
 def _sizes(vocab_size: int | None, sizes: list[int]) -> list[int]:
-    """Rows of the head on each rank, without padding rows."""
+    """Return the rows of the head on each rank, without padding rows."""
     if vocab_size is not None:
         if vocab_size > sum(sizes):
             raise ValueError(
@@ -525,8 +527,8 @@ def _warn_if_promoted(
 ) -> None:
     """Warn, once, if dtype promotion makes the products fp32, which is likely a mistake.
 
-    That is, for a 16-bit weight, on a GPU that multiplies 16-bit operands an order of magnitude
-    faster. An fp32 weight is taken as meant.
+    This is for a 16-bit weight on a GPU, which multiplies 16-bit operands an order of magnitude
+    faster. An fp32 weight counts as intended.
     """
     device = device_of(weight.device)
     if dtype != torch.float32 or weight.dtype.itemsize != 2 or not device.slow_fp32:
@@ -535,7 +537,7 @@ def _warn_if_promoted(
         warn_once(
             f"{name} in {hidden.dtype} with a {weight_name} in {weight.dtype}, outside autocast, "
             "is multiplied in torch.float32, which takes a GPU about ten times as long as 16 bits. "
-            f"Cast {name} to the dtype of {weight_name}, or call within torch.autocast; if float32 "
-            f"is meant, cast {weight_name} to it",
+            f"Cast {name} to the dtype of {weight_name}, or call within torch.autocast; for "
+            f"float32, cast {weight_name} to it",
             RuntimeWarning,
         )

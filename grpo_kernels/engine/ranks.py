@@ -1,8 +1,8 @@
-"""A head whose vocabulary is divided among ranks: statistics of their columns, joined to all.
+"""A head whose vocabulary is divided among ranks: joins the statistics of their columns.
 
-Every rank reduces its part of a row to a few numbers (`RowStats` of its own columns), and gathers
-those of all ranks: O(rows) numbers, whatever the vocabulary. With m_r, s_r, E_r a rank's largest
-logit, log sum and entropy, M = max m_r::
+Every rank reduces its part of a row to a few numbers (`RowStats` of its own columns) and gathers
+the numbers of all ranks: O(rows) in total, for any vocabulary. With m_r, s_r, E_r a rank's largest
+logit, log sum and entropy, and M = max m_r::
 
     t_r      = m_r - M + s_r                 the rank's share of the sum, as a logarithm
     log_sum  = log sum_r exp(t_r)
@@ -10,8 +10,8 @@ logit, log sum and entropy, M = max m_r::
     logp     = -log(1 + sum_r exp(x_r)),     x_r = m_r + s_r - z_y; on y's rank without y's term
 
 The rank with the largest logit is left out of the logarithms, like the largest term in
-`torch_rows`, so that nothing cancels when a token is nearly certain. All ranks join the same
-numbers in the same order, and get the same bits.
+`torch_rows`, so nothing cancels when a token is nearly certain. All ranks join the same numbers in
+the same order, so they get the same bits.
 
 The ranks must make the same call: `Ranks` compares it once, before any work.
 """
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
 
 def widest_part(weight: Tensor, shard: Shard | None) -> Tensor:
-    """A tensor in the shape of the largest part of the head, perhaps without data.
+    """Return a tensor in the shape of the largest part of the head, perhaps without data.
 
-    Plans made by its size are the same on all ranks.
+    Plans based on its size are the same on all ranks.
     """
     if shard is None or shard.widest == weight.shape[0]:
         return weight
@@ -48,7 +48,7 @@ def widest_part(weight: Tensor, shard: Shard | None) -> Tensor:
 
 @dataclass(frozen=True)
 class Shard:
-    """The rows of the head that this rank has: [start, start + sizes[rank]) of `vocab`."""
+    """This rank's rows of the head: [start, start + sizes[rank]) of `vocab`."""
 
     process_group: ProcessGroup
     rank: int
@@ -70,9 +70,9 @@ class Shard:
     def stats(
         self, backend: RowBackend, chunk: Chunk, *, entropy: bool, extras: tuple[str, ...]
     ) -> RowStats:
-        """`RowBackend.stats` of the whole vocabulary. All ranks call it for the same rows.
+        """Return `RowBackend.stats` of the whole vocabulary. All ranks call this for the same rows.
 
-        Ids of the chunk (n, V_r) are counted from `start`, outside [0, V_r) if another rank's.
+        The chunk's ids are counted from `start`; an id outside [0, V_r) belongs to another rank.
         """
         stats = backend.stats(
             replace(chunk, ids=self.local_ids(chunk.ids)), entropy=entropy, extras=extras
@@ -80,14 +80,14 @@ class Shard:
         return self.joined(stats, chunk.ids, chunk.transform)
 
     def local_ids(self, ids: Tensor) -> Tensor:
-        """`ids`, with 0 for those that other ranks have."""
+        """Return `ids`, with 0 for ids of other ranks."""
         return torch.where((ids >= 0) & (ids < self.sizes[self.rank]), ids, 0)
 
     def joined(self, stats: RowStats, ids: Tensor, transform: LogitTransform) -> RowStats:
-        """The statistics of the whole vocabulary, from those of this rank's columns for its
-        `local_ids`."""
+        """Return the statistics of the whole vocabulary, from the statistics of this rank's columns
+        for its `local_ids`."""
         extras, max_logit = tuple(stats.extras), stats.max_logit
-        # a backend makes a row without a finite logit NaN; here other ranks may have one. A
+        # a backend makes a row NaN if no logit is finite, but other ranks may have a finite one; a
         # soft-cap makes all finite
         if transform.bias is not None and transform.softcap is None:
             max_logit = max_logit.masked_fill((transform.bias == -torch.inf).all(), -torch.inf)
@@ -105,12 +105,12 @@ class Shard:
     def _join(
         self, parts: tuple[Tensor, ...], here: Tensor, extras: tuple[str, ...], *, entropy: bool
     ) -> RowStats:
-        """Join the numbers of all ranks, (R, n) each, to statistics (n,); `here` (R, n) marks the
-        rank with the id."""
+        """Join the numbers of all ranks, (R, n) each, into statistics (n,); `here` (R, n) marks the
+        rank that has the id."""
         most, log_sum, logps = parts[:3]
-        nothing = most == -torch.inf  # all tokens of the rank are banned: its sum is 0
+        nothing = most == -torch.inf  # all ids of the rank are banned: its sum is 0
         log_sum, logps = (x.masked_fill(nothing, 0.0) for x in (log_sum, logps))
-        max_logit, top = most.max(dim=0, keepdim=True)  # the first of equal ones
+        max_logit, top = most.max(dim=0, keepdim=True)  # the first of equal logits
         top = torch.zeros_like(most, dtype=torch.bool).scatter_(0, top, True)
         share = most - max_logit + log_sum
         rest = torch.exp(share).masked_fill(top, 0.0).sum(dim=0)
@@ -119,7 +119,7 @@ class Shard:
         log_weights = share - joined
         weights = torch.exp(log_weights)
 
-        def weighted(x: Tensor) -> Tensor:  # where the weight is 0, x may be infinite
+        def weighted(x: Tensor) -> Tensor:  # x may be infinite if the weight is 0
             return torch.where(weights == 0, 0.0, weights * x).sum(dim=0)
 
         def at_target(x: Tensor) -> Tensor:
@@ -149,7 +149,7 @@ class Shard:
             joined_extras["mean_logits"] = torch.stack(totals).sum(dim=0) / self.vocab
         if "is_top1" in more:
             joined_extras["is_top1"] = at_target(more["is_top1"] * top) != 0
-        assert joined_extras.keys() == more.keys(), "each statistic says above how ranks join it"
+        assert joined_extras.keys() == more.keys(), "each statistic is joined above"
         return RowStats(
             logps=-torch.logaddexp(torch.zeros_like(margin), margin),
             max_logit=max_logit[0],
@@ -161,7 +161,7 @@ class Shard:
         )
 
     def sum_(self, x: Tensor) -> Tensor:
-        """Sum `x` over the ranks in place: the gradient of a tensor that every rank has."""
+        """Sum `x`, the gradient of a tensor that every rank has, over the ranks in place."""
         return all_reduce(x, "sum", self.process_group)
 
 
@@ -175,20 +175,20 @@ class Ranks:
         self.call, self.group, self.given, self.compared = call, group, given, False
 
     def exchange(self, *numbers: int) -> list[list[int]]:
-        """Each of the integers that this rank sends, of all ranks."""
+        """Send integers, and return the integers of all ranks, position by position."""
         sent = torch.tensor([*numbers, *[0] * (MOST_VALUES + 2 - len(numbers))])
         sent = sent.to(group_device(self.group))
         return [list(column) for column in gather_stacked(sent, self.group).T.tolist()]
 
     def compare(self, values: Mapping[str, Any], own: Mapping[str, int]) -> dict[str, list[int]]:
-        """Compare the call's arguments and `values`, of tensors dtype and shape; return the `own`
+        """Compare the call's arguments and `values` (tensors by dtype and shape); return the `own`
         integers of all ranks.
 
         Raises:
-            ValueError: on all ranks; one of them refuses its call, or they differ.
+            ValueError: on all ranks, if one of them refuses its call or the calls differ.
         """
         same = {**self.given, **values}
-        if "config" in same:  # of a loss, by its fields
+        if "config" in same:  # a loss is compared by its fields
             same |= vars(same.pop("config"))
         numbers = [_checksum(x) for x in same.values()]
         call = _checksum((self.call, *same))

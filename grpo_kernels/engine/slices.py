@@ -22,9 +22,9 @@ from grpo_kernels.engine.workspace import device_of
 from grpo_kernels.head import Tensors
 from grpo_kernels.token_loss.record import Coefficients
 
-MOST_ROWS = 8192  # rows at a time; with more, slices would get narrow
+MOST_ROWS = 8192  # rows at a time; with more, slices would become narrow
 SLICE_MULTIPLE = 128  # columns; slices start at multiples of it
-FEATURES_SHARE = 4  # operands of the rows at a time: at most 1 / FEATURES_SHARE of the workspace
+FEATURES_SHARE = 4  # the rows' operands take at most 1 / FEATURES_SHARE of the workspace
 
 
 def sweep_slices(
@@ -34,9 +34,9 @@ def sweep_slices(
     stats: RowStats,
     coefficients: Coefficients,
 ) -> Tensors:
-    """The gradient of the rows of `job`, n of them, given their statistics and coefficients (n,).
+    """Return the gradient of the n rows of `job`, from their statistics and coefficients (n,).
 
-    It is the same as from `sweep`, but d weight and d lora_b are in their own dtype, rounded once.
+    It equals the gradient of `sweep`, but d weight and d lora_b have their own dtype, rounded once.
     """
     rows, needs, dtype = job.rows, job.needs, job.accumulator
     bias = row_bias(head.bias, slice(None), dtype)
@@ -89,7 +89,8 @@ def sweep_slices(
         """Add the gradient of all rows from some columns of their logits."""
         projection = Projection(job, head, reference, columns)
         targets = [None if x is None else x[columns] for x in d_matrices]
-        # a target in the accumulator's dtype is summed in place; any other apart, and rounded
+        # a target in the accumulator's dtype is summed in place; any other is summed apart and
+        # rounded
         parts = [
             x if x is None or x.dtype == dtype else torch.empty_like(x, dtype=dtype)
             for x in targets
@@ -118,8 +119,8 @@ def sweep_slices(
 def _blocks(rows: Rows, most: int) -> Iterator[tuple[slice, int, Tensor]]:
     """Yield blocks of about equal size, at most `most`; all but the last are whole tiles.
 
-    Each is a slice of all rows, with the last block's padding; its rows without padding; and the
-    index of its rows. Padding repeats the block's first row.
+    Each is a slice of all rows, including the last block's padding; the number of its rows without
+    padding; and the index of its rows. Padding repeats the block's first row.
     """
     n, device = len(rows), device_of(rows.positions.device)
     tile = device.fewest_rows
@@ -133,11 +134,12 @@ def _blocks(rows: Rows, most: int) -> Iterator[tuple[slice, int, Tensor]]:
 
 
 def plan_slices(job: Job, head: Tensors, reference: Tensors | None) -> tuple[int, int, int]:
-    """The rows and columns to take at a time within the workspace, and the bytes they take.
+    """Return how many rows and columns to take at a time within the workspace, and the bytes they
+    take.
 
     Works on meta tensors too. Each row needs its operands. Each column needs its row of d weight
-    (and of d lora_b) if that is summed apart. Both together need logits, d logits and the backend's
-    scratch. At least a tile of rows and `SLICE_MULTIPLE` columns.
+    (and of d lora_b) if that is summed apart. A row and column together need logits, d logits and
+    the backend's scratch. The result is at least a tile of rows and `SLICE_MULTIPLE` columns.
     """
     rows, vocab, size = job.rows, head.weight.shape[0], job.accumulator.itemsize
     budget = job.workspace_bytes
@@ -181,6 +183,7 @@ def plan_slices(job: Job, head: Tensors, reference: Tensors | None) -> tuple[int
 
 
 def _copied_bytes(x: Tensor, products: Products) -> int:
-    """Bytes per element of `x`, beside its operand, while it is converted to that."""
+    """Return the bytes per element of `x`, besides its operand, while it is converted to the
+    operand."""
     steps = [x.dtype, products.compute_dtype, products.gradient_dtype]
     return sum(before.itemsize for before, after in itertools.pairwise(steps) if before != after)

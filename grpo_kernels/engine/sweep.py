@@ -1,15 +1,15 @@
-"""The only loop over the vocabulary product, and the two passes of a call made of it.
+"""The only loop over the vocabulary product, and the two passes of a call built on it.
 
 For each chunk of rows: project, do the row work, add up the gradients. The logits of a chunk are
 the only tensor with a vocabulary dimension besides the weight and its gradient; d logits may be
 written into the same memory. The row work of a chunk is one of::
 
     reduced  the statistics of each row
-    fused    statistics, loss and d logits by one kernel, for a loss whose tokens do not wait
-    derived  d logits from statistics, found just now or in a first pass, and coefficients
+    fused    statistics, loss and d logits by one kernel, if no token depends on others
+    derived  d logits from statistics, of this or of a first pass, and coefficients
 
-The gradient comes now, in the first pass, or later, in a second one. (That of ``lean`` goes by
-slices of the vocabulary, `slices.py`.)
+The gradient is computed in the first pass ("now") or in a second one ("later"). For ``lean``, the
+second pass goes by slices of the vocabulary, see `slices.py`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from grpo_kernels.engine.workspace import Group, device_of, divide
 from grpo_kernels.head import Tensors
 from grpo_kernels.token_loss.record import TOPK_LOGPS, Coefficients, TokenLoss
 
-Index = Tensor | slice  # of rows: (m,) int64, or a slice
+Index = Tensor | slice  # index of rows: (m,) int64, or a slice
 # chunk, its rows, their index, memory for d logits (m, V) -> statistics (None if they were known),
 # and the factor () that d logits carry in fp16
 RowWork = Callable[[Chunk, Rows, Index, Tensor | None], tuple[RowStats | None, Tensor | None]]
@@ -47,9 +47,9 @@ CoefficientsOf = Callable[[Index, RowStats], Coefficients]
 
 
 class First(NamedTuple):
-    """What a first pass leaves: statistics (n,) of all rows and, if it is computed now, a gradient.
+    """Results of a first pass: statistics (n,) of all rows and, if computed now, a gradient.
 
-    The gradients `grads` are those of the rows `grad_rows` (m,), for `coefficients` (n,), in the
+    `grads` are the gradients of the rows `grad_rows` (m,), for `coefficients` (n,), in the
     accumulator's dtype.
     """
 
@@ -60,15 +60,15 @@ class First(NamedTuple):
 
     @property
     def entropies(self) -> Tensor:
-        """The entropies (n,) of a pass that was asked for them."""
+        """The entropies (n,), if the pass computed them."""
         assert self.stats.entropies is not None
         return self.stats.entropies
 
 
 def first_pass(job: Job, head: Tensors, reference: Tensors | None, objective: Objective) -> First:
-    """Find the statistics of all rows and, if it is computed now, the gradient of the live ones.
+    """Compute the statistics of all rows and, if due now, the gradient of the live rows.
 
-    Waits for the device once, to count these, unless all are.
+    Waits for the device once, to count the live rows, unless all rows are.
     """
     with torch.no_grad():
         head, reference = job.converted(head, reference)
@@ -79,7 +79,7 @@ def first_pass(job: Job, head: Tensors, reference: Tensors | None, objective: Ob
         index = every if live is None else indices_of(live)
         fuses = job.engine == "one_pass" and job.fuses
         token_loss = objective.token_loss() if fuses else None
-        # those that the backward compares: a caller's function may not give them twice
+        # the coefficients that the backward compares: a caller's function may not return them twice
         used: dict[str, Tensor] = {}
 
         def coefficients(at: Index, stats: RowStats) -> Coefficients:
@@ -104,7 +104,7 @@ def first_pass(job: Job, head: Tensors, reference: Tensors | None, objective: Ob
             rest = live.to(torch.uint8).argsort(stable=True)[: n - index.shape[0]]
             stats = _with_rest(job, head, reference, token_loss, (index, stats), rest)
         if not objective.compares or job.engine == "frozen":
-            return First(stats, grads, index)  # a loss has its coefficients from its evaluation
+            return First(stats, grads, index)  # a loss gets its coefficients from its evaluation
         given = Coefficients(**used) if token_loss is None else objective.gradient(every, stats)
         if job.main(given) is None:
             given = job.with_main(stats.logps.new_zeros(n), given)
@@ -119,8 +119,8 @@ def _with_rest(
     done: tuple[Tensor, RowStats],
     rest: Tensor,
 ) -> RowStats:
-    """The statistics of all rows: those that are `done`, at an index, and of the `rest`, which get
-    no gradient."""
+    """Return the statistics of all rows: of the `done` ones, at an index, and of the `rest`, which
+    get no gradient."""
     (index, stats), part, of_part = done, job.at(rest), take(token_loss, rest)
     work = reduced(part) if of_part is None else fused(part, of_part)
     others = sweep(part, head, reference, work, token_loss=of_part)[0]
@@ -129,9 +129,10 @@ def _with_rest(
 
 
 def with_coefficients(job: Job, first: First, coefficients: Coefficients) -> First:
-    """`first` as that of a loss with these coefficients (n,).
+    """Return `first` with a loss's coefficients (n,).
 
-    With a frozen head the gradient of each row's log-probability becomes the loss's, in place.
+    With a frozen head, the gradient of each row's log-probability becomes the loss's gradient, in
+    place.
     """
     if job.engine == "frozen" and first.grads is not None and coefficients.d_logp is not None:
         first.grads.hidden.mul_(coefficients.d_logp[first.grad_rows, None])
@@ -139,12 +140,13 @@ def with_coefficients(job: Job, first: First, coefficients: Coefficients) -> Fir
 
 
 def reduced(job: Job) -> RowWork:
-    """The statistics of the rows."""
+    """Row work: the statistics of the rows."""
     return lambda chunk, rows, at, out: (statistics(job, chunk, rows), None)
 
 
 def fused(job: Job, token_loss: TokenLoss) -> RowWork:
-    """Statistics with `token_loss` and, if there is memory for them, d logits: by one kernel."""
+    """Row work: statistics with `token_loss` and, if memory for it is passed, d logits, by one
+    kernel."""
     backend: Any = job.backend
 
     def work(
@@ -164,7 +166,7 @@ def derived(
     *,
     keeps: bool = True,
 ) -> RowWork:
-    """D logits from the statistics that `first` finds and the coefficients of the rows."""
+    """Row work: d logits from the statistics of `first` and the coefficients of the rows."""
     products = job.products(head.weight)
 
     def work(
@@ -180,8 +182,8 @@ def derived(
 
 
 def statistics(job: Job, chunk: Chunk, rows: Rows) -> RowStats:
-    """Log-probability (NaN where a row is invalid), entropy and extras of each row of a chunk and,
-    with a second head, the divergence."""
+    """Return log-probability (NaN if a row is invalid), entropy and extras of each row of a chunk
+    and, with a second head, the divergence."""
 
     def of_head(chunk: Chunk, *, entropy: bool, extras: tuple[str, ...]) -> RowStats:
         if job.shard is None:
@@ -206,7 +208,7 @@ def statistics(job: Job, chunk: Chunk, rows: Rows) -> RowStats:
 def write_gradient(
     job: Job, chunk: Chunk, rows: Rows, stats: RowStats, coefficients: Coefficients, out: Tensor
 ) -> None:
-    """``out = d loss / d (raw projection)``, (n, V), of rows with these statistics."""
+    """Write ``out = d loss / d (raw projection)``, (n, V), of rows with these statistics."""
     if rows.top_k is not None:
         rows.top_k.grad(job.backend, chunk, stats, coefficients, out)
         return
@@ -225,9 +227,9 @@ def sweep(
 ) -> tuple[RowStats, Tensors | None]:
     """Call `work` with the logits of all rows, a chunk at a time.
 
-    Returns their statistics (of a fused `token_loss` with its terms; empty if `work` gives none),
-    and the gradients that `needs` wants, those of rows for the rows of the job alone, in the
-    accumulator's dtype.
+    Returns their statistics (with the terms of a fused `token_loss`; empty if `work` returns none),
+    and the gradients that `needs` asks for, in the accumulator's dtype; gradients of rows are those
+    of the job's rows alone.
     """
     rows, parts = job.rows, []
     groups, projection = plan_groups(job, head, reference, needs), Projection(job, head, reference)
@@ -264,7 +266,7 @@ def sweep(
 def concatenated(
     job: Job, parts: list[RowStats], like: Tensor, token_loss: TokenLoss | None
 ) -> RowStats:
-    """The statistics of `parts` as one, on the device of `like`."""
+    """Concatenate the statistics of `parts`, on the device of `like`."""
     if parts:
         return parts[0] if len(parts) == 1 else RowStats.concatenate(parts)
     stats = RowStats.empty(
@@ -281,7 +283,8 @@ def concatenated(
 
 
 def indices_of(chosen: Tensor) -> Tensor:
-    """The indices where `chosen` (n,) is True; in a CUDA graph all n. Waits for the device."""
+    """Return the indices where `chosen` (n,) is True; in a CUDA graph, all n. Waits for the
+    device."""
     if device_of(chosen.device).is_capturing():
         return torch.arange(chosen.shape[0], device=chosen.device)
     return chosen.nonzero()[:, 0]
@@ -290,13 +293,13 @@ def indices_of(chosen: Tensor) -> Tensor:
 def plan_groups(
     job: Job, head: Tensors, reference: Tensors | None, needs: Tensors | None
 ) -> list[Group]:
-    """The groups of a sweep over the rows of `job`."""
+    """Return the groups of a sweep over the rows of `job`."""
     costs = _costs(job, head, reference, needs)
     return divide(len(job.rows), job.workspace_bytes, device_of(head.weight.device), **costs)
 
 
 def planned_bytes(job: Job, head: Tensors, reference: Tensors | None, needs: Tensors | None) -> int:
-    """The peak bytes of a sweep's chunks; works on meta tensors too.
+    """Return the peak bytes of a sweep's chunks; works on meta tensors too.
 
     That is at most `Job.workspace_bytes`, if that is enough for a chunk of `Device.fewest_rows`.
     """
@@ -315,9 +318,9 @@ def planned_bytes(job: Job, head: Tensors, reference: Tensors | None, needs: Ten
 def _costs(
     job: Job, head: Tensors, reference: Tensors | None, needs: Tensors | None
 ) -> dict[str, Any]:
-    """The costs of a sweep, as `divide` takes them.
+    """Return the costs of a sweep, as arguments of `divide`.
 
-    A chunk has logits; a group has operands, and d logits if these are of another dtype.
+    A chunk has logits; a group has operands, and d logits if they have another dtype.
     """
     whole = job.shard is None  # else all ranks plan for the widest part
     products = job.products(head.weight if whole else widest_part(head.weight, job.shard))
@@ -349,7 +352,7 @@ def _costs(
 
 
 def _index(group: Group, rows: Rows) -> Index:
-    """The index of a group's rows among all rows. Padding repeats the group's first row."""
+    """Return the index of a group's rows among all rows. Padding repeats the group's first row."""
     if group.n == group.rows:
         return slice(group.start, group.stop)
     index = torch.arange(group.start, group.start + group.rows, device=rows.positions.device)
@@ -369,7 +372,7 @@ def _positions(rows: Rows, index: Index, n: int) -> Index:
 
 
 class Projection:
-    """The products that make logits, chunk after chunk.
+    """The products that compute logits, chunk after chunk.
 
     Attributes:
         products: one for each pair of `Tensors.factors`, on these columns.
@@ -395,14 +398,15 @@ class Projection:
         return self.products[0].gradient_dtype == self._job.accumulator
 
     def operands(self, positions: Index) -> tuple[list[Tensor], Tensor | None]:
-        """The operands of m positions, (m, K) per product, and the reference's, (m, H')."""
+        """Return the operands of m positions, (m, K) per product, and the reference's, (m, H')."""
         selected = [x[positions] for x in self._hidden]
         of_reference = None if self._reference is None else self._reference.hidden[positions]
         pairs = zip(self.products, selected, strict=True)
         return [product.operand(x) for product, x in pairs], of_reference
 
     def new_logits(self, rows: int) -> tuple[Tensor, Tensor | None]:
-        """Memory for the logits of this many rows, and for the reference's if there is one."""
+        """Return memory for the logits of this many rows, and for the reference's if there is
+        one."""
         dtype = self._job.accumulator
         of_rows = self._new(rows, dtype)
         return of_rows, None if self._reference is None else self._new(rows, dtype)
@@ -426,8 +430,8 @@ class Projection:
         """Project a chunk; return it and its rows, with the logits of their K ids gathered.
 
         Args:
-            operands: those of a group of rows.
-            part: the chunk's rows, among those of the group.
+            operands: the operands of a group of rows.
+            part: the chunk's rows among the group's rows.
             rows, index: the rows of the sweep, and the index of the chunk's rows among them.
             out: memory for the logits, and for the reference's.
         """
@@ -451,7 +455,7 @@ class Projection:
 
 
 def row_bias(bias: Tensor | None, columns: slice, dtype: torch.dtype) -> Tensor | None:
-    """The bias of some columns as row backends read it."""
+    """Return the bias of some columns as row backends read it."""
     return None if bias is None else bias[columns].detach().to(dtype).contiguous()
 
 

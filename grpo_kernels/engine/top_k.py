@@ -1,13 +1,13 @@
-"""K ids of each row, on the logits at hand: their log-probabilities, or the divergence from a
-teacher that gives its own.
+"""K ids of each row: their log-probabilities, or the divergence from a teacher that gives its own
+log-probabilities of them.
 
-The K logits are gathered from a chunk of raw projections before a backend sees it, and transformed
-here. A loss of the log-probabilities, with coefficients g_k = d loss / d log p_k, has::
+The K logits are gathered from a chunk of raw projections before a backend reads it, and are
+transformed here. A loss of the log-probabilities, with coefficients g_k = d loss / d log p_k, has::
 
     d loss / d z_k = g_k - p_k G      d loss / d z_v = -p_v G, v not among the K      G = sum_k g_k
 
-With p the student's and q the teacher's probabilities of the K ids, p_r = 1 - sum_k p_k and q_r =
-1 - sum_k q_k the rest's, the divergences are::
+With p the student's and q the teacher's probabilities of the K ids, and p_r = 1 - sum_k p_k and
+q_r = 1 - sum_k q_k the probabilities of all other ids, the rest, the divergences are::
 
                            D
     forward                sum_k q_k log(q_k / p_k)                          Q = sum_k q_k
@@ -19,11 +19,11 @@ With p the student's and q the teacher's probabilities of the K ids, p_r = 1 - s
     forward with a rest    p_k - q_k                        -p_v (q_r / p_r - 1)
     reverse with a rest    p_k (log(p_k / q_k) - D)         -p_v (D - log(p_r / q_r))
 
-The bracket on the right is one number per row, `DivergenceStats.sum_k`, as G is. A backend first
-writes all columns like the gradient of a log-probability with that coefficient, for an id that is
-none of them. The formula in the middle then overwrites the K columns. So no backend needs a kernel
-for this. With a rest, the terms of D are those of `backends.divergence`, which are never negative.
-All work on (n, K) numbers is in double precision.
+The bracket on the right is one number per row, `DivergenceStats.sum_k`; so is G. A backend first
+writes all columns like the gradient of a log-probability with that coefficient, for an id outside
+the columns. The formula in the middle then overwrites the K columns. So no backend needs a kernel
+for this. With a rest, D has the terms of `backends.divergence`, which are never negative. All work
+on (n, K) numbers is in double precision.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class TopK:
         ids: (n, K) int32, counted like `Rows.ids`; the ids of a row differ from each other, except
             in padding.
         padding: (n, K) bool.
-        z: (n, K) logits of the ids that are among a chunk's columns, 0 for the others; None until
-            they are gathered.
+        z: (n, K) logits of the ids among a chunk's columns, 0 for other ids; None until they are
+            gathered.
     """
 
     ids: Tensor
@@ -70,11 +70,11 @@ class TopK:
     z: Tensor | None = field(default=None, kw_only=True)
 
     def row_bytes(self) -> int:
-        """The bytes of temporary memory per row."""
+        """Return the bytes of temporary memory per row."""
         return self.ids.shape[1] * ENTRY_BYTES
 
     def gathered(self, raw: Tensor, transform: LogitTransform, first_id: int = 0) -> Self:
-        """This record with the logits z of the ids among the columns of `raw` (n, V)."""
+        """Return this record with the logits z of the ids among the columns of `raw` (n, V)."""
         columns, here = self._columns(raw.shape[1], first_id)
         z = raw.gather(1, columns)
         bias = None if transform.bias is None else transform.bias[columns]
@@ -82,17 +82,17 @@ class TopK:
         return replace(self, z=z.masked_fill_(~here, 0.0))
 
     def _columns(self, width: int, first_id: int) -> tuple[Tensor, Tensor]:
-        # the column of each id (n, K), 0 if outside or padding; and a mask of the others
+        # the column of each id (n, K), 0 if outside or padding; and a mask of the other ids
         columns = self.ids.long() - first_id
         here = (columns >= 0) & (columns < width) & ~self.padding
         return torch.where(here, columns, 0), here
 
     def _logps(self, stats: RowStats, shard: Shard | None = None) -> Tensor:
-        """(n, K) the log-probabilities, -inf where padding is; with a `shard`, from the logits of
+        """Return the log-probabilities (n, K), -inf at padding; with a `shard`, from the logits of
         all ranks."""
         assert self.z is not None
         z = self.z if shard is None else shard.sum_(self.z.clone())
-        # a backend's maximum may be a rounding below the same logit in torch's arithmetic
+        # by rounding, a backend's maximum may be below the same logit in torch's arithmetic
         shifted = (z.double() - stats.max_logit[:, None].double()).clamp(max=0.0)
         logp = shifted - stats.log_sum[:, None].double()
         return logp.masked_fill(self.padding, -torch.inf)
@@ -110,12 +110,13 @@ class TopK:
         """Write d loss / d (raw projection) to `out` (n, V), `d_z` (n, K) at the ids.
 
         Args:
-            total: (n,) times -p_v is d loss / d z_v of the others, but for the entropy's part.
+            total: (n,); times -p_v, it is d loss / d z_v of all other ids, without the entropy's
+                part.
         """
         assert self.z is not None
         columns, here = self._columns(chunk.logits.shape[1], chunk.first_id)
         nowhere = replace(chunk, ids=torch.full_like(chunk.ids, -1))
-        alone = replace(stats, divergence=None)  # for the backend there is no teacher
+        alone = replace(stats, divergence=None)  # the backend sees no teacher
         backend.grad(nowhere, alone, total, d_entropy, out)
         d_raw = d_z * _d_projection(self.z, chunk.transform)
         _overwrite(out, columns, here, d_raw.to(out.dtype))
@@ -123,7 +124,7 @@ class TopK:
 
 @dataclass(frozen=True)
 class TopKLogps(TopK):
-    """Their log-probabilities, for a loss of these; the row's own id is among the ids.
+    """Log-probabilities of K ids, for a loss of these; the row's own id is among them.
 
     Attributes:
         place: (n, K' + 1) int32, the column in `ids` of each of the K' ids that the caller gave, in
@@ -139,8 +140,8 @@ class TopKLogps(TopK):
 
     @staticmethod
     def of(listed: Tensor, own: Tensor) -> tuple[TopKLogps, Tensor]:
-        """The ids (n, K'), -1 where padded, and each row's own id (n,); and which of the given
-        ones, (n, K') bool, are padding or repeat one before."""
+        """Make the record from ids (n, K'), -1 where padded, and each row's own id (n,); also mark
+        the given ids that are padding or repeat an earlier one, (n, K') bool."""
         ids, order, repeats = _sorted(torch.cat([listed, own[:, None]], dim=1))
         columns = torch.arange(ids.shape[1], device=ids.device, dtype=torch.int32)
         first = torch.where(repeats, 0, columns).cummax(dim=1).values  # of equal ids
@@ -150,7 +151,7 @@ class TopKLogps(TopK):
         return TopKLogps(ids, padding, place), of_given
 
     def completed(self, stats: RowStats, shard: Shard | None) -> RowStats:
-        """`stats` with the log-probabilities of the given ids, (n, K'), -inf in padding."""
+        """Return `stats` with the log-probabilities of the given ids, (n, K'), -inf at padding."""
         place = self.place[:, :-1].long()
         logps = self._logps(stats, shard).gather(1, place).to(stats.logps.dtype)
         logps = torch.where(stats.logps.isnan()[:, None], torch.nan, logps)
@@ -184,17 +185,16 @@ class TopKLogps(TopK):
 
 @dataclass(frozen=True)
 class TopKTeacher(TopK):
-    """Log-probabilities of a teacher at K ids of each row, and the divergence from it.
+    """A teacher's log-probabilities of K ids of each row, and the divergence from it.
 
     Attributes:
-        logps: (n, K) in double precision, -inf where an entry is padding, NaN in rows whose results
-            are to be NaN.
-        reverse: KL(student || teacher), else KL(teacher || student).
-        least_rest: lower bound of the rest's probability; the rest is one more outcome. None: the
-            rest is left out.
+        logps: (n, K) in double precision, -inf at padding, NaN in rows whose results must be NaN.
+        reverse: True for KL(student || teacher), False for KL(teacher || student).
+        least_rest: lower bound of the rest's probability, if the rest counts as one more outcome.
+            None: the rest is left out.
         log_prob_min_clamp: lower bound that both log-probabilities are clamped to, only for the
             forward divergence without a rest; None: no bound.
-        loss_max_clamp: bound that |D| is clamped to, where D then has no gradient; None: no bound.
+        loss_max_clamp: bound that |D| is clamped to; D has no gradient there. None: no bound.
     """
 
     logps: Tensor
@@ -205,17 +205,18 @@ class TopKTeacher(TopK):
 
     @staticmethod
     def of(listed: Tensor, logps: Tensor, measure: dict[str, Any]) -> TopKTeacher:
-        """The ids (n, K), -1 where padded, with their log-probabilities; `measure` are the fields
-        below these. Padding and repeated ids get the log-probability -inf."""
+        """Make the record from ids (n, K), -1 where padded, and their log-probabilities; `measure`
+        holds the other fields. Padding and repeated ids get the log-probability -inf."""
         logps = logps.double()
-        # padding, which must not be the first of a repeated id
+        # as padding, so an entry of -inf is not the first of a repeated id
         ids, order, repeats = _sorted(torch.where(logps == -torch.inf, -1, listed))
         padding = repeats | (ids == -1)
         logps = logps.gather(1, order).masked_fill(padding, -torch.inf)
         return TopKTeacher(ids, padding, logps, **measure)
 
     def completed(self, stats: RowStats, shard: Shard | None) -> RowStats:
-        """The student's `stats` with the divergence, and sum_k p_k as ``"student_mass"``."""
+        """Return the student's `stats` with the divergence, and with sum_k p_k as
+        ``"student_mass"``."""
         dtype, logq = stats.logps.dtype, self.logps
         logp = self._logps(stats, shard)
         if self.least_rest is None:
@@ -253,7 +254,8 @@ class TopKTeacher(TopK):
         self._write(backend, chunk, stats, total, None, d_z, out)
 
     def _clamped(self, logp: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        # both log-probabilities, clamped except in padding; and q, 0 where the student's was
+        # both log-probabilities, clamped except at padding; and q, 0 where the student's was
+        # clamped
         least, logq = self.log_prob_min_clamp, self.logps
         if least is None:
             return logp, logq, logq.exp()
@@ -261,7 +263,7 @@ class TopKTeacher(TopK):
         return logp.clamp(min=least), logq, torch.where(logp < least, 0.0, logq.exp())
 
     def _d_logits(self, stats: RowStats) -> Tensor:
-        """(n, K) d D / d z of the ids."""
+        """Return d D / d z (n, K) of the ids."""
         assert stats.divergence is not None
         logp = self._logps(stats)
         p, value = logp.exp(), stats.divergence.value[:, None]
@@ -277,7 +279,7 @@ class TopKTeacher(TopK):
 
 
 def _sorted(ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Each row's ids in order, the order, and which of them repeat the one before."""
+    """Return each row's sorted ids, their order, and a mask of ids that repeat the one before."""
     ids, order = ids.clamp(-2, 2**31 - 1).int().sort(dim=1, stable=True)
     repeats = torch.zeros_like(ids, dtype=torch.bool)
     repeats[:, 1:] = ids[:, 1:] == ids[:, :-1]
@@ -285,7 +287,7 @@ def _sorted(ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _with_rest(logp: Tensor, logq: Tensor, least: float, reversed_: bool) -> tuple[Tensor, Tensor]:
-    """D (n,) over K + 1 outcomes, and its sum_k, from log-probabilities (n, K)."""
+    """Return D (n,) over K + 1 outcomes, and its sum_k, from log-probabilities (n, K)."""
     p_rest, q_rest = _rest(logp).clamp(min=least), _rest(logq).clamp(min=least)
     d_rest = p_rest.log() - q_rest.log()
     d = torch.where(logq == -torch.inf, 0.0, logp - logq)
@@ -298,24 +300,25 @@ def _with_rest(logp: Tensor, logq: Tensor, least: float, reversed_: bool) -> tup
 
 
 def _rest(logps: Tensor) -> Tensor:
-    # 1 - sum exp(logps) of each row: the largest goes off first, by expm1, without cancelling
+    # 1 - sum exp(logps) of each row: the largest is subtracted first, by expm1, without
+    # cancellation
     most, at = logps.max(dim=1, keepdim=True)
     others = logps.exp().scatter(1, at, 0.0).sum(dim=1)
     return -torch.expm1(most[:, 0]) - others
 
 
 def _d_projection(z: Tensor, transform: LogitTransform) -> Tensor | float:
-    """D z / d (raw projection) of logits z (n, K)."""
+    """Return d z / d (raw projection) of logits z (n, K)."""
     inv_t, cap = transform.inv_temperature, transform.softcap
     factor = transform.scale * inv_t
     return factor if cap is None else factor * (1.0 - (z / (cap * inv_t)).square())
 
 
 def _overwrite(out: Tensor, columns: Tensor, here: Tensor, values: Tensor) -> None:
-    """``out[i, columns[i, k]] = values[i, k]`` where `here`; the columns of a row differ.
+    """Write ``out[i, columns[i, k]] = values[i, k]`` where `here`; the columns of a row differ.
 
-    All other entries of a row repeat its first entry that is `here`, so that no two writes
-    conflict. In a row without one, they write back the value of column 0.
+    All other entries of a row repeat its first entry that is `here`, so no two writes conflict. In
+    a row without one, they write back the value of column 0.
     """
     first = here.to(torch.uint8).argmax(dim=1, keepdim=True)
     kept = torch.where(here.any(dim=1, keepdim=True), values.gather(1, first), out[:, :1])

@@ -1,8 +1,8 @@
-"""How many rows at a time: kinds of devices, the memory that a call may use, groups and chunks.
+"""How many rows to take at a time: kinds of devices, available memory, groups and chunks.
 
-A group is rows whose d logits enter one backward product. A chunk is rows of a group whose logits
-exist at one time. Both are chosen so that the workspace is not exceeded and the products are large.
-No other file asks for a device's kind.
+A group holds the rows whose d logits enter one backward product. A chunk holds the rows of a group
+whose logits exist at the same time. Both are chosen so that products are large and the workspace is
+not exceeded. No other file asks for a device's kind.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from grpo_kernels.head import Tensors
 
 MIB = 2**20
-# the most chunks of a group with `LARGE_CHUNK_ROWS` each, else with `LEAST_CHUNK_ROWS`
+# the most chunks of a group with `LARGE_CHUNK_ROWS` rows each, else with `LEAST_CHUNK_ROWS`
 CHUNKS_OF_A_GROUP = (8, 4, 2)
 LARGE_CHUNK_ROWS, LEAST_CHUNK_ROWS = 1024, 256
 
@@ -29,19 +29,20 @@ class Device:
     """A kind of device.
 
     Attributes:
-        fewest_rows: rows of a product; fewer are padded.
+        fewest_rows: minimum rows of a product; fewer are padded.
         row_multiple: a product's rows are padded to a multiple of this.
         width_multiple: rows of logits start at multiples of this many elements.
         mixed_products: True if 16-bit operands have products with fp32 results (`gemm.mixed_mm`).
         slow_fp32: True if fp32 products are much slower than 16-bit ones.
-        fp32_rows: rows of an fp32 product: one tile, so that a row's bits do not depend on other
-            rows; None: all.
+        fp32_rows: rows of an fp32 product: one tile, so a row's bits do not depend on other rows.
+            None: all rows.
         casts_into: True if ``x * factor`` is rounded to 16 bits in one pass, without a temporary.
-        workspaces: default budgets of chunks in bytes, rising; more free memory, larger budget.
-        free: bytes that the driver has free; None: it is never asked.
-        unused: unused bytes in torch's allocator that it could give back.
-        is_capturing: True within a CUDA graph: nothing may wait for the device, or depend on its
-            free memory.
+        workspaces: default budgets of chunks in bytes, increasing; more free memory allows a larger
+            one.
+        free: function that returns the driver's free bytes; None: the driver is never asked.
+        unused: function that returns the bytes that torch's allocator could give back.
+        is_capturing: returns True within a CUDA graph, where nothing may wait for the device or
+            depend on its free memory.
     """
 
     fewest_rows: int
@@ -59,17 +60,17 @@ class Device:
     def padded_rows(self, n: int) -> int:
         """Return the number of rows that the products of `n` rows are padded to.
 
-        The vendor library picks its kernel by the number of rows, and the bits of a row must not
-        depend on how many others there are. On a CPU the choice matters below `fewest_rows`. On a
-        GPU a whole tile costs no more than a part of it.
+        The vendor library chooses its kernel by the number of rows, but a row's bits must not
+        depend on how many other rows there are. On a CPU the choice matters below `fewest_rows`. On
+        a GPU a whole tile costs no more than a part of it.
         """
         return max(self.fewest_rows, -(-n // self.row_multiple) * self.row_multiple) if n > 0 else 0
 
     def row_width(self, vocab: int) -> int:
         """Return the distance between rows of logits, in elements.
 
-        On a GPU rows start at multiples of 128 bytes, also those of 16-bit d logits. Otherwise the
-        vendor library's products are several times slower, and the row kernels have to go element
+        On a GPU, rows start at multiples of 128 bytes, also rows of 16-bit d logits. Otherwise the
+        vendor library's products are several times slower, and the row kernels have to work element
         by element.
         """
         return -(-vocab // self.width_multiple) * self.width_multiple
@@ -117,7 +118,7 @@ CUDA = Device(
     workspaces=(512 * MIB, 768 * MIB, 1024 * MIB, 1536 * MIB, 2048 * MIB, 3072 * MIB),
     free=_free,
     unused=_unused,
-    # looked up when asked: tests replace it
+    # looked up at each call, since tests replace it
     is_capturing=lambda: torch.cuda.is_current_stream_capturing(),
 )
 ROCM = replace(CUDA, mixed_products=False)  # not all of its releases have such products
@@ -126,7 +127,7 @@ _KINDS = {"cpu": CPU, "cuda": CUDA, "meta": CPU}  # a new kind of device gets an
 
 @contextmanager
 def meta_tensors_of(kind: Device) -> Iterator[None]:
-    """Context in which tensors on torch's "meta" device are planned for as tensors of `kind`."""
+    """Context in which plans treat tensors on torch's "meta" device as tensors of `kind`."""
     before, _KINDS["meta"] = _KINDS["meta"], kind
     try:
         yield
@@ -135,7 +136,7 @@ def meta_tensors_of(kind: Device) -> Iterator[None]:
 
 
 def device_of(device: torch.device) -> Device:
-    """The kind of `device`; kinds without an entry are taken for a CPU."""
+    """Return the kind of `device`; devices without an entry are treated as a CPU."""
     if device.type == "cuda" and torch.version.hip is not None:
         return ROCM
     return _KINDS.get(device.type, CPU)
@@ -147,7 +148,7 @@ def accumulator_of(compute_dtype: torch.dtype) -> torch.dtype:
 
 
 def converted_dtype(weight: Tensor, compute_dtype: torch.dtype) -> torch.dtype | None:
-    """Return the 16-bit dtype that the whole weight must be converted to; None if it need not be.
+    """Return the 16-bit dtype that the whole weight must be converted to; None if not needed.
 
     A weight that is converted to 32 bits is never converted as a whole.
     """
@@ -158,7 +159,7 @@ def converted_dtype(weight: Tensor, compute_dtype: torch.dtype) -> torch.dtype |
 
 
 class Memory(NamedTuple):
-    """Decisions by the memory that a device has free, after the gradients have taken theirs."""
+    """Decisions based on a device's free memory, after the gradients have taken theirs."""
 
     tight: bool  # too little for an accumulator of d weight: `lean` serves
     converts: bool  # enough for a copy of the weight in the operands' dtype
@@ -174,14 +175,16 @@ def free_memory(
     needs: Tensors,
     workspace_bytes: int | None,
 ) -> Memory:
-    """Ask the device for its free memory, and decide; on a CPU `AMPLE`.
+    """Ask the device for its free memory, and decide; on a CPU return `AMPLE`.
 
-    So, too, while a CUDA graph is captured: it must not depend on the memory that is free now.
+    Also return `AMPLE` while a CUDA graph is captured, which must not depend on the memory free
+    now.
 
     Args:
-        weights: of the head and of the second head, with the dtypes of their products' operands.
+        weights: the weights of the head and of the second head, with the dtypes of their products'
+            operands.
         hidden: hidden states of all positions.
-        workspace_bytes: the budget, None for the default.
+        workspace_bytes: the budget; None for the default.
     """
     weight, device = weights[0][0], device_of(hidden.device)
     if device.free is None or device.is_capturing():
@@ -203,7 +206,7 @@ def free_memory(
         budgets = [x for x in device.workspaces if x < large]
         budgets.append(device.workspaces[len(budgets)])
     free = device.free(weight.device)
-    # only then ask the allocator, which takes longer
+    # ask the allocator only then, since that takes longer
     if gradients + copies + budgets[-1] > free:
         free += device.unused(weight.device)
     converts = gradients + copies + budgets[0] <= free
@@ -218,15 +221,15 @@ def free_memory(
 def default_workspace(
     weight: Tensor, needs: Tensors, memory: Memory = AMPLE, *, heads: int = 1
 ) -> int:
-    """The default budget in bytes: `large_workspace`, but at most `memory.workspace`."""
+    """Return the default budget in bytes: `large_workspace`, but at most `memory.workspace`."""
     return min(large_workspace(weight, needs, heads), memory.workspace)
 
 
 def large_workspace(weight: Tensor, needs: Tensors, heads: int = 1) -> int:
-    """Bytes of chunks of `LARGE_CHUNK_ROWS` rows, within the device's `workspaces`.
+    """Return the bytes of chunks of `LARGE_CHUNK_ROWS` rows, within the device's `workspaces`.
 
-    On a GPU a product with fewer rows is bound by reading the weight. On a CPU products are too
-    slow for that to matter. `heads` is the number of heads whose logits exist at a time.
+    On a GPU, a product with fewer rows is bound by reading the weight. On a CPU, products are too
+    slow for that to matter. `heads` is the number of heads whose logits exist at the same time.
     """
     device, (vocab, width) = device_of(weight.device), weight.shape
     chunks = CHUNKS_OF_A_GROUP[0] if needs.weight else 1  # whose d logits exist at a time
@@ -266,14 +269,15 @@ def divide(
 ) -> list[Group]:
     """Divide `n` rows into groups whose workspace stays within `workspace_bytes`, if it can.
 
-    Groups differ by at most one row (or by one `Device.row_multiple`), so that none is much smaller
-    than the others. A chunk has at least `Device.fewest_rows`.
+    Groups differ by at most one row (or one `Device.row_multiple`), so none is much smaller than
+    the others. A chunk has at least `Device.fewest_rows`.
 
     Args:
-        chunk_row_bytes: for a row of a chunk, as long as the chunk lasts.
-        group_row_bytes: for a row of a group, as long as the group lasts.
+        chunk_row_bytes: bytes per row of a chunk, while the chunk lasts.
+        group_row_bytes: bytes per row of a group, while the group lasts.
         grouped: True if several chunks may share a backward product; else a group is one chunk.
-            Each product for d weight reads and writes all of its accumulator, so fewer are better.
+            Each product for d weight reads and writes its whole accumulator, so fewer products are
+            better.
         scratch_bytes: further bytes for a chunk with the given number of rows; not decreasing.
     """
 
@@ -286,7 +290,7 @@ def divide(
     per_group = next((count for least, count in choices if sizes[count] >= least), 1)
     most = sizes.get(per_group) or rows_of_chunk(per_group)
     multiple = device.row_multiple
-    most -= most % multiple  # to which a chunk's rows are padded
+    most -= most % multiple  # chunks are padded to this multiple
     groups = []
     for start, stop in _even_parts(n, per_group * most, multiple):
         rows = device.padded_rows(stop - start)
@@ -310,9 +314,9 @@ def most_rows(
     """Return the most rows of a chunk for which the workspace stays within `workspace_bytes`.
 
     Args:
-        row_bytes: bytes for a row of a chunk, with the group that it belongs to.
+        row_bytes: bytes per row of a chunk, including its group's bytes.
         scratch_bytes: further bytes for a chunk with the given number of rows; not decreasing.
-        least: the result, where the budget allows fewer: they would be padded to that.
+        least: the result if the budget allows fewer rows, which would be padded to this number.
     """
     low, high = least, max(least, workspace_bytes // row_bytes)
     while low < high:

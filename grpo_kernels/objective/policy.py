@@ -9,41 +9,40 @@ and the surrogates (the policy term of a token's loss) and KL estimators of `for
     l_t    = keep_t * is_t * surrogate(R_t, A_t) + beta * KL_t [* exp(R_t)]
     loss   = sum_t w_t l_t - entropy_coef * mean of the kept tokens' entropies
 
-KL_t is an estimate, or the divergence D_t over the vocabulary. keep_t is the off-policy and the
-top-entropy mask, is_t the importance sampling ratio, an input or computed here; neither touches the
-KL term. The gradient is two numbers per token, a_t = d loss / d logp_t and b_t = d loss /
-d entropy_t. If KL_t is a divergence, from a second head, there is a third, c_t = d loss / d D_t =
-w_t beta. The derivative is written out here: ``a_t = sum_s w_s * dl_s/dlogp_t``, where s is t
-alone, or every token of its sequence if they share R. Without old logps the current ones are used,
-held constant, so that R is 0; but a log-probability that is not finite, of a token which the policy
-cannot have sampled, makes the loss NaN.
+KL_t is an estimate, or the divergence D_t over the vocabulary. keep_t is the product of the
+off-policy and the top-entropy mask; is_t is the importance sampling ratio, an input or computed
+here. Neither affects the KL term. The gradient is two numbers per token, a_t = d loss / d logp_t
+and b_t = d loss / d entropy_t. If KL_t is a divergence, from a second head, there is a third, c_t =
+d loss / d D_t = w_t beta. The derivative is written out here: ``a_t = sum_s w_s * dl_s/dlogp_t``,
+where s is t alone, or every token of its sequence if they share R. Without old logps, the current
+ones are used, held constant, so R is 0. A log-probability that is not finite, of a token that the
+policy cannot have sampled, makes the loss NaN.
 
 The formulas are those of TRL 1.16's ``GRPOTrainer._compute_loss`` (GMPO: its ``GMPOTrainer``; k1
-and k2 are ours). The importance sampling ratio that is computed here is TRL's, too
-(``_generate_and_score_completions``), from log-probabilities that the loss has anyway. A sampler
-such as vLLM has other arithmetic than the trainer, so that it does not sample from exactly the
-policy. Let d be a counted token's old log-probability (if absent: the current one, held constant)
-minus the sampler's, or 0 if the sampler could not score the token (NaN)::
+and k2 are ours). The importance sampling ratio is TRL's too (``_generate_and_score_completions``),
+computed from log-probabilities that the loss has anyway. A sampler such as vLLM computes with other
+arithmetic than the trainer, so it does not sample from exactly the policy. Let d be a counted
+token's old log-probability (if absent, the current one, held constant) minus the sampler's, or 0 if
+the sampler could not score the token (NaN)::
 
     token_*              ratio_t = exp(d_t)
     sequence_*           ratio_b = exp(sum of d over the sequence)
     *_truncate           clamped to [clip_min, clip_max]
-    *_mask               0 outside of [clip_min, clip_max]
-    sequence_mean_mask   ratio_t = exp(d_t); 0 if exp(mean of d over the sequence) is outside of
+    *_mask               0 outside [clip_min, clip_max]
+    sequence_mean_mask   ratio_t = exp(d_t); 0 if exp(mean of d over the sequence) is outside
                          [clip_min, clip_max]: NeMo-RL's and OpenRLHF's ``seq-mask-tis``
 
 Truncated importance sampling: https://fengyao.notion.site/off-policy-rl.
 
 **Score centering** (https://arxiv.org/abs/2609.20807). With the sampler's probabilities q_v of its
-K most likely ids, the head H, the term ``A_t sum_H sg[c_v] log p_v`` is added to l_t, outside of
-is_t. With f the rule above from the ratio p_v / q_v to the importance sampling ratio, or 1 without
-one::
+K most likely ids, the head H, the term ``A_t sum_H sg[c_v] log p_v`` is added to l_t, outside is_t.
+With f the rule above from the ratio p_v / q_v to the importance sampling ratio, or 1 without one::
 
     c_v = q_v f(p_v / q_v) - rho f(1 / rho) p_v        rho = (1 - sum_H q_v) / (1 - sum_H p_v)
 
-The ids outside H count as ones that the sampler draws in proportion to p. Then the expectation of
-a token's policy gradient over the sampler's tokens is 0 whatever A is. As in the paper's appendix
-A.3 numerator and denominator of rho are at least 1e-6.
+The ids outside H count as ones that the sampler draws in proportion to p. Then the expectation of a
+token's policy gradient over the sampler's tokens is 0 whatever A is. As in the paper's appendix
+A.3, numerator and denominator of rho are at least 1e-6.
 """
 
 from __future__ import annotations
@@ -84,17 +83,17 @@ class Terms:
     phi: Tensor | None = None
     on_policy_keep: Tensor | None = None  # bool: not dropped by the off-policy mask
     importance_sampling_ratio: Tensor | None = None  # (n,), or (B,) if it is one per sequence
-    sampling_difference: Tensor | None = None  # old - sampling logp, if the ratio was made of it
+    sampling_difference: Tensor | None = None  # old - sampling logp, if the ratio comes from it
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A loss and its gradient in the per-token numbers."""
+    """A loss and its gradient with respect to the per-token numbers."""
 
     loss: Tensor  # ()
     coefficients: Coefficients  # (n,) each; None: the loss does not depend on that number
     policy_loss: Tensor  # () the loss without the entropy bonus
-    terms: Terms | None = None  # None of a custom objective
+    terms: Terms | None = None  # None for a custom objective
 
     @property
     def d_logp(self) -> Tensor:
@@ -104,7 +103,7 @@ class Evaluation:
 
     @property
     def has_gradient(self) -> Tensor:
-        """(n,) bool: the tokens that have a coefficient other than 0."""
+        """(n,) bool: the tokens with a non-zero coefficient."""
         given = [moved(x) for x in self.coefficients if x is not None]
         return functools.reduce(torch.logical_or, given)
 
@@ -112,9 +111,9 @@ class Evaluation:
 class PolicyObjective:
     """The built-in losses.
 
-    `evaluate` computes the loss below and its gradient, as one number per token. The code is for
-    the loss types "grpo", "bnpo", "dapo" and "dr_grpo" with the estimator k3 and without the
-    off-policy mask; tensors are (B, T), of all tokens, and `advantages` are (B, 1) or (B, T)::
+    `evaluate` computes the loss below and its gradient, one number per token. The code covers the
+    loss types "grpo", "bnpo", "dapo" and "dr_grpo" with the estimator k3 and without the off-policy
+    mask; tensors are (B, T), of all tokens, and `advantages` are (B, 1) or (B, T)::
 
         def plain_loss(
             config, mask, logps, entropies, advantages, old=None, ref=None, importance_ratio=1.0
@@ -143,13 +142,13 @@ class PolicyObjective:
     `tests/objective/test_plain_loss.py` runs this code and compares.
 
     Attributes:
-        on_policy: True without old log-probabilities: R is 0, the policy term's gradient known
-            unless `lacks_ratio`.
+        on_policy: True without old log-probabilities: R is 0, and the policy term's gradient is
+            known unless `lacks_ratio`.
         is_centered: True with a sampler's candidates.
         lacks_ratio: True if the importance sampling ratio must be computed from this call's
             log-probabilities.
-        known: when a token's gradient is known: before any log-probability, from the token's own,
-            or from other tokens', too (``"before"``, ``"row"``, ``"rows"``).
+        known: when a token's gradient is known: ``"before"`` any log-probability, from the token's
+            own numbers (``"row"``), or only with other tokens' numbers (``"rows"``).
         has_entropy_gradient: True if the loss depends on the entropies.
     """
 
@@ -192,7 +191,7 @@ class PolicyObjective:
 
     @cached_property
     def live(self) -> Tensor | None:
-        """(n,) bool: False where a = b = 0 is certain before the forward; None: True everywhere."""
+        """(n,) bool: False if a = b = 0 is certain before the forward; None: True everywhere."""
         config, tokens = self.config, self.tokens
         if config.beta != 0.0 or self.has_entropy_gradient:
             return None
@@ -208,8 +207,8 @@ class PolicyObjective:
         return moves
 
     def gradient(self, index: Tensor, stats: RowStats) -> Coefficients:
-        """The coefficients at `index` (m,) from these tokens' statistics alone; only if nothing
-        couples tokens."""
+        """Return the coefficients at `index` (m,) from these tokens' statistics alone; only if
+        tokens are not coupled."""
         logps = stats.logps
         if self.on_policy and not self.lacks_ratio:
             d_logp = torch.where(torch.isnan(logps), logps, self._at_ratio_one.d_logp[index])
@@ -240,8 +239,8 @@ class PolicyObjective:
         return tuple(float(x) for x in self.loss_type.constants(self.config))
 
     def token_loss(self) -> TokenLoss | None:
-        """Loss that a row kernel can compute by itself; None if tokens are coupled or lack their
-        ratio."""
+        """Return the loss that a row kernel can compute by itself; None if tokens are coupled or
+        lack their ratio."""
         if self.known == "rows" or self.lacks_ratio or self.is_centered:
             return None
         config, tokens = self.config, self.tokens
@@ -262,9 +261,10 @@ class PolicyObjective:
         )
 
     def evaluate(self, stats: RowStats) -> Evaluation:
-        """The loss and its gradient at the statistics of all tokens: from the terms that a row
-        kernel computed for `token_loss`, or from log-probabilities, entropies and, from a second
-        head, divergences; and the log-probabilities (n, K) of a sampler's candidates."""
+        """Compute the loss and its gradient at the statistics of all tokens. They come from the
+        terms that a row kernel computed for `token_loss`; or from log-probabilities, entropies,
+        divergences (with a second head) and the log-probabilities (n, K) of a sampler's
+        candidates."""
         entropies: Any = stats.entropies
         if stats.terms:
             return self._assembled(stats.terms, entropies)
@@ -281,11 +281,11 @@ class PolicyObjective:
     def token_losses(
         self, logps: Tensor, entropies: Tensor, *, alone: bool
     ) -> tuple[Tensor, Terms]:
-        """l_t (n,) without the entropy bonus, differentiable once in `logps`, and the inputs of
-        the metrics.
+        """Return l_t (n,) without the entropy bonus, differentiable once in `logps`, and the inputs
+        of the metrics.
 
         Raises:
-            ValueError: tokens are coupled, and `alone` says that these may be some of them.
+            ValueError: tokens are coupled, and `alone` says that these may be only some of them.
         """
         if alone and self.known == "rows":
             raise ValueError(
@@ -314,7 +314,7 @@ class PolicyObjective:
     def _centering(
         self, topk_logps: Tensor, logps: Tensor, keep_entropy: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """A_t sum_H c_v log p_v, and d loss / d log p_v (n, K)."""
+        """Return A_t sum_H c_v log p_v, and d loss / d log p_v (n, K)."""
         factor = self.tokens.advantages
         for keep in (_keep_on_policy(self.config, self.tokens, logps), keep_entropy):
             factor = factor if keep is None else torch.where(keep, factor, 0.0)
@@ -337,7 +337,7 @@ class PolicyObjective:
         terms: Terms,
         d_topk: Tensor | None = None,
     ) -> Evaluation:
-        """The whole loss: less ``entropy_coef`` times the mean entropy of the kept tokens."""
+        """Subtract ``entropy_coef`` times the mean entropy of the kept tokens from the loss."""
         loss, d_entropy = policy_loss, None
         if self.has_entropy_gradient:
             kept = torch.ones_like(entropies) if keep is None else keep.to(entropies.dtype)
@@ -376,7 +376,7 @@ class PolicyObjective:
         if gate is not None:
             loss, d_log_ratio, d_logps = (times(x, gate) for x in (loss, d_log_ratio, d_logps))
         if old is None:
-            # NaN where logps are not finite; the gradient is left as it is
+            # NaN if logps are not finite; the gradient stays as it is
             loss = loss + (logps - logps)
         a = log_ratio.to_logps(weights * d_log_ratio) + weights * d_logps
 
@@ -390,8 +390,8 @@ class PolicyObjective:
         return loss, a, Terms(log_ratio.value, token_log_ratio, kl, phi, on_policy_keep, *sampling)
 
     def _sampling_terms(self, logps: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """The importance sampling ratio; and old - sampling logps, NaN included, if the ratio was
-        made of them here."""
+        """Return the importance sampling ratio; and old - sampling logps, NaN included, if the
+        ratio comes from them."""
         tokens = self.tokens
         if not self.config.corrects_sampling:
             return tokens.unexpanded_ratio, None
@@ -399,8 +399,8 @@ class PolicyObjective:
         return tokens.unexpanded_ratio, old - tokens.sampling_per_token_logps
 
     def _gate(self, on_policy_keep: Tensor | None, keep_entropy: Tensor | None) -> Tensor | None:
-        """(n,) the factor on the policy term: 0 where a mask drops the token, else the importance
-        sampling ratio. None where it is 1 everywhere."""
+        """Return the factor (n,) on the policy term: 0 if a mask drops the token, else the
+        importance sampling ratio. None if it is 1 everywhere."""
         tokens, gate = self.tokens, None
         if self.config.multiplies_by_importance_ratio:
             gate = tokens.importance_sampling_ratio
@@ -411,7 +411,7 @@ class PolicyObjective:
         return gate
 
     def _estimated_kl(self, log_ratio: LogRatio, logps: Tensor) -> tuple[Tensor, Tensor]:
-        """The KL estimate per token, without beta, and its part of a = d loss / d logp, with
+        """Return the KL estimate per token, without beta, and its part of a = d loss / d logp, with
         beta."""
         config, weights = self.config, self.config.beta * self.weights
         ref: Any = self.tokens.ref_per_token_logps
@@ -462,11 +462,11 @@ class _TokenLosses(torch.autograd.Function):
         return weighted._per_token(ctx.saved_tensors[0], ctx.keep, None)[1], None, None, None
 
 
-# Masks of the tokens that the policy term acts on. Neither carries gradient.
+# Masks of the tokens that the policy term acts on. Neither mask carries gradient.
 
 
 def _keep_high_entropy(config: LossConfig, entropies: Tensor) -> Tensor | None:
-    """(n,) bool: the share `top_entropy_quantile` of highest entropy; None: all.
+    """(n,) bool: the share `top_entropy_quantile` of tokens with the highest entropy; None: all.
 
     Source: https://arxiv.org/abs/2506.01939
     """
@@ -497,14 +497,14 @@ def _keep_on_policy(config: LossConfig, tokens: Tokens, logps: Tensor) -> Tensor
 
 
 def bounded_ratio(config: LossConfig, log_ratio: Tensor) -> Tensor:
-    """exp(`log_ratio`), of any shape, clamped to the config's bounds or 0 outside of them."""
+    """exp(`log_ratio`), of any shape, clamped to the config's bounds or set to 0 outside them."""
     low, high = config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max
     return bounded(torch.exp(log_ratio), low, high, truncates=config.truncates_sampling_ratio)
 
 
 def _centering_weights(config: LossConfig, logp: Tensor, logq: Tensor) -> Tensor:
-    """c (n, K) of candidates with these log-probabilities, the policy's and the sampler's; 0 where
-    the sampler's is -inf."""
+    """c (n, K) of candidates, from the policy's and the sampler's log-probabilities; 0 where the
+    sampler's is -inf."""
 
     def weight(log_ratio: Tensor) -> Tensor:
         if config.corrects_sampling:

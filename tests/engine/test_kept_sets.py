@@ -330,7 +330,7 @@ def test_refusals_of_the_loss() -> None:
     for options, message in (
         (full_kl, "kl_estimator: .*kept_ids"),
         ({"old_per_token_logps": of_whole}, f"old_per_token_logps: {same}"),
-        (of_reference, f"ref_per_token_logps: {same}, .* got -1: make"),
+        (of_reference, f"ref_per_token_logps: {same}, .* got -1: compute"),
         ({"on_missing_set": None}, "on_missing_set: expected one of"),
         (
             {"kept_ids": None, "on_missing_set": "full"},

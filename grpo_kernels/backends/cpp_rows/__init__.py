@@ -132,7 +132,7 @@ class CppRows(FusedRowBackend):
 
 
 def _columns(logits: Tensor) -> Callable[..., Tensor]:
-    """Makes uninitialised columns (n,), in the accumulator's dtype if none is given."""
+    """Makes uninitialized columns (n,), in the accumulator's dtype if none is given."""
     accumulator = torch.float64 if logits.dtype == torch.float64 else torch.float32
     return partial(logits.new_empty, len(logits), dtype=accumulator)
 
