@@ -172,8 +172,8 @@ def grpo_loss(
             (aligned: nothing is shifted here).
         head: a weight (V, H), a `Head`, or the model's head module.
         completion_ids: (B, T) or (N,) integers, in [0, V) wherever the mask counts.
-        completion_mask: (B, T) or (N,), bool, int or float. Every non-zero value counts, also a
-            negative one (-inf of an additive attention mask, with a warning); NaN raises an error.
+        completion_mask: (B, T) or (N,), bool, int or float. Every non-zero value counts, including
+            negative ones (-inf of an additive attention mask draws a warning); NaN raises an error.
             None: every position counts, and the host does not have to wait for the device to count
             them.
         advantages: (B,), one per sequence, or (B, T) or (N,), one per token. In a packed batch with
@@ -228,8 +228,8 @@ def grpo_loss(
             taken over these sets, and only the head's rows of these ids are read. Compute old,
             reference and sampling log-probabilities over the same sets.
         on_missing_set: what to do with a position whose set is empty or lacks the sampled id.
-            ``"error"`` refuses it (NaN results on other devices than a CPU); ``"full"`` scores it
-            over the whole vocabulary.
+            ``"error"`` refuses it (on devices other than a CPU, its results are NaN); ``"full"``
+            scores it over the whole vocabulary.
 
         Packed sequences:
 
@@ -418,9 +418,12 @@ def policy_loss_from_logps(
         logps, entropies: (B, T), or packed (N,), floating: the policy's log-probabilities and
             entropies, attached to the graph. Values at masked positions are never read. The loss is
             computed in fp32 (fp64 if `logps` is fp64).
-        the others: as in `grpo_loss`. The config's `temperature` has no effect, since `logps`
-            already include it. Compute old, reference and sampling log-probabilities in the same
-            way as `logps`, over the same kept sets.
+        completion_mask, advantages: as in `grpo_loss`.
+        old_per_token_logps, ref_per_token_logps, sampling_per_token_logps: as in `grpo_loss`.
+            Compute them in the same way as `logps`, over the same kept sets.
+        importance_sampling_ratio, num_items_in_batch, objective, cu_seqlens: as in `grpo_loss`.
+        config, fields: as in `grpo_loss`. The config's `temperature` has no effect, since `logps`
+            already include it.
 
     Returns:
         `LossOutput` with `engine` ``"given"`` and `backend` ``"torch"``. Its metric
@@ -474,8 +477,8 @@ def policy_expectation(
 
     Returns:
         An `Expectation` whose `graded` is (B, T). If a token's gradient depends on other tokens,
-        `coefficients` is None, since no row tells its own gradient; `graded` still marks the rows
-        that may have one.
+        `coefficients` is None, since a row alone does not determine its gradient; `graded` still
+        marks the rows that may have one.
 
     Raises:
         TypeError, ValueError: a wrong argument; the message names it.

@@ -89,8 +89,8 @@ def ipo(
 ) -> Tensor:
     """IPO (INTELLECT policy optimization), prime-rl's default: a trust region in probability.
 
-    The derivative of -A min(r, `ratio_max`) in logp is the term itself, also where r is capped.
-    `eps` bounds the difference of the probabilities, whatever the sign of A.
+    The derivative of -A min(r, `ratio_max`) with respect to logp is the term itself, even where r
+    is capped. `eps` bounds the difference of the probabilities for either sign of A.
     Source: https://github.com/PrimeIntellect-ai/prime-rl/pull/3418, defaults of its #3586.
     """
     logps, sampled = tokens.logps.detach(), _sampled(tokens)
@@ -155,8 +155,8 @@ def topr(
     """TOPR (tapered off-policy REINFORCE), with weights for good and for other completions.
 
     `scores` are shaped like the ids, one per position; a token belongs to a good completion if its
-    score is above 0. For scores (B,): ``scores[:, None].expand_as(ids)``. None: A is the score, as
-    in the paper, where the reward is both.
+    score is above 0. For scores (B,): ``scores[:, None].expand_as(ids)``. None: the advantage is
+    the score, as in the paper, where the reward is both.
     Source: equation 8 of https://arxiv.org/abs/2503.14286; ROLL's ``topr``, with its defaults.
     """
     score = tokens.advantages if scores is None else scores.flatten()[tokens.index]
@@ -201,8 +201,8 @@ def cispo_two_sided(
     """CISPO as in verl, with a lower bound: the ratio is clipped to [1 - `clip_ratio_low`, 1 +
     `clip_ratio_high`].
 
-    ``loss_type="cispo"`` is TRL's: the same with clip_ratio_low=1, clip_ratio_high = epsilon_high -
-    1. Source: https://arxiv.org/abs/2506.13585.
+    ``loss_type="cispo"`` is TRL's CISPO: the same with clip_ratio_low=1 and
+    clip_ratio_high=epsilon_high - 1. Source: https://arxiv.org/abs/2506.13585.
     """
     ratio = _constant_ratio(tokens).clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
     return times(tokens.logps, -ratio * tokens.advantages)
@@ -219,7 +219,7 @@ def dppo_tv(
     """verl's DPPO, total variation: a token counts if p - old is at most `clip_ratio_high` (A > 0)
     or at least -`clip_ratio_low` (A <= 0).
 
-    `clip_ratio_c` caps the ratio: 3 in verl's config, more in the paper's advice (section 5.4).
+    `clip_ratio_c` caps the ratio; verl's config has 3, the paper recommends more (section 5.4).
     Source: https://arxiv.org/abs/2602.04879.
     """
     moved = torch.exp(tokens.logps.detach()) - torch.exp(tokens.old_per_token_logps)
@@ -268,8 +268,7 @@ def clip_cov(
     clip_cov_ub: float = 5.0,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """verl's Clip-Cov: PPO's clipped loss, without some of the tokens that would lower the entropy
-    most.
+    """verl's Clip-Cov: PPO's clipped loss without some of the tokens that lower the entropy most.
 
     ``max(int(clip_cov_ratio * counted tokens), 1)`` tokens get a loss of 0. They are drawn at
     random from the unclipped tokens whose covariance (A - mean A) (logp - mean logp), with means
@@ -331,8 +330,9 @@ def m2po_mask(
     completion_mask: Tensor,
     threshold: float = 0.04,
 ) -> Tensor:
-    """Return M2PO's mask, bool like `completion_mask`: the counted tokens but the stalest ones.
+    """Return M2PO's mask: True at counted tokens, except the stalest ones.
 
+    It has the shape of `completion_mask`.
     With d = old - sampling, tokens of the largest d^2 are dropped until the mean d^2 of the rest is
     below `threshold`; at least one token is kept. NaN (not scored by the sampler) counts as d = 0.
     Passed as ``completion_mask=``, the mask takes tokens out of the mean; passed as

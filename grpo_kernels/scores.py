@@ -16,8 +16,8 @@ Only the head's rows of S are read. They are gathered for a few positions at a t
 with the hidden states of these positions. There are three products: one in the forward, one for d
 hidden, one for d weight. With N positions of K ids each takes 2NKH floating point operations; with
 an adapter of rank r on the head 2NK(H + r). Positions are sorted by decreasing size of their sets,
-so short sets get little padding. An id that is alone in its set has log-probability 0 whatever its
-logit is, and costs nothing.
+so short sets get little padding. An id that is alone in its set has log-probability 0 for any
+logit, and costs nothing.
 
 **A teacher's distribution.** On-policy distillation (https://arxiv.org/abs/2306.13649) moves a
 student towards a teacher on the student's samples::
@@ -43,7 +43,8 @@ probabilities of all other ids, the tail::
 
 With a tail D is a divergence of two distributions over K + 1 outcomes: never negative, and 0 only
 where they agree. Without one the forward KL has no such bound. The logits of a chunk of rows are
-computed once, and the gradient of D from them: the products of one head in one pass, whatever K is.
+computed once, and the gradient of D from them: for any K, this takes one head's products in one
+pass.
 """
 
 from __future__ import annotations
@@ -275,7 +276,8 @@ def linear_divergence(
             reverse KL.
         temperature: a number, or one per position.
         entropy: True to compute the entropy of the student's distribution.
-        completion_ids: (...) tokens whose log-probabilities under the student are wanted, too.
+        completion_ids: (...) tokens to compute the student's log-probabilities of. None: no
+            log-probabilities.
         expected: the upstream gradient that you expect for each divergence, up to one common
             factor. None: the same for all, as from a sum or a mean. A correct value saves
             recomputation; the gradient is exact either way. With `completion_ids` it may be a pair,
@@ -342,7 +344,7 @@ def topk_divergence(
 
         scores = topk_divergence(hidden, model.lm_head, teacher_ids, teacher_logps, mask)
 
-    It has first-order gradients only, with respect to hidden states, weight, bias and adapter. The
+    It has first-order gradients with respect to hidden states, weight, bias and adapter. The
     student's logits are the head's (`Head`) divided by the temperature. Values at masked positions
     are never read.
 

@@ -79,8 +79,8 @@ def check_token_level(
     if not any(x.any() for x in whole[1:]):
         raise AssertionError("check_token_level: expected a gradient, got 0 at every token")
     n = tokens.logps.numel()
-    # a few tokens, whose means differ from those of all, and two halves of the rest, scattered over
-    # the batch, so that no part repeats a pattern of it
+    # a few tokens, whose means differ from the whole batch's, and two halves of the rest, scattered
+    # over the batch, so no part repeats a pattern of it
     order = torch.randperm(n, generator=torch.Generator().manual_seed(1))
     few = max(1, min(n // 3, 64))
     worst = 0.0

@@ -34,7 +34,7 @@ from grpo_kernels.backends.interface import (
 from grpo_kernels.base.tensors import take
 
 BLOCK_ELEMENTS = 2**21  # small enough to stay in the caches, large enough to keep threads busy
-FEW_ELEMENTS = 2**12  # one block, whatever share of the chunk it is
+FEW_ELEMENTS = 2**12  # one block, for any share of the chunk
 LEAST_BLOCK_ROWS = 3
 ROUNDED_ROWS = 16  # rows at a time, where logits are rounded
 TERM_ROWS = 16  # temporaries of the size of a block while a divergence's terms are computed

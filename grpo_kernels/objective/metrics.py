@@ -24,7 +24,7 @@ from grpo_kernels.tokens import Tokens
 
 
 class Metrics(Mapping[str, Tensor]):
-    """Name -> mean (a 0-d tensor); 0 where nothing was counted.
+    """Metrics of a loss: name -> mean, a 0-d tensor, which is 0 if nothing was counted.
 
     Attributes:
         pairs: name -> (sum, count), 0-d tensors each. Minima and maxima have no pair:

@@ -18,8 +18,8 @@ where s is t alone, or every token of its sequence if they share R. Without old 
 ones are used, held constant, so R is 0. A log-probability that is not finite, of a token that the
 policy cannot have sampled, makes the loss NaN.
 
-The formulas are those of TRL 1.16's ``GRPOTrainer._compute_loss`` (GMPO: its ``GMPOTrainer``; k1
-and k2 are ours). The importance sampling ratio is TRL's too (``_generate_and_score_completions``),
+The formulas come from TRL 1.16's ``GRPOTrainer._compute_loss`` (GMPO: its ``GMPOTrainer``; k1 and
+k2 are ours). The importance sampling ratio is TRL's too (``_generate_and_score_completions``),
 computed from log-probabilities that the loss has anyway. A sampler such as vLLM computes with other
 arithmetic than the trainer, so it does not sample from exactly the policy. Let d be a counted
 token's old log-probability (if absent, the current one, held constant) minus the sampler's, or 0 if
