@@ -1,9 +1,10 @@
-"""`python -m grpo_kernels`: what a bug report needs, then a check of the results against float64.
+"""`python -m grpo_kernels` prints a bug report's details and checks results against float64.
 
-`python -m grpo_kernels memory`: how much memory a loss needs, without computing it.
-`python -m grpo_kernels estimate`: what a training with TRL would gain, without running it.
-`python -m grpo_kernels compare train.py`: a few steps of a script, with stock TRL and with ours.
-`python -m grpo_kernels run train.py`: the script with our trainers in the place of TRL's.
+`python -m grpo_kernels memory`: compute how much memory a loss needs, without running it.
+`python -m grpo_kernels estimate`: estimate the speedup of a TRL training run, without running it.
+`python -m grpo_kernels compare train.py`: run a few steps of a script with stock TRL and with
+`FusedGRPOTrainer`, and compare them.
+`python -m grpo_kernels run train.py`: run a TRL script with `FusedGRPOTrainer`.
 """
 
 from __future__ import annotations
@@ -18,23 +19,23 @@ from functools import partial
 from grpo_kernels import __version__, estimate, memory, report, scripts
 
 COMMANDS = (  # name, help, description, options, what it runs
-    ("memory", "how much memory a loss needs with each engine",
+    ("memory", "compute how much memory a loss needs with each engine",
      memory.__doc__, memory.add_arguments, memory.run),
-    ("estimate", "what a training with TRL would gain, by arithmetic",
+    ("estimate", "estimate the speedup of a TRL training run",
      estimate.__doc__, estimate.add_arguments, estimate.run),
-    ("compare", "run a script that trains with TRL twice for a few steps, stock and with ours",
+    ("compare", "run a few steps of a TRL script, stock and fused, and compare them",
      scripts.__doc__, scripts.add_compare_arguments, scripts.compare),
-    ("run", "run a script that trains with TRL, with our trainers in the place of TRL's",
+    ("run", "run a TRL script with FusedGRPOTrainer",
      scripts.__doc__, scripts.add_run_arguments, scripts.run),
 )  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print report and checks, and return 0 if no check failed, else 1; or run a command."""
+    """Print the report and checks (return 1 if a check failed, else 0), or run a command."""
     parser = argparse.ArgumentParser(prog="python -m grpo_kernels", description=__doc__)
     parser.add_argument("--version", action="version", version=f"grpo_kernels {__version__}")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
-    parser.add_argument("--no-check", action="store_true", help="the environment only")
+    parser.add_argument("--no-check", action="store_true", help="print the environment only")
     commands = parser.add_subparsers(dest="command")
     raw = argparse.RawDescriptionHelpFormatter
     for name, about, description, add_arguments, run in COMMANDS:
@@ -77,7 +78,7 @@ if __name__ == "__main__":
             status = main()
         finally:
             sys.stdout.flush()
-    except BrokenPipeError:  # whoever read the output has enough, as `| head` has
+    except BrokenPipeError:  # the reader has closed the pipe, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 1
     sys.exit(status)

@@ -1,12 +1,12 @@
-"""What a training with TRL would gain, computed from its lengths before anything runs.
+"""Estimate how much faster a TRL training run would be, from its lengths alone; nothing runs.
 
-Every figure is a ratio of matrix products, those of stock TRL over those of `FusedGRPOTrainer`,
+Each figure is the cost of stock TRL's matrix products divided by that of `FusedGRPOTrainer`'s,
 which regroups samples by prompt. Attention, rewards and the optimizer are left out.
 
-A token of the body (the model below the head) costs 1 in the forward and 2 in the backward, with
-LoRA 1. The head costs what docs/memory.md counts; stock TRL's projects completion tokens alone, as
-its Triton path on a GPU does. Stock TRL computes prompt and completion padded to the longest of
-the completions that a process generates together.
+A token of the body (the model below the head) costs 1 in the forward, and 2 in the backward (1 with
+LoRA). The head costs what docs/memory.md counts; for stock TRL, only completion tokens are
+projected, as in its Triton path on a GPU. Stock TRL pads prompts and completions to the longest
+among the completions that a process generates together.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ NOTE = (
     "Computed from counts of matrix products, not measured. "
     "Attention, rewards and the optimizer are left out."
 )
-SAVINGS = {  # in the order in which the table adds them
+SAVINGS = {  # in the order of the table
     "padding": "padding is skipped",
-    "prompts": "the completions of a prompt run it once",
+    "prompts": "each prompt runs once for all its completions",
     "scoring": "old log-probabilities come from the loss itself",
     "groups": "groups with equal rewards run no backward",
     "head": "the head computes its logits once",
@@ -39,12 +39,12 @@ SAVINGS = {  # in the order in which the table adds them
 
 
 class Model(NamedTuple):
-    """Sizes that decide the products of a model."""
+    """Sizes that determine the cost of a model's matrix products."""
 
     name: str
     vocabulary: int
     hidden: int
-    body: int  # weights of the body's matrices that a token meets
+    body: int  # number of weights in the body's matrices that are used for a token
 
 
 MODELS = tuple(
@@ -54,34 +54,34 @@ MODELS = tuple(
 
 
 class Batch(NamedTuple):
-    """Completions that one process generates together: lengths in tokens, and their rewards."""
+    """Completions that one process generates together: lengths in tokens, and equal rewards."""
 
     prompt: float  # mean
     longest_prompt: float
     completion: float  # mean
     longest: float  # the longest completion
-    equal: float = 0.0  # share of the groups whose rewards are equal
+    equal: float = 0.0  # share of groups with equal rewards
 
 
 class Training(NamedTuple):
-    """How the completions are trained on, by TRL's arguments."""
+    """Settings of the training run, as TRL's arguments."""
 
     group: int = 8  # num_generations
     batch: int = 8  # per_device_train_batch_size
     micro_batches: int = 1  # steps_per_generation, by default gradient_accumulation_steps
     iterations: int = 1  # num_iterations
-    lora: bool = False  # on the body alone: the head is frozen
+    lora: bool = False  # on the body only; the head is frozen
     kl: bool = False  # beta > 0: every sequence has a gradient, and the reference runs too
-    vllm: bool = False  # with its importance sampling correction
+    vllm: bool = False  # with TRL's importance sampling correction
 
     @property
     def completions(self) -> int:
-        """Number of completions that one process generates together."""
+        """Return the number of completions that one process generates together."""
         return self.batch * self.micro_batches
 
 
 def longest_of(count: float, lengths: tuple[float, float], most: float = math.inf) -> float:
-    """Expected longest of `count` log-normal lengths of this mean and variation, cut at `most`."""
+    """Return the expected maximum of `count` log-normal lengths, cut at `most`."""
     mean, variation = lengths
     sigma = math.sqrt(math.log1p(variation**2))
     if sigma == 0.0:
@@ -92,9 +92,9 @@ def longest_of(count: float, lengths: tuple[float, float], most: float = math.in
 
 
 def factors(model: Model, batches: Sequence[Batch], training: Training) -> dict[str, float]:
-    """Gain of each saving on top of those before it; the gain of all is their product."""
+    """Return the speedup of each saving on top of those before it; the total is their product."""
     n, iterations = training.completions, training.iterations
-    group = min(training.group, n)  # a group may be divided over processes
+    group = min(training.group, n)  # a group may span processes
     prompts = n / group * math.ceil(group / training.batch)
     scored = training.vllm or iterations > 1
     backward, gradients = (1, 2) if training.lora else (2, 4)
@@ -103,7 +103,7 @@ def factors(model: Model, batches: Sequence[Batch], training: Training) -> dict[
         counted = n * batch.completion
         once = prompts * batch.prompt + counted
         unequal = 1.0 if training.kl else 1.0 - batch.equal
-        # the body's tokens, old log-probabilities, share with a backward, logits computed again
+        # tokens of the body, old log-probabilities, share with a backward, products recomputed
         ways = (
             (n * (batch.longest_prompt + batch.longest), scored, 1.0, 2),  # stock TRL
             (n * batch.prompt + counted, scored, 1.0, 2),
@@ -122,14 +122,14 @@ def factors(model: Model, batches: Sequence[Batch], training: Training) -> dict[
 
 
 def whole(gain: float, generation: float) -> float:
-    """Gain of the whole step, if generation takes a share of stock TRL's time."""
+    """Return the speedup of the whole step if generation takes this share of stock TRL's."""
     return 1 / (generation + (1 - generation) / gain)
 
 
 def batches_of_samples(
     rows: Sequence[Any], training: Training, equal: float, tokenizer: str | None
 ) -> list[Batch]:
-    """Batches of consecutive rows; rows that do not fill a batch are left out."""
+    """Make batches of consecutive rows; leave out rows that do not fill a batch."""
     n, group, encode = training.completions, training.group, None
     if len(rows) < n:
         raise ValueError(f"--samples: expected at least {n} completions, got {len(rows)}")
@@ -145,7 +145,7 @@ def batches_of_samples(
                 x = encode(x, add_special_tokens=False)
             x = len(x) if isinstance(x, list) else x
             if type(x) is not int or x < 1:
-                text = "expected a number of tokens, a list of ids, or with --tokenizer a text"
+                text = "expected a number of tokens, a list of ids, or text with --tokenizer"
                 raise ValueError(f"--samples, line {i}: {name}: {text}, got {str(given)[:40]!r}")
             counts[name].append(x)
     rewards = [row.get("reward") for row in rows]
@@ -163,7 +163,7 @@ def batches_of_samples(
 
 
 def model_of(name: str) -> Model:
-    """One of `MODELS`, or the model of a folder's or the Hub's ``config.json``."""
+    """Return one of `MODELS`, or a model read from ``config.json`` in a folder or on the Hub."""
     for model in MODELS:
         if memory.is_called(model.name, name):
             return model
@@ -187,10 +187,10 @@ def model_of(name: str) -> Model:
 
 
 def mean_and_variation(argument: str) -> tuple[float, float]:
-    """Read 512 or 512,0.8; argparse names the function in its errors."""
+    """Parse "512" or "512,0.8"; argparse shows the function's name in its errors."""
     mean, variation = map(float, (argument if "," in argument else f"{argument},0").split(","))
     if not (1 <= mean <= MOST and 0 <= variation <= 100):
-        text = "expected a mean of at least 1, and after a comma a variation of at least 0"
+        text = "expected a mean of at least 1, and after a comma a variation >= 0"
         raise argparse.ArgumentTypeError(f"{text}, got {argument}")
     return mean, variation
 
@@ -199,38 +199,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``python -m grpo_kernels estimate``."""
     add = parser.add_mutually_exclusive_group(required=True).add_argument
     about = (
-        "mean of log-normal lengths, or 512,0.8: with a standard deviation of 0.8 times the mean"
+        "mean of log-normal completion lengths; 512,0.8 adds a standard deviation of 0.8 x the mean"
     )
     add("--completion", type=mean_and_variation, metavar="MEAN[,CV]", help=about)
     about = (
-        "a completion per line, a group on consecutive lines: "
-        '{"prompt": ..., "completion": ..., "reward": ...}, the first two a number of tokens, a '
-        "list of ids, or a text; rewards may be left out"
+        "file with one completion per line and groups on consecutive lines: "
+        '{"prompt": ..., "completion": ..., "reward": ...}, the first two as a number of tokens, a '
+        "list of ids, or text; rewards are optional"
     )
     add("--samples", type=Path, metavar="JSONL", help=about)
-    add("--log", type=Path, metavar="JSON", help="TRL's trainer_state.json; with --prompt")
+    add("--log", type=Path, metavar="JSON", help="TRL's trainer_state.json; needs --prompt")
     add = parser.add_argument
-    add("--prompt", type=mean_and_variation, metavar="MEAN[,CV]", help="likewise of prompts")
-    add("--max-completion", type=whole_number, help="max_completion_length; with --completion")
-    add("--equal", type=share, default=0.0, help="share of the groups with equal rewards")
-    add("--tokenizer", metavar="NAME", help="folder or Hub name of a tokenizer, for texts")
+    add("--prompt", type=mean_and_variation, metavar="MEAN[,CV]", help="the same for prompts")
+    add("--max-completion", type=whole_number, help="max_completion_length, for --completion")
+    add("--equal", type=share, default=0.0, help="share of groups with equal rewards")
+    add("--tokenizer", metavar="NAME", help="folder or Hub name of a tokenizer, for text")
     about = f"{', '.join(x.name for x in MODELS)}, or a folder or Hub name; default: Qwen3-8B"
     add("--model", default="Qwen3-8B", metavar="NAME", help=about)
     add("--lora", action="store_true", help="LoRA on the body; the head is frozen")
     add("--group", type=whole_number, default=8, help="num_generations; default: 8")
     add("--batch", type=whole_number, help="per_device_train_batch_size; default: 8, or the log's")
-    about = "gradient_accumulation_steps, as many as steps_per_generation; default: 1"
+    about = "gradient_accumulation_steps, equal to steps_per_generation; default: 1"
     add("--accumulate", type=whole_number, default=1, help=about)
     add("--iterations", type=whole_number, default=1, help="num_iterations; default: 1")
     add("--beta", type=float, default=0.0, help="coefficient of the KL term; default: 0")
-    add("--vllm", action="store_true", help="vLLM generates, and TRL corrects for it")
-    about = "share of stock TRL's step that generation takes; default: 0.5, an assumption"
+    add("--vllm", action="store_true", help="vLLM generates, with TRL's sampler correction")
+    about = "share of stock TRL's step spent in generation; default: 0.5, an assumption"
     add("--generation", type=share, default=0.5, help=about)
     add("--json", action="store_true", dest="as_json", help="one JSON object instead of text")
 
 
 def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    """Print what the training that `options` describe would gain."""
+    """Print the estimate for the training run that `options` describe."""
     try:
         result = _computed(options)
     except json.JSONDecodeError as error:
@@ -243,10 +243,10 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 
 
 def _computed(options: argparse.Namespace) -> dict[str, Any]:
-    """The result as it is printed with --json."""
+    """Return the result, as printed with --json."""
     prompt = options.prompt
     if prompt is None and options.samples is None:
-        raise ValueError("--prompt: expected lengths of prompts, too")
+        raise ValueError("--prompt is required with --completion and --log")
     state = {} if options.log is None else json.loads(options.log.read_text())
     batch = options.batch or state.get("train_batch_size") or 8
     kl, iterations = options.beta > 0, options.iterations
@@ -255,8 +255,8 @@ def _computed(options: argparse.Namespace) -> dict[str, Any]:
     )
     n, group = training.completions, training.group
     if n % group and group % n:
-        text = "expected a multiple of --group, or a part of it that divides it"
-        raise ValueError(f"--batch x --accumulate: {text}, got {n} and groups of {group}")
+        text = "expected a multiple or a divisor of --group"
+        raise ValueError(f"--batch x --accumulate: {text}, got {n} with --group {group}")
     if options.samples is not None:
         rows = [json.loads(x) for x in options.samples.read_text().splitlines() if x.strip()]
         batches = batches_of_samples(rows, training, options.equal, options.tokenizer)
@@ -316,14 +316,14 @@ completions of {lengths.completion:,.0f}, the longest {lengths.longest:,.0f}
 groups of {training.group}, {lengths.equal:.0%} of them with equal rewards; \
 {training.completions} completions generated together, {training.batch} per micro-batch
 
-gain of each saving on top of those above it
+speedup from each saving, on top of those above it
 {gains}
 
-stock TRL's cost over ours
+total speedup over stock TRL
 {result["gain"]:6.2f}  without generation
 {result["gain_whole_step"]:6.2f}  whole step, if generation takes {result["generation"]:.0%} of \
 stock TRL's
 
-memory of the head beyond its gradients, {head["rows"]:,} rows in bf16 on a GPU with room, MiB by \
-engine:
+memory of the head beyond its gradients, {head["rows"]:,} rows in bf16, GPU with enough free \
+memory, MiB by engine:
   {extra}; all logits at once in fp32 {head["all_logits_mib"]:,.0f}"""

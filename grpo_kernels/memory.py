@@ -1,6 +1,7 @@
-"""Memory that the loss of a language-model head needs, before it is run and without data.
+"""Compute how much memory the loss of a language-model head needs, without running it.
 
-It is what a call allocates beyond its inputs, counted by the engines' own planner on meta tensors.
+The result is what a call allocates beyond its inputs, from the engines' own planner on meta
+tensors.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from grpo_kernels.head import Tensors
 R = TypeVar("R")
 MIB = 2**20
 FP32 = 4  # bytes per accumulated element
-MOST = 10**9  # upper bound of a plausible size
+MOST = 10**9  # largest plausible size
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MODELS = {  # V, H, from the models' published configurations
     "Qwen3-0.6B": (151936, 1024),
@@ -34,38 +35,38 @@ MODELS = {  # V, H, from the models' published configurations
     "Gemma-2-2B": (256000, 2304),
     "gpt-oss-20B": (201088, 2880),
 }
-GPUS: dict[str, float] = {  # GiB as sold; the driver has up to a tenth less
+GPUS: dict[str, float] = {  # advertised GiB; the driver reports up to a tenth less
     "A10G": 24, "A100": 80, "A100-40GB": 40, "B200": 180, "H100": 80, "H200": 141, "L4": 24,
     "L40S": 48, "RTX 3090": 24, "RTX 4090": 24, "RTX 5090": 32, "T4": 16,
 }  # fmt: skip
-NOTES = """extra: the most that is allocated beyond the inputs and the gradients returned
-with gradients: the same, and the gradients of hidden states and weight"""
-GPU_NOTE = """last column: "with gradients" over the GPU's memory; model and optimizer come on top
-Computed by the planner for a GPU with room; where less is free, less is taken."""
+NOTES = """extra: peak memory beyond the inputs and the returned gradients
+with gradients: the same plus the gradients of hidden states and weight"""
+GPU_NOTE = """last column: "with gradients" as a share of the GPU, without model and optimizer
+Computed by the planner for a GPU with enough free memory; with less, calls use less."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """Size of a step: a head, and a batch for it."""
+    """Sizes of a step: the head and the batch."""
 
     vocab: int  # V
     hidden: int  # H
     dtype: torch.dtype  # of hidden states and weight
     rows: int  # N: positions, B * T
-    frozen: bool = False  # the weight wants no gradient
-    score: bool = False  # nothing wants a gradient
-    masked: float = 0.0  # share of the positions that do not count
-    workspace_bytes: int | None = None  # as in `grpo_loss`
+    frozen: bool = False  # the weight needs no gradient
+    score: bool = False  # no gradient at all
+    masked: float = 0.0  # share of positions that do not count
+    workspace_bytes: int | None = None  # as in `Run`
     on_gpu: bool = False
 
     @property
     def counted(self) -> int:
-        """Positions that the mask counts."""
+        """Return the number of positions that the mask counts."""
         return max(1, round(self.rows * (1.0 - self.masked)))
 
     @property
     def returned(self) -> int:
-        """Bytes of the gradients that a step leaves behind."""
+        """Return the bytes of the gradients that a step returns."""
         trained = 0 if self.score else self.rows + (0 if self.frozen else self.vocab)
         return trained * self.hidden * self.dtype.itemsize
 
@@ -74,22 +75,21 @@ class Size:
 class Need:
     """Bytes that a step allocates beyond its inputs."""
 
-    name: str  # the engine's
-    peak: int  # the most at once, returned gradients included
-    returned: int  # the returned gradients
-    kept: int  # kept from forward to backward, without a few numbers per token
+    name: str  # of the engine
+    peak: int  # including returned gradients
+    returned: int  # returned gradients
+    kept: int  # kept from forward to backward, except for a few numbers per token
 
     @property
     def extra(self) -> int:
-        """The peak without the returned gradients, as a benchmark measures it."""
+        """Return the peak without the returned gradients, as a benchmark measures it."""
         return self.peak - self.returned
 
 
 def estimate(size: Size) -> list[Need]:
-    """Return the need of each engine that serves `size`, with the C++ or on a GPU the Triton
-    kernels.
+    """Return what each usable engine needs for `size`, with the C++ or (on a GPU) Triton kernels.
 
-    The first is what "auto" takes if the loss does not couple tokens and memory is not short.
+    The first entry is what "auto" uses if the loss does not couple tokens and memory is not short.
     """
     scored, graded, slices = _planned(size)
     if size.score:
@@ -98,7 +98,7 @@ def estimate(size: Size) -> list[Need]:
     row, weight = size.hidden * size.dtype.itemsize, size.vocab * size.hidden  # bytes, elements
     d_hidden = n * size.hidden * FP32
     sums = d_hidden + (weight * FP32 if trains else 0)
-    # the sums are cast to what is returned; rows that do not count have a d hidden, too
+    # the sums are cast to the returned dtype; rows that do not count have a d hidden too
     whole, cast = n == size.rows, size.dtype.itemsize < FP32
     returning = sums + (0 if whole and not cast else size.rows * row)
     returning += ((size.vocab if trains else 0) + (0 if whole else n)) * row if cast else 0
@@ -114,8 +114,8 @@ def estimate(size: Size) -> list[Need]:
 
 
 def _planned(size: Size) -> tuple[int, int, int]:
-    """Bytes that the engines plan beside their sums: of scores, of gradients by rows and by slices
-    of the vocabulary."""
+    """Return the bytes that engines plan besides their sums: for scores, for gradients by rows, and
+    for gradients by slices of the vocabulary."""
     trains = not (size.score or size.frozen)
     wants = Tensors(hidden=not size.score, weight=trains)
     with meta_tensors_of(CUDA if size.on_gpu else CPU):
@@ -133,24 +133,28 @@ def _planned(size: Size) -> tuple[int, int, int]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``python -m grpo_kernels memory``."""
     add = parser.add_argument
-    about = f"{', '.join(MODELS)}, or a folder or Hub name, whose config.json is read"
+    about = f"{', '.join(MODELS)}, or a folder or Hub name with a config.json"
     add("--model", metavar="NAME", help=about)
-    add("--vocab", type=whole_number, help="V: the size of the vocabulary")
-    add("--hidden", type=whole_number, help="H: the size of the hidden states")
-    add("--dtype", choices=DTYPES, default="bf16", help="of the tensors; default: bf16")
-    about = "N: positions of the batch; default: 16,384"
+    add("--vocab", type=whole_number, help="V, the size of the vocabulary")
+    add("--hidden", type=whole_number, help="H, the size of the hidden states")
+    add("--dtype", choices=DTYPES, default="bf16", help="dtype of the tensors; default: bf16")
+    about = "N, positions in the batch; default: 16,384"
     add("--rows", type=whole_number, default=16384, help=about)
-    add("--frozen", action="store_true", help="the head does not train, as with LoRA on the body")
-    add("--score", action="store_true", help="no gradient: old or reference log-probabilities")
-    add("--mask", type=share, default=0.0, help="share of the positions that do not count")
-    about = "workspace_bytes; default: the library's"
+    add("--frozen", action="store_true", help="the head is frozen, as with LoRA on the body")
+    add(
+        "--score",
+        action="store_true",
+        help="no gradient, as for old or reference log-probabilities",
+    )
+    add("--mask", type=share, default=0.0, help="share of positions that do not count")
+    about = "workspace_bytes, in MiB; default: the library's"
     add("--workspace", type=whole_number, metavar="MIB", help=about)
-    about = f"on a GPU, and as a share of its memory: {', '.join(GPUS)}, or its memory in GiB"
+    about = f"on this GPU, with the share of its memory: {', '.join(GPUS)}, or a number of GiB"
     add("--gpu", type=_gpu, metavar="NAME", help=about)
 
 
 def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    """Print the table for `options`, in MiB; on a GPU also the share of its memory."""
+    """Print the table for `options`, in MiB; with a GPU, also the share of its memory."""
     sizes = options.vocab, options.hidden
     if (options.model is None) == (None in sizes) or (options.model and any(sizes)):
         parser.error("expected --model NAME, or both --vocab V and --hidden H")
@@ -190,22 +194,22 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 
 
 def whole_number(argument: str) -> int:
-    """A plausible size; argparse names the function in its errors."""
+    """Parse a plausible size; argparse shows the function's name in its errors."""
     if not 1 <= int(argument) <= MOST:
         raise argparse.ArgumentTypeError(f"expected 1 to {MOST:,}, got {argument}")
     return int(argument)
 
 
 def share(argument: str) -> float:
-    """A number of at least 0 and less than 1."""
+    """Parse a number of at least 0 and less than 1."""
     if not 0.0 <= float(argument) < 1.0:
         raise argparse.ArgumentTypeError(f"expected at least 0 and less than 1, got {argument}")
     return float(argument)
 
 
 def head_of(name: str) -> tuple[int, int]:
-    """(V, H) of one of `MODELS`, in any case and with or without the organisation before it, or of
-    a folder's or the Hub's ``config.json``."""
+    """Return (V, H) of one of `MODELS` (in any case, with or without its organization), or of a
+    ``config.json`` in a folder or on the Hub."""
     for model, sizes in MODELS.items():
         if is_called(model, name):
             return sizes
@@ -213,13 +217,13 @@ def head_of(name: str) -> tuple[int, int]:
 
 
 def is_called(model: str, name: str) -> bool:
-    """True if `name` is the name of a known model, and not a folder's."""
+    """Return True if `name` names this known model, and no folder."""
     return model.casefold() == name.rpartition("/")[2].casefold() and not Path(name).exists()
 
 
 def of_config(name: str, known: Iterable[str], read: Callable[[Any], R]) -> R:
-    """What `read` gives for the configuration of a model's text part. Code that comes with the
-    model is not run."""
+    """Return `read` of the configuration of a model's text part, without running the model's own
+    code."""
     try:
         from transformers import AutoConfig  # knows the names and the defaults of every model
 
@@ -229,14 +233,14 @@ def of_config(name: str, known: Iterable[str], read: Callable[[Any], R]) -> R:
         if not all(type(x) is int and 1 <= x <= MOST for x in sizes):
             raise ValueError(f"expected sizes of 1 to {MOST:,}, got {sizes}")
         return read(config)
-    except Exception as error:  # the checks of a config, and a model, may raise anything
+    except Exception as error:  # checks in configs and models may raise anything
         expected = f"{', '.join(known)}, or a model whose config.json can be read"
         reason = str(error).partition("\n")[0]
         raise ValueError(f"--model: expected {expected}, got {name} ({reason})") from error
 
 
 def _gpu(argument: str) -> tuple[str, float]:
-    """Name and GiB of the GPU of this name, with or without its "RTX", or with this memory."""
+    """Return (name, GiB) for a GPU's name, with or without "RTX", or for a number of GiB."""
     for name, gib in GPUS.items():
         if argument.casefold() in (name.casefold(), name.casefold().removeprefix("rtx ")):
             return name, gib

@@ -1,4 +1,4 @@
-"""What the doors to trainers and models share: another package's functions, rows, logs, batches."""
+"""Helpers shared by the trainer integrations: patching, row counts, logging, batching by prompt."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Number = Tensor | int
 
 
 class Patches:
-    """Replacements of attributes, which `restore` takes back; logged if a `package` is named."""
+    """Record of replaced attributes, undone by `restore`; logged if a `package` is named."""
 
     def __init__(self, package: str | None = None) -> None:
         self._package = package
@@ -34,9 +34,9 @@ class Patches:
     def replace(
         self, owner: Any, attribute: str, ours: Any, *, importers: Sequence[str] = ()
     ) -> None:
-        """Replace an attribute of `owner`, a module, class or object, by `ours`.
+        """Replace an attribute of `owner` (a module, class or object) with `ours`.
 
-        `importers` are modules that copy the attribute when they are imported.
+        `importers` names modules that copy the attribute when they are imported.
         """
         theirs = getattr(owner, attribute)
         if theirs is ours:
@@ -60,22 +60,22 @@ class Patches:
             if inherited and is_ours:
                 delattr(owner, attribute)
             swap(ours, theirs, owner)
-            whose = "its own again" if is_ours else "left as somebody else has made it since"
+            whose = "restored" if is_ours else "kept, since somebody else replaced it later"
             log(f"unpatched %s: %s is {whose}")
 
         self._restorations.append(restore)
         setattr(owner, attribute, ours)
         swap(theirs, ours)
-        log("patched %s: %s is that of grpo_kernels")
+        log("patched %s: %s now comes from grpo_kernels")
 
     def restore(self) -> None:
-        """Restore each attribute that is still ours; what others have put there since stays."""
+        """Restore every attribute that is still ours; leave later replacements by others."""
         while self._restorations:
             self._restorations.pop()()
 
 
 class Patch(int):
-    """1 if a package is patched, 0 if it was left alone. As a context manager it takes back."""
+    """1 if a package is patched, else 0; as a context manager, it undoes the patch at its end."""
 
     undo: Callable[[], None] | None = None
 
@@ -89,7 +89,7 @@ class Patch(int):
 
 @contextmanager
 def all_replaced(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Inside, attributes are changed: (a module, class or object, its attribute, ours) each."""
+    """Replace attributes inside the context; each change is (owner, attribute, replacement)."""
     patches = Patches()
     try:
         for change in changes:
@@ -100,13 +100,13 @@ def all_replaced(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
 
 
 def replaced(owner: Any, attribute: str, ours: Any) -> AbstractContextManager[None]:
-    """Inside, the attribute of `owner`, a module, class or object, is `ours`."""
+    """Replace one attribute of `owner` (a module, class or object) inside the context."""
     return all_replaced([(owner, attribute, ours)])
 
 
 @contextmanager
 def during(variable: ContextVar[_Value], value: _Value) -> Iterator[_Value]:
-    """Inside, a context variable has `value`."""
+    """Set a context variable to `value` inside the context."""
     token = variable.set(value)
     try:
         yield value
@@ -115,12 +115,12 @@ def during(variable: ContextVar[_Value], value: _Value) -> Iterator[_Value]:
 
 
 def parameter_names(function: Callable[..., Any]) -> tuple[str, ...]:
-    """The names of the parameters of `function`, by which it is recognised."""
+    """Return the parameter names of `function`, which identify a known release."""
     return tuple(inspect.signature(function).parameters)
 
 
 def function_of(owner: Any, name: str, parameters: Sequence[str]) -> Callable[..., Any]:
-    """The function `name` of a module or class; LookupError unless it has these parameters."""
+    """Return function `name` of a module or class; LookupError unless it has these parameters."""
     function = getattr(owner, name, None)
     if not callable(function):
         raise LookupError(f"{owner.__name__} has no function {name}")
@@ -133,13 +133,13 @@ def function_of(owner: Any, name: str, parameters: Sequence[str]) -> Callable[..
 
 
 def forward_name(module: Any) -> str:
-    """The attribute that holds a module's forward; accelerate's hook goes on running around it."""
+    """Return the attribute that holds a module's forward inside accelerate's hook, if any."""
     return "_old_forward" if hasattr(module, "_hf_hook") else "forward"
 
 
 @contextmanager
 def needed(install: str, *packages: str) -> Iterator[None]:
-    """Context for imports from `packages`; its errors say ``pip install {install}``."""
+    """Context for imports from `packages`, whose errors suggest ``pip install {install}``."""
     try:
         yield
     except ImportError as error:
@@ -156,7 +156,7 @@ def needed(install: str, *packages: str) -> Iterator[None]:
         except metadata.PackageNotFoundError:
             version = "of unknown version"
         raise ImportError(
-            f"expected a release of {package} that grpo_kernels knows, got {package} {version}, "
+            f"expected a release of {package} that grpo_kernels supports, got {package} {version}, "
             f"where an import fails ({error}): pip install --upgrade {install}",
             name=error.name,
             path=error.path,
@@ -164,7 +164,7 @@ def needed(install: str, *packages: str) -> Iterator[None]:
 
 
 class Shares:
-    """Counts and their totals, by name, summed over calls; on a device until `take` waits."""
+    """Counts and totals by name, summed over calls; only `take` synchronizes with the device."""
 
     def __init__(self) -> None:
         self.pairs: dict[str, tuple[Number, Number]] = {}  # name -> (count, total)
@@ -175,10 +175,10 @@ class Shares:
         self.pairs[name] = _sum(counted, count), _sum(all_counted, total)
 
     def add_rows(self, mask: Tensor, results: Sequence[Tensor | None]) -> None:
-        """Count a scoring of the positions where `mask` is True, unless it is without gradient.
+        """Count the rows of a scoring with gradient; `mask` marks the projected positions.
 
-        ``rows/projected``: the share of positions that went through the head's product.
-        ``rows/gradient``: the share of projected rows whose `results` get a gradient.
+        ``rows/projected``: share of positions that the head projected.
+        ``rows/gradient``: share of projected rows whose `results` get a gradient.
         """
         attached = [x for x in results if x is not None and x.requires_grad]
         if not attached:
@@ -187,10 +187,10 @@ class Shares:
         self.add("rows/projected", projected, mask.numel())
         self.add("rows/gradient", 0, projected)
 
-        # no hook on several tensors: torch's holds their nodes, which hold it
+        # not one hook for several tensors: torch's would form a reference cycle with their nodes
         def look(gradient: Tensor | None) -> None:
             nonlocal counted
-            if gradient is None:  # of a result that nothing reads, where its node made several
+            if gradient is None:  # an unread result of a node with several
                 return
             graded = (gradient != 0) & mask
             self.add("rows/gradient", (graded & ~counted).sum(), 0)
@@ -200,12 +200,12 @@ class Shares:
             x.register_hook(look)
 
     def join(self, others: Shares) -> None:
-        """Add those of `others`."""
+        """Add the counts of `others`."""
         for name, (count, total) in others.pairs.items():
             self.add(name, count, total)
 
     def take(self) -> dict[str, float]:
-        """The shares since the last call, by name; empty if nothing was counted. Begins again."""
+        """Return and reset the shares since the last call; empty if nothing was counted."""
         pairs = {name: (int(count), int(total)) for name, (count, total) in self.pairs.items()}
         self.pairs.clear()
         if not any(total for _, total in pairs.values()):
@@ -220,19 +220,19 @@ def _sum(total: Number, x: Number) -> Number:
 
 
 class LogsShares(_Trainer):
-    """In front of a trainer's class: logs its `_shares`, of this process, since the last log."""
+    """Mixin for a trainer: logs this process's `_shares` since the last log."""
 
     _shares: Shares
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log as the trainer does, with the shares."""
+        """Log as the trainer does, plus the shares."""
         if self.model.training:
             logs.update(self._shares.take())
         super().log(logs, *args, **kwargs)
 
 
 def numbered(prompts: Sequence[tuple[int, ...]]) -> list[tuple[int, int]]:
-    """(the first sample that has it, its number of tokens) of each sample's prompt."""
+    """Return for each sample's prompt (first sample with this prompt, number of tokens)."""
     first: dict[tuple[int, ...], int] = {}
     return [(first.setdefault(prompt, i), len(prompt)) for i, prompt in enumerate(prompts)]
 
@@ -247,11 +247,11 @@ def divided(
     *,
     in_trees: bool,
 ) -> list[list[int]]:
-    """Divide samples into `parts` of at most `budget` tokens, those of a prompt together.
+    """Divide samples into `parts` of at most `budget` tokens, keeping prompts together.
 
-    Prompts with live samples come first, and of these the ones with most tokens. A sample that fits
-    nowhere goes where fewest tokens are. `in_trees`: a part computes each prompt once; else its
-    rows stand side by side, and it has `size` samples. `prompts` are `numbered`.
+    Prompts with live samples come first, the longest of them first. A sample that fits nowhere goes
+    to the part with fewest tokens. With `in_trees`, a part computes each prompt once; otherwise it
+    has one row per sample, and `size` rows. `prompts` come from `numbered`.
     """
     groups: dict[tuple[int, int], list[int]] = {}
     for i, prompt in enumerate(prompts):

@@ -1,7 +1,7 @@
-"""What a bug report needs: `collect` returns the environment as a dict, `render` makes text of it.
+"""Information for bug reports: `collect` returns the environment as a dict, `render` as text.
 
-`check` compares small random calls with plain float64 formulas, which are written out here on
-purpose: they share no line with what they check. ``python -m grpo_kernels`` prints both.
+`check` compares small random calls with plain float64 formulas. These are deliberately written out
+here, so they share no code with what they check. ``python -m grpo_kernels`` prints both.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from grpo_kernels.scores import linear_divergence
 __all__ = ["collect", "render"]
 
 PACKAGES = ("triton", "trl", "transformers", "accelerate", "peft", "liger-kernel", "verl", "numpy")
-PRECISIONS = {  # of float32 products, by torch's names
+PRECISIONS = {  # precision of float32 products, by torch's names
     **dict.fromkeys(("none", "ieee"), "full"),
-    "tf32": "TF32, 10 bits of mantissa where the device has it: float32 results are not exact",
-    "bf16": "bfloat16, 7 bits of mantissa where the device has it: float32 results are not exact",
+    "tf32": "TF32, 10 bits of mantissa if the device has it: float32 results are not exact",
+    "bf16": "bfloat16, 7 bits of mantissa if the device has it: float32 results are not exact",
 }
 
 
 def collect() -> dict[str, dict[str, str]]:
-    """Return the report: section -> name -> text. Of the packages, only torch is imported."""
+    """Return the report: section -> name -> text. It imports no package but torch."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the report itself says the same
         chosen = {str(device): choose_backend("auto", device) for device in devices()}
@@ -68,8 +68,8 @@ def collect() -> dict[str, dict[str, str]]:
             "C++ library": kernels,
         },
         "defaults": {
-            "workspace": f"{least} (on a GPU as much as chunks of {LARGE_CHUNK_ROWS} rows take, "
-            f"up to {most}, as far as it is free)"
+            "workspace": f"{least} (on a GPU, enough for chunks of {LARGE_CHUNK_ROWS} rows, up to "
+            f"{most}, if it is free)"
         },
         "settings of torch": _settings(),
     }
@@ -86,7 +86,7 @@ def render(report: dict[str, dict[str, str]]) -> str:
 
 
 def devices() -> list[torch.device]:
-    """The CPU, and every CUDA or ROCm device."""
+    """Return the CPU and every CUDA or ROCm device."""
     gpus = (torch.device("cuda", index) for index in range(torch.cuda.device_count()))
     return [torch.device("cpu"), *gpus]
 
@@ -116,41 +116,41 @@ def _describe(device: torch.device) -> str:
 
 
 def _settings() -> dict[str, str]:
-    """The settings of torch, in this process, that change the results of products."""
-    # allow_tf32 and get_float32_matmul_precision raise where the newer fp32_precision was set
+    """Return torch's settings in this process that change the results of matrix products."""
+    # allow_tf32 and get_float32_matmul_precision raise if the newer fp32_precision was set
     cuda = torch.backends.cuda.matmul
-    mkldnn = cast(Any, torch.backends.mkldnn).matmul  # which its type stub lacks
+    mkldnn = cast(Any, torch.backends.mkldnn).matmul  # missing in its type stub
     lines = {}
     for device, name, module in (("cpu", "mkldnn", mkldnn), ("cuda", "cuda", cuda)):
         value = module.fp32_precision
         setting = f"torch.backends.{name}.matmul.fp32_precision: {value}"
         lines[f"float32 products, {device}"] = f"{PRECISIONS.get(value, value)} ({setting})"
     refused = cuda.allow_fp16_accumulation
-    how = "refused, since they would be summed in float16" if refused else "summed in float32"
+    how = "refused, since torch would sum in float16" if refused else "summed in float32"
     setting = f"torch.backends.cuda.matmul.allow_fp16_accumulation: {refused}"
     return {**lines, "float16 products, cuda": f"{how} ({setting})"}
 
 
-# The self-check. dtype of a result -> allowed error, over its largest element: float32 comes to
-# about 1e-6 at these sizes; with a bfloat16 head d logits are rounded, and then the gradient.
+# The self-check. dtype of a result -> allowed error relative to its largest element. float32 has
+# about 1e-6 at these sizes; a bfloat16 head rounds d logits, then the gradient.
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2**-6}
-B, T, H, V = 4, 9, 16, 9001  # V: several steps of a GPU kernel's tile, and a tail
+B, T, H, V = 4, 9, 16, 9001  # V: several tiles of a GPU kernel, and a tail
 TEMPERATURE, SCALE, CAP = 0.9, 1.5, 4.0
 
 Pairs = dict[str, tuple[Any, Any]]  # name of a result -> (ours, the float64 formula's)
 
 
 def check(devices: list[torch.device]) -> Iterator[dict[str, Any]]:
-    """Compare each backend that works with float64; yield a mapping for each call.
+    """Compare each backend that works with float64; yield a dict for each call.
 
-    Its ``error`` is that of the result nearest to its tolerance, over the result's largest element;
-    None if the call raised.
+    Its ``error`` belongs to the result closest to its tolerance, relative to that result's largest
+    element; None if the call raised.
     """
     for device in devices:
         for backend in ("torch", "cpp" if device.type == "cpu" else "triton"):
             try:
                 choose_backend(backend, device)
-            except ValueError:  # it does not work here, and the report says why
+            except ValueError:  # does not work here; the report says why
                 continue
             run = Run(backend=cast(Any, backend))
             for dtype, (name, call) in itertools.product(TOLERANCES, CALLS.items()):
@@ -167,7 +167,7 @@ def check(devices: list[torch.device]) -> Iterator[dict[str, Any]]:
 
 
 def _errors(pairs: Pairs) -> Iterator[tuple[float, float, str]]:
-    """(error over its tolerance, error, name) of each result."""
+    """Yield (error / tolerance, error, name) for each result."""
     for name, (ours, exact) in pairs.items():
         gap = (ours.detach().double().cpu() - exact.detach()).abs().max()
         error = float((gap / exact.detach().abs().max().clamp(min=1e-12)).nan_to_num(nan=math.inf))
@@ -175,7 +175,7 @@ def _errors(pairs: Pairs) -> Iterator[tuple[float, float, str]]:
 
 
 def _drawn(dtype: torch.dtype, device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
-    """Ours and in float64: hidden, weight, bias, and a teacher's hidden and weight."""
+    """Draw hidden, weight, bias, and a teacher's hidden and weight, in `dtype` and in float64."""
     draw = torch.Generator().manual_seed(0)
     shapes = (B, T, H), (V, H), (V,), (B, T, H), (V, H)
     values = [torch.randn(shape, generator=draw).div(3).to(dtype) for shape in shapes]
@@ -186,7 +186,7 @@ def _drawn(dtype: torch.dtype, device: torch.device) -> tuple[list[Tensor], list
 def _loss(
     ours: list[Tensor], exact: list[Tensor], run: Run, frozen: bool = False, **fields: Any
 ) -> Pairs:
-    """`grpo_loss`, and as published: clipped ratios, KL, the mean of each sequence, the bonus."""
+    """Compare `grpo_loss` with its formula: clipped ratios, KL, sequence means, entropy bonus."""
     config = LossConfig(loss_type="grpo", temperature=TEMPERATURE, **fields)
     ids = torch.randint(V, (B, T), generator=torch.Generator().manual_seed(1))
     mask = torch.arange(T) < torch.tensor([[T], [1], [T - 2], [T // 2]])

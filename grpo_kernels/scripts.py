@@ -1,13 +1,13 @@
-"""Scripts that train with TRL: run with our trainer in the place of theirs, and compared with it.
+"""Run a script that trains with TRL with FusedGRPOTrainer, or compare the two.
 
-`run` replaces `trl.GRPOTrainer` by `FusedGRPOTrainer`, under every name that TRL has for it, before
-the script imports it; subclasses in the script then derive from ours. Other trainers of TRL get
-`patch_trl`.
+`run` replaces `trl.GRPOTrainer` with `FusedGRPOTrainer` before the script imports it, under every
+name that TRL has for it, so subclasses in the script derive from it. For TRL's other trainers, it
+calls `patch_trl`.
 
-`compare` runs the script twice, stock and fused, each in a process of its own, for a few steps.
-The fused run generates too, for the clock, but trains on the completions of the stock run: one
-token that rounding decides differently would make every later number another. The script ends
-where its first training ends. It saves nothing and reports to no tracker.
+`compare` runs the script twice for a few steps, stock and fused, each in a separate process. The
+fused run generates too, for the timings, but trains on the completions of the stock run: a single
+token flipped by rounding would change everything after it. The script ends after its first
+training. It saves nothing and reports to no tracker.
 """
 
 from __future__ import annotations
@@ -37,30 +37,30 @@ from grpo_kernels.base.modes import random_rates
 from grpo_kernels.memory import MIB, whole_number
 
 STOCK, FUSED = "stock", "fused"
-METHODS = {  # of TRL's trainers; one may call another, whose phase then has the time
+METHODS = {  # of TRL's trainers; time in a nested call counts for the inner phase
     "generation": "_generate",
     "scoring and preparing": "_prepare_inputs",
     "forward and backward": "training_step",
 }
 PHASES = (*METHODS, "optimizer", "other")
-SAMPLERS = ("_generate_single_turn", "rollout_func")  # of TRL's trainers, that draw completions
-# clocks and schedules say nothing of the loss
+SAMPLERS = ("_generate_single_turn", "rollout_func")  # methods of TRL's trainers that sample
+# clocks and schedules are not part of the loss
 NOT_COMPARED = ("time", "per_second", "epoch", "learning_rate", "total_flos")
-RESTRICTED = {  # arguments of a trainer: a log at each step, no files, no trackers
+RESTRICTED = {  # trainer arguments: log every step, no files, no trackers
     "logging_strategy": "steps", "logging_steps": 1, "log_completions": False, "report_to": [],
     "save_strategy": "no", "load_best_model_at_end": False, "push_to_hub": False,
     "eval_on_start": False,
 }  # fmt: skip
 TOLERANCE, TOLERANCE_16_BIT = 1e-3, 5e-2
-# Differences are divided by the stock value, or by this where the value is smaller. A loss is a sum
-# of terms of size |advantage| (times |logp| for cispo and vespo) that nearly cancel, so that its
-# own size says nothing of its rounding.
+# Differences are divided by the stock value, or by this floor if the value is smaller. A loss sums
+# terms of size |advantage| (times |logp| for cispo and vespo) that nearly cancel, so its own size
+# is no measure of its rounding error.
 LOSS_FLOOR, METRIC_FLOOR = 1.0, 1e-2
-OF_PARAMETERS = 10  # times the tolerance: Adam makes whole steps of rounding in tiny gradients
+OF_PARAMETERS = 10  # x tolerance: Adam turns rounding in tiny gradients into full steps
 
 
 def use_fused_trainers() -> None:
-    """From now on, whoever imports TRL's GRPO trainer gets `FusedGRPOTrainer`."""
+    """Make later imports of TRL's GRPO trainer return `FusedGRPOTrainer`."""
     import trl
     from trl.trainer import grpo_trainer
 
@@ -72,7 +72,7 @@ def use_fused_trainers() -> None:
 
 
 def use_stock_trainers() -> None:
-    """From now on, whoever imports this library's trainers gets TRL's, which ignore our options."""
+    """Make later imports of this library's trainers return TRL's, ignoring our options."""
     import trl
 
     ours: Any = importlib.import_module("grpo_kernels.trl")
@@ -89,7 +89,7 @@ def use_stock_trainers() -> None:
 
 
 def run_script(script: Path, arguments: list[str]) -> None:
-    """Run a script as ``python script *arguments`` does."""
+    """Run a script like ``python script *arguments``."""
     sys.argv, sys.path[0] = [str(script), *arguments], str(script.resolve().parent)
     runpy.run_path(str(script), run_name="__main__")
 
@@ -101,7 +101,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    """Run the script with our trainers."""
+    """Run the script with the fused trainers."""
     use_fused_trainers()
     run_script(options.script, options.arguments)
     return 0
@@ -114,10 +114,9 @@ def _script(argument: str) -> Path:
 
 
 class Watch:
-    """The first training of this process: what it logs, seconds by phase, memory, parameters.
+    """Record the first training of this process: logs, seconds by phase, memory, parameters.
 
-    The stock run leaves its completions and its parameters in `folder`, where the fused run reads
-    them.
+    The stock run writes its completions and parameters to `folder`; the fused run reads them there.
     """
 
     def __init__(self, variant: str, folder: Path, steps: int) -> None:
@@ -145,7 +144,7 @@ class Watch:
         Trainer.__init__, Trainer.train = restricted, watched
 
     def begin(self, trainer: Any) -> bool:
-        """Put clocks around a trainer's methods; return True if noise had to be turned off."""
+        """Time a trainer's methods; return True if noise had to be turned off."""
         from transformers import TrainerCallback
 
         watch = self
@@ -163,7 +162,7 @@ class Watch:
                 watch.spent = dict.fromkeys(PHASES, 0.0)
                 control.should_training_stop |= state.global_step >= watch.steps
 
-        vars(trainer.args).update(self.restricted)  # what the script has changed since
+        vars(trainer.args).update(self.restricted)  # the script may have changed them
         for phase, name in METHODS.items():
             if hasattr(trainer, name):
                 setattr(trainer, name, partial(self.timed, phase, getattr(trainer, name)))
@@ -176,15 +175,15 @@ class Watch:
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         self.began = _now()
-        # dropout, router jitter and the like: the two runs would draw other noise, since they
-        # compute tokens in other shapes
+        # dropout, router jitter and the like: the two runs would draw different noise, since they
+        # compute tokens in different shapes
         noise = [(x, rate) for x in trainer.model.modules() for rate in random_rates(x)]
         for module, rate in noise:
             setattr(module, rate, 0.0)
         return bool(noise)
 
     def end(self, trainer: Any, had_noise: bool) -> None:
-        """Write what was watched to ``stock.json`` or ``fused.json``."""
+        """Write the recorded values to ``stock.json`` or ``fused.json``."""
         peak, args, model = _peak_mib(), trainer.args, trainer.model
         logs = [
             {name: float(x) for name, x in log.items() if isinstance(x, (int, float))}
@@ -210,7 +209,7 @@ class Watch:
         (self.folder / f"{self.variant}.json").write_text(json.dumps(result))
 
     def enter(self, phase: str) -> str:
-        """Begin a phase: the time since the last call is the one's that ends, which is returned."""
+        """Begin a phase and return the one that ends, which gets the time since the last call."""
         now, before = _now(), self.phase
         self.spent[before] += now - self.began
         self.began, self.phase = now, phase
@@ -274,7 +273,7 @@ def _parameters_apart(folder: Path, ours: dict[str, torch.Tensor]) -> dict[str, 
 
 
 def _watched_run() -> None:
-    """A run of `compare`, in a process of its own."""
+    """Do one run of `compare`, in a separate process."""
     from transformers import set_seed
 
     variant, folder, steps, script, *arguments = sys.argv[1:]
@@ -295,9 +294,9 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def compare(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    """Run the script twice and print how far apart the two are.
+    """Run the script twice and print the differences.
 
-    Returns 0 if every difference is within the tolerance, 1 if one is not, 2 if a run failed.
+    Returns 0 if all differences are within the tolerance, 1 if not, 2 if a run failed.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         parser.error("compare: expected one process, without accelerate launch or torchrun")
@@ -309,14 +308,14 @@ def compare(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int
             what = [variant, folder, str(options.steps), str(options.script), *options.arguments]
             done = subprocess.run(
                 [sys.executable, "-c", code, *what],
-                stdout=2,  # the report alone goes to our own
+                stdout=2,  # only the report goes to stdout
                 env={**os.environ, "WANDB_MODE": "disabled", "PYTHONHASHSEED": "0"},
                 check=False,
             )
             file = Path(folder, f"{variant}.json")
             if done.returncode or not file.exists():
                 ended = f"ended with status {done.returncode}"
-                print(f"compare: the {variant} run {ended}, without a training", file=sys.stderr)
+                print(f"compare: the {variant} run {ended} before training", file=sys.stderr)
                 return 2
             runs[variant] = json.loads(file.read_text())
     result = _result(runs, options.tolerance)
@@ -327,7 +326,7 @@ def compare(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int
 
 
 def _result(runs: dict[str, dict[str, Any]], tolerance: float | None) -> dict[str, Any]:
-    """Differences, seconds and memory of two runs, as --json writes them."""
+    """Return differences, seconds and memory of two runs, as written by --json."""
     stock, fused = runs[STOCK], runs[FUSED]
     if tolerance is None:
         tolerance = TOLERANCE_16_BIT if stock["is_16_bit"] else TOLERANCE
@@ -351,8 +350,7 @@ def _result(runs: dict[str, dict[str, Any]], tolerance: float | None) -> dict[st
 
 
 def difference(name: str, stock: float | None, ours: float | None) -> float:
-    """|ours - stock| / max(|stock|, floor) of a logged number; infinite if one of them is NaN, or
-    is not there."""
+    """Return |ours - stock| / max(|stock|, floor); infinite if one value is NaN or missing."""
     if stock is None or ours is None:
         return math.inf
     if stock == ours or (math.isnan(stock) and math.isnan(ours)):
@@ -363,7 +361,7 @@ def difference(name: str, stock: float | None, ours: float | None) -> float:
 
 
 def _seconds(run: dict[str, Any]) -> dict[str, float]:
-    """Mean seconds of a step by phase, without the first step if there are others."""
+    """Return mean seconds per step by phase, without the first step if there are others."""
     steps = run["seconds"][1:] or run["seconds"]
     seconds = {phase: fmean(step[phase] for step in steps) for phase in PHASES}
     return {**seconds, "whole step": sum(seconds.values())}
@@ -379,7 +377,7 @@ def _text(result: dict[str, Any]) -> str:
     peak = f"peak of the {'GPU' if stock['device'].startswith('cuda') else 'process'}, MiB"
     rows += f"{peak:<24}{stock['peak_mib']:>14,.0f}{fused['peak_mib']:>14,.0f}\n"
     if steps > 1:
-        rows += "The first step, which warms up, is left out of the seconds.\n"
+        rows += "The first step is a warm-up and not included in the seconds.\n"
     metrics = sorted(result["metrics"].items(), key=lambda x: -x[1]["difference"])
     some = [
         f"  {x['difference']:.1e}  {name}, in step {x['step']}\n"
@@ -388,21 +386,21 @@ def _text(result: dict[str, Any]) -> str:
     ]
     notes = ""
     if parameters["change"] == 0.0:
-        notes += "No parameter has changed: no group had unequal rewards, or the rate is 0.\n"
+        notes += "No parameter changed: all groups had equal rewards, or the learning rate is 0.\n"
     if stock["noise_off"]:
-        notes += "Dropout and other noise are off in both runs: they would draw other masks.\n"
+        notes += "Dropout and other noise are off in both runs, since their masks would differ.\n"
     if not any("rows/projected" in log for log in fused["logs"]):
-        notes += "Nothing of the fused run was computed by grpo_kernels.\n"
+        notes += "grpo_kernels computed nothing in the fused run.\n"
     verdict = "ALIKE: no difference exceeds" if result["ok"] else "DIFFERENT: a difference exceeds"
     return f"""\
 stock TRL: {stock["trainer"]}; grpo_kernels: {fused["trainer"]}; on {stock["device"]}
 
-{"seconds of a step":<24}{"stock TRL":>14}{"grpo_kernels":>14}{"ratio":>8}
+{"seconds per step":<24}{"stock TRL":>14}{"grpo_kernels":>14}{"ratio":>8}
 {rows}
 largest difference over {steps} steps
 {"".join(some)}  0 in {len(metrics) - len(some)} {"other " if some else ""}logged numbers
-  {parameters["relative"]:.1e}  parameters: norm of the difference over that of the change; \
-the largest difference of a number is {parameters["largest"]:.1e}, in {parameters["in"]}
+  {parameters["relative"]:.1e}  parameters: norm of the difference / norm of the change; \
+the largest difference is {parameters["largest"]:.1e}, in {parameters["in"]}
 {notes}
 {verdict} the tolerance: {result["tolerance"]:g} for logged numbers, \
 {parameters["tolerance"]:g} for parameters"""

@@ -63,7 +63,7 @@ def test_text_report_version_and_help(
             main([option])
         texts.append(capsys.readouterr().out)
     assert texts[0] == f"grpo_kernels {grpo_kernels.__version__}\n"
-    assert re.search(r"^ +memory +how much memory", texts[1], re.MULTILINE)
+    assert re.search(r"^ +memory +compute how much memory", texts[1], re.MULTILINE)
 
 
 def test_a_reader_that_has_enough_gets_no_traceback() -> None:

@@ -116,7 +116,9 @@ def test_texts_are_counted_by_a_tokenizer(
     lengths = estimated(capsys, "--tokenizer", tmp_path, "--samples", samples)["lengths"]
     assert (lengths["prompt"], lengths["completion"]) == (3, 2)
     said = refused(capsys, "--samples", samples)
-    assert "line 1: prompt: expected a number of tokens, a list of ids, or with --token" in said
+    assert (
+        "line 1: prompt: expected a number of tokens, a list of ids, or text with --token" in said
+    )
 
 
 def test_a_log_and_the_samples_of_a_run_say_the_same_and_what_it_computed(
@@ -221,15 +223,15 @@ LENGTHS, ROW = "--prompt 256 --completion 512", {"prompt": 1, "completion": 1}
     ("arguments", "rows", "message"),
     [
         ("--prompt 256", [], "one of the arguments --completion --samples --log is required"),
-        ("--completion 512", [], "--prompt: expected lengths of prompts, too"),
+        ("--completion 512", [], "--prompt is required with --completion and --log"),
         ("--completion 512,x", [], "--completion: invalid mean_and_variation value: '512,x'"),
         ("--completion 0", [], "expected a mean of at least 1"),
-        (f"{LENGTHS} --batch 6", [], "expected a multiple of --group"),
+        (f"{LENGTHS} --batch 6", [], "expected a multiple or a divisor of --group"),
         (f"{LENGTHS} --model /nowhere", [], "--model: expected Qwen3-0.6B, Qwen3-8B, or a model"),
         ("--samples /nowhere", [], "/nowhere"),
         ("--samples FILE", [ROW] * 7, "expected at least 8 completions, got 7"),
         ("--samples FILE", [{"prompt": 1}] * 8, "line 1: completion: expected a number of tokens"),
-        ("--samples FILE", [ROW | {"completion": 0}] * 8, "or with --tokenizer a text, got '0'"),
+        ("--samples FILE", [ROW | {"completion": 0}] * 8, "or text with --tokenizer, got '0'"),
         ("--samples FILE", [ROW | {"reward": 1}, *[ROW] * 7], "a reward in every line or in none"),
         ("--prompt 9 --log FILE", [], "expected JSON, got ''"),
         ("--prompt 9 --log FILE", [{}], "--log: expected a trainer_state.json that has"),

@@ -1,16 +1,16 @@
-"""verl's FSDP engines: what they tell our forward about a micro-batch.
+"""verl's FSDP engines: pass information about a micro-batch to the model's forward.
 
-verl's engine has the whole micro-batch and the loss at hand when it calls the model, but hands on
-ids and positions alone. So `prepare_model_inputs` gets one argument more for a model with our
-forward (`forward`): the rows that count, with the gradient to expect there (`rows`), the layout of
-the trunk, and the teacher of a distillation, for which the engine reads the loss of each token from
-the field ``fused_linear_aux`` of the output.
+verl's engine has the whole micro-batch and the loss when it calls the model, but passes on only ids
+and positions. So, for a model with the forward from `forward`, `prepare_model_inputs` adds an
+argument: the rows that count, with the gradient to expect there (`rows`), the layout of the trunk,
+and in distillation the teacher. The engine then reads each token's loss from the field
+``fused_linear_aux`` of the output.
 
-verl scatters the responses of a prompt over micro-batches. Where a tree is exact for the model, and
-the loss is the same sum however sequences are divided, they are brought together (`MiniBatch`).
-With ``zero_advantage=score`` sequences without gradient get micro-batches of their own, which run
-under ``no_grad``; the loss itself confirms each, or it runs again with a graph. FSDP's collectives
-go in step, so all ranks run equally many of both kinds.
+verl scatters the responses to a prompt over micro-batches. If a tree is exact for the model, and
+the loss is the same sum however sequences are grouped, `MiniBatch` brings them together. With
+``zero_advantage=score``, sequences without gradient get separate micro-batches, which run under
+``no_grad``; the loss itself confirms that, or the micro-batch runs again with a graph. FSDP's
+collectives must stay in step, so all ranks run the same number of both kinds.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ from grpo_kernels.verl.rows import (
 )
 
 BACKEND = "grpo_kernels"
-ARGUMENT = "grpo_kernels_task"  # argument of our forward
-MARK = "_verl_fused_kernels_backend"  # verl's own mark of a model whose forward it has replaced
-DEAD = "grpo_kernels_dead"  # flag of a micro-batch: it has no gradient
+ARGUMENT = "grpo_kernels_task"  # argument of the forward
+MARK = "_verl_fused_kernels_backend"  # verl's mark on a model whose forward it has replaced
+DEAD = "grpo_kernels_dead"  # flag of a micro-batch without gradient
 OPTIONS = "actor_rollout_ref.model.fused_kernel_options"
-# what they take; the first value is the default
+# their values; the first is the default
 VALUES = {
     "zero_advantage": ("train", "score"),
     "layout": choices(BatchLayout),
@@ -66,11 +66,11 @@ _BY_SIZE = ("num_batches_divided_by", "same_micro_num_in_dp", "min_num_micro_bat
 DIVIDE = ("data", "dp_group", *_BY_SIZE, "use_dynamic_bsz_balance")
 OF_STEP = ("loss_function", "forward_only")
 
-Changes = Iterator[tuple[Any, str, Any]]  # object, attribute, our replacement
+Changes = Iterator[tuple[Any, str, Any]]  # (object, attribute, replacement)
 
 
 def class_of(module: ModuleType, name: str) -> Any:
-    """The class `name` of one of verl's modules."""
+    """Return class `name` of one of verl's modules."""
     found = getattr(module, name, None)
     if found is None:
         raise LookupError(f"{module.__name__} has no {name}")
@@ -78,7 +78,7 @@ def class_of(module: ModuleType, name: str) -> Any:
 
 
 def options_of(given: Mapping[Any, Any]) -> dict[str, Any]:
-    """The options in verl's ``fused_kernel_options``, each with its value."""
+    """Return all options in verl's ``fused_kernel_options``, with defaults filled in."""
     unknown = set(given) - {"impl_backend", *VALUES}
     if unknown:
         raise ValueError(
@@ -96,18 +96,18 @@ def options_of(given: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 class HeadTask:
-    """Request of a micro-batch to the head. No dataclass: FSDP rounds the tensors of one."""
+    """What a micro-batch needs from the head. No dataclass: FSDP rounds tensors in dataclasses."""
 
-    rows: KnownRows | None = None  # those of the call, as its labels lie; None: all count
+    rows: KnownRows | None = None  # rows of the call, shaped like its labels; None: all count
     layout: BatchLayout = "padded"  # of the trunk
-    # of a distillation: ids and log-probabilities (1, N, K) for the packed tokens of this rank
+    # in distillation: ids and log-probabilities (1, N, K) for the packed tokens of this rank
     teacher: tuple[Tensor, Tensor] | None = None
     log_prob_min_clamp: float | None = None  # as in `topk_divergence`
-    only_teacher: bool = False  # log-probabilities and entropies are not wanted
+    only_teacher: bool = False  # True: no log-probabilities or entropies are needed
 
 
 class MiniBatch:
-    """The mini-batch in hand, and how its sequences are divided into micro-batches."""
+    """The current mini-batch, and the division of its sequences into micro-batches."""
 
     def __init__(
         self, engine: Any, data: Any, loss_function: Any, device: Any, *, forward_only: bool
@@ -116,22 +116,22 @@ class MiniBatch:
         from grpo_kernels.body.trunk import trunk_of
 
         options = options_of(engine.model_config.fused_kernel_options)
-        # verl's loss function; None: log-probabilities go back to the caller
+        # verl's loss function; None: log-probabilities are returned to the caller
         self.loss_function, self.device = loss_function, device
         self.group, self.layout = engine.get_data_parallel_group(), options["layout"]
         if engine.use_ulysses_sp and self.layout != "padded":
             warn_once(
-                f"{OPTIONS}.layout={self.layout}: Ulysses divides sequences over ranks, so they "
-                "run as given; results are the same"
+                f"{OPTIONS}.layout={self.layout}: Ulysses divides sequences over ranks, so the "
+                "layout is 'padded'; results are the same"
             )
             self.layout = "padded"
         self.live: list[bool] | None = None  # sequences that may have a gradient; None: all
         if options["zero_advantage"] == "score" and not forward_only:
             self.live = _live_sequences(data, loss_function)
-        # True if those of a prompt come together, on each rank where a tree is exact for the model
+        # True to bring prompts together, on each rank where a tree is exact for the model
         self.moves = self.layout == "tree" and _may_move(data, loss_function)
         self.fits = self.moves and fits_trees(trunk_of(engine.module)) is True
-        # the sequences of each of our micro-batches, and what the model gave; none: they are verl's
+        # sequences of each of our micro-batches, and the model's outputs; empty: verl's are used
         self.parts: list[list[int]] = []
         self.outputs: list[dict[str, Tensor]] = []
         self.theirs: list[tuple[Any, list[int]]] = []  # verl's micro-batches, and their sequences
@@ -139,10 +139,10 @@ class MiniBatch:
     def divided(
         self, divide: Callable[[Any], Any], data: Any
     ) -> tuple[list[Any], list[list[int]] | None]:
-        """Our micro-batches of `data` and their sequences; `divide` makes verl's, of which as many.
+        """Return our micro-batches of `data` and their sequences; as many as verl's `divide` makes.
 
-        Those without gradient come first, and are flagged: verl synchronises gradients in the last
-        one, so one with a graph is left to the end.
+        Micro-batches without gradient come first, with a flag. verl synchronizes gradients in the
+        last one, so that one always has a graph.
         """
         tensordict_utils = importlib.import_module("verl.utils.tensordict_utils")
         select = tensordict_utils.index_select_tensor_dict
@@ -163,7 +163,7 @@ class MiniBatch:
                 return self._by_prompt(rows, verls, prompts, budget)
 
             if self.live is not None and not any(self._most(n_dead == 0, n_dead == count)):
-                # on all ranks: one has too few for another's micro-batches
+                # ValueError on all ranks: one has too few sequences
                 with suppress(ValueError):
                     dead, others = of_kind(order[:n_dead]), of_kind(order[n_dead:])
                     parts, without = dead + others, len(dead)
@@ -181,15 +181,15 @@ class MiniBatch:
         return micro_batches, parts
 
     def _most(self, *counts: int) -> list[int]:
-        """The largest of each that a rank has."""
+        """Return the maximum of each count over ranks."""
         return most_of_ranks([self.group], [int(x) for x in counts])
 
     def _by_prompt(
         self, rows: list[int], verls: list[list[int]], prompts: Prompts | None, budget: int
     ) -> list[list[int]]:
-        """The sequences `rows`, those of a prompt together, in micro-batches of `budget` tokens.
+        """Divide sequences `rows` into micro-batches of `budget` tokens, keeping prompts together.
 
-        As many as the rank needs that needs most, of which `verls` are no fewer.
+        All ranks get as many as the rank with the highest need, at most as many as `verls`.
         """
         if not self.moves:
             return verls
@@ -212,10 +212,10 @@ class MiniBatch:
                 largest = max(parts, key=lambda x: (len(x) > 1, prompts.tokens(x)))
                 part += largest[len(largest) // 2 :]
                 del largest[len(largest) // 2 :]
-        return sorted(parts, key=lambda part: -prompts.tokens(part))  # none waits long for another
+        return sorted(parts, key=lambda part: -prompts.tokens(part))  # no long waits between ranks
 
     def as_verls(self) -> Iterator[dict[str, Any]]:
-        """What verl's micro-batches would have given, from the outputs of ours."""
+        """Yield the results of verl's micro-batches, from the outputs of ours."""
         found: dict[int, dict[str, Tensor]] = {}
         for part, output in zip(self.parts, self.outputs, strict=True):
             nested: Any = next(iter(output.values()))
@@ -233,13 +233,13 @@ class MiniBatch:
 
 
 class Prompts:
-    """Of each sequence the prompt, (its name, its tokens), and the tokens of the response."""
+    """Prompts of sequences, (name, number of tokens) each, and lengths of responses."""
 
     def __init__(self, of: Sequence[tuple[Any, int]], lengths: Sequence[int]) -> None:
         self.of, self.lengths = of, lengths
 
     def tokens(self, part: Sequence[int]) -> int:
-        """Tokens of the sequences `part`, prompts counted once."""
+        """Return the number of tokens of sequences `part`, counting each prompt once."""
         return sum(self.lengths[i] for i in part) + sum(n for _, n in {self.of[i] for i in part})
 
 
@@ -308,11 +308,11 @@ def changes(module: ModuleType) -> Changes:
 
     @functools.wraps(join)
     def postprocess_batch_func(output_lst: Any, indices: Any, data: Any) -> Any:
-        """verl's results: of its micro-batches, whatever ours were."""
+        """Return results for verl's own micro-batches."""
         mini_batch = _mini_batch.get()
         if mini_batch is None or not mini_batch.parts:
             return join(output_lst, indices, data)
-        names = output_lst[0].keys()  # without model_output, where nobody reads it
+        names = output_lst[0].keys()  # no model_output if nobody reads it
         outputs = [{name: x[name] for name in names} for x in mini_batch.as_verls()]
         return join(outputs, [part for _, part in mini_batch.theirs], data)
 
@@ -324,7 +324,7 @@ def changes(module: ModuleType) -> Changes:
 
 
 def _task(engine: Any, micro_batch: Any, mini_batch: MiniBatch) -> HeadTask:
-    """The rows that count in the micro-batch, and its teacher, as verl lays them out."""
+    """Return the rows that count in the micro-batch, and its teacher, in verl's layout."""
     loss_function, task = mini_batch.loss_function, HeadTask()
     ulysses = engine.use_ulysses_sp and importlib.import_module("verl.utils.ulysses")
     is_packed = flag(micro_batch, "use_remove_padding", default=True)
@@ -368,7 +368,7 @@ def _task(engine: Any, micro_batch: Any, mini_batch: MiniBatch) -> HeadTask:
 
 
 def _may_move(data: Any, loss_function: Any) -> bool:
-    """True if no result depends on which sequences share a micro-batch, as far as is known."""
+    """Return True if results are known not to depend on the grouping of sequences."""
     if not {"prompts", "responses"} <= set(data.keys()) or flag(data, "force_group_size", 1) != 1:
         return False
     config = actor_config(loss_function)
@@ -376,7 +376,7 @@ def _may_move(data: Any, loss_function: Any) -> bool:
 
 
 def _live_sequences(data: Any, loss_function: Any) -> list[bool]:
-    """Whether the sequences of `data` may have a gradient."""
+    """Return for each sequence of `data` whether it may have a gradient."""
     config = actor_config(loss_function)
     reason = _reason_to_train(data, config)
     if reason is not None:
@@ -405,7 +405,7 @@ def _reason_to_train(data: Any, config: Any) -> str | None:
 
 
 def _scored(step: Callable[[Any], Any], loss_function: Any, group: Any) -> tuple[Any, Any]:
-    """Run `step`, of a loss function, without a graph; again with one if there is a gradient."""
+    """Run `step` without a graph; if its loss has a gradient after all, again with one."""
     has_gradient = False
 
     def confirmed(model_output: Any, data: Any, dp_group: Any = None) -> tuple[Tensor, Any]:
@@ -419,9 +419,8 @@ def _scored(step: Callable[[Any], Any], loss_function: Any, group: Any) -> tuple
         loss, output = step(confirmed)
     if most_of_ranks([group], [int(has_gradient)])[0]:
         warnings.warn(
-            f"{OPTIONS}.zero_advantage: expected no gradient where all advantages are 0, got one: "
-            "those sequences run twice, since the loss has a term that is not known here; set it "
-            "to 'train'",
+            f"{OPTIONS}.zero_advantage: expected no gradient where all advantages are 0, got one. "
+            "The loss has an unknown term, so these sequences run twice; set the option to 'train'",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -1,16 +1,16 @@
-"""verl's trainers: who scores the old policy, and which rank gets which sequences.
+"""verl's trainers: skip the scoring of the old policy, and bring prompts to one rank.
 
-verl scores a batch with the policy before it trains on it, for the ratio in its loss and for what
-it logs. If the batch is one optimizer step, the forward of that step finds the same
-log-probabilities. Then `_compute_old_log_prob` asks the workers to defer: they answer with NaN, and
-run nothing. In `_update_actor` the loss takes its own log-probabilities, detached, as the old ones,
-and the workers keep them, with the entropies. verl's scoring is called again afterwards, collects
-what they kept, and logs it. What is asked stands in the batch (`REQUEST`). A worker that does not
-know it, or cannot defer, scores as ever: no NaN tells the trainer so.
+verl scores a batch with the policy before it trains on it, for the ratio in its loss and for its
+logs. If the batch is a single optimizer step, that step's forward computes the same
+log-probabilities. Then `_compute_old_log_prob` asks the workers to defer: they run nothing and
+answer with NaN. In `_update_actor` the loss uses its own detached log-probabilities as the old
+ones, and the workers keep them along with the entropies. Afterwards verl's scoring is called again,
+collects what was kept, and logs it. The request is stored in the batch (`REQUEST`). A worker that
+does not know it, or cannot defer, scores as usual; the trainer sees that from the missing NaN.
 
-verl divides a batch over ranks so that each has as many tokens, whichever prompts they belong to.
-After it, sequences are exchanged between ranks, within each of the actor's mini-batches, so that a
-tree computes the prompt of several responses once.
+verl divides a batch over ranks by number of tokens, whatever prompts they belong to. Afterwards,
+sequences are exchanged between ranks within each of the actor's mini-batches, so that a tree
+computes the prompt of several responses once.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from grpo_kernels.verl.rows import actor_config, by_sequence, flag, joined, may_
 
 REQUEST = "grpo_kernels_old_logprobs"
 DEFER, UPDATE, COLLECT = "defer", "update", "collect"  # a batch's requests, in this order
-ROW = "grpo_kernels_row"  # field of a micro-batch: which sequences of the worker's batch it has
-# Attributes: of a worker, its scores by sequence, None until they are there (or for all, if it does
-# not defer); of a trainer, True from a batch's first request to its last.
+ROW = "grpo_kernels_row"  # field of a micro-batch: its sequences' indices in the worker's batch
+# Attributes. Worker: scores by sequence, each None until computed (all None if it does not defer).
+# Trainer: True from a batch's first request to its last.
 KEPT, DEFERRED = "_grpo_kernels_kept", "_grpo_kernels_deferred"
 
 SCORES = ("log_probs", "entropy")  # what verl's scoring returns
@@ -44,10 +44,10 @@ BALANCE = ("self", "batch", "metrics", "logging_prefix", "keep_minibatch")
 
 
 class FirstPass:
-    """verl's ``ppo_loss`` for a batch's only step; looks like the ``functools.partial`` it is of.
+    """verl's ``ppo_loss`` for a batch's only step, with the attributes of the original partial.
 
-    `kept` gets the log-probabilities and entropies of each sequence. `entropy`: whether the loss
-    gets entropies.
+    It stores each sequence's log-probabilities and entropies in `kept`. `entropy`: True if the loss
+    reads entropies.
     """
 
     def __init__(self, loss: Any, kept: list[Any], *, entropy: bool) -> None:
@@ -57,7 +57,7 @@ class FirstPass:
     def __call__(self, model_output: Any, data: Any, dp_group: Any = None) -> Any:
         padding = importlib.import_module("verl.workers.utils.padding")
         rows = data.get(ROW, None)
-        if rows is not None:  # else it is a part of a micro-batch, asked for a derivative
+        if rows is not None:  # None: a part of a micro-batch, evaluated for its derivative
             output = {name: model_output[name].detach() for name in SCORES}
             found = by_sequence(output, data["input_ids"].offsets())
             for row, scores in zip(rows.tolist(), found, strict=True):
@@ -76,11 +76,11 @@ def worker_changes(module: ModuleType) -> Changes:
     train = function_of(worker, "train_batch", ("self", "data"))
     tensordict_utils = importlib.import_module("verl.utils.tensordict_utils")
 
-    def request_of(data: Any) -> Any:  # which may be a reference to a batch
+    def request_of(data: Any) -> Any:  # data may be a reference to a batch
         return flag(data, REQUEST, None) if isinstance(data, module.TensorDict) else None
 
     def answer(self: Any, kept: list[Any]) -> Any:
-        """What verl's scoring returns."""
+        """Return kept scores in the form of verl's scoring."""
         if not self.engine.is_mp_src_rank_with_outputs():
             return None
         metrics = {"metrics": {"mfu": 0.0}}  # no operations
@@ -117,7 +117,7 @@ def worker_changes(module: ModuleType) -> Changes:
             )
         loss = FirstPass(self.loss_fn, kept, entropy=bool(flag(data, "calculate_entropy")))
         data[ROW] = torch.arange(len(data))
-        data[OLD] = torch.zeros_like(data[OLD])  # in place of NaN, also where nothing is computed
+        data[OLD] = torch.zeros_like(data[OLD])  # replaces NaN, also where nothing is computed
         tensordict_utils.assign_non_tensor(data, calculate_entropy=True)
         with replaced(self, "loss_fn", loss):
             return train(self, data)
@@ -127,7 +127,7 @@ def worker_changes(module: ModuleType) -> Changes:
 
 
 def _reason_of_worker(worker: Any) -> str | None:
-    """Why a worker cannot leave the scoring to its update."""
+    """Say why a worker cannot leave scoring to its update; None if it can."""
     model = getattr(worker.engine, "module", None)
     if getattr(model, MARK, None) != BACKEND:
         return "another engine than FSDP's"
@@ -191,11 +191,11 @@ def v1_changes(module: ModuleType) -> Changes:
 
 def _scoring_changes(
     trainer: Any,
-    own: Sequence[str],  # methods that have to be verl's, besides those that are replaced
-    more: Sequence[str],  # parameters of those, besides the batch
-    info: str,  # attribute of a batch, what the workers get with it
-    is_deferred: Callable[..., bool],  # of what verl's scoring returns, and the metrics
-    log: Callable[..., None],  # what verl logs of its scoring
+    own: Sequence[str],  # methods that must be verl's, besides the replaced ones
+    more: Sequence[str],  # parameters of the replaced methods, besides the batch
+    info: str,  # attribute of a batch that is sent to the workers with it
+    is_deferred: Callable[..., bool],  # (result of verl's scoring, metrics) -> True if deferred
+    log: Callable[..., None],  # logs what verl logs after scoring
 ) -> Changes:
     parameters = ("self", "batch", *more)
     score = function_of(trainer, "_compute_old_log_prob", parameters)
@@ -204,7 +204,7 @@ def _scoring_changes(
 
     @contextmanager
     def asked(batch: Any, request: str) -> Iterator[None]:
-        """Inside, the workers that get `batch` find the `request`."""
+        """Send the `request` to workers that get `batch` inside the context."""
         getattr(batch, info)[REQUEST] = request
         try:
             yield
@@ -240,7 +240,7 @@ def _scoring_changes(
 
 
 def _rollout_metrics(trainer: Any, batch: Any) -> dict[str, Any]:
-    """What verl logs of a `batch` under rollout_corr/."""
+    """Return what verl logs for a `batch` under rollout_corr/."""
     config = trainer.config.algorithm.get("rollout_correction", None)
     if config is None:
         return {}
@@ -251,7 +251,7 @@ def _rollout_metrics(trainer: Any, batch: Any) -> dict[str, Any]:
 
 
 def _options(trainer: Any) -> dict[str, Any] | None:
-    """The options of our head; None if the actor has another one."""
+    """Return the options of this library's head; None if the actor uses another head."""
     model = trainer.config.actor_rollout_ref.model
     given = model.get("fused_kernel_options", None) or {}
     if not model.get("use_fused_kernels", False) or given.get("impl_backend") != BACKEND:
@@ -264,7 +264,7 @@ def _distils(config: Any) -> bool:
 
 
 def _can_defer(trainer: Any, cls: type, own: Sequence[str], size: int) -> bool:
-    """True if the update may score the `size` sequences of a batch; say it if not."""
+    """Return True if the update may score the batch of `size` sequences; print why not."""
     options, config = _options(trainer), trainer.config
     if options is None or options["old_logprobs"] == "score":
         return False
@@ -274,7 +274,7 @@ def _can_defer(trainer: Any, cls: type, own: Sequence[str], size: int) -> bool:
     others = [name for name in own if getattr(type(trainer), name) is not getattr(cls, name)]
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
     step = actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n
-    # what reads the old log-probabilities before the update, or in more steps than one
+    # cases that read old log-probabilities before the update, or in more than one step
     reasons = {
         f"{type(trainer).__name__}.{', '.join(others)}": others,
         f"a batch is not one step of {step} sequences": size != step,
@@ -296,7 +296,7 @@ def _can_defer(trainer: Any, cls: type, own: Sequence[str], size: int) -> bool:
 
 
 @functools.cache
-def _say(reason: str) -> None:  # once, where verl says such things
+def _say(reason: str) -> None:  # once, to stdout like verl
     print(f"{BACKEND}: verl scores the old policy before each update ({reason})")
 
 
@@ -314,7 +314,7 @@ def _balance_changes(module: ModuleType, trainer: Any) -> Changes:
         keep_minibatch: bool = False,
     ) -> Any:
         found = theirs(self, batch, metrics, logging_prefix, keep_minibatch)
-        balanced = batch if found is None else found  # the older trainer's is changed in place
+        balanced = batch if found is None else found  # the older trainer changes it in place
         if not _shares_prompts(self):
             return found
         group = self.actor_rollout_wg
@@ -345,30 +345,29 @@ def _balance_changes(module: ModuleType, trainer: Any) -> Changes:
 
 
 def _shares_prompts(trainer: Any) -> bool:
-    """True if the actor computes prompts once, and each step is a sum however ranks divide it."""
+    """Return True if the actor computes prompts once, and ranks may exchange sequences."""
     options, config = _options(trainer), trainer.config
     actor = config.actor_rollout_ref.actor
     if options is None or options["layout"] != "tree" or actor.strategy != "fsdp2":
         return False
     divides = actor.get("ulysses_sequence_parallel_size", 1) > 1
-    # a critic's mini-batches may be others
+    # a critic may use different mini-batches
     if actor.shuffle or _distils(config) or divides or getattr(trainer, "use_critic", False):
         return False
     return may_move(actor)
 
 
 def _exchanged(prompts: Prompts, ranks: int, step: int) -> list[list[int]]:
-    """The sequences of each rank, those of a prompt together, within steps of `step` sequences.
+    """Return each rank's sequences, with prompts kept together within steps of `step` sequences.
 
-    Sequences of the first rank are first, and each rank has its part of the first step first. Few
-    groups can make ranks uneven: if the one that computes most would get more than before, verl's
-    order stays.
+    Each rank's list begins with its part of the first step. With few groups, ranks can become
+    uneven: verl's order is kept if the exchange would give the busiest rank more tokens.
     """
     own, size = len(prompts.of) // ranks, step // ranks
     verls = [[*range(k * own, (k + 1) * own)] for k in range(ranks)]
 
     def slowest(parts: list[list[int]]) -> int:
-        """Tokens of the rank that has most, over all steps."""
+        """Return the tokens of the busiest rank, summed over steps."""
         steps = ([part[i : i + size] for part in parts] for i in range(0, own, size))
         return sum(max(map(prompts.tokens, step)) for step in steps)
 
@@ -383,7 +382,7 @@ def _exchanged(prompts: Prompts, ranks: int, step: int) -> list[list[int]]:
             while left:
                 room = [start + size - len(part) for part in found]
                 fits = [k for k in range(ranks) if room[k] >= len(left)]
-                # whole where fewest tokens are, else as many as there is room for
+                # whole to the rank with fewest tokens, else as many as fit
                 k = min(fits, key=used.__getitem__) if fits else room.index(max(room))
                 found[k] += left[: room[k]]
                 used[k] += prompts.tokens(left[: room[k]])

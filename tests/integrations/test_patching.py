@@ -57,10 +57,10 @@ def test_what_others_replace_in_between_stays_theirs_and_the_log_says_so(
     assert owner.f is print
     assert "f" not in vars(child)
     assert caplog.messages == [
-        "patched someone's package: owner.f is that of grpo_kernels",
-        "patched someone's package: somewhere.Child.f is that of grpo_kernels",
-        "unpatched someone's package: somewhere.Child.f is its own again",
-        "unpatched someone's package: owner.f is left as somebody else has made it since",
+        "patched someone's package: owner.f now comes from grpo_kernels",
+        "patched someone's package: somewhere.Child.f now comes from grpo_kernels",
+        "unpatched someone's package: somewhere.Child.f is restored",
+        "unpatched someone's package: owner.f is kept, since somebody else replaced it later",
     ]
     patches.replace(parent, "f", ours)
     patches.replace(child, "f", ours)  # it has inherited ours
@@ -178,7 +178,7 @@ def test_a_release_without_what_is_imported_is_named_with_its_version(
         (tmp_path / folder / file).write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     expected = (
-        r"^expected a release of old_trainer that grpo_kernels knows, got old_trainer 0\.9, "
+        r"^expected a release of old_trainer that grpo_kernels supports, got old_trainer 0\.9, "
         r".*--upgrade 'x\[y\]'$"
     )
     with pytest.raises(ImportError, match=expected), needed("'x[y]'", "old_trainer"):
