@@ -38,7 +38,7 @@ FEW_ELEMENTS = 2**12  # one block, for any share of the chunk
 LEAST_BLOCK_ROWS = 3
 ROUNDED_ROWS = 16  # rows at a time, where logits are rounded
 TERM_ROWS = 16  # temporaries of the size of a block while a divergence's terms are computed
-LOWEST = -1e4  # its exponential is 0 in every dtype, and 0 * LOWEST is 0, which 0 * -inf is not
+LOWEST = -1e4  # exp(LOWEST) is 0 in every dtype, and so is 0 * LOWEST, unlike 0 * -inf
 
 
 def refusal(device: torch.device, dtype: torch.dtype, *, asked_for: bool) -> None:

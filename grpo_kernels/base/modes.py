@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 # Parts of names of attributes that make a forward random; 0.0 if nothing is drawn.
 _RANDOM = ("drop", "jitter", "noise")
 _SWITCHES = (bool, int, float, str)  # attributes of modules that may change what they compute
-_COUNTERS = ("_", "ds_", "applied_")  # of DeepSpeed's counters, which do not matter
+_COUNTERS = ("_", "ds_", "applied_")  # prefixes to skip, such as DeepSpeed's counters
 
 
 def random_rates(module: nn.Module) -> list[str]:

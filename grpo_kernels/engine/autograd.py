@@ -222,7 +222,7 @@ def second_pass(
     """
     indices, coefficients = _nonzero(coefficients)
     job = job.at(indices)
-    if coefficients.d_divergence is None:  # then the gradient has no part of the reference's
+    if coefficients.d_divergence is None:  # then the reference has no part in it
         job, reference = replace(job, reference_dtype=None), None
     stats, coefficients = take((stats, coefficients), indices)
     if job.order == "slices":

@@ -51,7 +51,7 @@ class Products:
         vocab, width = weight.shape
         most = max(1, slice_bytes // (width * copied)) if copied else vocab
         self._slice_rows = min(vocab, most)
-        self.slice_bytes = self._slice_rows * width * copied  # 0: the weight is an operand as it is
+        self.slice_bytes = self._slice_rows * width * copied  # 0: the weight needs no copy
 
     @property
     def gradient_dtype(self) -> torch.dtype:

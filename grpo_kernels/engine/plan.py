@@ -74,7 +74,7 @@ Gather = Callable[[], AbstractContextManager[Any]]
 # and frozen precedes one_pass since it needs no coefficients
 ENGINES: dict[str, tuple[Literal["never", "now", "later"], Literal["rows", "slices"]]] = {
     "score": ("never", "rows"),
-    # for the coefficient 1; each row is scaled by its own once that is known
+    # for the coefficient 1; each row is scaled once its own coefficient is known
     "frozen": ("now", "rows"),
     "one_pass": ("now", "rows"),
     "two_pass": ("later", "rows"),

@@ -246,7 +246,7 @@ def sweep(
                 at, m = _part(index, part), part.stop - part.start
                 out = logits[:m], None if reference_logits is None else reference_logits[:m]
                 chunk, chunk_rows = projection.project(operands, part, rows, at, out)
-                # not before the first product is under way
+                # allocated only once the first product is under way
                 if sums is not None and d_logits is None:
                     d_logits = projection.new_d_logits(max(group.rows for group in groups))
                 # in place of the logits, or with a scale, a group is one chunk (`_costs`)
@@ -473,7 +473,7 @@ class _Sums:
         self._fp16_scale: Tensor | None = None
 
     def _allocate(self) -> None:
-        # not before the first group's d logits are under way
+        # called only once the first group's d logits are under way
         new, dtype, needs = self._head.hidden, self._job.accumulator, self._needs
         # the first group's product writes the matrices; without a group they are 0
         new_matrix = new.new_empty if len(self._job.rows) > 0 else new.new_zeros

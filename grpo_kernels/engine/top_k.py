@@ -254,8 +254,7 @@ class TopKTeacher(TopK):
         self._write(backend, chunk, stats, total, None, d_z, out)
 
     def _clamped(self, logp: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        # both log-probabilities, clamped except at padding; and q, 0 where the student's was
-        # clamped
+        # both log-probabilities, clamped except at padding; and q, 0 where the student's is clamped
         least, logq = self.log_prob_min_clamp, self.logps
         if least is None:
             return logp, logq, logq.exp()
@@ -300,8 +299,7 @@ def _with_rest(logp: Tensor, logq: Tensor, least: float, reversed_: bool) -> tup
 
 
 def _rest(logps: Tensor) -> Tensor:
-    # 1 - sum exp(logps) of each row: the largest is subtracted first, by expm1, without
-    # cancellation
+    # 1 - sum exp(logps) of each row: expm1 subtracts the largest first, without cancellation
     most, at = logps.max(dim=1, keepdim=True)
     others = logps.exp().scatter(1, at, 0.0).sum(dim=1)
     return -torch.expm1(most[:, 0]) - others

@@ -202,7 +202,7 @@ def free_memory(
         budgets = [workspace_bytes]
     else:
         large = large_workspace(weight, needs, heads=len(weights))
-        # the workspaces up to the first that is as large
+        # the workspaces up to the first that is large enough
         budgets = [x for x in device.workspaces if x < large]
         budgets.append(device.workspaces[len(budgets)])
     free = device.free(weight.device)

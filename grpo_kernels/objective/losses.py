@@ -207,7 +207,7 @@ def loss_type_of(config: Config) -> LossType:
 def token_weights(
     config: Config,
     layout: Layout,
-    num_items_in_batch: float | Tensor | None,  # a number or tensor (); below 1 it is 1
+    num_items_in_batch: float | Tensor | None,  # a number or tensor (); below 1 counts as 1
     dtype: torch.dtype,
 ) -> Tensor:
     """Return each counted token's weight (n,) by the normalizer."""

@@ -158,7 +158,7 @@ class PolicyObjective:
         old, sampled = tokens.old_per_token_logps, tokens.sampling_per_token_logps is not None
         self.on_policy = old is None
         self.lacks_ratio = config.corrects_sampling and tokens.importance_sampling_ratio is None
-        if self.lacks_ratio and old is not None:  # old and sampling logps are enough for it
+        if self.lacks_ratio and old is not None:  # old and sampling logps determine it
             tokens, self.lacks_ratio = _with_sampling_ratio(config, tokens, old), False
         self.config, self.tokens, self.weights = config, tokens, weights
         self.loss_type = loss_type_of(config)
@@ -487,7 +487,7 @@ def _keep_on_policy(config: LossConfig, tokens: Tokens, logps: Tensor) -> Tensor
         return None
     sampled = tokens.sampling_per_token_logps
     sampled = tokens.old_per_token_logps if sampled is None else sampled
-    if sampled is None:  # the current policy's own tokens
+    if sampled is None:  # on-policy tokens
         return (tokens.advantages >= 0) | (threshold >= 0)
     difference = sampled - logps
     # 0 if the sampler could not score it
