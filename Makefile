@@ -180,7 +180,7 @@ gpu:  ## smoke test, GPU tests, sanitizers and benchmarks (GPU_ARGS="--only benc
 tune:  ## on a GPU: times kernel configurations and writes the table (TUNE_ARGS="--budget-seconds 300"; --dry-run needs none)
 	$(GPU_PYTHON) -m benchmarks.tune $(TUNE_ARGS) </dev/null
 
-parity: $(STAMP)  ## stock TRL against grpo_kernels, every loss type, 20 optimiser steps each
+parity: $(STAMP)  ## stock TRL against grpo_kernels, every loss type, 20 optimizer steps each
 	$(PY) -m benchmarks.parity $(PARITY_ARGS) </dev/null
 
 wheel: $(STAMP)  ## a wheel in dist/ with the C++ library inside, for this kind of machine and any torch >= 2.11

@@ -145,7 +145,7 @@ class Inputs:
         return tuple(x for x in (self.hidden, self.weight) if x.requires_grad)
 
     def clear_gradients(self) -> None:
-        """As an optimiser's ``zero_grad(set_to_none=True)``."""
+        """As an optimizer's ``zero_grad(set_to_none=True)``."""
         self.hidden.grad = self.weight.grad = None
 
 

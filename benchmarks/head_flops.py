@@ -146,7 +146,7 @@ def watched(counts: Counts, compact: bool = False) -> Iterator[Callable[[Any], N
     with (
         mock.patch.object(trl_utils, "_ChunkedLogProbFunction", stock),
         mock.patch.object(fused_head, "linear_logprob", ours),
-        # TRL passes the labelled rows alone where it has Triton; its row work still runs in torch
+        # TRL passes the labeled rows alone where it has Triton; its row work still runs in torch
         # here.
         mock.patch.object(trl_utils, "_use_triton", return_value=compact),
         watch.operations,
@@ -158,7 +158,7 @@ def count(
     trainer_class: type, *, compact: bool = False, steps: int = 2, kind: str = "qwen3",
     **options: Any,
 ) -> Counts:  # fmt: skip
-    """Head operations of `steps` optimiser steps of the tiny run of `tiny_run.py`."""
+    """Head operations of `steps` optimizer steps of the tiny run of `tiny_run.py`."""
     from benchmarks import tiny_run
 
     counts = Counts(steps=steps)
@@ -181,7 +181,7 @@ def table() -> list[str]:
     ]
     for name, trainer_class, compact in (
         ("GRPOTrainer (every position)", GRPOTrainer, False),
-        ("GRPOTrainer (labelled rows)", GRPOTrainer, True),
+        ("GRPOTrainer (labeled rows)", GRPOTrainer, True),
         ("FusedGRPOTrainer", FusedGRPOTrainer, False),
     ):
         c = count(trainer_class, compact=compact)

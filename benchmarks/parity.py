@@ -2,7 +2,7 @@
 parity`)
 
 Trains the same tiny model twice per configuration, from the same seed, once with each trainer, and
-compares the loss, the gradient norm and every logged metric of every optimiser step. Counts the
+compares the loss, the gradient norm and every logged metric of every optimizer step. Counts the
 floating-point operations of the head alone. Writes the table to docs/dev/parity.md and exits with 1
 if a configuration is out of tolerance.
 """
@@ -232,7 +232,7 @@ def page(results: list[Result], flops: list[str], steps: int) -> str:
     conditions = f"""Conditions: TRL {trl.__version__}, transformers {transformers.__version__},
         torch {torch.__version__}, CPU, backend {backend}, one thread, fp32. A Qwen3-shaped model
         (2 layers, hidden size 32, vocabulary {tiny_models.VOCAB}, random weights), {steps}
-        optimiser steps of AdamW, 2 accumulated micro-batches of 8 completions of at most 12 tokens,
+        optimizer steps of AdamW, 2 accumulated micro-batches of 8 completions of at most 12 tokens,
         groups of 4, half of the groups with equal rewards. `GRPOTrainer` and `FusedGRPOTrainer`
         start from the same seed."""
     figures = f"""Each figure is the largest over all steps of |ours - stock| / max(|stock|, floor).
@@ -246,13 +246,13 @@ def page(results: list[Result], flops: list[str], steps: int) -> str:
     prose = [
         x for text in (*head, conditions, figures, agree) for x in (" ".join(text.split()), "")
     ]
-    sections = ["## Head FLOPs per optimiser step", "", *flops, "", "## Every configuration", ""]
+    sections = ["## Head FLOPs per optimizer step", "", *flops, "", "## Every configuration", ""]
     return tables.page([*prose, *sections, *table(results)])
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.parity", description=__doc__)
-    parser.add_argument("--steps", type=int, default=20, help="optimiser steps of each run")
+    parser.add_argument("--steps", type=int, default=20, help="optimizer steps of each run")
     parser.add_argument("--workers", type=int, default=2, help="processes")
     parser.add_argument("--only", default="", help="names that contain this; writes no page")
     asked = parser.parse_args()

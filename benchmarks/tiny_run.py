@@ -77,7 +77,7 @@ def config(
 
 @dataclass
 class History:
-    """What a run logged: one mapping per optimiser step, and the loss of every micro-batch."""
+    """What a run logged: one mapping per optimizer step, and the loss of every micro-batch."""
 
     steps: list[dict[str, float]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)

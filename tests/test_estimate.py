@@ -208,7 +208,7 @@ def test_a_model_that_cannot_be_built_is_an_error_in_one_line(
 
 
 def test_the_page_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (Path(__file__).parents[1] / "docs" / "memory.md").read_text()
+    page = (Path(__file__).parents[1] / "docs" / "commands.md").read_text()
     [(arguments, shown)] = re.findall(
         r"^\$ python -m grpo_kernels (estimate [^\n]*)\n(.*?)^```", page, re.MULTILINE | re.DOTALL
     )
