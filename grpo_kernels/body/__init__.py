@@ -1,10 +1,10 @@
-"""The model below the head: a batch in a layout that computes each distinct prefix once.
+"""The model below the head: compute each distinct prefix of a batch once.
 
-In the order in which a call runs::
+Modules, in the order in which a call runs them::
 
-    trunk       which module is the trunk; its forward in a call: choose a layout, run its forwards
-    layout      its inputs; their tokens as a prefix tree, or as rows; one forward on them
-    trial       is a layout exact for this model? tried once, on the batch's own tokens
-    attention   along the paths of a tree
-    states      convolutions and recurrences along them
+    trunk       find the trunk; replace its forward for a call: choose a layout, run its forwards
+    layout      read the inputs; arrange tokens as a prefix tree or as rows; run one forward
+    trial       find out whether a layout is exact for a model, once, on the batch's own tokens
+    attention   attention along the paths of a tree
+    states      convolutions and recurrences along the paths of a tree
 """

@@ -1,17 +1,16 @@
 """Attention along the paths of a prefix tree, over any attention implementation of transformers.
 
-The queries of a segment see the keys of its path, up to themselves: keys and values are gathered
-along the paths, and the model's own implementation computes the rest, with its windows, soft-caps,
-sinks, groups of heads and dropout.
+Queries of a segment see the keys of its path, up to themselves. Keys and values are gathered along
+the paths, and the model's own implementation computes the rest, with its windows, soft-caps, sinks,
+groups of heads and dropout.
 
-    flash          one call a layer, with ``cu_seq_lens_q`` and ``cu_seq_lens_k``
-    sdpa on CUDA   `torch.nn.attention.varlen`, one call a layer, in 16 bits and without dropout
-    sdpa, eager    a call for several segments at a time (`group`)
+    flash          one call per layer, with ``cu_seq_lens_q`` and ``cu_seq_lens_k``
+    sdpa on CUDA   `torch.nn.attention.varlen`, one call per layer, in 16 bits, without dropout
+    sdpa, eager    one call for several segments at a time (`group`)
 
-The wrapper stands in transformers' table in place of the implementation, and does nothing without
-the keyword argument ``segments``. That argument reaches the attention through the model's
-``**kwargs``: so it is there again where activation checkpointing recomputes a layer, after the call
-of the model has ended.
+A wrapper replaces the implementation in transformers' table, and does nothing without the keyword
+argument ``segments``. That argument reaches the attention through the model's ``**kwargs``, so it
+is also present when activation checkpointing recomputes a layer after the model's call has ended.
 """
 
 from __future__ import annotations
@@ -42,37 +41,37 @@ _VARLEN_PARAMETERS = {
 }
 ENDS, LONGEST = ("cu_seq_lens_q", "cu_seq_lens_k"), ("max_length_q", "max_length_k")
 _EAGER = "eager_attention_forward"
-# Arguments of attention that hold along a path: positions, which no function reads here, and sinks.
+# Arguments of attention that stay valid along a path: positions (not read here) and sinks.
 _OF_PATHS = {"position_ids", "s_aux", "sinks"}
 
 
 @dataclass(frozen=True)
 class Paths:
-    """The S segments of a tree in the order of their tokens. A token sees its path up to itself."""
+    """The S segments of a tree in token order. A token sees its path up to itself."""
 
-    tokens: Tensor  # (S, k), the tokens of each path, with anything on the right
-    lengths: Tensor  # (S,), number of tokens of each path
-    new: Tensor  # (S,), number of those, the last ones of the path, that are the segment
+    tokens: Tensor  # (S, k), tokens of each path, with arbitrary padding on the right
+    lengths: Tensor  # (S,), number of tokens in each path
+    new: Tensor  # (S,), number of tokens at the end of each path that form the segment
 
     @property
     def contexts(self) -> Tensor:
-        """(S,), number of tokens before each segment."""
+        """Return the number of tokens before each segment, (S,)."""
         return self.lengths - self.new
 
 
 class NotAlongPaths(Exception):
-    """What a model hands its attention that cannot be carried along the paths of a tree."""
+    """A model passes something to its attention that cannot follow the paths of a tree."""
 
 
 def group(paths: Paths, call_cells: float) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
-    """(calls of least cost that have all segments; of each token its place among their queries).
+    """Return the cheapest calls that cover all segments, and each token's place in their queries.
 
-    A call of n paths of at most k tokens computes n k^2 / 2 cells (query times key) if all queries
-    of the paths are in it, causal. With the last q queries of each path alone it computes n q k,
-    since it needs a mask; there as many tokens lie before the q in all of them. So a segment is in
-    a whole call where its context is its shorter part. Each call costs `call_cells` besides.
+    A causal call with all queries of n paths of at most k tokens computes n k^2 / 2 cells (query
+    times key). With only the last q queries of each path, it needs a mask and computes n q k; all
+    paths then have the same number of tokens before the q. So a segment is computed with its whole
+    path if its context is the shorter part. Each call costs `call_cells` more.
 
-    Each is (queries (n, q), keys (n, k)): tokens of the layout, padded on the right.
+    A call is (queries (n, q), keys (n, k)): tokens of the layout, padded on the right.
     """
     contexts = torch.where(paths.contexts <= paths.new, 0, paths.contexts)
     order = paths.lengths.argsort(stable=True)
@@ -95,18 +94,18 @@ def group(paths: Paths, call_cells: float) -> tuple[list[tuple[Tensor, Tensor]],
 class Segments:
     """Value of the keyword argument ``segments``: the paths of one forward's tokens.
 
-    With `varlen`, attention without dropout and without a window that cuts is computed by
-    `torch.nn.attention.varlen`.
+    With `varlen`, `torch.nn.attention.varlen` computes attention that has no dropout and no window
+    shorter than a path.
     """
 
     def __init__(self, paths: Paths, *, varlen: bool) -> None:
         self.paths, self.varlen = paths, varlen
-        self.consumed = 0  # calls of attention and of layers with a state along the paths so far
-        self.chunk = 0  # tokens that a recurrence computes at a time; 0: none has been called
+        self.consumed = 0  # calls along the paths so far, of attention and of layers with a state
+        self.chunk = 0  # tokens that a recurrence computes at a time; 0: none called yet
         self._kept: dict[Any, Any] = {}
 
     def kept(self, key: Any, make: Callable[[], Any], device: torch.device) -> Any:
-        """What `make` returns, with its tensors on `device`, made once for all layers."""
+        """Return the result of `make` with tensors on `device`, computed once for all layers."""
         if (key, device) not in self._kept:
             moved = functools.partial(torch.Tensor.to, device=device, non_blocking=True)
             self._kept[key, device] = pytree.tree_map_only(Tensor, moved, make())
@@ -121,11 +120,11 @@ class Segments:
         query: Tensor,  # (1, heads, n, d), as key and value
         key: Tensor,
         value: Tensor,
-        attention_mask: Any,  # so named, since some layers pass it by name
+        attention_mask: Any,  # some layers pass it by this name
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """What the attention `inner` of the implementation `name` returns: (1, n, heads, d)."""
+        """Compute the attention `inner` of implementation `name` along paths: (1, n, heads, d)."""
         _, heads, tokens, size = query.shape
         if not isinstance(attention_mask, Tensor) or (attention_mask.numel() != 1 and tokens > 1):
             is_tensor = isinstance(attention_mask, Tensor)
@@ -173,7 +172,7 @@ class Segments:
         return torch.cat(results).index_select(0, back)[None], None
 
     def _lengths(self) -> tuple[Tensor, Tensor, Tensor, int, int]:
-        """(all paths one after the other; ends of segments and of paths; the longest of each)."""
+        """Return all paths concatenated; ends of segments and of paths; the longest of each."""
         counts = torch.stack([self.paths.new, self.paths.lengths])
         of_segments, of_paths = nn.functional.pad(counts.cumsum(1), (1, 0)).to(torch.int32)
         columns = torch.arange(self.paths.tokens.shape[1], device="cpu")
@@ -182,7 +181,7 @@ class Segments:
         return paths, of_segments, of_paths, new, length
 
     def _mask(self, queries: int, keys: int, window: int | None, like: Tensor, name: str) -> Any:
-        """The mask of the last `queries` of `keys` tokens; None: plain causal attention."""
+        """Return a mask for the last `queries` of `keys` tokens; None: plain causal attention."""
         cut = keys if window is None else min(window, keys)
         if name != _EAGER and cut == keys:
             if queries in (1, keys):  # a single query sees all keys
@@ -190,7 +189,7 @@ class Segments:
             if like.is_cuda:
                 return causal_lower_right(queries, keys)
 
-        def make() -> Tensor:  # in the states' dtype: all layers share it, and none converts it
+        def make() -> Tensor:  # in the states' dtype, shared by all layers
             columns = torch.arange(keys, device=like.device)
             ahead = columns[keys - queries :, None] - columns
             blank = torch.zeros(1, 1, queries, keys, dtype=like.dtype, device=like.device)
@@ -200,7 +199,7 @@ class Segments:
 
 
 def has_varlen(implementation: str, device: torch.device, dtype: torch.dtype) -> bool:
-    """True if `torch.nn.attention.varlen` may serve: on CUDA, in 16 bits, as we know it."""
+    """Return True if `torch.nn.attention.varlen` can be used: on CUDA, in 16 bits, known API."""
     if implementation != "sdpa" or device.type != "cuda" or dtype.itemsize != 2:
         return False
     try:
@@ -211,20 +210,20 @@ def has_varlen(implementation: str, device: torch.device, dtype: torch.dtype) ->
 
 
 def call_cells(width: int, device: torch.device) -> float:
-    """Cells (query times key) of heads of `width` in all, in the time of one more call."""
+    """Return the cells (query times key) that heads of total `width` compute in one call's time."""
     return _CALL_FLOPS.get(device.type, _CALL_FLOPS_ON_A_GPU) / (4 * width)
 
 
 def is_flash(implementation: str) -> bool:
-    """Flash attention, of a package or of a kernel repository ("kernels-community/...")."""
+    """Return True for flash attention, from a package or a kernel repository ("org/kernel")."""
     return "flash" in implementation or "/" in implementation
 
 
 def install(implementation: str, trunk: nn.Module) -> None:
-    """Have the attention `implementation` go along the paths of ``segments``.
+    """Make the attention `implementation` follow the paths of ``segments``.
 
-    Transformers' table has one function for each implementation, except "eager": that is a function
-    in the file of each model.
+    Transformers' table has one function per implementation, except "eager", which is a function in
+    the file of each model.
     """
     if implementation == "eager":
         wrap_in_files(trunk, [_EAGER], Segments.attend)
@@ -236,7 +235,7 @@ def install(implementation: str, trunk: nn.Module) -> None:
 
 
 def wrap_in_files(trunk: nn.Module, names: Iterable[str], along: Callable[..., Any]) -> None:
-    """Have the functions of `names` in the files of the trunk's modules take ``segments``."""
+    """Wrap functions `names` in the files of the trunk's modules, so they accept ``segments``."""
     for file in {sys.modules[cls.__module__] for x in trunk.modules() for cls in type(x).__mro__}:
         for name in names:
             inner = vars(file).get(name)
@@ -247,7 +246,7 @@ def wrap_in_files(trunk: nn.Module, names: Iterable[str], along: Callable[..., A
 def _taking_segments(
     inner: Callable[..., Any], name: str, along: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """`inner`, or where it is called with ``segments`` `along` of (segments, inner, name, ...)."""
+    """Return `inner`, wrapped to call `along`(segments, inner, name, ...) if given ``segments``."""
 
     @functools.wraps(inner)
     def function(*args: Any, segments: Segments | None = None, **kwargs: Any) -> Any:

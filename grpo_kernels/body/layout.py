@@ -1,14 +1,14 @@
 """Layouts: the tokens that one forward of the trunk computes of a padded batch (B, L)::
 
     tree    each distinct prefix of the rows once, in one row (1, n)
-    trim    the rows without the columns of padding before and after them, (b, w)
+    trim    the rows without the columns of padding on both sides, (b, w)
     padded  the rows as they are, (b, L)
 
-**The tree.** Sorted, the rows are the leaves of a prefix tree in depth-first order. The longest
-common prefix with the row before says which tokens of a row are new, and only these are computed.
-The new tokens of a row are a *segment*; its path is the tokens from the root to the segment's last,
-which is the row itself. Prompts, system prompts, the turns of a conversation and equal completions
-are one case; rows that share nothing are packed one after the other.
+**The tree.** Sorted rows are the leaves of a prefix tree in depth-first order. Tokens beyond the
+longest common prefix with the previous row are new, and only these are computed. The new tokens of
+a row form a *segment*; its path runs from the root to the segment's last token, so it is the row
+itself. This covers shared prompts, system prompts, turns of a conversation and equal completions;
+rows that share nothing are packed one after another.
 
 Tensors of a layout are on the CPU, indices in int64.
 """
@@ -33,21 +33,21 @@ _RETURNED = ("output_hidden_states", "output_attentions", "output_router_logits"
 
 @dataclass(frozen=True)
 class Way:
-    """How the trunk's forward computes a layout exactly.
+    """How to call the trunk's forward so that a layout is exact.
 
-    Positions are the caller's; each cell's column in the padded batch, as the model itself would
-    count; the number of tokens before the cell; or none.
+    `positions` are given by the caller; each cell's column in the padded batch, as the model itself
+    would count; the depth, the number of tokens before the cell; or none.
     """
 
     positions: Literal["given", "column", "depth", "none"]
-    varlen: bool = False  # True to take `torch.nn.attention.varlen` for a tree where it serves
-    layers: int | None = None  # calls that go along the paths of a tree; None: not known yet
-    chunk: int = 0  # tokens that its recurrences compute at a time; 0: it has none
+    varlen: bool = False  # True: use `torch.nn.attention.varlen` for a tree if possible
+    layers: int | None = None  # number of calls along a tree's paths; None: not known yet
+    chunk: int = 0  # tokens that recurrences compute at a time; 0: no recurrences
 
 
 @dataclass(frozen=True)
 class TrunkLayout:
-    """Tokens (b, w) that one forward computes, and the cells of (B, L) that get their states."""
+    """Tokens (b, w) that one forward computes, and the cells of (B, L) that get the results."""
 
     sources: Tensor  # (b, w), the cell that each token is read from
     attended: Tensor  # (b, w) bool, False for padding
@@ -60,9 +60,9 @@ class TrunkLayout:
 
 @dataclass(frozen=True)
 class TrunkInputs:
-    """A batch (B, L) on its device, and on the CPU its sequences (S, w) and what of them is read.
+    """A batch (B, L) on its device, and on the CPU its sequences (S, w) and the cells to be read.
 
-    A sequence is a row; of packed rows, one of those that are read.
+    A sequence is a row, or in packed rows one of the sequences that are read.
     """
 
     given: dict[str, Tensor]  # (B, L) each: input_ids, position_ids, token_type_ids
@@ -82,7 +82,7 @@ class TrunkInputs:
         constants: dict[str, Any],
         needed: Tensor,  # (B, L) bool, on the device of the ids
     ) -> TrunkInputs:
-        """A sequence for each row. Waits for the device."""
+        """Make one sequence per row. Synchronizes with the device."""
         ids = given["input_ids"]
         attended = torch.ones_like(ids) if mask is None else mask != 0
         values = [
@@ -96,23 +96,23 @@ class TrunkInputs:
 
     @property
     def spans(self) -> tuple[Tensor, Tensor]:
-        """(S,) each: a sequence's first column, and the one after the last that is read."""
+        """Return each sequence's first column, and the one after the last read, (S,) each."""
         columns = _range(self.needed.shape[1])
         first = torch.where(self.attended, columns, len(columns)).amin(1)
         return first, torch.where(self.needed, columns + 1, 0).amax(1)
 
     @property
     def padding_is_read(self) -> bool:
-        """True if a needed cell is padding: only the model knows what it attends to."""
+        """Return True if a needed cell is padding, for which only the model knows what it sees."""
         return bool((self.needed & ~self.attended).any())
 
     def layout(
         self, mode: str, way: Way, chosen: Tensor, *, graph: bool, multiple: int = 1
     ) -> TrunkLayout | None:
-        """Layout `mode` of the sequences `chosen` (S,) bool; None if nothing of them is read.
+        """Return layout `mode` of sequences `chosen` (S,) bool; None if nothing in them is read.
 
-        Its width is a multiple of `multiple`. Where recurrences compute `way.chunk` tokens at a
-        time, a branch of the tree has to save half as many.
+        Its width is a multiple of `multiple`. If recurrences compute `way.chunk` tokens at a time,
+        a branch of the tree must save at least half as many.
         """
         length = self.needed.shape[1]
         numbers = (chosen & self.needed.any(1)).nonzero()
@@ -139,9 +139,9 @@ def read_inputs(
     given: dict[str, Any],
     needed: Tensor,  # (B, L) bool
 ) -> TrunkInputs | str:
-    """The arguments `given` by name, or why they cannot be computed in parts.
+    """Read the arguments `given` by name, or say why they cannot be computed in parts.
 
-    `needed` are the cells that are read.
+    `needed` marks the cells that are read.
     """
     given = {name: x for name, x in given.items() if x is not None}
     config: Any = trunk.config
@@ -167,19 +167,19 @@ def read_inputs(
         if not isinstance(x, bool | int | float | str):
             return f"{name} is not a value per token, so the padded forward runs"
     if constants.pop("use_cache", False):
-        return "use_cache: expected False, a cache would be that of a part"
+        return "use_cache: expected False, since a cache would cover only a part"
     if needed.shape != ids.shape:
-        return "its forward is called on a part of the batch, which runs as given"
+        return "its forward is called with a part of the batch, which runs as given"
     inputs = TrunkInputs.of(of_tokens, mask, constants, needed.to(ids.device))
     is_padded = mask is not None or "position_ids" not in of_tokens
     return inputs if is_padded else _apart(inputs, ends, attention.is_flash(attention_of(trunk)))
 
 
 def _apart(inputs: TrunkInputs, ends_given: list[Tensor], flash: bool) -> TrunkInputs | str:
-    """`inputs` with each sequence of packed rows that is read by itself; or why not.
+    """Return `inputs` with the sequences of packed rows separated, or say why that fails.
 
-    Without a mask, transformers tells the sequences of a row by positions that do not go on: flash
-    attention by zeros, and in a batch of one row alone.
+    Without a mask, transformers separates sequences where positions do not increase by one; flash
+    attention separates them at zeros, and only in a batch of one row.
     """
     positions = inputs.values["position_ids"]
     begins = pad(positions.diff(dim=1) != 1, (1, 0), value=True).flatten()
@@ -220,9 +220,9 @@ def tree(
     multiple: int = 1,
     least: int = 1,
 ) -> TrunkLayout:
-    """Each distinct prefix of R rows once; the width is a multiple of `multiple`.
+    """Lay out each distinct prefix of R rows once, with a width that is a multiple of `multiple`.
 
-    A branch saves at least `least` tokens, or rows do not share it.
+    Rows share a branch only if that saves at least `least` tokens.
     """
     left = (~attended).to(torch.uint8).argsort(dim=1, stable=True)  # attended cells first
     lengths = attended.sum(1)
@@ -239,7 +239,7 @@ def tree(
         shared = torch.tensor(_worth_sharing(shared.tolist(), least), device="cpu")
     new = lengths - shared
     starts = new.cumsum(0) - new
-    # The token in column c of a row is that of the last row so far that shares at most c tokens.
+    # Column c of a row holds the token of the last row so far that shares at most c tokens.
     is_new = places >= shared[:, None]
     owners = torch.where(is_new, _range(len(cells))[:, None], 0).cummax(0).values
     tokens = (starts - shared)[owners] + places
@@ -261,10 +261,10 @@ def tree(
 
 
 def _worth_sharing(shared: Sequence[int], least: int) -> list[int]:
-    """`shared` of each row with the one before, without branches that save less than `least`.
+    """Return `shared` (tokens shared with the previous row) without branches that save too little.
 
-    The branches are the nodes of a tree by their depths. A node saves its depth beyond its parent's
-    for every row but one.
+    Branches are the nodes of a tree, given by depth. A node saves its depth beyond its parent's
+    depth for every row but one; branches that save less than `least` are removed.
     """
     depths, parents, of_rows, path = [0], [0], list[int](), [0]
     for depth in shared:
@@ -294,7 +294,7 @@ def by_rows(
     graph: bool,
     multiple: int = 1,
 ) -> TrunkLayout:
-    """R rows side by side, padded to a width that is a multiple of `multiple`."""
+    """Lay out R rows, padded to a width that is a multiple of `multiple`."""
     of_rows, filling = (cells, computed, attended), -cells.shape[1] % multiple
     sources, computed, attended = (pad(x, (0, filling)) for x in of_rows)
     depths = (attended.cumsum(dim=1) - 1).clamp(min=0)
@@ -316,7 +316,7 @@ def run_layout(
     """Run `forward` on the tokens of `layout`.
 
     Returns:
-        its output, with hidden states (b, w, H); and `way`, of a tree with what it has counted.
+        the output, with hidden states (b, w, H); and `way`, for a tree with its counts filled in.
     """
     ids = inputs.given["input_ids"]
     sources = layout.sources.to(ids.device, non_blocking=True)
@@ -346,10 +346,7 @@ def run_layout(
 
 
 def filled(parts: list[tuple[TrunkLayout, Any]], shape: torch.Size) -> tuple[Tensor, Tensor]:
-    """(hidden states (B, L, H) of the forwards' outputs; (B, L) bool, cells that have one).
-
-    The others are 0.
-    """
+    """Collect the forwards' hidden states in (B, L, H), 0 elsewhere; and a mask (B, L) bool."""
     cells, states = list[Tensor](), list[Tensor]()
     for layout, output in parts:
         hidden = output.last_hidden_state
@@ -364,24 +361,24 @@ def filled(parts: list[tuple[TrunkLayout, Any]], shape: torch.Size) -> tuple[Ten
 
 
 def takes(forward: Callable[..., Any], name: str) -> bool:
-    """True if `forward` takes an argument of this name, be it in its ``**kwargs``."""
+    """Return True if `forward` accepts an argument of this name, possibly in ``**kwargs``."""
     parameters = inspect.signature(forward).parameters
     return name in parameters or any(x.kind is x.VAR_KEYWORD for x in parameters.values())
 
 
 def text_config(trunk: Any) -> Any:
-    """The config of the trunk's decoder."""
+    """Return the config of the trunk's decoder."""
     return trunk.config.get_text_config(decoder=True)
 
 
 def setting(trunk: nn.Module, name: str) -> Any:
-    """The value of `name` in the decoder's config; None where it has none for all layers."""
+    """Return setting `name` of the decoder's config; None if not one value for all layers."""
     try:
         return getattr(text_config(trunk), name, None)
-    except RuntimeError:  # Gemma 4 has one for each kind of layer, and then no attribute
+    except RuntimeError:  # Gemma 4 has one per kind of layer, and no attribute
         return None
 
 
 def attention_of(trunk: nn.Module) -> str:
-    """Name of the trunk's attention implementation."""
+    """Return the name of the trunk's attention implementation."""
     return str(setting(trunk, "_attn_implementation"))

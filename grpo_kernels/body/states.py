@@ -1,15 +1,15 @@
-"""Layers with a state that goes from token to token, along the paths of a prefix tree.
+"""Layers with a state that passes from token to token, along the paths of a prefix tree.
 
-A causal convolution of K taps begins with the last K - 1 tokens of the path before a segment. A
-recurrence begins with the state that its parent ends with: segments are cut where a child branches
-off, into *runs*, and the runs with equally many runs before them on their path (their *depth*) are
-computed together. A group of completions has two depths, its prompt and the rest.
+A causal convolution of K taps starts from the last K - 1 tokens of the path before a segment. A
+recurrence starts from its parent's final state: segments are cut into *runs* where a child branches
+off, and runs with the same number of runs before them on their path (their *depth*) are computed
+together. A group of completions has two depths, its prompt and the rest.
 
-    convolution    a call a layer, and one for the first K - 1 tokens of the segments
-    recurrence     for each depth a call for several runs at a time, padded on the right
+    convolution    one call per layer, and one for the first K - 1 tokens of the segments
+    recurrence     for each depth, one call for several runs at a time, padded on the right
 
-As for attention, a wrapper stands in place of each function in the file of its model, and does
-nothing without the keyword argument ``segments``.
+As for attention, a wrapper replaces each function in the file of its model, and does nothing
+without the keyword argument ``segments``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from grpo_kernels.base.tensors import cut, places
 from grpo_kernels.body.attention import NotAlongPaths, Paths, Segments, wrap_in_files
 
-_CHUNK = 64  # tokens that a recurrence computes at a time, where its call does not say
+_CHUNK = 64  # tokens that a recurrence computes at a time, unless its call says otherwise
 # Chunks of one run that a device computes in the time of one more call, forward and backward: a CPU
 # core half a chunk to two (measured, AVX-512, the gated delta rule of 4 heads of 128 and of 32); a
 # GPU launches some thirty kernels in 5 us each, and computes a chunk in 3 us (reckoned).
@@ -39,10 +39,10 @@ _SHARE, _GATHERED = 0.15, 1.08
 class Recurrence(NamedTuple):
     """How transformers' layers call a recurrence."""
 
-    of_tokens: tuple[int | str, ...]  # arguments (1, n, ...), by place or name
-    first: str  # the argument that is the state to begin with
-    wants_last: str  # the argument that asks for the last state
-    returns_pair: bool  # True: with the last state, or None, also where it is not asked for
+    of_tokens: tuple[int | str, ...]  # arguments (1, n, ...), by position or name
+    first: str  # argument for the initial state
+    wants_last: str  # argument that requests the last state
+    returns_pair: bool  # True: always returns (output, last state or None)
 
 
 _DELTA_RULE = Recurrence((0, 1, 2, "g", "beta"), "initial_state", "output_final_state", True)
@@ -52,7 +52,7 @@ RECURRENCES = {
     "mamba2_chunk_scan": Recurrence((0, 1, 3, 4), "initial_states", "return_final_states", False),
 }
 _CONVOLUTION = "causal_conv1d_fn"
-# The whole of a Mamba-2 layer: with None in its place, the layer calls the functions above.
+# A whole Mamba-2 layer: if this is None, the layer calls the functions above.
 _WHOLE = "mamba2_split_conv1d_scan_combined"
 _OF_A_CACHE = {
     *("causal_conv1d_update", "torch_recurrent_gated_delta_rule"),
@@ -62,12 +62,12 @@ _KNOWN = {*RECURRENCES, *_OF_A_CACHE, _CONVOLUTION, _WHOLE}
 
 
 def with_a_state(layers: Iterable[nn.Module]) -> list[nn.Module]:
-    """Those of `layers` that have a state, as their convolution shows."""
+    """Return the layers that have a state, recognized by their convolution."""
     return [x for x in layers if any(isinstance(y, nn.Conv1d) for y in x.children())]
 
 
 def reason_against(layers: Iterable[nn.Module]) -> str | None:
-    """Why one of `layers` has a state that is not carried along paths; None: all can be."""
+    """Say why the state of one of `layers` cannot follow paths; None if all can."""
     for layer in with_a_state(layers):
         names = inspect.unwrap(type(layer).forward).__code__.co_names
         file = vars(sys.modules[type(layer).__module__])
@@ -79,7 +79,7 @@ def reason_against(layers: Iterable[nn.Module]) -> str | None:
 
 
 def install(trunk: nn.Module) -> None:
-    """Have the functions of its layers with a state go along the paths of ``segments``."""
+    """Make functions of the trunk's layers with a state follow the paths of ``segments``."""
     wrap_in_files(trunk, (*RECURRENCES, _CONVOLUTION, _WHOLE), _along)
 
 
@@ -102,7 +102,7 @@ def _convolve(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    """Its output (1, c, n): of the row as it lies, and anew where a segment begins."""
+    """Return the output (1, c, n) for the row as given, recomputed where a segment begins."""
     segments.consumed += 1
     taps, found = weight.shape[-1], inner(states, weight, *args, **kwargs)
     tokens, windows = segments.kept(
@@ -110,15 +110,15 @@ def _convolve(
     )
     if not len(tokens):
         return found
-    rows = nn.functional.pad(states.transpose(1, 2)[0], (0, 0, 0, 1))  # what is before a root
+    rows = nn.functional.pad(states.transpose(1, 2)[0], (0, 0, 0, 1))  # tokens before a root
     anew = inner(rows.index_select(0, windows)[None].transpose(1, 2), weight, *args, **kwargs)
     return found.index_copy(2, tokens, anew[:, :, taps - 1 :: taps])
 
 
 def _windows(paths: Paths, taps: int) -> tuple[Tensor, Tensor]:
-    """(the f tokens that see another segment; (f * `taps`,), the last tokens of their paths).
+    """Return the f tokens that see another segment, and the last tokens of their paths, (f taps,).
 
-    The token after the last stands for those before a root.
+    The index after the last token stands for tokens before a root.
     """
     starts, total = paths.new.cumsum(0) - paths.new, int(paths.new.sum())
     offsets = torch.arange(taps - 1, device="cpu")
@@ -131,12 +131,12 @@ def _windows(paths: Paths, taps: int) -> tuple[Tensor, Tensor]:
 
 
 class Runs(NamedTuple):
-    """R runs of a tree in the order of their tokens."""
+    """R runs of a tree in token order."""
 
-    begins: Tensor  # (R,), the first token of each
+    begins: Tensor  # (R,), first token
     lengths: Tensor  # (R,)
-    parents: Tensor  # (R,), the run before each on its path; -1 for a root
-    depths: Tensor  # (R,), number of runs before each on its path
+    parents: Tensor  # (R,), previous run on the path; -1 for a root
+    depths: Tensor  # (R,), number of previous runs on the path
     is_parent: Tensor  # (R,) bool
 
     @classmethod
@@ -157,9 +157,9 @@ class Runs(NamedTuple):
         return cls(begins, lengths, parents, torch.tensor(depths, device="cpu"), is_parent)
 
     def calls(self, chunk: int, device: torch.device) -> Iterator[list[Tensor]]:
-        """The runs of each call of a recurrence, depth by depth.
+        """Yield the runs of each call of a recurrence, depth by depth.
 
-        Those of a call are padded to the longest, but none whose last state counts.
+        Runs of a call are padded to the longest, except if their last state is needed.
         """
         order = self.lengths.argsort(stable=True)
         for depth in range(int(self.depths.amax()) + 1):
@@ -174,10 +174,10 @@ class Runs(NamedTuple):
 def _calls(
     paths: Paths, chunk: int, device: torch.device
 ) -> tuple[list[list[tuple[Tensor, Tensor, bool]]], Tensor]:
-    """(the calls of a recurrence at each depth; of each token its place among all calls' tokens).
+    """Return a recurrence's calls at each depth, and each token's place among all calls' tokens.
 
-    Of each call: its tokens, (r, w) of r runs, padded on the right; the (r,) places of their
-    parents among the last states kept at the depth before; and whether its own are kept.
+    A call is (tokens (r, w) of r runs, padded on the right; (r,) places of their parents among the
+    last states kept at the previous depth; True if its own last states are kept).
     """
     runs, depths, owned = Runs.of(paths), [], []
     place = torch.full_like(runs.parents, -1)
@@ -198,7 +198,7 @@ def _calls(
 
 
 def cost(tokens: Tensor, paths: Paths | None, chunk: int, device: torch.device) -> float:
-    """Time of a forward of `tokens` (b, w) with recurrences, in that of one token's products."""
+    """Return the time of a forward of `tokens` (b, w), in units of one token's products."""
     rows, width = tokens.shape
     if paths is None:
         return rows * (width + _SHARE * chunk * -(-width // chunk))
@@ -223,7 +223,7 @@ def _recur(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """What the recurrence returns: its output (1, n, ...), with no last state."""
+    """Compute the recurrence: its output (1, n, ...), without a last state."""
     given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
     like, chunk = given[0], int(given.get("chunk_size", _CHUNK))
     for name, x in given.items():

@@ -1,15 +1,15 @@
-"""Find out for each model which layouts give the padded forward's numbers, and how to call it then.
+"""Find out which layouts reproduce a model's padded forward, and how to call the model for them.
 
-Layouts that the config or the layers rule out are refused by name. Every other layout is tried when
-it is first wanted, on two or three rows made of the batch's own tokens, as long as its longest row,
-against the padded forward: hidden states, and the gradient of the small trainable parameters
-(norms, biases, adapters) for a random cotangent. Where FSDP2 or ZeRO-3 has divided the parameters,
-only hidden states are compared. The model runs as a `guest` in the mode of the call (train or eval)
-with dropout off, so that the trial leaves no trace in it.
+Layouts that the config or the layers rule out are refused by name. Any other layout is tried on
+first use, on two or three rows made of the batch's own tokens, as long as its longest row. It is
+compared with the padded forward: hidden states, and the gradient of the small trainable parameters
+(norms, biases, adapters) for a random cotangent. If FSDP2 or ZeRO-3 shards the parameters, only
+hidden states are compared. The model runs as a `guest` in the mode of the call (train or eval) with
+dropout off, so the trial leaves no trace in it.
 
-A verdict holds for sequences up to the length that was compared, since models begin things late:
-sparse attention, windows, frequencies of positions. A longer batch tries again, at up to twice the
-length. It also holds only while nothing changes that it depends on (`_facts`).
+A verdict holds for sequences up to the compared length, since some features of models start late:
+sparse attention, windows, frequencies of positions. A longer batch is tried again, at up to twice
+the length. A verdict also ends when something that it depends on changes (`_facts`).
 """
 
 from __future__ import annotations
@@ -46,26 +46,26 @@ MODES: tuple[Any, ...] = choices(BatchLayout)
 
 _logger = logging.getLogger(__name__)
 
-# A layout may be off by _ROUNDING times the measured rounding, or the dtype's eps; but by no more
-# than _MOST, or 16 times the dtype's eps: what is above it is no rounding.
+# A layout's error may be _ROUNDING times the measured rounding error, or the dtype's eps, but not
+# above _MOST, or 16 times the dtype's eps: larger errors are not rounding.
 _ROUNDING, _MOST = 4, 1e-2
-_MORE_COLUMNS = 5  # of padding, in the forward that measures the rounding
-_SMALL = 2**17  # elements of a parameter whose gradient is compared
-_KEPT = 32  # facts that are kept of a model
-_IN_A_ROW = 8  # facts that may be new in a row until trials end
-_OF_LENGTH = {"dynamic", "longrope"}  # RoPE whose frequencies depend on a forward's last position
+_MORE_COLUMNS = 5  # columns of padding added in the forward that measures rounding
+_SMALL = 2**17  # largest number of elements of a parameter whose gradient is compared
+_KEPT = 32  # sets of facts kept per model
+_IN_A_ROW = 8  # consecutive calls with new facts before trials end
+_OF_LENGTH = {"dynamic", "longrope"}  # RoPE with frequencies that depend on the last position
 
 
 @dataclass
 class Verdict:
-    """How a layout is exact, for sequences and batches of up to `size`; and why not for longer."""
+    """How a layout is exact for sequences and batches up to `size`, or why it is not."""
 
     way: Way | None = None
     size: tuple[int, int] = (0, 0)
     reason: str | None = None
 
 
-# of each trunk: facts -> layout -> verdict, the oldest first; and calls in a row with new facts
+# trunk -> facts -> layout -> verdict, oldest first; trunk -> consecutive calls with new facts
 _verdicts: weakref.WeakKeyDictionary[nn.Module, dict[Any, dict[str, Verdict]]] = (
     weakref.WeakKeyDictionary()
 )
@@ -73,12 +73,12 @@ _new_in_a_row: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictio
 
 
 class Exactness:
-    """In which layouts `trunk` gives the padded forward's numbers of one batch."""
+    """Says in which layouts `trunk` reproduces the padded forward of one batch."""
 
     def __init__(self, trunk: nn.Module, forward: Callable[..., Any], inputs: TrunkInputs) -> None:
         self.trunk, self.forward, self.inputs = trunk, forward, inputs
         first, end = inputs.spans
-        # columns of the longest sequence, from its first token to the last that is read, and of all
+        # columns of the longest sequence (first token to last one read), and of the batch
         self.size = int((end - first).amax()), inputs.needed.shape[1]
         known, facts = _verdicts.setdefault(trunk, {}), _facts(trunk, forward, inputs)
         _new_in_a_row[trunk] = 0 if facts in known else _new_in_a_row.get(trunk, 0) + 1
@@ -86,24 +86,24 @@ class Exactness:
         if len(known) > _KEPT:
             del known[next(iter(known))]
         if _new_in_a_row[trunk] > _IN_A_ROW:
-            reason = "what its results depend on changes in each call"
+            reason = "facts that its results depend on change in each call"
             self._verdicts = {mode: Verdict(reason=reason) for mode in MODES}
 
     def known(self, mode: str) -> Way | str | None:
-        """The way in which layout `mode` is exact for this batch; or why not; None: not tried."""
+        """Return how layout `mode` is exact for this batch, or why not; None if not tried."""
         if self.inputs.padding_is_read and mode != "padded":
             return "padding is read, and only the model knows what it attends to"
         attended, needed = self.inputs.attended, self.inputs.needed
         begun, goes_on = attended.cumsum(1) > 0, needed.flip(1).cumsum(1).flip(1) > 0
         if mode == "tree" and (begun & goes_on & ~attended).any():
             if isinstance(setting(self.trunk, "sliding_window"), int):
-                return "a sequence has padding within, which its sliding window counts"
+                return "a sequence has padding inside, which its sliding window counts"
             if states.with_a_state(self.trunk.modules()):
-                return "a sequence has padding within, which its layers with a state count"
+                return "a sequence has padding inside, which its layers with a state count"
         types = self.inputs.values.keys() - {"input_ids", "position_ids"}
         for name in types if mode == "tree" else ():
             if len(self.inputs.values[name][attended].unique()) > 1:
-                return f"{name} differ between tokens, and may say which see each other"
+                return f"{name} differ between tokens, and may control what tokens see"
         if mode not in self._verdicts:
             try:
                 self.refuse(mode, _by_structure(mode, self.trunk, self.forward))
@@ -116,14 +116,14 @@ class Exactness:
         return verdict.way if verdict.way is not None and fits else verdict.reason
 
     def way(self, mode: str, forward: Callable[..., Any]) -> Way | str:
-        """`known`, after a trial by `forward` where there is no verdict."""
+        """Return `known`; if there is no verdict yet, try the layout with `forward` first."""
         found = self.known(mode)
         if found is not None:
             return found
         try:
             return self._tried(mode, forward)
-        except torch.OutOfMemoryError:  # of this moment: the next call tries again
-            return "no memory is free for its trial"
+        except torch.OutOfMemoryError:  # temporary: the next call tries again
+            return "there is not enough free memory to try it"
         except Exception as error:
             self.refuse(mode, f"in making its trial, {described(error)}")
             return self._verdicts[mode].reason or ""
@@ -131,7 +131,7 @@ class Exactness:
     def _tried(self, mode: str, forward: Callable[..., Any]) -> Way | str:
         verdict, sizes, reason = self._verdicts[mode], [self.size], ""
         if verdict.way is not None:
-            # twice what was compared, if this batch has as many tokens: few try again then
+            # twice the compared size if this batch has enough tokens, to avoid frequent trials
             rows, most = len(self.inputs.needed), setting(self.trunk, "max_position_embeddings")
             tokens = self.inputs.needed.numel() // min(3, max(2, rows))
             headroom = max(tokens, 5 * self.size[1] // 4)
@@ -158,26 +158,26 @@ class Exactness:
         return reason
 
     def refuse(self, mode: str, reason: str | None) -> None:
-        """Note a `reason` against layout `mode`, or that none is known before its trial."""
+        """Store a `reason` against layout `mode`; None if only a trial can tell."""
         self._verdicts[mode] = Verdict(reason=reason)
 
 
 def fits_trees(trunk: nn.Module) -> bool | None:
-    """True if `trunk` has been exact in a tree whenever it was tried; None if it was not."""
+    """Return True if `trunk` was exact in a tree in every trial; None if never tried."""
     found = [x["tree"] for x in _verdicts.get(trunk, {}).values() if "tree" in x]
     tried = [x.way is not None for x in found if x.way is not None or x.reason is not None]
     return all(tried) if tried else None
 
 
 def described(error: Exception) -> str:
-    """What `error` says, for a warning."""
+    """Describe `error` for a warning."""
     if isinstance(error, NotAlongPaths):
         return str(error)
     return f"it raised {type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
 
 
 def _facts(trunk: nn.Module, forward: Callable[..., Any], inputs: TrunkInputs) -> Any:
-    """Everything that a verdict depends on, in a form that compares."""
+    """Return everything that a verdict depends on, as comparable values."""
     device, adapters = inputs.given["input_ids"].device, [adapters_of(x) for x in trunk.modules()]
     names, constants = tuple(sorted(inputs.given)), tuple(sorted(inputs.constants.items()))
     call = names, constants, device, _dtype(trunk, device), foreign_hook(trunk), repr(adapters)
@@ -185,10 +185,10 @@ def _facts(trunk: nn.Module, forward: Callable[..., Any], inputs: TrunkInputs) -
 
 
 def _by_structure(mode: str, trunk: nn.Module, forward: Callable[..., Any]) -> str | None:
-    """The reason against layout `mode` that hooks, config, layers or adapters show, or None."""
+    """Say why hooks, config, layers or adapters rule out layout `mode`; None if they do not."""
     hook = foreign_hook(trunk)
     if hook is not None:
-        return f"the hook {hook} would be handed other columns than those of the batch"
+        return f"the hook {hook} would get other columns than those of the batch"
     modules = [*trunk.modules()]
     if any("alora" in variant.lower() for module in modules for _, variant in adapters_of(module)):
         return "aLoRA begins at columns of the padded batch"
@@ -208,22 +208,22 @@ def _by_structure(mode: str, trunk: nn.Module, forward: Callable[..., Any]) -> s
     if reason is not None:
         return reason
     if not _takes_positions(trunk, forward) or not takes(forward, "segments"):
-        return "its forward takes no position_ids, or no further arguments for its attention"
+        return "its forward takes no position_ids, or no extra arguments for its attention"
     return None
 
 
 class _Found(NamedTuple):
-    hidden: Tensor  # (n, H), of the needed cells
+    hidden: Tensor  # (n, H), in needed cells
     gradient: Tensor  # (m,), of the small parameters
-    changed: dict[str, Tensor]  # buffers that were changed in place
+    changed: dict[str, Tensor]  # buffers changed in place
     way: Way
     is_random: bool
 
 
 class _Trial:
-    """Two or three rows of a batch's tokens, in a layout and in the padded forward.
+    """Runs two or three rows of a batch's tokens in a layout and in the padded forward.
 
-    They have padding on one side or both. The second row begins as the first does; the third has
+    The rows have padding on one or both sides. The second row begins like the first; the third has
     nothing in common with them.
     """
 
@@ -245,12 +245,12 @@ class _Trial:
         first, other = pool[cyclic], pool.roll(-(len(pool) // 2))[cyclic]
         second = torch.cat([first[:half], other[half : half + -(-length // 8)]])
         tokens = [first, second, other[:half].flip(0)][: 3 if count > 2 else 2]
-        # of a batch of one sequence, the padded forward has one row
+        # for a batch of one sequence, the padded forward has one row
         self.of_padded = [[0], [1]] if count == 1 else [[*range(len(tokens))]]
         most = setting(trunk, "max_position_embeddings") or length + 2
         width = max(width, length + 2 if length + 2 <= most else length)
         begins = [(width - length) // 2] * 2 + [width - half]
-        # padding has ids of tokens: a model may tell it by its ids
+        # padding gets ids of tokens, since a model may detect it by its ids
         sources = pool[torch.arange(width, device="cpu") % len(pool)].repeat(len(tokens), 1)
         mask, needed = torch.zeros(2, *sources.shape, dtype=torch.bool, device="cpu")
         for i, (begin, own) in enumerate(zip(begins, tokens, strict=False)):
@@ -266,7 +266,7 @@ class _Trial:
         self.inputs = TrunkInputs.of(given, mask.long(), like.constants, self.needed)
 
     def outcome(self, mode: str) -> Way | str:
-        """The way in which layout `mode` is exact for these rows, or why it is not."""
+        """Return how layout `mode` is exact for these rows, or why it is not."""
         together, padded = 2 if mode == "tree" else 1, self._ways("padded")[0]
         parts = [[*range(together)], [*range(together, len(self.needed))]]
         want, reason = self._run("padded", padded, self.of_padded), None
@@ -286,7 +286,7 @@ class _Trial:
         return reason or ""
 
     def _ways(self, mode: str) -> list[Way]:
-        """The ways to call the model that are tried for layout `mode`, the best first."""
+        """Return the ways to call the model that are tried for layout `mode`, best first."""
         if "position_ids" in self.inputs.given:
             found = [Way("given")]
         elif mode == "padded" or not _takes_positions(self.trunk, self.forward):
@@ -297,14 +297,14 @@ class _Trial:
         return [replace(way, varlen=True) for way in found if mode == "tree" and fits] + found
 
     def _against(self, mode: str, got: _Found, want: _Found) -> str | None:
-        """Why `got` of layout `mode` is not `want` of the padded forward, or None."""
+        """Say why `got`, from layout `mode`, differs from `want`, padded; None if it does not."""
         if mode == "tree" and not got.way.layers:
             return "its attention is not looked up in transformers' table, so it sees no segments"
         for name in {*want.changed, *got.changed}:
             one, other = want.changed.get(name), got.changed.get(name)
             if one is None or other is None or not torch.allclose(one, other, equal_nan=True):
-                return f"each forward changes a state of it ({name})"
-        # rounding grows with the root of the depth, and twice as far in gradients
+                return f"each forward changes a state ({name})"
+        # rounding errors grow with the root of the depth, and are twice as large in gradients
         eps = torch.finfo(self.dtype).eps
         depth = max(1.0, (setting(self.trunk, "num_hidden_layers") or 1) / 8)
         floor, most = max(_ROUNDING * eps * depth**0.5, 1e-5), max(_MOST, 16 * eps)
@@ -316,17 +316,17 @@ class _Trial:
         for i, name in enumerate(names):
             allowed = min(max((i + 1) * floor, _ROUNDING * rounding[i]), most)
             if not off[i] <= allowed:
-                return f"{name} are off by {off[i]:.1g} of their length from the padded forward's"
+                return f"{name} are off by {off[i]:.1g} of the norm of the padded forward's"
         return None
 
     def _off(self, got: _Found, want: _Found) -> tuple[float, float]:
-        """How far hidden states, in the worst of eight ranges of depths, and gradients are off."""
+        """Return relative errors of hidden states (worst of eight depth ranges) and gradients."""
         ranges = self.by_depth.tensor_split(min(8, len(self.by_depth)))
         states = torch.stack([_distance(got.hidden[x], want.hidden[x]) for x in ranges])
         return states.amax().item(), _distance(got.gradient, want.gradient).item()
 
     def _run(self, mode: str, way: Way, parts: list[list[int]], multiple: int = 1) -> _Found:
-        """Compute the rows, those of each of `parts` in a forward of its own."""
+        """Compute the rows, with one forward for each of `parts`."""
         hidden, gradient = torch.zeros((), device=self.device), torch.zeros(1, device=self.device)
         with (
             torch.compiler.set_stance("force_eager"),  # nothing is compiled for these shapes
@@ -360,24 +360,24 @@ class _Trial:
 
 
 def _distance(got: Tensor, want: Tensor) -> Tensor:
-    """Norm of the difference over the norm of `want`."""
+    """Return the norm of the difference over the norm of `want`."""
     return (got - want).double().norm() / want.double().norm().clamp(min=1e-30)
 
 
 def _takes_positions(trunk: Any, forward: Callable[..., Any]) -> bool:
-    """True if `forward` takes position_ids, or the decoder to which it hands them."""
+    """Return True if `forward`, or the decoder it calls, accepts position_ids."""
     forwards = forward, type(trunk.get_decoder()).forward
     return any("position_ids" in inspect.signature(x).parameters for x in forwards)
 
 
 def _rope_types(parameters: Any) -> Iterator[str]:
-    """Kinds of RoPE of a config's ``rope_parameters``, one or one for each kind of layer."""
+    """Yield the kinds of RoPE in a config's ``rope_parameters``, which may be nested by layer."""
     for name, x in parameters.items() if isinstance(parameters, dict) else ():
         yield from [x] if name == "rope_type" else _rope_types(x)
 
 
 def _dtype(trunk: nn.Module, device: torch.device) -> torch.dtype:
-    """Precision of the trunk's products on `device`, where its inputs are."""
+    """Return the precision of the trunk's products on `device`."""
     if torch.is_autocast_enabled(device.type):
         return torch.get_autocast_dtype(device.type)
     return next(x.dtype for x in trunk.parameters() if x.is_floating_point())

@@ -1,17 +1,16 @@
-"""The trunk of a model in one call: one forward with a graph and one without, and ranks in step.
+"""Run the trunk of a model in one call: one forward with a graph, one without, ranks in step.
 
-The trunk is the transformer below the head, ``model.base_model``. For the length of one scoring
-call its ``forward`` is replaced by `TrunkCall.run`; the model, its head, its hooks and the wrappers
-around it stay as they are, and see one forward. It returns hidden states (B, L, H) in which the
-computed cells are filled in; elsewhere they are 0.
+The trunk is the transformer below the head, ``model.base_model``. During one scoring call,
+`TrunkCall.run` replaces its ``forward``; the model, its head, hooks and wrappers are unchanged and
+see a single forward. It returns hidden states (B, L, H) that are 0 in cells it did not compute.
 
     cells that the head reads          `needed`, from the completion mask
-    sequences that may have gradient   `live`; the others run without graph
-    prefixes that several rows share   computed once (`layout`)
+    sequences that may have gradient   `live`; all others run without graph
+    prefixes shared by several rows    computed once (`layout`)
     padding                            left out
 
-If gradient arrives at a cell that was not computed with a graph, the backward raises (`_guard`). So
-a wrong `live` raises, and never changes a result.
+If a gradient arrives at a cell that was computed without a graph, the backward raises (`_guard`).
+So a wrong `live` raises, and never changes a result.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ _WRAPPED = (
     *("_orig_mod", "_forward_module", FSDP1, "module"),
     *("base_model", "model", "pretrained_model"),
 )
-_COMPILED_COLUMNS = 64  # of which widths are multiples if layers are compiled: shapes recur
+_COMPILED_COLUMNS = 64  # with compiled layers, widths are multiples of this, so shapes recur
 _NOT_OF_A_LAYOUT = (torch.OutOfMemoryError, _StopRecomputationError)
 
 
@@ -62,10 +61,10 @@ def live_trunk(
     live: Tensor | None,  # (B,) bool
     needed: Tensor,  # (B, L) bool
 ) -> Iterator[TrunkCall]:
-    """Inside, the trunk of `model` computes only what is read of a batch.
+    """Make the trunk of `model` compute only what is read of a batch, inside the context.
 
     Args:
-        layout: the first of the layouts that may serve.
+        layout: the layout to try first.
         live: (B,) bool, sequences that may get a gradient; None: all.
         needed: (B, L) bool, cells whose hidden states are read.
     """
@@ -85,7 +84,7 @@ def live_trunk(
 
 
 def unwrapped(model: nn.Module) -> tuple[list[nn.Module], PreTrainedModel]:
-    """(the wrappers around the transformers model, from the outside in; that model)."""
+    """Return (wrappers from the outside in, the transformers model inside them)."""
     wrappers, inner = [], model
     while not isinstance(inner, PreTrainedModel):
         children = inner._modules if isinstance(inner, nn.Module) else {}
@@ -100,39 +99,35 @@ def unwrapped(model: nn.Module) -> tuple[list[nn.Module], PreTrainedModel]:
 
 
 def trunk_of(model: nn.Module) -> nn.Module:
-    """The module below the head whose forward the model's own calls; `model` may be wrapped."""
+    """Return the module below the head that the model's forward calls; `model` may be wrapped."""
     base = unwrapped(model)[1]
     body: nn.Module = base.base_model
-    if body is base:  # Llama 4's text model names its trunk "language_model", and has it as "model"
+    if body is base:  # Llama 4's text model says "language_model", but stores "model"
         body = getattr(base, "model", base)
-    decoder = getattr(body, "decoder", None)  # OPT's model calls it, not the body's forward
+    decoder = getattr(body, "decoder", None)  # OPT calls this, not the body's forward
     return decoder if isinstance(decoder, PreTrainedModel) else body
 
 
 def _reason_against(model: nn.Module, trunk: nn.Module) -> str | None:
-    """None if the forward of `trunk` can be replaced for a call, else the reason why not."""
+    """Say why the forward of `trunk` cannot be replaced during a call; None if it can."""
     wrappers, base = unwrapped(model)
     if trunk is base:
         return "the model names no trunk (base_model)"
     if _is_compiled([*wrappers, base, trunk]):
         return "the whole model is compiled; compile its layers instead (docs/training-step.md)"
     if any(FSDP1 in x._modules for x in (*wrappers, *trunk.modules())):
-        return (
-            "FSDP1 has divided the model, whose units run one forward each; FSDP2 has no such limit"
-        )
+        return "FSDP1 shards the model, and its units run one forward each; FSDP2 has no such limit"
     name = getattr(getattr(trunk, "config", None), "_attn_implementation", "")
     attention = ALL_ATTENTION_FUNCTIONS.get(name, None)
     is_deepspeeds = str(getattr(attention, "__module__", "")).startswith("deepspeed")
     torchs_own = torch._C._nn.scaled_dot_product_attention
     if is_deepspeeds or nn.functional.scaled_dot_product_attention is not torchs_own:
-        return (
-            "attention is not torch's own (context parallel): sequences may be divided over ranks"
-        )
+        return "attention is not torch's own (context parallel), so sequences may span ranks"
     return None
 
 
 def _is_compiled(modules: Iterable[Any]) -> bool:
-    """True if `torch.compile` has returned one of `modules`, or compiled it in place."""
+    """Return True if `torch.compile` has wrapped one of `modules`, or compiled it in place."""
     return any(
         type(x).__name__ == "OptimizedModule" or getattr(x, "_compiled_call_impl", None) is not None
         for x in modules
@@ -141,24 +136,24 @@ def _is_compiled(modules: Iterable[Any]) -> bool:
 
 @dataclass
 class TrunkCall:
-    """Stand-in for the forward of a trunk while a batch is scored."""
+    """Replacement for a trunk's forward during one scoring call."""
 
     trunk: nn.Module
     forward: Callable[..., Any]
     layout: BatchLayout
-    live: Tensor  # (B,) bool, on the CPU: may get a gradient
+    live: Tensor  # (B,) bool, on the CPU; True: may get a gradient
     needed: Tensor  # (B, L) bool
     was_called: bool = False
     computed: Tensor | None = None  # (B, L) bool, if cells were left out
-    made: Sequence[TrunkLayout] = ()  # the layouts that have run instead of the batch
+    made: Sequence[TrunkLayout] = ()  # layouts that ran instead of the batch
 
     @functools.cached_property
     def multiple(self) -> int:
-        """Widths of layouts are a multiple of it."""
+        """Return the number that widths of layouts are a multiple of."""
         return _COMPILED_COLUMNS if _is_compiled(self.trunk.modules()) else 1
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """The trunk's output."""
+        """Compute the trunk's output."""
         positional = zip(inspect.signature(self.forward).parameters, args, strict=False)
         given = {**dict(positional), **kwargs}
         with self._in_step(given) as forward:
@@ -168,7 +163,7 @@ class TrunkCall:
             return forward(**given) if found is None else found
 
     def shares(self) -> Shares:
-        """What ran of the padded batch in a call with gradient."""
+        """Return the shares of the padded batch that ran, for a call with gradient."""
         found, positions = Shares(), self.needed.numel()
         if torch.is_grad_enabled():
             sizes = [(x.sources.numel(), x.graph) for x in self.made] or [(positions, True)]
@@ -180,10 +175,10 @@ class TrunkCall:
 
     @contextmanager
     def _in_step(self, given: dict[str, Any]) -> Iterator[Callable[..., Any]]:
-        """Inside, call the yielded forward any number of times.
+        """Yield a forward that may be called any number of times inside the context.
 
-        Each is announced to the ranks that run the trunk together: a rank that needs no more of its
-        own runs one of two tokens for each of theirs, and so does one whose forward has failed.
+        Ranks that run the trunk together announce each call. A rank that has no more calls, or
+        whose forward failed, runs two tokens for each call of another rank.
         """
         groups = rank_groups(self.trunk)
         if not groups:
@@ -201,7 +196,7 @@ class TrunkCall:
             try:
                 return self.forward(*args, **kwargs)
             except Exception:
-                anchor()  # the others are within theirs
+                anchor()  # other ranks are inside their forward
                 raise
 
         yield forward
@@ -209,7 +204,7 @@ class TrunkCall:
             anchor()
 
     def _exactness(self, given: dict[str, Any]) -> Exactness | None:
-        """Of the inputs `given` by name; None, after a warning, if they run as they are."""
+        """Return the exactness for inputs `given` by name; None, after a warning, if unreadable."""
         try:
             inputs = read_inputs(self.trunk, given, self.needed)
             if isinstance(inputs, TrunkInputs):
@@ -220,14 +215,14 @@ class TrunkCall:
         return None
 
     def _in_a_layout(self, exactness: Exactness, forward: Callable[..., Any]) -> Any:
-        """The trunk's output in the first layout that serves, from the one asked for on.
+        """Return the trunk's output in the first usable layout, starting with the requested one.
 
-        The reasons against those before it are said. None: the batch has to run as given.
+        Warn of the reasons against earlier ones. None: the batch must run as given.
         """
         inputs, modes = exactness.inputs, [*MODES[MODES.index(self.layout) :]]
         if inputs.is_packed:
             del modes[modes.count("tree") :]
-        reasons: dict[str, str] = {}  # the first layout against which each is
+        reasons: dict[str, str] = {}  # reason -> first layout that it rules out
 
         def say(instead: str) -> None:
             if reasons and not inputs.padding_is_read:
@@ -243,12 +238,12 @@ class TrunkCall:
             try:
                 planned = self._planned(inputs, mode, way)
                 if modes[:1] == ["trim"] and self._loses_to_trim(exactness, way, planned):
-                    modes.insert(1, mode)  # its turn, if trim fails
+                    modes.insert(1, mode)  # comes next if trim fails
                     continue
             except Exception as error:
                 reasons.setdefault(f"in planning it, {described(error)}", mode)
                 continue
-            say(f"layout={mode!r} serves")
+            say(f"layout={mode!r} is used")
             try:
                 return self._in_parts(inputs, way, planned, forward)
             except _NOT_OF_A_LAYOUT:
@@ -261,7 +256,7 @@ class TrunkCall:
         return None
 
     def _planned(self, inputs: TrunkInputs, mode: str, way: Way) -> list[TrunkLayout]:
-        """Layouts of the sequences with and without gradient that have something to compute."""
+        """Return layouts for sequences with and without gradient, as far as they are not empty."""
         live = (self.live & torch.is_grad_enabled())[inputs.places[:, 0] // self.needed.shape[1]]
         both = [
             inputs.layout(mode, way, chosen, graph=graph, multiple=self.multiple)
@@ -270,7 +265,7 @@ class TrunkCall:
         return [layout for layout in both if layout is not None]
 
     def _loses_to_trim(self, exactness: Exactness, way: Way, planned: list[TrunkLayout]) -> bool:
-        """True if recurrences make the tree `planned` slower than rows, which are exact too."""
+        """Return True if recurrences make the tree `planned` slower than rows, also exact."""
         inputs = exactness.inputs
         if not way.chunk or isinstance(exactness.known("trim"), str):
             return False
@@ -284,7 +279,7 @@ class TrunkCall:
     def _in_parts(
         self, inputs: TrunkInputs, way: Way, planned: list[TrunkLayout], forward: Callable[..., Any]
     ) -> Any:
-        """The trunk's output, its hidden states (B, L, H) from forwards of `planned`."""
+        """Return the trunk's output, with hidden states (B, L, H) from forwards of `planned`."""
         graph, shape = torch.is_grad_enabled(), inputs.given["input_ids"].shape
         if not any(layout.graph == graph for layout in planned):
             two = torch.ones(1, 2, dtype=torch.bool, device="cpu")  # tokens that fill no cell:
@@ -307,9 +302,9 @@ def _guard(
     planned: Sequence[TrunkLayout],
     live: Tensor,  # (B,) bool
 ) -> None:
-    """Have the backward raise if gradient arrives at a cell of `hidden` without a graph.
+    """Make the backward raise if a gradient arrives at a cell of `hidden` without a graph.
 
-    It costs one wait for the device in each backward.
+    This synchronizes with the device once per backward.
     """
     length = hidden.shape[1]
     without_graph = torch.ones(len(live) * length, dtype=torch.bool, device="cpu")
@@ -330,19 +325,18 @@ def _guard(
         if dead:
             raise RuntimeError(
                 f"zero_advantage: expected no gradient for the sequences {dead}, which ran without "
-                "graph, got one: the loss has a term that is not known here; pass "
-                "zero_advantage='train'"
+                "graph, got one. The loss has an unknown term; pass zero_advantage='train'"
             )
         raise RuntimeError(
-            "layout: expected gradient at completion tokens alone, got one elsewhere in the "
-            f"sequences {rows}; pass layout='padded'"
+            "layout: the loss also uses hidden states outside the completion, in the sequences "
+            f"{rows}; pass layout='padded'"
         )
 
     hidden.register_hook(look)
 
 
 def ordinary_id(model: nn.Module) -> int:
-    """An id that stands for a token of text."""
+    """Return the id of an ordinary text token."""
 
     def special(name: str, x: Any) -> Iterator[Any]:
         for key, y in x.items() if isinstance(x, dict) else ():
@@ -356,5 +350,5 @@ def ordinary_id(model: nn.Module) -> int:
 
 
 def say_once(trunk: nn.Module, reason: str) -> None:
-    """Warn, once for each kind of model, that a saving does not apply."""
+    """Warn once per kind of model that a saving does not apply."""
     warn_once(f"{type(trunk).__name__}: {reason}; results are the same")

@@ -101,7 +101,7 @@ def test_holes_in_a_sequence_are_left_out() -> None:
     given["completion_mask"][0, 2] = 0  # nothing predicts it
     for kind, said in (("qwen3", False), ("mistral", True)):
         model = tiny.text_model(kind, torch.float32)
-        assert_right(model, given, *["padding within"][: int(said)], quiet=not said)
+        assert_right(model, given, *["padding inside"][: int(said)], quiet=not said)
 
 
 def test_log_probabilities_with_and_without_gradient() -> None:
@@ -178,7 +178,7 @@ def test_the_guard_sees_columns_that_were_cut() -> None:
     kept: list[Tensor] = []
     out = causal_lm_loss(model, GRPOLoss(), **given)
     with pytest.raises(
-        RuntimeError, match=r"layout: expected gradient at completion tokens alone.*layout='padded'"
+        RuntimeError, match=r"layout: the loss also uses hidden states.*layout='padded'"
     ):
         (out.loss + kept[-1][0, 0].sum()).backward()
 

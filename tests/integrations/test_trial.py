@@ -409,7 +409,7 @@ def test_a_forward_that_raises_in_the_default_layout_gives_way(after: int) -> No
         return forward(hidden, *args, **kwargs)
 
     model.model.layers[0].forward = failing
-    assert_right(model, given, "IndexError", "layout='trim' serves", modes=[{}] * 3)
+    assert_right(model, given, "IndexError", "layout='trim' is used", modes=[{}] * 3)
 
 
 def test_what_the_padded_forward_raises_is_raised() -> None:

@@ -179,7 +179,7 @@ def test_attention_that_is_replaced_later_gives_way(monkeypatch: pytest.MonkeyPa
 
     dropping._takes_segments = True  # type: ignore[attr-defined]  # so that it is not wrapped again
     monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", dropping)
-    assert_right(model, given, "0 calls of its layers", "layout='trim' serves")
+    assert_right(model, given, "0 calls of its layers", "layout='trim' is used")
     monkeypatch.setitem(
         AttentionInterface._global_mapping, "sdpa", lambda *args, **kwargs: ours(*args, **kwargs)
     )
@@ -217,7 +217,7 @@ def test_a_model_that_does_not_tell_its_window_is_not_taken_at_long_sequences(
     }
     short["completion_mask"] = short["attention_mask"][:, 4:]
     assert_right(model, short, quiet=True)
-    assert_right(model, given, "hidden states are off", "layout='trim' serves")
+    assert_right(model, given, "hidden states are off", "layout='trim' is used")
     assert_right(model, short, quiet=True)
 
 

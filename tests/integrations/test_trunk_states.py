@@ -137,7 +137,7 @@ def test_padding_within_a_sequence_counts(kind: str) -> None:
     holes = given["attention_mask"] = given["attention_mask"].clone()
     holes[0, 5] = holes[3, 80] = 0
     given["completion_mask"] = given["completion_mask"] * holes[:, 48:] * holes[:, 47:-1]
-    assert_right(model, given, "padding within", "'trim' serves")
+    assert_right(model, given, "padding inside", "'trim' is used")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -168,7 +168,7 @@ def test_padding_that_a_bias_makes_other_than_zero() -> None:
     ids[1, :100], mask[2, :119], mask[2, 124:] = ids[0, :100], 0, 0
     given = {"input_ids": ids, "attention_mask": mask, "completion_mask": mask[:, 120:]}
     given["advantages"] = torch.tensor([0.01, -0.01, 1.0])
-    assert_right(model, given, "states are off by", "'padded' serves")
+    assert_right(model, given, "states are off by", "'padded' is used")
 
 
 def test_kernels_of_other_packages(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,7 +259,7 @@ def test_the_trial_sees_a_wrong_state(
     name: str, wrong: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(states, name, wrong)
-    assert_right(every.build("qwen3_5_text"), large(), "states are off by", "'trim' serves")
+    assert_right(every.build("qwen3_5_text"), large(), "states are off by", "'trim' is used")
 
 
 def test_a_layer_that_drops_its_arguments_later_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,7 +272,7 @@ def test_a_layer_that_drops_its_arguments_later_gives_way(monkeypatch: pytest.Mo
 
     dropping._takes_segments = True  # type: ignore[attr-defined]  # so that it is not wrapped again
     monkeypatch.setattr(modeling_qwen3_5, "causal_conv1d_fn", dropping)
-    assert_right(model, given, "in its first forward", "'trim' serves")
+    assert_right(model, given, "in its first forward", "'trim' is used")
 
 
 def test_a_recurrence_that_drops_its_last_state_later_gives_way(
@@ -286,12 +286,12 @@ def test_a_recurrence_that_drops_its_last_state_later_gives_way(
         return plain(*args, **kwargs)[0], None
 
     monkeypatch.setattr(modeling_qwen3_5, name, dropping)
-    said = "layout='tree': a recurrence gives back no last state", "'trim' serves"
+    said = "layout='tree': a recurrence gives back no last state", "'trim' is used"
     assert_right(model, given, *said, modes=[{}, {}])
 
 
 def test_layers_that_are_not_known_are_refused_by_name() -> None:
-    said = "JambaMambaMixer has a state that is not known", "mamba_selective_scan", "'trim' serves"
+    said = "JambaMambaMixer has a state that is not known", "mamba_selective_scan", "'trim' is used"
     assert_right(every.build("jamba"), large(), *said)
 
 
@@ -323,6 +323,6 @@ def test_a_tree_that_costs_more_than_rows_serves_where_these_fail() -> None:
         return forward(hidden, *args, **kwargs)
 
     model.model.layers[0].forward = failing
-    said = "layout='trim': it raised IndexError", "layout='tree' serves"
+    said = "layout='trim': it raised IndexError", "layout='tree' is used"
     assert_right(model, given, *said, modes=[{}, {}])
     assert trees[-1]
