@@ -1,20 +1,20 @@
-"""One forward of a transformers model whose head scores tokens in place of projecting.
+"""One forward of a transformers model whose head scores tokens instead of projecting them.
 
-The model's own forward runs, with its head replaced for the length of the call: the head is handed
-the hidden states and, instead of projecting them, scores the completion tokens. That is exact for
-more architectures than running the body and reading the head afterwards. Whatever the model does
-before its head (a multiplier, a dense layer and a norm, a cast) has been done, and no inner module
-needs to be known by name. Hooks on the model, its head and its parts run as ever: FSDP2 (the head
-in the root's unit or in its own) and DeepSpeed ZeRO-3 gather the weight there, and again for the
-backward; DDP, PEFT and accelerate see one call of the model. The results leave through the outputs
-of head and model, which is where those engines hook the backward.
+The model's own forward runs with its head replaced during the call: the head receives the hidden
+states and scores the completion tokens. This is exact for more architectures than running the body
+and reading the head afterwards. Whatever the model applies before its head (a multiplier, a dense
+layer and a norm, a cast) is included, and no inner module needs to be known by name. Hooks on the
+model, its head and its parts run as usual: FSDP2 (with the head in the root's unit or in a separate
+one) and DeepSpeed ZeRO-3 gather the weight there, and again for the backward; DDP, PEFT and
+accelerate see one call of the model. Results leave through the outputs of head and model, where
+these engines hook the backward.
 
-What the model does to the logits after its head is measured in its first call (`HeadCheck`), at the
-cost of one row of the head: nothing random is drawn, no collective is added. If its config was
-wrong, the model runs a second time with the constants that were measured.
+What the model applies to the logits after its head is measured in its first call (`HeadCheck`), at
+the cost of one row of the head, without random numbers or collectives. If the config was wrong, the
+model runs a second time with the measured constants.
 
-Not for: encoder-decoder models, several heads (codebooks), quantised heads, ``nn.DataParallel``, a
-model that two threads use at a time.
+Not supported: encoder-decoder models, several heads (codebooks), quantized heads,
+``nn.DataParallel``, and models used by two threads at once.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ from grpo_kernels.patching import Shares, forward_name, replaced
 from grpo_kernels.transformers import head as heads
 from grpo_kernels.transformers.head import HeadCheck, constants_of
 
-RESULTS, FIELDS = "results", "others"  # of the dict that the model returns: wrappers look into it
-_MOST_RUNS = 4  # of one call: constants are measured, and a number of the whole batch is computed
+RESULTS, FIELDS = "results", "others"  # keys of the dict that the model returns to its wrappers
+_MOST_RUNS = 4  # runs per call, to measure constants and to compute scalars of the whole batch
 Score = Callable[[Tensor, Head], tuple[Tensor, ...]]  # the head's input (B, L, H) -> results
-# an output of theirs may need the whole batch
+# models with an output that may need the whole batch
 _models_with_scalars: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-# by head: the factor on the body's output, before the head
+# head -> factor that the model applies to the body's output before the head
 _factors: weakref.WeakKeyDictionary[nn.Module, float] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
 class TrunkOptions:
-    """What the trunk computes of a batch; `causal_lm_loss` explains the options."""
+    """Options for what the trunk computes of a batch, as in `causal_lm_loss`."""
 
     zero_advantage: ZeroAdvantage = "score"
     layout: BatchLayout = "tree"
@@ -75,7 +75,7 @@ class TrunkOptions:
 
 @dataclass(frozen=True)
 class Batch:
-    """The ids of a call and which of them count."""
+    """The ids of a call, and the mask of those that count."""
 
     input_ids: Tensor  # (B, L)
     completion_mask: Tensor  # (B, T)
@@ -93,12 +93,12 @@ class Batch:
             )
 
     def needed(self) -> Tensor:
-        """(B, L) bool: the positions whose hidden states predict a token that counts."""
+        """Return (B, L) bool, the positions whose hidden states predict a token that counts."""
         before = self.input_ids.shape[1] - self.completion_mask.shape[1]
         return nn.functional.pad(self.completion_mask != 0, (before - 1, 1))
 
     def aligned(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(states (B, T, H), ids (B, T), mask (B, T)): each id with the states that predict it."""
+        """Return states (B, T, H), ids (B, T) and mask (B, T); states predict the ids."""
         (sequences, length), count = self.input_ids.shape, self.completion_mask.shape[1]
         least, shape = min(count + 1, length), tuple(hidden.shape)
         if len(shape) != 3 or shape[0] != sequences or shape[1] < least:
@@ -115,7 +115,7 @@ class Batch:
         return hidden.roll(1, dims=1), ids, mask
 
     def counted_state(self, hidden: Tensor) -> Tensor:
-        """A state (H,) of `hidden` (B, L, H) that predicts a token that counts, if any counts."""
+        """Return a state (H,) of `hidden` (B, L, H) that predicts a counted token, if any."""
         states, _, mask = self.aligned(hidden)
         row, column = divmod(int((mask != 0).reshape(-1).to(torch.uint8).argmax()), mask.shape[1])
         return states[row, column]
@@ -129,17 +129,17 @@ def run_scored(
     layout: BatchLayout,
     live: Tensor | None = None,  # (B,) bool
 ) -> tuple[tuple[Tensor, ...], ModelOutput, Shares]:
-    """Run `model` with `score` in its head; the results, its output without logits, and shares.
+    """Run `model` with `score` in its head; return results, output without logits, and shares.
 
-    `layout` and `live` go to `live_trunk`.
+    `layout` and `live` are passed to `live_trunk`.
     """
     if inputs.get("labels") is not None:
         raise ValueError(
-            "labels: expected none, since there are no logits to hold them against; got labels"
+            "labels: expected none, since there are no logits to compare with; got labels"
         )
     inputs = {name: x for name, x in inputs.items() if x is not None}
     base, attention_mask = heads.causal_lm(model), inputs.get("attention_mask")
-    # masks of four dimensions and dicts of them, which transformers takes too, are the model's
+    # transformers also accepts 4-dimensional masks and dicts of them; only the model reads those
     if attention_mask is not None and not isinstance(attention_mask, dict):
         check_tensor("attention_mask", attention_mask)
         if attention_mask.dim() != 4:
@@ -149,7 +149,7 @@ def run_scored(
         inputs.setdefault("use_cache", False)
     inputs, needed = {"input_ids": batch.input_ids, **inputs}, batch.needed()
     is_checked = heads.known_head(model, inputs)[2]
-    if needed.device.type == "cpu" or not is_checked:  # in later calls it would wait for the device
+    if needed.device.type == "cpu" or not is_checked:  # would synchronize in later calls
         _check_attended(batch.input_ids, needed, inputs, base.config)
 
     def run(call: HeadCall) -> dict[str, Any]:
@@ -163,14 +163,14 @@ def run_scored(
         if not isinstance(returned, dict) or RESULTS not in returned:
             raise RuntimeError(
                 "model: expected a wrapper that calls the model's forward, which is replaced for "
-                f"this call, and returns its result, got {type(returned).__name__}; a compiled "
-                "model may run the forward that it was compiled with: compile its layers instead"
+                f"this call, and returns its result, got {type(returned).__name__}. A compiled "
+                "model may run the forward it was compiled with; compile its layers instead"
             )
         for x, (_, dtype) in zip(returned[RESULTS], call.result_specs, strict=True):
             if x.dtype.itemsize < dtype.itemsize:
                 raise ValueError(
-                    f"model: expected results of {dtype}, and a wrapper of the model has made them "
-                    f"{x.dtype}; under FSDP2, leave output_dtype out of MixedPrecisionPolicy"
+                    f"model: expected results of {dtype}, but a wrapper of the model has cast them "
+                    f"to {x.dtype}; under FSDP2, leave output_dtype out of MixedPrecisionPolicy"
                 )
         return returned
 
@@ -187,18 +187,18 @@ def run_in_head(
     live: Tensor | None,  # (B,) bool
     state_of: Callable[[Tensor], Tensor],
 ) -> tuple[tuple[Tensor, ...], ModelOutput, Shares]:
-    """`run_scored` where `run` runs the model on `inputs` within the call that it is given.
+    """Like `run_scored`, with a `run` that runs the model on `inputs` inside the given call.
 
-    The first time, the model's logits are checked at the state that `state_of` chooses, and where
-    the config was wrong the model runs once more, with the constants that were measured.
+    The first time, the model's logits are checked at the state that `state_of` chooses. If the
+    config was wrong, the model runs once more, with the measured constants.
     """
     base = heads.causal_lm(model)
-    if "adapter_names" in inputs:  # PEFT's, one for each sequence of the padded batch
+    if "adapter_names" in inputs:  # PEFT's, one per sequence of the padded batch
         layout, live = "padded", None
     head, facts, is_checked = heads.known_head(model, inputs)
 
     def score_whole(hidden: Tensor, head: Head) -> tuple[Tensor, ...]:
-        # accelerate has FSDP2 round logits to 16 bits, which would leave 8 of log-probabilities
+        # accelerate makes FSDP2 cast logits to 16 bits: log-probabilities would keep 8 bits
         unit: Any = next((x for x in base.modules() if is_fsdp_unit(x)), None)
         root = None if unit is None else unit._get_fsdp_state()._state_ctx.iter_forward_root
         if root is not None and root._mp_policy.output_dtype is not None:
@@ -217,7 +217,7 @@ def run_in_head(
         has_scalar = any(isinstance(x, Tensor) and x.dim() == 0 for x in pytree.tree_leaves(fields))
         part = of_trunk.computed
         if has_scalar and not is_whole and most_of_ranks(groups, [int(part is not None)])[0]:
-            _models_with_scalars.add(base)  # such as an aux_loss: it may be of all hidden states
+            _models_with_scalars.add(base)  # such as an aux_loss, which may need all hidden states
             continue
         used, head = head, head if check is None else check.verified(base, facts)
         if constants_of(head) != constants_of(used):  # all ranks measure the same
@@ -236,7 +236,7 @@ def _differing_constants(head: Head) -> ValueError:
 
 
 def _nan_but_at(computed: Tensor, x: Any) -> Any:
-    """`x`, a tensor (B, L, ...) of an output, NaN outside of the cells `computed` (B, L)."""
+    """Set `x`, a tensor (B, L, ...) of an output, to NaN outside the cells `computed` (B, L)."""
     if not isinstance(x, Tensor) or x.shape[:2] != computed.shape or not x.is_floating_point():
         return x
     cells = computed.to(x.device).reshape(*computed.shape, *(1,) * (x.dim() - 2))
@@ -244,11 +244,11 @@ def _nan_but_at(computed: Tensor, x: Any) -> Any:
 
 
 def measured_head(base: nn.Module, forward: Callable[..., Any]) -> Head:
-    """The head of `base`, with constants that turn its body's output into the model's logits.
+    """Return the head of `base`, with constants that map its body's output to the model's logits.
 
-    For callers that run body and head themselves, and read the model's own `forward` nowhere else.
-    The first time it runs on two tokens, as a guest and within the caller's own call of `base`, so
-    that FSDP2 and ZeRO-3 have made whole what it reads.
+    For callers that run body and head themselves, without the model's own `forward`. On first use,
+    `forward` runs on two tokens as a guest, inside the caller's own call of `base`, so FSDP2 and
+    ZeRO-3 have gathered what it reads.
     """
     head, facts, is_checked = heads.known_head(base, {})
     linear, states = linear_of(head.weight), list[Tensor]()  # the body's output, the head's input
@@ -282,31 +282,31 @@ def measured_head(base: nn.Module, forward: Callable[..., Any]) -> Head:
         factor = 1.0 if abs(factor - 1.0) < 1e-3 else factor
         if (made - factor * of_body).norm() > 1e-2 * made.norm():
             raise ValueError(
-                "model: expected a head that is given the output of its body, "
-                f"{type(base).__name__} changes it in between; its own loss and log-probabilities "
-                "are those of causal_lm_loss and completion_logprobs"
+                "model: expected a head that reads the output of its body, but "
+                f"{type(base).__name__} changes it in between; use causal_lm_loss and "
+                "completion_logprobs, which are exact for it"
             )
         _factors[head.weight] = factor
     factor = _factors[head.weight]
     if factor != 1.0 and linear.bias is not None:
         raise ValueError(
-            f"model: expected a head without bias behind hidden states times {factor:g}, got one "
-            "with bias"
+            "model: expected a head without bias, since its hidden states are scaled by "
+            f"{factor:g}, got one with bias"
         )
     return replace(head, logit_scale=head.logit_scale * factor)
 
 
 class HeadCall:
-    """Stand-in for a head during one forward: it scores, and returns scores in place of logits.
+    """Replacement for a head during one forward, which returns scores instead of logits.
 
-    The scores are laid out in a (1, R, V) tensor, so that the model can treat them as logits of a
-    vocabulary. With a `check`, its two rows come first.
+    Scores are laid out in a (1, R, V) tensor, so that the model can treat them as logits. With a
+    `check`, its two rows come first.
     """
 
     def __init__(self, head: Head, score: Score, check: HeadCheck | None) -> None:
         self.head, self.score, self.check = head, score, check
         self.project: Callable[..., Tensor] = head.weight.forward
-        # once the head has run: of each result; its output (1, R, V), and detached (R, V)
+        # set by the head: shape and dtype of each result; its output (1, R, V), detached (R, V)
         self.result_specs: list[tuple[torch.Size, torch.dtype]] = []
         self.output = self.rows = torch.empty(0)
         self.results: tuple[Tensor, ...] | None = None
@@ -314,12 +314,12 @@ class HeadCall:
 
     @contextmanager
     def in_head(self) -> Iterator[None]:
-        """Inside, this call replaces the head; `pack_output` takes what the model returns."""
+        """Replace the head inside the context; then give the model's output to `pack_output`."""
         head, name = self.head.weight, forward_name(self.head.weight)
         self.project = getattr(head, name)
         if isinstance(getattr(self.project, "__self__", None), HeadCall):
             raise RuntimeError(
-                "model: expected one whose head is not in use, got one within head_inputs or "
+                "model: expected one whose head is not in use, got one inside head_inputs or "
                 "another call of it"
             )
         with replaced(head, name, self._head_forward):
@@ -330,16 +330,16 @@ class HeadCall:
                 unpacking.remove()
 
     def _head_forward(self, hidden: Tensor, *others: Any, **named: Any) -> Tensor:
-        """Score `hidden` (B, L, H) in place of the head's forward; the scores as (1, R, V)."""
+        """Score `hidden` (B, L, H) instead of the head's forward; return scores as (1, R, V)."""
         if self.result_specs:
             raise RuntimeError(
-                "model: expected a forward that calls its head once, "
+                "model: expected a forward that calls its head once, but "
                 f"{type(self.head.weight).__name__} is called again"
             )
-        if others or named:  # as PEFT's adapter_names, which give each row its own adapter
+        if others or named:  # such as PEFT's adapter_names, one adapter per row
             given = ", ".join([*(type(x).__name__ for x in others), *named])
             raise ValueError(
-                f"model: expected its head to be given hidden states alone, got {given} as well"
+                f"model: expected its head to get only hidden states, got {given} as well"
             )
         if self.check:
             self.check.project(hidden, self.project)
@@ -349,7 +349,7 @@ class HeadCall:
                 self.check.score()
             return self.score(hidden, self.head)
 
-        # adapters, under ZeRO-3
+        # adapters under ZeRO-3
         inner = [x for x in divided_modules(self.head.weight) if x is not self.head.weight]
         results = within_forwards(inner, compute, hidden)
         self.result_specs = [(x.shape, x.dtype) for x in results]
@@ -359,14 +359,14 @@ class HeadCall:
         if self.check:
             rows = torch.cat([self.check.rows.to(rows.dtype), rows])
         self.rows = rows.detach()
-        # no view: FSDP2 would lose its hook on it if the model wrote into its logits
+        # not a view: FSDP2 would lose its hook if the model wrote into its logits
         self.output = rows[None].clone()
         return self.output
 
     def _unpack(self, module: nn.Module, args: Any, output: Tensor) -> None:
-        """Take the results out of the head's `output`, after all other hooks."""
+        """Read the results from the head's `output`, after all other hooks."""
         if is_fsdp_unit(module) and output.dtype != self.output.dtype:
-            output = self.output  # which FSDP2's mixed precision has hooked, and rounded a copy of
+            output = self.output  # hooked by FSDP2's mixed precision; `output` is a rounded copy
         hooks = foreign_hooks(module)
         if hooks and not torch.allclose(
             output[0].detach().to(self.rows), self.rows, rtol=0, atol=0, equal_nan=True
@@ -378,15 +378,15 @@ class HeadCall:
         flat = output[0, 2 if self.check else 0 :].reshape(-1)
         sizes = [shape.numel() for shape, _ in self.result_specs]
         pieces = zip(flat[: sum(sizes)].split(sizes), self.result_specs, strict=True)
-        # copies, since a model may write into its logits
+        # copies, because the model may write into its logits
         self.results = tuple(x.view(shape).to(dtype, copy=True) for x, (shape, dtype) in pieces)
 
     def pack_output(self, output: Any) -> Any:
-        """A dict in place of the model's `output`: the results, and its fields without logits."""
+        """Return a dict instead of the model's `output`: results, and its fields without logits."""
         if self.results is None:
             name = type(self.head.weight).__name__
             raise RuntimeError(
-                f"model: expected a forward that calls its head, {name} was not called"
+                f"model: expected a forward that calls its head, but {name} was not called"
             )
         logits = getattr(output, "logits", None)
         is_of_rows = isinstance(logits, Tensor) and logits.dim() == 3 and logits.shape[1] > 1
@@ -407,12 +407,12 @@ def _check_attended(
     inputs: dict[str, Any],
     config: Any,
 ) -> None:
-    """Check the values of an attention_mask (B, L) among `inputs`. Waits for the device.
+    """Check the values of an attention_mask (B, L) in `inputs`. Synchronizes with the device.
 
-    A token that counts within padding is an error. Three cases warn: no mask, though padding comes
-    before a token that counts; a first token that counts though only padding comes before it; and
-    zeros between ones, after which positions are off unless the forward is given them. The token
-    after the last 1 may count: it is the end token if that is the padding token too.
+    A counted token inside padding is an error. Three cases warn: no mask, though padding comes
+    before a counted token; a counted first token, with only padding before it; and zeros between
+    ones, after which positions are wrong unless the caller passes them. The token after the last 1
+    may count: it is the end token if that is also the padding token.
     """
     attention_mask = inputs.get("attention_mask")
     if attention_mask is None:
@@ -430,14 +430,14 @@ def _check_attended(
         )
     if bool(unseen.any()):
         warn_once(
-            "completion_mask: it counts a token whose column before has attention_mask 0: nothing "
-            "predicts the first token of a sequence, so give it 0"
+            "completion_mask: it counts a token whose previous column has attention_mask 0. "
+            "Nothing predicts the first token of a sequence, so set it to 0"
         )
     begun, goes_on = attended.cumsum(1) > 0, attended.flip(1).cumsum(1).flip(1) > 0
     if "position_ids" not in inputs and bool((begun & goes_on & ~attended).any()):
         warn_once(
-            "attention_mask: it has zeros between ones, and a model without position_ids counts "
-            "them as positions. Pad prompts on the left and completions on the right, or pass "
+            "attention_mask: it has zeros between ones, which a model without position_ids counts "
+            "as positions. Pad prompts on the left and completions on the right, or pass "
             "position_ids = (attention_mask.cumsum(1) - 1).clamp(min=0)"
         )
 
@@ -446,14 +446,14 @@ def _warn_of_attended_padding(input_ids: Tensor, needed: Tensor, config: Any) ->
     pad = getattr(config, "pad_token_id", None)
     if pad is None:
         return
-    is_before = needed.flip(1).cumsum(1).flip(1) > 0  # that on the right does no harm
+    is_before = needed.flip(1).cumsum(1).flip(1) > 0  # padding on the right does no harm
     padding = (input_ids == pad) & is_before.to(input_ids.device)
     of_text = [getattr(config, name, None) for name in ("eos_token_id", "bos_token_id")]
     if any(pad in (x if isinstance(x, list) else [x]) for x in of_text):
-        padding = padding[:, 1:] & padding[:, :-1]  # one alone is the end or begin of a text
+        padding = padding[:, 1:] & padding[:, :-1]  # a single one is the end or beginning of a text
     if bool(padding.any()):
         warn_once(
             f"attention_mask: got None, and input_ids with padding tokens (pad_token_id = {pad}) "
-            "before a token that counts, which attends to them as to text. Pass the tokenizer's "
+            "before a token that counts, which are attended to like text. Pass the tokenizer's "
             "attention_mask, with a 1 for each token of the completion"
         )

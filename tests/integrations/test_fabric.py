@@ -127,6 +127,6 @@ def test_causal_lm_loss_of_a_wrapped_model() -> None:
     with pytest.raises(TypeError, match=r"old_logps: .* did you mean old_per_token_logps\?"):
         causal_lm_loss(Wrapper(model), GRPOLoss(), *batch, torch.ones(3), old_logps=None)
     with pytest.raises(
-        ValueError, match=r"expected results of torch\.float64, .* has made them torch\.float32"
+        ValueError, match=r"expected results of torch\.float64, .* has cast them to torch\.float32"
     ):
         completion_logprobs(Wrapper(tiny.text_model("llama")).double(), *batch)

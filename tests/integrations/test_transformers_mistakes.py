@@ -145,7 +145,10 @@ def test_encoder_decoder_models_are_refused_by_name(kind: str, sizes: dict[str, 
         # ... and they are counted from it where the model takes them
         ({"attention_mask": WITH_A_HOLE}, None),
         ({"attention_mask": WITH_A_HOLE, **OWN_POSITIONS}, "attention_mask: it has zeros between"),
-        ({"completion_mask": ATTENTION}, "it counts a token whose column before has attention_mas"),
+        (
+            {"completion_mask": ATTENTION},
+            "it counts a token whose previous column has attention_mas",
+        ),
     ],
 )
 def test_a_mask_that_is_likely_not_meant_warns_once(

@@ -109,7 +109,7 @@ def test_hooks_on_the_head() -> None:
         handle.remove()
     model = peft_model(tiny.text_model("llama"), target_modules=["lm_head"])
     with pytest.raises(
-        ValueError, match="expected its head to be given hidden states alone, got adapter_names"
+        ValueError, match="expected its head to get only hidden states, got adapter_names"
     ):
         completion_logprobs(model, *args, adapter_names=["default", "__base__", "default"])
 
@@ -198,7 +198,7 @@ def test_results_are_not_rounded_on_their_way_out() -> None:
 
     model, *batch = scene()
     with pytest.raises(
-        ValueError, match=r"expected results of torch\.float64, .* has made them torch\.bfloat16"
+        ValueError, match=r"expected results of torch\.float64, .* has cast them to torch\.bfloat16"
     ):
         completion_logprobs(Rounds(model), *batch)
 
