@@ -16,7 +16,7 @@ from grpo_kernels.objective.metrics import Metrics
 # not frozen: Lightning's Fabric copies what a module returns, and sets the copy's fields
 @dataclass
 class LossOutput:
-    """Result of `grpo_loss`.
+    """Result of `grpo_loss`, `GRPOLoss`, `causal_lm_loss` and `policy_loss_from_logps`.
 
     Attributes:
         loss: 0-d, attached to the graph; fp32 (fp64 for fp64 inputs).

@@ -541,7 +541,7 @@ def _beta_of(divergence: Any, beta: Any) -> float:
     if divergence != "jsd":
         if beta is not None:
             raise ValueError(
-                f"beta: expected None with divergence = {divergence!r}, which has none, got "
+                f"beta: expected None with divergence = {divergence!r} (only 'jsd' uses it), got "
                 f"{beta!r}"
             )
         return 1.0 if divergence == "reverse_kl" else 0.0

@@ -288,9 +288,9 @@ def warn_of_ratio(log_ratio: Tensor | None) -> None:
     if abs(log_ratio.mean().item()) > HIGHEST_MEAN_LOG_RATIO:
         warn_once(
             "old_per_token_logps: the mean ratio to them is outside [1/20, 20], so they are "
-            "unlikely to come from the policy that sampled. Common causes: another temperature, "
-            "unshifted ids, another model, sums over the sequence. completion_logprobs(..., "
-            "loss_fn=loss_fn) computes them correctly"
+            "unlikely to come from the policy that sampled. Common causes: a different "
+            "temperature, unshifted ids, a different model, sums over the sequence. "
+            "completion_logprobs(..., loss_fn=loss_fn) computes them correctly"
         )
 
 
