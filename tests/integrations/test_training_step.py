@@ -342,7 +342,7 @@ def test_a_trunk_that_is_called_on_halves_of_the_batch_runs_as_given() -> None:
             return CausalLMOutputWithPast(logits=self.lm_head(hidden), hidden_states=(hidden,))
 
     plain.__class__, given = Halves, batch()
-    out = assert_right(plain, given, "on a part of the batch", modes=[{}, {"layout": "trim"}])
+    out = assert_right(plain, given, "with a part of the batch", modes=[{}, {"layout": "trim"}])
     assert out.metrics["tokens/computed"] == out.metrics["sequences/gradient"] == 1
     given.pop("advantages")
     with torch.no_grad():
