@@ -68,9 +68,12 @@ def linear_of(lm_head: nn.Module, name: str = "lm_head") -> nn.Linear:
     base: Any = lm_head.base_layer if _is_peft_lora(lm_head) else lm_head
     if not isinstance(base, nn.Linear) or type(base).forward is not nn.Linear.forward:
         if hasattr(lm_head, "get_output_embeddings"):
+            call = "causal_lm_loss(model, ...)"
+            if name.startswith("teacher"):
+                call = "causal_lm_divergence(student, teacher, ...)"
             raise TypeError(
                 f"{name}: expected the head, got a whole model, {type(lm_head).__name__}; pass "
-                "model.lm_head, or call causal_lm_loss(model, ...)"
+                f"model.lm_head, or call {call}"
             )
         within = "" if base is lm_head else f" around {type(base).__module__}.{type(base).__name__}"
         way_out = "remove or merge the layer around it"

@@ -39,6 +39,8 @@ class LossOutput:
     if not TYPE_CHECKING:  # else type checkers would accept any name
 
         def __getattr__(self, name: str) -> Any:
+            if name == "backward":
+                raise AttributeError("LossOutput has no backward(): call out.loss.backward()")
             raise no_attribute(self, name, (x.name for x in fields(self)))
 
 

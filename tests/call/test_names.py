@@ -19,6 +19,7 @@ from grpo_kernels import (
     Scores,
     TokenInputs,
     advantages,
+    linear_divergence,
     linear_logprob,
     objectives,
     rollouts,
@@ -69,6 +70,8 @@ def test_results_and_inputs_hint_too() -> None:
         message = f"has no attribute '{wrong}'; did you mean {right}"
         with pytest.raises(AttributeError, match=message):
             getattr(record, wrong)
+    with pytest.raises(AttributeError, match=r"call out\.loss\.backward\(\)"):
+        out.backward()
     assert repr(scores) == "Scores(logps=tensor([0.]))"
 
 
@@ -130,5 +133,8 @@ def test_a_whole_model_is_not_a_head() -> None:
 
     with pytest.raises(TypeError, match=r"whole model, Model; pass model\.lm_head, or call causal"):
         linear_logprob(torch.ones(1, 2), Model(), torch.ones(1, dtype=torch.long))
+    teacher = torch.ones(1, 2), Model()
+    with pytest.raises(TypeError, match=r"^teacher\.head: .* call causal_lm_divergence\(student"):
+        linear_divergence(torch.ones(1, 2), torch.ones(3, 2), teacher)
     with pytest.raises(ValueError, match=r"^vocab_size: expected an int > 0, got 0"):
         Head(torch.ones(3, 2), vocab_size=0)
