@@ -26,7 +26,7 @@ engine   in the loop of `first_pass`        after it, in `grpo_loss`  in the bac
 ======== ================================== ========================= ==========================
 one_pass `fused`; or `reduced`, then        `evaluate`: the value     the stored gradient, times
          `derived` with `gradient`'s a, b                             the upstream one
-frozen   the same, with a = 1               `evaluate`; rows times a  the same
+frozen   `reduced`, then `derived`, a = 1   `evaluate`; rows times a  the same
 two_pass `reduced`                          `evaluate`: value, a, b   `second_pass`: the loop
                                                                       again, `derived`
 lean     `reduced`                          `evaluate`: value, a, b   `second_pass`: by slices
@@ -247,7 +247,8 @@ def grpo_loss(
 
     Raises:
         TypeError, ValueError: a wrong argument. The message names the argument, what was expected
-            and what it got. Raised before any work is done, and nothing has been changed.
+            and what it got. Raised before any work is done, and nothing has been changed; only what
+            an `objective` reads and returns is checked when it runs.
     """
     given = {**locals()}
     given["config"] = config = config_with(config, fields, _OF_CALL, "grpo_loss")
@@ -327,7 +328,8 @@ class GRPOLoss(nn.Module):
         objective, run: as in `grpo_loss`.
 
     Raises:
-        TypeError, ValueError: an unknown field, or a wrong value.
+        TypeError, ValueError: an unknown field, or a wrong value. Which fields an `objective` reads
+            shows when it runs, in a call.
     """
 
     def __init__(
@@ -549,9 +551,10 @@ def _objective(
     """The loss that `config` describes, or the custom one."""
     items = given["num_items_in_batch"]
     weights = token_weights(config, tokens.layout, items, tokens.advantages.dtype)
+    of_config = PolicyObjective(config, tokens, weights)
     if given.get("objective") is None:
-        return PolicyObjective(config, tokens, weights)
-    return CustomObjective(given["objective"], config, tokens, weights)
+        return of_config
+    return CustomObjective(given["objective"], tokens, of_config)
 
 
 def _with_candidates(rows: Rows, tokens: Tokens, ids: Tensor, logps: Any) -> tuple[Rows, Tokens]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -10,7 +9,13 @@ from torch import Tensor
 
 from grpo_kernels.base.checks import hints_names
 from grpo_kernels.objective.config import LossConfig
-from grpo_kernels.objective.custom import OPTIONAL, PerTokenLoss, TokenInputs
+from grpo_kernels.objective.custom import (
+    INPUTS,
+    OPTIONAL,
+    PerTokenLoss,
+    TokenInputs,
+    with_loss,
+)
 from grpo_kernels.objective.policy import PolicyObjective
 from grpo_kernels.tokens import Layout, Tokens
 
@@ -54,7 +59,7 @@ def check_token_level(
         policy = logps, numbers[1].abs(), mask, numbers[2]
         where = places, places // 11, places % 11
         tokens = TokenInputs(*policy, old, ref, sampling, ratio, *where)
-    given = {x.name: getattr(tokens, x.name) for x in fields(TokenInputs) if x.repr}
+    given = {name: getattr(tokens, name) for name in INPUTS}
 
     def evaluated(index: Tensor | slice) -> tuple[Tensor, ...]:  # losses, gradients of their sum
         some: dict[str, Any] = {
@@ -70,8 +75,8 @@ def check_token_level(
             **given_to,
         )
         own = PolicyObjective(config or LossConfig(), inputs, torch.ones_like(leaves[0]))
-        some["_loss"] = lambda: own.token_losses(*leaves, alone=True)[0]
-        losses = objective(TokenInputs(**{**some, **dict(zip(names, leaves, strict=True))}))
+        part = TokenInputs(**{**some, **dict(zip(names, leaves, strict=True))})
+        losses = objective(with_loss(part, lambda: own.token_losses(*leaves, alone=True)[0]))
         options: dict[str, Any] = {"allow_unused": True, "materialize_grads": True}
         return losses.detach(), *torch.autograd.grad(losses.sum(), leaves, **options)
 

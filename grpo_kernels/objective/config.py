@@ -203,9 +203,9 @@ class LossConfig:
             )
 
     def __repr__(self) -> str:
-        changed = {x.name: getattr(self, x.name) for x in fields(self)}
-        changed = {k: x for k, x in changed.items() if k == "loss_type" or x != _defaults()[k]}
-        return f"{type(self).__name__}({', '.join(f'{k}={x!r}' for k, x in changed.items())})"
+        values = ((x, getattr(self, x.name)) for x in fields(self))
+        told = [f"{x.name}={v!r}" for x, v in values if x.name == "loss_type" or v != x.default]
+        return f"{type(self).__name__}({', '.join(told)})"
 
     @property
     def clip_high(self) -> float:
@@ -299,7 +299,8 @@ class LossConfig:
 
 FIELDS = tuple(x.name for x in fields(LossConfig))
 _TYPES = get_type_hints(LossConfig)
-# Fields that apply with a custom objective too: the normalizer's, and the temperature.
+# Fields that apply to a custom objective that does not read tokens.loss: the normalizer's, and the
+# temperature.
 _BESIDE_AN_OBJECTIVE = ("loss_type", "max_completion_length", "temperature")
 
 
@@ -362,10 +363,6 @@ def check_config(config: Any) -> None:
 
 
 _DEFAULT = LossConfig()
-
-
-def _defaults() -> dict[str, Any]:
-    return {x.name: x.default for x in fields(LossConfig)}
 
 
 def config_with(
@@ -515,19 +512,12 @@ def warn_of_inputs(
     old_per_token_logps: Any,
     sampling_per_token_logps: Any,
 ) -> None:
-    """Warn, once each, of inputs that nothing reads or that are too coarse, and of a clip range
-    that is likely a mistake (no error, as in TRL)."""
-    loss = loss_type_of(config)
-    if num_items_in_batch is not None and loss.normaliser != "num_items":
+    """Warn, once each, of inputs that nothing reads or that are too coarse."""
+    if num_items_in_batch is not None and loss_type_of(config).normaliser != "num_items":
         warn_once(
             f"num_items_in_batch: not used by loss_type = {config.loss_type!r}, a mean over the "
             "call. Under gradient accumulation divide the loss by the number of steps, and leave "
             "num_items_in_batch out"
-        )
-    if config.kl_estimator == "full" and config.beta == 0.0 and objective is None:
-        warn_once(
-            "kl_estimator: 'full' has no effect in a loss with beta = 0; give beta a value, or "
-            "leave it out"
         )
     reads_sampling = objective is not None or config.masks_off_policy or config.corrects_sampling
     if sampling_per_token_logps is not None and not reads_sampling:
@@ -536,14 +526,24 @@ def warn_of_inputs(
             "vllm_importance_sampling_correction (not available for loss_type = 'gmpo'), or "
             "leave them out"
         )
-    if old_per_token_logps is None:
-        return
-    if old_per_token_logps.dtype.itemsize < 4:
+    if old_per_token_logps is not None and old_per_token_logps.dtype.itemsize < 4:
         warn_once(
             f"old_per_token_logps: rounded to {old_per_token_logps.dtype}, so ratios that "
             "should be 1 are off by 1 % or more; keep them in torch.float32"
         )
-    if objective is not None or config.loss_type == "gmpo" or loss.clipped is None:
+    if objective is None:  # else the config's loss may not be read
+        warn_of_loss(config, on_policy=old_per_token_logps is None)
+
+
+def warn_of_loss(config: LossConfig, *, on_policy: bool) -> None:
+    """Warn, once each, of an option without effect and of a clip range that is likely a mistake (no
+    error, as in TRL)."""
+    if config.kl_estimator == "full" and config.beta == 0.0:
+        warn_once(
+            "kl_estimator: 'full' has no effect in a loss with beta = 0; give beta a value, or "
+            "leave it out"
+        )
+    if on_policy or config.loss_type == "gmpo" or loss_type_of(config).clipped is None:
         return
     low, high = config.epsilon, config.clip_high
     if config.epsilon_high is not None and high >= 1.0:

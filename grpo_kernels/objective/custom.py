@@ -32,7 +32,7 @@ from torch import Tensor
 
 from grpo_kernels.backends.interface import RowStats
 from grpo_kernels.base.checks import no_attribute
-from grpo_kernels.objective.config import LossConfig, check_loss_is_read
+from grpo_kernels.objective.config import check_loss_is_read, warn_of_loss
 from grpo_kernels.objective.policy import Evaluation, PolicyObjective, Terms, as_stats
 from grpo_kernels.token_loss.record import Coefficients
 from grpo_kernels.tokens import Tokens
@@ -78,7 +78,7 @@ class TokenInputs:
     index: Tensor = field(default=None)  # type: ignore[assignment]
     sequence: Tensor = field(default=None)  # type: ignore[assignment]
     position: Tensor = field(default=None)  # type: ignore[assignment]
-    _loss: Callable[[], Tensor] | None = field(default=None, repr=False)
+    _loss: Callable[[], Tensor] | None = field(default=None, init=False)  # set by `with_loss`
 
     def __post_init__(self) -> None:
         places = torch.arange(self.logps.numel(), device=self.logps.device).view(self.logps.shape)
@@ -91,21 +91,31 @@ class TokenInputs:
     @property
     def loss(self) -> Tensor:
         if self._loss is None:
-            raise ValueError("tokens.loss: expected to be read in a call with a config, got none")
+            raise ValueError(
+                "tokens.loss: expected to be read from the argument of an objective, got "
+                "TokenInputs that were made otherwise"
+            )
         return self._loss()
 
     if not TYPE_CHECKING:  # else type checkers would accept any name
 
         def __getattr__(self, name: str) -> Any:
-            raise no_attribute(self, name, (x.name for x in fields(self) if x.repr))
+            raise no_attribute(self, name, (*INPUTS, "loss"))
 
     def __repr__(self) -> str:
-        shapes = ((x.name, getattr(self, x.name)) for x in fields(self) if x.repr)
+        shapes = ((name, getattr(self, name)) for name in INPUTS)
         given = (f"{name}={tuple(x.shape)}" for name, x in shapes if x is not None)
         return f"TokenInputs({', '.join(given)})"
 
 
+INPUTS = tuple(x.name for x in fields(TokenInputs) if x.init)
 PerTokenLoss = Callable[[TokenInputs], Tensor]
+
+
+def with_loss(tokens: TokenInputs, loss: Callable[[], Tensor]) -> TokenInputs:
+    """Return `tokens`, whose `loss` now calls `loss`."""
+    object.__setattr__(tokens, "_loss", loss)
+    return tokens
 
 
 def token_level(objective: PerTokenLoss) -> PerTokenLoss:
@@ -153,15 +163,14 @@ class CustomObjective:
     def __init__(
         self,
         function: PerTokenLoss,
-        config: LossConfig,
         tokens: Tokens,
-        weights: Tensor,
+        of_config: PolicyObjective,
         chosen: Tensor | None = None,
     ) -> None:
-        """Take `tokens`, and their `weights` (n,); `chosen` (n,) are their indices in the layout
-        (None: all of it)."""
-        self.function, self.config, self.tokens = function, config, tokens
-        self.weights, self._chosen = weights, chosen
+        """Take `tokens`, and the config's loss of them; `chosen` (n,) are their indices in the
+        layout (None: all of it)."""
+        self.function, self.tokens, self.of_config = function, tokens, of_config
+        self._chosen = chosen
         self.known: Literal["row", "rows"] = "rows"
         if _declared(function, "token_level", False):
             self.known = "row"
@@ -182,8 +191,8 @@ class CustomObjective:
     def gradient(self, index: Tensor, stats: RowStats) -> Coefficients:
         """Return the coefficients of the tokens at `index` (m,), from these tokens alone."""
         chosen = index if self._chosen is None else self._chosen[index]
-        some = self.tokens.at(index), self.weights[index], chosen
-        return CustomObjective(self.function, self.config, *some).evaluate(stats).coefficients
+        some = self.tokens.at(index), self.of_config.at(index), chosen
+        return CustomObjective(self.function, *some).evaluate(stats).coefficients
 
     def token_loss(self) -> None:
         """None: a row kernel cannot call the user's function."""
@@ -196,16 +205,16 @@ class CustomObjective:
         Raises:
             ValueError: the function does not return a per-token loss.
         """
-        logps, entropies = stats.logps, stats.entropies
+        logps, entropies, weights = stats.logps, stats.entropies, self.of_config.weights
         assert entropies is not None
         if torch.is_inference_mode_enabled():  # no gradient can follow
             per_token, terms = self._call(logps, entropies)
-            loss = (self.weights * per_token).sum()
+            loss = (weights * per_token).sum()
             return Evaluation(loss, Coefficients(torch.zeros_like(logps)), loss, terms)
         with torch.enable_grad():
             logps, entropies = logps.clone().requires_grad_(), entropies.clone().requires_grad_()
             per_token, terms = self._call(logps, entropies)
-            loss = (self.weights * per_token).sum()
+            loss = (weights * per_token).sum()
             if not loss.requires_grad:
                 expected = "a loss that depends on tokens.logps or tokens.entropies"
                 raise ValueError(f"objective: expected {expected}")
@@ -230,13 +239,6 @@ class CustomObjective:
             places = {name: x[self._chosen] for name, x in places.items()}
         read: list[Terms] = []
 
-        @functools.cache
-        def of_config() -> Tensor:
-            own = PolicyObjective(self.config, tokens, self.weights)
-            losses, terms = own.token_losses(logps, entropies, alone=not couples)
-            read.append(terms)
-            return shaped(losses)
-
         inputs = TokenInputs(
             logps=shaped(logps),
             entropies=shaped(entropies),
@@ -245,10 +247,20 @@ class CustomObjective:
             old_per_token_logps=shaped(old),
             **optional,
             **{name: shaped(x) for name, x in places.items()},
-            _loss=of_config,
         )
+
+        def rows(x: Tensor) -> Tensor:
+            return x[layout.sequence, layout.column] if couples else x
+
+        @functools.cache
+        def of_config() -> Tensor:  # differentiable in the `logps` that the function has
+            own, alone = self.of_config, not couples
+            losses, terms = own.token_losses(rows(inputs.logps), entropies, alone=alone)
+            read.append(terms)
+            return shaped(losses)
+
         try:
-            per_token = self.function(inputs)
+            per_token = self.function(with_loss(inputs, of_config))
         except (TypeError, AttributeError) as error:
             absent = ", ".join(name for name, x in given.items() if x is None)
             if "NoneType" not in str(error) or not absent:
@@ -271,9 +283,10 @@ class CustomObjective:
                 f"{tuple(inputs.logps.shape)}, got {got}"
             )
         if not read:
-            check_loss_is_read(self.config)
-        per_token = per_token[layout.sequence, layout.column] if couples else per_token
-        return per_token, read[0] if read else None
+            check_loss_is_read(self.of_config.config)
+            return rows(per_token), None
+        warn_of_loss(self.of_config.config, on_policy=self.of_config.on_policy)
+        return rows(per_token), read[0]
 
 
 def _check_leaves(loss: Tensor, *inputs: Tensor) -> None:

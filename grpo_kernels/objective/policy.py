@@ -54,7 +54,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from grpo_kernels.backends.interface import RowStats
 from grpo_kernels.base.tensors import bounded, moved, quantile, scored_difference
@@ -93,7 +92,7 @@ class Evaluation:
     loss: Tensor  # ()
     coefficients: Coefficients  # (n,) each; None: the loss does not depend on that number
     policy_loss: Tensor  # () the loss without the entropy bonus
-    terms: Terms | None = None  # None for a custom objective
+    terms: Terms | None = None  # None for a custom objective that does not read the config's loss
 
     @property
     def d_logp(self) -> Tensor:
@@ -214,16 +213,17 @@ class PolicyObjective:
             d_logp = torch.where(torch.isnan(logps), logps, self._at_ratio_one.d_logp[index])
             if self.config.estimates_kl:
                 at_one = LogRatio(None, torch.zeros_like(logps))
-                d_logp = d_logp + self._at(index)._estimated_kl(at_one, logps)[1]
+                d_logp = d_logp + self.at(index)._estimated_kl(at_one, logps)[1]
         else:
-            d_logp = self._at(index)._per_token(logps, None, None)[1]
+            d_logp = self.at(index)._per_token(logps, None, None)[1]
         d_entropy = torch.full_like(logps, self._d_entropy) if self.has_entropy_gradient else None
         d_topk = None
         if self.is_centered:
-            d_topk = self._at(index)._centering(stats.extras[TOPK_LOGPS], logps, None)[1]
+            d_topk = self.at(index)._centering(stats.extras[TOPK_LOGPS], logps, None)[1]
         return Coefficients(d_logp, d_entropy, self._d_divergence(index), d_topk)
 
-    def _at(self, index: Tensor) -> PolicyObjective:
+    def at(self, index: Tensor) -> PolicyObjective:
+        """Return the loss of the tokens at `index` (m,), with the ratios that they have here."""
         return PolicyObjective(self.config, self.tokens.at(index), self.weights[index])
 
     def _d_divergence(self, index: Tensor | slice = slice(None)) -> Tensor | None:
@@ -287,7 +287,7 @@ class PolicyObjective:
         Raises:
             ValueError: tokens are coupled, and `alone` says that these may be only some of them.
         """
-        if alone and self.known == "rows":
+        if alone and (self.known == "rows" or self.config.ratio_is_per_sequence):
             raise ValueError(
                 "tokens.loss: expected a loss of each token alone in a token_level objective, got "
                 f"{self.config}, whose tokens depend on each other: do not declare it token_level"
@@ -445,7 +445,7 @@ def _couples_tokens(config: LossConfig, *, on_policy: bool, sampled: bool) -> bo
 
 class _TokenLosses(torch.autograd.Function):
     """``forward(ctx, logps, loss, objective, keep)`` -> `loss` (n,), with its gradient in logps:
-    a_t, where the upstream gradient is the weights."""
+    a_t, where the upstream gradient is the weights. That gradient cannot be differentiated."""
 
     @staticmethod
     def forward(
@@ -456,8 +456,11 @@ class _TokenLosses(torch.autograd.Function):
         return loss.clone()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "tokens.loss: expected to be differentiated once, got create_graph=True"
+            )
         weighted = PolicyObjective(ctx.objective.config, ctx.objective.tokens, upstream)
         return weighted._per_token(ctx.saved_tensors[0], ctx.keep, None)[1], None, None, None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -31,9 +32,9 @@ class Scaled:
         return -2 * tokens.advantages * tokens.logps
 
 
-def training_batch() -> dict[str, Any]:
-    mask = torch.ones(4, 6, dtype=torch.bool)
-    given = small_batch(4, 6, completion_mask=mask, trains=("hidden", "weight"))
+def training_batch(rows: int = 4, columns: int = 6) -> dict[str, Any]:
+    mask = torch.ones(rows, columns, dtype=torch.bool)
+    given = small_batch(rows, columns, completion_mask=mask, trains=("hidden", "weight"))
     return given | {"head": given.pop("weight")}
 
 
@@ -133,22 +134,40 @@ def test_fields_without_use_are_refused() -> None:
 OWN: dict[str, dict[str, Any]] = {
     "dapo": {}, "kl": {"beta": 0.1}, "paper": {"loss_type": "grpo", "beta": 0.04},
     "sapo": {"loss_type": "sapo"}, "cispo": {"loss_type": "cispo", "epsilon_high": 1.2},
-    "sequence": {"importance_sampling_level": "sequence", "epsilon": 0.01},
-    "gmpo": {"loss_type": "gmpo"}, "entropy": {"top_entropy_quantile": 0.5},
-    "off-policy": {"off_policy_mask_threshold": 0.1},
-    "sampling": {"vllm_importance_sampling_correction": True},
+    "sampled tokens": {
+        "vllm_importance_sampling_correction": True,
+        "vllm_importance_sampling_mode": "token_truncate",
+    },
 }  # fmt: skip
-COUPLED_CONFIGS = ("sequence", "gmpo", "entropy", "off-policy", "sampling")
+COUPLED_CONFIGS: dict[str, dict[str, Any]] = {
+    "sequence": {"importance_sampling_level": "sequence", "epsilon": 0.01},
+    "gmpo": {"loss_type": "gmpo"}, "vespo": {"loss_type": "vespo"},
+    "luspo": {"loss_type": "luspo", "importance_sampling_level": "sequence", "epsilon": 0.01},
+    "off-policy": {"off_policy_mask_threshold": 0.1}, "entropy": {"top_entropy_quantile": 0.5},
+}  # fmt: skip
+OF_SAMPLES = {"sampled sequences": {"vllm_importance_sampling_correction": True}}
+CONFIGS = OWN | COUPLED_CONFIGS | OF_SAMPLES
+WITH_SAMPLER = {"off-policy", "sampled tokens", "sampled sequences"}
 
 
-@pytest.mark.parametrize("name", OWN)
-def test_the_configs_own_loss_can_be_built_on(name: str) -> None:
+def options_of(name: str, *, on_policy: bool, shape: tuple[int, int]) -> dict[str, Any]:
+    """Options of a config and the log-probabilities that it reads."""
+    old, ref, sampling = -2.0 - torch.rand(3, *shape)
+    given = {"ref_per_token_logps": ref}
+    if not on_policy:
+        given["old_per_token_logps"] = old
+    if name in WITH_SAMPLER:
+        given["sampling_per_token_logps"] = sampling
+    return given | CONFIGS[name]
+
+
+@pytest.mark.parametrize("on_policy", [False, True], ids=["old", "on-policy"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_configs_own_loss_can_be_built_on(name: str, on_policy: bool) -> None:
     """`tokens.loss` alone is the config's loss, with its gradient and metrics; a term beside it, or
     a factor that is not constant, adds its own."""
-    inputs, logps = training_batch(), -2.0 - torch.rand(3, 4, 6)
-    names = ["old_per_token_logps", "ref_per_token_logps"]
-    names += ["sampling_per_token_logps"] * (name in ("off-policy", "sampling"))
-    inputs |= dict(zip(names, logps, strict=False)) | OWN[name]
+    inputs = training_batch(8, 16) | {"run": Run(workspace_bytes=2**11)}
+    inputs |= options_of(name, on_policy=on_policy, shape=(8, 16))
 
     def results(objective: Any) -> tuple[LossOutput, list[Tensor]]:
         out = grpo_loss(**inputs, objective=objective)
@@ -167,34 +186,86 @@ def test_the_configs_own_loss_can_be_built_on(name: str) -> None:
         return 0.5 * tokens.logps.square()
 
     both = results(lambda tokens: 2 * tokens.loss + penalty(tokens))[1]
-    for k in OWN[name].keys() - {"loss_type"}:
+    for k in CONFIGS[name].keys() - {"loss_type"}:
         del inputs[k]
     alone = results(penalty)[1]
     want_sum = [2 * x + y for x, y in zip(of_config, alone, strict=True)]
     torch.testing.assert_close(both, want_sum)
 
 
-def test_a_token_level_function_may_read_it() -> None:
-    """In one pass, unless its tokens depend on each other; it can be checked like any other."""
+def penalized(tokens: TokenInputs, sizes: list[int] | None = None) -> Tensor:
+    if sizes is not None:
+        sizes.append(len(tokens.logps))
+    return tokens.loss + 0.01 * tokens.logps.square()
 
-    def penalized(tokens: TokenInputs) -> Tensor:
-        return tokens.loss + 0.01 * tokens.logps.square()
 
-    inputs = training_batch() | {"old_per_token_logps": -2.0 - torch.rand(4, 6)}
-    results = []
-    for objective in (penalized, token_level(penalized)):
-        out = grpo_loss(**inputs, objective=objective, epsilon=0.1)
+OF_ANOTHER = "^tokens.loss: expected a loss of each token alone"
+
+
+@pytest.mark.parametrize("on_policy", [False, True], ids=["old", "on-policy"])
+@pytest.mark.parametrize("name", [*OWN, *OF_SAMPLES])
+def test_a_token_level_function_may_read_it(name: str, on_policy: bool) -> None:
+    """In one pass of several chunks, also beside ratios of whole sequences that are constants."""
+    inputs = training_batch(8, 16) | {"run": Run(workspace_bytes=2**11)}
+    inputs |= options_of(name, on_policy=on_policy, shape=(8, 16))
+    results, sizes = list[Any](), list[int]()
+    for objective in (penalized, token_level(partial(penalized, sizes=sizes))):
+        if name in OF_SAMPLES and on_policy and objective is not penalized:
+            with pytest.raises(ValueError, match=OF_ANOTHER):  # its ratio moves with the policy
+                grpo_loss(**inputs, objective=objective)
+            return
+        out = grpo_loss(**inputs, objective=objective)
         grads = torch.autograd.grad(out.loss, (inputs["hidden"], inputs["head"]))
         results.append([out.loss.detach(), *grads])
     assert out.engine == "one_pass"
+    assert sizes == [32, 32, 32, 32, 128]  # for the gradients, and for the loss
     torch.testing.assert_close(*results)
-    message = "^tokens.loss: expected a loss of each token alone"
-    options = {"objective": token_level(penalized), "importance_sampling_level": "sequence"}
-    with pytest.raises(ValueError, match=message):
-        grpo_loss(**inputs, **options)
+
+
+@pytest.mark.parametrize("on_policy", [False, True], ids=["old", "on-policy"])
+@pytest.mark.parametrize("name", COUPLED_CONFIGS)
+def test_a_token_level_function_reads_no_loss_of_several_tokens(name: str, on_policy: bool) -> None:
+    inputs = training_batch() | options_of(name, on_policy=on_policy, shape=(4, 6))
+    with pytest.raises(ValueError, match=OF_ANOTHER):
+        grpo_loss(**inputs, objective=token_level(penalized))
     check_token_level(penalized)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=OF_ANOTHER):
         check_token_level(penalized, config=presets.GSPO)
+
+
+def test_its_gradient_within_the_function() -> None:
+    """`tokens.loss` depends on `tokens.logps` there; its gradient cannot be differentiated."""
+    inputs = training_batch() | {"old_per_token_logps": -2.0 - torch.rand(4, 6)}
+    seen: list[Tensor] = []
+
+    def reads_gradient(tokens: TokenInputs) -> Tensor:
+        loss = tokens.loss
+        seen.extend(torch.autograd.grad(loss.sum(), tokens.logps, retain_graph=True))
+        return loss
+
+    def by_itself(tokens: TokenInputs) -> Tensor:
+        ratio = torch.exp(tokens.logps - tokens.old_per_token_logps)
+        clipped = ratio.clamp(0.8, 1.2)
+        loss = -torch.minimum(ratio * tokens.advantages, clipped * tokens.advantages)
+        seen.extend(torch.autograd.grad(loss.sum(), tokens.logps, retain_graph=True))
+        return loss
+
+    for objective in (reads_gradient, by_itself):
+        grpo_loss(**inputs, objective=objective)
+    torch.testing.assert_close(*seen)
+
+    def with_its_norm(tokens: TokenInputs) -> Tensor:
+        (gradient,) = torch.autograd.grad(tokens.loss.sum(), tokens.logps, create_graph=True)
+        return tokens.loss + gradient.square()
+
+    with pytest.raises(RuntimeError, match=r"^tokens\.loss: expected to be differentiated once"):
+        grpo_loss(**inputs, objective=with_its_norm)
+
+
+def test_a_clip_range_is_checked_where_it_is_read(forget_warnings: Any) -> None:
+    inputs = training_batch() | {"old_per_token_logps": -2.0 - torch.rand(4, 6)}
+    with pytest.warns(UserWarning, match="epsilon_high: the upper bound of the ratio"):
+        grpo_loss(**inputs, objective=penalized, epsilon_high=1.28)
 
 
 def test_token_inputs_name_shapes() -> None:
@@ -207,8 +278,9 @@ def test_token_inputs_name_shapes() -> None:
     alone = TokenInputs(
         **given, **optional, old_per_token_logps=given["logps"], importance_sampling_ratio=None
     )
-    with pytest.raises(ValueError, match=r"^tokens\.loss: expected to be read in a call"):
-        _ = alone.loss
+    for made in (alone, replace(seen[0], mask=given["mask"])):
+        with pytest.raises(ValueError, match=r"^tokens\.loss: expected to be read from the"):
+            _ = made.loss
 
 
 def coupled_by_mean(tokens: TokenInputs) -> Tensor:
