@@ -130,17 +130,23 @@ def constants_of(
     backward that kept the copy gathers nothing. A head that is `sharded` over a process group is
     not gathered: each rank gets its rows.
     """
+    base = without_adapter(head, name)
+    if sharded:
+        return base.weight, base.bias
+    gather = gather_of(base.parameters(recurse=False)) or nullcontext
+    with gather():
+        return whole_constant(base.weight), None if base.bias is None else whole_constant(base.bias)
+
+
+def without_adapter(head: nn.Module, name: str) -> nn.Linear:
+    """Return the linear layer of a second head, or raise ValueError if an adapter is active."""
     base = linear_of(head, name)
     if base is not head and active_adapters(head):
         raise ValueError(
             f"{name}: expected no active adapter on a second head, which is a constant, got "
             "some: merge them, or pass the base layer (base_layer)"
         )
-    if sharded:
-        return base.weight, base.bias
-    gather = gather_of(base.parameters(recurse=False)) or nullcontext
-    with gather():
-        return whole_constant(base.weight), None if base.bias is None else whole_constant(base.bias)
+    return base
 
 
 def whole_constant(x: Any) -> Tensor:

@@ -33,6 +33,7 @@ from grpo_kernels.engine.plan import Run
 from grpo_kernels.head import Head
 from grpo_kernels.kept_ids import KeptIds
 from grpo_kernels.loss import GRPOLoss, grpo_loss, policy_expectation
+from grpo_kernels.module import whole_reference, without_adapter
 from grpo_kernels.objective.config import LossConfig
 from grpo_kernels.objective.losses import averaged_over
 from grpo_kernels.patching import replaced
@@ -142,8 +143,8 @@ def causal_lm_loss(
         if averaged_over(loss_fn.config, num_items=has_items) == "tokens":
             raise ValueError(
                 "zero_advantage: expected 'score' or 'train' for a mean over the tokens of all "
-                f"sequences, as in {loss_fn.config.loss_type!r}, got 'skip'; or pass "
-                "num_items_in_batch=completion_mask.sum()"
+                f"sequences, as in {loss_fn.config.loss_type!r}, got 'skip'; or use "
+                "loss_type='dapo' with num_items_in_batch=completion_mask.sum()"
             )
         counted = batch.completion_mask * live.to(batch.completion_mask.device)[:, None]
         batch = replace(batch, completion_mask=counted)
@@ -357,6 +358,7 @@ def causal_lm_divergence(
         except TypeError as error:
             raise TypeError(f"{name}: {str(error).removeprefix('model: ')}") from None
         _check_names(model, model_inputs, causal_lm_divergence)
+    without_adapter(heads.known_head(teacher, {})[0].weight, "teacher.head")
     given, dtypes = {"attention_mask": attention_mask, **model_inputs}, list[torch.dtype]()
 
     def keep(hidden: Tensor, head: Head) -> tuple[Tensor, ...]:
@@ -368,13 +370,17 @@ def causal_lm_divergence(
         inputs = _with_positions(teacher, given)
         (teacher_states,), _, _ = run_scored(teacher, batch, keep, inputs, trunk.layout)
     teacher_head = replace(heads.known_head(teacher, inputs)[0], logits_dtype=logits_dtype)
+    # before the student runs, whose head may be the same module
+    reference = teacher_states.to(dtypes[0]), teacher_head
+    reference = whole_reference(reference, teacher_states, teacher_head, "teacher.")
+    names: list[str] = []
 
     def score(hidden: Tensor, head: Head) -> tuple[Tensor, ...]:
         states, ids, mask = batch.aligned(hidden)
         found = linear_divergence(
             states,
             replace(heads.read(head, states), logits_dtype=logits_dtype),
-            (teacher_states.to(states.device, dtypes[0]), teacher_head),
+            reference,
             completion_mask=mask,
             divergence=divergence,
             beta=beta,
@@ -383,11 +389,11 @@ def causal_lm_divergence(
             completion_ids=ids,
             run=heads.gathering(head, run),
         )
+        names[:] = found.given
         return tuple(found.given.values())
 
     inputs = _with_positions(student, given)
     results, _, _ = run_scored(student, batch, score, inputs, trunk.layout)
-    names = ["logps", *(["entropies"] if entropy else []), "divergence"]
     return Scores(**dict(zip(names, results, strict=True)))
 
 

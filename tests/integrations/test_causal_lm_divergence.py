@@ -123,5 +123,26 @@ def test_mistakes() -> None:
     with pytest.raises(TypeError, match=r"^student: expected a causal language model"):
         causal_lm_divergence(own.model, other, *inputs)
     adapted = peft_model(other, target_modules=["lm_head"]).float()
+    adapted.register_forward_pre_hook(lambda *_: pytest.fail("the teacher ran"))
     with pytest.raises(ValueError, match=r"^teacher.*adapter"):
         causal_lm_divergence(own, adapted, *inputs)
+
+
+@pytest.mark.parametrize("layout", ["tree", "padded"])
+def test_one_head_of_both_models(layout: Any) -> None:
+    """As where only the body is distilled: the head trains, and the teacher's use of it is a
+    constant."""
+    own, other = models("llama", "llama", torch.float64)
+    other.lm_head = own.lm_head
+    ids, attention_mask = text_batch()
+    mask = last_columns(attention_mask)
+    counts = mask.bool()
+    inputs = {"input_ids": ids, "attention_mask": attention_mask}
+    want = plain(own, other, mask.shape[1], "reverse_kl", **inputs)
+    scores = causal_lm_divergence(own, other, ids, attention_mask, mask, layout=layout)
+    near: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-5}
+    torch.testing.assert_close(scores.divergence[counts].double(), want[counts], **near)
+    got, expected = (
+        torch.autograd.grad(x[counts].sum(), own.lm_head.weight) for x in (scores.divergence, want)
+    )
+    torch.testing.assert_close(got, expected, **near)

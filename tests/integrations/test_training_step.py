@@ -211,6 +211,12 @@ def test_skipped_sequences() -> None:
             ValueError, match=f"zero_advantage: expected 'score' or 'train' .*{message}"
         ):
             causal_lm_loss(model, GRPOLoss(**fields), **given, zero_advantage="skip")
+    followed, items = GRPOLoss(loss_type="dapo"), given["completion_mask"].sum()
+    skipped, all_rows = (
+        causal_lm_loss(model, followed, **given, num_items_in_batch=items, zero_advantage=way)
+        for way in ("skip", "train")
+    )
+    torch.testing.assert_close(skipped.loss, all_rows.loss)
 
 
 def test_what_cannot_be_known_trains() -> None:
