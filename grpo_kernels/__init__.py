@@ -93,7 +93,8 @@ else:
         """Import a trainer's module on first use, since it may need that trainer's package."""
         if name in _TRAINERS:
             return importlib.import_module(f"{__name__}.{name}")
-        homes = [x.__name__ for x in (advantages, presets, rewards, rollouts) if hasattr(x, name)]
+        ours = (advantages, presets, rewards, rollouts)
+        homes = [x.__name__ for x in ours if name in x.__all__]
         homes += [f"{__name__}.{x}" for x, names in _OF_TRAINERS.items() if name in names]
         hint = f"; it is in {homes[0]}" if homes else ""
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")

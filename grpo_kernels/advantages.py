@@ -84,11 +84,11 @@ def group_advantages(
         multi_objective_aggregation: ``"sum_then_normalize"``: r = sum_f w_f r_f.
             ``"normalize_then_sum"``: the weighted sum of each reward's own z-score in its group,
             divided by the std of that sum over the batch; `scale_rewards` is then ignored.
-        eps: added to the std.
+        eps: added to the std, or to the mean with ``scale_rewards="mean"``.
         process_group: ranks that the groups and the batch span.
 
     Returns:
-        (B,) advantages, in the dtype of the rewards.
+        (B,) advantages, in the dtype of the rewards (float32 for integers).
 
     Raises:
         TypeError, ValueError: an invalid argument, such as infinite rewards; the message names it.
@@ -149,7 +149,7 @@ def rloo_advantages(
         eps: added to the std.
 
     Returns:
-        (B,) advantages, in the dtype of the rewards.
+        (B,) advantages, in the dtype of the rewards (float32 for integers).
 
     Raises:
         TypeError, ValueError: as `group_advantages`.
@@ -527,9 +527,16 @@ def _reward_table(
 
 def _step_table(step_rewards: Any, step_ends: Any) -> tuple[Tensor, Tensor]:
     """Return rewards and ends as (B, S) tensors, ragged lists padded with NaN and -1."""
-    for name, rows in (("step_rewards", step_rewards), ("step_ends", step_ends)):
-        if not isinstance(rows, Tensor) and not all(hasattr(row, "__len__") for row in rows or [0]):
+
+    def lists(name: str, rows: Any) -> Any:  # of arrays and tensors too
+        if isinstance(rows, Tensor):
+            return rows
+        rows = [row.tolist() if hasattr(row, "tolist") else row for row in rows]
+        if not all(hasattr(row, "__len__") for row in rows):
             raise TypeError(f"{name}: expected a tensor (B, S), or a list for each completion")
+        return rows
+
+    step_rewards, step_ends = lists("step_rewards", step_rewards), lists("step_ends", step_ends)
     if not isinstance(step_ends, Tensor):
         odd = [x for row in step_ends for x in row if not isinstance(x, Integral)]
         if odd:
@@ -574,7 +581,7 @@ def _bool_mask(mask: Tensor, rows: int | None = None) -> Tensor:
         _check_shape("completion_mask", mask, "(B, T)", (rows, mask.shape[1]))
     counts = mask != 0
     if (mask.is_floating_point() or mask.device.type == "cpu") and bool(mask.ne(counts).any()):
-        check_mask_values("completion_mask", has_nan=bool(mask.isnan().any()))
+        check_mask_values(has_nan=bool(mask.isnan().any()))
     return counts
 
 

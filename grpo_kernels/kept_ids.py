@@ -36,6 +36,7 @@ class KeptIds:
     offsets: Tensor
 
     @staticmethod
+    @hints_names
     def from_rows(rows: Sequence[Sequence[Any]], completion_mask: Tensor) -> KeptIds:
         """Build the sets from lists of kept ids, as vLLM and SGLang return them.
 
@@ -71,6 +72,7 @@ class KeptIds:
         return KeptIds.from_counts(ids, counts).to(completion_mask.device)
 
     @staticmethod
+    @hints_names
     def from_logprobs(
         rows: Sequence[Sequence[Mapping[int, Any] | None]], completion_mask: Tensor
     ) -> KeptIds:
@@ -167,7 +169,7 @@ def read_kept_ids(kept_ids: Any, ids: Tensor) -> KeptIds:
     if not isinstance(kept_ids, KeptIds):
         check_signed_ids("kept_ids", kept_ids, ids)
         width = kept_ids.shape[-1] if kept_ids.dim() else 0
-        check_shape("kept_ids", kept_ids, ("(*ids.shape, K)", (*ids.shape, width)))
+        check_shape("kept_ids", kept_ids, ("(*completion_ids.shape, K)", (*ids.shape, width)))
         return KeptIds.from_padded(kept_ids.detach())
     kept, offsets = kept_ids.ids, kept_ids.offsets
     check_signed_ids("kept_ids.ids", kept, ids)

@@ -100,8 +100,8 @@ class LigerFusedLinearGRPOLoss(nn.Module):
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Compute the loss and its metrics; dtypes, devices and errors are those of `grpo_loss`.
 
-        Errors about `lin_weight`, `vllm_is_ratio` and invalid ids use the argument names of
-        `grpo_loss`.
+        Errors about weights, biases, `ref_input`, `vllm_is_ratio` and invalid ids use the argument
+        names of `grpo_loss`.
 
         Args:
             _input: (B, T, H), hidden states that predict `selected_token_ids`.

@@ -249,9 +249,9 @@ def divided(
 ) -> list[list[int]]:
     """Divide samples into `parts` of at most `budget` tokens, keeping prompts together.
 
-    Prompts with live samples come first, the longest of them first. A sample that fits nowhere goes
-    to the part with fewest tokens. With `in_trees`, a part computes each prompt once; otherwise it
-    has one row per sample, and `size` rows. `prompts` come from `numbered`.
+    Prompts with live samples come first, those with the most completion tokens first. A sample that
+    fits nowhere goes to the part with fewest tokens. With `in_trees`, a part computes each prompt
+    once; otherwise it has one row per sample, and `size` rows. `prompts` come from `numbered`.
     """
     groups: dict[tuple[int, int], list[int]] = {}
     for i, prompt in enumerate(prompts):

@@ -67,8 +67,8 @@ def compute_rewards(
         (B, F) float32 on `device`, NaN where a function returned None.
 
     Raises:
-        TypeError, ValueError: an invalid argument; or a function did not return B numbers within
-            float32's range.
+        TypeError, ValueError: an invalid argument; or a function did not return B finite numbers
+            within float32's range.
         RuntimeError: a function raised an error (chained; the message names the function), or an
             async function ended the event loop.
         SystemExit, KeyboardInterrupt: raised unchanged from a sync function, since they may come

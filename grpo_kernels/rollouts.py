@@ -1,8 +1,8 @@
 """Rollout correction: importance weights and a mask for tokens that were sampled by a different
 engine, or by an older policy, than the one being trained.
 
-All arithmetic is elementwise on (B, T) tensors, in float64 (float32 on devices without it) and
-without gradient.
+All arithmetic is on (B, T) tensors, in float64 (float32 on devices without it) and without
+gradient.
 """
 
 from __future__ import annotations
@@ -274,7 +274,7 @@ def _counted(old: Any, sampling: Any, completion_mask: Any, *, packed: bool) -> 
         check_shape(name, x, ("that of old_per_token_logps", tuple(old.shape)))
     counts = completion_mask != 0
     if bool(completion_mask.ne(counts).any()):
-        check_mask_values("completion_mask", has_nan=bool(completion_mask.isnan().any()))
+        check_mask_values(has_nan=bool(completion_mask.isnan().any()))
     rows = old[counts]
     if not bool(rows.isfinite().all()):
         bad = rows[~rows.isfinite()][0].item()

@@ -439,7 +439,7 @@ def score_kept(
     run: Run | None,
     sets: KeptIds,
     ids: Tensor,
-    on_missing_set: OnMissingSet = "error",
+    on_missing_set: OnMissingSet,
     *,
     entropy: bool | str = True,
     expected: Expected | None = None,
@@ -505,7 +505,7 @@ def _read_rows(job: Job, ids: Tensor, mask: Tensor | None, temperature: float | 
         inverse = 1.0 / float(temperature)
     else:
         check_tensor("temperature", temperature, like=ids, floating=True)
-        check_shape("temperature", temperature, ("ids.shape", tuple(ids.shape)))
+        check_shape("temperature", temperature, ("of the tokens", tuple(ids.shape)))
         rows = temperature.detach().reshape(-1)[positions].to(job.accumulator)
         bad = ~((rows > 0) & torch.isfinite(rows))
         if rows.device.type == "cpu" and bool(bad.any()):

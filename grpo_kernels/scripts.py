@@ -315,7 +315,8 @@ def compare(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int
             file = Path(folder, f"{variant}.json")
             if done.returncode or not file.exists():
                 ended = f"ended with status {done.returncode}"
-                print(f"compare: the {variant} run {ended} before training", file=sys.stderr)
+                without = f"{ended} without finishing a training"
+                print(f"compare: the {variant} run {without}", file=sys.stderr)
                 return 2
             runs[variant] = json.loads(file.read_text())
     result = _result(runs, options.tolerance)

@@ -131,7 +131,7 @@ def counted_positions(mask: Tensor | None, ids: Tensor) -> Tensor:
     positions = (torch.cat([counts, odd[None]]) | odd).nonzero()[:, 0]
     if positions.shape[0] <= mask.shape[0]:
         return positions
-    check_mask_values("completion_mask", has_nan=bool(mask.isnan().any()))
+    check_mask_values(has_nan=bool(mask.isnan().any()))
     return counts.nonzero()[:, 0]
 
 

@@ -8,7 +8,7 @@ chunk, in this order::
     grad(chunk, stats, a, b, out)           out = d loss / d raw projection
 
 If a `TokenLoss` can describe the loss and the backend fuses, ``fused`` takes the place of the last
-two. `torch_rows.TorchRows` runs anywhere and is the reference for every other backend;
+two. `torch_rows.TorchRows` runs anywhere and is the oracle for every other backend;
 `triton_rows.rows.TritonRows` runs on a GPU, `cpp_rows.CppRows` on a CPU.
 
 The backend that `BackendName` calls x is the module ``x_rows``. Importing it compiles nothing, and

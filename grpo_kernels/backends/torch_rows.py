@@ -1,4 +1,4 @@
-"""The row backend in plain torch: runs on any device, and is the reference for the others.
+"""The row backend in plain torch: runs on any device, and is the oracle for the others.
 
 With m = max_j z_j, e_j = exp(z_j - m), S = sum_j e_j and y the target::
 

@@ -41,7 +41,8 @@ _SYNONYMS = {
     "softcap": "final_logit_softcapping", "logit_softcap": "final_logit_softcapping",
     "logit_softcapping": "final_logit_softcapping", "group_size": "num_generations",
     "n_generations": "num_generations", "labels": "completion_ids", "ids": "completion_ids",
-    "weight": "head", "lm_head": "head", "ref_model": "reference_model",
+    "weight": "head", "lm_head": "head", "ref_model": "ref_per_token_logps", "clip_eps": "epsilon",
+    "chunk_size": "workspace_bytes", "without_set": "on_missing_set", "per_token_logps": "logps",
     "loss_fn": "objective", "engine": "run", "backend": "run", "workspace_bytes": "run",
     "group_index": "group_ids", "normalize": "normalize_advantages", "epsilon": "eps",
 }  # fmt: skip
@@ -227,17 +228,17 @@ def check_signed_ids(name: str, ids: Any, like: Tensor) -> None:
 def check_mask(name: str, mask: Any, ids: Tensor) -> None:
     """Require a real tensor of the shape of `ids`; `check_mask_values` checks its values."""
     check_tensor(name, mask, like=ids)
-    check_shape(name, mask, ("ids.shape", tuple(ids.shape)))
+    check_shape(name, mask, ("of the tokens", tuple(ids.shape)))
 
 
-def check_mask_values(name: str, *, has_nan: bool) -> None:
-    """Refuse a mask that contains NaN; else warn, once, that it has values other than 0 and 1."""
+def check_mask_values(*, has_nan: bool) -> None:
+    """Refuse a completion mask that has NaN; else warn, once, of values other than 0 and 1."""
     if has_nan:
-        raise ValueError(f"{name}: expected a mask without NaN, got NaN")
+        raise ValueError("completion_mask: expected a mask without NaN, got NaN")
     warn_once(
-        f"{name}: it holds values other than 0 and 1; every non-zero value counts the same. For an "
-        "additive attention mask, pass mask == 0. Multiply token weights into the advantages. If "
-        "these are ids, swap ids and mask"
+        "completion_mask: it holds values other than 0 and 1; every non-zero value counts the "
+        "same. For an additive attention mask, pass mask == 0. Multiply token weights into the "
+        "advantages. If these are ids, swap ids and mask"
     )
 
 

@@ -58,7 +58,8 @@ _OF_LENGTH = {"dynamic", "longrope"}  # RoPE with frequencies that depend on the
 
 @dataclass
 class Verdict:
-    """How a layout is exact for sequences and batches up to `size`, or why it is not."""
+    """How a layout is exact for sequences and batches up to `size`, and why not beyond, or at
+    all."""
 
     way: Way | None = None
     size: tuple[int, int] = (0, 0)

@@ -98,7 +98,7 @@ class Run:
 
     ::
 
-        Run(workspace_bytes=512 * 2**20)  # less temporary memory than the default on a GPU
+        Run(workspace_bytes=512 * 2**20)  # at most 512 MiB of temporary memory
         Run(engine="lean")                # no accumulator of the weight's size
 
     Args:
@@ -339,13 +339,13 @@ def begin(
     dtype, needs = products_dtype(hidden, head.weight), gradients_wanted(hidden, head)
     weights = [(head.weight, dtype)]
     _warn_if_promoted("hidden", hidden, "weight", *weights[0])
-    of_second: dict[str, Any] = {}
+    of_reference: dict[str, Any] = {}
     if reference is not None:
         states, own = reference
         weights.append((own.weight, products_dtype(states, own.weight, dtype)))
         _warn_if_promoted(f"{prefix}hidden", states, f"{prefix}weight", *weights[1])
-        of_second["reference_dtype"] = weights[1][1]
-        of_second["reference_transform"] = _transform(own, weights[1][1])
+        of_reference["reference_dtype"] = weights[1][1]
+        of_reference["reference_transform"] = _transform(own, weights[1][1])
     memory = free_memory(weights, hidden, needs, run.workspace_bytes)
     return Job(
         rows=_NO_ROWS,
@@ -356,7 +356,7 @@ def begin(
         transform=_transform(head, dtype),
         memory=memory,
         gather=run.gather or nullcontext,
-        **of_second,
+        **of_reference,
     )
 
 

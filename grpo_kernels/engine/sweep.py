@@ -104,7 +104,8 @@ def first_pass(job: Job, head: Tensors, reference: Tensors | None, objective: Ob
             rest = live.to(torch.uint8).argsort(stable=True)[: n - index.shape[0]]
             stats = _with_rest(job, head, reference, token_loss, (index, stats), rest)
         if not objective.compares or job.engine == "frozen":
-            return First(stats, grads, index)  # a loss gets its coefficients from its evaluation
+            # a loss gets its coefficients from its evaluation, a frozen head's backward reads none
+            return First(stats, grads, index)
         given = Coefficients(**used) if token_loss is None else objective.gradient(every, stats)
         if job.main(given) is None:
             given = job.with_main(stats.logps.new_zeros(n), given)

@@ -156,7 +156,7 @@ def expected_divergence(
     pair = expected if isinstance(expected, tuple) else (expected,)
     if len(pair) not in ((1,) if ids is None else (1, 2)):
         raise ValueError(
-            f"expected: expected a tensor, or two with ids, got a tuple of {len(pair)}"
+            f"expected: expected a tensor, or two with completion_ids, got a tuple of {len(pair)}"
         )
     weights = [
         divergence_weights(name, x, hidden, positions, dtype)
@@ -198,7 +198,7 @@ def read_expected(
 
     def rows(name: str, x: Any) -> Tensor:
         check_tensor(name, x, like=ids)
-        check_shape(name, x, ("ids.shape", tuple(ids.shape)))
+        check_shape(name, x, ("of the tokens", tuple(ids.shape)))
         return x.detach().reshape(-1)[positions]
 
     if callable(expected):

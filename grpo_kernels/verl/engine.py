@@ -139,7 +139,8 @@ class MiniBatch:
     def divided(
         self, divide: Callable[[Any], Any], data: Any
     ) -> tuple[list[Any], list[list[int]] | None]:
-        """Return our micro-batches of `data` and their sequences; as many as verl's `divide` makes.
+        """Return our micro-batches of `data` and their sequences, at most as many as verl makes by
+        `divide`.
 
         Micro-batches without gradient come first, with a flag. verl synchronizes gradients in the
         last one, so that one always has a graph.

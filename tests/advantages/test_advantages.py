@@ -12,6 +12,7 @@ from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -222,6 +223,10 @@ def test_process_lists_are_padded_tensors():
     mask = torch.ones(3, 4, dtype=torch.bool)
     assert torch.equal(lists, adv.process_advantages(rewards, ends, 3, completion_mask=mask))
     assert lists[1, 2] < 0
+    for kind in (torch.tensor, np.array):  # as a reward model returns them
+        rows = [kind([0.5, NAN, 1.0]), kind([0.25]), kind([])]
+        step_ends = [kind([0, 1, 3]), kind([2]), []]
+        assert torch.equal(lists, adv.process_advantages(rows, step_ends, 3, length=4))
     assert adv.process_advantages([[], [], []], [[], [], []], 3, length=0).shape == (3, 0)
 
 

@@ -102,7 +102,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"completion_ids": torch.zeros(3, 8, dtype=torch.long)}, ValueError,
      "completion_ids: expected shape"),
     ({"expected": (torch.ones(3, 7), torch.ones(3, 7))}, ValueError,
-     "expected: expected a tensor, or two with ids"),
+     "expected: expected a tensor, or two with completion_ids"),
     ({"temperature": 0.0}, ValueError, "temperature"),
     ({"completion_mask": torch.ones(3, 8)}, ValueError, "completion_mask: expected shape"),
     ({"teacher_head": lambda w: Head(w, torch.zeros(49))}, ValueError,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -124,6 +125,12 @@ def test_names_in_other_modules_are_found() -> None:
 
 def test_a_config_shows_what_differs_from_the_default() -> None:
     assert repr(grpo_kernels.LossConfig(beta=0.1)) == "LossConfig(loss_type='dapo', beta=0.1)"
+
+    @dataclass(frozen=True, repr=False)
+    class OfOurRun(grpo_kernels.LossConfig):
+        run: str = "first"
+
+    assert repr(OfOurRun(run="second")) == "OfOurRun(loss_type='dapo', run='second')"
     assert len(str(GRPOLoss(grpo_kernels.presets.GSPO))) < 200
 
 
