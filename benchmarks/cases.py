@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_kernels.memory import MODELS
+from grpo_kernels.commands.memory import MODELS
 
 SEED = 20240203
 SOFTCAPS = {"Gemma-2-2B": 30.0}

@@ -20,7 +20,7 @@ from benchmarks.run import Results, Step, measure_runs
 from benchmarks.timing import Clock
 from grpo_kernels.backends import choose_backend
 from grpo_kernels.backends.interface import Chunk, FusedRowBackend, LogitTransform
-from grpo_kernels.token_loss.record import TokenLoss
+from grpo_kernels.backends.token_loss import TokenLoss
 
 SPREAD = 2.5  # standard deviation of the logits
 COPY_BYTES = 2 * 2**30

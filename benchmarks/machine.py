@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from grpo_kernels import report
+from grpo_kernels.commands import report
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = (  # torch, what the providers are made of, and what measures

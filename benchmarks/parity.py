@@ -25,8 +25,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
+from grpo_kernels.commands.scripts import LOSS_FLOOR, METRIC_FLOOR, difference
 from grpo_kernels.objective.losses import LOSSES
-from grpo_kernels.scripts import LOSS_FLOOR, METRIC_FLOOR, difference
 
 ROOT = Path(__file__).resolve().parent.parent
 TOLERANCE = 1e-5

@@ -9,7 +9,7 @@ logits and Liger's loss are torch's operations on both devices. Figures are afte
 
 from __future__ import annotations
 
-from grpo_kernels.memory import FP32, Need, Size
+from grpo_kernels.commands.memory import FP32, Need, Size
 
 TRL_ROWS, TRL_COLUMNS = 4096, 32768  # a tile of TRL 1.16's head
 LIGER_ROWS, LIGER_COLUMNS = 2048, 4096  # of Liger 0.8.5's loss, a sequence after the other

@@ -1,4 +1,4 @@
-// The policy surrogates and KL estimators: made from token_loss/formulas.py by csrc/generate.py.
+// The policy surrogates and KL estimators: made from backends/formulas.py by csrc/generate.py.
 #pragma once
 
 #include <cstdint>

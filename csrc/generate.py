@@ -1,4 +1,4 @@
-"""Write csrc/formulas.h: the functions of grpo_kernels/token_loss/formulas.py, in C++.
+"""Write csrc/formulas.h: the functions of grpo_kernels/backends/formulas.py, in C++.
 
 ``python csrc/generate.py`` after a change of those. They are elementwise, of floats: arithmetic,
 comparisons and calls mean in C++ what they mean in Python, once numbers are of the type T.
@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 HEADER = Path(__file__).with_name("formulas.h")
-FORMULAS = Path(__file__).parents[1] / "grpo_kernels" / "token_loss" / "formulas.py"
+FORMULAS = Path(__file__).parents[1] / "grpo_kernels" / "backends" / "formulas.py"
 OPENING = """\
-// The policy surrogates and KL estimators: made from token_loss/formulas.py by csrc/generate.py.
+// The policy surrogates and KL estimators: made from backends/formulas.py by csrc/generate.py.
 #pragma once
 
 #include <cstdint>

@@ -30,9 +30,11 @@ import importlib
 import logging
 from typing import TYPE_CHECKING, Any
 
-# typing is not in __all__: import * would hide Python's module typing
 from grpo_kernels import advantages, objectives, presets, rewards, rollouts
 from grpo_kernels import typing as typing
+
+# typing is not in __all__: import * would hide Python's module typing
+from grpo_kernels.base import VERSION
 from grpo_kernels.engine.plan import Run
 from grpo_kernels.head import Head, LoRA
 from grpo_kernels.kept_ids import KeptIds
@@ -40,11 +42,10 @@ from grpo_kernels.loss import GRPOLoss, grpo_loss, policy_expectation, policy_lo
 from grpo_kernels.objective.config import LossConfig
 from grpo_kernels.objective.custom import TokenInputs, token_level
 from grpo_kernels.objective.expected import Expectation
-from grpo_kernels.objective.metrics import Metrics
-from grpo_kernels.results import LossOutput, Scores
+from grpo_kernels.results import LossOutput, Metrics, Scores
 from grpo_kernels.scores import linear_divergence, linear_logprob, topk_divergence
 
-__version__ = "0.1.0"
+__version__ = VERSION
 logging.getLogger(__name__).addHandler(logging.NullHandler())  # the application decides
 
 __all__ = [

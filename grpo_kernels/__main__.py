@@ -16,7 +16,8 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
-from grpo_kernels import __version__, estimate, memory, report, scripts
+from grpo_kernels.base import VERSION
+from grpo_kernels.commands import estimate, memory, report, scripts
 
 COMMANDS = (  # name, help, description, options, what it runs
     ("memory", "compute how much memory a loss needs with each engine",
@@ -33,7 +34,7 @@ COMMANDS = (  # name, help, description, options, what it runs
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the report and checks (return 1 if a check failed, else 0), or run a command."""
     parser = argparse.ArgumentParser(prog="python -m grpo_kernels", description=__doc__)
-    parser.add_argument("--version", action="version", version=f"grpo_kernels {__version__}")
+    parser.add_argument("--version", action="version", version=f"grpo_kernels {VERSION}")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
     parser.add_argument("--no-check", action="store_true", help="print the environment only")
     commands = parser.add_subparsers(dest="command")

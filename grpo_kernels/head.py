@@ -194,7 +194,7 @@ def outside_graphs(function: F) -> F:
     def call(*args: Any, **options: Any) -> Any:
         if not torch.compiler.is_compiling():
             return function(*args, **options)
-        from grpo_kernels.eagerly import eagerly
+        from grpo_kernels.base.eagerly import eagerly
 
         return eagerly(function, *args, **options)
 

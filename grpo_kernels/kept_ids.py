@@ -13,7 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_kernels.base.checks import check_shape, check_signed_ids, check_tensor, hints_names
+from grpo_kernels.base.checks import (
+    check_choice,
+    check_shape,
+    check_signed_ids,
+    check_tensor,
+    hints_names,
+)
+from grpo_kernels.base.choices import OnMissingSet, choices
 
 _INT32 = torch.iinfo(torch.int32)
 
@@ -159,13 +166,14 @@ def joined_ids(name: str, lists: Iterable[Any]) -> tuple[Tensor, Tensor]:
     return ids.int() if fits else ids, torch.tensor([len(x) for x in rows], dtype=torch.int64)
 
 
-def read_kept_ids(kept_ids: Any, ids: Tensor) -> KeptIds:
+def read_kept_ids(kept_ids: Any, ids: Tensor, on_missing_set: Any) -> KeptIds:
     """Return the sets of the positions of `ids` (...), as int64 bounds and ids without graph.
 
     Raises:
         TypeError, ValueError: `kept_ids` is neither a tensor (..., K) nor `KeptIds`, or does not
-            fit the ids.
+            fit the ids; or `on_missing_set` is not one of its choices.
     """
+    check_choice("on_missing_set", on_missing_set, choices(OnMissingSet))
     if not isinstance(kept_ids, KeptIds):
         check_signed_ids("kept_ids", kept_ids, ids)
         width = kept_ids.shape[-1] if kept_ids.dim() else 0

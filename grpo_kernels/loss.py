@@ -11,7 +11,7 @@ The steps of `grpo_loss`, in order, with the file of each::
         logps, entropies = log softmax(z)[id], -sum p log p               backends/
         R = logps - old_per_token_logps                                   objective/policy.py
         l = -min(e^R A, clip(e^R, 1 - epsilon, 1 + epsilon_high) A) + beta KL
-                                                                          token_loss/formulas.py
+                                                                          backends/formulas.py
         a, b = d loss / d logps, d loss / d entropies                     objective/policy.py
         dz_j = a (1[j = id] - p_j) - b p_j (log p_j + entropy)            backends/
         d hidden = dz @ weight                                            engine/gemm.py
@@ -53,6 +53,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import torch
 from torch import Tensor, nn
 
+from grpo_kernels.backends.token_loss import TOPK_LOGPS
 from grpo_kernels.base.checks import (
     check_ids,
     check_logps,
@@ -64,9 +65,10 @@ from grpo_kernels.base.checks import (
 )
 from grpo_kernels.base.choices import OnMissingSet
 from grpo_kernels.engine.autograd import PolicyLoss, first_order
+from grpo_kernels.engine.kept import score_kept
 from grpo_kernels.engine.plan import Job, Rows, Run, begin, check_run, plan, together
 from grpo_kernels.engine.sweep import first_pass, with_coefficients
-from grpo_kernels.engine.top_k import TopKLogps
+from grpo_kernels.engine.top_k import TopKLogps, check_listed
 from grpo_kernels.engine.workspace import accumulator_of
 from grpo_kernels.head import (
     HeadLike,
@@ -77,7 +79,7 @@ from grpo_kernels.head import (
     takes_heads,
     with_its_group,
 )
-from grpo_kernels.kept_ids import KeptIds
+from grpo_kernels.kept_ids import KeptIds, read_kept_ids
 from grpo_kernels.module import whole_reference, within_module
 from grpo_kernels.objective.config import (
     FIELDS,
@@ -92,13 +94,16 @@ from grpo_kernels.objective.config import (
     warn_of_inputs,
 )
 from grpo_kernels.objective.custom import CustomObjective, TokenInputs
-from grpo_kernels.objective.expected import Expectation, expectation_of
+from grpo_kernels.objective.expected import (
+    Expectation,
+    ExpectedGradient,
+    expectation_of,
+    read_expected,
+)
 from grpo_kernels.objective.losses import check_num_items, token_weights
-from grpo_kernels.objective.metrics import Metrics, loss_metrics
+from grpo_kernels.objective.metrics import loss_metrics
 from grpo_kernels.objective.policy import Evaluation, PolicyObjective, as_stats
-from grpo_kernels.results import LossOutput
-from grpo_kernels.scores import check_listed, read_kept_sets, score_kept
-from grpo_kernels.token_loss.record import TOPK_LOGPS
+from grpo_kernels.results import LossOutput, Metrics
 from grpo_kernels.tokens import Layout, Tokens, read_tokens
 
 if TYPE_CHECKING:
@@ -268,7 +273,7 @@ def grpo_loss(
             check_listed("sampling_topk_ids", sampling_topk_ids, hidden, sampling_topk_logps)
         sets = None
         if kept_ids is not None:
-            sets = read_kept_sets(kept_ids, on_missing_set, completion_ids)
+            sets = read_kept_ids(kept_ids, completion_ids, on_missing_set)
         job = begin(hidden, head, run, reference, backend=None if sets is None else "torch")
 
         # the tokens that count, and their loss
@@ -605,12 +610,16 @@ def _loss_over_sets(
     sets: KeptIds,
 ) -> LossOutput:
     """The loss of log-probabilities over the sampler's kept sets."""
-    on_missing_set = given["on_missing_set"]
+    ids, on_missing_set = given["completion_ids"], given["on_missing_set"]
     expected = expectation_of(loss, tokens) if on_missing_set == "full" else None
+
+    def expected_at(rows: Rows) -> ExpectedGradient:
+        return read_expected(expected, ids, rows.positions, job.accumulator, entropy=True)
+
+    others = {name: given[name] for name in LOGPS}
     scores, metrics = score_kept(
-        job, head, given["run"], sets, given["completion_ids"], on_missing_set,
-        expected=expected, others={name: given[name] for name in LOGPS},
-    )  # fmt: skip
+        job, head, given["run"], sets, ids, on_missing_set, expected_at, others=others
+    )
     out = _loss_of_logps(loss, tokens, given, scores.logps, scores.entropies, "kept_sets")
     return replace(out, metrics=out.metrics.joined(metrics))
 

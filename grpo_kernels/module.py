@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 from grpo_kernels.base.checks import is_dtensor
 from grpo_kernels.head import Head, LoRA, read_reference
-from grpo_kernels.results import LossOutput, Scores
 
 _PEFT_LORA = ("peft.tuners.lora.layer", "Linear")
 # Modules whose hooks are left alone: FSDP2's and ZeRO-3's, which `forward` runs, and
@@ -261,6 +260,9 @@ def within_module(call: Callable[[Tensor, Head], Any], hidden: Tensor, head: Hea
     # True if `within_forwards` calls the module, and so runs its hooks
     hooks_have_run = is_fsdp_unit(module) or module in divided_modules(module)
 
+    def attached(output: Any) -> dict[str, Tensor]:  # of a `LossOutput` or `Scores`
+        return {"loss": output.loss} if hasattr(output, "loss") else output.given
+
     def compute(hidden: Tensor) -> tuple[Tensor, ...]:
         if not hooks_have_run:
             hidden = run_pre_hooks(module, hidden)
@@ -271,14 +273,10 @@ def within_module(call: Callable[[Tensor, Head], Any], hidden: Tensor, head: Hea
             )
         output = call(hidden, replace(head, weight=weight, bias=bias, lora=lora or head.lora))
         done.append(output)
-        if isinstance(output, LossOutput):
-            return (output.loss,)
-        return tuple(x.clone() for x in output.given.values())  # no views: FSDP2 warns of them
+        return tuple(x.clone() for x in attached(output).values())  # no views: FSDP2 warns of them
 
     results, output = within_head(module, compute, hidden), done[0]
-    if isinstance(output, LossOutput):
-        return replace(output, loss=results[0])
-    return Scores(**dict(zip(output.given, results, strict=True)))
+    return replace(output, **dict(zip(attached(output), results, strict=True)))
 
 
 def within_head(head: nn.Module, compute: Compute, hidden: Tensor) -> tuple[Tensor, ...]:

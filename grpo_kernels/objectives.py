@@ -40,10 +40,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from grpo_kernels.backends.formulas import times
 from grpo_kernels.base.checks import check_number, check_shape, check_tensor
 from grpo_kernels.base.tensors import discounted_sums, sequence_means
 from grpo_kernels.objective.custom import TokenInputs
-from grpo_kernels.token_loss.formulas import times
 
 __all__ = [
     "cispo_two_sided", "clip_cov", "dppo_kl", "dppo_tv", "fipo", "gspo_token", "icepop_prime_rl",

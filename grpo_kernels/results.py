@@ -2,15 +2,127 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from grpo_kernels.base.checks import no_attribute
-from grpo_kernels.objective.metrics import Metrics
+from grpo_kernels.base.checks import did_you_mean, no_attribute
+from grpo_kernels.base.tensors import extreme
+
+
+class Metrics(Mapping[str, Tensor]):
+    """Metrics of a loss: name -> mean, a 0-d tensor, which is 0 if nothing was counted.
+
+    Attributes:
+        pairs: name -> (sum, count), 0-d tensors each. Minima and maxima have no pair:
+            ``clip_ratio/low_min`` and ``clip_ratio/high_max`` (over the sequences), and
+            ``sampling/.../min`` and ``max``. ``policy_loss`` has (loss, 1), so added pairs give
+            its mean over the calls; `merge` instead weights calls by the loss's normalizer.
+        sequences: number of sequences.
+        loss_over: ``"sequences"`` or ``"tokens"`` if the loss is a mean over the call's sequences
+            or tokens; ``"nothing"`` if the losses of a batch's calls add up.
+    """
+
+    def __init__(
+        self,
+        pairs: Mapping[str, Any],
+        extremes: dict[str, Tensor] | None = None,
+        *,
+        sequences: int = 0,
+        loss_over: str = "nothing",
+    ) -> None:
+        """Store `pairs`, and minima and maxima in `extremes`. Without `extremes`, `pairs` is name
+        -> mean: Lightning's Fabric copies a mapping as ``type(x)(items)``."""
+        self._lost = extremes is None
+        self._pairs: dict[str, tuple[Tensor, Tensor]] = {} if extremes is None else {**pairs}
+        self._extremes: dict[str, Tensor] = {**pairs} if extremes is None else extremes
+        self.sequences, self.loss_over = sequences, loss_over
+
+    @property
+    def pairs(self) -> dict[str, tuple[Tensor, Tensor]]:
+        if self._lost:
+            raise RuntimeError(
+                "metrics: expected the loss's own metrics, got a copy of their means, made by a "
+                "wrapper of the module (Lightning's Fabric): return out.metrics.pairs beside the "
+                "loss from the module's forward"
+            )
+        return self._pairs
+
+    @classmethod
+    def merge(cls, parts: Iterable[Metrics]) -> Metrics:
+        """Merge the metrics of micro-batches into the metrics of one call on all of them.
+
+        ``policy_loss`` is merged by the loss's normalizer: a mean over sequences (grpo, sapo, gmpo,
+        dr_grpo, luspo) weights each part by its sequences; a mean over tokens (bnpo; dapo, cispo
+        and vespo without ``num_items_in_batch``) by its counted tokens. With the
+        ``num_items_in_batch`` of the whole step, the parts add up.
+
+        Raises:
+            TypeError, ValueError: `parts` is empty, or holds other objects or metrics of different
+                losses.
+        """
+        parts = list(parts)
+        for part in parts:
+            if not isinstance(part, Metrics):
+                raise TypeError(f"parts: expected the metrics of calls, got {type(part).__name__}")
+        kinds = {(*part, part.loss_over) for part in parts}
+        if len(kinds) != 1:
+            raise ValueError(f"parts: expected the metrics of one loss, got those of {len(kinds)}")
+        first, sequences = parts[0], [part.sequences for part in parts]
+        pairs: dict[str, Any] = {}
+        for name in first.pairs:
+            stacked = torch.stack([torch.stack(part.pairs[name]) for part in parts])
+            pairs[name] = stacked.sum(dim=0).unbind()
+        losses = torch.stack([part["policy_loss"] for part in parts])
+        weights = torch.ones_like(losses)
+        if first.loss_over == "sequences":
+            weights = torch.stack([torch.full_like(losses[0], n) for n in sequences])
+        elif first.loss_over == "tokens":
+            weights = torch.stack([part.pairs["entropy"][1] for part in parts]).to(losses)
+        loss = (losses * weights).sum()
+        if first.loss_over != "nothing":
+            loss = loss / weights.sum().clamp(min=1)
+        pairs["policy_loss"] = loss, torch.ones_like(loss)
+        extremes = {}
+        for name in first._extremes:
+            found = torch.stack([part[name] for part in parts])
+            extremes[name] = extreme(found, largest=name.endswith("max"))
+        return cls(pairs, extremes, sequences=sum(sequences), loss_over=first.loss_over)
+
+    def floats(self) -> dict[str, float]:
+        """Return the metrics as numbers, for a logger. Waits for the device once."""
+        return dict(zip(self, torch.stack([*self.values()]).tolist(), strict=True))
+
+    def joined(self, more: Mapping[str, tuple[Tensor, Tensor]]) -> Metrics:
+        """Return these metrics with `more` pairs."""
+        pairs = {**self.pairs, **more}
+        return Metrics(pairs, self._extremes, sequences=self.sequences, loss_over=self.loss_over)
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name in self._extremes:
+            return self._extremes[name]
+        if name not in self._pairs:
+            got = f"{name!r}{did_you_mean(str(name), self)}"
+            raise KeyError(f"metrics: expected one of {', '.join(self)}; got {got}")
+        total, count = self._pairs[name]
+        return total / count.clamp(min=1)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._pairs or name in self._extremes
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._pairs
+        yield from self._extremes
+
+    def __len__(self) -> int:
+        return len(self._pairs) + len(self._extremes)
+
+    def __repr__(self) -> str:
+        return f"Metrics({', '.join(self)})"
 
 
 # not frozen: Lightning's Fabric copies what a module returns, and sets the copy's fields
@@ -136,3 +248,32 @@ def _register(kind: Any) -> None:
 
 _register(LossOutput)
 _register(Scores)
+
+
+def _flatten_metrics(metrics: Metrics) -> tuple[list[Any], tuple[Any, ...]]:
+    facts = metrics.sequences, metrics.loss_over, metrics._lost
+    return [metrics._pairs, metrics._extremes], facts
+
+
+def _flatten_metrics_with_keys(metrics: Metrics) -> tuple[list[tuple[pytree.KeyEntry, Any]], Any]:
+    children, facts = _flatten_metrics(metrics)
+    names = ("pairs", "extremes")
+    return [(pytree.MappingKey(x), y) for x, y in zip(names, children, strict=True)], facts
+
+
+def _unflatten_metrics(children: Iterable[Any], facts: tuple[Any, ...]) -> Metrics:
+    (pairs, extremes), (sequences, loss_over, lost) = children, facts
+    if lost:
+        return Metrics(extremes)
+    return Metrics(pairs, extremes, sequences=sequences, loss_over=loss_over)
+
+
+pytree.register_pytree_node(
+    Metrics,
+    _flatten_metrics,
+    _unflatten_metrics,
+    serialized_type_name="grpo_kernels.Metrics",
+    to_dumpable_context=lambda facts: facts,
+    from_dumpable_context=tuple,  # JSON has lists
+    flatten_with_keys_fn=_flatten_metrics_with_keys,
+)

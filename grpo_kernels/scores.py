@@ -49,15 +49,14 @@ pass.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends import choose_backend
 from grpo_kernels.backends.interface import STATISTICS
+from grpo_kernels.backends.token_loss import TOPK_LOGPS, Coefficients
 from grpo_kernels.base.checks import (
     check_choice,
     check_ids,
@@ -65,7 +64,6 @@ from grpo_kernels.base.checks import (
     check_number,
     check_on_missing_set,
     check_shape,
-    check_signed_ids,
     check_tensor,
     is_dtensor,
 )
@@ -76,16 +74,13 @@ from grpo_kernels.base.choices import (
     TopKDivergenceName,
     choices,
 )
-from grpo_kernels.base.tensors import take
-from grpo_kernels.engine.autograd import LinearLogprob, scatter
-from grpo_kernels.engine.kept import WORKSPACE_BYTES, KeptSetLogprob, plan_sets, survey_sets
-from grpo_kernels.engine.plan import Job, Rows, Run, begin, choose_engine, in_range, plan, together
-from grpo_kernels.engine.sweep import first_pass
-from grpo_kernels.engine.top_k import TopKLogps, TopKTeacher
+from grpo_kernels.engine.autograd import scored
+from grpo_kernels.engine.kept import score_kept
+from grpo_kernels.engine.plan import Job, Rows, Run, begin, plan, together
+from grpo_kernels.engine.top_k import TopKLogps, TopKTeacher, check_listed
 from grpo_kernels.head import (
     Head,
     HeadLike,
-    Tensors,
     read_heads,
     takes_heads,
     with_its_group,
@@ -101,10 +96,7 @@ from grpo_kernels.objective.expected import (
     read_expected,
 )
 from grpo_kernels.results import Scores
-from grpo_kernels.token_loss.record import TOPK_LOGPS, Coefficients
 from grpo_kernels.tokens import counted_positions
-
-_ON_MISSING_SET = choices(OnMissingSet)
 
 
 @takes_heads(within_module)
@@ -195,6 +187,8 @@ def linear_logprob(
         check_on_missing_set(on_missing_set)
         if not isinstance(entropy, bool):
             raise TypeError(f"entropy: expected a bool without kept_ids, got {entropy!r}")
+    elif not isinstance(entropy, bool) and entropy != "full":
+        raise ValueError(f"entropy: expected True, False or 'full', got {entropy!r}")
     elif extras:
         raise ValueError(f"extras: expected none with kept_ids, got {extras}")
     if topk_ids is not None:
@@ -211,12 +205,14 @@ def linear_logprob(
         job = begin(hidden, head, run, backend=None if kept_ids is None else "torch")
         job = replace(job, entropy=bool(entropy), extras=tuple(extras))
         rows = _read_rows(job, completion_ids, completion_mask, temperature)
-        # read even if few rows, or none, will need it
-        gradient = read_expected(
-            expected, completion_ids, rows.positions, job.accumulator, entropy=bool(entropy)
-        )
+
+        def expected_at(rows: Rows) -> ExpectedGradient:
+            at = rows.positions, job.accumulator
+            return read_expected(expected, completion_ids, *at, entropy=bool(entropy))
+
+        gradient = expected_at(rows)  # read even if few rows, or none, will need it
         if kept_ids is not None:
-            sets = read_kept_sets(kept_ids, on_missing_set, completion_ids, entropy)
+            sets = read_kept_ids(kept_ids, completion_ids, on_missing_set)
             job, tensors, _ = plan(job, hidden, head, rows, run, ranks, names=None)
         else:
             if topk_ids is not None:
@@ -227,8 +223,8 @@ def linear_logprob(
             job, tensors, _ = plan(job, hidden, head, rows, run, ranks, gradient)
     if kept_ids is None:
         return scored(job, tensors, None, gradient, completion_ids.shape)
-    options: dict[str, Any] = {"entropy": entropy, "expected": expected}
-    return score_kept(job, tensors, run, sets, completion_ids, on_missing_set, **options)[0]
+    of_sets = sets, completion_ids, on_missing_set, expected_at
+    return score_kept(job, tensors, run, *of_sets, entropy=entropy)[0]
 
 
 @takes_heads(within_module)
@@ -401,94 +397,6 @@ def topk_divergence(
     return scored(job, tensors, None, gradient, hidden.shape[:-1], has_ids=False)
 
 
-def scored(
-    job: Job,
-    head: Tensors,
-    reference: Tensors | None,
-    expected: ExpectedGradient,
-    shape: torch.Size,
-    *,
-    has_ids: bool = True,
-) -> Scores:
-    """Run one forward, and return its results in the shape of the positions."""
-    first = first_pass(job, head, reference, expected)
-    logps, entropies, divergence, *extras = LinearLogprob.apply(job, first, reference, *head)
-    results = {
-        "logps": logps if has_ids else None,
-        "entropies": entropies,
-        "divergence": divergence,
-        **dict(zip(job.extras, extras, strict=True)),
-    }
-    there = {name: x for name, x in results.items() if x is not None}
-    return Scores(**{name: x.view(*shape, *x.shape[1:]) for name, x in there.items()})
-
-
-def read_kept_sets(
-    kept_ids: Any, on_missing_set: Any, ids: Tensor, entropy: bool | str = True
-) -> KeptIds:
-    """Read the kept sets of `ids`, which are checked, as int64 bounds and ids."""
-    check_choice("on_missing_set", on_missing_set, _ON_MISSING_SET)
-    if not isinstance(entropy, bool) and entropy != "full":
-        raise ValueError(f"entropy: expected True, False or 'full', got {entropy!r}")
-    return read_kept_ids(kept_ids, ids)
-
-
-def score_kept(
-    job: Job,
-    head: Tensors,
-    run: Run | None,
-    sets: KeptIds,
-    ids: Tensor,
-    on_missing_set: OnMissingSet,
-    *,
-    entropy: bool | str = True,
-    expected: Expected | None = None,
-    others: Mapping[str, Tensor | None] | None = None,
-) -> tuple[Scores, dict[str, tuple[Tensor, Tensor]]]:
-    """Score rows over their sets, rows without a set over the whole vocabulary.
-
-    Args:
-        job: planned for the torch backend, its ids not checked for range.
-        entropy: True for the sets, "full" for the whole vocabulary, False for none.
-        expected: the expected gradient of positions without a set.
-        others: other policies' log-probabilities, (...) each, which must be over the same sets.
-
-    Returns:
-        The scores, and the metrics of the sets, as (sum, count).
-    """
-    run = Run() if run is None else run
-    budget = WORKSPACE_BYTES if run.workspace_bytes is None else run.workspace_bytes
-    over_sets = replace(job, workspace_bytes=budget, entropy=entropy is True)
-    survey = survey_sets(over_sets, head.weight.shape[0], sets, ids, on_missing_set, others or {})
-    planned, any_without = plan_sets(over_sets, head, sets, survey)
-    whole, in_full, shape = None, entropy == "full", ids.shape
-    if any_without or in_full:
-        vocab = head.weight.shape[0] if job.shard is None else job.shard.vocab
-        rows = job.rows if in_full else take(job.rows, survey.without.nonzero()[:, 0])
-        gradient = read_expected(
-            expected, ids, rows.positions, job.accumulator, entropy=bool(entropy)
-        )
-        whole = replace(
-            job,
-            rows=in_range(rows, ("completion_ids", ""), vocab, job.first_id),
-            backend=choose_backend(run.backend, ids.device, job.dtype)[0],
-            entropy=bool(entropy),
-        )
-        whole = replace(whole, engine=choose_engine(run.engine, whole, gradient))
-    logps, entropies = KeptSetLogprob.apply(planned, *head)
-    logps, entropies = logps.view(shape), None if entropies is None else entropies.view(shape)
-    if whole is not None:
-        without = scatter(survey.without, job.rows, shape.numel()).view(shape)
-        full = scored(whole, head, None, gradient, shape)
-        logps = torch.where(without, full.logps, logps)
-        if entropies is not None:
-            entropies = torch.where(without, full.entropies, entropies)
-        elif in_full:
-            entropies = full.entropies
-    scores = Scores(logps=logps) if entropies is None else Scores(logps=logps, entropies=entropies)
-    return scores, survey.metrics(job.accumulator)
-
-
 def _no_ids(hidden: Tensor) -> Tensor:
     """Zeros (...), one per position of hidden states (..., H), for a call without ids."""
     return hidden.new_zeros((), dtype=torch.long).expand(hidden.shape[:-1])
@@ -586,15 +494,3 @@ def _measure_of(
         "log_prob_min_clamp": log_prob_min_clamp,
         "loss_max_clamp": loss_max_clamp,
     }
-
-
-def check_listed(name: str, ids: Any, hidden: Tensor, logps: Any = None) -> None:
-    """Raise unless the ids (..., K) of argument `name`, and the log-probabilities of the argument
-    named alike, ``*_logps``, fit hidden states (..., H)."""
-    check_signed_ids(name, ids, hidden)
-    shape = (*hidden.shape[:-1], max(1, ids.shape[-1] if ids.dim() else 0))
-    check_shape(name, ids, ("(*hidden.shape[:-1], K), K > 0", shape))
-    if logps is not None:
-        of_them = name.replace("_ids", "_logps")
-        check_tensor(of_them, logps, like=hidden, floating=True)
-        check_shape(of_them, logps, (f"{name}.shape", shape))

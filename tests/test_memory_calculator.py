@@ -17,7 +17,7 @@ from benchmarks.cases import case, make_inputs
 from benchmarks.providers import build
 from benchmarks.run import Step
 from grpo_kernels import Run, grpo_loss, linear_logprob
-from grpo_kernels.memory import MIB, MODELS, Size, estimate
+from grpo_kernels.commands.memory import MIB, MODELS, Size, estimate
 from tests.support.gpu_tape import GPUAllocations, taped, tensor
 from tests.support.measure import AllocationWatcher
 from tests.support.pretend_gpu import OnGPU

@@ -193,7 +193,7 @@ def test_a_run_that_does_not_train_is_no_comparison(tmp_path: Path) -> None:
     done, result = compare("raise ValueError('planted')", tmp_path)
     assert (done.returncode, done.stdout, result) == (2, "", {})
     assert "ValueError: planted" in done.stderr
-    assert "compare: the stock run ended with status 1 before training" in done.stderr
+    assert "compare: the stock run ended with status 1 without finishing a training" in done.stderr
 
 
 @pytest.mark.slow

@@ -16,11 +16,11 @@ from grpo_kernels.backends.interface import (
     RowStats,
     Teacher,
 )
+from grpo_kernels.backends.token_loss import TokenLoss
 from grpo_kernels.backends.triton_rows import divergence, fused, grad, reduce
 from grpo_kernels.backends.triton_rows.device import RowConfig
 from grpo_kernels.objective import losses
 from grpo_kernels.objective.config import LossConfig
-from grpo_kernels.token_loss.record import TokenLoss
 
 N, V, H = 4, 151936, 4096
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -1,12 +1,12 @@
 """``python -m benchmarks.real.expectations``: what trainings of Qwen3 may expect, by the arithmetic
-of `grpo_kernels.estimate` (docs/results.md)."""
+of `grpo_kernels.commands.estimate` (docs/results.md)."""
 
 from __future__ import annotations
 
 import itertools
 import math
 
-from grpo_kernels.estimate import MODELS, Batch, Training, factors, whole
+from grpo_kernels.commands.estimate import MODELS, Batch, Training, factors, whole
 
 MEAN = 512  # tokens of a completion
 GENERATION = 0.5  # share of stock TRL's step, an assumption

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from grpo_kernels.backends.token_loss import TokenLoss
 from grpo_kernels.base.checks import warn_once
 from grpo_kernels.base.choices import Extra, choices
-from grpo_kernels.token_loss.record import TokenLoss
 
 STATISTICS = choices(Extra)
 

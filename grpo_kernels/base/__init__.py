@@ -5,3 +5,5 @@
 - `tensors`: records of tensors, sums, quantiles, importance ratios, sequences of a batch.
 - `modes`: modules in evaluation mode, and calls that leave no trace.
 """
+
+VERSION = "0.1.0"  # as in pyproject.toml

@@ -186,3 +186,12 @@ def places(calls: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     tokens = torch.cat([tokens[own] for tokens, own in calls])
     found = torch.cat([own.flatten() for _, own in calls]).nonzero().squeeze(1)
     return found[tokens.argsort()]
+
+
+def extreme(x: Tensor, *, largest: bool) -> Tensor:
+    """Return the largest or smallest value that is not NaN; NaN if there is none."""
+    if x.numel() == 0:
+        return x.new_full((), torch.nan)
+    missing = torch.isnan(x)
+    filled = x.masked_fill(missing, -torch.inf if largest else torch.inf)
+    return (filled.amax() if largest else filled.amin()).masked_fill(missing.all(), torch.nan)

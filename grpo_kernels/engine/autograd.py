@@ -22,14 +22,15 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.interface import RowBackend, RowStats
+from grpo_kernels.backends.token_loss import TOPK_LOGPS, Coefficients
 from grpo_kernels.base.checks import is_one, warn_once
 from grpo_kernels.base.tensors import map_tensors, moved, quantile_of_numbers, take
-from grpo_kernels.engine.plan import Job
+from grpo_kernels.engine.plan import Job, Objective
 from grpo_kernels.engine.slices import sweep_slices
-from grpo_kernels.engine.sweep import First, derived, indices_of, sweep
+from grpo_kernels.engine.sweep import First, derived, first_pass, indices_of, sweep
 from grpo_kernels.engine.workspace import device_of
 from grpo_kernels.head import Tensors
-from grpo_kernels.token_loss.record import TOPK_LOGPS, Coefficients
+from grpo_kernels.results import Scores
 
 F = TypeVar("F", bound=type[torch.autograd.Function])
 # remainder over upstream; beyond this, more than three bits would cancel in d weight
@@ -178,6 +179,28 @@ class LinearLogprob(torch.autograd.Function):
             head, reference, first = _saved(ctx)
             grads = _gradient(ctx.job, ctx.shapes, head, reference, first, upstream)
             return None, None, None, *grads
+
+
+def scored(
+    job: Job,
+    head: Tensors,
+    reference: Tensors | None,
+    objective: Objective,
+    shape: torch.Size,
+    *,
+    has_ids: bool = True,
+) -> Scores:
+    """Run one forward, and return its results in the shape of the positions."""
+    first = first_pass(job, head, reference, objective)
+    logps, entropies, divergence, *extras = LinearLogprob.apply(job, first, reference, *head)
+    results = {
+        "logps": logps if has_ids else None,
+        "entropies": entropies,
+        "divergence": divergence,
+        **dict(zip(job.extras, extras, strict=True)),
+    }
+    there = {name: x for name, x in results.items() if x is not None}
+    return Scores(**{name: x.view(*shape, *x.shape[1:]) for name, x in there.items()})
 
 
 def _save(ctx: Any, job: Job, head: Tensors, kept: Any) -> None:

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.interface import LogitTransform, RowStats
+from grpo_kernels.backends.token_loss import Coefficients
 from grpo_kernels.base.tensors import map_tensors
 from grpo_kernels.engine.workspace import device_of
-from grpo_kernels.token_loss.record import Coefficients
 
 HIGHEST_FP16 = 2.0**12  # bound of scaled d logits, 1/16 of the largest fp16
 ENTROPY_BOUND = 16.0  # bound of |p_j (log p_j + entropy)|, for V up to e^15

@@ -15,21 +15,24 @@ from __future__ import annotations
 import bisect
 import itertools
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from grpo_kernels.backends import choose_backend
 from grpo_kernels.backends.interface import Chunk, LogitTransform, RowStats
 from grpo_kernels.backends.torch_rows import TorchRows
 from grpo_kernels.base.checks import HIGHEST_LOGP
+from grpo_kernels.base.choices import OnMissingSet
 from grpo_kernels.base.tensors import take
-from grpo_kernels.engine.autograd import first_order, scatter
-from grpo_kernels.engine.plan import Job
+from grpo_kernels.engine.autograd import first_order, scatter, scored
+from grpo_kernels.engine.plan import Job, Objective, Rows, Run, choose_engine, in_range
 from grpo_kernels.head import Tensors
 from grpo_kernels.kept_ids import KeptIds
+from grpo_kernels.results import Scores
 
 WORKSPACE_BYTES = 64 * 2**20  # the default: a larger workspace is no faster
 # bytes per kept id, besides its row of the head, while sets are counted, sorted and reduced
@@ -85,6 +88,60 @@ class KeptSets:
         """Return the transform of the rows `at` (r,), without bias."""
         inv_t = self.job.rows.inv_temperature
         return self.job.transform.of_rows(inv_t[at] if isinstance(inv_t, Tensor) else inv_t)
+
+
+def score_kept(
+    job: Job,
+    head: Tensors,
+    run: Run | None,
+    sets: KeptIds,
+    ids: Tensor,
+    on_missing_set: OnMissingSet,
+    objective_at: Callable[[Rows], Objective],
+    *,
+    entropy: bool | str = True,
+    others: Mapping[str, Tensor | None] | None = None,
+) -> tuple[Scores, dict[str, tuple[Tensor, Tensor]]]:
+    """Score rows over their sets, rows without a set over the whole vocabulary.
+
+    Args:
+        job: planned for the torch backend, its ids not checked for range.
+        objective_at: gives the objective of rows that are scored over the whole vocabulary.
+        entropy: True for the sets, "full" for the whole vocabulary, False for none.
+        others: other policies' log-probabilities, (...) each, which must be over the same sets.
+
+    Returns:
+        The scores, and the metrics of the sets, as (sum, count).
+    """
+    run = Run() if run is None else run
+    budget = WORKSPACE_BYTES if run.workspace_bytes is None else run.workspace_bytes
+    over_sets = replace(job, workspace_bytes=budget, entropy=entropy is True)
+    survey = survey_sets(over_sets, head.weight.shape[0], sets, ids, on_missing_set, others or {})
+    planned, any_without = plan_sets(over_sets, head, sets, survey)
+    whole, in_full, shape = None, entropy == "full", ids.shape
+    if any_without or in_full:
+        vocab = head.weight.shape[0] if job.shard is None else job.shard.vocab
+        rows = job.rows if in_full else take(job.rows, survey.without.nonzero()[:, 0])
+        gradient = objective_at(rows)
+        whole = replace(
+            job,
+            rows=in_range(rows, ("completion_ids", ""), vocab, job.first_id),
+            backend=choose_backend(run.backend, ids.device, job.dtype)[0],
+            entropy=bool(entropy),
+        )
+        whole = replace(whole, engine=choose_engine(run.engine, whole, gradient))
+    logps, entropies = KeptSetLogprob.apply(planned, *head)
+    logps, entropies = logps.view(shape), None if entropies is None else entropies.view(shape)
+    if whole is not None:
+        without = scatter(survey.without, job.rows, shape.numel()).view(shape)
+        full = scored(whole, head, None, gradient, shape)
+        logps = torch.where(without, full.logps, logps)
+        if entropies is not None:
+            entropies = torch.where(without, full.entropies, entropies)
+        elif in_full:
+            entropies = full.entropies
+    scores = Scores(logps=logps) if entropies is None else Scores(logps=logps, entropies=entropies)
+    return scores, survey.metrics(job.accumulator)
 
 
 def survey_sets(

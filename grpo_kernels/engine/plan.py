@@ -34,6 +34,7 @@ from torch import Tensor
 
 from grpo_kernels.backends import check_backend, choose_backend
 from grpo_kernels.backends.interface import FusedRowBackend, LogitTransform, RowBackend, RowStats
+from grpo_kernels.backends.token_loss import Coefficients, TokenLoss
 from grpo_kernels.base.checks import (
     check_budget,
     check_choice,
@@ -65,7 +66,6 @@ from grpo_kernels.head import (
     operands,
     products_dtype,
 )
-from grpo_kernels.token_loss.record import Coefficients, TokenLoss
 
 _AS_IT_IS, _NONE = LogitTransform(), Coefficients()
 SLICE_BYTES = 32 * 2**20  # of the weight to convert at a time; less only if the budget is small

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.interface import RowStats
+from grpo_kernels.backends.token_loss import Coefficients
 from grpo_kernels.base.tensors import take
 from grpo_kernels.engine.gemm import Products
 from grpo_kernels.engine.plan import Job, Rows
 from grpo_kernels.engine.sweep import Projection, row_bias, write_gradient
 from grpo_kernels.engine.workspace import device_of
 from grpo_kernels.head import Tensors
-from grpo_kernels.token_loss.record import Coefficients
 
 MOST_ROWS = 8192  # rows at a time; with more, slices would become narrow
 SLICE_MULTIPLE = 128  # columns; slices start at multiples of it

@@ -28,6 +28,7 @@ from grpo_kernels.backends.interface import (
     RowStats,
     Teacher,
 )
+from grpo_kernels.backends.token_loss import TOPK_LOGPS, Coefficients, TokenLoss
 from grpo_kernels.base.distributed import gather_stacked
 from grpo_kernels.base.tensors import take
 from grpo_kernels.engine.gemm import Products
@@ -36,7 +37,6 @@ from grpo_kernels.engine.ranks import widest_part
 from grpo_kernels.engine.top_k import TopKLogps
 from grpo_kernels.engine.workspace import Group, device_of, divide
 from grpo_kernels.head import Tensors
-from grpo_kernels.token_loss.record import TOPK_LOGPS, Coefficients, TokenLoss
 
 Index = Tensor | slice  # index of rows: (m,) int64, or a slice
 # chunk, its rows, their index, memory for d logits (m, V) -> statistics (None if they were known),

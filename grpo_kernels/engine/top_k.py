@@ -42,8 +42,9 @@ from grpo_kernels.backends.interface import (
     RowBackend,
     RowStats,
 )
+from grpo_kernels.backends.token_loss import TOPK_LOGPS, Coefficients
 from grpo_kernels.backends.torch_rows import TorchRows
-from grpo_kernels.token_loss.record import TOPK_LOGPS, Coefficients
+from grpo_kernels.base.checks import check_shape, check_signed_ids, check_tensor
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -275,6 +276,18 @@ class TopKTeacher(TopK):
         if self.loss_max_clamp is not None:
             d_z = torch.where(value.abs() >= self.loss_max_clamp, 0.0, d_z)
         return d_z
+
+
+def check_listed(name: str, ids: Any, hidden: Tensor, logps: Any = None) -> None:
+    """Raise unless the ids (..., K) of argument `name`, and the log-probabilities of the argument
+    named alike, ``*_logps``, fit hidden states (..., H)."""
+    check_signed_ids(name, ids, hidden)
+    shape = (*hidden.shape[:-1], max(1, ids.shape[-1] if ids.dim() else 0))
+    check_shape(name, ids, ("(*hidden.shape[:-1], K), K > 0", shape))
+    if logps is not None:
+        of_them = name.replace("_ids", "_logps")
+        check_tensor(of_them, logps, like=hidden, floating=True)
+        check_shape(of_them, logps, (f"{name}.shape", shape))
 
 
 def _sorted(ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:

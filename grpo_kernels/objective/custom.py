@@ -31,10 +31,10 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.interface import RowStats
+from grpo_kernels.backends.token_loss import Coefficients
 from grpo_kernels.base.checks import no_attribute
 from grpo_kernels.objective.config import check_loss_is_read, warn_of_loss
 from grpo_kernels.objective.policy import Evaluation, PolicyObjective, Terms, as_stats
-from grpo_kernels.token_loss.record import Coefficients
 from grpo_kernels.tokens import Tokens
 
 OPTIONAL = ("ref_per_token_logps", "sampling_per_token_logps", "importance_sampling_ratio")

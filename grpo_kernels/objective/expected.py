@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.interface import RowStats
+from grpo_kernels.backends.token_loss import Coefficients, TokenLoss
 from grpo_kernels.base.checks import check_shape, check_tensor, hints_names
 from grpo_kernels.base.tensors import take
 from grpo_kernels.objective.custom import CustomObjective
 from grpo_kernels.objective.policy import PolicyObjective, as_stats
-from grpo_kernels.token_loss.record import Coefficients, TokenLoss
 from grpo_kernels.tokens import Tokens
 
 

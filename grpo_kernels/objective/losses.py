@@ -1,7 +1,7 @@
 """The loss types, each declared once in `LOSSES`, and their parts: log-ratios, clipping,
 normalizers.
 
-A new loss type is a name in `base.choices`, a record here, a formula in `token_loss.formulas` if
+A new loss type is a name in `base.choices`, a record here, a formula in `backends.formulas` if
 none fits (then run ``python csrc/generate.py``), and a field of `LossConfig` and `LossFields` for
 each parameter that it adds.
 
@@ -27,9 +27,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from grpo_kernels.backends.formulas import phi
 from grpo_kernels.base.checks import check_number, check_tensor
 from grpo_kernels.base.choices import LossTypeName
-from grpo_kernels.token_loss.formulas import phi
 from grpo_kernels.tokens import Layout, Tokens
 
 # Any object with the fields of `LossConfig`, which itself imports this module.

@@ -55,12 +55,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from grpo_kernels.backends.formulas import ESTIMATORS, SURROGATES, times
 from grpo_kernels.backends.interface import RowStats
+from grpo_kernels.backends.token_loss import TOPK_LOGPS, Coefficients, TokenLoss
 from grpo_kernels.base.tensors import bounded, moved, quantile, scored_difference
 from grpo_kernels.objective.config import LossConfig
 from grpo_kernels.objective.losses import LogRatio, loss_type_of
-from grpo_kernels.token_loss.formulas import ESTIMATORS, SURROGATES, times
-from grpo_kernels.token_loss.record import TOPK_LOGPS, Coefficients, TokenLoss
 from grpo_kernels.tokens import Tokens
 
 LEAST_TAIL = 1e-6

@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from grpo_kernels import LoRA, Run, grpo_loss, linear_logprob, report
+from grpo_kernels import LoRA, Run, grpo_loss, linear_logprob
+from grpo_kernels.commands import report
 from tests.support.flat import flat
 from tests.support.pretend_gpu import OnGPU, pretended
 from tests.support.ranks import server_context

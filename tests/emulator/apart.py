@@ -9,8 +9,8 @@ from dataclasses import replace
 from torch import Tensor
 
 from grpo_kernels.backends.interface import Chunk, RowStats
+from grpo_kernels.backends.token_loss import TokenLoss
 from grpo_kernels.backends.triton_rows.rows import TritonRows
-from grpo_kernels.token_loss.record import TokenLoss
 
 MULTIPLE = 64
 

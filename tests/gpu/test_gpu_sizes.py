@@ -11,8 +11,8 @@ from torch import Tensor
 from grpo_kernels import Run, grpo_loss, linear_logprob
 from grpo_kernels.backends import LogitTransform, choose_backend
 from grpo_kernels.backends.interface import Chunk, RowStats
+from grpo_kernels.backends.token_loss import TokenLoss
 from grpo_kernels.base.tensors import take
-from grpo_kernels.token_loss.record import TokenLoss
 from tests.support.on_device import BACKENDS, leaves, relative, same_bits, truth
 
 pytestmark = pytest.mark.unit

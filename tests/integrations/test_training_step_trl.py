@@ -17,7 +17,7 @@ pytest.importorskip("trl")
 from trl import GRPOTrainer
 
 from benchmarks import parity, tiny_models, tiny_run
-from grpo_kernels.scripts import difference
+from grpo_kernels.commands.scripts import difference
 from grpo_kernels.trl import FusedGRPOTrainer, FusedLossMixin, fused_head
 from tests.support.training_step import distance
 from tests.support.trl_training import EVALUATED, Half, Run, assert_same, evaluations, mixed, train

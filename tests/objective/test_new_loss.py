@@ -42,8 +42,8 @@ TERMS = """
 ADDED = (  # file, the beginning of a list, its end, what comes before that end
     ("grpo_kernels/base/choices.py", "LossTypeName = Literal[", "]",
      ', "novel_token", "novel_sequence"'),
-    ("grpo_kernels/token_loss/formulas.py", "", "\n\nHELPERS", FORMULA),
-    ("grpo_kernels/token_loss/formulas.py", "SURROGATES: dict", ")\n}", ", novel"),
+    ("grpo_kernels/backends/formulas.py", "", "\n\nHELPERS", FORMULA),
+    ("grpo_kernels/backends/formulas.py", "SURROGATES: dict", ")\n}", ", novel"),
     ("grpo_kernels/objective/losses.py", "LOSSES = {", "\n    )\n}", RECORDS),
     ("grpo_kernels/objective/config.py", "    Args:", "\n\n",
      "\n        novel_scale: bound of the loss."),
@@ -59,7 +59,7 @@ ADDED = (  # file, the beginning of a list, its end, what comes before that end
 )  # fmt: skip
 # Tests that go through all losses in one loop: through the new ones only.
 NARROWED = (("tests/support/random_cases.py", "choice(tuple(TERMS)", ")", "[-2:]"),)
-SUITES = ["call", "engine", "head", "objective", "parallel", "token_loss", "backends"]
+SUITES = ["call", "engine", "head", "objective", "parallel", "backends"]
 SUITES += ["test_catalogue.py", "test_reference.py", "test_types.py"]
 # Parametrised by a loss, about the list of them, or going through all of them.
 CHOSEN = (

@@ -22,7 +22,7 @@ def test_every_case_has_its_stored_results() -> None:
 def test_a_changed_constant_is_seen(tmp_path: Path) -> None:
     for name in ("grpo_kernels", "csrc"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-    formulas = tmp_path / "grpo_kernels" / "token_loss" / "formulas.py"
+    formulas = tmp_path / "grpo_kernels" / "backends" / "formulas.py"
     text, formula = formulas.read_text(), "return d * d / 2.0, -d"
     assert text.count(formula) == 1
     formulas.write_text(text.replace(formula, "return d * d / 2.0001, -d"))

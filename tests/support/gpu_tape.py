@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from grpo_kernels.backends.interface import Chunk, LogitTransform, RowStats
-from grpo_kernels.token_loss.record import TokenLoss
+from grpo_kernels.backends.token_loss import TokenLoss
 from tests.support import pretend_gpu
 from tests.support.chosen import choose_by
 from tests.support.measure import AllocationWatcher

@@ -12,12 +12,12 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
 from grpo_kernels.backends.interface import Chunk, DivergenceStats, LogitTransform, Teacher
+from grpo_kernels.backends.token_loss import TokenLoss
 from grpo_kernels.backends.triton_rows.device import row_config
 from grpo_kernels.backends.triton_rows.divergence import diverge_kernel, launch_diverge
 from grpo_kernels.backends.triton_rows.fused import fused_kernel, launch_fused
 from grpo_kernels.backends.triton_rows.grad import grad_kernel, launch_grad
 from grpo_kernels.backends.triton_rows.reduce import launch_stats, stats_kernel
-from grpo_kernels.token_loss.record import TokenLoss
 
 V = 1024
 KERNELS = (stats_kernel, grad_kernel, fused_kernel, diverge_kernel)

@@ -9,6 +9,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
+from grpo_kernels.backends.formulas import ESTIMATORS
 from grpo_kernels.backends.interface import (
     Chunk,
     DivergenceStats,
@@ -17,10 +18,9 @@ from grpo_kernels.backends.interface import (
     RowStats,
     Teacher,
 )
+from grpo_kernels.backends.token_loss import TokenLoss
 from grpo_kernels.objective.config import LossConfig
 from grpo_kernels.objective.losses import LOSSES
-from grpo_kernels.token_loss.formulas import ESTIMATORS
-from grpo_kernels.token_loss.record import TokenLoss
 from grpo_kernels.typing import Extra
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where the Triton kernels run

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from grpo_kernels.backends.formulas import ESTIMATORS, SURROGATES, times
 from grpo_kernels.backends.interface import LogitTransform, RowStats
-from grpo_kernels.token_loss.formulas import ESTIMATORS, SURROGATES, times
-from grpo_kernels.token_loss.record import TokenLoss
+from grpo_kernels.backends.token_loss import TokenLoss
 from tests.support.row_cases import tensors_of
 
 U = 2.0**-24

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import LossConfig
+from grpo_kernels.backends.formulas import ESTIMATORS, SURROGATES, times
 from grpo_kernels.objective.losses import LOSSES
-from grpo_kernels.token_loss.formulas import ESTIMATORS, SURROGATES, times
 from tests.support.row_cases import DEVICE, ON_POLICY, same
 from tests.support.row_truth import U, check
 

@@ -2,7 +2,7 @@
 
 The kernels read the logits as the products left them, in any floating dtype, and apply the
 `LogitTransform` on the fly. Sums over lanes and logarithms are taken in float64, whatever the
-logits' dtype. The loss of a token follows `token_loss.formulas` operation by operation. A row's
+logits' dtype. The loss of a token follows `backends.formulas` operation by operation. A row's
 bits depend on the row alone: not on threads, nor on the processor's instruction set.
 """
 
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_kernels.backends.formulas import ESTIMATORS, SURROGATES
 from grpo_kernels.backends.interface import (
     STATISTICS,
     Chunk,
@@ -26,8 +27,7 @@ from grpo_kernels.backends.interface import (
     RowStats,
     warn_of_torch,
 )
-from grpo_kernels.token_loss.formulas import ESTIMATORS, SURROGATES
-from grpo_kernels.token_loss.record import LOSS_TERMS, TokenLoss
+from grpo_kernels.backends.token_loss import LOSS_TERMS, TokenLoss
 
 
 def refusal(device: torch.device, dtype: torch.dtype, *, asked_for: bool) -> str | None:

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from grpo_kernels.backends.interface import Chunk, RowStats
+from grpo_kernels.backends.token_loss import LOSS_TERMS, TokenLoss
 from grpo_kernels.backends.triton_rows.device import RowConfig
 from grpo_kernels.backends.triton_rows.grad import (
     barrier,
@@ -32,7 +33,6 @@ from grpo_kernels.backends.triton_rows.transform import (
     row_block,
     scaled,
 )
-from grpo_kernels.token_loss.record import LOSS_TERMS, TokenLoss
 
 
 def launch_fused(

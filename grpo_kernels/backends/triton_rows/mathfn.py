@@ -1,4 +1,4 @@
-"""Elementary functions in fp32, and the functions of `token_loss.formulas`, compiled for kernels.
+"""Elementary functions in fp32, and the functions of `backends.formulas`, compiled for kernels.
 
 The functions are accurate to a few units in the last place of the result, also where it is near 0.
 Triton's interpreter lacks libdevice, hence these few lines. What they may build on (read in the PTX
@@ -25,7 +25,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from grpo_kernels.token_loss import formulas
+from grpo_kernels.backends import formulas
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 MINUS_2_LOG2_E = tl.constexpr(-2.8853900817779268)

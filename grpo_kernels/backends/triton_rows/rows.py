@@ -10,12 +10,12 @@ import triton
 from torch import Tensor
 
 from grpo_kernels.backends.interface import Chunk, FusedRowBackend, RowStats
+from grpo_kernels.backends.token_loss import TokenLoss
 from grpo_kernels.backends.triton_rows.device import RowConfig, arch_of, on, row_config
 from grpo_kernels.backends.triton_rows.divergence import launch_diverge
 from grpo_kernels.backends.triton_rows.fused import launch_fused
 from grpo_kernels.backends.triton_rows.grad import launch_grad, launch_scale
 from grpo_kernels.backends.triton_rows.reduce import launch_stats, stats_kernel
-from grpo_kernels.token_loss.record import TokenLoss
 
 INTERPRETED = not isinstance(stats_kernel, triton.JITFunction)
 

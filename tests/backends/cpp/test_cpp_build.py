@@ -23,9 +23,10 @@ import pytest
 import torch
 
 import grpo_kernels
-from grpo_kernels import backends, report
+from grpo_kernels import backends
 from grpo_kernels.backends.cpp_rows import build
 from grpo_kernels.base import checks
+from grpo_kernels.commands import report
 from tests.support.acted_build import script
 
 pytestmark = pytest.mark.unit

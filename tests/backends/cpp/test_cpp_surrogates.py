@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.backends.cpp_rows import CppRows
+from grpo_kernels.backends.formulas import times
 from grpo_kernels.backends.interface import Chunk, RowStats
-from grpo_kernels.token_loss.formulas import times
-from grpo_kernels.token_loss.record import TokenLoss
+from grpo_kernels.backends.token_loss import TokenLoss
 from tests.support.row_cases import ON_POLICY, PLAIN, same
 from tests.support.surrogate_suite import EACH, INF, NAN, Constants, SurrogateSuite
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from grpo_kernels.backends.cpp_rows import CppRows
 from grpo_kernels.backends.interface import Chunk, RowStats
-from grpo_kernels.token_loss.record import TokenLoss
+from grpo_kernels.backends.token_loss import TokenLoss
 from tests.support.row_cases import (
     EXTRAS,
     FIELDS,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels.token_loss.formulas import times
+from grpo_kernels.backends.formulas import times
 from tests.support.row_truth import U, check
 
 pytest.importorskip("triton")

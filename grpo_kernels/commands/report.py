@@ -19,9 +19,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-import grpo_kernels
 from grpo_kernels.backends import choose_backend
 from grpo_kernels.backends.cpp_rows import build
+from grpo_kernels.base import VERSION
 from grpo_kernels.engine.plan import Run
 from grpo_kernels.engine.workspace import CUDA, LARGE_CHUNK_ROWS
 from grpo_kernels.head import Head
@@ -51,7 +51,7 @@ def collect() -> dict[str, dict[str, str]]:
     return {
         "versions": {
             "python": platform.python_version(),
-            "grpo-kernels": grpo_kernels.__version__,
+            "grpo-kernels": VERSION,
             "torch": str(torch.__version__),  # with its build: +cpu, +cu130
             **{name: _version(name) for name in PACKAGES},
         },

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import LossConfig
+from grpo_kernels.backends import formulas
 from grpo_kernels.objective.losses import LOSSES
-from grpo_kernels.token_loss import formulas
 from tests.support.reference_terms import TERMS, either, filled, vespo
 from tests.support.row_truth import check
 from tests.support.surrogate_suite import LOSS_OF, Constants, each_surrogate, grid, steepness

@@ -34,7 +34,7 @@ from typing import Any
 import torch
 
 from grpo_kernels.base.modes import random_rates
-from grpo_kernels.memory import MIB, whole_number
+from grpo_kernels.commands.memory import MIB, whole_number
 
 STOCK, FUSED = "stock", "fused"
 METHODS = {  # of TRL's trainers; time in a nested call counts for the inner phase
@@ -304,7 +304,7 @@ def compare(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int
     with tempfile.TemporaryDirectory(prefix="grpo_kernels-") as folder:
         for variant in (STOCK, FUSED):
             print(f"compare: {variant} run", file=sys.stderr, flush=True)
-            code = "from grpo_kernels.scripts import _watched_run; _watched_run()"
+            code = "from grpo_kernels.commands.scripts import _watched_run; _watched_run()"
             what = [variant, folder, str(options.steps), str(options.script), *options.arguments]
             done = subprocess.run(
                 [sys.executable, "-c", code, *what],

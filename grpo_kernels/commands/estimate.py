@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from grpo_kernels import memory
-from grpo_kernels.memory import MIB, MOST, Size, share, whole_number
+from grpo_kernels.commands import memory
+from grpo_kernels.commands.memory import MIB, MOST, Size, share, whole_number
 
 NOTE = (
     "Computed from counts of matrix products, not measured. "
