@@ -255,7 +255,7 @@ def grpo_loss(
             and what it got. Raised before any work is done, and nothing has been changed; only what
             an `objective` reads and returns is checked when it runs.
     """
-    given = {**locals()}
+    given = {**locals()}  # the arguments by name, for the helpers below and for other ranks
     given["config"] = config = config_with(config, fields, _OF_CALL, "grpo_loss")
     if reference is not None:
         reference = whole_reference(reference, hidden, head, "reference.")
@@ -284,12 +284,11 @@ def grpo_loss(
             job = replace(job, extras=(TOPK_LOGPS,))
         loss = _objective(config, given, tokens)
 
-        # which engine
-        names = None if sets is not None else ("completion_ids", "sampling_topk_ids")
-        choose_by = None if sets is not None else loss
+        # which engine; over kept sets there is none
         job, tensors, of_reference = plan(
-            job, hidden, head, rows, run, ranks, choose_by, reference=reference, names=names
-        )
+            job, hidden, head, rows, run, ranks, loss if sets is None else None,
+            reference=reference, names=("completion_ids", "sampling_topk_ids"),
+        )  # fmt: skip
     if sets is not None:
         return _loss_over_sets(loss, tokens, given, job, tensors, sets)
 

@@ -213,7 +213,7 @@ def linear_logprob(
         gradient = expected_at(rows)  # read even if few rows, or none, will need it
         if kept_ids is not None:
             sets = read_kept_ids(kept_ids, completion_ids, on_missing_set)
-            job, tensors, _ = plan(job, hidden, head, rows, run, ranks, names=None)
+            job, tensors, _ = plan(job, hidden, head, rows, run, ranks)
         else:
             if topk_ids is not None:
                 check_listed("topk_ids", topk_ids, hidden)

@@ -371,16 +371,16 @@ def plan(
     *,
     reference: Reference | None = None,
     prefix: str = "reference.",
-    names: tuple[str, str] | None = ("completion_ids", "topk_ids"),
+    names: tuple[str, str] = ("completion_ids", "topk_ids"),
 ) -> tuple[Job, Tensors, Tensors | None]:
     """Plan a call that `begin` began; return it and the tensors of both heads.
 
     Args:
         rows: rows with ids of the whole vocabulary. Their range is checked here, and errors use the
-            argument names `names`. If `names` is None, it is not checked, and ids are not counted
-            from this rank's first row.
+            argument names `names`.
         ranks: the ranks of a divided head, which compare their calls here.
-        objective: what the engine is chosen for; None: no engine is chosen.
+        objective: what the engine is chosen for. None, for kept sets: no engine is chosen, and ids
+            are neither checked nor counted from this rank's first row.
     """
     run = Run() if run is None else run
     memory, shard, vocab = job.memory, None, head.weight.shape[0]
@@ -400,7 +400,7 @@ def plan(
         heads = 1 if reference is None else 2
         workspace_bytes = default_workspace(widest, job.needs, memory, heads=heads)
     job = replace(job, memory=memory, shard=shard, workspace_bytes=workspace_bytes)
-    rows = rows if names is None else in_range(rows, names, vocab, job.first_id)
+    rows = rows if objective is None else in_range(rows, names, vocab, job.first_id)
     job = replace(job, rows=rows)
     tensors, of_reference = operands(hidden, head, rows.positions), None
     if reference is not None:
