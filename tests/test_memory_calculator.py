@@ -150,12 +150,12 @@ def test_trls_figure_of_a_gpu_is_what_its_head_allocates_there(
     assert abs(need.peak - watch.peak) <= 0.01 * watch.peak, (need, watch.peak)
 
 
-def gib(model: str, rows: int, column: str, on_gpu: bool) -> str:
+def gib(model: str, rows: int, column: str, on_gpu: bool, *, frozen: bool = False) -> str:
     """A cell of the page's tables; `column` is its header, without marks of code."""
     workspace = 512 * MIB if "workspace" in column else None
-    size = Size(*MODELS[model], BF16, rows, on_gpu=on_gpu, workspace_bytes=workspace)
+    size = Size(*MODELS[model], BF16, rows, on_gpu=on_gpu, workspace_bytes=workspace, frozen=frozen)
     needs = {x.name: x for x in estimate(size)}
-    name = "lean" if "lean" in column else "one_pass"
+    name = "lean" if "lean" in column else "frozen" if frozen else "one_pass"
     if column.startswith(("all logits", "TRL", "Liger")):
         peers = peer_memory.estimate(size, softcap=model == "Gemma-2-2B")
         needs, name = {x.name.partition(" ")[0]: x for x in peers}, column.partition(" ")[0]
@@ -178,6 +178,7 @@ def test_the_pages_have_these_figures(device: str) -> None:
     if on_gpu:
         claim = (ROOT / "README.md").read_text().partition("computed for Qwen3-8B")[2]
         wanted = [gib("Qwen3-8B", 16_384, x, on_gpu) for x in ("ours", "TRL", "workspace")]
+        wanted.append(gib("Qwen3-8B", 16_384, "ours", on_gpu, frozen=True))
         assert re.findall(r"(\d\.\d) GiB", claim) == wanted
 
 
