@@ -23,6 +23,7 @@ from grpo_kernels.base.checks import (
 from grpo_kernels.base.choices import OnMissingSet, choices
 
 _INT32 = torch.iinfo(torch.int32)
+_ON_MISSING_SET = choices(OnMissingSet)
 
 
 @hints_names
@@ -173,7 +174,7 @@ def read_kept_ids(kept_ids: Any, ids: Tensor, on_missing_set: Any) -> KeptIds:
         TypeError, ValueError: `kept_ids` is neither a tensor (..., K) nor `KeptIds`, or does not
             fit the ids; or `on_missing_set` is not one of its choices.
     """
-    check_choice("on_missing_set", on_missing_set, choices(OnMissingSet))
+    check_choice("on_missing_set", on_missing_set, _ON_MISSING_SET)
     if not isinstance(kept_ids, KeptIds):
         check_signed_ids("kept_ids", kept_ids, ids)
         width = kept_ids.shape[-1] if kept_ids.dim() else 0
