@@ -14,7 +14,7 @@ from torch import Tensor
 pytest.importorskip("transformers")
 
 from tests.support import tiny_architectures as tiny
-from tests.support.model_checks import text_batch
+from tests.support.model_checks import positions_of_generate, text_batch
 
 PAGE = Path(__file__).parents[1] / "docs/start/plain-loop.md"
 SECTION = PAGE.read_text().partition("## Six tasks")[2].partition("\n## ")[0]
@@ -39,14 +39,11 @@ def run(title: str) -> SimpleNamespace:
         "step_rewards": [[0.1, 0.9], [0.5], [0.2, 0.4], [1.0]] * 2,
         "step_ends": [[0, 2], [1], [0, 1], [3]] * 2,
     }  # fmt: skip
-    exec(IMPORTS + TASKS[title], given)  # the page's own lines
-    scope = SimpleNamespace(**given)
-    scope.gradients = [x.grad for x in model.parameters()]
-    model.zero_grad()
+    execute(IMPORTS + TASKS[title], given)
+    scope = SimpleNamespace(**given, names=given)
+    places = positions_of_generate(model, ids, attention_mask)
     scope.own, scope.theirs = (
-        x(input_ids=ids, attention_mask=attention_mask, position_ids=positions(attention_mask))
-        .logits[:, -6:-1]
-        .log_softmax(-1)
+        x(input_ids=ids, attention_mask=attention_mask, **places).logits[:, -6:-1].log_softmax(-1)
         for x in (model, reference)
     )
     scope.logps = scope.own.gather(-1, ids[:, -5:, None])[..., 0]
@@ -55,8 +52,33 @@ def run(title: str) -> SimpleNamespace:
     return scope
 
 
-def positions(attention_mask: Tensor) -> Tensor:
-    return (attention_mask.cumsum(1) - 1).masked_fill(attention_mask == 0, 0)
+def execute(lines: str, names: dict[str, Any]) -> None:
+    """The page's own lines; the gradients that they leave are among the names then."""
+    exec(lines, names)
+    parameters = [*names["model"].parameters()]
+    names["gradients"] = [x.grad for x in parameters]
+    names["model"].zero_grad()
+
+
+def off_policy(scope: SimpleNamespace, title: str) -> None:
+    """The task's loss once more, with old log-probabilities that the current ones exceed, fall
+    short of, or almost equal."""
+    shift = torch.tensor([0, 1, 1, -1, -1, 1, 0, 0])[:, None] * (0.4 + 0.3 * torch.rand(8, 5))
+    shift += 1e-4 * torch.randn(8, 5)
+    scope.names["old"] = scope.old = scope.logps.detach() - shift
+    call = TASKS[title][TASKS[title].index("out = ") :]
+    call = call.replace(" advantages)", " advantages, old_per_token_logps=old)")
+    assert "old_per_token_logps=old)" in call
+    execute(call, scope.names)
+    scope.gradients, scope.out = scope.names["gradients"], scope.names["out"]
+
+
+def clipped(ratio: Tensor, advantages: Tensor, epsilon: float, epsilon_high: float) -> Tensor:
+    """PPO's loss, of ratios below, in and above the clip range, with advantages of both signs."""
+    low, high = 1 - epsilon, 1 + epsilon_high
+    for where in (ratio < low, (low < ratio) & (ratio < high), ratio > high):
+        assert {*torch.where(where, advantages, 0.0).sign().flatten().tolist()} == {-1.0, 0.0, 1.0}
+    return -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
 
 
 def per_sequence(x: Tensor, counts: Tensor) -> Tensor:
@@ -65,7 +87,8 @@ def per_sequence(x: Tensor, counts: Tensor) -> Tensor:
 
 def check(scope: SimpleNamespace, loss: Tensor) -> None:
     """The page's gradients are those of `loss`."""
-    want = torch.autograd.grad(loss, [*scope.model.parameters()], allow_unused=True)
+    parameters = [*scope.model.parameters()]
+    want = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
     torch.testing.assert_close(scope.gradients, [*want], rtol=1e-5, atol=1e-7)
     if hasattr(scope, "out"):
         torch.testing.assert_close(scope.out.loss, loss.detach(), check_dtype=False)
@@ -89,11 +112,19 @@ def test_gspo() -> None:
     x = run("GSPO")
     log_ratio = per_sequence(x.logps - x.logps.detach(), x.counts)
     check(x, -(torch.exp(log_ratio) * x.advantages).mean())
+    off_policy(x, "GSPO")
+    ratio = torch.exp(per_sequence(x.logps - x.old, x.counts))
+    check(x, clipped(ratio, x.advantages, 3e-4, 4e-4).mean())
 
 
 def test_a_penalty_of_your_own() -> None:
-    x = run("A penalty of your own on top of a built-in loss")
+    title = "A penalty of your own on top of a built-in loss"
+    x = run(title)
     tokens = -torch.exp(x.logps - x.logps.detach()) * x.advantages[:, None]
+    tokens = tokens + 0.01 * x.logps.square()
+    check(x, tokens[x.counts].mean())
+    off_policy(x, title)
+    tokens = clipped(torch.exp(x.logps - x.old), x.advantages[:, None], 0.2, 0.28)
     tokens = tokens + 0.01 * x.logps.square()
     check(x, tokens[x.counts].mean())
 

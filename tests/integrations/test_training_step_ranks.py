@@ -15,7 +15,7 @@ from torch import Tensor, nn
 pytest.importorskip("transformers")
 from benchmarks import tiny_models
 from grpo_kernels import GRPOLoss
-from grpo_kernels.transformers import causal_lm_loss, completion_logprobs
+from grpo_kernels.transformers import causal_lm_divergence, causal_lm_loss, completion_logprobs
 from tests.support import tiny_architectures as tiny
 from tests.support import zero3
 from tests.support.ranks import Ranks
@@ -199,6 +199,60 @@ def test_ddp_and_fsdp2(ranks: Ranks) -> None:
 def test_zero3() -> None:
     with Ranks() as made:
         check(ZERO3_JOBS, made.run(run_zero3, ZERO3_JOBS))
+
+
+# (the student's way, the teacher's, the divergence, layout)
+DIVERGENCES = [
+    ("FSDP2", "whole", "reverse_kl", "tree"),
+    ("FSDP2", "FSDP2", "jsd", "tree"),
+    ("FSDP2, head a unit", "FSDP2, head a unit", "forward_kl", "tree"),
+    ("FSDP2, trunk a unit", "FSDP2, head a unit", "jsd", "trim"),
+]
+
+
+def divergence_step(
+    student: nn.Module, teacher: nn.Module, rank: int, divergence: Any, layout: Any
+) -> tuple[dict[str, Tensor], Tensor]:
+    """(scores, loss)."""
+    given = {name: x for name, x in batch(rank).items() if name in SCORED}
+    options = {"divergence": divergence, "layout": layout, "entropy": True}
+    scores = causal_lm_divergence(student, teacher, **given, **options)
+    loss = scores.divergence.sum() / 20.0
+    return {name: x.detach() for name, x in scores.given.items()}, loss
+
+
+def run_divergences(rank: int, world_size: int) -> list[Any]:
+    """(scores, gradients) of each case."""
+    found = []
+    for student_way, teacher_way, divergence, layout in DIVERGENCES:
+        student = wrapped(student_way, tiny_models.model("qwen3").train())
+        teacher: Any = tiny_models.model("qwen3", seed=1).eval()
+        teacher = teacher if teacher_way == "whole" else wrapped(teacher_way, teacher)
+        for _ in range(2):  # the first step also looks at the logits
+            student.zero_grad()
+            scores, loss = divergence_step(student, teacher, rank, divergence, layout)
+            loss.backward()
+        assert all(x.grad is None for x in teacher.parameters())
+        found.append((scores, gradients_of(student)))
+    return found
+
+
+def test_divergence_of_divided_models(ranks: Ranks) -> None:
+    found = ranks.run(run_divergences)
+    for i, (*_, divergence, _) in enumerate(DIVERGENCES):
+        student, teacher = tiny_models.model("qwen3").train(), tiny_models.model("qwen3", seed=1)
+        for rank, of_rank in enumerate(found):
+            want, loss = divergence_step(student, teacher.eval(), rank, divergence, "padded")
+            (loss / 2).backward()
+            assert want.keys() == {"divergence", "logps", "entropies"}
+            assert want["divergence"].max() > 0.1
+            torch.testing.assert_close(of_rank[i][0], want, rtol=1e-5, atol=1e-5)
+        gradients = gradients_of(student)
+        largest = max(x.abs().max() for x in gradients.values())
+        for _, got in (of_rank[i] for of_rank in found):
+            for name, x in gradients.items():
+                error = (got[name] - x).abs().max()
+                assert error <= 2e-6 * largest + 1e-9, f"{DIVERGENCES[i]}, {name}: {error:.1e}"
 
 
 def autocast(rank: int, world_size: int, jobs: list[tuple[bool, str]]) -> list[Any]:
