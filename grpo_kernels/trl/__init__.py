@@ -6,7 +6,7 @@ like stock TRL.
 
 from grpo_kernels.patching import needed
 
-with needed("'trl>=1.16'", "trl", "transformers"):
+with needed("'trl>=1.16,<1.17'", "trl", "transformers"):
     from trl import __version__ as _version
 
     _IS_KNOWN = _version.startswith("1.16.")

@@ -125,7 +125,7 @@ def test_samples_are_divided_by_prompts_within_a_budget() -> None:
 
 
 USES = {  # package -> what needs it, and how to install that
-    "trl": ("import grpo_kernels.trl", "'trl>=1.16'"),
+    "trl": ("import grpo_kernels.trl", "'trl>=1.16,<1.17'"),
     "transformers": ("import grpo_kernels.transformers", "transformers"),
     "liger_kernel": ("from grpo_kernels.liger import patch_liger; patch_liger()", "liger-kernel"),
     "verl": ("from grpo_kernels.verl import patch_verl; patch_verl()", "'verl>=0.9'"),
