@@ -78,7 +78,7 @@ def _row_runs(
     stats = backend.stats(chunk, entropy=True)
     a, b, ones = (torch.full_like(stats.logps, x) for x in (1e-3, 1e-4, 1.0))
     loss = TokenLoss(
-        surrogate="clipped", kl=None, corrects_kl=False, advantages=ones, d_logps=None,
+        surrogate="clipped", kl=None, corrects_kl=False, advantages=ones, d_policy=None,
         weights=ones / len(ones), old=-2.1 * ones, ref=None, gate=None,
         constants=(0.8, 1.2, math.inf), beta=0.0, d_entropy=0.0,
     )  # fmt: skip

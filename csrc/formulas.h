@@ -102,7 +102,8 @@ Estimated<T> k3(T logp, T ref) {
 
 enum class Surrogate : int64_t { clipped, cispo, sapo, vespo, unclipped, constant, linear };
 enum class Estimator : int64_t { none, k1, k2, k3 };
-constexpr int64_t kSurrogates = 7, kEstimators = 4;
+constexpr const char* kSurrogates[] = {"clipped", "cispo", "sapo", "vespo", "unclipped", "constant", "linear"};
+constexpr const char* kEstimators[] = {"none", "k1", "k2", "k3"};
 constexpr int64_t kConstants[] = {3, 1, 2, 4, 0, 0, 0};
 constexpr int64_t kMostConstants = 4;
 

@@ -48,7 +48,8 @@ def header(source: str) -> str:
     lines += [
         f"enum class Surrogate : int64_t {{ {', '.join(surrogates)} }};",
         f"enum class Estimator : int64_t {{ none, {', '.join(estimators)} }};",
-        f"constexpr int64_t kSurrogates = {len(surrogates)}, kEstimators = {len(estimators) + 1};",
+        f"constexpr const char* kSurrogates[] = {{{quoted(surrogates)}}};",
+        f"constexpr const char* kEstimators[] = {{{quoted(['none', *estimators])}}};",
         f"constexpr int64_t kConstants[] = {{{', '.join(map(str, counts))}}};",
         f"constexpr int64_t kMostConstants = {max(counts)};",
         "",
@@ -71,6 +72,11 @@ def header(source: str) -> str:
     lines += [f"    case Estimator::{name}: return {name}(logp, ref);" for name in estimators]
     lines += ["    case Estimator::none: break;", "  }", "  return {NAN, NAN, NAN};", "}", ""]
     return "\n".join([*lines, "}  // namespace grpo_kernels", ""])
+
+
+def quoted(names: list[str]) -> str:
+    """The names as C++ strings."""
+    return ", ".join(f'"{name}"' for name in names)
 
 
 def table(source: str, name: str) -> list[str]:

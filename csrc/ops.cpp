@@ -2,6 +2,7 @@
 // are written to tensors that the caller made; grpo_kernels/backends/cpp_rows calls them.
 #include <torch/csrc/stable/library.h>
 
+#include <string>
 #include <vector>
 
 #include "arguments.h"
@@ -146,7 +147,7 @@ void grad_of(const Chunk<T>& chunk, const GradTensors& given, int64_t first_id, 
 }
 
 struct TokenTensors {
-  MaybeTensor advantages, d_logps;
+  MaybeTensor advantages, d_policy;
   Tensor weights;
   MaybeTensor old, ref, gate;
 };
@@ -170,7 +171,7 @@ template <class T>
 void fused_of(const Chunk<T>& chunk, const TokenTensors& tokens, const LossConstants<double>& given,
               const FusedResults& results) {
   const int64_t n = chunk.n;
-  const T *advantages = column<T>(tokens.advantages, n, "advantages"), *d_logps = column<T>(tokens.d_logps, n, "d_logps");
+  const T *advantages = column<T>(tokens.advantages, n, "advantages"), *d_policy = column<T>(tokens.d_policy, n, "d_policy");
   const T* weights = column<T>(tokens.weights, n, "weights");
   const T *old = column<T>(tokens.old, n, "old"), *ref = column<T>(tokens.ref, n, "ref");
   const T* gate = column<T>(tokens.gate, n, "gate");
@@ -189,9 +190,9 @@ void fused_of(const Chunk<T>& chunk, const TokenTensors& tokens, const LossConst
                     "sum_k, teacher_max_logit, teacher_log_sum: expected with a teacher, and without one none");
   }
   const bool on_policy = !tokens.old.has_value();
-  STD_TORCH_CHECK(tokens.d_logps.has_value() == on_policy && tokens.advantages.has_value() != on_policy,
-                  "old, advantages: expected together, and without them d_logps");
-  const T* factors = on_policy ? d_logps : advantages;
+  STD_TORCH_CHECK(tokens.d_policy.has_value() == on_policy && tokens.advantages.has_value() != on_policy,
+                  "old, advantages: expected together, and without them d_policy");
+  const T* factors = on_policy ? d_policy : advantages;
   std::optional<Matrix> to;
   if (results.out.has_value()) {
     to.emplace(*results.out, n, chunk.vocab, "out");
@@ -247,22 +248,30 @@ void grad(ROWS_IN, TEACHER_IN, const Tensor& logps, const Tensor& max_logit, con
   });
 }
 
-void fused(ROWS_IN, TEACHER_IN, const MaybeTensor& advantages, const MaybeTensor& d_logps, const Tensor& weights,
-           const MaybeTensor& old, const MaybeTensor& ref, const MaybeTensor& gate, int64_t surrogate,
-           std::vector<double> constants, int64_t estimator, bool corrects_kl, double beta, double d_entropy,
+// The place of a name in a table of formulas.h, which may be older than formulas.py.
+template <size_t n>
+int64_t place_of(const std::string& name, const char* const (&names)[n]) {
+  for (size_t i = 0; i < n; ++i)
+    if (name == names[i]) return static_cast<int64_t>(i);
+  STD_TORCH_CHECK(false, "csrc/formulas.h: expected it to have '", name, "': run python csrc/generate.py");
+  return 0;
+}
+
+void fused(ROWS_IN, TEACHER_IN, const MaybeTensor& advantages, const MaybeTensor& d_policy, const Tensor& weights,
+           const MaybeTensor& old, const MaybeTensor& ref, const MaybeTensor& gate, std::string surrogate_name,
+           std::vector<double> constants, std::string estimator_name, bool corrects_kl, double beta, double d_entropy,
            const Tensor& logps, const Tensor& max_logit, const Tensor& log_sum, const Tensor& entropies,
            const Tensor& loss, const Tensor& d_logp, const Tensor& log_ratio, const MaybeTensor& kl,
            const MaybeTensor& sum_k, const MaybeTensor& teacher_max_logit, const MaybeTensor& teacher_log_sum,
            const MaybeTensor& out) {
-  STD_TORCH_CHECK(surrogate >= 0 && surrogate < kSurrogates, "surrogate: unknown");
-  STD_TORCH_CHECK(estimator >= 0 && estimator < kEstimators, "estimator: unknown");
+  const int64_t surrogate = place_of(surrogate_name, kSurrogates), estimator = place_of(estimator_name, kEstimators);
   STD_TORCH_CHECK(static_cast<int64_t>(constants.size()) == kConstants[surrogate], "constants: expected ",
                   kConstants[surrogate], " for this surrogate");
   LossConstants<double> given{static_cast<Surrogate>(surrogate), static_cast<Estimator>(estimator), corrects_kl, beta,
                               d_entropy, {}};
   std::copy(constants.begin(), constants.end(), given.constants);
   with_chunk(ROWS_GIVEN, TEACHER_GIVEN, [&](const auto& chunk) {
-    fused_of(chunk, {advantages, d_logps, weights, old, ref, gate}, given,
+    fused_of(chunk, {advantages, d_policy, weights, old, ref, gate}, given,
              {logps, max_logit, log_sum, entropies, loss, d_logp, log_ratio, kl, sum_k, teacher_max_logit, teacher_log_sum,
               out});
   });
@@ -288,8 +297,8 @@ STABLE_TORCH_LIBRARY(grpo_kernels_cpp, m) {
         "Tensor logps, Tensor max_logit, Tensor log_sum, Tensor? entropies, Tensor d_logp, Tensor? d_entropy, Tensor? d_divergence, "
         "Tensor? sum_k, Tensor? teacher_max_logit, Tensor? teacher_log_sum, int first_id, *, Tensor(a!) out) -> ()");
   m.def("fused(" ROWS TEACHER
-        "Tensor? advantages, Tensor? d_logps, Tensor weights, Tensor? old, Tensor? ref, Tensor? gate, int surrogate, "
-        "float[] constants, int estimator, bool corrects_kl, float beta, float d_entropy, "
+        "Tensor? advantages, Tensor? d_policy, Tensor weights, Tensor? old, Tensor? ref, Tensor? gate, str surrogate, "
+        "float[] constants, str estimator, bool corrects_kl, float beta, float d_entropy, "
         "*, Tensor(a!) logps, Tensor(b!) max_logit, Tensor(c!) log_sum, Tensor(d!) entropies, Tensor(e!) loss, "
         "Tensor(f!) d_logp, Tensor(g!) log_ratio, Tensor(h!)? kl, Tensor(i!)? sum_k, Tensor(j!)? teacher_max_logit, "
         "Tensor(k!)? teacher_log_sum, Tensor(l!)? out) -> ()");

@@ -7,7 +7,7 @@ The steps of `grpo_loss`, in order, with the file of each::
     engine  = the cheapest that gives this loss its exact gradient        engine/plan.py
     first_pass, before autograd knows of the call:                        engine/sweep.py
     for each chunk of rows:
-        z = hidden @ weight.T                                             engine/gemm.py
+        z = (hidden @ weight.T + bias) / temperature                      engine/gemm.py, backends/
         logps, entropies = log softmax(z)[id], -sum p log p               backends/
         R = logps - old_per_token_logps                                   objective/policy.py
         l = -min(e^R A, clip(e^R, 1 - epsilon, 1 + epsilon_high) A) + beta KL
@@ -15,9 +15,10 @@ The steps of `grpo_loss`, in order, with the file of each::
         a, b = d loss / d logps, d loss / d entropies                     objective/policy.py
         dz_j = a (1[j = id] - p_j) - b p_j (log p_j + entropy)            backends/
         d hidden = dz @ weight                                            engine/gemm.py
-        d weight += dz.T @ hidden
+        d weight += dz.T @ hidden                                         engine/sweep.py, `_Sums`
     loss = sum(weights * l) - entropy_coef * mean entropy                 objective/policy.py
     PolicyLoss attaches the gradient to the loss                          engine/autograd.py
+    metrics = means over the tokens or sequences                          objective/metrics.py
 
 The engines at these steps, by the names of the functions:
 
@@ -32,9 +33,11 @@ two_pass `reduced`                          `evaluate`: value, a, b   `second_pa
 lean     `reduced`                          `evaluate`: value, a, b   `second_pass`: by slices
 ======== ================================== ========================= ==========================
 
-A backend that fuses computes R, l, a, b and dz in one kernel. Losses in which a token's a depends
-on other tokens need two passes. Without old log-probabilities and without a KL term, a is known
-beforehand. Tokens that certainly get no gradient go through a separate loop that computes none.
+The Triton and C++ backends fuse: R, l, a, b and dz in one kernel. The torch backend does not.
+Without a tensor that trains, the engine is ``score``: `reduced`, and no gradient. Losses in which a
+token's a depends on other tokens need two passes. Without old log-probabilities and without a KL
+term, a is known beforehand. Tokens that certainly get no gradient go through a separate loop that
+computes none.
 Kept sets take their own path, `_loss_over_sets`, by torch operations on the ids of each set.
 
 With a KL term over the whole vocabulary (`reference`) there is a third number, c = d loss / d KL,
@@ -274,6 +277,7 @@ def grpo_loss(
         sets = None
         if kept_ids is not None:
             sets = read_kept_ids(kept_ids, completion_ids, on_missing_set)
+        # its dtypes are needed to read the tokens; `plan` completes it
         job = begin(hidden, head, run, reference, backend=None if sets is None else "torch")
 
         # the tokens that count, and their loss
@@ -300,12 +304,8 @@ def grpo_loss(
         first = with_coefficients(job, first, evaluation.coefficients)
     value, *results = PolicyLoss.apply(job, evaluation.loss, first, of_reference, *tensors)
     logps, entropies = (x.view(tokens.layout.shape) for x in results)
-    differentiated = evaluation.has_gradient if job.when == "later" else None
-    if job.when == "now":
-        differentiated = loss.live
-    if differentiated is None:  # none of the tokens, or all
-        differentiated = torch.full_like(tokens.ids, job.when == "now", dtype=torch.bool)
-    metrics = _metrics(given, tokens, first.entropies, evaluation, differentiated)
+    has_gradient = _tokens_with_gradient(job, loss, evaluation)
+    metrics = _metrics(given, tokens, first.entropies, evaluation, has_gradient)
     return LossOutput(value, logps, entropies, metrics, job.engine, job.backend.name)
 
 
@@ -569,17 +569,32 @@ def _with_candidates(rows: Rows, tokens: Tokens, ids: Tensor, logps: Any) -> tup
     return replace(rows, top_k=top_k), tokens.without_candidates(padding)
 
 
+def _tokens_with_gradient(
+    job: Job, loss: PolicyObjective | CustomObjective, evaluation: Evaluation
+) -> Tensor:
+    """Return (n,) bool: the tokens whose gradient is, or will be, computed."""
+    chosen = evaluation.has_gradient if job.when == "later" else None
+    if job.when == "now":
+        chosen = loss.live
+    if chosen is None:  # all of the tokens, or none
+        chosen = torch.full_like(job.rows.ids, job.when == "now", dtype=torch.bool)
+    return chosen
+
+
 def _metrics(
     given: Mapping[str, Any],
     tokens: Tokens,
     entropies: Tensor,
     evaluation: Evaluation,
-    with_grad: Tensor,
+    has_gradient: Tensor,
 ) -> Metrics:
+    """Return the metrics of a loss; warn of ratios that are far from 1."""
     if tokens.old_per_token_logps is not None and evaluation.terms is not None:
         warn_of_ratio(evaluation.terms.token_log_ratio)
     config, has_items = given["config"], given["num_items_in_batch"] is not None
-    return loss_metrics(config, tokens, entropies, evaluation, with_grad.sum(), num_items=has_items)
+    return loss_metrics(
+        config, tokens, entropies, evaluation, has_gradient.sum(), num_items=has_items
+    )
 
 
 def _loss_of_logps(

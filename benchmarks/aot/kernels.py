@@ -43,7 +43,7 @@ class Loss(NamedTuple):
         return TokenLoss(
             surrogate=self.surrogate, constants=constants.get(self.surrogate, ()), kl=self.kl,
             corrects_kl=self.corrects_kl, advantages=None if on_policy else numbers(),
-            d_logps=numbers() if on_policy else None, weights=numbers(),
+            d_policy=numbers() if on_policy else None, weights=numbers(),
             old=None if on_policy else -numbers(), ref=None if self.kl is None else -numbers(),
             gate=numbers() if self.has_gate else None, beta=0.04, d_entropy=self.d_entropy,
         )  # fmt: skip

@@ -7,7 +7,7 @@ With R = logp - old (0 on-policy), w the weight, gate the importance ratio and t
     d_logp_t  = d loss_t / d logp_t
     d_entropy = d loss / d entropy_t, the same for every token
 
-On-policy R is 0 and the policy term's derivative, `d_logps`, is known beforehand. Two surrogates
+On-policy R is 0 and the policy term's derivative, `d_policy`, is known beforehand. Two surrogates
 are for that alone: ``"constant"``, whose loss is known, too, and left out here, and ``"linear"``,
 whose loss is d_logp * logp. The loss is NaN where the log-probability is not finite. d_logp is NaN,
 too, where the id is -1. `PolicyObjective.token_loss` makes the record. It knows no vocabulary; the
@@ -48,7 +48,8 @@ class TokenLoss:
     kl: str | None
     corrects_kl: bool  # the estimate is multiplied by exp(R)
     advantages: Tensor | None  # A; None on-policy
-    d_logps: Tensor | None  # only on-policy: the policy term's derivative, weight and gate included
+    # only on-policy: the policy term's derivative, weight and gate included
+    d_policy: Tensor | None
     weights: Tensor
     old: Tensor | None  # None on-policy
     ref: Tensor | None  # only if `kl` is an estimator

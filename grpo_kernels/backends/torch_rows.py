@@ -212,7 +212,7 @@ def _block_stats(
     top, argmax = z.max(dim=1, keepdim=True)
     torch.sub(z, top, out=shifted)
     torch.exp(shifted, out=exps)
-    exp_target, target = exps.gather(1, ids), z.gather(1, ids)
+    exp_target, z_target = exps.gather(1, ids), z.gather(1, ids)
     is_argmax = ids == argmax
     rest = exps.scatter_(1, argmax, 0.0).sum(dim=1, keepdim=True)  # all but the largest, which is 1
     is_inf = top == torch.inf  # the others have probability 0, also if several are inf
@@ -220,7 +220,7 @@ def _block_stats(
     # all but the target; >= 1, so nothing cancels
     others = torch.where(is_argmax, rest, 1.0 + (rest - exp_target))
     log_sum = torch.log1p(rest)
-    margin = others.log() + (top - target)
+    margin = others.log() + (top - z_target)
     out["logps"].copy_(-torch.logaddexp(torch.zeros_like(margin), margin)[:, 0])
     out["max_logit"].copy_(top[:, 0])
     out["log_sum"].copy_(log_sum[:, 0])
@@ -254,7 +254,7 @@ def _block_grad_(
         torch.div(z, softcap * inv_t, out=slope).square_().neg_().add_(1.0)
     logps, log_sum = stats.logps[:, None], stats.log_sum[:, None]
     inv_sum = torch.exp(-log_sum)
-    target = d_logp * -torch.expm1(logps)
+    d_target = d_logp * -torch.expm1(logps)
     z.sub_(stats.max_logit[:, None])
     if d_entropy is None:
         z.exp_().mul_(-d_logp * inv_sum)
@@ -265,10 +265,10 @@ def _block_grad_(
         z.clamp_(min=LOWEST).add_(entropies - log_sum).mul_(-d_entropy).sub_(d_logp).mul_(
             exps.mul_(inv_sum)
         )
-        target = target - d_entropy * torch.exp(logps) * (logps.clamp_min(LOWEST) + entropies)
+        d_target = d_target - d_entropy * torch.exp(logps) * (logps.clamp_min(LOWEST) + entropies)
     here = (columns >= 0) & (columns < z.shape[1])
     columns = torch.where(here, columns, 0)
-    z.scatter_(1, columns, torch.where(here, target, z.gather(1, columns)))
+    z.scatter_(1, columns, torch.where(here, d_target, z.gather(1, columns)))
     if softcap is not None:
         z.mul_(slope)
 

@@ -19,7 +19,8 @@ ZeroAdvantage = Literal["score", "skip", "train"]
 # beginning with the one requested, the first that is exact
 BatchLayout = Literal["tree", "trim", "padded"]
 
-Extra = Literal["log_sum_sq_probs", "mean_logits", "is_top1"]  # further results of `linear_logprob`
+# further results of `linear_logprob`
+Extra = Literal["log_sum_sq_probs", "mean_logits", "is_top1"]
 DivergenceName = Literal["reverse_kl", "forward_kl", "jsd"]
 TopKDivergenceName = Literal["forward_kl", "reverse_kl"]
 OnMissingSet = Literal["error", "full"]

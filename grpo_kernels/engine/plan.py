@@ -82,11 +82,11 @@ ENGINES: dict[str, tuple[Literal["never", "now", "later"], Literal["rows", "slic
 }
 NAMES = choices(EngineName)  # names that calls take: "auto" and these
 # when a row's coefficients are known, in the words of errors
-Known = Literal["before", "row", "rows", "backward"]
+Known = Literal["before", "own_row", "all_rows", "backward"]
 _KNOWN = {
     "before": "before the forward",
-    "row": "from the row's own log-probability and entropy",
-    "rows": "only after other rows are done",
+    "own_row": "from the row's own log-probability and entropy",
+    "all_rows": "only after other rows are done",
     "backward": "only in the backward, since no expected= was given",
 }
 
@@ -339,13 +339,13 @@ def begin(
     dtype, needs = products_dtype(hidden, head.weight), gradients_wanted(hidden, head)
     weights = [(head.weight, dtype)]
     _warn_if_promoted("hidden", hidden, "weight", *weights[0])
-    of_reference: dict[str, Any] = {}
+    reference_options: dict[str, Any] = {}
     if reference is not None:
         states, own = reference
         weights.append((own.weight, products_dtype(states, own.weight, dtype)))
         _warn_if_promoted(f"{prefix}hidden", states, f"{prefix}weight", *weights[1])
-        of_reference["reference_dtype"] = weights[1][1]
-        of_reference["reference_transform"] = _transform(own, weights[1][1])
+        reference_options["reference_dtype"] = weights[1][1]
+        reference_options["reference_transform"] = _transform(own, weights[1][1])
     memory = free_memory(weights, hidden, needs, run.workspace_bytes)
     return Job(
         rows=_NO_ROWS,
@@ -356,7 +356,7 @@ def begin(
         transform=_transform(head, dtype),
         memory=memory,
         gather=run.gather or nullcontext,
-        **of_reference,
+        **reference_options,
     )
 
 
@@ -419,7 +419,7 @@ def choose_engine(name: str, job: Job, objective: Objective) -> str:
     """
     needs, known = job.needs, objective.known
     if objective.compares and device_of(job.rows.positions.device).is_capturing():
-        known = "rows"  # in a CUDA graph, the comparison would wait
+        known = "all_rows"  # in a CUDA graph, the comparison would wait
     head_trains, no_gradient = any(needs[1:]), not any(needs)
     if name == "auto" and job.memory.tight and head_trains:
         return "lean"
@@ -431,7 +431,7 @@ def choose_engine(name: str, job: Job, objective: Objective) -> str:
             # without a gradient, a user's function is not evaluated for this
             and ((no_gradient and job.reference_dtype is None) or objective.one_number)
         ),
-        "one_pass": lambda: known in ("before", "row"),
+        "one_pass": lambda: known in ("before", "own_row"),
         "two_pass": lambda: True,
         "lean": lambda: True,
     }

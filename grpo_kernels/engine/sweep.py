@@ -93,13 +93,15 @@ def first_pass(job: Job, head: Tensors, reference: Tensors | None, objective: Ob
                         used.setdefault(name, x.new_zeros(n))[rows] = x
             return given
 
-        part, of_part = job, token_loss
+        part, part_loss = job, token_loss
         if index.shape[0] < n:
-            part, of_part = job.at(index), take(token_loss, index)
-        work = reduced(part) if of_part is None else fused(part, of_part)
-        if of_part is None or job.products(head.weight).scales_gradient:
+            part, part_loss = job.at(index), take(token_loss, index)
+        work = reduced(part) if part_loss is None else fused(part, part_loss)
+        # in fp16 d logits need a factor, which all coefficients of a chunk determine: `fused` then
+        # computes statistics and loss alone
+        if part_loss is None or job.products(head.weight).scales_gradient:
             work = derived(part, head, coefficients, work)
-        stats, grads = sweep(part, head, reference, work, job.needs, of_part)
+        stats, grads = sweep(part, head, reference, work, job.needs, part_loss)
         if live is not None and index.shape[0] < n:
             rest = live.to(torch.uint8).argsort(stable=True)[: n - index.shape[0]]
             stats = _with_rest(job, head, reference, token_loss, (index, stats), rest)
@@ -122,9 +124,9 @@ def _with_rest(
 ) -> RowStats:
     """Return the statistics of all rows: of the `done` ones, at an index, and of the `rest`, which
     get no gradient."""
-    (index, stats), part, of_part = done, job.at(rest), take(token_loss, rest)
-    work = reduced(part) if of_part is None else fused(part, of_part)
-    others = sweep(part, head, reference, work, token_loss=of_part)[0]
+    (index, stats), part, part_loss = done, job.at(rest), take(token_loss, rest)
+    work = reduced(part) if part_loss is None else fused(part, part_loss)
+    others = sweep(part, head, reference, work, token_loss=part_loss)[0]
     both = concatenated(job, [stats, others], stats.logps, token_loss)
     return take(both, torch.cat([index, rest]).argsort())
 
@@ -163,17 +165,18 @@ def derived(
     job: Job,
     head: Tensors,
     coefficients: CoefficientsOf,
-    first: RowWork,
+    statistics_by: RowWork,
     *,
     keeps: bool = True,
 ) -> RowWork:
-    """Row work: d logits from the statistics of `first` and the coefficients of the rows."""
+    """Row work: d logits from the statistics of `statistics_by` and the coefficients of the
+    rows."""
     products = job.products(head.weight)
 
     def work(
         chunk: Chunk, rows: Rows, at: Index, out: Tensor | None
     ) -> tuple[RowStats | None, Tensor | None]:
-        found, _ = first(chunk, rows, at, None)
+        found, _ = statistics_by(chunk, rows, at, None)
         assert found is not None and out is not None
         scaled, scale = products.scaled(coefficients(at, found), found, chunk.transform)
         write_gradient(job, chunk, rows, found, scaled, out)
@@ -228,9 +231,9 @@ def sweep(
 ) -> tuple[RowStats, Tensors | None]:
     """Call `work` with the logits of all rows, a chunk at a time.
 
-    Returns their statistics (with the terms of a fused `token_loss`; empty if `work` returns none),
-    and the gradients that `needs` asks for, in the accumulator's dtype; gradients of rows are those
-    of the job's rows alone.
+    Returns their statistics (empty if `work` returns none), and the gradients that `needs` asks
+    for, in the accumulator's dtype; gradients of rows are those of the job's rows alone.
+    `token_loss` is that of a fused `work`: without a row, it tells which statistics are returned.
     """
     rows, parts = job.rows, []
     groups, projection = plan_groups(job, head, reference, needs), Projection(job, head, reference)
@@ -446,9 +449,9 @@ class Projection:
             self._of_reference.logits(
                 self._of_reference.operand(of_reference[part]), reference_logits
             )
-            of_its = job.reference_transform.of_rows(inv_t, self._reference_bias)
-            job.backend.prepare_(reference_logits, of_its)
-            teacher = Teacher(reference_logits, of_its, job.jsd_beta)
+            its_transform = job.reference_transform.of_rows(inv_t, self._reference_bias)
+            job.backend.prepare_(reference_logits, its_transform)
+            teacher = Teacher(reference_logits, its_transform, job.jsd_beta)
         if rows.top_k is not None:
             rows = replace(rows, top_k=rows.top_k.gathered(logits, transform, self.first_id))
         job.backend.prepare_(logits, transform)
@@ -467,8 +470,8 @@ class _Sums:
         self._job, self._head, self._needs = job, head, needs
         self._padded = max((group.start + group.rows for group in groups), default=0)
         # per factor: (n, K), and padding, which the next group overwrites
-        self._rows: list[Tensor | None] = []
-        self._matrices: list[Tensor | None] = []  # (V, K)
+        self._d_rows: list[Tensor | None] = []
+        self._d_matrices: list[Tensor | None] = []  # (V, K)
         self._bias: Tensor | None = None  # (V,)
         # () factor that matrices and bias carry, but the rows do not
         self._fp16_scale: Tensor | None = None
@@ -481,8 +484,8 @@ class _Sums:
         pairs = zip(self._head.factors(), needs.factors(), strict=False)
         for (x, matrix), (needs_rows, needs_matrix) in pairs:
             rows = new.new_empty(self._padded, x.shape[1], dtype=dtype) if needs_rows else None
-            self._rows.append(rows)
-            self._matrices.append(new_matrix(matrix.shape, dtype=dtype) if needs_matrix else None)
+            self._d_rows.append(rows)
+            self._d_matrices.append(new_matrix(matrix.shape, dtype=dtype) if needs_matrix else None)
         if needs.bias:
             self._bias = new.new_zeros(self._head.weight.shape[0], dtype=dtype)
 
@@ -490,37 +493,37 @@ class _Sums:
         self,
         group: Group,
         products: list[Products],
-        features: list[Tensor],
+        operands: list[Tensor],
         d_logits: Tensor,
         fp16_scale: Tensor | None,
     ) -> None:
         """Add a group's gradient, from its operands (m, K) and d logits (m, V), which carry
         `fp16_scale` ()."""
-        if not self._rows:
+        if not self._d_rows:
             self._allocate()
         if fp16_scale is not None and self._fp16_scale is not None:
             self._rescale(fp16_scale / self._fp16_scale)
         self._fp16_scale = fp16_scale
-        factors = zip(products, features, self._rows, self._matrices, strict=True)
-        for factor, x, rows, matrix in factors:
-            if rows is not None:
-                factor.d_hidden(d_logits, rows[group.start : group.start + group.rows])
+        sums = zip(products, operands, self._d_rows, self._d_matrices, strict=True)
+        for product, x, d_rows, d_matrix in sums:
+            if d_rows is not None:
+                product.d_hidden(d_logits, d_rows[group.start : group.start + group.rows])
                 if fp16_scale is not None:
-                    rows[group.start : group.stop].div_(fp16_scale)
-            if matrix is not None:
-                factor.d_weight(d_logits, x, matrix, first=group.start == 0)
+                    d_rows[group.start : group.stop].div_(fp16_scale)
+            if d_matrix is not None:
+                product.d_weight(d_logits, x, d_matrix, first=group.start == 0)
         if self._bias is not None:
             self._bias.add_(d_logits.sum(dim=0, dtype=self._bias.dtype))
 
     def gradients(self) -> Tensors:
-        if not self._rows:
+        if not self._d_rows:
             self._allocate()
         if self._fp16_scale is not None:
             self._rescale(1.0 / self._fp16_scale)
-        rows = [None if x is None else x[: len(self._job.rows)] for x in self._rows]
-        return Tensors.of_factors(rows, self._matrices, self._bias)
+        rows = [None if x is None else x[: len(self._job.rows)] for x in self._d_rows]
+        return Tensors.of_factors(rows, self._d_matrices, self._bias)
 
     def _rescale(self, factor: Tensor) -> None:
-        for x in (*self._matrices, self._bias):
+        for x in (*self._d_matrices, self._bias):
             if x is not None:
                 self._job.backend.scale(x, factor, x)

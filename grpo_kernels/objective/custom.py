@@ -171,9 +171,9 @@ class CustomObjective:
         layout (None: all of it)."""
         self.function, self.tokens, self.of_config = function, tokens, of_config
         self._chosen = chosen
-        self.known: Literal["row", "rows"] = "rows"
+        self.known: Literal["own_row", "all_rows"] = "all_rows"
         if _declared(function, "token_level", False):
-            self.known = "row"
+            self.known = "own_row"
 
     @cached_property
     def has_entropy_gradient(self) -> bool:
@@ -226,7 +226,7 @@ class CustomObjective:
     def _call(self, logps: Tensor, entropies: Tensor) -> tuple[Tensor, Terms | None]:
         """Return the function's loss of each token, (n,); and the inputs of the metrics of the
         config's own loss, if the function reads it."""
-        layout, tokens, couples = self.tokens.layout, self.tokens, self.known == "rows"
+        layout, tokens, couples = self.tokens.layout, self.tokens, self.known == "all_rows"
 
         def shaped(x: Tensor) -> Tensor:
             return layout.dense(x) if couples else x

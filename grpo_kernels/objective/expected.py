@@ -53,7 +53,7 @@ def expectation_of(objective: PolicyObjective | CustomObjective, tokens: Tokens)
         return objective.gradient(row[index], stats)
 
     return Expectation(
-        None if objective.known == "rows" else coefficients,
+        None if objective.known == "all_rows" else coefficients,
         graded=layout.scatter(live),
         has_entropy_gradient=objective.has_entropy_gradient,
     )
@@ -91,11 +91,11 @@ class ExpectedGradient:
             compute = lambda index, _: take(coefficients, index)  # noqa: E731
         self.compute, self.live, self.one_number = compute, live, one_number
         self.coefficients = coefficients
-        self.known: Literal["before", "row", "rows", "backward"] = "row"
+        self.known: Literal["before", "own_row", "all_rows", "backward"] = "own_row"
         if compute is None and live is None:
             self.known = "backward"
         elif compute is None:
-            self.known = "rows"
+            self.known = "all_rows"
         elif coefficients is not None:
             self.known = "before"
 
@@ -107,14 +107,14 @@ class ExpectedGradient:
         """Return the gradient of divergences from a second head as a loss."""
         if self.coefficients is None or self.coefficients.d_divergence is None:
             return None
-        weights, d_logps = self.coefficients.d_divergence, self.coefficients.d_logp
+        weights, d_logp = self.coefficients.d_divergence, self.coefficients.d_logp
         return TokenLoss(
             surrogate="constant",
             constants=(),
             kl="full",
             corrects_kl=False,
             advantages=None,
-            d_logps=torch.zeros_like(weights) if d_logps is None else d_logps,
+            d_policy=torch.zeros_like(weights) if d_logp is None else d_logp,
             weights=weights,
             old=None,
             ref=None,

@@ -1,9 +1,7 @@
 """The loss types, each declared once in `LOSSES`, and their parts: log-ratios, clipping,
 normalizers.
 
-A new loss type is a name in `base.choices`, a record here, a formula in `backends.formulas` if
-none fits (then run ``python csrc/generate.py``), and a field of `LossConfig` and `LossFields` for
-each parameter that it adds.
+CONTRIBUTING.md says how to add one.
 
 Every normalizer is one weight per token: ``loss = sum(weight * per_token_loss)``. With m the mask,
 n_b the counted tokens of sequence b (at least 1), B the number of sequences:
@@ -132,7 +130,8 @@ class LossType:
     surrogate: str  # a name in `formulas.SURROGATES`
     constants: Callable[[Config], tuple[float, ...]]  # the surrogate's, in its order
     normaliser: Literal["sequence_mean", "token_mean", "num_items", "max_length", "sequence_sum"]
-    is_linear: bool = False  # the policy term is a constant times logp, not a function of the ratio
+    # the policy term is a constant times logp: its formula's derivative in the log-ratio is 0
+    is_linear: bool = False
 
     # R of each token: config, tokens, token log-ratios (n,), and the tokens of high entropy
     log_ratio: Callable[[Config, Tokens, Tensor, Tensor | None], LogRatio] = of_level

@@ -89,9 +89,9 @@ def loss_metrics(
         name = "sampling/sampling_logp_difference"
         pairs[f"{name}/mean"] = (torch.where(missing, 0.0, gap).sum(), scored)
         extremes[f"{name}/max"] = extreme(gap, largest=True)
-        for least in ("min", "max"):
-            name = f"sampling/importance_sampling_ratio/{least}"
-            extremes[name] = extreme(ratio, largest=least == "max")
+        for bound in ("min", "max"):
+            name = f"sampling/importance_sampling_ratio/{bound}"
+            extremes[name] = extreme(ratio, largest=bound == "max")
 
     if terms is not None:
         loss_type, ratios = loss_type_of(config), torch.exp(terms.log_ratio)

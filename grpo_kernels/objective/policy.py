@@ -147,7 +147,7 @@ class PolicyObjective:
         lacks_ratio: True if the importance sampling ratio must be computed from this call's
             log-probabilities.
         known: when a token's gradient is known: ``"before"`` any log-probability, from the token's
-            own numbers (``"row"``), or only with other tokens' numbers (``"rows"``).
+            own numbers (``"own_row"``), or only with other tokens' numbers (``"all_rows"``).
         has_entropy_gradient: True if the loss depends on the entropies.
     """
 
@@ -162,9 +162,9 @@ class PolicyObjective:
         self.config, self.tokens, self.weights = config, tokens, weights
         self.loss_type = loss_type_of(config)
         self.is_centered = tokens.sampling_topk_logps is not None
-        self.known: Literal["before", "row", "rows"] = "row"
+        self.known: Literal["before", "own_row", "all_rows"] = "own_row"
         if _couples_tokens(config, on_policy=self.on_policy, sampled=sampled):
-            self.known = "rows"
+            self.known = "all_rows"
         elif self.on_policy and not (
             self.is_centered or config.estimates_kl or config.corrects_sampling
         ):
@@ -241,7 +241,7 @@ class PolicyObjective:
     def token_loss(self) -> TokenLoss | None:
         """Return the loss that a row kernel can compute by itself; None if tokens are coupled or
         lack their ratio."""
-        if self.known == "rows" or self.lacks_ratio or self.is_centered:
+        if self.known == "all_rows" or self.lacks_ratio or self.is_centered:
             return None
         config, tokens = self.config, self.tokens
         on_policy_surrogate = "linear" if self.loss_type.is_linear else "constant"
@@ -251,7 +251,7 @@ class PolicyObjective:
             kl=config.kl_estimator if config.beta != 0.0 else None,
             corrects_kl=config.corrects_kl,
             advantages=None if self.on_policy else tokens.advantages,
-            d_logps=self._at_ratio_one.d_logp if self.on_policy else None,
+            d_policy=self._at_ratio_one.d_logp if self.on_policy else None,
             weights=self.weights,
             old=tokens.old_per_token_logps,
             ref=tokens.ref_per_token_logps if config.estimates_kl else None,
@@ -287,7 +287,7 @@ class PolicyObjective:
         Raises:
             ValueError: tokens are coupled, and `alone` says that these may be only some of them.
         """
-        if alone and (self.known == "rows" or self.config.ratio_is_per_sequence):
+        if alone and (self.known == "all_rows" or self.config.ratio_is_per_sequence):
             raise ValueError(
                 "tokens.loss: expected a loss of each token alone in a token_level objective, got "
                 f"{self.config}, whose tokens depend on each other: do not declare it token_level"

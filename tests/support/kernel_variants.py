@@ -42,8 +42,8 @@ def launch_all(n: int, at: int, swept: float) -> None:
     ones = torch.ones(n + at)[at:]
     transform = LogitTransform(scale=1 + swept, softcap=30 + swept, inv_temperature=1 / (1 + swept))
     loss = TokenLoss(
-        surrogate="clipped", kl="k3", corrects_kl=True, advantages=ones, d_logps=None, weights=ones,
-        old=ones, ref=ones, gate=ones, beta=swept, d_entropy=0.1 + swept,
+        surrogate="clipped", kl="k3", corrects_kl=True, advantages=ones, d_policy=None,
+        weights=ones, old=ones, ref=ones, gate=ones, beta=swept, d_entropy=0.1 + swept,
         constants=(1 - swept, 1 + swept, math.inf if swept else 2.0),
     )  # fmt: skip
     config = {kernel: row_config(kernel, V, "sm_90") for kernel in ("stats", "grad", "fused")}
@@ -52,7 +52,7 @@ def launch_all(n: int, at: int, swept: float) -> None:
         Chunk(x, ids, transform, at), replace(stats, logps=ones), ones, ones, x, config["grad"]
     )
     known = replace(
-        loss, surrogate="linear", constants=(), advantages=None, d_logps=ones, old=None, gate=None
+        loss, surrogate="linear", constants=(), advantages=None, d_policy=ones, old=None, gate=None
     )
     for each in (loss, known):
         launch_fused(Chunk(x, ids, transform), each, x, config["fused"])

@@ -68,7 +68,7 @@ def make_loss(logps: Tensor, kind: int) -> TokenLoss:
         kl=kl,
         corrects_kl=kind % 3 == 0,
         advantages=None if on_policy else slopes,
-        d_logps=slopes if on_policy else None,
+        d_policy=slopes if on_policy else None,
         weights=torch.rand_like(logps),
         old=None if on_policy else logps + 0.3 * some(),
         ref=None if kl is None else logps + 0.3 * some(),

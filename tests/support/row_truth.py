@@ -115,7 +115,7 @@ def loss_terms(
     loss: TokenLoss, logps: Tensor, log_ratio: Tensor
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """The terms of `loss` (n,) by `formulas` in float64, and the sizes of what they are sums of."""
-    slopes = loss.d_logps if loss.advantages is None else loss.advantages
+    slopes = loss.d_policy if loss.advantages is None else loss.advantages
     assert slopes is not None
     given = logps, log_ratio, slopes, loss.weights
     logps, log_ratio, slopes, weights = (x.double() for x in given)

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends.formulas import ESTIMATORS, SURROGATES
 from grpo_kernels.backends.interface import (
     STATISTICS,
     Chunk,
@@ -117,10 +116,9 @@ class CppRows(FusedRowBackend):
         torch.ops.grpo_kernels_cpp.fused(
             *_rows(chunk),
             *_teacher(chunk),
-            loss.advantages, loss.d_logps, loss.weights, loss.old, loss.ref, loss.gate,
-            [*SURROGATES].index(loss.surrogate), loss.constants,  # as formulas.h counts them
-            [None, *ESTIMATORS].index(None if full else loss.kl), loss.corrects_kl, loss.beta,
-            loss.d_entropy,
+            loss.advantages, loss.d_policy, loss.weights, loss.old, loss.ref, loss.gate,
+            loss.surrogate, loss.constants, "none" if full or loss.kl is None else loss.kl,
+            loss.corrects_kl, loss.beta, loss.d_entropy,
             **found,
             **dict.fromkeys(LOSS_TERMS) | terms,
             sum_k=diverged and diverged.sum_k,

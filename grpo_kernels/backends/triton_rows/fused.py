@@ -49,7 +49,7 @@ def launch_fused(
     fused_kernel[(triton.cdiv(n, config.block_n),)](
         **chunk_arguments(chunk),
         # the loss
-        advantages_ptr=loss.advantages, d_policy_ptr=loss.d_logps, weights_ptr=loss.weights,
+        advantages_ptr=loss.advantages, d_policy_ptr=loss.d_policy, weights_ptr=loss.weights,
         old_ptr=loss.old, ref_ptr=loss.ref, gate_ptr=loss.gate,
         constants=loss.constants, beta=loss.beta, d_entropy=loss.d_entropy,
         SURROGATE=SURROGATES[loss.surrogate], HAS_ENTROPY_GRADIENT=loss.d_entropy != 0.0,

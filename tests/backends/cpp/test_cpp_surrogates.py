@@ -29,10 +29,10 @@ def fused(logps: Tensor, **changes: Any) -> RowStats:
     chunk, nothing = Chunk(raw, torch.zeros(len(raw), dtype=torch.int64), PLAIN), 0 * raw[:, 0]
     loss = TokenLoss(
         surrogate="constant", constants=(), kl=None, corrects_kl=False, weights=nothing + 1.0,
-        advantages=None, d_logps=None, old=None, ref=None, gate=None, d_entropy=0.0,
+        advantages=None, d_policy=None, old=None, ref=None, gate=None, d_entropy=0.0,
         beta=0.0 if changes.get("kl") is None else 1.0,
     )  # fmt: skip
-    slopes = "d_logps" if changes.get("old") is None else "advantages"
+    slopes = "d_policy" if changes.get("old") is None else "advantages"
     return CPP.fused(chunk, replace(loss, **{slopes: nothing} | changes), None)
 
 
@@ -66,13 +66,13 @@ class TestCpp(SurrogateSuite):
 
 @each_dtype
 def test_known_losses(dtype: torch.dtype) -> None:
-    """On-policy: the derivative is `d_logps`, the loss that times logp, or left out; or NaN."""
+    """On-policy: the derivative is `d_policy`, the loss that times logp, or left out; or NaN."""
     logps, a = torch.cartesian_prod(
         torch.tensor([-3.0, -0.2, 0.0, -INF]), torch.tensor([-2.0, -0.0, 0.0, 3.0])
     ).T
     logps, a = logps.to(dtype), a.to(dtype).contiguous()
     for name in ON_POLICY:
-        found = fused(logps, surrogate=name, d_logps=a, weights=torch.full_like(a, 7.0))
+        found = fused(logps, surrogate=name, d_policy=a, weights=torch.full_like(a, 7.0))
         assert not found.terms["log_ratio"].any()
         loss = times(found.logps, a) if name == "linear" else torch.zeros_like(a)
         assert same(found.terms["loss"], loss + (found.logps - found.logps))
@@ -87,3 +87,10 @@ def test_no_log_probability() -> None:
         terms = fused(logps, surrogate=name, constants=constants, old=old).terms
         for x in (terms["loss"], terms["d_logp"]):
             assert x.isnan().tolist() == [True, False]
+
+
+def test_a_formula_that_the_header_lacks_is_no_other_one() -> None:
+    """As after a change of formulas.py without ``python csrc/generate.py``."""
+    for changes in ({"surrogate": "novel"}, {"kl": "k9"}):
+        with pytest.raises(RuntimeError, match=r"formulas\.h: expected it to have '(novel|k9)'"):
+            fused(torch.zeros(3), **changes)
