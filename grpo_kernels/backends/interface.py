@@ -44,7 +44,7 @@ class LogitTransform:
         """Return the same transform with this temperature and bias (V,)."""
         return LogitTransform(self.scale, self.softcap, inv_temperature, bias, self.rounded_to)
 
-    def factors(self) -> tuple[float, float]:
+    def inner_outer(self) -> tuple[float, float]:
         """Return (inner, outer), the factors that all rows share, without per-row temperatures.
 
         ``z = x * inner`` with inner = scale / T; with a soft-cap ``z = tanh(x * inner) * outer``,

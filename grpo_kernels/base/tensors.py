@@ -45,7 +45,7 @@ def take(record: R, index: Tensor | slice) -> R:
     return rows
 
 
-def moved(coefficient: Tensor) -> Tensor:
+def is_nonzero(coefficient: Tensor) -> Tensor:
     """(n,) bool: the tokens at which a coefficient, (n,) or (n, K), is not 0."""
     return coefficient != 0 if coefficient.dim() == 1 else (coefficient != 0).any(dim=1)
 

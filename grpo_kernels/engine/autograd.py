@@ -24,7 +24,7 @@ from torch import Tensor
 from grpo_kernels.backends.interface import RowBackend, RowStats
 from grpo_kernels.backends.token_loss import TOPK_LOGPS, Coefficients
 from grpo_kernels.base.checks import is_one, warn_once
-from grpo_kernels.base.tensors import map_tensors, moved, quantile_of_numbers, take
+from grpo_kernels.base.tensors import is_nonzero, map_tensors, quantile_of_numbers, take
 from grpo_kernels.engine.plan import Job, Objective
 from grpo_kernels.engine.slices import sweep_slices
 from grpo_kernels.engine.sweep import First, derived, first_pass, indices_of, sweep
@@ -263,15 +263,15 @@ def _nonzero(coefficients: Coefficients) -> tuple[Tensor, Coefficients]:
 
     If there are several, any that is zero everywhere becomes None.
     """
-    moves = [None if x is None else moved(x) for x in coefficients]
-    present = [x for x in moves if x is not None]
+    nonzero = [None if x is None else is_nonzero(x) for x in coefficients]
+    present = [x for x in nonzero if x is not None]
     if len(present) == 1 or device_of(present[0].device).is_capturing():
         return indices_of(present[0]), coefficients
-    any_moves = torch.stack(present).any(dim=0)
-    count, *counts = torch.stack([any_moves.sum(), *(x.sum() for x in present)]).tolist()
+    any_nonzero = torch.stack(present).any(dim=0)
+    count, *counts = torch.stack([any_nonzero.sum(), *(x.sum() for x in present)]).tolist()
     next_count = iter(counts)
     kept = (x if x is not None and next(next_count) else None for x in coefficients)
-    return (~any_moves).to(torch.uint8).argsort(stable=True)[:count], Coefficients(*kept)
+    return (~any_nonzero).to(torch.uint8).argsort(stable=True)[:count], Coefficients(*kept)
 
 
 def _gradient(

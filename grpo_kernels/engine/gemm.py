@@ -68,10 +68,10 @@ class Products:
 
     @property
     def scales_gradient(self) -> bool:
-        """True if d logits carry a factor that `scaled` chooses."""
+        """True if d logits carry a factor that `with_fp16_scale` chooses."""
         return self.gradient_dtype == torch.float16
 
-    def scaled(
+    def with_fp16_scale(
         self,
         coefficients: Coefficients,
         stats: RowStats,

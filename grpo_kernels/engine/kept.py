@@ -322,10 +322,10 @@ class KeptSetLogprob(torch.autograd.Function):
             sums, factors = _GradientSums(head, sets), _factors(head, sets)
             for rows, *_ in sets.spans:
                 at, block = sets.order[rows], tuple(itertools.islice(saved, 3))
-                moved = torch.stack([x[sets.job.rows.positions[at]] != 0 for x in upstream]).any(
-                    dim=0
-                )
-                index = moved.nonzero()[:, 0]
+                has_gradient = torch.stack(
+                    [x[sets.job.rows.positions[at]] != 0 for x in upstream]
+                ).any(dim=0)
+                index = has_gradient.nonzero()[:, 0]
                 if len(index):
                     at, block = at[index], take(block, index)
                     d_raw = _d_raw(block, sets, at, stats, d_logps, d_entropies)

@@ -42,7 +42,9 @@ def sweep_slices(
     bias = row_bias(head.bias, slice(None), dtype)
     transform = job.transform.of_rows(rows.inv_temperature, bias)
     # one factor for all rows and slices, since the gradients are summed over both
-    coefficients, fp16_scale = job.products(head.weight).scaled(coefficients, stats, transform)
+    coefficients, fp16_scale = job.products(head.weight).with_fp16_scale(
+        coefficients, stats, transform
+    )
     n, vocab = len(rows), head.weight.shape[0]
     rows_at_once, columns_at_once, _ = plan_slices(job, head, reference)
     blocks = [

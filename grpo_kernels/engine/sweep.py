@@ -178,9 +178,10 @@ def derived(
     ) -> tuple[RowStats | None, Tensor | None]:
         found, _ = statistics_by(chunk, rows, at, None)
         assert found is not None and out is not None
-        scaled, scale = products.scaled(coefficients(at, found), found, chunk.transform)
+        given = coefficients(at, found)
+        scaled, fp16_scale = products.with_fp16_scale(given, found, chunk.transform)
         write_gradient(job, chunk, rows, found, scaled, out)
-        return found if keeps else None, scale
+        return found if keeps else None, fp16_scale
 
     return work
 
@@ -245,7 +246,7 @@ def sweep(
         for group in groups:
             index = _index(group, rows)
             operands = projection.operands(_positions(rows, index, head.hidden.shape[0]))
-            scale = None
+            fp16_scale = None
             for part in group.chunks:
                 at, m = _part(index, part), part.stop - part.start
                 out = logits[:m], None if reference_logits is None else reference_logits[:m]
@@ -255,14 +256,14 @@ def sweep(
                     d_logits = projection.new_d_logits(max(group.rows for group in groups))
                 # in place of the logits, or with a scale, a group is one chunk (`_costs`)
                 target = None if sums is None or d_logits is None else d_logits[part]
-                stats, scale = work(chunk, chunk_rows, at, target)
+                stats, fp16_scale = work(chunk, chunk_rows, at, target)
                 if stats is not None:  # of rows before the padding; none if all are padding
                     parts.append(take(stats, slice(max(0, group.n - part.start))))
             if sums is not None and d_logits is not None:
                 if group.n < group.rows:
                     d_logits[group.n : group.rows] = 0.0
                 d_rows = d_logits[: group.rows]
-                sums.add(group, projection.products, operands[0], d_rows, scale)
+                sums.add(group, projection.products, operands[0], d_rows, fp16_scale)
         stats = concatenated(job, parts, head.hidden, token_loss)
         return stats, None if sums is None else sums.gradients()
 

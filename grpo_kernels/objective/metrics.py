@@ -25,11 +25,11 @@ def loss_metrics(
     tokens: Tokens,
     entropies: Tensor,
     evaluation: Evaluation,
-    with_grad: Tensor,
+    gradient_count: Tensor,
     *,
     num_items: bool,
 ) -> Metrics:
-    """Return the metrics of one loss, whose backward has products for `with_grad` () tokens.
+    """Return the metrics of one loss, whose backward has products for `gradient_count` () tokens.
 
     `num_items` is True if ``num_items_in_batch`` was given. Means are over the counted tokens, or
     over the sequences if there is one value per sequence. A sequence without a counted token has
@@ -68,7 +68,7 @@ def loss_metrics(
     over_tokens("advantages/mean", tokens.advantages)
     over_tokens("advantages/zero", tokens.advantages == 0)
     pairs["rows/projected"] = (number(n), number(math.prod(layout.shape)))
-    pairs["rows/gradient"] = (with_grad.to(entropies.dtype), number(n))
+    pairs["rows/gradient"] = (gradient_count.to(entropies.dtype), number(n))
     ratio, per_sequence = tokens.unexpanded_ratio, tokens.sequence_ratio is not None
     gap = None if terms is None else terms.sampling_difference
     if terms is not None and terms.kl is not None:

@@ -58,7 +58,7 @@ from torch import Tensor
 from grpo_kernels.backends.formulas import ESTIMATORS, SURROGATES, times
 from grpo_kernels.backends.interface import RowStats
 from grpo_kernels.backends.token_loss import TOPK_LOGPS, Coefficients, TokenLoss
-from grpo_kernels.base.tensors import bounded, moved, quantile, scored_difference
+from grpo_kernels.base.tensors import bounded, is_nonzero, quantile, scored_difference
 from grpo_kernels.objective.config import LossConfig
 from grpo_kernels.objective.losses import LogRatio, loss_type_of
 from grpo_kernels.tokens import Tokens
@@ -103,7 +103,7 @@ class Evaluation:
     @property
     def has_gradient(self) -> Tensor:
         """(n,) bool: the tokens with a non-zero coefficient."""
-        given = [moved(x) for x in self.coefficients if x is not None]
+        given = [is_nonzero(x) for x in self.coefficients if x is not None]
         return functools.reduce(torch.logical_or, given)
 
 
@@ -196,14 +196,14 @@ class PolicyObjective:
             return None
         if self.known == "before":
             return self._at_ratio_one.d_logp != 0
-        moves = tokens.advantages != 0
+        live = tokens.advantages != 0
         if tokens.importance_sampling_ratio is not None and config.multiplies_by_importance_ratio:
-            moves &= tokens.importance_sampling_ratio != 0
+            live &= tokens.importance_sampling_ratio != 0
         if config.ratio_is_per_sequence:
             # a token whose own term is 0 still gets gradient through the shared ratio
             layout = tokens.layout
-            moves = layout.sequence_sum(moves.to(tokens.advantages))[layout.sequence] > 0
-        return moves
+            live = layout.sequence_sum(live.to(tokens.advantages))[layout.sequence] > 0
+        return live
 
     def gradient(self, index: Tensor, stats: RowStats) -> Coefficients:
         """Return the coefficients at `index` (m,) from these tokens' statistics alone; only if

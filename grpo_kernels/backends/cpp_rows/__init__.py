@@ -154,7 +154,7 @@ def _numbers(transform: LogitTransform) -> tuple[Any, ...]:
     return (
         transform.bias,
         per_row,
-        *transform.factors(),
+        *transform.inner_outer(),
         transform.softcap is not None,
         transform.rounded_to,
     )

@@ -32,7 +32,7 @@ ROUNDINGS = {None: None, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 def head_arguments(logits: Tensor, transform: LogitTransform) -> dict[str, Any]:
     """Kernel arguments that describe one head's logits (n, V)."""
     inv_t = transform.inv_temperature
-    inner, outer = transform.factors()
+    inner, outer = transform.inner_outer()
     return {
         "logits_ptr": logits,
         "stride_n": logits.stride(0),
