@@ -5,8 +5,9 @@
 
 VENV        := .venv
 PY          := $(VENV)/bin/python
-# The path is part of the stamp's name: a checkout that was moved installs itself again.
-STAMP       := $(VENV)/.installed-$(shell pwd | cksum | cut -d ' ' -f 1)
+# The path is part of a stamp's name: a checkout that was moved installs itself again.
+CHECKOUT    := $(shell pwd | cksum | cut -d ' ' -f 1)
+STAMP       := $(VENV)/.installed-$(CHECKOUT)
 CONSTRAINTS := requirements/constraints.txt
 PEERS       := requirements/peers.txt
 ZERO3       := requirements/zero3.txt
@@ -19,6 +20,7 @@ VLLM_VENV   := $(VENV)/vllm
 DOCS        := requirements/docs.txt
 DOCS_PATH   := $(abspath $(VENV)/docs)
 DEMO_VENV   := $(VENV)/demo
+DEMO_STAMP  := $(DEMO_VENV)/.installed-$(CHECKOUT)
 DIST        := requirements/dist.txt
 DIST_VENV   := $(VENV)/dist
 EXTRAS      := trl,bench,test,dev
@@ -101,7 +103,7 @@ $(DOCS_PATH)/.installed: $(STAMP) $(DOCS)
 	@touch $@
 
 test: $(STAMP)  ## the tests (PYTEST_ARGS="tests/engine -k name" for some of them)
-	@echo "all tests take about nine minutes on two cores; PYTEST_ARGS=\"tests/call\" runs some of them"
+	@$(if $(PYTEST_ARGS),,echo "all tests take about nine minutes on two cores; PYTEST_ARGS=\"tests/call\" runs some of them")
 	$(PYTEST) -m "not slow" $(PYTEST_ARGS) </dev/null
 
 test-slow: $(STAMP)  ## the tests that compile for every target, run whole commands, or repeat others in Triton's interpreter
@@ -116,7 +118,7 @@ test-torch:  ## the tests with another release of torch and the Triton it brings
 	@echo "torch==$*" | awk -F '[<=>]' '$$1 != "triton" && !seen[$$1]++' - $(wildcard requirements/torch-$(basename $*).txt) $< > $@
 
 # What the demo needs alone; where the whole environment is, it serves.
-$(DEMO_VENV)/.installed: pyproject.toml $(CONSTRAINTS)
+$(DEMO_STAMP): pyproject.toml $(CONSTRAINTS)
 	@test -n "$(PYTHON)" || { echo "error: neither python3.11 nor python3 is Python >= 3.11; set PYTHON=/path/to/python" >&2; exit 1; }
 	@echo "installing torch and TRL into $(DEMO_VENV)"
 	@"$(PYTHON)" -m venv --clear $(DEMO_VENV)
@@ -124,7 +126,7 @@ $(DEMO_VENV)/.installed: pyproject.toml $(CONSTRAINTS)
 	@$(DEMO_VENV)/bin/python -m pip --disable-pip-version-check --no-input install --quiet --no-compile -c $(CONSTRAINTS) -e '.[trl]'
 	@touch $@
 
-DEMO_READY  := $(if $(wildcard $(STAMP)),$(STAMP),$(DEMO_VENV)/.installed)
+DEMO_READY  := $(if $(wildcard $(STAMP)),$(STAMP),$(DEMO_STAMP))
 demo: $(DEMO_READY)  ## trains a small model with stock TRL and with grpo_kernels, and compares them
 	$(dir $(DEMO_READY))bin/python examples/demo.py $(DEMO_ARGS) </dev/null
 

@@ -48,11 +48,11 @@ def trainers() -> dict[str, tuple[Any, Any, dict[str, list[Any]], dict[str, Any]
     rl = {"per_device_train_batch_size": 8, "num_generations": 4}
     rl |= {"max_completion_length": LONGEST, "gradient_accumulation_steps": 2, "beta": 0.0}
     pairs = {"prompt": prompts, "chosen": better, "rejected": worse}
-    labelled = {"prompt": prompts, "completion": better, "label": [True, False] * (ROWS // 2)}
+    labeled = {"prompt": prompts, "completion": better, "label": [True, False] * (ROWS // 2)}
     return {
         "SFT": (trl.SFTTrainer, trl.SFTConfig, {"text": texts}, size),
         "DPO": (trl.DPOTrainer, trl.DPOConfig, pairs, size),
-        "KTO": (trl.KTOTrainer, trl.KTOConfig, labelled, size),
+        "KTO": (trl.KTOTrainer, trl.KTOConfig, labeled, size),
         "RLOO": (trl.RLOOTrainer, trl.RLOOConfig, {"prompt": prompts}, rl),
     }
 

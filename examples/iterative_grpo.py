@@ -3,7 +3,7 @@
 Each iteration refreshes the reference model from the policy. Each of its steps samples from the
 current policy, keeps that policy's log-probabilities as the old ones, scores with the reward model
 and takes mu optimiser steps on the GRPO loss with its KL penalty; then the reward model trains on,
-on these samples (labelled) and 10 % replayed history. The claim at the end: answers get right by a
+on these samples (labeled) and 10 % replayed history. The claim at the end: answers get right by a
 reward that is learnt, which still tells right answers from wrong ones.
 """
 

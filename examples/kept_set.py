@@ -1,6 +1,6 @@
 """GRPO where the sampler truncates: log-probabilities over the ids that top-k and top-p kept.
 
-A sampler with top-k or top-p draws from a renormalised part of the distribution. Scored over the
+A sampler with top-k or top-p draws from a renormalized part of the distribution. Scored over the
 whole vocabulary, its own tokens look off-policy before a single step was taken; scored over the
 kept sets, they are exactly on-policy. The sampler says which ids it kept, and the loss takes them
 as `kept_ids`. The claims at the end: the ratio to the sampler is 1, the share of right answers

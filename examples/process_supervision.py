@@ -2,7 +2,7 @@
 
 For "3+4+1=" the working "7+1=8" has two steps: "7+1=" (is the partial sum right?) and "8" with the
 end of the sequence (is the last addition right, whatever it starts from?). The step rewards are
-normalised over all steps of a group and a token gets the sum over the steps that end at or after it
+normalized over all steps of a group and a token gets the sum over the steps that end at or after it
 (DeepSeekMath, section 4.1.3, https://arxiv.org/abs/2402.03300). The claims at the end: both steps
 improve, and the final answer with them.
 """

@@ -182,7 +182,7 @@ def another_batch() -> SimpleNamespace:
 def test_weights(
     level: str, mode: str, low: float | None, high: float | None, batch_normalize: bool
 ) -> None:
-    """Truncated, clipped or masked by NeMo-RL, OpenRLHF, AReaL and slime, normalised over the batch
+    """Truncated, clipped or masked by NeMo-RL, OpenRLHF, AReaL and slime, normalized over the batch
     by slime."""
     options = {"level": level, "mode": mode, "clip_min": low, "clip_max": high}
     options["safety_bound"] = 20.0 if batch_normalize else math.inf

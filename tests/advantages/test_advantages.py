@@ -83,32 +83,30 @@ def z_scores(values, ids, correction, epsilon, over="group"):
 
 
 def loop_group(table, ids, weights, *, scale_rewards, std, multi_objective_aggregation, eps):
-    scale, aggregation, epsilon = scale_rewards, multi_objective_aggregation, eps
     correction = 1 if std == "sample" else 0
-    if aggregation == "sum_then_normalize":
+    if multi_objective_aggregation == "sum_then_normalize":
         totals = [weighted(row, weights) for row in table]
-        result = z_scores(totals, ids, correction, epsilon, scale)
+        result = z_scores(totals, ids, correction, eps, scale_rewards)
     else:
-        columns = [z_scores(x, ids, correction, epsilon) for x in zip(*table, strict=True)]
+        columns = [z_scores(x, ids, correction, eps) for x in zip(*table, strict=True)]
         totals = []
         for row, given in zip(zip(*columns, strict=True), table, strict=True):
             known = [w * z for w, z in zip(weights, row, strict=True) if z == z]
             totals.append(NAN if all(math.isnan(r) for r in given) else math.fsum(known))
         mean, spread = mean_std(totals, correction)
-        result = [(t - mean) / (spread + epsilon) for t in totals]
+        result = [(t - mean) / (spread + eps) for t in totals]
     return [0.0 if math.isnan(a) else a for a in result]
 
 
 def loop_rloo(values, ids, normalize_advantages, eps):
-    normalize, epsilon = normalize_advantages, eps
     out = []
     for i, value in enumerate(values):
         rows = [j for j in range(len(values)) if ids[j] == ids[i] and j != i]
         others = [values[j] for j in rows if not math.isnan(values[j])]
         out.append(value - math.fsum(others) / len(others) if others else NAN)
-    if normalize:
+    if normalize_advantages:
         mean, spread = mean_std(out, 1)
-        out = [(a - mean) / (spread + epsilon) for a in out]
+        out = [(a - mean) / (spread + eps) for a in out]
     return [0.0 if math.isnan(a) else a for a in out]
 
 
@@ -185,7 +183,7 @@ def test_rloo_against_loops(normalize):
 
 
 def test_worked_examples_of_the_paper():
-    """Normalised: -0.447, 0.447, -1.342, 1.342; each token sums the steps that end at or after
+    """Normalized: -0.447, 0.447, -1.342, 1.342; each token sums the steps that end at or after
     it."""
     rewards, ends = [[0.8, 0.9, 0.7, 1.0]] * 3, [[1, 3, 4, 6]] * 3
     options = {"std": "population", "eps": 0.0}
@@ -381,7 +379,7 @@ ESTIMATORS = {
         for scale, aggregation in SCALED
     },
     "rloo": lambda d, **group: adv.rloo_advantages(d.rewards, group_ids=d.ids, **group),
-    "rloo normalised": lambda d, **group: adv.rloo_advantages(
+    "rloo normalized": lambda d, **group: adv.rloo_advantages(
         d.rewards, group_ids=d.ids, normalize_advantages=True, eps=0.0, **group
     ),
     "process": lambda d, **group: adv.process_advantages(

@@ -4,7 +4,9 @@ and to be expected."""
 from __future__ import annotations
 
 import copy
+import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +96,15 @@ def test_the_page_keeps_what_is_outside_of_its_marks(data: dict[str, Any], tmp_p
     page.write_text("# No marks\n")
     with pytest.raises(ValueError, match="expected one <!-- measured --> and one"):
         report.write(data, tmp_path, tmp_path)
+
+
+def test_the_pages_are_what_the_committed_results_say(tmp_path: Path) -> None:
+    results = ROOT / "benchmarks" / "results"
+    newest = sorted(results.glob("cpu-real-*.json"))[-1]
+    shutil.copy(ROOT / "docs" / "results.md", tmp_path)
+    report.write(json.loads(newest.read_text()), tmp_path, tmp_path)
+    for page in (ROOT / "docs" / "results.md", results / "real.md"):
+        assert (tmp_path / page.name).read_text() == page.read_text()
 
 
 def test_the_reward_is_the_last_number() -> None:

@@ -15,7 +15,6 @@ from grpo_kernels import (
     Expectation,
     GRPOLoss,
     LossConfig,
-    Run,
     grpo_loss,
     linear_logprob,
     policy_expectation,
@@ -59,9 +58,7 @@ def valid(call: str) -> dict[str, Any]:
 CALLS: dict[str, Callable[..., Any]] = {
     "loss": flat(grpo_loss),
     "packed": flat(grpo_loss),
-    "module": lambda config, engine="auto", **inputs: flat(GRPOLoss(config, run=Run(engine)))(
-        **inputs
-    ),
+    "module": lambda config, **inputs: flat(GRPOLoss(config))(**inputs),
     "logprob": flat(linear_logprob),
     "expectation": policy_expectation,
 }
@@ -159,14 +156,6 @@ VALUES: list[Wrong] = [
     ("loss", "num_items_in_batch", torch.tensor(9.0, device="meta"), ValueError),
     ("loss", "config", {"loss_type": "grpo"}, TypeError, "dict"),
     ("loss", "objective", 3, TypeError, "int"),
-    ("loss", "engine", "fast", ValueError),
-    ("loss", "engine", None, ValueError),
-    ("loss", "backend", "cuda", ValueError),
-    ("loss", "workspace_bytes", 0, ValueError),
-    ("loss", "workspace_bytes", 2.0**20, TypeError),
-    ("loss", "workspace_bytes", True, TypeError),
-    ("module", "engine", "fast", ValueError),
-    ("logprob", "engine", "one-pass", ValueError),
     ("logprob", "temperature", 0.0, ValueError),
     ("logprob", "temperature", NAN, ValueError),
     ("logprob", "temperature", "1", TypeError),

@@ -54,7 +54,7 @@ CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 def test_logits_in_the_place_of_hidden_states_and_a_shift(name: str) -> None:
     call, longer = CALLS[name], torch.cat([HIDDEN, HIDDEN[:, :1]], dim=1)
     looks = r"^hidden: expected hidden states of width H = 4, .* got \(.*9\): these look like log"
-    shifted = r"ids: .*position t - 1 predicts token t: drop the"
+    shifted = r"^completion_ids: .*position t - 1 predicts token t: drop the"
     for hidden, message in (
         (LOGITS, looks),
         (longer, rf"{shifted} last position, hidden\[\.\.\., :-1, :\]"),

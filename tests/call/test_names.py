@@ -24,13 +24,13 @@ from grpo_kernels import (
     linear_logprob,
     objectives,
     rollouts,
+    testing,
 )
-from grpo_kernels.testing import check_token_level
 from tests.support.small_batch import small_batch
 
 PUBLIC: dict[str, Any] = {
     f"{module.__name__}.{name}": getattr(module, name)
-    for module in (grpo_kernels, advantages, rollouts)
+    for module in (grpo_kernels, advantages, rollouts, testing)
     for name in module.__all__
     if not isinstance(getattr(module, name), ModuleType)
 }
@@ -41,7 +41,8 @@ for x in (LossOutput, Scores, Metrics, TokenInputs, rollouts.Correction, grpo_ke
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_a_wrong_argument_names_the_right_one(name: str) -> None:
-    """Of every public function and class, before anything else is looked at."""
+    """Of every public function and class of these modules, before anything else is looked at; the
+    calls with a model of transformers look at the model first."""
     call, given = PUBLIC[name], ()
     names = [*inspect.signature(call).parameters]
     wrong = names[-2] + "x" if names[-1] in ("fields", "inputs") else names[-1] + "x"
@@ -81,9 +82,16 @@ def test_run_checks_itself() -> None:
     wrong: Any
     for wrong, kind, message in (
         ({"engine": "fast"}, ValueError, "engine: expected one of auto, score, .*, got 'fast'"),
+        ({"engine": None}, ValueError, "engine: expected one of .*, got None"),
         ({"backend": "cuda"}, ValueError, "backend: expected one of .*, got 'cuda'"),
-        ({"workspace_bytes": "64MB"}, TypeError, "workspace_bytes: expected an int"),
-        ({"workspace_bytes": 0}, ValueError, "workspace_bytes: expected a number of bytes > 0"),
+        ({"workspace_bytes": "64MB"}, TypeError, "workspace_bytes: expected an int, got '64MB'"),
+        (
+            {"workspace_bytes": 2.0**20},
+            TypeError,
+            "workspace_bytes: expected an int, got 1048576.0",
+        ),
+        ({"workspace_bytes": True}, TypeError, "workspace_bytes: expected an int, got True"),
+        ({"workspace_bytes": 0}, ValueError, "workspace_bytes: expected a .* bytes > 0, got 0"),
         ({"gather": 1}, TypeError, "gather: expected"),
     ):
         with pytest.raises(kind, match=f"^{message}"):
@@ -94,7 +102,7 @@ def test_an_objective_that_is_called_says_how_to_pass_it() -> None:
     with pytest.raises(TypeError, match=r"^ipo: .* functools.partial\(objectives.ipo, ...\)"):
         objectives.ipo(eps=0.1)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r"^tolerances: .*; did you mean tolerance\?"):
-        check_token_level(objectives.ipo, tolerances=1.0)  # type: ignore[call-arg]
+        testing.check_token_level(objectives.ipo, tolerances=1.0)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize(

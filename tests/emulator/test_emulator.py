@@ -203,7 +203,13 @@ def test_what_threads_do_together() -> None:
 
 
 @pytest.mark.parametrize(
-    "opcode", ["mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32", "add.sat.s32", "frob.b32"]
+    "opcode",
+    [
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32",
+        "add.sat.s32",
+        "fence.proxy.async",
+        "frob.b32",
+    ],
 )
 def test_unknown_instructions_are_named(opcode: str) -> None:
     with pytest.raises(UnknownInstruction, match=f"got {opcode}"):

@@ -59,7 +59,7 @@ def _warp_barrier(lanes: Lanes, members: str) -> None:
     lanes.warp_epoch[np.unique(lanes.warp[lanes.chosen()])] += 1
 
 
-@known(r"membar\.\w+|fence\.[\w.:]+")
+@known(r"membar\.\w+|fence\.(?:acq_rel|sc)\.\w+")
 def _fence(lanes: Lanes) -> None:
     """An order for others to see, which no barrier is."""
 

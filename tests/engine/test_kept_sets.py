@@ -83,12 +83,16 @@ def test_rows_of_vllm_and_sglang() -> None:
     assert lists(KeptIds.from_rows(falling, SAMPLED.bool()))[:2] == [[7, 2, 5], []]
     assert lists(KeptIds.from_rows([], torch.zeros(0, 3))) == []
     assert lists(KeptIds.from_rows([[[2**40, 3]]], torch.ones(1, 1))) == [[2**40, 3]]
-    with pytest.raises(ValueError, match=r"rows: expected 3 lists of ids for sequence 0, .* got 2"):
+    with pytest.raises(
+        ValueError, match=r"^rows: expected 3 lists of ids for sequence 0, .* got 2"
+    ):
         KeptIds.from_rows([ROWS[0][:2], ROWS[1]], SAMPLED)
-    with pytest.raises(ValueError, match=r"mask: expected shape \(B, T\) with B = 1, as rows, got"):
+    with pytest.raises(
+        ValueError, match=r"^completion_mask: expected shape \(B, T\) with B = 1, as rows, got"
+    ):
         KeptIds.from_rows(ROWS[:1], SAMPLED)
     for wrong in ([0.5], torch.tensor([1.0]), [True], ["a"]):
-        with pytest.raises(TypeError, match="rows: expected lists of integer ids, got one with"):
+        with pytest.raises(TypeError, match=r"^rows: expected lists of integer ids, got one with"):
             KeptIds.from_rows([[wrong]], torch.ones(1, 1))
 
 
@@ -212,9 +216,9 @@ def test_on_a_gpu_wrong_ids_make_their_position_nan(monkeypatch: pytest.MonkeyPa
 
 
 IDS = torch.zeros(4, dtype=torch.long)
-FOUR = "non-decreasing numbers from 0 to M = 4"
+FOUR = "offsets: expected non-decreasing numbers from 0 to M = 4"
 OFFSETS = {  # a `KeptIds` of four positions
-    "floats": (torch.zeros(4), torch.arange(5), TypeError, r"ids: expected signed integer"),
+    "floats": (torch.zeros(4), torch.arange(5), TypeError, "ids: expected signed integer"),
     "float bounds": (IDS, torch.arange(5.0), TypeError, "offsets: expected int32 or int64"),
     "too few": (IDS, torch.arange(4), ValueError, r"offsets: expected shape .*= \(5,\), got"),
     "short": (IDS, torch.tensor([0, 1, 2, 3, 3]), ValueError, f"{FOUR}, .*0 to 3"),
@@ -228,14 +232,14 @@ OFFSETS = {  # a `KeptIds` of four positions
 def test_wrong_offsets(name: str) -> None:
     ids, offsets, kind, message = OFFSETS[name]
     hidden, weight = torch.randn(4, 3), torch.randn(5, 3)
-    with pytest.raises(kind, match=message):
+    with pytest.raises(kind, match=rf"^kept_ids\.{message}"):
         linear_logprob(hidden, weight, IDS, kept_ids=KeptIds(ids, offsets))
 
 
 def test_wrong_counts_and_a_tensor_without_dimensions() -> None:
-    with pytest.raises(TypeError, match=r"counts: expected integers, got torch\.float32"):
+    with pytest.raises(TypeError, match=r"^counts: expected integers, got torch\.float32"):
         KeptIds.from_counts(IDS, torch.ones(4))
-    with pytest.raises(ValueError, match=r"kept: expected shape \(\.\.\., K\), got \(\)"):
+    with pytest.raises(ValueError, match=r"^kept: expected shape \(\.\.\., K\), got \(\)"):
         KeptIds.from_padded(torch.tensor(3))
 
 
@@ -251,12 +255,12 @@ def with_set(*ids: int) -> Tensor:
 
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "not in its set": ({"completion_ids": torch.tensor([[1, 2], [9, 4]])}, ValueError,
-        r"ids: expected an id of the position's kept set, got 9 at position \(1, 0\)"),
+        r"completion_ids: expected an id of the position's kept set, got 9 at position \(1, 0\)"),
     "an empty set": ({"kept_ids": with_set(-1, -1)}, ValueError,
         r"kept_ids: expected a set where the mask counts, got none at position \(0, 1\); "
         "on_missing_set='full'"),
     "padding is no id": ({"completion_ids": torch.tensor([[1, -1], [3, 4]])}, ValueError,
-        r"ids: expected an id of the position's kept set, got -1 at position \(0, 1\)"),
+        r"completion_ids: expected an id of the position's kept set, got -1 at position \(0, 1\)"),
     "beyond the vocabulary": ({"kept_ids": with_set(2, 10)}, ValueError,
         r"kept_ids: expected ids in \[0, V\) = \[0, 10\) or -1, got 10 at position \(0, 1\)"),
     "no padding": ({"kept_ids": with_set(2, -2)}, ValueError, "kept_ids: .* or -1, got -2 at"),
@@ -268,15 +272,12 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "temperature": ({"temperature": 0.0}, ValueError, "temperature: expected a finite number > 0"),
     "temperatures": ({"temperature": torch.zeros(2, 2)}, ValueError,
         "temperature: expected finite numbers > 0"),
-    "cap": ({"final_logit_softcapping": -1.0}, ValueError, "final_logit_softcapping"),
+    "cap": ({"final_logit_softcapping": -1.0}, ValueError, "final_logit_softcapping: expected "),
     "mask": ({"completion_mask": torch.ones(4)}, ValueError, "completion_mask: expected shape"),
     "bias": ({"bias": torch.ones(3)}, ValueError, "bias: expected shape"),
-    "workspace": ({"workspace_bytes": 0}, ValueError, "workspace_bytes: expected a number of"),
     "on_missing_set": ({"on_missing_set": "all"}, ValueError,
         "on_missing_set: expected one of error, full"),
     "entropy": ({"entropy": "set"}, ValueError, "entropy: expected True, False or 'full'"),
-    "engine": ({"engine": "one"}, ValueError, "engine: expected one of"),
-    "backend": ({"backend": "c"}, ValueError, "backend: expected one of"),
     "extras": ({"extras": ("is_top1",)}, ValueError,
         r"extras: expected none with kept_ids, got \('is_top1',\)"),
     "no sets": ({"kept_ids": None, "on_missing_set": "full"}, ValueError,
@@ -292,7 +293,7 @@ def test_wrong_arguments(name: str) -> None:
     hidden, weight, ids = torch.randn(2, 2, 3), torch.randn(10, 3), torch.tensor([[1, 2], [3, 4]])
     good: dict[str, Any] = {"completion_ids": ids, "kept_ids": SETS}
     flat(linear_logprob)(hidden, weight, **good)
-    with pytest.raises(kind, match=message):
+    with pytest.raises(kind, match=f"^{message}"):
         flat(linear_logprob)(hidden, weight, **{**good, **changes})
 
 
@@ -337,7 +338,7 @@ def test_refusals_of_the_loss() -> None:
             "on_missing_set: expected 'error', the default",
         ),
     ):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=f"^{message}"):
             grpo_loss(*args, **{"kept_ids": case.kept_ids} | options)
 
 

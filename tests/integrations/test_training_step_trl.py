@@ -293,7 +293,7 @@ def assert_regrouped(stock: Run, ours: Run) -> None:
     assert_same(stock, ours)
 
 
-# each normaliser, and what a loss may read besides
+# each normalizer, and what a loss may read besides
 OF_STEPS: dict[str, dict[str, Any]] = {
     **{name: parity.loss_options(name) for name in ("grpo", "luspo", "dr_grpo", "vespo")},
     "GSPO, beta": {"loss_type": "grpo", **SEQUENCE, "beta": 0.04},

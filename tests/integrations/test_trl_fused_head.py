@@ -296,11 +296,11 @@ def shares_of(run: Run) -> list[dict[str, float]]:
 def test_patched_trainers(name: str) -> None:
     """Same losses and logs, with the shares of labels and of tokens below the head."""
     trainer_class, options = trainer_of(name)
-    labelled: list[float] = []  # of each forward with gradient
+    labeled: list[float] = []  # of each forward with gradient
 
     def note(_: Any, __: Any, given: Given) -> None:
         if torch.is_grad_enabled() and given.get("fused_lm_head"):
-            labelled.append(float((given["labels"][:, 1:] != -100).sum() / given["labels"].numel()))
+            labeled.append(float((given["labels"][:, 1:] != -100).sum() / given["labels"].numel()))
 
     def prepare(trainer: Any) -> None:
         trainer.model.register_forward_pre_hook(note, with_kwargs=True)
@@ -309,7 +309,7 @@ def test_patched_trainers(name: str) -> None:
     assert shares_of(stock) == [{}, {}]
     shares = {}
     for layout in ("padded", "trim", "tree"):
-        labelled.clear()
+        labeled.clear()
         with patch_trl(layout=layout) as done:
             assert done
             patched = train(trainer_class, prepare=prepare, **options)
@@ -318,8 +318,8 @@ def test_patched_trainers(name: str) -> None:
         for left, right in zip(stock.steps, patched.steps, strict=True):
             assert right == pytest.approx(left, **how)
         shares[layout] = shares_of(patched)
-        count = len(labelled) // 2  # forwards of a step, as large as each other
-        means = [sum(labelled[i : i + count]) / count for i in (0, count)]
+        count = len(labeled) // 2  # forwards of a step, as large as each other
+        means = [sum(labeled[i : i + count]) / count for i in (0, count)]
         assert [x["rows/projected"] for x in shares[layout]] == pytest.approx(means)
         # the reward of the first step is the same for some of RLOO's groups
         assert [x["rows/gradient"] == 1.0 for x in shares[layout]] == [name != "RLOO", True]

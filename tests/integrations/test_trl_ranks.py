@@ -184,7 +184,7 @@ def test_metrics_are_those_of_stock_trl_or_of_ddp_on_as_many_processes(
         assert max(errors.values()) < TOLERANCE, errors
         assert of_rank[name].steps[-1]["clip_ratio/region_mean"] > 0 or "halves" not in name
         counts = of_rank[name].counts
-        # the gradient is foreseen with the normaliser of all processes; else rows would be
+        # the gradient is foreseen with the normalizer of all processes; else rows would be
         # projected twice, since those of the bonus and of the policy's term differ
         assert counts.flops == 6 * counts.scored * counts.size
         assert (counts.flops > 0) == name.startswith("bonus")

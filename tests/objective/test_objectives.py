@@ -30,7 +30,7 @@ FLOAT, B, T = torch.float64, 6, 12
 Given = dict[str, Tensor]
 SEED = 7  # of clip_cov's draw
 FACTOR = 13  # verl's loss_scale_factor
-# verl's loss_agg_mode: our normaliser
+# verl's loss_agg_mode: our normalizer
 MODES = {
     "token-mean": LossConfig(loss_type="bnpo"),
     "token-sum": LossConfig(loss_type="dapo"),  # with 1 item

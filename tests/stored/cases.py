@@ -290,7 +290,7 @@ def loss_inputs(
 ) -> dict[str, Any]:
     """Arguments of a loss beside hidden states, head and ids; often garbage where masked.
 
-    `given`: `old`, to be on-policy or not; `items`, to have a normaliser or not.
+    `given`: `old`, to be on-policy or not; `items`, to have a normalizer or not.
     """
     kind = torch.float64 if d.random() < 0.2 else torch.float32
     inputs: dict[str, Any] = {}

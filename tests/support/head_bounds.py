@@ -66,7 +66,7 @@ def score_bounds(case: Case, want: ScoresResult) -> tuple[Tensor, Tensor]:
 
 
 def logit_error(case: Case, h: Head) -> Tensor:
-    """(n,) bound of the logits of the counted positions, and of their normaliser."""
+    """(n,) bound of the logits of the counted positions, and of their normalizer."""
     o, unit = settings(case), compute_unit(case)
     of = {name: x.detach() for name, x in h.leaves.items()}
     size = of["hidden"].abs() @ of["weight"].abs().T
@@ -115,7 +115,7 @@ def divergence_bounds(case: Case, h: Head, e: Tensor) -> Diverging:
     teacher's by as much.
 
     d D / d z_j = p_j (s_j - mean s) of the derivative s in p: log(p / q), or 1 - q / p, or (1 -
-    beta) log(p / m). None moves by more than the two logits and their normalisers do.
+    beta) log(p / m). None moves by more than the two logits and their normalizers do.
     """
     o, unit = settings(case), compute_unit(case)
     if case.listed_ids is not None:

@@ -119,7 +119,7 @@ def arguments(loss: Loss, batch: Batch, num_items: float) -> dict[str, Any]:
 
 
 def items_per_rank(world_size: int, **options: Any) -> float:
-    """Counted tokens of all ranks over their number: the normaliser of a loss whose gradients are
+    """Counted tokens of all ranks over their number: the normalizer of a loss whose gradients are
     averaged."""
     batches = (make_batch(x, world_size, torch.float64, **options) for x in range(world_size))
     return sum(int(batch.completion_mask.sum()) for batch in batches) / world_size

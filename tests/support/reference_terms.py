@@ -170,7 +170,7 @@ CLIPPED = tuple(name for name, loss in TERMS.items() if loss.surrogate is clippe
 def token_weights(
     o: Options, counted: Tensor, items: float | Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """(B, T): the normaliser's weights; without `items` the counted tokens are meant."""
+    """(B, T): the normalizer's weights; without `items` the counted tokens are meant."""
     m = counted.to(dtype)
     return TERMS[o.loss_type].normaliser(o, m, float(m.sum() if items is None else items))
 

@@ -29,11 +29,11 @@ class AllLogits(GRPOTrainer):
         self, model: Any, ids: Tensor, mask: Tensor, count: int, *_: Any, **options: Any
     ) -> Any:
         logits = model(input_ids=ids, attention_mask=mask).logits[:, -count - 1 : -1]
-        labelled, outside = mask[:, -count:], self.outside(logits)
+        labeled, outside = mask[:, -count:], self.outside(logits)
         logits = (logits / self.temperature).masked_fill(outside, -math.inf)
         log_probs = logits.log_softmax(-1)
-        logps = log_probs.gather(-1, ids[:, -count:, None])[..., 0].masked_fill(labelled == 0, 0)
-        entropies = -(log_probs.exp() * log_probs.masked_fill(outside, 0.0)).sum(-1) * labelled
+        logps = log_probs.gather(-1, ids[:, -count:, None])[..., 0].masked_fill(labeled == 0, 0)
+        entropies = -(log_probs.exp() * log_probs.masked_fill(outside, 0.0)).sum(-1) * labeled
         return logps, entropies if options.get("compute_entropy") else None, None
 
 
