@@ -196,7 +196,7 @@ def process_advantages(
         step_rewards: (B, S), or a list of numbers per completion. NaN or None marks an unscored
             step, which is ignored.
         step_ends: (B, S), or a list per completion: the column, in [0, T), of each step's last
-            token; ignored for unscored steps.
+            token, each above the one before; ignored for unscored steps.
         num_generations, group_ids, std, eps, process_group: as in `group_advantages`.
         completion_mask: (B, T); masked positions get 0.
         length: T; pass either this or `completion_mask`.
@@ -205,7 +205,8 @@ def process_advantages(
         (B, T) advantages, 0 after the last step.
 
     Raises:
-        TypeError, ValueError: as `group_advantages`; also a step end outside [0, T).
+        TypeError, ValueError: as `group_advantages`; also a step end outside [0, T), or not above
+            those of earlier steps.
 
     Source: https://arxiv.org/abs/2402.03300 (section 4.1.3)
     """
@@ -224,6 +225,11 @@ def process_advantages(
     _require_all(~x.isinf(), x, "step_rewards", "finite values, or NaN for an unscored step")
     in_range = x.isnan() | ((ends >= 0) & (ends < mask.shape[1]))
     _require_all(in_range, ends, "step_ends", f"indices in [0, T) = [0, {mask.shape[1]})")
+    if steps > 1:
+        before = torch.where(x.isnan(), -1, ends).cummax(dim=1).values.roll(1, dims=1)
+        before[:, 0] = -1
+        rising = "each above those of earlier scored steps (columns, not a mask)"
+        _require_all(x.isnan() | (ends > before), ends, "step_ends", rising)
     groups = _groups(x, num_generations, group_ids, process_group, fewest=1)
     by_step = groups._replace(of_row=groups.of_row.repeat_interleave(steps))
     centred, spread, _ = _moments(x.reshape(-1, 1), by_step, correction)
@@ -531,7 +537,8 @@ def _step_table(step_rewards: Any, step_ends: Any) -> tuple[Tensor, Tensor]:
     def lists(name: str, rows: Any) -> Any:  # of arrays and tensors too
         if isinstance(rows, Tensor):
             return rows
-        rows = [row.tolist() if hasattr(row, "tolist") else row for row in rows]
+        given: Any = [rows] if rows is None else rows
+        rows = [row.tolist() if hasattr(row, "tolist") else row for row in given]
         if not all(hasattr(row, "__len__") for row in rows):
             raise TypeError(f"{name}: expected a tensor (B, S), or a list for each completion")
         return rows

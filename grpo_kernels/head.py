@@ -164,6 +164,10 @@ class Head:
         if cap is not None:
             check_number("final_logit_softcapping", cap, 0.0)
         check_number("logit_scale", scale)
+        for name, kind, what in (("bias", Tensor, "a tensor"), ("lora", LoRA, "a LoRA")):
+            given: Any = getattr(self, name)
+            if given is not None and not isinstance(given, kind):
+                raise TypeError(f"{name}: expected {what}, got {type(given).__name__}")
         check_choice("logits_dtype", self.logits_dtype, allowed)
         size = self.vocab_size
         if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):

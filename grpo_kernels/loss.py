@@ -344,6 +344,7 @@ class GRPOLoss(nn.Module):
         run: Run | None = None,
         **fields: Unpack[LossFields],
     ) -> None:
+        """Take a config, or its fields by name."""
         super().__init__()
         config = LossConfig() if config is None else config
         check_config(config)
@@ -365,7 +366,11 @@ class GRPOLoss(nn.Module):
     ) -> LossOutput:
         """Compute the loss: `grpo_loss` with this module's config, objective and run."""
         check_names(
-            inputs, "an argument of grpo_loss", _OF_CALL, "a field, as in GRPOLoss(...)", FIELDS
+            inputs,
+            "an argument of the module's call",
+            _OF_CALL,
+            "a field, as in GRPOLoss(...)",
+            FIELDS,
         )
         own: Any = {"config": self.config, "objective": self.objective, "run": self.run}
         return grpo_loss(hidden, head, completion_ids, completion_mask, advantages, **own, **inputs)
@@ -377,7 +382,8 @@ class GRPOLoss(nn.Module):
             x
             for name, x in inspect.signature(grpo_loss).parameters.items()
             if name not in _OF_MODULE
-        ]
+        ],
+        return_annotation="LossOutput",
     )
 
     # `nn.Module` declares that a call, which runs hooks and `forward`, returns Any.

@@ -35,13 +35,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from grpo_kernels.backends.formulas import times
-from grpo_kernels.base.checks import check_number, check_shape, check_tensor
+from grpo_kernels.base.checks import check_number, check_shape, check_tensor, no_name
 from grpo_kernels.base.tensors import discounted_sums, sequence_means
 from grpo_kernels.objective.custom import TokenInputs
 
@@ -49,6 +49,13 @@ __all__ = [
     "cispo_two_sided", "clip_cov", "dppo_kl", "dppo_tv", "fipo", "gspo_token", "icepop_prime_rl",
     "ipo", "kl_cov", "kpop", "m2po_mask", "rollout_is", "topr",
 ]  # fmt: skip
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> None:
+        raise no_name(__name__, name, __all__)
+
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 

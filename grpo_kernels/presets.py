@@ -5,6 +5,9 @@ A preset sets the loss only. You compute the advantages: see `grpo_kernels.advan
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from grpo_kernels.base.checks import no_name
 from grpo_kernels.objective.config import LossConfig
 
 GRPO = LossConfig(loss_type="grpo", beta=0.04, use_bias_correction_kl=False)
@@ -96,3 +99,8 @@ __all__ = [
     "CISPO", "DAPO", "DR_GRPO", "GMPO", "GRPO", "GSPO", "ICEPOP", "LUSPO", "MIS", "OPSM", "PPO",
     "REINFORCE", "RLOO", "SAPO", "TIS", "VESPO",
 ]  # fmt: skip
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> None:
+        raise no_name(__name__, name, __all__)

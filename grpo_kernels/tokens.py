@@ -131,8 +131,18 @@ def counted_positions(mask: Tensor | None, ids: Tensor) -> Tensor:
     positions = (torch.cat([counts, odd[None]]) | odd).nonzero()[:, 0]
     if positions.shape[0] <= mask.shape[0]:
         return positions
+    if mask.device.type == "cpu" and not mask.is_floating_point():
+        _refuse_swapped(mask, ids)
     check_mask_values(has_nan=bool(mask.isnan().any()))
     return counts.nonzero()[:, 0]
+
+
+def _refuse_swapped(mask: Tensor, ids: Tensor) -> None:
+    if int(ids.max()) == 1 and int(ids.min()) >= 0 and int(mask.max()) > 1:
+        raise ValueError(
+            "completion_ids, completion_mask: expected the ids, then their mask; the ids are all 0 "
+            f"or 1 and the mask goes up to {int(mask.max())}: are they swapped?"
+        )
 
 
 def _is_checked(mask: Tensor) -> bool:

@@ -44,6 +44,8 @@ _SYNONYMS = {
     "weight": "head", "lm_head": "head", "ref_model": "ref_per_token_logps", "clip_eps": "epsilon",
     "chunk_size": "workspace_bytes", "without_set": "on_missing_set", "per_token_logps": "logps",
     "loss_fn": "objective", "engine": "run", "backend": "run", "workspace_bytes": "run",
+    "clip_range": "epsilon", "temp": "temperature", "memory": "workspace_bytes",
+    "old_logp": "old_per_token_logps", "ref_logp": "ref_per_token_logps",
     "group_index": "group_ids", "normalize": "normalize_advantages", "epsilon": "eps",
 }  # fmt: skip
 
@@ -61,6 +63,18 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
     near = near or difflib.get_close_matches(name, candidates, n=1)
     near = near or [x for x in candidates if x.endswith(f"_{name}")] or longer
     return f"; did you mean {' or '.join(near)}?" if near else ""
+
+
+def no_name(module: str, name: str, names: Iterable[str]) -> AttributeError:
+    """Return the error of a module that has no `name`; it suggests one of `names`, in any case."""
+
+    def plain(x: str) -> str:
+        return x.replace("_", "").lower()
+
+    alike = {plain(x): x for x in names}
+    near = difflib.get_close_matches(plain(name), alike, n=1)
+    hint = f"; did you mean {alike[near[0]]}?" if near else ""
+    return AttributeError(f"module {module!r} has no attribute {name!r}{hint}")
 
 
 def hints_names(function: F, name: str = "") -> F:

@@ -440,8 +440,11 @@ def check_terms(
     check_objective(config, objective)
     # an objective may not read it: `PolicyObjective.token_losses` checks if it does
     if config.estimates_kl and ref_per_token_logps is None and objective is None:
+        hint = "completion_logprobs or linear_logprob compute it"
+        if has_reference:
+            hint = "`reference` is read only with kl_estimator = 'full'"
         raise ValueError(
-            f"ref_per_token_logps: expected a tensor since beta = {config.beta}, got None"
+            f"ref_per_token_logps: expected a tensor since beta = {config.beta}, got None; {hint}"
         )
     if config.needs_reference_head and not has_reference:
         raise ValueError(

@@ -239,8 +239,9 @@ class CustomObjective:
             places = {name: x[self._chosen] for name, x in places.items()}
         read: list[Terms] = []
 
+        visible = shaped(logps)
         inputs = TokenInputs(
-            logps=shaped(logps),
+            logps=visible,
             entropies=shaped(entropies),
             mask=shaped(torch.ones_like(logps, dtype=torch.bool)),
             advantages=shaped(tokens.advantages),
@@ -255,7 +256,8 @@ class CustomObjective:
         @functools.cache
         def of_config() -> Tensor:  # differentiable in the `logps` that the function has
             own, alone = self.of_config, not couples
-            losses, terms = own.token_losses(rows(inputs.logps), entropies, alone=alone)
+            # not `inputs`, which holds this function: a cycle would keep all these tensors
+            losses, terms = own.token_losses(rows(visible), entropies, alone=alone)
             read.append(terms)
             return shaped(losses)
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -92,6 +92,26 @@ class Batch:
                 f"{length}, got {shape}"
             )
 
+    def check_ids(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
+        """Raise ValueError if an attended id is none of the model's. Not checked where the host
+        would wait for a device, or beside inputs, such as images, that have ids of their own."""
+        ids, attended = self.input_ids, inputs.get("attention_mask")
+        base = heads.causal_lm(model)
+        if inputs.keys() - {"attention_mask", "position_ids"} or base.config.is_encoder_decoder:
+            return
+        if ids.device.type != "cpu":
+            return
+        if isinstance(attended, Tensor) and attended.shape == ids.shape:
+            ids = ids[attended.to(ids.device) != 0]
+        embedding = getattr(base.get_input_embeddings(), "weight", None)
+        rows = 0 if embedding is None else embedding.shape[0]  # 0: ZeRO-3 shows none
+        wrong = ids[(ids < 0) | (ids >= rows)] if rows else ids[ids < 0]
+        if len(wrong):
+            raise ValueError(
+                f"input_ids: expected ids in [0, {rows or 'V'}), got {wrong[0].item()}; to leave "
+                "out tokens, set completion_mask to 0"
+            )
+
     def needed(self) -> Tensor:
         """Return (B, L) bool, the positions whose hidden states predict a token that counts."""
         before = self.input_ids.shape[1] - self.completion_mask.shape[1]
@@ -145,6 +165,7 @@ def run_scored(
         if attention_mask.dim() != 4:
             shape = "(B, L)", tuple(batch.input_ids.shape)
             check_shape("attention_mask", attention_mask, shape)
+    batch.check_ids(model, inputs)
     if takes(type(base).forward, "use_cache"):
         inputs.setdefault("use_cache", False)
     inputs, needed = {"input_ids": batch.input_ids, **inputs}, batch.needed()

@@ -198,9 +198,9 @@ def test_worked_examples_of_the_paper():
 def test_process_advantages_against_loops(std):
     rng = random.Random(2)
     for seed in range(25):
-        rows, steps, length = rng.randint(1, 7), rng.randint(1, 5), rng.randint(1, 12)
+        rows, steps, length = rng.randint(1, 7), rng.randint(1, 5), rng.randint(5, 12)
         rewards = random_rewards(seed, rows, steps, nan_share=0.3, dtype=FLOAT)
-        ends = [sorted(rng.randrange(length) for _ in range(steps)) for _ in range(rows)]
+        ends = [sorted(rng.sample(range(length), steps)) for _ in range(rows)]
         mask = torch.rand(rows, length) < 0.8
         ids = [rng.randint(0, 2) for _ in range(rows)]
         options = {"group_ids": ids, "completion_mask": mask.int(), "std": std}
@@ -530,7 +530,7 @@ def test_groups_that_span_ranks() -> None:
 R, M = torch.zeros(4), torch.ones(4, 3)
 GOOD: dict[str, Any] = {
     "rewards": R, "completion_mask": M, "num_generations": 2, "values": M, "x": M,
-    "step_rewards": M, "step_ends": M.long(),
+    "step_rewards": M, "step_ends": torch.arange(3).expand(4, 3),
 }  # fmt: skip
 TAKES = {name: {*inspect.signature(getattr(adv, name)).parameters} for name in adv.__all__}
 WRONG: list[tuple[type[Exception], str, Any, str]] = [
@@ -565,6 +565,9 @@ WRONG: list[tuple[type[Exception], str, Any, str]] = [
     (TypeError, "step_ends", M, "expected integers, got torch.float32"),
     (ValueError, "step_ends", M.long() * 3, r"expected indices in .* \[0, 3\), got 3 at \(0, 0\)"),
     (ValueError, "step_ends", -M.long(), "expected indices .* got -1"),
+    (ValueError, "step_ends", M.long(), r"expected each above .* not a mask\), got 1 at \(0, 1\)"),
+    (ValueError, "step_ends", torch.tensor([[0, 2, 1]] * 4), r"expected each above .*, got 1 at"),
+    (TypeError, "step_ends", None, r"expected a tensor \(B, S\), or a list for each"),
     (ValueError, "gamma", 1.5, r"expected a number in \[0, 1\], got 1.5"),
     (ValueError, "lam", -0.1, r"expected a finite number >= 0, got -0.1"),
     (ValueError, "beta", NAN, "expected a finite number, got nan"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable
 from typing import Any
@@ -240,3 +241,47 @@ def test_misspelt_names_are_answered_with_ours() -> None:
             message = rf"^{name}: expected an argument of {function} .* did you mean {meant}\?"
             with pytest.raises(TypeError, match=message):
                 call(**{name: 0.1})
+
+
+def test_swapped_ids_and_mask_are_refused() -> None:
+    """On a CPU; elsewhere the mask's values draw a warning at most."""
+    ids, mask = IDS.clone(), torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
+    ids[0, 0] = 7
+    for call in (
+        lambda: grpo_loss(HIDDEN, WEIGHT, mask, ids, torch.ones(2)),
+        lambda: linear_logprob(HIDDEN, WEIGHT, mask, ids),
+    ):
+        with pytest.raises(ValueError, match=r"^completion_ids, completion_mask: .* swapped\?$"):
+            call()
+
+
+def test_parts_of_a_head_are_checked_when_it_is_made() -> None:
+    for options, message in (
+        ({"bias": 30.0}, "bias: expected a tensor, got float"),
+        ({"lora": "x"}, "lora: expected a LoRA, got str"),
+    ):
+        with pytest.raises(TypeError, match=f"^{message}$"):
+            Head(WEIGHT, **options)  # type: ignore[arg-type]
+
+
+def test_a_reference_in_the_place_of_its_log_probabilities() -> None:
+    message = r"^ref_per_token_logps: .*got None; `reference` is read only with kl_estimator"
+    with pytest.raises(ValueError, match=message):
+        loss(beta=0.04, reference=(HIDDEN, WEIGHT))
+    with pytest.raises(ValueError, match="got None; completion_logprobs or linear_logprob"):
+        loss(beta=0.04)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "meant"),
+    [("presets", "grpo", "GRPO"), ("presets", "DrGRPO", "DR_GRPO"), ("objectives", "IPO", "ipo")],
+)
+def test_a_preset_or_objective_in_other_letters(module: str, name: str, meant: str) -> None:
+    with pytest.raises(AttributeError, match=rf"did you mean {meant}\?$"):
+        getattr(getattr(grpo_kernels, module), name)
+
+
+def test_help_on_the_module_says_what_a_call_returns() -> None:
+    signature = inspect.signature(GRPOLoss.forward)
+    assert signature.return_annotation == "LossOutput"
+    assert (GRPOLoss.__init__.__doc__ or "").startswith("Take a config")

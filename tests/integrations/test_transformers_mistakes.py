@@ -221,3 +221,13 @@ def test_arguments_of_grpo_loss_say_where_they_go(changes: dict[str, Any], messa
         call(**{**LOSS, **changes})
     with pytest.raises(TypeError, match=r"got LossConfig; pass GRPOLoss\(config\)"):
         call(**{**LOSS, "loss_fn": GRPOLoss().config})
+
+
+@pytest.mark.parametrize("wrong", [-100, 10**6])
+def test_ids_that_the_model_lacks_are_named(wrong: int) -> None:
+    """As a label's -100, or ids of a larger tokenizer; what attention leaves out is not read."""
+    for options in ({}, LOSS):
+        message = rf"^input_ids: expected ids in \[0, \d+\), got {wrong};"
+        with pytest.raises(ValueError, match=message):
+            call(**options, input_ids=but(IDS, 0, 5, wrong))
+        call(**options, input_ids=torch.where(ATTENTION != 0, IDS, wrong))
