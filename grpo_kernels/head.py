@@ -91,8 +91,9 @@ class LoRA:
     def project(self, hidden: Tensor, positions: Tensor) -> Tensor:
         """Return u = scaling * x @ a.T, (N, r), for N positions; 0 except at `positions` (n,).
 
-        Other positions are not read: NaN there would reach the gradient of `a`, even times 0. The
-        dtype is the promoted dtype of x and a; within autocast, autocast's, as in PEFT.
+        Other positions are not read: multiplied by 0, a NaN there would still reach the gradient
+        of `a`. The result has the promoted dtype of x and `a`, or autocast's dtype under autocast,
+        as in PEFT.
         """
         x = (hidden if self.input is None else self.input).reshape(-1, hidden.shape[-1])
         n = x.shape[0]

@@ -20,11 +20,12 @@ class Metrics(Mapping[str, Tensor]):
     Attributes:
         pairs: name -> (sum, count), 0-d tensors each. Minima and maxima have no pair:
             ``clip_ratio/low_min`` and ``clip_ratio/high_max`` (over the sequences), and
-            ``sampling/.../min`` and ``max``. ``policy_loss`` has (loss, 1), so added pairs give
-            its mean over the calls; `merge` instead weights calls by the loss's normalizer.
+            ``sampling/.../min`` and ``max``. The pair of ``policy_loss`` is (loss, 1): summing
+            pairs weights all calls equally, whereas `merge` weights each call as the loss does.
         sequences: number of sequences.
         loss_over: ``"sequences"`` or ``"tokens"`` if the loss is a mean over the call's sequences
-            or tokens; ``"nothing"`` if the losses of a batch's calls add up.
+            or tokens; ``"nothing"`` if the loss is normalized outside the call, so that a batch's
+            loss is the sum over its calls.
     """
 
     def __init__(
@@ -35,8 +36,9 @@ class Metrics(Mapping[str, Tensor]):
         sequences: int = 0,
         loss_over: str = "nothing",
     ) -> None:
-        """Store `pairs`, and minima and maxima in `extremes`. Without `extremes`, `pairs` is name
-        -> mean: Lightning's Fabric copies a mapping as ``type(x)(items)``."""
+        """Store `pairs`, and minima and maxima in `extremes`. If `extremes` is None, `pairs` maps
+        names to means: Lightning's Fabric passes that when it copies a mapping by
+        ``type(x)(items)``."""
         self._lost = extremes is None
         self._pairs: dict[str, tuple[Tensor, Tensor]] = {} if extremes is None else {**pairs}
         self._extremes: dict[str, Tensor] = {**pairs} if extremes is None else extremes
@@ -56,10 +58,10 @@ class Metrics(Mapping[str, Tensor]):
     def merge(cls, parts: Iterable[Metrics]) -> Metrics:
         """Merge the metrics of micro-batches into the metrics of one call on all of them.
 
-        ``policy_loss`` is merged by the loss's normalizer: a mean over sequences (grpo, sapo, gmpo,
-        dr_grpo, luspo) weights each part by its sequences; a mean over tokens (bnpo; dapo, cispo
-        and vespo without ``num_items_in_batch``) by its counted tokens. With the
-        ``num_items_in_batch`` of the whole step, the parts add up.
+        ``policy_loss`` is averaged as the loss is: weighted by sequences for grpo, sapo, gmpo,
+        dr_grpo and luspo; by counted tokens for bnpo, and for dapo, cispo and vespo without
+        ``num_items_in_batch``. With the ``num_items_in_batch`` of the whole step, the parts are
+        added.
 
         Raises:
             TypeError, ValueError: `parts` is empty, or holds other objects or metrics of different

@@ -341,8 +341,8 @@ def topk_divergence(
         scores = topk_divergence(hidden, model.lm_head, teacher_ids, teacher_logps, mask)
 
     It has first-order gradients with respect to hidden states, weight, bias and adapter. The
-    student's logits are the head's (`Head`) divided by the temperature. Values at masked positions
-    are never read.
+    student's logits are those that `head` produces, divided by `temperature`. Values at masked
+    positions are never read.
 
     Args:
         hidden: (..., H) hidden states of the student.
@@ -355,12 +355,13 @@ def topk_divergence(
         divergence: ``"reverse_kl"``, KL(student || teacher), or ``"forward_kl"``, KL(teacher ||
             student).
         tail: True counts all other ids as one more outcome. None: True for ``"reverse_kl"``, which
-            needs it, else False. The tail's probability is clamped to at least eps of the dtype of
-            `teacher_logps` or of the result, whichever is coarser, since nothing smaller is known.
+            needs it, else False. The tail's probability is at least eps of the coarser of two
+            dtypes, that of `teacher_logps` and that of the result: below it is rounding noise.
         log_prob_min_clamp: lower bound that both log-probabilities are clamped to. An id whose
             student log-probability is below it gets no gradient. Only for the forward KL without a
             tail.
-        loss_max_clamp: bound that |D| is clamped to. A position that reaches it gets no gradient.
+        loss_max_clamp: upper bound on the absolute value of each position's divergence. A position
+            that reaches it gets no gradient.
         temperature: a number, or one per position.
         expected: the upstream gradient that you expect for each divergence, up to one common
             factor. None: the same for all. A correct value saves recomputation; the gradient is

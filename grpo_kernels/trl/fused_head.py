@@ -288,16 +288,16 @@ def patch_trl(
     backend: choices.BackendName = "auto",
     workspace_bytes: int | None = None,
 ) -> Patch:
-    """Use the fused head in all TRL trainers: GRPO, RLOO, DPO, KTO, SFT, AsyncGRPO, distillation.
+    """Use the fused head in TRL's trainers: GRPO, RLOO, DPO, KTO, SFT, AsyncGRPO, distillation.
 
     ::
 
         patch_trl()
-        trainer = DPOTrainer(...)  # any of TRL's trainers, created after the patch
+        trainer = DPOTrainer(...)  # or any other of these, created after the patch
 
-    This replaces TRL's public function ``add_fused_lm_head``, so it applies to trainers that you
-    create from now on, and the divergence of TRL's DistillationTrainer. Models, configurations and
-    losses stay TRL's. Trainers also log ``rows/projected``, ``rows/gradient``, ``tokens/computed``
+    This replaces two things in TRL: the function ``add_fused_lm_head``, which affects only trainers
+    that you create from now on, and the divergence of DistillationTrainer. Models, configurations
+    and losses stay TRL's. Trainers also log ``rows/projected``, ``rows/gradient``, ``tokens/computed``
     and ``tokens/gradient``, which show that the patch is active. A trainer that computes all logits
     itself (GKD, IW-OPD, GOLD, TPO, A2PO, CPO, ORPO, SDFT, SDPO) logs none of them, and warns once.
     A second call of `patch_trl` changes nothing.
@@ -312,8 +312,8 @@ def patch_trl(
 
     Returns:
         a true value if TRL is patched; a false one, after a warning, if this TRL is not supported
-        and stays unpatched. The value of the call that patched TRL is also a context manager, whose
-        end calls `unpatch_trl`.
+        and stays unpatched. The first call's return value is also a context manager that calls
+        `unpatch_trl` on exit.
 
     Raises:
         ValueError: an unknown option, or one that differs from the patch already applied.
