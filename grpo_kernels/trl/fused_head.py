@@ -297,10 +297,10 @@ def patch_trl(
 
     This replaces two things in TRL: the function ``add_fused_lm_head``, which affects only trainers
     that you create from now on, and the divergence of DistillationTrainer. Models, configurations
-    and losses stay TRL's. Trainers also log ``rows/projected``, ``rows/gradient``, ``tokens/computed``
-    and ``tokens/gradient``, which show that the patch is active. A trainer that computes all logits
-    itself (GKD, IW-OPD, GOLD, TPO, A2PO, CPO, ORPO, SDFT, SDPO) logs none of them, and warns once.
-    A second call of `patch_trl` changes nothing.
+    and losses stay TRL's. Trainers also log ``rows/projected``, ``rows/gradient``,
+    ``tokens/computed`` and ``tokens/gradient``, which show that the patch is active. A trainer that
+    computes all logits itself (GKD, IW-OPD, GOLD, TPO, A2PO, CPO, ORPO, SDFT, SDPO) logs none of
+    them, and warns once. A second call of `patch_trl` changes nothing.
 
     Args:
         layout: as in `grpo_kernels.transformers.causal_lm_loss`: what the model computes for
