@@ -91,7 +91,11 @@ def test_run_checks_itself() -> None:
             "workspace_bytes: expected an int, got 1048576.0",
         ),
         ({"workspace_bytes": True}, TypeError, "workspace_bytes: expected an int, got True"),
-        ({"workspace_bytes": 0}, ValueError, "workspace_bytes: expected a .* bytes > 0, got 0"),
+        (
+            {"workspace_bytes": 0},
+            ValueError,
+            "workspace_bytes: expected a number of bytes > 0, got 0",
+        ),
         ({"gather": 1}, TypeError, "gather: expected"),
     ):
         with pytest.raises(kind, match=f"^{message}"):
