@@ -31,9 +31,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from grpo_kernels import advantages, objectives, presets, rewards, rollouts
-from grpo_kernels import typing as typing
-
-# typing is not in __all__: import * would hide Python's module typing
+from grpo_kernels import typing as typing  # not in __all__: import * would hide Python's
 from grpo_kernels.base import VERSION
 from grpo_kernels.engine.plan import Run
 from grpo_kernels.head import Head, LoRA

@@ -277,8 +277,6 @@ def read_heads(
     `dims` are the allowed values of ``hidden.dim()``; if empty, any from 2 up.
     """
     size, group = head.vocab_size, head.process_group
-    if head.lora is not None and not isinstance(head.lora, LoRA):
-        raise TypeError(f"lora: expected a LoRA, got {type(head.lora).__name__}")
     if reference is not None:
         reference = read_reference(reference, head, prefix)
     if group is not None:

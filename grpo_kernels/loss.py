@@ -99,7 +99,6 @@ from grpo_kernels.objective.config import (
 from grpo_kernels.objective.custom import CustomObjective, TokenInputs
 from grpo_kernels.objective.expected import (
     Expectation,
-    ExpectedGradient,
     expectation_of,
     read_expected,
 )
@@ -632,14 +631,11 @@ def _loss_over_sets(
     """The loss of log-probabilities over the sampler's kept sets."""
     ids, on_missing_set = given["completion_ids"], given["on_missing_set"]
     expected = expectation_of(loss, tokens) if on_missing_set == "full" else None
-
-    def expected_at(rows: Rows) -> ExpectedGradient:
-        return read_expected(expected, ids, rows.positions, job.accumulator, entropy=True)
-
-    others = {name: given[name] for name in LOGPS}
     scores, metrics = score_kept(
-        job, head, given["run"], sets, ids, on_missing_set, expected_at, others=others
-    )
+        job, head, given["run"], sets, ids, on_missing_set,
+        lambda at: read_expected(expected, ids, at, job.accumulator, entropy=True),
+        others={name: given[name] for name in LOGPS},
+    )  # fmt: skip
     out = _loss_of_logps(loss, tokens, given, scores.logps, scores.entropies, "kept_sets")
     return replace(out, metrics=out.metrics.joined(metrics))
 

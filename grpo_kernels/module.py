@@ -261,7 +261,7 @@ def within_module(call: Callable[[Tensor, Head], Any], hidden: Tensor, head: Hea
     hooks_have_run = is_fsdp_unit(module) or module in divided_modules(module)
 
     def attached(output: Any) -> dict[str, Tensor]:  # of a `LossOutput` or `Scores`
-        return {"loss": output.loss} if hasattr(output, "loss") else output.given
+        return output.given if hasattr(type(output), "given") else {"loss": output.loss}
 
     def compute(hidden: Tensor) -> tuple[Tensor, ...]:
         if not hooks_have_run:

@@ -206,11 +206,11 @@ def linear_logprob(
         job = replace(job, entropy=bool(entropy), extras=tuple(extras))
         rows = _read_rows(job, completion_ids, completion_mask, temperature)
 
-        def expected_at(rows: Rows) -> ExpectedGradient:
-            at = rows.positions, job.accumulator
+        def expected_at(positions: Tensor) -> ExpectedGradient:
+            at = positions, job.accumulator
             return read_expected(expected, completion_ids, *at, entropy=bool(entropy))
 
-        gradient = expected_at(rows)  # read even if few rows, or none, will need it
+        gradient = expected_at(rows.positions)  # even if few rows, or none, will need it
         if kept_ids is not None:
             sets = read_kept_ids(kept_ids, completion_ids, on_missing_set)
             job, tensors, _ = plan(job, hidden, head, rows, run, ranks)

@@ -60,21 +60,10 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
     # such as old_per_token_logps for old_logps
     longer = [x for x in candidates if parts <= {*x.split("_")}]
     near = longer if len(parts) > 1 else []
-    near = near or difflib.get_close_matches(name, candidates, n=1)
+    alike = {x.lower(): x for x in candidates}
+    near = near or [alike[x] for x in difflib.get_close_matches(name.lower(), alike, n=1)]
     near = near or [x for x in candidates if x.endswith(f"_{name}")] or longer
     return f"; did you mean {' or '.join(near)}?" if near else ""
-
-
-def no_name(module: str, name: str, names: Iterable[str]) -> AttributeError:
-    """Return the error of a module that has no `name`; it suggests one of `names`, in any case."""
-
-    def plain(x: str) -> str:
-        return x.replace("_", "").lower()
-
-    alike = {plain(x): x for x in names}
-    near = difflib.get_close_matches(plain(name), alike, n=1)
-    hint = f"; did you mean {alike[near[0]]}?" if near else ""
-    return AttributeError(f"module {module!r} has no attribute {name!r}{hint}")
 
 
 def hints_names(function: F, name: str = "") -> F:
@@ -105,6 +94,11 @@ def no_attribute(of: Any, name: str, names: Iterable[str]) -> AttributeError:
     """Return the error for a missing attribute, with a hint at the nearest of `names`."""
     hint = did_you_mean(name, names)
     return AttributeError(f"{type(of).__name__!r} object has no attribute {name!r}{hint}", obj=of)
+
+
+def no_name(module: str, name: str, names: Iterable[str]) -> AttributeError:
+    """Return the error for a name that a module lacks, with a hint at the nearest of `names`."""
+    return AttributeError(f"module {module!r} has no attribute {name!r}{did_you_mean(name, names)}")
 
 
 def check_number(name: str, value: Any, lowest: float = -math.inf, inclusive: bool = False) -> None:

@@ -29,7 +29,7 @@ from grpo_kernels.base.checks import HIGHEST_LOGP
 from grpo_kernels.base.choices import OnMissingSet
 from grpo_kernels.base.tensors import take
 from grpo_kernels.engine.autograd import first_order, scatter, scored
-from grpo_kernels.engine.plan import Job, Objective, Rows, Run, choose_engine, in_range
+from grpo_kernels.engine.plan import Job, Objective, Run, choose_engine, in_range
 from grpo_kernels.head import Tensors
 from grpo_kernels.kept_ids import KeptIds
 from grpo_kernels.results import Scores
@@ -97,7 +97,7 @@ def score_kept(
     sets: KeptIds,
     ids: Tensor,
     on_missing_set: OnMissingSet,
-    objective_at: Callable[[Rows], Objective],
+    objective_at: Callable[[Tensor], Objective],
     *,
     entropy: bool | str = True,
     others: Mapping[str, Tensor | None] | None = None,
@@ -106,7 +106,7 @@ def score_kept(
 
     Args:
         job: planned for the torch backend, its ids not checked for range.
-        objective_at: gives the objective of rows that are scored over the whole vocabulary.
+        objective_at: positions (m,) that are scored over the whole vocabulary -> their objective.
         entropy: True for the sets, "full" for the whole vocabulary, False for none.
         others: other policies' log-probabilities, (...) each, which must be over the same sets.
 
@@ -122,7 +122,7 @@ def score_kept(
     if any_without or in_full:
         vocab = head.weight.shape[0] if job.shard is None else job.shard.vocab
         rows = job.rows if in_full else take(job.rows, survey.without.nonzero()[:, 0])
-        gradient = objective_at(rows)
+        gradient = objective_at(rows.positions)
         whole = replace(
             job,
             rows=in_range(rows, ("completion_ids", ""), vocab, job.first_id),
@@ -322,9 +322,8 @@ class KeptSetLogprob(torch.autograd.Function):
             sums, factors = _GradientSums(head, sets), _factors(head, sets)
             for rows, *_ in sets.spans:
                 at, block = sets.order[rows], tuple(itertools.islice(saved, 3))
-                has_gradient = torch.stack(
-                    [x[sets.job.rows.positions[at]] != 0 for x in upstream]
-                ).any(dim=0)
+                positions = sets.job.rows.positions[at]
+                has_gradient = torch.stack([x[positions] != 0 for x in upstream]).any(dim=0)
                 index = has_gradient.nonzero()[:, 0]
                 if len(index):
                     at, block = at[index], take(block, index)

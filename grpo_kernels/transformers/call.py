@@ -92,11 +92,11 @@ class Batch:
                 f"{length}, got {shape}"
             )
 
-    def check_ids(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
-        """Raise ValueError if an attended id is none of the model's. Not checked where the host
-        would wait for a device, or beside inputs, such as images, that have ids of their own."""
+    def check_ids(self, base: Any, inputs: Mapping[str, Any]) -> None:
+        """Raise ValueError if an attended id is none of `base`'s, the causal model's. Not checked
+        where the host would wait for a device, or beside inputs, such as images, that have ids of
+        their own."""
         ids, attended = self.input_ids, inputs.get("attention_mask")
-        base = heads.causal_lm(model)
         if inputs.keys() - {"attention_mask", "position_ids"} or base.config.is_encoder_decoder:
             return
         if ids.device.type != "cpu":
@@ -104,7 +104,8 @@ class Batch:
         if isinstance(attended, Tensor) and attended.shape == ids.shape:
             ids = ids[attended.to(ids.device) != 0]
         embedding = getattr(base.get_input_embeddings(), "weight", None)
-        rows = 0 if embedding is None else embedding.shape[0]  # 0: ZeRO-3 shows none
+        # ZeRO-3 shows an empty weight, FSDP1 a flat part of it
+        rows = embedding.shape[0] if isinstance(embedding, Tensor) and embedding.dim() == 2 else 0
         wrong = ids[(ids < 0) | (ids >= rows)] if rows else ids[ids < 0]
         if len(wrong):
             raise ValueError(
@@ -165,7 +166,7 @@ def run_scored(
         if attention_mask.dim() != 4:
             shape = "(B, L)", tuple(batch.input_ids.shape)
             check_shape("attention_mask", attention_mask, shape)
-    batch.check_ids(model, inputs)
+    batch.check_ids(base, inputs)
     if takes(type(base).forward, "use_cache"):
         inputs.setdefault("use_cache", False)
     inputs, needed = {"input_ids": batch.input_ids, **inputs}, batch.needed()

@@ -198,7 +198,8 @@ def test_worked_examples_of_the_paper():
 def test_process_advantages_against_loops(std):
     rng = random.Random(2)
     for seed in range(25):
-        rows, steps, length = rng.randint(1, 7), rng.randint(1, 5), rng.randint(5, 12)
+        rows, steps = rng.randint(1, 7), rng.randint(1, 5)
+        length = rng.randint(steps, 12)
         rewards = random_rewards(seed, rows, steps, nan_share=0.3, dtype=FLOAT)
         ends = [sorted(rng.sample(range(length), steps)) for _ in range(rows)]
         mask = torch.rand(rows, length) < 0.8

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -231,3 +232,11 @@ def test_ids_that_the_model_lacks_are_named(wrong: int) -> None:
         with pytest.raises(ValueError, match=message):
             call(**options, input_ids=but(IDS, 0, 5, wrong))
         call(**options, input_ids=torch.where(ATTENTION != 0, IDS, wrong))
+
+
+def test_a_flat_part_of_the_embedding_is_no_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As FSDP1 shows it between forwards."""
+    model = tiny.text_model("llama")
+    part = SimpleNamespace(weight=torch.zeros(3))
+    monkeypatch.setattr(model, "get_input_embeddings", lambda: part)
+    call(model)

@@ -228,6 +228,9 @@ def test_a_token_level_function_reads_no_loss_of_several_tokens(name: str, on_po
     inputs = training_batch() | options_of(name, on_policy=on_policy, shape=(4, 6))
     with pytest.raises(ValueError, match=OF_ANOTHER):
         grpo_loss(**inputs, objective=token_level(penalized))
+
+
+def test_one_that_reads_it_can_be_checked() -> None:
     check_token_level(penalized)
     with pytest.raises(ValueError, match=OF_ANOTHER):
         check_token_level(penalized, config=presets.GSPO)
