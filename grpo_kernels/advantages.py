@@ -97,7 +97,8 @@ def group_advantages(
     ("none"), https://arxiv.org/abs/2602.02710 ("mean"), https://arxiv.org/abs/2601.05242
     ("normalize_then_sum").
     """
-    check_choice("scale_rewards", scale_rewards, choices(AdvantageScale))
+    hint = "; True is 'group', False 'none'" if isinstance(scale_rewards, bool) else ""
+    check_choice("scale_rewards", scale_rewards, choices(AdvantageScale), hint)
     allowed = choices(RewardAggregation)
     check_choice("multi_objective_aggregation", multi_objective_aggregation, allowed)
     correction = _correction(std)

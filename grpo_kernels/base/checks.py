@@ -34,7 +34,7 @@ def warn_once(message: str, category: type[Warning] = UserWarning) -> None:
     warnings.warn(f"grpo_kernels: {message}", category, stacklevel=level)
 
 
-# names that other libraries use
+# names that other libraries use -> ours; several if they differ from call to call
 _SYNONYMS = {
     "kl_coef": "beta", "kl_beta": "beta", "clip_high": "epsilon_high", "clip_low": "epsilon",
     "clip_ratio_high": "epsilon_high", "clip_ratio_low": "epsilon", "eps_clip": "epsilon",
@@ -46,15 +46,17 @@ _SYNONYMS = {
     "loss_fn": "objective", "engine": "run", "backend": "run", "workspace_bytes": "run",
     "clip_range": "epsilon", "temp": "temperature", "memory": "workspace_bytes",
     "old_logp": "old_per_token_logps", "ref_logp": "ref_per_token_logps",
-    "group_index": "group_ids", "normalize": "normalize_advantages", "epsilon": "eps",
+    "group_index": "group_ids", "normalize": "normalize_advantages scale_rewards", "epsilon": "eps",
+    "alpha": "beta",
 }  # fmt: skip
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
     """Return "; did you mean ...?" with the nearest of `names`; "" if none is near."""
     candidates = [*names]
-    if _SYNONYMS.get(name) in candidates:
-        return f"; did you mean {_SYNONYMS[name]}?"
+    for synonym in _SYNONYMS.get(name, "").split():
+        if synonym in candidates:
+            return f"; did you mean {synonym}?"
     name = name.replace("log_prob", "logp").replace("logprob", "logp")
     parts = {*name.split("_")}
     # such as old_per_token_logps for old_logps

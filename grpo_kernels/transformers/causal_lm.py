@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import GenerationMixin
 from transformers.utils import ModelOutput
 
-from grpo_kernels.base.checks import did_you_mean
+from grpo_kernels.base.checks import did_you_mean, warn_once
 from grpo_kernels.base.choices import (
     BatchLayout,
     DivergenceName,
@@ -27,6 +27,7 @@ from grpo_kernels.base.choices import (
     OnMissingSet,
     ZeroAdvantage,
 )
+from grpo_kernels.base.modes import random_rates
 from grpo_kernels.body.layout import takes
 from grpo_kernels.body.trunk import unwrapped
 from grpo_kernels.engine.plan import Run
@@ -116,7 +117,8 @@ def causal_lm_loss(
             and the next one is used.
         logits_dtype: as in `grpo_kernels.Head`.
         inputs: other arguments of `grpo_loss` (old_per_token_logps (B, T), num_items_in_batch, ...)
-            and of the model's forward (pixel_values, position_ids, ...); told apart by name.
+            and of the model's forward (pixel_values, position_ids, ...). Their names tell them
+            apart.
 
     Returns:
         `LossOutput`; its `loss` has gradients for all trainable parameters of the model.
@@ -136,6 +138,7 @@ def causal_lm_loss(
     trunk = TrunkOptions(zero_advantage, layout)
     _check_names(model, inputs, causal_lm_loss, _LOSS_INPUTS)
     batch = Batch(input_ids, completion_mask)
+    _warn_of_prompts(attention_mask, completion_mask)
     live = None if zero_advantage == "train" else _live(loss_fn, batch, advantages, loss_inputs)
     if zero_advantage == "skip" and live is not None:
         check_skip(loss_fn.config)
@@ -332,9 +335,9 @@ def causal_lm_divergence(
         loss = scores.divergence.sum() / completion_mask.sum()
         loss.backward()
 
-    The teacher runs first, without gradient and in its current mode (call ``teacher.eval()``); its
-    hidden states at the completion tokens are kept. Both models get the same inputs, so token ids
-    must match; the vocabularies may differ in size (see `linear_divergence`).
+    The teacher runs first, without gradient and in its current mode (a warning tells you if dropout
+    is on); its hidden states at the completion tokens are kept. Both models get the same inputs, so
+    token ids must match; the vocabularies may differ in size (see `linear_divergence`).
 
     Args:
         student, teacher: causal language models of transformers, as in `completion_logprobs`, on
@@ -359,6 +362,11 @@ def causal_lm_divergence(
             raise TypeError(f"{name}: {str(error).removeprefix('model: ')}") from None
         _check_names(model, model_inputs, causal_lm_divergence)
     without_adapter(heads.known_head(teacher, {})[0].weight, "teacher.head")
+    if any(x.training and random_rates(x) for x in teacher.modules()):
+        warn_once(
+            "teacher: it is in train mode and has dropout or noise, so its distributions are "
+            "random; call teacher.eval()"
+        )
     given, dtypes = {"attention_mask": attention_mask, **model_inputs}, list[torch.dtype]()
 
     def keep(hidden: Tensor, head: Head) -> tuple[Tensor, ...]:
@@ -401,6 +409,19 @@ def _check_loss_fn(loss_fn: Any) -> None:
     if not isinstance(loss_fn, GRPOLoss):
         hint = "; pass GRPOLoss(config)" if isinstance(loss_fn, LossConfig) else ""
         raise TypeError(f"loss_fn: expected a GRPOLoss, got {type(loss_fn).__name__}{hint}")
+
+
+def _warn_of_prompts(attention_mask: Tensor | None, completion_mask: Tensor) -> None:
+    """Warn, once, of one mask in both places; not of equal ones where the host would wait."""
+    same = completion_mask is attention_mask
+    if attention_mask is not None and attention_mask.shape == completion_mask.shape and not same:
+        on_host = {attention_mask.device.type, completion_mask.device.type} == {"cpu"}
+        same = on_host and torch.equal(attention_mask != 0, completion_mask != 0)
+    if same:
+        warn_once(
+            "completion_mask: it equals attention_mask, so the tokens of the prompts train too; "
+            "set it to 0 there"
+        )
 
 
 def _moved(x: Any, like: Tensor) -> Any:

@@ -553,6 +553,7 @@ WRONG: list[tuple[type[Exception], str, Any, str]] = [
     (TypeError, "group_ids", R, "expected integers, got torch.float32"),
     (ValueError, "group_ids", [0] * 7, r"expected shape \(B,\) = \(4,\), got \(7,\)"),
     (ValueError, "scale_rewards", "groups", "expected one of .* got 'groups'"),
+    (ValueError, "scale_rewards", True, "expected one of .* got True; True is 'group', False"),
     (ValueError, "std", "biased", "expected one of .* got 'biased'"),
     (ValueError, "multi_objective_aggregation", "sum", "expected one of .* got 'sum'"),
     (ValueError, "eps", -1.0, "expected a finite number >= 0, got -1"),

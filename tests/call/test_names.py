@@ -116,8 +116,10 @@ def test_an_objective_that_is_called_says_how_to_pass_it() -> None:
         (lambda: Head(torch.ones(3, 2), softcap=30.0), "softcap: .* final_logit_softcapping"),
         (lambda: advantages.group_advantages(torch.ones(4), group_size=2), ".* num_generations"),
         (lambda: linear_logprob(torch.ones(1, 2), lm_head=torch.ones(3, 2)), "lm_head: .* head"),
+        (lambda: advantages.group_advantages(torch.ones(4), normalize=True), ".* scale_rewards"),
+        (lambda: advantages.rloo_advantages(torch.ones(4), normalize=True), ".* normalize_adv"),
     ],
-    ids=["kl_coef", "softcap", "group_size", "lm_head"],
+    ids=["kl_coef", "softcap", "group_size", "lm_head", "normalize", "normalize, RLOO"],
 )
 def test_names_of_other_libraries_are_known(call: Any, message: str) -> None:
     with pytest.raises(TypeError, match=f"^{message}"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -102,6 +104,22 @@ def test_a_larger_vocabulary_and_options() -> None:
         (scores.logps, p.gather(-1, ids[:, -mask.shape[1] :, None])[..., 0]),
     ):
         torch.testing.assert_close(got[counts].double(), want[counts], rtol=1e-5, atol=1e-5)
+
+
+def test_a_teacher_with_dropout_is_warned_of_in_train_mode(
+    forget_warnings: Callable[[], None],
+) -> None:
+    own, other = models("llama", "llama", torch.float32)
+    ids, attention_mask = text_batch()
+    inputs = ids, attention_mask, last_columns(attention_mask)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        causal_lm_divergence(own, other.train(), *inputs)
+        for layer in other.model.layers:
+            layer.self_attn.attention_dropout = 0.1
+        causal_lm_divergence(own.train(), other.eval(), *inputs)
+    with pytest.warns(UserWarning, match=r"teacher: it is in train mode .* call teacher\.eval"):
+        causal_lm_divergence(own, other.train(), *inputs)
 
 
 def test_mistakes() -> None:

@@ -197,6 +197,21 @@ def test_weights_in_the_place_of_a_completion_mask(forget_warnings: Callable[[],
             call(completion_mask=0.5 * MASK, **inputs)
 
 
+WHOLE = but(ATTENTION, 0, slice(3), 1)  # without padding on the left
+
+
+@pytest.mark.parametrize("mask", [WHOLE, WHOLE.bool()], ids=["the same", "equal"])
+def test_prompts_that_train_are_warned_of(mask: torch.Tensor) -> None:
+    said = "completion_mask: it equals attention_mask, so the tokens of the prompts train too"
+    assert_warns_once(said, **LOSS, attention_mask=WHOLE, completion_mask=mask)
+
+
+def test_all_but_the_first_tokens_or_scores_of_prompts_are_not_warned_of() -> None:
+    rest = but(WHOLE, slice(None), 0, 0)
+    assert_warns_once(None, **LOSS, attention_mask=WHOLE, completion_mask=rest)
+    assert_warns_once(None, attention_mask=WHOLE, completion_mask=WHOLE)
+
+
 def test_log_probabilities_have_the_temperature_of_the_loss() -> None:
     loss = {**LOSS, "loss_fn": GRPOLoss(temperature=0.7)}
     for logits_dtype in ("float32", "input"):
