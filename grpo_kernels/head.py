@@ -135,9 +135,9 @@ class Head:
         process_group: the group over which the head is sharded by rows of the vocabulary, in rank
             order; the shards may be uneven. All other arguments, and the results, are the same on
             every rank. Each rank gets the gradient of its own rows of the head, and the whole
-            gradient of the hidden states. Not needed if weight and hidden states are DTensors,
-            `Shard(0)` and replicated. The ranks exchange three numbers per row, four with the
-            entropy, and sum d hidden; they send nothing of the vocabulary's size.
+            gradient of the hidden states. Not needed if the weight is a DTensor with `Shard(0)` and
+            the hidden states are a replicated DTensor. The ranks exchange three numbers per row,
+            four with the entropy, and sum d hidden; they send nothing of the vocabulary's size.
         vocab_size: number of ids, at most V (of all shards together); the head's rows beyond it are
             padding.
         final_logit_softcapping: the cap, > 0, or None.

@@ -1,5 +1,5 @@
-"""Kept sets, the ids that a truncating sampler (top-k, top-p, min-p) did not cut at each position,
-as one list."""
+"""Kept sets in one flat list: the ids that a truncating sampler (top-k, top-p, min-p) did not cut
+at each position."""
 
 from __future__ import annotations
 

@@ -24,8 +24,8 @@ The last three and `fipo` look at a whole batch or sequence and take two passes;
 one. None uses entropies or the reference. An ``importance_sampling_ratio`` multiplies a token's
 whole loss. The normalizer is the config's ``loss_type``, by default "dapo". Without old
 log-probabilities R = 0; a token that the sampler could not score (NaN) has r = 1. An advantage of
-exactly 0 contributes exactly 0 to the policy term, and a clipped token no gradient, also where a
-ratio overflows. Means and shares are over the tokens of the call.
+exactly 0 contributes exactly 0 to the policy term, and a clipped token gets no gradient, even where
+a ratio overflows. Means and shares are over the tokens of the call.
 
 `m2po_mask` computes a mask of tokens, before the loss.
 """
@@ -112,9 +112,9 @@ def ipo(
 def icepop_prime_rl(
     tokens: TokenInputs, *, ratio_low: float = 0.2, ratio_high: float = 5.0
 ) -> Tensor:
-    """IcePop as in prime-rl: the masked ratio is the policy's, and carries the gradient.
+    """IcePop as in prime-rl: the masked ratio is p / mu, and the gradient passes through it.
 
-    IcePop as in OpenRLHF and NeMo-RL, a weight on PPO's loss, is `presets.ICEPOP`.
+    `presets.ICEPOP` is IcePop as in OpenRLHF and NeMo-RL, a constant weight on PPO's loss.
     Source: https://github.com/PrimeIntellect-ai/prime-rl/pull/3526.
     """
     log_ratio = tokens.logps - _sampled(tokens)

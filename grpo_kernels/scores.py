@@ -476,7 +476,7 @@ def _measure_of(
     if reverse and tail is False:
         raise ValueError(
             "tail: expected True or None with divergence = 'reverse_kl', got False: over the "
-            "listed ids alone it is smallest if the student gives them no probability"
+            "listed ids alone the divergence is smallest if the student gives them no probability"
         )
     tail = reverse if tail is None else tail
     if log_prob_min_clamp is not None:

@@ -255,7 +255,7 @@ class LossConfig:
 
     @property
     def truncates_sampling_ratio(self) -> bool:
-        """True if that ratio is clamped to its bounds; else it is 0 outside them."""
+        """True if that ratio is clamped to its bounds, False if it is set to 0 outside them."""
         return self.vllm_importance_sampling_mode.endswith("_truncate")
 
     @classmethod

@@ -1,4 +1,4 @@
-"""TRL's distillation trainer with its divergence, forward and backward, by `grpo_kernels`.
+"""TRL's distillation trainer, whose divergence `grpo_kernels` computes, forward and backward.
 
 TRL computes the divergence between student and teacher in one function of hidden states and heads,
 which the trainer looks up at call time as

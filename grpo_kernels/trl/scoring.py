@@ -205,7 +205,7 @@ class Scoring(LogsShares):
         steps = self.state.global_step
         if self._trains and steps != self._generated_at:
             raise RuntimeError(
-                f"{OLD}: expected them in a batch generated at optimizer step "
+                f"{OLD}: expected a tensor in a batch generated at optimizer step "
                 f"{self._generated_at}, got None at step {steps}; pass "
                 "fused_sampling_correction=False"
             )

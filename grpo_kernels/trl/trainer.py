@@ -1,12 +1,12 @@
-"""TRL's GRPO trainer with its language-model head, forward and backward, by `grpo_kernels`.
+"""TRL's GRPO trainer, whose language-model head runs in `grpo_kernels`, forward and backward.
 
 TRL's own code computes the loss (the exact KL adds its term). `FusedGRPOTrainer` gives policy and
 reference our `add_fused_lm_head`, and tells the policy's forward what TRL does not: which tokens
 the loss reads, and which gradient it will send back (`grpo_kernels.policy_expectation`). The
 one-pass engine computes the gradient for the expected coefficients in the forward, and the backward
-checks them against the true ones. A wrong expectation (an option this module does not know, a
-subclass with its own term) costs time but never changes the result; a gradient where none was
-expected raises.
+checks them against the true ones. A subclass with its own term, or an option that this module does
+not know, makes the expectation wrong; that costs time but never changes the result. A gradient
+where none was expected raises an error.
 
 The calls, and what this module adds to them::
 
@@ -183,7 +183,7 @@ class FusedLossMixin(scoring.Scoring):
                 raise ValueError(message)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train as TRL does, after handling what an interrupted training left behind."""
+        """Train as TRL does, after handling what an interrupted run left behind."""
         if self.regroup and self._step % micro_batches.window_of(self):
             self._stop_regrouping(
                 "training was interrupted within an optimizer step, so in the new call of train() "
@@ -353,23 +353,25 @@ class FusedGRPOTrainer(FusedLossMixin, GRPOTrainer):
     it is active. It does not affect other trainers in the process; for those, use `patch_trl`.
 
     Args:
-        fused_sampling_correction: skip the forward in which TRL scores the batch before the loss.
-            ``"auto"``: until the policy changes, the ratio to the sampler (``use_vllm`` with
-            ``vllm_importance_sampling_correction``) and the old log-probabilities come from the
-            loss's own forward; TRL still scores if the model has dropout, or if a subclass
-            overrides a method that may read them. True: skip it in those cases too; an error if
-            there is no sampler to correct for. False: TRL always scores.
+        fused_sampling_correction: whether to skip the forward in which TRL scores a batch before
+            its loss. ``"auto"``: while the policy is still the one that generated the batch, the
+            loss's own forward gives the old log-probabilities and the ratio to the sampler
+            (``use_vllm`` with ``vllm_importance_sampling_correction``). TRL still scores if the
+            model has dropout, or if a subclass overrides a method that may read the scores. True:
+            skip it even then; an error if there is no sampler to correct for. False: TRL always
+            scores.
         kl_estimator: ``"k3"``: TRL's estimate from sampled tokens. ``"full"``: the KL term (`beta`)
             and the metric ``kl`` are the exact divergence from the reference, over the whole
             vocabulary; `use_bias_correction_kl` is ignored. Each micro-batch then keeps the
             reference's hidden states (B, T, H').
         zero_advantage, layout: as in `grpo_kernels.transformers.causal_lm_loss`: what the model
             computes for sequences without a gradient, for padding, and for shared prefixes.
-        regroup: ``"auto"``: sort the samples of an optimizer step into micro-batches by prompt, so
-            that each prompt runs once; empty micro-batches compute nothing. The step's gradient and
-            every logged value stay TRL's. It is off if the loss depends on which samples share a
-            micro-batch, or if a subclass overrides a method that sees one. True: raise in the first
-            case; trust the subclass in the second. False: use TRL's micro-batches.
+        regroup: whether to sort the samples of an optimizer step into micro-batches by prompt, so
+            that each prompt runs once; micro-batches that become empty compute nothing. The step's
+            gradient and every logged value stay TRL's. ``"auto"``: yes, unless the loss depends on
+            which samples share a micro-batch, or a subclass overrides a method that sees one. True:
+            yes; an error in the first case, and no check in the second. False: use TRL's
+            micro-batches.
         tokens_per_forward: maximum number of tokens in a regrouped micro-batch, counting a shared
             prompt once. More tokens are faster and need more memory. None: as many as TRL's padded
             micro-batch.

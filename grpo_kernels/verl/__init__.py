@@ -3,9 +3,9 @@
     actor_rollout_ref.model.use_fused_kernels=True
     actor_rollout_ref.model.fused_kernel_options.impl_backend=grpo_kernels
 
-These two lines need no other change; without the second one, nothing changes. ``import verl`` loads
-the plug-in (entry point group ``verl.plugins``), also in Ray's workers. If entry points are turned
-off (``VERL_USE_EXTERNAL_PLUGINS=none``), call `patch_verl` instead.
+These two settings are enough. Without the second one, nothing changes. ``import verl`` loads the
+plug-in (entry point group ``verl.plugins``), also in Ray's workers. If entry points are turned off
+(``VERL_USE_EXTERNAL_PLUGINS=none``), call `patch_verl` instead.
 
 verl's modules (0.9.1) are patched when they are imported. `forward` provides the models' forward in
 the FSDP engines, and `engine` tells it what a micro-batch needs from the head; `megatron` does both

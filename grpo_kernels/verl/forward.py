@@ -188,7 +188,7 @@ def _labels(shift_labels: Tensor | None, labels: Tensor | None, input_ids: Tenso
         return shift_labels
     ids = input_ids if labels is None else labels
     if ids is None:
-        raise ValueError("shift_labels: expected this, labels or input_ids, got none of them")
+        raise ValueError("shift_labels, labels, input_ids: expected one, got none of them")
     ulysses = importlib.import_module("verl.utils.ulysses")
     ranks = ulysses.get_ulysses_sequence_parallel_world_size()
     if ranks > 1:  # the last label of a shard is the first id of the next shard
